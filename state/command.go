@@ -100,8 +100,8 @@ func (l *Lattice) do(c Command) error {
 	return fmt.Errorf("state: %w: the action is %v, want Germinate, Move, Recycle, SetAlpha, Quarantine or Load", ErrArgument, c.Action)
 }
 
-// accepts returns an error unless the slot of a seed may be set to parameters of a blueprint: every living seed of the slot has
-// that kind, and none is frozen for good. The caller holds the lock.
+// accepts returns an error unless the slot of a seed may be set to parameters of a blueprint: every
+// living seed of the slot has that kind, and none is frozen for good. The caller holds the lock.
 func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 	const method = "Load"
 	if err := l.checkSeed(method, seed); err != nil {

@@ -51,9 +51,10 @@ func (e Event) String() string {
 	return s + fmt.Sprintf("%v: %s", e.Kind, e.Reason)
 }
 
-// Listen makes f hear of every event from now on, until stop is called: those that StepEpoch returns, and every transition,
-// whoever makes it. Events come in the order in which they happened, one at a time, on the goroutine of a method that changes
-// the lattice, which waits for f. f may use the lattice; what that causes is told when f has returned.
+// Listen makes f hear of every event from now on, until stop is called: those that StepEpoch
+// returns, and every transition, whoever makes it. Events come in the order in which they happened,
+// one at a time, on the goroutine of a method that changes the lattice, which waits for f. f may
+// use the lattice; what that causes is told when f has returned.
 func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
@@ -61,7 +62,8 @@ func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	return l.outbox.Listen(f), nil
 }
 
-// tell notes events that the listeners will hear of. The caller holds the lock, and ends with unlockAndTell.
+// tell notes events that the listeners will hear of. The caller holds the lock, and ends with
+// unlockAndTell.
 func (l *Lattice) tell(events ...Event) { l.pending = append(l.pending, events...) }
 
 func (l *Lattice) unlockAndTell() {

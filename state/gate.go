@@ -40,9 +40,9 @@ func DefaultThresholds() Thresholds {
 	}
 }
 
-// Within returns the thresholds with their MinEpochs cut in proportion, so that those of a whole life, from Training to
-// FineTuning, take at most half of the given epochs: a run of so many can then see blueprints become fossilized. Thresholds that
-// do so already stay as they are.
+// Within returns the thresholds with their MinEpochs cut in proportion, so that those of a whole
+// life, from Training to FineTuning, take at most half of the given epochs: a run of so many can
+// then see blueprints become fossilized. Thresholds that do so already stay as they are.
 func (t Thresholds) Within(epochs int) Thresholds {
 	all := 0
 	for stage := Training; stage <= FineTuning; stage++ {
@@ -84,7 +84,8 @@ func (t Thresholds) check() error {
 	return nil
 }
 
-// Evidence is what the gates judge a seed by. A figure that has not been measured is NaN and meets no condition.
+// Evidence is what the gates judge a seed by. A figure that has not been measured is NaN and meets
+// no condition.
 type Evidence struct {
 	Epochs        int     // epochs in the present stage
 	TrainingError float64 // of the seed, as last reported in Metrics
@@ -115,8 +116,8 @@ func (s Shortfall) String() string {
 	return fmt.Sprintf("%s (it has %s, the threshold is %.4g)", s.Condition, have, s.Threshold)
 }
 
-// Gate judges the transition from one stage to another, which the table of transitions must allow, by the evidence. It is
-// a pure function of its arguments.
+// Gate judges the transition from one stage to another, which the table of transitions must allow,
+// by the evidence. It is a pure function of its arguments.
 func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	if to == RolledBack {
 		return Shortfall{}, true
@@ -156,10 +157,12 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	return Shortfall{}, true
 }
 
-// atMost compares a figure that is kept in single precision, and may have been rounded up, with its threshold.
+// atMost compares a figure that is kept in single precision, and may have been rounded up, with its
+// threshold.
 func atMost(v, threshold float64) bool { return v <= max(threshold, float64(float32(threshold))) }
 
-// atLeast compares a figure that is kept as a Float16, and may have been rounded down, with its threshold.
+// atLeast compares a figure that is kept as a Float16, and may have been rounded down, with its
+// threshold.
 func atLeast(v, threshold float64) bool {
 	return v >= min(threshold, fromFloat16(toFloat16(threshold)))
 }

@@ -8,8 +8,9 @@ import (
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
-// A seed's checksum is renewed with every change of its fields, after a look at whether they still matched the old one. A
-// change keeps the syndrome, so that a seed that was corrupt before does not look intact after it.
+// A seed's checksum is renewed with every change of its fields, after a look at whether they still
+// matched the old one. A change keeps the syndrome, so that a seed that was corrupt before does not
+// look intact after it.
 
 func (l *Lattice) faults() []columns.Fault {
 	if l.n == 0 {
@@ -18,7 +19,8 @@ func (l *Lattice) faults() []columns.Fault {
 	return l.sums.All(l.seeds.crc)
 }
 
-// faultError returns an error wrapping ErrCorrupt that names the first of the given faults, nil if there is none.
+// faultError returns an error wrapping ErrCorrupt that names the first of the given faults, nil if
+// there is none.
 func faultError(c *columns.Checksums, found []columns.Fault, n int) error {
 	if len(found) == 0 {
 		return nil
@@ -40,8 +42,9 @@ func (l *Lattice) checkIntact(method string, seed int) error {
 	return nil
 }
 
-// Verify recomputes all checksums. It returns an error wrapping [ErrCorrupt] that names the first seed whose fields do not
-// match its checksum, the field and its bit if a single one has flipped, and how many such seeds there are.
+// Verify recomputes all checksums. It returns an error wrapping [ErrCorrupt] that names the first
+// seed whose fields do not match its checksum, the field and its bit if a single one has flipped,
+// and how many such seeds there are.
 func (l *Lattice) Verify() error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -51,8 +54,9 @@ func (l *Lattice) Verify() error {
 	return nil
 }
 
-// Quarantine makes every seed that does not match its checksum a new, dormant one, and returns a Quarantined event for each.
-// What the others are doing goes on. It is for lattices whose corruption shall not end a run; see [WithQuarantine].
+// Quarantine makes every seed that does not match its checksum a new, dormant one, and returns a
+// Quarantined event for each. What the others are doing goes on. It is for lattices whose
+// corruption shall not end a run; see [WithQuarantine].
 func (l *Lattice) Quarantine() []Event {
 	l.mu.Lock()
 	defer l.unlockAndTell()
@@ -73,12 +77,14 @@ func (l *Lattice) quarantine(found []columns.Fault) (events []Event) {
 	return events
 }
 
-// scrubSpan is how many seeds a scrub checks at a time: a few dozen microseconds' work, for which commands and passes wait.
+// scrubSpan is how many seeds a scrub checks at a time: a few dozen microseconds' work, for which
+// commands and passes wait.
 const scrubSpan = 1024
 
-// Scrub verifies all seeds once every period, a span at a time, until the context ends. It calls found, if that is not nil,
-// with an error as [Lattice.Verify] returns it whenever it meets corrupt seeds. It changes nothing; run it on a goroutine of
-// its own. Without a context, or with a period that is not above 0, it returns an error at once, else nil.
+// Scrub verifies all seeds once every period, a span at a time, until the context ends. It calls
+// found, if that is not nil, with an error as [Lattice.Verify] returns it whenever it meets corrupt
+// seeds. It changes nothing; run it on a goroutine of its own. Without a context, or with a period
+// that is not above 0, it returns an error at once, else nil.
 func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(error)) error {
 	if err := checkScrub(ctx, period); err != nil {
 		return err

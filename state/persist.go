@@ -66,7 +66,8 @@ func (s *seedState) saved() []columns.Column {
 
 // bytes returns the head of the binary form, with room for more bytes behind it.
 func (h header) bytes(more int) []byte {
-	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored only once they are JSON.
+	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored only
+	// once they are JSON.
 	text, _ := json.Marshal(h)
 	return columns.Head(text, more)
 }
@@ -92,11 +93,12 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 	return columns.AppendRows(l.header().bytes(l.n*columns.RowWidth(saved)), saved, l.n), nil
 }
 
-// UnmarshalBinary replaces the lattice's contents by what MarshalBinary returned. A lattice that has seeds already must have
-// as many seeds and features. Kinds of blueprints and strategies are found by their names: a program registers those that it
-// uses before it loads, in any order. It returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is
-// damaged, or [ErrSchema] when a later version of this package wrote it; then nothing has changed.
-// It implements [encoding.BinaryUnmarshaler].
+// UnmarshalBinary replaces the lattice's contents by what MarshalBinary returned. A lattice that
+// has seeds already must have as many seeds and features. Kinds of blueprints and strategies are
+// found by their names: a program registers those that it uses before it loads, in any order. It
+// returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is damaged,
+// or [ErrSchema] when a later version of this package wrote it; then nothing has changed. It
+// implements [encoding.BinaryUnmarshaler].
 func (l *Lattice) UnmarshalBinary(data []byte) error {
 	img, err := parse(data)
 	if err != nil {
@@ -115,8 +117,8 @@ func (l *Lattice) replace(method string, img *image) error {
 	return nil
 }
 
-// adapt gives img what the lattice knows and img does not. It returns an error, wrapping ErrShape or blueprints.ErrWidth, when
-// img cannot become the lattice's contents.
+// adapt gives img what the lattice knows and img does not. It returns an error, wrapping ErrShape
+// or blueprints.ErrWidth, when img cannot become the lattice's contents.
 func (l *Lattice) adapt(img *image) error {
 	if img.config.Width == 0 { // saved by a lattice that did not know it
 		img.config.Width = l.config.Width
@@ -194,8 +196,8 @@ func (h *header) columns() ([]columns.Column, error) {
 	return stored, nil
 }
 
-// image checks what was read and puts it together. stored are the arrays as the header lists them, checksums last, and
-// become the image's own.
+// image checks what was read and puts it together. stored are the arrays as the header lists them,
+// checksums last, and become the image's own.
 func (h *header) image(stored []columns.Column) (*image, error) {
 	crc := *stored[len(stored)-1].Array.(*[]uint32)
 	stored = stored[:len(stored)-1]
@@ -264,8 +266,9 @@ func (c config) check() error {
 	return nil
 }
 
-// renumber gives the kinds of the seeds the numbers that this program has for them, and reports whether one has changed. names
-// are those that the program which saved them had for its numbers. A kind that is in use and not registered is an error.
+// renumber gives the kinds of the seeds the numbers that this program has for them, and reports
+// whether one has changed. names are those that the program which saved them had for its numbers. A
+// kind that is in use and not registered is an error.
 func (img *image) renumber(names []string) (changed bool, err error) {
 	s := img.seeds
 	for i, number := range s.kind {
@@ -288,7 +291,8 @@ func (img *image) renumber(names []string) (changed bool, err error) {
 	return changed, nil
 }
 
-// check returns an error unless the seeds are in a state that a lattice can be in: renewed checksums are no proof of that.
+// check returns an error unless the seeds are in a state that a lattice can be in: renewed
+// checksums are no proof of that.
 func (img *image) check() error {
 	for i := range img.n {
 		if err := img.checkSeed(i); err != nil {
@@ -341,8 +345,8 @@ func (img *image) checkSeed(i int) error {
 	return s.checkOpen(i)
 }
 
-// checkOpen checks the figures of a seed that need not be finite: those that overflow in float32, and those that are NaN until
-// they are reported.
+// checkOpen checks the figures of a seed that need not be finite: those that overflow in float32,
+// and those that are NaN until they are reported.
 func (s *seedState) checkOpen(i int) error {
 	for _, f := range []struct {
 		name  string
@@ -377,8 +381,8 @@ type Array struct {
 // headerName is the array that holds the header.
 const headerName = "header"
 
-// Arrays returns a copy of the lattice's complete state as named arrays: one for each field of the seeds, and "header", a
-// vector of bytes, with all else. The zero Lattice has none.
+// Arrays returns a copy of the lattice's complete state as named arrays: one for each field of the
+// seeds, and "header", a vector of bytes, with all else. The zero Lattice has none.
 func (l *Lattice) Arrays() []Array {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -397,8 +401,9 @@ func (l *Lattice) arrays() []Array {
 	return arrays
 }
 
-// SetArrays replaces the lattice's contents by arrays as [Lattice.Arrays] returns them, in any order; the lattice does not
-// keep them. It returns an error as UnmarshalBinary does, and then nothing has changed.
+// SetArrays replaces the lattice's contents by arrays as [Lattice.Arrays] returns them, in any
+// order; the lattice does not keep them. It returns an error as UnmarshalBinary does, and then
+// nothing has changed.
 func (l *Lattice) SetArrays(arrays []Array) error {
 	img, err := fromArrays(arrays)
 	if err != nil {
@@ -429,7 +434,8 @@ func fromArrays(arrays []Array) (*image, error) {
 	if len(arrays) != len(h.Fields)+1 {
 		return nil, fmt.Errorf("%w: got %d arrays, want %d", ErrCorrupt, len(arrays), len(h.Fields)+1)
 	}
-	// Before anything is allocated: a header that promises more seeds than there are must not cost memory.
+	// Before anything is allocated: a header that promises more seeds than there are must not cost
+	// memory.
 	for _, f := range h.Fields {
 		data := reflect.ValueOf(byName[f.Name])
 		if !data.IsValid() || data.Type().String() != "[]"+f.Type || data.Len() != h.Seeds {

@@ -8,11 +8,12 @@ import (
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
-// Schema is the version of the seed state's layout that this package writes; migrate.go says what became of earlier ones.
+// Schema is the version of the seed state's layout that this package writes; migrate.go says what
+// became of earlier ones.
 const Schema = 4
 
-// seedState holds all seeds, one array per field. Figures of 16 bits are stored as their bits. Those
-// of the normal tier are bfloat16: KASMINA's float16 would do for activations near 1, but the
+// seedState holds all seeds, one array per field. Figures of 16 bits are stored as their bits.
+// Those of the normal tier are bfloat16: KASMINA's float16 would do for activations near 1, but the
 // variance of a gradient underflows in it at the sizes of real models.
 type seedState struct {
 	stage         []uint8
@@ -38,14 +39,16 @@ type seedState struct {
 	gradVariance []uint16 // bfloat16
 	gradMax      []uint16 // bfloat16
 
-	// Moments of the input chunk, in full precision because clamps and drift depend on differences of them: of the last
-	// pass; merged over passes, with their weight in elements; and the merged ones as the last epoch ended.
+	// Moments of the input chunk, in full precision because clamps and drift depend on differences of
+	// them: of the last pass; merged over passes, with their weight in elements; and the merged ones
+	// as the last epoch ended.
 	stepMean, stepVariance, stepCount []float64
 	runMean, runVariance, runCount    []float64
 	epochMean, epochVariance          []float64
 	drift                             []float32
 
-	// Moments of the norm of the chunk's gradient over rows, merged over passes, with their weight in rows.
+	// Moments of the norm of the chunk's gradient over rows, merged over passes, with their weight in
+	// rows.
 	normMean, normVariance, normCount []float64
 
 	nonFiniteX, nonFiniteG []uint32 // NaN and Inf seen so far
@@ -103,8 +106,8 @@ func (s *seedState) columns() (all []columns.Column) {
 	return all
 }
 
-// newSeedState returns n dormant seeds of which nothing has been measured, without checksums, that remember the given number
-// of transitions.
+// newSeedState returns n dormant seeds of which nothing has been measured, without checksums, that
+// remember the given number of transitions.
 func newSeedState(n, transitions int) *seedState {
 	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions), sinceScore: make([]uint32, n)}
 	for _, c := range s.columns() {

@@ -25,7 +25,8 @@ const (
 var stageNames = [stages]string{"Dormant", "Germinated", "Training", "Grafting", "Stabilization", "Evaluating",
 	"FineTuning", "Fossilized", "Culled", "Cancelled", "RolledBack"}
 
-// allowed[s] holds the stages that may follow s. From Culled, Cancelled and RolledBack only Lattice.Recycle leads on.
+// allowed[s] holds the stages that may follow s. From Culled, Cancelled and RolledBack only
+// Lattice.Recycle leads on.
 var allowed = [stages][]Stage{
 	Dormant:       {Germinated},
 	Germinated:    {Training, Cancelled},
@@ -59,7 +60,8 @@ func (s Stage) CanBecome(next Stage) bool {
 	return false
 }
 
-// Next returns the stage that follows in a life without failures, or s itself when s is Fossilized or has ended.
+// Next returns the stage that follows in a life without failures, or s itself when s is Fossilized
+// or has ended.
 func (s Stage) Next() Stage {
 	if s >= Fossilized {
 		return s
@@ -81,7 +83,8 @@ func (s Stage) Learns() bool {
 	return s == Training || s == Grafting || s == Stabilization || s == FineTuning
 }
 
-// LearningSlots returns, for each of the slots that [WithSlots] gave, whether a seed learns with it.
+// LearningSlots returns, for each of the slots that [WithSlots] gave, whether a seed learns with
+// it.
 func (l *Lattice) LearningSlots() []bool {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -97,8 +100,8 @@ func (l *Lattice) LearningSlots() []bool {
 // Ended reports whether the blueprint's life is over, so that only recycling leads on.
 func (s Stage) Ended() bool { return s == Culled || s == Cancelled || s == RolledBack }
 
-// weight is the α with which the arithmetic of the stage blends, given the seed's own: of the output, or in Training, where
-// the output is x, of the gradients of weights and scale.
+// weight is the α with which the arithmetic of the stage blends, given the seed's own: of the
+// output, or in Training, where the output is x, of the gradients of weights and scale.
 func (s Stage) weight(alpha float32) float32 {
 	switch s {
 	case Training, FineTuning, Fossilized:

@@ -7,7 +7,8 @@ import "math"
 // holds integers to 2048 exactly, has a relative spacing of 2⁻¹⁰, and is ±Inf from 65520 on.
 type Float16 uint16
 
-// NewFloat16 rounds v to the nearest Float16, ties to even, in one step from float64. NaN stays NaN.
+// NewFloat16 rounds v to the nearest Float16, ties to even, in one step from float64. NaN stays
+// NaN.
 func NewFloat16(v float64) Float16 {
 	sign := Float16(math.Float64bits(v) >> 63 << 15)
 	v = math.Abs(v)
@@ -16,12 +17,12 @@ func NewFloat16(v float64) Float16 {
 		return sign | 0x7e00
 	case v >= 65520: // halfway between the largest finite number, 65504, and what would be the next
 		return sign | 0x7c00
-	case v < 0x1p-14: // subnormal: multiples of 2⁻²⁴; rounding up to 1024 of them gives the smallest normal number
+	case v < 0x1p-14: // subnormal: multiples of 2⁻²⁴, of which 1024 are the smallest normal number
 		return sign | Float16(math.RoundToEven(v*0x1p24))
 	}
 	_, exp := math.Frexp(v) // v in [2^(exp−1), 2^exp)
-	// The significand in units of its last place, 1024 … 2048. Its leading bit adds one to the exponent field, as does the
-	// carry of 2048.
+	// The significand in units of its last place, 1024 … 2048. Its leading bit adds one to the
+	// exponent field, as does the carry of 2048.
 	significand := Float16(math.RoundToEven(math.Ldexp(v, 11-exp)))
 	return sign | (Float16(exp+13)<<10 + significand)
 }

@@ -1,4 +1,5 @@
-// Package control has controllers, which decide by the reports of a network what becomes of its seeds.
+// Package control has controllers, which decide by the reports of a network what becomes of its
+// seeds.
 package control
 
 import (
@@ -13,38 +14,41 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// Heuristic is a controller that germinates the unhealthiest chunks, moves every blueprint on as soon as its gate opens, gives
-// up those that have failed or whose gate stays shut for too long, and recycles their seeds. Make one with [NewHeuristic].
+// Heuristic is a controller that germinates the unhealthiest chunks, moves every blueprint on as
+// soon as its gate opens, gives up those that have failed or whose gate stays shut for too long,
+// and recycles their seeds. Make one with [NewHeuristic].
 //
 // A chunk is unhealthy by the largest of four ratios, if that is 1 or more:
 //
-//	hungry    norm of its gradient / (Hunger × median of the layer): the loss wants the chunk to change
+//	hungry    norm of its gradient / (Hunger × median of the layer): the loss wants it to change
 //	dead      dead ratio / Dead
 //	silent    Silence × median of the layer's variances / its variance
 //	spiky     largest deviation from its mean / (Spike × its standard deviation)
 //
-// What it grows there follows: a hungry chunk gets the first of Capacity that the layer's slots are wide enough for, a dead one a
-// Residual, which can shift it, and a silent or spiky one an AttentionGate, which can scale its features. It is grafted by
-// DriftControlled where activations drift by more than Drift an epoch, by GradNormGated where the gradient is more than twice
-// what makes a chunk hungry, and else by PerformanceLinked.
+// What it grows there follows: a hungry chunk gets the first of Capacity that the layer's slots are
+// wide enough for, a dead one a Residual, which can shift it, and a silent or spiky one an
+// AttentionGate, which can scale its features. It is grafted by DriftControlled where activations
+// drift by more than Drift an epoch, by GradNormGated where the gradient is more than twice what
+// makes a chunk hungry, and else by PerformanceLinked.
 type Heuristic struct {
 	MaxActive     int // blueprints that are alive and not fossilized, at most
 	MaxParameters int // parameters in the slots of all living blueprints, at most
 	PerEpoch      int // germinations in an epoch, at most
 	Begin, End    int // germinations happen from epoch Begin on, and before epoch End
-	Patience      int // epochs in a stage after which a blueprint is given up whose gate onward is still shut
+	Patience      int // epochs in a stage, after which a blueprint is given up whose gate is shut
 	RampEpochs    int // epochs of a grafting that nothing speeds up or delays
 
 	Hunger, Dead, Silence, Spike, Drift float64
 	Capacity                            []blueprints.Kind // in order of preference
 }
 
-// NewHeuristic returns a controller with the given budgets, Begin 1, no End, PerEpoch a quarter of maxActive, Patience 200,
-// RampEpochs 50, Hunger 1, Dead 0.5, Silence 0.1, Spike 30, Drift 0.1, and Capacity ChunkMLP, LowRank, ConvFilter. Its fields
-// may be changed before it is used.
+// NewHeuristic returns a controller with the given budgets, Begin 1, no End, PerEpoch a quarter of
+// maxActive, Patience 200, RampEpochs 50, Hunger 1, Dead 0.5, Silence 0.1, Spike 30, Drift 0.1, and
+// Capacity ChunkMLP, LowRank, ConvFilter. Its fields may be changed before it is used.
 func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 	return &Heuristic{
-		MaxActive: maxActive, MaxParameters: maxParameters, PerEpoch: max(1, maxActive/4), Begin: 1, End: math.MaxInt,
+		MaxActive: maxActive, MaxParameters: maxParameters, PerEpoch: max(1, maxActive/4),
+		Begin: 1, End: math.MaxInt,
 		Patience: 200, RampEpochs: 50,
 		Hunger: 1, Dead: 0.5, Silence: 0.1, Spike: 30, Drift: 0.1,
 		Capacity: []blueprints.Kind{blueprints.ChunkMLP, blueprints.LowRank, blueprints.ConvFilter},
@@ -56,9 +60,11 @@ func (h *Heuristic) Check() error {
 	for _, f := range []struct {
 		name  string
 		value float64
-	}{{"Hunger", h.Hunger}, {"Dead", h.Dead}, {"Silence", h.Silence}, {"Spike", h.Spike}, {"Drift", h.Drift}} {
+	}{{"Hunger", h.Hunger}, {"Dead", h.Dead}, {"Silence", h.Silence}, {"Spike", h.Spike},
+		{"Drift", h.Drift}} {
 		if !(f.value > 0) || math.IsInf(f.value, 1) {
-			return fmt.Errorf("control.Heuristic: %w: %s is %v, want a finite number above 0", state.ErrArgument, f.name, f.value)
+			return fmt.Errorf("control.Heuristic: %w: %s is %v, want a finite number above 0",
+				state.ErrArgument, f.name, f.value)
 		}
 	}
 	var errs []error
@@ -85,9 +91,10 @@ func (h *Heuristic) Check() error {
 // fastest is how many steps of its ramp a grafting takes in an epoch at most.
 const fastest = 4
 
-// LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be fossilized, when blueprints are
-// compared every so many epochs; 0 for a lattice [state.WithoutGates], which has no thresholds to meet. The error names a stage that h
-// gives up before its gate can open.
+// LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be
+// fossilized, when blueprints are compared every so many epochs; 0 for a lattice
+// [state.WithoutGates], which has no thresholds to meet. The error names a stage that h gives up
+// before its gate can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {
 	thresholds, gated := l.Thresholds()
 	if !gated {
@@ -100,8 +107,9 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 			least = max(least, every)
 		}
 		if least > h.Patience+1 {
-			return 0, fmt.Errorf("control.Heuristic: %w: its Patience of %d epochs ends before the gate out of %v can open, after %d: "+
-				"raise Patience, or lower MinEpochs in the lattices' Thresholds", state.ErrArgument, h.Patience, stage, least)
+			return 0, fmt.Errorf("control.Heuristic: %w: its Patience of %d epochs ends before the "+
+				"gate out of %v can open, after %d: raise Patience, or lower MinEpochs in the "+
+				"lattices' Thresholds", state.ErrArgument, h.Patience, stage, least)
 		}
 		if stage == state.Grafting {
 			least = max(least, (h.RampEpochs+fastest-1)/fastest)
@@ -140,7 +148,8 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 			continue
 		}
 		kind, strategy := h.remedy(r, c)
-		commands = append(commands, state.Command{Action: state.Germinate, Layer: c.layer, Seed: c.seed, Why: c.problem.String(),
+		commands = append(commands, state.Command{Action: state.Germinate, Layer: c.layer,
+			Seed: c.seed, Why: c.problem.String(),
 			Request: state.GerminationRequest{Slot: free[c.layer][0], Kind: kind, Strategy: strategy}})
 		active, germinated, parameters = active+1, germinated+1, parameters+r.SlotParameters
 		free[c.layer] = free[c.layer][1:]
@@ -172,11 +181,13 @@ func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 	}
 	switch {
 	case s.Stage == state.Evaluating && s.CanCull:
-		return move(state.Culled, fmt.Sprintf("the model is better without it (performance delta %.4g, stability %.2f)", s.Delta, s.Stability))
+		return move(state.Culled, fmt.Sprintf("the model is better without it (performance delta "+
+			"%.4g, stability %.2f)", s.Delta, s.Stability))
 	case late && s.Stage == state.Training:
 		return move(state.Cancelled, "it has not learnt")
 	case late:
-		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough (performance delta %.4g, improvement %.4g, stability %.2f)",
+		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough (performance delta "+
+			"%.4g, improvement %.4g, stability %.2f)",
 			s.EpochsInStage, s.Delta, s.Improvement, s.Stability))
 	}
 	return c, false
@@ -222,7 +233,8 @@ type problem struct {
 }
 
 func (p problem) String() string {
-	return fmt.Sprintf("its chunk is %s, %.2f times the limit", [...]string{"hungry", "dead", "silent", "spiky"}[p.ailment], p.severity)
+	names := [...]string{"hungry", "dead", "silent", "spiky"}
+	return fmt.Sprintf("its chunk is %s, %.2f times the limit", names[p.ailment], p.severity)
 }
 
 // candidate is an unhealthy chunk of a dormant seed.
@@ -231,7 +243,8 @@ type candidate struct {
 	layer, seed int
 }
 
-// candidates returns the unhealthy chunks with dormant seeds of which something has been measured, the worst first.
+// candidates returns the unhealthy chunks with dormant seeds of which something has been measured,
+// the worst first.
 func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 	for layer, r := range reports {
 		if r.Epoch < h.Begin || r.Epoch >= h.End {
@@ -248,7 +261,9 @@ func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 			}
 		}
 	}
-	slices.SortStableFunc(found, func(a, b candidate) int { return cmp.Compare(b.severity, a.severity) })
+	slices.SortStableFunc(found, func(a, b candidate) int {
+		return cmp.Compare(b.severity, a.severity)
+	})
 	return found
 }
 
@@ -288,9 +303,11 @@ func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, graft
 	case s.Drift > h.Drift:
 		return kind, graft.DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
 	case c.ailment == hungry && c.severity > 2:
-		return kind, graft.GradNormGated{Epochs: h.RampEpochs, Target: 1, Low: 0, High: math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))}
+		high := math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))
+		return kind, graft.GradNormGated{Epochs: h.RampEpochs, Target: 1, High: high}
 	}
-	return kind, graft.PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25, MaxSpeed: fastest}
+	return kind, graft.PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25,
+		MaxSpeed: fastest}
 }
 
 // median returns the median of a figure of the seeds that have it; 0 and NaN do not count.

@@ -67,7 +67,8 @@ func measure(t *testing.T, r *rand.Rand, l *state.Lattice) {
 		})))
 }
 
-// healthy is a report of a layer of 4 seeds over 8 features, with slots of 8 weights, in which nothing is wrong.
+// healthy is a report of a layer of 4 seeds over 8 features, with slots of 8 weights, in which
+// nothing is wrong.
 func healthy() state.Report {
 	r := state.Report{Epoch: 5, Hidden: 8, Slots: 5, SlotParameters: 9, Seeds: make([]state.SeedReport, 4)}
 	for i := range r.Seeds {
@@ -164,8 +165,8 @@ func TestHeuristicMoves(t *testing.T) {
 	}
 }
 
-// Whatever a network measures, every command is possible, budgets hold, and seeds get to all ends. One network in some hundreds
-// fills up with fossils before it has met them all.
+// Whatever a network measures, every command is possible, budgets hold, and seeds get to all ends.
+// One network in some hundreds fills up with fossils before it has met them all.
 func TestHeuristicOnANetwork(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("random seed %d", seed)
@@ -181,7 +182,8 @@ func TestHeuristicOnANetwork(t *testing.T) {
 	}
 }
 
-// growAtRandom lets a heuristic command a network that measures random figures, and counts what its seeds become.
+// growAtRandom lets a heuristic command a network that measures random figures, and counts what its
+// seeds become.
 func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 	t.Helper()
 	thresholds := state.DefaultThresholds()

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// HalfWay is a strategy of a user's own: each epoch it takes α half of the way that is left, and stops near the end. Its
-// parameters are exported fields, with which it is saved.
+// HalfWay is a strategy of a user's own: each epoch it takes α half of the way that is left, and
+// stops near the end. Its parameters are exported fields, with which it is saved.
 type HalfWay struct{ Near float64 }
 
 func (HalfWay) Name() string { return "HalfWay" }
@@ -26,7 +26,8 @@ func (s HalfWay) Advance(g graft.Progress) (alpha float64, memory [2]float32, do
 	return alpha, memory, 1-alpha <= s.Near
 }
 
-// A strategy of one's own is registered, so that lattices with it can be loaded, and requested like any other.
+// A strategy of one's own is registered, so that lattices with it can be loaded, and requested like
+// any other.
 func ExampleRegister() {
 	if err := graft.Register[HalfWay](); err != nil {
 		fmt.Println(err)

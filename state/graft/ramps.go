@@ -25,7 +25,8 @@ type FixedRamp struct {
 // Name returns "FixedRamp".
 func (FixedRamp) Name() string { return "FixedRamp" }
 
-// Check returns an error unless Ramp is known, Epochs is from 1 to 65535, as far as a lattice counts, and Target is in (0, 1].
+// Check returns an error unless Ramp is known, Epochs is from 1 to 65535, as far as a lattice
+// counts, and Target is in (0, 1].
 func (s FixedRamp) Check() error {
 	if s.Ramp > Sigmoid {
 		return fmt.Errorf("FixedRamp: Ramp is %d, want Linear, Cosine or Sigmoid", s.Ramp)
@@ -45,12 +46,13 @@ func (s FixedRamp) Advance(p Progress) (alpha float64, memory [2]float32, done b
 	return s.Target * f, p.Memory, p.Epochs >= s.Epochs
 }
 
-// The strategies below take α to Target in steps of Target/Epochs, and differ in when and how many they take. They go
-// on from whatever α is, so a seed whose α was set by hand is not taken back.
+// The strategies below take α to Target in steps of Target/Epochs, and differ in when and how many
+// they take. They go on from whatever α is, so a seed whose α was set by hand is not taken back.
 
-// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves: a score above the last one
-// multiplies the speed by 1 + Gain for each epoch since that, to at most MaxSpeed steps; any other puts it back to one step.
-// Epochs without a new score keep the speed, so that it matters little how often one is measured.
+// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves: a
+// score above the last one multiplies the speed by 1 + Gain for each epoch since that, to at most
+// MaxSpeed steps; any other puts it back to one step. Epochs without a new score keep the speed, so
+// that it matters little how often one is measured.
 type PerformanceLinked struct {
 	Epochs   int     `json:"epochs"` // without an improvement
 	Target   float64 `json:"target"`
@@ -61,8 +63,8 @@ type PerformanceLinked struct {
 // Name returns "PerformanceLinked".
 func (PerformanceLinked) Name() string { return "PerformanceLinked" }
 
-// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], Gain at least 0 and MaxSpeed at least 1, both
-// finite.
+// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], Gain at least 0 and
+// MaxSpeed at least 1, both finite.
 func (s PerformanceLinked) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
@@ -71,12 +73,14 @@ func (s PerformanceLinked) Check() error {
 		return fmt.Errorf("PerformanceLinked: Gain is %v, want a finite number of at least 0", s.Gain)
 	}
 	if !(s.MaxSpeed >= 1) || math.IsInf(s.MaxSpeed, 0) {
-		return fmt.Errorf("PerformanceLinked: MaxSpeed is %v, want a finite number of at least 1", s.MaxSpeed)
+		return fmt.Errorf("PerformanceLinked: MaxSpeed is %v, want a finite number of at least 1",
+			s.MaxSpeed)
 	}
 	return nil
 }
 
-// Advance remembers the last performance and the speed, which is 0 until there is a performance to compare with.
+// Advance remembers the last performance and the speed, which is 0 until there is a performance to
+// compare with.
 func (s PerformanceLinked) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
 	last, speed := float64(p.Memory[0]), float64(p.Memory[1])
 	switch {
@@ -92,8 +96,9 @@ func (s PerformanceLinked) Advance(p Progress) (alpha float64, memory [2]float32
 	return alpha, [2]float32{float32(p.Performance), float32(speed)}, done
 }
 
-// DriftControlled takes one step an epoch, and rests for Pause epochs, the present one included, whenever the drift of the
-// chunk's activations exceeds Threshold. Drift while it rests makes the rest begin anew.
+// DriftControlled takes one step an epoch, and rests for Pause epochs, the present one included,
+// whenever the drift of the chunk's activations exceeds Threshold. Drift while it rests makes the
+// rest begin anew.
 type DriftControlled struct {
 	Epochs    int     `json:"epochs"` // without a rest
 	Target    float64 `json:"target"`
@@ -104,13 +109,15 @@ type DriftControlled struct {
 // Name returns "DriftControlled".
 func (DriftControlled) Name() string { return "DriftControlled" }
 
-// Check returns an error unless Epochs and Pause are from 1 to 65535, Target is in (0, 1] and Threshold at least 0.
+// Check returns an error unless Epochs and Pause are from 1 to 65535, Target is in (0, 1] and
+// Threshold at least 0.
 func (s DriftControlled) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
 	}
 	if !(s.Threshold >= 0) || math.IsInf(s.Threshold, 0) {
-		return fmt.Errorf("DriftControlled: Threshold is %v, want a finite number of at least 0", s.Threshold)
+		return fmt.Errorf("DriftControlled: Threshold is %v, want a finite number of at least 0",
+			s.Threshold)
 	}
 	if s.Pause < 1 || s.Pause > math.MaxUint16 {
 		return fmt.Errorf("DriftControlled: Pause is %d, want 1 to %d", s.Pause, math.MaxUint16)
@@ -131,8 +138,8 @@ func (s DriftControlled) Advance(p Progress) (alpha float64, memory [2]float32, 
 	return alpha, memory, done
 }
 
-// GradNormGated takes one step in every epoch at whose end the norm of the chunk's gradient is from Low to High, and none in
-// the others.
+// GradNormGated takes one step in every epoch at whose end the norm of the chunk's gradient is from
+// Low to High, and none in the others.
 type GradNormGated struct {
 	Epochs int     `json:"epochs"` // inside the band
 	Target float64 `json:"target"`
@@ -143,13 +150,15 @@ type GradNormGated struct {
 // Name returns "GradNormGated".
 func (GradNormGated) Name() string { return "GradNormGated" }
 
-// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], and 0 ≤ Low ≤ High, both finite.
+// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], and 0 ≤ Low ≤ High,
+// both finite.
 func (s GradNormGated) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
 	}
 	if !(s.Low >= 0 && s.Low <= s.High) || math.IsInf(s.High, 0) {
-		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, both finite", s.Low, s.High)
+		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, both finite",
+			s.Low, s.High)
 	}
 	return nil
 }
@@ -163,8 +172,8 @@ func (s GradNormGated) Advance(p Progress) (alpha float64, memory [2]float32, do
 	return alpha, memory, done
 }
 
-// step returns α after a step of the given share of the target, and whether it has got there. A 256th of a step may be
-// missing, since α is kept in single precision.
+// step returns α after a step of the given share of the target, and whether it has got there. A
+// 256th of a step may be missing, since α is kept in single precision.
 func step(alpha, target, share float64) (next float64, done bool) {
 	next = alpha + share*target
 	if next >= target*(1-share*0x1p-8) {

@@ -10,7 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// grafted drives a strategy as a lattice does, which keeps α in single precision and never lets it fall.
+// grafted drives a strategy as a lattice does, which keeps α in single precision and never lets it
+// fall.
 type grafted struct {
 	graft.Progress
 	done bool
@@ -26,7 +27,8 @@ func (g *grafted) step(s graft.Strategy) {
 	g.Alpha = max(g.Alpha, float64(float32(min(1, max(0, alpha)))))
 }
 
-// Whatever the measurements, α of every strategy stays in [0, 1], never falls, ends at the target, and rests when it has to.
+// Whatever the measurements, α of every strategy stays in [0, 1], never falls, ends at the target,
+// and rests when it has to.
 func TestStrategyProperties(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("random seed %d", seed)

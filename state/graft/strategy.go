@@ -16,27 +16,30 @@ import (
 type Progress struct {
 	Seed        int
 	Alpha       float64    // so far
-	Epochs      int        // in Grafting, the epoch that ends included: 1, 2, ... up to 65535, where the count stops
+	Epochs      int        // in Grafting, with the one that ends: 1, 2, ... up to 65535, where it stops
 	Performance float64    // as last reported in Metrics
 	Stale       bool       // Performance has been seen before: nothing was scored in the epoch
 	Interval    int        // epochs from the score before to a new Performance; 0 counts as 1
 	Drift       float64    // relative change of the chunk's running moments over the epoch
 	GradNorm    float64    // last gradient norm of the seed's chunk
-	Memory      [2]float32 // what the strategy returned last; zero when grafting begins. It is saved with the seed.
+	Memory      [2]float32 // what the strategy returned last, saved with the seed; zero at first
 }
 
-// Strategy decides how α rises while a seed is grafted. The lattice keeps α in [0, 1] and never lets it fall.
+// Strategy decides how α rises while a seed is grafted. The lattice keeps α in [0, 1] and never
+// lets it fall.
 //
-// The fields of a strategy are its parameters. It is saved as its name and its JSON, and read back as the type that
-// [Register] has for the name. The lattice works with what it reads back, and refuses a strategy that comes back
-// as something else, because a parameter is in an unexported field for example.
+// The fields of a strategy are its parameters. It is saved as its name and its JSON, and read back
+// as the type that [Register] has for the name. The lattice works with what it reads back, and
+// refuses a strategy that comes back as something else, because a parameter is in an unexported
+// field for example.
 type Strategy interface {
 	Name() string
 	Check() error // whether the parameters make sense
-	// Advance returns α for the next epoch, what the strategy wants to remember, and whether α is where it shall end; then
-	// it is not asked again until the next grafting. It is called by several goroutines at once, for different seeds, while
-	// the lattice is locked: it must not call the lattice's methods, which would wait for ever. NaN or a panic is no answer,
-	// of which a StrategyFailed event tells.
+	// Advance returns α for the next epoch, what the strategy wants to remember, and whether α is
+	// where it shall end; then it is not asked again until the next grafting. It is called by several
+	// goroutines at once, for different seeds, while the lattice is locked: it must not call the
+	// lattice's methods, which would wait for ever. NaN or a panic is no answer, of which a
+	// StrategyFailed event tells.
 	Advance(Progress) (alpha float64, memory [2]float32, done bool)
 }
 
@@ -56,11 +59,13 @@ func decode[S Strategy](params []byte) (Strategy, error) {
 	return s, nil
 }
 
-// Register makes a strategy type known, so that lattices which use it can be loaded: S{}.Name() is its name, and
-// its JSON gives its parameters. It returns an error when S is a pointer or an interface, or the name is empty or taken.
+// Register makes a strategy type known, so that lattices which use it can be loaded: S{}.Name() is
+// its name, and its JSON gives its parameters. It returns an error when S is a pointer or an
+// interface, or the name is empty or taken.
 func Register[S Strategy]() error {
 	if t := reflect.TypeFor[S](); t.Kind() == reflect.Pointer || t.Kind() == reflect.Interface {
-		return fmt.Errorf("graft.Register: %v is a %v, want a type that holds its parameters itself", t, t.Kind())
+		return fmt.Errorf("graft.Register: %v is a %v, want a type that holds its parameters itself",
+			t, t.Kind())
 	}
 	var s S
 	var name string

@@ -93,7 +93,8 @@ func (c Column) Type() string {
 // Width is the element type's size in bytes.
 func (c Column) Width() int { return widths[c.Type()] }
 
-var widths = map[string]int{"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float32": 4, "float64": 8}
+var widths = map[string]int{"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float32": 4,
+	"float64": 8}
 
 // RowWidth is the size of a row of all columns, in bytes.
 func RowWidth(columns []Column) (bytes int) {

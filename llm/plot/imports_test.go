@@ -1,4 +1,4 @@
-package llm
+package plot
 
 import (
 	"os/exec"
