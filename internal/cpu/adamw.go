@@ -29,6 +29,6 @@ type adamW[T Float] struct {
 	keep, rate, root, gain1, beta2, gain2, eps T
 }
 
-func (s *adamW[T]) span(lo, hi int) {
+func (s *adamW[T]) Span(lo, hi int) {
 	s.step(s.p[lo:hi], s.g[lo:hi], s.m[lo:hi], s.v[lo:hi])
 }

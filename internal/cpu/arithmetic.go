@@ -22,7 +22,7 @@ type arithmeticArgs[T Float] struct {
 	y, a, b []T
 }
 
-func (s *arithmeticArgs[T]) span(lo, hi int) {
+func (s *arithmeticArgs[T]) Span(lo, hi int) {
 	y, a, b := s.y[lo:hi], s.a, s.b
 	if len(a) == len(s.y) {
 		a = a[lo:hi]

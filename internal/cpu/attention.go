@@ -114,7 +114,7 @@ type transposedHeads[T Float] struct {
 	stride int
 }
 
-func (s *transposedHeads[T]) span(lo, hi int) {
+func (s *transposedHeads[T]) Span(lo, hi int) {
 	xd := s.KVHeads * s.HeadDim
 	for head := lo; head < hi; head++ {
 		b, h := head/s.KVHeads, head%s.KVHeads
@@ -136,7 +136,7 @@ type attentionAt[T Float] struct {
 	AttentionShape
 }
 
-func (s attentionAt[T]) span(lo, hi int) {
+func (s attentionAt[T]) Span(lo, hi int) {
 	t := getTiles[T]()
 	defer tilePool[T]().Put(t)
 	var lse [1]T
@@ -154,7 +154,7 @@ type attention[T Float] struct {
 	blocks, stride int
 }
 
-func (s *attention[T]) span(lo, hi int) {
+func (s *attention[T]) Span(lo, hi int) {
 	group := s.Heads / s.KVHeads
 	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
 	t := getTiles[T]()
@@ -247,7 +247,7 @@ type headGradient[T Float] struct {
 	AttentionShape
 }
 
-func (s *attentionBackward[T]) span(lo, hi int) {
+func (s *attentionBackward[T]) Span(lo, hi int) {
 	group := s.Heads / s.KVHeads
 	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
 	t, buf := getTiles[T](), getBuffers[T]()

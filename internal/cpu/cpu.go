@@ -48,10 +48,10 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 	teams.Put(t)
 }
 
-// spans is a kernel with its arguments: span computes indices lo to hi−1.
+// spans is a kernel with its arguments: Span computes indices lo to hi−1.
 type spans[A any] interface {
 	*A
-	span(lo, hi int)
+	Span(lo, hi int)
 }
 
 // call is a kernel's arguments, kept for the next call with arguments of that type.
@@ -62,7 +62,7 @@ type call[A any] struct {
 
 var calls sync.Map // *sync.Pool of *call[A], by the type A
 
-// parallel is Parallel for a kernel's arguments a and its method span. A function that captured them would be allocated
+// parallel is Parallel for a kernel's arguments a and its method Span. A function that captured them would be allocated
 // anew in every call; a steady state of this one allocates nothing.
 func parallel[A any, P spans[A]](n, grain int, a A) {
 	key := reflect.TypeFor[A]()
@@ -70,7 +70,7 @@ func parallel[A any, P spans[A]](n, grain int, a A) {
 	if !ok {
 		pool, _ = calls.LoadOrStore(key, &sync.Pool{New: func() any {
 			c := new(call[A])
-			c.f = P(&c.args).span
+			c.f = P(&c.args).Span
 			return c
 		}})
 	}

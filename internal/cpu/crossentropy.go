@@ -31,7 +31,7 @@ type rowLosses[T Float] struct {
 	v           int
 }
 
-func (s *rowLosses[T]) span(lo, hi int) {
+func (s *rowLosses[T]) Span(lo, hi int) {
 	b := getBuffers[T]()
 	defer putBuffers(b)
 	row := b.elements(s.v)
@@ -61,7 +61,7 @@ type rowGradients[T Float] struct {
 	g                    T
 }
 
-func (s *rowGradients[T]) span(lo, hi int) {
+func (s *rowGradients[T]) Span(lo, hi int) {
 	for r := lo; r < hi; r++ {
 		d := s.dlogits[r*s.v:][:s.v]
 		if s.targets[r] < 0 {

@@ -11,7 +11,7 @@ type embedding[T Float] struct {
 	d        int
 }
 
-func (s *embedding[T]) span(lo, hi int) {
+func (s *embedding[T]) Span(lo, hi int) {
 	for r := lo; r < hi; r++ {
 		copy(s.y[r*s.d:][:s.d], s.table[s.ids[r]*s.d:])
 	}
@@ -29,7 +29,7 @@ type embeddingBackward[T Float] struct {
 	d     int
 }
 
-func (s *embeddingBackward[T]) span(lo, hi int) {
+func (s *embeddingBackward[T]) Span(lo, hi int) {
 	for r, id := range s.ids {
 		dst, src := s.dt[id*s.d+lo:id*s.d+hi], s.g[r*s.d+lo:r*s.d+hi]
 		for i, v := range src {
@@ -40,4 +40,4 @@ func (s *embeddingBackward[T]) span(lo, hi int) {
 
 type zero[T Float] struct{ x []T }
 
-func (s *zero[T]) span(lo, hi int) { clear(s.x[lo:hi]) }
+func (s *zero[T]) Span(lo, hi int) { clear(s.x[lo:hi]) }

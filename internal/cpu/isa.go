@@ -35,7 +35,6 @@ func useISA(l isa) {
 	gemm32.kernels, gemm64.kernels = gemmKernelsFor(l)
 	useBF16(gemm32.kernels)
 	rows32 = rowKernelsFor(l)
-	strips32 = stripKernelsFor(l)
 }
 
 func chooseISA(wish string, best isa) isa {

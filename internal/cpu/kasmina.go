@@ -154,7 +154,7 @@ func (k *Kasmina[T]) prepare(weights, scales []T, backward bool) {
 // kasminaPrepare makes the active seeds' p of their weights.
 type kasminaPrepare[T Float] struct{ k *Kasmina[T] }
 
-func (p *kasminaPrepare[T]) span(lo, hi int) {
+func (p *kasminaPrepare[T]) Span(lo, hi int) {
 	seed := noSeed
 	defer attribute(&seed)
 	for i := lo; i < hi; i++ {
@@ -190,7 +190,7 @@ type kasminaForward[T Float] struct {
 	y, x []T
 }
 
-func (p *kasminaForward[T]) span(lo, hi int) {
+func (p *kasminaForward[T]) Span(lo, hi int) {
 	k, seed := p.k, noSeed
 	defer attribute(&seed)
 	t := k.takeTile()
@@ -260,7 +260,7 @@ type kasminaFinish[T Float] struct {
 	v []T
 }
 
-func (p *kasminaFinish[T]) span(lo, hi int) {
+func (p *kasminaFinish[T]) Span(lo, hi int) {
 	k := p.k
 	for s := lo; s < hi; s++ {
 		f := &k.Figures[s]

@@ -123,11 +123,12 @@ var stripsAVX2 = stripKernels{
 	storeFence:            storeFenceAMD64,
 }
 
-func stripKernelsFor(l isa) *stripKernels {
-	switch l {
-	case avx512:
+// fastStrips are the kernels for the vector instructions that this process uses.
+func fastStrips() *stripKernels {
+	switch ISA() {
+	case "avx512":
 		return &stripsAVX512
-	case avx2:
+	case "avx2":
 		return &stripsAVX2
 	}
 	return nil

@@ -23,7 +23,7 @@ type kasminaBackward[T Float] struct {
 	dx, g, x []T
 }
 
-func (p *kasminaBackward[T]) span(lo, hi int) {
+func (p *kasminaBackward[T]) Span(lo, hi int) {
 	k, seed := p.k, noSeed
 	defer attribute(&seed)
 	t := k.takeTile()
@@ -190,7 +190,7 @@ func (k *Kasmina[T]) reduceLearning(dweights, dscales []T) {
 // kasminaLearned adds up the gradients of learning seeds over blocks of rows.
 type kasminaLearned[T Float] struct{ k *Kasmina[T] }
 
-func (p *kasminaLearned[T]) span(lo, hi int) {
+func (p *kasminaLearned[T]) Span(lo, hi int) {
 	k, seed := p.k, noSeed
 	defer attribute(&seed)
 	blocks, n := k.blocks(), len(k.learning)
@@ -221,7 +221,7 @@ type kasminaSlots[T Float] struct {
 	dweights, dscales []T
 }
 
-func (p *kasminaSlots[T]) span(lo, hi int) {
+func (p *kasminaSlots[T]) Span(lo, hi int) {
 	k := p.k
 	for slot := lo; slot < hi; slot++ {
 		seeds := k.order[k.heads[slot]:k.heads[slot+1]]

@@ -17,7 +17,7 @@ type kasminaRules struct {
 	backward bool
 }
 
-func (a *kasminaRules) span(lo, hi int) {
+func (a *kasminaRules) Span(lo, hi int) {
 	k, c, strips, width := a.k, a.k.Chunk, a.k.strips(), a.k.stripWidth()
 	_, seeds := k.tile()
 	for group := lo; group < hi; group++ {

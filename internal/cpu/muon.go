@@ -29,7 +29,7 @@ type muonDirection[T Float] struct {
 	nesterov bool
 }
 
-func (s *muonDirection[T]) span(lo, hi int) {
+func (s *muonDirection[T]) Span(lo, hi int) {
 	g, m, u := s.g[lo:hi], s.m[lo:hi], s.u[lo:hi]
 	for i := range g {
 		m[i] += s.gain * (g[i] - m[i])
@@ -46,7 +46,7 @@ type muonUpdate[T Float] struct {
 	keep, rate T
 }
 
-func (s *muonUpdate[T]) span(lo, hi int) {
+func (s *muonUpdate[T]) Span(lo, hi int) {
 	p, o := s.p[lo:hi], s.o[lo:hi]
 	for i := range p {
 		p[i] = s.keep*p[i] - s.rate*o[i]

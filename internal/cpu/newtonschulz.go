@@ -149,7 +149,7 @@ type transposition[T Float] struct {
 	rows, cols int
 }
 
-func (t *transposition[T]) span(lo, hi int) {
+func (t *transposition[T]) Span(lo, hi int) {
 	for c0 := 0; c0 < t.cols; c0 += transposeTile {
 		for r := lo; r < hi; r++ {
 			for c := c0; c < min(c0+transposeTile, t.cols); c++ {

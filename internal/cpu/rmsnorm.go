@@ -13,7 +13,7 @@ type rmsNorm[T Float] struct {
 	eps           float64
 }
 
-func (s *rmsNorm[T]) span(lo, hi int) {
+func (s *rmsNorm[T]) Span(lo, hi int) {
 	d := len(s.w)
 	for r := lo; r < hi; r++ {
 		x, y, w := s.x[r*d:][:d], s.y[r*d:][:d], s.w[:d]
@@ -44,7 +44,7 @@ type rmsNormBackward[T Float] struct {
 	rows                    int
 }
 
-func (s *rmsNormBackward[T]) span(lo, hi int) {
+func (s *rmsNormBackward[T]) Span(lo, hi int) {
 	d := len(s.w)
 	sum := s.sums[lo/s.rows*d:][:d]
 	clear(sum)

@@ -18,7 +18,7 @@ type rope[T Float] struct {
 	seq, d, headDim int
 }
 
-func (t *rope[T]) span(lo, hi int) {
+func (t *rope[T]) Span(lo, hi int) {
 	h := t.headDim / 2
 	for r := lo; r < hi; r++ {
 		c, s := t.cos[r%t.seq*h:][:h], t.sin[r%t.seq*h:][:h]

@@ -5,7 +5,7 @@ func SiLUMul[T Float](h, a, b []T) { parallel(len(h), grain(4), silu[T]{h, a, b}
 
 type silu[T Float] struct{ h, a, b []T }
 
-func (s *silu[T]) span(lo, hi int) { siluMul(s.h[lo:hi], s.a[lo:hi], s.b[lo:hi]) }
+func (s *silu[T]) Span(lo, hi int) { siluMul(s.h[lo:hi], s.a[lo:hi], s.b[lo:hi]) }
 
 // SiLUMulBackward computes h as SiLUMul does, and from the gradient dh of h those of a and b:
 //
@@ -18,6 +18,6 @@ func SiLUMulBackward[T Float](h, da, db, dh, a, b []T) {
 
 type siluBackward[T Float] struct{ h, da, db, dh, a, b []T }
 
-func (s *siluBackward[T]) span(lo, hi int) {
+func (s *siluBackward[T]) Span(lo, hi int) {
 	siluMulBackward(s.h[lo:hi], s.da[lo:hi], s.db[lo:hi], s.dh[lo:hi], s.a[lo:hi], s.b[lo:hi])
 }

@@ -7,4 +7,3 @@ func maximum32(x []float32) float32                      { return maximumPortabl
 func siluMul32(h, a, b []float32)                        { siluMulPortable(h, a, b) }
 func siluMulBackward32(h, da, db, dh, a, b []float32)    { siluMulBackwardPortable(h, da, db, dh, a, b) }
 func rowKernelsFor(isa) *rowKernels                      { return nil }
-func stripKernelsFor(isa) *stripKernels                  { return nil }

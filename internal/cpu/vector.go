@@ -22,7 +22,7 @@ type sumSquares[T Float] struct {
 	partial []float64
 }
 
-func (s *sumSquares[T]) span(lo, hi int) {
+func (s *sumSquares[T]) Span(lo, hi int) {
 	s.partial[lo/vectorGrain] = squares(s.x[lo:hi])
 }
 
@@ -34,7 +34,7 @@ type scaling[T Float] struct {
 	s T
 }
 
-func (s *scaling[T]) span(lo, hi int) { scale(s.x[lo:hi], s.s) }
+func (s *scaling[T]) Span(lo, hi int) { scale(s.x[lo:hi], s.s) }
 
 // FirstNonFinite returns the index of the first NaN or infinity in x, and -1 if there is none.
 func FirstNonFinite[T Float](x []T) int {
@@ -55,7 +55,7 @@ type firstNonFinite[T Float] struct {
 	first *atomic.Int64
 }
 
-func (s *firstNonFinite[T]) span(lo, hi int) {
+func (s *firstNonFinite[T]) Span(lo, hi int) {
 	if finite(s.x[lo:hi]) {
 		return
 	}
