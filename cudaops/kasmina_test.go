@@ -13,6 +13,8 @@ import (
 	"sync"
 	"testing"
 
+	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
+
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -20,7 +22,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -65,7 +66,7 @@ func (k *fakeKernels) KasminaWideWorkspace(kasmina.Layer, kasmina.Wide, bool) in
 }
 
 // kasminaPlan reads the state of a layer from the device.
-func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r kasmina.Reduction) (*cpu.Kasmina[float32], [][]float32) {
+func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r kasmina.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
 	n, width := k.State.Seeds, k.Chunk
 	words := slices.Clone(fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4))
 	if wide != nil {
@@ -76,16 +77,16 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r kasmina.
 		}
 	}
 	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
-	p := &cpu.Kasmina[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: width, Eps: k.Eps,
-		Stability: [...]cpu.Stability{cpu.StabilityFast, cpu.StabilityStrict, cpu.StabilityAdaptive}[k.Stability],
-		Reduce:    [...]cpu.Reduction{cpu.ReduceExact, cpu.ReduceMean, cpu.ReduceMax}[r],
+	p := &kasminakernel.Layer[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: width, Eps: k.Eps,
+		Stability: [...]kasminakernel.Stability{kasminakernel.StabilityFast, kasminakernel.StabilityStrict, kasminakernel.StabilityAdaptive}[k.Stability],
+		Reduce:    [...]kasminakernel.Reduction{kasminakernel.ReduceExact, kasminakernel.ReduceMean, kasminakernel.ReduceMax}[r],
 		Measure:   make([]bool, n)}
 	for i, w := range words[:n] {
 		p.Measure[i] = true
 		if w == 0 {
 			continue
 		}
-		err := p.Activate(cpu.KasminaSeed[float32]{Seed: i, Slot: int(w >> 16), Kind: blueprints.Kind(w & 0xff), Blend: w>>8&1 == 1,
+		err := p.Activate(kasminakernel.Seed[float32]{Seed: i, Slot: int(w >> 16), Kind: blueprints.Kind(w & 0xff), Blend: w>>8&1 == 1,
 			Learn: w>>9&1 == 1, Alpha: field(1)[i], Low: field(2)[i], High: field(3)[i]})
 		if err != nil {
 			panic(err)

@@ -13,12 +13,7 @@ import (
 
 // eachISA runs f with the kernels of every instruction set that this machine has.
 func eachISA(t *testing.T, f func(t *testing.T)) {
-	best := level
-	defer useISA(best)
-	for _, l := range levels(detectISA()) {
-		useISA(l)
-		t.Run(l.String(), f)
-	}
+	EachISA(func(isa string) { t.Run(isa, f) })
 }
 
 // newRand returns a fresh source and logs its seed when the test fails.

@@ -35,6 +35,28 @@ func useISA(l isa) {
 	gemm32.kernels, gemm64.kernels = gemmKernelsFor(l)
 	useBF16(gemm32.kernels)
 	rows32 = rowKernelsFor(l)
+	for _, use := range users {
+		use()
+	}
+}
+
+// users are told when tests change the instruction set.
+var users []func()
+
+// OnISA calls use now, and whenever EachISA changes the instruction set.
+func OnISA(use func()) {
+	users = append(users, use)
+	use()
+}
+
+// EachISA calls f with the kernels of every instruction set that this machine has, for tests. Nothing
+// else may compute meanwhile.
+func EachISA(f func(isa string)) {
+	defer useISA(level)
+	for _, l := range levels(detectISA()) {
+		useISA(l)
+		f(l.String())
+	}
 }
 
 func chooseISA(wish string, best isa) isa {

@@ -86,7 +86,9 @@ type stripKernels struct {
 }
 
 // strips32 are the kernels in use, nil where plain Go is.
-var strips32 = fastStrips()
+var strips32 *stripKernels
+
+func init() { OnISA(func() { strips32 = fastStrips() }) }
 
 // strip is rows rows of columns columns that begin at index at of a matrix with the given stride.
 type strip struct {
