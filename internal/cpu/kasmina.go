@@ -90,7 +90,7 @@ func attribute(seed *int) {
 	}
 	if *seed != noSeed {
 		p := asPanic(r)
-		r = &Panic{RulePanic{*seed, p.Value}, p.Stack}
+		r = &Panic{Value: RulePanic{*seed, p.Value}, Stack: p.Stack}
 	}
 	panic(r)
 }
