@@ -13,8 +13,6 @@ import (
 	"sync"
 	"testing"
 
-	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -22,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )

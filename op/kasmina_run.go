@@ -11,10 +11,9 @@ import (
 	"time"
 	"unsafe"
 
-	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/state"
 )

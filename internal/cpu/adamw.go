@@ -1,6 +1,8 @@
 package cpu
 
-import "math"
+import (
+	"math"
+)
 
 // AdamWStep holds the figures of one AdamW step. Step counts from 1.
 type AdamWStep struct {
@@ -21,7 +23,7 @@ func AdamW[T Float](p, g, m, v []T, s AdamWStep) {
 	rate := T(s.LR / (1 - math.Pow(s.Beta1, t)))
 	root := T(math.Sqrt(1 - math.Pow(s.Beta2, t)))
 	gain1, beta2, gain2, eps := T(1-s.Beta1), T(s.Beta2), T(1-s.Beta2), T(s.Eps)
-	parallel(len(p), vectorGrain, adamW[T]{p, g, m, v, keep, rate, root, gain1, beta2, gain2, eps})
+	ParallelCall(len(p), vectorGrain, adamW[T]{p, g, m, v, keep, rate, root, gain1, beta2, gain2, eps})
 }
 
 type adamW[T Float] struct {

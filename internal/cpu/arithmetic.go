@@ -14,7 +14,7 @@ const (
 // Arithmetic writes a op b to y elementwise. An operand of one element goes with every element of the other. y may be a
 // or b.
 func Arithmetic[T Float](op ArithmeticOp, y, a, b []T) {
-	parallel(len(y), vectorGrain, arithmeticArgs[T]{op, y, a, b})
+	ParallelCall(len(y), vectorGrain, arithmeticArgs[T]{op, y, a, b})
 }
 
 type arithmeticArgs[T Float] struct {

@@ -89,9 +89,9 @@ func Attention[T Float](y, lse, q, k, v []T, s AttentionShape) {
 	defer putBuffers(buf)
 	stride := transposedStride[T](s.Seq)
 	kt := buf.elements(s.Batch * s.KVHeads * s.HeadDim * stride)
-	parallel(s.Batch*s.KVHeads, 1, transposedHeads[T]{kt, k, s, stride})
+	ParallelCall(s.Batch*s.KVHeads, 1, transposedHeads[T]{kt, k, s, stride})
 	blocks := ceilDiv(s.Seq, queryStrip)
-	parallel(s.Batch*s.Heads*blocks, 1, attention[T]{y, lse, q, kt, v, s, blocks, stride})
+	ParallelCall(s.Batch*s.Heads*blocks, 1, attention[T]{y, lse, q, kt, v, s, blocks, stride})
 }
 
 // transposedStride is that of a transposed head's rows, one for each of its features, of seq elements.
@@ -127,7 +127,7 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 // the products of matrices have them.
 func AttentionAt[T Float](y, q, k, v []T, position int, s AttentionShape) {
 	s.Batch, s.Seq, s.Causal = 1, position+1, true
-	parallel(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), attentionAt[T]{y, q, k, v, position, s})
+	ParallelCall(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), attentionAt[T]{y, q, k, v, position, s})
 }
 
 type attentionAt[T Float] struct {
@@ -229,7 +229,7 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 //	dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − D),  dq = Scale·dS·k,  dk = Scale·dSᵀ·q.
 func AttentionBackward[T Float](dq, dk, dv, g, q, k, v, y, lse []T, s AttentionShape) {
 	// One task is a key-value head with all query heads that read it: no two tasks write the same element.
-	parallel(s.Batch*s.KVHeads, 1, attentionBackward[T]{dq, dk, dv, g, q, k, v, y, lse, s})
+	ParallelCall(s.Batch*s.KVHeads, 1, attentionBackward[T]{dq, dk, dv, g, q, k, v, y, lse, s})
 }
 
 type attentionBackward[T Float] struct {

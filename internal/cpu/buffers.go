@@ -1,6 +1,8 @@
 package cpu
 
-import "sync"
+import (
+	"sync"
+)
 
 // buffers is memory that a call needs for its own duration, kept for later calls.
 type buffers[T Float] struct {

@@ -64,7 +64,7 @@ var calls sync.Map // *sync.Pool of *call[A], by the type A
 
 // parallel is Parallel for a kernel's arguments a and its method Span. A function that captured them would be allocated
 // anew in every call; a steady state of this one allocates nothing.
-func parallel[A any, P spans[A]](n, grain int, a A) {
+func ParallelCall[A any, P spans[A]](n, grain int, a A) {
 	key := reflect.TypeFor[A]()
 	pool, ok := calls.Load(key)
 	if !ok {
@@ -92,7 +92,7 @@ func (p *Panic) String() string { return fmt.Sprintf("%v\n\n%s", p.Value, p.Stac
 
 // asPanic is for the deferred function that has recovered r, while the stack still shows where it came from. What an inner
 // call of Parallel has passed on keeps its own stack.
-func asPanic(r any) *Panic {
+func AsPanic(r any) *Panic {
 	if p, ok := r.(*Panic); ok {
 		return p
 	}
@@ -100,4 +100,4 @@ func asPanic(r any) *Panic {
 }
 
 // grain returns how many items of the given cost (in elementary operations) make one span worth handing to a goroutine.
-func grain(cost int) int { return max(1, 1<<15/max(cost, 1)) }
+func Grain(cost int) int { return max(1, 1<<15/max(cost, 1)) }

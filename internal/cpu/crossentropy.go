@@ -1,6 +1,8 @@
 package cpu
 
-import "math"
+import (
+	"math"
+)
 
 // CrossEntropy returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at least 0, and sets lse
 // to the log-sum-exp of each such row. logits is len(targets)×v. At least one row must have a target.
@@ -8,7 +10,7 @@ func CrossEntropy[T Float](lse, logits []T, targets []int, v int) float64 {
 	b := getBuffers[T]()
 	defer putBuffers(b)
 	losses := b.floats(len(targets))
-	parallel(len(targets), grain(20*v), rowLosses[T]{losses, lse, logits, targets, v})
+	ParallelCall(len(targets), Grain(20*v), rowLosses[T]{losses, lse, logits, targets, v})
 	return sum(losses) / float64(Targets(targets))
 }
 
@@ -51,7 +53,7 @@ func (s *rowLosses[T]) Span(lo, hi int) {
 // CrossEntropyBackward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from each row's lse, and zero for
 // rows without target. dlogits may be the memory of logits.
 func CrossEntropyBackward[T Float](dlogits, logits, lse []T, targets []int, v int, g T) {
-	parallel(len(targets), grain(20*v), rowGradients[T]{dlogits, logits, lse, targets, v, g})
+	ParallelCall(len(targets), Grain(20*v), rowGradients[T]{dlogits, logits, lse, targets, v, g})
 }
 
 type rowGradients[T Float] struct {
@@ -87,7 +89,7 @@ func LinearCrossEntropy[T Float](lse, x, w []T, targets []int, d, v int) float64
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)
 		Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
-		parallel(hi-lo, grain(20*v), rowLosses[T]{losses[lo:hi], lse[lo:hi], logits, targets[lo:hi], v})
+		ParallelCall(hi-lo, Grain(20*v), rowLosses[T]{losses[lo:hi], lse[lo:hi], logits, targets[lo:hi], v})
 	}
 	return sum(losses) / float64(Targets(targets))
 }

@@ -2,7 +2,7 @@ package cpu
 
 // Embedding copies row ids[r] of the table, which has d features, to row r of y.
 func Embedding[T Float](y []T, ids []int, table []T, d int) {
-	parallel(len(ids), grain(d), embedding[T]{y, table, ids, d})
+	ParallelCall(len(ids), Grain(d), embedding[T]{y, table, ids, d})
 }
 
 type embedding[T Float] struct {
@@ -19,8 +19,8 @@ func (s *embedding[T]) Span(lo, hi int) {
 
 // EmbeddingBackward computes the gradient of the table, dt[v] = Σ_{r: ids[r] = v} g[r]. Rows are added in order.
 func EmbeddingBackward[T Float](dt []T, ids []int, g []T, d int) {
-	parallel(len(dt), 1<<16, zero[T]{dt})
-	parallel(d, max(16, grain(len(ids))), embeddingBackward[T]{dt, g, ids, d})
+	ParallelCall(len(dt), 1<<16, zero[T]{dt})
+	ParallelCall(d, max(16, Grain(len(ids))), embeddingBackward[T]{dt, g, ids, d})
 }
 
 type embeddingBackward[T Float] struct {

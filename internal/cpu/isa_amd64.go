@@ -1,6 +1,8 @@
 package cpu
 
-import "golang.org/x/sys/cpu"
+import (
+	"golang.org/x/sys/cpu"
+)
 
 func detectISA() isa {
 	x := &cpu.X86

@@ -18,9 +18,9 @@ func Muon[T Float](p, g, m []T, rows, cols int, s MuonStep) {
 	defer putBuffers(b)
 	room := b.elements(2 * len(p))
 	u, o := room[:len(p)], room[len(p):]
-	parallel(len(p), vectorGrain, muonDirection[T]{g, m, u, T(s.Momentum), T(1 - s.Momentum), s.Nesterov})
+	ParallelCall(len(p), vectorGrain, muonDirection[T]{g, m, u, T(s.Momentum), T(1 - s.Momentum), s.Nesterov})
 	NewtonSchulz(o, u, rows, cols, s.Iterations)
-	parallel(len(p), vectorGrain, muonUpdate[T]{p, o, T(s.Keep), T(s.Rate)})
+	ParallelCall(len(p), vectorGrain, muonUpdate[T]{p, o, T(s.Keep), T(s.Rate)})
 }
 
 type muonDirection[T Float] struct {

@@ -1,6 +1,8 @@
 package cpu
 
-import "math"
+import (
+	"math"
+)
 
 // The quintic's coefficients, chosen by Keller Jordan ("Muon: An optimizer for hidden layers in neural networks", 2024)
 // for the steepest slope at zero: five steps take singular values from [1e-3, 1] to about [0.7, 1.2], not to exactly 1.
@@ -139,7 +141,7 @@ func (c *nsChain[T]) stepBackward(dx, dy, x []T) {
 
 // transpose writes the transpose of src, rows×cols, to dst.
 func transpose[T Float](dst, src []T, rows, cols int) {
-	parallel(rows, transposeTile, transposition[T]{dst, src, rows, cols})
+	ParallelCall(rows, transposeTile, transposition[T]{dst, src, rows, cols})
 }
 
 const transposeTile = 32 // square tiles, so that both sides stay in cache

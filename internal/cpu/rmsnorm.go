@@ -1,11 +1,13 @@
 package cpu
 
-import "math"
+import (
+	"math"
+)
 
 // RMSNorm computes y[r] = x[r]·rstd[r] ⊙ w with rstd[r] = 1/sqrt(mean(x[r]²) + eps) for each row r of x, which is
 // len(rstd)×len(w).
 func RMSNorm[T Float](y, rstd, x, w []T, eps float64) {
-	parallel(len(rstd), grain(4*len(w)), rmsNorm[T]{y, rstd, x, w, eps})
+	ParallelCall(len(rstd), Grain(4*len(w)), rmsNorm[T]{y, rstd, x, w, eps})
 }
 
 type rmsNorm[T Float] struct {
@@ -17,7 +19,7 @@ func (s *rmsNorm[T]) Span(lo, hi int) {
 	d := len(s.w)
 	for r := lo; r < hi; r++ {
 		x, y, w := s.x[r*d:][:d], s.y[r*d:][:d], s.w[:d]
-		rstd := T(1 / math.Sqrt(squares(x)/float64(d)+s.eps))
+		rstd := T(1 / math.Sqrt(Squares(x)/float64(d)+s.eps))
 		s.rstd[r] = rstd
 		mulScaled(y, x, w, rstd)
 	}
@@ -28,11 +30,11 @@ func (s *rmsNorm[T]) Span(lo, hi int) {
 //	dx[r] = rstd[r]·(g ⊙ w − n·mean(g ⊙ w ⊙ n)),  dw = Σ_r g[r] ⊙ n.
 func RMSNormBackward[T Float](dx, dw, g, x, w, rstd []T) {
 	d := len(w)
-	rows := max(32, grain(8*d)) // of a span, which has a sum of its own for dw
+	rows := max(32, Grain(8*d)) // of a span, which has a sum of its own for dw
 	buf := getBuffers[T]()
 	defer putBuffers(buf)
 	sums := buf.elements(ceilDiv(len(rstd), rows) * d)
-	parallel(len(rstd), rows, rmsNormBackward[T]{dx, sums, g, x, w, rstd, rows})
+	ParallelCall(len(rstd), rows, rmsNormBackward[T]{dx, sums, g, x, w, rstd, rows})
 	clear(dw)
 	for i := 0; i < len(sums); i += d {
 		addVectors(dw, dw, sums[i:])

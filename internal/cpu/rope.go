@@ -9,7 +9,7 @@ func RoPE[T Float](y, x, cos, sin []T, seq, heads, headDim int, inverse bool) {
 	if inverse {
 		sign = -1
 	}
-	parallel(len(x)/d, grain(4*d), rope[T]{y, x, cos, sin, sign, seq, d, headDim})
+	ParallelCall(len(x)/d, Grain(4*d), rope[T]{y, x, cos, sin, sign, seq, d, headDim})
 }
 
 type rope[T Float] struct {

@@ -39,7 +39,7 @@ func vectorized[T Float]() *rowKernels {
 func p32[T Float](x []T) *float32 { return (*float32)(unsafe.Pointer(unsafe.SliceData(x))) }
 
 // squares returns Σ x², formed in float64.
-func squares[T Float](x []T) float64 {
+func Squares[T Float](x []T) float64 {
 	if k := vectorized[T](); k != nil {
 		return k.sumSquares(p32(x), len(x))
 	}
@@ -77,7 +77,7 @@ func dot[T Float](a, b []T) T {
 }
 
 // finite reports whether x holds neither NaN nor infinity.
-func finite[T Float](x []T) bool {
+func Finite[T Float](x []T) bool {
 	if k := vectorized[T](); k != nil {
 		return k.finite(p32(x), len(x)) == 0
 	}

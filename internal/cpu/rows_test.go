@@ -19,7 +19,7 @@ func TestRows(t *testing.T) {
 		f64 func(x [][]float64) float64
 	}
 	for name, k := range map[string]kernels{
-		"squares": {func(x [][]float32) float64 { return squares(x[0]) }, func(x [][]float64) float64 { return squares(x[0]) }},
+		"squares": {func(x [][]float32) float64 { return Squares(x[0]) }, func(x [][]float64) float64 { return Squares(x[0]) }},
 		"dot3": {func(x [][]float32) float64 { return dot3(x[0], x[1], x[2]) },
 			func(x [][]float64) float64 { return dot3(x[0], x[1], x[2]) }},
 		"dot": {func(x [][]float32) float64 { return float64(dot(x[0], x[1])) }, func(x [][]float64) float64 { return dot(x[0], x[1]) }},
@@ -97,14 +97,14 @@ func TestFinite(t *testing.T) {
 		r := rand.New(rand.NewPCG(1, 2))
 		for n := range 70 {
 			x := normal(r, n, 1e30)
-			if !finite(x) {
+			if !Finite(x) {
 				t.Fatalf("%d finite elements are called otherwise", n)
 			}
 			for i := range x {
 				for _, v := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
 					kept := x[i]
 					x[i] = float32(v)
-					if finite(x) || FirstNonFinite(x) != i {
+					if Finite(x) || FirstNonFinite(x) != i {
 						t.Fatalf("%v at %d of %d is not seen", v, i, n)
 					}
 					x[i] = kept

@@ -1,11 +1,11 @@
 package cpu
 
 // SiLUMul computes h = silu(a) ⊙ b with silu(a) = a/(1+exp(−a)).
-func SiLUMul[T Float](h, a, b []T) { parallel(len(h), grain(4), silu[T]{h, a, b}) }
+func SiLUMul[T Float](h, a, b []T) { ParallelCall(len(h), Grain(4), silu[T]{h, a, b}) }
 
 type silu[T Float] struct{ h, a, b []T }
 
-func (s *silu[T]) Span(lo, hi int) { siluMul(s.h[lo:hi], s.a[lo:hi], s.b[lo:hi]) }
+func (s *silu[T]) Span(lo, hi int) { SiLUMulSerial(s.h[lo:hi], s.a[lo:hi], s.b[lo:hi]) }
 
 // SiLUMulBackward computes h as SiLUMul does, and from the gradient dh of h those of a and b:
 //
@@ -13,11 +13,11 @@ func (s *silu[T]) Span(lo, hi int) { siluMul(s.h[lo:hi], s.a[lo:hi], s.b[lo:hi])
 //
 // da may be the memory of dh, since each element is read before it is written.
 func SiLUMulBackward[T Float](h, da, db, dh, a, b []T) {
-	parallel(len(h), grain(8), siluBackward[T]{h, da, db, dh, a, b})
+	ParallelCall(len(h), Grain(8), siluBackward[T]{h, da, db, dh, a, b})
 }
 
 type siluBackward[T Float] struct{ h, da, db, dh, a, b []T }
 
 func (s *siluBackward[T]) Span(lo, hi int) {
-	siluMulBackward(s.h[lo:hi], s.da[lo:hi], s.db[lo:hi], s.dh[lo:hi], s.a[lo:hi], s.b[lo:hi])
+	SiLUMulBackwardSerial(s.h[lo:hi], s.da[lo:hi], s.db[lo:hi], s.dh[lo:hi], s.a[lo:hi], s.b[lo:hi])
 }

@@ -226,7 +226,7 @@ func (t *team) help() {
 				r = "runtime.Goexit was called"
 			}
 			t.stop()
-			t.panicked.CompareAndSwap(nil, asPanic(r))
+			t.panicked.CompareAndSwap(nil, AsPanic(r))
 		}
 		if t.helpers.Add(-1) == closed|asleep {
 			t.wake <- struct{}{}

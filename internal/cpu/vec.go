@@ -1,6 +1,8 @@
 package cpu
 
-import "math"
+import (
+	"math"
+)
 
 // The functions in this file run on the calling goroutine, float32 in vectors where the CPU has them and float64 in plain
 // Go. An element's result does not depend on its place in the slice, and a sum's order depends on its length alone.
@@ -25,8 +27,8 @@ func Max[T Float](x []T) T {
 	return maximumPortable(x)
 }
 
-// siluMul sets h = silu(a) ⊙ b with silu(a) = a·σ(a), σ(a) = 1/(1+exp(−a)). h may be a or b.
-func siluMul[T Float](h, a, b []T) {
+// SiLUMulSerial sets h = silu(a) ⊙ b with silu(a) = a·σ(a), σ(a) = 1/(1+exp(−a)). h may be a or b.
+func SiLUMulSerial[T Float](h, a, b []T) {
 	if h, ok := any(h).([]float32); ok {
 		siluMul32(h, any(a).([]float32)[:len(h)], any(b).([]float32)[:len(h)])
 		return
@@ -34,12 +36,12 @@ func siluMul[T Float](h, a, b []T) {
 	siluMulPortable(h, a[:len(h)], b)
 }
 
-// siluMulBackward sets h as siluMul does, and from the gradient dh of h those of a and b:
+// SiLUMulBackwardSerial sets h as siluMul does, and from the gradient dh of h those of a and b:
 //
 //	da = dh ⊙ b ⊙ σ(a)(1 + a(1−σ(a))),  db = dh ⊙ silu(a).
 //
 // da may be dh.
-func siluMulBackward[T Float](h, da, db, dh, a, b []T) {
+func SiLUMulBackwardSerial[T Float](h, da, db, dh, a, b []T) {
 	if h, ok := any(h).([]float32); ok {
 		n := len(h)
 		siluMulBackward32(h, any(da).([]float32)[:n], any(db).([]float32)[:n], any(dh).([]float32)[:n],

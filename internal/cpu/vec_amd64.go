@@ -1,6 +1,8 @@
 package cpu
 
-import "unsafe"
+import (
+	"unsafe"
+)
 
 //go:generate go -C asm run . -part vec -pkg cpu -out ../vec_amd64.s
 

@@ -123,13 +123,13 @@ func TestSiLUMulKernels(t *testing.T) {
 		for n := range 100 {
 			a, b, g := normal(r, n, 1+50*r.Float64()), normal(r, n, 1), normal(r, n, 1)
 			hBuf, h := padded(n)
-			siluMul(h, a, b)
+			SiLUMulSerial(h, a, b)
 			canariesLive(t, hBuf)
 			h2Buf, h2 := padded(n)
 			daBuf, da := padded(n)
 			dbBuf, db := padded(n)
 			copy(da, g)
-			siluMulBackward(h2, da, db, da, a, b)
+			SiLUMulBackwardSerial(h2, da, db, da, a, b)
 			for _, buf := range [][]float32{h2Buf, daBuf, dbBuf} {
 				canariesLive(t, buf)
 			}
@@ -161,10 +161,10 @@ func TestVectorsDependOnNoPlace(t *testing.T) {
 		r := newRand(t)
 		a, b := normal(r, 77, 3), normal(r, 77, 3)
 		whole, part := make([]float32, 77), make([]float32, 77)
-		siluMul(whole, a, b)
+		SiLUMulSerial(whole, a, b)
 		for lo := 0; lo < 77; {
 			hi := min(77, lo+1+r.IntN(20))
-			siluMul(part[lo:hi], a[lo:hi], b[lo:hi])
+			SiLUMulSerial(part[lo:hi], a[lo:hi], b[lo:hi])
 			lo = hi
 		}
 		sameBits(t, whole, part)
@@ -198,8 +198,8 @@ func BenchmarkVectors(b *testing.B) {
 		"ExpSub":          func() { ExpSub(z, x, 1) },
 		"ExpSub64":        func() { ExpSub(z[:64], x[:64], 1) },
 		"Max":             func() { Max(x) },
-		"siluMul":         func() { siluMul(z, x, y) },
-		"siluMulBackward": func() { siluMulBackward(z, g, g, y, x, y) },
+		"siluMul":         func() { SiLUMulSerial(z, x, y) },
+		"siluMulBackward": func() { SiLUMulBackwardSerial(z, g, g, y, x, y) },
 	} {
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()

@@ -13,7 +13,7 @@ func SumSquares[T Float](x []T) float64 {
 	b := getBuffers[T]()
 	defer putBuffers(b)
 	partial := b.floats((len(x) + vectorGrain - 1) / vectorGrain)
-	parallel(len(x), vectorGrain, sumSquares[T]{x, partial})
+	ParallelCall(len(x), vectorGrain, sumSquares[T]{x, partial})
 	return sum(partial)
 }
 
@@ -23,11 +23,11 @@ type sumSquares[T Float] struct {
 }
 
 func (s *sumSquares[T]) Span(lo, hi int) {
-	s.partial[lo/vectorGrain] = squares(s.x[lo:hi])
+	s.partial[lo/vectorGrain] = Squares(s.x[lo:hi])
 }
 
 // ScaleBy multiplies every element of x by s.
-func ScaleBy[T Float](x []T, s float64) { parallel(len(x), vectorGrain, scaling[T]{x, T(s)}) }
+func ScaleBy[T Float](x []T, s float64) { ParallelCall(len(x), vectorGrain, scaling[T]{x, T(s)}) }
 
 type scaling[T Float] struct {
 	x []T
@@ -41,7 +41,7 @@ func FirstNonFinite[T Float](x []T) int {
 	first := firsts.Get().(*atomic.Int64)
 	defer firsts.Put(first)
 	first.Store(int64(len(x)))
-	parallel(len(x), vectorGrain, firstNonFinite[T]{x, first})
+	ParallelCall(len(x), vectorGrain, firstNonFinite[T]{x, first})
 	if i := int(first.Load()); i < len(x) {
 		return i
 	}
@@ -56,7 +56,7 @@ type firstNonFinite[T Float] struct {
 }
 
 func (s *firstNonFinite[T]) Span(lo, hi int) {
-	if finite(s.x[lo:hi]) {
+	if Finite(s.x[lo:hi]) {
 		return
 	}
 	for i, v := range s.x[lo:hi] {

@@ -6,11 +6,10 @@ import (
 	"math"
 	"slices"
 
-	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
 	"github.com/kasmina-go/kasmina/state"
 )
 

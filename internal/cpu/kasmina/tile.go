@@ -1,8 +1,10 @@
-package cpu
+package kasmina
 
 import (
 	"math"
 	"sort"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
@@ -18,7 +20,7 @@ const (
 )
 
 // tile is rows r0 to r1 of seeds s0 to s1, with the memory of the goroutine that works on it.
-type tile[T Float] struct {
+type tile[T cpu.Float] struct {
 	packs [2]pack // first, so that the vectors in what the strips use are aligned
 	state []stripState
 	fetch fetch
@@ -28,7 +30,7 @@ type tile[T Float] struct {
 	width                 int // of its strips but the last, which may be narrower
 	strips                int // how many there are
 	first                 int // number of the first among those of a row of tiles
-	active                []KasminaSeed[T]
+	active                []Seed[T]
 	figures               []ChunkFigures // of the seeds in these rows
 	largest               float32        // of their magnitudes but NaN, once all are folded
 	scratch               []T
@@ -42,24 +44,24 @@ type stripState struct {
 }
 
 // tile returns the size of tiles.
-func (k *Kasmina[T]) tile() (rows, seeds int) {
+func (k *Layer[T]) tile() (rows, seeds int) {
 	seeds = min(k.Seeds, max(1, tileStrips*k.stripWidth()/k.Chunk))
 	return min(k.Rows, max(1, min(tileRows, tileElements/(seeds*k.Chunk)))), seeds
 }
 
 // blocks returns how many tiles lie one below the other, and groups how many side by side.
-func (k *Kasmina[T]) blocks() int {
+func (k *Layer[T]) blocks() int {
 	rows, _ := k.tile()
 	return (k.Rows + rows - 1) / rows
 }
 
-func (k *Kasmina[T]) groups() int {
+func (k *Layer[T]) groups() int {
 	_, seeds := k.tile()
 	return (k.Seeds + seeds - 1) / seeds
 }
 
 // stripWidth returns the width of strips: that of whole chunks, if one fits.
-func (k *Kasmina[T]) stripWidth() int {
+func (k *Layer[T]) stripWidth() int {
 	if k.Chunk > stripColumns {
 		return stripColumns
 	}
@@ -67,19 +69,19 @@ func (k *Kasmina[T]) stripWidth() int {
 }
 
 // strips returns how many strips a tile has at most.
-func (k *Kasmina[T]) strips() int {
+func (k *Layer[T]) strips() int {
 	_, seeds := k.tile()
 	return (seeds*k.Chunk + k.stripWidth() - 1) / k.stripWidth()
 }
 
 // tileGrain returns how many tiles are worth handing to a goroutine.
-func (k *Kasmina[T]) tileGrain() int {
+func (k *Layer[T]) tileGrain() int {
 	rows, seeds := k.tile()
 	return max(1, tileElements/4/(rows*seeds*k.Chunk))
 }
 
 // takeTile returns memory for a goroutine's tiles, to be put back into k.memory.
-func (k *Kasmina[T]) takeTile() *tile[T] {
+func (k *Layer[T]) takeTile() *tile[T] {
 	t, _ := k.memory.Get().(*tile[T])
 	if t == nil {
 		t = new(tile[T])
@@ -89,7 +91,7 @@ func (k *Kasmina[T]) takeTile() *tile[T] {
 }
 
 // moveTo makes t the i-th tile, with figures of nothing.
-func (t *tile[T]) moveTo(k *Kasmina[T], i int) {
+func (t *tile[T]) moveTo(k *Layer[T], i int) {
 	rows, seeds := k.tile()
 	groups := k.groups()
 	block, group := i/groups, i%groups
@@ -107,7 +109,7 @@ func (t *tile[T]) moveTo(k *Kasmina[T], i int) {
 }
 
 // active returns the active seeds in [s0, s1).
-func (k *Kasmina[T]) active(s0, s1 int) []KasminaSeed[T] {
+func (k *Layer[T]) active(s0, s1 int) []Seed[T] {
 	from := sort.Search(len(k.Active), func(i int) bool { return k.Active[i].Seed >= s0 })
 	n := sort.Search(len(k.Active)-from, func(i int) bool { return k.Active[from+i].Seed >= s1 })
 	return k.Active[from : from+n]
@@ -117,7 +119,7 @@ func (k *Kasmina[T]) active(s0, s1 int) []KasminaSeed[T] {
 const passRows = 2 * normRows
 
 // strip returns what the i-th strip has below the first top rows of the tile: passRows rows, or the last ones.
-func (t *tile[T]) strip(k *Kasmina[T], i, top int) strip {
+func (t *tile[T]) strip(k *Layer[T], i, top int) strip {
 	j := i * t.width
 	return strip{
 		from: j, columns: min(t.columns-j, t.width), at: (t.r0+top)*t.stride + t.s0*k.Chunk + j, stride: t.stride,
@@ -126,7 +128,7 @@ func (t *tile[T]) strip(k *Kasmina[T], i, top int) strip {
 }
 
 // passes calls f for what the strips have in passRows rows each, in the order in which it is to be computed: in strip i, s.
-func (t *tile[T]) passes(k *Kasmina[T], f func(i int, s strip)) {
+func (t *tile[T]) passes(k *Layer[T], f func(i int, s strip)) {
 	rows := t.r1 - t.r0
 	for band := 0; band < rows; band += bandRows {
 		for i := range t.strips {
@@ -138,7 +140,7 @@ func (t *tile[T]) passes(k *Kasmina[T], f func(i int, s strip)) {
 }
 
 // measured reports whether some seed of the tile is.
-func (t *tile[T]) measured(k *Kasmina[T]) bool {
+func (t *tile[T]) measured(k *Layer[T]) bool {
 	for _, m := range k.Measure[t.s0:t.s1] {
 		if m {
 			return true
@@ -148,7 +150,7 @@ func (t *tile[T]) measured(k *Kasmina[T]) bool {
 }
 
 // parts calls f for every seed with columns in s: n features from the given one on, in n columns of s from the given one on.
-func (t *tile[T]) parts(k *Kasmina[T], s strip, f func(seed, column, feature, n int)) {
+func (t *tile[T]) parts(k *Layer[T], s strip, f func(seed, column, feature, n int)) {
 	c := k.Chunk
 	for j := 0; j < s.columns; {
 		seed, feature := (s.from+j)/c, (s.from+j)%c
@@ -159,12 +161,12 @@ func (t *tile[T]) parts(k *Kasmina[T], s strip, f func(seed, column, feature, n 
 }
 
 // anchor returns that of a seed in this tile of v.
-func (t *tile[T]) anchor(k *Kasmina[T], v []T, seed int) float64 {
+func (t *tile[T]) anchor(k *Layer[T], v []T, seed int) float64 {
 	return anchorOf(v[t.r0*t.stride+seed*k.Chunk])
 }
 
 // start readies the figures of a strip of v.
-func (t *tile[T]) start(k *Kasmina[T], v []T, s strip, seen *columnFigures) {
+func (t *tile[T]) start(k *Layer[T], v []T, s strip, seen *columnFigures) {
 	seen.start(s.columns)
 	t.parts(k, s, func(seed, column, _, n int) {
 		anchor := float32(t.anchor(k, v, seed))
@@ -175,21 +177,21 @@ func (t *tile[T]) start(k *Kasmina[T], v []T, s strip, seen *columnFigures) {
 }
 
 // startAll readies the figures of the strips of v, and foldAll adds them to those of the seeds.
-func (t *tile[T]) startAll(k *Kasmina[T], v []T) {
+func (t *tile[T]) startAll(k *Layer[T], v []T) {
 	t.largest = 0
 	for i := range t.strips {
 		t.start(k, v, t.strip(k, i, 0), &t.state[i].seen)
 	}
 }
 
-func (t *tile[T]) foldAll(k *Kasmina[T], v []T, eps float64) {
+func (t *tile[T]) foldAll(k *Layer[T], v []T, eps float64) {
 	for i := range t.strips {
 		t.fold(k, v, t.strip(k, i, 0), &t.state[i].seen, eps)
 	}
 }
 
 // fold adds the figures of a strip of v to those of its seeds.
-func (t *tile[T]) fold(k *Kasmina[T], v []T, s strip, seen *columnFigures, eps float64) {
+func (t *tile[T]) fold(k *Layer[T], v []T, s strip, seen *columnFigures, eps float64) {
 	t.parts(k, s, func(seed, column, feature, n int) {
 		f := &t.figures[seed-t.s0]
 		sums, squares, deads := seen.sum[column:][:n], seen.square[column:][:n], seen.dead[column:][:n]
@@ -222,7 +224,7 @@ func (t *tile[T]) fold(k *Kasmina[T], v []T, s strip, seen *columnFigures, eps f
 }
 
 // scanRows adds n features of a chunk to its figures, NaN and Inf among them.
-func (t *tile[T]) scanRows(k *Kasmina[T], f *ChunkFigures, v []T, seed, feature, n int, eps float64) {
+func (t *tile[T]) scanRows(k *Layer[T], f *ChunkFigures, v []T, seed, feature, n int, eps float64) {
 	for r := t.r0; r < t.r1; r++ {
 		row := scan(v[r*t.stride+seed*k.Chunk+feature:][:n], eps)
 		if k.Measure[seed] {
@@ -234,10 +236,10 @@ func (t *tile[T]) scanRows(k *Kasmina[T], f *ChunkFigures, v []T, seed, feature,
 }
 
 // countBad counts NaN and Inf where nothing is measured.
-func (t *tile[T]) countBad(k *Kasmina[T], v []T, s strip) {
+func (t *tile[T]) countBad(k *Layer[T], v []T, s strip) {
 	for r := range s.rows {
 		row := v[s.at+r*s.stride:][:s.columns]
-		if finite(row) {
+		if cpu.Finite(row) {
 			continue
 		}
 		t.parts(k, s, func(seed, column, _, n int) { t.figures[seed-t.s0].Bad += countBad(row[column:][:n]) })
@@ -245,18 +247,18 @@ func (t *tile[T]) countBad(k *Kasmina[T], v []T, s strip) {
 }
 
 // rowNorm returns the norm of n features of a seed in a row of g.
-func (t *tile[T]) rowNorm(k *Kasmina[T], g []T, row, seed int) float64 {
-	return math.Sqrt(squares(g[row*t.stride+seed*k.Chunk:][:k.Chunk]))
+func (t *tile[T]) rowNorm(k *Layer[T], g []T, row, seed int) float64 {
+	return math.Sqrt(cpu.Squares(g[row*t.stride+seed*k.Chunk:][:k.Chunk]))
 }
 
 // norms returns where the norms of a seed are summed up, where whole chunks are in strips.
-func (t *tile[T]) norms(k *Kasmina[T], seed int) (n *stripNorms, i int) {
+func (t *tile[T]) norms(k *Layer[T], seed int) (n *stripNorms, i int) {
 	each := t.width / k.Chunk
 	return &t.state[(seed-t.s0)/each].norms, (seed - t.s0) % each
 }
 
 // startNorms readies the norms of the chunks of g.
-func (t *tile[T]) startNorms(k *Kasmina[T], g []T) {
+func (t *tile[T]) startNorms(k *Layer[T], g []T) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		n, i := t.norms(k, seed)
 		n.anchor[i] = t.rowNorm(k, g, t.r0, seed)
@@ -265,7 +267,7 @@ func (t *tile[T]) startNorms(k *Kasmina[T], g []T) {
 }
 
 // foldNorms adds the norms of the rows of g to the figures of the seeds. Those of the first rows are summed up already.
-func (t *tile[T]) foldNorms(k *Kasmina[T], g []T, rows int) {
+func (t *tile[T]) foldNorms(k *Layer[T], g []T, rows int) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		f := &t.figures[seed-t.s0]
 		switch {

@@ -1,4 +1,6 @@
-package cpu
+// Package kasmina is the arithmetic of Kasmina layers on a CPU: a layer that reads like the formulas in
+// plain Go, and strips of it in vector instructions.
+package kasmina
 
 import (
 	"fmt"
@@ -7,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // Stability says what a Kasmina layer does about extreme inputs.
@@ -23,8 +26,8 @@ const (
 // adaptiveLimit is the magnitude beyond which the adaptive mode scales.
 const adaptiveLimit = 1e6
 
-// KasminaSeed is a seed whose blueprint takes part in a pass.
-type KasminaSeed[T Float] struct {
+// Seed is a seed whose blueprint takes part in a pass.
+type Seed[T cpu.Float] struct {
 	Seed, Slot int
 	Kind       blueprints.Kind
 	Blend      bool // the output is x + α(t(x) − x); otherwise it is x
@@ -43,15 +46,15 @@ type KasminaSeed[T Float] struct {
 	at          int // where its gradients begin among theirs
 }
 
-// Kasmina computes one layer: x is Rows × Seeds·Chunk, weights Slots × Width, scales Slots. Its buffers are reused from
+// Layer computes one layer: x is Rows × Seeds·Chunk, weights Slots × Width, scales Slots. Its buffers are reused from
 // pass to pass.
-type Kasmina[T Float] struct {
+type Layer[T cpu.Float] struct {
 	Rows, Seeds, Chunk, Slots, Width int
 
 	Stability Stability
 	Eps       float64
-	Active    []KasminaSeed[T] // set by Activate
-	Measure   []bool           // of each seed: whether to collect its figures
+	Active    []Seed[T] // set by Activate
+	Measure   []bool    // of each seed: whether to collect its figures
 	Reduce    Reduction
 	Limit     []float64 // backward: of each seed, the largest norm of a row's gradient; nil for none
 
@@ -89,15 +92,15 @@ func attribute(seed *int) {
 		return
 	}
 	if *seed != noSeed {
-		p := asPanic(r)
-		r = &Panic{Value: RulePanic{*seed, p.Value}, Stack: p.Stack}
+		p := cpu.AsPanic(r)
+		r = &cpu.Panic{Value: RulePanic{*seed, p.Value}, Stack: p.Stack}
 	}
 	panic(r)
 }
 
 // Activate adds a seed to Active, which are in the order of their seeds. It returns an error for a slot that does not exist,
 // and for a kind that is unknown or needs more than Width weights.
-func (k *Kasmina[T]) Activate(s KasminaSeed[T]) error {
+func (k *Layer[T]) Activate(s Seed[T]) error {
 	b, err := blueprints.Lookup(s.Kind)
 	if err != nil {
 		return fmt.Errorf("seed %d: %w", s.Seed, err)
@@ -115,11 +118,11 @@ func (k *Kasmina[T]) Activate(s KasminaSeed[T]) error {
 }
 
 // prepare binds the active seeds to the parameters and readies the buffers.
-func (k *Kasmina[T]) prepare(weights, scales []T, backward bool) {
+func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 	rows, _ := k.tile()
 	prepared := 0
 	k.needs = 4 * k.Chunk
-	_, single := any(k).(*Kasmina[float32])
+	_, single := any(k).(*Layer[float32])
 	k.columns = single && k.Reduce == ReduceExact && !(backward && k.Limit != nil)
 	for i := range k.Active {
 		s := &k.Active[i]
@@ -141,18 +144,18 @@ func (k *Kasmina[T]) prepare(weights, scales []T, backward bool) {
 			next += s.size
 		}
 	}
-	parallel(len(k.Active), grain(64*k.Chunk), kasminaPrepare[T]{k}) // exponentials
+	cpu.ParallelCall(len(k.Active), cpu.Grain(64*k.Chunk), kasminaPrepare[T]{k}) // exponentials
 	k.measured = slices.Contains(k.Measure, true)
 	k.partial = grow(k.partial, k.blocks()*k.Seeds)
 	k.Figures = grow(k.Figures, k.Seeds)
 	if k.columns {
 		k.rules = grow(k.rules, k.groups()*k.strips())
-		parallel(k.groups(), 1, kasminaRules{any(k).(*Kasmina[float32]), backward})
+		cpu.ParallelCall(k.groups(), 1, kasminaRules{any(k).(*Layer[float32]), backward})
 	}
 }
 
 // kasminaPrepare makes the active seeds' p of their weights.
-type kasminaPrepare[T Float] struct{ k *Kasmina[T] }
+type kasminaPrepare[T cpu.Float] struct{ k *Layer[T] }
 
 func (p *kasminaPrepare[T]) Span(lo, hi int) {
 	seed := noSeed
@@ -178,15 +181,15 @@ func grow[E any](s []E, n int) []E {
 //	y = x + α(t(x) − x)
 //
 // for active seeds that blend, with x clamped first in the strict mode, and y = x for all others.
-func (k *Kasmina[T]) Forward(y, x, weights, scales []T) {
+func (k *Layer[T]) Forward(y, x, weights, scales []T) {
 	k.prepare(weights, scales, false)
-	parallel(k.blocks()*k.groups(), k.tileGrain(), kasminaForward[T]{k, y, x})
-	parallel(k.Seeds, 64, kasminaFinish[T]{k, x})
+	cpu.ParallelCall(k.blocks()*k.groups(), k.tileGrain(), kasminaForward[T]{k, y, x})
+	cpu.ParallelCall(k.Seeds, 64, kasminaFinish[T]{k, x})
 }
 
 // kasminaForward computes tiles of the forward pass.
-type kasminaForward[T Float] struct {
-	k    *Kasmina[T]
+type kasminaForward[T cpu.Float] struct {
+	k    *Layer[T]
 	y, x []T
 }
 
@@ -223,7 +226,7 @@ func (p *kasminaForward[T]) Span(lo, hi int) {
 }
 
 // forwardRows copies a tile and forms its figures row by row.
-func (k *Kasmina[T]) forwardRows(t *tile[T], y, x []T) {
+func (k *Layer[T]) forwardRows(t *tile[T], y, x []T) {
 	for r := t.r0; r < t.r1; r++ {
 		at := r*t.stride + t.s0*k.Chunk
 		xr := x[at:][:t.columns]
@@ -233,8 +236,8 @@ func (k *Kasmina[T]) forwardRows(t *tile[T], y, x []T) {
 }
 
 // watchInput takes one row of a tile, whose first seed is s0, into the tile's figures.
-func (k *Kasmina[T]) watchInput(figures []ChunkFigures, xr, x []T, s0 int) {
-	if !k.measured && finite(xr) {
+func (k *Layer[T]) watchInput(figures []ChunkFigures, xr, x []T, s0 int) {
+	if !k.measured && cpu.Finite(xr) {
 		return
 	}
 	c := k.Chunk
@@ -255,8 +258,8 @@ func (k *Kasmina[T]) watchInput(figures []ChunkFigures, xr, x []T, s0 int) {
 }
 
 // kasminaFinish merges the figures of v of all blocks of rows, in order.
-type kasminaFinish[T Float] struct {
-	k *Kasmina[T]
+type kasminaFinish[T cpu.Float] struct {
+	k *Layer[T]
 	v []T
 }
 
@@ -273,7 +276,7 @@ func (p *kasminaFinish[T]) Span(lo, hi int) {
 }
 
 // blend computes one chunk row of a seed that blends. scratch holds 2·Chunk elements.
-func (k *Kasmina[T]) blend(y, x []T, s *KasminaSeed[T], scratch []T) {
+func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 	c := len(x)
 	t, in, scale, up := scratch[:c], x, s.scale, T(1)
 	switch k.Stability {
@@ -314,7 +317,7 @@ func (k *Kasmina[T]) blend(y, x []T, s *KasminaSeed[T], scratch []T) {
 
 // shrink returns the power of two, at most 1, that takes the largest magnitude of x to adaptiveLimit or below. It is 1 for
 // transforms that cannot be scaled, and for a row that holds Inf or NaN, which no scale brings back.
-func (k *Kasmina[T]) shrink(x []T, s *KasminaSeed[T]) T {
+func (k *Layer[T]) shrink(x []T, s *Seed[T]) T {
 	var top float64
 	for _, v := range x {
 		if a := math.Abs(float64(v)); a > top {
@@ -329,7 +332,7 @@ func (k *Kasmina[T]) shrink(x []T, s *KasminaSeed[T]) T {
 }
 
 // clamp writes x with elements smaller than ε as 0, and the others clamped to the seed's limits.
-func (k *Kasmina[T]) clamp(out, x []T, s *KasminaSeed[T]) {
+func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 	for i, v := range x {
 		if math.Abs(float64(v)) < k.Eps {
 			v = 0
@@ -345,6 +348,6 @@ func (k *Kasmina[T]) clamp(out, x []T, s *KasminaSeed[T]) {
 }
 
 // bites reports whether clamp takes v to a value that does not depend on v.
-func (k *Kasmina[T]) bites(v T, s *KasminaSeed[T]) bool {
+func (k *Layer[T]) bites(v T, s *Seed[T]) bool {
 	return math.Abs(float64(v)) < k.Eps || v < s.Low || v > s.High
 }

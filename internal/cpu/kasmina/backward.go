@@ -1,4 +1,8 @@
-package cpu
+package kasmina
+
+import (
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
 
 // Backward computes the gradients of Forward, given g, that of y, and the figures of g. A row of g is first scaled, for
 // each seed, by min(1, limit/(‖g‖ + ε)) when there are limits. Then
@@ -9,17 +13,17 @@ package cpu
 //	dscales[slot]  += Σ_rows (∂t/∂a)·αg
 //
 // summed over seeds that share a slot. Slots of no learning seed get 0.
-func (k *Kasmina[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) {
+func (k *Layer[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) {
 	k.prepare(weights, scales, true)
 	k.prepareLearning()
-	parallel(k.blocks()*k.groups(), k.tileGrain(), kasminaBackward[T]{k, dx, g, x})
-	parallel(k.Seeds, 64, kasminaFinish[T]{k, g})
+	cpu.ParallelCall(k.blocks()*k.groups(), k.tileGrain(), kasminaBackward[T]{k, dx, g, x})
+	cpu.ParallelCall(k.Seeds, 64, kasminaFinish[T]{k, g})
 	k.reduceLearning(dweights, dscales)
 }
 
 // kasminaBackward computes tiles of the backward pass.
-type kasminaBackward[T Float] struct {
-	k        *Kasmina[T]
+type kasminaBackward[T cpu.Float] struct {
+	k        *Layer[T]
 	dx, g, x []T
 }
 
@@ -54,7 +58,7 @@ func (p *kasminaBackward[T]) Span(lo, hi int) {
 }
 
 // backwardRows copies a tile of g, clipped, and forms its figures row by row.
-func (k *Kasmina[T]) backwardRows(t *tile[T], dx, g []T) {
+func (k *Layer[T]) backwardRows(t *tile[T], dx, g []T) {
 	for r := t.r0; r < t.r1; r++ {
 		at := r*t.stride + t.s0*k.Chunk
 		dr := dx[at:][:t.columns]
@@ -65,7 +69,7 @@ func (k *Kasmina[T]) backwardRows(t *tile[T], dx, g []T) {
 
 // backwardSeed replaces one seed's gradient of the output in a tile of dx by that of x, a row at a time or by its kind's own
 // way, and adds the gradients of its parameters.
-func (k *Kasmina[T]) backwardSeed(t *tile[T], dx, x []T, s *KasminaSeed[T], dp []T, da []float64) {
+func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []float64) {
 	c := k.Chunk
 	var gradients []T
 	if s.Learn {
@@ -92,8 +96,8 @@ func (k *Kasmina[T]) backwardSeed(t *tile[T], dx, x []T, s *KasminaSeed[T], dp [
 
 // watchGradient takes one row of a tile, whose first seed is s0, into the tile's figures, and scales the chunks whose norm
 // exceeds their limit.
-func (k *Kasmina[T]) watchGradient(figures []ChunkFigures, gr, g []T, s0 int) {
-	if !k.measured && k.Limit == nil && finite(gr) {
+func (k *Layer[T]) watchGradient(figures []ChunkFigures, gr, g []T, s0 int) {
+	if !k.measured && k.Limit == nil && cpu.Finite(gr) {
 		return
 	}
 	c := k.Chunk
@@ -133,7 +137,7 @@ func (k *Kasmina[T]) watchGradient(figures []ChunkFigures, gr, g []T, s0 int) {
 
 // blendBackward replaces the gradient g of one chunk row of an active seed by that of its input x, adds the gradient of p
 // to dp and returns that of the scale. scratch holds 3·Chunk elements.
-func (k *Kasmina[T]) blendBackward(g, dp, x []T, s *KasminaSeed[T], scratch []T) (da float64) {
+func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da float64) {
 	c := len(x)
 	in, dt, gt := x, scratch[:c], scratch[c:2*c]
 	if k.Stability == StabilityStrict {
@@ -166,7 +170,7 @@ func (k *Kasmina[T]) blendBackward(g, dp, x []T, s *KasminaSeed[T], scratch []T)
 }
 
 // prepareLearning numbers the seeds that learn and readies their buffers.
-func (k *Kasmina[T]) prepareLearning() {
+func (k *Layer[T]) prepareLearning() {
 	k.learning, k.learned = k.learning[:0], 0
 	for i := range k.Active {
 		if s := &k.Active[i]; s.Learn {
@@ -180,15 +184,15 @@ func (k *Kasmina[T]) prepareLearning() {
 }
 
 // reduceLearning adds up the gradients of the parameters: over blocks of rows, then over the seeds of a slot in their order.
-func (k *Kasmina[T]) reduceLearning(dweights, dscales []T) {
+func (k *Layer[T]) reduceLearning(dweights, dscales []T) {
 	n := len(k.learning)
-	parallel(n, grain(8*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
+	cpu.ParallelCall(n, cpu.Grain(8*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
 	k.sortBySlot()
-	parallel(k.Slots, grain(16*k.Width), kasminaSlots[T]{k, dweights, dscales})
+	cpu.ParallelCall(k.Slots, cpu.Grain(16*k.Width), kasminaSlots[T]{k, dweights, dscales})
 }
 
 // kasminaLearned adds up the gradients of learning seeds over blocks of rows.
-type kasminaLearned[T Float] struct{ k *Kasmina[T] }
+type kasminaLearned[T cpu.Float] struct{ k *Layer[T] }
 
 func (p *kasminaLearned[T]) Span(lo, hi int) {
 	k, seed := p.k, noSeed
@@ -216,8 +220,8 @@ func (p *kasminaLearned[T]) Span(lo, hi int) {
 }
 
 // kasminaSlots adds up the gradients of slots over their seeds.
-type kasminaSlots[T Float] struct {
-	k                 *Kasmina[T]
+type kasminaSlots[T cpu.Float] struct {
+	k                 *Layer[T]
 	dweights, dscales []T
 }
 
@@ -244,7 +248,7 @@ func (p *kasminaSlots[T]) Span(lo, hi int) {
 }
 
 // sortBySlot orders the learning seeds by slot, those of a slot in their own order: slot s has order[heads[s]:heads[s+1]].
-func (k *Kasmina[T]) sortBySlot() {
+func (k *Layer[T]) sortBySlot() {
 	k.heads, k.order = grow(k.heads, k.Slots+2), grow(k.order, len(k.learning))
 	clear(k.heads)
 	for _, i := range k.learning {
@@ -261,10 +265,10 @@ func (k *Kasmina[T]) sortBySlot() {
 }
 
 // Exponents returns the histogram of the magnitudes of x of every measured seed.
-func (k *Kasmina[T]) Exponents(x []T) [][Exponents]uint32 {
+func (k *Layer[T]) Exponents(x []T) [][Exponents]uint32 {
 	histograms := make([][Exponents]uint32, k.Seeds)
 	d := k.Seeds * k.Chunk
-	Parallel(k.Seeds, max(1, stripColumns/k.Chunk), func(lo, hi int) {
+	cpu.Parallel(k.Seeds, max(1, stripColumns/k.Chunk), func(lo, hi int) {
 		for r := range k.Rows {
 			for s := lo; s < hi; s++ {
 				if k.Measure[s] {

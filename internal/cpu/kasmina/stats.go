@@ -1,6 +1,10 @@
-package cpu
+package kasmina
 
-import "math"
+import (
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
 
 // Reduction says how the figures of a chunk's rows become those of the seed.
 type Reduction uint8
@@ -164,7 +168,7 @@ type rowScan struct {
 
 // scan looks at one row of a chunk. Branches in its loops are all but never taken; sums run in four lanes, which do not
 // wait for each other.
-func scan[T Float](v []T, eps float64) rowScan {
+func scan[T cpu.Float](v []T, eps float64) rowScan {
 	s := rowScan{anchor: anchorOf(v[0])}
 	k, first := s.anchor, float64(v[0])
 	lo, hi := first, first
@@ -218,7 +222,7 @@ func scan[T Float](v []T, eps float64) rowScan {
 }
 
 // scanFinite is scan for a row with NaN or Inf in it, or with deviations that overflow.
-func scanFinite[T Float](v []T, eps float64) rowScan {
+func scanFinite[T cpu.Float](v []T, eps float64) rowScan {
 	s := rowScan{lo: math.Inf(1), hi: math.Inf(-1)}
 	for _, e := range v {
 		e := float64(e)
@@ -239,7 +243,7 @@ func scanFinite[T Float](v []T, eps float64) rowScan {
 func (s *rowScan) absolute() Moments { return Moments{s.m.N, s.anchor + s.m.Mean, s.m.M2} }
 
 // countBad returns how many elements are NaN or Inf.
-func countBad[T Float](v []T) (n int) {
+func countBad[T cpu.Float](v []T) (n int) {
 	for _, e := range v {
 		if e-e != 0 {
 			n++
@@ -249,7 +253,7 @@ func countBad[T Float](v []T) (n int) {
 }
 
 // anchorOf returns an anchor, given an element.
-func anchorOf[T Float](e T) float64 {
+func anchorOf[T cpu.Float](e T) float64 {
 	if e-e != 0 {
 		return 0
 	}
@@ -261,7 +265,7 @@ func anchorOf[T Float](e T) float64 {
 const Exponents = 40
 
 // addExponents counts the finite elements of v by their magnitude.
-func addExponents[T Float](h *[Exponents]uint32, v []T) {
+func addExponents[T cpu.Float](h *[Exponents]uint32, v []T) {
 	for _, e := range v {
 		exp := int(math.Float64bits(float64(e))>>52&0x7ff) - 1023
 		if exp != 1024 {

@@ -1,4 +1,4 @@
-package cpu
+package kasmina
 
 import (
 	"math"
@@ -13,7 +13,7 @@ import (
 
 // kasminaRules builds the rules of the strips of groups of seeds.
 type kasminaRules struct {
-	k        *Kasmina[float32]
+	k        *Layer[float32]
 	backward bool
 }
 
@@ -55,7 +55,7 @@ func (a *kasminaRules) Span(lo, hi int) {
 //	AttentionGate  (1 − β + βa·p)·x
 //	MLPExpansion   (1 − β + βa·w)·x where x·w > 0, else (1 − β)·x
 //	ConvFilter     (1 − β + βa·w0)·x + βa·w1·x[−1] + βa·w2·x[−2]
-func (r *columnRule) set(s *KasminaSeed[float32], column, n, j, c int, backward bool) {
+func (r *columnRule) set(s *Seed[float32], column, n, j, c int, backward bool) {
 	rest, gain := 1-float64(s.Alpha), float64(s.Alpha)*float64(s.scale)
 	if !s.Blend {
 		rest, gain = 1, 0
@@ -128,7 +128,7 @@ func bits(set bool) int32 {
 }
 
 // forwardStrips computes the strips of a tile of the forward pass.
-func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
+func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
 	eps, figures, in, largest := ceil32(k.Eps), t.measured(k) || fuses(), &t.packs[0], float32(0)
 	if figures {
 		t.startAll(k, x)
@@ -169,7 +169,7 @@ func forwardStrips(k *Kasmina[float32], t *tile[float32], y, x []float32) {
 }
 
 // forwardLarge computes chunk rows with an element beyond the limit once more, by themselves.
-func forwardLarge(k *Kasmina[float32], t *tile[float32], y, x []float32, limit float32) {
+func forwardLarge(k *Layer[float32], t *tile[float32], y, x []float32, limit float32) {
 	for i := range t.active {
 		s := &t.active[i]
 		if !s.ruled || !s.Blend {
@@ -195,7 +195,7 @@ func exceeds(x []float32, limit float32) bool {
 }
 
 // backwardStrips computes the strips of a tile of the backward pass, and adds the gradients of the parameters to dp and da.
-func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float32, da []float64) {
+func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32, da []float64) {
 	measured, normed := t.measured(k), 0
 	figures := measured || fuses()
 	if measured && canNorm(k.Chunk) {
@@ -276,7 +276,7 @@ func backwardStrips(k *Kasmina[float32], t *tile[float32], dx, g, x, dp []float3
 //	Residual                     dp = βa·Σ g,           da = β·Σ w·Σ g
 //	AttentionGate, MLPExpansion  dp = βa·Σ g·x,         da = β·Σ p·Σ g·x
 //	ConvFilter                   dw[k] = βa·Σ g·x[−k],  da = β·Σ w[k]·Σ g·x[−k]
-func foldSums(k *Kasmina[float32], t *tile[float32], s strip, sums *columnSums, dp []float32, da []float64) {
+func foldSums(k *Layer[float32], t *tile[float32], s strip, sums *columnSums, dp []float32, da []float64) {
 	c := k.Chunk
 	active := k.active(t.s0+s.from/c, t.s0+(s.from+s.columns-1)/c+1)
 	for i := range active {

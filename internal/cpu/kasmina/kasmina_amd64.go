@@ -1,6 +1,10 @@
-package cpu
+package kasmina
 
-//go:generate go -C asm run . -part kasmina -pkg cpu -out ../kasmina_amd64.s
+import (
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+//go:generate go -C ../asm run . -part kasmina -pkg kasmina -out ../kasmina/kasmina_amd64.s
 
 // The kernels of kasmina_amd64.s, which the program in asm/ writes.
 
@@ -125,7 +129,7 @@ var stripsAVX2 = stripKernels{
 
 // fastStrips are the kernels for the vector instructions that this process uses.
 func fastStrips() *stripKernels {
-	switch ISA() {
+	switch cpu.ISA() {
 	case "avx512":
 		return &stripsAVX512
 	case "avx2":

@@ -1,5 +1,5 @@
 //go:build !amd64
 
-package cpu
+package kasmina
 
 func fastStrips() *stripKernels { return nil }

@@ -1,4 +1,4 @@
-package cpu
+package kasmina
 
 import (
 	"fmt"
@@ -7,19 +7,20 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // mixedKasmina returns a layer whose seeds are in all situations that stages and kinds make: of every eight, three take no
 // part, one learns beside its chunk, two blend and learn and two only blend. All are measured.
-func mixedKasmina[T Float](tb testing.TB, rows, seeds, chunk, slots int) *Kasmina[T] {
-	k := &Kasmina[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk, Stability: StabilityAdaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
+func mixedKasmina[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Layer[T] {
+	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk, Stability: StabilityAdaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
 	for s := range seeds {
 		k.Measure[s] = true
 		stage := s % 8
 		if stage < 3 {
 			continue
 		}
-		err := k.Activate(KasminaSeed[T]{Seed: s, Slot: s % slots, Kind: blueprints.Kind(s / 8 % 4), Blend: stage > 3, Learn: stage < 6, Alpha: T(stage-2) / 5})
+		err := k.Activate(Seed[T]{Seed: s, Slot: s % slots, Kind: blueprints.Kind(s / 8 % 4), Blend: stage > 3, Learn: stage < 6, Alpha: T(stage-2) / 5})
 		if err != nil {
 			tb.Fatal(err)
 		}
@@ -37,7 +38,7 @@ func BenchmarkKasminaBandwidth(b *testing.B) {
 	}
 	parallelCopy := func(dst, src []float32) time.Duration {
 		start := time.Now()
-		Parallel(len(dst), 1<<18, func(lo, hi int) { copy(dst[lo:hi], src[lo:hi]) })
+		cpu.Parallel(len(dst), 1<<18, func(lo, hi int) { copy(dst[lo:hi], src[lo:hi]) })
 		return time.Since(start)
 	}
 	for _, s := range []struct{ rows, seeds, chunk int }{

@@ -1,4 +1,4 @@
-package cpu
+package kasmina
 
 import (
 	"fmt"
@@ -9,11 +9,12 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // kasminaRun is a layer with what it runs on and what it writes.
-type kasminaRun[T Float] struct {
-	*Kasmina[T]
+type kasminaRun[T cpu.Float] struct {
+	*Layer[T]
 	x, g, weights, scales []T
 	y, dx, dw, da         []T
 	input, gradient       []ChunkFigures
@@ -34,8 +35,8 @@ func (p *kasminaRun[T]) run() {
 // newKasminaRun returns a layer whose inputs have the given mean and deviation, and its like in float64.
 func newKasminaRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int, mean, deviation float64) (*kasminaRun[float32], *kasminaRun[float64]) {
 	const slots = 5
-	a := &kasminaRun[float32]{Kasmina: mixedKasmina[float32](t, rows, seeds, chunk, slots)}
-	b := &kasminaRun[float64]{Kasmina: mixedKasmina[float64](t, rows, seeds, chunk, slots)}
+	a := &kasminaRun[float32]{Layer: mixedKasmina[float32](t, rows, seeds, chunk, slots)}
+	b := &kasminaRun[float64]{Layer: mixedKasmina[float64](t, rows, seeds, chunk, slots)}
 	n := rows * seeds * chunk
 	fill := func(n int, mean, deviation float64) (single []float32, double []float64) {
 		single, double = make([]float32, n), make([]float64, n)
@@ -137,7 +138,7 @@ func TestKasminaStripsNonFinite(t *testing.T) {
 				bad.x[at], bad.g[at] = float32(v), float32(v)
 			}
 			bad.run()
-			reference := &kasminaRun[float64]{Kasmina: mixedKasmina[float64](t, rows, seeds, chunk, 5)}
+			reference := &kasminaRun[float64]{Layer: mixedKasmina[float64](t, rows, seeds, chunk, 5)}
 			copy(reference.Measure, clean.Measure)
 			reference.x, reference.weights, reference.scales, reference.y = widen(bad.x), widen(bad.weights), widen(bad.scales), make([]float64, len(bad.x))
 			reference.Forward(reference.y, reference.x, reference.weights, reference.scales)
@@ -221,8 +222,8 @@ func TestKasminaStreams(t *testing.T) {
 // The kinds that go by the element have a rule, and others have none.
 func TestKasminaRuledKinds(t *testing.T) {
 	for kind := range blueprints.Kind(6) {
-		k := &Kasmina[float32]{Rows: 1, Seeds: 1, Chunk: 4, Slots: 1, Width: 8, Measure: make([]bool, 1)}
-		if err := k.Activate(KasminaSeed[float32]{Kind: kind, Blend: true, Alpha: 0.5}); err != nil {
+		k := &Layer[float32]{Rows: 1, Seeds: 1, Chunk: 4, Slots: 1, Width: 8, Measure: make([]bool, 1)}
+		if err := k.Activate(Seed[float32]{Kind: kind, Blend: true, Alpha: 0.5}); err != nil {
 			t.Fatal(err)
 		}
 		k.prepare(make([]float32, 8), make([]float32, 1), false)

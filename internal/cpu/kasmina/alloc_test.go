@@ -1,6 +1,6 @@
 //go:build !race
 
-package cpu
+package kasmina
 
 import (
 	"testing"

@@ -1,8 +1,10 @@
-package cpu
+package kasmina
 
 import (
 	"math"
 	"unsafe"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
 // The kernels in this file work on a strip: some rows of up to stripColumns columns of a float32 matrix. A vector holds
@@ -88,7 +90,7 @@ type stripKernels struct {
 // strips32 are the kernels in use, nil where plain Go is.
 var strips32 *stripKernels
 
-func init() { OnISA(func() { strips32 = fastStrips() }) }
+func init() { cpu.OnISA(func() { strips32 = fastStrips() }) }
 
 // strip is rows rows of columns columns that begin at index at of a matrix with the given stride.
 type strip struct {
@@ -411,7 +413,7 @@ func (n *stripNorms) add(g []float32, stride, rows, c, chunks int) {
 	}
 	for r := range rows / normRows * normRows {
 		for i := range chunks {
-			d := math.Sqrt(squares(g[r*stride+i*c:][:c])) - n.anchor[i]
+			d := math.Sqrt(cpu.Squares(g[r*stride+i*c:][:c])) - n.anchor[i]
 			n.sum[i][r%normRows] += d
 			n.square[i][r%normRows] += d * d
 		}

@@ -1,6 +1,9 @@
-package cpu
+package kasmina
 
-import "github.com/kasmina-go/kasmina/blueprints"
+import (
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
 
 // The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at once: with X [n, C] the
 // rows, V [m, C] and U [C, m] the matrices and f the identity or silu,
@@ -11,20 +14,20 @@ import "github.com/kasmina-go/kasmina/blueprints"
 func mixingScratch(n, c, size int) int { return 2*n*c + 4*n*(size/(2*c)) }
 
 // take cuts n elements off scratch memory.
-func take[T Float](scratch *[]T, n int) []T {
+func take[T cpu.Float](scratch *[]T, n int) []T {
 	s := (*scratch)[:n:n]
 	*scratch = (*scratch)[n:]
 	return s
 }
 
 // matrices returns V and U of a seed that mixes, or their gradients, and m.
-func (s *KasminaSeed[T]) matrices(p []T, c int) (v, u []T, m int) {
+func (s *Seed[T]) matrices(p []T, c int) (v, u []T, m int) {
 	m = s.size / (2 * c)
 	return p[:m*c], p[m*c:], m
 }
 
 // mix computes y in rows r0 to r1 of a seed that blends.
-func (k *Kasmina[T]) mix(y, x []T, r0, r1 int, s *KasminaSeed[T], scratch []T) {
+func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 	c, d, n := k.Chunk, k.Seeds*k.Chunk, r1-r0
 	at := r0*d + s.Seed*c
 	v, u, m := s.matrices(s.w, c)
@@ -45,18 +48,18 @@ func (k *Kasmina[T]) mix(y, x []T, r0, r1 int, s *KasminaSeed[T], scratch []T) {
 	}
 	if s.Alpha != 0 { // else t(x), whatever it is, NaN included, has no part in the result
 		z, h, scale := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
-		GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
+		cpu.GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
 		for i := range scale {
 			scale[i] = s.scale
 		}
 		if s.Kind == blueprints.ChunkMLP {
-			siluMul(h, z, scale)
+			cpu.SiLUMulSerial(h, z, scale)
 		} else {
 			for i, e := range z {
 				h[i] = s.scale * e
 			}
 		}
-		GemmSerial(false, true, n, c, m, 1, h, m, u, m, 0, out, c)
+		cpu.GemmSerial(false, true, n, c, m, 1, h, m, u, m, 0, out, c)
 	}
 	for r := range n {
 		yr, row, by := y[at+r*d:][:c], in[r*c:][:c], out[r*c:][:c]
@@ -77,7 +80,7 @@ func (k *Kasmina[T]) mix(y, x []T, r0, r1 int, s *KasminaSeed[T], scratch []T) {
 // gradient of the weights to it and returns that of the scale. With G = α·g, or g where the seed does not blend,
 //
 //	Q = G·U,  dZ = a·Q ⊙ f'(Z),  dx = g + dZ·V,  dV = dZᵀ·X,  dU = Gᵀ·H,  da = Σ Q ⊙ f(Z)
-func (k *Kasmina[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *KasminaSeed[T], scratch []T) (da float64) {
+func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []T) (da float64) {
 	c, d, n := k.Chunk, k.Seeds*k.Chunk, r1-r0
 	at := r0*d + s.Seed*c
 	if s.Alpha != 0 {
@@ -93,16 +96,16 @@ func (k *Kasmina[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *KasminaSeed[T], s
 			}
 		}
 		z, h, q, dz := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
-		GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
-		GemmSerial(false, false, n, m, c, 1, g, c, u, m, 0, q, m)
+		cpu.GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
+		cpu.GemmSerial(false, false, n, m, c, 1, g, c, u, m, 0, q, m)
 		da = s.hidden(h, dz, q, z)
 		if s.Blend {
-			GemmSerial(false, false, n, c, m, 1, dz, m, v, c, 1, dx[at:], d)
+			cpu.GemmSerial(false, false, n, c, m, 1, dz, m, v, c, 1, dx[at:], d)
 		}
 		if dp != nil {
 			dv, du, _ := s.matrices(dp, c)
-			GemmSerial(true, false, m, c, n, 1, dz, m, in, c, 1, dv, c)
-			GemmSerial(true, false, c, m, n, 1, g, c, h, m, 1, du, m)
+			cpu.GemmSerial(true, false, m, c, n, 1, dz, m, in, c, 1, dv, c)
+			cpu.GemmSerial(true, false, c, m, n, 1, g, c, h, m, 1, du, m)
 		}
 	}
 	if s.Blend && k.Stability == StabilityStrict {
@@ -119,12 +122,12 @@ func (k *Kasmina[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *KasminaSeed[T], s
 }
 
 // hidden computes h = a·f(z) and dz = a·q ⊙ f'(z), and returns Σ q ⊙ f(z). It replaces z by what is summed.
-func (s *KasminaSeed[T]) hidden(h, dz, q, z []T) (da float64) {
+func (s *Seed[T]) hidden(h, dz, q, z []T) (da float64) {
 	if s.Kind == blueprints.ChunkMLP {
 		for i := range dz {
 			dz[i] = s.scale
 		}
-		siluMulBackward(h, dz, z, q, z, dz)
+		cpu.SiLUMulBackwardSerial(h, dz, z, q, z, dz)
 	} else {
 		for i, e := range z {
 			h[i], dz[i], z[i] = s.scale*e, s.scale*q[i], q[i]*e

@@ -1,4 +1,4 @@
-package cpu
+package kasmina
 
 import (
 	"math"
@@ -54,7 +54,7 @@ func TestScanExtremes(t *testing.T) {
 
 // Every element belongs to one tile, tiles lie at multiples of their size, and none is larger than intended.
 func TestKasminaTiles(t *testing.T) {
-	for _, k := range []*Kasmina[float32]{
+	for _, k := range []*Layer[float32]{
 		{Rows: 1, Seeds: 1, Chunk: 1}, {Rows: 1000, Seeds: 1, Chunk: 3}, {Rows: 70, Seeds: 3000, Chunk: 2}, {Rows: 300, Seeds: 2, Chunk: 5000},
 	} {
 		seen := make([]int, k.Rows*k.Seeds)
