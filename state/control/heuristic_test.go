@@ -16,6 +16,11 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
+type (
+	seed  = state.SeedReport
+	rules = control.Heuristic
+)
+
 // slots hold the parameters of a network's slots in memory.
 type slots map[[2]int]state.SlotParams
 
@@ -70,14 +75,14 @@ func measure(t *testing.T, r *rand.Rand, l *state.Lattice) {
 // healthy is a report of a layer of 4 seeds over 8 features, with slots of 8 weights, in which
 // nothing is wrong.
 func healthy() state.Report {
-	r := state.Report{Epoch: 5, Hidden: 8, Slots: 5, SlotParameters: 9, Seeds: make([]state.SeedReport, 4)}
+	r := state.Report{Epoch: 5, Hidden: 8, Slots: 5, SlotParameters: 9, Seeds: make([]seed, 4)}
 	for i := range r.Seeds {
-		r.Seeds[i] = state.SeedReport{Seed: i, CanAdvance: true, Health: state.Health{Variance: 1, Min: -3, Max: 3}, Gradient: state.Gradient{Norm: 1}}
+		r.Seeds[i] = seed{Seed: i, CanAdvance: true, Health: state.Health{Variance: 1, Min: -3, Max: 3}, Gradient: state.Gradient{Norm: 1}}
 	}
 	return r
 }
 
-func heuristic(maxActive, maxParameters int) *control.Heuristic {
+func heuristic(maxActive, maxParameters int) *rules {
 	h := control.NewHeuristic(maxActive, maxParameters)
 	h.Hunger, h.PerEpoch = 1.5, 100
 	return h
@@ -86,28 +91,38 @@ func heuristic(maxActive, maxParameters int) *control.Heuristic {
 // What is wrong with a chunk decides what is grown there, and how it is grafted.
 func TestHeuristicDiagnosis(t *testing.T) {
 	for name, c := range map[string]struct {
-		change   func(s *state.SeedReport, h *control.Heuristic)
+		change   func(s *seed, h *rules)
 		kind     blueprints.Kind
 		strategy string // empty: nothing germinates
 		why      string
 	}{
-		"healthy": {func(*state.SeedReport, *control.Heuristic) {}, 0, "", ""},
-		"hungry":  {func(s *state.SeedReport, _ *control.Heuristic) { s.Gradient.Norm = 2 }, blueprints.ChunkMLP, "PerformanceLinked", "hungry, 1.33 times"},
-		"hungry, only": {func(s *state.SeedReport, h *control.Heuristic) {
+		"healthy": {func(*seed, *rules) {}, 0, "", ""},
+		"hungry": {func(s *seed, _ *rules) { s.Gradient.Norm = 2 },
+			blueprints.ChunkMLP, "PerformanceLinked", "hungry, 1.33 times"},
+		"hungry, only": {func(s *seed, h *rules) {
 			s.Gradient.Norm, h.Capacity = 2, []blueprints.Kind{99, blueprints.LowRank}
 		}, blueprints.LowRank, "PerformanceLinked", ""},
-		"hungry, poor": {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.Capacity = 2, nil }, blueprints.Residual, "PerformanceLinked", ""},
-		"starving":     {func(s *state.SeedReport, _ *control.Heuristic) { s.Gradient.Norm = 9 }, blueprints.ChunkMLP, "GradNormGated", "hungry, 6.00 times"},
-		"dead":         {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.DeadRatio = 0.9 }, blueprints.Residual, "PerformanceLinked", "dead, 1.80 times"},
-		"silent":       {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.Variance = 0.05 }, blueprints.AttentionGate, "PerformanceLinked", "silent, 2.00 times"},
-		"spiky":        {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.Max = 60 }, blueprints.AttentionGate, "PerformanceLinked", "spiky, 2.00 times"},
-		"drifting":     {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.DeadRatio, s.Drift = 0.9, 0.2 }, blueprints.Residual, "DriftControlled", ""},
-		"constant":     {func(s *state.SeedReport, _ *control.Heuristic) { s.Health.Variance = 0 }, 0, "", ""},
-		"unmeasured":   {func(s *state.SeedReport, _ *control.Heuristic) { s.Gradient.Norm, s.Health = 9, state.Health{} }, 0, "", ""},
-		"too early":    {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.Begin = 2, 6 }, 0, "", ""},
-		"too late":     {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.End = 2, 5 }, 0, "", ""},
-		"no room":      {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.MaxActive = 2, 0 }, 0, "", ""},
-		"no money":     {func(s *state.SeedReport, h *control.Heuristic) { s.Gradient.Norm, h.MaxParameters = 2, 8 }, 0, "", ""},
+		"hungry, poor": {func(s *seed, h *rules) { s.Gradient.Norm, h.Capacity = 2, nil },
+			blueprints.Residual, "PerformanceLinked", ""},
+		"starving": {func(s *seed, _ *rules) { s.Gradient.Norm = 9 },
+			blueprints.ChunkMLP, "GradNormGated", "hungry, 6.00 times"},
+		"dead": {func(s *seed, _ *rules) { s.Health.DeadRatio = 0.9 },
+			blueprints.Residual, "PerformanceLinked", "dead, 1.80 times"},
+		"silent": {func(s *seed, _ *rules) { s.Health.Variance = 0.05 },
+			blueprints.AttentionGate, "PerformanceLinked", "silent, 2.00 times"},
+		"spiky": {func(s *seed, _ *rules) { s.Health.Max = 60 },
+			blueprints.AttentionGate, "PerformanceLinked", "spiky, 2.00 times"},
+		"drifting": {func(s *seed, _ *rules) { s.Health.DeadRatio, s.Drift = 0.9, 0.2 },
+			blueprints.Residual, "DriftControlled", ""},
+		"constant": {func(s *seed, _ *rules) { s.Health.Variance = 0 }, 0, "", ""},
+		"unmeasured": {func(s *seed, _ *rules) { s.Gradient.Norm, s.Health = 9, state.Health{} },
+			0, "", ""},
+		"too early": {func(s *seed, h *rules) { s.Gradient.Norm, h.Begin = 2, 6 }, 0, "", ""},
+		"too late":  {func(s *seed, h *rules) { s.Gradient.Norm, h.End = 2, 5 }, 0, "", ""},
+		"no room": {func(s *seed, h *rules) { s.Gradient.Norm, h.MaxActive = 2, 0 },
+			0, "", ""},
+		"no money": {func(s *seed, h *rules) { s.Gradient.Norm, h.MaxParameters = 2, 8 },
+			0, "", ""},
 	} {
 		h, r := heuristic(4, 100), healthy()
 		c.change(&r.Seeds[2], h)
@@ -133,28 +148,33 @@ func TestHeuristicDiagnosis(t *testing.T) {
 // The life of a blueprint that goes well, and its ends.
 func TestHeuristicMoves(t *testing.T) {
 	for name, c := range map[string]struct {
-		seed state.SeedReport
+		life seed
 		want string
 	}{
-		"germinated":    {state.SeedReport{Stage: state.Germinated, CanAdvance: true}, "move to Training"},
-		"trained":       {state.SeedReport{Stage: state.Training, CanAdvance: true}, "move to Grafting"},
-		"still ramping": {state.SeedReport{Stage: state.Grafting, CanAdvance: true}, ""},
-		"grafted":       {state.SeedReport{Stage: state.Grafting, CanAdvance: true, RampFinished: true}, "move to Stabilization"},
-		"stable":        {state.SeedReport{Stage: state.Stabilization, CanAdvance: true}, "move to Evaluating"},
-		"good":          {state.SeedReport{Stage: state.Evaluating, CanAdvance: true}, "move to FineTuning"},
-		"bad":           {state.SeedReport{Stage: state.Evaluating, CanCull: true}, "move to Culled, because the model is better without it"},
-		"undecided":     {state.SeedReport{Stage: state.Evaluating, EpochsInStage: 200}, ""},
-		"too long":      {state.SeedReport{Stage: state.Evaluating, EpochsInStage: 201}, "move to RolledBack, because 201 epochs"},
-		"stuck ramp":    {state.SeedReport{Stage: state.Grafting, CanAdvance: true, EpochsInStage: 201}, "move to RolledBack"},
-		"unteachable":   {state.SeedReport{Stage: state.Training, EpochsInStage: 201}, "move to Cancelled, because it has not learnt"},
-		"tuned":         {state.SeedReport{Stage: state.FineTuning, CanAdvance: true}, "move to Fossilized"},
-		"fossil":        {state.SeedReport{Stage: state.Fossilized, EpochsInStage: 999}, ""},
-		"under embargo": {state.SeedReport{Stage: state.Culled, EpochsInStage: 999}, ""},
-		"recyclable":    {state.SeedReport{Stage: state.RolledBack, CanRecycle: true}, "recycle"},
+		"germinated":    {seed{Stage: state.Germinated, CanAdvance: true}, "move to Training"},
+		"trained":       {seed{Stage: state.Training, CanAdvance: true}, "move to Grafting"},
+		"still ramping": {seed{Stage: state.Grafting, CanAdvance: true}, ""},
+		"grafted": {seed{Stage: state.Grafting, CanAdvance: true, RampFinished: true},
+			"move to Stabilization"},
+		"stable": {seed{Stage: state.Stabilization, CanAdvance: true}, "move to Evaluating"},
+		"good":   {seed{Stage: state.Evaluating, CanAdvance: true}, "move to FineTuning"},
+		"bad": {seed{Stage: state.Evaluating, CanCull: true},
+			"move to Culled, because the model is better without it"},
+		"undecided": {seed{Stage: state.Evaluating, EpochsInStage: 200}, ""},
+		"too long": {seed{Stage: state.Evaluating, EpochsInStage: 201},
+			"move to RolledBack, because 201 epochs"},
+		"stuck ramp": {seed{Stage: state.Grafting, CanAdvance: true, EpochsInStage: 201},
+			"move to RolledBack"},
+		"unteachable": {seed{Stage: state.Training, EpochsInStage: 201},
+			"move to Cancelled, because it has not learnt"},
+		"tuned":         {seed{Stage: state.FineTuning, CanAdvance: true}, "move to Fossilized"},
+		"fossil":        {seed{Stage: state.Fossilized, EpochsInStage: 999}, ""},
+		"under embargo": {seed{Stage: state.Culled, EpochsInStage: 999}, ""},
+		"recyclable":    {seed{Stage: state.RolledBack, CanRecycle: true}, "recycle"},
 	} {
 		r := healthy()
-		c.seed.Seed = 3
-		r.Seeds[3] = c.seed
+		c.life.Seed = 3
+		r.Seeds[3] = c.life
 		commands := heuristic(1, 100).Decide([]state.Report{r})
 		if c.want == "" && len(commands) == 0 {
 			continue
@@ -255,10 +275,10 @@ func TestHeuristicCheck(t *testing.T) {
 	if err := control.NewHeuristic(3, 100).Check(); err != nil {
 		t.Error(err)
 	}
-	for name, change := range map[string]func(*control.Heuristic){
-		"Hunger": func(h *control.Heuristic) { h.Hunger = 0 }, "Spike": func(h *control.Heuristic) { h.Spike = math.Inf(1) },
-		"Patience": func(h *control.Heuristic) { h.Patience = 0 }, "RampEpochs": func(h *control.Heuristic) { h.RampEpochs = 1 << 16 },
-		"MaxActive is -1, want at least 0": func(h *control.Heuristic) { h.MaxActive = -1 },
+	for name, change := range map[string]func(*rules){
+		"Hunger": func(h *rules) { h.Hunger = 0 }, "Spike": func(h *rules) { h.Spike = math.Inf(1) },
+		"Patience": func(h *rules) { h.Patience = 0 }, "RampEpochs": func(h *rules) { h.RampEpochs = 1 << 16 },
+		"MaxActive is -1, want at least 0": func(h *rules) { h.MaxActive = -1 },
 	} {
 		h := control.NewHeuristic(3, 100)
 		if change(h); h.Check() == nil || !strings.Contains(h.Check().Error(), name) {

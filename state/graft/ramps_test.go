@@ -42,7 +42,8 @@ func TestStrategyProperties(t *testing.T) {
 		low := r.Float64()
 		for _, s := range []graft.Strategy{
 			graft.FixedRamp{Ramp: graft.Ramp(r.IntN(3)), Epochs: epochs, Target: target},
-			graft.PerformanceLinked{Epochs: epochs, Target: target, Gain: r.Float64(), MaxSpeed: 1 + 5*r.Float64()},
+			graft.PerformanceLinked{Epochs: epochs, Target: target, Gain: r.Float64(),
+				MaxSpeed: 1 + 5*r.Float64()},
 			graft.DriftControlled{Epochs: epochs, Target: target, Threshold: 0.8, Pause: 1 + r.IntN(4)},
 			graft.GradNormGated{Epochs: epochs, Target: target, Low: low, High: low + 0.5 + r.Float64()},
 		} {
@@ -114,11 +115,16 @@ func follow(r *rand.Rand, s graft.Strategy, g *grafted, epochs int, target float
 // TestStrategyChecks wants parameters that make no sense to be refused.
 func TestStrategyChecks(t *testing.T) {
 	for _, s := range []graft.Strategy{
-		graft.PerformanceLinked{Epochs: 0, Target: 1, MaxSpeed: 1}, graft.PerformanceLinked{Epochs: 1, Target: 1, Gain: -1, MaxSpeed: 1},
-		graft.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: 0.5}, graft.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: math.Inf(1)},
-		graft.DriftControlled{Epochs: 1, Target: 2, Pause: 1}, graft.DriftControlled{Epochs: 1, Target: 1, Threshold: -1, Pause: 1},
-		graft.DriftControlled{Epochs: 1, Target: 1}, graft.GradNormGated{Epochs: 1, Target: 0, High: 1},
-		graft.GradNormGated{Epochs: 1, Target: 1, Low: 2, High: 1}, graft.GradNormGated{Epochs: 1, Target: 1, High: math.Inf(1)},
+		graft.PerformanceLinked{Epochs: 0, Target: 1, MaxSpeed: 1},
+		graft.PerformanceLinked{Epochs: 1, Target: 1, Gain: -1, MaxSpeed: 1},
+		graft.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: 0.5},
+		graft.PerformanceLinked{Epochs: 1, Target: 1, MaxSpeed: math.Inf(1)},
+		graft.DriftControlled{Epochs: 1, Target: 2, Pause: 1},
+		graft.DriftControlled{Epochs: 1, Target: 1, Threshold: -1, Pause: 1},
+		graft.DriftControlled{Epochs: 1, Target: 1},
+		graft.GradNormGated{Epochs: 1, Target: 0, High: 1},
+		graft.GradNormGated{Epochs: 1, Target: 1, Low: 2, High: 1},
+		graft.GradNormGated{Epochs: 1, Target: 1, High: math.Inf(1)},
 		graft.GradNormGated{Epochs: 1 << 16, Target: 1, High: 1},
 	} {
 		if s.Check() == nil {
