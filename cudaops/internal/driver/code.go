@@ -86,14 +86,9 @@ func (c *context) params(function uintptr) ([]gpu.Param, error) {
 	return params, nil
 }
 
-func (c *context) FunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute) (int, error) {
-	var v int32
-	err := c.call(&c.FuncGetAttribute, uintptr(unsafe.Pointer(&v)), uintptr(a), f.Handle)
-	return int(v), err
-}
-
-func (c *context) SetFunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute, v int) error {
-	return c.call(&c.FuncSetAttribute, f.Handle, uintptr(a), uintptr(v))
+func (c *context) AllowShared(f *gpu.Function, bytes int) error {
+	const maxDynamicShared = 8
+	return c.call(&c.FuncSetAttribute, f.Handle, maxDynamicShared, uintptr(bytes))
 }
 
 func (c *context) Occupancy(f *gpu.Function, threads, shared int) (int, error) {
@@ -108,7 +103,7 @@ type launchFrame struct {
 	size   uintptr
 	args   []byte
 	config launchConfig
-	attrs  [3]launchAttribute
+	attrs  [2]launchAttribute
 }
 
 // launchConfig is CUlaunchConfig.
@@ -178,15 +173,12 @@ func (c *context) OccupancyClusters(f *gpu.Function, l gpu.LaunchConfig) (int, e
 
 // set describes a launch.
 func (frame *launchFrame) set(l gpu.LaunchConfig, s gpu.Stream) {
-	const cooperative, cluster, overlap = 2, 4, 6
+	const cluster, overlap = 4, 6
 	n := 0
 	add := func(id uint32, value ...uint32) {
 		frame.attrs[n] = launchAttribute{id: id}
 		copy(frame.attrs[n].value[:], value)
 		n++
-	}
-	if l.Cooperative {
-		add(cooperative, 1)
 	}
 	if (l.Cluster != gpu.Dim{}) {
 		d := l.Cluster.Uint32s()
@@ -214,7 +206,7 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	return gpu.TensorMap(buf[at : at+128]), err
 }
 
-var tensorMapTypes = map[gpu.DType]uintptr{gpu.Float32: 7, gpu.Float16: 6, gpu.BFloat16: 9, gpu.Float8E4M3: 0, gpu.Float8E5M2: 0}
+var tensorMapTypes = map[gpu.DType]uintptr{gpu.Float32: 7, gpu.Float16: 6, gpu.BFloat16: 9, gpu.Float8E4M3: 0}
 
 func (c *context) BeginCapture(s gpu.Stream) error {
 	const relaxed = 2 // the other modes tie a capture to one thread

@@ -56,15 +56,6 @@ func (c *context) call(p *proc, args ...uintptr) error {
 	return c.on(func() error { return c.check(p, p.call(args...)) })
 }
 
-// done asks a question that the driver answers with Success or NotReady.
-func (c *context) done(p *proc, handle uintptr) (bool, error) {
-	err := c.call(p, handle)
-	if errors.Is(err, gpu.NotReady) {
-		return false, nil
-	}
-	return err == nil, err
-}
-
 func (c *context) Device() gpu.DeviceInfo { return c.info }
 func (c *context) Handle() uintptr        { return c.handle }
 func (c *context) Stats() gpu.Stats       { return c.ledger.Stats() }
@@ -208,10 +199,9 @@ func (c *context) NewStream() (gpu.Stream, error) {
 	return s, err
 }
 
-func (c *context) DestroyStream(s gpu.Stream) error      { return c.call(&c.StreamDestroy, uintptr(s)) }
-func (c *context) SyncStream(s gpu.Stream) error         { return c.call(&c.StreamSynchronize, uintptr(s)) }
-func (c *context) StreamDone(s gpu.Stream) (bool, error) { return c.done(&c.StreamQuery, uintptr(s)) }
-func (c *context) Synchronize() error                    { return c.call(&c.CtxSynchronize) }
+func (c *context) DestroyStream(s gpu.Stream) error { return c.call(&c.StreamDestroy, uintptr(s)) }
+func (c *context) SyncStream(s gpu.Stream) error    { return c.call(&c.StreamSynchronize, uintptr(s)) }
+func (c *context) Synchronize() error               { return c.call(&c.CtxSynchronize) }
 
 func (c *context) NewEvent(timing bool) (gpu.Event, error) {
 	flags := uintptr(2) // without timing, which is cheaper
@@ -223,29 +213,24 @@ func (c *context) NewEvent(timing bool) (gpu.Event, error) {
 	return e, err
 }
 
-func (c *context) DestroyEvent(e gpu.Event) error      { return c.call(&c.EventDestroy, uintptr(e)) }
-func (c *context) SyncEvent(e gpu.Event) error         { return c.call(&c.EventSynchronize, uintptr(e)) }
-func (c *context) EventDone(e gpu.Event) (bool, error) { return c.done(&c.EventQuery, uintptr(e)) }
+func (c *context) DestroyEvent(e gpu.Event) error { return c.call(&c.EventDestroy, uintptr(e)) }
+func (c *context) SyncEvent(e gpu.Event) error    { return c.call(&c.EventSynchronize, uintptr(e)) }
+
+func (c *context) EventDone(e gpu.Event) (bool, error) {
+	err := c.call(&c.EventQuery, uintptr(e))
+	if errors.Is(err, gpu.NotReady) {
+		return false, nil
+	}
+	return err == nil, err
+}
 
 func (c *context) Record(e gpu.Event, s gpu.Stream) error {
-	err := c.call(&c.EventRecord, uintptr(e), uintptr(s))
-	if err == nil {
-		c.ledger.Recorded(e, s)
-	}
-	return err
+	return c.call(&c.EventRecord, uintptr(e), uintptr(s))
 }
 
 func (c *context) Mark(e gpu.Event, s gpu.Stream) error {
 	const external = 1
 	return c.call(&c.EventRecordFlags, uintptr(e), uintptr(s), external)
-}
-
-func (c *context) Wait(s gpu.Stream, e gpu.Event) error {
-	err := c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
-	if err == nil {
-		c.ledger.Waited(s, e)
-	}
-	return err
 }
 
 func (c *context) Elapsed(start, end gpu.Event) (time.Duration, error) {

@@ -32,7 +32,6 @@ type blasAPI struct {
 type cublasLt struct {
 	blasAPI
 	ctx     *context
-	path    string
 	handle  uintptr
 	version int
 }
@@ -49,7 +48,7 @@ func (c *context) Blas() (gpu.Blas, error) {
 		if err != nil {
 			return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
 		}
-		b := &cublasLt{ctx: c, path: path}
+		b := &cublasLt{ctx: c}
 		if err := bind(library, path, &b.blasAPI); err != nil {
 			return nil, err
 		}
@@ -78,13 +77,11 @@ func (b *cublasLt) call(p *proc, args ...uintptr) error {
 	})
 }
 
-func (b *cublasLt) Version() int    { return b.version }
-func (b *cublasLt) Library() string { return b.path }
-func (b *cublasLt) close() error    { return b.call(&b.Destroy, b.handle) }
+func (b *cublasLt) Version() int { return b.version }
+func (b *cublasLt) close() error { return b.call(&b.Destroy, b.handle) }
 
 // blasPlan holds cuBLASLt's descriptors. cuBLASLt thinks in columns: a row-major matrix is its transpose there, so that
-// D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ. Its first operand is our B, its second our A, and its bias, one value
-// for each row of Dᵀ, is one for each column of ours.
+// D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ. Its first operand is our B, its second our A.
 type blasPlan struct {
 	b     *cublasLt
 	spec  gpu.MatmulSpec
@@ -93,7 +90,7 @@ type blasPlan struct {
 	mu                        sync.Mutex // guards desc's pointers and the scalars
 	desc                      uintptr
 	layoutA, layoutB, layoutD uintptr
-	bias, scaleA, scaleB      gpu.Ptr
+	scaleA, scaleB            gpu.Ptr
 	alpha, beta               float32
 	found                     []heuristicResult
 }
@@ -103,19 +100,19 @@ type heuristicResult struct {
 	algo      [8]uint64
 	workspace uint64
 	state     gpu.BlasStatus
-	waves     float32
+	_         float32 // waves
 	_         [4]int32
 }
 
-var blasTypes = [...]uintptr{gpu.Float32: 0, gpu.Float16: 2, gpu.BFloat16: 14, gpu.Float8E4M3: 28, gpu.Float8E5M2: 29}
+var blasTypes = [...]uintptr{gpu.Float32: 0, gpu.Float16: 2, gpu.BFloat16: 14, gpu.Float8E4M3: 28}
 
 // Attributes of cuBLASLt's descriptors.
 const (
-	descTransA, descTransB, descEpilogue, descBiasPointer = 3, 4, 7, 8
-	descScalePointerA, descScalePointerB, descFastAccum   = 17, 18, 25
-	descScaleModeA, descScaleModeB                        = 31, 32
-	layoutBatchCount, layoutBatchStride                   = 5, 6
-	prefWorkspace, prefReduction, prefAlignA              = 1, 3, 5 // alignments of B, C and D follow A's
+	descTransA, descTransB                              = 3, 4
+	descScalePointerA, descScalePointerB, descFastAccum = 17, 18, 25
+	descScaleModeA, descScaleModeB                      = 31, 32
+	layoutBatchCount, layoutBatchStride                 = 5, 6
+	prefWorkspace, prefReduction, prefAlignA            = 1, 3, 5 // alignments of B, C and D follow A's
 )
 
 func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
@@ -136,27 +133,17 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 
 // describe makes the descriptors of the operation and of the matrices.
 func (p *blasPlan) describe() error {
-	const compute32F, compute32FFastTF32, real32F = 68, 77, 0
+	const compute32F, real32F = 68, 0
 	b, m := p.b, p.spec
-	compute := uintptr(compute32F)
-	if m.Compute == gpu.TF32 {
-		compute = compute32FFastTF32
-	}
-	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute, real32F); err != nil {
+	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute32F, real32F); err != nil {
 		return err
 	}
 	for _, a := range []struct {
 		attribute int
 		value     uint32
-	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}, {descEpilogue, uint32(m.Epilogue)}} {
+	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}} {
 		err := b.call(&b.DescSetAttribute, p.desc, uintptr(a.attribute), uintptr(unsafe.Pointer(&a.value)), 4)
 		if err != nil {
-			return err
-		}
-	}
-	// The search wants pointers, of which it reads only the alignment.
-	if m.Epilogue&gpu.Bias != 0 {
-		if err := p.point(&p.bias, descBiasPointer, gpu.Ptr(m.Align)); err != nil {
 			return err
 		}
 	}
@@ -195,7 +182,7 @@ func (p *blasPlan) describeFloat8() error {
 			return err
 		}
 	}
-	return p.pointScales(256, 256)
+	return p.pointScales(256, 256) // the search wants pointers, of which it reads only the alignment
 }
 
 // pointScales names the factors of our A and B, which are cuBLASLt's B and A.
@@ -254,7 +241,7 @@ func (p *blasPlan) search(workspace, want int) error {
 	for _, r := range p.found[:n] {
 		if r.state == 0 {
 			kept = append(kept, r)
-			p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), Waves: r.waves, ID: r.algo})
+			p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), ID: r.algo})
 		}
 	}
 	p.found = kept
@@ -286,7 +273,7 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	b := p.b
-	if err := errors.Join(p.point(&p.bias, descBiasPointer, a.Bias), p.pointScales(a.ScaleA, a.ScaleB)); err != nil {
+	if err := p.pointScales(a.ScaleA, a.ScaleB); err != nil {
 		return err
 	}
 	if gpu.Poison {

@@ -53,8 +53,6 @@ type cudaAPI struct {
 	StreamCreate       proc `c:"cuStreamCreate"`
 	StreamDestroy      proc `c:"cuStreamDestroy_v2"`
 	StreamSynchronize  proc `c:"cuStreamSynchronize"`
-	StreamQuery        proc `c:"cuStreamQuery"`
-	StreamWaitEvent    proc `c:"cuStreamWaitEvent"`
 	EventCreate        proc `c:"cuEventCreate"`
 	EventDestroy       proc `c:"cuEventDestroy_v2"`
 	EventRecord        proc `c:"cuEventRecord"`
@@ -65,7 +63,6 @@ type cudaAPI struct {
 	ModuleLoadDataEx   proc `c:"cuModuleLoadDataEx"`
 	ModuleUnload       proc `c:"cuModuleUnload"`
 	ModuleGetFunction  proc `c:"cuModuleGetFunction"`
-	FuncGetAttribute   proc `c:"cuFuncGetAttribute"`
 	FuncSetAttribute   proc `c:"cuFuncSetAttribute"`
 	FuncGetParamInfo   proc `c:"cuFuncGetParamInfo" since:"12.4"`
 	FuncGetParamCount  proc `c:"cuFuncGetParamCount" since:"13.2"`

@@ -9,13 +9,12 @@ const (
 	Float16
 	BFloat16
 	Float8E4M3
-	Float8E5M2
 	Int64
 )
 
 // Size is the bytes of an element.
-func (t DType) Size() int { return [...]int{4, 2, 2, 1, 1, 8}[t] }
+func (t DType) Size() int { return [...]int{4, 2, 2, 1, 8}[t] }
 
 func (t DType) String() string {
-	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "float8e5m2", "int64"}[t]
+	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "int64"}[t]
 }

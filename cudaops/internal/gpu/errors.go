@@ -18,11 +18,9 @@ const (
 	InvalidDevice        Status = 101
 	InvalidImage         Status = 200
 	InvalidContext       Status = 201
-	NoBinaryForGPU       Status = 209
 	ECCUncorrectable     Status = 214
 	InvalidPTX           Status = 218
 	NVLinkUncorrectable  Status = 220
-	UnsupportedPTX       Status = 222
 	Contained            Status = 226
 	InvalidHandle        Status = 400
 	NotFound             Status = 500
@@ -43,24 +41,20 @@ const (
 	CaptureUnsupported   Status = 900
 	CaptureInvalidated   Status = 901
 	CaptureUnmatched     Status = 903
-	CaptureUnjoined      Status = 904
-	CaptureIsolation     Status = 905
 	CapturedEvent        Status = 907
 )
 
 var statusNames = map[Status]string{
 	InvalidValue: "INVALID_VALUE", OutOfMemory: "OUT_OF_MEMORY",
 	StubLibrary: "STUB_LIBRARY", NoDevice: "NO_DEVICE", InvalidDevice: "INVALID_DEVICE",
-	InvalidImage: "INVALID_IMAGE", InvalidContext: "INVALID_CONTEXT", NoBinaryForGPU: "NO_BINARY_FOR_GPU",
-	ECCUncorrectable: "ECC_UNCORRECTABLE", InvalidPTX: "INVALID_PTX", NVLinkUncorrectable: "NVLINK_UNCORRECTABLE",
-	UnsupportedPTX: "UNSUPPORTED_PTX_VERSION", Contained: "CONTAINED", InvalidHandle: "INVALID_HANDLE",
+	InvalidImage: "INVALID_IMAGE", InvalidContext: "INVALID_CONTEXT",
+	ECCUncorrectable: "ECC_UNCORRECTABLE", InvalidPTX: "INVALID_PTX", NVLinkUncorrectable: "NVLINK_UNCORRECTABLE", Contained: "CONTAINED", InvalidHandle: "INVALID_HANDLE",
 	NotFound: "NOT_FOUND", NotReady: "NOT_READY", IllegalAddress: "ILLEGAL_ADDRESS",
 	LaunchOutOfResources: "LAUNCH_OUT_OF_RESOURCES", LaunchTimeout: "LAUNCH_TIMEOUT",
 	ContextIsDestroyed: "CONTEXT_IS_DESTROYED", Assert: "ASSERT", MisalignedAddress: "MISALIGNED_ADDRESS",
 	LaunchFailed: "LAUNCH_FAILED", NotSupported: "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
 	CaptureUnsupported: "STREAM_CAPTURE_UNSUPPORTED", CaptureInvalidated: "STREAM_CAPTURE_INVALIDATED",
-	CaptureUnmatched: "STREAM_CAPTURE_UNMATCHED", CaptureUnjoined: "STREAM_CAPTURE_UNJOINED",
-	CaptureIsolation: "STREAM_CAPTURE_ISOLATION",
+	CaptureUnmatched: "STREAM_CAPTURE_UNMATCHED",
 	CapturedEvent:    "CAPTURED_EVENT",
 }
 

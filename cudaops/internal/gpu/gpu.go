@@ -105,21 +105,19 @@ type Memory interface {
 	Memset32(dst Ptr, v uint32, n int, s Stream) error
 }
 
-// Ordering is streams, which run their work in order, and events, which order work between streams and time it.
+// Ordering is streams, which run their work in order, and events, which tell how far they are and time it.
 type Ordering interface {
 	NewStream() (Stream, error)
 	DestroyStream(s Stream) error
-	// SyncStream waits for all work of a stream, StreamDone asks whether it is done, Synchronize waits for everything.
+	// SyncStream waits for all work of a stream, Synchronize waits for everything.
 	SyncStream(s Stream) error
-	StreamDone(s Stream) (bool, error)
 	Synchronize() error
 
 	// NewEvent returns an event; only one with timing can be given to Elapsed.
 	NewEvent(timing bool) (Event, error)
 	DestroyEvent(e Event) error
-	// Record marks the present end of a stream's work; Wait holds a stream's later work back until a mark has passed.
+	// Record marks the present end of a stream's work.
 	Record(e Event, s Stream) error
-	Wait(s Stream, e Event) error
 	// Mark is Record inside a capture, such that every launch of the graph records the event anew.
 	Mark(e Event, s Stream) error
 	SyncEvent(e Event) error
@@ -134,8 +132,8 @@ type Code interface {
 	LoadModule(image []byte) (Module, error)
 	UnloadModule(m Module) error
 	Function(m Module, name string) (*Function, error)
-	FunctionAttribute(f *Function, a FunctionAttribute) (int, error)
-	SetFunctionAttribute(f *Function, a FunctionAttribute, v int) error
+	// AllowShared raises the dynamic shared memory that a launch may have, 48 KiB before.
+	AllowShared(f *Function, bytes int) error
 	// Occupancy is the number of blocks that fit on a multiprocessor together.
 	Occupancy(f *Function, threads, shared int) (int, error)
 	// OccupancyClusters is the number of a launch's clusters that run at once on the whole GPU.
@@ -145,8 +143,7 @@ type Code interface {
 	EncodeTiled(t TiledTensor) (TensorMap, error)
 }
 
-// Capture records work as a graph. A capture takes in its own stream and every stream that waits for an event recorded
-// inside it; those must be joined back by another event before the end.
+// Capture records the work of a stream as a graph.
 type Capture interface {
 	BeginCapture(s Stream) error
 	// EndCapture ends the capture, also when it failed, and instantiates the graph.

@@ -17,21 +17,6 @@ type Function struct {
 // Param is where a parameter lies among a kernel's parameters, in bytes.
 type Param struct{ Offset, Size int }
 
-// FunctionAttribute is a CUfunction_attribute.
-type FunctionAttribute int32
-
-// The attributes that matter here; the last three can be set.
-const (
-	MaxThreadsPerBlock        FunctionAttribute = 0
-	StaticShared              FunctionAttribute = 1
-	LocalBytes                FunctionAttribute = 3 // per thread: spills and stack
-	Registers                 FunctionAttribute = 4
-	BinaryVersion             FunctionAttribute = 6 // 90 for code made for 9.0
-	MaxDynamicShared          FunctionAttribute = 8 // must be raised before a launch with more than 48 KiB
-	SharedCarveout            FunctionAttribute = 9 // percent of the L1 preferred as shared memory
-	NonPortableClusterAllowed FunctionAttribute = 14
-)
-
 // Dim counts blocks or threads along three axes; a zero counts as 1.
 type Dim struct{ X, Y, Z int }
 
@@ -53,16 +38,15 @@ func (d Dim) Uint32s() [3]uint32 {
 // LaunchConfig is the shape of a launch.
 type LaunchConfig struct {
 	Grid, Block Dim
-	Shared      int  // dynamic shared memory, in bytes
-	Cluster     Dim  // blocks that share a cluster; zero for none
-	Cooperative bool // all blocks run at once, so that they may wait for each other
+	Shared      int // dynamic shared memory, in bytes
+	Cluster     Dim // blocks that share a cluster; zero for none
 	// Overlap lets the kernel start before its predecessor in the stream has ended; it must then itself wait
 	// (griddepcontrol.wait) before touching what the predecessor wrote.
 	Overlap bool
 }
 
 // Extended reports whether the launch takes attributes.
-func (c LaunchConfig) Extended() bool { return c.Cluster != Dim{} || c.Cooperative || c.Overlap }
+func (c LaunchConfig) Extended() bool { return c.Cluster != Dim{} || c.Overlap }
 
 func (c LaunchConfig) String() string {
 	g, b := c.Grid.Ones(), c.Block.Ones()
@@ -98,7 +82,7 @@ func (a *Args) next(size, align int) {
 	a.params = append(a.params, Param{len(a.buf), size})
 }
 
-// Ptr, Int32, Uint32, Int64, Uint64, Float32 and Float64 append an argument of that type.
+// Ptr, Int32, Uint32, Int64, Uint64 and Float32 append an argument of that type.
 func (a *Args) Ptr(p Ptr) *Args { return a.Uint64(uint64(p)) }
 
 // Int32 appends an int.
@@ -123,9 +107,6 @@ func (a *Args) Uint64(v uint64) *Args {
 
 // Float32 appends a float.
 func (a *Args) Float32(v float32) *Args { return a.Uint32(math.Float32bits(v)) }
-
-// Float64 appends a double.
-func (a *Args) Float64(v float64) *Args { return a.Uint64(math.Float64bits(v)) }
 
 // Struct appends a structure passed by value, whose C alignment is align.
 func (a *Args) Struct(b []byte, align int) *Args {

@@ -8,21 +8,19 @@ import (
 )
 
 // Ledger is what every implementation of Context keeps beside the calls themselves: statistics, which host memory is
-// pinned, and which streams a capture has taken in. A zero Ledger is ready. It is safe for concurrent use.
+// pinned, and which streams are being captured. A zero Ledger is ready. It is safe for concurrent use.
 type Ledger struct {
 	mu       sync.Mutex
 	stats    Stats
 	pinned   []span // sorted by start
 	captures map[Stream]*tally
-	events   map[Event]*tally // recorded inside a capture
-	device   map[Ptr]int      // sizes of live allocations
+	device   map[Ptr]int // sizes of live allocations
 }
 
 type span struct{ start, end uintptr }
 
 // tally is what one capture has recorded so far.
 type tally struct {
-	origin  Stream
 	work    Stats
 	surplus []uintptr
 }
@@ -114,9 +112,9 @@ func (l *Ledger) BeginCapture(s Stream) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.captures == nil {
-		l.captures, l.events = map[Stream]*tally{}, map[Event]*tally{}
+		l.captures = map[Stream]*tally{}
 	}
-	l.captures[s] = &tally{origin: s}
+	l.captures[s] = &tally{}
 }
 
 // Surplus notes a node of the graph that is being captured, which it can do without.
@@ -136,44 +134,15 @@ func (l *Ledger) EndCapture(s Stream) (work Stats, surplus []uintptr) {
 	if t == nil {
 		return Stats{}, nil
 	}
-	for stream, of := range l.captures {
-		if of == t {
-			delete(l.captures, stream)
-		}
-	}
-	for event, of := range l.events {
-		if of == t {
-			delete(l.events, event)
-		}
-	}
+	delete(l.captures, s)
 	return t.work, t.surplus
 }
 
-// Capturing reports whether a capture has taken in the stream.
+// Capturing reports whether the stream is being captured.
 func (l *Ledger) Capturing(s Stream) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.captures[s] != nil
-}
-
-// Recorded and Waited follow a capture from stream to stream.
-func (l *Ledger) Recorded(e Event, s Stream) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if t := l.captures[s]; t != nil {
-		l.events[e] = t
-	} else {
-		delete(l.events, e)
-	}
-}
-
-// Waited takes a stream into the capture in which the event was recorded.
-func (l *Ledger) Waited(s Stream, e Event) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if t := l.events[e]; t != nil {
-		l.captures[s] = t
-	}
 }
 
 // CheckHost refuses a captured copy with memory that is not pinned, and reports whether a copy is asynchronous.

@@ -10,7 +10,7 @@ import (
 
 func TestArgs(t *testing.T) {
 	var a Args
-	a.Int32(-2).Ptr(0x1122334455667788).Float32(1).Struct([]byte{1, 2, 3}, 1).Uint64(7).TensorMap(&TensorMap{9}).Float64(-1)
+	a.Int32(-2).Ptr(0x1122334455667788).Float32(1).Struct([]byte{1, 2, 3}, 1).Uint64(7).TensorMap(&TensorMap{9}).Int64(-1)
 	want := []Param{{0, 4}, {8, 8}, {16, 4}, {20, 3}, {24, 8}, {64, 128}, {192, 8}}
 	f := &Function{Name: "k", Params: want}
 	if err := f.Check(&a); err != nil {
@@ -81,7 +81,7 @@ func TestErrors(t *testing.T) {
 		errors.Is(err, InvalidValue) {
 		t.Error(err)
 	}
-	for _, s := range []Status{InvalidValue, OutOfMemory, LaunchOutOfResources, NotReady, CaptureUnjoined} {
+	for _, s := range []Status{InvalidValue, OutOfMemory, LaunchOutOfResources, NotReady, CaptureUnmatched} {
 		if s.Sticky() {
 			t.Errorf("%v loses no context", s)
 		}

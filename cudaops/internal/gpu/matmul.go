@@ -2,46 +2,21 @@ package gpu
 
 import "fmt"
 
-// Compute is how a product is computed; sums are in float32 always.
-type Compute uint8
-
-// FullPrecision multiplies the operands as they are. TF32 rounds float32 operands to 10 bits of mantissa.
-const (
-	FullPrecision Compute = iota
-	TF32
-)
-
-// Epilogue is what is done to the product before it is stored; GELU is the tanh approximation.
-type Epilogue uint32
-
-// The values are cuBLASLt's.
-const (
-	NoEpilogue Epilogue = 1
-	ReLU       Epilogue = 2
-	Bias       Epilogue = 4
-	BiasReLU   Epilogue = 6
-	GELU       Epilogue = 32
-	BiasGELU   Epilogue = 36
-)
-
 // MatmulSpec describes products of row-major matrices,
 //
-//	D = epilogue(alpha · op(A) op(B) + beta · C + bias)
+//	D = alpha · op(A) op(B) + beta · C
 //
-// with op(A) [M, K], op(B) [K, N], C and D [M, N] and bias [N], which is added to every row. Zero values mean: no
-// transposition, rows without gaps, one product, full precision, no epilogue, pointers aligned to 256 bytes, operands that
-// are not scaled. cuBLASLt multiplies float8 only where both operands lie along K (TransB alone), K is a multiple of 16
+// with op(A) [M, K], op(B) [K, N], C and D [M, N]. Zero values mean: no transposition, rows without gaps, one product,
+// pointers aligned to 256 bytes, operands that are not scaled. Sums are in float32 always. cuBLASLt multiplies float8 only where both operands lie along K (TransB alone), K is a multiple of 16
 // and N of 8, and all is aligned to 16 bytes.
 type MatmulSpec struct {
 	M, N, K        int
 	TransA, TransB bool  // A is stored as [K, M], B as [N, K]
-	A, B, D        DType // C and bias have D's type
+	A, B, D        DType // C has D's type
 	LDA, LDB, LDD  int   // elements from one stored row to the next
 	Batch          int
 	// Elements from one product's matrix to the next; with a stride of 0 all products share the matrix.
 	StrideA, StrideB, StrideD int
-	Compute                   Compute
-	Epilogue                  Epilogue
 	Scaling                   Scaling // of float8
 	// FastAccumulation adds up products of float8 with fewer bits than float32 has, where that takes less time.
 	FastAccumulation bool
@@ -73,9 +48,6 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	orFill(&m.LDD, m.N)
 	orFill(&m.Batch, 1)
 	orFill(&m.Align, 256)
-	if m.Epilogue == 0 {
-		m.Epilogue = NoEpilogue
-	}
 	switch {
 	case m.LDA < colsA || m.LDB < colsB || m.LDD < m.N:
 		return bad("rows lie %d, %d, %d elements apart, shorter than their lengths %d, %d, %d", m.LDA, m.LDB, m.LDD,
@@ -98,7 +70,6 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 type MatmulArgs struct {
 	Alpha, Beta    float32
 	A, B, C, D     Ptr
-	Bias           Ptr
 	ScaleA, ScaleB Ptr // float32, as many as the spec's Scaling says
 	Workspace      Ptr
 	WorkspaceSize  int
@@ -111,14 +82,12 @@ type MatmulArgs struct {
 // Algo is a way to compute a product.
 type Algo struct {
 	Workspace int       // bytes it needs
-	Waves     float32   // how often it fills the GPU
 	ID        [8]uint64 // tells the same way again, for one version of the library
 }
 
 // Blas is cuBLASLt.
 type Blas interface {
-	Version() int    // 10000·major + 100·minor + patch
-	Library() string // where it was found
+	Version() int // 10000·major + 100·minor + patch
 	// Plan prepares a product and asks for up to want ways to compute it within a workspace of at most that many bytes,
 	// the one thought fastest first. None at all is an error with the status BlasNotSupported.
 	Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error)
@@ -141,15 +110,13 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 		detail = fmt.Sprintf("algorithm %d of %d", algo, len(algos))
 	case a.WorkspaceSize < algos[algo].Workspace:
 		detail = fmt.Sprintf("workspace of %d bytes, %d are needed", a.WorkspaceSize, algos[algo].Workspace)
-	case m.Epilogue&Bias != 0 != (a.Bias != 0):
-		detail = "a bias goes with a bias epilogue, and only with that"
 	case (m.Scaling != Unscaled) != (a.ScaleA != 0) || (a.ScaleA != 0) != (a.ScaleB != 0):
 		detail = "two scales go with scaled operands, and only with those"
 	case (a.ScaleA|a.ScaleB)%16 != 0:
 		detail = fmt.Sprintf("scales at %#x and %#x are not both aligned to 16 bytes", uint64(a.ScaleA), uint64(a.ScaleB))
-	case (a.A|a.B|a.C|a.D|a.Bias)%Ptr(m.Align) != 0:
-		detail = fmt.Sprintf("A, B, C, D, bias at %#x, %#x, %#x, %#x, %#x are not all aligned to %d bytes", uint64(a.A),
-			uint64(a.B), uint64(a.C), uint64(a.D), uint64(a.Bias), m.Align)
+	case (a.A|a.B|a.C|a.D)%Ptr(m.Align) != 0:
+		detail = fmt.Sprintf("A, B, C, D at %#x, %#x, %#x, %#x are not all aligned to %d bytes", uint64(a.A),
+			uint64(a.B), uint64(a.C), uint64(a.D), m.Align)
 	default:
 		return nil
 	}

@@ -74,7 +74,7 @@ func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
 		k.kernels[key{unit, name}] = f
 	}
 	if shared > f.shared {
-		if err := k.Ctx.SetFunctionAttribute(f.Function, gpu.MaxDynamicShared, shared); err != nil {
+		if err := k.Ctx.AllowShared(f.Function, shared); err != nil {
 			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared, err)
 		}
 		f.shared = shared

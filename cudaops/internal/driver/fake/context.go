@@ -46,8 +46,8 @@ func (c *Context) begin(call string) error {
 	if c.closed {
 		return gpu.NewError(call, gpu.ContextIsDestroyed, "", "the context is closed")
 	}
-	if c.lost != nil {
-		return c.lostError(call)
+	if err := c.fault(call); err != nil {
+		return err
 	}
 	if err := c.driver.injected(call); err != nil {
 		if err.Sticky() {
@@ -58,10 +58,33 @@ func (c *Context) begin(call string) error {
 	return nil
 }
 
-func (c *Context) lostError(call string) error {
+// fault is the error of every call once the context is lost.
+func (c *Context) fault(call string) error {
+	if c.lost == nil {
+		return nil
+	}
 	e := *c.lost
 	e.Call = call
 	return &e
+}
+
+// locked makes a call, alone.
+func (c *Context) locked(call string, do func() error) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.begin(call); err != nil {
+		return err
+	}
+	return do()
+}
+
+// asked is locked for a call with a result.
+func asked[T any](c *Context, call string, do func() (T, error)) (v T, err error) {
+	err = c.locked(call, func() error {
+		v, err = do()
+		return err
+	})
+	return v, err
 }
 
 func (c *Context) handleFor() uintptr {
@@ -94,127 +117,92 @@ func (c *Context) Close() error {
 
 // LoadModule takes any image: kernels are found among those registered.
 func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuModuleLoadDataEx"); err != nil {
-		return 0, err
-	}
-	if len(image) == 0 {
-		return 0, gpu.NewError("cuModuleLoadDataEx", gpu.InvalidImage, "", "the image is empty")
-	}
-	m := gpu.Module(c.handleFor())
-	c.modules[m] = true
-	return m, nil
+	const call = "cuModuleLoadDataEx"
+	return asked(c, call, func() (gpu.Module, error) {
+		if len(image) == 0 {
+			return 0, gpu.NewError(call, gpu.InvalidImage, "", "the image is empty")
+		}
+		m := gpu.Module(c.handleFor())
+		c.modules[m] = true
+		return m, nil
+	})
 }
 
 // UnloadModule forgets a module.
 func (c *Context) UnloadModule(m gpu.Module) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuModuleUnload"); err != nil {
-		return err
-	}
-	if !c.modules[m] {
-		return gpu.NewError("cuModuleUnload", gpu.InvalidHandle, "", "")
-	}
-	delete(c.modules, m)
-	return nil
+	const call = "cuModuleUnload"
+	return c.locked(call, func() error {
+		if !c.modules[m] {
+			return gpu.NewError(call, gpu.InvalidHandle, "", "")
+		}
+		delete(c.modules, m)
+		return nil
+	})
 }
 
 // Function finds a registered kernel.
 func (c *Context) Function(m gpu.Module, name string) (*gpu.Function, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuModuleGetFunction"); err != nil {
-		return nil, err
-	}
-	if !c.modules[m] {
-		return nil, gpu.NewError("cuModuleGetFunction", gpu.InvalidHandle, "", "")
-	}
-	if c.driver.config.Kernels[name] == nil && !c.driver.config.AnyKernel {
-		return nil, gpu.NewError("cuModuleGetFunction", gpu.NotFound, "named symbol not found", "kernel "+name)
-	}
-	f := &gpu.Function{Name: name, Handle: c.handleFor()}
-	c.shared[f.Handle] = 48 << 10
-	return f, nil
-}
-
-// FunctionAttribute gives plausible figures.
-func (c *Context) FunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute) (int, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuFuncGetAttribute"); err != nil {
-		return 0, err
-	}
-	switch a {
-	case gpu.MaxThreadsPerBlock:
-		return 1024, nil
-	case gpu.Registers:
-		return 32, nil
-	case gpu.BinaryVersion:
-		return c.info.Capability(), nil
-	case gpu.MaxDynamicShared:
-		return c.shared[f.Handle], nil
-	}
-	return 0, nil
-}
-
-// SetFunctionAttribute keeps the limit of dynamic shared memory and accepts the rest.
-func (c *Context) SetFunctionAttribute(f *gpu.Function, a gpu.FunctionAttribute, v int) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuFuncSetAttribute"); err != nil {
-		return err
-	}
-	if a == gpu.MaxDynamicShared {
-		if v < 0 || v > c.info.SharedPerBlock {
-			return gpu.NewError("cuFuncSetAttribute", gpu.InvalidValue, "", fmt.Sprintf(
-				"%d bytes of shared memory, a block has %d", v, c.info.SharedPerBlock))
+	const call = "cuModuleGetFunction"
+	return asked(c, call, func() (*gpu.Function, error) {
+		if !c.modules[m] {
+			return nil, gpu.NewError(call, gpu.InvalidHandle, "", "")
 		}
-		c.shared[f.Handle] = v
-	}
-	return nil
+		if c.driver.config.Kernels[name] == nil && !c.driver.config.AnyKernel {
+			return nil, gpu.NewError(call, gpu.NotFound, "named symbol not found", "kernel "+name)
+		}
+		f := &gpu.Function{Name: name, Handle: c.handleFor()}
+		c.shared[f.Handle] = 48 << 10
+		return f, nil
+	})
+}
+
+// AllowShared keeps the limit of dynamic shared memory.
+func (c *Context) AllowShared(f *gpu.Function, bytes int) error {
+	const call = "cuFuncSetAttribute"
+	return c.locked(call, func() error {
+		if bytes < 0 || bytes > c.info.SharedPerBlock {
+			return gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf(
+				"%d bytes of shared memory, a block has %d", bytes, c.info.SharedPerBlock))
+		}
+		c.shared[f.Handle] = bytes
+		return nil
+	})
 }
 
 // Occupancy counts by threads and shared memory.
 func (c *Context) Occupancy(_ *gpu.Function, threads, shared int) (int, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuOccupancyMaxActiveBlocksPerMultiprocessor"); err != nil {
-		return 0, err
-	}
-	return min(c.info.ThreadsPerSM/max(threads, 1), c.info.SharedPerSM/(shared+1024), 32), nil
+	return asked(c, "cuOccupancyMaxActiveBlocksPerMultiprocessor", func() (int, error) {
+		return c.perSM(max(threads, 1), shared), nil
+	})
 }
 
 // OccupancyClusters counts by threads and shared memory.
 func (c *Context) OccupancyClusters(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuOccupancyMaxActiveClusters"); err != nil {
-		return 0, err
-	}
-	perSM := min(c.info.ThreadsPerSM/l.Block.Count(), c.info.SharedPerSM/(l.Shared+1024), 32)
-	return perSM * c.info.SMs / l.Cluster.Count(), nil
+	return asked(c, "cuOccupancyMaxActiveClusters", func() (int, error) {
+		return c.perSM(l.Block.Count(), l.Shared) * c.info.SMs / l.Cluster.Count(), nil
+	})
+}
+
+// perSM is the blocks that fit on a multiprocessor.
+func (c *Context) perSM(threads, shared int) int {
+	return min(c.info.ThreadsPerSM/threads, c.info.SharedPerSM/(shared+1024), 32)
 }
 
 // Launch checks the shape against the GPU's limits and enqueues the Go function.
 func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	call := "cuLaunchKernel(" + f.Name + ")"
-	if err := c.begin("cuLaunchKernel"); err != nil {
-		return err
-	}
-	if err := f.Check(a); err != nil {
-		return err
-	}
-	if why := c.unlaunchable(f, l); why != "" {
-		return gpu.NewError(call, gpu.InvalidValue, "invalid argument", why+": "+l.String())
-	}
-	kernel := c.driver.config.Kernels[f.Name]
-	args := append([]byte(nil), a.Packed()...)
-	return c.issue(Op{Call: "cuLaunchKernel", Name: f.Name, Stream: s, Config: l, Args: args},
-		gpu.Stats{Launches: 1}, func() error { return c.run(kernel, call, l, args) })
+	return c.locked("cuLaunchKernel", func() error {
+		if err := f.Check(a); err != nil {
+			return err
+		}
+		call := "cuLaunchKernel(" + f.Name + ")"
+		if why := c.unlaunchable(f, l); why != "" {
+			return gpu.NewError(call, gpu.InvalidValue, "invalid argument", why+": "+l.String())
+		}
+		kernel := c.driver.config.Kernels[f.Name]
+		args := append([]byte(nil), a.Packed()...)
+		return c.issue(Op{Call: "cuLaunchKernel", Name: f.Name, Stream: s, Config: l, Args: args},
+			gpu.Stats{Launches: 1}, func() error { return c.run(kernel, call, l, args) })
+	})
 }
 
 func (c *Context) unlaunchable(f *gpu.Function, l gpu.LaunchConfig) string {
@@ -244,26 +232,22 @@ func (c *Context) unlaunchable(f *gpu.Function, l gpu.LaunchConfig) string {
 
 // EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor holds its address.
 func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	const call = "cuTensorMapEncodeTiled"
-	var m gpu.TensorMap
-	if err := c.begin(call); err != nil {
-		return m, err
-	}
-	if c.info.Major < 9 {
-		return m, gpu.NewError(call, gpu.NotSupported, "", "tensor maps need compute capability 9.0")
-	}
-	if err := t.Check(); err != nil {
-		return m, err
-	}
-	extent := int(t.Dims[0]) * t.Type.Size()
-	for i, stride := range t.Strides {
-		extent += int(t.Dims[i+1]-1) * int(stride)
-	}
-	if _, why := c.resolve(t.Address, extent); why != "" {
-		return m, gpu.NewError(call, gpu.InvalidValue, "", why)
-	}
-	binary.LittleEndian.PutUint64(m[:], uint64(t.Address))
-	return m, nil
+	return asked(c, call, func() (m gpu.TensorMap, err error) {
+		if c.info.Major < 9 {
+			return m, gpu.NewError(call, gpu.NotSupported, "", "tensor maps need compute capability 9.0")
+		}
+		if err := t.Check(); err != nil {
+			return m, err
+		}
+		extent := int(t.Dims[0]) * t.Type.Size()
+		for i, stride := range t.Strides {
+			extent += int(t.Dims[i+1]-1) * int(stride)
+		}
+		if _, why := c.resolve(t.Address, extent); why != "" {
+			return m, gpu.NewError(call, gpu.InvalidValue, "", why)
+		}
+		binary.LittleEndian.PutUint64(m[:], uint64(t.Address))
+		return m, nil
+	})
 }

@@ -28,7 +28,6 @@ type Config struct {
 // Way is how one of cuBLASLt's ways to compute a product differs from the definition.
 type Way struct {
 	Took  time.Duration // how far it moves the clock; zero means a microsecond
-	Tired time.Duration // the same once it has run for 40 ms on end; zero means Took
 	Wrong bool          // it computes something else
 	Fails bool          // it cannot be started
 }

@@ -2,7 +2,6 @@ package fake
 
 import (
 	"errors"
-	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -218,35 +217,5 @@ func TestNoBlas(t *testing.T) {
 	var missing *gpu.NotFoundError
 	if _, err := c.Blas(); !errors.As(err, &missing) {
 		t.Error(err)
-	}
-}
-
-// TestHalf goes through every float16, and through numbers between them.
-func TestHalf(t *testing.T) {
-	for h := range 1 << 16 {
-		v := fromHalf(uint16(h))
-		if back := toHalf(v); back != uint16(h) && !(v != v && back&0x7fff > 0x7c00) {
-			t.Fatalf("%#04x is %v, which is %#04x", h, v, back)
-		}
-		next := fromHalf(uint16(h + 1))
-		if h&0x7fff >= 0x7bff { // the last finite one and beyond
-			continue
-		}
-		if mid := (v + next) / 2; toHalf(mid) != uint16(h+h&1) {
-			t.Fatalf("halfway after %#04x: %#04x, want the even one", h, toHalf(mid))
-		}
-		if third := (2*v + next) / 3; toHalf(third) != uint16(h) {
-			t.Fatalf("a third after %#04x: %#04x", h, toHalf(third))
-		}
-	}
-	for v, want := range map[float64]float64{65519: 65504, 65520: math.Inf(1), -1e9: math.Inf(-1), 1: 1, -0.1: -0.0999755859375} {
-		if got := fromHalf(toHalf(v)); got != want {
-			t.Errorf("%v becomes %v, want %v", v, got, want)
-		}
-	}
-	for v, want := range map[float32]uint16{1: 0x3f80, -2: 0xc000, 1 + 1.0/256: 0x3f80, 1 + 3.0/256: 0x3f82} {
-		if got := toBrain(v); got != want {
-			t.Errorf("%v is %#04x in bfloat16, want %#04x", v, got, want)
-		}
 	}
 }

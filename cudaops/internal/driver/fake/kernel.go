@@ -80,9 +80,6 @@ func (l *Launch) Int64() int64 { return int64(l.Uint64()) }
 // Float32 takes a float.
 func (l *Launch) Float32() float32 { return math.Float32frombits(l.Uint32()) }
 
-// Float64 takes a double.
-func (l *Launch) Float64() float64 { return math.Float64frombits(l.Uint64()) }
-
 // Ptr takes a pointer.
 func (l *Launch) Ptr() gpu.Ptr { return gpu.Ptr(l.Uint64()) }
 

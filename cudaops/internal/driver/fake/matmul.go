@@ -3,64 +3,52 @@ package fake
 import (
 	"cmp"
 	"math"
-	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 type blas struct{ c *Context }
 
 // Blas returns a cuBLASLt that computes in float64.
 func (c *Context) Blas() (gpu.Blas, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	if c.driver.config.NoBlas {
 		return nil, &gpu.NotFoundError{Library: "the fake cuBLASLt", Help: "The configuration leaves it out."}
 	}
-	if err := c.begin("cublasLtCreate"); err != nil {
-		return nil, err
-	}
-	return blas{c}, nil
+	return asked(c, "cublasLtCreate", func() (gpu.Blas, error) { return blas{c}, nil })
 }
 
-func (b blas) Version() int  { return cmp.Or(b.c.driver.config.BlasVersion, 130000) }
-func (blas) Library() string { return "fake" }
+func (b blas) Version() int { return cmp.Or(b.c.driver.config.BlasVersion, 130000) }
 
 type plan struct {
 	c     *Context
 	spec  gpu.MatmulSpec
 	algos []gpu.Algo
-	last  int           // the way that ran last
-	busy  time.Duration // on end
 }
 
 // Plan offers up to three ways, which differ in their workspace.
 func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
-	c := b.c
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	const call = "cublasLtMatmulAlgoGetHeuristic"
-	if err := c.begin(call); err != nil {
-		return nil, err
-	}
-	m, err := m.Normal()
-	if err != nil {
-		return nil, err
-	}
-	if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 {
-		return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake knows float32, float16, bfloat16 and float8e4m3")
-	}
-	if m.A == gpu.Float8E4M3 && !c.multipliesFloat8(m) {
-		return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake multiplies float8 where an H200 would")
-	}
-	p := &plan{c: c, spec: m}
-	for i, need := range []int{1 << 20, 1 << 10, 0} {
-		if need <= workspace && len(p.algos) < want {
-			p.algos = append(p.algos, gpu.Algo{Workspace: need, Waves: 1, ID: [8]uint64{uint64(i)}})
+	return asked(b.c, call, func() (gpu.MatmulPlan, error) {
+		m, err := m.Normal()
+		if err != nil {
+			return nil, err
 		}
-	}
-	c.plans++
-	return p, nil
+		if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 {
+			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake knows float32, float16, bfloat16 and float8e4m3")
+		}
+		if m.A == gpu.Float8E4M3 && !b.c.multipliesFloat8(m) {
+			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake multiplies float8 where an H200 would")
+		}
+		p := &plan{c: b.c, spec: m}
+		for i, need := range []int{1 << 20, 1 << 10, 0} {
+			if need <= workspace && len(p.algos) < want {
+				p.algos = append(p.algos, gpu.Algo{Workspace: need, ID: [8]uint64{uint64(i)}})
+			}
+		}
+		b.c.plans++
+		return p, nil
+	})
 }
 
 // multipliesFloat8 reports whether cuBLASLt on the GPU that this pretends to be would.
@@ -81,38 +69,33 @@ func (p *plan) Close() error {
 
 func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	c := p.c
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	const call = "cublasLtMatmul"
-	if err := c.begin(call); err != nil {
-		return err
-	}
-	if err := p.spec.Check(p.algos, algo, a); err != nil {
-		return err
-	}
-	if a.C == 0 {
-		a.C = a.D
-	}
-	way := c.driver.config.Ways[p.algos[algo].ID[0]]
-	if way.Fails {
-		return gpu.NewBlasError(call, gpu.BlasNotSupported, "a way that fails")
-	}
-	if way.Wrong {
-		a.Alpha *= 2
-	}
-	st, err := c.stream(call, s)
-	if err != nil {
-		return err
-	}
-	a.Zeroed = a.Zeroed && st.capture != nil
-	return c.issue(Op{Call: call, Stream: s, Dst: a.D}, gpu.Stats{Matmuls: 1}, func() error {
-		return c.run(func(l *Launch) {
-			p.compute(l, a)
-			if p.algos[algo].Workspace > 0 && !p.counts(l, a) {
-				p.spoil(l, a)
-			}
-			l.Took = p.took(algo, way)
-		}, call, gpu.LaunchConfig{}, nil)
+	return c.locked(call, func() error {
+		if err := p.spec.Check(p.algos, algo, a); err != nil {
+			return err
+		}
+		a.C = cmp.Or(a.C, a.D)
+		way := c.driver.config.Ways[p.algos[algo].ID[0]]
+		if way.Fails {
+			return gpu.NewBlasError(call, gpu.BlasNotSupported, "a way that fails")
+		}
+		if way.Wrong {
+			a.Alpha *= 2
+		}
+		st, err := c.stream(call, s)
+		if err != nil {
+			return err
+		}
+		a.Zeroed = a.Zeroed && st.capture != nil
+		return c.issue(Op{Call: call, Stream: s, Dst: a.D}, gpu.Stats{Matmuls: 1}, func() error {
+			return c.run(func(l *Launch) {
+				p.compute(l, a)
+				if p.algos[algo].Workspace > 0 && !p.counts(l, a) {
+					p.spoil(l, a)
+				}
+				l.Took = way.Took
+			}, call, gpu.LaunchConfig{}, nil)
+		})
 	})
 }
 
@@ -133,18 +116,6 @@ func (p *plan) spoil(l *Launch, a gpu.MatmulArgs) {
 	}
 }
 
-// took is how long a run takes.
-func (p *plan) took(algo int, way Way) time.Duration {
-	if p.last != algo {
-		p.last, p.busy = algo, 0
-	}
-	p.busy += way.Took
-	if way.Tired > 0 && p.busy > 40*time.Millisecond {
-		return way.Tired
-	}
-	return way.Took
-}
-
 // compute is the definition of MatmulSpec, sum by sum.
 func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
@@ -161,12 +132,9 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 		}
 		A, B := at(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA), at(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB)
 		D := at(a.D, m.D, m.StrideD, m.LDD, m.M, m.N)
-		var C, bias matrix
+		var C matrix
 		if a.Beta != 0 {
 			C = at(a.C, m.D, m.StrideD, m.LDD, m.M, m.N)
-		}
-		if a.Bias != 0 {
-			bias = view(l, a.Bias, m.D, m.N, 1, m.N)
 		}
 		if gpu.Poison && a.Overwrites() {
 			D.fill(m.M, m.N, math.NaN())
@@ -182,10 +150,7 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 				if a.Beta != 0 {
 					sum += float64(a.Beta) * C.of(false, r, col)
 				}
-				if a.Bias != 0 {
-					sum += bias.of(false, 0, col)
-				}
-				D.set(r, col, activate(m.Epilogue, sum))
+				D.set(r, col, sum)
 			}
 		}
 	}
@@ -198,16 +163,6 @@ func factors(l *Launch, s gpu.Scaling, at gpu.Ptr, n int) func(int) float64 {
 	}
 	each := Slice[float32](l, at, n)
 	return func(i int) float64 { return float64(each[i]) }
-}
-
-func activate(e gpu.Epilogue, x float64) float64 {
-	switch e &^ gpu.Bias {
-	case gpu.ReLU:
-		return max(x, 0)
-	case gpu.GELU:
-		return 0.5 * x * (1 + math.Tanh(math.Sqrt(2/math.Pi)*(x+0.044715*x*x*x)))
-	}
-	return x
 }
 
 // matrix is a stored matrix of any element type.
@@ -238,11 +193,11 @@ func (m matrix) of(transposed bool, r, c int) float64 {
 	case gpu.Float32:
 		return float64(m.f32[i])
 	case gpu.BFloat16:
-		return float64(math.Float32frombits(uint32(m.u16[i]) << 16))
+		return float64(half.BFloat16(m.u16[i]).Float32())
 	case gpu.Float8E4M3:
 		return float64(gpu.FromE4M3(m.u8[i]))
 	default:
-		return fromHalf(m.u16[i])
+		return half.Float16(m.u16[i]).Float64()
 	}
 }
 
@@ -251,9 +206,9 @@ func (m matrix) set(r, c int, v float64) {
 	case gpu.Float32:
 		m.f32[i] = float32(v)
 	case gpu.BFloat16:
-		m.u16[i] = toBrain(float32(v))
+		m.u16[i] = uint16(half.NewBFloat16(float32(v)))
 	default:
-		m.u16[i] = toHalf(v)
+		m.u16[i] = uint16(half.NewFloat16(v))
 	}
 }
 
@@ -263,52 +218,4 @@ func (m matrix) fill(rows, cols int, v float64) {
 			m.set(r, c, v)
 		}
 	}
-}
-
-// toBrain rounds to bfloat16, to even.
-func toBrain(v float32) uint16 {
-	b := math.Float32bits(v)
-	if v != v {
-		return uint16(b>>16) | 0x40
-	}
-	return uint16((b + 0x7fff + b>>16&1) >> 16)
-}
-
-// fromHalf is the value of a float16: 1 bit of sign, 5 of exponent, 10 of mantissa.
-func fromHalf(h uint16) float64 {
-	exponent, mantissa := int(h>>10&31), float64(h&1023)/1024
-	var v float64
-	switch exponent {
-	case 0:
-		v = math.Ldexp(mantissa, -14)
-	case 31:
-		v = math.Inf(1)
-		if mantissa != 0 {
-			v = math.NaN()
-		}
-	default:
-		v = math.Ldexp(1+mantissa, exponent-15)
-	}
-	if h>>15 != 0 {
-		return -v
-	}
-	return v
-}
-
-// toHalf rounds to float16, to even.
-func toHalf(v float64) uint16 {
-	sign := uint16(math.Float64bits(v)>>48) & 0x8000
-	v = math.Abs(v)
-	switch {
-	case v != v:
-		return 0x7e00
-	case v >= 65520:
-		return sign | 0x7c00
-	case v == 0:
-		return sign
-	}
-	_, e := math.Frexp(v) // v = f·2^e with f in [0.5, 1)
-	e = max(e-1, -14)
-	steps := uint16(math.RoundToEven(math.Ldexp(v, 10-e))) // in units of the last place; 1024 and more are normal
-	return sign | (steps + uint16(e+14)<<10)
 }

@@ -58,87 +58,77 @@ func (c *Context) live() (sum uint64) {
 
 // Alloc returns memory filled with 0xFF.
 func (c *Context) Alloc(n int) (gpu.Ptr, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuMemAlloc"); err != nil {
-		return 0, err
-	}
-	if n <= 0 {
-		return 0, gpu.NewError("cuMemAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
-	}
-	if free := c.info.Memory - c.live(); uint64(n) > free {
-		return 0, gpu.NewOutOfMemory(n, free, c.info.Memory)
-	}
-	base := firstAddress
-	if len(c.blocks) > 0 {
-		last := c.blocks[len(c.blocks)-1]
-		base = (last.base + gpu.Ptr(last.size) + gap + alignment - 1) &^ (alignment - 1)
-	}
-	c.blocks = append(c.blocks, &block{base: base, size: n})
-	c.ledger.Allocated(base, n)
-	return base, nil
+	const call = "cuMemAlloc"
+	return asked(c, call, func() (gpu.Ptr, error) {
+		if n <= 0 {
+			return 0, gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
+		}
+		if free := c.info.Memory - c.live(); uint64(n) > free {
+			return 0, gpu.NewOutOfMemory(n, free, c.info.Memory)
+		}
+		base := firstAddress
+		if len(c.blocks) > 0 {
+			last := c.blocks[len(c.blocks)-1]
+			base = (last.base + gpu.Ptr(last.size) + gap + alignment - 1) &^ (alignment - 1)
+		}
+		c.blocks = append(c.blocks, &block{base: base, size: n})
+		c.ledger.Allocated(base, n)
+		return base, nil
+	})
 }
 
 // Free waits for all work, as cuMemFree does, and frees.
 func (c *Context) Free(p gpu.Ptr) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	const call = "cuMemFree"
 	if p == 0 {
 		return nil
 	}
-	if err := c.begin("cuMemFree"); err != nil {
-		return err
-	}
-	if err := c.drainAll("cuMemFree"); err != nil {
-		return err
-	}
-	for _, b := range c.blocks {
-		if b.base == p && !b.freed {
-			b.freed, b.data = true, nil
-			c.ledger.Freed(p)
-			return nil
+	return c.locked(call, func() error {
+		if err := c.drainAll(call); err != nil {
+			return err
 		}
-	}
-	return gpu.NewError("cuMemFree", gpu.InvalidValue, "", fmt.Sprintf("%#x is not an allocation", uint64(p)))
+		for _, b := range c.blocks {
+			if b.base == p && !b.freed {
+				b.freed, b.data = true, nil
+				c.ledger.Freed(p)
+				return nil
+			}
+		}
+		return gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf("%#x is not an allocation", uint64(p)))
+	})
 }
 
 // AllocHost returns Go memory that counts as pinned.
 func (c *Context) AllocHost(n int) ([]byte, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuMemHostAlloc"); err != nil {
-		return nil, err
-	}
-	if n <= 0 {
-		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
-	}
-	b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
-	c.ledger.Pin(b)
-	return b, nil
+	const call = "cuMemHostAlloc"
+	return asked(c, call, func() ([]byte, error) {
+		if n <= 0 {
+			return nil, gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
+		}
+		b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
+		c.ledger.Pin(b)
+		return b, nil
+	})
 }
 
 // FreeHost overwrites the memory, so that work still on its way is noticed.
 func (c *Context) FreeHost(b []byte) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuMemFreeHost"); err != nil {
-		return err
-	}
-	if !c.ledger.Unpin(b) {
-		return gpu.NewError("cuMemFreeHost", gpu.InvalidValue, "", "not a slice that AllocHost returned")
-	}
-	for i := range b {
-		b[i] = 0xDD
-	}
-	return nil
+	const call = "cuMemFreeHost"
+	return c.locked(call, func() error {
+		if !c.ledger.Unpin(b) {
+			return gpu.NewError(call, gpu.InvalidValue, "", "not a slice that AllocHost returned")
+		}
+		for i := range b {
+			b[i] = 0xDD
+		}
+		return nil
+	})
 }
 
 // MemInfo counts the context's own allocations.
 func (c *Context) MemInfo() (free, total uint64, err error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	err = c.begin("cuMemGetInfo")
-	return c.info.Memory - c.live(), c.info.Memory, err
+	free, err = asked(c, "cuMemGetInfo", func() (uint64, error) { return c.info.Memory - c.live(), nil })
+	return free, c.info.Memory, err
 }
 
 // CopyToDevice copies when the stream gets there; with memory that is not pinned it waits for that.
@@ -156,22 +146,19 @@ func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
 }
 
 func (c *Context) copyHost(o Op, host []byte, p gpu.Ptr, work gpu.Stats, do func(device []byte)) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	if o.Bytes == 0 {
 		return nil
 	}
-	if err := c.begin(o.Call); err != nil {
-		return err
-	}
-	async, err := c.ledger.CheckHost(o.Call, host, o.Stream)
-	if err != nil {
-		return err
-	}
-	if err := c.enqueue(o, work, []gpu.Ptr{p}, func(m [][]byte) { do(m[0]) }); err != nil || async {
-		return err
-	}
-	return c.drain(o.Call, c.streams[o.Stream])
+	return c.locked(o.Call, func() error {
+		async, err := c.ledger.CheckHost(o.Call, host, o.Stream)
+		if err != nil {
+			return err
+		}
+		if err := c.enqueue(o, work, []gpu.Ptr{p}, func(m [][]byte) { do(m[0]) }); err != nil || async {
+			return err
+		}
+		return c.drain(o.Call, c.streams[o.Stream])
+	})
 }
 
 // CopyOnDevice copies when the stream gets there.
@@ -206,18 +193,13 @@ func (c *Context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
 }
 
 func (c *Context) fill(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	if o.Bytes < 0 {
 		return gpu.NewError(o.Call, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", o.Bytes))
 	}
 	if o.Bytes == 0 {
 		return nil
 	}
-	if err := c.begin(o.Call); err != nil {
-		return err
-	}
-	return c.enqueue(o, work, at, do)
+	return c.locked(o.Call, func() error { return c.enqueue(o, work, at, do) })
 }
 
 // enqueue puts work on o.Bytes of memory at each address on a stream. The memory is checked now, as the driver does for

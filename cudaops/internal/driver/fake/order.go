@@ -2,7 +2,6 @@ package fake
 
 import (
 	"errors"
-	"maps"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -18,11 +17,9 @@ type stream struct {
 	capture *capture
 }
 
-// capture records the work of its streams in the order in which it was issued, which is one that events allow.
+// capture records the work of a stream.
 type capture struct {
-	origin  *stream
 	ops     []op
-	before  map[*stream]map[int]bool // of each stream: the ops that come before whatever it does next
 	invalid bool
 }
 
@@ -34,11 +31,10 @@ type event struct {
 
 // mark is a point in a stream's work, or in a capture.
 type mark struct {
-	stream  *stream
-	passed  bool
-	at      time.Duration
-	capture *capture
-	before  map[int]bool
+	stream   *stream
+	passed   bool
+	at       time.Duration
+	captured bool
 }
 
 // issue traces, counts and enqueues work, or records it.
@@ -58,9 +54,8 @@ func (c *Context) issue(o Op, work gpu.Stats, do op) error {
 }
 
 func (s *stream) push(do op) {
-	if k := s.capture; k != nil {
-		k.before[s][len(k.ops)] = true
-		k.ops = append(k.ops, do)
+	if s.capture != nil {
+		s.capture.ops = append(s.capture.ops, do)
 		return
 	}
 	s.queue = append(s.queue, do)
@@ -101,13 +96,6 @@ func (c *Context) drainAll(call string) error {
 	return nil
 }
 
-func (c *Context) fault(call string) error {
-	if c.lost != nil {
-		return c.lostError(call)
-	}
-	return nil
-}
-
 // pass runs a mark's stream up to the mark.
 func (c *Context) pass(m *mark) {
 	for !m.passed && len(m.stream.queue) > 0 {
@@ -124,276 +112,194 @@ func (c *Context) stream(call string, s gpu.Stream) (*stream, error) {
 
 // NewStream makes a stream.
 func (c *Context) NewStream() (gpu.Stream, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuStreamCreate"); err != nil {
-		return 0, err
-	}
-	s := gpu.Stream(c.handleFor())
-	c.streams[s] = &stream{c: c}
-	return s, nil
+	return asked(c, "cuStreamCreate", func() (gpu.Stream, error) {
+		s := gpu.Stream(c.handleFor())
+		c.streams[s] = &stream{c: c}
+		return s, nil
+	})
 }
 
-// asked is the common part of the calls about one stream; those that would wait spoil a capture.
-func (c *Context) asked(call string, s gpu.Stream) (*stream, error) {
-	if err := c.begin(call); err != nil {
-		return nil, err
-	}
-	st, err := c.stream(call, s)
-	if err == nil && st.capture != nil {
-		st.capture.invalid = true
-		return nil, gpu.NewError(call, gpu.CaptureUnsupported, "", "the stream is being captured")
-	}
-	return st, err
+// waits makes a call that waits for a stream, which spoils a capture, and runs the stream's work.
+func (c *Context) waits(call string, s gpu.Stream, before func() error) error {
+	return c.locked(call, func() error {
+		st, err := c.stream(call, s)
+		if err != nil {
+			return err
+		}
+		if st.capture != nil {
+			st.capture.invalid = true
+			return gpu.NewError(call, gpu.CaptureUnsupported, "", "the stream is being captured")
+		}
+		if err := before(); err != nil {
+			return err
+		}
+		return c.drain(call, st)
+	})
 }
 
 // DestroyStream runs what is left and forgets the stream.
 func (c *Context) DestroyStream(s gpu.Stream) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	st, err := c.asked("cuStreamDestroy", s)
-	if err != nil {
-		return err
-	}
-	if s == 0 {
-		return gpu.NewError("cuStreamDestroy", gpu.InvalidHandle, "", "the default stream")
-	}
-	delete(c.streams, s)
-	return c.drain("cuStreamDestroy", st)
+	const call = "cuStreamDestroy"
+	return c.waits(call, s, func() error {
+		if s == 0 {
+			return gpu.NewError(call, gpu.InvalidHandle, "", "the default stream")
+		}
+		delete(c.streams, s)
+		return nil
+	})
 }
 
 // SyncStream runs a stream's work.
 func (c *Context) SyncStream(s gpu.Stream) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	st, err := c.asked("cuStreamSynchronize", s)
-	if err != nil {
-		return err
-	}
-	return c.drain("cuStreamSynchronize", st)
-}
-
-// StreamDone runs one piece of work at each question, so that polling ends and both answers occur.
-func (c *Context) StreamDone(s gpu.Stream) (bool, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	st, err := c.asked("cuStreamQuery", s)
-	if err != nil {
-		return false, err
-	}
-	done := len(st.queue) == 0
-	st.step()
-	return done, c.fault("cuStreamQuery")
+	return c.waits("cuStreamSynchronize", s, func() error { return nil })
 }
 
 // Synchronize runs everything.
 func (c *Context) Synchronize() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuCtxSynchronize"); err != nil {
-		return err
-	}
-	return c.drainAll("cuCtxSynchronize")
+	const call = "cuCtxSynchronize"
+	return c.locked(call, func() error { return c.drainAll(call) })
 }
 
 // NewEvent makes an event.
 func (c *Context) NewEvent(timing bool) (gpu.Event, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuEventCreate"); err != nil {
-		return 0, err
-	}
-	e := gpu.Event(c.handleFor())
-	c.events[e] = &event{timing: timing}
-	return e, nil
+	return asked(c, "cuEventCreate", func() (gpu.Event, error) {
+		e := gpu.Event(c.handleFor())
+		c.events[e] = &event{timing: timing}
+		return e, nil
+	})
 }
 
-func (c *Context) event(call string, e gpu.Event) (*event, error) {
-	if err := c.begin(call); err != nil {
-		return nil, err
-	}
-	if ev := c.events[e]; ev != nil {
-		return ev, nil
-	}
-	return nil, gpu.NewError(call, gpu.InvalidHandle, "", "no such event")
+// onEvent makes a call about an event.
+func (c *Context) onEvent(call string, e gpu.Event, do func(*event) error) error {
+	return c.locked(call, func() error {
+		if c.events[e] == nil {
+			return gpu.NewError(call, gpu.InvalidHandle, "", "no such event")
+		}
+		return do(c.events[e])
+	})
 }
 
 // DestroyEvent forgets an event.
 func (c *Context) DestroyEvent(e gpu.Event) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	_, err := c.event("cuEventDestroy", e)
-	delete(c.events, e)
-	return err
+	return c.onEvent("cuEventDestroy", e, func(*event) error {
+		delete(c.events, e)
+		return nil
+	})
 }
 
 // Record marks a stream's present end.
 func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	ev, err := c.event("cuEventRecord", e)
-	if err != nil {
-		return err
-	}
-	st, err := c.stream("cuEventRecord", s)
-	if err != nil {
-		return err
-	}
-	m := &mark{stream: st}
-	ev.mark = m
-	c.ledger.Recorded(e, s)
-	if k := st.capture; k != nil {
-		m.capture, m.before = k, maps.Clone(k.before[st])
-		return nil
-	}
-	st.push(func() error {
-		m.passed, m.at = true, c.clock
+	const call = "cuEventRecord"
+	return c.onEvent(call, e, func(ev *event) error {
+		st, err := c.stream(call, s)
+		if err != nil {
+			return err
+		}
+		m := &mark{stream: st, captured: st.capture != nil}
+		ev.mark = m
+		if !m.captured {
+			st.push(func() error {
+				m.passed, m.at = true, c.clock
+				return nil
+			})
+		}
 		return nil
 	})
-	return nil
-}
-
-// captured is an event, and a stream that is being captured.
-func (c *Context) captured(call string, e gpu.Event, s gpu.Stream) (*event, *stream, error) {
-	ev, err := c.event(call, e)
-	if err != nil {
-		return nil, nil, err
-	}
-	st, err := c.stream(call, s)
-	if err == nil && st.capture == nil {
-		err = gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
-	}
-	return ev, st, err
 }
 
 // Mark records the event anew whenever the graph that is being captured is launched.
 func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	ev, st, err := c.captured("cuEventRecordWithFlags", e, s)
-	if err != nil {
-		return err
-	}
-	st.push(func() error {
-		ev.mark = &mark{stream: st, passed: true, at: c.clock}
+	const call = "cuEventRecordWithFlags"
+	return c.onEvent(call, e, func(ev *event) error {
+		st, err := c.stream(call, s)
+		if err != nil {
+			return err
+		}
+		if st.capture == nil {
+			return gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
+		}
+		st.push(func() error {
+			ev.mark = &mark{stream: st, passed: true, at: c.clock}
+			return nil
+		})
 		return nil
 	})
-	return nil
 }
 
-// Wait holds a stream back until a mark has passed, and takes it into the mark's capture.
-func (c *Context) Wait(s gpu.Stream, e gpu.Event) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	const call = "cuStreamWaitEvent"
-	ev, err := c.event(call, e)
-	if err != nil {
-		return err
-	}
-	st, err := c.stream(call, s)
-	if err != nil || ev.mark == nil {
-		return err
-	}
-	m := ev.mark
-	if m.capture == nil {
-		if st.capture != nil {
-			st.capture.invalid = true
-			return gpu.NewError(call, gpu.CaptureIsolation, "", "the event was recorded outside the capture")
+// onMark makes a call about the mark of an event that may be waited for; nil if it was never recorded.
+func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
+	return c.onEvent(call, e, func(ev *event) error {
+		if ev.mark != nil && ev.mark.captured {
+			return gpu.NewError(call, gpu.CapturedEvent, "", "the event was last recorded inside a capture")
 		}
-		st.push(func() error { c.pass(m); return nil })
-		return nil
-	}
-	if st.capture == nil {
-		st.capture = m.capture
-		st.capture.before[st] = map[int]bool{}
-	}
-	maps.Copy(st.capture.before[st], m.before)
-	c.ledger.Waited(s, e)
-	return nil
-}
-
-// marked is the mark of an event that may be waited for; nil if it was never recorded.
-func (c *Context) marked(call string, e gpu.Event) (*mark, error) {
-	ev, err := c.event(call, e)
-	if err != nil {
-		return nil, err
-	}
-	if ev.mark != nil && ev.mark.capture != nil {
-		return nil, gpu.NewError(call, gpu.CapturedEvent, "", "the event was last recorded inside a capture")
-	}
-	return ev.mark, nil
+		return do(ev.mark)
+	})
 }
 
 // SyncEvent runs work up to the event's mark.
 func (c *Context) SyncEvent(e gpu.Event) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	m, err := c.marked("cuEventSynchronize", e)
-	if err != nil || m == nil {
-		return err
-	}
-	c.pass(m)
-	return c.fault("cuEventSynchronize")
+	const call = "cuEventSynchronize"
+	return c.onMark(call, e, func(m *mark) error {
+		if m == nil {
+			return nil
+		}
+		c.pass(m)
+		return c.fault(call)
+	})
 }
 
-// EventDone runs one piece of work at each question.
-func (c *Context) EventDone(e gpu.Event) (bool, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	m, err := c.marked("cuEventQuery", e)
-	if err != nil || m == nil {
-		return err == nil, err
-	}
-	done := m.passed
-	if !done {
-		m.stream.step()
-	}
-	return done, c.fault("cuEventQuery")
+// EventDone runs one piece of work at each question, so that polling ends and both answers occur.
+func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
+	const call = "cuEventQuery"
+	err = c.onMark(call, e, func(m *mark) error {
+		if done = m == nil || m.passed; !done {
+			m.stream.step()
+		}
+		return c.fault(call)
+	})
+	return done, err
 }
 
 // Elapsed is the number of operations that ran between two marks, in microseconds.
 func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	const call = "cuEventElapsedTime"
 	var at [2]time.Duration
 	for i, e := range []gpu.Event{start, end} {
-		m, err := c.marked(call, e)
+		err := c.onMark(call, e, func(m *mark) error {
+			if m == nil || !c.events[e].timing {
+				return gpu.NewError(call, gpu.InvalidHandle, "", "an event not recorded, or made without timing")
+			}
+			if !m.passed {
+				return gpu.NewError(call, gpu.NotReady, "", "")
+			}
+			at[i] = m.at
+			return nil
+		})
 		if err != nil {
 			return 0, err
 		}
-		if m == nil || !c.events[e].timing {
-			return 0, gpu.NewError(call, gpu.InvalidHandle, "", "an event not recorded, or made without timing")
-		}
-		if !m.passed {
-			return 0, gpu.NewError(call, gpu.NotReady, "", "")
-		}
-		at[i] = m.at
 	}
 	return at[1] - at[0], nil
 }
 
 // BeginCapture starts recording.
 func (c *Context) BeginCapture(s gpu.Stream) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	const call = "cuStreamBeginCapture"
-	if err := c.begin(call); err != nil {
-		return err
-	}
-	st, err := c.stream(call, s)
-	if err != nil {
-		return err
-	}
-	if s == 0 || st.capture != nil {
-		return gpu.NewError(call, gpu.CaptureUnsupported, "", "the default stream, or one being captured already")
-	}
-	st.capture = &capture{origin: st, before: map[*stream]map[int]bool{st: {}}}
-	c.ledger.BeginCapture(s)
-	return nil
+	return c.locked(call, func() error {
+		st, err := c.stream(call, s)
+		if err != nil {
+			return err
+		}
+		if s == 0 || st.capture != nil {
+			return gpu.NewError(call, gpu.CaptureUnsupported, "", "the default stream, or one being captured already")
+		}
+		st.capture = &capture{}
+		c.ledger.BeginCapture(s)
+		return nil
+	})
 }
 
-// EndCapture ends recording; work of other streams that does not come before the end is an error.
+// EndCapture ends recording, also where it fails.
 func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -403,21 +309,16 @@ func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 		return nil, err
 	}
 	k := st.capture
-	if k == nil || k.origin != st {
+	if k == nil {
 		return nil, gpu.NewError(call, gpu.CaptureUnmatched, "", "no capture was begun on the stream")
 	}
 	work, _ := c.ledger.EndCapture(s)
-	for member := range k.before {
-		member.capture = nil
-	}
+	st.capture = nil
 	if err := c.begin(call); err != nil {
 		return nil, err
 	}
-	switch {
-	case k.invalid:
+	if k.invalid {
 		return nil, gpu.NewError(call, gpu.CaptureInvalidated, "", "a call during the capture was not allowed in it")
-	case len(k.before[st]) != len(k.ops):
-		return nil, gpu.NewError(call, gpu.CaptureUnjoined, "", "a stream was not joined back by an event")
 	}
 	if err := c.begin("cuGraphInstantiateWithFlags"); err != nil {
 		return nil, err
@@ -428,38 +329,35 @@ func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 	return g, nil
 }
 
+// onGraph makes a call about a graph.
+func (c *Context) onGraph(call string, g *gpu.Graph, do func(*capture) error) error {
+	return c.locked(call, func() error {
+		if c.graphs[g.Handle] == nil {
+			return gpu.NewError(call, gpu.InvalidHandle, "", "no such graph")
+		}
+		return do(c.graphs[g.Handle])
+	})
+}
+
 // LaunchGraph enqueues all that was recorded.
 func (c *Context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	const call = "cuGraphLaunch"
-	if err := c.begin(call); err != nil {
-		return err
-	}
-	k, ok := c.graphs[g.Handle]
-	if !ok {
-		return gpu.NewError(call, gpu.InvalidHandle, "", "no such graph")
-	}
-	return c.issue(Op{Call: call, Stream: s}, g.Work, func() error {
-		for _, do := range k.ops {
-			if err := do(); err != nil {
-				return err
+	return c.onGraph(call, g, func(k *capture) error {
+		return c.issue(Op{Call: call, Stream: s}, g.Work, func() error {
+			for _, do := range k.ops {
+				if err := do(); err != nil {
+					return err
+				}
 			}
-		}
-		return nil
+			return nil
+		})
 	})
 }
 
 // DestroyGraph forgets a graph. Launches already enqueued still run.
 func (c *Context) DestroyGraph(g *gpu.Graph) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if err := c.begin("cuGraphExecDestroy"); err != nil {
-		return err
-	}
-	if _, ok := c.graphs[g.Handle]; !ok {
-		return gpu.NewError("cuGraphExecDestroy", gpu.InvalidHandle, "", "no such graph")
-	}
-	delete(c.graphs, g.Handle)
-	return nil
+	return c.onGraph("cuGraphExecDestroy", g, func(*capture) error {
+		delete(c.graphs, g.Handle)
+		return nil
+	})
 }
