@@ -91,7 +91,7 @@ func (m *Machine) Choices() []Choice { return m.chooser.Made() }
 func newChooser(m *Machine) (*choose.Chooser, error) {
 	c := &m.config
 	o := choose.Config{Mode: c.tuning, Path: c.tunePath, Least: c.tuneLeast, Device: m.device.info,
-		Version: m.device.version, Logger: c.logger, Warn: m.warn, Alloc: m.memory.Alloc, Free: m.memory.Free}
+		Version: m.device.version, Logger: c.logger, Warn: m.warn}
 	var err error
 	if o.Rules, err = slices.Clone(c.rules).WithEnvironment(); err != nil {
 		return nil, err

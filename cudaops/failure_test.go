@@ -189,7 +189,7 @@ func TestRetry(t *testing.T) {
 					if !errors.Is(err, gpu.OutOfMemory) {
 						t.Fatalf("%s, call %d: %v", call, nth, err)
 					}
-					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues && run == 0 && l.machine.runner.Loaded() {
+					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues && run == 0 && l.machine.runner.Now().Loaded {
 						t.Fatalf("%s, call %d: what a capture needs counts as loaded", call, nth)
 					}
 					err = l.machine.RunAll()

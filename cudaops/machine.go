@@ -125,7 +125,7 @@ func (m *Machine) open() (err error) {
 			return err
 		}
 	}
-	if m.sent, err = ctx.NewEvent(false); err != nil {
+	if m.sent, err = m.memory.NewEvent(false); err != nil {
 		return err
 	}
 	x.Products = &run.Products{Kernels: x.Kernels, Ctx: ctx, Alloc: m.memory.Alloc}
@@ -227,7 +227,7 @@ func (m *Machine) load() error {
 	if m.inputs, err = run.NewInputs(x, p); err != nil {
 		return err
 	}
-	if m.runner.Returned, err = ctx.AllocHost(returnedBytes); err != nil {
+	if m.runner.Returned, err = m.memory.AllocHost(returnedBytes); err != nil {
 		return err
 	}
 	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Strict: m.config.strict, Warn: m.warn,
@@ -321,7 +321,7 @@ func (m *Machine) RunAll() (err error) {
 // observe enqueues a run, with the marks of a profiler or of the monitor.
 func (m *Machine) observe(capture bool, run func() error) error {
 	plain := run
-	if m.monitor != nil && m.runner.Loaded() && !m.profiler.Busy() {
+	if m.monitor != nil && m.runner.Now().Loaded && !m.profiler.Busy() {
 		run = func() error { return m.monitor.Run(plain) }
 	}
 	return m.profiler.Around(capture, m.optimizer, run, func() error { return m.profiler.Marked() })
@@ -366,12 +366,6 @@ func (m *Machine) Close() (err error) {
 		closing(m.inputs.Close())
 	}
 	closing(m.memory.Close())
-	if m.runner.Returned != nil {
-		closing(ctx.FreeHost(m.runner.Returned))
-	}
-	if m.sent != 0 {
-		closing(ctx.DestroyEvent(m.sent))
-	}
 	if x.Stream != 0 && m.config.stream == 0 {
 		closing(ctx.DestroyStream(x.Stream))
 	}

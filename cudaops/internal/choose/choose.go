@@ -29,8 +29,6 @@ type Config struct {
 	Version int // of the driver
 	Logger  *slog.Logger
 	Warn    func(message string)
-	Alloc   func(bytes int, what string) (gpu.Ptr, error)
-	Free    func(gpu.Ptr) error
 }
 
 // Chooser chooses the ways of a machine.
@@ -270,10 +268,10 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	x, err := newTimer(t, j)
 	if err != nil {
 		t.cannot(j, err)
-		return left[0], x.close()
+		return left[0], x.memory.Close()
 	}
 	way, err := x.fastest(left)
-	if err = run.Joined(err, x.close()); err != nil {
+	if err = run.Joined(err, x.memory.Close()); err != nil {
 		return 0, err
 	}
 	if way < 0 {

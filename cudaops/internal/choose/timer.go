@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
@@ -39,7 +40,7 @@ func tolerance(t gpu.DType) float64 {
 type timer struct {
 	*Chooser
 	j          job
-	owned      gpu.Ptr
+	memory     run.Memory
 	pieces     map[*program.Buffer]*piece
 	order      []*program.Buffer // of pieces
 	results    []*piece
@@ -65,7 +66,7 @@ func (p *piece) bytes() int { return p.to - p.from }
 // power, and so less time. To be closed also on an error.
 func newTimer(t *Chooser, j job) (*timer, error) {
 	n := len(j.Alternatives)
-	x := &timer{Chooser: t, j: j, flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
+	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx}, flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
 		cold: make([]time.Duration, n), warm: make([]time.Duration, n), pieces: map[*program.Buffer]*piece{}}
 	for _, a := range j.Alternatives {
 		x.gather(a.Calls)
@@ -80,11 +81,10 @@ func newTimer(t *Chooser, j job) (*timer, error) {
 		total += plan.Align(p.bytes(), program.Alignment)
 	}
 	var err error
-	if x.owned, err = t.Alloc(max(1, total), "timing"); err != nil {
+	if x.flush, err = x.memory.Alloc(max(1, total), "timing"); err != nil {
 		return x, err
 	}
-	x.flush = x.owned
-	at := x.owned.Offset(x.flushBytes)
+	at := x.flush.Offset(x.flushBytes)
 	for i, b := range x.order {
 		p := x.pieces[b]
 		p.at = at
@@ -131,17 +131,6 @@ func (x *timer) address(a *program.Array) gpu.Ptr {
 		return 0
 	}
 	return p.at.Offset(a.At - p.from)
-}
-
-func (x *timer) close() error {
-	var errs []error
-	for _, e := range x.events {
-		errs = append(errs, x.x.Ctx.DestroyEvent(e))
-	}
-	if x.owned != 0 {
-		errs = append(errs, x.Free(x.owned))
-	}
-	return errors.Join(errs...)
 }
 
 // fill puts into a piece what is to be read there: what its buffer holds, zeros where integers are, and
@@ -288,7 +277,7 @@ func (x *timer) time(ways []int, rounds int) error {
 	ctx, s := x.x.Ctx, x.x.Stream
 	x.store.Timed(rounds * len(ways))
 	for len(x.events) < 3*rounds*len(ways) {
-		e, err := ctx.NewEvent(true)
+		e, err := x.memory.NewEvent(true)
 		if err != nil {
 			return err
 		}
@@ -302,8 +291,8 @@ func (x *timer) time(ways []int, rounds int) error {
 	}
 	for range rounds {
 		for _, way := range ways {
-			flush, run := func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) }, func() error { return x.run(way) }
-			if err := inTurn(flush, mark, run, mark, run, mark); err != nil {
+			flush, work := func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) }, func() error { return x.run(way) }
+			if err := run.InTurn(flush, mark, work, mark, work, mark); err != nil {
 				return err
 			}
 		}
@@ -399,14 +388,4 @@ func (x *timer) isSmall() bool {
 		bytes += p.bytes()
 	}
 	return !x.j.computes && bytes <= x.Device.L2/2
-}
-
-// inTurn makes calls until one fails.
-func inTurn(calls ...func() error) error {
-	for _, call := range calls {
-		if err := call(); err != nil {
-			return err
-		}
-	}
-	return nil
 }

@@ -33,6 +33,7 @@ type Machine struct {
 // next meets it there: when a value is asked for, at a later run, or at the end. Two runs may be on
 // their way, so no run waits for the figures of the one before, unless its limits are made of them.
 type layer struct {
+	run.Idle
 	*program.KasminaLayer
 	m          *Machine
 	reports    *reports
@@ -74,7 +75,7 @@ func New(m *Machine) (*Layers, error) {
 	if p.Reports == nil {
 		return ls, nil
 	}
-	r := &reports{m: m, memory: p.Reports, seeds: p.Reports.Shape[1]}
+	r := &reports{m: m, owned: run.Memory{Ctx: m.Ctx}, memory: p.Reports, seeds: p.Reports.Shape[1]}
 	m.Attendants = append(m.Attendants, r)
 	for _, k := range p.Kasmina {
 		l := &layer{KasminaLayer: k, m: m, reports: r, next: gpu.Bytes(make([]uint32, k.State.Len())),
@@ -154,7 +155,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 // open takes what the layer needs beside the arrays that the machine has allocated. After an error it goes on with what is lacking.
 func (l *layer) open() (err error) {
 	if l.staging == nil {
-		l.staging, err = l.m.Ctx.AllocHost(len(l.next))
+		l.staging, err = l.reports.owned.AllocHost(len(l.next))
 	}
 	for i := range l.flights {
 		f := &l.flights[i]
@@ -331,14 +332,6 @@ func unlessScaled(err error, scale float32) error {
 		return nil
 	}
 	return err
-}
-
-// Close gives back memory.
-func (l *layer) Close() error {
-	if l.staging == nil {
-		return nil
-	}
-	return l.m.Ctx.FreeHost(l.staging)
 }
 
 // OnHost reports whether the run under way computes the layer on the host.

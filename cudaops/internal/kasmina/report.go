@@ -1,8 +1,6 @@
 package kasmina
 
 import (
-	"errors"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
@@ -11,7 +9,9 @@ import (
 // reports is what a run measures in all Kasmina layers. It lies together, so that one copy brings it back: it takes 8 µs of a
 // step, as one for each layer does.
 type reports struct {
+	run.Idle
 	m       *Machine
+	owned   run.Memory // pinned memory and events, also of the layers
 	layers  []*layer
 	seeds   int            // of all layers
 	memory  *program.Array // for each array of a report in turn what the layers have of it
@@ -31,10 +31,10 @@ func (r *reports) Before() (err error) {
 	ctx := r.m.Ctx
 	for i := range r.host {
 		if err == nil && r.host[i] == nil {
-			r.host[i], err = ctx.AllocHost(r.memory.Extent())
+			r.host[i], err = r.owned.AllocHost(r.memory.Extent())
 		}
 		if err == nil && r.arrived[i] == 0 {
-			r.arrived[i], err = ctx.NewEvent(false)
+			r.arrived[i], err = r.owned.NewEvent(false)
 		}
 	}
 	if err == nil {
@@ -59,26 +59,5 @@ func (r *reports) After() error {
 	return run.Joined(ctx.CopyToHost(r.host[i][:4*words*r.seeds], r.memory.Ptr(), r.m.Stream), ctx.Record(r.arrived[i], r.m.Stream))
 }
 
-// AppendMode adds nothing: what is measured is the layers' business.
-func (r *reports) AppendMode(b []byte) []byte { return b }
-
-// OnHost is false: the reports are the device's.
-func (r *reports) OnHost() bool { return false }
-
-// Settle does nothing.
-func (r *reports) Settle() error { return nil }
-
 // Close gives back memory.
-func (r *reports) Close() error {
-	ctx := r.m.Ctx
-	var errs []error
-	for i := range r.host {
-		if r.host[i] != nil {
-			errs = append(errs, ctx.FreeHost(r.host[i]))
-		}
-		if r.arrived[i] != 0 {
-			errs = append(errs, ctx.DestroyEvent(r.arrived[i]))
-		}
-	}
-	return errors.Join(errs...)
-}
+func (r *reports) Close() error { return r.owned.Close() }

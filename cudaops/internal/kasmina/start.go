@@ -14,6 +14,7 @@ import (
 // start writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks
 // at a slot when a seed begins to compute with it.
 type start struct {
+	run.Idle
 	program.KasminaStart
 	m          *Machine
 	pass       state.Pass
@@ -121,18 +122,3 @@ func hostMemory(in *program.Input) ([]float32, error) {
 	}
 	return x, nil
 }
-
-// AppendMode adds nothing: slots are looked at outside of what is captured.
-func (s *start) AppendMode(b []byte) []byte { return b }
-
-// OnHost is false.
-func (s *start) OnHost() bool { return false }
-
-// After does nothing.
-func (s *start) After() error { return nil }
-
-// Settle does nothing.
-func (s *start) Settle() error { return nil }
-
-// Close does nothing.
-func (s *start) Close() error { return nil }

@@ -117,7 +117,7 @@ func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took 
 }
 
 // best is the shortest of three times of each way of some work, after a first run of it.
-func (m *Machine) best(ways int, run func(way int) error) (best time.Duration, err error) {
+func (m *Machine) best(ways int, work func(way int) error) (best time.Duration, err error) {
 	ctx := m.Ctx
 	var from, to gpu.Event
 	for _, e := range []*gpu.Event{&from, &to} {
@@ -129,8 +129,8 @@ func (m *Machine) best(ways int, run func(way int) error) (best time.Duration, e
 	best = math.MaxInt64
 	for way := range ways {
 		for round := range 4 {
-			if err := inTurn(
-				func() error { return ctx.Record(from, m.Stream) }, func() error { return run(way) },
+			if err := run.InTurn(
+				func() error { return ctx.Record(from, m.Stream) }, func() error { return work(way) },
 				func() error { return ctx.Record(to, m.Stream) }, func() error { return ctx.SyncStream(m.Stream) },
 			); err != nil {
 				return 0, err

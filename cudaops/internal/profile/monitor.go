@@ -29,9 +29,10 @@ const (
 // Monitor times one run in every so many.
 type Monitor struct {
 	*Machine
-	least int // runs from one sample to the next
-	every int
-	runs  int // since the last sample
+	memory run.Memory // events
+	least  int        // runs from one sample to the next
+	every  int
+	runs   int // since the last sample
 
 	marks  []gpu.Event  // before the first task, and after each
 	around [2]gpu.Event // the run without marks; the second one also the end of that with marks
@@ -73,7 +74,7 @@ type updateMarks struct {
 
 // NewMonitor prepares a monitor of one run in so many.
 func NewMonitor(m *Machine, every int) (*Monitor, error) {
-	o := &Monitor{Machine: m, least: every, every: every, runs: every - 2, cost: math.Inf(1)}
+	o := &Monitor{Machine: m, memory: run.Memory{Ctx: m.Ctx}, least: every, every: every, runs: every - 2, cost: math.Inf(1)}
 	events := []*gpu.Event{&o.around[0], &o.around[1], &o.update.events[0], &o.update.events[1]}
 	o.marks = make([]gpu.Event, len(m.Program.Calls)+1)
 	o.tasks = make([]taskTime, len(m.Program.Calls))
@@ -88,7 +89,7 @@ func NewMonitor(m *Machine, every int) (*Monitor, error) {
 	}
 	for _, e := range events {
 		var err error
-		if *e, err = m.Ctx.NewEvent(true); err != nil {
+		if *e, err = o.memory.NewEvent(true); err != nil {
 			return nil, errors.Join(err, o.Close())
 		}
 	}
@@ -96,20 +97,7 @@ func NewMonitor(m *Machine, every int) (*Monitor, error) {
 }
 
 // Close gives back events.
-func (o *Monitor) Close() error {
-	ctx := o.Ctx
-	var errs []error
-	all := append(append(o.marks, o.around[:]...), o.update.events[:]...)
-	for _, t := range o.tasks {
-		all = append(all, t.bare.from, t.bare.to)
-	}
-	for _, e := range all {
-		if e != 0 {
-			errs = append(errs, ctx.DestroyEvent(e))
-		}
-	}
-	return errors.Join(errs...)
-}
+func (o *Monitor) Close() error { return o.memory.Close() }
 
 // Samples is how many runs were timed.
 func (o *Monitor) Samples() int { return o.samples }
@@ -136,7 +124,7 @@ func (o *Monitor) Run(replay func() error) error {
 		o.runs = 0
 		calls, state = []func() error{o.sample, record(o.around[1])}, monitorSample
 	}
-	err := inTurn(calls...)
+	err := run.InTurn(calls...)
 	if err == nil {
 		o.state = state
 	}
@@ -186,7 +174,7 @@ func (o *Monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
 		return nil
 	}
 	bare := func() error { return o.Layers.Bare(c) }
-	if err := inTurn(func() error { return o.Layers.Save(c) }, bare,
+	if err := run.InTurn(func() error { return o.Layers.Save(c) }, bare,
 		func() error { return mark(b.from, o.Stream) }, bare,
 		func() error { return mark(b.to, o.Stream) }); err != nil {
 		return fmt.Errorf("%s: %w", c.Node, err)
@@ -196,14 +184,14 @@ func (o *Monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
 
 // enqueue enqueues the calls with marks between them, and notes how each is computed.
 func (o *Monitor) enqueue(mark func(gpu.Event, gpu.Stream) error) error {
-	if err := errors.Join(o.Zero(), mark(o.marks[0], o.Stream)); err != nil {
+	if err := errors.Join(o.Zero(o.Program), mark(o.marks[0], o.Stream)); err != nil {
 		return err
 	}
 	for i, c := range o.Program.Calls {
 		if err := o.runBare(i, mark); err != nil {
 			return err
 		}
-		if err := inTurn(func() error { return o.Whole(c) }, func() error { return mark(o.marks[i+1], o.Stream) }); err != nil {
+		if err := run.InTurn(func() error { return o.Whole(c) }, func() error { return mark(o.marks[i+1], o.Stream) }); err != nil {
 			return err
 		}
 		known := &o.tasks[i]
@@ -310,7 +298,7 @@ func (o *Monitor) Updating(enqueue func() error) error {
 		return enqueue()
 	}
 	ctx, s := o.Ctx, o.Stream
-	if err := inTurn(func() error { return ctx.Record(o.update.events[0], s) }, enqueue); err != nil {
+	if err := run.InTurn(func() error { return ctx.Record(o.update.events[0], s) }, enqueue); err != nil {
 		return err
 	}
 	o.update.busy = ctx.Record(o.update.events[1], s) == nil // an update that is on its way is no error for want of a mark
@@ -356,16 +344,6 @@ func byOp(calls []*program.Call, add func(i int, t *optime.OpTime)) (times []opt
 		add(i, o)
 	}
 	return times
-}
-
-// inTurn makes calls until one fails.
-func inTurn(calls ...func() error) error {
-	for _, call := range calls {
-		if err := call(); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // Machine is the machine whose runs are measured.

@@ -19,7 +19,7 @@ type Profiler struct {
 	open   bool
 	marked bool // the step that is open has marks
 	done   bool
-	events []gpu.Event
+	memory run.Memory // marks
 	pieces map[pieceKey]*markedPiece
 
 	plain []*plainStep
@@ -42,7 +42,7 @@ const Steps = 1 + plainSteps + markedSteps
 
 // NewProfiler returns a profiler of the steps that follow.
 func NewProfiler(m *Machine) *Profiler {
-	return &Profiler{Machine: m, pieces: map[pieceKey]*markedPiece{}}
+	return &Profiler{Machine: m, memory: run.Memory{Ctx: m.Ctx}, pieces: map[pieceKey]*markedPiece{}}
 }
 
 // Done reports whether all steps were timed.
@@ -102,11 +102,10 @@ type markedTask struct {
 // mark returns an event that the stream records when it gets there.
 func (p *Profiler) mark() (gpu.Event, error) {
 	ctx := p.Ctx
-	e, err := ctx.NewEvent(true)
+	e, err := p.memory.NewEvent(true)
 	if err != nil {
 		return 0, err
 	}
-	p.events = append(p.events, e)
 	if p.State.Capturing() {
 		return e, ctx.Mark(e, p.Stream)
 	}
@@ -249,7 +248,7 @@ func (p *Profiler) doing(t markedTask) {
 func (p *Profiler) Marked() error {
 	if z := p.Program.Zeros; z != nil {
 		p.doing(markedTask{op: "Workspaces", bytes: float64(z.Extent())})
-		if err := p.Zero(); err != nil {
+		if err := p.Zero(p.Program); err != nil {
 			return err
 		}
 	}
@@ -285,11 +284,8 @@ func (p *Profiler) Close() error {
 			errs = append(errs, ctx.DestroyGraph(piece.graph))
 		}
 	}
-	for _, e := range p.events {
-		errs = append(errs, ctx.DestroyEvent(e))
-	}
-	p.pieces, p.events, p.open, p.done = nil, nil, false, true
-	return run.Joined(errs...)
+	p.pieces, p.open, p.done = nil, false, true
+	return run.Joined(append(errs, p.memory.Close())...)
 }
 
 // result is the profile but for the card's ceilings.

@@ -69,6 +69,16 @@ func (x *Executor) Calls(calls []*program.Call) error {
 	return nil
 }
 
+// InTurn makes calls until one fails.
+func InTurn(calls ...func() error) error {
+	for _, call := range calls {
+		if err := call(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // Joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
 func Joined(errs ...error) error {
 	for _, err := range errs {

@@ -21,6 +21,7 @@ type Inputs struct {
 	All     []*program.Input
 	weights []*program.QuantizedWeight
 	host    map[*program.Input]*hostInput
+	memory  Memory
 	laidOut []quantize.Weight // the weights as they lie in the table
 	table   *quantize.Table   // of float8
 }
@@ -34,12 +35,13 @@ type hostInput struct {
 
 // NewInputs takes pinned memory for the inputs of a program.
 func NewInputs(x *Executor, p *program.Program) (*Inputs, error) {
-	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, host: map[*program.Input]*hostInput{}}
+	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, host: map[*program.Input]*hostInput{},
+		memory: Memory{Ctx: x.Ctx}}
 	for _, in := range p.Inputs {
 		h := &hostInput{}
 		s.host[in] = h
 		var err error
-		if h.staging, err = x.Ctx.AllocHost(max(1, in.Array.Extent())); err != nil {
+		if h.staging, err = s.memory.AllocHost(max(1, in.Array.Extent())); err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
 	}
@@ -47,15 +49,7 @@ func NewInputs(x *Executor, p *program.Program) (*Inputs, error) {
 }
 
 // Close gives back pinned memory and the table of weights. The stream is idle.
-func (s *Inputs) Close() error {
-	var errs []error
-	for _, h := range s.host {
-		if h.staging != nil {
-			errs = append(errs, s.Ctx.FreeHost(h.staging))
-		}
-	}
-	return errors.Join(append(errs, s.freeTable())...)
-}
+func (s *Inputs) Close() error { return errors.Join(s.memory.Close(), s.freeTable()) }
 
 // Of returns the input that a node is, nil if it is none.
 func (s *Inputs) Of(n *gorgonia.Node) *program.Input {

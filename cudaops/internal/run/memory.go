@@ -8,10 +8,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Memory is device memory that goes back when a machine is closed.
+// Memory is what goes back when its user is closed: device memory, pinned memory and events.
 type Memory struct {
-	Ctx   gpu.Context
-	owned map[gpu.Ptr]int // bytes of each allocation
+	Ctx    gpu.Context
+	owned  map[gpu.Ptr]int // bytes of each allocation
+	pinned [][]byte
+	events []gpu.Event
 }
 
 // Alloc takes device memory.
@@ -33,6 +35,24 @@ func (m *Memory) Free(p gpu.Ptr) error {
 	return m.Ctx.Free(p)
 }
 
+// AllocHost takes pinned memory.
+func (m *Memory) AllocHost(bytes int) ([]byte, error) {
+	b, err := m.Ctx.AllocHost(bytes)
+	if err == nil {
+		m.pinned = append(m.pinned, b)
+	}
+	return b, err
+}
+
+// NewEvent takes an event.
+func (m *Memory) NewEvent(timing bool) (gpu.Event, error) {
+	e, err := m.Ctx.NewEvent(timing)
+	if err == nil {
+		m.events = append(m.events, e)
+	}
+	return e, err
+}
+
 // Owns reports whether an address is of an allocation.
 func (m *Memory) Owns(p gpu.Ptr) bool { return m.owned[p] > 0 }
 
@@ -50,6 +70,13 @@ func (m *Memory) Close() error {
 	for p := range m.owned {
 		errs = append(errs, m.Free(p))
 	}
+	for _, b := range m.pinned {
+		errs = append(errs, m.Ctx.FreeHost(b))
+	}
+	for _, e := range m.events {
+		errs = append(errs, m.Ctx.DestroyEvent(e))
+	}
+	m.pinned, m.events = nil, nil
 	return errors.Join(errs...)
 }
 

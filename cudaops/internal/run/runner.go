@@ -22,6 +22,16 @@ type Attendant interface {
 	Close() error
 }
 
+// Idle is an attendant that does nothing, for others to embed.
+type Idle struct{}
+
+func (Idle) AppendMode(b []byte) []byte { return b }
+func (Idle) OnHost() bool               { return false }
+func (Idle) Before() error              { return nil }
+func (Idle) After() error               { return nil }
+func (Idle) Settle() error              { return nil }
+func (Idle) Close() error               { return nil }
+
 // Scale is the loss scale of a machine.
 type Scale struct {
 	Now     optimizer.LossScale // as on the device
@@ -43,9 +53,9 @@ type Runner struct {
 	now      *Recording            // that of the run under way, or of the last one
 }
 
-// Recording is what was captured of runs that do the same work.
+// Recording is what was captured of runs, or of updates, that do the same work.
 type Recording struct {
-	loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
+	Loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
 	graph     *gpu.Graph
 	Monitored *gpu.Graph // with a monitor's marks
 }
@@ -75,12 +85,12 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 		r.now = new(Recording)
 		r.recorded[string(mode)] = r.now
 	}
-	// The first run loads modules, which a capture does not allow; the second is recorded, and later
-	// ones replay it.
-	if !r.now.loaded {
-		return observe(false, r.load)
-	}
-	return observe(!r.OnHost(), r.replay)
+	return observe(r.now.Loaded && !r.OnHost(), func() error {
+		if r.now.Loaded && r.OnHost() {
+			return r.Enqueue()
+		}
+		return r.Replay(r.now, r.Enqueue)
+	})
 }
 
 // Now is the recording of the run under way.
@@ -88,16 +98,6 @@ func (r *Runner) Now() *Recording { return r.now }
 
 // Recordings is how many kinds of runs were captured.
 func (r *Runner) Recordings() int { return len(r.recorded) }
-
-// Loaded reports whether the run under way was enqueued as it is before.
-func (r *Runner) Loaded() bool { return r.now.loaded }
-
-// load enqueues the program as it is.
-func (r *Runner) load() error {
-	err := r.Enqueue()
-	r.now.loaded = err == nil
-	return err
-}
 
 // OnHost reports whether the run under way computes something on the host, so that it cannot be captured.
 func (r *Runner) OnHost() bool {
@@ -107,32 +107,35 @@ func (r *Runner) OnHost() bool {
 	}) || slices.ContainsFunc(r.Attendants, Attendant.OnHost)
 }
 
-// replay enqueues the program, which has been loaded.
-func (r *Runner) replay() error {
-	if r.OnHost() {
-		return r.Enqueue()
+// Replay enqueues work as it is the first time, which loads modules: a capture does not allow that. The second
+// time records it, and later ones replay that.
+func (r *Runner) Replay(rec *Recording, enqueue func() error) error {
+	if !rec.Loaded {
+		err := enqueue()
+		rec.Loaded = err == nil
+		return err
 	}
-	if r.now.graph == nil {
+	if rec.graph == nil {
 		var err error
-		if r.now.graph, err = r.Capture(r.Enqueue); err != nil {
+		if rec.graph, err = r.Capture(enqueue); err != nil {
 			return err
 		}
 	}
-	return r.Ctx.LaunchGraph(r.now.graph, r.Stream)
+	return r.Ctx.LaunchGraph(rec.graph, r.Stream)
 }
 
 // Enqueue enqueues all calls.
 func (r *Runner) Enqueue() error {
-	if err := r.Zero(); err != nil {
+	if err := r.Zero(r.Program); err != nil {
 		return err
 	}
 	return r.Calls(r.Program.Calls)
 }
 
-// Zero sets to zero what calls expect to be so: in what is captured, since that alone can do without other
-// work for it.
-func (r *Runner) Zero() error {
-	z := r.Program.Zeros
+// Zero sets to zero what a program's calls expect to be so: in what is captured, since that alone can do without
+// other work for it.
+func (r *Runner) Zero(p *program.Program) error {
+	z := p.Zeros
 	if z == nil || !r.State.capturing {
 		return nil
 	}
@@ -169,14 +172,21 @@ func (r *Runner) Forget() error {
 func (r *Runner) Drop() error {
 	var errs []error
 	for _, rec := range r.recorded {
-		for _, g := range []*gpu.Graph{rec.graph, rec.Monitored} {
-			if g != nil {
-				errs = append(errs, r.Ctx.DestroyGraph(g))
-			}
-		}
+		errs = append(errs, rec.Drop(r.Ctx))
 	}
 	clear(r.recorded)
 	r.now = nil
+	return errors.Join(errs...)
+}
+
+// Drop gives back what was captured.
+func (rec *Recording) Drop(ctx gpu.Context) error {
+	var errs []error
+	for _, g := range []*gpu.Graph{rec.graph, rec.Monitored} {
+		if g != nil {
+			errs = append(errs, ctx.DestroyGraph(g))
+		}
+	}
 	return errors.Join(errs...)
 }
 

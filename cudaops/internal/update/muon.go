@@ -84,14 +84,6 @@ func (x *Optimizer) placeIterations(groups []group) error {
 	return nil
 }
 
-// zeroWorkspaces sets to zero what the iterations' products expect to be so, in what is captured.
-func (x *Optimizer) zeroWorkspaces() error {
-	if z := x.iterations.Zeros; z != nil && x.m.State.Capturing() {
-		return x.m.Launch(program.Zero{Ptr: z.Ptr(), Bytes: z.Extent()})
-	}
-	return nil
-}
-
 // NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so large that
 // its square is.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {

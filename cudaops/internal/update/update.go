@@ -62,24 +62,18 @@ type Optimizer struct {
 	staging    []byte           // the same, pinned
 	squares    gpu.Ptr          // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
 	settings   optimizer.Control
-	loss       []byte                 // pinned, of a step
-	ran        gpu.Event              // the run before the update is done
-	done       gpu.Event              // the control block is back
-	recorded   map[gpu.Ptr]*recording // by the loss that the update looks at; 0 for none
-	renew      []*program.Call        // copies of parameters that the update does not write
-}
-
-// recording is what was captured of an update.
-type recording struct {
-	loaded bool
-	graph  *gpu.Graph
+	loss       []byte                     // pinned, of a step
+	ran        gpu.Event                  // the run before the update is done
+	done       gpu.Event                  // the control block is back
+	recorded   map[gpu.Ptr]*run.Recording // by the loss that the update looks at; 0 for none
+	renew      []*program.Call            // copies of parameters that the update does not write
 }
 
 // New puts an optimiser, with what it remembers so far, on the device.
 func New(m Machine, rules Rules, params []*Param, maxNorm float64) (*Optimizer, error) {
 	x := &Optimizer{Rules: rules, Params: params, m: m, memory: run.Memory{Ctx: m.Ctx},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
-		recorded: map[gpu.Ptr]*recording{}}
+		recorded: map[gpu.Ptr]*run.Recording{}}
 	if err := x.prepare(); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
@@ -87,7 +81,6 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64) (*Optimizer, 
 }
 
 func (x *Optimizer) prepare() (err error) {
-	ctx := x.m.Ctx
 	if err := x.loadState(); err != nil {
 		return err
 	}
@@ -104,17 +97,17 @@ func (x *Optimizer) prepare() (err error) {
 	if x.squares, err = x.memory.Alloc(4*chunks, "the optimiser"); err != nil {
 		return err
 	}
-	if x.staging, err = ctx.AllocHost(optimizer.ControlBytes); err != nil {
+	if x.staging, err = x.memory.AllocHost(optimizer.ControlBytes); err != nil {
 		return err
 	}
 	clear(x.staging)
-	if x.loss, err = ctx.AllocHost(4); err != nil {
+	if x.loss, err = x.memory.AllocHost(4); err != nil {
 		return err
 	}
-	if x.ran, err = ctx.NewEvent(false); err != nil {
+	if x.ran, err = x.memory.NewEvent(false); err != nil {
 		return err
 	}
-	x.done, err = ctx.NewEvent(false)
+	x.done, err = x.memory.NewEvent(false)
 	return err
 }
 
@@ -270,11 +263,11 @@ func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, 
 	}
 	r := x.recorded[key]
 	if r == nil {
-		r = new(recording)
+		r = new(run.Recording)
 		x.recorded[key] = r
 	}
 	plain := func() error { return x.launch(loss) }
-	if err := around(r.loaded, func() error { return x.replay(r, plain) }, plain); err != nil {
+	if err := around(r.Loaded, func() error { return x.m.Replay(r, plain) }, plain); err != nil {
 		return err
 	}
 	x.m.State.On(run.Look) // also where launch was captured before
@@ -287,22 +280,6 @@ func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, 
 		}
 	}
 	return ctx.Record(x.done, s)
-}
-
-// replay launches an update: as it is the first time, which loads the kernels, and then as a graph.
-func (x *Optimizer) replay(r *recording, plain func() error) error {
-	if !r.loaded {
-		err := plain()
-		r.loaded = err == nil
-		return err
-	}
-	if r.graph == nil {
-		var err error
-		if r.graph, err = x.m.Capture(plain); err != nil {
-			return err
-		}
-	}
-	return x.m.Ctx.LaunchGraph(r.graph, x.m.Stream)
 }
 
 // WaitForRun waits for the run before the update.
@@ -322,7 +299,7 @@ func (x *Optimizer) Wait() (optimizer.Control, float32, error) {
 
 // launch launches an update's calls.
 func (x *Optimizer) launch(loss *program.Array) error {
-	if err := x.zeroWorkspaces(); err != nil {
+	if err := x.m.Zero(x.iterations); err != nil {
 		return err
 	}
 	if err := x.m.Calls(x.calls(loss)); err != nil {
@@ -334,11 +311,8 @@ func (x *Optimizer) launch(loss *program.Array) error {
 	if err := x.m.Inputs.Quantize(x.Updates); err != nil {
 		return err
 	}
-	return x.ClearSums()
+	return ClearSums(x.m.Runner)
 }
-
-// ClearSums sets gathered gradients to zero.
-func (x *Optimizer) ClearSums() error { return ClearSums(x.m.Runner) }
 
 // ClearSums sets the gathered gradients of a program to zero.
 func ClearSums(r *run.Runner) error {
@@ -398,25 +372,12 @@ func scaleArg(p *program.Program) []program.Arg {
 
 // Close gives back all memory. The stream is idle.
 func (x *Optimizer) Close() error {
-	ctx := x.m.Ctx
 	errs := []error{x.memory.Close()}
 	for _, t := range x.tables() {
 		errs = append(errs, t.Free())
 	}
 	for _, r := range x.recorded {
-		if r.graph != nil {
-			errs = append(errs, ctx.DestroyGraph(r.graph))
-		}
-	}
-	for _, b := range [][]byte{x.staging, x.loss} {
-		if b != nil {
-			errs = append(errs, ctx.FreeHost(b))
-		}
-	}
-	for _, e := range []gpu.Event{x.ran, x.done} {
-		if e != 0 {
-			errs = append(errs, ctx.DestroyEvent(e))
-		}
+		errs = append(errs, r.Drop(x.m.Ctx))
 	}
 	return run.Joined(errs...)
 }
