@@ -30,11 +30,9 @@ func (t Tuning) MarshalText() ([]byte, error) { return []byte(tune.Mode(t).Strin
 
 // UnmarshalText is the inverse of MarshalText.
 func (t *Tuning) UnmarshalText(text []byte) error {
-	for m := TuneDefault; m <= TuneFull; m++ {
-		if tune.Mode(m).String() == string(text) {
-			*t = m
-			return nil
-		}
+	if m, ok := tune.ModeOf(string(text)); ok {
+		*t = Tuning(m)
+		return nil
 	}
 	return fmt.Errorf("the tuning is %q, want off, cached, full or default", text)
 }

@@ -109,9 +109,15 @@ func (m *Machine) Download() (err error) {
 		if err != nil {
 			return err
 		}
-		if err := setValue(i.Node, v); err != nil {
+		to, err := params.Memory(i.Node.Value())
+		if err != nil {
+			return fmt.Errorf("%s: its value %w", lower.Describe(i.Node), err)
+		}
+		from, err := params.Memory(v)
+		if err != nil {
 			return err
 		}
+		copy(to.([]float32), from.([]float32)) // others may share this memory
 	}
 	return downloadState(m)
 }
@@ -142,19 +148,5 @@ func downloadState(m *Machine) error {
 	if err := x.SetState(state); err != nil { // which refuses nothing else of what these kernels leave
 		return fmt.Errorf("%w: %w", ErrNonFinite, err)
 	}
-	return nil
-}
-
-// setValue copies v into the memory of the node's own value, which others may share.
-func setValue(n *gorgonia.Node, v gorgonia.Value) error {
-	to, err := params.Memory(n.Value())
-	if err != nil {
-		return fmt.Errorf("%s: its value %w", lower.Describe(n), err)
-	}
-	from, err := params.Memory(v)
-	if err != nil {
-		return err
-	}
-	copy(to.([]float32), from.([]float32))
 	return nil
 }

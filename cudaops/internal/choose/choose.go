@@ -128,17 +128,8 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 	if len(ways) < 2 {
 		return nil
 	}
-	g := lower.Group{Op: c.Name(), Shape: tuned.Shape(), Units: tuned.Units(), Plain: len(ways) - 1}
-	for _, a := range c.Args {
-		if a.Role == program.Write || a.Role == program.Update {
-			g.Results = append(g.Results, a.Array)
-		}
-	}
-	for _, w := range ways {
-		one := *c
-		one.Params = program.WithWay(whole(c.Params), w)
-		g.Alternatives = append(g.Alternatives, lower.Alternative{Name: w.String(), Calls: []*program.Call{&one}})
-	}
+	g := lower.WaysOf(c, whole(c.Params), tuned, ways)
+	g.Plain = len(ways) - 1
 	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...), computes: tuned.Computes()})
 	if err != nil {
 		return err

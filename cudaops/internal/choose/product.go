@@ -27,7 +27,7 @@ func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
 		own = nil // there are no kernels for them
 	}
 	ways := 1
-	if t.worthTiming(flops(m.Spec)) {
+	if t.worthTiming(m.Spec.FLOPs()) {
 		ways = productWays
 	}
 	p, err := t.x.Products.Make(*m, ways, own, forAll)
@@ -56,15 +56,10 @@ func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
 	}
 	ways := t.Ways(gemm.Product{ProductShape: shape, Type: m.D})
 	asked := func(w kernel.Way) bool { return t.Rules.Ask(productOp, w.String()) }
-	if !t.worthTiming(flops(m)) && !slices.ContainsFunc(ways, asked) {
+	if !t.worthTiming(m.FLOPs()) && !slices.ContainsFunc(ways, asked) {
 		return nil
 	}
 	return ways
-}
-
-// flops is the multiplications and additions of a product.
-func flops(m gpu.MatmulSpec) float64 {
-	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
 }
 
 // productOp is the op of matrix products among the choices.
@@ -96,7 +91,7 @@ func (t *Chooser) productJob(p *run.Plan) (job, error) {
 	if len(p.Own) > 0 {
 		build += ", " + t.x.Kernels.Build(productUnit)
 	}
-	j := job{build: build, computes: true, tiny: !t.worthTiming(flops(m)), product: p,
+	j := job{build: build, computes: true, tiny: !t.worthTiming(m.FLOPs()), product: p,
 		Group: lower.Group{Op: productOp, Shape: shape, Results: []*program.Array{d}}}
 	for _, name := range p.Ways() {
 		j.Alternatives = append(j.Alternatives, lower.Alternative{Name: name,
@@ -114,13 +109,7 @@ func operand(t gpu.DType, shape ...int) *program.Array {
 
 // operands are A, B and D of a product, with the gaps between rows and matrices.
 func operands(m gpu.MatmulSpec) (a, b, d *program.Array) {
-	rowsA, rowsB := m.M, m.K
-	if m.TransA {
-		rowsA = m.K
-	}
-	if m.TransB {
-		rowsB = m.N
-	}
+	rowsA, _, rowsB, _ := m.Stored()
 	return operand(m.A, (m.Batch-1)*m.StrideA+rowsA*m.LDA), operand(m.B, (m.Batch-1)*m.StrideB+rowsB*m.LDB),
 		operand(m.D, (m.Batch-1)*m.StrideD+m.M*m.LDD)
 }

@@ -150,13 +150,7 @@ func (p *blasPlan) describe() error {
 	if err := p.describeFloat8(); err != nil {
 		return err
 	}
-	rowsA, colsA, rowsB, colsB := m.M, m.K, m.K, m.N
-	if m.TransA {
-		rowsA, colsA = m.K, m.M
-	}
-	if m.TransB {
-		rowsB, colsB = m.N, m.K
-	}
+	rowsA, colsA, rowsB, colsB := m.Stored()
 	return errors.Join(
 		p.layout(&p.layoutA, m.A, rowsA, colsA, m.LDA, m.StrideA),
 		p.layout(&p.layoutB, m.B, rowsB, colsB, m.LDB, m.StrideB),
@@ -311,4 +305,29 @@ func (p *blasPlan) Close() error {
 		p.desc = 0
 	}
 	return err
+}
+
+// poison fills the matrices of D, but not what lies between their rows, and the workspace of an algorithm.
+func (p *blasPlan) poison(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
+	m, size := p.spec, p.spec.D.Size()
+	if n := p.algos[algo].Workspace; n > 0 {
+		if err := p.fill(a.Workspace, n, n, 1, s); err != nil {
+			return err
+		}
+	}
+	for i := 0; i < m.Batch && a.Overwrites(); i++ {
+		if err := p.fill(a.D.Offset(i*m.StrideD*size), m.LDD*size, m.N*size, m.M, s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fill fills rows of so many bytes, each at a distance of pitch bytes from the one before it, with NaN of any of the types.
+func (p *blasPlan) fill(at gpu.Ptr, pitch, bytes, rows int, s gpu.Stream) error {
+	c := p.b.ctx
+	if pitch == bytes { // as one row, for each of which initcheck takes long
+		return c.call(&c.MemsetD8Async, uintptr(at), 0xff, uintptr(rows*bytes), uintptr(s))
+	}
+	return c.call(&c.MemsetD2D8Async, uintptr(at), uintptr(pitch), 0xff, uintptr(bytes), uintptr(rows), uintptr(s))
 }

@@ -1,5 +1,9 @@
 package gpu
 
+import (
+	"math"
+)
+
 // DType is the type of what lies in device memory.
 type DType uint8
 
@@ -18,3 +22,54 @@ func (t DType) Size() int { return [...]int{4, 2, 2, 1, 8}[t] }
 func (t DType) String() string {
 	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "int64"}[t]
 }
+
+// Float8Max is the largest number of Float8E4M3.
+const Float8Max = 448
+
+// Scaling says what float32 factors the operands of a product are multiplied by. Float8 has a range so small that numbers are
+// divided by a factor of their own before they are rounded to it.
+type Scaling uint8
+
+const (
+	Unscaled   Scaling = iota
+	ScaledRows         // row i of op(A) by factor i of M, and column j of op(B) by factor j of N: compute capability 9.0, cuBLASLt 12.9
+)
+
+func (s Scaling) String() string { return [...]string{"unscaled", "rows"}[s] }
+
+// E4M3 rounds to the nearest Float8E4M3, ties to even, and what is beyond its largest number to that. It has 1 bit of sign, 4 of
+// exponent with a bias of 7 and 3 of mantissa, no infinity, and NaN where all bits but the sign are set.
+func E4M3(v float32) byte {
+	sign := byte(math.Float32bits(v) >> 24 & 0x80)
+	x := math.Abs(float64(v))
+	switch {
+	case x != x:
+		return sign | 0x7f
+	case x >= Float8Max:
+		return sign | 0x7e
+	case x == 0:
+		return sign
+	}
+	_, e := math.Frexp(x) // x = f·2^e with f in [0.5, 1)
+	e = max(e-1, -6)
+	steps := int(math.RoundToEven(math.Ldexp(x, 3-e))) // in units of the last place; 8 and more are normal
+	return sign | byte(steps+(e+6)<<3)
+}
+
+// FromE4M3 is the value of a Float8E4M3.
+func FromE4M3(b byte) float32 { return e4m3Values[b] }
+
+var e4m3Values = func() (values [256]float32) {
+	for b := range values {
+		exponent, mantissa := b>>3&15, float64(b&7)
+		v := math.Ldexp(mantissa, -9)
+		switch {
+		case b&0x7f == 0x7f:
+			v = math.NaN()
+		case exponent > 0:
+			v = math.Ldexp(8+mantissa, exponent-10)
+		}
+		values[b] = float32(math.Copysign(v, float64(127-b)))
+	}
+	return values
+}()

@@ -1,6 +1,9 @@
 package gpu
 
-import "fmt"
+import (
+	"fmt"
+	"os"
+)
 
 // MatmulSpec describes products of row-major matrices,
 //
@@ -36,13 +39,7 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 			*v = fallback
 		}
 	}
-	colsA, colsB := m.K, m.N
-	if m.TransA {
-		colsA = m.M
-	}
-	if m.TransB {
-		colsB = m.K
-	}
+	_, colsA, _, colsB := m.Stored()
 	orFill(&m.LDA, colsA)
 	orFill(&m.LDB, colsB)
 	orFill(&m.LDD, m.N)
@@ -64,6 +61,23 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 		return bad("batch of %d products with scales", m.Batch)
 	}
 	return m, nil
+}
+
+// Stored is the rows and columns of A and B as they lie in memory.
+func (m MatmulSpec) Stored() (rowsA, colsA, rowsB, colsB int) {
+	rowsA, colsA, rowsB, colsB = m.M, m.K, m.K, m.N
+	if m.TransA {
+		rowsA, colsA = colsA, rowsA
+	}
+	if m.TransB {
+		rowsB, colsB = colsB, rowsB
+	}
+	return rowsA, colsA, rowsB, colsB
+}
+
+// FLOPs is the multiplications and additions of all products of a batch.
+func (m MatmulSpec) FLOPs() float64 {
+	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
 }
 
 // MatmulArgs is the operands of one run. C may be zero, which means D.
@@ -122,3 +136,14 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 	}
 	return NewBlasError("cublasLtMatmul", BlasInvalidValue, detail)
 }
+
+// Poison has what a product or a kernel of the copy engine is about to write filled with NaN, on its stream: D, where nothing
+// of it is read, and what cuBLASLt needs of its workspace, and what this module's kernels for Hopper store with the engine
+// (package kernels). What the writer leaves out then shows in what is computed from it, and so does a product that reads where
+// it writes. It is for tests, which set it or the environment variable KASMINA_POISON. Under compute-sanitizer's initcheck it
+// takes the place of the tool's own bookkeeping, which does not see what the copy engine stores, and reports every later read
+// of it. Products' memsets are not in the statistics.
+var Poison = os.Getenv("KASMINA_POISON") != ""
+
+// Overwrites reports whether all that D holds before is lost.
+func (a MatmulArgs) Overwrites() bool { return a.Beta == 0 || a.C != 0 && a.C != a.D }

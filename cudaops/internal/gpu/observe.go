@@ -116,8 +116,7 @@ func (p *observedPlan) Run(algo int, a MatmulArgs, s Stream) error {
 	if m.Batch > 1 {
 		name += fmt.Sprintf(" x%d", m.Batch)
 	}
-	flops := 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
-	return p.c.watch(name, s, flops, func() error { return p.MatmulPlan.Run(algo, a, s) })
+	return p.c.watch(name, s, m.FLOPs(), func() error { return p.MatmulPlan.Run(algo, a, s) })
 }
 
 // letter is how BLAS writes whether an operand is transposed.

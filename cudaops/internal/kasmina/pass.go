@@ -1,8 +1,18 @@
 package kasmina
 
 import (
+	"errors"
+	"fmt"
+	"time"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/blueprints"
 	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // operands are the arrays of a pass's call by the names of their fields.
@@ -101,4 +111,109 @@ func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*
 		return ls.m.Launch(kasminakernel.WideBackward{Backward: b, Wide: l.mixing(p)})
 	}
 	return ls.m.Launch(b)
+}
+
+// A monitor tells what telemetry costs a pass of a layer: ahead of the pass its arithmetic runs without
+// telemetry. The results are the same bits, and nobody reads what these runs count.
+
+// Measures reports whether a call is a pass that measures in the run under way.
+func (ls *Layers) Measures(c *program.Call) bool {
+	p, ok := c.Params.(program.KasminaPass)
+	return ok && !p.Replay && ls.all[p.Layer].mode.telemetry
+}
+
+// CanMeasure reports whether a call is a pass that can measure.
+func (ls *Layers) CanMeasure(c *program.Call) bool {
+	p, ok := c.Params.(program.KasminaPass)
+	return ok && !p.Replay
+}
+
+// Save copies what a backward pass in place replaces, for Bare.
+func (ls *Layers) Save(c *program.Call) error {
+	p := c.Params.(program.KasminaPass)
+	if p.Spare == nil {
+		return nil
+	}
+	g := operands(c)["G"]
+	return ls.m.Ctx.CopyOnDevice(p.Spare.Ptr(), g.Ptr(), g.Extent(), ls.m.Stream)
+}
+
+// Bare enqueues a pass without telemetry.
+func (ls *Layers) Bare(c *program.Call) error {
+	p := c.Params.(program.KasminaPass)
+	return ls.bare(ls.all[p.Layer], p, operands(c), p.Spare)
+}
+
+// Note tells a layer's lattice what its pass took, without telemetry and with it.
+func (ls *Layers) Note(c *program.Call, bare, whole time.Duration) {
+	p := c.Params.(program.KasminaPass)
+	l := ls.all[p.Layer]
+	seeds := 2 * l.Seeds // read and written, in x and y
+	if operands(c)["G"] != nil {
+		reads, writes := l.moving(p.InPlace)
+		seeds = reads + l.Seeds + writes // in x, the gradient of y, and that of x
+	}
+	l.Op.Lattice.RecordTiming(state.Timing{Kernel: bare, Telemetry: whole - bare,
+		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})
+}
+
+// A Kasmina layer on the host. A kind of blueprint that somebody has registered has no kernel.
+// While a seed of a layer works with such a kind, the op itself computes the layer's passes,
+// between two copies, and tells the lattice what it measures. Ahead of each run the layer's state
+// decides: with the last such seed gone, the layer is back on the device. What was captured of runs
+// there waits for that, since runs that the host takes part in cannot be captured.
+
+// choose decides where the run under way computes the layer, by what became of encoding its state.
+func (l *layer) choose(err error) error {
+	var kind *kasminakernel.KindError
+	switch m := l.m; {
+	case err == nil:
+		l.hosted = false
+		return nil
+	case !errors.As(err, &kind):
+		return err
+	case m.Strict:
+		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
+	}
+	l.hosted = true
+	l.m.Warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed works "+
+		"with it are computed on the host, which waits for the device and copies their values there and back", blueprints.Kind(kind.Kind)))
+	return nil
+}
+
+// passOnHost computes a node of a layer with its op, from what it reads (nil where it only comes behind
+// that) to the parts of its result. As all that is computed on the host it sees gradients without the
+// loss scale.
+func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
+	args := make(opbase.Args, len(in))
+	for i, a := range in {
+		if a == nil {
+			continue
+		}
+		v, err := m.HostOperand(n, i, a)
+		if err != nil {
+			return err
+		}
+		if args[i], err = opbase.Flat(v); err != nil {
+			return err
+		}
+	}
+	result := make([]float32, program.Size(n.Shape()))
+	scale := m.Carried(n)
+	err := n.Op().(interface{ Shared() *opbase.Base }).Shared().Run(result, args)
+	if err := unlessScaled(err, scale); err != nil {
+		return err
+	}
+	for i := range result {
+		result[i] *= scale
+	}
+	for _, a := range out {
+		raw := make([]byte, a.Extent())
+		value.EncodeFloats(raw, a.Type, result[:a.Len()])
+		if err := m.Ctx.CopyToDevice(a.Ptr(), raw, m.Stream); err != nil {
+			return err
+		}
+		result = result[a.Len():]
+	}
+	return nil
 }

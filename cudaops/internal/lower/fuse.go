@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
@@ -218,4 +219,73 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	c.embeddingGrad(n, in[0], c.act(n, in[1]), program.Updates("DT", to))
 	c.Values[n], c.Values[sum], c.Values[head] = folded(n), to, folded(head)
 	return true
+}
+
+// What a kernel does with the result of a product, or one kernel with both: the latter saves a pass over
+// memory, the former has the fastest product. The chooser decides.
+
+// fusion is a product and what is done with its result, in one call or in several.
+type fusion struct {
+	one     *program.Call // whose Params are kernels.Tuned
+	several []*program.Call
+}
+
+// either adds a fusion's one call, or the several, and reports whether it was the one.
+func (c *compiler) either(f fusion) (fused bool, err error) {
+	way, choice, err := c.chooseWay(f)
+	if err != nil {
+		return false, err
+	}
+	if way == nil {
+		c.Calls = append(c.Calls, f.several...)
+		return false, nil
+	}
+	f.one.Params, f.one.Choice = program.WithWay(f.one.Params, *way), choice
+	c.Add(f.one)
+	return true, nil
+}
+
+// chooseWay returns the way of the one call, nil for the several.
+func (c *compiler) chooseWay(f fusion) (*kernel.Way, int, error) {
+	for _, a := range f.one.Args {
+		if a.At%VectorBytes != 0 {
+			return nil, 0, nil
+		}
+	}
+	tuned := f.one.Bind(f.one.Params, (*program.Array).StandIn).(kernel.Tuned)
+	ways := c.o.Ways(tuned)
+	if len(ways) == 0 {
+		return nil, 0, nil
+	}
+	g := WaysOf(f.one, f.one.Params, tuned, ways)
+	g.FLOPs, g.Optional = f.one.FLOPs, true
+	g.Alternatives = append([]Alternative{{"separate", f.several}}, g.Alternatives...)
+	i, choice, err := c.o.Choose(g)
+	if i == 0 || err != nil {
+		return nil, 0, err
+	}
+	return &ways[i-1], choice, nil
+}
+
+// WaysOf is a group of one call, with the given parameters, in some ways.
+func WaysOf(c *program.Call, params any, tuned kernel.Tuned, ways []kernel.Way) Group {
+	g := Group{Op: c.Name(), Shape: tuned.Shape(), Units: tuned.Units()}
+	for _, a := range c.Args {
+		if a.Role == program.Write || a.Role == program.Update {
+			g.Results = append(g.Results, a.Array)
+		}
+	}
+	for _, w := range ways {
+		one := *c
+		one.Params = program.WithWay(params, w)
+		g.Alternatives = append(g.Alternatives, Alternative{w.String(), []*program.Call{&one}})
+	}
+	return g
+}
+
+// fusedCall is a call in place of a product and what is done with its result.
+func (c *compiler) fusedCall(n *gorgonia.Node, p product, params any, args ...program.Arg) *program.Call {
+	one := c.newCall(n, params, args...)
+	one.FLOPs, one.Float8 = p.flops(), p.scaleA != nil
+	return one
 }

@@ -69,16 +69,23 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 		return c.input(n)
 	}
 	f := ownOps[reflect.TypeOf(n.Op())].lower
+	onHost := ""
 	if f == nil {
 		f = stock(n)
 		if f != nil && c.o.OnHost(fmt.Sprint(n.Op())) {
-			f = (*compiler).onHostByRule
+			onHost = "a rule wants it there"
 		}
 	}
 	if f == nil {
-		f = (*compiler).onHost
+		onHost = fmt.Sprintf("there is no kernel for %T", n.Op())
 	}
-	out, err := f(c, n, c.operands(n))
+	var out *program.Array
+	var err error
+	if onHost != "" {
+		out, err = c.onHost(n, c.operands(n), onHost)
+	} else {
+		out, err = f(c, n, c.operands(n))
+	}
 	if err != nil {
 		return err
 	}
@@ -117,4 +124,22 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 		offset -= p.Len()
 	}
 	return nil, fmt.Errorf("no part of the packed result begins at element %d", n.Op().(*opbase.PartOp).Offset)
+}
+
+// onHost computes a node with its op's own Do, between two copies, for some reason. It sees gradients without the
+// loss scale.
+func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) (*program.Array, error) {
+	if c.o.Strict {
+		return nil, fmt.Errorf("%s, and WithStrict forbids computing it on the host", why)
+	}
+	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and copies %d values there and back",
+		n.Op(), why, len(opbase.Children(n))))
+	out := c.NewArray(typeOf(n.Dtype()), n.Shape()...)
+	call := program.HostOp{Node: n, In: in, Out: out}
+	args := []program.Arg{program.Writes("", out)}
+	for _, a := range in {
+		args = append(args, program.Reads("", a))
+	}
+	c.call(n, call, args...)
+	return out, nil
 }

@@ -70,5 +70,3 @@ func Size(shape []int) int {
 	}
 	return n
 }
-
-func clone(shape []int) []int { return slices.Clone(shape) }

@@ -14,6 +14,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 
@@ -46,18 +47,20 @@ const Variable = "KASMINA_TUNE"
 
 // Override returns the mode that the environment asks for, m where it asks for none.
 func Override(m Mode) (Mode, error) {
-	switch v := os.Getenv(Variable); strings.ToLower(v) {
-	case "":
+	v := os.Getenv(Variable)
+	if v == "" {
 		return m, nil
-	case "off":
-		return Off, nil
-	case "cached":
-		return Cached, nil
-	case "full":
-		return Full, nil
-	default:
-		return m, fmt.Errorf("the environment variable %s is %q, want off, cached or full", Variable, v)
 	}
+	if asked, ok := ModeOf(strings.ToLower(v)); ok && asked != Default {
+		return asked, nil
+	}
+	return m, fmt.Errorf("the environment variable %s is %q, want off, cached or full", Variable, v)
+}
+
+// ModeOf is the mode of a name.
+func ModeOf(name string) (Mode, bool) {
+	i := slices.Index(modes[:], name)
+	return Mode(max(0, i)), i >= 0
 }
 
 // version is that of the file's format.

@@ -123,13 +123,7 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 		at := func(base gpu.Ptr, t gpu.DType, stride, ld, rows, cols int) matrix {
 			return view(l, base.Offset(i*stride*t.Size()), t, ld, rows, cols)
 		}
-		rowsA, colsA, rowsB, colsB := m.M, m.K, m.K, m.N
-		if m.TransA {
-			rowsA, colsA = colsA, rowsA
-		}
-		if m.TransB {
-			rowsB, colsB = colsB, rowsB
-		}
+		rowsA, colsA, rowsB, colsB := m.Stored()
 		A, B := at(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA), at(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB)
 		D := at(a.D, m.D, m.StrideD, m.LDD, m.M, m.N)
 		var C matrix
