@@ -1,5 +1,6 @@
 // Package choose decides how each call of a program is computed, where there are several ways: by rules
-// that users give, by what was stored, or by timing all ways on operands made up for that.
+// that users give, by what was stored, or by timing all ways on operands made up for that. Of the passes it alone asks the
+// device, by way of an executor; it changes nothing of a call but its way.
 package choose
 
 import (
@@ -128,7 +129,7 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 	if len(ways) < 2 {
 		return nil
 	}
-	g := lower.WaysOf(c, whole(c.Params), tuned, ways)
+	g := lower.WaysOf(c, program.Whole(c.Params), tuned, ways)
 	g.Plain = len(ways) - 1
 	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...), computes: tuned.Computes()})
 	if err != nil {
@@ -145,14 +146,6 @@ const littleWorkspace = 1 << 10
 // hasNone reports whether a call has an operand without elements.
 func hasNone(c *program.Call) bool {
 	return slices.ContainsFunc(c.Args, func(a program.Arg) bool { return a.Field != "" && a.Len() == 0 })
-}
-
-// whole is a launch that leaves nothing for another one to finish.
-func whole(params any) any {
-	if p, ok := params.(interface{ Whole() any }); ok {
-		return p.Whole()
-	}
-	return params
 }
 
 // Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the first

@@ -1,5 +1,6 @@
 // Package kasmina keeps a machine's Kasmina layers in step with their lattices: it sends the lattices'
-// state to the device, computes the passes, and gives the lattices what was measured.
+// state to the device, computes the passes, and gives the lattices what was measured. A runner knows it as an attendant
+// of its runs.
 package kasmina
 
 import (

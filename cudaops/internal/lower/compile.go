@@ -238,9 +238,6 @@ func (c *compiler) bound(a *program.Array, r program.IDRange) {
 	}
 }
 
-// hasGradient reports whether the graph holds the backward op of n's op.
-func (c *compiler) hasGradient(n *gorgonia.Node) bool { return c.gradients[n.Op()] > 0 }
-
 // shares reports whether an input is of the program whose parameters are used.
 func (o Options) shares(in *program.Input) bool {
 	return o.Shared != nil && slices.Contains(o.Shared.Inputs, in)

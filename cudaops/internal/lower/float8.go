@@ -37,7 +37,7 @@ func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *program.Array) 
 		c.matmul(n, product{d: y, a: x, b: w, transB: true}.plus(add))
 		return
 	}
-	c.float8Product(n, y, c.quantize(n, x), c.quantizeWeight(n, w, false), add)
+	c.matmul(n, float8Product(y, c.quantize(n, x), c.quantizeWeight(n, w, false)).plus(add))
 }
 
 // linearProductGrad adds dx = g·w.
@@ -46,12 +46,7 @@ func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w *program.Array) 
 		c.matmul(n, product{d: dx, a: g, b: w})
 		return
 	}
-	c.float8Product(n, dx, c.quantize(n, g), c.quantizeWeight(n, w, true), nil)
-}
-
-// float8Product adds d = a·bᵀ, and another matrix to it, if there is one.
-func (c *compiler) float8Product(n *gorgonia.Node, d *program.Array, a, b program.Quantized, add *program.Array) {
-	c.matmul(n, float8Product(d, a, b).plus(add))
+	c.matmul(n, float8Product(dx, c.quantize(n, g), c.quantizeWeight(n, w, true)))
 }
 
 // float8Product is d = a·bᵀ.

@@ -53,7 +53,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
 	c.bound(targets, program.IDRange{Op: "LinearCrossEntropy", Argument: "targets", Vocab: v, Negative: true})
 	losses, saved := c.aux(rows), classified{scale: c.aux(1)}
-	if c.hasGradient(n) {
+	if c.gradients[n.Op()] > 0 { // the graph holds the backward op
 		saved.dx, saved.dw = c.like(x), c.aux(w.Shape...)
 	}
 	c.saved[n.Op()] = saved

@@ -52,7 +52,7 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 	if c.float8(rows, down.Shape[0], f) {
 		q := c.newQuantized(rows, f)
 		c.Add(c.siluMul(n, nil, s.ab, q))
-		c.float8Product(n, y, q, c.quantizeWeight(n, down, false), add)
+		c.matmul(n, float8Product(y, q, c.quantizeWeight(n, down, false)).plus(add))
 		return
 	}
 	h := c.NewArray(x.Type, rows, f)

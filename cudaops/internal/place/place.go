@@ -1,4 +1,5 @@
-// Package place gives the buffers of a program their places in memory. It knows no device.
+// Package place gives the buffers of a program their places in one arena, where those that no two calls need at once
+// share memory. It knows which call touches which buffer, but no graph and no device.
 package place
 
 import (

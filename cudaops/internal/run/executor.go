@@ -1,4 +1,5 @@
-// Package run executes the calls of programs on a device.
+// Package run executes the calls of programs on a device: as they are the first time, then as what was captured of them.
+// It plans products, sends inputs and fetches values. What made a program is nothing to it.
 package run
 
 import (
@@ -48,8 +49,8 @@ func (x *Executor) call(c *program.Call, whole bool) (err error) {
 		err = x.Pass(c, p, whole)
 	default:
 		params := c.Params
-		if w, ok := params.(interface{ Whole() any }); ok && whole {
-			params = w.Whole()
+		if whole {
+			params = program.Whole(params)
 		}
 		err = x.Launch(c.Bind(params, (*program.Array).Ptr))
 	}

@@ -1,4 +1,5 @@
-// Package schedule orders the calls of a program. It knows no device.
+// Package schedule orders the calls of a program: small launches that add up parts are put off, and made as one. It knows
+// calls and what they read and write, but no graph and no device.
 package schedule
 
 import (

@@ -1,5 +1,5 @@
 // Package update applies optimisers on the device: their moments, their control block, and the calls of
-// an update, which are a program of their own.
+// an update, which are a program of their own. It knows the runner and the inputs of its machine, and they know nothing of it.
 package update
 
 import (
@@ -327,8 +327,9 @@ func ClearSums(r *run.Runner) error {
 	return nil
 }
 
-// newCall is a call of the update, whose operands are in the tables.
+// newCall is a call of the update, whose operands are in the tables but for those that are given and not nil.
 func newCall(params any, args ...program.Arg) *program.Call {
+	args = slices.DeleteFunc(args, func(a program.Arg) bool { return a.Array == nil })
 	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
 }
 
@@ -351,7 +352,7 @@ func (x *Optimizer) calls(loss *program.Array) []*program.Call {
 		n++
 	}
 	calls = append(calls, newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n},
-		scaleArg(x.m.Program)...))
+		program.Updates("Scale", x.m.Program.Scale)))
 	if x.adamw != nil {
 		calls = append(calls, newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}))
 	}
@@ -363,14 +364,6 @@ func (x *Optimizer) calls(loss *program.Array) []*program.Call {
 		Table: x.muon, Nesterov: nesterov}))
 	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...) // between what stands for the others
 	return append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: x.muon}))
-}
-
-// scaleArg is the loss scale, where there is one.
-func scaleArg(p *program.Program) []program.Arg {
-	if p.Scale == nil {
-		return nil
-	}
-	return []program.Arg{program.Updates("Scale", p.Scale)}
 }
 
 // Close gives back all memory. The stream is idle.
