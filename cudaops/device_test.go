@@ -2,13 +2,24 @@ package cudaops
 
 import (
 	"errors"
+	"math"
+	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 func TestOpenFake(t *testing.T) {
@@ -115,4 +126,411 @@ func TestOpenHere(t *testing.T) {
 		t.Errorf("neither a GPU nor a reason: %v", err)
 	}
 	t.Log(err)
+}
+
+// host is a program that has device memory of its own.
+type host struct {
+	t   *testing.T
+	ctx gpu.Context
+}
+
+// place puts values into memory of the program's and returns where.
+func (h host) place(values []float32) uintptr {
+	h.t.Helper()
+	p, err := h.ctx.Alloc(4 * len(values))
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	h.t.Cleanup(func() {
+		if err := h.ctx.Free(p); err != nil {
+			h.t.Error(err)
+		}
+	})
+	h.write(uintptr(p), values)
+	return uintptr(p)
+}
+
+func (h host) write(p uintptr, values []float32) {
+	h.t.Helper()
+	if err := h.ctx.CopyToDevice(gpu.Ptr(p), gpu.Bytes(values), 0); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+func (h host) read(p uintptr, n int) []float32 {
+	h.t.Helper()
+	values := make([]float32, n)
+	if err := h.ctx.CopyToHost(gpu.Bytes(values), gpu.Ptr(p), 0); err != nil {
+		h.t.Fatal(err)
+	}
+	return values
+}
+
+// TestInterop runs a Kasmina layer on a context, a stream and memory that somebody else holds, several times, so that what
+// was captured is replayed on it, and compares the bits with those of a machine of its own.
+func TestInterop(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		owner, f, fakeOption := openFake(t, fake.Config{})
+		adopted, err := Open(withDriver(f), WithContext(owner.Context()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		testInterop(t, owner, adopted, fakeOption)
+	})
+	t.Run("GPU", func(t *testing.T) {
+		owner := openGPU(t)
+		adopted, err := Open(WithContext(owner.Context()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		testInterop(t, owner, adopted)
+	})
+}
+
+func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	own, other := newKasminaGraph(t, seed, nil), newKasminaGraph(t, seed, nil)
+	want := own.open(t, owner, opts...)
+	defer want.Close()
+	h := host{t, owner.ctx}
+	stream, err := h.ctx.NewStream()
+	for err == nil && stream <= 2 { // the fake driver counts from 1
+		stream, err = h.ctx.NewStream()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := other.open(t, adopted, append(opts, WithStream(uintptr(stream)))...)
+	if adopted.Context() != owner.Context() || got.Stream() != uintptr(stream) {
+		t.Errorf("context %#x and stream %#x, want %#x and %#x", adopted.Context(), got.Stream(), owner.Context(), stream)
+	}
+	poison := slices.Repeat([]float32{float32(math.NaN())}, other.rows*other.dim)
+	x, dx := h.place(poison), h.place(poison)
+	weights := h.place(flat(t, other.weights.Value()))
+	for n, p := range map[*gorgonia.Node]uintptr{other.x: x, other.x.Deriv(): dx, other.weights: weights} {
+		if err := got.Bind(n, p, 4*n.Shape().TotalSize()); err != nil {
+			t.Fatal(err)
+		}
+		if at, bytes, err := got.Address(n); err != nil || at != p || bytes != 4*n.Shape().TotalSize() {
+			t.Errorf("Address = %#x, %d, %v, want %#x", at, bytes, err, p)
+		}
+	}
+	for run := range uint64(4) {
+		own.draw(t, seed+run, nil)
+		values := flat(t, own.x.Value())
+		h.write(x, values)
+		if run == 3 { // the next run shall read it from elsewhere
+			h.write(x, poison)
+			if err := got.Bind(other.x, h.place(values), 4*len(values)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		before := adopted.ctx.Stats()
+		if err := got.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if err := h.ctx.SyncStream(stream); err != nil {
+			t.Fatal(err)
+		}
+		sent := adopted.ctx.Stats().Sub(before).ToDevice.Bytes
+		before = owner.ctx.Stats()
+		if err := want.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		if all := owner.ctx.Stats().Sub(before).ToDevice.Bytes; sent != all-int64(4*len(values)) {
+			t.Errorf("run %d sent %d bytes, want %d, all but x", run, sent, all-int64(4*len(values)))
+		}
+		for _, n := range []struct{ a, b *gorgonia.Node }{{own.loss, other.loss}, {own.x.Deriv(), other.x.Deriv()},
+			{own.weights.Deriv(), other.weights.Deriv()}, {own.scales.Deriv(), other.scales.Deriv()}} {
+			a, errA := want.Value(n.a)
+			b, errB := got.Value(n.b)
+			if err := errors.Join(errA, errB); err != nil {
+				t.Fatal(err)
+			}
+			if !slices.Equal(flat(t, a), flat(t, b)) {
+				t.Errorf("run %d: %v differs", run, n.a)
+			}
+			if n.b == other.x.Deriv() && !slices.Equal(h.read(dx, other.rows*other.dim), flat(t, a)) {
+				t.Errorf("run %d: the gradient of x is not in the memory it was bound to", run)
+			}
+		}
+	}
+	if err := errors.Join(got.Close(), adopted.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := got.RunAll(), got.Bind(other.x, x, 4); err == nil || !strings.Contains(err.Error(), "closed") {
+		t.Errorf("Bind after Close: %v", err)
+	}
+	if _, _, err := got.Address(other.x); err == nil || !strings.Contains(err.Error(), "closed") {
+		t.Errorf("Address after Close: %v", err)
+	}
+	h.read(dx, 1) // the context, the stream and the memory live on
+	if err := h.ctx.SyncStream(stream); err != nil {
+		t.Error(err)
+	}
+	if err := h.ctx.DestroyStream(stream); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestInteropRefusals(t *testing.T) {
+	device, f, fakeOption := openFake(t, fake.Config{})
+	if _, err := Open(withDriver(f), WithContext(99)); !errors.Is(err, gpu.InvalidContext) {
+		t.Errorf("an unknown context: %v", err)
+	}
+	k := newKasminaGraph(t, 1, nil)
+	for _, s := range []uintptr{0, 1, 2} {
+		if _, err := NewMachine(device, k.g, fakeOption, WithStream(s)); err == nil || !strings.Contains(err.Error(), "default stream") {
+			t.Errorf("stream %d: %v", s, err)
+		}
+	}
+	m := k.open(t, device, fakeOption)
+	defer m.Close()
+	targets := k.g.ByName("targets")[0]
+	p := host{t, device.ctx}.place(make([]float32, k.rows*k.dim))
+	full := 4 * k.rows * k.dim
+	for _, c := range []struct {
+		node  *gorgonia.Node
+		ptr   uintptr
+		bytes int
+		want  string
+	}{
+		{nil, p, full, "not part of the graph"},
+		{k.x, 0, full, "want a multiple of 256"},
+		{k.x, p + 4, full, "want a multiple of 256"},
+		{k.x, p, full - 4, "want 576"},
+		{targets, p, 8 * k.rows, "holds targets of CrossEntropy"},
+		{gorgonia.NewScalar(gorgonia.NewGraph(), tensor.Float32), p, 4, "not part of the graph"},
+	} {
+		was, _, _ := m.Address(k.x)
+		if err := m.Bind(c.node, c.ptr, c.bytes); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("Bind(%v, %#x, %d) = %v, want %q", c.node, c.ptr, c.bytes, err, c.want)
+		}
+		if is, _, _ := m.Address(k.x); is != was {
+			t.Errorf("Bind(%v, %#x, %d) moved x", c.node, c.ptr, c.bytes)
+		}
+	}
+	other, err := NewMachine(device, k.g, fakeOption, WithParamsOf(m))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	if err := m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()); err == nil || !strings.Contains(err.Error(), "WithParamsOf") {
+		t.Errorf("a shared parameter: %v", err)
+	}
+}
+
+// singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in between: one allocation,
+// in which values begin at any multiple of four bytes.
+type singleRunner struct {
+	t    *testing.T
+	ops  *singleOps
+	of   map[*gorgonia.Node]*singleOp
+	at   map[*gorgonia.Node]gpu.Ptr
+	next gpu.Ptr
+}
+
+func newSingleRunner(t *testing.T, device *Device, opts ...MachineOption) *singleRunner {
+	t.Helper()
+	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
+	for _, o := range opts {
+		if err := o(&config); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ops, err := newSingleOps(device, config.kernels)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &singleRunner{t: t, ops: ops, of: map[*gorgonia.Node]*singleOp{}}
+	memory, err := device.ctx.Alloc(8 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		for _, l := range r.of {
+			r.ok(l.close())
+		}
+		r.ok(ops.close())
+		r.ok(device.ctx.Free(memory))
+	})
+	r.next = memory.Offset(4)
+	return r
+}
+
+func (r *singleRunner) ok(err error) {
+	r.t.Helper()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// place returns memory for a node's value.
+func (r *singleRunner) place(n *gorgonia.Node) gpu.Ptr {
+	p := r.next
+	r.next = p.Offset(8*program.Size(n.Shape()) + 4)
+	if n.Dtype() == tensor.Int && p%8 != 0 {
+		p = p.Offset(4)
+	}
+	r.at[n] = p
+	return p
+}
+
+// run computes the whole graph.
+func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
+	r.t.Helper()
+	ctx, start := r.ops.device.ctx, r.next
+	r.at = map[*gorgonia.Node]gpu.Ptr{}
+	defer func() { r.next = start }()
+	sorted, err := gorgonia.Sort(g)
+	r.ok(err)
+	for _, n := range slices.Backward(sorted) {
+		p := r.place(n)
+		if n.Value() != nil && (n.Op() == nil || opbase.IsConstant(n)) {
+			stored := gpu.Float32
+			if n.Dtype() == tensor.Int {
+				stored = gpu.Int64
+			}
+			raw := make([]byte, program.Size(n.Shape())*stored.Size())
+			r.ok(value.Encode(raw, stored, n.Value(), program.Size(n.Shape())))
+			r.ok(ctx.CopyToDevice(p, raw, 0))
+			continue
+		}
+		var operands []singleOperand
+		var from []gpu.Ptr
+		for _, c := range opbase.Children(n) {
+			operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}), append(from, r.at[c])
+		}
+		l := r.of[n]
+		if l == nil {
+			l, err = r.ops.open(n.Op(), operands)
+			if err != nil {
+				r.t.Fatalf("%v: %v", n, err)
+			}
+			r.of[n] = l
+		}
+		r.ok(ctx.Memset32(p, math.Float32bits(float32(math.NaN())), program.Size(n.Shape()), 0))
+		r.ok(ctx.SyncStream(0))
+		if err := l.run(from, p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *singleRunner) value(n *gorgonia.Node) []float32 {
+	x := make([]float32, program.Size(n.Shape()))
+	r.ok(r.ops.device.ctx.CopyToHost(gpu.Bytes(x), r.at[n], 0))
+	return x
+}
+
+// TestSingleOps runs every op of a model's training step alone, several times, and wants the whole graph's gradients.
+func TestSingleOps(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testLoneModel(t, device, fakeOption)
+	})
+	t.Run("GPU", func(t *testing.T) { testLoneModel(t, openGPU(t)) })
+}
+
+func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	_, a := newBatch(t, llm.ForTraining, seed)
+	_, b := newBatch(t, llm.ForTraining, seed)
+	m, err := NewMachine(device, a.G, append(opts, WithOutputs(a.Loss))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	r := newSingleRunner(t, device, opts...)
+	for step := range uint64(few(3, 2)) {
+		a.draw(t, seed+step)
+		b.draw(t, seed+step)
+		r.ok(m.RunAll())
+		r.ok(r.run(b.G))
+		for i, p := range a.Params {
+			want, err := m.Value(p.Deriv())
+			r.ok(err)
+			got := tensor.New(tensor.WithShape(p.Shape()...), tensor.WithBacking(r.value(b.Params[i].Deriv())))
+			if d := distance(t, got, want); !(d < 1e-5) {
+				t.Errorf("step %d: the gradient of %s differs by %g", step, p.Name(), d)
+			}
+		}
+	}
+}
+
+// TestSingleKasmina runs a layer's op and its backward op alone: they go by one snapshot of the lattice, as in a whole graph,
+// and both their figures reach it.
+func TestSingleKasmina(t *testing.T) {
+	for name, c := range map[string]struct {
+		lattice []state.Option
+		layer   []op.KasminaOption
+	}{
+		"debug":    {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Debug})}},
+		"sampling": {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 2, Share: 0.5})}},
+		"strict":   {layer: []op.KasminaOption{op.WithStability(op.Strict), op.WithGradClip(1.5)}},
+		"adaptive": {layer: []op.KasminaOption{op.WithAdaptiveGradClip(0.1)}},
+	} {
+		t.Run(name, func(t *testing.T) { testLoneKasmina(t, c.lattice, c.layer) })
+	}
+}
+
+func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOption) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	a, b := newKasminaGraph(t, seed, lattice, layer...), newKasminaGraph(t, seed, lattice, layer...)
+	m := a.open(t, device, fakeOption)
+	defer m.Close()
+	r := newSingleRunner(t, device, fakeOption)
+	for step := range uint64(4) {
+		outliers := func(x []float32) { // beyond the strict mode's limits, but not beyond those of the step after
+			for i := 0; step > 0 && i < len(x); i += 5 {
+				x[i] *= 30
+			}
+		}
+		a.draw(t, seed+step, outliers)
+		b.draw(t, seed+step, outliers)
+		r.ok(m.RunAll())
+		r.ok(r.run(b.g))
+		theirs := gorgonia.Nodes{b.x, b.weights, b.scales}
+		for i, n := range []*gorgonia.Node{a.x, a.weights, a.scales} {
+			want, err := m.Value(n.Deriv())
+			r.ok(err)
+			if got := r.value(theirs[i].Deriv()); !slices.Equal(got, flat(t, want)) {
+				t.Errorf("step %d: the gradient of %s differs", step, n.Name())
+			}
+		}
+	}
+	sameReports(t, "in the end", b.lattice.Report(), a.lattice.Report())
+}
+
+func TestSingleRefusals(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	k := newKasminaGraph(t, 1, nil)
+	r := newSingleRunner(t, device, fakeOption)
+	if err := gorgonia.Let(k.g.ByName("targets")[0], tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.run(k.g); err == nil || !strings.Contains(err.Error(), "is 24, want an id") {
+		t.Errorf("a target outside the vocabulary: %v", err)
+	}
+	fresh := newKasminaGraph(t, 2, nil)
+	for _, n := range fresh.g.AllNodes() {
+		if o, ok := n.Op().(*op.KasminaGradOp); ok {
+			var operands []singleOperand
+			var from []gpu.Ptr
+			for _, c := range opbase.Children(n) {
+				operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}), append(from, r.next)
+			}
+			l, err := r.ops.open(o, operands)
+			r.ok(err)
+			defer l.close()
+			if err := l.run(from, r.next); err == nil || !strings.Contains(err.Error(), "forward pass has not run") {
+				t.Errorf("a backward op alone: %v", err)
+			}
+		}
+	}
 }

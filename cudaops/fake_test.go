@@ -9,6 +9,8 @@ import (
 	"sync"
 	"testing"
 
+	"gorgonia.org/gorgonia"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -803,4 +805,336 @@ func (k *fakeKernels) Reduce(s gpu.Stream, a reduce.Reduce) error {
 			}
 		}
 	})
+}
+
+func (k *fakeKernels) Attention(s gpu.Stream, a attention.Geometry, y kernel.Rows, lse gpu.Ptr, q, key, v kernel.Rows, _ gpu.DType) error {
+	return k.launch(s, func(l *fake.Launch) {
+		out := denseRows(l, a, a.Heads, y)
+		cpu.Attention(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
+			denseRows(l, a, a.KVHeads, v), cpuShape(l, a))
+		spreadRows(l, a, a.Heads, y, out)
+	})
+}
+
+func (k *fakeKernels) AttentionBackward(s gpu.Stream, a attention.Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr, g, q, key, v, y kernel.Rows,
+	lse gpu.Ptr, _ gpu.DType) error {
+	return k.launch(s, func(l *fake.Launch) {
+		rows := func(heads int, r kernel.Rows) []float32 { return denseRows(l, a, heads, r) }
+		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
+		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
+			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
+		if a.Cos != 0 {
+			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
+			cpu.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
+			cpu.RoPE(outK, outK, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
+		}
+		spreadRows(l, a, a.Heads, dq, outQ)
+		spreadRows(l, a, a.KVHeads, dk, outK)
+		spreadRows(l, a, a.KVHeads, dv, outV)
+	})
+}
+
+// denseRows is a copy of an operand of attention, without the gaps between its rows.
+func denseRows(l *fake.Launch, a attention.Geometry, heads int, r kernel.Rows) []float32 {
+	return slices.Concat(rowsAt(l, r.Ptr, a.Batch*a.Seq, heads*a.HeadDim, r.Stride)...)
+}
+
+// spreadRows writes a result of attention to where it belongs.
+func spreadRows(l *fake.Launch, a attention.Geometry, heads int, r kernel.Rows, x []float32) {
+	width := heads * a.HeadDim
+	for i, row := range rowsAt(l, r.Ptr, a.Batch*a.Seq, width, r.Stride) {
+		copy(row, x[i*width:])
+	}
+}
+
+func cpuShape(l *fake.Launch, a attention.Geometry) cpu.AttentionShape {
+	s := cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
+	if a.Documents != 0 {
+		for _, start := range fake.Slice[int32](l, a.Documents, a.Batch*a.Seq) {
+			s.Starts = append(s.Starts, int(start))
+		}
+	}
+	return s
+}
+
+// AttentionDocuments leaves the ends out, which are the kernels' alone.
+func (k *fakeKernels) AttentionDocuments(s gpu.Stream, table gpu.Ptr, starts kernel.Ints, batch, seq int) error {
+	return k.launch(s, func(l *fake.Launch) {
+		to := fake.Slice[int32](l, table, attention.DocumentsBytes(batch, seq)/4)
+		for i, start := range fake.Slice[int64](l, starts.Ptr, batch*seq) {
+			to[i] = int32(start)
+		}
+	})
+}
+
+func (k *fakeKernels) Normalize(s gpu.Stream, a normalize.Forward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
+		x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
+		r := float32(1 / (math.Sqrt(cpu.SumSquares(x)) + 1e-7))
+		for i, v := range x {
+			y[i] = v * r
+		}
+	})
+}
+
+func (k *fakeKernels) TakesSymmetric(a gemm.SymmetricShape, _ gpu.DType) bool {
+	return a.N%8 == 0 && a.Depth%8 == 0
+}
+
+func (k *fakeKernels) Symmetric(s gpu.Stream, a gemm.Symmetric) error {
+	return k.launch(s, func(l *fake.Launch) {
+		n, part, stride := a.N, a.N*a.Depth, a.Depth
+		if a.Tall {
+			stride = n
+		}
+		for b := range a.Batch {
+			left, right := floatsAt(l, a.Left.Offset(4*b*part), part), floatsAt(l, a.Right.Offset(4*b*part), part)
+			d := floatsAt(l, a.D.Offset(4*b*n*n), n*n)
+			clear(d)
+			if a.C != 0 {
+				copy(d, floatsAt(l, a.C.Offset(4*b*n*n), n*n))
+			}
+			cpu.Gemm(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride, right, stride, a.Beta, d, n)
+			for i := range n {
+				d[i*n+i] += a.Delta
+			}
+		}
+	})
+}
+
+func (k *fakeKernels) NormalizeBackward(s gpu.Stream, a normalize.Backward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
+		x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
+		norm, dot := math.Sqrt(cpu.SumSquares(x)), 0.0
+		for i, v := range x {
+			dot += float64(v) * float64(g[i])
+		}
+		r := norm + 1e-7
+		for i, v := range x {
+			dx[i] = float32(float64(g[i])/r - float64(v)*dot/(r*r*norm))
+		}
+	})
+}
+
+// float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do not know.
+func float8Products(c *machineConfig) error {
+	c.float8 = true
+	return nil
+}
+
+// quantizedRow puts a row in float8 and returns its scale.
+func quantizedRow(y []byte, x []float32) float32 {
+	largest := float32(0)
+	for _, v := range x {
+		largest = max(largest, float32(math.Abs(float64(v))))
+	}
+	scale := largest / gpu.Float8Max
+	if scale == 0 {
+		scale = 1
+	}
+	inverse := 1 / scale
+	for i, v := range x {
+		y[i] = gpu.E4M3(v * inverse)
+	}
+	return scale
+}
+
+// float8At puts rows in float8, if that is asked for.
+func float8At(l *fake.Launch, y, scale gpu.Ptr, x [][]float32) {
+	if y == 0 {
+		return
+	}
+	d := len(x[0])
+	values, scales := fake.Slice[byte](l, y, len(x)*d), floatsAt(l, scale, len(x))
+	for i, row := range x {
+		scales[i] = quantizedRow(values[i*d:][:d], row)
+	}
+}
+
+func (k *fakeKernels) Quantize(s gpu.Stream, a quantize.Rows) error {
+	return k.launch(s, func(l *fake.Launch) { float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride)) })
+}
+
+func (k *fakeKernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d }
+
+func (k *fakeKernels) QuantizeColumns(s gpu.Stream, a quantize.Columns) error {
+	return k.launch(s, func(l *fake.Launch) {
+		copy(floatsAt(l, a.Workspace, a.D), make([]float32, a.D))
+		float8At(l, a.Y, a.Scale, columnsAt(l, a.X, a.Rows, a.D))
+	})
+}
+
+func (k *fakeKernels) NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error) {
+	t, err := quantize.NewTable(kernel.New(k.ctx), weights)
+	if err == nil {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		if k.weights == nil {
+			k.weights = map[*quantize.Table][]quantize.Weight{}
+		}
+		k.weights[t] = weights
+	}
+	return t, err
+}
+
+func (k *fakeKernels) QuantizeWeights(s gpu.Stream, t *quantize.Table) error {
+	return k.launch(s, func(l *fake.Launch) {
+		for _, w := range k.weights[t] {
+			float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))
+			float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, w.Rows, w.D))
+		}
+	})
+}
+
+// columnsAt returns the columns of a matrix.
+func columnsAt(l *fake.Launch, p gpu.Ptr, rows, d int) [][]float32 {
+	turned := make([][]float32, d)
+	for i, v := range floatsAt(l, p, rows*d) {
+		turned[i%d] = append(turned[i%d], v)
+	}
+	return turned
+}
+
+// sideBySide returns the rows of two matrices side by side.
+func sideBySide(a, b [][]float32) (rows [][]float32) {
+	for i := range a {
+		rows = append(rows, slices.Concat(a[i], b[i]))
+	}
+	return rows
+}
+
+// operandAt returns a matrix: of float32, or where there are factors of its rows of float8.
+func operandAt(l *fake.Launch, p, scale gpu.Ptr, rows, d int) []float32 {
+	if scale == 0 {
+		return floatsAt(l, p, rows*d)
+	}
+	values, factors := make([]float32, rows*d), floatsAt(l, scale, rows)
+	for i, b := range fake.Slice[byte](l, p, rows*d) {
+		values[i] = gpu.FromE4M3(b) * factors[i/d]
+	}
+	return values
+}
+
+// The products of this module's own of fakeKernels.
+
+func (k *fakeKernels) SiLUProductWays(int, int, int, gpu.DType) []kernel.Way {
+	return []kernel.Way{{Family: "fused"}}
+}
+
+func (k *fakeKernels) SiLUProduct(s gpu.Stream, a gemm.SiLUProduct) error {
+	return k.launch(s, func(l *fake.Launch) {
+		ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
+		cpu.Gemm(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
+		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
+			cpu.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
+		}
+	})
+}
+
+func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a gemm.SiLUProductBackward) error {
+	return k.launch(s, func(l *fake.Launch) {
+		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F), floatsAt(l, a.DAB, 2*a.Rows*a.F)
+		cpu.Gemm(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
+		h := make([]float32, a.Rows*a.F)
+		if a.H != 0 {
+			h = floatsAt(l, a.H, len(h))
+		}
+		for i := range a.Rows {
+			left, right := 2*i*a.F, (2*i+1)*a.F
+			cpu.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
+		}
+	})
+}
+
+func (k *fakeKernels) RoPEProductWays(gemm.RoPEProductShape, gpu.DType) []kernel.Way {
+	return []kernel.Way{{Family: "fused"}}
+}
+
+func (k *fakeKernels) RoPEProduct(s gpu.Stream, a gemm.RoPEProduct) error {
+	return k.launch(s, func(l *fake.Launch) {
+		h := a.HeadDim / 2
+		y, table := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Angles, gemm.RoPEAnglesLen(a.Seq, h))
+		cos, sin := make([]float32, a.Seq*h), make([]float32, a.Seq*h)
+		for i := range cos {
+			at := gemm.RoPEAngleAt(i/h, i%h, h)
+			cos[i], sin[i] = table[at], table[at+2]
+		}
+		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+			operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
+		for i := range a.Rows {
+			turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
+			cpu.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+		}
+	})
+}
+
+func (k *fakeKernels) ProductWays(gemm.ProductShape, gpu.DType) []kernel.Way { return nil }
+
+func (k *fakeKernels) Product(s gpu.Stream, a gemm.Product) error {
+	return k.launch(s, func(l *fake.Launch) {
+		y, c := floatsAt(l, a.Y, a.Rows*a.Columns), make([]float32, a.Rows*a.Columns)
+		if a.C != 0 {
+			copy(c, floatsAt(l, a.C, len(c)))
+		}
+		stride := a.Columns
+		if a.TransW {
+			stride = a.D
+		}
+		cpu.Gemm(false, a.TransW, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+			operandAt(l, a.W, a.ScaleW, a.Columns, a.D), stride, 0, y, a.Columns)
+		for i, v := range c {
+			y[i] += v
+		}
+	})
+}
+
+// withKernels has a machine's kernels be what wrap makes of them.
+func withKernels(wrap func(kernels.Launcher) kernels.Launcher) MachineOption {
+	return func(c *machineConfig) error {
+		inner := c.kernels
+		c.kernels = func(ctx gpu.Context) (kernels.Launcher, error) {
+			k, err := inner(ctx)
+			if err != nil {
+				return nil, err
+			}
+			return wrap(k), nil
+		}
+		return nil
+	}
+}
+
+// fakeOf is the fake behind a machine's kernels.
+func fakeOf(k kernels.Launcher) *fakeKernels { return k.(*moduleOf).fakeKernels }
+
+// isOp reports whether a node's op is of a type.
+func isOp[T any](n *gorgonia.Node) bool {
+	_, ok := n.Op().(T)
+	return ok
+}
+
+// apartBy is ‖x − y‖/‖y‖.
+func apartBy(x, y []float32) float64 {
+	var diff, norm float64
+	for i := range x {
+		d := float64(x[i]) - float64(y[i])
+		diff += d * d
+		norm += float64(y[i]) * float64(y[i])
+	}
+	if diff == 0 {
+		return 0
+	}
+	return math.Sqrt(diff / norm)
+}
+
+// OpenFake is openFake for tests with packages that import this one.
+func OpenFake(t testing.TB) (*Device, MachineOption) {
+	device, _, option := openFake(t, fake.Config{})
+	return device, option
+}
+
+// Wrap puts something around a device's context.
+func Wrap(d *Device, around func(gpu.Context) gpu.Context) {
+	d.ctx.Context = around(d.ctx.Context)
 }

@@ -12,7 +12,9 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -20,7 +22,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -584,5 +591,562 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 	_, err = NewMachine(device, a.g, append(opts, WithStrict(), WithParams(a.weights, a.scales))...)
 	if err == nil || !strings.Contains(err.Error(), "Kasmina") || !strings.Contains(err.Error(), "the kind has no kernel, and WithStrict forbids") {
 		t.Errorf("got %v, want an error that names the op and why", err)
+	}
+}
+
+// Slots of zeros become the same identity starts on a device as on a CPU, when a seed begins to
+// compute with them, whether weights and scales are parameters there, another machine's, or sent
+// before every run, and if the layer is computed on the host.
+func TestKasminaFreshWeights(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testFreshWeights(t, device, 1e-5, fakeOption)
+	})
+	t.Run("GPU", func(t *testing.T) { testFreshWeights(t, openGPU(t), 1e-5) })
+}
+
+func testFreshWeights(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+	own, err := ownKind()
+	require.NoError(t, err)
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	for _, kind := range []blueprints.Kind{blueprints.AttentionGate, blueprints.LowRank, own} {
+		for _, params := range []bool{true, false} {
+			a, b := freshGraph(t, seed, kind), freshGraph(t, seed, kind)
+			with := append(opts[:len(opts):len(opts)], WithOutputs(a.loss, a.x.Deriv(), a.weights.Deriv()))
+			if params {
+				with = append(with, WithParams(a.weights, a.scales))
+			}
+			m, err := NewMachine(device, a.g, with...)
+			require.NoError(t, err)
+			tape := gorgonia.NewTapeMachine(b.g)
+			for step := range uint64(4) {
+				if step == 2 { // the others have begun before the first run
+					a.germinate(t, kind)
+					b.germinate(t, kind)
+				}
+				a.draw(t, seed+step, nil)
+				b.draw(t, seed+step, nil)
+				tape.Reset()
+				require.NoError(t, m.RunAll())
+				require.NoError(t, tape.RunAll())
+				for i, n := range []*gorgonia.Node{a.loss, a.x.Deriv(), a.weights.Deriv()} {
+					got, err := m.Value(n)
+					require.NoError(t, err)
+					want := []*gorgonia.Node{b.loss, b.x.Deriv(), b.weights.Deriv()}[i].Value()
+					require.Less(t, distance(t, got, want), tolerance, "%v, parameters %v, step %d, value %d",
+						kind, params, step, i)
+				}
+			}
+			require.NoError(t, m.Download())
+			require.Equal(t, b.weights.Value().Data(), a.weights.Value().Data(), "%v, parameters %v", kind,
+				params)
+			require.Equal(t, b.scales.Value().Data(), a.scales.Value().Data(), "%v, parameters %v", kind,
+				params)
+			require.NotZero(t, b.scales.Value().Data().([]float32)[5])
+			require.NoError(t, m.Close())
+			require.NoError(t, tape.Close())
+		}
+	}
+}
+
+// freshGraph is a graph with wide slots in which nothing is written.
+func freshGraph(t *testing.T, seed uint64, kind blueprints.Kind) *kasminaGraph {
+	k := newWideKasminaGraph(t, seed, 13, nil)
+	require.NoError(t, gorgonia.Let(k.weights,
+		tensor.New(tensor.WithShape(k.weights.Shape()...), tensor.Of(tensor.Float32))))
+	require.NoError(t, gorgonia.Let(k.scales,
+		tensor.New(tensor.WithShape(k.scales.Shape()...), tensor.Of(tensor.Float32))))
+	return k
+}
+
+// germinate makes the last seed graft a kind in slot 5.
+func (k *kasminaGraph) germinate(t *testing.T, kind blueprints.Kind) {
+	require.NoError(t, k.lattice.RequestGermination(k.seeds-1,
+		state.GerminationRequest{Slot: 5, Kind: kind}))
+	require.NoError(t, k.lattice.Transition(k.seeds-1, state.Training))
+	require.NoError(t, k.lattice.Transition(k.seeds-1, state.Grafting))
+	require.NoError(t, k.lattice.SetAlpha(k.seeds-1, 0.7))
+}
+
+// ownLife is what becomes of a seed with a registered kind, and where its layer is computed then.
+var ownLife = []struct {
+	to     state.Stage
+	onHost bool
+}{{state.Dormant, false}, {state.Germinated, false}, {state.Training, true}, {state.Grafting, true}, {state.FineTuning, true},
+	{state.RolledBack, false}}
+
+// live moves a seed on in a life of the given kind.
+func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) error {
+	switch to {
+	case state.Dormant:
+		return nil
+	case state.Germinated:
+		return l.RequestGermination(seed, state.GerminationRequest{Slot: 3, Kind: kind})
+	case state.Grafting:
+		return errors.Join(l.Transition(seed, to), l.SetAlpha(seed, 0.7))
+	case state.FineTuning:
+		return errors.Join(l.Transition(seed, state.Stabilization), l.Transition(seed, state.Evaluating), l.Transition(seed, to))
+	}
+	return l.Transition(seed, to)
+}
+
+// TestKasminaMovesToHost wants a layer in which a registered kind starts to train in mid run to be
+// computed on the host from then on, after one warning that names the kind, and on the device again
+// when the kind is gone: as right and as well reported as on the CPU, with runs captured on the
+// device before and after.
+func TestKasminaMovesToHost(t *testing.T) {
+	for _, width := range []int{3, 13} {
+		for name, layer := range map[string][]op.KasminaOption{
+			"default": {op.WithGradClip(0.05)}, "strict": {op.WithStability(op.Strict)}, "adaptive": {op.WithAdaptiveGradClip(0.1)},
+		} {
+			t.Run(fmt.Sprintf("%s/%d", name, width), func(t *testing.T) {
+				device, _, fakeOption := openFake(t, fake.Config{})
+				testKasminaMovesToHost(t, device, width, layer, fakeOption)
+				testKasminaMovesToHost(t, device, width, layer, fakeOption, scaledGradients)
+				testKasminaMovesToHost(t, device, width, layer, fakeOption, WithMonitor(2))
+			})
+		}
+	}
+	t.Run("GPU", func(t *testing.T) { testKasminaMovesToHost(t, openGPU(t), 3, nil) })
+}
+
+func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.KasminaOption, opts ...MachineOption) {
+	kind, err := ownKind()
+	require.NoError(t, err)
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	a, b := newWideKasminaGraph(t, seed, width, nil, layer...), newWideKasminaGraph(t, seed, width, nil, layer...)
+	var log bytes.Buffer
+	m := a.open(t, device, append(opts, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
+	defer m.Close()
+	tape := gorgonia.NewTapeMachine(b.g)
+	defer tape.Close()
+	for _, c := range ownLife {
+		for step := range uint64(3) {
+			at := fmt.Sprintf("%v, step %d", c.to, step)
+			for _, k := range []*kasminaGraph{a, b} {
+				k.draw(t, seed+step, nil)
+				if step == 0 {
+					require.NoError(t, live(k.lattice, k.seeds-1, c.to, kind))
+				}
+			}
+			tape.Reset()
+			before := device.ctx.Stats()
+			require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()), at)
+			captured := device.ctx.Stats().Sub(before).GraphLaunches > 0
+			require.Equal(t, c.onHost, m.runner.OnHost(), at)
+			require.Equal(t, !c.onHost && (step > 0 || c.to != state.Dormant), captured, at)
+			nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
+			for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(), b.weights.Deriv(), b.scales.Deriv()}) {
+				v, err := m.Value(nodes[i])
+				require.NoError(t, err)
+				require.Less(t, distance(t, v, want.Value()), 1e-4, "%s: value %d", at, i)
+			}
+			sameReports(t, at, a.lattice.Report(), b.lattice.Report())
+		}
+	}
+	sameReports(t, "history", a.lattice.History(), b.lattice.History())
+	require.Equal(t, 1, strings.Count(log.String(), "has no kernel"), log.String())
+	require.Contains(t, log.String(), `machine test's own`)
+}
+
+// grafted is the training graph of a model of two blocks, each with a Kasmina layer behind it, half of whose seeds blend.
+func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
+	t.Helper()
+	c := llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 2, Seq: 33, Kasmina: []int{0, 1}, Seeds: 8}.Default()
+	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, l := range m.Kasmina.Lattices() {
+		for s := 0; s < c.Seeds; s += 2 {
+			r := state.GerminationRequest{Slot: 1 + s, Kind: blueprints.Kind((i + s/2) % 4)}
+			err := errors.Join(m.Germinate(i, s, r), l.Transition(s, state.Training), l.Transition(s, state.Grafting), l.SetAlpha(s, 0.5))
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	g, err := m.Graph(llm.ForTraining, 4, opts...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &batch{Graph: g}
+	b.draw(t, seed)
+	return b
+}
+
+// gradientsOfLayers are the nodes that Kasmina layers' backward passes read as the gradients of their results.
+func gradientsOfLayers(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
+	for _, n := range g.AllNodes() {
+		if isOp[*op.KasminaGradOp](n) {
+			all = append(all, opbase.Children(n)[4])
+		}
+	}
+	return all
+}
+
+func inPlaceTasks(m *Machine) (n int) {
+	for _, t := range m.runner.Program.Calls {
+		if p, ok := t.Params.(program.KasminaPass); ok && p.InPlace {
+			n++
+		}
+	}
+	return n
+}
+
+// TestKasminaInPlace wants the gradient of a layer's input where that of its result was, which nothing else reads, unless it was asked
+// for; and the same bits in either place, and beside a monitor, which runs the pass more than once.
+func TestKasminaInPlace(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		compareInPlace(t, device, fakeOption)
+	})
+	t.Run("GPU", func(t *testing.T) { compareInPlace(t, openGPU(t), WithPrecision(BFloat16), WithTuning(TuneOff)) })
+}
+
+func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
+	t.Helper()
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	type way struct {
+		name string
+		kept func(*gorgonia.ExprGraph) gorgonia.Nodes
+		opts []MachineOption
+		want int // tasks in place
+	}
+	none := func(*gorgonia.ExprGraph) gorgonia.Nodes { return nil }
+	var want [][]float32
+	for _, w := range []way{{"in place", none, nil, 2}, {"kept", gradientsOfLayers, nil, 0},
+		{"with a monitor", none, []MachineOption{WithMonitor(3)}, 2}} {
+		b := grafted(t, seed)
+		m := newFuseMachine(t, device, b.G, b.Params, append(gorgonia.Nodes{b.Loss}, w.kept(b.G)...), append(w.opts, opts...))
+		if n := inPlaceTasks(m); n != w.want {
+			t.Errorf("%s: %d tasks are in place, want %d", w.name, n, w.want)
+		}
+		var got [][]float32
+		for step := range uint64(7) {
+			b.draw(t, seed+step)
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+			for _, p := range b.Params {
+				v, err := m.Value(p.Deriv())
+				if err != nil {
+					t.Fatal(err)
+				}
+				got = append(got, append([]float32(nil), flat(t, v)...))
+			}
+		}
+		if want == nil {
+			want = got
+			continue
+		}
+		for i := range got {
+			for j, v := range got[i] {
+				if math.Float32bits(v) != math.Float32bits(want[i][j]) {
+					t.Fatalf("%s: in step %d the gradient of %v is %v at %d, in place %v", w.name, i/len(b.Params), b.Params[i%len(b.Params)], v, j,
+						want[i][j])
+				}
+			}
+		}
+	}
+}
+
+// TestKasminaReplaced wants no value of a gradient that another one has replaced, though the memory lasts.
+func TestKasminaReplaced(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	b := grafted(t, 1)
+	keep, replaced := gorgonia.Nodes{b.Loss}, gradientsOfLayers(b.G)
+	for _, n := range b.G.AllNodes() {
+		if o, ok := n.Op().(*opbase.PartOp); ok && o.Offset == 0 && isOp[*op.KasminaGradOp](opbase.Children(n)[0]) {
+			keep = append(keep, n)
+		}
+	}
+	m := newFuseMachine(t, device, b.G, b.Params, keep, []MachineOption{fakeOption})
+	if n := inPlaceTasks(m); n != len(replaced) || len(keep) != 1+n {
+		t.Fatalf("%d tasks are in place, of %d, and %d values kept", n, len(replaced), len(keep))
+	}
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range keep {
+		if _, err := m.Value(n); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, n := range replaced {
+		if v, err := m.Value(n); err == nil {
+			t.Errorf("%v, which another gradient has replaced, is given as %v", n, v.Shape())
+		}
+	}
+}
+
+// TestKasminaElsewhere has gradients that something else reads too, or that are not in the arena.
+func TestKasminaElsewhere(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	open := func(g *gorgonia.ExprGraph, params gorgonia.Nodes, keep ...*gorgonia.Node) *Machine {
+		t.Helper()
+		return newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption})
+	}
+	k := newKasminaGraph(t, 1, nil)
+	if m := open(k.g, gorgonia.Nodes{k.weights, k.scales}, k.loss); inPlaceTasks(m) > 0 {
+		t.Error("chunks of 3 columns are in place")
+	}
+	b := grafted(t, 1)
+	g := gradientsOfLayers(b.G)[0]
+	twice, err := gorgonia.Add(g, g)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m := open(b.G, b.Params, b.Loss, twice); inPlaceTasks(m) != 1 {
+		t.Errorf("%d layers are in place, of two of whose gradients one is read by a sum", inPlaceTasks(m))
+	}
+}
+
+// directions counts norms by the end of their input that they begin with.
+type directions struct {
+	kernels.Launcher
+	ascending, descending int
+}
+
+func (k *directions) Launch(s gpu.Stream, params any) error {
+	if a, ok := params.(norm.RMSNorm); ok && a.Ascending {
+		k.ascending++
+	} else if ok {
+		k.descending++
+	}
+	return k.Launcher.Launch(s, params)
+}
+
+// TestNormsBehindKasmina wants norms to begin where what came before them ended: behind a layer with the first rows.
+func TestNormsBehindKasmina(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	k := &directions{}
+	b := grafted(t, 1)
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption,
+		withKernels(func(inner kernels.Launcher) kernels.Launcher { k.Launcher = inner; return k })})
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	// Two in each block, of which the second is of a sum, and a last one.
+	if runs := k.ascending / 2; runs == 0 || k.ascending != 2*runs || k.descending != 3*runs {
+		t.Errorf("%d norms begin with the first rows, %d with the last", k.ascending, k.descending)
+	}
+}
+
+// kasminaChain is a loss behind layers of different lattices, one on top of the other.
+type kasminaChain struct {
+	loss     *gorgonia.Node
+	params   gorgonia.Nodes
+	lattices []*state.Lattice
+}
+
+func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry, seeds []int) *kasminaChain {
+	t.Helper()
+	const rows, d, slots = 6, 24, 4
+	k, g, r := &kasminaChain{}, gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 5))
+	node := func(name string, shape ...int) *gorgonia.Node {
+		x := make([]float32, tensor.Shape(shape).TotalSize())
+		for i := range x {
+			x[i] = float32(r.NormFloat64())
+		}
+		return gorgonia.NewTensor(g, tensor.Float32, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))))
+	}
+	y := node("x", rows, d)
+	for i, n := range seeds {
+		l, err := state.NewLattice(n, d, state.WithoutGates(), state.WithTelemetry(telemetry[i]))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for s := range n - 1 {
+			kind := []blueprints.Kind{blueprints.Residual, blueprints.MLPExpansion}[s%2]
+			err := l.RequestGermination(s, state.GerminationRequest{Slot: 1 + s%(slots-1), Kind: kind})
+			for _, stage := range []state.Stage{state.Training, state.Grafting, state.Stabilization}[:1+s%3] {
+				if err = errors.Join(err, l.Transition(s, stage)); stage == state.Grafting {
+					err = errors.Join(err, l.SetAlpha(s, 0.3))
+				}
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		w, a := node(fmt.Sprintf("w%d", i), slots, d/n), node(fmt.Sprintf("a%d", i), slots)
+		if y, err = op.Kasmina(y, w, a, l); err != nil {
+			t.Fatal(err)
+		}
+		k.params, k.lattices = append(k.params, w, a), append(k.lattices, l)
+	}
+	target := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(rows), gorgonia.WithName("target"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(rows), tensor.WithBacking([]int{3, 1, 4, 1, 5, 9}))))
+	var err error
+	if k.loss, err = op.CrossEntropy(y, target); err == nil {
+		_, err = gorgonia.Grad(k.loss, k.params...)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
+
+// TestKasminaReports wants the layers of a graph to be reported by one copy a run, as long as what they measure asks for, and each
+// to hear of itself: gradients and reports as those of a tape machine.
+func TestKasminaReports(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	off, production := state.Telemetry{Mode: state.Off}, state.Telemetry{Mode: state.Production}
+	debug, sampled := state.Telemetry{Mode: state.Debug}, state.Telemetry{Mode: state.Sampling, Every: 2}
+	mean := state.Telemetry{Mode: state.Production, Reduction: state.MeanOfRows}
+	seeds := []int{8, 4, 2, 6}
+	const all = 20
+	for name, c := range map[string]struct {
+		telemetry []state.Telemetry
+		words     int64 // that a run measures of each seed at most
+	}{
+		"off":        {[]state.Telemetry{off, off, off, off}, program.KasminaHealth},
+		"production": {[]state.Telemetry{production, production, mean, production}, program.KasminaBins},
+		"some":       {[]state.Telemetry{off, production, off, sampled}, program.KasminaBins},
+		"histograms": {[]state.Telemetry{sampled, mean, debug, off}, program.KasminaWords},
+	} {
+		check := func(t *testing.T, device *Device, opts ...MachineOption) {
+			a, b := newKasminaChain(t, seed, c.telemetry, seeds), newKasminaChain(t, seed, c.telemetry, seeds)
+			m, err := NewMachine(device, a.loss.Graph(), append(opts, WithParams(a.params...), WithOutputs(a.loss))...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer m.Close()
+			tape := gorgonia.NewTapeMachine(b.loss.Graph())
+			defer tape.Close()
+			for step := range 5 {
+				tape.Reset()
+				before := device.ctx.Stats()
+				if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
+					t.Fatal(err)
+				}
+				copies, size := int64(1), 4*all*c.words
+				for _, p := range a.params {
+					if step == 0 && p.Dims() == 1 { // scales, which tell whether anybody has written the slots
+						copies, size = copies+1, size+int64(4*p.Shape().TotalSize())
+					}
+				}
+				if down := device.ctx.Stats().Sub(before).ToHost; int64(down.Count) != copies || down.Bytes != size {
+					t.Errorf("step %d: %d copies to the host of %d bytes, want %d of %d", step, down.Count, down.Bytes, copies, size)
+				}
+				for i, p := range a.params {
+					v, err := m.Value(p.Deriv())
+					if err != nil {
+						t.Fatal(err)
+					}
+					if d := distance(t, v, b.params[i].Deriv().Value()); !(d < 1e-4) {
+						t.Errorf("step %d: the gradient of %s differs by %.2g", step, p.Name(), d)
+					}
+				}
+			}
+			for i, l := range a.lattices {
+				sameReports(t, fmt.Sprintf("layer %d", i), l.Report(), b.lattices[i].Report())
+				sameReports(t, fmt.Sprintf("history of layer %d", i), l.History(), b.lattices[i].History())
+			}
+		}
+		t.Run(name+"/fake", func(t *testing.T) {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			check(t, device, fakeOption, WithStrict())
+		})
+		t.Run(name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
+	}
+}
+
+// slowKasmina is kernels whose passes take as long as they are told, and longer with telemetry.
+type slowKasmina struct {
+	kernels.Launcher
+	fake                         *fakeKernels
+	forward, backward, telemetry time.Duration
+}
+
+func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
+	if err := k.Launcher.Launch(s, params); err != nil {
+		return err
+	}
+	took, measures := time.Duration(0), false
+	switch p := params.(type) {
+	case kasmina.Forward:
+		took, measures = k.forward, p.Telemetry
+	case kasmina.Backward:
+		took, measures = k.backward, p.Telemetry
+	default:
+		return nil
+	}
+	if measures {
+		took += k.telemetry
+	}
+	return k.fake.launch(s, func(l *fake.Launch) { l.Took = took })
+}
+
+// TestKasminaTiming wants a machine with a monitor to tell the lattice what its passes take and what telemetry costs, and all
+// else to be as without: the same bits, figures and counts.
+func TestKasminaTiming(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	for _, mode := range []state.TelemetryMode{state.Production, state.Off} {
+		opts := []state.Option{state.WithTelemetry(state.Telemetry{Mode: mode})}
+		var graphs [2]*kasminaGraph
+		var machines [2]*Machine
+		for i := range graphs {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			slow := withKernels(func(k kernels.Launcher) kernels.Launcher {
+				return &slowKasmina{Launcher: k, fake: fakeOf(k), forward: 2 * time.Millisecond,
+					backward: 4 * time.Millisecond, telemetry: 300 * time.Microsecond}
+			})
+			graphs[i] = newKasminaGraph(t, seed, opts, op.WithGradClip(0.05))
+			more := []MachineOption{fakeOption, slow, WithMonitor(3)}
+			machines[i] = graphs[i].open(t, device, more[:2+i]...)
+			defer machines[i].Close()
+		}
+		for step := range uint64(30) {
+			for i, m := range machines {
+				graphs[i].draw(t, seed+step, func(x []float32) { x[5] = float32(math.NaN()) })
+				if err := m.RunAll(); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := m.Value(graphs[i].loss); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		for _, n := range [][2]*node{{graphs[0].x.Deriv(), graphs[1].x.Deriv()}, {graphs[0].weights.Deriv(), graphs[1].weights.Deriv()}} {
+			var bits [2][]float32
+			for i, m := range machines {
+				v, err := m.Value(n[i])
+				if err != nil {
+					t.Fatal(err)
+				}
+				bits[i] = flat(t, v)
+			}
+			for i, v := range bits[0] {
+				if math.Float32bits(v) != math.Float32bits(bits[1][i]) {
+					t.Fatalf("%v: element %d is %v, with a monitor %v", n[0], i, v, bits[1][i])
+				}
+			}
+		}
+		plain, timed := graphs[0].lattice.Report(), graphs[1].lattice.Report()
+		sameReports(t, "with a monitor", timed, plain)
+		if plain.Layer.Clips == 0 || plain.Layer.Errors == 0 || plain.Layer.Timed != 0 {
+			t.Errorf("%v: without a monitor: %+v", mode, plain.Layer)
+		}
+		if l := timed.Layer; mode == state.Off {
+			if l.Timed != 0 {
+				t.Errorf("without telemetry: %+v", l)
+			}
+			continue
+		}
+		k := graphs[1]
+		// x and y, the gradients of both, and x again of the seeds that are neither dormant nor Residual.
+		bytes, perRun := 4*float64(k.rows*(4*k.dim+5*k.chunk)), (6 * time.Millisecond).Seconds()
+		l := timed.Layer
+		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.Samples() || math.Abs(l.Kernel.Seconds()/(perRun/2)-1) > 0.01 || math.Abs(l.Overhead-10) > 0.1 ||
+			math.Abs(l.Bandwidth/(bytes/perRun)-1) > 0.01 {
+			t.Errorf("%+v, want a kernel's time of %v s, 10 %% of overhead and %v bytes/s", l, perRun/2, bytes/perRun)
+		}
 	}
 }

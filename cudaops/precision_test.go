@@ -1,0 +1,1220 @@
+package cudaops
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// layers is a graph in which everything comes that [Float8] computes otherwise: a projection for each of queries, keys and values,
+// a linear layer, and a perceptron, with norms and sums between them as in a model's block.
+type layers struct {
+	g      *gorgonia.ExprGraph
+	params gorgonia.Nodes
+	keep   gorgonia.Nodes // the cost, the result, and the gradients of parameters
+	named  map[string]*gorgonia.Node
+}
+
+// newLayers has batch sequences of seq tokens, d features of 2 heads or of as many as have 128, and a perceptron of f.
+func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
+	t.Helper()
+	l := &layers{g: gorgonia.NewGraph(), named: map[string]*gorgonia.Node{}}
+	r := rand.New(rand.NewPCG(seed, 9))
+	input := func(name string, scale float64, s ...int) *gorgonia.Node {
+		x := make([]float32, program.Size(s))
+		for i := range x {
+			x[i] = float32(scale * r.NormFloat64())
+		}
+		n := gorgonia.NewTensor(l.g, tensor.Float32, len(s), gorgonia.WithName(name), gorgonia.WithShape(s...),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
+		l.named[name] = n
+		return n
+	}
+	param := func(name string, s ...int) *gorgonia.Node {
+		n := input(name, 0.7/math.Sqrt(float64(s[len(s)-1])), s...)
+		l.params = append(l.params, n)
+		return n
+	}
+	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	rows := batch * seq
+	x := input("x", 1, rows, d)
+	h := must(op.RMSNorm(x, param("norm1", d), 1e-5))
+	heads := max(2, d/128)
+	rope := op.RoPEConfig{Seq: seq, Heads: heads, HeadDim: d / heads, Base: 100}
+	q := must(op.RoPE(must(op.Linear(h, param("wq", d, d))), rope))
+	k := must(op.RoPE(must(op.Linear(h, param("wk", d, d))), rope))
+	v := must(op.Linear(h, param("wv", d, d)))
+	a := must(op.Attention(q, k, v, op.AttentionConfig{Seq: seq, Heads: heads, KVHeads: heads, HeadDim: d / heads, Causal: true}))
+	s := must(gorgonia.Add(x, must(op.Linear(a, param("wo", d, d)))))
+	h = must(op.RMSNorm(s, param("norm2", d), 1e-5))
+	y := must(gorgonia.Add(s, must(op.SiLUMLP(h, param("gate", f, d), param("up", f, d), param("down", d, f)))))
+	y = must(op.RMSNorm(y, param("norm3", d), 1e-5))
+	cost := must(gorgonia.Sum(must(gorgonia.HadamardProd(y, input("with", 0.1, rows, d)))))
+	if _, err := gorgonia.Grad(cost, l.params...); err != nil {
+		t.Fatal(err)
+	}
+	l.named["y"] = y
+	l.keep = append(gorgonia.Nodes{cost, y}, derivatives(l.params)...)
+	return l
+}
+
+func (l *layers) values(t testing.TB, m *Machine) (values []gorgonia.Value) {
+	t.Helper()
+	for _, n := range l.keep {
+		v, err := m.Value(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		values = append(values, v)
+	}
+	return values
+}
+
+// TestFloat8 wants what float8 makes of a block to be near to what float32 does, and its tasks those that the sizes allow.
+func TestFloat8(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	near := func(t *testing.T, l *layers, narrow, plain *Machine, tolerance float64, differs bool) {
+		t.Helper()
+		for _, m := range []*Machine{plain, narrow, narrow} {
+			if err := m.RunAll(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got, want := l.values(t, narrow), l.values(t, plain)
+		for i, n := range l.keep[1:] {
+			if d := distance(t, got[i+1], want[i+1]); !(d < tolerance) || (d == 0) == differs {
+				t.Errorf("%s differs by %.2g", lower.Describe(n), d)
+			}
+		}
+	}
+	for _, c := range []struct {
+		name             string
+		batch, seq, d, f int
+		want             map[string]int // of the tasks that quantise
+	}{
+		{"a block", 3, 45, 32, 48, map[string]int{"Quantize": 2}}, // attention's result, and its gradients side by side
+		{"the fewest rows", 4, 32, 16, 16, map[string]int{"Quantize": 2}},
+		{"a row too few", 1, 127, 32, 48, nil},
+		{"features no multiple", 3, 45, 36, 48, nil},
+		{"a perceptron of 24", 3, 45, 32, 24, map[string]int{"Quantize": 3}}, // and the gradients of gate and up
+		{"a perceptron of 20", 3, 45, 32, 20, map[string]int{"Quantize": 2}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			l := newLayers(t, seed, c.batch, c.seq, c.d, c.f)
+			plain := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption})
+			narrow := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products})
+			near(t, l, narrow, plain, 0.2, c.want != nil)
+			tasks, more := tasksOf(plain), tasksOf(narrow)
+			maps.DeleteFunc(more, func(op string, n int) bool { return tasks[op] == n })
+			if len(more) != len(c.want) || !maps.Equal(more, c.want) {
+				t.Errorf("tasks beside those of float32: %v, want %v", more, c.want)
+			}
+			if c.want == nil {
+				return
+			}
+			t.Setenv("KASMINA_WAYS", "")
+			var alone, adding int
+			own := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products, withOwnProducts(&alone, &adding),
+				WithWays("Matmul"+"=hopper-*", "RoPEProduct=fused")})
+			near(t, l, own, plain, 0.2, true)
+			if fused := tasksOf(own)["RoPE"] == 0; !fused || alone == 0 || adding == 0 {
+				t.Errorf("RoPE is in the product: %v; %d products of this module's own, %d with a matrix added", fused, alone, adding)
+			}
+			if got, want := flopsOfFloat8(own), flopsOfFloat8(narrow); got != want || want == 0 {
+				t.Errorf("%v operations of float8 by this module's own kernels, want %v as by others", got, want)
+			}
+		})
+	}
+	t.Run("GPU", func(t *testing.T) {
+		device := openGPUFloat8(t)
+		for _, size := range [][4]int{{3, 67, 256, 336}, {2, 65, 256, 264}, {5, 128, 1024, 2048}} {
+			l := newLayers(t, seed, size[0], size[1], size[2], size[3])
+			plain := newFuseMachine(t, device, l.g, l.params, l.keep, nil)
+			near(t, l, newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{WithPrecision(Float8)}), plain, 0.2, true)
+			own := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{WithPrecision(Float8),
+				WithWays("Matmul"+"=hopper-*", "RoPEProduct=fused")})
+			near(t, l, own, plain, 0.2, true)
+			fused := tasksOf(own)["RoPE"] == 0
+			if want := size[2] > 384 && device.info.Capability() == 90; fused != want { // what the kernels take
+				t.Errorf("%v: RoPE is in the product: %v", size, fused)
+			}
+		}
+	})
+}
+
+// flopsOfFloat8 is the operations that a profile measures by the ceiling of float8.
+func flopsOfFloat8(m *Machine) (flops float64) {
+	for _, t := range m.runner.Program.Calls {
+		if t.Float8 {
+			flops += t.FLOPs
+		}
+	}
+	return flops
+}
+
+// openGPUFloat8 returns the GPU, and skips the test where it does not multiply float8.
+func openGPUFloat8(t *testing.T) *Device {
+	t.Helper()
+	device := openGPU(t)
+	if got := device.info.Capability(); got != float8Capability {
+		t.Skipf("needs compute capability 9.0, this is %d", got)
+	}
+	return device
+}
+
+// TestFloat8Exactly wants products to be those of their operands as they are rounded, with the factors of rows.
+func TestFloat8Exactly(t *testing.T) {
+	const rows, in, out = 131, 48, 32
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r, g := rand.New(rand.NewPCG(seed, 1)), gorgonia.NewGraph()
+	matrix := func(name string, rows, columns int) (*gorgonia.Node, []float32) {
+		x := make([]float32, rows*columns)
+		for i := range x {
+			x[i] = float32(r.NormFloat64() * math.Exp(2*r.NormFloat64()))
+		}
+		clear(x[columns : 2*columns])
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x)))), x
+	}
+	x, xs := matrix("x", rows, in)
+	w, ws := matrix("w", out, in)
+	with, gs := matrix("with", rows, out)
+	y, err := op.Linear(x, w)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, with))))
+	grads, err := gorgonia.Grad(cost, x, w)
+	if err != nil {
+		t.Fatal(err)
+	}
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for name, params := range map[string]gorgonia.Nodes{"a parameter": {w}, "any weight": nil} {
+		m := newFuseMachine(t, device, g, params, append(gorgonia.Nodes{y}, grads...), []MachineOption{fakeOption, float8Products})
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		turned := make([]float32, in*out)
+		for i, v := range ws {
+			turned[i%in*out+i/in] = v
+		}
+		for i, want := range [][]float32{roundedProduct(xs, ws, in), roundedProduct(gs, turned, out)} {
+			got, err := m.Value([]*gorgonia.Node{y, grads[0]}[i])
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := apartBy(flat(t, got), want); !(d < 1e-6) {
+				t.Errorf("%s: product %d differs by %.2g", name, i, d)
+			}
+		}
+		want := map[bool]map[string]int{true: {"Quantize": 2}, false: {"Quantize": 3, "QuantizeColumns": 1}}[params != nil]
+		for op, n := range want {
+			if got := tasksOf(m)[op]; got != n {
+				t.Errorf("%s: %d tasks of %s, want %d", name, got, op, n)
+			}
+		}
+	}
+}
+
+// roundedProduct is a·bᵀ of rows of k numbers, each row rounded to float8.
+func roundedProduct(a, b []float32, k int) []float32 {
+	round := func(x []float32) []float64 {
+		var all []float64
+		for row := range slices.Chunk(x, k) {
+			bytes := make([]byte, k)
+			scale := float64(quantizedRow(bytes, row))
+			for _, v := range bytes {
+				all = append(all, scale*float64(gpu.FromE4M3(v)))
+			}
+		}
+		return all
+	}
+	var d []float32
+	for x := range slices.Chunk(round(a), k) {
+		for y := range slices.Chunk(round(b), k) {
+			sum := 0.0
+			for i, v := range x {
+				sum += v * y[i]
+			}
+			d = append(d, float32(sum))
+		}
+	}
+	return d
+}
+
+// float8Model is the graph of a model whose products are of float8, with a Kasmina layer in it.
+func float8Model(t testing.TB, kind llm.GraphKind, seed uint64, dim int, opts ...llm.GraphOption) (*llm.Model, *batch) {
+	t.Helper()
+	c := llm.Config{Vocab: 19, Dim: dim, Layers: 2, Heads: 2, KVHeads: 1, Seq: 65, FF: 3 * dim / 2, Kasmina: []int{0}, Seeds: 4}.Default()
+	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := m.Graph(kind, 2, opts...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &batch{Graph: g}
+	b.draw(t, seed)
+	return m, b
+}
+
+// TestFloat8Weights wants a machine that has updated its parameters, or got others, to compute what one does that begins with
+// these, and one that shares them too, without weights of its own.
+func TestFloat8Weights(t *testing.T) {
+	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
+		t.Run(name, func(t *testing.T) {
+			if name == "Muon" && testing.Short() {
+				t.Skip("takes long under the race detector, and differs from AdamW in what updates the parameters alone")
+			}
+			device, _, fakeOption := openFake(t, fake.Config{})
+			testFloat8Weights(t, device, 32, newOptimizer, []MachineOption{fakeOption}, float8Products)
+		})
+	}
+	t.Run("GPU", func(t *testing.T) {
+		testFloat8Weights(t, openGPUFloat8(t), few(256, 128), newAdamW, []MachineOption{WithPrecision(BFloat16)}, WithPrecision(Float8))
+	})
+}
+
+func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func() (optim.Optimizer, error), plain []MachineOption,
+	narrow MachineOption) {
+	const seed = 5
+	open := func(b *batch, more ...MachineOption) *Machine {
+		t.Helper()
+		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append(append(slices.Clone(plain), narrow), more...))
+	}
+	loss := func(m *Machine, b *batch) float32 {
+		t.Helper()
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		v, err := m.Value(b.Loss)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v.Data().(float32)
+	}
+	model, b := float8Model(t, llm.ForTraining, seed, dim)
+	m := open(b, WithAccumulation())
+	o, err := newOptimizer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.SetOptimizer(o, 1); err != nil {
+		t.Fatal(err)
+	}
+	first := loss(m, b)
+	for range 4 { // the later ones are replayed
+		loss(m, b)
+		if _, err := m.Update(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	last := loss(m, b)
+	if err := m.Download(); err != nil {
+		t.Fatal(err)
+	}
+	if !(last < first) {
+		t.Errorf("the loss is %v, was %v", last, first)
+	}
+	scoring, err := model.Graph(llm.ForLoss, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	score := &batch{Graph: scoring}
+	score.draw(t, seed)
+	borrower := open(score, WithParamsOf(m))
+	if n := len(borrower.runner.Program.Weights); n != 0 || len(m.runner.Program.Weights) == 0 {
+		t.Errorf("%d weights are made by the machine that owns them, and %d by the one that does not", len(m.runner.Program.Weights), n)
+	}
+	if got := tasksOf(borrower)["Quantize"]; got != 2 {
+		t.Errorf("the borrower has %d tasks of Quantize, want those of attentions", got)
+	}
+	anew := open(score)
+	if got, want := loss(borrower, score), loss(anew, score); got != want || got != last {
+		t.Errorf("with the other's parameters the loss is %v, a machine that begins with them has %v, and the other %v", got, want, last)
+	}
+	fresh, _ := float8Model(t, llm.ForLoss, seed, dim)
+	for _, p := range b.Params { // back to the first ones
+		i := slices.IndexFunc(fresh.Params, func(q llm.Param) bool { return q.Name == p.Name() })
+		copy(p.Value().Data().([]float32), fresh.Params[i].Value.Float32s())
+	}
+	if err := m.Upload(b.Params...); err != nil {
+		t.Fatal(err)
+	}
+	if got := loss(m, b); got != first {
+		t.Errorf("with the first parameters the loss is %v, was %v", got, first)
+	}
+	owner := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, plain)
+	if got, want := loss(open(score, WithParamsOf(owner)), score), loss(borrower, score); got != want {
+		t.Errorf("with the parameters of a machine without float8 the loss is %v, want %v", got, want)
+	}
+}
+
+// TestFloat8Bound wants a parameter that lies in memory of the program's to be read as it is when a run begins.
+func TestFloat8Bound(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	l := newLayers(t, 1, 3, 45, 32, 48)
+	open := func() *Machine {
+		return newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products})
+	}
+	m, gate := open(), l.named["gate"]
+	h, numbers := host{t, device.ctx}, gate.Value().Data().([]float32)
+	memory := h.place(numbers)
+	if err := m.Bind(gate, memory, 4*len(numbers)); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		for i := range numbers {
+			numbers[i] *= -1.5
+		}
+		h.write(memory, numbers)
+		fresh := open()
+		if err := errors.Join(m.RunAll(), fresh.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		got, want := l.values(t, m), l.values(t, fresh)
+		for i, n := range l.keep {
+			if !slices.Equal(flat(t, got[i]), flat(t, want[i])) {
+				t.Errorf("%s differs from that of a machine that was given the value", lower.Describe(n))
+			}
+		}
+	}
+}
+
+// TestFloat8UploadFails wants an upload that the device refuses behind the parameters to leave their float8 as new as they are.
+func TestFloat8UploadFails(t *testing.T) {
+	device, cuda, fakeOption := openFake(t, fake.Config{})
+	_, b := float8Model(t, llm.ForLoss, 4, 32)
+	open := func() *Machine {
+		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption, float8Products})
+	}
+	m := open()
+	for _, p := range b.Params {
+		for i, v := range p.Value().Data().([]float32) {
+			p.Value().Data().([]float32)[i] = -1.5 * v
+		}
+	}
+	cuda.Fail("cuMemcpyHtoDAsync", len(b.Params)+1, gpu.OutOfMemory)
+	if err := m.Upload(append(slices.Clone(b.Params), b.IDs)...); !errors.Is(err, gpu.OutOfMemory) {
+		t.Errorf("an upload whose last copy fails: %v", err)
+	}
+	fresh := open()
+	if err := errors.Join(m.RunAll(), fresh.RunAll()); err != nil {
+		t.Fatal(err)
+	}
+	got, err := m.Value(b.Loss)
+	want, wantErr := fresh.Value(b.Loss)
+	if err := errors.Join(err, wantErr); err != nil {
+		t.Fatal(err)
+	}
+	if got.Data() != want.Data() {
+		t.Errorf("the loss is %v, that of a machine that was given the values is %v", got, want)
+	}
+}
+
+// TestFloat8Recomputed wants blocks that are recomputed to leave the same bits of loss and gradients.
+func TestFloat8Recomputed(t *testing.T) {
+	test := func(t *testing.T, device *Device, dim int, opts ...MachineOption) {
+		var results [2][]float32
+		for i, graph := range [][]llm.GraphOption{nil, {llm.WithRecompute()}} {
+			_, b := float8Model(t, llm.ForTraining, 3, dim, graph...)
+			m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, opts)
+			for range 3 {
+				if err := m.RunAll(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, n := range append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...) {
+				v, err := m.Value(n)
+				if err != nil {
+					t.Fatal(err)
+				}
+				results[i] = append(results[i], flat(t, v)...)
+			}
+		}
+		if !slices.Equal(results[0], results[1]) {
+			t.Errorf("results differ by %.2g", apartBy(results[1], results[0]))
+		}
+	}
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		test(t, device, 32, fakeOption, float8Products)
+	})
+	t.Run("GPU", func(t *testing.T) {
+		// Tuned, a norm's gradient that stores float8 too, which only one of the graphs has, may add up in another order than one that does not.
+		test(t, openGPUFloat8(t), few(256, 128), WithPrecision(Float8), WithTuning(TuneOff))
+	})
+}
+
+// TestFloat8Trains trains twice with float8 and once with bfloat16: the same bits, and nearly the same loss.
+func TestFloat8Trains(t *testing.T) {
+	device := openGPUFloat8(t)
+	train := func(p Precision) []float32 { return lossesOf(t, device, WithPrecision(p)) }
+	narrowTrains(t, train(BFloat16), train(Float8), train(Float8))
+}
+
+// lossesOf trains a model of bfloat16 or float8 for some steps.
+func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []float32) {
+	t.Helper()
+	_, b := float8Model(t, llm.ForTraining, 8, few(256, 128))
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, opts)
+	o, err := newAdamW()
+	if err == nil {
+		err = m.SetOptimizer(o, 1)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range few(20, 3) {
+		b.draw(t, uint64(i%4))
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		loss, _, err := m.Step(b.Loss)
+		if err != nil {
+			t.Fatal(err)
+		}
+		losses = append(losses, float32(loss))
+	}
+	return losses
+}
+
+// narrowTrains wants losses in fewer digits to end near those in more, not to be them, and to be the same in two runs.
+func narrowTrains(t *testing.T, wide, narrow, again []float32) {
+	t.Helper()
+	if !slices.Equal(narrow, again) {
+		t.Errorf("losses of two runs differ: %v and %v", narrow, again)
+	}
+	last := len(wide) - 1
+	t.Logf("losses %v and %v", narrow[last], wide[last])
+	if d := narrow[last]/wide[last] - 1; !(math.Abs(float64(d)) < 0.02) || slices.Equal(narrow, wide) {
+		t.Errorf("the loss is %v, and %v with more digits", narrow[last], wide[last])
+	}
+}
+
+// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also with a matrix added, and those of norms
+// with their float8; and RoPE's product to be another than that of the type in which its result is stored.
+func TestFloat8Tuned(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+	l := newLayers(t, 1, 3, 45, 32, 48)
+	var log bytes.Buffer
+	adding := 0
+	private := func(c *machineConfig) error {
+		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
+		return nil
+	}
+	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption, float8Products, withOwnProducts(new(int), &adding), private, WithTuning(TuneCached),
+		WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
+	if err := m.RunAll(); err != nil {
+		t.Fatal(err)
+	}
+	timed, turned := 0, 0
+	for _, c := range m.Choices() {
+		if c.Op == "Matmul" && strings.Contains(c.Shape, "Scaling:rows") && c.Source == Measured && c.Of == 4 {
+			timed++
+		}
+		if c.Op == "RoPEProduct" && strings.HasSuffix(c.Shape, "of float8") && c.Source == Measured {
+			turned++
+		}
+	}
+	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32, down 32 of 48. Back: 32 of 96, twice, and of
+	// 32, to which nothing is added, and 48 of 32.
+	if timed != 6 || turned != 1 || adding == 0 || log.Len() > 0 {
+		t.Errorf("%d shapes of products are timed, want 6, and %d with RoPE, want 1; %d run with a matrix added; %s", timed, turned, adding,
+			log.String())
+	}
+}
+
+// TestFloat8Refused wants an error that names the precision, what it needs and what there is.
+func TestFloat8Refused(t *testing.T) {
+	gpu := func(major, minor int) []gpu.DeviceInfo {
+		return []gpu.DeviceInfo{{Name: "Some GPU", Major: major, Minor: minor, Memory: 1 << 30, SMs: 2, L2: 1 << 20}}
+	}
+	for want, config := range map[string]fake.Config{
+		"this is Some GPU, of 8.9, with cuBLASLt 13.0":  {Devices: gpu(8, 9)},
+		"this is Some GPU, of 9.0, with cuBLASLt 12.8":  {Devices: gpu(9, 0), BlasVersion: 120801},
+		"this is Some GPU, of 10.0, with cuBLASLt 13.0": {Devices: gpu(10, 0)},
+		"the fake cuBLASLt":                             {NoBlas: true},
+	} {
+		device, _, fakeOption := openFake(t, config)
+		g := gorgonia.NewGraph()
+		gorgonia.Must(gorgonia.Square(gorgonia.NewScalar(g, tensor.Float32, gorgonia.WithName("x"))))
+		m, err := NewMachine(device, g, fakeOption, WithPrecision(Float8))
+		if m != nil || err == nil || !strings.Contains(err.Error(), want) ||
+			!config.NoBlas && !strings.Contains(err.Error(), "WithPrecision(Float8)") || !strings.HasPrefix(err.Error(), "cudaops.NewMachine: ") {
+			t.Errorf("error %v, want one with %q", err, want)
+		}
+		if config.NoBlas == errors.Is(err, ErrUnsupportedPrecision) {
+			t.Errorf("error %v, is it ErrUnsupportedPrecision: want %v", err, !config.NoBlas)
+		}
+	}
+}
+
+// narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which fakeKernels do not know.
+func narrowGradients(c *machineConfig) error {
+	c.narrow = gpu.BFloat16
+	return nil
+}
+
+// brain is x rounded to bfloat16, to even.
+func brain(x float32) float32 {
+	b := math.Float32bits(x)
+	return math.Float32frombits((b + 0x7fff + b>>16&1) &^ 0xffff)
+}
+
+// tableTypes counts the types of gradients in optimisers' tables.
+type tableTypes struct {
+	kernels.Launcher
+	count map[gpu.DType]int
+}
+
+func (k tableTypes) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {
+	for _, t := range tensors {
+		k.count[t.GradType]++
+	}
+	return k.Launcher.NewTable(tensors)
+}
+
+func countTypes(count map[gpu.DType]int) MachineOption {
+	return withKernels(func(k kernels.Launcher) kernels.Launcher { return tableTypes{k, count} })
+}
+
+// ofLayer reports whether a model's parameter is the weights of a linear layer or of a perceptron.
+func ofLayer(name string) bool { return strings.HasSuffix(name, "_proj.weight") }
+
+// narrowed is the names of parameters whose gradients a machine keeps in bfloat16.
+func narrowed(m *Machine, params gorgonia.Nodes) (names []string) {
+	for _, p := range params {
+		if m.runner.Program.Values[p.Deriv()].Type == gpu.BFloat16 {
+			names = append(names, p.Name())
+		}
+	}
+	return names
+}
+
+// numbersOf is the values of nodes, one behind the other in each.
+func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32) {
+	t.Helper()
+	for _, n := range nodes {
+		v, err := m.Value(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, slices.Clone(flat(t, v)))
+	}
+	return all
+}
+
+// TestGradientPrecision wants the gradients of weights, and of nothing else, to be those of float32 rounded to bfloat16, and an update to
+// read them so.
+func TestGradientPrecision(t *testing.T) {
+	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
+		t.Run(name+"/fake", func(t *testing.T) {
+			for seed := range uint64(2) { // one of them with weights that begin within 16 bytes
+				device, _, fakeOption := openFake(t, fake.Config{})
+				testGradientPrecision(t, device, seed, newOptimizer, 0, narrowGradients, fakeOption)
+			}
+		})
+		for _, p := range []Precision{BFloat16, Float8} {
+			t.Run(fmt.Sprintf("%s/GPU %v", name, p), func(t *testing.T) {
+				device := openGPU(t)
+				if p == Float8 {
+					device = openGPUFloat8(t)
+				}
+				// Products add up in another order where their results are of another type.
+				testGradientPrecision(t, device, rand.Uint64(), newOptimizer, 1e-3, WithGradientPrecision(BFloat16), WithPrecision(p), WithTuning(TuneOff))
+			})
+		}
+	}
+}
+
+func testGradientPrecision(t *testing.T, device *Device, seed uint64, newOptimizer func() (optim.Optimizer, error), tolerance float64,
+	narrow MachineOption, opts ...MachineOption) {
+	t.Logf("random seed %d", seed)
+	_, wide := newBatch(t, llm.ForTraining, seed)
+	_, b := newBatch(t, llm.ForTraining, seed)
+	count := map[gpu.DType]int{}
+	plain := newFuseMachine(t, device, wide.G, wide.Params, gorgonia.Nodes{wide.Loss}, opts)
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append(slices.Clone(opts), countTypes(count), narrow))
+	if got := narrowed(plain, wide.Params); len(got) > 0 || plain.GradientPrecision() != Float32 {
+		t.Errorf("without the option these are bfloat16: %q, and the machine's are %v", got, plain.GradientPrecision())
+	}
+	layers := 0
+	for _, p := range b.Params {
+		want := gpu.Float32
+		if ofLayer(p.Name()) {
+			want, layers = gpu.BFloat16, layers+1
+		}
+		if got := m.runner.Program.Values[p.Deriv()].Type; got != want {
+			t.Errorf("the gradient of %s is %v, want %v", p.Name(), got, want)
+		}
+	}
+	if got := m.GradientPrecision(); got != BFloat16 {
+		t.Errorf("the machine's gradients are %v", got)
+	}
+	o, err := newOptimizer()
+	if err == nil {
+		err = m.SetOptimizer(o, 0.01)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if count[gpu.BFloat16] != layers || count[gpu.Float32] != len(b.Params)-layers {
+		t.Errorf("the optimiser's gradients are of %v, want %d of bfloat16 and %d of float32", count, layers, len(b.Params)-layers)
+	}
+	for _, err := range []error{plain.RunAll(), m.RunAll()} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, want := numbersOf(t, m, derivatives(b.Params)), numbersOf(t, plain, derivatives(wide.Params))
+	var squares float64
+	for i, p := range b.Params {
+		var largest float64
+		for _, v := range want[i] {
+			largest = max(largest, math.Abs(float64(v)))
+		}
+		for j, v := range got[i] {
+			squares += float64(v) * float64(v)
+			w := want[i][j]
+			if ofLayer(p.Name()) {
+				if v != brain(v) {
+					t.Fatalf("%s: element %d is %v, which bfloat16 does not have", p.Name(), j, v)
+				}
+				if tolerance == 0 {
+					w = brain(w)
+				}
+			}
+			apart := math.Abs(float64(v) - float64(w))
+			if ofLayer(p.Name()) && tolerance > 0 {
+				apart -= math.Abs(float64(w)) / 256
+			}
+			if !(apart <= tolerance*largest) {
+				t.Fatalf("%s: element %d is %v, want %v", p.Name(), j, v, w)
+			}
+		}
+	}
+	norm, err := m.Update()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := math.Sqrt(squares); !(math.Abs(norm-want) < 1e-5*want) {
+		t.Errorf("the norm is %v, want %v", norm, want)
+	}
+	if err := m.Download(); err != nil {
+		t.Fatal(err)
+	}
+	gain := map[string]float64{}
+	for _, p := range b.Params {
+		r := o.(update.Rules).Rule(p.Name(), p.Shape())
+		gain[p.Name()+".exp_avg"], gain[p.Name()+".momentum_buffer"] = 1-r.Beta1, 1-r.Beta1
+	}
+	seen := 0
+	for _, s := range o.State() {
+		i := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool { return strings.HasPrefix(s.Name, p.Name()+".") })
+		times := gain[s.Name] * min(1, 0.01/(norm+1e-6))
+		if times == 0 {
+			continue
+		}
+		seen++
+		for j, v := range s.Data.([]float32) {
+			if w := times * float64(got[i][j]); !(math.Abs(float64(v)-w) <= 1e-5*math.Abs(w)+1e-12) {
+				t.Fatalf("%s: element %d is %v, want %v", s.Name, j, v, w)
+			}
+		}
+	}
+	if seen != len(b.Params) {
+		t.Errorf("of %d parameters the optimiser remembers %d gradients", len(b.Params), seen)
+	}
+}
+
+// TestGradientPrecisionElsewhere wants gradients that others read than an update of one run, or that no one product forms, to stay
+// float32, and those of all in one product if one of them does.
+func TestGradientPrecisionElsewhere(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	_, b := newBatch(t, llm.ForTraining, 2)
+	named := func(part string) *gorgonia.Node {
+		i := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool { return strings.Contains(p.Name(), part) })
+		return b.Params[i]
+	}
+	var all []string
+	for _, p := range b.Params {
+		if ofLayer(p.Name()) {
+			all = append(all, p.Name())
+		}
+	}
+	without := func(parts ...string) []string {
+		return slices.DeleteFunc(slices.Clone(all), func(name string) bool {
+			return slices.ContainsFunc(parts, func(part string) bool { return strings.Contains(name, part) })
+		})
+	}
+	others := func(part string) gorgonia.Nodes {
+		return slices.DeleteFunc(slices.Clone(b.Params), func(p *gorgonia.Node) bool { return p == named(part) })
+	}
+	for name, c := range map[string]struct {
+		params gorgonia.Nodes
+		opts   []MachineOption
+		want   []string
+	}{
+		"as it is":         {b.Params, nil, all},
+		"gathered":         {b.Params, []MachineOption{WithAccumulation()}, nil},
+		"asked for k":      {b.Params, []MachineOption{WithOutputs(named("0.self_attn.k").Deriv())}, without("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")},
+		"asked for up":     {b.Params, []MachineOption{WithOutputs(named("0.mlp.up").Deriv())}, without("0.mlp.gate", "0.mlp.up")},
+		"asked for down":   {b.Params, []MachineOption{WithOutputs(named("0.mlp.down").Deriv())}, without("0.mlp.down")},
+		"no parameter o":   {others("0.self_attn.o"), nil, without("0.self_attn.o")},
+		"no parameter v":   {others("0.self_attn.v"), nil, without("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")},
+		"without a choice": {b.Params, []MachineOption{func(c *machineConfig) error { c.narrow = gpu.Float32; return nil }}, nil},
+	} {
+		m := newFuseMachine(t, device, b.G, c.params, gorgonia.Nodes{b.Loss}, append([]MachineOption{fakeOption, narrowGradients}, c.opts...))
+		if got := narrowed(m, b.Params); !slices.Equal(got, c.want) {
+			t.Errorf("%s: bfloat16 are %q, want %q", name, got, c.want)
+		}
+		if want := map[bool]Precision{false: Float32, true: BFloat16}[c.want != nil]; m.GradientPrecision() != want {
+			t.Errorf("%s: the machine's gradients are %v, want %v", name, m.GradientPrecision(), want)
+		}
+	}
+
+	g := gorgonia.NewGraph()
+	matrix := func(name string) *gorgonia.Node {
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4, 4), gorgonia.WithName(name), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	}
+	x, once, twice, squared := matrix("x"), matrix("once"), matrix("twice"), matrix("squared")
+	y := x
+	for _, w := range []*gorgonia.Node{once, twice, squared, twice} {
+		y = gorgonia.Must(op.Linear(y, w))
+	}
+	params := gorgonia.Nodes{once, twice, squared}
+	if _, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(y)), params...); err != nil {
+		t.Fatal(err)
+	}
+	gorgonia.Must(gorgonia.Square(squared.Deriv()))
+	m := newFuseMachine(t, device, g, params, nil, []MachineOption{fakeOption, narrowGradients})
+	if got := narrowed(m, params); !slices.Equal(got, []string{"once"}) {
+		t.Errorf("bfloat16 are %q, want that of a weight which is used once, and whose gradient nobody else reads", got)
+	}
+	if err := m.RunAll(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestGradientPrecisionRecomputed wants blocks that are recomputed to leave the same gradients, of the same types, and within them too
+// float32 where it is asked for.
+func TestGradientPrecisionRecomputed(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	var values [2][][]float32
+	for i, graph := range [][]llm.GraphOption{nil, {llm.WithRecompute()}} {
+		b := deepGraph(t, 2, 32, 6, 3, graph...)
+		b.draw(t, 5)
+		k := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool { return strings.Contains(p.Name(), "1.self_attn.k_proj") })
+		down := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool { return strings.Contains(p.Name(), "0.mlp.down_proj") })
+		gorgonia.Must(gorgonia.Square(b.Params[down].Deriv())) // read by another node
+		wide := []string{"1.self_attn.q", "1.self_attn.k", "1.self_attn.v", "0.mlp.down"}
+		var want []string
+		for _, p := range b.Params {
+			if ofLayer(p.Name()) && !slices.ContainsFunc(wide, func(s string) bool { return strings.Contains(p.Name(), s) }) {
+				want = append(want, p.Name())
+			}
+		}
+		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss, b.Params[k].Deriv()}, []MachineOption{fakeOption, narrowGradients})
+		if got := narrowed(m, b.Params); !slices.Equal(got, want) || len(want) == 0 {
+			t.Errorf("%d: bfloat16 are %q, want %q", i, got, want)
+		}
+		if err := m.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		values[i] = numbersOf(t, m, append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...))
+	}
+	for i, v := range values[0] {
+		if !slices.Equal(v, values[1][i]) {
+			t.Errorf("value %d differs by %.2g where blocks are recomputed", i, apartBy(values[1][i], v))
+		}
+	}
+}
+
+// TestGradientPrecisionMemory wants them to take half the memory: most of that of a model with few tokens.
+func TestGradientPrecisionMemory(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	arena := func(opts ...MachineOption) int {
+		b := deepGraph(t, 4, 96, 4, 1)
+		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append(opts, fakeOption)).runner.Program.Arena
+	}
+	wide, narrow := arena(), arena(narrowGradients)
+	t.Logf("%d KiB for a run, %d KiB with gradients of bfloat16", wide>>10, narrow>>10)
+	if narrow > wide*5/8 {
+		t.Errorf("a run takes %d bytes, and with gradients of float32 %d", narrow, wide)
+	}
+}
+
+// TestGradientPrecisionRefused wants an error that says with what it goes.
+func TestGradientPrecisionRefused(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g := gorgonia.NewGraph()
+	gorgonia.Must(gorgonia.Square(gorgonia.NewScalar(g, tensor.Float32, gorgonia.WithName("x"))))
+	for _, c := range []struct {
+		want string
+		opts []MachineOption
+	}{
+		{"", []MachineOption{WithGradientPrecision(BFloat16), WithPrecision(BFloat16)}},
+		{"", []MachineOption{WithPrecision(Float8), WithGradientPrecision(BFloat16)}},
+		{"", []MachineOption{WithPrecision(Float16), WithGradientPrecision(Float32)}},
+		{"WithGradientPrecision(bf16) goes with the precisions BFloat16 and Float8, and WithPrecision has f16", []MachineOption{WithGradientPrecision(BFloat16), WithPrecision(Float16)}},
+		{"WithGradientPrecision(bf16) goes with the precisions BFloat16 and Float8, and WithPrecision has f32", []MachineOption{WithGradientPrecision(BFloat16)}},
+		{"WithGradientPrecision: got f16, want Float32 or BFloat16", []MachineOption{WithPrecision(Float16), WithGradientPrecision(Float16)}},
+		{"WithGradientPrecision: got f8, want", []MachineOption{WithPrecision(Float8), WithGradientPrecision(Float8)}},
+	} {
+		m, err := NewMachine(device, g, append(c.opts, fakeOption)...)
+		if err == nil {
+			err = m.Close()
+		}
+		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("error %v, want %q", err, c.want)
+		}
+	}
+}
+
+// TestGradientPrecisionTrains trains twice with gradients of bfloat16 and once with those of float32: the same bits, and nearly the
+// same loss.
+func TestGradientPrecisionTrains(t *testing.T) {
+	device := openGPU(t)
+	train := func(p Precision) []float32 {
+		return lossesOf(t, device, WithPrecision(BFloat16), WithGradientPrecision(p))
+	}
+	narrowTrains(t, train(Float32), train(BFloat16), train(BFloat16))
+}
+
+// TestLossScale wants gradients without the scale, a step that overflows to change nothing but the scale, and the scale to
+// move by its rule.
+func TestLossScale(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testLossScale(t, device, fakeOption, scaledGradients)
+	})
+	t.Run("GPU", func(t *testing.T) { testLossScale(t, openGPU(t), WithPrecision(Float16)) })
+}
+
+func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
+	model, b := newBatch(t, llm.ForTraining, 2)
+	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...), WithOutputs(b.Loss))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer machine.Close()
+	adamw, err := newAdamW()
+	if err == nil {
+		err = machine.SetOptimizer(adamw, 1)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := func() {
+		t.Helper()
+		if err := machine.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	scaleIs := func(want LossScale) {
+		t.Helper()
+		if got := machine.LossScale(); got != want {
+			t.Errorf("the loss scale is %+v, want %+v", got, want)
+		}
+	}
+	steps := func() (n int64) {
+		t.Helper()
+		if err := machine.Download(); err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range adamw.State() {
+			if strings.HasSuffix(s.Name, ".step") {
+				n = s.Data.([]int64)[0]
+			}
+		}
+		return n
+	}
+	scaleIs(LossScale{Scale: 1 << 16})
+
+	// A gradient that cannot be told from infinity. The scale is halved as often as the step is repeated.
+	last := len(b.Params) - 1
+	weight := model.Params[last].Value.Float32s()
+	old := slices.Clone(weight)
+	weight[0] = float32(math.Inf(1))
+	if err := machine.Upload(b.Params[last]); err != nil {
+		t.Fatal(err)
+	}
+	before := slices.Clone(model.Params[0].Value.Float32s())
+	for i := range 3 {
+		run()
+		if norm, err := machine.Update(); err != nil || norm-norm == 0 {
+			t.Errorf("a step that overflows: norm %v, %v", norm, err)
+		}
+		scaleIs(LossScale{Scale: math.Ldexp(1, 15-i), Skipped: i + 1})
+	}
+	if n := steps(); n != 0 || !slices.Equal(before, model.Params[0].Value.Float32s()) {
+		t.Errorf("after steps that were skipped the optimiser has made %d, or a parameter has changed", n)
+	}
+	// At 1 there is nothing left that the scale could be to blame for.
+	if err := machine.SetLossScale(LossScale{Scale: 2, Good: 5, Skipped: 3}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := machine.Value(b.Params[0].Deriv()); err == nil || !strings.Contains(err.Error(), "dropped") {
+		t.Errorf("a gradient that carries the scale of before: %v", err)
+	}
+	if _, err := machine.Update(); err == nil || !strings.Contains(err.Error(), "run the machine again") {
+		t.Errorf("an update with gradients that carry the scale of before: %v", err)
+	}
+	run()
+	if _, err := machine.Update(); err != nil {
+		t.Error(err)
+	}
+	run()
+	if _, err := machine.Update(); !errors.Is(err, ErrNonFinite) {
+		t.Errorf("at a scale of 1: %v, want ErrNonFinite", err)
+	}
+	scaleIs(LossScale{Scale: 1, Skipped: 5})
+
+	copy(weight, old)
+	if err := errors.Join(machine.Upload(b.Params[last]), machine.SetLossScale(LossScale{Scale: 8, Good: 1998, Skipped: 5})); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 3 {
+		run()
+		g, err := machine.Value(b.Params[1].Deriv())
+		if err != nil {
+			t.Fatal(err)
+		}
+		tape := gorgonia.NewTapeMachine(b.G)
+		if err := errors.Join(machine.Download(), tape.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		if d := distance(t, g, b.Params[1].Deriv().Value()); !(d < 1e-2) {
+			t.Errorf("a gradient differs by %.2g from that of Gorgonia's machine", d)
+		}
+		tape.Close()
+		if _, err := machine.Update(); err != nil {
+			t.Fatal(err)
+		}
+		scaleIs([]LossScale{{8, 1999, 5}, {16, 0, 5}, {16, 1, 5}}[i])
+	}
+	if n := steps(); n != 3 {
+		t.Errorf("the optimiser has made %d steps, want 3", n)
+	}
+}
+
+// TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is not the scale itself, and such
+// as are computed again for their gradient.
+func TestScaledOutputLayer(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for name, head := range map[string]func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error){
+		"fused": op.LinearCrossEntropy,
+		"separate": func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+			logits, err := op.Linear(x, w)
+			if err != nil {
+				return nil, err
+			}
+			return op.CrossEntropy(logits, targets)
+		},
+		"recomputed": func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+			return autodiff.Recompute(gorgonia.Nodes{x, w, targets}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+				return op.LinearCrossEntropy(in[0], in[1], in[2])
+			})
+		},
+	} {
+		g := gorgonia.NewGraph()
+		input := func(name string, s shape) *gorgonia.Node {
+			values := make([]float32, program.Size(s))
+			for i := range values {
+				values[i] = float32(rand.NormFloat64())
+			}
+			return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(values)), gorgonia.WithName(name))
+		}
+		x, w := input("x", shape{3, 4}), input("w", shape{5, 4})
+		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 4, 2})), gorgonia.WithName("targets"))
+		loss, err := head(x, w, targets)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cost := gorgonia.Must(gorgonia.Add(gorgonia.Must(gorgonia.Mul(loss, gorgonia.NewConstant(float32(0.3)))), gorgonia.Must(gorgonia.Mean(x))))
+		if _, err := gorgonia.Grad(cost, x, w); err != nil {
+			t.Fatal(err)
+		}
+		tape := gorgonia.NewTapeMachine(g)
+		defer tape.Close()
+		if err := tape.RunAll(); err != nil {
+			t.Fatal(err)
+		}
+		for _, way := range []string{"separate", "fused"} {
+			m, err := NewMachine(device, g, fakeOption, WithParams(x, w), scaledGradients, WithWays("LinearCrossEntropy="+way))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer m.Close()
+			// No power of two, so that one factor too many or too few shows.
+			if err := errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()); err != nil {
+				t.Fatal(err)
+			}
+			for _, p := range []*gorgonia.Node{x, w} {
+				v, err := m.Value(p.Deriv())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if d := distance(t, v, p.Deriv().Value()); !(d < 1e-5) {
+					t.Errorf("%s, %s: the gradient of %s differs by %.2g", name, way, p.Name(), d)
+				}
+			}
+		}
+	}
+}
+
+// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its scale has made infinite, but to
+// count it all the same: on the device and, with a blueprint that has no kernel, on the host.
+func TestOverflowInKasmina(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	own, err := ownKind()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 4 {
+		scale, kind := []float64{1, 0x1p127}[i%2], []blueprints.Kind{blueprints.Residual, own}[i/2]
+		g := gorgonia.NewGraph()
+		input := func(name string, values ...float32) *gorgonia.Node {
+			shape := tensor.Shape{len(values) / 2, 2}
+			return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(values)), gorgonia.WithName(name))
+		}
+		lattice, err := state.NewLattice(1, 2, state.WithoutGates())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(lattice.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: kind}), lattice.Transition(0, state.Training)); err != nil {
+			t.Fatal(err)
+		}
+		x, weights := input("x", 1, 2, 3, 4), input("weights", 0, 0, 0, 0)
+		scales := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]float32{1, 1})), gorgonia.WithName("scales"))
+		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 1})), gorgonia.WithName("targets"))
+		y, err := op.Kasmina(x, weights, scales, lattice, op.StopOnNonFinite())
+		if err != nil {
+			t.Fatal(err)
+		}
+		loss := gorgonia.Must(gorgonia.Mul(gorgonia.Must(op.CrossEntropy(y, targets)), gorgonia.NewConstant(float32(1e20))))
+		if _, err := gorgonia.Grad(loss, x); err != nil {
+			t.Fatal(err)
+		}
+		m, err := NewMachine(device, g, fakeOption, WithParams(x), WithOutputs(loss), scaledGradients)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		if err := errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()); err != nil {
+			t.Fatal(err)
+		}
+		v, err := m.Value(x.Deriv())
+		if err != nil {
+			t.Errorf("scale %v: %v", scale, err)
+			continue
+		}
+		if finite := flat(t, v)[0]-flat(t, v)[0] == 0; finite != (scale == 1) {
+			t.Errorf("scale %v: the gradient is %v", scale, v)
+		}
+		if counted := lattice.Report().Seeds[0].NonFiniteG; (counted > 0) != (scale > 1) {
+			t.Errorf("scale %v, %v: %d elements of g are counted as not finite", scale, kind, counted)
+		}
+	}
+}
+
+// TestLossScaleErrors wants graphs in which the scale has no place to be refused, and arguments that are none.
+func TestLossScaleErrors(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	// open returns a machine for Σ w² ⊙ x, derived by derive.
+	open := func(derive func(loss, w *gorgonia.Node) error) (*Machine, error) {
+		g := gorgonia.NewGraph()
+		value := tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{1, 2, 3}))
+		w := gorgonia.NodeFromAny(g, value, gorgonia.WithName("w"))
+		x := gorgonia.NodeFromAny(g, value, gorgonia.WithName("x"))
+		loss := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(gorgonia.Must(gorgonia.Square(w)), x))))
+		if err := derive(loss, w); err != nil {
+			t.Fatal(err)
+		}
+		m, err := NewMachine(device, g, fakeOption, WithParams(w), scaledGradients)
+		if err == nil {
+			t.Cleanup(func() { m.Close() })
+		}
+		return m, err
+	}
+	grad := func(loss, w *gorgonia.Node) error { _, err := gorgonia.Grad(loss, w); return err }
+	wants := func(err error, want string) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error that says %q", err, want)
+		}
+	}
+	_, err := open(func(loss, w *gorgonia.Node) error {
+		up := gorgonia.NewScalar(loss.Graph(), tensor.Float32, gorgonia.WithName("up"), gorgonia.WithValue(float32(2)))
+		_, err := gorgonia.Backpropagate(gorgonia.Nodes{loss}, gorgonia.Nodes{up}, gorgonia.Nodes{w})
+		return err
+	})
+	wants(err, "derive the parameters with gorgonia.Grad")
+	_, err = open(func(loss, w *gorgonia.Node) error {
+		if err := grad(loss, w); err != nil {
+			return err
+		}
+		_, err := gorgonia.Square(w.Deriv())
+		return err
+	})
+	wants(err, "not linear in the gradient of the loss")
+	m, err := open(grad)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for want, s := range map[string]LossScale{"Scale is 0.5": {Scale: 0.5}, "Scale is NaN": {Scale: math.NaN()}, "Scale is +Inf": {Scale: math.Inf(1)},
+		"Good is -1": {Scale: 1, Good: -1}, "Skipped -2": {Scale: 1, Skipped: -2}} {
+		wants(m.SetLossScale(s), want)
+	}
+	if got := m.LossScale(); got != (LossScale{Scale: firstLossScale}) {
+		t.Errorf("after arguments that were refused the scale is %+v", got)
+	}
+	g, _, _ := stockGraph(t)
+	plain, err := NewMachine(device, g, fakeOption, scaledGradients)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer plain.Close()
+	wants(plain.SetLossScale(LossScale{Scale: 2}), "does not scale")
+	if got := plain.LossScale(); got != (LossScale{Scale: 1}) {
+		t.Errorf("a machine without gradients has the scale %+v", got)
+	}
+}
