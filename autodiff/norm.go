@@ -9,7 +9,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
@@ -57,9 +57,9 @@ func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, er
 	for _, p := range ps {
 		switch g := p.Grad.(type) {
 		case []float32:
-			cpu.ScaleBy(g, scale)
+			array.ScaleBy(g, scale)
 		case []float64:
-			cpu.ScaleBy(g, scale)
+			array.ScaleBy(g, scale)
 		}
 	}
 	return norm, nil
@@ -71,9 +71,9 @@ func globalNorm(ps []params.Param) (float64, error) {
 	for i, p := range ps {
 		switch g := p.Grad.(type) {
 		case []float32:
-			sum += cpu.SumSquares(g)
+			sum += array.SumSquares(g)
 		case []float64:
-			sum += cpu.SumSquares(g)
+			sum += array.SumSquares(g)
 		}
 		if math.IsNaN(sum) || math.IsInf(sum, 0) {
 			if e := nonFinite(p.Grad, p.Shape); e != nil {
@@ -125,9 +125,9 @@ func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) 
 
 func isNonFinite(p params.Param) bool {
 	if x, ok := p.Value.([]float32); ok {
-		return cpu.FirstNonFinite(x) >= 0 || p.NonFinite() >= 0
+		return array.FirstNonFinite(x) >= 0 || p.NonFinite() >= 0
 	}
-	return cpu.FirstNonFinite(p.Value.([]float64)) >= 0 || p.NonFinite() >= 0
+	return array.FirstNonFinite(p.Value.([]float64)) >= 0 || p.NonFinite() >= 0
 }
 
 func nonFiniteValue(v gorgonia.Value) *NonFiniteError {
@@ -146,11 +146,11 @@ func nonFinite(data any, shape tensor.Shape) *NonFiniteError {
 	i, v := -1, 0.0
 	switch d := data.(type) {
 	case []float32:
-		if i = cpu.FirstNonFinite(d); i >= 0 {
+		if i = array.FirstNonFinite(d); i >= 0 {
 			v = float64(d[i])
 		}
 	case []float64:
-		if i = cpu.FirstNonFinite(d); i >= 0 {
+		if i = array.FirstNonFinite(d); i >= 0 {
 			v = d[i]
 		}
 	}

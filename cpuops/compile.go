@@ -11,7 +11,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
@@ -233,9 +233,9 @@ func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 	c.push(step{node: p.Deriv(), in: []*value{g}, args: make(opbase.Args, 1), run: func(s *step) error {
 		switch g := s.args[0].(type) {
 		case []float32:
-			cpu.Accumulate(flat.([]float32), g)
+			array.Accumulate(flat.([]float32), g)
 		case []float64:
-			cpu.Accumulate(flat.([]float64), g)
+			array.Accumulate(flat.([]float64), g)
 		}
 		return nil
 	}})

@@ -1,7 +1,8 @@
 package cpuops
 
 import (
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -34,7 +35,7 @@ func (c *compiler) fuse() {
 	}
 	for i := range c.steps {
 		s := &c.steps[i]
-		if f, ok := sumOf(s); !ok || f != cpu.Add || s.way == gorgoniaWay {
+		if f, ok := sumOf(s); !ok || f != array.Add || s.way == gorgoniaWay {
 			continue
 		}
 		for k, v := range s.in {
@@ -55,7 +56,7 @@ func (c *compiler) fuse() {
 }
 
 // sumOf is arithmetic for two tensors of the result's shape.
-func sumOf(s *step) (cpu.ArithmeticOp, bool) {
+func sumOf(s *step) (array.Op, bool) {
 	if s.out == nil || len(s.in) != 2 {
 		return 0, false
 	}
@@ -72,9 +73,9 @@ func linearAdd(s *step) error {
 	rows, in, out := s.in[1].shape[0], s.in[1].shape[1], s.in[2].shape[0]
 	switch y := s.out.flat.(type) {
 	case []float32:
-		cpu.LinearAdd(y, s.args[0].([]float32), s.args[1].([]float32), s.args[2].([]float32), rows, in, out)
+		gemm.LinearAdd(y, s.args[0].([]float32), s.args[1].([]float32), s.args[2].([]float32), rows, in, out)
 	case []float64:
-		cpu.LinearAdd(y, s.args[0].([]float64), s.args[1].([]float64), s.args[2].([]float64), rows, in, out)
+		gemm.LinearAdd(y, s.args[0].([]float64), s.args[1].([]float64), s.args[2].([]float64), rows, in, out)
 	}
 	return nil
 }

@@ -15,7 +15,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
@@ -306,13 +306,13 @@ func (m *Machine) Release() {
 }
 
 // ErrNoBFloat16 says that the CPU cannot multiply in bfloat16.
-var ErrNoBFloat16 = cpu.ErrNoBFloat16
+var ErrNoBFloat16 = gemm.ErrNoBFloat16
 
 // UseBFloat16 makes large products of float32 matrices round their operands to bfloat16 in the whole process, or makes them
 // stop. Sums stay float32, and so does everything else; it needs a CPU with AVX512-BF16. Elsewhere it
 // returns [ErrNoBFloat16] and changes nothing. Results of runs with and without it differ.
 func UseBFloat16(on bool) error {
-	if err := cpu.UseBFloat16(on); err != nil {
+	if err := gemm.UseBFloat16(on); err != nil {
 		return fmt.Errorf("cpuops.UseBFloat16: %w", err)
 	}
 	return nil

@@ -9,6 +9,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -35,25 +36,25 @@ func (c *compiler) choose(s *step) {
 	if !ok {
 		return
 	}
-	s.ways = []string{cpu.ISA(), gorgoniaWay}
+	s.ways = []string{cpu.Level().String(), gorgoniaWay}
 	if s.way = c.way(s.name(), s.ways...); s.way != gorgoniaWay {
 		s.inPlace = true
 		s.run = func(s *step) error {
 			switch y := s.out.flat.(type) {
 			case []float32:
-				cpu.Arithmetic(f, y, s.args[0].([]float32), s.args[1].([]float32))
+				array.Arithmetic(f, y, s.args[0].([]float32), s.args[1].([]float32))
 			case []float64:
-				cpu.Arithmetic(f, y, s.args[0].([]float64), s.args[1].([]float64))
+				array.Arithmetic(f, y, s.args[0].([]float64), s.args[1].([]float64))
 			}
 			return nil
 		}
 	}
 }
 
-var symbols = map[string]cpu.ArithmeticOp{"+": cpu.Add, "-": cpu.Sub, "⊙": cpu.Mul, "÷": cpu.Div}
+var symbols = map[string]array.Op{"+": array.Add, "-": array.Sub, "⊙": array.Mul, "÷": array.Div}
 
 // arithmetic recognises Gorgonia's elementwise arithmetic on tensors of one shape, or of a tensor and a scalar.
-func arithmetic(s *step) (cpu.ArithmeticOp, bool) {
+func arithmetic(s *step) (array.Op, bool) {
 	if fmt.Sprintf("%T", s.node.Op()) != "gorgonia.elemBinOp" {
 		return 0, false
 	}

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
@@ -134,8 +135,8 @@ func (s *step) only() string {
 	if baseOf(s.node) == nil && s.out != nil {
 		return gorgoniaWay
 	}
-	way := cpu.ISA()
-	if m, n, k := s.product(); s.in[0].dt == tensor.Float32 && cpu.Rounds(m, n, k) {
+	way := cpu.Level().String()
+	if m, n, k := s.product(); s.in[0].dt == tensor.Float32 && gemm.Rounds(m, n, k) {
 		way += " bf16"
 	}
 	return way

@@ -30,7 +30,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
+	cpucrossentropy "github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
+	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 )
 
 // fakeKernels does in Go, on the fake driver's memory and in its streams' order, what the kernels do on a GPU, in float32.
@@ -445,7 +450,7 @@ func (k *fakeKernels) RMSNorm(s gpu.Stream, a normkernel.RMSNorm) error {
 			}
 			x = sum
 		}
-		cpu.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x, floatsAt(l, a.W, a.D), a.Eps)
+		layer.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x, floatsAt(l, a.W, a.D), a.Eps)
 		float8At(l, a.Y8, a.Scale8, rowsAt(l, a.Y, a.Rows, a.D, 0))
 	})
 }
@@ -485,7 +490,7 @@ func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a normkernel.RMSNormBackward
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
 		floatsAt(l, a.Workspace, a.D)
-		cpu.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, dw, a.D), floatsAt(l, a.G, n), floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
+		layer.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, dw, a.D), floatsAt(l, a.G, n), floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
 			floatsAt(l, a.Rstd, a.Rows))
 		if a.Add != 0 {
 			dx := floatsAt(l, a.DX, n)
@@ -504,7 +509,7 @@ func (k *fakeKernels) RoPE(s gpu.Stream, a rope.Rotate) error {
 		y, x := rowsAt(l, a.Y, a.Rows, width, a.YStride), rowsAt(l, a.X, a.Rows, width, a.XStride)
 		for i := range y {
 			at := i % a.Seq * h
-			cpu.RoPE(y[i], x[i], cos[at:], sin[at:], 1, a.Heads, a.HeadDim, a.Inverse)
+			layer.RoPE(y[i], x[i], cos[at:], sin[at:], 1, a.Heads, a.HeadDim, a.Inverse)
 		}
 	})
 }
@@ -532,7 +537,7 @@ func (k *fakeKernels) SiLUMul(s gpu.Stream, a silu.Mul) error {
 			h = rowsAt(l, a.H, a.Rows, a.F, 0)
 		}
 		for i := range h {
-			cpu.SiLUMul(h[i], x[i], y[i])
+			layer.SiLUMul(h[i], x[i], y[i])
 		}
 		float8At(l, a.H8, a.Scale8, h)
 	})
@@ -544,7 +549,7 @@ func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a silu.MulBackward) error {
 		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
 		dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride), rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
 		for i := range h {
-			cpu.SiLUMulBackward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
+			layer.SiLUMulBackward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
 		}
 		float8At(l, a.DAB8, a.Scale8, sideBySide(dx, dy))
 	})
@@ -552,7 +557,7 @@ func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a silu.MulBackward) error {
 
 func (k *fakeKernels) Embedding(s gpu.Stream, a embedding.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
-		cpu.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)
+		layer.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)
 	})
 }
 
@@ -561,7 +566,7 @@ func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a embedding.Backward) erro
 		fake.Slice[byte](l, a.Workspace, embedding.Workspace(a.Rows, a.Vocab, a.D))
 		dt := floatsAt(l, a.DT, a.Vocab*a.D)
 		old := slices.Clone(dt)
-		cpu.EmbeddingBackward(dt, intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
+		layer.EmbeddingBackward(dt, intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
 		if a.Accumulate {
 			for i, v := range old {
 				dt[i] += v
@@ -571,7 +576,9 @@ func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a embedding.Backward) erro
 }
 
 func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets kernel.Ints, rows int) error {
-	return k.launch(s, func(l *fake.Launch) { floatsAt(l, scale, 1)[0] = 1 / float32(cpu.Targets(intsAt(l, targets, rows))) })
+	return k.launch(s, func(l *fake.Launch) {
+		floatsAt(l, scale, 1)[0] = 1 / float32(cpucrossentropy.Targets(intsAt(l, targets, rows)))
+	})
 }
 
 func (k *fakeKernels) CrossEntropy(s gpu.Stream, a crossentropy.Forward) error {
@@ -584,11 +591,11 @@ func (k *fakeKernels) CrossEntropy(s gpu.Stream, a crossentropy.Forward) error {
 		for r, target := range targets {
 			losses[r] = 0
 			if row := logits[r*a.V:][:a.V]; target >= 0 {
-				losses[r] = float32(cpu.CrossEntropy(lse[r:r+1], row, targets[r:r+1], a.V))
+				losses[r] = float32(cpucrossentropy.Forward(lse[r:r+1], row, targets[r:r+1], a.V))
 			}
 		}
 		if a.Scale != 0 {
-			cpu.CrossEntropyBackward(logits, logits, lse, targets, a.V, floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
+			cpucrossentropy.Backward(logits, logits, lse, targets, a.V, floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
 		}
 	})
 }
@@ -613,7 +620,7 @@ func (k *fakeKernels) CrossEntropyMean(s gpu.Stream, mean, losses, scale gpu.Ptr
 func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a crossentropy.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.V
-		cpu.CrossEntropyBackward(floatsAt(l, out, n), floatsAt(l, a.Logits, n), floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
+		cpucrossentropy.Backward(floatsAt(l, out, n), floatsAt(l, a.Logits, n), floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
 			floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
 	})
 }
@@ -721,9 +728,9 @@ func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *optimizer.Table) error 
 			p.Step++
 			of := func(x gpu.Ptr) []float32 { return floatsAt(l, x, p.Size) }
 			g := slices.Clone(gradientAt(l, *p, p.Size))
-			cpu.ScaleBy(g, scale)
-			cpu.AdamW(of(p.Param), g, of(p.First), of(p.Second),
-				cpu.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
+			array.ScaleBy(g, scale)
+			cpuoptimizer.AdamW(of(p.Param), g, of(p.First), of(p.Second),
+				cpuoptimizer.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
 			if p.Copy != 0 {
 				copy(of(p.Copy), of(p.Param))
 			}
@@ -760,7 +767,7 @@ func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *optimi
 				}
 				sum += float64(u[i]) * float64(u[i])
 			}
-			cpu.ScaleBy(u, 1/(math.Sqrt(sum)+1e-7))
+			array.ScaleBy(u, 1/(math.Sqrt(sum)+1e-7))
 		}
 	})
 }
@@ -810,7 +817,7 @@ func (k *fakeKernels) Reduce(s gpu.Stream, a reduce.Reduce) error {
 func (k *fakeKernels) Attention(s gpu.Stream, a attention.Geometry, y kernel.Rows, lse gpu.Ptr, q, key, v kernel.Rows, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := denseRows(l, a, a.Heads, y)
-		cpu.Attention(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
+		cpuattention.Forward(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
 			denseRows(l, a, a.KVHeads, v), cpuShape(l, a))
 		spreadRows(l, a, a.Heads, y, out)
 	})
@@ -821,12 +828,12 @@ func (k *fakeKernels) AttentionBackward(s gpu.Stream, a attention.Geometry, dq, 
 	return k.launch(s, func(l *fake.Launch) {
 		rows := func(heads int, r kernel.Rows) []float32 { return denseRows(l, a, heads, r) }
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
-		cpu.AttentionBackward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
+		cpuattention.Backward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
 			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
 		if a.Cos != 0 {
 			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
-			cpu.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
-			cpu.RoPE(outK, outK, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
+			layer.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
+			layer.RoPE(outK, outK, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
 		}
 		spreadRows(l, a, a.Heads, dq, outQ)
 		spreadRows(l, a, a.KVHeads, dk, outK)
@@ -847,8 +854,8 @@ func spreadRows(l *fake.Launch, a attention.Geometry, heads int, r kernel.Rows, 
 	}
 }
 
-func cpuShape(l *fake.Launch, a attention.Geometry) cpu.AttentionShape {
-	s := cpu.AttentionShape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
+func cpuShape(l *fake.Launch, a attention.Geometry) cpuattention.Shape {
+	s := cpuattention.Shape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
 	if a.Documents != 0 {
 		for _, start := range fake.Slice[int32](l, a.Documents, a.Batch*a.Seq) {
 			s.Starts = append(s.Starts, int(start))
@@ -871,7 +878,7 @@ func (k *fakeKernels) Normalize(s gpu.Stream, a normalize.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
 		x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
-		r := float32(1 / (math.Sqrt(cpu.SumSquares(x)) + 1e-7))
+		r := float32(1 / (math.Sqrt(array.SumSquares(x)) + 1e-7))
 		for i, v := range x {
 			y[i] = v * r
 		}
@@ -895,7 +902,7 @@ func (k *fakeKernels) Symmetric(s gpu.Stream, a gemm.Symmetric) error {
 			if a.C != 0 {
 				copy(d, floatsAt(l, a.C.Offset(4*b*n*n), n*n))
 			}
-			cpu.Gemm(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride, right, stride, a.Beta, d, n)
+			cpugemm.Mul(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride, right, stride, a.Beta, d, n)
 			for i := range n {
 				d[i*n+i] += a.Delta
 			}
@@ -907,7 +914,7 @@ func (k *fakeKernels) NormalizeBackward(s gpu.Stream, a normalize.Backward) erro
 	return k.launch(s, func(l *fake.Launch) {
 		floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
 		x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
-		norm, dot := math.Sqrt(cpu.SumSquares(x)), 0.0
+		norm, dot := math.Sqrt(array.SumSquares(x)), 0.0
 		for i, v := range x {
 			dot += float64(v) * float64(g[i])
 		}
@@ -1026,9 +1033,9 @@ func (k *fakeKernels) SiLUProductWays(int, int, int, gpu.DType) []kernel.Way {
 func (k *fakeKernels) SiLUProduct(s gpu.Stream, a gemm.SiLUProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
-		cpu.Gemm(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
+		cpugemm.Mul(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
 		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
-			cpu.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
+			layer.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
 		}
 	})
 }
@@ -1036,14 +1043,14 @@ func (k *fakeKernels) SiLUProduct(s gpu.Stream, a gemm.SiLUProduct) error {
 func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a gemm.SiLUProductBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F), floatsAt(l, a.DAB, 2*a.Rows*a.F)
-		cpu.Gemm(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
+		cpugemm.Mul(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
 		h := make([]float32, a.Rows*a.F)
 		if a.H != 0 {
 			h = floatsAt(l, a.H, len(h))
 		}
 		for i := range a.Rows {
 			left, right := 2*i*a.F, (2*i+1)*a.F
-			cpu.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
+			layer.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
 		}
 	})
 }
@@ -1061,11 +1068,11 @@ func (k *fakeKernels) RoPEProduct(s gpu.Stream, a gemm.RoPEProduct) error {
 			at := gemm.RoPEAngleAt(i/h, i%h, h)
 			cos[i], sin[i] = table[at], table[at+2]
 		}
-		cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+		cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
 			operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
 		for i := range a.Rows {
 			turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
-			cpu.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+			layer.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
 		}
 	})
 }
@@ -1082,7 +1089,7 @@ func (k *fakeKernels) Product(s gpu.Stream, a gemm.Product) error {
 		if a.TransW {
 			stride = a.D
 		}
-		cpu.Gemm(false, a.TransW, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+		cpugemm.Mul(false, a.TransW, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
 			operandAt(l, a.W, a.ScaleW, a.Columns, a.D), stride, 0, y, a.Columns)
 		for i, v := range c {
 			y[i] += v

@@ -26,6 +26,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
+	cpufigures "github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -85,7 +86,7 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r kasmina.
 	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
 	p := &kasminakernel.Layer[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: width, Eps: k.Eps,
 		Stability: [...]kasminakernel.Stability{kasminakernel.StabilityFast, kasminakernel.StabilityStrict, kasminakernel.StabilityAdaptive}[k.Stability],
-		Reduce:    [...]kasminakernel.Reduction{kasminakernel.ReduceExact, kasminakernel.ReduceMean, kasminakernel.ReduceMax}[r],
+		Reduce:    [...]cpufigures.Reduction{cpufigures.ReduceExact, cpufigures.ReduceMean, cpufigures.ReduceMax}[r],
 		Measure:   make([]bool, n)}
 	for i, w := range words[:n] {
 		p.Measure[i] = true

@@ -25,7 +25,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -515,7 +515,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 				}
 				// Gorgonia's machine writes other results over y.
 				want := make([]float32, program.Size(s))
-				cpu.NewtonSchulz(want, flat(t, x.Value()), s[0], s[1], steps)
+				optimizer.NewtonSchulz(want, flat(t, x.Value()), s[0], s[1], steps)
 				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)),
 					x.Deriv(): x.Deriv().Value()} {
 					v, err := m.Value(n)
@@ -581,7 +581,7 @@ func TestNewtonSchulzWays(t *testing.T) {
 					t.Fatal(err)
 				}
 				want := make([]float32, program.Size(s))
-				cpu.NewtonSchulz(want, x, s[0], s[1], steps)
+				optimizer.NewtonSchulz(want, x, s[0], s[1], steps)
 				d := distance(t, v, tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)))
 				if !(d < tolerance) || !chose(m, way) {
 					t.Errorf("%v, %d steps: differs by %.2g; choices %+v", s, steps, d, m.Choices())

@@ -22,7 +22,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -502,14 +503,14 @@ func (k *fakeKernels) LinearCrossEntropy(s gpu.Stream, a gemm.LinearCrossEntropy
 		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l, crossentropy.Forward{Grad: a.Grad})
 		terms, scaled := floatsAt(l, a.Terms, a.Rows*a.V), floatsAt(l, a.Scaled, a.Rows*a.D)
 		losses, factors := floatsAt(l, a.Losses, a.Rows), floatsAt(l, a.Factors, a.Rows)
-		cpu.Gemm(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0, terms, a.V)
+		cpugemm.Mul(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0, terms, a.V)
 		for r, target := range intsAt(l, a.Targets, a.Rows) {
 			row := terms[r*a.V:][:a.V]
 			losses[r], factors[r] = 0, 0
 			if target < 0 {
 				clear(row)
 			} else {
-				z := cpu.ExpSub(row, row, row[target])
+				z := vec.ExpSub(row, row, row[target])
 				losses[r], factors[r] = float32(math.Log(float64(z))), scale/z
 				row[target] -= z
 			}

@@ -13,7 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cpuops"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
@@ -132,7 +132,7 @@ func newHost(m *Model, o optim.Optimizer, c TrainConfig, opts ...cpuops.Option) 
 }
 
 func (t *host) Name() string {
-	if cpu.RoundsToBFloat16() {
+	if gemm.RoundsToBFloat16() {
 		return "cpu bf16"
 	}
 	return "cpu"

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -120,9 +121,9 @@ func (c AttentionConfig) check() error {
 func (o *AttentionOp) Documents() bool { return o.Arity() > 3 }
 
 // shape returns the geometry, with the starts of documents if these are among the inputs.
-func (o *AttentionOp) shape(in opbase.Args) (cpu.AttentionShape, error) {
+func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 	c := o.Config
-	s := cpu.AttentionShape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
+	s := cpuattention.Shape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
 		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale}
 	if !o.Documents() {
 		return s, nil
@@ -150,7 +151,7 @@ func attention[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 		return err
 	}
 	lse := opbase.AuxSlice[T](&o.lse, o.lseLen())
-	cpu.Attention(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), s)
+	cpuattention.Forward(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), s)
 	return nil
 }
 
@@ -183,6 +184,6 @@ func attentionGrad[T cpu.Float](o *AttentionGradOp, out []T, in opbase.Args) err
 	y, g := opbase.Slice[T](in, len(in)-2), opbase.Slice[T](in, len(in)-1)
 	lse := opbase.AuxSlice[T](&o.Forward.lse, o.Forward.lseLen())
 	dq, dk, dv := out[:len(q)], out[len(q):len(q)+len(k)], out[len(q)+len(k):]
-	cpu.AttentionBackward(dq, dk, dv, g, q, k, v, y, lse, s)
+	cpuattention.Backward(dq, dk, dv, g, q, k, v, y, lse, s)
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -56,7 +57,7 @@ func checkTargets(targets []int, v int) error {
 			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, or a negative number to ignore the row", r, t, v-1)
 		}
 	}
-	if cpu.Targets(targets) == 0 {
+	if crossentropy.Targets(targets) == 0 {
 		return fmt.Errorf("all %d targets are negative: %w", len(targets), ErrNoTargets)
 	}
 	return nil
@@ -68,7 +69,7 @@ func crossEntropy[T cpu.Float](o *CrossEntropyOp, loss []T, in opbase.Args) erro
 	if err := checkTargets(targets, v); err != nil {
 		return err
 	}
-	loss[0] = T(cpu.CrossEntropy(opbase.AuxSlice[T](&o.lse, len(targets)), logits, targets, v))
+	loss[0] = T(crossentropy.Forward(opbase.AuxSlice[T](&o.lse, len(targets)), logits, targets, v))
 	return nil
 }
 
@@ -96,6 +97,6 @@ type CrossEntropyGradOp struct {
 func crossEntropyGrad[T cpu.Float](o *CrossEntropyGradOp, out []T, in opbase.Args) error {
 	logits, targets, g := opbase.Slice[T](in, 0), opbase.Slice[int](in, 1), opbase.Slice[T](in, 3)[0]
 	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))
-	cpu.CrossEntropyBackward(out, logits, lse, targets, o.InputShape(0)[1], g/T(cpu.Targets(targets)))
+	crossentropy.Backward(out, logits, lse, targets, o.InputShape(0)[1], g/T(crossentropy.Targets(targets)))
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -48,7 +49,7 @@ func embedding[T cpu.Float](o *EmbeddingOp, y []T, in opbase.Args) error {
 			return fmt.Errorf("ids[%d] is %d, want an id of the vocabulary, 0 to %d", r, id, v-1)
 		}
 	}
-	cpu.Embedding(y, ids, table, d)
+	layer.Embedding(y, ids, table, d)
 	return nil
 }
 
@@ -72,6 +73,6 @@ func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgon
 type EmbeddingGradOp struct{ opbase.Base }
 
 func embeddingGrad[T cpu.Float](o *EmbeddingGradOp, dt []T, in opbase.Args) error {
-	cpu.EmbeddingBackward(dt, opbase.Slice[int](in, 0), opbase.Slice[T](in, 1), o.InputShape(1)[1])
+	layer.EmbeddingBackward(dt, opbase.Slice[int](in, 0), opbase.Slice[T](in, 1), o.InputShape(1)[1])
 	return nil
 }

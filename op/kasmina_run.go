@@ -13,7 +13,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
-	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
+	cpukasmina "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
+	cpufigures "github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -23,11 +24,11 @@ type kasminaRun struct {
 	mu    sync.Mutex
 	begun bool
 	pass  state.Pass // the snapshot that they all go by
-	plan  any        // *cpu.Kasmina[T]: its buffers serve every run
+	plan  any        // *cpukasmina.Layer[T]: its buffers serve every run
 
 	health     func(seed int) state.HealthSample // what the plan's last run has measured
 	gradient   func(seed int) state.GradientSample
-	histograms [][kasminakernel.Exponents]uint32 // of the last forward pass, in debug mode
+	histograms [][cpufigures.Exponents]uint32 // of the last forward pass, in debug mode
 }
 
 var errNotRun = errors.New("the layer's forward pass has not run")
@@ -40,7 +41,7 @@ func (r *kasminaRun) catch(err *error) {
 		return
 	}
 	if p, ok := cause.(*cpu.Panic); ok {
-		if rule, ok := p.Value.(kasminakernel.RulePanic); ok {
+		if rule, ok := p.Value.(cpukasmina.RulePanic); ok {
 			*err = fmt.Errorf("seed %d: %w in %v: %v\n\n%s", rule.Seed, ErrBlueprint, r.pass.Kind[rule.Seed], rule.Value, p.Stack)
 			return
 		}
@@ -166,22 +167,22 @@ func (c passCost) record(o *KasminaOp) {
 }
 
 // kasminaPlan readies the arithmetic for the snapshot of o's run: which seeds take part and how. Nothing is measured yet.
-func kasminaPlan[T cpu.Float](o *KasminaOp) (*kasminakernel.Layer[T], error) {
-	k, ok := o.run.plan.(*kasminakernel.Layer[T])
+func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
+	k, ok := o.run.plan.(*cpukasmina.Layer[T])
 	x, weights := o.InputShape(0), o.InputShape(1)
 	if !ok {
 		seeds := o.Lattice.Seeds()
-		k = &kasminakernel.Layer[T]{
+		k = &cpukasmina.Layer[T]{
 			Rows: x[0], Seeds: seeds, Chunk: x[1] / seeds, Slots: weights[0], Width: weights[1],
-			Stability: map[Stability]kasminakernel.Stability{Adaptive: kasminakernel.StabilityAdaptive, Fast: kasminakernel.StabilityFast, Strict: kasminakernel.StabilityStrict}[o.Config.Stability],
+			Stability: map[Stability]cpukasmina.Stability{Adaptive: cpukasmina.StabilityAdaptive, Fast: cpukasmina.StabilityFast, Strict: cpukasmina.StabilityStrict}[o.Config.Stability],
 			Eps:       o.Config.Epsilon,
 			Measure:   make([]bool, seeds),
 		}
 		o.run.plan, o.run.health, o.run.gradient = k, healthSamples(o.run, k), gradientSamples(k)
 	}
 	p := &o.run.pass
-	k.Reduce = map[state.Reduction]kasminakernel.Reduction{
-		state.Hierarchical: kasminakernel.ReduceExact, state.MeanOfRows: kasminakernel.ReduceMean, state.MaxOfRows: kasminakernel.ReduceMax,
+	k.Reduce = map[state.Reduction]cpufigures.Reduction{
+		state.Hierarchical: cpufigures.ReduceExact, state.MeanOfRows: cpufigures.ReduceMean, state.MaxOfRows: cpufigures.ReduceMax,
 	}[p.Telemetry.Reduction]
 	clear(k.Measure)
 	k.Active = k.Active[:0]
@@ -192,7 +193,7 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*kasminakernel.Layer[T], error) {
 		alpha := T(p.Alpha[seed])
 		learn := stage.Learns() && alpha != 0 // at 0 there is nothing to learn, whatever t(x) is, NaN included
 		low, high := clampLimits(p.Input[seed])
-		err := k.Activate(kasminakernel.Seed[T]{Seed: seed, Slot: int(p.Slot[seed]), Kind: p.Kind[seed], Blend: stage.Blends(), Learn: learn,
+		err := k.Activate(cpukasmina.Seed[T]{Seed: seed, Slot: int(p.Slot[seed]), Kind: p.Kind[seed], Blend: stage.Blends(), Learn: learn,
 			Alpha: alpha, Low: T(low), High: T(high)})
 		if err != nil {
 			return nil, fmt.Errorf("%w (shape %v)", err, weights)
@@ -203,7 +204,7 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*kasminakernel.Layer[T], error) {
 
 // startSlots writes the identity start to the slots of active seeds in which all is 0: nobody has
 // written them yet.
-func startSlots[T cpu.Float](o *KasminaOp, k *kasminakernel.Layer[T], weights, scales []T) error {
+func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scales []T) error {
 	for i := range k.Active {
 		s := &k.Active[i]
 		row := weights[s.Slot*k.Width:][:k.Width]
@@ -256,11 +257,11 @@ func gradLimits(o *KasminaOp, limits []float64) []float64 {
 	return limits
 }
 
-func moments(m kasminakernel.Moments) state.Moments {
+func moments(m cpufigures.Moments) state.Moments {
 	return state.Moments{Count: m.N, Mean: m.Mean, Variance: m.Variance()}
 }
 
-func healthSamples[T cpu.Float](r *kasminaRun, k *kasminakernel.Layer[T]) func(int) state.HealthSample {
+func healthSamples[T cpu.Float](r *kasminaRun, k *cpukasmina.Layer[T]) func(int) state.HealthSample {
 	return func(seed int) state.HealthSample {
 		f := &k.Figures[seed]
 		v := f.Health(k.Reduce, k.Eps)
@@ -276,7 +277,7 @@ func healthSamples[T cpu.Float](r *kasminaRun, k *kasminakernel.Layer[T]) func(i
 	}
 }
 
-func gradientSamples[T cpu.Float](k *kasminakernel.Layer[T]) func(int) state.GradientSample {
+func gradientSamples[T cpu.Float](k *cpukasmina.Layer[T]) func(int) state.GradientSample {
 	return func(seed int) state.GradientSample {
 		f := &k.Figures[seed]
 		v := f.Gradient(k.Reduce)
@@ -292,7 +293,7 @@ func gradientSamples[T cpu.Float](k *kasminakernel.Layer[T]) func(int) state.Gra
 // nonFinite says where NaN and Inf were met.
 type nonFinite struct{ seed, seeds, elements int }
 
-func countNonFinite(figures []kasminakernel.ChunkFigures) (n nonFinite) {
+func countNonFinite(figures []cpufigures.Chunk) (n nonFinite) {
 	for seed := range figures {
 		if bad := figures[seed].Bad; bad > 0 {
 			if n.seeds == 0 {

@@ -7,6 +7,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -41,7 +42,7 @@ func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 
 func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
 	x, w := o.InputShape(0), o.InputShape(1)
-	cpu.Linear(y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1], w[0])
+	gemm.Linear(y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1], w[0])
 	return nil
 }
 
@@ -61,6 +62,6 @@ type LinearGradOp struct{ opbase.Base }
 func linearGrad[T cpu.Float](o *LinearGradOp, out []T, args opbase.Args) error {
 	x, w, g := opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), opbase.Slice[T](args, 2)
 	rows, in := o.InputShape(0)[0], o.InputShape(0)[1]
-	cpu.LinearBackward(out[:len(x)], out[len(x):], g, x, w, rows, in, o.InputShape(1)[0])
+	gemm.LinearBackward(out[:len(x)], out[len(x):], g, x, w, rows, in, o.InputShape(1)[0])
 	return nil
 }

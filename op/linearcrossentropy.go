@@ -7,6 +7,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -58,7 +59,7 @@ func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbas
 	if err := checkTargets(targets, v); err != nil {
 		return err
 	}
-	loss[0] = T(cpu.LinearCrossEntropy(opbase.AuxSlice[T](&o.lse, len(targets)), x, w, targets, d, v))
+	loss[0] = T(crossentropy.LinearForward(opbase.AuxSlice[T](&o.lse, len(targets)), x, w, targets, d, v))
 	return nil
 }
 
@@ -84,9 +85,9 @@ type LinearCrossEntropyGradOp struct {
 
 func linearCrossEntropyGrad[T cpu.Float](o *LinearCrossEntropyGradOp, out []T, in opbase.Args) error {
 	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
-	g := opbase.Slice[T](in, 4)[0] / T(cpu.Targets(targets))
+	g := opbase.Slice[T](in, 4)[0] / T(crossentropy.Targets(targets))
 	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
-	cpu.LinearCrossEntropyBackward(out[:len(x)], out[len(x):], x, w, lse, targets, d, v, g)
+	crossentropy.LinearBackward(out[:len(x)], out[len(x):], x, w, lse, targets, d, v, g)
 	return nil
 }

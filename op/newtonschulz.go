@@ -6,6 +6,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -42,7 +43,7 @@ func NewtonSchulz(x *gorgonia.Node, steps int) (*gorgonia.Node, error) {
 
 func newtonSchulz[T cpu.Float](o *NewtonSchulzOp, y []T, in opbase.Args) error {
 	s := o.InputShape(0)
-	cpu.NewtonSchulz(y, opbase.Slice[T](in, 0), s[0], s[1], o.Steps)
+	optimizer.NewtonSchulz(y, opbase.Slice[T](in, 0), s[0], s[1], o.Steps)
 	return nil
 }
 
@@ -64,6 +65,6 @@ type NewtonSchulzGradOp struct {
 
 func newtonSchulzGrad[T cpu.Float](o *NewtonSchulzGradOp, dx []T, in opbase.Args) error {
 	s := o.InputShape(0)
-	cpu.NewtonSchulzBackward(dx, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), s[0], s[1], o.Forward.Steps)
+	optimizer.NewtonSchulzBackward(dx, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), s[0], s[1], o.Forward.Steps)
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -47,7 +48,7 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64) (*gorgonia.Node, error) {
 
 func rmsNorm[T cpu.Float](o *RMSNormOp, y []T, in opbase.Args) error {
 	rstd := opbase.AuxSlice[T](&o.rstd, o.InputShape(0)[0])
-	cpu.RMSNorm(y, rstd, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), o.Eps)
+	layer.RMSNorm(y, rstd, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), o.Eps)
 	return nil
 }
 
@@ -70,6 +71,6 @@ type RMSNormGradOp struct {
 func rmsNormGrad[T cpu.Float](o *RMSNormGradOp, out []T, in opbase.Args) error {
 	x, w, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 3)
 	rstd := opbase.AuxSlice[T](&o.Forward.rstd, o.InputShape(0)[0])
-	cpu.RMSNormBackward(out[:len(x)], out[len(x):], g, x, w, rstd)
+	layer.RMSNormBackward(out[:len(x)], out[len(x):], g, x, w, rstd)
 	return nil
 }

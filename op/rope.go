@@ -7,6 +7,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -167,7 +168,7 @@ func (c RoPEConfig) Tables() (cos, sin []float64) {
 func rope[T cpu.Float](o *RoPEOp, y []T, in opbase.Args) error {
 	c := o.Config
 	n := c.Seq * c.HeadDim / 2
-	cpu.RoPE(y, opbase.Slice[T](in, 0), opbase.AuxSlice[T](&o.cos, n), opbase.AuxSlice[T](&o.sin, n), c.Seq, c.Heads, c.HeadDim, o.Inverse)
+	layer.RoPE(y, opbase.Slice[T](in, 0), opbase.AuxSlice[T](&o.cos, n), opbase.AuxSlice[T](&o.sin, n), c.Seq, c.Heads, c.HeadDim, o.Inverse)
 	return nil
 }
 

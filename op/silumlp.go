@@ -6,6 +6,8 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -59,10 +61,10 @@ func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
 	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 3)
 	n, d, f := o.dims()
 	a, b, h := opbase.AuxSlice[T](&o.a, n*f), opbase.AuxSlice[T](&o.b, n*f), opbase.AuxSlice[T](&o.h, n*f)
-	cpu.Linear(a, x, gate, n, d, f)
-	cpu.Linear(b, x, up, n, d, f)
-	cpu.SiLUMul(h, a, b)
-	cpu.Linear(y, h, down, n, f, d)
+	gemm.Linear(a, x, gate, n, d, f)
+	gemm.Linear(b, x, up, n, d, f)
+	layer.SiLUMul(h, a, b)
+	gemm.Linear(y, h, down, n, f, d)
 	return nil
 }
 
@@ -94,12 +96,12 @@ func siluMLPGrad[T cpu.Float](o *SiLUMLPGradOp, out []T, in opbase.Args) error {
 	dx, rest := out[:n*d], out[n*d:]
 	dgate, dup, ddown := rest[:f*d], rest[f*d:2*f*d], rest[2*f*d:]
 
-	cpu.Gemm(false, false, n, f, d, 1, g, d, down, f, 0, da, f) // dh = g·down
-	cpu.SiLUMulBackward(h, da, db, da, a, b)
-	cpu.Gemm(true, false, d, f, n, 1, g, d, h, f, 0, ddown, f)
-	cpu.Gemm(true, false, f, d, n, 1, da, f, x, d, 0, dgate, d)
-	cpu.Gemm(true, false, f, d, n, 1, db, f, x, d, 0, dup, d)
-	cpu.Gemm(false, false, n, d, f, 1, da, f, gate, d, 0, dx, d)
-	cpu.Gemm(false, false, n, d, f, 1, db, f, up, d, 1, dx, d)
+	gemm.Mul(false, false, n, f, d, 1, g, d, down, f, 0, da, f) // dh = g·down
+	layer.SiLUMulBackward(h, da, db, da, a, b)
+	gemm.Mul(true, false, d, f, n, 1, g, d, h, f, 0, ddown, f)
+	gemm.Mul(true, false, f, d, n, 1, da, f, x, d, 0, dgate, d)
+	gemm.Mul(true, false, f, d, n, 1, db, f, x, d, 0, dup, d)
+	gemm.Mul(false, false, n, d, f, 1, da, f, gate, d, 0, dx, d)
+	gemm.Mul(false, false, n, d, f, 1, db, f, up, d, 1, dx, d)
 	return nil
 }

@@ -10,7 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
 // The names of peers.
@@ -21,7 +21,7 @@ const cpuPeer, gpuPeer, tapePeer = "cpu", "cuda", "gorgonia"
 type peer func(b *bench) (name string, err error)
 
 func onCPU(b *bench) (string, error) {
-	switch rounds := cpu.RoundsToBFloat16(); b.dtype {
+	switch rounds := gemm.RoundsToBFloat16(); b.dtype {
 	case Float64:
 		return cpuPeer, nil
 	case Float32:

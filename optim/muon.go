@@ -10,7 +10,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
@@ -184,13 +184,13 @@ func (m *Muon) update(ps []params.Param) {
 		h, e := resolve(m.base, m.groups, p.Name, p.Shape), m.store.entry(p)
 		e.step++
 		rows, cols, lr := p.Shape[0], p.Shape[1], m.lr*h.scale
-		s := cpu.MuonStep{Rate: lr * m.scale.of(rows, cols), Keep: 1 - lr*h.decay, Momentum: m.momentum,
+		s := optimizer.MuonStep{Rate: lr * m.scale.of(rows, cols), Keep: 1 - lr*h.decay, Momentum: m.momentum,
 			Nesterov: m.nesterov, Iterations: m.iterations}
 		switch g := p.Grad.(type) {
 		case []float32:
-			cpu.Muon(p.Value.([]float32), g, e.moments[0].([]float32), rows, cols, s)
+			optimizer.Muon(p.Value.([]float32), g, e.moments[0].([]float32), rows, cols, s)
 		case []float64:
-			cpu.Muon(p.Value.([]float64), g, e.moments[0].([]float64), rows, cols, s)
+			optimizer.Muon(p.Value.([]float64), g, e.moments[0].([]float64), rows, cols, s)
 		}
 	}
 }

@@ -13,7 +13,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
@@ -89,9 +89,9 @@ func overflowed(ps []params.Param) error {
 func nonFinite(data any) int {
 	switch d := data.(type) {
 	case []float32:
-		return cpu.FirstNonFinite(d)
+		return array.FirstNonFinite(d)
 	case []float64:
-		return cpu.FirstNonFinite(d)
+		return array.FirstNonFinite(d)
 	}
 	return -1
 }

@@ -1,8 +1,6 @@
 package cpu
 
-import (
-	"sync"
-)
+import "sync"
 
 // buffers is memory that a call needs for its own duration, kept for later calls.
 type buffers[T Float] struct {
@@ -19,25 +17,25 @@ func bufferPool[T Float]() *sync.Pool {
 	return &buffers64
 }
 
-func getBuffers[T Float]() *buffers[T] {
+func GetBuffers[T Float]() *buffers[T] {
 	if b, ok := bufferPool[T]().Get().(*buffers[T]); ok {
 		return b
 	}
 	return new(buffers[T])
 }
 
-func putBuffers[T Float](b *buffers[T]) { bufferPool[T]().Put(b) }
+func PutBuffers[T Float](b *buffers[T]) { bufferPool[T]().Put(b) }
 
-// elements returns n elements, whatever they hold.
-func (b *buffers[T]) elements(n int) []T {
+// Elements returns n elements, whatever they hold.
+func (b *buffers[T]) Elements(n int) []T {
 	if cap(b.t) < n {
 		b.t = make([]T, n)
 	}
 	return b.t[:n]
 }
 
-// floats returns n numbers, whatever they hold.
-func (b *buffers[T]) floats(n int) []float64 {
+// Floats returns n numbers, whatever they hold.
+func (b *buffers[T]) Floats(n int) []float64 {
 	if cap(b.f64) < n {
 		b.f64 = make([]float64, n)
 	}

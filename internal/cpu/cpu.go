@@ -1,6 +1,8 @@
-// Package cpu holds the arithmetic that the ops run on a CPU: plain loops over slices that read like the formulas, for
-// float32 and float64, with rows or heads spread over the cores. It knows nothing of graphs, nodes or tensors; callers
-// check shapes, so functions here index without further tests.
+// Package cpu holds what the arithmetic that the ops run on a CPU shares: the instruction set, the
+// team of goroutines that work is spread over, and memory for a call. The families of kernels are in
+// the folders below: plain loops over slices that read like the formulas, for float32 and float64,
+// with rows or heads spread over the cores. They know nothing of graphs, nodes or tensors; callers
+// check shapes, so functions index without further tests.
 //
 // Results do not depend on how many cores share the work: a sum is always formed by one goroutine in one order, or from
 // partial sums over fixed blocks that are added in a fixed order. The same inputs give the same bits on every run.
@@ -14,7 +16,7 @@ import (
 	"sync"
 )
 
-// Float is the element type of every kernel in this package.
+// Float is the element type of every kernel.
 type Float interface{ float32 | float64 }
 
 // Parallel splits [0, n) into spans of at most grain indices and calls f(lo, hi) for each, on as many goroutines as there
@@ -62,9 +64,9 @@ type call[A any] struct {
 
 var calls sync.Map // *sync.Pool of *call[A], by the type A
 
-// parallel is Parallel for a kernel's arguments a and its method Span. A function that captured them would be allocated
+// Spread is Parallel for a kernel's arguments a and its method Span. A function that captured them would be allocated
 // anew in every call; a steady state of this one allocates nothing.
-func ParallelCall[A any, P spans[A]](n, grain int, a A) {
+func Spread[A any, P spans[A]](n, grain int, a A) {
 	key := reflect.TypeFor[A]()
 	pool, ok := calls.Load(key)
 	if !ok {
@@ -90,7 +92,7 @@ type Panic struct {
 // String returns the value and the stack.
 func (p *Panic) String() string { return fmt.Sprintf("%v\n\n%s", p.Value, p.Stack) }
 
-// asPanic is for the deferred function that has recovered r, while the stack still shows where it came from. What an inner
+// AsPanic is for the deferred function that has recovered r, while the stack still shows where it came from. What an inner
 // call of Parallel has passed on keeps its own stack.
 func AsPanic(r any) *Panic {
 	if p, ok := r.(*Panic); ok {
@@ -99,5 +101,11 @@ func AsPanic(r any) *Panic {
 	return &Panic{r, debug.Stack()}
 }
 
-// grain returns how many items of the given cost (in elementary operations) make one span worth handing to a goroutine.
+// Grain returns how many items of the given cost (in elementary operations) make one span worth handing to a goroutine.
 func Grain(cost int) int { return max(1, 1<<15/max(cost, 1)) }
+
+// CeilDiv returns a/b, rounded up.
+func CeilDiv(a, b int) int { return (a + b - 1) / b }
+
+// VectorGrain is the fixed block over which vector reductions form one partial result.
+const VectorGrain = 1 << 14

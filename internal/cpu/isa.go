@@ -5,61 +5,48 @@ import (
 	"strings"
 )
 
-// isa is a level of vector instructions.
-type isa int
+// ISA is a level of vector instructions.
+type ISA int
 
+// The levels.
 const (
-	generic isa = iota // portable Go
-	avx2               // AVX2 and FMA
-	avx512             // AVX-512F and AVX-512DQ
-	neon               // of arm64
+	Generic ISA = iota // portable Go
+	AVX2               // AVX2 and FMA
+	AVX512             // AVX-512F and AVX-512DQ
+	Neon               // of arm64
 )
 
-func (l isa) String() string { return [...]string{"generic", "avx2", "avx512", "neon"}[l] }
+// String returns the name that KASMINA_CPU takes.
+func (l ISA) String() string { return [...]string{"generic", "avx2", "avx512", "neon"}[l] }
 
-// ISA is the name of the vector instructions that kernels use.
-func ISA() string { return level.String() }
+// Level returns the vector instructions that kernels use.
+func Level() ISA { return level }
+
+// ISAs returns those that this machine has, in ascending order.
+func ISAs() []ISA { return levels(detectISA()) }
 
 // level is what the kernels of this process use: the best the CPU and the system support, or less if the environment
 // variable KASMINA_CPU asks for it (avx512, avx2, neon or generic; anything else counts as unset). It is read once, at start.
 var level = chooseISA(os.Getenv("KASMINA_CPU"), detectISA())
 
-func init() {
-	useISA(level)
-	rounding.Store(os.Getenv("KASMINA_CPU_BF16") == "1" && gemmBF16 != nil)
+// users are what chooses kernels by the level.
+var users []func(ISA)
+
+// OnISA calls f with the level in use, and again when it changes. Packages call it while they are initialised.
+func OnISA(f func(ISA)) {
+	users = append(users, f)
+	f(level)
 }
 
-// useISA switches every kernel to l, which the machine must have.
-func useISA(l isa) {
+// UseISA switches every kernel to l, which the machine must have. Tests call it.
+func UseISA(l ISA) {
 	level = l
-	gemm32.kernels, gemm64.kernels = gemmKernelsFor(l)
-	useBF16(gemm32.kernels)
-	rows32 = rowKernelsFor(l)
-	for _, use := range users {
-		use()
+	for _, f := range users {
+		f(l)
 	}
 }
 
-// users are told when tests change the instruction set.
-var users []func()
-
-// OnISA calls use now, and whenever EachISA changes the instruction set.
-func OnISA(use func()) {
-	users = append(users, use)
-	use()
-}
-
-// EachISA calls f with the kernels of every instruction set that this machine has, for tests. Nothing
-// else may compute meanwhile.
-func EachISA(f func(isa string)) {
-	defer useISA(level)
-	for _, l := range levels(detectISA()) {
-		useISA(l)
-		f(l.String())
-	}
-}
-
-func chooseISA(wish string, best isa) isa {
+func chooseISA(wish string, best ISA) ISA {
 	for _, l := range levels(best) {
 		if strings.EqualFold(wish, l.String()) {
 			return l
@@ -69,9 +56,9 @@ func chooseISA(wish string, best isa) isa {
 }
 
 // levels returns what a machine has whose best level is given, in ascending order.
-func levels(best isa) []isa {
-	if best == neon {
-		return []isa{generic, neon}
+func levels(best ISA) []ISA {
+	if best == Neon {
+		return []ISA{Generic, Neon}
 	}
-	return []isa{generic, avx2, avx512}[:best+1]
+	return []ISA{Generic, AVX2, AVX512}[:best+1]
 }

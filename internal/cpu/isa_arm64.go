@@ -1,4 +1,4 @@
 package cpu
 
 // detectISA needs not look: every arm64 CPU has NEON.
-func detectISA() isa { return neon }
+func detectISA() ISA { return Neon }

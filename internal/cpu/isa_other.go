@@ -2,4 +2,4 @@
 
 package cpu
 
-func detectISA() isa { return generic }
+func detectISA() ISA { return Generic }

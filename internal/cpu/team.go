@@ -39,7 +39,7 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 		t.parts = make([]part, workers)
 	}
 	t.parts = t.parts[:workers]
-	spans := ceilDiv(n, grain)
+	spans := CeilDiv(n, grain)
 	for w := range t.parts {
 		t.parts[w].next.Store(int64(spans * w / workers))
 		t.parts[w].end = int64(spans * (w + 1) / workers)

@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -151,9 +152,9 @@ func slice[T cpu.Float](p *T) []T { return unsafe.Slice(p, 1) }
 // NonFinite returns the index of the first NaN or infinity in the gradient, and −1 if there is none.
 func (p Param) NonFinite() int {
 	if g, ok := p.Grad.([]float32); ok {
-		return cpu.FirstNonFinite(g)
+		return array.FirstNonFinite(g)
 	}
-	return cpu.FirstNonFinite(p.Grad.([]float64))
+	return array.FirstNonFinite(p.Grad.([]float64))
 }
 
 // Missing reports whether vg is nil or a node that is.

@@ -16,7 +16,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
@@ -223,7 +223,7 @@ func (e *engine) Close() error {
 func finite(v gorgonia.Value) bool {
 	switch x := v.Data().(type) {
 	case []float32:
-		return cpu.FirstNonFinite(x) < 0
+		return array.FirstNonFinite(x) < 0
 	case float32:
 		return x-x == 0
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
@@ -100,7 +101,7 @@ func cpuCeilings(options) error {
 	if err := emit(measured("copy_256MiB_cpu", took, 2*4*n, 0)); err != nil {
 		return err
 	}
-	if peak := cpu.FMAPeak(runtime.GOMAXPROCS(0), 300*time.Millisecond); peak > 0 {
+	if peak := gemm.FMAPeak(runtime.GOMAXPROCS(0), 300*time.Millisecond); peak > 0 {
 		return emit(result{Bench: "fma_peak_cpu", Peer: project, TFLOPs: rounded(peak/1e12, 4)})
 	}
 	return nil
@@ -111,7 +112,7 @@ func cpuGemm(options) error {
 	random := rand.New(rand.NewPCG(3, 3))
 	a, b, c := normal(random, 1, n, n).Float32s(), normal(random, 1, n, n).Float32s(), make([]float32, n*n)
 	took, err := timed(func() error {
-		cpu.Gemm(false, false, n, n, n, 1, a, n, b, n, 0, c, n)
+		gemm.Mul(false, false, n, n, n, 1, a, n, b, n, 0, c, n)
 		return nil
 	})
 	if err != nil {

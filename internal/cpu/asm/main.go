@@ -1,5 +1,5 @@
-// Command asm writes the amd64 assembly of package cpu. It is a module of its own, so that avo is no dependency of the
-// library. Run it through `go generate ./internal/cpu/...` from the repository root.
+// Command asm writes the amd64 assembly of the packages below internal/cpu. It is a module of its
+// own, so that avo is no dependency of the library. Run it through `go generate ./internal/cpu/...` from the repository root.
 package main
 
 import (

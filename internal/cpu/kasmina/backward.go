@@ -2,6 +2,9 @@ package kasmina
 
 import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
+	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
 // Backward computes the gradients of Forward, given g, that of y, and the figures of g. A row of g is first scaled, for
@@ -16,18 +19,18 @@ import (
 func (k *Layer[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) {
 	k.prepare(weights, scales, true)
 	k.prepareLearning()
-	cpu.ParallelCall(k.blocks()*k.groups(), k.tileGrain(), kasminaBackward[T]{k, dx, g, x})
-	cpu.ParallelCall(k.Seeds, 64, kasminaFinish[T]{k, g})
+	cpu.Spread(k.blocks()*k.groups(), k.tileGrain(), backwardPass[T]{k, dx, g, x})
+	cpu.Spread(k.Seeds, 64, finishing[T]{k, g})
 	k.reduceLearning(dweights, dscales)
 }
 
-// kasminaBackward computes tiles of the backward pass.
-type kasminaBackward[T cpu.Float] struct {
+// backwardPass computes tiles of the backward pass.
+type backwardPass[T cpu.Float] struct {
 	k        *Layer[T]
 	dx, g, x []T
 }
 
-func (p *kasminaBackward[T]) Span(lo, hi int) {
+func (p *backwardPass[T]) Span(lo, hi int) {
 	k, seed := p.k, noSeed
 	defer attribute(&seed)
 	t := k.takeTile()
@@ -41,7 +44,7 @@ func (p *kasminaBackward[T]) Span(lo, hi int) {
 			}
 		}
 		if k.columns {
-			p := any(p).(*kasminaBackward[float32])
+			p := any(p).(*backwardPass[float32])
 			backwardStrips(p.k, any(t).(*tile[float32]), p.dx, p.g, p.x, any(dp).([]float32), da)
 		} else {
 			k.backwardRows(t, p.dx, p.g)
@@ -96,32 +99,32 @@ func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []
 
 // watchGradient takes one row of a tile, whose first seed is s0, into the tile's figures, and scales the chunks whose norm
 // exceeds their limit.
-func (k *Layer[T]) watchGradient(figures []ChunkFigures, gr, g []T, s0 int) {
-	if !k.measured && k.Limit == nil && cpu.Finite(gr) {
+func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
+	if !k.measured && k.Limit == nil && vec.Finite(gr) {
 		return
 	}
 	c := k.Chunk
-	for i := range figures {
-		v, f := gr[i*c:][:c], &figures[i]
+	for i := range partial {
+		v, f := gr[i*c:][:c], &partial[i]
 		measure := k.Measure[s0+i]
 		if !measure && k.Limit == nil {
-			f.Bad += countBad(v)
+			f.Bad += figures.CountBad(v)
 			continue
 		}
-		row := scan(v, 0)
-		m := row.absolute()
-		length := norm(m)
+		row := figures.Scan(v, 0)
+		m := row.Absolute()
+		length := figures.Norm(m)
 		if measure {
-			f.addRow(&row, anchorOf(g[(s0+i)*c]))
-			if row.m.N > 0 {
+			f.AddRow(&row, figures.Anchor(g[(s0+i)*c]))
+			if row.Moments.N > 0 {
 				f.Norms.Add(length)
-				if k.Reduce != ReduceExact {
-					figures := gradient(m, row.lo, row.hi)
-					f.reduceRow(k.Reduce, figures[:])
+				if k.Reduce != figures.ReduceExact {
+					reduced := figures.Gradient(m, row.Low, row.High)
+					f.ReduceRow(k.Reduce, reduced[:])
 				}
 			}
 		} else {
-			f.Bad += row.bad
+			f.Bad += row.Bad
 		}
 		if k.Limit == nil {
 			continue
@@ -186,9 +189,9 @@ func (k *Layer[T]) prepareLearning() {
 // reduceLearning adds up the gradients of the parameters: over blocks of rows, then over the seeds of a slot in their order.
 func (k *Layer[T]) reduceLearning(dweights, dscales []T) {
 	n := len(k.learning)
-	cpu.ParallelCall(n, cpu.Grain(8*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
+	cpu.Spread(n, cpu.Grain(8*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
 	k.sortBySlot()
-	cpu.ParallelCall(k.Slots, cpu.Grain(16*k.Width), kasminaSlots[T]{k, dweights, dscales})
+	cpu.Spread(k.Slots, cpu.Grain(16*k.Width), kasminaSlots[T]{k, dweights, dscales})
 }
 
 // kasminaLearned adds up the gradients of learning seeds over blocks of rows.
@@ -265,14 +268,14 @@ func (k *Layer[T]) sortBySlot() {
 }
 
 // Exponents returns the histogram of the magnitudes of x of every measured seed.
-func (k *Layer[T]) Exponents(x []T) [][Exponents]uint32 {
-	histograms := make([][Exponents]uint32, k.Seeds)
+func (k *Layer[T]) Exponents(x []T) [][figures.Exponents]uint32 {
+	histograms := make([][figures.Exponents]uint32, k.Seeds)
 	d := k.Seeds * k.Chunk
-	cpu.Parallel(k.Seeds, max(1, stripColumns/k.Chunk), func(lo, hi int) {
+	cpu.Parallel(k.Seeds, max(1, strip.Columns/k.Chunk), func(lo, hi int) {
 		for r := range k.Rows {
 			for s := lo; s < hi; s++ {
 				if k.Measure[s] {
-					addExponents(&histograms[s], x[r*d+s*k.Chunk:][:k.Chunk])
+					figures.AddExponents(&histograms[s], x[r*d+s*k.Chunk:][:k.Chunk])
 				}
 			}
 		}

@@ -10,9 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// mixedKasmina returns a layer whose seeds are in all situations that stages and kinds make: of every eight, three take no
+// mixedLayer returns a layer whose seeds are in all situations that stages and kinds make: of every eight, three take no
 // part, one learns beside its chunk, two blend and learn and two only blend. All are measured.
-func mixedKasmina[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Layer[T] {
+func mixedLayer[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Layer[T] {
 	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk, Stability: StabilityAdaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
 	for s := range seeds {
 		k.Measure[s] = true
@@ -28,10 +28,10 @@ func mixedKasmina[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *La
 	return k
 }
 
-// BenchmarkKasminaBandwidth reports the bytes that a pass must move, a second: x and y, or x, g and dx, and its share of what
+// BenchmarkBandwidth reports the bytes that a pass must move, a second: x and y, or x, g and dx, and its share of what
 // two copies reach on the same cores: one of 128 MiB, which no cache holds (%memory), and one of the size of y, which a large
 // cache does (%copy). Each is the best of many runs, and they take turns.
-func BenchmarkKasminaBandwidth(b *testing.B) {
+func BenchmarkBandwidth(b *testing.B) {
 	from, to := make([]float32, 1<<25), make([]float32, 1<<25)
 	for i := range from { // else all of its pages are one
 		from[i] = float32(i)
@@ -44,7 +44,7 @@ func BenchmarkKasminaBandwidth(b *testing.B) {
 	for _, s := range []struct{ rows, seeds, chunk int }{
 		{1024, 256, 16}, {1024, 1024, 4}, {1024, 64, 64}, {4096, 256, 16}, {1024, 4, 1024}, {1024, 4096 / 12, 12},
 	} {
-		k := mixedKasmina[float32](b, s.rows, s.seeds, s.chunk, 64)
+		k := mixedLayer[float32](b, s.rows, s.seeds, s.chunk, 64)
 		n := s.rows * s.seeds * s.chunk
 		r := rand.New(rand.NewPCG(1, 2))
 		random := func(n int) []float32 {

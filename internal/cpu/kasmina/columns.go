@@ -4,6 +4,7 @@ import (
 	"math"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
 )
 
 // In float32, and with figures reduced exactly, a tile is computed strip by strip: the blueprints that go by the element have
@@ -11,20 +12,20 @@ import (
 // into those of the seeds at the end of the tile. What does not go by the element (kinds that mix, registered kinds, the
 // strict mode) is computed a row and a seed at a time over what the strips have left there, which is x or g.
 
-// kasminaRules builds the rules of the strips of groups of seeds.
-type kasminaRules struct {
+// ruleBuilding builds the rules of the strips of groups of seeds.
+type ruleBuilding struct {
 	k        *Layer[float32]
 	backward bool
 }
 
-func (a *kasminaRules) Span(lo, hi int) {
+func (a *ruleBuilding) Span(lo, hi int) {
 	k, c, strips, width := a.k, a.k.Chunk, a.k.strips(), a.k.stripWidth()
 	_, seeds := k.tile()
 	for group := lo; group < hi; group++ {
 		s0, s1 := group*seeds, min(k.Seeds, (group+1)*seeds)
 		rules := k.rules[group*strips:][:strips]
 		for i := range rules {
-			rules[i].blends, rules[i].learns, rules[i].form = false, false, identityRule.form
+			rules[i].Blends, rules[i].Learns, rules[i].Form = false, false, strip.Identity.Form
 		}
 		active := k.active(s0, s1)
 		for i := range active {
@@ -37,34 +38,34 @@ func (a *kasminaRules) Span(lo, hi int) {
 				at := (s.Seed-s0)*c + j
 				rule, column := &rules[at/width], at%width
 				n := min(c-j, width-column)
-				if !rule.blends && !rule.learns {
-					*rule = identityRule
+				if !rule.Blends && !rule.Learns {
+					*rule = strip.Identity
 				}
-				rule.blends, rule.learns = rule.blends || blends, rule.learns || learns
-				rule.set(s, column, n, j, c, a.backward)
+				rule.Blends, rule.Learns = rule.Blends || blends, rule.Learns || learns
+				setRule(rule, s, column, n, j, c, a.backward)
 				j += n
 			}
 		}
 	}
 }
 
-// set makes n columns, from the given one on, follow the rule of features j to j+n−1 of the chunk of s, which has c. With
+// setRule makes n columns of r, from the given one on, follow the rule of features j to j+n−1 of the chunk of s, which has c. With
 // w, p and a as in package blueprints and β = α where the seed blends, x and its coefficient of each kind are
 //
 //	Residual       x + βa·w
 //	AttentionGate  (1 − β + βa·p)·x
 //	MLPExpansion   (1 − β + βa·w)·x where x·w > 0, else (1 − β)·x
 //	ConvFilter     (1 − β + βa·w0)·x + βa·w1·x[−1] + βa·w2·x[−2]
-func (r *columnRule) set(s *Seed[float32], column, n, j, c int, backward bool) {
+func setRule(r *strip.Rule, s *Seed[float32], column, n, j, c int, backward bool) {
 	rest, gain := 1-float64(s.Alpha), float64(s.Alpha)*float64(s.scale)
 	if !s.Blend {
 		rest, gain = 1, 0
 	}
-	on, off, p := r.on[column:][:n], r.off[column:][:n], s.p[j:]
-	r.take(ruledForm, column, n)
+	on, off, p := r.On[column:][:n], r.Off[column:][:n], s.p[j:]
+	r.Take(strip.Ruled, column, n)
 	switch s.Kind {
 	case blueprints.Residual:
-		if add := r.add[column:][:n]; !backward {
+		if add := r.Add[column:][:n]; !backward {
 			for i := range add {
 				add[i] = float32(gain * float64(p[i]))
 			}
@@ -75,40 +76,33 @@ func (r *columnRule) set(s *Seed[float32], column, n, j, c int, backward bool) {
 			off[i] = on[i]
 		}
 	case blueprints.MLPExpansion:
-		r.take(gatedForm, column, n)
-		copy(r.gate[column:][:n], p)
+		r.Take(strip.Gated, column, n)
+		copy(r.Gate[column:][:n], p)
 		for i := range on {
 			on[i], off[i] = float32(rest+gain*float64(p[i])), float32(rest)
 		}
-		if above := r.above[column:][:n]; backward {
+		if above := r.Above[column:][:n]; backward {
 			clear(above)
 		}
 	case blueprints.ConvFilter:
-		r.take(besideForm, column, n)
+		r.Take(strip.Beside, column, n)
 		w0, w1, w2 := taps(s.p)
 		for i := range on {
 			on[i] = float32(rest + gain*w0)
 			off[i] = on[i]
 			left, right := j+i, c-1-(j+i)
 			if lane := (column + i) % 16; lane < min(left, 2) || backward && 15-lane < min(right, 2) {
-				r.take(acrossForm, column+i, 1)
+				r.Take(strip.Across, column+i, 1)
 			}
 			if backward {
-				r.leftNear[column+i], r.leftFar[column+i] = bits(left >= 1), bits(left >= 2)
+				r.LeftNear[column+i], r.LeftFar[column+i] = bits(left >= 1), bits(left >= 2)
 				left = right
 			}
 			if s.Blend {
-				r.near[column+i], r.far[column+i] = float32(gain*w1), float32(gain*w2)
-				r.hasNear[column+i], r.hasFar[column+i] = bits(left >= 1), bits(left >= 2)
+				r.Near[column+i], r.Far[column+i] = float32(gain*w1), float32(gain*w2)
+				r.HasNear[column+i], r.HasFar[column+i] = bits(left >= 1), bits(left >= 2)
 			}
 		}
-	}
-}
-
-// take adds f to the forms of n columns from the given one on.
-func (r *columnRule) take(f columnForm, column, n int) {
-	for i := column / 16; i <= (column+n-1)/16; i++ {
-		r.form[i] |= f
 	}
 }
 
@@ -129,35 +123,35 @@ func bits(set bool) int32 {
 
 // forwardStrips computes the strips of a tile of the forward pass.
 func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
-	eps, figures, in, largest := ceil32(k.Eps), t.measured(k) || fuses(), &t.packs[0], float32(0)
-	if figures {
+	eps, folds, in, largest := ceil32(k.Eps), t.measured(k) || strip.Fuses(), &t.packs[0], float32(0)
+	if folds {
 		t.startAll(k, x)
 	}
-	t.passes(k, func(i int, s strip) {
+	t.passes(k, func(i int, s strip.View) {
 		rule := &k.rules[t.first+i]
 		switch {
-		case figures && s.fuses():
+		case folds && s.Fuses():
 			t.fetch = ahead(t, s)
-			rule.measureForward(y, x, s, &t.state[i], &t.fetch, eps)
+			rule.MeasureForward(y, x, s, &t.state[i], &t.fetch, eps)
 			return
-		case figures:
-			t.state[i].seen.addInput(in, x, s, eps)
+		case folds:
+			t.state[i].Seen.AddInput(in, x, s, eps)
 		default:
-			in.load(x, s, passRows*s.stride)
+			in.Load(x, s, strip.PassRows*s.Stride)
 			t.countBad(k, x, s)
 		}
-		if rule.blends {
-			in.loadEdges(x, s, t.columns)
-			largest = max(largest, rule.forward(y, in, s))
+		if rule.Blends {
+			in.LoadEdges(x, s, t.columns)
+			largest = max(largest, rule.Forward(y, in, s))
 		} else {
-			in.store(y, s)
+			in.Store(y, s)
 		}
 	})
-	if figures {
+	if folds {
 		t.foldAll(k, x, k.Eps)
 		largest = max(largest, t.largest)
 	}
-	fence()
+	strip.Fence()
 	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or not finite.
 	limit := float32(math.MaxFloat32)
 	if k.Stability == StabilityAdaptive {
@@ -197,72 +191,72 @@ func exceeds(x []float32, limit float32) bool {
 // backwardStrips computes the strips of a tile of the backward pass, and adds the gradients of the parameters to dp and da.
 func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32, da []float64) {
 	measured, normed := t.measured(k), 0
-	figures := measured || fuses()
-	if measured && canNorm(k.Chunk) {
-		normed = (t.r1 - t.r0) / normRows * normRows
+	folds := measured || strip.Fuses()
+	if measured && strip.CanNorm(k.Chunk) {
+		normed = (t.r1 - t.r0) / strip.NormRows * strip.NormRows
 		t.startNorms(k, g)
 	}
-	if figures {
+	if folds {
 		t.startAll(k, g)
 	}
 	for i := range t.strips {
-		if k.rules[t.first+i].learns {
-			t.state[i].sums = columnSums{}
+		if k.rules[t.first+i].Learns {
+			t.state[i].Sums = strip.Sums{}
 		}
 	}
 	grad, in := &t.packs[0], &t.packs[1]
-	t.passes(k, func(i int, s strip) {
-		rule, state, norms := &k.rules[t.first+i], &t.state[i], s.done < normed
-		computes := rule.blends || rule.learns
+	t.passes(k, func(i int, s strip.View) {
+		rule, state, norms := &k.rules[t.first+i], &t.state[i], s.Done < normed
+		computes := rule.Blends || rule.Learns
 		switch {
-		case figures && s.fuses():
+		case folds && s.Fuses():
 			vectors := 0
 			switch {
 			case norms && k.Chunk%16 == 0:
 				vectors = k.Chunk / 16
 			case norms:
-				state.norms.add(g[s.at:], s.stride, s.rows, k.Chunk, s.columns/k.Chunk)
+				state.Norms.Add(g[s.At:], s.Stride, s.Rows, k.Chunk, s.Columns/k.Chunk)
 			}
 			t.fetch = ahead(t, s)
-			rule.measureBackward(dx, g, x, s, state, &t.fetch, vectors)
+			rule.MeasureBackward(dx, g, x, s, state, &t.fetch, vectors)
 			return
-		case figures:
-			state.seen.addGradient(grad, g, s)
+		case folds:
+			state.Seen.AddGradient(grad, g, s)
 		default:
-			grad.load(g, s, passRows*s.stride)
+			grad.Load(g, s, strip.PassRows*s.Stride)
 			t.countBad(k, g, s)
 		}
 		if computes {
 			ahead := 0
-			if !rule.blends {
-				ahead = passRows * s.stride
+			if !rule.Blends {
+				ahead = strip.PassRows * s.Stride
 			}
-			in.load(x, s, ahead)
-			in.loadEdges(x, s, t.columns)
-			grad.loadEdges(g, s, t.columns)
+			in.Load(x, s, ahead)
+			in.LoadEdges(x, s, t.columns)
+			grad.LoadEdges(g, s, t.columns)
 		}
 		if norms {
-			state.norms.add(grad[packRoom:], packStride, s.rows, k.Chunk, s.columns/k.Chunk)
+			state.Norms.Add(grad[strip.PackRoom:], strip.PackStride, s.Rows, k.Chunk, s.Columns/k.Chunk)
 		}
 		switch {
-		case rule.blends && rule.learns:
-			rule.learn(dx, grad, in, s, x, &state.sums)
-		case rule.blends:
-			rule.backward(dx, grad, in, s, x)
+		case rule.Blends && rule.Learns:
+			rule.Learn(dx, grad, in, s, x, &state.Sums)
+		case rule.Blends:
+			rule.Backward(dx, grad, in, s, x)
 		default:
-			if rule.learns {
-				state.sums.add(rule, grad, in, s)
+			if rule.Learns {
+				state.Sums.Add(rule, grad, in, s)
 			}
-			grad.store(dx, s)
+			grad.Store(dx, s)
 		}
 	})
-	fence()
+	strip.Fence()
 	for i := range t.strips {
-		if k.rules[t.first+i].learns {
-			foldSums(k, t, t.strip(k, i, 0), &t.state[i].sums, dp, da)
+		if k.rules[t.first+i].Learns {
+			foldSums(k, t, t.strip(k, i, 0), &t.state[i].Sums, dp, da)
 		}
 	}
-	if figures {
+	if folds {
 		t.foldAll(k, g, 0)
 	}
 	if measured {
@@ -276,9 +270,9 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 //	Residual                     dp = βa·Σ g,           da = β·Σ w·Σ g
 //	AttentionGate, MLPExpansion  dp = βa·Σ g·x,         da = β·Σ p·Σ g·x
 //	ConvFilter                   dw[k] = βa·Σ g·x[−k],  da = β·Σ w[k]·Σ g·x[−k]
-func foldSums(k *Layer[float32], t *tile[float32], s strip, sums *columnSums, dp []float32, da []float64) {
+func foldSums(k *Layer[float32], t *tile[float32], s strip.View, sums *strip.Sums, dp []float32, da []float64) {
 	c := k.Chunk
-	active := k.active(t.s0+s.from/c, t.s0+(s.from+s.columns-1)/c+1)
+	active := k.active(t.s0+s.From/c, t.s0+(s.From+s.Columns-1)/c+1)
 	for i := range active {
 		a := &active[i]
 		if !a.Learn || !a.ruled || a.Blend && a.Alpha == 0 {
@@ -288,14 +282,14 @@ func foldSums(k *Layer[float32], t *tile[float32], s strip, sums *columnSums, dp
 		if a.Blend {
 			beta = float64(a.Alpha)
 		}
-		start := (a.Seed-t.s0)*c - s.from // may lie in a strip to the left
+		start := (a.Seed-t.s0)*c - s.From // may lie in a strip to the left
 		feature := max(0, -start)
 		column := start + feature
-		n := min(c-feature, s.columns-column)
+		n := min(c-feature, s.Columns-column)
 		dp := dp[a.at:][:a.size]
 		var sum float64
 		if a.Kind == blueprints.ConvFilter {
-			for tap, v := range [][]float32{sums.here[column:][:n], sums.near[column:][:n], sums.far[column:][:n]} {
+			for tap, v := range [][]float32{sums.Here[column:][:n], sums.Near[column:][:n], sums.Far[column:][:n]} {
 				if tap < a.size {
 					total := sum64(v)
 					dp[tap] += float32(beta * float64(a.scale) * total)
@@ -303,9 +297,9 @@ func foldSums(k *Layer[float32], t *tile[float32], s strip, sums *columnSums, dp
 				}
 			}
 		} else {
-			v := sums.here[column:][:n]
+			v := sums.Here[column:][:n]
 			if a.Kind == blueprints.Residual {
-				v = sums.all[column:][:n]
+				v = sums.All[column:][:n]
 			}
 			dp, p := dp[feature:][:n], a.p[feature:][:n]
 			for j, e := range v {
@@ -322,4 +316,13 @@ func sum64(v []float32) (sum float64) {
 		sum += float64(e)
 	}
 	return sum
+}
+
+// ceil32 returns the smallest float32 that is no less than v: x < v and x < ceil32(v) are the same for float32 x.
+func ceil32(v float64) float32 {
+	c := float32(v)
+	if float64(c) < v {
+		c = math.Nextafter32(c, float32(math.Inf(1)))
+	}
+	return c
 }

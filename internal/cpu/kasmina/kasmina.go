@@ -1,5 +1,5 @@
-// Package kasmina is the arithmetic of Kasmina layers on a CPU: a layer that reads like the formulas in
-// plain Go, and strips of it in vector instructions.
+// Package kasmina computes the forward and the backward pass of a Kasmina layer, and the figures of
+// what passes.
 package kasmina
 
 import (
@@ -10,6 +10,9 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
+	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
 // Stability says what a Kasmina layer does about extreme inputs.
@@ -55,18 +58,18 @@ type Layer[T cpu.Float] struct {
 	Eps       float64
 	Active    []Seed[T] // set by Activate
 	Measure   []bool    // of each seed: whether to collect its figures
-	Reduce    Reduction
+	Reduce    figures.Reduction
 	Limit     []float64 // backward: of each seed, the largest norm of a row's gradient; nil for none
 
 	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad and Clipped are set.
-	Figures []ChunkFigures
+	Figures []figures.Chunk
 
-	partial  []ChunkFigures // of each block of rows and seed
-	measured bool           // some seed is
-	columns  bool           // the pass is computed in strips
+	partial  []figures.Chunk // of each block of rows and seed
+	measured bool            // some seed is
+	columns  bool            // the pass is computed in strips
 	prepared []T
 	needs    int          // elements of scratch memory
-	rules    []columnRule // of every strip of a row of tiles
+	rules    []strip.Rule // of every strip of a row of tiles
 	learning []int        // indices into Active
 	learned  int          // elements of their p
 	dp       []T          // of each block of rows, the gradients of the learning seeds' p
@@ -123,7 +126,7 @@ func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 	prepared := 0
 	k.needs = 4 * k.Chunk
 	_, single := any(k).(*Layer[float32])
-	k.columns = single && k.Reduce == ReduceExact && !(backward && k.Limit != nil)
+	k.columns = single && k.Reduce == figures.ReduceExact && !(backward && k.Limit != nil)
 	for i := range k.Active {
 		s := &k.Active[i]
 		s.w, s.scale = weights[s.Slot*k.Width:][:s.size:s.size], scales[s.Slot]
@@ -144,20 +147,20 @@ func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 			next += s.size
 		}
 	}
-	cpu.ParallelCall(len(k.Active), cpu.Grain(64*k.Chunk), kasminaPrepare[T]{k}) // exponentials
+	cpu.Spread(len(k.Active), cpu.Grain(64*k.Chunk), preparation[T]{k}) // exponentials
 	k.measured = slices.Contains(k.Measure, true)
 	k.partial = grow(k.partial, k.blocks()*k.Seeds)
 	k.Figures = grow(k.Figures, k.Seeds)
 	if k.columns {
 		k.rules = grow(k.rules, k.groups()*k.strips())
-		cpu.ParallelCall(k.groups(), 1, kasminaRules{any(k).(*Layer[float32]), backward})
+		cpu.Spread(k.groups(), 1, ruleBuilding{any(k).(*Layer[float32]), backward})
 	}
 }
 
-// kasminaPrepare makes the active seeds' p of their weights.
-type kasminaPrepare[T cpu.Float] struct{ k *Layer[T] }
+// preparation makes the active seeds' p of their weights.
+type preparation[T cpu.Float] struct{ k *Layer[T] }
 
-func (p *kasminaPrepare[T]) Span(lo, hi int) {
+func (p *preparation[T]) Span(lo, hi int) {
 	seed := noSeed
 	defer attribute(&seed)
 	for i := lo; i < hi; i++ {
@@ -183,24 +186,24 @@ func grow[E any](s []E, n int) []E {
 // for active seeds that blend, with x clamped first in the strict mode, and y = x for all others.
 func (k *Layer[T]) Forward(y, x, weights, scales []T) {
 	k.prepare(weights, scales, false)
-	cpu.ParallelCall(k.blocks()*k.groups(), k.tileGrain(), kasminaForward[T]{k, y, x})
-	cpu.ParallelCall(k.Seeds, 64, kasminaFinish[T]{k, x})
+	cpu.Spread(k.blocks()*k.groups(), k.tileGrain(), forwardPass[T]{k, y, x})
+	cpu.Spread(k.Seeds, 64, finishing[T]{k, x})
 }
 
-// kasminaForward computes tiles of the forward pass.
-type kasminaForward[T cpu.Float] struct {
+// forwardPass computes tiles of the forward pass.
+type forwardPass[T cpu.Float] struct {
 	k    *Layer[T]
 	y, x []T
 }
 
-func (p *kasminaForward[T]) Span(lo, hi int) {
+func (p *forwardPass[T]) Span(lo, hi int) {
 	k, seed := p.k, noSeed
 	defer attribute(&seed)
 	t := k.takeTile()
 	for i := lo; i < hi; i++ {
 		t.moveTo(k, i)
 		if k.columns {
-			p := any(p).(*kasminaForward[float32])
+			p := any(p).(*forwardPass[float32])
 			forwardStrips(p.k, any(t).(*tile[float32]), p.y, p.x)
 		} else {
 			k.forwardRows(t, p.y, p.x)
@@ -236,42 +239,42 @@ func (k *Layer[T]) forwardRows(t *tile[T], y, x []T) {
 }
 
 // watchInput takes one row of a tile, whose first seed is s0, into the tile's figures.
-func (k *Layer[T]) watchInput(figures []ChunkFigures, xr, x []T, s0 int) {
-	if !k.measured && cpu.Finite(xr) {
+func (k *Layer[T]) watchInput(partial []figures.Chunk, xr, x []T, s0 int) {
+	if !k.measured && vec.Finite(xr) {
 		return
 	}
 	c := k.Chunk
-	for i := range figures {
-		v, f := xr[i*c:][:c], &figures[i]
+	for i := range partial {
+		v, f := xr[i*c:][:c], &partial[i]
 		if !k.Measure[s0+i] {
-			f.Bad += countBad(v)
+			f.Bad += figures.CountBad(v)
 			continue
 		}
-		row := scan(v, k.Eps)
-		f.addRow(&row, anchorOf(x[(s0+i)*c]))
-		if k.Reduce != ReduceExact && row.m.N > 0 {
-			h := health(row.absolute(), row.lo, row.hi, row.dead, k.Eps)
-			f.reduceRow(k.Reduce, h[:])
+		row := figures.Scan(v, k.Eps)
+		f.AddRow(&row, figures.Anchor(x[(s0+i)*c]))
+		if k.Reduce != figures.ReduceExact && row.Moments.N > 0 {
+			h := figures.Health(row.Absolute(), row.Low, row.High, row.Dead, k.Eps)
+			f.ReduceRow(k.Reduce, h[:])
 			f.Norms.N++ // counts the rows
 		}
 	}
 }
 
-// kasminaFinish merges the figures of v of all blocks of rows, in order.
-type kasminaFinish[T cpu.Float] struct {
+// finishing merges the figures of v of all blocks of rows, in order.
+type finishing[T cpu.Float] struct {
 	k *Layer[T]
 	v []T
 }
 
-func (p *kasminaFinish[T]) Span(lo, hi int) {
+func (p *finishing[T]) Span(lo, hi int) {
 	k := p.k
 	for s := lo; s < hi; s++ {
 		f := &k.Figures[s]
 		*f = k.partial[s]
 		for b := 1; b < k.blocks(); b++ {
-			f.merge(&k.partial[b*k.Seeds+s], k.Reduce)
+			f.Merge(&k.partial[b*k.Seeds+s], k.Reduce)
 		}
-		f.finish(k.Reduce, anchorOf(p.v[s*k.Chunk]))
+		f.Finish(k.Reduce, figures.Anchor(p.v[s*k.Chunk]))
 	}
 }
 

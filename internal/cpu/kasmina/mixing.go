@@ -3,6 +3,8 @@ package kasmina
 import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
 // The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at once: with X [n, C] the
@@ -48,18 +50,18 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 	}
 	if s.Alpha != 0 { // else t(x), whatever it is, NaN included, has no part in the result
 		z, h, scale := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
-		cpu.GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
+		gemm.MulSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
 		for i := range scale {
 			scale[i] = s.scale
 		}
 		if s.Kind == blueprints.ChunkMLP {
-			cpu.SiLUMulSerial(h, z, scale)
+			vec.SiLUMul(h, z, scale)
 		} else {
 			for i, e := range z {
 				h[i] = s.scale * e
 			}
 		}
-		cpu.GemmSerial(false, true, n, c, m, 1, h, m, u, m, 0, out, c)
+		gemm.MulSerial(false, true, n, c, m, 1, h, m, u, m, 0, out, c)
 	}
 	for r := range n {
 		yr, row, by := y[at+r*d:][:c], in[r*c:][:c], out[r*c:][:c]
@@ -96,16 +98,16 @@ func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []
 			}
 		}
 		z, h, q, dz := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
-		cpu.GemmSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
-		cpu.GemmSerial(false, false, n, m, c, 1, g, c, u, m, 0, q, m)
+		gemm.MulSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
+		gemm.MulSerial(false, false, n, m, c, 1, g, c, u, m, 0, q, m)
 		da = s.hidden(h, dz, q, z)
 		if s.Blend {
-			cpu.GemmSerial(false, false, n, c, m, 1, dz, m, v, c, 1, dx[at:], d)
+			gemm.MulSerial(false, false, n, c, m, 1, dz, m, v, c, 1, dx[at:], d)
 		}
 		if dp != nil {
 			dv, du, _ := s.matrices(dp, c)
-			cpu.GemmSerial(true, false, m, c, n, 1, dz, m, in, c, 1, dv, c)
-			cpu.GemmSerial(true, false, c, m, n, 1, g, c, h, m, 1, du, m)
+			gemm.MulSerial(true, false, m, c, n, 1, dz, m, in, c, 1, dv, c)
+			gemm.MulSerial(true, false, c, m, n, 1, g, c, h, m, 1, du, m)
 		}
 	}
 	if s.Blend && k.Stability == StabilityStrict {
@@ -127,7 +129,7 @@ func (s *Seed[T]) hidden(h, dz, q, z []T) (da float64) {
 		for i := range dz {
 			dz[i] = s.scale
 		}
-		cpu.SiLUMulBackwardSerial(h, dz, z, q, z, dz)
+		vec.SiLUMulBackward(h, dz, z, q, z, dz)
 	} else {
 		for i, e := range z {
 			h[i], dz[i], z[i] = s.scale*e, s.scale*q[i], q[i]*e

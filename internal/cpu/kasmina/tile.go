@@ -5,6 +5,9 @@ import (
 	"sort"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
+	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
 // The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
@@ -21,9 +24,9 @@ const (
 
 // tile is rows r0 to r1 of seeds s0 to s1, with the memory of the goroutine that works on it.
 type tile[T cpu.Float] struct {
-	packs [2]pack // first, so that the vectors in what the strips use are aligned
-	state []stripState
-	fetch fetch
+	packs [2]strip.Pack // first, so that the vectors in what the strips use are aligned
+	state []strip.State
+	fetch strip.Fetch
 
 	block, r0, r1, s0, s1 int
 	stride, columns       int // of the whole matrix; of the tile
@@ -31,16 +34,9 @@ type tile[T cpu.Float] struct {
 	strips                int // how many there are
 	first                 int // number of the first among those of a row of tiles
 	active                []Seed[T]
-	figures               []ChunkFigures // of the seeds in these rows
-	largest               float32        // of their magnitudes but NaN, once all are folded
+	figures               []figures.Chunk // of the seeds in these rows
+	largest               float32         // of their magnitudes but NaN, once all are folded
 	scratch               []T
-}
-
-// stripState is what is summed up over the rows of a strip of a tile.
-type stripState struct {
-	seen  columnFigures
-	sums  columnSums
-	norms stripNorms
 }
 
 // tile returns the size of tiles.
@@ -62,10 +58,10 @@ func (k *Layer[T]) groups() int {
 
 // stripWidth returns the width of strips: that of whole chunks, if one fits.
 func (k *Layer[T]) stripWidth() int {
-	if k.Chunk > stripColumns {
-		return stripColumns
+	if k.Chunk > strip.Columns {
+		return strip.Columns
 	}
-	return stripColumns / k.Chunk * k.Chunk
+	return strip.Columns / k.Chunk * k.Chunk
 }
 
 // strips returns how many strips a tile has at most.
@@ -102,7 +98,7 @@ func (t *tile[T]) moveTo(k *Layer[T], i int) {
 	t.strips, t.first = (t.columns+t.width-1)/t.width, group*k.strips()
 	t.active = k.active(t.s0, t.s1)
 	t.figures = k.partial[block*k.Seeds+t.s0 : block*k.Seeds+t.s1]
-	none := newFigures(k.Reduce)
+	none := figures.New(k.Reduce)
 	for s := range t.figures {
 		t.figures[s] = none
 	}
@@ -115,24 +111,21 @@ func (k *Layer[T]) active(s0, s1 int) []Seed[T] {
 	return k.Active[from : from+n]
 }
 
-// passRows is how many rows go through all kernels before the next ones do: few enough to stay in the first cache.
-const passRows = 2 * normRows
-
-// strip returns what the i-th strip has below the first top rows of the tile: passRows rows, or the last ones.
-func (t *tile[T]) strip(k *Layer[T], i, top int) strip {
+// strip returns what the i-th strip has below the first top rows of the tile: strip.PassRows rows, or the last ones.
+func (t *tile[T]) strip(k *Layer[T], i, top int) strip.View {
 	j := i * t.width
-	return strip{
-		from: j, columns: min(t.columns-j, t.width), at: (t.r0+top)*t.stride + t.s0*k.Chunk + j, stride: t.stride,
-		done: top, rows: min(passRows, t.r1-t.r0-top), edges: k.Chunk > t.width,
+	return strip.View{
+		From: j, Columns: min(t.columns-j, t.width), At: (t.r0+top)*t.stride + t.s0*k.Chunk + j, Stride: t.stride,
+		Done: top, Rows: min(strip.PassRows, t.r1-t.r0-top), Edges: k.Chunk > t.width,
 	}
 }
 
-// passes calls f for what the strips have in passRows rows each, in the order in which it is to be computed: in strip i, s.
-func (t *tile[T]) passes(k *Layer[T], f func(i int, s strip)) {
+// passes calls f for what the strips have in strip.PassRows rows each, in the order in which it is to be computed: in strip i, s.
+func (t *tile[T]) passes(k *Layer[T], f func(i int, s strip.View)) {
 	rows := t.r1 - t.r0
 	for band := 0; band < rows; band += bandRows {
 		for i := range t.strips {
-			for top := band; top < min(band+bandRows, rows); top += passRows {
+			for top := band; top < min(band+bandRows, rows); top += strip.PassRows {
 				f(i, t.strip(k, i, top))
 			}
 		}
@@ -150,11 +143,11 @@ func (t *tile[T]) measured(k *Layer[T]) bool {
 }
 
 // parts calls f for every seed with columns in s: n features from the given one on, in n columns of s from the given one on.
-func (t *tile[T]) parts(k *Layer[T], s strip, f func(seed, column, feature, n int)) {
+func (t *tile[T]) parts(k *Layer[T], s strip.View, f func(seed, column, feature, n int)) {
 	c := k.Chunk
-	for j := 0; j < s.columns; {
-		seed, feature := (s.from+j)/c, (s.from+j)%c
-		n := min(c-feature, s.columns-j)
+	for j := 0; j < s.Columns; {
+		seed, feature := (s.From+j)/c, (s.From+j)%c
+		n := min(c-feature, s.Columns-j)
 		f(t.s0+seed, j, feature, n)
 		j += n
 	}
@@ -162,16 +155,16 @@ func (t *tile[T]) parts(k *Layer[T], s strip, f func(seed, column, feature, n in
 
 // anchor returns that of a seed in this tile of v.
 func (t *tile[T]) anchor(k *Layer[T], v []T, seed int) float64 {
-	return anchorOf(v[t.r0*t.stride+seed*k.Chunk])
+	return figures.Anchor(v[t.r0*t.stride+seed*k.Chunk])
 }
 
 // start readies the figures of a strip of v.
-func (t *tile[T]) start(k *Layer[T], v []T, s strip, seen *columnFigures) {
-	seen.start(s.columns)
+func (t *tile[T]) start(k *Layer[T], v []T, s strip.View, seen *strip.Figures) {
+	seen.Start(s.Columns)
 	t.parts(k, s, func(seed, column, _, n int) {
 		anchor := float32(t.anchor(k, v, seed))
-		for i := range seen.anchor[column:][:n] {
-			seen.anchor[column+i] = anchor
+		for i := range seen.Anchor[column:][:n] {
+			seen.Anchor[column+i] = anchor
 		}
 	})
 }
@@ -180,22 +173,22 @@ func (t *tile[T]) start(k *Layer[T], v []T, s strip, seen *columnFigures) {
 func (t *tile[T]) startAll(k *Layer[T], v []T) {
 	t.largest = 0
 	for i := range t.strips {
-		t.start(k, v, t.strip(k, i, 0), &t.state[i].seen)
+		t.start(k, v, t.strip(k, i, 0), &t.state[i].Seen)
 	}
 }
 
 func (t *tile[T]) foldAll(k *Layer[T], v []T, eps float64) {
 	for i := range t.strips {
-		t.fold(k, v, t.strip(k, i, 0), &t.state[i].seen, eps)
+		t.fold(k, v, t.strip(k, i, 0), &t.state[i].Seen, eps)
 	}
 }
 
 // fold adds the figures of a strip of v to those of its seeds.
-func (t *tile[T]) fold(k *Layer[T], v []T, s strip, seen *columnFigures, eps float64) {
+func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, eps float64) {
 	t.parts(k, s, func(seed, column, feature, n int) {
 		f := &t.figures[seed-t.s0]
-		sums, squares, deads := seen.sum[column:][:n], seen.square[column:][:n], seen.dead[column:][:n]
-		lows, highs := seen.low[column:][:n], seen.high[column:][:n]
+		sums, squares, deads := seen.Sum[column:][:n], seen.Square[column:][:n], seen.Dead[column:][:n]
+		lows, highs := seen.Low[column:][:n], seen.High[column:][:n]
 		var sum, square float64
 		var dead int32
 		low, high := lows[0], highs[0]
@@ -216,7 +209,7 @@ func (t *tile[T]) fold(k *Layer[T], v []T, s strip, seen *columnFigures, eps flo
 			return
 		}
 		if k.Measure[seed] {
-			f.Moments.Merge(shifted(t.anchor(k, v, seed)-anchorOf(v[seed*k.Chunk]), sum, square, n*(t.r1-t.r0)))
+			f.Moments.Merge(figures.Shifted(t.anchor(k, v, seed)-figures.Anchor(v[seed*k.Chunk]), sum, square, n*(t.r1-t.r0)))
 			f.Min, f.Max = min(f.Min, float64(low)), max(f.Max, float64(high))
 			f.Dead += int(dead)
 		}
@@ -224,45 +217,45 @@ func (t *tile[T]) fold(k *Layer[T], v []T, s strip, seen *columnFigures, eps flo
 }
 
 // scanRows adds n features of a chunk to its figures, NaN and Inf among them.
-func (t *tile[T]) scanRows(k *Layer[T], f *ChunkFigures, v []T, seed, feature, n int, eps float64) {
+func (t *tile[T]) scanRows(k *Layer[T], f *figures.Chunk, v []T, seed, feature, n int, eps float64) {
 	for r := t.r0; r < t.r1; r++ {
-		row := scan(v[r*t.stride+seed*k.Chunk+feature:][:n], eps)
+		row := figures.Scan(v[r*t.stride+seed*k.Chunk+feature:][:n], eps)
 		if k.Measure[seed] {
-			f.addRow(&row, anchorOf(v[seed*k.Chunk]))
+			f.AddRow(&row, figures.Anchor(v[seed*k.Chunk]))
 		} else {
-			f.Bad += row.bad
+			f.Bad += row.Bad
 		}
 	}
 }
 
 // countBad counts NaN and Inf where nothing is measured.
-func (t *tile[T]) countBad(k *Layer[T], v []T, s strip) {
-	for r := range s.rows {
-		row := v[s.at+r*s.stride:][:s.columns]
-		if cpu.Finite(row) {
+func (t *tile[T]) countBad(k *Layer[T], v []T, s strip.View) {
+	for r := range s.Rows {
+		row := v[s.At+r*s.Stride:][:s.Columns]
+		if vec.Finite(row) {
 			continue
 		}
-		t.parts(k, s, func(seed, column, _, n int) { t.figures[seed-t.s0].Bad += countBad(row[column:][:n]) })
+		t.parts(k, s, func(seed, column, _, n int) { t.figures[seed-t.s0].Bad += figures.CountBad(row[column:][:n]) })
 	}
 }
 
 // rowNorm returns the norm of n features of a seed in a row of g.
 func (t *tile[T]) rowNorm(k *Layer[T], g []T, row, seed int) float64 {
-	return math.Sqrt(cpu.Squares(g[row*t.stride+seed*k.Chunk:][:k.Chunk]))
+	return math.Sqrt(vec.SumSquares(g[row*t.stride+seed*k.Chunk:][:k.Chunk]))
 }
 
 // norms returns where the norms of a seed are summed up, where whole chunks are in strips.
-func (t *tile[T]) norms(k *Layer[T], seed int) (n *stripNorms, i int) {
+func (t *tile[T]) norms(k *Layer[T], seed int) (n *strip.Norms, i int) {
 	each := t.width / k.Chunk
-	return &t.state[(seed-t.s0)/each].norms, (seed - t.s0) % each
+	return &t.state[(seed-t.s0)/each].Norms, (seed - t.s0) % each
 }
 
 // startNorms readies the norms of the chunks of g.
 func (t *tile[T]) startNorms(k *Layer[T], g []T) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		n, i := t.norms(k, seed)
-		n.anchor[i] = t.rowNorm(k, g, t.r0, seed)
-		n.sum[i], n.square[i] = [passRows]float64{}, [passRows]float64{}
+		n.Anchor[i] = t.rowNorm(k, g, t.r0, seed)
+		n.Sum[i], n.Square[i] = [strip.PassRows]float64{}, [strip.PassRows]float64{}
 	}
 }
 
@@ -274,18 +267,34 @@ func (t *tile[T]) foldNorms(k *Layer[T], g []T, rows int) {
 		case !k.Measure[seed]:
 		case f.Bad > 0:
 			for r := t.r0; r < t.r1; r++ {
-				if row := scan(g[r*t.stride+seed*k.Chunk:][:k.Chunk], 0); row.m.N > 0 {
-					f.Norms.Add(norm(row.absolute()))
+				if row := figures.Scan(g[r*t.stride+seed*k.Chunk:][:k.Chunk], 0); row.Moments.N > 0 {
+					f.Norms.Add(figures.Norm(row.Absolute()))
 				}
 			}
 		default:
 			if rows > 0 {
 				n, i := t.norms(k, seed)
-				f.Norms.Merge(n.moments(i, rows))
+				f.Norms.Merge(n.Moments(i, rows))
 			}
 			for r := t.r0 + rows; r < t.r1; r++ {
 				f.Norms.Add(t.rowNorm(k, g, r, seed))
 			}
 		}
 	}
+}
+
+// ahead returns what to fetch while s is computed: what tile.passes has after it, or if that is in another tile s once more.
+func ahead(t *tile[float32], s strip.View) strip.Fetch {
+	const columns = strip.PassRows * 16 // in strip.PassRows lines
+	at, done, rows := s.At, s.Done+strip.PassRows, t.r1-t.r0
+	switch {
+	case done%bandRows != 0 && done < rows:
+		at += strip.PassRows * t.stride
+	case s.From+s.Columns < t.columns:
+		at += s.Columns - s.Done%bandRows*t.stride
+	case done < rows:
+		at += strip.PassRows*t.stride - s.From
+	}
+	run := (s.Columns + columns - 1) / columns
+	return strip.Fetch{At: 4 * at, Left: run, Run: run, Jump: 4 * (t.stride - run*columns)}
 }

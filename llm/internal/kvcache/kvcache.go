@@ -9,6 +9,8 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/attention"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -120,10 +122,10 @@ func attendCached[T cpu.Float](o *cachedAttentionOp, y []T, in opbase.Args) erro
 	for i := range half {
 		cos[i], sin[i] = T(wideCos[i]), T(wideSin[i])
 	}
-	cpu.RoPE(turned, q, cos, sin, 1, c.config.Heads, c.config.HeadDim, false)
-	cpu.RoPE(keys[p*len(k):][:len(k)], k, cos, sin, 1, c.config.KVHeads, c.config.HeadDim, false)
+	layer.RoPE(turned, q, cos, sin, 1, c.config.Heads, c.config.HeadDim, false)
+	layer.RoPE(keys[p*len(k):][:len(k)], k, cos, sin, 1, c.config.KVHeads, c.config.HeadDim, false)
 	copy(values[p*len(v):], v)
-	cpu.AttentionAt(y, turned, keys, values, p, cpu.AttentionShape{Heads: c.config.Heads,
+	attention.At(y, turned, keys, values, p, attention.Shape{Heads: c.config.Heads,
 		KVHeads: c.config.KVHeads, HeadDim: c.config.HeadDim,
 		Scale: 1 / math.Sqrt(float64(c.config.HeadDim))})
 	return nil

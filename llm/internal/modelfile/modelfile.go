@@ -15,7 +15,7 @@ import (
 
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
@@ -198,11 +198,11 @@ func (f *File) Parameter(ctx context.Context, name string, data any) error {
 func FirstNonFinite(data any) (at int, value float64) {
 	switch x := data.(type) {
 	case []float32:
-		if at := cpu.FirstNonFinite(x); at >= 0 {
+		if at := array.FirstNonFinite(x); at >= 0 {
 			return at, float64(x[at])
 		}
 	case []float64:
-		if at := cpu.FirstNonFinite(x); at >= 0 {
+		if at := array.FirstNonFinite(x); at >= 0 {
 			return at, x[at]
 		}
 	}

@@ -8,7 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 // attentionCase is attention on the GPU and, in float64, on the CPU.
@@ -151,8 +152,8 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		return
 	}
 	if c.turned {
-		cpu.RoPE(dq, dq, cosines, sines, a.Seq, a.Heads, a.HeadDim, true)
-		cpu.RoPE(dk, dk, cosines, sines, a.Seq, a.KVHeads, a.HeadDim, true)
+		layer.RoPE(dq, dq, cosines, sines, a.Seq, a.Heads, a.HeadDim, true)
+		layer.RoPE(dk, dk, cosines, sines, a.Seq, a.KVHeads, a.HeadDim, true)
 	}
 	// Of a single key dq and dk vanish, but for rounding.
 	for i, want := range [][]float64{dq, dk, dv} {
@@ -166,7 +167,7 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 
 // reference computes in float64 what the kernels do, but for RoPE.
 func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
-	s := cpu.AttentionShape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: c.Causal,
+	s := cpuattention.Shape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: c.Causal,
 		Scale: c.Scale}
 	if s.Scale == 0 {
 		s.Scale = 1 / math.Sqrt(float64(c.HeadDim))
@@ -175,8 +176,8 @@ func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
 		packedReference(y, lse, dq, dk, dv, dy, q, k, v, c.starts, s)
 		return
 	}
-	cpu.Attention(y, lse, q, k, v, s)
-	cpu.AttentionBackward(dq, dk, dv, dy, q, k, v, y, lse, s)
+	cpuattention.Forward(y, lse, q, k, v, s)
+	cpuattention.Backward(dq, dk, dv, dy, q, k, v, y, lse, s)
 }
 
 // attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head dimensions of every

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
 )
 
 // documents is the table of the case's documents on the GPU, null if it has none.
@@ -35,7 +35,7 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 }
 
 // packedReference is attention and its gradients by their definitions, of queries i that see the keys from starts[i] to i.
-func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32, s cpu.AttentionShape) {
+func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32, s cpuattention.Shape) {
 	queryWidth, keyWidth, dim := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
 	dot := func(a, b []float64) (sum float64) {
 		for i, v := range a {

@@ -7,7 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpucrossentropy "github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
 )
 
 func TestCrossEntropy(t *testing.T) {
@@ -30,8 +30,8 @@ func TestCrossEntropy(t *testing.T) {
 				a := Forward{Logits: logits.Ptr, Losses: losses.Ptr, LSE: lse.Ptr, Targets: targets, Rows: rows, V: v, Type: dt}
 
 				wantLSE, want := make([]float64, rows), make([]float64, rows*v)
-				wantMean := cpu.CrossEntropy(wantLSE, xr, ids, v)
-				cpu.CrossEntropyBackward(want, xr, wantLSE, ids, v, gr[0])
+				wantMean := cpucrossentropy.Forward(wantLSE, xr, ids, v)
+				cpucrossentropy.Backward(want, xr, wantLSE, ids, v, gr[0])
 
 				g.Must(Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
 				g.Must(a.Launch(g.Set, g.Stream))
@@ -44,7 +44,7 @@ func TestCrossEntropy(t *testing.T) {
 				out := g.Alloc(rows*v, dt, i%2)
 				a.Scale, a.Grad = scale.Ptr, grad.Ptr
 				for j := range want {
-					want[j] /= float64(cpu.Targets(ids))
+					want[j] /= float64(cpucrossentropy.Targets(ids))
 				}
 				check := func(what string, b *kerneltest.Buffer) {
 					g.Helper()
@@ -97,7 +97,7 @@ func TestCrossEntropyRows(t *testing.T) {
 			losses, values := g.Normal(rows, kerneltest.F32, 0)
 			scale, mean, again := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
 			g.Must(Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
-			want, sum, size := 1/float64(cpu.Targets(ids)), 0.0, 0.0
+			want, sum, size := 1/float64(cpucrossentropy.Targets(ids)), 0.0, 0.0
 			g.Near("scale", scale, []float64{want}, 1e-7)
 			for _, v := range values {
 				sum, size = sum+v, size+math.Abs(v)

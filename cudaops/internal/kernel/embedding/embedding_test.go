@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 func TestEmbedding(t *testing.T) {
@@ -28,12 +28,12 @@ func TestEmbedding(t *testing.T) {
 				g.Must(Forward{Y: y.Ptr, IDs: dids, Table: table.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d,
 					Type: yt, TableType: tt}.Launch(g.Set, g.Stream))
 				want := make([]float64, c.rows*c.d)
-				cpu.Embedding(want, ids, tr, c.d)
+				layer.Embedding(want, ids, tr, c.d)
 				g.Near("y", y, kerneltest.Decode(kerneltest.Encode(want, yt), yt), 0)
 
 				dy, gr := g.Normal(c.rows*c.d, yt, i%2)
 				grad := make([]float64, c.vocab*c.d)
-				cpu.EmbeddingBackward(grad, ids, gr, c.d)
+				layer.EmbeddingBackward(grad, ids, gr, c.d)
 				dt := g.Alloc(c.vocab*c.d, tt, i%2)
 				work := g.Alloc(Workspace(c.rows, c.vocab, c.d)/4, kerneltest.F32, 0)
 				a := Backward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d, DTType: tt, GType: yt,

@@ -8,7 +8,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 // matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸, and returns its numbers with these.
@@ -48,7 +49,7 @@ func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
 	x, xs, xr := matrix8(g, s.Rows, s.D)
 	w, ws, wr := matrix8(g, s.Columns, s.D)
 	alone := make([]float64, n)
-	cpu.Gemm(false, true, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, s.D, 0, alone, s.Columns)
+	cpugemm.Mul(false, true, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, s.D, 0, alone, s.Columns)
 	c, cr := g.Normal(n, kerneltest.Bf16, 0)
 	plus := slices.Clone(alone)
 	for i, v := range cr {
@@ -120,10 +121,10 @@ func TestRoPEProductFloat8(t *testing.T) {
 			_, sr := g.Upload(sines, kerneltest.F32, 0)
 			a.Angles = ropeAngles(g, cr, sr, a.HeadDim/2)
 			want := make([]float64, a.Rows*a.Columns)
-			cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, x, a.D, w, a.D, 0, want, a.Columns)
+			cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, x, a.D, w, a.D, 0, want, a.Columns)
 			for r := range a.Rows {
 				row, at := want[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
-				cpu.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+				layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
 			}
 			ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
 			if len(ways) == 0 {

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 func newHopperRig(t *testing.T) *kerneltest.Rig {
@@ -51,9 +52,9 @@ func TestSiLUProduct(t *testing.T) {
 				}
 				bits := run()
 				want, wantH := make([]float64, 2*rows*f), make([]float64, rows*f)
-				cpu.Gemm(false, true, rows, 2*f, d, 1, xr, d, wr, d, 0, want, 2*f)
+				cpugemm.Mul(false, true, rows, 2*f, d, 1, xr, d, wr, d, 0, want, 2*f)
 				a, b := halves(want, rows, f)
-				cpu.SiLUMul(wantH, a, b)
+				layer.SiLUMul(wantH, a, b)
 				g.Near("a, b", ab, want, kerneltest.Forward(dt))
 				g.Near("h", h, wantH, kerneltest.Forward(dt))
 				if !slices.Equal(bits, run()) {
@@ -63,9 +64,9 @@ func TestSiLUProduct(t *testing.T) {
 				dy, dyr := g.Normal(rows*d, dt, 0)
 				down, downr := scaledNormal(g, d*f, d, dt)
 				dh, da, db := make([]float64, rows*f), make([]float64, rows*f), make([]float64, rows*f)
-				cpu.Gemm(false, false, rows, f, d, 1, dyr, d, downr, f, 0, dh, f)
+				cpugemm.Mul(false, false, rows, f, d, 1, dyr, d, downr, f, 0, dh, f)
 				a, b = halves(g.Read(ab), rows, f)
-				cpu.SiLUMulBackward(wantH, da, db, dh, a, b)
+				layer.SiLUMulBackward(wantH, da, db, dh, a, b)
 				for r := range rows {
 					copy(want[2*r*f:], da[r*f:][:f])
 					copy(want[2*r*f+f:], db[r*f:][:f])

@@ -8,7 +8,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
 // lossRig is a LinearCrossEntropy with random operands, and what it is to compute.
@@ -63,15 +64,15 @@ func (l *lossRig) run() (losses, gradient []float64) {
 func (l *lossRig) want() (losses, gradient []float64) {
 	rows, v, d := l.a.Rows, l.a.V, l.a.D
 	logits, lse := make([]float64, rows*v), make([]float64, rows)
-	cpu.Linear(logits, l.x, l.w, rows, d, v)
+	cpugemm.Linear(logits, l.x, l.w, rows, d, v)
 	losses, gradient = make([]float64, rows), make([]float64, rows*v)
-	cpu.CrossEntropy(lse, logits, l.ids, v)
+	crossentropy.Forward(lse, logits, l.ids, v)
 	for r, id := range l.ids {
 		if id >= 0 {
 			losses[r] = lse[r] - logits[r*v+id]
 		}
 	}
-	cpu.CrossEntropyBackward(gradient, logits, lse, l.ids, v, l.g)
+	crossentropy.Backward(gradient, logits, lse, l.ids, v, l.g)
 	return losses, gradient
 }
 

@@ -10,7 +10,9 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 )
 
 // TestNewtonSchulzRun follows the products on the CPU, in float64.
@@ -25,8 +27,8 @@ func TestNewtonSchulzRun(t *testing.T) {
 					x[i] = r.NormFloat64()
 				}
 				want := make([]float64, len(x))
-				cpu.NewtonSchulz(want, x, rows, columns, steps)
-				cpu.ScaleBy(x, 1/(math.Sqrt(cpu.SumSquares(x))+1e-7))
+				optimizer.NewtonSchulz(want, x, rows, columns, steps)
+				array.ScaleBy(x, 1/(math.Sqrt(array.SumSquares(x))+1e-7))
 				a := NewtonSchulz{X: [2]gpu.Ptr{1, 2}, Squares: [4]gpu.Ptr{3, 4, 5, 6}, Rows: rows, Columns: columns, Batch: 1,
 					Steps: steps, Together: together}
 				memory := map[gpu.Ptr][]float64{1: x, 2: make([]float64, len(x))}
@@ -48,7 +50,7 @@ func TestNewtonSchulzRun(t *testing.T) {
 					if p.Tall {
 						stride = n
 					}
-					cpu.Gemm(p.Tall, !p.Tall, n, n, p.Depth, float64(p.Alpha), memory[p.Left], stride, memory[p.Right], stride,
+					cpugemm.Mul(p.Tall, !p.Tall, n, n, p.Depth, float64(p.Alpha), memory[p.Left], stride, memory[p.Right], stride,
 						float64(p.Beta), d, n)
 					for i := range n {
 						d[i*n+i] += float64(p.Delta)
@@ -57,9 +59,9 @@ func TestNewtonSchulzRun(t *testing.T) {
 				}, func(y, q, x gpu.Ptr) error {
 					applied++
 					if rows > columns {
-						cpu.Gemm(false, false, rows, n, n, 1, memory[x], n, memory[q], n, 0, memory[y], n)
+						cpugemm.Mul(false, false, rows, n, n, 1, memory[x], n, memory[q], n, 0, memory[y], n)
 					} else {
-						cpu.Gemm(false, false, n, columns, n, 1, memory[q], n, memory[x], columns, 0, memory[y], columns)
+						cpugemm.Mul(false, false, n, columns, n, 1, memory[q], n, memory[x], columns, 0, memory[y], columns)
 					}
 					return nil
 				})
@@ -127,7 +129,7 @@ func TestNewtonSchulz(t *testing.T) {
 				var values []float64
 				for range batch {
 					x := matrix(g.Rand, rows, columns)
-					cpu.ScaleBy(x, 1/(math.Sqrt(cpu.SumSquares(x))+1e-7))
+					array.ScaleBy(x, 1/(math.Sqrt(array.SumSquares(x))+1e-7))
 					values = append(values, x...)
 				}
 				x, _ := g.Upload(values, kerneltest.F16, 0)
@@ -152,7 +154,7 @@ func TestNewtonSchulz(t *testing.T) {
 					}
 					for b := range batch {
 						one, want := values[b*size:][:size], make([]float64, size)
-						cpu.NewtonSchulz(want, one, rows, columns, steps)
+						optimizer.NewtonSchulz(want, one, rows, columns, steps)
 						coarse := kerneltest.Distance(coarseNewtonSchulz(one, rows, columns, steps), want)
 						e := kerneltest.Distance(bits[b*size:][:size], want)
 						g.Logf("%d steps together: relative error %.3g, in bfloat16 %.3g", together, e, coarse)
@@ -176,7 +178,7 @@ func normalMatrix(r *rand.Rand, rows, columns int) []float64 {
 
 func productOf(r *rand.Rand, rows, columns, rank int) []float64 {
 	x := make([]float64, rows*columns)
-	cpu.Gemm(false, false, rows, columns, rank, 1, normalMatrix(r, rows, rank), rank, normalMatrix(r, rank, columns), columns, 0, x, columns)
+	cpugemm.Mul(false, false, rows, columns, rank, 1, normalMatrix(r, rows, rank), rank, normalMatrix(r, rank, columns), columns, 0, x, columns)
 	return x
 }
 
@@ -203,15 +205,15 @@ func coarseNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 	x = round(x)
 	for range steps {
 		gram, next := make([]float64, n*n), slices.Clone(x)
-		cpu.Gemm(tall, !tall, n, n, max(rows, columns), 1, x, columns, x, columns, 0, gram, n)
+		cpugemm.Mul(tall, !tall, n, n, max(rows, columns), 1, x, columns, x, columns, 0, gram, n)
 		gram = round(gram)
 		poly := slices.Clone(gram)
-		cpu.Gemm(false, false, n, n, n, SchulzC, gram, n, gram, n, SchulzB, poly, n)
+		cpugemm.Mul(false, false, n, n, n, SchulzC, gram, n, gram, n, SchulzB, poly, n)
 		poly = round(poly)
 		if tall {
-			cpu.Gemm(false, false, rows, n, n, 1, x, n, poly, n, SchulzA, next, n)
+			cpugemm.Mul(false, false, rows, n, n, 1, x, n, poly, n, SchulzA, next, n)
 		} else {
-			cpu.Gemm(false, false, n, columns, n, 1, poly, n, x, columns, SchulzA, next, columns)
+			cpugemm.Mul(false, false, n, columns, n, 1, poly, n, x, columns, SchulzA, next, columns)
 		}
 		x = round(next)
 	}

@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
 // TestProduct compares with float64, and wants the matrix that is added to be added before anything is rounded.
@@ -38,7 +38,7 @@ func testProduct(g *kerneltest.Rig, s ProductShape, dtype gpu.DType) {
 		stride = s.D
 	}
 	alone := make([]float64, n)
-	cpu.Gemm(false, s.TransW, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, stride, 0, alone, s.Columns)
+	cpugemm.Mul(false, s.TransW, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, stride, 0, alone, s.Columns)
 	plus, twice := slices.Clone(alone), kerneltest.Decode(kerneltest.Encode(alone, dtype), dtype)
 	for i, v := range cr {
 		plus[i] += v

@@ -10,7 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 func TestRoPEProduct(t *testing.T) {
@@ -52,11 +53,11 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 		}
 		for r := range a.Rows {
 			row, at := y[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
-			cpu.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+			layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
 		}
 	}
 	want := make([]float64, a.Rows*a.Columns)
-	cpu.Gemm(false, true, a.Rows, a.Columns, a.D, 1, xr, a.D, wr, a.D, 0, want, a.Columns)
+	cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, xr, a.D, wr, a.D, 0, want, a.Columns)
 	turn(want)
 	ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
 	if len(ways) == 0 {

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
 // TestSymmetric multiplies matrices whose product is not symmetric, and wants what is below the diagonal on both sides.
@@ -46,7 +46,7 @@ func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
 	plain := make([]float64, s.Batch*n*n)
 	for b := range s.Batch {
 		part := plain[b*n*n:][:n*n]
-		cpu.Gemm(s.Tall, !s.Tall, n, n, depth, 1, lr[b*n*depth:], wide, rr[b*n*depth:], wide, 0, part, n)
+		cpugemm.Mul(s.Tall, !s.Tall, n, n, depth, 1, lr[b*n*depth:], wide, rr[b*n*depth:], wide, 0, part, n)
 		for i := range n {
 			for j := range i {
 				part[j*n+i] = part[i*n+j]

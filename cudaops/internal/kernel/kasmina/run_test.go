@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
+	cpukasmina "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
+	cpufigures "github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -48,12 +49,12 @@ type kasminaRun struct {
 	weights, scales  []float64
 	wantY, wantDX    []float64
 	wantDW, wantDS   []float64
-	wantHealth       []kasminakernel.ChunkFigures
-	wantGradient     []kasminakernel.ChunkFigures
-	reference        *kasminakernel.Layer[float64]
+	wantHealth       []cpufigures.Chunk
+	wantGradient     []cpufigures.Chunk
+	reference        *cpukasmina.Layer[float64]
 	forwardFamily    Family
 	backwardFamily   Family
-	wantBins         [][kasminakernel.Exponents]uint32
+	wantBins         [][cpufigures.Exponents]uint32
 }
 
 const (
@@ -183,15 +184,15 @@ func (r *kasminaRun) backwardPass() Backward {
 
 // refer computes what is wanted in float64.
 func (r *kasminaRun) refer() {
-	k := &kasminakernel.Layer[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: max(r.width, r.chunk), Eps: r.layer.Eps,
-		Stability: [...]kasminakernel.Stability{kasminakernel.StabilityFast, kasminakernel.StabilityStrict, kasminakernel.StabilityAdaptive}[r.stability],
-		Reduce:    [...]kasminakernel.Reduction{kasminakernel.ReduceExact, kasminakernel.ReduceMean, kasminakernel.ReduceMax}[r.reduction],
+	k := &cpukasmina.Layer[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: max(r.width, r.chunk), Eps: r.layer.Eps,
+		Stability: [...]cpukasmina.Stability{cpukasmina.StabilityFast, cpukasmina.StabilityStrict, cpukasmina.StabilityAdaptive}[r.stability],
+		Reduce:    [...]cpufigures.Reduction{cpufigures.ReduceExact, cpufigures.ReduceMean, cpufigures.ReduceMax}[r.reduction],
 		Measure:   slices.Repeat([]bool{true}, r.seeds)}
 	for i, s := range r.states {
 		if s.Slot == slotOfNone || !s.Blend && !s.Learn {
 			continue
 		}
-		r.Must(k.Activate(kasminakernel.Seed[float64]{Seed: i, Slot: int(s.Slot), Kind: blueprints.Kind(s.Kind), Blend: s.Blend, Learn: s.Learn,
+		r.Must(k.Activate(cpukasmina.Seed[float64]{Seed: i, Slot: int(s.Slot), Kind: blueprints.Kind(s.Kind), Blend: s.Blend, Learn: s.Learn,
 			Alpha: float64(s.Alpha), Low: float64(s.Low), High: float64(s.High)}))
 	}
 	r.reference = k

@@ -7,7 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 // TestRMSNorm takes every way that takes the arguments.
@@ -51,7 +51,7 @@ func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew i
 	a.Way = ways[way]
 	g.Must(a.Launch(g.Set, g.Stream))
 	wantY, wantR := make([]float64, rows*d), make([]float64, rows)
-	cpu.RMSNorm(wantY, wantR, xr, wr, 1e-5)
+	layer.RMSNorm(wantY, wantR, xr, wr, 1e-5)
 	g.Near("sum", x, xr, 0)
 	g.Near("y", y, wantY, kerneltest.Forward(dt))
 	g.Near("rstd", rstd, wantR, 1e-6)
@@ -84,10 +84,10 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 	dy, gr := g.Normal(rows*d, dt, skew)
 	w, wr := g.Normal(d, kerneltest.F32, 0)
 	wantRstd, discard := make([]float64, rows), make([]float64, rows*d)
-	cpu.RMSNorm(discard, wantRstd, xr, wr, 1e-5)
+	layer.RMSNorm(discard, wantRstd, xr, wr, 1e-5)
 	rstd, rr := g.Upload(wantRstd, kerneltest.F32, 0)
 	wantX, wantW := make([]float64, rows*d), make([]float64, d)
-	cpu.RMSNormBackward(wantX, wantW, gr, xr, wr, rr)
+	layer.RMSNormBackward(wantX, wantW, gr, xr, wr, rr)
 
 	dwType := kerneltest.F32
 	if same {

@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 )
 
 // parameter is a tensor on the GPU and its reference.
@@ -108,7 +109,7 @@ func TestAdamW(t *testing.T) {
 				var sum float64
 				for _, q := range qs {
 					newGrad(g, q)
-					sum += cpu.SumSquares(q.rg)
+					sum += array.SumSquares(q.rg)
 				}
 				control := newControl(g, c)
 				g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
@@ -123,8 +124,8 @@ func TestAdamW(t *testing.T) {
 					scale *= min(1, clip/(norm+1e-6))
 				}
 				for i, q := range qs {
-					cpu.ScaleBy(q.rg, scale)
-					cpu.AdamW(q.rp, q.rg, q.rm, q.rv, cpu.AdamWStep{LR: lr * q.LRScale, Beta1: 0.9, Beta2: 0.999, Eps: 1e-8,
+					array.ScaleBy(q.rg, scale)
+					cpuoptimizer.AdamW(q.rp, q.rg, q.rm, q.rv, cpuoptimizer.AdamWStep{LR: lr * q.LRScale, Beta1: 0.9, Beta2: 0.999, Eps: 1e-8,
 						Decay: q.Decay, Step: step + 1 + int(q.Step)})
 					what := fmt.Sprintf("step %d, tensor %d: ", step, i)
 					g.Near(what+"parameter", q.p, q.rp, 1e-6)
@@ -165,7 +166,7 @@ func TestAdamWRounds(t *testing.T) {
 		control := newControl(g, Control{LR: 0.5, Eps: eps, GradScale: 1})
 		g.Must(GradNorm{Control: control, Squares: squares, Count: 0, Scale: 0}.Launch(g.Set, g.Stream))
 		g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
-		cpu.AdamW(rp, rg, rm, rv, cpu.AdamWStep{LR: 0.5, Beta1: 0.9, Beta2: 0.999, Eps: eps, Step: 5})
+		cpuoptimizer.AdamW(rp, rg, rm, rv, cpuoptimizer.AdamWStep{LR: 0.5, Beta1: 0.9, Beta2: 0.999, Eps: eps, Step: 5})
 		worst, at := 0.0, 0
 		for i, got := range g.Read(p) {
 			if e := math.Abs(got-rp[i]) / math.Abs(rp[i]); !(e <= worst) {
@@ -232,7 +233,7 @@ func TestMuon(t *testing.T) {
 							u[i] = v + 0.95*(q.rm[i]-v)
 						}
 					}
-					cpu.ScaleBy(u, 1/(math.Sqrt(cpu.SumSquares(u))+1e-7))
+					array.ScaleBy(u, 1/(math.Sqrt(array.SumSquares(u))+1e-7))
 					for i := range u {
 						q.rp[i] = (1-0.02*q.LRScale*q.Decay)*q.rp[i] - 0.02*q.LRScale*q.ShapeScale*u[i]
 					}
@@ -253,7 +254,7 @@ func TestLossScaleMoves(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	q := newParameter(g, 7, 13, kerneltest.F32, kerneltest.F16)
 	table, squares := newTable(g, []*parameter{q})
-	norm := math.Sqrt(cpu.SumSquares(q.rg))
+	norm := math.Sqrt(array.SumSquares(q.rg))
 	scale := g.Alloc(LossScaleBytes/4, kerneltest.F32, 0).Ptr
 	for _, c := range []struct {
 		from, want LossScale

@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 func TestRoPE(t *testing.T) {
@@ -30,7 +30,7 @@ func TestRoPE(t *testing.T) {
 						HeadDim: c.headDim, Inverse: inverse, Type: dt}
 					g.Must(a.Launch(g.Set, g.Stream))
 					want := make([]float64, rows*d)
-					cpu.RoPE(want, xr, cr, sr, c.seq, c.heads, c.headDim, inverse)
+					layer.RoPE(want, xr, cr, sr, c.seq, c.heads, c.headDim, inverse)
 					g.Near("y", y, want, kerneltest.Forward(dt))
 				})
 			}
@@ -54,7 +54,7 @@ func TestRoPEInPlaceOfPart(t *testing.T) {
 				row := xr[(3*r+1)*d:][:d]
 				at := r % seq * headDim / 2
 				turned := make([]float64, d)
-				cpu.RoPE(turned, row, cr[at:], sr[at:], 1, heads, headDim, false)
+				layer.RoPE(turned, row, cr[at:], sr[at:], 1, heads, headDim, false)
 				copy(row, turned)
 			}
 			g.Near("y", x, xr, kerneltest.Forward(dt))

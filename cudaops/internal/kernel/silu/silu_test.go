@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 func TestSiLUMul(t *testing.T) {
@@ -45,7 +45,7 @@ func TestSiLUMul(t *testing.T) {
 						}
 					}
 					wantH, da, dbr, want := make([]float64, n), make([]float64, n), make([]float64, n), make([]float64, 2*n)
-					cpu.SiLUMulBackward(wantH, da, dbr, dhr, ra, rb)
+					layer.SiLUMulBackward(wantH, da, dbr, dhr, ra, rb)
 					for r := range rows {
 						for c := range f {
 							want[at(r, c)], want[at(r, c)+half] = da[r*f+c], dbr[r*f+c]

@@ -1,0 +1,74 @@
+// Package array has sums, tests and arithmetic over whole slices, spread over the cores.
+package array
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+)
+
+// SumSquares returns Σ x². It adds in float64 over fixed blocks, so that the bits do not depend on the number of cores.
+func SumSquares[T cpu.Float](x []T) float64 {
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	partial := b.Floats((len(x) + cpu.VectorGrain - 1) / cpu.VectorGrain)
+	cpu.Spread(len(x), cpu.VectorGrain, sumSquares[T]{x, partial})
+	return vec.Sum(partial)
+}
+
+type sumSquares[T cpu.Float] struct {
+	x       []T
+	partial []float64
+}
+
+func (s *sumSquares[T]) Span(lo, hi int) {
+	s.partial[lo/cpu.VectorGrain] = vec.SumSquares(s.x[lo:hi])
+}
+
+// ScaleBy multiplies every element of x by s.
+func ScaleBy[T cpu.Float](x []T, s float64) { cpu.Spread(len(x), cpu.VectorGrain, scaling[T]{x, T(s)}) }
+
+type scaling[T cpu.Float] struct {
+	x []T
+	s T
+}
+
+func (s *scaling[T]) Span(lo, hi int) { vec.Scale(s.x[lo:hi], s.s) }
+
+// FirstNonFinite returns the index of the first NaN or infinity in x, and -1 if there is none.
+func FirstNonFinite[T cpu.Float](x []T) int {
+	first := firsts.Get().(*atomic.Int64)
+	defer firsts.Put(first)
+	first.Store(int64(len(x)))
+	cpu.Spread(len(x), cpu.VectorGrain, firstNonFinite[T]{x, first})
+	if i := int(first.Load()); i < len(x) {
+		return i
+	}
+	return -1
+}
+
+var firsts = sync.Pool{New: func() any { return new(atomic.Int64) }}
+
+type firstNonFinite[T cpu.Float] struct {
+	x     []T
+	first *atomic.Int64
+}
+
+func (s *firstNonFinite[T]) Span(lo, hi int) {
+	if vec.Finite(s.x[lo:hi]) {
+		return
+	}
+	for i, v := range s.x[lo:hi] {
+		if v-v == 0 { // false for NaN and ±Inf alone
+			continue
+		}
+		for at := int64(lo + i); ; {
+			seen := s.first.Load()
+			if at >= seen || s.first.CompareAndSwap(seen, at) {
+				return
+			}
+		}
+	}
+}

@@ -1,0 +1,62 @@
+package array
+
+import (
+	"math"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+)
+
+func TestVectorReductions(t *testing.T) {
+	r := cputest.Rand(t)
+	for _, n := range []int{0, 1, cpu.VectorGrain - 1, cpu.VectorGrain, 2*cpu.VectorGrain + 3} {
+		x := cputest.Normals(r, n)
+		var want float64
+		for _, v := range x {
+			want += v * v
+		}
+		if got := SumSquares(x); math.Abs(got-want) > 1e-10*want {
+			t.Errorf("n=%d: sum of squares %v, want %v", n, got, want)
+		}
+		if i := FirstNonFinite(x); i != -1 {
+			t.Errorf("n=%d: index %d of finite numbers is called non-finite", n, i)
+		}
+		if n < 2 {
+			continue
+		}
+		at := r.IntN(n - 1)
+		x[at], x[n-1] = math.Inf(-1), math.NaN()
+		if i := FirstNonFinite(x); i != at {
+			t.Errorf("n=%d: first non-finite element at %d, want %d", n, i, at)
+		}
+	}
+}
+
+func BenchmarkFirstNonFinite(b *testing.B) {
+	x := make([]float32, 1<<20)
+	b.SetBytes(4 * int64(len(x)))
+	for b.Loop() {
+		FirstNonFinite(x)
+	}
+}
+
+// TestFirstNonFinite hides each kind of value that is not finite at every place of a vector.
+func TestFirstNonFinite(t *testing.T) {
+	cputest.EachISA(t, func(t *testing.T) {
+		r := cputest.Rand(t)
+		for n := range 70 {
+			x := cputest.Normal(r, n, 1e30)
+			for i := range x {
+				for _, v := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
+					kept := x[i]
+					x[i] = float32(v)
+					if at := FirstNonFinite(x); at != i {
+						t.Fatalf("%v at %d of %d is seen at %d", v, i, n, at)
+					}
+					x[i] = kept
+				}
+			}
+		}
+	})
+}

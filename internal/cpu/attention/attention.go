@@ -1,0 +1,354 @@
+// Package attention computes softmax attention and its gradients a tile of scores at a time.
+package attention
+
+import (
+	"math"
+	"sync"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+)
+
+// Shape is the geometry of one call of attention over packed rows: q is [Batch·Seq, Heads·HeadDim], k and v are
+// [Batch·Seq, KVHeads·HeadDim], and query head h reads key-value head h/(Heads/KVHeads).
+type Shape struct {
+	Batch, Seq, Heads, KVHeads, HeadDim int
+	Causal                              bool
+	Scale                               float64
+
+	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most its own, nil for 0. Along a
+	// sequence it never decreases.
+	Starts []int
+}
+
+// sequence returns the geometry of sequence b, whose Starts alone differ from those of the others.
+func (s Shape) sequence(b int) Shape {
+	if s.Starts != nil {
+		s.Starts = s.Starts[b*s.Seq:][:s.Seq]
+	}
+	return s
+}
+
+// keys returns the range of keys outside which none of the nq queries from position i0 on sees any.
+func (s *Shape) keys(i0, nq int) (from, to int) {
+	switch {
+	case s.Starts != nil:
+		return s.Starts[i0], i0 + nq
+	case s.Causal:
+		return 0, i0 + nq
+	}
+	return 0, s.Seq
+}
+
+// seen returns which of the nk keys from position j0 on the query at position i sees, counted from j0.
+func (s *Shape) seen(i, j0, nk int) (from, to int) {
+	to = nk
+	if s.Causal {
+		to = max(0, min(nk, i-j0+1))
+	}
+	if s.Starts != nil {
+		from = min(to, max(0, s.Starts[i]-j0))
+	}
+	return from, to
+}
+
+// Tiles of queries and keys: the products of the backward pass and their operands stay in a core's second-level cache. Along
+// the diagonal of a causal attention, a strip of queries after the other leaves out the keys that none of it sees.
+const (
+	queryTile   = 128
+	queryStrip  = 32
+	keyTile     = 256
+	scoreStride = keyTile + 16 // of a row of scores; not a power of two, which would crowd columns into few sets of a cache
+)
+
+// tiles is the memory that one worker needs, whatever the sequence length.
+type tiles[T cpu.Float] struct {
+	p, dp []T // queryTile×keyTile, of stride scoreStride
+	m, l  []T // running maximum and sum of a query
+	d     []T // Σ output ⊙ its gradient of a query
+}
+
+var tiles32, tiles64 sync.Pool
+
+func tilePool[T cpu.Float]() *sync.Pool {
+	if _, ok := any(T(0)).(float32); ok {
+		return &tiles32
+	}
+	return &tiles64
+}
+
+func getTiles[T cpu.Float]() *tiles[T] {
+	if t, ok := tilePool[T]().Get().(*tiles[T]); ok {
+		return t
+	}
+	n := queryTile * scoreStride
+	return &tiles[T]{make([]T, n), make([]T, n), make([]T, queryTile), make([]T, queryTile), make([]T, queryTile)}
+}
+
+// Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the log-sum-exp of every row of scores, lse
+// [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with a running maximum and sum a query.
+// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.)
+func Forward[T cpu.Float](y, lse, q, k, v []T, s Shape) {
+	buf := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(buf)
+	stride := transposedStride[T](s.Seq)
+	kt := buf.Elements(s.Batch * s.KVHeads * s.HeadDim * stride)
+	cpu.Spread(s.Batch*s.KVHeads, 1, transposedHeads[T]{kt, k, s, stride})
+	blocks := cpu.CeilDiv(s.Seq, queryStrip)
+	cpu.Spread(s.Batch*s.Heads*blocks, 1, forwardArgs[T]{y, lse, q, kt, v, s, blocks, stride})
+}
+
+// transposedStride is that of a transposed head's rows, one for each of its features, of seq elements.
+func transposedStride[T cpu.Float](seq int) int {
+	lanes := gemm.Lanes[T]()
+	return (cpu.CeilDiv(seq, lanes) + 1) * lanes // neither too narrow for whole vectors nor a power of two
+}
+
+// transposeHead writes the transpose of a head of a sequence, seq rows of x, of stride xd.
+func transposeHead[T cpu.Float](xt, x []T, stride, xd, seq, headDim int) {
+	lanes := gemm.Lanes[T]()
+	for i := 0; i < seq; i += lanes {
+		gemm.TransposeLanes(xt[i:], stride, x[i*xd:], xd, min(lanes, seq-i), headDim)
+	}
+}
+
+type transposedHeads[T cpu.Float] struct {
+	xt, x []T
+	Shape
+	stride int
+}
+
+func (s *transposedHeads[T]) Span(lo, hi int) {
+	xd := s.KVHeads * s.HeadDim
+	for head := lo; head < hi; head++ {
+		b, h := head/s.KVHeads, head%s.KVHeads
+		transposeHead(s.xt[head*s.HeadDim*s.stride:], s.x[b*s.Seq*xd+h*s.HeadDim:], s.stride, xd, s.Seq, s.HeadDim)
+	}
+}
+
+// At computes one row of a causal attention of a single sequence, that of the given position: q and y are
+// [Heads·HeadDim], k and v have the rows of all positions up to it. The row has the bits that [Attention] gives it, as long as
+// the products of matrices have them.
+func At[T cpu.Float](y, q, k, v []T, position int, s Shape) {
+	s.Batch, s.Seq, s.Causal = 1, position+1, true
+	cpu.Spread(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), atArgs[T]{y, q, k, v, position, s})
+}
+
+type atArgs[T cpu.Float] struct {
+	y, q, k, v []T
+	position   int
+	Shape
+}
+
+func (s atArgs[T]) Span(lo, hi int) {
+	t := getTiles[T]()
+	defer tilePool[T]().Put(t)
+	var lse [1]T
+	for h := lo; h < hi; h++ {
+		kv := h / (s.Heads / s.KVHeads) * s.HeadDim
+		at := h * s.HeadDim
+		k := matrix[T]{s.k[kv:], s.KVHeads * s.HeadDim, true}
+		t.forward(s.y[at:], lse[:], s.q[at:], k, s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.position, 1, s.Shape)
+	}
+}
+
+type forwardArgs[T cpu.Float] struct {
+	y, lse, q, kt, v []T // kt has the transposes of k's heads, one behind the other
+	Shape
+	blocks, stride int
+}
+
+func (s *forwardArgs[T]) Span(lo, hi int) {
+	group := s.Heads / s.KVHeads
+	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
+	t := getTiles[T]()
+	defer tilePool[T]().Put(t)
+	for task := lo; task < hi; task++ {
+		// A head's longest causal rows come first, so that the cores finish together.
+		head, block := task/s.blocks, s.blocks-1-task%s.blocks
+		b, h := head/s.Heads, head%s.Heads
+		i0 := block * queryStrip
+		nq := min(queryStrip, s.Seq-i0)
+		row := b*s.Seq + i0
+		q, y := s.q[row*qd+h*dh:], s.y[row*qd+h*dh:]
+		kt := matrix[T]{s.kt[(b*s.KVHeads+h/group)*dh*s.stride:], s.stride, false}
+		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, kt, s.v[b*s.Seq*kd+h/group*dh:], qd, kd, i0, nq, s.sequence(b))
+	}
+}
+
+// matrix is a head's kᵀ, stored as that or as k.
+type matrix[T cpu.Float] struct {
+	x      []T
+	stride int
+	trans  bool // it is k
+}
+
+// from returns where its column j begins.
+func (m *matrix[T]) from(j int) []T {
+	if m.trans {
+		return m.x[j*m.stride:]
+	}
+	return m.x[j:]
+}
+
+// forward computes nq rows of one head, at most a strip, whose first is position i0.
+func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq int, s Shape) {
+	dh := s.HeadDim
+	first, keys := s.keys(i0, nq)
+	for i := range nq {
+		t.m[i], t.l[i] = T(math.Inf(-1)), 0
+	}
+	for j0 := first; j0 < keys; j0 += keyTile {
+		nk := min(keyTile, keys-j0)
+		gemm.MulSerial(false, kt.trans, nq, nk, dh, T(s.Scale), q, qd, kt.from(j0), kt.stride, 0, t.p, scoreStride)
+		for i := range nq {
+			p := t.p[i*scoreStride:][:nk]
+			from, to := s.seen(i0+i, j0, nk)
+			clear(p[:from])
+			clear(p[to:])
+			if p = p[from:to]; len(p) == 0 {
+				continue
+			}
+			m := max(t.m[i], vec.Max(p))
+			sum := vec.ExpSub(p, p, m)
+			if m != t.m[i] && j0 > first {
+				c := T(math.Exp(float64(t.m[i] - m)))
+				t.l[i] *= c
+				vec.Scale(y[i*qd:][:dh], c)
+			}
+			t.m[i] = m
+			t.l[i] += sum
+		}
+		gemm.MulSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd, unless[T](j0 == first), y, qd)
+	}
+	for i := range nq {
+		vec.Scale(y[i*qd:][:dh], 1/t.l[i])
+		lse[i] = t.m[i] + T(math.Log(float64(t.l[i])))
+	}
+}
+
+// Backward computes the gradients dq, dk and dv of [Attention] for the output gradient g, from the forward
+// pass's output y and lse. Scores are computed again, tile by tile; with P the softmax and D = rowsum(g ⊙ y),
+//
+//	dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − D),  dq = Scale·dS·k,  dk = Scale·dSᵀ·q.
+func Backward[T cpu.Float](dq, dk, dv, g, q, k, v, y, lse []T, s Shape) {
+	// One task is a key-value head with all query heads that read it: no two tasks write the same element.
+	cpu.Spread(s.Batch*s.KVHeads, 1, backwardArgs[T]{dq, dk, dv, g, q, k, v, y, lse, s})
+}
+
+type backwardArgs[T cpu.Float] struct {
+	dq, dk, dv, g, q, k, v, y, lse []T
+	Shape
+}
+
+// headGradient is the backward pass of one query head. Matrices begin with its sequence's first row and its own columns, or
+// those of the key-value head that it reads.
+type headGradient[T cpu.Float] struct {
+	dq, dk, dv, g, q, k, v, y, lse []T
+	kt, vt                         []T  // transposes of k and v
+	qd, kd, stride                 int  // strides of queries, of keys, and of kt and vt
+	first                          bool // nothing has been added to dk and dv yet
+	Shape
+}
+
+func (s *backwardArgs[T]) Span(lo, hi int) {
+	group := s.Heads / s.KVHeads
+	qd, kd, dh := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
+	t, buf := getTiles[T](), cpu.GetBuffers[T]()
+	defer tilePool[T]().Put(t)
+	defer cpu.PutBuffers(buf)
+	stride := transposedStride[T](s.Seq)
+	both := buf.Elements(2 * dh * stride)
+	kt, vt := both[:dh*stride], both[dh*stride:]
+	for task := lo; task < hi; task++ {
+		b, kvh := task/s.KVHeads, task%s.KVHeads
+		kv := b*s.Seq*kd + kvh*dh
+		transposeHead(kt, s.k[kv:], stride, kd, s.Seq, dh)
+		transposeHead(vt, s.v[kv:], stride, kd, s.Seq, dh)
+		for h := kvh * group; h < (kvh+1)*group; h++ {
+			o := b*s.Seq*qd + h*dh
+			t.backward(&headGradient[T]{s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:], s.k[kv:], s.v[kv:], s.y[o:],
+				s.lse[(b*s.Heads+h)*s.Seq:], kt, vt, qd, kd, stride, h == kvh*group, s.sequence(b)})
+		}
+	}
+}
+
+// backward computes dq of one query head and adds to dk and dv of the head it reads.
+func (t *tiles[T]) backward(h *headGradient[T]) {
+	for i0 := 0; i0 < h.Seq; i0 += queryTile {
+		nq := min(queryTile, h.Seq-i0)
+		for i := range nq {
+			at := (i0 + i) * h.qd
+			t.d[i] = vec.Dot(h.g[at:][:h.HeadDim], h.y[at:][:h.HeadDim])
+		}
+		first, keys := h.keys(i0, nq)
+		for j0 := first; j0 < keys; j0 += keyTile {
+			nk := min(keyTile, keys-j0)
+			for r := 0; r < nq; r += queryStrip {
+				t.queryGradient(h, i0, r, min(queryStrip, nq-r), j0, nk, j0 == first)
+			}
+			t.keyGradients(h, i0, nq, j0, nk)
+		}
+	}
+}
+
+// queryGradient computes P and dS for a strip of n queries, the first of them number r of the tile that begins with position
+// i0, and nk keys from position j0 on, as far as the last of these queries sees. It adds what they give to dq, or sets dq to
+// it if these keys are the first.
+func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first bool) {
+	lo, _ := h.seen(i0+r, j0, nk)
+	_, hi := h.seen(i0+r+n-1, j0, nk)
+	at := (i0 + r) * h.qd
+	if lo < hi {
+		p, dp := t.p[r*scoreStride+lo:], t.dp[r*scoreStride+lo:]
+		gemm.MulSerial(false, false, n, hi-lo, h.HeadDim, T(h.Scale), h.q[at:], h.qd, h.kt[j0+lo:], h.stride, 0, p, scoreStride)
+		gemm.MulSerial(false, false, n, hi-lo, h.HeadDim, 1, h.g[at:], h.qd, h.vt[j0+lo:], h.stride, 0, dp, scoreStride)
+	}
+	for i := r; i < r+n; i++ {
+		p, dp := t.p[i*scoreStride:][:hi], t.dp[i*scoreStride:][:hi]
+		from, to := h.seen(i0+i, j0, nk)
+		clear(p[:from])
+		clear(p[to:])
+		clear(dp[:from])
+		clear(dp[to:])
+		p, dp = p[from:to], dp[from:to]
+		vec.ExpSub(p, p, h.lse[i0+i])
+		vec.SoftmaxGradient(dp, p, t.d[i])
+	}
+	switch {
+	case lo < hi:
+		gemm.MulSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:], scoreStride, h.k[(j0+lo)*h.kd:], h.kd,
+			unless[T](first), h.dq[at:], h.qd)
+	case first: // of the strip's documents, the next keys are the first
+		for i := range n {
+			clear(h.dq[at+i*h.qd:][:h.HeadDim])
+		}
+	}
+}
+
+// keyGradients adds to dk and dv what nq queries from position i0 on give nk keys from position j0 on: to keys among the
+// queries, which no query before has seen, what those of their strip and of later ones do.
+func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
+	for c, m := 0, 0; c < nk; c += m {
+		r, unseen := 0, i0 == 0
+		m = nk - c
+		if past := j0 + c - i0; h.Causal && past < 0 {
+			m = min(m, -past)
+		} else if h.Causal {
+			r, unseen = past/queryStrip*queryStrip, true
+			m = min(m, r+queryStrip-past)
+		}
+		at, to, p, beta := (i0+r)*h.qd, (j0+c)*h.kd, r*scoreStride+c, unless[T](h.first && unseen)
+		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, 1, t.p[p:], scoreStride, h.g[at:], h.qd, beta, h.dv[to:], h.kd)
+		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, T(h.Scale), t.dp[p:], scoreStride, h.q[at:], h.qd, beta, h.dk[to:], h.kd)
+	}
+}
+
+// unless is the beta of a product that adds to what is there, unless it is the first.
+func unless[T cpu.Float](first bool) T {
+	if first {
+		return 0
+	}
+	return 1
+}

@@ -1,0 +1,211 @@
+package attention
+
+import (
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+)
+
+// TestAt wants single rows to be those of the whole.
+func TestAt(t *testing.T) {
+	// Scores reach 20, whose float32 rounding, 1e-6, becomes a relative error of their exponentials.
+	t.Run("float32", func(t *testing.T) { testAttentionAt[float32](t, 1e-5) })
+	t.Run("float64", func(t *testing.T) { testAttentionAt[float64](t, 1e-14) })
+}
+
+func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	for _, s := range []Shape{{Heads: 1, KVHeads: 1, HeadDim: 2}, {Heads: 6, KVHeads: 2, HeadDim: 18}, {Heads: 3, KVHeads: 3, HeadDim: 64}} {
+		s.Batch, s.Seq, s.Causal, s.Scale = 1, 150, true, 0.3
+		normal := func(n int) []T {
+			x := make([]T, n)
+			for i := range x {
+				x[i] = T(r.NormFloat64())
+			}
+			return x
+		}
+		qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
+		q, k, v := normal(s.Seq*qd), normal(s.Seq*kd), normal(s.Seq*kd)
+		want, lse := make([]T, len(q)), make([]T, s.Seq*s.Heads)
+		Forward(want, lse, q, k, v, s)
+		// The sums of the terms' sizes: what the terms themselves sum to may nearly cancel, and then has few right digits.
+		size := make([]T, len(q))
+		Forward(size, lse, q, k, cputest.Absolute(slices.Clone(v)), s)
+		for _, p := range []int{0, 1, 63, 64, 65, 149} {
+			y := make([]T, qd)
+			for i := range y {
+				y[i] = T(math.NaN())
+			}
+			At(y, q[p*qd:][:qd], k[:(p+1)*kd], v[:(p+1)*kd], p, s)
+			var diff, norm float64
+			for i, w := range want[p*qd:][:qd] {
+				diff, norm = diff+math.Pow(float64(y[i]-w), 2), norm+math.Pow(float64(size[p*qd+i]), 2)
+			}
+			if off := math.Sqrt(diff / norm); !(off < tolerance) {
+				t.Errorf("%+v: row %d differs by %.2g", s, p, off)
+			}
+		}
+	}
+}
+
+// TestDocumentTiles wants documents that begin where tiles do to leave those before them alone: no NaN in one reaches another.
+func TestDocumentTiles(t *testing.T) {
+	t.Run("float32", testDocumentTiles[float32])
+	t.Run("float64", testDocumentTiles[float64])
+}
+
+func testDocumentTiles[T cpu.Float](t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	const border = 2 * queryTile
+	s := Shape{Batch: 2, Seq: border + queryTile + 5, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4}
+	rows := s.Batch * s.Seq
+	for i := range rows {
+		s.Starts = append(s.Starts, i%s.Seq/border*border)
+	}
+	nan := func(n int) []T {
+		x := make([]T, n)
+		for i := range x {
+			x[i] = T(math.NaN())
+		}
+		return x
+	}
+	qn, kn := rows*s.Heads*s.HeadDim, rows*s.KVHeads*s.HeadDim
+	var in [4][]T // q, k, v and the output's gradient
+	for i, n := range []int{qn, kn, kn, qn} {
+		in[i] = nan(n)
+		for at, width := 0, n/rows; at < rows; at++ {
+			for e := range width {
+				if s.Starts[at] > 0 || at < s.Seq { // the first document of the second sequence stays NaN
+					in[i][at*width+e] = T(r.NormFloat64())
+				}
+			}
+		}
+	}
+	y, lse, dq, dk, dv := nan(qn), nan(rows*s.Heads), nan(qn), nan(kn), nan(kn)
+	Forward(y, lse, in[0], in[1], in[2], s)
+	Backward(dq, dk, dv, in[3], in[0], in[1], in[2], y, lse, s)
+	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
+		width := len(x) / rows
+		for i, v := range x {
+			at := i / width
+			if spoilt := at >= s.Seq && s.Starts[at] == 0; (v != v) != spoilt {
+				t.Fatalf("%s[%d], of position %d of sequence %d, is %v", name, i, at%s.Seq, at/s.Seq, v)
+			}
+		}
+	}
+}
+
+// TestLongAttention wants sequences of several tiles to have the values and gradients of the formulas.
+func TestLongAttention(t *testing.T) {
+	t.Run("float32", func(t *testing.T) { testLongAttention[float32](t, 2e-6) })
+	t.Run("float64", func(t *testing.T) { testLongAttention[float64](t, 1e-13) })
+}
+
+func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	for _, s := range []Shape{{Heads: 2, KVHeads: 1, HeadDim: 16, Causal: true}, {Heads: 2, KVHeads: 2, HeadDim: 7},
+		{Heads: 1, KVHeads: 1, HeadDim: 5, Causal: true, Starts: []int{}}} {
+		s.Batch, s.Seq, s.Scale = 2, keyTile+1+r.IntN(queryTile), 0.3
+		rows := s.Batch * s.Seq
+		if s.Starts != nil {
+			for i := range rows {
+				start := 0
+				if at := i % s.Seq; at > 0 {
+					start = s.Starts[i-1]
+					if r.IntN(60) == 0 {
+						start = at
+					}
+				}
+				s.Starts = append(s.Starts, start)
+			}
+		}
+		qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
+		values := func(n int, of func() float64) []T {
+			x := make([]T, n)
+			for i := range x {
+				x[i] = T(of())
+			}
+			return x
+		}
+		q, k, v := values(rows*qd, r.NormFloat64), values(rows*kd, r.NormFloat64), values(rows*kd, r.NormFloat64)
+		g := values(rows*qd, r.NormFloat64)
+		y, dq, dk, dv, lse := values(rows*qd, math.NaN), values(rows*qd, math.NaN), values(rows*kd, math.NaN), values(rows*kd, math.NaN),
+			values(rows*s.Heads, math.NaN)
+		Forward(y, lse, q, k, v, s)
+		Backward(dq, dk, dv, g, q, k, v, y, lse, s)
+		want := plainAttention(q, k, v, g, s)
+		for i, got := range [][]T{y, dq, dk, dv} {
+			var diff, norm float64
+			for j, w := range want[i] {
+				diff, norm = diff+math.Pow(float64(got[j])-w, 2), norm+w*w
+			}
+			if off := math.Sqrt(diff / norm); !(off < tolerance) {
+				t.Errorf("%d heads, causal %v, documents %v, sequence %d: %s differs by %.2g", s.Heads, s.Causal, s.Starts != nil, s.Seq,
+					[]string{"y", "dq", "dk", "dv"}[i], off)
+			}
+		}
+	}
+}
+
+// plainAttention returns y, dq, dk and dv as the formulas have them, a query after the other.
+func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
+	var out [4][]float64
+	for i, n := range []int{len(q), len(q), len(k), len(v)} {
+		out[i] = make([]float64, n)
+	}
+	y, dq, dk, dv := out[0], out[1], out[2], out[3]
+	product := func(a, b []T) (sum float64) {
+		for i, x := range a {
+			sum += float64(x) * float64(b[i])
+		}
+		return sum
+	}
+	add := func(y []float64, a float64, x []T) {
+		for i, x := range x {
+			y[i] += a * float64(x)
+		}
+	}
+	p := make([]float64, s.Seq)
+	for row := range s.Batch * s.Seq {
+		b, i := row/s.Seq, row%s.Seq
+		from, to := 0, s.Seq
+		if s.Causal {
+			to = i + 1
+		}
+		if s.Starts != nil {
+			from = s.Starts[row]
+		}
+		for h := range s.Heads {
+			at := (row*s.Heads + h) * s.HeadDim
+			of := func(j int) int { return ((b*s.Seq+j)*s.KVHeads + h*s.KVHeads/s.Heads) * s.HeadDim }
+			qi, gi := q[at:][:s.HeadDim], g[at:][:s.HeadDim]
+			var sum, d float64
+			for j := from; j < to; j++ {
+				p[j] = math.Exp(s.Scale * product(qi, k[of(j):]))
+				sum += p[j]
+			}
+			for j := from; j < to; j++ {
+				p[j] /= sum
+				d += p[j] * product(gi, v[of(j):])
+				add(y[at:], p[j], v[of(j):][:s.HeadDim])
+			}
+			for j := from; j < to; j++ {
+				ds := s.Scale * p[j] * (product(gi, v[of(j):]) - d)
+				add(dv[of(j):], p[j], gi)
+				add(dq[at:], ds, k[of(j):][:s.HeadDim])
+				add(dk[of(j):], ds, qi)
+			}
+		}
+	}
+	return out
+}

@@ -1,5 +1,0 @@
-//go:build !amd64
-
-package cpu
-
-func useBF16(gemmKernels[float32]) {}

@@ -1,0 +1,120 @@
+// Package crossentropy computes the mean cross-entropy of logits, or of a linear layer whose logits
+// it never forms at once, and the gradients.
+package crossentropy
+
+import (
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+)
+
+// Forward returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at least 0, and sets lse
+// to the log-sum-exp of each such row. logits is len(targets)×v. At least one row must have a target.
+func Forward[T cpu.Float](lse, logits []T, targets []int, v int) float64 {
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	losses := b.Floats(len(targets))
+	cpu.Spread(len(targets), cpu.Grain(20*v), rowLosses[T]{losses, lse, logits, targets, v})
+	return vec.Sum(losses) / float64(Targets(targets))
+}
+
+// Targets counts the targets that are at least 0.
+func Targets(targets []int) int {
+	n := 0
+	for _, t := range targets {
+		if t >= 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// rowLosses sets the loss of each row, 0 for a row without target, and its lse.
+type rowLosses[T cpu.Float] struct {
+	losses      []float64
+	lse, logits []T
+	targets     []int
+	v           int
+}
+
+func (s *rowLosses[T]) Span(lo, hi int) {
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	row := b.Elements(s.v)
+	for r := lo; r < hi; r++ {
+		s.losses[r] = 0
+		if s.targets[r] < 0 {
+			continue
+		}
+		x := s.logits[r*s.v:][:s.v]
+		m := vec.Max(x)
+		total := float64(vec.ExpSub(row, x, m))
+		s.lse[r] = m + T(math.Log(total))
+		s.losses[r] = float64(m-x[s.targets[r]]) + math.Log(total)
+	}
+}
+
+// Backward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from each row's lse, and zero for
+// rows without target. dlogits may be the memory of logits.
+func Backward[T cpu.Float](dlogits, logits, lse []T, targets []int, v int, g T) {
+	cpu.Spread(len(targets), cpu.Grain(20*v), rowGradients[T]{dlogits, logits, lse, targets, v, g})
+}
+
+type rowGradients[T cpu.Float] struct {
+	dlogits, logits, lse []T
+	targets              []int
+	v                    int
+	g                    T
+}
+
+func (s *rowGradients[T]) Span(lo, hi int) {
+	for r := lo; r < hi; r++ {
+		d := s.dlogits[r*s.v:][:s.v]
+		if s.targets[r] < 0 {
+			clear(d)
+			continue
+		}
+		vec.ExpSub(d, s.logits[r*s.v:][:s.v], s.lse[r])
+		d[s.targets[r]]--
+		vec.Scale(d, s.g)
+	}
+}
+
+// chunkRows returns how many rows of v logits a chunk of LinearForward holds: about four megabytes of float32.
+func chunkRows(v int) int { return max(16, 1<<20/v) }
+
+// LinearForward returns [Forward] of the logits x·wᵀ, x len(targets)×d and w v×d, and sets lse. It forms the logits
+// a chunk of rows at a time.
+func LinearForward[T cpu.Float](lse, x, w []T, targets []int, d, v int) float64 {
+	rows, chunk := len(targets), min(len(targets), chunkRows(v))
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	logits, losses := b.Elements(chunk*v), b.Floats(rows)
+	for lo := 0; lo < rows; lo += chunk {
+		hi := min(lo+chunk, rows)
+		gemm.Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
+		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi], lse[lo:hi], logits, targets[lo:hi], v})
+	}
+	return vec.Sum(losses) / float64(Targets(targets))
+}
+
+// LinearBackward computes dx and dw for the gradient g of the mean loss, forming the logits again from x and w,
+// a chunk of rows at a time.
+func LinearBackward[T cpu.Float](dx, dw, x, w, lse []T, targets []int, d, v int, g T) {
+	rows, chunk := len(targets), min(len(targets), chunkRows(v))
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	logits := b.Elements(chunk * v)
+	beta := T(0)
+	for lo := 0; lo < rows; lo += chunk {
+		hi := min(lo+chunk, rows)
+		xc := x[lo*d : hi*d]
+		gemm.Linear(logits, xc, w, hi-lo, d, v)
+		Backward(logits, logits, lse[lo:hi], targets[lo:hi], v, g)
+		gemm.Mul(false, false, hi-lo, d, v, 1, logits, v, w, d, 0, dx[lo*d:hi*d], d)
+		gemm.Mul(true, false, v, d, hi-lo, 1, logits, v, xc, d, beta, dw, d)
+		beta = 1
+	}
+}

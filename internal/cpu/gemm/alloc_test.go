@@ -1,0 +1,35 @@
+//go:build !race
+
+package gemm
+
+import (
+	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/allocs"
+	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+)
+
+// Under the race detector sync.Pool drops what it is given at random, so these tests are not built there.
+func TestGemmAllocatesNothing(t *testing.T) {
+	r := cputest.Rand(t)
+	for _, p := range []*product[float32]{
+		newProduct[float32](r, false, true, 64, 64, 64, 1, 0),
+		newProduct[float32](r, false, false, 1, 13, 200, 1, 0), // with B in place
+	} {
+		if n := allocs.PerRun(100, func() { p.run(MulSerial[float32]) }); n >= 1 {
+			t.Errorf("%d×%d×%d: %v allocations a call", p.m, p.n, p.k, n)
+		}
+	}
+}
+
+func TestRoundedProductsAllocate(t *testing.T) {
+	if err := UseBFloat16(true); err != nil {
+		t.Skip(err)
+	}
+	defer UseBFloat16(false)
+	const n = 256
+	a, c := make([]float32, n*n), make([]float32, n*n)
+	if got := allocs.PerRun(50, func() { Mul(false, true, n, n, n, 1, a, n, a, n, 0, c, n) }); got > 1 {
+		t.Errorf("a product allocates %v times", got)
+	}
+}

@@ -1,0 +1,5 @@
+//go:build !amd64
+
+package gemm
+
+func useBF16(kernels[float32]) {}

@@ -1,0 +1,492 @@
+// Package gemm multiplies matrices: blocked as in BLIS, in the vectors of the CPU or in plain Go,
+// and with operands rounded to bfloat16 where that is asked for.
+package gemm
+
+import (
+	"os"
+	"runtime"
+	"sync"
+	"unsafe"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
+
+// Mul computes C = alpha·op(A)·op(B) + beta·C for row-major matrices, where op(X) is X or Xᵀ (transA, transB), op(A) is
+// m×k, op(B) is k×n and C is m×n; lda, ldb and ldc are the strides between stored rows. With beta = 0 what C held before,
+// NaN included, does not matter; with alpha = 0 or k = 0, A and B are not read. The work is spread over the cores. C must
+// not overlap A or B.
+func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
+	multiply(true, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
+}
+
+// MulSerial is Mul on the calling goroutine alone, for callers that already run on every core. It gives the same bits.
+func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
+	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
+}
+
+// The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels nr columns wide, in the
+// order in which the innermost kernel reads them; blocks of C then run over the cores, each going down k in steps of
+// gemmKC and sweeping mr rows of op(A) at a time, which stay in the L1 cache, packed where they would not as they lie, over
+// the panels, which stay in L2. Every element of C is summed along k in one order that follows from the shape alone, so the number
+// of cores and the blocks it leads to change no bits.
+const (
+	gemmKC     = 256     // steps of the tile along k in a packed panel: elements, or pairs
+	gemmNC     = 512     // columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
+	gemmPacked = 1 << 20 // most elements of op(B) packed at a time
+	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
+
+	gemmFetchSteps = 16 // of the tile along k, from one fetch ahead to the next; the assembly knows it
+)
+
+// tile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C, with element (i, p) of A at
+// a[i·rs + p·cs], row p of panel j of B at b[j·panel + p·bs], row i of C at c[i·ldc] and of D, unless it is nil, at d[i·ldd].
+// For the dot kernel, column j of B is at b[j·bs], cs is 1 and D is nil. The assembly knows the offsets of the fields.
+type tile[T cpu.Float] struct {
+	m, n, k     int
+	a           []T
+	rs, cs      int
+	b           []T
+	bs          int
+	c           []T
+	ldc         int
+	d           []T
+	ldd         int
+	panel       int
+	fetch       fetch[T]
+	alpha, beta T
+}
+
+// fetch is what a kernel may bring into the second-level cache for the next tile: while it is at panel p < panels and step
+// gemmFetchSteps·s along k, the lines at p·jump + s·step and at p·jump + s·step + stride bytes behind next. Processors foresee
+// by themselves what is read next in a row, but not that there are other rows.
+type fetch[T cpu.Float] struct {
+	next               []T
+	stride, step, jump int
+	panels             int
+}
+
+// sweep computes t panel after panel of nr columns with a kernel for one.
+func (t *tile[T]) sweep(nr int, kernel func(*tile[T])) {
+	n, b, c, d := t.n, t.b, t.c, t.d
+	for at := 0; at < n; at += nr {
+		t.n, t.b, t.c = min(nr, n-at), b[at/nr*t.panel:], c[at:]
+		if d != nil {
+			t.d = d[at:]
+		}
+		kernel(t)
+	}
+}
+
+// kernels is the innermost arithmetic for one element type and instruction set.
+type kernels[T cpu.Float] struct {
+	mr, nr int            // the most rows of a tile of C, and the columns of a panel
+	lanes  int            // the most rows that transpose takes; at least mr, and a divisor of nr
+	tile   func(*tile[T]) // any number of columns; k > 0
+	pairs  bool           // elements of panels are pairs of bfloat16, neighbours along k
+
+	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss + c], or with pairs those
+	// of r and c/2 or r/2 and c, beside a zero if there is no neighbour. They may write past width or rows, up to a multiple
+	// of lanes.
+	copy      func(dst []T, ds int, src []T, ss, rows, width int)
+	transpose func(dst []T, ds int, src []T, ss, rows, cols int)
+
+	// dot, where there is one, computes a tile of at most dotM rows and four columns from rows of A and of Bᵀ as they are.
+	dot  func(*tile[T])
+	dotM int
+}
+
+// steps returns how many steps of the tile k elements are, and deepest how many elements gemmKC steps are.
+func (kn *kernels[T]) steps(k int) int {
+	if kn.pairs {
+		return (k + 1) / 2
+	}
+	return k
+}
+
+func (kn *kernels[T]) deepest() int {
+	if kn.pairs {
+		return 2 * gemmKC
+	}
+	return gemmKC
+}
+
+// gemmEngine keeps the kernels and, so that a steady state allocates nothing, the working memory of past products.
+type gemmEngine[T cpu.Float] struct {
+	kernels kernels[T]
+	jobs    sync.Pool // *job[T]
+	scratch sync.Pool // *scratch[T]
+}
+
+var (
+	engine32 gemmEngine[float32]
+	engine64 gemmEngine[float64]
+)
+
+func init() {
+	cpu.OnISA(func(l cpu.ISA) {
+		engine32.kernels, engine64.kernels = kernelsFor(l)
+		useBF16(engine32.kernels)
+	})
+	rounding.Store(os.Getenv("KASMINA_CPU_BF16") == "1" && kernelsBF16 != nil)
+}
+
+func engine[T cpu.Float]() *gemmEngine[T] {
+	if e, ok := any(&engine32).(*gemmEngine[T]); ok {
+		return e
+	}
+	return any(&engine64).(*gemmEngine[T])
+}
+
+type operands[T cpu.Float] struct {
+	transA, transB bool
+	m, n, k        int
+	alpha          T
+	a              []T
+	lda            int
+	b              []T
+	ldb            int
+	beta           T
+	c              []T
+	ldc            int
+	d              []T // nil, or m×n of stride n: what is added
+}
+
+// job is one product under way.
+type job[T cpu.Float] struct {
+	operands[T]
+	kn *kernels[T]
+
+	// The part of op(B) in hand: rows [p0, p0+depth), columns [j0, j0+width), in packed unless B is read in place.
+	p0, depth, j0, width int
+	packed               []T
+	inPlace              bool
+
+	mb, nb   int  // rows and columns of C in one block
+	fetching bool // the product is so large that its operands may be outside of the caches
+
+	// The methods that run on several cores, bound once.
+	packSpan, blockSpan, dotSpan func(lo, hi int)
+}
+
+// scratch is the working memory of one goroutine.
+type scratch[T cpu.Float] struct {
+	panel []T // mr rows of op(A), a column after the other
+	tile  tile[T]
+}
+
+func multiply[T cpu.Float](parallel bool, g operands[T]) {
+	if g.m <= 0 || g.n <= 0 {
+		return
+	}
+	checkMatrix(g.c, g.m, g.n, g.ldc)
+	if g.d != nil {
+		checkMatrix(g.d, g.m, g.n, g.n)
+	}
+	if g.k <= 0 || g.alpha == 0 {
+		g.scaleC()
+		return
+	}
+	if g.transA {
+		checkMatrix(g.a, g.k, g.m, g.lda)
+	} else {
+		checkMatrix(g.a, g.m, g.k, g.lda)
+	}
+	if g.transB {
+		checkMatrix(g.b, g.n, g.k, g.ldb)
+	} else {
+		checkMatrix(g.b, g.k, g.n, g.ldb)
+	}
+
+	if parallel && rounded(&g) {
+		return
+	}
+	e := engine[T]()
+	run(e.take(&e.kernels), g, parallel)
+}
+
+// take returns a job with nothing to do yet.
+func (e *gemmEngine[T]) take(kn *kernels[T]) *job[T] {
+	j, _ := e.jobs.Get().(*job[T])
+	if j == nil {
+		j = new(job[T])
+		j.packSpan, j.blockSpan, j.dotSpan = j.packPanels, j.blocks, j.dots
+	}
+	j.kn = kn
+	return j
+}
+
+// run computes g with j, and puts j back.
+func run[T cpu.Float](j *job[T], g operands[T], parallel bool) {
+	j.operands = g
+	workers := 1
+	if parallel && g.m*g.n*g.k >= gemmSmall {
+		workers = runtime.GOMAXPROCS(0)
+	}
+	j.run(workers)
+	j.operands = operands[T]{} // keep no reference to the caller's memory
+	engine[T]().jobs.Put(j)
+}
+
+// checkMatrix panics with an index out of range if a rows×cols matrix of stride ld does not fit in x: the assembly checks
+// no bounds of its own.
+func checkMatrix[T cpu.Float](x []T, rows, cols, ld int) {
+	if ld < cols {
+		panic("gemm: stride of a matrix is less than its width")
+	}
+	_ = x[(rows-1)*ld+cols-1]
+}
+
+func (g *operands[T]) scaleC() {
+	for i := range g.m {
+		row := g.c[i*g.ldc : i*g.ldc+g.n]
+		for j := range row {
+			var d T
+			if g.d != nil {
+				d = g.d[i*g.n+j]
+			}
+			if g.beta == 0 {
+				row[j] = d
+			} else {
+				row[j] = T(g.beta*row[j]) + d // rounded before the sum
+			}
+		}
+	}
+}
+
+func (j *job[T]) run(workers int) {
+	spread := func(n, grain int, f func(lo, hi int)) {
+		if workers == 1 {
+			f(0, n)
+		} else {
+			cpu.Parallel(n, grain, f)
+		}
+	}
+	if j.kn.dot != nil && !j.transA && j.transB && j.m <= gemmDotRows {
+		spread(j.n, max(16, gemmSmall/4/(j.m*j.k)&^3), j.dotSpan)
+		return
+	}
+	nr := j.kn.nr
+	j.fetching = workers > 1
+	j.inPlace = !j.kn.pairs && !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace && alignedRows(j.b, j.ldb))
+	kc := j.kn.deepest()
+	cols := min(j.n, max(2*gemmNC, gemmPacked/j.k/nr*nr))
+	depth := min(j.k, max(kc, gemmPacked/cols/kc*kc))
+	for j.j0 = 0; j.j0 < j.n; j.j0 += cols {
+		j.width = min(cols, j.n-j.j0)
+		j.split(workers)
+		for j.p0 = 0; j.p0 < j.k; j.p0 += depth {
+			j.depth = min(depth, j.k-j.p0)
+			if !j.inPlace {
+				panels := cpu.CeilDiv(j.width, nr)
+				if size := panels * nr * j.kn.steps(j.depth); size > len(j.packed) {
+					j.packed = make([]T, size)
+				}
+				spread(panels, max(1, 1<<14/(nr*j.depth)), j.packSpan)
+			}
+			spread(cpu.CeilDiv(j.m, j.mb)*cpu.CeilDiv(j.width, j.nb), 1, j.blockSpan)
+		}
+	}
+}
+
+// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: above it, transposing B into panels costs less
+// than adding up lanes and reading B's rows once for every few rows of A.
+const gemmDotRows = 32
+
+// gemmInPlace is the largest m for which B is read in place if each of its rows begins with a cache line: with fewer rows an
+// element of B is used so rarely that copying it costs more than reading it out of order. With mr rows or less that holds
+// however B lies.
+const gemmInPlace = 768
+
+func alignedRows[T cpu.Float](x []T, ld int) bool {
+	const line = 64
+	return uintptr(unsafe.Pointer(unsafe.SliceData(x)))%line == 0 && uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
+}
+
+// split chooses the blocks of C: about four a core, so that a core held up by other work delays the end by little, but
+// none smaller than two tiles of rows, and none wider than gemmNC.
+func (j *job[T]) split(workers int) {
+	nr := j.kn.nr
+	even := func(blocks int) int { return cpu.CeilDiv(cpu.CeilDiv(j.width, blocks), nr) * nr } // columns of each
+	j.mb, j.nb = j.m, even(cpu.CeilDiv(j.width, gemmNC))
+	if workers == 1 {
+		return
+	}
+	want := 4 * workers
+	j.mb = cpu.CeilDiv(j.m, max(1, min(want, j.m/(2*j.kn.mr))))
+	j.nb = min(j.nb, even(cpu.CeilDiv(want, cpu.CeilDiv(j.m, j.mb))))
+}
+
+// packPanels packs panels [lo, hi) of op(B). All panels of the first gemmKC rows come first, then those of the next.
+func (j *job[T]) packPanels(lo, hi int) {
+	nr, lanes := j.kn.nr, j.kn.lanes
+	padded := cpu.CeilDiv(j.width, nr) * nr
+	for q := lo; q < hi; q++ {
+		col, w := j.j0+q*nr, min(nr, j.width-q*nr)
+		for p := 0; p < j.depth; p += j.kn.deepest() {
+			kc := min(j.kn.deepest(), j.depth-p)
+			dst := j.packed[j.kn.steps(p)*padded+q*nr*j.kn.steps(kc):]
+			row := j.p0 + p
+			if !j.transB {
+				j.kn.copy(dst, nr, j.b[row*j.ldb+col:], j.ldb, kc, w)
+				continue
+			}
+			for h := 0; h < w; h += lanes {
+				j.kn.transpose(dst[h:], nr, j.b[(col+h)*j.ldb+row:], j.ldb, min(lanes, w-h), kc)
+			}
+		}
+	}
+}
+
+// blocks computes blocks [lo, hi) of C, numbered along the rows: the cores share out C's rows, as they do elsewhere.
+func (j *job[T]) blocks(lo, hi int) {
+	pool := &engine[T]().scratch
+	s, _ := pool.Get().(*scratch[T])
+	if s == nil {
+		s = new(scratch[T])
+	}
+	if size := j.kn.lanes * gemmKC; len(s.panel) < size {
+		s.panel = make([]T, size)
+	}
+	across := cpu.CeilDiv(j.width, j.nb)
+	for t := lo; t < hi; t++ {
+		j.block(s, t/across*j.mb, t%across*j.nb)
+	}
+	s.tile = tile[T]{}
+	pool.Put(s)
+}
+
+// block adds the part of op(B) in hand into the block of C whose first row is i0 and first column j0 + c0.
+func (j *job[T]) block(s *scratch[T], i0, c0 int) {
+	t := &s.tile
+	i1, c1 := min(i0+j.mb, j.m), min(c0+j.nb, j.width)
+	nr := j.kn.nr
+	padded := cpu.CeilDiv(j.width, nr) * nr
+	t.ldc, t.alpha = j.ldc, j.alpha
+	for p := 0; p < j.depth; p += j.kn.deepest() {
+		kc := min(j.kn.deepest(), j.depth-p)
+		t.k = j.kn.steps(kc)
+		t.beta, t.d, t.ldd = 1, nil, j.n
+		if j.p0+p == 0 {
+			t.beta = j.beta
+		}
+		last := j.p0+p+kc == j.k
+		for i := i0; i < i1; i += t.m {
+			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction of the speed.
+			t.m = cpu.CeilDiv(i1-i, cpu.CeilDiv(i1-i, j.kn.mr))
+			j.rowsOfA(s, i, j.p0+p, kc)
+			t.n = c1 - c0
+			if j.fetching {
+				t.fetch = j.next(i, t.m, i0, i1, p)
+			}
+			if j.inPlace {
+				t.b, t.bs, t.panel = j.b[(j.p0+p)*j.ldb+j.j0+c0:], j.ldb, nr
+			} else {
+				t.b, t.bs, t.panel = j.packed[j.kn.steps(p)*padded+c0*t.k:], nr, nr*t.k
+			}
+			t.c = j.c[i*j.ldc+j.j0+c0:]
+			if j.d != nil && last {
+				t.d = j.d[i*j.n+j.j0+c0:]
+			}
+			j.kn.tile(t)
+		}
+	}
+}
+
+// rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on. Rows of A as they lie are as
+// good to read as packed ones, unless they evict each other from the L1 cache; columns are not, since each brings a line
+// along of which the tile needs a part. These are packed if they will be swept over enough columns of C.
+func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
+	t := &s.tile
+	switch {
+	case j.kn.pairs || j.nb > gemmSweep && (j.transA || conflicting[T](j.lda)):
+		j.packRowsOfA(s, i, p, kc)
+	case j.transA:
+		t.a, t.rs, t.cs = j.a[p*j.lda+i:], 1, j.lda
+	default:
+		t.a, t.rs, t.cs = j.a[i*j.lda+p:], j.lda, 1
+	}
+}
+
+// next is what to fetch while a tile of m rows from row i of A on is computed at columns from p on, in a block whose rows are
+// i0 to i1: the rows below, those of the block at the next columns, or where the block ends those of the next one.
+func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
+	const line = 64
+	if i += m; i >= i1 {
+		if i, p = i0, p+j.kn.deepest(); p >= j.depth {
+			i, p = i1, 0
+		}
+	}
+	if i >= j.m {
+		return fetch[T]{}
+	}
+	kc := min(j.kn.deepest(), j.depth-p)
+	size, times := int(unsafe.Sizeof(T(0))), cpu.CeilDiv(j.kn.steps(kc), gemmFetchSteps)
+	stride := size * j.lda
+	if j.transA { // most of the m columns are in lines that the tile before has read, the last one least likely
+		return fetch[T]{j.a[(j.p0+p)*j.lda+min(i+m, j.m)-1:], stride, 2 * stride, 2 * stride * times, cpu.CeilDiv(kc, 2*times)}
+	}
+	rows := j.a[i*j.lda+j.p0+p:]
+	if size*kc > line*times {
+		return fetch[T]{rows, line, 2 * line, stride, m}
+	}
+	return fetch[T]{rows, stride, line, 2 * stride, cpu.CeilDiv(m, 2)}
+}
+
+// conflicting reports whether rows of a stride ld begin at nearly the same place in a page, and so share few sets of an L1 cache.
+func conflicting[T cpu.Float](ld int) bool {
+	const page = 4096
+	past := ld * int(unsafe.Sizeof(T(0))) % page
+	return min(past, page-past) < page/16
+}
+
+func (j *job[T]) packRowsOfA(s *scratch[T], i, p, kc int) {
+	t, lanes := &s.tile, j.kn.lanes
+	if j.transA {
+		j.kn.copy(s.panel, lanes, j.a[p*j.lda+i:], j.lda, kc, t.m)
+	} else {
+		j.kn.transpose(s.panel, lanes, j.a[i*j.lda+p:], j.lda, t.m, kc)
+	}
+	t.a, t.rs, t.cs = s.panel, 1, lanes
+}
+
+// gemmSweep is the width of the widest blocks of C for which rows of op(A) are never packed, as that would cost more than it
+// saves.
+const gemmSweep = 64
+
+// dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C + D as dot products.
+func (j *job[T]) dots(lo, hi int) {
+	pool := &engine[T]().scratch
+	s, _ := pool.Get().(*scratch[T])
+	if s == nil {
+		s = new(scratch[T])
+	}
+	t := &s.tile
+	t.k, t.rs, t.cs, t.bs, t.ldc, t.alpha, t.beta = j.k, j.lda, 1, j.ldb, j.ldc, j.alpha, j.beta
+	for c := lo; c < hi; c += 4 {
+		t.n = min(4, hi-c)
+		t.b = j.b[c*j.ldb:]
+		for i := 0; i < j.m; i += t.m {
+			t.m = min(j.kn.dotM, j.m-i)
+			t.a, t.c = j.a[i*j.lda:], j.c[i*j.ldc+c:]
+			j.kn.dot(t)
+		}
+		if j.d == nil {
+			continue
+		}
+		for i := range j.m {
+			for q := c; q < c+t.n; q++ {
+				j.c[i*j.ldc+q] += j.d[i*j.n+q]
+			}
+		}
+	}
+	s.tile = tile[T]{}
+	pool.Put(s)
+}
+
+// Lanes returns the most rows that [TransposeLanes] takes.
+func Lanes[T cpu.Float]() int { return engine[T]().kernels.lanes }
+
+// TransposeLanes writes dst[c·ds + r] = src[r·ss + c] for rows × cols elements. It may write past rows, up to lanes.
+func TransposeLanes[T cpu.Float](dst []T, ds int, src []T, ss, rows, cols int) {
+	engine[T]().kernels.transpose(dst, ds, src, ss, rows, cols)
+}

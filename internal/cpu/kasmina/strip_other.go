@@ -1,5 +1,0 @@
-//go:build !amd64
-
-package kasmina
-
-func fastStrips() *stripKernels { return nil }

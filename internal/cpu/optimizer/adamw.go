@@ -1,0 +1,41 @@
+// Package optimizer has the steps of AdamW and Muon, and the Newton-Schulz iteration.
+package optimizer
+
+import (
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+)
+
+// AdamWStep holds the figures of one AdamW step. Step counts from 1.
+type AdamWStep struct {
+	LR, Beta1, Beta2, Eps, Decay float64
+	Step                         int
+}
+
+// AdamW updates the parameter p and its moments m and v from the gradient g, which it leaves zero:
+//
+//	m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
+//	p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
+//
+// all in one pass. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order of operations is
+// PyTorch's.)
+func AdamW[T cpu.Float](p, g, m, v []T, s AdamWStep) {
+	t := float64(s.Step)
+	keep := T(1 - s.LR*s.Decay)
+	rate := T(s.LR / (1 - math.Pow(s.Beta1, t)))
+	root := T(math.Sqrt(1 - math.Pow(s.Beta2, t)))
+	gain1, beta2, gain2, eps := T(1-s.Beta1), T(s.Beta2), T(1-s.Beta2), T(s.Eps)
+	rule := vec.AdamW[T]{Keep: keep, Rate: rate, Root: root, Gain1: gain1, Beta2: beta2, Gain2: gain2, Eps: eps}
+	cpu.Spread(len(p), cpu.VectorGrain, adamW[T]{p, g, m, v, rule})
+}
+
+type adamW[T cpu.Float] struct {
+	p, g, m, v []T
+	rule       vec.AdamW[T]
+}
+
+func (s *adamW[T]) Span(lo, hi int) {
+	s.rule.Step(s.p[lo:hi], s.g[lo:hi], s.m[lo:hi], s.v[lo:hi])
+}
