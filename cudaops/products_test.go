@@ -21,7 +21,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/op"
@@ -66,115 +65,9 @@ func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGra
 	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
 }
 
-// TestProductWays wants the same values of products, of which some have another matrix added, in whatever way.
-func TestProductWays(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
-	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, own bool, opts ...MachineOption) {
-		var values []gorgonia.Value
-		for i, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
-			g, params, keep := residualGraph(t, seed, rows, f, d)
-			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule)))
-			values = valuesOf(t, m, keep, values, tolerance)
-			ours, plus := 0, 0
-			for _, c := range m.Choices() {
-				if c.Op == "Matmul" && strings.HasPrefix(c.Way, "hopper") {
-					ours++
-					if strings.HasSuffix(c.Shape, "with a matrix added") {
-						plus++
-					}
-				}
-			}
-			if want := i == 1 && own; (ours > 1) != want || (plus > 0) != want {
-				t.Errorf("%s: %d products are of this module's own, %d with a matrix added; want some: %v", rule, ours, plus, want)
-			}
-		}
-	}
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		var plain, adding int
-		check(t, device, 6, 7, 5, 1e-5, true, fakeOption, withOwnProducts(&plain, &adding))
-		if plain == 0 || adding == 0 {
-			t.Errorf("launched %d times, and %d times with a matrix added", plain, adding)
-		}
-	})
-	t.Run("bfloat16", func(t *testing.T) {
-		device := openGPU(t)
-		check(t, device, 300, 776, 648, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
-	})
-}
-
 // withOwnProducts has the machine's kernels be [ownProducts].
 func withOwnProducts(plain, adding *int) MachineOption {
 	return withKernels(func(k kernels.Launcher) kernels.Launcher { return ownProducts{k, plain, adding} })
-}
-
-// TestProductTuned wants the kernels timed beside cuBLASLt's ways where products are worth it, and what is left of them used.
-func TestProductTuned(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
-	for _, c := range []struct {
-		least float64
-		blas  time.Duration // of each of three ways
-		own   bool
-	}{{1, time.Second, true}, {1, 0, false}, {1e9, time.Second, false}} {
-		way := fake.Way{Took: c.blas}
-		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{way, way, way}, Devices: smallCache("GPU")})
-		g, params, keep := residualGraph(t, 1, 6, 7, 5)
-		var log bytes.Buffer
-		var plain, adding int
-		private := func(m *machineConfig) error {
-			m.tuneLeast, m.tunePath = c.least, filepath.Join(t.TempDir(), "tune.json")
-			return nil
-		}
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(&plain, &adding), private,
-			WithTuning(TuneCached), WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
-		own, all := map[bool]bool{}, 0 // whether x·wᵀ, and others, have a way of this module's own
-		for _, choice := range m.Choices() {
-			if choice.Op == "Matmul" {
-				forward := strings.Contains(choice.Shape, "TransB:true")
-				own[forward] = own[forward] || choice.Way == "hopper-256"
-				all++
-			}
-		}
-		if own[false] != c.own || own[true] != c.own || all < 3 {
-			t.Errorf("%+v: of %d products of this module's own are: %v; %s", c, all, own, log.String())
-		}
-		if plain, adding = 0, 0; m.RunAll() != nil || (plain > 0) != c.own || (adding > 0) != c.own {
-			t.Errorf("%+v: run in this way %d times, and %d times with a matrix added", c, plain, adding)
-		}
-	}
-}
-
-// TestProductTiny wants products that are too small to be timed left alone by a rule that leaves several ways, and another to have its way
-// with them.
-func TestProductTiny(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	for rule, want := range map[string]Choice{
-		"Matmul=*":        {Way: "0", Source: ByRule},
-		"Matmul=hopper-*": {Way: "hopper-256", Source: Forced},
-	} {
-		t.Setenv("KASMINA_WAYS", rule)
-		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
-		g, params, keep := residualGraph(t, 1, 6, 7, 5)
-		private := func(c *machineConfig) error { c.tunePath = filepath.Join(t.TempDir(), "tune.json"); return nil }
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(new(int), new(int)), private,
-			WithTuning(TuneCached)})
-		products := 0
-		for _, c := range m.Choices() {
-			if c.Op != "Matmul" || c.Of < 2 {
-				continue
-			}
-			if products++; c.Source != want.Source || !strings.HasPrefix(c.Way, want.Way) {
-				t.Errorf("%s: %+v", rule, c)
-			}
-		}
-		if timings := m.chooser.Timings(); products == 0 || timings > 0 {
-			t.Errorf("%s: %d products, %d timings", rule, products, timings)
-		}
-	}
 }
 
 // TestProductCounters wants captured runs to compute, bit by bit, what one that is not captured does, where products find their workspaces
@@ -226,58 +119,6 @@ func TestProductCounters(t *testing.T) {
 			t.Logf("%d bytes are set to zero", z.Extent())
 		}
 	})
-}
-
-// TestProductScaled wants products with factors left to cuBLASLt, whatever was planned for others of their shape before.
-func TestProductScaled(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
-	device, _, fakeOption := openFake(t, fake.Config{})
-	var plain, adding int
-	var want []gorgonia.Value
-	for i, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
-		g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(1, 2))
-		square := func(name string) *gorgonia.Node {
-			x := make([]float32, 36)
-			for i := range x {
-				x[i] = float32(r.NormFloat64())
-			}
-			return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(6, 6),
-				gorgonia.WithValue(tensor.New(tensor.WithShape(6, 6), tensor.WithBacking(x))))
-		}
-		x, w := square("x"), square("w")
-		y := gorgonia.Must(op.NewtonSchulz(gorgonia.Must(gorgonia.Mul(x, w)), 2)) // whose squares have factors, behind a product that has none
-		m := newFuseMachine(t, device, g, gorgonia.Nodes{x, w}, gorgonia.Nodes{y}, []MachineOption{fakeOption,
-			withOwnProducts(&plain, &adding), WithWays(rule, "NewtonSchulz=products")})
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		v, err := m.Value(y)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if want = append(want, v); i > 0 && !(distance(t, v, want[0]) < 1e-5) {
-			t.Errorf("%s: the result differs by %.2g", rule, distance(t, v, want[0]))
-		}
-	}
-	if plain == 0 {
-		t.Error("no product is computed in a way of this module's own")
-	}
-
-	for _, order := range [][][2]float32{{{1, 0}, {1, 1}, {2, 1}}, {{2, 1}, {1, 1}, {1, 0}}} { // Alpha and Beta
-		g, params, keep := residualGraph(t, 1, 6, 7, 5)
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, withOwnProducts(&plain, &adding), WithWays("Matmul=hopper-*")})
-		for _, factors := range order {
-			c := &program.Call{Params: program.Matmul{Spec: gpu.MatmulSpec{M: 16, N: 16, K: 16}, Alpha: factors[0], Beta: factors[1]}}
-			if err := m.chooser.Program(&program.Program{Calls: []*program.Call{c}}); err != nil {
-				t.Fatal(err)
-			}
-			p := m.runner.Products.Find(c.Params.(program.Matmul))
-			if own := p.Way >= len(p.BLAS); own != (factors[0] == 1) {
-				t.Errorf("in the order %v, %v: in a way of this module's own: %v", order, factors, own)
-			}
-		}
-	}
 }
 
 // projected is an attention whose queries, keys and values are linear functions of one input.

@@ -42,19 +42,15 @@ func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
 	return p, err
 }
 
-// ownWays lists the ways that this module has for a product which is worth timing, or for which a rule
-// asks for one.
+// ownWays lists the ways that this module has for a product of float8 which is worth timing, or for
+// which a rule asks for one.
 func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
-	shape := run.ProductShape(m)
-	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: m.TransB, A: m.D, B: m.D, D: m.D, Align: m.Align}
-	if shape.Float8 {
-		whole.A, whole.B = gpu.Float8E4M3, gpu.Float8E4M3
-		whole.Scaling, whole.FastAccumulation = gpu.ScaledRows, true
-	}
+	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: true, A: gpu.Float8E4M3, B: gpu.Float8E4M3, D: m.D,
+		Scaling: gpu.ScaledRows, FastAccumulation: true, Align: m.Align}
 	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < lower.VectorBytes {
 		return nil
 	}
-	ways := t.Ways(gemm.Product{ProductShape: shape, Type: m.D})
+	ways := t.Ways(gemm.Product{ProductShape: run.ProductShape(m), Type: m.D})
 	asked := func(w kernel.Way) bool { return t.Rules.Ask(productOp, w.String()) }
 	if !t.worthTiming(m.FLOPs()) && !slices.ContainsFunc(ways, asked) {
 		return nil

@@ -130,8 +130,7 @@ func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error
 
 // ProductShape is what the kernels of this module know of a product.
 func ProductShape(m gpu.MatmulSpec) gemm.ProductShape {
-	return gemm.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB,
-		Float8: m.Scaling == gpu.ScaledRows}
+	return gemm.ProductShape{Rows: m.M, Columns: m.N, D: m.K}
 }
 
 // Forget drops the plans, for another program.

@@ -38,7 +38,6 @@ func TestProductFloat8(t *testing.T) {
 		if testing.Short() && s.Rows*s.Columns > 1e6 {
 			continue
 		}
-		s.TransW, s.Float8 = true, true
 		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) { testProductFloat8(g, s) })
 	}
 }
