@@ -2,6 +2,7 @@ package op_test
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"path/filepath"
@@ -12,8 +13,10 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // goldenOps builds the op of a golden case from its inputs, which are in the order of the op's arguments.
@@ -231,5 +234,132 @@ func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, most
 	}
 	if e := distance(floats(t, got), want); !(e <= most) {
 		t.Errorf("%s has error %.3g, want at most %g\n got %.6g\nwant %.6g", name, e, most, floats(t, got), want)
+	}
+}
+
+// TestGoldenModel compares the loss and all gradients of a whole model with PyTorch's: a Llama of two blocks with a Kasmina
+// layer between them.
+func TestGoldenModel(t *testing.T) {
+	for _, c := range loadGolden(t, "model") {
+		for _, e := range goldenErrors {
+			t.Run(fmt.Sprintf("%s/%v", c.name, e.dtype), func(t *testing.T) {
+				c.check(t, e.dtype, e.forward, e.backward, func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
+					return goldenModel(t, c, in), nil
+				})
+			})
+		}
+	}
+}
+
+// goldenModel returns the model's loss.
+func goldenModel(t *testing.T, c *goldenCase, in gorgonia.Nodes) *gorgonia.Node {
+	s := settings[struct {
+		Seq, Heads, KVHeads, HeadDim, Blocks int
+		Eps                                  float64
+		Seeds                                []seedSetting
+	}](c)
+	nodes := make(map[string]*gorgonia.Node)
+	for _, n := range in {
+		nodes[n.Name()] = n
+	}
+	must := must(t)
+	x := must(op.Embedding(nodes["ids"], nodes["embedding"]))
+	for i := range s.Blocks {
+		w := func(name string) *gorgonia.Node { return nodes[fmt.Sprintf("block%d.%s", i, name)] }
+		h := must(op.RMSNorm(x, w("norm1"), s.Eps))
+		q := must(op.RoPE(must(op.Linear(h, w("q"))), op.RoPEConfig{Seq: s.Seq, Heads: s.Heads, HeadDim: s.HeadDim}))
+		k := must(op.RoPE(must(op.Linear(h, w("k"))), op.RoPEConfig{Seq: s.Seq, Heads: s.KVHeads, HeadDim: s.HeadDim}))
+		a := must(op.Attention(q, k, must(op.Linear(h, w("v"))),
+			op.AttentionConfig{Seq: s.Seq, Heads: s.Heads, KVHeads: s.KVHeads, HeadDim: s.HeadDim, Causal: true}))
+		x = must(gorgonia.Add(x, must(op.Linear(a, w("o")))))
+		h = must(op.RMSNorm(x, w("norm2"), s.Eps))
+		x = must(gorgonia.Add(x, must(op.SiLUMLP(h, w("gate"), w("up"), w("down")))))
+		if i == 0 {
+			x = must(op.Kasmina(x, nodes["weights"], nodes["scales"], newLattice(t, x.Shape()[1], s.Seeds)))
+		}
+	}
+	x = must(op.RMSNorm(x, nodes["norm"], s.Eps))
+	return must(op.LinearCrossEntropy(x, nodes["head"], nodes["targets"]))
+}
+
+// routes says how a dormant seed gets to a stage.
+var routes = map[state.Stage][]state.Stage{
+	state.Dormant:       {},
+	state.Germinated:    {state.Germinated},
+	state.Training:      {state.Germinated, state.Training},
+	state.Grafting:      {state.Germinated, state.Training, state.Grafting},
+	state.Stabilization: {state.Germinated, state.Training, state.Grafting, state.Stabilization},
+	state.Evaluating:    {state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating},
+	state.FineTuning:    {state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning},
+	state.Fossilized:    {state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized},
+	state.Culled:        {state.Germinated, state.Training, state.Culled},
+	state.Cancelled:     {state.Germinated, state.Cancelled},
+	state.RolledBack:    {state.Germinated, state.Training, state.Grafting, state.RolledBack},
+}
+
+// seedSetting is what a test wants of one seed.
+type seedSetting struct {
+	Stage string
+	Kind  string
+	Slot  int
+	Alpha float64
+}
+
+// newLattice returns a lattice whose seeds are as set.
+func newLattice(t testing.TB, hidden int, seeds []seedSetting, opts ...state.Option) *state.Lattice {
+	t.Helper()
+	l, err := state.NewLattice(len(seeds), hidden, append([]state.Option{state.WithoutGates()}, opts...)...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, s := range seeds {
+		if err := place(l, i, s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return l
+}
+
+func place(l *state.Lattice, seed int, s seedSetting) error {
+	kind, ok := blueprints.ByName(s.Kind)
+	if !ok {
+		return fmt.Errorf("no kind %q", s.Kind)
+	}
+	for stage, route := range routes {
+		if stage.String() != s.Stage {
+			continue
+		}
+		var err error
+		for _, to := range route {
+			if to == state.Germinated {
+				err = l.RequestGermination(seed, state.GerminationRequest{Slot: s.Slot, Kind: kind})
+			} else {
+				err = errors.Join(err, l.Transition(seed, to))
+			}
+		}
+		return errors.Join(err, l.SetAlpha(seed, s.Alpha))
+	}
+	return fmt.Errorf("no stage %q", s.Stage)
+}
+
+// TestKasminaGolden compares the layer with PyTorch in float64: every stage and kind, mixed lattices, shared slots, odd
+// sizes and activations that the adaptive mode scales.
+func TestKasminaGolden(t *testing.T) {
+	cases := loadGolden(t, "kasmina")
+	if len(cases) < 50 {
+		t.Errorf("%d golden cases, want every stage and kind and more", len(cases))
+	}
+	for _, c := range cases {
+		seeds := settings[struct{ Seeds []seedSetting }](c).Seeds
+		for _, e := range goldenErrors {
+			for _, mode := range []op.Stability{op.Adaptive, op.Fast} {
+				t.Run(fmt.Sprintf("%s/%v/%v", c.name, e.dtype, mode), func(t *testing.T) {
+					c.check(t, e.dtype, e.forward, e.backward, func(_ *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
+						l := newLattice(t, in[0].Shape()[1], seeds)
+						return op.Kasmina(in[0], in[1], in[2], l, op.WithStability(mode))
+					})
+				})
+			}
+		}
 	}
 }

@@ -10,10 +10,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -609,3 +612,257 @@ func TestKasminaErrors(t *testing.T) {
 }
 
 func make3() []seedSetting { return slices.Repeat([]seedSetting{{"Dormant", "Residual", 1, 0}}, 3) }
+
+// startLayer is a layer of two seeds over four positive features, whose three slots are zeros, and
+// its gradients.
+type startLayer struct {
+	lattice            *state.Lattice
+	x, weights, scales *gorgonia.Node
+	y, cost            *gorgonia.Node
+}
+
+func newStartLayer(t *testing.T, dt tensor.Dtype, recompute bool) *startLayer {
+	lattice, err := state.NewLattice(2, 4, state.WithoutGates(), state.WithWidth(8))
+	require.NoError(t, err)
+	l := &startLayer{lattice: lattice}
+	g := gorgonia.NewGraph()
+	input := func(name string, init gorgonia.InitWFn, shape ...int) *gorgonia.Node {
+		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name), gorgonia.WithInit(init))
+	}
+	l.x = input("x", gorgonia.Uniform(0.5, 2), 3, 4) // relu is the identity there
+	l.weights = input("weights", gorgonia.Zeroes(), 3, 8)
+	l.scales = input("scales", gorgonia.Zeroes(), 3)
+	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		return op.Kasmina(in[0], in[1], in[2], l.lattice)
+	}
+	in := gorgonia.Nodes{l.x, l.weights, l.scales}
+	if recompute {
+		l.y, err = autodiff.Recompute(in, build)
+	} else {
+		l.y, err = build(in)
+	}
+	require.NoError(t, err)
+	l.cost = must(t)(gorgonia.Sum(must(t)(gorgonia.Square(l.y))))
+	return l
+}
+
+// machines are the ways to run a graph on a CPU, with gradients of the parameters.
+var machines = map[string]func(t *testing.T, l *startLayer) gorgonia.VM{
+	"tape": func(t *testing.T, l *startLayer) gorgonia.VM {
+		_, err := gorgonia.Grad(l.cost, l.weights, l.scales)
+		require.NoError(t, err)
+		return gorgonia.NewTapeMachine(l.x.Graph(), gorgonia.BindDualValues(l.weights, l.scales))
+	},
+	"lisp": func(t *testing.T, l *startLayer) gorgonia.VM {
+		return gorgonia.NewLispMachine(l.x.Graph())
+	},
+	"cpuops": func(t *testing.T, l *startLayer) gorgonia.VM {
+		_, err := gorgonia.Grad(l.cost, l.weights, l.scales)
+		require.NoError(t, err)
+		m, err := cpuops.NewMachine(l.x.Graph(), cpuops.WithParams(l.weights, l.scales),
+			cpuops.WithOutputs(l.y))
+		require.NoError(t, err)
+		return m
+	},
+}
+
+func (l *startLayer) advance(t *testing.T, kind blueprints.Kind, slot int) {
+	require.NoError(t, l.lattice.RequestGermination(1,
+		state.GerminationRequest{Slot: slot, Kind: kind}))
+	require.NoError(t, l.lattice.Transition(1, state.Training))
+	require.NoError(t, l.lattice.Transition(1, state.Grafting))
+	require.NoError(t, l.lattice.SetAlpha(1, 0.5))
+}
+
+// On weights of zeros, which nobody has written, every kind starts as the identity at the first
+// pass that computes with it, and it learns from there.
+func TestKasminaFreshWeights(t *testing.T) {
+	for name, newMachine := range machines {
+		for _, recompute := range []bool{false, true} {
+			for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+				for kind := range blueprints.ChunkMLP + 1 {
+					l := newStartLayer(t, dt, recompute)
+					l.advance(t, kind, 2)
+					machine := newMachine(t, l)
+					require.NoError(t, machine.RunAll(), name)
+					x, y := floats(t, l.x.Value()), floats(t, l.y.Value())
+					require.InDeltaSlice(t, x, y, 1e-6, "%s, recomputed %v: %v", name, recompute, kind)
+					w, a := floats(t, l.weights.Value()), floats(t, l.scales.Value())
+					require.NotZero(t, a[2], "%s, recomputed %v: %v", name, recompute, kind)
+					require.Equal(t, make([]float64, 16), w[:16], "other slots")
+					require.Equal(t, []float64{0, 0}, a[:2], "other slots")
+					require.NoError(t, machine.Close())
+					if name != "tape" || recompute {
+						continue
+					}
+					var learns float64
+					for _, p := range []*gorgonia.Node{l.weights, l.scales} {
+						grad, err := p.Grad()
+						require.NoError(t, err)
+						for _, v := range floats(t, grad) {
+							learns += math.Abs(v)
+						}
+					}
+					require.Positive(t, learns, kind)
+				}
+			}
+		}
+	}
+}
+
+// The start is the same in every run, another one in another layer or slot, and comes once: what
+// anybody has written stays.
+func TestKasminaFreshWeightsOnce(t *testing.T) {
+	first := func(slot int, name string) []float64 {
+		l := newStartLayer(t, tensor.Float64, false)
+		gorgonia.WithName(name)(l.weights)
+		l.advance(t, blueprints.LowRank, slot)
+		require.NoError(t, tryRun(l.x.Graph()))
+		return slices.Clone(floats(t, l.weights.Value())[8*slot:][:4])
+	}
+	require.Equal(t, first(2, "weights"), first(2, "weights"))
+	require.NotEqual(t, first(2, "weights"), first(1, "weights"))
+	require.NotEqual(t, first(2, "weights"), first(2, "other"))
+	for i := range 3 { // a weight, a weight that the kind does not use, the scale
+		l := newStartLayer(t, tensor.Float64, false)
+		w, a := floats(t, l.weights.Value()), floats(t, l.scales.Value())
+		*[]*float64{&w[16], &w[23], &a[2]}[i] = 1e-300
+		before := append(slices.Clone(w), a...)
+		l.advance(t, blueprints.AttentionGate, 2)
+		require.NoError(t, tryRun(l.x.Graph()))
+		require.Equal(t, before, append(slices.Clone(w), a...))
+	}
+}
+
+// A registered kind's Identity that panics is an error of the run.
+func TestKasminaFreshWeightsPanic(t *testing.T) {
+	l := newStartLayer(t, tensor.Float64, false)
+	kind, ok := blueprints.ByName("FaultyStart")
+	if !ok {
+		var err error
+		kind, err = blueprints.Register(blueprints.Blueprint{Name: "FaultyStart",
+			F32: faultyRule[float32](), F64: faultyRule[float64](),
+			Identity: faultyIdentity})
+		require.NoError(t, err)
+	}
+	l.advance(t, kind, 2)
+	err := op.RunError(tryRun(l.x.Graph()))
+	require.ErrorIs(t, err, op.ErrBlueprint)
+	require.ErrorContains(t, err, "seed 1")
+	require.ErrorContains(t, err, "FaultyStart")
+}
+
+func faultyIdentity([]float64, int, *rand.Rand) float64 { panic("boom") }
+
+// One pass in 128 is timed, forward and backward, unless the layer leaves no telemetry, and counts as one pass in every other
+// respect.
+func TestKasminaTiming(t *testing.T) {
+	for name, c := range map[string]struct {
+		mode  state.TelemetryMode
+		opts  []op.KasminaOption
+		timed int
+	}{
+		"production":        {state.Production, nil, 4},
+		"debug":             {state.Debug, nil, 4},
+		"off":               {state.Off, nil, 0},
+		"without telemetry": {state.Production, []op.KasminaOption{op.WithoutTelemetry()}, 0},
+	} {
+		l, err := state.NewLattice(3, 12, state.WithTelemetry(state.Telemetry{Mode: c.mode}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		k := newKasminaLayer(t, random(t), tensor.Float32, 400, 2, l, c.opts...)
+		for range 130 {
+			k.forward()
+			k.backward()
+		}
+		r := l.Report()
+		if r.Layer.Timed != c.timed || (r.Layer.Kernel > 0) != (c.timed > 0) || (r.Layer.Bandwidth > 0) != (c.timed > 0) || r.Layer.Overhead < 0 {
+			t.Errorf("%s: %+v, want %d timed", name, r.Layer, c.timed)
+		}
+		if len(c.opts) == 0 && r.Step != 130 {
+			t.Errorf("%s: %d passes are counted, want 130", name, r.Step)
+		}
+	}
+}
+
+// faultyIn is the function in which the blueprint "Faulty" panics.
+var faultyIn string
+
+func fault(function string) {
+	if faultyIn == function {
+		panic("boom in " + function)
+	}
+}
+
+func faultyRule[T blueprints.Float]() blueprints.Arithmetic[T] {
+	return blueprints.Arithmetic[T]{
+		Prepare:  func(p, w []T) { fault("Prepare"); copy(p, w) },
+		Forward:  func(t, x, p []T, a T) { fault("Forward"); copy(t, x) },
+		Backward: func(dx, dp, g, x, p []T, a T) float64 { fault("Backward"); copy(dx, g); return 0 },
+		Finish:   func(dp, p []T) { fault("Finish") },
+	}
+}
+
+var _, errFaulty = blueprints.Register(blueprints.Blueprint{Name: "Faulty", Identity: func([]float64, int, *rand.Rand) float64 { return 1 },
+	F32: faultyRule[float32](), F64: faultyRule[float64]()})
+
+// A panic in a blueprint's function is an error of the run that names function, kind and seed, on whatever goroutine it
+// happens. The layer and its lattice can be used afterwards.
+func TestKasminaPanickingBlueprint(t *testing.T) {
+	if errFaulty != nil {
+		t.Fatal(errFaulty)
+	}
+	defer func() { faultyIn = "" }()
+	r := random(t)
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		settings := []seedSetting{{"Dormant", "Residual", 1, 0}, {"Grafting", "ConvFilter", 1, 0.5}, {"Grafting", "Faulty", 2, 0.5}, {"Training", "Residual", 1, 0}}
+		l := newLattice(t, 4*16, settings)
+		k := newKasminaLayer(t, r, dt, 5000, 3, l) // enough rows for every core
+		faultyIn = ""
+		k.forward()
+		for _, function := range []string{"Prepare", "Forward", "Backward", "Finish"} {
+			faultyIn = function
+			_, err := k.tryForward(k.forwardOp)
+			if function == "Backward" || function == "Finish" {
+				if err != nil {
+					t.Fatal(err)
+				}
+				_, err = k.tryBackward()
+			}
+			if !errors.Is(err, op.ErrBlueprint) {
+				t.Fatalf("%v: a panic in %s gives the error %v", dt, function, err)
+			}
+			for _, want := range []string{"seed 2", "Faulty", "boom in " + function, "op_test.fault"} {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("%v: the error does not hold %q: %v", dt, want, err)
+				}
+			}
+		}
+		faultyIn = ""
+		again := newKasminaLayer(t, r, dt, 5000, 3, newLattice(t, 4*16, settings))
+		again.x, again.g, again.weights, again.scale = k.x, k.g, k.weights, k.scale
+		if !sameBits(k.forward(), again.forward()) || !sameBits(k.backward().weights, again.backward().weights) {
+			t.Errorf("%v: after panics the layer computes something else", dt)
+		}
+		if err := l.Verify(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Gorgonia's machine runs ops on a goroutine of its own, from which no caller could recover.
+func TestKasminaPanickingBlueprintInAGraph(t *testing.T) {
+	defer func() { faultyIn = "" }()
+	faultyIn = "Forward"
+	l := newLattice(t, 4, []seedSetting{{"Fossilized", "Faulty", 1, 1}}, state.WithoutGates())
+	g := gorgonia.NewGraph()
+	input := func(name string, shape ...int) *gorgonia.Node {
+		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...), gorgonia.WithInit(gorgonia.Zeroes()))
+	}
+	must(t)(op.Kasmina(input("x", 300, 4), input("weights", 2, 4), input("scales", 2), l))
+	if err := tryRun(g); err == nil || !strings.Contains(err.Error(), "boom in Forward") {
+		t.Errorf("the run's error is %v", err)
+	}
+}

@@ -1,11 +1,16 @@
 package gemm
 
 import (
+	"fmt"
+	"math"
+	"slices"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 // TestProductRefusals wants arguments that the kernel does not take to be refused, and others to be launched.
@@ -61,5 +66,140 @@ func TestProductRefusals(t *testing.T) {
 		if err := ok.Launch(k, 0); err != nil {
 			t.Errorf("no rows: %v", err)
 		}
+	}
+}
+
+// matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸, and returns its numbers with these.
+func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64) {
+	g.Helper()
+	of, codes := g.Normal(rows*d, gpu.Float8E4M3, 0)
+	factors := make([]float64, rows)
+	for i := range factors {
+		factors[i] = math.Exp2(16*g.Rand.Float64()-8) / math.Sqrt(float64(d))
+	}
+	b, factors := g.Upload(factors, kerneltest.F32, 0)
+	for i, v := range codes {
+		values = append(values, v*factors[i/d])
+	}
+	return of.Ptr, b.Ptr, values
+}
+
+// float8Error is what sums with fewer bits than float32 has, rounded twice to bfloat16, may be off by.
+const float8Error = 5e-3
+
+// TestProductFloat8 compares with float64, row by row, as rows are of different size.
+func TestProductFloat8(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []ProductShape{{Rows: 1, Columns: 16, D: 400}, {Rows: 5, Columns: 272, D: 528}, {Rows: 130, Columns: 1008, D: 512},
+		{Rows: 257, Columns: 256, D: 768}, {Rows: 300, Columns: 784, D: 1104}, {Rows: 2100, Columns: 2608, D: 656}} { // the last has several tiles a block
+		if testing.Short() && s.Rows*s.Columns > 1e6 {
+			continue
+		}
+		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) { testProductFloat8(g, s) })
+	}
+}
+
+func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
+	g.Helper()
+	n := s.Rows * s.Columns
+	x, xs, xr := matrix8(g, s.Rows, s.D)
+	w, ws, wr := matrix8(g, s.Columns, s.D)
+	alone := make([]float64, n)
+	cpugemm.Mul(false, true, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, s.D, 0, alone, s.Columns)
+	c, cr := g.Normal(n, kerneltest.Bf16, 0)
+	plus := slices.Clone(alone)
+	for i, v := range cr {
+		plus[i] += v
+	}
+	a := Product{X: x, W: w, ScaleX: xs, ScaleW: ws, ProductShape: s, Type: kerneltest.Bf16}
+	ways := ProductWays(g.Set, s, kerneltest.Bf16)
+	if len(ways) == 0 {
+		g.Fatal("no way takes it")
+	}
+	for _, a.Way = range ways {
+		for what, want := range map[string][]float64{"alone": alone, "plus": plus, "in place": plus} {
+			var bits []float64
+			for range 2 {
+				y := g.Alloc(n, kerneltest.Bf16, 0)
+				a.Y, a.C = y.Ptr, 0
+				switch what {
+				case "plus":
+					a.C = c.Ptr
+				case "in place":
+					y, _ = g.Upload(cr, kerneltest.Bf16, 0)
+					a.Y, a.C = y.Ptr, y.Ptr
+				}
+				g.Must(a.Launch(g.Set, g.Stream))
+				got := g.Read(y)
+				nearRows(g, fmt.Sprint(a.Way, " ", what), got, want, s.Columns)
+				if bits == nil {
+					bits = got
+				} else if !slices.Equal(bits, got) {
+					g.Errorf("%v %s: results differ from run to run", a.Way, what)
+				}
+			}
+		}
+	}
+}
+
+// nearRows compares each row of d numbers by itself.
+func nearRows(g *kerneltest.Rig, what string, got, want []float64, d int) {
+	g.Helper()
+	for r := 0; r < len(want); r += d {
+		if e := kerneltest.Distance(got[r:][:d], want[r:][:d]); !(e <= float8Error) {
+			g.Fatalf("%s: row %d: relative error %.3g, want at most %.3g", what, r/d, e, float8Error)
+		}
+	}
+}
+
+// TestRoPEProductFloat8 compares with float64.
+func TestRoPEProductFloat8(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
+		{1, 1, 1, 1, 64, 400}, {3, 43, 3, 1, 64, 512}, {1, 257, 2, 2, 128, 656}, {2, 150, 12, 4, 64, 784},
+		{7, 300, 12, 12, 64, 528}, {3, 700, 8, 4, 128, 640}, // several tiles a block
+	} {
+		if testing.Short() && s.batch*s.seq > 1000 {
+			continue
+		}
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
+			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim, Float8: true}, Type: kerneltest.Bf16}
+		g.Scope(fmt.Sprintf("%+v", a.RoPEProductShape), func(g *kerneltest.Rig) {
+			var w, x []float64
+			a.X, a.ScaleX, x = matrix8(g, a.Rows, a.D)
+			a.Weights, a.ScaleWeights, w = matrix8(g, a.Columns, a.D)
+			angles := make([]float64, a.Seq*a.HeadDim/2)
+			cosines, sines := slices.Clone(angles), slices.Clone(angles)
+			for i := range angles {
+				sines[i], cosines[i] = math.Sincos(2 * math.Pi * g.Rand.Float64())
+			}
+			_, cr := g.Upload(cosines, kerneltest.F32, 0)
+			_, sr := g.Upload(sines, kerneltest.F32, 0)
+			a.Angles = ropeAngles(g, cr, sr, a.HeadDim/2)
+			want := make([]float64, a.Rows*a.Columns)
+			cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, x, a.D, w, a.D, 0, want, a.Columns)
+			for r := range a.Rows {
+				row, at := want[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
+				layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+			}
+			ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
+			if len(ways) == 0 {
+				g.Fatal("no way takes it")
+			}
+			for _, a.Way = range ways {
+				var bits []float64
+				for range 2 {
+					y := g.Alloc(len(want), a.Type, 0)
+					a.Y = y.Ptr
+					g.Must(a.Launch(g.Set, g.Stream))
+					got := g.Read(y)
+					nearRows(g, a.Way.String(), got, want, a.Columns)
+					if bits != nil && !slices.Equal(bits, got) {
+						g.Errorf("%v: results differ from run to run", a.Way)
+					}
+					bits = got
+				}
+			}
+		})
 	}
 }
