@@ -15,8 +15,8 @@ import (
 // CheckOption configures [CheckGradients].
 type CheckOption func(*checker) error
 
-// WithStep sets the first step of the differences, as a multiple of max(|x|, 1) for an element x. Steps shrink from there
-// as needed, and grow where rounding drowns the differences. Default 0.01.
+// WithStep sets the first step of the differences, as a multiple of max(|x|, 1) for an element x.
+// Steps shrink from there as needed, and grow where rounding drowns the differences. Default 0.01.
 func WithStep(h float64) CheckOption {
 	return func(c *checker) error {
 		if !(h > 0) || math.IsInf(h, 0) {
@@ -27,8 +27,8 @@ func WithStep(h float64) CheckOption {
 	}
 }
 
-// WithTolerance sets the relative error that the caller will accept: numeric derivatives are refined to a hundredth of it.
-// Default 1e-6.
+// WithTolerance sets the relative error that the caller will accept: numeric derivatives are
+// refined to a hundredth of it. Default 1e-6.
 func WithTolerance(tol float64) CheckOption {
 	return func(c *checker) error {
 		if !(tol > 0 && tol < 1) {
@@ -39,8 +39,8 @@ func WithTolerance(tol float64) CheckOption {
 	}
 }
 
-// WithSamples sets how many elements of an input are checked; an input with no more than that is checked in full, and
-// n = 0 checks every element of every input. Default 200.
+// WithSamples sets how many elements of an input are checked; an input with no more than that is
+// checked in full, and n = 0 checks every element of every input. Default 200.
 func WithSamples(n int) CheckOption {
 	return func(c *checker) error {
 		if n < 0 {
@@ -51,7 +51,8 @@ func WithSamples(n int) CheckOption {
 	}
 }
 
-// WithSeed chooses which elements of large inputs are checked, and along which direction. Default 1.
+// WithSeed chooses which elements of large inputs are checked, and along which direction. Default
+// 1.
 func WithSeed(seed uint64) CheckOption {
 	return func(c *checker) error {
 		c.seed = seed
@@ -59,29 +60,33 @@ func WithSeed(seed uint64) CheckOption {
 	}
 }
 
-// CheckGradients compares the gradient of cost with respect to each input in wrt, as gorgonia.Grad derives it, with
-// central differences of the cost, and reports both element by element.
+// CheckGradients compares the gradient of cost with respect to each input in wrt, as gorgonia.Grad
+// derives it, with central differences of the cost, and reports both element by element.
 //
-// cost is a float64 scalar node and wrt are float64 input nodes that it depends on; all inputs of the cost must have
-// values. Neither the graph nor any value in it is touched: gradients are derived in a copy, as if none had been taken
-// before. Ops are shared with the copy, and those with a state of their own (running averages, say) keep what the runs
-// leave there; an op with a Replay method is run once, then replayed. Random inputs are drawn once and held; a cost that
-// changes from one run to the next for other reasons is an error.
+// cost is a float64 scalar node and wrt are float64 input nodes that it depends on; all inputs of
+// the cost must have values. Neither the graph nor any value in it is touched: gradients are
+// derived in a copy, as if none had been taken before. Ops are shared with the copy, and those with
+// a state of their own (running averages, say) keep what the runs leave there; an op with a Replay
+// method is run once, then replayed. Random inputs are drawn once and held; a cost that changes
+// from one run to the next for other reasons is an error.
 //
 // The relative error of an analytic derivative a and a numeric one n is
 //
 //	|a − n| / max(|a|, |n|, floor),   floor = max(1e-3·max|a| over the input, 1e-5·|cost|)
 //
-// The floor keeps derivatives near zero from being judged by the rounding errors of the cost: an element a thousand times
-// smaller than the largest of its input is measured against a thousandth of that, and none against less than the
-// differences can resolve. Correct ops come out below 1e-6, most below 1e-8.
+// The floor keeps derivatives near zero from being judged by the rounding errors of the cost: an
+// element a thousand times smaller than the largest of its input is measured against a thousandth
+// of that, and none against less than the differences can resolve. Correct ops come out below 1e-6,
+// most below 1e-8.
 //
-// Inputs of up to 200 elements are checked in full. Of larger ones 200 elements are drawn ([WithSamples], [WithSeed]), and
-// the derivative along one random direction, to which every element contributes, is checked as well.
+// Inputs of up to 200 elements are checked in full. Of larger ones 200 elements are drawn
+// ([WithSamples], [WithSeed]), and the derivative along one random direction, to which every
+// element contributes, is checked as well.
 //
-// Differences are extrapolated to step zero by Richardson's method, with steps that change until they agree. At a kink,
-// such as relu at exactly 0, there is no derivative: differences find the mean of both sides, and the report shows a
-// difference where nothing is wrong. Choose values away from kinks.
+// Differences are extrapolated to step zero by Richardson's method, with steps that change until
+// they agree. At a kink, such as relu at exactly 0, there is no derivative: differences find the
+// mean of both sides, and the report shows a difference where nothing is wrong. Choose values away
+// from kinks.
 func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes, opts ...CheckOption) (CheckReport, error) {
 	c := &checker{step: 1e-2, tolerance: 1e-6, samples: 200, seed: 1}
 	for i, opt := range opts {

@@ -305,7 +305,8 @@ func TestCheckGradientsChangesNothing(t *testing.T) {
 	}
 }
 
-// Gradients of another cost over the same nodes leave marks in the graph that mislead a second gorgonia.Grad.
+// Gradients of another cost over the same nodes leave marks in the graph that mislead a second
+// gorgonia.Grad.
 func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
@@ -429,8 +430,8 @@ func TestCheckReportPrintsATable(t *testing.T) {
 	}
 }
 
-// TestCheckGradientsAfterRemovedNodes checks a graph from which Gorgonia has removed nodes, as it does in Log(1 − x): its own
-// lookup of a node's inputs then finds those of others.
+// TestCheckGradientsAfterRemovedNodes checks a graph from which Gorgonia has removed nodes, as it
+// does in Log(1 − x): its own lookup of a node's inputs then finds those of others.
 func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5), tensor.WithBacking([]float64{-2, -0.5, 0.1, 1, 3})), gorgonia.WithName("x"))

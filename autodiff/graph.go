@@ -11,13 +11,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// replayer is an op with a record of its runs, which its replay reads and does not add to: op.Replayer.
+// replayer is an op with a record of its runs, which its replay reads and does not add to:
+// op.Replayer.
 type replayer interface {
 	Replay() gorgonia.Op
 }
 
-// copied is a copy, in a graph of its own, of everything that a node depends on. Ops are shared with the original, values
-// are not: the copy's inputs have none until [copied.bind].
+// copied is a copy, in a graph of its own, of everything that a node depends on. Ops are shared
+// with the original, values are not: the copy's inputs have none until [copied.bind].
 type copied struct {
 	graph  *gorgonia.ExprGraph
 	out    *gorgonia.Node
@@ -25,15 +26,17 @@ type copied struct {
 	node   map[*gorgonia.Node]*gorgonia.Node // of the copy, by the original's
 }
 
-// copyGraph copies what out depends on. With replay, ops that keep a record are replaced by their replays.
+// copyGraph copies what out depends on. With replay, ops that keep a record are replaced by their
+// replays.
 //
-// A copy is how the functions here stay out of the user's graph: differentiating adds nodes to a graph and marks those
-// that are there, so that a second derivative of the same graph can come out wrong, and running it binds values.
+// A copy is how the functions here stay out of the user's graph: differentiating adds nodes to a
+// graph and marks those that are there, so that a second derivative of the same graph can come out
+// wrong, and running it binds values.
 func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
 	err := guard(func() error {
-		// In order of creation, since Gorgonia adds up the gradients of a node in an order that follows from it: the copy
-		// then computes the same bits as the original.
+		// In order of creation, since Gorgonia adds up the gradients of a node in an order that follows
+		// from it: the copy then computes the same bits as the original.
 		for _, n := range dependencies(out) {
 			if err := c.add(n, replay); err != nil {
 				return err
@@ -48,7 +51,8 @@ func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	return c, nil
 }
 
-// dependencies returns out and all nodes on which it depends, in order of creation, children before parents.
+// dependencies returns out and all nodes on which it depends, in order of creation, children before
+// parents.
 func dependencies(out *gorgonia.Node) gorgonia.Nodes {
 	seen := map[*gorgonia.Node]bool{out: true}
 	nodes := gorgonia.Nodes{out}
@@ -88,13 +92,15 @@ func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
 // bind gives the copy's input for the original input n a value.
 func (c *copied) bind(n *gorgonia.Node, v gorgonia.Value) error { return gorgonia.Let(c.node[n], v) }
 
-// newInput adds an input like n to g. The number keeps inputs of one name, which Gorgonia would merge, apart.
+// newInput adds an input like n to g. The number keeps inputs of one name, which Gorgonia would
+// merge, apart.
 func newInput(g *gorgonia.ExprGraph, n *gorgonia.Node, number int) *gorgonia.Node {
 	return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(n.Type()), gorgonia.WithShape(n.Shape()...),
 		gorgonia.WithName(fmt.Sprintf("%s#%d", n.Name(), number)))
 }
 
-// isInput reports whether n is a variable, or a source of random numbers, which Gorgonia counts among the inputs.
+// isInput reports whether n is a variable, or a source of random numbers, which Gorgonia counts
+// among the inputs.
 func isInput(n *gorgonia.Node) bool { return n.Op() == nil || isRandomSource(n) }
 
 func isRandomSource(n *gorgonia.Node) bool {
@@ -106,8 +112,8 @@ func isRandom(n *gorgonia.Node) bool {
 	return isRandomSource(n) || n.Op() != nil && fmt.Sprintf("%T", n.Op()) == "*gorgonia.dropoutOp"
 }
 
-// guard returns f's error, or as an error what Gorgonia panicked with: it does so on graphs that it cannot differentiate
-// or compile. A function of the user's that f calls counts too.
+// guard returns f's error, or as an error what Gorgonia panicked with: it does so on graphs that it
+// cannot differentiate or compile. A function of the user's that f calls counts too.
 func guard(f func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {

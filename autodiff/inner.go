@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// inner runs a graph within an op. Its machine is compiled at the first run and kept; its memory is not.
+// inner runs a graph within an op. Its machine is compiled at the first run and kept; its memory is
+// not.
 type inner struct {
 	inputs, outputs gorgonia.Nodes
 
@@ -20,7 +21,8 @@ type inner struct {
 	vm *cpuops.Machine
 }
 
-// do runs the graph on in, which holds at least the inputs, and writes the outputs one behind the other to out.
+// do runs the graph on in, which holds at least the inputs, and writes the outputs one behind the
+// other to out.
 func (r *inner) do(in opbase.Args, eval bool, out any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -80,8 +82,8 @@ func valueFor(n *gorgonia.Node, flat any) gorgonia.Value {
 func (r *inner) release() {
 	r.vm.Release()
 	for _, n := range append(slices.Clone(r.inputs), r.outputs...) {
-		// A number takes the tensor's place: Gorgonia has no way to bind nothing, and its unbinding would hand memory that
-		// outer values share to the next user.
+		// A number takes the tensor's place: Gorgonia has no way to bind nothing, and its unbinding would
+		// hand memory that outer values share to the next user.
 		_ = gorgonia.UnsafeLet(n, 0.0)
 	}
 }

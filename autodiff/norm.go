@@ -17,9 +17,10 @@ import (
 // readers know the model that was read last: a training loop reads one again and again.
 var readers = sync.Pool{New: func() any { return new(params.Reader) }}
 
-// GlobalNorm returns sqrt(Σ g²) over all elements of all gradients in grads, which gorgonia.NodesToValueGrads makes of
-// parameter nodes. The sum is formed in float64 and in a fixed order. A NaN or an infinity in a gradient is an error that
-// wraps a [*NonFiniteError] for the first.
+// GlobalNorm returns sqrt(Σ g²) over all elements of all gradients in grads, which
+// gorgonia.NodesToValueGrads makes of parameter nodes. The sum is formed in float64 and in a fixed
+// order. A NaN or an infinity in a gradient is an error that wraps a [*NonFiniteError] for the
+// first.
 func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)
@@ -33,9 +34,10 @@ func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
 	return 0, fmt.Errorf("autodiff.GlobalNorm: %w", err)
 }
 
-// ClipGlobalNorm scales all gradients by min(1, limit/(norm + 1e-6)), where norm is their [GlobalNorm] before, which it
-// returns. limit must be above 0. On an error, a gradient that is not finite included, no gradient is changed.
-// (Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.)
+// ClipGlobalNorm scales all gradients by min(1, limit/(norm + 1e-6)), where norm is their
+// [GlobalNorm] before, which it returns. limit must be above 0. On an error, a gradient that is not
+// finite included, no gradient is changed. (Pascanu, Mikolov and Bengio, "On the difficulty of
+// training recurrent neural networks", 2013.)
 func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {
 	const name = "autodiff.ClipGlobalNorm"
 	if !(limit > 0) {
@@ -65,7 +67,8 @@ func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, er
 	return norm, nil
 }
 
-// globalNorm forms the sum in one pass, and looks for the culprit only where the sum shows that there is one.
+// globalNorm forms the sum in one pass, and looks for the culprit only where the sum shows that
+// there is one.
 func globalNorm(ps []params.Param) (float64, error) {
 	var sum float64
 	for i, p := range ps {
@@ -98,9 +101,9 @@ func (e *NonFiniteError) Error() string {
 	return fmt.Sprintf("the %s of parameter %s is %v at %v", e.What, e.Param, e.Value, e.Index)
 }
 
-// FirstNonFinite returns the name of the first parameter with a NaN or an infinity, and of what kind it is: "value" or,
-// where all values are finite, "gradient". Values go first, since a parameter that is not finite spoils every gradient. A
-// missing value or gradient counts as finite.
+// FirstNonFinite returns the name of the first parameter with a NaN or an infinity, and of what
+// kind it is: "value" or, where all values are finite, "gradient". Values go first, since a
+// parameter that is not finite spoils every gradient. A missing value or gradient counts as finite.
 func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)
@@ -141,7 +144,8 @@ func nonFiniteValue(v gorgonia.Value) *NonFiniteError {
 	return nonFinite(flat, v.Shape())
 }
 
-// nonFinite returns where in data, the elements of a tensor of the given shape, the first NaN or infinity is.
+// nonFinite returns where in data, the elements of a tensor of the given shape, the first NaN or
+// infinity is.
 func nonFinite(data any, shape tensor.Shape) *NonFiniteError {
 	i, v := -1, 0.0
 	switch d := data.(type) {

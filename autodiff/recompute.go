@@ -13,7 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// RecomputeOp is the op behind [Recompute]: a graph inside a node. Inputs and Output are nodes of that graph.
+// RecomputeOp is the op behind [Recompute]: a graph inside a node. Inputs and Output are nodes of
+// that graph.
 type RecomputeOp struct {
 	opbase.Base
 	Inputs gorgonia.Nodes
@@ -24,21 +25,23 @@ type RecomputeOp struct {
 	run  inner
 }
 
-// Recompute adds to the graph of inputs what build makes of them, as a single op that keeps its inputs and its result and
-// nothing in between. The gradient computes what was in between again (gradient checkpointing): the memory of a deep model
-// then grows with its number of blocks, not with what is inside them, for the price of one more forward pass.
+// Recompute adds to the graph of inputs what build makes of them, as a single op that keeps its
+// inputs and its result and nothing in between. The gradient computes what was in between again
+// (gradient checkpointing): the memory of a deep model then grows with its number of blocks, not
+// with what is inside them, for the price of one more forward pass.
 //
-// build gets nodes of another graph, like inputs, and must return a node of that graph, made of those inputs and constants
-// alone; what build does is up to it, another Recompute included. Inputs may be floats or ints; floats on which the result
-// depends must be of its type, and get gradients.
+// build gets nodes of another graph, like inputs, and must return a node of that graph, made of
+// those inputs and constants alone; what build does is up to it, another Recompute included. Inputs
+// may be floats or ints; floats on which the result depends must be of its type, and get gradients.
 //
-// Loss and gradients are the same bits as without Recompute; only where three and more gradients of one outer node are
-// added may Gorgonia take another order. Ops that keep a record of their runs, such as telemetry, count once: the second
-// time their Replay is run. Random ops are refused, since they would draw other numbers the second time.
+// Loss and gradients are the same bits as without Recompute; only where three and more gradients of
+// one outer node are added may Gorgonia take another order. Ops that keep a record of their runs,
+// such as telemetry, count once: the second time their Replay is run. Random ops are refused, since
+// they would draw other numbers the second time.
 //
-// Gorgonia's machines keep every intermediate result until the run ends, so computing nodes again in the same graph would
-// save nothing; hence the graph within.
-// (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.)
+// Gorgonia's machines keep every intermediate result until the run ends, so computing nodes again
+// in the same graph would save nothing; hence the graph within. (Chen et al., "Training Deep Nets
+// with Sublinear Memory Cost", 2016.)
 func Recompute(inputs gorgonia.Nodes, build func(inputs gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
 	n, err := recompute(inputs, build)
 	if err != nil {
@@ -100,7 +103,8 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 // serial tells recomputed graphs, which nothing compares, apart in hashes.
 var serial atomic.Int64
 
-// newRecomputeOp makes an op of a copy of out and what it depends on. Like give the types of the op's inputs.
+// newRecomputeOp makes an op of a copy of out and what it depends on. Like give the types of the
+// op's inputs.
 func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node, replay bool) (*RecomputeOp, error) {
 	c, err := copyGraph(out, replay)
 	if err != nil {
@@ -152,7 +156,8 @@ func (o *RecomputeOp) SetTraining(training bool) error {
 	return o.run.setTraining(training)
 }
 
-// Replay returns an op of the same graph in which ops that keep a record are replaced by their replays.
+// Replay returns an op of the same graph in which ops that keep a record are replaced by their
+// replays.
 func (o *RecomputeOp) Replay() gorgonia.Op {
 	r, err := newRecomputeOp(o.Inputs, o.Inputs, o.Output, true)
 	if err != nil { // a copy of a graph that has been copied before
@@ -220,8 +225,9 @@ func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node
 	return grads, nil
 }
 
-// RecomputeGradOp computes the gradients of a RecomputeOp's differentiable inputs, packed, from its inputs, the gradient
-// of its output, and its output. The nodes are those of a second graph within, which holds forward and backward pass.
+// RecomputeGradOp computes the gradients of a RecomputeOp's differentiable inputs, packed, from its
+// inputs, the gradient of its output, and its output. The nodes are those of a second graph within,
+// which holds forward and backward pass.
 type RecomputeGradOp struct {
 	opbase.Base
 	Forward    *RecomputeOp

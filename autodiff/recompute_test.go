@@ -52,7 +52,8 @@ func thenTanh(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	return gorgonia.Tanh(h)
 }
 
-// block uses each of x, norm, gate, up, down, table and ids, some more than once, through ops of ours and stock ones.
+// block uses each of x, norm, gate, up, down, table and ids, some more than once, through ops of
+// ours and stock ones.
 func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	x, norm, gate, up, down, table, ids := in[0], in[1], in[2], in[3], in[4], in[5], in[6]
 	e, err := op.Embedding(ids, table)
@@ -77,7 +78,8 @@ func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	return gorgonia.HadamardProd(h, e)
 }
 
-// run builds the model with blocks made by apply, takes two steps on it and returns all losses and gradients.
+// run builds the model with blocks made by apply, takes two steps on it and returns all losses and
+// gradients.
 func run(t *testing.T, seed uint64, dt tensor.Dtype, apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) []named {
 	t.Helper()
 	const rows, d, f, v = 5, 6, 9, 4
@@ -274,7 +276,8 @@ func TestRecomputeSavesMemory(t *testing.T) {
 	}
 }
 
-// tallyOp doubles its input and counts how often it and its gradient run; its replay counts gradients alone.
+// tallyOp doubles its input and counts how often it and its gradient run; its replay counts
+// gradients alone.
 type tallyOp struct {
 	opbase.Base
 	forward, backward *int
@@ -405,8 +408,9 @@ func TestRecomputeRefuses(t *testing.T) {
 	}
 }
 
-// A Kasmina layer in a recomputed block must leave the same figures in its lattice, and go by the same limits, as one that
-// is computed once: its telemetry decides what the strict mode and adaptive clipping do in the next step.
+// A Kasmina layer in a recomputed block must leave the same figures in its lattice, and go by the
+// same limits, as one that is computed once: its telemetry decides what the strict mode and
+// adaptive clipping do in the next step.
 func TestRecomputeKasmina(t *testing.T) {
 	seed := freshRand(t).Uint64()
 	train := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) (grads []named, lattice []byte) {

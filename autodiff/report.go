@@ -24,8 +24,8 @@ type InputReport struct {
 	Elements []Element
 }
 
-// Element compares one derivative. Index has one figure for each dimension of the input; it is nil for a scalar, and for
-// the derivative along a random direction, which Direction marks.
+// Element compares one derivative. Index has one figure for each dimension of the input; it is nil
+// for a scalar, and for the derivative along a random direction, which Direction marks.
 type Element struct {
 	Index             []int
 	Direction         bool
@@ -45,7 +45,8 @@ func (e Element) At() string {
 	return fmt.Sprint(e.Index)
 }
 
-// Worst returns the element with the largest relative error, and the zero Element if none was checked.
+// Worst returns the element with the largest relative error, and the zero Element if none was
+// checked.
 func (r InputReport) Worst() Element {
 	var worst Element
 	for i, e := range r.Elements {

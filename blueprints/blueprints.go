@@ -1,22 +1,24 @@
-// Package blueprints holds the kinds of blueprint that a Kasmina seed can train beside its chunk of the activations and
-// blend in: what their parameters mean, how they start as the identity, and the arithmetic of their transform t(x) and of
-// its gradient.
+// Package blueprints holds the kinds of blueprint that a Kasmina seed can train beside its chunk of
+// the activations and blend in: what their parameters mean, how they start as the identity, and the
+// arithmetic of their transform t(x) and of its gradient.
 //
-// Six kinds are built in. w is the weight row of the seed's slot and a is the slot's scale. Four kinds use one weight for
-// each of the C features of a chunk:
+// Six kinds are built in. w is the weight row of the seed's slot and a is the slot's scale. Four
+// kinds use one weight for each of the C features of a chunk:
 //
 //	Residual       t(x) = x + a·w
 //	AttentionGate  t(x) = a · x ⊙ softmax(w)
 //	MLPExpansion   t(x) = a · relu(x ⊙ w)
 //	ConvFilter     t(x)[i] = a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]), with zeros to the left of the chunk
 //
-// Two have the capacity to mix features. They are a matrix [m, C] and one [C, m], in the row w in this order, and m is as
-// large as the width W of the layer's rows allows, m = ⌊W/2C⌋, so that W decides rank and number of hidden features:
+// Two have the capacity to mix features. They are a matrix [m, C] and one [C, m], in the row w in
+// this order, and m is as large as the width W of the layer's rows allows, m = ⌊W/2C⌋, so that W
+// decides rank and number of hidden features:
 //
 //	LowRank        t(x) = x + a·U(V·x), with V [m, C] and U [C, m]
 //	ChunkMLP       t(x) = x + a·W2·silu(W1·x), with W1 [m, C] and W2 [C, m]
 //
-// [Register] adds more. The package knows nothing of graphs or tensors: everything works on the slices of one chunk row.
+// [Register] adds more. The package knows nothing of graphs or tensors: everything works on the
+// slices of one chunk row.
 package blueprints
 
 import (
@@ -48,8 +50,9 @@ const (
 	ChunkMLP
 )
 
-// Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The adaptive stability mode
-// needs it, which scales a chunk of very large activations down for the transform and the result up again, and must get t(x).
+// Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The
+// adaptive stability mode needs it, which scales a chunk of very large activations down for the
+// transform and the result up again, and must get t(x).
 type Homogeneity uint8
 
 const (
@@ -61,20 +64,23 @@ const (
 	InXAndScale
 )
 
-// Arithmetic is the transform of a blueprint and its gradient in one element type. x, t, g and dx hold the C elements of one
-// chunk row, and w, p and dp as many as the blueprint's Size says, C if it has none; none overlap. p stands for what the
-// transform uses of the weights: w itself, or what Prepare makes of it.
+// Arithmetic is the transform of a blueprint and its gradient in one element type. x, t, g and dx
+// hold the C elements of one chunk row, and w, p and dp as many as the blueprint's Size says, C if
+// it has none; none overlap. p stands for what the transform uses of the weights: w itself, or what
+// Prepare makes of it.
 //
-// The functions run on several goroutines at once, and must keep nothing from one call to the next. A panic in one of them
-// ends the run of the graph with an error.
+// The functions run on several goroutines at once, and must keep nothing from one call to the next.
+// A panic in one of them ends the run of the graph with an error.
 type Arithmetic[T Float] struct {
-	// Prepare writes p, computed from w once for each seed and call rather than once a row. When nil, p is w.
+	// Prepare writes p, computed from w once for each seed and call rather than once a row. When nil,
+	// p is w.
 	Prepare func(p, w []T)
 	// Forward writes t(x) to t.
 	Forward func(t, x, p []T, a T)
 	// Backward takes g = ∂L/∂t(x). It writes ∂L/∂x to dx, adds ∂L/∂p to dp and returns ∂L/∂a.
 	Backward func(dx, dp, g, x, p []T, a T) float64
-	// Finish turns dp, the sum of ∂L/∂p over all rows, into ∂L/∂w, in place. It is nil when Prepare is.
+	// Finish turns dp, the sum of ∂L/∂p over all rows, into ∂L/∂w, in place. It is nil when Prepare
+	// is.
 	Finish func(dp, p []T)
 }
 
@@ -82,15 +88,16 @@ type Arithmetic[T Float] struct {
 type Blueprint struct {
 	Name   string // unique
 	Layout string // what the weights and the scale mean, for people
-	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if they are too few for it,
-	// how many it needs. It may grow with width. When nil, it is c.
+	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if
+	// they are too few for it, how many it needs. It may grow with width. When nil, it is c.
 	Size func(c, width int) int
 	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files hold
 	// them. Their names differ, none is "" or "scale", and they have n elements in all. When nil, they
 	// are one vector, "weights".
 	Parts func(c, n int) []Part
-	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that the transform of a chunk of
-	// c features is the identity, or as near to it as the kind can be. Weights that must not all start alike come from r.
+	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that the
+	// transform of a chunk of c features is the identity, or as near to it as the kind can be. Weights
+	// that must not all start alike come from r.
 	Identity    func(w []float64, c int, r *rand.Rand) (scale float64)
 	Homogeneity Homogeneity
 	F32         Arithmetic[float32]
@@ -164,8 +171,8 @@ var (
 	ErrPanic       = errors.New("panic") // in a function of a registered blueprint
 )
 
-// guarded calls a function of a blueprint. When it panics, guarded returns an error wrapping [ErrPanic]
-// that says where.
+// guarded calls a function of a blueprint. When it panics, guarded returns an error wrapping
+// [ErrPanic] that says where.
 func guarded(b *Blueprint, function string, f func()) error {
 	where := fmt.Sprintf("%s of blueprint %q", function, b.Name)
 	return guard.Call(ErrPanic, where, func() error {
@@ -184,9 +191,10 @@ var (
 
 func init() { registry.Store(&builtin) }
 
-// Register adds a blueprint and returns its kind. It returns an error wrapping [ErrInvalid] when the name is empty or
-// taken, a function is missing, or 256 kinds are registered already. A GPU has no kernel for it: while a seed works with it,
-// package cudaops computes that seed's layer on the host.
+// Register adds a blueprint and returns its kind. It returns an error wrapping [ErrInvalid] when
+// the name is empty or taken, a function is missing, or 256 kinds are registered already. A GPU has
+// no kernel for it: while a seed works with it, package cudaops computes that seed's layer on the
+// host.
 func Register(b Blueprint) (Kind, error) {
 	if err := check(&b); err != nil {
 		return 0, err
@@ -228,7 +236,8 @@ func check(b *Blueprint) error {
 	return fmt.Errorf("blueprints.Register: %w %q: %s is missing", ErrInvalid, b.Name, missing)
 }
 
-// Lookup returns the blueprint of a kind, which the caller must not change, or an error wrapping [ErrUnknownKind].
+// Lookup returns the blueprint of a kind, which the caller must not change, or an error wrapping
+// [ErrUnknownKind].
 func Lookup(k Kind) (*Blueprint, error) {
 	kinds := *registry.Load()
 	if int(k) >= len(kinds) {

@@ -17,7 +17,8 @@ import (
 var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter,
 	blueprints.LowRank, blueprints.ChunkMLP}
 
-// sizes returns how many weights a kind uses for chunks of c features, in slots of all widths that make a difference.
+// sizes returns how many weights a kind uses for chunks of c features, in slots of all widths that
+// make a difference.
 func sizes(t *testing.T, k blueprints.Kind, c int) (sizes []int) {
 	for m := 1; m <= 3; m++ {
 		n, err := blueprints.Size(k, c, 2*m*c+c-1)
@@ -244,8 +245,8 @@ func TestIdentityStart(t *testing.T) {
 	}
 }
 
-// The random weights of a start are those of its seed, are not the same for all kinds, and let hidden features learn: each
-// part of the gradient that a zero start would lock is there.
+// The random weights of a start are those of its seed, are not the same for all kinds, and let
+// hidden features learn: each part of the gradient that a zero start would lock is there.
 func TestRandomStart(t *testing.T) {
 	r := newRand(t)
 	const c, width = 5, 43

@@ -91,8 +91,9 @@ func residual[T Float]() Arithmetic[T] {
 	}
 }
 
-// attentionGate: with p = softmax(w), t = a·x ⊙ p; dx = a·g ⊙ p, dp = a·g ⊙ x, da = Σ g·x·p. The softmax's own gradient,
-// dw = p ⊙ (dp − Σ dp·p), is linear in dp and so needs to be taken only once, of the sum over all rows.
+// attentionGate: with p = softmax(w), t = a·x ⊙ p; dx = a·g ⊙ p, dp = a·g ⊙ x, da = Σ g·x·p. The
+// softmax's own gradient, dw = p ⊙ (dp − Σ dp·p), is linear in dp and so needs to be taken only
+// once, of the sum over all rows.
 func attentionGate[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Prepare: softmax[T],
@@ -145,7 +146,8 @@ func softmax[T Float](p, w []T) {
 	}
 }
 
-// mlpExpansion: t = a·relu(x ⊙ w). Where x·w > 0: dx = a·g·w, dw = a·g·x, da = Σ g·x·w; elsewhere all are 0.
+// mlpExpansion: t = a·relu(x ⊙ w). Where x·w > 0: dx = a·g·w, dw = a·g·x, da = Σ g·x·w; elsewhere
+// all are 0.
 func mlpExpansion[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Forward: func(t, x, w []T, a T) {
@@ -170,8 +172,9 @@ func mlpExpansion[T Float]() Arithmetic[T] {
 	}
 }
 
-// convFilter: t[i] = a·Σₖ w[k]·x[i−k] for k = 0, 1, 2 with i−k ≥ 0; dx[i] = a·Σₖ w[k]·g[i+k] with i+k < C,
-// dw[k] = a·Σᵢ g[i]·x[i−k], da = Σᵢ g[i]·t[i]/a. A chunk of one or two features uses as many taps.
+// convFilter: t[i] = a·Σₖ w[k]·x[i−k] for k = 0, 1, 2 with i−k ≥ 0; dx[i] = a·Σₖ w[k]·g[i+k] with
+// i+k < C, dw[k] = a·Σᵢ g[i]·x[i−k], da = Σᵢ g[i]·t[i]/a. A chunk of one or two features uses as
+// many taps.
 func convFilter[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Forward: func(t, x, w []T, a T) {

@@ -5,8 +5,9 @@ import (
 	"math/rand/v2"
 )
 
-// Mixing returns m, the rank or number of hidden features of the kinds that mix a chunk's features, for chunks of c features
-// and rows of the given width: a kind of size 2·m·c. It is 0 where either is not positive.
+// Mixing returns m, the rank or number of hidden features of the kinds that mix a chunk's features,
+// for chunks of c features and rows of the given width: a kind of size 2·m·c. It is 0 where either
+// is not positive.
 func Mixing(c, width int) (m int) {
 	if c < 1 || width < 1 {
 		return 0
@@ -25,8 +26,8 @@ func mixingParts(v, u string) func(c, n int) []Part {
 	}
 }
 
-// mixingIdentity draws the matrix [m, c] so that the hidden features of normal x are normal, and makes the one behind it 0.
-// With both at 0 neither would ever get a gradient.
+// mixingIdentity draws the matrix [m, c] so that the hidden features of normal x are normal, and
+// makes the one behind it 0. With both at 0 neither would ever get a gradient.
 func mixingIdentity(w []float64, c int, r *rand.Rand) (scale float64) {
 	clear(w)
 	for i := range w[:len(w)/2] {
@@ -35,11 +36,13 @@ func mixingIdentity(w []float64, c int, r *rand.Rand) (scale float64) {
 	return 1
 }
 
-// mixing: with V [m, C] and U [C, m], z = V·x and h = f(z), t = x + a·U·h. With q = Uᵀg, dz = a·q ⊙ f'(z):
+// mixing: with V [m, C] and U [C, m], z = V·x and h = f(z), t = x + a·U·h. With q = Uᵀg, dz = a·q ⊙
+// f'(z):
 //
 //	dx = g + Vᵀdz,  dV = dz xᵀ,  dU = a·g hᵀ,  da = Σ q ⊙ h
 //
-// f returns f(z) and f'(z). One hidden feature is computed after the other, so that no memory is needed.
+// f returns f(z) and f'(z). One hidden feature is computed after the other, so that no memory is
+// needed.
 func mixing[T Float](f func(z T) (h, slope T)) Arithmetic[T] {
 	return Arithmetic[T]{
 		Forward: func(t, x, p []T, a T) {

@@ -275,7 +275,8 @@ func (c *compiler) plan() {
 	c.bytes = plan.Pack(rooms, alignment)
 }
 
-// overwrite makes the result of step i a view of one of its operands, if nobody reads that operand later.
+// overwrite makes the result of step i a view of one of its operands, if nobody reads that operand
+// later.
 func (c *compiler) overwrite(i int, s *step) {
 	for _, v := range s.in {
 		root, _ := v.root()
@@ -295,7 +296,8 @@ func (c *compiler) overwrite(i int, s *step) {
 	}
 }
 
-// allocate takes memory for a run, unless the last run's is still there. It reports whether values lie elsewhere now.
+// allocate takes memory for a run, unless the last run's is still there. It reports whether values
+// lie elsewhere now.
 func (p *program) allocate() (moved bool) {
 	if p.arena == nil {
 		p.arena = takeArena(p.bytes)
@@ -316,7 +318,8 @@ func (p *program) allocate() (moved bool) {
 	return moved
 }
 
-// release gives the memory of runs to other programs, and forgets where it was: what the pool drops must not be held here.
+// release gives the memory of runs to other programs, and forgets where it was: what the pool drops
+// must not be held here.
 func (p *program) release() {
 	giveArena(p.arena)
 	giveArena(p.auxArena)
@@ -371,8 +374,8 @@ func (p *program) placeAux() {
 	}
 }
 
-// lendAux gives ops the planned memory for a run. Outside of runs they have none: another machine on the same graph would
-// compute in another order, in which this plan does not hold.
+// lendAux gives ops the planned memory for a run. Outside of runs they have none: another machine
+// on the same graph would compute in another order, in which this plan does not hold.
 func (p *program) lendAux() {
 	for i := range p.aux {
 		p.aux[i].aux.Lend(p.aux[i].flat)

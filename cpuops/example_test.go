@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// A linear layer learns y = 2a − b. Loss and gradients outlive a run since the machine is told of them; everything else shares
-// memory.
+// A linear layer learns y = 2a − b. Loss and gradients outlive a run since the machine is told of
+// them; everything else shares memory.
 func Example() {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("x"), gorgonia.WithShape(3, 2),

@@ -6,9 +6,9 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// fuse makes a product and the sum that alone reads it one step, y = x·wᵀ + d: a pass over y less. The sum's place in the order
-// is the step's, since d may be computed after the product. Unlike another sum's its result needs a place of its own, where
-// the product forms before d is added.
+// fuse makes a product and the sum that alone reads it one step, y = x·wᵀ + d: a pass over y less.
+// The sum's place in the order is the step's, since d may be computed after the product. Unlike
+// another sum's its result needs a place of its own, where the product forms before d is added.
 func (c *compiler) fuse() {
 	ways := []string{fusedWay, separateWay}
 	way := c.way(linearAddOp, ways...)

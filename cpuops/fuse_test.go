@@ -12,8 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// TestLinearAdd wants sums of a product and something else, in all situations that decide whether the two become one step, to
-// have the bits of Gorgonia's tape machine, and what takes part to be unharmed.
+// TestLinearAdd wants sums of a product and something else, in all situations that decide whether
+// the two become one step, to have the bits of Gorgonia's tape machine, and what takes part to be
+// unharmed.
 func TestLinearAdd(t *testing.T) {
 	must := gorgonia.Must
 	linear := func(x, w *gorgonia.Node) *gorgonia.Node { return must(op.Linear(x, w)) }
@@ -97,7 +98,8 @@ func TestLinearAdd(t *testing.T) {
 	}
 }
 
-// A product that is an output, or a view of which is one, is there after the run, whatever reads it besides.
+// A product that is an output, or a view of which is one, is there after the run, whatever reads it
+// besides.
 func TestKeptOperands(t *testing.T) {
 	for _, form := range []string{"matrix product", "view of a matrix product", "elementwise product", "view of an elementwise product"} {
 		t.Run(form, func(t *testing.T) {

@@ -1,8 +1,9 @@
-// Package cpuops runs Gorgonia graphs on a CPU: [Machine] is a gorgonia.VM that plans the memory of a graph beforehand and
-// allocates next to nothing while it runs.
+// Package cpuops runs Gorgonia graphs on a CPU: [Machine] is a gorgonia.VM that plans the memory of
+// a graph beforehand and allocates next to nothing while it runs.
 //
-// Gorgonia's own tape machine runs the same graphs with the same results. It allocates every intermediate value anew in
-// every run and keeps all of them until the run ends; here those that are not needed at the same time share memory.
+// Gorgonia's own tape machine runs the same graphs with the same results. It allocates every
+// intermediate value anew in every run and keeps all of them until the run ends; here those that
+// are not needed at the same time share memory.
 package cpuops
 
 import (
@@ -21,14 +22,17 @@ import (
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
-// Machine runs a graph on the CPU. Where a program has gorgonia.NewTapeMachine(g), it can have cpuops.NewMachine(g).
+// Machine runs a graph on the CPU. Where a program has gorgonia.NewTapeMachine(g), it can have
+// cpuops.NewMachine(g).
 //
-// Ops of this module and Gorgonia's elementwise arithmetic work in planned memory; any other op computes with its own Do,
-// and its result is copied there. Values that nothing needs any more give way to later ones. What is kept is bound to its
-// node: outputs (see [WithOutputs]), nodes that no other node needs, and the gradients of parameters (see [WithParams]). A
-// kept value is overwritten by the next run.
+// Ops of this module and Gorgonia's elementwise arithmetic work in planned memory; any other op
+// computes with its own Do, and its result is copied there. Values that nothing needs any more give
+// way to later ones. What is kept is bound to its node: outputs (see [WithOutputs]), nodes that no
+// other node needs, and the gradients of parameters (see [WithParams]). A kept value is overwritten
+// by the next run.
 //
-// A Machine is not safe for use by several goroutines at once. Two machines on one graph must not run at the same time.
+// A Machine is not safe for use by several goroutines at once. Two machines on one graph must not
+// run at the same time.
 type Machine struct {
 	graph   *gorgonia.ExprGraph
 	config  config
@@ -51,9 +55,9 @@ type config struct {
 // Option is an option of NewMachine.
 type Option func(*config) error
 
-// WithParams names inputs that are parameters: their gradients add up from run to run until they are set to zero, which
-// Gorgonia's solvers and those of package optim do. [Machine.ValueGrads] has them. It is what BindDualValues does for
-// Gorgonia's tape machine.
+// WithParams names inputs that are parameters: their gradients add up from run to run until they
+// are set to zero, which Gorgonia's solvers and those of package optim do. [Machine.ValueGrads] has
+// them. It is what BindDualValues does for Gorgonia's tape machine.
 func WithParams(params ...*gorgonia.Node) Option {
 	return func(c *config) error {
 		for i, n := range params {
@@ -66,7 +70,8 @@ func WithParams(params ...*gorgonia.Node) Option {
 	}
 }
 
-// WithOutputs names nodes whose values shall outlive a run. Those that no other node needs do so anyway.
+// WithOutputs names nodes whose values shall outlive a run. Those that no other node needs do so
+// anyway.
 func WithOutputs(outputs ...*gorgonia.Node) Option {
 	return func(c *config) error {
 		if slices.Contains(outputs, nil) {
@@ -77,7 +82,8 @@ func WithOutputs(outputs ...*gorgonia.Node) Option {
 	}
 }
 
-// WithEvalMode tells the ops that behave differently in training, such as dropout, that this is none.
+// WithEvalMode tells the ops that behave differently in training, such as dropout, that this is
+// none.
 func WithEvalMode() Option {
 	return func(c *config) error {
 		c.eval = true
@@ -85,8 +91,9 @@ func WithEvalMode() Option {
 	}
 }
 
-// NewMachine compiles a graph and plans its memory, which the first run allocates. A plan of more memory than the computer has is
-// an error, where that is known (on Linux): Go ends a program that asks for it.
+// NewMachine compiles a graph and plans its memory, which the first run allocates. A plan of more
+// memory than the computer has is an error, where that is known (on Linux): Go ends a program that
+// asks for it.
 func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if g == nil {
 		return nil, errors.New("cpuops.NewMachine: the graph is nil")
@@ -141,8 +148,8 @@ type param struct {
 // Grad returns the sum of the gradients, nil if the graph has none for this parameter.
 func (p *param) Grad() (gorgonia.Value, error) { return p.grad, nil }
 
-// ValueGrads returns the parameters (see [WithParams]) with the sums of their gradients, for a solver's Step. It takes the
-// place of gorgonia.NodesToValueGrads.
+// ValueGrads returns the parameters (see [WithParams]) with the sums of their gradients, for a
+// solver's Step. It takes the place of gorgonia.NodesToValueGrads.
 func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.params) }
 
 // RunAll computes the graph. Every input must have a value, from gorgonia.Let or from its making.
@@ -207,8 +214,8 @@ func (m *Machine) open() error {
 	return nil
 }
 
-// link points steps and views at the memory of inputs, where that has changed since the last run, and of values, where those
-// have moved.
+// link points steps and views at the memory of inputs, where that has changed since the last run,
+// and of values, where those have moved.
 func (m *Machine) link(moved bool) error {
 	changed := moved
 	for _, in := range m.program.inputs {
@@ -263,8 +270,8 @@ func (m *Machine) publish() error {
 	return nil
 }
 
-// Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]), or one that no other
-// node needs: other values give way to later ones during a run.
+// Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]),
+// or one that no other node needs: other values give way to later ones during a run.
 func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	if m.program == nil {
 		return nil, fmt.Errorf("cpuops.Machine.Value: %w", m.open())
@@ -287,8 +294,8 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	return gorgonia.CloneValue(v.shown)
 }
 
-// Memory returns the bytes that runs need beside the inputs: values, what ops keep for their gradients, and the sums of
-// gradients. What ops keep is known after the first run.
+// Memory returns the bytes that runs need beside the inputs: values, what ops keep for their
+// gradients, and the sums of gradients. What ops keep is known after the first run.
 func (m *Machine) Memory() int {
 	if m.program == nil {
 		return 0
@@ -296,8 +303,9 @@ func (m *Machine) Memory() int {
 	return m.program.memory()
 }
 
-// Release gives the memory of runs up, for other machines' runs, until the next run takes some again: a graph that is
-// computed within another one's needs none in between. Kept values are no longer valid then.
+// Release gives the memory of runs up, for other machines' runs, until the next run takes some
+// again: a graph that is computed within another one's needs none in between. Kept values are no
+// longer valid then.
 func (m *Machine) Release() {
 	if m.program != nil {
 		m.program.release()
@@ -308,9 +316,10 @@ func (m *Machine) Release() {
 // ErrNoBFloat16 says that the CPU cannot multiply in bfloat16.
 var ErrNoBFloat16 = gemm.ErrNoBFloat16
 
-// UseBFloat16 makes large products of float32 matrices round their operands to bfloat16 in the whole process, or makes them
-// stop. Sums stay float32, and so does everything else; it needs a CPU with AVX512-BF16. Elsewhere it
-// returns [ErrNoBFloat16] and changes nothing. Results of runs with and without it differ.
+// UseBFloat16 makes large products of float32 matrices round their operands to bfloat16 in the
+// whole process, or makes them stop. Sums stay float32, and so does everything else; it needs a CPU
+// with AVX512-BF16. Elsewhere it returns [ErrNoBFloat16] and changes nothing. Results of runs with
+// and without it differ.
 func UseBFloat16(on bool) error {
 	if err := gemm.UseBFloat16(on); err != nil {
 		return fmt.Errorf("cpuops.UseBFloat16: %w", err)

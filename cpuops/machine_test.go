@@ -66,8 +66,9 @@ func check[T any](t *testing.T) func(v T, err error) T {
 	}
 }
 
-// TestModel wants a model's losses and gradients to be the bits that Gorgonia's tape machine computes, over several runs
-// that add their gradients up, in the order of this module's machine and from poisoned memory.
+// TestModel wants a model's losses and gradients to be the bits that Gorgonia's tape machine
+// computes, over several runs that add their gradients up, in the order of this module's machine
+// and from poisoned memory.
 func TestModel(t *testing.T) {
 	for _, recompute := range []bool{false, true} {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
@@ -227,8 +228,9 @@ func TestStock(t *testing.T) {
 	}
 }
 
-// TestViews wants a result not to take the place of an operand that is read later in another shape. (Gorgonia's tape machine
-// is no reference here: its Reshape changes the shape of the value that it views.)
+// TestViews wants a result not to take the place of an operand that is read later in another shape.
+// (Gorgonia's tape machine is no reference here: its Reshape changes the shape of the value that it
+// views.)
 func TestViews(t *testing.T) {
 	r := random(t)
 	a, b := normal(r, tensor.Float64, 3, 4), normal(r, tensor.Float64, 3, 4)
@@ -263,7 +265,8 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// TestMemory wants the activations of a deep chain to share memory, and a graph to be run from another's leavings.
+// TestMemory wants the activations of a deep chain to share memory, and a graph to be run from
+// another's leavings.
 func TestMemory(t *testing.T) {
 	const rows, features, depth = 32, 64, 50
 	g := gorgonia.NewGraph()
@@ -279,7 +282,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestMemoryIsAll wants a machine to count what ops keep for their gradients, once that is known, and the gradients' sums.
+// TestMemoryIsAll wants a machine to count what ops keep for their gradients, once that is known,
+// and the gradients' sums.
 func TestMemoryIsAll(t *testing.T) {
 	const rows, features = 64, 16
 	g := gorgonia.NewGraph()
@@ -299,7 +303,8 @@ func TestMemoryIsAll(t *testing.T) {
 	}
 }
 
-// TestRelease wants a machine that has given its memory up to compute the same again in whatever memory it finds.
+// TestRelease wants a machine that has given its memory up to compute the same again in whatever
+// memory it finds.
 func TestRelease(t *testing.T) {
 	r := random(t)
 	g := gorgonia.NewGraph()
@@ -332,7 +337,8 @@ func TestRelease(t *testing.T) {
 	}
 }
 
-// TestClosed wants values that nodes are bound to to outlive their machine, whatever other machines compute.
+// TestClosed wants values that nodes are bound to to outlive their machine, whatever other machines
+// compute.
 func TestClosed(t *testing.T) {
 	r := random(t)
 	run := func() (*cpuops.Machine, *gorgonia.Node) {
@@ -374,7 +380,8 @@ func TestFailedRun(t *testing.T) {
 	}
 }
 
-// TestAllocations wants the number of allocations of a steady training step not to grow with the model.
+// TestAllocations wants the number of allocations of a steady training step not to grow with the
+// model.
 func TestAllocations(t *testing.T) {
 	if testing.Short() {
 		t.Skip("counting allocations needs a process without the race detector")

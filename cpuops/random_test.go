@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// randomGraph returns a graph of random ops, its inputs, and the gradients of a cost and other results in random order.
+// randomGraph returns a graph of random ops, its inputs, and the gradients of a cost and other
+// results in random order.
 func randomGraph(t *testing.T, r *rand.Rand) (g *gorgonia.ExprGraph, inputs, outputs gorgonia.Nodes) {
 	const d = 6
 	g = gorgonia.NewGraph()
@@ -75,7 +76,8 @@ func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Val
 	return known[n]
 }
 
-// TestRandomGraphs compares random graphs, with gradients and views, with what their nodes compute one by one.
+// TestRandomGraphs compares random graphs, with gradients and views, with what their nodes compute
+// one by one.
 func TestRandomGraphs(t *testing.T) {
 	r := random(t)
 	for range 40 {

@@ -13,7 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// viewOf says which value's memory holds the result of n, and from which element on, if nothing has to be computed.
+// viewOf says which value's memory holds the result of n, and from which element on, if nothing has
+// to be computed.
 func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
 	if p, ok := n.Op().(*opbase.PartOp); ok {
 		return in[0], p.Offset, true
@@ -53,7 +54,8 @@ func (c *compiler) choose(s *step) {
 
 var symbols = map[string]array.Op{"+": array.Add, "-": array.Sub, "⊙": array.Mul, "÷": array.Div}
 
-// arithmetic recognises Gorgonia's elementwise arithmetic on tensors of one shape, or of a tensor and a scalar.
+// arithmetic recognises Gorgonia's elementwise arithmetic on tensors of one shape, or of a tensor
+// and a scalar.
 func arithmetic(s *step) (array.Op, bool) {
 	if fmt.Sprintf("%T", s.node.Op()) != "gorgonia.elemBinOp" {
 		return 0, false

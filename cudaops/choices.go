@@ -11,13 +11,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
-// Tuning says how a machine finds the fastest of several ways to compute something: those that cuBLASLt has for a matrix
-// product, and the families of kernels that a norm, attention or a Kasmina layer has. Another way may add in another order:
-// only with the same ways do two machines compute the same bits.
+// Tuning says how a machine finds the fastest of several ways to compute something: those that
+// cuBLASLt has for a matrix product, and the families of kernels that a norm, attention or a
+// Kasmina layer has. Another way may add in another order: only with the same ways do two machines
+// compute the same bits.
 type Tuning uint8
 
-// The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache directory, by card, driver,
-// build of the kernels or version of cuBLASLt, op, shape and types.
+// The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache
+// directory, by card, driver, build of the kernels or version of cuBLASLt, op, shape and types.
 const (
 	TuneDefault = Tuning(tune.Default) // TuneOff with the precision Float32, else TuneCached
 	TuneOff     = Tuning(tune.Off)     // time nothing, take what cuBLASLt proposes first and what a rule of thumb says
@@ -37,9 +38,9 @@ func (t *Tuning) UnmarshalText(text []byte) error {
 	return fmt.Errorf("the tuning is %q, want off, cached, full or default", text)
 }
 
-// WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has precedence. Timing takes about a
-// second for a small model, and ten to fifteen for one that fills the card: of products at NewMachine and [Machine.SetOptimizer], of
-// other ops in the first run.
+// WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has
+// precedence. Timing takes about a second for a small model, and ten to fifteen for one that fills
+// the card: of products at NewMachine and [Machine.SetOptimizer], of other ops in the first run.
 func WithTuning(t Tuning) MachineOption {
 	return func(c *machineConfig) error {
 		if t > TuneFull {
@@ -50,13 +51,14 @@ func WithTuning(t Tuning) MachineOption {
 	}
 }
 
-// WithWays forces or forbids ways to compute ops, whatever the tuning. A rule is OP=WAY or OP!=WAY, with names as in
-// [Machine.Choices] and with the wildcards of [path.Match]:
+// WithWays forces or forbids ways to compute ops, whatever the tuning. A rule is OP=WAY or OP!=WAY,
+// with names as in [Machine.Choices] and with the wildcards of [path.Match]:
 //
 //	cudaops.WithWays("Attention*=mma", "RMSNorm*!=rows-*")
 //
-// The way host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be computed in is not forced upon
-// it. The environment variable KASMINA_WAYS, rules with commas between them, adds to these and has precedence.
+// The way host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be
+// computed in is not forced upon it. The environment variable KASMINA_WAYS, rules with commas
+// between them, adds to these and has precedence.
 func WithWays(rules ...string) MachineOption {
 	return func(c *machineConfig) error {
 		parsed, err := wayrule.Parse(rules)

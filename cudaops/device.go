@@ -1,10 +1,12 @@
-// Package cudaops runs Gorgonia graphs on NVIDIA GPUs. It needs NVIDIA's driver, and for matrix products the library cuBLASLt
-// (which comes with the CUDA toolkit and with PyTorch's pip packages): no cgo, no build tag. One binary runs everywhere and finds out when it starts what is there; Open says what is missing, and
-// errors.Is(err, ErrNoDevice) tells a machine without a GPU from a fault. The environment variables KASMINA_LIBCUDA,
-// and KASMINA_LIBCUBLASLT name NVIDIA's libraries (a file, or a folder that holds it) where they are in an unusual place. On
-// Windows libraries come from System32 and from below absolute paths in variables such as these and CUDA_PATH alone, never from
-// the working folder or PATH. KASMINA_TUNE and KASMINA_WAYS say how machines choose among several ways to
-// compute an op ([WithTuning], [WithWays]).
+// Package cudaops runs Gorgonia graphs on NVIDIA GPUs. It needs NVIDIA's driver, and for matrix
+// products the library cuBLASLt (which comes with the CUDA toolkit and with PyTorch's pip
+// packages): no cgo, no build tag. One binary runs everywhere and finds out when it starts what is
+// there; Open says what is missing, and errors.Is(err, ErrNoDevice) tells a machine without a GPU
+// from a fault. The environment variables KASMINA_LIBCUDA, and KASMINA_LIBCUBLASLT name NVIDIA's
+// libraries (a file, or a folder that holds it) where they are in an unusual place. On Windows
+// libraries come from System32 and from below absolute paths in variables such as these and
+// CUDA_PATH alone, never from the working folder or PATH. KASMINA_TUNE and KASMINA_WAYS say how
+// machines choose among several ways to compute an op ([WithTuning], [WithWays]).
 package cudaops
 
 import (
@@ -16,22 +18,25 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// ErrNoDevice means that there is no GPU to use: no driver library, no GPU, or none that CUDA_VISIBLE_DEVICES lets this
-// process see. The error around it says which, where was searched, and what to do.
+// ErrNoDevice means that there is no GPU to use: no driver library, no GPU, or none that
+// CUDA_VISIBLE_DEVICES lets this process see. The error around it says which, where was searched,
+// and what to do.
 var ErrNoDevice = errors.New("no NVIDIA GPU")
 
-// ErrOutOfMemory means that something did not fit into the GPU's memory. The error around it says what, how much it asked for
-// and what was free.
+// ErrOutOfMemory means that something did not fit into the GPU's memory. The error around it says
+// what, how much it asked for and what was free.
 var ErrOutOfMemory error = gpu.OutOfMemory
 
 // ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
 var ErrUnsupportedDevice = errors.New("unsupported GPU")
 
-// ErrUnsupportedPrecision means that the GPU, or the cuBLASLt found, does not compute in the precision that [WithPrecision] asks for.
-// The error around it says what there is, what it takes, and what to use instead.
+// ErrUnsupportedPrecision means that the GPU, or the cuBLASLt found, does not compute in the
+// precision that [WithPrecision] asks for. The error around it says what there is, what it takes,
+// and what to use instead.
 var ErrUnsupportedPrecision = errors.New("unsupported precision")
 
-// The oldest compute capability that the kernels are made for: the first with bfloat16 and asynchronous copies.
+// The oldest compute capability that the kernels are made for: the first with bfloat16 and
+// asynchronous copies.
 const minMajor, minMinor = 8, 0
 
 // Device is a GPU in use, from Open to Close. Its methods may be called from any goroutine.
@@ -53,8 +58,8 @@ type deviceOptions struct {
 	open    func() (gpu.Driver, error)
 }
 
-// WithOrdinal chooses a GPU by its position among those that CUDA_VISIBLE_DEVICES leaves visible. The first, 0, is the
-// default.
+// WithOrdinal chooses a GPU by its position among those that CUDA_VISIBLE_DEVICES leaves visible.
+// The first, 0, is the default.
 func WithOrdinal(ordinal int) DeviceOption {
 	return func(o *deviceOptions) { o.ordinal = ordinal }
 }
@@ -64,8 +69,9 @@ func withDriver(d gpu.Driver) DeviceOption {
 	return func(o *deviceOptions) { o.open = func() (gpu.Driver, error) { return d, nil } }
 }
 
-// Open takes a GPU into use. It shares the GPU's primary context with CUDA's runtime libraries in the same process.
-// Without a GPU the error is ErrNoDevice, with one before compute capability 8.0 it is ErrUnsupportedDevice.
+// Open takes a GPU into use. It shares the GPU's primary context with CUDA's runtime libraries in
+// the same process. Without a GPU the error is ErrNoDevice, with one before compute capability 8.0
+// it is ErrUnsupportedDevice.
 func Open(opts ...DeviceOption) (*Device, error) {
 	o := deviceOptions{open: driver.Open}
 	for _, opt := range opts {
@@ -121,7 +127,8 @@ func (d *Device) Ordinal() int { return d.info.Ordinal }
 // ComputeCapability is the version of the GPU's architecture: 9.0 for an H200.
 func (d *Device) ComputeCapability() (major, minor int) { return d.info.Major, d.info.Minor }
 
-// Memory is the device memory in bytes: what is free now, all processes considered, and all there is.
+// Memory is the device memory in bytes: what is free now, all processes considered, and all there
+// is.
 func (d *Device) Memory() (free, total uint64, err error) {
 	if d.ctx == nil {
 		return 0, 0, fmt.Errorf("cudaops.Device.Memory: %w", errNotOpened)
@@ -140,7 +147,8 @@ func (d *Device) String() string {
 		d.version%1000/10)
 }
 
-// Close lets go of the GPU. Machines on it must be closed before; further calls fail. A second Close does nothing.
+// Close lets go of the GPU. Machines on it must be closed before; further calls fail. A second
+// Close does nothing.
 func (d *Device) Close() error {
 	if d.ctx == nil {
 		return fmt.Errorf("cudaops.Device.Close: %w", errNotOpened)

@@ -166,8 +166,9 @@ func (h host) read(p uintptr, n int) []float32 {
 	return values
 }
 
-// TestInterop runs a Kasmina layer on a context, a stream and memory that somebody else holds, several times, so that what
-// was captured is replayed on it, and compares the bits with those of a machine of its own.
+// TestInterop runs a Kasmina layer on a context, a stream and memory that somebody else holds,
+// several times, so that what was captured is replayed on it, and compares the bits with those of a
+// machine of its own.
 func TestInterop(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		owner, f, fakeOption := openFake(t, fake.Config{})
@@ -321,8 +322,8 @@ func TestInteropRefusals(t *testing.T) {
 	}
 }
 
-// singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in between: one allocation,
-// in which values begin at any multiple of four bytes.
+// singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in
+// between: one allocation, in which values begin at any multiple of four bytes.
 type singleRunner struct {
 	t    *testing.T
 	ops  *singleOps
@@ -425,7 +426,8 @@ func (r *singleRunner) value(n *gorgonia.Node) []float32 {
 	return x
 }
 
-// TestSingleOps runs every op of a model's training step alone, several times, and wants the whole graph's gradients.
+// TestSingleOps runs every op of a model's training step alone, several times, and wants the whole
+// graph's gradients.
 func TestSingleOps(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -461,8 +463,8 @@ func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// TestSingleKasmina runs a layer's op and its backward op alone: they go by one snapshot of the lattice, as in a whole graph,
-// and both their figures reach it.
+// TestSingleKasmina runs a layer's op and its backward op alone: they go by one snapshot of the
+// lattice, as in a whole graph, and both their figures reach it.
 func TestSingleKasmina(t *testing.T) {
 	for name, c := range map[string]struct {
 		lattice []state.Option

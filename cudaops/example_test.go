@@ -58,8 +58,8 @@ func Example() {
 	fmt.Println(value)
 }
 
-// Training with weights, gradients and optimiser on the GPU: a step sends up its batch, and brings down the loss when asked to,
-// which the machine keeps since it is named as an output.
+// Training with weights, gradients and optimiser on the GPU: a step sends up its batch, and brings
+// down the loss when asked to, which the machine keeps since it is named as an output.
 func ExampleMachine_SetOptimizer() {
 	device, err := cudaops.Open()
 	if err != nil {

@@ -88,8 +88,9 @@ func (l *lifetime) profile() error {
 	return err
 }
 
-// TestEveryCallFails makes each call of CUDA fail, the first of its kind and some later ones, in the life of a machine, and
-// wants an error that names it, nothing to be left behind, and the device to serve the next machine.
+// TestEveryCallFails makes each call of CUDA fail, the first of its kind and some later ones, in
+// the life of a machine, and wants an error that names it, nothing to be left behind, and the
+// device to serve the next machine.
 func TestEveryCallFails(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -148,7 +149,8 @@ func TestEveryCallFails(t *testing.T) {
 	}
 }
 
-// TestRetry makes calls of CUDA fail in a machine's runs, and wants the same machine to compute what it should when it is asked again.
+// TestRetry makes calls of CUDA fail in a machine's runs, and wants the same machine to compute
+// what it should when it is asked again.
 func TestRetry(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -211,7 +213,8 @@ func TestRetry(t *testing.T) {
 	}
 }
 
-// TestOutOfMemory wants an error that says what asked for how much and what is free, and a device that still works.
+// TestOutOfMemory wants an error that says what asked for how much and what is free, and a device
+// that still works.
 func TestOutOfMemory(t *testing.T) {
 	wants := func(t *testing.T, err error, say ...string) {
 		t.Helper()
@@ -282,7 +285,8 @@ func squareOf(device *Device, n int, opts ...MachineOption) error {
 	return err
 }
 
-// TestLibrariesMissing wants an error that says where was searched. A graph without products needs no cuBLASLt.
+// TestLibrariesMissing wants an error that says where was searched. A graph without products needs
+// no cuBLASLt.
 func TestLibrariesMissing(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{NoBlas: true})
 	l := newLifetime(t, newAdamW)
@@ -306,7 +310,8 @@ func TestLibrariesMissing(t *testing.T) {
 	})
 }
 
-// TestLostContext wants clear errors from every call once the GPU's context is lost, and Close to come to an end.
+// TestLostContext wants clear errors from every call once the GPU's context is lost, and Close to
+// come to an end.
 func TestLostContext(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, cuda, fakeOption := openFake(t, fake.Config{})
@@ -372,7 +377,8 @@ const faults = `.version 7.0
 .visible .entry poke() { .reg .b64 %at; .reg .b32 %v; mov.u64 %at, 64; mov.u32 %v, 1; st.global.u32 [%at], %v; ret; }
 `
 
-// child is the variable that tells this test binary what to do as a child of itself: what it does cannot be undone.
+// child is the variable that tells this test binary what to do as a child of itself: what it does
+// cannot be undone.
 const child = "KASMINA_TEST_CHILD"
 
 func runChild(t *testing.T, task string, env ...string) {

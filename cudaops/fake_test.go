@@ -38,8 +38,9 @@ import (
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 )
 
-// fakeKernels does in Go, on the fake driver's memory and in its streams' order, what the kernels do on a GPU, in float32.
-// Every call is a launch of one kernel, whose argument says which of the calls so far to compute.
+// fakeKernels does in Go, on the fake driver's memory and in its streams' order, what the kernels
+// do on a GPU, in float32. Every call is a launch of one kernel, whose argument says which of the
+// calls so far to compute.
 type fakeKernels struct {
 	ctx  gpu.Context
 	call *gpu.Function
@@ -51,7 +52,8 @@ type fakeKernels struct {
 	weights map[*quantize.Table][]quantize.Weight
 }
 
-// openFake returns a device of a fake driver, and the option that makes machines on it use fakeKernels.
+// openFake returns a device of a fake driver, and the option that makes machines on it use
+// fakeKernels.
 func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption) {
 	t.Helper()
 	k := &fakeKernels{}
@@ -925,7 +927,8 @@ func (k *fakeKernels) NormalizeBackward(s gpu.Stream, a normalize.Backward) erro
 	})
 }
 
-// float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do not know.
+// float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do
+// not know.
 func float8Products(c *machineConfig) error {
 	c.float8 = true
 	return nil

@@ -8,11 +8,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// float8Blas is the first cuBLASLt that has a factor for each row, float8Capability the first GPU, and
-// float8Side the sides of a product that is tried.
+// float8Blas is the first cuBLASLt that has a factor for each row, float8Capability the first GPU,
+// and float8Side the sides of a product that is tried.
 const float8Blas, float8Capability, float8Side = 120900, 90, 128
 
-// checkFloat8 returns an error where the card or its library has no products of float8 with a factor for each row.
+// checkFloat8 returns an error where the card or its library has no products of float8 with a
+// factor for each row.
 func checkFloat8(m *Machine) error {
 	blas, err := m.device.ctx.Blas()
 	if err != nil {

@@ -37,8 +37,9 @@ func tasksOf(m *Machine) map[string]int {
 	return count
 }
 
-// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, one product for queries, keys and values,
-// and in a graph that uses the parameters of another machine no copies of these.
+// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, one product for
+// queries, keys and values, and in a graph that uses the parameters of another machine no copies of
+// these.
 func TestModelIsFused(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
@@ -81,7 +82,8 @@ func TestModelIsFused(t *testing.T) {
 // fuseCase is a small graph with everything that could be fused, and a reason not to.
 type fuseCase struct {
 	name string
-	// keep names values that shall outlive the run: a node, or with d: a part of the gradients that the op of a node has.
+	// keep names values that shall outlive the run: a node, or with d: a part of the gradients that
+	// the op of a node has.
 	keep     []string
 	keyBase  float64  // of the keys' rotation; 0 for that of the queries
 	alsoUsed []string // nodes that the loss also reads
@@ -191,7 +193,8 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	return g, params, keep
 }
 
-// gradientPart finds the gradient of attention's values (v), of the first norm's input (h), or of the output layer's table.
+// gradientPart finds the gradient of attention's values (v), of the first norm's input (h), or of
+// the output layer's table.
 func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node {
 	t.Helper()
 	for _, n := range g.AllNodes() {
@@ -218,8 +221,8 @@ func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node
 	return nil
 }
 
-// TestFuse counts the tasks of small graphs, and wants the values of a machine that is asked for all values and so can leave
-// none out.
+// TestFuse counts the tasks of small graphs, and wants the values of a machine that is asked for
+// all values and so can leave none out.
 func TestFuse(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -281,8 +284,9 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 	}
 }
 
-// valuesOf runs a machine and returns the values of nodes. If another machine's are given, which computes the same in another way, it
-// returns those, and an error tells of which value is too far from them.
+// valuesOf runs a machine and returns the values of nodes. If another machine's are given, which
+// computes the same in another way, it returns those, and an error tells of which value is too far
+// from them.
 func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value, tolerance float64) (values []gorgonia.Value) {
 	t.Helper()
 	if err := m.RunAll(); err != nil {
@@ -356,7 +360,8 @@ func results(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 // blockFunc is a part of a model: a function of nodes.
 type blockFunc = func(in gorgonia.Nodes) (*gorgonia.Node, error)
 
-// ways are ways to put a block into a graph. The last two compute another function than the first two.
+// ways are ways to put a block into a graph. The last two compute another function than the first
+// two.
 var ways = []struct {
 	name  string
 	apply func(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error)
@@ -383,8 +388,8 @@ func thenTanh(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error) {
 	return gorgonia.Tanh(h)
 }
 
-// mixedBlock is x + Kasmina(tanh(norm(x)·w)) + bias, with a product whose operand is transposed, of x [rows, d], norm [d],
-// w [d, d], bias [d], the slots' weights and scales.
+// mixedBlock is x + Kasmina(tanh(norm(x)·w)) + bias, with a product whose operand is transposed, of
+// x [rows, d], norm [d], w [d, d], bias [d], the slots' weights and scales.
 func mixedBlock(l *state.Lattice) blockFunc {
 	return func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		x, norm, w, bias, weights, scales := in[0], in[1], in[2], in[3], in[4], in[5]
@@ -412,7 +417,8 @@ func mixedBlock(l *state.Lattice) blockFunc {
 	}
 }
 
-// TestRecompute wants the same bits of loss, gradients and telemetry with blocks that are recomputed, and with such in such.
+// TestRecompute wants the same bits of loss, gradients and telemetry with blocks that are
+// recomputed, and with such in such.
 func TestRecompute(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -444,7 +450,8 @@ func testRecompute(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// runBlocks takes three steps on a model of two blocks, and returns losses, gradients and the lattices' states as text.
+// runBlocks takes three steps on a model of two blocks, and returns losses, gradients and the
+// lattices' states as text.
 func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.Nodes, blockFunc) (*gorgonia.Node, error),
 	opts []MachineOption) (seen []string) {
 	t.Helper()
@@ -539,7 +546,8 @@ func deepGraph(t *testing.T, layers, dim, seq, sequences int, opts ...llm.GraphO
 	return &batch{Graph: g}
 }
 
-// TestRecomputeMemory wants a run of twelve recomputed blocks to need less than a quarter of the memory.
+// TestRecomputeMemory wants a run of twelve recomputed blocks to need less than a quarter of the
+// memory.
 func TestRecomputeMemory(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	arena := func(opts ...llm.GraphOption) int {
@@ -558,9 +566,10 @@ func TestRecomputeMemory(t *testing.T) {
 	}
 }
 
-// TestKeptForBackward wants a block to keep no more for its backward pass than that needs, in numbers of a token: gate and up (2F),
-// q, k and v ((H + 2·KV)·Dh), the attention's result (H·Dh), both sums of the residual stream and both normalised ones (4D),
-// the norms' 1/rms and the attention's logarithms (2 + H).
+// TestKeptForBackward wants a block to keep no more for its backward pass than that needs, in
+// numbers of a token: gate and up (2F), q, k and v ((H + 2·KV)·Dh), the attention's result (H·Dh),
+// both sums of the residual stream and both normalised ones (4D), the norms' 1/rms and the
+// attention's logarithms (2 + H).
 func TestKeptForBackward(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	const dim, heads, kv, seq = 64, 2, 1, 32
@@ -663,7 +672,8 @@ func TestRecomputeTwice(t *testing.T) {
 	}
 }
 
-// TestDocuments wants attention to documents to give what it gives on the CPU, with its projections fused, and no warning.
+// TestDocuments wants attention to documents to give what it gives on the CPU, with its projections
+// fused, and no warning.
 func TestDocuments(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	t.Run("fake", func(t *testing.T) { testDocuments(t, device, 1e-5, fakeOption) })
@@ -704,7 +714,8 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 			}
 		}
 	}
-	// The table of documents is a task of its own, under the name of the attention, once for both passes.
+	// The table of documents is a task of its own, under the name of the attention, once for both
+	// passes.
 	if n := tasksOf(m); n["DocumentAttention"] != 2 || n["AttentionGrad"] != 1 || n["RoPE"] != 1 {
 		t.Errorf("%d tasks of DocumentAttention, %d of its gradient and %d of RoPE", n["DocumentAttention"], n["AttentionGrad"], n["RoPE"])
 	}
@@ -720,8 +731,8 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 	}
 }
 
-// TestDocumentsOfTwoLengths wants attentions to sequences of different lengths, which share where their documents start, to have
-// a table and a check each.
+// TestDocumentsOfTwoLengths wants attentions to sequences of different lengths, which share where
+// their documents start, to have a table and a check each.
 func TestDocumentsOfTwoLengths(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	const rows, d = 6, 4
@@ -777,8 +788,8 @@ func TestLoneDocuments(t *testing.T) {
 	}
 }
 
-// TestDocumentsModel wants the gradients of a model whose attention keeps documents apart to be those of Gorgonia's machine, also
-// where blocks are computed again.
+// TestDocumentsModel wants the gradients of a model whose attention keeps documents apart to be
+// those of Gorgonia's machine, also where blocks are computed again.
 func TestDocumentsModel(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	seed := rand.Uint64()

@@ -81,7 +81,8 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 	return d
 }
 
-// TestCUDADoers runs a model on Gorgonia's own CUDA machine, whose inputs, constants and results it moves itself, and on ours.
+// TestCUDADoers runs a model on Gorgonia's own CUDA machine, whose inputs, constants and results it
+// moves itself, and on ours.
 func TestCUDADoers(t *testing.T) {
 	device := openGPU(t)
 	seed := rand.Uint64()

@@ -11,20 +11,23 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Other CUDA libraries in the same process take part through plain handles: a CUcontext, a CUstream and a CUdeviceptr, each
-// as the number that it is in C. The package cuinterop gives them the types of gorgonia.org/cu.
+// Other CUDA libraries in the same process take part through plain handles: a CUcontext, a CUstream
+// and a CUdeviceptr, each as the number that it is in C. The package cuinterop gives them the types
+// of gorgonia.org/cu.
 
-// WithContext makes Open use a context that the program made elsewhere, and with it that context's GPU, whatever
-// [WithOrdinal] says: handle is a CUcontext. [Device.Close] leaves it alone; it must outlive the Device, and whoever made it
-// destroys it.
+// WithContext makes Open use a context that the program made elsewhere, and with it that context's
+// GPU, whatever [WithOrdinal] says: handle is a CUcontext. [Device.Close] leaves it alone; it must
+// outlive the Device, and whoever made it destroys it.
 //
-// The package makes the context current on the calling thread for the length of each call, and leaves it so. A goroutine
-// that locked its thread to work in another context must make that one current again after calling into this package.
+// The package makes the context current on the calling thread for the length of each call, and
+// leaves it so. A goroutine that locked its thread to work in another context must make that one
+// current again after calling into this package.
 func WithContext(handle uintptr) DeviceOption {
 	return func(o *deviceOptions) { o.adopt, o.context = true, handle }
 }
 
-// Context is the CUcontext in which the device's work is done, for other libraries to share. It is valid until Close.
+// Context is the CUcontext in which the device's work is done, for other libraries to share. It is
+// valid until Close.
 func (d *Device) Context() uintptr {
 	if d.ctx == nil {
 		return 0
@@ -32,10 +35,10 @@ func (d *Device) Context() uintptr {
 	return d.ctx.Handle()
 }
 
-// WithStream makes a machine put all its work on a stream that the program made elsewhere, in the device's context: handle
-// is a CUstream. What was put there before a run is done before it, and what is put there after it sees its results. It
-// must not be one of the default streams, whose work cannot be captured. The machine does not destroy it; it must outlive
-// the machine.
+// WithStream makes a machine put all its work on a stream that the program made elsewhere, in the
+// device's context: handle is a CUstream. What was put there before a run is done before it, and
+// what is put there after it sees its results. It must not be one of the default streams, whose
+// work cannot be captured. The machine does not destroy it; it must outlive the machine.
 func WithStream(handle uintptr) MachineOption {
 	return func(c *machineConfig) error {
 		const perThread = 2 // CU_STREAM_PER_THREAD; 0 and 1 are the stream that all threads share
@@ -47,15 +50,17 @@ func WithStream(handle uintptr) MachineOption {
 	}
 }
 
-// Stream is the CUstream that the machine's work is on. Another library that uses the machine's memory must order its work
-// by it: on the stream itself, with an event, or by waiting. It is valid until Close, if the machine made it.
+// Stream is the CUstream that the machine's work is on. Another library that uses the machine's
+// memory must order its work by it: on the stream itself, with an event, or by waiting. It is valid
+// until Close, if the machine made it.
 func (m *Machine) Stream() uintptr { return uintptr(m.runner.Stream) }
 
-// Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and bfloat16 as the machine's
-// [Precision] and [WithGradientPrecision] have it, integers as int64, in row-major order. The node must be one that
-// [Machine.Value] takes. The memory remains the machine's. It is valid until Close, or the next [Machine.Bind] of the node, and
-// holds what the last run left once the machine's stream has come to its end. With [Float16], gradients lie there multiplied by
-// the loss scale.
+// Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and
+// bfloat16 as the machine's [Precision] and [WithGradientPrecision] have it, integers as int64, in
+// row-major order. The node must be one that [Machine.Value] takes. The memory remains the
+// machine's. It is valid until Close, or the next [Machine.Bind] of the node, and holds what the
+// last run left once the machine's stream has come to its end. With [Float16], gradients lie there
+// multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
 	defer in("Address", &err)
 	a, err := lasting(m, n)
@@ -65,17 +70,19 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 	return uintptr(a.Ptr()), a.Extent(), nil
 }
 
-// Bind makes a node's value lie in device memory that the program holds, from the next run on: ptr is a CUdeviceptr that is
-// a multiple of 256, as cuMemAlloc's are, and bytes must be what [Machine.Address] says the value takes. The node is
+// Bind makes a node's value lie in device memory that the program holds, from the next run on: ptr
+// is a CUdeviceptr that is a multiple of 256, as cuMemAlloc's are, and bytes must be what
+// [Machine.Address] says the value takes. The node is
 //
 //   - an input: runs read the memory as it is then, and no longer the value that gorgonia.Let gave the node;
 //   - a parameter: the same, and [Machine.Update] writes it, so it must hold the parameter's value before the next run.
 //     Bind comes before [Machine.SetOptimizer], and before another machine shares the parameter;
 //   - an output, which must be one that has memory of its own: runs write it.
 //
-// Nothing is copied. The memory remains the caller's, who frees it, after Close or after binding the node to other memory.
-// It must be accessible in the device's context, and is used on the machine's stream. An input that holds integers cannot be
-// bound: the machine checks them before it sends them.
+// Nothing is copied. The memory remains the caller's, who frees it, after Close or after binding
+// the node to other memory. It must be accessible in the device's context, and is used on the
+// machine's stream. An input that holds integers cannot be bound: the machine checks them before it
+// sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	defer in("Bind", &err)
 	a, err := lasting(m, n)

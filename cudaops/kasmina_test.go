@@ -204,7 +204,8 @@ func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kasmina.Backward, wide *ka
 	})
 }
 
-// kasminaGraph is the cross-entropy of a Kasmina layer y of x, whose lattice has seeds in many stages.
+// kasminaGraph is the cross-entropy of a Kasmina layer y of x, whose lattice has seeds in many
+// stages.
 type kasminaGraph struct {
 	g                       *gorgonia.ExprGraph
 	x, weights, scales      *gorgonia.Node
@@ -307,7 +308,8 @@ func (k *kasminaGraph) open(t testing.TB, device *Device, opts ...MachineOption)
 	return m
 }
 
-// TestKasminaMachine runs a layer on both machines, while the lattice moves on, and compares gradients and reports.
+// TestKasminaMachine runs a layer on both machines, while the lattice moves on, and compares
+// gradients and reports.
 func TestKasminaMachine(t *testing.T) {
 	for name, c := range map[string]struct {
 		lattice []state.Option
@@ -384,7 +386,8 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 	sameReports(t, "history", a.lattice.History(), b.lattice.History())
 }
 
-// sameReports compares every number, whatever the structure, up to the precision of what the lattice keeps as float16.
+// sameReports compares every number, whatever the structure, up to the precision of what the
+// lattice keeps as float16.
 func sameReports(t testing.TB, at string, got, want any) {
 	t.Helper()
 	if where := differs(reflect.ValueOf(got), reflect.ValueOf(want), at); where != "" {
@@ -432,8 +435,8 @@ func differs(a, b reflect.Value, at string) string {
 	return ""
 }
 
-// TestKasminaMachineCopies shows that the lattice's state goes up when it has changed, and only then, and that no run waits
-// for a report.
+// TestKasminaMachineCopies shows that the lattice's state goes up when it has changed, and only
+// then, and that no run waits for a report.
 func TestKasminaMachineCopies(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := newKasminaGraph(t, 1, nil)
@@ -495,8 +498,8 @@ var ownKind = sync.OnceValues(func() (blueprints.Kind, error) {
 	return blueprints.Register(own)
 })
 
-// TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered before, and must not be computed on
-// the host.
+// TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered
+// before, and must not be computed on the host.
 func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	kind, err := ownKind()
@@ -520,8 +523,8 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	}
 }
 
-// TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph whose other ops are on the
-// device, as right and as well reported as there, with one warning.
+// TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph
+// whose other ops are on the device, as right and as well reported as there, with one warning.
 func TestKasminaOnHost(t *testing.T) {
 	clipped := []op.KasminaOption{op.WithGradClip(0.05)}
 	t.Run("fake", func(t *testing.T) {
@@ -752,7 +755,8 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 	require.Contains(t, log.String(), `machine test's own`)
 }
 
-// grafted is the training graph of a model of two blocks, each with a Kasmina layer behind it, half of whose seeds blend.
+// grafted is the training graph of a model of two blocks, each with a Kasmina layer behind it, half
+// of whose seeds blend.
 func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 2, Seq: 33, Kasmina: []int{0, 1}, Seeds: 8}.Default()
@@ -778,7 +782,8 @@ func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 	return b
 }
 
-// gradientsOfLayers are the nodes that Kasmina layers' backward passes read as the gradients of their results.
+// gradientsOfLayers are the nodes that Kasmina layers' backward passes read as the gradients of
+// their results.
 func gradientsOfLayers(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 	for _, n := range g.AllNodes() {
 		if isOp[*op.KasminaGradOp](n) {
@@ -797,8 +802,9 @@ func inPlaceTasks(m *Machine) (n int) {
 	return n
 }
 
-// TestKasminaInPlace wants the gradient of a layer's input where that of its result was, which nothing else reads, unless it was asked
-// for; and the same bits in either place, and beside a monitor, which runs the pass more than once.
+// TestKasminaInPlace wants the gradient of a layer's input where that of its result was, which
+// nothing else reads, unless it was asked for; and the same bits in either place, and beside a
+// monitor, which runs the pass more than once.
 func TestKasminaInPlace(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -855,7 +861,8 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// TestKasminaReplaced wants no value of a gradient that another one has replaced, though the memory lasts.
+// TestKasminaReplaced wants no value of a gradient that another one has replaced, though the memory
+// lasts.
 func TestKasminaReplaced(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	b := grafted(t, 1)
@@ -921,7 +928,8 @@ func (k *directions) Launch(s gpu.Stream, params any) error {
 	return k.Launcher.Launch(s, params)
 }
 
-// TestNormsBehindKasmina wants norms to begin where what came before them ended: behind a layer with the first rows.
+// TestNormsBehindKasmina wants norms to begin where what came before them ended: behind a layer
+// with the first rows.
 func TestNormsBehindKasmina(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := &directions{}
@@ -992,8 +1000,9 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry, see
 	return k
 }
 
-// TestKasminaReports wants the layers of a graph to be reported by one copy a run, as long as what they measure asks for, and each
-// to hear of itself: gradients and reports as those of a tape machine.
+// TestKasminaReports wants the layers of a graph to be reported by one copy a run, as long as what
+// they measure asks for, and each to hear of itself: gradients and reports as those of a tape
+// machine.
 func TestKasminaReports(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -1084,8 +1093,8 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 	return k.fake.launch(s, func(l *fake.Launch) { l.Took = took })
 }
 
-// TestKasminaTiming wants a machine with a monitor to tell the lattice what its passes take and what telemetry costs, and all
-// else to be as without: the same bits, figures and counts.
+// TestKasminaTiming wants a machine with a monitor to tell the lattice what its passes take and
+// what telemetry costs, and all else to be as without: the same bits, figures and counts.
 func TestKasminaTiming(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)

@@ -22,14 +22,16 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 )
 
-// Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has gorgonia.NewTapeMachine(g), it can have
-// cudaops.NewMachine(dev, g) instead.
+// Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has
+// gorgonia.NewTapeMachine(g), it can have cudaops.NewMachine(dev, g) instead.
 //
-// The graph is compiled once, into kernel launches over memory that is planned before anything runs. Parameters (see
-// [WithParams]) go up once and stay on the device; other inputs go up before every run, and results come back when
-// [Machine.Value] asks for them. Where the device has memory to spare, a graph that trains takes some of it to save time, and leaves a
-// tenth free, beside what AdamW will take for this machine and for others on the device that have no optimiser yet. A node for which
-// there is no kernel is computed on the host, between two copies, with one warning that names it; [WithStrict] makes that an error.
+// The graph is compiled once, into kernel launches over memory that is planned before anything
+// runs. Parameters (see [WithParams]) go up once and stay on the device; other inputs go up before
+// every run, and results come back when [Machine.Value] asks for them. Where the device has memory
+// to spare, a graph that trains takes some of it to save time, and leaves a tenth free, beside what
+// AdamW will take for this machine and for others on the device that have no optimiser yet. A node
+// for which there is no kernel is computed on the host, between two copies, with one warning that
+// names it; [WithStrict] makes that an error.
 //
 // A Machine is not safe for use by several goroutines at once.
 type Machine struct {
@@ -59,8 +61,8 @@ func in(method string, err *error) {
 	}
 }
 
-// NewMachine compiles the graph for the device, allocates its memory and copies the parameters there. The graph's floats
-// must be float32. The caller closes the machine, before the device.
+// NewMachine compiles the graph for the device, allocates its memory and copies the parameters
+// there. The graph's floats must be float32. The caller closes the machine, before the device.
 func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Machine, err error) {
 	defer func() {
 		if err != nil {
@@ -150,7 +152,8 @@ func (m *Machine) open() (err error) {
 	return nil
 }
 
-// plan compiles the graph: to a program that saves time with memory, or where that would leave too little to one that does without.
+// plan compiles the graph: to a program that saves time with memory, or where that would leave too
+// little to one that does without.
 func (m *Machine) plan(g *gorgonia.ExprGraph) (err error) {
 	m.options.Roomy = true
 	if m.runner.Program, err = compile(m, g); err != nil || !m.runner.Program.Roomy {
@@ -186,12 +189,12 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	return p, nil
 }
 
-// roomLeft is the share of the card's memory that saving time must leave free: for machines beside this one, as for evaluation, for what
-// is taken while ways are timed, and for other programs.
+// roomLeft is the share of the card's memory that saving time must leave free: for machines beside
+// this one, as for evaluation, for what is taken while ways are timed, and for other programs.
 const roomLeft = 0.1
 
-// hasRoom reports whether the program leaves enough of the device's memory to the optimisers that are still to come, the machine's and
-// those of others on the device, and to what roomLeft is for.
+// hasRoom reports whether the program leaves enough of the device's memory to the optimisers that
+// are still to come, the machine's and those of others on the device, and to what roomLeft is for.
 func hasRoom(m *Machine) (bool, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	p := m.runner.Program
@@ -265,15 +268,16 @@ func (m *Machine) load() error {
 	return ctx.SyncStream(x.Stream)
 }
 
-// returnedBytes is the size up to which values come back by way of pinned memory, which for small ones takes less time.
+// returnedBytes is the size up to which values come back by way of pinned memory, which for small
+// ones takes less time.
 const returnedBytes = 4 << 10
 
-// Memory returns the device memory in bytes that the machine holds: parameters and constants, everything a run needs, the
-// optimiser's state and workspace.
+// Memory returns the device memory in bytes that the machine holds: parameters and constants,
+// everything a run needs, the optimiser's state and workspace.
 func (m *Machine) Memory() int { return m.memory.Held() + m.inputs.Held() + m.optimizer.Held() }
 
-// RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value] waits for it. An error
-// on the device may show in a later call.
+// RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value]
+// waits for it. An error on the device may show in a later call.
 func (m *Machine) RunAll() (err error) {
 	defer in("RunAll", &err)
 	if err := m.runner.State.Open(); err != nil {
@@ -383,7 +387,8 @@ func (m *Machine) warn(message string) {
 	}
 }
 
-// gradientOf returns the gradient that the program has of an input that is a parameter, nil if there is none.
+// gradientOf returns the gradient that the program has of an input that is a parameter, nil if
+// there is none.
 func gradientOf(m *Machine, in *program.Input) *program.Array {
 	if d := in.Node.Deriv(); d != nil && slices.Contains(m.config.params, in.Node) {
 		return m.runner.Program.Values[d]
@@ -391,8 +396,8 @@ func gradientOf(m *Machine, in *program.Input) *program.Array {
 	return nil
 }
 
-// momentsToCome is the bytes of the moments that the machine would have with AdamW, 0 if it has an optimiser. Muon has one moment, and
-// directions.
+// momentsToCome is the bytes of the moments that the machine would have with AdamW, 0 if it has an
+// optimiser. Muon has one moment, and directions.
 func momentsToCome(m *Machine) (bytes int) {
 	if m.optimizer != nil {
 		return 0

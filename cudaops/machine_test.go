@@ -34,7 +34,8 @@ type batch struct {
 	ids, targets []int
 }
 
-// few is n, and less in short mode: where compute-sanitizer watches a GPU, a launch takes it tens of milliseconds.
+// few is n, and less in short mode: where compute-sanitizer watches a GPU, a launch takes it tens
+// of milliseconds.
 func few(n, short int) int {
 	if testing.Short() {
 		return short
@@ -42,7 +43,8 @@ func few(n, short int) int {
 	return n
 }
 
-// newBatch is the graph of a small model. Odd seeds give it a perceptron of an odd size, whose matrices begin anywhere.
+// newBatch is the graph of a small model. Odd seeds give it a perceptron of an odd size, whose
+// matrices begin anywhere.
 func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch) {
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: 18, Layers: few(2, 1), Heads: 3, KVHeads: 1, Seq: 6, FF: 64, Kasmina: []int{0}, Seeds: 6}.Default()
@@ -125,8 +127,8 @@ func openGPU(t testing.TB) *Device {
 	return device
 }
 
-// TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several batches: the machine runs the
-// first as it is, records the second and replays it from then on.
+// TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several
+// batches: the machine runs the first as it is, records the second and replays it from then on.
 func TestMachineAgreesWithTapeMachine(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -234,7 +236,8 @@ func computePlusOne[T float32 | float64](_ *plusOneOp, y []T, in opbase.Args) er
 	return nil
 }
 
-// TestUnknownOp wants an op without a kernel to be computed on the host, with one warning, or to be refused by name.
+// TestUnknownOp wants an op without a kernel to be computed on the host, with one warning, or to be
+// refused by name.
 func TestUnknownOp(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -310,7 +313,8 @@ func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 	return g, x, y
 }
 
-// TestCapture wants a graph without host nodes to be recorded at the second run, and nothing but inputs to be copied.
+// TestCapture wants a graph without host nodes to be recorded at the second run, and nothing but
+// inputs to be copied.
 func TestCapture(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -569,8 +573,9 @@ func TestPrecisionText(t *testing.T) {
 	}
 }
 
-// TestCopiesOfAStep counts what goes between host and device in the steps of a growing model: ids and targets up, the loss and
-// the norm of the gradients down, what the lattice wants to know of its seeds down, and nothing else.
+// TestCopiesOfAStep counts what goes between host and device in the steps of a growing model: ids
+// and targets up, the loss and the norm of the gradients down, what the lattice wants to know of
+// its seeds down, and nothing else.
 func TestCopiesOfAStep(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -647,8 +652,8 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// TestModesAreCapturedApart wants runs that measure and runs that do not, in turn, to be replayed alike: neither makes the other
-// be enqueued task by task again.
+// TestModesAreCapturedApart wants runs that measure and runs that do not, in turn, to be replayed
+// alike: neither makes the other be enqueued task by task again.
 func TestModesAreCapturedApart(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
@@ -674,7 +679,8 @@ func TestModesAreCapturedApart(t *testing.T) {
 	}
 }
 
-// randomGraph is a graph of random ops over matrices [8, 8], which are also two sequences of four tokens with two heads of four.
+// randomGraph is a graph of random ops over matrices [8, 8], which are also two sequences of four
+// tokens with two heads of four.
 type randomGraph struct {
 	g        *gorgonia.ExprGraph
 	r        *rand.Rand
@@ -818,7 +824,8 @@ func (b *randomGraph) grow() (*gorgonia.Node, error) {
 	return b.recomputed()
 }
 
-// newRandomGraph returns a graph, its inputs that hold numbers, its parameters, and some of its nodes.
+// newRandomGraph returns a graph, its inputs that hold numbers, its parameters, and some of its
+// nodes.
 func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgonia.Nodes, err error) {
 	const d, vocab = randomSide, 19
 	b = &randomGraph{g: gorgonia.NewGraph(), r: r}
@@ -876,8 +883,9 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgo
 	return b, append(gorgonia.Nodes{x, b.norm, b.bias, b.slots, b.scales, table}, b.weights...), params, append(outputs, derivatives(params)...), nil
 }
 
-// TestRandomGraphs compares random graphs, whose nodes share memory and are computed together, with the same ones of which every
-// node is asked for, so that each is computed by itself and keeps its memory.
+// TestRandomGraphs compares random graphs, whose nodes share memory and are computed together, with
+// the same ones of which every node is asked for, so that each is computed by itself and keeps its
+// memory.
 func TestRandomGraphs(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)

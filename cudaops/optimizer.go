@@ -19,12 +19,14 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has changed nothing.
+// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has
+// changed nothing.
 var ErrNonFinite = errors.New("the gradients are not finite")
 
-// SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the device, where
-// [Machine.Update] applies it to the machine's parameters. maxNorm limits the global norm of the gradients; 0 means no limit.
-// An optimiser that the machine had before is let go of, with what it remembered there, and after an error it has none.
+// SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the
+// device, where [Machine.Update] applies it to the machine's parameters. maxNorm limits the global
+// norm of the gradients; 0 means no limit. An optimiser that the machine had before is let go of,
+// with what it remembered there, and after an error it has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	defer in("SetOptimizer", &err)
 	rules, ok := o.(update.Rules)
@@ -64,11 +66,12 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	return err
 }
 
-// Update applies the optimiser, at its present learning rate, to the parameters and the gradients of the last run. It waits
-// for the device and returns the global norm of the gradients before clipping. If the norm is not finite, no parameter changes
-// and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first; but WithPrecision(Float16) it is no
-// error while the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After an error of the
-// device the update may have been made in part.
+// Update applies the optimiser, at its present learning rate, to the parameters and the gradients
+// of the last run. It waits for the device and returns the global norm of the gradients before
+// clipping. If the norm is not finite, no parameter changes and the error wraps [ErrNonFinite], and
+// [Machine.NonFinite] says where that shows first; but WithPrecision(Float16) it is no error while
+// the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After
+// an error of the device the update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
 	defer in("Update", &err)
 	norm, _, refused, err := applyUpdate(m, nil)
@@ -83,9 +86,10 @@ func refusal(norm float64) error {
 	return fmt.Errorf("%w: their norm is %v", ErrNonFinite, float32(norm))
 }
 
-// Step is [Machine.Value] of a loss, a node of one float32 that is kept, and [Machine.Update] in one: the device does not wait
-// between the run and the update. If the loss is not finite no parameter changes, which is no error; then the norm is not finite
-// either, and gathered gradients are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
+// Step is [Machine.Value] of a loss, a node of one float32 that is kept, and [Machine.Update] in
+// one: the device does not wait between the run and the update. If the loss is not finite no
+// parameter changes, which is no error; then the norm is not finite either, and gathered gradients
+// are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Step", &err)
 	a, err := lasting(m, loss)
@@ -128,8 +132,8 @@ func lossValue(m *Machine, loss *gorgonia.Node) (float64, error) {
 	return float64(x.([]float32)[0]), nil
 }
 
-// applyUpdate is Update, and with a loss Step, whose value it returns. It was refused if a gradient or the
-// loss is not finite, of which err says nothing.
+// applyUpdate is Update, and with a loss Step, whose value it returns. It was refused if a gradient
+// or the loss is not finite, of which err says nothing.
 func applyUpdate(m *Machine, loss *program.Array) (norm, value float64, refused bool, err error) {
 	if err := updatable(m); err != nil {
 		return 0, 0, false, err
@@ -187,8 +191,8 @@ func updatable(m *Machine) error {
 
 var errNoOptimizer = errors.New("the machine has no optimiser: give it one with SetOptimizer")
 
-// Forget makes zero what the machine's optimiser remembers on the device of the elements from ≤ i < to, in row-major order, of
-// a parameter, beside the count of its steps.
+// Forget makes zero what the machine's optimiser remembers on the device of the elements from ≤ i <
+// to, in row-major order, of a parameter, beside the count of its steps.
 func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	defer in("Forget", &err)
 	switch {
@@ -216,7 +220,8 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	return nil
 }
 
-// DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the last update.
+// DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
+// last update.
 func (m *Machine) DropGradients() (err error) {
 	defer in("DropGradients", &err)
 	if err := m.runner.State.Open(); err != nil {
@@ -225,9 +230,10 @@ func (m *Machine) DropGradients() (err error) {
 	return update.ClearSums(m.runner)
 }
 
-// NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or so large that its square is, nil if
-// there is none. It looks at the gradients of the last [Machine.Update], whether that was made or not, and after another run at those
-// that the next one would apply: with [WithAccumulation] at the sums. It waits for the device.
+// NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or so
+// large that its square is, nil if there is none. It looks at the gradients of the last
+// [Machine.Update], whether that was made or not, and after another run at those that the next one
+// would apply: with [WithAccumulation] at the sums. It waits for the device.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	defer in("NonFinite", &err)
 	if err := updatable(m); err != nil {
@@ -243,8 +249,8 @@ func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	return nil, nil
 }
 
-// LossScale is the loss scale of a machine WithPrecision(Float16), and how it fared. It is part of the state of a training
-// run, as what an optimiser remembers is.
+// LossScale is the loss scale of a machine WithPrecision(Float16), and how it fared. It is part of
+// the state of a training run, as what an optimiser remembers is.
 type LossScale struct {
 	Scale   float64 `json:"scale"`
 	Good    int     `json:"good"`    // steps since the scale was last changed
@@ -260,8 +266,8 @@ func (m *Machine) LossScale() LossScale {
 	return LossScale{Scale: float64(s.Scale), Good: int(s.Good), Skipped: int(s.Skipped)}
 }
 
-// SetLossScale continues with the loss scale of another machine, or of an earlier run. Gradients that the machine holds were
-// made with the old one, and are dropped.
+// SetLossScale continues with the loss scale of another machine, or of an earlier run. Gradients
+// that the machine holds were made with the old one, and are dropped.
 func (m *Machine) SetLossScale(s LossScale) (err error) {
 	defer in("SetLossScale", &err)
 	return setLossScale(m, s)
@@ -287,7 +293,8 @@ func setLossScale(m *Machine, s LossScale) error {
 	return update.ClearSums(m.runner)
 }
 
-// GradientPrecision returns BFloat16 if the machine keeps the gradient of any parameter like that (see [WithGradientPrecision]), else Float32.
+// GradientPrecision returns BFloat16 if the machine keeps the gradient of any parameter like that
+// (see [WithGradientPrecision]), else Float32.
 func (m *Machine) GradientPrecision() Precision {
 	for _, p := range m.config.params {
 		if g := m.runner.Program.Values[p.Deriv()]; g != nil && g.Type == gpu.BFloat16 {

@@ -41,8 +41,9 @@ func newMuon() (optim.Optimizer, error) {
 	return optim.NewMuon(optim.WithLR(0.01), optim.WithWeightDecay(0.1), optim.WithAdamW(optim.WithLR(0.003)))
 }
 
-// TestUpdate trains a model on both machines, each with an optimiser of its own, moving what is known in mid-run from the
-// host to the device, and wants the same losses, parameters and optimiser states.
+// TestUpdate trains a model on both machines, each with an optimiser of its own, moving what is
+// known in mid-run from the host to the device, and wants the same losses, parameters and optimiser
+// states.
 func TestUpdate(t *testing.T) {
 	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
 		t.Run(name+"/fake", func(t *testing.T) {
@@ -196,7 +197,8 @@ func asTensor(s optim.Tensor) *tensor.Dense {
 	return tensor.New(tensor.WithShape(s.Shape...), tensor.WithBacking(s.Data))
 }
 
-// TestAccumulation wants the gradients of two runs to add up to the update of their sum, and the next update to begin anew.
+// TestAccumulation wants the gradients of two runs to add up to the update of their sum, and the
+// next update to begin anew.
 func TestAccumulation(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -258,7 +260,8 @@ func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// TestUpdateRefuses wants an update with gradients that are not finite to change nothing, and clear errors before one can be.
+// TestUpdateRefuses wants an update with gradients that are not finite to change nothing, and clear
+// errors before one can be.
 func TestUpdateRefuses(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	model, b := newBatch(t, llm.ForTraining, 1)
@@ -318,7 +321,8 @@ func TestUpdateRefuses(t *testing.T) {
 	}
 }
 
-// TestNonFinite wants each parameter's gradient to be found that is not finite, ahead of an update and after it, and the first of two.
+// TestNonFinite wants each parameter's gradient to be found that is not finite, ahead of an update
+// and after it, and the first of two.
 func TestNonFinite(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	for name, opts := range map[string][]MachineOption{"plain": nil, "gathered": {WithAccumulation()}} {
@@ -407,7 +411,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestStepLoss wants a step whose loss is infinite to change nothing, though its gradients are finite, and that after it to be made.
+// TestStepLoss wants a step whose loss is infinite to change nothing, though its gradients are
+// finite, and that after it to be made.
 func TestStepLoss(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	t.Run("fake", func(t *testing.T) { testStepLoss(t, device, fakeOption) })
@@ -464,7 +469,8 @@ func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// TestNewtonSchulz compares the iteration and its gradient with Gorgonia's machine, on wide, square and tall matrices.
+// TestNewtonSchulz compares the iteration and its gradient with Gorgonia's machine, on wide, square
+// and tall matrices.
 func TestNewtonSchulz(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -531,7 +537,8 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 	}
 }
 
-// iterationWays runs a test in every way of the iteration: on the fake, and on a GPU in bfloat16, where only Hopper has them all.
+// iterationWays runs a test in every way of the iteration: on the fake, and on a GPU in bfloat16,
+// where only Hopper has them all.
 func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way string, tolerance float64, opts ...MachineOption)) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -591,7 +598,8 @@ func TestNewtonSchulzWays(t *testing.T) {
 	})
 }
 
-// TestNewtonSchulzTuned wants iterations that are worth timing timed in every way, and no others, whatever a rule leaves of the ways.
+// TestNewtonSchulzTuned wants iterations that are worth timing timed in every way, and no others,
+// whatever a rule leaves of the ways.
 func TestNewtonSchulzTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	for _, c := range []struct {
@@ -634,7 +642,8 @@ func TestNewtonSchulzTuned(t *testing.T) {
 	}
 }
 
-// TestMuonTogether updates matrices of which some have the same shape, and wants what the optimiser makes of them on the CPU.
+// TestMuonTogether updates matrices of which some have the same shape, and wants what the optimiser
+// makes of them on the CPU.
 func TestMuonTogether(t *testing.T) {
 	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64, opts ...MachineOption) {
 		seed := rand.Uint64()
@@ -714,7 +723,8 @@ func TestMuonTogether(t *testing.T) {
 	})
 }
 
-// normChain is a loss behind norms of rows of d elements, each of the result of the one before, and their weights.
+// normChain is a loss behind norms of rows of d elements, each of the result of the one before, and
+// their weights.
 func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss *gorgonia.Node, weights gorgonia.Nodes) {
 	t.Helper()
 	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 3))
@@ -751,8 +761,8 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 // partsMemory is as much as is kept for later launches.
 const partsMemory = 64 << 20
 
-// TestSums wants what passes leave in parts to be added up together, but before a result is needed and without keeping too much, and the
-// gradients of a tape machine.
+// TestSums wants what passes leave in parts to be added up together, but before a result is needed
+// and without keeping too much, and the gradients of a tape machine.
 func TestSums(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -823,7 +833,8 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	return v
 }
 
-// TestKasminaSumsGathered wants the gradients of slots before they are added to those of other runs.
+// TestKasminaSumsGathered wants the gradients of slots before they are added to those of other
+// runs.
 func TestKasminaSumsGathered(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
@@ -845,8 +856,8 @@ func TestKasminaSumsGathered(t *testing.T) {
 	}
 }
 
-// TestKasminaSumsTwice wants two backward passes of one layer not to be ended by one launch, which would write figures of both to one
-// place in any order.
+// TestKasminaSumsTwice wants two backward passes of one layer not to be ended by one launch, which
+// would write figures of both to one place in any order.
 func TestKasminaSumsTwice(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	chain := newKasminaChain(t, 1, []state.Telemetry{{Mode: state.Production}}, []int{8})
@@ -896,8 +907,8 @@ func count[E comparable](all []E, e E) (n int) {
 	return n
 }
 
-// TestKasminaSums wants the ends of all Kasmina passes to be made together, as far as they measure, but by each pass where a monitor
-// times it.
+// TestKasminaSums wants the ends of all Kasmina passes to be made together, as far as they measure,
+// but by each pass where a monitor times it.
 func TestKasminaSums(t *testing.T) {
 	production, off := state.Telemetry{Mode: state.Production}, state.Telemetry{Mode: state.Off}
 	seeds := []int{8, 4, 2}

@@ -43,9 +43,10 @@ type machineConfig struct {
 // MachineOption is an option of NewMachine.
 type MachineOption func(*machineConfig) error
 
-// WithParams names inputs that are parameters: their values are copied to the device once, by NewMachine, and live there.
-// [Machine.Upload] copies a value that the host has changed, [Machine.Download] copies them back into their nodes.
-// Their gradients, if the graph has them, are kept for [Machine.Value].
+// WithParams names inputs that are parameters: their values are copied to the device once, by
+// NewMachine, and live there. [Machine.Upload] copies a value that the host has changed,
+// [Machine.Download] copies them back into their nodes. Their gradients, if the graph has them, are
+// kept for [Machine.Value].
 func WithParams(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
 		for i, n := range params {
@@ -58,9 +59,10 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 	}
 }
 
-// WithParamsOf makes inputs that have the name and shape of another machine's parameters use its memory, without a copy: a
-// graph that evaluates a model, beside the one that trains it. The other machine must be on the same device and be closed
-// later. Runs of the two must not overlap: have a value of one before running the other.
+// WithParamsOf makes inputs that have the name and shape of another machine's parameters use its
+// memory, without a copy: a graph that evaluates a model, beside the one that trains it. The other
+// machine must be on the same device and be closed later. Runs of the two must not overlap: have a
+// value of one before running the other.
 func WithParamsOf(other *Machine) MachineOption {
 	return func(c *machineConfig) error {
 		if other == nil || other.runner.State.Closed() {
@@ -71,8 +73,8 @@ func WithParamsOf(other *Machine) MachineOption {
 	}
 }
 
-// WithOutputs names nodes whose values shall outlive a run, for [Machine.Value]. Those that no other node needs do so
-// anyway.
+// WithOutputs names nodes whose values shall outlive a run, for [Machine.Value]. Those that no
+// other node needs do so anyway.
 func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
 		if slices.Contains(outputs, nil) {
@@ -83,7 +85,8 @@ func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
 	}
 }
 
-// WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the host.
+// WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the
+// host.
 func WithStrict() MachineOption {
 	return func(c *machineConfig) error {
 		c.strict = true
@@ -94,21 +97,23 @@ func WithStrict() MachineOption {
 // Precision is how a machine stores and computes what a graph says in float32.
 type Precision uint8
 
-// The precisions. Parameters, sums and losses are float32 in all of them, and so are gradients of parameters unless
-// [WithGradientPrecision] says otherwise.
+// The precisions. Parameters, sums and losses are float32 in all of them, and so are gradients of
+// parameters unless [WithGradientPrecision] says otherwise.
 const (
 	// Float32 stores everything as float32 and rounds no operand of a product: for checking.
 	Float32 Precision = iota
 	// BFloat16 stores activations and the operands of products as bfloat16: for training.
 	BFloat16
-	// Float16 stores them as float16, which has three more bits and a smaller range, and scales the loss, so that gradients
-	// stay in that range: [Machine.LossScale]. Gradients that [Machine.Value] returns are without the scale.
+	// Float16 stores them as float16, which has three more bits and a smaller range, and scales the
+	// loss, so that gradients stay in that range: [Machine.LossScale]. Gradients that [Machine.Value]
+	// returns are without the scale.
 	Float16
-	// Float8 is BFloat16 but for products of linear layers ([op.Linear] and [op.SiLUMLP], forward and for the gradient of their
-	// input), whose operands it rounds to float8 (E4M3), each row of tokens and of weights with a scale of its own. Gradients of
-	// weights, the output layer with its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are
-	// products with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It needs compute capability 9.0
-	// and cuBLASLt 12.9: else NewMachine returns [ErrUnsupportedPrecision].
+	// Float8 is BFloat16 but for products of linear layers ([op.Linear] and [op.SiLUMLP], forward and
+	// for the gradient of their input), whose operands it rounds to float8 (E4M3), each row of tokens
+	// and of weights with a scale of its own. Gradients of weights, the output layer with its loss
+	// ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are products with fewer
+	// than 128 rows of tokens or other sizes that are no multiples of 16. It needs compute capability
+	// 9.0 and cuBLASLt 12.9: else NewMachine returns [ErrUnsupportedPrecision].
 	Float8
 )
 
@@ -158,12 +163,15 @@ func WithPrecision(p Precision) MachineOption {
 	}
 }
 
-// WithGradientPrecision sets how gradients of weights are kept for [Machine.Update]. The default, Float32, keeps them as they were added up.
-// BFloat16 rounds each sum once, when the product that forms it is done: gradients take half the memory, and a step of a large model, which
-// writes and reads them, less time, for three digits in place of seven in what the optimiser adds to its moments. It goes with the precisions BFloat16 and
-// Float8, and is for gradients that one product of an [op.Linear] or an [op.SiLUMLP] forms and nothing but the update reads: those of
-// other ops, such as the output layer, of weights that serve several, and of nodes that [WithOutputs] names stay float32, and so do all
-// in a machine made [WithAccumulation], which adds them up. [Machine.Value] returns float32 in any case.
+// WithGradientPrecision sets how gradients of weights are kept for [Machine.Update]. The default,
+// Float32, keeps them as they were added up. BFloat16 rounds each sum once, when the product that
+// forms it is done: gradients take half the memory, and a step of a large model, which writes and
+// reads them, less time, for three digits in place of seven in what the optimiser adds to its
+// moments. It goes with the precisions BFloat16 and Float8, and is for gradients that one product
+// of an [op.Linear] or an [op.SiLUMLP] forms and nothing but the update reads: those of other ops,
+// such as the output layer, of weights that serve several, and of nodes that [WithOutputs] names
+// stay float32, and so do all in a machine made [WithAccumulation], which adds them up.
+// [Machine.Value] returns float32 in any case.
 func WithGradientPrecision(p Precision) MachineOption {
 	return func(c *machineConfig) error {
 		if p != Float32 && p != BFloat16 {
@@ -174,9 +182,9 @@ func WithGradientPrecision(p Precision) MachineOption {
 	}
 }
 
-// WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update], which applies them, or drops
-// them where they are not finite. Without it Update applies those of the last run. After an error of a run drop what is gathered:
-// [Machine.DropGradients].
+// WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update],
+// which applies them, or drops them where they are not finite. Without it Update applies those of
+// the last run. After an error of a run drop what is gathered: [Machine.DropGradients].
 func WithAccumulation() MachineOption {
 	return func(c *machineConfig) error {
 		c.gather = true

@@ -18,7 +18,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from the forward pass.
+// gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from
+// the forward pass.
 var gatesFused = WithWays("SiLUProduct*=fused")
 
 // cardOf is a fake card with so many bytes, and a small cache.
@@ -28,7 +29,8 @@ func cardOf(bytes int) fake.Config {
 	return fake.Config{Devices: info}
 }
 
-// keepsH reports how many backward passes of a machine's perceptrons go without forming h, as its choices have it.
+// keepsH reports how many backward passes of a machine's perceptrons go without forming h, as its
+// choices have it.
 func keepsH(m *Machine) (kept, formed int) {
 	for _, c := range m.Choices() {
 		switch {
@@ -42,7 +44,8 @@ func keepsH(m *Machine) (kept, formed int) {
 	return kept, formed
 }
 
-// trainWithGates trains a model of several layers for a few steps, and returns the machine and the bits of losses and gradients.
+// trainWithGates trains a model of several layers for a few steps, and returns the machine and the
+// bits of losses and gradients.
 func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Machine, seen []string) {
 	t.Helper()
 	l := newWideLifetime(t)
@@ -69,7 +72,8 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 	return l.machine, seen
 }
 
-// TestRoom wants memory taken to save time up to where too little would be left, and the same bits with and without.
+// TestRoom wants memory taken to save time up to where too little would be left, and the same bits
+// with and without.
 func TestRoom(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -177,7 +181,8 @@ func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOptio
 	return m
 }
 
-// TestRoomShared wants a machine that borrows parameters, and is planned twice, to give them back once.
+// TestRoomShared wants a machine that borrows parameters, and is planned twice, to give them back
+// once.
 func TestRoomShared(t *testing.T) {
 	device, _, fakeOption := openFake(t, cardOf(128<<20))
 	l := newLifetime(t, newAdamW)
@@ -209,8 +214,8 @@ func TestRoomShared(t *testing.T) {
 	}
 }
 
-// TestRoomOfOptimizer wants a machine to leave room for the moments that another one on the device will have, whether it borrows that one's
-// parameters or not, until that one has them or is closed.
+// TestRoomOfOptimizer wants a machine to leave room for the moments that another one on the device
+// will have, whether it borrows that one's parameters or not, until that one has them or is closed.
 func TestRoomOfOptimizer(t *testing.T) {
 	for _, c := range []struct {
 		what  string
@@ -330,7 +335,8 @@ func TestRoomFails(t *testing.T) {
 	}
 }
 
-// TestRoomRecomputed wants blocks that are computed again to keep h no longer than for their own backward pass.
+// TestRoomRecomputed wants blocks that are computed again to keep h no longer than for their own
+// backward pass.
 func TestRoomRecomputed(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 6, Heads: 2, Seq: 8, FF: 64}.Default()

@@ -31,8 +31,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// layers is a graph in which everything comes that [Float8] computes otherwise: a projection for each of queries, keys and values,
-// a linear layer, and a perceptron, with norms and sums between them as in a model's block.
+// layers is a graph in which everything comes that [Float8] computes otherwise: a projection for
+// each of queries, keys and values, a linear layer, and a perceptron, with norms and sums between
+// them as in a model's block.
 type layers struct {
 	g      *gorgonia.ExprGraph
 	params gorgonia.Nodes
@@ -40,7 +41,8 @@ type layers struct {
 	named  map[string]*gorgonia.Node
 }
 
-// newLayers has batch sequences of seq tokens, d features of 2 heads or of as many as have 128, and a perceptron of f.
+// newLayers has batch sequences of seq tokens, d features of 2 heads or of as many as have 128, and
+// a perceptron of f.
 func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 	t.Helper()
 	l := &layers{g: gorgonia.NewGraph(), named: map[string]*gorgonia.Node{}}
@@ -101,7 +103,8 @@ func (l *layers) values(t testing.TB, m *Machine) (values []gorgonia.Value) {
 	return values
 }
 
-// TestFloat8 wants what float8 makes of a block to be near to what float32 does, and its tasks those that the sizes allow.
+// TestFloat8 wants what float8 makes of a block to be near to what float32 does, and its tasks
+// those that the sizes allow.
 func TestFloat8(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -195,7 +198,8 @@ func openGPUFloat8(t *testing.T) *Device {
 	return device
 }
 
-// TestFloat8Exactly wants products to be those of their operands as they are rounded, with the factors of rows.
+// TestFloat8Exactly wants products to be those of their operands as they are rounded, with the
+// factors of rows.
 func TestFloat8Exactly(t *testing.T) {
 	const rows, in, out = 131, 48, 32
 	seed := rand.Uint64()
@@ -293,8 +297,8 @@ func float8Model(t testing.TB, kind llm.GraphKind, seed uint64, dim int, opts ..
 	return m, b
 }
 
-// TestFloat8Weights wants a machine that has updated its parameters, or got others, to compute what one does that begins with
-// these, and one that shares them too, without weights of its own.
+// TestFloat8Weights wants a machine that has updated its parameters, or got others, to compute what
+// one does that begins with these, and one that shares them too, without weights of its own.
 func TestFloat8Weights(t *testing.T) {
 	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
 		t.Run(name, func(t *testing.T) {
@@ -385,7 +389,8 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	}
 }
 
-// TestFloat8Bound wants a parameter that lies in memory of the program's to be read as it is when a run begins.
+// TestFloat8Bound wants a parameter that lies in memory of the program's to be read as it is when a
+// run begins.
 func TestFloat8Bound(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	l := newLayers(t, 1, 3, 45, 32, 48)
@@ -416,7 +421,8 @@ func TestFloat8Bound(t *testing.T) {
 	}
 }
 
-// TestFloat8UploadFails wants an upload that the device refuses behind the parameters to leave their float8 as new as they are.
+// TestFloat8UploadFails wants an upload that the device refuses behind the parameters to leave
+// their float8 as new as they are.
 func TestFloat8UploadFails(t *testing.T) {
 	device, cuda, fakeOption := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 4, 32)
@@ -447,7 +453,8 @@ func TestFloat8UploadFails(t *testing.T) {
 	}
 }
 
-// TestFloat8Recomputed wants blocks that are recomputed to leave the same bits of loss and gradients.
+// TestFloat8Recomputed wants blocks that are recomputed to leave the same bits of loss and
+// gradients.
 func TestFloat8Recomputed(t *testing.T) {
 	test := func(t *testing.T, device *Device, dim int, opts ...MachineOption) {
 		var results [2][]float32
@@ -476,12 +483,14 @@ func TestFloat8Recomputed(t *testing.T) {
 		test(t, device, 32, fakeOption, float8Products)
 	})
 	t.Run("GPU", func(t *testing.T) {
-		// Tuned, a norm's gradient that stores float8 too, which only one of the graphs has, may add up in another order than one that does not.
+		// Tuned, a norm's gradient that stores float8 too, which only one of the graphs has, may add up
+		// in another order than one that does not.
 		test(t, openGPUFloat8(t), few(256, 128), WithPrecision(Float8), WithTuning(TuneOff))
 	})
 }
 
-// TestFloat8Trains trains twice with float8 and once with bfloat16: the same bits, and nearly the same loss.
+// TestFloat8Trains trains twice with float8 and once with bfloat16: the same bits, and nearly the
+// same loss.
 func TestFloat8Trains(t *testing.T) {
 	device := openGPUFloat8(t)
 	train := func(p Precision) []float32 { return lossesOf(t, device, WithPrecision(p)) }
@@ -514,7 +523,8 @@ func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []flo
 	return losses
 }
 
-// narrowTrains wants losses in fewer digits to end near those in more, not to be them, and to be the same in two runs.
+// narrowTrains wants losses in fewer digits to end near those in more, not to be them, and to be
+// the same in two runs.
 func narrowTrains(t *testing.T, wide, narrow, again []float32) {
 	t.Helper()
 	if !slices.Equal(narrow, again) {
@@ -527,8 +537,9 @@ func narrowTrains(t *testing.T, wide, narrow, again []float32) {
 	}
 }
 
-// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also with a matrix added, and those of norms
-// with their float8; and RoPE's product to be another than that of the type in which its result is stored.
+// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also
+// with a matrix added, and those of norms with their float8; and RoPE's product to be another than
+// that of the type in which its result is stored.
 func TestFloat8Tuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -554,8 +565,8 @@ func TestFloat8Tuned(t *testing.T) {
 			turned++
 		}
 	}
-	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32, down 32 of 48. Back: 32 of 96, twice, and of
-	// 32, to which nothing is added, and 48 of 32.
+	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32, down
+	// 32 of 48. Back: 32 of 96, twice, and of 32, to which nothing is added, and 48 of 32.
 	if timed != 6 || turned != 1 || adding == 0 || log.Len() > 0 {
 		t.Errorf("%d shapes of products are timed, want 6, and %d with RoPE, want 1; %d run with a matrix added; %s", timed, turned, adding,
 			log.String())
@@ -587,7 +598,8 @@ func TestFloat8Refused(t *testing.T) {
 	}
 }
 
-// narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which fakeKernels do not know.
+// narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which
+// fakeKernels do not know.
 func narrowGradients(c *machineConfig) error {
 	c.narrow = gpu.BFloat16
 	return nil
@@ -642,8 +654,8 @@ func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32)
 	return all
 }
 
-// TestGradientPrecision wants the gradients of weights, and of nothing else, to be those of float32 rounded to bfloat16, and an update to
-// read them so.
+// TestGradientPrecision wants the gradients of weights, and of nothing else, to be those of float32
+// rounded to bfloat16, and an update to read them so.
 func TestGradientPrecision(t *testing.T) {
 	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
 		t.Run(name+"/fake", func(t *testing.T) {
@@ -765,8 +777,8 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64, newOptimiz
 	}
 }
 
-// TestGradientPrecisionElsewhere wants gradients that others read than an update of one run, or that no one product forms, to stay
-// float32, and those of all in one product if one of them does.
+// TestGradientPrecisionElsewhere wants gradients that others read than an update of one run, or
+// that no one product forms, to stay float32, and those of all in one product if one of them does.
 func TestGradientPrecisionElsewhere(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
@@ -834,8 +846,8 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 	}
 }
 
-// TestGradientPrecisionRecomputed wants blocks that are recomputed to leave the same gradients, of the same types, and within them too
-// float32 where it is asked for.
+// TestGradientPrecisionRecomputed wants blocks that are recomputed to leave the same gradients, of
+// the same types, and within them too float32 where it is asked for.
 func TestGradientPrecisionRecomputed(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	var values [2][][]float32
@@ -868,7 +880,8 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 	}
 }
 
-// TestGradientPrecisionMemory wants them to take half the memory: most of that of a model with few tokens.
+// TestGradientPrecisionMemory wants them to take half the memory: most of that of a model with few
+// tokens.
 func TestGradientPrecisionMemory(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	arena := func(opts ...MachineOption) int {
@@ -909,8 +922,8 @@ func TestGradientPrecisionRefused(t *testing.T) {
 	}
 }
 
-// TestGradientPrecisionTrains trains twice with gradients of bfloat16 and once with those of float32: the same bits, and nearly the
-// same loss.
+// TestGradientPrecisionTrains trains twice with gradients of bfloat16 and once with those of
+// float32: the same bits, and nearly the same loss.
 func TestGradientPrecisionTrains(t *testing.T) {
 	device := openGPU(t)
 	train := func(p Precision) []float32 {
@@ -919,8 +932,8 @@ func TestGradientPrecisionTrains(t *testing.T) {
 	narrowTrains(t, train(Float32), train(BFloat16), train(BFloat16))
 }
 
-// TestLossScale wants gradients without the scale, a step that overflows to change nothing but the scale, and the scale to
-// move by its rule.
+// TestLossScale wants gradients without the scale, a step that overflows to change nothing but the
+// scale, and the scale to move by its rule.
 func TestLossScale(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -969,7 +982,8 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	scaleIs(LossScale{Scale: 1 << 16})
 
-	// A gradient that cannot be told from infinity. The scale is halved as often as the step is repeated.
+	// A gradient that cannot be told from infinity. The scale is halved as often as the step is
+	// repeated.
 	last := len(b.Params) - 1
 	weight := model.Params[last].Value.Float32s()
 	old := slices.Clone(weight)
@@ -1036,8 +1050,8 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is not the scale itself, and such
-// as are computed again for their gradient.
+// TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is
+// not the scale itself, and such as are computed again for their gradient.
 func TestScaledOutputLayer(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	for name, head := range map[string]func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error){
@@ -1101,8 +1115,9 @@ func TestScaledOutputLayer(t *testing.T) {
 	}
 }
 
-// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its scale has made infinite, but to
-// count it all the same: on the device and, with a blueprint that has no kernel, on the host.
+// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its
+// scale has made infinite, but to count it all the same: on the device and, with a blueprint that
+// has no kernel, on the host.
 func TestOverflowInKasmina(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	own, err := ownKind()
@@ -1156,7 +1171,8 @@ func TestOverflowInKasmina(t *testing.T) {
 	}
 }
 
-// TestLossScaleErrors wants graphs in which the scale has no place to be refused, and arguments that are none.
+// TestLossScaleErrors wants graphs in which the scale has no place to be refused, and arguments
+// that are none.
 func TestLossScaleErrors(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	// open returns a machine for Σ w² ⊙ x, derived by derive.

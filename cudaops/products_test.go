@@ -70,8 +70,9 @@ func withOwnProducts(plain, adding *int) MachineOption {
 	return withKernels(func(k kernels.Launcher) kernels.Launcher { return ownProducts{k, plain, adding} })
 }
 
-// TestProductCounters wants captured runs to compute, bit by bit, what one that is not captured does, where products find their workspaces
-// zero instead of setting them to zero, and each to have workspace for itself.
+// TestProductCounters wants captured runs to compute, bit by bit, what one that is not captured
+// does, where products find their workspaces zero instead of setting them to zero, and each to have
+// workspace for itself.
 func TestProductCounters(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -127,8 +128,9 @@ type projected struct {
 	op.AttentionConfig
 }
 
-// graph returns such an attention of random numbers, with queries and keys turned, and its gradients. The attention comes first
-// of the nodes to keep, the queries before they are turned last, if these are asked for.
+// graph returns such an attention of random numbers, with queries and keys turned, and its
+// gradients. The attention comes first of the nodes to keep, the queries before they are turned
+// last, if these are asked for.
 func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	g := gorgonia.NewGraph()
@@ -153,7 +155,8 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 	return g, in[1:], keep
 }
 
-// ropeWay is the way in which a machine has chosen to compute products whose results are turned, "" if it has none.
+// ropeWay is the way in which a machine has chosen to compute products whose results are turned, ""
+// if it has none.
 func ropeWay(m *Machine) string {
 	for _, c := range m.Choices() {
 		if c.Op == "RoPEProduct" {
@@ -163,7 +166,8 @@ func ropeWay(m *Machine) string {
 	return ""
 }
 
-// TestProjectionWays wants the same attention and gradients, whether one kernel multiplies and turns or not.
+// TestProjectionWays wants the same attention and gradients, whether one kernel multiplies and
+// turns or not.
 func TestProjectionWays(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -199,7 +203,8 @@ func TestProjectionWays(t *testing.T) {
 	}
 }
 
-// TestProjectionNeedsQueries wants no kernel that turns at once where the queries are asked for as they were before.
+// TestProjectionNeedsQueries wants no kernel that turns at once where the queries are asked for as
+// they were before.
 func TestProjectionNeedsQueries(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	p := projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
@@ -213,8 +218,8 @@ func TestProjectionNeedsQueries(t *testing.T) {
 	}
 }
 
-// TestProjectionTuned wants products that are worth timing timed with what turns their results, and no others, and all ways to give
-// the same in the timer's memory as well.
+// TestProjectionTuned wants products that are worth timing timed with what turns their results, and
+// no others, and all ways to give the same in the timer's memory as well.
 func TestProjectionTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -256,7 +261,8 @@ func TestProjectionTuned(t *testing.T) {
 	}
 }
 
-// perceptronGraph is a gated perceptron of random numbers with its gradients; the first node is its result.
+// perceptronGraph is a gated perceptron of random numbers with its gradients; the first node is its
+// result.
 func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	g := gorgonia.NewGraph()
@@ -269,7 +275,8 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
 }
 
-// TestPerceptronWays wants the same values of a product and a gate, whether one kernel computes both or not.
+// TestPerceptronWays wants the same values of a product and a gate, whether one kernel computes
+// both or not.
 func TestPerceptronWays(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -371,8 +378,8 @@ func (k *fakeKernels) ScaleRows(s gpu.Stream, x, factors gpu.Ptr, rows, d int) e
 	})
 }
 
-// outputLayer is a graph of an output layer with its loss: x [rows, d], w [v, d] and targets, of which an eighth do not count. The
-// loss is multiplied by 0.3.
+// outputLayer is a graph of an output layer with its loss: x [rows, d], w [v, d] and targets, of
+// which an eighth do not count. The loss is multiplied by 0.3.
 func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGraph, params, keep gorgonia.Nodes) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -405,7 +412,8 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 	return g, gorgonia.Nodes{w}, append(gorgonia.Nodes{loss}, grads...)
 }
 
-// headWay is the way in which a machine has chosen to compute the output layer, "" if there was no choice.
+// headWay is the way in which a machine has chosen to compute the output layer, "" if there was no
+// choice.
 func headWay(m *Machine) string {
 	for _, c := range m.Choices() {
 		if c.Op == "LinearCrossEntropy" {
@@ -415,8 +423,9 @@ func headWay(m *Machine) string {
 	return ""
 }
 
-// TestOutputLayerWays wants the loss and the gradients of Gorgonia's machine, whether a pass over logits forms the gradient or the
-// exponentials come with the product; of a batch that is too large for that machine, those of the first way.
+// TestOutputLayerWays wants the loss and the gradients of Gorgonia's machine, whether a pass over
+// logits forms the gradient or the exponentials come with the product; of a batch that is too large
+// for that machine, those of the first way.
 func TestOutputLayerWays(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")

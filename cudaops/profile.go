@@ -21,9 +21,10 @@ type Profile = optime.Profile
 // ProfileSteps is how many steps a profile takes.
 const ProfileSteps = profile.Steps
 
-// StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last ones run with a time stamp after
-// every kernel; all compute the same bits as ever. A step ends with [Machine.Update], in a machine without an optimiser with
-// [Machine.RunAll]. The machine must have run before. Then [Machine.Profile] has the profile.
+// StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last
+// ones run with a time stamp after every kernel; all compute the same bits as ever. A step ends
+// with [Machine.Update], in a machine without an optimiser with [Machine.RunAll]. The machine must
+// have run before. Then [Machine.Profile] has the profile.
 func (m *Machine) StartProfile() (err error) {
 	defer in("StartProfile", &err)
 	if err := m.runner.State.Open(); err != nil {
@@ -39,8 +40,9 @@ func (m *Machine) StartProfile() (err error) {
 	return nil
 }
 
-// Profile returns the profile that [Machine.StartProfile] has begun, nil while steps are lacking. It measures the card's
-// ceilings, which takes a fraction of a second and up to a GiB of memory that is free.
+// Profile returns the profile that [Machine.StartProfile] has begun, nil while steps are lacking.
+// It measures the card's ceilings, which takes a fraction of a second and up to a GiB of memory
+// that is free.
 func (m *Machine) Profile() (_ *Profile, err error) {
 	defer in("Profile", &err)
 	switch p := m.profiler; {
@@ -56,11 +58,12 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	return p.Result()
 }
 
-// WithMonitor makes the machine time its ops while it runs: one run in every so many is replayed with a time stamp between
-// one call and the next, and computes the same bits; in it the passes of Kasmina layers that measure also run without
-// telemetry, and end each by itself, for what the lattices' reports say of the layer. Where all this would take more than 0.4 %
-// of the time, fewer runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was tuned is
-// logged as a warning.
+// WithMonitor makes the machine time its ops while it runs: one run in every so many is replayed
+// with a time stamp between one call and the next, and computes the same bits; in it the passes of
+// Kasmina layers that measure also run without telemetry, and end each by itself, for what the
+// lattices' reports say of the layer. Where all this would take more than 0.4 % of the time, fewer
+// runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was
+// tuned is logged as a warning.
 func WithMonitor(every int) MachineOption {
 	return func(c *machineConfig) error {
 		if every < 2 {
@@ -71,8 +74,9 @@ func WithMonitor(every int) MachineOption {
 	}
 }
 
-// Monitor returns what the ops of a run have taken so far on average, the longest first, with the ways in which they are
-// computed, and under the name Update what the optimiser took. It is empty before the first sample, and without [WithMonitor].
+// Monitor returns what the ops of a run have taken so far on average, the longest first, with the
+// ways in which they are computed, and under the name Update what the optimiser took. It is empty
+// before the first sample, and without [WithMonitor].
 func (m *Machine) Monitor() (_ []OpTime, err error) {
 	defer in("Monitor", &err)
 	if err := m.runner.State.Open(); err != nil || m.monitor == nil {

@@ -351,7 +351,8 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...Ma
 	return p
 }
 
-// monitored makes a machine that learns one weight matrix behind a norm, which takes as long as norm says.
+// monitored makes a machine that learns one weight matrix behind a norm, which takes as long as
+// norm says.
 func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineOption) (*Machine, *Device) {
 	t.Helper()
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -487,7 +488,8 @@ func TestMonitor(t *testing.T) {
 	}
 }
 
-// TestMonitorWithoutOptimizer wants the times of ops, and of updates, after an optimiser that did not fit has left the machine without.
+// TestMonitorWithoutOptimizer wants the times of ops, and of updates, after an optimiser that did
+// not fit has left the machine without.
 func TestMonitorWithoutOptimizer(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	for range 6 {
@@ -515,7 +517,8 @@ type full struct{ gpu.Context }
 
 func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(bytes, 0, 0) }
 
-// TestMonitorSampleFails wants a sample whose times cannot all be read to leave no trace in those that follow.
+// TestMonitorSampleFails wants a sample whose times cannot all be read to leave no trace in those
+// that follow.
 func TestMonitorSampleFails(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	o := m.monitor

@@ -15,10 +15,11 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// singleOps computes single ops of a graph that another machine runs, on memory of that machine's: each op is a graph of its
-// own, with a Machine. The other machine is Gorgonia's, with its build tag cuda; this file needs no tag, so that its tests need
-// none. Operands are copied on the device, since the other machine's memory moves from run to run and begins anywhere, while
-// what is captured, and the matrix products' plans, go by fixed and aligned addresses.
+// singleOps computes single ops of a graph that another machine runs, on memory of that machine's:
+// each op is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build
+// tag cuda; this file needs no tag, so that its tests need none. Operands are copied on the device,
+// since the other machine's memory moves from run to run and begins anywhere, while what is
+// captured, and the matrix products' plans, go by fixed and aligned addresses.
 type singleOps struct {
 	device    *Device
 	launcher  func(gpu.Context) (kernels.Launcher, error)
@@ -74,8 +75,8 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	}
 	children := append(gorgonia.Nodes{}, in...)
 	if f := forwardOf(o); f != nil {
-		// The backward op reads what the forward op leaves on the device, where the other machine has no place for it. So it
-		// is computed again, and its result stands for the operand that is the same.
+		// The backward op reads what the forward op leaves on the device, where the other machine has no
+		// place for it. So it is computed again, and its result stands for the operand that is the same.
 		y, err := gorgonia.ApplyOp(f, in[:f.Arity()]...)
 		if err != nil {
 			return nil, err
@@ -107,7 +108,8 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	return l, nil
 }
 
-// forwardOf returns the forward op whose record a backward op reads on the device, nil if it needs none.
+// forwardOf returns the forward op whose record a backward op reads on the device, nil if it needs
+// none.
 func forwardOf(o gorgonia.Op) gorgonia.Op {
 	switch o := o.(type) {
 	case *op.RMSNormGradOp:
@@ -124,7 +126,8 @@ func forwardOf(o gorgonia.Op) gorgonia.Op {
 	return nil
 }
 
-// run computes the op from operands at the given addresses, whose work must be done, and waits for the result.
+// run computes the op from operands at the given addresses, whose work must be done, and waits for
+// the result.
 func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 	m := l.m
 	ctx, s := m.device.ctx, m.runner.Stream

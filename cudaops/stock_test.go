@@ -130,8 +130,8 @@ func wide(t testing.TB, v gorgonia.Value) []float64 {
 	return w
 }
 
-// apart is ‖got − want‖/‖want‖, or relative to a tenth for each number where they are smaller: sums of numbers of about 1 may
-// nearly cancel.
+// apart is ‖got − want‖/‖want‖, or relative to a tenth for each number where they are smaller: sums
+// of numbers of about 1 may nearly cancel.
 func apart(got, want []float64) float64 {
 	if len(got) != len(want) {
 		return math.Inf(1)
@@ -144,8 +144,8 @@ func apart(got, want []float64) float64 {
 	return math.Sqrt(diff / max(norm, 0.01*float64(len(want))))
 }
 
-// TestStock runs every case on both machines, and holds results to those of Gorgonia's machine in float64 and gradients to
-// central differences of these.
+// TestStock runs every case on both machines, and holds results to those of Gorgonia's machine in
+// float64 and gradients to central differences of these.
 func TestStock(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -246,8 +246,8 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 	}
 }
 
-// onTape returns the result and the gradients that Gorgonia's machine has for the same nodes. It computes the result in
-// another graph, since it writes other results over one that is used.
+// onTape returns the result and the gradients that Gorgonia's machine has for the same nodes. It
+// computes the result in another graph, since it writes other results over one that is used.
 func (c stockCase) onTape(t *testing.T, run *stockRun, values [][]float64, weights []float64) (all [][]float64) {
 	t.Helper()
 	forward, err := c.graph(tensor.Float32, false)
@@ -314,8 +314,8 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 	return all
 }
 
-// TestStockWithoutCopies wants transposed operands of products and repeated operands of elementwise ops to be read where
-// they are, and to be there for somebody who asks for them.
+// TestStockWithoutCopies wants transposed operands of products and repeated operands of elementwise
+// ops to be read where they are, and to be there for somebody who asks for them.
 func TestStockWithoutCopies(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -380,7 +380,8 @@ func TestStatements(t *testing.T) {
 	}
 }
 
-// TestStockOnHost wants ops without a kernel to be computed on the host, between nodes that are on the device.
+// TestStockOnHost wants ops without a kernel to be computed on the host, between nodes that are on
+// the device.
 func TestStockOnHost(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
@@ -453,7 +454,8 @@ type stockCase struct {
 	build    func(in gorgonia.Nodes) (*gorgonia.Node, error)
 	constant bool // it has no derivative
 	badDiff  bool // Gorgonia makes a wrong gradient of it: a graph of what is no derivative
-	// instead is the same function made of other ops, where Gorgonia's machine computes the op or its gradient wrongly.
+	// instead is the same function made of other ops, where Gorgonia's machine computes the op or its
+	// gradient wrongly.
 	instead func(in gorgonia.Nodes) (*gorgonia.Node, error)
 }
 
@@ -758,7 +760,8 @@ func pickFirst(x, ids *node, axis int) (*node, error) {
 	return gorgonia.Transpose(first, slices.Clone(swap)...)
 }
 
-// passOn is the identity of scalars, without a kernel, whose result is a tensor of no dimensions where others have a number.
+// passOn is the identity of scalars, without a kernel, whose result is a tensor of no dimensions
+// where others have a number.
 type passOn struct{}
 
 func (passOn) Arity() int    { return 1 }
@@ -786,7 +789,8 @@ func (passOn) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	return tensor.New(tensor.FromScalar(x)), nil
 }
 
-// TestScaledScalar wants the loss scale to leave and come back where an op on the host answers with such a tensor.
+// TestScaledScalar wants the loss scale to leave and come back where an op on the host answers with
+// such a tensor.
 func TestScaledScalar(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	var grads [2]gorgonia.Value
@@ -815,7 +819,8 @@ func TestScaledScalar(t *testing.T) {
 	}
 }
 
-// TestFoldedGradient wants no value of the output layer's gradient where the table's has been added into its memory.
+// TestFoldedGradient wants no value of the output layer's gradient where the table's has been added
+// into its memory.
 func TestFoldedGradient(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)

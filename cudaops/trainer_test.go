@@ -94,8 +94,8 @@ func check(t *testing.T, errs ...error) {
 
 const batch = 2
 
-// newRun returns a small model and what it is trained with on a text, which it writes: the read of a sequence of the given number fails,
-// of 0 none.
+// newRun returns a small model and what it is trained with on a text, which it writes: the read of
+// a sequence of the given number fails, of 0 none.
 func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, optim.Optimizer) {
 	t.Helper()
 	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6, Kasmina: []int{0}, Seeds: 4}.Default()
@@ -195,8 +195,9 @@ func (r *run) finish() {
 	}
 }
 
-// overflowAt makes the loss of a model finite, and gradients infinite of batches with a token: in silu(gate) ⊙ up, gate is 0, and up is
-// so large for that token alone that its product with what comes back from down overflows.
+// overflowAt makes the loss of a model finite, and gradients infinite of batches with a token: in
+// silu(gate) ⊙ up, gate is 0, and up is so large for that token alone that its product with what
+// comes back from down overflows.
 func overflowAt(token int) func(*llm.Model) {
 	return func(m *llm.Model) {
 		of := func(name string) (x []float32, columns int) {
@@ -224,8 +225,8 @@ func overflowAt(token int) func(*llm.Model) {
 	}
 }
 
-// TestTrainerSteps wants a trainer whose engine makes a step in one call to do, to tell and to leave behind the same as one that
-// waits in between, bit for bit, whatever happens in the run.
+// TestTrainerSteps wants a trainer whose engine makes a step in one call to do, to tell and to
+// leave behind the same as one that waits in between, bit for bit, whatever happens in the run.
 func TestTrainerSteps(t *testing.T) {
 	after := func(step int, f func(r *run) error) func(*run, llm.Event) error {
 		return func(r *run, e llm.Event) error {
@@ -299,8 +300,9 @@ func TestTrainerSteps(t *testing.T) {
 	}
 }
 
-// TestTrainersInTurn wants two trainers of a model, with one loader and one optimiser, to make of it together what one of them makes
-// alone, also when the other is only asked for a loss amid a run.
+// TestTrainersInTurn wants two trainers of a model, with one loader and one optimiser, to make of
+// it together what one of them makes alone, also when the other is only asked for a loss amid a
+// run.
 func TestTrainersInTurn(t *testing.T) {
 	device, fakes := cudaops.OpenFake(t)
 	for name, engine := range map[string]func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error){
@@ -421,8 +423,9 @@ func TestTrainerOwnKind(t *testing.T) {
 	require.Len(t, got, 12)
 }
 
-// idle is a context of a device that computes nothing, but takes a while for each graph, and measures how long it has nothing to
-// do before each: without what the host takes to wake up from its waiting, which is another operating system's there.
+// idle is a context of a device that computes nothing, but takes a while for each graph, and
+// measures how long it has nothing to do before each: without what the host takes to wake up from
+// its waiting, which is another operating system's there.
 type idle struct {
 	gpu.Context
 	done   time.Time               // when the device has done all that it was given
@@ -494,8 +497,9 @@ func (c *idle) LaunchGraph(*gpu.Graph, gpu.Stream) error {
 	return nil
 }
 
-// BenchmarkTrainer measures what the host does in a step of training on 32 × 1024 tokens, with a log and a bar, and for how much of
-// that a device would wait that computes nothing: before the run, and between that and the update.
+// BenchmarkTrainer measures what the host does in a step of training on 32 × 1024 tokens, with a
+// log and a bar, and for how much of that a device would wait that computes nothing: before the
+// run, and between that and the update.
 func BenchmarkTrainer(b *testing.B) {
 	for _, seeds := range []int{0, 16} {
 		for _, ahead := range []bool{false, true} {

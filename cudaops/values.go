@@ -15,8 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Value waits for the device and copies a node's value back. The node must be an input, an output (see [WithOutputs]), the
-// gradient of a parameter, or one that no other node needs: other values give way to later ones during a run.
+// Value waits for the device and copies a node's value back. The node must be an input, an output
+// (see [WithOutputs]), the gradient of a parameter, or one that no other node needs: other values
+// give way to later ones during a run.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Value", &err)
 	if v, err = valueOf(m, n); err == nil {
@@ -70,8 +71,8 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-// Upload copies the values of parameters to the device again, after the host has changed them. If one of them
-// has no value that can be sent, none is copied.
+// Upload copies the values of parameters to the device again, after the host has changed them. If
+// one of them has no value that can be sent, none is copied.
 func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	defer in("Upload", &err)
 	if err := m.runner.State.Open(); err != nil {
@@ -94,8 +95,8 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	return m.inputs.SendSome(inputs)
 }
 
-// Download waits for the device and copies the parameters back into their nodes' values and, if there is an optimiser, what
-// it remembers into that.
+// Download waits for the device and copies the parameters back into their nodes' values and, if
+// there is an optimiser, what it remembers into that.
 func (m *Machine) Download() (err error) {
 	defer in("Download", &err)
 	if err := m.runner.State.Open(); err != nil {

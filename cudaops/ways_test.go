@@ -165,8 +165,8 @@ func TestTuningKernels(t *testing.T) {
 	}
 }
 
-// TestTuningOnFullCard wants a card that has no memory left to time in to be told of once, as the harmless thing that it is, and ops to
-// be computed by the rule of thumb.
+// TestTuningOnFullCard wants a card that has no memory left to time in to be told of once, as the
+// harmless thing that it is, and ops to be computed by the rule of thumb.
 func TestTuningOnFullCard(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
@@ -227,7 +227,8 @@ func TestWaysRefused(t *testing.T) {
 	}
 }
 
-// TestHostByRule wants an op that has a kernel to be computed on the host where a rule wants it there.
+// TestHostByRule wants an op that has a kernel to be computed on the host where a rule wants it
+// there.
 func TestHostByRule(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -255,8 +256,9 @@ func TestHostByRule(t *testing.T) {
 	}
 }
 
-// TestHostByRuleReads wants an op that a rule puts on the host to find its operands, also those that kernels would read from what
-// they were made of: the transpose of a matrix, and a vector repeated for each row.
+// TestHostByRuleReads wants an op that a rule puts on the host to find its operands, also those
+// that kernels would read from what they were made of: the transpose of a matrix, and a vector
+// repeated for each row.
 func TestHostByRuleReads(t *testing.T) {
 	for _, rule := range []string{"A × B=host", "+ *=host"} {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -397,7 +399,8 @@ func TestTuning(t *testing.T) {
 	}
 }
 
-// TestChoiceWithdrawn wants another way where the one chosen before, for a call of the same shape, does not take the arguments.
+// TestChoiceWithdrawn wants another way where the one chosen before, for a call of the same shape,
+// does not take the arguments.
 func TestChoiceWithdrawn(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "off")
 	t.Setenv("KASMINA_WAYS", "")

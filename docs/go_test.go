@@ -67,7 +67,8 @@ var load = sync.OnceValues(func() (*packages, error) {
 	return p, nil
 })
 
-// rankOf orders packages of one name: this module's first, then Gorgonia's, then Go's shortest path.
+// rankOf orders packages of one name: this module's first, then Gorgonia's, then Go's shortest
+// path.
 func rankOf(importPath string) int {
 	switch {
 	case strings.HasPrefix(importPath, module):
@@ -111,8 +112,8 @@ func (p *packages) imports(code string) string {
 	return all.String()
 }
 
-// fragments joins blocks of statements, each in a scope within that of the one before. Functions and
-// types stand beside them.
+// fragments joins blocks of statements, each in a scope within that of the one before. Functions
+// and types stand beside them.
 func (p *packages) fragments(blocks []block) string {
 	var body, beside strings.Builder
 	depth := 0
@@ -156,7 +157,8 @@ func TestGoBlocks(t *testing.T) {
 	}
 }
 
-// TestGoBlocksFail wants wrong blocks to be found, and what a block takes from those above it to hold.
+// TestGoBlocksFail wants wrong blocks to be found, and what a block takes from those above it to
+// hold.
 func TestGoBlocksFail(t *testing.T) {
 	p, err := load()
 	require.NoError(t, err)

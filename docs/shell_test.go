@@ -83,7 +83,8 @@ func command(name string, args ...string) (string, error) {
 	return string(out), nil
 }
 
-// shellCommands splits a block into commands of words. Comments, and where output goes, are left out.
+// shellCommands splits a block into commands of words. Comments, and where output goes, are left
+// out.
 func shellCommands(code string) (all [][]string) {
 	code = strings.ReplaceAll(code, "\\\n", " ")
 	for line := range strings.Lines(code) {
@@ -275,7 +276,8 @@ func checkScript(file string, args []string) error {
 	return nil
 }
 
-// TestCommands checks commands that are not run, in blocks and in sentences, and says which those are.
+// TestCommands checks commands that are not run, in blocks and in sentences, and says which those
+// are.
 func TestCommands(t *testing.T) {
 	p := built(t)
 	inline := regexp.MustCompile(`^(go (run|test|get|list|generate) |python3 |\.ci/)`)
@@ -334,8 +336,8 @@ func TestCommandsFail(t *testing.T) {
 	}
 }
 
-// shim has the shell run this module's commands as they were built, and adds the module as it is here
-// to a reader's own, without a network.
+// shim has the shell run this module's commands as they were built, and adds the module as it is
+// here to a reader's own, without a network.
 const shim = `set -euo pipefail
 go() {
 	case "$1 ${2-}" in

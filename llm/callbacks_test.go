@@ -75,7 +75,8 @@ func TestMonitor(t *testing.T) {
 	}
 }
 
-// TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update, and the ways once a run.
+// TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update,
+// and the ways once a run.
 func TestMonitorOnCPU(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
@@ -217,7 +218,8 @@ func TestScrub(t *testing.T) {
 	require.Equal(t, 2, strings.Count(out.String(), "\n"))
 }
 
-// TestScrubOfAFailedRun wants what was found to be told also when the run fails before a step's end.
+// TestScrubOfAFailedRun wants what was found to be told also when the run fails before a step's
+// end.
 func TestScrubOfAFailedRun(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
 	tr.Config.Epoch = 1
@@ -321,9 +323,10 @@ func TestNoEpochEnd(t *testing.T) {
 	require.NoError(t, tr.Run(t.Context()))
 }
 
-// BenchmarkTelemetry measures training steps of the model that examples/transformer trains by default: without telemetry, with
-// all of it, and with that of every fourth step, in turn, and by how much the last two take longer. Of every round it forms the
-// ratios, of the time by the clock and of the processor's time, in which other programs show less, and reports the median.
+// BenchmarkTelemetry measures training steps of the model that examples/transformer trains by
+// default: without telemetry, with all of it, and with that of every fourth step, in turn, and by
+// how much the last two take longer. Of every round it forms the ratios, of the time by the clock
+// and of the processor's time, in which other programs show less, and reports the median.
 func BenchmarkTelemetry(b *testing.B) {
 	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{0, 1, 2, 3}, Seeds: 16}
 	tr := newTrainerOf(b, c.Default(), 8)

@@ -301,7 +301,8 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 	return install, nil
 }
 
-// contentsOf reads the parameters and lattices of a file that fits m, and returns what makes them m's.
+// contentsOf reads the parameters and lattices of a file that fits m, and returns what makes them
+// m's.
 func (m *Model) contentsOf(ctx context.Context, f *modelfile.File) (load func(), err error) {
 	install, err := m.latticesOf(ctx, f)
 	if err != nil {

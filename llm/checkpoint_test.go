@@ -31,13 +31,15 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The tests that kill a process run this test binary again as their child. What it shall do stands in this variable.
+// The tests that kill a process run this test binary again as their child. What it shall do stands
+// in this variable.
 const childVariable = "LLM_TEST_CHILD"
 
 // optimizers by the names in childVariable.
 var optimizers = map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon}
 
-// TestChild is the child: it trains until it is killed, and saves to the file at the path that it is given.
+// TestChild is the child: it trains until it is killed, and saves to the file at the path that it
+// is given.
 func TestChild(t *testing.T) {
 	task := strings.Fields(os.Getenv(childVariable))
 	if len(task) == 0 {
@@ -143,8 +145,9 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// TestKillWhileSaving kills a training process that saves after every step, in turn at a random moment and soon after it has
-// begun a file, and each time wants a checkpoint that the next process resumes from.
+// TestKillWhileSaving kills a training process that saves after every step, in turn at a random
+// moment and soon after it has begun a file, and each time wants a checkpoint that the next process
+// resumes from.
 func TestKillWhileSaving(t *testing.T) {
 	kills := 200
 	if testing.Short() {
@@ -702,8 +705,8 @@ func FuzzBlueprint(f *testing.F) {
 
 func errorOf(_ any, err error) error { return err }
 
-// TestBackgroundCheckpoint wants each file that was written while a growing model went on training to be, byte for byte, the
-// one that is written between steps.
+// TestBackgroundCheckpoint wants each file that was written while a growing model went on training
+// to be, byte for byte, the one that is written between steps.
 func TestBackgroundCheckpoint(t *testing.T) {
 	files := func(opts ...CheckpointOption) map[int][]byte {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 11})
@@ -736,7 +739,8 @@ func TestBackgroundCheckpoint(t *testing.T) {
 	}
 }
 
-// TestBackgroundCheckpointFails wants a file that cannot be written to end the run, also if the run ends first.
+// TestBackgroundCheckpointFails wants a file that cannot be written to end the run, also if the run
+// ends first.
 func TestBackgroundCheckpointFails(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o666); err != nil {

@@ -325,8 +325,8 @@ func TestBadKasminaOptions(t *testing.T) {
 	}
 }
 
-// A blueprint that one run has trained goes on, bit for bit, in a slot of another one that trains, sent there from another
-// goroutine with the command that germinates the seed.
+// A blueprint that one run has trained goes on, bit for bit, in a slot of another one that trains,
+// sent there from another goroutine with the command that germinates the seed.
 func TestBlueprintMovesBetweenRuns(t *testing.T) {
 	dir := t.TempDir()
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
@@ -552,7 +552,8 @@ func TestCapacityResumes(t *testing.T) {
 	}
 }
 
-// Starts differ from seed to seed, from layer to layer and from one planting to the next, and are the same in every run.
+// Starts differ from seed to seed, from layer to layer and from one planting to the next, and are
+// the same in every run.
 func TestCapacityStarts(t *testing.T) {
 	plant := func() (all [][]float32) {
 		m, err := NewModel(roomy(), tensor.Float32, 1, state.WithoutGates(), state.WithEmbargo(0))
@@ -611,8 +612,8 @@ func TestCapacityErrors(t *testing.T) {
 	}
 }
 
-// A lattice that was saved before slots had a width of their own takes the model's; one of another width, or with a seed
-// whose blueprint does not fit, is refused.
+// A lattice that was saved before slots had a width of their own takes the model's; one of another
+// width, or with a seed whose blueprint does not fit, is refused.
 func TestCapacityOfLattices(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	for name, c := range map[string]struct {

@@ -73,8 +73,8 @@ func ExampleTrainer() {
 	// 0123456789
 }
 
-// A blueprint of rank 2 moves from one seed to another. During a run, callbacks may do so, and other goroutines submit the
-// command that ReadBlueprint returns.
+// A blueprint of rank 2 moves from one seed to another. During a run, callbacks may do so, and
+// other goroutines submit the command that ReadBlueprint returns.
 func ExampleModel_LoadBlueprint() {
 	dir, err := os.MkdirTemp("", "blueprint")
 	if err != nil {

@@ -168,8 +168,8 @@ func apartBy(t *testing.T, x, y any) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// TestDecoding wants the logits of a sequence that grows to be those of the whole window: of a prompt and token by token, in the
-// window and beyond it, of other sequences, and after training.
+// TestDecoding wants the logits of a sequence that grows to be those of the whole window: of a
+// prompt and token by token, in the window and beyond it, of other sequences, and after training.
 func TestDecoding(t *testing.T) {
 	r := texttest.Rand(t)
 	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 1e-5, tensor.Float64: 1e-13} {
@@ -236,7 +236,8 @@ func TestDecoding(t *testing.T) {
 	}
 }
 
-// TestDecodingRefusals wants errors of what is no sequence for the window, also where keys and values are kept.
+// TestDecodingRefusals wants errors of what is no sequence for the window, also where keys and
+// values are kept.
 func TestDecodingRefusals(t *testing.T) {
 	c := tiny()
 	m, err := NewModel(c, tensor.Float64, 1)
@@ -332,8 +333,8 @@ func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int)
 	return tr
 }
 
-// TestPaddedVocabulary draws much from a model that has learnt nearly nothing, and two thirds of whose vocabulary stand for
-// no text, after a prompt and from the start of a document.
+// TestPaddedVocabulary draws much from a model that has learnt nearly nothing, and two thirds of
+// whose vocabulary stand for no text, after a prompt and from the start of a document.
 func TestPaddedVocabulary(t *testing.T) {
 	text := numberedText(t)
 	bpe := trainBPE(t, 1, 270)
@@ -358,7 +359,8 @@ func TestPaddedVocabulary(t *testing.T) {
 	}
 }
 
-// TestOtherTokenizer wants a checkpoint to be refused by a trainer whose data is in other tokens, also with new settings.
+// TestOtherTokenizer wants a checkpoint to be refused by a trainer whose data is in other tokens,
+// also with new settings.
 func TestOtherTokenizer(t *testing.T) {
 	text := numberedText(t)
 	tr := paddedTrainer(t, trainBPE(t, 1, 270), text, 320)
@@ -375,8 +377,8 @@ func TestOtherTokenizer(t *testing.T) {
 	}
 }
 
-// TestLogitsFollowTheLoss compares the logits of a position with the loss of a batch in which only that position counts:
-// log Σ exp(logits) − logits[target].
+// TestLogitsFollowTheLoss compares the logits of a position with the loss of a batch in which only
+// that position counts: log Σ exp(logits) − logits[target].
 func TestLogitsFollowTheLoss(t *testing.T) {
 	r := texttest.Rand(t)
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1, dt: tensor.Float64})
@@ -434,7 +436,8 @@ func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption)
 	return g.Loss.Value().Data().(float64), grads
 }
 
-// TestDocumentsApart wants the loss of a sequence of documents, and its gradients, to be the means of those of each alone.
+// TestDocumentsApart wants the loss of a sequence of documents, and its gradients, to be the means
+// of those of each alone.
 func TestDocumentsApart(t *testing.T) {
 	r := texttest.Rand(t)
 	lengths := []int{1 + r.IntN(8), 1, 1 + r.IntN(20)}
@@ -481,8 +484,8 @@ func TestDocumentsApart(t *testing.T) {
 	}
 }
 
-// TestDocumentsOff wants the bits of a model that looks at no documents from one whose sequences are one document each, and a
-// configuration that is stored as before.
+// TestDocumentsOff wants the bits of a model that looks at no documents from one whose sequences
+// are one document each, and a configuration that is stored as before.
 func TestDocumentsOff(t *testing.T) {
 	r := texttest.Rand(t)
 	off := tiny()
@@ -515,8 +518,8 @@ func TestDocumentsOff(t *testing.T) {
 	}
 }
 
-// TestAcrossDocuments trains on documents of which each holds the number after that of the one before: it can be told only by
-// looking there.
+// TestAcrossDocuments trains on documents of which each holds the number after that of the one
+// before: it can be told only by looking there.
 func TestAcrossDocuments(t *testing.T) {
 	const numbers, steps, last = 8, 200, 20
 	tokens := endedTokens{&idTokens{tokenizer: "numbers", vocab: numbers + 1, fingerprint: "numbers"}, numbers}
@@ -561,8 +564,8 @@ func TestAcrossDocuments(t *testing.T) {
 	}
 }
 
-// TestResumeDocuments wants a resumed run to have the bits of a straight one, and to be refused where documents are treated
-// otherwise than before.
+// TestResumeDocuments wants a resumed run to have the bits of a straight one, and to be refused
+// where documents are treated otherwise than before.
 func TestResumeDocuments(t *testing.T) {
 	c := tiny()
 	c.Documents = true
@@ -613,7 +616,8 @@ func TestDocumentsNeedThem(t *testing.T) {
 	}
 }
 
-// TestDocumentsDecode wants what follows a text, which is one document, to be the same whatever the model does about others.
+// TestDocumentsDecode wants what follows a text, which is one document, to be the same whatever the
+// model does about others.
 func TestDocumentsDecode(t *testing.T) {
 	var logits [2][]string
 	for i, documents := range []bool{false, true} {

@@ -54,9 +54,10 @@ func randomBatch(r *rand.Rand, c llm.Config, sequences int) data.Batch {
 	return b
 }
 
-// TestGradients compares the gradients of models of any shape, with grouped queries, documents, tied and untied output layers
-// and seeds in every stage in which they are derivatives of the loss, with central differences; and those of batches that make
-// one step, computed again or not, with their mean.
+// TestGradients compares the gradients of models of any shape, with grouped queries, documents,
+// tied and untied output layers and seeds in every stage in which they are derivatives of the loss,
+// with central differences; and those of batches that make one step, computed again or not, with
+// their mean.
 func TestGradients(t *testing.T) {
 	models := 4
 	if testing.Short() {
@@ -82,7 +83,8 @@ func TestGradients(t *testing.T) {
 	}
 }
 
-// plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences mean nothing, and takes most of them on to where they are blended in and learn.
+// plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences
+// mean nothing, and takes most of them on to where they are blended in and learn.
 func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
 	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter, blueprints.LowRank, blueprints.ChunkMLP}
 	for _, l := range m.Kasmina.Lattices() {
@@ -106,7 +108,8 @@ func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
 	}
 }
 
-// checkModel compares a model's gradients on two batches with differences, and the trainer's of both together with their mean.
+// checkModel compares a model's gradients on two batches with differences, and the trainer's of
+// both together with their mean.
 func checkModel(t *testing.T, r *rand.Rand, m *llm.Model) {
 	t.Helper()
 	const sequences = 2

@@ -25,7 +25,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// growing makes a trainer of a run short enough for a test follow a controller, and lists what happens.
+// growing makes a trainer of a run short enough for a test follow a controller, and lists what
+// happens.
 func growing(t *testing.T, tr *Trainer) *[]string {
 	t.Helper()
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
@@ -44,8 +45,8 @@ func growing(t *testing.T, tr *Trainer) *[]string {
 	return &events
 }
 
-// TestGrowResumes wants a run with a controller that is interrupted and resumed, several times, to go as one that is not: the
-// same decisions, bit for bit the same model.
+// TestGrowResumes wants a run with a controller that is interrupted and resumed, several times, to
+// go as one that is not: the same decisions, bit for bit the same model.
 func TestGrowResumes(t *testing.T) {
 	const steps = 45
 	c := tiny()
@@ -92,7 +93,8 @@ func TestGrowResumes(t *testing.T) {
 	}
 }
 
-// TestCommandsDuringTraining has eight goroutines send commands while a model trains; the race detector and the checksums watch.
+// TestCommandsDuringTraining has eight goroutines send commands while a model trains; the race
+// detector and the checksums watch.
 func TestCommandsDuringTraining(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20000}) // more than the senders need, however late they start
 	stop := make(chan struct{})
@@ -146,7 +148,8 @@ func TestCommandsDuringTraining(t *testing.T) {
 	}
 }
 
-// TestRollbackOfAModel wants a rollback to put the parameters of the slot back to what they were when grafting began.
+// TestRollbackOfAModel wants a rollback to put the parameters of the slot back to what they were
+// when grafting began.
 func TestRollbackOfAModel(t *testing.T) {
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12, dt: dt})
@@ -220,8 +223,9 @@ func TestGrowErrors(t *testing.T) {
 	}
 }
 
-// TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and without it, one that trains by how
-// much that rises with its blueprint at full strength, and others by the loss alone; and all seeds to be as before afterwards.
+// TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and
+// without it, one that trains by how much that rises with its blueprint at full strength, and
+// others by the loss alone; and all seeds to be as before afterwards.
 func TestJudge(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 	growing(t, tr)
@@ -296,8 +300,8 @@ type lossy struct {
 
 func (l lossy) Loss(data.Batch) (float64, error) { return l.loss, nil }
 
-// TestGrowThroughHugeLosses wants a model that a held-out text tells nothing good of to be no reason for a run to end, nor for
-// a seed to be judged better than with a loss that is finite.
+// TestGrowThroughHugeLosses wants a model that a held-out text tells nothing good of to be no
+// reason for a run to end, nor for a seed to be judged better than with a loss that is finite.
 func TestGrowThroughHugeLosses(t *testing.T) {
 	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
@@ -334,8 +338,8 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 	}
 }
 
-// TestGrowHasTime wants thresholds that cannot be met in the planned steps to be refused, with what would be needed, and a run that
-// follows the advice to graft a blueprint in no more steps.
+// TestGrowHasTime wants thresholds that cannot be met in the planned steps to be refused, with what
+// would be needed, and a run that follows the advice to graft a blueprint in no more steps.
 func TestGrowHasTime(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -370,7 +374,8 @@ func TestGrowHasTime(t *testing.T) {
 	require.ErrorContains(t, trainer(state.WithThresholds(thresholds)).Grow(Growth{Controller: h, Validation: text}), "raise Patience")
 }
 
-// withoutDecay is the optimisers that move parameters by gradients and what they remember of these alone.
+// withoutDecay is the optimisers that move parameters by gradients and what they remember of these
+// alone.
 var withoutDecay = map[string]func() (optim.Optimizer, error){
 	"adamw": func() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0)) },
 	"muon": func() (optim.Optimizer, error) {
@@ -378,8 +383,9 @@ var withoutDecay = map[string]func() (optim.Optimizer, error){
 	},
 }
 
-// TestFrozenSlots wants a slot to keep its bits from the step on at which its last seed ceases to learn, however it does: no
-// momentum moves it. A run that is resumed from just before goes on with the same bits.
+// TestFrozenSlots wants a slot to keep its bits from the step on at which its last seed ceases to
+// learn, however it does: no momentum moves it. A run that is resumed from just before goes on with
+// the same bits.
 func TestFrozenSlots(t *testing.T) {
 	const layer, seed, slot, frozenAt, steps = 1, 1, 1, 5, 12
 	for name, optimizer := range withoutDecay {
@@ -418,7 +424,8 @@ func TestFrozenSlots(t *testing.T) {
 	}
 }
 
-// TestNewBlueprintWithoutMomentum wants nothing to be remembered of a slot that another blueprint takes over.
+// TestNewBlueprintWithoutMomentum wants nothing to be remembered of a slot that another blueprint
+// takes over.
 func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	if err := tr.Run(context.Background()); err != nil {

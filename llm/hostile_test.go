@@ -121,7 +121,8 @@ func TestCallbackArguments(t *testing.T) {
 	}
 }
 
-// TestSampleToDevice wants a sample to go where a file is written to but none can be made, as it does to /dev/stdout.
+// TestSampleToDevice wants a sample to go where a file is written to but none can be made, as it
+// does to /dev/stdout.
 func TestSampleToDevice(t *testing.T) {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -144,7 +145,8 @@ func TestSampleToDevice(t *testing.T) {
 	}
 }
 
-// TestLearningRateOfNaN wants a schedule that gives no number to end the run before it changes a parameter.
+// TestLearningRateOfNaN wants a schedule that gives no number to end the run before it changes a
+// parameter.
 func TestLearningRateOfNaN(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
 	tr.Config.Schedule = optim.Constant(math.NaN())
@@ -194,8 +196,8 @@ func smallTrainer(t testing.TB, c Config) *Trainer {
 	return tr
 }
 
-// TestHostileConfig wants configurations that ask for more than memory holds, in files whose checksums are right, to be
-// refused before anything is allocated.
+// TestHostileConfig wants configurations that ask for more than memory holds, in files whose
+// checksums are right, to be refused before anything is allocated.
 func TestHostileConfig(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	whole := metadata[modelfile.ConfigKey]
@@ -223,8 +225,8 @@ func TestHostileConfig(t *testing.T) {
 	}
 }
 
-// TestLatticeOfOtherSlots wants the number of slots that a lattice's header states to be the model's, whose weights a seed of
-// a slot beyond them would be looked up in.
+// TestLatticeOfOtherSlots wants the number of slots that a lattice's header states to be the
+// model's, whose weights a seed of a slot beyond them would be looked up in.
 func TestLatticeOfOtherSlots(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	l, err := state.NewLattice(2, 4, state.WithSlots(9))
@@ -250,7 +252,8 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 	}
 }
 
-// FuzzLoad gives LoadModel, ReadNotes and Resume files that are whole, with altered metadata and one altered tensor.
+// FuzzLoad gives LoadModel, ReadNotes and Resume files that are whole, with altered metadata and
+// one altered tensor.
 func FuzzLoad(f *testing.F) {
 	tensors, metadata := smallCheckpoint(f)
 	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0}, Seeds: 2}.Default()
@@ -285,7 +288,8 @@ func FuzzLoad(f *testing.F) {
 	})
 }
 
-// TestModelLargerThanMemory wants an error of parameters that the computer cannot hold, before it is asked to.
+// TestModelLargerThanMemory wants an error of parameters that the computer cannot hold, before it
+// is asked to.
 func TestModelLargerThanMemory(t *testing.T) {
 	if memory.Check("", 180<<30) == nil {
 		t.Skip("it is not known how much memory this computer has, or it is enough")

@@ -23,12 +23,12 @@ var ErrSettings = errors.New("checkpoint of a run with other settings")
 // the run then continues as if it had never stopped, bit for bit on processors with the same
 // instructions. A file that is damaged, of another architecture (ErrArchitecture), of other data
 // (data.ErrChanged), of a run with other settings (ErrSettings: the fields of TrainConfig that
-// matter, Config.KasminaOptions, the schedule, the optimiser and its options, the loader's seed, the
-// tokenizer, the engine, how it grows) or beyond TrainConfig.Steps is an error, after which the trainer is as
-// before. When the engine cannot take what was read, the error says so: model and optimiser are the
-// file's then, which Model.Save can save, and the trainer's Run, Save and Evaluate refuse until a
-// Resume succeeds. When the context ends while the file is read, nothing has changed either. A run
-// that goes on meanwhile goes on from there.
+// matter, Config.KasminaOptions, the schedule, the optimiser and its options, the loader's seed,
+// the tokenizer, the engine, how it grows) or beyond TrainConfig.Steps is an error, after which the
+// trainer is as before. When the engine cannot take what was read, the error says so: model and
+// optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and
+// Evaluate refuse until a Resume succeeds. When the context ends while the file is read, nothing
+// has changed either. A run that goes on meanwhile goes on from there.
 //
 // Grow may be called before or after: where the run grew in another way, or not at all, Resume or
 // Run returns the ErrSettings.

@@ -47,8 +47,8 @@ type abacus struct{ Engine }
 
 func (abacus) Name() string { return "abacus" }
 
-// TestResumeWithOtherSettings wants each setting that decides the bits of a run to be refused by name, with both values,
-// unless the caller asks for it, who is then told the same.
+// TestResumeWithOtherSettings wants each setting that decides the bits of a run to be refused by
+// name, with both values, unless the caller asks for it, who is then told the same.
 func TestResumeWithOtherSettings(t *testing.T) {
 	path := checkpointAt5(t)
 	adamW := func(opts ...optim.AdamWOption) func(*testing.T, *Trainer) {
@@ -115,8 +115,8 @@ func TestResumeWithOtherSettings(t *testing.T) {
 	}
 }
 
-// TestResumeWithMoreSteps wants a run that has ended to go on: as if it had been planned so where nothing depends on Steps,
-// and by consent where the schedule does.
+// TestResumeWithMoreSteps wants a run that has ended to go on: as if it had been planned so where
+// nothing depends on Steps, and by consent where the schedule does.
 func TestResumeWithMoreSteps(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	cosine := func(steps int) optim.Schedule {
@@ -180,7 +180,8 @@ func TestNotes(t *testing.T) {
 	}
 }
 
-// TestResumeOfACompleteRun wants a run without steps left to be evaluated, saved and sampled all the same.
+// TestResumeOfACompleteRun wants a run without steps left to be evaluated, saved and sampled all
+// the same.
 func TestResumeOfACompleteRun(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
@@ -249,7 +250,8 @@ type nameless struct{ Engine }
 
 func (nameless) Name() string { return "" }
 
-// TestResumeWithoutEngine wants a checkpoint that does not say what engine computed it to go on with any.
+// TestResumeWithoutEngine wants a checkpoint that does not say what engine computed it to go on
+// with any.
 func TestResumeWithoutEngine(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	old := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
@@ -290,8 +292,9 @@ func savedOn(t *testing.T, text string) string {
 	return path
 }
 
-// TestResumeOnOtherText wants a run to go on with the same text, whatever its file is called, and other text of the same name and
-// size to be refused unless it is asked for; then as much of the run to be kept as is asked for.
+// TestResumeOnOtherText wants a run to go on with the same text, whatever its file is called, and
+// other text of the same name and size to be refused unless it is asked for; then as much of the
+// run to be kept as is asked for.
 func TestResumeOnOtherText(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	one, two := strings.Repeat("all of one text. ", 60), strings.Repeat("all of two text. ", 60)
@@ -333,8 +336,8 @@ func updates(o optim.Optimizer) (n int64) {
 	return n
 }
 
-// TestResumeGrowth wants a run that grew to go on growing in the same way only, unless other settings are asked for, whether Grow is
-// called before Resume or after.
+// TestResumeGrowth wants a run that grew to go on growing in the same way only, unless other
+// settings are asked for, whether Grow is called before Resume or after.
 func TestResumeGrowth(t *testing.T) {
 	validation := func(text string, batch int) *data.Evaluation {
 		e, err := data.NewEvaluation([]byte(text), tokenizer.Bytes{}, batch, tiny().Seq)

@@ -169,7 +169,8 @@ func TestAccumulation(t *testing.T) {
 	}
 }
 
-// TestEvaluationLeavesNoTrace wants the same run whether it is evaluated and sampled or not, and callbacks to see the events.
+// TestEvaluationLeavesNoTrace wants the same run whether it is evaluated and sampled or not, and
+// callbacks to see the events.
 func TestEvaluationLeavesNoTrace(t *testing.T) {
 	var got [2]*Trainer
 	var kinds []EventKind
@@ -205,7 +206,8 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 	}
 }
 
-// checkSame wants the same bits in every parameter, every seed field and everything the optimisers remember.
+// checkSame wants the same bits in every parameter, every seed field and everything the optimisers
+// remember.
 func checkSame(t *testing.T, a, b *Trainer) {
 	t.Helper()
 	for i, p := range a.Model.Params {
@@ -282,8 +284,8 @@ func sameBits(a, b any) bool {
 	return false
 }
 
-// TestNaN poisons a parameter in mid-run: training stops, says at which step and where, keeps the parameters of the last
-// step, and the last good checkpoint stays.
+// TestNaN poisons a parameter in mid-run: training stops, says at which step and where, keeps the
+// parameters of the last step, and the last good checkpoint stays.
 func TestNaN(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
@@ -315,7 +317,8 @@ func TestNaN(t *testing.T) {
 	}
 }
 
-// TestNaNInGradient poisons the loss's gradient alone: an infinite activation can leave the loss finite.
+// TestNaNInGradient poisons the loss's gradient alone: an infinite activation can leave the loss
+// finite.
 func TestNaNInGradient(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 	before := bitsOf(tr.Model.Params[0].Value)
@@ -359,8 +362,9 @@ func TestInterrupt(t *testing.T) {
 	}
 }
 
-// TestInterruptBetweenCallbacks ends the context at a step's end, before the callbacks that take time: they do nothing more,
-// those behind them see the step, the state is saved, and the run says that it did not do all it should.
+// TestInterruptBetweenCallbacks ends the context at a step's end, before the callbacks that take
+// time: they do nothing more, those behind them see the step, the state is saved, and the run says
+// that it did not do all it should.
 func TestInterruptBetweenCallbacks(t *testing.T) {
 	for _, at := range []int{3, 6} { // in mid-run and at the last step
 		dir := t.TempDir()
@@ -399,7 +403,8 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 	}
 }
 
-// TestRunEndReachesAll wants a callback that fails at the end, or when the run is interrupted, to hide that from no other.
+// TestRunEndReachesAll wants a callback that fails at the end, or when the run is interrupted, to
+// hide that from no other.
 func TestRunEndReachesAll(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	ctx, cancel := context.WithCancel(context.Background())
@@ -470,7 +475,8 @@ func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
 	return s.Optimizer.Step(model)
 }
 
-// TestClip wants the optimiser's gradients to have at most the norm Clip, and events to tell the norm before.
+// TestClip wants the optimiser's gradients to have at most the norm Clip, and events to tell the
+// norm before.
 func TestClip(t *testing.T) {
 	for _, clip := range []float64{0.01, 1e6, 0} {
 		s := &normSpy{}
@@ -614,7 +620,8 @@ func TestCallbackError(t *testing.T) {
 	}
 }
 
-// TestGenerateWindow wants a token to depend on what the window holds alone, and a long prompt to be cut from the left.
+// TestGenerateWindow wants a token to depend on what the window holds alone, and a long prompt to
+// be cut from the left.
 func TestGenerateWindow(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	g, err := NewGenerator(tr.Model)
@@ -642,8 +649,8 @@ func TestGenerateWindow(t *testing.T) {
 	}
 }
 
-// TestCheckpointPlace wants a run whose checkpoint could not be written to end before its first step, and to leave nothing
-// beside a checkpoint that could.
+// TestCheckpointPlace wants a run whose checkpoint could not be written to end before its first
+// step, and to leave nothing beside a checkpoint that could.
 func TestCheckpointPlace(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(t.TempDir(), "file")

@@ -31,8 +31,9 @@ func (g gathering) Gradients(b data.Batch) (float64, error) {
 	return g.Engine.Gradients(b)
 }
 
-// TestInterruptBetweenBatches wants a context that ends while a step gathers gradients to end the run there, and the checkpoint to
-// be that of the step before: the run that resumes goes as one that was not interrupted, bit for bit.
+// TestInterruptBetweenBatches wants a context that ends while a step gathers gradients to end the
+// run there, and the checkpoint to be that of the step before: the run that resumes goes as one
+// that was not interrupted, bit for bit.
 func TestInterruptBetweenBatches(t *testing.T) {
 	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}
 	straight, first, second := newTrainer(t, o), newTrainer(t, o), newTrainer(t, o)
@@ -57,8 +58,8 @@ func TestInterruptBetweenBatches(t *testing.T) {
 	checkSame(t, straight, first)
 }
 
-// TestLastCheckpoint wants a run that a callback ends to leave a checkpoint of its last step, with the first error first, and one
-// with nothing new or nothing sound to leave the file alone.
+// TestLastCheckpoint wants a run that a callback ends to leave a checkpoint of its last step, with
+// the first error first, and one with nothing new or nothing sound to leave the file alone.
 func TestLastCheckpoint(t *testing.T) {
 	full := errors.New("the disk is full")
 	for name, c := range map[string]struct {
@@ -152,8 +153,8 @@ func TestTurns(t *testing.T) {
 	require.NoError(t, os.Remove(path))
 }
 
-// TestClosedTrainerAnswers wants commands of a model that no trainer is left to run to be answered, and a run of a trainer that is
-// closed meanwhile to end.
+// TestClosedTrainerAnswers wants commands of a model that no trainer is left to run to be answered,
+// and a run of a trainer that is closed meanwhile to end.
 func TestClosedTrainerAnswers(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 	plant := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}}
@@ -176,7 +177,8 @@ func TestClosedTrainerAnswers(t *testing.T) {
 	require.NoError(t, next.Close())
 }
 
-// operations is how many calls are made beside a run. Asked for by KASMINA_OPERATIONS, 10000 take minutes.
+// operations is how many calls are made beside a run. Asked for by KASMINA_OPERATIONS, 10000 take
+// minutes.
 func operations(t *testing.T) int64 {
 	n, err := strconv.ParseInt(os.Getenv("KASMINA_OPERATIONS"), 10, 64)
 	if err != nil {
@@ -205,8 +207,9 @@ type beside struct {
 	files sync.Map // and of those in each file that was saved
 }
 
-// TestBesideARun wants whatever goes on beside a run to find the model between two steps: saves, loads, blueprints, samples,
-// scores, commands and questions. Every file loads, and has parameters that the model had at the end of a step.
+// TestBesideARun wants whatever goes on beside a run to find the model between two steps: saves,
+// loads, blueprints, samples, scores, commands and questions. Every file loads, and has parameters
+// that the model had at the end of a step.
 func TestBesideARun(t *testing.T) {
 	left := operations(t)
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})

@@ -10,9 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Replayer is an op that keeps a record of its runs, such as telemetry. Where a graph is computed a second time for its
-// gradient, [autodiff.Recompute] runs the op's replay instead: the same arithmetic from the same record, adding nothing
-// to it.
+// Replayer is an op that keeps a record of its runs, such as telemetry. Where a graph is computed a
+// second time for its gradient, [autodiff.Recompute] runs the op's replay instead: the same
+// arithmetic from the same record, adding nothing to it.
 //
 // [autodiff.Recompute]: https://pkg.go.dev/github.com/kasmina-go/kasmina/autodiff#Recompute
 type Replayer interface {
@@ -59,8 +59,8 @@ func checkGraph(op string, args ...arg) error {
 	return nil
 }
 
-// checkDims returns an error unless a has the given number of dimensions, which want describes, such as "[rows, D]", and none
-// of them is 0.
+// checkDims returns an error unless a has the given number of dimensions, which want describes,
+// such as "[rows, D]", and none of them is 0.
 func checkDims(op string, a arg, dims int, want string) error {
 	got := a.node.Shape()
 	if len(got) != dims {
@@ -91,8 +91,9 @@ func checkInts(op string, a arg, n int, because string) error {
 	return checkShape(op, a, because, n)
 }
 
-// backward applies the backward op b, whose inputs are in and whose packed result holds the gradients of the first n of
-// them, and returns one node for each gradient. forward is the op that b differentiates.
+// backward applies the backward op b, whose inputs are in and whose packed result holds the
+// gradients of the first n of them, and returns one node for each gradient. forward is the op that
+// b differentiates.
 func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op, in gorgonia.Nodes, n int,
 	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {
 	shapes := make([]tensor.Shape, n)

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// ErrNoTargets is wrapped by the error of a cross-entropy whose batch has no row with a target of at least 0, so that
-// there is nothing to take the mean of.
+// ErrNoTargets is wrapped by the error of a cross-entropy whose batch has no row with a target of
+// at least 0, so that there is nothing to take the mean of.
 var ErrNoTargets = errors.New("no row has a target")
 
 // CrossEntropyOp is the op behind [CrossEntropy].
@@ -26,8 +26,9 @@ type CrossEntropyOp struct {
 //
 //	loss = mean over rows r with targets[r] ≥ 0 of  log Σ_v exp(logits[r, v]) − logits[r, targets[r]]
 //
-// logits is [rows, V] of float32 or float64, targets is [rows] of type int, loss is a scalar. Rows with a negative target
-// count for nothing. A target of V or more is an error when the graph runs, and so is a batch without targets.
+// logits is [rows, V] of float32 or float64, targets is [rows] of type int, loss is a scalar. Rows
+// with a negative target count for nothing. A target of V or more is an error when the graph runs,
+// and so is a batch without targets.
 func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "CrossEntropy"
 	al, at := arg{"logits", logits}, arg{"targets", targets}
@@ -50,7 +51,8 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	return gorgonia.ApplyOp(o, logits, targets)
 }
 
-// checkTargets returns an error unless targets has a row to learn from and all lie below the vocabulary's size v.
+// checkTargets returns an error unless targets has a row to learn from and all lie below the
+// vocabulary's size v.
 func checkTargets(targets []int, v int) error {
 	for r, t := range targets {
 		if t >= v {
@@ -88,7 +90,8 @@ func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node)
 	return gorgonia.Nodes{dx, nil}, nil
 }
 
-// CrossEntropyGradOp computes the gradient of the logits from logits, targets, the loss and its gradient.
+// CrossEntropyGradOp computes the gradient of the logits from logits, targets, the loss and its
+// gradient.
 type CrossEntropyGradOp struct {
 	opbase.Base
 	Forward *CrossEntropyOp

@@ -18,8 +18,8 @@ type EmbeddingOp struct{ opbase.Base }
 //
 //	y[r] = table[ids[r]]
 //
-// ids is [rows] of type int, table is [V, D] of float32 or float64, y is [rows, D]. An id outside [0, V) is an error when
-// the graph runs. The gradient of the table is dense; ids have none.
+// ids is [rows] of type int, table is [V, D] of float32 or float64, y is [rows, D]. An id outside
+// [0, V) is an error when the graph runs. The gradient of the table is dense; ids have none.
 func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "Embedding"
 	ai, at := arg{"ids", ids}, arg{"table", table}

@@ -22,9 +22,10 @@ func matrixNode(g *gorgonia.ExprGraph, name string, rows, cols int, data ...floa
 	return gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName(name), gorgonia.WithShape(rows, cols), gorgonia.WithValue(value))
 }
 
-// A model of one block, as Llama has them, and the gradients of its loss: embedding, attention with rotary positions, a SiLU-gated
-// perceptron, norms, and the output layer with its loss. Two sequences of four tokens. It knows nothing yet, so that its loss is
-// near that of a guess, ln 16 ≈ 2.8.
+// A model of one block, as Llama has them, and the gradients of its loss: embedding, attention with
+// rotary positions, a SiLU-gated perceptron, norms, and the output layer with its loss. Two
+// sequences of four tokens. It knows nothing yet, so that its loss is near that of a guess, ln 16 ≈
+// 2.8.
 func Example() {
 	const seq, vocab, dim, heads, ff = 4, 16, 8, 2, 24
 	g := gorgonia.NewGraph()
@@ -79,8 +80,8 @@ func Example() {
 	// Output: loss 3.0, gradients of 11 parameters, those of embedding (16, 8)
 }
 
-// Two sequences of three positions, one head with two features. All keys are alike, so every position sees the average of
-// the values up to its own.
+// Two sequences of three positions, one head with two features. All keys are alike, so every
+// position sees the average of the values up to its own.
 func ExampleAttention() {
 	g := gorgonia.NewGraph()
 	q := matrixNode(g, "q", 6, 2, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6)
@@ -112,7 +113,8 @@ func ExampleAttention() {
 	// [3.0 3.0]
 }
 
-// Two documents share a sequence. All keys are alike, so every position sees the average of its document's values up to its own.
+// Two documents share a sequence. All keys are alike, so every position sees the average of its
+// document's values up to its own.
 func ExampleDocumentAttention() {
 	g := gorgonia.NewGraph()
 	q := matrixNode(g, "q", 5, 1, 1, 2, 3, 4, 5)
@@ -139,8 +141,9 @@ func ExampleDocumentAttention() {
 	// [2 3 4 10 15]
 }
 
-// The output layer and loss of a language model with four words: the first position scores them all alike and should say
-// word 2, the second is sure of word 1, and rightly so. The third has no target.
+// The output layer and loss of a language model with four words: the first position scores them all
+// alike and should say word 2, the second is sure of word 1, and rightly so. The third has no
+// target.
 func ExampleLinearCrossEntropy() {
 	g := gorgonia.NewGraph()
 	x := matrixNode(g, "x", 3, 2, 0, 0, 0, 50, 1, 1)
@@ -176,8 +179,8 @@ func ExampleLinearCrossEntropy() {
 	// dx of the third [0.000 0.000]
 }
 
-// A layer of two seeds over four features. Seed 1 is fine-tuning a Residual blueprint in slot 1, which adds 10 to its two
-// features; seed 0 is dormant.
+// A layer of two seeds over four features. Seed 1 is fine-tuning a Residual blueprint in slot 1,
+// which adds 10 to its two features; seed 0 is dormant.
 func ExampleKasmina() {
 	lattice, err := state.NewLattice(2, 4, state.WithoutGates())
 	if err != nil {
@@ -235,8 +238,9 @@ func ExampleKasmina() {
 	// mean of seed 1's input 3.5
 }
 
-// A small classifier of Gorgonia's own ops, with a Kasmina layer behind its hidden features, learns XOR, and seed 0 goes
-// through a whole life meanwhile. The gates are left out here; in a real run they decide, by Metrics, when a seed may go on.
+// A small classifier of Gorgonia's own ops, with a Kasmina layer behind its hidden features, learns
+// XOR, and seed 0 goes through a whole life meanwhile. The gates are left out here; in a real run
+// they decide, by Metrics, when a seed may go on.
 func ExampleKasmina_training() {
 	check := func(err error) {
 		if err != nil {

@@ -19,7 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// goldenOps builds the op of a golden case from its inputs, which are in the order of the op's arguments.
+// goldenOps builds the op of a golden case from its inputs, which are in the order of the op's
+// arguments.
 var goldenOps = map[string]func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error){
 	"RMSNorm": func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
 		return op.RMSNorm(in[0], in[1], settings[struct{ Eps float64 }](c).Eps)
@@ -107,7 +108,8 @@ func TestGoldenKasminaOptions(t *testing.T) {
 	}
 }
 
-// goldenCase is one case of a file testdata/golden_*.safetensors. make_golden.py there says what it holds.
+// goldenCase is one case of a file testdata/golden_*.safetensors. make_golden.py there says what it
+// holds.
 type goldenCase struct {
 	name     string
 	settings json.RawMessage
@@ -144,8 +146,8 @@ func settings[S any](c *goldenCase) (s S) {
 	return s
 }
 
-// check builds the graph of cost = Σ g ⊙ y, y = build(inputs), runs it on a tape machine and compares y and the gradients
-// of the inputs with the case's.
+// check builds the graph of cost = Σ g ⊙ y, y = build(inputs), runs it on a tape machine and
+// compares y and the gradients of the inputs with the case's.
 func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward float64, build func(*goldenCase, gorgonia.Nodes) (*gorgonia.Node, error)) {
 	graph := gorgonia.NewGraph()
 	var in, wrt gorgonia.Nodes
@@ -191,7 +193,8 @@ func letFloats(t *testing.T, n *gorgonia.Node, x safetensors.Tensor) {
 	}
 }
 
-// node returns an input node with the value of a tensor: float32 in the file and dt in the graph, or ids.
+// node returns an input node with the value of a tensor: float32 in the file and dt in the graph,
+// or ids.
 func (c *goldenCase) node(g *gorgonia.ExprGraph, name string, dt tensor.Dtype) *gorgonia.Node {
 	x := c.tensors[name]
 	var value *tensor.Dense
@@ -224,7 +227,8 @@ func convert[T, S int | int64 | float32 | float64](data []S) []T {
 	return out
 }
 
-// compare reports an error when got is not the case's tensor within the given error; nothing but zeros equals zeros.
+// compare reports an error when got is not the case's tensor within the given error; nothing but
+// zeros equals zeros.
 func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, most float64) {
 	t.Helper()
 	want, ok := c.tensors[name].Data.([]float64)
@@ -237,8 +241,8 @@ func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, most
 	}
 }
 
-// TestGoldenModel compares the loss and all gradients of a whole model with PyTorch's: a Llama of two blocks with a Kasmina
-// layer between them.
+// TestGoldenModel compares the loss and all gradients of a whole model with PyTorch's: a Llama of
+// two blocks with a Kasmina layer between them.
 func TestGoldenModel(t *testing.T) {
 	for _, c := range loadGolden(t, "model") {
 		for _, e := range goldenErrors {
@@ -342,8 +346,8 @@ func place(l *state.Lattice, seed int, s seedSetting) error {
 	return fmt.Errorf("no stage %q", s.Stage)
 }
 
-// TestKasminaGolden compares the layer with PyTorch in float64: every stage and kind, mixed lattices, shared slots, odd
-// sizes and activations that the adaptive mode scales.
+// TestKasminaGolden compares the layer with PyTorch in float64: every stage and kind, mixed
+// lattices, shared slots, odd sizes and activations that the adaptive mode scales.
 func TestKasminaGolden(t *testing.T) {
 	cases := loadGolden(t, "kasmina")
 	if len(cases) < 50 {

@@ -20,7 +20,8 @@ func random(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// normal returns normal numbers that float32 holds exactly, so that both precisions start from the same ones.
+// normal returns normal numbers that float32 holds exactly, so that both precisions start from the
+// same ones.
 func normal(r *rand.Rand, n int) []float64 {
 	x := make([]float64, n)
 	for i := range x {
@@ -107,8 +108,8 @@ func must(t testing.TB) func(*gorgonia.Node, error) *gorgonia.Node {
 	}
 }
 
-// kasminaLayer runs the forward and the backward op of one layer by themselves, so that a test decides what happens in
-// between. Their results are written over NaN.
+// kasminaLayer runs the forward and the backward op of one layer by themselves, so that a test
+// decides what happens in between. Their results are written over NaN.
 type kasminaLayer struct {
 	t                 testing.TB
 	dt                tensor.Dtype
@@ -235,8 +236,9 @@ func (k *kasminaLayer) difference(v *float64) float64 {
 	return (up - down) / (2 * h)
 }
 
-// checkDifferences compares gradients with central differences, where these are off with shorter steps too, for a kink that lies
-// within a step of the random number, and with longer ones, for a sum so large that its rounding shows in a short one.
+// checkDifferences compares gradients with central differences, where these are off with shorter
+// steps too, for a kink that lies within a step of the random number, and with longer ones, for a
+// sum so large that its rounding shows in a short one.
 func (k *kasminaLayer) checkDifferences(what string, got, of []float64) {
 	k.t.Helper()
 	scale := 1e-2

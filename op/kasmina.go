@@ -13,25 +13,29 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// ErrNonFinite is what a run's error wraps when a Kasmina layer made with [StopOnNonFinite] meets NaN or Inf. See [RunError] for
-// the errors of Gorgonia's own machines.
+// ErrNonFinite is what a run's error wraps when a Kasmina layer made with [StopOnNonFinite] meets
+// NaN or Inf. See [RunError] for the errors of Gorgonia's own machines.
 var ErrNonFinite = errors.New("NaN or Inf")
 
-// ErrBlueprint is what a run's error wraps when a function of a registered blueprint has panicked: blueprints.ErrPanic. The error
-// names the seed and the kind, and shows the stack. See [RunError] for the errors of Gorgonia's own machines.
+// ErrBlueprint is what a run's error wraps when a function of a registered blueprint has panicked:
+// blueprints.ErrPanic. The error names the seed and the kind, and shows the stack. See [RunError]
+// for the errors of Gorgonia's own machines.
 var ErrBlueprint = blueprints.ErrPanic
 
-// Stability says what a [Kasmina] layer does about extreme inputs of seeds whose blueprint computes.
+// Stability says what a [Kasmina] layer does about extreme inputs of seeds whose blueprint
+// computes.
 type Stability uint8
 
 const (
-	// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of two, and scales the
-	// result up again, so that intermediate results do not overflow. It computes the same function as Fast.
+	// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of two,
+	// and scales the result up again, so that intermediate results do not overflow. It computes the
+	// same function as Fast.
 	Adaptive Stability = iota
 	// Fast computes the formulas as they are.
 	Fast
-	// Strict replaces x, for the blend and the transform, by 0 where |x| < ε, and clamps it to mean ± 6σ of the seed's
-	// input in the previous pass with telemetry. No gradient passes where that changes x.
+	// Strict replaces x, for the blend and the transform, by 0 where |x| < ε, and clamps it to mean ±
+	// 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
+	// changes x.
 	Strict
 )
 
@@ -87,8 +91,8 @@ func WithStability(s Stability) KasminaOption {
 	}
 }
 
-// WithEpsilon sets ε, below whose magnitude an activation counts as dead, and which keeps denominators from 0. The default
-// is 1e-8.
+// WithEpsilon sets ε, below whose magnitude an activation counts as dead, and which keeps
+// denominators from 0. The default is 1e-8.
 func WithEpsilon(eps float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.Epsilon = eps
@@ -104,8 +108,9 @@ func WithGradClip(limit float64) KasminaOption {
 	}
 }
 
-// WithAdaptiveGradClip clips as [WithGradClip] does, with limit = mean + deviations·σ of the norms of the seed's gradient
-// over the rows of all passes with telemetry so far. The first pass is not clipped.
+// WithAdaptiveGradClip clips as [WithGradClip] does, with limit = mean + deviations·σ of the norms
+// of the seed's gradient over the rows of all passes with telemetry so far. The first pass is not
+// clipped.
 func WithAdaptiveGradClip(deviations float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.AdaptiveClip = deviations
@@ -113,10 +118,11 @@ func WithAdaptiveGradClip(deviations float64) KasminaOption {
 	}
 }
 
-// StopOnNonFinite makes a run fail, with an error wrapping [ErrNonFinite] that names the seed, when x or the output's
-// gradient holds NaN or Inf. Without it they are only counted and reported; see [state.SeedReport]. So are those of a gradient
-// that carries a loss scale above 1 (precision Float16 on a GPU): the scale may be to blame, and the step is skipped.
-// What Gorgonia's own machines return does not unwrap by itself; see [RunError].
+// StopOnNonFinite makes a run fail, with an error wrapping [ErrNonFinite] that names the seed, when
+// x or the output's gradient holds NaN or Inf. Without it they are only counted and reported; see
+// [state.SeedReport]. So are those of a gradient that carries a loss scale above 1 (precision
+// Float16 on a GPU): the scale may be to blame, and the step is skipped. What Gorgonia's own
+// machines return does not unwrap by itself; see [RunError].
 func StopOnNonFinite() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.StopOnNonFinite = true
@@ -124,9 +130,10 @@ func StopOnNonFinite() KasminaOption {
 	}
 }
 
-// WithoutTelemetry makes a layer that reads its lattice and leaves no figures in it, for evaluation, sampling and gradient
-// checks: running it does not change what it computes. Only NaN and Inf, which are never hidden, are added to the lattice's
-// counts; a run that meets none leaves no trace.
+// WithoutTelemetry makes a layer that reads its lattice and leaves no figures in it, for
+// evaluation, sampling and gradient checks: running it does not change what it computes. Only NaN
+// and Inf, which are never hidden, are added to the lattice's counts; a run that meets none leaves
+// no trace.
 func WithoutTelemetry() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.NoTelemetry = true
@@ -157,38 +164,44 @@ type KasminaOp struct {
 //	y = x + α(t(x) − x)      in Grafting, Stabilization and Evaluating, with the seed's α, and in FineTuning and
 //	                         Fossilized, with α = 1
 //
-// where t is the transform of the seed's blueprint, with the weights and the scale of the seed's slot (see the package
-// blueprints). x and y are [rows, D], and D is the lattice's number of hidden features; its S seeds have C = D/S columns
-// each. weights is [slots, W] and scales is [slots]; all three are float32 or all float64. Slot 0 means "none", so row 0 is
-// never read and real slots start at 1. A seed in any stage whose slot is 0 has t(x) = x. Seeds may share a slot: their
+// where t is the transform of the seed's blueprint, with the weights and the scale of the seed's
+// slot (see the package blueprints). x and y are [rows, D], and D is the lattice's number of hidden
+// features; its S seeds have C = D/S columns each. weights is [slots, W] and scales is [slots]; all
+// three are float32 or all float64. Slot 0 means "none", so row 0 is never read and real slots
+// start at 1. A seed in any stage whose slot is 0 has t(x) = x. Seeds may share a slot: their
 // gradients add up.
 //
-// W is C or more: a kind uses the first of a row's weights, as many as [blueprints.Size] says, and the others have no
-// gradient. The kinds with capacity need 2C or more, and W decides their rank. A kind for which W is too small is an error
-// wrapping [blueprints.ErrWidth]: here, if a seed already has it; from [state.Lattice.RequestGermination], if the lattice
-// knows W by [state.WithWidth]; or when the graph runs.
+// W is C or more: a kind uses the first of a row's weights, as many as [blueprints.Size] says, and
+// the others have no gradient. The kinds with capacity need 2C or more, and W decides their rank. A
+// kind for which W is too small is an error wrapping [blueprints.ErrWidth]: here, if a seed already
+// has it; from [state.Lattice.RequestGermination], if the lattice knows W by [state.WithWidth]; or
+// when the graph runs.
 //
-// A slot whose weights and scale are all 0 has not been written. The first pass that computes with it writes the identity start
-// of the seed's kind there, as [blueprints.Identity] has it, so that weights and scales may begin as gorgonia.Zeroes. A slot that
-// holds anything else stays as it is: one that is used again starts anew by [blueprints.Identity], or by a [state.Network].
+// A slot whose weights and scale are all 0 has not been written. The first pass that computes with
+// it writes the identity start of the seed's kind there, as [blueprints.Identity] has it, so that
+// weights and scales may begin as gorgonia.Zeroes. A slot that holds anything else stays as it is:
+// one that is used again starts anew by [blueprints.Identity], or by a [state.Network].
 //
-// Gradients follow from the formulas. They reach weights and scales in the stages Grafting, Stabilization and FineTuning,
-// and also in Training: there y = x and dx = g, and the parameters learn as if the output were t(x). Elsewhere they are 0.
+// Gradients follow from the formulas. They reach weights and scales in the stages Grafting,
+// Stabilization and FineTuning, and also in Training: there y = x and dx = g, and the parameters
+// learn as if the output were t(x). Elsewhere they are 0.
 //
-// A parameter whose gradient is 0 is still moved by a solver that has momentum or weight decay. For a frozen blueprint to
-// stay as it is, bit for bit, the solver must forget what it knows of slots with which no seed learns any more (see
-// [state.Lattice.LearningSlots] and Forget of optim.Optimizer), and must not decay weights.
+// A parameter whose gradient is 0 is still moved by a solver that has momentum or weight decay. For
+// a frozen blueprint to stay as it is, bit for bit, the solver must forget what it knows of slots
+// with which no seed learns any more (see [state.Lattice.LearningSlots] and Forget of
+// optim.Optimizer), and must not decay weights.
 //
-// A forward pass takes a snapshot of the lattice at its start, and its backward pass goes by the same one: a stage or α that
-// changes in between, from whatever goroutine, takes effect at the next forward pass. Both passes leave their figures in the
-// lattice; see [state.Lattice.Report].
+// A forward pass takes a snapshot of the lattice at its start, and its backward pass goes by the
+// same one: a stage or α that changes in between, from whatever goroutine, takes effect at the next
+// forward pass. Both passes leave their figures in the lattice; see [state.Lattice.Report].
 //
-// A lattice looks after one activation. Several graphs may hold a layer with one lattice, say for training and for
-// evaluation, but one pass with telemetry counts as one step of it, so all but one of those that run in a training step
-// should be made [WithoutTelemetry]. That also holds for gradient checks, in which the limits of the strict mode and of
-// adaptive clipping must stand still; clipping changes gradients, so that they are no longer those of the output. Neither are
-// those of weights and scales in Training, Evaluating and Fossilized, which a gradient check therefore reports as wrong;
-// examples/gradcheck shows what they can be compared with.
+// A lattice looks after one activation. Several graphs may hold a layer with one lattice, say for
+// training and for evaluation, but one pass with telemetry counts as one step of it, so all but one
+// of those that run in a training step should be made [WithoutTelemetry]. That also holds for
+// gradient checks, in which the limits of the strict mode and of adaptive clipping must stand
+// still; clipping changes gradients, so that they are no longer those of the output. Neither are
+// those of weights and scales in Training, Evaluating and Fossilized, which a gradient check
+// therefore reports as wrong; examples/gradcheck shows what they can be compared with.
 func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice, opts ...KasminaOption) (*gorgonia.Node, error) {
 	const name = "Kasmina"
 	ax, aw, as := arg{"x", x}, arg{"weights", weights}, arg{"scales", scales}
@@ -277,15 +290,16 @@ func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) 
 	return backward(&b.Base, b, "KasminaGrad", o, in, 3, kasminaGrad[float32], kasminaGrad[float64])
 }
 
-// Replay returns an op that computes the last run of o again, from the same snapshot of the lattice, and adds nothing to the
-// telemetry. It fails when o has not run.
+// Replay returns an op that computes the last run of o again, from the same snapshot of the
+// lattice, and adds nothing to the telemetry. It fails when o has not run.
 func (o *KasminaOp) Replay() gorgonia.Op {
 	r := &KasminaOp{Lattice: o.Lattice, Config: o.Config, Replaying: true, inputs: o.inputs, run: o.run}
 	r.init()
 	return r
 }
 
-// KasminaGradOp computes [dx | dweights | dscales], packed, from x, weights, scales, the forward output and its gradient.
+// KasminaGradOp computes [dx | dweights | dscales], packed, from x, weights, scales, the forward
+// output and its gradient.
 type KasminaGradOp struct {
 	opbase.Base
 	Forward *KasminaOp

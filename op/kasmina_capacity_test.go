@@ -26,8 +26,8 @@ func mixedSettings(n, slots int) []seedSetting {
 	return s
 }
 
-// What the layer computes for many rows at once is what the blueprints compute row by row: outputs, and gradients that are
-// summed over rows and over the seeds of a slot.
+// What the layer computes for many rows at once is what the blueprints compute row by row: outputs,
+// and gradients that are summed over rows and over the seeds of a slot.
 func TestKasminaCapacityIsItsBlueprint(t *testing.T) {
 	r := random(t)
 	for _, size := range []struct{ rows, chunk, width int }{{1, 1, 2}, {3, 5, 19}, {70, 4, 64}, {300, 16, 260}, {21, 130, 800}} {
@@ -131,7 +131,8 @@ func TestKasminaCapacityIsDeterministic(t *testing.T) {
 	}
 }
 
-// At α = 0 the transform has no part in anything, not even as 0·NaN; elsewhere NaN shows, be it multiplied by 0.
+// At α = 0 the transform has no part in anything, not even as 0·NaN; elsewhere NaN shows, be it
+// multiplied by 0.
 func TestKasminaCapacityNaN(t *testing.T) {
 	r := random(t)
 	for _, kind := range capacityKinds {
@@ -157,7 +158,8 @@ func TestKasminaCapacityNaN(t *testing.T) {
 	}
 }
 
-// LowRank of activations near the largest float32 is scaled for it; ChunkMLP is never given scaled input.
+// LowRank of activations near the largest float32 is scaled for it; ChunkMLP is never given scaled
+// input.
 func TestKasminaCapacityAdaptive(t *testing.T) {
 	r := random(t)
 	for _, size := range []float64{1e6, 3e6, 1e20, 3e37} {
@@ -178,8 +180,8 @@ func TestKasminaCapacityAdaptive(t *testing.T) {
 	}
 }
 
-// A kind that needs wider slots than the layer has is an error of the run that names it, and the next run is as if nothing
-// had been.
+// A kind that needs wider slots than the layer has is an error of the run that names it, and the
+// next run is as if nothing had been.
 func TestKasminaTooNarrow(t *testing.T) {
 	l := newLattice(t, 8, []seedSetting{{"FineTuning", "Residual", 1, 1}, {"Dormant", "Residual", 1, 0}})
 	k := newWideLayer(t, random(t), tensor.Float64, 3, 3, 7, l)
@@ -209,7 +211,8 @@ func TestKasminaTooNarrow(t *testing.T) {
 	}
 }
 
-// manyParams is a user's own kind with a matrix and a bias: t = x + a·(M·x + b), with M [C, C] and b [C].
+// manyParams is a user's own kind with a matrix and a bias: t = x + a·(M·x + b), with M [C, C] and
+// b [C].
 func manyParams[T blueprints.Float]() blueprints.Arithmetic[T] {
 	return blueprints.Arithmetic[T]{
 		Forward: func(t, x, p []T, a T) {

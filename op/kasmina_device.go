@@ -7,8 +7,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// KasminaPass is a pass of a Kasmina layer whose arithmetic somebody else does, such as a machine on a GPU: it takes the
-// snapshot of the lattice that the arithmetic goes by, and hands the lattice what was measured, as the op's own run does.
+// KasminaPass is a pass of a Kasmina layer whose arithmetic somebody else does, such as a machine
+// on a GPU: it takes the snapshot of the lattice that the arithmetic goes by, and hands the lattice
+// what was measured, as the op's own run does.
 type KasminaPass struct {
 	op     *KasminaOp
 	origin *kasminaRun // the op's own
@@ -20,7 +21,8 @@ func (o *KasminaOp) NewPass() *KasminaPass {
 	return &KasminaPass{op: &KasminaOp{Lattice: o.Lattice, Config: o.Config, run: &kasminaRun{}}, origin: o.run}
 }
 
-// SharesRun reports whether o and p go by the same snapshot: one replays the other, or both a third.
+// SharesRun reports whether o and p go by the same snapshot: one replays the other, or both a
+// third.
 func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return p != nil && o.run == p.run }
 
 // Begin takes the snapshot.
@@ -29,7 +31,8 @@ func (p *KasminaPass) Begin() {
 	p.limits = gradLimits(p.op, p.limits)
 }
 
-// Leave makes the snapshot that of the op's own last run, for a backward pass that is computed apart from this one.
+// Leave makes the snapshot that of the op's own last run, for a backward pass that is computed
+// apart from this one.
 func (p *KasminaPass) Leave() {
 	p.origin.mu.Lock()
 	defer p.origin.mu.Unlock()
@@ -37,7 +40,8 @@ func (p *KasminaPass) Leave() {
 	p.origin.begun = true
 }
 
-// Resume takes, in place of Begin, the snapshot of the op's own last run: what Leave has left, or the op's Do.
+// Resume takes, in place of Begin, the snapshot of the op's own last run: what Leave has left, or
+// the op's Do.
 func (p *KasminaPass) Resume() error {
 	p.origin.mu.Lock()
 	defer p.origin.mu.Unlock()
@@ -62,8 +66,8 @@ func copyPass(dst, src *state.Pass) {
 // Snapshot is what Begin has found. It is not to be changed.
 func (p *KasminaPass) Snapshot() *state.Pass { return &p.op.run.pass }
 
-// Start makes the weights and the one scale of a seed's slot the identity start of its kind, if all are 0: nobody has written
-// them yet. It reports whether it has.
+// Start makes the weights and the one scale of a seed's slot the identity start of its kind, if all
+// are 0: nobody has written them yet. It reports whether it has.
 func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int, weights, scale []float32) (started bool, err error) {
 	if len(scale) != 1 || scale[0] != 0 || slices.ContainsFunc(weights, func(w float32) bool { return w != 0 }) {
 		return false, nil
@@ -100,21 +104,22 @@ func (p *KasminaPass) Seed(i int) KasminaSeed {
 	return k
 }
 
-// Measures reports whether this pass shall tell the lattice anything but the number of NaN and Inf: a sampling one may watch no
-// seed in it.
+// Measures reports whether this pass shall tell the lattice anything but the number of NaN and Inf:
+// a sampling one may watch no seed in it.
 func (p *KasminaPass) Measures() bool {
 	s := &p.op.run.pass
 	return s.Record && (slices.Contains(s.Watch, true) || p.NeedsLast())
 }
 
-// NeedsLast reports whether what the pass before this one has measured must be in the lattice before this one begins,
-// since its limits are made of it.
+// NeedsLast reports whether what the pass before this one has measured must be in the lattice
+// before this one begins, since its limits are made of it.
 func (p *KasminaPass) NeedsLast() bool {
 	return p.op.Config.Stability == Strict || p.op.Config.AdaptiveClip > 0
 }
 
-// RecordHealth gives the lattice what a forward pass has measured; sample is called for every seed, from several goroutines.
-// The error wraps [ErrNonFinite] when the layer shall stop at what was met.
+// RecordHealth gives the lattice what a forward pass has measured; sample is called for every seed,
+// from several goroutines. The error wraps [ErrNonFinite] when the layer shall stop at what was
+// met.
 func (p *KasminaPass) RecordHealth(sample func(seed int) state.HealthSample) error {
 	s := &p.op.run.pass
 	bad := p.countNonFinite(func(seed int) int { return sample(seed).NonFinite })

@@ -33,8 +33,9 @@ type kasminaRun struct {
 
 var errNotRun = errors.New("the layer's forward pass has not run")
 
-// catch turns the panic of a blueprint's function into an error. Gorgonia's machine runs ops on a goroutine of its own, on
-// which nobody could recover from what somebody's blueprint does. Other panics are this module's mistakes, and pass.
+// catch turns the panic of a blueprint's function into an error. Gorgonia's machine runs ops on a
+// goroutine of its own, on which nobody could recover from what somebody's blueprint does. Other
+// panics are this module's mistakes, and pass.
 func (r *kasminaRun) catch(err *error) {
 	cause := recover()
 	if cause == nil {
@@ -145,8 +146,9 @@ type passCost struct {
 	bytes int
 }
 
-// timed is called when all is ready to run but the list of what to measure. When the pass is one to be timed, it runs the
-// arithmetic twice without telemetry, the first time only for the caches, and times the second.
+// timed is called when all is ready to run but the list of what to measure. When the pass is one to
+// be timed, it runs the arithmetic twice without telemetry, the first time only for the caches, and
+// times the second.
 func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) passCost {
 	p := &o.run.pass
 	if !p.Record || p.Telemetry.Mode == state.Off || p.Step%timedEvery != 0 || &out[0] == &in[0] {
@@ -166,7 +168,8 @@ func (c passCost) record(o *KasminaOp) {
 	}
 }
 
-// kasminaPlan readies the arithmetic for the snapshot of o's run: which seeds take part and how. Nothing is measured yet.
+// kasminaPlan readies the arithmetic for the snapshot of o's run: which seeds take part and how.
+// Nothing is measured yet.
 func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 	k, ok := o.run.plan.(*cpukasmina.Layer[T])
 	x, weights := o.InputShape(0), o.InputShape(1)
@@ -236,7 +239,8 @@ func clampLimits(m state.Moments) (low, high float64) {
 	return m.Mean - reach, m.Mean + reach
 }
 
-// gradLimits returns the largest norm of a row's gradient for each seed, or nil when o does not clip.
+// gradLimits returns the largest norm of a row's gradient for each seed, or nil when o does not
+// clip.
 func gradLimits(o *KasminaOp, limits []float64) []float64 {
 	if o.Config.GradClip == 0 && o.Config.AdaptiveClip == 0 {
 		return nil

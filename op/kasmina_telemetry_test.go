@@ -82,8 +82,8 @@ func checkFigure(t *testing.T, what string, got, want float64, critical bool) {
 	}
 }
 
-// The figures of every seed, of both passes and with every reduction, are those of a computation in 200 bits; also where
-// the mean is ten thousand and the deviation a millionth.
+// The figures of every seed, of both passes and with every reduction, are those of a computation in
+// 200 bits; also where the mean is ten thousand and the deviation a millionth.
 func TestKasminaTelemetry(t *testing.T) {
 	r := random(t)
 	const eps = 0.01
@@ -176,7 +176,8 @@ func TestKasminaHealthIsOfTheInput(t *testing.T) {
 	}
 }
 
-// What is not watched is not reported, but the limits of the strict mode and of adaptive clipping are made of it all the same.
+// What is not watched is not reported, but the limits of the strict mode and of adaptive clipping
+// are made of it all the same.
 func TestKasminaLimitsWithoutReports(t *testing.T) {
 	r := random(t)
 	for _, telemetry := range []state.Telemetry{{Mode: state.Off}, {Mode: state.Sampling, Every: 1000}} {
@@ -206,7 +207,8 @@ func TestKasminaLimitsWithoutReports(t *testing.T) {
 	}
 }
 
-// NaN and Inf are counted in every stage and mode, named, and stop the step when asked to. They do not spoil the figures.
+// NaN and Inf are counted in every stage and mode, named, and stop the step when asked to. They do
+// not spoil the figures.
 func TestKasminaNonFinite(t *testing.T) {
 	r := random(t)
 	bad := []float64{math.NaN(), math.Inf(1), math.Inf(-1)}
@@ -261,7 +263,8 @@ func TestKasminaNonFinite(t *testing.T) {
 	}
 }
 
-// What changes in the lattice between a forward pass and its backward pass has no effect on the latter.
+// What changes in the lattice between a forward pass and its backward pass has no effect on the
+// latter.
 func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 	r := random(t)
 	settings := []seedSetting{{"Grafting", "ConvFilter", 1, 0.375}, {"Training", "Residual", 2, 0}, {"Evaluating", "MLPExpansion", 1, 0.75}}

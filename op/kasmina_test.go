@@ -21,8 +21,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestKasminaGradients checks every stage and kind against central differences, for odd chunks, one seed and several that
-// share a slot, in every stability mode.
+// TestKasminaGradients checks every stage and kind against central differences, for odd chunks, one
+// seed and several that share a slot, in every stability mode.
 func TestKasminaGradients(t *testing.T) {
 	r := random(t)
 	for stage := range state.RolledBack + 1 {
@@ -59,8 +59,8 @@ func TestKasminaGradients(t *testing.T) {
 	}
 }
 
-// learnLimits runs a pass with telemetry over smaller inputs, and then makes every seed's first input exceed its limits and
-// one of row 1 too small, so that the strict mode's clamp bites.
+// learnLimits runs a pass with telemetry over smaller inputs, and then makes every seed's first
+// input exceed its limits and one of row 1 too small, so that the strict mode's clamp bites.
 func (k *kasminaLayer) learnLimits(turn float64) {
 	l := k.forwardOp.Lattice
 	kept := k.x
@@ -85,7 +85,8 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 		if !sameBits(y, k.x) || !sameBits(d.x, k.g) {
 			k.t.Error("training changes the host: y is not x or dx is not g")
 		}
-		// The parameters learn as if blended with α = 1: their gradients are those of a seed that is being fine-tuned.
+		// The parameters learn as if blended with α = 1: their gradients are those of a seed that is
+		// being fine-tuned.
 		l := k.forwardOp.Lattice
 		for i := range l.Seeds() {
 			if err := errors.Join(l.Transition(i, state.Grafting), l.SetAlpha(i, 1)); err != nil {
@@ -110,7 +111,8 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 	}
 }
 
-// In the strict mode the layer is the fast one of clamped inputs, and no gradient passes where the clamp bites.
+// In the strict mode the layer is the fast one of clamped inputs, and no gradient passes where the
+// clamp bites.
 func TestKasminaStrict(t *testing.T) {
 	r := random(t)
 	const seeds, chunk, rows, eps = 5, 7, 64, 0.01
@@ -210,8 +212,8 @@ func TestKasminaStrictUsesPreviousPass(t *testing.T) {
 	}
 }
 
-// In the adaptive mode a transform of activations near the largest float32 gives t(x), although its intermediate results
-// would overflow, and of smaller ones the very bits of the fast mode.
+// In the adaptive mode a transform of activations near the largest float32 gives t(x), although its
+// intermediate results would overflow, and of smaller ones the very bits of the fast mode.
 func TestKasminaAdaptive(t *testing.T) {
 	r := random(t)
 	const chunk = 64
@@ -316,7 +318,8 @@ func TestKasminaGradClip(t *testing.T) {
 	}
 }
 
-// The adaptive limit is mean + n·σ of the norms of earlier passes; what is reported is the gradient before clipping.
+// The adaptive limit is mean + n·σ of the norms of earlier passes; what is reported is the gradient
+// before clipping.
 func TestKasminaAdaptiveGradClip(t *testing.T) {
 	r := random(t)
 	const rows, deviations = 200, 1.5
@@ -399,7 +402,8 @@ func fixed(n, start int) []float64 {
 	return v
 }
 
-// Gradients of the parameters over many rows, which are summed in blocks, are the sums of those over fewer rows.
+// Gradients of the parameters over many rows, which are summed in blocks, are the sums of those
+// over fewer rows.
 func TestKasminaManyRows(t *testing.T) {
 	r := random(t)
 	const seeds, chunk, slots, part, parts = 6, 5, 3, 97, 9
@@ -462,7 +466,8 @@ func TestKasminaFloat32(t *testing.T) {
 	}
 }
 
-// A registered blueprint works like a built-in one, and its input is never scaled when it cannot bear it.
+// A registered blueprint works like a built-in one, and its input is never scaled when it cannot
+// bear it.
 func TestKasminaRegisteredKind(t *testing.T) {
 	name := fmt.Sprintf("Cubic%d", blueprints.Kinds())
 	if _, err := blueprints.Register(blueprints.Blueprint{Name: name, Identity: func([]float64, int, *rand.Rand) float64 { return 0 }, F32: cubic[float32](), F64: cubic[float64]()}); err != nil {
@@ -755,8 +760,8 @@ func TestKasminaFreshWeightsPanic(t *testing.T) {
 
 func faultyIdentity([]float64, int, *rand.Rand) float64 { panic("boom") }
 
-// One pass in 128 is timed, forward and backward, unless the layer leaves no telemetry, and counts as one pass in every other
-// respect.
+// One pass in 128 is timed, forward and backward, unless the layer leaves no telemetry, and counts
+// as one pass in every other respect.
 func TestKasminaTiming(t *testing.T) {
 	for name, c := range map[string]struct {
 		mode  state.TelemetryMode
@@ -808,8 +813,8 @@ func faultyRule[T blueprints.Float]() blueprints.Arithmetic[T] {
 var _, errFaulty = blueprints.Register(blueprints.Blueprint{Name: "Faulty", Identity: func([]float64, int, *rand.Rand) float64 { return 1 },
 	F32: faultyRule[float32](), F64: faultyRule[float64]()})
 
-// A panic in a blueprint's function is an error of the run that names function, kind and seed, on whatever goroutine it
-// happens. The layer and its lattice can be used afterwards.
+// A panic in a blueprint's function is an error of the run that names function, kind and seed, on
+// whatever goroutine it happens. The layer and its lattice can be used afterwards.
 func TestKasminaPanickingBlueprint(t *testing.T) {
 	if errFaulty != nil {
 		t.Fatal(errFaulty)

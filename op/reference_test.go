@@ -35,8 +35,9 @@ func idInput(r *rand.Rand, n, low, high int) input {
 	return input{shape: []int{n}, ids: ids}
 }
 
-// startsInput is where documents of random lengths start, in sequences of seq tokens. The first takes half a sequence at least:
-// of documents of a token each, q and k have no gradients to compare.
+// startsInput is where documents of random lengths start, in sequences of seq tokens. The first
+// takes half a sequence at least: of documents of a token each, q and k have no gradients to
+// compare.
 func startsInput(r *rand.Rand, sequences, seq int) input {
 	ids := make([]int, sequences*seq)
 	longest := 1 + r.IntN(2*seq)
@@ -61,7 +62,8 @@ type opCase struct {
 	in    []input
 	build func(in gorgonia.Nodes) (*gorgonia.Node, error)
 	want  func() []float64
-	// size is what rounding errors are relative to, nil for the result: where its terms may cancel, they with absolute values.
+	// size is what rounding errors are relative to, nil for the result: where its terms may cancel,
+	// they with absolute values.
 	size func() []float64
 }
 
@@ -215,8 +217,9 @@ func checkPrealloc(t *testing.T, y *gorgonia.Node, in gorgonia.Nodes) {
 	}
 }
 
-// TestGradients compares the symbolic gradients in float64 with central differences, and those in float32 with them. The
-// first input is used twice, so that gradients of several uses add up, and stock ops stand around ours.
+// TestGradients compares the symbolic gradients in float64 with central differences, and those in
+// float32 with them. The first input is used twice, so that gradients of several uses add up, and
+// stock ops stand around ours.
 func TestGradients(t *testing.T) {
 	r := random(t)
 	samples := 200
@@ -460,8 +463,8 @@ func refNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 	return y
 }
 
-// TestDocumentsAlone wants documents in one sequence to have the outputs and gradients that each has alone, although RoPE
-// counts their positions from the first of them.
+// TestDocumentsAlone wants documents in one sequence to have the outputs and gradients that each
+// has alone, although RoPE counts their positions from the first of them.
 func TestDocumentsAlone(t *testing.T) {
 	r := random(t)
 	lengths := []int{1 + r.IntN(90), 1 + r.IntN(5), 64, 1 + r.IntN(130), 1}

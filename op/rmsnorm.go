@@ -22,8 +22,8 @@ type RMSNormOp struct {
 //
 //	y[r] = x[r] / sqrt(mean(x[r]²) + eps) ⊙ weight
 //
-// x is [rows, D], weight is [D], y is [rows, D]; all are float32 or all float64. eps must not be negative.
-// (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
+// x is [rows, D], weight is [D], y is [rows, D]; all are float32 or all float64. eps must not be
+// negative. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
 func RMSNorm(x, weight *gorgonia.Node, eps float64) (*gorgonia.Node, error) {
 	const name = "RMSNorm"
 	ax, aw := arg{"x", x}, arg{"weight", weight}
@@ -62,7 +62,8 @@ func (o *RMSNormOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) 
 		rmsNormGrad[float32], rmsNormGrad[float64])
 }
 
-// RMSNormGradOp computes [dx | dweight], packed, from x, weight, the forward output and its gradient.
+// RMSNormGradOp computes [dx | dweight], packed, from x, weight, the forward output and its
+// gradient.
 type RMSNormGradOp struct {
 	opbase.Base
 	Forward *RMSNormOp

@@ -20,10 +20,11 @@ type RoPEConfig struct {
 	Scaling *RoPEScaling // how angles shrink for contexts longer than the model was first trained on; nil for none
 }
 
-// RoPEScaling lengthens the wavelengths of RoPE for longer contexts, as Llama 3.1 does. A pair that turns at least
-// HighFreq times over Original positions keeps its frequency, one that turns at most LowFreq times is slowed by Factor,
-// and between the two the frequency is interpolated. With LowFreq = HighFreq = 0 every pair is slowed by Factor (linear
-// position interpolation; Chen et al., "Extending Context Window of Large Language Models via Position Interpolation", 2023).
+// RoPEScaling lengthens the wavelengths of RoPE for longer contexts, as Llama 3.1 does. A pair that
+// turns at least HighFreq times over Original positions keeps its frequency, one that turns at most
+// LowFreq times is slowed by Factor, and between the two the frequency is interpolated. With
+// LowFreq = HighFreq = 0 every pair is slowed by Factor (linear position interpolation; Chen et
+// al., "Extending Context Window of Large Language Models via Position Interpolation", 2023).
 type RoPEScaling struct {
 	Factor   float64 // at least 1
 	LowFreq  float64
@@ -40,14 +41,14 @@ type RoPEOp struct {
 	cos, sin opbase.Aux
 }
 
-// RoPE turns the features of every head by angles that grow with the position, so that a product of a query and a key
-// depends on their distance:
+// RoPE turns the features of every head by angles that grow with the position, so that a product of
+// a query and a key depends on their distance:
 //
 //	(x[i], x[i+h]) → (x[i]·cos θ − x[i+h]·sin θ, x[i+h]·cos θ + x[i]·sin θ),  θ = position · Base^(−2i/HeadDim)
 //
-// for i < h = HeadDim/2, the half-split layout of Llama's published weights. x is [rows, Heads·HeadDim], float32 or
-// float64; row r has position r mod Seq, so rows must be a multiple of Seq.
-// (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.)
+// for i < h = HeadDim/2, the half-split layout of Llama's published weights. x is [rows,
+// Heads·HeadDim], float32 or float64; row r has position r mod Seq, so rows must be a multiple of
+// Seq. (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.)
 func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	const name = "RoPE"
 	ax := arg{"x", x}
@@ -138,7 +139,8 @@ func fillTables[T cpu.Float](o *RoPEOp) {
 	})
 }
 
-// fill calls set with the cosine and sine of the angle of pair i at position p, for index p·HeadDim/2 + i.
+// fill calls set with the cosine and sine of the angle of pair i at position p, for index
+// p·HeadDim/2 + i.
 func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
 	h := c.HeadDim / 2
 	for i := range h {

@@ -21,8 +21,8 @@ type SiLUMLPOp struct {
 //
 //	y = (silu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ,  silu(a) = a/(1+exp(−a))
 //
-// x is [rows, D], gate and up are [F, D], down is [D, F], y is [rows, D]; all float32 or all float64.
-// (Shazeer, "GLU Variants Improve Transformer", 2020.)
+// x is [rows, D], gate and up are [F, D], down is [D, F], y is [rows, D]; all float32 or all
+// float64. (Shazeer, "GLU Variants Improve Transformer", 2020.)
 func SiLUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "SiLUMLP"
 	ax, ag, au, ad := arg{"x", x}, arg{"gate", gate}, arg{"up", up}, arg{"down", down}
@@ -79,7 +79,8 @@ func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gor
 		siluMLPGrad[float32], siluMLPGrad[float64])
 }
 
-// SiLUMLPGradOp computes [dx | dgate | dup | ddown], packed, from x, gate, up, down, the forward output and its gradient.
+// SiLUMLPGradOp computes [dx | dgate | dup | ddown], packed, from x, gate, up, down, the forward
+// output and its gradient.
 type SiLUMLPGradOp struct {
 	opbase.Base
 	Forward *SiLUMLPOp

@@ -14,8 +14,8 @@ import (
 //	m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //	p ← (1 − lr·decay)·p − lr · m/(1−β1ᵗ) / (sqrt(v/(1−β2ᵗ)) + ε)
 //
-// t counts the steps of each parameter by itself, so that one which joins later is corrected for its own short history.
-// (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.)
+// t counts the steps of each parameter by itself, so that one which joins later is corrected for
+// its own short history. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.)
 type AdamW struct {
 	lr, eps float64
 	base    hyper
@@ -68,9 +68,9 @@ func (a *AdamW) SetLR(lr float64) error {
 	return nil
 }
 
-// Step updates every parameter in model from its gradient, and leaves the gradients zero. On an error (a parameter without
-// a name, a value or a gradient, of another shape than before, or with a gradient that is not
-// finite) nothing changes, but for [ErrOverflow].
+// Step updates every parameter in model from its gradient, and leaves the gradients zero. On an
+// error (a parameter without a name, a value or a gradient, of another shape than before, or with a
+// gradient that is not finite) nothing changes, but for [ErrOverflow].
 func (a *AdamW) Step(model []gorgonia.ValueGrad) error {
 	if a == nil || a.store.entries == nil {
 		return fmt.Errorf("optim.AdamW: Step: %w", errZero)
@@ -113,7 +113,8 @@ func (a *AdamW) Forget(name string, from, to int) error {
 	return nil
 }
 
-// State returns each parameter's moments and step count, as "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step".
+// State returns each parameter's moments and step count, as "NAME.exp_avg", "NAME.exp_avg_sq" and
+// "NAME.step".
 func (a *AdamW) State() []Tensor { return a.store.state() }
 
 // SetState implements [Optimizer].

@@ -1,9 +1,10 @@
 // Package optim holds optimisers and learning rate schedules for Gorgonia graphs.
 //
-// [AdamW] and [Muon] are gorgonia.Solvers: run a tape machine made with gorgonia.BindDualValues for the parameters, then
-// call Step with gorgonia.NodesToValueGrads of them. Step changes the parameters' values in place and leaves their
-// gradients zero, ready for the next run. Both keep what they know of a parameter under its node's name, so a rebuilt
-// graph goes on where the last one stopped, and [Optimizer.State] and SetState carry it through a checkpoint bit for bit.
+// [AdamW] and [Muon] are gorgonia.Solvers: run a tape machine made with gorgonia.BindDualValues for
+// the parameters, then call Step with gorgonia.NodesToValueGrads of them. Step changes the
+// parameters' values in place and leaves their gradients zero, ready for the next run. Both keep
+// what they know of a parameter under its node's name, so a rebuilt graph goes on where the last
+// one stopped, and [Optimizer.State] and SetState carry it through a checkpoint bit for bit.
 //
 // A step is all or nothing: names, types, shapes and every gradient are checked before the first
 // parameter changes. An update that makes a parameter NaN or infinite all the same is an
@@ -19,15 +20,16 @@ import (
 type Optimizer interface {
 	gorgonia.Solver
 
-	// Declare says which parameters Step will get, so that SetState can check a state against them. Step declares what is
-	// not declared yet.
+	// Declare says which parameters Step will get, so that SetState can check a state against them.
+	// Step declares what is not declared yet.
 	Declare(model []gorgonia.ValueGrad) error
 
 	// LR returns the learning rate of the next step, and SetLR sets it: finite and not negative.
 	LR() float64
 	SetLR(lr float64) error
 
-	// State returns everything that Step remembers from one call to the next, in order of names. The tensors are copies.
+	// State returns everything that Step remembers from one call to the next, in order of names. The
+	// tensors are copies.
 	State() []Tensor
 
 	// SetState replaces what Step remembers by a copy of state, which must be complete for each
@@ -36,14 +38,15 @@ type Optimizer interface {
 	// changes.
 	SetState(state []Tensor) error
 
-	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of the parameter with that
-	// name, beside the count of its steps, so that no momentum moves elements that are frozen or have been replaced. Of a
-	// parameter without a step there is nothing to forget.
+	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of the
+	// parameter with that name, beside the count of its steps, so that no momentum moves elements that
+	// are frozen or have been replaced. Of a parameter without a step there is nothing to forget.
 	Forget(name string, from, to int) error
 }
 
-// Tensor is a part of an optimiser's state: the parameter's name followed by what it is (".exp_avg", ".step"), a shape
-// and the elements in row-major order, a []float32, []float64 or []int64.
+// Tensor is a part of an optimiser's state: the parameter's name followed by what it is
+// (".exp_avg", ".step"), a shape and the elements in row-major order, a []float32, []float64 or
+// []int64.
 type Tensor struct {
 	Name  string
 	Shape []int

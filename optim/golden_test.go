@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// goldenSettings are those of a case of testdata/golden_optim.safetensors, which make_golden.py there describes.
+// goldenSettings are those of a case of testdata/golden_optim.safetensors, which make_golden.py
+// there describes.
 type goldenSettings struct {
 	Op                                 string
 	Rates                              []float64 // the learning rate of every step

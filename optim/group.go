@@ -76,7 +76,8 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 	return g, nil
 }
 
-// resolve returns what applies to a parameter: base, without decay for vectors, changed by the first group that matches.
+// resolve returns what applies to a parameter: base, without decay for vectors, changed by the
+// first group that matches.
 func resolve(base hyper, groups []group, name string, shape []int) hyper {
 	if Vectors(name, shape) {
 		base.decay = 0

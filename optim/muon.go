@@ -18,22 +18,23 @@ import (
 type Scale int
 
 const (
-	// SpectralScale is sqrt(max(1, rows/cols)), Keller Jordan's: a step of a given rate changes what a layer does by about
-	// as much whatever its shape.
+	// SpectralScale is sqrt(max(1, rows/cols)), Keller Jordan's: a step of a given rate changes what a
+	// layer does by about as much whatever its shape.
 	SpectralScale Scale = iota
-	// RMSScale is 0.2·sqrt(max(rows, cols)): updates are about as large, element by element, as AdamW's, whose learning
-	// rates then fit. (Liu et al., "Muon is Scalable for LLM Training", 2025.)
+	// RMSScale is 0.2·sqrt(max(rows, cols)): updates are about as large, element by element, as
+	// AdamW's, whose learning rates then fit. (Liu et al., "Muon is Scalable for LLM Training", 2025.)
 	RMSScale
 )
 
-// Muon updates matrices along the orthogonal factor of their momentum, as [op.NewtonSchulz] approximates it, and leaves
-// the other parameters (vectors; embeddings and output layers, whose rows are independent) to AdamW:
+// Muon updates matrices along the orthogonal factor of their momentum, as [op.NewtonSchulz]
+// approximates it, and leaves the other parameters (vectors; embeddings and output layers, whose
+// rows are independent) to AdamW:
 //
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m
 //	p ← (1 − lr·decay)·p − lr · scale · NewtonSchulz(u)
 //
-// A weight stored as [out, in] has rows = out. (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks",
-// 2024.)
+// A weight stored as [out, in] has rows = out. (Keller Jordan, "Muon: An optimizer for hidden
+// layers in neural networks", 2024.)
 //
 // [op.NewtonSchulz]: https://pkg.go.dev/github.com/kasmina-go/kasmina/op#NewtonSchulz
 type Muon struct {
@@ -77,7 +78,8 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 // LR returns the learning rate of the next step for matrices.
 func (m *Muon) LR() float64 { return m.lr }
 
-// SetLR sets the learning rate of the next steps for matrices, and AdamW's in proportion to what both were at first.
+// SetLR sets the learning rate of the next steps for matrices, and AdamW's in proportion to what
+// both were at first.
 func (m *Muon) SetLR(lr float64) error {
 	if m == nil || m.rest == nil {
 		return fmt.Errorf("optim.Muon: SetLR: %w", errZero)
@@ -124,7 +126,8 @@ func (m *Muon) allFit(entries map[string]*entry, closed bool) (own, rest map[str
 	return own, rest, nil
 }
 
-// fits is store.fits for both stores: a parameter that becomes a matrix, or ceases to be one, fits neither.
+// fits is store.fits for both stores: a parameter that becomes a matrix, or ceases to be one, fits
+// neither.
 func (m *Muon) fits(name string, shape []int, dtype tensor.Dtype) error {
 	if err := m.store.fits(name, shape, dtype); err != nil {
 		return err
@@ -150,7 +153,8 @@ func (m *Muon) Declare(model []gorgonia.ValueGrad) error {
 	return nil
 }
 
-// Step updates every parameter in model from its gradient, and leaves the gradients zero. Errors are as for [AdamW.Step].
+// Step updates every parameter in model from its gradient, and leaves the gradients zero. Errors
+// are as for [AdamW.Step].
 func (m *Muon) Step(model []gorgonia.ValueGrad) error {
 	if m == nil || m.rest == nil {
 		return fmt.Errorf("optim.Muon: Step: %w", errZero)
@@ -215,7 +219,8 @@ func (m *Muon) Forget(name string, from, to int) error {
 	return nil
 }
 
-// State returns each matrix's "NAME.momentum_buffer" and "NAME.step", and AdamW's state of the other parameters.
+// State returns each matrix's "NAME.momentum_buffer" and "NAME.step", and AdamW's state of the
+// other parameters.
 func (m *Muon) State() []Tensor {
 	if m.rest == nil {
 		return nil

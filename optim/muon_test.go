@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// A machine of another kind is told what a Muon does with matrices, tall and wide, and with the rest.
+// A machine of another kind is told what a Muon does with matrices, tall and wide, and with the
+// rest.
 func TestMuonRules(t *testing.T) {
 	m, err := optim.NewMuon(optim.WithLR(0.25), optim.WithWeightDecay(0.2), optim.WithMomentum(0.9), optim.WithIterations(4), optim.WithNesterov(false),
 		optim.WithGroup(optim.NameContains("slow"), optim.LRScale(0.5)),
@@ -35,7 +36,8 @@ func TestMuonRules(t *testing.T) {
 	}
 }
 
-// Three steps with gradients sin(t·p), by Keller Jordan's muon_update in PyTorch 2, in float64 instead of bfloat16.
+// Three steps with gradients sin(t·p), by Keller Jordan's muon_update in PyTorch 2, in float64
+// instead of bfloat16.
 func TestMuonAgreesWithPyTorch(t *testing.T) {
 	start := []float64{0.5, -1.25, 2, 0.125, 3, -0.75}
 	tall := []float64{0.5, 0.125, -1.25, 3, 2, -0.75} // its transpose
@@ -121,7 +123,8 @@ func TestMuonLeavesTheRestToAdamW(t *testing.T) {
 	}
 }
 
-// A group given to Muon holds for the parameters that it leaves to AdamW too, before the groups given to that.
+// A group given to Muon holds for the parameters that it leaves to AdamW too, before the groups
+// given to that.
 func TestMuonGroups(t *testing.T) {
 	m, err := optim.NewMuon(optim.WithLR(0.5), optim.WithWeightDecay(0.1),
 		optim.WithGroup(optim.NameContains("frozen"), optim.LRScale(0)),

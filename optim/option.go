@@ -27,8 +27,8 @@ type option struct {
 	muonOption
 }
 
-// WithLR sets the learning rate, above 0: Muon's for matrices, beside which [WithAdamW] sets that of the rest. Default 1e-3
-// for AdamW, 0.02 for Muon.
+// WithLR sets the learning rate, above 0: Muon's for matrices, beside which [WithAdamW] sets that
+// of the rest. Default 1e-3 for AdamW, 0.02 for Muon.
 func WithLR(lr float64) Option {
 	err := positive("WithLR", lr)
 	return option{
@@ -37,9 +37,10 @@ func WithLR(lr float64) Option {
 	}
 }
 
-// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 − lr·decay. Parameters with fewer
-// than two dimensions have none unless a group says otherwise; Muon's is that of matrices, and [WithAdamW] sets that of the
-// rest. Default 0.01 for AdamW, 0 for Muon.
+// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 −
+// lr·decay. Parameters with fewer than two dimensions have none unless a group says otherwise;
+// Muon's is that of matrices, and [WithAdamW] sets that of the rest. Default 0.01 for AdamW, 0 for
+// Muon.
 func WithWeightDecay(d float64) Option {
 	err := notNegative("WithWeightDecay", d)
 	return option{
@@ -48,8 +49,9 @@ func WithWeightDecay(d float64) Option {
 	}
 }
 
-// WithGroup changes the learning rate, decay or betas of the parameters that match. The first group that matches counts.
-// Muon's groups hold for all its parameters, those that it leaves to AdamW included, and come before the ones in [WithAdamW].
+// WithGroup changes the learning rate, decay or betas of the parameters that match. The first group
+// that matches counts. Muon's groups hold for all its parameters, those that it leaves to AdamW
+// included, and come before the ones in [WithAdamW].
 func WithGroup(match Match, opts ...GroupOption) Option {
 	g, err := newGroup(match, opts)
 	return option{
@@ -118,8 +120,8 @@ func WithScale(s Scale) MuonOption {
 	})
 }
 
-// WithAdamWFor chooses the parameters that AdamW updates, besides those that are no matrices. Default
-// NameContains("embed", "head", "kasmina").
+// WithAdamWFor chooses the parameters that AdamW updates, besides those that are no matrices.
+// Default NameContains("embed", "head", "kasmina").
 func WithAdamWFor(match Match) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.match = match
@@ -130,8 +132,8 @@ func WithAdamWFor(match Match) MuonOption {
 	})
 }
 
-// WithAdamW configures the AdamW that updates the rest. Default WithLR(3e-4), WithBetas(0.9, 0.95), WithEps(1e-10),
-// WithWeightDecay(0).
+// WithAdamW configures the AdamW that updates the rest. Default WithLR(3e-4), WithBetas(0.9, 0.95),
+// WithEps(1e-10), WithWeightDecay(0).
 func WithAdamW(opts ...AdamWOption) MuonOption {
 	return muonOption(func(m *Muon) error {
 		for _, opt := range opts {

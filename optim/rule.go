@@ -1,7 +1,7 @@
 package optim
 
-// Rule is what an optimiser does with one parameter, for a machine that does it in its own way. Learning rates are
-// multiples of the optimiser's LR.
+// Rule is what an optimiser does with one parameter, for a machine that does it in its own way.
+// Learning rates are multiples of the optimiser's LR.
 type Rule struct {
 	Muon         bool    // Muon's update; otherwise AdamW's
 	LRScale      float64 // times LR

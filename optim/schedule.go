@@ -5,21 +5,22 @@ import (
 	"math"
 )
 
-// Schedule gives the learning rate of the step before which step steps have been done: 0 for the first.
+// Schedule gives the learning rate of the step before which step steps have been done: 0 for the
+// first.
 type Schedule func(step int) float64
 
 // Constant returns the schedule that always gives lr.
 func Constant(lr float64) Schedule { return func(int) float64 { return lr } }
 
-// WarmupCosine returns the schedule that rises linearly to peak over the first warmup steps and then falls along half a
-// cosine to floor at step total, where it stays:
+// WarmupCosine returns the schedule that rises linearly to peak over the first warmup steps and
+// then falls along half a cosine to floor at step total, where it stays:
 //
 //	peak·(step+1)/(warmup+1)                                                  step < warmup
 //	floor + (peak−floor)·(1 + cos(π·(step−warmup)/(total−warmup)))/2          warmup ≤ step < total
 //	floor                                                                     step ≥ total
 //
-// It needs 0 ≤ floor ≤ peak, peak > 0 and 0 ≤ warmup < total. (Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent
-// with Warm Restarts", 2017, with a single period.)
+// It needs 0 ≤ floor ≤ peak, peak > 0 and 0 ≤ warmup < total. (Loshchilov and Hutter, "SGDR:
+// Stochastic Gradient Descent with Warm Restarts", 2017, with a single period.)
 func WarmupCosine(peak, floor float64, warmup, total int) (Schedule, error) {
 	switch {
 	case !(peak > 0) || math.IsInf(peak, 0):

@@ -56,7 +56,8 @@ type entry struct {
 
 func newStore(fields ...string) store { return store{fields: fields, entries: map[string]*entry{}} }
 
-// readModel returns the parameters of a step, all of which can be updated: with names and finite gradients.
+// readModel returns the parameters of a step, all of which can be updated: with names and finite
+// gradients.
 func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
 	ps, err := s.reader.Read(model)
 	if err != nil {
@@ -96,7 +97,8 @@ func nonFinite(data any) int {
 	return -1
 }
 
-// declarations returns an empty entry for each parameter of a model, by name. Gradients need not be there yet.
+// declarations returns an empty entry for each parameter of a model, by name. Gradients need not be
+// there yet.
 func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 	decls := make(map[string]*entry, len(model))
 	for i, vg := range model {
@@ -204,7 +206,8 @@ func (s *store) state() []Tensor {
 	return state
 }
 
-// restore replaces everything remembered by entries; parameters that are declared but not among them start anew.
+// restore replaces everything remembered by entries; parameters that are declared but not among
+// them start anew.
 func (s *store) restore(entries map[string]*entry) {
 	for name, e := range s.entries {
 		s.entries[name] = &entry{shape: e.shape, dtype: e.dtype}
@@ -212,8 +215,8 @@ func (s *store) restore(entries map[string]*entry) {
 	maps.Copy(s.entries, entries)
 }
 
-// parse returns the entries that state holds. Each must be complete: the moments that fieldsOf names, of one shape and
-// type, and a step count.
+// parse returns the entries that state holds. Each must be complete: the moments that fieldsOf
+// names, of one shape and type, and a step count.
 func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (map[string]*entry, error) {
 	parts := map[string]map[string]Tensor{}
 	for _, t := range state {

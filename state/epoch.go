@@ -20,11 +20,12 @@ type Metrics struct {
 // SeedMetrics reports on one seed.
 type SeedMetrics struct {
 	Seed int
-	// TrainingError is that of the seed's own objective, the lower the better: of a seed that trains, by how much the model's
-	// loss rises when its blueprint works at full strength (see [Lattice.Probe]). NaN leaves it as it was.
+	// TrainingError is that of the seed's own objective, the lower the better: of a seed that trains,
+	// by how much the model's loss rises when its blueprint works at full strength (see
+	// [Lattice.Probe]). NaN leaves it as it was.
 	TrainingError float64
-	// Parameters are the blueprint's weights and scale as they are now, nil when they are not reported. A [Network] that is
-	// given its [Slots] fills them in for seeds that train.
+	// Parameters are the blueprint's weights and scale as they are now, nil when they are not
+	// reported. A [Network] that is given its [Slots] fills them in for seeds that train.
 	Parameters  []float64
 	Unscored    bool    // Performance, Stability and Compared say nothing: the last score stays, and counts as old
 	Performance float64 // a score of the model with the seed in it, the higher the better
@@ -35,10 +36,10 @@ type SeedMetrics struct {
 	Errors      int     // ... and how many of them failed
 }
 
-// StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed that is being grafted, and
-// returns what became possible or went wrong, ordered by seed. It makes no transitions itself: those are decisions. On
-// metrics that are not valid, and on a corrupt seed unless the lattice is made [WithQuarantine], it returns an error and
-// changes nothing.
+// StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed
+// that is being grafted, and returns what became possible or went wrong, ordered by seed. It makes
+// no transitions itself: those are decisions. On metrics that are not valid, and on a corrupt seed
+// unless the lattice is made [WithQuarantine], it returns an error and changes nothing.
 func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	l.mu.Lock()
 	defer l.unlockAndTell()
@@ -49,7 +50,8 @@ func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	return l.stepEpoch(m, found), nil
 }
 
-// canStep returns an error when the epoch cannot end, or the corrupt seeds that are put into quarantine when it does.
+// canStep returns an error when the epoch cannot end, or the corrupt seeds that are put into
+// quarantine when it does.
 func (l *Lattice) canStep(m Metrics) ([]columns.Fault, error) {
 	if err := l.checkMetrics(m); err != nil {
 		return nil, err
@@ -195,7 +197,8 @@ func addSaturating(n uint32, more int) uint32 {
 	return uint32(min(uint64(n)+uint64(more), math.MaxUint32))
 }
 
-// endEpoch ends the epoch for one seed and appends its events to e. Every seed's end is independent of the others'.
+// endEpoch ends the epoch for one seed and appends its events to e. Every seed's end is independent
+// of the others'.
 func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []Event {
 	s, stage := l.seeds, Stage(l.seeds.stage[i])
 	tell := func(k EventKind, to Stage, value float64) {
@@ -252,8 +255,8 @@ func (l *Lattice) endStatistics(i int, renormalize bool) {
 	}
 }
 
-// advance moves the α of a seed that is being grafted. It reports whether the strategy has ended with this epoch, or why it
-// had no answer.
+// advance moves the α of a seed that is being grafted. It reports whether the strategy has ended
+// with this epoch, or why it had no answer.
 func (l *Lattice) advance(i int) (finished bool, failure string) {
 	s := l.seeds
 	if s.finished[i] != 0 {
@@ -283,7 +286,8 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 	return done, ""
 }
 
-// ask returns a strategy's answer, or why there is none. A panic counts as none: the epoch must end for all seeds.
+// ask returns a strategy's answer, or why there is none. A panic counts as none: the epoch must end
+// for all seeds.
 func ask(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32, done bool, failure string) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -296,7 +300,8 @@ func ask(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32, 
 	return alpha, memory, done, failure
 }
 
-// gates says which gates of a seed are open: the one onward and, when the seed is being evaluated, the one to Culled.
+// gates says which gates of a seed are open: the one onward and, when the seed is being evaluated,
+// the one to Culled.
 type gates struct{ on, cull bool }
 
 func (l *Lattice) openGates(i int) (g gates) {

@@ -26,7 +26,8 @@ func flip(c columns.Column, seed, bit int) {
 	c.Scatter(b, len(b), seed, seed+1)
 }
 
-// Any bit of any field of any seed that flips in memory is found by Verify, which names the seed, the field and the bit.
+// Any bit of any field of any seed that flips in memory is found by Verify, which names the seed,
+// the field and the bit.
 func TestVerifyFindsEveryBit(t *testing.T) {
 	l := filled(t, 5)
 	for _, c := range l.seeds.saved() {
@@ -225,7 +226,8 @@ func TestOlderFixture(t *testing.T) {
 	}
 }
 
-// A seed takes at most 112 bytes beside its statistics: what passes measure, and the moments that are made of it.
+// A seed takes at most 112 bytes beside its statistics: what passes measure, and the moments that
+// are made of it.
 func TestBytesOfASeed(t *testing.T) {
 	l, err := NewLattice(1, 1)
 	if err != nil {

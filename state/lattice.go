@@ -1,18 +1,21 @@
-// Package state holds the seeds of a Kasmina layer: what each of them is doing, how far it is blended in, what has been
-// measured of its chunk of the activations, and the rules by which it moves from stage to stage.
+// Package state holds the seeds of a Kasmina layer: what each of them is doing, how far it is
+// blended in, what has been measured of its chunk of the activations, and the rules by which it
+// moves from stage to stage.
 //
-// A layer cuts the D features of an activation tensor [rows, D] into S equal chunks of C = D/S, and seed s looks after
-// columns sC to (s+1)C. A [Lattice] keeps all seeds of one layer, one array per field, each seed under a checksum that
-// every change renews. It may be used from any number of goroutines: a controller can send commands while a graph runs.
-// A forward pass takes what it needs from it at its start, so a command takes effect at the next pass.
+// A layer cuts the D features of an activation tensor [rows, D] into S equal chunks of C = D/S, and
+// seed s looks after columns sC to (s+1)C. A [Lattice] keeps all seeds of one layer, one array per
+// field, each seed under a checksum that every change renews. It may be used from any number of
+// goroutines: a controller can send commands while a graph runs. A forward pass takes what it needs
+// from it at its start, so a command takes effect at the next pass.
 //
-// A typical life: [Lattice.RequestGermination] gives a dormant seed a blueprint and a slot of the layer's parameters,
-// [Lattice.Transition] starts its training, later its grafting; [Lattice.StepEpoch], called once an epoch, moves α; and
-// so on until the blueprint is fossilized, or culled and the seed recycled. The table of stages is at [Stage].
+// A typical life: [Lattice.RequestGermination] gives a dormant seed a blueprint and a slot of the
+// layer's parameters, [Lattice.Transition] starts its training, later its grafting;
+// [Lattice.StepEpoch], called once an epoch, moves α; and so on until the blueprint is fossilized,
+// or culled and the seed recycled. The table of stages is at [Stage].
 //
-// A [Network] holds the lattices of all layers of a model: commands to it act on several seeds at once, wait for the end of a
-// step, and bring the parameters of the seeds' slots with them. A [Controller] decides on commands by the network's reports;
-// package control has some.
+// A [Network] holds the lattices of all layers of a model: commands to it act on several seeds at
+// once, wait for the end of a step, and bring the parameters of the seeds' slots with them. A
+// [Controller] decides on commands by the network's reports; package control has some.
 package state
 
 import (
@@ -41,8 +44,8 @@ var (
 	ErrShape      = errors.New("lattice of another shape")
 )
 
-// Lattice is the state of all seeds of one Kasmina layer. Make one with [NewLattice] or load one with UnmarshalBinary;
-// the zero value has no seeds.
+// Lattice is the state of all seeds of one Kasmina layer. Make one with [NewLattice] or load one
+// with UnmarshalBinary; the zero value has no seeds.
 type Lattice struct {
 	mu        sync.RWMutex
 	id        uint64
@@ -85,7 +88,8 @@ const defaultTransitions = 4
 // Option configures a new lattice.
 type Option func(*config) error
 
-// WithoutGates makes the table of transitions the only rule: no thresholds on epochs, errors or performance.
+// WithoutGates makes the table of transitions the only rule: no thresholds on epochs, errors or
+// performance.
 func WithoutGates() Option {
 	return func(c *config) error {
 		c.Gates = false
@@ -101,7 +105,8 @@ func WithThresholds(t Thresholds) Option {
 	}
 }
 
-// WithEmbargo sets how many epochs must pass between the end of a blueprint's life and [Lattice.Recycle]. The default is 10.
+// WithEmbargo sets how many epochs must pass between the end of a blueprint's life and
+// [Lattice.Recycle]. The default is 10.
 func WithEmbargo(epochs int) Option {
 	return func(c *config) error {
 		c.Embargo = epochs
@@ -109,8 +114,9 @@ func WithEmbargo(epochs int) Option {
 	}
 }
 
-// WithRenormalization sets after how many epochs a seed's running statistics, which weigh all passes alike, are cut back to
-// the weight of one pass, so that they follow the present. The default is 16.
+// WithRenormalization sets after how many epochs a seed's running statistics, which weigh all
+// passes alike, are cut back to the weight of one pass, so that they follow the present. The
+// default is 16.
 func WithRenormalization(epochs int) Option {
 	return func(c *config) error {
 		c.Renormalize = epochs
@@ -118,8 +124,9 @@ func WithRenormalization(epochs int) Option {
 	}
 }
 
-// WithSlots tells the lattice how many slots the layer's weights have, slot 0 ("none") included, so that a request for one
-// that does not exist fails at once. Without it such a request fails when the graph runs.
+// WithSlots tells the lattice how many slots the layer's weights have, slot 0 ("none") included, so
+// that a request for one that does not exist fails at once. Without it such a request fails when
+// the graph runs.
 func WithSlots(slots int) Option {
 	return func(c *config) error {
 		c.Slots = slots
@@ -127,8 +134,9 @@ func WithSlots(slots int) Option {
 	}
 }
 
-// WithWidth tells the lattice how many weights a slot has, the number of columns of the layer's weights, so that a request
-// for a blueprint that needs more fails at once. Without it such a request fails when the graph runs.
+// WithWidth tells the lattice how many weights a slot has, the number of columns of the layer's
+// weights, so that a request for a blueprint that needs more fails at once. Without it such a
+// request fails when the graph runs.
 func WithWidth(weights int) Option {
 	return func(c *config) error {
 		c.Width = weights
@@ -136,8 +144,8 @@ func WithWidth(weights int) Option {
 	}
 }
 
-// WithTelemetry sets what is measured at first; [Lattice.SetTelemetry] changes it later. The default is the mode
-// [Production] with the hierarchical reduction.
+// WithTelemetry sets what is measured at first; [Lattice.SetTelemetry] changes it later. The
+// default is the mode [Production] with the hierarchical reduction.
 func WithTelemetry(t Telemetry) Option {
 	return func(c *config) error {
 		c.Telemetry = t
@@ -153,8 +161,8 @@ func WithHistory(reports int) Option {
 	}
 }
 
-// WithTransitions sets how many of its last transitions each seed remembers; see [Lattice.Transitions]. The default is 4.
-// Each takes four bytes a seed.
+// WithTransitions sets how many of its last transitions each seed remembers; see
+// [Lattice.Transitions]. The default is 4. Each takes four bytes a seed.
 func WithTransitions(n int) Option {
 	return func(c *config) error {
 		c.Transitions = n
@@ -162,8 +170,9 @@ func WithTransitions(n int) Option {
 	}
 }
 
-// WithQuarantine makes a seed that does not match its checksum a new, dormant one when an epoch ends and when the lattice is
-// loaded, which the next epoch's end tells of in a Quarantined event. Without it both are errors wrapping [ErrCorrupt].
+// WithQuarantine makes a seed that does not match its checksum a new, dormant one when an epoch
+// ends and when the lattice is loaded, which the next epoch's end tells of in a Quarantined event.
+// Without it both are errors wrapping [ErrCorrupt].
 func WithQuarantine() Option {
 	return func(c *config) error {
 		c.Quarantine = true
@@ -180,8 +189,8 @@ func inRange(what string, v, lo, hi int) error {
 
 var lattices atomic.Uint64
 
-// NewLattice returns the state of a layer of the given number of seeds, all dormant, over hidden features. hidden must be
-// a multiple of seeds.
+// NewLattice returns the state of a layer of the given number of seeds, all dormant, over hidden
+// features. hidden must be a multiple of seeds.
 func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	if seeds < 1 || hidden < 1 || hidden%seeds != 0 {
 		return nil, fmt.Errorf("state.NewLattice: %w: hidden is %d and seeds is %d, want positive numbers, hidden a multiple of seeds",
@@ -258,8 +267,8 @@ func (l *Lattice) Width() int {
 	return l.config.Width
 }
 
-// Fits returns an error, which wraps [blueprints.ErrWidth] and names the seed, if a seed has a blueprint that needs more than
-// the given number of weights a slot.
+// Fits returns an error, which wraps [blueprints.ErrWidth] and names the seed, if a seed has a
+// blueprint that needs more than the given number of weights a slot.
 func (l *Lattice) Fits(width int) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

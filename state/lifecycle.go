@@ -18,10 +18,11 @@ type GerminationRequest struct {
 // defaultStrategy is that of a germination request which names none.
 var defaultStrategy = graft.FixedRamp{Ramp: graft.Linear, Epochs: 50, Target: 1}
 
-// RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error that names the seed when
-// the seed is not dormant, or the slot, the kind or the strategy is not valid; then nothing has changed. The parameters of the
-// slot stay as they are. Those that are all 0 become the kind's identity start when the layer next runs; blueprints.Identity makes
-// any others so, and a [Network] that is given its [Slots] does all of this.
+// RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error
+// that names the seed when the seed is not dormant, or the slot, the kind or the strategy is not
+// valid; then nothing has changed. The parameters of the slot stay as they are. Those that are all
+// 0 become the kind's identity start when the layer next runs; blueprints.Identity makes any others
+// so, and a [Network] that is given its [Slots] does all of this.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
@@ -95,11 +96,13 @@ func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 	return 0, fmt.Errorf("%d different strategies are in use, which is all a lattice can hold", len(used))
 }
 
-// Transition moves a seed to another stage. It returns an error wrapping [ErrTransition] when the table of stages does not
-// allow it, or [ErrGate] when a threshold is not met; it names the seed and both stages, and nothing has changed.
+// Transition moves a seed to another stage. It returns an error wrapping [ErrTransition] when the
+// table of stages does not allow it, or [ErrGate] when a threshold is not met; it names the seed
+// and both stages, and nothing has changed.
 //
-// Only [Lattice.RequestGermination] gives a seed a blueprint. [WithoutGates], a seed may become Germinated this way too: it has
-// slot 0, "none", and passes through every stage with t(x) = x. With gates it may not.
+// Only [Lattice.RequestGermination] gives a seed a blueprint. [WithoutGates], a seed may become
+// Germinated this way too: it has slot 0, "none", and passes through every stage with t(x) = x.
+// With gates it may not.
 func (l *Lattice) Transition(seed int, to Stage) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
@@ -188,7 +191,8 @@ type Transition struct {
 	From, To Stage
 }
 
-// packedEpochs is the number of epochs that a packed transition can tell apart; later ones count as the last.
+// packedEpochs is the number of epochs that a packed transition can tell apart; later ones count as
+// the last.
 const packedEpochs = 1 << 24
 
 func (t Transition) pack() uint32 {
@@ -199,7 +203,8 @@ func unpackTransition(p uint32) Transition {
 	return Transition{int(p >> 8), Stage(p >> 4 & 15), Stage(p & 15)}
 }
 
-// Transitions returns a seed's last transitions, the latest first, as many as [WithTransitions] keeps.
+// Transitions returns a seed's last transitions, the latest first, as many as [WithTransitions]
+// keeps.
 func (l *Lattice) Transitions(seed int) ([]Transition, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -215,12 +220,14 @@ func (l *Lattice) Transitions(seed int) ([]Transition, error) {
 	return all, nil
 }
 
-// Mute takes a seed out of forward passes, or puts it back: while it is muted they see it as Dormant, whatever its stage. It
-// is for comparing what the model does with the seed and without it, is not saved, and no reason for an event.
+// Mute takes a seed out of forward passes, or puts it back: while it is muted they see it as
+// Dormant, whatever its stage. It is for comparing what the model does with the seed and without
+// it, is not saved, and no reason for an event.
 func (l *Lattice) Mute(seed int, muted bool) error { return l.pose("Mute", seed, Dormant, muted) }
 
-// Probe has forward passes see a seed that trains as if it were FineTuning, y = t(x), or ends that. It is for measuring what
-// the blueprint would do to the model, is not saved, and no reason for an event. A seed of any other stage is an error.
+// Probe has forward passes see a seed that trains as if it were FineTuning, y = t(x), or ends that.
+// It is for measuring what the blueprint would do to the model, is not saved, and no reason for an
+// event. A seed of any other stage is an error.
 func (l *Lattice) Probe(seed int, on bool) error { return l.pose("Probe", seed, FineTuning, on) }
 
 // pose has forward passes see a seed in another stage than it is in, or ends that.
@@ -242,8 +249,8 @@ func (l *Lattice) pose(method string, seed int, as Stage, on bool) error {
 	return nil
 }
 
-// Recycle returns a seed whose blueprint's life is over to Dormant. It returns an error wrapping [ErrTransition] when it is
-// not over, or [ErrEmbargo] when it ended too few epochs ago.
+// Recycle returns a seed whose blueprint's life is over to Dormant. It returns an error wrapping
+// [ErrTransition] when it is not over, or [ErrEmbargo] when it ended too few epochs ago.
 func (l *Lattice) Recycle(seed int) error {
 	l.mu.Lock()
 	defer l.unlockAndTell()
@@ -267,10 +274,11 @@ func (l *Lattice) recycle(seed int) error {
 	return nil
 }
 
-// SetAlpha sets a seed's own α, for grafting by hand. Stages Grafting, Stabilization and Evaluating blend with it, and in
-// Grafting the seed's strategy, unless it has finished, goes on from there. Set in Germinated or Training, it is where
-// grafting will begin. The other stages have an α of their own, 0 or 1, and there it changes nothing but
-// [SeedReport.LastUpdate]. It returns an error when alpha is not in [0, 1].
+// SetAlpha sets a seed's own α, for grafting by hand. Stages Grafting, Stabilization and Evaluating
+// blend with it, and in Grafting the seed's strategy, unless it has finished, goes on from there.
+// Set in Germinated or Training, it is where grafting will begin. The other stages have an α of
+// their own, 0 or 1, and there it changes nothing but [SeedReport.LastUpdate]. It returns an error
+// when alpha is not in [0, 1].
 func (l *Lattice) SetAlpha(seed int, alpha float64) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -311,8 +319,8 @@ func (l *Lattice) evidence(seed int) Evidence {
 	return e
 }
 
-// learns reports whether a seed's blueprint learns: by its own parameters where they have been reported, and else by the
-// gradient of its chunk.
+// learns reports whether a seed's blueprint learns: by its own parameters where they have been
+// reported, and else by the gradient of its chunk.
 func (l *Lattice) learns(seed int) bool {
 	switch liveness(l.seeds.learning[seed]) {
 	case changing:

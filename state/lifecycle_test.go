@@ -250,7 +250,8 @@ func TestStrategiesAreKeptInBounds(t *testing.T) {
 		t.Fatal(errErratic)
 	}
 	l := lattice(t, 1, 1, state.WithoutGates())
-	// JSON, in which strategies are saved, has no NaN: -99 stands in for a falling α here, and broken below for a NaN.
+	// JSON, in which strategies are saved, has no NaN: -99 stands in for a falling α here, and broken
+	// below for a NaN.
 	answers := []float64{0.25, 0.125, -99, 0.5, 7, 0.5}
 	if err := l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: erratic{answers}}); err != nil {
 		t.Fatal(err)
@@ -358,7 +359,8 @@ func TestNoEmbargo(t *testing.T) {
 	}
 }
 
-// A recycled seed starts anew: nothing that was reported of its last blueprint counts for the next one.
+// A recycled seed starts anew: nothing that was reported of its last blueprint counts for the next
+// one.
 func TestRecycledSeedStartsAnew(t *testing.T) {
 	thresholds := state.DefaultThresholds()
 	thresholds.MinEpochs = [stages]int{}
@@ -427,7 +429,8 @@ func TestRecycledSeedStartsAnew(t *testing.T) {
 	if err := to(state.FineTuning); err != nil {
 		t.Fatal(err)
 	}
-	// 3.02 is less than 1 % better than the 3 that this blueprint began with, though more than the 2 of the one before.
+	// 3.02 is less than 1 % better than the 3 that this blueprint began with, though more than the 2
+	// of the one before.
 	if err := to(state.Fossilized); !errors.Is(err, state.ErrGate) {
 		t.Errorf("the improvement counts from the last blueprint's performance: %v", err)
 	}
@@ -481,7 +484,8 @@ func TestZeroLattice(t *testing.T) {
 	}
 }
 
-// Commands, passes, reports and epochs may come from any goroutine; the race detector and the checksums watch.
+// Commands, passes, reports and epochs may come from any goroutine; the race detector and the
+// checksums watch.
 func TestConcurrentUse(t *testing.T) {
 	l := lattice(t, 64, 256, state.WithoutGates(), state.WithEmbargo(0), state.WithTelemetry(state.Telemetry{Mode: state.Debug}))
 	var wg sync.WaitGroup
@@ -712,7 +716,8 @@ func TestGatesOfALattice(t *testing.T) {
 	}
 }
 
-// Straight-through training has no error of its own: a falling loss and live gradients open its gate.
+// Straight-through training has no error of its own: a falling loss and live gradients open its
+// gate.
 func TestStraightThroughGate(t *testing.T) {
 	for _, c := range []struct {
 		last, norm float64
@@ -766,7 +771,8 @@ func TestMetricsErrors(t *testing.T) {
 	}
 }
 
-// TestWithin wants the whole life of a blueprint to fit into half of a run, and what fits already to stay.
+// TestWithin wants the whole life of a blueprint to fit into half of a run, and what fits already
+// to stay.
 func TestWithin(t *testing.T) {
 	all := func(t state.Thresholds) (n int) {
 		for _, e := range t.MinEpochs {
@@ -790,8 +796,9 @@ func TestThresholds(t *testing.T) {
 	require.False(t, gated)
 }
 
-// TestGateLooksAtTheBlueprint wants seeds whose own parameters do not learn to stay out of grafting, whatever the host's loss and
-// their chunk's gradient, and those that learn and do no harm, or ever less, to pass.
+// TestGateLooksAtTheBlueprint wants seeds whose own parameters do not learn to stay out of
+// grafting, whatever the host's loss and their chunk's gradient, and those that learn and do no
+// harm, or ever less, to pass.
 func TestGateLooksAtTheBlueprint(t *testing.T) {
 	thresholds := state.DefaultThresholds()
 	thresholds.MinEpochs[state.Training] = 3

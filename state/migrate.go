@@ -15,7 +15,8 @@ import (
 //	4  keeps normal figures as bfloat16 instead of Float16, which had neither small nor large ones; added "entry_training_error",
 //	   "slot_sum", "learning" and "scored"
 
-// emptySeeds returns new seeds to migrate the stored arrays to. Before memory is taken, enough must be stored to deserve it.
+// emptySeeds returns new seeds to migrate the stored arrays to. Before memory is taken, enough must
+// be stored to deserve it.
 func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	if h.Schema < 3 {
 		h.Config.Transitions = defaultTransitions
@@ -27,8 +28,9 @@ func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	return newSeedState(h.Seeds, h.Config.Transitions), nil
 }
 
-// migrate moves the stored arrays into s. Data of this schema must have exactly the fields of s. In data of an older one,
-// fields that it did not have keep the value of a new seed, and fields that are no more are dropped.
+// migrate moves the stored arrays into s. Data of this schema must have exactly the fields of s. In
+// data of an older one, fields that it did not have keep the value of a new seed, and fields that
+// are no more are dropped.
 func (h *header) migrate(s *seedState, stored []columns.Column) error {
 	byName := map[string]columns.Column{}
 	for _, c := range stored {

@@ -128,8 +128,8 @@ func (s *seedModel) share() float64 {
 	return 0
 }
 
-// A million random commands, most of which are refused, leave a lattice in the state that the specification predicts, with
-// every checksum right.
+// A million random commands, most of which are refused, leave a lattice in the state that the
+// specification predicts, with every checksum right.
 func TestRandomCommands(t *testing.T) {
 	commands := 1_000_000
 	if testing.Short() {
@@ -231,7 +231,8 @@ func compareWithModel(t *testing.T, l *state.Lattice, m *latticeModel) {
 	}
 }
 
-// The measurements of a lattice reach its strategies: one is held up by drift, one by the gradient, one speeds up.
+// The measurements of a lattice reach its strategies: one is held up by drift, one by the gradient,
+// one speeds up.
 func TestStrategiesAreFed(t *testing.T) {
 	l := lattice(t, 4, 8, state.WithoutGates())
 	for seed, s := range []graft.Strategy{

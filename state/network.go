@@ -15,19 +15,22 @@ import (
 	"github.com/kasmina-go/kasmina/state/internal/outbox"
 )
 
-// Network holds the lattices of all Kasmina layers of a model, and addresses a seed by its layer and its number in it.
+// Network holds the lattices of all Kasmina layers of a model, and addresses a seed by its layer
+// and its number in it.
 //
-// Commands come in two ways. Those of [Network.Submit] wait until whoever runs the model calls [Network.Apply], which a
-// training loop does between its steps. [Network.Do] acts at once. Either way all commands of one call take effect together,
-// or, when one is refused, none.
+// Commands come in two ways. Those of [Network.Submit] wait until whoever runs the model calls
+// [Network.Apply], which a training loop does between its steps. [Network.Do] acts at once. Either
+// way all commands of one call take effect together, or, when one is refused, none.
 //
-// Submit, Listen, Report, Arrays, Verify, Scrub, Open and Close may be called from any goroutine at any time. Do may be,
-// too, where the slots have a lock. Apply, StepEpoch, Load and what it returns are for whoever runs the model, between passes.
+// Submit, Listen, Report, Arrays, Verify, Scrub, Open and Close may be called from any goroutine at
+// any time. Do may be, too, where the slots have a lock. Apply, StepEpoch, Load and what it returns
+// are for whoever runs the model, between passes.
 //
-// The network also looks after the parameters behind the slots, if it is given them: germination sets a slot to the blueprint's
-// identity start, unless a living seed shares it; the beginning of a grafting keeps the slot's weights and scale, and a
-// rollback puts them back, unless another living seed shares the slot. A transition that is asked of the lattice itself touches
-// no parameters, and one that ends a grafting forgets what was kept.
+// The network also looks after the parameters behind the slots, if it is given them: germination
+// sets a slot to the blueprint's identity start, unless a living seed shares it; the beginning of a
+// grafting keeps the slot's weights and scale, and a rollback puts them back, unless another living
+// seed shares the slot. A transition that is asked of the lattice itself touches no parameters, and
+// one that ends a grafting forgets what was kept.
 type Network struct {
 	layers []Layer
 	slots  Slots
@@ -43,10 +46,11 @@ type Layer struct {
 	Lattice *Lattice
 }
 
-// Slots are the parameters behind the slots of a network's layers. The network calls them between passes only.
+// Slots are the parameters behind the slots of a network's layers. The network calls them between
+// passes only.
 //
-// Slots that are a [sync.Locker] too are locked by each Do, before the network itself: it waits for the end of a pass that
-// holds their lock. Whoever calls Apply or StepEpoch holds it already.
+// Slots that are a [sync.Locker] too are locked by each Do, before the network itself: it waits for
+// the end of a pass that holds their lock. Whoever calls Apply or StepEpoch holds it already.
 type Slots interface {
 	// Start returns the identity start of a blueprint. It changes nothing.
 	Start(Germination) (SlotParams, error)
@@ -77,8 +81,9 @@ type SlotWrite struct {
 // address is a seed's, or a slot's.
 type address struct{ layer, number int }
 
-// NewNetwork returns a network of the given layers, in order. slots may be nil: then nobody touches parameters. It returns an
-// error when a lattice is nil or there twice, two layers have one name, or a name has a dot in it.
+// NewNetwork returns a network of the given layers, in order. slots may be nil: then nobody touches
+// parameters. It returns an error when a lattice is nil or there twice, two layers have one name,
+// or a name has a dot in it.
 func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 	n := &Network{layers: slices.Clone(layers), slots: slots}
 	for i, a := range layers {
@@ -147,7 +152,8 @@ func (n *Network) Listen(f func(Event)) (stop func(), err error) {
 	return n.outbox.Listen(f), nil
 }
 
-// Verify verifies all lattices. Its error names the layer of the first corrupt seed; see [Lattice.Verify].
+// Verify verifies all lattices. Its error names the layer of the first corrupt seed; see
+// [Lattice.Verify].
 func (n *Network) Verify() error {
 	for i, l := range n.layers {
 		if err := l.Lattice.Verify(); err != nil {
@@ -157,9 +163,9 @@ func (n *Network) Verify() error {
 	return nil
 }
 
-// Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several goroutines at once; one
-// that shall put corrupt seeds into quarantine submits a Quarantine command, or leaves it to the end of the epoch of lattices
-// that are made [WithQuarantine].
+// Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several
+// goroutines at once; one that shall put corrupt seeds into quarantine submits a Quarantine
+// command, or leaves it to the end of the epoch of lattices that are made [WithQuarantine].
 func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(layer int, err error)) error {
 	if err := checkScrub(ctx, period); err != nil {
 		return err
@@ -179,8 +185,9 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(la
 	return nil
 }
 
-// StepEpoch ends an epoch in all layers, with the metrics of each; see [Lattice.StepEpoch]. It reads the parameters of the
-// blueprints that train and adds them to the metrics. On an error nothing has changed.
+// StepEpoch ends an epoch in all layers, with the metrics of each; see [Lattice.StepEpoch]. It
+// reads the parameters of the blueprints that train and adds them to the metrics. On an error
+// nothing has changed.
 func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 	if len(m) != len(n.layers) {
 		return nil, fmt.Errorf("state.StepEpoch: %w: there are metrics of %d layers, want %d", ErrArgument, len(m), len(n.layers))
@@ -207,7 +214,8 @@ func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 	return all, nil
 }
 
-// withParameters returns the metrics with the parameters of all blueprints that train, if the network has their slots.
+// withParameters returns the metrics with the parameters of all blueprints that train, if the
+// network has their slots.
 func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
 	if n.slots == nil {
 		return metrics, nil
@@ -245,7 +253,8 @@ func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
 	return all, nil
 }
 
-// lock locks the network and its lattices. It returns what unlocks them and then tells of what has happened.
+// lock locks the network and its lattices. It returns what unlocks them and then tells of what has
+// happened.
 func (n *Network) lock() (unlock func()) {
 	release := n.lockQuietly()
 	return func() {
@@ -275,8 +284,8 @@ func (n *Network) deliver() {
 	}
 }
 
-// HoldEvents keeps the events of the network and its lattices back until tell is called: a caller that holds a lock which
-// listeners may want, too, calls tell once it has unlocked it.
+// HoldEvents keeps the events of the network and its lattices back until tell is called: a caller
+// that holds a lock which listeners may want, too, calls tell once it has unlocked it.
 func (n *Network) HoldEvents() (tell func()) {
 	n.hold(1)
 	return sync.OnceFunc(func() {

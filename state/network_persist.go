@@ -6,16 +6,17 @@ import (
 	"strings"
 )
 
-// Beside the arrays of its lattice, a layer in which seeds are being grafted has these: the seeds, one after the other, and
-// the parameters that their slots had when grafting began.
+// Beside the arrays of its lattice, a layer in which seeds are being grafted has these: the seeds,
+// one after the other, and the parameters that their slots had when grafting began.
 const (
 	keptSeeds   = "kept_seeds"   // uint32 [k]
 	keptWeights = "kept_weights" // float64 [k, weights]
 	keptScales  = "kept_scales"  // float64 [k]
 )
 
-// Arrays returns a copy of the network's complete state as named arrays: those of every lattice (see [Lattice.Arrays]), with
-// the layer's name and a dot before their own, and what is kept of the slots of seeds that are being grafted.
+// Arrays returns a copy of the network's complete state as named arrays: those of every lattice
+// (see [Lattice.Arrays]), with the layer's name and a dot before their own, and what is kept of the
+// slots of seeds that are being grafted.
 func (n *Network) Arrays() (all []Array) {
 	defer n.lock()()
 	for i, layer := range n.layers {
@@ -46,8 +47,9 @@ func (n *Network) keptArrays(layer int) []Array {
 	return []Array{{keptSeeds, []int{k}, seeds}, {keptWeights, []int{k, len(weights) / k}, weights}, {keptScales, []int{k}, scales}}
 }
 
-// Load checks arrays as [Network.Arrays] returns them, in any order, and returns what makes them the network's contents. It
-// returns an error as [Lattice.SetArrays] does, which names the layer, and changes nothing itself.
+// Load checks arrays as [Network.Arrays] returns them, in any order, and returns what makes them
+// the network's contents. It returns an error as [Lattice.SetArrays] does, which names the layer,
+// and changes nothing itself.
 func (n *Network) Load(arrays []Array) (install func(), err error) {
 	byLayer := map[string][]Array{}
 	for _, a := range arrays {
@@ -133,7 +135,8 @@ func takeKept(arrays []Array) (kept map[int]SlotParams, own []Array, err error) 
 	return kept, own, nil
 }
 
-// checkKept returns an error unless what is kept of a layer's slots is of seeds that it has, and fits slots.
+// checkKept returns an error unless what is kept of a layer's slots is of seeds that it has, and
+// fits slots.
 func checkKept(kept map[int]SlotParams, img *image) error {
 	for seed, p := range kept {
 		switch width := img.config.Width; {

@@ -86,7 +86,8 @@ func do(t testing.TB, n *state.Network, commands ...state.Command) {
 	}
 }
 
-// Commands that are given together take effect together or not at all, and nobody hears of what did not happen.
+// Commands that are given together take effect together or not at all, and nobody hears of what did
+// not happen.
 func TestCommandsAreAtomic(t *testing.T) {
 	n, m := network(t)
 	var heard []string
@@ -133,7 +134,8 @@ func sorted(s []string) []string {
 	return s
 }
 
-// A rollback puts a slot's parameters back to what they were when grafting began, unless another living seed has the slot.
+// A rollback puts a slot's parameters back to what they were when grafting began, unless another
+// living seed has the slot.
 func TestRollbackRestoresTheSlot(t *testing.T) {
 	for _, saved := range []bool{false, true} {
 		n, m := network(t)
@@ -180,7 +182,8 @@ func TestRollbackRestoresTheSlot(t *testing.T) {
 	}
 }
 
-// What is kept for a rollback is of one grafting: when that has ended, by whosoever's hand, no later one gets it.
+// What is kept for a rollback is of one grafting: when that has ended, by whosoever's hand, no
+// later one gets it.
 func TestWhatIsKeptEndsWithTheGrafting(t *testing.T) {
 	life := []state.Stage{state.Training, state.Grafting}
 	for name, end := range map[string]func(l *state.Lattice) error{
@@ -244,7 +247,8 @@ func arrayNames(n *state.Network) (names []string) {
 	return names
 }
 
-// A seed that germinates in a slot which a living one has joins it; one that is left alone in it starts anew.
+// A seed that germinates in a slot which a living one has joins it; one that is left alone in it
+// starts anew.
 func TestSharedSlotsStartOnce(t *testing.T) {
 	n, m := network(t)
 	do(t, n, germinate(0, 0, 1))
@@ -426,7 +430,8 @@ func TestMute(t *testing.T) {
 	}
 }
 
-// Commands, passes, epochs, reports and a scrub go on at once; the race detector and the checksums watch.
+// Commands, passes, epochs, reports and a scrub go on at once; the race detector and the checksums
+// watch.
 func TestNetworkFromEightGoroutines(t *testing.T) {
 	n, _ := network(t)
 	if _, err := n.Listen(func(e state.Event) { _ = e.String() }); err != nil {
@@ -488,7 +493,8 @@ func TestNoSeeds(t *testing.T) {
 	}
 }
 
-// TestSubmitAlwaysAnswers wants commands that nobody will carry out to be answered, before Close and after.
+// TestSubmitAlwaysAnswers wants commands that nobody will carry out to be answered, before Close
+// and after.
 func TestSubmitAlwaysAnswers(t *testing.T) {
 	n, _ := network(t)
 	before := n.Submit(germinate(0, 0, 1))
@@ -550,8 +556,9 @@ func TestSlotsWithALock(t *testing.T) {
 	require.True(t, heard)
 }
 
-// Parameters are loaded into the slot of a living seed, with the command that germinates it or later, and nothing but them
-// changes. What does not fit is refused, and of the commands beside it nothing takes effect.
+// Parameters are loaded into the slot of a living seed, with the command that germinates it or
+// later, and nothing but them changes. What does not fit is refused, and of the commands beside it
+// nothing takes effect.
 func TestLoadIntoSlots(t *testing.T) {
 	n, m := network(t, state.WithSlots(5), state.WithWidth(2))
 	load := func(seed int, kind blueprints.Kind, scale float64, w ...float64) state.Command {
@@ -621,7 +628,8 @@ func TestEmptyArguments(t *testing.T) {
 	require.ErrorIs(t, l.Scrub(t.Context(), -1, nil), state.ErrArgument)
 }
 
-// TestZeroNetworkAnswers wants what is submitted to a network without layers, which nobody applies anything to, to be refused.
+// TestZeroNetworkAnswers wants what is submitted to a network without layers, which nobody applies
+// anything to, to be refused.
 func TestZeroNetworkAnswers(t *testing.T) {
 	var zero state.Network
 	done := zero.Submit(state.Command{Action: state.Recycle})

@@ -206,8 +206,8 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 	same(t, a, &b) // nothing was applied
 }
 
-// A lattice takes nothing of another shape, of which seeds, features, slots and their width alone can differ. What it does not
-// know of its slots it takes over.
+// A lattice takes nothing of another shape, of which seeds, features, slots and their width alone
+// can differ. What it does not know of its slots it takes over.
 func TestOtherShapes(t *testing.T) {
 	made := func(seeds, hidden int, opts ...Option) *Lattice {
 		l, err := NewLattice(seeds, hidden, opts...)
@@ -288,7 +288,8 @@ func swapAll(arrays []Array) {
 	}
 }
 
-// resaved saves a lattice as a program with another schema would have: change edits the header and the list of fields.
+// resaved saves a lattice as a program with another schema would have: change edits the header and
+// the list of fields.
 func resaved(t *testing.T, l *Lattice, change func(h *header, fields []columns.Column) []columns.Column) []byte {
 	t.Helper()
 	h := l.header()
@@ -381,8 +382,9 @@ func TestSchemaVersions(t *testing.T) {
 	}
 }
 
-// FuzzUnmarshal reads altered lattices, also with the header's checksum made right again, behind which the fuzzer could hardly get
-// by itself. What is read takes memory in proportion to what is there, whatever the header promises.
+// FuzzUnmarshal reads altered lattices, also with the header's checksum made right again, behind
+// which the fuzzer could hardly get by itself. What is read takes memory in proportion to what is
+// there, whatever the header promises.
 func FuzzUnmarshal(f *testing.F) {
 	l, err := NewLattice(2, 4, WithQuarantine())
 	if err != nil {
@@ -414,8 +416,8 @@ func FuzzUnmarshal(f *testing.F) {
 	})
 }
 
-// TestForged wants a lattice that nothing can have led to be refused although its checksums fit, by both ways in, and to change
-// nothing.
+// TestForged wants a lattice that nothing can have led to be refused although its checksums fit, by
+// both ways in, and to change nothing.
 func TestForged(t *testing.T) {
 	nan, inf := float32(math.NaN()), math.Inf(1)
 	for name, forge := range map[string]func(l *Lattice, s *seedState){
@@ -462,8 +464,8 @@ func TestForged(t *testing.T) {
 	}
 }
 
-// TestOverflowingFigures wants figures that overflow neither to become limits by which later passes go, nor to keep a lattice that has
-// met them from being loaded.
+// TestOverflowingFigures wants figures that overflow neither to become limits by which later passes
+// go, nor to keep a lattice that has met them from being loaded.
 func TestOverflowingFigures(t *testing.T) {
 	l, err := NewLattice(1, 4)
 	require.NoError(t, err)

@@ -109,8 +109,8 @@ func (s *seedState) gradient(i int) Gradient {
 	return Gradient{Norm: float64(s.gradNorm[i]), Variance: fromBFloat16(s.gradVariance[i]), Max: fromBFloat16(s.gradMax[i])}
 }
 
-// ring keeps the telemetry of the last passes in the form in which it is transported: one array per field, normal figures
-// as bfloat16 and α as Float16. It is not saved with the lattice.
+// ring keeps the telemetry of the last passes in the form in which it is transported: one array per
+// field, normal figures as bfloat16 and α as Float16. It is not saved with the lattice.
 type ring struct {
 	frames []frame // oldest first once full, from next on
 	next   int
@@ -173,7 +173,8 @@ func (f *frame) copyGradient(s *seedState) {
 	g.gradVariance, g.gradMax = append(g.gradVariance[:0], s.gradVariance...), append(g.gradMax[:0], s.gradMax...)
 }
 
-// addGradient completes the frame of the pass p with the gradients that the seeds have taken in since.
+// addGradient completes the frame of the pass p with the gradients that the seeds have taken in
+// since.
 func (r *ring) addGradient(l *Lattice, p *Pass) {
 	if len(r.frames) == 0 {
 		return
@@ -183,9 +184,9 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 	}
 }
 
-// History returns the reports of the last passes that measured, the oldest first, as many as [WithHistory] keeps. They hold
-// what is measured in a pass, of the seeds that it has measured, and stage, slot, kind and α (in half precision) at its start; the
-// other fields are zero.
+// History returns the reports of the last passes that measured, the oldest first, as many as
+// [WithHistory] keeps. They hold what is measured in a pass, of the seeds that it has measured, and
+// stage, slot, kind and α (in half precision) at its start; the other fields are zero.
 func (l *Lattice) History() []Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -215,8 +216,8 @@ func (l *Lattice) History() []Report {
 	return reports
 }
 
-// Timing is what was measured of the time that one run of a layer took, forward or backward. Who executes the layer may
-// measure it as seldom as it likes.
+// Timing is what was measured of the time that one run of a layer took, forward or backward. Who
+// executes the layer may measure it as seldom as it likes.
 type Timing struct {
 	Kernel    time.Duration // of the layer's arithmetic alone
 	Telemetry time.Duration // by how much telemetry and the lattice's bookkeeping prolong it

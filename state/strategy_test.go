@@ -32,8 +32,9 @@ func reloaded(t testing.TB, l *state.Lattice) *state.Lattice {
 	return &copied
 }
 
-// The end of a ramp is told of in the epoch in which it ends and in no other: also where the last epochs are too short to
-// raise a float32, where α has been there since it was set by hand, and across files.
+// The end of a ramp is told of in the epoch in which it ends and in no other: also where the last
+// epochs are too short to raise a float32, where α has been there since it was set by hand, and
+// across files.
 func TestRampFinishedIsToldOnce(t *testing.T) {
 	for _, c := range []struct {
 		ramp  graft.FixedRamp
@@ -155,7 +156,8 @@ var (
 	errNarrow = graft.Register[narrow]()
 )
 
-// A strategy given by pointer is taken as it is then; what happens to it later is its owner's business.
+// A strategy given by pointer is taken as it is then; what happens to it later is its owner's
+// business.
 func TestStrategyByPointer(t *testing.T) {
 	ramp := &graft.FixedRamp{Epochs: 4, Target: 1}
 	l := lattice(t, 1, 1, state.WithoutGates())
@@ -205,8 +207,9 @@ func TestPanickingStrategy(t *testing.T) {
 	}
 }
 
-// TestScoresInIntervals wants a ramp that speeds up with the score to end about when it does with a score every epoch, however
-// many epochs pass from one to the next, and not to take an old score for one that has not improved.
+// TestScoresInIntervals wants a ramp that speeds up with the score to end about when it does with a
+// score every epoch, however many epochs pass from one to the next, and not to take an old score
+// for one that has not improved.
 func TestScoresInIntervals(t *testing.T) {
 	ends := func(every int, improves bool) (epochs int) {
 		l := lattice(t, 2, 4, state.WithoutGates())

@@ -63,8 +63,9 @@ func (t Telemetry) check() error {
 	return nil
 }
 
-// watches reports whether a seed's figures are collected in the given pass. The sampled seeds of one pass are spread evenly
-// over the lattice, and move on by one share from pass to pass, so that all get their turn.
+// watches reports whether a seed's figures are collected in the given pass. The sampled seeds of
+// one pass are spread evenly over the lattice, and move on by one share from pass to pass, so that
+// all get their turn.
 func (t Telemetry) watches(seed int, step uint64) bool {
 	switch t.Mode {
 	case Off:
@@ -82,8 +83,8 @@ func (t Telemetry) watches(seed int, step uint64) bool {
 	return true
 }
 
-// SetTelemetry changes what is measured, from the next forward pass on. It returns an error, and changes nothing, when a
-// field of t is out of range.
+// SetTelemetry changes what is measured, from the next forward pass on. It returns an error, and
+// changes nothing, when a field of t is out of range.
 func (l *Lattice) SetTelemetry(t Telemetry) error {
 	if err := t.check(); err != nil {
 		return fmt.Errorf("state.SetTelemetry: %w: %w", ErrArgument, err)
@@ -101,8 +102,9 @@ func (l *Lattice) Telemetry() Telemetry {
 	return l.config.Telemetry
 }
 
-// Health are the six figures of a seed's input chunk, before any clamp. Non-finite elements are counted, not included.
-// In a [Report], Variance and DeadRatio have float32 precision and the others that of a bfloat16, 2⁻⁹, over the same range.
+// Health are the six figures of a seed's input chunk, before any clamp. Non-finite elements are
+// counted, not included. In a [Report], Variance and DeadRatio have float32 precision and the
+// others that of a bfloat16, 2⁻⁹, over the same range.
 type Health struct {
 	Variance  float64 // mean squared deviation from the mean
 	Mean      float64
@@ -111,8 +113,9 @@ type Health struct {
 	SNR       float64 // signal-to-noise ratio |mean|/sqrt(variance + ε)
 }
 
-// Gradient are the three figures of the gradient of a seed's output chunk, before any clipping. In a [Report], Norm has
-// float32 precision and the others that of a bfloat16, 2⁻⁹, over the same range.
+// Gradient are the three figures of the gradient of a seed's output chunk, before any clipping. In
+// a [Report], Norm has float32 precision and the others that of a bfloat16, 2⁻⁹, over the same
+// range.
 type Gradient struct {
 	Norm     float64 // square root of the sum of squares
 	Variance float64
@@ -127,8 +130,8 @@ func (m Moments) ok() bool {
 	return m.Count >= 0 && m.Variance >= 0 && finite(m.Count) && finite(m.Mean) && finite(m.Variance)
 }
 
-// merge returns the moments of the numbers of m and n together (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
-// Algorithm for Computing Sample Variances", 1979).
+// merge returns the moments of the numbers of m and n together (Chan, Golub and LeVeque, "Updating
+// Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979).
 func (m Moments) merge(n Moments) Moments {
 	if n.Count == 0 {
 		return m
@@ -141,8 +144,8 @@ func (m Moments) merge(n Moments) Moments {
 	return Moments{count, m.Mean + d*f, m.Variance*(1-f) + n.Variance*f + d*d*f*(1-f)}
 }
 
-// HistogramBins is the length of a histogram of activations. Bin i counts the elements with 2^(i−24) ≤ |x| < 2^(i−23);
-// bin 0 also holds all smaller ones and the last bin all larger ones.
+// HistogramBins is the length of a histogram of activations. Bin i counts the elements with
+// 2^(i−24) ≤ |x| < 2^(i−23); bin 0 also holds all smaller ones and the last bin all larger ones.
 const HistogramBins = 40
 
 // Histogram counts elements by their magnitude; see [HistogramBins].
@@ -164,9 +167,9 @@ type GradientSample struct {
 	Clipped   int // rows whose gradient was clipped
 }
 
-// Pass is what a forward pass, and the backward pass that belongs to it, know of the lattice: a copy, taken at the start of
-// the forward pass, that later commands do not change. Slices have one element for each seed. It is for those who execute
-// the layer; the others use [Lattice.Report].
+// Pass is what a forward pass, and the backward pass that belongs to it, know of the lattice: a
+// copy, taken at the start of the forward pass, that later commands do not change. Slices have one
+// element for each seed. It is for those who execute the layer; the others use [Lattice.Report].
 type Pass struct {
 	Record    bool      // whether the passes leave their figures in the lattice
 	Telemetry Telemetry // in force at the start
@@ -191,8 +194,9 @@ func (p *Pass) seeds() int {
 	return len(p.Stage)
 }
 
-// Begin fills p for a forward pass that starts now, reusing p's memory. With record set, the passes will be given to
-// [Lattice.RecordHealth] and [Lattice.RecordGradient], so p.Watch says which seeds to measure; otherwise it is false for all.
+// Begin fills p for a forward pass that starts now, reusing p's memory. With record set, the passes
+// will be given to [Lattice.RecordHealth] and [Lattice.RecordGradient], so p.Watch says which seeds
+// to measure; otherwise it is false for all.
 func (l *Lattice) Begin(p *Pass, record bool) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -217,8 +221,8 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 	}
 }
 
-// RecordHealth takes in what the forward pass p has measured: sample is called for every seed, from several goroutines at
-// once. Non-finite elements are counted always, the rest only when p records.
+// RecordHealth takes in what the forward pass p has measured: sample is called for every seed, from
+// several goroutines at once. Non-finite elements are counted always, the rest only when p records.
 func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -253,8 +257,8 @@ func (l *Lattice) record(r recorder) {
 	l.recorder = recorder{span: r.span}
 }
 
-// recordSpan takes in the figures of seeds lo to hi−1 and renews their checksums. A seed that did not match its own before
-// does not do so afterwards.
+// recordSpan takes in the figures of seeds lo to hi−1 and renews their checksums. A seed that did
+// not match its own before does not do so afterwards.
 func (l *Lattice) recordSpan(lo, hi int) {
 	found := l.sums.Faults(lo, hi, l.seeds.crc)
 	r := &l.recorder
@@ -293,7 +297,8 @@ func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	}
 }
 
-// RecordGradient takes in what the backward pass that belongs to p has measured, as [Lattice.RecordHealth] does.
+// RecordGradient takes in what the backward pass that belongs to p has measured, as
+// [Lattice.RecordHealth] does.
 func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -319,7 +324,8 @@ func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	}
 }
 
-// critical is a figure of critical quality as it is stored. One that is NaN has overflowed on its way.
+// critical is a figure of critical quality as it is stored. One that is NaN has overflowed on its
+// way.
 func critical(v float64) float32 {
 	if v != v {
 		return float32(math.Inf(1))
@@ -337,8 +343,8 @@ func (l *Lattice) checkPass(method string, p *Pass, sampled bool) error {
 	return nil
 }
 
-// drift is the relative change of a chunk's moments: the change of its root mean square or of its mean, whichever is
-// larger, relative to the former root mean square.
+// drift is the relative change of a chunk's moments: the change of its root mean square or of its
+// mean, whichever is larger, relative to the former root mean square.
 func drift(mean0, variance0, mean1, variance1 float64) float64 {
 	rms0, rms1 := math.Sqrt(mean0*mean0+variance0), math.Sqrt(mean1*mean1+variance1)
 	if rms0 == 0 {

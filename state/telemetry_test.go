@@ -234,7 +234,8 @@ func TestNonFiniteEvents(t *testing.T) {
 	}
 }
 
-// Running statistics weigh all passes alike until they are renormalised; the drift is measured from epoch to epoch.
+// Running statistics weigh all passes alike until they are renormalised; the drift is measured from
+// epoch to epoch.
 func TestRunningStatistics(t *testing.T) {
 	const every = 4
 	l := lattice(t, 1, 8, state.WithRenormalization(every))
@@ -269,7 +270,8 @@ func TestRunningStatistics(t *testing.T) {
 	}
 }
 
-// The drift of a chunk with mean zero is that of its root mean square, and that of a constant one of its mean.
+// The drift of a chunk with mean zero is that of its root mean square, and that of a constant one
+// of its mean.
 func TestDrift(t *testing.T) {
 	for name, c := range map[string]struct {
 		first, second state.Moments
@@ -290,8 +292,9 @@ func TestDrift(t *testing.T) {
 	}
 }
 
-// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms of processor time, and so by the
-// clock too, on cores that have nothing else to do. On a slower CPU that is held against a loop that takes as long there.
+// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms of
+// processor time, and so by the clock too, on cores that have nothing else to do. On a slower CPU
+// that is held against a loop that takes as long there.
 func TestEpochOf100000Seeds(t *testing.T) {
 	n := 100_000
 	if testing.Short() {
@@ -323,7 +326,8 @@ func TestEpochOf100000Seeds(t *testing.T) {
 	}
 }
 
-// yardstick returns how long a processor needs for 7.5·10⁷ multiplications that wait for each other: 100 ms at 2.6 GHz.
+// yardstick returns how long a processor needs for 7.5·10⁷ multiplications that wait for each
+// other: 100 ms at 2.6 GHz.
 func yardstick(t testing.TB) time.Duration {
 	start := processor.Time(t)
 	x := uint64(1)
@@ -419,7 +423,8 @@ func TestFiguresKeepTheirRange(t *testing.T) {
 	}
 }
 
-// TestHistoryUnderSampling wants reports of passes that measured alone, and in them figures of that pass alone.
+// TestHistoryUnderSampling wants reports of passes that measured alone, and in them figures of that
+// pass alone.
 func TestHistoryUnderSampling(t *testing.T) {
 	l := lattice(t, 4, 8, state.WithHistory(20), state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.5}))
 	for i := range 12 {

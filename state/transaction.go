@@ -36,9 +36,10 @@ func (q *queue) take(closing bool) []submission {
 	return taken
 }
 
-// Submit hands over commands that take effect together at the next [Network.Apply]. The channel, which need not be read, gets
-// nil then, or why they were refused: an ErrClosed when the network is closed, now or before the next Apply. It may be called
-// from any goroutine. A network without layers answers at once.
+// Submit hands over commands that take effect together at the next [Network.Apply]. The channel,
+// which need not be read, gets nil then, or why they were refused: an ErrClosed when the network is
+// closed, now or before the next Apply. It may be called from any goroutine. A network without
+// layers answers at once.
 func (n *Network) Submit(commands ...Command) <-chan error {
 	done := make(chan error, 1)
 	if len(n.layers) == 0 {
@@ -57,8 +58,8 @@ func (n *Network) Submit(commands ...Command) <-chan error {
 
 var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Network.Open says that somebody runs it again", ErrClosed)
 
-// Close says that nobody will call Apply: what waits for it is answered with ErrClosed now, and what is submitted later at
-// once. All else goes on as before.
+// Close says that nobody will call Apply: what waits for it is answered with ErrClosed now, and
+// what is submitted later at once. All else goes on as before.
 func (n *Network) Close() {
 	for _, s := range n.queue.take(true) {
 		s.done <- errSubmit
@@ -72,7 +73,8 @@ func (n *Network) Open() {
 	n.queue.closed = false
 }
 
-// Apply carries out what has been submitted, in order. It must be called between the passes of the model.
+// Apply carries out what has been submitted, in order. It must be called between the passes of the
+// model.
 func (n *Network) Apply() {
 	for _, s := range n.queue.take(false) {
 		err := n.do(s.commands)
@@ -81,8 +83,9 @@ func (n *Network) Apply() {
 	}
 }
 
-// Do carries out commands: all of them, or, when one is refused, none, and its error says which. It must be called between the
-// passes of the model, unless the slots have a lock: then it waits for the end of a pass.
+// Do carries out commands: all of them, or, when one is refused, none, and its error says which. It
+// must be called between the passes of the model, unless the slots have a lock: then it waits for
+// the end of a pass.
 func (n *Network) Do(commands ...Command) error {
 	defer n.deliver()
 	if l, ok := n.slots.(sync.Locker); ok {
@@ -173,8 +176,8 @@ func (l *Lattice) at(seed int) (Stage, int) {
 	return Stage(l.seeds.stage[seed]), int(l.seeds.slot[seed])
 }
 
-// parameters notes what becomes of the slot of a seed that has just obeyed a command. from and kept are what the seed's stage
-// was and what was kept of the slot.
+// parameters notes what becomes of the slot of a seed that has just obeyed a command. from and kept
+// are what the seed's stage was and what was kept of the slot.
 func (t *transaction) parameters(c Command, slot address, from Stage, kept *SlotParams) (err error) {
 	l := t.Lattice(c.Layer)
 	to, _ := l.at(c.Seed)
@@ -197,7 +200,8 @@ func (t *transaction) parameters(c Command, slot address, from Stage, kept *Slot
 	return err
 }
 
-// load notes that a slot shall hold what the command has, in front of the weights that its blueprint does not use.
+// load notes that a slot shall hold what the command has, in front of the weights that its
+// blueprint does not use.
 func (t *transaction) load(c Command, slot address) error {
 	if t.slots == nil {
 		return fmt.Errorf("state.Load: %w: seed %d: the network has no slots", ErrArgument, c.Seed)

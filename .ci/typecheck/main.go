@@ -1,5 +1,6 @@
-// Command typecheck checks the types of packages as they are with the build tags cu and cuda, tests included. To be compiled they need
-// cgo and CUDA's headers then; here every name of the package C is taken for granted.
+// Command typecheck checks the types of packages as they are with the build tags cu and cuda, tests
+// included. To be compiled they need cgo and CUDA's headers then; here every name of the package C
+// is taken for granted.
 //
 //	go run ./.ci/typecheck ./...
 package main

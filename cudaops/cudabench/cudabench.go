@@ -1,9 +1,10 @@
-// Package cudabench times this module's CUDA kernels one by one, on random data, and beside them what bounds them on the
-// same card: a copy in device memory and a large matrix product of cuBLASLt.
+// Package cudabench times this module's CUDA kernels one by one, on random data, and beside them
+// what bounds them on the same card: a copy in device memory and a large matrix product of
+// cuBLASLt.
 //
-// A time is the median of launches between two events. The cache is overwritten before each, since in a model other work
-// stands between a kernel and what it reads; Triton's do_bench does the same, so the times compare with those that it
-// takes of other programs.
+// A time is the median of launches between two events. The cache is overwritten before each, since
+// in a model other work stands between a kernel and what it reads; Triton's do_bench does the same,
+// so the times compare with those that it takes of other programs.
 package cudabench
 
 import (
@@ -58,8 +59,9 @@ func Groups() []string {
 	return names
 }
 
-// Run measures the kernels of some groups on a device, in the order of [Groups], and calls report with each measurement. It
-// takes up to 10 GiB of device memory. An error of report, an unknown group or a fault of the device ends it.
+// Run measures the kernels of some groups on a device, in the order of [Groups], and calls report
+// with each measurement. It takes up to 10 GiB of device memory. An error of report, an unknown
+// group or a fault of the device ends it.
 func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err error) {
 	defer func() {
 		if err != nil {

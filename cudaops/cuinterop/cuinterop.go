@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/cuhandle"
 )
 
-// Adopt takes a GPU into use in a context that the program made, which must outlive the Device; see [cudaops.WithContext].
-// The context of a *cu.Ctx is its CUDAContext().
+// Adopt takes a GPU into use in a context that the program made, which must outlive the Device; see
+// [cudaops.WithContext]. The context of a *cu.Ctx is its CUDAContext().
 func Adopt(ctx cu.CUContext, opts ...cudaops.DeviceOption) (*cudaops.Device, error) {
 	return cudaops.Open(append(opts[:len(opts):len(opts)], cudaops.WithContext(cuhandle.OfContext(ctx)))...)
 }
@@ -19,20 +19,22 @@ func Adopt(ctx cu.CUContext, opts ...cudaops.DeviceOption) (*cudaops.Device, err
 // Context is the context in which the device's work is done. It must not be destroyed.
 func Context(d *cudaops.Device) cu.CUContext { return cuhandle.Context(d.Context()) }
 
-// WithStream makes a machine put its work on a stream that the program made in the device's context; see
-// [cudaops.WithStream]. cu.NoStream, whose work cannot be captured, is an error.
+// WithStream makes a machine put its work on a stream that the program made in the device's
+// context; see [cudaops.WithStream]. cu.NoStream, whose work cannot be captured, is an error.
 func WithStream(s cu.Stream) cudaops.MachineOption { return cudaops.WithStream(cuhandle.OfStream(s)) }
 
 // Stream is the stream that the machine's work is on. It must not be destroyed.
 func Stream(m *cudaops.Machine) cu.Stream { return cuhandle.Stream(m.Stream()) }
 
-// Memory is where a node's value lies on the device, and the bytes it takes; see [cudaops.Machine.Address].
+// Memory is where a node's value lies on the device, and the bytes it takes; see
+// [cudaops.Machine.Address].
 func Memory(m *cudaops.Machine, n *gorgonia.Node) (p cu.DevicePtr, bytes int64, err error) {
 	at, size, err := m.Address(n)
 	return cu.DevicePtr(at), int64(size), err
 }
 
-// Bind makes a node's value lie in device memory that the program holds; see [cudaops.Machine.Bind].
+// Bind makes a node's value lie in device memory that the program holds; see
+// [cudaops.Machine.Bind].
 func Bind(m *cudaops.Machine, n *gorgonia.Node, p cu.DevicePtr, bytes int64) error {
 	return m.Bind(n, p.Uintptr(), int(bytes))
 }

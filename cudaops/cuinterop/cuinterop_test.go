@@ -93,8 +93,8 @@ func (b buffer) read() []float32 {
 	return values
 }
 
-// TestKasminaInCuMemory runs a Kasmina layer forward and backward in a context, on a stream and in memory that
-// gorgonia.org/cu has made, and in a machine's own, and wants the same bits.
+// TestKasminaInCuMemory runs a Kasmina layer forward and backward in a context, on a stream and in
+// memory that gorgonia.org/cu has made, and in a machine's own, and wants the same bits.
 func TestKasminaInCuMemory(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)

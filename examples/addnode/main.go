@@ -1,9 +1,11 @@
-// Command addnode puts a Kasmina node into a small Gorgonia graph, runs it and prints output and gradients.
+// Command addnode puts a Kasmina node into a small Gorgonia graph, runs it and prints output and
+// gradients.
 //
 //	go run ./examples/addnode
 //
-// Four features, two seeds. Seed 0 is dormant: its half of x passes through untouched. Seed 1 is grafting a Residual
-// blueprint, t(x) = x + a·w, at α = 0.5: its half becomes x + 0.5·a·w, and weights and scale get gradients.
+// Four features, two seeds. Seed 0 is dormant: its half of x passes through untouched. Seed 1 is
+// grafting a Residual blueprint, t(x) = x + a·w, at α = 0.5: its half becomes x + 0.5·a·w, and
+// weights and scale get gradients.
 package main
 
 import (

@@ -13,8 +13,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Three seeds of three features; the first two share slot 1, so that their gradients must add up. Slots are wide enough for
-// two hidden features of the blueprints that have some, and have one weight more, which no blueprint uses.
+// Three seeds of three features; the first two share slot 1, so that their gradients must add up.
+// Slots are wide enough for two hidden features of the blueprints that have some, and have one
+// weight more, which no blueprint uses.
 const (
 	rows, seeds, chunk = 4, 3, 3
 	slots, width       = 3, 2*2*chunk + 1
@@ -37,8 +38,8 @@ var pathTo = map[state.Stage][]state.Stage{
 	state.RolledBack:    {state.Training, state.Grafting, state.RolledBack},
 }
 
-// mode is a stability mode with inputs that make it act. Large inputs come with a small cost, or rounding would drown the
-// gradients.
+// mode is a stability mode with inputs that make it act. Large inputs come with a small cost, or
+// rounding would drown the gradients.
 type mode struct {
 	op.Stability
 	size float64 // of the inputs
@@ -101,7 +102,8 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind, m mode)
 	}
 	switch stage {
 	case state.Training:
-		// The output is x, yet the parameters learn as if it were t(x): as the differences of a fully blended seed say.
+		// The output is x, yet the parameters learn as if it were t(x): as the differences of a fully
+		// blended seed say.
 		blended, err := differences(state.FineTuning)
 		if err != nil {
 			return report, err
@@ -157,11 +159,12 @@ func latticeIn(stage state.Stage, kind blueprints.Kind) (*state.Lattice, error) 
 	return l, nil
 }
 
-// epsilon is far above the default, so that the strict mode's zeroing of small inputs shows in differences.
+// epsilon is far above the default, so that the strict mode's zeroing of small inputs shows in
+// differences.
 const epsilon = 0.125
 
-// kasminaInputs returns values at a distance from every kink: relu's, the jump at ±epsilon, and the strict mode's limits,
-// which two features of the last row pass by far.
+// kasminaInputs returns values at a distance from every kink: relu's, the jump at ±epsilon, and the
+// strict mode's limits, which two features of the last row pass by far.
 func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 	draw := func(n int, size float64) []float64 {
 		v := make([]float64, n)
@@ -179,7 +182,8 @@ func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 	return x, weights, scales, cost
 }
 
-// observe runs a layer with telemetry once on inputs of ordinary size, whose statistics become the strict mode's limits.
+// observe runs a layer with telemetry once on inputs of ordinary size, whose statistics become the
+// strict mode's limits.
 func observe(l *state.Lattice, like gorgonia.Nodes) error {
 	in := &inputs{g: gorgonia.NewGraph()}
 	ordinary := make([]float64, rows*seeds*chunk)

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// follow makes a trainer follow the controller, tells of what happens to the seeds, and counts what ends well or not.
+// follow makes a trainer follow the controller, tells of what happens to the seeds, and counts what
+// ends well or not.
 func follow(t *llm.Trainer, o options, text *corpus, r *result, w io.Writer) (*history, error) {
 	var controller state.Controller = narrated{o.controller, w}
 	if o.dryRun {

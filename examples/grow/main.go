@@ -1,14 +1,15 @@
-// Command grow trains the same small language model twice from one random seed, on the same batches: as it is, and with a
-// controller that lets it grow where its activations are unhealthy. It shows what happens to the seeds as it happens, and ends
-// with a comparison of the two and a picture of every seed's stages. A log of each run, with a JSON object a line, stands beside
-// its model.
+// Command grow trains the same small language model twice from one random seed, on the same
+// batches: as it is, and with a controller that lets it grow where its activations are unhealthy.
+// It shows what happens to the seeds as it happens, and ends with a comparison of the two and a
+// picture of every seed's stages. A log of each run, with a JSON object a line, stands beside its
+// model.
 //
 //	go run ./examples/grow                   # about two minutes on two cores, on the Go source tree
 //	go run ./examples/grow -data ~/notes -runs 3
 //	go run ./examples/grow -dry-run          # says what the controller would do, and does nothing
 //
-// Both models are judged on held-out text that neither the training nor the controller has seen. The last line that it prints is
-// a JSON object with the results.
+// Both models are judged on held-out text that neither the training nor the controller has seen.
+// The last line that it prints is a JSON object with the results.
 package main
 
 import (

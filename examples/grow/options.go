@@ -82,8 +82,8 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	return o, o.model.Check()
 }
 
-// plan sizes the lives of the blueprints by the epochs of the run, which is short: the thresholds that a lattice has otherwise
-// are for runs of thousands of epochs.
+// plan sizes the lives of the blueprints by the epochs of the run, which is short: the thresholds
+// that a lattice has otherwise are for runs of thousands of epochs.
 func (o *options) plan() {
 	epochs := o.train.Steps / o.train.Epoch
 	part := func(of int) int { return max(1, epochs/of) }

@@ -49,7 +49,8 @@ var colours = []color.Color{
 	color.RGBA{251, 106, 74, 255},  // RolledBack
 }
 
-// draw makes a picture of the history: a row for each seed, the first at the top, and a column for each epoch.
+// draw makes a picture of the history: a row for each seed, the first at the top, and a column for
+// each epoch.
 func (h *history) draw(path, title string) error {
 	p := plot.New()
 	p.Title.Text, p.X.Label.Text, p.Y.Label.Text = title, "epoch", "layer.seed"
@@ -102,7 +103,8 @@ func (h *history) Plot(c draw.Canvas, p *plot.Plot) {
 	}
 }
 
-// DataRange returns the epochs, with room for the legend behind them, and the rows; it makes h a plot.DataRanger.
+// DataRange returns the epochs, with room for the legend behind them, and the rows; it makes h a
+// plot.DataRanger.
 func (h *history) DataRange() (xmin, xmax, ymin, ymax float64) {
 	return 0, 1.25 * float64(max(1, len(h.stages))), 0, float64(h.network.Seeds())
 }

@@ -56,8 +56,8 @@ func openData(o options, stderr io.Writer) (d dataset, err error) {
 	return d, nil
 }
 
-// tokenize turns the text into tokens: bytes, or those of a byte-pair encoding, which is trained on the text. Encoding and
-// tokens are kept on the disk, for the next run.
+// tokenize turns the text into tokens: bytes, or those of a byte-pair encoding, which is trained on
+// the text. Encoding and tokens are kept on the disk, for the next run.
 func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (err error) {
 	m := newMeter(ctx, stderr, fmt.Sprintf("data      reading %.1f MB", float64(d.train.Size())/1e6))
 	fingerprint, err := d.train.Fingerprint(ctx,
@@ -89,7 +89,8 @@ func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (er
 	return nil
 }
 
-// trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run, or else that of the text.
+// trainTokenizer returns the byte-pair encoding that stands beside the checkpoint of a resumed run,
+// or else that of the text.
 func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint string,
 	stderr io.Writer) (*tokenizer.BPE, error) {
 	if o.resume.set {
@@ -117,7 +118,8 @@ func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint str
 	return bpe, nil
 }
 
-// withRemedy says what helps where a file that the program makes when it is missing is not what it should be, or cannot be made.
+// withRemedy says what helps where a file that the program makes when it is missing is not what it
+// should be, or cannot be made.
 func withRemedy(ctx context.Context, err error, path string) error {
 	var system syscall.Errno
 	_, missing := os.Stat(path)
@@ -193,7 +195,8 @@ func (m *meter) origin(path string) string {
 	return fmt.Sprintf("made in %v, kept in %s", time.Since(m.start).Round(100*time.Millisecond), path)
 }
 
-// thin returns a text of at most quickBytes, or else so many of them in pieces spread evenly over it.
+// thin returns a text of at most quickBytes, or else so many of them in pieces spread evenly over
+// it.
 func thin(text []byte) []byte {
 	const piece, pieces = 4 << 10, quickBytes / (4 << 10)
 	if len(text) <= quickBytes {

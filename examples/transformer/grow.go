@@ -7,7 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// kinds are planted in turn. Each starts as the exact identity, so that grafting begins without a jolt.
+// kinds are planted in turn. Each starts as the exact identity, so that grafting begins without a
+// jolt.
 var kinds = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter}
 
 // A stage of growth begins when the given share of the run's steps is done.
@@ -24,9 +25,10 @@ var growth = []struct {
 	{0.95, state.Fossilized},
 }
 
-// grow takes all seeds of a model through their lives on a fixed timetable: at the same step of the same run the same
-// happens, whether the run was interrupted or not. A seed that is late, in a run of a few steps or one that was resumed with
-// more of them, catches up. A program that decides by what the seeds report has a state.Controller instead.
+// grow takes all seeds of a model through their lives on a fixed timetable: at the same step of the
+// same run the same happens, whether the run was interrupted or not. A seed that is late, in a run
+// of a few steps or one that was resumed with more of them, catches up. A program that decides by
+// what the seeds report has a state.Controller instead.
 func grow(m *llm.Model, epoch int) llm.Callback {
 	return func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
@@ -44,7 +46,8 @@ func grow(m *llm.Model, epoch int) llm.Callback {
 	}
 }
 
-// advance returns what moves to the next stage all seeds that can go there. Grafting takes the given number of epochs.
+// advance returns what moves to the next stage all seeds that can go there. Grafting takes the
+// given number of epochs.
 func advance(seeds *state.Network, next state.Stage, graftEpochs int) (commands []state.Command) {
 	for layer, r := range seeds.Report() {
 		for _, s := range r.Seeds {

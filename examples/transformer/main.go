@@ -1,5 +1,5 @@
-// Command transformer trains a Llama-style language model with Kasmina layers on text: a small one, unless told otherwise,
-// and on an NVIDIA GPU if there is one, else on the CPU.
+// Command transformer trains a Llama-style language model with Kasmina layers on text: a small one,
+// unless told otherwise, and on an NVIDIA GPU if there is one, else on the CPU.
 //
 //	go run ./examples/transformer                     # a few minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
@@ -7,21 +7,25 @@
 //	go run ./examples/transformer -resume -prompt 'type ' -sample 1000 # another text from a model that is trained
 //	go run ./examples/transformer -preset 124M        # a larger model, of subwords: for a GPU
 //
-// It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON object a line
-// (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's bits per byte with those of an order-2
-// byte model and of gzip -9 on the same held-out text. The last line that it prints is a JSON object with the results. What
-// an earlier run left in -out moves to a folder in there (before-1, before-2 and so on), which nothing but its user deletes.
-// A second run in the folder of one that goes on is refused where folders can be locked, which is not on Windows.
+// It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON
+// object a line (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's
+// bits per byte with those of an order-2 byte model and of gzip -9 on the same held-out text. The
+// last line that it prints is a JSON object with the results. What an earlier run left in -out
+// moves to a folder in there (before-1, before-2 and so on), which nothing but its user deletes. A
+// second run in the folder of one that goes on is refused where folders can be locked, which is not
+// on Windows.
 //
-// The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first trained on the text. Encoding
-// and tokens are kept in -cache, so that the next run on the same text starts at once, and the encoding beside the checkpoint
-// too (tokenizer.bpe). Options that are given override the preset.
+// The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first
+// trained on the text. Encoding and tokens are kept in -cache, so that the next run on the same
+// text starts at once, and the encoding beside the checkpoint too (tokenizer.bpe). Options that are
+// given override the preset.
 //
-// An interrupt (Ctrl-C), or the end of its terminal, makes the run save a checkpoint before it ends; a second one ends it at
-// once. With -resume, options that are not given are those of the checkpoint, and the run continues as if it had never
-// stopped, bit for bit. Options that are given may differ, which the program then says: a run planned for 20 steps goes on
-// with -resume -steps 40, but with the learning rates and the growth of the longer plan, so that it does not end where 40
-// steps at a stretch do.
+// An interrupt (Ctrl-C), or the end of its terminal, makes the run save a checkpoint before it
+// ends; a second one ends it at once. With -resume, options that are not given are those of the
+// checkpoint, and the run continues as if it had never stopped, bit for bit. Options that are given
+// may differ, which the program then says: a run planned for 20 steps goes on with -resume -steps
+// 40, but with the learning rates and the growth of the longer plan, so that it does not end where
+// 40 steps at a stretch do.
 package main
 
 import (
@@ -81,8 +85,8 @@ func main() {
 	}
 }
 
-// A teller writes for a person whose terminal, or the program behind whose pipe, may be gone: that is no error, or it would end
-// a run before its checkpoint.
+// A teller writes for a person whose terminal, or the program behind whose pipe, may be gone: that
+// is no error, or it would end a run before its checkpoint.
 type teller struct{ *os.File }
 
 func (t teller) Write(b []byte) (int, error) {
@@ -92,8 +96,9 @@ func (t teller) Write(b []byte) (int, error) {
 
 func (t teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
 
-// untilSignal returns a context that ends when the user interrupts the program or closes its terminal, or when a pipe that it
-// writes to has no reader any more: Ctrl-C ends also the tee behind it.
+// untilSignal returns a context that ends when the user interrupts the program or closes its
+// terminal, or when a pipe that it writes to has no reader any more: Ctrl-C ends also the tee
+// behind it.
 func untilSignal(w io.Writer) context.Context {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM, syscall.SIGPIPE}
 	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
@@ -101,8 +106,8 @@ func untilSignal(w io.Writer) context.Context {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
 	context.AfterFunc(ctx, func() {
-		// A terminal that closes sends SIGHUP twice, through its shell and when that ends, and each line to a pipe without a
-		// reader is a SIGPIPE.
+		// A terminal that closes sends SIGHUP twice, through its shell and when that ends, and each line
+		// to a pipe without a reader is a SIGPIPE.
 		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
 		stop() // the next interrupt does what it does to other programs
 		fmt.Fprintln(w, "\nstopping  a run after its step, with a checkpoint; Ctrl-C again ends at once")
@@ -208,8 +213,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	return report(o, t.Last(), baselines, stdout)
 }
 
-// writable finds out whether files can be made in a folder, or the folder itself, before a long tokenization is for nothing. It
-// leaves nothing behind.
+// writable finds out whether files can be made in a folder, or the folder itself, before a long
+// tokenization is for nothing. It leaves nothing behind.
 func writable(dir string) error {
 	f, err := os.CreateTemp(dir, ".probe-*")
 	if err == nil {
@@ -226,7 +231,8 @@ func writable(dir string) error {
 	return fmt.Errorf("no file can be made in %s: %w", dir, err)
 }
 
-// afterFailure says what is left of a run that has failed. A checkpoint in -out is its own, or the one that it was resumed from.
+// afterFailure says what is left of a run that has failed. A checkpoint in -out is its own, or the
+// one that it was resumed from.
 func (o options) afterFailure(err error) error {
 	_, missing := os.Stat(filepath.Join(o.out, checkpointName))
 	switch {
@@ -258,7 +264,8 @@ func resumeHint(err error) error {
 	return err
 }
 
-// setAside moves what another run left in -out to a folder of its own in there, unless it is that run which goes on.
+// setAside moves what another run left in -out to a folder of its own in there, unless it is that
+// run which goes on.
 func setAside(o options, stderr io.Writer) error {
 	there, err := os.Stat(filepath.Join(o.out, checkpointName))
 	if err != nil {
@@ -306,7 +313,8 @@ func keptRuns(out string) (runs int, bytes int64) {
 	return runs, bytes
 }
 
-// quoted returns a path as it can be pasted after an option: in quotes where a shell would take it for something else.
+// quoted returns a path as it can be pasted after an option: in quotes where a shell would take it
+// for something else.
 func quoted(path string) string {
 	special := func(r rune) bool {
 		return !unicode.IsLetter(r) && !unicode.IsDigit(r) && !strings.ContainsRune("/._-+:@%,=", r) && r != filepath.Separator
@@ -440,7 +448,8 @@ func newTrainer(o options, tokens data.Tokens) (*llm.Trainer, error) {
 	return llm.NewTrainer(m, loader, opt, o.train)
 }
 
-// newOptimizer returns the optimiser of -optimizer and its peak learning rate. Neither decays norms or Kasmina's slots.
+// newOptimizer returns the optimiser of -optimizer and its peak learning rate. Neither decays norms
+// or Kasmina's slots.
 func newOptimizer(o options) (optim.Optimizer, float64, error) {
 	rate := func(usual float64) float64 {
 		if o.lr != 0 {

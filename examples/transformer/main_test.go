@@ -152,8 +152,8 @@ func TestLogOfSeeds(t *testing.T) {
 	}
 }
 
-// TestScrub wants damage to a seed to be told and logged before it ends the run, unless the user does
-// not want to hear of it.
+// TestScrub wants damage to a seed to be told and logged before it ends the run, unless the user
+// does not want to hear of it.
 func TestScrub(t *testing.T) {
 	const damage = "layer 1: seed state is corrupt: seed 3 does not match its checksum: bit 3 of alpha"
 	folder := textFolder(t)
@@ -206,8 +206,9 @@ func endsInTraining(n int) (context.Context, io.Writer) {
 	})
 }
 
-// TestResume wants a run that is interrupted and resumed, with no option but -out and -data repeated, to leave the same checkpoint as
-// one in which nothing happened, byte for byte, and to be complete after that.
+// TestResume wants a run that is interrupted and resumed, with no option but -out and -data
+// repeated, to leave the same checkpoint as one in which nothing happened, byte for byte, and to be
+// complete after that.
 func TestResume(t *testing.T) {
 	data, dir := textFolder(t), t.TempDir()
 	straight, broken := filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
@@ -234,7 +235,8 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// TestResumeWithMoreSteps wants a run that has ended to go on by its new plan, and the user to hear what that means.
+// TestResumeWithMoreSteps wants a run that has ended to go on by its new plan, and the user to hear
+// what that means.
 func TestResumeWithMoreSteps(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	train(t, small(data, out, "-steps", "20")...)
@@ -335,8 +337,8 @@ func TestBadOptions(t *testing.T) {
 	}
 }
 
-// TestNothingIsLost wants a run that begins where another one has ended to leave that one's files whole, in a place from which
-// it goes on.
+// TestNothingIsLost wants a run that begins where another one has ended to leave that one's files
+// whole, in a place from which it goes on.
 func TestNothingIsLost(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	if err := os.MkdirAll(filepath.Join(out, "before-breakfast"), 0o777); err != nil { // which is no run
@@ -385,7 +387,8 @@ func TestNothingIsLost(t *testing.T) {
 	}
 }
 
-// TestOneRunAFolder wants a second run in the folder of one that goes on to be refused, and to leave that one's files alone.
+// TestOneRunAFolder wants a second run in the folder of one that goes on to be refused, and to
+// leave that one's files alone.
 func TestOneRunAFolder(t *testing.T) {
 	if out := os.Getenv("TRANSFORMER_CLAIM"); out != "" { // the other program
 		_, err := llm.ClaimFolder(out)
@@ -455,7 +458,8 @@ func TestResumeHints(t *testing.T) {
 	}
 }
 
-// TestForgedPaths wants nothing to be read from or written to where a checkpoint says, and the user to hear what it says.
+// TestForgedPaths wants nothing to be read from or written to where a checkpoint says, and the user
+// to hear what it says.
 func TestForgedPaths(t *testing.T) {
 	data, dir := textFolder(t), t.TempDir()
 	out, trap := filepath.Join(dir, "out"), filepath.Join(dir, "trap")
@@ -504,7 +508,8 @@ func TestEveryPathIsKnown(t *testing.T) {
 	})
 }
 
-// TestFailureHint wants a user whose run fails to hear of the checkpoint that it goes on from, if there is one.
+// TestFailureHint wants a user whose run fails to hear of the checkpoint that it goes on from, if
+// there is one.
 func TestFailureHint(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	fail := func(args ...string) error {
@@ -580,7 +585,8 @@ func TestNobodyReads(t *testing.T) {
 	}
 }
 
-// TestInterruptedWithoutCheckpoint wants an interrupted run that fails to save a checkpoint not to say that it goes on from there.
+// TestInterruptedWithoutCheckpoint wants an interrupted run that fails to save a checkpoint not to
+// say that it goes on from there.
 func TestInterruptedWithoutCheckpoint(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	ctx, cancel := context.WithCancel(t.Context())
@@ -603,7 +609,8 @@ type writerFunc func([]byte)
 
 func (f writerFunc) Write(b []byte) (int, error) { f(b); return len(b), nil }
 
-// TestSmallVocabulary wants a user whose text has too few pairs for -vocab to hear how many there are.
+// TestSmallVocabulary wants a user whose text has too few pairs for -vocab to hear how many there
+// are.
 func TestSmallVocabulary(t *testing.T) {
 	data, cache := textFolder(t), t.TempDir()
 	for vocab, want := range map[string]bool{"258": false, "2000": true} {
@@ -614,7 +621,8 @@ func TestSmallVocabulary(t *testing.T) {
 	}
 }
 
-// TestThin wants the first and the last byte of a long text, in order and no more than is said, and a short one whole.
+// TestThin wants the first and the last byte of a long text, in order and no more than is said, and
+// a short one whole.
 func TestThin(t *testing.T) {
 	for _, n := range []int{1, quickBytes, quickBytes + 1, 1000003} {
 		text := make([]byte, n)

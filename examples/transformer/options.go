@@ -63,7 +63,8 @@ func (r *resumeFlag) Set(s string) error {
 	return nil
 }
 
-// parse reads the command line. Of a run that is resumed, options that are not given are those of the checkpoint.
+// parse reads the command line. Of a run that is resumed, options that are not given are those of
+// the checkpoint.
 func parse(args []string, stderr io.Writer) (options, error) {
 	var o options
 	f := o.flags(stderr)
@@ -169,7 +170,8 @@ func cacheFolder() string {
 	return filepath.Join(dir, "kasmina")
 }
 
-// restore sets the options that were not given to those of the checkpoint, and notes which of the others differ.
+// restore sets the options that were not given to those of the checkpoint, and notes which of the
+// others differ.
 func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 	notes, err := llm.ReadNotes(o.resume.path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -201,11 +203,12 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 	return errors.Join(errs...)
 }
 
-// pathOptions are the options that name files and folders. What a checkpoint says of them is never followed: whoever made the
-// file would choose what is read and written.
+// pathOptions are the options that name files and folders. What a checkpoint says of them is never
+// followed: whoever made the file would choose what is read and written.
 var pathOptions = []string{"out", "data", "cache", "profile", "resume", "new-data"}
 
-// checkPath compares a path of the checkpoint with what the user gave. Text of one's own has to be named again.
+// checkPath compares a path of the checkpoint with what the user gave. Text of one's own has to be
+// named again.
 func (o *options) checkPath(fl *flag.Flag, was string, given bool) error {
 	switch {
 	case fl.Value.String() == was:
@@ -238,7 +241,8 @@ func (o *options) keep() (*llm.Keep, error) {
 	return keep, nil
 }
 
-// finish derives what the options leave open, and refuses what would otherwise fail only after the training.
+// finish derives what the options leave open, and refuses what would otherwise fail only after the
+// training.
 func (o *options) finish() error {
 	o.model.Vocab = tokenizer.Bytes{}.VocabSize()
 	if o.vocab != 0 {
@@ -291,7 +295,8 @@ func (o *options) finish() error {
 	return o.model.Check()
 }
 
-// explain says what becomes of a resumed run with other options. settings are the differences that change its results.
+// explain says what becomes of a resumed run with other options. settings are the differences that
+// change its results.
 func (o *options) explain(settings []string) string {
 	var s strings.Builder
 	for _, c := range o.changed {

@@ -76,8 +76,9 @@ func TestPresets(t *testing.T) {
 	}
 }
 
-// TestSubwords trains a small model as a large preset does: on subwords, with a vocabulary that is larger than theirs. It
-// wants an interrupted run to go on to the same end, although what was kept between runs has gone.
+// TestSubwords trains a small model as a large preset does: on subwords, with a vocabulary that is
+// larger than theirs. It wants an interrupted run to go on to the same end, although what was kept
+// between runs has gone.
 func TestSubwords(t *testing.T) {
 	dir, text := t.TempDir(), textFolder(t)
 	cache, straight, broken := filepath.Join(dir, "cache"), filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
@@ -161,7 +162,8 @@ func TestStopsWhileTokenizing(t *testing.T) {
 	}
 }
 
-// TestTellPace wants a slow first step to be told once, with the time that the others will take, and a fast one not to be.
+// TestTellPace wants a slow first step to be told once, with the time that the others will take,
+// and a fast one not to be.
 func TestTellPace(t *testing.T) {
 	for _, c := range []struct {
 		first time.Duration

@@ -12,10 +12,11 @@ import (
 	"strings"
 )
 
-// Write gives the file at path the contents that write writes: to a temporary file in the same directory, which is synced and
-// renamed, and then the directory is synced. A process that is killed at any moment leaves the old file or the new one, and
-// its temporary file to the next Write to the same path. After an error the file is a complete one too, and the temporary
-// file is gone. A symbolic link to a file stays one.
+// Write gives the file at path the contents that write writes: to a temporary file in the same
+// directory, which is synced and renamed, and then the directory is synced. A process that is
+// killed at any moment leaves the old file or the new one, and its temporary file to the next Write
+// to the same path. After an error the file is a complete one too, and the temporary file is gone.
+// A symbolic link to a file stays one.
 func Write(path string, write func(*os.File) error) (err error) {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
@@ -104,8 +105,8 @@ func createTemporary(path string) (*os.File, error) {
 	}
 }
 
-// removeStale removes the temporary files that dead writers left beside path. What it cannot remove it leaves: the save
-// itself does not depend on it.
+// removeStale removes the temporary files that dead writers left beside path. What it cannot remove
+// it leaves: the save itself does not depend on it.
 func removeStale(path string) {
 	dir, prefix := filepath.Dir(path), temporaryPrefix(path)
 	files, _ := os.ReadDir(dir)

@@ -61,7 +61,8 @@ func TestKeepsLink(t *testing.T) {
 	}
 }
 
-// TestStale writes beside the temporary files of a dead writer, of a living one, and a user's file of a similar name.
+// TestStale writes beside the temporary files of a dead writer, of a living one, and a user's file
+// of a similar name.
 func TestStale(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model")
@@ -93,7 +94,8 @@ func TestStale(t *testing.T) {
 	}
 }
 
-// TestTemporaryStays wants a living writer's temporary file to stay where others remove stale ones, from its first moment on.
+// TestTemporaryStays wants a living writer's temporary file to stay where others remove stale ones,
+// from its first moment on.
 func TestTemporaryStays(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model")
 	stop, stopped := make(chan struct{}), make(chan struct{})

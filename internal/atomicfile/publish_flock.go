@@ -11,9 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// claim marks f as a living writer's until f is closed, which the kernel does for a process that dies. It fails when a remover
-// has claimed f, which is about to go then. File systems without locks cannot lock it for the remover either, so there nothing
-// is removed.
+// claim marks f as a living writer's until f is closed, which the kernel does for a process that
+// dies. It fails when a remover has claimed f, which is about to go then. File systems without
+// locks cannot lock it for the remover either, so there nothing is removed.
 func claim(f *os.File) bool {
 	return syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != syscall.EWOULDBLOCK
 }
@@ -30,7 +30,8 @@ func removeUnclaimed(name string) {
 	}
 }
 
-// publish renames the synced file f to path and syncs the directory. f keeps its claim until it has its new name.
+// publish renames the synced file f to path and syncs the directory. f keeps its claim until it has
+// its new name.
 func publish(f *os.File, path string) error {
 	if err := os.Rename(f.Name(), path); err != nil {
 		return err

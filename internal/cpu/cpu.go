@@ -1,11 +1,12 @@
 // Package cpu holds what the arithmetic that the ops run on a CPU shares: the instruction set, the
-// team of goroutines that work is spread over, and memory for a call. The families of kernels are in
-// the folders below: plain loops over slices that read like the formulas, for float32 and float64,
-// with rows or heads spread over the cores. They know nothing of graphs, nodes or tensors; callers
-// check shapes, so functions index without further tests.
+// team of goroutines that work is spread over, and memory for a call. The families of kernels are
+// in the folders below: plain loops over slices that read like the formulas, for float32 and
+// float64, with rows or heads spread over the cores. They know nothing of graphs, nodes or tensors;
+// callers check shapes, so functions index without further tests.
 //
-// Results do not depend on how many cores share the work: a sum is always formed by one goroutine in one order, or from
-// partial sums over fixed blocks that are added in a fixed order. The same inputs give the same bits on every run.
+// Results do not depend on how many cores share the work: a sum is always formed by one goroutine
+// in one order, or from partial sums over fixed blocks that are added in a fixed order. The same
+// inputs give the same bits on every run.
 package cpu
 
 import (
@@ -19,12 +20,14 @@ import (
 // Float is the element type of every kernel.
 type Float interface{ float32 | float64 }
 
-// Parallel splits [0, n) into spans of at most grain indices and calls f(lo, hi) for each, on as many goroutines as there
-// are cores. It returns when all calls have. Spans begin at multiples of grain, whatever the number of cores, so that a
-// caller may keep one partial result a span and add them up in order.
+// Parallel splits [0, n) into spans of at most grain indices and calls f(lo, hi) for each, on as
+// many goroutines as there are cores. It returns when all calls have. Spans begin at multiples of
+// grain, whatever the number of cores, so that a caller may keep one partial result a span and add
+// them up in order.
 //
-// When a call of f panics, no further ones begin, and once those under way have ended Parallel panics, on the calling
-// goroutine: with a [*Panic] if it was on another one. The same goes for [runtime.Goexit] on another one.
+// When a call of f panics, no further ones begin, and once those under way have ended Parallel
+// panics, on the calling goroutine: with a [*Panic] if it was on another one. The same goes for
+// [runtime.Goexit] on another one.
 func Parallel(n, grain int, f func(lo, hi int)) {
 	if n <= 0 {
 		return
@@ -64,8 +67,8 @@ type call[A any] struct {
 
 var calls sync.Map // *sync.Pool of *call[A], by the type A
 
-// Spread is Parallel for a kernel's arguments a and its method Span. A function that captured them would be allocated
-// anew in every call; a steady state of this one allocates nothing.
+// Spread is Parallel for a kernel's arguments a and its method Span. A function that captured them
+// would be allocated anew in every call; a steady state of this one allocates nothing.
 func Spread[A any, P spans[A]](n, grain int, a A) {
 	key := reflect.TypeFor[A]()
 	pool, ok := calls.Load(key)
@@ -83,7 +86,8 @@ func Spread[A any, P spans[A]](n, grain int, a A) {
 	pool.(*sync.Pool).Put(c)
 }
 
-// Panic is what a function has panicked with on a goroutine that is not its caller's, and the stack of that goroutine.
+// Panic is what a function has panicked with on a goroutine that is not its caller's, and the stack
+// of that goroutine.
 type Panic struct {
 	Value any
 	Stack []byte
@@ -92,8 +96,8 @@ type Panic struct {
 // String returns the value and the stack.
 func (p *Panic) String() string { return fmt.Sprintf("%v\n\n%s", p.Value, p.Stack) }
 
-// AsPanic is for the deferred function that has recovered r, while the stack still shows where it came from. What an inner
-// call of Parallel has passed on keeps its own stack.
+// AsPanic is for the deferred function that has recovered r, while the stack still shows where it
+// came from. What an inner call of Parallel has passed on keeps its own stack.
 func AsPanic(r any) *Panic {
 	if p, ok := r.(*Panic); ok {
 		return p
@@ -101,7 +105,8 @@ func AsPanic(r any) *Panic {
 	return &Panic{r, debug.Stack()}
 }
 
-// Grain returns how many items of the given cost (in elementary operations) make one span worth handing to a goroutine.
+// Grain returns how many items of the given cost (in elementary operations) make one span worth
+// handing to a goroutine.
 func Grain(cost int) int { return max(1, 1<<15/max(cost, 1)) }
 
 // CeilDiv returns a/b, rounded up.

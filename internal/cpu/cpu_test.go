@@ -18,7 +18,8 @@ func recovered(f func()) (r any) {
 	return nil
 }
 
-// everywhere calls f on the calling goroutine and on a helper of Parallel at the same time, and tells f which is which.
+// everywhere calls f on the calling goroutine and on a helper of Parallel at the same time, and
+// tells f which is which.
 func everywhere(f func(caller bool)) {
 	var both sync.WaitGroup // a rendezvous, so that neither takes both spans
 	both.Add(2)
@@ -30,8 +31,8 @@ func everywhere(f func(caller bool)) {
 	})
 }
 
-// A panic on a helper reaches the caller with the helper's stack, as the helper's end does, one on the calling goroutine reaches
-// it as it is, and all leave the pool in working order.
+// A panic on a helper reaches the caller with the helper's stack, as the helper's end does, one on
+// the calling goroutine reaches it as it is, and all leave the pool in working order.
 func TestParallelPanics(t *testing.T) {
 	atLeastTwoCores(t)
 	for range 50 {
@@ -71,8 +72,8 @@ func TestParallelPanics(t *testing.T) {
 	}
 }
 
-// A call does not wait for helpers who are still on their way when all is done, and these do nothing for it; but they may
-// for the next call of the same team.
+// A call does not wait for helpers who are still on their way when all is done, and these do
+// nothing for it; but they may for the next call of the same team.
 func TestLateHelpers(t *testing.T) {
 	var indices atomic.Int32
 	count := func(lo, hi int) { indices.Add(int32(hi - lo)) }
@@ -95,8 +96,8 @@ func TestLateHelpers(t *testing.T) {
 	}
 }
 
-// Calls from many goroutines, close together and far apart, so that helpers are met on the lookout, about to sleep and asleep,
-// each run all of their spans once.
+// Calls from many goroutines, close together and far apart, so that helpers are met on the lookout,
+// about to sleep and asleep, each run all of their spans once.
 func TestParallelFromManyGoroutines(t *testing.T) {
 	atLeastTwoCores(t)
 	var callers sync.WaitGroup
@@ -126,7 +127,8 @@ func TestParallelFromManyGoroutines(t *testing.T) {
 	callers.Wait()
 }
 
-// goroutine identifies the calling goroutine, as its stack's first line does: "goroutine 7 [running]:".
+// goroutine identifies the calling goroutine, as its stack's first line does: "goroutine 7
+// [running]:".
 func goroutine() string {
 	line := make([]byte, 64)
 	line = line[:runtime.Stack(line, false)]

@@ -25,14 +25,16 @@ func Level() ISA { return level }
 // ISAs returns those that this machine has, in ascending order.
 func ISAs() []ISA { return levels(detectISA()) }
 
-// level is what the kernels of this process use: the best the CPU and the system support, or less if the environment
-// variable KASMINA_CPU asks for it (avx512, avx2, neon or generic; anything else counts as unset). It is read once, at start.
+// level is what the kernels of this process use: the best the CPU and the system support, or less
+// if the environment variable KASMINA_CPU asks for it (avx512, avx2, neon or generic; anything else
+// counts as unset). It is read once, at start.
 var level = chooseISA(os.Getenv("KASMINA_CPU"), detectISA())
 
 // users are what chooses kernels by the level.
 var users []func(ISA)
 
-// OnISA calls f with the level in use, and again when it changes. Packages call it while they are initialised.
+// OnISA calls f with the level in use, and again when it changes. Packages call it while they are
+// initialised.
 func OnISA(f func(ISA)) {
 	users = append(users, f)
 	f(level)

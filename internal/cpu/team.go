@@ -6,8 +6,8 @@ import (
 	"sync/atomic"
 )
 
-// team is one call of Parallel and the goroutines at work on it. Teams and goroutines are kept for the next call, so that
-// a steady state allocates nothing.
+// team is one call of Parallel and the goroutines at work on it. Teams and goroutines are kept for
+// the next call, so that a steady state allocates nothing.
 type team struct {
 	f        func(lo, hi int)
 	n, grain int
@@ -23,9 +23,10 @@ const (
 	asleep = 1 << 30
 )
 
-// part is a share of the spans, one for the leader and for each helper: who is through with theirs goes on with the others'.
-// As the leader has the first part and, on two cores, always the same helper the second, what a core has written in one call
-// it mostly reads itself in the next, where the same rows are split.
+// part is a share of the spans, one for the leader and for each helper: who is through with theirs
+// goes on with the others'. As the leader has the first part and, on two cores, always the same
+// helper the second, what a core has written in one call it mostly reads itself in the next, where
+// the same rows are split.
 type part struct {
 	next atomic.Int64 // the next span to run
 	end  int64
@@ -48,9 +49,9 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 	t.helpers.Store(0) // which opens it, also to who was recruited for an earlier call
 }
 
-// To wake a sleeping thread takes tens of microseconds, more than many a kernel. So helpers who have run out of work look out
-// for more before they sleep, as many as there are cores for, and leaders for the end of their helpers' work: rounds pauses,
-// some 50 microseconds.
+// To wake a sleeping thread takes tens of microseconds, more than many a kernel. So helpers who
+// have run out of work look out for more before they sleep, as many as there are cores for, and
+// leaders for the end of their helpers' work: rounds pauses, some 50 microseconds.
 const rounds = 1000
 
 var (
@@ -149,7 +150,8 @@ func await() *team {
 	}
 }
 
-// work runs spans, those of part w first; w may be any number, as the helpers of an earlier call may join.
+// work runs spans, those of part w first; w may be any number, as the helpers of an earlier call
+// may join.
 func (t *team) work(w int) {
 	for i := range t.parts {
 		p := &t.parts[(w+i)%len(t.parts)]

@@ -28,7 +28,8 @@ func TestMain(m *testing.M) {
 	io.Copy(io.Discard, os.Stdin) // until it is told to end, or killed
 }
 
-// other starts another program that claims a folder. It returns whether it could, and what kills it.
+// other starts another program that claims a folder. It returns whether it could, and what kills
+// it.
 func other(t *testing.T, dir string) (claimed bool, kill func()) {
 	t.Helper()
 	c := exec.Command(os.Args[0])
@@ -49,8 +50,8 @@ func other(t *testing.T, dir string) (claimed bool, kill func()) {
 	return false, func() {}
 }
 
-// TestOneProgram wants a folder to be one program's at a time, until that has released it as often as it claimed it, or is killed,
-// and nothing to be left there.
+// TestOneProgram wants a folder to be one program's at a time, until that has released it as often
+// as it claimed it, or is killed, and nothing to be left there.
 func TestOneProgram(t *testing.T) {
 	dir := t.TempDir()
 	first, err := Claim(dir)

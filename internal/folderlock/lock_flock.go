@@ -10,8 +10,8 @@ import (
 	"syscall"
 )
 
-// lock locks a folder, which leaves nothing in it. File systems of a network want a file that is open for writing: there it is
-// one of the folder, which stays.
+// lock locks a folder, which leaves nothing in it. File systems of a network want a file that is
+// open for writing: there it is one of the folder, which stays.
 func lock(dir string) (*os.File, error) {
 	f, err := os.Open(dir)
 	if err == nil {
@@ -26,7 +26,8 @@ func lock(dir string) (*os.File, error) {
 	return f, flock(f)
 }
 
-// flock locks what f is of, until f is closed, which the kernel does for a process that dies. It closes f if it cannot.
+// flock locks what f is of, until f is closed, which the kernel does for a process that dies. It
+// closes f if it cannot.
 func flock(f *os.File) error {
 	err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	switch {

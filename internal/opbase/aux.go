@@ -6,8 +6,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Aux is memory that a forward op fills and its backward op reads: a figure that would cost a pass to compute again. It
-// belongs to the forward op and is reused from run to run.
+// Aux is memory that a forward op fills and its backward op reads: a figure that would cost a pass
+// to compute again. It belongs to the forward op and is reused from run to run.
 type Aux struct {
 	f32 []float32
 	f64 []float64
@@ -51,8 +51,8 @@ func (b *Base) Aux() []*Aux { return b.aux }
 // Owns registers the auxiliary memory of an op, for ReleaseAux.
 func (b *Base) Owns(aux ...*Aux) { b.aux = append(b.aux, aux...) }
 
-// ReleaseAux drops the op's auxiliary memory; its next run allocates it anew. A graph that is computed a second time for
-// its gradient calls it after the first, whose figures nobody reads.
+// ReleaseAux drops the op's auxiliary memory; its next run allocates it anew. A graph that is
+// computed a second time for its gradient calls it after the first, whose figures nobody reads.
 func (b *Base) ReleaseAux() {
 	for _, a := range b.aux {
 		*a = Aux{}

@@ -1,9 +1,10 @@
-// Package opbase holds what every Gorgonia op of this module shares: the part of gorgonia.Op that does not depend on what
-// an op computes (type, shape, hash, allocation, access to the values' memory), packed results and their parts.
+// Package opbase holds what every Gorgonia op of this module shares: the part of gorgonia.Op that
+// does not depend on what an op computes (type, shape, hash, allocation, access to the values'
+// memory), packed results and their parts.
 //
-// An op embeds [Base], which makes it a gorgonia.Op, and adds its configuration, DiffWRT and SymDiff. An op with several
-// results, which Gorgonia does not have, returns them packed one behind the other in a flat vector, and [Unpack] gives a
-// node for each.
+// An op embeds [Base], which makes it a gorgonia.Op, and adds its configuration, DiffWRT and
+// SymDiff. An op with several results, which Gorgonia does not have, returns them packed one behind
+// the other in a flat vector, and [Unpack] gives a node for each.
 package opbase
 
 import (
@@ -16,14 +17,16 @@ import (
 	"github.com/chewxy/hm"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
-	// Gorgonia's import of this module panics at start on current Go unless it is at least the version that our go.mod
-	// pins; importing it here makes the pin a direct requirement, which reaches every user of this module.
+	// Gorgonia's import of this module panics at start on current Go unless it is at least the version
+	// that our go.mod pins; importing it here makes the pin a direct requirement, which reaches every
+	// user of this module.
 	_ "go4.org/unsafe/assume-no-moving-gc"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Args are the flat, contiguous, row-major contents of an op's inputs: each a []float32, []float64 or []int.
+// Args are the flat, contiguous, row-major contents of an op's inputs: each a []float32, []float64
+// or []int.
 type Args []any
 
 // Slice returns argument i of a, whose element type the op's constructor has made certain.
@@ -52,9 +55,10 @@ type operand struct {
 	shape tensor.Shape
 }
 
-// Init fills b, the Base embedded in op. name is what errors and graphs show, config everything beside the inputs' shapes
-// that distinguishes two ops of that name (it is part of the hash, so that Gorgonia never merges different ops), out the
-// shape of the result (empty for a scalar), whose type is dt. f32 and f64 are the op's arithmetic.
+// Init fills b, the Base embedded in op. name is what errors and graphs show, config everything
+// beside the inputs' shapes that distinguishes two ops of that name (it is part of the hash, so
+// that Gorgonia never merges different ops), out the shape of the result (empty for a scalar),
+// whose type is dt. f32 and f64 are the op's arithmetic.
 func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.Node, dt tensor.Dtype, out tensor.Shape,
 	f32 Kernel[O, float32], f64 Kernel[O, float64]) {
 	b.place(op)
@@ -74,7 +78,8 @@ func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.
 // Shared returns b: what an op that embeds a Base shares with the others.
 func (b *Base) Shared() *Base { return b }
 
-// Run computes the op on flat memory: out and the inputs have the types and sizes that the op was made for.
+// Run computes the op on flat memory: out and the inputs have the types and sizes that the op was
+// made for.
 func (b *Base) Run(out any, in Args) error {
 	var err error
 	switch out := out.(type) {
@@ -111,7 +116,8 @@ func (b *Base) Dtype() tensor.Dtype { return b.out.dt }
 // Arity returns the number of inputs.
 func (b *Base) Arity() int { return len(b.in) }
 
-// Type returns the op's signature. Every call builds a new one, since Gorgonia recycles what it gets.
+// Type returns the op's signature. Every call builds a new one, since Gorgonia recycles what it
+// gets.
 func (b *Base) Type() hm.Type {
 	ts := make([]hm.Type, 0, len(b.in)+1)
 	for _, in := range b.in {
@@ -120,7 +126,8 @@ func (b *Base) Type() hm.Type {
 	return hm.NewFnType(append(ts, b.out.typ)...)
 }
 
-// InferShape returns the shape of the result, after checking that the inputs have the shapes the op was made for.
+// InferShape returns the shape of the result, after checking that the inputs have the shapes the op
+// was made for.
 func (b *Base) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
 	shapes, err := gorgonia.DimSizersToShapes(in)
 	if err != nil {
@@ -143,7 +150,8 @@ func (b *Base) ReturnsPtr() bool { return true }
 // OverwritesInput reports that no input's memory becomes the result's.
 func (b *Base) OverwritesInput() int { return -1 }
 
-// WriteHash writes what identifies the op: name, configuration, and the types and shapes of inputs and result.
+// WriteHash writes what identifies the op: name, configuration, and the types and shapes of inputs
+// and result.
 func (b *Base) WriteHash(h hash.Hash) {
 	fmt.Fprintf(h, "kasmina.%s{%s}", b.name, b.config)
 	for _, o := range append(slices.Clone(b.in), b.out) {
@@ -195,8 +203,8 @@ func (b *Base) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	}
 }
 
-// UsePreallocDo computes the op into the memory of prealloc, which must have the result's type and shape and be
-// contiguous. What it held does not matter.
+// UsePreallocDo computes the op into the memory of prealloc, which must have the result's type and
+// shape and be contiguous. What it held does not matter.
 func (b *Base) UsePreallocDo(prealloc gorgonia.Value, in ...gorgonia.Value) (gorgonia.Value, error) {
 	args, err := b.args(in)
 	if err != nil {
@@ -260,8 +268,8 @@ func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	return args, nil
 }
 
-// Flat returns the elements of v in row-major order: v's own memory where it is contiguous, a copy where it is not (a
-// view, a lazy transpose, a column-major tensor), and one element for a scalar.
+// Flat returns the elements of v in row-major order: v's own memory where it is contiguous, a copy
+// where it is not (a view, a lazy transpose, a column-major tensor), and one element for a scalar.
 func Flat(v gorgonia.Value) (any, error) {
 	switch v := v.(type) {
 	case *gorgonia.F32:
@@ -282,7 +290,8 @@ func Flat(v gorgonia.Value) (any, error) {
 	return nil, fmt.Errorf("cannot read a %T: want a dense tensor or a float", v)
 }
 
-// sliceOf returns the memory of a contiguous tensor. (tensor.Dense.Data would give a bare element for a scalar.)
+// sliceOf returns the memory of a contiguous tensor. (tensor.Dense.Data would give a bare element
+// for a scalar.)
 func sliceOf(d *tensor.Dense) any {
 	switch d.Dtype() {
 	case tensor.Float32:

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// PackedSize returns the length of the flat vector that holds tensors of the given shapes one behind the other.
+// PackedSize returns the length of the flat vector that holds tensors of the given shapes one
+// behind the other.
 func PackedSize(shapes ...tensor.Shape) int {
 	n := 0
 	for _, s := range shapes {
@@ -18,8 +19,8 @@ func PackedSize(shapes ...tensor.Shape) int {
 	return n
 }
 
-// Unpack returns one node for each of the shapes that packed, a vector of PackedSize(shapes...) elements, holds in this
-// order. The nodes are views: no element is copied.
+// Unpack returns one node for each of the shapes that packed, a vector of PackedSize(shapes...)
+// elements, holds in this order. The nodes are views: no element is copied.
 func Unpack(packed *gorgonia.Node, shapes ...tensor.Shape) (gorgonia.Nodes, error) {
 	if want := PackedSize(shapes...); packed.Dims() != 1 || packed.Shape()[0] != want {
 		return nil, fmt.Errorf("unpack: got a packed result of shape %v, want (%d)", packed.Shape(), want)

@@ -9,14 +9,17 @@ import (
 	"gorgonia.org/gorgonia/cuda"
 )
 
-// CUDA computes an op on an engine of Gorgonia's CUDA machine, in whose memory inputs and result lie; kept is what it may keep
-// of the op from call to call. The engine's work is done. It reports whether it could.
+// CUDA computes an op on an engine of Gorgonia's CUDA machine, in whose memory inputs and result
+// lie; kept is what it may keep of the op from call to call. The engine's work is done. It reports
+// whether it could.
 //
-// It is set by cudaops, since this package and the ops know nothing of CUDA: a program that imports cudaops computes them
-// with its kernels, another one on the CPU, from the same memory, which Gorgonia allocates such that both can reach it.
+// It is set by cudaops, since this package and the ops know nothing of CUDA: a program that imports
+// cudaops computes them with its kernels, another one on the CPU, from the same memory, which
+// Gorgonia allocates such that both can reach it.
 var CUDA func(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value, in []gorgonia.Value) (bool, error)
 
-// placement is where Gorgonia's own machines run an op: on a GPU, in a build with Gorgonia's tag cuda.
+// placement is where Gorgonia's own machines run an op: on a GPU, in a build with Gorgonia's tag
+// cuda.
 type placement struct {
 	op   gorgonia.Op
 	kept any

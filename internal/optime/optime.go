@@ -12,12 +12,12 @@ type OpTime struct {
 	Op    string        `json:"op"`    // the op's name, as in RMSNormGrad
 	Tasks int           `json:"tasks"` // launches, matrix products among them
 	Time  time.Duration `json:"ns"`
-	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is the multiplications and
-	// additions of matrix products and attention.
+	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is the
+	// multiplications and additions of matrix products and attention.
 	Bytes float64 `json:"bytes,omitempty"`
 	FLOPs float64 `json:"flops,omitempty"`
-	// Ways are those that were chosen among several, and Tuned what the tasks took when they were tuned, of those that were
-	// (of a monitor alone).
+	// Ways are those that were chosen among several, and Tuned what the tasks took when they were
+	// tuned, of those that were (of a monitor alone).
 	Ways  []string      `json:"ways,omitempty"`
 	Tuned time.Duration `json:"tuned_ns,omitempty"`
 }

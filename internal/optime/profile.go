@@ -13,16 +13,20 @@ import (
 // Profile is where the time of one step on a GPU went.
 type Profile struct {
 	Device string
-	// Period is the time from the beginning of one step to that of the next, the median of Steps steps that ran as always.
+	// Period is the time from the beginning of one step to that of the next, the median of Steps steps
+	// that ran as always.
 	Period time.Duration
 	Steps  int
-	// Graphs is how long such a step's captured work was on the GPU: the rest of the period the GPU copied or waited.
+	// Graphs is how long such a step's captured work was on the GPU: the rest of the period the GPU
+	// copied or waited.
 	Graphs time.Duration
-	// Marked is the time of such work with a time stamp after every kernel, and Mark what a stamp takes, which Spans are without.
+	// Marked is the time of such work with a time stamp after every kernel, and Mark what a stamp
+	// takes, which Spans are without.
 	Marked, Mark time.Duration
-	// Copy and Product are the card's ceilings, measured just now: bytes a second (read and written ones together) of a copy
-	// in its memory, and operations a second of large products of matrices: of type Type, and, where the step has such products, of
-	// float8 with a factor for each row. 0 if they could not be measured.
+	// Copy and Product are the card's ceilings, measured just now: bytes a second (read and written
+	// ones together) of a copy in its memory, and operations a second of large products of matrices:
+	// of type Type, and, where the step has such products, of float8 with a factor for each row. 0 if
+	// they could not be measured.
 	Copy, Product, ProductFloat8 float64
 	Type                         string
 
@@ -30,25 +34,27 @@ type Profile struct {
 	Host  []HostSpan // in the program, of the step that was not marked
 }
 
-// Span is a kernel's run, or that of something else that keeps the GPU busy. The kernels of a task (a node of the graph, or a
-// piece of one) stand next to each other, and share its figures.
+// Span is a kernel's run, or that of something else that keeps the GPU busy. The kernels of a task
+// (a node of the graph, or a piece of one) stand next to each other, and share its figures.
 type Span struct {
 	Kernel string // the function's name, or what cuBLASLt computes, or copy or memset
 	Op     string // as in RMSNormGrad
 	Layer  string // as in model.layers.3; "" where the graph does not tell
 	Task   int    // its number
-	// Start is when it began, counted from the beginning of the step. Times are those of the marked step without the marks, put
-	// where the step's captured pieces were in a step without marks, with even gaps. Where they add up to more than the piece
-	// took, which they can with tiny kernels, since a mark also keeps the next from starting, they are scaled down to that.
+	// Start is when it began, counted from the beginning of the step. Times are those of the marked
+	// step without the marks, put where the step's captured pieces were in a step without marks, with
+	// even gaps. Where they add up to more than the piece took, which they can with tiny kernels,
+	// since a mark also keeps the next from starting, they are scaled down to that.
 	Start, Time time.Duration
-	// Of the task: the bytes that have to move at least, the operations of its products, and the share of the ceiling: the
-	// time that the one or the other takes at the card's ceiling, whichever is longer, by the task's time. A task whose
-	// operands are in the cache can exceed 1. 0 where there is no ceiling.
+	// Of the task: the bytes that have to move at least, the operations of its products, and the share
+	// of the ceiling: the time that the one or the other takes at the card's ceiling, whichever is
+	// longer, by the task's time. A task whose operands are in the cache can exceed 1. 0 where there
+	// is no ceiling.
 	Bytes, FLOPs, Share float64
 	Float8              bool     // FLOPs is of products of float8
 	Ways                []string // that were chosen among several
-	// Loose is work that is not captured, such as the copy of a batch: its time includes what the program takes to enqueue it,
-	// and does not count as busy.
+	// Loose is work that is not captured, such as the copy of a batch: its time includes what the
+	// program takes to enqueue it, and does not count as busy.
 	Loose bool
 }
 
@@ -68,8 +74,8 @@ func (p *Profile) Kernels() (sum time.Duration) {
 	return sum
 }
 
-// Busy is the share of the period in which the GPU was busy: by the sum of all captured kernels' times, and by the time of the
-// captured work, which includes the gaps between kernels.
+// Busy is the share of the period in which the GPU was busy: by the sum of all captured kernels'
+// times, and by the time of the captured work, which includes the gaps between kernels.
 func (p *Profile) Busy() (kernels, graphs float64) {
 	return rate(p.Kernels().Seconds(), p.Period), rate(p.Graphs.Seconds(), p.Period)
 }
@@ -233,8 +239,9 @@ const (
 	kernelTrack, opTrack, layerTrack = 1, 2, 3
 )
 
-// WriteTrace writes the step in Chrome's trace-event format, which https://ui.perfetto.dev and chrome://tracing show: the GPU's
-// kernels with the ops and layers that they are of, and the program's calls.
+// WriteTrace writes the step in Chrome's trace-event format, which https://ui.perfetto.dev and
+// chrome://tracing show: the GPU's kernels with the ops and layers that they are of, and the
+// program's calls.
 func (p *Profile) WriteTrace(w io.Writer) error {
 	kernels, graphs := p.Busy()
 	trace := struct {

@@ -1,5 +1,5 @@
-// Package params reads what optimisers and gradient tools need from the parameters that Gorgonia hands them: name, shape
-// and the memory of value and gradient.
+// Package params reads what optimisers and gradient tools need from the parameters that Gorgonia
+// hands them: name, shape and the memory of value and gradient.
 package params
 
 import (
@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Param is one parameter. Value and Grad are both []float32 or both []float64: the memory of the parameter itself, in
-// row-major order, so that writes reach it.
+// Param is one parameter. Value and Grad are both []float32 or both []float64: the memory of the
+// parameter itself, in row-major order, so that writes reach it.
 type Param struct {
 	Name        string
 	Shape       tensor.Shape
@@ -25,8 +25,9 @@ type Param struct {
 	Value, Grad any
 }
 
-// Reader reads parameters. It keeps what it has read for the next time, so that reading the same ones again allocates
-// nothing. The zero value is ready; a Reader is not safe for use by several goroutines at once.
+// Reader reads parameters. It keeps what it has read for the next time, so that reading the same
+// ones again allocates nothing. The zero value is ready; a Reader is not safe for use by several
+// goroutines at once.
 type Reader struct {
 	params []Param
 	kept   []values
@@ -38,8 +39,9 @@ type values struct {
 	value, grad gorgonia.Value
 }
 
-// Read returns the parameters of model in its order, in a slice that is the reader's until the next call. Every one must have
-// a value and a gradient of the same shape and float type, each contiguous and row-major; no two may have the same name.
+// Read returns the parameters of model in its order, in a slice that is the reader's until the next
+// call. Every one must have a value and a gradient of the same shape and float type, each
+// contiguous and row-major; no two may have the same name.
 func (r *Reader) Read(model []gorgonia.ValueGrad) ([]Param, error) {
 	if r.fresh(model) {
 		return r.params, nil
@@ -80,7 +82,8 @@ func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
 	return true
 }
 
-// same reports whether v is the value that was read as memory, and still has that memory and p's shape.
+// same reports whether v is the value that was read as memory, and still has that memory and p's
+// shape.
 func same(v, read gorgonia.Value, p *Param, memory any) bool {
 	switch v := v.(type) {
 	case *gorgonia.F32, *gorgonia.F64:
@@ -125,7 +128,8 @@ func read(vg gorgonia.ValueGrad) (Param, values, error) {
 	return p, values{v, g}, nil
 }
 
-// Memory returns the elements of v, a float scalar or a contiguous row-major tensor of floats, as the slice that v holds.
+// Memory returns the elements of v, a float scalar or a contiguous row-major tensor of floats, as
+// the slice that v holds.
 func Memory(v gorgonia.Value) (any, error) {
 	switch v := v.(type) {
 	case *gorgonia.F32:
@@ -149,7 +153,8 @@ func Memory(v gorgonia.Value) (any, error) {
 // slice returns the one element that p points at.
 func slice[T cpu.Float](p *T) []T { return unsafe.Slice(p, 1) }
 
-// NonFinite returns the index of the first NaN or infinity in the gradient, and −1 if there is none.
+// NonFinite returns the index of the first NaN or infinity in the gradient, and −1 if there is
+// none.
 func (p Param) NonFinite() int {
 	if g, ok := p.Grad.([]float32); ok {
 		return array.FirstNonFinite(g)

@@ -1,5 +1,5 @@
-// Package plan gives the intermediate results of a computation, each of which is needed for some of its steps, their places
-// in one piece of memory.
+// Package plan gives the intermediate results of a computation, each of which is needed for some of
+// its steps, their places in one piece of memory.
 package plan
 
 import (
@@ -17,11 +17,12 @@ type Interval struct {
 // Align rounds bytes up to a multiple of the alignment.
 func Align(bytes, alignment int) int { return (bytes + alignment - 1) / alignment * alignment }
 
-// Pack gives every interval an offset in one arena, a multiple of the alignment, such that no two that are needed at the
-// same time overlap, and returns the arena's size. Large ones are placed first, each at the lowest offset that is free for as
-// long as it is needed: on the graphs of language models this stays within a few per cent of the most that is needed at any
-// one step.
-// (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by size.)
+// Pack gives every interval an offset in one arena, a multiple of the alignment, such that no two
+// that are needed at the same time overlap, and returns the arena's size. Large ones are placed
+// first, each at the lowest offset that is free for as long as it is needed: on the graphs of
+// language models this stays within a few per cent of the most that is needed at any one step.
+// (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by
+// size.)
 func Pack(all []*Interval, alignment int) (total int) {
 	order := slices.Clone(all)
 	slices.SortStableFunc(order, func(a, b *Interval) int {
@@ -46,7 +47,8 @@ func Pack(all []*Interval, alignment int) (total int) {
 	return total
 }
 
-// Peak returns the most memory that the intervals need at any one step: a lower bound of what Pack can reach.
+// Peak returns the most memory that the intervals need at any one step: a lower bound of what Pack
+// can reach.
 func Peak(all []*Interval, alignment int) int {
 	steps := map[int]int{}
 	for _, v := range all {

@@ -35,7 +35,8 @@ func TestPack(t *testing.T) {
 	}
 }
 
-// TestPackChain wants a chain of equal tensors, each needed by the next step only, to take the room of two.
+// TestPackChain wants a chain of equal tensors, each needed by the next step only, to take the room
+// of two.
 func TestPackChain(t *testing.T) {
 	var all []*Interval
 	for i := range 100 {

@@ -22,8 +22,8 @@ const (
 	// maxMetadata is how many entries the metadata has at most, as what they hold is in their values:
 	// writers that describe a whole training run have some dozens.
 	maxMetadata = 1024
-	// digestKey announces sumsKey and the other way round; they differ in more than one byte, so that no small damage
-	// hides both.
+	// digestKey announces sumsKey and the other way round; they differ in more than one byte, so that
+	// no small damage hides both.
 	digestKey   = "kasmina.digest"
 	digestValue = "crc32c"
 	sumsKey     = "kasmina.crc32c"
@@ -40,8 +40,8 @@ type entry struct {
 	begin, end int64
 }
 
-// encodeHeader returns the length and header bytes that open a file, padded with spaces so that data is aligned to eight
-// bytes, with the checksums sums of the entries and its own.
+// encodeHeader returns the length and header bytes that open a file, padded with spaces so that
+// data is aligned to eight bytes, with the checksums sums of the entries and its own.
 func encodeHeader(entries []entry, metadata map[string]string, sums []uint32) ([]byte, error) {
 	all := maps.Clone(metadata)
 	if all == nil {
@@ -93,8 +93,8 @@ func appendString(b []byte, s string) []byte {
 	return append(b, quoted...)
 }
 
-// sumsOffset returns where the checksums' digits start in the length and header bytes, -1 when there are none. A quote
-// inside a JSON string is escaped, so only the entry itself can match.
+// sumsOffset returns where the checksums' digits start in the length and header bytes, -1 when
+// there are none. A quote inside a JSON string is escaped, so only the entry itself can match.
 func sumsOffset(head []byte) int {
 	key := []byte(`"` + sumsKey + `":"`)
 	at := bytes.Index(head, key)
@@ -104,15 +104,16 @@ func sumsOffset(head []byte) int {
 	return at + len(key)
 }
 
-// headerSum is the checksum of the length and header bytes with the digits at position at read as zeros.
+// headerSum is the checksum of the length and header bytes with the digits at position at read as
+// zeros.
 func headerSum(head []byte, at int) uint32 {
 	sum := crc32.Update(0, castagnoli, head[:at])
 	sum = crc32.Update(sum, castagnoli, bytes.Repeat([]byte{'0'}, sumDigits))
 	return crc32.Update(sum, castagnoli, head[at+sumDigits:])
 }
 
-// takeSums removes the checksums from metadata and returns those of the n tensors, nil when the file has none. It fails
-// when they are damaged or the header does not match its own.
+// takeSums removes the checksums from metadata and returns those of the n tensors, nil when the
+// file has none. It fails when they are damaged or the header does not match its own.
 func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) {
 	digest, announced := metadata[digestKey]
 	digits, present := metadata[sumsKey]
@@ -140,7 +141,8 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 		}
 		sums[i] = uint32(v)
 	}
-	// Compared as text: the checksum does not cover its own digits, and damage may turn one into upper case.
+	// Compared as text: the checksum does not cover its own digits, and damage may turn one into upper
+	// case.
 	if got := fmt.Sprintf("%08x", headerSum(head, at)); got != digits[:sumDigits] {
 		return nil, fmt.Errorf("header: checksum %s, expected %s", got, digits[:sumDigits])
 	}

@@ -4,10 +4,12 @@
 //	file   = length (uint64, little-endian) ‖ header (length bytes) ‖ data
 //	header = {"__metadata__": {string: string}, NAME: {"dtype": D, "shape": [...], "data_offsets": [begin, end]}, ...}
 //
-// Offsets count from the start of data; the tensors fill data without gaps or overlaps. All numbers are little-endian.
+// Offsets count from the start of data; the tensors fill data without gaps or overlaps. All numbers
+// are little-endian.
 //
-// [Save] replaces a file in one step: a process killed at any moment leaves the old file or the new one. [Open] trusts
-// nothing it reads: every size is checked against the file before anything is allocated for it.
+// [Save] replaces a file in one step: a process killed at any moment leaves the old file or the new
+// one. [Open] trusts nothing it reads: every size is checked against the file before anything is
+// allocated for it.
 //
 // # Integrity
 //
@@ -16,12 +18,13 @@
 //	"kasmina.digest": "crc32c"
 //	"kasmina.crc32c": eight hex digits for the length and header, then eight for each tensor in data order
 //
-// The header's own checksum is taken with its eight digits read as zeros. CRC32C, because the enemy is a disk and not a
-// forger: it finds every damage of up to 32 neighbouring bits and all but 2⁻³² of the rest, processors compute it faster
-// than memory delivers the bytes, and a sum per tensor tells where the damage is. The entries announce each other, so
-// that damage to one of them cannot pass for a file without checksums. Files without either (from other writers) load
-// with the structural checks alone; [File.HasDigest] tells them apart. A tool that changes tensors and copies the metadata
-// must leave out the two entries.
+// The header's own checksum is taken with its eight digits read as zeros. CRC32C, because the enemy
+// is a disk and not a forger: it finds every damage of up to 32 neighbouring bits and all but 2⁻³²
+// of the rest, processors compute it faster than memory delivers the bytes, and a sum per tensor
+// tells where the damage is. The entries announce each other, so that damage to one of them cannot
+// pass for a file without checksums. Files without either (from other writers) load with the
+// structural checks alone; [File.HasDigest] tells them apart. A tool that changes tensors and
+// copies the metadata must leave out the two entries.
 package safetensors
 
 import (
@@ -65,7 +68,8 @@ const (
 	Bool   DType = "BOOL"
 )
 
-// sliceTypes says how each element type is held in Go. The first entry with a slice type is the one New deduces from it.
+// sliceTypes says how each element type is held in Go. The first entry with a slice type is the one
+// New deduces from it.
 var sliceTypes = []struct {
 	dtype DType
 	slice reflect.Type
@@ -110,12 +114,14 @@ type Tensor struct {
 	Name  string
 	DType DType
 	Shape []int
-	// Data is the typed slice that belongs to DType: []float64 for F64, []uint16 for BF16, []bool for Bool, and so on.
+	// Data is the typed slice that belongs to DType: []float64 for F64, []uint16 for BF16, []bool for
+	// Bool, and so on.
 	Data any
 }
 
-// New makes a tensor of data, which it keeps without copying, and deduces the element type: []uint16 means U16 and
-// []uint8 means U8, so set DType afterwards for F16, BF16 and the 8-bit floats.
+// New makes a tensor of data, which it keeps without copying, and deduces the element type:
+// []uint16 means U16 and []uint8 means U8, so set DType afterwards for F16, BF16 and the 8-bit
+// floats.
 func New(name string, shape []int, data any) (Tensor, error) {
 	t := Tensor{Name: name, Shape: slices.Clone(shape), Data: data}
 	for _, s := range sliceTypes {
@@ -150,8 +156,8 @@ func (t *Tensor) check() error {
 	return nil
 }
 
-// elements returns the product of shape. It fails on negative dimensions and where eight bytes an element would not fit
-// an int.
+// elements returns the product of shape. It fails on negative dimensions and where eight bytes an
+// element would not fit an int.
 func elements(shape []int) (int, error) {
 	n := 1
 	for _, d := range shape {

@@ -155,8 +155,8 @@ func TestBytes(t *testing.T) {
 	}
 }
 
-// TestOtherByteOrder pretends that this host stores numbers the other way round: files must then hold every element
-// reversed, and load again.
+// TestOtherByteOrder pretends that this host stores numbers the other way round: files must then
+// hold every element reversed, and load again.
 func TestOtherByteOrder(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	data := []uint32{0x01020304, 0xa0b0c0d0}
@@ -262,7 +262,8 @@ func TestConcurrentSaves(t *testing.T) {
 		}()
 	}
 	for range writers {
-		// Windows refuses to rename over a file that another goroutine is just renaming: an error, not damage.
+		// Windows refuses to rename over a file that another goroutine is just renaming: an error, not
+		// damage.
 		if err := <-done; err != nil && runtime.GOOS != "windows" {
 			t.Error(err)
 		}

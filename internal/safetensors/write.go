@@ -12,18 +12,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
-// chunk is how many bytes are read or written at a time: few system calls, and the checksum finds them in the cache.
-// A multiple of every element size.
+// chunk is how many bytes are read or written at a time: few system calls, and the checksum finds
+// them in the cache. A multiple of every element size.
 const chunk = 1 << 20
 
-// Save writes tensors and metadata to a file at path, which it replaces in one step, as atomicfile.Write does: killed at any
-// moment it leaves the old file or the new one. Several processes may save to one path; the last wins.
+// Save writes tensors and metadata to a file at path, which it replaces in one step, as
+// atomicfile.Write does: killed at any moment it leaves the old file or the new one. Several
+// processes may save to one path; the last wins.
 //
-// The same arguments give the same bytes. Data is ordered by element size, largest first, and otherwise as given, so
-// that every tensor is aligned to its elements (the format allows no gaps) and the first to eight bytes.
+// The same arguments give the same bytes. Data is ordered by element size, largest first, and
+// otherwise as given, so that every tensor is aligned to its elements (the format allows no gaps)
+// and the first to eight bytes.
 //
-// Nothing is written when the arguments do not fit (ErrInvalid). After any other error, too, the file is a complete one,
-// and the temporary file is gone.
+// Nothing is written when the arguments do not fit (ErrInvalid). After any other error, too, the
+// file is a complete one, and the temporary file is gone.
 func Save(path string, tensors []Tensor, metadata map[string]string) error {
 	if err := save(path, tensors, metadata); err != nil {
 		return fmt.Errorf("safetensors: save %s: %w", path, err)
@@ -57,7 +59,8 @@ func save(path string, tensors []Tensor, metadata map[string]string) error {
 	})
 }
 
-// layOut checks everything that can be wrong with the arguments and gives each tensor its place in data.
+// layOut checks everything that can be wrong with the arguments and gives each tensor its place in
+// data.
 func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, error) {
 	if most := maxMetadata - 2; len(metadata) > most { // beside the checksums
 		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata), most,

@@ -3,8 +3,8 @@
 //	device, err := cudaops.Open()
 //	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{..., Engine: gpu.Engine(device, cudaops.BFloat16)})
 //
-// With cudaops.Float16 the engine is an llm.Scaler: a step whose gradients overflow is skipped, and the loss scale is saved
-// with the run.
+// With cudaops.Float16 the engine is an llm.Scaler: a step whose gradients overflow is skipped, and
+// the loss scale is saved with the run.
 package gpu
 
 import (
@@ -22,9 +22,10 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's state live there, as
-// float32 whatever the precision, and come back when a checkpoint is saved, when another trainer has the model, and when the trainer is
-// closed. The device must stay open until then. Options, such as that of tuning, are for all machines that the engine makes.
+// Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's
+// state live there, as float32 whatever the precision, and come back when a checkpoint is saved,
+// when another trainer has the model, and when the trainer is closed. The device must stay open
+// until then. Options, such as that of tuning, are for all machines that the engine makes.
 func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 		e, err := newEngine("cuda "+precision.String(), device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
@@ -130,8 +131,8 @@ func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
 
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 
-// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of the step. Pulling may fail for
-// moments that are not finite either: values come before these.
+// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of
+// the step. Pulling may fail for moments that are not finite either: values come before these.
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	_ = e.Pull()
 	for i, p := range e.graph.Params {

@@ -55,14 +55,16 @@ func open(t *testing.T) *cudaops.Device {
 // kinds are grafted in by newTrainer's trainer, one after the other.
 var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP, blueprints.MLPExpansion, blueprints.ConvFilter}
 
-// plan is the size of a run: the model's blocks, the sequences in a batch, the steps, after how many steps another seed is grafted in, or 0 for all after
-// the first, and the step after which seed 6 goes on with what seed 0 has learned; and options of the engine's machines.
+// plan is the size of a run: the model's blocks, the sequences in a batch, the steps, after how
+// many steps another seed is grafted in, or 0 for all after the first, and the step after which
+// seed 6 goes on with what seed 0 has learned; and options of the engine's machines.
 type plan struct {
 	layers, batch, steps, graft, load int
 	options                           []cudaops.MachineOption
 }
 
-// planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of milliseconds.
+// planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of
+// milliseconds.
 func planned() plan {
 	if testing.Short() {
 		return plan{layers: 1, batch: 2, steps: 4, load: 2}
@@ -80,8 +82,8 @@ func (p plan) grafted(step int) (seeds []int) {
 	return seeds
 }
 
-// newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil, whose seeds are grafted in
-// during the run as planned.
+// newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil,
+// whose seeds are grafted in during the run as planned.
 func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
 	return planned().trainer(t, device, precision, accumulate, muon, lattice...)
@@ -160,7 +162,8 @@ func losses(t *testing.T, tr *llm.Trainer) []float64 {
 	return all
 }
 
-// TestSameLosses trains a growing model on CPU and GPU from the same start and wants the same loss at every step.
+// TestSameLosses trains a growing model on CPU and GPU from the same start and wants the same loss
+// at every step.
 func TestSameLosses(t *testing.T) {
 	device := open(t)
 	for name, c := range map[string]struct {
@@ -198,7 +201,8 @@ func multipliesFloat8(d *cudaops.Device) bool {
 	return major == 9 && minor == 0
 }
 
-// precisions are those to compare runs in: short, the one in which attention's plain kernels, the slowest to watch, have no part.
+// precisions are those to compare runs in: short, the one in which attention's plain kernels, the
+// slowest to watch, have no part.
 func precisions(d *cudaops.Device) map[string]cudaops.Precision {
 	all := map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16, "float16": cudaops.Float16}
 	if multipliesFloat8(d) {
@@ -212,7 +216,8 @@ func precisions(d *cudaops.Device) map[string]cudaops.Precision {
 	return all
 }
 
-// TestSameBits wants two runs from the same seed to leave the same checkpoint, bit for bit, whatever the precision.
+// TestSameBits wants two runs from the same seed to leave the same checkpoint, bit for bit,
+// whatever the precision.
 func TestSameBits(t *testing.T) {
 	device := open(t)
 	for name, p := range precisions(device) {
@@ -241,8 +246,8 @@ func saved(t *testing.T, tr *llm.Trainer) []byte {
 	return must[[]byte](t)(os.ReadFile(path))
 }
 
-// TestResumeOnGPU wants steps to give the same bits as half of them, a checkpoint and the others by another trainer, and
-// what is measured and drawn from the model to agree with the CPU.
+// TestResumeOnGPU wants steps to give the same bits as half of them, a checkpoint and the others by
+// another trainer, and what is measured and drawn from the model to agree with the CPU.
 func TestResumeOnGPU(t *testing.T) {
 	device := open(t)
 	for name, p := range precisions(device) {
@@ -297,8 +302,9 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	}
 }
 
-// TestResumeGradientPrecision wants a run with gradients of float32 to go on with those of bfloat16, and back, only where the user asks
-// for it, as they change its bits; where gradients are gathered they do not.
+// TestResumeGradientPrecision wants a run with gradients of float32 to go on with those of
+// bfloat16, and back, only where the user asks for it, as they change its bits; where gradients are
+// gathered they do not.
 func TestResumeGradientPrecision(t *testing.T) {
 	device := open(t)
 	wide, narrow := planned(), planned()
@@ -337,8 +343,9 @@ func TestResumeGradientPrecision(t *testing.T) {
 	resume(wide, narrow, 2, "")
 }
 
-// TestProfileStep wants a profile in the midst of a growing model's training to change nothing. In short mode, where a tool may watch
-// each launch, it only wants the profile, since that alone takes steps enough.
+// TestProfileStep wants a profile in the midst of a growing model's training to change nothing. In
+// short mode, where a tool may watch each launch, it only wants the profile, since that alone takes
+// steps enough.
 func TestProfileStep(t *testing.T) {
 	device := open(t)
 	p, after, accumulate := planned(), 3, 2

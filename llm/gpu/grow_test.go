@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// schedule is what happens to seed 7 of each layer after a step. The trainer's own schedule has the others.
+// schedule is what happens to seed 7 of each layer after a step. The trainer's own schedule has the
+// others.
 var schedule = map[int][]state.Command{
 	1:  {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 8, Kind: blueprints.LowRank}}, {Action: state.Move, To: state.Training}},
 	3:  {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 0.75}},
@@ -23,7 +24,8 @@ var schedule = map[int][]state.Command{
 	11: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 1}},
 }
 
-// pace is how many steps of the schedule pass in a step of a run: in short mode the whole in three of four.
+// pace is how many steps of the schedule pass in a step of a run: in short mode the whole in three
+// of four.
 func pace() int {
 	if testing.Short() {
 		return 4
@@ -31,7 +33,8 @@ func pace() int {
 	return 1
 }
 
-// followed is the losses of a run under the schedule, and how much worse the model is at its end without seed 7 of the last layer.
+// followed is the losses of a run under the schedule, and how much worse the model is at its end
+// without seed 7 of the last layer.
 func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
 	t.Helper()
 	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))
@@ -65,8 +68,8 @@ func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float6
 	return all, -worth
 }
 
-// TestSameSchedule wants a schedule of commands, a rollback among them, to give the same losses on CPU and GPU, and a muted seed
-// to make the same difference.
+// TestSameSchedule wants a schedule of commands, a rollback among them, to give the same losses on
+// CPU and GPU, and a muted seed to make the same difference.
 func TestSameSchedule(t *testing.T) {
 	device := open(t)
 	want, worth := followed(t, nil)

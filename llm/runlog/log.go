@@ -40,8 +40,8 @@ import (
 //	failed  error
 //	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
 //
-// In an "epoch" line epoch is how many epochs of the lattices have ended, layer the place of a layer
-// in llm.Config.Kasmina, from 0, and each of the states has:
+// In an "epoch" line epoch is how many epochs of the lattices have ended, layer the place of a
+// layer in llm.Config.Kasmina, from 0, and each of the states has:
 //
 //	seed    its number in the layer, from 0
 //	stage   such as "Grafting"
@@ -195,9 +195,9 @@ func newRecord(e llm.Event) Record {
 	return r
 }
 
-// Limits of a line that is read as a record. Those of steps have some hundred bytes, those of epochs
-// some hundred for each of lineSeeds seeds. Values take more memory than the shortest text of them,
-// so that it takes two limits to bound it.
+// Limits of a line that is read as a record. Those of steps have some hundred bytes, those of
+// epochs some hundred for each of lineSeeds seeds. Values take more memory than the shortest text
+// of them, so that it takes two limits to bound it.
 const (
 	maxRecord = 1 << 20 // bytes
 	maxValues = 1 << 14

@@ -42,7 +42,8 @@ type EventRecord struct {
 // lineSeeds is how many seeds a line has at most, so that it stays far below what Read takes.
 const lineSeeds = 256
 
-// epochRecords are the lines of an EpochEnd: one for each layer, or for each lineSeeds of its seeds.
+// epochRecords are the lines of an EpochEnd: one for each layer, or for each lineSeeds of its
+// seeds.
 func epochRecords(e llm.Event) []Record {
 	type address struct{ layer, seed int }
 	events := map[address][]EventRecord{}

@@ -626,8 +626,8 @@ type sampled []byte
 
 func (s sampled) Sample(limit int) ([]byte, error) { return s[:min(limit, len(s))], nil }
 
-// TestContextEndsTraining wants a training whose context has ended, before or between two merges, to
-// end with its cause.
+// TestContextEndsTraining wants a training whose context has ended, before or between two merges,
+// to end with its cause.
 func TestContextEndsTraining(t *testing.T) {
 	text := texttest.Words(1, 3000)
 	cause := errors.New("stopped by hand")

@@ -1,5 +1,5 @@
-// Command agree trains one model from the same weights on the same batches on a CPU, on a GPU and in PyTorch, and compares
-// the losses of every step.
+// Command agree trains one model from the same weights on the same batches on a CPU, on a GPU and
+// in PyTorch, and compares the losses of every step.
 //
 //	go run ./tools/agree write run                            # weights, batches and settings; -model 124M for that one
 //	go run ./tools/agree train run                            # on the CPU
@@ -8,9 +8,9 @@
 //	python3 tools/agree/torch_agree.py run                    # in PyTorch; --device cuda, --precision bf16
 //	go run ./tools/agree compare -tolerance 1e-4 run
 //
-// The batches are a synthetic language: ids follow Zipf's law, and three in four are one of four followers of the id before.
-// With -text they are windows of real text, in an order of their own for each -seed, and several runs show how far programs
-// differ beside how far seeds do:
+// The batches are a synthetic language: ids follow Zipf's law, and three in four are one of four
+// followers of the id before. With -text they are windows of real text, in an order of their own
+// for each -seed, and several runs show how far programs differ beside how far seeds do:
 //
 //	for seed in 1 2 3; do go run ./tools/agree write -model 124M -text ~/text -seed $seed -steps 1000 run$seed; done
 //	go run ./tools/agree noise run1 run2 run3                 # after the training of each
@@ -47,7 +47,8 @@ const (
 	lossPrefix   = "losses."
 )
 
-// settings is what both programs do. Parameters with fewer than two dimensions have no weight decay.
+// settings is what both programs do. Parameters with fewer than two dimensions have no weight
+// decay.
 type settings struct {
 	Model   llm.Config `json:"model"`
 	Batch   int        `json:"batch"`
@@ -59,8 +60,9 @@ type settings struct {
 	Clip    float64    `json:"clip"` // limit of the gradients' global norm
 }
 
-// models are what write can write, with the batch and steps that are its defaults. The learning rate rises to its height over
-// a share of the steps: gently for the large model, since a loss that jumps tells nothing about precision.
+// models are what write can write, with the batch and steps that are its defaults. The learning
+// rate rises to its height over a share of the steps: gently for the large model, since a loss that
+// jumps tells nothing about precision.
 var models = map[string]struct {
 	config       llm.Config
 	batch, steps int
@@ -266,7 +268,8 @@ func batches(dir string, s settings) ([]data.Batch, error) {
 	return all, nil
 }
 
-// compare prints the losses of all programs that have trained, and their spread: (largest − smallest) / smallest.
+// compare prints the losses of all programs that have trained, and their spread: (largest −
+// smallest) / smallest.
 func compare(dir string, tolerance float64, out io.Writer) error {
 	files, err := filepath.Glob(filepath.Join(dir, lossPrefix+"*.json"))
 	if err != nil {

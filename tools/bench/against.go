@@ -59,7 +59,8 @@ type measurement struct {
 
 func (m measurement) slower() float64 { return m.now/m.before - 1 }
 
-// compare writes what became slower by more than slack as a table, and returns an error if anything did.
+// compare writes what became slower by more than slack as a table, and returns an error if anything
+// did.
 func (e *earlier) compare(w io.Writer, now []result) error {
 	before, after := fastest(e.lines), fastest(now)
 	var both, slower []measurement

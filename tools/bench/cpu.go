@@ -26,7 +26,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The CPU's groups: what bounds it, a matrix product, a Kasmina layer, ops one by one, and training.
+// The CPU's groups: what bounds it, a matrix product, a Kasmina layer, ops one by one, and
+// training.
 func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "ops", "train"} }
 
 // onCPU measures in float32, on as many cores as GOMAXPROCS says.
@@ -69,7 +70,8 @@ func processor() string {
 	return runtime.GOARCH
 }
 
-// timed is the median time of f over about a second, at least five runs, after one that does not count.
+// timed is the median time of f over about a second, at least five runs, after one that does not
+// count.
 func timed(f func() error) (time.Duration, error) {
 	if err := f(); err != nil {
 		return 0, err
@@ -121,8 +123,8 @@ func cpuGemm(options) error {
 	return emit(measured("gemm_1024_f32_cpu", took, 0, 2*n*n*n))
 }
 
-// cpuKasmina measures a layer whose seeds are all grafting, the four kinds in turn, with its default telemetry: a forward
-// pass, and forward and backward pass together.
+// cpuKasmina measures a layer whose seeds are all grafting, the four kinds in turn, with its
+// default telemetry: a forward pass, and forward and backward pass together.
 func cpuKasmina(options) error {
 	const rows, dim, seeds, chunk = 1024, 4096, 256, 16
 	random := rand.New(rand.NewPCG(4, 4))
@@ -185,8 +187,9 @@ func graft(l *state.Lattice, seed int, alpha float64) error {
 	return l.SetAlpha(seed, alpha)
 }
 
-// cpuTrain times steps of a small Llama-style model: forward and backward pass, clipping, AdamW. The peer is the same model
-// made of Gorgonia's own ops on its own machine. Memory is the most that the process has held so far.
+// cpuTrain times steps of a small Llama-style model: forward and backward pass, clipping, AdamW.
+// The peer is the same model made of Gorgonia's own ops on its own machine. Memory is the most that
+// the process has held so far.
 func cpuTrain(o options) error {
 	s := size{"llama3M_cpu", llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4, FF: 704, Seq: 256}, 4}
 	m, err := llm.NewModel(s.config.Default(), tensor.Float32, 1)

@@ -1,20 +1,21 @@
-// Command bench times this module's kernels and whole training steps and prints one JSON line for each: name, microseconds,
-// GB/s or TFLOP/s, tokens per second and memory. Progress goes to standard error.
+// Command bench times this module's kernels and whole training steps and prints one JSON line for
+// each: name, microseconds, GB/s or TFLOP/s, tokens per second and memory. Progress goes to
+// standard error.
 //
 //	go run ./tools/bench > kasmina.jsonl                       # everything, on the GPU
 //	go run ./tools/bench -groups train -models llama124M       # some of it
 //	go run ./tools/bench -device cpu                           # the CPU's counterpart
 //	go run ./tools/bench -against before.jsonl > after.jsonl    # fails where something became slower
 //
-// peers/torch_peers.py measures the same in PyTorch, under the same names, and peers/llmc_peers.py training steps of llm.c. The lines
-// of all, taken in one go on one machine, become a table:
+// peers/torch_peers.py measures the same in PyTorch, under the same names, and peers/llmc_peers.py
+// training steps of llm.c. The lines of all, taken in one go on one machine, become a table:
 //
 //	python3 tools/bench/peers/torch_peers.py > torch.jsonl
 //	go run ./tools/bench -table kasmina.jsonl torch.jsonl
 //
-// Kernels are timed by package cudabench: medians of launches that find nothing in the cache. A training step is everything
-// from token ids on the host to updated weights and the loss on the host, a loss the same without an update; these are
-// medians of wall-clock times.
+// Kernels are timed by package cudabench: medians of launches that find nothing in the cache. A
+// training step is everything from token ids on the host to updated weights and the loss on the
+// host, a loss the same without an update; these are medians of wall-clock times.
 package main
 
 import (
@@ -35,7 +36,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/cudabench"
 )
 
-// result is a line of output. The first line of a program says where and when it ran, in the place of a measurement.
+// result is a line of output. The first line of a program says where and when it ran, in the place
+// of a measurement.
 type result struct {
 	Bench    string  `json:"bench"`
 	Peer     string  `json:"peer"`

@@ -12,9 +12,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// stockModel is a model of package llm, with its weights, composed of Gorgonia's own ops alone: what a program would be
-// without this module. Embedding and loss use one-hot matrices, rotations a product with a signed permutation, and weights
-// are stored as [in, out], as those ops like them best.
+// stockModel is a model of package llm, with its weights, composed of Gorgonia's own ops alone:
+// what a program would be without this module. Embedding and loss use one-hot matrices, rotations a
+// product with a signed permutation, and weights are stored as [in, out], as those ops like them
+// best.
 type stockModel struct {
 	config       llm.Config
 	batch        int
@@ -155,7 +156,8 @@ func (s *stockModel) constant(name string, x []float32, shape ...int) *gorgonia.
 	return n
 }
 
-// rotation returns the tables of cosines and sines of every feature, and the matrix that takes a head (a, b) to (−b, a).
+// rotation returns the tables of cosines and sines of every feature, and the matrix that takes a
+// head (a, b) to (−b, a).
 func (s *stockModel) rotation() (cos, sin, swap *gorgonia.Node) {
 	c := s.config
 	rows, d, h := s.batch*c.Seq, c.Heads*c.HeadDim, c.HeadDim/2

@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// TestStockModel trains the model of stock ops beside this module's: they are the same model if their losses are.
+// TestStockModel trains the model of stock ops beside this module's: they are the same model if
+// their losses are.
 func TestStockModel(t *testing.T) {
 	seed := rand.Uint64()
 	config := llm.Config{Vocab: 40, Dim: 24, Layers: 2, Heads: 2, FF: 36, Seq: 12}.Default()

@@ -12,9 +12,10 @@ import (
 	"strings"
 )
 
-// printTable writes the lines of files as Markdown tables, one of kernels and one of training steps: a row for each name, in
-// the order in which names first come up. The share is of the fastest copy or product, whatever program measured it: copies
-// are named copy_..., products gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
+// printTable writes the lines of files as Markdown tables, one of kernels and one of training
+// steps: a row for each name, in the order in which names first come up. The share is of the
+// fastest copy or product, whatever program measured it: copies are named copy_..., products
+// gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
 		return errors.New("-table wants files of JSON lines, as this program and those in peers print them")
@@ -90,8 +91,8 @@ func readResults(path string) ([]result, error) {
 	return all, s.Err()
 }
 
-// entries returns this project's measurement of a name, and the peers', the fastest first. Of several measurements by one
-// program the last counts.
+// entries returns this project's measurement of a name, and the peers', the fastest first. Of
+// several measurements by one program the last counts.
 func entries(all []result, name string) (ours result, peers []result) {
 	for _, r := range all {
 		if r.Bench != name {
@@ -108,7 +109,8 @@ func entries(all []result, name string) (ours result, peers []result) {
 	return ours, peers
 }
 
-// ceilingsOf returns the bandwidth of a copy in GB/s, and the peak of arithmetic in TFLOP/s; 0 where it was not measured.
+// ceilingsOf returns the bandwidth of a copy in GB/s, and the peak of arithmetic in TFLOP/s; 0
+// where it was not measured.
 func ceilingsOf(all []result) (bandwidth, arithmetic float64) {
 	for _, r := range all {
 		switch {

@@ -46,9 +46,10 @@ type variant struct {
 	telemetry     state.Telemetry
 }
 
-// variants are the model itself; with products of float8; with gradients of weights kept in bfloat16; with what is inside its
-// blocks computed again in the backward pass; and with Kasmina layers, without telemetry and with that of all seeds in each step,
-// beside a step without such layers.
+// variants are the model itself; with products of float8; with gradients of weights kept in
+// bfloat16; with what is inside its blocks computed again in the backward pass; and with Kasmina
+// layers, without telemetry and with that of all seeds in each step, beside a step without such
+// layers.
 var variants = []variant{
 	{group: "train"},
 	{group: "train-f8", suffix: "_f8", float8: true},
@@ -64,7 +65,8 @@ func (o options) trains(s size, v variant) bool {
 	return slices.Contains(o.models, s.name) && o.has(v.group) && (v.model == "" || v.model == s.name)
 }
 
-// trainings are the ways in which a model is trained: those that take turns together, the others alone.
+// trainings are the ways in which a model is trained: those that take turns together, the others
+// alone.
 func (o options) trainings(s size) (all [][]variant) {
 	for _, v := range variants {
 		if !o.trains(s, v) {
@@ -82,8 +84,8 @@ func (o options) trainings(s size) (all [][]variant) {
 // warmUp is how many runs come before those that are timed: they load kernels and record the graph.
 const warmUp = 5
 
-// The trainings of this group differ by little, and a GPU that has grown warm is slower by more. So they are all there at once,
-// and take turns of so many steps.
+// The trainings of this group differ by little, and a GPU that has grown warm is slower by more. So
+// they are all there at once, and take turns of so many steps.
 const (
 	inTurns = "train-kasmina"
 	turn    = 10
@@ -175,7 +177,8 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	return t, nil
 }
 
-// step computes loss and gradients of the next batch, updates the parameters and waits for the loss.
+// step computes loss and gradients of the next batch, updates the parameters and waits for the
+// loss.
 func (t *training) step() (err error) {
 	if err := errors.Join(t.next(), t.machine.RunAll()); err != nil {
 		return err
@@ -196,7 +199,8 @@ func (t *training) time(steps int) error {
 	return nil
 }
 
-// result is the line of a training whose steps have been timed. What else is asked for of it comes now.
+// result is the line of a training whose steps have been timed. What else is asked for of it comes
+// now.
 func (t *training) result(o options) (r result, err error) {
 	if o.profile != "" {
 		if err := profile(t.machine, t.step, o.traceFile(t.name)); err != nil {
@@ -219,7 +223,8 @@ func (t *training) result(o options) (r result, err error) {
 	return r, nil
 }
 
-// train measures trainings of a model in some ways, one after the other or, those of a group, in turns.
+// train measures trainings of a model in some ways, one after the other or, those of a group, in
+// turns.
 func (s size) train(device *cudaops.Device, ways []variant, o options) (err error) {
 	var all []*training
 	defer func() {
@@ -317,7 +322,8 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 	return emit(r)
 }
 
-// normal is a matrix of normal numbers with the given deviation: a hundred thousand distinct ones, over and over.
+// normal is a matrix of normal numbers with the given deviation: a hundred thousand distinct ones,
+// over and over.
 func normal(r *rand.Rand, deviation float64, rows, columns int) *tensor.Dense {
 	x := make([]float32, rows*columns)
 	n := min(len(x), 1<<17-1) // odd, so that rows differ

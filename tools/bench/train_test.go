@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestTraceFile wants each training's trace in a file of its own, and in the file that was asked for where there is one training.
+// TestTraceFile wants each training's trace in a file of its own, and in the file that was asked
+// for where there is one training.
 func TestTraceFile(t *testing.T) {
 	for _, test := range []struct {
 		groups, models []string

@@ -1,6 +1,7 @@
-// Package choose decides how each call of a program is computed, where there are several ways: by rules
-// that users give, by what was stored, or by timing all ways on operands made up for that. Of the passes it alone asks the
-// device, by way of an executor; it changes nothing of a call but its way.
+// Package choose decides how each call of a program is computed, where there are several ways: by
+// rules that users give, by what was stored, or by timing all ways on operands made up for that. Of
+// the passes it alone asks the device, by way of an executor; it changes nothing of a call but its
+// way.
 package choose
 
 import (
@@ -73,7 +74,8 @@ func (t *Chooser) Of(choice int) (c optime.Choice, ok bool) {
 	return t.made[choice-1], true
 }
 
-// Again begins anew, for another program of the same graph, whose choices are those of the one before.
+// Again begins anew, for another program of the same graph, whose choices are those of the one
+// before.
 func (t *Chooser) Again() {
 	t.older, t.made = t.made, nil
 	clear(t.known)
@@ -139,8 +141,8 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 	return nil
 }
 
-// littleWorkspace is the most that a product gets for itself, so that all of it is set to zero once a
-// run: counters, which cuBLASLt would set to zero in front of each product.
+// littleWorkspace is the most that a product gets for itself, so that all of it is set to zero once
+// a run: counters, which cuBLASLt would set to zero in front of each product.
 const littleWorkspace = 1 << 10
 
 // hasNone reports whether a call has an operand without elements.
@@ -148,8 +150,8 @@ func hasNone(c *program.Call) bool {
 	return slices.ContainsFunc(c.Args, func(a program.Arg) bool { return a.Field != "" && a.Len() == 0 })
 }
 
-// Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the first
-// is taken, unless a rule asks for another one.
+// Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the
+// first is taken, unless a rule asks for another one.
 func (t *Chooser) Choose(g lower.Group) (alternative, choice int, err error) {
 	names := job{Group: g}.names()
 	if _, forced := t.Rules.Allowed(g.Op, names, t.Warn); g.Optional && t.Tunes() && g.FLOPs < t.Least && !forced {
@@ -269,7 +271,8 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	return way, nil
 }
 
-// cannot tells why a job is not timed; of a card that is full, which does no harm, once for all jobs.
+// cannot tells why a job is not timed; of a card that is full, which does no harm, once for all
+// jobs.
 func (t *Chooser) cannot(j job, err error) {
 	if !errors.Is(err, gpu.OutOfMemory) {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: %v", j.Op, j.Shape, err))

@@ -27,8 +27,8 @@ const (
 	tuneFloor = 0.95
 )
 
-// tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add in
-// orders of their own.
+// tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add
+// in orders of their own.
 func tolerance(t gpu.DType) float64 {
 	if t == gpu.Float32 {
 		return 1e-3
@@ -50,7 +50,8 @@ type timer struct {
 	cold, warm []time.Duration
 }
 
-// piece is memory that stands for a buffer, from the byte at which the lowest of its operands begins.
+// piece is memory that stands for a buffer, from the byte at which the lowest of its operands
+// begins.
 type piece struct {
 	from, to  int // bytes into the buffer
 	at        gpu.Ptr
@@ -62,8 +63,8 @@ type piece struct {
 
 func (p *piece) bytes() int { return p.to - p.from }
 
-// newTimer allocates a job's operands, and fills those that are read with random numbers: zeros cost less
-// power, and so less time. To be closed also on an error.
+// newTimer allocates a job's operands, and fills those that are read with random numbers: zeros
+// cost less power, and so less time. To be closed also on an error.
 func newTimer(t *Chooser, j job) (*timer, error) {
 	n := len(j.Alternatives)
 	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx}, flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
@@ -133,8 +134,8 @@ func (x *timer) address(a *program.Array) gpu.Ptr {
 	return p.at.Offset(a.At - p.from)
 }
 
-// fill puts into a piece what is to be read there: what its buffer holds, zeros where integers are, and
-// else random numbers, some, again and again.
+// fill puts into a piece what is to be read there: what its buffer holds, zeros where integers are,
+// and else random numbers, some, again and again.
 func (x *timer) fill(p *piece, seed uint64) error {
 	ctx, s := x.x.Ctx, x.x.Stream
 	switch {
@@ -166,8 +167,8 @@ func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType, dev
 	return err
 }
 
-// fastest returns the way of some that computes the job in the least time. Ways that fail, or whose result is not that of the
-// plain one, do not count; it is -1 if none is left.
+// fastest returns the way of some that computes the job in the least time. Ways that fail, or whose
+// result is not that of the plain one, do not count; it is -1 if none is left.
 func (x *timer) fastest(ways []int) (int, error) {
 	live, err := x.right(ways)
 	if err != nil {
@@ -200,8 +201,9 @@ func (x *timer) key(way, first int) float64 {
 	return float64(x.took(way))
 }
 
-// right returns those of some ways that work, and whose result is that of the plain way or, where that fails itself, of the
-// first that works. The run also loads the kernels. A fault that loses the context is an error.
+// right returns those of some ways that work, and whose result is that of the plain way or, where
+// that fails itself, of the first that works. The run also loads the kernels. A fault that loses
+// the context is an error.
 func (x *timer) right(ways []int) ([]int, error) {
 	plain := x.j.Plain
 	var want [][]float32
@@ -238,7 +240,8 @@ func (x *timer) took(way int) time.Duration {
 	return x.cold[way]
 }
 
-// floor is the least time in which arguments that are not in the cache can move, so that to look on is in vain.
+// floor is the least time in which arguments that are not in the cache can move, so that to look on
+// is in vain.
 func (x *timer) floor() time.Duration {
 	d := x.Device
 	perSecond := 2 * 1e3 * float64(d.MemoryClock) * float64(d.MemoryBusBits) / 8
@@ -271,8 +274,9 @@ func (x *timer) run(way int) error {
 	return nil
 }
 
-// time sets the median times of some ways. In each of the rounds a way runs with a cold cache and then again with a warm one.
-// All runs are enqueued together and the ways take turns, so that each meets the clock rates of a GPU at work.
+// time sets the median times of some ways. In each of the rounds a way runs with a cold cache and
+// then again with a warm one. All runs are enqueued together and the ways take turns, so that each
+// meets the clock rates of a GPU at work.
 func (x *timer) time(ways []int, rounds int) error {
 	ctx, s := x.x.Ctx, x.x.Stream
 	x.store.Timed(rounds * len(ways))
@@ -357,8 +361,8 @@ func (x *timer) compare(got, want [][]float32, plain int) error {
 	return nil
 }
 
-// distance is ‖x − y‖/‖y‖ over what is written: between rows there may be gaps, where both are NaN as before. It is NaN where
-// one is, or all are.
+// distance is ‖x − y‖/‖y‖ over what is written: between rows there may be gaps, where both are NaN
+// as before. It is NaN where one is, or all are.
 func distance(x, y []float32) float64 {
 	var diff, norm float64
 	written := false
@@ -380,8 +384,8 @@ func distance(x, y []float32) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// isSmall reports whether what a job works on is in the cache when it runs, since the work before it has
-// left it there.
+// isSmall reports whether what a job works on is in the cache when it runs, since the work before
+// it has left it there.
 func (x *timer) isSmall() bool {
 	bytes := 0
 	for _, p := range x.pieces {

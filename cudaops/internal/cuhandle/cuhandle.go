@@ -1,6 +1,7 @@
 //go:build cu || cuda
 
-// Package cuhandle turns the handles of gorgonia.org/cu, structs with one unexported C pointer, into numbers and back.
+// Package cuhandle turns the handles of gorgonia.org/cu, structs with one unexported C pointer,
+// into numbers and back.
 package cuhandle
 
 import (

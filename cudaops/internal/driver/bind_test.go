@@ -51,7 +51,8 @@ func TestBind(t *testing.T) {
 	}
 }
 
-// BenchmarkBinding takes one call apart: purego's call of a trivial function, and the same with the context set.
+// BenchmarkBinding takes one call apart: purego's call of a trivial function, and the same with the
+// context set.
 func BenchmarkBinding(b *testing.B) {
 	d, err := Open()
 	if err != nil {

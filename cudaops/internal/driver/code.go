@@ -57,8 +57,9 @@ func (c *context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	return f, err
 }
 
-// params asks for the layout of a kernel's parameters. Before CUDA 13.2 their number is known only from the first
-// refusal, which compute-sanitizer lists as an API error unless it is told --report-api-errors no.
+// params asks for the layout of a kernel's parameters. Before CUDA 13.2 their number is known only
+// from the first refusal, which compute-sanitizer lists as an API error unless it is told
+// --report-api-errors no.
 func (c *context) params(function uintptr) ([]gpu.Param, error) {
 	if c.FuncGetParamInfo.addr == 0 {
 		return nil, nil
@@ -97,7 +98,8 @@ func (c *context) Occupancy(f *gpu.Function, threads, shared int) (int, error) {
 	return int(n), err
 }
 
-// launchFrame is everything that one launch passes by address, so that it is on the heap in one piece.
+// launchFrame is everything that one launch passes by address, so that it is on the heap in one
+// piece.
 type launchFrame struct {
 	extra  [5]uintptr // {PARAM_BUFFER_POINTER, args, PARAM_BUFFER_SIZE, &size, END}
 	size   uintptr

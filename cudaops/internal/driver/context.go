@@ -1,10 +1,11 @@
-// Package driver implements package gpu with NVIDIA's libraries. Open binds the driver and, on demand, cuBLASLt at run
-// time, without cgo, toolkit or build tags.
+// Package driver implements package gpu with NVIDIA's libraries. Open binds the driver and, on
+// demand, cuBLASLt at run time, without cgo, toolkit or build tags.
 //
-// Threads. CUDA keeps a current context for each OS thread, and goroutines move between threads. Every call therefore
-// locks its goroutine to the thread, makes its context current, calls, and unlocks. Setting the context costs about as
-// much as one trivial driver call, far less than handing the call to a dedicated thread and waiting for it, and a call
-// that blocks blocks nobody else.
+// Threads. CUDA keeps a current context for each OS thread, and goroutines move between threads.
+// Every call therefore locks its goroutine to the thread, makes its context current, calls, and
+// unlocks. Setting the context costs about as much as one trivial driver call, far less than
+// handing the call to a dedicated thread and waiting for it, and a call that blocks blocks nobody
+// else.
 package driver
 
 import (
@@ -32,8 +33,8 @@ type context struct {
 	blas     *cublasLt
 }
 
-// on runs f with the context current. The goroutine is locked to its thread meanwhile, since the current context
-// belongs to the thread.
+// on runs f with the context current. The goroutine is locked to its thread meanwhile, since the
+// current context belongs to the thread.
 func (c *context) on(f func() error) error {
 	if c.closed.Load() {
 		return gpu.NewError("cuCtxSetCurrent", gpu.ContextIsDestroyed, "", "the context is closed")
@@ -150,8 +151,9 @@ func (c *context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
 	return c.copied(err, async, s, gpu.Stats{ToHost: gpu.Copies{Count: 1, Bytes: int64(len(dst))}})
 }
 
-// copied counts a copy and waits for it when the memory is Go's own: CUDA promises only on some machines that it has
-// finished with such memory by then, and the garbage collector may take it away.
+// copied counts a copy and waits for it when the memory is Go's own: CUDA promises only on some
+// machines that it has finished with such memory by then, and the garbage collector may take it
+// away.
 func (c *context) copied(err error, async bool, s gpu.Stream, work gpu.Stats) error {
 	if err != nil {
 		return err

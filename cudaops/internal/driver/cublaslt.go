@@ -80,8 +80,9 @@ func (b *cublasLt) call(p *proc, args ...uintptr) error {
 func (b *cublasLt) Version() int { return b.version }
 func (b *cublasLt) close() error { return b.call(&b.Destroy, b.handle) }
 
-// blasPlan holds cuBLASLt's descriptors. cuBLASLt thinks in columns: a row-major matrix is its transpose there, so that
-// D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ. Its first operand is our B, its second our A.
+// blasPlan holds cuBLASLt's descriptors. cuBLASLt thinks in columns: a row-major matrix is its
+// transpose there, so that D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ. Its first operand is our B,
+// its second our A.
 type blasPlan struct {
 	b     *cublasLt
 	spec  gpu.MatmulSpec
@@ -307,7 +308,8 @@ func (p *blasPlan) Close() error {
 	return err
 }
 
-// poison fills the matrices of D, but not what lies between their rows, and the workspace of an algorithm.
+// poison fills the matrices of D, but not what lies between their rows, and the workspace of an
+// algorithm.
 func (p *blasPlan) poison(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	m, size := p.spec, p.spec.D.Size()
 	if n := p.algos[algo].Workspace; n > 0 {
@@ -323,7 +325,8 @@ func (p *blasPlan) poison(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	return nil
 }
 
-// fill fills rows of so many bytes, each at a distance of pitch bytes from the one before it, with NaN of any of the types.
+// fill fills rows of so many bytes, each at a distance of pitch bytes from the one before it, with
+// NaN of any of the types.
 func (p *blasPlan) fill(at gpu.Ptr, pitch, bytes, rows int, s gpu.Stream) error {
 	c := p.b.ctx
 	if pitch == bytes { // as one row, for each of which initcheck takes long

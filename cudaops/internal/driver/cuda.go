@@ -14,8 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// proc is a C function. CUDA keeps old signatures under their old names: a function whose signature changed goes by a
-// new name with a suffix (_v2), which the headers hide and a caller without headers must know.
+// proc is a C function. CUDA keeps old signatures under their old names: a function whose signature
+// changed goes by a new name with a suffix (_v2), which the headers hide and a caller without
+// headers must know.
 type proc struct {
 	addr  uintptr
 	name  string // without the suffix, as the manual has it
@@ -102,8 +103,9 @@ func bind(library uintptr, path string, api any) error {
 	return nil
 }
 
-// call is a C call with integers and pointers. The directive keeps what the pointers point to alive, and on the heap,
-// where it does not move; it works only where unsafe.Pointer is converted in the argument list itself.
+// call is a C call with integers and pointers. The directive keeps what the pointers point to
+// alive, and on the heap, where it does not move; it works only where unsafe.Pointer is converted
+// in the argument list itself.
 //
 //go:uintptrescapes
 func (p *proc) call(args ...uintptr) uintptr {
@@ -124,8 +126,9 @@ var bound struct {
 	cuda *cuda
 }
 
-// Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there is no such library,
-// and has the status NoDevice when there is no GPU that this process may use. The library stays loaded.
+// Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there
+// is no such library, and has the status NoDevice when there is no GPU that this process may use.
+// The library stays loaded.
 func Open() (gpu.Driver, error) {
 	bound.Lock()
 	defer bound.Unlock()

@@ -7,8 +7,9 @@ import (
 	"golang.org/x/sys/windows"
 )
 
-// openLibrary loads a DLL: an absolute path, or a name that is looked for in System32 alone. What it needs in turn comes from
-// its own folder and System32. The working folder and PATH, where others may plant a DLL, are never searched.
+// openLibrary loads a DLL: an absolute path, or a name that is looked for in System32 alone. What
+// it needs in turn comes from its own folder and System32. The working folder and PATH, where
+// others may plant a DLL, are never searched.
 func openLibrary(path string) (uintptr, error) {
 	flags := uintptr(windows.LOAD_LIBRARY_SEARCH_SYSTEM32)
 	switch {

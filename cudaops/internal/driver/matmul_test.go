@@ -106,7 +106,8 @@ func TestMatmul(t *testing.T) {
 	})
 }
 
-// TestMatmulFloat8 wants products of float8 to be those of what the operands stand for, with their factors.
+// TestMatmulFloat8 wants products of float8 to be those of what the operands stand for, with their
+// factors.
 func TestMatmulFloat8(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		if got := r.Device().Capability(); got != 90 {
@@ -152,7 +153,8 @@ func TestMatmulFloat8(t *testing.T) {
 	})
 }
 
-// TestFloat8Depth wants long sums of float8, added up fast or not, to lose less than the rounding of their operands, 4 %, does.
+// TestFloat8Depth wants long sums of float8, added up fast or not, to lose less than the rounding
+// of their operands, 4 %, does.
 func TestFloat8Depth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	if got := c.Device().Capability(); got != 90 {
@@ -192,7 +194,8 @@ func TestFloat8Depth(t *testing.T) {
 	ok(t, c.Close())
 }
 
-// TestMatmulDepth wants long sums, which ways may add up in parts, rounded once to 16 bits, and not their parts too.
+// TestMatmulDepth wants long sums, which ways may add up in parts, rounded once to 16 bits, and not
+// their parts too.
 func TestMatmulDepth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	r := &rig{Context: c, gpu: true, rng: rand.New(rand.NewPCG(*seed, 3))}
@@ -218,7 +221,8 @@ func TestMatmulDepth(t *testing.T) {
 			ok(t, r.CopyToHost(got, pd, 0))
 			apart := 0
 			for j, v := range values(dt, got) {
-				// Half of the gap between two numbers, and the error of a sum of float32, in which tensor cores cut digits off.
+				// Half of the gap between two numbers, and the error of a sum of float32, in which tensor cores
+				// cut digits off.
 				gap := math.Ldexp(1, math.Ilogb(sums[j]/256)-map[gpu.DType]int{gpu.BFloat16: 7, gpu.Float16: 10}[dt])
 				if !(math.Abs(v-sums[j]/256) <= 0.5*gap+2e-5) {
 					apart++
@@ -338,8 +342,8 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		p.Close()))
 }
 
-// TestPoison wants poisoned products to be right where they are complete, to leave what lies between their rows and what beta
-// reads, and to be NaN where one reads what it writes.
+// TestPoison wants poisoned products to be right where they are complete, to leave what lies
+// between their rows and what beta reads, and to be NaN where one reads what it writes.
 func TestPoison(t *testing.T) {
 	before := gpu.Poison
 	gpu.Poison = true

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// The tests of this file's rig run twice: on the fake driver, and on this machine's GPU if it has one. What holds for
-// one must hold for the other.
+// The tests of this file's rig run twice: on the fake driver, and on this machine's GPU if it has
+// one. What holds for one must hold for the other.
 type rig struct {
 	gpu.Context
 	gpu  bool
@@ -115,7 +115,8 @@ func relative(got, want []float64) float64 {
 	return math.Sqrt(d / n)
 }
 
-// ptx has out[i] = a[i] + scale·b[i], the rank of each block in its cluster, and a store of 1 to any address.
+// ptx has out[i] = a[i] + scale·b[i], the rank of each block in its cluster, and a store of 1 to
+// any address.
 const ptx = `.version 6.0
 .target sm_60
 .address_size 64

@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Environment variables that name a library (the file, or a folder that holds it) and end the search for it.
+// Environment variables that name a library (the file, or a folder that holds it) and end the
+// search for it.
 const (
 	cudaVariable = "KASMINA_LIBCUDA"
 	blasVariable = "KASMINA_LIBCUBLASLT"
@@ -32,13 +33,14 @@ func hostFinder() finder {
 	return finder{runtime.GOOS, runtime.GOARCH, os.Getenv, exec.LookPath, filepath.Glob}
 }
 
-// A place is a name for the system's loader, which searches LD_LIBRARY_PATH and its own cache (on Windows the folder
-// System32 alone), or, if it has a folder in it, a pattern of files.
+// A place is a name for the system's loader, which searches LD_LIBRARY_PATH and its own cache (on
+// Windows the folder System32 alone), or, if it has a folder in it, a pattern of files.
 type place string
 
 func (p place) isName() bool { return !strings.ContainsAny(string(p), `/\`) }
 
-// override turns the value of a variable into a place: a folder stands for the library's files in it.
+// override turns the value of a variable into a place: a folder stands for the library's files in
+// it.
 func (f finder) override(value, pattern string) place {
 	if inside := filepath.Join(value, pattern); len(f.files(place(inside))) > 0 {
 		return place(inside)
@@ -49,8 +51,9 @@ func (f finder) override(value, pattern string) place {
 	return place("." + string(filepath.Separator) + value)
 }
 
-// trusts reports whether a place may be loaded from. On Windows whoever can write to the working folder, or to one of
-// PATH, could plant a DLL there: a path must be absolute, and openLibrary finds names in System32 alone.
+// trusts reports whether a place may be loaded from. On Windows whoever can write to the working
+// folder, or to one of PATH, could plant a DLL there: a path must be absolute, and openLibrary
+// finds names in System32 alone.
 func (f finder) trusts(p place) bool {
 	if f.goos != "windows" || p.isName() {
 		return true
@@ -70,8 +73,8 @@ func (f finder) files(p place) []string {
 	return files
 }
 
-// cuda lists where NVIDIA's driver library may be. Drivers install it for the system's loader; the folders are those of
-// containers, WSL and NixOS, where the loader may not know them.
+// cuda lists where NVIDIA's driver library may be. Drivers install it for the system's loader; the
+// folders are those of containers, WSL and NixOS, where the loader may not know them.
 func (f finder) cuda() []place {
 	name := "libcuda.so.1"
 	if f.goos == "windows" {
@@ -114,9 +117,10 @@ func (f finder) cublasLt() []place {
 	return f.toolkit(blasVariable, pattern, names...)
 }
 
-// toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that the loader is asked for:
-// the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits, the system's packages, and Python's packages of the
-// environment in use. On Windows every place but System32 is below an absolute path that a variable gives.
+// toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that
+// the loader is asked for: the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits,
+// the system's packages, and Python's packages of the environment in use. On Windows every place
+// but System32 is below an absolute path that a variable gives.
 func (f finder) toolkit(variable, pattern string, names ...place) []place {
 	sub, pip := []string{"lib64", "lib"}, "lib"
 	if f.goos == "windows" {
@@ -168,8 +172,8 @@ func (f finder) toolkit(variable, pattern string, names ...place) []place {
 // The majors of CUDA whose cuBLASLt has the calls used here.
 const newestCUDA, oldestCUDA = 13, 12
 
-// sitePackages lists the folders of Python packages: those of the environment that is active or (but not on Windows) first
-// in PATH, then the user's, then the system's.
+// sitePackages lists the folders of Python packages: those of the environment that is active or
+// (but not on Windows) first in PATH, then the user's, then the system's.
 func (f finder) sitePackages() []string {
 	dirs := filepath.SplitList(f.getenv("PYTHONPATH"))
 	lib := filepath.Join("lib", "python3*")
@@ -197,8 +201,8 @@ func (f finder) sitePackages() []string {
 	return dirs
 }
 
-// load tries the places in turn, and in each the newest major that is at most newest first, until accept takes a
-// library. It returns what accept returned, or the attempts.
+// load tries the places in turn, and in each the newest major that is at most newest first, until
+// accept takes a library. It returns what accept returned, or the attempts.
 func load[T any](f finder, places []place, newest int, accept func(path string) (T, error)) (T, []gpu.Attempt) {
 	var tried []gpu.Attempt
 	seen := map[string]bool{}
@@ -230,7 +234,8 @@ func load[T any](f finder, places []place, newest int, accept func(path string) 
 	return none, tried
 }
 
-// major is the number at the end of a library's name: 13 in libcublasLt.so.13 and cublasLt64_13.dll.
+// major is the number at the end of a library's name: 13 in libcublasLt.so.13 and
+// cublasLt64_13.dll.
 func major(path string) int {
 	name := strings.TrimSuffix(filepath.Base(path), ".dll")
 	i := strings.LastIndexAny(name, "._")

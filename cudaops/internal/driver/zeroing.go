@@ -7,14 +7,15 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Many of cuBLASLt's kernels count in a few bytes of workspace, which the library sets to zero in front of each: in a captured graph
-// a memset node for each product, of about 2 µs. Where one memset at the graph's beginning has done that for all (MatmulArgs.Zeroed),
-// such a node changes nothing, and is taken out. What the node is and where it stands is read from the captured graph; of the library
-// nothing is assumed. Any answer that is not the expected one, also that of a driver without these functions, leaves the
-// graph as it was captured, which is right too.
+// Many of cuBLASLt's kernels count in a few bytes of workspace, which the library sets to zero in
+// front of each: in a captured graph a memset node for each product, of about 2 µs. Where one
+// memset at the graph's beginning has done that for all (MatmulArgs.Zeroed), such a node changes
+// nothing, and is taken out. What the node is and where it stands is read from the captured graph;
+// of the library nothing is assumed. Any answer that is not the expected one, also that of a driver
+// without these functions, leaves the graph as it was captured, which is right too.
 
-// noteZeroing returns what notes, of the work captured on a stream in between, the node that sets some memory to zero first of all, if
-// there is one: the graph can do without.
+// noteZeroing returns what notes, of the work captured on a stream in between, the node that sets
+// some memory to zero first of all, if there is one: the graph can do without.
 func (c *context) noteZeroing(s gpu.Stream, memory gpu.Ptr, bytes int) func() {
 	from := c.front(s)
 	if len(from) == 0 {
@@ -27,8 +28,9 @@ func (c *context) noteZeroing(s gpu.Stream, memory gpu.Ptr, bytes int) func() {
 	}
 }
 
-// front is the nodes behind which what a stream is given next would be captured; none outside a capture. Like all calls here it fails
-// where an edge is not an ordinary one, which waits for all of the node in front of it.
+// front is the nodes behind which what a stream is given next would be captured; none outside a
+// capture. Like all calls here it fails where an edge is not an ordinary one, which waits for all
+// of the node in front of it.
 func (c *context) front(s gpu.Stream) []uintptr {
 	const active = 1
 	var status int32
@@ -54,8 +56,9 @@ func (c *context) neighbours(p *proc, node uintptr) ([]uintptr, error) {
 	return nodes[:n], err
 }
 
-// zeroing returns the node that sets bytes within some memory to zero and is the first of those captured between two fronts, which must
-// be a chain; 0 if there is none. As the first, it finds what was there before the chain.
+// zeroing returns the node that sets bytes within some memory to zero and is the first of those
+// captured between two fronts, which must be a chain; 0 if there is none. As the first, it finds
+// what was there before the chain.
 func (c *context) zeroing(from, to []uintptr, memory gpu.Ptr, bytes int) uintptr {
 	const most = 8 // nodes of a product
 	if len(to) != 1 {
@@ -109,7 +112,8 @@ func (p memsetParams) within(memory gpu.Ptr, bytes int) bool {
 		uint64(p.width) <= uint64(bytes) && uint64(p.width)*uint64(p.size) <= uint64(bytes)-uint64(p.dst-memory)
 }
 
-// takeOut has the node that waits for a node of a graph, if it is a single one, wait for what that has waited for, and destroys that.
+// takeOut has the node that waits for a node of a graph, if it is a single one, wait for what that
+// has waited for, and destroys that.
 func (c *context) takeOut(graph, node uintptr) {
 	before, err := c.neighbours(&c.GraphDependencies, node)
 	if err != nil || len(before) == 0 {

@@ -9,8 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// TestZeroedWorkspace wants products whose workspaces one memset has set to zero to be those that set them to zero themselves, bit by
-// bit and at every launch of the graph, and the graph to be without the memsets of the library.
+// TestZeroedWorkspace wants products whose workspaces one memset has set to zero to be those that
+// set them to zero themselves, bit by bit and at every launch of the graph, and the graph to be
+// without the memsets of the library.
 func TestZeroedWorkspace(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		blas, s := must[gpu.Blas](t)(r.Blas()), must[gpu.Stream](t)(r.NewStream())

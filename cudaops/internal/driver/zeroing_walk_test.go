@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// nodes is a graph as the driver's functions show it: what each node waits for, and the memsets among them.
+// nodes is a graph as the driver's functions show it: what each node waits for, and the memsets
+// among them.
 type nodes struct {
 	before  map[uintptr][]uintptr
 	memsets map[uintptr]memsetParams
@@ -100,12 +101,13 @@ func (g *nodes) context() *context {
 	return c
 }
 
-// TestZeroingNodes wants only such a node taken out of a graph as comes first in what is captured and sets to zero what is known to be zero,
-// and all that it ordered to be ordered still.
+// TestZeroingNodes wants only such a node taken out of a graph as comes first in what is captured
+// and sets to zero what is known to be zero, and all that it ordered to be ordered still.
 func TestZeroingNodes(t *testing.T) {
 	const at, bytes = gpu.Ptr(0x1000), 64
 	word := memsetParams{dst: at, size: 4, width: 1, height: 1}
-	// A product behind the nodes 1 and 2: 3, 4 and 5, where 3 is a memset unless it is told otherwise, and 6 behind it.
+	// A product behind the nodes 1 and 2: 3, 4 and 5, where 3 is a memset unless it is told otherwise,
+	// and 6 behind it.
 	graph := func(change func(g *nodes)) *nodes {
 		g := &nodes{before: map[uintptr][]uintptr{1: nil, 2: {1}, 3: {2}, 4: {3}, 5: {4}, 6: {5}}, memsets: map[uintptr]memsetParams{3: word}}
 		change(g)

@@ -26,8 +26,8 @@ func (t DType) String() string {
 // Float8Max is the largest number of Float8E4M3.
 const Float8Max = 448
 
-// Scaling says what float32 factors the operands of a product are multiplied by. Float8 has a range so small that numbers are
-// divided by a factor of their own before they are rounded to it.
+// Scaling says what float32 factors the operands of a product are multiplied by. Float8 has a range
+// so small that numbers are divided by a factor of their own before they are rounded to it.
 type Scaling uint8
 
 const (
@@ -37,8 +37,9 @@ const (
 
 func (s Scaling) String() string { return [...]string{"unscaled", "rows"}[s] }
 
-// E4M3 rounds to the nearest Float8E4M3, ties to even, and what is beyond its largest number to that. It has 1 bit of sign, 4 of
-// exponent with a bias of 7 and 3 of mantissa, no infinity, and NaN where all bits but the sign are set.
+// E4M3 rounds to the nearest Float8E4M3, ties to even, and what is beyond its largest number to
+// that. It has 1 bit of sign, 4 of exponent with a bias of 7 and 3 of mantissa, no infinity, and
+// NaN where all bits but the sign are set.
 func E4M3(v float32) byte {
 	sign := byte(math.Float32bits(v) >> 24 & 0x80)
 	x := math.Abs(float64(v))

@@ -1,11 +1,14 @@
-// Package gpu says what a GPU's driver does: everything above it talks to a [Context] and never to a library. The package
-// driver implements it with NVIDIA's libraries, and its package fake in memory, for tests where there is no GPU.
+// Package gpu says what a GPU's driver does: everything above it talks to a [Context] and never to
+// a library. The package driver implements it with NVIDIA's libraries, and its package fake in
+// memory, for tests where there is no GPU.
 //
-// All methods of a Context may be called from any goroutine at any time, except that Close must come last.
+// All methods of a Context may be called from any goroutine at any time, except that Close must
+// come last.
 //
-// Host memory. A copy between device memory and memory from AllocHost (pinned) is asynchronous: it returns at once, and
-// the memory must stay untouched until the stream has passed it. A copy with any other Go memory returns when that memory
-// may be reused. Inside a capture only pinned memory is allowed, since every replay reads it or writes it again.
+// Host memory. A copy between device memory and memory from AllocHost (pinned) is asynchronous: it
+// returns at once, and the memory must stay untouched until the stream has passed it. A copy with
+// any other Go memory returns when that memory may be reused. Inside a capture only pinned memory
+// is allowed, since every replay reads it or writes it again.
 package gpu
 
 import (
@@ -20,9 +23,11 @@ type Driver interface {
 	Version() int
 	// Devices lists the GPUs that CUDA_VISIBLE_DEVICES leaves visible; a position in it is an ordinal.
 	Devices() []DeviceInfo
-	// Retain returns the primary context of a GPU, which CUDA's runtime libraries in the same process share.
+	// Retain returns the primary context of a GPU, which CUDA's runtime libraries in the same process
+	// share.
 	Retain(ordinal int) (Context, error)
-	// Adopt uses a context (a CUcontext) that somebody else made; closing it leaves that context alone.
+	// Adopt uses a context (a CUcontext) that somebody else made; closing it leaves that context
+	// alone.
 	Adopt(handle uintptr) (Context, error)
 }
 
@@ -67,17 +72,21 @@ type Graph struct {
 	Work   Stats // what one launch adds to the context's statistics
 }
 
-// Context is a GPU's context: all that is done with a GPU is done through it. Every method that names a stream only
-// enqueues work there, unless it says otherwise. Errors are *[Error], for which errors.Is finds the [Status].
+// Context is a GPU's context: all that is done with a GPU is done through it. Every method that
+// names a stream only enqueues work there, unless it says otherwise. Errors are *[Error], for which
+// errors.Is finds the [Status].
 type Context interface {
 	Device() DeviceInfo
 	// Handle is the CUcontext, for sharing with other libraries.
 	Handle() uintptr
-	// Stats counts the work given to this context so far; work inside a capture counts when the graph is launched.
+	// Stats counts the work given to this context so far; work inside a capture counts when the graph
+	// is launched.
 	Stats() Stats
-	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a *NotFoundError when it is missing.
+	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a *NotFoundError
+	// when it is missing.
 	Blas() (Blas, error)
-	// Close lets go of the context. Device memory and other objects still alive are gone once nobody else holds it.
+	// Close lets go of the context. Device memory and other objects still alive are gone once nobody
+	// else holds it.
 	Close() error
 
 	Memory
@@ -91,7 +100,8 @@ type Memory interface {
 	// Alloc returns device memory, aligned to 256 bytes at least. Its content is undefined.
 	Alloc(bytes int) (Ptr, error)
 	Free(p Ptr) error
-	// AllocHost returns pinned host memory outside the Go heap, which lives until FreeHost gets the same slice.
+	// AllocHost returns pinned host memory outside the Go heap, which lives until FreeHost gets the
+	// same slice.
 	AllocHost(bytes int) ([]byte, error)
 	FreeHost(b []byte) error
 	// MemInfo is the device memory that is free and that there is, all processes considered.
@@ -105,7 +115,8 @@ type Memory interface {
 	Memset32(dst Ptr, v uint32, n int, s Stream) error
 }
 
-// Ordering is streams, which run their work in order, and events, which tell how far they are and time it.
+// Ordering is streams, which run their work in order, and events, which tell how far they are and
+// time it.
 type Ordering interface {
 	NewStream() (Stream, error)
 	DestroyStream(s Stream) error
@@ -128,7 +139,8 @@ type Ordering interface {
 
 // Code is modules, their functions, and launching them.
 type Code interface {
-	// LoadModule loads a fat binary, a cubin or PTX. When PTX does not compile, the error carries the compiler's log.
+	// LoadModule loads a fat binary, a cubin or PTX. When PTX does not compile, the error carries the
+	// compiler's log.
 	LoadModule(image []byte) (Module, error)
 	UnloadModule(m Module) error
 	Function(m Module, name string) (*Function, error)
@@ -139,7 +151,8 @@ type Code interface {
 	// OccupancyClusters is the number of a launch's clusters that run at once on the whole GPU.
 	OccupancyClusters(f *Function, c LaunchConfig) (int, error)
 	Launch(f *Function, c LaunchConfig, s Stream, a *Args) error
-	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute capability 9.0 and later).
+	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute capability
+	// 9.0 and later).
 	EncodeTiled(t TiledTensor) (TensorMap, error)
 }
 
@@ -155,7 +168,8 @@ type Capture interface {
 // Copies is a number of copies and their bytes.
 type Copies struct{ Count, Bytes int64 }
 
-// Stats counts work. DeviceBytes and HostBytes are what is allocated now, in device and in pinned memory.
+// Stats counts work. DeviceBytes and HostBytes are what is allocated now, in device and in pinned
+// memory.
 type Stats struct {
 	ToDevice, ToHost, OnDevice                Copies
 	Memsets, Launches, Matmuls, GraphLaunches int64

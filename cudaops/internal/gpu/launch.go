@@ -40,8 +40,8 @@ type LaunchConfig struct {
 	Grid, Block Dim
 	Shared      int // dynamic shared memory, in bytes
 	Cluster     Dim // blocks that share a cluster; zero for none
-	// Overlap lets the kernel start before its predecessor in the stream has ended; it must then itself wait
-	// (griddepcontrol.wait) before touching what the predecessor wrote.
+	// Overlap lets the kernel start before its predecessor in the stream has ended; it must then
+	// itself wait (griddepcontrol.wait) before touching what the predecessor wrote.
 	Overlap bool
 }
 
@@ -59,8 +59,9 @@ func (c LaunchConfig) String() string {
 	return s
 }
 
-// Args packs a kernel's arguments as C lays out its parameters: each at a multiple of its own size. A zero Args is
-// ready; Reset makes it reusable without new memory. Launch copies the bytes, so it may be changed right afterwards.
+// Args packs a kernel's arguments as C lays out its parameters: each at a multiple of its own size.
+// A zero Args is ready; Reset makes it reusable without new memory. Launch copies the bytes, so it
+// may be changed right afterwards.
 type Args struct {
 	buf    []byte
 	params []Param
@@ -118,7 +119,8 @@ func (a *Args) Struct(b []byte, align int) *Args {
 // TensorMap appends a descriptor, which the kernel takes as a __grid_constant__ CUtensorMap.
 func (a *Args) TensorMap(m *TensorMap) *Args { return a.Struct(m[:], 64) }
 
-// Check compares the arguments with the kernel's own parameters: a mismatch would otherwise be garbage on the GPU.
+// Check compares the arguments with the kernel's own parameters: a mismatch would otherwise be
+// garbage on the GPU.
 func (f *Function) Check(a *Args) error {
 	if f.Params == nil {
 		return nil
@@ -140,7 +142,8 @@ func (f *Function) Check(a *Args) error {
 // TensorMap is a CUtensorMap: 128 opaque bytes.
 type TensorMap [128]byte
 
-// TiledTensor is what a tensor map describes: a tensor of up to five dimensions, innermost first, cut into boxes.
+// TiledTensor is what a tensor map describes: a tensor of up to five dimensions, innermost first,
+// cut into boxes.
 type TiledTensor struct {
 	Type    DType
 	Address Ptr      // a multiple of 16
@@ -152,7 +155,8 @@ type TiledTensor struct {
 	Promotion int
 }
 
-// Swizzle is how a box's 16-byte chunks are permuted in shared memory, so that columns do not fall on the same banks.
+// Swizzle is how a box's 16-byte chunks are permuted in shared memory, so that columns do not fall
+// on the same banks.
 type Swizzle int32
 
 // The span in bytes within which chunks are permuted; it bounds the box's innermost extent.

@@ -7,8 +7,9 @@ import (
 	"unsafe"
 )
 
-// Ledger is what every implementation of Context keeps beside the calls themselves: statistics, which host memory is
-// pinned, and which streams are being captured. A zero Ledger is ready. It is safe for concurrent use.
+// Ledger is what every implementation of Context keeps beside the calls themselves: statistics,
+// which host memory is pinned, and which streams are being captured. A zero Ledger is ready. It is
+// safe for concurrent use.
 type Ledger struct {
 	mu       sync.Mutex
 	stats    Stats
@@ -37,7 +38,8 @@ func (l *Ledger) Stats() Stats {
 	return l.stats
 }
 
-// Add counts work that was enqueued on a stream: at once, or at every launch of the graph if the stream is captured.
+// Add counts work that was enqueued on a stream: at once, or at every launch of the graph if the
+// stream is captured.
 func (l *Ledger) Add(s Stream, work Stats) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -145,7 +147,8 @@ func (l *Ledger) Capturing(s Stream) bool {
 	return l.captures[s] != nil
 }
 
-// CheckHost refuses a captured copy with memory that is not pinned, and reports whether a copy is asynchronous.
+// CheckHost refuses a captured copy with memory that is not pinned, and reports whether a copy is
+// asynchronous.
 func (l *Ledger) CheckHost(call string, b []byte, s Stream) (async bool, err error) {
 	if l.Pinned(b) {
 		return true, nil

@@ -40,7 +40,8 @@ func TestArgs(t *testing.T) {
 	}
 }
 
-// memory stays where it is, as pinned memory does; a slice that does not escape moves when its stack grows.
+// memory stays where it is, as pinned memory does; a slice that does not escape moves when its
+// stack grows.
 var memory = make([]byte, 100)
 
 func TestPinned(t *testing.T) {

@@ -11,14 +11,16 @@ type Work struct {
 	FLOPs float64 // of a product: multiplications and additions
 }
 
-// Observer is told of each piece of work just before and just after it is enqueued. An error fails the call.
+// Observer is told of each piece of work just before and just after it is enqueued. An error fails
+// the call.
 type Observer interface {
 	Before(w Work) error
 	After(w Work) error
 }
 
-// Observed is a context of which somebody may watch the kernels, products, attention of cuDNN, copies and memsets that its
-// streams are given. Launches of graphs are not told: what is in them was when it was captured.
+// Observed is a context of which somebody may watch the kernels, products, attention of cuDNN,
+// copies and memsets that its streams are given. Launches of graphs are not told: what is in them
+// was when it was captured.
 type Observed struct {
 	Context
 	observers sync.Map // an Observer by its Stream

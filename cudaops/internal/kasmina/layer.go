@@ -1,6 +1,6 @@
-// Package kasmina keeps a machine's Kasmina layers in step with their lattices: it sends the lattices'
-// state to the device, computes the passes, and gives the lattices what was measured. A runner knows it as an attendant
-// of its runs.
+// Package kasmina keeps a machine's Kasmina layers in step with their lattices: it sends the
+// lattices' state to the device, computes the passes, and gives the lattices what was measured. A
+// runner knows it as an attendant of its runs.
 package kasmina
 
 import (
@@ -29,10 +29,11 @@ type Machine struct {
 	Refresh func(*program.Input) error // renews an input's copies
 }
 
-// layer mirrors a lattice's state on the device, and sends it again before a run when it has changed.
-// What a run measures comes back behind it ([reports]), and is given to the lattice when the machine
-// next meets it there: when a value is asked for, at a later run, or at the end. Two runs may be on
-// their way, so no run waits for the figures of the one before, unless its limits are made of them.
+// layer mirrors a lattice's state on the device, and sends it again before a run when it has
+// changed. What a run measures comes back behind it ([reports]), and is given to the lattice when
+// the machine next meets it there: when a value is asked for, at a later run, or at the end. Two
+// runs may be on their way, so no run waits for the figures of the one before, unless its limits
+// are made of them.
 type layer struct {
 	run.Idle
 	*program.KasminaLayer
@@ -108,8 +109,8 @@ func (l *layer) at(word int) gpu.Ptr {
 
 func (l *layer) place(word int) int { return l.Place(word, l.reports.seeds) }
 
-// moving is of how many seeds the backward pass of the last run read x at least, and wrote the gradient
-// of x.
+// moving is of how many seeds the backward pass of the last run read x at least, and wrote the
+// gradient of x.
 func (l *layer) moving(inPlace bool) (reads, writes int) {
 	if l.Wide() { // those that mix, which Residual ones stand for below
 		reads = int(gpu.View[uint32](l.last[l.latticeState().Bytes():])[0])
@@ -125,7 +126,8 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 	return reads, writes
 }
 
-// encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix, and for those.
+// encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix,
+// and for those.
 func (l *layer) encode(pass *op.KasminaPass) error {
 	st := kasminakernel.State{Seeds: l.Seeds, Slots: l.Slots()}
 	var narrow error
@@ -153,7 +155,8 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], seed)
 }
 
-// open takes what the layer needs beside the arrays that the machine has allocated. After an error it goes on with what is lacking.
+// open takes what the layer needs beside the arrays that the machine has allocated. After an error
+// it goes on with what is lacking.
 func (l *layer) open() (err error) {
 	if l.staging == nil {
 		l.staging, err = l.reports.owned.AllocHost(len(l.next))
@@ -166,7 +169,8 @@ func (l *layer) open() (err error) {
 	return err
 }
 
-// begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op serves both.
+// begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op
+// serves both.
 func (l *layer) begin(pass *op.KasminaPass) error {
 	if !l.Forward {
 		return pass.Resume()
@@ -326,8 +330,9 @@ func (l *layer) deliver(f *flight) error {
 	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))
 }
 
-// unlessScaled is the error of a backward pass, but for gradients that are not finite and carry a loss scale above 1: it may have
-// made them so. They count all the same, and the step is skipped. At a scale of 1 nothing else can be the cause.
+// unlessScaled is the error of a backward pass, but for gradients that are not finite and carry a
+// loss scale above 1: it may have made them so. They count all the same, and the step is skipped.
+// At a scale of 1 nothing else can be the cause.
 func unlessScaled(err error, scale float32) error {
 	if scale > 1 && errors.Is(err, op.ErrNonFinite) {
 		return nil

@@ -67,8 +67,8 @@ func clearSums(p program.KasminaPass) {
 	}
 }
 
-// bare enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil, a backward
-// pass in place works there.
+// bare enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil, a
+// backward pass in place works there.
 func (ls *Layers) bare(l *layer, p program.KasminaPass, a map[string]*program.Array, spare *program.Array) error {
 	if a["G"] != nil {
 		return ls.launchBackward(l, p, a, kasminakernel.Backward{Bad: l.at(program.KasminaIgnored),
@@ -113,8 +113,8 @@ func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*
 	return ls.m.Launch(b)
 }
 
-// A monitor tells what telemetry costs a pass of a layer: ahead of the pass its arithmetic runs without
-// telemetry. The results are the same bits, and nobody reads what these runs count.
+// A monitor tells what telemetry costs a pass of a layer: ahead of the pass its arithmetic runs
+// without telemetry. The results are the same bits, and nobody reads what these runs count.
 
 // Measures reports whether a call is a pass that measures in the run under way.
 func (ls *Layers) Measures(c *program.Call) bool {
@@ -181,9 +181,9 @@ func (l *layer) choose(err error) error {
 	return nil
 }
 
-// passOnHost computes a node of a layer with its op, from what it reads (nil where it only comes behind
-// that) to the parts of its result. As all that is computed on the host it sees gradients without the
-// loss scale.
+// passOnHost computes a node of a layer with its op, from what it reads (nil where it only comes
+// behind that) to the parts of its result. As all that is computed on the host it sees gradients
+// without the loss scale.
 func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
 	args := make(opbase.Args, len(in))
 	for i, a := range in {

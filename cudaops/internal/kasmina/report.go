@@ -6,8 +6,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// reports is what a run measures in all Kasmina layers. It lies together, so that one copy brings it back: it takes 8 µs of a
-// step, as one for each layer does.
+// reports is what a run measures in all Kasmina layers. It lies together, so that one copy brings
+// it back: it takes 8 µs of a step, as one for each layer does.
 type reports struct {
 	run.Idle
 	m       *Machine

@@ -1,9 +1,10 @@
-// Package kernels launches the CUDA kernels: one method for each family of ops, which takes device pointers, sizes and a
-// stream, chooses the variant that fits the type, shape and alignment, and enqueues it. Methods return before the work is
-// done. They refuse sizes and types that no kernel takes; pointers are the caller's business.
+// Package kernels launches the CUDA kernels: one method for each family of ops, which takes device
+// pointers, sizes and a stream, chooses the variant that fits the type, shape and alignment, and
+// enqueues it. Methods return before the work is done. They refuse sizes and types that no kernel
+// takes; pointers are the caller's business.
 //
-// Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs give the same bits on
-// every run on one model of GPU.
+// Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs
+// give the same bits on every run on one model of GPU.
 package kernel
 
 import (
@@ -55,8 +56,9 @@ func (k *Set) Close() error {
 	return errors.Join(errs...)
 }
 
-// kernel finds a unit's function, loading the unit at first, and allows it the dynamic shared memory, where that is more
-// than needs no leave: 48 KiB together with what the kernel itself declares, which is less than 1 KiB.
+// kernel finds a unit's function, loading the unit at first, and allows it the dynamic shared
+// memory, where that is more than needs no leave: 48 KiB together with what the kernel itself
+// declares, which is less than 1 KiB.
 func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -109,7 +111,8 @@ func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, a *gp
 	return k.Ctx.Launch(f.Function, c, s, a)
 }
 
-// poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks for that.
+// poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks
+// for that.
 func (k *Set) Poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
 	if !gpu.Poison {
 		return nil
@@ -117,7 +120,8 @@ func (k *Set) Poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
 	return k.Ctx.Memset8(p, 0xff, bytes, s)
 }
 
-// resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that works in a loop.
+// resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that
+// works in a loop.
 func (k *Set) Resident(unit, name string, threads, shared int) (int, error) {
 	f, err := k.Function(unit, name, shared)
 	if err != nil {
@@ -155,8 +159,9 @@ func (k *Set) Clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
 	return max(1, n), nil
 }
 
-// overlaps reports whether a kernel may start before its predecessor has ended and then waits for it (overlap.cuh): the binaries of
-// compute capability 9.0 and 10 do, the PTX that other GPUs run does not.
+// overlaps reports whether a kernel may start before its predecessor has ended and then waits for
+// it (overlap.cuh): the binaries of compute capability 9.0 and 10 do, the PTX that other GPUs run
+// does not.
 func (k *Set) Overlaps() bool {
 	c := k.Info.Capability()
 	return c == 90 || c/10 == 10
@@ -186,13 +191,14 @@ func Packed(t gpu.DType, n int, ps ...gpu.Ptr) bool { return n%Vector(t) == 0 &&
 // rowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
 func RowThreads(d int) int { return min(512, CeilDiv(d, 32)*32) }
 
-// longRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does: whole warps, at most 512, with
-// four accesses each where the row is short.
+// longRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does:
+// whole warps, at most 512, with four accesses each where the row is short.
 func LongRowThreads(n int, t gpu.DType) int { return min(512, CeilDiv(n, 4*32*Vector(t))*32) }
 
 func Args() *gpu.Args { return new(gpu.Args) }
 
-// table is one argument that holds n structures, which a are the fields of, with room for most of them.
+// table is one argument that holds n structures, which a are the fields of, with room for most of
+// them.
 func Table(a *gpu.Args, n, most int) *gpu.Args {
 	b := a.Packed()
 	return Args().Struct(append(b, make([]byte, len(b)/n*(most-n))...), 8)
@@ -213,7 +219,8 @@ func Suffix(op string, t gpu.DType) (string, error) {
 	return "", fmt.Errorf("kernels.%s: elements are of type %v, want float32, float16 or bfloat16", op, t)
 }
 
-// checkSizes refuses a negative size and, as the first result, reports whether there is nothing to do since one is zero.
+// checkSizes refuses a negative size and, as the first result, reports whether there is nothing to
+// do since one is zero.
 func CheckSizes(op string, sizes ...int) (empty bool, err error) {
 	for _, n := range sizes {
 		if n < 0 {
@@ -224,7 +231,8 @@ func CheckSizes(op string, sizes ...int) (empty bool, err error) {
 	return empty, nil
 }
 
-// checkInts is checkSizes for sizes that kernels take as 32-bit numbers: rows, which are blocks, and what is in a row.
+// checkInts is checkSizes for sizes that kernels take as 32-bit numbers: rows, which are blocks,
+// and what is in a row.
 func CheckInts(op string, sizes ...int) (empty bool, err error) {
 	for _, n := range sizes {
 		if n > math.MaxInt32 {
@@ -269,7 +277,8 @@ func (i Ints) Size() int {
 	return 4
 }
 
-// Rows is a matrix in device memory: Stride elements from one row to the next, of which the first few count.
+// Rows is a matrix in device memory: Stride elements from one row to the next, of which the first
+// few count.
 type Rows struct {
 	Ptr    gpu.Ptr
 	Stride int

@@ -12,8 +12,8 @@ import (
 var binaries = map[string][]byte{}
 
 // Register makes the units of a family known, which are the .fatbin files of its folder. Each has
-// machine code for sm_80, sm_89, sm_90a and sm_100, and PTX for other and later GPUs. It ends in the
-// hash of the sources that it was made from.
+// machine code for sm_80, sm_89, sm_90a and sm_100, and PTX for other and later GPUs. It ends in
+// the hash of the sources that it was made from.
 //
 // After a change to a .cu or .cuh file, go generate ./cudaops/internal/kernel makes anew what
 // changed. It looks for nvcc of CUDA 13.0 in PATH, in CUDA_HOME, and where pip has installed it.

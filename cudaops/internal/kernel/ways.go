@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// Way is one of the implementations of an op: a family of kernels and, where that can be chosen, how many warps or blocks it
-// works with. The zero Way is the one that should be fastest.
+// Way is one of the implementations of an op: a family of kernels and, where that can be chosen,
+// how many warps or blocks it works with. The zero Way is the one that should be fastest.
 type Way struct {
 	Family string
 	Size   int

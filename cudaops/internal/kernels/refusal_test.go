@@ -126,8 +126,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestFloat8Launches counts kernels: one where rows are held in registers, and for rows of any length the one that stores them as
-// float8 behind the op's own.
+// TestFloat8Launches counts kernels: one where rows are held in registers, and for rows of any
+// length the one that stores them as float8 behind the op's own.
 func TestFloat8Launches(t *testing.T) {
 	k, ctx := kerneltest.FakeKernels(t)
 	for _, d := range []int{768, 1024, 2048, 2304, 2816, 3072, 5632, 6144, 7, 20000} {

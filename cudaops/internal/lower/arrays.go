@@ -12,9 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Activations, their gradients and the operands of matrix products are of the program's activation type.
-// Weights of norms, losses, what a forward op leaves for its backward op, and gradients of parameters
-// are float32, but for what weightGradient is for.
+// Activations, their gradients and the operands of matrix products are of the program's activation
+// type. Weights of norms, losses, what a forward op leaves for its backward op, and gradients of
+// parameters are float32, but for what weightGradient is for.
 
 // converted is an array in another type.
 type converted struct {
@@ -41,8 +41,8 @@ func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
 		program.Writes("Y", b), program.Reads("X", a))
 }
 
-// as returns a's values in another type: a itself, or a copy that is made once, or for a parameter one
-// that is kept beside it and renewed with it.
+// as returns a's values in another type: a itself, or a copy that is made once, or for a parameter
+// one that is kept beside it and renewed with it.
 func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.Array {
 	if a.Type == t {
 		return a
@@ -83,8 +83,9 @@ func (c *compiler) acts(n *gorgonia.Node, a, b *program.Array) (*program.Array, 
 // stacked is the matrices of a stack, at most three.
 type stacked [3]converted
 
-// stack returns matrices of as many columns as activations, one above the other, so that one product
-// serves all. Of parameters the stack is kept, and renewed with them; of others it is made in every run.
+// stack returns matrices of as many columns as activations, one above the other, so that one
+// product serves all. Of parameters the stack is kept, and renewed with them; of others it is made
+// in every run.
 func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array {
 	var key stacked
 	var inputs []*program.Input
@@ -125,8 +126,8 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 	return s
 }
 
-// sharedStack returns the stack of parameters that the program they belong to keeps, nil if there is
-// none.
+// sharedStack returns the stack of parameters that the program they belong to keeps, nil if there
+// is none.
 func (c *compiler) sharedStack(inputs []*program.Input, all []*program.Array, t gpu.DType) *program.Array {
 	var top *program.Array
 	rows, at := 0, 0
@@ -176,7 +177,8 @@ func typeOf(dt tensor.Dtype) gpu.DType {
 
 // Gradients that are kept in fewer digits than float32: WithGradientPrecision.
 
-// updating returns the gradients of parameters that nobody asks for but an update of their last run's.
+// updating returns the gradients of parameters that nobody asks for but an update of their last
+// run's.
 func (o Options) updating() map[*gorgonia.Node]bool {
 	all := map[*gorgonia.Node]bool{}
 	for _, p := range o.Params {
@@ -187,8 +189,9 @@ func (o Options) updating() map[*gorgonia.Node]bool {
 	return all
 }
 
-// weightGradient is a new array for the gradient of weights, which one product forms: the values of the given nodes. It is of the type
-// that the machine has for such gradients if only an update reads them, and float32 otherwise.
+// weightGradient is a new array for the gradient of weights, which one product forms: the values of
+// the given nodes. It is of the type that the machine has for such gradients if only an update
+// reads them, and float32 otherwise.
 func (c *compiler) weightGradient(shape []int, parts ...*gorgonia.Node) *program.Array {
 	e := c.o.Gradient
 	for _, p := range parts {

@@ -41,8 +41,8 @@ type packing struct {
 	seq    int
 }
 
-// documentsOf returns the table of where documents start, which all attentions to the same share, nil if
-// o knows of none.
+// documentsOf returns the table of where documents start, which all attentions to the same share,
+// nil if o knows of none.
 func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp, in []*program.Array) *program.Array {
 	if !o.Documents() {
 		return nil
@@ -67,8 +67,8 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 	return packed(dq, dk, dv), nil
 }
 
-// attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those of
-// what they were before.
+// attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those
+// of what they were before.
 func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, dv *program.Array, turned *op.RoPEOp) {
 	q, k := c.acts(n, in[0], in[1])
 	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
@@ -92,8 +92,8 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, 
 	}
 }
 
-// attentionFLOPs is the operations of so many products of an attention, of which a causal mask leaves
-// half.
+// attentionFLOPs is the operations of so many products of an attention, of which a causal mask
+// leaves half.
 func attentionFLOPs(s attention.Geometry, products int) float64 {
 	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) * float64(s.Seq) * float64(s.HeadDim)
 	if s.Causal {

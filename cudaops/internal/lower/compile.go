@@ -1,6 +1,6 @@
 // Package lower turns a Gorgonia graph into a program: each node into calls, by a table of the ops'
-// types, or several nodes together where that takes fewer passes over memory. It knows no device but
-// what describes it.
+// types, or several nodes together where that takes fewer passes over memory. It knows no device
+// but what describes it.
 package lower
 
 import (
@@ -101,9 +101,9 @@ func newCompiler(o Options) *compiler {
 		layers:    map[*gorgonia.Node]place{}}
 }
 
-// Lower lowers every node of a graph that those whose values outlive a run depend on, which it returns
-// too. If the options are Roomy, the program takes more memory than it needs where that saves time,
-// and says so.
+// Lower lowers every node of a graph that those whose values outlive a run depend on, which it
+// returns too. If the options are Roomy, the program takes more memory than it needs where that
+// saves time, and says so.
 func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
 	c := newCompiler(o)
 	kept := keep(g, o)
@@ -129,8 +129,8 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	return c.Program, kept, nil
 }
 
-// keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no node
-// needs.
+// keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no
+// node needs.
 func keep(g *gorgonia.ExprGraph, o Options) gorgonia.Nodes {
 	kept := slices.Clone(o.Outputs)
 	used := map[*gorgonia.Node]bool{}
@@ -152,8 +152,8 @@ func keep(g *gorgonia.ExprGraph, o Options) gorgonia.Nodes {
 	return kept
 }
 
-// lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those that
-// have a value already.
+// lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those
+// that have a value already.
 func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 	if len(results) == 0 {
 		return nil

@@ -29,8 +29,8 @@ func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 	return dt, nil
 }
 
-// embeddingGrad adds the gradient of a table, which is written to dt, or added to what is there where dt
-// is updated.
+// embeddingGrad adds the gradient of a table, which is written to dt, or added to what is there
+// where dt is updated.
 func (c *compiler) embeddingGrad(n *gorgonia.Node, ids, g *program.Array, dt program.Arg) {
 	a := embedding.Backward{IDs: ints(), Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
 		DTType: gpu.Float32, GType: g.Type, Accumulate: dt.Role == program.Update}

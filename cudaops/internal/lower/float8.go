@@ -12,21 +12,22 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// With [Float8] linear layers multiply float8: y = x·wᵀ and dx = g·w. Both operands of such a product lie along what is added up,
-// and each of their rows has a factor of its own, by which the sums are multiplied: quantize/NOTES.md explains it. So weights are there
-// twice, as they are and turned, and are made anew when they change; activations are made where they come about, or ahead of
-// the first product that takes them. Everything else is as with [BFloat16].
+// With [Float8] linear layers multiply float8: y = x·wᵀ and dx = g·w. Both operands of such a
+// product lie along what is added up, and each of their rows has a factor of its own, by which the
+// sums are multiplied: quantize/NOTES.md explains it. So weights are there twice, as they are and
+// turned, and are made anew when they change; activations are made where they come about, or ahead
+// of the first product that takes them. Everything else is as with [BFloat16].
 
 const (
-	// float8Rows is the fewest rows for which a product is of float8: with fewer it takes the time to read its weights, and
-	// rounding the rows is a kernel more.
+	// float8Rows is the fewest rows for which a product is of float8: with fewer it takes the time to
+	// read its weights, and rounding the rows is a kernel more.
 	float8Rows = 128
 	// float8Pack is what the other sizes of a product are multiples of.
 	float8Pack = 16
 )
 
-// float8 reports whether a product with so many rows and columns, and sums of so many products, is one of float8. It is a rule of
-// sizes, so that what is computed does not depend on what was timed.
+// float8 reports whether a product with so many rows and columns, and sums of so many products, is
+// one of float8. It is a rule of sizes, so that what is computed does not depend on what was timed.
 func (c *compiler) float8(rows, columns, depth int) bool {
 	return c.o.Float8 && rows >= float8Rows && columns%float8Pack == 0 && depth%float8Pack == 0
 }
@@ -72,8 +73,8 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantize
 	return q
 }
 
-// quantizeWeight returns the rows of w, or its columns turned to rows. Of parameters and constants they
-// are kept, and renewed with these.
+// quantizeWeight returns the rows of w, or its columns turned to rows. Of parameters and constants
+// they are kept, and renewed with these.
 func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array, turned bool) program.Quantized {
 	key := program.KeyOf(w, turned)
 	if q, ok := c.quantized[key]; ok {
@@ -129,7 +130,8 @@ func (c *compiler) keepWeight(w *program.Array, of []*program.Input, turned bool
 	return k.Turned
 }
 
-// multiplied reports whether a linear layer, a perceptron or the gradient of either multiplies the rows of n's value in float8.
+// multiplied reports whether a linear layer, a perceptron or the gradient of either multiplies the
+// rows of n's value in float8.
 func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	if n == nil || !c.o.Float8 {
 		return false
@@ -154,8 +156,8 @@ func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	})
 }
 
-// quantizing returns memory for a's rows in float8, which the op that makes a writes too, if a product
-// wants them; else none.
+// quantizing returns memory for a's rows in float8, which the op that makes a writes too, if a
+// product wants them; else none.
 func (c *compiler) quantizing(a *program.Array, wanted bool) program.Quantized {
 	if !wanted {
 		return program.Quantized{}

@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Nodes that are lowered together, since that takes fewer passes over memory than one after the other:
+// Nodes that are lowered together, since that takes fewer passes over memory than one after the
+// other:
 //
 //   - a linear layer or a perceptron and the sum of its result and another matrix: the last product adds that;
 //   - a sum and a norm of it: one kernel writes both;
@@ -22,10 +23,11 @@ import (
 //   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
 //   - the gradients of an embedding and of the output layer that shares its table: one is added to the other in place.
 //
-// A value is left out only if the nodes that it is for are all lowered with it and nobody asked for it. Such a value is
-// folded: an array without memory.
+// A value is left out only if the nodes that it is for are all lowered with it and nobody asked for
+// it. Such a value is folded: an array without memory.
 
-// fuse lowers a node together with others, whose inputs are all there, if a rule fits, and reports whether it did.
+// fuse lowers a node together with others, whose inputs are all there, if a rule fits, and reports
+// whether it did.
 func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
 	switch n.Op().(type) {
 	case *op.RMSNormGradOp:
@@ -48,7 +50,8 @@ func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
 // folded is a value that exists only within another one.
 func folded(n *gorgonia.Node) *program.Array { return &program.Array{Shape: n.Shape()} }
 
-// sole returns the node that alone uses n, nil if there is none, if there are several, or if n's value is asked for.
+// sole returns the node that alone uses n, nil if there is none, if there are several, or if n's
+// value is asked for.
 func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
 	if users := c.users[n]; len(users) > 0 && c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == users[0] }) {
 		return users[0]
@@ -56,7 +59,8 @@ func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// partOf returns the node that takes the part of a packed result that begins at the given element, nil if there is none.
+// partOf returns the node that takes the part of a packed result that begins at the given element,
+// nil if there is none.
 func (c *compiler) partOf(n *gorgonia.Node, offset int) *gorgonia.Node {
 	for _, u := range c.users[n] {
 		if o, ok := u.Op().(*opbase.PartOp); ok && o.Offset == offset {
@@ -94,7 +98,8 @@ func other(n, addend *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// there returns the value of a node, nil if that is still to come. That of an input can come at once.
+// there returns the value of a node, nil if that is still to come. That of an input can come at
+// once.
 func (c *compiler) there(n *gorgonia.Node) *program.Array {
 	if n == nil {
 		return nil
@@ -105,7 +110,8 @@ func (c *compiler) there(n *gorgonia.Node) *program.Array {
 	return c.Values[n]
 }
 
-// activation returns the value of a node if it is there and stored as activations are, without gaps, else nil.
+// activation returns the value of a node if it is there and stored as activations are, without
+// gaps, else nil.
 func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	if a := c.there(n); a != nil && a.Buffer != nil && a.Stride == 0 && a.Type == c.o.Activation {
 		return a
@@ -113,8 +119,9 @@ func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	return nil
 }
 
-// lastUse reports whether nothing needs the memory of a, the i-th operand of n, once n has read it: it is in the arena, of no other
-// node that could have further users, and n is its node's only one, so that no copy of it in another type is known by its address.
+// lastUse reports whether nothing needs the memory of a, the i-th operand of n, once n has read it:
+// it is in the arena, of no other node that could have further users, and n is its node's only one,
+// so that no copy of it in another type is known by its address.
 func (c *compiler) lastUse(n *gorgonia.Node, i int, a *program.Array) bool {
 	of := opbase.Children(n)[i]
 	if c.sole(of) != n || c.Values[of] != a || a.Buffer == nil || a.Resident || a.Stride != 0 {
@@ -128,8 +135,8 @@ func (c *compiler) lastUse(n *gorgonia.Node, i int, a *program.Array) bool {
 	return true
 }
 
-// onlyGives reports whether v is the gradients of a norm, of which that of its input is the value of the given node, or was added to
-// another one there.
+// onlyGives reports whether v is the gradients of a norm, of which that of its input is the value
+// of the given node, or was added to another one there.
 func (c *compiler) onlyGives(v, to *gorgonia.Node) bool {
 	return isOp[*op.RMSNormGradOp](v) && !slices.ContainsFunc(c.users[v], func(u *gorgonia.Node) bool {
 		if o, ok := u.Op().(*opbase.PartOp); !ok || o.Offset > 0 {
@@ -140,7 +147,8 @@ func (c *compiler) onlyGives(v, to *gorgonia.Node) bool {
 	})
 }
 
-// fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and that.
+// fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and
+// that.
 func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node, []*program.Array, *program.Array) (*program.Array, error)) (bool, error) {
 	var sum *gorgonia.Node
 	for _, u := range c.users[n] {
@@ -199,7 +207,8 @@ func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
 	return true
 }
 
-// fuseEmbeddingGrad lowers the gradient n of a table and its sum with that of the output layer, in the memory of the latter.
+// fuseEmbeddingGrad lowers the gradient n of a table and its sum with that of the output layer, in
+// the memory of the latter.
 func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	sum := c.sole(n)
 	head := other(sum, n)
@@ -221,8 +230,8 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	return true
 }
 
-// What a kernel does with the result of a product, or one kernel with both: the latter saves a pass over
-// memory, the former has the fastest product. The chooser decides.
+// What a kernel does with the result of a product, or one kernel with both: the latter saves a pass
+// over memory, the former has the fastest product. The chooser decides.
 
 // fusion is a product and what is done with its result, in one call or in several.
 type fusion struct {

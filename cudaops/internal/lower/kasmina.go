@@ -44,8 +44,8 @@ func (c *compiler) token() *program.Array {
 	return &program.Array{Buffer: &program.Buffer{Resident: true}, Type: gpu.Float32, Shape: []int{0}}
 }
 
-// startsSlots makes the machine look at a layer's slots before its runs, where weights and scales are
-// inputs of the graph.
+// startsSlots makes the machine look at a layer's slots before its runs, where weights and scales
+// are inputs of the graph.
 func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) {
 	w, s := c.inputOf[weights.Buffer], c.inputOf[scales.Buffer]
 	if o.Replaying || w == nil || s == nil || weights.Type != gpu.Float32 || scales.Type != gpu.Float32 {
@@ -124,8 +124,8 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	return packed(dx, dw, ds), nil
 }
 
-// inPlace reports whether the backward pass, of node n, can leave the gradient of x where that of y, g,
-// is. x of an input may begin anywhere.
+// inPlace reports whether the backward pass, of node n, can leave the gradient of x where that of
+// y, g, is. x of an input may begin anywhere.
 func (c *compiler) inPlace(l *program.KasminaLayer, n *gorgonia.Node, x, g *program.Array) bool {
 	return !l.Wide() && l.Shape().InPlace() && c.lastUse(n, 4, g) && !x.Resident && x.Buffer != g.Buffer &&
 		!slices.ContainsFunc([]*program.Array{x, g}, func(a *program.Array) bool { return a.At%VectorBytes != 0 })

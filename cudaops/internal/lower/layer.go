@@ -9,9 +9,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// The layer of a node, for profiles. A node that reads a parameter is of the layer that the parameter's name tells; any other
-// node is of that of its input which is computed last. So an attention is where its queries are projected, and a sum of
-// gradients where the last of them comes from.
+// The layer of a node, for profiles. A node that reads a parameter is of the layer that the
+// parameter's name tells; any other node is of that of its input which is computed last. So an
+// attention is where its queries are projected, and a sum of gradients where the last of them comes
+// from.
 
 // place is where a node stands.
 type place struct {
@@ -43,8 +44,8 @@ func (c *compiler) placeAll(sorted gorgonia.Nodes) {
 	}
 }
 
-// layerName is the layer that a parameter's name tells: model.layers.3 of model.layers.3.mlp.up_proj.weight, and lm_head of
-// lm_head.weight.
+// layerName is the layer that a parameter's name tells: model.layers.3 of
+// model.layers.3.mlp.up_proj.weight, and lm_head of lm_head.weight.
 func layerName(param string) string {
 	parts := strings.Split(param, ".")
 	for i, p := range parts {

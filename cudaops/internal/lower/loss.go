@@ -14,19 +14,19 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// logitBytes is the most of the logits that the fused output layer holds at a time, and twice that of a
-// model of up to narrowFeatures. Large enough for a full GPU, small beside the activations of a model
-// with such a vocabulary. With twice as much a step takes 1 % less time at 768 and 1024 features, and as
-// much at 2048 (H200).
+// logitBytes is the most of the logits that the fused output layer holds at a time, and twice that
+// of a model of up to narrowFeatures. Large enough for a full GPU, small beside the activations of
+// a model with such a vocabulary. With twice as much a step takes 1 % less time at 768 and 1024
+// features, and as much at 2048 (H200).
 const (
 	logitBytes     = 540 << 20
 	narrowFeatures = 1024
 )
 
-// outputChunk is how many of the rows the output layer takes at a time. The gradient of its input, of d
-// columns, is a product with few blocks, each of which goes over the whole vocabulary: what counts is how
-// many turns they take on the GPU's multiprocessors in all. Fewer chunks also add less often to the
-// weights' gradient.
+// outputChunk is how many of the rows the output layer takes at a time. The gradient of its input,
+// of d columns, is a product with few blocks, each of which goes over the whole vocabulary: what
+// counts is how many turns they take on the GPU's multiprocessors in all. Fewer chunks also add
+// less often to the weights' gradient.
 func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 	const tile, width = 128, 256 // of a block of cuBLASLt's
 	up := func(n, to int) int { return (n + to - 1) / to }
@@ -45,8 +45,8 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 	return best
 }
 
-// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a loss
-// gradient of 1, or the loss scale in its place: the logits then need to be formed only once.
+// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a
+// loss gradient of 1, or the loss scale in its place: the logits then need to be formed only once.
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	x, w := c.acts(n, in[0], in[1])
 	targets := in[2]
@@ -158,8 +158,8 @@ func isOne(v gorgonia.Value) bool {
 	return err == nil && ok && len(one) == 1 && one[0] == 1
 }
 
-// classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for the
-// fused op, the gradients for a gradient of 1.
+// classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for
+// the fused op, the gradients for a gradient of 1.
 type classified struct{ scale, lse, dx, dw *program.Array }
 
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {

@@ -24,8 +24,8 @@ type ownOp struct {
 	scaled linearity // nil for an op that is not linear in anything
 }
 
-// ownOps holds the ops of this module by type. An op and its gradient stand here both or neither: what one leaves for the other
-// is on the device.
+// ownOps holds the ops of this module by type. An op and its gradient stand here both or neither:
+// what one leaves for the other is on the device.
 var ownOps map[reflect.Type]ownOp
 
 func init() {
@@ -126,8 +126,8 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 	return nil, fmt.Errorf("no part of the packed result begins at element %d", n.Op().(*opbase.PartOp).Offset)
 }
 
-// onHost computes a node with its op's own Do, between two copies, for some reason. It sees gradients without the
-// loss scale.
+// onHost computes a node with its op's own Do, between two copies, for some reason. It sees
+// gradients without the loss scale.
 func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) (*program.Array, error) {
 	if c.o.Strict {
 		return nil, fmt.Errorf("%s, and WithStrict forbids computing it on the host", why)

@@ -10,8 +10,8 @@ import (
 )
 
 // gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab
-// [rows, 2F], the weights of both, one above the other [2F, D], and h = silu(x·gateᵀ) ⊙ x·upᵀ, which is
-// nil in float8 and need not be kept: the backward pass can form it.
+// [rows, 2F], the weights of both, one above the other [2F, D], and h = silu(x·gateᵀ) ⊙ x·upᵀ,
+// which is nil in float8 and need not be kept: the backward pass can form it.
 type gated struct{ ab, weights, h *program.Array }
 
 // halves is the columns of ab, or of its gradient, that belong to gate and to up.
@@ -44,8 +44,8 @@ func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array, add *progra
 	return y, nil
 }
 
-// perceptronFloat8 is the rest of perceptron where the product with gate and up is of float8. If that
-// with down is too, nobody needs h but in float8.
+// perceptronFloat8 is the rest of perceptron where the product with gate and up is of float8. If
+// that with down is too, nobody needs h but in float8.
 func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *program.Array) {
 	c.linearProduct(n, s.ab, x, s.weights, nil)
 	rows, f := x.Shape[0], down.Shape[1]
@@ -111,8 +111,8 @@ func (c *compiler) siluMulGrad(n *gorgonia.Node, h, dab, ab, dh *program.Array, 
 		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
 }
 
-// gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h: formed again, or
-// where memory may be spent, and one kernel does all of it, that of the forward pass.
+// gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h: formed again,
+// or where memory may be spent, and one kernel does all of it, that of the forward pass.
 func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) (*program.Array, error) {
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
 	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)

@@ -17,7 +17,8 @@ import (
 //
 //	A = X·Xᵀ,  B = b·A + c·A²,  Y = a·X + B·X
 //
-// and for a tall X, with the smaller square, A = Xᵀ·X, Y = a·X + X·B. Backwards, with the gradient G of Y,
+// and for a tall X, with the smaller square, A = Xᵀ·X, Y = a·X + X·B. Backwards, with the gradient
+// G of Y,
 //
 //	D = G·Xᵀ,  E = b·D + c·(D·A + A·D),  dX = a·G + B·G + (E + Eᵀ)·X
 //
@@ -38,7 +39,8 @@ func (s schulz) squares(x *program.Array) []product {
 	}
 }
 
-// apply is d = square·x + beta·c, from the right for a tall x. transposed takes the square's transpose.
+// apply is d = square·x + beta·c, from the right for a tall x. transposed takes the square's
+// transpose.
 func (s schulz) apply(d, square, x, c *program.Array, beta float32, transposed bool) product {
 	if s.tall {
 		return product{d: d, a: x, b: square, c: c, beta: beta, transB: transposed}
@@ -113,8 +115,8 @@ func (c *compiler) schulzGrad(n *gorgonia.Node, dx, g, x *program.Array) {
 		s.apply(dx, e, x, nil, 1, true)))
 }
 
-// The ways to compute the iteration: with products alone, with products of half of what is symmetric,
-// and with several steps between products with X (see [kernels.NewtonSchulz]).
+// The ways to compute the iteration: with products alone, with products of half of what is
+// symmetric, and with several steps between products with X (see [kernels.NewtonSchulz]).
 const (
 	byProducts = "products"
 	bySymmetry = "symmetric"
@@ -124,8 +126,8 @@ const (
 // gramSteps is how many steps go together.
 const gramSteps = 3
 
-// Iteration is the iteration of matrices of one shape that lie one behind the other. Of 16-bit types it
-// takes float16, since no number is large.
+// Iteration is the iteration of matrices of one shape that lie one behind the other. Of 16-bit
+// types it takes float16, since no number is large.
 type Iteration struct {
 	Start, Result *program.Array // where the normalised matrices are to be, and what becomes of them
 	Calls         []*program.Call
@@ -202,7 +204,8 @@ func (it schulzIteration) flops() float64 {
 	return float64(it.Batch*it.Steps) * 2 * side * side * (2*long + side)
 }
 
-// in is the iteration in one of the ways, between two arrays, of which the second one has the result.
+// in is the iteration in one of the ways, between two arrays, of which the second one has the
+// result.
 func (it schulzIteration) in(way string, ends [2]*program.Array) Iteration {
 	it.Together = 1
 	turns := it.Steps

@@ -37,8 +37,8 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	return c.normGrad(n, in, nil, c.partOf(n, 0)), nil
 }
 
-// normGrad adds the gradients of a normalisation. To that of its input it adds another one, if there is
-// one; node to has the result as its value.
+// normGrad adds the gradients of a normalisation. To that of its input it adds another one, if
+// there is one; node to has the result as its value.
 func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.Array, to *gorgonia.Node) *program.Array {
 	x, w, g := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.act(n, in[3])
 	rstd := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(*program.Array)

@@ -7,9 +7,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// product is d = alpha·op(a)·op(b) + beta·c, for row-major matrices without gaps; d's shape and a's give
-// the sizes. A zero alpha counts as 1, and c is d where it is nil. Operands of float8 have a factor for
-// each row of op(a) and each column of op(b).
+// product is d = alpha·op(a)·op(b) + beta·c, for row-major matrices without gaps; d's shape and a's
+// give the sizes. A zero alpha counts as 1, and c is d where it is nil. Operands of float8 have a
+// factor for each row of op(a) and each column of op(b).
 type product struct {
 	d, a, b, c     *program.Array
 	scaleA, scaleB *program.Array

@@ -12,13 +12,14 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// The queries, keys and values of an attention are mostly x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, the first two turned by RoPE. They are
-// lowered as
+// The queries, keys and values of an attention are mostly x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, the first two
+// turned by RoPE. They are lowered as
 //
 //	[q | k | v] = x·[Wq; Wk; Wv]ᵀ,  d[Wq; Wk; Wv] = [dq | dk | dv]ᵀ·x,  dx = [dq | dk | dv]·[Wq; Wk; Wv]
 //
-// one product each in place of three and two sums. Attention and RoPE read and write columns of the wide matrices, RoPE in
-// place or, where that is faster, the product in its stead; attention's gradient turns dq and dk back itself.
+// one product each in place of three and two sums. Attention and RoPE read and write columns of the
+// wide matrices, RoPE in place or, where that is faster, the product in its stead; attention's
+// gradient turns dq and dk back itself.
 
 // projections is such queries, keys and values.
 type projections struct {
@@ -27,8 +28,9 @@ type projections struct {
 	turned [2]*gorgonia.Node // queries and keys; nil where nothing turns them
 }
 
-// projections returns how the first three inputs of an attention, or of its gradient, come about, nil if not like this.
-// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows have gaps.
+// projections returns how the first three inputs of an attention, or of its gradient, come about,
+// nil if not like this. Nobody but the attention and its gradient may use them, as no other op
+// knows matrices whose rows have gaps.
 func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
 	p := &projections{}
 	byAttention := func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u) }
@@ -69,8 +71,8 @@ func sameRotation(a, b *gorgonia.Node) bool {
 	return rotationOf(x) == rotationOf(y) && x.Inverse == y.Inverse
 }
 
-// place returns the columns of the queries, keys and values in a matrix that holds them side by side, and those of the first
-// two together.
+// place returns the columns of the queries, keys and values in a matrix that holds them side by
+// side, and those of the first two together.
 func (p *projections) place(wide *program.Array) (parts [3]*program.Array, both *program.Array) {
 	at := 0
 	for i, n := range p.linear {
@@ -133,8 +135,8 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	return true, nil
 }
 
-// project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless that is
-// nil.
+// project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless
+// that is nil.
 func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *program.Array) error {
 	if turned == nil {
 		c.linearProduct(n, wide, x, weights, nil)
@@ -166,7 +168,8 @@ type projectionsGrad struct {
 	dx            []*gorgonia.Node // the three that add up to the gradient of x, and their sums: that of all three comes last
 }
 
-// grad returns those nodes for the gradient n of the attention, nil if anything else uses what would be left out.
+// grad returns those nodes for the gradient n of the attention, nil if anything else uses what
+// would be left out.
 func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 	g := &projectionsGrad{}
 	offset := 0
@@ -214,7 +217,8 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 	return g
 }
 
-// fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its inputs are.
+// fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its
+// inputs are.
 func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	p := c.projections(n, n.Op().(*op.AttentionGradOp).Forward)
 	if p == nil || c.Values[p.linear[0]].Stride == 0 {
@@ -269,7 +273,8 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 	return y, nil
 }
 
-// rotate is the rotation of all heads in the rows of x, which node n is of, or is of some of. y may be x.
+// rotate is the rotation of all heads in the rows of x, which node n is of, or is of some of. y may
+// be x.
 func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	o := n.Op().(*op.RoPEOp)
 	t := c.rotation(o)
@@ -282,8 +287,8 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	return c.newCall(n, a, program.Reads("X", x), out, program.Reads("Cos", t.cos), program.Reads("Sin", t.sin))
 }
 
-// rotationTables are the cosines and sines of a rotation, which ops with the same angles share, and,
-// where a product turns its results, both in the order of that.
+// rotationTables are the cosines and sines of a rotation, which ops with the same angles share,
+// and, where a product turns its results, both in the order of that.
 type rotationTables struct{ cos, sin, angles *program.Array }
 
 func (c *compiler) rotation(o *op.RoPEOp) *rotationTables {

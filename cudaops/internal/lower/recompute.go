@@ -8,9 +8,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// The graph within a RecomputeOp is lowered as if it stood in the op's place. Nothing of it but the result is used outside,
-// so the memory of what is in between serves other nodes as soon as the result is there. The graph within its backward op
-// has nodes of its own, which compute all that again.
+// The graph within a RecomputeOp is lowered as if it stood in the op's place. Nothing of it but the
+// result is used outside, so the memory of what is in between serves other nodes as soon as the
+// result is there. The graph within its backward op has nodes of its own, which compute all that
+// again.
 
 func lowerRecompute(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	o := n.Op().(*autodiff.RecomputeOp)
@@ -38,8 +39,9 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 	return packed(grads...), nil
 }
 
-// inline lowers what the results depend on, in the graph within a node, whose inputs have the given values. The graph's nodes
-// lose their values: an op that two nodes of the outer graph share is lowered for each.
+// inline lowers what the results depend on, in the graph within a node, whose inputs have the given
+// values. The graph's nodes lose their values: an op that two nodes of the outer graph share is
+// lowered for each.
 func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*program.Array, results gorgonia.Nodes) ([]*program.Array, error) {
 	outside := opbase.Children(around)
 	for i, n := range inputs {

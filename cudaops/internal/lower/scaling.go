@@ -14,14 +14,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Loss scaling. Gradients of activations are often smaller than what float16 holds, so the loss is multiplied by a scale S,
-// a power of two, and with it every gradient; the optimiser divides by S again. A step in which a gradient overflows changes
-// nothing but S, which becomes half as large; after 2000 good steps it doubles.
-// (Micikevicius et al., "Mixed Precision Training", 2018; the figures are those of PyTorch's GradScaler.)
+// Loss scaling. Gradients of activations are often smaller than what float16 holds, so the loss is
+// multiplied by a scale S, a power of two, and with it every gradient; the optimiser divides by S
+// again. A step in which a gradient overflows changes nothing but S, which becomes half as large;
+// after 2000 good steps it doubles. (Micikevicius et al., "Mixed Precision Training", 2018; the
+// figures are those of PyTorch's GradScaler.)
 //
-// gorgonia.Grad begins with the constant 1 as the gradient of the loss. S takes its place: in device memory, where the
-// optimiser's kernels change it, so that neither a captured run nor a captured update knows its value. Everything derived from
-// the loss is linear in that gradient. [gradientOf] follows it through the graph, which shows what carries S, and that nothing
+// gorgonia.Grad begins with the constant 1 as the gradient of the loss. S takes its place: in
+// device memory, where the optimiser's kernels change it, so that neither a captured run nor a
+// captured update knows its value. Everything derived from the loss is linear in that gradient.
+// [gradientOf] follows it through the graph, which shows what carries S, and that nothing
 // multiplies S by itself or adds what does not carry it.
 
 // operand is the value of a node's input: the scale where that is the gradient of the loss.
@@ -41,7 +43,8 @@ func (c *compiler) operands(n *gorgonia.Node) []*program.Array {
 	return in
 }
 
-// gradientOf follows the gradient of the loss through the graph; without gradients of parameters it is nil.
+// gradientOf follows the gradient of the loss through the graph; without gradients of parameters it
+// is nil.
 func gradientOf(g *gorgonia.ExprGraph, params gorgonia.Nodes) (*program.Scaling, error) {
 	if !slices.ContainsFunc(params, func(p *gorgonia.Node) bool { return p.Deriv() != nil }) {
 		return nil, nil
@@ -71,8 +74,8 @@ func gradientOf(g *gorgonia.ExprGraph, params gorgonia.Nodes) (*program.Scaling,
 // scaling is what is found of it so far.
 type scaling struct{ *program.Scaling }
 
-// lossGradient returns the constant 1 that is the derivative of a loss, and what the loss depends on, where that constant is
-// but a number.
+// lossGradient returns the constant 1 that is the derivative of a loss, and what the loss depends
+// on, where that constant is but a number.
 func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorgonia.Node]bool) {
 	forward = map[*gorgonia.Node]bool{}
 	for _, n := range sorted { // from results to inputs
@@ -105,9 +108,10 @@ func (s scaling) followWithin(o *autodiff.RecomputeGradOp) error {
 	return nil
 }
 
-// follow decides whether a node carries the scale, from whether its inputs do. Gorgonia may share the constant 1 between the
-// gradient of the loss and a number in a derivative, such as that in 1 − y²: of the readings that make sense the one with
-// more gradients counts, and one that was wrong leads to a product of gradients or a sum that makes none.
+// follow decides whether a node carries the scale, from whether its inputs do. Gorgonia may share
+// the constant 1 between the gradient of the loss and a number in a derivative, such as that in 1 −
+// y²: of the readings that make sense the one with more gradients counts, and one that was wrong
+// leads to a product of gradients or a sum that makes none.
 func (s scaling) follow(n, root *gorgonia.Node, forward bool) error {
 	if o, ok := n.Op().(*autodiff.RecomputeGradOp); ok {
 		if err := s.followWithin(o); err != nil {
@@ -152,8 +156,8 @@ func (c carriers) count() (n int) {
 	return n
 }
 
-// linearity reports whether a node's value is linear in those inputs that carry the scale, all together, and whether it carries
-// the scale itself.
+// linearity reports whether a node's value is linear in those inputs that carry the scale, all
+// together, and whether it carries the scale itself.
 type linearity func(n *gorgonia.Node, c carriers) (out, ok bool)
 
 // in is linear in one input.
@@ -216,6 +220,6 @@ func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
 	return onHost(n, c)
 }
 
-// onHost is for an op that is not linear: it can be computed all the same if it has no kernel, since the host does it without the
-// scale.
+// onHost is for an op that is not linear: it can be computed all the same if it has no kernel,
+// since the host does it without the scale.
 func onHost(n *gorgonia.Node, _ carriers) (bool, bool) { return true, stock(n) == nil }

@@ -15,8 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Gorgonia does not export the types of its ops. They are told apart by their type's name and by what String says. Sizes come
-// from the shapes of nodes. Where these do not fit what String says, there is no lowering, and the op itself computes.
+// Gorgonia does not export the types of its ops. They are told apart by their type's name and by
+// what String says. Sizes come from the shapes of nodes. Where these do not fit what String says,
+// there is no lowering, and the op itself computes.
 
 // stockOp is what the compiler knows of an op of Gorgonia's.
 type stockOp struct {
@@ -24,8 +25,8 @@ type stockOp struct {
 	scaled linearity                       // nil for an op that is not linear in anything
 }
 
-// stockOps holds them by the name of the op's type. The types of gradients stand beside those of their ops; most gradients, and
-// functions such as Rectify and Mean, are made of other ops.
+// stockOps holds them by the name of the op's type. The types of gradients stand beside those of
+// their ops; most gradients, and functions such as Rectify and Mean, are made of other ops.
 var stockOps map[string]stockOp
 
 func init() {
@@ -61,7 +62,8 @@ func stock(n *gorgonia.Node) lowering {
 	return find(n)
 }
 
-// hasKernel reports whether one of Gorgonia's own ops is computed by kernels: it has a lowering, and no rule wants it on the host.
+// hasKernel reports whether one of Gorgonia's own ops is computed by kernels: it has a lowering,
+// and no rule wants it on the host.
 func (c *compiler) hasKernel(n *gorgonia.Node) bool {
 	return stock(n) != nil && !c.o.OnHost(fmt.Sprint(n.Op()))
 }

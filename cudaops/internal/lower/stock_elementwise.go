@@ -27,7 +27,8 @@ var (
 		">": elementwisekernel.Greater, "<=": elementwisekernel.LessEqual, ">=": elementwisekernel.GreaterEqual, "==": elementwisekernel.Equal, "!=": elementwisekernel.NotEqual,
 		"MinBetween": elementwisekernel.Minimum, "MaxBetween": elementwisekernel.Maximum,
 	}
-	// withLeft and withRight are the binary ops as unary ones, where that operand is a number known beforehand.
+	// withLeft and withRight are the binary ops as unary ones, where that operand is a number known
+	// beforehand.
 	withLeft = map[elementwisekernel.BinaryOp]elementwisekernel.UnaryOp{elementwisekernel.Add: elementwisekernel.AddScalar, elementwisekernel.Sub: elementwisekernel.SubFrom,
 		elementwisekernel.Mul: elementwisekernel.MulScalar, elementwisekernel.Div: elementwisekernel.DivideInto, elementwisekernel.Pow: elementwisekernel.PowOf}
 	withRight = map[elementwisekernel.BinaryOp]elementwisekernel.UnaryOp{elementwisekernel.Add: elementwisekernel.AddScalar, elementwisekernel.Mul: elementwisekernel.MulScalar,
@@ -54,7 +55,8 @@ func (c *compiler) readsSpread(n *gorgonia.Node) bool {
 	return false
 }
 
-// stockBinary lowers arithmetic and those comparisons whose result is of the operands' type, 1 or 0.
+// stockBinary lowers arithmetic and those comparisons whose result is of the operands' type, 1 or
+// 0.
 func stockBinary(n *gorgonia.Node) lowering {
 	symbol, _, _ := strings.Cut(fmt.Sprint(n.Op()), " ")
 	f, ok := binaryOps[symbol]
@@ -83,9 +85,10 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwisekernel.BinaryOp, y *progr
 	return y
 }
 
-// binary computes elementwise; an operand of one element goes with every element of the other, and one that a node repeats
-// is read as often from what the node repeats. Where the operands' types differ, float32 wins: it is that of gradients of
-// parameters and of scalars, but a scalar does not widen a tensor.
+// binary computes elementwise; an operand of one element goes with every element of the other, and
+// one that a node repeats is read as often from what the node repeats. Where the operands' types
+// differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not
+// widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *program.Array) (*program.Array, error) {
 	nodes := opbase.Children(n)
 	if p, ok := c.number(n, 0); ok {
@@ -131,7 +134,8 @@ type repeated struct {
 	spread
 }
 
-// operand is how the kernel reads the operand for a result like y: a number goes with every element.
+// operand is how the kernel reads the operand for a result like y: a number goes with every
+// element.
 func (r repeated) operand(y *program.Array) elementwisekernel.Operand {
 	if r.period == 0 && r.Len() == 1 && y.Len() != 1 {
 		return elementwisekernel.Operand{Period: 1}
@@ -139,7 +143,8 @@ func (r repeated) operand(y *program.Array) elementwisekernel.Operand {
 	return elementwisekernel.Operand{Repeat: r.repeat, Period: r.period}
 }
 
-// spreadOf returns the repetition that a node is, if an elementwise op can read its input in its place.
+// spreadOf returns the repetition that a node is, if an elementwise op can read its input in its
+// place.
 func spreadOf(n *gorgonia.Node) (spread, bool) {
 	r, ok := repetitionOf(n)
 	switch {
@@ -153,7 +158,8 @@ func spreadOf(n *gorgonia.Node) (spread, bool) {
 	return spread{}, false
 }
 
-// number is the value of an input that is a number known beforehand, which the scaled gradient of the loss is not.
+// number is the value of an input that is a number known beforehand, which the scaled gradient of
+// the loss is not.
 func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
 	if c.Scaling != nil && c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
 		return 0, false
@@ -161,7 +167,8 @@ func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
 	return number(opbase.Children(n)[input])
 }
 
-// number is the value of a node that is a number known beforehand: a constant, or the size of a dimension.
+// number is the value of a node that is a number known beforehand: a constant, or the size of a
+// dimension.
 func number(n *gorgonia.Node) (float64, bool) {
 	if !n.IsScalar() || n.Dtype() != tensor.Float32 {
 		return 0, false

@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// dimension is one of a copy: its size, and the elements from one index to the next in the result and in what is copied.
+// dimension is one of a copy: its size, and the elements from one index to the next in the result
+// and in what is copied.
 type dimension struct{ n, y, x int }
 
 // maxDimensions is how many a copy may have.
@@ -78,8 +79,8 @@ func (c *compiler) onlyUsedBy(n *gorgonia.Node, kind func(*gorgonia.Node) bool) 
 // part is what a slice takes: count indices of an axis, from the first on, every step-th.
 type part struct{ axis, first, count, step int }
 
-// stockSlice lowers Slice, and its gradient, whose inputs are what was sliced and the gradient of the part: zeros but for
-// the part.
+// stockSlice lowers Slice, and its gradient, whose inputs are what was sliced and the gradient of
+// the part: zeros but for the part.
 func stockSlice(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
 	inside, _, ok := strings.Cut(strings.TrimPrefix(name, "T["), "...]")
@@ -194,8 +195,9 @@ func stockAt(n *gorgonia.Node) lowering {
 // repetition is of an axis, each index as often as times says.
 type repetition struct{ outer, along, times, inner int }
 
-// repetitionOf returns the repetition that a node is. How often is its second input's value, but the shapes say it too. A
-// vector may be repeated along an axis that it lacks, and counts as a column then.
+// repetitionOf returns the repetition that a node is. How often is its second input's value, but
+// the shapes say it too. A vector may be repeated along an axis that it lacks, and counts as a
+// column then.
 func repetitionOf(n *gorgonia.Node) (r repetition, ok bool) {
 	if fmt.Sprintf("%T", n.Op()) != "*gorgonia.repeatOp" {
 		return r, false
@@ -270,9 +272,9 @@ func sizeOf(n *gorgonia.Node) (int, bool) {
 	return 0, false
 }
 
-// stockByIndices lowers ByIndices, whose inputs are x and the indices, and its gradient, whose inputs are x, the gradient of
-// the result, and the indices. An index that does not exist gives NaN if it was computed; of those that are sent, the
-// machine lets none pass.
+// stockByIndices lowers ByIndices, whose inputs are x and the indices, and its gradient, whose
+// inputs are x, the gradient of the result, and the indices. An index that does not exist gives NaN
+// if it was computed; of those that are sent, the machine lets none pass.
 func stockByIndices(n *gorgonia.Node) lowering {
 	nodes, name := opbase.Children(n), fmt.Sprint(n.Op())
 	axes, x := integers(name), nodes[0].Shape()

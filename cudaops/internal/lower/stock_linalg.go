@@ -20,7 +20,8 @@ type linalg struct {
 	transA, transB bool
 }
 
-// products holds the products by what their String says. Operands of the others are never transposed, as are vectors.
+// products holds the products by what their String says. Operands of the others are never
+// transposed, as are vectors.
 var products = map[string]linalg{
 	"A × B":     {lower: lowerMatMul, dims: [3]int{2, 2, 2}},
 	"Aᵀ × B":    {lower: lowerMatMul, dims: [3]int{2, 2, 2}, transA: true},
@@ -46,14 +47,15 @@ func stockProduct(n *gorgonia.Node) lowering {
 	}
 }
 
-// isMatMul reports whether a node is a product of two matrices, which transposes its operands itself.
+// isMatMul reports whether a node is a product of two matrices, which transposes its operands
+// itself.
 func (c *compiler) isMatMul(n *gorgonia.Node) bool {
 	p, ok := products[fmt.Sprint(n.Op())]
 	return ok && p.dims == [3]int{2, 2, 2} && c.hasKernel(n)
 }
 
-// fits reports whether the nodes have the shapes of a product of this kind. Gorgonia takes some vectors for matrices and
-// some shapes that do not fit.
+// fits reports whether the nodes have the shapes of a product of this kind. Gorgonia takes some
+// vectors for matrices and some shapes that do not fit.
 func (p linalg) fits(n *gorgonia.Node) bool {
 	a, b, y := opbase.Children(n)[0].Shape(), opbase.Children(n)[1].Shape(), n.Shape()
 	if p.dims == [3]int{} {
@@ -85,7 +87,8 @@ func flip(s tensor.Shape, transposed bool) (rows, columns int) {
 	return s[0], s[1]
 }
 
-// factor is an operand of a product. That of a transposed node is the matrix from which the node was made.
+// factor is an operand of a product. That of a transposed node is the matrix from which the node
+// was made.
 func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, transposed bool) (*program.Array, bool) {
 	if child := opbase.Children(n)[i]; isMatrixTranspose(child) {
 		in, transposed = c.operand(child, 0), !transposed
@@ -93,8 +96,8 @@ func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, transposed
 	return c.act(n, in), transposed
 }
 
-// lowerMatMul lowers a product of matrices. With A transposed it is a sum over rows, as gradients of weights are, and like
-// these float32.
+// lowerMatMul lowers a product of matrices. With A transposed it is a sum over rows, as gradients
+// of weights are, and like these float32.
 func lowerMatMul(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array, error) {
 	a, transA := c.factor(n, 0, in[0], p.transA)
 	b, transB := c.factor(n, 1, in[1], p.transB)
@@ -129,7 +132,8 @@ func lowerOuter(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*
 	return c.map2(n, elementwise.Mul, y, repeated{a, spread{b.Len(), a.Len()}}, repeated{b, spread{0, b.Len()}}), nil
 }
 
-// lowerBatched lowers the products of the matrices that are the last two dimensions, one for each index before them.
+// lowerBatched lowers the products of the matrices that are the last two dimensions, one for each
+// index before them.
 func lowerBatched(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array, error) {
 	a, b := c.acts(n, in[0], in[1])
 	y := c.NewArray(a.Type, n.Shape()...)

@@ -40,7 +40,8 @@ func stockReduction(n *gorgonia.Node) lowering {
 	}
 }
 
-// reduce reduces along axes, which ascend and do not repeat: first along those that come last. Sums are float32.
+// reduce reduces along axes, which ascend and do not repeat: first along those that come last. Sums
+// are float32.
 func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array, axes []int) *program.Array {
 	shape := slices.Clone(x.Shape)
 	for hi := len(axes); hi > 0; {
@@ -68,7 +69,8 @@ func (c *compiler) reduceMiddle(n *gorgonia.Node, r reducekernel.Reduction, x *p
 	return y
 }
 
-// stockSoftmax lowers SoftMax and LogSoftMax, and their gradients, whose inputs are x, y and the gradient of y.
+// stockSoftmax lowers SoftMax and LogSoftMax, and their gradients, whose inputs are x, y and the
+// gradient of y.
 func stockSoftmax(n *gorgonia.Node) lowering {
 	var axis int
 	var log bool

@@ -1,5 +1,6 @@
-// Package place gives the buffers of a program their places in one arena, where those that no two calls need at once
-// share memory. It knows which call touches which buffer, but no graph and no device.
+// Package place gives the buffers of a program their places in one arena, where those that no two
+// calls need at once share memory. It knows which call touches which buffer, but no graph and no
+// device.
 package place
 
 import (
@@ -7,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// Arena packs the buffers that are not resident into one arena, each for the calls from the first that
-// touches it to the last. Those of the kept arrays last until the end of the run.
+// Arena packs the buffers that are not resident into one arena, each for the calls from the first
+// that touches it to the last. Those of the kept arrays last until the end of the run.
 func Arena(p *program.Program, kept []*program.Array) {
 	for _, b := range p.Buffers {
 		b.First, b.Last, b.Offset = -1, -1, 0

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// TestArena runs random programs on bytes: a call writes its own number over what it writes, and wants
-// what it reads to be as it was left.
+// TestArena runs random programs on bytes: a call writes its own number over what it writes, and
+// wants what it reads to be as it was left.
 func TestArena(t *testing.T) {
 	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 1))

@@ -12,9 +12,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the most that the matrices measure
-// whose product measures its speed. Sides double from firstSide until a product takes ceilingTime, of which what it takes to
-// start one is little: a slow card, or one under a tool that makes kernels slow, is not kept for longer.
+// ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the
+// most that the matrices measure whose product measures its speed. Sides double from firstSide
+// until a product takes ceilingTime, of which what it takes to start one is little: a slow card, or
+// one under a tool that makes kernels slow, is not kept for longer.
 const (
 	ceilingBytes           = 512 << 20
 	firstSide, ceilingSide = 256, 8192
@@ -24,8 +25,9 @@ const (
 // ceilingWays is how many of cuBLASLt's ways to compute a product are tried.
 const ceilingWays = 12
 
-// measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute a product. What is too
-// large for the memory that is left is measured smaller, and not at all below a sixteenth.
+// measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute
+// a product. What is too large for the memory that is left is measured smaller, and not at all
+// below a sixteenth.
 func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 	bytes := cmp.Or(m.Copy, ceilingBytes)
 	ctx := m.Ctx
@@ -63,8 +65,9 @@ func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 	return err
 }
 
-// products is the operations a second of the largest product of square matrices of a type that is measured, 0 if there is none. The
-// operands are in the first bytes of memory, the result in as many behind them.
+// products is the operations a second of the largest product of square matrices of a type that is
+// measured, 0 if there is none. The operands are in the first bytes of memory, the result in as
+// many behind them.
 func (m *Machine) products(e gpu.DType, memory gpu.Ptr, bytes int) (best float64, err error) {
 	widest, side := m.Operands, ceilingSide // of all that takes room
 	if widest == gpu.Float32 {
@@ -85,7 +88,8 @@ func (m *Machine) products(e gpu.DType, memory gpu.Ptr, bytes int) (best float64
 	return best, nil
 }
 
-// productTime is what the fastest way takes to multiply two square matrices, which lie one behind the other; 0 if there is none.
+// productTime is what the fastest way takes to multiply two square matrices, which lie one behind
+// the other; 0 if there is none.
 func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took time.Duration, err error) {
 	ctx := m.Ctx
 	blas, err := ctx.Blas()

@@ -1,5 +1,6 @@
-// Package profile measures where the time of runs goes: a monitor now and then, in the background, and a
-// profiler of a few steps, kernel by kernel. Both enqueue the program's calls with marks between them, and change no result.
+// Package profile measures where the time of runs goes: a monitor now and then, in the background,
+// and a profiler of a few steps, kernel by kernel. Both enqueue the program's calls with marks
+// between them, and change no result.
 package profile
 
 import (
@@ -21,8 +22,8 @@ import (
 const (
 	// monitorShare is how much of the time the monitor may take.
 	monitorShare = 0.004
-	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted, if it is also more than
-	// monitorNoise above it, in monitorTimes samples on end.
+	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted, if
+	// it is also more than monitorNoise above it, in monitorTimes samples on end.
 	monitorDrift, monitorNoise, monitorTimes = 1.5, 10 * time.Microsecond, 3
 )
 
@@ -152,8 +153,8 @@ func (o *Monitor) sample() error {
 	return o.Ctx.LaunchGraph(now.Monitored, o.Stream)
 }
 
-// loadBare runs what a capture would have to load modules for. Nothing that a run has computed is alive
-// between two runs.
+// loadBare runs what a capture would have to load modules for. Nothing that a run has computed is
+// alive between two runs.
 func (o *Monitor) loadBare() error {
 	for i, c := range o.Program.Calls {
 		if !o.tasks[i].bare.on {
@@ -166,8 +167,8 @@ func (o *Monitor) loadBare() error {
 	return nil
 }
 
-// runBare enqueues what comes ahead of a pass in a sample: the pass without telemetry, twice, the first
-// time only for the caches.
+// runBare enqueues what comes ahead of a pass in a sample: the pass without telemetry, twice, the
+// first time only for the caches.
 func (o *Monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
 	b, c := o.tasks[i].bare, o.Program.Calls[i]
 	if !b.on {
@@ -305,9 +306,9 @@ func (o *Monitor) Updating(enqueue func() error) error {
 	return nil
 }
 
-// Times returns what the ops of a run have taken so far on average, the longest first, with the ways in
-// which they are computed, and under the name Update what the optimiser took, which moves so many bytes.
-// It is empty before the first sample.
+// Times returns what the ops of a run have taken so far on average, the longest first, with the
+// ways in which they are computed, and under the name Update what the optimiser took, which moves
+// so many bytes. It is empty before the first sample.
 func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	if err := o.collect(); err != nil || o.samples == 0 {
 		return nil, err

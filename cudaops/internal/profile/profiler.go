@@ -11,8 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// Profiler times steps: some by events around their pieces, which are what is captured, and then some with a mark after every
-// kernel, of which the last one counts: a capture lets the card rest, and then it is faster for a while. A nil one does nothing.
+// Profiler times steps: some by events around their pieces, which are what is captured, and then
+// some with a mark after every kernel, of which the last one counts: a capture lets the card rest,
+// and then it is faster for a while. A nil one does nothing.
 type Profiler struct {
 	*Machine
 	begun  int // steps
@@ -33,8 +34,8 @@ type Profiler struct {
 	last  gpu.Event    // the last mark
 }
 
-// plainSteps is how many steps a profile times as they are, beside one more before these, which is not
-// looked at; markedSteps is how many have marks.
+// plainSteps is how many steps a profile times as they are, beside one more before these, which is
+// not looked at; markedSteps is how many have marks.
 const plainSteps, markedSteps = 7, 4
 
 // Steps is how many steps a profile takes.
@@ -61,7 +62,8 @@ func (p *Profiler) Result() (*optime.Profile, error) {
 	return r, nil
 }
 
-// pieceKey tells pieces apart: by the kind of run, by the optimiser, and by their number in the step.
+// pieceKey tells pieces apart: by the kind of run, by the optimiser, and by their number in the
+// step.
 type pieceKey struct {
 	run       *run.Recording
 	optimizer any
@@ -158,7 +160,8 @@ func (p *Profiler) Call(name string) func() {
 	}
 }
 
-// Around enqueues a piece of the step: with run, or, in the marked step, with marked, captured if that is allowed.
+// Around enqueues a piece of the step: with run, or, in the marked step, with marked, captured if
+// that is allowed.
 func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error) error {
 	switch {
 	case p == nil || !p.open:
@@ -329,9 +332,9 @@ func (p *Profiler) result() (*optime.Profile, error) {
 	return r, failed
 }
 
-// layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny kernels the times add up to
-// more than it took without marks, since these keep one kernel from starting while the one before it ends: they are then taken
-// to be shorter in proportion.
+// layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny
+// kernels the times add up to more than it took without marks, since these keep one kernel from
+// starting while the one before it ends: they are then taken to be shorter in proportion.
 func (p *Profiler) layOut(r *optime.Profile, usual *plainStep, elapsed func(from, to gpu.Event) time.Duration) {
 	var end time.Duration                         // of the last span
 	anchor, anchored := p.begin, time.Duration(0) // an event of the marked step, and its place

@@ -25,7 +25,8 @@ type Arg struct {
 	Field string // of the call's Params, which takes its address; "" where none does
 	*Array
 	Role Role
-	// Deviation is the standard deviation of the random numbers that a read is timed with; 0 counts as 1.
+	// Deviation is the standard deviation of the random numbers that a read is timed with; 0 counts as
+	// 1.
 	Deviation float64
 }
 
@@ -91,8 +92,8 @@ func (c *Call) Touches(b *Buffer) bool {
 	return false
 }
 
-// Bind returns a launch with what address says of the call's operands in the fields that name them: an
-// address, or a structure that holds one as Ptr and perhaps a Stride of rows.
+// Bind returns a launch with what address says of the call's operands in the fields that name them:
+// an address, or a structure that holds one as Ptr and perhaps a Stride of rows.
 func (c *Call) Bind(params any, address func(*Array) gpu.Ptr) any {
 	bound := reflect.New(reflect.TypeOf(params)).Elem()
 	bound.Set(reflect.ValueOf(params))

@@ -21,8 +21,8 @@ type launch struct {
 	Null gpu.Ptr
 }
 
-// TestBind wants addresses and strides in the fields that operands name, and the rest of a launch, and
-// the call, as they were.
+// TestBind wants addresses and strides in the fields that operands name, and the rest of a launch,
+// and the call, as they were.
 func TestBind(t *testing.T) {
 	p := &Program{}
 	y, x := p.NewArray(gpu.Float32, 6, 4), p.NewArray(gpu.BFloat16, 6, 10)
@@ -51,7 +51,8 @@ func TestCallBytes(t *testing.T) {
 	require.True(t, (&Call{Args: []Arg{Reads("", packed)}}).Touches(a.Buffer))
 }
 
-// TestZeros wants pieces of one buffer, apart from each other, that begin where any kernel takes them.
+// TestZeros wants pieces of one buffer, apart from each other, that begin where any kernel takes
+// them.
 func TestZeros(t *testing.T) {
 	p := &Program{}
 	a, b := p.NewZeros(5), p.NewZeros(700)

@@ -85,8 +85,9 @@ func KeyOf(a *Array, turned bool) QuantizedKey {
 	return QuantizedKey{a.Buffer, a.At, a.Len(), a.Shape[1], a.Stride, turned}
 }
 
-// QuantizedWeight is a matrix made of parameters and constants, its rows in float8 and, unless nobody
-// needs them, its columns turned to rows. They are made again when one of the inputs changes.
+// QuantizedWeight is a matrix made of parameters and constants, its rows in float8 and, unless
+// nobody needs them, its columns turned to rows. They are made again when one of the inputs
+// changes.
 type QuantizedWeight struct {
 	Of           []*Input
 	Array        *Array

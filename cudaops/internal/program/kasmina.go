@@ -34,8 +34,8 @@ func (l *KasminaLayer) Mixing() kasmina.Wide {
 		Mixing: kasmina.Mixing{Seeds: l.Seeds, Slots: l.Slots()}}
 }
 
-// Wide is whether slots have more weights than chunks have features: the kernels of the kinds that mix
-// are launched too.
+// Wide is whether slots have more weights than chunks have features: the kernels of the kinds that
+// mix are launched too.
 func (l *KasminaLayer) Wide() bool { return l.Width > l.Chunk }
 
 // Clips is whether the backward pass clips gradients.
@@ -53,8 +53,8 @@ func (l *KasminaLayer) Shape() kasmina.Layer {
 	}
 }
 
-// KasminaPass is the Params of a pass of a layer. What it measures changes from run to run, and so does
-// where it is computed: on the host while a seed has a kind without a kernel.
+// KasminaPass is the Params of a pass of a layer. What it measures changes from run to run, and so
+// does where it is computed: on the host while a seed has a kind without a kernel.
 type KasminaPass struct {
 	Layer   *KasminaLayer
 	Node    *gorgonia.Node
@@ -67,22 +67,24 @@ type KasminaPass struct {
 	Parts   *kasmina.Parts
 }
 
-// KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use them.
+// KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use
+// them.
 type KasminaStart struct {
 	Op                  *op.KasminaOp
 	Weights, Scales     *Array
 	OfWeights, OfScales *Input
 }
 
-// HostOp is the Params of a call that the host computes, between two copies, with the node's own op.
+// HostOp is the Params of a call that the host computes, between two copies, with the node's own
+// op.
 type HostOp struct {
 	Node *gorgonia.Node
 	In   []*Array
 	Out  *Array
 }
 
-// Where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of clipped
-// rows, and of what a replay counts, which nobody reads; figures; histograms.
+// Where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of
+// clipped rows, and of what a replay counts, which nobody reads; figures; histograms.
 const (
 	KasminaBadX = iota
 	KasminaBadG
@@ -98,8 +100,8 @@ const (
 // histograms.
 var kasminaRegions = [...]int{0, KasminaHealth, KasminaBins, KasminaWords}
 
-// Place is where an array of the layer's report is, or a row of one, in words, of all layers with so many
-// seeds together.
+// Place is where an array of the layer's report is, or a row of one, in words, of all layers with
+// so many seeds together.
 func (l *KasminaLayer) Place(word, seeds int) int {
 	i := 0
 	for word >= kasminaRegions[i+1] {

@@ -1,5 +1,5 @@
-// Package program is a graph as calls over buffers: plain data, which the passes of the machine make
-// (package lower), order (schedule), give memory (place), choose ways for (choose) and run.
+// Package program is a graph as calls over buffers: plain data, which the passes of the machine
+// make (package lower), order (schedule), give memory (place), choose ways for (choose) and run.
 package program
 
 import (
@@ -36,8 +36,8 @@ type Program struct {
 // Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest ways ask for.
 const Alignment = 256
 
-// Buffer is a piece of device memory: in the arena for the calls of a run that need it, or resident,
-// with an allocation of its own, for as long as the machine lives.
+// Buffer is a piece of device memory: in the arena for the calls of a run that need it, or
+// resident, with an allocation of its own, for as long as the machine lives.
 type Buffer struct {
 	plan.Interval
 	Resident bool
@@ -69,7 +69,8 @@ func (p *Program) NewConstant(data []float32) *Array {
 	return a
 }
 
-// NewZeros returns bytes that are zero when a run begins, for one call, which may leave anything there.
+// NewZeros returns bytes that are zero when a run begins, for one call, which may leave anything
+// there.
 func (p *Program) NewZeros(bytes int) *Array {
 	if p.Zeros == nil {
 		p.Zeros = &Array{Buffer: p.NewBuffer(0, true), Type: gpu.Float8E4M3, Shape: []int{0}}

@@ -1,5 +1,6 @@
-// Package run executes the calls of programs on a device: as they are the first time, then as what was captured of them.
-// It plans products, sends inputs and fetches values. What made a program is nothing to it.
+// Package run executes the calls of programs on a device: as they are the first time, then as what
+// was captured of them. It plans products, sends inputs and fetches values. What made a program is
+// nothing to it.
 package run
 
 import (
@@ -80,7 +81,8 @@ func InTurn(calls ...func() error) error {
 	return nil
 }
 
-// Joined is errors.Join of calls of which a lost context fails one like the other: the first says it all.
+// Joined is errors.Join of calls of which a lost context fails one like the other: the first says
+// it all.
 func Joined(errs ...error) error {
 	for _, err := range errs {
 		var e *gpu.Error

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 )
 
-// Inputs sends the values of a program's inputs to the device, and keeps what is made of them there in
-// step.
+// Inputs sends the values of a program's inputs to the device, and keeps what is made of them there
+// in step.
 type Inputs struct {
 	*Executor
 	All     []*program.Input
@@ -179,9 +179,9 @@ func (s *Inputs) Refresh(in *program.Input) error {
 	return nil
 }
 
-// Quantize makes the float8 of weights anew if some of the inputs are among those that they are made of,
-// whose copies in other types are new already. It is one pass over all of them, which takes little more
-// than one over a few.
+// Quantize makes the float8 of weights anew if some of the inputs are among those that they are
+// made of, whose copies in other types are new already. It is one pass over all of them, which
+// takes little more than one over a few.
 func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	if !slices.ContainsFunc(s.weights, func(w *program.QuantizedWeight) bool {
 		return slices.ContainsFunc(w.Of, changed)

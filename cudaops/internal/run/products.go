@@ -12,11 +12,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// WorkspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for Hopper.
+// WorkspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for
+// Hopper.
 const WorkspaceBytes = 32 << 20
 
-// Products plans matrix products: one plan for each shape, or where this module has ways of its own one
-// for each addend.
+// Products plans matrix products: one plan for each shape, or where this module has ways of its own
+// one for each addend.
 type Products struct {
 	Kernels   kernels.Launcher
 	Ctx       gpu.Context
@@ -32,7 +33,8 @@ type planKey struct {
 	added program.Addend
 }
 
-// Plan is a product and the way to compute it: one of cuBLASLt's, or behind them of this module's own.
+// Plan is a product and the way to compute it: one of cuBLASLt's, or behind them of this module's
+// own.
 type Plan struct {
 	gpu.MatmulPlan
 	Added  program.Addend
@@ -71,8 +73,8 @@ func (x *Products) Find(m program.Matmul) *Plan {
 	return nil
 }
 
-// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own: for its
-// addend, or for all of them.
+// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own: for
+// its addend, or for all of them.
 func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way, forAll bool) (*Plan, error) {
 	if x.Workspace == 0 {
 		var err error

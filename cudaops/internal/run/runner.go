@@ -12,7 +12,8 @@ import (
 // Attendant has work of its own around every run, on the machine's stream but outside of what is
 // captured.
 type Attendant interface {
-	// AppendMode adds to b what tells this run's work from that of other runs, which are captured apart.
+	// AppendMode adds to b what tells this run's work from that of other runs, which are captured
+	// apart.
 	AppendMode(b []byte) []byte
 	// OnHost reports whether the run under way computes something of the attendant's on the host.
 	OnHost() bool
@@ -38,8 +39,8 @@ type Scale struct {
 	Carried float32             // the scale that the gradients of the last run carry; 0 where they were dropped
 }
 
-// Runner runs a program: as it is the first time, which loads what the kernels need, and then as what was
-// captured of that.
+// Runner runs a program: as it is the first time, which loads what the kernels need, and then as
+// what was captured of that.
 type Runner struct {
 	*Executor
 	Program    *program.Program
@@ -60,12 +61,12 @@ type Recording struct {
 	Monitored *gpu.Graph // with a monitor's marks
 }
 
-// recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and change
-// them together.
+// recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and
+// change them together.
 const recordings = 16
 
-// Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of time:
-// capture says that the run's work can be captured.
+// Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of
+// time: capture says that the run's work can be captured.
 func (r *Runner) Compute(observe func(capture bool, run func() error) error) error {
 	defer r.State.On(Run)
 	r.Scale.Carried = r.Scale.Now.Scale
@@ -99,7 +100,8 @@ func (r *Runner) Now() *Recording { return r.now }
 // Recordings is how many kinds of runs were captured.
 func (r *Runner) Recordings() int { return len(r.recorded) }
 
-// OnHost reports whether the run under way computes something on the host, so that it cannot be captured.
+// OnHost reports whether the run under way computes something on the host, so that it cannot be
+// captured.
 func (r *Runner) OnHost() bool {
 	return slices.ContainsFunc(r.Program.Calls, func(c *program.Call) bool {
 		_, host := c.Params.(program.HostOp)
@@ -107,8 +109,8 @@ func (r *Runner) OnHost() bool {
 	}) || slices.ContainsFunc(r.Attendants, Attendant.OnHost)
 }
 
-// Replay enqueues work as it is the first time, which loads modules: a capture does not allow that. The second
-// time records it, and later ones replay that.
+// Replay enqueues work as it is the first time, which loads modules: a capture does not allow that.
+// The second time records it, and later ones replay that.
 func (r *Runner) Replay(rec *Recording, enqueue func() error) error {
 	if !rec.Loaded {
 		err := enqueue()
@@ -132,8 +134,8 @@ func (r *Runner) Enqueue() error {
 	return r.Calls(r.Program.Calls)
 }
 
-// Zero sets to zero what a program's calls expect to be so: in what is captured, since that alone can do without
-// other work for it.
+// Zero sets to zero what a program's calls expect to be so: in what is captured, since that alone
+// can do without other work for it.
 func (r *Runner) Zero(p *program.Program) error {
 	z := p.Zeros
 	if z == nil || !r.State.capturing {

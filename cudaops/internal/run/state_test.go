@@ -6,8 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestStateTransitions wants every event to lead from every phase where the table says, and the rest
-// to stay.
+// TestStateTransitions wants every event to lead from every phase where the table says, and the
+// rest to stay.
 func TestStateTransitions(t *testing.T) {
 	phases := []Phase{Fresh, Enqueued, Waited, Looked, WaitedLooked, Closed}
 	want := map[Event][]Phase{ // behind each of the phases

@@ -39,8 +39,8 @@ func standsFor(c *program.Call) []string {
 	return []string{c.Op}
 }
 
-// TestJoinSums wants every call of random programs made once, behind all whose results it touches, other
-// calls in their order, and fewer launches where nothing stands between two.
+// TestJoinSums wants every call of random programs made once, behind all whose results it touches,
+// other calls in their order, and fewer launches where nothing stands between two.
 func TestJoinSums(t *testing.T) {
 	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 2))

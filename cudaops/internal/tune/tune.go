@@ -1,8 +1,10 @@
-// Package tune remembers which of several ways to compute something was the fastest: on disk, so that a second start of a
-// program times nothing and, as another way gives other roundings, computes the same bits.
+// Package tune remembers which of several ways to compute something was the fastest: on disk, so
+// that a second start of a program times nothing and, as another way gives other roundings,
+// computes the same bits.
 //
-// A key names everything that the choice depends on (card, driver, library, op, shape, types), so entries that were made
-// under other circumstances lie beside each other and are simply not asked for.
+// A key names everything that the choice depends on (card, driver, library, op, shape, types), so
+// entries that were made under other circumstances lie beside each other and are simply not asked
+// for.
 package tune
 
 import (
@@ -71,7 +73,8 @@ type file struct {
 	Choices Choices `json:"choices"`
 }
 
-// Store is remembered choices. All that a process opens for one path are the same, and may be used by several goroutines.
+// Store is remembered choices. All that a process opens for one path are the same, and may be used
+// by several goroutines.
 type Store struct {
 	path string // "" for one that lives in memory only
 
@@ -94,8 +97,8 @@ func DefaultPath() (string, error) {
 	return filepath.Join(dir, "kasmina", "tune.json"), nil
 }
 
-// Open returns the store of a file, which need not exist. What cannot be read is as good as none: the store is empty then,
-// warn is told why, and the next [Store.Put] replaces it.
+// Open returns the store of a file, which need not exist. What cannot be read is as good as none:
+// the store is empty then, warn is told why, and the next [Store.Put] replaces it.
 func Open(path string, warn func(string)) *Store {
 	openedLock.Lock()
 	defer openedLock.Unlock()
@@ -173,8 +176,8 @@ func read(path string) (Choices, error) {
 	return f.Choices, nil
 }
 
-// Get reads the choice stored for a key into choice and reports whether there is one. One that is not of choice's type is
-// as good as none, and warn is told so.
+// Get reads the choice stored for a key into choice and reports whether there is one. One that is
+// not of choice's type is as good as none, and warn is told so.
 func (s *Store) Get(key string, choice any, warn func(string)) bool {
 	s.mu.Lock()
 	b, ok := s.choices[key]
@@ -189,8 +192,9 @@ func (s *Store) Get(key string, choice any, warn func(string)) bool {
 	return true
 }
 
-// Put stores choices by their keys. The file changes at once or, on an error, not at all; what another process has stored
-// there meanwhile stays. After an error this process still remembers them.
+// Put stores choices by their keys. The file changes at once or, on an error, not at all; what
+// another process has stored there meanwhile stays. After an error this process still remembers
+// them.
 func (s *Store) Put(choices map[string]any) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

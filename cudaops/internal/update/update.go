@@ -1,5 +1,6 @@
-// Package update applies optimisers on the device: their moments, their control block, and the calls of
-// an update, which are a program of their own. It knows the runner and the inputs of its machine, and they know nothing of it.
+// Package update applies optimisers on the device: their moments, their control block, and the
+// calls of an update, which are a program of their own. It knows the runner and the inputs of its
+// machine, and they know nothing of it.
 package update
 
 import (
@@ -19,7 +20,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Rules is an optimiser that says what it does with each parameter, as those of the package optim do.
+// Rules is an optimiser that says what it does with each parameter, as those of the package optim
+// do.
 type Rules interface {
 	optim.Optimizer
 	Rule(name string, shape []int) optim.Rule
@@ -119,9 +121,9 @@ func (x *Optimizer) Updates(in *program.Input) bool {
 	return slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Input == in })
 }
 
-// Bytes is what an update has to move: it reads gradients for their norm, and then these, parameters and
-// moments, and writes the last two and the parameters' copies. Those of float8, which are made of the
-// others, it does not count. Without an optimiser it is 0.
+// Bytes is what an update has to move: it reads gradients for their norm, and then these,
+// parameters and moments, and writes the last two and the parameters' copies. Those of float8,
+// which are made of the others, it does not count. Without an optimiser it is 0.
 func (x *Optimizer) Bytes() (n float64) {
 	if x == nil {
 		return 0
@@ -244,9 +246,10 @@ func (x *Optimizer) buildTables() error {
 	return err
 }
 
-// Enqueue puts an update at the learning rate lr on its way, with what brings its result back: without a
-// loss, or such that a loss that is not finite keeps the parameters as they are, and its value comes back
-// too. Around enqueues the update's calls, which it is given with whether they can be captured.
+// Enqueue puts an update at the learning rate lr on its way, with what brings its result back:
+// without a loss, or such that a loss that is not finite keeps the parameters as they are, and its
+// value comes back too. Around enqueues the update's calls, which it is given with whether they can
+// be captured.
 func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, plain func() error) error) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
@@ -327,7 +330,8 @@ func ClearSums(r *run.Runner) error {
 	return nil
 }
 
-// newCall is a call of the update, whose operands are in the tables but for those that are given and not nil.
+// newCall is a call of the update, whose operands are in the tables but for those that are given
+// and not nil.
 func newCall(params any, args ...program.Arg) *program.Call {
 	args = slices.DeleteFunc(args, func(a program.Arg) bool { return a.Array == nil })
 	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
@@ -342,8 +346,8 @@ func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 	return calls, n
 }
 
-// calls are those of an update. Where there is a loss, 0·loss stands among the squares of the gradients:
-// 0, which leaves their sum as it is, or NaN, at which the update is not made.
+// calls are those of an update. Where there is a loss, 0·loss stands among the squares of the
+// gradients: 0, which leaves their sum as it is, or NaN, at which the update is not made.
 func (x *Optimizer) calls(loss *program.Array) []*program.Call {
 	calls, n := x.squareCalls()
 	if loss != nil {
@@ -378,8 +382,8 @@ func (x *Optimizer) Close() error {
 	return run.Joined(errs...)
 }
 
-// togetherLeast is the elements of squares up to which matrices of one shape go through the iteration
-// together: those of one that is larger fill the GPU.
+// togetherLeast is the elements of squares up to which matrices of one shape go through the
+// iteration together: those of one that is larger fill the GPU.
 const togetherLeast = 1 << 24
 
 // group is matrices that go through the iteration together.
@@ -389,8 +393,8 @@ type group struct {
 	size      int // of a matrix
 }
 
-// orthogonalise gives Muon's matrices places for their directions, and adds the iterations that turn
-// these into updates: one for matrices of one shape, where they are small.
+// orthogonalise gives Muon's matrices places for their directions, and adds the iterations that
+// turn these into updates: one for matrices of one shape, where they are small.
 func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) error {
 	type kind struct{ rows, columns, iterations int }
 	alike := map[kind][]*optimizer.Tensor{}
@@ -421,8 +425,8 @@ func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) e
 	return x.placeIterations(groups)
 }
 
-// placeIterations gives the iterations memory, between the call that writes their matrices and the one
-// that reads their results, for which the first and the last call stand.
+// placeIterations gives the iterations memory, between the call that writes their matrices and the
+// one that reads their results, for which the first and the last call stand.
 func (x *Optimizer) placeIterations(groups []group) error {
 	p := x.iterations
 	before, after := newCall(nil), newCall(nil)
@@ -450,8 +454,8 @@ func (x *Optimizer) placeIterations(groups []group) error {
 	return nil
 }
 
-// NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so large that
-// its square is.
+// NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so
+// large that its square is.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 	if !x.m.State.Looked() {
 		calls, _ := x.squareCalls()

@@ -1,4 +1,5 @@
-// Package value turns Gorgonia's values into what lies in device memory, and back. It knows types and shapes, no device.
+// Package value turns Gorgonia's values into what lies in device memory, and back. It knows types
+// and shapes, no device.
 package value
 
 import (

@@ -16,8 +16,8 @@ const (
 	Div
 )
 
-// Arithmetic writes a op b to y elementwise. An operand of one element goes with every element of the other. y may be a
-// or b.
+// Arithmetic writes a op b to y elementwise. An operand of one element goes with every element of
+// the other. y may be a or b.
 func Arithmetic[T cpu.Float](op Op, y, a, b []T) {
 	cpu.Spread(len(y), cpu.VectorGrain, arithmeticArgs[T]{op, y, a, b})
 }

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// SumSquares returns Σ x². It adds in float64 over fixed blocks, so that the bits do not depend on the number of cores.
+// SumSquares returns Σ x². It adds in float64 over fixed blocks, so that the bits do not depend on
+// the number of cores.
 func SumSquares[T cpu.Float](x []T) float64 {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)

@@ -9,11 +9,13 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// A fused pass is figures and blend in one, and backward blendSums and norms too, for fusedRows rows. For each vector of
-// columns it reads these rows of what is measured, x forward and the gradient backward, into registers, adds them to the
-// figures, makes the results of them there, and stores these at last: a load is taken for one of what was just stored at the
-// same place of another page, and rows often are that far apart. Every line is read once, since rows that are that far apart
-// also drive each other out of the first cache. It takes more registers than AVX2 has.
+// A fused pass is figures and blend in one, and backward blendSums and norms too, for fusedRows
+// rows. For each vector of columns it reads these rows of what is measured, x forward and the
+// gradient backward, into registers, adds them to the figures, makes the results of them there, and
+// stores these at last: a load is taken for one of what was just stored at the same place of
+// another page, and rows often are that far apart. Every line is read once, since rows that are
+// that far apart also drive each other out of the first cache. It takes more registers than AVX2
+// has.
 type fused struct {
 	isa
 	backward, streamed bool
@@ -37,8 +39,8 @@ const (
 	stateNorms = 12 * array // and the norms behind these
 )
 
-// The forms of a vector of columns: how much of a rule it takes. Bits of columnRule.form that are set beyond those of a form
-// make it formAny.
+// The forms of a vector of columns: how much of a rule it takes. Bits of columnRule.form that are
+// set beyond those of a form make it formAny.
 const (
 	formNone   = 0 // the results are the values
 	formPlain  = 1 // on = off and there are no neighbours
@@ -54,8 +56,8 @@ type neighbour struct {
 	step int // to it, in columns
 }
 
-// neighbours returns those of value that have a share in the result, to the left forward and to the right backward, and then
-// those of x whose share has a gradient.
+// neighbours returns those of value that have a share in the result, to the left forward and to the
+// right backward, and then those of x whose share has a gradient.
 func (f *fused) neighbours() []neighbour {
 	if !f.backward {
 		return []neighbour{{ruleHasNear, K3, -1}, {ruleHasFar, K4, -2}}
@@ -211,8 +213,9 @@ func (f *fused) vector(label string, masked bool) {
 	Label(label + "SameRow")
 }
 
-// figures emits what reads the rows and adds them to the figures and, with norms, to the norms of their chunk. It multiplies by
-// 1 where it subtracts: so much is added here that the units for multiplication have more time.
+// figures emits what reads the rows and adds them to the figures and, with norms, to the norms of
+// their chunk. It multiplies by 1 where it subtracts: so much is added here that the units for
+// multiplication have more time.
 func (f *fused) figures(label string, masked, norms bool) {
 	var memory []Mem
 	for i := range 2 {
@@ -273,8 +276,8 @@ func (f *fused) figures(label string, masked, norms bool) {
 
 const leastMagnitude = 0b1010 // of VRANGEPS: the operand of the smaller magnitude, without its sign
 
-// countDead emits the count of elements smaller than eps. The least of them tells whether there is one at all, which in most
-// tensors is rare.
+// countDead emits the count of elements smaller than eps. The least of them tells whether there is
+// one at all, which in most tensors is rare.
 func (f *fused) countDead(label string, least, t VecPhysical) {
 	VCMPPS(Imm(1), f.eps, least, K2)
 	KORTESTW(K2, K2)
@@ -294,8 +297,8 @@ func (f *fused) countDead(label string, least, t VecPhysical) {
 	})
 }
 
-// rowSums is a tree that sums up the squares of a vector of columns of each of fusedRows rows, in float64. It holds sums of
-// rows that are not complete yet, at most one of each level.
+// rowSums is a tree that sums up the squares of a vector of columns of each of fusedRows rows, in
+// float64. It holds sums of rows that are not complete yet, at most one of each level.
 type rowSums struct {
 	t     VecPhysical
 	free  []VecPhysical
@@ -329,7 +332,8 @@ func (s *rowSums) add(d []VecPhysical) {
 // total returns the sums, a row in a lane, once all rows are added.
 func (s *rowSums) total() VecPhysical { return s.parts[0] }
 
-// addNorms adds squares to those of the norms of the chunk's rows and, once the chunk is complete, these norms to their sums.
+// addNorms adds squares to those of the norms of the chunk's rows and, once the chunk is complete,
+// these norms to their sums.
 func (f *fused) addNorms(label string, squares VecPhysical, free []VecPhysical) {
 	VADDPD(squares, f.norm, f.norm)
 	DECQ(parameter("counter"))
@@ -351,8 +355,8 @@ func (f *fused) addNorms(label string, squares VecPhysical, free []VecPhysical) 
 	Label(label + "SameChunk")
 }
 
-// blend emits what makes the results of the rows, in their registers, and stores them. Backward it adds to the sums of the
-// gradients of weights.
+// blend emits what makes the results of the rows, in their registers, and stores them. Backward it
+// adds to the sums of the gradients of weights.
 func (f *fused) blend(form int, masked bool) {
 	f.toRow(fusedRows)
 	if form == formNone {
@@ -451,7 +455,8 @@ func (f *fused) blend(form int, masked bool) {
 	}
 }
 
-// shifted sets dst to a neighbour of the row of the matrix that is in a register too, and 0 where there is none.
+// shifted sets dst to a neighbour of the row of the matrix that is in a register too, and 0 where
+// there is none.
 func (f *fused) shifted(form int, matrix Register, row VecPhysical, n neighbour, dst VecPhysical) {
 	if form == formAny {
 		f.loadSelected(f.inMatrix(matrix).Offset(4*n.step), n.mask, dst)

@@ -23,16 +23,18 @@ const (
 	offAlpha           = 224
 )
 
-// fetchSteps is cpu.gemmFetchSteps: every so many steps along k a tile's code fetches a row of C and two lines of A.
+// fetchSteps is cpu.gemmFetchSteps: every so many steps along k a tile's code fetches a row of C
+// and two lines of A.
 const fetchSteps = 16
 
-// sweep is where a tile's code keeps how many columns of C are left, where those of B, C and D begin, and what it fetches: the
-// next row of C with its stride, and A's lines as in cpu.gemmFetch.
+// sweep is where a tile's code keeps how many columns of C are left, where those of B, C and D
+// begin, and what it fetches: the next row of C with its stride, and A's lines as in cpu.gemmFetch.
 type sweep struct{ n, b, c, d, row, ldc, next, stride, step, left Mem }
 
-// tile generates C = alpha·A·B + beta·C + D for m ≤ mr rows of C, panel after panel of two vectors. Every m has its own block
-// of code with one or two vectors a row, so that all of C's tile stays in registers. A is read element by element and
-// broadcast, through a row and a column stride, so that packed, plain and transposed A serve alike.
+// tile generates C = alpha·A·B + beta·C + D for m ≤ mr rows of C, panel after panel of two vectors.
+// Every m has its own block of code with one or two vectors a row, so that all of C's tile stays in
+// registers. A is read element by element and broadcast, through a row and a column stride, so that
+// packed, plain and transposed A serve alike.
 func tile(v isa, e elem) {
 	lanes := v.bytes / e.size
 	TEXT("gemmTile"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
@@ -80,7 +82,8 @@ func tile(v isa, e elem) {
 	}
 	MOVQ(R9, R13)
 	v.setMask(R13)
-	// R9 = lanes missing from the last vector's full width, in dwords: zero means that C needs no mask.
+	// R9 = lanes missing from the last vector's full width, in dwords: zero means that C needs no
+	// mask.
 	SUBQ(Imm(uint64(v.bytes/4)), R9)
 	MOVQ(R9, R13)
 
@@ -246,7 +249,8 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical, at sweep) {
 	JMP(LabelRef("next"))
 }
 
-// edges emits body for tiles whose last vectors are whole, and masked for others, which R13 ≠ 0 tells.
+// edges emits body for tiles whose last vectors are whole, and masked for others, which R13 ≠ 0
+// tells.
 func edges(name string, body func(masked bool)) {
 	TESTQ(R13, R13)
 	JNZ(LabelRef(name + "masked"))
@@ -257,7 +261,8 @@ func edges(name string, body func(masked bool)) {
 	Label(name + "end")
 }
 
-// eachOfTile calls f for each vector of a tile in a matrix at base with a stride in bytes, and moves base along.
+// eachOfTile calls f for each vector of a tile in a matrix at base with a stride in bytes, and
+// moves base along.
 func (v isa) eachOfTile(m, nv int, masked bool, base, stride Register, f func(i, j int, at Mem, masked bool)) {
 	for i := range m {
 		for j := range nv {
@@ -269,9 +274,10 @@ func (v isa) eachOfTile(m, nv int, masked bool, base, stride Register, f func(i,
 	}
 }
 
-// dot generates the same tile for few rows when B is transposed: C[i,j] = alpha·Σ A[i,·]·B[j,·] + beta·C[i,j], with both
-// rows contiguous, m ≤ dotM and n ≤ 4. Nothing needs packing, which matters when each element of B is used m times only.
-// A lane sums every lanes-th term; lanes are added at the end.
+// dot generates the same tile for few rows when B is transposed: C[i,j] = alpha·Σ A[i,·]·B[j,·] +
+// beta·C[i,j], with both rows contiguous, m ≤ dotM and n ≤ 4. Nothing needs packing, which matters
+// when each element of B is used m times only. A lane sums every lanes-th term; lanes are added at
+// the end.
 func dot(v isa) {
 	e := f32
 	lanes := v.bytes / e.size
@@ -346,8 +352,8 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 	step(true)
 
 	Label(name + "sum")
-	// Add a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes the sum of acc(i, j). The
-	// upper registers exist as zmm only, short of AVX-512VL.
+	// Add a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes the sum of
+	// acc(i, j). The upper registers exist as zmm only, short of AVX-512VL.
 	if v.bytes == 64 {
 		for i := range 4 * m {
 			VSHUFF64X2(Imm(0x4e), v.regs[i], v.regs[i], bvec)
@@ -400,7 +406,8 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 	RET()
 }
 
-// fmaLoop generates n rounds of twelve independent multiply-adds: the ceiling that a product is measured against.
+// fmaLoop generates n rounds of twelve independent multiply-adds: the ceiling that a product is
+// measured against.
 func fmaLoop(v isa) {
 	TEXT("fmaLoop"+v.name, attr.NOSPLIT, "func(n int)")
 	Load(Param("n"), RAX)

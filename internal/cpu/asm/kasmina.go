@@ -7,9 +7,9 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// The kernels of Kasmina's strips work on a few rows of up to stripColumns columns, a vector of columns at a time: what
-// belongs to columns stays in registers while the rows pass. It is in structs of arrays, one element a column, at these
-// offsets; see kasmina_strip.go.
+// The kernels of Kasmina's strips work on a few rows of up to stripColumns columns, a vector of
+// columns at a time: what belongs to columns stays in registers while the rows pass. It is in
+// structs of arrays, one element a column, at these offsets; see kasmina_strip.go.
 const (
 	stripColumns = 256
 	packStride   = stripColumns + 16
@@ -47,11 +47,12 @@ const (
 	notLessEqual = 6          // comparison that holds for NaN too
 )
 
-// strip emits body for every row of every vector of columns, between start and end of that vector. R9 holds the number of
-// rows, R8 that of columns, and R10 the distance of rows in the matrix, in elements. R11 is the offset of the current row in
-// packs, and R12 that in the matrix. arrays advance by a vector of float32, doubles by one of float64. Where some columns use
-// neighbours, start returns what holds which do, one mask or vector for each neighbour: most vectors of columns have none,
-// and are spared the loads across cache lines.
+// strip emits body for every row of every vector of columns, between start and end of that vector.
+// R9 holds the number of rows, R8 that of columns, and R10 the distance of rows in the matrix, in
+// elements. R11 is the offset of the current row in packs, and R12 that in the matrix. arrays
+// advance by a vector of float32, doubles by one of float64. Where some columns use neighbours,
+// start returns what holds which do, one mask or vector for each neighbour: most vectors of columns
+// have none, and are spared the loads across cache lines.
 func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (users []Register), body func(masked, neighbours bool), end func()) {
 	lanes := uint64(v.bytes / 4)
 	rows := func(label string, masked, neighbours bool) {
@@ -119,9 +120,10 @@ func (v isa) magnitudes(x, dst VecPhysical) {
 	VANDPS(constant("magnitude", magnitude), x, dst)
 }
 
-// figures generates the sums, in float64, of the deviations of a column's elements from its anchor and of their squares, and
-// the column's least and largest element; with dead set also the number of elements with |x| < eps. It writes x to a pack, and
-// fetches into the second cache what lies 8 rows ahead.
+// figures generates the sums, in float64, of the deviations of a column's elements from its anchor
+// and of their squares, and the column's least and largest element; with dead set also the number
+// of elements with |x| < eps. It writes x to a pack, and fetches into the second cache what lies 8
+// rows ahead.
 func figures(v isa, name string, dead bool) {
 	signature := "func(f, pack, x *float32, rows, stride, columns int)"
 	if dead {
@@ -209,7 +211,8 @@ func figures(v isa, name string, dead bool) {
 	RET()
 }
 
-// selected reads which columns have a neighbour: into a mask register with AVX-512, and else into a vector.
+// selected reads which columns have a neighbour: into a mask register with AVX-512, and else into a
+// vector.
 func (v isa) selected(src Mem, k Register, r VecPhysical) Register {
 	VMOVUPS(src, r)
 	if v.bytes == 64 {
@@ -219,8 +222,8 @@ func (v isa) selected(src Mem, k Register, r VecPhysical) Register {
 	return r
 }
 
-// testAny sets the zero flag if nothing is selected by any of the masks, or vectors. It clobbers K7, or the last vector
-// register but one.
+// testAny sets the zero flag if nothing is selected by any of the masks, or vectors. It clobbers
+// K7, or the last vector register but one.
 func (v isa) testAny(selected []Register) {
 	if v.bytes == 64 {
 		any := selected[0]
@@ -249,13 +252,15 @@ func (v isa) loadSelected(src Mem, selected Register, dst VecPhysical) {
 	VMASKMOVPS(src, selected, dst)
 }
 
-// blend generates the rule of a strip. Forward, with v = x and neighbours to the left, returning the largest |x|:
+// blend generates the rule of a strip. Forward, with v = x and neighbours to the left, returning
+// the largest |x|:
 //
 //	y = (on if x·gate > 0, else off)·v + add + near·v[∓1] + far·v[∓2]
 //
-// Backward there is no add, v is the gradient and its neighbours are to the right. v and x are packs, y is in a matrix: with
-// streamed set it is written past the caches, and its vectors are aligned. Backward also fetches, into the second cache, what
-// lies ahead in the matrix: there is time for it here.
+// Backward there is no add, v is the gradient and its neighbours are to the right. v and x are
+// packs, y is in a matrix: with streamed set it is written past the caches, and its vectors are
+// aligned. Backward also fetches, into the second cache, what lies ahead in the matrix: there is
+// time for it here.
 func blend(v isa, backward, streamed bool) {
 	py, pv, px, rule, ahead := RDI, RSI, RSI, RDX, R13
 	name := "blendForward"
@@ -355,8 +360,8 @@ func (v isa) choose(least, t, on, off, dst VecPhysical) {
 	VBLENDVPS(t, on, off, dst)
 }
 
-// blendSums generates, for every column, the sums that the gradients of weights are made of: over rows where x·gate > above,
-// those of g and g·x, and over all rows those of g·x[−1] and g·x[−2].
+// blendSums generates, for every column, the sums that the gradients of weights are made of: over
+// rows where x·gate > above, those of g and g·x, and over all rows those of g·x[−1] and g·x[−2].
 func blendSums(v isa) {
 	TEXT("blendSums"+v.name, attr.NOSPLIT, "func(s, rule, grad, x *float32, rows, columns int)")
 	ps, rule, pg, px := RDI, RDX, RSI, RBX
@@ -409,7 +414,8 @@ func blendSums(v isa) {
 	RET()
 }
 
-// blendLearn generates blendBackward and blendSums in one, which takes more registers than AVX2 has.
+// blendLearn generates blendBackward and blendSums in one, which takes more registers than AVX2
+// has.
 func blendLearn(v isa, streamed bool) {
 	name := "blendLearn"
 	if streamed {
@@ -490,9 +496,10 @@ func blendLearn(v isa, streamed bool) {
 	RET()
 }
 
-// chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the chunk's anchor and of their
-// squares, in four lanes of float64: lane i sums every fourth row. There are 4·groups rows, stride elements apart, and chunk is
-// a multiple of 4. A vector of four rows is the natural one, so this has one form.
+// chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the
+// chunk's anchor and of their squares, in four lanes of float64: lane i sums every fourth row.
+// There are 4·groups rows, stride elements apart, and chunk is a multiple of 4. A vector of four
+// rows is the natural one, so this has one form.
 func chunkNorms() {
 	TEXT("chunkNormsAVX2", attr.NOSPLIT, "func(n *float64, x *float32, groups, chunk, chunks, stride int)")
 	anchors, sums, px, chunk, chunks, stride, stride3 := RDI, RDX, RSI, R8, R9, R10, R12
@@ -572,7 +579,8 @@ const (
 	streaming = "streamRows" // the destination, whose vectors are aligned, is written past the caches
 )
 
-// moveRows generates a copy of rows, in which ahead is the distance, in bytes, of what will be copied some time later.
+// moveRows generates a copy of rows, in which ahead is the distance, in bytes, of what will be
+// copied some time later.
 func moveRows(v isa, way string) {
 	TEXT(way+v.name, attr.NOSPLIT, "func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)")
 	dst, src, rows, dstStride, srcStride, ahead, toDst, toSrc := RDI, RSI, R9, R10, R12, RBX, R11, R13

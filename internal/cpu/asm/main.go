@@ -1,5 +1,6 @@
 // Command asm writes the amd64 assembly of the packages below internal/cpu. It is a module of its
-// own, so that avo is no dependency of the library. Run it through `go generate ./internal/cpu/...` from the repository root.
+// own, so that avo is no dependency of the library. Run it through `go generate ./internal/cpu/...`
+// from the repository root.
 package main
 
 import (
@@ -67,8 +68,9 @@ func main() {
 	Generate()
 }
 
-// isa is what the generators need to know of an instruction set: the vector registers and the largest GEMM tiles, mr rows
-// of two vectors each, that fit in them beside two vectors of B and a broadcast element of A.
+// isa is what the generators need to know of an instruction set: the vector registers and the
+// largest GEMM tiles, mr rows of two vectors each, that fit in them beside two vectors of B and a
+// broadcast element of A.
 type isa struct {
 	name  string
 	bytes int
@@ -85,7 +87,8 @@ var (
 		Y0, Y1, Y2, Y3, Y4, Y5, Y6, Y7, Y8, Y9, Y10, Y11, Y12, Y13, Y14, Y15}}
 )
 
-// mask holds which lanes of a partial vector count: K1 with AVX-512, the last vector register with AVX2.
+// mask holds which lanes of a partial vector count: K1 with AVX-512, the last vector register with
+// AVX2.
 func (v isa) mask() Register {
 	if v.bytes == 64 {
 		return K1
@@ -125,7 +128,8 @@ func (v isa) setMask(count Register) {
 		KMOVW(EAX, K1)
 		return
 	}
-	// The table holds eight dwords of ones, then eight of zeros: reading it count dwords before the zeros.
+	// The table holds eight dwords of ones, then eight of zeros: reading it count dwords before the
+	// zeros.
 	LEAQ(maskTable().Offset(32), RAX)
 	SHLQ(U8(2), count)
 	SUBQ(count, RAX)

@@ -16,7 +16,8 @@ func panelParams() {
 	Load(Param("rows"), R8)
 }
 
-// copyPanel generates the copy of rows × width dwords, width ≤ two vectors, between two strides in bytes.
+// copyPanel generates the copy of rows × width dwords, width ≤ two vectors, between two strides in
+// bytes.
 func copyPanel(v isa) {
 	lanes := v.bytes / 4
 	TEXT("packCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
@@ -53,8 +54,9 @@ func copyPanel(v isa) {
 	loop("full", 2, false)
 }
 
-// transpose generates dst[c·dstStride + r] = src[r·srcStride + c] for rows ≤ lanes and any number of columns, strides in
-// bytes, in squares of lanes × lanes. Every dst row is written a whole vector wide; rows past the last repeat it.
+// transpose generates dst[c·dstStride + r] = src[r·srcStride + c] for rows ≤ lanes and any number
+// of columns, strides in bytes, in squares of lanes × lanes. Every dst row is written a whole
+// vector wide; rows past the last repeat it.
 func transpose(v isa) {
 	lanes := v.bytes / 4
 	TEXT("packTranspose"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
@@ -99,8 +101,9 @@ func transpose(v isa) {
 	RET()
 }
 
-// shuffle transposes the square in the first half of the registers and returns the registers of its columns in order.
-// Pairs and then fours of rows are interleaved within 128-bit lanes, and the lanes are then transposed as blocks.
+// shuffle transposes the square in the first half of the registers and returns the registers of its
+// columns in order. Pairs and then fours of rows are interleaved within 128-bit lanes, and the
+// lanes are then transposed as blocks.
 func (v isa) shuffle() []VecPhysical {
 	n := v.bytes / 4
 	rows, tmp := v.regs[:n], v.regs[n:2*n]

@@ -9,8 +9,9 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// over generates a function of n elements. pointers are its float32 slices' names in order; scalars follow n. body gets the
-// slices at the current vector and the scalars in every lane; it may use registers from used on.
+// over generates a function of n elements. pointers are its float32 slices' names in order; scalars
+// follow n. body gets the slices at the current vector and the scalars in every lane; it may use
+// registers from used on.
 func over(v isa, name, pointers, scalars, result string, start func(used int), body func(p []Mem, s []VecPhysical, used int, masked bool), end func()) {
 	names, numbers := strings.Fields(pointers), strings.Fields(scalars)
 	signature := "func(" + strings.Join(names, ", ") + " *float32, n int"
@@ -60,7 +61,8 @@ func (v isa) upper(src, dst VecPhysical) {
 	VEXTRACTF128(Imm(1), src, v.half(dst))
 }
 
-// addProducts adds a·b in float64 to the lanes of low and high. It clobbers a, b and the next three registers.
+// addProducts adds a·b in float64 to the lanes of low and high. It clobbers a, b and the next three
+// registers.
 func (v isa) addProducts(a, b, low, high, t1, t2, t3 VecPhysical) {
 	v.upper(a, t1)
 	v.upper(b, t2)

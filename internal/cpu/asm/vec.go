@@ -33,14 +33,14 @@ const (
 	ln2RestBits = 0xb102e308 // log 2 less that
 )
 
-// expPoly holds the coefficients of 1 + r + Σ c[i]·r^(6−i), the polynomial nearest to exp(r) for |r| ≤ log(2)/2 in
-// relative error, 3.8e-9, found by Lawson's iteration. The first is of r⁶.
+// expPoly holds the coefficients of 1 + r + Σ c[i]·r^(6−i), the polynomial nearest to exp(r) for
+// |r| ≤ log(2)/2 in relative error, 3.8e-9, found by Lawson's iteration. The first is of r⁶.
 var expPoly = []uint32{0x3ab5121a, 0x3c091cf1, 0x3d2aac79, 0x3e2aaa49, 0x3efffffe, oneBits, oneBits}
 
 var expNames = []string{"exp6", "exp5", "exp4", "exp3", "exp2", "one", "one"}
 
-// expRange holds the clamp of exp's argument in registers: VMINPS and VMAXPS pass a NaN on only if it comes second, and
-// only the second operand may be memory.
+// expRange holds the clamp of exp's argument in registers: VMINPS and VMAXPS pass a NaN on only if
+// it comes second, and only the second operand may be memory.
 type expRange struct{ high, low VecPhysical }
 
 func (v isa) expRange(high, low VecPhysical) expRange {
@@ -49,8 +49,8 @@ func (v isa) expRange(high, low VecPhysical) expRange {
 	return expRange{high, low}
 }
 
-// exp emits p = exp(x), clobbering x, n and tmp: with n = round(x·log2 e) and r = x − n·log 2, which two multiply-adds give
-// to the last bit, exp(x) = 2ⁿ·exp(r).
+// exp emits p = exp(x), clobbering x, n and tmp: with n = round(x·log2 e) and r = x − n·log 2,
+// which two multiply-adds give to the last bit, exp(x) = 2ⁿ·exp(r).
 func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 	VMINPS(x, lim.high, x)
 	VMAXPS(x, lim.low, x)
@@ -81,8 +81,9 @@ func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 	}
 }
 
-// sigmoid emits s = σ(a) = 1/(1+exp(−a)) and, in rest, 1 − σ(a), without overflow and without cancellation: with
-// e = exp(−|a|) one of them is 1/(1+e) and the other e/(1+e). It keeps a and clobbers n and tmp.
+// sigmoid emits s = σ(a) = 1/(1+exp(−a)) and, in rest, 1 − σ(a), without overflow and without
+// cancellation: with e = exp(−|a|) one of them is 1/(1+e) and the other e/(1+e). It keeps a and
+// clobbers n and tmp.
 func (v isa) sigmoid(lim expRange, a, s, rest, n, tmp VecPhysical) {
 	if v.bytes == 64 {
 		VPORD(constant("sign", signBits), a, tmp)
@@ -109,8 +110,8 @@ func (v isa) sigmoid(lim expRange, a, s, rest, n, tmp VecPhysical) {
 	}
 }
 
-// vectors emits body once in a loop over whole vectors and once, masked, for the rest; pointers advance by themselves. R8
-// holds the number of elements.
+// vectors emits body once in a loop over whole vectors and once, masked, for the rest; pointers
+// advance by themselves. R8 holds the number of elements.
 func (v isa) vectors(pointers []GPPhysical, body func(masked bool)) {
 	lanes := v.bytes / 4
 	SUBQ(Imm(uint64(lanes)), R8)
@@ -228,7 +229,8 @@ func siluMul(v isa) {
 	RET()
 }
 
-// siluMulBackward generates h = silu(a)·b, db = g·silu(a) and da = g·b·σ(a)·(1 + a·(1−σ(a))) for the gradient g of h.
+// siluMulBackward generates h = silu(a)·b, db = g·silu(a) and da = g·b·σ(a)·(1 + a·(1−σ(a))) for
+// the gradient g of h.
 func siluMulBackward(v isa) {
 	TEXT("siluMulBackward"+v.name, attr.NOSPLIT, "func(h, da, db, dh, a, b *float32, n int)")
 	h, da, db, dh, pa, pb := RDI, RBX, RDX, R9, RSI, R10

@@ -10,15 +10,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Shape is the geometry of one call of attention over packed rows: q is [Batch·Seq, Heads·HeadDim], k and v are
-// [Batch·Seq, KVHeads·HeadDim], and query head h reads key-value head h/(Heads/KVHeads).
+// Shape is the geometry of one call of attention over packed rows: q is [Batch·Seq, Heads·HeadDim],
+// k and v are [Batch·Seq, KVHeads·HeadDim], and query head h reads key-value head
+// h/(Heads/KVHeads).
 type Shape struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
 	Causal                              bool
 	Scale                               float64
 
-	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most its own, nil for 0. Along a
-	// sequence it never decreases.
+	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most its
+	// own, nil for 0. Along a sequence it never decreases.
 	Starts []int
 }
 
@@ -41,7 +42,8 @@ func (s *Shape) keys(i0, nq int) (from, to int) {
 	return 0, s.Seq
 }
 
-// seen returns which of the nk keys from position j0 on the query at position i sees, counted from j0.
+// seen returns which of the nk keys from position j0 on the query at position i sees, counted from
+// j0.
 func (s *Shape) seen(i, j0, nk int) (from, to int) {
 	to = nk
 	if s.Causal {
@@ -53,8 +55,9 @@ func (s *Shape) seen(i, j0, nk int) (from, to int) {
 	return from, to
 }
 
-// Tiles of queries and keys: the products of the backward pass and their operands stay in a core's second-level cache. Along
-// the diagonal of a causal attention, a strip of queries after the other leaves out the keys that none of it sees.
+// Tiles of queries and keys: the products of the backward pass and their operands stay in a core's
+// second-level cache. Along the diagonal of a causal attention, a strip of queries after the other
+// leaves out the keys that none of it sees.
 const (
 	queryTile   = 128
 	queryStrip  = 32
@@ -86,9 +89,10 @@ func getTiles[T cpu.Float]() *tiles[T] {
 	return &tiles[T]{make([]T, n), make([]T, n), make([]T, queryTile), make([]T, queryTile), make([]T, queryTile)}
 }
 
-// Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the log-sum-exp of every row of scores, lse
-// [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with a running maximum and sum a query.
-// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.)
+// Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the log-sum-exp of every row of
+// scores, lse [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with
+// a running maximum and sum a query. (Milakov and Gimelshein, "Online normalizer calculation for
+// softmax", 2018; Dao et al., "FlashAttention", 2022.)
 func Forward[T cpu.Float](y, lse, q, k, v []T, s Shape) {
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
@@ -99,7 +103,8 @@ func Forward[T cpu.Float](y, lse, q, k, v []T, s Shape) {
 	cpu.Spread(s.Batch*s.Heads*blocks, 1, forwardArgs[T]{y, lse, q, kt, v, s, blocks, stride})
 }
 
-// transposedStride is that of a transposed head's rows, one for each of its features, of seq elements.
+// transposedStride is that of a transposed head's rows, one for each of its features, of seq
+// elements.
 func transposedStride[T cpu.Float](seq int) int {
 	lanes := gemm.Lanes[T]()
 	return (cpu.CeilDiv(seq, lanes) + 1) * lanes // neither too narrow for whole vectors nor a power of two
@@ -127,9 +132,9 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 	}
 }
 
-// At computes one row of a causal attention of a single sequence, that of the given position: q and y are
-// [Heads·HeadDim], k and v have the rows of all positions up to it. The row has the bits that [Attention] gives it, as long as
-// the products of matrices have them.
+// At computes one row of a causal attention of a single sequence, that of the given position: q and
+// y are [Heads·HeadDim], k and v have the rows of all positions up to it. The row has the bits that
+// [Attention] gives it, as long as the products of matrices have them.
 func At[T cpu.Float](y, q, k, v []T, position int, s Shape) {
 	s.Batch, s.Seq, s.Causal = 1, position+1, true
 	cpu.Spread(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), atArgs[T]{y, q, k, v, position, s})
@@ -228,12 +233,14 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 	}
 }
 
-// Backward computes the gradients dq, dk and dv of [Attention] for the output gradient g, from the forward
-// pass's output y and lse. Scores are computed again, tile by tile; with P the softmax and D = rowsum(g ⊙ y),
+// Backward computes the gradients dq, dk and dv of [Attention] for the output gradient g, from the
+// forward pass's output y and lse. Scores are computed again, tile by tile; with P the softmax and
+// D = rowsum(g ⊙ y),
 //
 //	dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − D),  dq = Scale·dS·k,  dk = Scale·dSᵀ·q.
 func Backward[T cpu.Float](dq, dk, dv, g, q, k, v, y, lse []T, s Shape) {
-	// One task is a key-value head with all query heads that read it: no two tasks write the same element.
+	// One task is a key-value head with all query heads that read it: no two tasks write the same
+	// element.
 	cpu.Spread(s.Batch*s.KVHeads, 1, backwardArgs[T]{dq, dk, dv, g, q, k, v, y, lse, s})
 }
 
@@ -242,8 +249,8 @@ type backwardArgs[T cpu.Float] struct {
 	Shape
 }
 
-// headGradient is the backward pass of one query head. Matrices begin with its sequence's first row and its own columns, or
-// those of the key-value head that it reads.
+// headGradient is the backward pass of one query head. Matrices begin with its sequence's first row
+// and its own columns, or those of the key-value head that it reads.
 type headGradient[T cpu.Float] struct {
 	dq, dk, dv, g, q, k, v, y, lse []T
 	kt, vt                         []T  // transposes of k and v
@@ -293,9 +300,9 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 	}
 }
 
-// queryGradient computes P and dS for a strip of n queries, the first of them number r of the tile that begins with position
-// i0, and nk keys from position j0 on, as far as the last of these queries sees. It adds what they give to dq, or sets dq to
-// it if these keys are the first.
+// queryGradient computes P and dS for a strip of n queries, the first of them number r of the tile
+// that begins with position i0, and nk keys from position j0 on, as far as the last of these
+// queries sees. It adds what they give to dq, or sets dq to it if these keys are the first.
 func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first bool) {
 	lo, _ := h.seen(i0+r, j0, nk)
 	_, hi := h.seen(i0+r+n-1, j0, nk)
@@ -327,8 +334,9 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first
 	}
 }
 
-// keyGradients adds to dk and dv what nq queries from position i0 on give nk keys from position j0 on: to keys among the
-// queries, which no query before has seen, what those of their strip and of later ones do.
+// keyGradients adds to dk and dv what nq queries from position i0 on give nk keys from position j0
+// on: to keys among the queries, which no query before has seen, what those of their strip and of
+// later ones do.
 func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 	for c, m := 0, 0; c < nk; c += m {
 		r, unseen := 0, i0 == 0

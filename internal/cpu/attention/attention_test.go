@@ -34,7 +34,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 		q, k, v := normal(s.Seq*qd), normal(s.Seq*kd), normal(s.Seq*kd)
 		want, lse := make([]T, len(q)), make([]T, s.Seq*s.Heads)
 		Forward(want, lse, q, k, v, s)
-		// The sums of the terms' sizes: what the terms themselves sum to may nearly cancel, and then has few right digits.
+		// The sums of the terms' sizes: what the terms themselves sum to may nearly cancel, and then has
+		// few right digits.
 		size := make([]T, len(q))
 		Forward(size, lse, q, k, cputest.Absolute(slices.Clone(v)), s)
 		for _, p := range []int{0, 1, 63, 64, 65, 149} {
@@ -54,7 +55,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 	}
 }
 
-// TestDocumentTiles wants documents that begin where tiles do to leave those before them alone: no NaN in one reaches another.
+// TestDocumentTiles wants documents that begin where tiles do to leave those before them alone: no
+// NaN in one reaches another.
 func TestDocumentTiles(t *testing.T) {
 	t.Run("float32", testDocumentTiles[float32])
 	t.Run("float64", testDocumentTiles[float64])
@@ -103,7 +105,8 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 	}
 }
 
-// TestLongAttention wants sequences of several tiles to have the values and gradients of the formulas.
+// TestLongAttention wants sequences of several tiles to have the values and gradients of the
+// formulas.
 func TestLongAttention(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testLongAttention[float32](t, 2e-6) })
 	t.Run("float64", func(t *testing.T) { testLongAttention[float64](t, 1e-13) })

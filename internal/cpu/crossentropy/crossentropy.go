@@ -10,8 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Forward returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at least 0, and sets lse
-// to the log-sum-exp of each such row. logits is len(targets)×v. At least one row must have a target.
+// Forward returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at
+// least 0, and sets lse to the log-sum-exp of each such row. logits is len(targets)×v. At least one
+// row must have a target.
 func Forward[T cpu.Float](lse, logits []T, targets []int, v int) float64 {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
@@ -56,8 +57,8 @@ func (s *rowLosses[T]) Span(lo, hi int) {
 	}
 }
 
-// Backward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from each row's lse, and zero for
-// rows without target. dlogits may be the memory of logits.
+// Backward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from each row's lse,
+// and zero for rows without target. dlogits may be the memory of logits.
 func Backward[T cpu.Float](dlogits, logits, lse []T, targets []int, v int, g T) {
 	cpu.Spread(len(targets), cpu.Grain(20*v), rowGradients[T]{dlogits, logits, lse, targets, v, g})
 }
@@ -82,11 +83,12 @@ func (s *rowGradients[T]) Span(lo, hi int) {
 	}
 }
 
-// chunkRows returns how many rows of v logits a chunk of LinearForward holds: about four megabytes of float32.
+// chunkRows returns how many rows of v logits a chunk of LinearForward holds: about four megabytes
+// of float32.
 func chunkRows(v int) int { return max(16, 1<<20/v) }
 
-// LinearForward returns [Forward] of the logits x·wᵀ, x len(targets)×d and w v×d, and sets lse. It forms the logits
-// a chunk of rows at a time.
+// LinearForward returns [Forward] of the logits x·wᵀ, x len(targets)×d and w v×d, and sets lse. It
+// forms the logits a chunk of rows at a time.
 func LinearForward[T cpu.Float](lse, x, w []T, targets []int, d, v int) float64 {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
@@ -100,8 +102,8 @@ func LinearForward[T cpu.Float](lse, x, w []T, targets []int, d, v int) float64 
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 
-// LinearBackward computes dx and dw for the gradient g of the mean loss, forming the logits again from x and w,
-// a chunk of rows at a time.
+// LinearBackward computes dx and dw for the gradient g of the mean loss, forming the logits again
+// from x and w, a chunk of rows at a time.
 func LinearBackward[T cpu.Float](dx, dw, x, w, lse []T, targets []int, d, v int, g T) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// Under the race detector sync.Pool drops what it is given at random, so these tests are not built there.
+// Under the race detector sync.Pool drops what it is given at random, so these tests are not built
+// there.
 func TestGemmAllocatesNothing(t *testing.T) {
 	r := cputest.Rand(t)
 	for _, p := range []*product[float32]{

@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// BenchmarkGemm reports, beside the speed, the share of the multiply-add peak measured just before and after.
+// BenchmarkGemm reports, beside the speed, the share of the multiply-add peak measured just before
+// and after.
 func BenchmarkGemm(b *testing.B) {
 	for _, s := range []struct {
 		m, n, k        int

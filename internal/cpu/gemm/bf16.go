@@ -8,8 +8,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Products of float32 matrices may round their operands to bfloat16: with AVX512-BF16 an instruction multiplies twice as many. Sums
-// stay float32. The instruction takes numbers below 2⁻¹²⁶ for zero.
+// Products of float32 matrices may round their operands to bfloat16: with AVX512-BF16 an
+// instruction multiplies twice as many. Sums stay float32. The instruction takes numbers below
+// 2⁻¹²⁶ for zero.
 
 // ErrNoBFloat16 says that the CPU cannot multiply in bfloat16.
 var ErrNoBFloat16 = errors.New("the CPU has no AVX512-BF16, or KASMINA_CPU forbids it")
@@ -17,9 +18,9 @@ var ErrNoBFloat16 = errors.New("the CPU has no AVX512-BF16, or KASMINA_CPU forbi
 // rounding is whether large products round their operands.
 var rounding atomic.Bool
 
-// UseBFloat16 makes [Mul] round the operands of large float32 products to bfloat16, or makes it stop. It returns
-// ErrNoBFloat16 where the CPU cannot, and changes nothing then. The environment variable KASMINA_CPU_BF16=1 turns it on from
-// the start, where the CPU can.
+// UseBFloat16 makes [Mul] round the operands of large float32 products to bfloat16, or makes it
+// stop. It returns ErrNoBFloat16 where the CPU cannot, and changes nothing then. The environment
+// variable KASMINA_CPU_BF16=1 turns it on from the start, where the CPU can.
 func UseBFloat16(on bool) error {
 	if on && (kernelsBF16 == nil || cpu.Level() != cpu.AVX512) {
 		return ErrNoBFloat16
@@ -34,7 +35,8 @@ func RoundsToBFloat16() bool { return rounding.Load() && cpu.Level() == cpu.AVX5
 // kernelsBF16 are the kernels that round: nil where the CPU has none.
 var kernelsBF16 *kernels[float32]
 
-// roundedLeast is the least number of multiplications for which rounding pays: it is work for each element of both operands.
+// roundedLeast is the least number of multiplications for which rounding pays: it is work for each
+// element of both operands.
 const roundedLeast = 1 << 20
 
 // Rounds reports whether [Mul] rounds the operands of a product of float32 matrices, m×k by k×n.

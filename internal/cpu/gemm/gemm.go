@@ -11,24 +11,26 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Mul computes C = alpha·op(A)·op(B) + beta·C for row-major matrices, where op(X) is X or Xᵀ (transA, transB), op(A) is
-// m×k, op(B) is k×n and C is m×n; lda, ldb and ldc are the strides between stored rows. With beta = 0 what C held before,
-// NaN included, does not matter; with alpha = 0 or k = 0, A and B are not read. The work is spread over the cores. C must
-// not overlap A or B.
+// Mul computes C = alpha·op(A)·op(B) + beta·C for row-major matrices, where op(X) is X or Xᵀ
+// (transA, transB), op(A) is m×k, op(B) is k×n and C is m×n; lda, ldb and ldc are the strides
+// between stored rows. With beta = 0 what C held before, NaN included, does not matter; with alpha
+// = 0 or k = 0, A and B are not read. The work is spread over the cores. C must not overlap A or B.
 func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
 	multiply(true, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
 }
 
-// MulSerial is Mul on the calling goroutine alone, for callers that already run on every core. It gives the same bits.
+// MulSerial is Mul on the calling goroutine alone, for callers that already run on every core. It
+// gives the same bits.
 func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
 	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
 }
 
-// The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels nr columns wide, in the
-// order in which the innermost kernel reads them; blocks of C then run over the cores, each going down k in steps of
-// gemmKC and sweeping mr rows of op(A) at a time, which stay in the L1 cache, packed where they would not as they lie, over
-// the panels, which stay in L2. Every element of C is summed along k in one order that follows from the shape alone, so the number
-// of cores and the blocks it leads to change no bits.
+// The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels
+// nr columns wide, in the order in which the innermost kernel reads them; blocks of C then run over
+// the cores, each going down k in steps of gemmKC and sweeping mr rows of op(A) at a time, which
+// stay in the L1 cache, packed where they would not as they lie, over the panels, which stay in L2.
+// Every element of C is summed along k in one order that follows from the shape alone, so the
+// number of cores and the blocks it leads to change no bits.
 const (
 	gemmKC     = 256     // steps of the tile along k in a packed panel: elements, or pairs
 	gemmNC     = 512     // columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
@@ -38,9 +40,10 @@ const (
 	gemmFetchSteps = 16 // of the tile along k, from one fetch ahead to the next; the assembly knows it
 )
 
-// tile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C, with element (i, p) of A at
-// a[i·rs + p·cs], row p of panel j of B at b[j·panel + p·bs], row i of C at c[i·ldc] and of D, unless it is nil, at d[i·ldd].
-// For the dot kernel, column j of B is at b[j·bs], cs is 1 and D is nil. The assembly knows the offsets of the fields.
+// tile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C, with element
+// (i, p) of A at a[i·rs + p·cs], row p of panel j of B at b[j·panel + p·bs], row i of C at c[i·ldc]
+// and of D, unless it is nil, at d[i·ldd]. For the dot kernel, column j of B is at b[j·bs], cs is 1
+// and D is nil. The assembly knows the offsets of the fields.
 type tile[T cpu.Float] struct {
 	m, n, k     int
 	a           []T
@@ -56,9 +59,10 @@ type tile[T cpu.Float] struct {
 	alpha, beta T
 }
 
-// fetch is what a kernel may bring into the second-level cache for the next tile: while it is at panel p < panels and step
-// gemmFetchSteps·s along k, the lines at p·jump + s·step and at p·jump + s·step + stride bytes behind next. Processors foresee
-// by themselves what is read next in a row, but not that there are other rows.
+// fetch is what a kernel may bring into the second-level cache for the next tile: while it is at
+// panel p < panels and step gemmFetchSteps·s along k, the lines at p·jump + s·step and at p·jump +
+// s·step + stride bytes behind next. Processors foresee by themselves what is read next in a row,
+// but not that there are other rows.
 type fetch[T cpu.Float] struct {
 	next               []T
 	stride, step, jump int
@@ -84,18 +88,20 @@ type kernels[T cpu.Float] struct {
 	tile   func(*tile[T]) // any number of columns; k > 0
 	pairs  bool           // elements of panels are pairs of bfloat16, neighbours along k
 
-	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss + c], or with pairs those
-	// of r and c/2 or r/2 and c, beside a zero if there is no neighbour. They may write past width or rows, up to a multiple
-	// of lanes.
+	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss +
+	// c], or with pairs those of r and c/2 or r/2 and c, beside a zero if there is no neighbour. They
+	// may write past width or rows, up to a multiple of lanes.
 	copy      func(dst []T, ds int, src []T, ss, rows, width int)
 	transpose func(dst []T, ds int, src []T, ss, rows, cols int)
 
-	// dot, where there is one, computes a tile of at most dotM rows and four columns from rows of A and of Bᵀ as they are.
+	// dot, where there is one, computes a tile of at most dotM rows and four columns from rows of A
+	// and of Bᵀ as they are.
 	dot  func(*tile[T])
 	dotM int
 }
 
-// steps returns how many steps of the tile k elements are, and deepest how many elements gemmKC steps are.
+// steps returns how many steps of the tile k elements are, and deepest how many elements gemmKC
+// steps are.
 func (kn *kernels[T]) steps(k int) int {
 	if kn.pairs {
 		return (k + 1) / 2
@@ -110,7 +116,8 @@ func (kn *kernels[T]) deepest() int {
 	return gemmKC
 }
 
-// gemmEngine keeps the kernels and, so that a steady state allocates nothing, the working memory of past products.
+// gemmEngine keeps the kernels and, so that a steady state allocates nothing, the working memory of
+// past products.
 type gemmEngine[T cpu.Float] struct {
 	kernels kernels[T]
 	jobs    sync.Pool // *job[T]
@@ -156,7 +163,8 @@ type job[T cpu.Float] struct {
 	operands[T]
 	kn *kernels[T]
 
-	// The part of op(B) in hand: rows [p0, p0+depth), columns [j0, j0+width), in packed unless B is read in place.
+	// The part of op(B) in hand: rows [p0, p0+depth), columns [j0, j0+width), in packed unless B is
+	// read in place.
 	p0, depth, j0, width int
 	packed               []T
 	inPlace              bool
@@ -227,8 +235,8 @@ func run[T cpu.Float](j *job[T], g operands[T], parallel bool) {
 	engine[T]().jobs.Put(j)
 }
 
-// checkMatrix panics with an index out of range if a rows×cols matrix of stride ld does not fit in x: the assembly checks
-// no bounds of its own.
+// checkMatrix panics with an index out of range if a rows×cols matrix of stride ld does not fit in
+// x: the assembly checks no bounds of its own.
 func checkMatrix[T cpu.Float](x []T, rows, cols, ld int) {
 	if ld < cols {
 		panic("gemm: stride of a matrix is less than its width")
@@ -288,13 +296,13 @@ func (j *job[T]) run(workers int) {
 	}
 }
 
-// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: above it, transposing B into panels costs less
-// than adding up lanes and reading B's rows once for every few rows of A.
+// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: above it, transposing B
+// into panels costs less than adding up lanes and reading B's rows once for every few rows of A.
 const gemmDotRows = 32
 
-// gemmInPlace is the largest m for which B is read in place if each of its rows begins with a cache line: with fewer rows an
-// element of B is used so rarely that copying it costs more than reading it out of order. With mr rows or less that holds
-// however B lies.
+// gemmInPlace is the largest m for which B is read in place if each of its rows begins with a cache
+// line: with fewer rows an element of B is used so rarely that copying it costs more than reading
+// it out of order. With mr rows or less that holds however B lies.
 const gemmInPlace = 768
 
 func alignedRows[T cpu.Float](x []T, ld int) bool {
@@ -302,8 +310,8 @@ func alignedRows[T cpu.Float](x []T, ld int) bool {
 	return uintptr(unsafe.Pointer(unsafe.SliceData(x)))%line == 0 && uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
 }
 
-// split chooses the blocks of C: about four a core, so that a core held up by other work delays the end by little, but
-// none smaller than two tiles of rows, and none wider than gemmNC.
+// split chooses the blocks of C: about four a core, so that a core held up by other work delays the
+// end by little, but none smaller than two tiles of rows, and none wider than gemmNC.
 func (j *job[T]) split(workers int) {
 	nr := j.kn.nr
 	even := func(blocks int) int { return cpu.CeilDiv(cpu.CeilDiv(j.width, blocks), nr) * nr } // columns of each
@@ -316,7 +324,8 @@ func (j *job[T]) split(workers int) {
 	j.nb = min(j.nb, even(cpu.CeilDiv(want, cpu.CeilDiv(j.m, j.mb))))
 }
 
-// packPanels packs panels [lo, hi) of op(B). All panels of the first gemmKC rows come first, then those of the next.
+// packPanels packs panels [lo, hi) of op(B). All panels of the first gemmKC rows come first, then
+// those of the next.
 func (j *job[T]) packPanels(lo, hi int) {
 	nr, lanes := j.kn.nr, j.kn.lanes
 	padded := cpu.CeilDiv(j.width, nr) * nr
@@ -337,7 +346,8 @@ func (j *job[T]) packPanels(lo, hi int) {
 	}
 }
 
-// blocks computes blocks [lo, hi) of C, numbered along the rows: the cores share out C's rows, as they do elsewhere.
+// blocks computes blocks [lo, hi) of C, numbered along the rows: the cores share out C's rows, as
+// they do elsewhere.
 func (j *job[T]) blocks(lo, hi int) {
 	pool := &engine[T]().scratch
 	s, _ := pool.Get().(*scratch[T])
@@ -355,7 +365,8 @@ func (j *job[T]) blocks(lo, hi int) {
 	pool.Put(s)
 }
 
-// block adds the part of op(B) in hand into the block of C whose first row is i0 and first column j0 + c0.
+// block adds the part of op(B) in hand into the block of C whose first row is i0 and first column
+// j0 + c0.
 func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 	t := &s.tile
 	i1, c1 := min(i0+j.mb, j.m), min(c0+j.nb, j.width)
@@ -371,7 +382,8 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 		}
 		last := j.p0+p+kc == j.k
 		for i := i0; i < i1; i += t.m {
-			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction of the speed.
+			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction
+			// of the speed.
 			t.m = cpu.CeilDiv(i1-i, cpu.CeilDiv(i1-i, j.kn.mr))
 			j.rowsOfA(s, i, j.p0+p, kc)
 			t.n = c1 - c0
@@ -392,9 +404,10 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 	}
 }
 
-// rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on. Rows of A as they lie are as
-// good to read as packed ones, unless they evict each other from the L1 cache; columns are not, since each brings a line
-// along of which the tile needs a part. These are packed if they will be swept over enough columns of C.
+// rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on. Rows
+// of A as they lie are as good to read as packed ones, unless they evict each other from the L1
+// cache; columns are not, since each brings a line along of which the tile needs a part. These are
+// packed if they will be swept over enough columns of C.
 func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
 	t := &s.tile
 	switch {
@@ -407,8 +420,9 @@ func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
 	}
 }
 
-// next is what to fetch while a tile of m rows from row i of A on is computed at columns from p on, in a block whose rows are
-// i0 to i1: the rows below, those of the block at the next columns, or where the block ends those of the next one.
+// next is what to fetch while a tile of m rows from row i of A on is computed at columns from p on,
+// in a block whose rows are i0 to i1: the rows below, those of the block at the next columns, or
+// where the block ends those of the next one.
 func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	const line = 64
 	if i += m; i >= i1 {
@@ -432,7 +446,8 @@ func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	return fetch[T]{rows, stride, line, 2 * stride, cpu.CeilDiv(m, 2)}
 }
 
-// conflicting reports whether rows of a stride ld begin at nearly the same place in a page, and so share few sets of an L1 cache.
+// conflicting reports whether rows of a stride ld begin at nearly the same place in a page, and so
+// share few sets of an L1 cache.
 func conflicting[T cpu.Float](ld int) bool {
 	const page = 4096
 	past := ld * int(unsafe.Sizeof(T(0))) % page
@@ -449,8 +464,8 @@ func (j *job[T]) packRowsOfA(s *scratch[T], i, p, kc int) {
 	t.a, t.rs, t.cs = s.panel, 1, lanes
 }
 
-// gemmSweep is the width of the widest blocks of C for which rows of op(A) are never packed, as that would cost more than it
-// saves.
+// gemmSweep is the width of the widest blocks of C for which rows of op(A) are never packed, as
+// that would cost more than it saves.
 const gemmSweep = 64
 
 // dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C + D as dot products.
@@ -486,7 +501,8 @@ func (j *job[T]) dots(lo, hi int) {
 // Lanes returns the most rows that [TransposeLanes] takes.
 func Lanes[T cpu.Float]() int { return engine[T]().kernels.lanes }
 
-// TransposeLanes writes dst[c·ds + r] = src[r·ss + c] for rows × cols elements. It may write past rows, up to lanes.
+// TransposeLanes writes dst[c·ds + r] = src[r·ss + c] for rows × cols elements. It may write past
+// rows, up to lanes.
 func TransposeLanes[T cpu.Float](dst []T, ds int, src []T, ss, rows, cols int) {
 	engine[T]().kernels.transpose(dst, ds, src, ss, rows, cols)
 }

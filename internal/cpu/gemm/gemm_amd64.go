@@ -31,7 +31,8 @@ func gemmTileAVX2F64(t *tile[float64])
 //go:noescape
 func gemmDotAVX2F32(t *tile[float32])
 
-// packCopy copies rows × width dwords, at most two vectors wide, between strides in bytes. It writes whole vectors.
+// packCopy copies rows × width dwords, at most two vectors wide, between strides in bytes. It
+// writes whole vectors.
 //
 //go:noescape
 func packCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
@@ -39,8 +40,8 @@ func packCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcSt
 //go:noescape
 func packCopyAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
 
-// packTranspose writes dst[c·dstStride + r] = src[r·srcStride + c] for dwords, rows at most one vector; strides in bytes.
-// It writes whole vectors.
+// packTranspose writes dst[c·dstStride + r] = src[r·srcStride + c] for dwords, rows at most one
+// vector; strides in bytes. It writes whole vectors.
 //
 //go:noescape
 func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, cols int)
@@ -48,8 +49,9 @@ func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, 
 //go:noescape
 func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, cols int)
 
-// pairCopy writes to row r of dst the pairs of bfloat16 that width elements of rows 2r and 2r+1 of src make, and pairTranspose
-// to row c those of elements 2c and 2c+1 of at most 16 rows; strides in bytes. They write whole vectors.
+// pairCopy writes to row r of dst the pairs of bfloat16 that width elements of rows 2r and 2r+1 of
+// src make, and pairTranspose to row c those of elements 2c and 2c+1 of at most 16 rows; strides in
+// bytes. They write whole vectors.
 //
 //go:noescape
 func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)

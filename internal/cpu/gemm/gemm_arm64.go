@@ -6,11 +6,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// The float32 kernel for arm64. It has been tested under emulation only, and never timed on such a machine: its shape, eight
-// rows of two vectors with room for the operands in the 32 registers, follows from the register file alone.
+// The float32 kernel for arm64. It has been tested under emulation only, and never timed on such a
+// machine: its shape, eight rows of two vectors with room for the operands in the 32 registers,
+// follows from the register file alone.
 
-// neonTile is what gemmTileNEON works on: sums[i][j] = Σ rows[i][p·step]·b[p·stride + j] for p < k. Strides are in bytes. The
-// assembly knows the offsets of the fields.
+// neonTile is what gemmTileNEON works on: sums[i][j] = Σ rows[i][p·step]·b[p·stride + j] for p < k.
+// Strides are in bytes. The assembly knows the offsets of the fields.
 type neonTile struct {
 	sums    [8][8]float32
 	rows    [8]*float32
@@ -22,7 +23,8 @@ type neonTile struct {
 //go:noescape
 func gemmTileNEON(t *neonTile)
 
-// tileNEON is the tile kernel. What lies outside the tile is computed too, from memory that is there, and left out.
+// tileNEON is the tile kernel. What lies outside the tile is computed too, from memory that is
+// there, and left out.
 func tileNEON(t *tile[float32]) {
 	var n neonTile
 	for i := range n.rows {
@@ -49,7 +51,8 @@ func tileNEON(t *tile[float32]) {
 	}
 }
 
-// gemmLastColumns runs the kernel on a copy of B. The tile is copied too, or else that of B would be on the heap.
+// gemmLastColumns runs the kernel on a copy of B. The tile is copied too, or else that of B would
+// be on the heap.
 func gemmLastColumns(n *neonTile, t *tile[float32]) {
 	var b [gemmKC][8]float32
 	for p := range t.k {

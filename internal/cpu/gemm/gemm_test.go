@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// product is one call of Mul with its memory: matrices of odd strides, and a C that lies in a larger poisoned buffer.
+// product is one call of Mul with its memory: matrices of odd strides, and a C that lies in a
+// larger poisoned buffer.
 type product[T cpu.Float] struct {
 	operands[T]
 	before, buf []T
@@ -44,7 +45,8 @@ func newProduct[T cpu.Float](r *rand.Rand, transA, transB bool, m, n, k int, alp
 	return p
 }
 
-// randomMatrix returns rows×cols values, stored transposed if asked, in a slice that ends with the last of them.
+// randomMatrix returns rows×cols values, stored transposed if asked, in a slice that ends with the
+// last of them.
 func randomMatrix[T cpu.Float](r *rand.Rand, rows, cols int, trans bool) ([]T, int) {
 	if trans {
 		rows, cols = cols, rows
@@ -57,8 +59,8 @@ func randomMatrix[T cpu.Float](r *rand.Rand, rows, cols int, trans bool) ([]T, i
 	return x, ld
 }
 
-// check compares C with sums in float64, element by element against the bound of a sum of k rounded products, and
-// everything around C with the canaries.
+// check compares C with sums in float64, element by element against the bound of a sum of k rounded
+// products, and everything around C with the canaries.
 func (p *product[T]) check(t *testing.T, eps float64) {
 	t.Helper()
 	a, b := contiguous(p.a, p.lda, p.m, p.k, p.transA), contiguous(p.b, p.ldb, p.n, p.k, !p.transB)
@@ -91,7 +93,8 @@ func (p *product[T]) check(t *testing.T, eps float64) {
 	}
 }
 
-// contiguous returns rows×cols values in float64, row by row, of a matrix that is stored transposed or not.
+// contiguous returns rows×cols values in float64, row by row, of a matrix that is stored transposed
+// or not.
 func contiguous[T cpu.Float](x []T, ld, rows, cols int, trans bool) []float64 {
 	rowStride, colStride := ld, 1
 	if trans {
@@ -110,7 +113,8 @@ func (p *product[T]) run(f func(bool, bool, int, int, int, T, []T, int, []T, int
 	f(p.transA, p.transB, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb, p.beta, p.c, p.ldc)
 }
 
-// transpositions returns which of the four forms of A and B case i is tested in: all, or under -short one in turn.
+// transpositions returns which of the four forms of A and B case i is tested in: all, or under
+// -short one in turn.
 func transpositions(i int) []int {
 	if testing.Short() {
 		return []int{i % 4}
@@ -157,8 +161,8 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 	}
 }
 
-// TestGemmAdds wants a product that adds D to have the bits of the product and an addition after it, with one step along k and
-// with several, on few rows and on many.
+// TestGemmAdds wants a product that adds D to have the bits of the product and an addition after
+// it, with one step along k and with several, on few rows and on many.
 func TestGemmAdds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -205,7 +209,8 @@ func TestGemmCores(t *testing.T) {
 }
 
 func TestGemmPartsOfPackedB(t *testing.T) {
-	// Larger than what is packed at a time, so that C is built up from several parts in both directions.
+	// Larger than what is packed at a time, so that C is built up from several parts in both
+	// directions.
 	r := cputest.Rand(t)
 	for _, s := range [][3]int{{15, 1100, 1300}, {18, 20, 60000}, {17, 2000, 700}} {
 		p := newProduct[float32](r, false, s[0] == 18, s[0], s[1], s[2], 1, 0)
@@ -255,8 +260,8 @@ func TestFMAPeak(t *testing.T) {
 	})
 }
 
-// TestGemmFetches wants every tile of a block to have fetched what the next one reads of A that it has not read itself: with A
-// as it lies all of it, and with Aᵀ the last column.
+// TestGemmFetches wants every tile of a block to have fetched what the next one reads of A that it
+// has not read itself: with A as it lies all of it, and with Aᵀ the last column.
 func TestGemmFetches(t *testing.T) {
 	const line = 64
 	r := cputest.Rand(t)

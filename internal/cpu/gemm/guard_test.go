@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// guarded returns n elements that end where an inaccessible page begins: reading or writing past them crashes.
+// guarded returns n elements that end where an inaccessible page begins: reading or writing past
+// them crashes.
 func guarded[T cpu.Float](t *testing.T, n int) []T {
 	page := syscall.Getpagesize()
 	var z T
@@ -32,7 +33,8 @@ func guarded[T cpu.Float](t *testing.T, n int) []T {
 	return unsafe.Slice((*T)(unsafe.Pointer(&mem[pages*page-bytes])), n)
 }
 
-// TestGemmStaysInBounds places A, B and C at the end of mapped memory: vectors that reach past an edge must be masked.
+// TestGemmStaysInBounds places A, B and C at the end of mapped memory: vectors that reach past an
+// edge must be masked.
 func TestGemmStaysInBounds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		t.Run("float32", testBounds[float32])

@@ -7,12 +7,14 @@ func Linear[T cpu.Float](y, x, w []T, rows, in, out int) {
 	Mul(false, true, rows, out, in, 1, x, in, w, in, 0, y, out)
 }
 
-// LinearAdd computes y = x·wᵀ + d, in one pass over y. It gives the bits that Linear and an addition give.
+// LinearAdd computes y = x·wᵀ + d, in one pass over y. It gives the bits that Linear and an
+// addition give.
 func LinearAdd[T cpu.Float](y, d, x, w []T, rows, in, out int) {
 	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, d})
 }
 
-// LinearBackward computes dx = g·w and dw = gᵀ·x, the gradients of Linear for the output gradient g.
+// LinearBackward computes dx = g·w and dw = gᵀ·x, the gradients of Linear for the output gradient
+// g.
 func LinearBackward[T cpu.Float](dx, dw, g, x, w []T, rows, in, out int) {
 	Mul(false, false, rows, in, out, 1, g, out, w, in, 0, dx, in)
 	Mul(true, false, out, in, rows, 1, g, out, x, in, 0, dw, in)

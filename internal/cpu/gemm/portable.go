@@ -2,16 +2,17 @@ package gemm
 
 import "github.com/kasmina-go/kasmina/internal/cpu"
 
-// portableKernels are the kernels in plain Go, for other platforms, older CPUs and as the twin that the assembly is
-// tested against.
+// portableKernels are the kernels in plain Go, for other platforms, older CPUs and as the twin that
+// the assembly is tested against.
 func portableKernels[T cpu.Float]() kernels[T] {
 	const size = 4
 	return kernels[T]{mr: size, nr: size, lanes: size, tile: func(t *tile[T]) { t.sweep(size, tilePortable[T]) },
 		copy: copyPanel[T], transpose: transposePanel[T]}
 }
 
-// tilePortable computes C = alpha·A·B + beta·C + D for a tile of at most 4×4. The whole tile is kept in sixteen variables, so
-// that the compiler can hold them in registers; at the edges the sums outside the tile are of zeros.
+// tilePortable computes C = alpha·A·B + beta·C + D for a tile of at most 4×4. The whole tile is
+// kept in sixteen variables, so that the compiler can hold them in registers; at the edges the sums
+// outside the tile are of zeros.
 func tilePortable[T cpu.Float](t *tile[T]) {
 	var acc [4][4]T
 	if t.m == 4 && t.n == 4 {

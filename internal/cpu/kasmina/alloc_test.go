@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// Under the race detector sync.Pool drops what it is given at random, so this test is not built there.
+// Under the race detector sync.Pool drops what it is given at random, so this test is not built
+// there.
 
 // A pass allocates nothing once it has run.
 func TestAllocations(t *testing.T) {

@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Backward computes the gradients of Forward, given g, that of y, and the figures of g. A row of g is first scaled, for
-// each seed, by min(1, limit/(‖g‖ + ε)) when there are limits. Then
+// Backward computes the gradients of Forward, given g, that of y, and the figures of g. A row of g
+// is first scaled, for each seed, by min(1, limit/(‖g‖ + ε)) when there are limits. Then
 //
 //	dx = g                                  for seeds that do not blend
 //	dx = (1 − α)·g + (∂t/∂x)ᵀ·αg            for those that do, 0 where the strict mode's clamp bites
@@ -70,8 +70,8 @@ func (k *Layer[T]) backwardRows(t *tile[T], dx, g []T) {
 	}
 }
 
-// backwardSeed replaces one seed's gradient of the output in a tile of dx by that of x, a row at a time or by its kind's own
-// way, and adds the gradients of its parameters.
+// backwardSeed replaces one seed's gradient of the output in a tile of dx by that of x, a row at a
+// time or by its kind's own way, and adds the gradients of its parameters.
 func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []float64) {
 	c := k.Chunk
 	var gradients []T
@@ -97,8 +97,8 @@ func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []
 	}
 }
 
-// watchGradient takes one row of a tile, whose first seed is s0, into the tile's figures, and scales the chunks whose norm
-// exceeds their limit.
+// watchGradient takes one row of a tile, whose first seed is s0, into the tile's figures, and
+// scales the chunks whose norm exceeds their limit.
 func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 	if !k.measured && k.Limit == nil && vec.Finite(gr) {
 		return
@@ -138,8 +138,8 @@ func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 	}
 }
 
-// blendBackward replaces the gradient g of one chunk row of an active seed by that of its input x, adds the gradient of p
-// to dp and returns that of the scale. scratch holds 3·Chunk elements.
+// blendBackward replaces the gradient g of one chunk row of an active seed by that of its input x,
+// adds the gradient of p to dp and returns that of the scale. scratch holds 3·Chunk elements.
 func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da float64) {
 	c := len(x)
 	in, dt, gt := x, scratch[:c], scratch[c:2*c]
@@ -186,7 +186,8 @@ func (k *Layer[T]) prepareLearning() {
 	k.dp, k.da = grow(k.dp, blocks*k.learned), grow(k.da, blocks*len(k.learning))
 }
 
-// reduceLearning adds up the gradients of the parameters: over blocks of rows, then over the seeds of a slot in their order.
+// reduceLearning adds up the gradients of the parameters: over blocks of rows, then over the seeds
+// of a slot in their order.
 func (k *Layer[T]) reduceLearning(dweights, dscales []T) {
 	n := len(k.learning)
 	cpu.Spread(n, cpu.Grain(8*k.blocks()*k.learned/max(n, 1)), kasminaLearned[T]{k})
@@ -250,7 +251,8 @@ func (p *kasminaSlots[T]) Span(lo, hi int) {
 	}
 }
 
-// sortBySlot orders the learning seeds by slot, those of a slot in their own order: slot s has order[heads[s]:heads[s+1]].
+// sortBySlot orders the learning seeds by slot, those of a slot in their own order: slot s has
+// order[heads[s]:heads[s+1]].
 func (k *Layer[T]) sortBySlot() {
 	k.heads, k.order = grow(k.heads, k.Slots+2), grow(k.order, len(k.learning))
 	clear(k.heads)

@@ -7,10 +7,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
 )
 
-// In float32, and with figures reduced exactly, a tile is computed strip by strip: the blueprints that go by the element have
-// one rule for whole vectors of columns, whatever seeds these belong to, and figures are formed a column at a time and folded
-// into those of the seeds at the end of the tile. What does not go by the element (kinds that mix, registered kinds, the
-// strict mode) is computed a row and a seed at a time over what the strips have left there, which is x or g.
+// In float32, and with figures reduced exactly, a tile is computed strip by strip: the blueprints
+// that go by the element have one rule for whole vectors of columns, whatever seeds these belong
+// to, and figures are formed a column at a time and folded into those of the seeds at the end of
+// the tile. What does not go by the element (kinds that mix, registered kinds, the strict mode) is
+// computed a row and a seed at a time over what the strips have left there, which is x or g.
 
 // ruleBuilding builds the rules of the strips of groups of seeds.
 type ruleBuilding struct {
@@ -49,8 +50,9 @@ func (a *ruleBuilding) Span(lo, hi int) {
 	}
 }
 
-// setRule makes n columns of r, from the given one on, follow the rule of features j to j+n−1 of the chunk of s, which has c. With
-// w, p and a as in package blueprints and β = α where the seed blends, x and its coefficient of each kind are
+// setRule makes n columns of r, from the given one on, follow the rule of features j to j+n−1 of
+// the chunk of s, which has c. With w, p and a as in package blueprints and β = α where the seed
+// blends, x and its coefficient of each kind are
 //
 //	Residual       x + βa·w
 //	AttentionGate  (1 − β + βa·p)·x
@@ -152,7 +154,8 @@ func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
 		largest = max(largest, t.largest)
 	}
 	strip.Fence()
-	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or not finite.
+	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or
+	// not finite.
 	limit := float32(math.MaxFloat32)
 	if k.Stability == StabilityAdaptive {
 		limit = adaptiveLimit
@@ -188,7 +191,8 @@ func exceeds(x []float32, limit float32) bool {
 	return false
 }
 
-// backwardStrips computes the strips of a tile of the backward pass, and adds the gradients of the parameters to dp and da.
+// backwardStrips computes the strips of a tile of the backward pass, and adds the gradients of the
+// parameters to dp and da.
 func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32, da []float64) {
 	measured, normed := t.measured(k), 0
 	folds := measured || strip.Fuses()
@@ -264,8 +268,8 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 	}
 }
 
-// foldSums adds the gradients of the seeds' p and scales that follow from the sums of a strip. With β = α where the seed
-// blends, else 1, and Σ over rows,
+// foldSums adds the gradients of the seeds' p and scales that follow from the sums of a strip. With
+// β = α where the seed blends, else 1, and Σ over rows,
 //
 //	Residual                     dp = βa·Σ g,           da = β·Σ w·Σ g
 //	AttentionGate, MLPExpansion  dp = βa·Σ g·x,         da = β·Σ p·Σ g·x
@@ -318,7 +322,8 @@ func sum64(v []float32) (sum float64) {
 	return sum
 }
 
-// ceil32 returns the smallest float32 that is no less than v: x < v and x < ceil32(v) are the same for float32 x.
+// ceil32 returns the smallest float32 that is no less than v: x < v and x < ceil32(v) are the same
+// for float32 x.
 func ceil32(v float64) float32 {
 	c := float32(v)
 	if float64(c) < v {

@@ -35,7 +35,8 @@ func (p *layerRun[T]) run() {
 	p.gradient = slices.Clone(p.Figures)
 }
 
-// newLayerRun returns a layer whose inputs have the given mean and deviation, and its like in float64.
+// newLayerRun returns a layer whose inputs have the given mean and deviation, and its like in
+// float64.
 func newLayerRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int, mean, deviation float64) (*layerRun[float32], *layerRun[float64]) {
 	const slots = 5
 	a := &layerRun[float32]{Layer: mixedLayer[float32](t, rows, seeds, chunk, slots)}
@@ -85,8 +86,9 @@ func sameFigures(t *testing.T, what string, seed int, got, want *figures.Chunk, 
 	}
 }
 
-// TestStrips compares the strips of every instruction set with the seeds' own arithmetic, row by row in float64, for
-// chunks that are smaller, larger and no multiples of vectors and strips, and all kinds in all situations.
+// TestStrips compares the strips of every instruction set with the seeds' own arithmetic, row by
+// row in float64, for chunks that are smaller, larger and no multiples of vectors and strips, and
+// all kinds in all situations.
 func TestStrips(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -124,7 +126,8 @@ func TestStrips(t *testing.T) {
 	})
 }
 
-// NaN and infinities are counted for their own seeds, touch nobody else's results, and leave the figures of what is finite.
+// NaN and infinities are counted for their own seeds, touch nobody else's results, and leave the
+// figures of what is finite.
 func TestStripsNonFinite(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)

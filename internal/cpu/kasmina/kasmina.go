@@ -18,8 +18,8 @@ import (
 // Stability says what a Kasmina layer does about extreme inputs.
 type Stability uint8
 
-// The stability modes. Strict zeroes what is smaller than ε and clamps to each seed's limits. Adaptive evaluates a chunk
-// row whose largest magnitude passes 10⁶ scaled down by a power of two.
+// The stability modes. Strict zeroes what is smaller than ε and clamps to each seed's limits.
+// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of two.
 const (
 	StabilityFast Stability = iota
 	StabilityStrict
@@ -49,8 +49,8 @@ type Seed[T cpu.Float] struct {
 	at          int // where its gradients begin among theirs
 }
 
-// Layer computes one layer: x is Rows × Seeds·Chunk, weights Slots × Width, scales Slots. Its buffers are reused from
-// pass to pass.
+// Layer computes one layer: x is Rows × Seeds·Chunk, weights Slots × Width, scales Slots. Its
+// buffers are reused from pass to pass.
 type Layer[T cpu.Float] struct {
 	Rows, Seeds, Chunk, Slots, Width int
 
@@ -61,7 +61,8 @@ type Layer[T cpu.Float] struct {
 	Reduce    figures.Reduction
 	Limit     []float64 // backward: of each seed, the largest norm of a row's gradient; nil for none
 
-	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad and Clipped are set.
+	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad and
+	// Clipped are set.
 	Figures []figures.Chunk
 
 	partial  []figures.Chunk // of each block of rows and seed
@@ -79,7 +80,8 @@ type Layer[T cpu.Float] struct {
 	memory   sync.Pool // of *tile[T]
 }
 
-// RulePanic is the Value of the [Panic] that Forward and Backward panic with when the rule of a seed does.
+// RulePanic is the Value of the [Panic] that Forward and Backward panic with when the rule of a
+// seed does.
 type RulePanic struct {
 	Seed  int
 	Value any
@@ -88,7 +90,8 @@ type RulePanic struct {
 // noSeed stands for the seed while no rule runs.
 const noSeed = -1
 
-// attribute is deferred by what runs rules, and seed says whose. It names the seed in a panic that passes.
+// attribute is deferred by what runs rules, and seed says whose. It names the seed in a panic that
+// passes.
 func attribute(seed *int) {
 	r := recover()
 	if r == nil {
@@ -101,8 +104,8 @@ func attribute(seed *int) {
 	panic(r)
 }
 
-// Activate adds a seed to Active, which are in the order of their seeds. It returns an error for a slot that does not exist,
-// and for a kind that is unknown or needs more than Width weights.
+// Activate adds a seed to Active, which are in the order of their seeds. It returns an error for a
+// slot that does not exist, and for a kind that is unknown or needs more than Width weights.
 func (k *Layer[T]) Activate(s Seed[T]) error {
 	b, err := blueprints.Lookup(s.Kind)
 	if err != nil {
@@ -318,8 +321,9 @@ func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 	}
 }
 
-// shrink returns the power of two, at most 1, that takes the largest magnitude of x to adaptiveLimit or below. It is 1 for
-// transforms that cannot be scaled, and for a row that holds Inf or NaN, which no scale brings back.
+// shrink returns the power of two, at most 1, that takes the largest magnitude of x to
+// adaptiveLimit or below. It is 1 for transforms that cannot be scaled, and for a row that holds
+// Inf or NaN, which no scale brings back.
 func (k *Layer[T]) shrink(x []T, s *Seed[T]) T {
 	var top float64
 	for _, v := range x {

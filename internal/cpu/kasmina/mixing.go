@@ -7,12 +7,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at once: with X [n, C] the
-// rows, V [m, C] and U [C, m] the matrices and f the identity or silu,
+// The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at
+// once: with X [n, C] the rows, V [m, C] and U [C, m] the matrices and f the identity or silu,
 //
 //	Z = X·Vᵀ,  H = a·f(Z),  Y = X + α·H·Uᵀ
 
-// mixingScratch is how many elements of memory n rows take: the backward pass two arrays of n·c and four of n·m.
+// mixingScratch is how many elements of memory n rows take: the backward pass two arrays of n·c and
+// four of n·m.
 func mixingScratch(n, c, size int) int { return 2*n*c + 4*n*(size/(2*c)) }
 
 // take cuts n elements off scratch memory.
@@ -78,8 +79,9 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 	}
 }
 
-// mixBackward replaces in rows r0 to r1 of dx the gradient g of a seed's output by that of its input x. With dp it adds the
-// gradient of the weights to it and returns that of the scale. With G = α·g, or g where the seed does not blend,
+// mixBackward replaces in rows r0 to r1 of dx the gradient g of a seed's output by that of its
+// input x. With dp it adds the gradient of the weights to it and returns that of the scale. With G
+// = α·g, or g where the seed does not blend,
 //
 //	Q = G·U,  dZ = a·Q ⊙ f'(Z),  dx = g + dZ·V,  dV = dZᵀ·X,  dU = Gᵀ·H,  da = Σ Q ⊙ f(Z)
 func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []T) (da float64) {
@@ -123,7 +125,8 @@ func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []
 	return da
 }
 
-// hidden computes h = a·f(z) and dz = a·q ⊙ f'(z), and returns Σ q ⊙ f(z). It replaces z by what is summed.
+// hidden computes h = a·f(z) and dz = a·q ⊙ f'(z), and returns Σ q ⊙ f(z). It replaces z by what is
+// summed.
 func (s *Seed[T]) hidden(h, dz, q, z []T) (da float64) {
 	if s.Kind == blueprints.ChunkMLP {
 		for i := range dz {

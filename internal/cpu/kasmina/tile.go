@@ -10,11 +10,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of cores. Sums are formed
-// within a tile, in the element type where they are gradients, and then over the tiles of a seed in order.
+// The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of
+// cores. Sums are formed within a tile, in the element type where they are gradients, and then over
+// the tiles of a seed in order.
 //
-// A tile has several strips, and the same rows of each, a band, are computed before the next ones: much of a page of memory
-// is read at a time then, and what belongs to the columns of a strip stays in the first cache while its part of a band passes.
+// A tile has several strips, and the same rows of each, a band, are computed before the next ones:
+// much of a page of memory is read at a time then, and what belongs to the columns of a strip stays
+// in the first cache while its part of a band passes.
 const (
 	tileStrips   = 4
 	bandRows     = 32
@@ -111,7 +113,8 @@ func (k *Layer[T]) active(s0, s1 int) []Seed[T] {
 	return k.Active[from : from+n]
 }
 
-// strip returns what the i-th strip has below the first top rows of the tile: strip.PassRows rows, or the last ones.
+// strip returns what the i-th strip has below the first top rows of the tile: strip.PassRows rows,
+// or the last ones.
 func (t *tile[T]) strip(k *Layer[T], i, top int) strip.View {
 	j := i * t.width
 	return strip.View{
@@ -120,7 +123,8 @@ func (t *tile[T]) strip(k *Layer[T], i, top int) strip.View {
 	}
 }
 
-// passes calls f for what the strips have in strip.PassRows rows each, in the order in which it is to be computed: in strip i, s.
+// passes calls f for what the strips have in strip.PassRows rows each, in the order in which it is
+// to be computed: in strip i, s.
 func (t *tile[T]) passes(k *Layer[T], f func(i int, s strip.View)) {
 	rows := t.r1 - t.r0
 	for band := 0; band < rows; band += bandRows {
@@ -142,7 +146,8 @@ func (t *tile[T]) measured(k *Layer[T]) bool {
 	return false
 }
 
-// parts calls f for every seed with columns in s: n features from the given one on, in n columns of s from the given one on.
+// parts calls f for every seed with columns in s: n features from the given one on, in n columns of
+// s from the given one on.
 func (t *tile[T]) parts(k *Layer[T], s strip.View, f func(seed, column, feature, n int)) {
 	c := k.Chunk
 	for j := 0; j < s.Columns; {
@@ -259,7 +264,8 @@ func (t *tile[T]) startNorms(k *Layer[T], g []T) {
 	}
 }
 
-// foldNorms adds the norms of the rows of g to the figures of the seeds. Those of the first rows are summed up already.
+// foldNorms adds the norms of the rows of g to the figures of the seeds. Those of the first rows
+// are summed up already.
 func (t *tile[T]) foldNorms(k *Layer[T], g []T, rows int) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		f := &t.figures[seed-t.s0]
@@ -283,7 +289,8 @@ func (t *tile[T]) foldNorms(k *Layer[T], g []T, rows int) {
 	}
 }
 
-// ahead returns what to fetch while s is computed: what tile.passes has after it, or if that is in another tile s once more.
+// ahead returns what to fetch while s is computed: what tile.passes has after it, or if that is in
+// another tile s once more.
 func ahead(t *tile[float32], s strip.View) strip.Fetch {
 	const columns = strip.PassRows * 16 // in strip.PassRows lines
 	at, done, rows := s.At, s.Done+strip.PassRows, t.r1-t.r0

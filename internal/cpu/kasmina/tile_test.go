@@ -7,7 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
 )
 
-// Every element belongs to one tile, tiles lie at multiples of their size, and none is larger than intended.
+// Every element belongs to one tile, tiles lie at multiples of their size, and none is larger than
+// intended.
 func TestTiles(t *testing.T) {
 	for _, k := range []*Layer[float32]{
 		{Rows: 1, Seeds: 1, Chunk: 1}, {Rows: 1000, Seeds: 1, Chunk: 3}, {Rows: 70, Seeds: 3000, Chunk: 2}, {Rows: 300, Seeds: 2, Chunk: 5000},

@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// RMSNorm computes y[r] = x[r]·rstd[r] ⊙ w with rstd[r] = 1/sqrt(mean(x[r]²) + eps) for each row r of x, which is
-// len(rstd)×len(w).
+// RMSNorm computes y[r] = x[r]·rstd[r] ⊙ w with rstd[r] = 1/sqrt(mean(x[r]²) + eps) for each row r
+// of x, which is len(rstd)×len(w).
 func RMSNorm[T cpu.Float](y, rstd, x, w []T, eps float64) {
 	cpu.Spread(len(rstd), cpu.Grain(4*len(w)), rmsNorm[T]{y, rstd, x, w, eps})
 }
@@ -30,7 +30,8 @@ func (s *rmsNorm[T]) Span(lo, hi int) {
 	}
 }
 
-// RMSNormBackward computes the gradients of RMSNorm for the output gradient g: with n = x[r]·rstd[r],
+// RMSNormBackward computes the gradients of RMSNorm for the output gradient g: with n =
+// x[r]·rstd[r],
 //
 //	dx[r] = rstd[r]·(g ⊙ w − n·mean(g ⊙ w ⊙ n)),  dw = Σ_r g[r] ⊙ n.
 func RMSNormBackward[T cpu.Float](dx, dw, g, x, w, rstd []T) {

@@ -8,7 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// TestRMSNormBackward wants the gradients of the formula, also where several spans of rows add to that of w.
+// TestRMSNormBackward wants the gradients of the formula, also where several spans of rows add to
+// that of w.
 func TestRMSNormBackward(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testRMSNormBackward[float32](t, 2e-6) })
 	t.Run("float64", func(t *testing.T) { testRMSNormBackward[float64](t, 1e-13) })

@@ -19,8 +19,8 @@ type AdamWStep struct {
 //	m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //	p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
 //
-// all in one pass. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order of operations is
-// PyTorch's.)
+// all in one pass. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order
+// of operations is PyTorch's.)
 func AdamW[T cpu.Float](p, g, m, v []T, s AdamWStep) {
 	t := float64(s.Step)
 	keep := T(1 - s.LR*s.Decay)

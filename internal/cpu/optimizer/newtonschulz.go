@@ -8,14 +8,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// The quintic's coefficients, chosen by Keller Jordan ("Muon: An optimizer for hidden layers in neural networks", 2024)
-// for the steepest slope at zero: five steps take singular values from [1e-3, 1] to about [0.7, 1.2], not to exactly 1.
+// The quintic's coefficients, chosen by Keller Jordan ("Muon: An optimizer for hidden layers in
+// neural networks", 2024) for the steepest slope at zero: five steps take singular values from
+// [1e-3, 1] to about [0.7, 1.2], not to exactly 1.
 const (
 	nsA, nsB, nsC = 3.4445, -4.7750, 2.0315
 	nsEps         = 1e-7 // keeps a zero matrix zero
 )
 
-// NewtonSchulz writes the approximate orthogonal factor U·Vᵀ of x = U·Σ·Vᵀ, a rows×cols matrix, to y:
+// NewtonSchulz writes the approximate orthogonal factor U·Vᵀ of x = U·Σ·Vᵀ, a rows×cols matrix, to
+// y:
 //
 //	X = x / (‖x‖ + 1e-7);   steps times:  A = X·Xᵀ,  X ← a·X + (b·A + c·A²)·X
 //
@@ -35,10 +37,11 @@ func NewtonSchulz[T cpu.Float](y, x []T, rows, cols, steps int) {
 	n.store(y, cur)
 }
 
-// NewtonSchulzBackward writes the gradient of x to dx for the gradient g of NewtonSchulz's output. It computes the steps
-// again and keeps their X, which takes steps+1 times the memory of x.
+// NewtonSchulzBackward writes the gradient of x to dx for the gradient g of NewtonSchulz's output.
+// It computes the steps again and keeps their X, which takes steps+1 times the memory of x.
 //
-// Backwards through a step, with B = b·A + c·A² and dY the gradient of its output (A and B are symmetric):
+// Backwards through a step, with B = b·A + c·A² and dY the gradient of its output (A and B are
+// symmetric):
 //
 //	dB = dY·Xᵀ,  dA = b·dB + c·(dB·A + A·dB),  dX = a·dY + B·dY + (dA + dAᵀ)·X
 //
@@ -56,7 +59,8 @@ func NewtonSchulzBackward[T cpu.Float](dx, x, g []T, rows, cols, steps int) {
 	for i := range steps {
 		n.step(chain[i+1], chain[i])
 	}
-	// The last X is the output, which the gradient does not need: its memory takes the running gradient.
+	// The last X is the output, which the gradient does not need: its memory takes the running
+	// gradient.
 	dy, d := chain[steps], make([]T, len(x))
 	n.load(dy, g)
 	for i := steps - 1; i >= 0; i-- {

@@ -7,7 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// nsReference is the iteration in float64 as the formula has it, with plain loops and without transposing.
+// nsReference is the iteration in float64 as the formula has it, with plain loops and without
+// transposing.
 func nsReference(x []float64, rows, cols, steps int) []float64 {
 	mul := func(a, b []float64, m, k, n int) []float64 {
 		c := make([]float64, m*n)

@@ -1,7 +1,7 @@
 // Package vec has the loops over one row or one block that the kernels are made of. They run on the
 // calling goroutine, float32 in vectors where the CPU has them and anything else in plain Go. An
-// element's result does not depend on its place in the slice, and a sum's order depends on its length
-// alone.
+// element's result does not depend on its place in the slice, and a sum's order depends on its
+// length alone.
 package vec
 
 import (
@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// ExpSub sets dst = exp(src − shift) element by element, float32 to within 2 units in the last place, and returns the sum of
-// dst. dst may be src.
+// ExpSub sets dst = exp(src − shift) element by element, float32 to within 2 units in the last
+// place, and returns the sum of dst. dst may be src.
 func ExpSub[T cpu.Float](dst, src []T, shift T) (sum T) {
 	dst = dst[:len(src)]
 	if k := vectorized[T](); k != nil {
@@ -25,7 +25,8 @@ func ExpSub[T cpu.Float](dst, src []T, shift T) (sum T) {
 	return sum
 }
 
-// Max returns the largest element of x, and −Inf if x is empty. If x holds a NaN, the result is any element.
+// Max returns the largest element of x, and −Inf if x is empty. If x holds a NaN, the result is any
+// element.
 func Max[T cpu.Float](x []T) T {
 	if k := vectorized[T](); k != nil {
 		return T(k.maximum(p32(x), len(x)))

@@ -76,7 +76,8 @@ func TestExpSubAndMax(t *testing.T) {
 					t.Fatalf("exp(%v − %v) = %v, want %v", v, m, dst[i], e)
 				}
 			}
-			// Each term is right to 2 units in the last place, 4 of 2⁻²⁴ at most, and each addition rounds by one of them.
+			// Each term is right to 2 units in the last place, 4 of 2⁻²⁴ at most, and each addition rounds
+			// by one of them.
 			if !(math.Abs(float64(sum)-ref) <= 0x1p-24*float64(n+5)*ref) {
 				t.Fatalf("%d elements sum to %v, want %v", n, sum, ref)
 			}
@@ -121,7 +122,8 @@ func TestSiLUMulKernels(t *testing.T) {
 				if d := math.Abs(float64(db[i]) - dy*x*s); !(d <= 5e-7*math.Abs(dy*x*s)+lost) {
 					t.Fatalf("db = %v, want %v for a = %v", db[i], dy*x*s, x)
 				}
-				// The bracket passes through zero near a = −1.28, so it is the larger term that bounds the error.
+				// The bracket passes through zero near a = −1.28, so it is the larger term that bounds the
+				// error.
 				bound := 1e-6*math.Abs(dy*y*s)*(1+math.Abs(x*(1-s))) + lost
 				if want := dy * y * s * (1 + x*(1-s)); !(math.Abs(float64(da[i])-want) <= bound) {
 					t.Fatalf("da = %v, want %v for a = %v", da[i], want, x)
@@ -131,7 +133,8 @@ func TestSiLUMulKernels(t *testing.T) {
 	})
 }
 
-// TestVectorsDependOnNoPlace checks that an element's result is the same in a whole vector and in a partial one.
+// TestVectorsDependOnNoPlace checks that an element's result is the same in a whole vector and in a
+// partial one.
 func TestVectorsDependOnNoPlace(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)

@@ -107,8 +107,8 @@ func (c *Checksums) All(crc []uint32) []Fault {
 	return slices.Concat(spans...)
 }
 
-// Locate says which bit of a row has flipped, if a single one has: CRC-32 is linear, and gives every
-// bit of a message as short as this a syndrome of its own.
+// Locate says which bit of a row has flipped, if a single one has: CRC-32 is linear, and gives
+// every bit of a message as short as this a syndrome of its own.
 func (c *Checksums) Locate(syndrome uint32) string {
 	for bit := range 32 {
 		if syndrome == 1<<bit {

@@ -232,7 +232,8 @@ func (c *Context) unlaunchable(f *gpu.Function, l gpu.LaunchConfig) string {
 	return ""
 }
 
-// EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor holds its address.
+// EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor
+// holds its address.
 func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	const call = "cuTensorMapEncodeTiled"
 	return asked(c, call, func() (m gpu.TensorMap, err error) {
@@ -254,8 +255,8 @@ func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	})
 }
 
-// Kernel does in Go what a kernel does on the GPU, for the whole grid at once. It takes its arguments from the launch in
-// the order of its parameters. It must not call the context.
+// Kernel does in Go what a kernel does on the GPU, for the whole grid at once. It takes its
+// arguments from the launch in the order of its parameters. It must not call the context.
 type Kernel func(*Launch)
 
 // Launch is one run of a kernel.

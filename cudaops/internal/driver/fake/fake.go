@@ -1,8 +1,9 @@
-// Package fake is a CUDA without a GPU, for testing what is built on the driver package. Device memory is host memory
-// behind addresses of its own, so that every access is checked against the allocations alive at that moment; new memory
-// is filled with 0xFF bytes (NaN, or −1). A kernel is a Go function registered under its name. Nothing runs before
-// something waits for it: a program that forgets to wait, or changes pinned memory too early, sees stale or wrong data
-// here as it would on a GPU. Time is a clock that each operation moves by a microsecond.
+// Package fake is a CUDA without a GPU, for testing what is built on the driver package. Device
+// memory is host memory behind addresses of its own, so that every access is checked against the
+// allocations alive at that moment; new memory is filled with 0xFF bytes (NaN, or −1). A kernel is
+// a Go function registered under its name. Nothing runs before something waits for it: a program
+// that forgets to wait, or changes pinned memory too early, sees stale or wrong data here as it
+// would on a GPU. Time is a clock that each operation moves by a microsecond.
 package fake
 
 import (
@@ -61,8 +62,8 @@ func New(c Config) *Driver {
 	return &Driver{config: c}
 }
 
-// Fail makes the nth call from now of a function of CUDA or cuBLASLt, named as in the manual, fail with a Status or a
-// BlasStatus. A sticky status loses the context.
+// Fail makes the nth call from now of a function of CUDA or cuBLASLt, named as in the manual, fail
+// with a Status or a BlasStatus. A sticky status loses the context.
 func (d *Driver) Fail(call string, nth int, code error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -95,7 +96,8 @@ func (d *Driver) Version() int { return 13000 }
 // Devices lists the configured GPUs.
 func (d *Driver) Devices() []gpu.DeviceInfo { return slices.Clone(d.config.Devices) }
 
-// Retain returns a new context. Unlike a GPU's primary context it shares nothing with others of the same GPU.
+// Retain returns a new context. Unlike a GPU's primary context it shares nothing with others of the
+// same GPU.
 func (d *Driver) Retain(ordinal int) (gpu.Context, error) {
 	if ordinal < 0 || ordinal >= len(d.config.Devices) {
 		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d of %d", ordinal,
@@ -137,7 +139,8 @@ type Op struct {
 	Args     []byte
 }
 
-// Trace lists the calls so far that enqueue work, in order. What a graph replays is not listed again.
+// Trace lists the calls so far that enqueue work, in order. What a graph replays is not listed
+// again.
 func (c *Context) Trace() []Op {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -99,7 +99,8 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	})
 }
 
-// counts counts the run in the workspace, from zero, where it sets the counter unless that has been done. It reports whether it began there.
+// counts counts the run in the workspace, from zero, where it sets the counter unless that has been
+// done. It reports whether it began there.
 func (p *plan) counts(l *Launch, a gpu.MatmulArgs) bool {
 	counter := Slice[uint32](l, a.Workspace, 1)
 	if !a.Zeroed {

@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// block is a piece of device memory. Addresses are never used twice, so that a stale one is always noticed, and blocks
-// lie apart, so that running over the end of one is.
+// block is a piece of device memory. Addresses are never used twice, so that a stale one is always
+// noticed, and blocks lie apart, so that running over the end of one is.
 type block struct {
 	base  gpu.Ptr
 	size  int
@@ -202,8 +202,8 @@ func (c *Context) fill(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) 
 	return c.locked(o.Call, func() error { return c.enqueue(o, work, at, do) })
 }
 
-// enqueue puts work on o.Bytes of memory at each address on a stream. The memory is checked now, as the driver does for
-// copies, and again when the work runs, since a graph may run it long after.
+// enqueue puts work on o.Bytes of memory at each address on a stream. The memory is checked now, as
+// the driver does for copies, and again when the work runs, since a graph may run it long after.
 func (c *Context) enqueue(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) error {
 	resolve := func(s gpu.Status) ([][]byte, error) {
 		m := make([][]byte, len(at))

@@ -226,7 +226,8 @@ func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
 	})
 }
 
-// onMark makes a call about the mark of an event that may be waited for; nil if it was never recorded.
+// onMark makes a call about the mark of an event that may be waited for; nil if it was never
+// recorded.
 func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 	return c.onEvent(call, e, func(ev *event) error {
 		if ev.mark != nil && ev.mark.captured {

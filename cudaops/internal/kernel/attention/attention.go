@@ -21,19 +21,20 @@ func init() { kernel.Register(units) }
 //
 //	y = softmax(Scale·q·kᵀ)·v,  lse = log Σ exp(Scale·q·kᵀ)
 //
-// for every sequence and query head on its own; query head h reads key-value head h/(Heads/KVHeads). q, y and their
-// gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs [Batch·Seq, KVHeads·HeadDim]; lse is [Batch, Heads, Seq] of
-// float32.
+// for every sequence and query head on its own; query head h reads key-value head
+// h/(Heads/KVHeads). q, y and their gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs
+// [Batch·Seq, KVHeads·HeadDim]; lse is [Batch, Heads, Seq] of float32.
 type Geometry struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
 	Causal                              bool    // a position sees itself and those before it
 	Scale                               float64 // 0 means 1/sqrt(HeadDim)
 	Variant                             Variant
-	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they have not. The backward
-	// pass then gives the gradients of what they were before.
+	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they
+	// have not. The backward pass then gives the gradients of what they were before.
 	Cos, Sin gpu.Ptr
-	// Documents is the table that [AttentionDocuments] made of where documents begin that lie one behind the other in
-	// the sequences, null if there are none: a position then sees only those of its own document up to itself. It needs Causal.
+	// Documents is the table that [AttentionDocuments] made of where documents begin that lie one
+	// behind the other in the sequences, null if there are none: a position then sees only those of
+	// its own document up to itself. It needs Causal.
 	Documents gpu.Ptr
 }
 
@@ -73,9 +74,10 @@ func (p *attentionParams) set(to *gpu.Ptr, stride *int64, r kernel.Rows) {
 // DocumentsBytes is the size of the table of documents.
 func DocumentsBytes(batch, seq int) int { return 8 * batch * seq }
 
-// Launch makes the table of documents, of [DocumentsBytes], from starts, [batch, seq]: the position at which
-// the document of each token begins. Query i sees the keys from starts[i] to i. Starts must not decrease; one that does, or
-// lies behind its token, counts as the nearest that is possible.
+// Launch makes the table of documents, of [DocumentsBytes], from starts, [batch, seq]: the position
+// at which the document of each token begins. Query i sees the keys from starts[i] to i. Starts
+// must not decrease; one that does, or lies behind its token, counts as the nearest that is
+// possible.
 func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckSizes("AttentionDocuments", p.Batch, p.Seq); empty || err != nil {
 		return err
@@ -106,8 +108,8 @@ func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr,
 // attentionStatsTile is kStatsTile of attention.cuh.
 const attentionStatsTile = 128
 
-// StatsBytes is the size of the workspace that Backward needs: two statistics of every query and, where one
-// kernel forms all gradients, dq in float32 and a counter for every tile of it.
+// StatsBytes is the size of the workspace that Backward needs: two statistics of every query and,
+// where one kernel forms all gradients, dq in float32 and a counter for every tile of it.
 func StatsBytes(k *kernel.Set, a Geometry, t gpu.DType) int {
 	n := 8 * a.Batch * a.Heads * a.statsRows()
 	if t.Size() == 2 && a.HeadDim <= 128 && k.Info.Capability() == 90 {
@@ -121,8 +123,8 @@ func (a Geometry) statsRows() int {
 	return kernel.CeilDiv(a.Seq, attentionStatsTile) * attentionStatsTile
 }
 
-// AttendBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y and lse. stats is a
-// workspace of [StatsBytes], aligned to 256.
+// AttendBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y
+// and lse. stats is a workspace of [StatsBytes], aligned to 256.
 func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr,
 	g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
 	c, err := attention(k, "AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
@@ -207,7 +209,8 @@ type attentionCall struct {
 	params   *attentionParams
 }
 
-// attention checks the arguments and chooses the variant. It returns nil when there is nothing to do.
+// attention checks the arguments and chooses the variant. It returns nil when there is nothing to
+// do.
 func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries, keys []operand) (*attentionCall, error) {
 	suf, err := kernel.Suffix(op, t)
 	if err != nil {
@@ -318,7 +321,8 @@ func (c *attentionCall) launch(k *kernel.Set, s gpu.Stream, pass attentionPass) 
 	return c.run(k, s, "attention_mma", fmt.Sprintf("attention_mma%s_%d", name, dim), l, kernel.Args().Struct(c.params.bytes(), 8))
 }
 
-// run launches a kernel or, where there are documents, the one of the same family that takes their table last.
+// run launches a kernel or, where there are documents, the one of the same family that takes their
+// table last.
 func (c *attentionCall) run(k *kernel.Set, s gpu.Stream, unit, name string, l gpu.LaunchConfig, a *gpu.Args) error {
 	if c.Documents != 0 {
 		name += "_documents"
@@ -327,7 +331,8 @@ func (c *attentionCall) run(k *kernel.Set, s gpu.Stream, unit, name string, l gp
 	return k.Enqueue(s, unit, name+c.suffix, l, a)
 }
 
-// section is how many heads are worked on together. What their blocks read over and over should fit in L2 with room to spare.
+// section is how many heads are worked on together. What their blocks read over and over should fit
+// in L2 with room to spare.
 func (c *attentionCall) section(k *kernel.Set, heads, others int) int {
 	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
 	return min(max(k.Info.L2*5/8/each, 1), heads)
@@ -423,7 +428,8 @@ func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return StatsBytes(kernel.Sized(d), a.Geometry, a.Type)
 }
 
-// Variants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
+// Variants lists the variants that take the arguments, of which rows are all matrices, the fastest
+// first.
 func Variants(k *kernel.Set, a Geometry, t gpu.DType, rows ...kernel.Rows) []Variant {
 	variants := []Variant{Plain}
 	if !a.tensorCores(t, rows) {

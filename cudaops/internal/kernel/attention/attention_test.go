@@ -45,7 +45,8 @@ type matrix struct {
 	rows         int
 }
 
-// matrices returns parts of one buffer side by side, with a few columns of nobody's behind them, or each in its own.
+// matrices returns parts of one buffer side by side, with a few columns of nobody's behind them, or
+// each in its own.
 func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) []matrix {
 	rows := c.Batch * c.Seq
 	parts := make([]matrix, len(widths))
@@ -180,8 +181,9 @@ func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
 	cpuattention.Backward(dq, dk, dv, dy, q, k, v, y, lse, s)
 }
 
-// attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head dimensions of every
-// kernel, padded or not. Short, the plain kernels have one length and one head dimension for each type.
+// attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head
+// dimensions of every kernel, padded or not. Short, the plain kernels have one length and one head
+// dimension for each type.
 func attentionCases(short bool) []attentionCase {
 	var cases []attentionCase
 	add := func(v Variant, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
@@ -306,7 +308,8 @@ type attentionRun struct {
 	y, dq, dk, dv     *kerneltest.Buffer
 }
 
-// fillTiles writes numbers of which each million is alike: drawing them all would take longer than the tests.
+// fillTiles writes numbers of which each million is alike: drawing them all would take longer than
+// the tests.
 func fillTiles(g *kerneltest.Rig, b *kerneltest.Buffer) {
 	tile, _ := g.Normal(min(b.N, 1<<20), b.Dtype, 0)
 	for i := 0; i < b.N; i += tile.N {

@@ -34,7 +34,8 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 	return table.Ptr
 }
 
-// packedReference is attention and its gradients by their definitions, of queries i that see the keys from starts[i] to i.
+// packedReference is attention and its gradients by their definitions, of queries i that see the
+// keys from starts[i] to i.
 func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32, s cpuattention.Shape) {
 	queryWidth, keyWidth, dim := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
 	dot := func(a, b []float64) (sum float64) {
@@ -82,7 +83,8 @@ func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32, 
 	}
 }
 
-// cuts are ways to divide sequences into documents: they give where the document of token i begins if that of i-1 begins at last.
+// cuts are ways to divide sequences into documents: they give where the document of token i begins
+// if that of i-1 begins at last.
 func cuts(r *rand.Rand) map[string]func(i int, last int32) int32 {
 	window := int32(1 + r.IntN(150))
 	return map[string]func(i int, last int32) int32{

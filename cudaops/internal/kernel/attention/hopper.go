@@ -14,7 +14,8 @@ import (
 // hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
 type hopperShape struct{ workers, loop, turns, stages int }
 
-// hopperShapes are by the head dimension that they are made for, then by pass; the backward passes above 64 are fused.
+// hopperShapes are by the head dimension that they are made for, then by pass; the backward passes
+// above 64 are fused.
 var hopperShapes = map[int][]hopperShape{
 	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
 	96:  {{2, 128, 2, 3}},
@@ -54,8 +55,9 @@ func (h hopperShape) shared(pass attentionPass, dim int) int {
 	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
 }
 
-// sharedFused is the same for the fused backward pass: k and v, the stages with their statistics, two ds, dq, with documents the last
-// query of each key, and the barriers. At 64 there are three ds and two dq, and results have a place.
+// sharedFused is the same for the fused backward pass: k and v, the stages with their statistics,
+// two ds, dq, with documents the last query of each key, and the barriers. At 64 there are three ds
+// and two dq, and results have a place.
 func (h hopperShape) sharedFused(dim int, documents bool) int {
 	own := 64 * h.workers
 	if dim == 64 {
@@ -87,8 +89,9 @@ func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, pass attention
 	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim), l, a)
 }
 
-// evenSection is section where, under a causal mask, the multiprocessor that is busy longest has least to do: the number of heads, at
-// most section and at least half of it, for which the given hand-out ends first.
+// evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
+// least to do: the number of heads, at most section and at least half of it, for which the given
+// hand-out ends first.
 func (c *attentionCall) evenSection(k *kernel.Set, heads, tiles, others int, out handOut) int {
 	limit := c.section(k, heads, others)
 	if !c.Causal || out == onDemand && heads*tiles > k.Info.SMs*worksToEven {
@@ -119,7 +122,8 @@ type sectionKey struct {
 	handOut
 }
 
-// handOut is a way in which multiprocessors come by work, in the order of schedule in attention.cuh.
+// handOut is a way in which multiprocessors come by work, in the order of schedule in
+// attention.cuh.
 type handOut int
 
 const (
@@ -127,8 +131,8 @@ const (
 	onDemand                // whoever is done takes the next
 )
 
-// longest is how long the busiest multiprocessor works, when the first tile of a head takes as long as there are tiles and the last 1,
-// and the work around the loop, where that matters, a half.
+// longest is how long the busiest multiprocessor works, when the first tile of a head takes as long
+// as there are tiles and the last 1, and the work around the loop, where that matters, a half.
 func (o handOut) longest(heads, tiles, section, sms int) int {
 	busy := make([]int, sms) // in order on demand: the first is the first to be done
 	for first, work := 0, 0; first < heads; first += section {
@@ -167,8 +171,8 @@ func (c *attentionCall) hopperArgs(k *kernel.Set, inputs int) (*gpu.Args, error)
 		if err != nil {
 			return nil, err
 		}
-		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after attentionParams that
-		// is the next offset, although it is only a multiple of 16.
+		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after
+		// attentionParams that is the next offset, although it is only a multiple of 16.
 		a.Struct(m[:], 16)
 	}
 	return a, nil
@@ -182,8 +186,8 @@ func (c *attentionCall) addAngles(a *gpu.Args) {
 	a.Ptr(angles[0]).Ptr(angles[1])
 }
 
-// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one head, where 64 divides the
-// kernels' head dimension, or 32.
+// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one
+// head, where 64 divides the kernels' head dimension, or 32.
 func (c *attentionCall) tensorMap(k *kernel.Set, p gpu.Ptr, stride, heads int) (gpu.TensorMap, error) {
 	row := uint64(stride * c.dtype.Size())
 	columns, swizzle := uint32(64), gpu.Swizzle128
@@ -206,26 +210,30 @@ func (a Geometry) hopper() bool {
 	return a.Variant == Hopper || a.Variant == HopperFused
 }
 
-// Fused reports whether the variant, which must not be Auto, forms all three gradients in one kernel.
+// Fused reports whether the variant, which must not be Auto, forms all three gradients in one
+// kernel.
 func (a Geometry) Fused() bool {
 	return a.Variant == HopperFused || a.Variant == Hopper && a.HeadDim > 64
 }
 
-// fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in float32.
+// fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in
+// float32.
 func (a Geometry) fusedSums() (tiles, bytes int) {
 	dim := a.hopperDim()
 	tile := fusedShapes[dim].loop
 	return a.Batch * a.Heads * kernel.CeilDiv(a.Seq, tile), 4 * dim * tile
 }
 
-// fusedWorkspace is where the fused backward pass sums up dq, behind the statistics, and its counters, which begin at zero.
+// fusedWorkspace is where the fused backward pass sums up dq, behind the statistics, and its
+// counters, which begin at zero.
 func (a Geometry) fusedWorkspace(stats gpu.Ptr) (dq, counters gpu.Ptr, n int) {
 	sums, bytes := a.fusedSums()
 	dq = stats.Offset(8 * a.Batch * a.Heads * a.statsRows())
 	return dq, dq.Offset(sums * bytes), sums + 1
 }
 
-// launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how the workspace goes on.
+// launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how
+// the workspace goes on.
 func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
 	p, dim := c.params, c.hopperDim()
 	h := fusedShapes[dim]

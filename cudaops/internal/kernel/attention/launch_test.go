@@ -43,7 +43,8 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 	}
 }
 
-// Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more work than the others.
+// Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more
+// work than the others.
 func TestAttentionSections(t *testing.T) {
 	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
 		k, _, _ := kerneltest.FakeAttention(t, 90, 227<<10)
@@ -123,7 +124,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 	}
 }
 
-// The workspace of the fused backward pass ends in the counters that it begins with at zero: the statistics' kernel sets them.
+// The workspace of the fused backward pass ends in the counters that it begins with at zero: the
+// statistics' kernel sets them.
 func TestAttentionWorkspace(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64}, {129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
@@ -152,7 +154,8 @@ func TestAttentionWorkspace(t *testing.T) {
 	}
 }
 
-// The fused backward pass at head dimension 64 is one kernel after the statistics; the forward pass is the same as without.
+// The fused backward pass at head dimension 64 is one kernel after the statistics; the forward pass
+// is the same as without.
 func TestAttentionFused64(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64} {
@@ -191,7 +194,8 @@ func TestAttentionFused64(t *testing.T) {
 	}
 }
 
-// With documents every kernel that reads keys or queries is the one of the same name that knows of them, and takes their table last.
+// With documents every kernel that reads keys or queries is the one of the same name that knows of
+// them, and takes their table last.
 func TestAttentionDocumentsLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	table := p.Offset(4096)
@@ -256,7 +260,8 @@ func TestAttentionRefusals(t *testing.T) {
 	}
 }
 
-// TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's after those that cannot.
+// TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's
+// after those that cannot.
 func TestAttentionTurnsBack(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64, 72, 96, 128, 136} {
@@ -287,7 +292,8 @@ func TestAttentionTurnsBack(t *testing.T) {
 	}
 }
 
-// The copy engine stores the fused backward pass's sums, which are poisoned right before that if anything is.
+// The copy engine stores the fused backward pass's sums, which are poisoned right before that if
+// anything is.
 func TestAttentionPoisonsSums(t *testing.T) {
 	before := gpu.Poison
 	defer func() { gpu.Poison = before }()

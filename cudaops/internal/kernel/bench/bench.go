@@ -1,6 +1,6 @@
 // Package bench times kernels on random data. A time is the median of launches between two events.
-// The cache is overwritten before each, since in a model other work stands between a kernel and what
-// it reads. Triton's do_bench does the same, so the times compare with those that it takes.
+// The cache is overwritten before each, since in a model other work stands between a kernel and
+// what it reads. Triton's do_bench does the same, so the times compare with those that it takes.
 package bench
 
 import (
@@ -14,8 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Measurement is what a kernel takes. Where memory bounds it, Bytes is what it has to move: each input read once, each
-// output written once. Where arithmetic does, FLOPs is what it has to compute. The other is 0.
+// Measurement is what a kernel takes. Where memory bounds it, Bytes is what it has to move: each
+// input read once, each output written once. Where arithmetic does, FLOPs is what it has to
+// compute. The other is 0.
 type Measurement struct {
 	Name  string // of kernel, pass and shape, as in rmsnorm_fwd_32768x4096
 	Time  time.Duration
@@ -23,8 +24,8 @@ type Measurement struct {
 	FLOPs float64
 }
 
-// New returns what times kernels of a context. So many bytes are overwritten before each launch that
-// is timed: CacheBytes empties any GPU's cache.
+// New returns what times kernels of a context. So many bytes are overwritten before each launch
+// that is timed: CacheBytes empties any GPU's cache.
 func New(ctx gpu.Context, cache int, report func(Measurement) error) *B {
 	b := &B{Ctx: ctx, Set: kernel.New(ctx), size: cache, report: report,
 		Random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
@@ -38,7 +39,8 @@ func (b *B) Close() error {
 	return b.Err
 }
 
-// B is a stream and what is measured on it. After an error, which it keeps, it does nothing any more.
+// B is a stream and what is measured on it. After an error, which it keeps, it does nothing any
+// more.
 type B struct {
 	*kernel.Set
 	Ctx    gpu.Context
@@ -149,7 +151,8 @@ func (b *B) IDs(n, limit int) kernel.Ints {
 	return kernel.Ints{Ptr: b.Upload(gpu.Bytes(x))}
 }
 
-// Normal returns n numbers of the normal distribution on the device: some hundred thousand, over and over.
+// Normal returns n numbers of the normal distribution on the device: some hundred thousand, over
+// and over.
 func (b *B) Normal(n int, t gpu.DType) gpu.Ptr {
 	const distinct = 1<<18 - 1 // odd, so that rows differ
 	p := b.Alloc(n, t)

@@ -28,7 +28,8 @@ func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
 	return ctx, d
 }
 
-// TestMedian has a clock that the launches move: the cache's clearing and the events must not count.
+// TestMedian has a clock that the launches move: the cache's clearing and the events must not
+// count.
 func TestMedian(t *testing.T) {
 	ctx, _ := fakeContext(t)
 	var got Measurement

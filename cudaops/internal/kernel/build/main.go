@@ -25,8 +25,8 @@ import (
 	"strings"
 )
 
-// allTargets covers Ampere, Ada, Hopper with its own instructions, and Blackwell; PTX of compute_80 runs on whatever else
-// is at least an A100.
+// allTargets covers Ampere, Ada, Hopper with its own instructions, and Blackwell; PTX of compute_80
+// runs on whatever else is at least an A100.
 const allTargets = "sm_80,sm_89,sm_90a,sm_100,compute_80"
 
 var flags = []string{"-std=c++17", "-O3", "--compress-mode=size"}
@@ -98,8 +98,8 @@ func read(dir, family, name string) (text []byte, err error) {
 
 var include = regexp.MustCompile(`(?m)^\s*#\s*include\s+"([^"]+)"`)
 
-// sourceHash is the SHA-256 of a unit's source, of all headers that it includes, and of how it is compiled.
-// Carriage returns do not count, since git may put them there.
+// sourceHash is the SHA-256 of a unit's source, of all headers that it includes, and of how it is
+// compiled. Carriage returns do not count, since git may put them there.
 func sourceHash(dir, unit, targets string) ([]byte, error) {
 	h := sha256.New()
 	fmt.Fprintln(h, targets, flags)
@@ -133,8 +133,8 @@ func binaryHash(dir, unit string) []byte {
 // compiler is the path of an nvcc.
 type compiler string
 
-// findCompiler looks for nvcc of CUDA 13.0 in PATH, in CUDA_HOME and in the packages of the python3 in PATH. Drivers of CUDA 13.0 do
-// not take the PTX of a later one.
+// findCompiler looks for nvcc of CUDA 13.0 in PATH, in CUDA_HOME and in the packages of the python3
+// in PATH. Drivers of CUDA 13.0 do not take the PTX of a later one.
 func findCompiler() (compiler, error) {
 	var others string
 	for _, path := range candidates() {

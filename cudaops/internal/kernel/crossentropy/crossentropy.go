@@ -12,8 +12,8 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Launch sets the float32 at scale to 1/(number of the targets that are at least 0), which the other functions
-// multiply by.
+// Launch sets the float32 at scale to 1/(number of the targets that are at least 0), which the
+// other functions multiply by.
 func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
 	if _, err := kernel.CheckSizes("CrossEntropyScale", p.Rows); err != nil {
 		return err
@@ -22,10 +22,11 @@ func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "crossentropy", "cross_entropy_scale", kernel.Line(1, 512), l)
 }
 
-// Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ exp(Logits[r]); it
-// is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the logits are replaced by their gradient,
-// Scale[0]·Grad[0]·(exp(Logits − lse) − onehot(target)), where a null Grad counts as 1. All but Logits are float32. The rows
-// may be some of a batch's: Scale is for the batch.
+// Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ
+// exp(Logits[r]); it is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the
+// logits are replaced by their gradient, Scale[0]·Grad[0]·(exp(Logits − lse) − onehot(target)),
+// where a null Grad counts as 1. All but Logits are float32. The rows may be some of a batch's:
+// Scale is for the batch.
 type Forward struct {
 	Logits, Losses, LSE gpu.Ptr
 	Targets             kernel.Ints

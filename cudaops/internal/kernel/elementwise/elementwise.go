@@ -57,8 +57,8 @@ const (
 // BinaryOp is a function of two elements.
 type BinaryOp int
 
-// The binary functions, in the order of elementwise.cu. Comparisons give 1 or 0. TanhGrad, SigmoidGrad and ReluGrad take the
-// function's output as a and its gradient as b.
+// The binary functions, in the order of elementwise.cu. Comparisons give 1 or 0. TanhGrad,
+// SigmoidGrad and ReluGrad take the function's output as a and its gradient as b.
 const (
 	Add BinaryOp = iota
 	Sub
@@ -79,13 +79,15 @@ const (
 	binaryOps
 )
 
-// What a block of elementwise.cu covers, but for binary functions, with one access of each operand a thread.
+// What a block of elementwise.cu covers, but for binary functions, with one access of each operand
+// a thread.
 const (
 	elementThreads  = 256
 	elementAccesses = 2
 )
 
-// rowOps is the binary functions that kernels for a row for every row have: the first so many, which are compiled for speed.
+// rowOps is the binary functions that kernels for a row for every row have: the first so many,
+// which are compiled for speed.
 const rowOps = ReluGrad + 1
 
 // elementwise launches a kernel over n elements, perAccess of which are one access.
@@ -119,10 +121,11 @@ func unary(k *kernel.Set, s gpu.Stream, op UnaryOp, y, x gpu.Ptr, p float64, at 
 	return elementwise(k, s, "unary"+suf, n, 16/t.Size(), a)
 }
 
-// Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period of it. A zero
-// Repeat means 1 and a zero Period the number of elements of the result. So {Ptr: p} is a tensor of the result's shape,
-// {Ptr: p, Period: 1} a scalar, {Ptr: p, Period: columns} a row for every row of the result, and
-// {Ptr: p, Repeat: columns, Period: rows} a column for every column.
+// Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period
+// of it. A zero Repeat means 1 and a zero Period the number of elements of the result. So {Ptr: p}
+// is a tensor of the result's shape, {Ptr: p, Period: 1} a scalar, {Ptr: p, Period: columns} a row
+// for every row of the result, and {Ptr: p, Repeat: columns, Period: rows} a column for every
+// column.
 type Operand struct {
 	Ptr            gpu.Ptr
 	Repeat, Period int
@@ -174,7 +177,8 @@ func (p Cast) Launch(k *kernel.Set, s gpu.Stream) error {
 	return elementwise(k, s, name, p.N, 4, kernel.Args().Ptr(p.Y).Ptr(p.X).Int64(int64(p.N)))
 }
 
-// Launch computes y[i] = alpha·x[i] + beta·y[i] for n elements. With a beta of 0, y is not read and may hold anything.
+// Launch computes y[i] = alpha·x[i] + beta·y[i] for n elements. With a beta of 0, y is not read and
+// may hold anything.
 func (p Axpby) Launch(k *kernel.Set, s gpu.Stream) error {
 	name, err := kernel.Suffixes("Axpby", "axpby", p.YType, p.XType)
 	if err != nil {

@@ -13,8 +13,8 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Forward copies row IDs[r] of Table [Vocab, D] to row r of Y [Rows, D]. The types are equal, or the table is float32. A
-// row whose id is not in [0, Vocab) becomes NaN.
+// Forward copies row IDs[r] of Table [Vocab, D] to row r of Y [Rows, D]. The types are equal, or
+// the table is float32. A row whose id is not in [0, Vocab) becomes NaN.
 type Forward struct {
 	Y               gpu.Ptr
 	IDs             kernel.Ints
@@ -44,9 +44,9 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "embedding", variant+name, c, l)
 }
 
-// Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with Accumulate, in the order
-// of the rows and in float32. Ids outside [0, Vocab) do not count. The types are equal, or DT is float32. Workspace is memory
-// of [Workspace] bytes.
+// Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with
+// Accumulate, in the order of the rows and in float32. Ids outside [0, Vocab) do not count. The
+// types are equal, or DT is float32. Workspace is memory of [Workspace] bytes.
 type Backward struct {
 	DT             gpu.Ptr
 	IDs            kernel.Ints

@@ -13,8 +13,9 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// SiLUProduct computes AB = X·Weightsᵀ and H = silu(A) ⊙ B, where A and B are the left and the right half of AB: X is
-// [Rows, D], Weights [2F, D], AB [Rows, 2F] and H [Rows, F]. A and B are rounded before H is formed.
+// SiLUProduct computes AB = X·Weightsᵀ and H = silu(A) ⊙ B, where A and B are the left and the
+// right half of AB: X is [Rows, D], Weights [2F, D], AB [Rows, 2F] and H [Rows, F]. A and B are
+// rounded before H is formed.
 type SiLUProduct struct {
 	H, AB, X, Weights gpu.Ptr
 	Rows, F, D        int
@@ -22,9 +23,10 @@ type SiLUProduct struct {
 	Way               kernel.Way
 }
 
-// SiLUProductBackward computes DH = G·Down, which stays on the chip, the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and
-// DB = DH ⊙ silu(A) side by side in DAB, and H again, unless that is null: G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and
-// H [Rows, F]. DH is rounded before it is used. DAB may be the memory of AB.
+// SiLUProductBackward computes DH = G·Down, which stays on the chip, the gradients DA = DH ⊙ B ⊙
+// σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A) side by side in DAB, and H again, unless that is
+// null: G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is rounded before it
+// is used. DAB may be the memory of AB.
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB gpu.Ptr
 	Rows, F, D          int
@@ -33,8 +35,9 @@ type SiLUProductBackward struct {
 	Way                 kernel.Way
 }
 
-// SiLUProductWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at addresses that are multiples
-// of 16, or none: Hopper has one for two-byte types where F and D are multiples of 8.
+// SiLUProductWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at
+// addresses that are multiples of 16, or none: Hopper has one for two-byte types where F and D are
+// multiples of 8.
 func SiLUProductWays(k *kernel.Set, rows, f, d int, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
 	if k.Info.Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit {
@@ -43,9 +46,9 @@ func SiLUProductWays(k *kernel.Set, rows, f, d int, t gpu.DType) []kernel.Way {
 	return []kernel.Way{{Family: "fused"}}
 }
 
-// The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and the rows of clusters in a
-// section; and of gemm_hopper.cu: the columns of a tile, the stages, the bytes of a warp's panels, and the parts in which gate and
-// up come.
+// The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and
+// the rows of clusters in a section; and of gemm_hopper.cu: the columns of a tile, the stages, the
+// bytes of a warp's panels, and the parts in which gate and up come.
 const (
 	gemmRows, gemmDepth, gemmCluster, gemmSection     = 128, 64, 2, 8
 	gateColumns, gateStages, gateWarpBytes, gateParts = 256, 4, 2 * 16 * 128, 8
@@ -56,12 +59,12 @@ func warpShared(columns, stages, warpBytes int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
 }
 
-// float8Least is what the depth of a product of float8 must be more than: with fewer steps a tile than stages the copy engine would bring
-// a tile's factors while others are read.
+// float8Least is what the depth of a product of float8 must be more than: with fewer steps a tile
+// than stages the copy engine would bring a tile's factors while others are read.
 const float8Least = (plainStages - 1) * 2 * gemmDepth
 
-// float8Product reports whether a kernel that is built on gemm_hopper.cuh takes a product of float8 of so many columns and that depth,
-// with results of type t.
+// float8Product reports whether a kernel that is built on gemm_hopper.cuh takes a product of float8
+// of so many columns and that depth, with results of type t.
 func float8Product(columns, d int, t gpu.DType) bool {
 	return columns%16 == 0 && d%16 == 0 && d > float8Least && t == gpu.BFloat16
 }
@@ -101,8 +104,8 @@ func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return c.launch(k, s, matrices)
 }
 
-// gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy engine store [Rows, 2F] and, if that is
-// not null, h.
+// gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy
+// engine store [Rows, 2F] and, if that is not null, h.
 type gateCall struct {
 	op, symbol    string
 	rows, f, d    int
@@ -149,8 +152,8 @@ type gemmLaunch struct {
 	elements        int
 }
 
-// gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and elements from one index of the
-// outer ones to the next.
+// gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and
+// elements from one index of the outer ones to the next.
 type gemmMatrix struct {
 	ptr     gpu.Ptr
 	dims    [3]int

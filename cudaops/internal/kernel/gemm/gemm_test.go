@@ -21,7 +21,8 @@ func newHopperRig(t *testing.T) *kerneltest.Rig {
 	return g
 }
 
-// scaled uploads n numbers of the normal distribution divided by √d, so that sums of d products are like those.
+// scaled uploads n numbers of the normal distribution divided by √d, so that sums of d products are
+// like those.
 func scaledNormal(g *kerneltest.Rig, n, d int, t gpu.DType) (*kerneltest.Buffer, []float64) {
 	x := make([]float64, n)
 	for i := range x {

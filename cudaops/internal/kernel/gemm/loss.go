@@ -7,16 +7,18 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [CrossEntropy] does, and what the gradients of X and W are
-// products of, without ever storing logits: with Z[r] = Σ_i exp(logits[r, i] − logits[r, Targets[r]]),
+// LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [CrossEntropy] does, and what the
+// gradients of X and W are products of, without ever storing logits: with Z[r] = Σ_i exp(logits[r,
+// i] − logits[r, Targets[r]]),
 //
 //	Losses[r] = log Z[r],  Terms[r, i] = exp(logits[r, i] − logits[r, Targets[r]]) − Z[r]·[i = Targets[r]]
 //	Factors[r] = Scale[0]·Grad[0] / Z[r],  Scaled[r] = Factors[r]·X[r]
 //	dX[r] = Factors[r]·(Terms·W)[r],  dW = Termsᵀ·Scaled
 //
-// where a null Grad counts as 1. Of a row whose target is below 0 all four are 0. Rows whose Z would be too large for that have
-// the gradient of the logits without its scale in place of terms, and the scale as their factor. X and Scaled are [Rows, D],
-// W [V, D] and Terms [Rows, V], bfloat16; all others are float32. The rows may be some of a batch's: Scale is for the batch.
+// where a null Grad counts as 1. Of a row whose target is below 0 all four are 0. Rows whose Z
+// would be too large for that have the gradient of the logits without its scale in place of terms,
+// and the scale as their factor. X and Scaled are [Rows, D], W [V, D] and Terms [Rows, V],
+// bfloat16; all others are float32. The rows may be some of a batch's: Scale is for the batch.
 type LinearCrossEntropy struct {
 	Terms, Scaled, Factors, Losses gpu.Ptr
 	X, W                           gpu.Ptr
@@ -31,15 +33,16 @@ type LinearCrossEntropy struct {
 // LinearCrossEntropyShape is the sizes of a LinearCrossEntropy.
 type LinearCrossEntropyShape struct{ Rows, V, D int }
 
-// The shape of gemm_hopper_loss.cu: the columns of a tile, the stages, the parts in which a tile is brought to memory, the bytes of
-// a warp's panel, and the rows of a block and its warps in the other kernels.
+// The shape of gemm_hopper_loss.cu: the columns of a tile, the stages, the parts in which a tile is
+// brought to memory, the bytes of a warp's panel, and the rows of a block and its warps in the
+// other kernels.
 const (
 	lossColumns, lossStages, lossParts, lossTermBytes = 256, 4, 8, 16 * 128
 	lossRows, lossWarps                               = 32, 8
 )
 
-// LinearCrossEntropyWays lists the ways to compute LinearCrossEntropy, or none: Hopper has one for bfloat16 where V and D are
-// multiples of 8, and addresses are multiples of 16.
+// LinearCrossEntropyWays lists the ways to compute LinearCrossEntropy, or none: Hopper has one for
+// bfloat16 where V and D are multiples of 8, and addresses are multiples of 16.
 func LinearCrossEntropyWays(k *kernel.Set, a LinearCrossEntropyShape, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
 	if k.Info.Capability() != 90 || t != gpu.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
@@ -92,7 +95,8 @@ func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, unit, "gemm_hopper_loss_finish", kernel.Line(kernel.CeilDiv(a.Rows, lossRows), 32*lossWarps), others())
 }
 
-// Launch multiplies each row of x [rows, d], bfloat16, by its factor, a float32, or sets it to 0 where that is 0.
+// Launch multiplies each row of x [rows, d], bfloat16, by its factor, a float32, or sets it to 0
+// where that is 0.
 func (p ScaleRows) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckInts("ScaleRows", p.Rows, p.D); err != nil || empty {
 		return err

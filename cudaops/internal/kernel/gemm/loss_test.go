@@ -22,7 +22,8 @@ type lossRig struct {
 	g                              float64
 }
 
-// newLoss uploads x with the given rows in place of random ones; logits have the standard deviation 4.
+// newLoss uploads x with the given rows in place of random ones; logits have the standard deviation
+// 4.
 func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int, rows map[int][]float64, wide bool) *lossRig {
 	l := &lossRig{Rig: g, ids: ids}
 	x := make([]float64, s.Rows*s.D)
@@ -116,7 +117,8 @@ func TestLinearCrossEntropy(t *testing.T) {
 	}
 }
 
-// Rows whose losses are too large for terms without a maximum, whose numbers are none, and that do not count.
+// Rows whose losses are too large for terms without a maximum, whose numbers are none, and that do
+// not count.
 func TestLinearCrossEntropyExtremes(t *testing.T) {
 	g := newHopperRig(t)
 	s := LinearCrossEntropyShape{Rows: 140, V: 520, D: 512}

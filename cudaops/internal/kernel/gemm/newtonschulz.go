@@ -9,16 +9,18 @@ import (
 //
 //	Steps times:  A = X·Xᵀ,  P = a·I + b·A + c·A²,  X ← P·X
 //
-// or for tall matrices A = Xᵀ·X, X ← X·P. All that is made of A commutes, so the next A can be had without X, as P·A·P, and X is
-// multiplied by the product of the P:
+// or for tall matrices A = Xᵀ·X, X ← X·P. All that is made of A commutes, so the next A can be had
+// without X, as P·A·P, and X is multiplied by the product of the P:
 //
 //	A = X·Xᵀ,  Q = I;   Together times:  P = a·I + b·A + c·A²,  Q ← Q·P,  A ← P·A·P;   X ← Q·X
 //
-// which for wide matrices takes less, since these products are of small squares. (The identity is behind Jack Zhang, Noah Amsel,
-// Berlin Chen, Tri Dao, "Gram Newton-Schulz", 2026.) What rounding makes of the eigenvalues of A next to 0 grows like a² with every
-// step, a² ≈ 12, until A is formed anew: up to three steps go together.
+// which for wide matrices takes less, since these products are of small squares. (The identity is
+// behind Jack Zhang, Noah Amsel, Berlin Chen, Tri Dao, "Gram Newton-Schulz", 2026.) What rounding
+// makes of the eigenvalues of A next to 0 grows like a² with every step, a² ≈ 12, until A is formed
+// anew: up to three steps go together.
 //
-// Of types of 16 bits float16 is the one: numbers are at most some tens, and bfloat16 is eight times as coarse.
+// Of types of 16 bits float16 is the one: numbers are at most some tens, and bfloat16 is eight
+// times as coarse.
 type NewtonSchulz struct {
 	X                    [2]gpu.Ptr // Batch matrices [Rows, Columns], one behind the other: X at first, and room for the next
 	Squares              [4]gpu.Ptr // room for Batch matrices [N, N], N = min(Rows, Columns), each
@@ -43,8 +45,8 @@ func (a NewtonSchulz) gram() SymmetricShape {
 // Shapes are those of the symmetric products.
 func (a NewtonSchulz) Shapes() []SymmetricShape { return []SymmetricShape{a.square(), a.gram()} }
 
-// NewtonSchulzTogether is how many steps go together in a way that should be the fastest for one matrix, 0 where cuBLASLt's products
-// alone are faster.
+// NewtonSchulzTogether is how many steps go together in a way that should be the fastest for one
+// matrix, 0 where cuBLASLt's products alone are faster.
 func NewtonSchulzTogether(rows, columns int) int {
 	switch side := min(rows, columns); {
 	case side < 1536: // too small for the kernel to fill the GPU

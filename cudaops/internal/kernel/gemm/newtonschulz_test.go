@@ -111,7 +111,8 @@ func applied(g *kerneltest.Rig, a NewtonSchulz, beta float32) func(y, q, x gpu.P
 	}
 }
 
-// TestNewtonSchulz wants less than half of the error that the iteration in bfloat16, with sums in float32, has of such matrices.
+// TestNewtonSchulz wants less than half of the error that the iteration in bfloat16, with sums in
+// float32, has of such matrices.
 func TestNewtonSchulz(t *testing.T) {
 	g := newHopperRig(t)
 	shapes, steps := [][3]int{{264, 264, 1}, {136, 520, 2}, {520, 136, 2}, {392, 1544, 1}}, 5
@@ -187,7 +188,8 @@ func lowRank(r *rand.Rand, rows, columns int) []float64 {
 	return productOf(r, rows, columns, min(rows, columns)/8)
 }
 
-// spreadMatrix has rows and columns of very different sizes, and so singular values from 1 to about 1e-6.
+// spreadMatrix has rows and columns of very different sizes, and so singular values from 1 to about
+// 1e-6.
 func spreadMatrix(r *rand.Rand, rows, columns int) []float64 {
 	x := normalMatrix(r, rows, columns)
 	for i := range x {

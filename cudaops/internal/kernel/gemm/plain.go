@@ -7,9 +7,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Product computes Y = (ScaleX·ScaleWᵀ) ⊙ (X·Wᵀ) + C, with X [Rows, D] and W [Columns, D] of Float8E4M3, and ScaleX [Rows] and
-// ScaleW [Columns] of float32. X·Wᵀ is rounded before it is multiplied, and Y [Rows, Columns] once more. A null C is left out, and Y
-// may be its memory.
+// Product computes Y = (ScaleX·ScaleWᵀ) ⊙ (X·Wᵀ) + C, with X [Rows, D] and W [Columns, D] of
+// Float8E4M3, and ScaleX [Rows] and ScaleW [Columns] of float32. X·Wᵀ is rounded before it is
+// multiplied, and Y [Rows, Columns] once more. A null C is left out, and Y may be its memory.
 type Product struct {
 	Y, X, W, C     gpu.Ptr
 	ScaleX, ScaleW gpu.Ptr
@@ -21,11 +21,13 @@ type Product struct {
 // ProductShape is the sizes of a Product.
 type ProductShape struct{ Rows, Columns, D int }
 
-// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of a warp's panels.
+// The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of a warp's
+// panels.
 const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 
-// ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none. Hopper has one for results of BFloat16,
-// where Columns and D are multiples of 16 and D is more than 384. The number is the columns of a tile.
+// ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none.
+// Hopper has one for results of BFloat16, where Columns and D are multiples of 16 and D is more
+// than 384. The number is the columns of a tile.
 func ProductWays(k *kernel.Set, a ProductShape, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
 	if k.Info.Capability() != 90 || min(a.Rows, a.Columns, a.D) < 1 || max(a.Rows, a.Columns, a.D) > limit ||

@@ -13,7 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
-// TestProductRefusals wants arguments that the kernel does not take to be refused, and others to be launched.
+// TestProductRefusals wants arguments that the kernel does not take to be refused, and others to be
+// launched.
 func TestProductRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
@@ -69,7 +70,8 @@ func TestProductRefusals(t *testing.T) {
 	}
 }
 
-// matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸, and returns its numbers with these.
+// matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸,
+// and returns its numbers with these.
 func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64) {
 	g.Helper()
 	of, codes := g.Normal(rows*d, gpu.Float8E4M3, 0)
@@ -84,7 +86,8 @@ func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64
 	return of.Ptr, b.Ptr, values
 }
 
-// float8Error is what sums with fewer bits than float32 has, rounded twice to bfloat16, may be off by.
+// float8Error is what sums with fewer bits than float32 has, rounded twice to bfloat16, may be off
+// by.
 const float8Error = 5e-3
 
 // TestProductFloat8 compares with float64, row by row, as rows are of different size.

@@ -7,10 +7,11 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns: X is [Rows, D], Weights
-// [Columns, D], Y [Rows, Columns] and Angles a table of [RoPEAngles]. The product is rounded before it is turned. With Float8 X and
-// Weights are of Float8E4M3, and what their rows are multiplied by, ScaleX [Rows] and ScaleWeights [Columns], is float32: the product is
-// rounded, then multiplied by them and turned.
+// RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns:
+// X is [Rows, D], Weights [Columns, D], Y [Rows, Columns] and Angles a table of [RoPEAngles]. The
+// product is rounded before it is turned. With Float8 X and Weights are of Float8E4M3, and what
+// their rows are multiplied by, ScaleX [Rows] and ScaleWeights [Columns], is float32: the product
+// is rounded, then multiplied by them and turned.
 type RoPEProduct struct {
 	Y, X, Weights, Angles gpu.Ptr
 	ScaleX, ScaleWeights  gpu.Ptr // null without Float8
@@ -25,8 +26,8 @@ type RoPEProductShape struct {
 	Float8                                 bool
 }
 
-// RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h features, in the order in which
-// gemm_hopper_rope.cu asks for them.
+// RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h
+// features, in the order in which gemm_hopper_rope.cu asks for them.
 func RoPEAngles(cos, sin []float32, h int) []float32 {
 	table := make([]float32, RoPEAnglesLen(len(cos)/h, h))
 	for i := range cos {
@@ -44,9 +45,10 @@ func RoPEAngleAt(position, pair, h int) int {
 	return 16*((position/8*kernel.CeilDiv(h, 8)+pair/8)*8+position%8) + pair%8/2*4 + pair%2
 }
 
-// RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16: Hopper has one for two-byte types
-// where D and Columns are multiples of 8 and heads have 64, 96 or 128 features, and with Float8 for BFloat16 where they are multiples of
-// 16, D is more than 384 and heads have 64 or 128.
+// RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16:
+// Hopper has one for two-byte types where D and Columns are multiples of 8 and heads have 64, 96 or
+// 128 features, and with Float8 for BFloat16 where they are multiples of 16, D is more than 384 and
+// heads have 64 or 128.
 func RoPEProductWays(k *kernel.Set, a RoPEProductShape, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
@@ -59,8 +61,8 @@ func RoPEProductWays(k *kernel.Set, a RoPEProductShape, t gpu.DType) []kernel.Wa
 	return []kernel.Way{{Family: "fused"}}
 }
 
-// turnedTiles is the shape of gemm_hopper_rope.cu by the features of a head: the columns of a tile, and the stages. A warp brings
-// turnedRows rows to memory at once.
+// turnedTiles is the shape of gemm_hopper_rope.cu by the features of a head: the columns of a tile,
+// and the stages. A warp brings turnedRows rows to memory at once.
 var turnedTiles = map[int]struct{ columns, stages int }{64: {256, 4}, 96: {192, 5}, 128: {256, 4}}
 
 const turnedRows = 8

@@ -11,9 +11,10 @@ import (
 //
 //	D = Alpha·Left·Rightᵀ + Beta·C + Delta·I
 //
-// for Batch triples of matrices, one behind the other: Left and Right are [N, Depth] or, if Tall, stored as [Depth, N], C and D
-// [N, N]. C may be null; where it is not, it is symmetric. D is none of the operands, and symmetric to the bit: of the product
-// what is on the diagonal and below is computed.
+// for Batch triples of matrices, one behind the other: Left and Right are [N, Depth] or, if Tall,
+// stored as [Depth, N], C and D [N, N]. C may be null; where it is not, it is symmetric. D is none
+// of the operands, and symmetric to the bit: of the product what is on the diagonal and below is
+// computed.
 type Symmetric struct {
 	D, Left, Right, C  gpu.Ptr
 	Alpha, Beta, Delta float32
@@ -27,8 +28,8 @@ type SymmetricShape struct {
 	Tall            bool
 }
 
-// TakesSymmetric reports whether there is a kernel for Symmetric at addresses that are multiples of 16: Hopper has one for float16 and
-// multiples of 8.
+// TakesSymmetric reports whether there is a kernel for Symmetric at addresses that are multiples of
+// 16: Hopper has one for float16 and multiples of 8.
 func TakesSymmetric(k *kernel.Set, a SymmetricShape, t gpu.DType) bool {
 	const limit = 1 << 30
 	return k.Info.Capability() == 90 && t == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0 && min(a.N, a.Depth, a.Batch) > 0 &&

@@ -9,7 +9,8 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// TestSymmetric multiplies matrices whose product is not symmetric, and wants what is below the diagonal on both sides.
+// TestSymmetric multiplies matrices whose product is not symmetric, and wants what is below the
+// diagonal on both sides.
 func TestSymmetric(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []SymmetricShape{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2}, {N: 128, Depth: 64, Batch: 1},
@@ -87,7 +88,8 @@ func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
 	}
 }
 
-// TestSymmetricInTurn has products follow one another closely, each reading what the one before it wrote.
+// TestSymmetricInTurn has products follow one another closely, each reading what the one before it
+// wrote.
 func TestSymmetricInTurn(t *testing.T) {
 	g := newHopperRig(t)
 	for _, n := range []int{264, 1304} {

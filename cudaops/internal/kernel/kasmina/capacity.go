@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Mixing is, on the device, the list of a lattice's seeds whose blueprints mix the features of a chunk. See
-// kasmina_capacity.cu for what is where.
+// Mixing is, on the device, the list of a lattice's seeds whose blueprints mix the features of a
+// chunk. See kasmina_capacity.cu for what is where.
 type Mixing struct {
 	Ptr          gpu.Ptr
 	Seeds, Slots int
@@ -63,8 +63,9 @@ func (k Mixing) Encode(dst []byte, seed func(i int) Seed) error {
 	return nil
 }
 
-// Wide is what a layer has whose slots are wider than its chunks: weights [Slots, Width] of float32, instead of those
-// of its Layer, and dweights likewise. Seeds that mix are in its list, and are dormant in the layer's state.
+// Wide is what a layer has whose slots are wider than its chunks: weights [Slots, Width] of
+// float32, instead of those of its Layer, and dweights likewise. Seeds that mix are in its list,
+// and are dormant in the layer's state.
 type Wide struct {
 	Mixing    Mixing
 	Width     int
@@ -90,7 +91,8 @@ type mixGrid struct {
 	resident               bool
 }
 
-// mixGrid cuts up a layer for the pass that has so many arrays of a chunk's and of m columns in shared memory.
+// mixGrid cuts up a layer for the pass that has so many arrays of a chunk's and of m columns in
+// shared memory.
 func newMixGrid(k *kernel.Set, l Layer, w Wide, arrays int) (g mixGrid) {
 	g.m = blueprints.Mixing(l.Chunk, w.Width)
 	step := func(columns int) int { return mixPadded(columns) + 4 }

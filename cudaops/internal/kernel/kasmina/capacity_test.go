@@ -39,8 +39,9 @@ func (r *kasminaRun) spread() {
 	r.Must(r.Ctx.CopyToDevice(r.layer.Weights, gpu.Bytes(raw), r.Stream))
 }
 
-// TestKasminaCapacity has lattices of all stages and kinds, whose slots have room for some hidden features and some weights
-// that nobody uses: chunks and hidden features that fill tiles, that do not, that fit into shared memory and that do not.
+// TestKasminaCapacity has lattices of all stages and kinds, whose slots have room for some hidden
+// features and some weights that nobody uses: chunks and hidden features that fill tiles, that do
+// not, that fit into shared memory and that do not.
 func TestKasminaCapacity(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][5]int{ // rows, seeds, chunk, slots, width
@@ -67,8 +68,8 @@ func TestKasminaCapacity(t *testing.T) {
 	}
 }
 
-// TestKasminaCapacityExtremes has very large numbers, which the adaptive mode evaluates scaled down where it may, and
-// blueprints of NaN: at α = 0 they have no part in anything.
+// TestKasminaCapacityExtremes has very large numbers, which the adaptive mode evaluates scaled down
+// where it may, and blueprints of NaN: at α = 0 they have no part in anything.
 func TestKasminaCapacityExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range []gpu.DType{kerneltest.F32, kerneltest.Bf16} {

@@ -39,8 +39,8 @@ const kasminaKinds = 4
 // Stability is what the kernels do about extreme inputs.
 type Stability int
 
-// The stability modes. Strict zeroes what is smaller than Eps and clamps to each seed's limits; Adaptive evaluates what is
-// larger than 10⁶ scaled down by a power of two.
+// The stability modes. Strict zeroes what is smaller than Eps and clamps to each seed's limits;
+// Adaptive evaluates what is larger than 10⁶ scaled down by a power of two.
 const (
 	Fast Stability = iota
 	Strict
@@ -50,7 +50,8 @@ const (
 // Reduction is how the figures of rows become those of a seed.
 type Reduction int
 
-// The reductions, in the order of kasmina_rows.cu: exact figures over all elements, the rows' average, the rows' largest.
+// The reductions, in the order of kasmina_rows.cu: exact figures over all elements, the rows'
+// average, the rows' largest.
 const (
 	Exact Reduction = iota
 	Mean
@@ -69,7 +70,8 @@ const (
 	Bins            = 40 // of a histogram; see kasmina_rows.cu
 )
 
-// Seed is what a pass needs to know of a seed. Slot 0, or neither Blend nor Learn, makes it one that only watches.
+// Seed is what a pass needs to know of a seed. Slot 0, or neither Blend nor Learn, makes it one
+// that only watches.
 type Seed struct {
 	Kind         uint8
 	Slot         uint16
@@ -85,7 +87,8 @@ type State struct {
 	Seeds, Slots int
 }
 
-// The fields' arrays have Seeds words, up to the last, order; heads, of Slots + 1 words, comes before it.
+// The fields' arrays have Seeds words, up to the last, order; heads, of Slots + 1 words, comes
+// before it.
 const kasminaFields = 5
 
 // Bytes is the size of the state.
@@ -95,8 +98,8 @@ func (k State) field(i int) gpu.Ptr { return k.Ptr.Offset(4 * i * k.Seeds) }
 func (k State) heads() gpu.Ptr      { return k.field(kasminaFields) }
 func (k State) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
 
-// Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a kernel (the error is a
-// [*KindError]) and for a slot that does not exist.
+// Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a
+// kernel (the error is a [*KindError]) and for a slot that does not exist.
 func (k State) Encode(dst []byte, seed func(i int) Seed) error {
 	words := gpu.View[uint32](dst[:k.Bytes()])
 	field := func(i int) []uint32 { return words[i*k.Seeds:][:k.Seeds] }
@@ -123,7 +126,8 @@ func (k State) Encode(dst []byte, seed func(i int) Seed) error {
 			heads[s.Slot]++
 		}
 	}
-	// A counting sort: heads holds where each slot's seeds begin once they have been placed from the last to the first.
+	// A counting sort: heads holds where each slot's seeds begin once they have been placed from the
+	// last to the first.
 	sum := uint32(0)
 	for i := range heads {
 		sum += heads[i]
@@ -138,8 +142,8 @@ func (k State) Encode(dst []byte, seed func(i int) Seed) error {
 	return nil
 }
 
-// Layer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales [Slots] of float32,
-// with Seeds and Slots those of the state.
+// Layer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales
+// [Slots] of float32, with Seeds and Slots those of the state.
 type Layer struct {
 	X, Weights, Scales gpu.Ptr
 	State              State
@@ -151,7 +155,8 @@ type Layer struct {
 	Blocks             int // of a launch that are in flight at once, at most; 0 for all that the GPU has room for
 }
 
-// Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the figures of X.
+// Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the
+// figures of X.
 type Forward struct {
 	Layer
 	Y         gpu.Ptr
@@ -161,14 +166,15 @@ type Forward struct {
 	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram gpu.Ptr // [Seeds, Bins] of uint32, or null
 	Workspace gpu.Ptr // of [ForwardWorkspace] bytes
-	// Records, unless it is nil, is told what remains to be done for exact figures by [MergeRecords]; Workspace is to be
-	// kept until then.
+	// Records, unless it is nil, is told what remains to be done for exact figures by [MergeRecords];
+	// Workspace is to be kept until then.
 	Records *Records
 }
 
-// Backward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G. DWeights and
-// DScales of slots of no seed that learns become 0. DX may be G, if the layer is one for [Layer.InPlace] and all arrays begin
-// at multiples of 16 bytes: then only what differs is written.
+// Backward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G.
+// DWeights and DScales of slots of no seed that learns become 0. DX may be G, if the layer is one
+// for [Layer.InPlace] and all arrays begin at multiples of 16 bytes: then only what differs is
+// written.
 type Backward struct {
 	Layer
 	DX, DWeights, DScales, G gpu.Ptr
@@ -178,13 +184,13 @@ type Backward struct {
 	Figures                  gpu.Ptr // [BackwardFigures, Seeds] of float32
 	Bad, Clipped             gpu.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Workspace                gpu.Ptr // of [BackwardWorkspace] bytes
-	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures by [SumParts];
-	// Workspace and what the layer has beside X are to be kept until then.
+	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures
+	// by [SumParts]; Workspace and what the layer has beside X are to be kept until then.
 	Parts *Parts
 }
 
-// Family is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says more. All give the
-// same results, up to the rounding of figures and of gradients of parameters.
+// Family is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says
+// more. All give the same results, up to the rounding of figures and of gradients of parameters.
 type Family int
 
 // The families. Auto is the first of [Families].
@@ -203,8 +209,8 @@ func (f Family) String() string {
 	return [...]string{"auto", "plain", "ring", "tile"}[f]
 }
 
-// Families lists the families that can run a pass over a layer, the one that should be fastest first. Besides X, the
-// arrays of the layer's shape that the pass takes count by their alignment.
+// Families lists the families that can run a pass over a layer, the one that should be fastest
+// first. Besides X, the arrays of the layer's shape that the pass takes count by their alignment.
 func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Ptr) []Family {
 	plain := []Family{Plain}
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
@@ -222,15 +228,17 @@ func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Pt
 	return families
 }
 
-// InPlace reports whether the gradient of X can take the memory of that of Y: whether the threads that share a chunk, each of which
-// keeps 16 bytes of a row, can be of one warp, as then all of them have read a row before any of them writes to it.
+// InPlace reports whether the gradient of X can take the memory of that of Y: whether the threads
+// that share a chunk, each of which keeps 16 bytes of a row, can be of one warp, as then all of
+// them have read a row before any of them writes to it.
 func (l Layer) InPlace() bool {
 	n := kernel.Vector(l.Type)
 	return l.Chunk == 4 && l.State.Seeds*l.Chunk%n == 0 || l.Chunk%n == 0 && l.Chunk/n <= 32
 }
 
-// tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can be no tiles: the threads of
-// a chunk must be a power of two. Forward, layers of more rows take narrower tiles, which are more.
+// tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can
+// be no tiles: the threads of a chunk must be a power of two. Forward, layers of more rows take
+// narrower tiles, which are more.
 func (l Layer) tileAcross(backward bool) int {
 	chunk, least := max(1, l.Chunk/kernel.Vector(l.Type)), 8
 	if chunk > 32 || chunk&(chunk-1) != 0 {
@@ -296,7 +304,8 @@ type kasminaPass struct {
 	layer      []byte
 }
 
-// kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
+// kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides
+// X.
 func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, suf string, use kasminaUse, work gpu.Ptr,
 	others ...gpu.Ptr) (*kasminaPass, error) {
 	unit, op := "kasmina", "forward"
@@ -337,8 +346,8 @@ func (p *kasminaPass) args(y, x gpu.Ptr) *gpu.Args {
 	return kernel.Args().Struct(p.layer, 8).Struct(p.share(), 4).Ptr(y).Ptr(x)
 }
 
-// main launches the pass's kernel over the whole layer. It overlaps with whatever comes before it, which it awaits, but for tiles
-// backward, where that gained nothing.
+// main launches the pass's kernel over the whole layer. It overlaps with whatever comes before it,
+// which it awaits, but for tiles backward, where that gained nothing.
 func (p *kasminaPass) main(a *gpu.Args) error {
 	return p.Enqueue(p.Stream, p.unit, p.name, gpu.LaunchConfig{
 		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
@@ -370,8 +379,9 @@ func (p *kasminaPass) mergeRows(figures gpu.Ptr, r Reduction, count, norms int) 
 	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_rows_merge", kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), a)
 }
 
-// Launch launches a kernel for Y and records of figures, and with telemetry one that merges them, unless the family
-// does that at once or it is left; a tiny one before them where a chunk is more than 32 threads'.
+// Launch launches a kernel for Y and records of figures, and with telemetry one that merges them,
+// unless the family does that at once or it is left; a tiny one before them where a chunk is more
+// than 32 threads'.
 func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if f.Records != nil {
 		*f.Records = Records{}
@@ -418,9 +428,10 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 	}, kernel.Args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
 }
 
-// Launch launches a kernel for DX, sums over rows and records of figures, one that adds those up over the blocks,
-// unless the family does that at once, and one that adds them up over the seeds of a slot; these two unless that is left. Where
-// a chunk's threads are more than a warp, norms and clipping take one more pass over G.
+// Launch launches a kernel for DX, sums over rows and records of figures, one that adds those up
+// over the blocks, unless the family does that at once, and one that adds them up over the seeds of
+// a slot; these two unless that is left. Where a chunk's threads are more than a warp, norms and
+// clipping take one more pass over G.
 func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if b.Parts != nil {
 		*b.Parts = Parts{}

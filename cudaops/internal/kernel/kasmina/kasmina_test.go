@@ -14,8 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
-// kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks backward: in the last three of 16-bit
-// types even where nothing has threads of a chunk be of one warp.
+// kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks
+// backward: in the last three of 16-bit types even where nothing has threads of a chunk be of one
+// warp.
 var kasminaPacked = [][4]int{
 	{1327, 5, 48, 6}, {2611, 3, 24, 4}, {702, 2, 80, 3}, {2600, 1, 24, 2}, {1101, 4, 64, 5}, {1031, 8, 32, 7}, {1040, 6, 48, 5},
 }
@@ -117,8 +118,9 @@ func TestKasminaGrid(t *testing.T) {
 	}
 }
 
-// checkColumns has each column of a row, and of each of those that a block has at once, be one thread's, as Lane of kasmina_feed.cuh
-// deals them out, a chunk's threads be of one warp where they form its norm, and a warp that holds chunks have those of one seed.
+// checkColumns has each column of a row, and of each of those that a block has at once, be one
+// thread's, as Lane of kasmina_feed.cuh deals them out, a chunk's threads be of one warp where they
+// form its norm, and a warp that holds chunks have those of one seed.
 func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
 	t.Helper()
 	d := l.State.Seeds * l.Chunk
@@ -159,7 +161,8 @@ func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
 	}
 }
 
-// TestKasminaTiles needs no GPU: a tile is whole chunks, and as many threads as can share the merging.
+// TestKasminaTiles needs no GPU: a tile is whole chunks, and as many threads as can share the
+// merging.
 func TestKasminaTiles(t *testing.T) {
 	for _, dt := range kerneltest.StorageTypes {
 		for chunk := 1; chunk <= 2048; chunk++ {
@@ -194,8 +197,8 @@ func TestKasminaLateBlocks(t *testing.T) {
 	}
 }
 
-// TestKasminaForeignKinds gives every other seed that blends or learns a kind that other kernels evaluate: such seeds are
-// measured and clipped, and else left alone.
+// TestKasminaForeignKinds gives every other seed that blends or learns a kind that other kernels
+// evaluate: such seeds are measured and clipped, and else left alone.
 func TestKasminaForeignKinds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, chunk := range []int{4, 16, 3, 4096} {
@@ -232,8 +235,9 @@ func TestKasminaIllConditioned(t *testing.T) {
 	}
 }
 
-// TestKasminaPivots has among the elements that some lanes begin with, which are of the last rows, an outlier that makes up the
-// variance; or has them begin with rows that are not finite, before data that share all but their last digits.
+// TestKasminaPivots has among the elements that some lanes begin with, which are of the last rows,
+// an outlier that makes up the variance; or has them begin with rows that are not finite, before
+// data that share all but their last digits.
 func TestKasminaPivots(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range kerneltest.StorageTypes {
@@ -266,8 +270,8 @@ func TestKasminaPivots(t *testing.T) {
 	}
 }
 
-// TestKasminaExtremes has NaN, Inf and very large numbers: those are counted and left out of the figures, these evaluated
-// scaled down, and what does not blend keeps its bits.
+// TestKasminaExtremes has NaN, Inf and very large numbers: those are counted and left out of the
+// figures, these evaluated scaled down, and what does not blend keeps its bits.
 func TestKasminaExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range kerneltest.StorageTypes {

@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaCase is a layer with random state: its stages and kinds in turn, so that 44 seeds have all combinations.
+// kasminaCase is a layer with random state: its stages and kinds in turn, so that 44 seeds have all
+// combinations.
 type kasminaCase struct {
 	rows, seeds, chunk, slots int
 	width                     int // of slots that are wider than chunks, else 0
@@ -222,7 +223,8 @@ func readWords(g *kerneltest.Rig, b *kerneltest.Buffer) []uint32 {
 	return words
 }
 
-// checkCounts compares the counts after so many runs. A row whose norm is the limit but for rounding may be clipped or not.
+// checkCounts compares the counts after so many runs. A row whose norm is the limit but for
+// rounding may be clipped or not.
 func (r *kasminaRun) checkCounts(runs int) {
 	r.Helper()
 	got := readWords(r.Rig, r.counts)
@@ -238,7 +240,8 @@ func (r *kasminaRun) checkCounts(runs int) {
 	}
 }
 
-// borderline is how many rows of a seed's gradient have a norm that float32 cannot tell from the limit.
+// borderline is how many rows of a seed's gradient have a norm that float32 cannot tell from the
+// limit.
 func (r *kasminaRun) borderline(seed int) (n int) {
 	for row := range r.rows {
 		var sum float64
@@ -371,8 +374,9 @@ func (r *kasminaRun) checkFamily() {
 	r.checkInPlace(2)
 }
 
-// checkInPlace computes the backward pass in the memory of g, if that can be done, after so many runs elsewhere: dx gets the same
-// bits, and as much is counted. Where threads are dealt out as before, so does all else.
+// checkInPlace computes the backward pass in the memory of g, if that can be done, after so many
+// runs elsewhere: dx gets the same bits, and as much is counted. Where threads are dealt out as
+// before, so does all else.
 func (r *kasminaRun) checkInPlace(runs int) {
 	r.Helper()
 	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {

@@ -10,7 +10,8 @@ import (
 // kasminaSumsMost is how many passes one launch serves, AllLeft of the kernels.
 const kasminaSumsMost = 32
 
-// Records is what a forward pass leaves of Figures: records [Parts, Units] of its blocks. The zero value is nothing.
+// Records is what a forward pass leaves of Figures: records [Parts, Units] of its blocks. The zero
+// value is nothing.
 type Records struct {
 	Figures, Records    gpu.Ptr
 	Parts, Units, Seeds int
@@ -46,13 +47,14 @@ func mergeRecords(k *kernel.Set, s gpu.Stream, left []Records) error {
 // kasminaMergers is how many blocks merge the records of a pass.
 func kasminaMergers(seeds, share int) int { return kernel.CeilDiv(seeds, kasminaMergeThreads/share) }
 
-// kasminaSum launches a kernel that finishes n passes, which awaits the kernel before it by itself, where GPUs can do that.
+// kasminaSum launches a kernel that finishes n passes, which awaits the kernel before it by itself,
+// where GPUs can do that.
 func kasminaSum(k *kernel.Set, s gpu.Stream, unit, name string, grid, block gpu.Dim, a *gpu.Args, n int) error {
 	return k.Enqueue(s, unit, name, gpu.LaunchConfig{Grid: grid, Block: block, Overlap: k.Overlaps()}, kernel.Table(a, n, kasminaSumsMost))
 }
 
-// Parts is what a backward pass over Layer leaves of Figures, DWeights and DScales: Sums and Records of its Parts blocks, the
-// former to be added up in Total. The zero value is nothing.
+// Parts is what a backward pass over Layer leaves of Figures, DWeights and DScales: Sums and
+// Records of its Parts blocks, the former to be added up in Total. The zero value is nothing.
 type Parts struct {
 	Layer             Layer
 	DWeights, DScales gpu.Ptr
@@ -76,7 +78,8 @@ func (p *kasminaPass) parts(b Backward) Parts {
 	return left
 }
 
-// SumParts makes gradients and figures of what backward passes have left, in two launches for up to 32 of them.
+// SumParts makes gradients and figures of what backward passes have left, in two launches for up to
+// 32 of them.
 func addParts(k *kernel.Set, s gpu.Stream, left []Parts) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(p Parts) bool { return p.Units == 0 })
 	for some := range slices.Chunk(left, kasminaSumsMost) {

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
-// TestKasminaEndsTogether wants launches that end many passes over different layers to give the bits of those that end one.
+// TestKasminaEndsTogether wants launches that end many passes over different layers to give the
+// bits of those that end one.
 func TestKasminaEndsTogether(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	cases := []kasminaCase{

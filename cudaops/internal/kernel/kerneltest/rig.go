@@ -26,8 +26,8 @@ var (
 	StorageTypes = []gpu.DType{F32, Bf16, F16}
 )
 
-// few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the plain kernels of attention,
-// and tens of milliseconds for any launch.
+// few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the
+// plain kernels of attention, and tens of milliseconds for any launch.
 func Few(n, short int) int {
 	if testing.Short() {
 		return short
@@ -51,7 +51,8 @@ var openGPU = sync.OnceValues(func() (gpu.Context, error) {
 
 var seedFlag = flag.Uint64("seed", 0, "seed of the tests' random numbers; 0 takes a fresh one")
 
-// rig is a GPU under test: its kernels, a stream, fresh random numbers, and memory that is checked and freed at the end.
+// rig is a GPU under test: its kernels, a stream, fresh random numbers, and memory that is checked
+// and freed at the end.
 type Rig struct {
 	*testing.T
 	*kernel.Set
@@ -104,7 +105,8 @@ type Buffer struct {
 
 const guard = 256 // bytes on either side
 
-// alloc returns memory for n elements, skew elements past a multiple of 256 bytes; it and the guards are NaN.
+// alloc returns memory for n elements, skew elements past a multiple of 256 bytes; it and the
+// guards are NaN.
 func (g *Rig) Alloc(n int, t gpu.DType, skew int) *Buffer {
 	g.Helper()
 	b := &Buffer{N: n, Dtype: t, lead: guard + skew*t.Size()}
@@ -221,7 +223,8 @@ func Distance(got, want []float64) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// forward is the greatest error that a forward pass in a type may have, backward that of a backward pass.
+// forward is the greatest error that a forward pass in a type may have, backward that of a backward
+// pass.
 func Forward(t gpu.DType) float64 {
 	return map[gpu.DType]float64{F32: 1e-6, F16: 2e-3, Bf16: 1e-2}[t]
 }
@@ -325,7 +328,8 @@ func (g *Rig) Large(n int, t gpu.DType) *Buffer {
 	return b
 }
 
-// fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to point to.
+// fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to
+// point to.
 func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set, *fake.Context, gpu.Ptr) {
 	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
 		SharedPerBlock: sharedPerBlock}

@@ -16,12 +16,14 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Copy copies elements of Size bytes (2, 4, 8 or 16) from one layout to another: for every index below Dims,
+// Copy copies elements of Size bytes (2, 4, 8 or 16) from one layout to another: for every index
+// below Dims,
 //
 //	Y[Σ_k index_k·YStrides_k] = X[Σ_k index_k·XStrides_k].
 //
-// Strides count elements. That is transposition and permutation, taking a slice, writing a part of a concatenation, and with
-// an x stride of 0 repetition. There may be at most six dimensions, once those that lie one behind the other are merged.
+// Strides count elements. That is transposition and permutation, taking a slice, writing a part of
+// a concatenation, and with an x stride of 0 repetition. There may be at most six dimensions, once
+// those that lie one behind the other are merged.
 type Copy struct {
 	Y, X                     gpu.Ptr
 	Dims, YStrides, XStrides []int
@@ -41,7 +43,8 @@ func copyTile(size int) int {
 // layout is one dimension of a copy.
 type layout struct{ n, y, x int }
 
-// Launch launches one kernel, or several for more than 2³¹ elements, or a plain copy where both sides have no gaps.
+// Launch launches one kernel, or several for more than 2³¹ elements, or a plain copy where both
+// sides have no gaps.
 func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	dims, err := a.merged()
 	if err != nil || dims == nil {
@@ -83,8 +86,8 @@ func halves(k *kernel.Set, s gpu.Stream, a Copy, dims []layout) error {
 	return half.Launch(k, s)
 }
 
-// merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch on both sides merged. It
-// is nil when there is nothing to copy.
+// merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch
+// on both sides merged. It is nil when there is nothing to copy.
 func (a Copy) merged() ([]layout, error) {
 	if len(a.Dims) != len(a.YStrides) || len(a.Dims) != len(a.XStrides) {
 		return nil, fmt.Errorf("kernels.Copy: dimensions %v, strides %v and %v: want as many of each", a.Dims, a.YStrides, a.XStrides)
@@ -118,7 +121,8 @@ func (a Copy) merged() ([]layout, error) {
 	return dims, nil
 }
 
-// widen makes the innermost stretch one of wider elements, as far as sizes, strides and addresses allow, and returns their size.
+// widen makes the innermost stretch one of wider elements, as far as sizes, strides and addresses
+// allow, and returns their size.
 func (a Copy) widen(dims []layout) int {
 	last := &dims[len(dims)-1]
 	size := a.Size
@@ -141,8 +145,9 @@ func (a Copy) widen(dims []layout) int {
 	return size
 }
 
-// transposition finds the two dimensions that are innermost on either side, if they differ, and puts them last: that of x,
-// then that of y. It returns the grid of tiles, whose edge is given, and the layout.
+// transposition finds the two dimensions that are innermost on either side, if they differ, and
+// puts them last: that of x, then that of y. It returns the grid of tiles, whose edge is given, and
+// the layout.
 func transposition(dims []layout, tile int) (gpu.Dim, []byte, bool) {
 	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
 	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })

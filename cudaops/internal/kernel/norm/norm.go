@@ -18,14 +18,16 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. Where Residual is not null,
-// it does so to Sum = X + Residual, which it writes; Sum may be the memory of either. Rstd [Rows] and W [D] are float32, the
-// others of the same type; Rstd may be null.
+// RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W.
+// Where Residual is not null, it does so to Sum = X + Residual, which it writes; Sum may be the
+// memory of either. Rstd [Rows] and W [D] are float32, the others of the same type; Rstd may be
+// null.
 //
-// Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
+// Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
+// rows; Type is then a 16-bit one.
 //
-// Rows are taken from the last to the first, as most kernels write the last ones last, and the cache still holds these. Ascending
-// is for an X whose first rows were written last.
+// Rows are taken from the last to the first, as most kernels write the last ones last, and the
+// cache still holds these. Ascending is for an X whose first rows were written last.
 type RMSNorm struct {
 	Y, Rstd, Sum, X, Residual, W gpu.Ptr
 	Rows, D                      int
@@ -43,8 +45,8 @@ func (a RMSNorm) across(packs int) int {
 
 var heldPacks = map[string]int{"held1": 1, "held2": 2, "held4": 4}
 
-// heldWays lists the ways to hold rows in registers, with so many packs a thread and so many rows a block. What is best without
-// a residual, two packs, would be too much in flight with one.
+// heldWays lists the ways to hold rows in registers, with so many packs a thread and so many rows a
+// block. What is best without a residual, two packs, would be too much in flight with one.
 func (a RMSNorm) heldWays() (ways []kernel.Way) {
 	families := []string{"held2", "held1", "held4"}
 	if a.Residual != 0 {
@@ -73,8 +75,8 @@ func (a RMSNorm) heldWays() (ways []kernel.Way) {
 	return ways
 }
 
-// RMSNormWays lists the ways that take the arguments, the one that should be fastest first: rows held in registers, and a block
-// a row.
+// RMSNormWays lists the ways that take the arguments, the one that should be fastest first: rows
+// held in registers, and a block a row.
 func RMSNormWays(k *kernel.Set, a RMSNorm) (ways []kernel.Way, err error) {
 	if _, err := kernel.Suffix("RMSNorm", a.Type); err != nil {
 		return nil, err
@@ -131,11 +133,12 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "norm", name, c, l)
 }
 
-// walkStages is the rows on their way of each group of threads that walks down them, kStages of norm.cu.
+// walkStages is the rows on their way of each group of threads that walks down them, kStages of
+// norm.cu.
 const walkStages = 3
 
-// walk is the launch of the backward kernel, which walks down the rows with at most so many blocks a multiprocessor, if it
-// takes the arguments and the GPU has room for so many rows.
+// walk is the launch of the backward kernel, which walks down the rows with at most so many blocks
+// a multiprocessor, if it takes the arguments and the GPU has room for so many rows.
 func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchConfig, fits bool, err error) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
@@ -149,14 +152,16 @@ func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchC
 	return c, true, err
 }
 
-// ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a lane holds: kOwn of norm.cu.
+// ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a
+// lane holds: kOwn of norm.cu.
 var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 
 // ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
 const ownStages = 2
 
-// own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of two, and what the kernel is called
-// behind rmsnorm_backward, if it takes the arguments and the GPU has room for so many rows.
+// own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of
+// two, and what the kernel is called behind rmsnorm_backward, if it takes the arguments and the GPU
+// has room for so many rows.
 func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fits bool) {
 	packs, across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)), 1
 	name = "_own"
@@ -181,13 +186,14 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 //
 //	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
 //
-// Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's. DW [D] is of type DWType.
-// Workspace is memory of [RMSNormWorkspace] bytes.
+// Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's.
+// DW [D] is of type DWType. Workspace is memory of [RMSNormWorkspace] bytes.
 //
-// Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; Type is then a 16-bit one.
+// Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
+// rows; Type is then a 16-bit one.
 //
-// Where Parts is not nil, DW is left to [SumRMSNormParts], which what is written there is for, and the workspace is to be kept
-// until then.
+// Where Parts is not nil, DW is left to [SumRMSNormParts], which what is written there is for, and
+// the workspace is to be kept until then.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
 	Rows, D                    int
@@ -198,7 +204,8 @@ type RMSNormBackward struct {
 	Way                        kernel.Way
 }
 
-// RMSNormParts is what a backward pass leaves of DW [D]: partial sums [Parts, D] of float32. Without D it is nothing.
+// RMSNormParts is what a backward pass leaves of DW [D]: partial sums [Parts, D] of float32.
+// Without D it is nothing.
 type RMSNormParts struct {
 	DW, Partial gpu.Ptr
 	Parts, D    int
@@ -237,7 +244,8 @@ func (a RMSNormBackward) packed() bool {
 	return kernel.Packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) && quantize.Float8Packs(a.Type, a.DX8)
 }
 
-// kernel is the name of a kernel that stores rows as float8 too if that is wanted, but for the type.
+// kernel is the name of a kernel that stores rows as float8 too if that is wanted, but for the
+// type.
 func (a RMSNormBackward) kernel(name string) string {
 	if a.DX8 != 0 {
 		return name + "_float8"
@@ -248,8 +256,8 @@ func (a RMSNormBackward) kernel(name string) string {
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
 const normBlocks = 4
 
-// normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a multiprocessor where warps may take
-// rows of their own, since these are kept for long.
+// normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a
+// multiprocessor where warps may take rows of their own, since these are kept for long.
 func normParts(k *kernel.Set, d int, t gpu.DType) int {
 	if n := kernel.Vector(t); d%n == 0 && kernel.CeilDiv(d, 32*n) <= 2*len(ownWarps) {
 		return k.Info.SMs
@@ -257,11 +265,12 @@ func normParts(k *kernel.Set, d int, t gpu.DType) int {
 	return normBlocks * k.Info.SMs
 }
 
-// RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements of a type takes.
+// RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements of a type
+// takes.
 func RMSNormWorkspace(k *kernel.Set, d int, t gpu.DType) int { return 4 * d * normParts(k, d, t) }
 
-// Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one that adds them up, unless
-// they are left.
+// Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one
+// that adds them up, unless they are left.
 func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
 	if err != nil {
@@ -293,10 +302,11 @@ func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return addParts(k, s, []RMSNormParts{left})
 }
 
-// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first: warps, or pairs of them, that
-// take rows of their own; for longer rows blocks that walk down them, as many a multiprocessor as there is room for or fewer; and a block
-// a row. Walking is no way for short rows, since a tuner that times single launches cannot tell the two apart, and in training, at a
-// lower clock, walking falls behind.
+// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first:
+// warps, or pairs of them, that take rows of their own; for longer rows blocks that walk down them,
+// as many a multiprocessor as there is room for or fewer; and a block a row. Walking is no way for
+// short rows, since a tuner that times single launches cannot tell the two apart, and in training,
+// at a lower clock, walking falls behind.
 func RMSNormBackwardWays(k *kernel.Set, a RMSNormBackward) (ways []kernel.Way, err error) {
 	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
 	if err != nil {
@@ -357,7 +367,8 @@ func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (i
 	return c.Grid.X, k.Enqueue(s, "norm", a.kernel(symbol)+suf, c, l)
 }
 
-// normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it may be G's memory.
+// normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it
+// may be G's memory.
 func normBackwardAny(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
 	blocks := min(normParts(k, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks}, Block: gpu.Dim{X: 256}}
@@ -381,7 +392,8 @@ func (p SumRMSNormParts) Join(other any) (any, bool) {
 	return SumRMSNormParts{slices.Concat(p.All, o.All)}, ok
 }
 
-// Whole is the pass with its weights' gradient, for whose parts the later launch then has nothing to do.
+// Whole is the pass with its weights' gradient, for whose parts the later launch then has nothing
+// to do.
 func (a RMSNormBackward) Whole() any {
 	if a.Parts != nil {
 		*a.Parts, a.Parts = RMSNormParts{}, nil

@@ -78,7 +78,8 @@ func TestRMSNormBackward(t *testing.T) {
 	}
 }
 
-// rmsNormBackward checks one of the ways and returns how many there are. same is whether DW is of X's type.
+// rmsNormBackward checks one of the ways and returns how many there are. same is whether DW is of
+// X's type.
 func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, skew int, same bool, way int) int {
 	x, xr := g.Normal(rows*d, dt, skew)
 	dy, gr := g.Normal(rows*d, dt, skew)
@@ -113,7 +114,8 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 	return len(ways)
 }
 
-// TestRMSNormPartsTogether wants launches that add up what many passes have left to give the bits of a launch each.
+// TestRMSNormPartsTogether wants launches that add up what many passes have left to give the bits
+// of a launch each.
 func TestRMSNormPartsTogether(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][2]int{{2003, 768}, {50, 32}, {333, 2048}, {700, 4099}, {1, 8}, {300, 4096}}

@@ -13,16 +13,17 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Forward computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration begins. The types are equal,
-// or X is float32, or Y float16. Y may be X. Workspace is memory of NormalizeWorkspace bytes.
+// Forward computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration
+// begins. The types are equal, or X is float32, or Y float16. Y may be X. Workspace is memory of
+// NormalizeWorkspace bytes.
 type Forward struct {
 	Y, X, Workspace gpu.Ptr
 	N               int
 	YType, XType    gpu.DType
 }
 
-// NormalizeWorkspace is the bytes of workspace that Forward and its backward pass take: two sums for each of
-// normalizeParts blocks.
+// NormalizeWorkspace is the bytes of workspace that Forward and its backward pass take: two sums
+// for each of normalizeParts blocks.
 const (
 	NormalizeWorkspace = 2 * 4 * normalizeParts
 	normalizeParts     = 512
@@ -43,8 +44,8 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return normalize(k, s, name, kernel.Args().Ptr(a.Y).Ptr(a.X), a.Workspace, a.X, 0, a.N, a.XType)
 }
 
-// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Normalize]'s X from that
-// of its Y. DX may be G.
+// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Normalize]'s X
+// from that of its Y. DX may be G.
 type Backward struct {
 	DX, G, X, Workspace gpu.Ptr
 	N                   int

@@ -52,7 +52,8 @@ func benchAdamW(b *bench.B, tensors []Tensor, total int, gradients gpu.DType, su
 	b.Time(bench.Measurement{Name: "gradnorm_llama350M" + suffix, Bytes: float64(gradients.Size() * total)}, func() error {
 		return errors.Join(GradSquares{Squares: squares, Table: table}.Launch(b.Set, b.Stream), GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(b.Set, b.Stream))
 	})
-	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16 written.
+	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16
+	// written.
 	b.Time(bench.Measurement{Name: "adamw_llama350M" + suffix, Bytes: float64((2*3*4 + 2 + gradients.Size()) * total)}, func() error {
 		return AdamW{Control: control, Table: table}.Launch(b.Set, b.Stream)
 	})

@@ -16,15 +16,16 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Tensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are multiples of 16.
+// Tensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are
+// multiples of 16.
 type Tensor struct {
 	Param  gpu.Ptr // float32
 	Copy   gpu.Ptr // the parameter in CopyType, written with every update; may be null
 	Grad   gpu.Ptr // of GradType
 	First  gpu.Ptr // float32: AdamW's first moment, Muon's momentum
 	Second gpu.Ptr // float32: AdamW's second moment
-	// Direction is where Muon leaves the normalised update, and Result where it finds what matrix products made of it; both
-	// are of DirectionType.
+	// Direction is where Muon leaves the normalised update, and Result where it finds what matrix
+	// products made of it; both are of DirectionType.
 	Direction, Result gpu.Ptr
 
 	Size         int
@@ -58,18 +59,21 @@ const (
 	OptimChunk = optimThreads * 4 * optimRounds
 )
 
-// Table is tensors laid out on the device, so that one launch updates them all. Its memory is its own.
+// Table is tensors laid out on the device, so that one launch updates them all. Its memory is its
+// own.
 type Table struct {
 	ctx                      gpu.Context
 	tensors, updates, chunks gpu.Ptr
 	count                    int
 	of                       []int // the tensor of each chunk, in order
-	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares take.
+	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares
+	// take.
 	Chunks int
 	Bytes  int // of its memory
 }
 
-// NewTable lays out tensors. What it says of them is fixed from then on, but for Step, which the device counts up.
+// NewTable lays out tensors. What it says of them is fixed from then on, but for Step, which the
+// device counts up.
 func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 	if len(tensors) == 0 {
 		return nil, errors.New("kernels.NewTable: no tensors")
@@ -142,8 +146,9 @@ func (t *Table) Steps(s gpu.Stream) ([]int64, error) {
 	return steps, nil
 }
 
-// Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured step finds this step's
-// figures there. The host writes the first part ([Control.Bytes]), the kernels the second.
+// Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured
+// step finds this step's figures there. The host writes the first part ([Control.Bytes]), the
+// kernels the second.
 type Control struct {
 	LR, Eps       float64
 	MaxNorm       float64 // of all gradients together; 0 for no clipping
@@ -155,8 +160,9 @@ type Control struct {
 	Next    LossScale
 }
 
-// LossScale is what a loss is multiplied by, so that float16 holds its gradients, and how that fared: the steps since it was
-// last changed, and those that a gradient which was not finite made void. On the device it takes LossScaleBytes.
+// LossScale is what a loss is multiplied by, so that float16 holds its gradients, and how that
+// fared: the steps since it was last changed, and those that a gradient which was not finite made
+// void. On the device it takes LossScaleBytes.
 type LossScale struct {
 	Scale         float32
 	Good, Skipped int32
@@ -172,7 +178,8 @@ func (s LossScale) Bytes() []byte {
 	return binary.LittleEndian.AppendUint32(b, uint32(s.Skipped))
 }
 
-// ControlBytes is the size of a control block, of which the host writes the first ControlSettings bytes.
+// ControlBytes is the size of a control block, of which the host writes the first ControlSettings
+// bytes.
 const (
 	ControlBytes    = 64
 	ControlSettings = 36
@@ -204,16 +211,18 @@ func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "optim", "optim_squares", kernel.Line(p.Table.Chunks, optimThreads), kernel.Args().Ptr(p.Squares).Ptr(p.Table.tensors).Ptr(p.Table.chunks))
 }
 
-// Launch finishes a control block: the norm of the gradients from count sums of squares, which may be of several tables,
-// whether the step is skipped, and what clipping multiplies gradients by. With a count of 0 the norm is 0 and nothing is
-// clipped or skipped. scale is a LossScale that the gradients carry: they are divided by it, and it is moved on for the next
-// step; null means that they carry none.
+// Launch finishes a control block: the norm of the gradients from count sums of squares, which may
+// be of several tables, whether the step is skipped, and what clipping multiplies gradients by.
+// With a count of 0 the norm is 0 and nothing is clipped or skipped. scale is a LossScale that the
+// gradients carry: they are divided by it, and it is moved on for the next step; null means that
+// they carry none.
 func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024), kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale))
 }
 
-// Launch counts a step of all of the table's tensors, works out their figures of this step, by a control block that GradNorm has
-// finished, and updates parameters, moments and copies. Two kernels.
+// Launch counts a step of all of the table's tensors, works out their figures of this step, by a
+// control block that GradNorm has finished, and updates parameters, moments and copies. Two
+// kernels.
 func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := begin(k, s, "adamw", p.Control, p.Table); err != nil {
 		return err
@@ -231,8 +240,9 @@ func (t *Table) args(control gpu.Ptr) *gpu.Args {
 	return kernel.Args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Ptr(t.chunks)
 }
 
-// Launch updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction, where u is the momentum or,
-// with nesterov, the gradient advanced by it. squares is workspace of t.Chunks float32. Three kernels.
+// Launch updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction, where u
+// is the momentum or, with nesterov, the gradient advanced by it. squares is workspace of t.Chunks
+// float32. Three kernels.
 func (p MuonDirection) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := begin(k, s, "muon", p.Control, p.Table); err != nil {
 		return err
@@ -272,7 +282,8 @@ type AdamW struct {
 	Table   *Table
 }
 
-// MuonDirection updates momenta and leaves directions. Squares is workspace of Table.Chunks float32.
+// MuonDirection updates momenta and leaves directions. Squares is workspace of Table.Chunks
+// float32.
 type MuonDirection struct {
 	Control, Squares gpu.Ptr
 	Table            *Table

@@ -143,8 +143,8 @@ func TestAdamW(t *testing.T) {
 	}
 }
 
-// TestAdamWRounds wants every single change to be right to a few roundings of float32, from gradients whose squares are lost
-// to such as are near overflow.
+// TestAdamWRounds wants every single change to be right to a few roundings of float32, from
+// gradients whose squares are lost to such as are near overflow.
 func TestAdamWRounds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	const n = 1 << 18
@@ -248,8 +248,8 @@ func TestMuon(t *testing.T) {
 	}
 }
 
-// TestLossScaleMoves wants gradients to be divided by the loss scale, and the scale to be halved by a step that is skipped,
-// but not below 1, and doubled by the 2000th good one in a row.
+// TestLossScaleMoves wants gradients to be divided by the loss scale, and the scale to be halved by
+// a step that is skipped, but not below 1, and doubled by the 2000th good one in a row.
 func TestLossScaleMoves(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	q := newParameter(g, 7, 13, kerneltest.F32, kerneltest.F16)

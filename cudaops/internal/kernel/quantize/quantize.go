@@ -17,10 +17,11 @@ func init() { kernel.Register(units) }
 //
 //	Scale[r] = max_c |X[r, c]| / 448,  Y[r, c] = X[r, c]/Scale[r]
 //
-// rounded to nearest, ties to even; the quotient is X[r, c] times the inverse of Scale[r]. XStride is the elements from one row of
-// X to the next, 0 means D. A row of zeros has scale 1, and no scale is below 2⁻¹²⁶, whose inverse is still a number. If a row has
-// NaN its Scale is NaN; if it has an infinity the Scale is infinite and Y is NaN there: a product of either is NaN. Scale [Rows] is
-// float32, X of Type.
+// rounded to nearest, ties to even; the quotient is X[r, c] times the inverse of Scale[r]. XStride
+// is the elements from one row of X to the next, 0 means D. A row of zeros has scale 1, and no
+// scale is below 2⁻¹²⁶, whose inverse is still a number. If a row has NaN its Scale is NaN; if it
+// has an infinity the Scale is infinite and Y is NaN there: a product of either is NaN. Scale
+// [Rows] is float32, X of Type.
 type Rows struct {
 	Y, Scale         gpu.Ptr
 	X                gpu.Ptr
@@ -64,11 +65,13 @@ func Quantize(k *kernel.Set, s gpu.Stream, a Rows, shape HeldShape) error {
 	return k.Enqueue(s, "quantize", fmt.Sprint("quantize_held", shape.Packs, suf), shape.Over(a.Rows), l)
 }
 
-// heldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread, threads across a row, and rows.
+// heldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread,
+// threads across a row, and rows.
 type HeldShape struct{ Packs, Across, Rows int }
 
-// heldShapes lists the shapes for rows of d elements, which are whole packs, the fastest first: one pack a thread is for short rows,
-// as all threads of a row compute its scale, and four for long ones.
+// heldShapes lists the shapes for rows of d elements, which are whole packs, the fastest first: one
+// pack a thread is for short rows, as all threads of a row compute its scale, and four for long
+// ones.
 func HeldShapes(d int, t gpu.DType) (shapes []HeldShape) {
 	for _, packs := range []int{2, 1, 4} {
 		across := kernel.CeilDiv(d, 32*packs*kernel.Vector(t)) * 32
@@ -108,7 +111,8 @@ func Float8Rows(op string, t gpu.DType, y, scale gpu.Ptr) (bool, error) {
 	return true, nil
 }
 
-// Columns stores each column of X [Rows, D] as float8 E4M3 with a scale, as [Rows] does rows, and turned round:
+// Columns stores each column of X [Rows, D] as float8 E4M3 with a scale, as [Rows] does rows, and
+// turned round:
 //
 //	Scale[c] = max_r |X[r, c]| / 448,  Y[c, r] = X[r, c]/Scale[c]
 //
@@ -119,11 +123,12 @@ type Columns struct {
 	Type                   gpu.DType
 }
 
-// The columns of a block that looks for the largest, those and the rows of a tile that is turned round, and the threads of either:
-// as in quantize.cu.
+// The columns of a block that looks for the largest, those and the rows of a tile that is turned
+// round, and the threads of either: as in quantize.cu.
 const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 
-// columnSections is the parts of the rows of which the largest are found at once: two blocks a multiprocessor, of at least 32 rows.
+// columnSections is the parts of the rows of which the largest are found at once: two blocks a
+// multiprocessor, of at least 32 rows.
 func columnSections(k *kernel.Set, rows, d int) int {
 	return max(1, min(32, kernel.CeilDiv(rows, 32), 2*k.Info.SMs/max(1, kernel.CeilDiv(d, largestColumns))))
 }

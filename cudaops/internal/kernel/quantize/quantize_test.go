@@ -72,7 +72,8 @@ func raw(g *kerneltest.Rig, b *kerneltest.Buffer) []byte {
 	return raw
 }
 
-// oddRows is rows of all magnitudes that a type has, and of zeros, with outliers, infinities and NaN.
+// oddRows is rows of all magnitudes that a type has, and of zeros, with outliers, infinities and
+// NaN.
 func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
 	least, most := -40.0, 30.0 // of ten
 	if t == kerneltest.F16 {

@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Weight is a bfloat16 matrix X [Rows, D], where its rows are to be as float8, Y and Scale as of [Rows], and where its
-// columns, Turned and TurnedScale as Y and Scale of [Columns], both of which may be null. Rows and D are multiples of 16, and
-// so are addresses.
+// Weight is a bfloat16 matrix X [Rows, D], where its rows are to be as float8, Y and Scale as of
+// [Rows], and where its columns, Turned and TurnedScale as Y and Scale of [Columns], both of which
+// may be null. Rows and D are multiples of 16, and so are addresses.
 type Weight struct {
 	X, Y, Scale, Turned, TurnedScale gpu.Ptr
 	Rows, D                          int
@@ -26,8 +26,9 @@ type deviceWeight struct {
 // The strip of a block, kRows and kStripColumns of quantize_weights.cu, and its threads.
 const WeightRows, WeightColumns, WeightThreads = 128, 256, 256
 
-// weightLead is the strips of a weight whose largest numbers are looked for before the weight ahead of it is rounded: as many as an H200
-// works on at once, so that it has something to do while the last strips of that one are looked at.
+// weightLead is the strips of a weight whose largest numbers are looked for before the weight ahead
+// of it is rounded: as many as an H200 works on at once, so that it has something to do while the
+// last strips of that one are looked at.
 const weightLead = 512
 
 // Table is weights laid out on the device, so that one call is for all. Its memory is its own.
@@ -90,7 +91,8 @@ func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
 	return t, nil
 }
 
-// weightStrip is WeightStrip of quantize_weights.cu: a weight, with weightRounds if the strip is one that rounds.
+// weightStrip is WeightStrip of quantize_weights.cu: a weight, with weightRounds if the strip is
+// one that rounds.
 type WeightStrip struct {
 	Weight      uint32
 	Row, Column uint16
@@ -98,8 +100,8 @@ type WeightStrip struct {
 
 const WeightRounds = 1 << 31
 
-// weightStrips lists the strips of all weights: those that round a weight behind those that look for its largest numbers, which the kernel
-// relies on, and for the first few of the next one's.
+// weightStrips lists the strips of all weights: those that round a weight behind those that look
+// for its largest numbers, which the kernel relies on, and for the first few of the next one's.
 func WeightStrips(weights []Weight) (strips []WeightStrip) {
 	lead := 0 // how many of this weight's are in the list already
 	for i := range weights {

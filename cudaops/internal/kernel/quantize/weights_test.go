@@ -11,7 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
-// TestQuantizeWeights wants rows and columns of some matrices to be those of each by itself, again and again.
+// TestQuantizeWeights wants rows and columns of some matrices to be those of each by itself, again
+// and again.
 func TestQuantizeWeights(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	var weights []quantize.Weight
@@ -47,7 +48,8 @@ func TestQuantizeWeights(t *testing.T) {
 	g.Must(table.Free())
 }
 
-// TestWeightStrips wants every strip twice, and those that round a weight behind all that look for its largest numbers, which they wait for.
+// TestWeightStrips wants every strip twice, and those that round a weight behind all that look for
+// its largest numbers, which they wait for.
 func TestWeightStrips(t *testing.T) {
 	weights := []quantize.Weight{{Rows: 16, D: 16}, {Rows: 5120, D: 3072}, {Rows: 144, D: 80}, {Rows: 128, D: 64}, {Rows: 11264, D: 2048}}
 	looked := map[quantize.WeightStrip]bool{}

@@ -22,9 +22,10 @@ const (
 	Max Reduction = "max"
 )
 
-// Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for the rows of a matrix,
-// Outer = 1 for its columns, both for all of it; a mean is a sum with a Scale of 1/N. A zero Scale counts as 1. The types
-// are equal, or one of them is float32. Workspace is memory of [ReduceWorkspace] bytes.
+// Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for
+// the rows of a matrix, Outer = 1 for its columns, both for all of it; a mean is a sum with a Scale
+// of 1/N. A zero Scale counts as 1. The types are equal, or one of them is float32. Workspace is
+// memory of [ReduceWorkspace] bytes.
 type Reduce struct {
 	Op              Reduction
 	Y, X, Workspace gpu.Ptr
@@ -33,8 +34,8 @@ type Reduce struct {
 	YType, XType    gpu.DType
 }
 
-// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU; columnPart the rows, and
-// columnRun those of a block that comes late, kRun of reduce.cu.
+// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU;
+// columnPart the rows, and columnRun those of a block that comes late, kRun of reduce.cu.
 const (
 	rowPart    = 1 << 15
 	columnPart = 64
@@ -42,9 +43,10 @@ const (
 	rowUnroll  = 2 // accesses a thread, kRowUnroll of reduce.cu
 )
 
-// parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows are to fill the GPU twice,
-// where eight fit on a multiprocessor; four that reduce columns have as much in flight there, and leave less to add up. Behind
-// these come late ones with a fifth of the rows, where that leaves the first four times as many as them.
+// parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows
+// are to fill the GPU twice, where eight fit on a multiprocessor; four that reduce columns have as
+// much in flight there, and leave less to add up. Behind these come late ones with a fifth of the
+// rows, where that leaves the first four times as many as them.
 func parts(k *kernel.Set, a Reduce) (parts, late int) {
 	if a.Inner == 1 {
 		return max(1, min(kernel.CeilDiv(a.N, rowPart), kernel.CeilDiv(2*8*k.Info.SMs, a.Outer))), 0
@@ -133,7 +135,8 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
 }
 
-// FirstNonFinite sets the int64 at first to the least index of a NaN or infinity among n elements, or −1.
+// FirstNonFinite sets the int64 at first to the least index of a NaN or infinity among n elements,
+// or −1.
 func FirstNonFinite(k *kernel.Set, s gpu.Stream, first, x gpu.Ptr, n int, t gpu.DType) error {
 	suf, err := kernel.Suffix("FirstNonFinite", t)
 	if err != nil {

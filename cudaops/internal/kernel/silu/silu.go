@@ -14,11 +14,12 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a). Stride is the elements from one row of A to the next,
-// and of B; 0 means F. In [A | B] side by side it is 2·F, and B is A + F elements.
+// Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a). Stride is the elements from one
+// row of A to the next, and of B; 0 means F. In [A | B] side by side it is 2·F, and B is A + F
+// elements.
 //
-// Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its rows; H may then be null. Type is a
-// 16-bit one.
+// Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
+// rows; H may then be null. Type is a 16-bit one.
 type Mul struct {
 	H, A, B         gpu.Ptr
 	Rows, F, Stride int
@@ -37,11 +38,13 @@ func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
 	return silu(k, s, "SiLUMul", "silu_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type}, false, l, a.H, a.A, a.B)
 }
 
-// MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and H again unless it
-// is null. DA may be the memory of A or DH, and DB that of B. Stride is as in [Mul], GradStride the same for DA and DB.
+// MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and
+// H again unless it is null. DA may be the memory of A or DH, and DB that of B. Stride is as in
+// [Mul], GradStride the same for DA and DB.
 //
-// Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8 [Rows] as [Quantize] stores
-// them. Then DB is DA + F elements, GradStride at least 2·F, and Type a 16-bit one.
+// Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8
+// [Rows] as [Quantize] stores them. Then DB is DA + F elements, GradStride at least 2·F, and Type a
+// 16-bit one.
 type MulBackward struct {
 	H, DA, DB, DH, A, B         gpu.Ptr
 	Rows, F, Stride, GradStride int

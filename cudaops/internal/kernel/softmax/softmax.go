@@ -13,13 +13,14 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Launch computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be x.
+// Launch computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be
+// x.
 func (p Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return softmax(k, s, "Softmax", "softmax", []gpu.Ptr{p.Y, p.X}, p.Rows, p.N, p.Type)
 }
 
-// Launch computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Forward and its gradient g. dx may be
-// either of them.
+// Launch computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Forward and its
+// gradient g. dx may be either of them.
 func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return softmax(k, s, "SoftmaxBackward", "softmax_backward", []gpu.Ptr{p.DX, p.G, p.Y}, p.Rows, p.N, p.Type)
 }

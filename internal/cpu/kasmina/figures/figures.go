@@ -11,15 +11,16 @@ import (
 // Reduction says how the figures of a chunk's rows become those of the seed.
 type Reduction uint8
 
-// The reductions: exact figures over all elements, the average of the rows' figures, the largest of them.
+// The reductions: exact figures over all elements, the average of the rows' figures, the largest of
+// them.
 const (
 	ReduceExact Reduction = iota
 	ReduceMean
 	ReduceMax
 )
 
-// Moments are the count and mean of numbers and the sum of their squared deviations from it. They are only ever merged
-// (Chan, Golub and LeVeque 1979), never formed as a difference of large sums.
+// Moments are the count and mean of numbers and the sum of their squared deviations from it. They
+// are only ever merged (Chan, Golub and LeVeque 1979), never formed as a difference of large sums.
 type Moments struct{ N, Mean, M2 float64 }
 
 // Merge makes m the moments of the numbers of m and o together.
@@ -50,8 +51,9 @@ func (m Moments) Variance() float64 {
 	return m.M2 / m.N
 }
 
-// Chunk sum up what a pass has seen of one seed's chunk: its input in a forward pass, its output's gradient in a
-// backward pass. Elements that are NaN or Inf are counted in Bad and left out of everything else.
+// Chunk sum up what a pass has seen of one seed's chunk: its input in a forward pass, its output's
+// gradient in a backward pass. Elements that are NaN or Inf are counted in Bad and left out of
+// everything else.
 type Chunk struct {
 	Moments  Moments // relative to the chunk's anchor until finished
 	Min, Max float64
@@ -64,7 +66,8 @@ type Chunk struct {
 
 const PerRow = 6
 
-// Health returns variance, mean, minimum, maximum, dead ratio and signal-to-noise ratio |mean|/sqrt(variance + ε).
+// Health returns variance, mean, minimum, maximum, dead ratio and signal-to-noise ratio
+// |mean|/sqrt(variance + ε).
 func (f *Chunk) Health(reduce Reduction, eps float64) [PerRow]float64 {
 	if reduce != ReduceExact {
 		return f.Rows
@@ -168,8 +171,8 @@ type Row struct {
 	Dead, Bad int
 }
 
-// Scan looks at one row of a chunk. Branches in its loops are all but never taken; sums run in four lanes, which do not
-// wait for each other.
+// Scan looks at one row of a chunk. Branches in its loops are all but never taken; sums run in four
+// lanes, which do not wait for each other.
 func Scan[T cpu.Float](v []T, eps float64) Row {
 	s := Row{anchor: Anchor(v[0])}
 	k, first := s.anchor, float64(v[0])
@@ -264,8 +267,8 @@ func Anchor[T cpu.Float](e T) float64 {
 	return float64(e)
 }
 
-// Exponents is the length of a histogram of magnitudes: bin i counts 2^(i−24) ≤ |v| < 2^(i−23), bin 0 everything smaller
-// too, the last bin everything larger.
+// Exponents is the length of a histogram of magnitudes: bin i counts 2^(i−24) ≤ |v| < 2^(i−23), bin
+// 0 everything smaller too, the last bin everything larger.
 const Exponents = 40
 
 // AddExponents counts the finite elements of v by their magnitude.
@@ -278,8 +281,9 @@ func AddExponents[T cpu.Float](h *[Exponents]uint32, v []T) {
 	}
 }
 
-// Shifted returns the moments of n numbers, given the sums of their deviations from an anchor and of the squares of these.
-// It loses no more than a factor of n in precision if the anchor is one of the numbers.
+// Shifted returns the moments of n numbers, given the sums of their deviations from an anchor and
+// of the squares of these. It loses no more than a factor of n in precision if the anchor is one of
+// the numbers.
 func Shifted(anchor, sum, square float64, n int) Moments {
 	if n == 0 {
 		return Moments{}

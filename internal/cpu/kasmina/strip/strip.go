@@ -1,6 +1,6 @@
-// Package strip has the float32 kernels of a Kasmina layer. They work on a strip: some rows of up to
-// Columns columns of a matrix. A vector holds neighbouring columns, whatever chunks they belong to, and
-// what belongs to a column is in structs of arrays, whose layout the assembly knows.
+// Package strip has the float32 kernels of a Kasmina layer. They work on a strip: some rows of up
+// to Columns columns of a matrix. A vector holds neighbouring columns, whatever chunks they belong
+// to, and what belongs to a column is in structs of arrays, whose layout the assembly knows.
 package strip
 
 import (
@@ -15,12 +15,14 @@ import (
 // Columns is the most columns of a strip.
 const Columns = 256
 
-// PassRows is how many rows go through all kernels before the next ones do: few enough to stay in the first cache.
+// PassRows is how many rows go through all kernels before the next ones do: few enough to stay in
+// the first cache.
 const PassRows = 2 * NormRows
 
-// Figures sum up what has been seen of each column. Deviations are from the column's anchor, which is the same for the
-// columns of a chunk. Sums are formed in float64, in which neither squares nor sums of float32 elements overflow, so that
-// they are finite exactly where all elements are. Elsewhere nothing in a column has a meaning.
+// Figures sum up what has been seen of each column. Deviations are from the column's anchor, which
+// is the same for the columns of a chunk. Sums are formed in float64, in which neither squares nor
+// sums of float32 elements overflow, so that they are finite exactly where all elements are.
+// Elsewhere nothing in a column has a meaning.
 type Figures struct {
 	Sum, Square       [Columns]float64 // of deviations, and of their squares
 	Anchor, Low, High [Columns]float32
@@ -67,8 +69,8 @@ const (
 // Sums are sums over rows of g·1 and g·x, where x·Gate > Above, and of g·x[−1] and g·x[−2].
 type Sums struct{ All, Here, Near, Far [Columns]float32 }
 
-// Norms are those of a strip's chunks: for each the sums of the deviations of its rows' norms from an anchor and of their squares,
-// in lanes.
+// Norms are those of a strip's chunks: for each the sums of the deviations of its rows' norms from
+// an anchor and of their squares, in lanes.
 type Norms struct {
 	Anchor      [Columns / 4]float64
 	Sum, Square [Columns / 4][PassRows]float64
@@ -97,9 +99,9 @@ type kernels struct {
 	// blendBackward and blendSums in one, where there are registers enough; else nil.
 	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32, rows, stride, columns int)
 
-	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for PassRows rows; nil where registers are few.
-	// With chunks of vectors vectors, unless that is 0, backward also does what chunkNorms does. It counts them in counter, which
-	// is as many.
+	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for PassRows rows; nil
+	// where registers are few. With chunks of vectors vectors, unless that is 0, backward also does
+	// what chunkNorms does. It counts them in counter, which is as many.
 	fusedForward, fusedForwardStreamed   func(y, x *float32, rule *Rule, state *State, nextX *float32, ahead *Fetch, stride, columns int, eps float32)
 	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *Rule, state *State, nextGrad, nextX *float32, ahead *Fetch, stride, columns, vectors, counter int)
 
@@ -119,9 +121,10 @@ type View struct {
 	Edges                     bool // chunks go on in other strips
 }
 
-// Pack holds the rows of a strip that are at work. In the matrix they are often a multiple of 4096 bytes apart: there they
-// would drive each other out of the cache, and processors take a load for one of what was just stored at the same place of
-// another such row. There is room on either side of a row for neighbours that are masked out.
+// Pack holds the rows of a strip that are at work. In the matrix they are often a multiple of 4096
+// bytes apart: there they would drive each other out of the cache, and processors take a load for
+// one of what was just stored at the same place of another such row. There is room on either side
+// of a row for neighbours that are masked out.
 type Pack [PassRows*PackStride + PackRoom]float32
 
 // The rows of a [Pack] begin with PackRoom columns of neighbours and are PackStride apart.
@@ -133,7 +136,8 @@ const (
 // at returns the index of column i of row r.
 func (p *Pack) at(r, i int) int { return PackRoom + r*PackStride + i }
 
-// Load fills the pack with the strip s of x. It brings what lies ahead elements ahead, if that is not 0, into the second cache.
+// Load fills the pack with the strip s of x. It brings what lies ahead elements ahead, if that is
+// not 0, into the second cache.
 func (p *Pack) Load(x []float32, s View, ahead int) {
 	if k := kernels32; k != nil {
 		move := k.storeRows
@@ -148,7 +152,8 @@ func (p *Pack) Load(x []float32, s View, ahead int) {
 	}
 }
 
-// LoadEdges adds the neighbours, two on either side, that rows have in other strips of a tile of the given width.
+// LoadEdges adds the neighbours, two on either side, that rows have in other strips of a tile of
+// the given width.
 func (p *Pack) LoadEdges(x []float32, s View, width int) {
 	if !s.Edges {
 		return
@@ -179,8 +184,8 @@ func (p *Pack) Store(y []float32, s View) {
 	}
 }
 
-// Streamed is the size, in elements, from which on a result is written past the caches: most of it would not be there any
-// more when it is needed, and they would first read what it overwrites.
+// Streamed is the size, in elements, from which on a result is written past the caches: most of it
+// would not be there any more when it is needed, and they would first read what it overwrites.
 var Streamed = 1 << 21
 
 // streams reports whether the strip of y is written past the caches. Vectors must be aligned then.
@@ -224,7 +229,8 @@ func (f *Figures) Start(columns int) {
 	copy(f.High[:columns], noFigures.High[:])
 }
 
-// AddInput adds the strip s of x, and which elements are smaller than eps. It leaves the strip in p.
+// AddInput adds the strip s of x, and which elements are smaller than eps. It leaves the strip in
+// p.
 func (f *Figures) AddInput(p *Pack, x []float32, s View, eps float32) {
 	if k := kernels32; k != nil {
 		k.inputFigures(f, &p[PackRoom], &x[s.At], s.Rows, s.Stride, s.Columns, eps)
@@ -300,8 +306,8 @@ func (c *Rule) Forward(y []float32, x *Pack, s View) (top float32) {
 	return top
 }
 
-// Backward computes the strip s of dx from g and x, which is packed from input. It brings the next rows of that into the second
-// cache.
+// Backward computes the strip s of dx from g and x, which is packed from input. It brings the next
+// rows of that into the second cache.
 func (c *Rule) Backward(dx []float32, g, x *Pack, s View, input []float32) {
 	if k := kernels32; k != nil {
 		blend := k.blendBackward
@@ -368,17 +374,19 @@ func (c *Rule) Learn(dx []float32, g, x *Pack, s View, input []float32, t *Sums)
 // ahead is where the next rows of x begin.
 func (s View) ahead(x []float32) *float32 { return &x[min(s.At+PassRows*s.Stride, len(x)-1)] }
 
-// Fetch says what a fused kernel brings into the second cache while it computes a strip: of the rows that come next as many
-// lines as the strip has vectors, in the order in which they are in memory, and not in that of the strip. Processors follow
-// that order and fetch more by themselves. Offsets are in bytes, and a kernel fetches PassRows lines at a time.
+// Fetch says what a fused kernel brings into the second cache while it computes a strip: of the
+// rows that come next as many lines as the strip has vectors, in the order in which they are in
+// memory, and not in that of the strip. Processors follow that order and fetch more by themselves.
+// Offsets are in bytes, and a kernel fetches PassRows lines at a time.
 type Fetch struct {
 	At        int // offset of the first lines in a matrix
 	Left, Run int // how often it fetches until the end of the row, and in a row
 	Jump      int // offset of the next row from the end of one
 }
 
-// Fuses reports whether there are kernels for MeasureForward and MeasureBackward. They take no longer than those that form
-// no figures, for all of them wait for memory: where these are, nothing is gained by not measuring.
+// Fuses reports whether there are kernels for MeasureForward and MeasureBackward. They take no
+// longer than those that form no figures, for all of them wait for memory: where these are, nothing
+// is gained by not measuring.
 func Fuses() bool { return kernels32 != nil && kernels32.fusedForward != nil }
 
 // Fuses reports whether MeasureForward and MeasureBackward compute the strip s.
@@ -393,8 +401,8 @@ func (c *Rule) MeasureForward(y, x []float32, s View, t *State, f *Fetch, eps fl
 	pass(&y[s.At], &x[s.At], c, t, &x[0], f, s.Stride, s.Columns, eps)
 }
 
-// MeasureBackward is AddGradient and Learn in one, without packs. With chunks of vectors vectors, if that is not 0, it also
-// adds norms.
+// MeasureBackward is AddGradient and Learn in one, without packs. With chunks of vectors vectors,
+// if that is not 0, it also adds norms.
 func (c *Rule) MeasureBackward(dx, g, x []float32, s View, t *State, f *Fetch, vectors int) {
 	pass := kernels32.fusedBackward
 	if s.streams(dx) {
@@ -409,8 +417,8 @@ const NormRows = 4
 // CanNorm reports whether [Norms.Add] computes norms of chunks of c columns.
 func CanNorm(c int) bool { return c%4 == 0 && c <= Columns }
 
-// Add adds the norms of rows, which are stride elements apart, of chunks of c columns. Of rows rows those that are no group
-// of NormRows are left out.
+// Add adds the norms of rows, which are stride elements apart, of chunks of c columns. Of rows rows
+// those that are no group of NormRows are left out.
 func (n *Norms) Add(g []float32, stride, rows, c, chunks int) {
 	if k := kernels32; k != nil {
 		k.chunkNorms(n, &g[0], rows/NormRows, c, chunks, stride)
