@@ -135,11 +135,12 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 			D.fill(m.M, m.N, math.NaN())
 		}
 		scaleA, scaleB := factors(l, m.Scaling, a.ScaleA, m.M), factors(l, m.Scaling, a.ScaleB, m.N)
+		left, right := A.rows(m.TransA, m.M, m.K), B.rows(!m.TransB, m.N, m.K)
 		for r := range m.M {
 			for col := range m.N {
-				sum := 0.0
-				for k := range m.K {
-					sum += A.of(m.TransA, r, k) * B.of(m.TransB, k, col)
+				sum, column := 0.0, right[col*m.K:][:m.K]
+				for k, v := range left[r*m.K:][:m.K] {
+					sum += v * column[k]
 				}
 				sum *= float64(a.Alpha) * scaleA(r) * scaleB(col)
 				if a.Beta != 0 {
@@ -194,6 +195,17 @@ func (m matrix) of(transposed bool, r, c int) float64 {
 	default:
 		return half.Float16(m.u16[i]).Float64()
 	}
+}
+
+// rows returns the rows of a matrix, or of its transpose, one behind the other.
+func (m matrix) rows(transposed bool, rows, cols int) []float64 {
+	all := make([]float64, 0, rows*cols)
+	for r := range rows {
+		for c := range cols {
+			all = append(all, m.of(transposed, r, c))
+		}
+	}
+	return all
 }
 
 func (m matrix) set(r, c int, v float64) {
