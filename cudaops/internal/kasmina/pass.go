@@ -42,7 +42,7 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass, whole bool) error 
 		p.Records, p.Parts = nil, nil
 	}
 	if p.Replay {
-		return ls.bare(l, p, a, nil)
+		return ls.unmeasured(l, p, a, nil)
 	}
 	if backward {
 		return ls.launchBackward(l, p, a, kasminakernel.Backward{Telemetry: l.mode.telemetry,
@@ -67,9 +67,9 @@ func clearSums(p program.KasminaPass) {
 	}
 }
 
-// bare enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil, a
+// unmeasured enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil, a
 // backward pass in place works there.
-func (ls *Layers) bare(l *layer, p program.KasminaPass, a map[string]*program.Array, spare *program.Array) error {
+func (ls *Layers) unmeasured(l *layer, p program.KasminaPass, a map[string]*program.Array, spare *program.Array) error {
 	if a["G"] != nil {
 		return ls.launchBackward(l, p, a, kasminakernel.Backward{Bad: l.at(program.KasminaIgnored),
 			Clipped: l.at(program.KasminaIgnored)}, spare)
@@ -128,7 +128,7 @@ func (ls *Layers) CanMeasure(c *program.Call) bool {
 	return ok && !p.Replay
 }
 
-// Save copies what a backward pass in place replaces, for Bare.
+// Save copies what a backward pass in place replaces, for Unmeasured.
 func (ls *Layers) Save(c *program.Call) error {
 	p := c.Params.(program.KasminaPass)
 	if p.Spare == nil {
@@ -138,14 +138,14 @@ func (ls *Layers) Save(c *program.Call) error {
 	return ls.m.Ctx.CopyOnDevice(p.Spare.Ptr(), g.Ptr(), g.Extent(), ls.m.Stream)
 }
 
-// Bare enqueues a pass without telemetry.
-func (ls *Layers) Bare(c *program.Call) error {
+// Unmeasured enqueues a pass without telemetry.
+func (ls *Layers) Unmeasured(c *program.Call) error {
 	p := c.Params.(program.KasminaPass)
-	return ls.bare(ls.all[p.Layer], p, operands(c), p.Spare)
+	return ls.unmeasured(ls.all[p.Layer], p, operands(c), p.Spare)
 }
 
 // Note tells a layer's lattice what its pass took, without telemetry and with it.
-func (ls *Layers) Note(c *program.Call, bare, whole time.Duration) {
+func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(program.KasminaPass)
 	l := ls.all[p.Layer]
 	seeds := 2 * l.Seeds // read and written, in x and y
@@ -153,7 +153,7 @@ func (ls *Layers) Note(c *program.Call, bare, whole time.Duration) {
 		reads, writes := l.moving(p.InPlace)
 		seeds = reads + l.Seeds + writes // in x, the gradient of y, and that of x
 	}
-	l.Op.Lattice.RecordTiming(state.Timing{Kernel: bare, Telemetry: whole - bare,
+	l.Op.Lattice.RecordTiming(state.Timing{Kernel: unmeasured, Telemetry: whole - unmeasured,
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})
 }
 

@@ -154,9 +154,9 @@ func (c *compiler) iterate(n *gorgonia.Node, shape []int, batch, steps int) (Ite
 		Units: []string{"gemm_hopper_plain", "gemm_symmetric"},
 		Shape: fmt.Sprintf("%d of %dx%d %v, %d steps", batch, shape[0], shape[1], t, steps)}
 	var all []Iteration
-	ends := [2]*program.Array{c.like(x), c.like(x)}
+	xs := [2]*program.Array{c.like(x), c.like(x)}
 	for _, way := range ways {
-		one := it.in(way, ends)
+		one := it.in(way, xs)
 		all, g.Results = append(all, one), []*program.Array{one.Result}
 		timed := append([]*program.Call{c.normalized(n, one.Start, x)}, one.Calls...)
 		g.Alternatives = append(g.Alternatives, Alternative{way, timed})
@@ -206,7 +206,7 @@ func (it schulzIteration) flops() float64 {
 
 // in is the iteration in one of the ways, between two arrays, of which the second one has the
 // result.
-func (it schulzIteration) in(way string, ends [2]*program.Array) Iteration {
+func (it schulzIteration) in(way string, xs [2]*program.Array) Iteration {
 	it.Together = 1
 	turns := it.Steps
 	if way == byGram {
@@ -216,13 +216,13 @@ func (it schulzIteration) in(way string, ends [2]*program.Array) Iteration {
 		turns = it.Segments()
 	}
 	if turns%2 == 0 {
-		ends[0], ends[1] = ends[1], ends[0]
+		xs[0], xs[1] = xs[1], xs[0]
 	}
-	one := Iteration{Start: ends[0], Result: ends[turns%2]}
+	one := Iteration{Start: xs[0], Result: xs[turns%2]}
 	if way == byProducts {
-		one.Calls = it.products(ends)
+		one.Calls = it.products(xs)
 	} else {
-		one.Calls = it.symmetric(ends)
+		one.Calls = it.symmetric(xs)
 	}
 	return one
 }
@@ -236,9 +236,9 @@ func (it schulzIteration) square() *program.Array {
 func matrix(a *program.Array) *program.Array { return a.View(0, a.Shape[1:]...) }
 
 // products is the iteration by products alone.
-func (it schulzIteration) products(ends [2]*program.Array) (calls []*program.Call) {
+func (it schulzIteration) products(xs [2]*program.Array) (calls []*program.Call) {
 	s := schulz{tall: it.tall(), gram: matrix(it.square()), poly: matrix(it.square())}
-	x, y := matrix(ends[0]), matrix(ends[1])
+	x, y := matrix(xs[0]), matrix(xs[1])
 	for range it.Steps {
 		for _, p := range s.step(y, x) {
 			calls = append(calls, it.c.newProduct(it.node, p.repeated(it.Batch)))
@@ -249,8 +249,8 @@ func (it schulzIteration) products(ends [2]*program.Array) (calls []*program.Cal
 }
 
 // symmetric is the iteration by products of half of what is symmetric.
-func (it schulzIteration) symmetric(ends [2]*program.Array) (calls []*program.Call) {
-	places := map[gpu.Ptr]*program.Array{1: ends[0], 2: ends[1]} // which stand for the arrays in Run
+func (it schulzIteration) symmetric(xs [2]*program.Array) (calls []*program.Call) {
+	places := map[gpu.Ptr]*program.Array{1: xs[0], 2: xs[1]} // which stand for the arrays in Run
 	it.X = [2]gpu.Ptr{1, 2}
 	for i := range it.Squares {
 		it.Squares[i] = gpu.Ptr(3 + i)

@@ -57,12 +57,12 @@ const (
 
 // taskTime is what is known of a task.
 type taskTime struct {
-	latest  time.Duration // in the latest sample
-	total   time.Duration // in all samples
-	tuned   time.Duration // 0 for one that has not been timed
-	ways    []string
-	drifted int // samples on end
-	bare    bareTime
+	latest     time.Duration // in the latest sample
+	total      time.Duration // in all samples
+	tuned      time.Duration // 0 for one that has not been timed
+	ways       []string
+	drifted    int // samples on end
+	unmeasured unmeasuredTime
 }
 
 // updateMarks stand around an update.
@@ -84,7 +84,7 @@ func NewMonitor(m *Machine, every int) (*Monitor, error) {
 	}
 	for i, c := range m.Program.Calls {
 		if m.Layers.CanMeasure(c) {
-			b := &o.tasks[i].bare
+			b := &o.tasks[i].unmeasured
 			events = append(events, &b.from, &b.to)
 		}
 	}
@@ -135,7 +135,7 @@ func (o *Monitor) Run(replay func() error) error {
 // sample enqueues a run with marks.
 func (o *Monitor) sample() error {
 	for i, c := range o.Program.Calls {
-		o.tasks[i].bare.on = o.Layers.Measures(c)
+		o.tasks[i].unmeasured.on = o.Layers.Measures(c)
 	}
 	if o.OnHost() {
 		return o.enqueue(o.Ctx.Record)
@@ -157,10 +157,10 @@ func (o *Monitor) sample() error {
 // alive between two runs.
 func (o *Monitor) loadBare() error {
 	for i, c := range o.Program.Calls {
-		if !o.tasks[i].bare.on {
+		if !o.tasks[i].unmeasured.on {
 			continue
 		}
-		if err := o.Layers.Bare(c); err != nil {
+		if err := o.Layers.Unmeasured(c); err != nil {
 			return fmt.Errorf("%s: %w", c.Node, err)
 		}
 	}
@@ -170,13 +170,13 @@ func (o *Monitor) loadBare() error {
 // runBare enqueues what comes ahead of a pass in a sample: the pass without telemetry, twice, the
 // first time only for the caches.
 func (o *Monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
-	b, c := o.tasks[i].bare, o.Program.Calls[i]
+	b, c := o.tasks[i].unmeasured, o.Program.Calls[i]
 	if !b.on {
 		return nil
 	}
-	bare := func() error { return o.Layers.Bare(c) }
-	if err := run.InTurn(func() error { return o.Layers.Save(c) }, bare,
-		func() error { return mark(b.from, o.Stream) }, bare,
+	unmeasured := func() error { return o.Layers.Unmeasured(c) }
+	if err := run.InTurn(func() error { return o.Layers.Save(c) }, unmeasured,
+		func() error { return mark(b.from, o.Stream) }, unmeasured,
 		func() error { return mark(b.to, o.Stream) }); err != nil {
 		return fmt.Errorf("%s: %w", c.Node, err)
 	}
@@ -248,7 +248,7 @@ func (o *Monitor) collect() error {
 	}
 	for i := range o.tasks {
 		o.note(i)
-		if b := o.tasks[i].bare; b.on {
+		if b := o.tasks[i].unmeasured; b.on {
 			o.Layers.Note(o.Program.Calls[i], b.latest, o.tasks[i].latest)
 		}
 	}
@@ -265,7 +265,7 @@ func (o *Monitor) read() (err error) {
 	ctx := o.Ctx
 	for i := range o.tasks {
 		t, from := &o.tasks[i], o.marks[i]
-		if b := &t.bare; b.on {
+		if b := &t.unmeasured; b.on {
 			if b.latest, err = ctx.Elapsed(b.from, b.to); err != nil {
 				return err
 			}
@@ -359,8 +359,8 @@ type Machine struct {
 	Copy     int       // bytes of the copy that measures the card; 0 for the usual
 }
 
-// bareTime is a pass without telemetry.
-type bareTime struct {
+// unmeasuredTime is a pass without telemetry.
+type unmeasuredTime struct {
 	on       bool          // in the sample under way
 	from, to gpu.Event     // around the second run
 	latest   time.Duration // of that, in the latest sample
