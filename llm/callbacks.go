@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
@@ -297,7 +298,7 @@ func overwritable(path string) error {
 	if _, err := os.Stat(path); err != nil {
 		return atomicfile.Writable(path)
 	}
-	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	f, err := os.OpenFile(path, os.O_WRONLY|syscall.O_NONBLOCK, 0) // a pipe may have no reader
 	if err != nil {
 		return err
 	}

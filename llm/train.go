@@ -407,7 +407,9 @@ func (t *Trainer) step() error {
 	} else if err != nil {
 		t.spoiled = err
 		err = errors.Join(err, t.engine.Drop())
-	} else if err = t.count(loss, u); err != nil {
+	} else {
+		t.torn = errors.New("a callback or the controller panicked")
+		err = t.count(loss, u)
 		t.torn = err
 	}
 	if err != nil {

@@ -121,6 +121,21 @@ func (stubborn) Decide([]state.Report) []state.Command {
 	return []state.Command{{Action: state.Move, Seed: 1, To: state.Fossilized}}
 }
 
+// TestPanickingController wants a step that a panic has left to be no more a whole one than one that an
+// error has.
+func TestPanickingController(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "run")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 9}) // epochs of 3
+	require.NoError(t, tr.Grow(Growth{Controller: panickingController{}, Validation: heldOut(t, 40, 1)}))
+	require.PanicsWithValue(t, "decide", func() { tr.Run(t.Context()) })
+	require.ErrorContains(t, tr.Save(path), "panicked")
+	require.NoFileExists(t, path)
+}
+
+type panickingController struct{}
+
+func (panickingController) Decide([]state.Report) []state.Command { panic("decide") }
+
 // TestTurns wants callbacks and listeners to do all that is done beside a run, and nothing to hang.
 func TestTurns(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")

@@ -131,6 +131,10 @@ func TestSetStateRefuses(t *testing.T) {
 			func(t *optim.Tensor) { t.Data.([]float64)[0] = math.Inf(1) }), "exp_avg_sq is +Inf at element 0"},
 		{"negative square", edit("norm.exp_avg_sq",
 			func(t *optim.Tensor) { t.Data.([]float64)[1] = -1e-9 }), "exp_avg_sq is -1e-09 at element 1"},
+		{"a mean without squares", func(s []optim.Tensor) []optim.Tensor {
+			edit("norm.exp_avg", func(t *optim.Tensor) { t.Data.([]float64)[1] = 1 })(s)
+			return edit("norm.exp_avg_sq", func(t *optim.Tensor) { clear(t.Data.([]float64)) })(s)
+		}, `"norm": exp_avg is 1 at element 1, want at most`},
 		{"NaN of a matrix", func(s []optim.Tensor) []optim.Tensor {
 			for _, t := range s {
 				if x, ok := t.Data.([]float32); ok && strings.HasPrefix(t.Name, "w.") {
@@ -211,13 +215,12 @@ func TestSetStateOfImpossibleShapes(t *testing.T) {
 	}
 }
 
-// A step that makes a parameter infinite says so: the state is finite, but the first moment is of
-// gradients that the second has never seen.
+// A step that makes a parameter infinite says so.
 func TestStepOverflows(t *testing.T) {
 	for name, o := range both(t) {
 		require.NoError(t, o.SetState([]optim.Tensor{{"norm.step", []int{1}, []int64{1}},
-			{"norm.exp_avg", []int{2}, []float32{0, math.MaxFloat32}}, {"norm.exp_avg_sq", []int{2},
-				make([]float32, 2)}}))
+			{"norm.exp_avg", []int{2}, []float32{0, 1e3}}, {"norm.exp_avg_sq", []int{2}, []float32{1, 1}}}))
+		require.NoError(t, o.SetLR(1e37))
 		p := newParam("norm", make([]float32, 2), 2)
 		err := o.Step(model(p))
 		require.ErrorIs(t, err, optim.ErrOverflow, name)

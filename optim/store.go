@@ -290,7 +290,30 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 			return nil, fmt.Errorf("%s means nothing to this optimiser, which keeps %v for it", field, fields)
 		}
 	}
+	if fields[0] == "exp_avg" {
+		if err := checkRatio(parts["exp_avg"].Data, parts["exp_avg_sq"].Data); err != nil {
+			return nil, err
+		}
+	}
 	return e, nil
+}
+
+// largestRatio bounds a mean of gradients over the root of the mean of their squares. By
+// Cauchy-Schwarz it is at most 7.3 for AdamW's usual betas, and below a hundred for all that are in
+// use. leastMean is where squares may vanish in float32.
+const largestRatio, leastMean = 1e4, 1e-18
+
+// checkRatio returns an error unless the means fit the means of squares, as all that steps leave do.
+func checkRatio(mean, squares any) error {
+	m, v := reflect.ValueOf(mean), reflect.ValueOf(squares)
+	for i := range m.Len() {
+		m, v := m.Index(i).Float(), v.Index(i).Float()
+		if most := largestRatio * max(math.Sqrt(v), leastMean); math.Abs(m) > most {
+			return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq of %v: the state "+
+				"is damaged; go on from an older checkpoint", m, i, most, v)
+		}
+	}
+	return nil
 }
 
 // checkMoment returns an error unless the elements of a moment are such as steps leave: finite, and

@@ -637,3 +637,15 @@ func TestZeroNetworkAnswers(t *testing.T) {
 	require.ErrorIs(t, <-done, state.ErrSeed)
 	require.NoError(t, <-zero.Submit())
 }
+
+// TestPanickingListener wants every channel of Submit answered, also where a listener panics between.
+func TestPanickingListener(t *testing.T) {
+	n, _ := network(t)
+	_, err := n.Listen(func(state.Event) { panic("a listener") })
+	require.NoError(t, err)
+	command := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}}
+	first, second := n.Submit(command), n.Submit(command)
+	require.PanicsWithValue(t, "a listener", n.Apply)
+	require.NoError(t, <-first)
+	require.ErrorContains(t, <-second, "a listener has panicked")
+}

@@ -56,6 +56,8 @@ func (n *Network) Submit(commands ...Command) <-chan error {
 	return done
 }
 
+var errListener = errors.New("state.Submit: a listener has panicked before its turn: nothing was done")
+
 var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Network.Open says that somebody runs it again", ErrClosed)
 
 // Close says that nobody will call Apply: what waits for it is answered with ErrClosed now, and
@@ -76,10 +78,17 @@ func (n *Network) Open() {
 // Apply carries out what has been submitted, in order. It must be called between the passes of the
 // model.
 func (n *Network) Apply() {
-	for _, s := range n.queue.take(false) {
-		err := n.do(s.commands)
+	waiting := n.queue.take(false)
+	defer func() { // a listener has panicked
+		for _, s := range waiting {
+			s.done <- errListener
+		}
+	}()
+	for len(waiting) > 0 {
+		s := waiting[0]
+		waiting = waiting[1:]
+		s.done <- n.do(s.commands)
 		n.deliver()
-		s.done <- err
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/bits"
 
+	"github.com/kasmina-go/kasmina/internal/guard"
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
@@ -166,21 +167,29 @@ func (l *Loader) Next() (Batch, error) {
 func (l *Loader) readAhead() {
 	l.ahead = make(chan readAhead, 1)
 	go func(ahead chan<- readAhead, batch Batch, s LoaderState) {
-		window := make([]int, s.Seq+1)
-		for i := 0; i < len(batch.Inputs); i += s.Seq {
-			offset := s.advance(l.tokens.Len())
-			if err := l.tokens.ReadTokens(window, offset); err != nil {
-				ahead <- readAhead{batch: batch, err: err}
-				return
-			}
-			copy(batch.Inputs[i:], window[:s.Seq])
-			copy(batch.Targets[i:], window[1:])
-			if l.starts != nil {
-				l.starts(batch.Starts[i:][:s.Seq], window, offset)
-			}
-		}
-		ahead <- readAhead{batch: batch, after: s}
+		err := guard.Call(errTokens, "Tokens", func() error { return l.read(batch, &s) })
+		ahead <- readAhead{batch: batch, after: s, err: err}
 	}(l.ahead, l.spare, l.state)
+}
+
+// errTokens is wrapped by the error of a batch whose tokens panicked.
+var errTokens = errors.New("a method of the tokens panicked")
+
+// read fills a batch from a state on, and moves the state.
+func (l *Loader) read(batch Batch, s *LoaderState) error {
+	window := make([]int, s.Seq+1)
+	for i := 0; i < len(batch.Inputs); i += s.Seq {
+		offset := s.advance(l.tokens.Len())
+		if err := l.tokens.ReadTokens(window, offset); err != nil {
+			return err
+		}
+		copy(batch.Inputs[i:], window[:s.Seq])
+		copy(batch.Targets[i:], window[1:])
+		if l.starts != nil {
+			l.starts(batch.Starts[i:][:s.Seq], window, offset)
+		}
+	}
+	return nil
 }
 
 // advance moves the state past one window and returns the token at which that window starts. The

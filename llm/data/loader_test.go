@@ -478,3 +478,21 @@ func (counting) Name() string                 { return "counting" }
 func (counting) VocabSize() int               { return 300 }
 func (counting) Decode([]int) ([]byte, error) { return nil, nil }
 func (c counting) Encode([]byte) []int        { c.encoding(); return []int{1} }
+
+// panicking is tokens that panic when read.
+type panicking struct{ Tokens }
+
+func (panicking) ReadTokens([]int, int64) error { panic("tokens") }
+
+// TestPanickingTokens wants a panic of a user's tokens, which are read beside the caller, to be an
+// error.
+func TestPanickingTokens(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "text")
+	require.NoError(t, os.WriteFile(path, bytes.Repeat([]byte("words "), 100), 0o666))
+	tokens, err := Tokenize(t.Context(), mustOpen(t, path).Train, tokenizer.Bytes{})
+	require.NoError(t, err)
+	l, err := NewLoader(panicking{tokens}, LoaderConfig{Batch: 2, Seq: 8})
+	require.NoError(t, err)
+	_, err = l.Next()
+	require.ErrorIs(t, err, errTokens)
+}
