@@ -21,7 +21,7 @@ import (
 
 // Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's
 // with copies of the parameters and of what the optimiser remembers. Package llm/gpu has one for
-// NVIDIA GPUs.
+// NVIDIA GPUs. A trainer calls its methods one at a time.
 type Engine interface {
 	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other
 	// bits under another name.

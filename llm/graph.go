@@ -24,7 +24,7 @@ const (
 )
 
 // Graph is a model's computation on one batch. Every graph of a model shares the memory of its
-// parameters.
+// parameters, so they are for one goroutine at a time.
 type Graph struct {
 	G       *gorgonia.ExprGraph
 	Kind    GraphKind

@@ -77,7 +77,7 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 }
 
 // Inference is the part of an engine that has no gradients: graphs of a model, each built when it
-// is first needed.
+// is first needed. It is for one goroutine at a time, and not while the model changes.
 type Inference struct {
 	Model *Model
 	// what computes a graph with the model's parameters; nil for a machine on the CPU

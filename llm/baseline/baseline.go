@@ -22,6 +22,7 @@ import (
 // follow the context. (Witten and Bell, "The zero-frequency problem", 1991; on Go source it beat
 // absolute discounting at every size of training text from 100 KB to 86 MB.) It is the yardstick
 // for a byte-level language model: one that does worse has learnt less than a table of trigrams.
+// All methods may be called at the same time.
 type Order2 struct {
 	counts [3][]uint32 // by order: n(b) [256], n(a₂b) [256²], n(a₁a₂b) [256³]
 	totals [3][]uint64 // n of each context: [1], [256], [256²]

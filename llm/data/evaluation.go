@@ -11,7 +11,8 @@ import (
 )
 
 // Evaluation is held-out text cut into batches, always the same ones. Every token but the first is
-// a target once; rows that are left over in the last batch have the target -1.
+// a target once; rows that are left over in the last batch have the target -1. All methods may be
+// called at the same time.
 type Evaluation struct {
 	ids    []int
 	begins []int // the token that begins the document of each; nil where nobody knows

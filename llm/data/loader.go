@@ -42,7 +42,7 @@ type LoaderState struct {
 // A Loader deals out batches of a text without end, in an order that depends on the seed alone. For
 // each epoch the text is cut into windows of Seq tokens, at boundaries that move from epoch to
 // epoch, and these are taken in a random order that needs no table of them. While a batch is in
-// use, the next one is being read.
+// use, the next one is being read. A Loader is for one goroutine at a time.
 type Loader struct {
 	tokens Tokens
 	config LoaderConfig

@@ -14,7 +14,8 @@ import (
 
 // Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its
 // data. The ids lie inside the vocabulary of the tokenizer that made them. Where one of them ends
-// each document, a method EndOfDocument() int says which.
+// each document, a method EndOfDocument() int says which. All methods may be called at the same
+// time: a Loader reads beside its caller.
 type Tokens interface {
 	Len() int64
 	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.

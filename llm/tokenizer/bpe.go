@@ -36,7 +36,7 @@ import (
 //
 // A model's vocabulary may be larger, to be a multiple of what suits the hardware; the ids beyond
 // VocabSize then stand for nothing. The zero BPE has no merges: its tokens are the bytes and the
-// end of a document.
+// end of a document. All methods may be called at the same time.
 type BPE struct {
 	name   string
 	merges []pair

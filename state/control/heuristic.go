@@ -30,6 +30,8 @@ import (
 // AttentionGate, which can scale its features. It is grafted by DriftControlled where activations
 // drift by more than Drift an epoch, by GradNormGated where the gradient is more than twice what
 // makes a chunk hungry, and else by PerformanceLinked.
+//
+// A Heuristic is for one goroutine at a time.
 type Heuristic struct {
 	MaxActive     int // blueprints that are alive and not fossilized, at most
 	MaxParameters int // parameters in the slots of all living blueprints, at most
