@@ -336,15 +336,16 @@ func TestCommandsFail(t *testing.T) {
 	}
 }
 
-// shim has the shell run this module's commands as they were built, and adds the module as it is
-// here to a reader's own, without a network.
+// shim has the shell run this module's commands as they were built, and without a network go get
+// and go mod tidy do what they do with one: get adds the module as it is here, tidy what it needs.
 const shim = `set -euo pipefail
 go() {
 	case "$1 ${2-}" in
 	"run ./"*) "$BIN/$(basename "$2")" "${@:3}" ;;
-	"get "*)
-		command go mod edit -require="$2@v0.0.0" -replace="$2=$MODULE"
-		command go mod edit -json "$MODULE/go.mod" | awk -F'"' '/"Path"/ { p = $4 } /"Version"/ { print "-require=" p "@" $4 }' |
+	"get "*) command go mod edit -require="$2@v0.0.0" -replace="$2=$MODULE" ;;
+	"mod tidy")
+		command go mod edit -json "$MODULE/go.mod" |
+			awk -F'"' '/"Path"/ { p = $4 } /"Version"/ { print "-require=" p "@" $4 }' |
 			xargs go mod edit
 		cp "$MODULE/go.sum" .
 		;;
@@ -353,17 +354,36 @@ go() {
 }
 `
 
+// run runs a block in a folder and returns what it prints.
+func (p *programs) run(code, folder string) (printed string, err error) {
+	cache, err := command("go", "env", "GOCACHE")
+	if err != nil {
+		return "", err
+	}
+	module, err := filepath.Abs(root)
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+	defer cancel()
+	c := exec.CommandContext(ctx, "bash", "-c", shim+code)
+	c.Dir = folder
+	c.Env = append(os.Environ(), "BIN="+p.folder, "MODULE="+module, "GOFLAGS=", "GOPROXY=off",
+		"GOWORK=off", "XDG_CACHE_HOME="+folder, "GOCACHE="+strings.TrimSpace(cache))
+	var out, told strings.Builder
+	c.Stdout, c.Stderr = &out, &told
+	if err := c.Run(); err != nil {
+		return "", fmt.Errorf("%w\n%s%s", err, out.String(), told.String())
+	}
+	return out.String(), nil
+}
+
 // TestRun runs the blocks that say so, of one document in one folder, and compares what they print.
 func TestRun(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the blocks are run without -short")
 	}
 	p := built(t)
-	cache, err := command("go", "env", "GOCACHE")
-	require.NoError(t, err)
-	cache = strings.TrimSpace(cache)
-	module, err := filepath.Abs(root)
-	require.NoError(t, err)
 	for _, doc := range documents(t) {
 		if !slices.ContainsFunc(doc.blocks, func(b block) bool { _, run := b.notes["run"]; return run }) {
 			continue
@@ -377,22 +397,26 @@ func TestRun(t *testing.T) {
 				if _, ok := b.notes["output"]; ok {
 					require.Equal(t, b.code, printed, "%v: what the block before prints", b)
 				}
-				if _, ok := b.notes["run"]; !ok {
-					continue
+				if _, ok := b.notes["run"]; ok {
+					var err error
+					printed, err = p.run(b.code, folder)
+					require.NoError(t, err, "%v", b)
+					t.Logf("%v: ran", b)
 				}
-				ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
-				c := exec.CommandContext(ctx, "bash", "-c", shim+b.code)
-				c.Dir = folder
-				c.Env = append(os.Environ(), "BIN="+p.folder, "MODULE="+module, "GOFLAGS=-mod=mod", "GOPROXY=off", "GOWORK=off",
-					"XDG_CACHE_HOME="+folder, "GOCACHE="+cache)
-				var out, told strings.Builder
-				c.Stdout, c.Stderr = &out, &told
-				err := c.Run()
-				cancel()
-				require.NoError(t, err, "%v\n%s%s", b, out.String(), told.String())
-				printed = out.String()
-				t.Logf("%v: ran", b)
 			}
 		})
 	}
+}
+
+// TestRunLikeReaders wants the commands that readers copy to fail where theirs would: a program
+// whose imports go mod tidy has not met.
+func TestRunLikeReaders(t *testing.T) {
+	p := built(t)
+	folder := t.TempDir()
+	program := "package main\n\nimport \"" + module + "/op\"\n\nfunc main() { _ = op.Linear }\n"
+	require.NoError(t, os.WriteFile(filepath.Join(folder, "main.go"), []byte(program), 0o666))
+	_, err := p.run("go mod init example.com/reader && go get "+module+" && go build -o program .", folder)
+	require.ErrorContains(t, err, "missing go.sum entry")
+	_, err = p.run("go mod tidy && go build -o program .", folder)
+	require.NoError(t, err)
 }
