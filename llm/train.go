@@ -292,8 +292,8 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 
 // Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which
 // is checked between steps, between the batches of one, which then has not been, and within
-// evaluations and samples; in every case the callbacks see RunEnd. A trainer does one run at a
-// time.
+// evaluations and samples: the error is its [context.Cause] then. In every case the callbacks see
+// RunEnd. A trainer does one run at a time, and a later Run goes on with the steps that are left.
 func (t *Trainer) Run(ctx context.Context) error {
 	if err := t.begin(ctx); err != nil {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
