@@ -26,7 +26,7 @@ type Config struct {
 	Untied  bool    `json:"untied,omitempty"`  // the output layer has a weight of its own
 	Kasmina []int   `json:"kasmina,omitempty"` // blocks, from 0, after which a Kasmina layer stands
 	Seeds   int     `json:"seeds,omitempty"`   // seeds of each Kasmina layer, a divisor of Dim
-	Slots   int     `json:"slots,omitempty"`   // rows of a Kasmina layer's weights; 0 stays unused
+	Slots   int     `json:"slots,omitempty"`   // rows of a Kasmina layer's weights, of which row 0 is unused
 
 	// SlotWidth is how many weights a slot has, at least Dim/Seeds, which 0 stands for. The
 	// blueprints LowRank and ChunkMLP have rank SlotWidth·Seeds/(2·Dim), and need it to be at least
@@ -103,7 +103,7 @@ func (c Config) slotWidth() int { return max(c.SlotWidth, c.Dim/c.Seeds) }
 
 // Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where
 // that is whole), FF (8/3·Dim, rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots
-// (one for each seed).
+// (Seeds + 1: one for each seed, and slot 0, which means none).
 func (c Config) Default() Config {
 	set := func(v *int, to int) {
 		if *v == 0 {
