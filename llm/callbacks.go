@@ -172,7 +172,8 @@ func (c *checkpointer) save(step int) error {
 
 // begin makes the file's folders, finds out whether it can be written, and claims its folder.
 func (c *checkpointer) begin() error {
-	if there, err := os.Stat(c.path); err == nil && !there.Mode().IsRegular() {
+	there, err := os.Stat(c.path)
+	if err == nil && !there.Mode().IsRegular() && !there.IsDir() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
 	}
 	if err := atomicfile.Writable(c.path); err != nil {

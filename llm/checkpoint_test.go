@@ -242,6 +242,10 @@ func TestResumeErrors(t *testing.T) {
 		return p
 	}
 	const some = "model.layers.0.mlp.gate_proj.weight"
+	empty := filepath.Join(dir, "empty.safetensors")
+	if err := os.WriteFile(empty, nil, 0o666); err != nil {
+		t.Fatal(err)
+	}
 	for name, c := range map[string]struct {
 		path string
 		o    trainerOptions
@@ -250,6 +254,8 @@ func TestResumeErrors(t *testing.T) {
 	}{
 		"missing":          {path: filepath.Join(dir, "none"), want: "none", is: os.ErrNotExist},
 		"truncated":        {path: damaged(func(b []byte) []byte { return b[:len(b)-100] }), want: "damaged.safetensors", is: safetensors.ErrCorrupt},
+		"empty":            {path: empty, want: "cut short", is: safetensors.ErrCorrupt},
+		"no path":          {path: "", want: `the path is ""`},
 		"other sequence":   {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Seq = 6; return c }()}, want: "Seq is 6 here and 12 there", is: ErrArchitecture},
 		"other layers":     {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Layers = 3; return c }()}, want: "Layers is 3 here and 2 there", is: ErrArchitecture},
 		"other seeds":      {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Seeds, c.Slots = 8, 9; return c }()}, want: "Seeds is 8 here and 4 there", is: ErrArchitecture},
@@ -258,7 +264,12 @@ func TestResumeErrors(t *testing.T) {
 		"model alone":      {path: modelOnly, want: "LoadModel"},
 		"not a checkpoint": {path: edited(func(_ map[string]safetensors.Tensor, m map[string]string) { delete(m, modelfile.ConfigKey) }), want: modelfile.ConfigKey, is: ErrArchitecture},
 	} {
-		t.Run(name, func(t *testing.T) { refuses(t, c.path, c.o, c.want, c.is) })
+		t.Run(name, func(t *testing.T) {
+			refuses(t, c.path, c.o, c.want, c.is)
+			if c.is == safetensors.ErrCorrupt {
+				refuses(t, c.path, c.o, "resume from another checkpoint", c.is)
+			}
+		})
 	}
 	// These share a file, so they run one after the other.
 	for name, c := range map[string]struct {

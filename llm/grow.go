@@ -47,6 +47,10 @@ func (t *Trainer) Grow(g Growth) error {
 	case g.Every < 1:
 		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
 	}
+	if g.Validation == nil {
+		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are judged " +
+			"by, such as data.NewEvaluation makes of held-out text")
+	}
 	if c, ok := g.Controller.(interface{ Check() error }); ok {
 		if err := c.Check(); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
@@ -75,11 +79,16 @@ func (t *Trainer) hasTime(g Growth) error {
 			return err
 		}
 		if have := c.Steps / c.Epoch; least > have {
+			advice := ""
+			if g.Every > 1 {
+				advice = fmt.Sprintf(", or compare more often than once in %d epochs "+
+					"(Growth.Every)", g.Every)
+			}
 			return fmt.Errorf("%d steps are %d epochs of %d, and a blueprint needs %d to be "+
 				"fossilized: plan at least %d steps, or shorter "+
 				"epochs (TrainConfig.Epoch), or lattices with "+
 				"state.WithThresholds(state.DefaultThresholds().Within(%d)) and a controller "+
-				"with fewer RampEpochs", c.Steps, have, c.Epoch, least, least*c.Epoch, have)
+				"with fewer RampEpochs%s", c.Steps, have, c.Epoch, least, least*c.Epoch, have, advice)
 		}
 	}
 	return nil

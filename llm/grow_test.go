@@ -212,10 +212,10 @@ func TestGrowErrors(t *testing.T) {
 	bad := control.NewHeuristic(1, 1)
 	bad.Patience = 0
 	for want, g := range map[string]Growth{
-		"Patience is 0":            {Controller: bad, Validation: text},
-		"the controller is nil":    {Validation: text},
-		"the held-out text is nil": {Controller: h},
-		"Every is -1":              {Controller: h, Validation: text, Every: -1},
+		"Patience is 0":           {Controller: bad, Validation: text},
+		"the controller is nil":   {Validation: text},
+		"Validation is nil, want": {Controller: h},
+		"Every is -1":             {Controller: h, Validation: text, Every: -1},
 	} {
 		if err := tr.Grow(g); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
@@ -357,6 +357,9 @@ func TestGrowHasTime(t *testing.T) {
 	err = trainer().Grow(Growth{Controller: h, Validation: text})
 	require.ErrorContains(t, err, "150 steps are 50 epochs of 3, and a blueprint needs 252 to be fossilized: plan at least 756 steps")
 	require.ErrorContains(t, err, "Within(50)")
+	require.NotContains(t, err.Error(), "Growth.Every")
+	err = trainer().Grow(Growth{Controller: h, Validation: text, Every: 40})
+	require.ErrorContains(t, err, "compare more often than once in 40 epochs (Growth.Every)")
 	thresholds := state.DefaultThresholds().Within(50)
 	tr := trainer(state.WithThresholds(thresholds))
 	h.RampEpochs = thresholds.MinEpochs[state.Grafting]

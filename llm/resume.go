@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
@@ -33,6 +34,14 @@ var ErrSettings = errors.New("checkpoint of a run with other settings")
 // Grow may be called before or after: where the run grew in another way, or not at all, Resume or
 // Run returns the ErrSettings.
 func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
+	err := t.resume(ctx, path, opts)
+	if errors.Is(err, safetensors.ErrCorrupt) {
+		return fmt.Errorf("%w: nothing has changed; resume from another checkpoint", err)
+	}
+	return err
+}
+
+func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) error {
 	if ctx == nil {
 		return fmt.Errorf("llm: Resume: %w", errNoContext)
 	}

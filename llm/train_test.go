@@ -659,7 +659,8 @@ func TestCheckpointPlace(t *testing.T) {
 	}
 	for path, want := range map[string]string{
 		filepath.Join(file, "c"):                 "file",
-		t.TempDir():                              "not a regular file",
+		t.TempDir():                              "is a folder",
+		"":                                       `the path is ""`,
 		filepath.Join(dir, "new", "folder", "c"): "",
 	} {
 		trainer := newTrainer(t, trainerOptions{config: tiny(), steps: 1})

@@ -54,7 +54,7 @@ func Example() {
 	// 0.75
 	// 1 RampFinished of seed 2
 	// 1
-	// true state.Transition: transition not allowed: seed 2 cannot go from Grafting to Fossilized
+	// true state.Transition: transition not allowed: seed 2 cannot go from Grafting to Fossilized: want Stabilization or RolledBack
 }
 
 // A lattice is saved and loaded as a whole; a damaged one is refused, and the error names the seed.

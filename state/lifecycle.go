@@ -123,7 +123,8 @@ func (l *Lattice) transition(seed int, to Stage) error {
 func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	from := Stage(l.seeds.stage[seed])
 	if !from.CanBecome(to) {
-		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v", method, ErrTransition, seed, from, to)
+		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v: %s", method, ErrTransition,
+			seed, from, to, from.way())
 	}
 	if l.config.Gates {
 		if method == "Transition" && from == Dormant {

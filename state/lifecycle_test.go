@@ -92,6 +92,22 @@ func TestAllTransitions(t *testing.T) {
 	}
 }
 
+// TestRefusedTransitionSaysTheWay wants an error to say where a seed can go.
+func TestRefusedTransitionSaysTheWay(t *testing.T) {
+	for from, want := range map[state.Stage]string{
+		state.Dormant:    "RequestGermination",
+		state.Germinated: "want Training or Cancelled",
+		state.Training:   "want Grafting, Culled or Cancelled",
+		state.FineTuning: "want Fossilized, Culled or RolledBack",
+		state.Fossilized: "for good",
+		state.RolledBack: "Recycle makes it dormant",
+	} {
+		l := lattice(t, 3, 6, state.WithoutGates())
+		send(t, l, 1, from)
+		require.ErrorContains(t, l.Transition(1, state.Dormant), want)
+	}
+}
+
 func TestTransitionOutOfRange(t *testing.T) {
 	l := lattice(t, 2, 2)
 	for _, seed := range []int{-1, 2, 1 << 40} {

@@ -1,6 +1,9 @@
 package state
 
-import "fmt"
+import (
+	"fmt"
+	"strings"
+)
 
 // Stage is where a seed stands in its life.
 type Stage uint8
@@ -58,6 +61,24 @@ func (s Stage) CanBecome(next Stage) bool {
 		}
 	}
 	return false
+}
+
+// way says, for an error, where a seed goes from the stage.
+func (s Stage) way() string {
+	switch {
+	case s == Dormant:
+		return "RequestGermination, or the command Germinate, gives it a blueprint"
+	case s == Fossilized:
+		return "it is there for good"
+	case s.Ended():
+		return "Recycle makes it dormant, and then it can grow another blueprint"
+	}
+	names := make([]string, len(allowed[s]))
+	for i, next := range allowed[s] {
+		names[i] = next.String()
+	}
+	last := len(names) - 1
+	return "want " + strings.Join(names[:last], ", ") + " or " + names[last]
 }
 
 // Next returns the stage that follows in a life without failures, or s itself when s is Fossilized

@@ -18,6 +18,9 @@ import (
 // to the same path. After an error the file is a complete one too, and the temporary file is gone.
 // A symbolic link to a file stays one.
 func Write(path string, write func(*os.File) error) (err error) {
+	if err := checkPath(path); err != nil {
+		return err
+	}
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
 	}
@@ -52,8 +55,8 @@ func WriteMkdir(path string, write func(*os.File) error) error {
 // Writable makes the folders that path needs, and finds out whether a file can be written there,
 // by another one beside it.
 func Writable(path string) error {
-	if info, err := os.Stat(path); err == nil && info.IsDir() {
-		return fmt.Errorf("%s is a folder", path)
+	if err := checkPath(path); err != nil {
+		return err
 	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
@@ -67,6 +70,17 @@ func Writable(path string) error {
 		return fmt.Errorf("no file can be made in %s: %w", filepath.Dir(path), err)
 	}
 	return errors.Join(probe.Close(), os.Remove(probe.Name()))
+}
+
+// checkPath refuses what Write would fail with after all the work: no path, and a folder.
+func checkPath(path string) error {
+	if path == "" {
+		return errors.New(`the path is "", want that of a file`)
+	}
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		return fmt.Errorf("%s is a folder, want the path of a file", path)
+	}
+	return nil
 }
 
 // randomDigits is the length of the random end of a temporary file's name.

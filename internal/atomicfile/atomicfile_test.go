@@ -40,6 +40,16 @@ func TestKeepsTheOldOne(t *testing.T) {
 	if got, err := os.ReadFile(filepath.Join(dir, "file")); err != nil || string(got) != "old" {
 		t.Errorf("the file holds %q, %v", got, err)
 	}
+	for path, want := range map[string]string{"": `the path is ""`, dir: "is a folder"} {
+		for _, err := range []error{Writable(path), Write(path, func(*os.File) error {
+			t.Errorf("%q is written to", path)
+			return nil
+		})} {
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%q: got %v, want %q", path, err, want)
+			}
+		}
+	}
 	if files, err := os.ReadDir(dir); err != nil || len(files) != 2 {
 		t.Errorf("a temporary file is left: %v, %v", files, err)
 	}

@@ -15,6 +15,9 @@ import (
 // before opening, which some devices take for a command, and again after, in case it was replaced
 // between.
 func Open(path string) (*os.File, int64, error) {
+	if path == "" {
+		return nil, 0, errors.New(`the path is "", want that of a file`)
+	}
 	info, err := os.Stat(path)
 	if err != nil {
 		return nil, 0, err

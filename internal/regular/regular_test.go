@@ -27,7 +27,9 @@ func TestOpen(t *testing.T) {
 		_, err = Read(name, 3, "a word has")
 		require.ErrorContains(t, err, "has 4 bytes, and a word has at most 3")
 	}
-	_, _, err := Open(path + "-absent")
+	_, _, err := Open("")
+	require.ErrorContains(t, err, `the path is "", want that of a file`)
+	_, _, err = Open(path + "-absent")
 	require.ErrorIs(t, err, os.ErrNotExist)
 	_, _, err = Open(filepath.Dir(path))
 	require.ErrorContains(t, err, "is a folder, want a regular file")

@@ -198,8 +198,8 @@ func (p *parser) inDataOrder() error {
 				e.name, e.begin, end)
 		}
 		if end = e.end; end > p.dataSize {
-			return fmt.Errorf("tensor %.100q: data ends at offset %d, but the file has %d bytes of data",
-				e.name, end, p.dataSize)
+			return fmt.Errorf("tensor %.100q: data ends at offset %d, but the file has %d bytes of data: %s",
+				e.name, end, p.dataSize, cutShort)
 		}
 	}
 	if end != p.dataSize {

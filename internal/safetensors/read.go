@@ -51,7 +51,7 @@ func Open(path string) (*File, error) {
 func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	f := &File{name: name, r: r, close: func() error { return nil }}
 	if size < 8 {
-		return nil, f.corrupt("%d bytes, too short for a header", size)
+		return nil, f.corrupt("%d bytes, too short for a header: %s", size, cutShort)
 	}
 	var length [8]byte
 	if err := f.readAt(length[:], 0); err != nil {
@@ -63,7 +63,8 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 			n, maxHeader)
 	}
 	if n > uint64(size-8) {
-		return nil, f.corrupt("header of %d bytes, but only %d follow its length", n, size-8)
+		return nil, f.corrupt("header of %d bytes, but only %d follow its length: %s", n, size-8,
+			cutShort)
 	}
 	head := make([]byte, 8+n)
 	if err := f.readAt(head, 0); err != nil {
@@ -289,6 +290,9 @@ func (f *File) readAt(b []byte, at int64) error {
 	}
 	return fmt.Errorf("safetensors: %s: %w", f.name, err)
 }
+
+// cutShort is why a file ends too early.
+const cutShort = "the file is cut short, as by a copy that did not end"
 
 func (f *File) corrupt(format string, args ...any) error {
 	return fmt.Errorf("safetensors: %s: %s: %w", f.name, fmt.Sprintf(format, args...), ErrCorrupt)

@@ -153,9 +153,12 @@ func Open(path string, options ...Option) (*Corpus, error) {
 // findFiles returns the folder that the files' names are relative to and the files in lexical
 // order.
 func findFiles(path string, extensions []string) (root string, files []document, err error) {
+	if path == "" { // which EvalSymlinks takes for the present folder
+		return "", nil, errors.New(`the path is "", want that of a file or a folder with text`)
+	}
 	root, err = filepath.EvalSymlinks(path)
 	if err != nil {
-		return "", nil, err
+		return "", nil, fmt.Errorf("%w: want a file or a folder with text", err)
 	}
 	info, err := os.Stat(root)
 	switch {
@@ -171,9 +174,9 @@ func findFiles(path string, extensions []string) (root string, files []document,
 		}
 		return root, s.files, nil
 	case !info.Mode().IsRegular():
-		return "", nil, fmt.Errorf("%s is neither a file nor a folder", path)
+		return "", nil, fmt.Errorf("%s is neither a file nor a folder: copy its text to a file", path)
 	case info.Size() == 0:
-		return "", nil, fmt.Errorf("%s is empty", path)
+		return "", nil, fmt.Errorf("%s is empty, want text", path)
 	}
 	if _, err := isBinary(root); err != nil { // it may be binary, but it must be readable
 		return "", nil, err

@@ -244,7 +244,7 @@ func TestOpenErrors(t *testing.T) {
 		options []Option
 		want    []string
 	}{
-		{"missing", nil, []string{"missing"}},
+		{"missing", nil, []string{"missing", "want a file or a folder with text"}},
 		{"empty", nil, []string{"no text in", "empty", "of 1 files, 1 of any extension, 1 of " +
 			"these empty and 0 binary"}},
 		{"empty/a.go", nil, []string{"a.go is empty"}},
@@ -269,6 +269,9 @@ func TestOpenErrors(t *testing.T) {
 				t.Errorf("%s: the error %q lacks %q", c.path, err, want)
 			}
 		}
+	}
+	if _, err := Open(""); err == nil || !strings.Contains(err.Error(), `the path is ""`) {
+		t.Errorf("no path gives %v, and not the present folder", err)
 	}
 	if _, err := Open(filepath.Join(dir, "missing")); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a missing path gives %v, want fs.ErrNotExist", err)
