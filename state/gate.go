@@ -107,13 +107,33 @@ type Shortfall struct {
 	Threshold float64 // of Have
 }
 
-// String describes the shortfall with both figures.
+// String describes the shortfall with both figures, or says "nothing".
 func (s Shortfall) String() string {
+	if s.Condition == "" {
+		return "nothing"
+	}
 	have := fmt.Sprintf("%.4g", s.Have)
 	if math.IsNaN(s.Have) {
 		have = "none measured"
 	}
 	return fmt.Sprintf("%s (it has %s, the threshold is %.4g)", s.Condition, have, s.Threshold)
+}
+
+// Shortfall returns what keeps a seed from the next stage of its life, [Stage.Next]: the condition
+// of its gate that is not met. It is zero where the gate is open, and where there is none: without
+// gates, without a blueprint, and where the seed is Fossilized or its blueprint's life is over.
+func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	if err := l.checkSeed("Shortfall", seed); err != nil {
+		return Shortfall{}, err
+	}
+	from := Stage(l.seeds.stage[seed])
+	if !l.config.Gates || !from.Alive() || from == Fossilized {
+		return Shortfall{}, nil
+	}
+	s, _ := l.config.Thresholds.Gate(from, from.Next(), l.evidence(seed))
+	return s, nil
 }
 
 // Gate judges the transition from one stage to another, which the table of transitions must allow,

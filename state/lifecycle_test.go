@@ -844,13 +844,39 @@ func TestGateLooksAtTheBlueprint(t *testing.T) {
 				require.NoError(t, err)
 			}
 			require.Equal(t, c.open, l.Report().Seeds[1].CanAdvance)
+			missing, err := l.Shortfall(1)
+			require.NoError(t, err)
+			require.Equal(t, c.open, missing == state.Shortfall{}, "%v", missing)
 			if err := l.Transition(1, state.Grafting); c.open {
 				require.NoError(t, err)
 			} else {
 				require.ErrorIs(t, err, state.ErrGate)
+				require.ErrorContains(t, err, missing.String())
 			}
 		})
 	}
+}
+
+// TestShortfall wants a lattice to say what a seed lacks, and nothing where no gate is shut.
+func TestShortfall(t *testing.T) {
+	l := lattice(t, 2, 4)
+	request := state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}
+	require.NoError(t, l.RequestGermination(1, request))
+	require.NoError(t, l.Transition(1, state.Training))
+	missing, err := l.Shortfall(1)
+	require.NoError(t, err)
+	require.Equal(t, "more epochs in the stage (it has 0, the threshold is 100)", missing.String())
+	missing, err = l.Shortfall(0) // which is dormant
+	require.NoError(t, err)
+	require.Equal(t, "nothing", missing.String())
+	_, err = l.Shortfall(2)
+	require.ErrorIs(t, err, state.ErrSeed)
+
+	free := lattice(t, 2, 4, state.WithoutGates())
+	send(t, free, 1, state.Evaluating)
+	missing, err = free.Shortfall(1)
+	require.NoError(t, err)
+	require.Equal(t, state.Shortfall{}, missing)
 }
 
 // TestNothingWalksOn wants no seed to advance that nobody has given a blueprint.
