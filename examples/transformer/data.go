@@ -51,15 +51,23 @@ func openData(o options, stderr io.Writer) (d dataset, err error) {
 	if d.heldOut, err = corpus.HeldOut.Sample(int(o.heldOut)); err != nil {
 		return d, err
 	}
-	fmt.Fprintf(stderr, "data      %s: %.1f MB in %d files to train on, %.0f kB held out\n",
-		path, float64(d.train.Size())/1e6, d.train.Documents(), float64(len(d.heldOut))/1e3)
+	fmt.Fprintf(stderr, "data      %s: %s in %d files to train on, %s held out\n",
+		path, sizeOf(d.train.Size()), d.train.Documents(), sizeOf(int64(len(d.heldOut))))
 	return d, nil
+}
+
+// sizeOf says how many bytes there are.
+func sizeOf(bytes int64) string {
+	if bytes < 1e6 {
+		return fmt.Sprintf("%.1f kB", float64(bytes)/1e3)
+	}
+	return fmt.Sprintf("%.1f MB", float64(bytes)/1e6)
 }
 
 // tokenize turns the text into tokens: bytes, or those of a byte-pair encoding, which is trained on
 // the text. Encoding and tokens are kept on the disk, for the next run.
 func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (err error) {
-	m := newMeter(ctx, stderr, fmt.Sprintf("data      reading %.1f MB", float64(d.train.Size())/1e6))
+	m := newMeter(ctx, stderr, "data      reading "+sizeOf(d.train.Size()))
 	fingerprint, err := d.train.Fingerprint(ctx,
 		func(done, of int64) error { return m.at(float64(done), float64(of)) })
 	if err != nil {
@@ -76,7 +84,7 @@ func (d *dataset) tokenize(ctx context.Context, o options, stderr io.Writer) (er
 	}
 	d.tokenizer = bpe
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%s.tokens", fingerprint, bpe.Name()))
-	m = newMeter(ctx, stderr, fmt.Sprintf("tokens    encoding %.1f MB", float64(d.train.Size())/1e6))
+	m = newMeter(ctx, stderr, "tokens    encoding "+sizeOf(d.train.Size()))
 	file, err := data.CacheTokens(ctx, path, d.train, bpe, func(done,
 		of int64) error {
 		return m.at(float64(done), float64(of))
@@ -105,7 +113,8 @@ func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint str
 	}
 	sample := min(d.train.Size(), tokenizerText)
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d-%d.bpe", fingerprint, o.vocab, sample))
-	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %.1f MB", o.vocab, float64(sample)/1e6))
+	m := newMeter(ctx, stderr, fmt.Sprintf("tokenizer learning %d entries from %s", o.vocab,
+		sizeOf(sample)))
 	progress := func(done, of int) error { return m.at(float64(done), float64(of)) }
 	bpe, err := tokenizer.LoadOrTrainBPE(ctx, path, d.train, o.vocab, int(sample), progress)
 	if err != nil {

@@ -664,3 +664,12 @@ func TestQuoted(t *testing.T) {
 		}
 	}
 }
+
+// TestSizeOf wants texts of every size to have digits.
+func TestSizeOf(t *testing.T) {
+	for bytes, want := range map[int64]string{34681: "34.7 kB", 999: "1.0 kB", 86_300_000: "86.3 MB"} {
+		if got := sizeOf(bytes); got != want {
+			t.Errorf("%d bytes are %q, want %q", bytes, got, want)
+		}
+	}
+}
