@@ -373,8 +373,7 @@ func ClaimFolder(dir string) (release func() error, err error) {
 // EventKind says what happened in a training run.
 type EventKind uint8
 
-// The events of a run, in the order in which they can first occur. Every run begins with RunStart
-// and ends with RunEnd, whether it succeeded or not.
+// The events of a run. It begins with RunStart and ends with RunEnd, whether it succeeded or not.
 const (
 	RunStart    EventKind = iota + 1 // before the first step
 	Complete                         // after RunStart, when all steps were done before
@@ -390,6 +389,17 @@ const (
 	EpochEnd                         // before a StepEnd: Reports and SeedEvents are set
 	Corrupted                        // Scrub has found corrupt seeds: Err is set
 )
+
+var eventNames = [...]string{"RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
+	"Profiled", "Interrupted", "RunEnd", "Chosen", "Failed", "EpochEnd", "Corrupted"}
+
+// String returns the event's name.
+func (k EventKind) String() string {
+	if k < RunStart || int(k) > len(eventNames) {
+		return fmt.Sprintf("EventKind(%d)", uint8(k))
+	}
+	return eventNames[k-1]
+}
 
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so
 // that a callback needs no memory of its own.

@@ -255,6 +255,15 @@ type failingWriter struct{ err error }
 
 func (w failingWriter) Write([]byte) (int, error) { return 0, w.err }
 
+// TestEventKindNames wants events to be printed by their constants' names.
+func TestEventKindNames(t *testing.T) {
+	for kind, want := range map[EventKind]string{RunStart: "RunStart", RunEnd: "RunEnd",
+		Failed: "Failed", Corrupted: "Corrupted", 0: "EventKind(0)", 14: "EventKind(14)"} {
+		require.Equal(t, want, kind.String())
+	}
+	require.Len(t, eventNames, int(Corrupted))
+}
+
 // TestEpochEnd wants callbacks to be told, once an epoch and before the step's end, how all seeds
 // are and what has happened to them since, and of what happens behind the last epoch when the run
 // ends.
