@@ -456,7 +456,8 @@ func TestBlueprintErrors(t *testing.T) {
 	}{
 		"no file":       {m, filepath.Join(dir, "none"), 0, 1, "none"},
 		"damaged":       {m, damaged, 0, 1, "tensor"},
-		"no kind":       {m, named(modelfile.KindKey, "Best"), 0, 1, `"Best"`},
+		"no blueprint":  {m, named(modelfile.KindKey, ""), 0, 1, "Model.SaveBlueprint writes one"},
+		"no such kind":  {m, named(modelfile.KindKey, "Best"), 0, 1, `"Best": register it`},
 		"another chunk": {m, named(modelfile.ChunkKey, "8"), 0, 1, `chunks of "8" features, and the model's have 4`},
 		"another rank":  {m, with("V", []int{3, 4}, make([]float64, 12)), 0, 1, `"V" has shape [3 4], want [2 4], as slots of 18`},
 		"integers":      {m, with("U", []int{4, 2}, make([]int64, 8)), 0, 1, `"U" is of type I64`},

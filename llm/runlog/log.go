@@ -108,6 +108,9 @@ func linesOf(e llm.Event) (lines []byte, err error) {
 
 // openLog opens the file to append to, and ends its last line if that has no end.
 func openLog(path string) (*os.File, error) {
+	if path == "" {
+		return nil, errors.New(`the path is "", want that of a file`)
+	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return nil, err
 	}

@@ -97,7 +97,11 @@ func TestJSONReportsWhereItFails(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
-	err := JSON(filepath.Join(file, "log.jsonl"))(llm.Event{Kind: llm.RunStart})
+	err := JSON("")(llm.Event{Kind: llm.RunStart})
+	if err == nil || err.Error() != `runlog: JSON: the path is "", want that of a file` {
+		t.Errorf("no path: got %v", err)
+	}
+	err = JSON(filepath.Join(file, "log.jsonl"))(llm.Event{Kind: llm.RunStart})
 	if err == nil || !strings.Contains(err.Error(), file) || !strings.HasPrefix(err.Error(),
 		"runlog: JSON: ") {
 		t.Errorf("got %v", err)

@@ -397,7 +397,8 @@ func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample i
 		return nil, err
 	case b.VocabSize() > vocab:
 		return nil, fmt.Errorf("tokenizer: LoadOrTrainBPE: %s has a vocabulary of %d, want at "+
-			"most %d", path, b.VocabSize(), vocab)
+			"most %d: ask for as many, or name another file for a smaller one", path,
+			b.VocabSize(), vocab)
 	}
 	return b, nil
 }

@@ -73,10 +73,14 @@ func (s Slots) ReadBlueprint(path string) (blueprints.Kind, state.SlotParams, er
 
 func (s Slots) read(f *safetensors.File) (kind blueprints.Kind, p state.SlotParams, err error) {
 	metadata := f.Metadata()
+	if metadata[KindKey] == "" {
+		return 0, p, fmt.Errorf("%w: it holds no blueprint: Model.SaveBlueprint writes one",
+			blueprints.ErrUnknownKind)
+	}
 	kind, ok := blueprints.ByName(metadata[KindKey])
 	if !ok {
-		return 0, p, fmt.Errorf("%w: its metadata have %.100q for %s, want the name of a kind",
-			blueprints.ErrUnknownKind, metadata[KindKey], KindKey)
+		return 0, p, fmt.Errorf("%w %.100q: register it under this name with blueprints.Register",
+			blueprints.ErrUnknownKind, metadata[KindKey])
 	}
 	if metadata[ChunkKey] != strconv.Itoa(s.Chunk) {
 		return 0, p, fmt.Errorf("%w: it is for chunks of %.100q features, and the model's have %d",
