@@ -38,8 +38,9 @@ func (q *queue) take(closing bool) []submission {
 
 // Submit hands over commands that take effect together at the next [Network.Apply]. The channel,
 // which need not be read, gets nil then, or why they were refused: an ErrClosed when the network is
-// closed, now or before the next Apply. It may be called from any goroutine. A network without
-// layers answers at once.
+// closed, now or before the next Apply. It may be called from any goroutine. The one that calls
+// Apply, such as that of a trainer's callbacks, would wait for the channel without end, and has
+// [Network.Do]. A network without layers answers at once.
 func (n *Network) Submit(commands ...Command) <-chan error {
 	done := make(chan error, 1)
 	if len(n.layers) == 0 {
