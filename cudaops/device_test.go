@@ -13,8 +13,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
@@ -334,7 +334,7 @@ type singleRunner struct {
 
 func newSingleRunner(t *testing.T, device *Device, opts ...MachineOption) *singleRunner {
 	t.Helper()
-	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
+	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) { return run.NewLauncher(ctx), nil }}
 	for _, o := range opts {
 		if err := o(&config); err != nil {
 			t.Fatal(err)

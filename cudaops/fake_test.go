@@ -29,7 +29,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
 	cpucrossentropy "github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
@@ -75,7 +75,7 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption
 		}
 	})
 	return device, d, func(c *machineConfig) error {
-		c.kernels = func(ctx gpu.Context) (kernels.Launcher, error) {
+		c.kernels = func(ctx gpu.Context) (run.Launcher, error) {
 			k.ctx = ctx
 			m, err := ctx.LoadModule([]byte("fake"))
 			if err != nil {
@@ -1097,10 +1097,10 @@ func (k *fakeKernels) Product(s gpu.Stream, a gemm.Product) error {
 }
 
 // withKernels has a machine's kernels be what wrap makes of them.
-func withKernels(wrap func(kernels.Launcher) kernels.Launcher) MachineOption {
+func withKernels(wrap func(run.Launcher) run.Launcher) MachineOption {
 	return func(c *machineConfig) error {
 		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (kernels.Launcher, error) {
+		c.kernels = func(ctx gpu.Context) (run.Launcher, error) {
 			k, err := inner(ctx)
 			if err != nil {
 				return nil, err
@@ -1112,7 +1112,7 @@ func withKernels(wrap func(kernels.Launcher) kernels.Launcher) MachineOption {
 }
 
 // fakeOf is the fake behind a machine's kernels.
-func fakeOf(k kernels.Launcher) *fakeKernels { return k.(*moduleOf).fakeKernels }
+func fakeOf(k run.Launcher) *fakeKernels { return k.(*moduleOf).fakeKernels }
 
 // isOp reports whether a node's op is of a type.
 func isOp[T any](n *gorgonia.Node) bool {

@@ -12,7 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/cuhandle"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -93,7 +93,7 @@ func singleOpsOn(key weak.Pointer[cuda.Engine], engine *cuda.Engine) (*singleOps
 	if err != nil {
 		return nil, err
 	}
-	ops, err := newSingleOps(device, func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil })
+	ops, err := newSingleOps(device, func(ctx gpu.Context) (run.Launcher, error) { return run.NewLauncher(ctx), nil })
 	if err == nil {
 		engines.of[key] = ops
 	}

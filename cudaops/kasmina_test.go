@@ -23,8 +23,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
 	cpufigures "github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -915,7 +915,7 @@ func TestKasminaElsewhere(t *testing.T) {
 
 // directions counts norms by the end of their input that they begin with.
 type directions struct {
-	kernels.Launcher
+	run.Launcher
 	ascending, descending int
 }
 
@@ -935,7 +935,7 @@ func TestNormsBehindKasmina(t *testing.T) {
 	k := &directions{}
 	b := grafted(t, 1)
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption,
-		withKernels(func(inner kernels.Launcher) kernels.Launcher { k.Launcher = inner; return k })})
+		withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })})
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
 	}
@@ -1069,7 +1069,7 @@ func TestKasminaReports(t *testing.T) {
 
 // slowKasmina is kernels whose passes take as long as they are told, and longer with telemetry.
 type slowKasmina struct {
-	kernels.Launcher
+	run.Launcher
 	fake                         *fakeKernels
 	forward, backward, telemetry time.Duration
 }
@@ -1104,7 +1104,7 @@ func TestKasminaTiming(t *testing.T) {
 		var machines [2]*Machine
 		for i := range graphs {
 			device, _, fakeOption := openFake(t, fake.Config{})
-			slow := withKernels(func(k kernels.Launcher) kernels.Launcher {
+			slow := withKernels(func(k run.Launcher) run.Launcher {
 				return &slowKasmina{Launcher: k, fake: fakeOf(k), forward: 2 * time.Millisecond,
 					backward: 4 * time.Millisecond, telemetry: 300 * time.Microsecond}
 			})

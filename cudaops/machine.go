@@ -12,7 +12,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kasmina"
 	optimizerkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/place"
 	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
@@ -101,7 +100,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 
 // configOf gathers the options.
 func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
-	config := machineConfig{kernels: func(ctx gpu.Context) (kernels.Launcher, error) { return kernels.New(ctx), nil }}
+	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) { return run.NewLauncher(ctx), nil }}
 	for _, opt := range opts {
 		if opt == nil {
 			return config, errors.New("an option is nil")

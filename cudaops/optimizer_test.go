@@ -21,7 +21,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
@@ -884,7 +883,7 @@ func TestKasminaSumsTwice(t *testing.T) {
 
 // summing counts launches that finish Kasmina passes, by how many passes have left something.
 type summing struct {
-	kernels.Launcher
+	run.Launcher
 	figures, gradients map[int]int
 }
 
@@ -924,7 +923,7 @@ func TestKasminaSums(t *testing.T) {
 	} {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		k, chain := &summing{figures: map[int]int{}, gradients: map[int]int{}}, newKasminaChain(t, 1, c.telemetry, seeds)
-		wrap := withKernels(func(inner kernels.Launcher) kernels.Launcher { k.Launcher = inner; return k })
+		wrap := withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })
 		m, err := NewMachine(device, chain.loss.Graph(), append(c.opts, fakeOption, WithParams(chain.params...), wrap)...)
 		if err != nil {
 			t.Fatal(err)

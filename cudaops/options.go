@@ -9,8 +9,8 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
@@ -29,7 +29,7 @@ type machineConfig struct {
 	narrow  gpu.DType  // what gradients that only updates read are stored as
 	single  *singleOps // whose op the machine computes; nil for a whole graph
 	logger  *slog.Logger
-	kernels func(gpu.Context) (kernels.Launcher, error)
+	kernels func(gpu.Context) (run.Launcher, error)
 
 	tuning    tune.Mode
 	rules     wayrule.Rules

@@ -21,9 +21,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -613,7 +613,7 @@ func brain(x float32) float32 {
 
 // tableTypes counts the types of gradients in optimisers' tables.
 type tableTypes struct {
-	kernels.Launcher
+	run.Launcher
 	count map[gpu.DType]int
 }
 
@@ -625,7 +625,7 @@ func (k tableTypes) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, erro
 }
 
 func countTypes(count map[gpu.DType]int) MachineOption {
-	return withKernels(func(k kernels.Launcher) kernels.Launcher { return tableTypes{k, count} })
+	return withKernels(func(k run.Launcher) run.Launcher { return tableTypes{k, count} })
 }
 
 // ofLayer reports whether a model's parameter is the weights of a linear layer or of a perceptron.

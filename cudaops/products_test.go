@@ -20,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/op"
@@ -28,7 +28,7 @@ import (
 
 // ownProducts is kernels that have a way of their own to multiply, and how often each is launched.
 type ownProducts struct {
-	kernels.Launcher
+	run.Launcher
 	plain  *int
 	adding *int
 }
@@ -67,7 +67,7 @@ func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGra
 
 // withOwnProducts has the machine's kernels be [ownProducts].
 func withOwnProducts(plain, adding *int) MachineOption {
-	return withKernels(func(k kernels.Launcher) kernels.Launcher { return ownProducts{k, plain, adding} })
+	return withKernels(func(k run.Launcher) run.Launcher { return ownProducts{k, plain, adding} })
 }
 
 // TestProductCounters wants captured runs to compute, bit by bit, what one that is not captured

@@ -19,7 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -379,7 +379,7 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
 		return nil
 	}
-	wrap := withKernels(func(k kernels.Launcher) kernels.Launcher {
+	wrap := withKernels(func(k run.Launcher) run.Launcher {
 		slow := fake.Way{Took: 40 * time.Millisecond}
 		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k), names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
 			ways: []fake.Way{{}, slow}}, norm}

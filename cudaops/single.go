@@ -9,7 +9,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/op"
@@ -22,9 +21,9 @@ import (
 // captured, and the matrix products' plans, go by fixed and aligned addresses.
 type singleOps struct {
 	device    *Device
-	launcher  func(gpu.Context) (kernels.Launcher, error)
-	shared    kernels.Launcher // of all machines
-	workspace gpu.Ptr          // cuBLASLt's, of all machines: they run one after the other
+	launcher  func(gpu.Context) (run.Launcher, error)
+	shared    run.Launcher // of all machines
+	workspace gpu.Ptr      // cuBLASLt's, of all machines: they run one after the other
 }
 
 // singleOperand is the type and shape of a value.
@@ -34,11 +33,11 @@ type singleOperand struct {
 }
 
 // sharedKernels are kernels that their user does not close.
-type sharedKernels struct{ kernels.Launcher }
+type sharedKernels struct{ run.Launcher }
 
 func (sharedKernels) Close() error { return nil }
 
-func newSingleOps(d *Device, launcher func(gpu.Context) (kernels.Launcher, error)) (_ *singleOps, err error) {
+func newSingleOps(d *Device, launcher func(gpu.Context) (run.Launcher, error)) (_ *singleOps, err error) {
 	s := &singleOps{device: d, launcher: launcher}
 	if s.shared, err = launcher(d.ctx); err != nil {
 		return nil, err
@@ -89,7 +88,7 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	}
 	m, err := NewMachine(s.device, g, func(c *machineConfig) error {
 		c.single = s
-		c.kernels = func(gpu.Context) (kernels.Launcher, error) { return sharedKernels{s.shared}, nil }
+		c.kernels = func(gpu.Context) (run.Launcher, error) { return sharedKernels{s.shared}, nil }
 		return nil
 	})
 	if err != nil {

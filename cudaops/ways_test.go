@@ -19,15 +19,15 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/op"
 )
 
 // normWays is kernels that have several ways to compute RMSNorm.
 type normWays struct {
-	kernels.Launcher
+	run.Launcher
 	fake  *fakeKernels
 	names []kernel.Way
 	ways  []fake.Way
@@ -89,7 +89,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ..
 	var log bytes.Buffer
 	var k *normWays
 	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
-	wrap := withKernels(func(inner kernels.Launcher) kernels.Launcher {
+	wrap := withKernels(func(inner run.Launcher) run.Launcher {
 		k = &normWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}}}
 		return k
@@ -181,7 +181,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	}
 	var log bytes.Buffer
 	private := func(c *machineConfig) error { c.tunePath = filepath.Join(t.TempDir(), "tune.json"); return nil }
-	wrap := withKernels(func(k kernels.Launcher) kernels.Launcher {
+	wrap := withKernels(func(k run.Launcher) run.Launcher {
 		return &normWays{Launcher: k, fake: fakeOf(k), names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
 			ways: []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})

@@ -1,7 +1,8 @@
-// Package kernels launches the CUDA kernels: one method for each family of ops, which takes device
-// pointers, sizes and a stream, chooses the variant that fits the type, shape and alignment, and
-// enqueues it. Methods return before the work is done. They refuse sizes and types that no kernel
-// takes; pointers are the caller's business.
+// Package kernel is what the families of CUDA kernels, a folder each, have in common: the Set that
+// loads and launches them, their ways and their binaries. A launch is a structure of its family. It
+// has device pointers and sizes, chooses the variant that fits the type, shape and alignment, and
+// enqueues it; it returns before the work is done. It refuses sizes and types that no kernel takes;
+// pointers are the caller's business.
 //
 // Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs
 // give the same bits on every run on one model of GPU.
@@ -17,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Kernels is the kernels loaded into a context. It may be used by several goroutines at once.
+// Set is the kernels loaded into a context. It may be used by several goroutines at once.
 type Set struct {
 	Ctx  gpu.Context
 	Info gpu.DeviceInfo

@@ -235,7 +235,7 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 
 // fusion is a product and what is done with its result, in one call or in several.
 type fusion struct {
-	one     *program.Call // whose Params are kernels.Tuned
+	one     *program.Call // whose Params are kernel.Tuned
 	several []*program.Call
 }
 

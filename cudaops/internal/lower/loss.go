@@ -124,7 +124,7 @@ func (c *compiler) outputRows(o outputRows) error {
 }
 
 // fusedOutput is the call that forms the exponentials in the product of the logits (see
-// [kernels.LinearCrossEntropy]). The logits that it is timed with have the standard deviation 4.
+// [gemm.LinearCrossEntropy]). The logits that it is timed with have the standard deviation 4.
 func (c *compiler) fusedOutput(o outputRows, p product, scaled, factors *program.Array) *program.Call {
 	a := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type, LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
 		Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}

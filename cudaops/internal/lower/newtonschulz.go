@@ -116,7 +116,7 @@ func (c *compiler) schulzGrad(n *gorgonia.Node, dx, g, x *program.Array) {
 }
 
 // The ways to compute the iteration: with products alone, with products of half of what is
-// symmetric, and with several steps between products with X (see [kernels.NewtonSchulz]).
+// symmetric, and with several steps between products with X (see [gemm.NewtonSchulz]).
 const (
 	byProducts = "products"
 	bySymmetry = "symmetric"

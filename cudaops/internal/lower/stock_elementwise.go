@@ -125,7 +125,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *
 	return c.map2(n, f, y, repeated{x, spreads[0]}, repeated{z, spreads[1]}), nil
 }
 
-// spread is how elements are repeated, as in kernels.Operand.
+// spread is how elements are repeated, as in elementwise.Operand.
 type spread struct{ repeat, period int }
 
 // repeated is an operand whose elements are repeated.

@@ -16,7 +16,7 @@ type KasminaLayer struct {
 	Chunk    int
 	Width    int // of a slot
 	Type     gpu.DType
-	State    *Array // kernels.KasminaState, and kernels.KasminaMixing behind it where slots are wide
+	State    *Array // kasmina.State, and kasmina.Mixing behind it where slots are wide
 	First    int    // seed of the layer, among those of all layers
 	Forward  bool   // the graph has the op itself, not replays or the backward op alone
 	Backward bool   // the graph has the backward op

@@ -22,7 +22,7 @@ type Program struct {
 	Weights  []*QuantizedWeight
 	Zeros    *Array // what is zero when a run begins; nil where no call asks for it
 
-	Scale   *Array // kernels.LossScale, whose first number is the loss scale; nil where there is none
+	Scale   *Array // optimizer.LossScale, whose first number is the loss scale; nil where there is none
 	Scaling *Scaling
 
 	Kasmina []*KasminaLayer

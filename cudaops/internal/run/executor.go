@@ -8,7 +8,6 @@ import (
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -16,7 +15,7 @@ import (
 type Executor struct {
 	Ctx      *gpu.Observed
 	Stream   gpu.Stream
-	Kernels  kernels.Launcher
+	Kernels  Launcher
 	Products *Products
 
 	// Host computes on the host, and Pass a pass of a Kasmina layer, which finishes its sums itself if

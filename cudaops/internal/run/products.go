@@ -8,7 +8,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernels"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -19,7 +18,7 @@ const WorkspaceBytes = 32 << 20
 // Products plans matrix products: one plan for each shape, or where this module has ways of its own
 // one for each addend.
 type Products struct {
-	Kernels   kernels.Launcher
+	Kernels   Launcher
 	Ctx       gpu.Context
 	Workspace gpu.Ptr // cuBLASLt's; taken with Alloc when the first product is planned
 	Alloc     func(bytes int, what string) (gpu.Ptr, error)

@@ -63,7 +63,7 @@ type Optimizer struct {
 	adamw      *optimizer.Table
 	muon       *optimizer.Table
 	iterations *program.Program // of Muon
-	control    gpu.Ptr          // kernels.Control
+	control    gpu.Ptr          // optimizer.Control
 	staging    []byte           // the same, pinned
 	squares    gpu.Ptr          // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
 	settings   optimizer.Control

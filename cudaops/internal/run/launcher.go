@@ -1,4 +1,4 @@
-package kernels
+package run
 
 import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -7,9 +7,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
-// Launcher launches kernels: [Kernels], or what stands in for it in tests.
+// Launcher launches kernels: a [kernel.Set], or what stands in for it in tests.
 type Launcher interface {
-	// Launch enqueues what a structure of this package says.
+	// Launch enqueues what a structure such as rope.Rotate says.
 	Launch(s gpu.Stream, params any) error
 	// Ways lists the ways that take a launch, the one that should be fastest first and the plain one,
 	// whose result counts as right, last. It is empty where there is nothing to choose.
@@ -23,8 +23,8 @@ type Launcher interface {
 
 type launcher struct{ *kernel.Set }
 
-// New returns what launches all kernels of a context.
-func New(ctx gpu.Context) Launcher { return launcher{kernel.New(ctx)} }
+// NewLauncher returns what launches all kernels of a context.
+func NewLauncher(ctx gpu.Context) Launcher { return launcher{kernel.New(ctx)} }
 
 // NewTable is that of package optimizer.
 func (l launcher) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {

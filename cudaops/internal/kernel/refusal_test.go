@@ -1,4 +1,4 @@
-package kernels
+package kernel_test
 
 import (
 	"slices"
