@@ -17,6 +17,14 @@
 //	LowRank        t(x) = x + a·U(V·x), with V [m, C] and U [C, m]
 //	ChunkMLP       t(x) = x + a·W2·silu(W1·x), with W1 [m, C] and W2 [C, m]
 //
+// Three make a model deeper. They have no weights of their own: the size of the germination request
+// says by how much the blocks become more.
+//
+//	Stack       all blocks in order, size times over (Gong et al., "Efficient Training of BERT by
+//	            Progressively Stacking", 2019)
+//	Interleave  each block size times, one after the other
+//	NewBlocks   size new blocks behind the last one, which start as the identity
+//
 // [Register] adds more. The package knows nothing of graphs or tensors: everything works on the
 // slices of one chunk row.
 package blueprints
@@ -48,6 +56,9 @@ const (
 	ConvFilter
 	LowRank
 	ChunkMLP
+	Stack
+	Interleave
+	NewBlocks
 )
 
 // Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The
@@ -84,9 +95,13 @@ type Arithmetic[T Float] struct {
 	Finish func(dp, p []T)
 }
 
-// Blueprint describes one kind.
+// Blueprint describes one kind. One of site Depth has a Name, a Layout and an Order alone.
 type Blueprint struct {
-	Name   string // unique
+	Name string // unique
+	Site Site
+	// Order is that of a blueprint of depth; see the function [Order].
+	Order func(blocks, size int) []int
+
 	Layout string // what the weights and the scale mean, for people
 	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if
 	// they are too few for it, how many it needs. It may grow with width. When nil, it is c.
@@ -218,6 +233,12 @@ func check(b *Blueprint) error {
 	switch {
 	case b.Name == "":
 		missing = "Name"
+	case b.Site > Depth:
+		return fmt.Errorf("blueprints.Register: %w %q: Site is %v", ErrInvalid, b.Name, b.Site)
+	case b.Site == Depth && b.Order == nil:
+		missing = "Order"
+	case b.Site == Depth:
+		return nil
 	case b.Identity == nil:
 		missing = "Identity"
 	case b.F32.Forward == nil || b.F32.Backward == nil:
@@ -259,6 +280,16 @@ func ByName(name string) (Kind, bool) {
 // Kinds returns how many kinds are registered: the kinds are 0 to Kinds()−1.
 func Kinds() int { return len(*registry.Load()) }
 
+// KindsAt returns the kinds that grow at a site.
+func KindsAt(site Site) (kinds []Kind) {
+	for k, b := range *registry.Load() {
+		if b.Site == site {
+			kinds = append(kinds, Kind(k))
+		}
+	}
+	return kinds
+}
+
 // String returns the kind's name.
 func (k Kind) String() string {
 	if b, err := Lookup(k); err == nil {
@@ -286,6 +317,9 @@ func Size(k Kind, c, width int) (int, error) {
 	b, err := Lookup(k)
 	if err != nil {
 		return 0, err
+	}
+	if b.Site != Chunk {
+		return 0, fmt.Errorf("%w %q: it grows in %v, not on a chunk", ErrInvalid, b.Name, b.Site)
 	}
 	if c < 1 {
 		return 0, fmt.Errorf("%w %q: chunks of %d features, want at least 1", ErrInvalid, b.Name, c)

@@ -61,6 +61,24 @@ var builtin = []*Blueprint{
 		F32:      mixing(silu[float32]),
 		F64:      mixing(silu[float64]),
 	},
+	Stack: {
+		Name:   "Stack",
+		Site:   Depth,
+		Layout: "all blocks in order, size times over",
+		Order:  stack,
+	},
+	Interleave: {
+		Name:   "Interleave",
+		Site:   Depth,
+		Layout: "each block size times, one after the other",
+		Order:  interleave,
+	},
+	NewBlocks: {
+		Name:   "NewBlocks",
+		Site:   Depth,
+		Layout: "size new blocks behind the last one, which start as the identity",
+		Order:  appendBlocks,
+	},
 }
 
 func fill(w []float64, v, scale float64) float64 {

@@ -388,6 +388,7 @@ const (
 	Failed                           // before RunEnd, a step or callback has: a last chance to save
 	EpochEnd                         // before a StepEnd: Reports and SeedEvents are set
 	Corrupted                        // Scrub has found corrupt seeds: Err is set
+	Reshaped                         // before a StepEnd: the blocks have become others, as Text says, or could not, as Err does
 )
 
 var eventNames = [...]string{"RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",

@@ -34,6 +34,14 @@ type training struct {
 	ValLoss      jsonfloat.Float   `json:"val_loss"`
 	ValBPB       jsonfloat.Float   `json:"val_bpb"`
 	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
+	Before       *beforeState      `json:"before,omitempty"`
+}
+
+// beforeState is the part of what a model was before it grew that is not a tensor.
+type beforeState struct {
+	Seed      int        `json:"seed"`
+	Config    Config     `json:"config"`
+	LossScale *LossScale `json:"loss_scale,omitempty"`
 }
 
 // Save writes the model with its lattices to the safetensors file at path, replacing it in one
@@ -99,10 +107,16 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 		}
 		tensors = append(tensors, x)
 	}
+	before, err := t.before.tensors()
+	if err != nil {
+		return nil, nil, fmt.Errorf("llm: saving what the model was before it grew: %w", err)
+	}
+	tensors = append(tensors, before...)
 	e := t.Last()
 	for key, v := range map[string]any{
-		modelfile.TrainingKey: training{LossScale: t.lossScale(), Step: e.Step, Settings: *t.settings(),
-			Loader: t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
+		modelfile.TrainingKey: training{LossScale: t.lossScale(), Before: t.before.state(), Step: e.Step,
+			Settings: *t.settings(),
+			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
 			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),
 			ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
 		modelfile.NotesKey: t.Config.Notes,
@@ -197,15 +211,19 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 
 // fileShape is what a file of a model with parameters of a type holds.
 func (c Config) fileShape(dt tensor.Dtype) modelfile.Shape {
-	s := modelfile.Shape{Dtype: dt, Seeds: c.Seeds, Params: func(yield func(string, []int) bool) {
+	s := modelfile.Shape{Dtype: dt, Params: func(yield func(string, []int) bool) {
 		for p := range c.params() {
 			if !yield(p.name, p.shape) {
 				return
 			}
 		}
 	}}
-	for _, block := range c.Kasmina {
-		s.Lattices, s.SlotWidth = append(s.Lattices, strconv.Itoa(block)), c.slotWidth()
+	for _, block := range c.origin().Kasmina {
+		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: strconv.Itoa(block), Seeds: c.Seeds,
+			SlotWidth: c.slotWidth()})
+	}
+	if c.Depth > 0 {
+		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: depthLayer, Seeds: c.Depth})
 	}
 	return s
 }
@@ -274,9 +292,11 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	for name := range f.With(modelfile.OptimizerPrefix) {
-		if err := f.Verify(ctx, name); err != nil {
-			return nil, f.Errorf("%w", err)
+	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.BeforePrefix} {
+		for name := range f.With(prefix) {
+			if err := f.Verify(ctx, name); err != nil {
+				return nil, f.Errorf("%w", err)
+			}
 		}
 	}
 	install()
@@ -301,31 +321,48 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 	return install, nil
 }
 
-// contentsOf reads the parameters and lattices of a file that fits m, and returns what makes them
-// m's.
-func (m *Model) contentsOf(ctx context.Context, f *modelfile.File) (load func(), err error) {
-	install, err := m.latticesOf(ctx, f)
-	if err != nil {
-		return nil, err
-	}
-	read := make([]any, len(m.Params))
-	for i, p := range m.Params {
-		if read[i] = make([]float32, p.Value.Size()); p.Value.Dtype() == tensor.Float64 {
-			read[i] = make([]float64, p.Value.Size())
-		}
-		if err := f.Parameter(ctx, p.Name, read[i]); err != nil {
+// paramsOf reads the parameters of a configuration, under a prefix.
+func (m *Model) paramsOf(ctx context.Context, f *modelfile.File, c Config, prefix string) ([]Param, error) {
+	var params []Param
+	for p := range c.params() {
+		value := newParam(m.Dtype(), p.shape, nil)
+		if err := f.Parameter(ctx, prefix+p.name, value.Data()); err != nil {
 			return nil, err
 		}
+		params = append(params, Param{p.name, value})
 	}
-	return func() {
-		for i, p := range m.Params {
-			switch x := read[i].(type) {
-			case []float32:
-				copy(p.Value.Float32s(), x)
-			case []float64:
-				copy(p.Value.Float64s(), x)
+	return params, nil
+}
+
+// contentsOf reads the parameters and lattices of a file of a configuration, and returns what makes
+// them m's. Where the blocks are those that m has, its parameters stay where they are.
+func (m *Model) contentsOf(ctx context.Context, f *modelfile.File, c Config) (read []Param, load func(),
+	err error) {
+	install, err := m.latticesOf(ctx, f)
+	if err != nil {
+		return nil, nil, err
+	}
+	if read, err = m.paramsOf(ctx, f, c, ""); err != nil {
+		return nil, nil, err
+	}
+	return read, func() {
+		if m.Config.sameBlocks(c) {
+			for i, p := range m.Params {
+				copyNumbers(p.Value, read[i].Value)
 			}
+		} else {
+			c.KasminaOptions = m.Config.KasminaOptions
+			m.become(c, read)
 		}
 		install()
 	}, nil
+}
+
+func copyNumbers(to, from *tensor.Dense) {
+	switch x := from.Data().(type) {
+	case []float32:
+		copy(to.Float32s(), x)
+	case []float64:
+		copy(to.Float64s(), x)
+	}
 }

@@ -37,9 +37,24 @@ type Config struct {
 	// training and evaluation say where documents start. Text that is generated is one document.
 	Documents bool `json:"documents,omitempty"`
 
+	// Depth is how many seeds grow the stack of blocks. Their lattice stands behind those of the
+	// Kasmina layers. See [Trainer.Run] for when it changes the model.
+	Depth int `json:"depth,omitempty"`
+	// Grown is how the model came to its blocks, which the trainer writes.
+	Grown []Grown `json:"grown,omitempty"`
+
 	// KasminaOptions say how the Kasmina layers compute. They are no part of the architecture: a run
 	// that goes on with others has other settings.
 	KasminaOptions KasminaOptions `json:"kasmina_options,omitzero"`
+}
+
+// Grown is a growth of a model's stack of blocks.
+type Grown struct {
+	Seed  int    `json:"seed"` // of the lattice of depth
+	Kind  string `json:"kind"` // of its blueprint
+	Size  int    `json:"size"`
+	Step  int    `json:"step"`  // steps that the model had seen
+	Order []int  `json:"order"` // as blueprints.Order returned it
 }
 
 // KasminaOptions are the options of a model's Kasmina layers. The zero value has the defaults of
@@ -203,6 +218,9 @@ func (c Config) Check() error {
 			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536",
 				c.Slots)
 		}
+	}
+	if err := c.checkGrown(); err != nil {
+		return err
 	}
 	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
 	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim,

@@ -83,12 +83,23 @@ type Inference struct {
 	// what computes a graph with the model's parameters; nil for a machine on the CPU
 	Make func(*Graph) (Machine, error)
 
+	shape     uint64         // of the model that what follows is for
 	losses    map[int]Runner // by batch size
 	generator *Runner
 	decoding  *decoding // in the place of a generator on the CPU
 }
 
 var errNoModel = errors.New("llm: an Inference needs a Model, which NewModel and LoadModel make")
+
+// follow drops what is for other blocks than the model has now.
+func (i *Inference) follow() error {
+	if i.shape == i.Model.shape {
+		return nil
+	}
+	err := i.Close()
+	i.losses, i.generator, i.decoding, i.shape = nil, nil, nil, i.Model.shape
+	return err
+}
 
 func (i *Inference) runner(kind GraphKind, sequences int) (Runner, error) {
 	g, err := i.Model.Graph(kind, sequences)
@@ -119,6 +130,9 @@ func (i *Inference) Loss(b data.Batch) (float64, error) {
 	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
 		return 0, errNoModel
 	}
+	if err := i.follow(); err != nil {
+		return 0, err
+	}
 	sequences := len(b.Inputs) / i.Model.Config.Seq
 	r, ok := i.losses[sequences]
 	if !ok {
@@ -138,6 +152,9 @@ func (i *Inference) Loss(b data.Batch) (float64, error) {
 func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
 	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
 		return nil, errNoModel
+	}
+	if err := i.follow(); err != nil {
+		return nil, err
 	}
 	if i.Make == nil {
 		if i.decoding == nil {

@@ -14,15 +14,26 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// newNetwork returns the lattices of a model's Kasmina layers, all with the given options.
+// depthLayer is the name of the lattice of depth in files.
+const depthLayer = "depth"
+
+// newNetwork returns the lattices of a model's Kasmina layers, all with the given options, and that
+// of depth.
 func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 	layers := make([]state.Layer, len(m.Config.Kasmina))
-	for i, block := range m.Config.Kasmina {
+	for i, block := range m.Config.origin().Kasmina { // which name them, whatever the blocks become
 		l, err := m.newLattice(opts...)
 		if err != nil {
 			return nil, fmt.Errorf("llm: Kasmina layer after block %d: %w", block, err)
 		}
 		layers[i] = state.Layer{Name: strconv.Itoa(block), Lattice: l}
+	}
+	if m.Config.Depth > 0 {
+		l, err := state.NewLattice(m.Config.Depth, m.Config.Depth, state.At(blueprints.Depth))
+		if err != nil {
+			return nil, fmt.Errorf("llm: Config.Depth: %w", err)
+		}
+		layers = append(layers, state.Layer{Name: depthLayer, Lattice: l})
 	}
 	return state.NewNetwork(slots{m}, layers...)
 }
@@ -148,6 +159,9 @@ func (t *Trainer) forgetFrozen() error {
 	known := t.learning != nil
 	t.learning = slices.Grow(t.learning, t.Model.Kasmina.Layers())[:t.Model.Kasmina.Layers()]
 	for layer, l := range t.Model.Kasmina.Lattices() {
+		if l.Site() != blueprints.Chunk {
+			continue
+		}
 		before, now := t.learning[layer], l.LearningSlots()
 		frozen := func(slot int) bool {
 			return slot < len(now) && !now[slot] && (!known || before[slot])
@@ -225,6 +239,9 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	l := m.Kasmina.Lattice(layer)
 	if l == nil || seed < 0 || seed >= l.Seeds() {
 		return fail(state.ErrSeed)
+	}
+	if l.Site() != blueprints.Chunk {
+		return fail(fmt.Errorf("a blueprint in %v has no weights of its own", l.Site()))
 	}
 	s := l.Report().Seeds[seed]
 	if s.Slot == 0 || s.Stage.Ended() { // whose slot may be another's by now

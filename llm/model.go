@@ -41,13 +41,14 @@ type Model struct {
 	trainer  *Trainer      // which has the model; nil if it is on the host alone
 	trainers int           // that are not closed
 	changes  atomic.Uint64 // so far, of parameters
+	shape    uint64        // how often the blocks have become others, on which graphs depend
 }
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with
 // deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
 // al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1, and Kasmina slots
-// at the Residual kind's identity. The same seed gives the same parameters. The lattices get the
-// given options; Config.Slots is their number of slots.
+// at the Residual kind's identity. The same seed gives the same parameters. The lattices of the
+// Kasmina layers get the given options; Config.Slots is their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	// Each parameter has a stream of its own, so that adding one does not change the others.
 	return newModel(c, dt, func(i int, p paramSpec) func() float64 {
@@ -166,11 +167,13 @@ const (
 	normName  = "model.norm.weight"
 	headName  = "lm_head.weight"
 
+	blocksPrefix = "model.layers."
+
 	kasminaWeights = "kasmina.weights"
 	kasminaScales  = "kasmina.scales"
 )
 
-func blockPrefix(i int) string { return fmt.Sprintf("model.layers.%d.", i) }
+func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
 
 // newParam returns a tensor of the numbers that next gives, of zeros if next is nil.
 func newParam(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {

@@ -65,14 +65,18 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return err
 	}
 	defer f.Close()
-	run, diff, err := t.runIn(f, &r)
+	run, c, diff, err := t.runIn(f, &r)
 	if err != nil {
 		return err
 	}
-	if err := f.Fits(t.Model.Config.fileShape(t.Model.Dtype())); err != nil {
+	if err := f.Fits(c.fileShape(t.Model.Dtype())); err != nil {
 		return err
 	}
-	loadModel, err := t.Model.contentsOf(ctx, f)
+	params, loadModel, err := t.Model.contentsOf(ctx, f, c)
+	if err != nil {
+		return err
+	}
+	before, err := t.beforeIn(ctx, f, run.Before)
 	if err != nil {
 		return err
 	}
@@ -80,11 +84,16 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	if err := t.setStates(run, optimizer); err != nil {
+	other := !t.Model.Config.sameBlocks(c)
+	if other && t.Model.trainers > 1 {
+		return f.Errorf("its model has other blocks, and another trainer of the model is open: close it")
+	}
+	if err := t.setStates(run, params, optimizer); err != nil {
 		return f.Errorf("%w", err)
 	}
 	loadModel()
-	if err := t.goOn(run); err != nil {
+	t.before, t.reshaped = before, nil
+	if err := t.goOn(run, other); err != nil {
 		return f.Errorf("%w", err)
 	}
 	if t.grew = run.Settings.Growth; r.newSettings {
@@ -96,36 +105,37 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 }
 
 // runIn reads the state of a run from a file, and returns it if the trainer can go on from there,
-// with the settings that differ and may.
-func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, []string, error) {
+// with the model's configuration, whose blocks may have grown from those that the trainer's began
+// with, and the settings that differ and may.
+func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []string, error) {
 	c, err := configOf(f)
 	if err != nil {
-		return nil, nil, err
+		return nil, c, nil, err
 	}
 	options := c.KasminaOptions
 	c.KasminaOptions = t.Model.Config.KasminaOptions
-	if diff := settings.Fields(t.Model.Config, c); len(diff) > 0 {
-		return nil, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
+	if diff := settings.Fields(t.Model.Config.origin(), c.origin()); len(diff) > 0 {
+		return nil, c, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 	// null in the file
 	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
-		return nil, nil, f.Errorf("it holds a model alone, without the state of a run: LoadModel " +
+		return nil, c, nil, f.Errorf("it holds a model alone, without the state of a run: LoadModel " +
 			"loads it")
 	}
-	limit := modelfile.MaxRun + len(t.Model.Params)*modelfile.MaxRule
+	limit := modelfile.MaxRun + c.numParams()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
-		return nil, nil, err
+		return nil, c, nil, err
 	}
 	if r.newData != nil {
 		run.begin(*r.newData, t.Loader)
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
-		return nil, nil, f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
+		return nil, c, nil, f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
 			"%d; a plan of more steps goes on from there", run.Step, t.Config.Steps)
 	}
 	if err := t.knowsText(run); err != nil {
-		return nil, nil, f.Errorf("%w", err)
+		return nil, c, nil, f.Errorf("%w", err)
 	}
 	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
 	for _, d := range settings.Fields(t.Model.Config.KasminaOptions, options) {
@@ -135,12 +145,12 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, []string, 
 		diff = append(diff, t.growthSettings().Differences(run.Settings.Growth)...)
 	}
 	if len(diff) > 0 && !r.newSettings {
-		return nil, nil, f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
+		return nil, c, nil, f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
 	}
 	if seed := t.Loader.Config().Seed; run.Settings.Seed != seed {
 		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
 	}
-	return run, diff, nil
+	return run, c, diff, nil
 }
 
 // knowsText returns an error if a run learnt from other text than the trainer's loader has, or with
@@ -171,12 +181,17 @@ func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File) (all []
 	if r.newData != nil && !r.newData.Optimizer {
 		return nil, nil
 	}
-	for name := range f.With(modelfile.OptimizerPrefix) {
+	return momentsIn(ctx, f, modelfile.OptimizerPrefix)
+}
+
+// momentsIn reads what an optimiser remembers, under a prefix.
+func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []optim.Tensor, err error) {
+	for name := range f.With(prefix) {
 		x, err := f.Tensor(ctx, name)
 		if err != nil {
 			return nil, f.Errorf("%w", err)
 		}
-		own := strings.TrimPrefix(name, modelfile.OptimizerPrefix)
+		own := strings.TrimPrefix(name, prefix)
 		all = append(all, optim.Tensor{Name: own, Shape: x.Shape, Data: x.Data})
 	}
 	return all, nil
@@ -184,9 +199,12 @@ func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File) (all []
 
 // setStates sets loss scale, loader and optimiser. Each refuses what does not fit and then has
 // changed nothing; if a later one does, the earlier are put back.
-func (t *Trainer) setStates(run *training, optimizer []optim.Tensor) error {
+func (t *Trainer) setStates(run *training, params []Param, optimizer []optim.Tensor) error {
 	// What has diverged is what a checkpoint is for.
 	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) {
+		return err
+	}
+	if err := t.Optimizer.Declare(valueGrads(params)); err != nil {
 		return err
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()
@@ -202,8 +220,9 @@ func (t *Trainer) setStates(run *training, optimizer []optim.Tensor) error {
 	return nil
 }
 
-// goOn makes a model that has been read the trainer's, and the engine's.
-func (t *Trainer) goOn(run *training) error {
+// goOn makes a model that has been read the trainer's, and the engine's: a new one's where its blocks
+// are others than before.
+func (t *Trainer) goOn(run *training, other bool) error {
 	t.Model.changes.Add(1)
 	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil
 	t.note(func(e *Event) {
@@ -211,7 +230,12 @@ func (t *Trainer) goOn(run *training) error {
 		e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
-	if t.apart = t.engine.Push(); t.apart != nil {
+	if _, lost := t.engine.(noEngine); !other && !lost {
+		t.apart = t.engine.Push()
+	} else {
+		t.apart = errors.Join(t.engine.Close(), t.replaceEngine(run.LossScale))
+	}
+	if t.apart != nil {
 		return t.usable()
 	}
 	return nil

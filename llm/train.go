@@ -97,6 +97,8 @@ type Trainer struct {
 	grew     *settings.Growth // of the run that was resumed, until Run has compared it; or nil
 	learning [][]bool         // slots of each Kasmina layer that learned at the last step; or nil
 	apart    error            // after a failed Resume: why the engine has other parameters
+	before   *grafted         // while a blueprint in depth may be taken back
+	reshaped []Event          // that are still to be told
 	spoiled  error            // of the update that failed, until a Resume: parameters are of no step
 	torn     error            // why the last step lacks its epoch's end, until a Resume
 	closed   bool
@@ -306,7 +308,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 	for err == nil && t.stopped() == nil && t.Step() < t.Config.Steps {
 		if err = t.step(); err == nil {
-			err = errors.Join(t.tellChoices(), t.tellEpoch(), t.emit(StepEnd, nil))
+			err = errors.Join(t.tellChoices(), t.tellGrowth(), t.tellEpoch(), t.emit(StepEnd, nil))
 		}
 	}
 	switch {
@@ -395,6 +397,9 @@ func (t *Trainer) step() error {
 	defer t.Model.takeToChange()()
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
+	}
+	if err := t.reshape(); err != nil {
+		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
 	from, done := t.Loader.State(), t.last.Step
 	measured := t.measured()

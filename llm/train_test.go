@@ -61,6 +61,9 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	m, err := NewModel(o.config, o.dt, 7, state.WithoutGates())
 	fail(err)
 	for layer, l := range m.Kasmina.Lattices() {
+		if l.Site() != blueprints.Chunk {
+			continue
+		}
 		kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion}
 		if o.config.SlotWidth > 0 {
 			kinds = []blueprints.Kind{blueprints.LowRank, blueprints.ConvFilter, blueprints.ChunkMLP}

@@ -49,6 +49,10 @@ func (c Command) String() string {
 		if strategy == nil {
 			strategy = defaultStrategy
 		}
+		if c.Request.Size > 0 {
+			s += fmt.Sprintf("germinate %v of size %d", c.Request.Kind, c.Request.Size)
+			break
+		}
 		s += fmt.Sprintf("germinate %v in slot %d, to be grafted by %s", c.Request.Kind, c.Request.Slot, strategy.Name())
 	case Move:
 		s += fmt.Sprintf("move to %v", c.To)
@@ -111,6 +115,9 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed, fmt.Errorf(format, args...))
 	}
 	s := l.seeds
+	if l.config.Site != blueprints.Chunk {
+		return refuse("in %v a blueprint has no slot to load", l.config.Site)
+	}
 	if !Stage(s.stage[seed]).Alive() || s.slot[seed] == 0 {
 		return refuse("it is %v, want a seed with a blueprint", Stage(s.stage[seed]))
 	}

@@ -6,6 +6,7 @@ import (
 	"hash/crc32"
 	"math"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
@@ -14,6 +15,7 @@ import (
 // Metrics is what the training loop reports when an epoch ends.
 type Metrics struct {
 	Loss  float64       // the host's training loss; 0 when it was not measured
+	Share float64       // of the run's budget that is spent, from 0 to 1
 	Seeds []SeedMetrics // of those seeds that something was measured of
 }
 
@@ -78,6 +80,9 @@ func (l *Lattice) stepEpoch(m Metrics, found []columns.Fault) []Event {
 	if m.Loss != 0 {
 		l.loss = m.Loss
 	}
+	if l.config.Site != blueprints.Chunk && m.Loss != 0 {
+		l.curve = addPoint(l.curve, Point{Epoch: int(l.epoch), Share: m.Share, Loss: m.Loss})
+	}
 	for _, sm := range m.Seeds {
 		l.report(sm)
 	}
@@ -104,6 +109,9 @@ func (l *Lattice) stepEpoch(m Metrics, found []columns.Fault) []Event {
 func (l *Lattice) checkMetrics(m Metrics) error {
 	if !finite(m.Loss) {
 		return fmt.Errorf("state.StepEpoch: %w: Loss is %v, want a finite number", ErrArgument, m.Loss)
+	}
+	if !(m.Share >= 0 && m.Share <= 1) {
+		return fmt.Errorf("state.StepEpoch: %w: Share is %v, want a number from 0 to 1", ErrArgument, m.Share)
 	}
 	seen := make(map[int]bool, len(m.Seeds))
 	for _, s := range m.Seeds {

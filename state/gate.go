@@ -40,6 +40,22 @@ func DefaultThresholds() Thresholds {
 	}
 }
 
+// DepthThresholds returns those of lattices whose seeds grow in depth, where blueprints are copies of
+// blocks that have learnt already: they are grafted at once, and judged by the loss that the model
+// would have had without them. No evaluation fails by a drop alone.
+//
+//	MinEpochs       Evaluating 1, FineTuning 1, else 0
+//	Improvement     0
+//	CullDelta       −1e6
+//
+// The others are those of DefaultThresholds.
+func DepthThresholds() Thresholds {
+	t := DefaultThresholds()
+	t.MinEpochs = [stages]int{Evaluating: 1, FineTuning: 1}
+	t.Improvement, t.CullDelta = 0, -1e6
+	return t
+}
+
 // Within returns the thresholds with their MinEpochs cut in proportion, so that those of a whole
 // life, from Training to FineTuning, take at most half of the given epochs: a run of so many can
 // then see blueprints become fossilized. Thresholds that do so already stay as they are.

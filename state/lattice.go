@@ -55,6 +55,7 @@ type Lattice struct {
 	epoch       uint32
 	step        uint64  // passes with telemetry so far
 	loss        float64 // the host's, as last reported; 0: never
+	curve       []Point
 	seeds       *seedState
 	sums        *columns.Checksums
 	strategies  []graft.Entry
@@ -71,16 +72,17 @@ type Lattice struct {
 
 // config is what the options of a lattice set. It is saved with the lattice.
 type config struct {
-	Gates       bool       `json:"gates"`
-	Thresholds  Thresholds `json:"thresholds"`
-	Embargo     int        `json:"embargo"`
-	Renormalize int        `json:"renormalize"`
-	Slots       int        `json:"slots"`
-	Width       int        `json:"width,omitempty"`
-	History     int        `json:"history"`
-	Transitions int        `json:"transitions"`
-	Quarantine  bool       `json:"quarantine,omitempty"`
-	Telemetry   Telemetry  `json:"telemetry"`
+	Site        blueprints.Site `json:"site,omitempty"`
+	Gates       bool            `json:"gates"`
+	Thresholds  Thresholds      `json:"thresholds"`
+	Embargo     int             `json:"embargo"`
+	Renormalize int             `json:"renormalize"`
+	Slots       int             `json:"slots"`
+	Width       int             `json:"width,omitempty"`
+	History     int             `json:"history"`
+	Transitions int             `json:"transitions"`
+	Quarantine  bool            `json:"quarantine,omitempty"`
+	Telemetry   Telemetry       `json:"telemetry"`
 }
 
 const defaultTransitions = 4
@@ -121,6 +123,19 @@ func WithRenormalization(epochs int) Option {
 	return func(c *config) error {
 		c.Renormalize = epochs
 		return inRange("WithRenormalization: epochs", epochs, 1, math.MaxInt32)
+	}
+}
+
+// At makes the lattice one of seeds that grow elsewhere than on chunks. Such seeds have no slots and
+// no features: hidden is their number. In depth all of them grow the one stack of a model's blocks,
+// one after the other, and [DepthThresholds] take the place of the default ones.
+func At(site blueprints.Site) Option {
+	return func(c *config) error {
+		if c.Site = site; site != blueprints.Chunk {
+			c.Thresholds = DepthThresholds()
+		}
+		_, err := site.MarshalText()
+		return err
 	}
 }
 
@@ -223,7 +238,7 @@ func (l *Lattice) install(img *image) {
 	if l.id == 0 {
 		l.id = lattices.Add(1)
 	}
-	l.n, l.hidden, l.config = img.n, img.hidden, img.config
+	l.n, l.hidden, l.config, l.curve = img.n, img.hidden, img.config, img.curve
 	l.epoch, l.step, l.loss = img.epoch, img.step, img.loss
 	l.strategies, l.seeds = img.strategies, img.seeds
 	l.sums = checksums(l.seeds.columns(), Schema)
@@ -253,6 +268,13 @@ func (l *Lattice) Hidden() int {
 	return l.hidden
 }
 
+// Site returns where the seeds grow.
+func (l *Lattice) Site() blueprints.Site {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	return l.config.Site
+}
+
 // Slots returns the number of slots that [WithSlots] gave, or 0.
 func (l *Lattice) Slots() int {
 	l.mu.RLock()
@@ -272,7 +294,7 @@ func (l *Lattice) Width() int {
 func (l *Lattice) Fits(width int) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	if l.n == 0 {
+	if l.n == 0 || l.config.Site != blueprints.Chunk {
 		return nil
 	}
 	return l.seeds.fit(l.hidden, width)

@@ -10,9 +10,10 @@ import (
 
 // GerminationRequest says what a dormant seed shall grow.
 type GerminationRequest struct {
-	Slot     int             // row of the layer's weights and scales, from 1; seeds may share one
+	Slot     int             // row of the layer's weights and scales, from 1; seeds may share one; 0 elsewhere than on a chunk
 	Kind     blueprints.Kind // which blueprint
-	Strategy graft.Strategy  // how α will rise; nil for a linear FixedRamp to 1 over 50 epochs
+	Size     int             // of a blueprint elsewhere than on a chunk, as its kind says; 0 on one
+	Strategy graft.Strategy  // how α will rise; nil for a linear FixedRamp to 1 over 50 epochs; in depth it is not used
 }
 
 // defaultStrategy is that of a germination request which names none.
@@ -37,23 +38,8 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	if err := l.checkTransition(method, seed, Germinated); err != nil {
 		return err
 	}
-	slots := math.MaxUint16 + 1
-	if l.config.Slots > 0 {
-		slots = l.config.Slots
-	}
-	if r.Slot < 1 || r.Slot >= slots {
-		return fmt.Errorf("state.%s: %w: seed %d: Slot is %d, want 1 to %d (slot 0 means none)", method, ErrArgument, seed, r.Slot, slots-1)
-	}
-	width := math.MaxInt32
-	if l.config.Width > 0 {
-		width = l.config.Width
-	}
-	size, err := blueprints.Size(r.Kind, l.hidden/l.n, width)
-	if err == nil && l.config.Width > 0 {
-		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // as which files will hold them
-	}
-	if err != nil {
-		return fmt.Errorf("state.%s: %w: seed %d: Kind: %w", method, ErrArgument, seed, err)
+	if err := l.checkBlueprint(seed, r); err != nil {
+		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed, err)
 	}
 	if r.Strategy == nil {
 		r.Strategy = defaultStrategy
@@ -64,7 +50,55 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	}
 	s := l.seeds
 	s.slot[seed], s.kind[seed], s.strategy[seed] = uint16(r.Slot), uint8(r.Kind), strategy
+	if l.config.Site != blueprints.Chunk {
+		s.slot[seed] = uint16(r.Size)
+	}
 	l.enter(seed, Germinated)
+	return nil
+}
+
+// checkBlueprint returns an error unless a request fits the lattice's site, slots and their width.
+func (l *Lattice) checkBlueprint(seed int, r GerminationRequest) error {
+	if l.config.Site != blueprints.Chunk {
+		return l.checkGrowth(r)
+	}
+	slots := math.MaxUint16 + 1
+	if l.config.Slots > 0 {
+		slots = l.config.Slots
+	}
+	if r.Slot < 1 || r.Slot >= slots {
+		return fmt.Errorf("Slot is %d, want 1 to %d (slot 0 means none)", r.Slot, slots-1)
+	}
+	if r.Size != 0 {
+		return fmt.Errorf("Size is %d, want 0: the width of the slots says how large a blueprint is", r.Size)
+	}
+	width := math.MaxInt32
+	if l.config.Width > 0 {
+		width = l.config.Width
+	}
+	size, err := blueprints.Size(r.Kind, l.hidden/l.n, width)
+	if err == nil && l.config.Width > 0 {
+		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // as which files will hold them
+	}
+	if err != nil {
+		return fmt.Errorf("Kind: %w", err)
+	}
+	return nil
+}
+
+// checkGrowth is checkBlueprint elsewhere than on a chunk.
+func (l *Lattice) checkGrowth(r GerminationRequest) error {
+	b, err := blueprints.Lookup(r.Kind)
+	switch {
+	case err != nil:
+		return fmt.Errorf("Kind: %w", err)
+	case b.Site != l.config.Site:
+		return fmt.Errorf("Kind: a %v grows at a %v, and the seed in %v", r.Kind, b.Site, l.config.Site)
+	case r.Slot != 0:
+		return fmt.Errorf("Slot is %d, want 0: in %v there are none", r.Slot, l.config.Site)
+	case r.Size < 1 || r.Size > math.MaxUint16:
+		return fmt.Errorf("Size is %d, want 1 to %d", r.Size, math.MaxUint16)
+	}
 	return nil
 }
 
@@ -126,6 +160,10 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v: %s", method, ErrTransition,
 			seed, from, to, from.way())
 	}
+	if other := l.growing(seed); to == Grafting && other >= 0 {
+		return fmt.Errorf("state.%s: %w: seed %d: seed %d is %v, and in %v one blueprint is grafted at a time", method,
+			ErrTransition, seed, other, Stage(l.seeds.stage[other]), l.config.Site)
+	}
 	if l.config.Gates {
 		if method == "Transition" && from == Dormant {
 			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs a blueprint: ask RequestGermination for one",
@@ -136,6 +174,20 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 		}
 	}
 	return nil
+}
+
+// growing returns another seed than the given one that is grafted and not yet fossilized, in depth,
+// or −1: what the model was before a graft is kept for one.
+func (l *Lattice) growing(seed int) int {
+	if l.config.Site == blueprints.Chunk {
+		return -1
+	}
+	for other, stage := range l.seeds.stage {
+		if other != seed && Stage(stage).grafted() {
+			return other
+		}
+	}
+	return -1
 }
 
 // checkCommand returns an error when there is no such seed or it is corrupt.
@@ -313,6 +365,9 @@ func (l *Lattice) evidence(seed int) Evidence {
 		Improvement:   (float64(s.performance[seed]) - base) / math.Abs(base),
 		Stability:     fromFloat16(s.stability[seed]),
 		Errors:        int(s.stageErrors[seed]),
+	}
+	if l.config.Site == blueprints.Depth { // whose blueprints have learnt before they are planted
+		e.TrainingError = 0
 	}
 	if s.stageTrials[seed] > 0 {
 		e.ErrorRate = float64(s.stageErrors[seed]) / float64(s.stageTrials[seed])

@@ -232,7 +232,7 @@ func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
 		}
 		own := slices.Clone(all[i].Seeds)
 		for seed, stage := range s.stage {
-			if Stage(stage) != Training || s.slot[seed] == 0 {
+			if Stage(stage) != Training || s.slot[seed] == 0 || layer.Lattice.config.Site != blueprints.Chunk {
 				continue
 			}
 			p, err := n.slots.Read(i, int(s.slot[seed]))

@@ -19,6 +19,7 @@ type image struct {
 	epoch      uint32
 	step       uint64
 	loss       float64
+	curve      []Point
 	strategies []graft.Entry
 	seeds      *seedState
 
@@ -33,6 +34,7 @@ type header struct {
 	Epoch      uint32          `json:"epoch"`
 	Step       uint64          `json:"step"`
 	Loss       float64         `json:"loss"`
+	Curve      []Point         `json:"curve,omitempty"`
 	Config     config          `json:"config"`
 	Strategies []graft.Saved   `json:"strategies"`
 	Kinds      []string        `json:"kinds"`  // names of the blueprint kinds by number
@@ -48,7 +50,7 @@ const (
 )
 
 func (l *Lattice) header() header {
-	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step, Loss: l.loss, Config: l.config}
+	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step, Loss: l.loss, Curve: l.curve, Config: l.config}
 	for _, s := range l.strategies {
 		h.Strategies = append(h.Strategies, s.Saved)
 	}
@@ -127,6 +129,8 @@ func (l *Lattice) adapt(img *image) error {
 	switch {
 	case l.n == 0:
 		return nil
+	case l.config.Site != img.config.Site:
+		return fmt.Errorf("%w: %w: the saved one grows in %v, this one in %v", ErrArgument, ErrShape, img.config.Site, l.config.Site)
 	case l.n != img.n || l.hidden != img.hidden:
 		return fmt.Errorf("%w: %w: the saved one has %d seeds over %d features, this one %d over %d",
 			ErrArgument, ErrShape, img.n, img.hidden, l.n, l.hidden)
@@ -135,7 +139,7 @@ func (l *Lattice) adapt(img *image) error {
 	case differ(l.config.Width, img.config.Width):
 		return fmt.Errorf("%w: %w: the saved one has slots of %d weights, this one of %d",
 			ErrArgument, ErrShape, img.config.Width, l.config.Width)
-	case img.config.Width > 0:
+	case img.config.Width > 0 && img.config.Site == blueprints.Chunk:
 		return img.seeds.fit(img.hidden, img.config.Width)
 	}
 	return nil
@@ -173,6 +177,9 @@ func parseHeader(head []byte) (*header, error) {
 	if h.Epoch > maxEpoch || h.Step > maxStep {
 		return nil, fmt.Errorf("%w: header: epoch %d and step %d, want at most %d and %d", ErrCorrupt, h.Epoch, h.Step,
 			maxEpoch, uint64(maxStep))
+	}
+	if err := checkCurve(h.Curve, h.Epoch); err != nil {
+		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
 	}
 	if h.Seeds < 1 || uint64(h.Seeds) > math.MaxUint32 || h.Hidden < 1 || h.Hidden%h.Seeds != 0 {
 		return nil, fmt.Errorf("%w: header: %d seeds over %d features", ErrCorrupt, h.Seeds, h.Hidden)
@@ -213,7 +220,7 @@ func (h *header) image(stored []columns.Column) (*image, error) {
 	if err != nil {
 		return nil, err
 	}
-	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss, seeds: seeds}
+	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss, curve: h.Curve, seeds: seeds}
 	if err := h.migrate(img.seeds, stored); err != nil {
 		return nil, err
 	}
@@ -247,6 +254,9 @@ func (h *header) image(stored []columns.Column) (*image, error) {
 }
 
 func (c config) check() error {
+	if _, err := c.Site.MarshalText(); err != nil {
+		return err
+	}
 	if err := c.Thresholds.check(); err != nil {
 		return err
 	}

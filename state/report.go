@@ -1,6 +1,7 @@
 package state
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -13,6 +14,7 @@ type SeedReport struct {
 	Stage         Stage
 	Slot          int // 0: none
 	Kind          blueprints.Kind
+	Size          int     // of the blueprint, elsewhere than on a chunk
 	Alpha         float64 // with which the output blends: 0 where it is x
 	EpochsInStage int
 	LastUpdate    int     // epoch of the last change of stage or α
@@ -39,8 +41,10 @@ type Report struct {
 	Epoch     int // epochs that have ended
 	Step      int // passes with telemetry so far
 	Telemetry Telemetry
-	Hidden    int // features of the layer
-	Slots     int // of the layer's weights, slot 0 included; 0 when the lattice was not told
+	Site      blueprints.Site
+	Curve     []Point // of the run, at other sites than chunks, the oldest first
+	Hidden    int     // features of the layer
+	Slots     int     // of the layer's weights, slot 0 included; 0 when the lattice was not told
 	// SlotParameters is how many parameters a slot has: weights and scale.
 	SlotParameters int
 	Layer          LayerReport
@@ -51,7 +55,8 @@ type Report struct {
 func (l *Lattice) Report() Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry, Seeds: make([]SeedReport, l.n)}
+	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry, Site: l.config.Site,
+		Curve: slices.Clone(l.curve), Seeds: make([]SeedReport, l.n)}
 	if l.n == 0 {
 		return r
 	}
@@ -84,8 +89,12 @@ func (l *Lattice) seedReport(i int) SeedReport {
 		}
 		return v
 	}
+	slot, size := int(s.slot[i]), 0
+	if l.config.Site != blueprints.Chunk {
+		slot, size = 0, slot
+	}
 	return SeedReport{
-		Seed: i, Stage: stage, Slot: int(s.slot[i]), Kind: blueprints.Kind(s.kind[i]),
+		Seed: i, Stage: stage, Slot: slot, Kind: blueprints.Kind(s.kind[i]), Size: size,
 		Alpha:         float64(stage.share(s.alpha[i])),
 		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
 		Performance: fromFloat16(toFloat16(float64(s.performance[i]))), Stability: e.Stability, Delta: known(e.Delta), Improvement: known(e.Improvement),

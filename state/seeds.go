@@ -17,7 +17,7 @@ const Schema = 4
 // variance of a gradient underflows in it at the sizes of real models.
 type seedState struct {
 	stage         []uint8
-	slot          []uint16 // 0: none
+	slot          []uint16 // 0: none; elsewhere than on a chunk the blueprint's size
 	kind          []uint8
 	strategy      []uint8 // index into Lattice.strategies
 	alpha         []float32

@@ -172,7 +172,7 @@ func (t *transaction) do(c Command) error {
 	if c.Action == Load {
 		return t.load(c, address{c.Layer, slot})
 	}
-	if t.slots == nil {
+	if t.slots == nil || l.config.Site != blueprints.Chunk {
 		return nil
 	}
 	if c.Action == Germinate {

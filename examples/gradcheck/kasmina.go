@@ -51,7 +51,7 @@ var modes = []mode{{op.Fast, 1}, {op.Adaptive, 1}, {op.Adaptive, 1 << 22}, {op.S
 func kasminaChecks() []check {
 	var checks []check
 	for stage := state.Dormant; stage <= state.RolledBack; stage++ {
-		for kind := blueprints.Kind(0); int(kind) < blueprints.Kinds(); kind++ {
+		for _, kind := range blueprints.KindsAt(blueprints.Chunk) {
 			checks = append(checks, check{"Kasmina", stage.String() + ", " + kind.String(), func(r *rand.Rand) ([]autodiff.CheckReport, error) {
 				var reports []autodiff.CheckReport
 				for _, m := range modes {

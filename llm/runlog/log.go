@@ -184,6 +184,8 @@ func newRecord(e llm.Event) Record {
 		r.Event = "corrupt"
 	case llm.EpochEnd:
 		r.Event = "epoch"
+	case llm.Reshaped:
+		r.Event, r.Text, r.Params = "reshaped", e.Text, &e.Params
 	case llm.Interrupted:
 		r.Event = "interrupted"
 	case llm.Failed:

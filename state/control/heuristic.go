@@ -99,7 +99,7 @@ const fastest = 4
 // before its gate can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {
 	thresholds, gated := l.Thresholds()
-	if !gated {
+	if !gated || l.Site() != blueprints.Chunk {
 		return 0, nil
 	}
 	epochs = max(h.Begin, 0) + 1 // to be planted, and to begin to train
@@ -126,6 +126,9 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 	active, parameters := 0, 0
 	for layer := range reports {
 		r := &reports[layer]
+		if r.Site != blueprints.Chunk {
+			continue
+		}
 		for _, s := range r.Seeds {
 			if s.Stage.Alive() {
 				parameters += r.SlotParameters
@@ -249,7 +252,7 @@ type candidate struct {
 // the worst first.
 func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 	for layer, r := range reports {
-		if r.Epoch < h.Begin || r.Epoch >= h.End {
+		if r.Site != blueprints.Chunk || r.Epoch < h.Begin || r.Epoch >= h.End {
 			continue
 		}
 		norm := median(r.Seeds, func(s state.SeedReport) float64 { return s.Gradient.Norm })

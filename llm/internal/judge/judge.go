@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -22,6 +23,9 @@ type Judge struct {
 func (j Judge) Add(metrics []state.Metrics) error {
 	var with []float64
 	for layer, l := range j.Seeds.Lattices() {
+		if l.Site() != blueprints.Chunk {
+			continue
+		}
 		for _, s := range l.Report().Seeds {
 			if s.Stage < state.Training || s.Stage > state.FineTuning {
 				continue

@@ -29,6 +29,7 @@ var (
 const (
 	OptimizerPrefix = "optimizer."
 	LatticePrefix   = "lattice."
+	BeforePrefix    = "before." // what the model was before its last growth, with the same prefixes
 
 	ConfigKey   = "kasmina.config"
 	TrainingKey = "kasmina.training"
@@ -101,11 +102,16 @@ func (f *File) With(prefix string) iter.Seq[string] {
 
 // Shape is what a file must hold for a model.
 type Shape struct {
-	Params    iter.Seq2[string, []int] // names and shapes
-	Dtype     tensor.Dtype             // of the parameters
-	Lattices  []string                 // names of the Kasmina layers
-	Seeds     int                      // of each layer
-	SlotWidth int                      // weights of each slot
+	Params   iter.Seq2[string, []int] // names and shapes
+	Dtype    tensor.Dtype             // of the parameters
+	Lattices []Lattice
+}
+
+// Lattice is what a file holds of one.
+type Lattice struct {
+	Name      string
+	Seeds     int
+	SlotWidth int // weights of each slot
 }
 
 // Fits checks that the file holds the parameters of a model, lattices of about its size, and
@@ -139,7 +145,7 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 		case isLattice:
 			layer, _, _ := strings.Cut(own, ".")
 			lattices[layer] += f.Bytes(name)
-		case strings.HasPrefix(name, OptimizerPrefix):
+		case strings.HasPrefix(name, OptimizerPrefix), strings.HasPrefix(name, BeforePrefix):
 			moments += f.Bytes(name)
 		default:
 			params--
@@ -154,13 +160,13 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 			"parameters: want at most %d", ErrArchitecture, moments, bytes, limit)
 	}
 	for _, layer := range s.Lattices {
-		n, seeds := lattices[layer], int64(s.Seeds)
+		n, seeds := lattices[layer.Name], int64(layer.Seeds)
 		// While a seed is grafted, what its slot had before is there too, as float64.
 		least := seeds * minSeedData
-		most := seeds*(maxSeedData+8*int64(s.SlotWidth+1)) + maxLatticeMore
+		most := seeds*(maxSeedData+8*int64(layer.SlotWidth+1)) + maxLatticeMore
 		if n < least || n > most {
 			return f.Errorf("%w: the lattice of layer %q has %d bytes, want %d to %d for %d seeds",
-				ErrArchitecture, layer, n, least, most, seeds)
+				ErrArchitecture, layer.Name, n, least, most, seeds)
 		}
 	}
 	return nil
@@ -174,7 +180,7 @@ func (f *File) stranger(s Shape) string {
 	}
 	for _, name := range f.names {
 		if !known[name] && !strings.HasPrefix(name, LatticePrefix) &&
-			!strings.HasPrefix(name, OptimizerPrefix) {
+			!strings.HasPrefix(name, OptimizerPrefix) && !strings.HasPrefix(name, BeforePrefix) {
 			return name
 		}
 	}

@@ -90,6 +90,9 @@ func ruleDifferences(here, there map[string]optim.Rule) []string {
 	var diff []string
 	params := map[string][]string{}
 	for _, name := range slices.Sorted(maps.Keys(here)) {
+		if _, both := there[name]; !both && len(there) > 0 { // of blocks that have grown since, or not yet
+			continue
+		}
 		for _, d := range Fields(here[name], there[name]) {
 			if params[d] == nil {
 				diff = append(diff, d)

@@ -1,0 +1,117 @@
+package blueprints
+
+import (
+	"fmt"
+	"slices"
+)
+
+// Site says where in a model the blueprints of a kind grow.
+type Site uint8
+
+// The sites.
+const (
+	Chunk Site = iota // a chunk of the residual stream, in a Kasmina layer
+	Depth             // the stack of a model's blocks
+)
+
+var siteNames = [...]string{Chunk: "chunk", Depth: "depth"}
+
+// String returns the site's name.
+func (s Site) String() string {
+	if int(s) < len(siteNames) {
+		return siteNames[s]
+	}
+	return fmt.Sprintf("Site(%d)", uint8(s))
+}
+
+// MarshalText and UnmarshalText make a site its name, in JSON too.
+func (s Site) MarshalText() ([]byte, error) {
+	if int(s) >= len(siteNames) {
+		return nil, fmt.Errorf("%w: %v is no site", ErrInvalid, s)
+	}
+	return []byte(siteNames[s]), nil
+}
+
+// UnmarshalText is the inverse of MarshalText.
+func (s *Site) UnmarshalText(text []byte) error {
+	i := slices.Index(siteNames[:], string(text))
+	if i < 0 {
+		return fmt.Errorf("%w: the site is %.40q, want one of %q", ErrInvalid, text, siteNames)
+	}
+	*s = Site(i)
+	return nil
+}
+
+// NewBlock stands in an order of blocks for one that is no copy of another: it starts as the
+// identity.
+const NewBlock = -1
+
+// maxBlocks bounds what a kind may grow a model to.
+const maxBlocks = 1 << 16
+
+// Order returns the blocks that a model has once a blueprint of depth is grafted, in order: for
+// each the number of the block that it is a copy of, or NewBlock. The model has the given number of
+// blocks before, and size is that of the germination request. It returns an error wrapping
+// [ErrInvalid] when size makes no sense to the kind, or its order would lose blocks.
+func Order(k Kind, blocks, size int) ([]int, error) {
+	b, err := Lookup(k)
+	if err != nil {
+		return nil, err
+	}
+	if b.Site != Depth {
+		return nil, fmt.Errorf("%w %q: it grows at a %v, not in depth", ErrInvalid, b.Name, b.Site)
+	}
+	if blocks < 1 || blocks > maxBlocks || size < 1 || size > maxBlocks {
+		return nil, fmt.Errorf("%w %q: size %d for %d blocks, want 1 to %d of both", ErrInvalid, b.Name,
+			size, blocks, maxBlocks)
+	}
+	var order []int
+	if err := guarded(b, "Order", func() { order = b.Order(blocks, size) }); err != nil {
+		return nil, err
+	}
+	if len(order) <= blocks || len(order) > maxBlocks {
+		return nil, fmt.Errorf("%w %q: size %d makes %d blocks of %d, want more, and at most %d",
+			ErrInvalid, b.Name, size, len(order), blocks, maxBlocks)
+	}
+	for i, from := range order {
+		if from < NewBlock || from >= blocks {
+			return nil, fmt.Errorf("%w %q: Order(%d, %d): block %d is a copy of %d, want %d to %d",
+				ErrInvalid, b.Name, blocks, size, i, from, NewBlock, blocks-1)
+		}
+	}
+	for i := range blocks {
+		if !slices.Contains(order, i) {
+			return nil, fmt.Errorf("%w %q: Order(%d, %d) loses block %d", ErrInvalid, b.Name, blocks, size, i)
+		}
+	}
+	return order, nil
+}
+
+// stack repeats the whole stack of blocks.
+func stack(blocks, size int) (order []int) {
+	if size > maxBlocks/blocks {
+		return nil
+	}
+	for range size {
+		for i := range blocks {
+			order = append(order, i)
+		}
+	}
+	return order
+}
+
+// interleave repeats each block.
+func interleave(blocks, size int) (order []int) {
+	order = stack(blocks, size)
+	slices.Sort(order)
+	return order
+}
+
+// appendBlocks puts new blocks behind the last one.
+func appendBlocks(blocks, size int) (order []int) {
+	order = stack(blocks, 1)
+	for range size {
+		order = append(order, NewBlock)
+	}
+	return order
+}

@@ -1,0 +1,314 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// deep is the tiny model with seeds in depth.
+func deep() Config {
+	c := tiny()
+	c.Depth = 3
+	return c
+}
+
+// depthCommands are the commands that a run gets behind its steps.
+type depthCommands map[int][]state.Command
+
+func germinate(seed int, k blueprints.Kind, size int) state.Command {
+	return state.Command{Action: state.Germinate, Seed: seed, Request: state.GerminationRequest{Kind: k, Size: size}}
+}
+
+func move(seed int, to state.Stage) state.Command {
+	return state.Command{Action: state.Move, Seed: seed, To: to}
+}
+
+// commanded carries out commands behind steps, before a callback that saves.
+func commanded(tr *Trainer, commands depthCommands) Callback {
+	return func(e Event) error {
+		if e.Kind != StepEnd {
+			return nil
+		}
+		all := slices.Clone(commands[e.Step])
+		for i := range all {
+			all[i].Layer = tr.Model.Kasmina.Layers() - 1
+		}
+		return tr.Model.Kasmina.Do(all...)
+	}
+}
+
+// numbers of a model and its optimiser, by name, as bits.
+func learntBy(t *testing.T, tr *Trainer) map[string][]uint64 {
+	t.Helper()
+	all := map[string][]uint64{}
+	put := func(name string, data any) {
+		var bits []uint64
+		switch x := data.(type) {
+		case []float32:
+			for _, v := range x {
+				bits = append(bits, uint64(math.Float32bits(v)))
+			}
+		case []int64:
+			bits = append(bits, uint64(x[0]))
+		default:
+			require.Fail(t, "type", "%T", data)
+		}
+		all[name] = bits
+	}
+	for _, p := range tr.Model.Params {
+		put(p.Name, p.Value.Data())
+	}
+	for _, x := range tr.Optimizer.State() {
+		put(x.Name, x.Data)
+	}
+	return all
+}
+
+// grownBy makes a trainer's model grow at once.
+func grownBy(t *testing.T, tr *Trainer, seed int, k blueprints.Kind, size int) {
+	t.Helper()
+	layer := tr.Model.Kasmina.Layers() - 1
+	for _, c := range []state.Command{germinate(seed, k, size), move(seed, state.Training), move(seed, state.Grafting)} {
+		c.Layer = layer
+		require.NoError(t, tr.Model.Kasmina.Do(c))
+	}
+	require.NoError(t, tr.inTurn(tr.reshape))
+}
+
+// TestStackCopies wants a growth to leave parameters, moments, loader and lattices as they are, and
+// to give copies the values and the moments of what they are copies of.
+func TestStackCopies(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		kind blueprints.Kind
+		from []int
+	}{{"stack", blueprints.Stack, []int{0, 1, 0, 1}}, {"interleave", blueprints.Interleave, []int{0, 0, 1, 1}}} {
+		for opt, make := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
+			t.Run(c.name+"/"+opt, func(t *testing.T) {
+				tr := newTrainer(t, trainerOptions{config: deep(), steps: 4, optimizer: make})
+				require.NoError(t, tr.Run(context.Background()))
+				before, loader := learntBy(t, tr), tr.Loader.State()
+				lattice, err := tr.Model.Kasmina.Lattice(0).MarshalBinary()
+				require.NoError(t, err)
+				grownBy(t, tr, 0, c.kind, 2)
+				require.Equal(t, 4, tr.Model.Config.Layers)
+				require.Equal(t, loader, tr.Loader.State())
+				same, err := tr.Model.Kasmina.Lattice(0).MarshalBinary()
+				require.NoError(t, err)
+				require.Equal(t, lattice, same)
+				after, copied := learntBy(t, tr), 0
+				for name, bits := range after {
+					var block int
+					var rest string
+					if n, _ := fmt.Sscanf(name, blocksPrefix+"%d.%s", &block, &rest); n == 2 {
+						require.Equal(t, before[blockPrefix(c.from[block])+rest], bits, name)
+						copied++
+					} else {
+						require.Equal(t, before[name], bits, name)
+					}
+				}
+				require.Greater(t, copied, 4*9*2)
+				require.Equal(t, tr.Model.NumParams(), tr.Last().Params)
+			})
+		}
+	}
+}
+
+// TestGrownIsAPlainModel wants a model that has grown to train on with the bits of one that was made
+// with its blocks, and to be saved, loaded and sampled from as such.
+func TestGrownIsAPlainModel(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
+	g, err := NewGenerator(tr.Model)
+	require.NoError(t, err)
+	defer g.Close()
+	draw := func(g *Generator) (all []int) {
+		s, err := sampler.New(sampler.Config{})
+		require.NoError(t, err)
+		for token, err := range g.Generate(context.Background(), []int{1, 2}, 20, s) {
+			require.NoError(t, err)
+			all = append(all, token)
+		}
+		return all
+	}
+	draw(g)
+	require.NoError(t, tr.Run(context.Background()))
+	grownBy(t, tr, 1, blueprints.Stack, 2)
+	c := tiny()
+	c.Layers = 4
+	plain := newTrainer(t, trainerOptions{config: c, steps: 8})
+	for i, p := range plain.Model.Params {
+		copyNumbers(p.Value, tr.Model.Params[i].Value)
+		require.Equal(t, p.Name, tr.Model.Params[i].Name)
+	}
+	for layer := range 2 {
+		l := plain.Model.Kasmina.Lattice(layer)
+		require.NoError(t, l.SetArrays(tr.Model.Kasmina.Lattice(layer).Arrays()))
+	}
+	require.NoError(t, plain.Optimizer.SetState(tr.Optimizer.State()))
+	require.NoError(t, plain.Loader.SetState(tr.Loader.State()))
+	plain.note(func(e *Event) { e.Step = 4 })
+	tr.Config.Steps = 8
+	require.NoError(t, errors.Join(tr.Run(context.Background()), plain.Run(context.Background())))
+	require.Equal(t, learntBy(t, plain), learntBy(t, tr))
+
+	path := filepath.Join(t.TempDir(), "grown.safetensors")
+	require.NoError(t, tr.Model.Save(path))
+	m, err := LoadModel(context.Background(), path)
+	require.NoError(t, err)
+	require.Equal(t, tr.Model.Config, m.Config)
+	loaded, err := NewGenerator(m)
+	require.NoError(t, err)
+	defer loaded.Close()
+	require.Equal(t, draw(loaded), draw(g))
+}
+
+// TestNewBlocksAreTheIdentity wants new blocks to change no loss, and to learn.
+func TestNewBlocksAreTheIdentity(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
+	require.NoError(t, tr.Run(context.Background()))
+	loss := func() float64 {
+		l, err := tr.loss(tr.Loader.InUse())
+		require.NoError(t, err)
+		return l
+	}
+	before := loss()
+	grownBy(t, tr, 0, blueprints.NewBlocks, 2)
+	require.Equal(t, 4, tr.Model.Config.Layers)
+	require.Equal(t, before, loss())
+	name := blockPrefix(3) + "mlp.down_proj.weight"
+	require.Equal(t, float32(0), tr.Model.Param(name).Float32s()[0])
+	tr.Config.Steps = 8
+	require.NoError(t, tr.Run(context.Background()))
+	require.NotEqual(t, float32(0), tr.Model.Param(name).Float32s()[0])
+}
+
+// TestRollbackOfDepth wants a rollback to put back what the model was, and the run to go on.
+func TestRollbackOfDepth(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
+	require.NoError(t, tr.Run(context.Background()))
+	before := learntBy(t, tr)
+	grownBy(t, tr, 2, blueprints.Stack, 3)
+	tr.Config.Steps = 8
+	require.NoError(t, tr.Run(context.Background()))
+	require.NotEqual(t, before[embedName], learntBy(t, tr)[embedName])
+	require.NoError(t, tr.Model.Kasmina.Do(state.Command{Action: state.Move, Layer: 2, Seed: 2, To: state.RolledBack}))
+	require.NoError(t, tr.inTurn(tr.reshape))
+	require.Equal(t, before, learntBy(t, tr))
+	require.Empty(t, tr.Model.Config.Grown)
+	require.Equal(t, 8, tr.Step())
+	tr.Config.Steps = 10
+	require.NoError(t, tr.Run(context.Background()))
+}
+
+// TestResumeWhileGrowing wants a run that grows, is fossilized, grows again and is rolled back to be
+// resumed behind any of its steps with the bits of the run that was never interrupted.
+func TestResumeWhileGrowing(t *testing.T) {
+	const steps = 14
+	commands := depthCommands{
+		2: {germinate(0, blueprints.Interleave, 2)}, 3: {move(0, state.Training), move(0, state.Grafting)},
+		5: {move(0, state.Stabilization)}, 6: {move(0, state.Evaluating)},
+		7: {germinate(1, blueprints.NewBlocks, 1), move(1, state.Training)},
+		8: {move(0, state.RolledBack)}, 9: {move(1, state.Grafting)},
+		11: {move(1, state.RolledBack), germinate(2, blueprints.Stack, 2), move(2, state.Training)},
+		12: {move(2, state.Grafting)},
+	}
+	for opt, make := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
+		t.Run(opt, func(t *testing.T) {
+			dir := t.TempDir()
+			path := func(step int) string { return filepath.Join(dir, fmt.Sprint(step)) }
+			options := trainerOptions{config: deep(), steps: steps, optimizer: make}
+			whole := newTrainer(t, options)
+			whole.On(commanded(whole, commands), func(e Event) error {
+				if e.Kind != StepEnd {
+					return nil
+				}
+				return whole.Save(path(e.Step))
+			})
+			require.NoError(t, whole.Run(context.Background()))
+			require.Equal(t, 4, whole.Model.Config.Layers)
+			want := learntBy(t, whole)
+			for step := 1; step < steps; step++ {
+				tr := newTrainer(t, options)
+				require.NoError(t, tr.Resume(context.Background(), path(step)), "step %d", step)
+				tr.On(commanded(tr, commands))
+				require.NoError(t, tr.Run(context.Background()), "step %d", step)
+				require.Equal(t, want, learntBy(t, tr), "from step %d", step)
+				require.Equal(t, whole.Model.Config, tr.Model.Config)
+				if step == steps-1 { // and back to before it had grown
+					tr.callbacks = nil
+					require.NoError(t, tr.Resume(context.Background(), path(1)))
+					require.Equal(t, 2, tr.Model.Config.Layers)
+					tr.On(commanded(tr, commands))
+					require.NoError(t, tr.Run(context.Background()))
+					require.Equal(t, want, learntBy(t, tr))
+				}
+			}
+		})
+	}
+}
+
+// TestGrowthThatCannotBe wants a run for whose larger model there is no engine to go on as it was.
+func TestGrowthThatCannotBe(t *testing.T) {
+	never := newTrainer(t, trainerOptions{config: deep(), steps: 8})
+	require.NoError(t, never.Run(context.Background()))
+	tr := newTrainer(t, trainerOptions{config: deep(), steps: 8})
+	full := errors.New("out of memory")
+	tr.Config.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+		if m.Config.Layers > 2 {
+			return nil, full
+		}
+		return CPUEngine()(m, o, c)
+	}
+	var told []error
+	tr.On(commanded(tr, depthCommands{2: {germinate(0, blueprints.Stack, 2), move(0, state.Training), move(0, state.Grafting)}}),
+		func(e Event) error {
+			if e.Kind == Reshaped {
+				told = append(told, e.Err)
+			}
+			return nil
+		})
+	require.NoError(t, tr.Run(context.Background()))
+	require.Len(t, told, 1)
+	require.ErrorIs(t, told[0], full)
+	stage, err := tr.Model.Kasmina.Lattice(2).Stage(0)
+	require.NoError(t, err)
+	require.Equal(t, state.RolledBack, stage)
+	require.Equal(t, learntBy(t, never), learntBy(t, tr))
+}
+
+// TestGrownConfig wants a configuration whose growths cannot have made its blocks to be refused.
+func TestGrownConfig(t *testing.T) {
+	c := deep()
+	grown := c.grow(Grown{Seed: 1, Kind: "Interleave", Size: 2, Step: 3, Order: []int{0, 0, 1, 1}})
+	require.NoError(t, grown.Check())
+	require.Equal(t, []int{0, 2}, grown.Kasmina)
+	require.Equal(t, c, grown.origin())
+	for _, bad := range []Grown{
+		{Seed: 1, Size: 2, Order: []int{0, 0, 1}}, {Seed: 3, Size: 2, Order: []int{0, 0, 1, 1}},
+		{Seed: 1, Size: 2, Order: []int{0, 0, 1, 3}}, {Seed: 1, Size: 2, Order: []int{-2, 0, 1, 1}},
+		{Seed: 1, Size: 0, Order: []int{0, 0, 1, 1}}, {Seed: 1, Size: 2, Order: nil},
+	} {
+		grown.Grown = []Grown{bad}
+		require.Error(t, grown.Check(), "%+v", bad)
+	}
+	fresh := deep()
+	fresh.Kasmina = []int{0, 2}
+	fresh = fresh.grow(Grown{Seed: 1, Size: 1, Order: []int{0, 1, blueprints.NewBlock}})
+	fresh.Kasmina = []int{0, 2}
+	require.Error(t, fresh.Check())
+	_, err := NewModel(grown, tensor.Float32, 1)
+	require.Error(t, err)
+}
