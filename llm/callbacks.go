@@ -23,7 +23,7 @@ import (
 // due reports whether a callback that acts every so many steps, and after the last one, should act
 // on this event.
 func due(e Event, every int) bool {
-	return e.Kind == Complete || e.Kind == StepEnd && (e.Step == e.Steps || every > 0 &&
+	return e.Kind == Complete || e.Kind == StepEnd && (e.Last || every > 0 &&
 		e.Step%every == 0)
 }
 
@@ -72,7 +72,7 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 			return nil
 		}
 		scored := text
-		if e.Step < e.Steps {
+		if !e.Last {
 			scored = c.quick
 		}
 		loss, bpb, err := t.Evaluate(scored)
@@ -145,7 +145,7 @@ func (c *checkpointer) event(e Event) error {
 		return errors.Join(c.finish(), c.rescue(e))
 	case !due(e, c.every) && e.Kind != Interrupted:
 		return c.poll()
-	case c.background && e.Kind == StepEnd && e.Step < e.Steps:
+	case c.background && e.Kind == StepEnd && !e.Last:
 		return c.saveBeside(e.Step)
 	}
 	return c.save(e.Step)
@@ -407,7 +407,10 @@ func (k EventKind) String() string {
 type Event struct {
 	Kind         EventKind
 	Step         int           // optimiser steps done since the model was initialised
-	Steps        int           // step at which the run ends
+	Steps        int           // step at which the run ends at the latest; of one that a budget alone ends, 2³¹−1
+	Budget       Budget        // of the run
+	Share        float64       // of the budget, or without one of the steps, that is spent: 0 to 1
+	Last         bool          // the run is at its end
 	Loss         float64       // training loss of the last step, in nats per token
 	LearningRate float64       // of the last step
 	GradNorm     float64       // global gradient norm of the last step, before clipping

@@ -107,7 +107,7 @@ func TestMonitorOnCPU(t *testing.T) {
 		}
 	}
 	require.Equal(t, []EventKind{RunStart, Chosen, StepEnd, StepEnd, Profiled, StepEnd, StepEnd,
-		Profiled, RunEnd, RunStart, Chosen, StepEnd, RunEnd}, kinds)
+		Profiled, RunEnd, RunStart, Chosen, StepEnd, Profiled, RunEnd}, kinds)
 }
 
 // traced is an engine whose profile is there after some steps.

@@ -35,6 +35,10 @@ type training struct {
 	ValBPB       jsonfloat.Float   `json:"val_bpb"`
 	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
 	Before       *beforeState      `json:"before,omitempty"`
+	Spent        Budget            `json:"spent,omitzero"`
+	Share        float64           `json:"share,omitempty"`
+	Losses       jsonfloat.Float   `json:"losses,omitempty"` // the sum of those of the present epoch's steps,
+	Summed       int               `json:"summed,omitempty"` // and how many they are
 }
 
 // beforeState is the part of what a model was before it grew that is not a tensor.
@@ -115,6 +119,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	e := t.Last()
 	for key, v := range map[string]any{
 		modelfile.TrainingKey: training{LossScale: t.lossScale(), Before: t.before.state(), Step: e.Step,
+			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
 			Settings: *t.settings(),
 			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
 			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/state"
@@ -98,8 +99,11 @@ func (t *Trainer) hasTime(g Growth) error {
 func (t *Trainer) endEpoch(loss float64) error {
 	seeds := t.Model.Kasmina
 	metrics := make([]state.Metrics, seeds.Layers())
-	for i := range metrics {
+	for i, l := range seeds.Lattices() {
 		metrics[i].Loss = loss
+		if l.Site() == blueprints.Depth {
+			t.judgeDepth(&metrics[i], l)
+		}
 	}
 	g := t.growth
 	if g != nil && seeds.Layers() > 0 && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
@@ -121,6 +125,29 @@ func (t *Trainer) endEpoch(loss float64) error {
 		}
 	}
 	return nil
+}
+
+// judgeDepth adds what is known of the seeds in depth to the metrics of their lattice. Its losses are
+// the means of whole epochs, whose text the model had not seen.
+func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) {
+	m.Loss, m.Share = t.losses/float64(t.summed), t.share
+	if t.Config.Budget == (Budget{}) {
+		m.Share = min(1, float64(t.last.Step)/float64(t.Config.Steps))
+	}
+	r := l.Report()
+	for _, s := range r.Seeds {
+		if s.Stage != state.Evaluating && s.Stage != state.FineTuning {
+			continue
+		}
+		past, err := l.Transitions(s.Seed)
+		if err != nil {
+			continue
+		}
+		if score, ok := judge.Depth(append(r.Curve, state.Point{Epoch: r.Epoch + 1, Share: m.Share, Loss: m.Loss}),
+			past, s.Seed); ok {
+			m.Seeds = append(m.Seeds, score)
+		}
+	}
 }
 
 // judge measures what seeds do to the model. A loss may be NaN or infinite. It does not stop when

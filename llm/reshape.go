@@ -173,6 +173,24 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 	return nil
 }
 
+// withdraw takes the latest growth back for which a step has diverged, if there is one: the run goes
+// on as it was before. Otherwise it returns the step's error.
+func (t *Trainer) withdraw(cause error) error {
+	b, m := t.before, t.Model
+	if b == nil {
+		return cause
+	}
+	l := m.Kasmina.Lattice(m.Kasmina.Layers() - 1)
+	if err := l.Transition(b.seed, state.RolledBack); err != nil {
+		return cause
+	}
+	if err := t.reshape(); err != nil {
+		return errors.Join(cause, err)
+	}
+	t.reshaped[len(t.reshaped)-1].Err = cause
+	return nil
+}
+
 // canReshape returns an error if the model cannot get another configuration.
 func (t *Trainer) canReshape(next Config) error {
 	if t.Model.trainers > 1 {

@@ -134,6 +134,14 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		return nil, c, nil, f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
 			"%d; a plan of more steps goes on from there", run.Step, t.Config.Steps)
 	}
+	if run.Spent.Time < 0 || run.Spent.Tokens < 0 || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
+		run.Summed < 0 || run.Summed > run.Step {
+		return nil, c, nil, f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps",
+			run.Spent, run.Share, run.Summed)
+	}
+	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
+		run.Share = t.Config.Budget.share(run.Spent)
+	}
 	if err := t.knowsText(run); err != nil {
 		return nil, c, nil, f.Errorf("%w", err)
 	}
@@ -225,11 +233,13 @@ func (t *Trainer) setStates(run *training, params []Param, optimizer []optim.Ten
 func (t *Trainer) goOn(run *training, other bool) error {
 	t.Model.changes.Add(1)
 	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil
+	t.spent, t.share, t.losses, t.summed = run.Spent, run.Share, float64(run.Losses), run.Summed
 	t.note(func(e *Event) {
 		e.Step, e.Loss = run.Step, float64(run.Loss)
 		e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
+	t.noteEnd()
 	if _, lost := t.engine.(noEngine); !other && !lost {
 		t.apart = t.engine.Push()
 	} else {
@@ -251,6 +261,7 @@ func (run *training) begin(keep Keep, l *data.Loader) {
 	}
 	if !keep.Steps {
 		run.Step, run.Loss, run.GradNorm, run.LearningRate = 0, unknown, unknown, 0
+		run.Spent, run.Share, run.Losses, run.Summed = Budget{}, 0, 0, 0
 	}
 }
 
@@ -287,11 +298,12 @@ func (t *Trainer) settings() *settings.Settings {
 	c := t.Config
 	s := &settings.Settings{
 		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
-			Epoch: c.Epoch, Seed: t.Loader.Config().Seed,
+			Epoch: c.Epoch, Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
 			Tokenizer: t.Loader.Tokens().Tokenizer(),
 			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.engine.Name()},
 		Steps:  c.Steps,
 		Rates:  settings.RatesOf(c.Schedule, c.Steps),
+		Anneal: settings.AnnealingOf(c.Annealing),
 		Growth: cmp.Or(t.grew, t.growthSettings()),
 	}
 	if o, ok := t.Optimizer.(interface {

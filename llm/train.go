@@ -26,13 +26,19 @@ var ErrDiverged = modelfile.ErrDiverged
 
 // TrainConfig says how a model is trained.
 type TrainConfig struct {
-	Steps      int            // optimiser steps, from the model's start, after which the run ends
+	Steps      int            // optimiser steps, from the model's start, after which the run ends; with a Budget 0 for no limit
 	Batch      int            // sequences in a batch
 	Accumulate int            // batches whose mean gradient makes one step; 0 means 1
 	Schedule   optim.Schedule // learning rate of each step
 	Clip       float64        // limit of the global gradient norm; 0 for none
 	Epoch      int            // steps in an epoch of the Kasmina lattices; 0 means 10
 	Recompute  bool           // save memory: compute each block again for its gradient
+
+	// Budget, unless it is the zero value, ends the run behind the step with which it is spent.
+	Budget Budget
+	// Annealing is for a run with a Budget: the learning rate is that of Schedule times that of
+	// Annealing at the share that is spent; nil for 1.
+	Annealing optim.Annealing
 
 	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its
 	// defaults filled in. The model is its own until it returns: it must not call what waits for a
@@ -51,7 +57,15 @@ func (c *TrainConfig) check() error {
 	if c.Epoch == 0 {
 		c.Epoch = 10
 	}
+	if err := c.Budget.check(); err != nil {
+		return err
+	}
+	if c.Steps == 0 && c.Budget != (Budget{}) {
+		c.Steps = unlimited
+	}
 	switch {
+	case c.Annealing != nil && c.Budget == (Budget{}):
+		return errors.New("llm: TrainConfig.Annealing is set and Budget is not, whose share it follows")
 	case c.Steps < 1:
 		return fmt.Errorf("llm: TrainConfig.Steps is %d, want at least 1", c.Steps)
 	case c.Batch < 1:
@@ -104,6 +118,11 @@ type Trainer struct {
 	closed   bool
 
 	happened seedEvents // in a run, and not yet told
+
+	spent  Budget  // so far
+	share  float64 // of Config.Budget, as the steps see it
+	losses float64 // the sum of those of the steps of the present epoch
+	summed int     // how many those are
 
 	mu        sync.Mutex // guards what follows
 	callbacks []Callback
@@ -168,7 +187,7 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	}
 	m.trainer, m.trainers = t, m.trainers+1
 	m.Kasmina.Open()
-	t.last = Event{Steps: c.Steps, StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
+	t.last = Event{Steps: c.Steps, Budget: c.Budget, StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
 		Params: m.NumParams(), Seeds: m.NumSeeds(),
 		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
@@ -303,10 +322,10 @@ func (t *Trainer) Run(ctx context.Context) error {
 	defer t.end()
 	t.Model.apply()
 	err := t.emit(RunStart, nil)
-	if err == nil && t.Step() >= t.Config.Steps {
+	if err == nil && t.Last().Last {
 		err = t.emit(Complete, nil)
 	}
-	for err == nil && t.stopped() == nil && t.Step() < t.Config.Steps {
+	for err == nil && t.stopped() == nil && !t.Last().Last {
 		if err = t.step(); err == nil {
 			err = errors.Join(t.tellChoices(), t.tellGrowth(), t.tellEpoch(), t.emit(StepEnd, nil))
 		}
@@ -329,6 +348,7 @@ func (t *Trainer) begin(ctx context.Context) error {
 			return fmt.Errorf("%w: %s", ErrSettings, withRemedy(diff))
 		}
 		t.grew = nil
+		t.noteEnd()
 		t.mu.Lock()
 		defer t.mu.Unlock()
 		if i := slices.IndexFunc(t.callbacks, func(c Callback) bool { return c == nil }); i >= 0 {
@@ -395,6 +415,7 @@ var errBetweenBatches = errors.New("the context has ended between two batches")
 // unless the update has been made or may have been: then the trainer is spoiled or torn.
 func (t *Trainer) step() error {
 	defer t.Model.takeToChange()()
+	began := time.Now()
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
@@ -403,7 +424,7 @@ func (t *Trainer) step() error {
 	}
 	from, done := t.Loader.State(), t.last.Step
 	measured := t.measured()
-	u := update{rate: t.Config.Schedule(done), before: t.Optimizer.LR()}
+	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
 	t.Model.changes.Add(1)
 	loss, err := t.compute(&u)
 	if err != nil && !u.made {
@@ -414,8 +435,13 @@ func (t *Trainer) step() error {
 		err = errors.Join(err, t.engine.Drop())
 	} else {
 		t.torn = errors.New("a callback or the controller panicked")
-		err = t.count(loss, u)
+		err = t.count(loss, u, began)
 		t.torn = err
+	}
+	if errors.Is(err, ErrDiverged) && !u.made {
+		if back := t.withdraw(err); back == nil {
+			return nil
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("llm: step %d: %w", done+1, err)
@@ -487,18 +513,53 @@ func (t *Trainer) compute(u *update) (loss float64, err error) {
 }
 
 // count ends a step whose update has been made.
-func (t *Trainer) count(loss float64, u update) error {
+func (t *Trainer) count(loss float64, u update, began time.Time) error {
+	t.losses, t.summed = t.losses+loss, t.summed+1
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.RunTokens += int64(e.StepTokens)
 	})
-	if t.last.Step%t.Config.Epoch != 0 {
-		return nil
+	if t.last.Step%t.Config.Epoch == 0 {
+		if err := t.endEpoch(loss); err != nil {
+			return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
+		}
+		t.losses, t.summed = 0, 0
 	}
-	if err := t.endEpoch(loss); err != nil {
-		return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
-	}
+	t.spend(began)
 	return nil
+}
+
+// spend notes what a step has spent. Time counts where a budget asks for it alone, so that the
+// checkpoints of other runs have the same bytes on any day.
+func (t *Trainer) spend(began time.Time) {
+	tokens := int64(t.last.StepTokens)
+	b := Budget{Tokens: tokens, FLOPs: float64(tokens) * t.Model.Config.FLOPs()}
+	if t.Config.Budget.Time > 0 {
+		b.Time = time.Since(began)
+	}
+	t.spent = t.spent.plus(b)
+	t.share = t.Config.Budget.share(t.spent)
+	t.noteEnd()
+}
+
+// noteEnd notes whether the run has come to its end.
+func (t *Trainer) noteEnd() {
+	t.note(func(e *Event) {
+		e.Steps, e.Budget, e.Share = t.Config.Steps, t.Config.Budget, t.share
+		if e.Budget == (Budget{}) {
+			e.Share = min(1, float64(e.Step)/float64(e.Steps))
+		}
+		e.Last = e.Step >= e.Steps || e.Share >= 1
+	})
+}
+
+// rate returns the learning rate of the next step.
+func (t *Trainer) rate(done int) float64 {
+	r := t.Config.Schedule(done)
+	if t.Config.Annealing != nil {
+		r *= t.Config.Annealing(t.share)
+	}
+	return r
 }
 
 // update is that of a step.

@@ -12,6 +12,43 @@ type Schedule func(step int) float64
 // Constant returns the schedule that always gives lr.
 func Constant(lr float64) Schedule { return func(int) float64 { return lr } }
 
+// Warmup returns the schedule that rises linearly to peak over the first steps, and stays there:
+//
+//	peak·(step+1)/(steps+1)   step < steps
+//	peak                      step ≥ steps
+//
+// It needs a peak above 0 and steps ≥ 0. With an [Annealing] it is for runs on a budget.
+func Warmup(peak float64, steps int) (Schedule, error) {
+	switch {
+	case !(peak > 0) || math.IsInf(peak, 0):
+		return nil, fmt.Errorf("optim.Warmup: peak is %v, want a finite number above 0", peak)
+	case steps < 0:
+		return nil, fmt.Errorf("optim.Warmup: steps is %d, want at least 0", steps)
+	}
+	return func(step int) float64 {
+		if step = max(step, 0); step < steps {
+			return peak * float64(step+1) / float64(steps+1)
+		}
+		return peak
+	}, nil
+}
+
+// Annealing gives the factor of the learning rate at a share, from 0 to 1, of what a run may spend. A
+// run whose steps become larger knows that share, and not how many steps are left.
+type Annealing func(share float64) float64
+
+// CosineAnnealing returns the one that falls from 1 along half a cosine to floor, which is from 0 to 1:
+//
+//	floor + (1−floor)·(1 + cos(π·share))/2
+func CosineAnnealing(floor float64) (Annealing, error) {
+	if !(floor >= 0 && floor <= 1) {
+		return nil, fmt.Errorf("optim.CosineAnnealing: floor is %v, want a number from 0 to 1", floor)
+	}
+	return func(share float64) float64 {
+		return floor + (1-floor)*(1+math.Cos(math.Pi*min(max(share, 0), 1)))/2
+	}, nil
+}
+
 // WarmupCosine returns the schedule that rises linearly to peak over the first warmup steps and
 // then falls along half a cosine to floor at step total, where it stays:
 //

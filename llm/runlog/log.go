@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 	"time"
@@ -138,6 +139,7 @@ type Record struct {
 	Step           int              `json:"step"`
 	ElapsedSeconds float64          `json:"elapsed_s"`
 	Steps          *int             `json:"steps,omitempty"`
+	Budget         string           `json:"budget,omitempty"`
 	Params         *int             `json:"params,omitempty"`
 	Seeds          *int             `json:"seeds,omitempty"`
 	TrainLoss      *jsonfloat.Float `json:"train_loss,omitempty"`
@@ -164,7 +166,10 @@ func newRecord(e llm.Event) Record {
 	tokensPerS := jsonfloat.Float(float64(e.RunTokens) / e.Elapsed.Seconds())
 	switch e.Kind {
 	case llm.RunStart:
-		r.Event, r.Steps, r.Params, r.Seeds = "start", &e.Steps, &e.Params, &e.Seeds
+		r.Event, r.Params, r.Seeds, r.Budget = "start", &e.Params, &e.Seeds, e.Budget.String()
+		if e.Steps < math.MaxInt32 {
+			r.Steps = &e.Steps
+		}
 	case llm.Complete:
 		r.Event = "complete"
 	case llm.StepEnd:

@@ -38,6 +38,7 @@ type progress struct {
 	w        io.Writer
 	terminal bool
 	start    int           // step at which this process began
+	share    float64       // of the run, at that step
 	step     int           // step of the bar that was last drawn
 	drawn    time.Duration // Elapsed of the same
 	width    int           // characters of the bar that stands on the terminal's current line
@@ -61,8 +62,15 @@ func (p *progress) event(e llm.Event) {
 		if e.Step > 0 {
 			from = fmt.Sprintf(" from step %d", e.Step)
 		}
-		p.line(fmt.Sprintf("training %s parameters, %d seeds%s to step %d", thousands(e.Params),
-			e.Seeds, from, e.Steps))
+		to := fmt.Sprintf("to step %d", e.Steps)
+		if e.Budget != (llm.Budget{}) {
+			to = fmt.Sprintf("for %v", e.Budget)
+		}
+		p.share = e.Share
+		p.line(fmt.Sprintf("training %s parameters, %d seeds%s %s", thousands(e.Params),
+			e.Seeds, from, to))
+	case llm.Reshaped:
+		p.line(reshaped(e))
 	case llm.StepEnd:
 		every := lineEvery
 		if p.terminal {
@@ -127,10 +135,16 @@ func (p *progress) write(s string) {
 // Both rates are means over the run, so that the time left allows for evaluations still to come.
 func (p *progress) bar(e llm.Event) string {
 	figures := fmt.Sprintf("%d/%d", e.Step, e.Steps)
+	if e.Budget != (llm.Budget{}) {
+		figures = fmt.Sprintf("%.1f%% %d", 100*e.Share, e.Step)
+	}
 	if steps := e.Step - p.start; steps > 0 {
 		figures += fmt.Sprintf("  loss %.4f", e.Loss)
 		if seconds := e.Elapsed.Seconds(); seconds > 0 {
 			left := time.Duration(float64(e.Steps-e.Step) * float64(e.Elapsed) / float64(steps))
+			if e.Budget != (llm.Budget{}) {
+				left = time.Duration((1 - e.Share) * float64(e.Elapsed) / max(e.Share-p.share, 1e-3))
+			}
 			figures += fmt.Sprintf("  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds),
 				clock(left))
 		}
@@ -143,12 +157,28 @@ func (p *progress) bar(e llm.Event) string {
 	if width < 1 {
 		return figures[:min(len(figures), lineWidth)]
 	}
-	done := max(0, min(width, int(float64(width)*float64(e.Step)/float64(max(e.Steps, 1)))))
+	done := max(0, min(width, int(float64(width)*shareOf(e))))
 	bar := strings.Repeat("=", done)
 	if done < width {
 		bar += ">" + strings.Repeat(" ", width-done-1)
 	}
 	return "[" + bar + "] " + figures
+}
+
+// shareOf is the share of a run that is done.
+func shareOf(e llm.Event) float64 {
+	if e.Budget != (llm.Budget{}) {
+		return e.Share
+	}
+	return float64(e.Step) / float64(max(e.Steps, 1))
+}
+
+// reshaped says how a model has grown, or why it has not.
+func reshaped(e llm.Event) string {
+	if e.Err != nil {
+		return fmt.Sprintf("growth    %s: %v", e.Text, e.Err)
+	}
+	return "growth    " + e.Text
 }
 
 // rate returns a number with three digits or four, such as 950, 12.3k or 1.20M.

@@ -21,6 +21,8 @@ type Settings struct {
 	Steps int                   `json:"steps"`
 	Rates []jsonfloat.Float     `json:"rates"` // the schedule at step i·Steps/len(Rates)
 
+	Anneal []jsonfloat.Float `json:"anneal,omitempty"` // the annealing at share i/(len(Anneal)−1); none without one
+
 	Growth *Growth `json:"growth"` // nil in older checkpoints, where nobody knows
 }
 
@@ -41,6 +43,7 @@ type Plain struct {
 	Seed       uint64  `json:"seed"` // of the loader
 	Tokenizer  string  `json:"tokenizer"`
 	Optimizer  string  `json:"optimizer"`
+	Budget     string  `json:"budget,omitempty"`
 	Engine     string  `json:"engine,omitempty"` // its name; older checkpoints have none
 }
 
@@ -59,6 +62,17 @@ func RatesOf(schedule optim.Schedule, steps int) []jsonfloat.Float {
 	return rates
 }
 
+// AnnealingOf returns values of an annealing that stand for it, none of nil.
+func AnnealingOf(a optim.Annealing) (values []jsonfloat.Float) {
+	if a == nil {
+		return nil
+	}
+	for i := range ratePoints + 1 {
+		values = append(values, jsonfloat.Float(a(float64(i)/ratePoints)))
+	}
+	return values
+}
+
 // Differences says in what settings, with a schedule, are not those of a checkpoint. Steps alone is
 // no difference: it only says where a run ends, unless the schedule follows it.
 func (here *Settings) Differences(there Settings, schedule optim.Schedule) []string {
@@ -68,6 +82,9 @@ func (here *Settings) Differences(there Settings, schedule optim.Schedule) []str
 	diff := Fields(here.Plain, there.Plain)
 	if here.Optimizer == there.Optimizer {
 		diff = append(diff, ruleDifferences(here.Rules, there.Rules)...)
+	}
+	if !slices.Equal(here.Anneal, there.Anneal) {
+		diff = append(diff, "the annealing of the learning rate is another one there")
 	}
 	if len(there.Rates) != ratePoints {
 		return append(diff, fmt.Sprintf("the schedule has %d values there, want %d",
