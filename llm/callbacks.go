@@ -392,7 +392,7 @@ const (
 )
 
 var eventNames = [...]string{"RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
-	"Profiled", "Interrupted", "RunEnd", "Chosen", "Failed", "EpochEnd", "Corrupted"}
+	"Profiled", "Interrupted", "RunEnd", "Chosen", "Failed", "EpochEnd", "Corrupted", "Reshaped"}
 
 // String returns the event's name.
 func (k EventKind) String() string {

@@ -258,10 +258,10 @@ func (w failingWriter) Write([]byte) (int, error) { return 0, w.err }
 // TestEventKindNames wants events to be printed by their constants' names.
 func TestEventKindNames(t *testing.T) {
 	for kind, want := range map[EventKind]string{RunStart: "RunStart", RunEnd: "RunEnd",
-		Failed: "Failed", Corrupted: "Corrupted", 0: "EventKind(0)", 14: "EventKind(14)"} {
+		Failed: "Failed", Corrupted: "Corrupted", Reshaped: "Reshaped", 0: "EventKind(0)", 15: "EventKind(15)"} {
 		require.Equal(t, want, kind.String())
 	}
-	require.Len(t, eventNames, int(Corrupted))
+	require.Len(t, eventNames, int(Reshaped))
 }
 
 // TestEpochEnd wants callbacks to be told, once an epoch and before the step's end, how all seeds

@@ -1,22 +1,28 @@
 package llm
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"math"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // deep is the tiny model with seeds in depth.
@@ -303,4 +309,104 @@ func TestGrownConfig(t *testing.T) {
 	require.Error(t, fresh.Check())
 	_, err := NewModel(grown, tensor.Float32, 1)
 	require.Error(t, err)
+}
+
+// quickDepth grows tiny models early in short runs.
+func quickDepth() *control.Depth {
+	d := control.NewDepth(blueprints.Stack, 2)
+	d.Begin, d.End, d.Settle, d.Patience, d.Flat = 0.2, 0.3, 0.2, 0.3, 10
+	return d
+}
+
+// TestReplay wants a run on a budget of time, which grows when its controller sees fit, to be
+// repeated bit for bit by its record, however slow the machine is.
+func TestReplay(t *testing.T) {
+	var record bytes.Buffer
+	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
+	start := func(g Growth, budget time.Duration) *Trainer {
+		tr := newTrainer(t, trainerOptions{config: c, steps: unlimited})
+		tr.Config.Budget = Budget{Time: budget}
+		var err error
+		tr.Config.Annealing, err = optim.CosineAnnealing(0.1)
+		require.NoError(t, err)
+		require.NoError(t, tr.Grow(g))
+		return tr
+	}
+	first := start(Growth{Controller: quickDepth(), Record: &record}, time.Second)
+	require.NoError(t, first.Run(context.Background()))
+	require.Equal(t, 2, first.Model.Config.Layers)
+	require.Contains(t, record.String(), `"action":"Germinate"`)
+
+	r, err := ReadRecord(bytes.NewReader(record.Bytes()))
+	require.NoError(t, err)
+	again := start(Growth{Replay: r}, time.Hour)
+	require.NoError(t, again.Run(context.Background()))
+	require.Equal(t, first.Step(), again.Step())
+	require.Equal(t, learntBy(t, first), learntBy(t, again))
+	require.Equal(t, first.Model.Config, again.Model.Config)
+	for _, bad := range []string{"{", `{"step":-1}`, `{"step":3,"share":2}`, "{\"step\":3}\n{\"step\":2}",
+		`{"step":1,"command":{"action":"Grow"}}`} {
+		_, err := ReadRecord(strings.NewReader(bad))
+		require.ErrorContains(t, err, "line ", bad)
+	}
+}
+
+// TestControllerGrows wants a controller to grow a model within its shares, to let it settle, and to
+// keep it where it pays.
+func TestControllerGrows(t *testing.T) {
+	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
+	tr := newTrainer(t, trainerOptions{config: c, steps: 600})
+	require.NoError(t, tr.Grow(Growth{Controller: quickDepth()}))
+	grown := 0
+	tr.On(func(e Event) error {
+		if e.Kind == Reshaped {
+			require.NoError(t, e.Err)
+			if grown == 0 {
+				require.Contains(t, e.Text, "1 blocks to 2")
+				grown = e.Step
+			}
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(context.Background()))
+	require.InDelta(t, 0.25*600, grown, 0.06*600)
+	s := tr.Model.Kasmina.Lattice(0).Report().Seeds[0]
+	require.Contains(t, []state.Stage{state.Fossilized, state.RolledBack}, s.Stage)
+	t.Logf("%v, delta %v", s.Stage, s.Delta)
+
+	short := newTrainer(t, trainerOptions{config: c, steps: 60})
+	require.ErrorContains(t, short.Grow(Growth{Controller: quickDepth()}), "plan at least")
+}
+
+// TestDivergedGrowth wants a growth with which the loss is no longer finite to be taken back, and the
+// run to go on with the bits of one that never grew.
+func TestDivergedGrowth(t *testing.T) {
+	c := deep()
+	c.Kasmina, c.Seeds, c.Slots = nil, 0, 0
+	never := newTrainer(t, trainerOptions{config: c, steps: 12})
+	require.NoError(t, never.Run(context.Background()))
+	tr := newTrainer(t, trainerOptions{config: c, steps: 12})
+	grow := commanded(tr, depthCommands{4: {germinate(0, blueprints.Stack, 2), move(0, state.Training), move(0, state.Grafting)}})
+	tr.On(grow)
+	tr.Config.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+		e, err := CPUEngine()(m, o, c)
+		if m.Config.Layers > 2 {
+			e = &diverging{Engine: e}
+		}
+		return e, err
+	}
+	require.NoError(t, tr.Run(context.Background()))
+	require.Equal(t, 2, tr.Model.Config.Layers)
+	stage, err := tr.Model.Kasmina.Lattice(0).Stage(0)
+	require.NoError(t, err)
+	require.Equal(t, state.RolledBack, stage)
+	require.Equal(t, learntBy(t, never), learntBy(t, tr))
+}
+
+// diverging is an engine whose first loss is not finite.
+type diverging struct{ Engine }
+
+func (d *diverging) Gradients(b data.Batch) (float64, error) {
+	_, err := d.Engine.Gradients(b)
+	return math.NaN(), err
 }

@@ -1,11 +1,12 @@
 package llm
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
+	"io"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/state"
@@ -27,6 +28,13 @@ type Growth struct {
 	// Refused hears of commands of the controller that were not possible. When nil, one ends the
 	// run.
 	Refused func(state.Command, error)
+
+	// Record gets each command with what it was given for, and each change of the budget's share, as
+	// a line of JSON: see [Decision]. It may be nil.
+	Record io.Writer
+	// Replay is the record of another run of the same model, data and settings. It takes the place of
+	// the controller, which may be nil then, and of the clock: the run has the bits of that one.
+	Replay *Record
 }
 
 // Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as
@@ -42,22 +50,28 @@ func (t *Trainer) Grow(g Growth) error {
 		g.Every = 1
 	}
 	switch {
-	case g.Controller == nil:
+	case g.Controller == nil && g.Replay == nil:
 		return errors.New("llm: Grow: the controller is nil, want one such as " +
 			"control.NewHeuristic returns")
 	case g.Every < 1:
 		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
 	}
-	if g.Validation == nil {
+	depthAlone := len(t.Model.Config.Kasmina) == 0 // whose blueprints need no text to be judged by
+	if g.Validation == nil && !depthAlone {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are judged " +
 			"by, such as data.NewEvaluation makes of held-out text")
 	}
-	if c, ok := g.Controller.(interface{ Check() error }); ok {
+	if c, ok := g.Controller.(interface{ Check() error }); ok && g.Replay == nil {
 		if err := c.Check(); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
-	if err := cmp.Or(t.canEvaluate(g.Validation), t.hasTime(g)); err != nil {
+	if g.Validation != nil {
+		if err := t.canEvaluate(g.Validation); err != nil {
+			return fmt.Errorf("llm: Grow: %w", err)
+		}
+	}
+	if err := t.hasTime(g); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
 	defer t.Model.take()()
@@ -70,7 +84,7 @@ func (t *Trainer) hasTime(g Growth) error {
 	planner, ok := g.Controller.(interface {
 		LeastEpochs(l *state.Lattice, every int) (int, error)
 	})
-	if !ok {
+	if !ok || g.Replay != nil {
 		return nil
 	}
 	c := t.Config
@@ -106,7 +120,7 @@ func (t *Trainer) endEpoch(loss float64) error {
 		}
 	}
 	g := t.growth
-	if g != nil && seeds.Layers() > 0 && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
+	if g != nil && len(t.Model.Config.Kasmina) > 0 && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
 		if err := t.judge().Add(metrics); err != nil {
 			return err
 		}
@@ -114,10 +128,19 @@ func (t *Trainer) endEpoch(loss float64) error {
 	if _, err := seeds.StepEpoch(metrics); err != nil || g == nil {
 		return err
 	}
-	for _, c := range g.Controller.Decide(seeds.Report()) {
+	mean := jsonfloat.Float(t.losses / float64(t.summed))
+	for _, c := range t.decide() {
 		decided := seeds.Submit(c)
 		seeds.Apply() // Do would wait for the end of this step
-		switch err := <-decided; {
+		err := <-decided
+		d := Decision{Loss: &mean, Command: &c}
+		if err != nil {
+			d.Refused = err.Error()
+		}
+		if err := t.record(d); err != nil {
+			return err
+		}
+		switch {
 		case err != nil && g.Refused == nil:
 			return fmt.Errorf("the controller: %w", err)
 		case err != nil:

@@ -291,7 +291,15 @@ func (t *Trainer) growthSettings() *settings.Growth {
 	if g == nil {
 		return &settings.Growth{}
 	}
-	return settings.GrowthOf(g.Controller, g.Every, g.Validation.Fingerprint())
+	var by any = g.Controller
+	if g.Replay != nil {
+		by = g.Replay
+	}
+	text := ""
+	if g.Validation != nil {
+		text = g.Validation.Fingerprint()
+	}
+	return settings.GrowthOf(by, g.Every, text)
 }
 
 func (t *Trainer) settings() *settings.Settings {

@@ -326,7 +326,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 		err = t.emit(Complete, nil)
 	}
 	for err == nil && t.stopped() == nil && !t.Last().Last {
-		if err = t.step(); err == nil {
+		if err = t.step(); err == errTakenBack {
+			err = t.tellGrowth()
+		} else if err == nil {
 			err = errors.Join(t.tellChoices(), t.tellGrowth(), t.tellEpoch(), t.emit(StepEnd, nil))
 		}
 	}
@@ -407,6 +409,10 @@ func (t *Trainer) context() context.Context {
 // stopped returns why the run's context has ended, if it has.
 func (t *Trainer) stopped() error { return context.Cause(t.context()) }
 
+// errTakenBack is the end of a step that diverged and has not been: the growth that it came of is
+// taken back, and the run goes on.
+var errTakenBack = errors.New("the model's growth has been taken back")
+
 // errBetweenBatches is the end of a step whose context ended before all of its batches were
 // computed.
 var errBetweenBatches = errors.New("the context has ended between two batches")
@@ -440,7 +446,7 @@ func (t *Trainer) step() error {
 	}
 	if errors.Is(err, ErrDiverged) && !u.made {
 		if back := t.withdraw(err); back == nil {
-			return nil
+			return errTakenBack
 		}
 	}
 	if err != nil {
@@ -525,21 +531,32 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 		}
 		t.losses, t.summed = 0, 0
 	}
-	t.spend(began)
-	return nil
+	return t.spend(began)
 }
 
 // spend notes what a step has spent. Time counts where a budget asks for it alone, so that the
 // checkpoints of other runs have the same bytes on any day.
-func (t *Trainer) spend(began time.Time) {
+func (t *Trainer) spend(began time.Time) error {
 	tokens := int64(t.last.StepTokens)
 	b := Budget{Tokens: tokens, FLOPs: float64(tokens) * t.Model.Config.FLOPs()}
 	if t.Config.Budget.Time > 0 {
 		b.Time = time.Since(began)
 	}
 	t.spent = t.spent.plus(b)
-	t.share = t.Config.Budget.share(t.spent)
+	share := t.Config.Budget.share(t.spent)
+	if r := t.replay(); r != nil {
+		share = t.share
+		if told, ok := r.shares[t.last.Step]; ok {
+			share = told
+		}
+	}
+	changed := share != t.share
+	t.share = share
 	t.noteEnd()
+	if !changed {
+		return nil
+	}
+	return t.record(Decision{})
 }
 
 // noteEnd notes whether the run has come to its end.

@@ -1,0 +1,111 @@
+package llm
+
+import (
+	"bufio"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Decision is a line of a record of growth: a command that a controller gave, or the share of the
+// budget that the run's steps had come to see, where that changed.
+type Decision struct {
+	Step    int              `json:"step"` // steps that had been made
+	Share   float64          `json:"share"`
+	Loss    *jsonfloat.Float `json:"loss,omitempty"`    // of a command: the mean of the epoch's steps
+	Command *state.Command   `json:"command,omitempty"` // with why it was given
+	Refused string           `json:"refused,omitempty"` // why it was not possible
+}
+
+// Record is all that a controller and the clock have decided in a run. A run that follows it,
+// instead of them, has the same bits: see Growth.Replay. It may be edited: each line of its file is
+// a [Decision].
+type Record struct {
+	commands map[int][]state.Command // by steps made
+	shares   map[int]float64
+	last     int    // step
+	sum      string // of its lines
+}
+
+// MarshalJSON returns the record's checksum, by which a checkpoint knows it.
+func (r *Record) MarshalJSON() ([]byte, error) { return json.Marshal(r.sum) }
+
+// maxDecisions bounds a record that is read.
+const maxDecisions = 1 << 20
+
+// ReadRecord reads what a Growth.Record has written. It returns an error that names the line which
+// is no decision.
+func ReadRecord(r io.Reader) (*Record, error) {
+	if r == nil {
+		return nil, errors.New("llm: ReadRecord: the reader is nil")
+	}
+	rec := &Record{commands: map[int][]state.Command{}, shares: map[int]float64{}}
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, 1<<20)
+	n, sum := 0, sha256.New()
+	for lines.Scan() {
+		if n++; n > maxDecisions {
+			return nil, fmt.Errorf("llm: ReadRecord: there are more than %d lines", maxDecisions)
+		}
+		if len(lines.Bytes()) == 0 {
+			continue
+		}
+		sum.Write(lines.Bytes())
+		sum.Write([]byte{0x0a})
+		var d Decision
+		if err := json.Unmarshal(lines.Bytes(), &d); err != nil {
+			return nil, fmt.Errorf("llm: ReadRecord: line %d: %w", n, err)
+		}
+		if d.Step < rec.last || !(d.Share >= 0 && d.Share <= 1) {
+			return nil, fmt.Errorf("llm: ReadRecord: line %d: step %d and share %v, want steps in order "+
+				"from %d and a share from 0 to 1", n, d.Step, d.Share, rec.last)
+		}
+		rec.last, rec.shares[d.Step] = d.Step, d.Share
+		if d.Command != nil && d.Refused == "" {
+			rec.commands[d.Step] = append(rec.commands[d.Step], *d.Command)
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("llm: ReadRecord: line %d: %w", n+1, err)
+	}
+	rec.sum = hex.EncodeToString(sum.Sum(nil))
+	return rec, nil
+}
+
+// record writes a decision.
+func (t *Trainer) record(d Decision) error {
+	if t.growth == nil || t.growth.Record == nil {
+		return nil
+	}
+	d.Step, d.Share = t.last.Step, t.share
+	line, err := json.Marshal(d)
+	if err == nil {
+		_, err = t.growth.Record.Write(append(line, '\n'))
+	}
+	if err != nil {
+		return fmt.Errorf("llm: the record of growth: %w", err)
+	}
+	return nil
+}
+
+// replay is the record that the run follows, nil if it follows none.
+func (t *Trainer) replay() *Record {
+	if t.growth == nil {
+		return nil
+	}
+	return t.growth.Replay
+}
+
+// decide returns what the controller commands, or the record in its place.
+func (t *Trainer) decide() []state.Command {
+	if r := t.replay(); r != nil {
+		return r.commands[t.last.Step]
+	}
+	return t.growth.Controller.Decide(t.Model.Kasmina.Report())
+}
