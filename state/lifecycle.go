@@ -67,10 +67,10 @@ func (l *Lattice) checkBlueprint(seed int, r GerminationRequest) error {
 		slots = l.config.Slots
 	}
 	if r.Slot < 1 || r.Slot >= slots {
-		return fmt.Errorf("Slot is %d, want 1 to %d (slot 0 means none)", r.Slot, slots-1)
+		return fmt.Errorf("its Slot is %d, want 1 to %d (slot 0 means none)", r.Slot, slots-1)
 	}
 	if r.Size != 0 {
-		return fmt.Errorf("Size is %d, want 0: the width of the slots says how large a blueprint is", r.Size)
+		return fmt.Errorf("its Size is %d, want 0: the width of the slots says how large a blueprint is", r.Size)
 	}
 	width := math.MaxInt32
 	if l.config.Width > 0 {
@@ -81,7 +81,7 @@ func (l *Lattice) checkBlueprint(seed int, r GerminationRequest) error {
 		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // as which files will hold them
 	}
 	if err != nil {
-		return fmt.Errorf("Kind: %w", err)
+		return fmt.Errorf("its Kind: %w", err)
 	}
 	return nil
 }
@@ -91,13 +91,13 @@ func (l *Lattice) checkGrowth(r GerminationRequest) error {
 	b, err := blueprints.Lookup(r.Kind)
 	switch {
 	case err != nil:
-		return fmt.Errorf("Kind: %w", err)
+		return fmt.Errorf("its Kind: %w", err)
 	case b.Site != l.config.Site:
-		return fmt.Errorf("Kind: a %v grows at a %v, and the seed in %v", r.Kind, b.Site, l.config.Site)
+		return fmt.Errorf("its Kind: a %v grows at a %v, and the seed in %v", r.Kind, b.Site, l.config.Site)
 	case r.Slot != 0:
-		return fmt.Errorf("Slot is %d, want 0: in %v there are none", r.Slot, l.config.Site)
+		return fmt.Errorf("its Slot is %d, want 0: in %v there are none", r.Slot, l.config.Site)
 	case r.Size < 1 || r.Size > math.MaxUint16:
-		return fmt.Errorf("Size is %d, want 1 to %d", r.Size, math.MaxUint16)
+		return fmt.Errorf("its Size is %d, want 1 to %d", r.Size, math.MaxUint16)
 	}
 	return nil
 }
