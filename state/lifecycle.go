@@ -38,8 +38,8 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	if err := l.checkTransition(method, seed, Germinated); err != nil {
 		return err
 	}
-	if err := l.checkBlueprint(seed, r); err != nil {
-		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed, err)
+	if what, err := l.checkBlueprint(r); err != nil {
+		return fmt.Errorf("state.%s: %w: seed %d: %s%w", method, ErrArgument, seed, what, err)
 	}
 	if r.Strategy == nil {
 		r.Strategy = defaultStrategy
@@ -57,8 +57,9 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	return nil
 }
 
-// checkBlueprint returns an error unless a request fits the lattice's site, slots and their width.
-func (l *Lattice) checkBlueprint(seed int, r GerminationRequest) error {
+// checkBlueprint returns an error unless a request fits the lattice's site, slots and their width,
+// and the field that it is about.
+func (l *Lattice) checkBlueprint(r GerminationRequest) (field string, err error) {
 	if l.config.Site != blueprints.Chunk {
 		return l.checkGrowth(r)
 	}
@@ -67,10 +68,10 @@ func (l *Lattice) checkBlueprint(seed int, r GerminationRequest) error {
 		slots = l.config.Slots
 	}
 	if r.Slot < 1 || r.Slot >= slots {
-		return fmt.Errorf("its Slot is %d, want 1 to %d (slot 0 means none)", r.Slot, slots-1)
+		return "Slot ", fmt.Errorf("is %d, want 1 to %d (slot 0 means none)", r.Slot, slots-1)
 	}
 	if r.Size != 0 {
-		return fmt.Errorf("its Size is %d, want 0: the width of the slots says how large a blueprint is", r.Size)
+		return "Size ", fmt.Errorf("is %d, want 0: the width of the slots says how large a blueprint is", r.Size)
 	}
 	width := math.MaxInt32
 	if l.config.Width > 0 {
@@ -80,26 +81,23 @@ func (l *Lattice) checkBlueprint(seed int, r GerminationRequest) error {
 	if err == nil && l.config.Width > 0 {
 		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // as which files will hold them
 	}
-	if err != nil {
-		return fmt.Errorf("its Kind: %w", err)
-	}
-	return nil
+	return "Kind: ", err
 }
 
 // checkGrowth is checkBlueprint elsewhere than on a chunk.
-func (l *Lattice) checkGrowth(r GerminationRequest) error {
+func (l *Lattice) checkGrowth(r GerminationRequest) (field string, err error) {
 	b, err := blueprints.Lookup(r.Kind)
 	switch {
 	case err != nil:
-		return fmt.Errorf("its Kind: %w", err)
+		return "Kind: ", err
 	case b.Site != l.config.Site:
-		return fmt.Errorf("its Kind: a %v grows at a %v, and the seed in %v", r.Kind, b.Site, l.config.Site)
+		return "Kind: ", fmt.Errorf("a %v grows at a %v, and the seed in %v", r.Kind, b.Site, l.config.Site)
 	case r.Slot != 0:
-		return fmt.Errorf("its Slot is %d, want 0: in %v there are none", r.Slot, l.config.Site)
+		return "Slot ", fmt.Errorf("is %d, want 0: in %v there are none", r.Slot, l.config.Site)
 	case r.Size < 1 || r.Size > math.MaxUint16:
-		return fmt.Errorf("its Size is %d, want 1 to %d", r.Size, math.MaxUint16)
+		return "Size ", fmt.Errorf("is %d, want 1 to %d", r.Size, math.MaxUint16)
 	}
-	return nil
+	return "", nil
 }
 
 // intern returns the index of s in the lattice's strategies, adding it when it is new.
