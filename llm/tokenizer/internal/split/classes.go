@@ -1,0 +1,89 @@
+package split
+
+import (
+	"sync"
+	"unicode/utf8"
+)
+
+//go:generate python3 classes.py
+
+// A class is what a character is to the patterns. The classes do not overlap: a pattern's \s is
+// space and newline, its \p{L} upper, lower and letter.
+type class uint8
+
+const (
+	symbol  class = iota // anything else, and a byte that is not UTF-8
+	upper                // \p{Lu}, \p{Lt}
+	lower                // \p{Ll}
+	letter               // \p{Lm}, \p{Lo}
+	mark                 // \p{M}
+	number               // \p{N}
+	space                // \s except newline
+	newline              // \r, \n
+)
+
+const (
+	classBits  = 0x7
+	wordBit    = 0x8
+	numericBit = 0x10
+)
+
+// The classes are Oniguruma's, by which Rust's tokenizers runs its patterns. Package unicode knows
+// another version of Unicode, and each version of Go might cut a text into other pieces.
+const pageSize = 128
+
+// A classTable holds the properties of all characters, in pages of which equal ones are one.
+type classTable struct {
+	ascii [utf8.RuneSelf]class
+	pages [(utf8.MaxRune + 1) / pageSize]*[pageSize]uint8
+}
+
+var classes = sync.OnceValue(func() *classTable {
+	t := &classTable{}
+	shared := map[[pageSize]uint8]*[pageSize]uint8{}
+	run := 0
+	for p := range t.pages {
+		var page [pageSize]uint8
+		for i := range page {
+			for run+1 < len(runs) && int(runs[run+1]>>5) <= p*pageSize+i {
+				run++
+			}
+			page[i] = uint8(runs[run] & 0x1f)
+		}
+		if shared[page] == nil {
+			shared[page] = &page
+		}
+		t.pages[p] = shared[page]
+	}
+	for c := range t.ascii {
+		t.ascii[c] = class(t.pages[0][c] & classBits)
+	}
+	return t
+})
+
+func (t *classTable) bits(r rune) uint8 { return t.pages[r/pageSize][r%pageSize] }
+
+// at returns the class and length of the first character of a text that is not empty.
+func (t *classTable) at(text []byte) (class, int) {
+	if c := text[0]; c < utf8.RuneSelf {
+		return t.ascii[c], 1
+	}
+	r, n := utf8.DecodeRune(text)
+	if r == utf8.RuneError && n == 1 {
+		return symbol, 1
+	}
+	return class(t.bits(r) & classBits), n
+}
+
+// IsSpace reports whether a character is white space.
+func IsSpace(r rune) bool {
+	c := class(classes().bits(r) & classBits)
+	return c == space || c == newline
+}
+
+// IsWord reports whether a character is one of a word, as \w of Rust's regex has it.
+func IsWord(r rune) bool { return classes().bits(r)&wordBit != 0 }
+
+// IsNumeric reports whether a character is a number to Rust's standard library, which knows newer
+// ones than \p{N} does.
+func IsNumeric(r rune) bool { return classes().bits(r)&numericBit != 0 }
