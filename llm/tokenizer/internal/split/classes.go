@@ -1,6 +1,7 @@
 package split
 
 import (
+	"strings"
 	"sync"
 	"unicode/utf8"
 )
@@ -23,16 +24,16 @@ const (
 )
 
 const (
-	classBits  = 0x7
 	wordBit    = 0x8
 	numericBit = 0x10
+	classBits  = 0x7
 )
 
 // The classes are Oniguruma's, by which Rust's tokenizers runs its patterns. Package unicode knows
 // another version of Unicode, and each version of Go might cut a text into other pieces.
 const pageSize = 128
 
-// A classTable holds the properties of all characters, in pages of which equal ones are one.
+// A classTable holds the classes of all characters, in pages of which equal ones are one.
 type classTable struct {
 	ascii [utf8.RuneSelf]class
 	pages [(utf8.MaxRune + 1) / pageSize]*[pageSize]uint8
@@ -45,10 +46,11 @@ var classes = sync.OnceValue(func() *classTable {
 	for p := range t.pages {
 		var page [pageSize]uint8
 		for i := range page {
-			for run+1 < len(runs) && int(runs[run+1]>>5) <= p*pageSize+i {
+			r := rune(p*pageSize + i)
+			for run+1 < len(runs) && rune(runs[run+1]>>7) <= r {
 				run++
 			}
-			page[i] = uint8(runs[run] & 0x1f)
+			page[i] = uint8(runs[run]>>5&3)*wordBit | uint8(classOf(r, categories[runs[run]&0x1f]))
 		}
 		if shared[page] == nil {
 			shared[page] = &page
@@ -61,7 +63,51 @@ var classes = sync.OnceValue(func() *classTable {
 	return t
 })
 
+// classOf returns the class of a character of a general category.
+func classOf(r rune, category string) class {
+	switch {
+	case r == '\r' || r == '\n':
+		return newline
+	case r == '\t' || r == '\v' || r == '\f' || r == 0x85 || category[0] == 'Z':
+		return space
+	case category == "Lu" || category == "Lt":
+		return upper
+	case category == "Ll":
+		return lower
+	case category[0] == 'L':
+		return letter
+	case category[0] == 'M':
+		return mark
+	case category[0] == 'N':
+		return number
+	}
+	return symbol
+}
+
 func (t *classTable) bits(r rune) uint8 { return t.pages[r/pageSize][r%pageSize] }
+
+// Category returns the first and last of the characters of a general category, such as "Lu", or of
+// all whose names begin with "L", ascending, or false if there is none of that name.
+func Category(name string) (ranges [][2]rune, ok bool) {
+	if name == "" || name[0] == 'C' {
+		return nil, false
+	}
+	for i, run := range runs {
+		if !strings.HasPrefix(categories[run&0x1f], name) {
+			continue
+		}
+		from, to := rune(run>>7), rune(utf8.MaxRune)
+		if i+1 < len(runs) {
+			to = rune(runs[i+1]>>7) - 1
+		}
+		if last := len(ranges) - 1; last >= 0 && ranges[last][1] == from-1 {
+			ranges[last][1] = to
+		} else {
+			ranges = append(ranges, [2]rune{from, to})
+		}
+	}
+	return ranges, ranges != nil
+}
 
 // at returns the class and length of the first character of a text that is not empty.
 func (t *classTable) at(text []byte) (class, int) {

@@ -1,4 +1,4 @@
-"""Writes classes_table.go: the classes of all characters as Rust's tokenizers sees them.
+"""Writes classes_table.go: the categories of all characters as Rust's tokenizers sees them.
 
 Run it by `go generate` in this folder, with a Python that has `pip install tokenizers`.
 """
@@ -32,27 +32,26 @@ def numeric():
     return {c for c in POINTS if len(cut.pre_tokenize_str("a" + chr(c))) == 2}
 
 
+CATEGORIES = ("Cn Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So "
+              "Zs Zl Zp").split()
+
+
 def table():
-    kind = {}
-    for name, pattern in [("upper", r"[\p{Lu}\p{Lt}]"), ("lower", r"\p{Ll}"),
-                          ("letter", r"[\p{Lm}\p{Lo}]"), ("mark", r"\p{M}"),
-                          ("number", r"\p{N}"), ("space", r"\s"), ("newline", r"[\r\n]")]:
-        for c in matching(pattern):
-            kind[c] = name
+    category = {c: i for i, name in enumerate(CATEGORIES) if i
+                for c in matching(r"\p{%s}" % name)}
     word, digit = words(), numeric()
+    spaces = {c for c, i in category.items() if CATEGORIES[i][0] == "Z"}
+    assert matching(r"\s") == spaces | {9, 10, 11, 12, 13, 0x85}
     runs = []
     for c in POINTS:
-        now = (kind.get(c, "symbol"), c in word, c in digit)
+        now = (category.get(c, 0), c in word, c in digit)
         if not runs or runs[-1][1] != now:
             runs.append((c, now))
     return runs
 
 
-CODES = ["symbol", "upper", "lower", "letter", "mark", "number", "space", "newline"]
-
-
 def main():
-    items = ["0x%x" % (c << 5 | CODES.index(k) | w << 3 | d << 4) for c, (k, w, d) in table()]
+    items = ["0x%x" % (c << 7 | d << 6 | w << 5 | k) for c, (k, w, d) in table()]
     lines, line = [], "\t"
     for item in items:
         if len(line) + len(item) + 2 > 98:
@@ -65,8 +64,12 @@ def main():
 
 package split
 
-// runs are the characters where a class begins, ascending: character<<5 | numeric<<4 | word<<3 |
-// class.
+// categories are the names of the general categories. Cn is also what has no use here.
+var categories = [...]string{{{", ".join('"%s"' % x for x in CATEGORIES[:12])},
+	{", ".join('"%s"' % x for x in CATEGORIES[12:])}}}
+
+// runs are the characters where a category begins, ascending: character<<7 | numeric<<6 | word<<5 |
+// category.
 var runs = [...]uint32{{
 """)
         f.write("\n".join(lines) + "\n}\n")

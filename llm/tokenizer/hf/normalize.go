@@ -1,0 +1,134 @@
+package hf
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+)
+
+// A normalizer replaces characters of a text before it is cut. The text is not changed in place.
+type normalizer interface {
+	normalize(text []byte) []byte
+	// growth is how many times as long the text can become.
+	growth() int
+}
+
+const (
+	maxComponents = 32  // of one kind; known files have up to three
+	maxAffix      = 256 // bytes of what is put in front, or in the place of something
+	maxGrowth     = 64
+)
+
+// readNormalizers reads the normalizers, in the order in which they are applied.
+func readNormalizers(v value) ([]normalizer, error) {
+	var all []normalizer
+	err := readComponents("normalizer", v, "normalizers", func(kind string, o *object) error {
+		switch kind {
+		case "NFC":
+			all = append(all, nfc{})
+		case "Prepend":
+			all = append(all, prepend(o.affix("prepend")))
+		case "Replace":
+			all = append(all, replace{o.pattern("pattern"), o.affix("content")})
+		default:
+			return o.unsupported(kind)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	growth := 1
+	for _, n := range all {
+		if growth *= n.growth(); growth > maxGrowth {
+			return nil, fmt.Errorf("normalizer: it can make a text more than %d times as long",
+				maxGrowth)
+		}
+	}
+	return all, nil
+}
+
+// readComponents calls read for a component, or for those in it if it is a Sequence, whose list has
+// the given name.
+func readComponents(where string, v value, list string,
+	read func(kind string, o *object) error) error {
+	left := maxComponents
+	return readNested(where, v, list, read, &left)
+}
+
+func readNested(where string, v value, list string, read func(kind string, o *object) error,
+	left *int) error {
+	if *left--; *left < 0 {
+		return fmt.Errorf("%s: more than %d components", where, maxComponents)
+	}
+	o := newObject(where, v)
+	kind := o.text("type")
+	if o.err != nil {
+		return o.err
+	}
+	if kind != "Sequence" {
+		if err := read(kind, o); err != nil {
+			return err
+		}
+		return o.done()
+	}
+	items, ok := o.must(list)
+	if !ok {
+		return o.done()
+	}
+	err := items.elements(func(i int, item value) error {
+		return readNested(fmt.Sprintf("%s.%s[%d]", where, list, i), item, list, read, left)
+	})
+	if err != nil {
+		return err
+	}
+	return o.done()
+}
+
+// affix returns a short text.
+func (o *object) affix(key string) string {
+	s := o.text(key)
+	if len(s) > maxAffix {
+		o.fail(key, fmt.Errorf("it has %d bytes, want at most %d", len(s), maxAffix))
+	}
+	return s
+}
+
+// pattern returns what {"String": …} stands for. A regular expression is an error.
+func (o *object) pattern(key string) string {
+	v, ok := o.must(key)
+	if !ok {
+		return ""
+	}
+	p := newObject(path(o.where, key), v)
+	if _, ok := p.members["Regex"]; ok {
+		p.fail("Regex", errors.New("regular expressions are not supported here"))
+	}
+	s := p.affix("String")
+	if s == "" {
+		p.fail("String", errors.New("it is empty"))
+	}
+	if err := p.done(); err != nil && o.err == nil {
+		o.err = err
+	}
+	return s
+}
+
+type prepend string
+
+func (p prepend) normalize(text []byte) []byte {
+	if len(text) == 0 {
+		return text
+	}
+	return append([]byte(p), text...)
+}
+
+func (p prepend) growth() int { return 1 }
+
+type replace struct{ old, new string }
+
+func (r replace) normalize(text []byte) []byte {
+	return bytes.ReplaceAll(text, []byte(r.old), []byte(r.new))
+}
+
+func (r replace) growth() int { return max(1, (len(r.new)+len(r.old)-1)/len(r.old)) }
