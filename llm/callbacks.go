@@ -309,7 +309,7 @@ func overwritable(path string) error {
 // promptTokens returns what a sample starts from: the prompt's tokens, or the one before a
 // document.
 func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
-	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" {
+	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" && e.EndOfDocument() >= 0 {
 		return []int{e.EndOfDocument()}
 	}
 	return tok.Encode([]byte(prompt))

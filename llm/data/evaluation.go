@@ -88,6 +88,7 @@ func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 	}
 	begin := len(e.ids)
 	end, ended := tok.(tokenizer.DocumentEnder)
+	ended = ended && end.EndOfDocument() >= 0
 	if ended && begin > 0 {
 		begin--
 		e.begins[begin] = begin

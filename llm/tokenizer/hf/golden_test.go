@@ -72,7 +72,10 @@ func compareDecoded(t *testing.T, tok *Tokenizer, ids []int, text string, c gold
 	if c.Skipped == nil {
 		c.Skipped = c.Decoded
 	}
-	decoded, err := tok.Decode(ids)
+	skipped, err := tok.Decode(ids)
+	require.NoError(t, err)
+	require.Equal(t, withoutErrors(*c.Skipped), withoutErrors(string(skipped)), "%q", text)
+	decoded, err := tok.DecodeWhole(ids)
 	require.NoError(t, err)
 	require.Equal(t, withoutErrors(*c.Decoded), withoutErrors(string(decoded)), "%q", text)
 	for _, skip := range []bool{false, true} {

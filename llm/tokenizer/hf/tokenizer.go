@@ -22,7 +22,8 @@ import (
 // at the same time.
 //
 // It is lossless except where the file is not: a normalizer such as NFC (Qwen) changes the text
-// before it is encoded, and tokens that take the space around them give none back.
+// before it is encoded, and tokens that take the space around them give none back. The text of
+// special tokens comes back from DecodeWhole alone.
 type Tokenizer struct {
 	name        string
 	model       *model
@@ -379,14 +380,20 @@ func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
 	return ids
 }
 
-// Decode returns the bytes of the tokens, special ones as they are written: decode(ids,
-// skip_special_tokens=False) of Rust's tokenizers, except that bytes that are not UTF-8 stay what
-// they are. A Decoder does so as the ids come, and can skip special tokens.
-func (t *Tokenizer) Decode(ids []int) ([]byte, error) {
-	d := t.NewDecoder(false)
+// Decode returns the bytes of the tokens, of special ones none: decode(ids) of Rust's tokenizers,
+// except that bytes that are not UTF-8 stay what they are. A Decoder does so as the ids come.
+func (t *Tokenizer) Decode(ids []int) ([]byte, error) { return t.decode("Decode", ids, true) }
+
+// DecodeWhole is Decode with special tokens as the file writes them.
+func (t *Tokenizer) DecodeWhole(ids []int) ([]byte, error) {
+	return t.decode("DecodeWhole", ids, false)
+}
+
+func (t *Tokenizer) decode(method string, ids []int, skipSpecial bool) ([]byte, error) {
+	d := t.NewDecoder(skipSpecial)
 	for i, id := range ids {
 		if err := t.check(id); err != nil {
-			return nil, fmt.Errorf("hf: Tokenizer.Decode: ids[%d]: %w", i, err)
+			return nil, fmt.Errorf("hf: Tokenizer.%s: ids[%d]: %w", method, i, err)
 		}
 		d.add(id)
 	}
