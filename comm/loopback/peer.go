@@ -1,0 +1,305 @@
+package loopback
+
+import (
+	"bufio"
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/kasmina-go/kasmina/comm"
+)
+
+// header says what a message belongs to.
+type header struct {
+	Call  call
+	Type  comm.Type
+	Op    comm.Op
+	_     uint8
+	Root  uint32
+	Turn  uint64
+	Count uint64
+}
+
+type call uint8
+
+const (
+	allReduce call = iota
+	reduceScatter
+	allGather
+	broadcast
+	sendReceive
+	bye // nothing more comes
+)
+
+func (h header) String() string {
+	name := [...]string{"AllReduce", "ReduceScatter", "AllGather", "Broadcast", "Send and Recv", "Close"}[h.Call]
+	switch h.Call {
+	case allReduce, reduceScatter:
+		name += " by " + h.Op.String()
+	case broadcast:
+		name += fmt.Sprintf(" from rank %d", h.Root)
+	}
+	return fmt.Sprintf("%s of %d %v", name, h.Count, h.Type)
+}
+
+type message struct {
+	header header
+	data   []byte
+}
+
+// peer is the connection to another rank. The group's lock guards what is not the queue's.
+type peer struct {
+	rank           int
+	conn           net.Conn
+	sent, received uint64 // messages that were numbered
+	inbox          map[uint64]message
+	left           bool
+
+	mu      sync.Mutex
+	more    sync.Cond
+	outbox  []message
+	ended   bool
+	written chan struct{} // closed when nothing more is written
+}
+
+func newPeer(rank int, conn net.Conn) *peer {
+	p := &peer{rank: rank, conn: conn, inbox: map[uint64]message{}, written: make(chan struct{})}
+	p.more.L = &p.mu
+	return p
+}
+
+// queue never waits, so that no rank waits for another to send.
+func (p *peer) queue(h header, data []byte) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.ended {
+		p.outbox = append(p.outbox, message{h, data})
+		p.more.Signal()
+	}
+}
+
+// end lets the messages in the queue go out where all is well, and cuts the connection where it is
+// not.
+func (p *peer) end(well bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.ended {
+		return
+	}
+	p.ended = true
+	if well {
+		p.outbox = append(p.outbox, message{header: header{Call: bye}})
+	} else {
+		p.outbox = nil
+		p.conn.Close()
+	}
+	p.more.Signal()
+}
+
+// writeAll writes until the end.
+func (p *peer) writeAll(g *Group) {
+	defer close(p.written)
+	w := bufio.NewWriter(p.conn)
+	for {
+		p.mu.Lock()
+		for len(p.outbox) == 0 && !p.ended {
+			p.more.Wait()
+		}
+		list, ended := p.outbox, p.ended
+		p.outbox = nil
+		p.mu.Unlock()
+		var err error
+		for _, m := range list {
+			err = errors.Join(err, binary.Write(w, binary.BigEndian, m.header),
+				binary.Write(w, binary.BigEndian, uint64(len(m.data))))
+			_, werr := w.Write(m.data)
+			err = errors.Join(err, werr)
+		}
+		if err = errors.Join(err, w.Flush()); err != nil && !ended {
+			g.gone(p, err)
+		}
+		if ended || err != nil {
+			p.conn.Close()
+			return
+		}
+	}
+}
+
+// readAll puts messages into the inbox until the end.
+func (p *peer) readAll(g *Group) {
+	r := bufio.NewReader(p.conn)
+	for {
+		var m message
+		var length uint64
+		err := binary.Read(r, binary.BigEndian, &m.header)
+		if err == nil {
+			err = binary.Read(r, binary.BigEndian, &length)
+		}
+		if err == nil && (m.header.Call > bye || length > maxBytes) {
+			err = errors.New("what it sent is no message")
+		}
+		if err == nil && m.header.Call == bye {
+			g.mu.Lock()
+			p.left = true
+			g.changed.Broadcast()
+			g.mu.Unlock()
+			return
+		}
+		if err == nil {
+			m.data = make([]byte, length)
+			_, err = io.ReadFull(r, m.data)
+		}
+		if err != nil {
+			g.gone(p, err)
+			return
+		}
+		g.mu.Lock()
+		p.inbox[m.header.Turn] = m
+		g.changed.Broadcast()
+		g.mu.Unlock()
+	}
+}
+
+const maxBytes = 1 << 40
+
+// gone ends the group because a rank is gone, unless that rank has left as it should.
+func (g *Group) gone(p *peer, err error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !p.left {
+		g.end(fmt.Errorf("loopback: rank %d: %w: %w", p.rank, comm.ErrPeer, err))
+	}
+}
+
+// New connects all ranks of a world to each other. Every rank must call it.
+func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
+	g := &Group{world: w, device: d, peers: make([]*peer, w.Size()), registrations: map[comm.Registration]bool{}}
+	g.changed.L = &g.mu
+	if w.Size() == 1 {
+		return g, nil
+	}
+	conns, err := connect(ctx, w)
+	if err != nil {
+		return nil, fmt.Errorf("loopback: rank %d: %w", w.Rank(), err)
+	}
+	for r, conn := range conns {
+		if conn != nil {
+			g.peers[r] = newPeer(r, conn)
+		}
+	}
+	for _, p := range g.peers {
+		if p != nil {
+			go p.writeAll(g)
+			go p.readAll(g)
+		}
+	}
+	return g, nil
+}
+
+// invitation is where a rank listens, and the word that it wants to hear.
+type invitation struct {
+	Address string
+	Word    [16]byte
+}
+
+// greeting is what a rank says to one that it connects to.
+type greeting struct {
+	Word [16]byte
+	Rank uint32
+}
+
+// connect makes a connection to every other rank: the higher rank calls the lower one.
+func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
+	conns = make([]net.Conn, w.Size())
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	defer listener.Close()
+	defer func() {
+		if err != nil {
+			closeAll(conns)
+		}
+	}()
+	mine := invitation{Address: listener.Addr().String()}
+	rand.Read(mine.Word[:])
+	text, err := json.Marshal(mine)
+	if err != nil {
+		return nil, err
+	}
+	texts, err := w.Gather(ctx, "loopback", text)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(ctx, func() { listener.Close() })()
+	go func() {
+		select {
+		case <-w.Done(): // a rank that is gone will not call
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	for r := range w.Rank() {
+		var to invitation
+		if err := json.Unmarshal(texts[r], &to); err != nil {
+			return conns, err
+		}
+		if conns[r], err = dial(ctx, to, w.Rank()); err != nil {
+			return conns, errors.Join(err, w.Err())
+		}
+	}
+	for n := w.Rank() + 1; n < w.Size(); {
+		conn, err := listener.Accept()
+		if err != nil {
+			return conns, errors.Join(err, w.Err())
+		}
+		if r, ok := hear(conn, mine.Word, w); ok && conns[r] == nil {
+			conns[r] = conn
+			n++
+		} else {
+			conn.Close()
+		}
+	}
+	return conns, nil
+}
+
+func closeAll(conns []net.Conn) {
+	for _, c := range conns {
+		if c != nil {
+			c.Close()
+		}
+	}
+}
+
+// dial connects to a lower rank.
+func dial(ctx context.Context, to invitation, rank int) (net.Conn, error) {
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "tcp", to.Address)
+	if err != nil {
+		return nil, err
+	}
+	return conn, binary.Write(conn, binary.BigEndian, greeting{to.Word, uint32(rank)})
+}
+
+// strangerTimeout is how long somebody who is no rank may keep one from meeting the others.
+const strangerTimeout = 10 * time.Second
+
+// hear says which higher rank calls.
+func hear(conn net.Conn, word [16]byte, w *comm.World) (rank int, ok bool) {
+	var heard greeting
+	if conn.SetReadDeadline(time.Now().Add(strangerTimeout)) != nil ||
+		binary.Read(conn, binary.BigEndian, &heard) != nil || conn.SetReadDeadline(time.Time{}) != nil {
+		return 0, false
+	}
+	rank = int(heard.Rank)
+	return rank, heard.Word == word && rank > w.Rank() && rank < w.Size()
+}

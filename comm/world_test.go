@@ -1,0 +1,349 @@
+package comm
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// patience is far more than anything here takes: a test that needs it fails.
+const patience = 100 * time.Second
+
+// places are those of a run on this host, at ports that nobody uses.
+func places(t *testing.T, size int) []Place {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	require.NoError(t, l.Close())
+	all := make([]Place, size)
+	for r := range all {
+		all[r] = Place{Rank: r, Size: size, LocalRank: r, LocalSize: size, MasterAddr: "127.0.0.1", MasterPort: port,
+			Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port), Secret: "s"}
+	}
+	return all
+}
+
+// everywhere runs f for each rank at once and returns their errors.
+func everywhere(size int, f func(rank int) error) []error {
+	errs := make([]error, size)
+	var wg sync.WaitGroup
+	for r := range size {
+		wg.Go(func() { errs[r] = f(r) })
+	}
+	wg.Wait()
+	return errs
+}
+
+// worlds joins all ranks of a run.
+func worlds(t *testing.T, size int, o Options) []*World {
+	t.Helper()
+	p, all := places(t, size), make([]*World, size)
+	if o.Timeout == 0 {
+		o.Timeout = patience
+	}
+	errs := everywhere(size, func(r int) (err error) {
+		all[r], err = Join(t.Context(), p[r], o)
+		return err
+	})
+	require.NoError(t, errors.Join(errs...))
+	t.Cleanup(func() {
+		everywhere(size, func(r int) error {
+			all[r].Fail(errors.New("the test is over"))
+			return all[r].Close()
+		})
+	})
+	return all
+}
+
+func TestGather(t *testing.T) {
+	for _, size := range []int{1, 2, 3, 8} {
+		all := worlds(t, size, Options{})
+		var values [][]byte
+		for r := range size {
+			values = append(values, bytes.Repeat([]byte{byte(r)}, r*r*1000))
+		}
+		errs := everywhere(size, func(r int) error {
+			if all[r].Rank() != r || all[r].Size() != size {
+				return fmt.Errorf("rank %d of %d", all[r].Rank(), all[r].Size())
+			}
+			for range 3 { // a key may be used again
+				got, err := all[r].Gather(t.Context(), "values", values[r])
+				if err != nil {
+					return err
+				}
+				for i := range got {
+					if !bytes.Equal(got[i], values[i]) {
+						return fmt.Errorf("part %d differs", i)
+					}
+				}
+			}
+			if err := all[r].Barrier(t.Context(), "end"); err != nil {
+				return err
+			}
+			return all[r].Close()
+		})
+		require.NoError(t, errors.Join(errs...), size)
+		for _, w := range all {
+			require.ErrorIs(t, w.Err(), ErrClosed)
+			_, err := w.Gather(t.Context(), "values", nil)
+			require.ErrorIs(t, err, ErrClosed)
+		}
+	}
+}
+
+// TestBarrierWaits: nobody passes before the last has come.
+func TestBarrierWaits(t *testing.T) {
+	all := worlds(t, 3, Options{})
+	var mu sync.Mutex
+	come := 0
+	errs := everywhere(3, func(r int) error {
+		mu.Lock()
+		come++
+		mu.Unlock()
+		err := all[r].Barrier(t.Context(), "b")
+		mu.Lock()
+		defer mu.Unlock()
+		if come != 3 {
+			return fmt.Errorf("passed after %d", come)
+		}
+		return err
+	})
+	require.NoError(t, errors.Join(errs...))
+}
+
+func TestFactsMustAgree(t *testing.T) {
+	p := places(t, 3)
+	errs := everywhere(3, func(r int) error {
+		lr := "0.1"
+		if r == 2 {
+			lr = "0.2"
+		}
+		_, err := Join(t.Context(), p[r], Options{Timeout: patience,
+			Facts: []Fact{{"version", "1"}, {"learning rate", lr}}})
+		return err
+	})
+	for r, err := range errs {
+		require.ErrorContains(t, err, `learning rate differs: "0.1" at rank 0, "0.2" at rank 2`, r)
+	}
+	p = places(t, 2)
+	errs = everywhere(2, func(r int) error {
+		_, err := Join(t.Context(), p[r], Options{Timeout: patience, Facts: make([]Fact, r)})
+		return err
+	})
+	for _, err := range errs {
+		require.ErrorContains(t, err, "start the same program everywhere")
+	}
+}
+
+func TestMissingRanksAreNamed(t *testing.T) {
+	p := places(t, 4)
+	errs := everywhere(4, func(r int) error {
+		if r == 1 || r == 3 {
+			return nil
+		}
+		_, err := Join(t.Context(), p[r], Options{Timeout: 3 * time.Second})
+		return err
+	})
+	for _, r := range []int{0, 2} {
+		var e *RankError
+		require.ErrorAs(t, errs[r], &e)
+		require.Equal(t, 1, e.Rank)
+		require.ErrorContains(t, e, "did not join within 3s. Missing of 4: [rank 1 rank 3]")
+	}
+}
+
+func TestRankZeroIsMissing(t *testing.T) {
+	p := places(t, 2)
+	_, err := Join(t.Context(), p[1], Options{Timeout: 50 * time.Millisecond})
+	require.ErrorContains(t, err, "rank 0 was not found at 127.0.0.1, ports "+strconv.Itoa(p[1].ports()[0]))
+	require.ErrorContains(t, err, "is MASTER_ADDR its host?")
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+
+	ctx, cancel := context.WithCancelCause(t.Context())
+	stopped := errors.New("stopped")
+	cancel(stopped)
+	_, err = Join(ctx, p[1], Options{})
+	require.ErrorIs(t, err, stopped)
+}
+
+// TestTakenPorts: another run's rank 0, a program that says nothing of use and one that hangs up
+// have the first ports.
+func TestTakenPorts(t *testing.T) {
+	p := places(t, 2)
+	first := p[0].ports()[0]
+	other := p[0]
+	other.Run = "another run"
+	s, err := openStore(other, patience, 0)
+	require.NoError(t, err)
+	defer s.close(0)
+	for i, say := range []string{"HTTP/1.1 400 Bad Request\r\n\r\n and so on", ""} {
+		l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(first+1+i)))
+		if err != nil {
+			continue // a third program has it
+		}
+		defer l.Close()
+		go func() {
+			for {
+				conn, err := l.Accept()
+				if err != nil {
+					return
+				}
+				_, _ = conn.Write([]byte(say))
+				conn.Close()
+			}
+		}()
+	}
+	errs := everywhere(2, func(r int) error {
+		w, err := Join(t.Context(), p[r], Options{Timeout: patience})
+		if err != nil {
+			return err
+		}
+		return w.Close()
+	})
+	require.NoError(t, errors.Join(errs...))
+}
+
+func TestStrangersAreRefused(t *testing.T) {
+	all := worlds(t, 2, Options{})
+	place := all[0].place
+	_, port, err := net.SplitHostPort(all[0].store.listener.Addr().String())
+	require.NoError(t, err)
+	place.MasterPort, err = strconv.Atoi(port)
+	require.NoError(t, err)
+	for _, c := range []struct {
+		change func(*Place)
+		final  bool
+		want   string
+	}{
+		{func(p *Place) { p.Run = "yesterday" }, false, "this is run"},
+		{func(p *Place) { p.Secret = "guess" }, false, "another KASMINA_SECRET"},
+		{func(p *Place) { p.Size = 5 }, true, "rank 1 of 5 came to a run of 2 ranks"},
+		{func(p *Place) { p.Rank = 7 }, true, "rank 7 of 2 came"},
+		{func(*Place) {}, true, "has this rank already"},
+	} {
+		p := place
+		p.Rank = 1
+		c.change(&p)
+		_, final, err := greet(t.Context(), p, place.MasterPort)
+		require.ErrorContains(t, err, c.want)
+		require.Equal(t, c.final, final, c.want)
+	}
+	require.NoError(t, all[0].Err())
+	errs := everywhere(2, func(r int) error { return all[r].Barrier(t.Context(), "still well") })
+	require.NoError(t, errors.Join(errs...))
+}
+
+// TestFailureIsTold: every rank ends with the cause, whoever fails and however.
+func TestFailureIsTold(t *testing.T) {
+	const size = 3
+	for _, c := range []struct {
+		name string
+		end  func(*World)
+		want string
+	}{
+		{"fails", func(w *World) { w.Fail(errors.New("out of paper")) }, "failed: out of paper"},
+		{"dies", func(w *World) { w.wire.Close() }, "died"},
+	} {
+		for bad := range size {
+			if c.name == "dies" && bad == 0 {
+				continue // below
+			}
+			all := worlds(t, size, Options{})
+			errs := everywhere(size, func(r int) error {
+				if r == bad {
+					c.end(all[r])
+					<-all[r].Done()
+					return nil
+				}
+				return all[r].Barrier(t.Context(), "b")
+			})
+			for r, err := range errs {
+				if r == bad {
+					continue
+				}
+				var e *RankError
+				require.ErrorAs(t, err, &e, "%s: rank %d of %d", c.name, bad, r)
+				require.Equal(t, bad, e.Rank)
+				require.Equal(t, os.Getpid(), e.PID)
+				require.ErrorContains(t, e, c.want)
+				<-all[r].Done()
+				require.Equal(t, err, all[r].Err())
+			}
+			require.Error(t, all[bad].Err())
+		}
+	}
+}
+
+// TestRankZeroDies: without the store the others still learn who is gone.
+func TestRankZeroDies(t *testing.T) {
+	all := worlds(t, 3, Options{})
+	for _, seat := range all[0].store.seats {
+		seat.wire.Conn.(*net.TCPConn).SetLinger(0)
+		seat.wire.Close()
+	}
+	for _, w := range all[1:] {
+		err := w.Barrier(t.Context(), "b")
+		var e *RankError
+		require.ErrorAs(t, err, &e)
+		require.Equal(t, 0, e.Rank)
+		require.ErrorContains(t, e, "died")
+	}
+}
+
+// TestSilentRankIsFound: one rank reports no more.
+func TestSilentRankIsFound(t *testing.T) {
+	all := worlds(t, 3, Options{Deadline: 50 * time.Millisecond})
+	require.NoError(t, all[1].Report(41))
+	for _, w := range all {
+		<-w.Done()
+		var e *RankError
+		require.ErrorAs(t, w.Err(), &e)
+		require.Equal(t, 1, e.Rank)
+		require.ErrorContains(t, e, "hangs: no report for 50ms. Last steps reported, by rank: -1, 41, -1")
+	}
+}
+
+// TestReportsKeepARunAlive: with a deadline that no machine misses, nobody is called silent, and a
+// rank that has left is no longer waited for.
+func TestReportsKeepARunAlive(t *testing.T) {
+	all := worlds(t, 2, Options{Deadline: patience})
+	errs := everywhere(2, func(r int) error {
+		for step := range 100 {
+			if err := all[r].Report(step); err != nil {
+				return err
+			}
+		}
+		return all[r].Close()
+	})
+	require.NoError(t, errors.Join(errs...))
+	require.Equal(t, -1, all[0].store.silent())
+}
+
+func TestGatherGivesUp(t *testing.T) {
+	all := worlds(t, 2, Options{})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := all[0].Gather(ctx, "alone", nil)
+	require.ErrorIs(t, err, context.Canceled)
+	require.ErrorContains(t, err, `gathering "alone"`)
+	require.NoError(t, all[0].Err())
+}
+
+func TestAlone(t *testing.T) {
+	w, err := Join(t.Context(), Place{Size: 1, LocalSize: 1}, Options{})
+	require.NoError(t, err)
+	require.NoError(t, w.Report(0))
+	require.NoError(t, w.Close())
+	_, err = Join(t.Context(), Place{Rank: 2, Size: 2, LocalSize: 1}, Options{})
+	require.ErrorContains(t, err, "rank 2 of 2")
+}
