@@ -1,12 +1,12 @@
 // Package comm joins the processes of a run, one for each GPU: where each stands, how they meet,
 // and how they exchange data.
 //
-//   - [FromEnvironment] reads a process's [Place] from what torchrun, Slurm, Open MPI or a Kubernetes
-//     operator sets. Package launch starts the processes of one host itself.
-//   - [Join] meets the others at rank 0, over TCP, and returns the [World]. It gathers small values,
-//     and every rank learns when one fails, dies or falls silent.
-//   - A [Group] has the collectives on device memory: package nccl for GPUs, package loopback over TCP
-//     for tests without one.
+//   - [FromEnvironment] reads a process's [Place] from what torchrun, Slurm, Open MPI or a
+//     Kubernetes operator sets. Package launch starts the processes of one host itself.
+//   - [Join] meets the others at rank 0, over TCP, and returns the [World]. It gathers small
+//     values, and every rank learns when one fails, dies or falls silent.
+//   - A [Group] has the collectives on device memory: package nccl for GPUs, package loopback over
+//     TCP for tests without one.
 //   - [Watch] ties both together: the death of a rank aborts the work that waits for it.
 //
 // # What has the same bits
@@ -15,25 +15,26 @@
 // NaN payloads and signs of zeros included. Max and Min have one result, apart from NaN. Sums of
 // integers have one result too.
 //
-// Sums of floating-point numbers depend on their order, and the order of AllReduce and ReduceScatter
-// depends on the number of ranks, on the length and on the way that NCCL takes. Two runs on the same
-// ranks may agree; runs on 2 and 4 ranks do not. Package loopback, too, adds in an order that depends
-// on the number of ranks, so that tests notice who relies on it.
+// Sums of floating-point numbers depend on their order, and the order of AllReduce and
+// ReduceScatter depends on the number of ranks, on the length and on the way that NCCL takes. Two
+// runs on the same ranks may agree; runs on 2 and 4 ranks do not. Package loopback, too, adds in an
+// order that depends on the number of ranks, so that tests notice who relies on it.
 //
 // # Sums in order
 //
-// [OrderedSum] makes sums whose bits do not depend on the number of ranks. A batch is M micro-batches,
-// and micro-batch m belongs to rank m mod N in round m / N, N being the number of ranks. After each
-// round every rank sends to each owner the owner's shard of its gradient, all in one Batch of sends
-// and receives. The owner then adds what arrived, in the order of ranks, with one kernel:
+// [OrderedSum] makes sums whose bits do not depend on the number of ranks. A batch is M
+// micro-batches, and micro-batch m belongs to rank m mod N in round m / N, N being the number of
+// ranks. After each round every rank sends to each owner the owner's shard of its gradient, all in
+// one Batch of sends and receives. The owner then adds what arrived, in the order of ranks, with
+// one kernel:
 //
 //	acc = (((acc + g₀) + g₁) + …) + gₙ₋₁
 //
 // Round after round this is the sum over m = 0, 1, …, M−1 from left to right, each step rounded
 // once, for every N: on one GPU the same kernel adds one contribution at a time. Three things are
-// needed for it. The sum starts with a copy of the first contribution. Contributions have the type in
-// which they travel on one GPU, too. And no rank adds its own micro-batches before it sends them:
-// that would be another order.
+// needed for it. The sum starts with a copy of the first contribution. Contributions have the type
+// in which they travel on one GPU, too. And no rank adds its own micro-batches before it sends
+// them: that would be another order.
 //
 // Where N does not divide M the last round has fewer contributors: the first M mod N ranks.
 //

@@ -30,7 +30,8 @@ const (
 var types = [numTypes]struct {
 	name string
 	size int
-}{Uint8: {"uint8", 1}, Int32: {"int32", 4}, Int64: {"int64", 8}, Uint64: {"uint64", 8}, Float16: {"float16", 2},
+}{Uint8: {"uint8", 1}, Int32: {"int32", 4}, Int64: {"int64", 8}, Uint64: {"uint64", 8},
+	Float16: {"float16", 2},
 	Float32: {"float32", 4}, Float64: {"float64", 8}, BFloat16: {"bfloat16", 2}}
 
 func (t Type) String() string {

@@ -125,4 +125,5 @@ func newNonce() []byte {
 
 // keepAlive lets the kernel find, within 15 s, a host that is gone. It does not depend on how busy
 // the process at the other end is.
-var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second, Count: 2}
+var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 5 * time.Second,
+	Count: 2}

@@ -29,7 +29,8 @@ func (s Shards) Count() int { return s[len(s)-1] }
 // Check says what is wrong with shards for so many ranks.
 func (s Shards) Check(size int) error {
 	if len(s) != size+1 || s[0] != 0 || !slices.IsSorted(s) {
-		return fmt.Errorf("comm: shards %v of %d ranks: want %d bounds that rise from 0", []int(s), size, size+1)
+		return fmt.Errorf("comm: shards %v of %d ranks: want %d bounds that rise from 0", []int(s), size,
+			size+1)
 	}
 	return nil
 }
@@ -39,13 +40,14 @@ func (s Shards) Check(size int) error {
 //	acc[i] = (((acc[i] + parts[0][i]) + parts[1][i]) + …)
 //
 // for count elements, each sum rounded to float32. acc is float32, the parts are of type t. With
-// first, acc[i] starts as parts[0][i] itself: not as 0 + parts[0][i], which would lose the sign of −0.
+// first, acc[i] starts as parts[0][i] itself: not as 0 + parts[0][i], which would lose the sign of
+// −0.
 type Adder interface {
 	AddInOrder(acc Ptr, parts []Ptr, first bool, count int, t Type, s Stream) error
 }
 
-// OrderedSum adds the contributions of micro-batches, in the order of the micro-batches, at the rank
-// that owns the sum. The result has the same bits for every number of ranks: see the package's
+// OrderedSum adds the contributions of micro-batches, in the order of the micro-batches, at the
+// rank that owns the sum. The result has the same bits for every number of ranks: see the package's
 // documentation.
 type OrderedSum struct {
 	Group  Group
@@ -88,7 +90,8 @@ func (o OrderedSum) Add(acc, contribution Ptr, contributors int, first bool, s S
 
 // exchange sends each owner its shard, and returns where the contributions to this rank's lie, by
 // rank. This rank's own stays where it is.
-func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (parts []Ptr, err error) {
+func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (parts []Ptr,
+	err error) {
 	me, own := o.Group.Rank(), o.Shards.Len(o.Group.Rank())
 	err = o.Group.Batch(func(c Collectives) error {
 		slot := o.Staging

@@ -32,8 +32,8 @@ type Place struct {
 // PortWindow is the number of ports from MasterPort on that rank 0 may listen at.
 const PortWindow = 16
 
-// SecretVariable is the environment variable that sets [Place.Secret]. The launcher makes one up for
-// each run.
+// SecretVariable is the environment variable that sets [Place.Secret]. The launcher makes one up
+// for each run.
 const SecretVariable = "KASMINA_SECRET"
 
 const defaultPort = 29500 // torchrun's
@@ -80,7 +80,8 @@ func FromEnvironment(getenv func(string) string) (Place, error) {
 func (p Place) Check() error {
 	switch {
 	case p.Size < 1 || p.Rank < 0 || p.Rank >= p.Size:
-		return fmt.Errorf("rank %d of %d: want a rank from 0 to the number of ranks less one", p.Rank, p.Size)
+		return fmt.Errorf("rank %d of %d: want a rank from 0 to the number of ranks less one", p.Rank,
+			p.Size)
 	case p.LocalSize < 1 || p.LocalSize > p.Size || p.LocalRank < 0 || p.LocalRank >= p.LocalSize:
 		return fmt.Errorf("local rank %d of %d in a run of %d ranks: want 0 ≤ local rank < local size ≤ size",
 			p.LocalRank, p.LocalSize, p.Size)
@@ -183,12 +184,14 @@ func (e *environment) openMPI() Place {
 	if p.MasterAddr == "" {
 		e.fail("no address of rank 0: run mpirun -x MASTER_ADDR=HOST with the first host of the host file")
 	}
-	p.Run = net.JoinHostPort(p.MasterAddr, strconv.Itoa(p.MasterPort)) + " " + e.getenv("PMIX_NAMESPACE")
+	p.Run = net.JoinHostPort(p.MasterAddr, strconv.Itoa(p.MasterPort)) + " " +
+		e.getenv("PMIX_NAMESPACE")
 	return p
 }
 
 func (e *environment) trainer() Place {
-	p := Place{Source: "Kubeflow Trainer", Rank: e.number("PET_NODE_RANK"), Size: e.number("PET_NNODES"),
+	p := Place{Source: "Kubeflow Trainer", Rank: e.number("PET_NODE_RANK"),
+		Size:      e.number("PET_NNODES"),
 		LocalSize: 1, MasterAddr: e.getenv("PET_MASTER_ADDR"),
 		MasterPort: e.numberOr(defaultPort, "PET_MASTER_PORT")}
 	if per := e.getenv("PET_NPROC_PER_NODE"); per != "" && per != "1" {
@@ -208,7 +211,8 @@ func (e *environment) slurm() Place {
 	if p.MasterAddr != "" {
 		return p
 	}
-	list := cmp.Or(e.getenv("SLURM_STEP_NODELIST"), e.getenv("SLURM_JOB_NODELIST"), e.getenv("SLURM_NODELIST"))
+	list := cmp.Or(e.getenv("SLURM_STEP_NODELIST"), e.getenv("SLURM_JOB_NODELIST"),
+		e.getenv("SLURM_NODELIST"))
 	hosts, err := slurmHosts(list)
 	if err != nil {
 		e.fail("list of nodes: %w", err)

@@ -43,21 +43,28 @@ func TestReplayedEnvironments(t *testing.T) {
 	}{
 		{"torchrun.env", nil, Place{Rank: 5, Size: 8, LocalRank: 1, LocalSize: 4, MasterAddr: "node-a",
 			MasterPort: 29401, Run: "node-a:29400 run7.2", Source: "torchrun"}},
-		{"torchrun.env", []string{"TORCHELASTIC_USE_AGENT_STORE=False"}, Place{Rank: 5, Size: 8, LocalRank: 1,
-			LocalSize: 4, MasterAddr: "node-a", MasterPort: 29400, Run: "node-a:29400 run7.2", Source: "torchrun"}},
-		{"pytorchjob.env", nil, Place{Rank: 1, Size: 3, LocalSize: 1, MasterAddr: "llama-master-0", MasterPort: 23456,
-			Run: "llama-master-0:23456", Source: "torchrun"}},
+		{"torchrun.env", []string{"TORCHELASTIC_USE_AGENT_STORE=False"}, Place{Rank: 5, Size: 8,
+			LocalRank: 1,
+			LocalSize: 4, MasterAddr: "node-a", MasterPort: 29400, Run: "node-a:29400 run7.2",
+			Source: "torchrun"}},
+		{"pytorchjob.env", nil, Place{Rank: 1, Size: 3, LocalSize: 1, MasterAddr: "llama-master-0",
+			MasterPort: 23456,
+			Run:        "llama-master-0:23456", Source: "torchrun"}},
 		{"trainer.env", nil, Place{Rank: 1, Size: 2, LocalSize: 1, MasterAddr: "kasmina-node-0-0.kasmina",
 			MasterPort: 29400, Run: "kasmina-node-0-0.kasmina:29400", Source: "Kubeflow Trainer"}},
 		{"srun.env", nil, Place{Rank: 6, Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "gpu07",
 			MasterPort: 15000 + 4243%1024*16, Run: "slurm 4242.1", Source: "Slurm"}},
-		{"srun.env", []string{"MASTER_ADDR=10.0.0.7", "MASTER_PORT=1234", SecretVariable + "=s"}, Place{Rank: 6,
-			Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "10.0.0.7", MasterPort: 1234, Run: "slurm 4242.1",
-			Secret: "s", Source: "Slurm"}},
+		{"srun.env", []string{"MASTER_ADDR=10.0.0.7", "MASTER_PORT=1234", SecretVariable + "=s"},
+			Place{Rank: 6,
+				Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "10.0.0.7", MasterPort: 1234,
+				Run:    "slurm 4242.1",
+				Secret: "s", Source: "Slurm"}},
 		{"srun.env", []string{"SLURM_STEP_ID="}, Place{Size: 1, LocalSize: 1}}, // the batch script itself
-		{"mpirun.env", nil, Place{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "pi-worker-0.pi",
+		{"mpirun.env", nil, Place{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2,
+			MasterAddr: "pi-worker-0.pi",
 			MasterPort: 29500, Run: "pi-worker-0.pi:29500 prterun-pi-launcher-1@1", Source: "Open MPI"}},
-		{"mpirun.env", []string{"MASTER_ADDR=", "OMPI_COMM_WORLD_LOCAL_SIZE=4"}, Place{Rank: 3, Size: 4, LocalRank: 1,
+		{"mpirun.env", []string{"MASTER_ADDR=", "OMPI_COMM_WORLD_LOCAL_SIZE=4"}, Place{Rank: 3, Size: 4,
+			LocalRank: 1,
 			LocalSize: 4, MasterAddr: "127.0.0.1", MasterPort: 29500,
 			Run: "127.0.0.1:29500 prterun-pi-launcher-1@1", Source: "Open MPI"}},
 	} {
@@ -124,7 +131,8 @@ func TestSlurmHosts(t *testing.T) {
 		require.NoError(t, err, list)
 		require.Equal(t, want, strings.Join(got, " "), list)
 	}
-	for _, list := range []string{"", ",", "a,", "a[", "a]", "a[1", "a[]", "a[x]", "a[2-1]", "a[1-]", "a[[1]]",
+	for _, list := range []string{"", ",", "a,", "a[", "a]", "a[1", "a[]", "a[x]", "a[2-1]", "a[1-]",
+		"a[[1]]",
 		"a[1-2-3]", "a[0-999999999]", "a[0-9999][0-9999]", "a[-1]", "a[0-4294967296]"} {
 		hosts, err := slurmHosts(list)
 		require.Error(t, err, "%s: %v", list, len(hosts))
@@ -133,7 +141,8 @@ func TestSlurmHosts(t *testing.T) {
 
 // FuzzSlurmHosts: any list is refused or expands to names, without end or panic.
 func FuzzSlurmHosts(f *testing.F) {
-	for _, list := range []string{"gpu[01-03,7],login", "r[1-2]n[0-1]-ib", "a[0-99999]b[0-99999]", "[[", "a[1]]"} {
+	for _, list := range []string{"gpu[01-03,7],login", "r[1-2]n[0-1]-ib", "a[0-99999]b[0-99999]",
+		"[[", "a[1]]"} {
 		f.Add(list)
 	}
 	f.Fuzz(func(t *testing.T, list string) {

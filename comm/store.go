@@ -55,7 +55,8 @@ func openStore(p Place, joining, deadline time.Duration) (*store, error) {
 		failures = append(failures, err)
 	}
 	if listener == nil {
-		return nil, fmt.Errorf("rank 0 found no free port; set MASTER_PORT to another: %w", errors.Join(failures...))
+		return nil, fmt.Errorf("rank 0 found no free port; set MASTER_PORT to another: %w",
+			errors.Join(failures...))
 	}
 	s := &store{place: p, deadline: deadline, listener: listener, seats: make([]seat, p.Size),
 		gathering: map[string]*gathering{}, empty: make(chan struct{})}
@@ -156,7 +157,8 @@ func (s *store) judge(m message, nonce []byte) (kind, string) {
 		return refused, fmt.Sprintf("it has another %s", SecretVariable)
 	}
 	if m.Size != s.place.Size || m.Member.Rank < 0 || m.Member.Rank >= s.place.Size {
-		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks", m.Member.Rank, m.Size, s.place.Size)
+		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks", m.Member.Rank, m.Size,
+			s.place.Size)
 	}
 	return welcome, ""
 }
@@ -227,7 +229,8 @@ func (s *store) expireReport() {
 		others = append(others, strconv.FormatInt(seat.step, 10))
 	}
 	e := &RankError{member: s.seats[r].member, Reason: fmt.Sprintf(
-		"hangs: no report for %v. Last steps reported, by rank: %s", s.deadline, strings.Join(others, ", "))}
+		"hangs: no report for %v. Last steps reported, by rank: %s", s.deadline, strings.Join(others,
+			", "))}
 	s.mu.Unlock()
 	s.fail(e)
 }

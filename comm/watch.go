@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// Watch keeps an eye on a group until the context ends. When another rank cannot go on it aborts the
-// group, so that no work waits for a rank that is gone; when the group's own work fails it tells the
-// other ranks. It asks the group every interval, 100 ms where that is 0.
+// Watch keeps an eye on a group until the context ends. When another rank cannot go on it aborts
+// the group, so that no work waits for a rank that is gone; when the group's own work fails it
+// tells the other ranks. It asks the group every interval, 100 ms where that is 0.
 //
 // Its error is the cause, or nil where the context ended first.
 func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error {
@@ -42,8 +42,8 @@ var ErrPeer = errors.New("comm: another rank is gone")
 const hearsay = 3 * time.Second
 
 // Blame finds why work of this rank failed, and tells the others. Where the error is [ErrPeer] it
-// waits a little for the cause: the rank that is gone says it, or its death does. Any other error is
-// this rank's own, and becomes the others' cause by Fail.
+// waits a little for the cause: the rank that is gone says it, or its death does. Any other error
+// is this rank's own, and becomes the others' cause by Fail.
 func (w *World) Blame(err error) error {
 	if errors.Is(err, ErrPeer) {
 		select {

@@ -57,8 +57,8 @@ type World struct {
 
 const joinKey = "join#0"
 
-// Join meets the other ranks and returns when all are there. Rank 0 must be reachable at the place's
-// address. The error says which ranks are missing, or in which fact a rank differs.
+// Join meets the other ranks and returns when all are there. Rank 0 must be reachable at the
+// place's address. The error says which ranks are missing, or in which fact a rank differs.
 func Join(ctx context.Context, p Place, o Options) (*World, error) {
 	if err := p.Check(); err != nil {
 		return nil, fmt.Errorf("comm: %w", err)
@@ -177,7 +177,8 @@ func greet(ctx context.Context, p Place, port int) (w *wire, final bool, err err
 		return w, false, err
 	}
 	host, _ := os.Hostname() // only a name for people
-	m := message{Kind: join, Member: member{p.Rank, host, os.Getpid()}, Size: p.Size, Run: p.Run, Nonce: newNonce()}
+	m := message{Kind: join, Member: member{p.Rank, host, os.Getpid()}, Size: p.Size, Run: p.Run,
+		Nonce: newNonce()}
 	m.Proof = proof(p.secret(), asked.Nonce, "rank", m)
 	if err := w.send(m); err != nil {
 		return w, false, err

@@ -27,8 +27,9 @@ func places(t *testing.T, size int) []Place {
 	require.NoError(t, l.Close())
 	all := make([]Place, size)
 	for r := range all {
-		all[r] = Place{Rank: r, Size: size, LocalRank: r, LocalSize: size, MasterAddr: "127.0.0.1", MasterPort: port,
-			Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port), Secret: "s"}
+		all[r] = Place{Rank: r, Size: size, LocalRank: r, LocalSize: size, MasterAddr: "127.0.0.1",
+			MasterPort: port,
+			Run:        fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port), Secret: "s"}
 	}
 	return all
 }
@@ -165,7 +166,8 @@ func TestMissingRanksAreNamed(t *testing.T) {
 func TestRankZeroIsMissing(t *testing.T) {
 	p := places(t, 2)
 	_, err := Join(t.Context(), p[1], Options{Timeout: 50 * time.Millisecond})
-	require.ErrorContains(t, err, "rank 0 was not found at 127.0.0.1, ports "+strconv.Itoa(p[1].ports()[0]))
+	require.ErrorContains(t, err,
+		"rank 0 was not found at 127.0.0.1, ports "+strconv.Itoa(p[1].ports()[0]))
 	require.ErrorContains(t, err, "is MASTER_ADDR its host?")
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 

@@ -2,9 +2,9 @@
 // process: for tests on any number of ranks without a GPU.
 //
 // It does what NCCL does, at a thousandth of the speed: work runs on streams, sends and receives
-// that do not meet wait, sums depend on the number of ranks, and a rank that is gone makes work fail
-// later, when [Group.Err] says so. It is stricter in one thing: ranks that call different collectives
-// get an error that says which, where NCCL waits for ever or mixes up data.
+// that do not meet wait, sums depend on the number of ranks, and a rank that is gone makes work
+// fail later, when [Group.Err] says so. It is stricter in one thing: ranks that call different
+// collectives get an error that says which, where NCCL waits for ever or mixes up data.
 package loopback
 
 import (
@@ -48,13 +48,14 @@ type operation struct {
 	header header // what the other ranks must have called
 	read   []piece
 	write  []piece
-	// finish gets what was read of this rank's memory and received from each rank, before anything
-	// is written, and fills the buffers that are written.
 	local  piece
-	finish func(own []byte, received [][]byte, written []byte) error
+	finish finish
 	result piece
 	turns  turns
 }
+
+// finish fills the result from what this rank itself contributes and what it received.
+type finish func(own []byte, received [][]byte, result []byte) error
 
 // piece is memory that goes to or comes from a rank.
 type piece struct {
@@ -93,7 +94,8 @@ func (c *calls) others() (ranks []int) {
 	return ranks
 }
 
-func (c *calls) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
+func (c *calls) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
 	if err := comm.CheckCall("AllReduce", c.g, count, t, op, 0); err != nil {
 		return err
 	}
@@ -108,13 +110,15 @@ func (c *calls) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	return c.add(o, s)
 }
 
-func (c *calls) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
+func (c *calls) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
 	if err := comm.CheckCall("ReduceScatter", c.g, count, t, op, 0); err != nil {
 		return err
 	}
 	bytes := count * t.Size()
 	o := operation{header: header{Call: reduceScatter, Type: t, Op: op, Count: uint64(count)},
-		local: piece{at: src.Offset(c.g.Rank()*count, t), bytes: bytes}, result: piece{at: dst, bytes: bytes}}
+		local:  piece{at: src.Offset(c.g.Rank()*count, t), bytes: bytes},
+		result: piece{at: dst, bytes: bytes}}
 	for _, r := range c.others() {
 		o.read = append(o.read, piece{r, src.Offset(r*count, t), bytes})
 		o.write = append(o.write, piece{peer: r, bytes: bytes})
@@ -124,7 +128,7 @@ func (c *calls) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm
 }
 
 // reduction reduces the own part and those received.
-func (c *calls) reduction(t comm.Type, op comm.Op) func(own []byte, received [][]byte, written []byte) error {
+func (c *calls) reduction(t comm.Type, op comm.Op) finish {
 	me := c.g.Rank()
 	return func(own []byte, received [][]byte, written []byte) error {
 		return reduceRing(written, slices.Insert(slices.Clone(received), me, own), t, op)
@@ -137,7 +141,8 @@ func (c *calls) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stre
 	}
 	bytes := count * t.Size()
 	o := operation{header: header{Call: allGather, Type: t, Count: uint64(count)},
-		local: piece{at: src, bytes: bytes}, result: piece{at: dst.Offset(c.g.Rank()*count, t), bytes: bytes}}
+		local:  piece{at: src, bytes: bytes},
+		result: piece{at: dst.Offset(c.g.Rank()*count, t), bytes: bytes}}
 	for _, r := range c.others() {
 		o.read = append(o.read, piece{r, src, bytes})
 		o.write = append(o.write, piece{r, dst.Offset(r*count, t), bytes})
@@ -329,7 +334,8 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 			return nil, g.cause
 		}
 		if p.left {
-			return nil, fmt.Errorf("loopback: rank %d has left, rank %d waits for its %v", rank, g.Rank(), want)
+			return nil, fmt.Errorf("loopback: rank %d has left, rank %d waits for its %v", rank, g.Rank(),
+				want)
 		}
 		g.changed.Wait()
 	}

@@ -133,7 +133,8 @@ func TestCopies(t *testing.T) {
 						if size == 1 {
 							return nil
 						}
-						return errors.Join(c.Send(sent, count, typ, next, stream), c.Recv(received, count, typ, last, stream))
+						return errors.Join(c.Send(sent, count, typ, next, stream), c.Recv(received, count, typ, last,
+							stream))
 					}), me.Sync(stream)); err != nil {
 					return err
 				}
@@ -251,7 +252,8 @@ func TestTwoStreams(t *testing.T) {
 		}
 		err = errors.Join(err, me.Sync(1))
 		for i, p := range results {
-			require.Equal(t, []byte{byte(10 * i), byte(10*i + 1), byte(10*i + 2)}, append([]byte{}, me.get(p, 3)...))
+			require.Equal(t, []byte{byte(10 * i), byte(10*i + 1), byte(10*i + 2)}, append([]byte{},
+				me.get(p, 3)...))
 		}
 		return err
 	})

@@ -61,7 +61,8 @@ func sumOn(t *testing.T, all []rank, batches [][]byte, shards comm.Shards, typ c
 			if r < contributors {
 				mine = me.put(batches[from+r])
 			}
-			if err := o.Add(sum.Offset(shards[r], comm.Float32), mine, contributors, from == 0, 0); err != nil {
+			if err := o.Add(sum.Offset(shards[r], comm.Float32), mine, contributors, from == 0,
+				0); err != nil {
 				return err
 			}
 		}
@@ -88,10 +89,11 @@ func TestOrderedSumSameBits(t *testing.T) {
 				alone := comm.Shards{0, count}
 				want := sumOn(t, groups[1], batches, alone, typ)[0]
 				for _, size := range sizes {
-					for _, shards := range []comm.Shards{comm.EvenShards(count, size, 1), comm.EvenShards(count, size, 16),
-						unevenShards(rng, count, size)} {
+					for _, shards := range []comm.Shards{comm.EvenShards(count, size, 1),
+						comm.EvenShards(count, size, 16), unevenShards(rng, count, size)} {
 						for r, got := range sumOn(t, groups[size], batches, shards, typ) {
-							require.Equal(t, want, got, "%v: %d batches of %d on rank %d of %d, shards %v", typ, n, count, r,
+							require.Equal(t, want, got, "%v: %d batches of %d on rank %d of %d, shards %v", typ, n,
+								count, r,
 								size, shards)
 						}
 					}
@@ -162,12 +164,14 @@ func TestReductionsDependOnRanks(t *testing.T) {
 
 func TestOrderedSumRefuses(t *testing.T) {
 	me := ranks(t, 1)[0]
-	o := comm.OrderedSum{Group: me.Group, Adder: me.Host, Shards: comm.Shards{0, 4}, Type: comm.Float32}
+	o := comm.OrderedSum{Group: me.Group, Adder: me.Host, Shards: comm.Shards{0, 4},
+		Type: comm.Float32}
 	require.ErrorContains(t, o.Add(1, 1, 2, true, 0), "2 contributions by 1 ranks")
 	require.ErrorContains(t, o.Add(1, 1, 0, true, 0), "0 contributions by 1 ranks")
 	o.Type = comm.Int32
 	require.ErrorContains(t, o.Add(1, 1, 1, true, 0), "ordered sum of int32")
 	o.Type, o.Shards = comm.Float32, comm.Shards{0, 2, 1}
 	require.ErrorContains(t, o.Add(1, 1, 1, true, 0), "bounds that rise from 0")
-	require.ErrorContains(t, comm.GatherShards(me.Group, 1, comm.Shards{1, 2}, comm.Float32, 0), "bounds that rise")
+	require.ErrorContains(t, comm.GatherShards(me.Group, 1, comm.Shards{1, 2}, comm.Float32, 0),
+		"bounds that rise")
 }

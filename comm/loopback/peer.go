@@ -39,7 +39,8 @@ const (
 )
 
 func (h header) String() string {
-	name := [...]string{"AllReduce", "ReduceScatter", "AllGather", "Broadcast", "Send and Recv", "Close"}[h.Call]
+	name := [...]string{"AllReduce", "ReduceScatter", "AllGather", "Broadcast", "Send and Recv",
+		"Close"}[h.Call]
 	switch h.Call {
 	case allReduce, reduceScatter:
 		name += " by " + h.Op.String()
@@ -180,7 +181,8 @@ func (g *Group) gone(p *peer, err error) {
 
 // New connects all ranks of a world to each other. Every rank must call it.
 func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
-	g := &Group{world: w, device: d, peers: make([]*peer, w.Size()), registrations: map[comm.Registration]bool{}}
+	g := &Group{world: w, device: d, peers: make([]*peer, w.Size()),
+		registrations: map[comm.Registration]bool{}}
 	g.changed.L = &g.mu
 	if w.Size() == 1 {
 		return g, nil

@@ -11,8 +11,8 @@ import (
 )
 
 // reduceRing reduces the parts of all ranks into dst, as a ring does: the elements are divided into
-// as many blocks as there are ranks, and block b starts at rank b+1 and goes round. So sums depend on
-// the number of ranks, as NCCL's do.
+// as many blocks as there are ranks, and block b starts at rank b+1 and goes round. So sums depend
+// on the number of ranks, as NCCL's do.
 func reduceRing(dst []byte, parts [][]byte, t comm.Type, op comm.Op) error {
 	size, n := t.Size(), len(parts)
 	count := len(dst) / size
@@ -40,9 +40,13 @@ func reducer(t comm.Type, op comm.Op) (func(a, b []byte), error) {
 	case comm.Uint8:
 		return func(a, b []byte) { a[0] = reduce(op, a[0], b[0]) }, nil
 	case comm.Int32:
-		return func(a, b []byte) { e.PutUint32(a, uint32(reduce(op, int32(e.Uint32(a)), int32(e.Uint32(b))))) }, nil
+		return func(a, b []byte) {
+			e.PutUint32(a, uint32(reduce(op, int32(e.Uint32(a)), int32(e.Uint32(b)))))
+		}, nil
 	case comm.Int64:
-		return func(a, b []byte) { e.PutUint64(a, uint64(reduce(op, int64(e.Uint64(a)), int64(e.Uint64(b))))) }, nil
+		return func(a, b []byte) {
+			e.PutUint64(a, uint64(reduce(op, int64(e.Uint64(a)), int64(e.Uint64(b)))))
+		}, nil
 	case comm.Uint64:
 		return func(a, b []byte) { e.PutUint64(a, reduce(op, e.Uint64(a), e.Uint64(b))) }, nil
 	case comm.Float32:

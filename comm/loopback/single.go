@@ -3,12 +3,14 @@ package loopback
 import "github.com/kasmina-go/kasmina/comm"
 
 // AllReduce is described at [comm.Collectives], as are those below.
-func (g *Group) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
+func (g *Group) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
 	return g.Batch(func(c comm.Collectives) error { return c.AllReduce(dst, src, count, t, op, s) })
 }
 
 // ReduceScatter reduces to parts.
-func (g *Group) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
+func (g *Group) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
 	return g.Batch(func(c comm.Collectives) error { return c.ReduceScatter(dst, src, count, t, op, s) })
 }
 

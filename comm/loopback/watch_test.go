@@ -43,7 +43,8 @@ func TestWatchAbortsWork(t *testing.T) {
 	}
 }
 
-// TestWatchTellsOfFailedWork: where a group fails at one rank and nobody died, the others learn why.
+// TestWatchTellsOfFailedWork: where a group fails at one rank and nobody died, the others learn
+// why.
 func TestWatchTellsOfFailedWork(t *testing.T) {
 	all := ranks(t, 3)
 	errs := everywhere(3, func(r int) error {
