@@ -109,7 +109,7 @@ func TestNothingToDo(t *testing.T) {
 func TestFaults(t *testing.T) {
 	for _, call := range []string{"cuModuleLoadDataEx", "cuModuleGetFunction", "cuFuncSetAttribute",
 		"cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuLaunchKernel"} {
-		d := fake.New(fake.Config{AnyKernel: true})
+		d := fake.New(fake.Config{Images: kerneltest.Kernels})
 		ctx, err := d.Retain(0)
 		if err != nil {
 			t.Fatal(err)

@@ -28,7 +28,7 @@ type Context struct {
 	next    uintptr // the last handle given out
 	streams map[gpu.Stream]*stream
 	events  map[gpu.Event]*event
-	modules map[gpu.Module]bool
+	modules map[gpu.Module]module
 	shared  map[uintptr]int // of a function: the most dynamic shared memory it may use
 	graphs  map[uintptr]*capture
 	plans   int
@@ -37,7 +37,7 @@ type Context struct {
 
 func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
 	c := &Context{driver: d, info: info, handle: handle, streams: map[gpu.Stream]*stream{},
-		events: map[gpu.Event]*event{}, modules: map[gpu.Module]bool{}, shared: map[uintptr]int{},
+		events: map[gpu.Event]*event{}, modules: map[gpu.Module]module{}, shared: map[uintptr]int{},
 		graphs: map[uintptr]*capture{}}
 	c.streams[0] = &stream{c: c}
 	return c
@@ -117,15 +117,25 @@ func (c *Context) Close() error {
 	return nil
 }
 
-// LoadModule takes any image: kernels are found among those registered.
+// module is the kernels of an image, where something can list them.
+type module map[string][]gpu.Param
+
+// LoadModule takes any image that Config.Images can read, or any without that.
 func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
 	const call = "cuModuleLoadDataEx"
 	return asked(c, call, func() (gpu.Module, error) {
 		if len(image) == 0 {
 			return 0, gpu.NewError(call, gpu.InvalidImage, "", "the image is empty")
 		}
+		var kernels module
+		if list := c.driver.config.Images; list != nil {
+			var err error
+			if kernels, err = list(image, c.info.Capability()); err != nil {
+				return 0, gpu.NewError(call, gpu.InvalidImage, "", err.Error())
+			}
+		}
 		m := gpu.Module(c.handleFor())
-		c.modules[m] = true
+		c.modules[m] = kernels
 		return m, nil
 	})
 }
@@ -134,7 +144,7 @@ func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
 func (c *Context) UnloadModule(m gpu.Module) error {
 	const call = "cuModuleUnload"
 	return c.locked(call, func() error {
-		if !c.modules[m] {
+		if _, ok := c.modules[m]; !ok {
 			return gpu.NewError(call, gpu.InvalidHandle, "", "")
 		}
 		delete(c.modules, m)
@@ -142,17 +152,19 @@ func (c *Context) UnloadModule(m gpu.Module) error {
 	})
 }
 
-// Function finds a registered kernel.
+// Function finds a kernel, registered or of the module's image.
 func (c *Context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	const call = "cuModuleGetFunction"
 	return asked(c, call, func() (*gpu.Function, error) {
-		if !c.modules[m] {
+		kernels, ok := c.modules[m]
+		if !ok {
 			return nil, gpu.NewError(call, gpu.InvalidHandle, "", "")
 		}
-		if c.driver.config.Kernels[name] == nil && !c.driver.config.AnyKernel {
+		params, ok := kernels[name]
+		if !ok && c.driver.config.Kernels[name] == nil && !c.driver.config.AnyKernel {
 			return nil, gpu.NewError(call, gpu.NotFound, "named symbol not found", "kernel "+name)
 		}
-		f := &gpu.Function{Name: name, Handle: c.handleFor()}
+		f := &gpu.Function{Name: name, Handle: c.handleFor(), Params: params}
 		c.shared[f.Handle] = 48 << 10
 		return f, nil
 	})

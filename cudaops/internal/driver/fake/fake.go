@@ -20,8 +20,13 @@ type Config struct {
 	Devices   []gpu.DeviceInfo // default: one like an H200 with 1 GiB
 	Kernels   map[string]Kernel
 	AnyKernel bool // kernels that are not registered exist and do nothing
-	NoBlas    bool // cuBLASLt is missing
-	Ways      [3]Way
+	// Images lists the kernels of an image for a compute capability (90 for 9.0), with their
+	// parameters. They exist, launches are checked against them, and they do nothing. Nor do
+	// products.
+	Images func(image []byte, capability int) (map[string][]gpu.Param, error)
+
+	NoBlas bool // cuBLASLt is missing
+	Ways   [3]Way
 
 	BlasVersion int // of cuBLASLt, default 13.0.0
 }

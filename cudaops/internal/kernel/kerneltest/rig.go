@@ -328,12 +328,12 @@ func (g *Rig) Large(n int, t gpu.DType) *Buffer {
 	return b
 }
 
-// fakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to
+// FakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to
 // point to.
 func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set, *fake.Context, gpu.Ptr) {
 	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
 		SharedPerBlock: sharedPerBlock}
-	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, AnyKernel: true}).Retain(0)
+	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, Images: Kernels}).Retain(0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -344,10 +344,10 @@ func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set, *
 	return kernel.New(c), c.(*fake.Context), p
 }
 
-// fakeKernels launches on a fake GPU, where every kernel exists and does nothing.
+// FakeKernels launches on a fake GPU, where the kernels of the binaries exist and do nothing.
 func FakeKernels(t *testing.T) (*kernel.Set, gpu.Context) {
 	t.Helper()
-	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	ctx, err := fake.New(fake.Config{Images: Kernels}).Retain(0)
 	if err != nil {
 		t.Fatal(err)
 	}

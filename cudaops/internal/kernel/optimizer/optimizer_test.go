@@ -290,7 +290,7 @@ func TestLossScaleMoves(t *testing.T) {
 
 // TestTableChunks wants a table to tell whose part a chunk is and what it takes on the device.
 func TestTableChunks(t *testing.T) {
-	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -87,7 +87,7 @@ func TestWeightStrips(t *testing.T) {
 
 // TestQuantizeTableRefusals wants errors that say which weight is wrong, and how.
 func TestQuantizeTableRefusals(t *testing.T) {
-	ctx, err := fake.New(fake.Config{AnyKernel: true}).Retain(0)
+	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
 	if err != nil {
 		t.Fatal(err)
 	}
