@@ -39,7 +39,7 @@ func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error
 var ErrPeer = errors.New("comm: another rank is gone")
 
 // hearsay is how long a rank that misses another waits to hear from the store what happened there.
-const hearsay = 3 * time.Second
+const hearsay = 2 * time.Second
 
 // Blame finds why work of this rank failed, and tells the others. Where the error is [ErrPeer] it
 // waits a little for the cause: the rank that is gone says it, or its death does. Any other error

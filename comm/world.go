@@ -383,3 +383,20 @@ func (w *World) end(cause error) error {
 	}
 	return w.cause
 }
+
+// ExitPeer is the exit code of a process that ends because another rank failed. Package launch
+// looks for the one that is to blame among the others.
+const ExitPeer = 75
+
+// ExitCode is the exit code for a program's error: 0 for nil, ExitPeer where another rank failed, 1
+// otherwise.
+func ExitCode(err error) int {
+	var peer *RankError
+	switch {
+	case err == nil:
+		return 0
+	case errors.As(err, &peer), errors.Is(err, ErrPeer):
+		return ExitPeer
+	}
+	return 1
+}

@@ -1,0 +1,327 @@
+// Package launch starts the processes of a run on one host, one for each GPU, and ends them
+// together.
+//
+// Each process gets what package comm reads: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+// MASTER_ADDR and MASTER_PORT, as torchrun sets them. Its output is handed on line by line with the
+// rank in front.
+//
+// When a process dies the others are asked to end (SIGTERM), and after the grace time they are
+// ended (SIGKILL), with whatever they have started. The [Error] says which process died first, why,
+// and what it said last. Interrupts and requests to end go to all processes, which may save and end
+// in their own time; a second one ends them as a death does.
+package launch
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/kasmina-go/kasmina/comm"
+)
+
+// Job is what is to be started.
+type Job struct {
+	// Path is the program, and Args its arguments after the name.
+	Path string
+	Args []string
+	Dir  string
+	// Env is the environment that the processes get beside their place; os.Environ() where nil.
+	Env []string
+	// PerNode is the number of processes on this host.
+	PerNode int
+	// Node says which of several hosts this is; the zero Node is the only one.
+	Node Node
+	// Stdout and Stderr take the lines of all processes; os.Stdout and os.Stderr where nil.
+	Stdout, Stderr io.Writer
+	// Grace is the time between the request to end and the end by force; 4 s where it is 0.
+	Grace time.Duration
+}
+
+// Node is one of the hosts of a run.
+type Node struct {
+	// Rank counts the hosts from 0 to Count−1.
+	Rank, Count int
+	// MasterAddr and MasterPort are where rank 0 is to be found.
+	MasterAddr string
+	MasterPort int
+}
+
+// NodeFromEnvironment reads which host this is from what Kubeflow Trainer sets (PET_*), where the
+// program stands in torchrun's place. perNode is 0 where the number of processes is left open
+// ("auto", "gpu" or nothing). found is false where there is no such environment, or where the
+// process has a rank of its own already.
+func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found bool, err error) {
+	if getenv("RANK") != "" || getenv("PET_NNODES") == "" || getenv("PET_NODE_RANK") == "" {
+		return Node{}, 0, false, nil
+	}
+	number := func(name, otherwise string) int {
+		v := cmp.Or(getenv(name), otherwise)
+		i, bad := strconv.Atoi(v)
+		if bad != nil || i < 0 {
+			err = errors.Join(err, fmt.Errorf("launch: %s=%q: want a number from 0", name, v))
+		}
+		return i
+	}
+	n = Node{Rank: number("PET_NODE_RANK", ""), Count: number("PET_NNODES", ""),
+		MasterAddr: getenv("PET_MASTER_ADDR"), MasterPort: number("PET_MASTER_PORT", "29400")}
+	switch v := getenv("PET_NPROC_PER_NODE"); v {
+	case "", "auto", "gpu", "cpu":
+	default:
+		perNode = number("PET_NPROC_PER_NODE", "")
+	}
+	return n, perNode, true, err
+}
+
+// check fills in defaults and says what is wrong with a job.
+func (j *Job) check() error {
+	if j.Node.Count == 0 {
+		port, err := freePort()
+		if err != nil {
+			return fmt.Errorf("launch: no port for rank 0: %w", err)
+		}
+		j.Node = Node{Count: 1, MasterAddr: "127.0.0.1", MasterPort: port}
+	}
+	if j.PerNode < 1 {
+		return fmt.Errorf("launch: %d processes on this host: want at least 1", j.PerNode)
+	}
+	if j.Env == nil {
+		j.Env = os.Environ()
+	}
+	if j.Stdout == nil {
+		j.Stdout = os.Stdout
+	}
+	if j.Stderr == nil {
+		j.Stderr = os.Stderr
+	}
+	if j.Grace <= 0 {
+		j.Grace = 4 * time.Second
+	}
+	last := j.place(j.PerNode - 1)
+	if err := last.Check(); err != nil {
+		return fmt.Errorf("launch: host %d of %d: %w", j.Node.Rank, j.Node.Count, err)
+	}
+	return nil
+}
+
+// freePort is a port that nobody listens at now. Should somebody take it meanwhile, rank 0 listens
+// at the next one.
+func freePort() (int, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return 0, err
+	}
+	return l.Addr().(*net.TCPAddr).Port, l.Close()
+}
+
+func (j *Job) place(local int) comm.Place {
+	return comm.Place{Rank: j.Node.Rank*j.PerNode + local, Size: j.Node.Count * j.PerNode,
+		LocalRank: local, LocalSize: j.PerNode, MasterAddr: j.Node.MasterAddr,
+		MasterPort: j.Node.MasterPort}
+}
+
+// environment is the job's with a process's place in it.
+func (j *Job) environment(local int, secret string) []string {
+	p := j.place(local)
+	env := slices.DeleteFunc(slices.Clone(j.Env), func(variable string) bool {
+		// torchrun's store is not here, even where torchrun started this program.
+		return strings.HasPrefix(variable, "TORCHELASTIC_")
+	})
+	env = append(env, "RANK="+strconv.Itoa(p.Rank), "WORLD_SIZE="+strconv.Itoa(p.Size),
+		"LOCAL_RANK="+strconv.Itoa(local), "LOCAL_WORLD_SIZE="+strconv.Itoa(p.LocalSize),
+		"MASTER_ADDR="+p.MasterAddr, "MASTER_PORT="+strconv.Itoa(p.MasterPort))
+	given := func(variable string) bool { return strings.HasPrefix(variable, comm.SecretVariable+"=") }
+	if j.Node.Count == 1 && !slices.ContainsFunc(env, given) {
+		env = append(env, comm.SecretVariable+"="+secret)
+	}
+	return env
+}
+
+// Run starts the processes and returns when all have ended and their output is written. The error
+// is an *[Error] unless the processes could not be started.
+func Run(ctx context.Context, j Job) error {
+	if err := j.check(); err != nil {
+		return err
+	}
+	// Linux ends the processes when the thread that started them ends.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, forwarded...)
+	defer signal.Stop(signals)
+
+	r := &run{job: &j, exits: make(chan *process, j.PerNode), signals: signals}
+	if err := r.start(); err != nil {
+		r.end()
+		r.follow(ctx)
+		return errors.Join(err, r.drain())
+	}
+	r.follow(ctx)
+	return r.result()
+}
+
+// run is the processes of a job.
+type run struct {
+	job       *Job
+	processes []*process
+	exits     chan *process
+	signals   <-chan os.Signal
+	alive     int
+	ending    bool // all were asked to end
+	forced    bool // all were ended
+	hearsay   <-chan time.Time
+	force     <-chan time.Time
+	forwarded os.Signal // the first one
+	cause     error     // where the context ended the run
+}
+
+// process is one of them.
+type process struct {
+	Death
+	cmd    *exec.Cmd
+	output *output
+	err    error
+}
+
+func (r *run) start() error {
+	secret := rand.Text()
+	mux := &merged{stdout: r.job.Stdout, stderr: r.job.Stderr}
+	for local := range r.job.PerNode {
+		rank := r.job.place(local).Rank
+		p := &process{Death: Death{Rank: rank}, cmd: exec.Command(r.job.Path, r.job.Args...)}
+		p.cmd.Dir, p.cmd.Env = r.job.Dir, r.job.environment(local, secret)
+		p.cmd.SysProcAttr = attributes()
+		var err error
+		if p.output, err = newOutput(p.cmd, mux, fmt.Sprintf("[%d] ", rank)); err == nil {
+			err = p.output.started(p.cmd.Start())
+		}
+		if err != nil {
+			return fmt.Errorf("launch: rank %d: %w", rank, err)
+		}
+		p.PID = p.cmd.Process.Pid
+		r.processes = append(r.processes, p)
+		r.alive++
+		go func() {
+			p.err = p.cmd.Wait()
+			r.exits <- p
+		}()
+	}
+	return nil
+}
+
+// follow waits for all processes to end.
+func (r *run) follow(ctx context.Context) {
+	done := ctx.Done()
+	for r.alive > 0 {
+		select {
+		case p := <-r.exits:
+			r.ended(p)
+		case <-done:
+			done = nil
+			r.cause = context.Cause(ctx)
+			r.end()
+		case s := <-r.signals:
+			r.forward(s)
+		case <-r.hearsay:
+			r.end()
+		case <-r.force:
+			r.forced = true
+			r.each(kill)
+		}
+	}
+}
+
+// ended notes the end of a process, and ends the others where it is a death.
+func (r *run) ended(p *process) {
+	r.alive--
+	p.Code, p.Signal = outcome(p.cmd.ProcessState)
+	p.ended = true
+	p.Asked = r.ending && (p.Signal == nil || p.Signal == syscall.SIGTERM ||
+		p.Signal == syscall.SIGKILL && r.forced)
+	kill(p.cmd.Process) // what it has started and left
+	if p.err != nil {
+		if r.forwarded != nil && r.cause == nil {
+			r.cause = fmt.Errorf("signal %v", r.forwarded)
+		}
+		if p.Code != comm.ExitPeer {
+			r.end()
+		} else if r.hearsay == nil {
+			r.hearsay = time.After(hearsay)
+		}
+	}
+}
+
+// hearsay is how long the others may go on after a process has ended because another failed: the
+// one that failed may still be writing why.
+const hearsay = 2 * time.Second
+
+// end asks all processes to end, and sees to it that they do.
+func (r *run) end() {
+	if r.ending {
+		return
+	}
+	r.ending = true
+	r.each(terminate)
+	r.force = time.After(r.job.Grace)
+}
+
+// forward hands a signal on. The second one that asks to end is the last.
+func (r *run) forward(s os.Signal) {
+	if r.forwarded != nil && slices.Contains(requests, s) {
+		r.cause = fmt.Errorf("%v, after %v", s, r.forwarded)
+		r.end()
+		return
+	}
+	if slices.Contains(requests, s) {
+		r.forwarded = s
+	}
+	r.each(func(p *os.Process) { send(p, s) })
+}
+
+func (r *run) each(f func(*os.Process)) {
+	for _, p := range r.processes {
+		if !p.ended {
+			f(p.cmd.Process)
+		}
+	}
+}
+
+// result says how the run ended.
+func (r *run) result() error {
+	written := r.drain()
+	e := &Error{Cause: r.cause}
+	for _, p := range r.processes {
+		if p.err != nil {
+			p.Last = p.output.last.lines()
+			e.Deaths = append(e.Deaths, p.Death)
+		} else {
+			e.Well++
+		}
+	}
+	if len(e.Deaths) == 0 && e.Cause == nil {
+		return written
+	}
+	slices.SortStableFunc(e.Deaths, func(a, b Death) int { return cmp.Compare(a.guilt(), b.guilt()) })
+	return errors.Join(e, written)
+}
+
+// drain waits for the rest of the output.
+func (r *run) drain() error {
+	var errs []error
+	for _, p := range r.processes {
+		errs = append(errs, p.output.drain(r.job.Grace))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,33 @@
+//go:build unix
+
+package launch
+
+import (
+	"os"
+	"syscall"
+)
+
+// forwarded are the signals that are handed on, and requests those of them that ask to end.
+var (
+	forwarded = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGUSR1,
+		syscall.SIGUSR2}
+	requests = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP}
+)
+
+// send signals a process and what it has started. That it is gone already is no error.
+func send(p *os.Process, s os.Signal) {
+	if number, ok := s.(syscall.Signal); ok {
+		_ = syscall.Kill(-p.Pid, number)
+	}
+}
+
+func terminate(p *os.Process) { send(p, syscall.SIGTERM) }
+func kill(p *os.Process)      { send(p, syscall.SIGKILL) }
+
+// outcome is the exit code, or the signal that ended a process.
+func outcome(s *os.ProcessState) (code int, by os.Signal) {
+	if w, ok := s.Sys().(syscall.WaitStatus); ok && w.Signaled() {
+		return -1, w.Signal()
+	}
+	return s.ExitCode(), nil
+}

@@ -1,0 +1,237 @@
+//go:build unix
+
+package launch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/loopback"
+)
+
+func init() {
+	maps.Copy(roles, map[string]func(int){
+		// Ends well when it is asked to.
+		"polite": func(int) {
+			signals := make(chan os.Signal, 1)
+			signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGUSR1)
+			fmt.Println("ready")
+			for s := range signals {
+				fmt.Println("got", s)
+				if s != syscall.SIGUSR1 {
+					return
+				}
+			}
+		},
+		// Rank 0 dies, the others do not want to end.
+		"stubborn": func(rank int) {
+			signal.Ignore(syscall.SIGTERM, syscall.SIGINT)
+			if rank == 0 {
+				fmt.Println("ready")
+				time.Sleep(100 * time.Millisecond)
+				os.Exit(3)
+			}
+			time.Sleep(patience)
+		},
+		// Rank 2 dies, and rank 0 is quicker to say so.
+		"blame": func(rank int) {
+			switch rank {
+			case 0:
+				for os.Chdir("ready") != nil {
+					time.Sleep(time.Millisecond)
+				}
+				os.Exit(comm.ExitPeer)
+			case 2:
+				signal.Ignore(syscall.SIGTERM)
+				if err := os.Mkdir("ready", 0o755); err != nil {
+					panic(err)
+				}
+				time.Sleep(100 * time.Millisecond)
+				fmt.Fprintln(os.Stderr, "what it died of")
+				os.Exit(4)
+			}
+			time.Sleep(patience)
+		},
+		"deaf": func(int) {
+			signal.Ignore(syscall.SIGTERM, syscall.SIGINT)
+			fmt.Println("ready")
+			time.Sleep(patience)
+		},
+		// Leaves a process behind that holds its output open.
+		"parent": func(rank int) {
+			if rank == 0 {
+				cmd := exec.Command("sleep", "1000")
+				cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+				if err := cmd.Start(); err != nil {
+					panic(err)
+				}
+				fmt.Println("child", cmd.Process.Pid)
+				os.Exit(9)
+			}
+			time.Sleep(patience)
+		},
+		"reduce": reduceForever,
+	})
+}
+
+// reduceForever computes sums with the other ranks until one of them is gone.
+func reduceForever(int) {
+	err := func() error {
+		ctx := context.Background()
+		place, err := comm.FromEnvironment(os.Getenv)
+		if err != nil {
+			return err
+		}
+		w, err := comm.Join(ctx, place, comm.Options{Timeout: patience})
+		if err != nil {
+			return err
+		}
+		h := loopback.NewHost()
+		g, err := loopback.New(ctx, w, h)
+		if err != nil {
+			return w.Blame(err)
+		}
+		go func() { _ = comm.Watch(ctx, w, g, time.Millisecond) }()
+		const count = 10_007
+		p, err := g.Alloc(4 * count)
+		if err != nil {
+			return err
+		}
+		for step := 0; ; step++ {
+			err := errors.Join(g.AllReduce(p, p, count, comm.Float32, comm.Sum, 0), h.Sync(0))
+			if err != nil {
+				return w.Blame(err)
+			}
+			if step == 0 {
+				fmt.Println("pid", os.Getpid())
+			}
+		}
+	}()
+	fmt.Fprintln(os.Stderr, err)
+	os.Exit(comm.ExitCode(err))
+}
+
+// TestKilledRank: a rank that is killed at any moment of a collective ends the others, all of which
+// name it, and so does the launcher.
+func TestKilledRank(t *testing.T) {
+	const size = 3
+	for range 5 {
+		j, stdout, stderr := job(t, "reduce", size)
+		victim := rand.IntN(size)
+		delay := time.Duration(rand.IntN(50)) * time.Millisecond
+		go func() {
+			stdout.await("pid", size)
+			time.Sleep(delay)
+			for line := range strings.Lines(stdout.String()) {
+				var rank, pid int
+				if n, _ := fmt.Sscanf(line, "[%d] pid %d", &rank, &pid); n == 2 && rank == victim {
+					_ = syscall.Kill(pid, syscall.SIGKILL)
+				}
+			}
+		}()
+		start := time.Now()
+		var e *Error
+		require.ErrorAs(t, Run(t.Context(), j), &e)
+		t.Logf("rank %d killed after %v: all ended %v after the start", victim, delay, time.Since(start))
+		require.Len(t, e.Deaths, size)
+		require.Equal(t, victim, e.Deaths[0].Rank, "%v\n%v", e, stderr)
+		require.Equal(t, syscall.SIGKILL, e.Deaths[0].Signal)
+		require.ErrorContains(t, e,
+			"was ended by a signal: killed (as the kernel does where memory runs out")
+		for _, d := range e.Deaths[1:] {
+			// It says so itself, unless it was asked to end before it could.
+			if d.Signal == nil {
+				require.Equal(t, comm.ExitPeer, d.Code)
+				require.Regexp(t, fmt.Sprintf(`rank %d( \(process \d+ on .*\))? died`, victim),
+					strings.Join(d.Last, "\n"))
+			}
+		}
+	}
+}
+
+// TestStubbornRanks: who ignores the request to end is ended.
+func TestStubbornRanks(t *testing.T) {
+	j, _, _ := job(t, "stubborn", 3)
+	j.Grace = 300 * time.Millisecond
+	var e *Error
+	require.ErrorAs(t, Run(t.Context(), j), &e)
+	require.Equal(t, 0, e.Deaths[0].Rank)
+	require.Equal(t, 3, e.Deaths[0].Code)
+	for _, d := range e.Deaths[1:] {
+		require.True(t, d.Asked)
+	}
+}
+
+// TestBlame: a process that says that another failed is not the one to blame, though it is seen
+// first.
+func TestBlame(t *testing.T) {
+	j, _, _ := job(t, "blame", 3)
+	j.Dir = t.TempDir()
+	var e *Error
+	require.ErrorAs(t, Run(t.Context(), j), &e)
+	require.Equal(t, 2, e.Deaths[0].Rank, e)
+	require.Equal(t, []string{"what it died of"}, e.Deaths[0].Last)
+	require.Equal(t, 0, e.Deaths[1].Rank, e)
+}
+
+// TestLeftChildren: what a rank has started ends with it, and does not hold up the run.
+func TestLeftChildren(t *testing.T) {
+	j, stdout, _ := job(t, "parent", 2)
+	require.ErrorContains(t, Run(t.Context(), j), "rank 0")
+	_, after, found := strings.Cut(stdout.String(), "[0] child ")
+	require.True(t, found, stdout)
+	pid, err := strconv.Atoi(strings.TrimSpace(after))
+	require.NoError(t, err)
+	for syscall.Kill(pid, 0) == nil && !zombie(pid) {
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// zombie says whether a process has ended and nobody has asked for its exit code yet.
+func zombie(pid int) bool {
+	out, err := exec.Command("ps", "-o", "stat=", "-p", strconv.Itoa(pid)).Output()
+	return err != nil || strings.HasPrefix(strings.TrimSpace(string(out)), "Z")
+}
+
+// TestSignals: what the launcher gets all processes get; they may end in their own time.
+func TestSignals(t *testing.T) {
+	for _, s := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
+		j, stdout, _ := job(t, "polite", 2)
+		go func() {
+			stdout.await("ready", 2)
+			_ = syscall.Kill(os.Getpid(), syscall.SIGUSR1)
+			stdout.await("got user", 2)
+			_ = syscall.Kill(os.Getpid(), s)
+		}()
+		require.NoError(t, Run(t.Context(), j))
+		require.Equal(t, 2, strings.Count(stdout.String(), "got "+s.String()), stdout)
+	}
+}
+
+// TestSecondSignal ends processes that did not mind the first.
+func TestSecondSignal(t *testing.T) {
+	j, stdout, _ := job(t, "deaf", 2)
+	j.Grace = 100 * time.Millisecond
+	go func() {
+		stdout.await("ready", 2)
+		_ = syscall.Kill(os.Getpid(), syscall.SIGINT)
+		_ = syscall.Kill(os.Getpid(), syscall.SIGTERM)
+	}()
+	err := Run(t.Context(), j)
+	require.ErrorContains(t, err, "launch: the run was ended: ")
+	require.ErrorContains(t, err, ", after ")
+}
