@@ -6,9 +6,9 @@ import (
 	"runtime/debug"
 	"slices"
 
-	"gorgonia.org/gorgonia"
+	"github.com/kasmina-go/kasmina/internal/graph"
 
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"gorgonia.org/gorgonia"
 )
 
 // replayer is an op with a record of its runs, which its replay reads and does not add to:
@@ -57,7 +57,7 @@ func dependencies(out *gorgonia.Node) gorgonia.Nodes {
 	seen := map[*gorgonia.Node]bool{out: true}
 	nodes := gorgonia.Nodes{out}
 	for i := 0; i < len(nodes); i++ {
-		for _, child := range opbase.Children(nodes[i]) {
+		for _, child := range graph.Children(nodes[i]) {
 			if !seen[child] {
 				seen[child] = true
 				nodes = append(nodes, child)
@@ -70,13 +70,13 @@ func dependencies(out *gorgonia.Node) gorgonia.Nodes {
 
 func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
 	switch {
-	case opbase.IsConstant(n):
+	case graph.IsConstant(n):
 		c.node[n] = n.CloneTo(c.graph)
 	case isInput(n):
 		c.node[n] = newInput(c.graph, n, len(c.inputs))
 		c.inputs = append(c.inputs, n)
 	default:
-		children := opbase.Children(n)
+		children := graph.Children(n)
 		for i, child := range children {
 			children[i] = c.node[child]
 		}
@@ -104,12 +104,12 @@ func newInput(g *gorgonia.ExprGraph, n *gorgonia.Node, number int) *gorgonia.Nod
 func isInput(n *gorgonia.Node) bool { return n.Op() == nil || isRandomSource(n) }
 
 func isRandomSource(n *gorgonia.Node) bool {
-	return n.Op() != nil && fmt.Sprintf("%T", n.Op()) == "gorgonia.randomOp"
+	return n.Op() != nil && graph.OpType(n) == "gorgonia.randomOp"
 }
 
 // isRandom reports whether n draws random numbers when it runs.
 func isRandom(n *gorgonia.Node) bool {
-	return isRandomSource(n) || n.Op() != nil && fmt.Sprintf("%T", n.Op()) == "*gorgonia.dropoutOp"
+	return isRandomSource(n) || n.Op() != nil && graph.OpType(n) == "*gorgonia.dropoutOp"
 }
 
 // guard returns f's error, or as an error what Gorgonia panicked with: it does so on graphs that it

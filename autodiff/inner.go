@@ -6,7 +6,6 @@ import (
 	"sync"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -38,7 +37,7 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 	}
 	defer r.release()
 	for i, n := range r.inputs {
-		if err := gorgonia.Let(n, valueFor(n, in[i])); err != nil {
+		if err := gorgonia.Let(n, opbase.ValueOf(in[i], n.Shape())); err != nil {
 			return fmt.Errorf("input %d: %w", i, err)
 		}
 	}
@@ -61,21 +60,6 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 		}
 	}
 	return nil
-}
-
-// valueFor makes a value for the input n of its elements, without copying a tensor's.
-func valueFor(n *gorgonia.Node, flat any) gorgonia.Value {
-	if n.IsScalar() {
-		switch x := flat.(type) {
-		case []float32:
-			return gorgonia.NewF32(x[0])
-		case []float64:
-			return gorgonia.NewF64(x[0])
-		case []int:
-			return gorgonia.NewI(x[0])
-		}
-	}
-	return tensor.New(tensor.WithShape(n.Shape()...), tensor.WithBacking(flat))
 }
 
 // release gives the memory of the run up, and what inputs hold of the outer graph.

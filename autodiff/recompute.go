@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -84,7 +85,7 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 	switch {
 	case out == nil || out.Graph() != g:
 		return fmt.Errorf("build's result is nil or in another graph than the inputs it was given")
-	case isInput(out) || opbase.IsConstant(out):
+	case isInput(out) || graph.IsConstant(out):
 		return fmt.Errorf("build's result is %s: there is nothing to compute", label(out))
 	case out.Dtype() != tensor.Float32 && out.Dtype() != tensor.Float64:
 		return fmt.Errorf("build's result is %v, want float32 or float64", out.Dtype())
@@ -134,7 +135,7 @@ func differentiable(out *gorgonia.Node) map[*gorgonia.Node]bool {
 		if !reached[n] || !ok {
 			continue
 		}
-		children := opbase.Children(n)
+		children := graph.Children(n)
 		diff := op.DiffWRT(len(children))
 		for i, child := range children {
 			reached[child] = reached[child] || i < len(diff) && diff[i]

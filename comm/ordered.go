@@ -20,6 +20,46 @@ func EvenShards(count, size, multiple int) Shards {
 	return s
 }
 
+// Piece is a stretch of a buffer that may be divided at multiples of Multiple elements from its
+// start, or where that is 0 not at all.
+type Piece struct{ Len, Multiple int }
+
+// CutShards divides a buffer, the pieces one behind the other, among ranks as evenly as the pieces
+// allow: each bound is the place nearest to an even share at which the buffer may be divided.
+func CutShards(pieces []Piece, size int) Shards {
+	total := 0
+	for _, p := range pieces {
+		total += p.Len
+	}
+	s := make(Shards, size+1)
+	for r := 1; r < size; r++ {
+		s[r] = max(s[r-1], nearestCut(pieces, total/size*r+total%size*r/size))
+	}
+	s[size] = total
+	return s
+}
+
+// nearestCut is the place nearest to at where a buffer may be divided, the first of two.
+func nearestCut(pieces []Piece, at int) int {
+	start := 0
+	for _, p := range pieces {
+		if end := start + p.Len; at >= end {
+			start = end
+			continue
+		}
+		below, above := start, start+p.Len
+		if p.Multiple > 0 {
+			below = start + (at-start)/p.Multiple*p.Multiple
+			above = min(above, below+p.Multiple)
+		}
+		if at-below <= above-at {
+			return below
+		}
+		return above
+	}
+	return start
+}
+
 // Len is the number of elements that a rank owns.
 func (s Shards) Len(rank int) int { return s[rank+1] - s[rank] }
 
@@ -39,9 +79,9 @@ func (s Shards) Check(size int) error {
 //
 //	acc[i] = (((acc[i] + parts[0][i]) + parts[1][i]) + …)
 //
-// for count elements, each sum rounded to float32. acc is float32, the parts are of type t. With
-// first, acc[i] starts as parts[0][i] itself: not as 0 + parts[0][i], which would lose the sign of
-// −0.
+// for count elements, each sum rounded to float32. acc is float32, the parts are of type t; of
+// float64 parts sums are float64. With first, acc[i] starts as parts[0][i] itself: not as
+// 0 + parts[0][i], which would lose the sign of −0.
 type Adder interface {
 	AddInOrder(acc Ptr, parts []Ptr, first bool, count int, t Type, s Stream) error
 }
@@ -53,9 +93,17 @@ type OrderedSum struct {
 	Group  Group
 	Adder  Adder
 	Shards Shards
-	Type   Type // of contributions; sums are float32
+	Type   Type // of contributions; sums are float32, of float64 float64
 	// Staging has room for StagingLen elements of Type.
 	Staging Ptr
+}
+
+// SumType is the type of a sum of elements: float32, of float64 elements float64.
+func SumType(t Type) Type {
+	if t == Float64 {
+		return Float64
+	}
+	return Float32
 }
 
 // StagingLen is the number of elements that arrive at a rank in one round: those of its shard, from
@@ -64,8 +112,10 @@ func (o OrderedSum) StagingLen() int { return (o.Group.Size() - 1) * o.Shards.Le
 
 // Check says what is wrong with the settings.
 func (o OrderedSum) Check() error {
-	if o.Type != Float32 && o.Type != BFloat16 && o.Type != Float16 {
-		return fmt.Errorf("comm: ordered sum of %v: want float32, bfloat16 or float16", o.Type)
+	switch o.Type {
+	case Float32, Float64, BFloat16, Float16:
+	default:
+		return fmt.Errorf("comm: ordered sum of %v: want float32, float64, bfloat16 or float16", o.Type)
 	}
 	return o.Shards.Check(o.Group.Size())
 }

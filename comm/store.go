@@ -233,6 +233,7 @@ func (s *store) expireReport() {
 			", "))}
 	s.mu.Unlock()
 	s.fail(e)
+	s.left(e.member) // nobody waits for it to hear of this
 }
 
 func (s *store) expireJoining(after time.Duration) {

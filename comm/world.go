@@ -203,6 +203,9 @@ func (w *World) Rank() int { return w.place.Rank }
 // Size is the number of ranks.
 func (w *World) Size() int { return w.place.Size }
 
+// Deadline is how long a rank may be silent, 0 for ever.
+func (w *World) Deadline() time.Duration { return w.options.Deadline }
+
 // Place is where this process stands.
 func (w *World) Place() Place { return w.place }
 

@@ -4,14 +4,15 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"sync"
 	"unsafe"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
@@ -48,11 +49,13 @@ type value struct {
 
 // step computes one node.
 type step struct {
-	node *gorgonia.Node
-	in   []*value
-	out  *value
-	args opbase.Args // the memory of in
-	run  func(s *step) error
+	node  *gorgonia.Node
+	layer string // as parameters' names tell it
+	in    []*value
+	out   *value
+	args  opbase.Args // the memory of in
+	run   func(s *step) error
+	stop  *cpu.Stop // of the present run, nil if that has no end but its own
 
 	inPlace bool // the result may take an operand's place
 
@@ -90,6 +93,7 @@ type program struct {
 type compiler struct {
 	*program
 	keep   map[*gorgonia.Node]bool
+	layers graph.Layers
 	rules  wayrule.Rules
 	warned map[string]bool // of rules
 }
@@ -97,23 +101,23 @@ type compiler struct {
 func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, warned: map[string]bool{},
 		program: &program{values: map[*gorgonia.Node]*value{}, sums: map[*gorgonia.Node]gorgonia.Value{}}}
-	roots := c.roots(g, config)
-	if len(roots) == 0 {
+	results, grads := config.Results(g)
+	for _, n := range results {
+		c.keep[n] = true
+	}
+	sorted, err := graph.Order(append(results, grads...)...)
+	if err != nil {
+		return nil, err
+	}
+	if len(sorted) == 0 {
 		return nil, errors.New("the graph computes nothing")
 	}
-	sorted, err := gorgonia.Sort(g.ExactSubgraphRoots(roots...))
-	if err != nil {
-		return nil, fmt.Errorf("sorting the graph: %w", err)
-	}
-	gradients := map[*gorgonia.Node]gorgonia.Nodes{} // parameters by the node of their gradient
-	for _, p := range config.params {
-		if d := p.Deriv(); d != nil {
-			gradients[d] = append(gradients[d], p)
-		}
-	}
-	for _, n := range slices.Backward(sorted) { // Gorgonia sorts from results to inputs
+	c.layers.IsParam = config.Params.Contains
+	c.layers.Add(sorted)
+	gradients := config.Gradients()
+	for _, n := range sorted {
 		if err := c.add(n); err != nil {
-			return nil, fmt.Errorf("%s: %w", describe(n), err)
+			return nil, fmt.Errorf("%s: %w", graph.Describe(n), err)
 		}
 		for _, p := range gradients[n] {
 			if err := c.gather(p, c.values[n]); err != nil {
@@ -126,47 +130,18 @@ func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 	return c.program, nil
 }
 
-// roots returns the nodes that are computed for their own sake, and notes which are kept.
-func (c *compiler) roots(g *gorgonia.ExprGraph, config config) gorgonia.Nodes {
-	used := map[*gorgonia.Node]bool{}
-	for _, n := range g.AllNodes() {
-		for _, child := range opbase.Children(n) {
-			used[child] = true
-		}
-	}
-	gathered := map[*gorgonia.Node]bool{}
-	for _, p := range config.params {
-		if d := p.Deriv(); d != nil {
-			gathered[d] = true
-		}
-	}
-	roots := slices.Clone(config.outputs)
-	for _, n := range config.outputs {
-		c.keep[n] = true
-	}
-	for _, n := range g.AllNodes() {
-		if n.Op() == nil || used[n] && !gathered[n] || slices.Contains(roots, n) {
-			continue
-		}
-		roots = append(roots, n)
-		c.keep[n] = c.keep[n] || !gathered[n]
-	}
-	return roots
-}
-
 // add gives a node a value, and a step if there is something to compute.
 func (c *compiler) add(n *gorgonia.Node) error {
-	if n.Type() == nil { // a statement, which has no value
-		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place of Read, name the node with WithOutputs " +
-			"and take its Value after a run")
+	if err := graph.HasValue(n); err != nil {
+		return err
 	}
 	if opbase.Size(n.Shape()) == 0 {
 		return errors.New("it has no elements")
 	}
 	v := &value{node: n, dt: n.Dtype(), shape: n.Shape(), lastRead: -1, lastWhole: -1}
 	c.values[n] = v
-	children := opbase.Children(n)
-	if n.Op() == nil || opbase.IsConstant(n) {
+	children := graph.Children(n)
+	if graph.IsInput(n) {
 		v.isInput = true
 		c.inputs = append(c.inputs, v)
 		return nil
@@ -179,7 +154,7 @@ func (c *compiler) add(n *gorgonia.Node) error {
 		v.from, v.at = from, at
 		c.views = append(c.views, v)
 	} else {
-		s := step{node: n, in: in, out: v, args: make(opbase.Args, len(in))}
+		s := step{node: n, layer: c.layers.Of(n), in: in, out: v, args: make(opbase.Args, len(in))}
 		c.choose(&s)
 		c.reserve(v)
 		c.push(s)
@@ -226,7 +201,7 @@ func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 		return err
 	}
 	if len(g.shape) == 0 {
-		return fmt.Errorf("WithParams: %s is a scalar", describe(p))
+		return fmt.Errorf("WithParams: %s is a scalar", graph.Describe(p))
 	}
 	c.sums[p] = sum
 	c.sumBytes += elementSize(g.dt) * opbase.Size(g.shape)

@@ -73,9 +73,9 @@ func linearAdd(s *step) error {
 	rows, in, out := s.in[1].shape[0], s.in[1].shape[1], s.in[2].shape[0]
 	switch y := s.out.flat.(type) {
 	case []float32:
-		gemm.LinearAdd(y, s.args[0].([]float32), s.args[1].([]float32), s.args[2].([]float32), rows, in, out)
+		gemm.LinearAdd(s.stop, y, s.args[0].([]float32), s.args[1].([]float32), s.args[2].([]float32), rows, in, out)
 	case []float64:
-		gemm.LinearAdd(y, s.args[0].([]float64), s.args[1].([]float64), s.args[2].([]float64), rows, in, out)
+		gemm.LinearAdd(s.stop, y, s.args[0].([]float64), s.args[1].([]float64), s.args[2].([]float64), rows, in, out)
 	}
 	return nil
 }

@@ -16,7 +16,9 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
@@ -45,8 +47,7 @@ type Machine struct {
 }
 
 type config struct {
-	params  gorgonia.Nodes
-	outputs gorgonia.Nodes
+	graph.Asked
 	eval    bool
 	monitor int
 	rules   wayrule.Rules
@@ -59,27 +60,13 @@ type Option func(*config) error
 // are set to zero, which Gorgonia's solvers and those of package optim do. [Machine.ValueGrads] has
 // them. It is what BindDualValues does for Gorgonia's tape machine.
 func WithParams(params ...*gorgonia.Node) Option {
-	return func(c *config) error {
-		for i, n := range params {
-			if n == nil || n.Op() != nil {
-				return fmt.Errorf("WithParams: node %d is no input", i)
-			}
-		}
-		c.params = append(c.params, params...)
-		return nil
-	}
+	return func(c *config) error { return c.AddParams(params...) }
 }
 
 // WithOutputs names nodes whose values shall outlive a run. Those that no other node needs do so
 // anyway.
 func WithOutputs(outputs ...*gorgonia.Node) Option {
-	return func(c *config) error {
-		if slices.Contains(outputs, nil) {
-			return errors.New("WithOutputs: a node is nil")
-		}
-		c.outputs = append(c.outputs, outputs...)
-		return nil
-	}
+	return func(c *config) error { return c.AddOutputs(outputs...) }
 }
 
 // WithEvalMode tells the ops that behave differently in training, such as dropout, that this is
@@ -111,16 +98,13 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if m.config.rules, err = m.config.rules.WithEnvironment(); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
-	all := g.AllNodes()
-	for _, n := range slices.Concat(m.config.params, m.config.outputs) {
-		if !all.Contains(n) {
-			return nil, fmt.Errorf("cpuops.NewMachine: %s of an option is not in the graph that the machine is made for", describe(n))
-		}
+	if err := m.config.Within(g); err != nil {
+		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
-	for _, n := range all {
+	for _, n := range g.AllNodes() {
 		if o, ok := n.Op().(gorgonia.TrainModeOp); ok {
 			if err := o.SetTraining(!m.config.eval); err != nil {
-				return nil, fmt.Errorf("cpuops.NewMachine: %s: %w", describe(n), err)
+				return nil, fmt.Errorf("cpuops.NewMachine: %s: %w", graph.Describe(n), err)
 			}
 		}
 	}
@@ -130,7 +114,7 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if err := memory.Check("the values of a run take", uint64(m.program.bytes)); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w; smaller batches or shorter sequences need less", err)
 	}
-	for _, p := range m.config.params {
+	for _, p := range m.config.Params {
 		m.params = append(m.params, &param{p, m.program.sums[p]})
 	}
 	if every := m.config.monitor; every > 0 {
@@ -155,8 +139,9 @@ func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.para
 // RunAll computes the graph. Every input must have a value, from gorgonia.Let or from its making.
 func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 
-// Run is RunAll that ends between two ops when the context does, with its cause as the error. The
-// machine can run again then.
+// Run is RunAll that ends when the context does, with its cause as the error: between two ops, and
+// within matrix products, attention and SiLUMLP, but not within their gradients. The machine can
+// run again then.
 func (m *Machine) Run(ctx context.Context) error {
 	if err := m.run(ctx); err != nil {
 		return fmt.Errorf("cpuops.Machine.RunAll: %w", err)
@@ -176,17 +161,23 @@ func (m *Machine) run(ctx context.Context) error {
 	p.lendAux()
 	defer p.takeAux()
 	sampling := m.monitor.due()
+	stop, release := stopOf(ctx)
+	defer release()
 	for i := range p.steps {
 		s := &p.steps[i]
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
+		s.stop = stop
 		var from time.Time
 		if sampling {
 			from = time.Now()
 		}
 		if err := s.run(s); err != nil {
-			return fmt.Errorf("%s: %w", describe(s.node), err)
+			return fmt.Errorf("%s: %w", s.where(), err)
+		}
+		if stop.Asked() {
+			return context.Cause(ctx)
 		}
 		if sampling {
 			m.monitor.latest[i] = time.Since(from)
@@ -201,6 +192,15 @@ func (m *Machine) run(ctx context.Context) error {
 	}
 	m.ran = true
 	return m.publish()
+}
+
+// stopOf returns what asks kernels to end when the context does, nil for one that never does.
+func stopOf(ctx context.Context) (stop *cpu.Stop, release func() bool) {
+	if ctx.Done() == nil {
+		return nil, func() bool { return true }
+	}
+	stop = new(cpu.Stop)
+	return stop, context.AfterFunc(ctx, stop.Ask)
 }
 
 // open returns an error if the machine cannot run.
@@ -221,17 +221,17 @@ func (m *Machine) link(moved bool) error {
 	for _, in := range m.program.inputs {
 		v := in.node.Value()
 		if v == nil {
-			return fmt.Errorf("%s has no value: bind one with gorgonia.Let", describe(in.node))
+			return fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.node))
 		}
 		if v == in.bound && in.shares {
 			continue
 		}
 		if v.Dtype() != in.dt || opbase.Size(v.Shape()) != opbase.Size(in.shape) {
-			return fmt.Errorf("%s has a value of type %v and shape %v", describe(in.node), v.Dtype(), v.Shape())
+			return fmt.Errorf("%s has a value of type %v and shape %v", graph.Describe(in.node), v.Dtype(), v.Shape())
 		}
 		flat, err := opbase.Flat(v)
 		if err != nil {
-			return fmt.Errorf("%s: %w", describe(in.node), err)
+			return fmt.Errorf("%s: %w", graph.Describe(in.node), err)
 		}
 		d, dense := v.(*tensor.Dense)
 		in.bound, in.flat = v, flat
@@ -264,7 +264,7 @@ func (m *Machine) publish() error {
 			continue
 		}
 		if err := gorgonia.UnsafeLet(v.node, v.shown); err != nil {
-			return fmt.Errorf("%s: %w", describe(v.node), err)
+			return fmt.Errorf("%s: %w", graph.Describe(v.node), err)
 		}
 	}
 	return nil
@@ -282,11 +282,11 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 		return nil, errors.New("cpuops.Machine.Value: the node is not part of the graph that the machine runs")
 	case v.node == n && v.isInput:
 		if n.Value() == nil {
-			return nil, fmt.Errorf("cpuops.Machine.Value: %s has no value: bind one with gorgonia.Let", describe(n))
+			return nil, fmt.Errorf("cpuops.Machine.Value: %s has no value: bind one with gorgonia.Let", graph.Describe(n))
 		}
 		return gorgonia.CloneValue(n.Value())
 	case !slices.Contains(m.program.kept, v):
-		return nil, fmt.Errorf("cpuops.Machine.Value: %s is not kept: name it with WithOutputs", describe(n))
+		return nil, fmt.Errorf("cpuops.Machine.Value: %s is not kept: name it with WithOutputs", graph.Describe(n))
 	case !m.ran:
 		return nil, errors.New("cpuops.Machine.Value: the machine has not run, or its last run has failed")
 	}
@@ -338,11 +338,4 @@ func (m *Machine) Close() error {
 		*m.program = program{}
 	}
 	return nil
-}
-
-func describe(n *gorgonia.Node) string {
-	if n.Op() == nil {
-		return fmt.Sprintf("input %s %v", n.Name(), n.Shape())
-	}
-	return fmt.Sprintf("node %d, %v %v", n.ID(), n.Op(), n.Shape())
 }

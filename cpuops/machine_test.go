@@ -430,7 +430,7 @@ func TestErrors(t *testing.T) {
 	other := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("x"))
 	for _, option := range []cpuops.Option{cpuops.WithParams(other), cpuops.WithOutputs(other)} {
 		_, err = cpuops.NewMachine(g, option)
-		fails(err, "x (2, 3) of an option is not in the graph")
+		fails(err, "x (2, 3) is not in the graph")
 	}
 	empty := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(0, 3), gorgonia.WithName("empty"))
 	_, err = cpuops.NewMachine(gorgonia.Must(gorgonia.Exp(empty)).Graph())
@@ -474,5 +474,25 @@ func TestPlansBeyondTheMemory(t *testing.T) {
 	check[*gorgonia.Node](t)(gorgonia.Sum(check[*gorgonia.Node](t)(gorgonia.Mul(x, w))))
 	if _, err := cpuops.NewMachine(g); err == nil || !strings.Contains(err.Error(), "take 65536.0 GiB, and this computer has") {
 		t.Errorf("got %v", err)
+	}
+}
+
+// TestErrorNamesLayer wants the error of a run to say in which layer of a model it happened.
+func TestErrorNamesLayer(t *testing.T) {
+	g := gorgonia.NewGraph()
+	ids := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(2), gorgonia.WithName("ids"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(2), tensor.WithBacking([]int{1, 9}))))
+	table := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(5, 3), gorgonia.WithName("model.layers.2.table.weight"),
+		gorgonia.WithInit(gorgonia.Zeroes()))
+	if _, err := op.Embedding(ids, table); err != nil {
+		t.Fatal(err)
+	}
+	m, err := cpuops.NewMachine(g, cpuops.WithParams(table))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if err := m.RunAll(); err == nil || !strings.Contains(err.Error(), " of model.layers.2: ") {
+		t.Errorf("got %v, want an error that names model.layers.2", err)
 	}
 }

@@ -10,7 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -63,12 +63,12 @@ func randomGraph(t *testing.T, r *rand.Rand) (g *gorgonia.ExprGraph, inputs, out
 
 // alone computes a node from copies of its operands, which are computed in the same way.
 func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Value) gorgonia.Value {
-	if known[n] == nil && len(opbase.Children(n)) == 0 {
+	if known[n] == nil && len(graph.Children(n)) == 0 {
 		known[n] = n.Value()
 	}
 	if known[n] == nil {
 		var in []gorgonia.Value
-		for _, child := range opbase.Children(n) {
+		for _, child := range graph.Children(n) {
 			in = append(in, check[gorgonia.Value](t)(gorgonia.CloneValue(alone(t, child, known))))
 		}
 		known[n] = check[gorgonia.Value](t)(n.Op().Do(in...))

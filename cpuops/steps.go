@@ -3,13 +3,13 @@ package cpuops
 import (
 	"fmt"
 	"slices"
-	"strings"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -20,7 +20,7 @@ func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
 		return in[0], p.Offset, true
 	}
 	// Gorgonia does not export the types of its ops.
-	if fmt.Sprintf("%T", n.Op()) == "gorgonia.reshapeOp" && elementSize(n.Dtype()) > 0 && opbase.Size(n.Shape()) == opbase.Size(in[0].shape) {
+	if graph.OpType(n) == "gorgonia.reshapeOp" && elementSize(n.Dtype()) > 0 && opbase.Size(n.Shape()) == opbase.Size(in[0].shape) {
 		return in[0], 0, true
 	}
 	return nil, 0, false
@@ -29,7 +29,7 @@ func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
 // choose sets how a step computes.
 func (c *compiler) choose(s *step) {
 	if base := baseOf(s.node); base != nil {
-		s.run = func(s *step) error { return base.Run(s.out.flat, s.args) }
+		s.run = func(s *step) error { return base.RunUntil(s.stop, s.out.flat, s.args) }
 		return
 	}
 	s.run = (*step).do
@@ -57,11 +57,7 @@ var symbols = map[string]array.Op{"+": array.Add, "-": array.Sub, "⊙": array.M
 // arithmetic recognises Gorgonia's elementwise arithmetic on tensors of one shape, or of a tensor
 // and a scalar.
 func arithmetic(s *step) (array.Op, bool) {
-	if fmt.Sprintf("%T", s.node.Op()) != "gorgonia.elemBinOp" {
-		return 0, false
-	}
-	symbol, _, _ := strings.Cut(fmt.Sprint(s.node.Op()), " ")
-	f, ok := symbols[symbol]
+	f, ok := symbols[graph.Symbol(s.node)]
 	for _, v := range s.in {
 		ok = ok && v.dt == s.out.dt && (v.dt == tensor.Float32 || v.dt == tensor.Float64) &&
 			(len(v.shape) == 0 || slices.Equal(v.shape, s.out.shape))
@@ -128,21 +124,7 @@ func (v *value) box(flat any) gorgonia.Value {
 	case v.isInput && len(v.shape) == 0 || flat == nil:
 		return v.bound
 	}
-	return newBox(flat, v.shape)
-}
-
-func newBox(flat any, shape tensor.Shape) gorgonia.Value {
-	if len(shape) == 0 {
-		switch x := flat.(type) {
-		case []float32:
-			return gorgonia.NewF32(x[0])
-		case []float64:
-			return gorgonia.NewF64(x[0])
-		case []int:
-			return gorgonia.NewI(x[0])
-		}
-	}
-	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(flat))
+	return opbase.ValueOf(flat, v.shape)
 }
 
 // newValue is a new value of zeros.
@@ -158,7 +140,7 @@ func (v *value) show() {
 			v.shown = v.loose
 			return
 		}
-		v.shown = newBox(v.flat, v.shape)
+		v.shown = opbase.ValueOf(v.flat, v.shape)
 	case *gorgonia.F32:
 		*x = gorgonia.F32(v.flat.([]float32)[0])
 	case *gorgonia.F64:

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
@@ -90,21 +91,26 @@ func (m *Machine) Choices() []Choice {
 	return choices
 }
 
+// where says which step it is, for errors.
+func (s *step) where() string {
+	if s.layer == "" {
+		return graph.Describe(s.node)
+	}
+	return graph.Describe(s.node) + " of " + s.layer
+}
+
 // idle reports whether a step has become a part of another one.
 func (s *step) idle() bool { return s.args == nil }
 
 // name is that of this module's ops, and the description of others.
 func (s *step) name() string {
-	base := baseOf(s.node)
 	switch {
 	case s.out == nil:
 		return "Accumulate"
 	case s.fused:
 		return linearAddOp
-	case base != nil:
-		return base.Name()
 	}
-	return fmt.Sprint(s.node.Op())
+	return graph.OpName(s.node)
 }
 
 // shapes is what a step reads, and the type of the first of that.

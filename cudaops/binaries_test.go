@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -124,9 +124,9 @@ func TestStockFitsBinaries(t *testing.T) {
 				}
 				var values [][]float64
 				for _, s := range c.shapes {
-					values = append(values, make([]float64, program.Size(s)))
+					values = append(values, make([]float64, opbase.Size(s)))
 				}
-				require.NoError(t, graph.let(values, make([]float64, program.Size(graph.out.Shape()))))
+				require.NoError(t, graph.let(values, make([]float64, opbase.Size(graph.out.Shape()))))
 				m, err := NewMachine(device, graph.g, WithPrecision(p), WithStrict(), WithOutputs(results...))
 				require.NoError(t, err, c.name)
 				launch(t, m)

@@ -64,6 +64,25 @@ func WithOrdinal(ordinal int) DeviceOption {
 	return func(o *deviceOptions) { o.ordinal = ordinal }
 }
 
+// Count is the number of GPUs that CUDA_VISIBLE_DEVICES leaves visible. Where CUDA does not start the
+// error is that of [Open].
+func Count() (int, error) {
+	d, err := driver.Open()
+	if err != nil {
+		return 0, notStarted(err)
+	}
+	return len(d.Devices()), nil
+}
+
+// notStarted says why there is no driver.
+func notStarted(err error) error {
+	var missing *gpu.NotFoundError
+	if errors.As(err, &missing) || errors.Is(err, gpu.NoDevice) || errors.Is(err, gpu.StubLibrary) {
+		return fmt.Errorf("cudaops.Open: %w: %w", ErrNoDevice, err)
+	}
+	return fmt.Errorf("cudaops.Open: CUDA does not start: %w", err)
+}
+
 // withDriver takes the place of NVIDIA's driver.
 func withDriver(d gpu.Driver) DeviceOption {
 	return func(o *deviceOptions) { o.open = func() (gpu.Driver, error) { return d, nil } }
@@ -82,11 +101,7 @@ func Open(opts ...DeviceOption) (*Device, error) {
 	}
 	d, err := o.open()
 	if err != nil {
-		var missing *gpu.NotFoundError
-		if errors.As(err, &missing) || errors.Is(err, gpu.NoDevice) || errors.Is(err, gpu.StubLibrary) {
-			return nil, fmt.Errorf("cudaops.Open: %w: %w", ErrNoDevice, err)
-		}
-		return nil, fmt.Errorf("cudaops.Open: CUDA does not start: %w", err)
+		return nil, notStarted(err)
 	}
 	devices := d.Devices()
 	if len(devices) == 0 {

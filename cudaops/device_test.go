@@ -13,9 +13,9 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -370,7 +370,7 @@ func (r *singleRunner) ok(err error) {
 // place returns memory for a node's value.
 func (r *singleRunner) place(n *gorgonia.Node) gpu.Ptr {
 	p := r.next
-	r.next = p.Offset(8*program.Size(n.Shape()) + 4)
+	r.next = p.Offset(8*opbase.Size(n.Shape()) + 4)
 	if n.Dtype() == tensor.Int && p%8 != 0 {
 		p = p.Offset(4)
 	}
@@ -388,19 +388,19 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 	r.ok(err)
 	for _, n := range slices.Backward(sorted) {
 		p := r.place(n)
-		if n.Value() != nil && (n.Op() == nil || opbase.IsConstant(n)) {
+		if n.Value() != nil && (n.Op() == nil || graph.IsConstant(n)) {
 			stored := gpu.Float32
 			if n.Dtype() == tensor.Int {
 				stored = gpu.Int64
 			}
-			raw := make([]byte, program.Size(n.Shape())*stored.Size())
-			r.ok(value.Encode(raw, stored, n.Value(), program.Size(n.Shape())))
+			raw := make([]byte, opbase.Size(n.Shape())*stored.Size())
+			r.ok(value.Encode(raw, stored, n.Value(), opbase.Size(n.Shape())))
 			r.ok(ctx.CopyToDevice(p, raw, 0))
 			continue
 		}
 		var operands []singleOperand
 		var from []gpu.Ptr
-		for _, c := range opbase.Children(n) {
+		for _, c := range graph.Children(n) {
 			operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}), append(from, r.at[c])
 		}
 		l := r.of[n]
@@ -411,7 +411,7 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 			}
 			r.of[n] = l
 		}
-		r.ok(ctx.Memset32(p, math.Float32bits(float32(math.NaN())), program.Size(n.Shape()), 0))
+		r.ok(ctx.Memset32(p, math.Float32bits(float32(math.NaN())), opbase.Size(n.Shape()), 0))
 		r.ok(ctx.SyncStream(0))
 		if err := l.run(from, p); err != nil {
 			return err
@@ -421,7 +421,7 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 }
 
 func (r *singleRunner) value(n *gorgonia.Node) []float32 {
-	x := make([]float32, program.Size(n.Shape()))
+	x := make([]float32, opbase.Size(n.Shape()))
 	r.ok(r.ops.device.ctx.CopyToHost(gpu.Bytes(x), r.at[n], 0))
 	return x
 }
@@ -524,7 +524,7 @@ func TestSingleRefusals(t *testing.T) {
 		if o, ok := n.Op().(*op.KasminaGradOp); ok {
 			var operands []singleOperand
 			var from []gpu.Ptr
-			for _, c := range opbase.Children(n) {
+			for _, c := range graph.Children(n) {
 				operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}), append(from, r.next)
 			}
 			l, err := r.ops.open(o, operands)

@@ -124,7 +124,7 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	case attention.Backward:
 		return k.AttentionBackward(s, p.Geometry, p.DQ, p.DK, p.DV, p.Stats, p.G, p.Q, p.K, p.V, p.Y, p.LSE, p.Type)
 	case attention.Documents:
-		return k.AttentionDocuments(s, p.Table, p.Starts, p.Batch, p.Seq)
+		return k.AttentionDocuments(s, p)
 	case crossentropy.Scale:
 		return k.CrossEntropyScale(s, p.Scale, p.Targets, p.Rows)
 	case crossentropy.Forward:
@@ -436,6 +436,10 @@ func (k *fakeKernels) Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64
 	return k.launch(s, func(l *fake.Launch) {
 		out := floatsAt(l, y, n)
 		for i, v := range floatsAt(l, x, n) {
+			if beta == 0 { // out may hold anything
+				out[i] = float32(alpha) * v
+				continue
+			}
 			out[i] = float32(alpha)*v + float32(beta)*out[i]
 		}
 	})
@@ -538,8 +542,12 @@ func (k *fakeKernels) SiLUMul(s gpu.Stream, a silu.Mul) error {
 		if a.H != 0 {
 			h = rowsAt(l, a.H, a.Rows, a.F, 0)
 		}
+		mul := layer.SiLUMul[float32]
+		if a.GELU {
+			mul = layer.GELUMul[float32]
+		}
 		for i := range h {
-			layer.SiLUMul(h[i], x[i], y[i])
+			mul(h[i], x[i], y[i])
 		}
 		float8At(l, a.H8, a.Scale8, h)
 	})
@@ -550,8 +558,12 @@ func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a silu.MulBackward) error {
 		h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
 		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
 		dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride), rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
+		backward := layer.SiLUMulBackward[float32]
+		if a.GELU {
+			backward = layer.GELUMulBackward[float32]
+		}
 		for i := range h {
-			layer.SiLUMulBackward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
+			backward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
 		}
 		float8At(l, a.DAB8, a.Scale8, sideBySide(dx, dy))
 	})
@@ -645,13 +657,15 @@ func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *optimizer.Ta
 	return k.launch(s, func(l *fake.Launch) {
 		out := floatsAt(l, squares, t.Chunks)
 		clear(out)
-		for chunk := t.Chunks - 1; chunk >= 0; chunk-- { // all of a tensor in its first
+		first := 0 // chunk of the tensor
+		for chunk := range t.Chunks {
 			i := t.TensorOf(chunk)
-			if chunk > 0 && t.TensorOf(chunk-1) == i {
-				continue
+			if chunk > 0 && t.TensorOf(chunk-1) != i {
+				first = chunk
 			}
 			p := k.tables[t][i]
-			for _, g := range gradientAt(l, p, p.Size) {
+			from := (chunk - first) * optimizer.OptimChunk
+			for _, g := range gradientAt(l, p, p.Size)[from:min(from+optimizer.OptimChunk, p.Size)] {
 				out[chunk] += g * g
 			}
 		}
@@ -867,10 +881,17 @@ func cpuShape(l *fake.Launch, a attention.Geometry) cpuattention.Shape {
 }
 
 // AttentionDocuments leaves the ends out, which are the kernels' alone.
-func (k *fakeKernels) AttentionDocuments(s gpu.Stream, table gpu.Ptr, starts kernel.Ints, batch, seq int) error {
+func (k *fakeKernels) AttentionDocuments(s gpu.Stream, a attention.Documents) error {
 	return k.launch(s, func(l *fake.Launch) {
-		to := fake.Slice[int32](l, table, attention.DocumentsBytes(batch, seq)/4)
-		for i, start := range fake.Slice[int64](l, starts.Ptr, batch*seq) {
+		to := fake.Slice[int32](l, a.Table, attention.DocumentsBytes(a.Batch, a.Seq)/4)
+		for i := range a.Batch * a.Seq {
+			start := int64(0)
+			if a.Starts.Ptr != 0 {
+				start = fake.Slice[int64](l, a.Starts.Ptr, a.Batch*a.Seq)[i]
+			}
+			if a.Window > 0 {
+				start = max(start, int64(i%a.Seq-a.Window+1))
+			}
 			to[i] = int32(start)
 		}
 	})

@@ -18,8 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -88,6 +87,10 @@ type fuseCase struct {
 	keyBase  float64  // of the keys' rotation; 0 for that of the queries
 	alsoUsed []string // nodes that the loss also reads
 	starts   []int    // of documents, if attention is to keep them apart
+	window   int      // of attention; 0 for none
+	gelu     bool     // the perceptron's gate
+	biases   bool     // of queries, keys and values
+	traits   bool     // these, norms of heads, norms that scale by 1 + weight, behind attention too
 	want     map[string]int
 }
 
@@ -101,11 +104,14 @@ var fuseCases = []fuseCase{
 	{name: "perceptron kept", keep: []string{"m"}},
 	{name: "perceptron read", alsoUsed: []string{"m"}, want: map[string]int{"+ false": 2}},
 	{name: "sum read", alsoUsed: []string{"s"}, want: map[string]int{"+ false": 3}}, // of three gradients, in an order that folds none
-	{name: "queries kept", keep: []string{"q"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
-	{name: "values read", alsoUsed: []string{"v"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 4}},
-	{name: "queries before they are turned, kept", keep: []string{"q0"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
-	{name: "keys turned otherwise", keyBase: 500, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
-	{name: "gradient of values kept", keep: []string{"d:v"}, want: map[string]int{"RoPE": 3, "LinearGrad": 8, "+ false": 2}},
+	{name: "queries kept", keep: []string{"q"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8}},
+	{name: "values read", alsoUsed: []string{"v"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
+	{name: "queries before they are turned, kept", keep: []string{"q0"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8}},
+	{name: "keys turned otherwise", keyBase: 500, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8}},
+	{name: "biases", biases: true, want: map[string]int{"Linear": 3, "BiasGrad": 1}},
+	{name: "biases, keys turned otherwise", biases: true, keyBase: 500, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8,
+		"Bias": 3, "BiasGrad": 3}},
+	{name: "gradient of values kept", keep: []string{"d:v"}, want: map[string]int{"RoPE": 3, "LinearGrad": 8}},
 	{name: "gradient of the norm's input kept", keep: []string{"d:h"}, want: map[string]int{"+ false": 1}},
 	{name: "gradient of the head kept", keep: []string{"d:loss"}, want: map[string]int{"+ false": 1}},
 }
@@ -118,7 +124,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	r, g := rand.New(rand.NewPCG(seed, 8)), gorgonia.NewGraph()
 	var params gorgonia.Nodes
 	param := func(name string, s ...int) *gorgonia.Node {
-		x := make([]float32, program.Size(s))
+		x := make([]float32, opbase.Size(s))
 		for i := range x {
 			x[i] = float32(0.3 * r.NormFloat64())
 		}
@@ -146,17 +152,33 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	named := map[string]*gorgonia.Node{}
 	table := param("table", fuseVocab, fuseDim)
 	x := must(op.Embedding(ints("ids"), table))
-	h := must(op.RMSNorm(x, param("norm1", fuseDim), 1e-5))
+	norm := func(x *gorgonia.Node, name string, d int, opts ...op.RMSNormOption) *gorgonia.Node {
+		if f.traits {
+			opts = append(opts, op.WeightPlusOne())
+		}
+		return must(op.RMSNorm(x, param(name, d), 1e-5, opts...))
+	}
+	project := func(h *gorgonia.Node, name string, heads int) *gorgonia.Node {
+		y := must(op.Linear(h, param("w"+name, 4*heads, fuseDim)))
+		if f.traits || f.biases {
+			y = must(op.Bias(y, param("b"+name, 4*heads)))
+		}
+		if f.traits && name != "v" {
+			y = norm(y, "norm of "+name, 4, op.EachHead())
+		}
+		return y
+	}
+	h := norm(x, "norm1", fuseDim)
 	rope := op.RoPEConfig{Seq: fuseSeq, Heads: 4, HeadDim: 4, Base: 100}
-	named["q0"] = must(op.Linear(h, param("wq", 16, fuseDim)))
+	named["q0"] = project(h, "q", 4)
 	named["q"] = must(op.RoPE(named["q0"], rope))
 	rope.Heads = 2
 	if f.keyBase != 0 {
 		rope.Base = f.keyBase
 	}
-	named["k"] = must(op.RoPE(must(op.Linear(h, param("wk", 8, fuseDim))), rope))
-	named["v"] = must(op.Linear(h, param("wv", 8, fuseDim)))
-	c := op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}
+	named["k"] = must(op.RoPE(project(h, "k", 2), rope))
+	named["v"] = project(h, "v", 2)
+	c := op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true, Window: f.window}
 	attend := func() (*gorgonia.Node, error) { return op.Attention(named["q"], named["k"], named["v"], c) }
 	if f.starts != nil {
 		starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"), gorgonia.WithShape(fuseRows),
@@ -167,11 +189,18 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	}
 	a := must(attend())
 	named["o"] = must(op.Linear(a, param("wo", fuseDim, 16)))
+	if f.traits {
+		named["o"] = norm(named["o"], "norm4", fuseDim)
+	}
 	named["s"] = must(gorgonia.Add(x, named["o"]))
-	m := must(op.SiLUMLP(must(op.RMSNorm(named["s"], param("norm3", fuseDim), 1e-5)), param("gate", 7, fuseDim), param("up", 7, fuseDim),
+	mlp := op.SiLUMLP
+	if f.gelu {
+		mlp = op.GELUMLP
+	}
+	m := must(mlp(norm(named["s"], "norm3", fuseDim), param("gate", 7, fuseDim), param("up", 7, fuseDim),
 		param("down", fuseDim, 7)))
 	named["m"], named["s2"] = m, must(gorgonia.Add(named["s"], m))
-	named["y"] = must(op.RMSNorm(named["s2"], param("norm2", fuseDim), 1e-5))
+	named["y"] = norm(named["s2"], "norm2", fuseDim)
 	named["loss"] = must(op.LinearCrossEntropy(named["y"], table, ints("targets")))
 	cost := named["loss"]
 	for _, name := range f.alsoUsed {
@@ -202,12 +231,12 @@ func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node
 		if !ok {
 			continue
 		}
-		packed := opbase.Children(n)[0]
+		packed := graph.Children(n)[0]
 		switch packed.Op().(type) {
 		case *op.AttentionGradOp:
 			ok = of == "v" && part.Offset == fuseRows*(16+8)
 		case *op.RMSNormGradOp:
-			ok = of == "h" && part.Offset == 0 && opbase.Children(packed)[1].Name() == "norm1"
+			ok = of == "h" && part.Offset == 0 && graph.Children(packed)[1].Name() == "norm1"
 		case *op.LinearCrossEntropyGradOp:
 			ok = of == "loss" && part.Offset > 0
 		default:
@@ -276,7 +305,7 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 						d = min(d, math.Abs(float64(flat(t, v)[0]-flat(t, w)[0])))
 					}
 					if !(d < tolerance) {
-						t.Errorf("%s differs by %.2g", lower.Describe(n), d)
+						t.Errorf("%s differs by %.2g", graph.Describe(n), d)
 					}
 				}
 			}
@@ -460,7 +489,7 @@ func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.No
 	g := gorgonia.NewGraph()
 	var params gorgonia.Nodes
 	add := func(name string, s ...int) *gorgonia.Node {
-		x := make([]float32, program.Size(s))
+		x := make([]float32, opbase.Size(s))
 		for i := range x {
 			x[i] = float32(r.NormFloat64())
 		}
@@ -687,13 +716,62 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	f := fuseCase{starts: []int{0, 1, 1, 0, 0, 2}}
+	m, keep := compareWithCPU(t, device, f, seed, tolerance, opts...)
+	// The table of documents is a task of its own, under the name of the attention, once for both
+	// passes.
+	if n := tasksOf(m); n["DocumentAttention"] != 2 || n["AttentionGrad"] != 1 || n["RoPE"] != 1 {
+		t.Errorf("%d tasks of DocumentAttention, %d of its gradient and %d of RoPE", n["DocumentAttention"], n["AttentionGrad"], n["RoPE"])
+	}
+	starts := keep[0].Graph().ByName("starts")[0]
+	for _, bad := range []struct {
+		starts []int
+		why    string
+	}{{[]int{0, 0, 0, 0, 2, 2}, "starts[4] is 2"}, {[]int{0, 1, 0, 0, 0, 0}, "starts[2] is 0"}, {[]int{0, 0, 0, -1, 0, 0}, "starts[3] is -1"}} {
+		value := tensor.New(tensor.WithBacking(bad.starts))
+		if err := errors.Join(gorgonia.Let(starts, value), m.RunAll()); err == nil || !strings.Contains(err.Error(), bad.why) {
+			t.Errorf("documents that start at %v: %v, want %q", bad.starts, err, bad.why)
+		}
+	}
+}
+
+// TestTraits wants windows, biases, norms of heads and of 1 + weight and the gate by GELU to give
+// what they give on the CPU, alone and together, with no warning.
+func TestTraits(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	t.Run("fake", func(t *testing.T) { testTraits(t, device, 1e-5, fakeOption) })
+	t.Run("scaled", func(t *testing.T) { testTraits(t, device, 1e-5, fakeOption, scaledGradients) })
+	t.Run("GPU", func(t *testing.T) { testTraits(t, openGPU(t), 1e-4) })
+	t.Run("float16", func(t *testing.T) { testTraits(t, openGPU(t), 2e-2, WithPrecision(Float16)) })
+	t.Run("bfloat16", func(t *testing.T) { testTraits(t, openGPU(t), 7e-2, WithPrecision(BFloat16)) })
+}
+
+func testTraits(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	for name, f := range map[string]fuseCase{"window": {window: 2}, "window of documents": {window: 2, starts: []int{0, 0, 1, 0, 0, 0}},
+		"GELU": {gelu: true}, "biases": {biases: true}, "biases and norms": {traits: true}, "all": {window: 2, gelu: true, traits: true}} {
+		t.Run(name, func(t *testing.T) {
+			m, _ := compareWithCPU(t, device, f, seed, tolerance, opts...)
+			// Projections are one product where nothing stands between them and attention.
+			if n, fused := tasksOf(m)["AttentionGrad"], tasksOf(m)["RoPE"] <= 1; n != 1 || fused == f.traits {
+				t.Errorf("%d tasks of the gradient, %d of RoPE", n, tasksOf(m)["RoPE"])
+			}
+		})
+	}
+}
+
+// compareWithCPU runs a graph some times and compares what it keeps, and all gradients, with the
+// tape machine's.
+func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, tolerance float64,
+	opts ...MachineOption) (*Machine, gorgonia.Nodes) {
+	t.Helper()
 	g, params, keep := f.graph(t, seed)
 	same, sameParams, sameKeep := f.graph(t, seed)
 	m, err := NewMachine(device, g, append(opts, WithStrict(), WithParams(params...), WithOutputs(keep...))...)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer m.Close()
+	t.Cleanup(func() { m.Close() })
 	tape := gorgonia.NewTapeMachine(same, gorgonia.BindDualValues(sameParams...))
 	defer tape.Close()
 	if err := tape.RunAll(); err != nil {
@@ -710,25 +788,11 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 				t.Fatal(err)
 			}
 			if d := distance(t, v, want[i].Value()); !(d < tolerance) {
-				t.Errorf("%s differs by %.2g", lower.Describe(n), d)
+				t.Errorf("%s differs by %.2g", graph.Describe(n), d)
 			}
 		}
 	}
-	// The table of documents is a task of its own, under the name of the attention, once for both
-	// passes.
-	if n := tasksOf(m); n["DocumentAttention"] != 2 || n["AttentionGrad"] != 1 || n["RoPE"] != 1 {
-		t.Errorf("%d tasks of DocumentAttention, %d of its gradient and %d of RoPE", n["DocumentAttention"], n["AttentionGrad"], n["RoPE"])
-	}
-	starts := keep[0].Graph().ByName("starts")[0]
-	for _, bad := range []struct {
-		starts []int
-		why    string
-	}{{[]int{0, 0, 0, 0, 2, 2}, "starts[4] is 2"}, {[]int{0, 1, 0, 0, 0, 0}, "starts[2] is 0"}, {[]int{0, 0, 0, -1, 0, 0}, "starts[3] is -1"}} {
-		value := tensor.New(tensor.WithBacking(bad.starts))
-		if err := errors.Join(gorgonia.Let(starts, value), m.RunAll()); err == nil || !strings.Contains(err.Error(), bad.why) {
-			t.Errorf("documents that start at %v: %v, want %q", bad.starts, err, bad.why)
-		}
-	}
+	return m, keep
 }
 
 // TestDocumentsOfTwoLengths wants attentions to sequences of different lengths, which share where

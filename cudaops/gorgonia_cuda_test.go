@@ -11,7 +11,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
@@ -30,7 +30,7 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 	d := &doerGraph{g: gorgonia.NewGraph()}
 	r := rand.New(rand.NewPCG(seed, 9))
 	input := func(name string, shape ...int) *gorgonia.Node {
-		x := make([]float32, program.Size(shape))
+		x := make([]float32, opbase.Size(shape))
 		for i := range x {
 			x[i] = float32(r.NormFloat64())
 		}
@@ -89,7 +89,7 @@ func TestCUDADoers(t *testing.T) {
 	t.Logf("random seed %d", seed)
 	ours, theirs := newDoerGraph(t, seed), newDoerGraph(t, seed)
 	for _, n := range theirs.g.AllNodes() {
-		if _, ok := n.Op().(gorgonia.CUDADoer); n.Op() != nil && !opbase.IsConstant(n) && !ok {
+		if _, ok := n.Op().(gorgonia.CUDADoer); n.Op() != nil && !graph.IsConstant(n) && !ok {
 			t.Fatalf("%v is no CUDADoer", n)
 		}
 	}

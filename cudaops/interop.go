@@ -7,8 +7,8 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
 // Other CUDA libraries in the same process take part through plain handles: a CUcontext, a CUstream
@@ -33,6 +33,15 @@ func (d *Device) Context() uintptr {
 		return 0
 	}
 	return d.ctx.Handle()
+}
+
+// Do runs f on a thread on which the device's context is current, for other libraries that work in
+// the current context, as NCCL does (package comm/nccl).
+func (d *Device) Do(f func() error) error {
+	if d.ctx == nil {
+		return fmt.Errorf("cudaops.Device.Do: %w", errNotOpened)
+	}
+	return d.ctx.Do(f)
 }
 
 // WithStream makes a machine put all its work on a stream that the program made elsewhere, in the
@@ -91,9 +100,9 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	}
 	switch {
 	case ptr == 0 || ptr%program.Alignment != 0:
-		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", lower.Describe(n), uint64(ptr), program.Alignment)
+		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", graph.Describe(n), uint64(ptr), program.Alignment)
 	case bytes != a.Extent():
-		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", lower.Describe(n), bytes, a.Extent(), a.Len(), a.Type)
+		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", graph.Describe(n), bytes, a.Extent(), a.Len(), a.Type)
 	}
 	i := slices.IndexFunc(m.inputs.All, func(i *program.Input) bool { return i.Array.Buffer == a.Buffer })
 	if i < 0 {
@@ -117,16 +126,16 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 	switch {
 	case i.Node != n:
-		return fmt.Errorf("%s is part of %s: bind that", lower.Describe(n), lower.Describe(i.Node))
+		return fmt.Errorf("%s is part of %s: bind that", graph.Describe(n), graph.Describe(i.Node))
 	case n.Op() != nil:
-		return fmt.Errorf("%s is a constant", lower.Describe(n))
+		return fmt.Errorf("%s is a constant", graph.Describe(n))
 	case len(i.IDs) > 0:
 		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a value with gorgonia.Let",
-			lower.Describe(n), i.IDs[0].Argument, i.IDs[0].Op)
+			graph.Describe(n), i.IDs[0].Argument, i.IDs[0].Op)
 	case m.inputs.Shared(i):
-		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf", lower.Describe(n))
+		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf", graph.Describe(n))
 	case i.Constant && m.optimizer != nil:
-		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before SetOptimizer", lower.Describe(n))
+		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before SetOptimizer", graph.Describe(n))
 	}
 	return nil
 }
@@ -135,11 +144,11 @@ func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	switch {
 	case m.config.share != nil && a.Resident:
-		return fmt.Errorf("%s belongs to the machine that WithParamsOf names", lower.Describe(n))
+		return fmt.Errorf("%s belongs to the machine that WithParamsOf names", graph.Describe(n))
 	case a.Resident, a.At != 0, a.Extent() != a.Buffer.Bytes:
-		return fmt.Errorf("%s has no memory of its own, it is part of another value: copy it from its Address", lower.Describe(n))
-	case m.optimizer != nil && slices.ContainsFunc(m.config.params, func(p *gorgonia.Node) bool { return p.Deriv() == n }):
-		return fmt.Errorf("%s is a gradient that an optimiser reads: bind it before SetOptimizer", lower.Describe(n))
+		return fmt.Errorf("%s has no memory of its own, it is part of another value: copy it from its Address", graph.Describe(n))
+	case m.optimizer != nil && slices.ContainsFunc(m.config.Params, func(p *gorgonia.Node) bool { return p.Deriv() == n }):
+		return fmt.Errorf("%s is a gradient that an optimiser reads: bind it before SetOptimizer", graph.Describe(n))
 	}
 	return nil
 }

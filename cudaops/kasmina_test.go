@@ -14,6 +14,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/seed"
+
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -26,7 +29,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	kasminakernel "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
-	cpufigures "github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -73,7 +75,7 @@ func (k *fakeKernels) KasminaWideWorkspace(kasmina.Layer, kasmina.Wide, bool) in
 }
 
 // kasminaPlan reads the state of a layer from the device.
-func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r kasmina.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
+func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r seed.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
 	n, width := k.State.Seeds, k.Chunk
 	words := slices.Clone(fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4))
 	if wide != nil {
@@ -85,16 +87,16 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r kasmina.
 	}
 	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
 	p := &kasminakernel.Layer[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: width, Eps: k.Eps,
-		Stability: [...]kasminakernel.Stability{kasminakernel.StabilityFast, kasminakernel.StabilityStrict, kasminakernel.StabilityAdaptive}[k.Stability],
-		Reduce:    [...]cpufigures.Reduction{cpufigures.ReduceExact, cpufigures.ReduceMean, cpufigures.ReduceMax}[r],
+		Stability: k.Stability,
+		Reduce:    r,
 		Measure:   make([]bool, n)}
 	for i, w := range words[:n] {
 		p.Measure[i] = true
 		if w == 0 {
 			continue
 		}
-		err := p.Activate(kasminakernel.Seed[float32]{Seed: i, Slot: int(w >> 16), Kind: blueprints.Kind(w & 0xff), Blend: w>>8&1 == 1,
-			Learn: w>>9&1 == 1, Alpha: field(1)[i], Low: field(2)[i], High: field(3)[i]})
+		err := p.Activate(i, seed.Seed{Slot: uint16(w >> 16), Kind: blueprints.Kind(w & 0xff), Blend: w>>8&1 == 1,
+			Learn: w>>9&1 == 1, Alpha: field(1)[i], Low: float64(field(2)[i]), High: float64(field(3)[i])})
 		if err != nil {
 			panic(err)
 		}
@@ -117,7 +119,7 @@ func (k *fakeKernels) KasminaWideForward(s gpu.Stream, f kasmina.Forward, w kasm
 func (k *fakeKernels) kasminaForward(s gpu.Stream, f kasmina.Forward, wide *kasmina.Wide) error {
 	if f.Records != nil {
 		*f.Records = kasmina.Records{}
-		if f.Telemetry && f.Reduction == kasmina.Exact {
+		if f.Telemetry && f.Reduction == seed.Exact {
 			*f.Records = kasmina.Records{Figures: f.Figures, Records: f.Workspace, Seeds: f.State.Seeds}
 			f.Figures = f.Workspace
 		}
@@ -162,7 +164,7 @@ func (k *fakeKernels) KasminaWideBackward(s gpu.Stream, b kasmina.Backward, w ka
 func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kasmina.Backward, wide *kasmina.Wide) error {
 	if b.Parts != nil {
 		*b.Parts = kasmina.Parts{}
-		if wide == nil && (!b.Telemetry || b.Reduction == kasmina.Exact) {
+		if wide == nil && (!b.Telemetry || b.Reduction == seed.Exact) {
 			seeds, slots := b.State.Seeds, b.State.Slots
 			left := kasmina.Parts{Layer: b.Layer, DWeights: b.DWeights, DScales: b.DScales, Units: seeds,
 				Total: b.Workspace.Offset(4 * kasmina.BackwardFigures * seeds)}
@@ -787,7 +789,7 @@ func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 func gradientsOfLayers(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 	for _, n := range g.AllNodes() {
 		if isOp[*op.KasminaGradOp](n) {
-			all = append(all, opbase.Children(n)[4])
+			all = append(all, graph.Children(n)[4])
 		}
 	}
 	return all
@@ -868,7 +870,7 @@ func TestKasminaReplaced(t *testing.T) {
 	b := grafted(t, 1)
 	keep, replaced := gorgonia.Nodes{b.Loss}, gradientsOfLayers(b.G)
 	for _, n := range b.G.AllNodes() {
-		if o, ok := n.Op().(*opbase.PartOp); ok && o.Offset == 0 && isOp[*op.KasminaGradOp](opbase.Children(n)[0]) {
+		if o, ok := n.Op().(*opbase.PartOp); ok && o.Offset == 0 && isOp[*op.KasminaGradOp](graph.Children(n)[0]) {
 			keep = append(keep, n)
 		}
 	}

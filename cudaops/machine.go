@@ -112,7 +112,7 @@ func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error
 	if config.logger == nil {
 		config.logger = slog.Default()
 	}
-	return config, run.Joined(config.narrowGradients(), config.within(g))
+	return config, run.Joined(config.narrowGradients(), config.Within(g))
 }
 
 // open takes what the machine has beside a program: kernels, a stream, a chooser.
@@ -142,11 +142,11 @@ func (m *Machine) open() (err error) {
 		}
 	}
 	c := &m.config
-	m.options = lower.Options{Params: c.params, Outputs: c.outputs, Device: m.device.info, Activation: c.act,
+	m.options = lower.Options{Asked: c.Asked, Device: m.device.info, Activation: c.act,
 		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled, Accumulate: c.gather, Strict: c.strict,
 		Timed: c.monitor > 0, OnHost: m.chooser.Rules.OnHost, Warn: m.warn, Chooser: m.chooser}
 	if s := c.share; s != nil {
-		m.options.Shared, m.options.SharedParams = s.runner.Program, s.config.params
+		m.options.Shared, m.options.SharedParams = s.runner.Program, s.config.Params
 	}
 	return nil
 }
@@ -389,7 +389,7 @@ func (m *Machine) warn(message string) {
 // gradientOf returns the gradient that the program has of an input that is a parameter, nil if
 // there is none.
 func gradientOf(m *Machine, in *program.Input) *program.Array {
-	if d := in.Node.Deriv(); d != nil && slices.Contains(m.config.params, in.Node) {
+	if d := in.Node.Deriv(); d != nil && slices.Contains(m.config.Params, in.Node) {
 		return m.runner.Program.Values[d]
 	}
 	return nil

@@ -19,8 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -864,7 +864,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgo
 	need = func(n *gorgonia.Node) {
 		if !needed[n] {
 			needed[n] = true
-			for _, child := range opbase.Children(n) {
+			for _, child := range graph.Children(n) {
 				need(child)
 			}
 		}
@@ -899,7 +899,7 @@ func TestRandomGraphs(t *testing.T) {
 		fill := func() {
 			t.Helper()
 			for _, n := range inputs {
-				x := make([]float32, program.Size(n.Shape()))
+				x := make([]float32, opbase.Size(n.Shape()))
 				for i := range x {
 					x[i] = 0.25 * float32(r.NormFloat64())
 				}
@@ -939,7 +939,7 @@ func TestRandomGraphs(t *testing.T) {
 				largest := max(slices.Max(y), -slices.Min(y))
 				for i := range x { // long chains make much of rounding, and some gradients are nothing but what it leaves of zero
 					if math.Abs(float64(x[i]-y[i])) > 0.05*float64(largest)+1e-3 || (x[i] != x[i]) != (y[i] != y[i]) {
-						t.Fatalf("round %d, run %d: element %d of %s is %v, want %v", round, run, i, lower.Describe(n), x[i], y[i])
+						t.Fatalf("round %d, run %d: element %d of %s is %v, want %v", round, run, i, graph.Describe(n), x[i], y[i])
 					}
 				}
 			}

@@ -11,10 +11,10 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -59,7 +59,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if len(all) == 0 {
 		return errors.New("no parameter has a gradient: name them with WithParams and derive them with gorgonia.Grad")
 	}
-	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Chooser: m.chooser, Lower: m.options}, rules, all, maxNorm)
+	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Chooser: m.chooser, Lower: m.options}, rules, all, maxNorm,
+		m.config.ranks)
 	if err == nil {
 		m.optimizer = x
 	}
@@ -98,7 +99,7 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	}
 	p := m.runner.Program
 	if a.Type != gpu.Float32 || a.Len() != 1 || p.Scaling != nil && p.Scaling.Carried[loss] {
-		return 0, 0, fmt.Errorf("%s is no loss, want a number", lower.Describe(loss))
+		return 0, 0, fmt.Errorf("%s is no loss, want a number", graph.Describe(loss))
 	}
 	by := a
 	if p.Scale != nil { // which is not to change for a loss that is not finite
@@ -206,18 +207,49 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	all := m.optimizer.Params
 	i := slices.IndexFunc(all, func(p *update.Param) bool { return p.Input.Node == param })
 	if i < 0 {
-		return fmt.Errorf("the optimiser has no parameter %s", lower.Describe(param))
+		return fmt.Errorf("the optimiser has no parameter %s", graph.Describe(param))
+	}
+	if n := all[i].Grad.Len(); from < 0 || to < from || to > n {
+		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to, graph.Describe(param), n)
+	}
+	own, end := m.optimizer.Part(i)
+	if from, to = max(from, own)-own, min(to, end)-own; from >= to {
+		return nil
 	}
 	for _, a := range all[i].Moments {
-		if from < 0 || to < from || to > a.Len() {
-			return fmt.Errorf("elements %d to %d of %s, which has %d", from, to, lower.Describe(param), a.Len())
-		}
 		size := a.Type.Size()
 		if err := m.runner.Launch(program.Zero{Ptr: a.Ptr().Offset(from * size), Bytes: (to - from) * size}); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// Contribute sends the gradients of the last run to the ranks that own them, where this rank is among
+// the first contributors, and adds what comes to this rank's sums, which are begun anew with first.
+// Of a machine made [WithRanks] all ranks call it after every round of runs, and [Machine.Update]
+// after the last one of a step.
+func (m *Machine) Contribute(contributors int, first bool) (err error) {
+	defer in("Contribute", &err)
+	switch {
+	case m.runner.State.Closed():
+		return run.ErrClosed
+	case m.optimizer == nil:
+		return errNoOptimizer
+	case !m.runner.State.Ran() && contributors > 0 && m.config.ranks != nil && m.config.ranks.Group.Rank() < contributors:
+		return errors.New("the machine has not run, so there are no gradients")
+	}
+	return m.optimizer.Contribute(contributors, first)
+}
+
+// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks of
+// a machine made [WithRanks] must call it. [Machine.Download] leaves the optimiser alone there.
+func (m *Machine) GatherState() (err error) {
+	defer in("GatherState", &err)
+	if err := m.runner.State.Open(); err != nil {
+		return err
+	}
+	return gatherState(m)
 }
 
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
@@ -243,8 +275,8 @@ func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if i := slices.IndexFunc(m.config.params, func(p *gorgonia.Node) bool { return bad[p] }); i >= 0 {
-		return m.config.params[i], nil
+	if i := slices.IndexFunc(m.config.Params, func(p *gorgonia.Node) bool { return bad[p] }); i >= 0 {
+		return m.config.Params[i], nil
 	}
 	return nil, nil
 }
@@ -296,7 +328,7 @@ func setLossScale(m *Machine, s LossScale) error {
 // GradientPrecision returns BFloat16 if the machine keeps the gradient of any parameter like that
 // (see [WithGradientPrecision]), else Float32.
 func (m *Machine) GradientPrecision() Precision {
-	for _, p := range m.config.params {
+	for _, p := range m.config.Params {
 		if g := m.runner.Program.Values[p.Deriv()]; g != nil && g.Type == gpu.BFloat16 {
 			return BFloat16
 		}

@@ -21,10 +21,10 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -493,7 +493,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 			t.Run(fmt.Sprint(s, " ", steps), func(t *testing.T) {
 				g := gorgonia.NewGraph()
 				input := func(name string) *gorgonia.Node {
-					values := make([]float32, program.Size(s))
+					values := make([]float32, opbase.Size(s))
 					for i := range values {
 						values[i] = float32(r.NormFloat64())
 					}
@@ -519,7 +519,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 					t.Fatal(err)
 				}
 				// Gorgonia's machine writes other results over y.
-				want := make([]float32, program.Size(s))
+				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, flat(t, x.Value()), s[0], s[1], steps)
 				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)),
 					x.Deriv(): x.Deriv().Value()} {
@@ -568,7 +568,7 @@ func TestNewtonSchulzWays(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		for _, s := range []shape{{8, 24}, {16, 72}, {72, 16}, {136, 136}, {24, 1000}} {
 			for steps := 1; steps <= few(7, 5); steps++ {
-				x := make([]float32, program.Size(s))
+				x := make([]float32, opbase.Size(s))
 				for i := range x {
 					x[i] = float32(r.NormFloat64())
 				}
@@ -586,7 +586,7 @@ func TestNewtonSchulzWays(t *testing.T) {
 				if err := errors.Join(err, valueErr, m.Close()); err != nil {
 					t.Fatal(err)
 				}
-				want := make([]float32, program.Size(s))
+				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, x, s[0], s[1], steps)
 				d := distance(t, v, tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)))
 				if !(d < tolerance) || !chose(m, way) {
@@ -616,7 +616,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		t.Setenv("KASMINA_WAYS", c.rule)
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
-		x := tensor.New(tensor.WithShape(c.shape...), tensor.WithBacking(tensor.Random(tensor.Float32, program.Size(c.shape))))
+		x := tensor.New(tensor.WithShape(c.shape...), tensor.WithBacking(tensor.Random(tensor.Float32, opbase.Size(c.shape))))
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
 		if err != nil {
 			t.Fatal(err)
@@ -653,7 +653,7 @@ func TestMuonTogether(t *testing.T) {
 		var start [][]float32
 		for i, s := range []shape{{16, 40}, {5, 7}, {16, 40}, {40, 16}, {24, 24}, {16, 40}, {5, 7}, {40, 16}} {
 			input := func(name string) *gorgonia.Node {
-				x := make([]float32, program.Size(s))
+				x := make([]float32, opbase.Size(s))
 				for i := range x {
 					x[i] = float32(r.NormFloat64())
 				}
@@ -867,7 +867,7 @@ func TestKasminaSumsTwice(t *testing.T) {
 			layer = n
 		}
 	}
-	again, err := layer.Op().(gorgonia.SDOp).SymDiff(opbase.Children(layer), layer, gorgonia.Must(gorgonia.Add(g, g)))
+	again, err := layer.Op().(gorgonia.SDOp).SymDiff(graph.Children(layer), layer, gorgonia.Must(gorgonia.Add(g, g)))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,16 +8,17 @@ import (
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
 type machineConfig struct {
-	params  gorgonia.Nodes
-	outputs gorgonia.Nodes
+	graph.Asked
 	share   *Machine
 	strict  bool
 	gather  bool
@@ -31,6 +32,8 @@ type machineConfig struct {
 	logger  *slog.Logger
 	kernels func(gpu.Context) (run.Launcher, error)
 
+	ranks *update.Ranks // that make updates together; nil for the only one
+
 	tuning    tune.Mode
 	rules     wayrule.Rules
 	monitor   int
@@ -43,20 +46,29 @@ type machineConfig struct {
 // MachineOption is an option of NewMachine.
 type MachineOption func(*machineConfig) error
 
+// WithRanks makes the machine one of several, at the ranks of a group, that train one model by the sum
+// of their gradients: see [Machine.Contribute]. Each remembers the moments of its part of the
+// parameters and updates that: of what AdamW updates by elements, of what Muon updates by matrices.
+// The group's device is the machine's. What collectives do is captured with the update.
+//
+// The bits of an update do not depend on the number of ranks, where all compute in the same ways
+// (WithTuning(TuneOff), or the same stored choices).
+func WithRanks(group comm.Group) MachineOption {
+	return func(c *machineConfig) error {
+		if group == nil {
+			return errors.New("WithRanks: the group is nil")
+		}
+		c.ranks = &update.Ranks{Group: group}
+		return nil
+	}
+}
+
 // WithParams names inputs that are parameters: their values are copied to the device once, by
 // NewMachine, and live there. [Machine.Upload] copies a value that the host has changed,
 // [Machine.Download] copies them back into their nodes. Their gradients, if the graph has them, are
 // kept for [Machine.Value].
 func WithParams(params ...*gorgonia.Node) MachineOption {
-	return func(c *machineConfig) error {
-		for i, n := range params {
-			if n == nil || n.Op() != nil {
-				return fmt.Errorf("WithParams: node %d is no input", i)
-			}
-		}
-		c.params = append(c.params, params...)
-		return nil
-	}
+	return func(c *machineConfig) error { return c.AddParams(params...) }
 }
 
 // WithParamsOf makes inputs that have the name and shape of another machine's parameters use its
@@ -76,13 +88,7 @@ func WithParamsOf(other *Machine) MachineOption {
 // WithOutputs names nodes whose values shall outlive a run, for [Machine.Value]. Those that no
 // other node needs do so anyway.
 func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
-	return func(c *machineConfig) error {
-		if slices.Contains(outputs, nil) {
-			return errors.New("WithOutputs: a node is nil")
-		}
-		c.outputs = append(c.outputs, outputs...)
-		return nil
-	}
+	return func(c *machineConfig) error { return c.AddOutputs(outputs...) }
 }
 
 // WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the
@@ -198,22 +204,6 @@ func WithLogger(l *slog.Logger) MachineOption {
 		c.logger = l
 		return nil
 	}
-}
-
-// within returns an error unless the nodes that the options name are in the graph.
-func (c *machineConfig) within(g *gorgonia.ExprGraph) error {
-	all := map[*gorgonia.Node]bool{}
-	for _, n := range g.AllNodes() {
-		all[n] = true
-	}
-	for option, nodes := range map[string]gorgonia.Nodes{"WithParams": c.params, "WithOutputs": c.outputs} {
-		for _, n := range nodes {
-			if !all[n] {
-				return fmt.Errorf("%s: %s is not in the graph that the machine is made for", option, lower.Describe(n))
-			}
-		}
-	}
-	return nil
 }
 
 // narrowGradients has gradients stored as the options ask for, whose order does not matter.

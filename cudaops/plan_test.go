@@ -12,8 +12,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -85,7 +85,7 @@ func TestRoom(t *testing.T) {
 	const plenty = 1 << 30
 	m, want := train(t, plenty)
 	elements := 0
-	for _, p := range m.config.params {
+	for _, p := range m.config.Params {
 		elements += p.Shape().TotalSize()
 	}
 	need := m.runner.Program.Arena + m.runner.Program.Resident() + 8*elements
@@ -212,7 +212,7 @@ func TestRoomShared(t *testing.T) {
 	}
 	for _, in := range l.machine.runner.Program.Inputs {
 		if l.machine.inputs.Shared(in) {
-			t.Errorf("%s is still shared", lower.Describe(in.Node))
+			t.Errorf("%s is still shared", graph.Describe(in.Node))
 		}
 	}
 	if err := l.machine.Close(); err != nil {

@@ -21,10 +21,10 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -48,7 +48,7 @@ func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 	l := &layers{g: gorgonia.NewGraph(), named: map[string]*gorgonia.Node{}}
 	r := rand.New(rand.NewPCG(seed, 9))
 	input := func(name string, scale float64, s ...int) *gorgonia.Node {
-		x := make([]float32, program.Size(s))
+		x := make([]float32, opbase.Size(s))
 		for i := range x {
 			x[i] = float32(scale * r.NormFloat64())
 		}
@@ -118,7 +118,7 @@ func TestFloat8(t *testing.T) {
 		got, want := l.values(t, narrow), l.values(t, plain)
 		for i, n := range l.keep[1:] {
 			if d := distance(t, got[i+1], want[i+1]); !(d < tolerance) || (d == 0) == differs {
-				t.Errorf("%s differs by %.2g", lower.Describe(n), d)
+				t.Errorf("%s differs by %.2g", graph.Describe(n), d)
 			}
 		}
 	}
@@ -415,7 +415,7 @@ func TestFloat8Bound(t *testing.T) {
 		got, want := l.values(t, m), l.values(t, fresh)
 		for i, n := range l.keep {
 			if !slices.Equal(flat(t, got[i]), flat(t, want[i])) {
-				t.Errorf("%s differs from that of a machine that was given the value", lower.Describe(n))
+				t.Errorf("%s differs from that of a machine that was given the value", graph.Describe(n))
 			}
 		}
 	}
@@ -1071,7 +1071,7 @@ func TestScaledOutputLayer(t *testing.T) {
 	} {
 		g := gorgonia.NewGraph()
 		input := func(name string, s shape) *gorgonia.Node {
-			values := make([]float32, program.Size(s))
+			values := make([]float32, opbase.Size(s))
 			for i := range values {
 				values[i] = float32(rand.NormFloat64())
 			}

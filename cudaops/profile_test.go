@@ -114,8 +114,8 @@ func TestProfile(t *testing.T) {
 	if times, err := m.Monitor(); err != nil || len(times) == 0 {
 		t.Errorf("the monitor after the profile: %v, %v", times, err)
 	}
-	a, errA := m.Value(m.config.params[0])
-	b, errB := plain.Value(plain.config.params[0])
+	a, errA := m.Value(m.config.Params[0])
+	b, errB := plain.Value(plain.config.Params[0])
 	if errA != nil || errB != nil {
 		t.Fatal(errA, errB)
 	}
@@ -468,9 +468,9 @@ func TestMonitor(t *testing.T) {
 	if log.Len() > 0 {
 		t.Errorf("warnings: %s", log.String())
 	}
-	w := m.config.params[0]
+	w := m.config.Params[0]
 	a, errA := m.Value(w)
-	b, errB := plain.Value(plain.config.params[0])
+	b, errB := plain.Value(plain.config.Params[0])
 	if errA != nil || errB != nil {
 		t.Fatal(errA, errB)
 	}
@@ -574,7 +574,7 @@ func TestMonitorCost(t *testing.T) {
 		if m.monitor.Sampling() { // as if the stamps took so much
 			norm.Took = 10 * time.Millisecond
 		}
-		if _, err := m.Value(m.config.params[0]); err != nil { // computes it
+		if _, err := m.Value(m.config.Params[0]); err != nil { // computes it
 			t.Fatal(err)
 		}
 	}

@@ -17,7 +17,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -97,7 +97,7 @@ func (r *stockRun) let(values [][]float64, weights []float64) error {
 
 // random draws different numbers that bfloat16 holds, clear of zero, where some ops have kinks.
 func (c stockCase) random(r *rand.Rand, s shape, seen map[float64]bool) []float64 {
-	x := make([]float64, 0, program.Size(s))
+	x := make([]float64, 0, opbase.Size(s))
 	for len(x) < cap(x) {
 		v := r.NormFloat64()
 		if c.positive {
@@ -320,7 +320,7 @@ func TestStockWithoutCopies(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	value := func(s ...int) *node {
-		x := make([]float32, program.Size(s))
+		x := make([]float32, opbase.Size(s))
 		for i := range x {
 			x[i] = float32(rand.NormFloat64())
 		}
@@ -747,7 +747,7 @@ func pickFirst(x, ids *node, axis int) (*node, error) {
 		return nil, err
 	}
 	s := first.Shape()
-	if first, err = gorgonia.Reshape(first, shape{s[0], program.Size(s[1:])}); err != nil {
+	if first, err = gorgonia.Reshape(first, shape{s[0], opbase.Size(s[1:])}); err != nil {
 		return nil, err
 	}
 	if first, err = gorgonia.ByIndices(first, ids, 0); err != nil {
@@ -826,7 +826,7 @@ func TestFoldedGradient(t *testing.T) {
 	_, b := newBatch(t, llm.ForTraining, 2)
 	var head *gorgonia.Node
 	for _, n := range b.G.AllNodes() {
-		if p, ok := n.Op().(*opbase.PartOp); ok && p.Offset > 0 && isOp[*op.LinearCrossEntropyGradOp](opbase.Children(n)[0]) {
+		if p, ok := n.Op().(*opbase.PartOp); ok && p.Offset > 0 && isOp[*op.LinearCrossEntropyGradOp](graph.Children(n)[0]) {
 			head = n
 		}
 	}

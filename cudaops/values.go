@@ -8,9 +8,11 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -45,7 +47,7 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	}
 	if s := m.runner.Program.Scaling; s != nil && s.Carried[n] {
 		if m.runner.Scale.Carried == 0 {
-			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried", lower.Describe(n))
+			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried", graph.Describe(n))
 		}
 		return run.Divided(v, m.runner.Scale.Carried)
 	}
@@ -62,11 +64,11 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	case n == nil || !ok:
 		return nil, errors.New("the node is not part of the graph that the machine runs")
 	case a.Buffer == nil && len(a.Parts) > 0:
-		return nil, fmt.Errorf("%s packs several values: ask for those", lower.Describe(n))
+		return nil, fmt.Errorf("%s packs several values: ask for those", graph.Describe(n))
 	case a.Buffer == nil:
-		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs", lower.Describe(n))
+		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs", graph.Describe(n))
 	case !a.Resident && a.Last < len(m.runner.Program.Calls):
-		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", lower.Describe(n))
+		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", graph.Describe(n))
 	}
 	return a, nil
 }
@@ -88,7 +90,7 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 		}
 		i := m.inputs.Of(p)
 		if i == nil {
-			return fmt.Errorf("%s is no input of the graph", lower.Describe(p))
+			return fmt.Errorf("%s is no input of the graph", graph.Describe(p))
 		}
 		inputs = append(inputs, i)
 	}
@@ -103,44 +105,56 @@ func (m *Machine) Download() (err error) {
 		return err
 	}
 	for _, i := range m.inputs.All {
-		if !slices.Contains(m.config.params, i.Node) {
+		if !slices.Contains(m.config.Params, i.Node) {
 			continue
-		}
-		v, err := m.runner.Fetch(i.Array, i.Node.Dtype())
-		if err != nil {
-			return err
 		}
 		to, err := params.Memory(i.Node.Value())
 		if err != nil {
-			return fmt.Errorf("%s: its value %w", lower.Describe(i.Node), err)
+			return fmt.Errorf("%s: its value %w", graph.Describe(i.Node), err)
 		}
-		from, err := params.Memory(v)
-		if err != nil {
+		if err := m.runner.FetchFloats(i.Array, to.([]float32)); err != nil { // others may share this memory
 			return err
 		}
-		copy(to.([]float32), from.([]float32)) // others may share this memory
 	}
 	return downloadState(m)
 }
 
 // downloadState copies back what the optimiser remembers.
 func downloadState(m *Machine) error {
-	x := m.optimizer
-	if x == nil || x.Steps == 0 {
+	if x := m.optimizer; x == nil || x.Steps == 0 || x.Shared() {
 		return nil
 	}
+	return stateOf(m, func(p *update.Param, i int) (any, error) {
+		data := make([]float32, opbase.Size(p.Input.Array.Shape))
+		return data, m.runner.FetchFloats(p.Moments[i], data)
+	})
+}
+
+// gatherState is downloadState of several ranks.
+func gatherState(m *Machine) error {
+	x := m.optimizer
+	if x == nil || !x.Shared() {
+		return errors.New("the machine has no optimiser of several ranks: WithRanks makes one")
+	}
+	if x.Steps == 0 {
+		return nil
+	}
+	return stateOf(m, func(p *update.Param, i int) (any, error) {
+		return x.Gathered(slices.Index(x.Params, p), i)
+	})
+}
+
+// stateOf sets the optimiser's state to moments that fetch returns.
+func stateOf(m *Machine, fetch func(p *update.Param, moment int) (any, error)) error {
+	x := m.optimizer
 	var state []optim.Tensor
 	for _, p := range x.Params {
 		name := p.Input.Node.Name()
 		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1}, Data: []int64{p.Step + int64(x.Steps)}})
 		for i, moment := range p.Names() {
-			v, err := m.runner.Fetch(p.Moments[i], p.Input.Node.Dtype())
+			data, err := fetch(p, i)
 			if err != nil {
 				return err
-			}
-			data := v.Data()
-			if f, ok := data.(float32); ok {
-				data = []float32{f}
 			}
 			state = append(state, optim.Tensor{Name: name + "." + moment, Shape: slices.Clone(p.Input.Array.Shape), Data: data})
 		}

@@ -122,6 +122,8 @@ func (p *programs) checkCommand(words []string) error {
 		return nil
 	case name == "go" && len(args) > 0:
 		return p.checkGo(args[0], args[1:])
+	case name == "kasmina" && len(args) > 0:
+		return p.checkKasmina(args)
 	case name == "python3" && len(args) > 0:
 		return checkScript(args[0], args[1:])
 	case strings.HasPrefix(name, ".ci/"):
@@ -159,6 +161,21 @@ func (p *programs) checkGo(verb string, args []string) error {
 		return nil
 	}
 	return fmt.Errorf("go %s: this test does not know how to check it", verb)
+}
+
+// checkKasmina wants a subcommand of the command kasmina to be there, with its options.
+func (p *programs) checkKasmina(args []string) error {
+	help, err := exec.Command(filepath.Join(p.folder, "kasmina"), args[0], "-help").CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("kasmina %s: %w\n%s", args[0], err, help)
+	}
+	for _, a := range args[1:] {
+		option, _, _ := strings.Cut(a, "=")
+		if strings.HasPrefix(a, "-") && !strings.Contains(string(help), "\n  "+option+" ") {
+			return fmt.Errorf("kasmina %s has no option %s", args[0], option)
+		}
+	}
+	return nil
 }
 
 // checkRun wants the program to be there, and the options that it is given.
@@ -309,12 +326,12 @@ func TestCommands(t *testing.T) {
 func TestCommandsFail(t *testing.T) {
 	p := built(t)
 	for code, good := range map[string]bool{
-		"go run ./examples/grow -dry-run > a.txt":           true,
+		"go run ./examples/grow -only static > a.txt":       true,
 		"KASMINA_WAYS='A=b' go run ./examples/grow -runs 2": true,
 		"go test ./op -run TestGolden -v && go test ./...":  true,
 		"x=$(go list -m -f '{{.Dir}}' " + module + ")":      true,
 		"go run ./examples/nothing":                         false,
-		"go run ./examples/grow -dry-runs":                  false,
+		"go run ./examples/grow -onlys":                     false,
 		"go test ./nothing":                                 false,
 		"go test ./op -run TestNothingAtAll":                false,
 		"go test ./op -nothing":                             false,
@@ -322,6 +339,9 @@ func TestCommandsFail(t *testing.T) {
 		"python3 tools/nothing.py":                          false,
 		"python3 testdata/make_golden.py --nothing":         false,
 		".ci/nothing":                    false,
+		"kasmina eval -model x -seq=3":   true,
+		"kasmina eval -models x":         false,
+		"kasmina frobnicate":             false,
 		"frobnicate":                     false,
 		"ls | go run ./examples/nothing": false,
 		"for s in 1 2; do go run ./examples/grow -no $s; done": false,
@@ -339,6 +359,7 @@ func TestCommandsFail(t *testing.T) {
 // shim has the shell run this module's commands as they were built, and without a network go get
 // and go mod tidy do what they do with one: get adds the module as it is here, tidy what it needs.
 const shim = `set -euo pipefail
+kasmina() { "$BIN/kasmina" "$@"; }
 go() {
 	case "$1 ${2-}" in
 	"run ./"*) "$BIN/$(basename "$2")" "${@:3}" ;;
@@ -392,7 +413,9 @@ func TestRun(t *testing.T) {
 			folder, printed := t.TempDir(), ""
 			for _, b := range doc.blocks {
 				if name, ok := b.notes["file"]; ok {
-					require.NoError(t, os.WriteFile(filepath.Join(folder, name), []byte(b.code), 0o666))
+					path := filepath.Join(folder, filepath.FromSlash(name))
+					require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o777))
+					require.NoError(t, os.WriteFile(path, []byte(b.code), 0o666))
 				}
 				if _, ok := b.notes["output"]; ok {
 					require.Equal(t, b.code, printed, "%v: what the block before prints", b)

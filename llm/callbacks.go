@@ -113,6 +113,9 @@ func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Ca
 		return refuse("Checkpoint: %w", errZeroTrainer)
 	}
 	c := &checkpointer{t: t, path: path, every: every}
+	t.mu.Lock()
+	t.steering.savers++
+	t.mu.Unlock()
 	for _, opt := range opts {
 		if opt == nil {
 			return refuse("Checkpoint: an option is nil")
@@ -127,6 +130,7 @@ type checkpointer struct {
 	t          *Trainer
 	path       string
 	every      int
+	asked      int // saves that had been asked for when it last saved
 	background bool
 	release    func() error // the folder
 	tried      int          // the step that was last to be saved in this run, or that it began at
@@ -143,13 +147,19 @@ func (c *checkpointer) event(e Event) error {
 		return errors.Join(c.wait(), c.end())
 	case e.Kind == Failed:
 		return errors.Join(c.finish(), c.rescue(e))
-	case !due(e, c.every) && e.Kind != Interrupted:
+	case !due(e, c.every) && e.Kind != Interrupted && !c.wanted(e):
 		return c.poll()
+	}
+	c.asked = c.t.saves()
+	switch {
 	case c.background && e.Kind == StepEnd && !e.Last:
 		return c.saveBeside(e.Step)
 	}
 	return c.save(e.Step)
 }
+
+// wanted reports whether somebody has asked for a save; see [Trainer.SaveSoon].
+func (c *checkpointer) wanted(e Event) bool { return e.Kind == StepEnd && c.t.saves() > c.asked }
 
 // rescue saves the last step of a run that has failed, unless it has been tried, or there is no
 // sound one.
@@ -172,6 +182,9 @@ func (c *checkpointer) save(step int) error {
 
 // begin makes the file's folders, finds out whether it can be written, and claims its folder.
 func (c *checkpointer) begin() error {
+	if !c.t.first() {
+		return nil
+	}
 	there, err := os.Stat(c.path)
 	if err == nil && !there.Mode().IsRegular() && !there.IsDir() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
@@ -199,7 +212,7 @@ func (c *checkpointer) end() error {
 
 // saveBeside starts to write the trainer's state, after what is still being written.
 func (c *checkpointer) saveBeside(step int) error {
-	if err := c.finish(); err != nil {
+	if err := c.t.agree(c.finish()); err != nil {
 		return err
 	}
 	c.tried = step
@@ -208,6 +221,10 @@ func (c *checkpointer) saveBeside(step int) error {
 		return err
 	}
 	c.step, c.written = step, make(chan error, 1)
+	if !c.t.first() {
+		c.written <- nil
+		return nil
+	}
 	go func(written chan<- error) {
 		written <- safetensors.Save(c.path, tensors, metadata)
 	}(c.written)
@@ -409,6 +426,7 @@ type Event struct {
 	Step         int           // optimiser steps done since the model was initialised
 	Steps        int           // step at which the run ends at the latest; of one that a budget alone ends, 2³¹−1
 	Budget       Budget        // of the run
+	Spent        Budget        // so far; Time of a run on a budget of time alone
 	Share        float64       // of the budget, or without one of the steps, that is spent: 0 to 1
 	Last         bool          // the run is at its end
 	Loss         float64       // training loss of the last step, in nats per token
@@ -425,7 +443,8 @@ type Event struct {
 	Choices      []Choice      // Chosen: the ways in which they are computed
 
 	// Reports are those of the Kasmina layers, of an EpochEnd: an epoch of their lattices has ended,
-	// or a run has (before its RunEnd) in which more has happened to seeds since.
+	// somebody has steered the seeds (Trainer.Steer), or a run has ended (before its RunEnd) in which
+	// more has happened to seeds since.
 	Reports []state.Report
 	// SeedEvents are what has happened to seeds since the EpochEnd before, or since the run began.
 	SeedEvents []state.Event
@@ -462,9 +481,12 @@ func (s *seedEvents) take() []state.Event {
 	return list
 }
 
-// tellEpoch tells the callbacks of the seeds if the last step has ended an epoch of the lattices.
+// tellEpoch tells the callbacks of the seeds if the last step has ended an epoch of the lattices, or
+// somebody has steered behind it.
 func (t *Trainer) tellEpoch() error {
-	if t.Step()%t.Config.Epoch != 0 {
+	steered := t.steering.told
+	t.steering.told = false
+	if t.Step()%t.Config.Epoch != 0 && !steered {
 		return nil
 	}
 	return t.tellSeeds(t.happened.take())

@@ -73,24 +73,29 @@ func (t *Trainer) Save(path string) error {
 	}
 	defer t.Model.take()()
 	tensors, metadata, err := t.snapshot()
-	if err != nil {
-		return err
+	if err == nil && t.first() {
+		err = safetensors.Save(path, tensors, metadata)
 	}
-	return safetensors.Save(path, tensors, metadata)
+	return t.agree(err)
 }
 
 // copied returns what Save writes, in memory of its own.
 func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
 	defer t.Model.take()()
 	tensors, metadata, err := t.snapshot()
-	copyTensors(tensors)
-	return tensors, metadata, err
+	if t.first() {
+		copyTensors(tensors)
+	}
+	return tensors, metadata, t.agree(err)
 }
 
 // snapshot returns what Save writes, in the model's turn. The parameters' memory is the model's
 // own.
 func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.usable(); err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
+	}
+	if err := t.gatherState(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
 	tensors, metadata, err := t.Model.tensors()

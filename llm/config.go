@@ -11,7 +11,7 @@ import (
 
 // Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a
 // residual stream, with RMSNorm before each, rotary positions, and Kasmina layers after chosen
-// blocks. It is stored with every checkpoint.
+// blocks. [Traits] are what other families have beyond Llama 2. It is stored with every checkpoint.
 type Config struct {
 	Vocab   int     `json:"vocab"`             // token ids are 0 to Vocab−1
 	Dim     int     `json:"dim"`               // features of the residual stream
@@ -42,6 +42,8 @@ type Config struct {
 	Depth int `json:"depth,omitempty"`
 	// Grown is how the model came to its blocks, which the trainer writes.
 	Grown []Grown `json:"grown,omitempty"`
+
+	Traits
 
 	// KasminaOptions say how the Kasmina layers compute. They are no part of the architecture: a run
 	// that goes on with others has other settings.
@@ -188,7 +190,7 @@ func (c Config) Check() error {
 	case c.HeadDim%2 != 0:
 		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions "+
 			"turn features in pairs", c.HeadDim)
-	case !(c.Base > 1) || math.IsInf(c.Base, 0):
+	case !validBase(c.Base):
 		return fmt.Errorf("llm: Config.Base is %v, want a finite number of more than 1", c.Base)
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
@@ -218,6 +220,9 @@ func (c Config) Check() error {
 			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536",
 				c.Slots)
 		}
+	}
+	if err := c.checkTraits(); err != nil {
+		return err
 	}
 	if err := c.checkGrown(); err != nil {
 		return err

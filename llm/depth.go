@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/parallel"
 )
 
 // maxGrown bounds how often a model's stack can have grown.
@@ -48,6 +49,7 @@ func (c Config) checkGrown() error {
 // grow returns the configuration with a growth more. A Kasmina layer stays behind the first copy of
 // its block.
 func (c Config) grow(g Grown) Config {
+	c.Blocks = reordered(c.blocks(), g.Order)
 	c.Layers = len(g.Order)
 	c.Grown = append(slices.Clone(c.Grown), g)
 	c.Kasmina = slices.Clone(c.Kasmina)
@@ -67,15 +69,18 @@ func (c Config) numParams() (n int) {
 
 // sameBlocks reports whether two configurations of one origin have the same blocks.
 func (c Config) sameBlocks(d Config) bool {
-	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) && slices.EqualFunc(c.Grown,
+	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) && slices.Equal(c.blocks(),
+		d.blocks()) && slices.EqualFunc(c.Grown,
 		d.Grown, func(a, b Grown) bool { return a.Seed == b.Seed && slices.Equal(a.Order, b.Order) })
 }
 
 // origin returns the configuration that the model began with.
 func (c Config) origin() Config {
 	c.Kasmina = slices.Clone(c.Kasmina)
+	all := c.blocks()
 	for i := len(c.Grown) - 1; i >= 0; i-- {
 		order := c.Grown[i].Order
+		all = restored(all, order)
 		for k, b := range c.Kasmina {
 			if b != blueprints.NewBlock {
 				c.Kasmina[k] = order[b]
@@ -83,7 +88,7 @@ func (c Config) origin() Config {
 		}
 		c.Layers = slices.Max(order) + 1
 	}
-	c.Grown = nil
+	c.Grown, c.Blocks = nil, pattern(all)
 	return c
 }
 
@@ -104,9 +109,11 @@ func (g Grown) source(name string) string {
 
 // grown returns the parameters of a model that grows from c to next. Those that the model keeps
 // share their memory with before, unless they are copied; those that are new start as NewModel has
-// them, but for what writes to the residual stream, which is 0: so a new block is the identity.
+// them, but for what writes to the residual stream, which is 0: so a new block is the identity. That
+// is the last norm where there is one, since the gradient of a norm of 0 is without bounds.
 func (m *Model) grown(g Grown, next Config) []Param {
 	var params []Param
+	var copies []int
 	taken := map[string]bool{}
 	for p := range next.params() {
 		from := g.source(p.name)
@@ -115,20 +122,25 @@ func (m *Model) grown(g Grown, next Config) []Param {
 		case from == "":
 			own.Value = newParam(m.Dtype(), p.shape, p.fresh(uint64(g.Step), len(params)))
 		case taken[from]:
-			own.Value = m.Params[m.byName[from]].Value.Clone().(*tensor.Dense)
+			own.Value = m.Params[m.byName[from]].Value
+			copies = append(copies, len(params))
 		default:
 			own.Value = m.Params[m.byName[from]].Value
 		}
 		taken[from] = true
 		params = append(params, own)
 	}
+	parallel.Each(len(copies), func(i int) {
+		p := &params[copies[i]]
+		p.Value = p.Value.Clone().(*tensor.Dense)
+	})
 	return params
 }
 
 // fresh returns the numbers that a parameter of a new block starts with.
 func (p paramSpec) fresh(step uint64, number int) func() float64 {
-	if strings.HasSuffix(p.name, "o_proj.weight") || strings.HasSuffix(p.name, "down_proj.weight") {
-		return nil
+	if p.closed != nil {
+		return func() float64 { return *p.closed }
 	}
 	r := rand.New(rand.NewPCG(step, uint64(number)))
 	return func() float64 { return p.start + p.deviation*r.NormFloat64() }

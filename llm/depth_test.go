@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"maps"
 	"math"
 	"path/filepath"
 	"slices"
@@ -18,7 +19,9 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -175,7 +178,18 @@ func TestGrownIsAPlainModel(t *testing.T) {
 
 // TestNewBlocksAreTheIdentity wants new blocks to change no loss, and to learn.
 func TestNewBlocksAreTheIdentity(t *testing.T) {
-	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
+	testNewBlocks(t, deep(), "mlp.down_proj.weight", 0)
+	c := deep()
+	c.Traits = gemma().Traits
+	c.Blocks = c.Blocks[:2]
+	testNewBlocks(t, c, "post_attention_layernorm.weight", -1)
+	c.NormPlusOne = false
+	testNewBlocks(t, c, "post_feedforward_layernorm.weight", 0)
+}
+
+// testNewBlocks expects the named parameter to be closed in a new block.
+func testNewBlocks(t *testing.T, c Config, closing string, closed float32) {
+	tr := newTrainer(t, trainerOptions{config: c, steps: 4})
 	require.NoError(t, tr.Run(context.Background()))
 	loss := func() float64 {
 		l, err := tr.loss(tr.Loader.InUse())
@@ -186,11 +200,11 @@ func TestNewBlocksAreTheIdentity(t *testing.T) {
 	grownBy(t, tr, 0, blueprints.NewBlocks, 2)
 	require.Equal(t, 4, tr.Model.Config.Layers)
 	require.Equal(t, before, loss())
-	name := blockPrefix(3) + "mlp.down_proj.weight"
-	require.Equal(t, float32(0), tr.Model.Param(name).Float32s()[0])
+	name := blockPrefix(3) + closing
+	require.Equal(t, closed, tr.Model.Param(name).Float32s()[0])
 	tr.Config.Steps = 8
 	require.NoError(t, tr.Run(context.Background()))
-	require.NotEqual(t, float32(0), tr.Model.Param(name).Float32s()[0])
+	require.NotEqual(t, closed, tr.Model.Param(name).Float32s()[0])
 }
 
 // TestRollbackOfDepth wants a rollback to put back what the model was, and the run to go on.
@@ -255,6 +269,89 @@ func TestResumeWhileGrowing(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestForgedBefore wants a checkpoint to be refused with which a rollback could not be, or that counts
+// what no run has spent, and nothing to have changed.
+func TestForgedBefore(t *testing.T) {
+	options := trainerOptions{config: deep(), steps: 9}
+	tr := newTrainer(t, options)
+	path := filepath.Join(t.TempDir(), "run")
+	tr.On(commanded(tr, depthCommands{1: {germinate(0, blueprints.Interleave, 2)},
+		2: {move(0, state.Training), move(0, state.Grafting)}}), func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 4 {
+			return tr.Save(path)
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+	const weight = "model.layers.0.mlp.up_proj.weight"
+	inState := func(from, to string) func(map[string]safetensors.Tensor, map[string]string) {
+		return func(_ map[string]safetensors.Tensor, metadata map[string]string) {
+			was := metadata[modelfile.TrainingKey]
+			metadata[modelfile.TrainingKey] = strings.Replace(was, from, to, 1)
+			require.NotEqual(t, was, metadata[modelfile.TrainingKey])
+		}
+	}
+	for want, change := range map[string]func(map[string]safetensors.Tensor, map[string]string){
+		"": func(map[string]safetensors.Tensor, map[string]string) {},
+		`exp_avg is NaN at element 1`: func(x map[string]safetensors.Tensor, _ map[string]string) {
+			setNaN(x["before.optimizer."+weight+".exp_avg"].Data, 1)
+		},
+		weight + " is NaN at element 2": func(x map[string]safetensors.Tensor, _ map[string]string) {
+			setNaN(x["before."+weight].Data, 2)
+		},
+		"there is no exp_avg": func(x map[string]safetensors.Tensor, _ map[string]string) {
+			delete(x, "before.optimizer."+weight+".exp_avg")
+		},
+		weight + `": tensor not found`: func(x map[string]safetensors.Tensor, _ map[string]string) {
+			delete(x, "before."+weight)
+		},
+		`there is no parameter "model.stranger"`: func(x map[string]safetensors.Tensor, _ map[string]string) {
+			for _, field := range []string{".step", ".exp_avg", ".exp_avg_sq"} {
+				moment := x["before.optimizer."+normName+field]
+				moment.Name = "before.optimizer.model.stranger" + field
+				x[moment.Name] = moment
+			}
+		},
+		"before seed 7 grew":        inState(`"before":{"seed":0`, `"before":{"seed":7`),
+		"spent 2562047h47m16":       inState(`"spent":{"tokens":`, `"spent":{"time":9223372036854775807,"tokens":`),
+		"spent 9223372036854775807": inState(`"spent":{"tokens":`, `"spent":{"tokens":9223372036854775807,"tokens_":`),
+		"losses are NaN":            inState(`"losses":`, `"losses":null,"losses_":`),
+	} {
+		t.Run(want, func(t *testing.T) {
+			tensors, metadata, err := safetensors.Load(path)
+			require.NoError(t, err)
+			byName := map[string]safetensors.Tensor{}
+			for _, x := range tensors {
+				byName[x.Name] = x
+			}
+			change(byName, metadata)
+			forged := filepath.Join(t.TempDir(), "forged")
+			require.NoError(t, safetensors.Save(forged, slices.Collect(maps.Values(byName)), metadata))
+			again := newTrainer(t, options)
+			require.NoError(t, again.step())
+			before := stateOf(t, again)
+			err = again.Resume(t.Context(), forged)
+			if want == "" {
+				require.NoError(t, err)
+				return
+			}
+			require.ErrorContains(t, err, want)
+			require.Equal(t, before, stateOf(t, again))
+			require.NoError(t, again.Run(t.Context()))
+		})
+	}
+}
+
+// setNaN makes a number of a slice NaN.
+func setNaN(data any, at int) {
+	switch x := data.(type) {
+	case []float32:
+		x[at] = float32(math.NaN())
+	case []float64:
+		x[at] = math.NaN()
 	}
 }
 

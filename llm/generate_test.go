@@ -14,12 +14,14 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/processor"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -95,6 +97,53 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 	tokens, err := collect(g.Generate(t.Context(), []int{1}, 5, s))
 	require.NoError(t, err)
 	require.Len(t, tokens, 5)
+}
+
+// TestGenerateStopsWithinAnOp wants the context to end the one op that takes nearly all of a pass: a
+// context that ends after a quarter of the pass's processor time leaves much of the rest unspent.
+func TestGenerateStopsWithinAnOp(t *testing.T) {
+	for name, widen := range map[string]func(*Config){
+		"attention": func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 12000, 8, 1, 8, 1 },
+		"SiLUMLP":   func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 1024, 512, 1, 2, 16384 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := Config{Vocab: 5, Layers: 1, KVHeads: 1, Base: 10000, Eps: 1e-5}
+			widen(&c)
+			g, s := newGenerator(t, c)
+			prompt := make([]int, c.Seq)
+			pass := func(ctx context.Context) (time.Duration, error) {
+				start := processor.Time(t)
+				_, err := collect(g.Generate(ctx, prompt, 1, s))
+				return processor.Time(t) - start, err
+			}
+			for range 2 { // which allocate
+				_, err := pass(t.Context())
+				require.NoError(t, err)
+			}
+			least := 1.
+			for range 7 { // the system may let the goroutine that cancels wait
+				whole, err := pass(t.Context())
+				require.NoError(t, err)
+				ctx, cancel := context.WithCancel(t.Context())
+				go func(start time.Duration) {
+					for processor.Time(t)-start < whole/4 {
+						time.Sleep(time.Millisecond)
+					}
+					cancel()
+				}(processor.Time(t))
+				took, err := pass(ctx)
+				<-ctx.Done()
+				if err == nil {
+					continue
+				}
+				require.ErrorIs(t, err, context.Canceled)
+				if least = min(least, took.Seconds()/whole.Seconds()); least < 0.6 {
+					return
+				}
+			}
+			t.Errorf("passes that end after a quarter take %.2f of a whole one's time, and more", least)
+		})
+	}
 }
 
 // TestGenerateOfAWideWindow wants time and memory to follow the tokens that there are: a file may

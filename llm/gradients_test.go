@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -30,7 +31,36 @@ func randomConfig(r *rand.Rand) llm.Config {
 	if r.IntN(2) == 0 {
 		c.SlotWidth = c.Dim/c.Seeds*2 + r.IntN(9)
 	}
+	c.Traits = randomTraits(r, c)
 	return c.Default()
+}
+
+// randomTraits returns any of what published families have.
+func randomTraits(r *rand.Rand, c llm.Config) llm.Traits {
+	coin := func() bool { return r.IntN(2) == 0 }
+	t := llm.Traits{QKVBias: coin(), QKNorm: coin(), NormPlusOne: coin(), PostNorms: coin(), GELU: coin()}
+	if coin() {
+		t.AttentionScale = 0.1 + r.Float64()
+	}
+	if coin() {
+		t.EmbedScale = 0.1 + 3*r.Float64()
+	}
+	scaling := func() op.RoPEScaling {
+		return []op.RoPEScaling{{}, {Factor: 3}, {Factor: 8, LowFreq: 1, HighFreq: 4, Original: 64},
+			{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 2000}}[r.IntN(4)]
+	}
+	t.Scaling = scaling()
+	for range r.IntN(1 + c.Layers) {
+		b := llm.Block{NoRoPE: r.IntN(3) == 0}
+		if coin() {
+			b.Window = 1 + r.IntN(c.Seq)
+		}
+		if !b.NoRoPE && coin() {
+			b.Base, b.Scaling = 100, scaling()
+		}
+		t.Blocks = append(t.Blocks, b)
+	}
+	return t
 }
 
 // randomBatch returns one of as many sequences, some of whose rows have no target.
@@ -55,7 +85,7 @@ func randomBatch(r *rand.Rand, c llm.Config, sequences int) data.Batch {
 }
 
 // TestGradients compares the gradients of models of any shape, with grouped queries, documents,
-// tied and untied output layers and seeds in every stage in which they are derivatives of the loss,
+// tied and untied output layers, any traits of published families and seeds in every stage in which they are derivatives of the loss,
 // with central differences; and those of batches that make one step, computed again or not, with
 // their mean.
 func TestGradients(t *testing.T) {

@@ -63,9 +63,8 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	}
 	c := m.Config
 	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind,
-		blocks: block.Builder{Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Base: c.Base,
-			Eps: c.Eps, Seq: c.Seq},
-		nodes: map[string]*gorgonia.Node{}}
+		blocks: block.Builder{Shape: c.blockShape(), Seq: c.Seq},
+		nodes:  map[string]*gorgonia.Node{}}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("llm: Graph: an option is nil")
@@ -109,6 +108,9 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		out.Params = append(out.Params, n)
 	}
 	x, err := op.Embedding(out.IDs, b.nodes[embedName])
+	if err == nil && c.EmbedScale != 0 {
+		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
+	}
 	for i := range c.Layers {
 		if err == nil {
 			x, err = b.block(i, x)
@@ -124,7 +126,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 			return nil, err
 		}
 	}
-	if x, err = op.RMSNorm(x, b.nodes[normName], c.Eps); err != nil {
+	if x, err = b.blocks.Norm(x, b.nodes[normName]); err != nil {
 		return nil, err
 	}
 	head := b.nodes[headName]
@@ -151,12 +153,8 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 func (b *graphBuilder) differentiate(g *Graph) error {
 	cost := g.Loss
 	if b.shares > 1 {
-		share := gorgonia.NewConstant(float32(1 / float64(b.shares)))
-		if b.Dtype() == tensor.Float64 {
-			share = gorgonia.NewConstant(1 / float64(b.shares))
-		}
 		var err error
-		if cost, err = gorgonia.Mul(cost, share); err != nil {
+		if cost, err = gorgonia.Mul(cost, b.number(1/float64(b.shares))); err != nil {
 			return err
 		}
 	}
@@ -164,21 +162,32 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 	return err
 }
 
+// number is a constant of the parameters' type.
+func (b *graphBuilder) number(x float64) *gorgonia.Node {
+	if b.Dtype() == tensor.Float64 {
+		return gorgonia.NewConstant(x)
+	}
+	return gorgonia.NewConstant(float32(x))
+}
+
 // block adds block i and the Kasmina layer behind it, if there is one, to the residual stream x.
 func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	p := blockPrefix(i)
 	inputs := gorgonia.Nodes{x}
-	for _, name := range block.Params {
+	for _, name := range b.blocks.Params() {
 		inputs = append(inputs, b.nodes[p+name])
 	}
 	if b.out.Starts != nil {
 		inputs = append(inputs, b.out.Starts)
 	}
+	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		return b.blocks.Build(in, b.Config.attention(i))
+	}
 	var err error
 	if b.recompute && b.kind == ForTraining {
-		x, err = autodiff.Recompute(inputs, b.blocks.Build)
+		x, err = autodiff.Recompute(inputs, build)
 	} else {
-		x, err = b.blocks.Build(inputs)
+		x, err = build(inputs)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("block %d: %w", i, err)

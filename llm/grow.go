@@ -21,6 +21,9 @@ type Growth struct {
 	// the loss of the model without the seed. The stability of such a seed is the share of the
 	// text's batches in which the two differ in the direction in which their means do. A seed that
 	// trains is tried at full strength: by how much the loss rises with it is its training error.
+	//
+	// The curve of a seed in depth is that of the loss on this text too. Without one, which is for
+	// models that grow in depth alone, it is the training loss: right for runs that repeat no text.
 	Validation *data.Evaluation
 	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of
 	// the model over the text, and another for each seed that is compared.
@@ -116,7 +119,9 @@ func (t *Trainer) endEpoch(loss float64) error {
 	for i, l := range seeds.Lattices() {
 		metrics[i].Loss = loss
 		if l.Site() == blueprints.Depth {
-			t.judgeDepth(&metrics[i], l)
+			if err := t.judgeDepth(&metrics[i], l); err != nil {
+				return err
+			}
 		}
 	}
 	g := t.growth
@@ -129,10 +134,12 @@ func (t *Trainer) endEpoch(loss float64) error {
 		return err
 	}
 	mean := jsonfloat.Float(t.losses / float64(t.summed))
-	for _, c := range t.decide() {
-		decided := seeds.Submit(c)
-		seeds.Apply() // Do would wait for the end of this step
-		err := <-decided
+	commands, err := t.decide()
+	if err != nil {
+		return err
+	}
+	for _, c := range commands {
+		err := seeds.Obey(c)
 		d := Decision{Loss: &mean, Command: &c}
 		if err != nil {
 			d.Refused = err.Error()
@@ -151,9 +158,20 @@ func (t *Trainer) endEpoch(loss float64) error {
 }
 
 // judgeDepth adds what is known of the seeds in depth to the metrics of their lattice. Its losses are
-// the means of whole epochs, whose text the model had not seen.
-func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) {
+// those of the validation text, in epochs in which it is due. Without one they are the means of
+// whole epochs, which tell of text that the model had not seen unless the run repeats it.
+func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 	m.Loss, m.Share = t.losses/float64(t.summed), t.share
+	if g := t.growth; g != nil && g.Validation != nil {
+		if (l.Epoch()+1)%g.Every != 0 {
+			m.Loss = 0 // no point of the curve
+			return nil
+		}
+		var err error
+		if m.Loss, err = t.judge().Mean(); err != nil {
+			return err
+		}
+	}
 	if t.Config.Budget == (Budget{}) {
 		m.Share = min(1, float64(t.last.Step)/float64(t.Config.Steps))
 	}
@@ -171,6 +189,7 @@ func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) {
 			m.Seeds = append(m.Seeds, score)
 		}
 	}
+	return nil
 }
 
 // judge measures what seeds do to the model. A loss may be NaN or infinite. It does not stop when

@@ -331,21 +331,24 @@ func TestZeroValues(t *testing.T) {
 		require.Zero(t, m.NumParams()+m.NumSeeds())
 		require.Zero(t, m.Dtype())
 	}
-	var tr Trainer
-	_, _, evaluate := tr.Evaluate(nil)
-	for name, err := range map[string]error{
-		"Run": tr.Run(t.Context()), "saving the run": tr.Save("file"), "Resume": tr.Resume(t.Context(), "file"), "evaluation": evaluate,
-		"Grow": tr.Grow(Growth{}), "Checkpoint": Checkpoint(&tr, "file", 0)(Event{Kind: RunStart}),
-		"Evaluate": Evaluate(&tr, nil, 0)(Event{Kind: RunStart}),
-	} {
-		require.ErrorContains(t, err, name)
-		require.ErrorIs(t, err, errZeroTrainer)
+	for _, tr := range []*Trainer{nil, {}} {
+		_, _, evaluate := tr.Evaluate(nil)
+		for name, err := range map[string]error{
+			"Run": tr.Run(t.Context()), "saving the run": tr.Save("file"), "Resume": tr.Resume(t.Context(), "file"), "evaluation": evaluate,
+			"Grow": tr.Grow(Growth{}), "Checkpoint": Checkpoint(tr, "file", 0)(Event{Kind: RunStart}),
+			"Evaluate": Evaluate(tr, nil, 0)(Event{Kind: RunStart}),
+		} {
+			require.ErrorContains(t, err, name)
+			require.ErrorIs(t, err, errZeroTrainer)
+		}
+		require.ErrorContains(t, SampleText(tr, tokenizer.Bytes{}, "x", 1, sampler.Config{}, "", 0)(Event{Kind: RunStart}), "SampleText")
+		require.ErrorContains(t, Monitor(tr, io.Discard, 0)(Event{Kind: RunStart}), "Monitor")
+		require.ErrorContains(t, ProfileStep(tr, io.Discard, "file", 1)(Event{Kind: RunStart}), "ProfileStep")
+		require.NoError(t, tr.Close())
+		tr.On(func(Event) error { return nil })
+		require.Zero(t, tr.Step())
+		require.Zero(t, tr.Last().Steps)
 	}
-	require.ErrorContains(t, SampleText(&tr, tokenizer.Bytes{}, "x", 1, sampler.Config{}, "", 0)(Event{Kind: RunStart}), "SampleText")
-	require.ErrorContains(t, Monitor(&tr, io.Discard, 0)(Event{Kind: RunStart}), "Monitor")
-	require.ErrorContains(t, ProfileStep(&tr, io.Discard, "file", 1)(Event{Kind: RunStart}), "ProfileStep")
-	require.NoError(t, tr.Close())
-	require.Zero(t, tr.Step())
 	require.NoError(t, new(Generator).Close())
 	require.NoError(t, new(Inference).Close())
 }

@@ -273,5 +273,5 @@ func (d *decoding) next(ctx context.Context, tokens []int) (any, error) {
 
 func newCache(c Config) *kvcache.Cache {
 	return kvcache.New(kvcache.Config{Layers: c.Layers, Heads: c.Heads, KVHeads: c.KVHeads,
-		HeadDim: c.HeadDim, Base: c.Base, Seq: c.Seq})
+		HeadDim: c.HeadDim, Seq: c.Seq, Scale: c.AttentionScale})
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/memory"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -46,7 +47,7 @@ type Model struct {
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with
 // deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
-// al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1, and Kasmina slots
+// al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1 or, with NormPlusOne, at 0, biases at 0, and Kasmina slots
 // at the Residual kind's identity. The same seed gives the same parameters. The lattices of the
 // Kasmina layers get the given options; Config.Slots is their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
@@ -55,6 +56,51 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 		r := rand.New(rand.NewPCG(seed, uint64(i)))
 		return func() float64 { return p.start + p.deviation*r.NormFloat64() }
 	}, lattice...)
+}
+
+// NewModelFrom returns a model whose parameters fill writes: those of weights that others have
+// trained. It is called once for each parameter, from several goroutines at once. What it leaves as
+// it is stays at its start, which is 0 for matrices, 1 for norms, and the identity for Kasmina
+// layers. Its first error ends the filling.
+func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
+	lattice ...state.Option) (*Model, error) {
+	if fill == nil {
+		return nil, errors.New("llm: NewModelFrom: fill is nil, want what writes parameters")
+	}
+	m, err := newModel(c, dt, func(_ int, p paramSpec) func() float64 {
+		if p.deviation != 0 {
+			return nil
+		}
+		return func() float64 { return p.start }
+	}, lattice...)
+	if err != nil {
+		return nil, err
+	}
+	errs := make([]error, len(m.Params))
+	var failed atomic.Bool
+	cpu.Parallel(len(m.Params), 1, func(lo, hi int) {
+		for i := lo; i < hi && !failed.Load(); i++ {
+			if errs[i] = fill(m.Params[i]); errs[i] != nil {
+				failed.Store(true)
+			}
+		}
+	})
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// Parameters yields names and shapes of the parameters of such a model, in the order in which it
+// uses them.
+func (c Config) Parameters() iter.Seq2[string, []int] {
+	return func(yield func(string, []int) bool) {
+		for p := range c.params() {
+			if !yield(p.name, p.shape) {
+				return
+			}
+		}
+	}
 }
 
 // newModel returns a model whose i-th parameter has the numbers that start gives one after the
@@ -101,45 +147,52 @@ type paramSpec struct {
 	name             string
 	shape            []int
 	start, deviation float64
+	// closed, unless it is nil, is the value at which a new block adds nothing to the residual stream.
+	closed *float64
 }
 
 // params yields the parameters of a model in the order in which the model uses them.
 func (c Config) params() iter.Seq[paramSpec] {
 	const in = 0.02
 	out := in / math.Sqrt(2*float64(c.Layers))
-	qd, kd := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
+	norm := 1.0
+	if c.NormPlusOne {
+		norm = 0
+	}
+	noNorm := norm - 1
 	return func(yield func(paramSpec) bool) {
-		if !yield(paramSpec{embedName, []int{c.Vocab, c.Dim}, 0, in}) {
+		if !yield(paramSpec{embedName, []int{c.Vocab, c.Dim}, 0, in, nil}) {
 			return
 		}
 		for i := range c.Layers {
-			block := []paramSpec{
-				{"input_layernorm.weight", []int{c.Dim}, 1, 0},
-				{"self_attn.q_proj.weight", []int{qd, c.Dim}, 0, in},
-				{"self_attn.k_proj.weight", []int{kd, c.Dim}, 0, in},
-				{"self_attn.v_proj.weight", []int{kd, c.Dim}, 0, in},
-				{"self_attn.o_proj.weight", []int{c.Dim, qd}, 0, out},
-				{"post_attention_layernorm.weight", []int{c.Dim}, 1, 0},
-				{"mlp.gate_proj.weight", []int{c.FF, c.Dim}, 0, in},
-				{"mlp.up_proj.weight", []int{c.FF, c.Dim}, 0, in},
-				{"mlp.down_proj.weight", []int{c.Dim, c.FF}, 0, out},
-			}
-			for _, p := range block {
-				p.name = blockPrefix(i) + p.name
-				if !yield(p) {
+			for _, p := range c.blockShape().All() {
+				spec := paramSpec{name: blockPrefix(i) + p.Name, shape: p.Shape}
+				switch p.Role {
+				case block.Norm:
+					spec.start = norm
+				case block.Closing:
+					spec.start, spec.closed = norm, &noNorm
+				case block.Inner:
+					spec.deviation = in
+				case block.Output:
+					if spec.deviation = out; !c.PostNorms {
+						spec.closed = new(float64)
+					}
+				}
+				if !yield(spec) {
 					return
 				}
 			}
 		}
 		for _, b := range c.Kasmina {
 			weights := []int{c.Slots, c.slotWidth()}
-			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, weights, 0, 0}) ||
-				!yield(paramSpec{blockPrefix(b) + kasminaScales, []int{c.Slots}, 1, 0}) {
+			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, weights, 0, 0, nil}) ||
+				!yield(paramSpec{blockPrefix(b) + kasminaScales, []int{c.Slots}, 1, 0, nil}) {
 				return
 			}
 		}
-		if yield(paramSpec{normName, []int{c.Dim}, 1, 0}) && c.Untied {
-			yield(paramSpec{headName, []int{c.Vocab, c.Dim}, 0, in})
+		if yield(paramSpec{normName, []int{c.Dim}, norm, 0, nil}) && c.Untied {
+			yield(paramSpec{headName, []int{c.Vocab, c.Dim}, 0, in, nil})
 		}
 	}
 }
@@ -277,12 +330,6 @@ func (m *Model) takeToChange() (done func()) {
 		m.turn.Unlock()
 		tell()
 	})
-}
-
-// apply carries out commands that have been submitted.
-func (m *Model) apply() {
-	defer m.takeToChange()()
-	m.Kasmina.Apply()
 }
 
 // Lock and Unlock are called by state.Network.Do.

@@ -103,9 +103,10 @@ func (t *Trainer) replay() *Record {
 }
 
 // decide returns what the controller commands, or the record in its place.
-func (t *Trainer) decide() []state.Command {
+func (t *Trainer) decide() ([]state.Command, error) {
 	if r := t.replay(); r != nil {
-		return r.commands[t.last.Step]
+		return r.commands[t.last.Step], nil
 	}
-	return t.growth.Controller.Decide(t.Model.Kasmina.Report())
+	own := t.growth.Controller.Decide(t.Model.Kasmina.Report())
+	return shared(t, "the controller's commands", own)
 }

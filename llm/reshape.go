@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/memory"
+	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/optim"
@@ -55,8 +56,9 @@ func (b *grafted) tensors() (all []safetensors.Tensor, err error) {
 	return all, err
 }
 
-// beforeIn reads what the model of a checkpoint was before it grew.
-func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeState) (*grafted, error) {
+// beforeIn reads what the model of a checkpoint was before it grew to what it is now.
+func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeState,
+	now Config) (*grafted, error) {
 	if s == nil {
 		return nil, nil
 	}
@@ -65,6 +67,11 @@ func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeStat
 	}
 	if have, want := s.Config.origin(), t.Model.Config.origin(); !have.sameBlocks(want) {
 		return nil, f.Errorf("%w: what the model was before it grew is another one", ErrArchitecture)
+	}
+	grown := len(s.Config.Grown)
+	if len(now.Grown) != grown+1 || now.Grown[grown].Seed != s.Seed {
+		return nil, f.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, and the "+
+			"model by %d: want one more, that seed", ErrArchitecture, s.Seed, grown, len(now.Grown))
 	}
 	params, err := t.Model.paramsOf(ctx, f, s.Config, modelfile.BeforePrefix)
 	if err != nil {
@@ -140,10 +147,15 @@ func (t *Trainer) growBlocks(g Grown) error {
 	if err := m.pull(); err != nil {
 		return err
 	}
-	before := &grafted{seed: g.Seed, config: m.Config, optimizer: t.Optimizer.State(), scale: t.lossScale()}
-	for _, p := range m.Params {
-		before.params = append(before.params, Param{p.Name, p.Value.Clone().(*tensor.Dense)})
+	if err := t.gatherState(); err != nil {
+		return err
 	}
+	before := &grafted{seed: g.Seed, config: m.Config, optimizer: t.Optimizer.State(), scale: t.lossScale()}
+	before.params = make([]Param, len(m.Params))
+	parallel.Each(len(m.Params), func(i int) {
+		p := m.Params[i]
+		before.params[i] = Param{p.Name, p.Value.Clone().(*tensor.Dense)}
+	})
 	params, moments := m.grown(g, next), g.moments(before.optimizer, next)
 	if err := t.change(next, params, moments, before.scale); err != nil {
 		return err
@@ -205,7 +217,7 @@ func (t *Trainer) canReshape(next Config) error {
 		bytes += uint64(tensor.Shape(p.shape).TotalSize()) * uint64(t.Model.Dtype().Size())
 	}
 	// Parameters, gradients and two moments, beside what the model was.
-	return memory.Check("the larger model takes", 4*bytes)
+	return t.agree(memory.Check("the larger model takes", 4*bytes))
 }
 
 // moments returns what an optimiser remembers of the parameters of a grown model: copies have the
@@ -230,6 +242,9 @@ func (g Grown) moments(state []optim.Tensor, next Config) (moments []optim.Tenso
 // for them. On an error all is as before, unless it is errNoEngine.
 func (t *Trainer) change(c Config, params []Param, moments []optim.Tensor, scale *LossScale) error {
 	m, o := t.Model, t.Optimizer
+	if err := t.gatherState(); err != nil {
+		return err
+	}
 	old := grafted{config: m.Config, params: m.Params, optimizer: o.State(), scale: t.lossScale()}
 	put := func(c Config, params []Param, moments []optim.Tensor, scale *LossScale) error {
 		m.become(c, params)

@@ -76,7 +76,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	before, err := t.beforeIn(ctx, f, run.Before)
+	before, err := t.beforeIn(ctx, f, run.Before, c)
 	if err != nil {
 		return err
 	}
@@ -88,7 +88,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if other && t.Model.trainers > 1 {
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: close it")
 	}
-	if err := t.setStates(run, params, optimizer); err != nil {
+	if err := t.setStates(run, before, params, optimizer); err != nil {
 		return f.Errorf("%w", err)
 	}
 	loadModel()
@@ -134,10 +134,11 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		return nil, c, nil, f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
 			"%d; a plan of more steps goes on from there", run.Step, t.Config.Steps)
 	}
-	if run.Spent.Time < 0 || run.Spent.Tokens < 0 || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
-		run.Summed < 0 || run.Summed > run.Step {
-		return nil, c, nil, f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps",
-			run.Spent, run.Share, run.Summed)
+	const most = 1 << 62 // no run gets there, and counting on cannot overflow
+	if run.Spent.Time < 0 || run.Spent.Time > most || run.Spent.Tokens < 0 || run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
+		run.Summed < 0 || run.Summed > run.Step || run.Losses-run.Losses != 0 {
+		return nil, c, nil, f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps "+
+			"whose losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
 	}
 	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
 		run.Share = t.Config.Budget.share(run.Spent)
@@ -206,8 +207,10 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 }
 
 // setStates sets loss scale, loader and optimiser. Each refuses what does not fit and then has
-// changed nothing; if a later one does, the earlier are put back.
-func (t *Trainer) setStates(run *training, params []Param, optimizer []optim.Tensor) error {
+// changed nothing; if a later one does, the earlier are put back. What the model was before it grew
+// is tried too, since a rollback will need it.
+func (t *Trainer) setStates(run *training, before *grafted, params []Param,
+	optimizer []optim.Tensor) error {
 	// What has diverged is what a checkpoint is for.
 	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
@@ -216,6 +219,17 @@ func (t *Trainer) setStates(run *training, params []Param, optimizer []optim.Ten
 		return err
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()
+	if before != nil {
+		oldOptimizer := t.Optimizer.State()
+		err := t.setLossScale(before.scale)
+		if err == nil {
+			err = t.Optimizer.SetState(before.optimizer)
+		}
+		back := errors.Join(t.setLossScale(oldScale), t.Optimizer.SetState(oldOptimizer))
+		if err != nil {
+			return fmt.Errorf("what the model was before it grew: %w", errors.Join(err, back))
+		}
+	}
 	if err := t.setLossScale(run.LossScale); err != nil {
 		return err
 	}

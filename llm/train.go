@@ -130,7 +130,10 @@ type Trainer struct {
 	started   time.Time
 	running   bool
 	ctx       context.Context // of Run; nil outside
-	unlisten  func()          // ends the run's gathering of what happens to seeds
+	outer     context.Context // that Run was given: where several ranks train, ctx ends at all alike
+	cancel    context.CancelCauseFunc
+	unlisten  func() // ends the run's gathering of what happens to seeds
+	steering  steering
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's,
@@ -203,6 +206,9 @@ func isNil(e Engine) bool {
 // on. One that changes the model or its lattices must stand before one that saves, or a resumed run
 // would miss its last change.
 func (t *Trainer) On(callbacks ...Callback) {
+	if t == nil {
+		return // and Run says what is wrong
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.callbacks = append(t.callbacks, callbacks...)
@@ -213,6 +219,9 @@ func (t *Trainer) Step() int { return t.Last().Step }
 
 // Last returns the latest event, with everything that is known of the run so far.
 func (t *Trainer) Last() Event {
+	if t == nil {
+		return Event{}
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.last
@@ -320,17 +329,18 @@ func (t *Trainer) Run(ctx context.Context) error {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 	defer t.end()
-	t.Model.apply()
-	err := t.emit(RunStart, nil)
+	err := errors.Join(t.settleInTurn(), t.emit(RunStart, nil))
 	if err == nil && t.Last().Last {
 		err = t.emit(Complete, nil)
 	}
+	err = t.between(err)
 	for err == nil && t.stopped() == nil && !t.Last().Last {
 		if err = t.step(); err == errTakenBack {
 			err = t.tellGrowth()
 		} else if err == nil {
 			err = errors.Join(t.tellChoices(), t.tellGrowth(), t.tellEpoch(), t.emit(StepEnd, nil))
 		}
+		err = t.between(err)
 	}
 	switch {
 	case err == nil && t.stopped() != nil || errors.Is(err, errBetweenBatches):
@@ -338,8 +348,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	case err != nil && t.Last().RunTokens > 0:
 		err = errors.Join(err, t.emit(Failed, func(e *Event) { e.Err = err }))
 	}
-	t.Model.apply()
-	err = errors.Join(err, t.tellRest())
+	err = errors.Join(err, t.settleInTurn(), t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
@@ -348,6 +357,9 @@ func (t *Trainer) begin(ctx context.Context) error {
 	return t.inTurn(func() error {
 		if diff := t.growthSettings().Differences(t.grew); len(diff) > 0 {
 			return fmt.Errorf("%w: %s", ErrSettings, withRemedy(diff))
+		}
+		if err := t.compare(); err != nil {
+			return err
 		}
 		t.grew = nil
 		t.noteEnd()
@@ -364,7 +376,12 @@ func (t *Trainer) begin(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
+		t.steering.shared = t.ranks() != nil
 		t.running, t.ctx, t.started, t.last.RunTokens = true, ctx, time.Now(), 0
+		t.outer, t.cancel = ctx, func(error) {}
+		if t.ranks() != nil {
+			t.ctx, t.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
+		}
 		t.unlisten = stop
 		return nil
 	})
@@ -374,6 +391,8 @@ func (t *Trainer) end() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.unlisten()
+	t.cancel(nil)
+	t.dismiss()
 	t.running, t.ctx = false, nil
 }
 
@@ -406,8 +425,19 @@ func (t *Trainer) context() context.Context {
 	return cmp.Or(t.ctx, context.Background())
 }
 
-// stopped returns why the run's context has ended, if it has.
-func (t *Trainer) stopped() error { return context.Cause(t.context()) }
+// stopped returns why the run's context has ended, if it has, or why it shall stop.
+func (t *Trainer) stopped() error {
+	t.mu.Lock()
+	halt := t.steering.halt
+	if t.steering.shared { // all ranks stop together; see between
+		halt = nil
+	}
+	t.mu.Unlock()
+	if halt != nil {
+		return halt
+	}
+	return context.Cause(t.context())
+}
 
 // errTakenBack is the end of a step that diverged and has not been: the growth that it came of is
 // taken back, and the run goes on.
@@ -441,7 +471,7 @@ func (t *Trainer) step() error {
 		err = errors.Join(err, t.engine.Drop())
 	} else {
 		t.torn = errors.New("a callback or the controller panicked")
-		err = t.count(loss, u, began)
+		err = t.settle(t.count(loss, u, began))
 		t.torn = err
 	}
 	if errors.Is(err, ErrDiverged) && !u.made {
@@ -452,7 +482,6 @@ func (t *Trainer) step() error {
 	if err != nil {
 		return fmt.Errorf("llm: step %d: %w", done+1, err)
 	}
-	t.Model.Kasmina.Apply()
 	return nil
 }
 
@@ -475,27 +504,12 @@ func (t *Trainer) measured() (putBack func() error) {
 
 // compute gathers the gradients of all batches of a step and makes its update.
 func (t *Trainer) compute(u *update) (loss float64, err error) {
-	for i := range t.Config.Accumulate {
-		if i > 0 && t.stopped() != nil {
-			return 0, errBetweenBatches
-		}
-		batch, err := t.Loader.Next()
-		if err != nil {
-			return 0, err
-		}
-		var l float64
-		if e, ok := t.engine.(Stepper); ok && i == t.Config.Accumulate-1 && loss-loss == 0 {
-			l, err = t.finish(e, batch, u)
-		} else {
-			l, err = t.engine.Gradients(batch)
-		}
-		if errors.Is(err, op.ErrNonFinite) {
-			err = t.diverged(err)
-		}
-		if err != nil {
-			return 0, err
-		}
-		loss += l / float64(t.Config.Accumulate)
+	gather := t.gather
+	if t.ranks() != nil {
+		gather = t.gatherAll
+	}
+	if loss, err = gather(u); err != nil {
+		return 0, err
 	}
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
 		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update then
@@ -518,6 +532,45 @@ func (t *Trainer) compute(u *update) (loss float64, err error) {
 	return loss, u.err
 }
 
+// gatherAll is gather of several ranks.
+func (t *Trainer) gatherAll(*update) (loss float64, err error) {
+	losses, err := t.ranks().Batches(t.Config.Accumulate, t.Loader.Next)
+	if errors.Is(err, op.ErrNonFinite) {
+		err = t.diverged(err)
+	}
+	for _, l := range losses {
+		loss += l / float64(t.Config.Accumulate)
+	}
+	return loss, err
+}
+
+// gather gathers the gradients of all batches of a step. A Stepper makes the update too.
+func (t *Trainer) gather(u *update) (loss float64, err error) {
+	for i := range t.Config.Accumulate {
+		if i > 0 && t.stopped() != nil {
+			return 0, errBetweenBatches
+		}
+		batch, err := t.Loader.Next()
+		if err != nil {
+			return 0, err
+		}
+		var l float64
+		if e, ok := t.engine.(Stepper); ok && i == t.Config.Accumulate-1 && loss-loss == 0 {
+			l, err = t.finish(e, batch, u)
+		} else {
+			l, err = t.engine.Gradients(batch)
+		}
+		if errors.Is(err, op.ErrNonFinite) {
+			err = t.diverged(err)
+		}
+		if err != nil {
+			return 0, err
+		}
+		loss += l / float64(t.Config.Accumulate)
+	}
+	return loss, nil
+}
+
 // count ends a step whose update has been made.
 func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.losses, t.summed = t.losses+loss, t.summed+1
@@ -530,6 +583,8 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 			return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
 		}
 		t.losses, t.summed = 0, 0
+	} else if err := t.follow(); err != nil {
+		return err
 	}
 	return t.spend(began)
 }
@@ -540,7 +595,10 @@ func (t *Trainer) spend(began time.Time) error {
 	tokens := int64(t.last.StepTokens)
 	b := Budget{Tokens: tokens, FLOPs: float64(tokens) * t.Model.Config.FLOPs()}
 	if t.Config.Budget.Time > 0 {
-		b.Time = time.Since(began)
+		var err error
+		if b.Time, err = t.spentTime(began); err != nil {
+			return err
+		}
 	}
 	t.spent = t.spent.plus(b)
 	share := t.Config.Budget.share(t.spent)
@@ -562,6 +620,7 @@ func (t *Trainer) spend(began time.Time) error {
 // noteEnd notes whether the run has come to its end.
 func (t *Trainer) noteEnd() {
 	t.note(func(e *Event) {
+		e.Spent = t.spent
 		e.Steps, e.Budget, e.Share = t.Config.Steps, t.Config.Budget, t.share
 		if e.Budget == (Budget{}) {
 			e.Share = min(1, float64(e.Step)/float64(e.Steps))

@@ -7,10 +7,13 @@ import (
 	"hash/fnv"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -230,6 +233,8 @@ func TestBesideARun(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
 	b := &beside{T: t, Trainer: tr, dir: t.TempDir(), text: heldOut(t, 40, 1)}
 	b.after.Store(sumOf(tr.Model), true)
+	within := &savedWithin{Engine: tr.engine, beside: b}
+	tr.engine = within
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	tr.On(func(e Event) error {
@@ -248,6 +253,7 @@ func TestBesideARun(t *testing.T) {
 	go func() { others.Wait(); cancel() }()
 	require.ErrorIs(t, tr.Run(ctx), context.Canceled)
 	others.Wait()
+	within.saves.Wait()
 	require.NotZero(t, tr.Step())
 	t.Logf("%d steps", tr.Step())
 	b.files.Range(func(sum, path any) bool {
@@ -259,6 +265,45 @@ func TestBesideARun(t *testing.T) {
 	again := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
 	require.NoError(t, again.Resume(t.Context(), filepath.Join(b.dir, "run")))
 	checkSame(t, tr, again)
+}
+
+// savedWithin is an engine in each of whose updates a save begins, while a parameter is what it is
+// after no step.
+type savedWithin struct {
+	Engine
+	*beside
+	saves  sync.WaitGroup
+	saving atomic.Bool
+}
+
+func (e *savedWithin) Update() (float64, error) {
+	x := e.Model.Params[0].Value.Data().([]float32)
+	was := x[0]
+	x[0]++
+	if !e.saving.Swap(true) { // otherwise that of a step before still waits for its turn
+		e.saves.Go(func() {
+			defer e.saving.Store(false)
+			e.save(filepath.Join(e.dir, "within"))
+		})
+	}
+	for e.saving.Load() && !waitsToSave() {
+		time.Sleep(time.Millisecond)
+	}
+	x[0] = was
+	return e.Engine.Update()
+}
+
+// waitsToSave reports whether a goroutine waits for the turn in which it saves a model.
+func waitsToSave() bool {
+	all := make([]byte, 1<<20)
+	all = all[:runtime.Stack(all, true)]
+	for g := range strings.SplitSeq(string(all), "\n\n") {
+		if strings.Contains(g, "[sync.Mutex.Lock") && strings.Contains(g, "savedWithin") &&
+			strings.Contains(g, "llm.(*Model).take(") {
+			return true
+		}
+	}
+	return false
 }
 
 func (b *beside) check(err error) {

@@ -20,6 +20,10 @@ type AttentionConfig struct {
 	HeadDim int     // features of a head
 	Causal  bool    // a position sees itself and those before it
 	Scale   float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
+	// Window is how many positions a causal attention sees, a query's own and those before it; 0 means
+	// all. Whole tiles of keys outside it cost nothing. (Beltagy et al., "Longformer: The Long-Document
+	// Transformer", 2020.)
+	Window int
 }
 
 // AttentionOp is the op behind [Attention] and [DocumentAttention].
@@ -72,6 +76,9 @@ func attend(name string, in gorgonia.Nodes, c AttentionConfig) (*gorgonia.Node, 
 	if err := c.check(); err != nil {
 		return nil, fmt.Errorf("op.%s: %w", name, err)
 	}
+	if c.Window >= c.Seq {
+		c.Window = 0
+	}
 	for _, a := range []arg{aq, ak, av} {
 		if err := checkDims(name, a, 2, "[rows, heads·HeadDim]"); err != nil {
 			return nil, err
@@ -114,6 +121,10 @@ func (c AttentionConfig) check() error {
 		return fmt.Errorf("config: Seq %d, Heads %d, KVHeads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
 	case c.Heads%c.KVHeads != 0:
 		return fmt.Errorf("config: Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
+	case c.Window < 0:
+		return fmt.Errorf("config: Window is %d, want at least 1, or 0 for all positions", c.Window)
+	case c.Window > 0 && !c.Causal:
+		return fmt.Errorf("config: Window is %d and Causal is false, want a causal attention", c.Window)
 	case math.IsNaN(c.Scale) || math.IsInf(c.Scale, 0):
 		return fmt.Errorf("config: Scale is %v, want a finite number", c.Scale)
 	}
@@ -128,7 +139,7 @@ func (o *AttentionOp) Documents() bool { return o.Arity() > 3 }
 func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 	c := o.Config
 	s := cpuattention.Shape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
-		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale}
+		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale, Window: c.Window}
 	if !o.Documents() {
 		return s, nil
 	}
@@ -155,6 +166,7 @@ func attention[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 		return err
 	}
 	lse := opbase.AuxSlice[T](&o.lse, o.lseLen())
+	s.Stop = o.Stop()
 	cpuattention.Forward(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), s)
 	return nil
 }

@@ -69,22 +69,36 @@ func TestConstructorErrors(t *testing.T) {
 		build func() (*gorgonia.Node, error)
 		want  string // words that the error must hold, separated by |
 	}{
-		"RMSNorm nil":             {rms(nil, f64(4), 0), "RMSNorm|x is nil"},
-		"RMSNorm rank":            {rms(f64(2, 3, 4), f64(4), 0), "RMSNorm|x has shape (2, 3, 4)|2 dimensions"},
-		"RMSNorm empty":           {rms(f64(0, 4), f64(4), 0), "RMSNorm|x has shape (0, 4)|at least one element"},
-		"Linear empty":            {linear(f64(3, 4), f64(0, 4)), "Linear|w has shape (0, 4)|at least one element"},
-		"CrossEntropy empty":      {ce(f64(3, 0), ids(3)), "CrossEntropy|logits has shape (3, 0)|at least one element"},
-		"RMSNorm weight":          {rms(f64(3, 5), f64(4), 0), "RMSNorm|weight has shape (4)|(5)|(3, 5)"},
-		"RMSNorm types":           {rms(f64(3, 4), f32(4), 0), "RMSNorm|weight|float32|x|float64"},
-		"RMSNorm graphs":          {rms(f64(3, 4), elsewhere, 0), "RMSNorm|weight|x|different graphs"},
-		"RMSNorm eps":             {rms(f64(3, 4), f64(4), -1), "RMSNorm|eps|-1"},
-		"RMSNorm ints":            {rms(ids(4), f64(4), 0), "RMSNorm|x|int|float32 or float64"},
-		"RoPE odd head":           {rope(f64(6, 6), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 3}), "RoPE|HeadDim is 3|even"},
-		"RoPE width":              {rope(f64(6, 6), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}), "RoPE|(6, 6)|8 features|Heads 2|HeadDim 4"},
-		"RoPE rows":               {rope(f64(7, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}), "RoPE|7 rows|(7, 8)|Seq 3"},
-		"RoPE zero config":        {rope(f64(6, 8), op.RoPEConfig{}), "RoPE|Seq 0|positive"},
-		"RoPE base":               {rope(f64(6, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4, Base: -2}), "RoPE|Base|-2"},
-		"RoPE scaling":            {rope(f64(6, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4, Scaling: &op.RoPEScaling{}}), "RoPE|Factor|0|1"},
+		"RMSNorm nil":        {rms(nil, f64(4), 0), "RMSNorm|x is nil"},
+		"RMSNorm rank":       {rms(f64(2, 3, 4), f64(4), 0), "RMSNorm|x has shape (2, 3, 4)|2 dimensions"},
+		"RMSNorm empty":      {rms(f64(0, 4), f64(4), 0), "RMSNorm|x has shape (0, 4)|at least one element"},
+		"Linear empty":       {linear(f64(3, 4), f64(0, 4)), "Linear|w has shape (0, 4)|at least one element"},
+		"CrossEntropy empty": {ce(f64(3, 0), ids(3)), "CrossEntropy|logits has shape (3, 0)|at least one element"},
+		"RMSNorm weight":     {rms(f64(3, 5), f64(4), 0), "RMSNorm|weight has shape (4)|(5)|(3, 5)"},
+		"RMSNorm types":      {rms(f64(3, 4), f32(4), 0), "RMSNorm|weight|float32|x|float64"},
+		"RMSNorm graphs":     {rms(f64(3, 4), elsewhere, 0), "RMSNorm|weight|x|different graphs"},
+		"RMSNorm eps":        {rms(f64(3, 4), f64(4), -1), "RMSNorm|eps|-1"},
+		"RMSNorm ints":       {rms(ids(4), f64(4), 0), "RMSNorm|x|int|float32 or float64"},
+		"RoPE odd head":      {rope(f64(6, 6), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 3}), "RoPE|HeadDim is 3|even"},
+		"RoPE width":         {rope(f64(6, 6), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}), "RoPE|(6, 6)|8 features|Heads 2|HeadDim 4"},
+		"RoPE rows":          {rope(f64(7, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}), "RoPE|7 rows|(7, 8)|Seq 3"},
+		"RoPE zero config":   {rope(f64(6, 8), op.RoPEConfig{}), "RoPE|Seq 0|positive"},
+		"RoPE base":          {rope(f64(6, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4, Base: -2}), "RoPE|Base|-2"},
+		"RoPE scaling":       {rope(f64(6, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4, Scaling: &op.RoPEScaling{}}), "RoPE|Factor|0|1"},
+		"RoPE kinds of scaling": {rope(f64(6, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4,
+			Scaling: &op.RoPEScaling{Factor: 2, LowFreq: 1, HighFreq: 4, BetaFast: 32, BetaSlow: 1, Original: 64}}), "RoPE|HighFreq is 4|BetaFast 32"},
+		"RoPE YaRN": {rope(f64(6, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4,
+			Scaling: &op.RoPEScaling{Factor: 2, BetaFast: 1, BetaSlow: 32, Original: 64}}), "RoPE|BetaSlow is 32|BetaFast 1"},
+		"RoPE magnitude": {rope(f64(6, 8), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4,
+			Scaling: &op.RoPEScaling{Factor: 2, Magnitude: 2}}), "RoPE|Magnitude is 2|YaRN"},
+		"Attention window": {attend(f64(6, 8), f64(6, 4), f64(6, 4), with(func(c *op.AttentionConfig) { c.Window = 2 })),
+			"Attention|Window is 2|Causal is false"},
+		"Attention negative window": {attend(f64(6, 8), f64(6, 4), f64(6, 4), with(func(c *op.AttentionConfig) { c.Window, c.Causal = -2, true })),
+			"Attention|Window is -2|at least 1"},
+		"RMSNorm heads": {func() (*gorgonia.Node, error) { return op.RMSNorm(f64(3, 5), f64(2), 0, op.EachHead()) },
+			"RMSNorm|(3, 5)|2 features"},
+		"RMSNorm option":          {func() (*gorgonia.Node, error) { return op.RMSNorm(f64(3, 5), f64(5), 0, nil) }, "RMSNorm|an option is nil"},
+		"Bias":                    {func() (*gorgonia.Node, error) { return op.Bias(f64(3, 5), f64(4)) }, "Bias|b has shape (4)|(5)|(3, 5)"},
 		"RoPE rank":               {rope(f64(6), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}), "RoPE|x has shape (6)|2 dimensions"},
 		"Attention rank":          {attend(f64(8), f64(6, 4), f64(6, 4), attention), "Attention|q has shape (8)"},
 		"Attention q":             {attend(f64(6, 9), f64(6, 4), f64(6, 4), attention), "Attention|q|(6, 9)|8 features"},
@@ -230,9 +244,23 @@ func TestHashes(t *testing.T) {
 	x := gorgonia.NewTensor(g, tensor.Float64, 2, gorgonia.WithShape(6, 8), gorgonia.WithName("x"))
 	w := gorgonia.NewTensor(g, tensor.Float64, 1, gorgonia.WithShape(8), gorgonia.WithName("w"))
 	starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(6), gorgonia.WithName("starts"))
+	half := gorgonia.NewTensor(g, tensor.Float64, 1, gorgonia.WithShape(4), gorgonia.WithName("half"))
+	square := gorgonia.NewTensor(g, tensor.Float64, 2, gorgonia.WithShape(8, 6), gorgonia.WithName("square"))
 	build := []func() (*gorgonia.Node, error){
 		func() (*gorgonia.Node, error) { return op.RMSNorm(x, w, 1e-5) },
 		func() (*gorgonia.Node, error) { return op.RMSNorm(x, w, 1e-6) },
+		func() (*gorgonia.Node, error) { return op.RMSNorm(x, w, 1e-6, op.WeightPlusOne()) },
+		func() (*gorgonia.Node, error) { return op.RMSNorm(x, half, 1e-6, op.EachHead()) },
+		func() (*gorgonia.Node, error) { return op.Bias(x, w) },
+		func() (*gorgonia.Node, error) { return op.SiLUMLP(x, x, x, square) },
+		func() (*gorgonia.Node, error) { return op.GELUMLP(x, x, x, square) },
+		func() (*gorgonia.Node, error) {
+			return op.RoPE(x, op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4,
+				Scaling: &op.RoPEScaling{Factor: 2, BetaFast: 32, BetaSlow: 1, Original: 64}})
+		},
+		func() (*gorgonia.Node, error) {
+			return op.Attention(x, x, x, op.AttentionConfig{Seq: 3, Heads: 2, HeadDim: 4, Causal: true, Window: 2})
+		},
 		func() (*gorgonia.Node, error) { return op.RoPE(x, op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}) },
 		func() (*gorgonia.Node, error) { return op.RoPE(x, op.RoPEConfig{Seq: 6, Heads: 2, HeadDim: 4}) },
 		func() (*gorgonia.Node, error) { return op.RoPE(x, op.RoPEConfig{Seq: 3, Heads: 4, HeadDim: 2}) },

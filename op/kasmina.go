@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -30,13 +31,13 @@ const (
 	// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of two,
 	// and scales the result up again, so that intermediate results do not overflow. It computes the
 	// same function as Fast.
-	Adaptive Stability = iota
+	Adaptive = Stability(seed.Adaptive)
 	// Fast computes the formulas as they are.
-	Fast
+	Fast = Stability(seed.Fast)
 	// Strict replaces x, for the blend and the transform, by 0 where |x| < ε, and clamps it to mean ±
 	// 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
 	// changes x.
-	Strict
+	Strict = Stability(seed.Strict)
 )
 
 var stabilityNames = [...]string{"Adaptive", "Fast", "Strict"}

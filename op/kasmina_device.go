@@ -4,6 +4,7 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -82,22 +83,11 @@ func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int, weights, scale [
 }
 
 // KasminaSeed is a seed as a pass finds it.
-type KasminaSeed struct {
-	Kind         blueprints.Kind
-	Slot         uint16
-	Blend, Learn bool
-	Alpha        float32 // of the output; 1 in Training, where it is that of the gradients
-	Low, High    float64 // clamp limits; 0 unless the mode is Strict
-	Limit        float64 // largest norm of a row's gradient; 0 unless the layer clips
-}
+type KasminaSeed = seed.Seed
 
-// Seed returns what arithmetic needs to know of a seed.
+// Seed returns what arithmetic needs to know of a seed. Limit is 0 unless the layer clips.
 func (p *KasminaPass) Seed(i int) KasminaSeed {
-	s := &p.op.run.pass
-	k := KasminaSeed{Kind: s.Kind[i], Slot: s.Slot[i], Blend: s.Stage[i].Blends(), Learn: s.Stage[i].Learns(), Alpha: s.Alpha[i]}
-	if p.op.Config.Stability == Strict {
-		k.Low, k.High = clampLimits(s.Input[i])
-	}
+	k := p.op.seed(&p.op.run.pass, i)
 	if p.limits != nil {
 		k.Limit = p.limits[i]
 	}

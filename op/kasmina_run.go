@@ -16,6 +16,7 @@ import (
 	cpukasmina "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
 	cpufigures "github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -177,32 +178,32 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 		seeds := o.Lattice.Seeds()
 		k = &cpukasmina.Layer[T]{
 			Rows: x[0], Seeds: seeds, Chunk: x[1] / seeds, Slots: weights[0], Width: weights[1],
-			Stability: map[Stability]cpukasmina.Stability{Adaptive: cpukasmina.StabilityAdaptive, Fast: cpukasmina.StabilityFast, Strict: cpukasmina.StabilityStrict}[o.Config.Stability],
+			Stability: seed.Stability(o.Config.Stability),
 			Eps:       o.Config.Epsilon,
 			Measure:   make([]bool, seeds),
 		}
 		o.run.plan, o.run.health, o.run.gradient = k, healthSamples(o.run, k), gradientSamples(k)
 	}
 	p := &o.run.pass
-	k.Reduce = map[state.Reduction]cpufigures.Reduction{
-		state.Hierarchical: cpufigures.ReduceExact, state.MeanOfRows: cpufigures.ReduceMean, state.MaxOfRows: cpufigures.ReduceMax,
-	}[p.Telemetry.Reduction]
+	k.Reduce = seed.Reduction(p.Telemetry.Reduction)
 	clear(k.Measure)
 	k.Active = k.Active[:0]
-	for seed, stage := range p.Stage {
-		if p.Slot[seed] == 0 || !(stage.Blends() || stage.Learns()) {
-			continue
-		}
-		alpha := T(p.Alpha[seed])
-		learn := stage.Learns() && alpha != 0 // at 0 there is nothing to learn, whatever t(x) is, NaN included
-		low, high := clampLimits(p.Input[seed])
-		err := k.Activate(cpukasmina.Seed[T]{Seed: seed, Slot: int(p.Slot[seed]), Kind: p.Kind[seed], Blend: stage.Blends(), Learn: learn,
-			Alpha: alpha, Low: T(low), High: T(high)})
-		if err != nil {
+	for i := range p.Stage {
+		if err := k.Activate(i, o.seed(p, i)); err != nil {
 			return nil, fmt.Errorf("%w (shape %v)", err, weights)
 		}
 	}
 	return k, nil
+}
+
+// seed is a seed as a pass finds it, but for Limit. Low and High, which change from pass to pass,
+// are 0 unless the mode is Strict.
+func (o *KasminaOp) seed(p *state.Pass, i int) seed.Seed {
+	s := seed.Seed{Kind: p.Kind[i], Slot: p.Slot[i], Blend: p.Stage[i].Blends(), Learn: p.Stage[i].Learns(), Alpha: p.Alpha[i]}
+	if o.Config.Stability == Strict {
+		s.Low, s.High = clampLimits(p.Input[i])
+	}
+	return s
 }
 
 // startSlots writes the identity start to the slots of active seeds in which all is 0: nobody has
@@ -210,13 +211,14 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scales []T) error {
 	for i := range k.Active {
 		s := &k.Active[i]
-		row := weights[s.Slot*k.Width:][:k.Width]
-		if scales[s.Slot] != 0 || slices.ContainsFunc(row, func(w T) bool { return w != 0 }) {
+		slot := int(s.Slot)
+		row := weights[slot*k.Width:][:k.Width]
+		if scales[slot] != 0 || slices.ContainsFunc(row, func(w T) bool { return w != 0 }) {
 			continue
 		}
-		draw := o.draw(s.Seed, s.Slot)
-		if err := blueprints.Identity(s.Kind, s.Slot, k.Chunk, draw, weights, scales); err != nil {
-			return fmt.Errorf("seed %d: %w", s.Seed, err)
+		draw := o.draw(s.Index, slot)
+		if err := blueprints.Identity(s.Kind, slot, k.Chunk, draw, weights, scales); err != nil {
+			return fmt.Errorf("seed %d: %w", s.Index, err)
 		}
 	}
 	return nil

@@ -42,7 +42,7 @@ func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 
 func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
 	x, w := o.InputShape(0), o.InputShape(1)
-	gemm.Linear(y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1], w[0])
+	gemm.LinearUntil(o.Stop(), y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1], w[0])
 	return nil
 }
 

@@ -1,6 +1,7 @@
 package op
 
 import (
+	"errors"
 	"fmt"
 	"math"
 
@@ -14,9 +15,25 @@ import (
 // RMSNormOp is the op behind [RMSNorm].
 type RMSNormOp struct {
 	opbase.Base
-	Eps  float64
-	rstd opbase.Aux // 1/rms of every row, which the backward op reuses
+	Eps float64
+	// PlusOne is that of [WeightPlusOne]. With [EachHead], D is less than the columns of x.
+	PlusOne bool
+
+	rstd   opbase.Aux // 1/rms of every row, or of each of its heads, which the backward op reuses
+	factor opbase.Aux // 1 + weight, with PlusOne
 }
+
+// RMSNormOption changes how [RMSNorm] computes.
+type RMSNormOption func(*rmsNormSettings)
+
+type rmsNormSettings struct{ plusOne, heads bool }
+
+// WeightPlusOne scales by 1 + weight in place of the weight, as Gemma does.
+func WeightPlusOne() RMSNormOption { return func(s *rmsNormSettings) { s.plusOne = true } }
+
+// EachHead normalises each head of a row for itself, with one weight for all heads: x is [rows,
+// heads·D]. (Henry et al., "Query-Key Normalization for Transformers", 2020.)
+func EachHead() RMSNormOption { return func(s *rmsNormSettings) { s.heads = true } }
 
 // RMSNorm divides every row of x by its root mean square and scales its features:
 //
@@ -24,8 +41,15 @@ type RMSNormOp struct {
 //
 // x is [rows, D], weight is [D], y is [rows, D]; all are float32 or all float64. eps must not be
 // negative. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
-func RMSNorm(x, weight *gorgonia.Node, eps float64) (*gorgonia.Node, error) {
+func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gorgonia.Node, error) {
 	const name = "RMSNorm"
+	var s rmsNormSettings
+	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("op.RMSNorm: an option is nil")
+		}
+		opt(&s)
+	}
 	ax, aw := arg{"x", x}, arg{"weight", weight}
 	if err := checkFloats(name, ax, aw); err != nil {
 		return nil, err
@@ -33,23 +57,52 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64) (*gorgonia.Node, error) {
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
-	if err := checkShape(name, aw, fmt.Sprintf("one for each feature of x %v", x.Shape()), x.Shape()[1]); err != nil {
+	if s.heads {
+		if err := checkDims(name, aw, 1, "[D]"); err != nil {
+			return nil, err
+		}
+		if d := weight.Shape()[0]; x.Shape()[1]%d != 0 {
+			return nil, fmt.Errorf("op.%s: x has shape %v, want heads of %d features, as weight has", name,
+				x.Shape(), d)
+		}
+	} else if err := checkShape(name, aw, fmt.Sprintf("one for each feature of x %v", x.Shape()), x.Shape()[1]); err != nil {
 		return nil, err
 	}
 	if !(eps >= 0) || math.IsInf(eps, 0) {
 		return nil, fmt.Errorf("op.%s: eps is %v, want a finite number of at least 0", name, eps)
 	}
-	o := &RMSNormOp{Eps: eps}
-	o.Owns(&o.rstd)
-	opbase.Init(&o.Base, o, name, fmt.Sprintf("eps=%v", eps), gorgonia.Nodes{x, weight}, x.Dtype(), x.Shape(),
+	o := &RMSNormOp{Eps: eps, PlusOne: s.plusOne}
+	o.Owns(&o.rstd, &o.factor)
+	config := fmt.Sprintf("eps=%v", eps)
+	if s.plusOne {
+		config += " 1+weight"
+	}
+	opbase.Init(&o.Base, o, name, config, gorgonia.Nodes{x, weight}, x.Dtype(), x.Shape(),
 		rmsNorm[float32], rmsNorm[float64])
 	return gorgonia.ApplyOp(o, x, weight)
 }
 
 func rmsNorm[T cpu.Float](o *RMSNormOp, y []T, in opbase.Args) error {
-	rstd := opbase.AuxSlice[T](&o.rstd, o.InputShape(0)[0])
-	layer.RMSNorm(y, rstd, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), o.Eps)
+	layer.RMSNorm(y, rstdOf[T](o), opbase.Slice[T](in, 0), factorOf[T](o, in), o.Eps)
 	return nil
+}
+
+// rstdOf is room for 1/rms of every row or head.
+func rstdOf[T cpu.Float](o *RMSNormOp) []T {
+	return opbase.AuxSlice[T](&o.rstd, opbase.Size(o.InputShape(0))/o.InputShape(1)[0])
+}
+
+// factorOf is what features are multiplied by.
+func factorOf[T cpu.Float](o *RMSNormOp, in opbase.Args) []T {
+	w := opbase.Slice[T](in, 1)
+	if !o.PlusOne {
+		return w
+	}
+	f := opbase.AuxSlice[T](&o.factor, len(w))
+	for i, v := range w {
+		f[i] = 1 + v
+	}
+	return f
 }
 
 // DiffWRT reports that the op is differentiable in x and in the weight.
@@ -70,8 +123,7 @@ type RMSNormGradOp struct {
 }
 
 func rmsNormGrad[T cpu.Float](o *RMSNormGradOp, out []T, in opbase.Args) error {
-	x, w, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 3)
-	rstd := opbase.AuxSlice[T](&o.Forward.rstd, o.InputShape(0)[0])
-	layer.RMSNormBackward(out[:len(x)], out[len(x):], g, x, w, rstd)
+	x, g, w := opbase.Slice[T](in, 0), opbase.Slice[T](in, 3), factorOf[T](o.Forward, in)
+	layer.RMSNormBackward(out[:len(x)], out[len(x):], g, x, w, rstdOf[T](o.Forward))
 	return nil
 }

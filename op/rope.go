@@ -1,6 +1,7 @@
 package op
 
 import (
+	"errors"
 	"fmt"
 	"math"
 
@@ -20,16 +21,56 @@ type RoPEConfig struct {
 	Scaling *RoPEScaling // how angles shrink for contexts longer than the model was first trained on; nil for none
 }
 
-// RoPEScaling lengthens the wavelengths of RoPE for longer contexts, as Llama 3.1 does. A pair that
-// turns at least HighFreq times over Original positions keeps its frequency, one that turns at most
-// LowFreq times is slowed by Factor, and between the two the frequency is interpolated. With
-// LowFreq = HighFreq = 0 every pair is slowed by Factor (linear position interpolation; Chen et
-// al., "Extending Context Window of Large Language Models via Position Interpolation", 2023).
+// RoPEScaling lengthens the wavelengths of RoPE for contexts longer than the model was first trained
+// on. The zero value is none. There are three kinds:
+//
+//   - linear: Factor alone slows every pair by it (Chen et al., "Extending Context Window of Large
+//     Language Models via Position Interpolation", 2023);
+//   - that of Llama 3.1, with HighFreq: a pair that turns at least HighFreq times over Original
+//     positions keeps its frequency, one that turns at most LowFreq times is slowed by Factor, and
+//     between the two the frequency is interpolated;
+//   - YaRN, with BetaFast: the same between the pairs, counted as real numbers, that turn BetaFast and
+//     BetaSlow times, the interpolation being linear in the pair. Magnitude then multiplies cosines
+//     and sines (Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models",
+//     2023).
 type RoPEScaling struct {
 	Factor   float64 // at least 1
-	LowFreq  float64
-	HighFreq float64
-	Original int // context length of the first training; not used when LowFreq = HighFreq = 0
+	LowFreq  float64 `json:",omitempty"`
+	HighFreq float64 `json:",omitempty"`
+	Original int     `json:",omitempty"` // context length of the first training; not used by the linear kind
+
+	BetaFast float64 `json:",omitempty"` // turns; published models have 32
+	BetaSlow float64 `json:",omitempty"` // turns; published models have 1
+	// Unrounded leaves the two pairs of YaRN where they are. Else the first is rounded down and the
+	// second up.
+	Unrounded bool `json:",omitempty"`
+	// Magnitude is YaRN's factor on queries and on keys; 0 means 0.1·ln(Factor) + 1.
+	Magnitude float64 `json:",omitempty"`
+}
+
+// Check returns an error that names the first field that does not fit. The zero value fits.
+func (s RoPEScaling) Check() error {
+	yarn, llama3 := s.BetaFast != 0 || s.BetaSlow != 0, s.LowFreq != 0 || s.HighFreq != 0
+	switch {
+	case s == RoPEScaling{}:
+	case !(s.Factor >= 1) || math.IsInf(s.Factor, 0):
+		return fmt.Errorf("Scaling.Factor is %v, want a finite number of at least 1", s.Factor)
+	case yarn && llama3:
+		return fmt.Errorf("Scaling.HighFreq is %v and BetaFast %v, want one of them to be 0", s.HighFreq,
+			s.BetaFast)
+	case llama3 && (!(s.LowFreq >= 0) || !(s.HighFreq > s.LowFreq) || math.IsInf(s.HighFreq, 0) || s.Original < 1):
+		return fmt.Errorf("Scaling.LowFreq is %v, HighFreq %v and Original %d, want 0 ≤ LowFreq < HighFreq and a positive Original",
+			s.LowFreq, s.HighFreq, s.Original)
+	case yarn && (!(s.BetaSlow > 0) || !(s.BetaFast >= s.BetaSlow) || math.IsInf(s.BetaFast, 0) || s.Original < 1):
+		return fmt.Errorf("Scaling.BetaSlow is %v, BetaFast %v and Original %d, want 0 < BetaSlow ≤ BetaFast and a positive Original",
+			s.BetaSlow, s.BetaFast, s.Original)
+	case !(s.Magnitude >= 0) || math.IsInf(s.Magnitude, 0):
+		return fmt.Errorf("Scaling.Magnitude is %v, want a finite number of at least 0", s.Magnitude)
+	case !yarn && (s.Magnitude != 0 || s.Unrounded):
+		return fmt.Errorf("Scaling.Magnitude is %v and Unrounded %v, which are for YaRN: set BetaFast and BetaSlow too",
+			s.Magnitude, s.Unrounded)
+	}
+	return nil
 }
 
 // RoPEOp is the op behind [RoPE], and with Inverse set its gradient.
@@ -92,15 +133,14 @@ func (c RoPEConfig) check() error {
 	case !(c.Base > 1) || math.IsInf(c.Base, 0):
 		return fmt.Errorf("config: Base is %v, want a finite number above 1", c.Base)
 	}
-	if s := c.Scaling; s != nil {
-		switch {
-		case !(s.Factor >= 1) || math.IsInf(s.Factor, 0):
-			return fmt.Errorf("config: Scaling.Factor is %v, want a finite number of at least 1", s.Factor)
-		case s.LowFreq == 0 && s.HighFreq == 0:
-		case !(s.LowFreq >= 0) || !(s.HighFreq > s.LowFreq) || s.Original < 1:
-			return fmt.Errorf("config: Scaling has LowFreq %v, HighFreq %v and Original %d, want 0 ≤ LowFreq < HighFreq and a positive Original",
-				s.LowFreq, s.HighFreq, s.Original)
-		}
+	if c.Scaling == nil {
+		return nil
+	}
+	if *c.Scaling == (RoPEScaling{}) {
+		return errors.New("config: Scaling.Factor is 0, want a finite number of at least 1")
+	}
+	if err := c.Scaling.Check(); err != nil {
+		return fmt.Errorf("config: %w", err)
 	}
 	return nil
 }
@@ -112,12 +152,41 @@ func (c RoPEConfig) frequency(i int) float64 {
 	if s == nil {
 		return f
 	}
+	if s.BetaFast > 0 {
+		low, high := c.turning(s.BetaFast), c.turning(s.BetaSlow)
+		if !s.Unrounded {
+			low, high = math.Floor(low), math.Ceil(high)
+		}
+		low, high = max(low, 0), min(high, float64(c.HeadDim-1))
+		if low == high {
+			high += 1e-3 // as published models have been trained
+		}
+		slowed := min(1, max(0, (float64(i)-low)/(high-low)))
+		return (1-slowed)*f + slowed*f/s.Factor
+	}
 	if s.HighFreq == 0 {
 		return f / s.Factor
 	}
 	turns := float64(s.Original) * f / (2 * math.Pi)
 	keep := min(1, max(0, (turns-s.LowFreq)/(s.HighFreq-s.LowFreq)))
 	return keep*f + (1-keep)*f/s.Factor
+}
+
+// turning returns the pair, as a real number, that turns so often over Original positions.
+func (c RoPEConfig) turning(turns float64) float64 {
+	return float64(c.HeadDim) * math.Log(float64(c.Scaling.Original)/(2*math.Pi*turns)) / (2 * math.Log(c.Base))
+}
+
+// magnitude returns the factor on cosines and sines.
+func (c RoPEConfig) magnitude() float64 {
+	s := c.Scaling
+	switch {
+	case s == nil || s.BetaFast == 0:
+		return 1
+	case s.Magnitude == 0:
+		return 0.1*math.Log(s.Factor) + 1
+	}
+	return s.Magnitude
 }
 
 func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, error) {
@@ -142,12 +211,12 @@ func fillTables[T cpu.Float](o *RoPEOp) {
 // fill calls set with the cosine and sine of the angle of pair i at position p, for index
 // p·HeadDim/2 + i.
 func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
-	h := c.HeadDim / 2
+	h, m := c.HeadDim/2, c.magnitude()
 	for i := range h {
 		f := c.frequency(i)
 		for p := range c.Seq {
 			sin, cos := math.Sincos(float64(p) * f)
-			set(p*h+i, cos, sin)
+			set(p*h+i, m*cos, m*sin)
 		}
 	}
 }
@@ -155,7 +224,7 @@ func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
 // maxAngles is the largest Seq × HeadDim: 4 GiB for each table of float64.
 const maxAngles = 1 << 30
 
-// Tables returns the cosines and sines of all angles, [Seq, HeadDim/2] each, whatever Heads is.
+// Tables returns the cosines and sines of all angles, times YaRN's magnitude, [Seq, HeadDim/2] each, whatever Heads is.
 // They are nil where [RoPE] would refuse the config.
 func (c RoPEConfig) Tables() (cos, sin []float64) {
 	c.Base, c.Heads = c.base(), 1

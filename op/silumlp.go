@@ -11,9 +11,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// SiLUMLPOp is the op behind [SiLUMLP].
+// SiLUMLPOp is the op behind [SiLUMLP] and, with GELU, [GELUMLP].
 type SiLUMLPOp struct {
 	opbase.Base
+	GELU bool
+
 	a, b, h opbase.Aux // x·gateᵀ and x·upᵀ, which the backward op reuses, and room for their product
 }
 
@@ -24,7 +26,19 @@ type SiLUMLPOp struct {
 // x is [rows, D], gate and up are [F, D], down is [D, F], y is [rows, D]; all float32 or all
 // float64. (Shazeer, "GLU Variants Improve Transformer", 2020.)
 func SiLUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
-	const name = "SiLUMLP"
+	return gatedMLP("SiLUMLP", false, x, gate, up, down)
+}
+
+// GELUMLP is [SiLUMLP] with another gate, as Gemma has it, the approximation of GELU by tanh:
+//
+//	y = (gelu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ,  gelu(a) = a/2·(1 + tanh(√(2/π)·(a + 0.044715·a³)))
+//
+// (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.)
+func GELUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
+	return gatedMLP("GELUMLP", true, x, gate, up, down)
+}
+
+func gatedMLP(name string, gelu bool, x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
 	ax, ag, au, ad := arg{"x", x}, arg{"gate", gate}, arg{"up", up}, arg{"down", down}
 	if err := checkFloats(name, ax, ag, au, ad); err != nil {
 		return nil, err
@@ -45,7 +59,7 @@ func SiLUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkShape(name, ad, fmt.Sprintf("[D, F] for gate %v", gate.Shape()), d, f); err != nil {
 		return nil, err
 	}
-	o := &SiLUMLPOp{}
+	o := &SiLUMLPOp{GELU: gelu}
 	o.Owns(&o.a, &o.b, &o.h)
 	in := gorgonia.Nodes{x, gate, up, down}
 	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), x.Shape(), siluMLP[float32], siluMLP[float64])
@@ -61,10 +75,15 @@ func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
 	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 3)
 	n, d, f := o.dims()
 	a, b, h := opbase.AuxSlice[T](&o.a, n*f), opbase.AuxSlice[T](&o.b, n*f), opbase.AuxSlice[T](&o.h, n*f)
-	gemm.Linear(a, x, gate, n, d, f)
-	gemm.Linear(b, x, up, n, d, f)
-	layer.SiLUMul(h, a, b)
-	gemm.Linear(y, h, down, n, f, d)
+	stop := o.Stop()
+	gemm.LinearUntil(stop, a, x, gate, n, d, f)
+	gemm.LinearUntil(stop, b, x, up, n, d, f)
+	mul := layer.SiLUMul[T]
+	if o.GELU {
+		mul = layer.GELUMul[T]
+	}
+	mul(h, a, b)
+	gemm.LinearUntil(stop, y, h, down, n, f, d)
 	return nil
 }
 
@@ -75,8 +94,15 @@ func (o *SiLUMLPOp) DiffWRT(int) []bool { return []bool{true, true, true, true} 
 func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &SiLUMLPGradOp{Forward: o}
 	b.Owns(&b.da, &b.db)
-	return backward(&b.Base, b, "SiLUMLPGrad", o, gorgonia.Nodes{in[0], in[1], in[2], in[3], output, grad}, 4,
+	return backward(&b.Base, b, o.gradName(), o, gorgonia.Nodes{in[0], in[1], in[2], in[3], output, grad}, 4,
 		siluMLPGrad[float32], siluMLPGrad[float64])
+}
+
+func (o *SiLUMLPOp) gradName() string {
+	if o.GELU {
+		return "GELUMLPGrad"
+	}
+	return "SiLUMLPGrad"
 }
 
 // SiLUMLPGradOp computes [dx | dgate | dup | ddown], packed, from x, gate, up, down, the forward
@@ -98,7 +124,11 @@ func siluMLPGrad[T cpu.Float](o *SiLUMLPGradOp, out []T, in opbase.Args) error {
 	dgate, dup, ddown := rest[:f*d], rest[f*d:2*f*d], rest[2*f*d:]
 
 	gemm.Mul(false, false, n, f, d, 1, g, d, down, f, 0, da, f) // dh = g·down
-	layer.SiLUMulBackward(h, da, db, da, a, b)
+	mulBackward := layer.SiLUMulBackward[T]
+	if fw.GELU {
+		mulBackward = layer.GELUMulBackward[T]
+	}
+	mulBackward(h, da, db, da, a, b)
 	gemm.Mul(true, false, d, f, n, 1, g, d, h, f, 0, ddown, f)
 	gemm.Mul(true, false, f, d, n, 1, da, f, x, d, 0, dgate, d)
 	gemm.Mul(true, false, f, d, n, 1, db, f, x, d, 0, dup, d)

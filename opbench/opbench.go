@@ -1,6 +1,6 @@
-// Package opbench times one op at one shape beside its peers: every way in which package cpuops can
-// compute it, every way of package cudaops if there is a GPU, and the same function made of
-// Gorgonia's own ops on Gorgonia's own machine.
+// Package opbench times one op at one shape beside its peers. These are every way in which package
+// cpuops can compute it and, if there is a GPU, every way of package cudaops. The same function
+// made of Gorgonia's own ops, on Gorgonia's own machine, is one too.
 //
 //	figures, err := opbench.Time("RMSNorm", []int{4096, 1024}, opbench.Float32)
 //	fmt.Print(opbench.Table(figures))

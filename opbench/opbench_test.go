@@ -14,10 +14,10 @@ import (
 var small = map[string][]int{"RMSNorm": {64, 96}, "Linear": {64, 96, 32}, "LinearAdd": {64, 96, 32}, "SiLUMLP": {64, 32, 48},
 	"RoPE": {2, 16, 3, 8}, "Attention": {2, 16, 3, 3, 8}, "Embedding": {64, 20, 32}, "CrossEntropy": {64, 50},
 	"LinearCrossEntropy": {64, 32, 50}, "NewtonSchulz": {32, 48}, "Kasmina": {64, 32, 8}, "MatMul": {32, 48, 64}, "Add": {64, 48},
-	"Tanh": {64, 48}, "SoftMax": {64, 48}}
+	"GELUMLP": {64, 32, 48}, "Bias": {64, 48}, "Tanh": {64, 48}, "SoftMax": {64, 48}}
 
 // without is the ops that Gorgonia has nothing for.
-var without = []string{"Embedding", "Kasmina", "NewtonSchulz", "RoPE"}
+var without = []string{"Embedding", "GELUMLP", "Kasmina", "NewtonSchulz", "RoPE"}
 
 // TestTime wants every op timed by every peer, whose results are the same.
 func TestTime(t *testing.T) {

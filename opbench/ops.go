@@ -186,6 +186,21 @@ var specs = []spec{
 			x, gate, up, down := mlpInputs(g)
 			return g.do(func() (*gorgonia.Node, error) { return op.SiLUMLP(x, gate, up, down) })
 		}, stockSiLUMLP},
+	{"GELUMLP", "rows, features, hidden", nil,
+		sum(product(2, 0, 1), product(3, 1, 2), product(3, 0, 2)), product(6, 0, 1, 2),
+		func(g *graph) *gorgonia.Node {
+			x, gate, up, down := mlpInputs(g)
+			return g.do(func() (*gorgonia.Node, error) { return op.GELUMLP(x, gate, up, down) })
+		}, nil},
+	{"Bias", "rows, features", nil, sum(product(2, 0, 1), product(1, 1)), none,
+		func(g *graph) *gorgonia.Node {
+			x, b := g.normal("x", g.shape...), g.normal("b", g.shape[1])
+			return g.do(func() (*gorgonia.Node, error) { return op.Bias(x, b) })
+		}, func(g *graph) *gorgonia.Node {
+			x, b := g.normal("x", g.shape...), g.normal("b", g.shape[1])
+			row := g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(b, []int{1, g.shape[1]}) })
+			return g.do(func() (*gorgonia.Node, error) { return gorgonia.BroadcastAdd(x, row, nil, []byte{0}) })
+		}},
 	{"RoPE", "batch, positions, heads, head size", even(3), product(4, 0, 1, 2, 3), none,
 		func(g *graph) *gorgonia.Node {
 			s := g.shape

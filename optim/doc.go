@@ -34,8 +34,8 @@ type Optimizer interface {
 
 	// SetState replaces what Step remembers by a copy of state, which must be complete for each
 	// parameter in it, fit the parameters declared so far, if any, and be one that steps can lead to:
-	// moments are finite, means of squares not negative, counts of steps 1 to 2⁵³. On an error nothing
-	// changes.
+	// moments are finite, means of squares not negative, means no larger than those or, of Muon's
+	// matrices, than finite gradients allow, counts of steps 1 to 2⁵³. On an error nothing changes.
 	SetState(state []Tensor) error
 
 	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of the

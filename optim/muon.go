@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"math"
+	"reflect"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -243,7 +244,34 @@ func (m *Muon) SetState(state []Tensor) error {
 	if err != nil {
 		return fmt.Errorf("optim.Muon: SetState: %w", err)
 	}
+	for _, name := range slices.Sorted(maps.Keys(own)) {
+		if err := m.checkMomentum(own[name]); err != nil {
+			return fmt.Errorf("optim.Muon: SetState: parameter %q: %w", name, err)
+		}
+	}
 	m.store.restore(own)
 	m.rest.store.restore(rest)
 	return nil
+}
+
+// checkMomentum returns an error for a momentum that no gradients lead to: finite ones are at most
+// the largest number F of their type, and t steps from zero add up to (1 − μᵗ)·F. Nothing less is
+// certain here: how gradients are clipped is up to the caller, and may have changed since.
+func (m *Muon) checkMomentum(e *entry) error {
+	const rounding = 1 + 1e-4
+	share := -math.Expm1(float64(e.step)*math.Log(m.momentum)) * rounding
+	at, most := -1, share*math.MaxFloat64/rounding
+	switch x := e.moments[0].(type) {
+	case []float32:
+		most = share * math.MaxFloat32
+		at = slices.IndexFunc(x, func(v float32) bool { return math.Abs(float64(v)) > most })
+	case []float64:
+		at = slices.IndexFunc(x, func(v float64) bool { return math.Abs(v)/rounding > most })
+	}
+	if at < 0 {
+		return nil
+	}
+	return fmt.Errorf("%s is %v at element %d, want at most %.3g after %d steps with a momentum of %v: "+
+		"the state is damaged; go on from an older checkpoint", muonFields[0],
+		reflect.ValueOf(e.moments[0]).Index(at), at, most, e.step, m.momentum)
 }

@@ -4,6 +4,7 @@ import (
 	"math"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/optim"
@@ -206,4 +207,36 @@ func TestMuonConverges(t *testing.T) {
 		}
 	}
 	closeTo(t, "p", p.data(), goal, 0.02)
+}
+
+// TestMomentumBeyondGradients wants a momentum to be refused that no finite gradients lead to, and
+// the largest that they lead to not to be.
+func TestMomentumBeyondGradients(t *testing.T) {
+	newMuon := func() *optim.Muon {
+		m, err := optim.NewMuon(optim.WithMomentum(0.9))
+		require.NoError(t, err)
+		return m
+	}
+	state := func(data any, steps int64) []optim.Tensor {
+		return []optim.Tensor{{"w.momentum_buffer", []int{1, 2}, data}, {"w.step", []int{1}, []int64{steps}}}
+	}
+	require.NoError(t, newMuon().SetState(state([]float32{0, -3.39e37}, 1)))
+	err := newMuon().SetState(state([]float32{0, -3.42e37}, 1))
+	require.ErrorContains(t, err, `parameter "w": momentum_buffer is -3.42e+37 at element 1, want at most 3.4e+37`)
+	require.NoError(t, newMuon().SetState(state([]float32{0, 6.4e37}, 2)))
+	require.Error(t, newMuon().SetState(state([]float32{0, 6.5e37}, 2)))
+	require.NoError(t, newMuon().SetState(state([]float32{math.MaxFloat32, 0}, 1000)))
+	require.NoError(t, newMuon().SetState(state([]float64{1.7e307, 0}, 1)))
+	require.Error(t, newMuon().SetState(state([]float64{1.81e307, 0}, 1)))
+	require.NoError(t, newMuon().SetState(state([]float64{math.MaxFloat64, 0}, 1<<40)))
+
+	m := newMuon() // and what the largest gradients lead to
+	for range 3 {
+		p := newParam("w", make([]float32, 6), 2, 3)
+		for i := range p.grad.(*tensor.Dense).Float32s() {
+			p.grad.(*tensor.Dense).Float32s()[i] = math.MaxFloat32
+		}
+		_ = m.Step(model(p)) // whose update may overflow
+		require.NoError(t, newMuon().SetState(m.State()))
+	}
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
@@ -199,10 +200,11 @@ func (s *store) state() []Tensor {
 		}
 		state = append(state, Tensor{name + "." + stepField, []int{1}, []int64{int64(e.step)}})
 		for i, f := range s.fields {
-			state = append(state, Tensor{name + "." + f, slices.Clone(e.shape), clone(e.moments[i])})
+			state = append(state, Tensor{name + "." + f, slices.Clone(e.shape), e.moments[i]})
 		}
 	}
 	slices.SortFunc(state, func(a, b Tensor) int { return cmp.Compare(a.Name, b.Name) })
+	parallel.Each(len(state), func(i int) { state[i].Data = clone(state[i].Data) })
 	return state
 }
 
@@ -233,13 +235,18 @@ func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (ma
 		}
 		parts[name][field] = t
 	}
+	names := slices.Sorted(maps.Keys(parts))
+	parsed, errs := make([]*entry, len(names)), make([]error, len(names))
+	parallel.Each(len(names), func(i int) {
+		fields := func(shape []int) []string { return fieldsOf(names[i], shape) }
+		parsed[i], errs[i] = parseEntry(parts[names[i]], fields)
+	})
 	entries := make(map[string]*entry, len(parts))
-	for _, name := range slices.Sorted(maps.Keys(parts)) {
-		e, err := parseEntry(parts[name], func(shape []int) []string { return fieldsOf(name, shape) })
-		if err != nil {
-			return nil, fmt.Errorf("parameter %q: %w", name, err)
+	for i, name := range names {
+		if errs[i] != nil {
+			return nil, fmt.Errorf("parameter %q: %w", name, errs[i])
 		}
-		entries[name] = e
+		entries[name] = parsed[i]
 	}
 	return entries, nil
 }
@@ -305,12 +312,20 @@ const largestRatio, leastMean = 1e4, 1e-18
 
 // checkRatio returns an error unless the means fit the means of squares, as all that steps leave do.
 func checkRatio(mean, squares any) error {
-	m, v := reflect.ValueOf(mean), reflect.ValueOf(squares)
-	for i := range m.Len() {
-		m, v := m.Index(i).Float(), v.Index(i).Float()
-		if most := largestRatio * max(math.Sqrt(v), leastMean); math.Abs(m) > most {
+	if m, ok := mean.([]float32); ok {
+		return ratioFits(m, squares.([]float32))
+	}
+	return ratioFits(mean.([]float64), squares.([]float64))
+}
+
+func ratioFits[F float32 | float64](mean, squares []F) error {
+	for i, m := range mean {
+		// Compared as squares: a root for each element takes longer than all else.
+		m, v := float64(m), float64(squares[i])
+		if m*m > largestRatio*largestRatio*max(v, leastMean*leastMean) {
 			return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq of %v: the state "+
-				"is damaged; go on from an older checkpoint", m, i, most, v)
+				"is damaged; go on from an older checkpoint", m, i,
+				largestRatio*max(math.Sqrt(v), leastMean), v)
 		}
 	}
 	return nil

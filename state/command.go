@@ -83,6 +83,14 @@ type Controller interface {
 
 // do carries out a command on the lattice. The caller holds the lock.
 func (l *Lattice) do(c Command) error {
+	before := len(l.pending)
+	defer func() {
+		for i := min(before, len(l.pending)); i < len(l.pending); i++ {
+			if e := &l.pending[i]; e.Kind == StageChanged {
+				e.Reason = c.Why
+			}
+		}
+	}()
 	switch c.Action {
 	case Germinate:
 		return l.germinate(c.Seed, c.Request)

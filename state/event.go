@@ -30,7 +30,7 @@ type Event struct {
 	Epoch    int     // epochs that had ended, the one included with whose end it happened
 	From, To Stage   // GateOpened, StageChanged: the transition; otherwise both are the seed's stage
 	Value    float64 // RampFinished, NonFinite
-	Reason   string  // StrategyFailed, Quarantined
+	Reason   string  // StrategyFailed, Quarantined; StageChanged by a Command: its Why
 }
 
 // String describes the event in a line.

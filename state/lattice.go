@@ -9,9 +9,9 @@
 // from it at its start, so a command takes effect at the next pass.
 //
 // A typical life: [Lattice.RequestGermination] gives a dormant seed a blueprint and a slot of the
-// layer's parameters, [Lattice.Transition] starts its training, later its grafting;
-// [Lattice.StepEpoch], called once an epoch, moves α; and so on until the blueprint is fossilized,
-// or culled and the seed recycled. The table of stages is at [Stage].
+// layer's parameters. [Lattice.Transition] starts its training, later its grafting.
+// [Lattice.StepEpoch], called once an epoch, moves α. So it goes on until the blueprint is
+// fossilized, or culled and the seed recycled. The table of stages is at [Stage].
 //
 // A [Network] holds the lattices of all layers of a model: commands to it act on several seeds at
 // once, wait for the end of a step, and bring the parameters of the seeds' slots with them. A
@@ -27,6 +27,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 	"github.com/kasmina-go/kasmina/state/internal/outbox"
@@ -61,6 +62,8 @@ type Lattice struct {
 	strategies  []graft.Entry
 	ring        ring
 	recorder    recorder
+	deferred    *Measured // where passes leave their figures; nil for here
+	ahead       uint64    // batches between the last one taken in and the one that is measured
 	timing      timing
 	posed       map[int]Stage // what forward passes see in place of seeds' own stages
 	quarantined []Event       // when the lattice was loaded, to be told with the next epoch's end
@@ -205,7 +208,8 @@ func inRange(what string, v, lo, hi int) error {
 var lattices atomic.Uint64
 
 // NewLattice returns the state of a layer of the given number of seeds, all dormant, over hidden
-// features. hidden must be a multiple of seeds.
+// features. hidden must be a multiple of seeds. More seeds than the computer has memory for are an
+// error, where that is known (on Linux).
 func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	if seeds < 1 || hidden < 1 || hidden%seeds != 0 {
 		return nil, fmt.Errorf("state.NewLattice: %w: hidden is %d and seeds is %d, want positive numbers, hidden a multiple of seeds",
@@ -222,6 +226,9 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 		if err := o(&c); err != nil {
 			return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 		}
+	}
+	if err := memory.Check(fmt.Sprintf("%d seeds take", seeds), seedBytes(seeds, c.Transitions)); err != nil {
+		return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 	}
 	ramp, err := graft.NewEntry(defaultStrategy)
 	if err != nil {

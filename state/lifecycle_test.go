@@ -12,7 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/half"
+	has "github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/graft"
 )
@@ -477,6 +479,19 @@ func TestOptionErrors(t *testing.T) {
 			t.Errorf("NewLattice(%d, %d): error %v", c[0], c[1], err)
 		}
 	}
+}
+
+// TestSeedsBeyondTheMemory wants a lattice that no memory holds to be refused before it takes any.
+func TestSeedsBeyondTheMemory(t *testing.T) {
+	const most = math.MaxUint32
+	if has.Check("the seeds take", 100*most) == nil {
+		t.Skip("it is not known how much memory this computer has, or it is enough")
+	}
+	bounded.Run(t, 1<<20, func() {
+		_, err := state.NewLattice(most, most)
+		require.ErrorIs(t, err, state.ErrArgument)
+		require.ErrorContains(t, err, "4294967295 seeds take")
+	})
 }
 
 func TestZeroLattice(t *testing.T) {

@@ -26,9 +26,9 @@ import (
 // any time. Do may be, too, where the slots have a lock. Apply, StepEpoch, Load and what it returns
 // are for whoever runs the model, between passes.
 //
-// The network also looks after the parameters behind the slots, if it is given them: germination
-// sets a slot to the blueprint's identity start, unless a living seed shares it; the beginning of a
-// grafting keeps the slot's weights and scale, and a rollback puts them back, unless another living
+// The network also looks after the parameters behind the slots, if it is given them. Germination
+// sets a slot to the blueprint's identity start, unless a living seed shares it. The beginning of a
+// grafting keeps the slot's weights and scale. A rollback puts them back, unless another living
 // seed shares the slot. A transition that is asked of the lattice itself touches no parameters, and
 // one that ends a grafting forgets what was kept.
 type Network struct {
@@ -105,11 +105,20 @@ func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 	return n, nil
 }
 
+// orNone returns n, and for nil one without layers.
+func (n *Network) orNone() *Network {
+	if n == nil {
+		return new(Network)
+	}
+	return n
+}
+
 // Layers returns the number of layers.
-func (n *Network) Layers() int { return len(n.layers) }
+func (n *Network) Layers() int { return len(n.orNone().layers) }
 
 // Seeds returns the number of seeds in all layers.
 func (n *Network) Seeds() (seeds int) {
+	n = n.orNone()
 	for _, l := range n.layers {
 		seeds += l.Lattice.Seeds()
 	}
@@ -118,6 +127,7 @@ func (n *Network) Seeds() (seeds int) {
 
 // Lattice returns a layer's lattice, or nil when there is no such layer.
 func (n *Network) Lattice(layer int) *Lattice {
+	n = n.orNone()
 	if layer < 0 || layer >= len(n.layers) {
 		return nil
 	}
@@ -126,6 +136,7 @@ func (n *Network) Lattice(layer int) *Lattice {
 
 // Lattices yields the layers' lattices with their numbers.
 func (n *Network) Lattices() iter.Seq2[int, *Lattice] {
+	n = n.orNone()
 	return func(yield func(int, *Lattice) bool) {
 		for i, l := range n.layers {
 			if !yield(i, l.Lattice) {
@@ -137,6 +148,7 @@ func (n *Network) Lattices() iter.Seq2[int, *Lattice] {
 
 // Report returns the reports of all layers.
 func (n *Network) Report() []Report {
+	n = n.orNone()
 	reports := make([]Report, len(n.layers))
 	for i, l := range n.layers {
 		reports[i] = l.Lattice.Report()
@@ -146,6 +158,7 @@ func (n *Network) Report() []Report {
 
 // Listen makes f hear of the events of all layers; see [Lattice.Listen].
 func (n *Network) Listen(f func(Event)) (stop func(), err error) {
+	n = n.orNone()
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
 	}
@@ -155,6 +168,7 @@ func (n *Network) Listen(f func(Event)) (stop func(), err error) {
 // Verify verifies all lattices. Its error names the layer of the first corrupt seed; see
 // [Lattice.Verify].
 func (n *Network) Verify() error {
+	n = n.orNone()
 	for i, l := range n.layers {
 		if err := l.Lattice.Verify(); err != nil {
 			return fmt.Errorf("layer %d: %w", i, err)
@@ -167,6 +181,7 @@ func (n *Network) Verify() error {
 // goroutines at once; one that shall put corrupt seeds into quarantine submits a Quarantine
 // command, or leaves it to the end of the epoch of lattices that are made [WithQuarantine].
 func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(layer int, err error)) error {
+	n = n.orNone()
 	if err := checkScrub(ctx, period); err != nil {
 		return err
 	}
@@ -189,6 +204,7 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(la
 // reads the parameters of the blueprints that train and adds them to the metrics. On an error
 // nothing has changed.
 func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
+	n = n.orNone()
 	if len(m) != len(n.layers) {
 		return nil, fmt.Errorf("state.StepEpoch: %w: there are metrics of %d layers, want %d", ErrArgument, len(m), len(n.layers))
 	}
@@ -287,6 +303,7 @@ func (n *Network) deliver() {
 // HoldEvents keeps the events of the network and its lattices back until tell is called: a caller
 // that holds a lock which listeners may want, too, calls tell once it has unlocked it.
 func (n *Network) HoldEvents() (tell func()) {
+	n = n.orNone()
 	n.hold(1)
 	return sync.OnceFunc(func() {
 		n.hold(-1)

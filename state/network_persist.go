@@ -18,6 +18,7 @@ const (
 // (see [Lattice.Arrays]), with the layer's name and a dot before their own, and what is kept of the
 // slots of seeds that are being grafted.
 func (n *Network) Arrays() (all []Array) {
+	n = n.orNone()
 	defer n.lock()()
 	for i, layer := range n.layers {
 		for _, a := range append(layer.Lattice.arrays(), n.keptArrays(i)...) {
@@ -51,6 +52,7 @@ func (n *Network) keptArrays(layer int) []Array {
 // the network's contents. It returns an error as [Lattice.SetArrays] does, which names the layer,
 // and changes nothing itself.
 func (n *Network) Load(arrays []Array) (install func(), err error) {
+	n = n.orNone()
 	byLayer := map[string][]Array{}
 	for _, a := range arrays {
 		layer, own, _ := strings.Cut(a.Name, ".")

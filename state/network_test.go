@@ -636,6 +636,25 @@ func TestZeroNetworkAnswers(t *testing.T) {
 	require.Len(t, done, 1, "it would never answer")
 	require.ErrorIs(t, <-done, state.ErrSeed)
 	require.NoError(t, <-zero.Submit())
+	var none *state.Network
+	for _, n := range []*state.Network{none, &zero} {
+		require.ErrorIs(t, <-n.Submit(state.Command{Action: state.Recycle}), state.ErrSeed)
+		require.ErrorIs(t, n.Do(state.Command{Action: state.Recycle}), state.ErrSeed)
+		require.Empty(t, n.Report())
+		require.Zero(t, n.Layers()+n.Seeds())
+		require.Nil(t, n.Lattice(0))
+		require.NoError(t, n.Verify())
+		require.Empty(t, n.Arrays())
+		for range n.Lattices() {
+			t.Error("a lattice of nobody")
+		}
+		_, err := n.StepEpoch([]state.Metrics{{}})
+		require.ErrorIs(t, err, state.ErrArgument)
+		n.HoldEvents()()
+		n.Apply()
+		n.Open()
+	}
+	none.Close()
 }
 
 // TestPanickingListener wants every channel of Submit answered, also where a listener panics between.

@@ -119,6 +119,16 @@ func newSeedState(n, transitions int) *seedState {
 	return s
 }
 
+// seedBytes returns what newSeedState takes.
+func seedBytes(n, transitions int) uint64 {
+	s := newSeedState(0, transitions)
+	row := 4 + 4 // crc and sinceScore
+	for _, c := range s.columns() {
+		row += c.Width()
+	}
+	return uint64(n) * uint64(row)
+}
+
 // begin sets what a new seed has other than zeros.
 func (s *seedState) begin(i int) {
 	s.schema[i] = Schema

@@ -7,6 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
@@ -31,9 +32,9 @@ type Reduction uint8
 
 // The reductions.
 const (
-	Hierarchical Reduction = iota // the exact figures over all rows × C elements, by merging partial moments
-	MeanOfRows                    // the average of the figures of the rows
-	MaxOfRows                     // the largest figure of any row
+	Hierarchical = Reduction(seed.Exact) // the exact figures over all rows × C elements, by merging partial moments
+	MeanOfRows   = Reduction(seed.Mean)  // the average of the figures of the rows
+	MaxOfRows    = Reduction(seed.Max)   // the largest figure of any row
 )
 
 var reductionNames = [...]string{"Hierarchical", "MeanOfRows", "MaxOfRows"}
@@ -207,7 +208,7 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 			Watch: make([]bool, n), Input: make([]Moments, n), Norms: make([]Moments, n),
 		}
 	}
-	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step
+	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step+l.ahead
 	for i := range n {
 		stage := Stage(s.stage[i])
 		if posed, ok := l.posed[i]; ok {
@@ -228,6 +229,10 @@ func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) erro
 	defer l.mu.Unlock()
 	if err := l.checkPass("RecordHealth", p, sample != nil); err != nil {
 		return err
+	}
+	if l.deferred != nil {
+		l.deferHealth(p, sample)
+		return nil
 	}
 	if p.Record {
 		l.step++
@@ -304,6 +309,10 @@ func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) 
 	defer l.mu.Unlock()
 	if err := l.checkPass("RecordGradient", p, sample != nil); err != nil {
 		return err
+	}
+	if l.deferred != nil {
+		l.deferred.Recorded, l.deferred.Gradient = p.Record, samples(l.n, sample)
+		return nil
 	}
 	l.record(recorder{pass: p, gradient: sample})
 	if p.Record {

@@ -292,18 +292,19 @@ func TestDrift(t *testing.T) {
 	}
 }
 
-// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms of
-// processor time, and so by the clock too, on cores that have nothing else to do. On a slower CPU
-// that is held against a loop that takes as long there.
+// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms of a
+// processor of 2.6 GHz that has nothing else to do. Other programs take caches and a core's other
+// thread from both, so it is held against a loop that takes as long there, beside each try.
 func TestEpochOf100000Seeds(t *testing.T) {
 	n := 100_000
 	if testing.Short() {
 		n = 10_000
 	}
 	l := grafting(t, n)
-	const limit, tries = 100 * time.Millisecond, 5
-	best := time.Hour
-	for range tries {
+	room := make([]uint64, 20<<20/8)
+	least, tries := math.Inf(1), 0
+	for tries < 20 && least > 1 || tries < 5 {
+		tries++
 		start := processor.Time(t)
 		epochs(t, l, 1)
 		if r := l.Report(); len(r.Seeds) != n {
@@ -312,30 +313,33 @@ func TestEpochOf100000Seeds(t *testing.T) {
 		if err := l.Verify(); err != nil {
 			t.Fatal(err)
 		}
-		best = min(best, processor.Time(t)-start)
+		took := processor.Time(t) - start
+		limit := yardstick(t, room, n/6)
+		least = min(least, took.Seconds()/limit.Seconds())
+		t.Logf("the boundary of an epoch of %d grafting seeds takes %v, the loop %v", n, took, limit)
 	}
-	t.Logf("the boundary of an epoch of %d grafting seeds takes %v", n, best)
-	if best > limit && !processor.Race {
-		if share := best.Seconds() / yardstick(t).Seconds(); share > 1 {
-			t.Errorf("the boundary of an epoch of %d seeds takes %v, want less than %v, and %.1f times what this processor can do in that time",
-				n, best, limit, share)
-		}
+	if least > 1 && !processor.Race {
+		t.Errorf("the boundary of an epoch of %d seeds takes %.1f times what the loop does", n, least)
 	}
-	if got := l.Report().Seeds[n-1].Alpha; math.Abs(got-tries/50.) > 1e-6 {
+	if got := l.Report().Seeds[n-1].Alpha; math.Abs(got-float64(tries)/50) > 1e-6 {
 		t.Errorf("α after %d of 50 epochs is %v", tries, got)
 	}
 }
 
-// yardstick returns how long a processor needs for 7.5·10⁷ multiplications that wait for each
-// other: 100 ms at 2.6 GHz.
-func yardstick(t testing.TB) time.Duration {
+// yardstick returns how long a processor needs to read, multiply and write rounds blocks of 4096
+// numbers of room, one block after the other: 100 ms for 16,667 of them at 2.6 GHz.
+func yardstick(t testing.TB, room []uint64, rounds int) time.Duration {
 	start := processor.Time(t)
-	x := uint64(1)
-	for range 75_000_000 {
-		x = (x ^ x>>29) * 0x9e3779b97f4a7c15
-	}
-	if x == 1 {
-		t.Fatal("the loop was left out") // never: it keeps the result from being unused
+	const block = 1 << 12
+	for r := range rounds {
+		x := room[r*block%(len(room)-block):][:block]
+		for i := 0; i < len(x); i += 4 {
+			for k := range 4 {
+				v := x[i+k] + uint64(r)
+				v = (v ^ v>>29) * 0x9e3779b97f4a7c15
+				x[i+k] = (v ^ v>>32) * 0x9e3779b97f4a7c15
+			}
+		}
 	}
 	return processor.Time(t) - start
 }

@@ -42,6 +42,7 @@ func (q *queue) take(closing bool) []submission {
 // Apply, such as that of a trainer's callbacks, would wait for the channel without end, and has
 // [Network.Do]. A network without layers answers at once.
 func (n *Network) Submit(commands ...Command) <-chan error {
+	n = n.orNone()
 	done := make(chan error, 1)
 	if len(n.layers) == 0 {
 		done <- n.Do(commands...)
@@ -64,6 +65,7 @@ var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Netwo
 // Close says that nobody will call Apply: what waits for it is answered with ErrClosed now, and
 // what is submitted later at once. All else goes on as before.
 func (n *Network) Close() {
+	n = n.orNone()
 	for _, s := range n.queue.take(true) {
 		s.done <- errSubmit
 	}
@@ -71,6 +73,7 @@ func (n *Network) Close() {
 
 // Open takes a Close back. A new network is open.
 func (n *Network) Open() {
+	n = n.orNone()
 	n.queue.mu.Lock()
 	defer n.queue.mu.Unlock()
 	n.queue.closed = false
@@ -79,6 +82,7 @@ func (n *Network) Open() {
 // Apply carries out what has been submitted, in order. It must be called between the passes of the
 // model.
 func (n *Network) Apply() {
+	n = n.orNone()
 	waiting := n.queue.take(false)
 	defer func() { // a listener has panicked
 		for _, s := range waiting {
@@ -97,6 +101,7 @@ func (n *Network) Apply() {
 // must be called between the passes of the model, unless the slots have a lock: then it waits for
 // the end of a pass.
 func (n *Network) Do(commands ...Command) error {
+	n = n.orNone()
 	defer n.deliver()
 	if l, ok := n.slots.(sync.Locker); ok {
 		l.Lock()

@@ -150,7 +150,7 @@ func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, first bool, count int,
 	s comm.Stream) error {
 	parts = slices.Clone(parts)
 	return h.Enqueue(s, func() error {
-		sum, err := h.Bytes(acc, count*comm.Float32.Size())
+		sum, err := h.Bytes(acc, count*comm.SumType(t).Size())
 		if err != nil {
 			return err
 		}
@@ -159,12 +159,26 @@ func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, first bool, count int,
 			if err != nil {
 				return err
 			}
-			if err := addFloat32(sum, data, t, first && i == 0); err != nil {
+			if t == comm.Float64 {
+				addFloat64(sum, data, first && i == 0)
+			} else if err := addFloat32(sum, data, t, first && i == 0); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
+}
+
+// addFloat64 adds elements to sums, or sets the sums to them.
+func addFloat64(sum, data []byte, set bool) {
+	for i := 0; i < len(sum); i += 8 {
+		bits := binary.NativeEndian.Uint64(data[i:])
+		if !set {
+			old := math.Float64frombits(binary.NativeEndian.Uint64(sum[i:]))
+			bits = math.Float64bits(old + math.Float64frombits(bits))
+		}
+		binary.NativeEndian.PutUint64(sum[i:], bits)
+	}
 }
 
 // addFloat32 adds elements of type t to float32 sums, or sets the sums to them.

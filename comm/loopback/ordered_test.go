@@ -40,6 +40,8 @@ func microBatches(rng *rand.Rand, n, count int, t comm.Type) [][]byte {
 				all[m] = binary.NativeEndian.AppendUint16(all[m], uint16(bits>>16))
 			case comm.Float16:
 				all[m] = binary.NativeEndian.AppendUint16(all[m], uint16(bits))
+			case comm.Float64:
+				all[m] = binary.NativeEndian.AppendUint64(all[m], uint64(bits)<<32|rng.Uint64()>>32)
 			}
 		}
 	}
@@ -48,8 +50,9 @@ func microBatches(rng *rand.Rand, n, count int, t comm.Type) [][]byte {
 
 // sumOn adds micro-batches on a number of ranks and returns the sum as each rank has it in the end.
 func sumOn(t *testing.T, all []rank, batches [][]byte, shards comm.Shards, typ comm.Type) [][]byte {
-	size, bytes := len(all), 4*shards.Count()
-	sums := make([][]byte, size)
+	sums := comm.SumType(typ)
+	size, bytes := len(all), sums.Size()*shards.Count()
+	results := make([][]byte, size)
 	errs := everywhere(size, func(r int) error {
 		me := all[r]
 		o := comm.OrderedSum{Group: me.Group, Adder: me.Host, Shards: shards, Type: typ}
@@ -61,17 +64,17 @@ func sumOn(t *testing.T, all []rank, batches [][]byte, shards comm.Shards, typ c
 			if r < contributors {
 				mine = me.put(batches[from+r])
 			}
-			if err := o.Add(sum.Offset(shards[r], comm.Float32), mine, contributors, from == 0,
+			if err := o.Add(sum.Offset(shards[r], sums), mine, contributors, from == 0,
 				0); err != nil {
 				return err
 			}
 		}
-		err := errors.Join(comm.GatherShards(me.Group, sum, shards, comm.Float32, 0), me.Sync(0))
-		sums[r] = append([]byte{}, me.get(sum, bytes)...)
+		err := errors.Join(comm.GatherShards(me.Group, sum, shards, sums, 0), me.Sync(0))
+		results[r] = append([]byte{}, me.get(sum, bytes)...)
 		return err
 	})
 	require.NoError(t, errors.Join(errs...))
-	return sums
+	return results
 }
 
 // TestOrderedSumSameBits: a sum of micro-batches has the same bits on 1, 2, 3, 4 and 8 ranks, at
@@ -82,7 +85,7 @@ func TestOrderedSumSameBits(t *testing.T) {
 	for _, size := range sizes {
 		groups[size] = ranks(t, size)
 	}
-	for _, typ := range []comm.Type{comm.Float32, comm.BFloat16, comm.Float16} {
+	for _, typ := range []comm.Type{comm.Float32, comm.Float64, comm.BFloat16, comm.Float16} {
 		for _, count := range []int{0, 1, 5, 7, 64, 1001} {
 			for _, n := range []int{1, 2, 7, 8, 12} {
 				batches := microBatches(rng, n, count, typ)
@@ -174,4 +177,34 @@ func TestOrderedSumRefuses(t *testing.T) {
 	require.ErrorContains(t, o.Add(1, 1, 1, true, 0), "bounds that rise from 0")
 	require.ErrorContains(t, comm.GatherShards(me.Group, 1, comm.Shards{1, 2}, comm.Float32, 0),
 		"bounds that rise")
+}
+
+// TestCutShards: every bound is where the buffer may be divided, and no other such place is nearer
+// to an even share.
+func TestCutShards(t *testing.T) {
+	rng := newRand(t)
+	for range 300 {
+		var pieces []comm.Piece
+		cuts, total := []int{0}, 0
+		for range rng.IntN(6) {
+			p := comm.Piece{Len: rng.IntN(50), Multiple: rng.IntN(9)}
+			for at := p.Multiple; p.Multiple > 0 && at < p.Len; at += p.Multiple {
+				cuts = append(cuts, total+at)
+			}
+			total += p.Len
+			pieces, cuts = append(pieces, p), append(cuts, total)
+		}
+		size := 1 + rng.IntN(9)
+		s := comm.CutShards(pieces, size)
+		require.NoError(t, s.Check(size))
+		require.Equal(t, total, s.Count())
+		for r := 1; r < size; r++ {
+			even, best := total*r/size, total
+			for _, c := range cuts {
+				best = min(best, max(c-even, even-c))
+			}
+			require.Contains(t, cuts, s[r], "%v among %d", pieces, size)
+			require.Equal(t, best, max(s[r]-even, even-s[r]), "%v among %d: %v", pieces, size, s)
+		}
+	}
 }

@@ -20,6 +20,9 @@ func opChecks() []check {
 			return op.RMSNorm(in.normal("x", 5, 7), in.normal("weight", 7), eps)
 		})
 	}
+	add("RMSNorm", "4×(3 heads of 5), 1 + weight", func(in *inputs) (*gorgonia.Node, error) {
+		return op.RMSNorm(in.normal("x", 4, 15), in.normal("weight", 5), 1e-6, op.EachHead(), op.WeightPlusOne())
+	})
 	for i, c := range ropes {
 		add("RoPE", fmt.Sprintf("%d positions, %d heads of %d, %s", c.Seq, c.Heads, c.HeadDim, ropeNames[i]), func(in *inputs) (*gorgonia.Node, error) {
 			return op.RoPE(in.normal("x", 2*c.Seq, c.Heads*c.HeadDim), c)
@@ -28,10 +31,16 @@ func opChecks() []check {
 	add("SiLUMLP", "5×6, 9 inner", func(in *inputs) (*gorgonia.Node, error) {
 		return op.SiLUMLP(in.normal("x", 5, 6), in.normal("gate", 9, 6), in.normal("up", 9, 6), in.normal("down", 6, 9))
 	})
+	add("GELUMLP", "5×6, 9 inner", func(in *inputs) (*gorgonia.Node, error) {
+		return op.GELUMLP(in.normal("x", 5, 6), in.normal("gate", 9, 6), in.normal("up", 9, 6), in.normal("down", 6, 9))
+	})
 	for _, c := range attentions {
 		config := fmt.Sprintf("%d positions, %d heads on %d of %d", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
 		if c.Causal {
 			config += ", causal"
+		}
+		if c.Window > 0 {
+			config += fmt.Sprintf(", window of %d", c.Window)
 		}
 		add("Attention", config, func(in *inputs) (*gorgonia.Node, error) {
 			rows, kv := 2*c.Seq, c.KVHeads*c.HeadDim
@@ -41,6 +50,7 @@ func opChecks() []check {
 	add("DocumentAttention", "70 positions, 3 documents, 2 heads on 1 of 1", func(in *inputs) (*gorgonia.Node, error) {
 		return documents(documentInputs(in))
 	})
+	add("Bias", "5×7", func(in *inputs) (*gorgonia.Node, error) { return op.Bias(in.normal("x", 5, 7), in.normal("b", 7)) })
 	add("Linear", "5×7 to 4", func(in *inputs) (*gorgonia.Node, error) {
 		return op.Linear(in.normal("x", 5, 7), in.normal("w", 4, 7))
 	})
@@ -80,14 +90,16 @@ var (
 	ropes = []op.RoPEConfig{
 		{Seq: 5, Heads: 3, HeadDim: 4},
 		{Seq: 7, Heads: 1, HeadDim: 8, Base: 500, Scaling: &op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 64}},
+		{Seq: 7, Heads: 2, HeadDim: 8, Base: 500, Scaling: &op.RoPEScaling{Factor: 8, BetaFast: 32, BetaSlow: 1, Original: 640}},
 	}
-	ropeNames  = []string{"base 10000", "scaled for longer contexts"}
+	ropeNames  = []string{"base 10000", "scaled for longer contexts", "scaled by YaRN"}
 	attentions = []op.AttentionConfig{
 		{Seq: 5, Heads: 2, KVHeads: 2, HeadDim: 3, Causal: true},
 		{Seq: 5, Heads: 2, KVHeads: 2, HeadDim: 3},
 		{Seq: 4, Heads: 4, KVHeads: 2, HeadDim: 3, Causal: true},
 		{Seq: 3, Heads: 6, KVHeads: 1, HeadDim: 2, Causal: true, Scale: 0.3},
 		{Seq: 70, Heads: 2, KVHeads: 1, HeadDim: 2, Causal: true},
+		{Seq: 300, Heads: 2, KVHeads: 1, HeadDim: 2, Causal: true, Window: 37},
 	}
 )
 

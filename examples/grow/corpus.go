@@ -2,6 +2,9 @@ package main
 
 import (
 	"context"
+	"fmt"
+	"io"
+	"path/filepath"
 
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
@@ -9,46 +12,65 @@ import (
 
 // corpus is what both models learn from and are judged by.
 type corpus struct {
-	path       string
-	train      *data.Text
-	tokens     data.Tokens
-	validation *data.Evaluation // for the controller
-	test       *data.Evaluation // for the comparison
+	tokens  data.Tokens
+	heldOut *data.Evaluation
 }
 
-const (
-	validationBytes = 8 << 10
-	testBytes       = 128 << 10
+const tokenizerText = 16 << 20 // bytes that a byte-pair encoding is trained on, at most
 
-	validationBatches = 16 // about: the share of them in which a blueprint helps is its stability
-)
-
-func openText(ctx context.Context, o options) (*corpus, error) {
-	t := &corpus{path: o.data}
-	var opts []data.Option
-	if t.path == "" {
+func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
+	path, opts := o.data, []data.Option{}
+	if path == "" {
 		var err error
-		if t.path, err = data.GoSource(); err != nil {
+		if path, err = data.GoSource(); err != nil {
 			return nil, err
 		}
 		opts = append(opts, data.WithExtensions(".go"))
+	} else if o.ext != "" {
+		opts = append(opts, data.WithExtensions(o.ext))
 	}
-	c, err := data.Open(t.path, opts...)
+	text, err := data.Open(path, opts...)
 	if err != nil {
 		return nil, err
 	}
-	t.train = c.Train
-	if t.tokens, err = data.Tokenize(ctx, t.train, tokenizer.Bytes{}); err != nil {
-		return nil, err
-	}
-	held, err := c.HeldOut.Sample(validationBytes + testBytes)
+	c := &corpus{}
+	tok, err := c.tokenize(ctx, o, text.Train, w)
 	if err != nil {
 		return nil, err
 	}
-	cut := min(validationBytes, len(held)/2)
-	if t.validation, err = data.NewEvaluation(held[:cut], tokenizer.Bytes{}, max(1, cut/o.model.Seq/validationBatches), o.model.Seq); err != nil {
+	fmt.Fprintf(w, "data      %s: %.1f million tokens to train on\n", path, float64(c.tokens.Len())/1e6)
+	held, err := text.HeldOut.Sample(int(o.heldOut))
+	if err != nil {
 		return nil, err
 	}
-	t.test, err = data.NewEvaluation(held[cut:], tokenizer.Bytes{}, o.train.Batch, o.model.Seq)
-	return t, err
+	c.heldOut, err = data.NewEvaluation(held, tok, o.batch, o.model.Seq)
+	return c, err
+}
+
+// tokenize makes the tokens: bytes, or those of a byte-pair encoding, which are kept in a file.
+func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text, w io.Writer) (tok tokenizer.Tokenizer, err error) {
+	if o.vocab == 0 {
+		c.tokens, err = data.Tokenize(ctx, text, tokenizer.Bytes{})
+		return tokenizer.Bytes{}, err
+	}
+	fingerprint, err := text.Fingerprint(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	fmt.Fprintf(w, "tokens    %d entries from %.1f MB; kept in %s\n", o.vocab, float64(text.Size())/1e6, o.cache)
+	name := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d", fingerprint, o.vocab))
+	bpe, err := tokenizer.LoadOrTrainBPE(ctx, name+".bpe", text, o.vocab, int(min(text.Size(), tokenizerText)), nil)
+	if err != nil {
+		return nil, err
+	}
+	c.tokens, err = data.CacheTokens(ctx, name+".tokens", text, bpe, nil)
+	return bpe, err
+}
+
+// Close closes the file of tokens, if there is one.
+func (c *corpus) Close() error {
+	if f, ok := c.tokens.(io.Closer); ok {
+		return f.Close()
+	}
+	return nil
 }

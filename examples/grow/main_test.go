@@ -1,13 +1,12 @@
 package main
 
 import (
-	"bytes"
-	"context"
 	"encoding/json"
 	"flag"
 	"fmt"
 	"image/png"
 	"io"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -16,12 +15,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kasmina-go/kasmina/internal/seedtest"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/state"
 )
 
-func textFile(t *testing.T) string {
+func textFolder(t *testing.T) string {
 	t.Helper()
 	r := rand.New(rand.NewPCG(1, 2))
 	var text strings.Builder
@@ -30,123 +27,106 @@ func textFile(t *testing.T) string {
 	}
 	dir := t.TempDir()
 	for i := range 4 {
-		if err := os.WriteFile(filepath.Join(dir, fmt.Sprint(i, ".txt")), []byte(text.String()[i*4000:][:4000]), 0o666); err != nil {
-			t.Fatal(err)
-		}
+		path := filepath.Join(dir, fmt.Sprint(i, ".txt"))
+		require.NoError(t, os.WriteFile(path, []byte(text.String()[i*4000:][:4000]), 0o666))
 	}
 	return dir
 }
 
+// tiny are options of runs that take hardly any time.
+func tiny(t *testing.T, out string, more ...string) []string {
+	return append([]string{"-device", "cpu", "-data", textFolder(t), "-out", out, "-time", "600ms", "-dim", "16",
+		"-heads", "2", "-seq", "8", "-batch", "2", "-epoch", "1", "-heldout", "256", "-lr", "0.01,0.02"}, more...)
+}
+
+type last struct {
+	Seeds      []uint64   `json:"random_seeds"`
+	Static     []float64  `json:"static_loss"`
+	Grown      []float64  `json:"grown_loss"`
+	Parameters int        `json:"static_params"`
+	Become     int        `json:"grown_params"`
+	Seconds    float64    `json:"seconds"`
+	Steps      []int      `json:"grown_steps"`
+	Share      []*float64 `json:"share_of_time_to_static_loss"`
+}
+
+func lastLine(t *testing.T, stdout string) (l last) {
+	t.Helper()
+	lines := strings.Split(strings.TrimSpace(stdout), "\n")
+	require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &l))
+	return l
+}
+
+// TestRun wants the grown model to end with the static one's blocks, unless they did it no good, all that is promised to lie in the folder,
+// and a run that follows the record to give the same model.
 func TestRun(t *testing.T) {
-	for _, dry := range []bool{false, true} {
-		out := filepath.Join(t.TempDir(), "out")
-		var stdout, stderr bytes.Buffer
-		args := []string{"-device", "cpu", "-data", textFile(t), "-out", out, "-steps", "200", "-layers", "2", "-dim", "16", "-heads", "2", "-seq", "16",
-			"-batch", "2", "-seeds", "2", "-rank", "4", fmt.Sprint("-dry-run=", dry)}
-		if err := run(context.Background(), args, &stdout, &stderr); err != nil {
-			t.Fatalf("%v\n%s", err, stderr.String())
-		}
-		lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
-		var results []comparison
-		if err := json.Unmarshal([]byte(lines[len(lines)-1]), &results); err != nil {
-			t.Fatal(err)
-		}
-		c, told := results[0], stderr.String()
-		if len(results) != 1 || !(c.Plain.Loss > 0 && c.Plain.Loss < 4) || !(c.Grown.Loss > 0 && c.Grown.Loss < 4) {
-			t.Errorf("results %+v", results)
-		}
-		if dry && (c.Grown.Loss != c.Plain.Loss || c.Grown.Parameters != c.Plain.Parameters || !strings.Contains(told, "would do: layer")) {
-			t.Errorf("a dry run gives %+v\n%s", c, told)
-		}
-		if !dry && (!strings.Contains(told, "Training → Grafting") || !strings.Contains(told, "Evaluating → ")) {
-			t.Errorf("nothing grows:\n%s", told)
-		}
-		picture, err := os.Open(filepath.Join(out, "lattice-1.png"))
-		if err != nil {
-			t.Fatal(err)
-		}
+	out := t.TempDir()
+	var stdout, stderr strings.Builder
+	require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "2"), &stdout, &stderr), &stderr)
+	l := lastLine(t, stdout.String())
+	require.Equal(t, []uint64{1, 2}, l.Seeds)
+	told := strings.Count(stderr.String(), "Stack of size 2, 2 blocks to 4")
+	require.Equal(t, 2, told)
+	if !strings.Contains(stderr.String(), "taken back") {
+		require.Equal(t, l.Parameters, l.Become)
+	}
+	require.Len(t, l.Share, 2)
+	require.GreaterOrEqual(t, l.Seconds, 0.6)
+	for i := range 2 {
+		require.Less(t, l.Static[i], math.Log(256))
+		require.Less(t, l.Grown[i], math.Log(256))
+		picture, err := os.Open(filepath.Join(out, fmt.Sprintf("growth-%d.png", i+1)))
+		require.NoError(t, err)
 		defer picture.Close()
-		if _, err := png.Decode(picture); err != nil {
-			t.Error(err)
-		}
-		if _, err := llm.LoadModel(context.Background(), filepath.Join(out,
-			"grown-1.safetensors")); err != nil {
-			t.Error(err)
+		_, err = png.Decode(picture)
+		require.NoError(t, err)
+	}
+	m, err := llm.LoadModel(t.Context(), filepath.Join(out, "static-2-"+fmt.Sprint(bestRate(t, out))+".safetensors"))
+	require.NoError(t, err)
+	require.Equal(t, 4, m.Config.Layers)
+
+	again := t.TempDir()
+	record := filepath.Join(out, "grown-1.record.jsonl")
+	stdout.Reset()
+	args := tiny(t, again, "-runs", "1", "-only", "grown", "-time", "1h", "-replay", record)
+	best := fmt.Sprint(bestRate(t, out))
+	require.NoError(t, run(t.Context(), append(args, "-lr", best), &stdout, &stderr), &stderr)
+	replayed := lastLine(t, stdout.String())
+	require.Equal(t, l.Grown[0], replayed.Grown[0])
+	require.Equal(t, l.Steps[0], replayed.Steps[0])
+}
+
+// bestRate returns the learning rate of the first grown run, as its log has it.
+func bestRate(t *testing.T, out string) float64 {
+	t.Helper()
+	for _, lr := range []float64{0.01, 0.02} {
+		_, err := os.Stat(filepath.Join(out, fmt.Sprintf("static-2-%g.safetensors", lr)))
+		if err == nil {
+			return lr
 		}
 	}
-}
-
-// tiny are options of a model that trains in no time, for so many steps.
-func tiny(t *testing.T, out string, steps int) []string {
-	return []string{"-device", "cpu", "-data", textFile(t), "-out", out, "-steps", fmt.Sprint(steps),
-		"-layers", "1", "-dim", "8", "-heads", "2", "-seq", "8", "-batch", "1", "-seeds", "2",
-		"-rank", "4"}
-}
-
-// TestShortestRun wants a run in which no blueprint can be fossilized to be refused with the steps
-// that this takes, and one of so many to go through.
-func TestShortestRun(t *testing.T) {
-	const least = 32
-	for _, steps := range []int{1, least - 1, least} {
-		err := run(t.Context(), tiny(t, t.TempDir(), steps), io.Discard, io.Discard)
-		if steps == least {
-			require.NoError(t, err)
-		} else {
-			require.ErrorContains(t, err, fmt.Sprintf("plan at least %d steps", least))
-		}
-	}
-}
-
-// TestShortPicture wants a picture of a run that is shorter than an epoch too. In a dry run nothing
-// grows, so it may be as short as that.
-func TestShortPicture(t *testing.T) {
-	out := t.TempDir()
-	args := append(tiny(t, out, 1), "-dry-run")
-	require.NoError(t, run(t.Context(), args, io.Discard, io.Discard))
-	require.FileExists(t, filepath.Join(out, "lattice-1.png"))
-}
-
-// TestScrub wants damage to a seed to be told and logged before it ends the run.
-func TestScrub(t *testing.T) {
-	const damage = "layer 0: seed state is corrupt: seed 1 does not match its checksum: bit 3 of alpha"
-	out := t.TempDir()
-	o, err := parse(append(tiny(t, out, 32), "-scrub", "1h"), io.Discard)
-	require.NoError(t, err)
-	text, err := openText(t.Context(), o)
-	require.NoError(t, err)
-	tr, err := newTrainer(o, text, nil, o.seed, true)
-	require.NoError(t, err)
-	defer tr.Close()
-	var told strings.Builder
-	addCallbacks(tr, o, o.seed, true, &told)
-	seedtest.FlipAlpha(t, tr.Model.Kasmina.Lattice(0), 1)
-	require.ErrorIs(t, tr.Run(t.Context()), state.ErrCorrupt)
-	require.Contains(t, told.String(), "corrupt   "+damage)
-	log, err := os.ReadFile(filepath.Join(out, "grown-1.jsonl"))
-	require.NoError(t, err)
-	require.Regexp(t, `"event":"corrupt","step":1,.*"error":"`+damage, string(log))
+	t.Fatal("no static run of the second random seed")
+	return 0
 }
 
 func TestBadOptions(t *testing.T) {
 	for want, args := range map[string][]string{
-		`"x" is not an option`:     {"x"},
-		"-runs is 0":               {"-runs", "0"},
-		"-rank is -1":              {"-rank", "-1"},
-		"-scrub is -1s":            {"-scrub", "-1s"},
-		"-steps is 0":              {"-steps", "0"},
-		"a divisor of -dim":        {"-seeds", "5", "-dim", "16"},
-		"-device is":               {"-device", "tpu"},
-		"flag provided but not de": {"-fast"},
+		"is not an option":          {"x"},
+		"-runs is 0":                {"-runs", "0"},
+		"-time is 0s":               {"-time", "0"},
+		"-from is 4, want 1 to 3":   {"-from", "4"},
+		"want a multiple of -from":  {"-from", "3"},
+		"-kind is":                  {"-kind", "tall"},
+		"-lr is":                    {"-lr", "0.1,x"},
+		"-device is":                {"-device", "tpu"},
+		"-only is":                  {"-only", "both"},
+		"-only is static":           {"-only", "static", "-replay", "x"},
+		"Begin is 0.5 and End is":   {"-begin", "0.5"},
+		"flag provided but not de":  {"-fast"},
+		"no such file or directory": {"-replay", "nothing.jsonl", "-only", "grown"},
 	} {
-		err := run(context.Background(), append(args, "-out", t.TempDir()), &bytes.Buffer{}, &bytes.Buffer{})
-		if want == `"x" is not an option` {
-			err = run(context.Background(), args, &bytes.Buffer{}, &bytes.Buffer{})
-		}
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%v: got %v, want %q", args, err, want)
-		}
+		args = append(tiny(t, t.TempDir()), args...)
+		require.ErrorContains(t, run(t.Context(), args, io.Discard, io.Discard), want, args)
 	}
-	if err := run(context.Background(), []string{"-h"}, &bytes.Buffer{}, &bytes.Buffer{}); err != flag.ErrHelp {
-		t.Errorf("got %v", err)
-	}
+	require.ErrorIs(t, run(t.Context(), []string{"-h"}, io.Discard, io.Discard), flag.ErrHelp)
 }

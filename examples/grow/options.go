@@ -1,107 +1,141 @@
 package main
 
 import (
+	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
-	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
 type options struct {
-	device, data, out string
-	model             llm.Config
-	train             llm.TrainConfig
-	lr                float64
-	seed              uint64
-	runs              int
-	scrub             time.Duration
-	dryRun            bool
-	thresholds        state.Thresholds
-	embargo           int
-	every             int // epochs from one comparison of blueprints to the next
-	controller        *control.Heuristic
+	device, data, ext, out, cache, optimizer string
+	precision                                cudaops.Precision
+	only, replay                             string
+	board                                    string // address, "" for none
+	boardControl                             bool
+	model                                    llm.Config // static
+	batch, epoch, vocab, from, runs, every   int
+	heldOut                                  int64
+	rates                                    []float64
+	time                                     time.Duration
+	seed                                     uint64
+	kind                                     string
+	controller                               *control.Depth
 }
 
 func parse(args []string, stderr io.Writer) (o options, err error) {
-	var rank int
-	o.train.Epoch = 4
+	var rates string
+	o.controller = control.NewDepth(blueprints.Stack, 1)
 	f := flag.NewFlagSet("grow", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
+	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "of a GPU: bf16, f8, f16 or f32")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
-	f.StringVar(&o.out, "out", filepath.Join("runs", "grow"), "folder for models, logs and pictures")
+	f.StringVar(&o.ext, "ext", "", "learn from files of this extension alone, such as .py")
+	f.StringVar(&o.out, "out", filepath.Join("runs", "grow"), "folder for models, logs, records and pictures")
+	f.StringVar(&o.cache, "cache", filepath.Join(os.TempDir(), "kasmina"), "folder for byte-pair encodings and tokens")
+	f.IntVar(&o.vocab, "vocab", 0, "entries of a byte-pair encoding trained on the data (default: a token is a byte)")
+	f.Int64Var(&o.heldOut, "heldout", 128<<10, "bytes of held-out text that the models are compared on")
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters and data order")
-	f.IntVar(&o.runs, "runs", 1, "how often to compare, with one random seed after the other")
-	f.DurationVar(&o.scrub, "scrub", time.Minute, "verify the checksums of all seeds once in so long while a run goes on; 0 for never")
-	f.BoolVar(&o.dryRun, "dry-run", false, "print what the controller would do, and do nothing")
-	f.IntVar(&o.train.Steps, "steps", 2000, "optimiser steps")
-	f.IntVar(&o.train.Batch, "batch", 16, "sequences in a batch")
-	f.Float64Var(&o.lr, "lr", 6e-3, "peak learning rate")
-	f.IntVar(&o.model.Layers, "layers", 2, "blocks, each with a Kasmina layer behind it")
-	f.IntVar(&o.model.Dim, "dim", 48, "features of the residual stream")
+	f.IntVar(&o.runs, "runs", 3, "how often to compare, with one random seed after the other")
+	f.DurationVar(&o.time, "time", 25*time.Second, "what each run may take")
+	f.IntVar(&o.batch, "batch", 8, "sequences in a batch")
+	f.IntVar(&o.epoch, "epoch", 5, "steps in an epoch, behind which the controller decides")
+	f.StringVar(&o.optimizer, "optimizer", "muon", "muon or adamw")
+	f.StringVar(&rates, "lr", "0.02", "peak learning rates, as 0.01,0.02: the static run is tried with each, and the grown one has\nthe best of them")
+	f.IntVar(&o.model.Layers, "layers", 4, "blocks of the static model, and of the grown one at its end")
+	f.IntVar(&o.from, "from", 2, "blocks that the grown model begins with")
+	f.StringVar(&o.kind, "kind", "stack", "how it grows: stack, interleave or new-blocks")
+	f.Float64Var(&o.controller.Begin, "begin", o.controller.Begin, "share of the time before which it does not grow")
+	f.Float64Var(&o.controller.End, "end", o.controller.End, "share of the time at which it grows at the latest")
+	f.Float64Var(&o.controller.Flat, "flat", o.controller.Flat, "grow once the loss falls by so much of its fastest fall")
+	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
 	f.IntVar(&o.model.Heads, "heads", 4, "attention heads")
-	f.IntVar(&o.model.FF, "ff", 32, "hidden features of the perceptrons: few, so that there is something to grow for")
-	f.IntVar(&o.model.Seq, "seq", 64, "bytes in a sequence")
-	f.IntVar(&o.model.Seeds, "seeds", 3, "seeds of each Kasmina layer")
-	f.IntVar(&rank, "rank", 96, "hidden features of a blueprint with capacity")
+	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptrons (default: 8/3 of -dim)")
+	f.IntVar(&o.model.Seq, "seq", 128, "tokens in a sequence")
+	f.IntVar(&o.every, "eval-every", 0, "steps between evaluations, outside the time (default: about ten in a run)")
+	f.StringVar(&o.only, "only", "", "train static or grown models alone")
+	f.StringVar(&o.board, "board", "", "show the runs in a browser, at this address, such as 127.0.0.1:6060")
+	f.BoolVar(&o.boardControl, "board-control", false, "let whoever has the token that -board prints steer the runs")
+	f.StringVar(&o.replay, "replay", "", "let the grown model of the first random seed follow this record instead of the controller")
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
-	switch {
-	case f.NArg() > 0:
-		return o, fmt.Errorf("%q is not an option", f.Arg(0))
-	case o.runs < 1:
-		return o, fmt.Errorf("-runs is %d, want at least 1", o.runs)
-	case o.scrub < 0:
-		return o, fmt.Errorf("-scrub is %v, want at least 0", o.scrub)
-	case rank < 1:
-		return o, fmt.Errorf("-rank is %d, want at least 1", rank)
-	case o.train.Batch < 1:
-		return o, fmt.Errorf("-batch is %d, want at least 1", o.train.Batch)
-	case o.train.Steps < 1:
-		return o, fmt.Errorf("-steps is %d, want at least 1", o.train.Steps)
-	case o.model.Seeds < 1 || o.model.Dim < 1 || o.model.Dim%o.model.Seeds != 0:
-		return o, fmt.Errorf("-seeds is %d, want a divisor of -dim, %d", o.model.Seeds, o.model.Dim)
-	case !slices.Contains([]string{"auto", "cpu", "cuda"}, o.device):
-		return o, fmt.Errorf("-device is %q, want auto, cpu or cuda", o.device)
+	for _, s := range strings.Split(rates, ",") {
+		lr, err := strconv.ParseFloat(s, 64)
+		if err != nil || !(lr > 0) {
+			return o, fmt.Errorf("-lr is %q, want numbers above 0 with commas between", rates)
+		}
+		o.rates = append(o.rates, lr)
 	}
-	o.model.Vocab = tokenizer.Bytes{}.VocabSize()
-	for i := range o.model.Layers {
-		o.model.Kasmina = append(o.model.Kasmina, i)
-	}
-	o.model.SlotWidth = 2 * rank * o.model.Dim / o.model.Seeds
-	o.model = o.model.Default()
-	o.plan()
-	return o, o.model.Check()
+	return o, o.finish(f.Args())
 }
 
-// plan sizes the lives of the blueprints by the epochs of the run, which is short: the thresholds
-// that a lattice has otherwise are for runs of thousands of epochs.
-func (o *options) plan() {
-	epochs := o.train.Steps / o.train.Epoch
-	part := func(of int) int { return max(1, epochs/of) }
-	o.every = part(20)
-	t := &o.thresholds
-	*t = state.DefaultThresholds()
-	clear(t.MinEpochs[:])
-	t.MinEpochs[state.Training], t.MinEpochs[state.Grafting] = 2, part(20)
-	// Most of the run: a fossilized blueprint learns no more, while the model around it does. It is
-	// planted at the end of epoch Begin, trains from the next on, and then comes what leads here.
-	before := part(50) + 1 + t.MinEpochs[state.Training] + part(20) + part(40) + part(20)
-	fineTuning := max(1, min(epochs*3/5, epochs-before))
-	t.MinEpochs[state.Stabilization], t.MinEpochs[state.Evaluating] = part(40), part(20)
-	t.MinEpochs[state.FineTuning] = fineTuning
-	t.Stability, t.FossilStable, t.Improvement, t.CullDelta = 0.7, 0.7, 0.001, -0.002
-	o.embargo = part(20)
-	c := control.NewHeuristic(o.model.Layers*o.model.Seeds, o.model.Layers*o.model.Seeds*(o.model.SlotWidth+1))
-	c.Begin, c.End, c.PerEpoch = part(50), epochs*2/3, 2
-	c.Patience, c.RampEpochs, c.Hunger = fineTuning+part(10), part(20), 0.5
-	o.controller = c
+// finish derives what the options leave open, and refuses what makes no sense.
+func (o *options) finish(rest []string) error {
+	for _, c := range []struct {
+		ok   bool
+		text string
+	}{
+		{len(rest) == 0, fmt.Sprintf("%q is not an option", rest)},
+		{o.runs >= 1, fmt.Sprintf("-runs is %d, want at least 1", o.runs)},
+		{o.time > 0, fmt.Sprintf("-time is %v, want more than 0", o.time)},
+		{o.batch >= 1, fmt.Sprintf("-batch is %d, want at least 1", o.batch)},
+		{o.epoch >= 1, fmt.Sprintf("-epoch is %d, want at least 1", o.epoch)},
+		{o.every >= 0, fmt.Sprintf("-eval-every is %d, want at least 0", o.every)},
+		{o.heldOut >= 2, fmt.Sprintf("-heldout is %d, want at least 2", o.heldOut)},
+		{o.vocab == 0 || o.vocab >= 257, fmt.Sprintf("-vocab is %d, want 0, or at least 257", o.vocab)},
+		{1 <= o.from && o.from < o.model.Layers, fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
+		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), fmt.Sprintf("-device is %q, want auto, cpu or cuda", o.device)},
+		{slices.Contains([]string{"muon", "adamw"}, o.optimizer), fmt.Sprintf("-optimizer is %q, want muon or adamw", o.optimizer)},
+		{slices.Contains([]string{"", "static", "grown"}, o.only), fmt.Sprintf("-only is %q, want static or grown", o.only)},
+		{o.replay == "" || o.only != "static", "-replay is for the grown model, and -only is static"},
+	} {
+		if !c.ok {
+			return errors.New(c.text)
+		}
+	}
+	if err := o.plan(); err != nil {
+		return err
+	}
+	o.model.Vocab = tokenizer.Bytes{}.VocabSize()
+	if o.vocab > 0 {
+		o.model.Vocab = (o.vocab + 63) / 64 * 64
+	}
+	o.model = o.model.Default()
+	return errors.Join(o.model.Check(), o.controller.Check())
+}
+
+// plan tells the controller how the model grows from -from blocks to -layers.
+func (o *options) plan() error {
+	times := o.model.Layers / o.from
+	c := o.controller
+	switch o.kind {
+	case "stack":
+		c.Kind, c.Size = blueprints.Stack, times
+	case "interleave":
+		c.Kind, c.Size = blueprints.Interleave, times
+	case "new-blocks":
+		c.Kind, c.Size = blueprints.NewBlocks, o.model.Layers-o.from
+		return nil
+	default:
+		return fmt.Errorf("-kind is %q, want stack, interleave or new-blocks", o.kind)
+	}
+	if times*o.from != o.model.Layers {
+		return fmt.Errorf("-layers is %d, want a multiple of -from, %d: -kind new-blocks takes others",
+			o.model.Layers, o.from)
+	}
+	return nil
 }

@@ -221,29 +221,16 @@ func thin(text []byte) []byte {
 
 type baselines struct{ order2, gzip float64 }
 
-// untilDone reads until the context ends.
-type untilDone struct {
-	ctx context.Context
-	io.Reader
-}
-
-func (r untilDone) Read(p []byte) (int, error) {
-	if err := context.Cause(r.ctx); err != nil {
-		return 0, err
-	}
-	return r.Reader.Read(p)
-}
-
 // score measures what simpler models make of the held-out text, in bits per byte.
 func score(ctx context.Context, train *data.Text, heldOut []byte, stderr io.Writer) (b baselines, err error) {
-	m, err := baseline.TrainOrder2(untilDone{ctx, train.Reader()}, nil)
+	m, err := baseline.TrainOrder2(ctx, train.Reader(), nil)
 	if err != nil {
 		return b, err
 	}
-	if b.order2, err = m.BitsPerByte(heldOut); err != nil {
+	if b.order2, err = m.BitsPerByte(ctx, heldOut); err != nil {
 		return b, err
 	}
-	if b.gzip, err = baseline.GzipBitsPerByte(heldOut); err != nil {
+	if b.gzip, err = baseline.GzipBitsPerByte(ctx, heldOut); err != nil {
 		return b, err
 	}
 	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)

@@ -51,7 +51,8 @@ func grow(m *llm.Model, epoch int) llm.Callback {
 func advance(seeds *state.Network, next state.Stage, graftEpochs int) (commands []state.Command) {
 	for layer, r := range seeds.Report() {
 		for _, s := range r.Seeds {
-			c := state.Command{Action: state.Move, Layer: layer, Seed: s.Seed, To: next}
+			c := state.Command{Action: state.Move, Layer: layer, Seed: s.Seed, To: next,
+				Why: "the timetable of the run says so"}
 			if next == state.Germinated {
 				c.Action = state.Germinate
 				c.Request = state.GerminationRequest{

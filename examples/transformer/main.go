@@ -5,7 +5,9 @@
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume             # goes on from the checkpoint in -out
 //	go run ./examples/transformer -resume -prompt 'type ' -sample 1000 # another text from a model that is trained
+//	go run ./examples/transformer -board 127.0.0.1:6060 # shows the run in a browser
 //	go run ./examples/transformer -preset 124M        # a larger model, of subwords: for a GPU
+//	go run ./examples/transformer -device cpu -gpus 2 -accumulate 2 # two processes, with the bits of one
 //
 // It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON
 // object a line (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's
@@ -47,13 +49,17 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/llm/plot"
 	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/llm/tensorboard"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -61,14 +67,15 @@ import (
 
 // The files of a run.
 const (
-	checkpointName = "model.safetensors"
-	tokenizerName  = "tokenizer.bpe"
-	logName        = "log.jsonl"
-	curveName      = "loss.png"
-	sampleName     = "sample.txt"
+	checkpointName  = "model.safetensors"
+	tokenizerName   = "tokenizer.bpe"
+	logName         = "log.jsonl"
+	curveName       = "loss.png"
+	sampleName      = "sample.txt"
+	tensorboardName = "tensorboard" // a folder
 )
 
-var runFiles = []string{checkpointName, tokenizerName, logName, curveName, sampleName}
+var runFiles = []string{checkpointName, tokenizerName, logName, curveName, sampleName, tensorboardName}
 
 // keptPrefix begins the names of the folders in -out that earlier runs' files move to.
 const keptPrefix = "before-"
@@ -78,11 +85,14 @@ const profileAfter = 10
 
 func main() {
 	stderr := teller{os.Stderr}
-	err := run(untilSignal(stderr), os.Args[1:], os.Stdout, stderr)
+	launched, err := launchRanks(os.Args[1:], os.Stdout, stderr)
+	if !launched && err == nil {
+		err = run(untilSignal(stderr), os.Args[1:], os.Stdout, stderr)
+	}
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(stderr, "transformer:", err)
-		os.Exit(1)
 	}
+	os.Exit(exitCode(err))
 }
 
 // A teller writes for a person whose terminal, or the program behind whose pipe, may be gone: that
@@ -115,11 +125,39 @@ func untilSignal(w io.Writer) context.Context {
 	return ctx
 }
 
-func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
 	o, err := parse(args, stderr)
 	if err != nil {
 		return err
 	}
+	w, err := joinRanks(ctx, o, stderr)
+	if err != nil {
+		return err
+	}
+	if w != nil && w.Rank() > 0 {
+		stdout, stderr = io.Discard, io.Discard
+	}
+	device, err := openDevice(o, w, stderr)
+	if err != nil && w != nil {
+		return w.Blame(err)
+	} else if err != nil {
+		return err
+	}
+	if device != nil {
+		defer device.Close()
+	}
+	team, err := teamOf(ctx, w, device)
+	if err != nil {
+		return err
+	}
+	if team != nil {
+		defer func() { err = errors.Join(err, team.Close(err)) }()
+	}
+	return runIn(ctx, team, device, o, stdout, stderr)
+}
+
+// runIn is run as one of a team, or alone, on a GPU or without.
+func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o options, stdout, stderr io.Writer) error {
 	if err := writable(o.out); err != nil {
 		return fmt.Errorf("-out: %w", err)
 	}
@@ -127,12 +165,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	device, err := openDevice(o, stderr)
-	if err != nil {
-		return err
-	}
-	if device != nil {
-		defer device.Close()
+	if device != nil && team != nil {
+		o.train.Engine = gpu.Parallel(device, o.onGPU(), team, cudaops.WithGradientPrecision(o.gradients))
+	} else if device != nil {
 		opts := []cudaops.MachineOption{cudaops.WithGradientPrecision(o.gradients), cudaops.WithTuning(o.tune)}
 		if o.monitor > 0 {
 			opts = append(opts, cudaops.WithMonitor(o.monitor))
@@ -142,10 +177,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
 	} else if err := o.onCPU(stderr); err != nil {
 		return err
+	} else if team != nil {
+		o.train.Engine = team.Engine
 	} else if o.monitor > 0 {
 		o.train.Engine = llm.CPUEngine(cpuops.WithMonitor(o.monitor))
 	}
-	if err := texts.tokenize(ctx, o, stderr); err != nil {
+	if err := inTurn(team, func() error { return texts.tokenize(ctx, o, stderr) }); err != nil {
 		return err
 	}
 	defer texts.close()
@@ -157,7 +194,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
-	switch release, err := llm.ClaimFolder(o.out); {
+	switch release, err := claim(team, o.out); {
 	case errors.Is(err, errors.ErrUnsupported):
 		fmt.Fprintf(stderr, "folder    no other run may write to %s meanwhile: %v\n", o.out, err)
 	case err != nil:
@@ -176,12 +213,35 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))
 	}
+	if !one(team) {
+		if o.kasmina {
+			t.On(grow(t.Model, t.Config.Epoch))
+		}
+		t.On(llm.Checkpoint(t, filepath.Join(o.out, checkpointName), o.saveEvery, llm.InBackground()))
+		return t.Run(ctx)
+	}
 	baselines, err := score(ctx, texts.train, texts.heldOut, stderr)
 	if err != nil {
 		return err
 	}
 	if err := addCallbacks(t, o, texts, stderr); err != nil {
 		return err
+	}
+	if o.board != "" {
+		var opts []board.Option
+		if o.boardControl {
+			opts = append(opts, board.WithControl())
+		}
+		b, err := board.Attach(t, opts...)
+		if err != nil {
+			return err
+		}
+		defer b.Close()
+		url, err := b.Listen(o.board)
+		if err != nil {
+			return fmt.Errorf("-board: %w", err)
+		}
+		fmt.Fprintf(stderr, "board     %s\n", url)
 	}
 	if err := setAside(o, stderr); err != nil {
 		return err
@@ -363,8 +423,15 @@ func addCallbacks(t *llm.Trainer, o options, d dataset, stderr io.Writer) error 
 		t.On(grow(t.Model, t.Config.Epoch))
 	}
 	in := func(name string) string { return filepath.Join(o.out, name) }
+	shown := stderr
+	if o.quiet {
+		shown = io.Discard
+	}
+	if o.tensorboard {
+		t.On(tensorboard.Events(in(tensorboardName)))
+	}
 	t.On(
-		runlog.Progress(stderr),
+		runlog.Progress(shown),
 		runlog.JSON(in(logName)),
 		plot.LossCurve(in(curveName), in(logName)),
 		llm.Evaluate(t, texts[0], o.evalEvery, llm.WithQuick(texts[1])),
@@ -410,11 +477,15 @@ func (o options) onCPU(stderr io.Writer) error {
 }
 
 // openDevice returns the GPU to train on, nil for the CPU.
-func openDevice(o options, stderr io.Writer) (*cudaops.Device, error) {
+func openDevice(o options, w *comm.World, stderr io.Writer) (*cudaops.Device, error) {
 	if o.device == "cpu" {
 		return nil, nil
 	}
-	device, err := cudaops.Open()
+	at, err := ordinal(w)
+	var device *cudaops.Device
+	if err == nil {
+		device, err = cudaops.Open(cudaops.WithOrdinal(at))
+	}
 	switch {
 	case err == nil:
 		fmt.Fprintf(stderr, "device    %v, %v\n", device, o.onGPU())

@@ -24,10 +24,14 @@ type options struct {
 	data, out, cache, preset string
 	optimizer, prompt        string
 	device, precision        string
+	gpus                     int               // processes to start
 	gradients                cudaops.Precision // of weights
 	tune                     cudaops.Tuning
 	monitor                  int
 	profile                  string
+	board                    string
+	boardControl             bool
+	tensorboard, quiet       bool
 	resume                   resumeFlag
 	newData                  string // what a resumed run keeps with other text; "" where it must be the same
 	kasmina                  bool
@@ -101,7 +105,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	}
 	o.train.Notes = map[string]string{}
 	f.VisitAll(func(f *flag.Flag) {
-		if !slices.Contains([]string{"out", "cache", "resume", "profile", "new-data"}, f.Name) {
+		if !slices.Contains([]string{"out", "cache", "resume", "profile", "new-data", "gpus", "board", "board-control", "tensorboard", "quiet"}, f.Name) {
 			o.train.Notes[f.Name] = f.Value.String()
 		}
 	})
@@ -116,6 +120,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.StringVar(&o.precision, "precision", "", "on a GPU: bf16 (the default), f8, f16, or f32 for checking; on a CPU: f32 (the default), or bf16 for products of\nrounded operands where the CPU has AVX512-BF16")
 	f.TextVar(&o.gradients, "grad-precision", cudaops.Float32, "how a GPU keeps the gradients of weights for the update: f32, or bf16, which takes less memory and, of large models, less time,\n"+
 		"with -precision bf16 or f8; with -accumulate they are f32")
+	f.IntVar(&o.gpus, "gpus", 0, "train on so many GPUs (CPUs with -device cpu) of this computer, a process each; a step's batches (-accumulate) are\n"+
+		"divided among them (default: 1, or what PET_NPROC_PER_NODE says)")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "transformer"), "folder for checkpoint, loss curve, log and sample")
 	f.StringVar(&o.cache, "cache", cacheFolder(), "folder for byte-pair encodings and tokens, to be used again")
@@ -128,6 +134,10 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 		"0 for none")
 	f.StringVar(&o.profile, "profile", "", "write a trace of one step on a GPU, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing), and\n"+
 		"print a summary")
+	f.StringVar(&o.board, "board", "", "show the run in a browser, at this address, such as 127.0.0.1:6060")
+	f.BoolVar(&o.boardControl, "board-control", false, "let whoever has the token that -board prints steer the run")
+	f.BoolVar(&o.tensorboard, "tensorboard", false, "write event files for TensorBoard too, to the folder tensorboard in -out")
+	f.BoolVar(&o.quiet, "quiet", false, "show no progress and no samples")
 	f.BoolVar(&o.kasmina, "kasmina", true, "put a Kasmina layer after every block and grow its seeds during the run")
 	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
 	f.IntVar(&o.model.Layers, "layers", 4, "blocks")
@@ -203,9 +213,9 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 	return errors.Join(errs...)
 }
 
-// pathOptions are the options that name files and folders. What a checkpoint says of them is never
+// pathOptions are the options that name files, folders and an address. What a checkpoint says of them is never
 // followed: whoever made the file would choose what is read and written.
-var pathOptions = []string{"out", "data", "cache", "profile", "resume", "new-data"}
+var pathOptions = []string{"out", "data", "cache", "profile", "resume", "new-data", "board"}
 
 // checkPath compares a path of the checkpoint with what the user gave. Text of one's own has to be
 // named again.
@@ -270,6 +280,7 @@ func (o *options) finish() error {
 	}{
 		{o.out != "", "out", "a folder", `""`},
 		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
+		{o.gpus >= 0, "gpus", "at least 1", o.gpus},
 		{o.train.Batch >= 1, "batch", "at least 1", o.train.Batch},
 		{o.train.Accumulate >= 1, "accumulate", "at least 1", o.train.Accumulate},
 		{o.evalEvery >= 0, "eval-every", "at least 0", o.evalEvery},
@@ -281,6 +292,7 @@ func (o *options) finish() error {
 		{o.sample >= 0, "sample", "at least 0", o.sample},
 		{o.maxBytes >= 0, "max-bytes", "at least 0", o.maxBytes},
 		{o.heldOut >= 2, "heldout", "at least 2", o.heldOut},
+		{!o.boardControl || o.board != "", "board-control", "an address with -board too", o.boardControl},
 		{presets[o.preset] != nil, "preset", "one of " + presetNames(), strconv.Quote(o.preset)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), "device", "auto, cpu or cuda", strconv.Quote(o.device)},
 		{o.precision == "" || new(cudaops.Precision).UnmarshalText([]byte(o.precision)) == nil, "precision", "bf16, f8, f16 or f32", strconv.Quote(o.precision)},

@@ -31,3 +31,98 @@ func Trend(points []Point) (fall, level float64, ok bool) {
 	}
 	return 0, 0, false
 }
+
+// Law is the loss that a run comes to as it spends:
+//
+//	Y(X) = level + gain·X^(−power)
+//
+// It is how losses of language models fall with time, tokens or FLOPs. (Kaplan et al., "Scaling
+// Laws for Neural Language Models", 2020.)
+type Law struct{ level, gain, power, until float64 }
+
+// At returns the loss at X. Beyond half as much again as the last point it tells no further fall:
+// the law has shown no more than that it can tell so far.
+func (l Law) At(x float64) float64 { return l.level + l.gain*math.Pow(min(x, l.until), -l.power) }
+
+// powers are those that Fit tries. Below the first the law is a logarithm but for rounding.
+const leastPower, mostPower, powers = 0.02, 3, 64
+
+// Fit returns the law that is nearest, by least squares, to the points from a third of the last X
+// on. ok is false for fewer than eight of them, for those all at about one X, where the loss does
+// not fall, and where the law would not have told the last third from what comes before: early in
+// a run, or behind a change of the learning rate, a loss follows no law yet.
+func Fit(points []Point) (best Law, ok bool) {
+	if best, ok = fit(points); !ok {
+		return best, false
+	}
+	end := points[len(points)-1].X
+	var before, after []Point
+	for _, p := range points {
+		if p.X <= end*2/3 {
+			before = append(before, p)
+		} else {
+			after = append(after, p)
+		}
+	}
+	told, ok := fit(before)
+	if !ok || len(after) == 0 {
+		return best, false
+	}
+	missed, fell := 0.0, 0.0
+	for _, p := range after {
+		missed += (p.Y - told.At(p.X)) / float64(len(after))
+		fell += (best.At(end*2/3) - best.At(p.X)) / float64(len(after))
+	}
+	return best, math.Abs(missed) <= mostMissed*fell
+}
+
+// mostMissed is by how much of the fall in the last third a law may miss it.
+const mostMissed = 0.5
+
+// fit is Fit without a look at what the law would have told.
+func fit(points []Point) (best Law, ok bool) {
+	if len(points) == 0 {
+		return best, false
+	}
+	from := points[len(points)-1].X / 3
+	var used []Point
+	for _, p := range points {
+		if p.X >= from && p.X > 0 {
+			used = append(used, p)
+		}
+	}
+	if len(used) < 8 || used[len(used)-1].X < 1.5*used[0].X {
+		return best, false
+	}
+	least := math.Inf(1)
+	for i := range powers {
+		power := leastPower * math.Pow(mostPower/leastPower, float64(i)/(powers-1))
+		if l, squares := fitPower(used, power); squares < least {
+			best, least = l, squares
+		}
+	}
+	return best, best.gain > 0
+}
+
+// fitPower returns the law of a power, and the sum of its squared errors.
+func fitPower(points []Point, power float64) (Law, float64) {
+	var mx, my float64
+	n := float64(len(points))
+	for _, p := range points {
+		mx += math.Pow(p.X, -power) / n
+		my += p.Y / n
+	}
+	var xx, xy float64
+	for _, p := range points {
+		x := math.Pow(p.X, -power) - mx
+		xx += x * x
+		xy += x * (p.Y - my)
+	}
+	l := Law{my - xy/xx*mx, xy / xx, power, points[len(points)-1].X * 3 / 2}
+	squares := 0.0
+	for _, p := range points {
+		e := p.Y - l.At(p.X)
+		squares += e * e
+	}
+	return l, squares
+}

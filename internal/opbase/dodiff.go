@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
 // derivative is what an op's SymDiff makes of it, in a graph of its own, for machines that
@@ -57,7 +58,7 @@ func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 		values[n] = inputs[i].Value()
 	}
 	for i, n := range d.grads {
-		if n == nil || IsConstant(inputs[i]) {
+		if n == nil || graph.IsConstant(inputs[i]) {
 			continue
 		}
 		v, err := evaluate(n, values)
@@ -106,10 +107,10 @@ func evaluate(n *gorgonia.Node, values map[*gorgonia.Node]gorgonia.Value) (gorgo
 	if v, ok := values[n]; ok {
 		return v, nil
 	}
-	if IsConstant(n) {
+	if graph.IsConstant(n) {
 		return n.Value(), nil
 	}
-	children := Children(n)
+	children := graph.Children(n)
 	in := make([]gorgonia.Value, len(children))
 	for i, child := range children {
 		var err error

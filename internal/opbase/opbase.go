@@ -17,6 +17,7 @@ import (
 	"github.com/chewxy/hm"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
+
 	// Gorgonia's import of this module panics at start on current Go unless it is at least the version
 	// that our go.mod pins; importing it here makes the pin a direct requirement, which reaches every
 	// user of this module.
@@ -45,6 +46,7 @@ type Base struct {
 	forward      *Base // of a backward op
 	self         gorgonia.Op
 	derivative   *derivative
+	stop         *cpu.Stop // of the present run
 	f32          func(out []float32, in Args) error
 	f64          func(out []float64, in Args) error
 }
@@ -92,6 +94,17 @@ func (b *Base) Run(out any, in Args) error {
 		return fmt.Errorf("%s: %w", b.name, err)
 	}
 	return nil
+}
+
+// Stop returns what may ask the op's arithmetic to end early, nil outside of a run that may end so.
+func (b *Base) Stop() *cpu.Stop { return b.stop }
+
+// RunUntil is Run that ends early when stop asks for it, if the op may take long: the result is
+// worth nothing then.
+func (b *Base) RunUntil(stop *cpu.Stop, out any, in Args) error {
+	b.stop = stop
+	defer func() { b.stop = nil }()
+	return b.Run(out, in)
 }
 
 // Differentiates notes that b is the backward op of forward, whose auxiliary memory it reads.
@@ -187,19 +200,13 @@ func (b *Base) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 		if err := b.f32(out, args); err != nil {
 			return nil, fmt.Errorf("%s: %w", b.name, err)
 		}
-		if len(b.out.shape) == 0 {
-			return gorgonia.NewF32(out[0]), nil
-		}
-		return newTensor(b.out.shape, out), nil
+		return ValueOf(out, b.out.shape), nil
 	default:
 		out := make([]float64, n)
 		if err := b.f64(out, args); err != nil {
 			return nil, fmt.Errorf("%s: %w", b.name, err)
 		}
-		if len(b.out.shape) == 0 {
-			return gorgonia.NewF64(out[0]), nil
-		}
-		return newTensor(b.out.shape, out), nil
+		return ValueOf(out, b.out.shape), nil
 	}
 }
 
@@ -342,6 +349,18 @@ func Size(shape tensor.Shape) int {
 	return n
 }
 
-func newTensor[T cpu.Float](shape tensor.Shape, data []T) *tensor.Dense {
-	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
+// ValueOf returns a value over the memory of flat, a []float32, []float64 or []int; a scalar is a
+// copy.
+func ValueOf(flat any, shape tensor.Shape) gorgonia.Value {
+	if len(shape) == 0 {
+		switch x := flat.(type) {
+		case []float32:
+			return gorgonia.NewF32(x[0])
+		case []float64:
+			return gorgonia.NewF64(x[0])
+		case []int:
+			return gorgonia.NewI(x[0])
+		}
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(flat))
 }

@@ -55,15 +55,9 @@ func (p *PartOp) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	}
 	switch data := args[0].(type) {
 	case []float32:
-		if len(p.out.shape) == 0 {
-			return gorgonia.NewF32(data[p.Offset]), nil
-		}
-		return newTensor(p.out.shape, part(p, data)), nil
+		return ValueOf(part(p, data), p.out.shape), nil
 	case []float64:
-		if len(p.out.shape) == 0 {
-			return gorgonia.NewF64(data[p.Offset]), nil
-		}
-		return newTensor(p.out.shape, part(p, data)), nil
+		return ValueOf(part(p, data), p.out.shape), nil
 	}
 	return nil, fmt.Errorf("%v: want a float vector, got %T", p, args[0])
 }

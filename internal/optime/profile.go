@@ -23,10 +23,10 @@ type Profile struct {
 	// Marked is the time of such work with a time stamp after every kernel, and Mark what a stamp
 	// takes, which Spans are without.
 	Marked, Mark time.Duration
-	// Copy and Product are the card's ceilings, measured just now: bytes a second (read and written
-	// ones together) of a copy in its memory, and operations a second of large products of matrices:
-	// of type Type, and, where the step has such products, of float8 with a factor for each row. 0 if
-	// they could not be measured.
+	// Copy and Product are the card's ceilings, measured just now. Copy is the bytes a second, read
+	// and written ones together, of a copy in its memory. Product is the operations a second of
+	// large products of matrices of type Type. Where the step has products of float8 with a factor
+	// for each row, there is a figure of those too. 0 if they could not be measured.
 	Copy, Product, ProductFloat8 float64
 	Type                         string
 

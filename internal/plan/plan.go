@@ -19,10 +19,9 @@ func Align(bytes, alignment int) int { return (bytes + alignment - 1) / alignmen
 
 // Pack gives every interval an offset in one arena, a multiple of the alignment, such that no two
 // that are needed at the same time overlap, and returns the arena's size. Large ones are placed
-// first, each at the lowest offset that is free for as long as it is needed: on the graphs of
-// language models this stays within a few per cent of the most that is needed at any one step.
-// (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by
-// size.)
+// first, each at the lowest offset that is free for as long as it is needed. On graphs of language
+// models the arena is within a few per cent of the most that is needed at any one step. (Pisarchyk
+// and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by size.)
 func Pack(all []*Interval, alignment int) (total int) {
 	order := slices.Clone(all)
 	slices.SortStableFunc(order, func(a, b *Interval) int {

@@ -202,7 +202,7 @@ func (f *File) Verify(ctx context.Context, names ...string) error {
 	for _, name := range names {
 		i, err := f.find(name)
 		if err == nil {
-			err = f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] })
+			err = f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] }, nil)
 		}
 		if err != nil {
 			return err
@@ -240,7 +240,7 @@ func (f *File) tensor(ctx context.Context, i int) (Tensor, error) {
 // fill reads the data of entry i into a slice that fits it.
 func (f *File) fill(ctx context.Context, i int, data any) error {
 	b := bytesOf(data)
-	if err := f.read(ctx, i, func(at, n int64) []byte { return b[at : at+n] }); err != nil {
+	if err := f.read(ctx, i, func(at, n int64) []byte { return b[at : at+n] }, nil); err != nil {
 		return err
 	}
 	if !hostIsLittleEndian {
@@ -249,9 +249,22 @@ func (f *File) fill(ctx context.Context, i int, data any) error {
 	return nil
 }
 
+// Chunks calls visit with the data of a tensor, in order and as little-endian bytes, of whole
+// elements each time and in memory that the next call uses again. It checks the checksum when all
+// are read, and returns an error of visit as it is.
+func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) error) error {
+	i, err := f.find(name)
+	if err != nil {
+		return err
+	}
+	scratch := make([]byte, min(chunk, f.entries[i].end-f.entries[i].begin))
+	return f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] }, visit)
+}
+
 // read reads the data of entry i, chunk by chunk, into what buffer returns for an offset into the
-// entry and a length, and checks it.
-func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte) error {
+// entry and a length, and checks it. visit, unless it is nil, sees each chunk.
+func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
+	visit func(part []byte) error) error {
 	e := f.entries[i]
 	var sum uint32
 	for at := int64(0); at < e.end-e.begin; at += chunk {
@@ -268,6 +281,11 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte)
 			if j := slices.IndexFunc(part, func(b byte) bool { return b > 1 }); j >= 0 {
 				return f.corrupt("tensor %.100q: element %d is %#x, expected a bool", e.name, at+int64(j),
 					part[j])
+			}
+		}
+		if visit != nil {
+			if err := visit(part); err != nil {
+				return err
 			}
 		}
 	}

@@ -19,12 +19,12 @@
 //	"kasmina.crc32c": eight hex digits for the length and header, then eight for each tensor in data order
 //
 // The header's own checksum is taken with its eight digits read as zeros. CRC32C, because the enemy
-// is a disk and not a forger: it finds every damage of up to 32 neighbouring bits and all but 2⁻³²
-// of the rest, processors compute it faster than memory delivers the bytes, and a sum per tensor
-// tells where the damage is. The entries announce each other, so that damage to one of them cannot
-// pass for a file without checksums. Files without either (from other writers) load with the
-// structural checks alone; [File.HasDigest] tells them apart. A tool that changes tensors and
-// copies the metadata must leave out the two entries.
+// is a disk and not a forger. It finds every damage of up to 32 neighbouring bits, and all but 2⁻³²
+// of the rest. Processors compute it faster than memory delivers the bytes. A sum per tensor tells
+// where the damage is. The entries announce each other, so that damage to one of them cannot pass
+// for a file without checksums. Files without either (from other writers) load with the structural
+// checks alone; [File.HasDigest] tells them apart. A tool that changes tensors and copies the
+// metadata must leave out the two entries.
 package safetensors
 
 import (
@@ -176,6 +176,9 @@ func elements(shape []int) (int, error) {
 	}
 	return n, nil
 }
+
+// Memory views the memory of a slice of numbers or bools.
+func Memory(data any) []byte { return bytesOf(data) }
 
 // bytesOf views the memory of a slice of numbers or bools.
 func bytesOf(data any) []byte {

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"math"
 	"math/rand/v2"
@@ -15,6 +16,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // random returns a generator whose seed is logged when the test fails.
@@ -271,4 +274,40 @@ func TestConcurrentSaves(t *testing.T) {
 	if _, _, err := Load(path); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestSources wants tensors that are made while they are written to be the same file, a wrong size
+// to leave the old one, and Chunks to give the bytes back.
+func TestSources(t *testing.T) {
+	x, err := New("x", []int{3}, []float32{1, 2, 3})
+	require.NoError(t, err)
+	dir := t.TempDir()
+	whole, made := filepath.Join(dir, "whole"), filepath.Join(dir, "made")
+	require.NoError(t, Save(whole, []Tensor{x}, nil))
+	source := x.source()
+	require.NoError(t, SaveSources(made, []Source{source}, nil))
+	want, err := os.ReadFile(whole)
+	require.NoError(t, err)
+	got, err := os.ReadFile(made)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+
+	source.Shape = []int{4}
+	require.ErrorIs(t, SaveSources(made, []Source{source}, nil), ErrInvalid)
+	got, err = os.ReadFile(made)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+
+	f, err := Open(made)
+	require.NoError(t, err)
+	defer f.Close()
+	var all []byte
+	visit := func(part []byte) error {
+		all = append(all, part...)
+		return nil
+	}
+	require.NoError(t, f.Chunks(t.Context(), "x", visit))
+	require.Equal(t, want[len(want)-12:], all)
+	require.ErrorIs(t, f.Chunks(t.Context(), "y", visit), ErrNotFound)
+	require.ErrorIs(t, f.Chunks(t.Context(), "x", func([]byte) error { return io.EOF }), io.EOF)
 }

@@ -27,13 +27,52 @@ const chunk = 1 << 20
 // Nothing is written when the arguments do not fit (ErrInvalid). After any other error, too, the
 // file is a complete one, and the temporary file is gone.
 func Save(path string, tensors []Tensor, metadata map[string]string) error {
-	if err := save(path, tensors, metadata); err != nil {
+	sources := make([]Source, len(tensors))
+	for i, t := range tensors {
+		if err := t.check(); err != nil {
+			return fmt.Errorf("safetensors: save %s: %w", path, err)
+		}
+		sources[i] = t.source()
+	}
+	return SaveSources(path, sources, metadata)
+}
+
+// Source is a tensor whose data are made while they are written, so that they need not all be in
+// memory.
+type Source struct {
+	Name  string
+	DType DType
+	Shape []int
+	// Write writes all elements in order, as little-endian bytes.
+	Write func(io.Writer) error
+}
+
+// source is a tensor that is there.
+func (t Tensor) source() Source {
+	return Source{t.Name, t.DType, t.Shape, func(w io.Writer) error {
+		for part := range slices.Chunk(bytesOf(t.Data), chunk) {
+			if !hostIsLittleEndian {
+				part = slices.Clone(part)
+				swapBytes(part, t.DType.Size())
+			}
+			if _, err := w.Write(part); err != nil {
+				return err
+			}
+		}
+		return nil
+	}}
+}
+
+// SaveSources is Save of tensors whose data are made while they are written. A source that writes
+// more or less than its shape asks for is ErrInvalid, and the old file stays.
+func SaveSources(path string, sources []Source, metadata map[string]string) error {
+	if err := save(path, sources, metadata); err != nil {
 		return fmt.Errorf("safetensors: save %s: %w", path, err)
 	}
 	return nil
 }
 
-func save(path string, tensors []Tensor, metadata map[string]string) error {
+func save(path string, tensors []Source, metadata map[string]string) error {
 	tensors, entries, err := layOut(tensors, metadata)
 	if err != nil {
 		return err
@@ -47,7 +86,7 @@ func save(path string, tensors []Tensor, metadata map[string]string) error {
 		if _, err := f.Seek(int64(len(head)), io.SeekStart); err != nil {
 			return err
 		}
-		sums, err := writeData(f, tensors)
+		sums, err := writeData(f, tensors, entries)
 		if err != nil {
 			return err
 		}
@@ -61,7 +100,7 @@ func save(path string, tensors []Tensor, metadata map[string]string) error {
 
 // layOut checks everything that can be wrong with the arguments and gives each tensor its place in
 // data.
-func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, error) {
+func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, error) {
 	if most := maxMetadata - 2; len(metadata) > most { // beside the checksums
 		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata), most,
 			ErrInvalid)
@@ -75,15 +114,17 @@ func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, er
 		}
 	}
 	tensors = slices.Clone(tensors)
-	slices.SortStableFunc(tensors, func(a, b Tensor) int { return b.DType.Size() - a.DType.Size() })
+	slices.SortStableFunc(tensors, func(a, b Source) int { return b.DType.Size() - a.DType.Size() })
 	entries := make([]entry, len(tensors))
 	seen := make(map[string]bool, len(tensors))
 	var offset int64
 	for i, t := range tensors {
-		if err := t.check(); err != nil {
-			return nil, nil, err
-		}
+		n, err := elements(t.Shape)
 		switch {
+		case err != nil:
+			return nil, nil, fmt.Errorf("tensor %q: %w: %w", t.Name, err, ErrInvalid)
+		case t.DType.Size() == 0:
+			return nil, nil, fmt.Errorf("tensor %q: unknown dtype %q: %w", t.Name, t.DType, ErrInvalid)
 		case t.Name == "" || t.Name == metadataName || !utf8.ValidString(t.Name):
 			return nil, nil, fmt.Errorf("tensor name %q: empty, reserved or not valid UTF-8: %w", t.Name, ErrInvalid)
 		case len(t.Shape) > maxRank:
@@ -93,7 +134,7 @@ func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, er
 			return nil, nil, fmt.Errorf("two tensors are named %q: %w", t.Name, ErrInvalid)
 		}
 		seen[t.Name] = true
-		end := offset + int64(len(bytesOf(t.Data)))
+		end := offset + int64(n)*int64(t.DType.Size())
 		entries[i] = entry{t.Name, t.DType, t.Shape, offset, end}
 		offset = end
 	}
@@ -101,20 +142,32 @@ func layOut(tensors []Tensor, metadata map[string]string) ([]Tensor, []entry, er
 }
 
 // writeData streams the tensors' elements to w and returns their checksums.
-func writeData(w io.Writer, tensors []Tensor) ([]uint32, error) {
+func writeData(w io.Writer, tensors []Source, entries []entry) ([]uint32, error) {
 	buffered := bufio.NewWriterSize(w, chunk) // gathers small tensors; large chunks pass straight through
 	sums := make([]uint32, len(tensors))
 	for i, t := range tensors {
-		for part := range slices.Chunk(bytesOf(t.Data), chunk) {
-			if !hostIsLittleEndian {
-				part = slices.Clone(part)
-				swapBytes(part, t.DType.Size())
-			}
-			sums[i] = crc32.Update(sums[i], castagnoli, part)
-			if _, err := buffered.Write(part); err != nil {
-				return nil, fmt.Errorf("tensor %q: %w", t.Name, err)
-			}
+		s := &summed{w: buffered}
+		err := t.Write(s)
+		if want := entries[i].end - entries[i].begin; err == nil && s.bytes != want {
+			err = fmt.Errorf("%d bytes were written, its shape has %d: %w", s.bytes, want, ErrInvalid)
 		}
+		if err != nil {
+			return nil, fmt.Errorf("tensor %q: %w", t.Name, err)
+		}
+		sums[i] = s.sum
 	}
 	return sums, buffered.Flush()
+}
+
+// summed counts and sums what passes through it.
+type summed struct {
+	w     io.Writer
+	bytes int64
+	sum   uint32
+}
+
+func (s *summed) Write(p []byte) (int, error) {
+	s.sum = crc32.Update(s.sum, castagnoli, p)
+	s.bytes += int64(len(p))
+	return s.w.Write(p)
 }

@@ -4,10 +4,12 @@ package baseline
 
 import (
 	"compress/gzip"
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"math"
+	"slices"
 )
 
 // Order2 predicts a byte from the two before it, by how often it followed them in the text it was
@@ -30,9 +32,13 @@ type Order2 struct {
 }
 
 // TrainOrder2 counts all bytes of r. After each MiB it calls progress, unless that is nil, with the
-// bytes read so far. Counts are 32 bits wide and stop growing when full.
-func TrainOrder2(r io.Reader, progress func(read int64)) (*Order2, error) {
-	if r == nil {
+// bytes read so far, and looks whether the context has ended, whose cause is the error then. Counts
+// are 32 bits wide and stop growing when full.
+func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*Order2, error) {
+	switch {
+	case ctx == nil:
+		return nil, fmt.Errorf("baseline: TrainOrder2: %w", errNoContext)
+	case r == nil:
 		return nil, fmt.Errorf("baseline: TrainOrder2: the reader is nil")
 	}
 	m := new(Order2)
@@ -47,6 +53,9 @@ func TrainOrder2(r io.Reader, progress func(read int64)) (*Order2, error) {
 	var read int64
 	var history uint32 // the last three bytes
 	for {
+		if ctx.Err() != nil {
+			return nil, fmt.Errorf("baseline: TrainOrder2: after %d bytes: %w", read, context.Cause(ctx))
+		}
 		n, err := io.ReadFull(r, buf)
 		for i, b := range buf[:n] {
 			history = history<<8&0xffffff | uint32(b)
@@ -110,8 +119,11 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 
 // BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text but the first, which is only
 // ever a context, as it is for a language model. The second byte is predicted as if the first had
-// come twice.
-func (m *Order2) BitsPerByte(text []byte) (float64, error) {
+// come twice. It ends with the context, whose cause is the error then.
+func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) {
+	if ctx == nil {
+		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: %w", errNoContext)
+	}
 	if m == nil || m.totals[2] == nil {
 		return 0, errors.New("baseline: Order2.BitsPerByte: nothing has been counted: " +
 			"TrainOrder2 makes an Order2")
@@ -122,7 +134,10 @@ func (m *Order2) BitsPerByte(text []byte) (float64, error) {
 	}
 	bits := 0.0
 	a1, a2 := text[0], text[0]
-	for _, b := range text[1:] {
+	for i, b := range text[1:] {
+		if i%pause == 0 && ctx.Err() != nil {
+			return 0, fmt.Errorf("baseline: Order2.BitsPerByte: %w", context.Cause(ctx))
+		}
 		bits -= math.Log2(m.probability(a1, a2, b))
 		a1, a2 = a2, b
 	}
@@ -130,15 +145,23 @@ func (m *Order2) BitsPerByte(text []byte) (float64, error) {
 }
 
 // GzipBitsPerByte returns the size in bits of the text compressed as by gzip -9, divided by its
-// length in bytes.
-func GzipBitsPerByte(text []byte) (float64, error) {
+// length in bytes. It ends with the context, whose cause is the error then.
+func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
+	if ctx == nil {
+		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", errNoContext)
+	}
 	if len(text) == 0 {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: the text is empty")
 	}
 	var size countingWriter
 	z, err := gzip.NewWriterLevel(&size, gzip.BestCompression)
-	if err == nil {
-		_, err = z.Write(text)
+	for piece := range slices.Chunk(text, pause) {
+		if err == nil && ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		if err == nil {
+			_, err = z.Write(piece)
+		}
 	}
 	if err == nil {
 		err = z.Close()
@@ -148,6 +171,11 @@ func GzipBitsPerByte(text []byte) (float64, error) {
 	}
 	return 8 * float64(size) / float64(len(text)), nil
 }
+
+var errNoContext = errors.New("the context is nil, want one such as context.Background()")
+
+// pause is after how many bytes a context is looked at.
+const pause = 1 << 18
 
 // countingWriter is the number of bytes written to it.
 type countingWriter int64

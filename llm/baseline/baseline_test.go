@@ -2,6 +2,7 @@ package baseline
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"math"
 	"strings"
@@ -17,7 +18,7 @@ import (
 
 func mustTrain(t testing.TB, text []byte) *Order2 {
 	t.Helper()
-	m, err := TrainOrder2(bytes.NewReader(text), nil)
+	m, err := TrainOrder2(t.Context(), bytes.NewReader(text), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +100,7 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 		entropy -= math.Log2(float64(same) / 4)
 	}
 	entropy /= 100_000 - 1
-	bpb, err := m.BitsPerByte(text[300_000:])
+	bpb, err := m.BitsPerByte(t.Context(), text[300_000:])
 	if err != nil || math.Abs(bpb-entropy) > 0.02 {
 		t.Errorf("%.4f bits per byte (%v), the source's entropy is %.4f", bpb, err, entropy)
 	}
@@ -107,11 +108,11 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 
 func TestOrder2KnowsNothingOfNoise(t *testing.T) {
 	noise := texttest.Bytes(texttest.Rand(t), 200_000)
-	bpb, err := mustTrain(t, noise[:100_000]).BitsPerByte(noise[100_000:])
+	bpb, err := mustTrain(t, noise[:100_000]).BitsPerByte(t.Context(), noise[100_000:])
 	if err != nil || bpb < 8 || bpb > 9 {
 		t.Errorf("noise: %v bits per byte, %v, want a little over 8", bpb, err)
 	}
-	zip, err := GzipBitsPerByte(noise)
+	zip, err := GzipBitsPerByte(t.Context(), noise)
 	if err != nil || zip < 8 || zip > 8.01 {
 		t.Errorf("noise: gzip needs %v bits per byte, %v, want a little over 8", zip, err)
 	}
@@ -121,14 +122,14 @@ func TestOrder2Streams(t *testing.T) {
 	text := texttest.Bytes(texttest.Rand(t), 5<<20/2)
 	whole := mustTrain(t, text)
 	var calls []int64
-	pieces, err := TrainOrder2(iotest.HalfReader(bytes.NewReader(text)), func(n int64) {
+	pieces, err := TrainOrder2(t.Context(), iotest.HalfReader(bytes.NewReader(text)), func(n int64) {
 		calls = append(calls, n)
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	a, _ := whole.BitsPerByte(text[:1000])
-	b, _ := pieces.BitsPerByte(text[:1000])
+	a, _ := whole.BitsPerByte(t.Context(), text[:1000])
+	b, _ := pieces.BitsPerByte(t.Context(), text[:1000])
 	if a != b {
 		t.Errorf("%v bits per byte when read at once, %v in pieces", a, b)
 	}
@@ -139,24 +140,24 @@ func TestOrder2Streams(t *testing.T) {
 
 func TestBaselineErrors(t *testing.T) {
 	broken := errors.New("the disk is gone")
-	if _, err := TrainOrder2(iotest.ErrReader(broken), nil); !errors.Is(err, broken) {
+	if _, err := TrainOrder2(t.Context(), iotest.ErrReader(broken), nil); !errors.Is(err, broken) {
 		t.Errorf("a reader that fails gives %v", err)
 	}
-	if _, err := TrainOrder2(strings.NewReader("ab"), nil); err == nil ||
+	if _, err := TrainOrder2(t.Context(), strings.NewReader("ab"), nil); err == nil ||
 		!strings.Contains(err.Error(), "2 bytes, want at least 3") {
 		t.Errorf("two bytes give %v", err)
 	}
-	if _, err := mustTrain(t, []byte("abc")).BitsPerByte([]byte("a")); err == nil {
+	if _, err := mustTrain(t, []byte("abc")).BitsPerByte(t.Context(), []byte("a")); err == nil {
 		t.Error("one byte is scored")
 	}
-	if _, err := GzipBitsPerByte(nil); err == nil {
+	if _, err := GzipBitsPerByte(t.Context(), nil); err == nil {
 		t.Error("gzip scores an empty text")
 	}
 }
 
 func TestGzipBitsPerByte(t *testing.T) {
 	// A run of one byte costs the header and trailer of 18 bytes and little more.
-	got, err := GzipBitsPerByte(bytes.Repeat([]byte("a"), 10_000))
+	got, err := GzipBitsPerByte(t.Context(), bytes.Repeat([]byte("a"), 10_000))
 	if size := got * 10_000 / 8; err != nil || size < 18 || size > 60 {
 		t.Errorf("10000 equal bytes become %v bytes, %v", size, err)
 	}
@@ -174,7 +175,7 @@ func BenchmarkTrainOrder2(b *testing.B) {
 	text := corpus.Train
 	b.SetBytes(text.Size())
 	for b.Loop() {
-		if _, err := TrainOrder2(text.Reader(), nil); err != nil {
+		if _, err := TrainOrder2(b.Context(), text.Reader(), nil); err != nil {
 			b.Fatal(err)
 		}
 	}
@@ -182,8 +183,49 @@ func BenchmarkTrainOrder2(b *testing.B) {
 
 // TestZeroOrder2 wants an error where nothing has been counted, or is there to be.
 func TestZeroOrder2(t *testing.T) {
-	_, err := new(Order2).BitsPerByte([]byte("text"))
+	_, err := new(Order2).BitsPerByte(t.Context(), []byte("text"))
 	require.ErrorContains(t, err, "TrainOrder2 makes an Order2")
-	_, err = TrainOrder2(nil, nil)
+	_, err = TrainOrder2(t.Context(), nil, nil)
 	require.ErrorContains(t, err, "nil")
+}
+
+// TestContextEnds wants all that reads text to end with the context, within the text too.
+func TestContextEnds(t *testing.T) {
+	enough := errors.New("enough")
+	text := make([]byte, 8<<20)
+	m := mustTrain(t, text[:100])
+	var none context.Context
+	ctx, cancel := context.WithCancelCause(t.Context())
+	_, err := TrainOrder2(ctx, bytes.NewReader(text), func(read int64) {
+		require.LessOrEqual(t, read, int64(2<<20))
+		if read == 2<<20 {
+			cancel(enough)
+		}
+	})
+	require.ErrorIs(t, err, enough)
+	require.ErrorContains(t, err, "after 2097152 bytes")
+	for name, score := range map[string]func(context.Context, []byte) (float64, error){
+		"BitsPerByte": m.BitsPerByte, "GzipBitsPerByte": GzipBitsPerByte,
+	} {
+		looks := &looking{Context: context.Background(), most: 3}
+		_, err := score(looks, text)
+		require.ErrorIs(t, err, context.Canceled, name)
+		_, err = score(none, text)
+		require.ErrorContains(t, err, "the context is nil", name)
+	}
+	_, err = TrainOrder2(none, bytes.NewReader(text), nil)
+	require.ErrorContains(t, err, "the context is nil")
+}
+
+// looking is a context that ends when it has been looked at so many times.
+type looking struct {
+	context.Context
+	most int
+}
+
+func (l *looking) Err() error {
+	if l.most--; l.most < 0 {
+		return context.Canceled
+	}
+	return nil
 }

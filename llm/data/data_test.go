@@ -36,7 +36,12 @@ func TestZeroValues(t *testing.T) {
 	require.ErrorContains(t, err, "NewLoader makes one")
 	err = new(Loader).SetState(LoaderState{})
 	require.ErrorContains(t, err, "SetState: the loader is nil")
-	require.False(t, new(Loader).KnowsDocuments())
+	for _, l := range []*Loader{nil, {}} {
+		require.False(t, l.KnowsDocuments())
+		require.Zero(t, l.Config())
+		require.Zero(t, l.State())
+		require.Zero(t, l.InUse())
+	}
 	err = new(TokenFile).ReadTokens(make([]int, 1), 1)
 	require.ErrorContains(t, err, "tokens 1 to 2 of 0")
 	require.Error(t, new(TokenFile).Close())

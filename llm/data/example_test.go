@@ -41,11 +41,11 @@ func ExampleOpen() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	baseline, err := baseline.TrainOrder2(corpus.Train.Reader(), nil)
+	baseline, err := baseline.TrainOrder2(context.Background(), corpus.Train.Reader(), nil)
 	if err != nil {
 		log.Fatal(err)
 	}
-	bpb, err := baseline.BitsPerByte(held)
+	bpb, err := baseline.BitsPerByte(context.Background(), held)
 	if err != nil {
 		log.Fatal(err)
 	}

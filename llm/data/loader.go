@@ -231,17 +231,32 @@ func (l *Loader) Tokens() Tokens {
 }
 
 // Config returns that of NewLoader.
-func (l *Loader) Config() LoaderConfig { return l.config }
+func (l *Loader) Config() (c LoaderConfig) {
+	if l != nil {
+		c = l.config
+	}
+	return c
+}
 
 // KnowsDocuments reports whether batches say where documents start.
-func (l *Loader) KnowsDocuments() bool { return l.starts != nil }
+func (l *Loader) KnowsDocuments() bool { return l != nil && l.starts != nil }
 
 // InUse returns the batch that Next returned last: one of zeros before the first.
-func (l *Loader) InUse() Batch { return l.inUse }
+func (l *Loader) InUse() (b Batch) {
+	if l != nil {
+		b = l.inUse
+	}
+	return b
+}
 
 // State returns the loader's place: a loader set to it continues with the batch that Next returns
 // next.
-func (l *Loader) State() LoaderState { return l.state }
+func (l *Loader) State() (s LoaderState) {
+	if l != nil {
+		s = l.state
+	}
+	return s
+}
 
 // SetState moves the loader to a place that State returned, its seed included; the batch size may
 // differ. A state of other data is an ErrChanged, and a state that is refused changes nothing.

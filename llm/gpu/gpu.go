@@ -59,7 +59,7 @@ func (s scaler) SetLossScale(l llm.LossScale) error {
 	return s.machine.SetLossScale(cudaops.LossScale(l))
 }
 
-func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
+func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer, c llm.TrainConfig, training ...cudaops.MachineOption) (*engine, error) {
 	if m.Dtype() != tensor.Float32 {
 		return nil, fmt.Errorf("the model is of %v, want float32", m.Dtype())
 	}
@@ -71,7 +71,7 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 		return nil, err
 	}
 	own := append(slices.Clip(opts), cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss))
-	if c.Accumulate > 1 {
+	if own = append(own, training...); c.Accumulate > 1 && len(training) == 0 {
 		own = append(own, cudaops.WithAccumulation())
 	}
 	machine, err := cudaops.NewMachine(device, g.G, own...)

@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -61,6 +62,9 @@ var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blue
 type plan struct {
 	layers, batch, steps, graft, load int
 	options                           []cudaops.MachineOption
+	traits                            llm.Traits
+	recompute                         bool
+	depth                             int // seeds in depth
 }
 
 // planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of
@@ -97,7 +101,7 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 		t.Fatal(err)
 	}
 	config := llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}[:p.layers], Seeds: 8,
-		SlotWidth: 53}.Default()
+		SlotWidth: 53, Depth: p.depth, Traits: p.traits}.Default()
 	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
 	corpus := must[*data.Corpus](t)(data.Open(path))
 	tokens := must[data.Tokens](t)(data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{}))
@@ -106,7 +110,8 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 	if muon {
 		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01), optim.WithAdamW(optim.WithLR(3e-3))))
 	}
-	c := llm.TrainConfig{Steps: p.steps, Batch: p.batch, Accumulate: accumulate, Clip: 1, Epoch: 2, Schedule: optim.Constant(optimizer.LR())}
+	c := llm.TrainConfig{Steps: p.steps, Batch: p.batch, Accumulate: accumulate, Clip: 1, Epoch: 2, Recompute: p.recompute,
+		Schedule: optim.Constant(optimizer.LR())}
 	if device != nil {
 		c.Engine = gpu.Engine(device, precision, p.options...)
 	}
@@ -192,6 +197,43 @@ func TestSameLosses(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// families have the traits of published models.
+var families = map[string]llm.Traits{
+	"Llama 3.1": {Scaling: op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 16}},
+	"Qwen2": {QKVBias: true, Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 16},
+		Blocks: []llm.Block{{}, {Window: 9}}},
+	"Qwen3":   {QKNorm: true},
+	"Mistral": {Blocks: []llm.Block{{Window: 11}}},
+	"SmolLM3": {Blocks: []llm.Block{{}, {NoRoPE: true}}},
+	"Gemma 3": {QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true, EmbedScale: 8, AttentionScale: 0.2,
+		Blocks: []llm.Block{{Window: 5, Base: 100}, {}}},
+}
+
+// TestSameLossesOfFamilies is TestSameLosses for the traits of published models, with blocks that
+// are kept and that are computed again.
+func TestSameLossesOfFamilies(t *testing.T) {
+	device := open(t)
+	for name, traits := range families {
+		p := planned()
+		p.layers, p.traits = 2, traits
+		for precision, tolerance := range map[cudaops.Precision]float64{cudaops.Float32: 2e-4, cudaops.BFloat16: 3e-2,
+			cudaops.Float8: 6e-2} {
+			if precision == cudaops.Float8 && !multipliesFloat8(device) {
+				continue
+			}
+			t.Run(fmt.Sprintf("%s/%v", name, precision), func(t *testing.T) {
+				p.recompute = precision == cudaops.BFloat16
+				want, got := losses(t, p.trainer(t, nil, 0, 1, false)), losses(t, p.trainer(t, device, precision, 1, false))
+				for i, w := range want {
+					if math.Abs(got[i]-w) > tolerance*w {
+						t.Errorf("step %d: loss %v, want %v within %g", i+1, got[i], w, tolerance)
+					}
+				}
+			})
+		}
 	}
 }
 

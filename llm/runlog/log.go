@@ -29,7 +29,8 @@ import (
 //	        source: why, times), before the first step
 //	complete
 //	epoch   epoch, layer, states: of each seed of a Kasmina layer, once an epoch and before the
-//	        step's line, and at the end of a run in which more has happened since; see below
+//	        step's line, when somebody has steered seeds, and at the end of a run in which more has
+//	        happened since; see below
 //	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since
 //	        elapsed_s began)
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
@@ -216,38 +217,58 @@ const (
 // Read calls f with each record of the log at path, in order. Lines that are no records are passed
 // over, and a file that does not exist has none.
 func Read(path string, f func(Record)) error {
+	_, err := ReadFrom(path, 0, f)
+	return err
+}
+
+// ReadFrom is Read from a byte of the file on. It returns the byte behind the last line that has an
+// end: from there on a log that is still being written is read later.
+func ReadFrom(path string, from int64, f func(Record)) (end int64, err error) {
 	file, _, err := regular.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+		return from, nil
 	}
 	if err != nil {
-		return fmt.Errorf("runlog: Read: %w", err)
+		return from, fmt.Errorf("runlog: Read: %w", err)
 	}
 	defer file.Close()
+	if _, err := file.Seek(from, io.SeekStart); err != nil {
+		return from, fmt.Errorf("runlog: Read: %w", err)
+	}
+	end = from
 	lines := bufio.NewReaderSize(file, maxRecord)
 	for {
 		line, err := lines.ReadSlice('\n')
+		whole := int64(len(line))
 		if errors.Is(err, bufio.ErrBufferFull) { // no record has so long a line
-			line, err = nil, skipLine(lines)
+			var more int64
+			more, err = skipLine(lines)
+			line, whole = nil, whole+more
 		}
 		var r Record
 		if bytes.Count(line, []byte{','}) < maxValues && json.Unmarshal(line, &r) == nil {
 			f(r)
 		}
 		if err == io.EOF {
-			return nil
+			if json.Valid(line) { // a last line without an end
+				end += whole
+			}
+			return end, nil
 		}
 		if err != nil {
-			return fmt.Errorf("runlog: Read: %w", err)
+			return end, fmt.Errorf("runlog: Read: %w", err)
 		}
+		end += whole
 	}
 }
 
-// skipLine reads on to the end of a line.
-func skipLine(lines *bufio.Reader) error {
+// skipLine reads on to the end of a line, and returns how far that was.
+func skipLine(lines *bufio.Reader) (n int64, err error) {
 	for {
-		if _, err := lines.ReadSlice('\n'); !errors.Is(err, bufio.ErrBufferFull) {
-			return err
+		line, err := lines.ReadSlice('\n')
+		n += int64(len(line))
+		if !errors.Is(err, bufio.ErrBufferFull) {
+			return n, err
 		}
 	}
 }

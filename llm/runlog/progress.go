@@ -11,10 +11,12 @@ import (
 	"unicode/utf8"
 
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // Progress shows a run to the person who waits for it: a bar with step, loss, tokens per second,
-// time left and the last held-out bits per byte, and the samples. On a terminal the bar is redrawn
+// time left, the last held-out bits per byte and, where there is room, the seeds that grow by their
+// stages, and the samples. On a terminal the bar is redrawn
 // in place, ten times a second at most; in any other writer, such as a file, it is a line at each
 // evaluation and otherwise every ten seconds.
 func Progress(w io.Writer) llm.Callback {
@@ -41,6 +43,7 @@ type progress struct {
 	share    float64       // of the run, at that step
 	step     int           // step of the bar that was last drawn
 	drawn    time.Duration // Elapsed of the same
+	seeds    string        // by stage, while some grow
 	width    int           // characters of the bar that stands on the terminal's current line
 	err      error         // first failure to write
 }
@@ -57,7 +60,7 @@ func isTerminal(w io.Writer) bool {
 func (p *progress) event(e llm.Event) {
 	switch e.Kind {
 	case llm.RunStart:
-		p.start, p.step, p.drawn, p.width = e.Step, -1, 0, 0
+		p.start, p.step, p.drawn, p.width, p.seeds = e.Step, -1, 0, 0, ""
 		from := ""
 		if e.Step > 0 {
 			from = fmt.Sprintf(" from step %d", e.Step)
@@ -71,6 +74,8 @@ func (p *progress) event(e llm.Event) {
 			e.Seeds, from, to))
 	case llm.Reshaped:
 		p.line(reshaped(e))
+	case llm.EpochEnd:
+		p.seeds = growing(e.Reports)
 	case llm.StepEnd:
 		every := lineEvery
 		if p.terminal {
@@ -152,6 +157,10 @@ func (p *progress) bar(e llm.Event) string {
 	if e.ValBPB > 0 && !math.IsInf(e.ValBPB, 1) {
 		figures += fmt.Sprintf("  val %.3f bpb", e.ValBPB)
 	}
+	if room := lineWidth - len("[>] ") - len(figures); len(p.seeds)+2 <= room { // all of it or nothing
+		figures += "  " + p.seeds
+	}
+	figures = strings.TrimRight(figures, " ")
 	// The bar takes the room that is left: a line that a terminal wraps cannot be redrawn.
 	width := min(20, lineWidth-len("[] ")-len(figures))
 	if width < 1 {
@@ -163,6 +172,30 @@ func (p *progress) bar(e llm.Event) string {
 		bar += ">" + strings.Repeat(" ", width-done-1)
 	}
 	return "[" + bar + "] " + figures
+}
+
+// stageMarks are the letters of stages in the bar, in the order of a life.
+var stageMarks = []struct {
+	stage state.Stage
+	mark  string
+}{{state.Germinated, "germ"}, {state.Training, "train"}, {state.Grafting, "graft"}, {state.Stabilization, "stab"},
+	{state.Evaluating, "eval"}, {state.FineTuning, "tune"}, {state.Fossilized, "fossil"}}
+
+// growing counts the seeds that have a blueprint by stage, such as "2 train 1 graft"; "" if none has.
+func growing(reports []state.Report) string {
+	counts := map[state.Stage]int{}
+	for _, r := range reports {
+		for i := range r.Seeds {
+			counts[r.Seeds[i].Stage]++
+		}
+	}
+	var parts []string
+	for _, m := range stageMarks {
+		if n := counts[m.stage]; n > 0 {
+			parts = append(parts, fmt.Sprint(n, " ", m.mark))
+		}
+	}
+	return strings.Join(parts, " ")
 }
 
 // shareOf is the share of a run that is done.

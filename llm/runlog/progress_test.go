@@ -8,8 +8,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 func TestProgressInAFile(t *testing.T) {
@@ -152,5 +155,29 @@ func TestNumbersForPeople(t *testing.T) {
 		if c.got != c.want {
 			t.Errorf("got %q, want %q", c.got, c.want)
 		}
+	}
+}
+
+// TestProgressSeeds wants seeds that grow by their stages, where the line has room for all of them,
+// and nothing while none does.
+func TestProgressSeeds(t *testing.T) {
+	var out strings.Builder
+	report := func(stages ...state.Stage) llm.Event {
+		r := state.Report{}
+		for i, s := range stages {
+			r.Seeds = append(r.Seeds, state.SeedReport{Seed: i, Stage: s})
+		}
+		return llm.Event{Kind: llm.EpochEnd, Step: 1, Steps: 9, Reports: []state.Report{r, r}}
+	}
+	eval := llm.Event{Kind: llm.EvalEnd, Step: 1, Steps: 9, Loss: 1.5, ValBPB: 2}
+	eventtest.Send(t, Progress(&out), report(state.Dormant, state.Dormant), eval,
+		report(state.Training, state.Grafting, state.Dormant, state.Culled), eval,
+		report(state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating,
+			state.FineTuning, state.Fossilized), eval)
+	lines := strings.Split(out.String(), "\n")
+	require.Contains(t, lines[1], "2 train 2 graft")
+	require.NotContains(t, lines[0]+lines[2], "train")
+	for _, l := range lines {
+		require.LessOrEqual(t, len(l), 79, l)
 	}
 }

@@ -154,9 +154,8 @@ func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
 		text = append(append(text, bytes.Repeat([]byte("é"), r.IntN(100))...), ' ')
 	}
 	var pieces []string
-	err := readPieces(t.Context(), iotest.DataErrReader(bytes.NewReader(text)), func(p []byte) {
-		pieces = append(pieces, string(p))
-	})
+	err := readPieces(t.Context(), iotest.DataErrReader(bytes.NewReader(text)),
+		cutter{nextPiece, maxPiece}, func(p []byte) { pieces = append(pieces, string(p)) })
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -30,14 +30,58 @@ func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 	if text == nil {
 		return nil, errors.New("tokenizer: TrainBPE: text must not be nil")
 	}
-	t, err := newBPETrainer(ctx, text)
+	merges, err := findMerges(ctx, text, vocab, cutter{nextPiece, maxPiece}, progress)
 	if err != nil {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
+	}
+	b, err := newBPE(merges)
+	if err != nil {
+		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
+	}
+	return b, nil
+}
+
+// Merges finds the merges that TrainBPE finds, as pairs of ids, where next cuts the first piece off
+// a text and returns its length. Ids below 256 are bytes, and merge i makes the id 256+i. A piece
+// depends on the following 64 KiB at most. Package hf has the pieces of published models.
+func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byte) int,
+	progress func(merges, of int) error) ([][2]int, error) {
+	switch {
+	case ctx == nil:
+		return nil, errors.New("tokenizer: Merges: the context must not be nil")
+	case vocab < 257 || vocab > maxVocab:
+		return nil, fmt.Errorf("tokenizer: Merges: the vocabulary is %d, want 257 to %d: 256 bytes, "+
+			"the end of a document, and merges", vocab, maxVocab)
+	case text == nil || next == nil:
+		return nil, errors.New("tokenizer: Merges: text and next must not be nil")
+	}
+	found, err := findMerges(ctx, text, vocab, cutter{next, 64 << 10}, progress)
+	if err != nil {
+		return nil, fmt.Errorf("tokenizer: Merges: %w", err)
+	}
+	merges := make([][2]int, len(found))
+	for i, m := range found {
+		merges[i] = [2]int{int(m.left), int(m.right)}
+	}
+	return merges, nil
+}
+
+// cutter cuts text into pieces, of which each depends on so many bytes at most.
+type cutter struct {
+	next  func(text []byte) int
+	reach int
+}
+
+func findMerges(ctx context.Context, text io.Reader, vocab int, cut cutter,
+	progress func(merges, of int) error) ([]pair, error) {
+	t, err := newBPETrainer(ctx, text, cut)
+	if err != nil {
+		return nil, err
 	}
 	merges := make([]pair, 0, vocab-257)
 	for len(merges) < cap(merges) {
 		if ctx.Err() != nil {
-			return nil, fmt.Errorf("tokenizer: TrainBPE: %w", context.Cause(ctx))
+			return nil, context.Cause(ctx)
 		}
 		p, ok := t.mostFrequent()
 		if !ok {
@@ -49,14 +93,10 @@ func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 			continue
 		}
 		if err := progress(len(merges), cap(merges)); err != nil {
-			return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
+			return nil, err
 		}
 	}
-	b, err := newBPE(merges)
-	if err != nil {
-		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
-	}
-	return b, nil
+	return merges, nil
 }
 
 // A bpeTrainer counts pairs. A merge changes the counts of the pairs around it alone, and only
@@ -81,10 +121,10 @@ type pairCount struct {
 }
 
 // newBPETrainer counts the pieces of the text and the pairs of bytes in them.
-func newBPETrainer(ctx context.Context, text io.Reader) (*bpeTrainer, error) {
+func newBPETrainer(ctx context.Context, text io.Reader, cut cutter) (*bpeTrainer, error) {
 	t := &bpeTrainer{pairs: map[pair]*pairCount{}}
 	index := map[string]int{}
-	err := readPieces(ctx, text, func(piece []byte) {
+	err := readPieces(ctx, text, cut, func(piece []byte) {
 		i, ok := index[string(piece)]
 		if !ok {
 			i = len(t.words)
@@ -109,10 +149,10 @@ func newBPETrainer(ctx context.Context, text io.Reader) (*bpeTrainer, error) {
 	return t, nil
 }
 
-// readPieces calls f for the pieces of the text, which it reads in portions. Since nextPiece sees
-// maxPiece bytes at most, the pieces are those of the whole text when less than that waits for the
-// next portion.
-func readPieces(ctx context.Context, text io.Reader, f func(piece []byte)) error {
+// readPieces calls f for the pieces of the text, which it reads in portions. Since a piece depends
+// on so many bytes at most, they are those of the whole text when less than that waits for the next
+// portion.
+func readPieces(ctx context.Context, text io.Reader, cut cutter, f func(piece []byte)) error {
 	buffer := make([]byte, 1<<20)
 	have := 0
 	for {
@@ -125,8 +165,8 @@ func readPieces(ctx context.Context, text io.Reader, f func(piece []byte)) error
 			return err
 		}
 		rest := buffer[:have+n]
-		for len(rest) >= maxPiece || last && len(rest) > 0 {
-			n := nextPiece(rest)
+		for len(rest) >= cut.reach || last && len(rest) > 0 {
+			n := cut.next(rest)
 			f(rest[:n])
 			rest = rest[n:]
 		}

@@ -29,10 +29,10 @@ type Depth struct {
 }
 
 // NewDepth returns a controller that grows a model once, by a kind of depth and a size. Begin is
-// 0.15, End 0.3, Flat 0.5, Settle 0.1 and Patience 0.25. Its fields may be changed before it is
+// 0.25, End 0.4, Flat 0.5, Settle 0.1 and Patience 0.25. Its fields may be changed before it is
 // used.
 func NewDepth(kind blueprints.Kind, size int) *Depth {
-	return &Depth{Kind: kind, Size: size, Growths: 1, Begin: 0.15, End: 0.3, Flat: 0.5, Settle: 0.1,
+	return &Depth{Kind: kind, Size: size, Growths: 1, Begin: 0.25, End: 0.4, Flat: 0.5, Settle: 0.1,
 		Patience: 0.25}
 }
 
@@ -73,8 +73,15 @@ func (d *Depth) Check() error {
 const leastPoints = 8
 
 // LeastEpochs returns the fewest epochs that a run needs for a growth that can be judged: as many
-// before Begin, and while it settles, as it takes to tell how the loss falls.
-func (d *Depth) LeastEpochs(l *state.Lattice, _ int) (int, error) {
+// before Begin, and while it settles, as it takes to tell how the loss falls. The curve has a point
+// every so many epochs.
+func (d *Depth) LeastEpochs(l *state.Lattice, every int) (int, error) {
+	if err := d.Check(); err != nil {
+		return 0, err
+	}
+	if l == nil {
+		return 0, errNoLattice
+	}
 	if l.Site() != blueprints.Depth {
 		return 0, nil
 	}
@@ -82,11 +89,14 @@ func (d *Depth) LeastEpochs(l *state.Lattice, _ int) (int, error) {
 		return 0, fmt.Errorf("control.Depth: %w: Growths is %d, and %d seeds are in depth",
 			state.ErrArgument, d.Growths, l.Seeds())
 	}
-	return int(math.Ceil(leastPoints / min(d.Begin, d.Settle))), nil
+	return int(math.Ceil(float64(leastPoints*max(every, 1)) / min(d.Begin, d.Settle))), nil
 }
 
 // Decide returns the commands for the seeds in depth.
 func (d *Depth) Decide(reports []state.Report) (commands []state.Command) {
+	if d == nil {
+		return nil // which Check refuses
+	}
 	for layer, r := range reports {
 		if r.Site != blueprints.Depth || len(r.Curve) == 0 {
 			continue

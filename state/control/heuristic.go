@@ -25,8 +25,8 @@ import (
 //	silent    Silence × median of the layer's variances / its variance
 //	spiky     largest deviation from its mean / (Spike × its standard deviation)
 //
-// What it grows there follows: a hungry chunk gets the first of Capacity that the layer's slots are
-// wide enough for, a dead one a Residual, which can shift it, and a silent or spiky one an
+// What it grows there follows. A hungry chunk gets the first of Capacity that the layer's slots are
+// wide enough for, and a dead one a Residual, which can shift it. A silent or spiky one gets an
 // AttentionGate, which can scale its features. It is grafted by DriftControlled where activations
 // drift by more than Drift an epoch, by GradNormGated where the gradient is more than twice what
 // makes a chunk hungry, and else by PerformanceLinked.
@@ -59,6 +59,9 @@ func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 
 // Check returns an error that names a field which makes no sense.
 func (h *Heuristic) Check() error {
+	if h == nil {
+		return fmt.Errorf("control.Heuristic: %w: it is nil: NewHeuristic makes one", state.ErrArgument)
+	}
 	for _, f := range []struct {
 		name  string
 		value float64
@@ -93,11 +96,20 @@ func (h *Heuristic) Check() error {
 // fastest is how many steps of its ramp a grafting takes in an epoch at most.
 const fastest = 4
 
+var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: state.NewLattice makes one",
+	state.ErrArgument)
+
 // LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be
 // fossilized, when blueprints are compared every so many epochs; 0 for a lattice
 // [state.WithoutGates], which has no thresholds to meet. The error names a stage that h gives up
 // before its gate can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {
+	if err := h.Check(); err != nil {
+		return 0, err
+	}
+	if l == nil {
+		return 0, errNoLattice
+	}
 	thresholds, gated := l.Thresholds()
 	if !gated || l.Site() != blueprints.Chunk {
 		return 0, nil
@@ -123,6 +135,9 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 
 // Decide returns the commands for all layers, those on seeds that have a blueprint first.
 func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
+	if h == nil {
+		return nil // which Check refuses
+	}
 	active, parameters := 0, 0
 	for layer := range reports {
 		r := &reports[layer]

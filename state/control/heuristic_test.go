@@ -324,3 +324,23 @@ func TestEmptyDryRun(t *testing.T) {
 	require.Empty(t, control.DryRun(nil, nil).Decide([]state.Report{{}}))
 	require.Empty(t, control.DryRun(control.NewHeuristic(1, 1), nil).Decide(nil))
 }
+
+// TestNoController wants what nobody has made to say so, and a lattice that is none to be refused.
+func TestNoController(t *testing.T) {
+	l, err := state.NewLattice(2, 4)
+	require.NoError(t, err)
+	for _, c := range []interface {
+		state.Controller
+		Check() error
+		LeastEpochs(l *state.Lattice, every int) (int, error)
+	}{(*control.Heuristic)(nil), (*control.Depth)(nil), &control.Heuristic{}, &control.Depth{}} {
+		require.ErrorIs(t, c.Check(), state.ErrArgument)
+		_, err := c.LeastEpochs(l, 1)
+		require.ErrorIs(t, err, state.ErrArgument)
+		c.Decide([]state.Report{{}, l.Report()})
+	}
+	_, err = control.NewHeuristic(1, 1).LeastEpochs(nil, 1)
+	require.ErrorContains(t, err, "the lattice is nil")
+	_, err = control.NewDepth(blueprints.Stack, 2).LeastEpochs(nil, 1)
+	require.ErrorContains(t, err, "the lattice is nil")
+}

@@ -49,10 +49,10 @@ func (s FixedRamp) Advance(p Progress) (alpha float64, memory [2]float32, done b
 // The strategies below take α to Target in steps of Target/Epochs, and differ in when and how many
 // they take. They go on from whatever α is, so a seed whose α was set by hand is not taken back.
 
-// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves: a
-// score above the last one multiplies the speed by 1 + Gain for each epoch since that, to at most
-// MaxSpeed steps; any other puts it back to one step. Epochs without a new score keep the speed, so
-// that it matters little how often one is measured.
+// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves. A
+// score above the last one multiplies the speed by 1 + Gain for each epoch since that. The speed is
+// at most MaxSpeed steps. Any other score puts it back to one step. Epochs without a new score keep
+// the speed, so that it matters little how often one is measured.
 type PerformanceLinked struct {
 	Epochs   int     `json:"epochs"` // without an improvement
 	Target   float64 `json:"target"`

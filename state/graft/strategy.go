@@ -105,6 +105,9 @@ func NewEntry(s Strategy) (entry Entry, err error) {
 }
 
 func newEntry(s Strategy) (Entry, error) {
+	if s == nil {
+		return Entry{}, errors.New("the strategy is nil, want one such as graft.FixedRamp")
+	}
 	if v := reflect.ValueOf(s); v.Kind() == reflect.Pointer {
 		if v.IsNil() {
 			return Entry{}, fmt.Errorf("it is a nil %T", s)

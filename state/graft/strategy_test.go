@@ -5,6 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
@@ -51,4 +52,13 @@ func TestEntry(t *testing.T) {
 		_, err = graft.Saved{Name: "FixedRamp", Params: []byte(params)}.Load()
 		require.ErrorContains(t, err, `strategy "FixedRamp"`)
 	}
+}
+
+// TestNoStrategy wants none to be refused by name.
+func TestNoStrategy(t *testing.T) {
+	_, err := graft.NewEntry(nil)
+	require.ErrorContains(t, err, "the strategy is nil")
+	require.NotErrorIs(t, err, blueprints.ErrPanic)
+	_, err = graft.NewEntry((*graft.FixedRamp)(nil))
+	require.ErrorContains(t, err, "it is a nil *graft.FixedRamp")
 }

@@ -44,7 +44,7 @@ func TestAgainst(t *testing.T) {
 func TestAgainstRefuses(t *testing.T) {
 	norm := result{Bench: "norm", Peer: project, Us: 100}
 	for name, file := range map[string]string{
-		"open":                             filepath.Join(t.TempDir(), "none"),
+		"no such file":                     filepath.Join(t.TempDir(), "none"),
 		"line 1":                           write(t, "f", "PASS"),
 		"no line says which machine":       write(t, "f", norm),
 		"runs on A and on B":               write(t, "f", here("A"), norm, here("B"), norm),

@@ -12,8 +12,10 @@ import (
 var opShapes = map[string][]int{
 	"Add":                {1024, 1024},
 	"Attention":          {4, 256, 4, 4, 64},
+	"Bias":               {1024, 1024},
 	"CrossEntropy":       {1024, 4096},
 	"Embedding":          {1024, 4096, 256},
+	"GELUMLP":            {1024, 256, 704},
 	"Kasmina":            {1024, 1024, 64},
 	"Linear":             {1024, 256, 704},
 	"LinearAdd":          {1024, 704, 256},

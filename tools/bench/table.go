@@ -7,9 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 // printTable writes the lines of files as Markdown tables, one of kernels and one of training
@@ -68,7 +69,7 @@ func printRows(w io.Writer, all []result, names []string) {
 
 // readResults reads a file of JSON lines.
 func readResults(path string) ([]result, error) {
-	f, err := os.Open(path)
+	f, _, err := regular.Open(path)
 	if err != nil {
 		return nil, err
 	}

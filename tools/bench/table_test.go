@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // write makes a file of the lines.
@@ -94,5 +96,13 @@ func TestOptions(t *testing.T) {
 		if err := o.check(gpuGroups()); err == nil {
 			t.Errorf("%s: no error", name)
 		}
+	}
+}
+
+// TestTableOfNoFile wants what is no regular file to be refused: a pipe would wait, a device never end.
+func TestTableOfNoFile(t *testing.T) {
+	for _, path := range []string{t.TempDir(), os.DevNull} {
+		_, err := readResults(path)
+		require.ErrorContains(t, err, "want a regular file")
 	}
 }

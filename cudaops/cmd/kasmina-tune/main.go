@@ -20,7 +20,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/regular"
@@ -84,11 +83,7 @@ func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
 		if !matches(key) {
 			continue
 		}
-		var c struct {
-			Way  string        `json:"way"`
-			Cold time.Duration `json:"cold_ns"`
-			Warm time.Duration `json:"warm_ns"`
-		}
+		var c tune.Choice
 		if json.Unmarshal(all[key], &c) != nil {
 			continue
 		}

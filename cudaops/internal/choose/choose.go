@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -83,14 +82,6 @@ func (t *Chooser) Again() {
 
 // Tunes reports whether anything may be timed.
 func (t *Chooser) Tunes() bool { return t.store != nil }
-
-// Timings is how many runs of ways were timed.
-func (t *Chooser) Timings() int {
-	if t.store == nil {
-		return 0
-	}
-	return t.store.Timings()
-}
 
 // Ways lists the ways in which a kernel can do a launch.
 func (t *Chooser) Ways(params any) []kernel.Way { return t.x.Kernels.Ways(params) }
@@ -231,20 +222,13 @@ func (t *Chooser) note(key string, c optime.Choice) (choice int) {
 	return len(t.made)
 }
 
-// stored is a choice in the store.
-type stored struct {
-	Way  string        `json:"way"`
-	Cold time.Duration `json:"cold_ns"`
-	Warm time.Duration `json:"warm_ns"`
-}
-
 // timed returns the fastest of some ways: as it is stored, or timed and stored.
 func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s", t.Device.Name, t.Version, j.build, j.Op, j.Shape)
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)
 	}
-	var s stored
+	var s tune.Choice
 	if t.Mode == tune.Cached && t.store.Get(key, &s, t.Warn) {
 		if way := slices.Index(j.names(), s.Way); slices.Contains(left, way) {
 			c.Source, c.Cold, c.Warm = optime.Stored, s.Cold, s.Warm
@@ -265,7 +249,7 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 		return left[0], nil
 	}
 	c.Source, c.Cold, c.Warm = optime.Measured, x.cold[way], x.warm[way]
-	if err := t.store.Put(map[string]any{key: stored{j.names()[way], c.Cold, c.Warm}}); err != nil {
+	if err := t.store.Put(map[string]any{key: tune.Choice{Way: j.names()[way], Cold: c.Cold, Warm: c.Warm}}); err != nil {
 		t.Warn(err.Error())
 	}
 	return way, nil

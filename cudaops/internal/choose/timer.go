@@ -279,7 +279,6 @@ func (x *timer) run(way int) error {
 // meets the clock rates of a GPU at work.
 func (x *timer) time(ways []int, rounds int) error {
 	ctx, s := x.x.Ctx, x.x.Stream
-	x.store.Timed(rounds * len(ways))
 	for len(x.events) < 3*rounds*len(ways) {
 		e, err := x.memory.NewEvent(true)
 		if err != nil {

@@ -4,6 +4,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
 // TestBind loads a library that every Linux has and calls it, as a stand-in for NVIDIA's.
@@ -19,7 +21,7 @@ func TestBind(t *testing.T) {
 	if len(found) == 0 {
 		t.Skip("needs a Linux with the GNU C library")
 	}
-	library, err := openLibrary(found[0])
+	library, err := sharedlib.Open(found[0])
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -59,7 +59,11 @@ func (c *context) call(p *proc, args ...uintptr) error {
 
 func (c *context) Device() gpu.DeviceInfo { return c.info }
 func (c *context) Handle() uintptr        { return c.handle }
-func (c *context) Stats() gpu.Stats       { return c.ledger.Stats() }
+
+// Do is for libraries that work in the current context.
+func (c *context) Do(f func() error) error { return c.on(f) }
+
+func (c *context) Stats() gpu.Stats { return c.ledger.Stats() }
 
 func (c *context) Close() error {
 	if c.closed.Load() {

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
 // blasAPI is what is used of libcublasLt; the tags are the names of the symbols.
@@ -42,9 +43,9 @@ func (c *context) Blas() (gpu.Blas, error) {
 	if c.blas != nil {
 		return c.blas, nil
 	}
-	f := hostFinder()
-	b, tried := load(f, f.cublasLt(), c.version/1000, func(path string) (*cublasLt, error) {
-		library, err := openLibrary(path)
+	f := sharedlib.Host()
+	b, tried := sharedlib.Load(f, blasPlaces(f), c.version/1000, func(path string) (*cublasLt, error) {
+		library, err := sharedlib.Open(path)
 		if err != nil {
 			return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
 		}

@@ -12,6 +12,7 @@ import (
 	"github.com/ebitengine/purego"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
 // proc is a C function. CUDA keeps old signatures under their old names: a function whose signature
@@ -94,7 +95,7 @@ func bind(library uintptr, path string, api any) error {
 	for i := range v.NumField() {
 		tag := v.Type().Field(i).Tag
 		symbol, since := tag.Get("c"), tag.Get("since")
-		addr, err := lookup(library, symbol)
+		addr, err := sharedlib.Lookup(library, symbol)
 		if err != nil && since == "" {
 			return fmt.Errorf("%s has no %s: it is too old", path, symbol)
 		}
@@ -135,9 +136,9 @@ func Open() (gpu.Driver, error) {
 	if bound.cuda != nil {
 		return bound.cuda, nil
 	}
-	f := hostFinder()
-	c, tried := load(f, f.cuda(), 0, func(path string) (*cuda, error) {
-		library, err := openLibrary(path)
+	f := sharedlib.Host()
+	c, tried := sharedlib.Load(f, cudaPlaces(f), 0, func(path string) (*cuda, error) {
+		library, err := sharedlib.Open(path)
 		if err != nil {
 			return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
 		}
@@ -147,7 +148,7 @@ func Open() (gpu.Driver, error) {
 	if c == nil {
 		help := "It comes with NVIDIA's display driver: install that, or give a container access to the GPU" +
 			" (docker run --gpus all). To use a library elsewhere, set " + cudaVariable + "."
-		if f.goos == "darwin" {
+		if f.GOOS == "darwin" {
 			help = "CUDA does not exist for macOS."
 		}
 		return nil, &gpu.NotFoundError{Library: "NVIDIA's driver library (libcuda)", Tried: tried, Help: help}

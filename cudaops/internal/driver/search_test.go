@@ -9,10 +9,11 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
 // finderAt searches below a folder that holds the given empty files.
-func finderAt(t *testing.T, env map[string]string, files ...string) (f finder, root string) {
+func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib.Finder, root string) {
 	t.Helper()
 	if filepath.Separator != '/' {
 		t.Skip("describes a Linux file system")
@@ -24,12 +25,12 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f finder, r
 			t.Fatal(err)
 		}
 	}
-	f = finder{goos: "linux", goarch: "amd64",
-		getenv: func(name string) string { return strings.ReplaceAll(env[name], "~", root) },
-		lookPath: func(string) (string, error) {
+	f = sharedlib.Finder{GOOS: "linux", GOARCH: "amd64",
+		Getenv: func(name string) string { return strings.ReplaceAll(env[name], "~", root) },
+		LookPath: func(string) (string, error) {
 			return filepath.Join(root, "venv", "bin", "python3"), nil
 		},
-		glob: func(pattern string) ([]string, error) {
+		Glob: func(pattern string) ([]string, error) {
 			if !strings.HasPrefix(pattern, root) {
 				pattern = filepath.Join(root, pattern) // the system's folders, too
 			}
@@ -39,10 +40,10 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f finder, r
 }
 
 // candidates is the files that load would try, below root, and the names for the loader.
-func candidates(f finder, root string, newest int) (names []string, tried []gpu.Attempt) {
-	_, tried = load(f, f.cublasLt(), newest, func(path string) (int, error) {
+func candidates(f sharedlib.Finder, root string, newest int) (names []string, tried []sharedlib.Attempt) {
+	_, tried = sharedlib.Load(f, blasPlaces(f), newest, func(path string) (int, error) {
 		rel, err := filepath.Rel(root, path)
-		if err != nil || place(path).isName() {
+		if err != nil || sharedlib.Place(path).IsName() {
 			rel = path
 		}
 		names = append(names, filepath.ToSlash(rel))
@@ -86,7 +87,7 @@ func TestSearchOrder(t *testing.T) {
 	if slices.ContainsFunc(got, func(s string) bool { return strings.HasSuffix(s, ".13") }) || len(got) != 8 {
 		t.Errorf("for CUDA 12: %v", got)
 	}
-	if !slices.ContainsFunc(tried, func(a gpu.Attempt) bool { return strings.Contains(a.Reason, "needs a driver for CUDA 13") }) {
+	if !slices.ContainsFunc(tried, func(a sharedlib.Attempt) bool { return strings.Contains(a.Reason, "needs a driver for CUDA 13") }) {
 		t.Errorf("not said why: %v", tried)
 	}
 }
@@ -105,7 +106,7 @@ func TestSearchOverride(t *testing.T) {
 		}
 	}
 	f, _ := finderAt(t, map[string]string{cudaVariable: "libmine.so"})
-	if got := f.cuda(); !slices.Equal(got, []place{"./libmine.so"}) {
+	if got := cudaPlaces(f); !slices.Equal(got, []sharedlib.Place{"./libmine.so"}) {
 		t.Errorf("a bare name: %v", got)
 	}
 }
@@ -113,18 +114,13 @@ func TestSearchOverride(t *testing.T) {
 func TestSearchSystems(t *testing.T) {
 	for goos, want := range map[string]string{"linux": "libcuda.so.1", "windows": "nvcuda.dll", "darwin": ""} {
 		f, _ := finderAt(t, nil)
-		f.goos = goos
-		got := f.cuda()
-		if want == "" && len(got) != 0 || want != "" && got[0] != place(want) {
+		f.GOOS = goos
+		got := cudaPlaces(f)
+		if want == "" && len(got) != 0 || want != "" && got[0] != sharedlib.Place(want) {
 			t.Errorf("%s: %v", goos, got)
 		}
-		if blas := f.cublasLt(); (len(blas) == 0) != (goos == "darwin") {
+		if blas := blasPlaces(f); (len(blas) == 0) != (goos == "darwin") {
 			t.Errorf("%s: %v", goos, blas)
-		}
-	}
-	for path, want := range map[string]int{"/x/libcublasLt.so.13": 13, "cublasLt64_12.dll": 12, "libcublasLt.so": 0} {
-		if got := major(path); got != want {
-			t.Errorf("major(%s) = %d, want %d", path, got, want)
 		}
 	}
 }
@@ -138,27 +134,27 @@ func TestSearchWindows(t *testing.T) {
 		"HOME": `\planted`,
 	}
 	f, _ := finderAt(t, env)
-	f.goos = "windows"
-	f.lookPath = func(string) (string, error) { return `C:\planted\Scripts\python.exe`, nil }
-	places := slices.Concat(f.cuda(), f.cublasLt())
+	f.GOOS = "windows"
+	f.LookPath = func(string) (string, error) { return `C:\planted\Scripts\python.exe`, nil }
+	places := slices.Concat(cudaPlaces(f), blasPlaces(f))
 	for _, p := range places {
-		if strings.Contains(string(p), "planted") || !f.trusts(p) {
+		if strings.Contains(string(p), "planted") || !f.Trusts(p) {
 			t.Errorf("%s is searched", p)
 		}
 	}
 	for _, want := range []string{`C:\Program Files`, `D:\cuda`, `\\server\conda`} {
-		if !slices.ContainsFunc(places, func(p place) bool { return strings.HasPrefix(string(p), want) }) {
+		if !slices.ContainsFunc(places, func(p sharedlib.Place) bool { return strings.HasPrefix(string(p), want) }) {
 			t.Errorf("nothing of %s in %q", want, places)
 		}
 	}
 	accept := func(path string) (string, error) { return path, nil }
-	f.glob = func(pattern string) ([]string, error) { return []string{pattern}, nil } // all of them exist
+	f.Glob = func(pattern string) ([]string, error) { return []string{pattern}, nil } // all of them exist
 	for value, loads := range map[string]bool{
 		`nvcuda.dll`: false, `.\nvcuda.dll`: false, `C:nvcuda.dll`: false, `\nvcuda.dll`: false, `own/nvcuda.dll`: false,
 		`C:\own\nvcuda.dll`: true, `C:/own/nvcuda.dll`: true, `\\server\own\nvcuda.dll`: true,
 	} {
 		env[cudaVariable] = value
-		got, tried := load(f, f.cuda(), 0, accept)
+		got, tried := sharedlib.Load(f, cudaPlaces(f), 0, accept)
 		if (got != "") != loads || !loads && !strings.Contains(tried[0].Reason, "not an absolute path") {
 			t.Errorf("%s=%s: loaded %q after %v", cudaVariable, value, got, tried)
 		}
@@ -169,7 +165,7 @@ func TestSearchWindows(t *testing.T) {
 func TestLoadStops(t *testing.T) {
 	f, root := finderAt(t, map[string]string{"LD_LIBRARY_PATH": "~/a:~/b"}, "a/libcublasLt.so.12", "b/libcublasLt.so.12")
 	var asked []string
-	got, tried := load(f, f.cublasLt(), 13, func(path string) (string, error) {
+	got, tried := sharedlib.Load(f, blasPlaces(f), 13, func(path string) (string, error) {
 		asked = append(asked, path)
 		if strings.Contains(path, "/a/") {
 			return "", errors.New("damaged")

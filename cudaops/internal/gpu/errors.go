@@ -2,7 +2,8 @@ package gpu
 
 import (
 	"fmt"
-	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
 // Status is a CUresult. It is an error, so that errors.Is(err, gpu.OutOfMemory) asks for it.
@@ -159,23 +160,7 @@ func (e *Error) Sticky() bool {
 }
 
 // NotFoundError says that a library could not be loaded, and what was tried.
-type NotFoundError struct {
-	Library string
-	Tried   []Attempt
-	Help    string
-}
+type NotFoundError = sharedlib.NotFoundError
 
 // Attempt is a place where a library was looked for, and why that failed.
-type Attempt struct{ Place, Reason string }
-
-func (e *NotFoundError) Error() string {
-	var b strings.Builder
-	fmt.Fprintf(&b, "%s was not found. %s", e.Library, e.Help)
-	if len(e.Tried) > 0 {
-		b.WriteString("\nSearched, in this order:")
-	}
-	for _, t := range e.Tried {
-		fmt.Fprintf(&b, "\n  %s: %s", t.Place, t.Reason)
-	}
-	return b.String()
-}
+type Attempt = sharedlib.Attempt

@@ -79,6 +79,8 @@ type Context interface {
 	Device() DeviceInfo
 	// Handle is the CUcontext, for sharing with other libraries.
 	Handle() uintptr
+	// Do runs f on a thread on which the context is current.
+	Do(f func() error) error
 	// Stats counts the work given to this context so far; work inside a capture counts when the graph
 	// is launched.
 	Stats() Stats

@@ -14,6 +14,7 @@ import (
 	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -51,7 +52,7 @@ type layer struct {
 // mode is what a run measures. It is part of what is captured.
 type mode struct {
 	telemetry, histogram bool
-	reduction            kasminakernel.Reduction
+	reduction            seed.Reduction
 }
 
 // flight is a run whose report may still be on its way.
@@ -131,20 +132,19 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 func (l *layer) encode(pass *op.KasminaPass) error {
 	st := kasminakernel.State{Seeds: l.Seeds, Slots: l.Slots()}
 	var narrow error
-	seed := func(i int) kasminakernel.Seed {
+	at := func(i int) seed.Seed {
 		s := pass.Seed(i)
-		k := kasminakernel.Seed{Kind: uint8(s.Kind), Slot: s.Slot, Blend: s.Blend, Learn: s.Learn, Alpha: s.Alpha,
-			Low: float32(s.Low), High: float32(s.High), Limit: float32(s.Limit) * l.m.Scale.Now.Scale}
-		if k.Mixes() && narrow == nil {
+		s.Limit = float64(float32(s.Limit) * l.m.Scale.Now.Scale)
+		if kasminakernel.Mixes(s) && narrow == nil {
 			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Width); err != nil {
 				narrow = fmt.Errorf("seed %d: %w", i, err)
 			}
 		}
-		return k
+		return s
 	}
-	err := st.Encode(l.next, func(i int) kasminakernel.Seed {
-		s := seed(i)
-		if s.Mixes() {
+	err := st.Encode(l.next, func(i int) seed.Seed {
+		s := at(i)
+		if kasminakernel.Mixes(s) {
 			s.Slot = 0
 		}
 		return s
@@ -152,7 +152,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	if narrow != nil || err != nil || !l.Wide() {
 		return errors.Join(narrow, err)
 	}
-	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], seed)
+	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], at)
 }
 
 // open takes what the layer needs beside the arrays that the machine has allocated. After an error
@@ -225,9 +225,7 @@ func modeOf(pass *op.KasminaPass) (m mode) {
 	t := pass.Snapshot().Telemetry
 	if m.telemetry = pass.Measures(); m.telemetry {
 		m.histogram = t.Mode == state.Debug
-		m.reduction = map[state.Reduction]kasminakernel.Reduction{
-			state.Hierarchical: kasminakernel.Exact, state.MeanOfRows: kasminakernel.Mean, state.MaxOfRows: kasminakernel.Max,
-		}[t.Reduction]
+		m.reduction = seed.Reduction(t.Reduction)
 	}
 	return m
 }

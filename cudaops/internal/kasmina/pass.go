@@ -198,7 +198,7 @@ func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*prog
 			return err
 		}
 	}
-	result := make([]float32, program.Size(n.Shape()))
+	result := make([]float32, opbase.Size(n.Shape()))
 	scale := m.Carried(n)
 	err := n.Op().(interface{ Shared() *opbase.Base }).Shared().Run(result, args)
 	if err := unlessScaled(err, scale); err != nil {

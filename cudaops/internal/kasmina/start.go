@@ -4,9 +4,9 @@ import (
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -109,15 +109,15 @@ func (s *start) write(in *program.Input, a *program.Array, from int, x []float32
 // hostMemory returns the memory of an input's value.
 func hostMemory(in *program.Input) ([]float32, error) {
 	if in.Node.Value() == nil {
-		return nil, fmt.Errorf("%s has no value: bind one with gorgonia.Let", lower.Describe(in.Node))
+		return nil, fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
 	}
 	memory, err := params.Memory(in.Node.Value())
 	if err != nil {
-		return nil, fmt.Errorf("%s: its value %w", lower.Describe(in.Node), err)
+		return nil, fmt.Errorf("%s: its value %w", graph.Describe(in.Node), err)
 	}
 	x, ok := memory.([]float32)
 	if !ok || len(x) != in.Array.Len() {
-		return nil, fmt.Errorf("%s has a value of type %v and shape %v", lower.Describe(in.Node),
+		return nil, fmt.Errorf("%s has a value of type %v and shape %v", graph.Describe(in.Node),
 			in.Node.Value().Dtype(), in.Node.Value().Shape())
 	}
 	return x, nil

@@ -8,6 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
@@ -42,6 +43,9 @@ func TestRefusals(t *testing.T) {
 		"kernels.SiLUMul: 2147483647 rows of 3 elements":    silu.Mul{Rows: huge - 1, F: 3}.Launch(k, s),
 		"kernels.SiLUMul: of float8 rows and their scales":  silu.Mul{Rows: 1, F: 1, Type: kerneltest.Bf16, H8: 256}.Launch(k, s),
 		"kernels.SiLUMul: elements are of type float32":     silu.Mul{Rows: 1, F: 1, H8: 256, Scale8: 256}.Launch(k, s),
+		"kernels.SiLUMul: H is null":                        silu.Mul{Rows: 1, F: 1, GELU: true, Type: kerneltest.Bf16, H8: 256, Scale8: 256}.Launch(k, s),
+		"kernels.AttentionDocuments: a window of 0 and":     attention.Documents{Batch: 1, Seq: 1}.Launch(k, s),
+		"kernels.AttentionDocuments: a window of -1":        attention.Documents{Batch: 1, Seq: 1, Window: -1}.Launch(k, s),
 		"kernels.SiLUMulBackward: DB is 256 bytes behind":   silu.MulBackward{Rows: 1, F: 8, Type: kerneltest.Bf16, DB: 256, DAB8: 256, Scale8: 256}.Launch(k, s),
 		"kernels.RMSNorm: of float8 rows and their scales":  normkernel.RMSNorm{Rows: 1, D: 1, Type: kerneltest.Bf16, Scale8: 256}.Launch(k, s),
 		"kernels.RMSNormBackward: elements are of type flo": normkernel.RMSNormBackward{Rows: 1, D: 1, DX8: 256, Scale8: 256}.Launch(k, s),

@@ -25,8 +25,8 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 	call := c.call(n, attention.Forward{Geometry: s, Type: q.Type}, program.Writes("Y", y),
 		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v), program.Writes("LSE", lse),
 		untimed("Documents", documents))
-	if documents == nil { // of these, the lengths decide how much there is to compute
-		call.FLOPs = attentionFLOPs(s, 2)
+	if !o.Documents() { // of these, the lengths decide how much there is to compute
+		call.FLOPs = attentionFLOPs(s, o.Config.Window, 2)
 	}
 	return y, nil
 }
@@ -35,28 +35,32 @@ func untimed(field string, a *program.Array) program.Arg {
 	return program.Arg{Field: field, Array: a, Role: program.Untimed}
 }
 
-// packing is where the documents of sequences of seq tokens start.
+// packing is where the documents of sequences of seq tokens start, and the window of a query, 0 for
+// none. Without documents starts is nil.
 type packing struct {
-	starts *program.Array
-	seq    int
+	starts             *program.Array
+	batch, seq, window int
 }
 
-// documentsOf returns the table of where documents start, which all attentions to the same share,
-// nil if o knows of none.
+// documentsOf returns the table of where documents and windows start, which all attentions to the
+// same share, nil if o knows of neither.
 func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp, in []*program.Array) *program.Array {
-	if !o.Documents() {
+	p := packing{batch: in[0].Shape[0] / o.Config.Seq, seq: o.Config.Seq, window: o.Config.Window}
+	if o.Documents() {
+		p.starts = in[3]
+	} else if p.window == 0 {
 		return nil
 	}
-	starts, seq := in[3], o.Config.Seq
-	if table := c.documents[packing{starts, seq}]; table != nil {
+	if table := c.documents[p]; table != nil {
 		return table
 	}
-	c.bound(starts, program.IDRange{Op: "DocumentAttention", Argument: "starts", Seq: seq})
-	batch := starts.Len() / seq
-	table := c.bytes(attention.DocumentsBytes(batch, seq))
-	c.call(n, attention.Documents{Starts: ints(), Batch: batch, Seq: seq},
-		program.Writes("Table", table), program.Reads("Starts", starts))
-	c.documents[packing{starts, seq}] = table
+	if p.starts != nil {
+		c.bound(p.starts, program.IDRange{Op: "DocumentAttention", Argument: "starts", Seq: p.seq})
+	}
+	table := c.bytes(attention.DocumentsBytes(p.batch, p.seq))
+	c.call(n, attention.Documents{Starts: ints(), Batch: p.batch, Seq: p.seq, Window: p.window},
+		program.Writes("Table", table), program.Reads("Starts", p.starts))
+	c.documents[p] = table
 	return table
 }
 
@@ -87,17 +91,21 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, 
 		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
 		program.Uses("Stats", stats), program.Reads("Cos", cos), program.Reads("Sin", sin),
 		untimed("Documents", documents))
-	if documents == nil {
-		call.FLOPs = attentionFLOPs(s, 5)
+	if !o.Documents() {
+		call.FLOPs = attentionFLOPs(s, o.Config.Window, 5)
 	}
 }
 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask
-// leaves half.
-func attentionFLOPs(s attention.Geometry, products int) float64 {
+// leaves half, and a window of w of n keys w/n·(2 − w/n) of that.
+func attentionFLOPs(s attention.Geometry, window, products int) float64 {
 	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) * float64(s.Seq) * float64(s.HeadDim)
 	if s.Causal {
 		n /= 2
+	}
+	if window > 0 {
+		share := float64(window) / float64(s.Seq)
+		n *= share * (2 - share)
 	}
 	return n
 }

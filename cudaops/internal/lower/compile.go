@@ -14,22 +14,22 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
 
 // Options says what a program is for.
 type Options struct {
-	Params, Outputs gorgonia.Nodes
-	Device          gpu.DeviceInfo
-	Activation      gpu.DType // what activations are stored as
-	Gradient        gpu.DType // what gradients of weights are stored as that only updates read
-	Float8          bool      // linear layers multiply float8
-	Scaled          bool      // gradients carry a loss scale
-	Accumulate      bool      // gradients add up from run to run
-	Strict          bool      // a node without a kernel is an error
-	Roomy           bool      // memory may be spent to save time
-	Timed           bool      // passes of Kasmina layers also run without telemetry, which takes memory
+	graph.Asked
+	Device     gpu.DeviceInfo
+	Activation gpu.DType // what activations are stored as
+	Gradient   gpu.DType // what gradients of weights are stored as that only updates read
+	Float8     bool      // linear layers multiply float8
+	Scaled     bool      // gradients carry a loss scale
+	Accumulate bool      // gradients add up from run to run
+	Strict     bool      // a node without a kernel is an error
+	Roomy      bool      // memory may be spent to save time
+	Timed      bool      // passes of Kasmina layers also run without telemetry, which takes memory
 
 	Shared       *program.Program // whose parameters are used; nil for none
 	SharedParams gorgonia.Nodes
@@ -83,7 +83,7 @@ type compiler struct {
 	documents map[packing]*program.Array
 	gradients map[gorgonia.Op]int     // backward ops that the graph has of a forward op
 	updating  map[*gorgonia.Node]bool // gradients of parameters that nobody asks for but an update
-	layers    map[*gorgonia.Node]place
+	layers    graph.Layers
 }
 
 func newCompiler(o Options) *compiler {
@@ -98,7 +98,9 @@ func newCompiler(o Options) *compiler {
 		rotations: map[rotation]*rotationTables{},
 		documents: map[packing]*program.Array{},
 		gradients: map[gorgonia.Op]int{},
-		layers:    map[*gorgonia.Node]place{}}
+		layers: graph.Layers{IsParam: func(n *gorgonia.Node) bool {
+			return slices.Contains(o.Params, n) || o.sharedParam(n) != nil
+		}}}
 }
 
 // Lower lowers every node of a graph that those whose values outlive a run depend on, which it
@@ -106,7 +108,8 @@ func newCompiler(o Options) *compiler {
 // saves time, and says so.
 func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
 	c := newCompiler(o)
-	kept := keep(g, o)
+	kept, gradients := o.Asked.Results(g)
+	kept = append(kept, gradients...)
 	for _, n := range kept {
 		c.kept[n] = true
 	}
@@ -129,49 +132,23 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	return c.Program, kept, nil
 }
 
-// keep returns the nodes whose values outlive a run: outputs, gradients of parameters, and what no
-// node needs.
-func keep(g *gorgonia.ExprGraph, o Options) gorgonia.Nodes {
-	kept := slices.Clone(o.Outputs)
-	used := map[*gorgonia.Node]bool{}
-	for _, n := range g.AllNodes() {
-		for _, c := range opbase.Children(n) {
-			used[c] = true
-		}
-	}
-	for _, n := range g.AllNodes() {
-		if !used[n] && n.Op() != nil {
-			kept = append(kept, n)
-		}
-	}
-	for _, p := range o.Params {
-		if g := p.Deriv(); g != nil {
-			kept = append(kept, g)
-		}
-	}
-	return kept
-}
-
 // lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those
 // that have a value already.
 func (c *compiler) lowerAll(results gorgonia.Nodes) error {
-	if len(results) == 0 {
-		return nil
-	}
-	sorted, err := gorgonia.Sort(results[0].Graph().ExactSubgraphRoots(results...))
+	sorted, err := graph.Order(results...)
 	if err != nil {
-		return fmt.Errorf("sorting the graph: %w", err)
+		return err
 	}
 	for _, n := range sorted {
 		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
 			c.gradients[o.Forward]++
 		}
-		for _, child := range opbase.Children(n) {
+		for _, child := range graph.Children(n) {
 			c.users[child] = append(c.users[child], n)
 		}
 	}
-	c.placeAll(sorted)
-	for _, n := range slices.Backward(sorted) { // Gorgonia sorts from results to inputs
+	c.layers.Add(sorted)
+	for _, n := range sorted {
 		if c.Values[n] != nil {
 			continue
 		}
@@ -180,7 +157,7 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 			err = c.lower(n)
 		}
 		if err != nil {
-			return fmt.Errorf("%s: %w", Describe(n), err)
+			return fmt.Errorf("%s: %w", graph.Describe(n), err)
 		}
 	}
 	return nil
@@ -201,29 +178,13 @@ func (c *compiler) gather() {
 	}
 }
 
-// Describe says what a node is.
-func Describe(n *gorgonia.Node) string {
-	if n.Op() == nil {
-		return fmt.Sprintf("input %s %v", n.Name(), n.Shape())
-	}
-	return fmt.Sprintf("node %d, %v %v", n.ID(), n.Op(), n.Shape())
-}
-
-// opName is the name of this module's ops, and the description of others.
-func opName(n *gorgonia.Node) string {
-	if o, ok := n.Op().(interface{ Name() string }); ok {
-		return o.Name()
-	}
-	return fmt.Sprint(n.Op())
-}
-
 // newCall is a call of a node. Operands that are nil are left out.
 func (c *compiler) newCall(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
 	args = slices.DeleteFunc(args, func(a program.Arg) bool { return a.Array == nil || a.Buffer == nil })
 	if n == nil { // of no graph
 		return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
 	}
-	return &program.Call{Op: opName(n), Node: Describe(n), Layer: c.layers[n].layer, Params: params, Args: args}
+	return &program.Call{Op: graph.OpName(n), Node: graph.Describe(n), Layer: c.layers.Of(n), Params: params, Args: args}
 }
 
 // call adds a call of a node.

@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	quantizekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -41,13 +41,13 @@ func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *program.Array) 
 	c.matmul(n, float8Product(y, c.quantize(n, x), c.quantizeWeight(n, w, false)).plus(add))
 }
 
-// linearProductGrad adds dx = g·w.
-func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w *program.Array) {
+// linearProductGrad adds dx = g·w, to which it adds another matrix, if there is one.
+func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w, add *program.Array) {
 	if !c.float8(g.Shape[0], w.Shape[1], w.Shape[0]) {
-		c.matmul(n, product{d: dx, a: g, b: w})
+		c.matmul(n, product{d: dx, a: g, b: w}.plus(add))
 		return
 	}
-	c.matmul(n, float8Product(dx, c.quantize(n, g), c.quantizeWeight(n, w, true)))
+	c.matmul(n, float8Product(dx, c.quantize(n, g), c.quantizeWeight(n, w, true)).plus(add))
 }
 
 // float8Product is d = a·bᵀ.
@@ -137,7 +137,7 @@ func (c *compiler) multiplied(n *gorgonia.Node) bool {
 		return false
 	}
 	return slices.ContainsFunc(c.users[n], func(u *gorgonia.Node) bool {
-		in := opbase.Children(u)
+		in := graph.Children(u)
 		switch u.Op().(type) {
 		case *op.LinearOp:
 			w := in[1].Shape()

@@ -1,15 +1,14 @@
 package lower
 
 import (
-	"fmt"
 	"slices"
-	"strings"
 
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -19,7 +18,8 @@ import (
 //
 //   - a linear layer or a perceptron and the sum of its result and another matrix: the last product adds that;
 //   - a sum and a norm of it: one kernel writes both;
-//   - the gradient of a norm's input and the sum of it and another gradient, where nothing else needs the former;
+//   - the gradient of a norm's or a linear layer's input and the sum of it and another gradient, where
+//     nothing else needs the former;
 //   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
 //   - the gradients of an embedding and of the output layer that shares its table: one is added to the other in place.
 //
@@ -32,6 +32,8 @@ func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
 	switch n.Op().(type) {
 	case *op.RMSNormGradOp:
 		return c.fuseNormGrad(n), nil
+	case *op.LinearGradOp:
+		return c.fuseLinearGrad(n), nil
 	case *op.LinearOp:
 		if fused, err := c.fuseProjections(n); fused || err != nil {
 			return fused, err
@@ -72,10 +74,10 @@ func (c *compiler) partOf(n *gorgonia.Node, offset int) *gorgonia.Node {
 
 // addends returns the two different nodes whose sum n is, if they are matrices of its shape.
 func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
-	if n.Op() == nil || fmt.Sprintf("%T", n.Op()) != "gorgonia.elemBinOp" || !strings.HasPrefix(fmt.Sprint(n.Op()), "+ ") || !floats(n) {
+	if graph.Symbol(n) != "+" || !floats(n) {
 		return nil, nil, false
 	}
-	in := opbase.Children(n)
+	in := graph.Children(n)
 	for _, a := range in {
 		if _, repeated := spreadOf(a); repeated || len(a.Shape()) != 2 || !slices.Equal(a.Shape(), n.Shape()) {
 			return nil, nil, false
@@ -119,11 +121,11 @@ func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	return nil
 }
 
-// lastUse reports whether nothing needs the memory of a, the i-th operand of n, once n has read it:
-// it is in the arena, of no other node that could have further users, and n is its node's only one,
-// so that no copy of it in another type is known by its address.
+// lastUse reports whether nothing needs the memory of a, the i-th operand of n, once n has read it.
+// The memory must be in the arena, of no other node that could have further users. And n must be
+// its node's only user, so that no copy of it in another type is known by its address.
 func (c *compiler) lastUse(n *gorgonia.Node, i int, a *program.Array) bool {
-	of := opbase.Children(n)[i]
+	of := graph.Children(n)[i]
 	if c.sole(of) != n || c.Values[of] != a || a.Buffer == nil || a.Resident || a.Stride != 0 {
 		return false
 	}
@@ -152,7 +154,7 @@ func (c *compiler) onlyGives(v, to *gorgonia.Node) bool {
 func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node, []*program.Array, *program.Array) (*program.Array, error)) (bool, error) {
 	var sum *gorgonia.Node
 	for _, u := range c.users[n] {
-		if isOp[*op.SiLUMLPGradOp](u) && slices.Index(opbase.Children(u), n) == 4 {
+		if isOp[*op.SiLUMLPGradOp](u) && slices.Index(graph.Children(u), n) == 4 {
 			continue // which has the result as an input only to come after it
 		}
 		if sum != nil && u != sum {
@@ -176,14 +178,14 @@ func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgoni
 func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	i := slices.IndexFunc(c.users[n], func(u *gorgonia.Node) bool {
 		_, ok := u.Op().(*op.RMSNormOp)
-		return ok && c.Values[u] == nil && opbase.Children(u)[0] == n
+		return ok && c.Values[u] == nil && graph.Children(u)[0] == n
 	})
 	a, b, ok := addends(n)
 	if !ok || i < 0 {
 		return false
 	}
 	norm := c.users[n][i]
-	x, residual, weight := c.activation(a), c.activation(b), c.there(opbase.Children(norm)[1])
+	x, residual, weight := c.activation(a), c.activation(b), c.there(graph.Children(norm)[1])
 	if x == nil || residual == nil || weight == nil {
 		return false
 	}
@@ -207,6 +209,23 @@ func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
 	return true
 }
 
+// fuseLinearGrad lowers the gradients n of a linear layer, and the sum of the one of its input and
+// another, as of queries, keys and values that have norms or biases.
+func (c *compiler) fuseLinearGrad(n *gorgonia.Node) bool {
+	dx := c.partOf(n, 0)
+	if dx == nil {
+		return false
+	}
+	sum := c.sole(dx)
+	add := c.activation(other(sum, dx))
+	if add == nil {
+		return false
+	}
+	grads := c.linearGrad(n, c.operands(n), add)
+	c.Values[n], c.Values[sum], c.Values[dx] = grads, grads.Parts[0], folded(dx)
+	return true
+}
+
 // fuseEmbeddingGrad lowers the gradient n of a table and its sum with that of the output layer, in
 // the memory of the latter.
 func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
@@ -219,7 +238,7 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	if !ok || part.Offset == 0 {
 		return false
 	}
-	grad, ok := opbase.Children(head)[0].Op().(*op.LinearCrossEntropyGradOp)
+	grad, ok := graph.Children(head)[0].Op().(*op.LinearCrossEntropyGradOp)
 	to := c.Values[head]
 	if !ok || c.gradients[grad.Forward] != 1 || to == nil || to.Type != gpu.Float32 {
 		return false

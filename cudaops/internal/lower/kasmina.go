@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -90,7 +90,7 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	dx, dw, ds := g, c.aux(weights.Shape...), c.aux(scales.Shape...)
 	p := program.KasminaPass{Layer: l, Node: n, Parts: new(kasmina.Parts)}
 	if p.InPlace = c.inPlace(l, n, x, g); p.InPlace {
-		of := opbase.Children(n)[4]
+		of := graph.Children(n)[4]
 		c.Values[of] = folded(of) // for nobody to be given dx in its place
 		if c.o.Timed {
 			p.Spare = c.like(g) // for what comes ahead of the pass, which needs g as it is

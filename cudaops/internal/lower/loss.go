@@ -10,6 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -138,7 +139,7 @@ func (c *compiler) fusedOutput(o outputRows, p product, scaled, factors *program
 
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
-	if g := opbase.Children(n)[4]; opbase.IsConstant(g) && isOne(g.Value()) {
+	if g := graph.Children(n)[4]; graph.IsConstant(g) && isOne(g.Value()) {
 		return packed(saved.dx, saved.dw), nil
 	}
 	upstream := c.as(n, in[4], gpu.Float32)

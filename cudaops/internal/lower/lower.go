@@ -1,7 +1,6 @@
 package lower
 
 import (
-	"errors"
 	"fmt"
 	"reflect"
 	"slices"
@@ -11,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -42,6 +42,8 @@ func init() {
 		reflect.TypeFor[*op.CrossEntropyGradOp]():       {lowerCrossEntropyGrad, in(3)},
 		reflect.TypeFor[*op.LinearCrossEntropyOp]():     {lowerLinearCrossEntropy, nil},
 		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): {lowerLinearCrossEntropyGrad, in(4)},
+		reflect.TypeFor[*op.BiasOp]():                   {lowerBias, nil},
+		reflect.TypeFor[*op.BiasGradOp]():               {lowerBiasGrad, in(0)},
 		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
 		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
 		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
@@ -57,15 +59,14 @@ func init() {
 
 // lower adds the tasks of a node.
 func (c *compiler) lower(n *gorgonia.Node) error {
-	if n.Type() == nil { // a statement, which has no value
-		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place of Read, name the node with WithOutputs " +
-			"and ask Machine.Value for it")
+	if err := graph.HasValue(n); err != nil {
+		return err
 	}
 	if dt := n.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
 		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its integers int", dt)
 	}
-	nodes := opbase.Children(n)
-	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && opbase.IsConstant(n) {
+	nodes := graph.Children(n)
+	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && graph.IsConstant(n) {
 		return c.input(n)
 	}
 	f := ownOps[reflect.TypeOf(n.Op())].lower
@@ -105,7 +106,7 @@ func (c *compiler) input(n *gorgonia.Node) error {
 	}
 	a := c.NewResident(typeOf(n.Dtype()), n.Shape()...)
 	c.Values[n] = a
-	in := &program.Input{Node: n, Array: a, Constant: opbase.IsConstant(n) || slices.Contains(c.o.Params, n)}
+	in := &program.Input{Node: n, Array: a, Constant: graph.IsConstant(n) || slices.Contains(c.o.Params, n)}
 	c.Inputs = append(c.Inputs, in)
 	c.inputOf[a.Buffer], c.sources[a.Buffer] = in, []*program.Input{in}
 	return nil
@@ -133,7 +134,7 @@ func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) (*p
 		return nil, fmt.Errorf("%s, and WithStrict forbids computing it on the host", why)
 	}
 	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and copies %d values there and back",
-		n.Op(), why, len(opbase.Children(n))))
+		n.Op(), why, len(graph.Children(n))))
 	out := c.NewArray(typeOf(n.Dtype()), n.Shape()...)
 	call := program.HostOp{Node: n, In: in, Out: out}
 	args := []program.Arg{program.Writes("", out)}

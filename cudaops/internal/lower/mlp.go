@@ -10,9 +10,13 @@ import (
 )
 
 // gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab
-// [rows, 2F], the weights of both, one above the other [2F, D], and h = silu(x·gateᵀ) ⊙ x·upᵀ,
-// which is nil in float8 and need not be kept: the backward pass can form it.
-type gated struct{ ab, weights, h *program.Array }
+// [rows, 2F], and the weights of both, one above the other [2F, D]. It also has h = silu(x·gateᵀ) ⊙
+// x·upᵀ. This is nil in float8, and need not be kept: the backward pass can form it. With gelu the
+// gate is that of GELUMLP, which no product takes in.
+type gated struct {
+	ab, weights, h *program.Array
+	gelu           bool
+}
 
 // halves is the columns of ab, or of its gradient, that belong to gate and to up.
 func halves(ab *program.Array) (a, b *program.Array) {
@@ -28,7 +32,7 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array, add *program.Array) (*program.Array, error) {
 	x, down := c.acts(n, in[0], in[3])
 	rows, f := x.Shape[0], in[1].Shape[0]
-	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2])}
+	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]), gelu: n.Op().(*op.SiLUMLPOp).GELU}
 	y := c.like(x)
 	if c.float8(rows, 2*f, x.Shape[1]) {
 		c.saved[n.Op()] = s
@@ -51,20 +55,24 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 	rows, f := x.Shape[0], down.Shape[1]
 	if c.float8(rows, down.Shape[0], f) {
 		q := c.newQuantized(rows, f)
-		c.Add(c.siluMul(n, nil, s.ab, q))
+		var h *program.Array
+		if s.gelu {
+			h = c.NewArray(x.Type, rows, f)
+		}
+		c.Add(c.siluMul(n, s, h, q))
 		c.matmul(n, float8Product(y, q, c.quantizeWeight(n, down, false)).plus(add))
 		return
 	}
 	h := c.NewArray(x.Type, rows, f)
-	c.Add(c.siluMul(n, h, s.ab, program.Quantized{}))
+	c.Add(c.siluMul(n, s, h, program.Quantized{}))
 	c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
 }
 
 // siluMul is the call that forms h, or its float8.
-func (c *compiler) siluMul(n *gorgonia.Node, h, ab *program.Array, q program.Quantized) *program.Call {
-	rows, f := ab.Shape[0], ab.Shape[1]/2
-	a, b := halves(ab)
-	return c.newCall(n, silu.Mul{Rows: rows, F: f, Stride: 2 * f, Type: ab.Type},
+func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array, q program.Quantized) *program.Call {
+	rows, f := s.ab.Shape[0], s.ab.Shape[1]/2
+	a, b := halves(s.ab)
+	return c.newCall(n, silu.Mul{Rows: rows, F: f, Stride: 2 * f, GELU: s.gelu, Type: s.ab.Type},
 		program.Writes("H", h), program.Reads("A", a), program.Reads("B", b),
 		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))
 }
@@ -72,11 +80,16 @@ func (c *compiler) siluMul(n *gorgonia.Node, h, ab *program.Array, q program.Qua
 // gate adds what forms s.ab and s.h.
 func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
 	p := product{d: s.ab, a: x, b: s.weights, transB: true}
+	several := []*program.Call{c.newProduct(n, p), c.siluMul(n, s, s.h, program.Quantized{})}
+	if s.gelu {
+		c.Calls = append(c.Calls, several...)
+		return nil
+	}
 	one := gemm.SiLUProduct{Rows: s.h.Shape[0], F: s.h.Shape[1], D: x.Shape[1], Type: x.Type}
 	_, err := c.either(fusion{
 		one: c.fusedCall(n, p, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
 			program.Reads("X", x), program.Reads("Weights", s.weights)),
-		several: []*program.Call{c.newProduct(n, p), c.siluMul(n, s.h, s.ab, program.Quantized{})},
+		several: several,
 	})
 	return err
 }
@@ -96,16 +109,16 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	ddown := c.weightGradient([]int{d, f}, rest)
 	c.matmul(n, product{d: ddown, a: g, b: h, transA: true})
 	c.matmul(n, product{d: dweights, a: dab, b: x, transA: true})
-	c.linearProductGrad(n, dx, dab, s.weights)
+	c.linearProductGrad(n, dx, dab, s.weights, nil)
 	return packed(dx, dweights.View(0, f, d), c.aligned(n, dweights.View(f*d, f, d)), ddown), nil
 }
 
 // siluMulGrad is the call that forms dab, and h again.
-func (c *compiler) siluMulGrad(n *gorgonia.Node, h, dab, ab, dh *program.Array, q program.Quantized) *program.Call {
+func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Array, q program.Quantized) *program.Call {
 	rows, f := h.Shape[0], h.Shape[1]
-	a, b := halves(ab)
+	a, b := halves(s.ab)
 	da, db := halves(dab)
-	return c.newCall(n, silu.MulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: ab.Type},
+	return c.newCall(n, silu.MulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, GELU: s.gelu, Type: s.ab.Type},
 		program.Writes("H", h), program.Writes("DA", da), program.Writes("DB", db), program.Reads("DH", dh),
 		program.Reads("A", a), program.Reads("B", b),
 		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
@@ -117,21 +130,25 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
 	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)
 	if c.float8(rows, f, d) {
-		c.linearProductGrad(n, dh, g, down)
+		c.linearProductGrad(n, dh, g, down, nil)
 		q := c.quantizing(dab, c.float8(rows, d, 2*f))
-		c.Add(c.siluMulGrad(n, h, dab, s.ab, dh, q))
+		c.Add(c.siluMulGrad(n, s, h, dab, dh, q))
+		return h, nil
+	}
+	p := product{d: dh, a: g, b: down}
+	several := []*program.Call{c.newProduct(n, p), c.siluMulGrad(n, s, h, dab, dh, program.Quantized{})}
+	if s.gelu {
+		c.Calls = append(c.Calls, several...)
 		return h, nil
 	}
 	keeps := c.o.Roomy && s.h != nil
-	p := product{d: dh, a: g, b: down}
 	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab), program.Reads("G", g),
 		program.Reads("Down", down)}
 	if !keeps {
 		args = append(args, program.Writes("H", h))
 	}
 	one := gemm.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
-	fused, err := c.either(fusion{one: c.fusedCall(n, p, one, args...), several: []*program.Call{
-		c.newProduct(n, p), c.siluMulGrad(n, h, dab, s.ab, dh, program.Quantized{})}})
+	fused, err := c.either(fusion{one: c.fusedCall(n, p, one, args...), several: several})
 	if fused && keeps {
 		c.Program.Roomy, h = true, s.h
 	}

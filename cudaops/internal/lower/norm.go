@@ -4,9 +4,10 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -16,17 +17,31 @@ func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 	return y, nil
 }
 
+// normalised is what a norm leaves for its gradient: 1/rms of every row, or of each of its heads, and
+// what features are multiplied by, in float32.
+type normalised struct{ rstd, factor *program.Array }
+
+// normFactor is what a norm multiplies features by.
+func (c *compiler) normFactor(n *gorgonia.Node, o *op.RMSNormOp, weight *program.Array) *program.Array {
+	w := c.as(n, weight, gpu.Float32)
+	if !o.PlusOne {
+		return w
+	}
+	return c.map1(n, elementwise.AddScalar, c.aux(w.Shape...), w, 1)
+}
+
 // norm adds a normalisation of x or, where there is a residual, of the sum of both.
 func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *program.Array) (y, sum *program.Array) {
-	w := c.as(n, weight, gpu.Float32)
-	y, rstd := c.like(x), c.aux(x.Shape[0])
-	c.saved[o] = rstd
+	w := c.normFactor(n, o, weight)
+	rows, d := x.Len()/w.Len(), w.Len()
+	y, rstd := c.like(x), c.aux(rows)
+	c.saved[o] = normalised{rstd, w}
 	if residual != nil {
 		sum = c.like(x)
 	}
-	q := c.quantizing(y, c.multiplied(n))
-	a := normkernel.RMSNorm{Rows: x.Shape[0], D: x.Shape[1], Eps: o.Eps, Type: x.Type,
-		Ascending: residual == nil && isOp[*op.KasminaOp](opbase.Children(n)[0])} // whose first rows come last
+	q := c.quantizing(y, d == x.Shape[1] && c.multiplied(n))
+	a := normkernel.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
+		Ascending: residual == nil && isOp[*op.KasminaOp](graph.Children(n)[0])} // whose first rows come last
 	c.call(n, a, program.Writes("Y", y), program.Writes("Rstd", rstd), program.Reads("X", x),
 		program.Reads("W", w), program.Reads("Residual", residual), program.Writes("Sum", sum),
 		program.Writes("Y8", q.Values), program.Writes("Scale8", q.Scales))
@@ -40,12 +55,14 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 // normGrad adds the gradients of a normalisation. To that of its input it adds another one, if
 // there is one; node to has the result as its value.
 func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.Array, to *gorgonia.Node) *program.Array {
-	x, w, g := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.act(n, in[3])
-	rstd := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(*program.Array)
+	x, g := c.act(n, in[0]), c.act(n, in[3])
+	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
+	rstd, w := saved.rstd, saved.factor
+	rows, d := x.Len()/w.Len(), w.Len()
 	parts := new(normkernel.RMSNormParts)
-	a := normkernel.RMSNormBackward{Rows: x.Shape[0], D: x.Shape[1], Type: x.Type, DWType: gpu.Float32, Parts: parts}
+	a := normkernel.RMSNormBackward{Rows: rows, D: d, Type: x.Type, DWType: gpu.Float32, Parts: parts}
 	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
-	q := c.quantizing(dx, c.multiplied(to))
+	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
 		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", rstd),
 		program.Reads("Add", add), program.Uses("Workspace", workspace),

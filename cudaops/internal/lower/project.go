@@ -5,9 +5,12 @@ import (
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -19,12 +22,14 @@ import (
 //
 // one product each in place of three and two sums. Attention and RoPE read and write columns of the
 // wide matrices, RoPE in place or, where that is faster, the product in its stead; attention's
-// gradient turns dq and dk back itself.
+// gradient turns dq and dk back itself. Biases lie side by side too: one sum adds them, and one forms
+// their gradients.
 
 // projections is such queries, keys and values.
 type projections struct {
 	x      *gorgonia.Node
 	linear [3]*gorgonia.Node
+	bias   [3]*gorgonia.Node // behind them; nil where there is none
 	turned [2]*gorgonia.Node // queries and keys; nil where nothing turns them
 }
 
@@ -34,22 +39,30 @@ type projections struct {
 func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
 	p := &projections{}
 	byAttention := func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u) }
-	for i, n := range opbase.Children(n)[:3] {
+	for i, n := range graph.Children(n)[:3] {
 		if !c.onlyUsedBy(n, byAttention) {
 			return nil
 		}
 		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse && r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim {
 			p.turned[i] = n
 			turned := n
-			n = opbase.Children(n)[0]
+			n = graph.Children(n)[0]
 			if !c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == turned }) {
 				return nil
 			}
 		}
-		if !isOp[*op.LinearOp](n) || slices.Contains(p.linear[:i], n) || i > 0 && opbase.Children(n)[0] != p.x {
+		if isOp[*op.BiasOp](n) {
+			p.bias[i] = n
+			biased := n
+			n = graph.Children(n)[0]
+			if !c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == biased }) {
+				return nil
+			}
+		}
+		if !isOp[*op.LinearOp](n) || (p.bias[i] == nil) != (p.bias[0] == nil) || slices.Contains(p.linear[:i], n) || i > 0 && graph.Children(n)[0] != p.x {
 			return nil
 		}
-		p.x, p.linear[i] = opbase.Children(n)[0], n
+		p.x, p.linear[i] = graph.Children(n)[0], n
 	}
 	if !sameRotation(p.turned[0], p.turned[1]) {
 		return nil
@@ -96,8 +109,10 @@ func (p *projections) width() (n int) {
 // fuseProjections lowers the linear function n with the others of its attention.
 func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	at := n
-	for range 2 { // past RoPE, to the attention
-		i := slices.IndexFunc(c.users[at], func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.RoPEOp](u) })
+	for range 3 { // past a bias and RoPE, to the attention
+		i := slices.IndexFunc(c.users[at], func(u *gorgonia.Node) bool {
+			return isOp[*op.AttentionOp](u) || isOp[*op.RoPEOp](u) || isOp[*op.BiasOp](u)
+		})
 		if i < 0 {
 			return false, nil
 		}
@@ -112,22 +127,35 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	if p == nil || !slices.Contains(p.linear[:], n) {
 		return false, nil
 	}
-	var weights []*program.Array
-	for _, l := range p.linear {
-		w := c.there(opbase.Children(l)[1])
+	var weights, biases []*program.Array
+	for i, l := range p.linear {
+		w := c.there(graph.Children(l)[1])
 		if w == nil {
 			return false, nil
 		}
 		weights = append(weights, w)
+		if p.bias[i] == nil {
+			continue
+		}
+		b := c.there(graph.Children(p.bias[i])[1])
+		if b == nil {
+			return false, nil
+		}
+		biases = append(biases, b.View(0, b.Len(), 1))
 	}
 	x := c.act(n, c.Values[p.x])
 	wide := c.NewArray(x.Type, x.Shape[0], p.width())
 	parts, both := p.place(wide)
-	if err := c.project(n, p.turned[0], wide, both, x, c.stack(n, weights...)); err != nil {
+	if len(biases) > 0 {
+		c.projectBiased(n, p.turned[0], wide, both, x, c.stack(n, weights...), c.stack(n, biases...))
+	} else if err := c.project(n, p.turned[0], wide, both, x, c.stack(n, weights...)); err != nil {
 		return false, err
 	}
 	for i, l := range p.linear {
 		c.Values[l] = parts[i]
+		if p.bias[i] != nil {
+			c.Values[p.bias[i]] = parts[i]
+		}
 	}
 	if p.turned[0] != nil {
 		c.Values[p.turned[0]], c.Values[p.turned[1]] = parts[0], parts[1]
@@ -161,11 +189,21 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *pro
 	return err
 }
 
+// projectBiased is project for wide = x·weightsᵀ + biases, in calls of their own.
+func (c *compiler) projectBiased(n, turned *gorgonia.Node, wide, both, x, weights, biases *program.Array) {
+	y := c.like(wide)
+	c.linearProduct(n, y, x, weights, nil)
+	c.map2(n, elementwise.Add, wide, repeated{Array: y}, repeated{biases, spread{repeat: 1, period: biases.Len()}})
+	if turned != nil {
+		c.Add(c.rotate(turned, both, both))
+	}
+}
+
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.
 type projectionsGrad struct {
-	parts, linear [3]*gorgonia.Node
-	turned        [2]*gorgonia.Node
-	dx            []*gorgonia.Node // the three that add up to the gradient of x, and their sums: that of all three comes last
+	parts, linear, bias [3]*gorgonia.Node
+	turned              [2]*gorgonia.Node
+	dx                  []*gorgonia.Node // the three that add up to the gradient of x, and their sums: that of all three comes last
 }
 
 // grad returns those nodes for the gradient n of the attention, nil if anything else uses what
@@ -175,23 +213,28 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 	offset := 0
 	for i, l := range p.linear {
 		d := c.partOf(n, offset)
-		offset += program.Size(l.Shape())
-		if d == nil || c.sole(d) == nil {
+		offset += opbase.Size(l.Shape())
+		if d == nil {
 			return nil
 		}
 		g.parts[i] = d
 		if i < 2 && p.turned[i] != nil {
-			d = c.sole(d)
+			if d = c.sole(d); d == nil {
+				return nil
+			}
 			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse || rotationOf(o) != rotationOf(p.turned[i].Op().(*op.RoPEOp)) {
 				return nil
 			}
 			g.turned[i] = d
 		}
 		back := c.sole(d)
+		if p.bias[i] != nil {
+			back, g.bias[i] = c.both(d)
+		}
 		if back == nil || !isOp[*op.LinearGradOp](back) {
 			return nil
 		}
-		in, want := opbase.Children(back), opbase.Children(l)
+		in, want := graph.Children(back), graph.Children(l)
 		if in[0] != p.x || in[1] != want[1] || in[2] != d {
 			return nil
 		}
@@ -217,6 +260,26 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 	return g
 }
 
+// both returns the gradients of a linear layer and of the bias behind it, which alone use d, nil if
+// there are others or none.
+func (c *compiler) both(d *gorgonia.Node) (linear, bias *gorgonia.Node) {
+	if !c.onlyUsedBy(d, func(u *gorgonia.Node) bool { return isOp[*op.LinearGradOp](u) || isOp[*op.BiasGradOp](u) }) ||
+		len(c.users[d]) != 2 {
+		return nil, nil
+	}
+	for _, u := range c.users[d] {
+		if isOp[*op.BiasGradOp](u) {
+			bias = u
+		} else {
+			linear = u
+		}
+	}
+	if bias == nil {
+		return nil, nil
+	}
+	return linear, bias
+}
+
 // fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its
 // inputs are.
 func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
@@ -230,7 +293,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	}
 	var weights []*program.Array
 	for _, l := range p.linear {
-		weights = append(weights, c.Values[opbase.Children(l)[1]])
+		weights = append(weights, c.Values[graph.Children(l)[1]])
 	}
 	back := g.linear[0]
 	x, w := c.act(back, c.Values[p.x]), c.stack(back, weights...)
@@ -246,12 +309,20 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	for i, d := range g.parts {
 		c.Values[d] = parts[i]
 	}
+	if g.bias[0] != nil {
+		sums, at := c.reduceMiddle(g.bias[0], reducekernel.Sum, wide, 1, wide.Shape[0], wide.Shape[1]), 0
+		for _, b := range g.bias {
+			part := c.aligned(b, sums.View(at, b.Shape()...))
+			at += part.Len()
+			c.Values[b] = part
+		}
+	}
 	var dws []*gorgonia.Node
 	for _, l := range g.linear {
 		dws = append(dws, c.partOf(l, x.Len()))
 	}
 	dx, dw := c.like(x), c.weightGradient(w.Shape, dws...)
-	c.linearProductGrad(back, dx, wide, w)
+	c.linearProductGrad(back, dx, wide, w, nil)
 	c.matmul(back, product{d: dw, a: wide, b: x, transA: true})
 	at := 0
 	for i, l := range g.linear {

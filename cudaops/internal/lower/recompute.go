@@ -5,6 +5,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -30,7 +31,7 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 		part := c.partOf(n, offset)
 		asked[g] = asked[g] || !c.updating[part] || len(c.users[part]) > 0
 		c.updating[g] = !asked[g]
-		offset += program.Size(g.Shape())
+		offset += opbase.Size(g.Shape())
 	}
 	grads, err := c.inline(n, inputs, in[:len(inputs)], o.Grads)
 	if err != nil {
@@ -43,9 +44,10 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 // values. The graph's nodes lose their values: an op that two nodes of the outer graph share is
 // lowered for each.
 func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*program.Array, results gorgonia.Nodes) ([]*program.Array, error) {
-	outside := opbase.Children(around)
+	outside := graph.Children(around)
 	for i, n := range inputs {
-		c.Values[n], c.layers[n] = values[i], c.layers[outside[i]]
+		c.Values[n] = values[i]
+		c.layers.Join(n, outside[i])
 	}
 	for _, n := range results { // none may be left to those that use it
 		c.kept[n] = true

@@ -11,7 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
 // Loss scaling. Gradients of activations are often smaller than what float16 holds, so the loss is
@@ -31,12 +31,12 @@ func (c *compiler) operand(n *gorgonia.Node, input int) *program.Array {
 	if s := c.Scaling; s != nil && s.Edges[program.Edge{Node: n, Input: input}] {
 		return c.Scale.View(0)
 	}
-	return c.Values[opbase.Children(n)[input]]
+	return c.Values[graph.Children(n)[input]]
 }
 
 // operands is the values of a node's inputs.
 func (c *compiler) operands(n *gorgonia.Node) []*program.Array {
-	in := make([]*program.Array, len(opbase.Children(n)))
+	in := make([]*program.Array, len(graph.Children(n)))
 	for i := range in {
 		in[i] = c.operand(n, i)
 	}
@@ -49,23 +49,23 @@ func gradientOf(g *gorgonia.ExprGraph, params gorgonia.Nodes) (*program.Scaling,
 	if !slices.ContainsFunc(params, func(p *gorgonia.Node) bool { return p.Deriv() != nil }) {
 		return nil, nil
 	}
-	sorted, err := gorgonia.Sort(g)
+	sorted, err := graph.OrderOfAll(g)
 	if err != nil {
-		return nil, fmt.Errorf("sorting the graph: %w", err)
+		return nil, err
 	}
 	root, forward := lossGradient(sorted)
 	if root == nil {
 		return nil, errors.New("the graph has no loss whose gradient Float16 could scale: derive the parameters with gorgonia.Grad")
 	}
 	s := scaling{&program.Scaling{Edges: map[program.Edge]bool{}, Carried: map[*gorgonia.Node]bool{}}}
-	for _, n := range slices.Backward(sorted) {
+	for _, n := range sorted {
 		if err := s.follow(n, root, forward[n]); err != nil {
-			return nil, fmt.Errorf("%s: %w", Describe(n), err)
+			return nil, fmt.Errorf("%s: %w", graph.Describe(n), err)
 		}
 	}
 	for _, p := range params {
 		if d := p.Deriv(); d != nil && !s.Carried[d] {
-			return nil, fmt.Errorf("Float16 scales the gradient of the loss, and that of %s does not depend on it", Describe(p))
+			return nil, fmt.Errorf("Float16 scales the gradient of the loss, and that of %s does not depend on it", graph.Describe(p))
 		}
 	}
 	return s.Scaling, nil
@@ -78,12 +78,12 @@ type scaling struct{ *program.Scaling }
 // on, where that constant is but a number.
 func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorgonia.Node]bool) {
 	forward = map[*gorgonia.Node]bool{}
-	for _, n := range sorted { // from results to inputs
-		if d := n.Deriv(); d != nil && opbase.IsConstant(d) && isOne(d.Value()) {
+	for _, n := range slices.Backward(sorted) {
+		if d := n.Deriv(); d != nil && graph.IsConstant(d) && isOne(d.Value()) {
 			root, forward[n] = d, true
 		}
 		if forward[n] {
-			for _, child := range opbase.Children(n) {
+			for _, child := range graph.Children(n) {
 				forward[child] = true
 			}
 		}
@@ -93,15 +93,15 @@ func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorg
 
 // followWithin is follow for the nodes of a graph inside a node.
 func (s scaling) followWithin(o *autodiff.RecomputeGradOp) error {
-	sorted, err := gorgonia.Sort(o.OutputGrad.Graph())
+	sorted, err := graph.OrderOfAll(o.OutputGrad.Graph())
 	if err != nil {
 		return err
 	}
 	s.Carried[o.OutputGrad] = true
-	for _, n := range slices.Backward(sorted) {
+	for _, n := range sorted {
 		if n != o.OutputGrad {
 			if err := s.follow(n, nil, false); err != nil {
-				return fmt.Errorf("%s: %w", Describe(n), err)
+				return fmt.Errorf("%s: %w", graph.Describe(n), err)
 			}
 		}
 	}
@@ -110,15 +110,15 @@ func (s scaling) followWithin(o *autodiff.RecomputeGradOp) error {
 
 // follow decides whether a node carries the scale, from whether its inputs do. Gorgonia may share
 // the constant 1 between the gradient of the loss and a number in a derivative, such as that in 1 −
-// y²: of the readings that make sense the one with more gradients counts, and one that was wrong
-// leads to a product of gradients or a sum that makes none.
+// y². Of the readings that make sense, the one with more gradients counts. A wrong reading leads to
+// a product of gradients, or to a sum that makes no sense.
 func (s scaling) follow(n, root *gorgonia.Node, forward bool) error {
 	if o, ok := n.Op().(*autodiff.RecomputeGradOp); ok {
 		if err := s.followWithin(o); err != nil {
 			return err
 		}
 	}
-	children := opbase.Children(n)
+	children := graph.Children(n)
 	carries := make([]bool, len(children))
 	var open []int
 	for i, child := range children {
@@ -209,7 +209,7 @@ func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
 	own, known := ownOps[reflect.TypeOf(n.Op())]
 	scaled := own.scaled
 	if !known {
-		scaled = stockOps[fmt.Sprintf("%T", n.Op())].scaled
+		scaled = stockOps[graph.OpType(n)].scaled
 	}
 	switch {
 	case scaled != nil:

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -55,7 +56,7 @@ func init() {
 
 // stock returns the lowering of one of Gorgonia's own ops, nil if there is none.
 func stock(n *gorgonia.Node) lowering {
-	find := stockOps[fmt.Sprintf("%T", n.Op())].find
+	find := stockOps[graph.OpType(n)].find
 	if find == nil {
 		return nil
 	}
@@ -70,7 +71,7 @@ func (c *compiler) hasKernel(n *gorgonia.Node) bool {
 
 // floats reports whether a node and its inputs hold floats.
 func floats(n *gorgonia.Node) bool {
-	return !slices.ContainsFunc(append(opbase.Children(n), n), func(n *gorgonia.Node) bool { return n.Dtype() != tensor.Float32 })
+	return !slices.ContainsFunc(append(graph.Children(n), n), func(n *gorgonia.Node) bool { return n.Dtype() != tensor.Float32 })
 }
 
 // integers returns the numbers that stand in s, which has no negative ones.
@@ -86,7 +87,7 @@ func integers(s string) []int {
 
 // around cuts a shape at an axis: the sizes of what is before it, of itself, and of what is behind.
 func around(s tensor.Shape, axis int) (outer, n, inner int) {
-	return program.Size(s[:axis]), s[axis], program.Size(s[axis+1:])
+	return opbase.Size(s[:axis]), s[axis], opbase.Size(s[axis+1:])
 }
 
 // fed returns an input of the graph as activations, and anything else as it is.

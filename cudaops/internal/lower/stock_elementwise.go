@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	elementwisekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -47,10 +48,10 @@ func stockUnary(n *gorgonia.Node) lowering {
 
 // readsSpread reports whether a node is an elementwise op that reads what its operands repeat.
 func (c *compiler) readsSpread(n *gorgonia.Node) bool {
-	switch fmt.Sprintf("%T", n.Op()) {
+	switch graph.OpType(n) {
 	case "gorgonia.elemBinOp", "gorgonia.minBetween", "gorgonia.maxBetween":
 		isNumber := func(n *gorgonia.Node) bool { _, ok := number(n); return ok }
-		return c.hasKernel(n) && !slices.ContainsFunc(opbase.Children(n), isNumber)
+		return c.hasKernel(n) && !slices.ContainsFunc(graph.Children(n), isNumber)
 	}
 	return false
 }
@@ -90,7 +91,7 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwisekernel.BinaryOp, y *progr
 // differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not
 // widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *program.Array) (*program.Array, error) {
-	nodes := opbase.Children(n)
+	nodes := graph.Children(n)
 	if p, ok := c.number(n, 0); ok {
 		if u, ok := withLeft[f]; ok {
 			return c.unary(n, u, b, p), nil
@@ -164,7 +165,7 @@ func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
 	if c.Scaling != nil && c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
 		return 0, false
 	}
-	return number(opbase.Children(n)[input])
+	return number(graph.Children(n)[input])
 }
 
 // number is the value of a node that is a number known beforehand: a constant, or the size of a
@@ -173,7 +174,7 @@ func number(n *gorgonia.Node) (float64, bool) {
 	if !n.IsScalar() || n.Dtype() != tensor.Float32 {
 		return 0, false
 	}
-	if opbase.IsConstant(n) {
+	if graph.IsConstant(n) {
 		if flat, err := opbase.Flat(n.Value()); err == nil {
 			if x, ok := flat.([]float32); ok && len(x) == 1 {
 				return float64(x[0]), true

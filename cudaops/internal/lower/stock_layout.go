@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -32,7 +33,7 @@ func (c *compiler) move(n *gorgonia.Node, y, x *program.Array, dims ...dimension
 
 // stockReshape lowers Reshape: the same elements in another shape, without a copy.
 func stockReshape(n *gorgonia.Node) lowering {
-	if program.Size(opbase.Children(n)[0].Shape()) != program.Size(n.Shape()) {
+	if opbase.Size(graph.Children(n)[0].Shape()) != opbase.Size(n.Shape()) {
 		return nil
 	}
 	return func(_ *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
@@ -41,7 +42,7 @@ func stockReshape(n *gorgonia.Node) lowering {
 }
 
 func stockTranspose(n *gorgonia.Node) lowering {
-	axes, x := integers(fmt.Sprint(n.Op())), opbase.Children(n)[0].Shape()
+	axes, x := integers(fmt.Sprint(n.Op())), graph.Children(n)[0].Shape()
 	if len(axes) > maxDimensions || len(axes) != len(x) || len(axes) != len(n.Shape()) {
 		return nil
 	}
@@ -67,7 +68,7 @@ func stockTranspose(n *gorgonia.Node) lowering {
 
 // isMatrixTranspose reports whether n is the transpose of a matrix.
 func isMatrixTranspose(n *gorgonia.Node) bool {
-	return fmt.Sprintf("%T", n.Op()) == "gorgonia.transposeOp" && fmt.Sprint(n.Op()) == "Aᵀ{1, 0}"
+	return graph.OpType(n) == "gorgonia.transposeOp" && fmt.Sprint(n.Op()) == "Aᵀ{1, 0}"
 }
 
 // onlyUsedBy reports whether a node has users, all of which are of a kind, and no other use.
@@ -85,7 +86,7 @@ func stockSlice(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
 	inside, _, ok := strings.Cut(strings.TrimPrefix(name, "T["), "...]")
 	gradient := strings.HasSuffix(name, "+=...")
-	nodes := opbase.Children(n)
+	nodes := graph.Children(n)
 	x := nodes[0].Shape()
 	p := part{axis: strings.Count(inside, ", "), step: 1}
 	if !ok || p.axis >= len(x) {
@@ -103,7 +104,7 @@ func stockSlice(n *gorgonia.Node) lowering {
 	} else if len(limits) != 0 {
 		return nil
 	}
-	if p.first+(p.count-1)*p.step >= along || outer*p.count*inner != program.Size(y) || gradient && !slices.Equal(n.Shape(), x) {
+	if p.first+(p.count-1)*p.step >= along || outer*p.count*inner != opbase.Size(y) || gradient && !slices.Equal(n.Shape(), x) {
 		return nil
 	}
 	dims := []dimension{{outer, p.count * inner, along * inner}, {p.count, inner, p.step * inner}, {inner, 1, 1}}
@@ -139,7 +140,7 @@ func stockConcat(n *gorgonia.Node) lowering {
 		return nil
 	}
 	axis, total := axes[0], 0
-	for _, child := range opbase.Children(n) {
+	for _, child := range graph.Children(n) {
 		s := child.Shape().Clone()
 		if len(s) != n.Dims() {
 			return nil
@@ -174,7 +175,7 @@ func stockConcat(n *gorgonia.Node) lowering {
 
 // stockAt lowers At: one element.
 func stockAt(n *gorgonia.Node) lowering {
-	at, x := integers(fmt.Sprint(n.Op())), opbase.Children(n)[0].Shape()
+	at, x := integers(fmt.Sprint(n.Op())), graph.Children(n)[0].Shape()
 	if len(at) != len(x) {
 		return nil
 	}
@@ -199,11 +200,11 @@ type repetition struct{ outer, along, times, inner int }
 // the shapes say it too. A vector may be repeated along an axis that it lacks, and counts as a
 // column then.
 func repetitionOf(n *gorgonia.Node) (r repetition, ok bool) {
-	if fmt.Sprintf("%T", n.Op()) != "*gorgonia.repeatOp" {
+	if graph.OpType(n) != "*gorgonia.repeatOp" {
 		return r, false
 	}
 	axes, y := integers(fmt.Sprint(n.Op())), n.Shape()
-	x := opbase.Children(n)[0].Shape()
+	x := graph.Children(n)[0].Shape()
 	for len(x) < len(y) {
 		x = append(x, 1)
 	}
@@ -251,7 +252,7 @@ func stockSize(n *gorgonia.Node) lowering {
 
 // sizeOf is the size of a dimension, if that is what a node is.
 func sizeOf(n *gorgonia.Node) (int, bool) {
-	if fmt.Sprintf("%T", n.Op()) != "gorgonia.sizeOp" {
+	if graph.OpType(n) != "gorgonia.sizeOp" {
 		return 0, false
 	}
 	name := fmt.Sprint(n.Op())
@@ -262,7 +263,7 @@ func sizeOf(n *gorgonia.Node) (int, bool) {
 	if strings.Contains(name, "=") {
 		return v[0], true
 	}
-	x := opbase.Children(n)[0].Shape()
+	x := graph.Children(n)[0].Shape()
 	switch {
 	case len(x) == 0:
 		return 1, true
@@ -276,7 +277,7 @@ func sizeOf(n *gorgonia.Node) (int, bool) {
 // inputs are x, the gradient of the result, and the indices. An index that does not exist gives NaN
 // if it was computed; of those that are sent, the machine lets none pass.
 func stockByIndices(n *gorgonia.Node) lowering {
-	nodes, name := opbase.Children(n), fmt.Sprint(n.Op())
+	nodes, name := graph.Children(n), fmt.Sprint(n.Op())
 	axes, x := integers(name), nodes[0].Shape()
 	gradient := strings.HasPrefix(name, "ByIndicesOpDiff")
 	indices, picked := nodes[len(nodes)-1], n.Shape().Clone()
@@ -284,7 +285,7 @@ func stockByIndices(n *gorgonia.Node) lowering {
 		picked = nodes[1].Shape().Clone()
 	}
 	if len(axes) != 1 || axes[0] >= len(x) || len(picked) != len(x) || nodes[0].Dtype() != tensor.Float32 ||
-		indices.Dtype() != tensor.Int || picked[axes[0]] != program.Size(indices.Shape()) {
+		indices.Dtype() != tensor.Int || picked[axes[0]] != opbase.Size(indices.Shape()) {
 		return nil
 	}
 	axis := axes[0]

@@ -10,6 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -57,7 +58,7 @@ func (c *compiler) isMatMul(n *gorgonia.Node) bool {
 // fits reports whether the nodes have the shapes of a product of this kind. Gorgonia takes some
 // vectors for matrices and some shapes that do not fit.
 func (p linalg) fits(n *gorgonia.Node) bool {
-	a, b, y := opbase.Children(n)[0].Shape(), opbase.Children(n)[1].Shape(), n.Shape()
+	a, b, y := graph.Children(n)[0].Shape(), graph.Children(n)[1].Shape(), n.Shape()
 	if p.dims == [3]int{} {
 		batch := len(a) - 2
 		if batch < 1 || len(b) != len(a) || len(y) != len(a) || !slices.Equal(a[:batch], b[:batch]) || !slices.Equal(a[:batch], y[:batch]) {
@@ -90,7 +91,7 @@ func flip(s tensor.Shape, transposed bool) (rows, columns int) {
 // factor is an operand of a product. That of a transposed node is the matrix from which the node
 // was made.
 func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, transposed bool) (*program.Array, bool) {
-	if child := opbase.Children(n)[i]; isMatrixTranspose(child) {
+	if child := graph.Children(n)[i]; isMatrixTranspose(child) {
 		in, transposed = c.operand(child, 0), !transposed
 	}
 	return c.act(n, in), transposed
@@ -140,6 +141,6 @@ func lowerBatched(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) 
 	last := len(y.Shape) - 2
 	one := func(x *program.Array) *program.Array { return x.View(0, x.Shape[last:]...) }
 	c.matmul(n, product{d: one(y), a: one(a), b: one(b), transA: p.transA, transB: p.transB}.
-		repeated(program.Size(y.Shape[:last])))
+		repeated(opbase.Size(y.Shape[:last])))
 	return y, nil
 }

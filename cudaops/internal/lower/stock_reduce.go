@@ -13,6 +13,7 @@ import (
 	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	softmaxkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -23,7 +24,7 @@ func stockReduction(n *gorgonia.Node) lowering {
 	if strings.HasPrefix(name, "Max") {
 		r = reducekernel.Max
 	}
-	x, axes := opbase.Children(n)[0].Shape(), integers(name)
+	x, axes := graph.Children(n)[0].Shape(), integers(name)
 	slices.Sort(axes)
 	axes = slices.Compact(axes)
 	var left tensor.Shape
@@ -50,7 +51,7 @@ func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program
 			lo--
 		}
 		first, last := axes[lo], axes[hi-1]
-		x = c.reduceMiddle(n, r, x, program.Size(shape[:first]), program.Size(shape[first:last+1]), program.Size(shape[last+1:]))
+		x = c.reduceMiddle(n, r, x, opbase.Size(shape[:first]), opbase.Size(shape[first:last+1]), opbase.Size(shape[last+1:]))
 		shape, hi = slices.Delete(shape, first, last+1), lo
 	}
 	return x
@@ -76,7 +77,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	var log bool
 	name := fmt.Sprint(n.Op())
 	_, config, _ := strings.Cut(name, "{")
-	x := opbase.Children(n)[0].Shape()
+	x := graph.Children(n)[0].Shape()
 	if _, err := fmt.Sscanf(config, "%d, %t}", &axis, &log); err != nil || !floats(n) || len(x) == 0 || axis >= len(x) ||
 		!slices.Equal(x, n.Shape()) {
 		return nil

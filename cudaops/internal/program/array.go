@@ -4,6 +4,7 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // Array is the value of a node, or a part of one: elements in row-major order.
@@ -19,7 +20,7 @@ type Array struct {
 }
 
 // Len is the number of elements.
-func (a *Array) Len() int { return Size(a.Shape) }
+func (a *Array) Len() int { return opbase.Size(a.Shape) }
 
 // Extent is the bytes of the elements.
 func (a *Array) Extent() int { return a.Len() * a.Type.Size() }
@@ -60,13 +61,4 @@ func (a *Array) View(element int, shape ...int) *Array {
 func (a *Array) Columns(from, n int) *Array {
 	return &Array{Buffer: a.Buffer, At: a.At + from*a.Type.Size(), Type: a.Type,
 		Shape: []int{a.Shape[0], n}, Stride: a.Shape[1]}
-}
-
-// Size is the number of elements of a shape.
-func Size(shape []int) int {
-	n := 1
-	for _, d := range shape {
-		n *= d
-	}
-	return n
 }

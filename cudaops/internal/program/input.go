@@ -5,7 +5,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -124,5 +124,5 @@ type Edge struct {
 
 // Carries reports whether an input of a node carries the scale. No scaling is nil.
 func (s *Scaling) Carries(n *gorgonia.Node, input int) bool {
-	return s != nil && (s.Edges[Edge{n, input}] || s.Carried[opbase.Children(n)[input]])
+	return s != nil && (s.Edges[Edge{n, input}] || s.Carried[graph.Children(n)[input]])
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -46,10 +47,7 @@ func (l *KasminaLayer) Shape() kasmina.Layer {
 	return kasmina.Layer{
 		State: kasmina.State{Seeds: l.Seeds, Slots: l.Slots()}, Rows: l.Rows, Chunk: l.Chunk,
 		Eps: l.Op.Config.Epsilon, Type: l.Type,
-		Stability: map[op.Stability]kasmina.Stability{
-			op.Adaptive: kasmina.Adaptive, op.Fast: kasmina.Fast,
-			op.Strict: kasmina.Strict,
-		}[l.Op.Config.Stability],
+		Stability: seed.Stability(l.Op.Config.Stability),
 	}
 }
 

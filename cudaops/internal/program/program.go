@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
@@ -54,12 +55,12 @@ func (p *Program) NewBuffer(bytes int, resident bool) *Buffer {
 
 // NewArray returns an array in the arena, for the calls that are given it.
 func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
-	return &Array{Buffer: p.NewBuffer(Size(shape)*t.Size(), false), Type: t, Shape: slices.Clone(shape)}
+	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), false), Type: t, Shape: slices.Clone(shape)}
 }
 
 // NewResident returns an array that lives as long as the machine.
 func (p *Program) NewResident(t gpu.DType, shape ...int) *Array {
-	return &Array{Buffer: p.NewBuffer(Size(shape)*t.Size(), true), Type: t, Shape: slices.Clone(shape)}
+	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), true), Type: t, Shape: slices.Clone(shape)}
 }
 
 // NewConstant returns a resident array that holds data.

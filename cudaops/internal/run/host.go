@@ -6,8 +6,10 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -29,9 +31,34 @@ func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype) (gorgonia.Value, error
 	return value.Decode(raw, a.Type, dt, a.Shape)
 }
 
+// FetchFloats copies the numbers of an array to dst, which has room for all, without a copy between
+// where they are stored as float32.
+func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
+	raw := gpu.Bytes(dst)
+	if a.Type != gpu.Float32 || a.Extent() != len(raw) {
+		v, err := r.Fetch(a, tensor.Float32)
+		if err != nil {
+			return err
+		}
+		from, err := opbase.Flat(v)
+		if err == nil {
+			copy(dst, from.([]float32))
+		}
+		return err
+	}
+	if err := r.Ctx.CopyToHost(raw, a.Ptr(), r.Stream); err != nil {
+		return err
+	}
+	if err := r.Ctx.SyncStream(r.Stream); err != nil {
+		return err
+	}
+	r.State.On(Wait)
+	return nil
+}
+
 // HostOperand is what the host is given of input i of a node, which is a: without the loss scale.
 func (r *Runner) HostOperand(n *gorgonia.Node, i int, a *program.Array) (gorgonia.Value, error) {
-	v, err := r.Fetch(a, opbase.Children(n)[i].Dtype())
+	v, err := r.Fetch(a, graph.Children(n)[i].Dtype())
 	if err == nil && r.Program.Scaling.Carries(n, i) {
 		v, err = Divided(v, r.Scale.Carried)
 	}
@@ -86,8 +113,5 @@ func Divided(v gorgonia.Value, by float32) (gorgonia.Value, error) {
 	for i, e := range x {
 		y[i] = e / by
 	}
-	if len(v.Shape()) == 0 {
-		return gorgonia.NewF32(y[0]), nil
-	}
-	return tensor.New(tensor.WithShape(v.Shape().Clone()...), tensor.WithBacking(y)), nil
+	return opbase.ValueOf(y, v.Shape().Clone()), nil
 }

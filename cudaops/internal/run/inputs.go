@@ -9,9 +9,9 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
+	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
 // Inputs sends the values of a program's inputs to the device, and keeps what is made of them there
@@ -130,11 +130,11 @@ func (s *Inputs) SendSome(inputs []*program.Input) error {
 func (s *Inputs) stage(in *program.Input) error {
 	v := in.Node.Value()
 	if v == nil {
-		return fmt.Errorf("%s has no value: bind one with gorgonia.Let", lower.Describe(in.Node))
+		return fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
 	}
 	staging := s.host[in].staging
 	if err := value.Encode(staging, in.Array.Type, v, in.Array.Len()); err != nil {
-		return fmt.Errorf("%s: %w", lower.Describe(in.Node), err)
+		return fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
 	}
 	for _, r := range in.IDs {
 		if err := r.Check(gpu.View[int64](staging)[:in.Array.Len()]); err != nil {

@@ -19,6 +19,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/regular"
@@ -80,7 +81,6 @@ type Store struct {
 
 	mu      sync.Mutex
 	choices Choices
-	timed   int
 }
 
 var (
@@ -176,6 +176,13 @@ func read(path string) (Choices, error) {
 	return f.Choices, nil
 }
 
+// Choice is what is stored for a key: the fastest way, and what it took with cold and warm caches.
+type Choice struct {
+	Way  string        `json:"way"`
+	Cold time.Duration `json:"cold_ns"`
+	Warm time.Duration `json:"warm_ns"`
+}
+
 // Get reads the choice stored for a key into choice and reports whether there is one. One that is
 // not of choice's type is as good as none, and warn is told so.
 func (s *Store) Get(key string, choice any, warn func(string)) bool {
@@ -261,18 +268,4 @@ func (s *Store) write() error {
 		_, err := f.Write(b)
 		return err
 	})
-}
-
-// Timed counts n timings, and Timings is how many there were in this process.
-func (s *Store) Timed(n int) {
-	s.mu.Lock()
-	s.timed += n
-	s.mu.Unlock()
-}
-
-// Timings returns the number of timings that were counted.
-func (s *Store) Timings() int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.timed
 }

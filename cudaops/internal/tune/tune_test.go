@@ -58,11 +58,6 @@ func TestStore(t *testing.T) {
 	if err != nil || len(left) != 1 {
 		t.Errorf("left over: %v, %v", left, err)
 	}
-	third.Timed(3)
-	third.Timed(4)
-	if n := third.Timings(); n != 7 {
-		t.Errorf("%d timings counted, want 7", n)
-	}
 }
 
 // TestDamaged wants a warning, an empty store, and a good one after the next choice.
@@ -126,7 +121,6 @@ func TestConcurrent(t *testing.T) {
 			if err := s.Put(map[string]any{fmt.Sprint(i): i}); err != nil {
 				t.Error(err)
 			}
-			s.Timed(1)
 		})
 	}
 	all.Wait()

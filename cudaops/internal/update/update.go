@@ -5,10 +5,12 @@ package update
 
 import (
 	"bytes"
+	"errors"
 	"slices"
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
@@ -72,20 +74,35 @@ type Optimizer struct {
 	done       gpu.Event                  // the control block is back
 	recorded   map[gpu.Ptr]*run.Recording // by the loss that the update looks at; 0 for none
 	renew      []*program.Call            // copies of parameters that the update does not write
+	share      *share                     // of several ranks; nil for the only one
+	uncaptured bool                       // collectives are enqueued as they are
 }
 
-// New puts an optimiser, with what it remembers so far, on the device.
-func New(m Machine, rules Rules, params []*Param, maxNorm float64) (*Optimizer, error) {
+// Ranks are those that make an update together.
+type Ranks struct {
+	Group      comm.Group
+	Uncaptured bool // the group's work cannot be captured
+}
+
+// New puts an optimiser, with what it remembers so far, on the device. Where ranks are not nil it
+// updates this rank's part.
+func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer, error) {
 	x := &Optimizer{Rules: rules, Params: params, m: m, memory: run.Memory{Ctx: m.Ctx},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
 		recorded: map[gpu.Ptr]*run.Recording{}}
-	if err := x.prepare(); err != nil {
+	if err := x.prepare(ranks); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
 	return x, nil
 }
 
-func (x *Optimizer) prepare() (err error) {
+func (x *Optimizer) prepare(ranks *Ranks) (err error) {
+	if ranks != nil {
+		x.uncaptured = ranks.Uncaptured
+		if err := x.divide(ranks.Group); err != nil {
+			return err
+		}
+	}
 	if err := x.loadState(); err != nil {
 		return err
 	}
@@ -159,11 +176,8 @@ func (x *Optimizer) tables() []*optimizer.Table {
 
 // sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
 func (x *Optimizer) sums() int {
-	n := 1
-	for _, t := range x.tables() {
-		n += t.Chunks
-	}
-	return n
+	_, _, all := x.squaresAt()
+	return all + 1
 }
 
 // newArray is an array in memory of its own.
@@ -182,19 +196,24 @@ func (x *Optimizer) loadState() error {
 	for _, t := range x.State() {
 		known[t.Name] = t
 	}
-	for _, p := range x.Params {
+	for i, p := range x.Params {
 		name := p.Input.Node.Name()
+		from, to := x.Part(i)
 		if t, ok := known[name+".step"]; ok {
 			p.Step = t.Data.([]int64)[0]
 		}
 		for _, moment := range p.Names() {
-			a, err := x.newArray(gpu.Float32, "the optimiser's state", p.Input.Array.Shape...)
+			shape := p.Input.Array.Shape
+			if x.share != nil {
+				shape = []int{to - from}
+			}
+			a, err := x.newArray(gpu.Float32, "the optimiser's state", shape...)
 			if err != nil {
 				return err
 			}
 			p.Moments = append(p.Moments, a)
-			if t, ok := known[name+"."+moment]; ok {
-				err = ctx.CopyToDevice(a.Ptr(), gpu.Bytes(t.Data.([]float32)), s)
+			if t, ok := known[name+"."+moment]; ok && from < to {
+				err = ctx.CopyToDevice(a.Ptr(), gpu.Bytes(t.Data.([]float32)[from:to]), s)
 			} else {
 				err = ctx.Memset8(a.Ptr(), 0, a.Buffer.Bytes, s)
 			}
@@ -210,21 +229,17 @@ func (x *Optimizer) loadState() error {
 func (x *Optimizer) buildTables() error {
 	var adamw, muon []optimizer.Tensor
 	var matrices []*Param // of muon
-	for _, p := range x.Params {
+	for i, p := range x.Params {
 		r := p.Rule
-		t := optimizer.Tensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(), GradType: p.Grad.Type,
-			First: p.Moments[0].Ptr(), Size: p.Grad.Len(), LRScale: r.LRScale, Decay: r.Decay,
-			Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step}
-		for _, c := range p.Input.Copies {
-			if t.Copy == 0 && c.At%lower.VectorBytes == 0 {
-				t.Copy, t.CopyType = c.Ptr(), c.Type // written along with the parameter
-			} else {
-				x.renew = append(x.renew, c.Renew)
-			}
-		}
+		t, own := x.tensorOf(i)
+		x.copies(p, &t, lower.VectorBytes)
 		if !r.Muon {
 			x.settings.Eps = r.Eps
-			t.Second = p.Moments[1].Ptr()
+		}
+		if !own {
+			continue
+		}
+		if !r.Muon {
 			adamw = append(adamw, t)
 			continue
 		}
@@ -273,7 +288,7 @@ func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, 
 		x.recorded[key] = r
 	}
 	plain := func() error { return x.launch(loss) }
-	if err := around(r.Loaded, func() error { return x.m.Replay(r, plain) }, plain); err != nil {
+	if err := around(r.Loaded && !x.uncaptured, func() error { return x.replay(r, plain) }, plain); err != nil {
 		return err
 	}
 	x.m.State.On(run.Look) // also where launch was captured before
@@ -308,7 +323,7 @@ func (x *Optimizer) launch(loss *program.Array) error {
 	if err := x.m.Zero(x.iterations); err != nil {
 		return err
 	}
-	if err := x.m.Calls(x.calls(loss)); err != nil {
+	if err := x.updateParams(loss); err != nil {
 		return err
 	}
 	if err := x.m.Calls(x.renew); err != nil {
@@ -318,6 +333,23 @@ func (x *Optimizer) launch(loss *program.Array) error {
 		return err
 	}
 	return ClearSums(x.m.Runner)
+}
+
+// updateParams launches the calls that change the parameters: all of them, or with other ranks those
+// of this rank, and what brings the others'.
+func (x *Optimizer) updateParams(loss *program.Array) error {
+	squares, n := x.squareCalls()
+	if x.share == nil {
+		return x.m.Calls(append(squares, x.calls(n, loss)...))
+	}
+	if loss != nil {
+		return errors.New("a step of several ranks looks at no loss: it is an update")
+	}
+	return run.InTurn(
+		func() error { return x.m.Calls(squares) },
+		func() error { return x.share.gatherSquares(x.squares, x.m.Stream) },
+		func() error { return x.m.Calls(x.calls(n, nil)) },
+		x.gatherParams)
 }
 
 // ClearSums sets the gathered gradients of a program to zero.
@@ -337,19 +369,21 @@ func newCall(params any, args ...program.Arg) *program.Call {
 	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
 }
 
-// squareCalls form the sums of the gradients' squares, and tell how many there are.
+// squareCalls form the sums of the gradients' squares, and tell how many there are, at all ranks.
 func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
-	for _, t := range x.tables() {
-		calls = append(calls, newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * n), Table: t}))
-		n += t.Chunks
+	adamw, muon, n := x.squaresAt()
+	if x.adamw != nil {
+		calls = append(calls, newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * adamw), Table: x.adamw}))
+	}
+	if x.muon != nil {
+		calls = append(calls, newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * muon), Table: x.muon}))
 	}
 	return calls, n
 }
 
-// calls are those of an update. Where there is a loss, 0·loss stands among the squares of the
+// calls are those of an update behind n sums of squares. Where there is a loss, 0·loss stands among the squares of the
 // gradients: 0, which leaves their sum as it is, or NaN, at which the update is not made.
-func (x *Optimizer) calls(loss *program.Array) []*program.Call {
-	calls, n := x.squareCalls()
+func (x *Optimizer) calls(n int, loss *program.Array) (calls []*program.Call) {
 	if loss != nil {
 		calls = append(calls, newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: x.squares.Offset(4 * n), N: 1, Type: gpu.Float32},
 			program.Reads("X", loss)))
@@ -378,6 +412,11 @@ func (x *Optimizer) Close() error {
 	}
 	for _, r := range x.recorded {
 		errs = append(errs, r.Drop(x.m.Ctx))
+	}
+	if x.share != nil {
+		for _, r := range x.share.rounds {
+			errs = append(errs, r.Drop(x.m.Ctx))
+		}
 	}
 	return run.Joined(errs...)
 }
@@ -411,7 +450,9 @@ func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) e
 	var groups []group
 	for _, k := range kinds {
 		side, together := min(k.rows, k.columns), 1
-		if k.rows*k.columns%lower.VectorBytes == 0 { // the next begins where vectors may
+		// The next begins where vectors may. Ranks own other matrices on other numbers of GPUs, and a
+		// product of several may be computed in another way than that of one.
+		if k.rows*k.columns%lower.VectorBytes == 0 && x.share == nil {
 			together = max(1, togetherLeast/(side*side))
 		}
 		for some := range slices.Chunk(alike[k], together) {
@@ -455,7 +496,7 @@ func (x *Optimizer) placeIterations(groups []group) error {
 }
 
 // NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so
-// large that its square is.
+// large that its square is: with other ranks, of those that this rank has a part of.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 	if !x.m.State.Looked() {
 		calls, _ := x.squareCalls()
@@ -463,14 +504,22 @@ func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 			return nil, err
 		}
 	}
-	bad, at := map[*gorgonia.Node]bool{}, x.squares
+	bad := map[*gorgonia.Node]bool{}
+	adamw, muon, _ := x.squaresAt()
 	for _, t := range x.tables() {
-		squares := make([]float32, t.Chunks)
-		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), at, x.m.Stream); err != nil {
+		squares, at := make([]float32, t.Chunks), adamw
+		if t == x.muon {
+			at = muon
+		}
+		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares.Offset(4*at), x.m.Stream); err != nil {
 			return nil, err
 		}
-		at = at.Offset(4 * t.Chunks)
-		of := slices.DeleteFunc(slices.Clone(x.Params), func(p *Param) bool { return p.Rule.Muon != (t == x.muon) })
+		var of []*Param
+		for i, p := range x.Params {
+			if from, to := x.Part(i); from < to && p.Rule.Muon == (t == x.muon) {
+				of = append(of, p)
+			}
+		}
 		for chunk, v := range squares {
 			if v-v != 0 {
 				bad[of[t.TensorOf(chunk)].Input.Node] = true

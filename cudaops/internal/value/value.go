@@ -12,7 +12,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
@@ -69,24 +68,18 @@ func EncodeFloats(raw []byte, t gpu.DType, x []float32) {
 
 // Decode returns elements stored as t as a value of type dt.
 func Decode(raw []byte, t gpu.DType, dt tensor.Dtype, shape []int) (gorgonia.Value, error) {
-	n := program.Size(shape)
+	n := opbase.Size(shape)
 	switch {
 	case dt == tensor.Float32 && t != gpu.Int64:
 		x := make([]float32, n)
 		DecodeFloats(x, t, raw)
-		if len(shape) == 0 {
-			return gorgonia.NewF32(x[0]), nil
-		}
-		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), nil
+		return opbase.ValueOf(x, shape), nil
 	case dt == tensor.Int && t == gpu.Int64:
 		x := make([]int, n)
 		for i, v := range gpu.View[int64](raw)[:n] {
 			x[i] = int(v)
 		}
-		if len(shape) == 0 {
-			return gorgonia.NewI(x[0]), nil
-		}
-		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), nil
+		return opbase.ValueOf(x, shape), nil
 	}
 	return nil, fmt.Errorf("cannot make a %v of what is stored as %v", dt, t)
 }

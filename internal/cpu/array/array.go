@@ -19,6 +19,12 @@ func SumSquares[T cpu.Float](x []T) float64 {
 	return vec.Sum(partial)
 }
 
+// BlockSquares sets partial[i] to Σ x² over the i-th block of cpu.VectorGrain elements, the last of
+// which may be shorter. The sum of all, from left to right, is SumSquares.
+func BlockSquares[T cpu.Float](partial []float64, x []T) {
+	cpu.Spread(len(x), cpu.VectorGrain, sumSquares[T]{x, partial})
+}
+
 type sumSquares[T cpu.Float] struct {
 	x       []T
 	partial []float64

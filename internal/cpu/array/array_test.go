@@ -19,6 +19,15 @@ func TestVectorReductions(t *testing.T) {
 		if got := SumSquares(x); math.Abs(got-want) > 1e-10*want {
 			t.Errorf("n=%d: sum of squares %v, want %v", n, got, want)
 		}
+		blocks, sum := make([]float64, cpu.CeilDiv(n, cpu.VectorGrain)), 0.0
+		if BlockSquares(blocks, x); n > 0 {
+			for _, b := range blocks {
+				sum += b
+			}
+		}
+		if got := SumSquares(x); got != sum {
+			t.Errorf("n=%d: blocks add up to %v, want %v", n, sum, got)
+		}
 		if i := FirstNonFinite(x); i != -1 {
 			t.Errorf("n=%d: index %d of finite numbers is called non-finite", n, i)
 		}

@@ -21,6 +21,10 @@ type Shape struct {
 	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most its
 	// own, nil for 0. Along a sequence it never decreases.
 	Starts []int
+	// Window is how many positions a query of a causal attention sees, with its own; 0 means all.
+	Window int
+
+	Stop *cpu.Stop // of Forward
 }
 
 // sequence returns the geometry of sequence b, whose Starts alone differ from those of the others.
@@ -31,13 +35,21 @@ func (s Shape) sequence(b int) Shape {
 	return s
 }
 
+// start returns the first position that the query at position i of a causal attention sees.
+func (s *Shape) start(i int) (from int) {
+	if s.Starts != nil {
+		from = s.Starts[i]
+	}
+	if s.Window > 0 {
+		from = max(from, i-s.Window+1)
+	}
+	return from
+}
+
 // keys returns the range of keys outside which none of the nq queries from position i0 on sees any.
 func (s *Shape) keys(i0, nq int) (from, to int) {
-	switch {
-	case s.Starts != nil:
-		return s.Starts[i0], i0 + nq
-	case s.Causal:
-		return 0, i0 + nq
+	if s.Causal {
+		return s.start(i0), i0 + nq
 	}
 	return 0, s.Seq
 }
@@ -45,14 +57,11 @@ func (s *Shape) keys(i0, nq int) (from, to int) {
 // seen returns which of the nk keys from position j0 on the query at position i sees, counted from
 // j0.
 func (s *Shape) seen(i, j0, nk int) (from, to int) {
-	to = nk
-	if s.Causal {
-		to = max(0, min(nk, i-j0+1))
+	if !s.Causal {
+		return 0, nk
 	}
-	if s.Starts != nil {
-		from = min(to, max(0, s.Starts[i]-j0))
-	}
-	return from, to
+	to = max(0, min(nk, i-j0+1))
+	return min(to, max(0, s.start(i)-j0)), to
 }
 
 // Tiles of queries and keys: the products of the backward pass and their operands stay in a core's
@@ -92,7 +101,7 @@ func getTiles[T cpu.Float]() *tiles[T] {
 // Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the log-sum-exp of every row of
 // scores, lse [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with
 // a running maximum and sum a query. (Milakov and Gimelshein, "Online normalizer calculation for
-// softmax", 2018; Dao et al., "FlashAttention", 2022.)
+// softmax", 2018; Dao et al., "FlashAttention", 2022.) It ends early when s.Stop asks for it.
 func Forward[T cpu.Float](y, lse, q, k, v []T, s Shape) {
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
@@ -134,7 +143,7 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 
 // At computes one row of a causal attention of a single sequence, that of the given position: q and
 // y are [Heads·HeadDim], k and v have the rows of all positions up to it. The row has the bits that
-// [Attention] gives it, as long as the products of matrices have them.
+// [Forward] gives it, as long as the products of matrices have them.
 func At[T cpu.Float](y, q, k, v []T, position int, s Shape) {
 	s.Batch, s.Seq, s.Causal = 1, position+1, true
 	cpu.Spread(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), atArgs[T]{y, q, k, v, position, s})
@@ -200,11 +209,12 @@ func (m *matrix[T]) from(j int) []T {
 // forward computes nq rows of one head, at most a strip, whose first is position i0.
 func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq int, s Shape) {
 	dh := s.HeadDim
-	first, keys := s.keys(i0, nq)
+	_, keys := s.keys(i0, nq)
+	first, _ := s.keys(i0/queryStrip*queryStrip, nq) // of a single row the tiles of its strip
 	for i := range nq {
 		t.m[i], t.l[i] = T(math.Inf(-1)), 0
 	}
-	for j0 := first; j0 < keys; j0 += keyTile {
+	for j0 := first; j0 < keys && !s.Stop.Asked(); j0 += keyTile {
 		nk := min(keyTile, keys-j0)
 		gemm.MulSerial(false, kt.trans, nq, nk, dh, T(s.Scale), q, qd, kt.from(j0), kt.stride, 0, t.p, scoreStride)
 		for i := range nq {

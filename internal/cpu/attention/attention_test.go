@@ -4,6 +4,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -211,4 +212,61 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 		}
 	}
 	return out
+}
+
+// TestWindowTiles wants blocks of keys before a window to be left out: no NaN in them reaches queries
+// that see none, but for those of their tile.
+func TestWindowTiles(t *testing.T) {
+	t.Run("float32", testWindowTiles[float32])
+	t.Run("float64", testWindowTiles[float64])
+}
+
+func testWindowTiles[T cpu.Float](t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	const spoilt = 70
+	s := Shape{Batch: 1, Seq: 900, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4, Window: 1 + r.IntN(300)}
+	normal := func(width int) []T {
+		x := make([]T, s.Seq*width)
+		for i := range x {
+			if x[i] = T(r.NormFloat64()); i < spoilt*width {
+				x[i] = T(math.NaN())
+			}
+		}
+		return x
+	}
+	qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
+	q, k, v, g := normal(qd), normal(kd), normal(kd), normal(qd)
+	y, lse, dq := make([]T, len(q)), make([]T, s.Seq*s.Heads), make([]T, len(q))
+	dk, dv := make([]T, len(k)), make([]T, len(k))
+	Forward(y, lse, q, k, v, s)
+	Backward(dq, dk, dv, g, q, k, v, y, lse, s)
+	first := spoilt + s.Window + queryTile // behind the tile of the last query that sees one of them
+	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
+		width := len(x) / s.Seq
+		if i := slices.IndexFunc(x[first*width:], func(v T) bool { return v != v }); i >= 0 {
+			t.Errorf("window %d: %s of position %d is NaN", s.Window, name, first+i/width)
+		}
+	}
+}
+
+// BenchmarkWindow shows what a window leaves of both passes over 4096 positions.
+func BenchmarkWindow(b *testing.B) {
+	for _, window := range []int{0, 1024, 256} {
+		b.Run(strconv.Itoa(window), func(b *testing.B) {
+			s := Shape{Batch: 1, Seq: 4096, Heads: 4, KVHeads: 4, HeadDim: 64, Causal: true, Scale: 0.125, Window: window}
+			x := make([]float32, 9*s.Seq*s.Heads*s.HeadDim)
+			for i := range x {
+				x[i] = float32(i%17) / 17
+			}
+			n := s.Seq * s.Heads * s.HeadDim
+			at := func(i int) []float32 { return x[i*n : (i+1)*n] }
+			lse := make([]float32, s.Seq*s.Heads)
+			for b.Loop() {
+				Forward(at(0), lse, at(1), at(2), at(3), s)
+				Backward(at(4), at(5), at(6), at(7), at(1), at(2), at(3), at(0), lse, s)
+			}
+		})
+	}
 }

@@ -16,13 +16,13 @@ import (
 // between stored rows. With beta = 0 what C held before, NaN included, does not matter; with alpha
 // = 0 or k = 0, A and B are not read. The work is spread over the cores. C must not overlap A or B.
 func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	multiply(true, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
+	multiply(true, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil, nil})
 }
 
 // MulSerial is Mul on the calling goroutine alone, for callers that already run on every core. It
 // gives the same bits.
 func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil})
+	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil, nil})
 }
 
 // The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels
@@ -156,6 +156,7 @@ type operands[T cpu.Float] struct {
 	c              []T
 	ldc            int
 	d              []T // nil, or m×n of stride n: what is added
+	stop           *cpu.Stop
 }
 
 // job is one product under way.
@@ -329,7 +330,7 @@ func (j *job[T]) split(workers int) {
 func (j *job[T]) packPanels(lo, hi int) {
 	nr, lanes := j.kn.nr, j.kn.lanes
 	padded := cpu.CeilDiv(j.width, nr) * nr
-	for q := lo; q < hi; q++ {
+	for q := lo; q < hi && !j.stop.Asked(); q++ {
 		col, w := j.j0+q*nr, min(nr, j.width-q*nr)
 		for p := 0; p < j.depth; p += j.kn.deepest() {
 			kc := min(j.kn.deepest(), j.depth-p)
@@ -398,6 +399,9 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 			t.c = j.c[i*j.ldc+j.j0+c0:]
 			if j.d != nil && last {
 				t.d = j.d[i*j.n+j.j0+c0:]
+			}
+			if j.stop.Asked() {
+				return
 			}
 			j.kn.tile(t)
 		}

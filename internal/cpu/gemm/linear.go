@@ -7,10 +7,15 @@ func Linear[T cpu.Float](y, x, w []T, rows, in, out int) {
 	Mul(false, true, rows, out, in, 1, x, in, w, in, 0, y, out)
 }
 
+// LinearUntil is Linear that ends early when stop asks for it.
+func LinearUntil[T cpu.Float](stop *cpu.Stop, y, x, w []T, rows, in, out int) {
+	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, nil, stop})
+}
+
 // LinearAdd computes y = x·wᵀ + d, in one pass over y. It gives the bits that Linear and an
-// addition give.
-func LinearAdd[T cpu.Float](y, d, x, w []T, rows, in, out int) {
-	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, d})
+// addition give, and ends early when stop asks for it.
+func LinearAdd[T cpu.Float](stop *cpu.Stop, y, d, x, w []T, rows, in, out int) {
+	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, d, stop})
 }
 
 // LinearBackward computes dx = g·w and dw = gᵀ·x, the gradients of Linear for the output gradient

@@ -5,6 +5,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // Backward computes the gradients of Forward, given g, that of y, and the figures of g. A row of g
@@ -51,7 +52,7 @@ func (p *backwardPass[T]) Span(lo, hi int) {
 		}
 		for j := range t.active {
 			if s := &t.active[j]; !s.ruled {
-				seed = s.Seed
+				seed = s.Index
 				k.backwardSeed(t, p.dx, p.x, s, dp, da)
 				seed = noSeed
 			}
@@ -89,7 +90,7 @@ func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []
 		gradients = t.scratch[3*c:][:s.size] // of no use
 	}
 	for r := t.r0; r < t.r1; r++ {
-		at := r*t.stride + s.Seed*c
+		at := r*t.stride + s.Index*c
 		d := k.blendBackward(dx[at:][:c], gradients, x[at:][:c], s, t.scratch)
 		if s.Learn {
 			da[s.learn] += d
@@ -118,7 +119,7 @@ func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 			f.AddRow(&row, figures.Anchor(g[(s0+i)*c]))
 			if row.Moments.N > 0 {
 				f.Norms.Add(length)
-				if k.Reduce != figures.ReduceExact {
+				if k.Reduce != seed.Exact {
 					reduced := figures.Gradient(m, row.Low, row.High)
 					f.ReduceRow(k.Reduce, reduced[:])
 				}
@@ -143,26 +144,26 @@ func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da float64) {
 	c := len(x)
 	in, dt, gt := x, scratch[:c], scratch[c:2*c]
-	if k.Stability == StabilityStrict {
+	if k.Stability == seed.Strict {
 		in = scratch[2*c : 3*c]
 		k.clamp(in, x, s)
 	}
 	switch {
 	case !s.Blend:
 		return s.rule.Backward(dt, dp, g, in, s.p, s.scale)
-	case s.Alpha == 1:
+	case s.alpha == 1:
 		copy(gt, g)
 		da = s.rule.Backward(g, dp, gt, in, s.p, s.scale)
-	case s.Alpha != 0:
+	case s.alpha != 0:
 		for i, v := range g {
-			gt[i] = s.Alpha * v
+			gt[i] = s.alpha * v
 		}
 		da = s.rule.Backward(dt, dp, gt, in, s.p, s.scale)
 		for i, v := range dt {
 			g[i] += v - gt[i]
 		}
 	}
-	if k.Stability == StabilityStrict {
+	if k.Stability == seed.Strict {
 		for i, v := range x {
 			if k.bites(v, s) {
 				g[i] = 0
@@ -216,7 +217,7 @@ func (p *kasminaLearned[T]) Span(lo, hi int) {
 			k.da[i] += k.da[b*n+i]
 		}
 		if s.rule.Finish != nil {
-			seed = s.Seed
+			seed = s.Index
 			s.rule.Finish(total, s.p)
 			seed = noSeed
 		}
@@ -257,13 +258,13 @@ func (k *Layer[T]) sortBySlot() {
 	k.heads, k.order = grow(k.heads, k.Slots+2), grow(k.order, len(k.learning))
 	clear(k.heads)
 	for _, i := range k.learning {
-		k.heads[k.Active[i].Slot+2]++
+		k.heads[k.Active[i].slot+2]++
 	}
 	for s := 2; s < len(k.heads); s++ {
 		k.heads[s] += k.heads[s-1]
 	}
 	for i, a := range k.learning {
-		at := &k.heads[k.Active[a].Slot+1]
+		at := &k.heads[k.Active[a].slot+1]
 		k.order[*at] = i
 		*at++
 	}

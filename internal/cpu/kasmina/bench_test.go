@@ -8,20 +8,22 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // mixedLayer returns a layer whose seeds are in all situations that stages and kinds make: of every
 // eight, three take no part, one learns beside its chunk, two blend and learn and two only blend.
 // All are measured.
 func mixedLayer[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Layer[T] {
-	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk, Stability: StabilityAdaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
+	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk, Stability: seed.Adaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
 	for s := range seeds {
 		k.Measure[s] = true
 		stage := s % 8
 		if stage < 3 {
 			continue
 		}
-		err := k.Activate(Seed[T]{Seed: s, Slot: s % slots, Kind: blueprints.Kind(s / 8 % 4), Blend: stage > 3, Learn: stage < 6, Alpha: T(stage-2) / 5})
+		err := k.Activate(s, seed.Seed{Slot: uint16(1 + s%(slots-1)), Kind: blueprints.Kind(s / 8 % 4), Blend: stage > 3, Learn: stage < 6,
+			Alpha: float32(stage-2) / 5})
 		if err != nil {
 			tb.Fatal(err)
 		}

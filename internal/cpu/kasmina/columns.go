@@ -5,13 +5,14 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// In float32, and with figures reduced exactly, a tile is computed strip by strip: the blueprints
-// that go by the element have one rule for whole vectors of columns, whatever seeds these belong
-// to, and figures are formed a column at a time and folded into those of the seeds at the end of
-// the tile. What does not go by the element (kinds that mix, registered kinds, the strict mode) is
-// computed a row and a seed at a time over what the strips have left there, which is x or g.
+// In float32, and with figures reduced exactly, a tile is computed strip by strip. Blueprints that
+// go by the element have one rule for whole vectors of columns, whatever seeds these belong to.
+// Figures are formed a column at a time, and folded into those of the seeds at the end of the tile.
+// What does not go by the element (kinds that mix, registered kinds, the strict mode) is computed a
+// row and a seed at a time over what the strips have left there, which is x or g.
 
 // ruleBuilding builds the rules of the strips of groups of seeds.
 type ruleBuilding struct {
@@ -31,12 +32,12 @@ func (a *ruleBuilding) Span(lo, hi int) {
 		active := k.active(s0, s1)
 		for i := range active {
 			s := &active[i]
-			blends, learns := s.Blend && s.Alpha != 0, a.backward && s.Learn && !(s.Blend && s.Alpha == 0)
+			blends, learns := s.Blend && s.alpha != 0, a.backward && s.Learn && !(s.Blend && s.alpha == 0)
 			if !s.ruled || !blends && !learns {
 				continue
 			}
 			for j := 0; j < c; {
-				at := (s.Seed-s0)*c + j
+				at := (s.Index-s0)*c + j
 				rule, column := &rules[at/width], at%width
 				n := min(c-j, width-column)
 				if !rule.Blends && !rule.Learns {
@@ -59,7 +60,7 @@ func (a *ruleBuilding) Span(lo, hi int) {
 //	MLPExpansion   (1 − β + βa·w)·x where x·w > 0, else (1 − β)·x
 //	ConvFilter     (1 − β + βa·w0)·x + βa·w1·x[−1] + βa·w2·x[−2]
 func setRule(r *strip.Rule, s *Seed[float32], column, n, j, c int, backward bool) {
-	rest, gain := 1-float64(s.Alpha), float64(s.Alpha)*float64(s.scale)
+	rest, gain := 1-float64(s.alpha), float64(s.alpha)*float64(s.scale)
 	if !s.Blend {
 		rest, gain = 1, 0
 	}
@@ -157,7 +158,7 @@ func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
 	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or
 	// not finite.
 	limit := float32(math.MaxFloat32)
-	if k.Stability == StabilityAdaptive {
+	if k.Stability == seed.Adaptive {
 		limit = adaptiveLimit
 	}
 	if largest > limit {
@@ -173,7 +174,7 @@ func forwardLarge(k *Layer[float32], t *tile[float32], y, x []float32, limit flo
 			continue
 		}
 		for r := t.r0; r < t.r1; r++ {
-			at := r*t.stride + s.Seed*k.Chunk
+			at := r*t.stride + s.Index*k.Chunk
 			if xr := x[at:][:k.Chunk]; exceeds(xr, limit) {
 				k.blend(y[at:][:k.Chunk], xr, s, t.scratch)
 			}
@@ -286,7 +287,7 @@ func foldSums(k *Layer[float32], t *tile[float32], s strip.View, sums *strip.Sum
 		if a.Blend {
 			beta = float64(a.Alpha)
 		}
-		start := (a.Seed-t.s0)*c - s.From // may lie in a strip to the left
+		start := (a.Index-t.s0)*c - s.From // may lie in a strip to the left
 		feature := max(0, -start)
 		column := start + feature
 		n := min(c-feature, s.Columns-column)

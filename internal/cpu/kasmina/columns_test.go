@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // layerRun is a layer with what it runs on and what it writes.
@@ -228,11 +229,11 @@ func TestStreams(t *testing.T) {
 // The kinds that go by the element have a rule, and others have none.
 func TestRuledKinds(t *testing.T) {
 	for kind := range blueprints.Kind(6) {
-		k := &Layer[float32]{Rows: 1, Seeds: 1, Chunk: 4, Slots: 1, Width: 8, Measure: make([]bool, 1)}
-		if err := k.Activate(Seed[float32]{Kind: kind, Blend: true, Alpha: 0.5}); err != nil {
+		k := &Layer[float32]{Rows: 1, Seeds: 1, Chunk: 4, Slots: 2, Width: 8, Measure: make([]bool, 1)}
+		if err := k.Activate(0, seed.Seed{Slot: 1, Kind: kind, Blend: true, Alpha: 0.5}); err != nil {
 			t.Fatal(err)
 		}
-		k.prepare(make([]float32, 8), make([]float32, 1), false)
+		k.prepare(make([]float32, 16), make([]float32, 2), false)
 		if pointwise := kind <= blueprints.ConvFilter; k.Active[0].ruled != pointwise {
 			t.Errorf("%v has a rule: %v", kind, k.Active[0].ruled)
 		}

@@ -13,17 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
-)
-
-// Stability says what a Kasmina layer does about extreme inputs.
-type Stability uint8
-
-// The stability modes. Strict zeroes what is smaller than ε and clamps to each seed's limits.
-// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of two.
-const (
-	StabilityFast Stability = iota
-	StabilityStrict
-	StabilityAdaptive
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // adaptiveLimit is the magnitude beyond which the adaptive mode scales.
@@ -31,22 +21,20 @@ const adaptiveLimit = 1e6
 
 // Seed is a seed whose blueprint takes part in a pass.
 type Seed[T cpu.Float] struct {
-	Seed, Slot int
-	Kind       blueprints.Kind
-	Blend      bool // the output is x + α(t(x) − x); otherwise it is x
-	Learn      bool // weights and scale get gradients
-	Alpha      T
-	Low, High  T // clamp limits of the strict mode
+	seed.Seed // which blends, y = x + α(t(x) − x), or gives y = x, and whose weights and scale learn or do not
+	Index     int
 
-	rule        *blueprints.Arithmetic[T]
-	homogeneity blueprints.Homogeneity
-	mixes       bool // the kind is computed for many rows at once
-	ruled       bool // strips compute it
-	size        int  // how many weights the kind uses
-	w, p        []T  // those of the slot, and what rule makes of them
-	scale       T
-	learn       int // index among the learning seeds
-	at          int // where its gradients begin among theirs
+	slot             int
+	alpha, low, high T
+	rule             *blueprints.Arithmetic[T]
+	homogeneity      blueprints.Homogeneity
+	mixes            bool // the kind is computed for many rows at once
+	ruled            bool // strips compute it
+	size             int  // how many weights the kind uses
+	w, p             []T  // those of the slot, and what rule makes of them
+	scale            T
+	learn            int // index among the learning seeds
+	at               int // where its gradients begin among theirs
 }
 
 // Layer computes one layer: x is Rows × Seeds·Chunk, weights Slots × Width, scales Slots. Its
@@ -54,11 +42,11 @@ type Seed[T cpu.Float] struct {
 type Layer[T cpu.Float] struct {
 	Rows, Seeds, Chunk, Slots, Width int
 
-	Stability Stability
+	Stability seed.Stability
 	Eps       float64
 	Active    []Seed[T] // set by Activate
 	Measure   []bool    // of each seed: whether to collect its figures
-	Reduce    figures.Reduction
+	Reduce    seed.Reduction
 	Limit     []float64 // backward: of each seed, the largest norm of a row's gradient; nil for none
 
 	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad and
@@ -104,18 +92,24 @@ func attribute(seed *int) {
 	panic(r)
 }
 
-// Activate adds a seed to Active, which are in the order of their seeds. It returns an error for a
-// slot that does not exist, and for a kind that is unknown or needs more than Width weights.
-func (k *Layer[T]) Activate(s Seed[T]) error {
+// Activate adds seed i to Active, which are in the order of their seeds, unless it only watches. It
+// returns an error for a slot that does not exist, and for a kind that is unknown or needs more
+// than Width weights.
+func (k *Layer[T]) Activate(i int, of seed.Seed) error {
+	if of.Slot == 0 || !of.Blend && !of.Learn {
+		return nil
+	}
+	s := Seed[T]{Seed: of, Index: i, slot: int(of.Slot), alpha: T(of.Alpha), low: T(of.Low), high: T(of.High)}
+	s.Learn = of.Learn && of.Alpha != 0 // at 0 there is nothing to learn, whatever t(x) is, NaN included
 	b, err := blueprints.Lookup(s.Kind)
 	if err != nil {
-		return fmt.Errorf("seed %d: %w", s.Seed, err)
+		return fmt.Errorf("seed %d: %w", i, err)
 	}
 	if s.size, err = blueprints.Size(s.Kind, k.Chunk, k.Width); err != nil {
-		return fmt.Errorf("seed %d: %w", s.Seed, err)
+		return fmt.Errorf("seed %d: %w", i, err)
 	}
-	if s.Slot < 0 || s.Slot >= k.Slots {
-		return fmt.Errorf("seed %d has slot %d, but weights has %d slots", s.Seed, s.Slot, k.Slots)
+	if s.slot >= k.Slots {
+		return fmt.Errorf("seed %d has slot %d, but weights has %d slots", i, s.slot, k.Slots)
 	}
 	s.rule, s.homogeneity = blueprints.For[T](b), b.Homogeneity
 	s.mixes = s.Kind == blueprints.LowRank || s.Kind == blueprints.ChunkMLP
@@ -129,14 +123,14 @@ func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 	prepared := 0
 	k.needs = 4 * k.Chunk
 	_, single := any(k).(*Layer[float32])
-	k.columns = single && k.Reduce == figures.ReduceExact && !(backward && k.Limit != nil)
+	k.columns = single && k.Reduce == seed.Exact && !(backward && k.Limit != nil)
 	for i := range k.Active {
 		s := &k.Active[i]
-		s.w, s.scale = weights[s.Slot*k.Width:][:s.size:s.size], scales[s.Slot]
+		s.w, s.scale = weights[s.slot*k.Width:][:s.size:s.size], scales[s.slot]
 		if s.p = s.w; s.rule.Prepare != nil {
 			prepared += s.size
 		}
-		s.ruled = k.columns && k.Stability != StabilityStrict && s.Kind <= blueprints.ConvFilter
+		s.ruled = k.columns && k.Stability != seed.Strict && s.Kind <= blueprints.ConvFilter
 		if s.mixes {
 			k.needs = max(k.needs, mixingScratch(rows, k.Chunk, s.size))
 		} else {
@@ -168,7 +162,7 @@ func (p *preparation[T]) Span(lo, hi int) {
 	defer attribute(&seed)
 	for i := lo; i < hi; i++ {
 		if s := &p.k.Active[i]; s.rule.Prepare != nil {
-			seed = s.Seed
+			seed = s.Index
 			s.rule.Prepare(s.p, s.w)
 		}
 	}
@@ -216,12 +210,12 @@ func (p *forwardPass[T]) Span(lo, hi int) {
 			if !s.Blend || s.ruled {
 				continue
 			}
-			seed = s.Seed
+			seed = s.Index
 			if s.mixes {
 				k.mix(p.y, p.x, t.r0, t.r1, s, t.scratch)
 			} else {
 				for r := t.r0; r < t.r1; r++ {
-					at := r*t.stride + s.Seed*k.Chunk
+					at := r*t.stride + s.Index*k.Chunk
 					k.blend(p.y[at:][:k.Chunk], p.x[at:][:k.Chunk], s, t.scratch)
 				}
 			}
@@ -255,7 +249,7 @@ func (k *Layer[T]) watchInput(partial []figures.Chunk, xr, x []T, s0 int) {
 		}
 		row := figures.Scan(v, k.Eps)
 		f.AddRow(&row, figures.Anchor(x[(s0+i)*c]))
-		if k.Reduce != figures.ReduceExact && row.Moments.N > 0 {
+		if k.Reduce != seed.Exact && row.Moments.N > 0 {
 			h := figures.Health(row.Absolute(), row.Low, row.High, row.Dead, k.Eps)
 			f.ReduceRow(k.Reduce, h[:])
 			f.Norms.N++ // counts the rows
@@ -286,10 +280,10 @@ func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 	c := len(x)
 	t, in, scale, up := scratch[:c], x, s.scale, T(1)
 	switch k.Stability {
-	case StabilityStrict:
+	case seed.Strict:
 		in = scratch[c : 2*c]
 		k.clamp(in, x, s)
-	case StabilityAdaptive:
+	case seed.Adaptive:
 		if down := k.shrink(x, s); down != 1 {
 			in = scratch[c : 2*c]
 			for i, v := range x {
@@ -301,7 +295,7 @@ func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 			}
 		}
 	}
-	switch s.Alpha {
+	switch s.alpha {
 	case 0: // whatever t(x) is, NaN included, has no part in the result
 		t = in
 	case 1:
@@ -309,7 +303,7 @@ func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 	default:
 		s.rule.Forward(t, in, s.p, scale)
 		for i, v := range in {
-			t[i] = v + s.Alpha*(t[i]-v)
+			t[i] = v + s.alpha*(t[i]-v)
 		}
 	}
 	if up == 1 {
@@ -344,11 +338,11 @@ func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 		if math.Abs(float64(v)) < k.Eps {
 			v = 0
 		}
-		if v < s.Low {
-			v = s.Low
+		if v < s.low {
+			v = s.low
 		}
-		if v > s.High {
-			v = s.High
+		if v > s.high {
+			v = s.high
 		}
 		out[i] = v
 	}
@@ -356,5 +350,5 @@ func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 
 // bites reports whether clamp takes v to a value that does not depend on v.
 func (k *Layer[T]) bites(v T, s *Seed[T]) bool {
-	return math.Abs(float64(v)) < k.Eps || v < s.Low || v > s.High
+	return math.Abs(float64(v)) < k.Eps || v < s.low || v > s.high
 }

@@ -5,6 +5,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at
@@ -32,15 +33,15 @@ func (s *Seed[T]) matrices(p []T, c int) (v, u []T, m int) {
 // mix computes y in rows r0 to r1 of a seed that blends.
 func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 	c, d, n := k.Chunk, k.Seeds*k.Chunk, r1-r0
-	at := r0*d + s.Seed*c
+	at := r0*d + s.Index*c
 	v, u, m := s.matrices(s.w, c)
 	in, out := take(&scratch, n*c), take(&scratch, n*c)
 	for r := range n {
 		xr, row := x[at+r*d:][:c], in[r*c:][:c]
 		switch {
-		case k.Stability == StabilityStrict:
+		case k.Stability == seed.Strict:
 			k.clamp(row, xr, s)
-		case k.Stability == StabilityAdaptive:
+		case k.Stability == seed.Adaptive:
 			down := k.shrink(xr, s)
 			for i, e := range xr {
 				row[i] = down * e
@@ -49,7 +50,7 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 			copy(row, xr)
 		}
 	}
-	if s.Alpha != 0 { // else t(x), whatever it is, NaN included, has no part in the result
+	if s.alpha != 0 { // else t(x), whatever it is, NaN included, has no part in the result
 		z, h, scale := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
 		gemm.MulSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
 		for i := range scale {
@@ -67,12 +68,12 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 	for r := range n {
 		yr, row, by := y[at+r*d:][:c], in[r*c:][:c], out[r*c:][:c]
 		up := T(1)
-		if k.Stability == StabilityAdaptive {
+		if k.Stability == seed.Adaptive {
 			up = 1 / k.shrink(x[at+r*d:][:c], s)
 		}
 		for i, e := range row {
-			if s.Alpha != 0 {
-				e += s.Alpha * by[i]
+			if s.alpha != 0 {
+				e += s.alpha * by[i]
 			}
 			yr[i] = up * e
 		}
@@ -86,17 +87,17 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 //	Q = G·U,  dZ = a·Q ⊙ f'(Z),  dx = g + dZ·V,  dV = dZᵀ·X,  dU = Gᵀ·H,  da = Σ Q ⊙ f(Z)
 func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []T) (da float64) {
 	c, d, n := k.Chunk, k.Seeds*k.Chunk, r1-r0
-	at := r0*d + s.Seed*c
-	if s.Alpha != 0 {
+	at := r0*d + s.Index*c
+	if s.alpha != 0 {
 		v, u, m := s.matrices(s.w, c)
 		in, g := take(&scratch, n*c), take(&scratch, n*c)
 		for r := range n {
 			xr, row, gr := x[at+r*d:][:c], in[r*c:][:c], g[r*c:][:c]
-			if copy(row, xr); k.Stability == StabilityStrict {
+			if copy(row, xr); k.Stability == seed.Strict {
 				k.clamp(row, xr, s)
 			}
 			for i, e := range dx[at+r*d:][:c] {
-				gr[i] = s.Alpha * e
+				gr[i] = s.alpha * e
 			}
 		}
 		z, h, q, dz := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
@@ -112,7 +113,7 @@ func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []
 			gemm.MulSerial(true, false, c, m, n, 1, g, c, h, m, 1, du, m)
 		}
 	}
-	if s.Blend && k.Stability == StabilityStrict {
+	if s.Blend && k.Stability == seed.Strict {
 		for r := range n {
 			dr := dx[at+r*d:][:c]
 			for i, e := range x[at+r*d:][:c] {

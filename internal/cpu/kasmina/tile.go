@@ -14,9 +14,9 @@ import (
 // cores. Sums are formed within a tile, in the element type where they are gradients, and then over
 // the tiles of a seed in order.
 //
-// A tile has several strips, and the same rows of each, a band, are computed before the next ones:
-// much of a page of memory is read at a time then, and what belongs to the columns of a strip stays
-// in the first cache while its part of a band passes.
+// A tile has several strips, and the same rows of each, a band, are computed before the next ones.
+// Much of a page of memory is then read at a time. What belongs to the columns of a strip stays in
+// the first cache while its part of a band passes.
 const (
 	tileStrips   = 4
 	bandRows     = 32
@@ -108,8 +108,8 @@ func (t *tile[T]) moveTo(k *Layer[T], i int) {
 
 // active returns the active seeds in [s0, s1).
 func (k *Layer[T]) active(s0, s1 int) []Seed[T] {
-	from := sort.Search(len(k.Active), func(i int) bool { return k.Active[i].Seed >= s0 })
-	n := sort.Search(len(k.Active)-from, func(i int) bool { return k.Active[from+i].Seed >= s1 })
+	from := sort.Search(len(k.Active), func(i int) bool { return k.Active[i].Index >= s0 })
+	n := sort.Search(len(k.Active)-from, func(i int) bool { return k.Active[from+i].Index >= s1 })
 	return k.Active[from : from+n]
 }
 

@@ -1,5 +1,5 @@
-// Package block builds one block of a Llama-style decoder as a graph: attention and a gated
-// perceptron around a residual stream, with RMSNorm before each and rotary positions.
+// Package block builds one block of a decoder as a graph: attention and a gated perceptron around a
+// residual stream, as Llama has them and the families that followed it.
 package block
 
 import (
@@ -9,20 +9,98 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Params are the names of a block's parameters, in the order in which Build takes them.
-var Params = []string{
-	"input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight",
-	"self_attn.v_proj.weight", "self_attn.o_proj.weight",
-	"post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
-	"mlp.down_proj.weight",
+// Shape is what all blocks of a model have in common.
+type Shape struct {
+	Dim, FF, Heads, KVHeads, HeadDim int
+	Eps                              float64 // of RMSNorm
+	Scale                            float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
+
+	QKVBias     bool // queries, keys and values have a bias
+	QKNorm      bool // each head of queries and keys is normalised before it is turned
+	NormPlusOne bool // norms scale by 1 + weight
+	PostNorms   bool // what is added to the residual stream is normalised
+	GELU        bool // the gate of the perceptron
+}
+
+// Attention is what the attention of one block has of its own.
+type Attention struct {
+	Window  int // positions that a token sees; 0 means all
+	NoRoPE  bool
+	Base    float64 // of the rotary angles
+	Scaling op.RoPEScaling
+}
+
+// Role is what a parameter does, on which its first values depend.
+type Role uint8
+
+// The roles.
+const (
+	Norm    Role = iota // of an RMSNorm
+	Closing             // of one behind attention or the perceptron: what they add is its output
+	Bias                // is added
+	Inner               // a linear layer
+	Output              // a linear layer that writes to the residual stream
+)
+
+// Param describes a parameter of a block.
+type Param struct {
+	Name  string
+	Shape []int
+	Role  Role
+}
+
+// Names of parameters that some blocks lack.
+const (
+	qBias, kBias, vBias = "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+	qNorm, kNorm        = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+	postNorm            = "post_attention_layernorm.weight"
+	preMLP, postMLP     = "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"
+)
+
+// All returns a block's parameters, in the order in which Build takes them.
+func (s Shape) All() []Param {
+	q, kv := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
+	all := []Param{{"input_layernorm.weight", []int{s.Dim}, Norm},
+		{"self_attn.q_proj.weight", []int{q, s.Dim}, Inner},
+		{"self_attn.k_proj.weight", []int{kv, s.Dim}, Inner},
+		{"self_attn.v_proj.weight", []int{kv, s.Dim}, Inner}}
+	if s.QKVBias {
+		all = append(all, Param{qBias, []int{q}, Bias}, Param{kBias, []int{kv}, Bias},
+			Param{vBias, []int{kv}, Bias})
+	}
+	if s.QKNorm {
+		all = append(all, Param{qNorm, []int{s.HeadDim}, Norm}, Param{kNorm, []int{s.HeadDim}, Norm})
+	}
+	second := Norm
+	if s.PostNorms {
+		second = Closing
+	}
+	all = append(all, Param{"self_attn.o_proj.weight", []int{s.Dim, q}, Output},
+		Param{postNorm, []int{s.Dim}, second})
+	if s.PostNorms {
+		all = append(all, Param{preMLP, []int{s.Dim}, Norm})
+	}
+	all = append(all, Param{"mlp.gate_proj.weight", []int{s.FF, s.Dim}, Inner},
+		Param{"mlp.up_proj.weight", []int{s.FF, s.Dim}, Inner},
+		Param{"mlp.down_proj.weight", []int{s.Dim, s.FF}, Output})
+	if s.PostNorms {
+		all = append(all, Param{postMLP, []int{s.Dim}, Closing})
+	}
+	return all
+}
+
+// Params returns the names of All.
+func (s Shape) Params() (names []string) {
+	for _, p := range s.All() {
+		names = append(names, p.Name)
+	}
+	return names
 }
 
 // Builder builds the blocks of one model.
 type Builder struct {
-	Heads, KVHeads, HeadDim int
-	Base                    float64 // of the rotary angles
-	Eps                     float64 // of RMSNorm
-	Seq                     int     // positions of a sequence
+	Shape
+	Seq int // positions of a sequence
 
 	// Cache, unless it is nil, has the keys and values of the positions before the only one that the
 	// graph computes.
@@ -31,65 +109,129 @@ type Builder struct {
 	Keys, Values gorgonia.Nodes // of the blocks built so far, but with a Cache
 }
 
-// Build adds a block, x + attention(norm(x)) and then x + mlp(norm(x)). in is x, its Params and,
+// parts is a block that is being built.
+type parts struct {
+	*Builder
+	Attention
+	params map[string]*gorgonia.Node
+	starts gorgonia.Nodes // of documents; none or one
+	err    error          // the first one, after which nothing more is built
+}
+
+// Build adds a block, x + attention(norm(x)) and then x + mlp(norm(x)). in is x, its parameters and,
 // where attention is to keep documents apart, their starts.
-func (b *Builder) Build(in gorgonia.Nodes) (*gorgonia.Node, error) {
-	x, norm1, wq, wk, wv, wo := in[0], in[1], in[2], in[3], in[4], in[5]
-	norm2, gate, up, down := in[6], in[7], in[8], in[9]
-	h, err := op.RMSNorm(x, norm1, b.Eps)
-	if err != nil {
-		return nil, err
+func (b *Builder) Build(in gorgonia.Nodes, a Attention) (*gorgonia.Node, error) {
+	names := b.Params()
+	p := &parts{Builder: b, Attention: a, params: map[string]*gorgonia.Node{}, starts: in[1+len(names):]}
+	for i, name := range names {
+		p.params[name] = in[1+i]
 	}
-	if h, err = b.attention(h, wq, wk, wv, in[1+len(Params):]...); err != nil {
-		return nil, err
+	x := in[0]
+	h := p.linear(p.attention(p.norm(x, "input_layernorm.weight")), "self_attn.o_proj")
+	second := postNorm // which Llama has behind the sum, and Gemma in front of it
+	if b.PostNorms {
+		h, second = p.norm(h, postNorm), preMLP
 	}
-	if h, err = op.Linear(h, wo); err != nil {
-		return nil, err
+	x = p.add(x, h)
+	h = p.mlp(p.norm(x, second))
+	if b.PostNorms {
+		h = p.norm(h, postMLP)
 	}
-	if x, err = gorgonia.Add(x, h); err != nil {
-		return nil, err
+	x = p.add(x, h)
+	return x, p.err
+}
+
+// do takes the result of what makes a node, unless there has been an error.
+func (p *parts) do(make func() (*gorgonia.Node, error)) *gorgonia.Node {
+	if p.err != nil {
+		return nil
 	}
-	if h, err = op.RMSNorm(x, norm2, b.Eps); err != nil {
-		return nil, err
+	var n *gorgonia.Node
+	n, p.err = make()
+	return n
+}
+
+func (p *parts) add(x, h *gorgonia.Node) *gorgonia.Node {
+	return p.do(func() (*gorgonia.Node, error) { return gorgonia.Add(x, h) })
+}
+
+func (p *parts) norm(x *gorgonia.Node, name string, opts ...op.RMSNormOption) *gorgonia.Node {
+	return p.do(func() (*gorgonia.Node, error) { return p.Norm(x, p.params[name], opts...) })
+}
+
+// Norm is the model's RMSNorm.
+func (s Shape) Norm(x, weight *gorgonia.Node, opts ...op.RMSNormOption) (*gorgonia.Node, error) {
+	if s.NormPlusOne {
+		opts = append(opts, op.WeightPlusOne())
 	}
-	if h, err = op.SiLUMLP(h, gate, up, down); err != nil {
-		return nil, err
+	return op.RMSNorm(x, weight, s.Eps, opts...)
+}
+
+// linear is the linear layer of a name, with its bias if it has one.
+func (p *parts) linear(x *gorgonia.Node, name string) *gorgonia.Node {
+	y := p.do(func() (*gorgonia.Node, error) { return op.Linear(x, p.params[name+".weight"]) })
+	b := p.params[name+".bias"]
+	if b == nil {
+		return y
 	}
-	return gorgonia.Add(x, h)
+	return p.do(func() (*gorgonia.Node, error) { return op.Bias(y, b) })
+}
+
+func (p *parts) mlp(x *gorgonia.Node) *gorgonia.Node {
+	mlp := op.SiLUMLP
+	if p.GELU {
+		mlp = op.GELUMLP
+	}
+	return p.do(func() (*gorgonia.Node, error) {
+		return mlp(x, p.params["mlp.gate_proj.weight"], p.params["mlp.up_proj.weight"],
+			p.params["mlp.down_proj.weight"])
+	})
+}
+
+// rope is how queries and keys are turned, nil if they are not.
+func (p *parts) rope() *op.RoPEConfig {
+	if p.NoRoPE {
+		return nil
+	}
+	r := &op.RoPEConfig{Seq: p.Seq, HeadDim: p.HeadDim, Base: p.Base}
+	if p.Scaling != (op.RoPEScaling{}) {
+		r.Scaling = &p.Scaling
+	}
+	return r
 }
 
 // attention computes that of a block, without its output layer.
-func (b *Builder) attention(h, wq, wk, wv *gorgonia.Node,
-	starts ...*gorgonia.Node) (*gorgonia.Node, error) {
-	v, err := op.Linear(h, wv)
-	if err != nil {
-		return nil, err
+func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
+	v := p.linear(h, "self_attn.v_proj")
+	q := p.project(h, "self_attn.q_proj", qNorm, p.Heads)
+	k := p.project(h, "self_attn.k_proj", kNorm, p.KVHeads)
+	if p.Cache != nil {
+		return p.do(func() (*gorgonia.Node, error) {
+			return p.Cache.Attention(q, k, v, kvcache.Block{RoPE: p.rope(), Window: p.Window})
+		})
 	}
-	if b.Cache != nil {
-		return b.Cache.Attention(h, wq, wk, v)
-	}
-	q, err := b.project(h, wq, b.Heads)
-	if err != nil {
-		return nil, err
-	}
-	k, err := b.project(h, wk, b.KVHeads)
-	if err != nil {
-		return nil, err
-	}
-	b.Keys, b.Values = append(b.Keys, k), append(b.Values, v)
-	a := op.AttentionConfig{Seq: b.Seq, Heads: b.Heads, KVHeads: b.KVHeads, HeadDim: b.HeadDim,
-		Causal: true}
-	if len(starts) > 0 {
-		return op.DocumentAttention(q, k, v, starts[0], a)
-	}
-	return op.Attention(q, k, v, a)
+	p.Keys, p.Values = append(p.Keys, k), append(p.Values, v)
+	a := op.AttentionConfig{Seq: p.Seq, Heads: p.Heads, KVHeads: p.KVHeads, HeadDim: p.HeadDim,
+		Causal: true, Scale: p.Scale, Window: p.Window}
+	return p.do(func() (*gorgonia.Node, error) {
+		if len(p.starts) > 0 {
+			return op.DocumentAttention(q, k, v, p.starts[0], a)
+		}
+		return op.Attention(q, k, v, a)
+	})
 }
 
-// project computes queries or keys: a linear layer and the rotation by position.
-func (b *Builder) project(h, w *gorgonia.Node, heads int) (*gorgonia.Node, error) {
-	y, err := op.Linear(h, w)
-	if err != nil {
-		return nil, err
+// project computes queries or keys: a linear layer, a norm of each head and the rotation by
+// position, of which the two latter may be none. A cache turns them itself.
+func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgonia.Node {
+	y := p.linear(h, name)
+	if p.QKNorm {
+		y = p.norm(y, norm, op.EachHead())
 	}
-	return op.RoPE(y, op.RoPEConfig{Seq: b.Seq, Heads: heads, HeadDim: b.HeadDim, Base: b.Base})
+	r := p.rope()
+	if r == nil || p.Cache != nil {
+		return y
+	}
+	r.Heads = heads
+	return p.do(func() (*gorgonia.Node, error) { return op.RoPE(y, *r) })
 }

@@ -12,7 +12,8 @@ import (
 // that does not fit.
 func TestBuild(t *testing.T) {
 	const seq, dim, kv, ff = 4, 6, 2, 5
-	b := Builder{Heads: 3, KVHeads: 1, HeadDim: 2, Base: 10000, Eps: 1e-5, Seq: seq}
+	b := Builder{Shape: Shape{Dim: dim, FF: ff, Heads: 3, KVHeads: 1, HeadDim: 2, Eps: 1e-5}, Seq: seq}
+	a := Attention{Base: 10000}
 	inputs := func(g *gorgonia.ExprGraph) gorgonia.Nodes {
 		var in gorgonia.Nodes
 		for _, shape := range [][]int{{2 * seq, dim}, {dim}, {dim, dim}, {kv, dim}, {kv, dim},
@@ -23,14 +24,14 @@ func TestBuild(t *testing.T) {
 		return in
 	}
 	in := inputs(gorgonia.NewGraph())
-	require.Len(t, in, 1+len(Params))
-	y, err := b.Build(in)
+	require.Len(t, in, 1+len(b.Params()))
+	y, err := b.Build(in, a)
 	require.NoError(t, err)
 	require.Equal(t, tensor.Shape{2 * seq, dim}, y.Shape())
 	require.Len(t, b.Keys, 1)
 	require.Equal(t, tensor.Shape{2 * seq, kv}, b.Keys[0].Shape())
 
-	for i, name := range Params {
+	for i, name := range b.Params() {
 		for _, side := range []int{0, len(in[1+i].Shape()) - 1} {
 			g := gorgonia.NewGraph()
 			in := inputs(g)
@@ -38,12 +39,12 @@ func TestBuild(t *testing.T) {
 			wrong[side]++
 			in[1+i] = gorgonia.NewTensor(g, tensor.Float32, len(wrong),
 				gorgonia.WithShape(wrong...))
-			_, err := b.Build(in)
+			_, err := b.Build(in, a)
 			require.Error(t, err, "%s of shape %v", name, wrong)
 		}
 	}
 	heads := b
 	heads.HeadDim = 3
-	_, err = heads.Build(inputs(gorgonia.NewGraph()))
+	_, err = heads.Build(inputs(gorgonia.NewGraph()), a)
 	require.Error(t, err)
 }

@@ -8,9 +8,9 @@ import (
 )
 
 // Depth returns what is known of a seed in depth that is being evaluated: the loss of the run now,
-// and the one that it would have if the model had not grown. That is told from the curve before,
-// whose loss falls by about the same amount whenever the share that is spent grows by the same
-// factor. ok is false where the curve is too short to tell.
+// and the one that it would have if the model had not grown, which [curve.Fit] tells from the curve
+// before. Where the curve follows no law yet it is the last loss before: then a growth has to show
+// that it does no harm. ok is false where there is no curve.
 func Depth(points []state.Point, past []state.Transition, seed int) (m state.SeedMetrics, ok bool) {
 	grafted, evaluated := -1, -1
 	for _, p := range past { // the latest first
@@ -37,14 +37,17 @@ func Depth(points []state.Point, past []state.Transition, seed int) (m state.See
 	if len(after) == 0 {
 		return m, false
 	}
-	fall, level, ok := curve.Trend(before)
-	if !ok {
+	if len(before) == 0 {
 		return m, false
+	}
+	without := func(float64) float64 { return before[len(before)-1].Y }
+	if law, ok := curve.Fit(before); ok {
+		without = law.At
 	}
 	m = state.SeedMetrics{Seed: seed, TrainingError: math.NaN(), Compared: true, Stability: 1, Trials: 1}
 	for _, p := range after {
 		m.Performance -= p.Loss / float64(len(after))
-		m.Without -= (level - max(0, fall)*math.Log(p.Share)) / float64(len(after))
+		m.Without -= without(p.Share) / float64(len(after))
 	}
 	if !(m.Performance > -worst) {
 		m.Performance, m.Errors = -worst, 1

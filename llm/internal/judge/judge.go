@@ -55,6 +55,17 @@ func (j Judge) Add(metrics []state.Metrics) error {
 	return nil
 }
 
+// Mean returns the model's mean loss over the batches. Where it is not finite it is a large number,
+// as a curve needs one.
+func (j Judge) Mean() (float64, error) {
+	losses, err := j.losses()
+	if err != nil {
+		return 0, err
+	}
+	performance, _ := mean(losses, losses)
+	return -performance, nil
+}
+
 // try measures the model with the blueprint of a seed that trains, at full strength. with are the
 // losses of the batches as they are, without it.
 func (j Judge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {

@@ -18,8 +18,23 @@ import (
 // Config is what a cache needs to know of a model.
 type Config struct {
 	Layers, Heads, KVHeads, HeadDim int
-	Base                            float64 // of the rotary angles
 	Seq                             int     // positions, at most
+	Scale                           float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
+}
+
+// Block is what a block's attention has of its own.
+type Block struct {
+	RoPE   *op.RoPEConfig // its Base and Scaling; nil for none
+	Window int            // as op.AttentionConfig has it
+}
+
+// angles are the cosines and sines of some positions, all that have been needed.
+type angles struct{ cos, sin []float64 }
+
+// rotation is what angles depend on.
+type rotation struct {
+	base    float64
+	scaling op.RoPEScaling
 }
 
 // Cache is the keys, turned by their positions, and the values of the positions so far, in each
@@ -28,7 +43,7 @@ type Cache struct {
 	Position int // of the row that a graph computes next
 
 	config       Config
-	cos, sin     []float64    // of some positions, all that have been needed
+	tables       map[rotation]*angles
 	keys, values []opbase.Aux // [positions, KVHeads·HeadDim]
 	query        opbase.Aux   // the one that is turned
 	blocks       int          // whose attentions are in the graph
@@ -36,19 +51,24 @@ type Cache struct {
 
 // New returns an empty cache.
 func New(c Config) *Cache {
-	return &Cache{config: c, keys: make([]opbase.Aux, c.Layers),
+	return &Cache{config: c, tables: map[rotation]*angles{}, keys: make([]opbase.Aux, c.Layers),
 		values: make([]opbase.Aux, c.Layers)}
 }
 
 // angles returns cosine and sine of those by which features are turned at a position.
-func (c *Cache) angles(position int) (cos, sin []float64) {
-	half := c.config.HeadDim / 2
-	if len(c.cos) < (position+1)*half {
-		rows := c.Room(position + 1)
-		c.cos, c.sin = op.RoPEConfig{Seq: rows, HeadDim: c.config.HeadDim,
-			Base: c.config.Base}.Tables()
+func (c *Cache) angles(r op.RoPEConfig, position int) (cos, sin []float64) {
+	key := rotation{base: r.Base}
+	if r.Scaling != nil {
+		key.scaling = *r.Scaling
 	}
-	return c.cos[position*half:][:half], c.sin[position*half:][:half]
+	t, half := c.tables[key], c.config.HeadDim/2
+	if t == nil || len(t.cos) < (position+1)*half {
+		r.Seq, r.HeadDim = c.Room(position+1), c.config.HeadDim
+		t = new(angles)
+		t.cos, t.sin = r.Tables()
+		c.tables[key] = t
+	}
+	return t.cos[position*half:][:half], t.sin[position*half:][:half]
 }
 
 // extended returns the memory of a with room for so many elements, the first of which are what it
@@ -90,19 +110,12 @@ type cachedAttentionOp struct {
 	opbase.Base
 	cache *Cache
 	block int
+	Block
 }
 
-// Attention adds that of the next block, of its normalised input h and its values.
-func (c *Cache) Attention(h, wq, wk, v *gorgonia.Node) (*gorgonia.Node, error) {
-	q, err := op.Linear(h, wq)
-	if err != nil {
-		return nil, err
-	}
-	k, err := op.Linear(h, wk)
-	if err != nil {
-		return nil, err
-	}
-	o := &cachedAttentionOp{cache: c, block: c.blocks}
+// Attention adds that of the next block, of queries and keys that are not turned yet.
+func (c *Cache) Attention(q, k, v *gorgonia.Node, b Block) (*gorgonia.Node, error) {
+	o := &cachedAttentionOp{cache: c, block: c.blocks, Block: b}
 	c.blocks++
 	in := gorgonia.Nodes{q, k, v}
 	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprint("block=", o.block), in, q.Dtype(),
@@ -116,19 +129,33 @@ func attendCached[T cpu.Float](o *cachedAttentionOp, y []T, in opbase.Args) erro
 	room := c.Room(p + 1)
 	keys := extended[T](&c.keys[o.block], (p+1)*len(k), room*len(k))
 	values := extended[T](&c.values[o.block], (p+1)*len(v), room*len(v))
+	copy(values[p*len(v):], v)
+	if o.RoPE == nil {
+		copy(keys[p*len(k):], k)
+	} else {
+		q = turnCached(o, q, k, keys[p*len(k):][:len(k)])
+	}
+	scale := c.config.Scale
+	if scale == 0 {
+		scale = 1 / math.Sqrt(float64(c.config.HeadDim))
+	}
+	attention.At(y, q, keys, values, p, attention.Shape{Heads: c.config.Heads,
+		KVHeads: c.config.KVHeads, HeadDim: c.config.HeadDim, Scale: scale, Window: o.Window})
+	return nil
+}
+
+// turnCached turns the queries, which it returns, and the keys, which it writes.
+func turnCached[T cpu.Float](o *cachedAttentionOp, q, k, keys []T) []T {
+	c := o.cache
 	turned, half := opbase.AuxSlice[T](&c.query, len(q)), c.config.HeadDim/2
 	cos, sin := make([]T, half), make([]T, half)
-	wideCos, wideSin := c.angles(p)
+	wideCos, wideSin := c.angles(*o.RoPE, c.Position)
 	for i := range half {
 		cos[i], sin[i] = T(wideCos[i]), T(wideSin[i])
 	}
 	layer.RoPE(turned, q, cos, sin, 1, c.config.Heads, c.config.HeadDim, false)
-	layer.RoPE(keys[p*len(k):][:len(k)], k, cos, sin, 1, c.config.KVHeads, c.config.HeadDim, false)
-	copy(values[p*len(v):], v)
-	attention.At(y, turned, keys, values, p, attention.Shape{Heads: c.config.Heads,
-		KVHeads: c.config.KVHeads, HeadDim: c.config.HeadDim,
-		Scale: 1 / math.Sqrt(float64(c.config.HeadDim))})
-	return nil
+	layer.RoPE(keys, k, cos, sin, 1, c.config.KVHeads, c.config.HeadDim, false)
+	return turned
 }
 
 // minRows is how many rows there are at least: for fewer, a pass takes hardly less time.

@@ -102,6 +102,18 @@ func (here *Settings) Differences(there Settings, schedule optim.Schedule) []str
 	return diff
 }
 
+// DifferencesOfRanks says in what the settings of two processes of one run differ.
+func (here *Settings) DifferencesOfRanks(there Settings) []string {
+	diff := append(Fields(here.Plain, there.Plain), ruleDifferences(here.Rules, there.Rules)...)
+	if !slices.Equal(here.Rates, there.Rates) {
+		diff = append(diff, "the schedule of the learning rate is another one there")
+	}
+	if !slices.Equal(here.Anneal, there.Anneal) {
+		diff = append(diff, "the annealing of the learning rate is another one there")
+	}
+	return append(diff, here.Growth.Differences(there.Growth)...)
+}
+
 // ruleDifferences names each difference once, with the first parameter that shows it.
 func ruleDifferences(here, there map[string]optim.Rule) []string {
 	var diff []string
@@ -131,6 +143,10 @@ func Fields(here, there any) []string {
 	var diff []string
 	a, b := reflect.ValueOf(here), reflect.ValueOf(there)
 	for i := range a.NumField() {
+		if a.Type().Field(i).Anonymous {
+			diff = append(diff, Fields(a.Field(i).Interface(), b.Field(i).Interface())...)
+			continue
+		}
 		if x, y := shown(a.Field(i)), shown(b.Field(i)); x != y {
 			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", a.Type().Field(i).Name, x,
 				y))

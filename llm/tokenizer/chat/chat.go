@@ -89,6 +89,9 @@ func Parse(source string, config []byte) (*Template, error) {
 var specialTokens = []string{"bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 	"cls_token", "mask_token"}
 
+// Source returns the text of the template.
+func (t *Template) Source() string { return t.source }
+
 func parse(source string, raw []byte) (*Template, error) {
 	members := map[string]json.RawMessage{}
 	if raw != nil {

@@ -100,6 +100,9 @@ func (c *Context) Device() gpu.DeviceInfo { return c.info }
 // Handle is a number that Adopt knows.
 func (c *Context) Handle() uintptr { return c.handle }
 
+// Do runs f.
+func (c *Context) Do(f func() error) error { return f() }
+
 // Stats counts as a real context does.
 func (c *Context) Stats() gpu.Stats { return c.ledger.Stats() }
 

@@ -47,6 +47,18 @@ func (c *Context) resolve(p gpu.Ptr, n int) ([]byte, string) {
 	return b.data[at : at+n : at+n], ""
 }
 
+// Bytes is device memory itself, for what stands for other libraries that work there. Streams are not
+// waited for.
+func (c *Context) Bytes(p gpu.Ptr, n int) ([]byte, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	b, bad := c.resolve(p, n)
+	if bad != "" {
+		return nil, fmt.Errorf("fake: %s", bad)
+	}
+	return b, nil
+}
+
 func (c *Context) live() (sum uint64) {
 	for _, b := range c.blocks {
 		if !b.freed {

@@ -283,13 +283,18 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p, i
   stats[rows + mine] = exists ? own : 0;
 }
 
-// The table of Documents, from where each token's document should begin. A start that comes before the one of the token ahead, or
-// after its own token, counts as that: whatever it was given, no kernel reads beside its arrays or waits for a block that never
-// comes. Launch: a block of 1024 threads for every sequence.
-template <class Int> __device__ __forceinline__ void documentTable(int *table, const Int *from, int seq) {
+// The table of Documents, from where each token's document should begin; null for one document a sequence. A start that comes before
+// the one of the token ahead, or after its own token, counts as that: whatever it was given, no kernel reads beside its arrays or
+// waits for a block that never comes. A window ends what a query sees so many tokens before it; 0 for none. Launch: a block of 1024
+// threads for every sequence.
+template <class Int> __device__ __forceinline__ void documentTable(int *table, const Int *from, int seq, int window) {
   __shared__ int ofWarps[kWarp];
   int *start = table + (int64_t)blockIdx.x * seq, *end = start + (int64_t)gridDim.x * seq;
-  from += (int64_t)blockIdx.x * seq;
+  if (from) from += (int64_t)blockIdx.x * seq;
+  auto begin = [&](int i) {
+    const int document = from ? (int)min(max(from[i], Int(0)), Int(seq)) : 0;
+    return window > 0 ? max(document, i - window + 1) : document;
+  };
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   auto maxBefore = [&](int v) {  // the largest of the lanes up to this one
     for (int d = 1; d < kWarp; d *= 2) {
@@ -301,7 +306,7 @@ template <class Int> __device__ __forceinline__ void documentTable(int *table, c
   int largest = 0;
   for (int i0 = 0; i0 < seq; i0 += blockDim.x) {
     const int i = i0 + threadIdx.x;
-    int v = maxBefore(i < seq ? (int)min(max(from[i], Int(0)), Int(seq)) : 0);
+    int v = maxBefore(i < seq ? begin(i) : 0);
     __syncthreads();  // nobody reads the previous turn's any more
     if (lane == kWarp - 1) ofWarps[warp] = v;
     __syncthreads();
@@ -323,11 +328,13 @@ template <class Int> __device__ __forceinline__ void documentTable(int *table, c
 
 }  // namespace attention
 
-extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i32(int *table, const int32_t *from, int seq) {
-  attention::documentTable(table, from, seq);
+extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i32(int *table, const int32_t *from, int seq,
+                                                                                       int window) {
+  attention::documentTable(table, from, seq, window);
 }
-extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i64(int *table, const int64_t *from, int seq) {
-  attention::documentTable(table, from, seq);
+extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i64(int *table, const int64_t *from, int seq,
+                                                                                       int window) {
+  attention::documentTable(table, from, seq, window);
 }
 
 #define KERNEL(name, body, T)                                                                                             \

@@ -34,7 +34,7 @@ type Geometry struct {
 	Cos, Sin gpu.Ptr
 	// Documents is the table that [AttentionDocuments] made of where documents begin that lie one
 	// behind the other in the sequences, null if there are none: a position then sees only those of
-	// its own document up to itself. It needs Causal.
+	// its own document up to itself. It needs Causal. A window is such a table too.
 	Documents gpu.Ptr
 }
 
@@ -77,16 +77,20 @@ func DocumentsBytes(batch, seq int) int { return 8 * batch * seq }
 // Launch makes the table of documents, of [DocumentsBytes], from starts, [batch, seq]: the position
 // at which the document of each token begins. Query i sees the keys from starts[i] to i. Starts
 // must not decrease; one that does, or lies behind its token, counts as the nearest that is
-// possible.
+// possible. Without starts a sequence is one document. A window hides all but so many keys, the
+// query's own included, from each query; 0 hides none.
 func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckSizes("AttentionDocuments", p.Batch, p.Seq); empty || err != nil {
 		return err
+	}
+	if p.Window < 0 || p.Starts.Ptr == 0 && p.Window == 0 {
+		return fmt.Errorf("kernels.AttentionDocuments: a window of %d and starts at %#x, want one of them", p.Window, p.Starts.Ptr)
 	}
 	name := "attention_document_table_i32"
 	if p.Starts.Wide {
 		name = "attention_document_table_i64"
 	}
-	return k.Enqueue(s, "attention", name, kernel.Line(p.Batch, 1024), kernel.Args().Ptr(p.Table).Ptr(p.Starts.Ptr).Int32(p.Seq))
+	return k.Enqueue(s, "attention", name, kernel.Line(p.Batch, 1024), kernel.Args().Ptr(p.Table).Ptr(p.Starts.Ptr).Int32(p.Seq).Int32(min(p.Window, p.Seq)))
 }
 
 // Attend computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
@@ -97,12 +101,17 @@ func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr,
 		return err
 	}
 	p := c.params
+	p.setForward(q, key, value, y)
+	p.lse = lse
+	return c.launch(k, s, attentionForward)
+}
+
+// setForward sets what both passes read or write.
+func (p *attentionParams) setForward(q, key, value, y kernel.Rows) {
 	p.set(&p.q, &p.qStride, q)
 	p.set(&p.k, &p.kStride, key)
 	p.set(&p.v, &p.vStride, value)
 	p.set(&p.y, &p.yStride, y)
-	p.lse = lse
-	return c.launch(k, s, attentionForward)
 }
 
 // attentionStatsTile is kStatsTile of attention.cuh.
@@ -132,10 +141,7 @@ func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.R
 		return err
 	}
 	p := c.params
-	p.set(&p.q, &p.qStride, q)
-	p.set(&p.k, &p.kStride, key)
-	p.set(&p.v, &p.vStride, value)
-	p.set(&p.y, &p.yStride, y)
+	p.setForward(q, key, value, y)
 	p.set(&p.g, &p.gStride, g)
 	p.set(&p.dq, &p.dqStride, dq)
 	p.set(&p.dk, &p.dkStride, dk)
@@ -362,9 +368,9 @@ type Backward struct {
 
 // Documents makes the table of documents.
 type Documents struct {
-	Table      gpu.Ptr
-	Starts     kernel.Ints
-	Batch, Seq int
+	Table              gpu.Ptr
+	Starts             kernel.Ints // its address is null for none
+	Batch, Seq, Window int
 }
 
 // variantOf is the attention that a way is.

@@ -20,6 +20,7 @@ type attentionCase struct {
 	skew   int     // elements past alignment
 	turned bool    // by RoPE, which the backward pass undoes
 	starts []int32 // of each token's document, nil for none
+	window int     // of the table of documents alone
 }
 
 func (c attentionCase) String() string {
@@ -189,7 +190,7 @@ func attentionCases(short bool) []attentionCase {
 	add := func(v Variant, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
 		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal, Variant: v}
 		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
-		cases = append(cases, attentionCase{a, t, packed, skew, turned, nil})
+		cases = append(cases, attentionCase{a, t, packed, skew, turned, nil, 0})
 	}
 	lengths := []int{1, 7, 64, 65, 127, 129, 200}
 	if short {
@@ -256,7 +257,7 @@ func TestAttentionScale(t *testing.T) {
 				continue
 			}
 			a := Geometry{Batch: 1, Seq: kerneltest.Few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64, Causal: true, Scale: scale}
-			g.Scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0, false, nil}.check)
+			g.Scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0, false, nil, 0}.check)
 		}
 	}
 }
@@ -280,7 +281,7 @@ func TestAttentionRepeatsBits(t *testing.T) {
 		}
 		g.Scope(fmt.Sprintf("%v-s%dd%d", a.Variant, a.Seq, a.HeadDim), func(g *kerneltest.Rig) {
 			a.Batch, a.Heads, a.KVHeads = 3, 6, kerneltest.Few(2, 6)
-			c := attentionCase{a, kerneltest.Bf16, false, 0, false, nil}
+			c := attentionCase{a, kerneltest.Bf16, false, 0, false, nil, 0}
 			if a.Seq%2 == 1 {
 				c.starts = startsOf(a.Batch, a.Seq, cuts(g.Rand)["long"])
 			}

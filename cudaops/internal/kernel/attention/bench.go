@@ -8,10 +8,11 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/bench"
 )
 
-// Bench times both passes. It counts the half of the scores that a causal mask leaves; a backward
-// pass is two and a half forward ones.
+// Bench times both passes. It counts the half of the scores that a causal mask leaves, and what a
+// window leaves of these; a backward pass is two and a half forward ones.
 func Bench(b *bench.B) {
-	for _, s := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}} {
+	for _, s := range []struct{ batch, heads, seq, dim, window int }{{32, 12, 1024, 64, 0}, {16, 16, 2048, 128, 0},
+		{4, 16, 8192, 128, 0}, {4, 16, 8192, 128, 1024}} {
 		width := s.heads * s.dim
 		n := s.batch * s.seq * width
 		shape := Geometry{Batch: s.batch, Seq: s.seq, Heads: s.heads, KVHeads: s.heads, HeadDim: s.dim, Causal: true}
@@ -25,7 +26,19 @@ func Bench(b *bench.B) {
 		lse, stats := b.Alloc(s.batch*s.heads*s.seq, gpu.Float32), b.Alloc(StatsBytes(b.Set, shape, gpu.BFloat16)/4, gpu.Float32)
 		flops := 2 * float64(n) * float64(s.seq)
 		name := func(pass string) string {
-			return fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)
+			name := fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)
+			if s.window > 0 {
+				name += fmt.Sprintf("w%d", s.window)
+			}
+			return name
+		}
+		if s.window > 0 {
+			share := float64(s.window) / float64(s.seq)
+			flops *= share * (2 - share)
+			shape.Documents = b.Alloc(DocumentsBytes(s.batch, s.seq)/4, gpu.Float32)
+			if b.Err == nil {
+				b.Do(Documents{Table: shape.Documents, Batch: s.batch, Seq: s.seq, Window: s.window}.Launch(b.Set, b.Stream))
+			}
 		}
 		b.Time(bench.Measurement{Name: name("fwd"), FLOPs: flops}, func() error {
 			return Attend(b.Set, b.Stream, shape, y, lse, q, k, v, gpu.BFloat16)

@@ -30,8 +30,40 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 		raw = gpu.Bytes(wide)
 	}
 	g.Must(g.Ctx.CopyToDevice(starts.Ptr, raw, g.Stream))
-	g.Must(Documents{Table: table.Ptr, Starts: from, Batch: c.Batch, Seq: c.Seq}.Launch(g.Set, g.Stream))
+	g.Must(Documents{Table: table.Ptr, Starts: from, Batch: c.Batch, Seq: c.Seq, Window: c.window}.Launch(g.Set, g.Stream))
 	return table.Ptr
+}
+
+// TestAttentionWindowsTable wants the table of a window to be that of the starts which it means, of
+// documents and of whole sequences.
+func TestAttentionWindowsTable(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	table := func(c attentionCase) []int32 {
+		raw := make([]byte, DocumentsBytes(c.Batch, c.Seq))
+		g.Must(g.Ctx.CopyToHost(raw, c.documents(g), g.Stream))
+		return gpu.View[int32](raw)
+	}
+	for i, seq := range []int{1, 33, 1024, 2500, 63, 1025} {
+		c := attentionCase{Geometry: Geometry{Batch: 1 + i%3, Seq: seq}, window: 1 + g.Rand.IntN(seq+9)}
+		c.starts = startsOf(c.Batch, seq, cuts(g.Rand)[[]string{"one", "long"}[i%2]])
+		want := attentionCase{Geometry: c.Geometry}
+		for j, start := range c.starts {
+			want.starts = append(want.starts, max(start, int32(j%seq-c.window+1)))
+		}
+		if got := table(c); !slices.Equal(got, table(want)) {
+			t.Errorf("seq %d, window %d: other bounds than of starts", seq, c.window)
+		}
+		if i%2 > 0 {
+			continue
+		}
+		alone := g.Alloc(DocumentsBytes(c.Batch, seq)/4, kerneltest.F32, 0)
+		g.Must(Documents{Table: alone.Ptr, Batch: c.Batch, Seq: seq, Window: c.window}.Launch(g.Set, g.Stream))
+		raw := make([]byte, DocumentsBytes(c.Batch, seq))
+		g.Must(g.Ctx.CopyToHost(raw, alone.Ptr, g.Stream))
+		if !slices.Equal(gpu.View[int32](raw), table(want)) {
+			t.Errorf("seq %d, window %d without documents: other bounds than of starts", seq, c.window)
+		}
+	}
 }
 
 // packedReference is attention and its gradients by their definitions, of queries i that see the
@@ -146,7 +178,7 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 			for name, cut := range cuts(r) {
 				batch, kv := 1+(i+j)%2, 1+j%2
 				a := Geometry{Batch: batch, Seq: seq, Heads: kv * (1 + i%2), KVHeads: kv, HeadDim: f.dim, Causal: true, Variant: f.variant}
-				c := attentionCase{a, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1, startsOf(batch, seq, cut)}
+				c := attentionCase{a, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1, startsOf(batch, seq, cut), 0}
 				cases[fmt.Sprintf("%v-%s", c, name)] = c
 			}
 		}

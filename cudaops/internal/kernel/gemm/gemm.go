@@ -23,10 +23,10 @@ type SiLUProduct struct {
 	Way               kernel.Way
 }
 
-// SiLUProductBackward computes DH = G·Down, which stays on the chip, the gradients DA = DH ⊙ B ⊙
-// σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A) side by side in DAB, and H again, unless that is
-// null: G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is rounded before it
-// is used. DAB may be the memory of AB.
+// SiLUProductBackward computes DH = G·Down, which stays on the chip. It also computes the gradients
+// DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), side by side in DAB. It forms H again,
+// unless that is null. G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is
+// rounded before it is used. DAB may be the memory of AB.
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB gpu.Ptr
 	Rows, F, D          int

@@ -13,6 +13,7 @@
 // and the same of up, so that a lane has both of a pair.
 //
 // Needs: f and depth multiples of 8, pointers of 16 bytes.
+#include "exp2.cuh"
 #include "gemm_hopper.cuh"
 
 namespace gemm {

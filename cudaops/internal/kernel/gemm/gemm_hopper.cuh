@@ -13,10 +13,11 @@
 //                    to memory: rounded to 16 bits its sums take half as many registers, from which they leave while the
 //                    products of the next tile run.
 #pragma once
-#include "attention_hopper.cuh"
+#include "barrier.cuh"
+#include "registers.cuh"
+#include "wgmma.cuh"
 
 // What a kernel does where it can; other GPUs never launch it.
-#undef BODY
 #if defined(HOPPER)
 #define BODY(...) gemm::__VA_ARGS__
 #else
@@ -26,7 +27,7 @@
 namespace gemm {
 
 #if defined(HOPPER)
-using namespace attention;
+using namespace tile;
 
 constexpr int kRows = 128, kDepth = 64, kWorkers = 2, kCluster = 2;
 constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns

@@ -18,6 +18,7 @@
 // where it finds a row whose loss is too large for that, and forms it again as softmax with a maximum.
 //
 // Needs: columns and depth multiples of 8, x, w and e at multiples of 16 bytes.
+#include "exp2.cuh"
 #include "gemm_hopper.cuh"
 #include "rows.cuh"
 

@@ -45,10 +45,10 @@ func RoPEAngleAt(position, pair, h int) int {
 	return 16*((position/8*kernel.CeilDiv(h, 8)+pair/8)*8+position%8) + pair%8/2*4 + pair%2
 }
 
-// RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16:
-// Hopper has one for two-byte types where D and Columns are multiples of 8 and heads have 64, 96 or
-// 128 features, and with Float8 for BFloat16 where they are multiples of 16, D is more than 384 and
-// heads have 64 or 128.
+// RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16.
+// Hopper has one for two-byte types. There D and Columns must be multiples of 8, and heads must
+// have 64, 96 or 128 features. With Float8 the type must be BFloat16. D and Columns must then be
+// multiples of 16, D must exceed 384, and heads must have 64 or 128 features.
 func RoPEProductWays(k *kernel.Set, a RoPEProductShape, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]

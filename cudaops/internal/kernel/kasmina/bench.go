@@ -3,6 +3,9 @@ package kasmina
 import (
 	"fmt"
 
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/seed"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/bench"
 	"github.com/kasmina-go/kasmina/state"
@@ -39,9 +42,9 @@ func newBenchLayer(b *bench.B, rows, seeds int, stages bool) *benchLayer {
 	}
 	l.Layer = Layer{X: b.Normal(n, gpu.BFloat16), Weights: b.Normal(slots*chunk, gpu.Float32), Scales: b.Normal(slots, gpu.Float32),
 		State: State{Seeds: seeds, Slots: slots}, Rows: rows, Chunk: chunk, Eps: 1e-8,
-		Stability: Adaptive, Type: gpu.BFloat16}
+		Stability: seed.Adaptive, Type: gpu.BFloat16}
 	data := make([]byte, l.State.Bytes())
-	b.Do(l.State.Encode(data, func(i int) Seed { return benchSeed(b, i, stages) }))
+	b.Do(l.State.Encode(data, func(i int) seed.Seed { return benchSeed(b, i, stages) }))
 	l.State.Ptr = b.Upload(data)
 	l.y, l.g, l.dx = b.Alloc(n, gpu.BFloat16), b.Normal(n, gpu.BFloat16), b.Alloc(n, gpu.BFloat16)
 	l.dw, l.ds = b.Alloc(slots*chunk, gpu.Float32), b.Alloc(slots, gpu.Float32)
@@ -53,14 +56,14 @@ func newBenchLayer(b *bench.B, rows, seeds int, stages bool) *benchLayer {
 }
 
 // benchSeed is what a layer's seed i does.
-func benchSeed(b *bench.B, i int, stages bool) Seed {
+func benchSeed(b *bench.B, i int, stages bool) seed.Seed {
 	const kinds = 4
 	stage, kind := state.Grafting, i%kinds
 	if stages {
 		all := int(state.RolledBack) + 1
 		stage, kind = state.Stage(i%all), i/all%kinds
 	}
-	s := Seed{Kind: uint8(kind), Slot: uint16(i + 1), Blend: stage.Blends(), Learn: stage.Learns(), Alpha: 1}
+	s := seed.Seed{Kind: blueprints.Kind(kind), Slot: uint16(i + 1), Blend: stage.Blends(), Learn: stage.Learns(), Alpha: 1}
 	if stage == state.Grafting || stage == state.Stabilization || stage == state.Evaluating {
 		s.Alpha = b.Random.Float32()
 	}

@@ -8,6 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // Mixing is, on the device, the list of a lattice's seeds whose blueprints mix the features of a
@@ -21,21 +22,20 @@ type Mixing struct {
 func (k Mixing) Bytes() int { return 4 * (1 + 2*k.Seeds + k.Slots + 1 + k.Seeds) }
 
 // Mixes reports whether the kernels of this file compute a seed.
-func (s Seed) Mixes() bool {
-	kind := blueprints.Kind(s.Kind)
-	return s.Slot != 0 && (s.Blend || s.Learn) && (kind == blueprints.LowRank || kind == blueprints.ChunkMLP)
+func Mixes(s seed.Seed) bool {
+	return s.Slot != 0 && (s.Blend || s.Learn) && (s.Kind == blueprints.LowRank || s.Kind == blueprints.ChunkMLP)
 }
 
 // Encode writes the list's bytes. It fails, and names the seed, for a slot that does not exist.
-func (k Mixing) Encode(dst []byte, seed func(i int) Seed) error {
+func (k Mixing) Encode(dst []byte, at func(i int) seed.Seed) error {
 	words := gpu.View[uint32](dst[:k.Bytes()])
 	clear(words)
 	list, state := words[1:][:k.Seeds], words[1+k.Seeds:][:k.Seeds]
 	heads, order := words[1+2*k.Seeds:][:k.Slots+1], words[1+2*k.Seeds+k.Slots+1:]
 	n := 0
 	for i := range k.Seeds {
-		s := seed(i)
-		if !s.Mixes() {
+		s := at(i)
+		if !Mixes(s) {
 			continue
 		}
 		if int(s.Slot) >= k.Slots {
@@ -43,23 +43,10 @@ func (k Mixing) Encode(dst []byte, seed func(i int) Seed) error {
 		}
 		learn := s.Learn && s.Alpha != 0 // at 0 there is nothing to learn
 		list[n], state[n] = uint32(i), uint32(s.Kind)|kernel.Bit(s.Blend)<<8|kernel.Bit(learn)<<9|uint32(s.Slot)<<16
-		if n++; learn {
-			heads[s.Slot]++
-		}
+		n++
 	}
 	words[0] = uint32(n)
-	// A counting sort, as that of State.
-	sum := uint32(0)
-	for i := range heads {
-		sum += heads[i]
-		heads[i] = sum
-	}
-	for i := n - 1; i >= 0; i-- {
-		if w := state[i]; w>>9&1 != 0 {
-			heads[w>>16]--
-			order[heads[w>>16]] = uint32(i)
-		}
-	}
+	sortBySlot(heads, order, state[:n])
 	return nil
 }
 
@@ -214,7 +201,7 @@ func (p WideBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	}, kernel.Args().Struct(layer, 8).Ptr(dweights).Ptr(dscales).Ptr(scratch.dweights).Ptr(scratch.dscales).Ptr(scratch.partial).Ptr(scratch.partialScales))
 }
 
-func (l Layer) checkWide(op string, r Reduction, w Wide) (suf string, empty bool, err error) {
+func (l Layer) checkWide(op string, r seed.Reduction, w Wide) (suf string, empty bool, err error) {
 	if suf, empty, err = l.check(op, r); err != nil {
 		return "", false, err
 	}
@@ -245,7 +232,7 @@ func mix(k *kernel.Set, s gpu.Stream, name string, g mixGrid, a *gpu.Args) error
 // bytes is Mixing of kasmina_capacity.cu.
 func (g mixGrid) bytes(l Layer, w Wide, weights gpu.Ptr, vectors, clip bool) []byte {
 	large := float32(math.Inf(1))
-	if l.Stability == Adaptive {
+	if l.Stability == seed.Adaptive {
 		large = mixLarge
 	}
 	var limit gpu.Ptr
@@ -255,7 +242,7 @@ func (g mixGrid) bytes(l Layer, w Wide, weights gpu.Ptr, vectors, clip bool) []b
 	return kernel.Args().Ptr(w.Mixing.Ptr).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(l.State.field(3)).Ptr(limit).
 		Ptr(weights).Ptr(l.Scales).Int64(int64(l.Rows)).
 		Int32(l.State.Seeds).Int32(l.State.Slots).Int32(l.Chunk).Int32(g.m).Int32(w.Width).Int32(g.tile).Int32(g.parts).
-		Int32(int(kernel.Bit(l.Stability == Strict))).Int32(int(kernel.Bit(vectors))).Float32(float32(l.Eps)).Float32(large).
+		Int32(int(kernel.Bit(l.Stability == seed.Strict))).Int32(int(kernel.Bit(vectors))).Float32(float32(l.Eps)).Float32(large).
 		Int32(0).Packed() // to a multiple of 8 bytes
 }
 

@@ -9,6 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // widen uploads the list of the seeds that mix, and makes room for the passes of wide slots.
@@ -16,7 +17,7 @@ func (r *kasminaRun) widen() {
 	r.Helper()
 	list := Mixing{Seeds: r.seeds, Slots: r.slots}
 	raw := make([]byte, list.Bytes())
-	r.Must(list.Encode(raw, func(i int) Seed { return r.states[i] }))
+	r.Must(list.Encode(raw, func(i int) seed.Seed { return r.states[i] }))
 	b := r.Alloc(len(raw)/4, kerneltest.F32, 0)
 	r.Must(r.Ctx.CopyToDevice(b.Ptr, raw, r.Stream))
 	list.Ptr = b.Ptr
@@ -54,10 +55,10 @@ func TestKasminaCapacity(t *testing.T) {
 	}
 	for i, s := range shapes {
 		for j, dt := range kerneltest.StorageTypes {
-			for stability := Fast; stability <= Adaptive; stability++ {
+			for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
 				n := i + j + int(stability)
 				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], width: s[4], dtype: dt, stability: stability,
-					reduction: Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
+					reduction: seed.Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
 				g.Scope(c.String(), func(g *kerneltest.Rig) {
 					r := newKasmina(g, c, nil)
 					r.spread()
@@ -74,7 +75,7 @@ func TestKasminaCapacityExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range []gpu.DType{kerneltest.F32, kerneltest.Bf16} {
 		for _, chunk := range []int{4, 16, 5} {
-			c := kasminaCase{rows: 130, seeds: 66, chunk: chunk, slots: 67, width: 6 * chunk, dtype: dt, stability: Adaptive, telemetry: true,
+			c := kasminaCase{rows: 130, seeds: 66, chunk: chunk, slots: 67, width: 6 * chunk, dtype: dt, stability: seed.Adaptive, telemetry: true,
 				deviation: 1}
 			g.Scope(fmt.Sprintf("large %v", c), func(g *kerneltest.Rig) {
 				r := newKasmina(g, c, func(i int, v float64) float64 {
@@ -99,8 +100,8 @@ func TestKasminaCapacityExtremes(t *testing.T) {
 				y, dx := r.Read(r.y), r.Read(r.dx)
 				for i := range y {
 					s := r.states[i/chunk%c.seeds]
-					mixes := s.Mixes() && s.Blend && s.Alpha != 0
-					if s.Mixes() && (math.IsNaN(y[i]) != mixes || math.IsNaN(dx[i]) != mixes) {
+					mixes := Mixes(s) && s.Blend && s.Alpha != 0
+					if Mixes(s) && (math.IsNaN(y[i]) != mixes || math.IsNaN(dx[i]) != mixes) {
 						g.Fatalf("element %d of seed %+v: y is %v and dx %v", i, s, y[i], dx[i])
 					}
 				}
@@ -111,8 +112,8 @@ func TestKasminaCapacityExtremes(t *testing.T) {
 
 // TestKasminaMixing needs no GPU.
 func TestKasminaMixing(t *testing.T) {
-	const mlp, rank = uint8(blueprints.ChunkMLP), uint8(blueprints.LowRank)
-	seeds := []Seed{
+	const mlp, rank = blueprints.ChunkMLP, blueprints.LowRank
+	seeds := []seed.Seed{
 		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: mlp, Slot: 3, Blend: true, Learn: true, Alpha: 0.5}, {Kind: rank, Slot: 2},
 		{Kind: rank, Blend: true, Alpha: 1}, {Kind: rank, Slot: 1, Learn: true, Alpha: 1}, {Kind: mlp, Slot: 3, Blend: true, Learn: true},
 		{Kind: mlp, Slot: 3, Learn: true, Alpha: 1},
@@ -120,7 +121,7 @@ func TestKasminaMixing(t *testing.T) {
 	st := Mixing{Seeds: len(seeds), Slots: 4}
 	raw := make([]byte, st.Bytes())
 	for range 2 { // into what the first left
-		if err := st.Encode(raw, func(i int) Seed { return seeds[i] }); err != nil {
+		if err := st.Encode(raw, func(i int) seed.Seed { return seeds[i] }); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -135,7 +136,7 @@ func TestKasminaMixing(t *testing.T) {
 		t.Errorf("seeds by slot are %v, want %v", words[15:23], want)
 	}
 	seeds[1].Slot = 4
-	if err := st.Encode(raw, func(i int) Seed { return seeds[i] }); err == nil {
+	if err := st.Encode(raw, func(i int) seed.Seed { return seeds[i] }); err == nil {
 		t.Error("no error for a slot that does not exist")
 	}
 }

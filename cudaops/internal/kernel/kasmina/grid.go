@@ -185,13 +185,13 @@ func (g *kasminaGrid) spread(l Layer) int {
 	return threads
 }
 
-// pack has warps hold as many chunks as they can in a backward pass over a long layer: those of one
-// seed in several batches, so that a warp does no more than that seed needs, and no chunk crosses
-// from one warp to the next; with 6 threads a chunk 30 of a warp have work. It does not where
-// chunks are so small that a warp's accesses would be scattered, nor where more threads would be
-// idle, unless those of a chunk are to be of one warp and are no power of two. Forward, where there
-// is less to leave out, rows that warps read in one piece are worth more. A block has the least
-// number of seeds with 256 bytes of a row, or fewer if that would leave threads idle.
+// pack has warps hold as many chunks as they can in a backward pass over a long layer. The chunks
+// are those of one seed in several batches, so that a warp does no more than that seed needs. No
+// chunk crosses from one warp to the next: with 6 threads a chunk, 30 of a warp have work. It does
+// not where chunks are so small that a warp's accesses would be scattered, nor where more threads
+// would be idle, unless those of a chunk are to be of one warp and are no power of two. Forward,
+// where there is less to leave out, rows that warps read in one piece are worth more. A block has
+// the least number of seeds with 256 bytes of a row, or fewer if that would leave threads idle.
 func (g *kasminaGrid) pack(l Layer) {
 	sharing := l.Chunk / g.perThread
 	if !g.use.backward || g.family == Tile || sharing > 32 {

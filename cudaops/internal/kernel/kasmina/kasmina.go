@@ -7,6 +7,9 @@ import (
 	"math"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/seed"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
@@ -23,7 +26,7 @@ var ErrKind = errors.New("the kind has no kernel")
 // KindError is [ErrKind] of a seed.
 type KindError struct {
 	Seed int
-	Kind uint8
+	Kind blueprints.Kind
 }
 
 func (e *KindError) Error() string {
@@ -36,29 +39,6 @@ func (e *KindError) Unwrap() error { return ErrKind }
 // kasminaKinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
 const kasminaKinds = 4
 
-// Stability is what the kernels do about extreme inputs.
-type Stability int
-
-// The stability modes. Strict zeroes what is smaller than Eps and clamps to each seed's limits;
-// Adaptive evaluates what is larger than 10⁶ scaled down by a power of two.
-const (
-	Fast Stability = iota
-	Strict
-	Adaptive
-)
-
-// Reduction is how the figures of rows become those of a seed.
-type Reduction int
-
-// The reductions, in the order of kasmina_rows.cu: exact figures over all elements, the rows'
-// average, the rows' largest.
-const (
-	Exact Reduction = iota
-	Mean
-	Max
-	kasminaReductions
-)
-
 // The rows of the arrays that figures are left in.
 const (
 	Health          = 0 // six: variance, mean, min, max, dead ratio, signal-to-noise ratio
@@ -69,17 +49,6 @@ const (
 	BackwardFigures = 6
 	Bins            = 40 // of a histogram; see kasmina_rows.cu
 )
-
-// Seed is what a pass needs to know of a seed. Slot 0, or neither Blend nor Learn, makes it one
-// that only watches.
-type Seed struct {
-	Kind         uint8
-	Slot         uint16
-	Blend, Learn bool
-	Alpha        float32 // of the output; 1 for one that learns without blending
-	Low, High    float32 // clamp limits of the strict mode
-	Limit        float32 // largest norm of a row's gradient
-}
 
 // State is a lattice on the device: one array a field, one behind the other.
 type State struct {
@@ -100,7 +69,7 @@ func (k State) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1))
 
 // Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a
 // kernel (the error is a [*KindError]) and for a slot that does not exist.
-func (k State) Encode(dst []byte, seed func(i int) Seed) error {
+func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 	words := gpu.View[uint32](dst[:k.Bytes()])
 	field := func(i int) []uint32 { return words[i*k.Seeds:][:k.Seeds] }
 	heads := words[kasminaFields*k.Seeds:][:k.Slots+1]
@@ -108,9 +77,9 @@ func (k State) Encode(dst []byte, seed func(i int) Seed) error {
 	clear(heads)
 	clear(order)
 	for i := range k.Seeds {
-		s := seed(i)
-		for f, v := range [...]float32{s.Alpha, s.Low, s.High, s.Limit} {
-			field(f + 1)[i] = math.Float32bits(v)
+		s := at(i)
+		for f, v := range [...]float64{float64(s.Alpha), s.Low, s.High, s.Limit} {
+			field(f + 1)[i] = math.Float32bits(float32(v))
 		}
 		if field(0)[i] = 0; s.Slot == 0 || !s.Blend && !s.Learn {
 			continue
@@ -122,24 +91,31 @@ func (k State) Encode(dst []byte, seed func(i int) Seed) error {
 			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)
 		}
 		field(0)[i] = uint32(s.Kind) | kernel.Bit(s.Blend)<<8 | kernel.Bit(s.Learn)<<9 | uint32(s.Slot)<<16
-		if s.Learn {
-			heads[s.Slot]++
+	}
+	sortBySlot(heads, order, field(0))
+	return nil
+}
+
+// sortBySlot orders the positions of those words that learn by their slots: heads[s] is where those
+// of slot s begin in order. Both must be zero.
+func sortBySlot(heads, order, words []uint32) {
+	learns := func(w uint32) bool { return w>>9&1 != 0 }
+	for _, w := range words {
+		if learns(w) {
+			heads[w>>16]++
 		}
 	}
-	// A counting sort: heads holds where each slot's seeds begin once they have been placed from the
-	// last to the first.
 	sum := uint32(0)
-	for i := range heads {
+	for i := range heads { // where each slot's end, until they have been placed from the last to the first
 		sum += heads[i]
 		heads[i] = sum
 	}
-	for i := k.Seeds - 1; i >= 0; i-- {
-		if w := field(0)[i]; w>>9&1 != 0 {
+	for i, w := range slices.Backward(words) {
+		if learns(w) {
 			heads[w>>16]--
 			order[heads[w>>16]] = uint32(i)
 		}
 	}
-	return nil
 }
 
 // Layer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales
@@ -149,7 +125,7 @@ type Layer struct {
 	State              State
 	Rows, Chunk        int
 	Eps                float64
-	Stability          Stability
+	Stability          seed.Stability
 	Type               gpu.DType
 	Family             Family
 	Blocks             int // of a launch that are in flight at once, at most; 0 for all that the GPU has room for
@@ -161,7 +137,7 @@ type Forward struct {
 	Layer
 	Y         gpu.Ptr
 	Telemetry bool // else only Bad is counted
-	Reduction Reduction
+	Reduction seed.Reduction
 	Figures   gpu.Ptr // [ForwardFigures, Seeds] of float32
 	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram gpu.Ptr // [Seeds, Bins] of uint32, or null
@@ -180,7 +156,7 @@ type Backward struct {
 	DX, DWeights, DScales, G gpu.Ptr
 	Clip                     bool // by the seeds' limits
 	Telemetry                bool
-	Reduction                Reduction
+	Reduction                seed.Reduction
 	Figures                  gpu.Ptr // [BackwardFigures, Seeds] of float32
 	Bad, Clipped             gpu.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Workspace                gpu.Ptr // of [BackwardWorkspace] bytes
@@ -214,7 +190,7 @@ func (f Family) String() string {
 func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Ptr) []Family {
 	plain := []Family{Plain}
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
-	if l.Stability == Strict || !kernel.Aligned(append(others, l.X)...) || d%n != 0 || l.Chunk != 4 && l.Chunk%n != 0 {
+	if l.Stability == seed.Strict || !kernel.Aligned(append(others, l.X)...) || d%n != 0 || l.Chunk != 4 && l.Chunk%n != 0 {
 		return plain
 	}
 	families := []Family{Ring, Plain}
@@ -228,9 +204,9 @@ func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Pt
 	return families
 }
 
-// InPlace reports whether the gradient of X can take the memory of that of Y: whether the threads
-// that share a chunk, each of which keeps 16 bytes of a row, can be of one warp, as then all of
-// them have read a row before any of them writes to it.
+// InPlace reports whether the gradient of X can take the memory of that of Y. The threads that
+// share a chunk, each of which keeps 16 bytes of a row, must be of one warp. All of them have then
+// read a row before any of them writes to it.
 func (l Layer) InPlace() bool {
 	n := kernel.Vector(l.Type)
 	return l.Chunk == 4 && l.State.Seeds*l.Chunk%n == 0 || l.Chunk%n == 0 && l.Chunk/n <= 32
@@ -251,11 +227,11 @@ func (l Layer) tileAcross(backward bool) int {
 }
 
 // check returns the name's ending of the kernels for a layer.
-func (l Layer) check(op string, r Reduction) (suf string, empty bool, err error) {
+func (l Layer) check(op string, r seed.Reduction) (suf string, empty bool, err error) {
 	if suf, err = kernel.Suffix(op, l.Type); err != nil {
 		return "", false, err
 	}
-	if l.Stability < Fast || l.Stability > Adaptive || r < 0 || r >= kasminaReductions {
+	if l.Stability > seed.Strict || r > seed.Max {
 		return "", false, fmt.Errorf("kernels.%s: there is no stability mode %d or no reduction %d", op, l.Stability, r)
 	}
 	if int64(l.State.Seeds)*int64(l.Chunk) > math.MaxInt32/4 || l.Rows > math.MaxInt32 {
@@ -268,7 +244,7 @@ func (l Layer) check(op string, r Reduction) (suf string, empty bool, err error)
 // mode is the variant of a kernel, as kasmina.cuh has it.
 func (l Layer) mode(telemetry bool) string {
 	switch {
-	case l.Stability == Strict:
+	case l.Stability == seed.Strict:
 		return "strict"
 	case telemetry:
 		return "watch"
@@ -279,7 +255,7 @@ func (l Layer) mode(telemetry bool) string {
 // bytes is Layer of kasmina.cuh.
 func (l Layer) bytes(softmax gpu.Ptr, clip bool) []byte {
 	large := float32(math.MaxFloat32)
-	if l.Stability == Adaptive {
+	if l.Stability == seed.Adaptive {
 		large = 1e6
 	}
 	var limit gpu.Ptr
@@ -367,14 +343,14 @@ func (p *kasminaPass) merging() int {
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
-func (p *kasminaPass) measureRows(name string, a *gpu.Args, r Reduction) error {
+func (p *kasminaPass) measureRows(name string, a *gpu.Args, r seed.Reduction) error {
 	return p.Enqueue(p.Stream, "kasmina_rows", name+p.suf, gpu.LaunchConfig{
 		Grid:  gpu.Dim{X: p.rows.tiles, Y: p.rows.blocks},
 		Block: gpu.Dim{X: kasminaThreads},
 	}, a.Int32(p.rows.across).Int32(p.rows.lanes).Int32(int(r)))
 }
 
-func (p *kasminaPass) mergeRows(figures gpu.Ptr, r Reduction, count, norms int) error {
+func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) error {
 	a := kernel.Args().Ptr(figures).Ptr(p.partial).Int32(p.rows.parts()).Int32(p.State.Seeds).Int32(int(r)).Int32(count).Int32(norms)
 	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_rows_merge", kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), a)
 }
@@ -398,7 +374,7 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
 		return err
 	}
-	if left := p.left(f); f.Records != nil && f.Reduction == Exact {
+	if left := p.left(f); f.Records != nil && f.Reduction == seed.Exact {
 		*f.Records = left
 	} else if err := mergeRecords(k, s, []Records{left}); err != nil {
 		return err
@@ -408,7 +384,7 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 			return err
 		}
 	}
-	if !f.Telemetry || f.Reduction == Exact {
+	if !f.Telemetry || f.Reduction == seed.Exact {
 		return nil
 	}
 	if err := p.measureRows("kasmina_rows_health", kernel.Args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.partial), f.Reduction); err != nil {
@@ -428,10 +404,10 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 	}, kernel.Args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
 }
 
-// Launch launches a kernel for DX, sums over rows and records of figures, one that adds those up
-// over the blocks, unless the family does that at once, and one that adds them up over the seeds of
-// a slot; these two unless that is left. Where a chunk's threads are more than a warp, norms and
-// clipping take one more pass over G.
+// Launch launches a kernel for DX, sums over rows and records of figures. Unless the family does
+// that at once, a second kernel adds those up over the blocks. A third adds them up over the seeds
+// of a slot. The last two are not launched if they are left to another call. Where a chunk's
+// threads are more than a warp, norms and clipping take one more pass over G.
 func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if b.Parts != nil {
 		*b.Parts = Parts{}
@@ -453,7 +429,7 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	byRow := b.Telemetry && (b.Reduction != Exact || p.sharing == 0) || p.scale != 0
+	byRow := b.Telemetry && (b.Reduction != seed.Exact || p.sharing == 0) || p.scale != 0
 	if byRow {
 		l := kernel.Args().Struct(b.Layer.bytes(p.gates, p.scale != 0), 8)
 		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.partial).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {

@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks
@@ -53,10 +54,10 @@ func TestKasmina(t *testing.T) {
 	}
 	for i, s := range shapes {
 		for j, dt := range kerneltest.StorageTypes {
-			for stability := Fast; stability <= Adaptive; stability++ {
+			for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
 				n := i + j + int(stability)
 				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], dtype: dt, stability: stability,
-					reduction: Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
+					reduction: seed.Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
 				g.Scope(c.String(), func(g *kerneltest.Rig) { newKasmina(g, c, nil).check() })
 			}
 		}
@@ -71,7 +72,7 @@ func TestKasminaFewSeeds(t *testing.T) {
 		{4, 4, 2}, {4, 4, 2}, {4, 4, 13}, {2, 48, 2}, {2, 4, 0}, // warps that need little: no x, no x and clipped, no relu; nothing
 	}
 	for i, s := range shapes {
-		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5, dtype: kerneltest.StorageTypes[(i+1)%3], stability: Adaptive,
+		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5, dtype: kerneltest.StorageTypes[(i+1)%3], stability: seed.Adaptive,
 			clip: i%2 == 0, telemetry: true, deviation: 1}
 		if testing.Short() {
 			c.rows = 4099
@@ -184,7 +185,7 @@ func TestKasminaLateBlocks(t *testing.T) {
 	for i, s := range [][3]int{{1411, 300, 4}, {1533, 80, 16}, {1330, 50, 3}} {
 		for j, c := range []kasminaCase{{telemetry: true, clip: true}, {}}[:kerneltest.Few(2, 1)] {
 			c.rows, c.seeds, c.chunk, c.slots, c.blocks, c.deviation = s[0], s[1], s[2], 50, 3, 1
-			c.dtype, c.stability = kerneltest.StorageTypes[(i+j)%3], Adaptive
+			c.dtype, c.stability = kerneltest.StorageTypes[(i+j)%3], seed.Adaptive
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
 				r := newKasmina(g, c, nil)
 				grid := newKasminaGrid(g.Set, r.layer, Plain, c.blocks, true, kasminaUse{telemetry: c.telemetry})
@@ -202,7 +203,7 @@ func TestKasminaLateBlocks(t *testing.T) {
 func TestKasminaForeignKinds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, chunk := range []int{4, 16, 3, 4096} {
-		for stability := Fast; stability <= Adaptive; stability++ {
+		for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
 			c := kasminaCase{rows: 45, seeds: 44, chunk: chunk, slots: 20, dtype: kerneltest.StorageTypes[i%3], stability: stability,
 				clip: i%2 == 0, telemetry: true, deviation: 1}
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
@@ -224,9 +225,9 @@ func TestKasminaForeignKinds(t *testing.T) {
 // TestKasminaIllConditioned has data that share all but their last digits.
 func TestKasminaIllConditioned(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for reduction := range kasminaReductions {
+	for reduction := range seed.Max + 1 {
 		for _, chunk := range []int{4, 16, 3} {
-			c := kasminaCase{rows: 1111, seeds: 44, chunk: chunk, slots: 45, dtype: kerneltest.F32, stability: Fast, reduction: reduction,
+			c := kasminaCase{rows: 1111, seeds: 44, chunk: chunk, slots: 45, dtype: kerneltest.F32, stability: seed.Fast, reduction: reduction,
 				telemetry: true, mean: 1e4, deviation: 1e-2}
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
 				newKasmina(g, c, nil).checkFigureFamilies()
@@ -243,7 +244,7 @@ func TestKasminaPivots(t *testing.T) {
 	for _, dt := range kerneltest.StorageTypes {
 		for _, chunk := range []int{4, 16, 3} {
 			for place := range 3 {
-				c := kasminaCase{rows: 516, seeds: 44, chunk: chunk, slots: 45, dtype: dt, stability: Fast, telemetry: true, deviation: 1}
+				c := kasminaCase{rows: 516, seeds: 44, chunk: chunk, slots: 45, dtype: dt, stability: seed.Fast, telemetry: true, deviation: 1}
 				columns, first := c.seeds*chunk, c.rows-4 // first is where a lane begins, of batches of two and of four rows
 				g.Scope(fmt.Sprintf("%v outlier %d", c, place), func(g *kerneltest.Rig) {
 					newKasmina(g, c, func(i int, v float64) float64 {
@@ -276,7 +277,7 @@ func TestKasminaExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range kerneltest.StorageTypes {
 		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {1301, 10, 24}} { // rows, seeds, chunk
-			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt, stability: Adaptive, telemetry: true,
+			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt, stability: seed.Adaptive, telemetry: true,
 				from: g.Rand.IntN(44), deviation: 1}
 			large := map[gpu.DType]float64{kerneltest.F32: 1e15, kerneltest.Bf16: 1e15, kerneltest.F16: 4e3}[dt]
 			g.Scope(fmt.Sprintf("large %v", c), func(g *kerneltest.Rig) {
@@ -325,7 +326,7 @@ func (r *kasminaRun) checkNonFinite() {
 			if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] || bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
 				r.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
 			}
-		} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != uint8(blueprints.ConvFilter) && !finite(r.xr[i]) ||
+		} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != blueprints.ConvFilter && !finite(r.xr[i]) ||
 			finite(r.wantY[i]) && !finite(y[i]) {
 			r.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
 		}
@@ -338,11 +339,11 @@ func finite(v float64) bool { return v-v == 0 }
 func TestKasminaState(t *testing.T) {
 	st := State{Seeds: 5, Slots: 4}
 	raw := make([]byte, st.Bytes())
-	seeds := []Seed{
+	seeds := []seed.Seed{
 		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: 9, Slot: 0, Blend: true}, {Kind: 2, Slot: 1, Learn: true, Blend: true},
 		{Kind: 3, Slot: 3, Learn: true}, {Kind: 9, Slot: 2},
 	}
-	encode := func() error { return st.Encode(raw, func(i int) Seed { return seeds[i] }) }
+	encode := func() error { return st.Encode(raw, func(i int) seed.Seed { return seeds[i] }) }
 	for range 2 { // into what the first left
 		if err := encode(); err != nil {
 			t.Fatal(err)
@@ -359,7 +360,7 @@ func TestKasminaState(t *testing.T) {
 	if err := encode(); !errors.Is(err, ErrKind) {
 		t.Errorf("an unknown kind: %v", err)
 	}
-	seeds[4] = Seed{Slot: 4, Blend: true}
+	seeds[4] = seed.Seed{Slot: 4, Blend: true}
 	if err := encode(); err == nil || errors.Is(err, ErrKind) {
 		t.Errorf("an unknown slot: %v", err)
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpukasmina "github.com/kasmina-go/kasmina/internal/cpu/kasmina"
 	cpufigures "github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -20,8 +21,8 @@ type kasminaCase struct {
 	rows, seeds, chunk, slots int
 	width                     int // of slots that are wider than chunks, else 0
 	dtype                     gpu.DType
-	stability                 Stability
-	reduction                 Reduction
+	stability                 seed.Stability
+	reduction                 seed.Reduction
 	clip, telemetry           bool
 	skew, blocks, from        int     // from: what number gives the first seed its stage and kind
 	mean, deviation           float64 // of x and g
@@ -37,7 +38,7 @@ type kasminaRun struct {
 	*kerneltest.Rig
 	kasminaCase
 	layer            Layer
-	states           []Seed
+	states           []seed.Seed
 	x, g, y, dx      *kerneltest.Buffer
 	dw, ds           *kerneltest.Buffer
 	health, gradient *kerneltest.Buffer
@@ -71,8 +72,8 @@ func (c kasminaCase) kinds() int {
 	return int(blueprints.ChunkMLP) + 1
 }
 
-func kasminaSeeds(g *kerneltest.Rig, c kasminaCase) []Seed {
-	seeds := make([]Seed, c.seeds)
+func kasminaSeeds(g *kerneltest.Rig, c kasminaCase) []seed.Seed {
+	seeds := make([]seed.Seed, c.seeds)
 	for i := range seeds {
 		number := i + c.from
 		stage := state.Stage(number % kasminaStages)
@@ -87,10 +88,10 @@ func kasminaSeeds(g *kerneltest.Rig, c kasminaCase) []Seed {
 			alpha = 1
 		}
 		low, high := c.mean-c.deviation*(0.5+g.Rand.Float64()), c.mean+c.deviation*(0.5+g.Rand.Float64())
-		seeds[i] = Seed{
-			Kind: uint8(number / kasminaStages % c.kinds()), Slot: uint16(g.Rand.IntN(c.slots)), Alpha: alpha,
-			Blend: stage.Blends(), Learn: stage.Learns(), Low: float32(low), High: float32(high),
-			Limit: float32(math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean, c.deviation) * (0.7 + g.Rand.Float64()/2)),
+		seeds[i] = seed.Seed{
+			Kind: blueprints.Kind(number / kasminaStages % c.kinds()), Slot: uint16(g.Rand.IntN(c.slots)), Alpha: alpha,
+			Blend: stage.Blends(), Learn: stage.Learns(), Low: float64(float32(low)), High: float64(float32(high)),
+			Limit: math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean, c.deviation) * (0.7 + g.Rand.Float64()/2),
 		}
 	}
 	return seeds
@@ -118,9 +119,9 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase, spoil func(i int, v float64) f
 	r.weights, r.scales = weights, scales
 	st := State{Seeds: c.seeds, Slots: c.slots}
 	raw := make([]byte, st.Bytes())
-	g.Must(st.Encode(raw, func(i int) Seed {
+	g.Must(st.Encode(raw, func(i int) seed.Seed {
 		s := r.states[i]
-		if s.Mixes() {
+		if Mixes(s) {
 			s.Slot = slotOfNone
 		}
 		return s
@@ -186,15 +187,11 @@ func (r *kasminaRun) backwardPass() Backward {
 // refer computes what is wanted in float64.
 func (r *kasminaRun) refer() {
 	k := &cpukasmina.Layer[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: max(r.width, r.chunk), Eps: r.layer.Eps,
-		Stability: [...]cpukasmina.Stability{cpukasmina.StabilityFast, cpukasmina.StabilityStrict, cpukasmina.StabilityAdaptive}[r.stability],
-		Reduce:    [...]cpufigures.Reduction{cpufigures.ReduceExact, cpufigures.ReduceMean, cpufigures.ReduceMax}[r.reduction],
+		Stability: r.stability,
+		Reduce:    r.reduction,
 		Measure:   slices.Repeat([]bool{true}, r.seeds)}
 	for i, s := range r.states {
-		if s.Slot == slotOfNone || !s.Blend && !s.Learn {
-			continue
-		}
-		r.Must(k.Activate(cpukasmina.Seed[float64]{Seed: i, Slot: int(s.Slot), Kind: blueprints.Kind(s.Kind), Blend: s.Blend, Learn: s.Learn,
-			Alpha: float64(s.Alpha), Low: float64(s.Low), High: float64(s.High)}))
+		r.Must(k.Activate(i, s))
 	}
 	r.reference = k
 	n := len(r.xr)

@@ -7,6 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // TestKasminaEndsTogether wants launches that end many passes over different layers to give the
@@ -21,7 +22,7 @@ func TestKasminaEndsTogether(t *testing.T) {
 		{rows: 3, seeds: 5, chunk: 7, slots: 2, dtype: kerneltest.F32, telemetry: true},
 		{rows: 130, seeds: 2, chunk: 520, slots: 4, dtype: kerneltest.F16, telemetry: true}, // norms take another pass, and the ends are made at once
 		{rows: 1200, seeds: 3, chunk: 64, slots: 300, dtype: kerneltest.Bf16, telemetry: true, clip: true},
-		{rows: 90, seeds: 6, chunk: 16, slots: 5, dtype: kerneltest.F32, telemetry: true, reduction: Max},
+		{rows: 90, seeds: 6, chunk: 16, slots: 5, dtype: kerneltest.F32, telemetry: true, reduction: seed.Max},
 	}
 	var records []Records
 	var parts []Parts
@@ -46,10 +47,10 @@ func TestKasminaEndsTogether(t *testing.T) {
 		g.Must(f.Launch(g.Set, g.Stream))
 		g.Must(b.Launch(g.Set, g.Stream))
 		records, parts = append(records, *f.Records), append(parts, *b.Parts)
-		if later := f.Records.Seeds > 0; later != (c.rows > 64 && c.telemetry && c.reduction == Exact || c.rows == 3) {
+		if later := f.Records.Seeds > 0; later != (c.rows > 64 && c.telemetry && c.reduction == seed.Exact || c.rows == 3) {
 			t.Errorf("%v: %d seeds are left to be merged", c, f.Records.Seeds)
 		}
-		if later := b.Parts.Units > 0; later != (c.chunk != 520 && c.reduction == Exact) {
+		if later := b.Parts.Units > 0; later != (c.chunk != 520 && c.reduction == seed.Exact) {
 			t.Errorf("%v: %d units are left to be added up", c, b.Parts.Units)
 		}
 	}

@@ -317,17 +317,6 @@ func (g *Rig) Classes(rows, v int) []int {
 	return ids
 }
 
-// large returns n numbers for measuring, which repeat.
-func (g *Rig) Large(n int, t gpu.DType) *Buffer {
-	g.Helper()
-	one, _ := g.Normal(1<<16, t, 0)
-	b := g.Alloc(n, t, 0)
-	for at := 0; at < b.Bytes(); at += one.Bytes() {
-		g.Must(g.Ctx.CopyOnDevice(b.Offset(at), one.Ptr, min(one.Bytes(), b.Bytes()-at), g.Stream))
-	}
-	return b
-}
-
 // FakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to
 // point to.
 func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set, *fake.Context, gpu.Ptr) {

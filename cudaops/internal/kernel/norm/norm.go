@@ -302,11 +302,11 @@ func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return addParts(k, s, []RMSNormParts{left})
 }
 
-// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first:
-// warps, or pairs of them, that take rows of their own; for longer rows blocks that walk down them,
-// as many a multiprocessor as there is room for or fewer; and a block a row. Walking is no way for
-// short rows, since a tuner that times single launches cannot tell the two apart, and in training,
-// at a lower clock, walking falls behind.
+// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first.
+// In some, warps or pairs of them take rows of their own. For longer rows, blocks walk down them,
+// as many a multiprocessor as there is room for or fewer. In the last, each row has a block.
+// Walking is no way for short rows, since a tuner that times single launches cannot tell the two
+// apart, and in training, at a lower clock, walking falls behind.
 func RMSNormBackwardWays(k *kernel.Set, a RMSNormBackward) (ways []kernel.Way, err error) {
 	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
 	if err != nil {

@@ -26,9 +26,9 @@ type deviceWeight struct {
 // The strip of a block, kRows and kStripColumns of quantize_weights.cu, and its threads.
 const WeightRows, WeightColumns, WeightThreads = 128, 256, 256
 
-// weightLead is the strips of a weight whose largest numbers are looked for before the weight ahead
-// of it is rounded: as many as an H200 works on at once, so that it has something to do while the
-// last strips of that one are looked at.
+// weightLead is how many strips of a weight are searched for their largest numbers before the
+// weight ahead of it is rounded. It is as many as an H200 works on at once. So it has something to
+// do while the last strips of that one are looked at.
 const weightLead = 512
 
 // Table is weights laid out on the device, so that one call is for all. Its memory is its own.

@@ -125,32 +125,3 @@ DEFINE(bf16, f32)
 DEFINE(f16, f16)
 DEFINE(f16, f32)
 #undef DEFINE
-
-// first[0] = the least index of a NaN or infinity, if it is below what is there already. Launch: blocks of 256 threads in a
-// loop over the array.
-template <class T> __device__ __forceinline__ void firstNonFinite(unsigned long long* first, const T* x, int64_t n) {
-  constexpr int N = kVec<T>;
-  int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x, threads = int64_t(gridDim.x) * kThreads;
-  auto check = [&](int64_t i, float v) {
-    if (!(v - v == 0)) atomicMin(first, static_cast<unsigned long long>(i));
-  };
-  int64_t whole = aligned16(x) ? n / N : 0;
-#pragma unroll 4
-  for (int64_t i = thread; i < whole; i += threads) {
-    Pack<T, N> v = load<N>(x + i * N);
-    float sum = 0;  // finite only if all are, or nearly so: then every element is looked at
-#pragma unroll
-    for (int j = 0; j < N; j++) sum += fabsf(v.get(j));
-    if (sum - sum == 0) continue;
-#pragma unroll
-    for (int j = 0; j < N; j++) check(i * N + j, v.get(j));
-  }
-  for (int64_t i = whole * N + thread; i < n; i += threads) check(i, toFloat(x[i]));
-}
-
-#define DEFINE(T)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      first_nonfinite_##T(unsigned long long* first, const T* x, int64_t n) {                                 \
-    firstNonFinite(first, x, n);                                                                              \
-  }
-FOR_STORAGE_TYPES(DEFINE)

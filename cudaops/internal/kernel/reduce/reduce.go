@@ -135,22 +135,5 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
 }
 
-// FirstNonFinite sets the int64 at first to the least index of a NaN or infinity among n elements,
-// or −1.
-func FirstNonFinite(k *kernel.Set, s gpu.Stream, first, x gpu.Ptr, n int, t gpu.DType) error {
-	suf, err := kernel.Suffix("FirstNonFinite", t)
-	if err != nil {
-		return err
-	}
-	if _, err := kernel.CheckSizes("FirstNonFinite", n); err != nil {
-		return err
-	}
-	if err := k.Ctx.Memset8(first, 0xff, 8, s); err != nil || n == 0 { // −1 is the greatest as an unsigned number
-		return err
-	}
-	blocks := min(kernel.CeilDiv(n, 256*kernel.Vector(t)), 8*k.Info.SMs)
-	return k.Enqueue(s, "reduce", "first_nonfinite"+suf, kernel.Line(blocks, 256), kernel.Args().Ptr(first).Ptr(x).Int64(int64(n)))
-}
-
 // WorkspaceBytes is the size of Workspace.
 func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int { return ReduceWorkspace(kernel.Sized(d), a) }

@@ -1,7 +1,6 @@
 package reduce
 
 import (
-	"encoding/binary"
 	"fmt"
 	"math"
 	"testing"
@@ -71,34 +70,6 @@ func TestMaxKeepsNaN(t *testing.T) {
 		g.Must(a.Launch(g.Set, g.Stream))
 		if got := g.Read(y); !math.IsNaN(got[0]) || inner > 1 && got[1] != 0 {
 			t.Errorf("the maximum is %v", got)
-		}
-	}
-}
-
-func TestFirstNonFinite(t *testing.T) {
-	g := kerneltest.NewRig(t)
-	for _, dt := range kerneltest.StorageTypes {
-		for _, n := range []int{1, 9, 5000, 300_000} {
-			for _, bad := range []int{-1, 0, n / 2, n - 1} {
-				g.Scope(fmt.Sprintf("%v/%d/%d", dt, n, bad), func(g *kerneltest.Rig) {
-					x := make([]float64, n)
-					for i := range x {
-						x[i] = 6e4 * g.Rand.NormFloat64() / 8
-					}
-					if bad >= 0 {
-						x[bad] = []float64{math.NaN(), math.Inf(1), math.Inf(-1)}[g.Rand.IntN(3)]
-						x[n-1] = math.NaN()
-					}
-					in, _ := g.Upload(x, dt, bad&1)
-					first := g.Alloc(2, kerneltest.F32, 0)
-					g.Must(FirstNonFinite(g.Set, g.Stream, first.Ptr, in.Ptr, n, dt))
-					raw := make([]byte, 8)
-					g.Must(g.Ctx.CopyToHost(raw, first.Ptr, g.Stream))
-					if got := int(int64(binary.LittleEndian.Uint64(raw))); got != bad {
-						g.Errorf("got %d, want %d", got, bad)
-					}
-				})
-			}
 		}
 	}
 }

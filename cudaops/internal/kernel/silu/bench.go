@@ -1,6 +1,8 @@
 package silu
 
 import (
+	"fmt"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/bench"
 )
@@ -12,11 +14,15 @@ func Bench(b *bench.B) {
 	const size = 2 * rows * f
 	ab, dh := b.Normal(2*rows*f, gpu.BFloat16), b.Normal(rows*f, gpu.BFloat16)
 	h, dab := b.Alloc(rows*f, gpu.BFloat16), b.Alloc(2*rows*f, gpu.BFloat16)
-	b.Time(bench.Measurement{Name: "silumul_fwd_16384x11008", Bytes: 3 * size}, func() error {
-		return Mul{H: h, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f, Stride: 2 * f, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
-	})
-	b.Time(bench.Measurement{Name: "silumul_bwd_16384x11008", Bytes: 5 * size}, func() error {
-		return MulBackward{DA: dab, DB: dab.Offset(2 * f), DH: dh, A: ab, B: ab.Offset(2 * f),
-			Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
-	})
+	for _, gelu := range []bool{false, true} {
+		name := func(pass string) string { return fmt.Sprintf("%smul_%s_16384x11008", gate(gelu), pass) }
+		b.Time(bench.Measurement{Name: name("fwd"), Bytes: 3 * size}, func() error {
+			return Mul{H: h, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f, Stride: 2 * f, GELU: gelu,
+				Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
+		})
+		b.Time(bench.Measurement{Name: name("bwd"), Bytes: 5 * size}, func() error {
+			return MulBackward{DA: dab, DB: dab.Offset(2 * f), DH: dh, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f,
+				Stride: 2 * f, GradStride: 2 * f, GELU: gelu, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
+		})
+	}
 }

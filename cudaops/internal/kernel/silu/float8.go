@@ -1,6 +1,7 @@
 package silu
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -12,6 +13,17 @@ import (
 func (a Mul) float8(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := checkGate("SiLUMul", a.Rows, a.F, &a.Stride); empty || err != nil {
 		return err
+	}
+	if a.GELU {
+		if a.H == 0 {
+			return errors.New("kernels.SiLUMul: H is null, want memory: GELU forms it before float8")
+		}
+		rows := quantize.Rows{Y: a.H8, Scale: a.Scale8, X: a.H, Rows: a.Rows, D: a.F, XStride: a.F, Type: a.Type}
+		a.H8, a.Scale8 = 0, 0
+		if err := a.Launch(k, s); err != nil {
+			return err
+		}
+		return rows.Launch(k, s)
 	}
 	var shape quantize.HeldShape
 	if kernel.Packed(a.Type, a.F, a.H, a.A, a.B) && a.Stride%kernel.Vector(a.Type) == 0 && quantize.Float8Packs(a.Type, a.H8) {
@@ -46,7 +58,7 @@ func (a MulBackward) float8(k *kernel.Set, s gpu.Stream) error {
 	}
 	v := kernel.Vector(a.Type)
 	var shape quantize.HeldShape
-	if kernel.Packed(a.Type, a.F, a.H, a.DA, a.DH, a.A, a.B) && a.Stride%v == 0 && a.GradStride%v == 0 && quantize.Float8Packs(a.Type, a.DAB8) {
+	if !a.GELU && kernel.Packed(a.Type, a.F, a.H, a.DA, a.DH, a.A, a.B) && a.Stride%v == 0 && a.GradStride%v == 0 && quantize.Float8Packs(a.Type, a.DAB8) {
 		shape = quantize.BestShape(a.F, a.Type)
 	}
 	return SiluMulBackwardFloat8(k, s, a, shape)

@@ -3,11 +3,13 @@
 //   forward:   h = silu(a) ⊙ b,  silu(a) = a·σ(a)
 //   backward:  da = dh ⊙ b ⊙ σ(a)(1 + a(1 − σ(a))),  db = dh ⊙ silu(a),  and h again where it is wanted
 //
+// and the same with GELU in the place of SiLU.
+//
 // a and b share a row stride, as do da and db: in [a | b] side by side it is 2f, and b starts f behind a. h and dh have no
 // gaps. da may be a's memory or dh's, db may be b's.
 //
 // Launch: blocks of 256 threads, each with kUnroll packs that lie a block's width apart.
-#include "silu.cuh"
+#include "gate.cuh"
 
 constexpr int kThreads = 256, kUnroll = 2;
 
@@ -23,8 +25,8 @@ template <int N, class F> __device__ __forceinline__ void forPacks(int64_t rows,
   }
 }
 
-template <class T, int N>
-__device__ __forceinline__ void siluForward(T* h, const T* a, const T* b, int64_t rows, int f, int64_t stride) {
+template <class T, int N, bool GELU>
+__device__ __forceinline__ void gateForward(T* h, const T* a, const T* b, int64_t rows, int f, int64_t stride) {
   Pack<T, N> va[kUnroll], vb[kUnroll];
   forPacks<N>(rows, f, stride, [&](int u, int64_t, int64_t at) {
     va[u] = load<N>(a + at);
@@ -32,13 +34,13 @@ __device__ __forceinline__ void siluForward(T* h, const T* a, const T* b, int64_
   });
   forPacks<N>(rows, f, stride, [&](int u, int64_t i, int64_t) {
 #pragma unroll
-    for (int j = 0; j < N; j++) va[u].set(j, siluMul<T>(va[u].get(j), vb[u].get(j)));
+    for (int j = 0; j < N; j++) va[u].set(j, gateMul<T, GELU>(va[u].get(j), vb[u].get(j)));
     store(h + i, va[u]);
   });
 }
 
-template <class T, int N>
-__device__ __forceinline__ void siluBackward(T* h, T* da, T* db, const T* dh, const T* a, const T* b, int64_t rows, int f,
+template <class T, int N, bool GELU>
+__device__ __forceinline__ void gateBackward(T* h, T* da, T* db, const T* dh, const T* a, const T* b, int64_t rows, int f,
                                              int64_t stride, int64_t outStride) {
   Pack<T, N> va[kUnroll], vb[kUnroll], vg[kUnroll];
   forPacks<N>(rows, f, stride, [&](int u, int64_t i, int64_t at) {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void siluBackward(T* h, T* da, T* db, const T* dh, co
     Pack<T, N> vh;
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      SiLUGradient<T> to(vg[u].get(j), va[u].get(j), vb[u].get(j));
+      GateGradient<T, GELU> to(vg[u].get(j), va[u].get(j), vb[u].get(j));
       vh.set(j, to.h);
       va[u].set(j, to.da);
       vb[u].set(j, to.db);
@@ -61,16 +63,19 @@ __device__ __forceinline__ void siluBackward(T* h, T* da, T* db, const T* dh, co
   });
 }
 
-#define DEFINE_VARIANT(T, name, N)                                                                            \
+#define DEFINE_GATE(T, gate, GELU, name, N)                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      silu_mul_##name##_##T(T* h, const T* a, const T* b, int64_t rows, int f, int64_t stride) {              \
-    siluForward<T, N>(h, a, b, rows, f, stride);                                                              \
+      gate##_mul_##name##_##T(T* h, const T* a, const T* b, int64_t rows, int f, int64_t stride) {            \
+    gateForward<T, N, GELU>(h, a, b, rows, f, stride);                                                        \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      silu_mul_backward_##name##_##T(T* h, T* da, T* db, const T* dh, const T* a, const T* b, int64_t rows,   \
-                                     int f, int64_t stride, int64_t outStride) {                              \
-    siluBackward<T, N>(h, da, db, dh, a, b, rows, f, stride, outStride);                                      \
+      gate##_mul_backward_##name##_##T(T* h, T* da, T* db, const T* dh, const T* a, const T* b, int64_t rows, \
+                                       int f, int64_t stride, int64_t outStride) {                            \
+    gateBackward<T, N, GELU>(h, da, db, dh, a, b, rows, f, stride, outStride);                                \
   }
+#define DEFINE_VARIANT(T, name, N)        \
+  DEFINE_GATE(T, silu, false, name, N)    \
+  DEFINE_GATE(T, gelu, true, name, N)
 #define DEFINE(T)                     \
   DEFINE_VARIANT(T, packs, kVec<T>)   \
   DEFINE_VARIANT(T, elements, 1)

@@ -14,20 +14,22 @@ var units embed.FS
 
 func init() { kernel.Register(units) }
 
-// Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a). Stride is the elements from one
+// Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a), or with GELU its approximation by
+// tanh in silu's place. Stride is the elements from one
 // row of A to the next, and of B; 0 means F. In [A | B] side by side it is 2·F, and B is A + F
 // elements.
 //
 // Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
-// rows; H may then be null. Type is a 16-bit one.
+// rows; H may then be null, but for GELU. Type is a 16-bit one.
 type Mul struct {
 	H, A, B         gpu.Ptr
 	Rows, F, Stride int
+	GELU            bool
 	Type            gpu.DType
 	H8, Scale8      gpu.Ptr
 }
 
-// Launch launches one kernel.
+// Launch launches one kernel; with H8 and GELU two.
 func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
 	if float8, err := quantize.Float8Rows("SiLUMul", a.Type, a.H8, a.Scale8); err != nil {
 		return err
@@ -35,11 +37,11 @@ func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
 		return a.float8(k, s)
 	}
 	l := kernel.Args().Ptr(a.H).Ptr(a.A).Ptr(a.B)
-	return silu(k, s, "SiLUMul", "silu_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type}, false, l, a.H, a.A, a.B)
+	return silu(k, s, "SiLUMul", gate(a.GELU)+"_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type}, false, l, a.H, a.A, a.B)
 }
 
 // MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and
-// H again unless it is null. DA may be the memory of A or DH, and DB that of B. Stride is as in
+// H again unless it is null; with GELU, those of that. DA may be the memory of A or DH, and DB that of B. Stride is as in
 // [Mul], GradStride the same for DA and DB.
 //
 // Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8
@@ -48,11 +50,13 @@ func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
 type MulBackward struct {
 	H, DA, DB, DH, A, B         gpu.Ptr
 	Rows, F, Stride, GradStride int
+	GELU                        bool
 	Type                        gpu.DType
 	DAB8, Scale8                gpu.Ptr
 }
 
-// Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, two.
+// Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, or for
+// GELU, two.
 func (a MulBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if float8, err := quantize.Float8Rows("SiLUMulBackward", a.Type, a.DAB8, a.Scale8); err != nil {
 		return err
@@ -61,7 +65,15 @@ func (a MulBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	l := kernel.Args().Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(a.DH).Ptr(a.A).Ptr(a.B)
 	shape := siluShape{a.Rows, a.F, a.Stride, a.GradStride, a.Type}
-	return silu(k, s, "SiLUMulBackward", "silu_mul_backward", shape, true, l, a.H, a.DA, a.DB, a.DH, a.A, a.B)
+	return silu(k, s, "SiLUMulBackward", gate(a.GELU)+"_mul_backward", shape, true, l, a.H, a.DA, a.DB, a.DH, a.A, a.B)
+}
+
+// gate is how kernels of a gate are named.
+func gate(gelu bool) string {
+	if gelu {
+		return "gelu"
+	}
+	return "silu"
 }
 
 type siluShape struct {

@@ -6,17 +6,7 @@ import (
 	"math"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
-)
-
-// Reduction says how the figures of a chunk's rows become those of the seed.
-type Reduction uint8
-
-// The reductions: exact figures over all elements, the average of the rows' figures, the largest of
-// them.
-const (
-	ReduceExact Reduction = iota
-	ReduceMean
-	ReduceMax
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 // Moments are the count and mean of numbers and the sum of their squared deviations from it. They
@@ -68,8 +58,8 @@ const PerRow = 6
 
 // Health returns variance, mean, minimum, maximum, dead ratio and signal-to-noise ratio
 // |mean|/sqrt(variance + ε).
-func (f *Chunk) Health(reduce Reduction, eps float64) [PerRow]float64 {
-	if reduce != ReduceExact {
+func (f *Chunk) Health(reduce seed.Reduction, eps float64) [PerRow]float64 {
+	if reduce != seed.Exact {
 		return f.Rows
 	}
 	return Health(f.Moments, f.Min, f.Max, f.Dead, eps)
@@ -84,8 +74,8 @@ func Health(m Moments, lo, hi float64, dead int, eps float64) [PerRow]float64 {
 }
 
 // Gradient returns the norm, the variance and the largest magnitude.
-func (f *Chunk) Gradient(reduce Reduction) [3]float64 {
-	if reduce != ReduceExact {
+func (f *Chunk) Gradient(reduce seed.Reduction) [3]float64 {
+	if reduce != seed.Exact {
 		return [3]float64(f.Rows[:3])
 	}
 	return Gradient(f.Moments, f.Min, f.Max)
@@ -102,9 +92,9 @@ func Gradient(m Moments, lo, hi float64) [3]float64 {
 func Norm(m Moments) float64 { return math.Sqrt(m.M2 + m.N*m.Mean*m.Mean) }
 
 // New are the figures of nothing.
-func New(reduce Reduction) Chunk {
+func New(reduce seed.Reduction) Chunk {
 	f := Chunk{Min: math.Inf(1), Max: math.Inf(-1)}
-	if reduce == ReduceMax {
+	if reduce == seed.Max {
 		for i := range f.Rows {
 			f.Rows[i] = math.Inf(-1)
 		}
@@ -123,9 +113,9 @@ func (f *Chunk) AddRow(row *Row, anchor float64) {
 }
 
 // ReduceRow takes one row's figures into Rows.
-func (f *Chunk) ReduceRow(reduce Reduction, row []float64) {
+func (f *Chunk) ReduceRow(reduce seed.Reduction, row []float64) {
 	for i, v := range row {
-		if reduce == ReduceMean {
+		if reduce == seed.Mean {
 			f.Rows[i] += v
 		} else {
 			f.Rows[i] = max(f.Rows[i], v)
@@ -134,20 +124,20 @@ func (f *Chunk) ReduceRow(reduce Reduction, row []float64) {
 }
 
 // Merge adds the figures of other rows of the same chunk.
-func (f *Chunk) Merge(o *Chunk, reduce Reduction) {
+func (f *Chunk) Merge(o *Chunk, reduce seed.Reduction) {
 	f.Moments.Merge(o.Moments)
 	f.Norms.Merge(o.Norms)
 	f.Min, f.Max = min(f.Min, o.Min), max(f.Max, o.Max)
 	f.Dead += o.Dead
 	f.Bad += o.Bad
 	f.Clipped += o.Clipped
-	if reduce != ReduceExact {
+	if reduce != seed.Exact {
 		f.ReduceRow(reduce, o.Rows[:])
 	}
 }
 
 // Finish makes the figures absolute, with rows the number of rows that Rows sums up.
-func (f *Chunk) Finish(reduce Reduction, anchor float64) {
+func (f *Chunk) Finish(reduce seed.Reduction, anchor float64) {
 	rows := f.Norms.N
 	f.Moments.Mean += anchor
 	if f.Moments.N == 0 {
@@ -157,7 +147,7 @@ func (f *Chunk) Finish(reduce Reduction, anchor float64) {
 		switch {
 		case rows == 0:
 			f.Rows[i] = 0
-		case reduce == ReduceMean:
+		case reduce == seed.Mean:
 			f.Rows[i] /= rows
 		}
 	}

@@ -4,6 +4,8 @@ import (
 	"math"
 	"math/rand/v2"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 func TestMomentsMerge(t *testing.T) {
@@ -41,10 +43,10 @@ func TestScanExtremes(t *testing.T) {
 	if s.Bad != 3 || s.Moments.N != 0 || s.Dead != 0 {
 		t.Errorf("%+v", s)
 	}
-	f := New(ReduceExact)
+	f := New(seed.Exact)
 	f.AddRow(&s, 0)
-	f.Finish(ReduceExact, 0)
-	if f.Bad != 3 || f.Min != 0 || f.Max != 0 || f.Health(ReduceExact, 1) != [PerRow]float64{} || f.Gradient(ReduceExact) != [3]float64{} {
+	f.Finish(seed.Exact, 0)
+	if f.Bad != 3 || f.Min != 0 || f.Max != 0 || f.Health(seed.Exact, 1) != [PerRow]float64{} || f.Gradient(seed.Exact) != [3]float64{} {
 		t.Errorf("%+v", f)
 	}
 	if s := Scan([]float32{float32(nan), 3, 5, 4, 1}, 2); s.Bad != 1 || s.Low != 1 || s.High != 5 || s.Moments.N != 4 || s.Dead != 1 || s.Absolute().Mean != 3.25 {

@@ -374,10 +374,10 @@ func (c *Rule) Learn(dx []float32, g, x *Pack, s View, input []float32, t *Sums)
 // ahead is where the next rows of x begin.
 func (s View) ahead(x []float32) *float32 { return &x[min(s.At+PassRows*s.Stride, len(x)-1)] }
 
-// Fetch says what a fused kernel brings into the second cache while it computes a strip: of the
-// rows that come next as many lines as the strip has vectors, in the order in which they are in
-// memory, and not in that of the strip. Processors follow that order and fetch more by themselves.
-// Offsets are in bytes, and a kernel fetches PassRows lines at a time.
+// Fetch says what a fused kernel brings into the second cache while it computes a strip. It brings
+// as many lines of the rows that come next as the strip has vectors. They come in the order in
+// which they are in memory, and not in that of the strip. Processors follow that order and fetch
+// more by themselves. Offsets are in bytes, and a kernel fetches PassRows lines at a time.
 type Fetch struct {
 	At        int // offset of the first lines in a matrix
 	Left, Run int // how often it fetches until the end of the row, and in a row

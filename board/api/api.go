@@ -1,0 +1,192 @@
+// Package api has the JSON of a board, under /api/v1, and its client: with it a program in another
+// process watches a run and grows its model.
+//
+//	GET  /api/v1/runs                          []Run
+//	GET  /api/v1/runs/{run}                    Run
+//	GET  /api/v1/runs/{run}/series             Series
+//	GET  /api/v1/runs/{run}/lattice            Lattice: what the picture needs, of every seed
+//	GET  /api/v1/runs/{run}/events             []Event, the oldest first
+//	GET  /api/v1/runs/{run}/seeds/{layer}/{n}  Seed
+//	GET  /api/v1/runs/{run}/reports            []Report: of every layer, for controllers
+//	GET  /api/v1/stream                        server-sent events: run, series, lattice, events,
+//	                                           sample, as they change
+//
+// A board that lets a run be steered (board.WithControl) has these too. They want the token in the
+// header Authorization, as Bearer TOKEN, and JSON of that type; the answer says what came of it.
+//
+//	GET  /api/v1/control                       Control, without a token
+//	POST /api/v1/runs/{run}/commands           Commands: together, behind the present step
+//	POST /api/v1/runs/{run}/telemetry          Telemetry
+//	POST /api/v1/runs/{run}/save               Request: a checkpoint behind the present step
+//	POST /api/v1/runs/{run}/stop               Request: the run ends behind its present step
+//
+// A number that is NaN or infinite is null. What fails is answered with a status from 400 on and
+// {"error": "..."}.
+package api
+
+import (
+	"time"
+
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Float is a number that is null in JSON where it is NaN or infinite.
+type Float = jsonfloat.Float
+
+// Run is where a run stands.
+type Run struct {
+	ID       string            `json:"id"`
+	Name     string            `json:"name"`
+	State    string            `json:"state"` // waiting, running, ended, stopped or failed
+	Error    string            `json:"error,omitempty"`
+	Started  time.Time         `json:"started,omitzero"`
+	Step     int               `json:"step"`
+	Steps    int               `json:"steps,omitempty"` // 0 for a run that a budget alone ends
+	Budget   string            `json:"budget,omitempty"`
+	Share    Float             `json:"share"` // done, 0 to 1
+	Elapsed  Float             `json:"elapsed_s"`
+	Left     Float             `json:"left_s"`
+	Loss     Float             `json:"loss"` // nats per token
+	Rate     Float             `json:"learning_rate"`
+	GradNorm Float             `json:"grad_norm"`
+	Speed    Float             `json:"tokens_per_s"` // of the last seconds
+	Tokens   int64             `json:"tokens"`       // since this process started the run
+	ValLoss  Float             `json:"val_loss"`
+	ValBPB   Float             `json:"val_bpb"`
+	Params   int               `json:"params"`
+	Seeds    int               `json:"seeds"`
+	Epoch    int               `json:"epoch"`            // of the lattices
+	Stages   map[string]int    `json:"stages,omitempty"` // seeds by stage
+	Saved    string            `json:"saved,omitempty"`  // the last checkpoint's file
+	SavedAt  int               `json:"saved_step,omitempty"`
+	Dropped  int64             `json:"dropped,omitempty"` // events that the board had no room for
+	Settings map[string]string `json:"settings,omitempty"`
+}
+
+// Series are the curves of a run, a column each: of its steps, and of its evaluations. Long runs are
+// thinned: each point is then Stride steps, with their mean loss.
+type Series struct {
+	Stride       int     `json:"stride"`
+	Step         []Float `json:"step"`
+	Time         []Float `json:"time"` // seconds
+	Loss         []Float `json:"loss"`
+	LearningRate []Float `json:"learning_rate"`
+	GradNorm     []Float `json:"grad_norm"`
+	TokensPerS   []Float `json:"tokens_per_s"`
+	EvalStep     []Float `json:"eval_step"`
+	EvalTime     []Float `json:"eval_time"`
+	ValLoss      []Float `json:"val_loss"`
+	ValBPB       []Float `json:"val_bpb"`
+}
+
+// Lattice is the picture of all seeds: a byte a seed in each array, in base64.
+type Lattice struct {
+	Version int     `json:"version"`
+	Epoch   int     `json:"epoch"`
+	Step    int     `json:"step"`
+	Layers  []Layer `json:"layers"`
+}
+
+// Layer is one lattice.
+type Layer struct {
+	Name   string `json:"name"`
+	Site   string `json:"site"`   // chunk or depth: where in the model its blueprints grow
+	Slots  int    `json:"slots"`  // of the layer's weights, slot 0 included; 0 in depth
+	Stage  []byte `json:"stage"`  // state.Stage
+	Alpha  []byte `json:"alpha"`  // 255 for 1
+	Health []byte `json:"health"` // 255: all features live; 0: all dead, or NaN and Inf were met
+	Kind   []byte `json:"kind"`   // blueprints.Kind
+}
+
+// Event is something that happened to a seed.
+type Event struct {
+	Number int    `json:"number"` // from 0
+	Step   int    `json:"step"`   // of the report that told of it
+	Epoch  int    `json:"epoch"`
+	Layer  int    `json:"layer"`
+	Seed   int    `json:"seed"`
+	Kind   string `json:"kind"`
+	From   string `json:"from"`
+	To     string `json:"to"`
+	Value  Float  `json:"value,omitempty"`
+	Reason string `json:"reason,omitempty"` // why, if whoever did it has said so
+}
+
+// Sample is text drawn from the model.
+type Sample struct {
+	Step int    `json:"step"`
+	Text string `json:"text"`
+}
+
+// Seed is what is known of one seed, and what has happened to it.
+type Seed struct {
+	Layer       int      `json:"layer"`
+	Seed        int      `json:"seed"`
+	Site        string   `json:"site"`
+	Stage       string   `json:"stage"`
+	Epochs      int      `json:"epochs_in_stage"`
+	Kind        string   `json:"kind,omitempty"`
+	Slot        int      `json:"slot,omitempty"`
+	Size        int      `json:"size,omitempty"`
+	Alpha       Float    `json:"alpha"`
+	Performance Float    `json:"performance"`
+	Stability   Float    `json:"stability"`
+	Delta       Float    `json:"delta"`
+	Improvement Float    `json:"improvement"`
+	CanAdvance  bool     `json:"can_advance"`
+	RampOver    bool     `json:"ramp_finished"`
+	LastUpdate  int      `json:"last_update"`
+	CanCull     bool     `json:"can_cull"`
+	CanRecycle  bool     `json:"can_recycle"`
+	Next        []string `json:"next,omitempty"` // stages that the table of transitions allows
+	Drift       Float    `json:"drift"`
+	Variance    Float    `json:"variance"`
+	Mean        Float    `json:"mean"`
+	Min         Float    `json:"min"`
+	Max         Float    `json:"max"`
+	DeadRatio   Float    `json:"dead_ratio"`
+	SNR         Float    `json:"snr"`
+	GradNorm    Float    `json:"grad_norm"`
+	GradVar     Float    `json:"grad_variance"`
+	GradMax     Float    `json:"grad_max"`
+	NonFinite   int      `json:"non_finite"`
+	Clips       int      `json:"clips"`
+	Events      []Event  `json:"events,omitempty"`
+}
+
+// Report is what a controller decides by: state.Report as JSON.
+type Report struct {
+	Epoch          int    `json:"epoch"`
+	Step           int    `json:"step"`
+	Site           string `json:"site"`
+	Hidden         int    `json:"hidden"`
+	Slots          int    `json:"slots"`
+	SlotParameters int    `json:"slot_parameters"`
+	Seeds          []Seed `json:"seeds"`
+}
+
+// Control says what may be asked of a board.
+type Control struct {
+	Allowed bool                `json:"allowed"`
+	Kinds   map[string][]string `json:"kinds,omitempty"` // of blueprints, by site
+}
+
+// Request is who asks, and why.
+type Request struct {
+	Who string `json:"who,omitempty"`
+	Why string `json:"why,omitempty"`
+}
+
+// Commands are commands to seeds, of which all take effect or none.
+type Commands struct {
+	Request
+	Commands []state.Command `json:"commands"`
+}
+
+// Telemetry is what all lattices shall measure from now on.
+type Telemetry struct {
+	Request
+	Mode  string `json:"mode"`            // Production, Sampling, Debug or Off
+	Every int    `json:"every,omitempty"` // Sampling: passes
+}

@@ -1,0 +1,248 @@
+package board_test
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/chromedp/cdproto/cdp"
+	"github.com/chromedp/cdproto/emulation"
+	"github.com/chromedp/cdproto/log"
+	"github.com/chromedp/cdproto/runtime"
+	"github.com/chromedp/chromedp"
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// screenshots has the test write the pictures of the guide.
+var screenshots = flag.String("screenshots", "", "folder to write pictures of the page to")
+
+// A window is a headless Chromium.
+type window struct {
+	*testing.T
+	ctx  context.Context
+	said chan string // what its console has said that is wrong
+}
+
+// browser opens a window. The test is skipped where there is no Chromium.
+func browser(t *testing.T) *window {
+	t.Helper()
+	path := ""
+	for _, name := range []string{"chromium", "chromium-browser", "google-chrome", "chrome"} {
+		if found, err := exec.LookPath(name); err == nil {
+			path = found
+			break
+		}
+	}
+	if path == "" {
+		t.Skip("no Chromium: Debian's package chromium has one")
+	}
+	ctx, stop := chromedp.NewExecAllocator(t.Context(), chromedp.ExecPath(path), chromedp.NoSandbox, chromedp.Headless,
+		chromedp.Flag("disable-dev-shm-usage", true), chromedp.WindowSize(1280, 900))
+	t.Cleanup(stop)
+	ctx, stop = chromedp.NewContext(ctx)
+	t.Cleanup(stop)
+	w := &window{T: t, ctx: ctx, said: make(chan string, 100)}
+	w.do(chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
+		if _, err := cdp.Call(ctx, t, runtime.Enable, cdp.Empty{}); err != nil {
+			return err
+		}
+		_, err := cdp.Call(ctx, t, log.Enable, cdp.Empty{})
+		return err
+	}))
+	require.NoError(t, chromedp.Listen(ctx, func(e any) {
+		text := ""
+		switch e := e.(type) {
+		case *runtime.EventExceptionThrown:
+			text = fmt.Sprintf("%+v", e.ExceptionDetails)
+		case *log.EventEntryAdded:
+			text = fmt.Sprint(e.Entry.Level, ": ", e.Entry.Text, " ", e.Entry.URL)
+		default:
+			return
+		}
+		select {
+		case w.said <- text:
+		default:
+		}
+	}))
+	return w
+}
+
+// do carries out actions within a time that is ample for any.
+func (w *window) do(actions ...chromedp.Action[chromedp.Void]) {
+	w.Helper()
+	ctx := w.ctx
+	if chromedp.FromContext(ctx).Target != nil { // the browser would end with a shorter context
+		var stop func()
+		ctx, stop = context.WithTimeout(ctx, 60*time.Second)
+		defer stop()
+	}
+	require.NoError(w, chromedp.Do(ctx, actions...), "%v", w.complaints())
+}
+
+// see waits for elements to be visible.
+func (w *window) see(selectors ...string) {
+	w.Helper()
+	for _, s := range selectors {
+		w.do(chromedp.WaitVisible(chromedp.CSS(s)))
+	}
+}
+
+// text returns that of an element.
+func (w *window) text(selector string) string {
+	w.Helper()
+	return eval[string](w, fmt.Sprintf("document.querySelector(%q).textContent", selector))
+}
+
+// eval evaluates an expression, and awaits its promise if it is one.
+func eval[T any](w *window, expression string) T {
+	w.Helper()
+	ctx, stop := context.WithTimeout(w.ctx, 60*time.Second)
+	defer stop()
+	v, err := chromedp.Run(ctx, chromedp.Evaluate[T](expression, chromedp.EvalAwaitPromise))
+	require.NoError(w, err, expression[:min(len(expression), 200)])
+	return v
+}
+
+// complaints are what the console has said.
+func (w *window) complaints() (all []string) {
+	for len(w.said) > 0 {
+		all = append(all, <-w.said)
+	}
+	return all
+}
+
+// view sets the window's size, and light or dark.
+func (w *window) view(width, height int64, scheme string) {
+	w.Helper()
+	w.do(chromedp.EmulateViewport(width, height), chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
+		_, err := cdp.Call(ctx, t, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{
+			Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: scheme}}})
+		return err
+	}), chromedp.Sleep(400*time.Millisecond))
+}
+
+// shoot takes a picture for the guide, if it is asked for.
+func (w *window) shoot(name string) {
+	w.Helper()
+	if *screenshots == "" {
+		return
+	}
+	picture, err := chromedp.Run(w.ctx, chromedp.FullScreenshot(100))
+	require.NoError(w, err)
+	require.NoError(w, os.WriteFile(filepath.Join(*screenshots, name), picture, 0o666))
+}
+
+// accessible wants the rules of axe to find nothing.
+func (w *window) accessible(view string) {
+	w.Helper()
+	script, err := os.ReadFile("testdata/axe.js")
+	require.NoError(w, err)
+	eval[bool](w, string(script)+"; true")
+	require.Empty(w, eval[[]string](w, `axe.run().then(r => r.violations.map(v => v.id + ': ' +
+		v.nodes.map(n => n.html + ' ' + n.failureSummary).join('; ')))`), view)
+	require.LessOrEqual(w, eval[int](w, "document.documentElement.scrollWidth - innerWidth"), 0,
+		"%s: the page is wider than its window", view)
+}
+
+// paced makes a run slow enough to be watched.
+func paced(tr *llm.Trainer, step time.Duration) {
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd {
+			time.Sleep(step)
+		}
+		return nil
+	})
+}
+
+// TestPage wants the page to load within a second, to show the first chart soon after the first
+// step, and seeds with the reasons of what happens to them, and to be accessible on every width, in
+// light and dark.
+func TestPage(t *testing.T) {
+	w := browser(t)
+	tr := newTrainer(t, 400, 16)
+	_, url := listen(t, tr)
+	const why = "<img src=x onerror=document.title='broken'> it is hungry"
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd && e.Step == 3 {
+			germinate(t, tr, 1, 5, why)
+		}
+		return nil
+	})
+	paced(tr, 20*time.Millisecond)
+	w.do(chromedp.Navigate(url))
+	w.see("h1")
+	loaded := eval[float64](w, "performance.getEntriesByType('navigation')[0].loadEventEnd")
+	t.Logf("the page has loaded in %.0f ms", loaded)
+	require.Less(t, loaded, 1000.0)
+
+	done := make(chan error, 1)
+	begun := time.Now()
+	go func() { done <- tr.Run(context.Background()) }()
+	w.see("#chart-loss canvas")
+	t.Logf("the first chart is there after %v", time.Since(begun))
+	require.Less(t, time.Since(begun), 3*time.Second)
+
+	w.see("#events li")
+	require.Contains(t, w.text("#events"), why)
+	eval[bool](w, "Lattice.select({layer: 1, seed: 5}); true")
+	w.see("#seed-events li")
+	require.Contains(t, w.text("#seed-story"), "Germinated → Training")
+	require.Contains(t, w.text("#seed-story"), why)
+	require.NotContains(t, eval[string](w, "document.title"), "broken")
+
+	w.view(1280, 900, "light")
+	w.accessible("light")
+	w.shoot("board.png")
+	w.view(1280, 900, "dark")
+	w.accessible("dark")
+	w.shoot("board-dark.png")
+	w.view(390, 844, "light")
+	w.accessible("phone")
+	w.shoot("board-phone.png")
+	require.NoError(t, <-done)
+	require.Eventually(t, func() bool { return w.text("#state") == "ended" }, 5*time.Second, 50*time.Millisecond)
+	require.Empty(t, w.complaints(), "the browser's console")
+}
+
+// TestSteering wants a person to germinate a seed on the page and to see it in the lattice, and the
+// run to stop when asked to.
+func TestSteering(t *testing.T) {
+	w := browser(t)
+	tr := newTrainer(t, 4000, 16)
+	_, url := listen(t, tr, board.WithControl())
+	paced(tr, 10*time.Millisecond)
+	done := make(chan error, 1)
+	go func() { done <- tr.Run(context.Background()) }()
+	w.do(chromedp.Navigate(url))
+	w.see("#stop", "#legend li")
+	require.NotContains(t, eval[string](w, "location.href"), "token")
+	eval[bool](w, "Lattice.select({layer: 0, seed: 7}); true")
+	w.see("#germinate")
+	w.do(chromedp.Click(chromedp.CSS("#germinate")))
+	w.see("#confirm-yes")
+	w.accessible("steering")
+	w.shoot("board-steer.png")
+	w.do(chromedp.SendKeys(chromedp.CSS("#confirm-why"), "its features are dead"), chromedp.Click(chromedp.CSS("#confirm-yes")))
+	require.Eventually(t, func() bool {
+		return eval[int](w, "Lattice.layers()[0].stage[7]") == int(state.Germinated)
+	}, 10*time.Second, 50*time.Millisecond, "the page says %s", w.text("#answer"))
+	require.Contains(t, w.text("#legend"), "Germinated 1")
+	require.Eventually(t, func() bool {
+		return strings.Contains(w.text("#seed-story"), "a person asked on the board: its features are dead")
+	}, 5*time.Second, 50*time.Millisecond)
+	w.do(chromedp.Click(chromedp.CSS("#stop")))
+	w.see("#confirm-yes")
+	w.do(chromedp.Click(chromedp.CSS("#confirm-yes")))
+	require.ErrorContains(t, <-done, "a person asked on the board")
+	require.Empty(t, w.complaints(), "the browser's console")
+}

@@ -1,0 +1,22 @@
+package board
+
+import (
+	"strconv"
+
+	"github.com/kasmina-go/kasmina/board/internal/store"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// Add gives a board a run without a trainer.
+func (b *Board) Add(name string) *store.Run {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	r := store.NewRun(strconv.Itoa(len(b.runs)), name, nil)
+	b.runs, b.trainers = append(b.runs, r), append(b.trainers, nil)
+	return r
+}
+
+// Feed is what the board adds to a trainer's callbacks.
+func (b *Board) Feed(t *llm.Trainer) llm.Callback {
+	return (&feed{board: b, run: b.Add("fed"), seeds: t.Model.Kasmina}).event
+}

@@ -1,0 +1,92 @@
+package store
+
+import (
+	"strconv"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/board/api"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// picture returns what a picture of the lattices needs.
+func picture(reports []state.Report, names []string) []api.Layer {
+	layers := make([]api.Layer, len(reports))
+	for i, r := range reports {
+		n := len(r.Seeds)
+		l := api.Layer{Name: strconv.Itoa(i), Site: r.Site.String(), Slots: r.Slots, Stage: make([]byte, n),
+			Alpha: make([]byte, n), Health: make([]byte, n), Kind: make([]byte, n)}
+		if i < len(names) {
+			l.Name = names[i]
+		}
+		for k := range r.Seeds {
+			s := &r.Seeds[k]
+			l.Stage[k], l.Kind[k] = byte(s.Stage), byte(s.Kind)
+			l.Alpha[k], l.Health[k] = share(s.Alpha), health(s)
+		}
+		layers[i] = l
+	}
+	return layers
+}
+
+// share returns a byte for a number from 0 to 1.
+func share(x float64) byte {
+	if !(x > 0) {
+		return 0
+	}
+	return byte(min(x, 1)*255 + 0.5)
+}
+
+// health is the share of a chunk's features that live; none do once NaN or Inf were met. What has
+// not been measured counts as healthy.
+func health(s *state.SeedReport) byte {
+	if s.NonFiniteX+s.NonFiniteG > 0 {
+		return 0
+	}
+	return share(1 - s.Health.DeadRatio)
+}
+
+// stages counts seeds by the names of their stages.
+func stages(reports []state.Report) (counts map[string]int) {
+	for _, r := range reports {
+		for i := range r.Seeds {
+			if counts == nil {
+				counts = map[string]int{}
+			}
+			counts[r.Seeds[i].Stage.String()]++
+		}
+	}
+	return counts
+}
+
+// seed returns what a report says of a seed.
+func seed(r *state.Report, layer, number int) api.Seed {
+	s := &r.Seeds[number]
+	a := api.Seed{Layer: layer, Seed: number, Site: r.Site.String(), Stage: s.Stage.String(),
+		Epochs: s.EpochsInStage, Slot: s.Slot, Size: s.Size, Alpha: api.Float(s.Alpha),
+		Performance: api.Float(s.Performance), Stability: api.Float(s.Stability),
+		Delta: api.Float(s.Delta), Improvement: api.Float(s.Improvement),
+		CanAdvance: s.CanAdvance, CanCull: s.CanCull, CanRecycle: s.CanRecycle,
+		Drift: api.Float(s.Drift), Variance: api.Float(s.Health.Variance),
+		Mean: api.Float(s.Health.Mean), Min: api.Float(s.Health.Min), Max: api.Float(s.Health.Max),
+		DeadRatio: api.Float(s.Health.DeadRatio), SNR: api.Float(s.Health.SNR),
+		RampOver: s.RampFinished, LastUpdate: s.LastUpdate, GradNorm: api.Float(s.Gradient.Norm),
+		GradVar: api.Float(s.Gradient.Variance), GradMax: api.Float(s.Gradient.Max), NonFinite: s.NonFiniteX + s.NonFiniteG,
+		Clips: s.Clips}
+	if s.Stage != state.Dormant {
+		a.Kind = s.Kind.String()
+	}
+	for to := state.Dormant; to <= state.RolledBack; to++ {
+		if s.Stage.CanBecome(to) {
+			a.Next = append(a.Next, to.String())
+		}
+	}
+	return a
+}
+
+// kinds are the names of the blueprints that may grow at a site.
+func kinds(site blueprints.Site) (names []string) {
+	for _, k := range blueprints.KindsAt(site) {
+		names = append(names, k.String())
+	}
+	return names
+}

@@ -1,0 +1,140 @@
+package store
+
+import (
+	"time"
+
+	"github.com/kasmina-go/kasmina/board/api"
+	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// maxLogged bounds the seeds of a layer that a log may tell of: a file may say anything.
+const maxLogged = 1 << 20
+
+// Read takes in a line of a run's log.
+func (r *Run) Read(l runlog.Record) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	defer r.changed.Add(1)
+	a := &r.run
+	a.Step, a.Elapsed = l.Step, api.Float(l.ElapsedSeconds)
+	set := func(to *api.Float, from *api.Float) {
+		if from != nil {
+			*to = *from
+		}
+	}
+	set(&a.Loss, l.TrainLoss)
+	set(&a.Rate, l.LearningRate)
+	set(&a.GradNorm, l.GradNorm)
+	set(&a.Speed, l.TokensPerS)
+	set(&a.ValLoss, l.ValLoss)
+	set(&a.ValBPB, l.ValBPB)
+	if a.Steps > 0 {
+		a.Share = min(1, api.Float(l.Step)/api.Float(a.Steps))
+	}
+	seconds := r.before.Seconds() + l.ElapsedSeconds
+	switch l.Event {
+	case "start":
+		r.startLogged(l)
+	case "step":
+		r.steps.add(point{float64(l.Step), seconds, float64(a.Loss), float64(a.Rate), float64(a.GradNorm), float64(a.Speed)})
+	case "eval":
+		if len(r.evals) < maxEvals {
+			r.evals = append(r.evals, eval{float64(l.Step), seconds, float64(a.ValLoss), float64(a.ValBPB)})
+		}
+	case "sample":
+		r.sample(api.Sample{Step: l.Step, Text: clip(l.Text)})
+	case "saved":
+		a.Saved, a.SavedAt = l.Path, l.Step
+	case "epoch":
+		r.epochLogged(l)
+	case "failed", "interrupted":
+		a.State = map[string]string{"failed": "failed", "interrupted": "stopped"}[l.Event]
+	case "end":
+		if l.Error == "" {
+			a.State = "ended"
+		} else if a.State == "running" {
+			a.State = "stopped"
+		}
+	}
+	if l.Error != "" && l.Event != "corrupt" {
+		a.Error = clip(l.Error)
+	}
+}
+
+func (r *Run) startLogged(l runlog.Record) {
+	a := &r.run
+	a.State, a.Error, a.Started, a.Budget = "running", "", l.Time, clip(l.Budget)
+	a.Steps = 0
+	if l.Steps != nil {
+		a.Steps = *l.Steps
+	}
+	if l.Params != nil {
+		a.Params = *l.Params
+	}
+	if l.Seeds != nil {
+		a.Seeds = *l.Seeds
+	}
+	r.steps.cut(l.Step)
+	if n := len(r.steps.points); n > 0 {
+		r.before = time.Duration(r.steps.points[n-1].time * float64(time.Second))
+	}
+}
+
+// epochLogged takes in seeds of a layer.
+func (r *Run) epochLogged(l runlog.Record) {
+	if l.Layer == nil || l.Epoch == nil || *l.Layer < 0 || *l.Layer >= 1<<12 {
+		return
+	}
+	for len(r.reports) <= *l.Layer {
+		r.reports = append(r.reports, state.Report{})
+	}
+	report := &r.reports[*l.Layer]
+	report.Epoch = *l.Epoch
+	for _, s := range l.States {
+		if s.Seed < 0 || s.Seed >= maxLogged || s.Seed > len(report.Seeds) {
+			continue // seeds are told in order
+		}
+		if s.Seed == len(report.Seeds) {
+			report.Seeds = append(report.Seeds, state.SeedReport{Seed: s.Seed})
+		}
+		to := &report.Seeds[s.Seed]
+		to.Stage, to.Alpha = stageNamed(s.Stage), float64(s.Alpha)
+		if h := s.Health; h != nil {
+			to.Health = state.Health{Variance: float64(h.Variance), Mean: float64(h.Mean), Min: float64(h.Min),
+				Max: float64(h.Max), DeadRatio: float64(h.DeadRatio), SNR: float64(h.SNR)}
+		}
+		for _, e := range s.Events {
+			r.event(api.Event{Step: l.Step, Epoch: e.Epoch, Layer: *l.Layer, Seed: s.Seed, Kind: clip(e.Kind),
+				From: clip(e.From), To: clip(e.To), Value: e.Value, Reason: clip(e.Reason)})
+		}
+	}
+	r.version++
+	r.at = l.Step
+	r.run.Epoch, r.run.Stages = *l.Epoch, stages(r.reports)
+}
+
+// stageNamed returns a stage by its name; Dormant for one that is not known.
+func stageNamed(name string) state.Stage {
+	for s := state.Dormant; s <= state.RolledBack; s++ {
+		if s.String() == name {
+			return s
+		}
+	}
+	return state.Dormant
+}
+
+// Silent says that nobody has written the run's log for long: a run that has not told of its end is
+// taken to have been stopped.
+func (r *Run) Silent(silent bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	was, is := "running", "stopped"
+	if !silent {
+		return
+	}
+	if r.run.State == was {
+		r.run.State = is
+		r.changed.Add(1)
+	}
+}

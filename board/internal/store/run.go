@@ -1,0 +1,338 @@
+// Package store keeps what a board knows of its runs: copies, so that who reads them never waits for
+// a run, nor a run for them.
+package store
+
+import (
+	"encoding/json"
+	"math"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kasmina-go/kasmina/board/api"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Limits of what is kept of a run.
+const (
+	maxEvents  = 1 << 17
+	maxSamples = 20
+	maxText    = 1 << 14 // bytes of a sample or a reason
+	maxEvals   = 1 << 14
+)
+
+// Run is what is known of one run. Its methods may be called from any goroutine.
+type Run struct {
+	dropped atomic.Int64
+	changed atomic.Int64 // counts changes
+
+	mu      sync.Mutex
+	run     api.Run
+	names   []string // of the layers
+	steps   steps
+	evals   []eval
+	reports []state.Report
+	version int // of the reports
+	at      int // their step
+	events  []api.Event
+	first   int // number of the first of the events
+	samples []api.Sample
+	sampled int // samples that there have been
+	before  time.Duration
+	recent  speed
+	lattice []byte // JSON of the picture, of the version latticeOf
+	drawn   int
+	deltas  delta
+	told    standing
+}
+
+// NewRun returns a run that has not begun.
+func NewRun(id, name string, settings map[string]string) *Run {
+	nan := api.Float(math.NaN())
+	return &Run{run: api.Run{ID: id, Name: name, State: "waiting", Settings: settings, Loss: nan,
+		Rate: nan, GradNorm: nan, Speed: nan, ValLoss: nan, ValBPB: nan, Left: nan}}
+}
+
+// ID returns the run's.
+func (r *Run) ID() string { return r.run.ID }
+
+// Name sets the names of the layers.
+func (r *Run) Name(layers []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.names = layers
+}
+
+// Drop counts an event for which there was no room.
+func (r *Run) Drop() { r.dropped.Add(1); r.changed.Add(1) }
+
+// Changed returns a number that changes with the run.
+func (r *Run) Changed() int64 { return r.changed.Load() }
+
+// Status returns where the run stands.
+func (r *Run) Status() api.Run {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.status()
+}
+
+func (r *Run) status() api.Run {
+	s := r.run
+	s.Dropped = r.dropped.Load()
+	return s
+}
+
+// Take takes in an event of the trainer. Reports must be no one else's to change.
+func (r *Run) Take(e llm.Event) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	defer r.changed.Add(1)
+	a := &r.run
+	a.Step, a.Params, a.Seeds, a.Tokens = e.Step, e.Params, e.Seeds, e.RunTokens
+	a.Share, a.Elapsed = api.Float(e.Share), api.Float(e.Elapsed.Seconds())
+	a.ValLoss, a.ValBPB = api.Float(e.ValLoss), api.Float(e.ValBPB)
+	switch e.Kind {
+	case llm.RunStart:
+		r.start(e)
+	case llm.StepEnd:
+		r.step(e)
+	case llm.EvalEnd:
+		if len(r.evals) < maxEvals {
+			r.evals = append(r.evals, eval{float64(e.Step), r.seconds(e), e.ValLoss, e.ValBPB})
+		}
+	case llm.Saved:
+		a.Saved, a.SavedAt = e.Path, e.Step
+	case llm.Sampled:
+		r.sample(api.Sample{Step: e.Step, Text: clip(e.Text)})
+	case llm.EpochEnd:
+		r.report(e.Step, e.Reports, e.SeedEvents)
+	case llm.Failed:
+		a.State = "failed"
+	case llm.RunEnd:
+		r.end(e)
+	}
+}
+
+// seconds is the run's age, that of earlier processes or runs of the trainer included.
+func (r *Run) seconds(e llm.Event) float64 { return (r.before + e.Elapsed).Seconds() }
+
+func (r *Run) start(e llm.Event) {
+	a := &r.run
+	a.State, a.Error, a.Started = "running", "", time.Now()
+	if a.Steps = e.Steps; e.Steps >= math.MaxInt32 {
+		a.Steps = 0
+	}
+	if e.Budget != (llm.Budget{}) {
+		a.Budget = e.Budget.String()
+	}
+	if n := len(r.steps.points); n > 0 {
+		r.before = time.Duration(r.steps.points[n-1].time * float64(time.Second))
+	}
+	r.steps.cut(e.Step)
+	r.recent = speed{from: e.Elapsed, share: e.Share, began: e.Elapsed}
+	r.report(e.Step, e.Reports, nil)
+}
+
+func (r *Run) step(e llm.Event) {
+	a := &r.run
+	tokens, left := r.recent.step(e)
+	a.Loss, a.Rate, a.GradNorm = api.Float(e.Loss), api.Float(e.LearningRate), api.Float(e.GradNorm)
+	a.Speed, a.Left = api.Float(tokens), api.Float(left)
+	r.steps.add(point{float64(e.Step), r.seconds(e), e.Loss, e.LearningRate, e.GradNorm, tokens})
+}
+
+func (r *Run) end(e llm.Event) {
+	a := &r.run
+	switch {
+	case e.Err == nil:
+		a.State = "ended"
+	case a.State != "failed":
+		a.State = "stopped"
+	}
+	if e.Err != nil {
+		a.Error = clip(e.Err.Error())
+	}
+	a.Left = 0
+}
+
+// report takes in what is known of the seeds.
+func (r *Run) report(step int, reports []state.Report, happened []state.Event) {
+	for _, e := range happened {
+		r.event(api.Event{Step: step, Epoch: e.Epoch, Layer: e.Layer, Seed: e.Seed,
+			Kind: e.Kind.String(), From: e.From.String(), To: e.To.String(),
+			Value: api.Float(e.Value), Reason: clip(e.Reason)})
+	}
+	if len(reports) == 0 {
+		return
+	}
+	r.reports, r.at = reports, step
+	r.version++
+	r.run.Epoch, r.run.Stages = reports[0].Epoch, stages(reports)
+}
+
+func (r *Run) event(e api.Event) {
+	if len(r.events) >= 2*maxEvents { // the older half goes
+		r.events = append([]api.Event(nil), r.events[maxEvents:]...)
+		r.first += maxEvents
+	}
+	e.Number = r.first + len(r.events)
+	r.events = append(r.events, e)
+}
+
+func (r *Run) sample(s api.Sample) {
+	if len(r.samples) >= maxSamples {
+		r.samples = append(r.samples[:0], r.samples[1:]...)
+	}
+	r.samples = append(r.samples, s)
+	r.sampled++
+}
+
+// clip bounds a text.
+func clip(s string) string { return s[:min(len(s), maxText)] }
+
+// Series returns the run's curves.
+func (r *Run) Series() api.Series {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.series(0, 0)
+}
+
+func (r *Run) series(step, evaluation int) (s api.Series) {
+	r.steps.since(step, &s)
+	for _, e := range r.evals[min(evaluation, len(r.evals)):] {
+		s.EvalStep, s.EvalTime = append(s.EvalStep, api.Float(e.step)), append(s.EvalTime, api.Float(e.time))
+		s.ValLoss, s.ValBPB = append(s.ValLoss, api.Float(e.loss)), append(s.ValBPB, api.Float(e.bpb))
+	}
+	return s
+}
+
+// Lattice returns the JSON of the picture of all seeds. Viewers share it.
+func (r *Run) Lattice() ([]byte, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.lattice != nil && r.drawn == r.version {
+		return r.lattice, nil
+	}
+	l := api.Lattice{Version: r.version, Epoch: r.run.Epoch, Step: r.at, Layers: picture(r.reports, r.names)}
+	text, err := json.Marshal(l)
+	r.lattice, r.drawn = text, r.version
+	return text, err
+}
+
+// Events returns those from a number on, at most n, the oldest first.
+func (r *Run) Events(from, n int) []api.Event {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.eventsFrom(from, n)
+}
+
+func (r *Run) eventsFrom(from, n int) []api.Event {
+	at := max(0, min(from-r.first, len(r.events)))
+	return append([]api.Event{}, r.events[at:min(len(r.events), at+n)]...)
+}
+
+// Seed returns what is known of a seed, and false if there is none.
+func (r *Run) Seed(layer, number int) (api.Seed, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if layer < 0 || layer >= len(r.reports) || number < 0 || number >= len(r.reports[layer].Seeds) {
+		return api.Seed{}, false
+	}
+	s := seed(&r.reports[layer], layer, number)
+	s.Events = []api.Event{}
+	for _, e := range r.events {
+		if e.Layer == layer && e.Seed == number {
+			s.Events = append(s.Events, e)
+		}
+	}
+	if len(s.Events) > maxSeedEvents {
+		s.Events = s.Events[len(s.Events)-maxSeedEvents:]
+	}
+	return s, true
+}
+
+const maxSeedEvents = 500
+
+// Reports returns what controllers decide by.
+func (r *Run) Reports() []api.Report {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	reports := r.reports
+	all := make([]api.Report, len(reports))
+	for i := range reports {
+		from := &reports[i]
+		all[i] = api.Report{Epoch: from.Epoch, Step: from.Step, Site: from.Site.String(), Hidden: from.Hidden,
+			Slots: from.Slots, SlotParameters: from.SlotParameters, Seeds: make([]api.Seed, len(from.Seeds))}
+		for k := range from.Seeds {
+			all[i].Seeds[k] = seed(from, i, k)
+		}
+	}
+	return all
+}
+
+// Kinds are the names of the blueprints that may grow at each site of the run's lattices.
+func (r *Run) Kinds() map[string][]string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := map[string][]string{}
+	for _, l := range r.reports {
+		all[l.Site.String()] = kinds(l.Site)
+	}
+	return all
+}
+
+// speed measures tokens a second over the last seconds.
+type speed struct {
+	from   time.Duration // when the present stretch began
+	tokens int64         // RunTokens then
+	last   float64
+	began  time.Duration
+	share  float64 // of the run, when it began
+}
+
+// stretch is over how long a speed is measured at least.
+const stretch = 2 * time.Second
+
+// step takes in a step, and returns tokens a second and the seconds left by the mean so far.
+func (s *speed) step(e llm.Event) (tokensPerS, left float64) {
+	if d := e.Elapsed - s.from; d > stretch || s.last == 0 && d > 0 {
+		s.last = float64(e.RunTokens-s.tokens) / d.Seconds()
+		s.from, s.tokens = e.Elapsed, e.RunTokens
+	}
+	left = math.NaN()
+	if done := e.Share - s.share; done > 0 {
+		left = (1 - e.Share) / done * (e.Elapsed - s.began).Seconds()
+	}
+	return s.last, left
+}
+
+// Names of layers, for a run whose lattices are only known by number.
+func LayerNames(kasmina []int, depth bool) (names []string) {
+	for _, block := range kasmina {
+		names = append(names, "block "+strconv.Itoa(block))
+	}
+	if depth {
+		names = append(names, "depth")
+	}
+	return names
+}
+
+// Full is all that is kept of a run.
+type Full struct {
+	Run     api.Run      `json:"run"`
+	Series  api.Series   `json:"series"`
+	Events  []api.Event  `json:"events"`
+	Samples []api.Sample `json:"samples"`
+	Lattice api.Lattice  `json:"lattice"`
+}
+
+// Full returns all that is kept of the run.
+func (r *Run) Full() Full {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return Full{Run: r.status(), Series: r.series(0, 0), Events: append([]api.Event{}, r.events...),
+		Samples: append([]api.Sample{}, r.samples...), Lattice: api.Lattice{Version: r.version, Epoch: r.run.Epoch,
+			Step: r.at, Layers: picture(r.reports, r.names)}}
+}

@@ -1,0 +1,99 @@
+package board
+
+import (
+	"bytes"
+	"fmt"
+	"maps"
+	"math"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/board/api"
+)
+
+// A metric is a figure of runs in Prometheus' text format.
+type metric struct {
+	name, kind, help string
+	value            func(api.Run) float64
+}
+
+var metrics = []metric{
+	{"kasmina_step", "gauge", "Optimiser steps done.", func(r api.Run) float64 { return float64(r.Step) }},
+	{"kasmina_steps", "gauge", "Step at which the run ends, 0 if a budget ends it.",
+		func(r api.Run) float64 { return float64(r.Steps) }},
+	{"kasmina_done_ratio", "gauge", "Share of the run that is done.", func(r api.Run) float64 { return float64(r.Share) }},
+	{"kasmina_running", "gauge", "1 while the run goes on.", func(r api.Run) float64 {
+		if r.State == "running" {
+			return 1
+		}
+		return 0
+	}},
+	{"kasmina_train_loss", "gauge", "Training loss of the last step, nats per token.",
+		func(r api.Run) float64 { return float64(r.Loss) }},
+	{"kasmina_validation_loss", "gauge", "Held-out loss, nats per token.",
+		func(r api.Run) float64 { return float64(r.ValLoss) }},
+	{"kasmina_validation_bits_per_byte", "gauge", "Held-out bits per byte.",
+		func(r api.Run) float64 { return float64(r.ValBPB) }},
+	{"kasmina_learning_rate", "gauge", "Learning rate of the last step.",
+		func(r api.Run) float64 { return float64(r.Rate) }},
+	{"kasmina_gradient_norm", "gauge", "Global gradient norm of the last step, before clipping.",
+		func(r api.Run) float64 { return float64(r.GradNorm) }},
+	{"kasmina_tokens_total", "counter", "Tokens trained on since the process started the run.",
+		func(r api.Run) float64 { return float64(r.Tokens) }},
+	{"kasmina_tokens_per_second", "gauge", "Speed of the last seconds.",
+		func(r api.Run) float64 { return float64(r.Speed) }},
+	{"kasmina_parameters", "gauge", "Trainable parameters.", func(r api.Run) float64 { return float64(r.Params) }},
+	{"kasmina_epoch", "gauge", "Epochs of the lattices that have ended.",
+		func(r api.Run) float64 { return float64(r.Epoch) }},
+	{"kasmina_board_dropped_events_total", "counter", "Events that the board had no room for.",
+		func(r api.Run) float64 { return float64(r.Dropped) }},
+}
+
+// metrics answers a scrape.
+func (b *Board) metrics(w http.ResponseWriter, _ *http.Request) {
+	var runs []api.Run
+	for _, run := range b.all() {
+		runs = append(runs, run.Status())
+	}
+	w.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+	w.Write(exposition(runs))
+}
+
+// exposition returns the metrics of runs in Prometheus' text format.
+func exposition(runs []api.Run) []byte {
+	var b bytes.Buffer
+	for _, m := range metrics {
+		fmt.Fprintf(&b, "# HELP %s %s\n# TYPE %s %s\n", m.name, m.help, m.name, m.kind)
+		for _, r := range runs {
+			fmt.Fprintf(&b, "%s{%s} %s\n", m.name, labels(r), value(m.value(r)))
+		}
+	}
+	b.WriteString("# HELP kasmina_seeds Seeds by stage.\n# TYPE kasmina_seeds gauge\n")
+	for _, r := range runs {
+		for _, stage := range slices.Sorted(maps.Keys(r.Stages)) {
+			fmt.Fprintf(&b, "kasmina_seeds{%s,stage=\"%s\"} %d\n", labels(r), escaped(stage), r.Stages[stage])
+		}
+	}
+	return b.Bytes()
+}
+
+func labels(r api.Run) string {
+	return fmt.Sprintf(`run="%s",name="%s"`, escaped(r.ID), escaped(r.Name))
+}
+
+// escaped is text as the format has it within quotes.
+func escaped(s string) string {
+	return strings.NewReplacer(`\`, `\\`, `"`, `\"`, "\n", `\n`).Replace(strings.ToValidUTF8(s, "\uFFFD"))
+}
+
+func value(x float64) string {
+	switch {
+	case math.IsInf(x, 1):
+		return "+Inf"
+	case math.IsInf(x, -1):
+		return "-Inf"
+	}
+	return strconv.FormatFloat(x, 'g', -1, 64)
+}

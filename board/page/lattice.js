@@ -1,0 +1,240 @@
+'use strict';
+// The lattice: a cell for each seed of each layer. All cells are pixels of one small picture, which is
+// drawn anew when seeds change; to move or enlarge it is a single drawImage, whatever there is in it.
+const Lattice = (() => {
+  const stages = ['Dormant', 'Germinated', 'Training', 'Grafting', 'Stabilization', 'Evaluating', 'FineTuning',
+    'Fossilized', 'Culled', 'Cancelled', 'RolledBack'];
+  const colours = [[138, 143, 152], [214, 196, 60], [232, 150, 40], [222, 98, 42], [196, 92, 160], [128, 100, 212],
+    [48, 128, 214], [34, 154, 88], [204, 50, 56], [140, 96, 76], [164, 32, 98]];
+  let canvas, g, small, sg, blocks = [], width = 1, height = 1;
+  let scale = 1, left = 0, top = 0, ratio = 1, wanted = false, selected = null, onSelect = () => {}, fitted = true;
+
+  function bytes(text) {
+    const raw = atob(text || ''), out = new Uint8Array(raw.length);
+    for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
+    return out;
+  }
+
+  // layout gives every layer a block of cells, on shelves about as wide as the canvas is.
+  function layout(layers) {
+    const gap = 2, sizes = layers.map(l => {
+      const n = l.stage.length, columns = n <= 128 ? Math.max(n, 1) : Math.ceil(Math.sqrt(n * 2));
+      return {columns, rows: Math.max(1, Math.ceil(n / columns))};
+    });
+    const area = sizes.reduce((s, b) => s + (b.columns + gap) * (b.rows + gap), 0);
+    const shelf = Math.max(...sizes.map(b => b.columns), Math.sqrt(area * canvas.clientWidth / Math.max(1, canvas.clientHeight)));
+    let x = 0, y = 1, tall = 0;
+    width = 1;
+    blocks = layers.map((layer, i) => {
+      const {columns, rows} = sizes[i];
+      if (x > 0 && x + columns > shelf) { x = 0; y += tall + gap; tall = 0; }
+      const block = {layer, x, y, columns, rows};
+      x += columns + gap;
+      tall = Math.max(tall, rows);
+      width = Math.max(width, x - gap);
+      return block;
+    });
+    height = y + tall;
+  }
+
+  function set(picture) {
+    const layers = picture.layers.map(l => ({name: l.name, site: l.site, slots: l.slots, stage: bytes(l.stage),
+      alpha: bytes(l.alpha), health: bytes(l.health), kind: bytes(l.kind)}));
+    const same = blocks.length === layers.length && layers.every((l, i) => l.stage.length === blocks[i].layer.stage.length);
+    if (same) layers.forEach((l, i) => { blocks[i].layer = l; }); else layout(layers);
+    if (small.width !== width || small.height !== height) { small.width = width; small.height = height; }
+    const image = sg.createImageData(width, height), pixels = image.data;
+    for (const b of blocks) {
+      const {stage, health} = b.layer;
+      for (let i = 0; i < stage.length; i++) {
+        const at = 4 * ((b.y + Math.floor(i / b.columns)) * width + b.x + i % b.columns);
+        const c = colours[stage[i]] || colours[0], light = 0.3 + 0.7 * health[i] / 255;
+        pixels[at] = c[0] * light; pixels[at + 1] = c[1] * light; pixels[at + 2] = c[2] * light; pixels[at + 3] = 255;
+      }
+    }
+    sg.putImageData(image, 0, 0);
+    if (!same || fitted) fit();
+    want();
+  }
+
+  function fit() {
+    fitted = true;
+    scale = Math.min(canvas.clientWidth / (width + 1), canvas.clientHeight / (height + 1), 40);
+    left = (canvas.clientWidth - width * scale) / 2;
+    top = (canvas.clientHeight - height * scale) / 2;
+    want();
+  }
+
+  function want() {
+    if (wanted) return;
+    wanted = true;
+    requestAnimationFrame(draw);
+  }
+
+  function draw() {
+    wanted = false;
+    const w = Math.round(canvas.clientWidth * ratio), h = Math.round(canvas.clientHeight * ratio);
+    if (canvas.width !== w || canvas.height !== h) { canvas.width = w; canvas.height = h; }
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    g.clearRect(0, 0, w, h);
+    g.imageSmoothingEnabled = scale < 1;
+    g.drawImage(small, left, top, width * scale, height * scale);
+    const style = getComputedStyle(document.documentElement);
+    if (scale >= 6) grid(style);
+    names(style);
+    if (selected) frame(style);
+  }
+
+  // grid parts the cells that can be seen.
+  function grid(style) {
+    g.strokeStyle = style.getPropertyValue('--back');
+    g.lineWidth = 1;
+    g.beginPath();
+    for (const b of blocks) {
+      const x0 = left + b.x * scale, y0 = top + b.y * scale, x1 = x0 + b.columns * scale, y1 = y0 + b.rows * scale;
+      for (let i = 1; i < b.columns; i++) { const x = x0 + i * scale; if (x > 0 && x < canvas.clientWidth) { g.moveTo(x, y0); g.lineTo(x, y1); } }
+      for (let i = 1; i < b.rows; i++) { const y = y0 + i * scale; if (y > 0 && y < canvas.clientHeight) { g.moveTo(x0, y); g.lineTo(x1, y); } }
+    }
+    g.stroke();
+  }
+
+  function names(style) {
+    g.fillStyle = style.getPropertyValue('--soft');
+    g.font = '11px sans-serif';
+    for (const b of blocks) {
+      if (2 * scale < 9) continue;
+      g.fillText(b.layer.name + (b.layer.site === 'chunk' ? '' : ', ' + b.layer.site), left + b.x * scale, top + b.y * scale - 2);
+    }
+  }
+
+  function frame(style) {
+    const b = blocks[selected.layer];
+    if (!b) return;
+    const s = Math.max(scale, 5);
+    g.strokeStyle = style.getPropertyValue('--text');
+    g.lineWidth = 2;
+    g.strokeRect(left + (b.x + selected.seed % b.columns) * scale, top + (b.y + Math.floor(selected.seed / b.columns)) * scale, s, s);
+  }
+
+  // at returns the seed under a point of the canvas.
+  function at(x, y) {
+    const cx = Math.floor((x - left) / scale), cy = Math.floor((y - top) / scale);
+    for (let layer = 0; layer < blocks.length; layer++) {
+      const b = blocks[layer], column = cx - b.x, row = cy - b.y;
+      if (column < 0 || row < 0 || column >= b.columns || row >= b.rows) continue;
+      const seed = row * b.columns + column;
+      if (seed < b.layer.stage.length) return {layer, seed};
+    }
+    return null;
+  }
+
+  function select(where) {
+    selected = where;
+    want();
+    if (where) onSelect(where);
+  }
+
+  function zoom(by, x = canvas.clientWidth / 2, y = canvas.clientHeight / 2) {
+    const next = Math.max(0.2, Math.min(60, scale * by));
+    left = x - (x - left) * next / scale;
+    top = y - (y - top) * next / scale;
+    scale = next;
+    fitted = false;
+    want();
+  }
+
+  function pan(dx, dy) { left += dx; top += dy; fitted = false; want(); }
+
+  function key(e) {
+    const b = selected && blocks[selected.layer];
+    const by = {ArrowLeft: -1, ArrowRight: 1, ArrowUp: b ? -b.columns : 0, ArrowDown: b ? b.columns : 0}[e.key];
+    if (e.key === '+') zoom(1.3);
+    else if (e.key === '-') zoom(1 / 1.3);
+    else if (e.key === '0') fit();
+    else if (by !== undefined) {
+      if (!b) select({layer: 0, seed: 0});
+      else {
+        let {layer, seed} = selected;
+        seed += by;
+        if (seed < 0 && layer > 0) { layer--; seed = blocks[layer].layer.stage.length - 1; }
+        else if (seed >= b.layer.stage.length && layer + 1 < blocks.length) { layer++; seed = 0; }
+        if (seed >= 0 && seed < blocks[layer].layer.stage.length) select({layer, seed});
+      }
+    } else return;
+    e.preventDefault();
+  }
+
+  function start(element, select_) {
+    canvas = element;
+    onSelect = select_;
+    g = canvas.getContext('2d');
+    small = document.createElement('canvas');
+    sg = small.getContext('2d');
+    ratio = devicePixelRatio || 1;
+    let held = null;
+    canvas.addEventListener('pointerdown', e => { held = {x: e.offsetX, y: e.offsetY, moved: false}; canvas.setPointerCapture(e.pointerId); });
+    canvas.addEventListener('pointermove', e => {
+      if (!held) return;
+      const dx = e.offsetX - held.x, dy = e.offsetY - held.y;
+      if (!held.moved && Math.hypot(dx, dy) < 4) return;
+      pan(dx, dy);
+      held = {x: e.offsetX, y: e.offsetY, moved: true};
+    });
+    canvas.addEventListener('pointerup', e => {
+      if (held && !held.moved) { const found = at(e.offsetX, e.offsetY); if (found) select(found); }
+      held = null;
+    });
+    canvas.addEventListener('pointercancel', () => { held = null; });
+    canvas.addEventListener('wheel', e => {
+      if (!e.ctrlKey && document.activeElement !== canvas) return; // or the page could not be scrolled past it
+      e.preventDefault();
+      zoom(e.deltaY < 0 ? 1.15 : 1 / 1.15, e.offsetX, e.offsetY);
+    }, {passive: false});
+    canvas.addEventListener('keydown', key);
+  }
+
+  function resized() { if (blocks.length) { if (fitted) { layout(blocks.map(b => b.layer)); fit(); } want(); } }
+  function colour(stage) { return 'rgb(' + (colours[stages.indexOf(stage)] || colours[0]).join(',') + ')'; }
+  function layers() { return blocks.map(b => b.layer); }
+  function chosen() { return selected; }
+
+  // history draws a row for each seed, or for one of several where there are many, by what happened.
+  function history(element, picture, events) {
+    const rows = [], first = [];
+    let total = 0;
+    for (const l of picture.layers) { first.push(total); total += bytes(l.stage).length; }
+    const every = Math.max(1, Math.ceil(total / 1500)), epochs = Math.max(1, picture.epoch);
+    const w = Math.min(1200, Math.max(200, epochs)), h = Math.ceil(total / every);
+    const changes = new Map();
+    for (const e of events) {
+      if (e.kind !== 'StageChanged' && e.kind !== 'Quarantined') continue;
+      const row = first[e.layer] + e.seed;
+      if (row % every) continue;
+      if (!changes.has(row)) changes.set(row, []);
+      changes.get(row).push([e.epoch, Math.max(0, stages.indexOf(e.to))]);
+    }
+    element.width = w;
+    element.height = h;
+    element.style.height = Math.min(420, Math.max(60, h * 6)) + 'px';
+    const context = element.getContext('2d');
+    for (let y = 0; y < h; y++) {
+      let from = 0, stage = 0;
+      for (const [epoch, next] of [...(changes.get(y * every) || []), [epochs, 0]]) {
+        const to = Math.round(epoch / epochs * w);
+        context.fillStyle = colour(stages[stage]);
+        context.fillRect(from, y, Math.max(0, to - from), 1);
+        from = to;
+        stage = next;
+      }
+    }
+    return h;
+  }
+
+  // centre returns where on the canvas a seed is.
+  function centre(layer, seed) {
+    const b = blocks[layer];
+    return {x: left + (b.x + seed % b.columns + 0.5) * scale, y: top + (b.y + Math.floor(seed / b.columns) + 0.5) * scale};
+  }
+
+  return {start, set, fit, zoom, pan, resized, select, chosen, colour, stages, layers, centre, want, history};
+})();

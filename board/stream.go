@@ -1,0 +1,82 @@
+package board
+
+import (
+	"bytes"
+	"net/http"
+	"time"
+
+	"github.com/kasmina-go/kasmina/board/internal/store"
+)
+
+// Times of a stream.
+const (
+	streamEvery = 250 * time.Millisecond // at which a viewer is told what is new, at most
+	viewerEvery = 200 * time.Millisecond // for each of the viewers: all together take as much as a few
+	aliveEvery  = 15 * time.Second       // at least, for proxies and to notice who has gone
+	stalled     = 10 * time.Second       // after which a viewer that reads nothing is dropped
+)
+
+// stream tells a viewer of what changes, until it goes or the board is closed.
+func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
+	select {
+	case b.viewers <- struct{}{}:
+		defer func() { <-b.viewers }()
+	default:
+		w.Header().Set("Retry-After", "10")
+		refuse(w, http.StatusServiceUnavailable, "the board has as many viewers as it serves at a time")
+		return
+	}
+	w.Header().Set("Content-Type", "text/event-stream")
+	v := viewer{response: w, control: http.NewResponseController(w), seen: map[*store.Run]*store.Cursor{}}
+	for {
+		if err := v.tell(b.all()); err != nil {
+			return
+		}
+		select {
+		case <-r.Context().Done():
+			return
+		case <-b.closing:
+			<-b.drained
+			v.tell(b.all())
+			return
+		case <-time.After(max(streamEvery, time.Duration(len(b.viewers))*viewerEvery)):
+		}
+	}
+}
+
+// viewer is one stream.
+type viewer struct {
+	response http.ResponseWriter
+	control  *http.ResponseController
+	seen     map[*store.Run]*store.Cursor
+	news     bytes.Buffer
+	told     time.Time
+}
+
+// tell sends what is new.
+func (v *viewer) tell(runs []*store.Run) error {
+	v.news.Reset()
+	for _, run := range runs {
+		c := v.seen[run]
+		if c == nil {
+			c = &store.Cursor{}
+			v.seen[run] = c
+		}
+		if err := run.News(&v.news, c); err != nil {
+			return err
+		}
+	}
+	if v.news.Len() == 0 && time.Since(v.told) > aliveEvery {
+		v.news.WriteString(":\n\n")
+	}
+	if v.news.Len() == 0 {
+		return nil
+	}
+	v.told = time.Now()
+	// A handler under a test's recorder has no deadlines.
+	_ = v.control.SetWriteDeadline(v.told.Add(stalled))
+	if _, err := v.response.Write(v.news.Bytes()); err != nil {
+		return err
+	}
+	return v.control.Flush()
+}

@@ -1,0 +1,78 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/hf/gguf"
+)
+
+// types are what -precision of convert takes.
+var types = map[string]string{"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+type convertOptions struct {
+	common
+	shard float64
+	gguf  string
+}
+
+func newConvert() *cobra.Command {
+	var o convertOptions
+	c := &cobra.Command{Use: "convert -model DIR -out NEW [options]",
+		Short: "Write a model anew: with weights of another type, or as GGUF",
+		Long: `Write a model to a new folder, with its tokenizer. Without -precision every tensor keeps
+its type and its bytes. With -gguf it becomes one file, which llama.cpp runs.`,
+		RunE: func(c *cobra.Command, args []string) error {
+			if err := errors.Join(withoutWords(c, args), required(c, "model", "out")); err != nil {
+				return err
+			}
+			return o.run(c)
+		}}
+	o.modelFlag(c)
+	f := c.Flags()
+	f.StringVar(&o.out, "out", "", "`NEW` folder, or file with -gguf")
+	f.StringVar(&o.gguf, "gguf", "", "`TYPE` of the weights in a GGUF file: f32, f16, bf16 or q8_0")
+	f.StringVar(&o.precision, "precision", "", "`TYPE` of the weights: f32, f16 or bf16")
+	f.Float64Var(&o.shard, "shard", 5, "`GIB` that a file of weights has at most")
+	return c
+}
+
+func (o *convertOptions) run(c *cobra.Command) error {
+	opts := []hf.SaveOption{hf.WithShardSize(int64(o.shard * (1 << 30)))}
+	if o.precision != "" {
+		name, ok := types[o.precision]
+		if !ok {
+			return fmt.Errorf("-precision is %q, want f32, f16 or bf16", o.precision)
+		}
+		opts = append(opts, hf.WithDtype(name))
+	}
+	var kind gguf.Type
+	if o.gguf != "" {
+		var err error
+		if kind, err = gguf.ParseType(o.gguf); err != nil {
+			return fmt.Errorf("-gguf: %w", err)
+		}
+		if o.precision != "" {
+			return errors.New("-gguf has the type of the weights: leave -precision out")
+		}
+	}
+	f, err := hf.Open(o.model)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	m, err := load(c.Context(), f, c.ErrOrStderr())
+	if err != nil {
+		return err
+	}
+	at, clear := bar(c.ErrOrStderr(), "writing", true)
+	defer clear()
+	if o.gguf != "" {
+		return gguf.Save(c.Context(), o.out, f, m, kind, at)
+	}
+	return hf.SavePretrained(c.Context(), o.out, m,
+		append(opts, hf.Like(f), hf.WithSaveProgress(at))...)
+}

@@ -1,0 +1,171 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
+)
+
+// maxText is how much text eval reads: all of its tokens are in memory.
+const maxText = 1 << 30
+
+func newEval() *cobra.Command {
+	var o common
+	c := &cobra.Command{Use: "eval -model DIR -data FILE [options]",
+		Short: "Measure loss and bits per byte on a text",
+		Long: `Measure a model on a text. Its tokens, behind the token that begins a text if the
+tokenizer adds one, are cut into windows of -seq tokens that do not overlap, and all but the first of
+each are scored. The last line is a JSON object: loss (nats a token), tokens (that were scored) and
+bpb (bits per byte of the text that these tokens stand for).`,
+		RunE: func(c *cobra.Command, args []string) error {
+			if err := errors.Join(withoutWords(c, args), required(c, "model", "data")); err != nil {
+				return err
+			}
+			return o.eval(c)
+		}}
+	o.modelFlag(c)
+	o.dataFlag(c)
+	c.Flags().IntVar(&o.seq, "seq", 0, "`N` tokens of a window; the model's longest context, or 2048 "+
+		"if that is longer, if not said")
+	o.machineFlags(c)
+	return c
+}
+
+// score is what eval prints.
+type score struct {
+	Loss   float64 `json:"loss"`
+	Tokens int     `json:"tokens"`
+	BPB    float64 `json:"bpb"`
+}
+
+func (o *common) eval(c *cobra.Command) error {
+	f, err := hf.Open(o.model)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := o.window(c.ErrOrStderr(), f.Config); err != nil {
+		return err
+	}
+	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	if err != nil {
+		return err
+	}
+	text, err := regular.Read(o.data, maxText, "a text to measure on has")
+	if err != nil {
+		return fmt.Errorf("-data: %w", err)
+	}
+	windows, bytes, err := cut(tok, text, o.seq)
+	if err != nil {
+		return fmt.Errorf("-data %s: %w", o.data, err)
+	}
+	device, precision, err := o.open(c.ErrOrStderr())
+	if err != nil {
+		return err
+	}
+	if device != nil {
+		defer device.Close()
+	}
+	m, err := load(c.Context(), f, c.ErrOrStderr(),
+		hf.WithConfig(func(c *llm.Config) { c.Seq = o.seq }))
+	if err != nil {
+		return err
+	}
+	i := inference(m, device, precision)
+	defer i.Close()
+	sum, n := 0.0, 0
+	at, clear := bar(c.ErrOrStderr(), "measuring", false)
+	err = batches(windows, o.seq, func(b data.Batch, done int) error {
+		if c.Context().Err() != nil {
+			return c.Context().Err()
+		}
+		loss, err := i.Loss(b)
+		sum, n = sum+loss*float64(b.Count), n+b.Count
+		at(int64(done), int64(len(windows)))
+		return err
+	})
+	clear()
+	if err != nil {
+		return err
+	}
+	line, err := json.Marshal(score{sum / float64(n), n, sum / math.Ln2 / float64(bytes)})
+	if err != nil {
+		return fmt.Errorf("the loss is %v: %w", sum, err)
+	}
+	_, err = fmt.Fprintln(c.OutOrStdout(), string(line))
+	return err
+}
+
+// window finds out -seq.
+func (o *common) window(stderr io.Writer, c llm.Config) error {
+	switch {
+	case o.seq == 0:
+		o.seq = min(c.Seq, 2048)
+	case o.seq < 2:
+		return fmt.Errorf("-seq is %d, want at least 2: the first token of a window is not scored",
+			o.seq)
+	case o.seq > c.Seq:
+		fmt.Fprintf(stderr, "-seq is %d, and the model was made for %d positions at most\n", o.seq,
+			c.Seq)
+	}
+	return nil
+}
+
+// cut returns the windows of a text's tokens, and how many of its bytes the tokens stand for that
+// are scored.
+func cut(tok *tokenizers.Tokenizer, text []byte, seq int) (windows [][]int, bytes int, err error) {
+	before, _ := tok.Affixes()
+	ids := append(before, tok.EncodeOrdinary(text)...)
+	for w := range slices.Chunk(ids, seq) {
+		if len(w) < 2 {
+			continue
+		}
+		all, err := tok.Decode(w)
+		if err != nil {
+			return nil, 0, err
+		}
+		first, err := tok.Decode(w[:1])
+		if err != nil {
+			return nil, 0, err
+		}
+		windows, bytes = append(windows, w), bytes+len(all)-len(first)
+	}
+	if bytes < 1 {
+		return nil, 0, fmt.Errorf("its %d bytes make %d tokens, and none of them can be scored",
+			len(text), len(ids))
+	}
+	return windows, bytes, nil
+}
+
+// batchTokens is about how many tokens a batch has.
+const batchTokens = 4096
+
+// batches calls f with windows as rows of batches, and how many windows have been seen.
+func batches(windows [][]int, seq int, f func(b data.Batch, done int) error) error {
+	size := min(max(1, batchTokens/seq), len(windows))
+	for done := 0; done < len(windows); done += size {
+		b := data.Batch{Inputs: make([]int, size*seq), Targets: make([]int, size*seq)}
+		for i := range b.Targets {
+			b.Targets[i] = -1
+		}
+		for row, w := range windows[done:min(done+size, len(windows))] {
+			copy(b.Inputs[row*seq:], w[:len(w)-1])
+			b.Count += copy(b.Targets[row*seq:], w[1:])
+		}
+		if err := f(b, min(done+size, len(windows))); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,162 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
+)
+
+type generateOptions struct {
+	common
+	prompt      string
+	n           int
+	temperature float64
+	topP        float64
+	topK        int
+	seed        uint64
+	chat        bool
+}
+
+func newGenerate() *cobra.Command {
+	var o generateOptions
+	c := &cobra.Command{Use: "generate -model DIR -prompt TEXT [options]",
+		Short: "Continue a text",
+		Long: `Continue a text, as generation_config.json says if options do not. Standard output gets
+the prompt and what the model writes behind it, as it is drawn, or the answer alone with -chat, and
+nothing else. A token that ends a text ends it.`,
+		RunE: func(c *cobra.Command, args []string) error {
+			if err := errors.Join(withoutWords(c, args), required(c, "model")); err != nil {
+				return err
+			}
+			return o.run(c)
+		}}
+	o.modelFlag(c)
+	f := c.Flags()
+	f.StringVar(&o.prompt, "prompt", "", "`TEXT` to continue")
+	f.IntVar(&o.n, "n", 128, "`N` tokens at most")
+	f.Float64Var(&o.temperature, "temperature", -1, "`T` divides the logits; 0 takes the likeliest "+
+		"token; -1 leaves it to generation_config.json")
+	f.IntVar(&o.topK, "top-k", -1, "`K` likeliest tokens are drawn from; 0 for all")
+	f.Float64Var(&o.topP, "top-p", -1, "likeliest tokens are drawn from that together reach `P`")
+	f.Uint64Var(&o.seed, "seed", 1, "`N` begins the sequence of random numbers")
+	f.BoolVar(&o.chat, "chat", false, "take the prompt for a message, and write it by the chat template")
+	o.machineFlags(c)
+	return c
+}
+
+func (o *generateOptions) run(c *cobra.Command) error {
+	if o.n < 0 {
+		return fmt.Errorf("-n is %d, want at least 0", o.n)
+	}
+	switch o.device {
+	case "auto":
+		o.device = "cpu"
+	case "cuda":
+		return errNeedsCPU
+	}
+	if _, _, err := o.open(c.ErrOrStderr()); err != nil {
+		return err
+	}
+	f, err := hf.Open(o.model)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	if err != nil {
+		return err
+	}
+	s, err := sampler.New(o.sampler(c, f.Generation, tok.VocabSize()))
+	if err != nil {
+		return err
+	}
+	before, _ := tok.Affixes()
+	prompt, shown := append(before, tok.Encode([]byte(o.prompt))...), o.prompt
+	if o.chat {
+		text, err := o.message()
+		if err != nil {
+			return err
+		}
+		prompt, shown = tok.Encode([]byte(text)), ""
+	}
+	if len(prompt) == 0 {
+		return errors.New("-prompt is empty, and the tokenizer has no token that begins a text: " +
+			"give some text")
+	}
+	m, err := load(c.Context(), f, c.ErrOrStderr())
+	if err != nil {
+		return err
+	}
+	g, err := llm.NewGenerator(m)
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	// The decoder sees the prompt too: some take the space from the first token of a text.
+	d := tok.NewDecoder(true)
+	for _, id := range prompt {
+		if _, err := d.Next(id); err != nil {
+			return err
+		}
+	}
+	if _, err := io.WriteString(c.OutOrStdout(), shown); err != nil {
+		return err
+	}
+	for id, err := range g.Generate(c.Context(), prompt, o.n, s) {
+		if err != nil {
+			return err
+		}
+		if slices.Contains(f.Generation.End, id) {
+			break
+		}
+		text, err := d.Next(id)
+		if err != nil {
+			return err
+		}
+		if _, err := c.OutOrStdout().Write(text); err != nil {
+			return err
+		}
+	}
+	_, err = fmt.Fprintf(c.OutOrStdout(), "%s\n", d.Flush())
+	return err
+}
+
+// sampler is what options and generation_config.json say.
+func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) sampler.Config {
+	s := sampler.Config{Vocab: vocab, Seed: o.seed}
+	if g.Sample {
+		s.Temperature, s.TopK, s.TopP = g.Temperature, g.TopK, g.TopP
+	}
+	if o.temperature >= 0 {
+		s.Temperature = o.temperature
+	}
+	if o.topK >= 0 {
+		s.TopK = o.topK
+	}
+	if o.topP >= 0 {
+		s.TopP = o.topP
+	}
+	if len(g.Ignored) > 0 {
+		fmt.Fprintf(c.ErrOrStderr(), "generation_config.json has %q, which is not done here\n",
+			g.Ignored)
+	}
+	return s
+}
+
+// message writes the prompt by the chat template.
+func (o *generateOptions) message() (string, error) {
+	t, err := chat.Load(o.model)
+	if err != nil {
+		return "", fmt.Errorf("-chat: %w", err)
+	}
+	return t.Render([]chat.Message{{Role: "user", Content: o.prompt}},
+		chat.Options{AddGenerationPrompt: true})
+}

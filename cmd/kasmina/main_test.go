@@ -1,0 +1,249 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/llm/hf"
+)
+
+const (
+	testdata = "../../llm/hf/testdata"
+	tiny     = testdata + "/tiny"
+	license  = "../../LICENSE"
+)
+
+// kasmina runs the command.
+func kasmina(t *testing.T, args ...string) (stdout string, err error) {
+	var out, told bytes.Buffer
+	err = run(t.Context(), args, &out, &told)
+	t.Log(told.String())
+	return out.String(), err
+}
+
+// reference is what transformers computes with the model.
+type reference struct {
+	Seq, Tokens  int
+	Loss         float64
+	Prompt, Text string
+}
+
+func readReference(t *testing.T) (r reference) {
+	text, err := os.ReadFile(testdata + "/tiny.json")
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(text, &r))
+	return r
+}
+
+// TestEval wants the loss of transformers on the same windows, with one dash and with two.
+func TestEval(t *testing.T) {
+	r := readReference(t)
+	text, err := os.ReadFile(license)
+	require.NoError(t, err)
+	for _, dash := range []string{"-", "--"} {
+		out, err := kasmina(t, "eval", dash+"model", tiny, dash+"data="+license, dash+"seq",
+			strconv.Itoa(r.Seq), dash+"device", "cpu")
+		require.NoError(t, err)
+		lines := strings.Split(strings.TrimSpace(out), "\n")
+		var s score
+		require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &s))
+		require.Equal(t, r.Tokens, s.Tokens)
+		require.InEpsilon(t, r.Loss, s.Loss, 1e-5)
+		// Nearly all bytes are of tokens that are scored.
+		require.InEpsilon(t, s.Loss*float64(s.Tokens)/0.6931471805599453/float64(len(text)), s.BPB, 0.05)
+	}
+}
+
+// TestGenerate wants the greedy text of transformers, and it alone.
+func TestGenerate(t *testing.T) {
+	r := readReference(t)
+	out, err := kasmina(t, "generate", "-model", tiny, "-prompt", r.Prompt, "-n", "30",
+		"-temperature", "0")
+	require.NoError(t, err)
+	require.Equal(t, r.Text+"\n", out)
+	first, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", "-n", "20",
+		"-temperature", "1.5", "-seed", "3")
+	require.NoError(t, err)
+	again, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", "-n", "20",
+		"-temperature", "1.5", "-seed", "3")
+	require.NoError(t, err)
+	require.Equal(t, first, again)
+	answer, err := kasmina(t, "generate", "-model", tiny, "-prompt", "Permission", "-chat", "-n", "5")
+	require.NoError(t, err)
+	require.NotContains(t, answer, "assistant:")
+}
+
+// TestInspect wants every tensor, and what the folder is.
+func TestInspect(t *testing.T) {
+	out, err := kasmina(t, "inspect", tiny)
+	require.NoError(t, err)
+	f, err := hf.Open(tiny)
+	require.NoError(t, err)
+	defer f.Close()
+	for _, x := range f.Tensors() {
+		require.Contains(t, out, x.Name)
+	}
+	require.Contains(t, out, "llama")
+	require.Contains(t, out, "hf-400-")
+}
+
+// TestConvert wants the bytes of weights and tokenizer to come back, or another type.
+func TestConvert(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "a", "out")
+	_, err := kasmina(t, "convert", "-model", tiny, "-out", out)
+	require.NoError(t, err)
+	for _, name := range []string{"config.json", "generation_config.json", "tokenizer.json",
+		"tokenizer_config.json", "chat_template.jinja"} {
+		want, err := os.ReadFile(filepath.Join(tiny, name))
+		require.NoError(t, err)
+		got, err := os.ReadFile(filepath.Join(out, name))
+		require.NoError(t, err)
+		require.Equal(t, want, got, name)
+	}
+	_, err = kasmina(t, "convert", "-model", tiny, "-out", out)
+	require.ErrorContains(t, err, "is not empty")
+	file := filepath.Join(t.TempDir(), "m.gguf")
+	_, err = kasmina(t, "convert", "-model", tiny, "-out", file, "-gguf", "q8_0")
+	require.NoError(t, err)
+	head, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, "GGUF", string(head[:4]))
+	other := filepath.Join(t.TempDir(), "f16")
+	_, err = kasmina(t, "convert", "-model", tiny, "-out", other, "-precision", "f16")
+	require.NoError(t, err)
+	f, err := hf.Open(other)
+	require.NoError(t, err)
+	defer f.Close()
+	require.Equal(t, "F16", f.Tensors()[0].Type)
+}
+
+// TestTrain wants a run to better the loss, to go on, to grow, and to leave a folder that loads.
+func TestTrain(t *testing.T) {
+	text := filepath.Join(t.TempDir(), "text")
+	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400), 0o666))
+	loss := func(dir string) (s score) {
+		out, err := kasmina(t, "eval", "-model", dir, "-data", text, "-seq", "32")
+		require.NoError(t, err)
+		require.NoError(t, json.Unmarshal([]byte(out), &s))
+		return s
+	}
+	for _, grow := range []string{"0", "2"} {
+		out := filepath.Join(t.TempDir(), "out")
+		args := []string{"train", "-model", tiny, "-data", text, "-out", out, "-steps", "100", "-batch",
+			"2", "-seq", "32", "-lr", "0.003", "-device", "cpu", "-grow", grow}
+		_, err := kasmina(t, args...)
+		require.NoError(t, err)
+		require.Less(t, loss(out).Loss, loss(tiny).Loss-1)
+		f, err := hf.Open(out)
+		require.NoError(t, err)
+		require.Equal(t, grow == "2", f.Config.Layers == 4)
+		require.Equal(t, "BF16", f.Tensors()[0].Type)
+		require.NoError(t, f.Close())
+		require.FileExists(t, filepath.Join(out, "run", checkpointName))
+		_, err = kasmina(t, args...)
+		require.ErrorContains(t, err, "-resume goes on")
+	}
+}
+
+// TestTrainResumes wants a run that was interrupted to go on.
+func TestTrainResumes(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	args := []string{"train", "-model", tiny, "-data", license, "-out", out, "-steps", "30", "-batch", "1",
+		"-seq", "16", "-device", "cpu"}
+	ctx, cancel := context.WithCancel(t.Context())
+	err := run(ctx, args, &bytes.Buffer{}, writer(func(p []byte) {
+		if bytes.Contains(p, []byte("step")) {
+			cancel()
+		}
+	}))
+	cancel()
+	require.ErrorIs(t, err, context.Canceled)
+	require.ErrorContains(t, err, "-resume goes on")
+	require.NoFileExists(t, filepath.Join(out, "config.json"))
+	_, err = kasmina(t, append(args, "-resume")...)
+	require.NoError(t, err)
+	f, err := hf.Open(out)
+	require.NoError(t, err)
+	require.NoError(t, f.Close())
+}
+
+type writer func([]byte)
+
+func (w writer) Write(p []byte) (int, error) {
+	w(p)
+	return len(p), nil
+}
+
+// TestErrors wants errors that say what to do.
+func TestErrors(t *testing.T) {
+	empty := filepath.Join(t.TempDir(), "empty")
+	require.NoError(t, os.WriteFile(empty, nil, 0o666))
+	for line, want := range map[string]string{
+		"eval -model " + tiny:                                             "-data is missing: name the FILE",
+		"eval -data x":                                                    "-model is missing",
+		"eval -model " + tiny + " -data " + empty:                         "none of them can be scored",
+		"eval -model " + tiny + " -data none":                             "no such file",
+		"eval -model none -data " + license:                               "no such file",
+		"eval -model " + tiny + " -data x -seq 1":                         "-seq is 1, want at least 2",
+		"eval -model " + tiny + " -modell x":                              "kasmina eval -help lists the options",
+		"eval -model " + tiny + " -data x y":                              `"y" is no option`,
+		"eval -model " + tiny + " -data " + license + " -device tpu":      "want cpu, cuda or auto",
+		"eval -model " + tiny + " -data " + license + " -precision x":     "want f32, bf16, f16 or f8",
+		"eval -model " + testdata + "/llama2 -data " + license:            "has no tokenizer.json",
+		"generate -model " + tiny + " -device cuda":                       "on the CPU so far",
+		"generate -model " + tiny + " -n -1":                              "-n is -1",
+		"convert -model " + tiny:                                          "-out is missing",
+		"convert -model " + tiny + " -out x -precision int8":              "want f32, f16 or bf16",
+		"train -model " + tiny + " -data " + license:                      "-out is missing",
+		"train -model " + tiny + " -data " + license + " -out x -steps 0": "-steps is 0",
+		"train -model " + tiny + " -data " + license + " -out x -resume":  "without it a run begins",
+		"train -model " + tiny + " -data " + license + " -out " + tiny:    "is not empty",
+		"convert -model " + tiny + " -out x -gguf q4":                     "want f32, f16, bf16 or q8_0",
+		"convert -model " + tiny + " -out x -gguf f16 -precision f16":     "leave -precision out",
+		"frobnicate": "unknown command",
+	} {
+		_, err := kasmina(t, strings.Fields(line)...)
+		require.ErrorContains(t, err, want, line)
+	}
+}
+
+// TestHugeTokenizer wants a file that is too large for a tokenizer to be an error, soon.
+func TestHugeTokenizer(t *testing.T) {
+	dir := t.TempDir()
+	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
+	require.NoError(t, os.Truncate(filepath.Join(dir, "tokenizer.json"), 100<<20))
+	start := time.Now()
+	_, err := kasmina(t, "eval", "-model", dir, "-data", license)
+	require.ErrorContains(t, err, "has 104857600 bytes")
+	require.Less(t, time.Since(start), time.Second)
+}
+
+// TestCompletion wants scripts for shells, and options to be completed.
+func TestCompletion(t *testing.T) {
+	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
+		out, err := kasmina(t, "completion", shell)
+		require.NoError(t, err)
+		require.Contains(t, out, "kasmina")
+	}
+	out, err := kasmina(t, "__complete", "eval", "-mo")
+	require.NoError(t, err)
+	require.Contains(t, out, "--model")
+}
+
+// TestCancel wants an interrupt to end the work.
+func TestCancel(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	err := run(ctx, []string{"eval", "-model", tiny, "-data", license}, &bytes.Buffer{},
+		&bytes.Buffer{})
+	require.ErrorIs(t, err, context.Canceled)
+}

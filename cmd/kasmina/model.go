@@ -1,0 +1,106 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
+)
+
+// common are the options of commands that compute with a model.
+type common struct {
+	model, data, out, device, precision string
+	seq                                 int
+}
+
+func (o *common) modelFlag(c *cobra.Command) {
+	c.Flags().StringVar(&o.model, "model", "", "`DIR` of a model, with config.json")
+}
+
+func (o *common) dataFlag(c *cobra.Command) {
+	c.Flags().StringVar(&o.data, "data", "", "`FILE` of text")
+}
+
+func (o *common) machineFlags(c *cobra.Command) {
+	c.Flags().StringVar(&o.device, "device", "auto", "`NAME`: cpu, cuda, or auto for a GPU if there is one")
+	c.Flags().StringVar(&o.precision, "precision", "", "`TYPE` of products: f32 or bf16, and on a GPU "+
+		"f16 or f8 too; f32 if not said")
+}
+
+// open opens the device to compute on; nil is the CPU.
+func (o *common) open(stderr io.Writer) (*cudaops.Device, cudaops.Precision, error) {
+	precision := cudaops.Float32
+	if o.precision != "" {
+		if err := precision.UnmarshalText([]byte(o.precision)); err != nil {
+			return nil, 0, fmt.Errorf("-precision is %q, want f32, bf16, f16 or f8", o.precision)
+		}
+	}
+	switch o.device {
+	case "auto", "cuda":
+		device, err := cudaops.Open()
+		if err == nil {
+			return device, precision, nil
+		}
+		if o.device == "cuda" {
+			return nil, 0, fmt.Errorf("-device cuda: %w; -device cpu computes without one", err)
+		}
+		if !errors.Is(err, cudaops.ErrNoDevice) {
+			fmt.Fprintf(stderr, "the CPU computes, as the GPU cannot be used: %v\n", err)
+		}
+	case "cpu":
+	default:
+		return nil, 0, fmt.Errorf("-device is %q, want cpu, cuda or auto", o.device)
+	}
+	switch precision {
+	case cudaops.Float32, cudaops.BFloat16:
+		if err := cpuops.UseBFloat16(precision == cudaops.BFloat16); err != nil {
+			return nil, 0, fmt.Errorf("-precision bf16: %w", err)
+		}
+		return nil, precision, nil
+	}
+	return nil, 0, fmt.Errorf("-precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
+}
+
+// load loads the model of a folder, with a bar.
+func load(ctx context.Context, f *hf.Folder, stderr io.Writer, opts ...hf.LoadOption) (*llm.Model,
+	error) {
+	at, clear := bar(stderr, "loading", true)
+	defer clear()
+	return f.Load(ctx, append(opts, hf.WithProgress(at))...)
+}
+
+// tokenizerOf reads the tokenizer of a folder whose model has a vocabulary.
+func tokenizerOf(dir string, vocab int) (*tokenizers.Tokenizer, error) {
+	tok, err := tokenizers.Load(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%s has no tokenizer.json: copy the one of the model into it", dir)
+	} else if err != nil {
+		return nil, err
+	}
+	if n := tok.VocabSize(); n > vocab {
+		return nil, fmt.Errorf("the tokenizer of %s has %d tokens, and its model %d: they are of two "+
+			"models", dir, n, vocab)
+	}
+	return tok, nil
+}
+
+// inference computes with a model on a device, or on the CPU where it is nil.
+func inference(m *llm.Model, device *cudaops.Device, p cudaops.Precision) *llm.Inference {
+	i := &llm.Inference{Model: m}
+	if device != nil {
+		i.Make = func(g *llm.Graph) (llm.Machine, error) {
+			return cudaops.NewMachine(device, g.G, cudaops.WithPrecision(p),
+				cudaops.WithParams(g.Params...))
+		}
+	}
+	return i
+}

@@ -1,0 +1,272 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/llm/tensorboard"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state/control"
+)
+
+// The folder of -out that a run keeps its own files in.
+const (
+	runFolder      = "run"
+	checkpointName = "checkpoint.safetensors"
+	logName        = "log.jsonl"
+)
+
+type trainOptions struct {
+	common
+	train     llm.TrainConfig
+	lr        float64
+	seed      uint64
+	saveEvery int
+	evalEvery int
+	grow      int
+	resume    bool
+	board     string
+	control   bool
+	events    bool
+	quiet     bool
+}
+
+func newTrain() *cobra.Command {
+	var o trainOptions
+	c := &cobra.Command{Use: "train -model DIR -data FILE -out NEW [options]",
+		Short: "Train a model further on a text",
+		Long: `Train all weights of a model further on a text, a file or a folder, a part of which is
+held out. -out becomes a folder that transformers loads; in its folder run are the checkpoint of the
+run, with the optimiser's state, and its log. An interrupt saves a checkpoint, from which -resume goes
+on with the same options. With -grow the model gets blocks while it trains.`,
+		RunE: func(c *cobra.Command, args []string) error {
+			if err := errors.Join(withoutWords(c, args),
+				required(c, "model", "data", "out")); err != nil {
+				return err
+			}
+			return o.run(c)
+		}}
+	o.modelFlag(c)
+	f := c.Flags()
+	f.StringVar(&o.data, "data", "", "`FILE` or folder of text")
+	f.StringVar(&o.out, "out", "", "`NEW` folder")
+	f.IntVar(&o.train.Steps, "steps", 100, "`N` steps of the optimiser")
+	f.IntVar(&o.train.Batch, "batch", 4, "`N` sequences in a batch")
+	f.IntVar(&o.train.Accumulate, "accumulate", 1, "`N` batches in a step")
+	f.IntVar(&o.seq, "seq", 0, "`N` tokens in a sequence; the model's longest context, or 1024 if that is "+
+		"longer, if not said")
+	f.Float64Var(&o.lr, "lr", 1e-4, "`RATE` of learning at its peak")
+	f.IntVar(&o.grow, "grow", 0, "`N` times as many blocks, which the model gets while it "+
+		"trains; 0 for none")
+	f.BoolVar(&o.train.Recompute, "recompute", false, "compute blocks again in the backward pass: less "+
+		"memory, more work")
+	f.IntVar(&o.saveEvery, "save-every", 100, "`N` steps between checkpoints, 0 for the last step alone")
+	f.IntVar(&o.evalEvery, "eval-every", 50, "`N` steps between evaluations, 0 for the last step alone")
+	f.Uint64Var(&o.seed, "seed", 1, "`N` begins the order of the data")
+	f.BoolVar(&o.resume, "resume", false, "go on from the checkpoint in -out")
+	f.StringVar(&o.board, "board", "", "`ADDR` such as 127.0.0.1:6060 to show the run at, in a browser")
+	f.BoolVar(&o.control, "board-control", false, "let whoever has the token that -board prints steer the run")
+	f.BoolVar(&o.events, "tensorboard", false, "write event files for TensorBoard too, beside the log")
+	f.BoolVar(&o.quiet, "quiet", false, "show no progress")
+	o.machineFlags(c)
+	return c
+}
+
+func (o *trainOptions) in(name string) string { return filepath.Join(o.out, runFolder, name) }
+
+// check refuses what would otherwise fail after the training alone.
+func (o *trainOptions) check() error {
+	for name, value := range map[string]int{"steps": o.train.Steps, "batch": o.train.Batch,
+		"accumulate": o.train.Accumulate} {
+		if value < 1 {
+			return fmt.Errorf("-%s is %d, want at least 1", name, value)
+		}
+	}
+	if o.control && o.board == "" {
+		return errors.New("-board-control is given, want an address with -board too")
+	}
+	if o.grow < 0 || o.grow == 1 {
+		return fmt.Errorf("-grow is %d, want 0, or 2 for twice as many blocks", o.grow)
+	}
+	if o.grow > 0 && o.train.Steps < 100 {
+		return fmt.Errorf("-steps is %d, and -grow takes at least 100", o.train.Steps)
+	}
+	if !(o.lr > 0) {
+		return fmt.Errorf("-lr is %v, want more than 0", o.lr)
+	}
+	_, err := os.Stat(o.in(checkpointName))
+	switch {
+	case o.resume && err != nil:
+		return fmt.Errorf("-resume: %w; without it a run begins", err)
+	case o.resume:
+		return hf.Vacant(o.out, runFolder)
+	case err == nil:
+		return fmt.Errorf("%s holds a run: -resume goes on with it, or name another folder", o.out)
+	case !errors.Is(err, fs.ErrNotExist):
+		return err
+	}
+	return hf.Vacant(o.out)
+}
+
+func (o *trainOptions) run(c *cobra.Command) error {
+	if err := o.check(); err != nil {
+		return err
+	}
+	f, err := hf.Open(o.model)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if o.seq == 0 {
+		o.seq = min(f.Config.Seq, 1024)
+	}
+	if err := o.window(c.ErrOrStderr(), f.Config); err != nil {
+		return err
+	}
+	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	if err != nil {
+		return err
+	}
+	corpus, err := data.Open(o.data)
+	if err != nil {
+		return fmt.Errorf("-data: %w", err)
+	}
+	t, err := o.trainer(c, f, tok, corpus)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(o.steps(c, t, tok, corpus), t.Close()); err != nil {
+		return err
+	}
+	at, clear := bar(c.ErrOrStderr(), "writing", true)
+	defer clear()
+	return hf.SavePretrained(c.Context(), o.out, t.Model, hf.Like(f), hf.Beside(runFolder),
+		hf.WithSaveProgress(at))
+}
+
+// trainer loads the model and makes what trains it.
+func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, tok tokenizer.Tokenizer,
+	corpus *data.Corpus) (*llm.Trainer, error) {
+	device, precision, err := o.open(c.ErrOrStderr())
+	if err != nil {
+		return nil, err
+	}
+	if device != nil {
+		o.train.Engine = gpu.Engine(device, precision)
+	}
+	tokens, err := data.Tokenize(c.Context(), corpus.Train, tok)
+	if err != nil {
+		return nil, err
+	}
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: o.train.Batch, Seq: o.seq,
+		Seed: o.seed})
+	if err != nil {
+		return nil, fmt.Errorf("-data: %w", err)
+	}
+	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithBetas(0.9, 0.95),
+		optim.WithWeightDecay(0.1), optim.WithGroup(optim.NameContains("norm", "bias"), optim.Decay(0)))
+	if err != nil {
+		return nil, err
+	}
+	o.train.Schedule, err = optim.WarmupCosine(o.lr, o.lr/10, min(100, o.train.Steps/10),
+		o.train.Steps)
+	if err != nil {
+		return nil, err
+	}
+	o.train.Clip = 1
+	if o.grow > 0 {
+		o.train.Epoch = max(1, o.train.Steps/100) // a seed's life takes some 80 epochs
+	}
+	m, err := load(c.Context(), f, c.ErrOrStderr(), hf.WithConfig(func(c *llm.Config) {
+		c.Seq = o.seq
+		if o.grow > 0 {
+			c.Depth = 1
+		}
+	}))
+	if err != nil {
+		return nil, err
+	}
+	t, err := llm.NewTrainer(m, loader, optimizer, o.train)
+	if err != nil {
+		return nil, err
+	}
+	if o.grow > 0 {
+		err = t.Grow(llm.Growth{Controller: control.NewDepth(blueprints.Stack, o.grow)})
+	}
+	return t, err
+}
+
+// serve shows the run in a browser until stop is called.
+func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() error, err error) {
+	var opts []board.Option
+	if o.control {
+		opts = append(opts, board.WithControl())
+	}
+	b, err := board.Attach(t, opts...)
+	if err != nil {
+		return nil, err
+	}
+	url, err := b.Listen(o.board)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("-board: %w", err), b.Close())
+	}
+	fmt.Fprintf(stderr, "board     %s\n", url)
+	return b.Close, nil
+}
+
+// steps runs the training.
+func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, tok tokenizer.Tokenizer,
+	corpus *data.Corpus) error {
+	held, err := corpus.HeldOut.Sample(256 << 10)
+	if err != nil {
+		return err
+	}
+	e, err := data.NewEvaluation(held, tok, o.train.Batch, o.seq)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Join(o.out, runFolder), 0o777); err != nil {
+		return err
+	}
+	if o.resume {
+		if err := t.Resume(c.Context(), o.in(checkpointName)); err != nil {
+			return err
+		}
+	}
+	shown := c.ErrOrStderr()
+	if o.quiet {
+		shown = io.Discard
+	}
+	if o.events {
+		t.On(tensorboard.Events(o.in("tensorboard")))
+	}
+	if o.board != "" {
+		stop, err := o.serve(c.ErrOrStderr(), t)
+		if err != nil {
+			return err
+		}
+		defer stop()
+	}
+	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName)),
+		llm.Evaluate(t, e, o.evalEvery), llm.Checkpoint(t, o.in(checkpointName), o.saveEvery))
+	err = t.Run(c.Context())
+	if errors.Is(err, context.Canceled) {
+		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())
+	}
+	return err
+}

@@ -1,0 +1,226 @@
+package choose
+
+import (
+	"math"
+	"math/rand/v2"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
+	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/internal/wayrule"
+)
+
+// newTestChooser returns a chooser without a device, and the warnings that it gives.
+func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]string) {
+	t.Helper()
+	var warnings []string
+	var err error
+	c.Rules, err = wayrule.Parse(rules)
+	require.NoError(t, err)
+	c.Warn = func(message string) { warnings = append(warnings, message) }
+	return New(nil, c), &warnings
+}
+
+// norm is a job with three ways.
+func norm(shape string) job {
+	return job{build: "build", Group: lower.Group{Op: "Norm", Shape: shape, Plain: 2,
+		Alternatives: []lower.Alternative{{Name: "wide"}, {Name: "narrow"}, {Name: "plain"}}}}
+}
+
+// TestChooseByRules wants the way that rules leave, and the first where there are none.
+func TestChooseByRules(t *testing.T) {
+	for _, c := range []struct {
+		rules  []string
+		want   int
+		source optime.Source
+	}{
+		{nil, 0, optime.ByRule},
+		{[]string{"Norm=plain"}, 2, optime.Forced},
+		{[]string{"Norm!=wide"}, 1, optime.Forced},
+		{[]string{"N*!=w*", "Norm!=narrow"}, 2, optime.Forced},
+		{[]string{"Softmax=plain"}, 0, optime.ByRule},
+	} {
+		chooser, warnings := newTestChooser(t, Config{Mode: tune.Off}, c.rules...)
+		way, choice, err := chooser.choose(norm("[3, 5]"))
+		require.NoError(t, err)
+		require.Equal(t, c.want, way, "rules %q", c.rules)
+		made, ok := chooser.Of(choice)
+		require.True(t, ok)
+		require.Equal(t, norm("").names()[c.want], made.Way)
+		require.Equal(t, c.source, made.Source, "rules %q", c.rules)
+		require.Empty(t, *warnings)
+	}
+}
+
+// TestRuleWithoutWays wants a rule that leaves nothing ignored with a warning.
+func TestRuleWithoutWays(t *testing.T) {
+	chooser, warnings := newTestChooser(t, Config{Mode: tune.Off}, "Norm!=*")
+	way, _, err := chooser.choose(norm("[3, 5]"))
+	require.NoError(t, err)
+	require.Zero(t, way)
+	require.Len(t, *warnings, 1)
+}
+
+// TestSameJobOnce wants one choice for all calls of a shape, and another for another shape.
+func TestSameJobOnce(t *testing.T) {
+	chooser, _ := newTestChooser(t, Config{Mode: tune.Off})
+	var choices []int
+	for _, shape := range []string{"[3, 5]", "[3, 7]", "[3, 5]"} {
+		_, choice, err := chooser.choose(norm(shape))
+		require.NoError(t, err)
+		choices = append(choices, choice)
+	}
+	require.Equal(t, []int{1, 2, 1}, choices)
+	require.Len(t, chooser.Made(), 2)
+	_, ok := chooser.Of(0)
+	require.False(t, ok, "no choice")
+}
+
+// TestAgain wants the next program of a graph to keep the ways of the one before, whatever the
+// rules say by then.
+func TestAgain(t *testing.T) {
+	chooser, _ := newTestChooser(t, Config{Mode: tune.Off}, "Norm=narrow")
+	_, _, err := chooser.choose(norm("[3, 5]"))
+	require.NoError(t, err)
+	chooser.Rules = nil
+	chooser.Again()
+	require.Empty(t, chooser.Made())
+	way, _, err := chooser.choose(norm("[3, 5]"))
+	require.NoError(t, err)
+	require.Equal(t, 1, way)
+	way, _, err = chooser.choose(norm("[4, 5]"))
+	require.NoError(t, err)
+	require.Zero(t, way, "a shape that the earlier program did not have")
+}
+
+// TestStoredChoice wants what is stored for a card, a driver and a build, without any timing. A
+// choice among fewer ways is a choice of its own.
+func TestStoredChoice(t *testing.T) {
+	c := Config{Mode: tune.Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
+		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
+	store := tune.Open(c.Path, func(message string) { t.Error(message) })
+	const key = "card, CUDA 13000, build, Norm [3, 5]"
+	require.NoError(t, store.Put(map[string]any{
+		key:                tune.Choice{Way: "narrow", Cold: 3 * time.Microsecond, Warm: 2 * time.Microsecond},
+		key + ", of [0 2]": tune.Choice{Way: "plain"},
+		key + ", of [0 1]": tune.Choice{Way: "wide"},
+	}))
+
+	chooser, _ := newTestChooser(t, c)
+	way, choice, err := chooser.choose(norm("[3, 5]"))
+	require.NoError(t, err)
+	require.Equal(t, 1, way)
+	made, _ := chooser.Of(choice)
+	require.Equal(t, optime.Stored, made.Source)
+	require.Equal(t, 3*time.Microsecond, made.Cold)
+	require.Equal(t, 2*time.Microsecond, made.Warm)
+
+	chooser, _ = newTestChooser(t, c, "Norm!=narrow")
+	way, choice, err = chooser.choose(norm("[3, 5]"))
+	require.NoError(t, err)
+	require.Equal(t, 2, way)
+	made, _ = chooser.Of(choice)
+	require.Equal(t, optime.Stored, made.Source)
+}
+
+// TestTinyJob wants no timing, and nothing stored, of a job that is not worth it.
+func TestTinyJob(t *testing.T) {
+	chooser, _ := newTestChooser(t, Config{Mode: tune.Full})
+	tiny := norm("[1, 1]")
+	tiny.tiny = true
+	way, choice, err := chooser.choose(tiny)
+	require.NoError(t, err)
+	require.Zero(t, way)
+	made, _ := chooser.Of(choice)
+	require.Equal(t, optime.ByRule, made.Source)
+	require.False(t, chooser.worthTiming(leastOperations-1))
+	require.True(t, chooser.worthTiming(leastOperations))
+}
+
+// TestFirstWayAdvance wants another way only where it saves more than tuneGain.
+func TestFirstWayAdvance(t *testing.T) {
+	x := &timer{Chooser: &Chooser{}, j: job{computes: true}}
+	for _, c := range []struct {
+		other time.Duration
+		wins  bool
+	}{{995, false}, {991, false}, {989, true}, {1000, false}} {
+		x.cold = []time.Duration{1000, c.other}
+		require.Equal(t, c.wins, x.key(1, 0) < x.key(0, 0), "%v beside 1000", c.other)
+	}
+}
+
+// TestGather wants one piece of memory a buffer, from the lowest operand to the highest. What is
+// read before it is written holds random numbers.
+func TestGather(t *testing.T) {
+	buffer := func(at, rows, columns, stride int) *program.Array {
+		return &program.Array{Buffer: &program.Buffer{}, At: at, Type: gpu.Float32,
+			Shape: []int{rows, columns}, Stride: stride}
+	}
+	in, between, out, documents := buffer(1000, 3, 5, 8), buffer(0, 7, 9, 0), buffer(0, 1, 1, 0), buffer(0, 1, 1, 0)
+	later := *in
+	later.At = 4096
+	scaled := program.Reads("Later", &later)
+	scaled.Deviation = 0.02
+	x := &timer{pieces: map[*program.Buffer]*piece{}}
+	x.gather([]*program.Call{
+		{Args: []program.Arg{program.Reads("X", in), program.Writes("Y", between),
+			{Field: "Documents", Array: documents, Role: program.Untimed}}},
+		{Args: []program.Arg{scaled, program.Reads("Y", between), program.Updates("Z", out)}},
+	})
+
+	require.Equal(t, []*program.Buffer{in.Buffer, between.Buffer, out.Buffer}, x.order)
+	p := x.pieces[in.Buffer]
+	require.Equal(t, 768, p.from, "the alignment below byte 1000")
+	require.Equal(t, 4096+4*(2*8+5), p.to, "the last row has no gap behind it")
+	require.True(t, p.random)
+	require.Equal(t, 0.02, p.deviation)
+	require.False(t, x.pieces[between.Buffer].random, "the first call writes it")
+	require.True(t, x.pieces[out.Buffer].random, "an update reads")
+
+	p.at = 1 << 20
+	require.Equal(t, gpu.Ptr(1<<20+1000-768), x.address(in))
+	require.Zero(t, x.address(documents))
+}
+
+// TestFloor wants the time that memory needs, and none where arithmetic or the cache decides.
+func TestFloor(t *testing.T) {
+	device := gpu.DeviceInfo{L2: 1 << 20, MemoryClock: 2_000_000, MemoryBusBits: 4096} // 2.048 TB/s
+	read, untouched := &piece{to: 1 << 30, random: true}, &piece{to: 1 << 30}
+	x := &timer{Chooser: &Chooser{Config: Config{Device: device}},
+		pieces: map[*program.Buffer]*piece{{}: read, {}: untouched}}
+	seconds := float64(int(1)<<30) / 2.048e12 / tuneFloor
+	require.InDelta(t, seconds, x.floor().Seconds(), 1e-8)
+	x.j.computes = true
+	require.Zero(t, x.floor())
+	x.j.computes = false
+	x.Device.L2 = 8 << 30
+	require.Zero(t, x.floor())
+}
+
+// TestDistance holds the distance of results to its definition, and to the numbers that a gap
+// between rows leaves.
+func TestDistance(t *testing.T) {
+	r := rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))
+	x, y := make([]float32, 101), make([]float32, 101)
+	var diff, norm float64
+	for i := range x {
+		y[i] = float32(r.NormFloat64())
+		x[i] = y[i] + 0.01*float32(r.NormFloat64())
+		diff += math.Pow(float64(x[i])-float64(y[i]), 2)
+		norm += math.Pow(float64(y[i]), 2)
+	}
+	nan := float32(math.NaN())
+	require.InDelta(t, math.Sqrt(diff/norm), distance(x, y), 1e-12)
+	require.InDelta(t, math.Sqrt(diff/norm), distance(append(x, nan), append(y, nan)), 1e-12, "a gap")
+	require.True(t, math.IsNaN(distance(append(x, nan), append(y, 1))), "a number is missing")
+	require.True(t, math.IsNaN(distance([]float32{nan}, []float32{nan})), "nothing is written")
+	require.Zero(t, distance([]float32{0, 0}, []float32{0, 0}))
+	require.True(t, math.IsInf(distance([]float32{1}, []float32{0}), 1))
+}

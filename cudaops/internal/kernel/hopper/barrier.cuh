@@ -1,0 +1,71 @@
+// Barriers in shared memory, and rings of slots that one thread fills and others free. A phase of a
+// barrier ends when `count` arrivals have come, and all bytes that were announced.
+#pragma once
+#include "common.cuh"
+#include "target.cuh"
+
+#ifdef HOPPER
+namespace tile {
+
+__device__ inline void barrierInit(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ inline void barrierArrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void barrierExpect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits for the end of a phase of this parity; on a new barrier parity 1 passes at once.
+__device__ inline void barrierWait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Orders what a thread has read or written in shared memory before what copies and products do there after its next arrival.
+__device__ inline void fenceAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A ring of Slots slots that the copier fills and the workers free, in shared memory at `barriers`; fill i goes into slot
+// i % Slots, whose barriers these are.
+template <int Slots> struct Ring {
+  uint32_t barriers;
+  static constexpr int bytes = 16 * Slots;
+  __device__ uint32_t filled(int i) const { return barriers + i % Slots * 16; }
+  __device__ uint32_t freed(int i) const { return filled(i) + 8; }
+  __device__ static int slot(int i) { return i % Slots; }
+
+  // A slot is free again after so many arrivals.
+  __device__ void init(int arrivals) const {
+    for (int i = 0; i < Slots; i++) {
+      barrierInit(filled(i), 1);
+      barrierInit(freed(i), arrivals);
+    }
+  }
+  // The copier waits for the slot of fill i to be free and announces that many bytes; they arrive at the returned barrier.
+  __device__ uint32_t fill(int i, int bytes) const {
+    waitFree(i);
+    return announce(i, bytes);
+  }
+  __device__ void waitFree(int i) const { barrierWait(freed(i), i / Slots + 1 & 1); }
+  __device__ uint32_t announce(int i, int bytes) const {
+    barrierExpect(filled(i), bytes);
+    return filled(i);
+  }
+  __device__ void wait(int i) const { barrierWait(filled(i), i / Slots & 1); }
+  // Every worker's thread frees what it has read itself: it costs no more than an arrival for the whole warp, and tools that
+  // look for races follow no thread's reads through another's arrival.
+  __device__ void release(int i) const { barrierArrive(freed(i)); }
+};
+
+}  // namespace tile
+#endif  // HOPPER

@@ -1,0 +1,215 @@
+package cudaops
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/loopback"
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// fakeMemory lets collectives over loopback work in a fake driver's memory, in the place of NCCL:
+// when all that was enqueued before is done.
+type fakeMemory struct{ ctx *gpu.Observed }
+
+func (f fakeMemory) device() *fake.Context { return f.ctx.Context.(*fake.Context) }
+
+func (f fakeMemory) Alloc(bytes int) (comm.Ptr, error) {
+	p, err := f.device().Alloc(bytes)
+	return comm.Ptr(p), err
+}
+func (f fakeMemory) Free(p comm.Ptr) error { return f.device().Free(gpu.Ptr(p)) }
+func (f fakeMemory) Bytes(p comm.Ptr, n int) ([]byte, error) {
+	return f.device().Bytes(gpu.Ptr(p), n)
+}
+func (f fakeMemory) Enqueue(s comm.Stream, work func() error) error {
+	return errors.Join(f.device().SyncStream(gpu.Stream(s)), work())
+}
+
+// eachRank runs f at so many ranks, each with a fake device of its own and a group on it.
+func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group, kernels MachineOption)) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	require.NoError(t, l.Close())
+	var wg sync.WaitGroup
+	for r := range size {
+		d, _, kernels := openFake(t, fake.Config{})
+		wg.Go(func() {
+			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size,
+				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)}, comm.Options{Timeout: time.Minute})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			g, err := loopback.New(t.Context(), w, fakeMemory{d.ctx})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			f(r, d, g, kernels)
+			if err := errors.Join(w.Barrier(t.Context(), "done"), g.Close(), w.Close()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// notCaptured is for groups whose work cannot be captured.
+func notCaptured(c *machineConfig) error {
+	c.ranks.Uncaptured = true
+	return nil
+}
+
+// ranked is a graph with a parameter of several chunks, a vector and matrices.
+func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgonia.Node, params gorgonia.Nodes) {
+	t.Helper()
+	r := rand.New(rand.NewPCG(3, 4))
+	g := gorgonia.NewGraph()
+	param := func(name string, shape ...int) *gorgonia.Node {
+		data := make([]float32, tensor.Shape(shape).TotalSize())
+		for i := range data {
+			data[i] = float32(r.NormFloat64()) / 8
+		}
+		n := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data)), gorgonia.WithName(name))
+		params = append(params, n)
+		return n
+	}
+	x = gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(6, 64), gorgonia.WithName("x"))
+	targets = gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(6), gorgonia.WithName("targets"))
+	try := func(n *gorgonia.Node, err error) *gorgonia.Node {
+		require.NoError(t, err)
+		return n
+	}
+	y := try(op.Linear(x, param("a", 48, 64)))
+	y = try(op.Linear(y, param("b", 64, 48)))
+	y = try(op.RMSNorm(y, param("norm", 64), 1e-5))
+	loss = try(op.LinearCrossEntropy(y, param("head", 600, 64), targets))
+	_, err := gorgonia.Grad(loss, params...)
+	require.NoError(t, err)
+	return loss, x, targets, params
+}
+
+// TestRanks: several GPUs have the parameters and moments of one, after updates of the same
+// micro-batches, and go on from what the optimiser remembers on any number of them.
+func TestRanks(t *testing.T) {
+	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": func() (optim.Optimizer, error) {
+		return optim.NewMuon()
+	}} {
+		t.Run(name, func(t *testing.T) {
+			var want []string
+			for _, sizes := range [][2]int{{1, 1}, {2, 2}, {3, 1}, {4, 3}, {1, 2}} {
+				state, values := trainRanks(t, make, sizes[0], nil, nil, 3)
+				got := trainRanksText(trainRanks(t, make, sizes[1], state, values, 2))
+				if want == nil {
+					want = got
+				}
+				require.Equal(t, want, got, "%v ranks", sizes)
+			}
+		})
+	}
+}
+
+func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string) {
+	for _, s := range state {
+		all = append(all, fmt.Sprintf("%s %x", s.Name, s.Data))
+	}
+	for _, v := range values {
+		all = append(all, fmt.Sprintf("%x", v.Data()))
+	}
+	return all
+}
+
+// trainRanks makes updates of four micro-batches each on a number of ranks, and returns what rank 0
+// has in the end.
+func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, state []optim.Tensor, values []*tensor.Dense,
+	steps int) (after []optim.Tensor, params []*tensor.Dense) {
+	t.Helper()
+	const batches = 4
+	eachRank(t, size, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+		loss, x, targets, nodes := ranked(t)
+		for i, v := range values {
+			copy(nodes[i].Value().Data().([]float32), v.Float32s())
+		}
+		o, err := make()
+		require.NoError(t, err)
+		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
+		require.NoError(t, o.SetState(state))
+		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)
+		require.NoError(t, err)
+		defer m.Close()
+		require.NoError(t, m.SetOptimizer(o, 0.1))
+		r := rand.New(rand.NewPCG(uint64(len(state)), 9))
+		for range steps {
+			for b := range batches {
+				in, ids := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32)), tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))
+				for i := range in.Float32s() {
+					in.Float32s()[i] = float32(r.NormFloat64())
+				}
+				for i := range ids.Ints() {
+					ids.Ints()[i] = r.IntN(600)
+				}
+				if b%size == rank {
+					require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids), m.RunAll()))
+				}
+				if b%size == size-1 || b == batches-1 {
+					require.NoError(t, m.Contribute(b%size+1, b < size))
+				}
+			}
+			norm, err := m.Update()
+			require.NoError(t, err)
+			require.Greater(t, norm, 0.1, "nothing is clipped")
+		}
+		require.NoError(t, m.GatherState())
+		require.NoError(t, m.Download())
+		if rank == 0 {
+			after = o.State()
+			for _, n := range nodes {
+				params = append(params, n.Value().(*tensor.Dense))
+			}
+		}
+	})
+	return after, params
+}
+
+// TestRanksRemember: each rank holds the moments of its part alone.
+func TestRanksRemember(t *testing.T) {
+	var mu sync.Mutex
+	var held, all int
+	eachRank(t, 3, func(_ int, d *Device, g comm.Group, kernels MachineOption) {
+		loss, _, _, nodes := ranked(t)
+		o, err := newAdamW()
+		require.NoError(t, err)
+		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)
+		require.NoError(t, err)
+		defer m.Close()
+		require.ErrorContains(t, m.Contribute(1, true), "no optimiser")
+		require.NoError(t, m.SetOptimizer(o, 0))
+		if g.Rank() == 0 {
+			require.ErrorContains(t, m.Contribute(1, true), "has not run")
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		all = 0
+		for _, p := range m.optimizer.Params {
+			all += p.Grad.Len()
+			held += p.Moments[0].Len()
+		}
+	})
+	require.Equal(t, all, held)
+}

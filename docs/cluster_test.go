@@ -1,0 +1,132 @@
+package docs_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// clusterText makes a folder of text to learn from, and the options of a run that takes a moment.
+func clusterText(t *testing.T) (data string, small []string) {
+	t.Helper()
+	data = t.TempDir()
+	for i := range 12 {
+		text := strings.Repeat(fmt.Sprintf("line %d of a text to learn from\n", i), 40)
+		require.NoError(t, os.WriteFile(filepath.Join(data, fmt.Sprint(i, ".txt")), []byte(text), 0o666))
+	}
+	return data, strings.Fields("-dim 16 -layers 1 -heads 2 -seq 16 -batch 2 -seeds 4 -sample 10 -heldout 200")
+}
+
+// onePlain trains in one process, and returns its checkpoint's bytes.
+func onePlain(t *testing.T, program, data string, args ...string) []byte {
+	t.Helper()
+	out := filepath.Join(t.TempDir(), "plain")
+	c := exec.Command(program, append([]string{"-device", "cpu", "-data", data, "-out", out, "-accumulate", "8"}, args...)...)
+	said, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", said)
+	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
+	require.NoError(t, err)
+	return b
+}
+
+// fakeSrun starts as many processes as the script asks Slurm for, with what srun sets, and ends as
+// the first that fails.
+const fakeSrun = `#!/bin/bash
+set -e
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+export SLURM_JOB_ID=77 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NODELIST=localhost \
+  SLURM_STEP_TASKS_PER_NODE=$TASKS SLURM_NODEID=0
+pids=()
+for r in $(seq 0 $((TASKS - 1))); do
+  SLURM_PROCID=$r SLURM_LOCALID=$r "$@" & pids+=($!)
+done
+for p in "${pids[@]}"; do wait "$p"; done
+`
+
+// TestSlurmScript runs the script with a Slurm that is there in name only: it trains, goes on when it
+// is submitted again, and ends with the bits of one process.
+func TestSlurmScript(t *testing.T) {
+	p := built(t)
+	script, err := filepath.Abs("cluster/transformer.sbatch")
+	require.NoError(t, err)
+	text, err := os.ReadFile(script)
+	require.NoError(t, err)
+	tasks := regexp.MustCompile(`(?m)^#SBATCH --ntasks-per-node=(\d+)$`).FindSubmatch(text)
+	require.NotNil(t, tasks)
+	bin := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(bin, "srun"), []byte(fakeSrun), 0o777))
+	data, small := clusterText(t)
+	out, program := filepath.Join(t.TempDir(), "out"), filepath.Join(p.folder, "transformer")
+	submit := func(args ...string) string {
+		c := exec.Command("bash", append([]string{script}, args...)...)
+		c.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"), "TASKS="+string(tasks[1]), "PROGRAM="+program,
+			"DATA="+data, "OUT="+out, "DEVICE=cpu")
+		said, err := c.CombinedOutput()
+		require.NoError(t, err, "%s", said)
+		return string(said)
+	}
+	require.Contains(t, submit(append(small, "-steps", "4")...), "ranks     "+string(tasks[1])+" processes, started by Slurm")
+	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
+	require.NoError(t, err)
+	require.Equal(t, onePlain(t, program, data, append(small, "-steps", "4")...), b)
+	require.Contains(t, submit("-steps", "6"), "resuming")
+}
+
+// TestTrainJob runs what the manifest has the container run, with the environment that the runtime
+// gives the node.
+func TestTrainJob(t *testing.T) {
+	p := built(t)
+	text, err := os.ReadFile("cluster/trainjob.yaml")
+	require.NoError(t, err)
+	field := func(name string) string {
+		m := regexp.MustCompile(`(?m)^ +` + name + `: (.*)$`).FindSubmatch(text)
+		require.NotNil(t, m, name)
+		return string(m[1])
+	}
+	var program, args []string
+	require.NoError(t, json.Unmarshal([]byte(field("command")), &program))
+	require.NoError(t, json.Unmarshal([]byte(field("args")), &args))
+	require.Equal(t, []string{"/transformer"}, program)
+	data, small := clusterText(t)
+	out := filepath.Join(t.TempDir(), "out")
+	for i, a := range args {
+		args[i] = strings.NewReplacer("/text", data, "/runs/cluster", out, "cuda", "cpu").Replace(a)
+	}
+	small = append(small, "-steps", "3")
+	c := exec.Command(filepath.Join(p.folder, "transformer"), append(args, small...)...)
+	c.Env = append(os.Environ(), "PET_NNODES="+field("numNodes"), "PET_NPROC_PER_NODE="+field("numProcPerNode"), "PET_NODE_RANK=0",
+		"PET_MASTER_ADDR=127.0.0.1", "PET_MASTER_PORT=29480")
+	said, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", said)
+	require.Contains(t, string(said), "ranks     "+field("numProcPerNode")+" processes")
+	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
+	require.NoError(t, err)
+	require.Equal(t, onePlain(t, filepath.Join(p.folder, "transformer"), data, small...), b)
+}
+
+// TestGPUsOption: -gpus has the bits of one process; too few batches, and a rank's failure, are told.
+func TestGPUsOption(t *testing.T) {
+	p := built(t)
+	data, small := clusterText(t)
+	program, out := filepath.Join(p.folder, "transformer"), filepath.Join(t.TempDir(), "out")
+	small = append(small, "-steps", "3")
+	args := append([]string{"-device", "cpu", "-data", data, "-out", out, "-gpus", "3"}, small...)
+	said, err := exec.Command(program, append(args, "-accumulate", "8")...).CombinedOutput()
+	require.NoError(t, err, "%s", said)
+	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
+	require.NoError(t, err)
+	require.Equal(t, onePlain(t, program, data, small...), b)
+	said, err = exec.Command(program, append(args, "-accumulate", "2")...).CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(said), "give -accumulate 3, or a multiple of it")
+	said, err = exec.Command(program, append(args, "-gpus", "-1")...).CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(said), "-gpus is -1, want at least 1")
+}

@@ -1,0 +1,294 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"path/filepath"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// experiment is what all its runs share.
+type experiment struct {
+	options
+	ctx    context.Context
+	text   *corpus
+	device *cudaops.Device // nil for the CPU
+	board  *board.Board    // or nil
+	w      io.Writer
+	best   float64 // learning rate of the static runs, once it is known
+}
+
+// point is where a run was: at a share of its time, with a held-out loss in nats a byte.
+type point struct {
+	share, loss float64
+	blocks      int
+}
+
+// trained is what has become of a run.
+type trained struct {
+	rate    float64
+	loss    float64 // held out, nats a byte
+	params  int
+	steps   int
+	seconds float64 // of steps, decisions and growth
+	curve   []point
+}
+
+// comparison is a random seed's two runs; one is nil with -only.
+type comparison struct {
+	seed          uint64
+	static, grown *trained
+}
+
+// compare trains a random seed's two models. The first seed tries all learning rates.
+func (e *experiment) compare(seed uint64, first bool) (c comparison, err error) {
+	c.seed = seed
+	rates := e.rates
+	if !first && e.best > 0 {
+		rates = []float64{e.best}
+	}
+	if e.only != "grown" {
+		for _, lr := range rates {
+			r, err := e.train(seed, lr, false, "")
+			if err != nil {
+				return c, err
+			}
+			if c.static == nil || r.loss < c.static.loss {
+				c.static, e.best = r, lr
+			}
+		}
+	}
+	if e.only == "static" {
+		return c, nil
+	}
+	lr, replay := e.best, ""
+	if lr == 0 {
+		lr = e.rates[0]
+	}
+	if first {
+		replay = e.replay
+	}
+	c.grown, err = e.train(seed, lr, true, replay)
+	return c, err
+}
+
+// train trains one model.
+func (e *experiment) train(seed uint64, lr float64, grown bool, replay string) (r *trained, err error) {
+	name := fmt.Sprintf("static-%d-%g", seed, lr)
+	if grown {
+		name = fmt.Sprintf("grown-%d", seed)
+	}
+	t, err := e.trainer(seed, lr, grown)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, t.Close()) }()
+	if grown {
+		record, err := e.grow(t, name, replay)
+		if err != nil {
+			return nil, err
+		}
+		defer func() { err = errors.Join(err, record.Close()) }()
+	}
+	r = &trained{rate: lr}
+	t.On(e.follow(t, r, name), runlog.JSON(filepath.Join(e.out, name+".jsonl")))
+	if e.board != nil {
+		if err := e.board.Watch(t, name); err != nil {
+			return nil, err
+		}
+	}
+	if err := t.Run(e.ctx); err != nil {
+		return nil, err
+	}
+	last := t.Last()
+	r.params, r.steps = last.Params, last.Step
+	r.seconds = last.Spent.Time.Seconds()
+	return r, t.Model.Save(filepath.Join(e.out, name+".safetensors"))
+}
+
+// grow lets a trainer follow the controller or a record, and opens the record of what they decide.
+func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error) {
+	g := llm.Growth{Controller: e.controller}
+	if replay != "" {
+		f, err := os.Open(replay)
+		if err != nil {
+			return nil, err
+		}
+		g.Replay, err = llm.ReadRecord(f)
+		if err := errors.Join(err, f.Close()); err != nil {
+			return nil, fmt.Errorf("%s: %w", replay, err)
+		}
+	}
+	path := filepath.Join(e.out, name+".record.jsonl")
+	if same, err := filepath.Abs(replay); err == nil && replay != "" {
+		if here, err := filepath.Abs(path); err == nil && here == same { // it is written anew
+			path = filepath.Join(e.out, name+".replayed.jsonl")
+		}
+	}
+	f, err := os.Create(path)
+	if err != nil {
+		return nil, err
+	}
+	g.Record = f
+	if err := t.Grow(g); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// evaluations is how often a run is evaluated, about.
+const evaluations = 10
+
+// follow evaluates a run, outside its time, notes its curve, and tells how far it is.
+func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callback {
+	next := 1.0 / evaluations
+	return func(v llm.Event) error {
+		switch v.Kind {
+		case llm.Reshaped:
+			if v.Err != nil {
+				fmt.Fprintf(e.w, "%-12s %s: %v\n", name, v.Text, v.Err)
+				return nil
+			}
+			fmt.Fprintf(e.w, "%-12s %s\n", name, v.Text)
+			r.curve = append(r.curve, point{v.Share, math.NaN(), t.Model.Config.Layers})
+		case llm.StepEnd:
+			due := v.Share >= next
+			if e.every > 0 {
+				due = v.Step%e.every == 0
+			}
+			if !due && !v.Last {
+				return nil
+			}
+			next = math.Floor(v.Share*evaluations+1) / evaluations
+			_, bits, err := t.Evaluate(e.text.heldOut)
+			if err != nil {
+				return err
+			}
+			r.loss = bits * math.Ln2
+			r.curve = append(r.curve, point{v.Share, r.loss, t.Model.Config.Layers})
+			fmt.Fprintf(e.w, "%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats a byte\n", name,
+				100*v.Share, e.time, v.Step, t.Model.Config.Layers, r.loss)
+		}
+		return nil
+	}
+}
+
+// warmup is the steps in which the learning rate rises, floor what is left of it at the end.
+const warmup, floor = 50, 0.1
+
+// trainer makes the trainer of a model that is static or starts small.
+func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer, error) {
+	c := e.model
+	if grown {
+		c.Layers, c.Depth = e.from, 1
+	}
+	m, err := llm.NewModel(c, tensor.Float32, seed)
+	if err != nil {
+		return nil, err
+	}
+	loader, err := data.NewLoader(e.text.tokens, data.LoaderConfig{Batch: e.batch, Seq: c.Seq, Seed: seed})
+	if err != nil {
+		return nil, err
+	}
+	opt, err := e.newOptimizer(lr)
+	if err != nil {
+		return nil, err
+	}
+	train := llm.TrainConfig{Batch: e.batch, Epoch: e.epoch, Clip: 1, Budget: llm.Budget{Time: e.time}}
+	if train.Schedule, err = optim.Warmup(lr, warmup); err != nil {
+		return nil, err
+	}
+	if train.Annealing, err = optim.CosineAnnealing(floor); err != nil {
+		return nil, err
+	}
+	if e.device != nil {
+		train.Engine = gpu.Engine(e.device, e.precision)
+	}
+	return llm.NewTrainer(m, loader, opt, train)
+}
+
+func (e *experiment) newOptimizer(lr float64) (optim.Optimizer, error) {
+	adamw := []optim.AdamWOption{optim.WithBetas(0.9, 0.95), optim.WithWeightDecay(0.1),
+		optim.WithGroup(optim.NameContains("norm"), optim.Decay(0))}
+	if e.optimizer == "adamw" {
+		return optim.NewAdamW(append(adamw, optim.WithLR(lr))...)
+	}
+	return optim.NewMuon(optim.WithLR(lr), optim.WithAdamW(append(adamw, optim.WithLR(0.15*lr))...))
+}
+
+type results []comparison
+
+// timeTo returns the share of its time at which a run had come to a loss; NaN if it never has.
+func (r *trained) timeTo(loss float64) float64 {
+	for _, p := range r.curve {
+		if p.loss <= loss {
+			return p.share
+		}
+	}
+	return math.NaN()
+}
+
+// report prints the table and, on the last line, the results as JSON.
+func (all results) report(stdout io.Writer) error {
+	var out struct {
+		Seeds        []uint64   `json:"random_seeds"`
+		StaticLoss   []float64  `json:"static_loss"` // nats a byte, held out
+		GrownLoss    []float64  `json:"grown_loss"`
+		StaticParams int        `json:"static_params"`
+		GrownParams  int        `json:"grown_params"`
+		StaticRate   float64    `json:"static_learning_rate"`
+		StaticSteps  []int      `json:"static_steps"`
+		GrownSteps   []int      `json:"grown_steps"`
+		Seconds      float64    `json:"seconds"` // the longest run's
+		Share        []*float64 `json:"share_of_time_to_static_loss"`
+	}
+	fmt.Fprintf(stdout, "\n%-12s %-7s %9s %14s %11s %7s %8s   %s\n", "random seed", "model", "rate", "held-out loss",
+		"parameters", "steps", "seconds", "static run's loss at")
+	for _, c := range all {
+		out.Seeds = append(out.Seeds, c.seed)
+		for i, r := range []*trained{c.static, c.grown} {
+			if r == nil {
+				continue
+			}
+			name, at := "static", ""
+			out.Seconds = max(out.Seconds, math.Round(100*r.seconds)/100)
+			if i == 0 {
+				out.StaticLoss, out.StaticParams = append(out.StaticLoss, r.loss), r.params
+				out.StaticRate, out.StaticSteps = r.rate, append(out.StaticSteps, r.steps)
+			} else {
+				name = "grown"
+				out.GrownLoss, out.GrownParams = append(out.GrownLoss, r.loss), r.params
+				out.GrownSteps = append(out.GrownSteps, r.steps)
+				if c.static != nil {
+					var share *float64
+					at = "never"
+					if s := r.timeTo(c.static.loss); s == s {
+						share, at = &s, fmt.Sprintf("%.0f %% of the time", 100*s)
+					}
+					out.Share = append(out.Share, share)
+				}
+			}
+			fmt.Fprintf(stdout, "%-12d %-7s %9g %14.4f %11d %7d %8.1f   %s\n", c.seed, name, r.rate, r.loss, r.params,
+				r.steps, r.seconds, at)
+		}
+	}
+	line, err := json.Marshal(out)
+	if err == nil {
+		_, err = fmt.Fprintf(stdout, "\n%s\n", line)
+	}
+	return err
+}

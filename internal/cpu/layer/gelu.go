@@ -1,0 +1,68 @@
+package layer
+
+import (
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+)
+
+// GELU's approximation by tanh is a SiLU of a polynomial, since (1 + tanh u)/2 = σ(2u):
+//
+//	gelu(a) = a/2·(1 + tanh(√(2/π)·(a + c·a³))) = a·σ(z),  z = k·a·(1 + c·a²),  k = 2√(2/π)
+//
+// so gelu(a)·b = silu(z)·b/(k·(1 + c·a²)), which is computed with SiLU's vector instructions.
+const (
+	geluScale = 1.595769121605730711759542
+	geluCubic = 0.044715
+)
+
+// GELUMul computes h = gelu(a) ⊙ b with gelu(a) = a·σ(z).
+func GELUMul[T cpu.Float](h, a, b []T) { cpu.Spread(len(h), cpu.Grain(8), gelu[T]{h, a, b}) }
+
+type gelu[T cpu.Float] struct{ h, a, b []T }
+
+// geluTile is how many elements are worked on together, in the first-level cache.
+const geluTile = 256
+
+func (s *gelu[T]) Span(lo, hi int) {
+	var z, f [geluTile]T
+	for ; lo < hi; lo += geluTile {
+		n := min(geluTile, hi-lo)
+		a, b, h := s.a[lo:][:n], s.b[lo:][:n], s.h[lo:][:n]
+		for i, x := range a {
+			k := geluScale * (1 + geluCubic*x*x)
+			z[i], f[i] = k*x, b[i]/k
+		}
+		vec.SiLUMul(h, z[:n], f[:n])
+	}
+}
+
+// GELUMulBackward computes h as GELUMul does, and from the gradient dh of h those of a and b:
+//
+//	da = dh ⊙ b ⊙ σ(z)(1 + a(1−σ(z))·k(1 + 3c·a²)),  db = dh ⊙ gelu(a).
+//
+// da may be the memory of dh, since each element is read before it is written.
+func GELUMulBackward[T cpu.Float](h, da, db, dh, a, b []T) {
+	cpu.Spread(len(h), cpu.Grain(16), geluBackward[T]{h, da, db, dh, a, b})
+}
+
+type geluBackward[T cpu.Float] struct{ h, da, db, dh, a, b []T }
+
+func (s *geluBackward[T]) Span(lo, hi int) {
+	// With f = b/(k(1 + c·a²)), h = silu(z)·f: df and dz are SiLU's gradients, and
+	// da = dz·z' + df·f', where f' = −f·2c·a/(1 + c·a²).
+	var z, f, dz, df [geluTile]T
+	for ; lo < hi; lo += geluTile {
+		n := min(geluTile, hi-lo)
+		a, b, da, db := s.a[lo:][:n], s.b[lo:][:n], s.da[lo:][:n], s.db[lo:][:n]
+		for i, x := range a {
+			k := geluScale * (1 + geluCubic*x*x)
+			z[i], f[i] = k*x, b[i]/k
+		}
+		vec.SiLUMulBackward(s.h[lo:][:n], dz[:n], df[:n], s.dh[lo:][:n], z[:n], f[:n])
+		for i, x := range a {
+			q := geluCubic * x * x
+			da[i] = dz[i]*geluScale*(1+3*q) - df[i]*f[i]*2*geluCubic*x/(1+q)
+			db[i] = df[i] / (geluScale * (1 + q))
+		}
+	}
+}

@@ -1,0 +1,13 @@
+//go:build linux || darwin || freebsd || netbsd
+
+package sharedlib
+
+import "github.com/ebitengine/purego"
+
+// Open loads a shared library: a path, or a name that the system's loader looks up.
+func Open(path string) (uintptr, error) {
+	return purego.Dlopen(path, purego.RTLD_NOW|purego.RTLD_LOCAL)
+}
+
+// Lookup returns the address of a symbol.
+func Lookup(library uintptr, symbol string) (uintptr, error) { return purego.Dlsym(library, symbol) }

@@ -1,0 +1,225 @@
+// Package sharedlib finds shared libraries at run time, by the names and in the folders where people
+// and package managers put them, and loads them.
+package sharedlib
+
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Attempt is a place where a library was looked for, and why that failed.
+type Attempt struct{ Place, Reason string }
+
+// Finder lists the places where a library may be, best first, on one system.
+type Finder struct {
+	GOOS, GOARCH string
+	Getenv       func(string) string
+	LookPath     func(string) (string, error)
+	Glob         func(string) ([]string, error)
+}
+
+// Host searches this computer.
+func Host() Finder {
+	return Finder{runtime.GOOS, runtime.GOARCH, os.Getenv, exec.LookPath, filepath.Glob}
+}
+
+// Place is a name for the system's loader, which searches LD_LIBRARY_PATH and its own cache (on
+// Windows the folder System32 alone), or, if it has a folder in it, a pattern of files.
+type Place string
+
+// IsName reports whether the loader looks for the place.
+func (p Place) IsName() bool { return !strings.ContainsAny(string(p), `/\`) }
+
+// Override turns the value of a variable into a place: a folder stands for the library's files in
+// it.
+func (f Finder) Override(value, pattern string) Place {
+	if inside := filepath.Join(value, pattern); len(f.files(Place(inside))) > 0 {
+		return Place(inside)
+	}
+	if p := Place(value); !p.IsName() {
+		return p
+	}
+	return Place("." + string(filepath.Separator) + value)
+}
+
+// Trusts reports whether a place may be loaded from. On Windows whoever can write to the working
+// folder, or to one of PATH, could plant a DLL there: a path must be absolute, and Open
+// finds names in System32 alone.
+func (f Finder) Trusts(p Place) bool {
+	if f.GOOS != "windows" || p.IsName() {
+		return true
+	}
+	slash := func(i int) bool { return len(p) > i && (p[i] == '\\' || p[i] == '/') }
+	return slash(0) && slash(1) || len(p) > 1 && p[1] == ':' && slash(2)
+}
+
+func (f Finder) files(p Place) []string {
+	if p.IsName() {
+		return []string{string(p)}
+	}
+	files, err := f.Glob(string(p))
+	if err != nil {
+		return nil
+	}
+	return files
+}
+
+// Multiarch is the folder of libraries in Debian's and its kin.
+func (f Finder) Multiarch() string {
+	if f.GOARCH == "arm64" {
+		return "aarch64-linux-gnu"
+	}
+	return "x86_64-linux-gnu"
+}
+
+// Toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that
+// the loader is asked for: the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits,
+// the system's packages, and Python's packages of the environment in use, in the folders pip of
+// nvidia. On Windows every place but System32 is below an absolute path that a variable gives.
+func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
+	sub, lib := []string{"lib64", "lib"}, "lib"
+	if f.GOOS == "windows" {
+		sub, lib = []string{"bin", filepath.Join("bin", "x64")}, "bin"
+	}
+	if v := f.Getenv(variable); v != "" {
+		return []Place{f.Override(v, pattern)}
+	}
+	if f.GOOS != "linux" && f.GOOS != "windows" {
+		return nil
+	}
+	var places []Place
+	in := func(elem ...string) {
+		p := Place(filepath.Join(append(elem, pattern)...))
+		if elem[0] != "" && f.Trusts(p) && !slices.Contains(places, p) {
+			places = append(places, p)
+		}
+	}
+	if f.GOOS == "linux" {
+		for _, dir := range filepath.SplitList(f.Getenv("LD_LIBRARY_PATH")) {
+			in(dir)
+		}
+	}
+	for _, root := range []string{f.Getenv("CUDA_HOME"), f.Getenv("CUDA_PATH"), f.Getenv("CONDA_PREFIX")} {
+		for _, s := range sub {
+			in(root, s)
+		}
+	}
+	places = append(places, names...)
+	if f.GOOS == "linux" {
+		for _, dir := range []string{"/usr/local/cuda/lib64", "/usr/local/cuda-[0-9]*/lib64", "/opt/cuda/lib64",
+			"/usr/lib/" + f.Multiarch(), "/usr/lib64"} {
+			in(dir)
+		}
+	} else {
+		toolkits := filepath.Join("NVIDIA GPU Computing Toolkit", "CUDA", "v*", "bin")
+		in(f.Getenv("ProgramFiles"), toolkits, "x64")
+		in(f.Getenv("ProgramFiles"), toolkits)
+	}
+	for _, site := range f.sitePackages() {
+		in(site, "nvidia", pip, lib) // nvidia/cublas/lib, and nvidia/cu13/lib since CUDA 13
+		if f.GOOS == "windows" {
+			in(site, "nvidia", pip, "bin", "x86_64")
+		}
+	}
+	return places
+}
+
+// sitePackages lists the folders of Python packages: those of the environment that is active or
+// (but not on Windows) first in PATH, then the user's, then the system's.
+func (f Finder) sitePackages() []string {
+	dirs := filepath.SplitList(f.Getenv("PYTHONPATH"))
+	lib := filepath.Join("lib", "python3*")
+	roots := []string{f.Getenv("VIRTUAL_ENV"), f.Getenv("CONDA_PREFIX")}
+	if f.GOOS == "windows" {
+		lib = "Lib"
+	} else if exe, err := f.LookPath("python3"); err == nil {
+		roots = append(roots, filepath.Dir(filepath.Dir(exe)))
+	}
+	if home := f.Getenv("HOME"); home != "" {
+		roots = append(roots, filepath.Join(home, ".local"))
+	}
+	if f.GOOS == "linux" {
+		roots = append(roots, "/usr/local", "/usr")
+	}
+	for _, root := range roots {
+		if root == "" {
+			continue
+		}
+		dirs = append(dirs, filepath.Join(root, lib, "site-packages"))
+		if f.GOOS == "linux" && (root == "/usr" || root == "/usr/local") {
+			dirs = append(dirs, filepath.Join(root, lib, "dist-packages"))
+		}
+	}
+	return dirs
+}
+
+// Load tries the places in turn, and in each the newest major that is at most newest first, until
+// accept takes a library. It returns what accept returned, or the attempts.
+func Load[T any](f Finder, places []Place, newest int, accept func(path string) (T, error)) (T, []Attempt) {
+	var tried []Attempt
+	seen := map[string]bool{}
+	for _, p := range places {
+		files := f.files(p)
+		if !f.Trusts(p) {
+			files, tried = nil, append(tried, Attempt{Place: string(p), Reason: "not an absolute path, which Windows needs"})
+		} else if len(files) == 0 {
+			tried = append(tried, Attempt{Place: string(p), Reason: "no such file"})
+		}
+		slices.SortStableFunc(files, func(a, b string) int { return cmp.Compare(major(b), major(a)) })
+		for _, file := range files {
+			if seen[file] {
+				continue
+			}
+			seen[file] = true
+			if m := major(file); newest > 0 && m > newest {
+				tried = append(tried, Attempt{Place: file, Reason: fmt.Sprintf("needs a driver for CUDA %d; this one is for CUDA %d", m, newest)})
+				continue
+			}
+			t, err := accept(file)
+			if err == nil {
+				return t, nil
+			}
+			tried = append(tried, Attempt{Place: file, Reason: err.Error()})
+		}
+	}
+	var none T
+	return none, tried
+}
+
+// major is the number at the end of a library's name: 13 in libcublasLt.so.13 and
+// cublasLt64_13.dll.
+func major(path string) int {
+	name := strings.TrimSuffix(filepath.Base(path), ".dll")
+	i := strings.LastIndexAny(name, "._")
+	n, err := strconv.Atoi(name[i+1:])
+	if err != nil {
+		return 0
+	}
+	return n
+}
+
+// NotFoundError says that a library could not be loaded, and what was tried.
+type NotFoundError struct {
+	Library string
+	Tried   []Attempt
+	Help    string
+}
+
+func (e *NotFoundError) Error() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s was not found. %s", e.Library, e.Help)
+	if len(e.Tried) > 0 {
+		b.WriteString("\nSearched, in this order:")
+	}
+	for _, t := range e.Tried {
+		fmt.Fprintf(&b, "\n  %s: %s", t.Place, t.Reason)
+	}
+	return b.String()
+}

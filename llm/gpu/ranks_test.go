@@ -1,0 +1,276 @@
+package gpu_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// rolesVariable is set in processes that the tests start as ranks: the run, and where it is saved.
+const roleVariable = "KASMINA_GPU_RANKS"
+
+// TestMain is also the program of the ranks that tests start.
+func TestMain(m *testing.M) {
+	role, dir, ok := strings.Cut(os.Getenv(roleVariable), ":")
+	if !ok {
+		os.Exit(m.Run())
+	}
+	err := rankOf(role, dir)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(comm.ExitCode(err))
+}
+
+// words are tokens in memory; their values are bytes.
+type words []byte
+
+func (w words) Tokenizer() string   { return "bytes" }
+func (w words) VocabSize() int      { return 256 }
+func (w words) Len() int64          { return int64(len(w)) }
+func (w words) Fingerprint() string { return "words" }
+
+func (w words) ReadTokens(dst []int, offset int64) error {
+	for i := range dst {
+		if int(offset)+i >= len(w) {
+			return io.ErrUnexpectedEOF
+		}
+		dst[i] = int(w[int(offset)+i])
+	}
+	return nil
+}
+
+// rankRun is a run of several ranks.
+type rankRun struct {
+	config     llm.Config
+	precision  cudaops.Precision
+	muon       bool
+	steps      int
+	batch      int
+	accumulate int // 0 for the number of ranks
+	grow       bool
+	pace       bool // tells tokens a second, and saves nothing
+	gradients  cudaops.Precision
+}
+
+func rankRuns() map[string]rankRun {
+	small := llm.Config{Vocab: 1088, Dim: 128, Layers: 2, Heads: 2, KVHeads: 1, Seq: 64, Kasmina: []int{0, 1}, Seeds: 4, Depth: 2}.Default()
+	gpt := llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024}.Default()
+	large := llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, Seq: 1024}.Default()
+	return map[string]rankRun{
+		"adamw bf16":           {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4},
+		"muon bf16":            {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4, muon: true},
+		"adamw float8":         {config: small, precision: cudaops.Float8, steps: 50, batch: 4, accumulate: 4},
+		"growing adamw":        {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 3, grow: true},
+		"growing muon":         {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 3, grow: true, muon: true},
+		"124M":                 {config: gpt, precision: cudaops.BFloat16, steps: 40, batch: 16, pace: true},
+		"350M":                 {config: large, precision: cudaops.BFloat16, steps: 30, batch: 8, pace: true},
+		"124M, gradients bf16": {config: gpt, precision: cudaops.BFloat16, steps: 40, batch: 16, pace: true, gradients: cudaops.BFloat16},
+		"350M, gradients bf16": {config: large, precision: cudaops.BFloat16, steps: 30, batch: 8, pace: true, gradients: cudaops.BFloat16},
+		"bf16 gradients":       {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4, gradients: cudaops.BFloat16},
+		"long":                 {config: gpt, precision: cudaops.BFloat16, steps: 100000, batch: 8, accumulate: 2, pace: true},
+	}
+}
+
+// rankOf trains as the rank that the environment says, or as a process without ranks where the role
+// begins with "plain ".
+func rankOf(role, dir string) (err error) {
+	name, plain := strings.CutPrefix(role, "plain ")
+	run, ok := rankRuns()[name]
+	if !ok {
+		return fmt.Errorf("there is no run %q", name)
+	}
+	place, err := comm.FromEnvironment(os.Getenv)
+	if err != nil {
+		return err
+	}
+	device, err := cudaops.Open(cudaops.WithOrdinal(place.LocalRank))
+	if err != nil {
+		return err
+	}
+	defer device.Close()
+	ctx := context.Background()
+	if plain {
+		return run.train(ctx, place, dir, gpu.Engine(device, run.precision, cudaops.WithTuning(cudaops.TuneOff),
+			cudaops.WithGradientPrecision(run.gradients)))
+	}
+	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: rankSilence})
+	if err != nil {
+		return err
+	}
+	team, err := gpu.Join(ctx, w, device)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, team.Close(err)) }()
+	return run.train(ctx, place, dir, gpu.Parallel(device, run.precision, team, cudaops.WithGradientPrecision(run.gradients)))
+}
+
+func (r rankRun) train(ctx context.Context, place comm.Place, dir string, engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) error {
+	m, err := llm.NewModel(r.config, tensor.Float32, 7, state.WithoutGates())
+	if err != nil {
+		return err
+	}
+	loader, err := data.NewLoader(words(texttest.Words(3, 200000)), data.LoaderConfig{Batch: r.batch, Seq: r.config.Seq, Seed: 5})
+	if err != nil {
+		return err
+	}
+	var o optim.Optimizer
+	if o, err = optim.NewAdamW(optim.WithLR(0.003)); r.muon {
+		o, err = optim.NewMuon()
+	}
+	if err != nil {
+		return err
+	}
+	if r.accumulate == 0 {
+		r.accumulate = place.Size
+	}
+	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: r.steps, Batch: r.batch, Accumulate: r.accumulate,
+		Schedule: optim.Constant(o.LR()), Clip: 1, Epoch: 5, Engine: engine})
+	if err != nil {
+		return err
+	}
+	defer tr.Close()
+	var began time.Time
+	const warm = 10
+	tr.On(func(e llm.Event) error {
+		if e.Kind != llm.StepEnd {
+			return nil
+		}
+		if r.grow && e.Step%place.Size == place.Rank {
+			for _, c := range growthAt(e.Step) {
+				tr.Model.Kasmina.Submit(c)
+			}
+		}
+		if e.Step == 3 && place.Rank == 0 {
+			fmt.Println("under way")
+		}
+		switch {
+		case e.Step == warm:
+			began = time.Now()
+		case e.Last && r.pace && place.Rank == 0:
+			s := time.Since(began).Seconds()
+			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.1f ms a step\n", place.Size, e.Params,
+				float64(e.StepTokens*(e.Step-warm))/s, e.Loss, 1e3*s/float64(e.Step-warm))
+		}
+		return nil
+	})
+	if !r.pace {
+		tr.On(llm.Checkpoint(tr, filepath.Join(dir, "run.safetensors"), 20))
+	}
+	return tr.Run(ctx)
+}
+
+// rankSilence is how long a rank may say nothing: also while it loads kernels.
+const rankSilence = 15 * time.Second
+
+// growthAt are commands behind a step: a blueprint in a chunk, and blocks in depth.
+func growthAt(step int) []state.Command {
+	const depth = 2
+	move := func(layer, seed int, to state.Stage) state.Command {
+		return state.Command{Action: state.Move, Layer: layer, Seed: seed, To: to}
+	}
+	switch step {
+	case 3:
+		return []state.Command{{Action: state.Germinate, Layer: 0, Seed: 1, Request: state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}},
+			{Action: state.Germinate, Layer: depth, Seed: 0, Request: state.GerminationRequest{Kind: blueprints.Stack, Size: 2}}}
+	case 6:
+		return []state.Command{move(0, 1, state.Training), move(depth, 0, state.Training)}
+	case 9:
+		return []state.Command{move(0, 1, state.Grafting), move(depth, 0, state.Grafting)}
+	}
+	return nil
+}
+
+// launched runs ranks, and returns what they write and the checkpoint.
+func launched(t *testing.T, role string, ranks int) (said string, file []byte) {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	dir := t.TempDir()
+	var out bytes.Buffer
+	err = launch.Run(t.Context(), launch.Job{Path: self, PerNode: ranks, Stdout: &out, Stderr: &out,
+		Env: append(os.Environ(), roleVariable+"="+role+":"+dir)})
+	require.NoError(t, err, "%s on %d GPUs:\n%s", role, ranks, out.String())
+	file, err = os.ReadFile(filepath.Join(dir, "run.safetensors"))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		require.NoError(t, err)
+	}
+	return out.String(), file
+}
+
+// gpus is how many GPUs there are.
+func gpus(t *testing.T) (n int) {
+	t.Helper()
+	for {
+		d, err := cudaops.Open(cudaops.WithOrdinal(n))
+		if err != nil {
+			break
+		}
+		require.NoError(t, d.Close())
+		n++
+	}
+	if n < 2 {
+		t.Skip("needs two GPUs")
+	}
+	return n
+}
+
+// TestRanksSameBits: parameters, moments and lattices after 50 steps are the same on one GPU and on
+// several.
+func TestRanksSameBits(t *testing.T) {
+	most := gpus(t)
+	for name, r := range rankRuns() {
+		if r.pace {
+			continue
+		}
+		t.Run(name, func(t *testing.T) {
+			_, want := launched(t, name, 1)
+			require.NotEmpty(t, want)
+			for n := 2; n <= min(most, r.accumulate); n++ {
+				_, got := launched(t, name, n)
+				require.True(t, bytes.Equal(want, got), "%d GPUs", n)
+			}
+		})
+	}
+}
+
+// TestRanksPace tells how fast models train on one GPU, without ranks and with, and on several.
+func TestRanksPace(t *testing.T) {
+	most := gpus(t)
+	if testing.Short() {
+		t.Skip("takes a minute")
+	}
+	for name, r := range rankRuns() {
+		if !r.pace || name == "long" {
+			continue
+		}
+		said, _ := launched(t, "plain "+name, 1)
+		t.Logf("%s, plain: %s", name, said)
+		for n := 1; n <= most; n *= 2 {
+			said, _ := launched(t, name, n)
+			t.Logf("%s: %s", name, said)
+		}
+	}
+}

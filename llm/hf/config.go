@@ -1,0 +1,412 @@
+package hf
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+const (
+	configName = "config.json"
+	maxConfig  = 4 << 20 // bytes; published ones have some thousands
+	maxField   = 1 << 24
+)
+
+// traits are what a config.json says of a model.
+type traits struct {
+	family string
+	dtype  string // of the weights: float32, float16, bfloat16; "" where it is not said
+	ids    tokenIDs
+
+	vocab, dim, layers, heads, kvHeads, headDim, ff, positions int
+	eps                                                        float64
+	tied                                                       bool
+
+	rope        rope
+	localRope   rope   // of windowed layers
+	noRope      []bool // layers without
+	window      int    // positions that windowed layers see
+	windowed    []bool // layers
+	biasQKV     bool
+	biasOut     bool
+	biasMLP     bool
+	normQK      bool    // RMSNorm of each head of queries and keys
+	gemma       bool    // 1+w norms, four a block; GELU-tanh gate; scaled embedding
+	queryScalar float64 // queries are multiplied by its -1/2nd power; 0 for HeadDim
+}
+
+// rope is how angles follow from positions.
+type rope struct {
+	theta                     float64
+	kind                      string // default, linear, llama3 or yarn
+	factor, lowFreq, highFreq float64
+	original                  int
+	attention                 float64 // factor of cosine and sine, 0 for the usual one
+	betaFast, betaSlow        float64
+	mscale, mscaleAll         float64
+	truncate, attentionGiven  bool
+}
+
+// tokenIDs are those that begin, end and fill up texts; negative where there is none.
+type tokenIDs struct {
+	begin, pad int
+	end        []int
+}
+
+// family is what models of one model_type have in common.
+type family struct {
+	class       string // in architectures
+	theta       float64
+	localTheta  float64
+	tied        bool
+	activation  string // name of the field
+	activations []string
+	read        func(o *object, t *traits)
+}
+
+var families = map[string]family{
+	"llama": {class: "LlamaForCausalLM", theta: 10000, activation: "hidden_act",
+		activations: []string{"silu", "swish"}, read: readLlama},
+	"mistral": {class: "MistralForCausalLM", theta: 10000, activation: "hidden_act",
+		activations: []string{"silu", "swish"}, read: readMistral},
+	"qwen2": {class: "Qwen2ForCausalLM", theta: 10000, activation: "hidden_act",
+		activations: []string{"silu", "swish"}, read: readQwen2},
+	"qwen3": {class: "Qwen3ForCausalLM", theta: 10000, activation: "hidden_act",
+		activations: []string{"silu", "swish"}, read: readQwen3},
+	"smollm3": {class: "SmolLM3ForCausalLM", theta: 2000000, tied: true, activation: "hidden_act",
+		activations: []string{"silu", "swish"}, read: readSmolLM3},
+	"gemma3_text": {class: "Gemma3ForCausalLM", theta: 1000000, localTheta: 10000, tied: true,
+		activation:  "hidden_activation",
+		activations: []string{"gelu_pytorch_tanh"}, read: readGemma3},
+}
+
+// inert are the fields that change nothing of what a model computes when it is run or trained.
+var inert = []string{
+	"_name_or_path", "name_or_path", "transformers_version", "use_cache", "initializer_range",
+	"return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id",
+	"problem_type", "task_specific_params", "tokenizer_class", "torchscript", "cache_implementation",
+	"_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
+	"attn_implementation_autoset", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+	"is_llama_config", "_commit_hash",
+	// defaults of generation in older files, which generation_config.json overrules
+	"temperature", "top_p", "top_k", "do_sample", "max_length", "min_length", "num_beams",
+	"repetition_penalty", "num_return_sequences", "length_penalty", "early_stopping",
+	"no_repeat_ngram_size", "typical_p", "output_scores", "return_dict_in_generate",
+	"bad_words_ids", "diversity_penalty", "num_beam_groups", "remove_invalid_values",
+	"encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+	"forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "prefix",
+	"decoder_start_token_id", "sep_token_id", "tie_encoder_decoder", "cross_attention_hidden_size",
+	"finetuning_task", "use_bfloat16", "tf_legacy_loss", "pruned_heads",
+	// how older versions of transformers computed the same numbers
+	"pretraining_tp",
+}
+
+// parseConfig reads a config.json.
+func parseConfig(text []byte) (*traits, error) {
+	o, err := parseObject(text)
+	if err != nil {
+		return nil, err
+	}
+	t, err := readTraits(o)
+	if err != nil {
+		return nil, err
+	}
+	return t, t.check()
+}
+
+func readTraits(o *object) (*traits, error) {
+	t := &traits{family: o.string("model_type", "")}
+	f, ok := families[t.family]
+	switch {
+	case o.err != nil:
+		return nil, o.err
+	case t.family == "gemma3":
+		return nil, fmt.Errorf("model_type is gemma3, a model of text and pictures: only its part " +
+			"for text, gemma3_text, can be read")
+	case !ok:
+		return nil, fmt.Errorf("model_type is %.40q, want one of %s", t.family, familyNames())
+	}
+	// Whether weights are quantized, or code of one's own is needed, comes before the sizes.
+	o.only("quantization_config", "", "quantized weights are not supported: take the folder of the "+
+		"model as it was before quantization")
+	o.only("auto_map", "", "models with code of their own are not supported")
+	o.only("is_encoder_decoder", "false", "only decoders can be read")
+	o.only("add_cross_attention", "false", "only decoders can be read")
+	o.only("is_decoder", "false", "it changes how transformers builds the model")
+	o.only("chunk_size_feed_forward", "0", "perceptrons are computed in one piece")
+	o.only("attention_dropout", "0", "training with dropout is not supported: set it to 0")
+	o.only("partial_rotary_factor", "1", "every feature of a head takes part in RoPE here")
+	o.harmless(inert...)
+	var classes []string
+	if o.take("architectures", &classes, "a list of names") && !slices.Contains(classes, f.class) {
+		o.fail("architectures", "they are %.60q, want %s for a %s that continues text", classes,
+			f.class, t.family)
+	}
+	t.dtype = readDtype(o)
+	t.ids.read(o)
+	if a := o.string(f.activation, f.activations[0]); !slices.Contains(f.activations, a) {
+		o.fail(f.activation, "it is %.40q, want %s", a, f.activations[0])
+	}
+	t.readSizes(o, f)
+	if o.err != nil {
+		return nil, o.err
+	}
+	if t.rope, t.localRope = readRope(o, f, t.positions); o.err == nil {
+		f.read(o, t)
+	}
+	return t, o.done()
+}
+
+func (t *traits) readSizes(o *object, f family) {
+	t.vocab = o.must("vocab_size", 1, maxField)
+	t.dim = o.must("hidden_size", 1, maxField)
+	t.layers = o.must("num_hidden_layers", 1, 1<<12)
+	t.heads = o.must("num_attention_heads", 1, maxField)
+	t.ff = o.must("intermediate_size", 1, maxField)
+	t.positions = o.must("max_position_embeddings", 1, maxField)
+	t.kvHeads = o.number("num_key_value_heads", t.heads, 1, maxField)
+	t.headDim = o.number("head_dim", 0, 1, maxField)
+	t.eps = o.float("rms_norm_eps", 1e-6)
+	t.tied = o.bool("tie_word_embeddings", f.tied)
+	if o.err == nil && t.headDim == 0 {
+		t.headDim = t.dim / t.heads
+		if t.family == "qwen3" {
+			t.headDim = 128
+		} else if t.family == "gemma3_text" {
+			t.headDim = 256
+		}
+	}
+}
+
+func familyNames() string {
+	var names []string
+	for name := range families {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	return strings.Join(names, ", ")
+}
+
+// readDtype returns the type that weights are said to have. What they have is in their files.
+func readDtype(o *object) string {
+	name := o.string("torch_dtype", "")
+	name = strings.TrimPrefix(o.string("dtype", name), "torch.")
+	if name != "" && !slices.Contains([]string{"float32", "float16", "bfloat16"}, name) {
+		o.fail("dtype", "it is %.40q, want float32, float16 or bfloat16", name)
+	}
+	return name
+}
+
+func (ids *tokenIDs) read(o *object) {
+	first := func(name string) int {
+		if v := o.ids(name); len(v) > 0 {
+			return v[0]
+		}
+		return -1
+	}
+	ids.begin, ids.pad = first("bos_token_id"), first("pad_token_id")
+	ids.end = o.ids("eos_token_id")
+}
+
+func readLlama(o *object, t *traits) {
+	bias := o.bool("attention_bias", false)
+	t.biasQKV, t.biasOut = bias, bias
+	t.biasMLP = o.bool("mlp_bias", false)
+	o.only("rope_interleaved", "false", "pairs of features are those half a head apart")
+}
+
+func readMistral(o *object, t *traits) {
+	t.window = o.number("sliding_window", 0, 1, maxField)
+	if _, said := o.members["sliding_window"]; !said {
+		t.window = 4096
+	}
+	t.allWindowed()
+}
+
+func (t *traits) allWindowed() {
+	if t.window > 0 {
+		t.windowed = slices.Repeat([]bool{true}, t.layers)
+	}
+}
+
+func readQwen2(o *object, t *traits) {
+	t.biasQKV = true
+	readQwenWindow(o, t)
+}
+
+func readQwen3(o *object, t *traits) {
+	bias := o.bool("attention_bias", false)
+	t.biasQKV, t.biasOut, t.normQK = bias, bias, true
+	readQwenWindow(o, t)
+}
+
+// readQwenWindow reads the window of layers from max_window_layers on, unless layer_types says
+// which.
+func readQwenWindow(o *object, t *traits) {
+	on, window := o.bool("use_sliding_window", false), o.number("sliding_window", 4096, 1, maxField)
+	from := o.number("max_window_layers", 28, 0, maxField)
+	if _, said := o.members["sliding_window"]; said && !o.has("sliding_window") {
+		on = false
+	}
+	if !on {
+		window = 0
+	}
+	t.window = window
+	t.readLayerTypes(o, func(i int) bool { return window > 0 && i >= from })
+}
+
+// readLayerTypes reads which layers have a window; usual says so where layer_types is not there.
+func (t *traits) readLayerTypes(o *object, usual func(layer int) bool) {
+	types := make([]string, t.layers)
+	for i := range types {
+		types[i] = "full_attention"
+		if usual(i) {
+			types[i] = "sliding_attention"
+		}
+	}
+	if o.take("layer_types", &types, "a list of names") && len(types) != t.layers {
+		o.fail("layer_types", "it has %d entries for %d layers", len(types), t.layers)
+		return
+	}
+	windowed := make([]bool, t.layers)
+	for i, name := range types {
+		switch {
+		case name == "full_attention":
+		case name == "sliding_attention" && t.window > 0:
+			windowed[i] = true
+		case name == "sliding_attention":
+			o.fail("layer_types", "layer %d is %s, and there is no sliding_window", i, name)
+		default:
+			o.fail("layer_types", "layer %d is %.40q, want full_attention or sliding_attention", i,
+				name)
+		}
+	}
+	if slices.Contains(windowed, true) {
+		t.windowed = windowed
+	} else {
+		t.window = 0
+	}
+}
+
+func readSmolLM3(o *object, t *traits) {
+	bias := o.bool("attention_bias", false)
+	t.biasQKV, t.biasOut = bias, bias
+	t.biasMLP = o.bool("mlp_bias", false)
+	every := o.number("no_rope_layer_interval", 4, 1, maxField)
+	has := make([]int, t.layers) // 1 with RoPE
+	for i := range has {
+		if (i+1)%every != 0 {
+			has[i] = 1
+		}
+	}
+	if o.take("no_rope_layers", &has, "a list of 0 and 1") && len(has) != t.layers {
+		o.fail("no_rope_layers", "it has %d entries for %d layers", len(has), t.layers)
+		return
+	}
+	t.noRope = make([]bool, t.layers)
+	for i, v := range has {
+		if v != 0 && v != 1 {
+			o.fail("no_rope_layers", "entry %d is %d, want 0 or 1", i, v)
+			return
+		}
+		t.noRope[i] = v == 0
+	}
+	on := o.bool("use_sliding_window", false)
+	if window := o.number("sliding_window", 0, 1, maxField); on {
+		t.window = window
+	}
+	o.harmless("max_window_layers")
+	t.readLayerTypes(o, func(i int) bool { return t.window > 0 && t.noRope[i] })
+	if !slices.Contains(t.noRope, true) {
+		t.noRope = nil
+	}
+}
+
+func readGemma3(o *object, t *traits) {
+	t.gemma, t.normQK = true, true
+	bias := o.bool("attention_bias", false)
+	t.biasQKV, t.biasOut = bias, bias
+	t.queryScalar = o.float("query_pre_attn_scalar", 256)
+	if !(t.queryScalar > 0) || math.IsInf(t.queryScalar, 0) {
+		o.fail("query_pre_attn_scalar", "it is %v, want more than 0", t.queryScalar)
+	}
+	o.only("attn_logit_softcapping", "", "scores are not capped here")
+	o.only("final_logit_softcapping", "", "logits are not capped here")
+	o.only("use_bidirectional_attention", "false", "text is read forwards")
+	every := o.number("sliding_window_pattern", 6, 1, maxField)
+	every = o.number("_sliding_window_pattern", every, 1, maxField)
+	t.window = o.number("sliding_window", 4096, 1, maxField)
+	t.readLayerTypes(o, func(i int) bool { return (i+1)%every != 0 })
+}
+
+// check refuses what contradicts itself.
+func (t *traits) check() error {
+	fail := func(name, format string, args ...any) error {
+		return fmt.Errorf("%s: %s", name, fmt.Sprintf(format, args...))
+	}
+	switch {
+	case t.heads%t.kvHeads != 0:
+		return fail("num_attention_heads", "it is %d, want a multiple of num_key_value_heads, %d",
+			t.heads, t.kvHeads)
+	case t.headDim < 1 || t.headDim%2 != 0:
+		return fail("head_dim", "it is %d, want an even number of at least 2", t.headDim)
+	case !(t.eps >= 0) || math.IsInf(t.eps, 0):
+		return fail("rms_norm_eps", "it is %v, want a finite number of at least 0", t.eps)
+	}
+	for _, id := range slices.Concat(t.ids.end, []int{t.ids.begin}) {
+		if id >= t.vocab {
+			return fail("vocab_size", "it is %d, and a token that begins or ends a text has the id %d",
+				t.vocab, id)
+		}
+	}
+	_, err := t.config()
+	return err
+}
+
+// config is the model that computes what the traits say. A trait that models cannot have is an
+// error that names its field.
+func (t *traits) config() (llm.Config, error) {
+	c := llm.Config{Vocab: t.vocab, Dim: t.dim, Layers: t.layers, Heads: t.heads,
+		KVHeads: t.kvHeads, HeadDim: t.headDim, FF: t.ff, Seq: t.positions, Base: t.rope.theta,
+		Eps: t.eps, Untied: !t.tied}
+	c.Traits = llm.Traits{Scaling: t.rope.scaling(), QKVBias: t.biasQKV, QKNorm: t.normQK,
+		Blocks: t.blocks()}
+	if t.gemma {
+		c.NormPlusOne, c.PostNorms, c.GELU = true, true, true
+		c.EmbedScale = math.Sqrt(float64(t.dim))
+		c.AttentionScale = 1 / math.Sqrt(t.queryScalar)
+	}
+	if t.biasOut {
+		return c, errors.New("attention_bias: it is true, and the output layer of attention has no " +
+			"bias here")
+	}
+	if t.biasMLP {
+		return c, errors.New("mlp_bias: it is true, and perceptrons have no biases here")
+	}
+	return c, c.Check()
+}
+
+// blocks are what single blocks have of their own, nil if that is nothing.
+func (t *traits) blocks() []llm.Block {
+	blocks := make([]llm.Block, t.layers)
+	for i := range blocks {
+		if t.windowed != nil && t.windowed[i] {
+			blocks[i].Window = t.window
+			if t.gemma {
+				blocks[i].Base, blocks[i].Scaling = t.localRope.theta, t.localRope.scaling()
+			}
+		}
+		blocks[i].NoRoPE = t.noRope != nil && t.noRope[i]
+	}
+	if slices.ContainsFunc(blocks[1:], func(b llm.Block) bool { return b != blocks[0] }) {
+		return blocks
+	}
+	if blocks[0] == (llm.Block{}) {
+		return nil
+	}
+	return blocks[:1]
+}

@@ -1,0 +1,107 @@
+package hf
+
+import (
+	"encoding/json"
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// config is the config.json of a model: that of the folder it is like, as far as it describes the
+// model, or one of its own.
+func (s *saving) config(c llm.Config) ([]byte, error) {
+	if s.like == nil {
+		return s.ownConfig(plain(c))
+	}
+	d := s.dtypeOf(embedName)
+	if same(c, s.like.Config) && (s.dtype == "" || dtypeNames[d] == s.like.traits.dtype) {
+		return s.like.config, nil
+	}
+	return s.changedConfig(c, d)
+}
+
+// same reports whether two configurations compute the same, on sequences of any length.
+func same(a, b llm.Config) bool {
+	a, b = plain(a), plain(b)
+	a.Seq, b.Seq = 0, 0
+	a.Documents, b.Documents = false, false
+	return fmt.Sprintf("%+v", a) == fmt.Sprintf("%+v", b)
+}
+
+// changedConfig is the folder's with another type of weights, and with as many blocks as the model
+// has grown to.
+func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error) {
+	var fields map[string]any
+	if err := json.Unmarshal(s.like.config, &fields); err != nil {
+		return nil, err
+	}
+	delete(fields, "torch_dtype")
+	fields["dtype"] = dtypeNames[d]
+	if c.Layers != s.like.Config.Layers {
+		fields["num_hidden_layers"] = c.Layers
+		for _, name := range []string{"layer_types", "no_rope_layers"} {
+			if fields[name] != nil {
+				return nil, fmt.Errorf("the model has grown from %d to %d blocks, and %s of config.json "+
+					"says what the former were: save without Like", s.like.Config.Layers, c.Layers, name)
+			}
+		}
+	}
+	text, err := json.MarshalIndent(fields, "", "  ")
+	if err != nil {
+		return nil, err
+	}
+	t, err := parseConfig(text)
+	if err != nil {
+		return nil, err
+	}
+	described, err := t.config()
+	if err != nil {
+		return nil, err
+	}
+	if !same(c, described) {
+		return nil, fmt.Errorf("the model is not the one of %s: save without Like", s.like.Dir)
+	}
+	return append(text, '\n'), nil
+}
+
+// ownConfig is that of a model that was made here.
+func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
+	if c.Dim%c.Heads != 0 {
+		return nil, fmt.Errorf("Config.Dim is %d, and transformers wants a multiple of Heads, %d", c.Dim,
+			c.Heads)
+	}
+	if c.Documents {
+		c.Documents = false // of training; a text alone is one document
+	}
+	fields := map[string]any{
+		"architectures": []string{"LlamaForCausalLM"}, "model_type": "llama",
+		"vocab_size": c.Vocab, "hidden_size": c.Dim, "num_hidden_layers": c.Layers,
+		"num_attention_heads": c.Heads, "num_key_value_heads": c.KVHeads, "head_dim": c.HeadDim,
+		"intermediate_size": c.FF, "max_position_embeddings": c.Seq, "rms_norm_eps": c.Eps,
+		"rope_theta": c.Base, "tie_word_embeddings": !c.Untied, "hidden_act": "silu",
+		"attention_bias": false, "mlp_bias": false, "attention_dropout": 0.0,
+		"initializer_range": 0.02, "use_cache": true, "bos_token_id": nil, "eos_token_id": nil,
+		"dtype": dtypeNames[s.dtypeOf(embedName)],
+	}
+	if c.Eps == 0 || math.IsInf(c.Eps, 0) {
+		fields["rms_norm_eps"] = 0.0
+	}
+	text, err := json.MarshalIndent(fields, "", "  ")
+	if err != nil {
+		return nil, err
+	}
+	t, err := parseConfig(text)
+	if err != nil {
+		return nil, err
+	}
+	described, err := t.config()
+	if err != nil {
+		return nil, err
+	}
+	if !same(c, described) {
+		return nil, fmt.Errorf("the model is no plain Llama: name the folder that it came from with Like")
+	}
+	return append(text, '\n'), nil
+}

@@ -1,0 +1,103 @@
+package hf
+
+import (
+	"errors"
+	"io/fs"
+	"path/filepath"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
+)
+
+const generationName = "generation_config.json"
+
+// Generation is how a model's publisher has it draw text.
+type Generation struct {
+	Begin int   // token that begins a text, negative if there is none
+	Pad   int   // token that fills up, negative if there is none
+	End   []int // tokens that end a text
+
+	Sample      bool    // false takes the likeliest token
+	Temperature float64 // 1 if not said
+	TopK        int     // 0 for all tokens
+	TopP        float64 // 1 for all tokens
+
+	// Ignored are fields that ask for what generation here does not do, such as
+	// repetition_penalty.
+	Ignored []string
+}
+
+// readGeneration reads generation_config.json, or what config.json has of it.
+func (f *Folder) readGeneration() error {
+	ids := f.traits.ids
+	f.Generation = Generation{Begin: ids.begin, Pad: ids.pad, End: ids.end, Temperature: 1, TopP: 1}
+	text, err := regular.Read(filepath.Join(f.Dir, generationName), maxConfig,
+		"a generation_config.json has")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	o, err := parseObject(text)
+	if err != nil {
+		return err
+	}
+	f.generation = text
+	return f.Generation.read(o, f.traits.vocab)
+}
+
+func (g *Generation) read(o *object, vocab int) error {
+	var ids tokenIDs
+	ids.read(o)
+	if ids.begin >= 0 {
+		g.Begin = ids.begin
+	}
+	if ids.pad >= 0 {
+		g.Pad = ids.pad
+	}
+	if len(ids.end) > 0 {
+		g.End = ids.end
+	}
+	for _, id := range g.End {
+		if id < 0 || id >= vocab {
+			o.fail("eos_token_id", "it is %d, and the vocabulary has %d tokens", id, vocab)
+		}
+	}
+	g.Sample = o.bool("do_sample", false)
+	g.Temperature = o.float("temperature", g.Temperature)
+	if !(g.Temperature >= 0) {
+		o.fail("temperature", "it is %v, want at least 0", g.Temperature)
+	}
+	g.TopK = o.number("top_k", 0, 0, 1<<30)
+	if g.TopP = o.float("top_p", 1); !(g.TopP > 0 && g.TopP <= 1) {
+		o.fail("top_p", "it is %v, want more than 0 and at most 1", g.TopP)
+	}
+	for _, name := range []string{"repetition_penalty", "num_beams", "num_beam_groups",
+		"length_penalty", "typical_p", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+		"penalty_alpha", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+		"diversity_penalty", "min_length", "min_new_tokens", "min_p", "guidance_scale",
+		"suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+		"bad_words_ids", "force_words_ids", "sequence_bias", "constraints", "watermarking_config",
+		"exponential_decay_length_penalty"} {
+		usual := "1"
+		switch name {
+		case "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty",
+			"min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "min_p":
+			usual = "0"
+		}
+		o.taken[name] = true
+		if o.has(name) && !sameJSON(o.members[name], usual) {
+			g.Ignored = append(g.Ignored, name)
+		}
+	}
+	o.harmless("_from_model_config", "transformers_version", "use_cache", "output_attentions",
+		"output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+		"max_length", "max_new_tokens", "max_time", "num_return_sequences", "early_stopping",
+		"cache_implementation", "cache_config", "renormalize_logits", "remove_invalid_values",
+		"low_memory", "stop_strings", "assistant_early_exit", "num_assistant_tokens",
+		"num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+		"max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant",
+		"disable_compile", "compile_config", "return_legacy_cache", "prefill_chunk_size", "dola_layers",
+		"decoder_start_token_id", "token_healing", "chat_format", "trust_remote_code",
+		"max_window_size", "transformers.js_config")
+	return o.done()
+}

@@ -1,0 +1,269 @@
+// Package gguf writes models as GGUF files, which llama.cpp runs: those of the families Llama,
+// Mistral without a window, Qwen 2 and Qwen 3, with byte-level tokenizers and chat templates.
+//
+//	file   = "GGUF" ‖ version 3 ‖ number of tensors ‖ number of fields ‖ fields ‖ tensor infos ‖ data
+//
+// Data of each tensor begin at a multiple of 32 bytes. All numbers are little-endian.
+package gguf
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
+)
+
+const (
+	version   = 3
+	alignment = 32
+)
+
+// Type is how the elements of matrices are written. Vectors are float32 in any case.
+type Type uint32
+
+// The types of matrices.
+const (
+	F32  Type = 0
+	F16  Type = 1
+	Q80  Type = 8 // q8_0: 32 elements share a scale, and take a byte each
+	BF16 Type = 30
+)
+
+// fileTypes are what llama.cpp calls files of these types.
+var fileTypes = map[Type]uint32{F32: 0, F16: 1, Q80: 7, BF16: 32}
+
+// ParseType returns the type of a name: f32, f16, bf16 or q8_0.
+func ParseType(name string) (Type, error) {
+	t, ok := map[string]Type{"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q80}[name]
+	if !ok {
+		return 0, fmt.Errorf("gguf: the type is %.40q, want f32, f16, bf16 or q8_0", name)
+	}
+	return t, nil
+}
+
+// architectures are what llama.cpp calls families.
+var architectures = map[string]string{"llama": "llama", "mistral": "llama", "qwen2": "qwen2",
+	"qwen3": "qwen3"}
+
+// Save writes a model that was loaded from a folder, with the folder's tokenizer and chat template.
+// It replaces the file at path in one step. progress, unless it is nil, hears how many of the bytes
+// of tensors are written.
+func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
+	progress func(done, of int64)) error {
+	if err := save(ctx, path, f, m, t, progress); err != nil {
+		return fmt.Errorf("gguf: %w", err)
+	}
+	return nil
+}
+
+func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
+	progress func(done, of int64)) error {
+	switch _, known := fileTypes[t]; {
+	case ctx == nil:
+		return errors.New("the context is nil, want one such as context.Background()")
+	case f == nil || m == nil || len(m.Params) == 0:
+		return errors.New("folder and model must not be nil")
+	case !known:
+		return fmt.Errorf("the type is %d, want F32, F16, BF16 or Q80", t)
+	}
+	if err := hf.Unchanged(m); err != nil {
+		return err
+	}
+	fields, err := fieldsOf(f, m.Config, t)
+	if err != nil {
+		return err
+	}
+	tensors, err := tensorsOf(m, architectures[f.Family], t)
+	if err != nil {
+		return err
+	}
+	return atomicfile.WriteMkdir(path, func(file *os.File) error {
+		return write(ctx, file, fields, tensors, progress)
+	})
+}
+
+func write(ctx context.Context, file io.Writer, fields *fields, tensors []source,
+	progress func(done, of int64)) error {
+	head := []byte("GGUF")
+	head = binary.LittleEndian.AppendUint32(head, version)
+	head = binary.LittleEndian.AppendUint64(head, uint64(len(tensors)))
+	head = binary.LittleEndian.AppendUint64(head, fields.count)
+	head = append(head, fields.bytes...)
+	offset := int64(0)
+	for _, t := range tensors {
+		head = appendString(head, t.name)
+		head = binary.LittleEndian.AppendUint32(head, uint32(len(t.shape)))
+		for _, d := range slices.Backward(t.shape) {
+			head = binary.LittleEndian.AppendUint64(head, uint64(d))
+		}
+		head = binary.LittleEndian.AppendUint32(head, uint32(t.dtype))
+		head = binary.LittleEndian.AppendUint64(head, uint64(offset))
+		offset += aligned(t.size())
+	}
+	w := bufio.NewWriterSize(file, 1<<20)
+	pad := func(n int64) error {
+		_, err := w.Write(make([]byte, aligned(n)-n))
+		return err
+	}
+	if _, err := w.Write(head); err != nil {
+		return err
+	}
+	if err := pad(int64(len(head))); err != nil {
+		return err
+	}
+	done := int64(0)
+	for _, t := range tensors {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err := t.write(w); err != nil {
+			return fmt.Errorf("tensor %s: %w", t.name, err)
+		}
+		if err := pad(t.size()); err != nil {
+			return err
+		}
+		if done += aligned(t.size()); progress != nil {
+			progress(done, offset)
+		}
+	}
+	return w.Flush()
+}
+
+func aligned(n int64) int64 { return (n + alignment - 1) / alignment * alignment }
+
+func appendString(b []byte, s string) []byte {
+	return append(binary.LittleEndian.AppendUint64(b, uint64(len(s))), s...)
+}
+
+// fields are the metadata of a file.
+type fields struct {
+	count uint64
+	bytes []byte
+}
+
+// The types of fields.
+const (
+	kindUint32  = 4
+	kindInt32   = 5
+	kindFloat32 = 6
+	kindBool    = 7
+	kindString  = 8
+	kindArray   = 9
+)
+
+// set adds a field.
+func (f *fields) set(key string, value any) {
+	f.count++
+	f.bytes = appendString(f.bytes, key)
+	u32 := func(v uint32) { f.bytes = binary.LittleEndian.AppendUint32(f.bytes, v) }
+	array := func(kind uint32, n int) {
+		u32(kindArray)
+		u32(kind)
+		f.bytes = binary.LittleEndian.AppendUint64(f.bytes, uint64(n))
+	}
+	switch v := value.(type) {
+	case int:
+		u32(kindUint32)
+		u32(uint32(v))
+	case float64:
+		u32(kindFloat32)
+		u32(math.Float32bits(float32(v)))
+	case bool:
+		u32(kindBool)
+		f.bytes = append(f.bytes, map[bool]byte{true: 1}[v])
+	case string:
+		u32(kindString)
+		f.bytes = appendString(f.bytes, v)
+	case []string:
+		array(kindString, len(v))
+		for _, s := range v {
+			f.bytes = appendString(f.bytes, s)
+		}
+	case []int32:
+		array(kindInt32, len(v))
+		for _, x := range v {
+			u32(uint32(x))
+		}
+	}
+}
+
+// fieldsOf describes a model and its tokenizer.
+func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
+	arch, ok := architectures[f.Family]
+	if !ok {
+		return nil, fmt.Errorf("models of the family %s cannot be written, want llama, mistral, qwen2 "+
+			"or qwen3", f.Family)
+	}
+	for i, b := range c.Blocks {
+		if b.Window > 0 || b.NoRoPE || b.Base != 0 {
+			return nil, fmt.Errorf("block %d has a window or angles of its own, which %s of llama.cpp "+
+				"has not", i, arch)
+		}
+	}
+	all := &fields{}
+	all.set("general.architecture", arch)
+	all.set("general.type", "model")
+	all.set("general.name", filepath.Base(filepath.Clean(f.Dir)))
+	all.set("general.file_type", int(fileTypes[t]))
+	all.set("general.quantization_version", 2)
+	for _, field := range []struct {
+		key   string
+		value any
+	}{{"block_count", c.Layers}, {"context_length", c.Seq}, {"embedding_length", c.Dim},
+		{"feed_forward_length", c.FF}, {"attention.head_count", c.Heads},
+		{"attention.head_count_kv", c.KVHeads}, {"attention.key_length", c.HeadDim},
+		{"attention.value_length", c.HeadDim}, {"attention.layer_norm_rms_epsilon", c.Eps},
+		{"rope.dimension_count", c.HeadDim}, {"rope.freq_base", c.Base}, {"vocab_size", c.Vocab}} {
+		all.set(arch+"."+field.key, field.value)
+	}
+	if s := c.Scaling; s.BetaFast != 0 {
+		if s.BetaFast != 32 || s.BetaSlow != 1 || s.Unrounded || s.Magnitude != 0 {
+			return nil, errors.New("rope_scaling: llama.cpp knows YaRN with beta_fast 32 and beta_slow 1, " +
+				"and no other factors")
+		}
+		all.set(arch+".rope.scaling.type", "yarn")
+		all.set(arch+".rope.scaling.factor", s.Factor)
+		all.set(arch+".rope.scaling.original_context_length", s.Original)
+	} else if s.Factor != 0 && s.HighFreq == 0 {
+		all.set(arch+".rope.scaling.type", "linear")
+		all.set(arch+".rope.scaling.factor", s.Factor)
+	}
+	return all, addTokenizer(all, f, c.Vocab)
+}
+
+// names are those of llama.cpp for parts of blocks.
+var names = map[string]string{
+	"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+	"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+	"self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+	"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+// nameOf returns what llama.cpp calls a parameter.
+func nameOf(name string) (string, error) {
+	switch name {
+	case "model.embed_tokens.weight":
+		return "token_embd.weight", nil
+	case "model.norm.weight":
+		return "output_norm.weight", nil
+	case "lm_head.weight":
+		return "output.weight", nil
+	}
+	block, part, ok := strings.Cut(strings.TrimPrefix(name, "model.layers."), ".")
+	dot := strings.LastIndexByte(part, '.')
+	if ok && dot > 0 && names[part[:dot]] != "" {
+		return "blk." + block + "." + names[part[:dot]] + part[dot:], nil
+	}
+	return "", fmt.Errorf("llama.cpp has no tensor for %s", name)
+}

@@ -1,0 +1,155 @@
+package gguf
+
+import (
+	"encoding/binary"
+	"fmt"
+	"io"
+	"math"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// source is a tensor that is converted while it is written.
+type source struct {
+	name  string
+	shape []int
+	dtype Type
+	row   func(i int) []float32 // of the matrix, or the vector's one
+}
+
+func (s source) rows() (n, width int) {
+	if len(s.shape) == 1 {
+		return 1, s.shape[0]
+	}
+	return s.shape[0], s.shape[1]
+}
+
+// size is that of its data.
+func (s source) size() int64 {
+	n, width := s.rows()
+	elements := int64(n) * int64(width)
+	switch s.dtype {
+	case F32:
+		return 4 * elements
+	case Q80:
+		return elements / blockSize * (blockSize + 2)
+	}
+	return 2 * elements
+}
+
+func (s source) write(w io.Writer) error {
+	n, _ := s.rows()
+	var b []byte
+	for i := range n {
+		b = b[:0]
+		row := s.row(i)
+		for j, x := range row {
+			if math.Float32bits(x)&0x7f800000 == 0x7f800000 {
+				return fmt.Errorf("%w: row %d, column %d is %v", llm.ErrDiverged, i, j, x)
+			}
+		}
+		switch s.dtype {
+		case F32:
+			for _, x := range row {
+				b = binary.LittleEndian.AppendUint32(b, math.Float32bits(x))
+			}
+		case F16:
+			for _, x := range row {
+				b = binary.LittleEndian.AppendUint16(b, uint16(half.NewFloat16(float64(x))))
+			}
+		case BF16:
+			for _, x := range row {
+				b = binary.LittleEndian.AppendUint16(b, uint16(half.NewBFloat16(x)))
+			}
+		case Q80:
+			b = appendQ80(b, row)
+		}
+		if _, err := w.Write(b); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+const blockSize = 32 // elements of q8_0 that share a scale
+
+// appendQ80 rounds blocks of a row to whole multiples of a scale, the largest being 127 of them.
+func appendQ80(b []byte, row []float32) []byte {
+	for ; len(row) > 0; row = row[blockSize:] {
+		largest := float32(0)
+		for _, x := range row[:blockSize] {
+			largest = max(largest, max(x, -x))
+		}
+		scale, inverse := largest/127, float32(0)
+		if scale > 0 {
+			inverse = 1 / scale
+		}
+		b = binary.LittleEndian.AppendUint16(b, uint16(half.NewFloat16(float64(scale))))
+		for _, x := range row[:blockSize] {
+			b = append(b, byte(int8(math.Round(float64(x*inverse)))))
+		}
+	}
+	return b
+}
+
+// tensorsOf returns the tensors of a model as llama.cpp has them.
+func tensorsOf(m *llm.Model, arch string, t Type) ([]source, error) {
+	c := m.Config
+	var all []source
+	if s := c.Scaling; s.HighFreq != 0 {
+		factors := rotaryFactors(c)
+		all = append(all, source{"rope_freqs.weight", []int{len(factors)}, F32,
+			func(int) []float32 { return factors }})
+	}
+	for name, shape := range c.Parameters() {
+		if strings.Contains(name, ".kasmina.") {
+			continue
+		}
+		to, err := nameOf(name)
+		if err != nil {
+			return nil, err
+		}
+		p := m.Param(name)
+		values, ok := p.Data().([]float32)
+		if !ok {
+			return nil, fmt.Errorf("tensor %s is of %v, want float32", name, p.Dtype())
+		}
+		s := source{name: to, shape: shape, dtype: t}
+		_, width := s.rows()
+		s.row = func(i int) []float32 { return values[i*width:][:width] }
+		if len(shape) == 1 {
+			s.dtype = F32
+		} else if t == Q80 && width%blockSize != 0 {
+			s.dtype = F16
+		}
+		if arch == "llama" && (strings.Contains(name, "q_proj") || strings.Contains(name, "k_proj")) {
+			s = interleaved(s, c.HeadDim)
+		}
+		all = append(all, s)
+	}
+	return all, nil
+}
+
+// interleaved has the two features that RoPE turns lie side by side in every head, as llama.cpp has
+// them for Llama.
+func interleaved(s source, headDim int) source {
+	row := s.row
+	s.row = func(i int) []float32 {
+		head, at := i/headDim, i%headDim
+		return row(head*headDim + at%2*headDim/2 + at/2)
+	}
+	return s
+}
+
+// rotaryFactors are by how much Llama 3.1 slows each pair of features.
+func rotaryFactors(c llm.Config) []float32 {
+	s, factors := c.Scaling, make([]float32, c.HeadDim/2)
+	for i := range factors {
+		turns := float64(s.Original) * math.Pow(c.Base, -2*float64(i)/float64(c.HeadDim)) / (2 * math.Pi)
+		smooth := min(1, max(0, (turns-s.LowFreq)/(s.HighFreq-s.LowFreq)))
+		factors[i] = float32(1 / ((1-smooth)/s.Factor + smooth))
+	}
+	return factors
+}

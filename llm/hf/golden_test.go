@@ -1,0 +1,249 @@
+package hf
+
+import (
+	"context"
+	"math"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// folders are the models of testdata/make.py.
+var folders = []string{"llama2", "llama3.1", "llama3.2", "llama-linear", "llama-yarn", "smollm2",
+	"mistral", "mistral-full", "qwen2.5", "qwen2-window", "qwen3", "smollm3", "gemma3"}
+
+// golden is what transformers computes with a model.
+type golden struct {
+	ids    [][]int // of two sequences
+	logits [][]float32
+	losses []float32
+}
+
+func readGolden(t *testing.T, folder string) (g golden) {
+	tensors, _, err := safetensors.Load(filepath.Join("testdata", folder, "golden.safetensors"))
+	require.NoError(t, err)
+	for _, x := range tensors {
+		switch x.Name {
+		case "ids":
+			for i, id := range x.Data.([]int64) {
+				if i%x.Shape[1] == 0 {
+					g.ids = append(g.ids, nil)
+				}
+				g.ids[len(g.ids)-1] = append(g.ids[len(g.ids)-1], int(id))
+			}
+		case "logits":
+			v, all := x.Shape[2], x.Data.([]float32)
+			for ; len(all) > 0; all = all[v:] {
+				g.logits = append(g.logits, all[:v])
+			}
+		case "losses":
+			g.losses = x.Data.([]float32)
+		}
+	}
+	require.NotEmpty(t, g.ids)
+	require.NotEmpty(t, g.losses)
+	return g
+}
+
+func open(t *testing.T, folder string) *Folder {
+	f, err := Open(filepath.Join("testdata", folder))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, f.Close()) })
+	return f
+}
+
+// distance is |a−b| / |b|.
+func distance(a, b []float32) float64 {
+	var off, size float64
+	for i := range b {
+		off += math.Pow(float64(a[i])-float64(b[i]), 2)
+		size += math.Pow(float64(b[i]), 2)
+	}
+	return math.Sqrt(off / size)
+}
+
+// TestLogits wants those of transformers, from passes over all tokens and from the cache of keys
+// and values.
+func TestLogits(t *testing.T) {
+	for _, folder := range folders {
+		t.Run(folder, func(t *testing.T) {
+			g := readGolden(t, folder)
+			m, err := open(t, folder).Load(t.Context())
+			require.NoError(t, err)
+			for s, ids := range g.ids {
+				i := &llm.Inference{Model: m}
+				next, err := i.Decoder()
+				require.NoError(t, err)
+				for n := 1; n <= len(ids); n++ {
+					if n%7 == 0 { // the cache is filled anew
+						next, err = i.Decoder()
+						require.NoError(t, err)
+					}
+					got, err := next(t.Context(), ids[:n])
+					require.NoError(t, err)
+					want := g.logits[s*len(ids)+n-1]
+					require.Less(t, distance(got.([]float32), want), 1e-5, "position %d", n-1)
+				}
+				require.NoError(t, i.Close())
+			}
+		})
+	}
+}
+
+// TestLosses wants those of ten steps of AdamW.
+func TestLosses(t *testing.T) {
+	for _, folder := range folders {
+		t.Run(folder, func(t *testing.T) {
+			g := readGolden(t, folder)
+			seq := len(g.ids[0])
+			m, err := open(t, folder).Load(t.Context(), WithConfig(func(c *llm.Config) { c.Seq = seq }))
+			require.NoError(t, err)
+			o, err := optim.NewAdamW(optim.WithLR(1e-3), optim.WithBetas(0.9, 0.99),
+				optim.WithWeightDecay(0.01))
+			require.NoError(t, err)
+			e, err := llm.CPUEngine()(m, o, llm.TrainConfig{Batch: len(g.ids)})
+			require.NoError(t, err)
+			defer e.Close()
+			var b data.Batch
+			for _, ids := range g.ids {
+				b.Inputs = append(b.Inputs, ids...)
+				b.Targets = append(append(b.Targets, ids[1:]...), -1)
+			}
+			b.Count = len(g.ids) * (seq - 1)
+			for step, want := range g.losses {
+				loss, err := e.Gradients(b)
+				require.NoError(t, err)
+				require.InEpsilon(t, want, loss, 1e-4, "step %d", step)
+				_, err = e.Update()
+				require.NoError(t, err)
+			}
+			require.Less(t, g.losses[9], g.losses[0]-0.05)
+		})
+	}
+}
+
+// TestInAndOut wants every tensor to come back with its bytes, config.json and the rest as they
+// were, from one file and from several.
+func TestInAndOut(t *testing.T) {
+	for _, folder := range folders {
+		t.Run(folder, func(t *testing.T) {
+			f := open(t, folder)
+			m, err := f.Load(t.Context())
+			require.NoError(t, err)
+			for name, opts := range map[string][]SaveOption{"one": {Like(f)},
+				"shards": {Like(f), WithShardSize(3000)}} {
+				dir := filepath.Join(t.TempDir(), name)
+				require.NoError(t, SavePretrained(t.Context(), dir, m, opts...))
+				again, err := Open(dir)
+				require.NoError(t, err)
+				require.Equal(t, name == "shards", len(again.weights.files) > 1)
+				require.Equal(t, f.config, again.config)
+				require.Equal(t, f.Generation, again.Generation)
+				require.Len(t, again.Tensors(), len(f.Tensors()))
+				for tensor, file := range f.weights.in {
+					want, err := file.Tensor(t.Context(), tensor)
+					require.NoError(t, err)
+					require.Contains(t, again.weights.in, tensor)
+					got, err := again.weights.in[tensor].Tensor(t.Context(), tensor)
+					require.NoError(t, err)
+					require.Equal(t, want, got)
+				}
+				require.NoError(t, again.Close())
+			}
+		})
+	}
+}
+
+// TestOwnModel wants a model that was made here to come back as the same.
+func TestOwnModel(t *testing.T) {
+	c := llm.Config{Vocab: 50, Dim: 24, Layers: 2, Heads: 4, KVHeads: 2, FF: 40, Seq: 16,
+		Kasmina: []int{0, 1}, Seeds: 4}.Default()
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		m, err := llm.NewModel(c, dt, 3)
+		require.NoError(t, err)
+		dir := filepath.Join(t.TempDir(), "own")
+		require.NoError(t, SavePretrained(t.Context(), dir, m))
+		again, err := Load(t.Context(), dir)
+		require.NoError(t, err)
+		require.Equal(t, plain(c), again.Config)
+		for _, p := range again.Params {
+			want := m.Param(p.Name)
+			for i, v := range p.Value.Float32s() {
+				if dt == tensor.Float64 {
+					require.Equal(t, float32(want.Float64s()[i]), v)
+				} else {
+					require.Equal(t, want.Float32s()[i], v)
+				}
+			}
+		}
+		err = SavePretrained(t.Context(), dir, m)
+		require.ErrorContains(t, err, "is not empty")
+	}
+}
+
+// TestGrowing wants a model that gets Kasmina layers to compute what it did.
+func TestGrowing(t *testing.T) {
+	f, g := open(t, "llama2"), readGolden(t, "llama2")
+	m, err := f.Load(t.Context(), WithConfig(func(c *llm.Config) {
+		c.Kasmina, c.Seeds = []int{0, 1}, 4
+		*c = c.Default()
+	}))
+	require.NoError(t, err)
+	require.Equal(t, 8, m.NumSeeds())
+	i := &llm.Inference{Model: m}
+	defer i.Close()
+	next, err := i.Decoder()
+	require.NoError(t, err)
+	got, err := next(t.Context(), g.ids[0])
+	require.NoError(t, err)
+	require.Less(t, distance(got.([]float32), g.logits[len(g.ids[0])-1]), 1e-5)
+	dir := filepath.Join(t.TempDir(), "out")
+	require.NoError(t, SavePretrained(t.Context(), dir, m, Like(f)))
+	config, err := os.ReadFile(filepath.Join(dir, configName))
+	require.NoError(t, err)
+	require.Equal(t, f.config, config)
+}
+
+// TestDtype wants what was converted to another type to be rounded to it, and config.json to say so.
+func TestDtype(t *testing.T) {
+	f := open(t, "llama2")
+	m, err := f.Load(t.Context())
+	require.NoError(t, err)
+	for d, name := range dtypeNames {
+		dir := filepath.Join(t.TempDir(), name)
+		require.NoError(t, SavePretrained(t.Context(), dir, m, Like(f), WithDtype(name)))
+		again, err := Open(dir)
+		require.NoError(t, err)
+		require.Equal(t, name, again.traits.dtype)
+		for _, x := range again.Tensors() {
+			require.Equal(t, string(d), x.Type)
+		}
+		require.NoError(t, again.Close())
+	}
+	err = SavePretrained(t.Context(), filepath.Join(t.TempDir(), "x"), m, WithDtype("int8"))
+	require.ErrorContains(t, err, "want float32, float16 or bfloat16")
+}
+
+// TestCancel wants the end of a context to end loading and saving, and to leave no folder behind.
+func TestCancel(t *testing.T) {
+	f := open(t, "llama2")
+	m, err := f.Load(t.Context())
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = f.Load(ctx)
+	require.ErrorIs(t, err, context.Canceled)
+	parent := t.TempDir()
+	require.ErrorIs(t, SavePretrained(ctx, filepath.Join(parent, "x"), m), context.Canceled)
+	left, err := os.ReadDir(parent)
+	require.NoError(t, err)
+	require.Empty(t, left)
+}

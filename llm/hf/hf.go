@@ -1,0 +1,89 @@
+// Package hf loads models in the folders of Hugging Face's transformers, and writes such folders.
+//
+//	f, err := hf.Open("Llama-3.2-1B")        // config.json, generation_config.json, headers of weights
+//	m, err := f.Load(ctx)                    // an llm.Model, to run, train and grow
+//	err = hf.SavePretrained(ctx, "out", m, hf.Like(f)) // which transformers loads
+//
+// It reads the families Llama, Mistral, Qwen 2 and 3, SmolLM 3 and the text part of Gemma 3. A field
+// of config.json is understood, known to change nothing, or an error that names it; and so is every
+// tensor of the weights.
+package hf
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// ErrFolder is wrapped by errors of a folder that is no model, or whose files contradict each other.
+var ErrFolder = errors.New("no model that can be loaded")
+
+// Folder is a model's folder whose description has been read and checked against the headers of its
+// weights. Close it after use.
+type Folder struct {
+	Dir        string
+	Family     string     // model_type of config.json, such as "llama"
+	Config     llm.Config // Seq is max_position_embeddings
+	Generation Generation
+
+	traits     *traits
+	config     []byte // config.json as it is
+	generation []byte // likewise, nil without
+	weights    *weights
+}
+
+// Open reads config.json, generation_config.json and the headers of the weights, and checks that
+// every tensor is there which the configuration asks for, in its shape, once, and none beside.
+func Open(dir string) (*Folder, error) {
+	f := &Folder{Dir: dir}
+	if err := f.open(); err != nil {
+		return nil, fmt.Errorf("hf: %s: %w: %w", dir, ErrFolder, err)
+	}
+	return f, nil
+}
+
+func (f *Folder) open() error {
+	if info, err := os.Stat(f.Dir); err != nil {
+		return err
+	} else if !info.IsDir() {
+		return errors.New("it is a file, want the folder with config.json")
+	}
+	var err error
+	f.config, err = regular.Read(filepath.Join(f.Dir, configName), maxConfig, "a config.json has")
+	if errors.Is(err, fs.ErrNotExist) {
+		return errors.New("it has no config.json: name the folder that a model was downloaded to, or " +
+			"that SavePretrained wrote")
+	} else if err != nil {
+		return err
+	}
+	if f.traits, err = parseConfig(f.config); err != nil {
+		return fmt.Errorf("%s: %w", configName, err)
+	}
+	if f.Config, err = f.traits.config(); err != nil {
+		return fmt.Errorf("%s: %w", configName, err)
+	}
+	f.Family = f.traits.family
+	if err := f.readGeneration(); err != nil {
+		return fmt.Errorf("%s: %w", generationName, err)
+	}
+	if f.weights, err = openWeights(f.Dir); err != nil {
+		return err
+	}
+	if err := f.weights.fit(f.Config); err != nil {
+		return errors.Join(err, f.Close())
+	}
+	return nil
+}
+
+// Close closes the files of the weights.
+func (f *Folder) Close() error {
+	if f == nil || f.weights == nil {
+		return nil
+	}
+	return f.weights.close()
+}

@@ -1,0 +1,320 @@
+package hf
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"maps"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// copyOf copies a model's folder, which a test then damages.
+func copyOf(t *testing.T, folder string) string {
+	dir := t.TempDir()
+	require.NoError(t, os.CopyFS(dir, os.DirFS(filepath.Join("testdata", folder))))
+	return dir
+}
+
+// sharded returns the folder of a model in several files.
+func sharded(t *testing.T) string {
+	f := open(t, "llama2")
+	m, err := f.Load(t.Context())
+	require.NoError(t, err)
+	dir := filepath.Join(t.TempDir(), "shards")
+	require.NoError(t, SavePretrained(t.Context(), dir, m, Like(f), WithShardSize(8000)))
+	return dir
+}
+
+// rewrite changes a JSON file.
+func rewrite(t *testing.T, path string, change func(map[string]any)) {
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	var fields map[string]any
+	require.NoError(t, json.Unmarshal(text, &fields))
+	change(fields)
+	text, err = json.Marshal(fields)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(path, text, 0o666))
+}
+
+// resave changes the tensors of a file of weights.
+func resave(t *testing.T, path string, change func([]safetensors.Tensor) []safetensors.Tensor) {
+	tensors, metadata, err := safetensors.Load(path)
+	require.NoError(t, err)
+	require.NoError(t, safetensors.Save(path, change(tensors), metadata))
+}
+
+// refuses wants a folder to be an error that says so, soon.
+func refuses(t *testing.T, dir, want string) {
+	t.Helper()
+	start := time.Now()
+	f, err := Open(dir)
+	if err == nil {
+		_, err = f.Load(t.Context())
+		require.NoError(t, f.Close())
+	}
+	require.ErrorContains(t, err, want)
+	require.Less(t, time.Since(start), time.Second)
+}
+
+// TestHostileFolders wants each damage to be named, in less than a second.
+func TestHostileFolders(t *testing.T) {
+	refuses(t, filepath.Join(t.TempDir(), "none"), "no such file")
+	refuses(t, t.TempDir(), "it has no config.json")
+	const q = "model.layers.1.self_attn.q_proj.weight"
+	weights := map[string]struct {
+		change func([]safetensors.Tensor) []safetensors.Tensor
+		want   string
+	}{
+		"missing tensor": {func(x []safetensors.Tensor) []safetensors.Tensor {
+			return slices.DeleteFunc(x, func(x safetensors.Tensor) bool { return x.Name == q })
+		}, "tensor " + q + " is missing"},
+		"left over": {func(x []safetensors.Tensor) []safetensors.Tensor {
+			more := x[0]
+			more.Name = "model.layers.7.extra"
+			return append(x, more)
+		}, `tensor "model.layers.7.extra" belongs to no part`},
+		"wrong shape": {func(x []safetensors.Tensor) []safetensors.Tensor {
+			for i := range x {
+				if x[i].Name == q {
+					x[i].Shape = []int{x[i].Shape[1] * 2, x[i].Shape[0] / 2}
+				}
+			}
+			return x
+		}, "tensor " + q + " has the shape [32 8], and by config.json it is [16 16]"},
+		"wrong type": {func(x []safetensors.Tensor) []safetensors.Tensor {
+			for i := range x {
+				if x[i].Name == q {
+					x[i].DType, x[i].Data = safetensors.I32, make([]int32, 256)
+				}
+			}
+			return x
+		}, "tensor " + q + " is of type I32"},
+		"not finite": {func(x []safetensors.Tensor) []safetensors.Tensor {
+			for i := range x {
+				if x[i].Name == q {
+					x[i].Data.([]float32)[17] /= 0
+				}
+			}
+			return x
+		}, "tensor " + q + ": " + llm.ErrDiverged.Error() + ": element 17"},
+	}
+	for name, c := range weights {
+		t.Run(name, func(t *testing.T) {
+			dir := copyOf(t, "llama2")
+			resave(t, filepath.Join(dir, weightsName), c.change)
+			refuses(t, dir, c.want)
+		})
+	}
+	t.Run("no weights", func(t *testing.T) {
+		dir := copyOf(t, "llama2")
+		require.NoError(t, os.Rename(filepath.Join(dir, weightsName),
+			filepath.Join(dir, "pytorch_model.bin")))
+		refuses(t, dir, "only safetensors can be read")
+	})
+	t.Run("cut short", func(t *testing.T) {
+		dir := copyOf(t, "llama2")
+		require.NoError(t, os.Truncate(filepath.Join(dir, weightsName), 9000))
+		refuses(t, dir, "cut short")
+	})
+	t.Run("another head", func(t *testing.T) {
+		dir := copyOf(t, "llama2")
+		rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
+			f["tie_word_embeddings"] = true
+		})
+		refuses(t, dir, "tensor lm_head.weight differs")
+	})
+}
+
+// TestHostileShards wants an index and its files to agree.
+func TestHostileShards(t *testing.T) {
+	entry := func(f map[string]any) map[string]any { return f["weight_map"].(map[string]any) }
+	for name, c := range map[string]struct {
+		change func(t *testing.T, dir string, shards []string)
+		want   string
+	}{
+		"missing shard": {func(t *testing.T, dir string, shards []string) {
+			require.NoError(t, os.Remove(shards[1]))
+		}, "the file " + "model-00002-of-"},
+		"duplicate tensor": {func(t *testing.T, dir string, shards []string) {
+			first, _, err := safetensors.Load(shards[0])
+			require.NoError(t, err)
+			resave(t, shards[1], func(x []safetensors.Tensor) []safetensors.Tensor {
+				return append(x, first[0])
+			})
+		}, "is in model-00001-of-"},
+		"file elsewhere": {func(t *testing.T, dir string, shards []string) {
+			rewrite(t, filepath.Join(dir, indexName), func(f map[string]any) {
+				entry(f)[embedName] = "../../etc/passwd"
+			})
+		}, "want one in the same folder"},
+		"wrong file": {func(t *testing.T, dir string, shards []string) {
+			rewrite(t, filepath.Join(dir, indexName), func(f map[string]any) {
+				entry(f)[embedName] = filepath.Base(shards[1])
+			})
+		}, "tensor \"" + embedName + "\" is in model-00001-of-"},
+		"not in the index": {func(t *testing.T, dir string, shards []string) {
+			rewrite(t, filepath.Join(dir, indexName), func(f map[string]any) {
+				delete(entry(f), embedName)
+			})
+		}, "is not in it"},
+		"in no file": {func(t *testing.T, dir string, shards []string) {
+			rewrite(t, filepath.Join(dir, indexName), func(f map[string]any) {
+				entry(f)["model.more"] = filepath.Base(shards[0])
+			})
+		}, `tensor "model.more" is not in`},
+		"empty": {func(t *testing.T, dir string, shards []string) {
+			require.NoError(t, os.WriteFile(filepath.Join(dir, indexName), []byte("{}"), 0o666))
+		}, "weight_map is empty"},
+		"both": {func(t *testing.T, dir string, shards []string) {
+			require.NoError(t, os.Link(shards[0], filepath.Join(dir, weightsName)))
+		}, "remove one"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := sharded(t)
+			shards, err := filepath.Glob(filepath.Join(dir, "model-*.safetensors"))
+			require.NoError(t, err)
+			slices.Sort(shards)
+			c.change(t, dir, shards)
+			refuses(t, dir, c.want)
+		})
+	}
+}
+
+// TestHostileConfig wants every field that is not understood, lies or is missing to be named.
+func TestHostileConfig(t *testing.T) {
+	original, err := os.ReadFile(filepath.Join("testdata", "llama2", configName))
+	require.NoError(t, err)
+	var fields map[string]any
+	require.NoError(t, json.Unmarshal(original, &fields))
+	for text, want := range map[string]string{
+		`{"rope_twist": 2}`:                                            "rope_twist is 2: this field is not understood",
+		`{"model_type": "mamba"}`:                                      `model_type is "mamba", want one of gemma3_text`,
+		`{"model_type": "gemma3"}`:                                     "only its part for text",
+		`{"architectures": ["LlamaModel"]}`:                            "architectures",
+		`{"hidden_act": "relu"}`:                                       "hidden_act",
+		`{"hidden_size": -1}`:                                          "hidden_size: it is -1",
+		`{"hidden_size": 1e30}`:                                        "hidden_size: it is 1e+30",
+		`{"hidden_size": null}`:                                        "hidden_size: it is missing",
+		`{"hidden_size": "16"}`:                                        "tensor", // a number in quotes is one to JSON's readers
+		`{"vocab_size": 2}`:                                            "vocab_size: it is 2",
+		`{"vocab_size": 49}`:                                           "tensor model.embed_tokens.weight has the shape",
+		`{"num_hidden_layers": 3}`:                                     "tensor model.layers.2.input_layernorm.weight is missing",
+		`{"num_hidden_layers": 1}`:                                     "belongs to no part",
+		`{"num_hidden_layers": 4000000}`:                               "num_hidden_layers: it is 4000000",
+		`{"num_key_value_heads": 3}`:                                   "num_attention_heads: it is 4, want a multiple",
+		`{"head_dim": 3}`:                                              "head_dim: it is 3, want an even number",
+		`{"rms_norm_eps": -1}`:                                         "rms_norm_eps",
+		`{"dtype": "int8"}`:                                            "dtype",
+		`{"attention_dropout": 0.1}`:                                   "attention_dropout",
+		`{"attention_bias": true}`:                                     "attention_bias",
+		`{"mlp_bias": true}`:                                           "mlp_bias",
+		`{"quantization_config": {"bits": 4}}`:                         "quantization_config",
+		`{"auto_map": {"AutoModel": "x.Y"}}`:                           "auto_map",
+		`{"rope_parameters": {"rope_theta": 0}}`:                       "rope_theta",
+		`{"rope_scaling": {"type": "dynamic", "factor": 2}}`:           `"dynamic" is not supported`,
+		`{"rope_scaling": {"type": "linear", "factor": 0.5}}`:          "rope_scaling.factor",
+		`{"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}`: "rope_scaling.beta is 1: this field is not",
+		`{"rope_scaling": {"rope_type": "llama3", "factor": 2}}`:       "rope_scaling.high_freq_factor",
+		`{"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}}`: "rope_scaling.beta_fast",
+	} {
+		t.Run(text, func(t *testing.T) {
+			dir := copyOf(t, "llama2")
+			all := maps.Clone(fields)
+			require.NoError(t, json.Unmarshal([]byte(text), &all))
+			if strings.Contains(text, "rope_scaling") {
+				delete(all, "rope_parameters")
+			}
+			written, err := json.Marshal(all)
+			require.NoError(t, err)
+			require.NoError(t, os.WriteFile(filepath.Join(dir, configName), written, 0o666))
+			if text == `{"hidden_size": "16"}` {
+				_, err := Open(dir)
+				require.NoError(t, err)
+				return
+			}
+			refuses(t, dir, want)
+		})
+	}
+	for text, want := range map[string]string{
+		"": "no JSON", "[1]": "want a JSON object", "{": "no JSON", "{} {}": "",
+		`{"a": 1, "a": 2}`:             `"a" occurs twice`,
+		`{"a": {"b": 1, "b": 2}}`:      `"b" occurs twice`,
+		strings.Repeat(`{"a":`, 1<<18): "nested deeper",
+		strings.Repeat(" ", 5<<20):     "at most",
+	} {
+		dir := copyOf(t, "llama2")
+		require.NoError(t, os.WriteFile(filepath.Join(dir, configName), []byte(text), 0o666))
+		refuses(t, dir, want)
+	}
+}
+
+// TestOldConfig wants what older versions of transformers wrote to mean the same.
+func TestOldConfig(t *testing.T) {
+	dir := copyOf(t, "llama2")
+	rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
+		delete(f, "rope_parameters")
+		delete(f, "head_dim")
+		delete(f, "dtype")
+		f["torch_dtype"], f["rope_theta"], f["rope_scaling"] = "float32", 10000.0, nil
+		f["pretraining_tp"], f["_name_or_path"] = 1, "x"
+	})
+	f, err := Open(dir)
+	require.NoError(t, err)
+	defer f.Close()
+	require.Equal(t, open(t, "llama2").Config, f.Config)
+}
+
+// TestGeneration wants the fields of generation_config.json to be read or refused.
+func TestGeneration(t *testing.T) {
+	dir := copyOf(t, "llama2")
+	path := filepath.Join(dir, generationName)
+	require.NoError(t, os.WriteFile(path, []byte(`{"do_sample": true, "temperature": 0.6, "top_k": 20,
+		"top_p": 0.9, "eos_token_id": [4, 5], "repetition_penalty": 1.05}`), 0o666))
+	f, err := Open(dir)
+	require.NoError(t, err)
+	require.NoError(t, f.Close())
+	require.Equal(t, Generation{Begin: 1, Pad: 0, End: []int{4, 5}, Sample: true, Temperature: 0.6,
+		TopK: 20, TopP: 0.9, Ignored: []string{"repetition_penalty"}}, f.Generation)
+	for text, want := range map[string]string{`{"eos_token_id": 48}`: "eos_token_id", `{"top_p": 2}`: "top_p",
+		`{"more": 1}`: "more is 1: this field is not understood", `{"temperature": -1}`: "temperature"} {
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
+		refuses(t, dir, want)
+	}
+}
+
+// TestWiden wants every number of 16 bits to be what it is, at every place, and those that are not
+// finite to be found.
+func TestWiden(t *testing.T) {
+	for h := range 1 << 16 {
+		for dtype, want := range map[safetensors.DType]float64{
+			safetensors.F16:  half.Float16(h).Float64(),
+			safetensors.BF16: float64(half.BFloat16(h).Float32())} {
+			place := h % 7
+			from, to := make([]byte, 14), make([]float32, 7)
+			binary.LittleEndian.PutUint16(from[2*place:], uint16(h))
+			n, suspect := widen(to, from, dtype)
+			require.Equal(t, 7, n)
+			require.Equal(t, math.IsNaN(want) || math.IsInf(want, 0), suspect, "%s %#x", dtype, h)
+			if !math.IsNaN(want) && want != float64(to[place]) {
+				require.Equal(t, want, float64(to[place]), "%s %#x", dtype, h)
+			}
+		}
+	}
+	for _, x := range []float32{0, -1, math.MaxFloat32, float32(math.Inf(-1)), float32(math.NaN())} {
+		_, suspect := widen(make([]float32, 1), narrow(nil, []float32{x}, safetensors.F32),
+			safetensors.F32)
+		require.Equal(t, notFinite(x), suspect)
+	}
+}

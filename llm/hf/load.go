@@ -1,0 +1,224 @@
+package hf
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"sync/atomic"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// LoadOption changes how a model is loaded.
+type LoadOption func(*loading)
+
+type loading struct {
+	change   func(*llm.Config)
+	progress func(done, of int64)
+	lattice  []state.Option
+}
+
+// WithConfig lets change alter the configuration before the model is made, in what weights do not
+// depend on: Seq, Documents, and Kasmina layers to grow, which start as the identity.
+func WithConfig(change func(*llm.Config), lattice ...state.Option) LoadOption {
+	return func(l *loading) { l.change, l.lattice = change, lattice }
+}
+
+// WithProgress calls f as bytes of the weights have been read, from several goroutines at once.
+func WithProgress(f func(done, of int64)) LoadOption {
+	return func(l *loading) { l.progress = f }
+}
+
+// Load opens a folder and loads its model.
+func Load(ctx context.Context, dir string, opts ...LoadOption) (*llm.Model, error) {
+	f, err := Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	m, err := f.Load(ctx, opts...)
+	return m, errors.Join(err, f.Close())
+}
+
+// Load returns the model with parameters of float32. Weights are read in pieces straight into its
+// memory, so that there is hardly more of it than the model takes. A weight that is NaN or infinite
+// is an error that wraps llm.ErrDiverged.
+func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, error) {
+	if ctx == nil {
+		return nil, errors.New("hf: Load: the context is nil, want one such as context.Background()")
+	}
+	var l loading
+	for _, opt := range opts {
+		opt(&l)
+	}
+	c, err := l.config(f.Config)
+	if err != nil {
+		return nil, fmt.Errorf("hf: %s: %w", f.Dir, err)
+	}
+	var done atomic.Int64
+	total := f.weights.bytes(f.Config)
+	m, err := llm.NewModelFrom(c, tensor.Float32, func(p llm.Param) error {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if _, ok := f.weights.in[p.Name]; !ok {
+			return nil // of a Kasmina layer, as Open has checked
+		}
+		return f.weights.read(ctx, p.Name, p.Value.Float32s(), func(bytes int) {
+			if n := done.Add(int64(bytes)); l.progress != nil {
+				l.progress(n, total)
+			}
+		})
+	}, l.lattice...)
+	if err != nil {
+		return nil, fmt.Errorf("hf: %s: %w", f.Dir, err)
+	}
+	return m, nil
+}
+
+// config returns the configuration that a caller wants, whose weights must be those of c.
+func (l *loading) config(c llm.Config) (llm.Config, error) {
+	if l.change == nil {
+		return c, nil
+	}
+	changed := c
+	l.change(&changed)
+	if err := changed.Check(); err != nil {
+		return c, err
+	}
+	want := map[string][]int{}
+	for name, shape := range changed.Parameters() {
+		want[name] = shape
+	}
+	for name, shape := range c.Parameters() {
+		if !slices.Equal(want[name], shape) {
+			return c, fmt.Errorf("WithConfig: tensor %s has the shape %v in the weights, and %v in the "+
+				"changed configuration", name, shape, want[name])
+		}
+	}
+	return changed, nil
+}
+
+// bytes is the size of the weights that a configuration needs.
+func (w *weights) bytes(c llm.Config) (total int64) {
+	for name := range c.Parameters() {
+		if f, ok := w.in[name]; ok {
+			total += f.Bytes(name)
+		}
+	}
+	return total
+}
+
+// read turns a tensor's elements into float32.
+func (w *weights) read(ctx context.Context, name string, to []float32, done func(bytes int)) error {
+	f := w.in[name]
+	dtype, _, err := f.Info(name)
+	if err != nil {
+		return err
+	}
+	all := to
+	err = f.Chunks(ctx, name, func(part []byte) error {
+		n, suspect := widen(to, part, dtype)
+		if suspect {
+			bad := slices.IndexFunc(to[:n], notFinite)
+			return fmt.Errorf("tensor %s: %w: element %d is %v", name, llm.ErrDiverged,
+				len(all)-len(to)+bad, to[bad])
+		}
+		to = to[n:]
+		done(len(part))
+		return nil
+	})
+	if err == nil && len(to) > 0 {
+		err = fmt.Errorf("tensor %s: it has %d elements, want %d", name, len(all)-len(to), len(all))
+	}
+	return err
+}
+
+func notFinite(x float32) bool { return math.Float32bits(x)&0x7f800000 == 0x7f800000 }
+
+// widen converts as many elements as from has. It returns how many these are, and whether one of
+// them is NaN or infinite: its exponent has ones alone, so that one more carries into the sign.
+func widen(to []float32, from []byte, dtype safetensors.DType) (n int, suspect bool) {
+	if dtype == safetensors.F32 {
+		n = len(from) / 4
+		bad := uint32(0)
+		for i := range to[:n] {
+			bits := binary.LittleEndian.Uint32(from[4*i:])
+			to[i] = math.Float32frombits(bits)
+			bad |= bits&0x7f800000 + 0x00800000
+		}
+		return n, bad>>31 != 0
+	}
+	n = len(from) / 2
+	to = to[:n]
+	if dtype == safetensors.F16 {
+		bad := uint16(0)
+		for i := range to {
+			h := binary.LittleEndian.Uint16(from[2*i:])
+			to[i] = widenHalf(h)
+			bad |= h&0x7c00 + 0x0400
+		}
+		return n, bad>>15 != 0
+	}
+	const exponents, ones, signs = 0x7f807f807f807f80, 0x0080008000800080, 0x8000800080008000
+	bad := uint64(0)
+	for ; len(from) >= 8 && len(to) >= 4; from, to = from[8:], to[4:] {
+		v := binary.LittleEndian.Uint64(from)
+		to[0] = math.Float32frombits(uint32(v) << 16)
+		to[1] = math.Float32frombits(uint32(v) & 0xffff0000)
+		to[2] = math.Float32frombits(uint32(v>>32) << 16)
+		to[3] = math.Float32frombits(uint32(v>>32) & 0xffff0000)
+		bad |= v&exponents + ones
+	}
+	for i := range to {
+		h := binary.LittleEndian.Uint16(from[2*i:])
+		to[i] = math.Float32frombits(uint32(h) << 16)
+		bad |= uint64(h)&0x7f80 + 0x80
+	}
+	return n, bad&signs != 0
+}
+
+// widenHalf is [half.Float16.Float64] without its power for the usual numbers.
+func widenHalf(h uint16) float32 {
+	if exp := h >> 10 & 0x1f; exp != 0 && exp != 0x1f {
+		return math.Float32frombits(uint32(h&0x8000)<<16 | (uint32(h&0x7fff)<<13 + 112<<23))
+	}
+	return float32(half.Float16(h).Float64())
+}
+
+// narrow is the other way round: it appends elements in a type.
+func narrow(to []byte, from []float32, dtype safetensors.DType) []byte {
+	for _, x := range from {
+		switch dtype {
+		case safetensors.F32:
+			to = binary.LittleEndian.AppendUint32(to, math.Float32bits(x))
+		case safetensors.BF16:
+			to = binary.LittleEndian.AppendUint16(to, uint16(half.NewBFloat16(x)))
+		default:
+			to = binary.LittleEndian.AppendUint16(to, uint16(half.NewFloat16(float64(x))))
+		}
+	}
+	return to
+}
+
+// bytesOf returns a tensor's elements as they stand in the file.
+func bytesOf(t safetensors.Tensor) []byte {
+	switch x := t.Data.(type) {
+	case []float32:
+		return narrow(nil, x, safetensors.F32)
+	case []uint16:
+		b := make([]byte, 0, 2*len(x))
+		for _, v := range x {
+			b = binary.LittleEndian.AppendUint16(b, v)
+		}
+		return b
+	}
+	return nil
+}

@@ -1,0 +1,381 @@
+package hf
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// tokenizerFiles are those of a folder that belong to its tokenizer.
+var tokenizerFiles = []string{"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+	"added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model",
+	"vocab.json", "merges.txt"}
+
+const (
+	maxTokenizer = 64 << 20
+	shardBytes   = 5 << 30
+)
+
+// SaveOption changes what SavePretrained writes.
+type SaveOption func(*saving)
+
+type saving struct {
+	like     *Folder
+	dtype    safetensors.DType
+	shard    int64
+	files    map[string][]byte
+	progress func(done, of int64)
+	beside   []string
+	err      error
+}
+
+// Like takes from a folder what the model does not know: config.json and generation_config.json,
+// types of tensors, and the files of the tokenizer. The folder may be closed.
+func Like(f *Folder) SaveOption { return func(s *saving) { s.like = f } }
+
+// WithDtype writes all tensors as float32, float16 or bfloat16. Otherwise each has the type that it
+// has in the folder of [Like], and without one float32.
+func WithDtype(name string) SaveOption {
+	return func(s *saving) {
+		for d, n := range dtypeNames {
+			if n == name {
+				s.dtype = d
+				return
+			}
+		}
+		s.err = fmt.Errorf("WithDtype: %.40q, want float32, float16 or bfloat16", name)
+	}
+}
+
+var dtypeNames = map[safetensors.DType]string{safetensors.F32: "float32", safetensors.F16: "float16",
+	safetensors.BF16: "bfloat16"}
+
+// WithShardSize begins another file of weights where one would get larger, 5 GiB if not said.
+func WithShardSize(bytes int64) SaveOption {
+	return func(s *saving) {
+		if s.shard = bytes; bytes < 1 {
+			s.err = fmt.Errorf("WithShardSize: %d bytes, want at least 1", bytes)
+		}
+	}
+}
+
+// WithFile adds a file to the folder, such as a tokenizer.json, in place of that of [Like].
+func WithFile(name string, content []byte) SaveOption {
+	return func(s *saving) { s.files[name] = content }
+}
+
+// Beside lets the folder be one that holds the given files or folders, which stay.
+func Beside(names ...string) SaveOption { return func(s *saving) { s.beside = names } }
+
+// Vacant returns an error if a folder holds anything but what is named.
+func Vacant(dir string, names ...string) error {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	for _, e := range entries {
+		if !slices.Contains(names, e.Name()) {
+			return fmt.Errorf("the folder %s is not empty, it holds %s: name a new one", dir, e.Name())
+		}
+	}
+	return err
+}
+
+// WithSaveProgress calls f as bytes of the weights have been written.
+func WithSaveProgress(f func(done, of int64)) SaveOption {
+	return func(s *saving) { s.progress = f }
+}
+
+// SavePretrained writes a model as a folder that transformers loads: config.json,
+// generation_config.json, safetensors and the files of a tokenizer. The folder must be new or empty,
+// and appears when it is complete. A model whose seeds change what it computes is refused, since
+// transformers has no such layers; dormant ones leave nothing behind.
+func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
+	s := &saving{shard: shardBytes, files: map[string][]byte{}}
+	for _, opt := range opts {
+		opt(s)
+	}
+	if err := s.save(ctx, dir, m); err != nil {
+		return fmt.Errorf("hf: SavePretrained: %w", err)
+	}
+	return nil
+}
+
+func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error) {
+	switch {
+	case s.err != nil:
+		return s.err
+	case ctx == nil:
+		return errors.New("the context is nil, want one such as context.Background()")
+	case m == nil || len(m.Params) == 0:
+		return errors.New("the model is nil or its zero value")
+	}
+	if err := Unchanged(m); err != nil {
+		return err
+	}
+	config, err := s.config(m.Config)
+	if err != nil {
+		return err
+	}
+	if err := s.collect(config); err != nil {
+		return err
+	}
+	return newFolder(dir, s.beside, func(dir string) error {
+		if err := s.writeWeights(ctx, dir, m); err != nil {
+			return err
+		}
+		for _, name := range slices.Sorted(maps.Keys(s.files)) {
+			err := atomicfile.Write(filepath.Join(dir, name), func(f *os.File) error {
+				_, err := f.Write(s.files[name])
+				return err
+			})
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// newFolder has write fill a folder that appears at dir when it is complete. Where dir holds the
+// named things, the files are moved there one by one, config.json last.
+func newFolder(dir string, beside []string, write func(dir string) error) (err error) {
+	if err := Vacant(dir, beside...); err != nil {
+		return err
+	}
+	dir = filepath.Clean(dir)
+	if err := os.MkdirAll(filepath.Dir(dir), 0o777); err != nil {
+		return err
+	}
+	temporary, err := os.MkdirTemp(filepath.Dir(dir), "."+filepath.Base(dir)+".tmp-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(temporary)) }()
+	if err := os.Chmod(temporary, 0o755); err != nil {
+		return err
+	}
+	if err := write(temporary); err != nil {
+		return err
+	}
+	if held, _ := os.ReadDir(dir); len(held) > 0 {
+		return moveInto(dir, temporary)
+	}
+	if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return os.Rename(temporary, dir)
+}
+
+// moveInto moves the files of a folder to another one.
+func moveInto(dir, from string) error {
+	entries, err := os.ReadDir(from)
+	if err != nil {
+		return err
+	}
+	slices.SortStableFunc(entries, func(a, b fs.DirEntry) int {
+		last := map[bool]int{true: 1}
+		return last[a.Name() == configName] - last[b.Name() == configName]
+	})
+	for _, e := range entries {
+		if err := os.Rename(filepath.Join(from, e.Name()), filepath.Join(dir, e.Name())); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Unchanged returns an error that names a seed which changes what the model computes.
+func Unchanged(m *llm.Model) error {
+	for layer, r := range m.Kasmina.Report() {
+		if layer >= len(m.Config.Kasmina) {
+			break // the lattice of depth, whose blocks are like any other
+		}
+		for _, seed := range r.Seeds {
+			if seed.Slot != 0 && seed.Alpha != 0 {
+				return fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α %.3g, and "+
+					"transformers has no such layer: cull the seed, or save the run with Trainer.Save",
+					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
+			}
+		}
+	}
+	return nil
+}
+
+// collect gathers the small files.
+func (s *saving) collect(config []byte) error {
+	add := func(name string, content []byte) {
+		if _, ok := s.files[name]; !ok {
+			s.files[name] = content
+		}
+	}
+	add(configName, config)
+	if s.like == nil {
+		add(generationName, []byte("{\n  \"_from_model_config\": true\n}\n"))
+		return nil
+	}
+	if s.like.generation != nil {
+		add(generationName, s.like.generation)
+	} else {
+		add(generationName, s.like.generationOf())
+	}
+	for _, name := range tokenizerFiles {
+		text, err := regular.Read(filepath.Join(s.like.Dir, name), maxTokenizer,
+			"a tokenizer's file has")
+		if err == nil {
+			add(name, text)
+		} else if !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// generationOf is a generation_config.json of what config.json says.
+func (f *Folder) generationOf() []byte {
+	fields := map[string]any{"_from_model_config": true}
+	if g := f.Generation; g.Begin >= 0 {
+		fields["bos_token_id"] = g.Begin
+	}
+	if g := f.Generation; g.Pad >= 0 {
+		fields["pad_token_id"] = g.Pad
+	}
+	if len(f.Generation.End) == 1 {
+		fields["eos_token_id"] = f.Generation.End[0]
+	} else if len(f.Generation.End) > 1 {
+		fields["eos_token_id"] = f.Generation.End
+	}
+	text, _ := json.MarshalIndent(fields, "", "  ") // of numbers alone
+	return append(text, '\n')
+}
+
+// dtypeOf returns the type in which a tensor is written.
+func (s *saving) dtypeOf(name string) safetensors.DType {
+	if s.dtype != "" {
+		return s.dtype
+	}
+	if s.like != nil {
+		if d := s.like.weights.dtypeOf(name); d != "" {
+			return d
+		}
+		if d := s.like.weights.dtypeOf(embedName); d != "" {
+			return d
+		}
+	}
+	return safetensors.F32
+}
+
+// writeWeights writes the parameters to one file, or to several and an index.
+func (s *saving) writeWeights(ctx context.Context, dir string, m *llm.Model) error {
+	shards, total := s.shards(m)
+	var done int64
+	index := map[string]string{}
+	for i, shard := range shards {
+		name := weightsName
+		if len(shards) > 1 {
+			name = fmt.Sprintf("model-%05d-of-%05d.safetensors", i+1, len(shards))
+		}
+		for j := range shard {
+			index[shard[j].Name] = name
+			write := shard[j].Write
+			shard[j].Write = func(w io.Writer) error {
+				return write(writerFunc(func(p []byte) (int, error) {
+					if ctx.Err() != nil {
+						return 0, context.Cause(ctx)
+					}
+					if done += int64(len(p)); s.progress != nil {
+						s.progress(done, total)
+					}
+					return w.Write(p)
+				}))
+			}
+		}
+		err := safetensors.SaveSources(filepath.Join(dir, name), shard,
+			map[string]string{"format": "pt"})
+		if err != nil {
+			return err
+		}
+	}
+	if len(shards) == 1 {
+		return nil
+	}
+	text, err := json.MarshalIndent(map[string]any{
+		"metadata":   map[string]any{"total_size": total, "total_parameters": m.NumParams()},
+		"weight_map": index}, "", "  ")
+	if err == nil {
+		s.files[indexName] = append(text, '\n')
+	}
+	return err
+}
+
+type writerFunc func([]byte) (int, error)
+
+func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
+
+// shards divides the parameters into files.
+func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int64) {
+	c := plain(m.Config)
+	var size int64
+	for name, shape := range c.Parameters() {
+		source := s.source(name, shape, m.Param(name))
+		bytes := int64(tensor.Shape(shape).TotalSize()) * int64(source.DType.Size())
+		if n := len(shards); n == 0 || size+bytes > s.shard {
+			shards, size = append(shards, nil), 0
+		}
+		last := &shards[len(shards)-1]
+		*last = append(*last, source)
+		size, total = size+bytes, total+bytes
+	}
+	return shards, total
+}
+
+// plain is a configuration without what transformers does not know.
+func plain(c llm.Config) llm.Config {
+	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
+	c.KasminaOptions = llm.KasminaOptions{}
+	return c
+}
+
+// source is a parameter that is converted while it is written.
+func (s *saving) source(name string, shape []int, p *tensor.Dense) safetensors.Source {
+	const piece = 1 << 16
+	dtype := s.dtypeOf(name)
+	return safetensors.Source{Name: name, DType: dtype, Shape: shape, Write: func(w io.Writer) error {
+		var buffer []byte
+		var small []float32
+		for at, n := 0, p.Shape().TotalSize(); at < n; at += piece {
+			to := min(at+piece, n)
+			switch x := p.Data().(type) {
+			case []float32:
+				small = x[at:to]
+			case []float64:
+				small = small[:0]
+				for _, v := range x[at:to] {
+					small = append(small, float32(v))
+				}
+			}
+			if bad := slices.IndexFunc(small, notFinite); bad >= 0 {
+				return fmt.Errorf("%w: element %d is %v", llm.ErrDiverged, at+bad, small[bad])
+			}
+			buffer = narrow(buffer[:0], small, dtype)
+			if _, err := w.Write(buffer); err != nil {
+				return err
+			}
+		}
+		return nil
+	}}
+}

@@ -1,0 +1,156 @@
+"""Makes the folders beside it: small random models of every family, as transformers saves them.
+
+Each has golden.safetensors: ids, the logits for them in float32, and the losses of ten steps of
+AdamW on them. Runs with transformers 5.23.0 and torch 2.15.0:
+
+    python3 make.py
+"""
+
+import json
+import os
+import shutil
+import warnings
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+os.chdir(os.path.dirname(os.path.abspath(__file__)))
+
+SMALL = dict(vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+             bos_token_id=1, eos_token_id=2, pad_token_id=0)
+LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0,
+            original_max_position_embeddings=16)
+LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
+THETA = dict(rope_type="default", rope_theta=1000000.0)
+
+# name: class of the configuration, what it has beyond SMALL, type of the weights
+MODELS = {
+    "llama2": ("Llama", dict(num_key_value_heads=4, rms_norm_eps=1e-5), "float32"),
+    "llama3.1": ("Llama", dict(rope_parameters=LLAMA3), "bfloat16"),
+    "llama3.2": ("Llama", dict(rope_parameters=LLAMA3, tie_word_embeddings=True,
+                               eos_token_id=[2, 3]), "float16"),
+    "llama-linear": ("Llama", dict(rope_parameters=LINEAR), "float32"),
+    "llama-yarn": ("Llama", dict(rope_parameters=YARN), "float32"),
+    "smollm2": ("Llama", dict(tie_word_embeddings=True, rms_norm_eps=1e-5,
+                              rope_parameters=dict(THETA, rope_theta=100000.0)), "bfloat16"),
+    "mistral": ("Mistral", dict(head_dim=6, sliding_window=7, rope_parameters=THETA), "bfloat16"),
+    "mistral-full": ("Mistral", dict(sliding_window=None, rope_parameters=THETA), "bfloat16"),
+    "qwen2.5": ("Qwen2", dict(tie_word_embeddings=True, rope_parameters=THETA), "bfloat16"),
+    "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1,
+                                   rope_parameters=dict(YARN, rope_theta=1000000.0)), "float32"),
+    "qwen3": ("Qwen3", dict(head_dim=10, rope_parameters=THETA), "bfloat16"),
+    "smollm3": ("SmolLM3", dict(num_hidden_layers=4, no_rope_layer_interval=2,
+                                rope_parameters=dict(THETA, rope_theta=5000000.0)), "float32"),
+    "gemma3": ("Gemma3Text", dict(num_hidden_layers=3, head_dim=6, sliding_window=5,
+                                  query_pre_attn_scalar=9,
+                                  layer_types=["sliding_attention"] * 2 + ["full_attention"],
+                                  rope_parameters=dict(
+                                      full_attention=dict(rope_type="linear", factor=8.0,
+                                                          rope_theta=1000000.0),
+                                      sliding_attention=dict(rope_type="default",
+                                                             rope_theta=10000.0))), "bfloat16"),
+}
+
+
+def make(name, family, fields, dtype):
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, family + "Config")(**{**SMALL, **fields})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from what any of them begins with
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model = model.to(getattr(torch, dtype))
+    shutil.rmtree(name, ignore_errors=True)
+    model.save_pretrained(name)
+    # What the file holds, computed in float32.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.randint(3, config.vocab_size, (2, 24))  # the row of padding would not learn
+    with torch.no_grad():
+        logits = model(ids).logits
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-8,
+                                  weight_decay=0.01)
+    losses = []
+    for _ in range(10):
+        loss = torch.nn.functional.cross_entropy(
+            model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    save_file({"ids": ids, "logits": logits.contiguous(), "losses": torch.tensor(losses)},
+              name + "/golden.safetensors")
+
+
+for name, (family, fields, dtype) in MODELS.items():
+    make(name, family, fields, dtype)
+
+
+def make_tiny():
+    """A model with a tokenizer and a chat template, for the command and its guide."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, decoders, trainers, processors
+
+    text = open("../../../LICENSE").read()
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(tokenizers_regex(), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tok.decoder = decoders.ByteLevel()
+    tok.train_from_iterator([text], trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
+    tok.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tok, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
+    fast.chat_template = ("{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
+                          "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    shutil.rmtree("tiny", ignore_errors=True)
+    fast.save_pretrained("tiny")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**{**SMALL, "vocab_size": 400, "hidden_size": 32,
+                                         "intermediate_size": 64, "bos_token_id": 0,
+                                         "eos_token_id": 1, "pad_token_id": None,
+                                         "max_position_embeddings": 128,
+                                         "tie_word_embeddings": True})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.tensor([fast(text)["input_ids"]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(150):
+        at = torch.randint(0, ids.shape[1] - 65, (8,)).tolist()
+        batch = torch.cat([ids[:, i:i + 65] for i in at])
+        loss = torch.nn.functional.cross_entropy(
+            model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.to(torch.bfloat16).save_pretrained("tiny")
+    model = transformers.AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.float32)
+    golden = {"seq": 48, "loss": 0.0, "tokens": 0, "prompt": text[:40]}
+    for window in ids[0].split(golden["seq"]):
+        logits = model(window[None]).logits[0, :-1]
+        golden["loss"] += torch.nn.functional.cross_entropy(
+            logits, window[1:], reduction="sum").item()
+        golden["tokens"] += len(window) - 1
+    golden["loss"] /= golden["tokens"]
+    prompt = torch.tensor([fast(golden["prompt"])["input_ids"]])
+    out = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    golden["text"] = fast.decode(out[0], skip_special_tokens=True)
+    json.dump(golden, open("tiny.json", "w"), indent=1)
+
+
+def tokenizers_regex():
+    """The splitting pattern of Qwen 2."""
+    from tokenizers import Regex
+    return Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+"
+                 r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+make_tiny()

@@ -1,0 +1,256 @@
+package hf
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+const (
+	weightsName = "model.safetensors"
+	indexName   = "model.safetensors.index.json"
+	maxIndex    = 64 << 20
+	maxShards   = 10000
+
+	embedName = "model.embed_tokens.weight"
+	headName  = "lm_head.weight"
+)
+
+// weights are the tensors of one file or of several.
+type weights struct {
+	files []*safetensors.File
+	names []string                     // of the files
+	in    map[string]*safetensors.File // tensors
+	order []string                     // of the tensors
+}
+
+// openWeights opens the files of weights, and checks that the index agrees with them.
+func openWeights(dir string) (*weights, error) {
+	w := &weights{in: map[string]*safetensors.File{}}
+	index, err := regular.Read(filepath.Join(dir, indexName), maxIndex, "an index of weights has")
+	switch {
+	case err == nil:
+		err = w.openShards(dir, index)
+	case errors.Is(err, fs.ErrNotExist):
+		if err = w.add(dir, weightsName); errors.Is(err, fs.ErrNotExist) {
+			err = noWeights(dir)
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(err, w.close())
+	}
+	return w, nil
+}
+
+// noWeights says what there is in place of weights.
+func noWeights(dir string) error {
+	for _, pattern := range []string{"pytorch_model*.bin", "*.pth", "*.pt", "*.gguf"} {
+		if found, _ := filepath.Glob(filepath.Join(dir, pattern)); len(found) > 0 {
+			return fmt.Errorf("it has %s and no %s: only safetensors can be read; "+
+				"save_pretrained of transformers writes them", filepath.Base(found[0]), weightsName)
+		}
+	}
+	return fmt.Errorf("it has no %s and no %s: the weights are missing", weightsName, indexName)
+}
+
+// openShards opens the files that an index names.
+func (w *weights) openShards(dir string, text []byte) error {
+	fail := func(format string, args ...any) error {
+		return fmt.Errorf("%s: %w", indexName, fmt.Errorf(format, args...))
+	}
+	if _, err := os.Stat(filepath.Join(dir, weightsName)); err == nil {
+		return fail("there is %s too, and nothing says which of them holds: remove one", weightsName)
+	}
+	if err := checkJSON(text); err != nil {
+		return fail("%w", err)
+	}
+	var index struct {
+		Map map[string]string `json:"weight_map"`
+	}
+	if err := json.Unmarshal(text, &index); err != nil {
+		return fail("%w", err)
+	}
+	if len(index.Map) == 0 {
+		return fail("weight_map is empty, want the file of every tensor")
+	}
+	shards := slices.Sorted(maps.Values(index.Map))
+	shards = slices.Compact(shards)
+	if len(shards) > maxShards {
+		return fail("it names %d files, want %d at most", len(shards), maxShards)
+	}
+	for _, name := range shards {
+		if name != filepath.Base(name) || !filepath.IsLocal(name) {
+			return fail("it names the file %.80q, want one in the same folder", name)
+		}
+		if err := w.add(dir, name); errors.Is(err, fs.ErrNotExist) {
+			return fail("the file %s is missing: copy or download it again", name)
+		} else if err != nil {
+			return err
+		}
+	}
+	at := map[*safetensors.File]string{}
+	for i, f := range w.files {
+		at[f] = w.names[i]
+	}
+	for _, tensor := range slices.Sorted(maps.Keys(index.Map)) {
+		f, ok := w.in[tensor]
+		if !ok {
+			return fail("tensor %.100q is not in %s, where it says", tensor, index.Map[tensor])
+		}
+		if at[f] != index.Map[tensor] {
+			return fail("tensor %.100q is in %s, and it says %s", tensor, at[f], index.Map[tensor])
+		}
+	}
+	for _, tensor := range w.order {
+		if _, ok := index.Map[tensor]; !ok {
+			return fail("tensor %.100q of %s is not in it", tensor, at[w.in[tensor]])
+		}
+	}
+	return nil
+}
+
+// add opens a file, whose tensors must not be in another one.
+func (w *weights) add(dir, name string) error {
+	f, err := safetensors.Open(filepath.Join(dir, name))
+	if err != nil {
+		return err
+	}
+	w.files, w.names = append(w.files, f), append(w.names, name)
+	for _, tensor := range f.Names() {
+		if other, ok := w.in[tensor]; ok {
+			return fmt.Errorf("tensor %.100q is in %s and in %s: want it once", tensor,
+				w.names[slices.Index(w.files, other)], name)
+		}
+		w.in[tensor] = f
+		w.order = append(w.order, tensor)
+	}
+	return nil
+}
+
+func (w *weights) close() error {
+	var errs []error
+	for _, f := range w.files {
+		errs = append(errs, f.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// derived are tensors that old versions of transformers kept although they follow from the
+// configuration.
+var derived = regexp.MustCompile(
+	`^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$`)
+
+// fit checks that the tensors are those of a configuration.
+func (w *weights) fit(c llm.Config) error {
+	rest := maps.Clone(w.in)
+	for name, shape := range c.Parameters() {
+		f, ok := rest[name]
+		if !ok {
+			return fmt.Errorf("tensor %s is missing from the weights, which have %d others", name,
+				len(w.in))
+		}
+		dtype, have, err := f.Info(name)
+		if err != nil {
+			return err
+		}
+		if !slices.Equal(have, shape) {
+			return fmt.Errorf("tensor %s has the shape %v, and by config.json it is %v", name, have,
+				shape)
+		}
+		if !readable(dtype) {
+			return fmt.Errorf("tensor %s is of type %s, want F32, F16 or BF16", name, dtype)
+		}
+		delete(rest, name)
+	}
+	for name := range rest {
+		if derived.MatchString(name) {
+			delete(rest, name)
+		}
+	}
+	if _, both := rest[headName]; both && !c.Untied {
+		delete(rest, headName)
+		if err := w.sameHead(); err != nil {
+			return err
+		}
+	}
+	if len(rest) > 0 {
+		names := slices.Sorted(maps.Keys(rest))
+		return fmt.Errorf("tensor %.100q belongs to no part of the model that config.json describes, "+
+			"and %d such tensors there are", names[0], len(names))
+	}
+	return nil
+}
+
+func readable(d safetensors.DType) bool {
+	return d == safetensors.F32 || d == safetensors.F16 || d == safetensors.BF16
+}
+
+// sameHead wants an output layer that config.json says is the embedding to be it.
+func (w *weights) sameHead() error {
+	a, b := w.in[embedName], w.in[headName]
+	da, sa, _ := a.Info(embedName)
+	db, sb, _ := b.Info(headName)
+	same := da == db && slices.Equal(sa, sb)
+	if same {
+		x, err := a.Tensor(context.Background(), embedName)
+		if err != nil {
+			return err
+		}
+		left := bytesOf(x)
+		err = b.Chunks(context.Background(), headName, func(part []byte) error {
+			same = same && bytes.Equal(part, left[:len(part)])
+			left = left[len(part):]
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	if !same {
+		return fmt.Errorf("tensor %s differs from %s, and config.json has tie_word_embeddings: one of "+
+			"them is wrong", headName, embedName)
+	}
+	return nil
+}
+
+// TensorInfo describes a tensor of the weights.
+type TensorInfo struct {
+	Name, Type, File string
+	Shape            []int
+	Bytes            int64
+}
+
+// Tensors returns what the weights hold, in the order of the files.
+func (f *Folder) Tensors() []TensorInfo {
+	all := make([]TensorInfo, 0, len(f.weights.order))
+	for i, file := range f.weights.files {
+		for _, name := range file.Names() {
+			dtype, shape, _ := file.Info(name)
+			all = append(all, TensorInfo{name, string(dtype), f.weights.names[i], shape,
+				file.Bytes(name)})
+		}
+	}
+	return all
+}
+
+// dtypeOf returns the type of a tensor, "" for one that is not there.
+func (w *weights) dtypeOf(name string) safetensors.DType {
+	f, ok := w.in[name]
+	if !ok {
+		return ""
+	}
+	d, _, _ := f.Info(name)
+	return d
+}

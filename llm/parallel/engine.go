@@ -1,0 +1,517 @@
+package parallel
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/gob"
+	"errors"
+	"fmt"
+	"math"
+	"unsafe"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// engine is the CPU's of one rank.
+type engine struct {
+	llm.Inference
+	team      *Team
+	optimizer optim.Partial
+	config    llm.TrainConfig
+	train     llm.Runner
+	grads     []gorgonia.ValueGrad // of one batch; of the own parts, before an update, those of the step
+	*layout
+	parts []optim.Part // own
+	ats   []int
+
+	sum                        comm.OrderedSum
+	contribution, acc, weights comm.Ptr
+	buffers                    []comm.Ptr
+	flight                     bool // contribution is on its way
+}
+
+var _ llm.Parallel = (*engine)(nil)
+
+// Engine is for [llm.TrainConfig.Engine]. The optimiser must be an [optim.Partial]. Where it fails at
+// one rank it fails at all.
+func (t *Team) Engine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+	e, err := t.newEngine(m, o, c)
+	if err = t.Agree(err); err == nil {
+		return e, nil
+	}
+	if e != nil {
+		err = errors.Join(err, e.Close())
+	}
+	return nil, fmt.Errorf("parallel: %w", err)
+}
+
+func (t *Team) newEngine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
+	if t.host == nil {
+		return nil, errors.New("the team's group is on GPUs: gpu.Parallel makes engines for them")
+	}
+	partial, ok := o.(optim.Partial)
+	if !ok {
+		return nil, fmt.Errorf("%T updates whole models alone, want an optimiser such as optim.AdamW", o)
+	}
+	g, err := c.Graph(m)
+	if err != nil {
+		return nil, err
+	}
+	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	if err != nil {
+		return nil, err
+	}
+	e := &engine{Inference: llm.Inference{Model: m}, team: t, optimizer: partial, config: c,
+		train: llm.Runner{Graph: g, Machine: machine}, grads: machine.ValueGrads()}
+	if err := o.Declare(e.grads); err != nil {
+		return e, err
+	}
+	if e.layout, err = newLayout(e.grads, partial, t.Size()); err != nil {
+		return e, err
+	}
+	e.parts, e.ats = e.layout.parts(t.Rank())
+	return e, e.allocate(m.Dtype())
+}
+
+// allocate takes memory for gradients and weights on their way.
+func (e *engine) allocate(dt tensor.Dtype) error {
+	typ := comm.Float32
+	if dt == tensor.Float64 {
+		typ = comm.Float64
+	}
+	e.sum = comm.OrderedSum{Group: e.team.group, Adder: e.team.host, Shards: e.shards, Type: typ}
+	own := e.shards.Len(e.team.Rank())
+	for _, b := range []struct {
+		at       *comm.Ptr
+		elements int
+	}{{&e.contribution, e.shards.Count()}, {&e.weights, e.shards.Count()}, {&e.acc, own},
+		{&e.sum.Staging, e.sum.StagingLen()}} {
+		p, err := e.team.host.Alloc(max(1, b.elements) * typ.Size())
+		if err != nil {
+			return err
+		}
+		*b.at = p
+		e.buffers = append(e.buffers, p)
+	}
+	return nil
+}
+
+// floats is a buffer of the model's type.
+func (e *engine) floats(p comm.Ptr, n int) (any, error) {
+	b, err := e.team.host.Bytes(p, n*e.sum.Type.Size())
+	if err != nil || n == 0 {
+		return []float32(nil), err
+	}
+	if e.sum.Type == comm.Float64 {
+		return unsafe.Slice((*float64)(unsafe.Pointer(&b[0])), n), nil
+	}
+	return unsafe.Slice((*float32)(unsafe.Pointer(&b[0])), n), nil
+}
+
+// Name is that of the CPU's engine where the bits are.
+func (e *engine) Name() string {
+	name := "cpu"
+	if gemm.RoundsToBFloat16() {
+		name = "cpu bf16"
+	}
+	if k := e.Model.Config.KasminaOptions; e.config.Accumulate > 1 &&
+		(k.Stability == op.Strict || k.AdaptiveClip > 0) {
+		name += ", batches side by side"
+	}
+	return name
+}
+
+func (e *engine) Rank() int  { return e.team.Rank() }
+func (e *engine) Ranks() int { return e.team.Size() }
+
+func (e *engine) Exchange(value []byte) ([][]byte, error) { return e.team.Exchange(value) }
+
+// result is what a batch has come to.
+type result struct {
+	Loss      float64
+	Err       string // empty for none
+	NonFinite bool   // the error is op.ErrNonFinite
+	Measured  []state.Measured
+}
+
+// report is what a rank tells the others of a step's batches.
+type report struct {
+	Lattices uint32   // digest, before the step
+	Err      string   // of the loader
+	Results  []result // of its own batches, in order
+}
+
+// Worker computes what falls to one rank of a step.
+type Worker interface {
+	// Compute makes the gradients of a batch, alone, and returns its loss. The passes have reported
+	// to the lattices when it returns.
+	Compute(b data.Batch) (float64, error)
+	// Add adds the gradients of a round to their owners' sums: those that the first contributors ranks
+	// have computed last. It may return while they are on their way.
+	Add(round, contributors int) error
+	// Land waits until all that was added is there.
+	Land() error
+}
+
+// Batches computes the batches of a step, as [llm.Parallel] wants, by a worker at each rank.
+func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, error)) ([]float64, error) {
+	t.steps.Add(1)
+	if err := t.progress(); err != nil {
+		return nil, err
+	}
+	me, size := t.Rank(), t.Size()
+	own := report{Lattices: m.Kasmina.Digest()}
+	var loader error
+	for i := range n {
+		if loader == nil {
+			var b data.Batch
+			if b, loader = next(); loader == nil && i%size == me {
+				own.Results = append(own.Results, compute(m, w, b, i))
+			}
+		}
+		if i%size == size-1 || i == n-1 {
+			if err := w.Add(i/size, i%size+1); err != nil {
+				return nil, t.blame(err)
+			}
+		}
+	}
+	if err := w.Land(); err != nil {
+		return nil, t.blame(err)
+	}
+	if loader != nil {
+		own.Err = loader.Error()
+	}
+	all, err := t.reports(own)
+	if err != nil {
+		return nil, err
+	}
+	for r, other := range all {
+		switch {
+		case other.Err != "" && r != me:
+			return nil, fmt.Errorf("rank %d: %s", r, other.Err)
+		case other.Lattices != all[0].Lattices:
+			return nil, fmt.Errorf("parallel: the lattices of ranks 0 and %d are not the same any more: "+
+				"while ranks train, what changes seeds must be submitted (Model.Kasmina.Submit)", r)
+		}
+	}
+	if loader != nil {
+		return nil, loader
+	}
+	return take(m, n, all)
+}
+
+// reports exchanges what ranks tell of a step.
+func (t *Team) reports(own report) ([]report, error) {
+	var b bytes.Buffer
+	if err := gob.NewEncoder(&b).Encode(own); err != nil {
+		return nil, err
+	}
+	texts, err := t.exchange(b.Bytes())
+	if err != nil {
+		return nil, err
+	}
+	all := make([]report, len(texts))
+	for r, text := range texts {
+		if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&all[r]); err != nil {
+			return nil, fmt.Errorf("parallel: rank %d does something else than a step: %w", r, err)
+		}
+	}
+	return all, nil
+}
+
+// take takes in what the batches have measured, in order, up to the first that has failed.
+func take(model *llm.Model, n int, all []report) (losses []float64, err error) {
+	for i := range n {
+		r, at := i%len(all), i/len(all)
+		if at >= len(all[r].Results) {
+			return nil, fmt.Errorf("parallel: rank %d has not computed batch %d of %d", r, i, n)
+		}
+		got := all[r].Results[at]
+		for k, m := range got.Measured {
+			if err := model.Kasmina.Lattice(k).Take(m); err != nil {
+				return nil, err
+			}
+		}
+		if got.Err != "" {
+			err := fmt.Errorf("batch %d of the step, at rank %d: %s", i+1, r, got.Err)
+			if got.NonFinite {
+				err = fmt.Errorf("%w: %w", op.ErrNonFinite, err)
+			}
+			return nil, err
+		}
+		losses = append(losses, got.Loss)
+	}
+	return losses, nil
+}
+
+// compute makes the gradients of the i-th batch of a step.
+func compute(m *llm.Model, w Worker, b data.Batch, i int) (r result) {
+	r.Measured = make([]state.Measured, m.Kasmina.Layers())
+	for k, l := range m.Kasmina.Lattices() {
+		l.Defer(&r.Measured[k], i)
+		defer l.Defer(nil, 0)
+	}
+	var err error
+	r.Loss, err = w.Compute(b)
+	if err != nil {
+		r.Err, r.NonFinite = err.Error(), errors.Is(err, op.ErrNonFinite)
+	}
+	return r
+}
+
+func (e *engine) Batches(n int, next func() (data.Batch, error)) ([]float64, error) {
+	return e.team.Batches(e.Model, e, n, next)
+}
+
+// Compute is that of [Worker].
+func (e *engine) Compute(b data.Batch) (float64, error) {
+	if err := e.Drop(); err != nil {
+		return 0, err
+	}
+	return e.train.Run(b)
+}
+
+// Land waits until the contribution has left and what came has been added.
+func (e *engine) Land() error {
+	if !e.flight {
+		return nil
+	}
+	e.flight = false
+	return e.team.sync()
+}
+
+// Add sends the gradients of a round's batch to their owners, and adds those of this rank's shard.
+// It returns when they are on their way.
+func (e *engine) Add(round, contributors int) error {
+	if err := e.Land(); err != nil {
+		return err
+	}
+	if e.team.Rank() < contributors {
+		buffer, err := e.floats(e.contribution, e.shards.Count())
+		if err != nil {
+			return err
+		}
+		if err := e.each(func(s stretch, _, grad any) {
+			copyParts([]optim.Part{{To: s.len}}, []int{s.at}, buffer, func(string) any { return grad }, true)
+		}); err != nil {
+			return err
+		}
+	}
+	e.flight = true
+	return e.sum.Add(e.acc, e.contribution, contributors, round == 0, 0)
+}
+
+// each calls f for every parameter with the memory of its value and of its gradient.
+func (e *engine) each(f func(s stretch, value, grad any)) error {
+	ps, err := e.reader.Read(e.grads)
+	if err != nil {
+		return err
+	}
+	for i, p := range ps {
+		f(e.params[i], p.Value, p.Grad)
+	}
+	return nil
+}
+
+func (e *engine) Update() (float64, error) {
+	ps, err := e.read()
+	if err != nil {
+		return 0, err
+	}
+	acc, err := e.floats(e.acc, e.shards.Len(e.team.Rank()))
+	if err != nil {
+		return 0, err
+	}
+	at := make([]int, len(e.ats))
+	for i := range at {
+		at[i] = e.ats[i] - e.shards[e.team.Rank()]
+	}
+	copyParts(e.parts, at, acc, func(name string) any { return ps[name].Grad }, false)
+	norm, err := e.norm(acc)
+	if err != nil {
+		return 0, err
+	}
+	if limit := e.config.Clip; limit > 0 {
+		if scale := limit / (norm + 1e-6); scale < 1 {
+			for _, p := range e.parts {
+				switch g := ps[p.Name].Grad.(type) {
+				case []float32:
+					array.ScaleBy(g[p.From:p.To], scale)
+				case []float64:
+					array.ScaleBy(g[p.From:p.To], scale)
+				}
+			}
+		}
+	}
+	return norm, e.updateParts()
+}
+
+// norm is that of the whole gradient, of which acc is this rank's shard.
+func (e *engine) norm(acc any) (float64, error) {
+	var own []byte
+	at := 0
+	for _, p := range e.parts {
+		n := p.To - p.From
+		squares := make([]float64, cpu.CeilDiv(n, cpu.VectorGrain))
+		switch g := acc.(type) {
+		case []float32:
+			array.BlockSquares(squares, g[at:at+n])
+		case []float64:
+			array.BlockSquares(squares, g[at:at+n])
+		}
+		for _, s := range squares {
+			own = binary.LittleEndian.AppendUint64(own, math.Float64bits(s))
+		}
+		at += n
+	}
+	all, err := e.team.exchange(own)
+	if err != nil {
+		return 0, err
+	}
+	blocks, sum := bytes.Join(all, nil), 0.0
+	for _, s := range e.params {
+		var squares float64
+		for range cpu.CeilDiv(s.len, cpu.VectorGrain) {
+			if len(blocks) < 8 {
+				return 0, errors.New("parallel: ranks have divided the model in different ways")
+			}
+			squares += math.Float64frombits(binary.LittleEndian.Uint64(blocks))
+			blocks = blocks[8:]
+		}
+		sum += squares
+	}
+	if math.IsNaN(sum) || math.IsInf(sum, 0) {
+		return 0, llm.ErrGradients
+	}
+	return math.Sqrt(sum), nil
+}
+
+// What a rank says of its part of an update.
+const (
+	updated = iota
+	overflowed
+	refused
+)
+
+// updateParts updates the own parts, and brings the weights of all to this rank.
+func (e *engine) updateParts() error {
+	err := e.optimizer.StepParts(e.grads, e.parts)
+	own := []byte{updated}
+	if errors.Is(err, optim.ErrOverflow) {
+		own = []byte{overflowed}
+	} else if err != nil {
+		own = append([]byte{refused}, err.Error()...)
+	}
+	all, failed := e.team.exchange(own)
+	if failed != nil {
+		return failed
+	}
+	for r, said := range all {
+		switch {
+		case len(said) < 1 || said[0] > refused:
+			return fmt.Errorf("parallel: rank %d does something else than an update", r)
+		case said[0] == refused:
+			return fmt.Errorf("rank %d: %s", r, said[1:])
+		case said[0] == overflowed:
+			return llm.ErrOverflow
+		}
+	}
+	ps, err := e.read()
+	if err != nil {
+		return err
+	}
+	return e.spread(func(name string) any { return ps[name].Value })
+}
+
+// spread makes an array of every parameter, nil for some, what its owners have.
+func (e *engine) spread(array func(name string) any) error {
+	if e.team.Size() == 1 {
+		return nil
+	}
+	buffer, err := e.floats(e.weights, e.shards.Count())
+	if err != nil {
+		return err
+	}
+	copyParts(e.parts, e.ats, buffer, array, true)
+	err = comm.GatherShards(e.team.group, e.weights, e.shards, e.sum.Type, 0)
+	if err = errors.Join(err, e.team.sync()); err != nil {
+		return e.team.blame(err)
+	}
+	for r := range e.team.Size() {
+		if r != e.team.Rank() {
+			parts, ats := e.layout.parts(r)
+			copyParts(parts, ats, buffer, array, false)
+		}
+	}
+	return nil
+}
+
+// mostMoments is how many arrays of its size an optimiser keeps of a parameter.
+const mostMoments = 2
+
+func (e *engine) Gather() error {
+	for k := range mostMoments {
+		if err := e.spread(func(name string) any {
+			if m := e.optimizer.Moments(name); k < len(m) {
+				return m[k]
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (e *engine) Gradients(data.Batch) (float64, error) {
+	return 0, errors.New("parallel: the batches of a step are computed together: Batches")
+}
+
+func (e *engine) Loss(b data.Batch) (float64, error) {
+	if err := e.team.Progress(); err != nil {
+		return 0, err
+	}
+	return e.Inference.Loss(b)
+}
+
+func (e *engine) Drop() error {
+	for _, p := range e.grads {
+		if g, err := p.Grad(); err == nil && g != nil {
+			gorgonia.ZeroValue(g)
+		}
+	}
+	return nil
+}
+
+func (e *engine) FirstNonFinite() (name, kind string, found bool) {
+	return autodiff.FirstNonFinite(e.grads)
+}
+
+func (e *engine) Pull(...string) error { return nil }
+func (e *engine) Push(...string) error { return nil }
+
+func (e *engine) Forget(param string, from, to int) error {
+	return e.optimizer.Forget(param, from, to)
+}
+
+func (e *engine) Close() error {
+	err := errors.Join(e.Land(), e.Inference.Close(), e.train.Machine.Close())
+	for _, p := range e.buffers {
+		err = errors.Join(err, e.team.host.Free(p))
+	}
+	e.buffers = nil
+	return err
+}

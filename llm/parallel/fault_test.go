@@ -1,0 +1,306 @@
+//go:build unix
+
+package parallel_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+)
+
+// deadline is how long a rank may be silent in tests: far more than a step takes.
+const deadline = 2 * time.Second
+
+// The environment of a process that the tests start as a rank.
+const (
+	folderVariable  = "KASMINA_PARALLEL_TEST" // where it saves
+	versionVariable = "KASMINA_PARALLEL_VERSION"
+)
+
+// TestMain is also the program of the ranks that tests start.
+func TestMain(m *testing.M) {
+	dir := os.Getenv(folderVariable)
+	if dir == "" {
+		os.Exit(m.Run())
+	}
+	err := rankIn(dir)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(comm.ExitCode(err))
+}
+
+// faulty is the run of which ranks are killed.
+func faulty(dir string) setup {
+	return setup{config: small(), steps: 24, accumulate: 3, grow: true, commands: true, save: filepath.Join(dir, "run.safetensors"),
+		every: 1}
+}
+
+// rankIn trains as the rank that the environment says. It goes on from a checkpoint in the folder.
+func rankIn(dir string) (err error) {
+	place, err := comm.FromEnvironment(os.Getenv)
+	if err != nil {
+		return err
+	}
+	binary, err := comm.Binary()
+	if err != nil {
+		return err
+	}
+	if v := os.Getenv(versionVariable); v != "" && place.Rank == 1 {
+		binary.Value = v
+	}
+	ctx := context.Background()
+	w, err := comm.Join(ctx, place, comm.Options{Timeout: patience, Deadline: deadline, Facts: []comm.Fact{binary}})
+	if err != nil {
+		return err
+	}
+	team, err := parallel.Join(ctx, w)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, team.Close(err)) }()
+	s := faulty(dir)
+	if _, err := os.Stat(s.save); err == nil {
+		s.resume = s.save
+	}
+	s.more = func(tr *llm.Trainer) {
+		tr.On(func(e llm.Event) error {
+			if e.Kind == llm.StepEnd && place.Rank == 0 {
+				fmt.Println("step", e.Step)
+			}
+			return nil
+		})
+	}
+	return s.train(ctx, place.Rank, place.Size, team.Engine)
+}
+
+// screen is where ranks write. It knows their process ids, of which each tells at first.
+type screen struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+	came chan struct{} // has room for a sign of each line
+}
+
+func (s *screen) Write(b []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	select {
+	case s.came <- struct{}{}:
+	default:
+	}
+	return s.text.Write(b)
+}
+
+// start launches ranks in a folder.
+func start(ctx context.Context, t *testing.T, dir string, size int, env ...string) (out *screen, ended chan error) {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	out, ended = &screen{came: make(chan struct{}, 1000)}, make(chan error, 1)
+	go func() {
+		ended <- launch.Run(ctx, launch.Job{Path: self, PerNode: size, Stdout: out, Stderr: out,
+			Env: append(append(os.Environ(), folderVariable+"="+dir), env...)})
+	}()
+	return out, ended
+}
+
+// children are the processes of this one, by rank.
+func children(t *testing.T) map[int]int {
+	t.Helper()
+	all := map[int]int{}
+	entries, err := filepath.Glob("/proc/[0-9]*/environ")
+	require.NoError(t, err)
+	for _, path := range entries {
+		environ, err := os.ReadFile(path)
+		if err != nil || !bytes.Contains(environ, []byte(folderVariable+"="+dirOf(t)+"\x00")) {
+			continue
+		}
+		pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(path)))
+		for _, v := range bytes.Split(environ, []byte{0}) {
+			if r, ok := bytes.CutPrefix(v, []byte("RANK=")); ok {
+				rank, err := strconv.Atoi(string(r))
+				require.NoError(t, err)
+				all[rank] = pid
+			}
+		}
+	}
+	return all
+}
+
+var folders sync.Map // of tests, by name
+
+func dirOf(t *testing.T) string {
+	dir, _ := folders.Load(t.Name())
+	return dir.(string)
+}
+
+// TestKilledRanks: where a rank is killed, whenever that is, all processes end within 10 s and say
+// which; no file is damaged, and the run goes on, on another number of ranks, to the bits of one that
+// nobody killed.
+func TestKilledRanks(t *testing.T) {
+	if _, err := os.Stat("/proc/self/environ"); err != nil {
+		t.Skip("needs /proc to find processes")
+	}
+	kills := 50
+	if testing.Short() {
+		kills = 6
+	}
+	want := faulty(t.TempDir()).file(t, 0)
+	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	dir := t.TempDir()
+	folders.Store(t.Name(), dir)
+	for kill := 0; kill < kills; {
+		size := 2 + r.IntN(3)
+		ctx, cancel := context.WithCancel(t.Context())
+		out, ended := start(ctx, t, dir, size)
+		for range 1 + r.IntN(3) { // some lines
+			select {
+			case <-out.came:
+			case err := <-ended:
+				ended <- err
+			case <-time.After(patience):
+				t.Fatal("no rank says anything")
+			}
+		}
+		time.Sleep(time.Duration(r.Int64N(int64(30 * time.Millisecond))))
+		all, victim := children(t), r.IntN(size)
+		pid, there := all[victim]
+		if there {
+			there = syscall.Kill(pid, syscall.SIGKILL) == nil
+		}
+		from := time.Now()
+		err := <-ended
+		cancel()
+		var e *launch.Error
+		if there && errors.As(err, &e) {
+			require.Less(t, time.Since(from), 10*time.Second)
+			require.Equal(t, victim, e.Deaths[0].Rank, "%v\n%s", err, out.text.String())
+			require.ErrorContains(t, err, fmt.Sprintf("rank %d", victim))
+			require.Empty(t, children(t))
+			kill++
+		}
+		path := faulty(dir).save
+		if _, err := os.Stat(path); err != nil {
+			continue // killed before the first checkpoint
+		}
+		m, err := llm.LoadModel(t.Context(), path)
+		require.NoError(t, err, "the checkpoint after a kill")
+		if m.Config.Layers == 0 {
+			t.Fatal("no model")
+		}
+		if b, err := os.ReadFile(path); err == nil && bytes.Equal(b, want) { // it has come to its end
+			require.NoError(t, os.Remove(path))
+		}
+	}
+	for range 3 {
+		_, ended := start(t.Context(), t, dir, 2)
+		require.NoError(t, <-ended)
+	}
+	b, err := os.ReadFile(faulty(dir).save)
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(want, b), "the run that was killed and resumed ended with other bits")
+}
+
+// TestStoppedRank: a rank that does nothing any more, as one whose host hangs, is found by the
+// deadline and named.
+func TestStoppedRank(t *testing.T) {
+	if _, err := os.Stat("/proc/self/environ"); err != nil {
+		t.Skip("needs /proc to find processes")
+	}
+	dir := t.TempDir()
+	folders.Store(t.Name(), dir)
+	out, ended := start(t.Context(), t, dir, 3)
+	<-out.came
+	require.NoError(t, syscall.Kill(children(t)[1], syscall.SIGSTOP))
+	from := time.Now()
+	err := <-ended
+	require.Less(t, time.Since(from), deadline+10*time.Second)
+	require.Error(t, err)
+	require.Contains(t, out.text.String(), "rank 1 (process")
+	require.Contains(t, out.text.String(), "hangs: no report for 2s")
+	require.Empty(t, children(t))
+}
+
+// TestHangingCallback: of ranks that wait for one another, the one that is waited for is to blame.
+func TestHangingCallback(t *testing.T) {
+	release := make(chan struct{})
+	s := setup{config: small(), steps: 9, accumulate: 3}
+	var once sync.Once
+	errs := on(t, 4, comm.Options{Deadline: time.Second}, func(rank int, team *parallel.Team) error {
+		own := s
+		own.more = func(tr *llm.Trainer) {
+			tr.On(func(e llm.Event) error {
+				if e.Kind == llm.StepEnd && e.Step == 3 && rank == 2 {
+					<-release
+				}
+				return nil
+			})
+		}
+		err := own.train(t.Context(), rank, 4, team.Engine)
+		once.Do(func() { close(release) })
+		return err
+	})
+	for r, err := range errs {
+		var e *comm.RankError
+		require.ErrorAs(t, err, &e, "rank %d", r)
+		require.Equal(t, 2, e.Rank)
+		require.ErrorContains(t, err, "hangs")
+	}
+}
+
+// TestFailingCallback: where a callback of one rank fails, all ranks end behind the same step, with
+// the same checkpoint, and know which rank and why.
+func TestFailingCallback(t *testing.T) {
+	s := setup{config: small(), steps: 9, accumulate: 3, save: filepath.Join(t.TempDir(), "run.safetensors")}
+	errs := on(t, 3, comm.Options{}, func(rank int, team *parallel.Team) error {
+		own := s
+		own.more = func(tr *llm.Trainer) {
+			tr.On(func(e llm.Event) error {
+				if e.Kind == llm.StepEnd && e.Step == 4 && rank == 1 {
+					return errors.New("the disk is full")
+				}
+				return nil
+			})
+		}
+		return own.train(t.Context(), rank, 3, team.Engine)
+	})
+	for r, err := range errs {
+		require.ErrorContains(t, err, "the disk is full")
+		if r != 1 {
+			require.ErrorContains(t, err, "rank 1: ")
+		}
+	}
+	short := s
+	short.steps, short.stop = 9, 4
+	short.save = filepath.Join(t.TempDir(), "other.safetensors")
+	require.ErrorIs(t, short.run(t, 0), errStop)
+	want, err := os.ReadFile(short.save)
+	require.NoError(t, err)
+	got, err := os.ReadFile(s.save)
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(want, got))
+}
+
+// TestOtherBinary: a rank of another program is refused at start, by name.
+func TestOtherBinary(t *testing.T) {
+	out, ended := start(t.Context(), t, t.TempDir(), 3, versionVariable+"=older")
+	require.Error(t, <-ended)
+	require.Contains(t, out.text.String(), `the program's binary differs: "`)
+	require.Contains(t, out.text.String(), `"older" at rank 1`)
+}

@@ -1,0 +1,391 @@
+package parallel_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
+)
+
+// patience is far more than anything here takes.
+const patience = 100 * time.Second
+
+var sizes = []int{1, 2, 3, 4, 8}
+
+// setup is a run, the same at all of its ranks but for what a test makes different.
+type setup struct {
+	config     llm.Config
+	dt         tensor.Dtype
+	optimizer  func() (optim.Optimizer, error)
+	steps      int
+	accumulate int
+	grow       bool   // by a controller
+	commands   bool   // submitted at ranks in turn
+	resume     string // a checkpoint
+	save       string // the last one
+	every      int    // steps between checkpoints
+	text       uint64 // seed of the text
+	batch      int
+	background bool
+	more       func(*llm.Trainer) // callbacks
+	stop       int                // step behind which the last rank is asked to stop
+}
+
+func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
+func muon() (optim.Optimizer, error)  { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
+
+// small is a model with a Kasmina layer behind each block and seeds in depth, whose largest parameter
+// is divided.
+func small() llm.Config {
+	return llm.Config{Vocab: 1100, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Kasmina: []int{0, 1}, Seeds: 4,
+		SlotWidth: 16, Depth: 2}.Default()
+}
+
+// train makes a rank's model and trains it. rank is -1 for the only process.
+func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) error {
+	dt := s.dt
+	if dt == (tensor.Dtype{}) {
+		dt = tensor.Float32
+	}
+	m, err := llm.NewModel(s.config, dt, 7, state.WithoutGates())
+	if err != nil {
+		return err
+	}
+	batch := max(s.batch, 2)
+	loader, err := data.NewLoader(newWords(3+s.text), data.LoaderConfig{Batch: batch, Seq: s.config.Seq, Seed: 5})
+	if err != nil {
+		return err
+	}
+	make := s.optimizer
+	if make == nil {
+		make = adamW
+	}
+	o, err := make()
+	if err != nil {
+		return err
+	}
+	schedule, err := optim.WarmupCosine(o.LR(), o.LR()/10, 2, 40)
+	if err != nil {
+		return err
+	}
+	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: s.steps, Batch: batch, Accumulate: s.accumulate,
+		Schedule: schedule, Clip: 1, Epoch: 3, Engine: engine})
+	if err != nil {
+		return err
+	}
+	defer tr.Close()
+	if s.grow {
+		held, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, s.config.Seq)
+		if err != nil {
+			return err
+		}
+		h := control.NewHeuristic(4, 1<<20)
+		h.Patience, h.RampEpochs, h.Hunger = 3, 2, 0.01
+		if err := tr.Grow(llm.Growth{Controller: h, Validation: held, Refused: func(state.Command, error) {}}); err != nil {
+			return err
+		}
+	}
+	if s.resume != "" {
+		if err := tr.Resume(ctx, s.resume); err != nil {
+			return err
+		}
+	}
+	if s.more != nil {
+		s.more(tr)
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	tr.On(func(e llm.Event) error {
+		if s.commands && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) { // which no checkpoint has yet
+			for _, c := range commandsAt(e.Step) {
+				if rank < 0 || e.Step%size == rank { // another rank from step to step
+					tr.Model.Kasmina.Submit(c...)
+				}
+			}
+		}
+		if e.Kind == llm.StepEnd && e.Step == s.stop && (rank < 0 || rank == size-1) {
+			cancel(errStop)
+		}
+		return nil
+	})
+	if s.save != "" {
+		var opts []llm.CheckpointOption
+		if s.background {
+			opts = append(opts, llm.InBackground())
+		}
+		tr.On(llm.Checkpoint(tr, s.save, s.every, opts...))
+	}
+	return tr.Run(ctx)
+}
+
+var errStop = errors.New("asked to stop")
+
+// commandsAt are submitted behind a step: a blueprint in a chunk, and one in depth that is grafted
+// and taken back, and another that stays.
+func commandsAt(step int) [][]state.Command {
+	const depth = 2
+	move := func(layer, seed int, to state.Stage) []state.Command {
+		return []state.Command{{Action: state.Move, Layer: layer, Seed: seed, To: to}}
+	}
+	plant := func(layer, seed int, r state.GerminationRequest) []state.Command {
+		return []state.Command{{Action: state.Germinate, Layer: layer, Seed: seed, Request: r}}
+	}
+	switch step {
+	case 1:
+		return [][]state.Command{plant(0, 1, state.GerminationRequest{Slot: 2, Kind: blueprints.ChunkMLP}),
+			plant(depth, 0, state.GerminationRequest{Kind: blueprints.Stack, Size: 2})}
+	case 2:
+		return [][]state.Command{move(0, 1, state.Training), move(depth, 0, state.Training)}
+	case 4:
+		return [][]state.Command{move(0, 1, state.Grafting), move(depth, 0, state.Grafting)}
+	case 6:
+		return [][]state.Command{move(depth, 0, state.RolledBack),
+			plant(depth, 1, state.GerminationRequest{Kind: blueprints.Interleave, Size: 2})}
+	case 7:
+		return [][]state.Command{move(depth, 1, state.Training)}
+	case 8:
+		return [][]state.Command{move(depth, 1, state.Grafting)}
+	}
+	return nil
+}
+
+// words are tokens in memory; their values are bytes.
+type words struct {
+	text        []byte
+	fingerprint string
+}
+
+func newWords(seed uint64) words {
+	return words{texttest.Words(seed, 5000), fmt.Sprint("words ", seed)}
+}
+
+func (w words) Tokenizer() string   { return "bytes" }
+func (w words) VocabSize() int      { return 256 }
+func (w words) Len() int64          { return int64(len(w.text)) }
+func (w words) Fingerprint() string { return w.fingerprint }
+
+func (w words) ReadTokens(dst []int, offset int64) error {
+	for i := range dst {
+		if int(offset)+i >= len(w.text) {
+			return io.ErrUnexpectedEOF
+		}
+		dst[i] = int(w.text[int(offset)+i])
+	}
+	return nil
+}
+
+// places are those of a run on this host, at a port that nobody uses.
+func places(t *testing.T, size int) []comm.Place {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	require.NoError(t, l.Close())
+	all := make([]comm.Place, size)
+	for r := range all {
+		all[r] = comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size, MasterAddr: "127.0.0.1",
+			MasterPort: port, Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port), Secret: "s"}
+	}
+	return all
+}
+
+// on runs f at every rank of a team in this process, and returns the errors by rank.
+func on(t *testing.T, size int, o comm.Options, f func(rank int, team *parallel.Team) error) []error {
+	t.Helper()
+	o.Timeout = patience
+	p, errs := places(t, size), make([]error, size)
+	var wg sync.WaitGroup
+	for r := range size {
+		wg.Go(func() {
+			w, err := comm.Join(t.Context(), p[r], o)
+			if err == nil {
+				var team *parallel.Team
+				if team, err = parallel.Join(t.Context(), w); err == nil {
+					err = f(r, team)
+					err = errors.Join(err, team.Close(err))
+				}
+			}
+			errs[r] = err
+		})
+	}
+	wg.Wait()
+	return errs
+}
+
+// run trains on so many ranks; 0 for a process without a team.
+func (s setup) run(t *testing.T, size int) error {
+	t.Helper()
+	if size == 0 {
+		return s.train(t.Context(), -1, 1, nil)
+	}
+	return errors.Join(on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+		return s.train(t.Context(), rank, size, team.Engine)
+	})...)
+}
+
+// file runs and returns the last checkpoint.
+func (s setup) file(t *testing.T, size int) []byte {
+	t.Helper()
+	s.save = filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, s.run(t, size), "%d ranks", size)
+	b, err := os.ReadFile(s.save)
+	require.NoError(t, err)
+	return b
+}
+
+// TestSameBits: parameters, moments, lattices, and all else that a checkpoint holds, are the same on
+// 1, 2, 3, 4 and 8 ranks as on one process that accumulates the same batches.
+func TestSameBits(t *testing.T) {
+	plain := llm.Config{Vocab: 1100, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default()
+	strict := small()
+	strict.KasminaOptions.GradClip = 0.01
+	for name, s := range map[string]setup{
+		"AdamW":                 {config: small(), steps: 8, accumulate: 6},
+		"Muon":                  {config: small(), steps: 8, accumulate: 6, optimizer: muon},
+		"float64":               {config: small(), steps: 4, accumulate: 5, dt: tensor.Float64},
+		"growing by AdamW":      {config: small(), steps: 20, accumulate: 4, grow: true, commands: true},
+		"growing by Muon":       {config: strict, steps: 20, accumulate: 4, grow: true, commands: true, optimizer: muon},
+		"one batch a step":      {config: small(), steps: 3, accumulate: 1},
+		"batches without seeds": {config: plain, steps: 4, accumulate: 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			want := s.file(t, 0)
+			for _, size := range sizes {
+				require.True(t, bytes.Equal(want, s.file(t, size)), "%d ranks", size)
+			}
+			if s.commands {
+				mustHaveGrown(t, want)
+			}
+		})
+	}
+}
+
+// mustHaveGrown wants the model of a checkpoint to have been given blocks, and seeds that blend.
+func mustHaveGrown(t *testing.T, file []byte) {
+	path := filepath.Join(t.TempDir(), "grown.safetensors")
+	require.NoError(t, os.WriteFile(path, file, 0o666))
+	m, err := llm.LoadModel(t.Context(), path)
+	require.NoError(t, err)
+	require.Equal(t, 4, m.Config.Layers)
+	depth, err := m.Kasmina.Lattice(2).Stage(0)
+	require.NoError(t, err)
+	require.Equal(t, state.RolledBack, depth)
+	blending := 0
+	for _, l := range m.Kasmina.Lattices() {
+		for _, s := range l.Report().Seeds {
+			if s.Stage.Blends() {
+				blending++
+			}
+		}
+	}
+	require.Greater(t, blending, 1)
+}
+
+// TestLimitsOfTheStepBefore: where what is measured of a batch would change the next one's gradients,
+// batches go by the step before, on any number of ranks, and the engine has another name.
+func TestLimitsOfTheStepBefore(t *testing.T) {
+	s := setup{config: small(), steps: 12, accumulate: 3, commands: true}
+	s.config.KasminaOptions.Stability = op.Strict
+	s.config.KasminaOptions.AdaptiveClip = 0.5
+	want := s.file(t, 1)
+	for _, size := range sizes[1:] {
+		require.True(t, bytes.Equal(want, s.file(t, size)), "%d ranks", size)
+	}
+	require.False(t, bytes.Equal(want, s.file(t, 0)))
+	s.resume = filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, os.WriteFile(s.resume, want, 0o666))
+	require.ErrorIs(t, s.run(t, 0), llm.ErrSettings)
+}
+
+// TestResumesOnAnyNumber: a run goes on from a checkpoint, and ends with the bits of one that was
+// never interrupted, on any number of ranks, whatever number wrote it.
+func TestResumesOnAnyNumber(t *testing.T) {
+	for name, s := range map[string]setup{
+		"AdamW": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true},
+		"Muon":  {config: small(), steps: 13, accumulate: 4, grow: true, commands: true, optimizer: muon, background: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			want := s.file(t, 0)
+			for from, to := range map[int]int{3: 8, 8: 2, 1: 4, 4: 0, 0: 3} {
+				first, second := s, s
+				first.save, first.stop = filepath.Join(t.TempDir(), "run.safetensors"), 5
+				first.every = 2
+				require.ErrorIs(t, first.run(t, from), errStop)
+				b, err := os.ReadFile(first.save)
+				require.NoError(t, err)
+				second.resume = filepath.Join(t.TempDir(), "copy.safetensors")
+				require.NoError(t, os.WriteFile(second.resume, b, 0o666))
+				require.True(t, bytes.Equal(want, second.file(t, to)), "from %d ranks to %d", from, to)
+			}
+		})
+	}
+}
+
+// TestOtherRanksAreNamed: a rank with other data, options, parameters or step is refused at start,
+// at every rank, by name and by what is other.
+func TestOtherRanksAreNamed(t *testing.T) {
+	base := setup{config: small(), steps: 3, accumulate: 2}
+	for want, change := range map[string]func(*setup){
+		"the text is another":                    func(s *setup) { s.text = 1 },
+		"Batch is 2 here and 3 there":            func(s *setup) { s.batch = 3 },
+		"Accumulate is 2 here and 3 there":       func(s *setup) { s.accumulate = 3 },
+		"TrainConfig.Steps is another":           func(s *setup) { s.steps = 4 },
+		`Optimizer is "*optim.AdamW" here`:       func(s *setup) { s.optimizer = muon },
+		"Seeds is 4 here and 2 there":            func(s *setup) { s.config.Seeds = 2 },
+		"the number of steps made is another":    func(s *setup) { s.resume = "set below" },
+		`the run grew by a "*control.Heuristic"`: func(s *setup) { s.grow = true },
+		"the state of the lattices is another": func(s *setup) {
+			s.more = func(tr *llm.Trainer) {
+				_ = tr.Model.Germinate(0, 2, state.GerminationRequest{Slot: 1, Kind: blueprints.ChunkMLP})
+			}
+		},
+		"the values of the parameters is another": func(s *setup) {
+			s.more = func(tr *llm.Trainer) { tr.Model.Params[3].Value.Float32s()[5] += 1e-3 }
+		},
+	} {
+		t.Run(want, func(t *testing.T) {
+			other := base
+			change(&other)
+			if other.resume != "" {
+				shorter := base
+				shorter.steps = 1
+				b := shorter.file(t, 0)
+				other.resume = filepath.Join(t.TempDir(), "run.safetensors")
+				require.NoError(t, os.WriteFile(other.resume, b, 0o666))
+			}
+			errs := on(t, 3, comm.Options{}, func(rank int, team *parallel.Team) error {
+				s := base
+				if rank == 2 {
+					s = other
+				}
+				return s.train(t.Context(), rank, 3, team.Engine)
+			})
+			for _, err := range errs {
+				require.ErrorContains(t, err, "rank 2 does not train as rank 0")
+				require.ErrorContains(t, err, want)
+			}
+		})
+	}
+}

@@ -1,0 +1,150 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// steering is what somebody beside a run asks of it. The trainer's mu guards it.
+type steering struct {
+	commands []steered
+	saves    int   // that have been asked for
+	savers   int   // callbacks that save
+	halt     error // why the run shall stop
+	shared   bool  // whether several ranks train
+	told     bool  // whether seeds have been steered since the last step's events; in the model's turn
+}
+
+// steered is commands that wait for the end of a step.
+type steered struct {
+	commands []state.Command
+	done     chan<- error // has room for the answer
+}
+
+var (
+	errNoRun  = fmt.Errorf("llm: %w: no run goes on", state.ErrClosed)
+	errReplay = errors.New("llm: Steer: the run follows a record (Growth.Replay), and nobody else")
+)
+
+// Steer hands over commands of somebody beside the run, such as a person. They take effect together
+// behind the present step, before its events, and callbacks hear of it as they do at the end of an
+// epoch. The channel, which need not be read, gets nil then, or why they were refused.
+//
+// Unlike commands that are submitted to Model.Kasmina, they are in Growth.Record, each with its Why,
+// so that a run that follows the record takes the same way. Where several ranks train they are as
+// submitted.
+func (t *Trainer) Steer(commands ...state.Command) <-chan error {
+	done := make(chan error, 1)
+	if err := t.made(); err != nil {
+		done <- fmt.Errorf("llm: Steer: %w", err)
+		return done
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.running {
+		done <- errNoRun
+		return done
+	}
+	if t.steering.shared {
+		return t.Model.Kasmina.Submit(commands...)
+	}
+	t.steering.commands = append(t.steering.commands, steered{slices.Clone(commands), done})
+	return done
+}
+
+// Stop ends the run as the end of its context does, mostly behind the present step: callbacks see
+// Interrupted, and the error of Run says why, and is a context.Canceled. It does nothing if no run
+// goes on.
+func (t *Trainer) Stop(why string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.running && t.steering.halt == nil {
+		t.steering.halt = fmt.Errorf("llm: the run has been stopped: %s: %w", why, context.Canceled)
+	}
+}
+
+// SaveSoon has the run's [Checkpoint] callbacks save behind the present step. It returns an error if
+// no run goes on or it has none.
+func (t *Trainer) SaveSoon() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	switch {
+	case !t.running:
+		return errNoRun
+	case t.steering.shared:
+		return errors.New("llm: SaveSoon: where several ranks train, one alone cannot save")
+	case t.steering.savers == 0:
+		return errors.New("llm: SaveSoon: the run has no Checkpoint callback, which would save")
+	}
+	t.steering.saves++
+	return nil
+}
+
+// saves is how many saves have been asked for.
+func (t *Trainer) saves() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.steering.saves
+}
+
+// steer carries out what has been asked for.
+func (t *Trainer) steer() error {
+	t.mu.Lock()
+	waiting := t.steering.commands
+	t.steering.commands = nil
+	t.mu.Unlock()
+	for _, s := range waiting {
+		if t.replay() != nil {
+			s.done <- errReplay
+			continue
+		}
+		err := t.obey(s.commands)
+		s.done <- err
+		for _, c := range s.commands {
+			d := Decision{Command: &c}
+			if err != nil {
+				d.Refused = err.Error()
+			}
+			if err := t.record(d); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// follow does between the ends of epochs what the record says was done there. At the end of an epoch
+// it is done with what the controller commanded.
+func (t *Trainer) follow() error {
+	r := t.replay()
+	if r == nil {
+		return nil
+	}
+	for _, c := range r.commands[t.last.Step] {
+		if err := t.obey([]state.Command{c}); err != nil {
+			return fmt.Errorf("the record of growth: %w", err)
+		}
+	}
+	return nil
+}
+
+// obey carries commands out now. Network.Do would wait for the end of this step.
+func (t *Trainer) obey(commands []state.Command) error {
+	done := t.Model.Kasmina.Submit(commands...)
+	t.Model.Kasmina.Apply()
+	err := <-done
+	t.steering.told = t.steering.told || err == nil
+	return err
+}
+
+// dismiss answers what was asked for too late.
+func (t *Trainer) dismiss() {
+	for _, s := range t.steering.commands {
+		s.done <- errNoRun
+	}
+	t.steering.commands, t.steering.halt = nil, nil
+}

@@ -1,0 +1,105 @@
+package tensorboard_test
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
+	"github.com/kasmina-go/kasmina/llm/tensorboard"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// events are those of a run with seeds and a sample.
+func events() []llm.Event {
+	all := eventtest.Run(0, 10)
+	end := all[len(all)-1]
+	epoch := end
+	epoch.Kind = llm.EpochEnd
+	epoch.Reports = []state.Report{{Seeds: []state.SeedReport{
+		{Stage: state.Grafting, Alpha: 0.5, Health: state.Health{DeadRatio: 0.25}},
+		{Seed: 1, Alpha: 0, Health: state.Health{DeadRatio: 0.75, Variance: math.Inf(1)}}}}}
+	sample := end
+	sample.Kind, sample.Text = llm.Sampled, "func <main>"
+	return append(all[:len(all)-1], epoch, sample, end)
+}
+
+// reader prints what TensorBoard has read.
+const reader = `
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+a = EventAccumulator(sys.argv[1], size_guidance={"tensors": 0, "scalars": 0, "histograms": 0})
+a.Reload()
+t = a.Tags()
+h = a.Histograms("lattice/0/dead_ratio")[0].histogram_value
+print(json.dumps({
+    "scalars": {n: [[e.step, e.value] for e in a.Scalars(n)] for n in t["scalars"]},
+    "histograms": t["histograms"], "texts": [e.tensor_proto.string_val[0].decode() for e in a.Tensors("sample")],
+    "plugin": a.SummaryMetadata("sample").plugin_data.plugin_name,
+    "dead": [h.min, h.max, h.num, h.sum, h.sum_squares, sum(h.bucket), len(h.bucket)]}))
+`
+
+// TestTensorBoard wants TensorBoard itself to read what was written.
+func TestTensorBoard(t *testing.T) {
+	python := os.Getenv("KASMINA_PYTHON") // one with tensorboard
+	if python == "" {
+		python = "python3"
+	}
+	if exec.Command(python, "-c", "import tensorboard").Run() != nil {
+		t.Skip("no Python with tensorboard: KASMINA_PYTHON names one")
+	}
+	folder := t.TempDir()
+	eventtest.Send(t, tensorboard.Events(folder), events()...)
+	out, err := exec.Command(python, "-c", reader, folder).Output()
+	require.NoError(t, err)
+	var read struct {
+		Scalars           map[string][][2]float64
+		Histograms, Texts []string
+		Plugin            string
+		Dead              []float64
+	}
+	require.NoError(t, json.Unmarshal(out, &read), string(out))
+	var want [][2]float64
+	for _, e := range events() {
+		if e.Kind == llm.StepEnd {
+			want = append(want, [2]float64{float64(e.Step), float64(float32(e.Loss))})
+		}
+	}
+	require.Equal(t, want, read.Scalars["train/loss"])
+	require.NotEmpty(t, read.Scalars["validation/bits_per_byte"])
+	require.Equal(t, 1.0, read.Scalars["seeds/Grafting"][0][1])
+	require.Equal(t, []string{"func <main>"}, read.Texts)
+	require.Equal(t, "text", read.Plugin)
+	require.Contains(t, read.Histograms, "lattice/0/alpha")
+	require.Equal(t, []float64{0.25, 0.75, 2, 1, 0.625, 2, 30}, read.Dead)
+}
+
+// TestRecords wants every record whole: its length, and that of the file.
+func TestRecords(t *testing.T) {
+	folder := t.TempDir()
+	write := tensorboard.Events(folder)
+	eventtest.Send(t, write, events()...)
+	eventtest.Send(t, write, events()...) // a second run has a file of its own
+	files, err := filepath.Glob(filepath.Join(folder, "*tfevents*"))
+	require.NoError(t, err)
+	require.Len(t, files, 2)
+	for _, f := range files {
+		text, err := os.ReadFile(f)
+		require.NoError(t, err)
+		n := 0
+		for ; len(text) > 0; n++ {
+			size := binary.LittleEndian.Uint64(text)
+			require.LessOrEqual(t, size+16, uint64(len(text)))
+			text = text[size+16:]
+		}
+		require.Greater(t, n, 12)
+	}
+	require.Error(t, tensorboard.Events("")(llm.Event{Kind: llm.RunStart}))
+}

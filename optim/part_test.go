@@ -1,0 +1,148 @@
+package optim
+
+import (
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+)
+
+// held is a parameter with a gradient.
+type held struct {
+	*gorgonia.Node
+	grad *tensor.Dense
+}
+
+func (h held) Grad() (gorgonia.Value, error) { return h.grad, nil }
+
+// partModel is a model with a parameter of several blocks, a vector, and matrices for Muon.
+func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
+	g := gorgonia.NewGraph()
+	fill := func(shape []int) *tensor.Dense {
+		d := tensor.New(tensor.WithShape(shape...), tensor.Of(dt))
+		for i := range d.Size() {
+			switch x := d.Data().(type) {
+			case []float32:
+				x[i] = float32(r.NormFloat64())
+			case []float64:
+				x[i] = r.NormFloat64()
+			}
+		}
+		return d
+	}
+	for _, p := range []struct {
+		name  string
+		shape []int
+	}{{"embed", []int{2*PartGrain/16 + 5, 16}}, {"norm", []int{7}}, {"a", []int{9, 5}}, {"b", []int{6, 11}}} {
+		n := gorgonia.NodeFromAny(g, fill(p.shape), gorgonia.WithName(p.name))
+		model = append(model, held{n, fill(p.shape)})
+	}
+	return model
+}
+
+// TestPartsHaveTheBitsOfTheWhole: processes that each update a part have, together, the values and
+// moments of one that updates all.
+func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
+	makers := map[string]func() (Partial, error){
+		"AdamW": func() (Partial, error) { return NewAdamW(WithGroup(NameContains("norm"), LRScale(0.5))) },
+		"Muon":  func() (Partial, error) { return NewMuon() },
+	}
+	shares := [][]Part{
+		{{"embed", PartGrain, 2 * PartGrain}, {"a", 0, 45}},
+		{{"embed", 0, PartGrain}, {"embed", 2 * PartGrain, 2*PartGrain + 80}},
+		{{"b", 0, 66}, {"norm", 0, 7}},
+	}
+	for name, make := range makers {
+		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+			seed := rand.Uint64()
+			same := func() []gorgonia.ValueGrad { return partModel(rand.New(rand.NewPCG(seed, 2)), dt) }
+			whole := same()
+			one, err := make()
+			require.NoError(t, err)
+			require.Nil(t, one.Moments("embed"))
+			ranks, models := []Partial{}, [][]gorgonia.ValueGrad{}
+			for range shares {
+				o, err := make()
+				require.NoError(t, err)
+				ranks, models = append(ranks, o), append(models, same())
+			}
+			for step := range 3 {
+				r := rand.New(rand.NewPCG(seed, uint64(step)))
+				for i, p := range partModel(r, dt) {
+					for _, m := range append(slices.Clone(models), whole) {
+						tensor.Copy(m[i].(held).grad, p.(held).grad)
+					}
+				}
+				require.NoError(t, one.Step(whole))
+				for k, parts := range shares {
+					require.NoError(t, ranks[k].StepParts(models[k], parts))
+				}
+			}
+			for k, parts := range shares {
+				for _, part := range parts {
+					i := slices.IndexFunc(whole, func(v gorgonia.ValueGrad) bool { return v.(held).Name() == part.Name })
+					require.Equal(t, slice(whole[i].Value().Data(), part), slice(models[k][i].Value().Data(), part), "%s %v", name, part)
+					for m, want := range one.Moments(part.Name) {
+						require.Equal(t, slice(want, part), slice(ranks[k].Moments(part.Name)[m], part))
+						for other, o := range ranks {
+							if other != k { // whose memory it can be copied to
+								copyPart(o.Moments(part.Name)[m], want, part)
+							}
+						}
+					}
+				}
+			}
+			for _, o := range ranks {
+				require.Equal(t, one.State(), o.State())
+			}
+		}
+	}
+}
+
+func copyPart(to, from any, p Part) {
+	switch x := slice(to, p).(type) {
+	case []float32:
+		copy(x, slice(from, p).([]float32))
+	case []float64:
+		copy(x, slice(from, p).([]float64))
+	}
+}
+
+func TestPartsThatCannotBe(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 1))
+	muon, err := NewMuon()
+	require.NoError(t, err)
+	for _, c := range []struct {
+		part Part
+		want string
+	}{
+		{Part{"none", 0, 1}, "no parameter"},
+		{Part{"embed", 1, PartGrain}, "multiples"},
+		{Part{"embed", 0, PartGrain + 1}, "multiples"},
+		{Part{"embed", 0, 1 << 30}, "multiples"},
+		{Part{"a", 0, 0}, "whole matrix"},
+	} {
+		model := partModel(r, tensor.Float32)
+		before := model[0].Value().(*tensor.Dense).Clone().(*tensor.Dense)
+		require.ErrorContains(t, muon.StepParts(model, []Part{{"embed", 0, PartGrain}, c.part}), c.want)
+		require.Equal(t, before.Data(), model[0].Value().Data())
+		require.Empty(t, muon.State())
+	}
+	model := partModel(r, tensor.Float32)
+	g := model[0].(held).grad.Float32s()
+	g[PartGrain+3] = float32(math.NaN())
+	require.ErrorContains(t, muon.StepParts(model, []Part{{"embed", PartGrain, 2 * PartGrain}}), "element 16387")
+	require.NoError(t, muon.StepParts(model, []Part{{"embed", 0, PartGrain}}), "outside the part")
+	model[0].Value().Data().([]float32)[2] = math.MaxFloat32
+	for i := range PartGrain {
+		g[i] = -1
+	}
+	require.NoError(t, muon.SetLR(1e38))
+	require.ErrorIs(t, muon.StepParts(model, []Part{{"embed", 0, PartGrain}}), ErrOverflow)
+	require.Error(t, (*AdamW)(nil).StepParts(nil, nil))
+	require.Error(t, (*Muon)(nil).StepParts(nil, nil))
+}
