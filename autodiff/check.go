@@ -87,7 +87,8 @@ func WithSeed(seed uint64) CheckOption {
 // they agree. At a kink, such as relu at exactly 0, there is no derivative: differences find the
 // mean of both sides, and the report shows a difference where nothing is wrong. Choose values away
 // from kinks.
-func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes, opts ...CheckOption) (CheckReport, error) {
+func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes, opts ...CheckOption) (CheckReport,
+	error) {
 	c := &checker{step: 1e-2, tolerance: 1e-6, samples: 200, seed: 1}
 	for i, opt := range opts {
 		if opt == nil {
@@ -158,9 +159,11 @@ func checkNodes(cost *gorgonia.Node, wrt gorgonia.Nodes) error {
 	case cost == nil || cost.Graph() == nil:
 		return fmt.Errorf("cost is nil or in no graph, want a node")
 	case !cost.IsScalar():
-		return fmt.Errorf("cost %s has shape %v, want a scalar: reduce it, with gorgonia.Sum for example", label(cost), cost.Shape())
+		return fmt.Errorf("cost %s has shape %v, want a scalar: reduce it, with gorgonia.Sum for "+
+			"example", label(cost), cost.Shape())
 	case cost.Dtype() != tensor.Float64:
-		return fmt.Errorf("cost %s is %v, want float64: differences in float32 are too coarse to judge a gradient", label(cost), cost.Dtype())
+		return fmt.Errorf("cost %s is %v, want float64: differences in float32 are too coarse to "+
+			"judge a gradient", label(cost), cost.Dtype())
 	case len(wrt) == 0:
 		return fmt.Errorf("wrt is empty, want at least one input node")
 	}
@@ -232,7 +235,8 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 	if err != nil {
 		return nil, fmt.Errorf("deriving the gradient: %w", err)
 	}
-	read := make(map[*gorgonia.Node]*gorgonia.Value) // one Read each: Gorgonia merges two of one node
+	// one Read each: Gorgonia merges two of one node
+	read := make(map[*gorgonia.Node]*gorgonia.Value)
 	for _, n := range nodes {
 		if read[n] == nil {
 			read[n] = new(gorgonia.Value)
@@ -256,10 +260,12 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 			return nil, fmt.Errorf("gradient of %s: %w", label(wrt[i]), err)
 		}
 		if got, want := len(grads[i]), opbase.Size(wrt[i].Shape()); got != want {
-			return nil, fmt.Errorf("gradient of %s has %d elements, the input has %d", label(wrt[i]), got, want)
+			return nil, fmt.Errorf("gradient of %s has %d elements, the input has %d",
+				label(wrt[i]), got, want)
 		}
 		if got, want := (*read[n]).Shape(), wrt[i].Shape(); !got.Eq(want) {
-			return nil, fmt.Errorf("gradient of %s has shape %v, the input has %v", label(wrt[i]), got, want)
+			return nil, fmt.Errorf("gradient of %s has shape %v, the input has %v",
+				label(wrt[i]), got, want)
 		}
 	}
 	return grads, nil
@@ -286,7 +292,9 @@ func (c *checker) compileForward(cost *gorgonia.Node) (float64, error) {
 	case math.IsNaN(base) || math.IsInf(base, 0):
 		return 0, fmt.Errorf("the cost is %v", base)
 	case base != again:
-		return 0, fmt.Errorf("the cost is %v in one run and %v in the next of the same values: differences of it mean nothing", base, again)
+		return 0,
+			fmt.Errorf("the cost is %v in one run and %v in the next of the same values: "+
+				"differences of it mean nothing", base, again)
 	}
 	return base, nil
 }
@@ -309,7 +317,8 @@ func (c *checker) run() (float64, error) {
 }
 
 // compare checks the chosen elements of one input.
-func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64, r *rand.Rand) (InputReport, error) {
+func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64,
+	r *rand.Rand) (InputReport, error) {
 	report := InputReport{Name: n.Name(), Shape: n.Shape(), Floor: 1e-5 * math.Abs(base)}
 	for _, g := range grad {
 		if a := math.Abs(g); a <= math.MaxFloat64 { // neither infinite nor NaN
@@ -329,7 +338,9 @@ func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64, r *ran
 			}
 			return c.run()
 		}
-		goal := func(d float64) float64 { return 0.01 * c.tolerance * math.Max(report.Floor, math.Abs(d)) }
+		goal := func(d float64) float64 {
+			return 0.01 * c.tolerance * math.Max(report.Floor, math.Abs(d))
+		}
 		e.Numeric, e.Spread, err = derivative(f, step, goal)
 		copy(values, pristine)
 		e.RelError = relativeError(e.Analytic, e.Numeric, report.Floor)
@@ -339,14 +350,16 @@ func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64, r *ran
 	chosen := c.choose(len(values), r)
 	for _, i := range chosen {
 		direction[i] = 1
-		err := add(Element{Index: indexOf(i, report.Shape), Analytic: grad[i]}, c.step*math.Max(1, math.Abs(pristine[i])))
+		err := add(Element{Index: indexOf(i, report.Shape), Analytic: grad[i]},
+			c.step*math.Max(1, math.Abs(pristine[i])))
 		if err != nil {
 			return report, err
 		}
 		direction[i] = 0
 	}
 	if len(chosen) < len(values) {
-		return report, add(Element{Direction: true, Analytic: randomDirection(direction, grad, r)}, c.step)
+		return report, add(Element{Direction: true, Analytic: randomDirection(direction, grad, r)},
+			c.step)
 	}
 	return report, nil
 }

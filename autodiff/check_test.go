@@ -41,7 +41,8 @@ func variable(g *gorgonia.ExprGraph, r *rand.Rand, name string, shape ...int) *g
 
 func holding(g *gorgonia.ExprGraph, name string, data []float64, shape ...int) *gorgonia.Node {
 	v := tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
-	return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name), gorgonia.WithValue(v))
+	return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...),
+		gorgonia.WithName(name), gorgonia.WithValue(v))
 }
 
 func must(n *gorgonia.Node, err error) *gorgonia.Node {
@@ -66,7 +67,8 @@ type squareOp struct {
 
 func square(x *gorgonia.Node, gradient func(i int, x, g float64) float64) *gorgonia.Node {
 	o := &squareOp{gradient: gradient}
-	opbase.Init(&o.Base, o, "square", fmt.Sprintf("%p", o), gorgonia.Nodes{x}, x.Dtype(), x.Shape(), nil,
+	opbase.Init(&o.Base, o, "square", fmt.Sprintf("%p", o), gorgonia.Nodes{x},
+		x.Dtype(), x.Shape(), nil,
 		func(_ *squareOp, out []float64, in opbase.Args) error {
 			for i, v := range opbase.Slice[float64](in, 0) {
 				out[i] = v * v
@@ -84,7 +86,8 @@ func (o *squareOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.
 	if o.flat {
 		shape = tensor.Shape{opbase.Size(shape)}
 	}
-	opbase.Init(&b.Base, o, "squareGrad", o.String(), gorgonia.Nodes{in[0], grad}, in[0].Dtype(), shape, nil,
+	opbase.Init(&b.Base, o, "squareGrad", o.String(), gorgonia.Nodes{in[0], grad},
+		in[0].Dtype(), shape, nil,
 		func(o *squareOp, out []float64, in opbase.Args) error {
 			x, g := opbase.Slice[float64](in, 0), opbase.Slice[float64](in, 1)
 			for i := range out {
@@ -99,7 +102,8 @@ func (o *squareOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.
 func right(_ int, x, g float64) float64 { return 2 * x * g }
 
 func TestCheckGradientsPassesCorrectOps(t *testing.T) {
-	positive := func(g *gorgonia.ExprGraph, r *rand.Rand, name string, shape ...int) *gorgonia.Node {
+	positive := func(g *gorgonia.ExprGraph, r *rand.Rand, name string,
+		shape ...int) *gorgonia.Node {
 		x := normals(r, opbase.Size(shape))
 		for i := range x {
 			x[i] = 0.05 + math.Abs(x[i])
@@ -142,7 +146,8 @@ func TestCheckGradientsPassesCorrectOps(t *testing.T) {
 			x := variable(g, r, "x", 3)
 			two := gorgonia.NewConstant(2.0)
 			row := gorgonia.NewConstant(tensor.New(tensor.WithBacking([]float64{1, -2, 3})))
-			return must(gorgonia.Add(must(gorgonia.Mul(two, x)), must(gorgonia.HadamardProd(row, must(gorgonia.Square(x))))))
+			return must(gorgonia.Add(must(gorgonia.Mul(two, x)),
+				must(gorgonia.HadamardProd(row, must(gorgonia.Square(x))))))
 		},
 		"an op of ours": func(g *gorgonia.ExprGraph, r *rand.Rand) *gorgonia.Node {
 			return square(variable(g, r, "x", 5, 3), right)
@@ -150,8 +155,10 @@ func TestCheckGradientsPassesCorrectOps(t *testing.T) {
 		"steep and flat together": func(g *gorgonia.ExprGraph, r *rand.Rand) *gorgonia.Node {
 			return must(gorgonia.Exp(holding(g, "x", []float64{-20, -3, 0, 4, 9}, 5)))
 		},
-		"a function much faster than its argument": func(g *gorgonia.ExprGraph, r *rand.Rand) *gorgonia.Node {
-			return must(gorgonia.Sin(must(gorgonia.Mul(gorgonia.NewConstant(300.0), variable(g, r, "x", 4)))))
+		"a function much faster than its argument": func(g *gorgonia.ExprGraph,
+			r *rand.Rand) *gorgonia.Node {
+			return must(gorgonia.Sin(must(gorgonia.Mul(gorgonia.NewConstant(300.0),
+				variable(g, r, "x", 4)))))
 		},
 	}
 	for name, build := range cases {
@@ -168,7 +175,8 @@ func TestCheckGradientsPassesCorrectOps(t *testing.T) {
 				t.Errorf("a correct gradient is called wrong:\n%v", report)
 			}
 			if len(report.Inputs) != len(wrt) || report.Checked() == 0 {
-				t.Errorf("%d inputs and %d elements checked, want %d inputs", len(report.Inputs), report.Checked(), len(wrt))
+				t.Errorf("%d inputs and %d elements checked, want %d inputs", len(report.Inputs),
+					report.Checked(), len(wrt))
 			}
 		})
 	}
@@ -180,9 +188,11 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 		"sign":                   func(_ int, x, g float64) float64 { return -2 * x * g },
 		"zero":                   func(_ int, x, g float64) float64 { return 0 },
 		"incoming gradient lost": func(_ int, x, g float64) float64 { return 2 * x },
-		"off by 1e-5":            func(_ int, x, g float64) float64 { return 2 * x * g * (1 + 1e-5) },
-		"NaN":                    func(_ int, x, g float64) float64 { return math.NaN() },
-		"infinite":               func(_ int, x, g float64) float64 { return math.Inf(1) },
+		"off by 1e-5": func(_ int, x, g float64) float64 {
+			return 2 * x * g * (1 + 1e-5)
+		},
+		"NaN":      func(_ int, x, g float64) float64 { return math.NaN() },
+		"infinite": func(_ int, x, g float64) float64 { return math.Inf(1) },
 		"one element of fifteen": func(i int, x, g float64) float64 {
 			if i == 7 {
 				return 1.99 * x * g
@@ -200,11 +210,13 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 			r := freshRand(t)
 			g := gorgonia.NewGraph()
 			data := normals(r, 15)
-			for i, v := range data { // clear of zero, where a gradient of 2x is too small for its error to count
+			// clear of zero, where a gradient of 2x is too small for its error to count
+			for i, v := range data {
 				data[i] = math.Copysign(0.5+math.Abs(v), v)
 			}
 			x := holding(g, "x", data, 5, 3)
-			report, err := autodiff.CheckGradients(weighted(square(x, gradient), r), gorgonia.Nodes{x})
+			report, err := autodiff.CheckGradients(weighted(square(x, gradient), r),
+				gorgonia.Nodes{x})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -212,7 +224,8 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 				t.Errorf("a wrong gradient passes:\n%v", report)
 			}
 			in, worst := report.Worst()
-			if strings.HasPrefix(name, "one element") && (fmt.Sprint(worst.Index) != "[2 1]" || in.Name != "x") {
+			if strings.HasPrefix(name, "one element") &&
+				(fmt.Sprint(worst.Index) != "[2 1]" || in.Name != "x") {
 				t.Errorf("the worst element is %s of %s, want [2 1] of x", worst.At(), in.Name)
 			}
 		})
@@ -233,7 +246,8 @@ func TestCheckGradientsFindsAnotherShape(t *testing.T) {
 func TestCheckGradientsFindsGorgoniasInverseSqrt(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := holding(g, "x", []float64{0.5, 1.5, 2.5}, 3)
-	report, err := autodiff.CheckGradients(must(gorgonia.Sum(must(gorgonia.InverseSqrt(x)))), gorgonia.Nodes{x})
+	report, err := autodiff.CheckGradients(must(gorgonia.Sum(must(gorgonia.InverseSqrt(x)))),
+		gorgonia.Nodes{x})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -253,9 +267,11 @@ func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 		}
 		return 2 * x * g
 	}
-	check := func(gradient func(int, float64, float64) float64, opts ...autodiff.CheckOption) autodiff.CheckReport {
+	check := func(gradient func(int, float64, float64) float64,
+		opts ...autodiff.CheckOption) autodiff.CheckReport {
 		t.Helper()
-		report, err := autodiff.CheckGradients(weighted(square(x, gradient), r), gorgonia.Nodes{x}, opts...)
+		report, err := autodiff.CheckGradients(weighted(square(x, gradient), r),
+			gorgonia.Nodes{x}, opts...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -263,9 +279,11 @@ func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 	}
 	good := check(right, autodiff.WithSamples(10), autodiff.WithSeed(3))
 	if !good.OK(1e-6) || good.Checked() != 11 {
-		t.Errorf("%d elements checked, want 10 and a direction, all right:\n%v", good.Checked(), good)
+		t.Errorf("%d elements checked, want 10 and a direction, all right:\n%v", good.Checked(),
+			good)
 	}
-	again, other := check(right, autodiff.WithSamples(10), autodiff.WithSeed(3)), check(right, autodiff.WithSamples(10), autodiff.WithSeed(4))
+	again, other := check(right, autodiff.WithSamples(10), autodiff.WithSeed(3)),
+		check(right, autodiff.WithSamples(10), autodiff.WithSeed(4))
 	indices := func(r autodiff.CheckReport) (s string) {
 		for _, e := range r.Inputs[0].Elements {
 			s += e.At() + " "
@@ -273,7 +291,8 @@ func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 		return s
 	}
 	if indices(good) != indices(again) || indices(good) == indices(other) {
-		t.Errorf("seed 3 twice chose\n%s\n%s\nand seed 4\n%s", indices(good), indices(again), indices(other))
+		t.Errorf("seed 3 twice chose\n%s\n%s\nand seed 4\n%s", indices(good),
+			indices(again), indices(other))
 	}
 	bad := check(wrong, autodiff.WithSamples(10), autodiff.WithSeed(3))
 	if _, worst := bad.Worst(); bad.OK(1e-6) || !worst.Direction {
@@ -284,17 +303,22 @@ func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 func TestCheckGradientsChangesNothing(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
-	x, y := variable(g, r, "x", 4, 3), gorgonia.NewScalar(g, tensor.Float64, gorgonia.WithName("y"), gorgonia.WithValue(1.5))
-	cost := must(gorgonia.Sum(must(gorgonia.Mul(y, must(gorgonia.Reshape(must(gorgonia.Tanh(x)), tensor.Shape{12}))))))
+	x, y := variable(g, r, "x", 4, 3), gorgonia.NewScalar(g, tensor.Float64, gorgonia.WithName("y"),
+		gorgonia.WithValue(1.5))
+	cost := must(gorgonia.Sum(must(gorgonia.Mul(y,
+		must(gorgonia.Reshape(must(gorgonia.Tanh(x)), tensor.Shape{12}))))))
 	before, nodes := fmt.Sprint(x.Value().Data(), x.Value().Shape(), y.Value()), len(g.AllNodes())
 	memory := x.Value().Uintptr()
 	if _, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x, y}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := autodiff.CheckGradients(must(gorgonia.Log(must(gorgonia.Neg(must(gorgonia.Square(y)))))), gorgonia.Nodes{y}); err == nil {
+	if _, err := autodiff.CheckGradients(
+		must(gorgonia.Log(must(gorgonia.Neg(must(gorgonia.Square(y)))))),
+		gorgonia.Nodes{y}); err == nil {
 		t.Error("a cost of NaN is accepted")
 	}
-	if after := fmt.Sprint(x.Value().Data(), x.Value().Shape(), y.Value()); after != before || x.Value().Uintptr() != memory {
+	if after := fmt.Sprint(x.Value().Data(), x.Value().Shape(), y.Value()); after != before ||
+		x.Value().Uintptr() != memory {
 		t.Errorf("values were\n%s and are\n%s", before, after)
 	}
 	if got := len(g.AllNodes()); got != nodes+3 { // Square, Neg and Log are the test's own
@@ -315,7 +339,8 @@ func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	if _, err := gorgonia.Grad(weighted(h, r), x); err != nil {
 		t.Fatal(err)
 	}
-	report, err := autodiff.CheckGradients(weighted(must(gorgonia.Square(h)), r), gorgonia.Nodes{x, z})
+	report, err := autodiff.CheckGradients(weighted(must(gorgonia.Square(h)), r),
+		gorgonia.Nodes{x, z})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -332,7 +357,8 @@ func TestCheckGradientsOfTransposedValues(t *testing.T) {
 		t.Fatal(err)
 	}
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithShape(4, 3), gorgonia.WithName("x"), gorgonia.WithValue(v))
+	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithShape(4, 3), gorgonia.WithName("x"),
+		gorgonia.WithValue(v))
 	report, err := autodiff.CheckGradients(weighted(square(x, right), r), gorgonia.Nodes{x})
 	if err != nil {
 		t.Fatal(err)
@@ -374,7 +400,8 @@ func TestCheckGradientsRefuses(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := variable(g, r, "x", 4)
 	cost := must(gorgonia.Sum(must(gorgonia.Tanh(x))))
-	empty := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithShape(4), gorgonia.WithName("empty"))
+	empty := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithShape(4),
+		gorgonia.WithName("empty"))
 	x32 := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(2), gorgonia.WithName("x32"),
 		gorgonia.WithValue(tensor.New(tensor.WithBacking([]float32{1, 2}))))
 	drop := must(gorgonia.Dropout(must(gorgonia.Square(variable(g, r, "d", 50))), 0.5))
@@ -395,19 +422,29 @@ func TestCheckGradientsRefuses(t *testing.T) {
 		{"result of an op", cost, gorgonia.Nodes{cost}, nil, "the result of an op"},
 		{"twice", cost, gorgonia.Nodes{x, x}, nil, "listed twice"},
 		{"int input", cost, gorgonia.Nodes{ids}, nil, "\"ids\" is int, want float64"},
-		{"not part of the cost", cost, gorgonia.Nodes{variable(g, r, "far", 2)}, nil, "does not depend on wrt input \"far\""},
+		{"not part of the cost", cost, gorgonia.Nodes{variable(g, r, "far", 2)}, nil,
+			"does not depend on wrt input \"far\""},
 		{"another graph", cost, gorgonia.Nodes{other}, nil, "different graphs"},
-		{"no value", must(gorgonia.Sum(must(gorgonia.Add(x, empty)))), gorgonia.Nodes{empty}, nil, "\"empty\" has no value"},
-		{"no value elsewhere", must(gorgonia.Sum(must(gorgonia.Add(x, empty)))), gorgonia.Nodes{x}, nil, "\"empty\" has no value"},
-		{"noise", must(gorgonia.Sum(drop)), gorgonia.Nodes{g.ByName("d")[0]}, nil, "differences of it mean nothing"},
-		{"no derivative", must(gorgonia.Sum(must(gorgonia.Gt(x, x, true)))), gorgonia.Nodes{x}, nil, "deriving the gradient"},
-		{"nil option", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithStep(1), nil}, "option 1 is nil"},
-		{"step", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithStep(0)}, "WithStep: got 0"},
-		{"tolerance", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithTolerance(math.NaN())}, "WithTolerance: got NaN"},
-		{"samples", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithSamples(-1)}, "WithSamples: got -1"},
+		{"no value", must(gorgonia.Sum(must(gorgonia.Add(x, empty)))), gorgonia.Nodes{empty}, nil,
+			"\"empty\" has no value"},
+		{"no value elsewhere", must(gorgonia.Sum(must(gorgonia.Add(x, empty)))), gorgonia.Nodes{x},
+			nil, "\"empty\" has no value"},
+		{"noise", must(gorgonia.Sum(drop)), gorgonia.Nodes{g.ByName("d")[0]}, nil,
+			"differences of it mean nothing"},
+		{"no derivative", must(gorgonia.Sum(must(gorgonia.Gt(x, x, true)))), gorgonia.Nodes{x}, nil,
+			"deriving the gradient"},
+		{"nil option", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithStep(1), nil},
+			"option 1 is nil"},
+		{"step", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithStep(0)},
+			"WithStep: got 0"},
+		{"tolerance", cost, gorgonia.Nodes{x},
+			[]autodiff.CheckOption{autodiff.WithTolerance(math.NaN())}, "WithTolerance: got NaN"},
+		{"samples", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithSamples(-1)},
+			"WithSamples: got -1"},
 	} {
 		report, err := autodiff.CheckGradients(c.cost, c.wrt, c.opts...)
-		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(), "autodiff.CheckGradients: ") {
+		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(),
+			"autodiff.CheckGradients: ") {
 			t.Errorf("%s: error %v, want one with %q\n%v", c.name, err, c.want, report)
 		}
 	}
@@ -416,7 +453,8 @@ func TestCheckGradientsRefuses(t *testing.T) {
 func TestCheckReportPrintsATable(t *testing.T) {
 	report := autodiff.CheckReport{Inputs: []autodiff.InputReport{
 		{Name: "weight", Shape: tensor.Shape{2, 3}, Elements: []autodiff.Element{
-			{Index: []int{0, 1}, Analytic: 1, Numeric: 1, RelError: 0}, {Index: []int{1, 2}, Analytic: 2, Numeric: 1, RelError: 0.5}}},
+			{Index: []int{0, 1}, Analytic: 1, Numeric: 1, RelError: 0},
+			{Index: []int{1, 2}, Analytic: 2, Numeric: 1, RelError: 0.5}}},
 		{Name: "b", Elements: []autodiff.Element{{Analytic: 1, Numeric: 1, RelError: 1e-9}}},
 	}}
 	want := "input   shape   checked  max rel. error  at      analytic  numeric\n" +
@@ -434,8 +472,10 @@ func TestCheckReportPrintsATable(t *testing.T) {
 // does in Log(1 − x): its own lookup of a node's inputs then finds those of others.
 func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
 	g := gorgonia.NewGraph()
-	x := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5), tensor.WithBacking([]float64{-2, -0.5, 0.1, 1, 3})), gorgonia.WithName("x"))
-	target := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5), tensor.WithBacking([]float64{0, 1, 0.5, 0, 1})), gorgonia.WithName("target"))
+	x := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5),
+		tensor.WithBacking([]float64{-2, -0.5, 0.1, 1, 3})), gorgonia.WithName("x"))
+	target := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5),
+		tensor.WithBacking([]float64{0, 1, 0.5, 0, 1})), gorgonia.WithName("target"))
 	p, err := gorgonia.Sigmoid(x)
 	if err == nil {
 		p, err = gorgonia.BinaryXent(p, target)

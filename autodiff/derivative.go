@@ -19,7 +19,8 @@ const (
 // enough, the trouble is rounding, and wider ones are tried. In the end the entry with the smallest
 // estimate counts. Steps at which f is not finite are passed over; with none left the result is
 // NaN. (Ridders, "Accurate computation of F′(x) and F′(x)F″(x)", 1982.)
-func derivative(f func(t float64) (float64, error), h float64, goal func(d float64) float64) (best, spread float64, err error) {
+func derivative(f func(t float64) (float64, error), h float64, goal func(d float64) float64) (best,
+	spread float64, err error) {
 	best, spread = math.NaN(), math.Inf(1)
 	for range tables {
 		d, s, err := extrapolate(f, h, goal)
@@ -38,7 +39,8 @@ func derivative(f func(t float64) (float64, error), h float64, goal func(d float
 }
 
 // extrapolate fills one table of extrapolated differences, and returns its best entry.
-func extrapolate(f func(t float64) (float64, error), h float64, goal func(d float64) float64) (best, spread float64, err error) {
+func extrapolate(f func(t float64) (float64, error), h float64, goal func(d float64) float64) (best,
+	spread float64, err error) {
 	best, spread = math.NaN(), math.Inf(1)
 	var last []float64 // the extrapolations of the level before, by order
 	for range levels {
@@ -64,8 +66,9 @@ func extrapolate(f func(t float64) (float64, error), h float64, goal func(d floa
 		for k := 0; k < len(last) && k < order; k++ {
 			next := row[k] + (row[k]-last[k])/(power-1)
 			power *= 4
-			// Both neighbours in the table approximate the same limit, so the farther one bounds the error,
-			// but narrow steps can agree by chance: few bits of f remain in their differences.
+			// Both neighbours in the table approximate the same limit, so the farther one bounds
+			// the error, but narrow steps can agree by chance: few bits of f remain in their
+			// differences.
 			if s := rounding + math.Max(math.Abs(next-row[k]), math.Abs(next-last[k])); s < spread {
 				best, spread = next, s
 			}

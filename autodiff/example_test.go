@@ -12,9 +12,11 @@ import (
 
 func ExampleCheckGradients() {
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithName("x"), gorgonia.WithValue(tensor.New(tensor.WithBacking([]float64{0.5, 2}))))
+	x := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithName("x"),
+		gorgonia.WithValue(tensor.New(tensor.WithBacking([]float64{0.5, 2}))))
 	good := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Tanh(x))))
-	bad := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.InverseSqrt(x)))) // Gorgonia's gradient of it is wrong
+	// Gorgonia's gradient of it is wrong
+	bad := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.InverseSqrt(x))))
 
 	for _, cost := range []*gorgonia.Node{good, bad} {
 		report, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x})
@@ -30,7 +32,8 @@ func ExampleCheckGradients() {
 
 func ExampleClipGlobalNorm() {
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithName("x"), gorgonia.WithValue(tensor.New(tensor.WithBacking([]float64{15, 20}))))
+	x := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithName("x"),
+		gorgonia.WithValue(tensor.New(tensor.WithBacking([]float64{15, 20}))))
 	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(x))))
 	if _, err := gorgonia.Grad(cost, x); err != nil {
 		log.Fatal(err)

@@ -35,8 +35,8 @@ type copied struct {
 func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
 	err := guard(func() error {
-		// In order of creation, since Gorgonia adds up the gradients of a node in an order that follows
-		// from it: the copy then computes the same bits as the original.
+		// In order of creation, since Gorgonia adds up the gradients of a node in an order that
+		// follows from it: the copy then computes the same bits as the original.
 		for _, n := range dependencies(out) {
 			if err := c.add(n, replay); err != nil {
 				return err
@@ -90,12 +90,15 @@ func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
 }
 
 // bind gives the copy's input for the original input n a value.
-func (c *copied) bind(n *gorgonia.Node, v gorgonia.Value) error { return gorgonia.Let(c.node[n], v) }
+func (c *copied) bind(n *gorgonia.Node, v gorgonia.Value) error {
+	return gorgonia.Let(c.node[n], v)
+}
 
 // newInput adds an input like n to g. The number keeps inputs of one name, which Gorgonia would
 // merge, apart.
 func newInput(g *gorgonia.ExprGraph, n *gorgonia.Node, number int) *gorgonia.Node {
-	return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(n.Type()), gorgonia.WithShape(n.Shape()...),
+	return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(n.Type()),
+		gorgonia.WithShape(n.Shape()...),
 		gorgonia.WithName(fmt.Sprintf("%s#%d", n.Name(), number)))
 }
 

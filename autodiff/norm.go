@@ -83,7 +83,8 @@ func globalNorm(ps []params.Param) (float64, error) {
 				e.Param, e.What = params.Label(p.Name, i), "gradient"
 				return 0, e
 			}
-			return 0, fmt.Errorf("the sum of squares overflows at parameter %s", params.Label(p.Name, i))
+			return 0, fmt.Errorf("the sum of squares overflows at parameter %s",
+				params.Label(p.Name, i))
 		}
 	}
 	return math.Sqrt(sum), nil

@@ -32,7 +32,8 @@ func TestClipGlobalNorm(t *testing.T) {
 	c := parameter{"c", gorgonia.NewF64(7), gorgonia.NewF64(12)}
 	model := []gorgonia.ValueGrad{a, b, c}
 	for _, limit := range []float64{13.1, math.Inf(1)} {
-		if norm, err := autodiff.ClipGlobalNorm(model, limit); err != nil || math.Abs(norm-13) > 1e-12 {
+		if norm, err := autodiff.ClipGlobalNorm(model, limit); err != nil ||
+			math.Abs(norm-13) > 1e-12 {
 			t.Fatalf("norm %v, error %v, want 13", norm, err)
 		}
 		if g := *c.grad.(*gorgonia.F64); g != 12 {
@@ -66,14 +67,20 @@ func TestClipGlobalNormRefuses(t *testing.T) {
 		limit float64
 		want  string
 	}{
-		{"NaN", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0, 1), dense(0, math.NaN())}}, 1, `the gradient of parameter "w" is NaN at [1]`},
-		{"infinity", []gorgonia.ValueGrad{fine, parameter{"", dense(1.0), dense(math.Inf(-1))}}, 1, "parameter #1 (unnamed) is -Inf"},
-		{"overflow", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0), dense(1e200)}}, 1, `overflows at parameter "w"`},
+		{"NaN", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0, 1), dense(0, math.NaN())}}, 1,
+			`the gradient of parameter "w" is NaN at [1]`},
+		{"infinity", []gorgonia.ValueGrad{fine, parameter{"", dense(1.0), dense(math.Inf(-1))}}, 1,
+			"parameter #1 (unnamed) is -Inf"},
+		{"overflow", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0), dense(1e200)}}, 1,
+			`overflows at parameter "w"`},
 		{"limit", []gorgonia.ValueGrad{fine}, 0, "limit is 0"},
 		{"limit NaN", []gorgonia.ValueGrad{fine}, math.NaN(), "limit is NaN"},
-		{"no gradient", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0), nil}}, 1, `parameter "w": has no gradient`},
-		{"no value", []gorgonia.ValueGrad{fine, parameter{"w", nil, dense(1.0)}}, 1, `parameter "w": has no value`},
-		{"types", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0), dense[float32](1)}}, 1, "gradient is float32"},
+		{"no gradient", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0), nil}}, 1,
+			`parameter "w": has no gradient`},
+		{"no value", []gorgonia.ValueGrad{fine, parameter{"w", nil, dense(1.0)}}, 1,
+			`parameter "w": has no value`},
+		{"types", []gorgonia.ValueGrad{fine, parameter{"w", dense(1.0), dense[float32](1)}}, 1,
+			"gradient is float32"},
 		{"nil", []gorgonia.ValueGrad{fine, nil}, 1, "is nil"},
 		{"twice", []gorgonia.ValueGrad{fine, fine}, 1, `same name "fine"`},
 	} {
@@ -92,8 +99,10 @@ func TestFirstNonFinite(t *testing.T) {
 	fine := parameter{"fine", dense(1.0), dense(2.0)}
 	missing := parameter{"missing", nil, nil}
 	grad := parameter{"grad", dense(1.0, 2), dense(0, nan)}
-	value := parameter{"value", tensor.New(tensor.WithShape(2, 2), tensor.WithBacking([]float64{1, 2, math.Inf(1), 4})), nil}
-	if name, kind, found := autodiff.FirstNonFinite([]gorgonia.ValueGrad{fine, missing, nil}); found {
+	value := parameter{"value", tensor.New(tensor.WithShape(2, 2),
+		tensor.WithBacking([]float64{1, 2, math.Inf(1), 4})), nil}
+	if name, kind, found := autodiff.FirstNonFinite([]gorgonia.ValueGrad{fine,
+		missing, nil}); found {
 		t.Errorf("finite parameters give %s, %s", name, kind)
 	}
 	for _, c := range []struct {
@@ -102,9 +111,11 @@ func TestFirstNonFinite(t *testing.T) {
 	}{
 		{[]gorgonia.ValueGrad{fine, grad}, `"grad"`, "gradient"},
 		{[]gorgonia.ValueGrad{grad, fine, value}, `"value"`, "value"},
-		{[]gorgonia.ValueGrad{fine, parameter{"", gorgonia.NewF32(float32(nan)), nil}}, "#1 (unnamed)", "value"},
+		{[]gorgonia.ValueGrad{fine, parameter{"", gorgonia.NewF32(float32(nan)), nil}},
+			"#1 (unnamed)", "value"},
 	} {
-		if name, kind, found := autodiff.FirstNonFinite(c.model); name != c.name || kind != c.kind || !found {
+		if name, kind, found := autodiff.FirstNonFinite(c.model); name != c.name ||
+			kind != c.kind || !found {
 			t.Errorf("got %s, %s, %v, want %s, %s", name, kind, found, c.name, c.kind)
 		}
 	}

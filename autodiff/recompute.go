@@ -43,7 +43,8 @@ type RecomputeOp struct {
 // Gorgonia's machines keep every intermediate result until the run ends, so computing nodes again
 // in the same graph would save nothing; hence the graph within. (Chen et al., "Training Deep Nets
 // with Sublinear Memory Cost", 2016.)
-func Recompute(inputs gorgonia.Nodes, build func(inputs gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
+func Recompute(inputs gorgonia.Nodes, build func(inputs gorgonia.Nodes) (*gorgonia.Node,
+	error)) (*gorgonia.Node, error) {
 	n, err := recompute(inputs, build)
 	if err != nil {
 		return nil, fmt.Errorf("autodiff.Recompute: %w", err)
@@ -51,9 +52,12 @@ func Recompute(inputs gorgonia.Nodes, build func(inputs gorgonia.Nodes) (*gorgon
 	return n, nil
 }
 
-func recompute(inputs gorgonia.Nodes, build func(gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
+func recompute(inputs gorgonia.Nodes, build func(gorgonia.Nodes) (*gorgonia.Node,
+	error)) (*gorgonia.Node, error) {
 	if len(inputs) == 0 || build == nil {
-		return nil, fmt.Errorf("got %d inputs and a build function: %v, want at least one input and a function", len(inputs), build != nil)
+		return nil,
+			fmt.Errorf("got %d inputs and a build function: %v, want at least one input and a "+
+				"function", len(inputs), build != nil)
 	}
 	g := gorgonia.NewGraph()
 	within := make(gorgonia.Nodes, len(inputs))
@@ -93,9 +97,11 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 	for _, n := range dependencies(out) {
 		switch {
 		case isRandom(n):
-			return fmt.Errorf("build uses %s, which is random: the gradient would see other numbers than the result", label(n))
+			return fmt.Errorf("build uses %s, which is random: the gradient would see other "+
+				"numbers than the result", label(n))
 		case isInput(n) && !slices.Contains(inputs, n):
-			return fmt.Errorf("build makes an input of its own, %s: pass it in, or no gradient would reach it", label(n))
+			return fmt.Errorf("build makes an input of its own, %s: pass it in, or no gradient "+
+				"would reach it", label(n))
 		}
 	}
 	return nil
@@ -106,23 +112,27 @@ var serial atomic.Int64
 
 // newRecomputeOp makes an op of a copy of out and what it depends on. Like give the types of the
 // op's inputs.
-func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node, replay bool) (*RecomputeOp, error) {
+func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node, replay bool) (*RecomputeOp,
+	error) {
 	c, err := copyGraph(out, replay)
 	if err != nil {
 		return nil, err
 	}
-	o := &RecomputeOp{Inputs: make(gorgonia.Nodes, len(inputs)), Output: c.out, diff: make([]bool, len(inputs))}
+	o := &RecomputeOp{Inputs: make(gorgonia.Nodes, len(inputs)), Output: c.out,
+		diff: make([]bool, len(inputs))}
 	reached := differentiable(out)
 	for i, n := range inputs {
 		if o.Inputs[i] = c.node[n]; o.Inputs[i] == nil { // the result does not depend on it
 			o.Inputs[i] = newInput(c.graph, n, len(c.node)+i)
 		}
 		if o.diff[i] = reached[n]; o.diff[i] && n.Dtype() != out.Dtype() {
-			return nil, fmt.Errorf("input %s is %v, but the result, %v: want one float type", label(n), n.Dtype(), out.Dtype())
+			return nil, fmt.Errorf("input %s is %v, but the result, %v: want one float type",
+				label(n), n.Dtype(), out.Dtype())
 		}
 	}
 	o.run = inner{inputs: o.Inputs, outputs: gorgonia.Nodes{c.out}}
-	opbase.Init(&o.Base, o, "Recompute", fmt.Sprintf("#%d", serial.Add(1)), like, out.Dtype(), out.Shape(),
+	opbase.Init(&o.Base, o, "Recompute", fmt.Sprintf("#%d", serial.Add(1)), like,
+		out.Dtype(), out.Shape(),
 		recomputeForward[float32], recomputeForward[float64])
 	return o, nil
 }
@@ -151,7 +161,8 @@ func recomputeForward[T cpu.Float](o *RecomputeOp, out []T, in opbase.Args) erro
 // SetTraining passes the machine's mode on to the ops within.
 func (o *RecomputeOp) SetTraining(training bool) error {
 	if o.Output == nil {
-		return errors.New("autodiff.RecomputeOp: the op is a zero value: make one with autodiff.Recompute")
+		return errors.New("autodiff.RecomputeOp: the op is a zero value: make one with " +
+			"autodiff.Recompute")
 	}
 	o.eval = !training
 	return o.run.setTraining(training)
@@ -171,7 +182,8 @@ func (o *RecomputeOp) Replay() gorgonia.Op {
 func (o *RecomputeOp) DiffWRT(int) []bool { return o.diff }
 
 // SymDiff returns the gradients of those inputs, and nil for the others.
-func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
+	error) {
 	grads, err := o.symDiff(inputs, output, grad)
 	if err != nil {
 		return nil, fmt.Errorf("autodiff.Recompute: %w", err)
@@ -179,12 +191,14 @@ func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node
 	return grads, nil
 }
 
-func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
+	error) {
 	c, err := copyGraph(o.Output, true)
 	if err != nil {
 		return nil, err
 	}
-	b := &RecomputeGradOp{Forward: o, Output: c.out, OutputGrad: newInput(c.graph, o.Output, len(c.node))}
+	b := &RecomputeGradOp{Forward: o, Output: c.out,
+		OutputGrad: newInput(c.graph, o.Output, len(c.node))}
 	var wrt gorgonia.Nodes
 	var shapes []tensor.Shape
 	for i, n := range o.Inputs {
@@ -198,7 +212,8 @@ func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node
 		}
 	}
 	err = guard(func() (err error) {
-		b.Grads, err = gorgonia.Backpropagate(gorgonia.Nodes{c.out}, gorgonia.Nodes{b.OutputGrad}, wrt)
+		b.Grads, err = gorgonia.Backpropagate(gorgonia.Nodes{c.out}, gorgonia.Nodes{b.OutputGrad},
+			wrt)
 		return err
 	})
 	if err != nil {
@@ -207,7 +222,8 @@ func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node
 	b.run = inner{inputs: append(slices.Clone(b.Inputs), b.OutputGrad), outputs: b.Grads}
 	// The forward output is an input only to make certain that the first run comes first.
 	in := append(slices.Clone(inputs), grad, output)
-	opbase.Init(&b.Base, b, "RecomputeGrad", o.String(), in, output.Dtype(), tensor.Shape{opbase.PackedSize(shapes...)},
+	opbase.Init(&b.Base, b, "RecomputeGrad", o.String(), in, output.Dtype(),
+		tensor.Shape{opbase.PackedSize(shapes...)},
 		recomputeBackward[float32], recomputeBackward[float64])
 	packed, err := gorgonia.ApplyOp(b, in...)
 	if err != nil {

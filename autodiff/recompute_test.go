@@ -80,7 +80,8 @@ func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 
 // run builds the model with blocks made by apply, takes two steps on it and returns all losses and
 // gradients.
-func run(t *testing.T, seed uint64, dt tensor.Dtype, apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) []named {
+func run(t *testing.T, seed uint64, dt tensor.Dtype,
+	apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) []named {
 	t.Helper()
 	const rows, d, f, v = 5, 6, 9, 4
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -99,7 +100,8 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype, apply func(gorgonia.Nodes, 
 			}
 			value = narrow
 		}
-		n := gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...),
+		n := gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithName(name),
+			gorgonia.WithShape(shape...),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(value))))
 		params = append(params, n)
 		return n
@@ -109,7 +111,8 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype, apply func(gorgonia.Nodes, 
 	x := add("x", rows, d)
 	for i := range 3 {
 		name := func(s string) string { return fmt.Sprintf("%s%d", s, i) }
-		in := gorgonia.Nodes{x, add(name("norm"), d), add(name("gate"), f, d), add(name("up"), f, d), add(name("down"), d, f), add(name("table"), v, d), ids}
+		in := gorgonia.Nodes{x, add(name("norm"), d), add(name("gate"), f, d),
+			add(name("up"), f, d), add(name("down"), d, f), add(name("table"), v, d), ids}
 		x = must(apply(in, block))
 	}
 	loss := must(gorgonia.Sum(must(gorgonia.HadamardProd(x, add("weighting", rows, d)))))
@@ -193,13 +196,15 @@ func TestRecomputeGivesTheSameBits(t *testing.T) {
 		compare := func(how string, want, got []named) {
 			for i, w := range want {
 				if !reflect.DeepEqual(w, got[i]) {
-					t.Errorf("%v, %s, model seed %d: %s (%d of %d) differs\n%v\n%v", dt, how, seed, w.name, i, len(want), w.data, got[i].data)
+					t.Errorf("%v, %s, model seed %d: %s (%d of %d) differs\n%v\n%v", dt, how, seed,
+						w.name, i, len(want), w.data, got[i].data)
 					return
 				}
 			}
 		}
 		compare("recomputed", run(t, seed, dt, plain), run(t, seed, dt, recomputed))
-		compare("recomputed within the recomputed", run(t, seed, dt, thenTanh), run(t, seed, dt, nested))
+		compare("recomputed within the recomputed", run(t, seed, dt, thenTanh),
+			run(t, seed, dt, nested))
 	}
 }
 
@@ -211,7 +216,8 @@ type probeOp struct {
 
 func probe(x *gorgonia.Node) (*gorgonia.Node, *probeOp) {
 	o := &probeOp{}
-	opbase.Init(&o.Base, o, "probe", fmt.Sprintf("%p", o), gorgonia.Nodes{x}, x.Dtype(), x.Shape(), nil,
+	opbase.Init(&o.Base, o, "probe", fmt.Sprintf("%p", o), gorgonia.Nodes{x},
+		x.Dtype(), x.Shape(), nil,
 		func(o *probeOp, out []float64, in opbase.Args) error {
 			copy(out, opbase.Slice[float64](in, 0))
 			var m runtime.MemStats
@@ -240,18 +246,19 @@ func TestRecomputeSavesMemory(t *testing.T) {
 		up, down := variable(g, r, "up", d, wide), variable(g, r, "down", wide, d)
 		h := x
 		for range blocks {
-			h = must(apply(gorgonia.Nodes{h, up, down}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-				h, err := gorgonia.Mul(in[0], in[1])
-				for range 3 {
-					if err == nil {
-						h, err = gorgonia.Tanh(h)
+			h = must(apply(gorgonia.Nodes{h, up, down},
+				func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+					h, err := gorgonia.Mul(in[0], in[1])
+					for range 3 {
+						if err == nil {
+							h, err = gorgonia.Tanh(h)
+						}
 					}
-				}
-				if err != nil {
-					return nil, err
-				}
-				return gorgonia.Mul(h, in[2])
-			}))
+					if err != nil {
+						return nil, err
+					}
+					return gorgonia.Mul(h, in[2])
+				}))
 		}
 		h, p := probe(h)
 		if _, err := gorgonia.Grad(must(gorgonia.Sum(h)), x, up, down); err != nil {
@@ -270,9 +277,11 @@ func TestRecomputeSavesMemory(t *testing.T) {
 	}
 	const layer = rows * wide * 8
 	without, with := held(plain), held(recomputed)
-	t.Logf("held between forward and backward pass: %d KiB without recomputation, %d KiB with", without>>10, with>>10)
+	t.Logf("held between forward and backward pass: %d KiB without recomputation, %d KiB with",
+		without>>10, with>>10)
 	if without < blocks*3*layer || with > layer {
-		t.Errorf("a layer is %d KiB: want at least %d KiB without and at most %d KiB with", layer>>10, blocks*3*layer>>10, layer>>10)
+		t.Errorf("a layer is %d KiB: want at least %d KiB without and at most %d KiB with",
+			layer>>10, blocks*3*layer>>10, layer>>10)
 	}
 }
 
@@ -286,7 +295,8 @@ type tallyOp struct {
 
 func newTally(x *gorgonia.Node, like *tallyOp, replay bool) *tallyOp {
 	o := &tallyOp{forward: like.forward, backward: like.backward, replay: replay}
-	opbase.Init(&o.Base, o, "tally", fmt.Sprintf("%p", o.forward), gorgonia.Nodes{x}, x.Dtype(), x.Shape(), nil,
+	opbase.Init(&o.Base, o, "tally", fmt.Sprintf("%p", o.forward), gorgonia.Nodes{x},
+		x.Dtype(), x.Shape(), nil,
 		func(o *tallyOp, out []float64, in opbase.Args) error {
 			for i, v := range opbase.Slice[float64](in, 0) {
 				out[i] = 2 * v
@@ -302,7 +312,8 @@ func newTally(x *gorgonia.Node, like *tallyOp, replay bool) *tallyOp {
 func (o *tallyOp) Replay() gorgonia.Op {
 	r := *o
 	r.replay = true
-	x := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithShape(o.InputShape(0)...))
+	x := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64,
+		gorgonia.WithShape(o.InputShape(0)...))
 	return newTally(x, &r, true)
 }
 
@@ -320,7 +331,8 @@ func TestRecomputeCountsOnce(t *testing.T) {
 		g := gorgonia.NewGraph()
 		x := variable(g, r, "x", 4)
 		y := must(apply(gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-			return gorgonia.ApplyOp(newTally(in[0], &tallyOp{forward: &forward, backward: &backward}, false), in[0])
+			return gorgonia.ApplyOp(newTally(in[0],
+				&tallyOp{forward: &forward, backward: &backward}, false), in[0])
 		}))
 		if _, err := gorgonia.Grad(must(gorgonia.Sum(y)), x); err != nil {
 			t.Fatal(err)
@@ -333,7 +345,8 @@ func TestRecomputeCountsOnce(t *testing.T) {
 				t.Fatal(err)
 			}
 			if forward != run || backward != run {
-				t.Errorf("%s: after %d runs, forward counted %d and backward %d", name, run, forward, backward)
+				t.Errorf("%s: after %d runs, forward counted %d and backward %d", name,
+					run, forward, backward)
 			}
 		}
 	}
@@ -342,13 +355,16 @@ func TestRecomputeCountsOnce(t *testing.T) {
 func TestRecomputePassesTheGradientCheck(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
-	x, w, unused := variable(g, r, "x", 3, 4), variable(g, r, "w", 4, 2), variable(g, r, "unused", 7)
+	x, w, unused := variable(g, r, "x", 3, 4), variable(g, r, "w", 4, 2),
+		variable(g, r, "unused", 7)
 	s := gorgonia.NewScalar(g, tensor.Float64, gorgonia.WithName("s"), gorgonia.WithValue(0.7))
-	cost := must(autodiff.Recompute(gorgonia.Nodes{unused, x, w, s}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-		h := must(gorgonia.Mul(in[1], in[2]))
-		h = must(gorgonia.Add(must(gorgonia.Tanh(h)), must(gorgonia.Mul(h, in[3]))))
-		return gorgonia.Sum(must(gorgonia.Mul(must(gorgonia.Square(h)), gorgonia.NewConstant(0.5))))
-	}))
+	cost := must(autodiff.Recompute(gorgonia.Nodes{unused, x, w, s},
+		func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			h := must(gorgonia.Mul(in[1], in[2]))
+			h = must(gorgonia.Add(must(gorgonia.Tanh(h)), must(gorgonia.Mul(h, in[3]))))
+			return gorgonia.Sum(must(gorgonia.Mul(must(gorgonia.Square(h)),
+				gorgonia.NewConstant(0.5))))
+		}))
 	report, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x, w, s})
 	if err != nil {
 		t.Fatal(err)
@@ -378,21 +394,36 @@ func TestRecomputeRefuses(t *testing.T) {
 		{"no function", gorgonia.Nodes{x}, nil, "build function: false"},
 		{"nil input", gorgonia.Nodes{x, nil}, tanh, "input 1 is nil or not in the graph"},
 		{"two graphs", gorgonia.Nodes{x, other}, tanh, "input 1 is nil or not in the graph"},
-		{"build's own error", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) { return nil, failure }, failure.Error()},
-		{"no result", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) { return nil, nil }, "result is nil"},
-		{"outer node", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Tanh(x) }, "another graph"},
-		{"nothing built", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return in[0], nil }, "nothing to compute"},
+		{"build's own error", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) {
+			return nil, failure
+		}, failure.Error()},
+		{"no result", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) {
+			return nil, nil
+		}, "result is nil"},
+		{"outer node", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) {
+			return gorgonia.Tanh(x)
+		}, "another graph"},
+		{"nothing built", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return in[0], nil
+		}, "nothing to compute"},
 		{"input of its own", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-			return gorgonia.Add(in[0], gorgonia.NewVector(in[0].Graph(), tensor.Float64, gorgonia.WithShape(4), gorgonia.WithName("own")))
+			return gorgonia.Add(in[0], gorgonia.NewVector(in[0].Graph(), tensor.Float64,
+				gorgonia.WithShape(4), gorgonia.WithName("own")))
 		}, `"own"`},
-		{"random", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Dropout(in[0], 0.5) }, "random"},
-		{"noise", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-			return gorgonia.Add(in[0], gorgonia.GaussianRandomNode(in[0].Graph(), tensor.Float64, 0, 1, 4))
+		{"random", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return gorgonia.Dropout(in[0], 0.5)
 		}, "random"},
-		{"result of bools", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Gt(in[0], in[0], false) }, "want float32 or float64"},
+		{"noise", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return gorgonia.Add(in[0], gorgonia.GaussianRandomNode(in[0].Graph(),
+				tensor.Float64, 0, 1, 4))
+		}, "random"},
+		{"result of bools", gorgonia.Nodes{x}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return gorgonia.Gt(in[0], in[0], false)
+		}, "want float32 or float64"},
 	} {
 		_, err := autodiff.Recompute(c.inputs, c.build)
-		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(), "autodiff.Recompute: ") {
+		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(),
+			"autodiff.Recompute: ") {
 			t.Errorf("%s: error %v, want one with %q", c.name, err, c.want)
 		}
 	}
@@ -413,7 +444,8 @@ func TestRecomputeRefuses(t *testing.T) {
 // adaptive clipping do in the next step.
 func TestRecomputeKasmina(t *testing.T) {
 	seed := freshRand(t).Uint64()
-	train := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) (grads []named, lattice []byte) {
+	train := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) (grads []named,
+		lattice []byte) {
 		const rows, seeds, chunk, slots = 6, 3, 4, 3
 		r := rand.New(rand.NewPCG(seed, 2))
 		l, err := state.NewLattice(seeds, seeds*chunk, state.WithoutGates())
@@ -422,16 +454,19 @@ func TestRecomputeKasmina(t *testing.T) {
 		}
 		for s := range seeds {
 			request := state.GerminationRequest{Slot: 1 + s%2, Kind: blueprints.Kind(s)}
-			if err := errors.Join(l.RequestGermination(s, request), l.Transition(s, state.Training), l.Transition(s, state.Grafting),
+			if err := errors.Join(l.RequestGermination(s, request), l.Transition(s, state.Training),
+				l.Transition(s, state.Grafting),
 				l.SetAlpha(s, 0.25)); err != nil {
 				t.Fatal(err)
 			}
 		}
 		g := gorgonia.NewGraph()
-		params := gorgonia.Nodes{variable(g, r, "x", rows, seeds*chunk), variable(g, r, "weights", slots, chunk), variable(g, r, "scales", slots)}
+		params := gorgonia.Nodes{variable(g, r, "x", rows, seeds*chunk),
+			variable(g, r, "weights", slots, chunk), variable(g, r, "scales", slots)}
 		y := must(apply(params, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 			x := must(gorgonia.Tanh(in[0]))
-			return op.Kasmina(x, in[1], in[2], l, op.WithStability(op.Strict), op.WithAdaptiveGradClip(0.5))
+			return op.Kasmina(x, in[1], in[2], l, op.WithStability(op.Strict),
+				op.WithAdaptiveGradClip(0.5))
 		}))
 		if _, err := gorgonia.Grad(weighted(must(gorgonia.Square(y)), r), params...); err != nil {
 			t.Fatal(err)
@@ -482,5 +517,7 @@ func TestRecomputeKasmina(t *testing.T) {
 
 // nestedOnce recomputes what is recomputed already.
 func nestedOnce(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
-	return autodiff.Recompute(in, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return autodiff.Recompute(in, b) })
+	return autodiff.Recompute(in, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		return autodiff.Recompute(in, b)
+	})
 }

@@ -83,8 +83,8 @@ const (
 // The functions run on several goroutines at once, and must keep nothing from one call to the next.
 // A panic in one of them ends the run of the graph with an error.
 type Arithmetic[T Float] struct {
-	// Prepare writes p, computed from w once for each seed and call rather than once a row. When nil,
-	// p is w.
+	// Prepare writes p, computed from w once for each seed and call rather than once a row. When
+	// nil, p is w.
 	Prepare func(p, w []T)
 	// Forward writes t(x) to t.
 	Forward func(t, x, p []T, a T)
@@ -106,13 +106,13 @@ type Blueprint struct {
 	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if
 	// they are too few for it, how many it needs. It may grow with width. When nil, it is c.
 	Size func(c, width int) int
-	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files hold
-	// them. Their names differ, none is "" or "scale", and they have n elements in all. When nil, they
-	// are one vector, "weights".
+	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files
+	// hold them. Their names differ, none is "" or "scale", and they have n elements in all. When
+	// nil, they are one vector, "weights".
 	Parts func(c, n int) []Part
-	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that the
-	// transform of a chunk of c features is the identity, or as near to it as the kind can be. Weights
-	// that must not all start alike come from r.
+	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that
+	// the transform of a chunk of c features is the identity, or as near to it as the kind can be.
+	// Weights that must not all start alike come from r.
 	Identity    func(w []float64, c int, r *rand.Rand) (scale float64)
 	Homogeneity Homogeneity
 	F32         Arithmetic[float32]
@@ -165,7 +165,8 @@ func checkParts(parts []Part, n int) error {
 		size := 1
 		for _, d := range p.Shape {
 			if d < 0 || d > 0 && size > n/d {
-				return fmt.Errorf("part %q has shape %v, want at most %d elements", p.Name, p.Shape, n)
+				return fmt.Errorf("part %q has shape %v, want at most %d elements", p.Name, p.Shape,
+					n)
 			}
 			size *= d
 		}
@@ -218,10 +219,13 @@ func Register(b Blueprint) (Kind, error) {
 	defer registering.Unlock()
 	kinds := *registry.Load()
 	if k, ok := ByName(b.Name); ok {
-		return 0, fmt.Errorf("blueprints.Register: %w: the name %q is taken by kind %d", ErrInvalid, b.Name, k)
+		return 0, fmt.Errorf("blueprints.Register: %w: the name %q is taken by kind %d",
+			ErrInvalid, b.Name, k)
 	}
 	if len(kinds) == maxKinds {
-		return 0, fmt.Errorf("blueprints.Register: %w: %d kinds are registered, which is all there can be", ErrInvalid, maxKinds)
+		return 0,
+			fmt.Errorf("blueprints.Register: %w: %d kinds are registered, which is all "+
+				"there can be", ErrInvalid, maxKinds)
 	}
 	grown := append(append([]*Blueprint(nil), kinds...), &b)
 	registry.Store(&grown)
@@ -250,7 +254,8 @@ func check(b *Blueprint) error {
 	case (b.F64.Prepare == nil) != (b.F64.Finish == nil):
 		missing = "one of Prepare and Finish of F64"
 	case b.Homogeneity > InXAndScale:
-		return fmt.Errorf("blueprints.Register: %w %q: Homogeneity is %d, want at most %d", ErrInvalid, b.Name, b.Homogeneity, InXAndScale)
+		return fmt.Errorf("blueprints.Register: %w %q: Homogeneity is %d, want at most %d",
+			ErrInvalid, b.Name, b.Homogeneity, InXAndScale)
 	default:
 		return nil
 	}
@@ -262,7 +267,8 @@ func check(b *Blueprint) error {
 func Lookup(k Kind) (*Blueprint, error) {
 	kinds := *registry.Load()
 	if int(k) >= len(kinds) {
-		return nil, fmt.Errorf("%w %d: kinds 0 to %d are registered", ErrUnknownKind, k, len(kinds)-1)
+		return nil, fmt.Errorf("%w %d: kinds 0 to %d are registered",
+			ErrUnknownKind, k, len(kinds)-1)
 	}
 	return kinds[k], nil
 }
@@ -334,7 +340,9 @@ func Size(k Kind, c, width int) (int, error) {
 		return 0, fmt.Errorf("%w %q: Size(%d, %d) is %d", ErrInvalid, b.Name, c, width, n)
 	}
 	if n > width {
-		return 0, fmt.Errorf("%w: %s needs %d weights a slot for chunks of %d features, and there are %d", ErrWidth, b.Name, n, c, width)
+		return 0,
+			fmt.Errorf("%w: %s needs %d weights a slot for chunks of %d features, and there are %d",
+				ErrWidth, b.Name, n, c, width)
 	}
 	return n, nil
 }
@@ -348,11 +356,13 @@ func Size(k Kind, c, width int) (int, error) {
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
-		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, for chunks of %d features, "+
+		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, for "+
+			"chunks of %d features, "+
 			"want weights [slots, W] and scales [slots]", len(weights), slots, c)
 	}
 	if slot < 1 || slot >= slots {
-		return fmt.Errorf("blueprints.Identity: %w: slot is %d, want 1 to %d (slot 0 means none)", ErrSlot, slot, slots-1)
+		return fmt.Errorf("blueprints.Identity: %w: slot is %d, want 1 to %d (slot 0 means none)",
+			ErrSlot, slot, slots-1)
 	}
 	width := len(weights) / slots
 	w, scale, err := start[T](k, c, width, seed)
@@ -417,7 +427,8 @@ func Apply[T Float](k Kind, y, x, w []T, a T) error {
 		return fmt.Errorf("blueprints.Apply: %w", err)
 	}
 	if len(y) != len(x) || len(x) == 0 {
-		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length of at least 1",
+		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length of at "+
+			"least 1",
 			len(x), len(y))
 	}
 	n, err := Size(k, len(x), len(w))

@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter,
+var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
+	blueprints.MLPExpansion, blueprints.ConvFilter,
 	blueprints.LowRank, blueprints.ChunkMLP}
 
 // sizes returns how many weights a kind uses for chunks of c features, in slots of all widths that
@@ -103,14 +104,18 @@ func TestForwardIsTheFormula(t *testing.T) {
 					t.Fatal(err)
 				}
 				single := make([]float32, c)
-				if err := blueprints.Apply(k, single, narrow(x), narrow(w), float32(a)); err != nil {
+				if err := blueprints.Apply(k, single, narrow(x), narrow(w),
+					float32(a)); err != nil {
 					t.Fatal(err)
 				}
-				size := reference(k, absolute(x), absolute(w), math.Abs(a)) // of the terms, which may cancel
+				// of the terms, which may cancel
+				size := reference(k, absolute(x), absolute(w), math.Abs(a))
 				for i := range want {
 					unit := 10 + math.Abs(want[i]) + size[i]
-					if math.Abs(got[i]-want[i]) > 1e-13*unit || math.Abs(float64(single[i])-want[i]) > 1e-6*unit {
-						t.Errorf("%v C=%d: t[%d] is %v, in float32 %v, want %v", k, c, i, got[i], single[i], want[i])
+					if math.Abs(got[i]-want[i]) > 1e-13*unit ||
+						math.Abs(float64(single[i])-want[i]) > 1e-6*unit {
+						t.Errorf("%v C=%d: t[%d] is %v, in float32 %v, want %v", k, c, i,
+							got[i], single[i], want[i])
 					}
 				}
 			}
@@ -183,7 +188,8 @@ func TestBackwardMatchesCentralDifferences(t *testing.T) {
 			}
 			var size float64 // of the loss's terms, whose rounding shows in a difference
 			for row := range xs {
-				size += loss(k, [][]float64{absolute(xs[row])}, [][]float64{absolute(gs[row])}, absolute(w), math.Abs(a))
+				size += loss(k, [][]float64{absolute(xs[row])}, [][]float64{absolute(gs[row])},
+					absolute(w), math.Abs(a))
 			}
 			compare := func(what string, got float64, v *float64) {
 				t.Helper()
@@ -195,7 +201,8 @@ func TestBackwardMatchesCentralDifferences(t *testing.T) {
 				*v = kept
 				want := (up - down) / (2 * h)
 				if !(math.Abs(got-want) <= 1e-7*(1+math.Abs(want))+1e-15/h*size) {
-					t.Errorf("%v C=%d: %s is %v, central differences give %v", k, c, what, got, want)
+					t.Errorf("%v C=%d: %s is %v, central differences give %v",
+						k, c, what, got, want)
 				}
 			}
 			for i := range w {
@@ -299,12 +306,14 @@ func TestHomogeneity(t *testing.T) {
 			as = lambda * a
 		}
 		y, ys := make([]float64, c), make([]float64, c)
-		if err := errors.Join(blueprints.Apply(k, y, x, w, a), blueprints.Apply(k, ys, scaled, w, as)); err != nil {
+		if err := errors.Join(blueprints.Apply(k, y, x, w, a),
+			blueprints.Apply(k, ys, scaled, w, as)); err != nil {
 			t.Fatal(err)
 		}
 		for i := range y {
 			if ys[i] != lambda*y[i] {
-				t.Errorf("%v declares homogeneity %d, but t(λx) = %v and λ·t(x) = %v", k, b.Homogeneity, ys[i], lambda*y[i])
+				t.Errorf("%v declares homogeneity %d, but t(λx) = %v and λ·t(x) = %v", k,
+					b.Homogeneity, ys[i], lambda*y[i])
 			}
 		}
 	}
@@ -312,7 +321,8 @@ func TestHomogeneity(t *testing.T) {
 
 func TestSoftmaxOfExtremeWeights(t *testing.T) {
 	x, y := []float32{1, 1, 1}, make([]float32, 3)
-	if err := blueprints.Apply(blueprints.AttentionGate, y, x, []float32{3e38, -3e38, 3e38}, 2); err != nil {
+	if err := blueprints.Apply(blueprints.AttentionGate, y, x, []float32{3e38, -3e38, 3e38},
+		2); err != nil {
 		t.Fatal(err)
 	}
 	if y[0] != 1 || y[1] != 0 || y[2] != 1 {
@@ -348,30 +358,53 @@ func TestErrors(t *testing.T) {
 		is   error
 		text string
 	}{
-		{without(func(b *blueprints.Blueprint) { b.Name = "" }), blueprints.ErrInvalid, "Name is missing"},
-		{without(func(b *blueprints.Blueprint) { b.Name = "ConvFilter" }), blueprints.ErrInvalid, `"ConvFilter" is taken by kind 3`},
-		{without(func(b *blueprints.Blueprint) { b.Identity = nil }), blueprints.ErrInvalid, "Identity is missing"},
-		{without(func(b *blueprints.Blueprint) { b.F32.Forward = nil }), blueprints.ErrInvalid, "F32"},
-		{without(func(b *blueprints.Blueprint) { b.F64.Backward = nil }), blueprints.ErrInvalid, "F64"},
-		{without(func(b *blueprints.Blueprint) { b.F64.Finish = func(_, _ []float64) {} }), blueprints.ErrInvalid, "Prepare and Finish"},
-		{without(func(b *blueprints.Blueprint) { b.F32.Finish = func(_, _ []float32) {} }), blueprints.ErrInvalid, "Prepare and Finish"},
-		{without(func(b *blueprints.Blueprint) { b.Homogeneity = 9 }), blueprints.ErrInvalid, "Homogeneity is 9"},
+		{without(func(b *blueprints.Blueprint) {
+			b.Name = ""
+		}), blueprints.ErrInvalid, "Name is missing"},
+		{without(func(b *blueprints.Blueprint) {
+			b.Name = "ConvFilter"
+		}), blueprints.ErrInvalid, `"ConvFilter" is taken by kind 3`},
+		{without(func(b *blueprints.Blueprint) {
+			b.Identity = nil
+		}), blueprints.ErrInvalid, "Identity is missing"},
+		{without(func(b *blueprints.Blueprint) {
+			b.F32.Forward = nil
+		}), blueprints.ErrInvalid, "F32"},
+		{without(func(b *blueprints.Blueprint) {
+			b.F64.Backward = nil
+		}), blueprints.ErrInvalid, "F64"},
+		{without(func(b *blueprints.Blueprint) {
+			b.F64.Finish = func(_, _ []float64) {}
+		}), blueprints.ErrInvalid, "Prepare and Finish"},
+		{without(func(b *blueprints.Blueprint) {
+			b.F32.Finish = func(_, _ []float32) {}
+		}), blueprints.ErrInvalid, "Prepare and Finish"},
+		{without(func(b *blueprints.Blueprint) {
+			b.Homogeneity = 9
+		}), blueprints.ErrInvalid, "Homogeneity is 9"},
 		{unknown, blueprints.ErrUnknownKind, "kind 250: kinds 0 to"},
 		{blueprints.Identity(99, 1, 2, 0, w, s), blueprints.ErrUnknownKind, "99"},
-		{blueprints.Identity(blueprints.Residual, 0, 2, 0, w, s), blueprints.ErrSlot, "slot is 0, want 1 to 2"},
-		{blueprints.Identity(blueprints.Residual, 3, 2, 0, w, s), blueprints.ErrSlot, "slot is 3, want 1 to 2"},
-		{blueprints.Identity(blueprints.Residual, 1, 2, 0, w[:5], s), nil, "weights has 5 elements and scales 3"},
-		{blueprints.Identity(blueprints.ConvFilter, 1, 2, 0, w[:0], s), nil, "weights has 0 elements"},
+		{blueprints.Identity(blueprints.Residual, 0, 2, 0, w, s), blueprints.ErrSlot,
+			"slot is 0, want 1 to 2"},
+		{blueprints.Identity(blueprints.Residual, 3, 2, 0, w, s), blueprints.ErrSlot,
+			"slot is 3, want 1 to 2"},
+		{blueprints.Identity(blueprints.Residual, 1, 2, 0, w[:5], s), nil,
+			"weights has 5 elements and scales 3"},
+		{blueprints.Identity(blueprints.ConvFilter, 1, 2, 0, w[:0], s), nil,
+			"weights has 0 elements"},
 		{blueprints.Identity(blueprints.Residual, 1, 0, 0, w, s), nil, "chunks of 0 features"},
-		{blueprints.Identity(blueprints.LowRank, 1, 2, 0, w, s), blueprints.ErrWidth, "LowRank needs 4 weights a slot for chunks of 2 features, and there are 2"},
+		{blueprints.Identity(blueprints.LowRank, 1, 2, 0, w, s), blueprints.ErrWidth,
+			"LowRank needs 4 weights a slot for chunks of 2 features, and there are 2"},
 		{unknownParts, blueprints.ErrUnknownKind, "99"},
 		{oddParts, blueprints.ErrInvalid, `"LowRank": Parts(2, 5): they have 4 elements`},
 		{blueprints.Apply(99, w, w, w, 1), blueprints.ErrUnknownKind, "99"},
-		{blueprints.Apply(blueprints.Residual, w, w, w[:2], 1), blueprints.ErrWidth, "Residual needs 6 weights a slot for chunks of 6 features, and there are 2"},
+		{blueprints.Apply(blueprints.Residual, w, w, w[:2], 1), blueprints.ErrWidth,
+			"Residual needs 6 weights a slot for chunks of 6 features, and there are 2"},
 		{blueprints.Apply(blueprints.Residual, w[:5], w, w, 1), nil, "x has 6 elements and y 5"},
 		{negative, blueprints.ErrInvalid, "Size(3, 5) is -1"},
 	} {
-		if c.err == nil || !strings.Contains(c.err.Error(), c.text) || (c.is != nil && !errors.Is(c.err, c.is)) {
+		if c.err == nil || !strings.Contains(c.err.Error(), c.text) ||
+			(c.is != nil && !errors.Is(c.err, c.is)) {
 			t.Errorf("got error %v, want one with %q that is %v", c.err, c.text, c.is)
 		}
 	}
@@ -405,7 +438,9 @@ func TestRegisterFromManyGoroutines(t *testing.T) {
 			defer wg.Done()
 			name := fmt.Sprintf("Square%d of %d", i, before) // a name of its own under -count too
 			k, err := blueprints.Register(blueprints.Blueprint{
-				Name: name, Identity: func([]float64, int, *rand.Rand) float64 { return 0 }, F32: square[float32](), F64: square[float64](),
+				Name: name, Identity: func([]float64, int, *rand.Rand) float64 {
+					return 0
+				}, F32: square[float32](), F64: square[float64](),
 			})
 			if err != nil {
 				t.Error(err)
@@ -442,7 +477,8 @@ func ExampleIdentity() {
 		return
 	}
 	x, y := []float64{1, -2, 3, -4}, make([]float64, c)
-	if err := blueprints.Apply(blueprints.AttentionGate, y, x, weights[c:2*c], scales[1]); err != nil {
+	if err := blueprints.Apply(blueprints.AttentionGate, y, x, weights[c:2*c],
+		scales[1]); err != nil {
 		fmt.Println(err)
 		return
 	}

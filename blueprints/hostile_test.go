@@ -19,8 +19,10 @@ func TestMeaninglessNumbers(t *testing.T) {
 			for _, kind := range builtin {
 				_, err := blueprints.Size(kind, c, width)
 				require.Error(t, err, "Size(%v, %d, %d)", kind, c, width)
-				if parts, err := blueprints.Parts(kind, c, width); err == nil { // a vector, whatever c is
-					require.Equal(t, []blueprints.Part{{Name: "weights", Shape: []int{width}}}, parts,
+				// a vector, whatever c is
+				if parts, err := blueprints.Parts(kind, c, width); err == nil {
+					require.Equal(t, []blueprints.Part{{Name: "weights", Shape: []int{width}}},
+						parts,
 						"Parts(%v, %d, %d)", kind, c, width)
 				}
 			}
@@ -63,10 +65,11 @@ func TestPanickingFunctions(t *testing.T) {
 	parts := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part {
 		panic("boom")
 	}})
-	identity := register(t, blueprints.Blueprint{Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
-		w[0] = 7
-		panic("boom")
-	}})
+	identity := register(t,
+		blueprints.Blueprint{Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
+			w[0] = 7
+			panic("boom")
+		}})
 	late := pass[float64]()
 	late.Forward = func([]float64, []float64, []float64, float64) { panic("boom") }
 	forward, err := blueprints.Register(blueprints.Blueprint{Name: t.Name(), F64: late,
@@ -100,7 +103,9 @@ func checkPanic(t *testing.T, err error, kind blueprints.Kind, function string) 
 // Parts under which a file could not be written or read are refused before a seed grows them.
 func TestClashingParts(t *testing.T) {
 	var parts []blueprints.Part
-	kind := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part { return parts }})
+	kind := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part {
+		return parts
+	}})
 	part := func(name string, shape ...int) blueprints.Part {
 		return blueprints.Part{Name: name, Shape: shape}
 	}
@@ -126,10 +131,11 @@ func TestClashingParts(t *testing.T) {
 // An identity start that no float holds is refused.
 func TestInfiniteIdentity(t *testing.T) {
 	v := 0.0
-	kind := register(t, blueprints.Blueprint{Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
-		w[1] = v
-		return 1
-	}})
+	kind := register(t,
+		blueprints.Blueprint{Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
+			w[1] = v
+			return 1
+		}})
 	for _, v = range []float64{math.NaN(), math.Inf(1), 1e300} {
 		w, a := make([]float32, 4), make([]float32, 2)
 		require.ErrorIs(t, blueprints.Identity(kind, 1, 2, 0, w, a), blueprints.ErrInvalid)

@@ -15,24 +15,30 @@ var builtin = []*Blueprint{
 		F64:         residual[float64](),
 	},
 	AttentionGate: {
-		Name:        "AttentionGate",
-		Layout:      "a · x ⊙ softmax(w): w[i] is the logit of feature i's gate, a scales the result",
-		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 0, float64(len(w))) },
+		Name: "AttentionGate",
+		Layout: "a · x ⊙ softmax(w): w[i] is the logit of feature i's gate, a scales " +
+			"the result",
+		Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
+			return fill(w, 0, float64(len(w)))
+		},
 		Homogeneity: InX,
 		F32:         attentionGate[float32](),
 		F64:         attentionGate[float64](),
 	},
 	MLPExpansion: {
-		Name:        "MLPExpansion",
-		Layout:      "a · relu(x ⊙ w): w[i] multiplies feature i before the relu, a scales the result",
-		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 1, 1) }, // where x ≥ 0
+		Name: "MLPExpansion",
+		Layout: "a · relu(x ⊙ w): w[i] multiplies feature i before the relu, a scales " +
+			"the result",
+		// where x ≥ 0
+		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 1, 1) },
 		Homogeneity: InX,
 		F32:         mlpExpansion[float32](),
 		F64:         mlpExpansion[float64](),
 	},
 	ConvFilter: {
-		Name:   "ConvFilter",
-		Layout: "a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]): only the first three weights are used, a scales the result",
+		Name: "ConvFilter",
+		Layout: "a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]): only the first three weights are used, a " +
+			"scales the result",
 		Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
 			fill(w, 0, 1)
 			w[0] = 1
@@ -149,7 +155,8 @@ func softmax[T Float](p, w []T) {
 		top = max(top, float64(v))
 	}
 	var sum float64
-	var first [64]float64 // exponentials of the first weights, often all: they take most of the time
+	// exponentials of the first weights, often all: they take most of the time
+	var first [64]float64
 	for i, v := range w {
 		e := math.Exp(float64(v) - top)
 		if sum += e; i < len(first) {

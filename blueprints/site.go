@@ -62,7 +62,8 @@ func Order(k Kind, blocks, size int) ([]int, error) {
 		return nil, fmt.Errorf("%w %q: it grows at a %v, not in depth", ErrInvalid, b.Name, b.Site)
 	}
 	if blocks < 1 || blocks > maxBlocks || size < 1 || size > maxBlocks {
-		return nil, fmt.Errorf("%w %q: size %d for %d blocks, want 1 to %d of both", ErrInvalid, b.Name,
+		return nil, fmt.Errorf("%w %q: size %d for %d blocks, want 1 to %d of both", ErrInvalid,
+			b.Name,
 			size, blocks, maxBlocks)
 	}
 	var order []int
@@ -81,7 +82,8 @@ func Order(k Kind, blocks, size int) ([]int, error) {
 	}
 	for i := range blocks {
 		if !slices.Contains(order, i) {
-			return nil, fmt.Errorf("%w %q: Order(%d, %d) loses block %d", ErrInvalid, b.Name, blocks, size, i)
+			return nil, fmt.Errorf("%w %q: Order(%d, %d) loses block %d", ErrInvalid,
+				b.Name, blocks, size, i)
 		}
 	}
 	return order, nil

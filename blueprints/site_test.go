@@ -20,7 +20,8 @@ func TestOrder(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, c.want, order)
 	}
-	for _, bad := range [][3]int{{int(Stack), 2, 1}, {int(Stack), 0, 2}, {int(Stack), 1 << 16, 1 << 16},
+	for _, bad := range [][3]int{{int(Stack), 2, 1}, {int(Stack), 0, 2},
+		{int(Stack), 1 << 16, 1 << 16},
 		{int(Interleave), 2, 0}, {int(LowRank), 2, 2}} {
 		_, err := Order(Kind(bad[0]), bad[1], bad[2])
 		require.ErrorIs(t, err, ErrInvalid, "%v", bad)

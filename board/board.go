@@ -34,8 +34,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Board shows the runs of the trainers that it watches. Make one with [New] or [Attach]. All methods
-// may be called from any goroutine.
+// Board shows the runs of the trainers that it watches. Make one with [New] or [Attach]. All
+// methods may be called from any goroutine.
 type Board struct {
 	handler http.Handler
 	config  config
@@ -70,8 +70,8 @@ type config struct {
 }
 
 // WithHosts lets browsers reach the board under the given names too, without port. Addresses,
-// localhost and the computer's own name are known: any other could be a stranger's page that has its
-// name lead here.
+// localhost and the computer's own name are known: any other could be a stranger's page that has
+// its name lead here.
 func WithHosts(names ...string) Option {
 	return func(c *config) { c.hosts = append(c.hosts, names...) }
 }
@@ -132,7 +132,8 @@ func settings(t *llm.Trainer) map[string]string {
 	}
 	m, c := t.Model.Config, t.Config
 	s := map[string]string{}
-	for name, v := range map[string]int{"layers": m.Layers, "dim": m.Dim, "heads": m.Heads, "ff": m.FF,
+	for name, v := range map[string]int{"layers": m.Layers, "dim": m.Dim,
+		"heads": m.Heads, "ff": m.FF,
 		"seq": m.Seq, "vocab": m.Vocab, "seeds": m.Seeds, "batch": c.Batch,
 		"accumulate": c.Accumulate, "epoch": c.Epoch} {
 		s[name] = strconv.Itoa(v)
@@ -231,7 +232,8 @@ func (b *Board) Close() error {
 	b.mu.Unlock()
 	close(b.closing)
 	<-b.drained
-	for deadline := time.Now().Add(partingTime); len(b.viewers) > 0 && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(partingTime); len(b.viewers) > 0 &&
+		time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
 	var errs error

@@ -35,7 +35,8 @@ import (
 // newTrainer returns one of a model so small that a step takes a millisecond.
 func newTrainer(t testing.TB, steps, seeds int) *llm.Trainer {
 	t.Helper()
-	c := llm.Config{Vocab: 256, Layers: 2, Dim: 2 * seeds, Heads: 2, FF: 8, Seq: 8, Kasmina: []int{0, 1},
+	c := llm.Config{Vocab: 256, Layers: 2, Dim: 2 * seeds, Heads: 2, FF: 8,
+		Seq: 8, Kasmina: []int{0, 1},
 		Seeds: seeds}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, 1, state.WithoutGates())
 	require.NoError(t, err)
@@ -231,8 +232,8 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// TestFlood wants a flood to be refused, and a run beside it and beside viewers that read nothing to
-// be told of as ever.
+// TestFlood wants a flood to be refused, and a run beside it and beside viewers that read nothing
+// to be told of as ever.
 func TestFlood(t *testing.T) {
 	tr := newTrainer(t, 300, 4)
 	b, url := listen(t, tr)
@@ -257,7 +258,8 @@ func TestFlood(t *testing.T) {
 		require.NoError(t, err)
 		defer r.Body.Close()
 		var run api.Run
-		return json.NewDecoder(r.Body).Decode(&run) == nil && run.State == "ended" && run.Step == 300 && run.Dropped == 0
+		return json.NewDecoder(r.Body).Decode(&run) == nil && run.State == "ended" &&
+			run.Step == 300 && run.Dropped == 0
 	}, 10*time.Second, 50*time.Millisecond)
 }
 
@@ -281,8 +283,10 @@ func TestMetrics(t *testing.T) {
 	w := httptest.NewRecorder()
 	b.ServeHTTP(w, httptest.NewRequest("GET", "http://127.0.0.1/metrics", nil))
 	require.Equal(t, 200, w.Code)
-	require.Contains(t, w.Body.String(), `kasmina_step{run="0",name="a \"name\"\nof \\ two lines"} 4`+"\n")
-	require.Contains(t, w.Body.String(), "kasmina_validation_loss{run=\"0\",name=\"a \\\"name\\\"\\nof \\\\ two lines\"} NaN\n")
+	require.Contains(t, w.Body.String(),
+		`kasmina_step{run="0",name="a \"name\"\nof \\ two lines"} 4`+"\n")
+	require.Contains(t, w.Body.String(),
+		"kasmina_validation_loss{run=\"0\",name=\"a \\\"name\\\"\\nof \\\\ two lines\"} NaN\n")
 	python := os.Getenv("KASMINA_PYTHON") // one with prometheus_client
 	if python == "" {
 		python = "python3"

@@ -46,7 +46,8 @@ func browser(t *testing.T) *window {
 	if path == "" {
 		t.Skip("no Chromium: Debian's package chromium has one")
 	}
-	ctx, stop := chromedp.NewExecAllocator(t.Context(), chromedp.ExecPath(path), chromedp.NoSandbox, chromedp.Headless,
+	ctx, stop := chromedp.NewExecAllocator(t.Context(), chromedp.ExecPath(path),
+		chromedp.NoSandbox, chromedp.Headless,
 		chromedp.Flag("disable-dev-shm-usage", true), chromedp.WindowSize(1280, 900))
 	t.Cleanup(stop)
 	ctx, stop = chromedp.NewContext(ctx)
@@ -124,11 +125,12 @@ func (w *window) complaints() (all []string) {
 // view sets the window's size, and light or dark.
 func (w *window) view(width, height int64, scheme string) {
 	w.Helper()
-	w.do(chromedp.EmulateViewport(width, height), chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
-		_, err := cdp.Call(ctx, t, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{
-			Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: scheme}}})
-		return err
-	}), chromedp.Sleep(400*time.Millisecond))
+	w.do(chromedp.EmulateViewport(width, height),
+		chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
+			_, err := cdp.Call(ctx, t, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{
+				Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: scheme}}})
+			return err
+		}), chromedp.Sleep(400*time.Millisecond))
 }
 
 // shoot takes a picture for the guide, if it is asked for.
@@ -210,7 +212,9 @@ func TestPage(t *testing.T) {
 	w.accessible("phone")
 	w.shoot("board-phone.png")
 	require.NoError(t, <-done)
-	require.Eventually(t, func() bool { return w.text("#state") == "ended" }, 5*time.Second, 50*time.Millisecond)
+	require.Eventually(t, func() bool {
+		return w.text("#state") == "ended"
+	}, 5*time.Second, 50*time.Millisecond)
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
@@ -232,13 +236,15 @@ func TestSteering(t *testing.T) {
 	w.see("#confirm-yes")
 	w.accessible("steering")
 	w.shoot("board-steer.png")
-	w.do(chromedp.SendKeys(chromedp.CSS("#confirm-why"), "its features are dead"), chromedp.Click(chromedp.CSS("#confirm-yes")))
+	w.do(chromedp.SendKeys(chromedp.CSS("#confirm-why"), "its features are dead"),
+		chromedp.Click(chromedp.CSS("#confirm-yes")))
 	require.Eventually(t, func() bool {
 		return eval[int](w, "Lattice.layers()[0].stage[7]") == int(state.Germinated)
 	}, 10*time.Second, 50*time.Millisecond, "the page says %s", w.text("#answer"))
 	require.Contains(t, w.text("#legend"), "Germinated 1")
 	require.Eventually(t, func() bool {
-		return strings.Contains(w.text("#seed-story"), "a person asked on the board: its features are dead")
+		return strings.Contains(w.text("#seed-story"),
+			"a person asked on the board: its features are dead")
 	}, 5*time.Second, 50*time.Millisecond)
 	w.do(chromedp.Click(chromedp.CSS("#stop")))
 	w.see("#confirm-yes")

@@ -19,8 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// WithControl lets whoever has the board's [Board.Token] steer its runs. Without it a board can only
-// be looked at.
+// WithControl lets whoever has the board's [Board.Token] steer its runs. Without it a board can
+// only be looked at.
 func WithControl() Option { return func(c *config) { c.control = true } }
 
 // Token returns what a request must have to steer a run, "" if none may. It is a new one for each
@@ -83,16 +83,18 @@ func (b *Board) authorised(f func(*http.Request, *llm.Trainer) error) http.Handl
 		kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
 		switch run, t := b.trainer(r.PathValue("run")); {
 		case !b.config.control:
-			refuse(w, http.StatusForbidden, "this board can only be looked at: board.WithControl, or "+
-				"-board-control, lets a run be steered")
+			refuse(w, http.StatusForbidden,
+				"this board can only be looked at: board.WithControl, or "+
+					"-board-control, lets a run be steered")
 		case !rate.take(time.Now()):
 			refuse(w, http.StatusTooManyRequests, "too many commands")
 		case sites.Check(r) != nil:
 			refuse(w, http.StatusForbidden, "the request comes from another site")
 		case !bearer || subtle.ConstantTimeCompare(want[:], got[:]) != 1:
 			w.Header().Set("WWW-Authenticate", "Bearer")
-			refuse(w, http.StatusUnauthorized, "the token is missing or wrong: the program printed it, with "+
-				"the board's URL")
+			refuse(w, http.StatusUnauthorized,
+				"the token is missing or wrong: the program printed it, with "+
+					"the board's URL")
 		case err != nil || kind != "application/json":
 			refuse(w, http.StatusUnsupportedMediaType, "the body must be application/json")
 		case run == nil:
@@ -113,7 +115,8 @@ func settle(w http.ResponseWriter, err error) {
 	case err == nil:
 		answer(w, map[string]bool{"done": true})
 	case errors.As(err, &large):
-		refuse(w, http.StatusRequestEntityTooLarge, fmt.Sprintf("the request has more than %d bytes", maxBody))
+		refuse(w, http.StatusRequestEntityTooLarge,
+			fmt.Sprintf("the request has more than %d bytes", maxBody))
 	case errors.Is(err, errRequest):
 		refuse(w, http.StatusBadRequest, err.Error())
 	default:
@@ -178,7 +181,8 @@ func steer(r *http.Request, t *llm.Trainer) error {
 		return err
 	}
 	if len(q.Commands) == 0 || len(q.Commands) > maxCommands {
-		return fmt.Errorf("%w: there are %d commands, want 1 to %d", errRequest, len(q.Commands), maxCommands)
+		return fmt.Errorf("%w: there are %d commands, want 1 to %d", errRequest,
+			len(q.Commands), maxCommands)
 	}
 	for i := range q.Commands {
 		c := &q.Commands[i]
@@ -197,7 +201,8 @@ func steer(r *http.Request, t *llm.Trainer) error {
 	case <-r.Context().Done():
 		return r.Context().Err()
 	case <-time.After(patience):
-		return errors.New("the step takes long: the commands wait for its end, and the page will show what " +
+		return errors.New("the step takes long: the commands wait for its end, and the page will " +
+			"show what " +
 			"comes of them")
 	}
 }
@@ -211,7 +216,8 @@ func telemetry(r *http.Request, t *llm.Trainer) error {
 	mode := state.Production
 	for ; mode.String() != q.Mode; mode++ {
 		if mode > state.Off {
-			return fmt.Errorf("%w: the mode is %.40q, want Production, Sampling, Debug or Off", errRequest, q.Mode)
+			return fmt.Errorf("%w: the mode is %.40q, want Production, Sampling, Debug or Off",
+				errRequest, q.Mode)
 		}
 	}
 	for _, l := range t.Model.Kasmina.Lattices() {

@@ -22,28 +22,33 @@ func large(t testing.TB, run *store.Run, steps, seeds int) {
 	reports := func() []state.Report {
 		all := make([]state.Report, seeds/5000)
 		for i := range all {
-			all[i] = state.Report{Epoch: steps / 10, Slots: 5001, Seeds: make([]state.SeedReport, 5000)}
+			all[i] = state.Report{Epoch: steps / 10, Slots: 5001,
+				Seeds: make([]state.SeedReport, 5000)}
 			for k := range all[i].Seeds {
-				all[i].Seeds[k] = state.SeedReport{Seed: k, Stage: state.Stage(r.IntN(11)), Alpha: r.Float64(),
+				all[i].Seeds[k] = state.SeedReport{Seed: k, Stage: state.Stage(r.IntN(11)),
+					Alpha:  r.Float64(),
 					Health: state.Health{DeadRatio: r.Float64(), Variance: 1}}
 			}
 		}
 		return all
 	}
-	e := llm.Event{Kind: llm.RunStart, Steps: steps + 1, StepTokens: 1000, Seeds: seeds, ValLoss: math.NaN(),
+	e := llm.Event{Kind: llm.RunStart, Steps: steps + 1, StepTokens: 1000,
+		Seeds: seeds, ValLoss: math.NaN(),
 		Reports: reports()}
 	run.Take(e)
 	for step := 1; step <= steps; step++ {
-		e.Kind, e.Step, e.Elapsed, e.RunTokens = llm.StepEnd, step, time.Duration(step)*time.Millisecond, int64(step)*1000
-		e.Loss, e.GradNorm, e.LearningRate = 5/math.Sqrt(float64(step))+r.Float64()/10, r.Float64(), 1e-3
+		e.Kind, e.Step, e.Elapsed, e.RunTokens = llm.StepEnd, step,
+			time.Duration(step)*time.Millisecond, int64(step)*1000
+		e.Loss, e.GradNorm, e.LearningRate = 5/math.Sqrt(float64(step))+r.Float64()/10, r.Float64(),
+			1e-3
 		run.Take(e)
 	}
 	e.Kind, e.Reports = llm.EpochEnd, reports()
 	run.Take(e)
 }
 
-// TestLarge wants the page of a run of 10,000 steps and 50,000 seeds to stay below 200 MB and to draw
-// 30 frames a second while the lattice is moved.
+// TestLarge wants the page of a run of 10,000 steps and 50,000 seeds to stay below 200 MB and to
+// draw 30 frames a second while the lattice is moved.
 func TestLarge(t *testing.T) {
 	if testing.Short() {
 		t.Skip("timing")
@@ -57,7 +62,9 @@ func TestLarge(t *testing.T) {
 	require.NoError(t, err)
 	w.do(chromedp.Navigate(url))
 	w.see("#chart-loss canvas", "#legend li")
-	require.Eventually(t, func() bool { return eval[int](w, "Lattice.layers().length") == 10 }, 10*time.Second, 50*time.Millisecond)
+	require.Eventually(t, func() bool {
+		return eval[int](w, "Lattice.layers().length") == 10
+	}, 10*time.Second, 50*time.Millisecond)
 	frames := eval[float64](w, `new Promise(done => {
 		Lattice.zoom(6);
 		let n = 0;

@@ -36,11 +36,12 @@ const (
 	silentAfter = 2 * time.Minute
 )
 
-// Logs returns a board that shows runs by their logs, side by side: runs of other programs, finished
-// or still going on. A path is a folder with a log.jsonl, or a log itself.
+// Logs returns a board that shows runs by their logs, side by side: runs of other programs,
+// finished or still going on. A path is a folder with a log.jsonl, or a log itself.
 func Logs(paths []string, opts ...Option) (*Board, error) {
 	if len(paths) == 0 {
-		return nil, errors.New("board: Logs: there is no path, want folders of runs, such as runs/*")
+		return nil,
+			errors.New("board: Logs: there is no path, want folders of runs, such as runs/*")
 	}
 	var logs []*log
 	for _, path := range paths {
@@ -91,7 +92,8 @@ func openLog(path, id string) (*log, error) {
 	}
 	var notes map[string]string
 	for _, name := range checkpointNames {
-		if n, err := llm.ReadNotes(filepath.Join(folder, name)); err == nil { // there may be none yet
+		// there may be none yet
+		if n, err := llm.ReadNotes(filepath.Join(folder, name)); err == nil {
 			notes = n
 		}
 	}
@@ -128,8 +130,8 @@ func (l *log) follow(closing <-chan struct{}) {
 	}
 }
 
-// Report writes a run, by its folder or its log, as one page of HTML that needs nothing else: curves,
-// the lattice over time, settings and samples.
+// Report writes a run, by its folder or its log, as one page of HTML that needs nothing else:
+// curves, the lattice over time, settings and samples.
 func Report(w io.Writer, path string) error {
 	l, err := openLog(path, "0")
 	if err != nil {
@@ -155,8 +157,8 @@ var (
 	iconPattern   = regexp.MustCompile(`<link rel="icon" href="[a-z.]+">\n`)
 )
 
-// standalone returns the page with all that it loads within it, and data, which JSON has made free of
-// what HTML would take for tags.
+// standalone returns the page with all that it loads within it, and data, which JSON has made free
+// of what HTML would take for tags.
 func standalone(data []byte) ([]byte, error) {
 	html, err := page.ReadFile("page/index.html")
 	if err != nil {
@@ -179,8 +181,9 @@ func standalone(data []byte) ([]byte, error) {
 		sums += " 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'"
 		return []byte("<script>" + string(text) + "</script>")
 	})
-	policy := `<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:; ` +
-		`style-src 'unsafe-inline'; script-src` + sums + `">`
+	policy :=
+		`<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:; ` +
+			`style-src 'unsafe-inline'; script-src` + sums + `">`
 	html = bytes.Replace(html, []byte("<head>"), []byte("<head>\n"+policy), 1)
 	held := `<script type="application/json" id="data">` + string(data) + "</script>\n<script>"
 	return bytes.Replace(html, []byte("<script>"), []byte(held), 1), errs

@@ -20,10 +20,14 @@ type metric struct {
 }
 
 var metrics = []metric{
-	{"kasmina_step", "gauge", "Optimiser steps done.", func(r api.Run) float64 { return float64(r.Step) }},
+	{"kasmina_step", "gauge", "Optimiser steps done.", func(r api.Run) float64 {
+		return float64(r.Step)
+	}},
 	{"kasmina_steps", "gauge", "Step at which the run ends, 0 if a budget ends it.",
 		func(r api.Run) float64 { return float64(r.Steps) }},
-	{"kasmina_done_ratio", "gauge", "Share of the run that is done.", func(r api.Run) float64 { return float64(r.Share) }},
+	{"kasmina_done_ratio", "gauge", "Share of the run that is done.", func(r api.Run) float64 {
+		return float64(r.Share)
+	}},
 	{"kasmina_running", "gauge", "1 while the run goes on.", func(r api.Run) float64 {
 		if r.State == "running" {
 			return 1
@@ -44,7 +48,9 @@ var metrics = []metric{
 		func(r api.Run) float64 { return float64(r.Tokens) }},
 	{"kasmina_tokens_per_second", "gauge", "Speed of the last seconds.",
 		func(r api.Run) float64 { return float64(r.Speed) }},
-	{"kasmina_parameters", "gauge", "Trainable parameters.", func(r api.Run) float64 { return float64(r.Params) }},
+	{"kasmina_parameters", "gauge", "Trainable parameters.", func(r api.Run) float64 {
+		return float64(r.Params)
+	}},
 	{"kasmina_epoch", "gauge", "Epochs of the lattices that have ended.",
 		func(r api.Run) float64 { return float64(r.Epoch) }},
 	{"kasmina_board_dropped_events_total", "counter", "Events that the board had no room for.",
@@ -73,7 +79,8 @@ func exposition(runs []api.Run) []byte {
 	b.WriteString("# HELP kasmina_seeds Seeds by stage.\n# TYPE kasmina_seeds gauge\n")
 	for _, r := range runs {
 		for _, stage := range slices.Sorted(maps.Keys(r.Stages)) {
-			fmt.Fprintf(&b, "kasmina_seeds{%s,stage=\"%s\"} %d\n", labels(r), escaped(stage), r.Stages[stage])
+			fmt.Fprintf(&b, "kasmina_seeds{%s,stage=\"%s\"} %d\n", labels(r),
+				escaped(stage), r.Stages[stage])
 		}
 	}
 	return b.Bytes()
@@ -85,7 +92,8 @@ func labels(r api.Run) string {
 
 // escaped is text as the format has it within quotes.
 func escaped(s string) string {
-	return strings.NewReplacer(`\`, `\\`, `"`, `\"`, "\n", `\n`).Replace(strings.ToValidUTF8(s, "\uFFFD"))
+	return strings.NewReplacer(`\`, `\\`, `"`, `\"`, "\n",
+		`\n`).Replace(strings.ToValidUTF8(s, "\uFFFD"))
 }
 
 func value(x float64) string {

@@ -31,8 +31,8 @@ const (
 )
 
 // Listen serves the board at an address such as 127.0.0.1:6060, in the background, until Close. It
-// returns the page's URL, with the token of a board that has one. With port 0 the system chooses one. An address without a host, such as
-// :6060, lets other computers look too.
+// returns the page's URL, with the token of a board that has one. With port 0 the system chooses
+// one. An address without a host, such as :6060, lets other computers look too.
 func (b *Board) Listen(addr string) (url string, err error) {
 	l, err := net.Listen("tcp", addr)
 	if err != nil {
@@ -107,7 +107,8 @@ func (b *Board) routes() http.Handler {
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /{$}", http.FileServerFS(files))
-	for _, name := range []string{"app.js", "charts.js", "lattice.js", "control.js", "style.css", "uplot.js", "uplot.css",
+	for _, name := range []string{"app.js", "charts.js", "lattice.js", "control.js", "style.css",
+		"uplot.js", "uplot.css",
 		"uplot.LICENSE", "icon.svg"} {
 		mux.Handle("GET /"+name, http.FileServerFS(files))
 	}
@@ -128,11 +129,17 @@ func (b *Board) routes() http.Handler {
 			refuse(w, http.StatusNotFound, "there is no such run; /api/v1/runs lists them")
 		})
 	}
-	get("", func(w http.ResponseWriter, _ *http.Request, run *store.Run) { answer(w, run.Status()) })
-	get("/series", func(w http.ResponseWriter, _ *http.Request, run *store.Run) { answer(w, run.Series()) })
+	get("", func(w http.ResponseWriter, _ *http.Request, run *store.Run) {
+		answer(w, run.Status())
+	})
+	get("/series", func(w http.ResponseWriter, _ *http.Request, run *store.Run) {
+		answer(w, run.Series())
+	})
 	get("/lattice", lattice)
 	get("/events", events)
-	get("/reports", func(w http.ResponseWriter, _ *http.Request, run *store.Run) { answer(w, run.Reports()) })
+	get("/reports", func(w http.ResponseWriter, _ *http.Request, run *store.Run) {
+		answer(w, run.Reports())
+	})
 	get("/seeds/{layer}/{seed}", seed)
 	mux.HandleFunc("GET /api/v1/stream", b.stream)
 	b.control(mux)
@@ -207,7 +214,8 @@ func refuse(w http.ResponseWriter, status int, why string) {
 }
 
 // policy lets the page load what the board serves, and nothing else.
-const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; " +
+const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: " +
+	"data:; " +
 	"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 // guarded answers only as many requests as cost a run nothing, and only those that were meant for
@@ -228,7 +236,8 @@ func (b *Board) guarded(next http.Handler) http.Handler {
 		switch {
 		case !rate.take(time.Now()):
 			h.Set("Retry-After", "1")
-			refuse(w, http.StatusTooManyRequests, "too many requests: the board answers a few hundred a second")
+			refuse(w, http.StatusTooManyRequests,
+				"too many requests: the board answers a few hundred a second")
 		case !ours(r.Host, known):
 			refuse(w, http.StatusForbidden, fmt.Sprintf("the name %.80q is not known to be this "+
 				"board's: use its address, or board.WithHosts", r.Host))

@@ -11,9 +11,10 @@ import (
 // Times of a stream.
 const (
 	streamEvery = 250 * time.Millisecond // at which a viewer is told what is new, at most
-	viewerEvery = 200 * time.Millisecond // for each of the viewers: all together take as much as a few
-	aliveEvery  = 15 * time.Second       // at least, for proxies and to notice who has gone
-	stalled     = 10 * time.Second       // after which a viewer that reads nothing is dropped
+	// for each of the viewers: all together take as much as a few
+	viewerEvery = 200 * time.Millisecond
+	aliveEvery  = 15 * time.Second // at least, for proxies and to notice who has gone
+	stalled     = 10 * time.Second // after which a viewer that reads nothing is dropped
 )
 
 // stream tells a viewer of what changes, until it goes or the board is closed.
@@ -23,11 +24,13 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 		defer func() { <-b.viewers }()
 	default:
 		w.Header().Set("Retry-After", "10")
-		refuse(w, http.StatusServiceUnavailable, "the board has as many viewers as it serves at a time")
+		refuse(w, http.StatusServiceUnavailable,
+			"the board has as many viewers as it serves at a time")
 		return
 	}
 	w.Header().Set("Content-Type", "text/event-stream")
-	v := viewer{response: w, control: http.NewResponseController(w), seen: map[*store.Run]*store.Cursor{}}
+	v := viewer{response: w, control: http.NewResponseController(w),
+		seen: map[*store.Run]*store.Cursor{}}
 	for {
 		if err := v.tell(b.all()); err != nil {
 			return

@@ -77,8 +77,8 @@ type Collectives interface {
 	AllGather(dst, src Ptr, count int, t Type, s Stream) error
 	// Broadcast: buffer[i] = buffer[i] of rank root, for count elements.
 	Broadcast(buffer Ptr, count int, t Type, root int, s Stream) error
-	// Send hands count elements to the rank to, which must call Recv; the n-th Send from one rank to
-	// another meets its n-th Recv there. Outside a Batch it may wait for the other side.
+	// Send hands count elements to the rank to, which must call Recv; the n-th Send from one rank
+	// to another meets its n-th Recv there. Outside a Batch it may wait for the other side.
 	Send(src Ptr, count int, t Type, to int, s Stream) error
 	// Recv takes count elements from the rank from.
 	Recv(dst Ptr, count int, t Type, from int, s Stream) error

@@ -69,7 +69,8 @@ func (s Shards) Count() int { return s[len(s)-1] }
 // Check says what is wrong with shards for so many ranks.
 func (s Shards) Check(size int) error {
 	if len(s) != size+1 || s[0] != 0 || !slices.IsSorted(s) {
-		return fmt.Errorf("comm: shards %v of %d ranks: want %d bounds that rise from 0", []int(s), size,
+		return fmt.Errorf("comm: shards %v of %d ranks: want %d bounds that rise from 0", []int(s),
+			size,
 			size+1)
 	}
 	return nil
@@ -115,7 +116,8 @@ func (o OrderedSum) Check() error {
 	switch o.Type {
 	case Float32, Float64, BFloat16, Float16:
 	default:
-		return fmt.Errorf("comm: ordered sum of %v: want float32, float64, bfloat16 or float16", o.Type)
+		return fmt.Errorf("comm: ordered sum of %v: want float32, float64, bfloat16 or float16",
+			o.Type)
 	}
 	return o.Shards.Check(o.Group.Size())
 }
@@ -128,7 +130,8 @@ func (o OrderedSum) Add(acc, contribution Ptr, contributors int, first bool, s S
 		return err
 	}
 	if contributors < 1 || contributors > o.Group.Size() {
-		return fmt.Errorf("comm: ordered sum of %d contributions by %d ranks: want 1 to the number of ranks",
+		return fmt.Errorf("comm: ordered sum of %d contributions by %d ranks: want 1 to the "+
+			"number of ranks",
 			contributors, o.Group.Size())
 	}
 	parts, err := o.exchange(contribution, contributors, s)

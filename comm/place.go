@@ -17,15 +17,15 @@ type Place struct {
 	LocalRank, LocalSize int
 	// MasterAddr is a name or an address of the host of rank 0.
 	MasterAddr string
-	// MasterPort is the first of the ports at which rank 0 may listen. It takes the first free one of
-	// [PortWindow] ports, and the others look for it there.
+	// MasterPort is the first of the ports at which rank 0 may listen. It takes the first free one
+	// of [PortWindow] ports, and the others look for it there.
 	MasterPort int
 	// Run is the same for all processes of a run, and differs for every other.
 	Run string
 	// Secret is what processes prove to know when they join; Run where it is empty.
 	Secret string
-	// Source names who started the process: "torchrun", "Slurm", "Open MPI", "Kubeflow Trainer". It is
-	// empty for a process that runs alone.
+	// Source names who started the process: "torchrun", "Slurm", "Open MPI", "Kubeflow Trainer". It
+	// is empty for a process that runs alone.
 	Source string
 }
 
@@ -80,10 +80,12 @@ func FromEnvironment(getenv func(string) string) (Place, error) {
 func (p Place) Check() error {
 	switch {
 	case p.Size < 1 || p.Rank < 0 || p.Rank >= p.Size:
-		return fmt.Errorf("rank %d of %d: want a rank from 0 to the number of ranks less one", p.Rank,
+		return fmt.Errorf("rank %d of %d: want a rank from 0 to the number of ranks less one",
+			p.Rank,
 			p.Size)
 	case p.LocalSize < 1 || p.LocalSize > p.Size || p.LocalRank < 0 || p.LocalRank >= p.LocalSize:
-		return fmt.Errorf("local rank %d of %d in a run of %d ranks: want 0 ≤ local rank < local size ≤ size",
+		return fmt.Errorf("local rank %d of %d in a run of %d ranks: want 0 ≤ local rank < local "+
+			"size ≤ size",
 			p.LocalRank, p.LocalSize, p.Size)
 	case p.Size > 1 && p.MasterAddr == "":
 		return fmt.Errorf("no address of rank 0: set MASTER_ADDR")
@@ -182,7 +184,8 @@ func (e *environment) openMPI() Place {
 		p.MasterAddr = "127.0.0.1"
 	}
 	if p.MasterAddr == "" {
-		e.fail("no address of rank 0: run mpirun -x MASTER_ADDR=HOST with the first host of the host file")
+		e.fail("no address of rank 0: run mpirun -x MASTER_ADDR=HOST with the first host of the " +
+			"host file")
 	}
 	p.Run = net.JoinHostPort(p.MasterAddr, strconv.Itoa(p.MasterPort)) + " " +
 		e.getenv("PMIX_NAMESPACE")
@@ -195,7 +198,8 @@ func (e *environment) trainer() Place {
 		LocalSize: 1, MasterAddr: e.getenv("PET_MASTER_ADDR"),
 		MasterPort: e.numberOr(defaultPort, "PET_MASTER_PORT")}
 	if per := e.getenv("PET_NPROC_PER_NODE"); per != "" && per != "1" {
-		e.fail("PET_NPROC_PER_NODE=%q and no RANK: each node starts its processes by package launch", per)
+		e.fail("PET_NPROC_PER_NODE=%q and no RANK: each node starts its processes by "+
+			"package launch", per)
 	}
 	p.Run = net.JoinHostPort(p.MasterAddr, strconv.Itoa(p.MasterPort))
 	return p
@@ -204,7 +208,8 @@ func (e *environment) trainer() Place {
 func (e *environment) slurm() Place {
 	job, step := e.number("SLURM_JOB_ID", "SLURM_JOBID"), e.number("SLURM_STEP_ID", "SLURM_STEPID")
 	p := Place{Source: "Slurm", Rank: e.number("SLURM_PROCID"),
-		Size: e.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), LocalRank: e.number("SLURM_LOCALID"),
+		Size:       e.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+		LocalRank:  e.number("SLURM_LOCALID"),
 		MasterAddr: e.getenv("MASTER_ADDR"), Run: fmt.Sprintf("slurm %d.%d", job, step)}
 	p.MasterPort = e.numberOr(slurmPort(job, step), "MASTER_PORT")
 	p.LocalSize = e.slurmLocalSize(p)

@@ -41,7 +41,8 @@ func TestReplayedEnvironments(t *testing.T) {
 		changes []string
 		want    Place
 	}{
-		{"torchrun.env", nil, Place{Rank: 5, Size: 8, LocalRank: 1, LocalSize: 4, MasterAddr: "node-a",
+		{"torchrun.env", nil, Place{Rank: 5, Size: 8, LocalRank: 1,
+			LocalSize: 4, MasterAddr: "node-a",
 			MasterPort: 29401, Run: "node-a:29400 run7.2", Source: "torchrun"}},
 		{"torchrun.env", []string{"TORCHELASTIC_USE_AGENT_STORE=False"}, Place{Rank: 5, Size: 8,
 			LocalRank: 1,
@@ -50,7 +51,8 @@ func TestReplayedEnvironments(t *testing.T) {
 		{"pytorchjob.env", nil, Place{Rank: 1, Size: 3, LocalSize: 1, MasterAddr: "llama-master-0",
 			MasterPort: 23456,
 			Run:        "llama-master-0:23456", Source: "torchrun"}},
-		{"trainer.env", nil, Place{Rank: 1, Size: 2, LocalSize: 1, MasterAddr: "kasmina-node-0-0.kasmina",
+		{"trainer.env", nil, Place{Rank: 1, Size: 2, LocalSize: 1,
+			MasterAddr: "kasmina-node-0-0.kasmina",
 			MasterPort: 29400, Run: "kasmina-node-0-0.kasmina:29400", Source: "Kubeflow Trainer"}},
 		{"srun.env", nil, Place{Rank: 6, Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "gpu07",
 			MasterPort: 15000 + 4243%1024*16, Run: "slurm 4242.1", Source: "Slurm"}},
@@ -59,14 +61,17 @@ func TestReplayedEnvironments(t *testing.T) {
 				Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "10.0.0.7", MasterPort: 1234,
 				Run:    "slurm 4242.1",
 				Secret: "s", Source: "Slurm"}},
-		{"srun.env", []string{"SLURM_STEP_ID="}, Place{Size: 1, LocalSize: 1}}, // the batch script itself
+		// the batch script itself
+		{"srun.env", []string{"SLURM_STEP_ID="}, Place{Size: 1, LocalSize: 1}},
 		{"mpirun.env", nil, Place{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2,
 			MasterAddr: "pi-worker-0.pi",
-			MasterPort: 29500, Run: "pi-worker-0.pi:29500 prterun-pi-launcher-1@1", Source: "Open MPI"}},
-		{"mpirun.env", []string{"MASTER_ADDR=", "OMPI_COMM_WORLD_LOCAL_SIZE=4"}, Place{Rank: 3, Size: 4,
-			LocalRank: 1,
-			LocalSize: 4, MasterAddr: "127.0.0.1", MasterPort: 29500,
-			Run: "127.0.0.1:29500 prterun-pi-launcher-1@1", Source: "Open MPI"}},
+			MasterPort: 29500, Run: "pi-worker-0.pi:29500 prterun-pi-launcher-1@1",
+			Source: "Open MPI"}},
+		{"mpirun.env", []string{"MASTER_ADDR=", "OMPI_COMM_WORLD_LOCAL_SIZE=4"},
+			Place{Rank: 3, Size: 4,
+				LocalRank: 1,
+				LocalSize: 4, MasterAddr: "127.0.0.1", MasterPort: 29500,
+				Run: "127.0.0.1:29500 prterun-pi-launcher-1@1", Source: "Open MPI"}},
 	} {
 		p, err := FromEnvironment(with(variables(t, c.file), c.changes...))
 		require.NoError(t, err, c.file)
@@ -131,7 +136,8 @@ func TestSlurmHosts(t *testing.T) {
 		require.NoError(t, err, list)
 		require.Equal(t, want, strings.Join(got, " "), list)
 	}
-	for _, list := range []string{"", ",", "a,", "a[", "a]", "a[1", "a[]", "a[x]", "a[2-1]", "a[1-]",
+	for _, list := range []string{"", ",", "a,", "a[", "a]", "a[1", "a[]",
+		"a[x]", "a[2-1]", "a[1-]",
 		"a[[1]]",
 		"a[1-2-3]", "a[0-999999999]", "a[0-9999][0-9999]", "a[-1]", "a[0-4294967296]"} {
 		hosts, err := slurmHosts(list)

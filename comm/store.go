@@ -157,7 +157,8 @@ func (s *store) judge(m message, nonce []byte) (kind, string) {
 		return refused, fmt.Sprintf("it has another %s", SecretVariable)
 	}
 	if m.Size != s.place.Size || m.Member.Rank < 0 || m.Member.Rank >= s.place.Size {
-		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks", m.Member.Rank, m.Size,
+		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks",
+			m.Member.Rank, m.Size,
 			s.place.Size)
 	}
 	return welcome, ""
@@ -229,7 +230,8 @@ func (s *store) expireReport() {
 		others = append(others, strconv.FormatInt(seat.step, 10))
 	}
 	e := &RankError{member: s.seats[r].member, Reason: fmt.Sprintf(
-		"hangs: no report for %v. Last steps reported, by rank: %s", s.deadline, strings.Join(others,
+		"hangs: no report for %v. Last steps reported, by rank: %s",
+		s.deadline, strings.Join(others,
 			", "))}
 	s.mu.Unlock()
 	s.fail(e)
@@ -293,7 +295,9 @@ func (s *store) left(m member) {
 	defer s.mu.Unlock()
 	s.seats[m.Rank].left = true
 	s.watchReports()
-	if !slices.ContainsFunc(s.seats, func(seat seat) bool { return seat.wire != nil && !seat.left }) {
+	if !slices.ContainsFunc(s.seats, func(seat seat) bool {
+		return seat.wire != nil && !seat.left
+	}) {
 		s.once.Do(func() { close(s.empty) })
 	}
 }

@@ -27,8 +27,8 @@ var ErrClosed = errors.New("comm: closed")
 
 // Options are settings of a run's processes.
 type Options struct {
-	// Timeout is how long the ranks wait for each other when they join and when they close; 10 minutes
-	// where it is 0.
+	// Timeout is how long the ranks wait for each other when they join and when they close; 10
+	// minutes where it is 0.
 	Timeout time.Duration
 	// Deadline is how long a rank may be silent after it has reported a step; where it is 0, for
 	// ever. Rank 0's counts.
@@ -147,7 +147,8 @@ func connect(ctx context.Context, p Place, timeout time.Duration) (*wire, error)
 		case <-ctx.Done():
 			return nil, fmt.Errorf("rank 0 was not found at %s, ports %d to %d, within %v: "+
 				"is it running, and is MASTER_ADDR its host? %w", p.MasterAddr, p.ports()[0],
-				p.ports()[PortWindow-1], timeout, errors.Join(append(refusals, context.Cause(ctx))...))
+				p.ports()[PortWindow-1], timeout,
+				errors.Join(append(refusals, context.Cause(ctx))...))
 		case <-time.After(pause):
 		}
 	}

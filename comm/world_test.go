@@ -311,7 +311,8 @@ func TestSilentRankIsFound(t *testing.T) {
 		var e *RankError
 		require.ErrorAs(t, w.Err(), &e)
 		require.Equal(t, 1, e.Rank)
-		require.ErrorContains(t, e, "hangs: no report for 50ms. Last steps reported, by rank: -1, 41, -1")
+		require.ErrorContains(t, e,
+			"hangs: no report for 50ms. Last steps reported, by rank: -1, 41, -1")
 	}
 }
 

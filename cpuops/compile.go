@@ -40,7 +40,8 @@ type value struct {
 	// A value with memory of its own in the arena.
 	room *plan.Interval
 
-	lastRead  int // the last step that reads any of it, −1 if there is none, and beyond them all if it is kept
+	// the last step that reads any of it, −1 if there is none, and beyond them all if it is kept
+	lastRead  int
 	lastWhole int // and the last that reads all of it
 
 	loose gorgonia.Value // the value itself, if it is of another type
@@ -100,7 +101,8 @@ type compiler struct {
 
 func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, warned: map[string]bool{},
-		program: &program{values: map[*gorgonia.Node]*value{}, sums: map[*gorgonia.Node]gorgonia.Value{}}}
+		program: &program{values: map[*gorgonia.Node]*value{},
+			sums: map[*gorgonia.Node]gorgonia.Value{}}}
 	results, grads := config.Results(g)
 	for _, n := range results {
 		c.keep[n] = true
@@ -205,15 +207,16 @@ func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 	}
 	c.sums[p] = sum
 	c.sumBytes += elementSize(g.dt) * opbase.Size(g.shape)
-	c.push(step{node: p.Deriv(), in: []*value{g}, args: make(opbase.Args, 1), run: func(s *step) error {
-		switch g := s.args[0].(type) {
-		case []float32:
-			array.Accumulate(flat.([]float32), g)
-		case []float64:
-			array.Accumulate(flat.([]float64), g)
-		}
-		return nil
-	}})
+	c.push(step{node: p.Deriv(), in: []*value{g}, args: make(opbase.Args, 1),
+		run: func(s *step) error {
+			switch g := s.args[0].(type) {
+			case []float32:
+				array.Accumulate(flat.([]float32), g)
+			case []float64:
+				array.Accumulate(flat.([]float64), g)
+			}
+			return nil
+		}})
 	return nil
 }
 
@@ -255,7 +258,8 @@ func (c *compiler) plan() {
 func (c *compiler) overwrite(i int, s *step) {
 	for _, v := range s.in {
 		root, _ := v.root()
-		if root.room == nil || v.lastRead != i || v.dt != s.out.dt || opbase.Size(v.shape) != opbase.Size(s.out.shape) {
+		if root.room == nil || v.lastRead != i || v.dt != s.out.dt ||
+			opbase.Size(v.shape) != opbase.Size(s.out.shape) {
 			continue
 		}
 		free := true // nobody reads the operand as a part of something larger

@@ -17,15 +17,20 @@ import (
 func Example() {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("x"), gorgonia.WithShape(3, 2),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(3, 2), tensor.WithBacking([]float64{1, 0, 0, 1, 1, 1}))))
-	want := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("want"), gorgonia.WithShape(3, 1),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(3, 1), tensor.WithBacking([]float64{2, -1, 1}))))
-	w := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("w"), gorgonia.WithShape(1, 2), gorgonia.WithInit(gorgonia.Zeroes()))
+		gorgonia.WithValue(tensor.New(tensor.WithShape(3, 2),
+			tensor.WithBacking([]float64{1, 0, 0, 1, 1, 1}))))
+	want := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("want"),
+		gorgonia.WithShape(3, 1),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(3, 1),
+			tensor.WithBacking([]float64{2, -1, 1}))))
+	w := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("w"), gorgonia.WithShape(1, 2),
+		gorgonia.WithInit(gorgonia.Zeroes()))
 	y, err := op.Linear(x, w)
 	if err != nil {
 		log.Fatal(err)
 	}
-	loss := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.Sub(y, want))))))
+	loss := gorgonia.Must(
+		gorgonia.Mean(gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.Sub(y, want))))))
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		log.Fatal(err)
 	}

@@ -45,7 +45,8 @@ func (c *compiler) fuse() {
 			}
 			product := &c.steps[at]
 			x, w, d := product.in[0], product.in[1], s.in[1-k]
-			*s = step{node: s.node, out: s.out, in: []*value{d, x, w}, args: make([]any, 3), run: linearAdd, way: way, ways: ways,
+			*s = step{node: s.node, out: s.out, in: []*value{d, x, w}, args: make([]any, 3),
+				run: linearAdd, way: way, ways: ways,
 				fused: true}
 			c.read(s.in, i)
 			v.room = nil
@@ -73,9 +74,11 @@ func linearAdd(s *step) error {
 	rows, in, out := s.in[1].shape[0], s.in[1].shape[1], s.in[2].shape[0]
 	switch y := s.out.flat.(type) {
 	case []float32:
-		gemm.LinearAdd(s.stop, y, s.args[0].([]float32), s.args[1].([]float32), s.args[2].([]float32), rows, in, out)
+		gemm.LinearAdd(s.stop, y, s.args[0].([]float32), s.args[1].([]float32),
+			s.args[2].([]float32), rows, in, out)
 	case []float64:
-		gemm.LinearAdd(s.stop, y, s.args[0].([]float64), s.args[1].([]float64), s.args[2].([]float64), rows, in, out)
+		gemm.LinearAdd(s.stop, y, s.args[0].([]float64), s.args[1].([]float64),
+			s.args[2].([]float64), rows, in, out)
 	}
 	return nil
 }

@@ -68,7 +68,8 @@ func TestLinearAdd(t *testing.T) {
 					for i := range results {
 						g := gorgonia.NewGraph()
 						out := build(gorgonia.NodeFromAny(g, x.Clone(), gorgonia.WithName("x")),
-							gorgonia.NodeFromAny(g, w.Clone(), gorgonia.WithName("w")), gorgonia.NodeFromAny(g, b.Clone(), gorgonia.WithName("b")))
+							gorgonia.NodeFromAny(g, w.Clone(), gorgonia.WithName("w")),
+							gorgonia.NodeFromAny(g, b.Clone(), gorgonia.WithName("b")))
 						if i == 0 {
 							tape := gorgonia.NewTapeMachine(g)
 							defer tape.Close()
@@ -76,7 +77,8 @@ func TestLinearAdd(t *testing.T) {
 								t.Fatal(err)
 							}
 						} else {
-							m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(out...)))
+							m := check[*cpuops.Machine](t)(cpuops.NewMachine(g,
+								cpuops.WithOutputs(out...)))
 							for range 2 {
 								if err := m.RunAll(); err != nil {
 									t.Fatal(err)
@@ -101,7 +103,8 @@ func TestLinearAdd(t *testing.T) {
 // A product that is an output, or a view of which is one, is there after the run, whatever reads it
 // besides.
 func TestKeptOperands(t *testing.T) {
-	for _, form := range []string{"matrix product", "view of a matrix product", "elementwise product", "view of an elementwise product"} {
+	for _, form := range []string{"matrix product", "view of a matrix product",
+		"elementwise product", "view of an elementwise product"} {
 		t.Run(form, func(t *testing.T) {
 			r := random(t)
 			g := gorgonia.NewGraph()
@@ -121,7 +124,8 @@ func TestKeptOperands(t *testing.T) {
 			if err := m.RunAll(); err != nil {
 				t.Fatal(err)
 			}
-			kept, total, added := flat(t, y.Value()).([]float32), flat(t, sum.Value()).([]float32), flat(t, b.Value()).([]float32)
+			kept, total, added := flat(t, y.Value()).([]float32), flat(t, sum.Value()).([]float32),
+				flat(t, b.Value()).([]float32)
 			for i, p := range kept {
 				if p == 0 || p+added[i] != total[i] {
 					t.Fatalf("at %d the product is %v, with %v added %v", i, p, added[i], total[i])

@@ -74,7 +74,8 @@ func TestModel(t *testing.T) {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 			t.Run(fmt.Sprintf("%v_recompute=%v", dt, recompute), func(t *testing.T) {
 				r := random(t)
-				config := llm.Config{Vocab: 50, Dim: 24, Layers: 3, Heads: 2, KVHeads: 1, Seq: 16, Kasmina: []int{0, 1}, Seeds: 6}.Default()
+				config := llm.Config{Vocab: 50, Dim: 24, Layers: 3, Heads: 2, KVHeads: 1, Seq: 16,
+					Kasmina: []int{0, 1}, Seeds: 6}.Default()
 				opts := []llm.GraphOption{}
 				if recompute {
 					opts = append(opts, llm.WithRecompute())
@@ -83,7 +84,8 @@ func TestModel(t *testing.T) {
 				for i := range graphs {
 					m := check[*llm.Model](t)(llm.NewModel(config, dt, 7, state.WithoutGates()))
 					for seed, slot := range []int{1, 2, 1} {
-						if err := m.Germinate(1, seed, state.GerminationRequest{Slot: slot}); err != nil {
+						if err := m.Germinate(1, seed,
+							state.GerminationRequest{Slot: slot}); err != nil {
 							t.Fatal(err)
 						}
 						for _, to := range []state.Stage{state.Training, state.Grafting} {
@@ -97,9 +99,11 @@ func TestModel(t *testing.T) {
 					}
 					graphs[i] = check[*llm.Graph](t)(m.Graph(llm.ForTraining, 3, opts...))
 				}
-				tape := gorgonia.NewTapeMachine(graphs[0].G, gorgonia.BindDualValues(graphs[0].Params...))
+				tape := gorgonia.NewTapeMachine(graphs[0].G,
+					gorgonia.BindDualValues(graphs[0].Params...))
 				defer tape.Close()
-				ours := check[*cpuops.Machine](t)(cpuops.NewMachine(graphs[1].G, cpuops.WithParams(graphs[1].Params...), cpuops.WithOutputs(graphs[1].Loss)))
+				ours := check[*cpuops.Machine](t)(cpuops.NewMachine(graphs[1].G,
+					cpuops.WithParams(graphs[1].Params...), cpuops.WithOutputs(graphs[1].Loss)))
 				defer ours.Close()
 				want, got := gorgonia.NodesToValueGrads(graphs[0].Params), ours.ValueGrads()
 				for run := range 4 {
@@ -109,20 +113,24 @@ func TestModel(t *testing.T) {
 					}
 					for i, m := range []gorgonia.VM{tape, ours} {
 						m.Reset()
-						if err := graphs[i].Let(data.Batch{Inputs: ids, Targets: slices.Clone(ids)}); err != nil {
+						if err := graphs[i].Let(data.Batch{Inputs: ids,
+							Targets: slices.Clone(ids)}); err != nil {
 							t.Fatal(err)
 						}
 						if err := m.RunAll(); err != nil {
 							t.Fatal(err)
 						}
 					}
-					if a, b := graphs[0].Loss.Value(), graphs[1].Loss.Value(); a.Data() != b.Data() {
+					if a, b := graphs[0].Loss.Value(),
+						graphs[1].Loss.Value(); a.Data() != b.Data() {
 						t.Errorf("run %d: loss %v, want %v", run, b, a)
 					}
 					for i := range want {
-						a, b := check[gorgonia.Value](t)(want[i].Grad()), check[gorgonia.Value](t)(got[i].Grad())
+						a, b := check[gorgonia.Value](t)(want[i].Grad()),
+							check[gorgonia.Value](t)(got[i].Grad())
 						if !equal(flat(t, a), flat(t, b)) {
-							t.Errorf("run %d: the gradient of %s differs", run, graphs[0].Params[i].Name())
+							t.Errorf("run %d: the gradient of %s differs", run,
+								graphs[0].Params[i].Name())
 						}
 					}
 				}
@@ -174,10 +182,12 @@ func TestStock(t *testing.T) {
 			p := must(gorgonia.Mul(in[0], must(gorgonia.Transpose(in[1]))))
 			return must(gorgonia.Sum(must(gorgonia.Tanh(p))))
 		},
-		"softmax, slices and a norm": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
+		"softmax, slices and a norm": func(g *gorgonia.ExprGraph,
+			in gorgonia.Nodes) *gorgonia.Node {
 			s := must(gorgonia.SoftMax(in[0]))
 			top := must(gorgonia.Slice(in[1], gorgonia.S(0, 2)))
-			return must(gorgonia.Add(must(gorgonia.Sum(must(gorgonia.HadamardProd(s, in[1])))), must(gorgonia.Sum(must(gorgonia.Square(top))))))
+			return must(gorgonia.Add(must(gorgonia.Sum(must(gorgonia.HadamardProd(s, in[1])))),
+				must(gorgonia.Sum(must(gorgonia.Square(top))))))
 		},
 		"ops of both": func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node {
 			w := must(gorgonia.Slice(in[1], gorgonia.S(0)))
@@ -194,19 +204,23 @@ func TestStock(t *testing.T) {
 				var results [2][]any
 				for i := range results {
 					g := gorgonia.NewGraph()
-					in := gorgonia.Nodes{gorgonia.NewMatrix(g, dt, gorgonia.WithShape(shape...), gorgonia.WithName("a")),
-						gorgonia.NewMatrix(g, dt, gorgonia.WithShape(shape...), gorgonia.WithName("b"))}
+					in := gorgonia.Nodes{gorgonia.NewMatrix(g, dt, gorgonia.WithShape(shape...),
+						gorgonia.WithName("a")),
+						gorgonia.NewMatrix(g, dt, gorgonia.WithShape(shape...),
+							gorgonia.WithName("b"))}
 					cost := b(g, in)
 					grads := check[gorgonia.Nodes](t)(gorgonia.Grad(cost, in...))
 					var m gorgonia.VM = gorgonia.NewTapeMachine(g)
 					if i == 1 {
-						m = check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(append(grads, cost)...)))
+						m = check[*cpuops.Machine](t)(cpuops.NewMachine(g,
+							cpuops.WithOutputs(append(grads, cost)...)))
 					}
 					defer m.Close()
 					for range 3 {
 						m.Reset()
 						for j := range in {
-							if err := gorgonia.Let(in[j], values[j].Clone().(*tensor.Dense)); err != nil {
+							if err := gorgonia.Let(in[j],
+								values[j].Clone().(*tensor.Dense)); err != nil {
 								t.Fatal(err)
 							}
 						}
@@ -235,14 +249,16 @@ func TestViews(t *testing.T) {
 	r := random(t)
 	a, b := normal(r, tensor.Float64, 3, 4), normal(r, tensor.Float64, 3, 4)
 	g := gorgonia.NewGraph()
-	na, nb := gorgonia.NodeFromAny(g, a, gorgonia.WithName("a")), gorgonia.NodeFromAny(g, b, gorgonia.WithName("b"))
+	na, nb := gorgonia.NodeFromAny(g, a, gorgonia.WithName("a")),
+		gorgonia.NodeFromAny(g, b, gorgonia.WithName("b"))
 	must := gorgonia.Must
 	x := must(gorgonia.Add(na, nb))
 	row := must(gorgonia.Reshape(x, tensor.Shape{12}))
 	y := must(gorgonia.Add(row, must(gorgonia.Reshape(nb, tensor.Shape{12}))))
 	z := must(gorgonia.Sub(x, na))
 	u := must(gorgonia.HadamardProd(must(gorgonia.Reshape(y, tensor.Shape{3, 4})), z))
-	cost := must(gorgonia.Add(must(gorgonia.Sum(u)), must(gorgonia.Sum(must(gorgonia.HadamardProd(row, row))))))
+	cost := must(gorgonia.Add(must(gorgonia.Sum(u)),
+		must(gorgonia.Sum(must(gorgonia.HadamardProd(row, row))))))
 	grads := check[gorgonia.Nodes](t)(gorgonia.Grad(cost, na, nb))
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(append(grads, cost)...)))
 	for range 2 {
@@ -254,7 +270,8 @@ func TestViews(t *testing.T) {
 			b := b.Float64s()[i]
 			want += (a+2*b)*b + (a+b)*(a+b)
 			for j, d := range []float64{b + 2*(a+b), a + 4*b + 2*(a+b)} {
-				if got := grads[j].Value().Data().([]float64)[i]; math.Abs(got-d) > 1e-12*(1+math.Abs(d)) {
+				if got := grads[j].Value().Data().([]float64)[i]; math.Abs(got-d) > 1e-12*(1+
+					math.Abs(d)) {
 					t.Errorf("gradient %d at %d is %v, want %v", j, i, got, d)
 				}
 			}
@@ -270,8 +287,10 @@ func TestViews(t *testing.T) {
 func TestMemory(t *testing.T) {
 	const rows, features, depth = 32, 64, 50
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, features), gorgonia.WithName("x"))
-	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(features, features), gorgonia.WithName("w"))
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, features),
+		gorgonia.WithName("x"))
+	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(features, features),
+		gorgonia.WithName("w"))
 	y := x
 	for range depth {
 		y = check[*gorgonia.Node](t)(op.Linear(y, w))
@@ -287,9 +306,13 @@ func TestMemory(t *testing.T) {
 func TestMemoryIsAll(t *testing.T) {
 	const rows, features = 64, 16
 	g := gorgonia.NewGraph()
-	x := gorgonia.NodeFromAny(g, normal(random(t), tensor.Float32, rows, features), gorgonia.WithName("x"))
-	w := gorgonia.NodeFromAny(g, normal(random(t), tensor.Float32, features), gorgonia.WithName("w"))
-	check[gorgonia.Nodes](t)(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(check[*gorgonia.Node](t)(op.RMSNorm(x, w, 1e-5)))), x, w))
+	x := gorgonia.NodeFromAny(g, normal(random(t), tensor.Float32, rows, features),
+		gorgonia.WithName("x"))
+	w := gorgonia.NodeFromAny(g, normal(random(t), tensor.Float32, features),
+		gorgonia.WithName("w"))
+	check[gorgonia.Nodes](
+		t)(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(check[*gorgonia.Node](t)(op.RMSNorm(x, w,
+		1e-5)))), x, w))
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithParams(x)))
 	before := m.Memory()
 	if sums := 4 * rows * features; before < sums {
@@ -311,7 +334,8 @@ func TestRelease(t *testing.T) {
 	x := gorgonia.NodeFromAny(g, normal(r, tensor.Float64, 4, 6), gorgonia.WithName("x"))
 	w := gorgonia.NodeFromAny(g, normal(r, tensor.Float64, 6), gorgonia.WithName("w"))
 	y := check[*gorgonia.Node](t)(op.RMSNorm(x, w, 1e-5))
-	grads := check[gorgonia.Nodes](t)(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y)))), x, w))
+	grads := check[gorgonia.Nodes](
+		t)(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y)))), x, w))
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(append(grads, y)...)))
 	var want []any
 	for run := range 4 {
@@ -343,7 +367,8 @@ func TestClosed(t *testing.T) {
 	r := random(t)
 	run := func() (*cpuops.Machine, *gorgonia.Node) {
 		g := gorgonia.NewGraph()
-		y := gorgonia.Must(gorgonia.Tanh(gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 8, 8), gorgonia.WithName("x"))))
+		y := gorgonia.Must(gorgonia.Tanh(gorgonia.NodeFromAny(g, normal(r, tensor.Float32, 8, 8),
+			gorgonia.WithName("x"))))
 		m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
 		if err := m.RunAll(); err != nil {
 			t.Fatal(err)
@@ -367,7 +392,8 @@ func TestClosed(t *testing.T) {
 func TestFailedRun(t *testing.T) {
 	g := gorgonia.NewGraph()
 	ids := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(2), gorgonia.WithName("ids"))
-	y := check[*gorgonia.Node](t)(op.Embedding(ids, gorgonia.NodeFromAny(g, normal(random(t), tensor.Float64, 3, 4), gorgonia.WithName("table"))))
+	y := check[*gorgonia.Node](t)(op.Embedding(ids, gorgonia.NodeFromAny(g,
+		normal(random(t), tensor.Float64, 3, 4), gorgonia.WithName("table"))))
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
 	for _, second := range []int{2, 3, 1} { // 3 is out of range
 		if err := gorgonia.Let(ids, tensor.New(tensor.WithBacking([]int{0, second}))); err != nil {
@@ -387,7 +413,8 @@ func TestAllocations(t *testing.T) {
 		t.Skip("counting allocations needs a process without the race detector")
 	}
 	for _, layers := range []int{1, 6} {
-		config := llm.Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32, Kasmina: []int{0}, Seeds: 4}.Default()
+		config := llm.Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32,
+			Kasmina: []int{0}, Seeds: 4}.Default()
 		m := check[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 1))
 		g := check[*llm.Graph](t)(m.Graph(llm.ForTraining, 2))
 		machine := check[*cpuops.Machine](t)(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...)))
@@ -403,7 +430,8 @@ func TestAllocations(t *testing.T) {
 		})
 		t.Logf("%d layers: %v allocations", layers, n)
 		if n > 100 {
-			t.Errorf("a step of a model of %d layers makes %v allocations, want at most 100", layers, n)
+			t.Errorf("a step of a model of %d layers makes %v allocations, want at most 100",
+				layers, n)
 		}
 	}
 }
@@ -427,12 +455,14 @@ func TestErrors(t *testing.T) {
 	fails(err, "node 0 is no input")
 	_, err = cpuops.NewMachine(g, cpuops.WithOutputs(nil))
 	fails(err, "a node is nil")
-	other := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("x"))
+	other := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(2, 3),
+		gorgonia.WithName("x"))
 	for _, option := range []cpuops.Option{cpuops.WithParams(other), cpuops.WithOutputs(other)} {
 		_, err = cpuops.NewMachine(g, option)
 		fails(err, "x (2, 3) is not in the graph")
 	}
-	empty := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(0, 3), gorgonia.WithName("empty"))
+	empty := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(0, 3),
+		gorgonia.WithName("empty"))
 	_, err = cpuops.NewMachine(gorgonia.Must(gorgonia.Exp(empty)).Graph())
 	fails(err, "empty (0, 3): it has no elements")
 	_, err = cpuops.NewMachine(gorgonia.NewGraph())
@@ -441,7 +471,8 @@ func TestErrors(t *testing.T) {
 	_, err = m.Value(z)
 	fails(err, "has not run")
 	fails(m.RunAll(), "input x (2, 3) has no value")
-	if err := gorgonia.Let(x, tensor.New(tensor.WithShape(2, 3), tensor.WithBacking(make([]float32, 6)))); err != nil {
+	if err := gorgonia.Let(x, tensor.New(tensor.WithShape(2, 3),
+		tensor.WithBacking(make([]float32, 6)))); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.RunAll(); err != nil {
@@ -472,7 +503,8 @@ func TestPlansBeyondTheMemory(t *testing.T) {
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(1<<22, 1), gorgonia.WithName("x"))
 	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(1, 1<<22), gorgonia.WithName("w"))
 	check[*gorgonia.Node](t)(gorgonia.Sum(check[*gorgonia.Node](t)(gorgonia.Mul(x, w))))
-	if _, err := cpuops.NewMachine(g); err == nil || !strings.Contains(err.Error(), "take 65536.0 GiB, and this computer has") {
+	if _, err := cpuops.NewMachine(g); err == nil || !strings.Contains(err.Error(),
+		"take 65536.0 GiB, and this computer has") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -482,7 +514,8 @@ func TestErrorNamesLayer(t *testing.T) {
 	g := gorgonia.NewGraph()
 	ids := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(2), gorgonia.WithName("ids"),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(2), tensor.WithBacking([]int{1, 9}))))
-	table := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(5, 3), gorgonia.WithName("model.layers.2.table.weight"),
+	table := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(5, 3),
+		gorgonia.WithName("model.layers.2.table.weight"),
 		gorgonia.WithInit(gorgonia.Zeroes()))
 	if _, err := op.Embedding(ids, table); err != nil {
 		t.Fatal(err)

@@ -38,7 +38,8 @@ type monitor struct {
 }
 
 func newMonitor(every, steps int) *monitor {
-	return &monitor{every: every, latest: make([]time.Duration, steps), total: make([]time.Duration, steps)}
+	return &monitor{every: every, latest: make([]time.Duration, steps),
+		total: make([]time.Duration, steps)}
 }
 
 // due reports whether the run that begins is to be timed.

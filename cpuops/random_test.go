@@ -16,14 +16,17 @@ import (
 
 // randomGraph returns a graph of random ops, its inputs, and the gradients of a cost and other
 // results in random order.
-func randomGraph(t *testing.T, r *rand.Rand) (g *gorgonia.ExprGraph, inputs, outputs gorgonia.Nodes) {
+func randomGraph(t *testing.T, r *rand.Rand) (g *gorgonia.ExprGraph, inputs,
+	outputs gorgonia.Nodes) {
 	const d = 6
 	g = gorgonia.NewGraph()
 	must := check[*gorgonia.Node](t)
 	input := func(name string, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name))
+		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name))
 	}
-	weight, matrices := input("weight", d), gorgonia.Nodes{input("a", d, d), input("b", d, d), input("c", d, d)}
+	weight, matrices := input("weight", d), gorgonia.Nodes{input("a", d, d),
+		input("b", d, d), input("c", d, d)}
 	inputs = append(gorgonia.Nodes{weight}, matrices...)
 	some := func() *gorgonia.Node { // more often one of the latest
 		return matrices[max(r.IntN(len(matrices)), r.IntN(len(matrices)))]
@@ -52,7 +55,8 @@ func randomGraph(t *testing.T, r *rand.Rand) (g *gorgonia.ExprGraph, inputs, out
 		matrices = append(matrices, must(makers[r.IntN(len(makers))]()))
 	}
 	last := must(op.RMSNorm(matrices[len(matrices)-1], weight, 1e-3))
-	grads := check[gorgonia.Nodes](t)(gorgonia.Grad(must(gorgonia.Sum(must(gorgonia.Tanh(last)))), weight))
+	grads := check[gorgonia.Nodes](t)(gorgonia.Grad(must(gorgonia.Sum(must(gorgonia.Tanh(last)))),
+		weight))
 	for _, n := range append(grads, matrices[3:]...) {
 		if r.IntN(3) == 0 && !slices.Contains(outputs, n) {
 			outputs = append(outputs, n)
@@ -98,7 +102,8 @@ func TestRandomGraphs(t *testing.T) {
 				want := flat(t, alone(t, n, known)).([]float64)
 				for i, w := range want {
 					if !(math.Abs(got[i]-w) <= 1e-9*(1+math.Abs(w))) {
-						t.Fatalf("element %d of node %d, %v, is %v, want %v", i, n.ID(), n.Op(), got[i], w)
+						t.Fatalf("element %d of node %d, %v, is %v, want %v", i,
+							n.ID(), n.Op(), got[i], w)
 					}
 				}
 			}

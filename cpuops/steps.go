@@ -20,7 +20,8 @@ func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
 		return in[0], p.Offset, true
 	}
 	// Gorgonia does not export the types of its ops.
-	if graph.OpType(n) == "gorgonia.reshapeOp" && elementSize(n.Dtype()) > 0 && opbase.Size(n.Shape()) == opbase.Size(in[0].shape) {
+	if graph.OpType(n) == "gorgonia.reshapeOp" && elementSize(n.Dtype()) > 0 &&
+		opbase.Size(n.Shape()) == opbase.Size(in[0].shape) {
 		return in[0], 0, true
 	}
 	return nil, 0, false
@@ -92,7 +93,8 @@ func (s *step) do() error {
 		return err
 	}
 	if n := move(s.out.flat, flat); n != opbase.Size(s.out.shape) {
-		return fmt.Errorf("the result is a %v of shape %v, want %v of shape %v", result.Dtype(), result.Shape(), s.out.dt, s.out.shape)
+		return fmt.Errorf("the result is a %v of shape %v, want %v of shape %v", result.Dtype(),
+			result.Shape(), s.out.dt, s.out.shape)
 	}
 	return nil
 }

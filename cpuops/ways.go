@@ -198,7 +198,8 @@ func (s *step) flops() float64 {
 func attentionFLOPs(o *op.AttentionOp, products int) float64 {
 	c := o.Config
 	rows := o.InputShape(0)[0]
-	n := 2 * float64(products) * float64(rows) * float64(c.Heads) * float64(c.Seq) * float64(c.HeadDim)
+	n := 2 * float64(products) * float64(rows) * float64(c.Heads) *
+		float64(c.Seq) * float64(c.HeadDim)
 	if c.Causal {
 		n /= 2
 	}

@@ -46,10 +46,12 @@ func TestWays(t *testing.T) {
 		{[]string{"RMSNorm=any", "LinearAdd=ring"}, "", true, false}, // which leave no way
 	} {
 		t.Setenv("KASMINA_WAYS", c.environment)
-		m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithWays(c.rules...), cpuops.WithOutputs(y, w.Deriv())))
+		m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithWays(c.rules...),
+			cpuops.WithOutputs(y, w.Deriv())))
 		for range 2 {
 			require.NoError(t, m.RunAll())
-			got, grad := flat(t, check[gorgonia.Value](t)(m.Value(y))), flat(t, check[gorgonia.Value](t)(m.Value(w.Deriv())))
+			got, grad := flat(t, check[gorgonia.Value](t)(m.Value(y))),
+				flat(t, check[gorgonia.Value](t)(m.Value(w.Deriv())))
 			if want == nil {
 				want, wantGrad = got, grad
 			}
@@ -87,8 +89,10 @@ func TestMonitor(t *testing.T) {
 	g, w, y := residual(t)
 	_, err := cpuops.NewMachine(g, cpuops.WithMonitor(1))
 	require.ErrorContains(t, err, "at least 2")
-	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithMonitor(3), cpuops.WithParams(w), cpuops.WithOutputs(y)))
-	plain := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithParams(w), cpuops.WithOutputs(y)))
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithMonitor(3), cpuops.WithParams(w),
+		cpuops.WithOutputs(y)))
+	plain := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithParams(w),
+		cpuops.WithOutputs(y)))
 	var before time.Duration
 	for run := 1; run <= 6; run++ {
 		start := time.Now()
@@ -113,7 +117,9 @@ func TestMonitor(t *testing.T) {
 	}
 	require.Empty(t, plain.Monitor())
 	times := m.Monitor()
-	require.True(t, slices.IsSortedFunc(times, func(a, b cpuops.OpTime) int { return int(b.Time - a.Time) }))
+	require.True(t, slices.IsSortedFunc(times, func(a, b cpuops.OpTime) int {
+		return int(b.Time - a.Time)
+	}))
 	at := func(name string) cpuops.OpTime {
 		i := slices.IndexFunc(times, func(o cpuops.OpTime) bool { return o.Op == name })
 		require.GreaterOrEqual(t, i, 0, "%s is not among %v", name, times)

@@ -39,7 +39,8 @@ const hopper = 2 // in cards
 func openBinaries(t *testing.T, card gpu.DeviceInfo) *Device {
 	t.Helper()
 	card.Memory, card.L2, card.RegistersPerSM, card.ThreadsPerSM = 1<<30, 1<<16, 65536, 1536
-	device, err := Open(withDriver(fake.New(fake.Config{Devices: []gpu.DeviceInfo{card}, Images: kerneltest.Kernels})))
+	device, err := Open(withDriver(fake.New(fake.Config{Devices: []gpu.DeviceInfo{card},
+		Images: kerneltest.Kernels})))
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, device.Close()) })
 	return device
@@ -53,7 +54,8 @@ func launch(t *testing.T, m *Machine) {
 		if m.optimizer == nil {
 			continue
 		}
-		if _, err := m.Update(); !errors.Is(err, ErrNonFinite) { // of memory that nothing has written
+		// of memory that nothing has written
+		if _, err := m.Update(); !errors.Is(err, ErrNonFinite) {
 			require.NoError(t, err)
 		}
 	}
@@ -72,7 +74,8 @@ func TestModelFitsBinaries(t *testing.T) {
 				device := openBinaries(t, card)
 				var log bytes.Buffer
 				timed := func(c *machineConfig) error {
-					c.tuning, c.tuneLeast, c.tunePath = tune.Full, 1, filepath.Join(t.TempDir(), "tune.json")
+					c.tuning, c.tuneLeast, c.tunePath = tune.Full, 1,
+						filepath.Join(t.TempDir(), "tune.json")
 					return nil
 				}
 				_, larger := float8Model(t, llm.ForTraining, 1, 128)
@@ -80,7 +83,8 @@ func TestModelFitsBinaries(t *testing.T) {
 					*batch
 					newOptimizer func() (optim.Optimizer, error)
 				}{{grafted(t, 1), newAdamW}, {larger, newMuon}} {
-					m, err := NewMachine(device, of.G, WithPrecision(p), WithParams(of.Params...), WithOutputs(of.Loss), timed,
+					m, err := NewMachine(device, of.G, WithPrecision(p), WithParams(of.Params...),
+						WithOutputs(of.Loss), timed,
 						WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 					require.NoError(t, err)
 					rule, err := of.newOptimizer()
@@ -88,7 +92,8 @@ func TestModelFitsBinaries(t *testing.T) {
 					require.NoError(t, m.SetOptimizer(rule, 1))
 					launch(t, m)
 				}
-				require.NotRegexp(t, "cuModule|cuLaunch|cuFunc|kernels[.:]", log.String(), "a way that cannot be launched is left out with a warning")
+				require.NotRegexp(t, "cuModule|cuLaunch|cuFunc|kernels[.:]", log.String(),
+					"a way that cannot be launched is left out with a warning")
 			})
 		}
 	}
@@ -126,8 +131,10 @@ func TestStockFitsBinaries(t *testing.T) {
 				for _, s := range c.shapes {
 					values = append(values, make([]float64, opbase.Size(s)))
 				}
-				require.NoError(t, graph.let(values, make([]float64, opbase.Size(graph.out.Shape()))))
-				m, err := NewMachine(device, graph.g, WithPrecision(p), WithStrict(), WithOutputs(results...))
+				require.NoError(t,
+					graph.let(values, make([]float64, opbase.Size(graph.out.Shape()))))
+				m, err := NewMachine(device, graph.g, WithPrecision(p), WithStrict(),
+					WithOutputs(results...))
 				require.NoError(t, err, c.name)
 				launch(t, m)
 			}

@@ -21,9 +21,10 @@ type Tuning uint8
 // directory, by card, driver, build of the kernels or version of cuBLASLt, op, shape and types.
 const (
 	TuneDefault = Tuning(tune.Default) // TuneOff with the precision Float32, else TuneCached
-	TuneOff     = Tuning(tune.Off)     // time nothing, take what cuBLASLt proposes first and what a rule of thumb says
-	TuneCached  = Tuning(tune.Cached)  // take what is stored, and time, once, what is not
-	TuneFull    = Tuning(tune.Full)    // time anew, and replace what is stored
+	// time nothing, take what cuBLASLt proposes first and what a rule of thumb says
+	TuneOff    = Tuning(tune.Off)
+	TuneCached = Tuning(tune.Cached) // take what is stored, and time, once, what is not
+	TuneFull   = Tuning(tune.Full)   // time anew, and replace what is stored
 )
 
 // MarshalText is off, cached, full or default, for flag.TextVar.
@@ -44,7 +45,8 @@ func (t *Tuning) UnmarshalText(text []byte) error {
 func WithTuning(t Tuning) MachineOption {
 	return func(c *machineConfig) error {
 		if t > TuneFull {
-			return fmt.Errorf("WithTuning: got %d, want TuneDefault, TuneOff, TuneCached or TuneFull", t)
+			return fmt.Errorf("WithTuning: got %d, want TuneDefault, TuneOff, TuneCached or "+
+				"TuneFull", t)
 		}
 		c.tuning = tune.Mode(t)
 		return nil

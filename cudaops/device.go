@@ -64,8 +64,8 @@ func WithOrdinal(ordinal int) DeviceOption {
 	return func(o *deviceOptions) { o.ordinal = ordinal }
 }
 
-// Count is the number of GPUs that CUDA_VISIBLE_DEVICES leaves visible. Where CUDA does not start the
-// error is that of [Open].
+// Count is the number of GPUs that CUDA_VISIBLE_DEVICES leaves visible. Where CUDA does not start
+// the error is that of [Open].
 func Count() (int, error) {
 	d, err := driver.Open()
 	if err != nil {
@@ -115,12 +115,15 @@ func Open(opts ...DeviceOption) (*Device, error) {
 		o.ordinal = ctx.Device().Ordinal
 	}
 	if o.ordinal < 0 || o.ordinal >= len(devices) {
-		return nil, fmt.Errorf("cudaops.Open: there is no GPU %d; there are %d, numbered from 0", o.ordinal, len(devices))
+		return nil, fmt.Errorf("cudaops.Open: there is no GPU %d; there are %d, numbered from 0",
+			o.ordinal, len(devices))
 	}
 	info := devices[o.ordinal]
 	if info.Major < minMajor || info.Major == minMajor && info.Minor < minMinor {
-		return nil, fmt.Errorf("cudaops.Open: %w: %s has compute capability %d.%d, at least %d.%d is needed",
-			ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
+		return nil,
+			fmt.Errorf("cudaops.Open: %w: %s has compute capability %d.%d, at least %d.%d "+
+				"is needed",
+				ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
 	}
 	if ctx == nil {
 		if ctx, err = d.Retain(o.ordinal); err != nil {
@@ -157,8 +160,10 @@ func (d *Device) Memory() (free, total uint64, err error) {
 
 // String describes the GPU in a line.
 func (d *Device) String() string {
-	return fmt.Sprintf("%s (GPU %d, compute capability %d.%d, %s, %d multiprocessors, driver for CUDA %d.%d)", d.info.Name,
-		d.info.Ordinal, d.info.Major, d.info.Minor, gpu.Size(d.info.Memory), d.info.SMs, d.version/1000,
+	return fmt.Sprintf("%s (GPU %d, compute capability %d.%d, %s, %d multiprocessors, driver for "+
+		"CUDA %d.%d)", d.info.Name,
+		d.info.Ordinal, d.info.Major, d.info.Minor, gpu.Size(d.info.Memory),
+		d.info.SMs, d.version/1000,
 		d.version%1000/10)
 }
 

@@ -24,7 +24,8 @@ import (
 
 func TestOpenFake(t *testing.T) {
 	f := fake.New(fake.Config{Devices: []gpu.DeviceInfo{
-		{Name: "A", Major: 9, Memory: 1 << 30, SMs: 132}, {Name: "B", Major: 8, Minor: 9, Memory: 3 << 29, SMs: 66},
+		{Name: "A", Major: 9, Memory: 1 << 30, SMs: 132}, {Name: "B", Major: 8, Minor: 9,
+			Memory: 3 << 29, SMs: 66},
 		{Name: "C", Major: 7, Minor: 5}}})
 	d, err := Open(withDriver(f), WithOrdinal(1))
 	if err != nil {
@@ -34,7 +35,8 @@ func TestOpenFake(t *testing.T) {
 	if d.Name() != "B" || d.Ordinal() != 1 || major != 8 || minor != 9 {
 		t.Errorf("got %s, GPU %d, %d.%d", d.Name(), d.Ordinal(), major, minor)
 	}
-	const want = "B (GPU 1, compute capability 8.9, 1.50 GiB, 66 multiprocessors, driver for CUDA 13.0)"
+	const want = "B (GPU 1, compute capability 8.9, 1.50 GiB, 66 multiprocessors, driver for " +
+		"CUDA 13.0)"
 	if d.String() != want {
 		t.Errorf("String() = %q, want %q", d, want)
 	}
@@ -57,7 +59,8 @@ func TestOpenFake(t *testing.T) {
 		t.Errorf("Memory after Close: %v", err)
 	}
 	for _, n := range []int{-1, 3} {
-		if _, err := Open(withDriver(f), WithOrdinal(n)); err == nil || errors.Is(err, ErrNoDevice) ||
+		if _, err := Open(withDriver(f), WithOrdinal(n)); err == nil ||
+			errors.Is(err, ErrNoDevice) ||
 			!strings.Contains(err.Error(), "there are 3") {
 			t.Errorf("ordinal %d: %v", n, err)
 		}
@@ -67,7 +70,8 @@ func TestOpenFake(t *testing.T) {
 		t.Errorf("old GPU: %v", err)
 	}
 	f.Fail("cuDevicePrimaryCtxRetain", 1, gpu.OutOfMemory)
-	if _, err := Open(withDriver(f)); !errors.Is(err, gpu.OutOfMemory) || errors.Is(err, ErrNoDevice) {
+	if _, err := Open(withDriver(f)); !errors.Is(err, gpu.OutOfMemory) ||
+		errors.Is(err, ErrNoDevice) {
 		t.Errorf("failed context: %v", err)
 	}
 }
@@ -78,7 +82,8 @@ func TestZeroDevice(t *testing.T) {
 	g := gorgonia.NewGraph()
 	_, _, memory := d.Memory()
 	_, machine := NewMachine(&d, g)
-	for name, err := range map[string]error{"Memory": memory, "NewMachine": machine, "Close": d.Close()} {
+	for name, err := range map[string]error{"Memory": memory,
+		"NewMachine": machine, "Close": d.Close()} {
 		if !errors.Is(err, errNotOpened) {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -98,11 +103,15 @@ func TestOpenWithout(t *testing.T) {
 		noDevice bool
 		say      string
 	}{
-		{&gpu.NotFoundError{Library: "libcuda", Tried: []gpu.Attempt{{Place: "/usr/lib", Reason: "no such file"}},
-			Help: "Install it."}, true, "Install it.\nSearched, in this order:\n  /usr/lib: no such file"},
-		{gpu.NewError("cuInit", gpu.NoDevice, "no CUDA-capable device is detected", ""), true, "CUDA_ERROR_NO_DEVICE"},
+		{&gpu.NotFoundError{Library: "libcuda",
+			Tried: []gpu.Attempt{{Place: "/usr/lib", Reason: "no such file"}},
+			Help:  "Install it."}, true,
+			"Install it.\nSearched, in this order:\n  /usr/lib: no such file"},
+		{gpu.NewError("cuInit", gpu.NoDevice, "no CUDA-capable device is detected", ""), true,
+			"CUDA_ERROR_NO_DEVICE"},
 		{gpu.NewError("cuInit", gpu.StubLibrary, "", ""), true, "CUDA_ERROR_STUB_LIBRARY"},
-		{gpu.NewError("cuInit", gpu.SystemDriverMismatch, "", ""), false, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"},
+		{gpu.NewError("cuInit", gpu.SystemDriverMismatch, "", ""), false,
+			"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"},
 	} {
 		open := func(o *deviceOptions) { o.open = func() (gpu.Driver, error) { return nil, c.err } }
 		_, err := Open(open)
@@ -204,16 +213,19 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	}
 	got := other.open(t, adopted, append(opts, WithStream(uintptr(stream)))...)
 	if adopted.Context() != owner.Context() || got.Stream() != uintptr(stream) {
-		t.Errorf("context %#x and stream %#x, want %#x and %#x", adopted.Context(), got.Stream(), owner.Context(), stream)
+		t.Errorf("context %#x and stream %#x, want %#x and %#x", adopted.Context(), got.Stream(),
+			owner.Context(), stream)
 	}
 	poison := slices.Repeat([]float32{float32(math.NaN())}, other.rows*other.dim)
 	x, dx := h.place(poison), h.place(poison)
 	weights := h.place(flat(t, other.weights.Value()))
-	for n, p := range map[*gorgonia.Node]uintptr{other.x: x, other.x.Deriv(): dx, other.weights: weights} {
+	for n, p := range map[*gorgonia.Node]uintptr{other.x: x, other.x.Deriv(): dx,
+		other.weights: weights} {
 		if err := got.Bind(n, p, 4*n.Shape().TotalSize()); err != nil {
 			t.Fatal(err)
 		}
-		if at, bytes, err := got.Address(n); err != nil || at != p || bytes != 4*n.Shape().TotalSize() {
+		if at, bytes, err := got.Address(n); err != nil || at != p ||
+			bytes != 4*n.Shape().TotalSize() {
 			t.Errorf("Address = %#x, %d, %v, want %#x", at, bytes, err, p)
 		}
 	}
@@ -240,10 +252,13 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			t.Fatal(err)
 		}
 		if all := owner.ctx.Stats().Sub(before).ToDevice.Bytes; sent != all-int64(4*len(values)) {
-			t.Errorf("run %d sent %d bytes, want %d, all but x", run, sent, all-int64(4*len(values)))
+			t.Errorf("run %d sent %d bytes, want %d, all but x", run, sent,
+				all-int64(4*len(values)))
 		}
-		for _, n := range []struct{ a, b *gorgonia.Node }{{own.loss, other.loss}, {own.x.Deriv(), other.x.Deriv()},
-			{own.weights.Deriv(), other.weights.Deriv()}, {own.scales.Deriv(), other.scales.Deriv()}} {
+		for _, n := range []struct{ a, b *gorgonia.Node }{{own.loss, other.loss},
+			{own.x.Deriv(), other.x.Deriv()},
+			{own.weights.Deriv(), other.weights.Deriv()},
+			{own.scales.Deriv(), other.scales.Deriv()}} {
 			a, errA := want.Value(n.a)
 			b, errB := got.Value(n.b)
 			if err := errors.Join(errA, errB); err != nil {
@@ -252,7 +267,8 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			if !slices.Equal(flat(t, a), flat(t, b)) {
 				t.Errorf("run %d: %v differs", run, n.a)
 			}
-			if n.b == other.x.Deriv() && !slices.Equal(h.read(dx, other.rows*other.dim), flat(t, a)) {
+			if n.b == other.x.Deriv() && !slices.Equal(h.read(dx, other.rows*other.dim),
+				flat(t, a)) {
 				t.Errorf("run %d: the gradient of x is not in the memory it was bound to", run)
 			}
 		}
@@ -260,7 +276,8 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	if err := errors.Join(got.Close(), adopted.Close()); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := got.RunAll(), got.Bind(other.x, x, 4); err == nil || !strings.Contains(err.Error(), "closed") {
+	if _, err := got.RunAll(), got.Bind(other.x, x, 4); err == nil ||
+		!strings.Contains(err.Error(), "closed") {
 		t.Errorf("Bind after Close: %v", err)
 	}
 	if _, _, err := got.Address(other.x); err == nil || !strings.Contains(err.Error(), "closed") {
@@ -282,7 +299,8 @@ func TestInteropRefusals(t *testing.T) {
 	}
 	k := newKasminaGraph(t, 1, nil)
 	for _, s := range []uintptr{0, 1, 2} {
-		if _, err := NewMachine(device, k.g, fakeOption, WithStream(s)); err == nil || !strings.Contains(err.Error(), "default stream") {
+		if _, err := NewMachine(device, k.g, fakeOption, WithStream(s)); err == nil ||
+			!strings.Contains(err.Error(), "default stream") {
 			t.Errorf("stream %d: %v", s, err)
 		}
 	}
@@ -305,7 +323,8 @@ func TestInteropRefusals(t *testing.T) {
 		{gorgonia.NewScalar(gorgonia.NewGraph(), tensor.Float32), p, 4, "not part of the graph"},
 	} {
 		was, _, _ := m.Address(k.x)
-		if err := m.Bind(c.node, c.ptr, c.bytes); err == nil || !strings.Contains(err.Error(), c.want) {
+		if err := m.Bind(c.node, c.ptr, c.bytes); err == nil ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("Bind(%v, %#x, %d) = %v, want %q", c.node, c.ptr, c.bytes, err, c.want)
 		}
 		if is, _, _ := m.Address(k.x); is != was {
@@ -317,7 +336,8 @@ func TestInteropRefusals(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer other.Close()
-	if err := m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()); err == nil || !strings.Contains(err.Error(), "WithParamsOf") {
+	if err := m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()); err == nil ||
+		!strings.Contains(err.Error(), "WithParamsOf") {
 		t.Errorf("a shared parameter: %v", err)
 	}
 }
@@ -334,7 +354,9 @@ type singleRunner struct {
 
 func newSingleRunner(t *testing.T, device *Device, opts ...MachineOption) *singleRunner {
 	t.Helper()
-	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) { return run.NewLauncher(ctx), nil }}
+	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) {
+		return run.NewLauncher(ctx), nil
+	}}
 	for _, o := range opts {
 		if err := o(&config); err != nil {
 			t.Fatal(err)
@@ -401,7 +423,8 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 		var operands []singleOperand
 		var from []gpu.Ptr
 		for _, c := range graph.Children(n) {
-			operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}), append(from, r.at[c])
+			operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}),
+				append(from, r.at[c])
 		}
 		l := r.of[n]
 		if l == nil {
@@ -455,7 +478,8 @@ func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
 		for i, p := range a.Params {
 			want, err := m.Value(p.Deriv())
 			r.ok(err)
-			got := tensor.New(tensor.WithShape(p.Shape()...), tensor.WithBacking(r.value(b.Params[i].Deriv())))
+			got := tensor.New(tensor.WithShape(p.Shape()...),
+				tensor.WithBacking(r.value(b.Params[i].Deriv())))
 			if d := distance(t, got, want); !(d < 1e-5) {
 				t.Errorf("step %d: the gradient of %s differs by %g", step, p.Name(), d)
 			}
@@ -470,8 +494,10 @@ func TestSingleKasmina(t *testing.T) {
 		lattice []state.Option
 		layer   []op.KasminaOption
 	}{
-		"debug":    {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Debug})}},
-		"sampling": {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 2, Share: 0.5})}},
+		"debug": {lattice: []state.Option{state.WithTelemetry(
+			state.Telemetry{Mode: state.Debug})}},
+		"sampling": {lattice: []state.Option{state.WithTelemetry(
+			state.Telemetry{Mode: state.Sampling, Every: 2, Share: 0.5})}},
 		"strict":   {layer: []op.KasminaOption{op.WithStability(op.Strict), op.WithGradClip(1.5)}},
 		"adaptive": {layer: []op.KasminaOption{op.WithAdaptiveGradClip(0.1)}},
 	} {
@@ -488,7 +514,8 @@ func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOpt
 	defer m.Close()
 	r := newSingleRunner(t, device, fakeOption)
 	for step := range uint64(4) {
-		outliers := func(x []float32) { // beyond the strict mode's limits, but not beyond those of the step after
+		// beyond the strict mode's limits, but not beyond those of the step after
+		outliers := func(x []float32) {
 			for i := 0; step > 0 && i < len(x); i += 5 {
 				x[i] *= 30
 			}
@@ -513,7 +540,8 @@ func TestSingleRefusals(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := newKasminaGraph(t, 1, nil)
 	r := newSingleRunner(t, device, fakeOption)
-	if err := gorgonia.Let(k.g.ByName("targets")[0], tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))); err != nil {
+	if err := gorgonia.Let(k.g.ByName("targets")[0],
+		tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.run(k.g); err == nil || !strings.Contains(err.Error(), "is 24, want an id") {
@@ -525,12 +553,14 @@ func TestSingleRefusals(t *testing.T) {
 			var operands []singleOperand
 			var from []gpu.Ptr
 			for _, c := range graph.Children(n) {
-				operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}), append(from, r.next)
+				operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}),
+					append(from, r.next)
 			}
 			l, err := r.ops.open(o, operands)
 			r.ok(err)
 			defer l.close()
-			if err := l.run(from, r.next); err == nil || !strings.Contains(err.Error(), "forward pass has not run") {
+			if err := l.run(from, r.next); err == nil || !strings.Contains(err.Error(),
+				"forward pass has not run") {
 				t.Errorf("a backward op alone: %v", err)
 			}
 		}

@@ -32,8 +32,10 @@ func newVM(g *gorgonia.ExprGraph) (vm gorgonia.VM, closeDevice func() error, err
 // One program for computers with and without a GPU.
 func Example() {
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(512, 256), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
-	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(256), gorgonia.WithInit(gorgonia.Ones()))
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(512, 256),
+		gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(256),
+		gorgonia.WithInit(gorgonia.Ones()))
 	y, err := op.RMSNorm(x, w, 1e-5)
 	if err != nil {
 		log.Fatal(err)
@@ -68,8 +70,10 @@ func ExampleMachine_SetOptimizer() {
 	defer device.Close()
 
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(64, 128), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
-	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(32, 128), gorgonia.WithInit(gorgonia.GlorotN(1)))
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(64, 128),
+		gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(32, 128),
+		gorgonia.WithInit(gorgonia.GlorotN(1)))
 	y, err := op.Linear(x, w)
 	if err != nil {
 		log.Fatal(err)
@@ -88,7 +92,8 @@ func ExampleMachine_SetOptimizer() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	if err := machine.SetOptimizer(optimizer, 1); err != nil { // gradients of a norm above 1 are scaled down
+	// gradients of a norm above 1 are scaled down
+	if err := machine.SetOptimizer(optimizer, 1); err != nil {
 		log.Fatal(err)
 	}
 	for range 100 {

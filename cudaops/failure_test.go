@@ -39,7 +39,8 @@ func newLifetime(t *testing.T, newOptimizer func() (optim.Optimizer, error)) *li
 }
 
 func (l *lifetime) open(device *Device, opts ...MachineOption) (err error) {
-	if l.machine, err = NewMachine(device, l.batch.G, append(opts, WithParams(l.batch.Params...), WithOutputs(l.batch.Loss))...); err != nil {
+	if l.machine, err = NewMachine(device, l.batch.G, append(opts, WithParams(l.batch.Params...),
+		WithOutputs(l.batch.Loss))...); err != nil {
 		return err
 	}
 	return l.machine.SetOptimizer(l.optimizer, 1)
@@ -95,9 +96,12 @@ func TestEveryCallFails(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 6))
-	for _, call := range []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo", "cuStreamCreate", "cuEventCreate", "cuEventRecord",
-		"cuModuleLoadDataEx", "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD8Async", "cuLaunchKernel",
-		"cuStreamSynchronize", "cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch",
+	for _, call := range []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo", "cuStreamCreate",
+		"cuEventCreate", "cuEventRecord",
+		"cuModuleLoadDataEx", "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
+		"cuMemsetD8Async", "cuLaunchKernel",
+		"cuStreamSynchronize", "cuStreamBeginCapture", "cuStreamEndCapture",
+		"cuGraphInstantiateWithFlags", "cuGraphLaunch",
 		"cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"} {
 		t.Run(call, func(t *testing.T) {
 			var status error = gpu.OutOfMemory
@@ -107,7 +111,8 @@ func TestEveryCallFails(t *testing.T) {
 			met := 0
 			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
 				device, cuda, fakeOption := openFake(t, fake.Config{})
-				l, opts := newLifetime(t, newMuon), []MachineOption{fakeOption, withCeilingBytes(1 << 12)}
+				l, opts := newLifetime(t, newMuon),
+					[]MachineOption{fakeOption, withCeilingBytes(1 << 12)}
 				cuda.Fail(call, nth, status)
 				err := l.open(device, opts...)
 				for i := 0; i < 3 && err == nil; i++ {
@@ -117,13 +122,15 @@ func TestEveryCallFails(t *testing.T) {
 					err = l.profile()
 				}
 				if err == nil {
-					if err := l.machine.Close(); err != nil && !errors.Is(err, status) { // which may meet the call
+					// which may meet the call
+					if err := l.machine.Close(); err != nil && !errors.Is(err, status) {
 						t.Error(err)
 					}
 					break // there are no more of them
 				}
 				met++
-				if !errors.Is(err, status) || !strings.Contains(err.Error(), call) || !strings.HasPrefix(err.Error(), "cudaops.") {
+				if !errors.Is(err, status) || !strings.Contains(err.Error(), call) ||
+					!strings.HasPrefix(err.Error(), "cudaops.") {
 					t.Errorf("call %d: the error is %v", nth, err)
 				}
 				if l.machine != nil {
@@ -138,7 +145,8 @@ func TestEveryCallFails(t *testing.T) {
 					continue
 				}
 				again := newLifetime(t, newAdamW)
-				if err := errors.Join(again.open(device, fakeOption), again.step(), again.machine.Close()); err != nil {
+				if err := errors.Join(again.open(device, fakeOption), again.step(),
+					again.machine.Close()); err != nil {
 					t.Errorf("the next machine: %v", err)
 				}
 			}
@@ -175,8 +183,10 @@ func TestRetry(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := value(t, plain)
-	for _, call := range []string{"cuMemHostAlloc", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuModuleGetFunction",
-		"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD32Async", "cuLaunchKernel", "cuStreamSynchronize", "cuStreamBeginCapture",
+	for _, call := range []string{"cuMemHostAlloc", "cuEventCreate", "cuEventRecord",
+		"cuEventSynchronize", "cuModuleGetFunction",
+		"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD32Async", "cuLaunchKernel",
+		"cuStreamSynchronize", "cuStreamBeginCapture",
 		"cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch", "cublasLtMatmul"} {
 		for _, nth := range []int{1, 2 + r.IntN(8)} {
 			device, cuda, fakeOption := openFake(t, fake.Config{})
@@ -191,7 +201,8 @@ func TestRetry(t *testing.T) {
 					if !errors.Is(err, gpu.OutOfMemory) {
 						t.Fatalf("%s, call %d: %v", call, nth, err)
 					}
-					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues && run == 0 && l.machine.runner.Now().Loaded {
+					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues &&
+						run == 0 && l.machine.runner.Now().Loaded {
 						t.Fatalf("%s, call %d: what a capture needs counts as loaded", call, nth)
 					}
 					err = l.machine.RunAll()
@@ -200,10 +211,12 @@ func TestRetry(t *testing.T) {
 					t.Fatalf("%s, call %d: %v", call, nth, err)
 				}
 				if got := value(t, l); got != want {
-					t.Errorf("%s, call %d: the loss of run %d is %v, want %v", call, nth, run, got, want)
+					t.Errorf("%s, call %d: the loss of run %d is %v, want %v",
+						call, nth, run, got, want)
 				}
 			}
-			if err := l.machine.Close(); err != nil && !errors.Is(err, gpu.OutOfMemory) { // which may meet the call
+			// which may meet the call
+			if err := l.machine.Close(); err != nil && !errors.Is(err, gpu.OutOfMemory) {
 				t.Errorf("%s, call %d: Close: %v", call, nth, err)
 			}
 		}
@@ -225,7 +238,9 @@ func TestOutOfMemory(t *testing.T) {
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9, Memory: 33 << 20, SMs: 1}}})
+		device, _, fakeOption := openFake(t,
+			fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9,
+				Memory: 33 << 20, SMs: 1}}})
 		wants(t, squareOf(device, 4096, fakeOption), "128.00 MiB", "33.00 MiB are free")
 		// A machine that fits, with an optimiser that does not.
 		l := newLifetime(t, newAdamW)
@@ -243,11 +258,14 @@ func TestOutOfMemory(t *testing.T) {
 		}
 		bigger := newLifetime(t, newMuon)
 		err = l.machine.SetOptimizer(bigger.optimizer, 1)
-		wants(t, err, "SetOptimizer: allocating", "for Muon's directions", "asked for", "of 33.00 MiB free")
-		if _, err := l.machine.Update(); err == nil || !strings.Contains(err.Error(), "no optimiser") {
+		wants(t, err, "SetOptimizer: allocating", "for Muon's directions",
+			"asked for", "of 33.00 MiB free")
+		if _, err := l.machine.Update(); err == nil ||
+			!strings.Contains(err.Error(), "no optimiser") {
 			t.Errorf("an update after an optimiser that did not fit: %v", err)
 		}
-		if err := errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1), l.step()); err != nil {
+		if err := errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1),
+			l.step()); err != nil {
 			t.Errorf("with room again: %v", err)
 		}
 	})
@@ -262,7 +280,8 @@ func TestOutOfMemory(t *testing.T) {
 		_, err = device.ctx.Alloc(int(total))
 		wants(t, err, gpu.Size(total)+" asked for", "free")
 		if held := device.ctx.Stats().Sub(before); held.DeviceBytes != 0 || held.HostBytes != 0 {
-			t.Errorf("%d bytes of device memory and %d of host memory are left behind", held.DeviceBytes, held.HostBytes)
+			t.Errorf("%d bytes of device memory and %d of host memory are left behind",
+				held.DeviceBytes, held.HostBytes)
 		}
 		l := newLifetime(t, newAdamW)
 		if err := errors.Join(l.open(device), l.step(), l.machine.Close()); err != nil {
@@ -342,14 +361,18 @@ func TestLostContext(t *testing.T) {
 }
 
 // checkLost makes every call on a machine whose context is lost, or is by the first of them.
-func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status, opts ...MachineOption) {
+func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
+	opts ...MachineOption) {
 	t.Helper()
 	check := func(name string, err error) {
 		t.Helper()
 		var e *gpu.Error
-		if !errors.As(err, &e) || !e.Sticky() || status != 0 && !errors.Is(err, status) || e.Call == "" ||
-			!strings.Contains(err.Error(), e.Call+": CUDA_ERROR_") || !strings.Contains(err.Error(), "context is lost") || len(err.Error()) > 600 {
-			t.Errorf("%s: %v, want a short error that names the call and says that the context is lost", name, err)
+		if !errors.As(err, &e) || !e.Sticky() || status != 0 && !errors.Is(err, status) ||
+			e.Call == "" ||
+			!strings.Contains(err.Error(), e.Call+": CUDA_ERROR_") || !strings.Contains(err.Error(),
+			"context is lost") || len(err.Error()) > 600 {
+			t.Errorf("%s: %v, want a short error that names the call and says that the context "+
+				"is lost", name, err)
 		}
 	}
 	check("RunAll", errors.Join(l.machine.RunAll(), device.ctx.Synchronize()))
@@ -401,7 +424,8 @@ func TestChild(t *testing.T) {
 		return // this is no child
 	case "libcuda":
 		_, err := Open()
-		if !errors.Is(err, ErrNoDevice) || !strings.Contains(fmt.Sprint(err), os.Getenv("KASMINA_LIBCUDA")) {
+		if !errors.Is(err, ErrNoDevice) || !strings.Contains(fmt.Sprint(err),
+			os.Getenv("KASMINA_LIBCUDA")) {
 			t.Errorf("got %v, want ErrNoDevice and where was searched", err)
 		}
 		t.Log(err)
@@ -415,7 +439,8 @@ func TestChild(t *testing.T) {
 	err = l.open(device)
 	if task == "libcublasLt" {
 		var missing *gpu.NotFoundError
-		if !errors.As(err, &missing) || !strings.Contains(err.Error(), os.Getenv("KASMINA_LIBCUBLASLT")) {
+		if !errors.As(err, &missing) || !strings.Contains(err.Error(),
+			os.Getenv("KASMINA_LIBCUBLASLT")) {
 			t.Errorf("got %v, want where was searched", err)
 		}
 		t.Log(err)

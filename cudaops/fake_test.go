@@ -122,7 +122,8 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	case attention.Forward:
 		return k.Attention(s, p.Geometry, p.Y, p.LSE, p.Q, p.K, p.V, p.Type)
 	case attention.Backward:
-		return k.AttentionBackward(s, p.Geometry, p.DQ, p.DK, p.DV, p.Stats, p.G, p.Q, p.K, p.V, p.Y, p.LSE, p.Type)
+		return k.AttentionBackward(s, p.Geometry, p.DQ, p.DK, p.DV, p.Stats, p.G, p.Q, p.K,
+			p.V, p.Y, p.LSE, p.Type)
 	case attention.Documents:
 		return k.AttentionDocuments(s, p)
 	case crossentropy.Scale:
@@ -237,7 +238,8 @@ func (k *fakeKernels) Ways(params any) []kernel.Way {
 	return nil
 }
 
-func (k *fakeKernels) Unary(s gpu.Stream, op elementwise.UnaryOp, y, x gpu.Ptr, p float64, n int, _ gpu.DType) error {
+func (k *fakeKernels) Unary(s gpu.Stream, op elementwise.UnaryOp, y, x gpu.Ptr, p float64,
+	n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out, in := fake.Slice[float32](l, y, n), fake.Slice[float32](l, x, n)
 		for i, v := range in {
@@ -343,7 +345,8 @@ func binaryReference(op elementwise.BinaryOp, a, b float64) float64 {
 	return math.NaN()
 }
 
-func (k *fakeKernels) Binary(s gpu.Stream, op elementwise.BinaryOp, y gpu.Ptr, a, b elementwise.Operand, n int, _ gpu.DType) error {
+func (k *fakeKernels) Binary(s gpu.Stream, op elementwise.BinaryOp, y gpu.Ptr, a,
+	b elementwise.Operand, n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := fake.Slice[float32](l, y, n)
 		element := func(o elementwise.Operand) func(int) float32 {
@@ -376,7 +379,8 @@ func (k *fakeKernels) Softmax(s gpu.Stream, y, x gpu.Ptr, rows, n int, _ gpu.DTy
 	})
 }
 
-func (k *fakeKernels) SoftmaxBackward(s gpu.Stream, dx, g, y gpu.Ptr, rows, n int, _ gpu.DType) error {
+func (k *fakeKernels) SoftmaxBackward(s gpu.Stream, dx, g, y gpu.Ptr, rows,
+	n int, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		up, out, d := floatsAt(l, g, rows*n), floatsAt(l, y, rows*n), floatsAt(l, dx, rows*n)
 		for r := range rows {
@@ -400,7 +404,8 @@ func (k *fakeKernels) Copy(s gpu.Stream, a layout.Copy) error {
 			}
 			return (last + 1) * a.Size
 		}
-		y, x := fake.Slice[byte](l, a.Y, extent(a.YStrides)), fake.Slice[byte](l, a.X, extent(a.XStrides))
+		y, x := fake.Slice[byte](l, a.Y, extent(a.YStrides)),
+			fake.Slice[byte](l, a.X, extent(a.XStrides))
 		var walk func(dim, to, from int)
 		walk = func(dim, to, from int) {
 			if dim == len(a.Dims) {
@@ -425,14 +430,18 @@ func intsAt(l *fake.Launch, p kernel.Ints, n int) []int {
 	return ids
 }
 
-func (k *fakeKernels) Cast(s gpu.Stream, y gpu.Ptr, yt gpu.DType, x gpu.Ptr, xt gpu.DType, n int) error {
+func (k *fakeKernels) Cast(s gpu.Stream, y gpu.Ptr, yt gpu.DType, x gpu.Ptr,
+	xt gpu.DType, n int) error {
 	if yt == xt {
-		return k.launch(s, func(l *fake.Launch) { copy(fake.Slice[byte](l, y, n*yt.Size()), fake.Slice[byte](l, x, n*xt.Size())) })
+		return k.launch(s, func(l *fake.Launch) {
+			copy(fake.Slice[byte](l, y, n*yt.Size()), fake.Slice[byte](l, x, n*xt.Size()))
+		})
 	}
 	return k.launch(s, func(l *fake.Launch) { copy(floatsAt(l, y, n), floatsAt(l, x, n)) })
 }
 
-func (k *fakeKernels) Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64, x gpu.Ptr, xt gpu.DType, beta float64, n int) error {
+func (k *fakeKernels) Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64, x gpu.Ptr,
+	xt gpu.DType, beta float64, n int) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := floatsAt(l, y, n)
 		for i, v := range floatsAt(l, x, n) {
@@ -456,7 +465,8 @@ func (k *fakeKernels) RMSNorm(s gpu.Stream, a normkernel.RMSNorm) error {
 			}
 			x = sum
 		}
-		layer.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x, floatsAt(l, a.W, a.D), a.Eps)
+		layer.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x,
+			floatsAt(l, a.W, a.D), a.Eps)
 		float8At(l, a.Y8, a.Scale8, rowsAt(l, a.Y, a.Rows, a.D, 0))
 	})
 }
@@ -467,7 +477,8 @@ func (k *fakeKernels) RMSNormBackwardWays(normkernel.RMSNormBackward) ([]kernel.
 	return nil, nil
 }
 
-func (k *fakeKernels) AttentionVariants(attention.Geometry, gpu.DType, ...kernel.Rows) []attention.Variant {
+func (k *fakeKernels) AttentionVariants(attention.Geometry, gpu.DType,
+	...kernel.Rows) []attention.Variant {
 	return nil
 }
 
@@ -491,12 +502,14 @@ func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a normkernel.RMSNormBackward
 	dw := a.DW
 	if a.Parts != nil {
 		dw = a.Workspace
-		*a.Parts = normkernel.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1, D: a.D, Type: a.DWType}
+		*a.Parts = normkernel.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1,
+			D: a.D, Type: a.DWType}
 	}
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.D
 		floatsAt(l, a.Workspace, a.D)
-		layer.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, dw, a.D), floatsAt(l, a.G, n), floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
+		layer.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, dw, a.D), floatsAt(l, a.G, n),
+			floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
 			floatsAt(l, a.Rstd, a.Rows))
 		if a.Add != 0 {
 			dx := floatsAt(l, a.DX, n)
@@ -557,7 +570,8 @@ func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a silu.MulBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
 		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
-		dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride), rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
+		dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride),
+			rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
 		backward := layer.SiLUMulBackward[float32]
 		if a.GELU {
 			backward = layer.GELUMulBackward[float32]
@@ -571,7 +585,8 @@ func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a silu.MulBackward) error {
 
 func (k *fakeKernels) Embedding(s gpu.Stream, a embedding.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
-		layer.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows), floatsAt(l, a.Table, a.Vocab*a.D), a.D)
+		layer.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows),
+			floatsAt(l, a.Table, a.Vocab*a.D), a.D)
 	})
 }
 
@@ -589,7 +604,8 @@ func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a embedding.Backward) erro
 	})
 }
 
-func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets kernel.Ints, rows int) error {
+func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr,
+	targets kernel.Ints, rows int) error {
 	return k.launch(s, func(l *fake.Launch) {
 		floatsAt(l, scale, 1)[0] = 1 / float32(cpucrossentropy.Targets(intsAt(l, targets, rows)))
 	})
@@ -597,7 +613,8 @@ func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr, targets ker
 
 func (k *fakeKernels) CrossEntropy(s gpu.Stream, a crossentropy.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
-		logits, losses, targets := floatsAt(l, a.Logits, a.Rows*a.V), floatsAt(l, a.Losses, a.Rows), intsAt(l, a.Targets, a.Rows)
+		logits, losses, targets := floatsAt(l, a.Logits, a.Rows*a.V), floatsAt(l, a.Losses, a.Rows),
+			intsAt(l, a.Targets, a.Rows)
 		lse := make([]float32, a.Rows)
 		if a.LSE != 0 {
 			lse = floatsAt(l, a.LSE, a.Rows)
@@ -609,7 +626,8 @@ func (k *fakeKernels) CrossEntropy(s gpu.Stream, a crossentropy.Forward) error {
 			}
 		}
 		if a.Scale != 0 {
-			cpucrossentropy.Backward(logits, logits, lse, targets, a.V, floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
+			cpucrossentropy.Backward(logits, logits, lse, targets, a.V,
+				floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
 		}
 	})
 }
@@ -631,10 +649,12 @@ func (k *fakeKernels) CrossEntropyMean(s gpu.Stream, mean, losses, scale gpu.Ptr
 	})
 }
 
-func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr, a crossentropy.Forward) error {
+func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr,
+	a crossentropy.Forward) error {
 	return k.launch(s, func(l *fake.Launch) {
 		n := a.Rows * a.V
-		cpucrossentropy.Backward(floatsAt(l, out, n), floatsAt(l, a.Logits, n), floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
+		cpucrossentropy.Backward(floatsAt(l, out, n), floatsAt(l, a.Logits, n),
+			floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
 			floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
 	})
 }
@@ -665,7 +685,8 @@ func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *optimizer.Ta
 			}
 			p := k.tables[t][i]
 			from := (chunk - first) * optimizer.OptimChunk
-			for _, g := range gradientAt(l, p, p.Size)[from:min(from+optimizer.OptimChunk, p.Size)] {
+			for _, g := range gradientAt(l, p,
+				p.Size)[from:min(from+optimizer.OptimChunk, p.Size)] {
 				out[chunk] += g * g
 			}
 		}
@@ -720,7 +741,8 @@ func (k *fakeKernels) GradNorm(s gpu.Stream, at, squares gpu.Ptr, count int, sca
 
 // moveOn changes a loss scale by the rule.
 func moveOn(at []byte, skipped bool) []byte {
-	s := optimizer.LossScale{Scale: fake32(at), Good: int32(binary.LittleEndian.Uint32(at[4:])) + 1, Skipped: int32(binary.LittleEndian.Uint32(at[8:]))}
+	s := optimizer.LossScale{Scale: fake32(at), Good: int32(binary.LittleEndian.Uint32(at[4:])) + 1,
+		Skipped: int32(binary.LittleEndian.Uint32(at[8:]))}
 	switch {
 	case skipped:
 		s = optimizer.LossScale{Scale: max(1, s.Scale/2), Skipped: s.Skipped + 1}
@@ -746,7 +768,8 @@ func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *optimizer.Table) error 
 			g := slices.Clone(gradientAt(l, *p, p.Size))
 			array.ScaleBy(g, scale)
 			cpuoptimizer.AdamW(of(p.Param), g, of(p.First), of(p.Second),
-				cpuoptimizer.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2, Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
+				cpuoptimizer.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2,
+					Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
 			if p.Copy != 0 {
 				copy(of(p.Copy), of(p.Param))
 			}
@@ -760,7 +783,8 @@ func writeCopy(l *fake.Launch, p optimizer.Tensor) {
 	}
 }
 
-func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *optimizer.Table, nesterov bool) error {
+func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *optimizer.Table,
+	nesterov bool) error {
 	return k.launch(s, func(l *fake.Launch) {
 		_, c, scale := control(l, at)
 		if c.Skipped {
@@ -771,7 +795,8 @@ func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *optimi
 			workspace[i] = float32(math.NaN())
 		}
 		for _, p := range k.tables[t] {
-			g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.First, p.Size), floatsAt(l, p.Direction, p.Size)
+			g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.First, p.Size),
+				floatsAt(l, p.Direction, p.Size)
 			mu := float32(p.Beta1)
 			var sum float64
 			for i, v := range g {
@@ -830,21 +855,25 @@ func (k *fakeKernels) Reduce(s gpu.Stream, a reduce.Reduce) error {
 	})
 }
 
-func (k *fakeKernels) Attention(s gpu.Stream, a attention.Geometry, y kernel.Rows, lse gpu.Ptr, q, key, v kernel.Rows, _ gpu.DType) error {
+func (k *fakeKernels) Attention(s gpu.Stream, a attention.Geometry, y kernel.Rows, lse gpu.Ptr, q,
+	key, v kernel.Rows, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		out := denseRows(l, a, a.Heads, y)
-		cpuattention.Forward(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
+		cpuattention.Forward(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq),
+			denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
 			denseRows(l, a, a.KVHeads, v), cpuShape(l, a))
 		spreadRows(l, a, a.Heads, y, out)
 	})
 }
 
-func (k *fakeKernels) AttentionBackward(s gpu.Stream, a attention.Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr, g, q, key, v, y kernel.Rows,
+func (k *fakeKernels) AttentionBackward(s gpu.Stream, a attention.Geometry, dq, dk, dv kernel.Rows,
+	stats gpu.Ptr, g, q, key, v, y kernel.Rows,
 	lse gpu.Ptr, _ gpu.DType) error {
 	return k.launch(s, func(l *fake.Launch) {
 		rows := func(heads int, r kernel.Rows) []float32 { return denseRows(l, a, heads, r) }
 		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
-		cpuattention.Backward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q), rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
+		cpuattention.Backward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q),
+			rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
 			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
 		if a.Cos != 0 {
 			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
@@ -871,7 +900,8 @@ func spreadRows(l *fake.Launch, a attention.Geometry, heads int, r kernel.Rows, 
 }
 
 func cpuShape(l *fake.Launch, a attention.Geometry) cpuattention.Shape {
-	s := cpuattention.Shape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads, HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
+	s := cpuattention.Shape{Batch: a.Batch, Seq: a.Seq, Heads: a.Heads, KVHeads: a.KVHeads,
+		HeadDim: a.HeadDim, Causal: a.Causal, Scale: a.Scale}
 	if a.Documents != 0 {
 		for _, start := range fake.Slice[int32](l, a.Documents, a.Batch*a.Seq) {
 			s.Starts = append(s.Starts, int(start))
@@ -919,13 +949,15 @@ func (k *fakeKernels) Symmetric(s gpu.Stream, a gemm.Symmetric) error {
 			stride = n
 		}
 		for b := range a.Batch {
-			left, right := floatsAt(l, a.Left.Offset(4*b*part), part), floatsAt(l, a.Right.Offset(4*b*part), part)
+			left, right := floatsAt(l, a.Left.Offset(4*b*part), part),
+				floatsAt(l, a.Right.Offset(4*b*part), part)
 			d := floatsAt(l, a.D.Offset(4*b*n*n), n*n)
 			clear(d)
 			if a.C != 0 {
 				copy(d, floatsAt(l, a.C.Offset(4*b*n*n), n*n))
 			}
-			cpugemm.Mul(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride, right, stride, a.Beta, d, n)
+			cpugemm.Mul(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride,
+				right, stride, a.Beta, d, n)
 			for i := range n {
 				d[i*n+i] += a.Delta
 			}
@@ -985,7 +1017,9 @@ func float8At(l *fake.Launch, y, scale gpu.Ptr, x [][]float32) {
 }
 
 func (k *fakeKernels) Quantize(s gpu.Stream, a quantize.Rows) error {
-	return k.launch(s, func(l *fake.Launch) { float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride)) })
+	return k.launch(s, func(l *fake.Launch) {
+		float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride))
+	})
 }
 
 func (k *fakeKernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d }
@@ -1057,7 +1091,8 @@ func (k *fakeKernels) SiLUProductWays(int, int, int, gpu.DType) []kernel.Way {
 func (k *fakeKernels) SiLUProduct(s gpu.Stream, a gemm.SiLUProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
-		cpugemm.Mul(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D, floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
+		cpugemm.Mul(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D,
+			floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
 		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
 			layer.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
 		}
@@ -1066,15 +1101,18 @@ func (k *fakeKernels) SiLUProduct(s gpu.Stream, a gemm.SiLUProduct) error {
 
 func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a gemm.SiLUProductBackward) error {
 	return k.launch(s, func(l *fake.Launch) {
-		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F), floatsAt(l, a.DAB, 2*a.Rows*a.F)
-		cpugemm.Mul(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D, floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
+		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F),
+			floatsAt(l, a.DAB, 2*a.Rows*a.F)
+		cpugemm.Mul(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D,
+			floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
 		h := make([]float32, a.Rows*a.F)
 		if a.H != 0 {
 			h = floatsAt(l, a.H, len(h))
 		}
 		for i := range a.Rows {
 			left, right := 2*i*a.F, (2*i+1)*a.F
-			layer.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F], dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
+			layer.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F],
+				dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
 		}
 	})
 }
@@ -1086,13 +1124,15 @@ func (k *fakeKernels) RoPEProductWays(gemm.RoPEProductShape, gpu.DType) []kernel
 func (k *fakeKernels) RoPEProduct(s gpu.Stream, a gemm.RoPEProduct) error {
 	return k.launch(s, func(l *fake.Launch) {
 		h := a.HeadDim / 2
-		y, table := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.Angles, gemm.RoPEAnglesLen(a.Seq, h))
+		y, table := floatsAt(l, a.Y, a.Rows*a.Columns),
+			floatsAt(l, a.Angles, gemm.RoPEAnglesLen(a.Seq, h))
 		cos, sin := make([]float32, a.Seq*h), make([]float32, a.Seq*h)
 		for i := range cos {
 			at := gemm.RoPEAngleAt(i/h, i%h, h)
 			cos[i], sin[i] = table[at], table[at+2]
 		}
-		cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+		cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
+			operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
 			operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
 		for i := range a.Rows {
 			turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
@@ -1109,7 +1149,8 @@ func (k *fakeKernels) Product(s gpu.Stream, a gemm.Product) error {
 		if a.C != 0 {
 			copy(c, floatsAt(l, a.C, len(c)))
 		}
-		cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+		cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
+			operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
 			operandAt(l, a.W, a.ScaleW, a.Columns, a.D), a.D, 0, y, a.Columns)
 		for i, v := range c {
 			y[i] += v

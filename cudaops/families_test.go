@@ -19,12 +19,14 @@ import (
 // families have the traits of published models.
 var families = map[string]llm.Traits{
 	"Llama 3.1": {Scaling: op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 16}},
-	"Qwen2": {QKVBias: true, Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 16},
+	"Qwen2": {QKVBias: true, Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32,
+		BetaSlow: 1, Original: 16},
 		Blocks: []llm.Block{{}, {Window: 5}}},
 	"Qwen3":   {QKNorm: true},
 	"Mistral": {Blocks: []llm.Block{{Window: 7}}},
 	"SmolLM3": {Blocks: []llm.Block{{}, {NoRoPE: true}}},
-	"Gemma 3": {QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true, EmbedScale: 4, AttentionScale: 0.3,
+	"Gemma 3": {QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true,
+		EmbedScale: 4, AttentionScale: 0.3,
 		Blocks: []llm.Block{{Window: 5, Base: 100}, {}}},
 }
 
@@ -35,11 +37,13 @@ func TestFamilies(t *testing.T) {
 	for name, traits := range families {
 		for variant := range 3 {
 			t.Run(fmt.Sprint(name, variant), func(t *testing.T) {
-				c := llm.Config{Vocab: 19, Dim: 12, Layers: 2, Heads: 4, KVHeads: 2, HeadDim: 4, FF: 10, Seq: 12,
+				c := llm.Config{Vocab: 19, Dim: 12, Layers: 2, Heads: 4, KVHeads: 2,
+					HeadDim: 4, FF: 10, Seq: 12,
 					Documents: variant == 1, Traits: traits}.Default()
 				device, fakes := cudaops.OpenFake(t)
 				want := familyLosses(t, c, variant == 2, llm.CPUEngine())
-				got := familyLosses(t, c, variant == 2, engine.Engine(device, cudaops.Float32, fakes, cudaops.WithStrict()))
+				got := familyLosses(t, c, variant == 2, engine.Engine(device, cudaops.Float32,
+					fakes, cudaops.WithStrict()))
 				require.InEpsilonSlice(t, want, got, 1e-4)
 				require.Less(t, want[len(want)-1], want[0]-0.1)
 			})

@@ -22,8 +22,10 @@ func checkFloat8(m *Machine) error {
 	info := m.device.info
 	if info.Capability() >= float8Capability && blas.Version() >= float8Blas {
 		const t = gpu.Float8E4M3
-		plan, err := blas.Plan(gpu.MatmulSpec{M: float8Side, N: float8Side, K: float8Side, TransB: true, A: t, B: t,
-			D: m.config.act, Scaling: gpu.ScaledRows, FastAccumulation: true}, run.WorkspaceBytes, 1)
+		plan, err := blas.Plan(gpu.MatmulSpec{M: float8Side, N: float8Side, K: float8Side,
+			TransB: true, A: t, B: t,
+			D: m.config.act, Scaling: gpu.ScaledRows, FastAccumulation: true},
+			run.WorkspaceBytes, 1)
 		if err == nil {
 			return plan.Close()
 		}
@@ -31,7 +33,9 @@ func checkFloat8(m *Machine) error {
 			return err
 		}
 	}
-	return fmt.Errorf("WithPrecision(Float8): %w: it takes products of float8 with a factor for each row, which a GPU of compute capability "+
+	return fmt.Errorf("WithPrecision(Float8): %w: it takes products of float8 with a factor for "+
+		"each row, which a GPU of compute capability "+
 		"%d.%d and cuBLASLt 12.9 or later have; this is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", ErrUnsupportedPrecision,
-		float8Capability/10, float8Capability%10, info.Name, info.Major, info.Minor, blas.Version()/10000, blas.Version()/100%100)
+		float8Capability/10, float8Capability%10, info.Name, info.Major, info.Minor,
+		blas.Version()/10000, blas.Version()/100%100)
 }

@@ -46,10 +46,12 @@ func TestModelIsFused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	forward := map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 24, "RoPE": 12, "Attention": 12, "SiLUMLP": 36, "LinearCrossEntropy": 4}
+	forward := map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 24, "RoPE": 12,
+		"Attention": 12, "SiLUMLP": 36, "LinearCrossEntropy": 4}
 	both := maps.Clone(forward)
 	both["LinearCrossEntropy"] += 2
-	for name, n := range map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 48, "Attention": 12, "SiLUMLP": 60} {
+	for name, n := range map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 48,
+		"Attention": 12, "SiLUMLP": 60} {
 		both[name+"Grad"] = n
 	}
 	both["RMSNormWeightGrad"] = 1
@@ -59,7 +61,8 @@ func TestModelIsFused(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		machine, err := NewMachine(device, g.G, append(opts, fakeOption, WithOutputs(g.Loss), WithStrict(), WithParams(g.Params...))...)
+		machine, err := NewMachine(device, g.G, append(opts, fakeOption, WithOutputs(g.Loss),
+			WithStrict(), WithParams(g.Params...))...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -96,30 +99,42 @@ type fuseCase struct {
 
 // fuseCases say how many tasks there are, where it is not as in the first.
 var fuseCases = []fuseCase{
-	{name: "all", want: map[string]int{"Embedding": 1, "RMSNorm": 3, "Linear": 2, "RoPE": 1, "Attention": 1, "AttentionGrad": 1,
-		"LinearGrad": 4, "RMSNormGrad": 3, "SiLUMLP": 3, "EmbeddingGrad": 1, "LinearCrossEntropy": 6, "+ false": 0}},
+	{name: "all", want: map[string]int{"Embedding": 1, "RMSNorm": 3, "Linear": 2, "RoPE": 1,
+		"Attention": 1, "AttentionGrad": 1,
+		"LinearGrad": 4, "RMSNormGrad": 3, "SiLUMLP": 3, "EmbeddingGrad": 1,
+		"LinearCrossEntropy": 6, "+ false": 0}},
 	{name: "sum kept", keep: []string{"s"}},
 	{name: "norm kept", keep: []string{"y"}},
 	{name: "linear layer kept", keep: []string{"o"}},
 	{name: "perceptron kept", keep: []string{"m"}},
 	{name: "perceptron read", alsoUsed: []string{"m"}, want: map[string]int{"+ false": 2}},
-	{name: "sum read", alsoUsed: []string{"s"}, want: map[string]int{"+ false": 3}}, // of three gradients, in an order that folds none
-	{name: "queries kept", keep: []string{"q"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8}},
-	{name: "values read", alsoUsed: []string{"v"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8, "+ false": 2}},
-	{name: "queries before they are turned, kept", keep: []string{"q0"}, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8}},
-	{name: "keys turned otherwise", keyBase: 500, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8}},
+	// of three gradients, in an order that folds none
+	{name: "sum read", alsoUsed: []string{"s"}, want: map[string]int{"+ false": 3}},
+	{name: "queries kept", keep: []string{"q"}, want: map[string]int{"Linear": 4,
+		"RoPE": 4, "LinearGrad": 8}},
+	{name: "values read", alsoUsed: []string{"v"}, want: map[string]int{"Linear": 4, "RoPE": 4,
+		"LinearGrad": 8, "+ false": 2}},
+	{name: "queries before they are turned, kept", keep: []string{"q0"},
+		want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8}},
+	{name: "keys turned otherwise", keyBase: 500, want: map[string]int{"Linear": 4,
+		"RoPE": 4, "LinearGrad": 8}},
 	{name: "biases", biases: true, want: map[string]int{"Linear": 3, "BiasGrad": 1}},
-	{name: "biases, keys turned otherwise", biases: true, keyBase: 500, want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8,
-		"Bias": 3, "BiasGrad": 3}},
-	{name: "gradient of values kept", keep: []string{"d:v"}, want: map[string]int{"RoPE": 3, "LinearGrad": 8}},
-	{name: "gradient of the norm's input kept", keep: []string{"d:h"}, want: map[string]int{"+ false": 1}},
-	{name: "gradient of the head kept", keep: []string{"d:loss"}, want: map[string]int{"+ false": 1}},
+	{name: "biases, keys turned otherwise", biases: true, keyBase: 500,
+		want: map[string]int{"Linear": 4, "RoPE": 4, "LinearGrad": 8,
+			"Bias": 3, "BiasGrad": 3}},
+	{name: "gradient of values kept", keep: []string{"d:v"},
+		want: map[string]int{"RoPE": 3, "LinearGrad": 8}},
+	{name: "gradient of the norm's input kept", keep: []string{"d:h"},
+		want: map[string]int{"+ false": 1}},
+	{name: "gradient of the head kept", keep: []string{"d:loss"},
+		want: map[string]int{"+ false": 1}},
 }
 
 const fuseDim, fuseSeq, fuseRows, fuseVocab = 16, 3, 6, 11
 
 // graph returns the graph, its parameters, and what to keep: the loss among it.
-func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
+	gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	r, g := rand.New(rand.NewPCG(seed, 8)), gorgonia.NewGraph()
 	var params gorgonia.Nodes
@@ -128,7 +143,8 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 		for i := range x {
 			x[i] = float32(0.3 * r.NormFloat64())
 		}
-		n := gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name), gorgonia.WithShape(s...),
+		n := gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name),
+			gorgonia.WithShape(s...),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
 		params = append(params, n)
 		return n
@@ -136,10 +152,13 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	ints := func(name string) *gorgonia.Node {
 		x := make([]int, fuseRows)
 		x[0] = r.IntN(fuseVocab)
-		for i := range x[1:] { // not twice the same: queries and keys of such tokens have no gradient where no others are seen
+		// not twice the same: queries and keys of such tokens have no gradient where no others are
+		// seen
+		for i := range x[1:] {
 			x[i+1] = (x[i] + 1 + r.IntN(fuseVocab-1)) % fuseVocab
 		}
-		return gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName(name), gorgonia.WithShape(fuseRows),
+		return gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName(name),
+			gorgonia.WithShape(fuseRows),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(fuseRows), tensor.WithBacking(x))))
 	}
 	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
@@ -178,10 +197,14 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	}
 	named["k"] = must(op.RoPE(project(h, "k", 2), rope))
 	named["v"] = project(h, "v", 2)
-	c := op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true, Window: f.window}
-	attend := func() (*gorgonia.Node, error) { return op.Attention(named["q"], named["k"], named["v"], c) }
+	c := op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4,
+		Causal: true, Window: f.window}
+	attend := func() (*gorgonia.Node, error) {
+		return op.Attention(named["q"], named["k"], named["v"], c)
+	}
 	if f.starts != nil {
-		starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"), gorgonia.WithShape(fuseRows),
+		starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"),
+			gorgonia.WithShape(fuseRows),
 			gorgonia.WithValue(tensor.New(tensor.WithBacking(f.starts))))
 		attend = func() (*gorgonia.Node, error) {
 			return op.DocumentAttention(named["q"], named["k"], named["v"], starts, c)
@@ -197,7 +220,8 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	if f.gelu {
 		mlp = op.GELUMLP
 	}
-	m := must(mlp(norm(named["s"], "norm3", fuseDim), param("gate", 7, fuseDim), param("up", 7, fuseDim),
+	m := must(mlp(norm(named["s"], "norm3", fuseDim), param("gate", 7, fuseDim),
+		param("up", 7, fuseDim),
 		param("down", fuseDim, 7)))
 	named["m"], named["s2"] = m, must(gorgonia.Add(named["s"], m))
 	named["y"] = norm(named["s2"], "norm2", fuseDim)
@@ -205,7 +229,8 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgoni
 	cost := named["loss"]
 	for _, name := range f.alsoUsed {
 		n := named[name]
-		cost = must(gorgonia.Add(cost, must(gorgonia.Sum(must(gorgonia.HadamardProd(n, param("with "+name, n.Shape()...)))))))
+		cost = must(gorgonia.Add(cost,
+			must(gorgonia.Sum(must(gorgonia.HadamardProd(n, param("with "+name, n.Shape()...)))))))
 	}
 	if _, err := gorgonia.Grad(cost, params...); err != nil {
 		t.Fatal(err)
@@ -258,7 +283,9 @@ func TestFuse(t *testing.T) {
 		testFuse(t, device, len(fuseCases), 1e-5, fakeOption)
 	})
 	t.Run("float32", func(t *testing.T) { testFuse(t, openGPU(t), 1, 1e-4) })
-	t.Run("bfloat16", func(t *testing.T) { testFuse(t, openGPU(t), 1, 5e-2, WithPrecision(BFloat16)) })
+	t.Run("bfloat16", func(t *testing.T) {
+		testFuse(t, openGPU(t), 1, 5e-2, WithPrecision(BFloat16))
+	})
 }
 
 // testFuse has so many cases at most in short mode.
@@ -286,7 +313,8 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 			if err := unfused.RunAll(); err != nil {
 				t.Fatal(err)
 			}
-			nodes, want := append(keep, derivatives(params)...), append(sameKeep, derivatives(sameParams)...)
+			nodes, want := append(keep, derivatives(params)...),
+				append(sameKeep, derivatives(sameParams)...)
 			for range few(2, 1) {
 				if err := machine.RunAll(); err != nil {
 					t.Fatal(err)
@@ -316,7 +344,8 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 // valuesOf runs a machine and returns the values of nodes. If another machine's are given, which
 // computes the same in another way, it returns those, and an error tells of which value is too far
 // from them.
-func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value, tolerance float64) (values []gorgonia.Value) {
+func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value,
+	tolerance float64) (values []gorgonia.Value) {
 	t.Helper()
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
@@ -340,14 +369,16 @@ func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.
 }
 
 // randomMatrices returns what makes a graph's matrices, of normal numbers of a standard deviation.
-func randomMatrices(g *gorgonia.ExprGraph, seed, stream uint64, deviation float64) func(name string, rows, columns int) *gorgonia.Node {
+func randomMatrices(g *gorgonia.ExprGraph, seed, stream uint64, deviation float64) func(name string,
+	rows, columns int) *gorgonia.Node {
 	r := rand.New(rand.NewPCG(seed, stream))
 	return func(name string, rows, columns int) *gorgonia.Node {
 		x := make([]float32, rows*columns)
 		for i := range x {
 			x[i] = float32(deviation * r.NormFloat64())
 		}
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name), gorgonia.WithShape(rows, columns),
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName(name),
+			gorgonia.WithShape(rows, columns),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))))
 	}
 }
@@ -355,16 +386,20 @@ func randomMatrices(g *gorgonia.ExprGraph, seed, stream uint64, deviation float6
 // withGradients returns y and the gradients of the sum of y ⊙ with.
 func withGradients(t *testing.T, y, with *gorgonia.Node, in gorgonia.Nodes) gorgonia.Nodes {
 	t.Helper()
-	grads, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, with)))), in...)
+	grads, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y,
+		with)))), in...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return append(gorgonia.Nodes{y}, grads...)
 }
 
-func newFuseMachine(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, keep gorgonia.Nodes, opts []MachineOption) *Machine {
+func newFuseMachine(t *testing.T, device *Device, g *gorgonia.ExprGraph, params,
+	keep gorgonia.Nodes, opts []MachineOption) *Machine {
 	t.Helper()
-	m, err := NewMachine(device, g, append([]MachineOption{WithParams(params...), WithOutputs(keep...), WithStrict()}, opts...)...)
+	m, err := NewMachine(device, g,
+		append([]MachineOption{WithParams(params...), WithOutputs(keep...), WithStrict()},
+			opts...)...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -472,7 +507,8 @@ func testRecompute(t *testing.T, device *Device, opts ...MachineOption) {
 		want, got := results[ways[i].name], results[ways[i+1].name]
 		for j := range want {
 			if want[j] != got[j] {
-				t.Errorf("%s: result %d of %d differs from that of %s\n%.999q\n%.999q", ways[i+1].name, j, len(want), ways[i].name, got[j], want[j])
+				t.Errorf("%s: result %d of %d differs from that of %s\n%.999q\n%.999q",
+					ways[i+1].name, j, len(want), ways[i].name, got[j], want[j])
 				break
 			}
 		}
@@ -481,7 +517,8 @@ func testRecompute(t *testing.T, device *Device, opts ...MachineOption) {
 
 // runBlocks takes three steps on a model of two blocks, and returns losses, gradients and the
 // lattices' states as text.
-func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.Nodes, blockFunc) (*gorgonia.Node, error),
+func runBlocks(t *testing.T, device *Device, seed uint64,
+	apply func(gorgonia.Nodes, blockFunc) (*gorgonia.Node, error),
 	opts []MachineOption) (seen []string) {
 	t.Helper()
 	const rows, d, seeds, slots = 7, 12, 4, 5
@@ -493,7 +530,8 @@ func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.No
 		for i := range x {
 			x[i] = float32(r.NormFloat64())
 		}
-		n := gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name), gorgonia.WithShape(s...),
+		n := gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name),
+			gorgonia.WithShape(s...),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
 		params = append(params, n)
 		return n
@@ -506,8 +544,10 @@ func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.No
 			t.Fatal(err)
 		}
 		for s := range seeds - 1 {
-			if err := errors.Join(l.RequestGermination(s, state.GerminationRequest{Slot: 1 + s, Kind: blueprints.Kind(s)}),
-				l.Transition(s, state.Training), l.Transition(s, state.Grafting), l.SetAlpha(s, 0.25)); err != nil {
+			if err := errors.Join(l.RequestGermination(s, state.GerminationRequest{Slot: 1 + s,
+				Kind: blueprints.Kind(s)}),
+				l.Transition(s, state.Training), l.Transition(s, state.Grafting),
+				l.SetAlpha(s, 0.25)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -526,7 +566,8 @@ func runBlocks(t *testing.T, device *Device, seed uint64, apply func(gorgonia.No
 	if _, err := gorgonia.Grad(loss, params...); err != nil {
 		t.Fatal(err)
 	}
-	machine, err := NewMachine(device, g, append(slices.Clone(opts), WithParams(params...), WithOutputs(loss), WithStrict())...)
+	machine, err := NewMachine(device, g, append(slices.Clone(opts), WithParams(params...),
+		WithOutputs(loss), WithStrict())...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -581,7 +622,8 @@ func TestRecomputeMemory(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	arena := func(opts ...llm.GraphOption) int {
 		b := deepGraph(t, 12, 32, 64, 8, opts...)
-		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())
+		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...),
+			WithOutputs(b.Loss), WithStrict())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -591,7 +633,8 @@ func TestRecomputeMemory(t *testing.T) {
 	all, recomputed := arena(), arena(llm.WithRecompute())
 	t.Logf("%d KiB for a run, %d KiB with recomputed blocks", all>>10, recomputed>>10)
 	if 4*recomputed > all {
-		t.Errorf("recomputed blocks need %d bytes for a run, more than a quarter of %d", recomputed, all)
+		t.Errorf("recomputed blocks need %d bytes for a run, more than a quarter of %d", recomputed,
+			all)
 	}
 }
 
@@ -602,10 +645,12 @@ func TestRecomputeMemory(t *testing.T) {
 func TestKeptForBackward(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	const dim, heads, kv, seq = 64, 2, 1, 32
-	ff := llm.Config{Vocab: 19, Dim: dim, Layers: 1, Heads: heads, KVHeads: kv, Seq: seq}.Default().FF
+	ff := llm.Config{Vocab: 19, Dim: dim, Layers: 1, Heads: heads, KVHeads: kv,
+		Seq: seq}.Default().FF
 	arena := func(layers, sequences int) int {
 		b := deepGraph(t, layers, dim, seq, sequences)
-		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())
+		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...),
+			WithOutputs(b.Loss), WithStrict())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -628,7 +673,9 @@ func TestRecomputeModel(t *testing.T) {
 		testRecomputeModel(t, device, fakeOption)
 	})
 	t.Run("float32", func(t *testing.T) { testRecomputeModel(t, openGPU(t)) })
-	t.Run("bfloat16", func(t *testing.T) { testRecomputeModel(t, openGPU(t), WithPrecision(BFloat16)) })
+	t.Run("bfloat16", func(t *testing.T) {
+		testRecomputeModel(t, openGPU(t), WithPrecision(BFloat16))
+	})
 	t.Run("scaled", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testRecomputeModel(t, device, fakeOption, scaledGradients)
@@ -639,7 +686,8 @@ func testRecomputeModel(t *testing.T, device *Device, opts ...MachineOption) {
 	values := func(graph ...llm.GraphOption) (all [][]byte) {
 		b := deepGraph(t, few(12, 1), 8, 6, 2, graph...)
 		b.draw(t, 5)
-		machine, err := NewMachine(device, b.G, append(slices.Clone(opts), WithParams(b.Params...), WithOutputs(b.Loss), WithStrict())...)
+		machine, err := NewMachine(device, b.G, append(slices.Clone(opts), WithParams(b.Params...),
+			WithOutputs(b.Loss), WithStrict())...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -672,8 +720,12 @@ func TestRecomputeTwice(t *testing.T) {
 	g := gorgonia.NewGraph()
 	var outputs gorgonia.Nodes
 	for i, x := range [][]float32{{1, 2}, {3, 4}} {
-		n := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(x)), gorgonia.WithName(fmt.Sprint("x", i)))
-		y, err := autodiff.Recompute(gorgonia.Nodes{n}, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.Square(in[0]) })
+		n := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(x)),
+			gorgonia.WithName(fmt.Sprint("x", i)))
+		y, err := autodiff.Recompute(gorgonia.Nodes{n},
+			func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+				return gorgonia.Square(in[0])
+			})
 		if i > 0 {
 			y, err = gorgonia.ApplyOp(outputs[0].Op(), n)
 		}
@@ -706,10 +758,16 @@ func TestRecomputeTwice(t *testing.T) {
 func TestDocuments(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	t.Run("fake", func(t *testing.T) { testDocuments(t, device, 1e-5, fakeOption) })
-	t.Run("scaled", func(t *testing.T) { testDocuments(t, device, 1e-5, fakeOption, scaledGradients) })
+	t.Run("scaled", func(t *testing.T) {
+		testDocuments(t, device, 1e-5, fakeOption, scaledGradients)
+	})
 	t.Run("GPU", func(t *testing.T) { testDocuments(t, openGPU(t), 1e-4) })
-	t.Run("float16", func(t *testing.T) { testDocuments(t, openGPU(t), 2e-2, WithPrecision(Float16)) })
-	t.Run("bfloat16", func(t *testing.T) { testDocuments(t, openGPU(t), 5e-2, WithPrecision(BFloat16)) })
+	t.Run("float16", func(t *testing.T) {
+		testDocuments(t, openGPU(t), 2e-2, WithPrecision(Float16))
+	})
+	t.Run("bfloat16", func(t *testing.T) {
+		testDocuments(t, openGPU(t), 5e-2, WithPrecision(BFloat16))
+	})
 }
 
 func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
@@ -720,15 +778,18 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 	// The table of documents is a task of its own, under the name of the attention, once for both
 	// passes.
 	if n := tasksOf(m); n["DocumentAttention"] != 2 || n["AttentionGrad"] != 1 || n["RoPE"] != 1 {
-		t.Errorf("%d tasks of DocumentAttention, %d of its gradient and %d of RoPE", n["DocumentAttention"], n["AttentionGrad"], n["RoPE"])
+		t.Errorf("%d tasks of DocumentAttention, %d of its gradient and %d of RoPE",
+			n["DocumentAttention"], n["AttentionGrad"], n["RoPE"])
 	}
 	starts := keep[0].Graph().ByName("starts")[0]
 	for _, bad := range []struct {
 		starts []int
 		why    string
-	}{{[]int{0, 0, 0, 0, 2, 2}, "starts[4] is 2"}, {[]int{0, 1, 0, 0, 0, 0}, "starts[2] is 0"}, {[]int{0, 0, 0, -1, 0, 0}, "starts[3] is -1"}} {
+	}{{[]int{0, 0, 0, 0, 2, 2}, "starts[4] is 2"}, {[]int{0, 1, 0, 0, 0, 0}, "starts[2] is 0"},
+		{[]int{0, 0, 0, -1, 0, 0}, "starts[3] is -1"}} {
 		value := tensor.New(tensor.WithBacking(bad.starts))
-		if err := errors.Join(gorgonia.Let(starts, value), m.RunAll()); err == nil || !strings.Contains(err.Error(), bad.why) {
+		if err := errors.Join(gorgonia.Let(starts, value), m.RunAll()); err == nil ||
+			!strings.Contains(err.Error(), bad.why) {
 			t.Errorf("documents that start at %v: %v, want %q", bad.starts, err, bad.why)
 		}
 	}
@@ -742,18 +803,23 @@ func TestTraits(t *testing.T) {
 	t.Run("scaled", func(t *testing.T) { testTraits(t, device, 1e-5, fakeOption, scaledGradients) })
 	t.Run("GPU", func(t *testing.T) { testTraits(t, openGPU(t), 1e-4) })
 	t.Run("float16", func(t *testing.T) { testTraits(t, openGPU(t), 2e-2, WithPrecision(Float16)) })
-	t.Run("bfloat16", func(t *testing.T) { testTraits(t, openGPU(t), 7e-2, WithPrecision(BFloat16)) })
+	t.Run("bfloat16", func(t *testing.T) {
+		testTraits(t, openGPU(t), 7e-2, WithPrecision(BFloat16))
+	})
 }
 
 func testTraits(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	for name, f := range map[string]fuseCase{"window": {window: 2}, "window of documents": {window: 2, starts: []int{0, 0, 1, 0, 0, 0}},
-		"GELU": {gelu: true}, "biases": {biases: true}, "biases and norms": {traits: true}, "all": {window: 2, gelu: true, traits: true}} {
+	for name, f := range map[string]fuseCase{"window": {window: 2},
+		"window of documents": {window: 2, starts: []int{0, 0, 1, 0, 0, 0}},
+		"GELU":                {gelu: true}, "biases": {biases: true},
+		"biases and norms": {traits: true}, "all": {window: 2, gelu: true, traits: true}} {
 		t.Run(name, func(t *testing.T) {
 			m, _ := compareWithCPU(t, device, f, seed, tolerance, opts...)
 			// Projections are one product where nothing stands between them and attention.
-			if n, fused := tasksOf(m)["AttentionGrad"], tasksOf(m)["RoPE"] <= 1; n != 1 || fused == f.traits {
+			if n, fused := tasksOf(m)["AttentionGrad"],
+				tasksOf(m)["RoPE"] <= 1; n != 1 || fused == f.traits {
 				t.Errorf("%d tasks of the gradient, %d of RoPE", n, tasksOf(m)["RoPE"])
 			}
 		})
@@ -767,7 +833,8 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 	t.Helper()
 	g, params, keep := f.graph(t, seed)
 	same, sameParams, sameKeep := f.graph(t, seed)
-	m, err := NewMachine(device, g, append(opts, WithStrict(), WithParams(params...), WithOutputs(keep...))...)
+	m, err := NewMachine(device, g, append(opts, WithStrict(), WithParams(params...),
+		WithOutputs(keep...))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -801,10 +868,13 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	const rows, d = 6, 4
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(rows, d), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
-	starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"), gorgonia.WithShape(rows))
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(rows, d),
+		gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"),
+		gorgonia.WithShape(rows))
 	for _, seq := range []int{rows, rows / 2} {
-		if _, err := op.DocumentAttention(x, x, x, starts, op.AttentionConfig{Heads: 1, HeadDim: d, Seq: seq, Causal: true}); err != nil {
+		if _, err := op.DocumentAttention(x, x, x, starts, op.AttentionConfig{Heads: 1, HeadDim: d,
+			Seq: seq, Causal: true}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -816,7 +886,8 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 	if n := tasksOf(m)["DocumentAttention"]; n != 4 {
 		t.Errorf("%d tasks, want 4", n)
 	}
-	if err := m.Bind(starts, 1<<20, 8*rows); err == nil || !strings.Contains(err.Error(), "holds starts of DocumentAttention") {
+	if err := m.Bind(starts, 1<<20, 8*rows); err == nil || !strings.Contains(err.Error(),
+		"holds starts of DocumentAttention") {
 		t.Errorf("bound to memory: %v", err)
 	}
 	run := func(at ...int) error {
@@ -825,7 +896,8 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 	if err := run(0, 0, 0, 0, 0, 0); err != nil {
 		t.Error(err)
 	}
-	if err := run(0, 0, 2, 2, 2, 2); err == nil || !strings.Contains(err.Error(), "starts[3] is 2, want 0") {
+	if err := run(0, 0, 2, 2, 2, 2); err == nil || !strings.Contains(err.Error(),
+		"starts[3] is 2, want 0") {
 		t.Errorf("a start of the long sequence alone: %v", err)
 	}
 }
@@ -858,11 +930,14 @@ func TestDocumentsModel(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 70, Documents: true}.Default()
-	batch := data.Batch{Inputs: make([]int, 2*c.Seq), Targets: make([]int, 2*c.Seq), Starts: make([]int, 2*c.Seq)}
+	c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 70,
+		Documents: true}.Default()
+	batch := data.Batch{Inputs: make([]int, 2*c.Seq), Targets: make([]int, 2*c.Seq),
+		Starts: make([]int, 2*c.Seq)}
 	r := rand.New(rand.NewPCG(seed, 1))
 	for i := range batch.Inputs {
-		batch.Inputs[i], batch.Targets[i], batch.Starts[i] = r.IntN(c.Vocab), r.IntN(c.Vocab), i%c.Seq/33*33
+		batch.Inputs[i], batch.Targets[i], batch.Starts[i] = r.IntN(c.Vocab),
+			r.IntN(c.Vocab), i%c.Seq/33*33
 	}
 	model, err := llm.NewModel(c, tensor.Float32, seed)
 	if err != nil {
@@ -884,9 +959,11 @@ func TestDocumentsModel(t *testing.T) {
 	if err := tape.RunAll(); err != nil {
 		t.Fatal(err)
 	}
-	for name, opts := range map[string][]llm.GraphOption{"plain": nil, "recompute": {llm.WithRecompute()}} {
+	for name, opts := range map[string][]llm.GraphOption{"plain": nil,
+		"recompute": {llm.WithRecompute()}} {
 		g := graph(opts...)
-		m, err := NewMachine(device, g.G, fakeOption, WithStrict(), WithParams(g.Params...), WithOutputs(g.Loss))
+		m, err := NewMachine(device, g.G, fakeOption, WithStrict(),
+			WithParams(g.Params...), WithOutputs(g.Loss))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -35,7 +35,8 @@ var engines struct {
 // placed is what is kept of an op: its machine on each engine that has run it.
 type placed map[weak.Pointer[cuda.Engine]]*singleOp
 
-func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value, in []gorgonia.Value) (bool, error) {
+func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value,
+	in []gorgonia.Value) (bool, error) {
 	for _, v := range append(in[:len(in):len(in)], prealloc) {
 		if dt := v.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
 			return false, nil
@@ -55,7 +56,8 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 }
 
 // singleOpOn returns the op's machine on an engine.
-func singleOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Value) (*singleOp, error) {
+func singleOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Value) (*singleOp,
+	error) {
 	key := weak.Make(engine)
 	machines, _ := (*kept).(placed)
 	if machines == nil {
@@ -93,7 +95,9 @@ func singleOpsOn(key weak.Pointer[cuda.Engine], engine *cuda.Engine) (*singleOps
 	if err != nil {
 		return nil, err
 	}
-	ops, err := newSingleOps(device, func(ctx gpu.Context) (run.Launcher, error) { return run.NewLauncher(ctx), nil })
+	ops, err := newSingleOps(device, func(ctx gpu.Context) (run.Launcher, error) {
+		return run.NewLauncher(ctx), nil
+	})
 	if err == nil {
 		engines.of[key] = ops
 	}

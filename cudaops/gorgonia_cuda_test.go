@@ -34,7 +34,8 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 		for i := range x {
 			x[i] = float32(r.NormFloat64())
 		}
-		n := gorgonia.NewTensor(d.g, tensor.Float32, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name),
+		n := gorgonia.NewTensor(d.g, tensor.Float32, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))))
 		d.params = append(d.params, n)
 		return n
@@ -61,7 +62,8 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 		t.Fatal(err)
 	}
 	for i := range seeds - 1 {
-		if err := lattice.RequestGermination(i, state.GerminationRequest{Slot: 1 + i%4}); err != nil {
+		if err := lattice.RequestGermination(i,
+			state.GerminationRequest{Slot: 1 + i%4}); err != nil {
 			t.Fatal(err)
 		}
 		for _, s := range []state.Stage{state.Training, state.Grafting}[:i%3] {
@@ -93,7 +95,8 @@ func TestCUDADoers(t *testing.T) {
 			t.Fatalf("%v is no CUDADoer", n)
 		}
 	}
-	m, err := NewMachine(device, ours.g, WithParams(ours.params...), WithOutputs(ours.loss), WithStrict())
+	m, err := NewMachine(device, ours.g, WithParams(ours.params...),
+		WithOutputs(ours.loss), WithStrict())
 	if err != nil {
 		t.Fatal(err)
 	}

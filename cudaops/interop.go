@@ -52,7 +52,8 @@ func WithStream(handle uintptr) MachineOption {
 	return func(c *machineConfig) error {
 		const perThread = 2 // CU_STREAM_PER_THREAD; 0 and 1 are the stream that all threads share
 		if handle <= perThread {
-			return fmt.Errorf("WithStream: got %d, a default stream, whose work cannot be captured; make one with cuStreamCreate", handle)
+			return fmt.Errorf("WithStream: got %d, a default stream, whose work cannot be "+
+				"captured; make one with cuStreamCreate", handle)
 		}
 		c.stream = gpu.Stream(handle)
 		return nil
@@ -100,11 +101,15 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	}
 	switch {
 	case ptr == 0 || ptr%program.Alignment != 0:
-		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", graph.Describe(n), uint64(ptr), program.Alignment)
+		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", graph.Describe(n),
+			uint64(ptr), program.Alignment)
 	case bytes != a.Extent():
-		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", graph.Describe(n), bytes, a.Extent(), a.Len(), a.Type)
+		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", graph.Describe(n), bytes,
+			a.Extent(), a.Len(), a.Type)
 	}
-	i := slices.IndexFunc(m.inputs.All, func(i *program.Input) bool { return i.Array.Buffer == a.Buffer })
+	i := slices.IndexFunc(m.inputs.All, func(i *program.Input) bool {
+		return i.Array.Buffer == a.Buffer
+	})
 	if i < 0 {
 		if err := canBindOutput(m, n, a); err != nil {
 			return err
@@ -130,12 +135,15 @@ func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 	case n.Op() != nil:
 		return fmt.Errorf("%s is a constant", graph.Describe(n))
 	case len(i.IDs) > 0:
-		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a value with gorgonia.Let",
+		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a "+
+			"value with gorgonia.Let",
 			graph.Describe(n), i.IDs[0].Argument, i.IDs[0].Op)
 	case m.inputs.Shared(i):
-		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf", graph.Describe(n))
+		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf",
+			graph.Describe(n))
 	case i.Constant && m.optimizer != nil:
-		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before SetOptimizer", graph.Describe(n))
+		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before "+
+			"SetOptimizer", graph.Describe(n))
 	}
 	return nil
 }
@@ -146,9 +154,13 @@ func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	case m.config.share != nil && a.Resident:
 		return fmt.Errorf("%s belongs to the machine that WithParamsOf names", graph.Describe(n))
 	case a.Resident, a.At != 0, a.Extent() != a.Buffer.Bytes:
-		return fmt.Errorf("%s has no memory of its own, it is part of another value: copy it from its Address", graph.Describe(n))
-	case m.optimizer != nil && slices.ContainsFunc(m.config.Params, func(p *gorgonia.Node) bool { return p.Deriv() == n }):
-		return fmt.Errorf("%s is a gradient that an optimiser reads: bind it before SetOptimizer", graph.Describe(n))
+		return fmt.Errorf("%s has no memory of its own, it is part of another value: copy it "+
+			"from its Address", graph.Describe(n))
+	case m.optimizer != nil && slices.ContainsFunc(m.config.Params, func(p *gorgonia.Node) bool {
+		return p.Deriv() == n
+	}):
+		return fmt.Errorf("%s is a gradient that an optimiser reads: bind it before SetOptimizer",
+			graph.Describe(n))
 	}
 	return nil
 }

@@ -75,7 +75,8 @@ func (k *fakeKernels) KasminaWideWorkspace(kasmina.Layer, kasmina.Wide, bool) in
 }
 
 // kasminaPlan reads the state of a layer from the device.
-func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r seed.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
+func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide,
+	r seed.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
 	n, width := k.State.Seeds, k.Chunk
 	words := slices.Clone(fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4))
 	if wide != nil {
@@ -86,7 +87,8 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r seed.Red
 		}
 	}
 	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
-	p := &kasminakernel.Layer[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots, Width: width, Eps: k.Eps,
+	p := &kasminakernel.Layer[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots,
+		Width: width, Eps: k.Eps,
 		Stability: k.Stability,
 		Reduce:    r,
 		Measure:   make([]bool, n)}
@@ -95,8 +97,10 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r seed.Red
 		if w == 0 {
 			continue
 		}
-		err := p.Activate(i, seed.Seed{Slot: uint16(w >> 16), Kind: blueprints.Kind(w & 0xff), Blend: w>>8&1 == 1,
-			Learn: w>>9&1 == 1, Alpha: field(1)[i], Low: float64(field(2)[i]), High: float64(field(3)[i])})
+		err := p.Activate(i, seed.Seed{Slot: uint16(w >> 16), Kind: blueprints.Kind(w & 0xff),
+			Blend: w>>8&1 == 1,
+			Learn: w>>9&1 == 1, Alpha: field(1)[i], Low: float64(field(2)[i]),
+			High: float64(field(3)[i])})
 		if err != nil {
 			panic(err)
 		}
@@ -105,7 +109,8 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide, r seed.Red
 	for _, v := range limits {
 		p.Limit = append(p.Limit, float64(v))
 	}
-	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*k.Chunk), floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
+	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*k.Chunk),
+		floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
 
 func (k *fakeKernels) KasminaForward(s gpu.Stream, f kasmina.Forward) error {
@@ -120,7 +125,8 @@ func (k *fakeKernels) kasminaForward(s gpu.Stream, f kasmina.Forward, wide *kasm
 	if f.Records != nil {
 		*f.Records = kasmina.Records{}
 		if f.Telemetry && f.Reduction == seed.Exact {
-			*f.Records = kasmina.Records{Figures: f.Figures, Records: f.Workspace, Seeds: f.State.Seeds}
+			*f.Records = kasmina.Records{Figures: f.Figures,
+				Records: f.Workspace, Seeds: f.State.Seeds}
 			f.Figures = f.Workspace
 		}
 	}
@@ -166,7 +172,8 @@ func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kasmina.Backward, wide *ka
 		*b.Parts = kasmina.Parts{}
 		if wide == nil && (!b.Telemetry || b.Reduction == seed.Exact) {
 			seeds, slots := b.State.Seeds, b.State.Slots
-			left := kasmina.Parts{Layer: b.Layer, DWeights: b.DWeights, DScales: b.DScales, Units: seeds,
+			left := kasmina.Parts{Layer: b.Layer, DWeights: b.DWeights,
+				DScales: b.DScales, Units: seeds,
 				Total: b.Workspace.Offset(4 * kasmina.BackwardFigures * seeds)}
 			if b.Telemetry {
 				left.Figures, left.Records = b.Figures, b.Workspace
@@ -185,7 +192,8 @@ func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kasmina.Backward, wide *ka
 		if b.DX == b.G {
 			g = slices.Clone(g)
 		}
-		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])), floatsAt(l, b.DScales, len(in[2])), g, in[0], in[1], in[2])
+		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])),
+			floatsAt(l, b.DScales, len(in[2])), g, in[0], in[1], in[2])
 		n := p.Seeds
 		bad, clipped := fake.Slice[uint32](l, b.Bad, n), fake.Slice[uint32](l, b.Clipped, n)
 		for i := range p.Figures {
@@ -218,18 +226,22 @@ type kasminaGraph struct {
 
 const kasminaTestSlots = 9
 
-func newKasminaGraph(t testing.TB, seed uint64, opts []state.Option, layer ...op.KasminaOption) *kasminaGraph {
+func newKasminaGraph(t testing.TB, seed uint64, opts []state.Option,
+	layer ...op.KasminaOption) *kasminaGraph {
 	t.Helper()
 	return newWideKasminaGraph(t, seed, 3, opts, layer...)
 }
 
 // newWideKasminaGraph has slots of the given number of weights, and seeds of all kinds that fit.
-func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Option, layer ...op.KasminaOption) *kasminaGraph {
+func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Option,
+	layer ...op.KasminaOption) *kasminaGraph {
 	t.Helper()
 	k := &kasminaGraph{g: gorgonia.NewGraph(), rows: 6, seeds: 8, chunk: 3}
-	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter}
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
+		blueprints.MLPExpansion, blueprints.ConvFilter}
 	if width > k.chunk {
-		kinds = []blueprints.Kind{blueprints.LowRank, blueprints.Residual, blueprints.ChunkMLP, blueprints.LowRank, blueprints.ChunkMLP}
+		kinds = []blueprints.Kind{blueprints.LowRank, blueprints.Residual, blueprints.ChunkMLP,
+			blueprints.LowRank, blueprints.ChunkMLP}
 	}
 	k.dim = k.seeds * k.chunk
 	r := rand.New(rand.NewPCG(seed, 7))
@@ -241,14 +253,20 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 		return x
 	}
 	matrix := func(name string, rows, cols int) *gorgonia.Node {
-		return gorgonia.NewMatrix(k.g, tensor.Float32, gorgonia.WithShape(rows, cols), gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, cols), tensor.WithBacking(values(rows*cols)))))
+		return gorgonia.NewMatrix(k.g, tensor.Float32, gorgonia.WithShape(rows, cols),
+			gorgonia.WithName(name),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, cols),
+				tensor.WithBacking(values(rows*cols)))))
 	}
 	k.x, k.weights = matrix("x", k.rows, k.dim), matrix("weights", kasminaTestSlots, width)
-	k.scales = gorgonia.NewVector(k.g, tensor.Float32, gorgonia.WithShape(kasminaTestSlots), gorgonia.WithName("scales"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(kasminaTestSlots), tensor.WithBacking(values(kasminaTestSlots)))))
-	target := gorgonia.NewVector(k.g, tensor.Int, gorgonia.WithShape(k.rows), gorgonia.WithName("targets"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(k.rows), tensor.WithBacking([]int{1, 7, 22, 0, 9, 5}))))
+	k.scales = gorgonia.NewVector(k.g, tensor.Float32, gorgonia.WithShape(kasminaTestSlots),
+		gorgonia.WithName("scales"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(kasminaTestSlots),
+			tensor.WithBacking(values(kasminaTestSlots)))))
+	target := gorgonia.NewVector(k.g, tensor.Int, gorgonia.WithShape(k.rows),
+		gorgonia.WithName("targets"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(k.rows),
+			tensor.WithBacking([]int{1, 7, 22, 0, 9, 5}))))
 	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
 		t.Helper()
 		if err != nil {
@@ -257,10 +275,12 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 		return n
 	}
 	var err error
-	if k.lattice, err = state.NewLattice(k.seeds, k.dim, append(opts, state.WithoutGates())...); err != nil {
+	if k.lattice, err = state.NewLattice(k.seeds, k.dim,
+		append(opts, state.WithoutGates())...); err != nil {
 		t.Fatal(err)
 	}
-	path := []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized}
+	path := []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating,
+		state.FineTuning, state.Fossilized}
 	for i := range k.seeds - 1 {
 		request := state.GerminationRequest{Slot: 1 + i%4, Kind: kinds[i%len(kinds)]}
 		if err := k.lattice.RequestGermination(i, request); err != nil {
@@ -295,7 +315,8 @@ func (k *kasminaGraph) draw(t testing.TB, seed uint64, spoil func([]float32)) {
 	if spoil != nil {
 		spoil(x)
 	}
-	if err := gorgonia.Let(k.x, tensor.New(tensor.WithShape(k.rows, k.dim), tensor.WithBacking(x))); err != nil {
+	if err := gorgonia.Let(k.x, tensor.New(tensor.WithShape(k.rows, k.dim),
+		tensor.WithBacking(x))); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -303,7 +324,8 @@ func (k *kasminaGraph) draw(t testing.TB, seed uint64, spoil func([]float32)) {
 // open returns a machine for the graph.
 func (k *kasminaGraph) open(t testing.TB, device *Device, opts ...MachineOption) *Machine {
 	t.Helper()
-	m, err := NewMachine(device, k.g, append(opts, WithParams(k.weights, k.scales), WithOutputs(k.loss, k.x.Deriv()))...)
+	m, err := NewMachine(device, k.g, append(opts, WithParams(k.weights, k.scales),
+		WithOutputs(k.loss, k.x.Deriv()))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -320,13 +342,17 @@ func TestKasminaMachine(t *testing.T) {
 		"default":  {},
 		"strict":   {layer: []op.KasminaOption{op.WithStability(op.Strict), op.WithGradClip(1.5)}},
 		"adaptive": {layer: []op.KasminaOption{op.WithAdaptiveGradClip(0.1)}},
-		"mean":     {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Reduction: state.MeanOfRows})}},
-		"debug":    {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Debug, Reduction: state.MaxOfRows})}},
-		"sampling": {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 2, Share: 0.5})}},
-		"off":      {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Off})}},
-		"quiet":    {layer: []op.KasminaOption{op.WithoutTelemetry()}},
+		"mean": {lattice: []state.Option{state.WithTelemetry(
+			state.Telemetry{Reduction: state.MeanOfRows})}},
+		"debug": {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Debug,
+			Reduction: state.MaxOfRows})}},
+		"sampling": {lattice: []state.Option{state.WithTelemetry(
+			state.Telemetry{Mode: state.Sampling, Every: 2, Share: 0.5})}},
+		"off":   {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Off})}},
+		"quiet": {layer: []op.KasminaOption{op.WithoutTelemetry()}},
 	} {
-		for _, width := range []int{3, 13} { // slots as wide as chunks, and slots with room for the kinds that mix
+		// slots as wide as chunks, and slots with room for the kinds that mix
+		for _, width := range []int{3, 13} {
 			name := fmt.Sprintf("%s/%d", name, width)
 			t.Run(name+"/fake", func(t *testing.T) {
 				device, _, fakeOption := openFake(t, fake.Config{})
@@ -334,21 +360,26 @@ func TestKasminaMachine(t *testing.T) {
 			})
 			t.Run(name+"/scaled", func(t *testing.T) {
 				device, _, fakeOption := openFake(t, fake.Config{})
-				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict(), fakeOption, scaledGradients)
+				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict(),
+					fakeOption, scaledGradients)
 			})
 			if testing.Short() && rand.IntN(2) == 0 {
 				continue
 			}
-			t.Run(name+"/GPU", func(t *testing.T) { compareKasmina(t, openGPU(t), width, c.lattice, c.layer, WithStrict()) })
+			t.Run(name+"/GPU", func(t *testing.T) {
+				compareKasmina(t, openGPU(t), width, c.lattice, c.layer, WithStrict())
+			})
 		}
 	}
 }
 
-func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Option, layer []op.KasminaOption, opts ...MachineOption) {
+func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Option,
+	layer []op.KasminaOption, opts ...MachineOption) {
 	t.Helper()
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	a, b := newWideKasminaGraph(t, seed, width, lattice, layer...), newWideKasminaGraph(t, seed, width, lattice, layer...)
+	a, b := newWideKasminaGraph(t, seed, width, lattice, layer...),
+		newWideKasminaGraph(t, seed, width, lattice, layer...)
 	m := a.open(t, device, opts...)
 	defer m.Close()
 	tape := gorgonia.NewTapeMachine(b.g)
@@ -357,7 +388,8 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 		for _, k := range []*kasminaGraph{a, b} {
 			k.draw(t, seed+step, nil)
 			if step == 3 {
-				if err := k.lattice.SetTelemetry(state.Telemetry{Mode: state.Debug, Reduction: state.MaxOfRows}); err != nil {
+				if err := k.lattice.SetTelemetry(state.Telemetry{Mode: state.Debug,
+					Reduction: state.MaxOfRows}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -370,7 +402,8 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 			t.Fatal(err)
 		}
 		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
-		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(), b.weights.Deriv(), b.scales.Deriv()}) {
+		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
+			b.weights.Deriv(), b.scales.Deriv()}) {
 			v, err := m.Value(nodes[i])
 			if err != nil {
 				t.Fatal(err)
@@ -404,7 +437,8 @@ func differs(a, b reflect.Value, at string) string {
 			return fmt.Sprintf("%s: %v, want %v", at, x, y)
 		}
 	case reflect.Struct:
-		if layer, ok := a.Interface().(state.LayerReport); ok { // what was timed is another matter on every machine
+		// what was timed is another matter on every machine
+		if layer, ok := a.Interface().(state.LayerReport); ok {
 			want := b.Interface().(state.LayerReport)
 			a = reflect.ValueOf(state.LayerReport{Errors: layer.Errors, Clips: layer.Clips})
 			b = reflect.ValueOf(state.LayerReport{Errors: want.Errors, Clips: want.Clips})
@@ -454,14 +488,16 @@ func TestKasminaMachineCopies(t *testing.T) {
 	first := copies()
 	for range 3 {
 		if n := copies(); n != first-1 {
-			t.Errorf("%d copies to the device in a run in which the lattice has not changed, %d in the first", n, first)
+			t.Errorf("%d copies to the device in a run in which the lattice has not changed, %d "+
+				"in the first", n, first)
 		}
 	}
 	if err := k.lattice.SetAlpha(2, 0.9); err != nil {
 		t.Fatal(err)
 	}
 	if n := copies(); n != first {
-		t.Errorf("%d copies to the device in a run in which the lattice has changed, want %d", n, first)
+		t.Errorf("%d copies to the device in a run in which the lattice has changed, want %d", n,
+			first)
 	}
 	if err := m.runner.Settle(); err != nil {
 		t.Fatal(err)
@@ -511,7 +547,8 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	k := newKasminaGraph(t, 4, nil)
 	m := k.open(t, device, fakeOption, WithStrict())
 	defer m.Close()
-	if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5, Kind: kind}); err != nil {
+	if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
+		Kind: kind}); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.RunAll(); err != nil {
@@ -538,10 +575,13 @@ func TestKasminaOnHost(t *testing.T) {
 		testKasminaOnHost(t, device, 1e-5, clipped, fakeOption, scaledGradients)
 	})
 	t.Run("GPU", func(t *testing.T) { testKasminaOnHost(t, openGPU(t), 1e-5, clipped) })
-	t.Run("float16", func(t *testing.T) { testKasminaOnHost(t, openGPU(t), 1e-2, nil, WithPrecision(Float16)) })
+	t.Run("float16", func(t *testing.T) {
+		testKasminaOnHost(t, openGPU(t), 1e-2, nil, WithPrecision(Float16))
+	})
 }
 
-func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []op.KasminaOption, opts ...MachineOption) {
+func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []op.KasminaOption,
+	opts ...MachineOption) {
 	kind, err := ownKind()
 	if err != nil {
 		t.Fatal(err)
@@ -550,7 +590,8 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 	t.Logf("random seed %d", seed)
 	graph := func() *kasminaGraph {
 		k := newWideKasminaGraph(t, seed, 13, nil, layer...)
-		if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5, Kind: kind}); err != nil {
+		if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
+			Kind: kind}); err != nil {
 			t.Fatal(err)
 		}
 		for _, s := range []state.Stage{state.Training, state.Grafting} {
@@ -577,7 +618,8 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 			t.Fatal(err)
 		}
 		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
-		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(), b.weights.Deriv(), b.scales.Deriv()}) {
+		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
+			b.weights.Deriv(), b.scales.Deriv()}) {
 			v, err := m.Value(nodes[i])
 			if err != nil {
 				t.Fatal(err)
@@ -591,11 +633,13 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 		}
 	}
 	text := log.String()
-	if n := strings.Count(text, "computed on the host"); n != 1 || strings.Count(text, "\n") != 1 || !strings.Contains(text, "machine test's own") {
+	if n := strings.Count(text, "computed on the host"); n != 1 || strings.Count(text, "\n") != 1 ||
+		!strings.Contains(text, "machine test's own") {
 		t.Errorf("%d warnings, want one that names the kind: %s", n, text)
 	}
 	_, err = NewMachine(device, a.g, append(opts, WithStrict(), WithParams(a.weights, a.scales))...)
-	if err == nil || !strings.Contains(err.Error(), "Kasmina") || !strings.Contains(err.Error(), "the kind has no kernel, and WithStrict forbids") {
+	if err == nil || !strings.Contains(err.Error(), "Kasmina") || !strings.Contains(err.Error(),
+		"the kind has no kernel, and WithStrict forbids") {
 		t.Errorf("got %v, want an error that names the op and why", err)
 	}
 }
@@ -619,7 +663,8 @@ func testFreshWeights(t *testing.T, device *Device, tolerance float64, opts ...M
 	for _, kind := range []blueprints.Kind{blueprints.AttentionGate, blueprints.LowRank, own} {
 		for _, params := range []bool{true, false} {
 			a, b := freshGraph(t, seed, kind), freshGraph(t, seed, kind)
-			with := append(opts[:len(opts):len(opts)], WithOutputs(a.loss, a.x.Deriv(), a.weights.Deriv()))
+			with := append(opts[:len(opts):len(opts)],
+				WithOutputs(a.loss, a.x.Deriv(), a.weights.Deriv()))
 			if params {
 				with = append(with, WithParams(a.weights, a.scales))
 			}
@@ -640,14 +685,17 @@ func testFreshWeights(t *testing.T, device *Device, tolerance float64, opts ...M
 					got, err := m.Value(n)
 					require.NoError(t, err)
 					want := []*gorgonia.Node{b.loss, b.x.Deriv(), b.weights.Deriv()}[i].Value()
-					require.Less(t, distance(t, got, want), tolerance, "%v, parameters %v, step %d, value %d",
+					require.Less(t, distance(t, got, want), tolerance,
+						"%v, parameters %v, step %d, value %d",
 						kind, params, step, i)
 				}
 			}
 			require.NoError(t, m.Download())
-			require.Equal(t, b.weights.Value().Data(), a.weights.Value().Data(), "%v, parameters %v", kind,
+			require.Equal(t, b.weights.Value().Data(), a.weights.Value().Data(),
+				"%v, parameters %v", kind,
 				params)
-			require.Equal(t, b.scales.Value().Data(), a.scales.Value().Data(), "%v, parameters %v", kind,
+			require.Equal(t, b.scales.Value().Data(), a.scales.Value().Data(),
+				"%v, parameters %v", kind,
 				params)
 			require.NotZero(t, b.scales.Value().Data().([]float32)[5])
 			require.NoError(t, m.Close())
@@ -679,7 +727,8 @@ func (k *kasminaGraph) germinate(t *testing.T, kind blueprints.Kind) {
 var ownLife = []struct {
 	to     state.Stage
 	onHost bool
-}{{state.Dormant, false}, {state.Germinated, false}, {state.Training, true}, {state.Grafting, true}, {state.FineTuning, true},
+}{{state.Dormant, false}, {state.Germinated, false}, {state.Training, true}, {state.Grafting, true},
+	{state.FineTuning, true},
 	{state.RolledBack, false}}
 
 // live moves a seed on in a life of the given kind.
@@ -692,7 +741,8 @@ func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) erro
 	case state.Grafting:
 		return errors.Join(l.Transition(seed, to), l.SetAlpha(seed, 0.7))
 	case state.FineTuning:
-		return errors.Join(l.Transition(seed, state.Stabilization), l.Transition(seed, state.Evaluating), l.Transition(seed, to))
+		return errors.Join(l.Transition(seed, state.Stabilization),
+			l.Transition(seed, state.Evaluating), l.Transition(seed, to))
 	}
 	return l.Transition(seed, to)
 }
@@ -704,7 +754,8 @@ func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) erro
 func TestKasminaMovesToHost(t *testing.T) {
 	for _, width := range []int{3, 13} {
 		for name, layer := range map[string][]op.KasminaOption{
-			"default": {op.WithGradClip(0.05)}, "strict": {op.WithStability(op.Strict)}, "adaptive": {op.WithAdaptiveGradClip(0.1)},
+			"default": {op.WithGradClip(0.05)}, "strict": {op.WithStability(op.Strict)},
+			"adaptive": {op.WithAdaptiveGradClip(0.1)},
 		} {
 			t.Run(fmt.Sprintf("%s/%d", name, width), func(t *testing.T) {
 				device, _, fakeOption := openFake(t, fake.Config{})
@@ -717,12 +768,14 @@ func TestKasminaMovesToHost(t *testing.T) {
 	t.Run("GPU", func(t *testing.T) { testKasminaMovesToHost(t, openGPU(t), 3, nil) })
 }
 
-func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.KasminaOption, opts ...MachineOption) {
+func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.KasminaOption,
+	opts ...MachineOption) {
 	kind, err := ownKind()
 	require.NoError(t, err)
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	a, b := newWideKasminaGraph(t, seed, width, nil, layer...), newWideKasminaGraph(t, seed, width, nil, layer...)
+	a, b := newWideKasminaGraph(t, seed, width, nil, layer...),
+		newWideKasminaGraph(t, seed, width, nil, layer...)
 	var log bytes.Buffer
 	m := a.open(t, device, append(opts, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
 	defer m.Close()
@@ -744,7 +797,8 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 			require.Equal(t, c.onHost, m.runner.OnHost(), at)
 			require.Equal(t, !c.onHost && (step > 0 || c.to != state.Dormant), captured, at)
 			nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
-			for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(), b.weights.Deriv(), b.scales.Deriv()}) {
+			for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
+				b.weights.Deriv(), b.scales.Deriv()}) {
 				v, err := m.Value(nodes[i])
 				require.NoError(t, err)
 				require.Less(t, distance(t, v, want.Value()), 1e-4, "%s: value %d", at, i)
@@ -761,7 +815,8 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 // of whose seeds blend.
 func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 	t.Helper()
-	c := llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 2, Seq: 33, Kasmina: []int{0, 1}, Seeds: 8}.Default()
+	c := llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 2, Seq: 33,
+		Kasmina: []int{0, 1}, Seeds: 8}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
 	if err != nil {
 		t.Fatal(err)
@@ -769,7 +824,8 @@ func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 	for i, l := range m.Kasmina.Lattices() {
 		for s := 0; s < c.Seeds; s += 2 {
 			r := state.GerminationRequest{Slot: 1 + s, Kind: blueprints.Kind((i + s/2) % 4)}
-			err := errors.Join(m.Germinate(i, s, r), l.Transition(s, state.Training), l.Transition(s, state.Grafting), l.SetAlpha(s, 0.5))
+			err := errors.Join(m.Germinate(i, s, r), l.Transition(s, state.Training),
+				l.Transition(s, state.Grafting), l.SetAlpha(s, 0.5))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -812,7 +868,9 @@ func TestKasminaInPlace(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		compareInPlace(t, device, fakeOption)
 	})
-	t.Run("GPU", func(t *testing.T) { compareInPlace(t, openGPU(t), WithPrecision(BFloat16), WithTuning(TuneOff)) })
+	t.Run("GPU", func(t *testing.T) {
+		compareInPlace(t, openGPU(t), WithPrecision(BFloat16), WithTuning(TuneOff))
+	})
 }
 
 func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
@@ -830,7 +888,8 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 	for _, w := range []way{{"in place", none, nil, 2}, {"kept", gradientsOfLayers, nil, 0},
 		{"with a monitor", none, []MachineOption{WithMonitor(3)}, 2}} {
 		b := grafted(t, seed)
-		m := newFuseMachine(t, device, b.G, b.Params, append(gorgonia.Nodes{b.Loss}, w.kept(b.G)...), append(w.opts, opts...))
+		m := newFuseMachine(t, device, b.G, b.Params,
+			append(gorgonia.Nodes{b.Loss}, w.kept(b.G)...), append(w.opts, opts...))
 		if n := inPlaceTasks(m); n != w.want {
 			t.Errorf("%s: %d tasks are in place, want %d", w.name, n, w.want)
 		}
@@ -855,7 +914,8 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 		for i := range got {
 			for j, v := range got[i] {
 				if math.Float32bits(v) != math.Float32bits(want[i][j]) {
-					t.Fatalf("%s: in step %d the gradient of %v is %v at %d, in place %v", w.name, i/len(b.Params), b.Params[i%len(b.Params)], v, j,
+					t.Fatalf("%s: in step %d the gradient of %v is %v at %d, in place %v", w.name,
+						i/len(b.Params), b.Params[i%len(b.Params)], v, j,
 						want[i][j])
 				}
 			}
@@ -870,7 +930,8 @@ func TestKasminaReplaced(t *testing.T) {
 	b := grafted(t, 1)
 	keep, replaced := gorgonia.Nodes{b.Loss}, gradientsOfLayers(b.G)
 	for _, n := range b.G.AllNodes() {
-		if o, ok := n.Op().(*opbase.PartOp); ok && o.Offset == 0 && isOp[*op.KasminaGradOp](graph.Children(n)[0]) {
+		if o, ok := n.Op().(*opbase.PartOp); ok && o.Offset == 0 &&
+			isOp[*op.KasminaGradOp](graph.Children(n)[0]) {
 			keep = append(keep, n)
 		}
 	}
@@ -911,7 +972,8 @@ func TestKasminaElsewhere(t *testing.T) {
 		t.Fatal(err)
 	}
 	if m := open(b.G, b.Params, b.Loss, twice); inPlaceTasks(m) != 1 {
-		t.Errorf("%d layers are in place, of two of whose gradients one is read by a sum", inPlaceTasks(m))
+		t.Errorf("%d layers are in place, of two of whose gradients one is read by a sum",
+			inPlaceTasks(m))
 	}
 }
 
@@ -936,8 +998,9 @@ func TestNormsBehindKasmina(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := &directions{}
 	b := grafted(t, 1)
-	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption,
-		withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })})
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
+		[]MachineOption{fakeOption,
+			withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })})
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
 	}
@@ -954,7 +1017,8 @@ type kasminaChain struct {
 	lattices []*state.Lattice
 }
 
-func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry, seeds []int) *kasminaChain {
+func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
+	seeds []int) *kasminaChain {
 	t.Helper()
 	const rows, d, slots = 6, 24, 4
 	k, g, r := &kasminaChain{}, gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 5))
@@ -963,7 +1027,8 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry, see
 		for i := range x {
 			x[i] = float32(r.NormFloat64())
 		}
-		return gorgonia.NewTensor(g, tensor.Float32, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name),
+		return gorgonia.NewTensor(g, tensor.Float32, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))))
 	}
 	y := node("x", rows, d)
@@ -974,8 +1039,10 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry, see
 		}
 		for s := range n - 1 {
 			kind := []blueprints.Kind{blueprints.Residual, blueprints.MLPExpansion}[s%2]
-			err := l.RequestGermination(s, state.GerminationRequest{Slot: 1 + s%(slots-1), Kind: kind})
-			for _, stage := range []state.Stage{state.Training, state.Grafting, state.Stabilization}[:1+s%3] {
+			err := l.RequestGermination(s,
+				state.GerminationRequest{Slot: 1 + s%(slots-1), Kind: kind})
+			for _, stage := range []state.Stage{state.Training, state.Grafting,
+				state.Stabilization}[:1+s%3] {
 				if err = errors.Join(err, l.Transition(s, stage)); stage == state.Grafting {
 					err = errors.Join(err, l.SetAlpha(s, 0.3))
 				}
@@ -990,8 +1057,10 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry, see
 		}
 		k.params, k.lattices = append(k.params, w, a), append(k.lattices, l)
 	}
-	target := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(rows), gorgonia.WithName("target"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(rows), tensor.WithBacking([]int{3, 1, 4, 1, 5, 9}))))
+	target := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(rows),
+		gorgonia.WithName("target"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(rows),
+			tensor.WithBacking([]int{3, 1, 4, 1, 5, 9}))))
 	var err error
 	if k.loss, err = op.CrossEntropy(y, target); err == nil {
 		_, err = gorgonia.Grad(k.loss, k.params...)
@@ -1009,7 +1078,8 @@ func TestKasminaReports(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	off, production := state.Telemetry{Mode: state.Off}, state.Telemetry{Mode: state.Production}
-	debug, sampled := state.Telemetry{Mode: state.Debug}, state.Telemetry{Mode: state.Sampling, Every: 2}
+	debug, sampled := state.Telemetry{Mode: state.Debug},
+		state.Telemetry{Mode: state.Sampling, Every: 2}
 	mean := state.Telemetry{Mode: state.Production, Reduction: state.MeanOfRows}
 	seeds := []int{8, 4, 2, 6}
 	const all = 20
@@ -1017,14 +1087,17 @@ func TestKasminaReports(t *testing.T) {
 		telemetry []state.Telemetry
 		words     int64 // that a run measures of each seed at most
 	}{
-		"off":        {[]state.Telemetry{off, off, off, off}, program.KasminaHealth},
-		"production": {[]state.Telemetry{production, production, mean, production}, program.KasminaBins},
+		"off": {[]state.Telemetry{off, off, off, off}, program.KasminaHealth},
+		"production": {[]state.Telemetry{production, production, mean, production},
+			program.KasminaBins},
 		"some":       {[]state.Telemetry{off, production, off, sampled}, program.KasminaBins},
 		"histograms": {[]state.Telemetry{sampled, mean, debug, off}, program.KasminaWords},
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
-			a, b := newKasminaChain(t, seed, c.telemetry, seeds), newKasminaChain(t, seed, c.telemetry, seeds)
-			m, err := NewMachine(device, a.loss.Graph(), append(opts, WithParams(a.params...), WithOutputs(a.loss))...)
+			a, b := newKasminaChain(t, seed, c.telemetry, seeds),
+				newKasminaChain(t, seed, c.telemetry, seeds)
+			m, err := NewMachine(device, a.loss.Graph(), append(opts, WithParams(a.params...),
+				WithOutputs(a.loss))...)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -1039,12 +1112,15 @@ func TestKasminaReports(t *testing.T) {
 				}
 				copies, size := int64(1), 4*all*c.words
 				for _, p := range a.params {
-					if step == 0 && p.Dims() == 1 { // scales, which tell whether anybody has written the slots
+					// scales, which tell whether anybody has written the slots
+					if step == 0 && p.Dims() == 1 {
 						copies, size = copies+1, size+int64(4*p.Shape().TotalSize())
 					}
 				}
-				if down := device.ctx.Stats().Sub(before).ToHost; int64(down.Count) != copies || down.Bytes != size {
-					t.Errorf("step %d: %d copies to the host of %d bytes, want %d of %d", step, down.Count, down.Bytes, copies, size)
+				if down := device.ctx.Stats().Sub(before).ToHost; int64(down.Count) != copies ||
+					down.Bytes != size {
+					t.Errorf("step %d: %d copies to the host of %d bytes, want %d of %d", step,
+						down.Count, down.Bytes, copies, size)
 				}
 				for i, p := range a.params {
 					v, err := m.Value(p.Deriv())
@@ -1058,7 +1134,8 @@ func TestKasminaReports(t *testing.T) {
 			}
 			for i, l := range a.lattices {
 				sameReports(t, fmt.Sprintf("layer %d", i), l.Report(), b.lattices[i].Report())
-				sameReports(t, fmt.Sprintf("history of layer %d", i), l.History(), b.lattices[i].History())
+				sameReports(t, fmt.Sprintf("history of layer %d", i), l.History(),
+					b.lattices[i].History())
 			}
 		}
 		t.Run(name+"/fake", func(t *testing.T) {
@@ -1126,7 +1203,8 @@ func TestKasminaTiming(t *testing.T) {
 				}
 			}
 		}
-		for _, n := range [][2]*node{{graphs[0].x.Deriv(), graphs[1].x.Deriv()}, {graphs[0].weights.Deriv(), graphs[1].weights.Deriv()}} {
+		for _, n := range [][2]*node{{graphs[0].x.Deriv(), graphs[1].x.Deriv()},
+			{graphs[0].weights.Deriv(), graphs[1].weights.Deriv()}} {
 			var bits [2][]float32
 			for i, m := range machines {
 				v, err := m.Value(n[i])
@@ -1153,12 +1231,15 @@ func TestKasminaTiming(t *testing.T) {
 			continue
 		}
 		k := graphs[1]
-		// x and y, the gradients of both, and x again of the seeds that are neither dormant nor Residual.
+		// x and y, the gradients of both, and x again of the seeds that are neither dormant nor
+		// Residual.
 		bytes, perRun := 4*float64(k.rows*(4*k.dim+5*k.chunk)), (6 * time.Millisecond).Seconds()
 		l := timed.Layer
-		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.Samples() || math.Abs(l.Kernel.Seconds()/(perRun/2)-1) > 0.01 || math.Abs(l.Overhead-10) > 0.1 ||
+		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.Samples() ||
+			math.Abs(l.Kernel.Seconds()/(perRun/2)-1) > 0.01 || math.Abs(l.Overhead-10) > 0.1 ||
 			math.Abs(l.Bandwidth/(bytes/perRun)-1) > 0.01 {
-			t.Errorf("%+v, want a kernel's time of %v s, 10 %% of overhead and %v bytes/s", l, perRun/2, bytes/perRun)
+			t.Errorf("%+v, want a kernel's time of %v s, 10 %% of overhead and %v bytes/s", l,
+				perRun/2, bytes/perRun)
 		}
 	}
 }

@@ -81,7 +81,8 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if config.share != nil && config.share.device != d {
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
-	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx}, warned: map[string]bool{}}
+	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx},
+		warned: map[string]bool{}}
 	m.runner = &run.Runner{Executor: &run.Executor{Ctx: d.ctx, Stream: config.stream},
 		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}
 	defer func() {
@@ -100,7 +101,9 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 
 // configOf gathers the options.
 func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
-	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) { return run.NewLauncher(ctx), nil }}
+	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) {
+		return run.NewLauncher(ctx), nil
+	}}
 	for _, opt := range opts {
 		if opt == nil {
 			return config, errors.New("an option is nil")
@@ -143,7 +146,8 @@ func (m *Machine) open() (err error) {
 	}
 	c := &m.config
 	m.options = lower.Options{Asked: c.Asked, Device: m.device.info, Activation: c.act,
-		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled, Accumulate: c.gather, Strict: c.strict,
+		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled,
+		Accumulate: c.gather, Strict: c.strict,
 		Timed: c.monitor > 0, OnHost: m.chooser.Rules.OnHost, Warn: m.warn, Chooser: m.chooser}
 	if s := c.share; s != nil {
 		m.options.Shared, m.options.SharedParams = s.runner.Program, s.config.Params
@@ -212,7 +216,8 @@ func (m *Machine) load() error {
 	p, ctx, x := m.runner.Program, m.device.ctx, m.runner.Executor
 	if s := m.config.share; s != nil {
 		if len(p.Borrowed) == 0 {
-			return errors.New("WithParamsOf: no input has name, type and shape of one of the other machine's parameters")
+			return errors.New("WithParamsOf: no input has name, type and shape of one of the " +
+				"other machine's parameters")
 		}
 		for _, b := range p.Borrowed {
 			s.inputs.Share(b, 1)
@@ -232,7 +237,8 @@ func (m *Machine) load() error {
 	if m.runner.Returned, err = m.memory.AllocHost(returnedBytes); err != nil {
 		return err
 	}
-	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Strict: m.config.strict, Warn: m.warn,
+	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner,
+		Strict: m.config.strict, Warn: m.warn,
 		Apart: m.config.single != nil, Sent: m.inputs.Sent, Refresh: m.inputs.Refresh})
 	if err != nil {
 		return err
@@ -257,8 +263,10 @@ func (m *Machine) load() error {
 	if err := update.ClearSums(m.runner); err != nil {
 		return err
 	}
-	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers, Chooser: m.chooser, Warn: m.warn,
-		Name: m.device.Name(), Operands: m.config.act, Float8: m.config.float8, Copy: m.config.ceilingBytes}
+	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers,
+		Chooser: m.chooser, Warn: m.warn,
+		Name: m.device.Name(), Operands: m.config.act, Float8: m.config.float8,
+		Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
 		if m.monitor, err = profile.NewMonitor(m.measured, m.config.monitor); err != nil {
 			return err

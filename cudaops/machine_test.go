@@ -47,7 +47,8 @@ func few(n, short int) int {
 // matrices begin anywhere.
 func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch) {
 	t.Helper()
-	c := llm.Config{Vocab: 19, Dim: 18, Layers: few(2, 1), Heads: 3, KVHeads: 1, Seq: 6, FF: 64, Kasmina: []int{0}, Seeds: 6}.Default()
+	c := llm.Config{Vocab: 19, Dim: 18, Layers: few(2, 1), Heads: 3, KVHeads: 1, Seq: 6, FF: 64,
+		Kasmina: []int{0}, Seeds: 6}.Default()
 	if seed%2 == 1 {
 		c.FF = 33
 	}
@@ -74,7 +75,8 @@ func (b *batch) draw(t testing.TB, seed uint64) {
 		b.ids[i], b.targets[i] = r.IntN(19), r.IntN(19)
 	}
 	for node, x := range map[*gorgonia.Node][]int{b.IDs: b.ids, b.Targets: b.targets} {
-		if err := gorgonia.Let(node, tensor.New(tensor.WithShape(n), tensor.WithBacking(x))); err != nil {
+		if err := gorgonia.Let(node, tensor.New(tensor.WithShape(n),
+			tensor.WithBacking(x))); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -139,17 +141,23 @@ func TestMachineAgreesWithTapeMachine(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testAgainstTapeMachine(t, device, 1e-5, fakeOption, scaledGradients)
 	})
-	t.Run("bfloat16", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 3e-2, WithPrecision(BFloat16)) })
-	t.Run("float16", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 5e-3, WithPrecision(Float16)) })
+	t.Run("bfloat16", func(t *testing.T) {
+		testAgainstTapeMachine(t, openGPU(t), 3e-2, WithPrecision(BFloat16))
+	})
+	t.Run("float16", func(t *testing.T) {
+		testAgainstTapeMachine(t, openGPU(t), 5e-3, WithPrecision(Float16))
+	})
 }
 
-func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
+	opts ...MachineOption) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	m, b := newBatch(t, llm.ForTraining, seed)
 	var log bytes.Buffer
 	logger := slog.New(slog.NewTextHandler(&log, nil))
-	machine, err := NewMachine(device, b.G, append(opts, withCeilingBytes(1<<14), WithParams(b.Params...), WithOutputs(b.Loss), WithLogger(logger))...)
+	machine, err := NewMachine(device, b.G, append(opts, withCeilingBytes(1<<14),
+		WithParams(b.Params...), WithOutputs(b.Loss), WithLogger(logger))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -225,7 +233,8 @@ type plusOneOp struct{ opbase.Base }
 
 func plusOne(x *gorgonia.Node) (*gorgonia.Node, error) {
 	o := &plusOneOp{}
-	opbase.Init(&o.Base, o, "PlusOne", "", gorgonia.Nodes{x}, x.Dtype(), x.Shape(), computePlusOne[float32], computePlusOne[float64])
+	opbase.Init(&o.Base, o, "PlusOne", "", gorgonia.Nodes{x}, x.Dtype(), x.Shape(),
+		computePlusOne[float32], computePlusOne[float64])
 	return gorgonia.ApplyOp(o, x)
 }
 
@@ -256,7 +265,8 @@ func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 		t.Fatal(err)
 	}
 	var log bytes.Buffer
-	machine, err := NewMachine(device, g, append(opts, WithOutputs(y), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
+	machine, err := NewMachine(device, g,
+		append(opts, WithOutputs(y), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -274,15 +284,18 @@ func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 			t.Fatal(err)
 		}
 		for i, v := range flat(t, before) {
-			if got, want := flat(t, after)[i], (v+1)*(v+1); math.Abs(float64(got-want)) > 1e-5*float64(want) {
+			if got, want := flat(t, after)[i],
+				(v+1)*(v+1); math.Abs(float64(got-want)) > 1e-5*float64(want) {
 				t.Fatalf("(%v + 1)² is %v", v, got)
 			}
 		}
 	}
-	if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), "PlusOne") {
+	if n := strings.Count(log.String(), "\n"); n != 1 ||
+		!strings.Contains(log.String(), "PlusOne") {
 		t.Errorf("%d warnings, want one that names the op: %s", n, log.String())
 	}
-	if _, err := NewMachine(device, x.Graph(), append(opts, WithStrict())...); err == nil || !strings.Contains(err.Error(), "PlusOne") {
+	if _, err := NewMachine(device, x.Graph(), append(opts, WithStrict())...); err == nil ||
+		!strings.Contains(err.Error(), "PlusOne") {
 		t.Errorf("got %v, want an error that names the op", err)
 	}
 }
@@ -305,8 +318,10 @@ func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 		}
 		return x
 	}
-	x = gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(3, 5), tensor.WithBacking(value(15))), gorgonia.WithName("x"))
-	w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5, 4), tensor.WithBacking(value(20))), gorgonia.WithName("w"))
+	x = gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(3, 5), tensor.WithBacking(value(15))),
+		gorgonia.WithName("x"))
+	w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5, 4), tensor.WithBacking(value(20))),
+		gorgonia.WithName("w"))
 	h := must(gorgonia.Mul(x, w))
 	two := must(gorgonia.Mul(h, gorgonia.NewConstant(float32(2))))
 	y = must(gorgonia.Add(must(gorgonia.HadamardProd(must(gorgonia.Tanh(h)), h)), two))
@@ -335,7 +350,8 @@ func testCapture(t *testing.T, device *Device, opts ...MachineOption) {
 		for i := range fresh {
 			fresh[i] = float32(rand.NormFloat64())
 		}
-		if err := gorgonia.Let(x, tensor.New(tensor.WithShape(3, 5), tensor.WithBacking(fresh))); err != nil {
+		if err := gorgonia.Let(x, tensor.New(tensor.WithShape(3, 5),
+			tensor.WithBacking(fresh))); err != nil {
 			t.Fatal(err)
 		}
 		before := device.ctx.Stats()
@@ -343,8 +359,10 @@ func testCapture(t *testing.T, device *Device, opts ...MachineOption) {
 			t.Fatal(err)
 		}
 		work := device.ctx.Stats().Sub(before)
-		if step > 0 && (work.GraphLaunches != 1 || work.ToHost.Count != 0 || work.OnDevice.Count != 0) {
-			t.Errorf("step %d: %+v, want one launch of a graph and no copies but those of the inputs", step, work)
+		if step > 0 && (work.GraphLaunches != 1 || work.ToHost.Count != 0 ||
+			work.OnDevice.Count != 0) {
+			t.Errorf("step %d: %+v, want one launch of a graph and no copies but those of "+
+				"the inputs", step, work)
 		}
 		got, err := machine.Value(y)
 		if err != nil {
@@ -372,7 +390,8 @@ func TestMachineErrors(t *testing.T) {
 		return err
 	}
 	double := gorgonia.NewGraph()
-	gorgonia.NodeFromAny(double, tensor.New(tensor.WithShape(2), tensor.WithBacking([]float64{1, 2})), gorgonia.WithName("x"))
+	gorgonia.NodeFromAny(double, tensor.New(tensor.WithShape(2),
+		tensor.WithBacking([]float64{1, 2})), gorgonia.WithName("x"))
 	if _, err := gorgonia.Square(double.AllNodes()[0]); err != nil {
 		t.Fatal(err)
 	}
@@ -435,9 +454,12 @@ func TestMachineErrors(t *testing.T) {
 
 // TestTooLarge wants a graph that does not fit to be refused before anything is allocated for it.
 func TestTooLarge(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9, Memory: 33 << 20, SMs: 1}}})
+	device, _, fakeOption := openFake(t,
+		fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9,
+			Memory: 33 << 20, SMs: 1}}})
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4096, 4096), gorgonia.WithName("x"))
+	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4096, 4096),
+		gorgonia.WithName("x"))
 	if _, err := gorgonia.Square(x); err != nil {
 		t.Fatal(err)
 	}
@@ -452,7 +474,8 @@ func TestArguments(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	build := func(name string) (*gorgonia.ExprGraph, *gorgonia.Node, *gorgonia.Node) {
 		g := gorgonia.NewGraph()
-		w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(2, 2), tensor.WithBacking([]float32{1, 2, 3, 4})), gorgonia.WithName(name))
+		w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(2, 2),
+			tensor.WithBacking([]float32{1, 2, 3, 4})), gorgonia.WithName(name))
 		return g, w, gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(w))))
 	}
 	g, w, _ := build("w")
@@ -466,10 +489,12 @@ func TestArguments(t *testing.T) {
 	}
 	other, _, _ := build("v")
 	for want, err := range map[string]error{
-		"WithOutputs: node":                   make1(device, g, fakeOption, WithOutputs(foreignSum)),
-		"WithParams: input w":                 make1(device, g, fakeOption, WithParams(foreign)),
-		"an option is nil":                    make1(device, g, fakeOption, nil),
-		"WithParamsOf: no input has name":     make1(device, other, fakeOption, WithParamsOf(owner)),
+		"WithOutputs: node": make1(device, g, fakeOption,
+			WithOutputs(foreignSum)),
+		"WithParams: input w": make1(device, g, fakeOption, WithParams(foreign)),
+		"an option is nil":    make1(device, g, fakeOption, nil),
+		"WithParamsOf: no input has name": make1(device, other,
+			fakeOption, WithParamsOf(owner)),
 		"a node is nil":                       owner.Upload(nil),
 		"no parameter has a gradient":         owner.SetOptimizer(wrapped{new(optim.AdamW)}, 1),
 		"the optimiser is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
@@ -488,7 +513,8 @@ func TestArguments(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := owner.Bind(w, uintptr(memory), 16); err == nil || !strings.Contains(err.Error(), "another machine") {
+	if err := owner.Bind(w, uintptr(memory), 16); err == nil ||
+		!strings.Contains(err.Error(), "another machine") {
 		t.Errorf("binding a parameter that another machine uses: error %v", err)
 	}
 	if err := borrower.Close(); err != nil {
@@ -526,7 +552,8 @@ func TestUploadRefused(t *testing.T) {
 	}
 	clear(l.model.Params[0].Value.Float32s())
 	l.batch.ids[2] = 19
-	if err := l.machine.Upload(p, l.batch.IDs); err == nil || !strings.Contains(err.Error(), "cudaops.Machine.Upload: Embedding: ids[2] is 19") {
+	if err := l.machine.Upload(p, l.batch.IDs); err == nil || !strings.Contains(err.Error(),
+		"cudaops.Machine.Upload: Embedding: ids[2] is 19") {
 		t.Errorf("an id beyond the vocabulary: %v", err)
 	}
 	after, err := l.machine.Value(p)
@@ -552,7 +579,8 @@ func open1(opt DeviceOption) error {
 }
 
 func TestPrecisionText(t *testing.T) {
-	for want, p := range map[string]Precision{"f32": Float32, "bf16": BFloat16, "f16": Float16, "f8": Float8} {
+	for want, p := range map[string]Precision{"f32": Float32, "bf16": BFloat16,
+		"f16": Float16, "f8": Float8} {
 		text, err := p.MarshalText()
 		if string(text) != want || p.String() != want || err != nil {
 			t.Errorf("%d is %q and %v, %v, want %q", uint8(p), text, p, err, want)
@@ -565,7 +593,8 @@ func TestPrecisionText(t *testing.T) {
 		}
 	}
 	p := BFloat16
-	if err := p.UnmarshalText([]byte("fp8")); err == nil || !strings.Contains(err.Error(), `"fp8"`) || p != BFloat16 {
+	if err := p.UnmarshalText([]byte("fp8")); err == nil || !strings.Contains(err.Error(),
+		`"fp8"`) || p != BFloat16 {
 		t.Errorf("%v, %v", p, err)
 	}
 	if _, err := Precision(9).MarshalText(); err == nil || Precision(9).String() != "Precision(9)" {
@@ -585,7 +614,8 @@ func TestCopiesOfAStep(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testCopies(t, device, fakeOption, scaledGradients)
 	})
-	for name, p := range map[string]Precision{"float32": Float32, "bfloat16": BFloat16, "float16": Float16} {
+	for name, p := range map[string]Precision{"float32": Float32,
+		"bfloat16": BFloat16, "float16": Float16} {
 		if testing.Short() && p != BFloat16 {
 			continue
 		}
@@ -596,7 +626,8 @@ func TestCopiesOfAStep(t *testing.T) {
 func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	l := newLifetime(t, newMuon)
 	lattice := l.model.Kasmina.Lattice(0)
-	if err := l.model.Germinate(0, 1, state.GerminationRequest{Slot: 1, Kind: blueprints.ConvFilter}); err != nil {
+	if err := l.model.Germinate(0, 1, state.GerminationRequest{Slot: 1,
+		Kind: blueprints.ConvFilter}); err != nil {
 		t.Fatal(err)
 	}
 	for _, s := range []state.Stage{state.Training, state.Grafting} {
@@ -610,7 +641,8 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	defer l.machine.Close()
 	rows, seeds := int64(l.batch.IDs.Shape()[0]), int64(lattice.Seeds())
 	const loss, control = 4, 64
-	up, down := gpu.Copies{Count: 2, Bytes: 2 * 8 * rows}, gpu.Copies{Count: 2, Bytes: loss + control}
+	up, down := gpu.Copies{Count: 2, Bytes: 2 * 8 * rows},
+		gpu.Copies{Count: 2, Bytes: loss + control}
 	with := func(c gpu.Copies, bytes int64) gpu.Copies {
 		return gpu.Copies{Count: c.Count + 1, Bytes: c.Bytes + bytes}
 	}
@@ -621,11 +653,20 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 		up, down gpu.Copies
 	}{
 		{"a steady step", nil, up, with(down, 4*program.KasminaBins*seeds)},
-		{"telemetry with histograms", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Debug}) }, up,
+		{"telemetry with histograms", func() error {
+			return lattice.SetTelemetry(state.Telemetry{Mode: state.Debug})
+		}, up,
 			with(down, 4*program.KasminaWords*seeds)},
-		{"telemetry off", func() error { return lattice.SetTelemetry(state.Telemetry{Mode: state.Off}) }, up, with(down, 4*program.KasminaHealth*seeds)},
-		{"a seed that changes", func() error { alpha += 0.1; return lattice.SetAlpha(1, alpha) }, with(up, stateBytes), with(down, 4*program.KasminaHealth*seeds)},
-		{"another learning rate", func() error { return l.optimizer.SetLR(l.optimizer.LR() / 2) }, with(up, control), with(down, 4*program.KasminaHealth*seeds)},
+		{"telemetry off", func() error {
+			return lattice.SetTelemetry(state.Telemetry{Mode: state.Off})
+		}, up, with(down, 4*program.KasminaHealth*seeds)},
+		{"a seed that changes", func() error {
+			alpha += 0.1
+			return lattice.SetAlpha(1, alpha)
+		}, with(up, stateBytes), with(down, 4*program.KasminaHealth*seeds)},
+		{"another learning rate", func() error {
+			return l.optimizer.SetLR(l.optimizer.LR() / 2)
+		}, with(up, control), with(down, 4*program.KasminaHealth*seeds)},
 	}
 	for _, c := range cases[:few(len(cases), 2)] {
 		// Runs and updates are launched one by one at first and recorded at the second time.
@@ -641,12 +682,15 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 				t.Fatal(err)
 			}
 			work := device.ctx.Stats().Sub(before)
-			if i > 1 && (work.ToDevice != c.up || work.ToHost != c.down || work.OnDevice.Count != 0) {
-				t.Errorf("%s copies %+v up, %+v down and %+v on the device, want %+v, %+v and none", c.name, work.ToDevice, work.ToHost,
+			if i > 1 && (work.ToDevice != c.up || work.ToHost != c.down ||
+				work.OnDevice.Count != 0) {
+				t.Errorf("%s copies %+v up, %+v down and %+v on the device, want %+v, %+v and none",
+					c.name, work.ToDevice, work.ToHost,
 					work.OnDevice, c.up, c.down)
 			}
 			if i > 1 && work.GraphLaunches != 2 {
-				t.Errorf("%s launches %d graphs, want that of the run and that of the update", c.name, work.GraphLaunches)
+				t.Errorf("%s launches %d graphs, want that of the run and that of the update",
+					c.name, work.GraphLaunches)
 			}
 		}
 	}
@@ -657,7 +701,8 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 func TestModesAreCapturedApart(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
-	if err := l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Sampling, Every: 2}); err != nil {
+	if err := l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Sampling,
+		Every: 2}); err != nil {
 		t.Fatal(err)
 	}
 	if err := l.open(device, fakeOption); err != nil {
@@ -671,7 +716,8 @@ func TestModesAreCapturedApart(t *testing.T) {
 			t.Fatal(err)
 		}
 		if work := device.ctx.Stats().Sub(before); i > 3 && work.GraphLaunches != 2 {
-			t.Errorf("step %d launches %d graphs, want that of the run and that of the update", i, work.GraphLaunches)
+			t.Errorf("step %d launches %d graphs, want that of the run and that of the update",
+				i, work.GraphLaunches)
 		}
 	}
 	if n := l.machine.runner.Recordings(); n != 2 {
@@ -704,7 +750,8 @@ func (s *steps) do(f func() (*gorgonia.Node, error)) (n *gorgonia.Node) {
 	return n
 }
 
-func (s *steps) apply(f func(a, b *gorgonia.Node) (*gorgonia.Node, error), a, b *gorgonia.Node) *gorgonia.Node {
+func (s *steps) apply(f func(a, b *gorgonia.Node) (*gorgonia.Node, error), a,
+	b *gorgonia.Node) *gorgonia.Node {
 	return s.do(func() (*gorgonia.Node, error) { return f(a, b) })
 }
 
@@ -726,13 +773,17 @@ func (b *randomGraph) attention() (*gorgonia.Node, error) {
 	q, k, v := b.some(), b.some(), b.some()
 	projected := b.r.IntN(3) > 0
 	if projected {
-		q, k, v = s.apply(op.Linear, x, b.weight()), s.apply(op.Linear, x, b.weight()), s.apply(op.Linear, x, b.weight())
+		q, k, v = s.apply(op.Linear, x, b.weight()), s.apply(op.Linear, x, b.weight()),
+			s.apply(op.Linear, x, b.weight())
 	}
 	if b.r.IntN(3) > 0 {
-		q, k = s.do(func() (*gorgonia.Node, error) { return b.turned(q) }), s.do(func() (*gorgonia.Node, error) { return b.turned(k) })
+		q, k = s.do(func() (*gorgonia.Node, error) {
+			return b.turned(q)
+		}), s.do(func() (*gorgonia.Node, error) { return b.turned(k) })
 	}
 	y := s.do(func() (*gorgonia.Node, error) {
-		return op.Attention(q, k, v, op.AttentionConfig{Seq: 4, Heads: 2, KVHeads: 2, HeadDim: 4, Causal: b.r.IntN(2) == 0})
+		return op.Attention(q, k, v, op.AttentionConfig{Seq: 4, Heads: 2, KVHeads: 2, HeadDim: 4,
+			Causal: b.r.IntN(2) == 0})
 	})
 	if projected {
 		y = s.apply(gorgonia.Add, s.apply(op.Linear, y, b.weight()), x)
@@ -759,12 +810,15 @@ func (b *randomGraph) perceptron() (*gorgonia.Node, error) {
 
 // recomputed is a block whose results are not kept for the backward pass.
 func (b *randomGraph) recomputed() (*gorgonia.Node, error) {
-	return autodiff.Recompute(gorgonia.Nodes{b.some(), b.weight(), b.norm}, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-		var s steps
-		h := s.do(func() (*gorgonia.Node, error) { return op.RMSNorm(in[0], in[2], 0.1) })
-		h = s.apply(op.Linear, h, in[1])
-		return s.apply(gorgonia.Add, s.do(func() (*gorgonia.Node, error) { return gorgonia.Tanh(h) }), in[0]), s.err
-	})
+	return autodiff.Recompute(gorgonia.Nodes{b.some(), b.weight(), b.norm},
+		func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			var s steps
+			h := s.do(func() (*gorgonia.Node, error) { return op.RMSNorm(in[0], in[2], 0.1) })
+			h = s.apply(op.Linear, h, in[1])
+			return s.apply(gorgonia.Add, s.do(func() (*gorgonia.Node, error) {
+				return gorgonia.Tanh(h)
+			}), in[0]), s.err
+		})
 }
 
 // kasmina is a layer of seeds that watch, learn and blend.
@@ -773,8 +827,10 @@ func (b *randomGraph) kasmina() (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	for seed, path := range [][]state.Stage{{}, {state.Training}, {state.Training, state.Grafting}} {
-		err = errors.Join(err, l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + b.r.IntN(3), Kind: blueprints.Kind(b.r.IntN(4))}))
+	for seed, path := range [][]state.Stage{{}, {state.Training},
+		{state.Training, state.Grafting}} {
+		err = errors.Join(err, l.RequestGermination(seed,
+			state.GerminationRequest{Slot: 1 + b.r.IntN(3), Kind: blueprints.Kind(b.r.IntN(4))}))
 		for _, stage := range path {
 			err = errors.Join(err, l.Transition(seed, stage))
 		}
@@ -795,7 +851,9 @@ func (b *randomGraph) grow() (*gorgonia.Node, error) {
 	case 1:
 		return gorgonia.Sub(x, y)
 	case 2:
-		return gorgonia.HadamardProd(s.do(func() (*gorgonia.Node, error) { return gorgonia.Tanh(x) }), y)
+		return gorgonia.HadamardProd(s.do(func() (*gorgonia.Node, error) {
+			return gorgonia.Tanh(x)
+		}), y)
 	case 3:
 		return gorgonia.Tanh(x)
 	case 4:
@@ -810,10 +868,15 @@ func (b *randomGraph) grow() (*gorgonia.Node, error) {
 		return b.attention()
 	case 9:
 		turned := s.do(func() (*gorgonia.Node, error) { return gorgonia.Transpose(x, 1, 0) })
-		return s.apply(gorgonia.Mul, turned, s.do(func() (*gorgonia.Node, error) { return gorgonia.SoftMax(y) })), s.err
+		return s.apply(gorgonia.Mul, turned, s.do(func() (*gorgonia.Node, error) {
+			return gorgonia.SoftMax(y)
+		})), s.err
 	case 10:
-		long := s.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(x, tensor.Shape{4, 16}) })
-		return gorgonia.Reshape(s.apply(gorgonia.Add, long, long), tensor.Shape{randomSide, randomSide})
+		long := s.do(func() (*gorgonia.Node, error) {
+			return gorgonia.Reshape(x, tensor.Shape{4, 16})
+		})
+		return gorgonia.Reshape(s.apply(gorgonia.Add, long, long),
+			tensor.Shape{randomSide, randomSide})
 	case 11:
 		return b.halves()
 	case 12:
@@ -826,11 +889,13 @@ func (b *randomGraph) grow() (*gorgonia.Node, error) {
 
 // newRandomGraph returns a graph, its inputs that hold numbers, its parameters, and some of its
 // nodes.
-func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgonia.Nodes, err error) {
+func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
+	outputs gorgonia.Nodes, err error) {
 	const d, vocab = randomSide, 19
 	b = &randomGraph{g: gorgonia.NewGraph(), r: r}
 	input := func(name string, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(b.g, tensor.Float32, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name))
+		return gorgonia.NewTensor(b.g, tensor.Float32, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name))
 	}
 	ids := make([]*gorgonia.Node, 2)
 	for i, name := range []string{"ids", "targets"} {
@@ -854,8 +919,12 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgo
 			return nil, nil, nil, nil, s.err
 		}
 	}
-	last := s.do(func() (*gorgonia.Node, error) { return op.RMSNorm(b.matrices[len(b.matrices)-1], b.norm, 0.1) })
-	cost := s.do(func() (*gorgonia.Node, error) { return op.LinearCrossEntropy(last, table, ids[1]) })
+	last := s.do(func() (*gorgonia.Node, error) {
+		return op.RMSNorm(b.matrices[len(b.matrices)-1], b.norm, 0.1)
+	})
+	cost := s.do(func() (*gorgonia.Node, error) {
+		return op.LinearCrossEntropy(last, table, ids[1])
+	})
 	if s.err != nil {
 		return nil, nil, nil, nil, s.err
 	}
@@ -880,7 +949,8 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params, outputs gorgo
 			outputs = append(outputs, n)
 		}
 	}
-	return b, append(gorgonia.Nodes{x, b.norm, b.bias, b.slots, b.scales, table}, b.weights...), params, append(outputs, derivatives(params)...), nil
+	return b, append(gorgonia.Nodes{x, b.norm, b.bias, b.slots, b.scales, table}, b.weights...),
+		params, append(outputs, derivatives(params)...), nil
 }
 
 // TestRandomGraphs compares random graphs, whose nodes share memory and are computed together, with
@@ -903,7 +973,8 @@ func TestRandomGraphs(t *testing.T) {
 				for i := range x {
 					x[i] = 0.25 * float32(r.NormFloat64())
 				}
-				if err := gorgonia.Let(n, tensor.New(tensor.WithShape(n.Shape()...), tensor.WithBacking(x))); err != nil {
+				if err := gorgonia.Let(n, tensor.New(tensor.WithShape(n.Shape()...),
+					tensor.WithBacking(x))); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -914,9 +985,11 @@ func TestRandomGraphs(t *testing.T) {
 			opts = append(opts, scaledGradients)
 		}
 		// Also where the host computes some.
-		rules := []string{"+ *=host", "A × B=host", "tanh*=host", "*Reshape*=host", "Repeat*=host", "T[[]*=host", "Concat*=host", "Softmax*=host"}
+		rules := []string{"+ *=host", "A × B=host", "tanh*=host", "*Reshape*=host", "Repeat*=host",
+			"T[[]*=host", "Concat*=host", "Softmax*=host"}
 		host := WithWays(rules[r.IntN(len(rules)):][:r.IntN(2)]...)
-		m, err := NewMachine(device, b.g, append(opts, WithOutputs(outputs...), host, WithLogger(slog.New(slog.DiscardHandler)))...)
+		m, err := NewMachine(device, b.g, append(opts, WithOutputs(outputs...), host,
+			WithLogger(slog.New(slog.DiscardHandler)))...)
 		if err != nil {
 			t.Fatalf("round %d: %v", round, err)
 		}
@@ -926,7 +999,8 @@ func TestRandomGraphs(t *testing.T) {
 		}
 		for run := range 3 { // the second is captured, the third replayed
 			fill()
-			if err := errors.Join(m.Upload(params...), every.Upload(params...), m.RunAll(), every.RunAll()); err != nil {
+			if err := errors.Join(m.Upload(params...), every.Upload(params...), m.RunAll(),
+				every.RunAll()); err != nil {
 				t.Fatalf("round %d, run %d: %v", round, run, err)
 			}
 			for _, n := range outputs {
@@ -937,9 +1011,13 @@ func TestRandomGraphs(t *testing.T) {
 				}
 				x, y := flat(t, got), flat(t, want)
 				largest := max(slices.Max(y), -slices.Min(y))
-				for i := range x { // long chains make much of rounding, and some gradients are nothing but what it leaves of zero
-					if math.Abs(float64(x[i]-y[i])) > 0.05*float64(largest)+1e-3 || (x[i] != x[i]) != (y[i] != y[i]) {
-						t.Fatalf("round %d, run %d: element %d of %s is %v, want %v", round, run, i, graph.Describe(n), x[i], y[i])
+				// long chains make much of rounding, and some gradients are nothing but what it
+				// leaves of zero
+				for i := range x {
+					if math.Abs(float64(x[i]-y[i])) > 0.05*float64(largest)+1e-3 ||
+						(x[i] != x[i]) != (y[i] != y[i]) {
+						t.Fatalf("round %d, run %d: element %d of %s is %v, want %v", round, run, i,
+							graph.Describe(n), x[i], y[i])
 					}
 				}
 			}

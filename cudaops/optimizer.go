@@ -53,13 +53,16 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			if sum := m.runner.Program.Sums[i.Node]; sum != nil {
 				g = sum
 			}
-			all = append(all, &update.Param{Input: i, Grad: g, Rule: rules.Rule(i.Node.Name(), i.Node.Shape())})
+			all = append(all, &update.Param{Input: i, Grad: g,
+				Rule: rules.Rule(i.Node.Name(), i.Node.Shape())})
 		}
 	}
 	if len(all) == 0 {
-		return errors.New("no parameter has a gradient: name them with WithParams and derive them with gorgonia.Grad")
+		return errors.New("no parameter has a gradient: name them with WithParams and derive " +
+			"them with gorgonia.Grad")
 	}
-	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Chooser: m.chooser, Lower: m.options}, rules, all, maxNorm,
+	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Chooser: m.chooser,
+		Lower: m.options}, rules, all, maxNorm,
 		m.config.ranks)
 	if err == nil {
 		m.optimizer = x
@@ -141,7 +144,8 @@ func applyUpdate(m *Machine, loss *program.Array) (norm, value float64, refused 
 	}
 	x, scale := m.optimizer, &m.runner.Scale
 	if m.runner.Program.Scale != nil && scale.Carried != scale.Now.Scale {
-		return 0, 0, false, errors.New("the loss scale is not that of the last run: run the machine again")
+		return 0, 0, false,
+			errors.New("the loss scale is not that of the last run: run the machine again")
 	}
 	if err := enqueueUpdate(m, loss); err != nil {
 		return 0, 0, false, err
@@ -210,7 +214,8 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 		return fmt.Errorf("the optimiser has no parameter %s", graph.Describe(param))
 	}
 	if n := all[i].Grad.Len(); from < 0 || to < from || to > n {
-		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to, graph.Describe(param), n)
+		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to,
+			graph.Describe(param), n)
 	}
 	own, end := m.optimizer.Part(i)
 	if from, to = max(from, own)-own, min(to, end)-own; from >= to {
@@ -218,17 +223,18 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	}
 	for _, a := range all[i].Moments {
 		size := a.Type.Size()
-		if err := m.runner.Launch(program.Zero{Ptr: a.Ptr().Offset(from * size), Bytes: (to - from) * size}); err != nil {
+		if err := m.runner.Launch(program.Zero{Ptr: a.Ptr().Offset(from * size),
+			Bytes: (to - from) * size}); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// Contribute sends the gradients of the last run to the ranks that own them, where this rank is among
-// the first contributors, and adds what comes to this rank's sums, which are begun anew with first.
-// Of a machine made [WithRanks] all ranks call it after every round of runs, and [Machine.Update]
-// after the last one of a step.
+// Contribute sends the gradients of the last run to the ranks that own them, where this rank is
+// among the first contributors, and adds what comes to this rank's sums, which are begun anew with
+// first. Of a machine made [WithRanks] all ranks call it after every round of runs, and
+// [Machine.Update] after the last one of a step.
 func (m *Machine) Contribute(contributors int, first bool) (err error) {
 	defer in("Contribute", &err)
 	switch {
@@ -236,14 +242,15 @@ func (m *Machine) Contribute(contributors int, first bool) (err error) {
 		return run.ErrClosed
 	case m.optimizer == nil:
 		return errNoOptimizer
-	case !m.runner.State.Ran() && contributors > 0 && m.config.ranks != nil && m.config.ranks.Group.Rank() < contributors:
+	case !m.runner.State.Ran() && contributors > 0 && m.config.ranks != nil &&
+		m.config.ranks.Group.Rank() < contributors:
 		return errors.New("the machine has not run, so there are no gradients")
 	}
 	return m.optimizer.Contribute(contributors, first)
 }
 
-// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks of
-// a machine made [WithRanks] must call it. [Machine.Download] leaves the optimiser alone there.
+// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks
+// of a machine made [WithRanks] must call it. [Machine.Download] leaves the optimiser alone there.
 func (m *Machine) GatherState() (err error) {
 	defer in("GatherState", &err)
 	if err := m.runner.State.Open(); err != nil {
@@ -275,7 +282,9 @@ func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if i := slices.IndexFunc(m.config.Params, func(p *gorgonia.Node) bool { return bad[p] }); i >= 0 {
+	if i := slices.IndexFunc(m.config.Params, func(p *gorgonia.Node) bool {
+		return bad[p]
+	}); i >= 0 {
 		return m.config.Params[i], nil
 	}
 	return nil, nil
@@ -306,17 +315,21 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 }
 
 func setLossScale(m *Machine, s LossScale) error {
-	scale := optimizer.LossScale{Scale: float32(s.Scale), Good: int32(s.Good), Skipped: int32(s.Skipped)}
+	scale := optimizer.LossScale{Scale: float32(s.Scale), Good: int32(s.Good),
+		Skipped: int32(s.Skipped)}
 	at := m.runner.Program.Scale
 	switch {
 	case m.runner.State.Closed():
 		return run.ErrClosed
 	case at == nil:
-		return errors.New("the machine does not scale: it has another precision than Float16, or a graph without gradients")
+		return errors.New("the machine does not scale: it has another precision than Float16, or " +
+			"a graph without gradients")
 	case float64(scale.Scale) != s.Scale || !(s.Scale >= 1) || scale.Scale-scale.Scale != 0:
 		return fmt.Errorf("the loss scale: Scale is %v, want a float32 of at least 1", s.Scale)
-	case int(scale.Good) != s.Good || int(scale.Skipped) != s.Skipped || s.Good < 0 || s.Skipped < 0:
-		return fmt.Errorf("numbers of steps: Good is %d and Skipped %d, want at least 0", s.Good, s.Skipped)
+	case int(scale.Good) != s.Good || int(scale.Skipped) != s.Skipped ||
+		s.Good < 0 || s.Skipped < 0:
+		return fmt.Errorf("numbers of steps: Good is %d and Skipped %d, want at least 0", s.Good,
+			s.Skipped)
 	}
 	if err := m.device.ctx.CopyToDevice(at.Ptr(), scale.Bytes(), m.runner.Stream); err != nil {
 		return err

@@ -33,11 +33,13 @@ import (
 )
 
 func newAdamW() (optim.Optimizer, error) {
-	return optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0.1), optim.WithGroup(optim.Vectors, optim.Decay(0), optim.LRScale(2)))
+	return optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0.1),
+		optim.WithGroup(optim.Vectors, optim.Decay(0), optim.LRScale(2)))
 }
 
 func newMuon() (optim.Optimizer, error) {
-	return optim.NewMuon(optim.WithLR(0.01), optim.WithWeightDecay(0.1), optim.WithAdamW(optim.WithLR(0.003)))
+	return optim.NewMuon(optim.WithLR(0.01), optim.WithWeightDecay(0.1),
+		optim.WithAdamW(optim.WithLR(0.003)))
 }
 
 // TestUpdate trains a model on both machines, each with an optimiser of its own, moving what is
@@ -57,7 +59,8 @@ func TestUpdate(t *testing.T) {
 	}
 }
 
-func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimizer, error), opts ...MachineOption) {
+func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimizer, error),
+	opts ...MachineOption) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	model, b := newBatch(t, llm.ForTraining, seed)
@@ -100,7 +103,8 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	if err := onDevice.SetState(onHost.State()); err != nil {
 		t.Fatal(err)
 	}
-	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...), WithOutputs(b.Loss))...)
+	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...),
+		WithOutputs(b.Loss))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,7 +119,8 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		}
 		if i == 4 { // of a part of a matrix
 			p := b.Params[1]
-			if err := errors.Join(onHost.Forget(p.Name(), 3, 10), machine.Forget(p, 3, 10)); err != nil {
+			if err := errors.Join(onHost.Forget(p.Name(), 3, 10),
+				machine.Forget(p, 3, 10)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -132,8 +137,10 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := float64(v.Data().(float32)); math.Abs(got-loss) > 1e-4*loss || math.Abs(gotNorm-norm) > 1e-3*norm {
-			t.Errorf("step %d: loss %v and gradient norm %v, want %v and %v", i, got, gotNorm, loss, norm)
+		if got := float64(v.Data().(float32)); math.Abs(got-loss) > 1e-4*loss ||
+			math.Abs(gotNorm-norm) > 1e-3*norm {
+			t.Errorf("step %d: loss %v and gradient norm %v, want %v and %v", i,
+				got, gotNorm, loss, norm)
 		}
 	}
 	// A graph that scores the model uses the parameters where they are.
@@ -222,7 +229,8 @@ func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...), WithAccumulation())...)
+	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...),
+		WithAccumulation())...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -324,13 +332,15 @@ func TestUpdateRefuses(t *testing.T) {
 // and after it, and the first of two.
 func TestNonFinite(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
-	for name, opts := range map[string][]MachineOption{"plain": nil, "gathered": {WithAccumulation()}} {
+	for name, opts := range map[string][]MachineOption{"plain": nil,
+		"gathered": {WithAccumulation()}} {
 		l := newLifetime(t, newMuon)
 		if err := l.open(device, append(opts, fakeOption)...); err != nil {
 			t.Fatal(err)
 		}
 		m := l.machine
-		if _, err := m.NonFinite(); err == nil || !strings.Contains(err.Error(), "cudaops.Machine.NonFinite: the machine has not run") {
+		if _, err := m.NonFinite(); err == nil || !strings.Contains(err.Error(),
+			"cudaops.Machine.NonFinite: the machine has not run") {
 			t.Errorf("%s: before a run: %v", name, err)
 		}
 		check := func(what string, want *gorgonia.Node) {
@@ -341,10 +351,13 @@ func TestNonFinite(t *testing.T) {
 		}
 		spoil := func(p *gorgonia.Node) {
 			t.Helper()
-			i := slices.IndexFunc(m.optimizer.Params, func(s *update.Param) bool { return s.Input.Node == p })
+			i := slices.IndexFunc(m.optimizer.Params, func(s *update.Param) bool {
+				return s.Input.Node == p
+			})
 			g := m.optimizer.Params[i].Grad
 			bad := gpu.Bytes([]float32{float32(math.Inf(-1))})
-			if err := device.ctx.CopyToDevice(g.Ptr().Offset(g.Extent()-4), bad, m.runner.Stream); err != nil {
+			if err := device.ctx.CopyToDevice(g.Ptr().Offset(g.Extent()-4), bad,
+				m.runner.Stream); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -382,11 +395,13 @@ func TestNonFinite(t *testing.T) {
 
 // TestMemory wants a machine to tell of all memory that it holds on the device.
 func TestMemory(t *testing.T) {
-	for name, opts := range map[string][]MachineOption{"plain": nil, "float8": {float8Products}, "gathered": {WithAccumulation()}, "scaled": {scaledGradients}} {
+	for name, opts := range map[string][]MachineOption{"plain": nil, "float8": {float8Products},
+		"gathered": {WithAccumulation()}, "scaled": {scaledGradients}} {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		before := device.ctx.Stats().DeviceBytes
 		_, b := float8Model(t, llm.ForTraining, 3, 32)
-		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, append([]MachineOption{fakeOption}, opts...))
+		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
+			append([]MachineOption{fakeOption}, opts...))
 		check := func(what string) {
 			t.Helper()
 			if held, told := int(device.ctx.Stats().DeviceBytes-before), m.Memory(); held != told {
@@ -441,12 +456,14 @@ func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
 	if err := m.SetOptimizer(o, 0); err != nil {
 		t.Fatal(err)
 	}
-	for i, first := range []float32{0, 2, 0, 2, float32(math.NaN()), 1e-3} { // steps are launched one by one at first, and replayed later
+	// steps are launched one by one at first, and replayed later
+	for i, first := range []float32{0, 2, 0, 2, float32(math.NaN()), 1e-3} {
 		before, err := m.Value(w)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(gorgonia.Let(x, tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()); err != nil {
+		if err := errors.Join(gorgonia.Let(x,
+			tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()); err != nil {
 			t.Fatal(err)
 		}
 		value, norm, err := m.Step(gorgonia.Nodes{loss, vector}[i/2%2])
@@ -455,15 +472,19 @@ func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
 			t.Fatal(err, fetched)
 		}
 		finite := first*3e38-first*3e38 == 0
-		if moved := !slices.Equal(flat(t, before), flat(t, after)); moved != finite || (value-value == 0) != finite || (norm-norm == 0) != finite {
-			t.Errorf("step %d: loss %v, norm %v, and the parameters change: %v", i, value, norm, moved)
+		if moved := !slices.Equal(flat(t, before), flat(t, after)); moved != finite ||
+			(value-value == 0) != finite || (norm-norm == 0) != finite {
+			t.Errorf("step %d: loss %v, norm %v, and the parameters change: %v",
+				i, value, norm, moved)
 		}
 		v, err := m.Value(loss)
-		if err != nil || math.Float32bits(flat(t, v)[0]) != math.Float32bits(float32(value)) && value == value {
+		if err != nil || math.Float32bits(flat(t, v)[0]) != math.Float32bits(float32(value)) &&
+			value == value {
 			t.Errorf("step %d: loss %v, want %v, %v", i, value, v, err)
 		}
 	}
-	if _, _, err := m.Step(w); err == nil || !strings.Contains(err.Error(), "cudaops.Machine.Step: ") {
+	if _, _, err := m.Step(w); err == nil || !strings.Contains(err.Error(),
+		"cudaops.Machine.Step: ") {
 		t.Errorf("of something that is no loss: %v", err)
 	}
 }
@@ -480,11 +501,16 @@ func TestNewtonSchulz(t *testing.T) {
 		testNewtonSchulz(t, device, 3, 1e-4, fakeOption, scaledGradients)
 	})
 	t.Run("float32", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), few(5, 2), 1e-4) })
-	t.Run("bfloat16", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), few(2, 1), 5e-2, WithPrecision(BFloat16)) })
-	t.Run("float16", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), few(2, 1), 1e-2, WithPrecision(Float16)) })
+	t.Run("bfloat16", func(t *testing.T) {
+		testNewtonSchulz(t, openGPU(t), few(2, 1), 5e-2, WithPrecision(BFloat16))
+	})
+	t.Run("float16", func(t *testing.T) {
+		testNewtonSchulz(t, openGPU(t), few(2, 1), 1e-2, WithPrecision(Float16))
+	})
 }
 
-func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64, opts ...MachineOption) {
+func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
+	opts ...MachineOption) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -497,7 +523,8 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 					for i := range values {
 						values[i] = float32(r.NormFloat64())
 					}
-					return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(values)), gorgonia.WithName(name))
+					return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...),
+						tensor.WithBacking(values)), gorgonia.WithName(name))
 				}
 				x, w := input("x"), input("w")
 				y, err := op.NewtonSchulz(x, steps)
@@ -508,7 +535,8 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 				if _, err := gorgonia.Grad(loss, x); err != nil {
 					t.Fatal(err)
 				}
-				m, err := NewMachine(device, g, append(opts, WithParams(x), WithOutputs(y), WithStrict())...)
+				m, err := NewMachine(device, g,
+					append(opts, WithParams(x), WithOutputs(y), WithStrict())...)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -521,7 +549,8 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 				// Gorgonia's machine writes other results over y.
 				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, flat(t, x.Value()), s[0], s[1], steps)
-				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)),
+				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(
+					tensor.WithShape(s...), tensor.WithBacking(want)),
 					x.Deriv(): x.Deriv().Value()} {
 					v, err := m.Value(n)
 					if err != nil {
@@ -538,7 +567,8 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 
 // iterationWays runs a test in every way of the iteration: on the fake, and on a GPU in bfloat16,
 // where only Hopper has them all.
-func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way string, tolerance float64, opts ...MachineOption)) {
+func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way string,
+	tolerance float64, opts ...MachineOption)) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
 	for _, way := range []string{"products", "symmetric", "gram"} {
@@ -558,11 +588,14 @@ func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way str
 }
 
 func chose(m *Machine, way string) bool {
-	return slices.ContainsFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" && c.Way == way })
+	return slices.ContainsFunc(m.Choices(), func(c Choice) bool {
+		return c.Op == "NewtonSchulz" && c.Way == way
+	})
 }
 
 func TestNewtonSchulzWays(t *testing.T) {
-	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64, opts ...MachineOption) {
+	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64,
+		opts ...MachineOption) {
 		seed := rand.Uint64()
 		t.Logf("random seed %d", seed)
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -573,7 +606,8 @@ func TestNewtonSchulzWays(t *testing.T) {
 					x[i] = float32(r.NormFloat64())
 				}
 				g := gorgonia.NewGraph()
-				y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(x)), gorgonia.WithName("x")), steps)
+				y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...),
+					tensor.WithBacking(x)), gorgonia.WithName("x")), steps)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -616,7 +650,8 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		t.Setenv("KASMINA_WAYS", c.rule)
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
-		x := tensor.New(tensor.WithShape(c.shape...), tensor.WithBacking(tensor.Random(tensor.Float32, opbase.Size(c.shape))))
+		x := tensor.New(tensor.WithShape(c.shape...),
+			tensor.WithBacking(tensor.Random(tensor.Float32, opbase.Size(c.shape))))
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
 		if err != nil {
 			t.Fatal(err)
@@ -644,25 +679,30 @@ func TestNewtonSchulzTuned(t *testing.T) {
 // TestMuonTogether updates matrices of which some have the same shape, and wants what the optimiser
 // makes of them on the CPU.
 func TestMuonTogether(t *testing.T) {
-	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64, opts ...MachineOption) {
+	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64,
+		opts ...MachineOption) {
 		seed := rand.Uint64()
 		t.Logf("random seed %d", seed)
 		r := rand.New(rand.NewPCG(seed, 1))
 		g := gorgonia.NewGraph()
 		var params, terms gorgonia.Nodes
 		var start [][]float32
-		for i, s := range []shape{{16, 40}, {5, 7}, {16, 40}, {40, 16}, {24, 24}, {16, 40}, {5, 7}, {40, 16}} {
+		for i, s := range []shape{{16, 40}, {5, 7}, {16, 40}, {40, 16}, {24, 24},
+			{16, 40}, {5, 7}, {40, 16}} {
 			input := func(name string) *gorgonia.Node {
 				x := make([]float32, opbase.Size(s))
 				for i := range x {
 					x[i] = float32(r.NormFloat64())
 				}
-				return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(x)), gorgonia.WithName(name))
+				return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...),
+					tensor.WithBacking(x)), gorgonia.WithName(name))
 			}
 			w := input(fmt.Sprint("w", i))
 			params = append(params, w)
 			start = append(start, slices.Clone(flat(t, w.Value())))
-			terms = append(terms, gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(w, input(fmt.Sprint("c", i)))))))
+			terms = append(terms,
+				gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(w,
+					input(fmt.Sprint("c", i)))))))
 		}
 		loss := gorgonia.Must(gorgonia.ReduceAdd(terms))
 		if _, err := gorgonia.Grad(loss, params...); err != nil {
@@ -707,7 +747,8 @@ func TestMuonTogether(t *testing.T) {
 		defer tape.Close()
 		for range 2 {
 			tape.Reset()
-			if err := errors.Join(tape.RunAll(), host.Step(gorgonia.NodesToValueGrads(params))); err != nil {
+			if err := errors.Join(tape.RunAll(),
+				host.Step(gorgonia.NodesToValueGrads(params))); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -724,7 +765,8 @@ func TestMuonTogether(t *testing.T) {
 
 // normChain is a loss behind norms of rows of d elements, each of the result of the one before, and
 // their weights.
-func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss *gorgonia.Node, weights gorgonia.Nodes) {
+func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss *gorgonia.Node,
+	weights gorgonia.Nodes) {
 	t.Helper()
 	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 3))
 	values := func(shape ...int) gorgonia.NodeConsOpt {
@@ -734,10 +776,12 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 		}
 		return gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)))
 	}
-	y := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, d), gorgonia.WithName("x"), values(rows, d))
+	y := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, d),
+		gorgonia.WithName("x"), values(rows, d))
 	for i := range norms {
 		if i == 0 || !shared {
-			weights = append(weights, gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(d), gorgonia.WithName(fmt.Sprintf("w%d", i)),
+			weights = append(weights, gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(d),
+				gorgonia.WithName(fmt.Sprintf("w%d", i)),
 				values(d)))
 		}
 		var err error
@@ -745,8 +789,10 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 			t.Fatal(err)
 		}
 	}
-	target := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(rows), gorgonia.WithName("target"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(rows), tensor.WithBacking(make([]int, rows)))))
+	target := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(rows),
+		gorgonia.WithName("target"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(rows),
+			tensor.WithBacking(make([]int, rows)))))
 	loss, err := op.CrossEntropy(y, target)
 	if err == nil {
 		_, err = gorgonia.Grad(loss, weights...)
@@ -765,7 +811,8 @@ const partsMemory = 64 << 20
 func TestSums(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	pass := norm.RMSNormBackward{D: 1 << 20, Type: gpu.Float32} // whose parts take so many bytes a column
+	// whose parts take so many bytes a column
+	pass := norm.RMSNormBackward{D: 1 << 20, Type: gpu.Float32}
 	each := pass.WorkspaceBytes(fake.New(fake.Config{}).Devices()[0]) / pass.D
 	for _, c := range []struct {
 		name           string
@@ -776,14 +823,18 @@ func TestSums(t *testing.T) {
 		compiled       bool // and not run
 	}{
 		{name: "all at once", norms: 5, rows: 4, d: 6, launches: 1},
-		{name: "gathered", norms: 5, rows: 4, d: 6, launches: 1, opts: []MachineOption{WithAccumulation()}},
+		{name: "gathered", norms: 5, rows: 4, d: 6, launches: 1,
+			opts: []MachineOption{WithAccumulation()}},
 		{name: "added up", norms: 4, rows: 4, d: 6, shared: true, launches: 1},
-		{name: "much memory", norms: 4, rows: 1, d: partsMemory/each/2 - 64, launches: 2, compiled: true},
-		{name: "much memory each", norms: 3, rows: 1, d: partsMemory/each + 64, launches: 3, compiled: true},
+		{name: "much memory", norms: 4, rows: 1, d: partsMemory/each/2 - 64,
+			launches: 2, compiled: true},
+		{name: "much memory each", norms: 3, rows: 1, d: partsMemory/each + 64,
+			launches: 3, compiled: true},
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
-			m, err := NewMachine(device, loss.Graph(), append(append(opts, c.opts...), WithParams(weights...), WithOutputs(loss))...)
+			m, err := NewMachine(device, loss.Graph(), append(append(opts, c.opts...),
+				WithParams(weights...), WithOutputs(loss))...)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -838,7 +889,8 @@ func TestKasminaSumsGathered(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
 	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
-	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(), WithParams(chain.params...))
+	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(),
+		WithParams(chain.params...))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -867,11 +919,13 @@ func TestKasminaSumsTwice(t *testing.T) {
 			layer = n
 		}
 	}
-	again, err := layer.Op().(gorgonia.SDOp).SymDiff(graph.Children(layer), layer, gorgonia.Must(gorgonia.Add(g, g)))
+	again, err := layer.Op().(gorgonia.SDOp).SymDiff(graph.Children(layer), layer,
+		gorgonia.Must(gorgonia.Add(g, g)))
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithParams(chain.params...), WithOutputs(again[1]))
+	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithParams(chain.params...),
+		WithOutputs(again[1]))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -916,15 +970,18 @@ func TestKasminaSums(t *testing.T) {
 		figures   int // passes that leave some
 		opts      []MachineOption
 	}{
-		"production":     {[]state.Telemetry{production, production, production}, 3, nil},
-		"some":           {[]state.Telemetry{production, off, production}, 2, nil},
-		"off":            {[]state.Telemetry{off, off, off}, 0, nil},
-		"with a monitor": {[]state.Telemetry{production, production, off}, 2, []MachineOption{WithMonitor(2)}},
+		"production": {[]state.Telemetry{production, production, production}, 3, nil},
+		"some":       {[]state.Telemetry{production, off, production}, 2, nil},
+		"off":        {[]state.Telemetry{off, off, off}, 0, nil},
+		"with a monitor": {[]state.Telemetry{production, production, off}, 2,
+			[]MachineOption{WithMonitor(2)}},
 	} {
 		device, _, fakeOption := openFake(t, fake.Config{})
-		k, chain := &summing{figures: map[int]int{}, gradients: map[int]int{}}, newKasminaChain(t, 1, c.telemetry, seeds)
+		k, chain := &summing{figures: map[int]int{}, gradients: map[int]int{}},
+			newKasminaChain(t, 1, c.telemetry, seeds)
 		wrap := withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })
-		m, err := NewMachine(device, chain.loss.Graph(), append(c.opts, fakeOption, WithParams(chain.params...), wrap)...)
+		m, err := NewMachine(device, chain.loss.Graph(),
+			append(c.opts, fakeOption, WithParams(chain.params...), wrap)...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -939,7 +996,8 @@ func TestKasminaSums(t *testing.T) {
 		}
 		figures, gradients := k.figures[c.figures], k.gradients[len(seeds)]
 		if figures < 2 || gradients < 2 { // a run as it is, and a capture
-			t.Errorf("%s: %d launches for figures of %d passes, %d for gradients of %d", name, figures, c.figures, gradients, len(seeds))
+			t.Errorf("%s: %d launches for figures of %d passes, %d for gradients of %d", name,
+				figures, c.figures, gradients, len(seeds))
 		}
 		var apart [2]int
 		if c.opts != nil {
@@ -949,7 +1007,8 @@ func TestKasminaSums(t *testing.T) {
 			}
 		}
 		if n := len(k.figures) + len(k.gradients); n != 2+apart[0]+apart[1] {
-			t.Errorf("%s: launches for other numbers of passes: %v, %v", name, k.figures, k.gradients)
+			t.Errorf("%s: launches for other numbers of passes: %v, %v", name,
+				k.figures, k.gradients)
 		}
 	}
 }

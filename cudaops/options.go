@@ -46,8 +46,8 @@ type machineConfig struct {
 // MachineOption is an option of NewMachine.
 type MachineOption func(*machineConfig) error
 
-// WithRanks makes the machine one of several, at the ranks of a group, that train one model by the sum
-// of their gradients: see [Machine.Contribute]. Each remembers the moments of its part of the
+// WithRanks makes the machine one of several, at the ranks of a group, that train one model by the
+// sum of their gradients: see [Machine.Contribute]. Each remembers the moments of its part of the
 // parameters and updates that: of what AdamW updates by elements, of what Muon updates by matrices.
 // The group's device is the machine's. What collectives do is captured with the update.
 //
@@ -111,15 +111,16 @@ const (
 	// BFloat16 stores activations and the operands of products as bfloat16: for training.
 	BFloat16
 	// Float16 stores them as float16, which has three more bits and a smaller range, and scales the
-	// loss, so that gradients stay in that range: [Machine.LossScale]. Gradients that [Machine.Value]
-	// returns are without the scale.
+	// loss, so that gradients stay in that range: [Machine.LossScale]. Gradients that
+	// [Machine.Value] returns are without the scale.
 	Float16
-	// Float8 is BFloat16 but for products of linear layers ([op.Linear] and [op.SiLUMLP], forward and
-	// for the gradient of their input), whose operands it rounds to float8 (E4M3), each row of tokens
-	// and of weights with a scale of its own. Gradients of weights, the output layer with its loss
-	// ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are products with fewer
-	// than 128 rows of tokens or other sizes that are no multiples of 16. It needs compute capability
-	// 9.0 and cuBLASLt 12.9: else NewMachine returns [ErrUnsupportedPrecision].
+	// Float8 is BFloat16 but for products of linear layers ([op.Linear] and [op.SiLUMLP], forward
+	// and for the gradient of their input), whose operands it rounds to float8 (E4M3), each row of
+	// tokens and of weights with a scale of its own. Gradients of weights, the output layer with
+	// its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are
+	// products with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It
+	// needs compute capability 9.0 and cuBLASLt 12.9: else NewMachine returns
+	// [ErrUnsupportedPrecision].
 	Float8
 )
 
@@ -136,7 +137,9 @@ func (p Precision) String() string {
 // MarshalText returns the precision's name.
 func (p Precision) MarshalText() ([]byte, error) {
 	if int(p) >= len(precisionNames) {
-		return nil, fmt.Errorf("cudaops.Precision: %d has no name, want Float32, BFloat16, Float16 or Float8", uint8(p))
+		return nil,
+			fmt.Errorf("cudaops.Precision: %d has no name, want Float32, BFloat16, Float16 "+
+				"or Float8", uint8(p))
 	}
 	return []byte(precisionNames[p]), nil
 }
@@ -212,7 +215,8 @@ func (c *machineConfig) narrowGradients() error {
 		return nil
 	}
 	if c.act != gpu.BFloat16 {
-		return fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and Float8, and WithPrecision has %v: leave out one of them",
+		return fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and "+
+			"Float8, and WithPrecision has %v: leave out one of them",
 			c.grads, map[gpu.DType]Precision{gpu.Float32: Float32, gpu.Float16: Float16}[c.act])
 	}
 	c.narrow = gpu.BFloat16

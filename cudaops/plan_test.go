@@ -46,7 +46,8 @@ func keepsH(m *Machine) (kept, formed int) {
 
 // trainWithGates trains a model of several layers for a few steps, and returns the machine and the
 // bits of losses and gradients.
-func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Machine, seen []string) {
+func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Machine,
+	seen []string) {
 	t.Helper()
 	l := newWideLifetime(t)
 	if err := l.open(device, append(opts, gatesFused)...); err != nil {
@@ -89,24 +90,30 @@ func TestRoom(t *testing.T) {
 		elements += p.Shape().TotalSize()
 	}
 	need := m.runner.Program.Arena + m.runner.Program.Resident() + 8*elements
-	least := int(float64(need+run.WorkspaceBytes) / (1 - roomLeft)) // of a card for which the workspace is taken before
+	// of a card for which the workspace is taken before
+	least := int(float64(need+run.WorkspaceBytes) / (1 - roomLeft))
 	if kept, formed := keepsH(m); kept != 1 || formed != 0 || !m.runner.Program.Roomy {
-		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed, m.runner.Program.Roomy)
+		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed,
+			m.runner.Program.Roomy)
 	}
 	held := m.Memory()
 	for _, c := range []struct {
 		what  string
 		bytes int
 		spent bool
-	}{{"just enough", least + 64, true}, {"a little less", least - 64, false}, {"little", need + run.WorkspaceBytes + 64<<10, false}} {
+	}{{"just enough", least + 64, true}, {"a little less", least - 64, false},
+		{"little", need + run.WorkspaceBytes + 64<<10, false}} {
 		m, got := train(t, c.bytes)
-		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent || m.runner.Program.Roomy != c.spent {
-			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed, m.runner.Program.Roomy)
+		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent ||
+			m.runner.Program.Roomy != c.spent {
+			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed,
+				m.runner.Program.Roomy)
 		}
 		if less := m.Memory() < held; less == c.spent {
 			t.Errorf("%s: the machine holds %d bytes, with h %d", c.what, m.Memory(), held)
 		}
-		if n := len(m.runner.Attendants); n != 3 { // the reports, a layer, and what starts its slots
+		// the reports, a layer, and what starts its slots
+		if n := len(m.runner.Attendants); n != 3 {
 			t.Errorf("%s: %d attend runs", c.what, n)
 		}
 		if !slices.Equal(want, got) {
@@ -161,7 +168,8 @@ func TestRoom(t *testing.T) {
 		})
 		less, got := trainWithGates(t, device, opts...)
 		if !m.runner.Program.Roomy || less.runner.Program.Roomy {
-			t.Errorf("spent %v on an empty card, %v on a full one", m.runner.Program.Roomy, less.runner.Program.Roomy)
+			t.Errorf("spent %v on an empty card, %v on a full one", m.runner.Program.Roomy,
+				less.runner.Program.Roomy)
 		}
 		if !slices.Equal(want, got) {
 			t.Error("losses or gradients differ")
@@ -180,7 +188,8 @@ func gradients(params gorgonia.Nodes) (all gorgonia.Nodes) {
 func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOption) *Machine {
 	t.Helper()
 	b := newLifetime(t, newAdamW).batch
-	m, err := NewMachine(device, b.G, append(opts, gatesFused, WithParamsOf(of), WithOutputs(append(gradients(b.Params), b.Loss)...))...)
+	m, err := NewMachine(device, b.G, append(opts, gatesFused, WithParamsOf(of),
+		WithOutputs(append(gradients(b.Params), b.Loss)...))...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -205,7 +214,8 @@ func TestRoomShared(t *testing.T) {
 	}
 	m := newBorrower(t, device, l.machine, fakeOption)
 	if m.runner.Program.Roomy || len(m.borrowed) != len(l.batch.Params) {
-		t.Errorf("spent %v, %d of %d parameters are borrowed", m.runner.Program.Roomy, len(m.borrowed), len(l.batch.Params))
+		t.Errorf("spent %v, %d of %d parameters are borrowed", m.runner.Program.Roomy,
+			len(m.borrowed), len(l.batch.Params))
 	}
 	if err := errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)); err != nil {
 		t.Error(err)
@@ -227,12 +237,15 @@ func TestRoomOfOptimizer(t *testing.T) {
 		what  string
 		other func(t *testing.T, device *Device, first *Machine, opt MachineOption) *Machine
 	}{
-		{"a borrower", func(t *testing.T, device *Device, first *Machine, opt MachineOption) *Machine {
+		{"a borrower", func(t *testing.T, device *Device, first *Machine,
+			opt MachineOption) *Machine {
 			return newBorrower(t, device, first, opt)
 		}},
-		{"one with parameters of its own", func(t *testing.T, device *Device, _ *Machine, opt MachineOption) *Machine {
+		{"one with parameters of its own", func(t *testing.T, device *Device, _ *Machine,
+			opt MachineOption) *Machine {
 			b := newLifetime(t, newAdamW).batch
-			m, err := NewMachine(device, b.G, opt, gatesFused, WithParams(b.Params...), WithOutputs(b.Loss))
+			m, err := NewMachine(device, b.G, opt, gatesFused,
+				WithParams(b.Params...), WithOutputs(b.Loss))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -243,10 +256,12 @@ func TestRoomOfOptimizer(t *testing.T) {
 	}
 }
 
-func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine, MachineOption) *Machine) {
+func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
+	MachineOption) *Machine) {
 	device, cuda, fakeOption := openFake(t, cardOf(256<<20))
 	l := newLifetime(t, newAdamW)
-	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss}, []MachineOption{fakeOption, gatesFused})
+	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss},
+		[]MachineOption{fakeOption, gatesFused})
 	m := other(t, device, first, fakeOption)
 	need, moments := m.Memory()+momentsToCome(m), momentsToCome(first)
 	if err := m.Close(); err != nil || !m.runner.Program.Roomy || moments == 0 {
@@ -300,10 +315,12 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
 
 // TestRoomFails wants errors between one plan and the next to leave nothing behind.
 func TestRoomFails(t *testing.T) {
-	for _, call := range []string{"cuMemGetInfo", "cuMemAlloc", "cuMemHostAlloc", "cublasLtMatmulAlgoGetHeuristic"} {
+	for _, call := range []string{"cuMemGetInfo", "cuMemAlloc", "cuMemHostAlloc",
+		"cublasLtMatmulAlgoGetHeuristic"} {
 		met := 0
 		for nth := 1; ; nth++ {
-			device, cuda, fakeOption := openFake(t, cardOf(run.WorkspaceBytes+3<<20)) // less than a tenth is left
+			// less than a tenth is left
+			device, cuda, fakeOption := openFake(t, cardOf(run.WorkspaceBytes+3<<20))
 			l := newLifetime(t, newAdamW)
 			cuda.Fail(call, nth, gpu.OutOfMemory)
 			err := l.open(device, fakeOption, gatesFused)
@@ -354,7 +371,8 @@ func TestRoomRecomputed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := newFuseMachine(t, device, g.G, g.Params, gorgonia.Nodes{g.Loss}, []MachineOption{fakeOption, gatesFused})
+	m := newFuseMachine(t, device, g.G, g.Params, gorgonia.Nodes{g.Loss},
+		[]MachineOption{fakeOption, gatesFused})
 	arena := map[bool]int{}
 	for _, roomy := range []bool{false, true} {
 		m.options.Roomy = roomy
@@ -368,7 +386,8 @@ func TestRoomRecomputed(t *testing.T) {
 		arena[roomy] = p.Arena
 	}
 	if h := 2 * c.Seq * c.FF * 4; arena[true] > arena[false]+h {
-		t.Errorf("a run takes %d bytes, and %d without room: the difference is more than one h, %d", arena[true], arena[false], h)
+		t.Errorf("a run takes %d bytes, and %d without room: the difference is more than one h, %d",
+			arena[true], arena[false], h)
 	}
 	t.Log(arena)
 }
@@ -376,7 +395,8 @@ func TestRoomRecomputed(t *testing.T) {
 // newWideLifetime trains a model whose products kernels of this module take.
 func newWideLifetime(t *testing.T, how ...llm.GraphOption) *lifetime {
 	t.Helper()
-	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136, Kasmina: []int{1}, Seeds: 6}.Default()
+	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136,
+		Kasmina: []int{1}, Seeds: 6}.Default()
 	model, err := llm.NewModel(c, gorgonia.Float32, 2, state.WithoutGates())
 	if err != nil {
 		t.Fatal(err)

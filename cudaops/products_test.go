@@ -55,13 +55,16 @@ func (o ownProducts) Launch(s gpu.Stream, params any) error {
 }
 
 // residualGraph is h = x·vᵀ, y = h + (h·uᵀ)·wᵀ of random numbers with its gradients.
-func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph,
+	gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, seed, 3, 1.0/8)
-	in := gorgonia.Nodes{matrix("x", rows, d), matrix("v", d, d), matrix("u", f, d), matrix("w", d, f)}
+	in := gorgonia.Nodes{matrix("x", rows, d), matrix("v", d, d),
+		matrix("u", f, d), matrix("w", d, f)}
 	h := gorgonia.Must(op.Linear(in[0], in[1]))
-	y := gorgonia.Must(gorgonia.Add(h, gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
+	y := gorgonia.Must(gorgonia.Add(h,
+		gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
 	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
 }
 
@@ -96,12 +99,15 @@ func TestProductCounters(t *testing.T) {
 	}
 	t.Run("fake", func(t *testing.T) {
 		slow := fake.Way{Took: time.Second}
-		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{slow, {}, slow}, Devices: smallCache("GPU")})
+		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{slow, {}, slow},
+			Devices: smallCache("GPU")})
 		private := func(c *machineConfig) error {
 			c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
 			return nil
 		}
-		for _, opt := range []MachineOption{func(*machineConfig) error { return nil }, WithMonitor(2)} {
+		for _, opt := range []MachineOption{func(*machineConfig) error {
+			return nil
+		}, WithMonitor(2)} {
 			m := check(t, device, 6, 7, 5, fakeOption, private, WithTuning(TuneCached), opt)
 			products := 0
 			for _, task := range m.runner.Program.Calls {
@@ -109,13 +115,16 @@ func TestProductCounters(t *testing.T) {
 					products++
 				}
 			}
-			if z := m.runner.Program.Zeros; z == nil || z.Extent() != products*1024 || products < 7 {
-				t.Errorf("%d products, and %+v to be set to zero, want 1024 bytes for each", products, z)
+			if z := m.runner.Program.Zeros; z == nil || z.Extent() != products*1024 ||
+				products < 7 {
+				t.Errorf("%d products, and %+v to be set to zero, want 1024 bytes for each",
+					products, z)
 			}
 		}
 	})
 	t.Run("bfloat16", func(t *testing.T) {
-		m := check(t, openGPU(t), 16384, 2816, 1024, WithPrecision(BFloat16), WithTuning(TuneOff), WithWays("Matmul!=hopper-*"))
+		m := check(t, openGPU(t), 16384, 2816, 1024, WithPrecision(BFloat16), WithTuning(TuneOff),
+			WithWays("Matmul!=hopper-*"))
 		if z := m.runner.Program.Zeros; z != nil {
 			t.Logf("%d bytes are set to zero", z.Extent())
 		}
@@ -131,7 +140,8 @@ type projected struct {
 // graph returns such an attention of random numbers, with queries and keys turned, and its
 // gradients. The attention comes first of the nodes to keep, the queries before they are turned
 // last, if these are asked for.
-func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia.ExprGraph,
+	gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, seed, 2, 1.0/4)
@@ -143,10 +153,12 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 		return n
 	}
 	rows, wide, narrow := p.batch*p.Seq, p.Heads*p.HeadDim, p.KVHeads*p.HeadDim
-	in := gorgonia.Nodes{matrix("x", rows, p.d), matrix("q", wide, p.d), matrix("k", narrow, p.d), matrix("v", narrow, p.d)}
+	in := gorgonia.Nodes{matrix("x", rows, p.d), matrix("q", wide, p.d), matrix("k", narrow, p.d),
+		matrix("v", narrow, p.d)}
 	queries := must(op.Linear(in[0], in[1]))
 	q := must(op.RoPE(queries, op.RoPEConfig{Seq: p.Seq, Heads: p.Heads, HeadDim: p.HeadDim}))
-	k := must(op.RoPE(must(op.Linear(in[0], in[2])), op.RoPEConfig{Seq: p.Seq, Heads: p.KVHeads, HeadDim: p.HeadDim}))
+	k := must(op.RoPE(must(op.Linear(in[0], in[2])),
+		op.RoPEConfig{Seq: p.Seq, Heads: p.KVHeads, HeadDim: p.HeadDim}))
 	y := must(op.Attention(q, k, must(op.Linear(in[0], in[3])), p.AttentionConfig))
 	keep := withGradients(t, y, matrix("with", rows, wide), in)
 	if keepQueries {
@@ -173,12 +185,14 @@ func TestProjectionWays(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	check := func(t *testing.T, device *Device, p projected, tolerance float64, fuses bool, opts ...MachineOption) {
+	check := func(t *testing.T, device *Device, p projected, tolerance float64, fuses bool,
+		opts ...MachineOption) {
 		t.Helper()
 		var values []gorgonia.Value
 		for i, way := range []string{"separate", "fused"} {
 			g, params, keep := p.graph(t, seed, false)
-			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays("RoPEProduct="+way)))
+			m := newFuseMachine(t, device, g, params, keep,
+				append(opts, WithWays("RoPEProduct="+way)))
 			values = valuesOf(t, m, keep, values, tolerance)
 			fused := i > 0 && fuses
 			if got := ropeWay(m); fused && got != way {
@@ -192,13 +206,16 @@ func TestProjectionWays(t *testing.T) {
 	}
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
-		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4, Causal: true}}, 1e-5, true, fakeOption)
+		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2,
+			HeadDim: 4, Causal: true}}, 1e-5, true, fakeOption)
 	})
 	for _, headDim := range []int{64, 96, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
-			p := projected{3, 520, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2, HeadDim: headDim, Causal: true}}
+			p := projected{3, 520, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2,
+				HeadDim: headDim, Causal: true}}
 			device := openGPU(t)
-			check(t, device, p, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
+			check(t, device, p, 2e-2, device.info.Capability() == 90,
+				WithPrecision(BFloat16), WithTuning(TuneOff))
 		})
 	}
 }
@@ -211,7 +228,8 @@ func TestProjectionNeedsQueries(t *testing.T) {
 	for _, keepQueries := range []bool{false, true} {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		g, params, keep := p.graph(t, 1, keepQueries)
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, WithWays("RoPEProduct=fused")})
+		m := newFuseMachine(t, device, g, params, keep,
+			[]MachineOption{fakeOption, WithWays("RoPEProduct=fused")})
 		if way := ropeWay(m); (way == "") != keepQueries {
 			t.Errorf("queries kept %v: the way is %q", keepQueries, way)
 		}
@@ -223,7 +241,8 @@ func TestProjectionNeedsQueries(t *testing.T) {
 func TestProjectionTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
-	check := func(t *testing.T, device *Device, p projected, least float64, want int, opts ...MachineOption) {
+	check := func(t *testing.T, device *Device, p projected, least float64, want int,
+		opts ...MachineOption) {
 		t.Helper()
 		var log strings.Builder
 		g, params, keep := p.graph(t, 1, false)
@@ -231,8 +250,9 @@ func TestProjectionTuned(t *testing.T) {
 			c.tuneLeast, c.tunePath = least, filepath.Join(t.TempDir(), "tune.json")
 			return nil
 		}
-		m := newFuseMachine(t, device, g, params, keep, append(opts, private, WithTuning(TuneCached),
-			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))))
+		m := newFuseMachine(t, device, g, params, keep,
+			append(opts, private, WithTuning(TuneCached),
+				WithLogger(slog.New(slog.NewTextHandler(&log, nil)))))
 		timed := 0
 		for _, c := range m.Choices() {
 			if c.Op == "RoPEProduct" {
@@ -247,11 +267,13 @@ func TestProjectionTuned(t *testing.T) {
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
-		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}, least, want, fakeOption)
+		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2,
+			HeadDim: 4}}, least, want, fakeOption)
 	}
 	for _, headDim := range []int{64, 96, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
-			p := projected{3, 520, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2, HeadDim: headDim, Causal: true}}
+			p := projected{3, 520, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2,
+				HeadDim: headDim, Causal: true}}
 			device, want := openGPU(t), 0
 			if device.info.Capability() == 90 {
 				want = 1
@@ -263,11 +285,13 @@ func TestProjectionTuned(t *testing.T) {
 
 // perceptronGraph is a gated perceptron of random numbers with its gradients; the first node is its
 // result.
-func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph, gorgonia.Nodes, gorgonia.Nodes) {
+func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph,
+	gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, seed, 1, 1.0/4)
-	in := gorgonia.Nodes{matrix("x", rows, d), matrix("gate", f, d), matrix("up", f, d), matrix("down", d, f)}
+	in := gorgonia.Nodes{matrix("x", rows, d), matrix("gate", f, d),
+		matrix("up", f, d), matrix("down", d, f)}
 	y, err := op.SiLUMLP(in[0], in[1], in[2], in[3])
 	if err != nil {
 		t.Fatal(err)
@@ -282,7 +306,8 @@ func TestPerceptronWays(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, fuses bool, opts ...MachineOption) {
+	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, fuses bool,
+		opts ...MachineOption) {
 		var values []gorgonia.Value
 		for i, rule := range []string{"SiLUProduct*=separate", "SiLUProduct*=fused"} {
 			g, params, keep := perceptronGraph(t, seed, rows, f, d)
@@ -294,7 +319,8 @@ func TestPerceptronWays(t *testing.T) {
 					fused[c.Op] = strings.HasPrefix(c.Way, "fused")
 				}
 			}
-			if want := i == 1 && fuses; fused["SiLUProduct"] != want || fused["SiLUProductBackward"] != want {
+			if want := i == 1 && fuses; fused["SiLUProduct"] != want ||
+				fused["SiLUProductBackward"] != want {
 				t.Errorf("%s: fused %v, want %v", rule, fused, want)
 			}
 		}
@@ -305,7 +331,8 @@ func TestPerceptronWays(t *testing.T) {
 	})
 	t.Run("bfloat16", func(t *testing.T) {
 		device := openGPU(t)
-		check(t, device, 200, 136, 72, 2e-2, device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
+		check(t, device, 200, 136, 72, 2e-2, device.info.Capability() == 90,
+			WithPrecision(BFloat16), WithTuning(TuneOff))
 	})
 }
 
@@ -321,7 +348,8 @@ func TestPerceptronTuned(t *testing.T) {
 			c.tuneLeast, c.tunePath = least, filepath.Join(t.TempDir(), "tune.json")
 			return nil
 		}
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, private, WithTuning(TuneCached),
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, private,
+			WithTuning(TuneCached),
 			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
 		timed := 0
 		for _, c := range m.Choices() {
@@ -348,10 +376,12 @@ func (k *fakeKernels) LinearCrossEntropyWorkspace(a gemm.LinearCrossEntropyShape
 func (k *fakeKernels) LinearCrossEntropy(s gpu.Stream, a gemm.LinearCrossEntropy) error {
 	return k.launch(s, func(l *fake.Launch) {
 		fake.Slice[byte](l, a.Workspace, 4*a.Rows)
-		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l, crossentropy.Forward{Grad: a.Grad})
+		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l,
+			crossentropy.Forward{Grad: a.Grad})
 		terms, scaled := floatsAt(l, a.Terms, a.Rows*a.V), floatsAt(l, a.Scaled, a.Rows*a.D)
 		losses, factors := floatsAt(l, a.Losses, a.Rows), floatsAt(l, a.Factors, a.Rows)
-		cpugemm.Mul(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0, terms, a.V)
+		cpugemm.Mul(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0,
+			terms, a.V)
 		for r, target := range intsAt(l, a.Targets, a.Rows) {
 			row := terms[r*a.V:][:a.V]
 			losses[r], factors[r] = 0, 0
@@ -380,7 +410,8 @@ func (k *fakeKernels) ScaleRows(s gpu.Stream, x, factors gpu.Ptr, rows, d int) e
 
 // outputLayer is a graph of an output layer with its loss: x [rows, d], w [v, d] and targets, of
 // which an eighth do not count. The loss is multiplied by 0.3.
-func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGraph, params, keep gorgonia.Nodes) {
+func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGraph, params,
+	keep gorgonia.Nodes) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 0))
 	g = gorgonia.NewGraph()
@@ -389,7 +420,8 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 		for i := range values {
 			values[i] = deviation * float32(r.NormFloat64())
 		}
-		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(rows, d), tensor.WithBacking(values)), gorgonia.WithName(name))
+		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(rows, d),
+			tensor.WithBacking(values)), gorgonia.WithName(name))
 	}
 	ids := make([]int, rows)
 	for i := range ids {
@@ -399,7 +431,8 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 	}
 	ids[0] = v - 1
 	x, w := matrix("x", rows, 0.1), matrix("w", v, 1)
-	targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(ids)), gorgonia.WithName("targets"))
+	targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(ids)),
+		gorgonia.WithName("targets"))
 	loss, err := op.LinearCrossEntropy(x, w, targets)
 	if err != nil {
 		t.Fatal(err)
@@ -431,7 +464,8 @@ func TestOutputLayerWays(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
-	check := func(t *testing.T, device *Device, rows, v, d int, tolerance float64, reference, fuses bool, opts ...MachineOption) {
+	check := func(t *testing.T, device *Device, rows, v, d int, tolerance float64, reference,
+		fuses bool, opts ...MachineOption) {
 		t.Helper()
 		var want []gorgonia.Value
 		if reference {
@@ -447,7 +481,8 @@ func TestOutputLayerWays(t *testing.T) {
 		}
 		for _, way := range []string{"separate", "fused"} {
 			g, params, keep := outputLayer(t, seed, rows, v, d)
-			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays("LinearCrossEntropy="+way)))
+			m := newFuseMachine(t, device, g, params, keep,
+				append(opts, WithWays("LinearCrossEntropy="+way)))
 			if err := m.RunAll(); err != nil {
 				t.Fatal(err)
 			}
@@ -474,14 +509,16 @@ func TestOutputLayerWays(t *testing.T) {
 	for _, s := range []struct {
 		rows, v, d int
 		large      bool
-	}{{300, 1000, 520, false}, {129, 264, 768, false}, {70, 1004, 512, false}, {6000, 50304, 1032, true}} {
+	}{{300, 1000, 520, false}, {129, 264, 768, false}, {70, 1004, 512, false},
+		{6000, 50304, 1032, true}} {
 		t.Run(fmt.Sprintf("bfloat16/%dx%dx%d", s.rows, s.v, s.d), func(t *testing.T) {
 			if s.large && testing.Short() {
 				t.Skip("takes seconds")
 			}
 			device := openGPU(t)
 			fuses := device.info.Capability() == 90 && s.v%8 == 0
-			check(t, device, s.rows, s.v, s.d, 1.5e-2, !s.large, fuses, WithPrecision(BFloat16), WithTuning(TuneOff))
+			check(t, device, s.rows, s.v, s.d, 1.5e-2, !s.large, fuses,
+				WithPrecision(BFloat16), WithTuning(TuneOff))
 		})
 	}
 }

@@ -39,7 +39,8 @@ func TestProfile(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
 	norm := &fake.Way{Took: 3 * time.Millisecond}
-	m, device := monitored(t, norm, &bytes.Buffer{}, withCeilingBytes(1<<14), WithTuning(TuneCached), WithMonitor(3))
+	m, device := monitored(t, norm, &bytes.Buffer{}, withCeilingBytes(1<<14),
+		WithTuning(TuneCached), WithMonitor(3))
 	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
 	step := func(m *Machine) {
 		t.Helper()
@@ -65,7 +66,8 @@ func TestProfile(t *testing.T) {
 		if p, err := m.Profile(); p != nil || err != nil {
 			t.Fatalf("before the last step: %v, %v", p, err)
 		}
-		if i == ProfileSteps-2 { // amid those with marks, which must not go on with what is captured of the old one
+		// amid those with marks, which must not go on with what is captured of the old one
+		if i == ProfileSteps-2 {
 			for _, m := range []*Machine{m, plain} {
 				o, err := optim.NewAdamW(optim.WithLR(0.02))
 				if err != nil {
@@ -89,7 +91,8 @@ func TestProfile(t *testing.T) {
 	}
 	checkProfile(t, m, p, 1)
 	first := p.Ops()[0]
-	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond || first.Time > 4*time.Millisecond || !slices.Equal(first.Ways, []string{"fast"}) {
+	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond ||
+		first.Time > 4*time.Millisecond || !slices.Equal(first.Ways, []string{"fast"}) {
 		t.Errorf("the norm: %+v", first)
 	}
 	var layers []string
@@ -128,7 +131,8 @@ func TestProfile(t *testing.T) {
 func TestProfileFloat8(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 3, 32)
-	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, []MachineOption{fakeOption, float8Products, withCeilingBytes(1 << 14)})
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
+		[]MachineOption{fakeOption, float8Products, withCeilingBytes(1 << 14)})
 	if err := errors.Join(m.RunAll(), m.StartProfile()); err != nil {
 		t.Fatal(err)
 	}
@@ -159,7 +163,8 @@ func TestProfileFloat8(t *testing.T) {
 		} else {
 			wide++
 		}
-		if want := max(s.Bytes/p.Copy, s.FLOPs/product) / s.Time.Seconds(); math.Abs(s.Share-want) > 0.01*want+1e-3 {
+		if want := max(s.Bytes/p.Copy,
+			s.FLOPs/product) / s.Time.Seconds(); math.Abs(s.Share-want) > 0.01*want+1e-3 {
 			t.Errorf("%s: the share is %v, want %v", s.Kernel, s.Share, want)
 		}
 	}
@@ -177,7 +182,8 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	var end time.Duration
 	tasks := map[int]bool{}
 	for i, s := range p.Spans {
-		if s.Start < end || s.Time < 0 || s.Kernel == "" || s.Op == "" || s.Share < 0 || math.IsNaN(s.Share) || math.IsInf(s.Share, 0) {
+		if s.Start < end || s.Time < 0 || s.Kernel == "" || s.Op == "" || s.Share < 0 ||
+			math.IsNaN(s.Share) || math.IsInf(s.Share, 0) {
 			t.Errorf("span %d, after %v: %+v", i, end, s)
 		}
 		end = s.Start + s.Time
@@ -186,10 +192,12 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 		}
 	}
 	if len(tasks) != runs*len(m.runner.Program.Calls) {
-		t.Errorf("%d tasks in %d runs, the program has %d", len(tasks), runs, len(m.runner.Program.Calls))
+		t.Errorf("%d tasks in %d runs, the program has %d", len(tasks), runs,
+			len(m.runner.Program.Calls))
 	}
 	if p.Period <= 0 || p.Graphs <= 0 || p.Copy <= 0 || p.Product <= 0 || p.Device == "" {
-		t.Errorf("the profile: period %v, graphs %v, ceilings %v and %v, device %q", p.Period, p.Graphs, p.Copy, p.Product, p.Device)
+		t.Errorf("the profile: period %v, graphs %v, ceilings %v and %v, device %q", p.Period,
+			p.Graphs, p.Copy, p.Product, p.Device)
 	}
 	var calls []string
 	for _, h := range p.Host {
@@ -221,7 +229,8 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 		if e.Ph == "X" && e.Pid == 1 && e.Tid == 1 {
 			s := p.Spans[kernels]
 			kernels++
-			if e.Name != s.Kernel || e.Args["op"] != s.Op || e.Args["layer"] != s.Layer || math.Abs(e.Dur-float64(s.Time)/1e3) > 1e-9 {
+			if e.Name != s.Kernel || e.Args["op"] != s.Op || e.Args["layer"] != s.Layer ||
+				math.Abs(e.Dur-float64(s.Time)/1e3) > 1e-9 {
 				t.Errorf("event %+v of span %+v", e, s)
 			}
 		}
@@ -249,7 +258,8 @@ func TestProfileLayers(t *testing.T) {
 			}
 			count[s.Op][s.Layer]++
 		}
-		for _, op := range []string{"Attention", "AttentionGrad", "RoPE", "SiLUMLP", "SiLUMLPGrad", "LinearGrad", "RMSNormGrad"} {
+		for _, op := range []string{"Attention", "AttentionGrad", "RoPE", "SiLUMLP", "SiLUMLPGrad",
+			"LinearGrad", "RMSNormGrad"} {
 			for _, layer := range []string{"model.layers.0", "model.layers.1"} {
 				if count[op][layer] == 0 {
 					t.Errorf("recompute %v: no %s in %s: %v", recompute, op, layer, count[op])
@@ -259,7 +269,8 @@ func TestProfileLayers(t *testing.T) {
 				t.Errorf("recompute %v: %s: %v", recompute, op, count[op])
 			}
 		}
-		if count["LinearCrossEntropy"]["model.embed_tokens"] == 0 || count["Update"][""] == 0 || count["Copies"][""] == 0 {
+		if count["LinearCrossEntropy"]["model.embed_tokens"] == 0 || count["Update"][""] == 0 ||
+			count["Copies"][""] == 0 {
 			t.Errorf("recompute %v: %v", recompute, count)
 		}
 	}
@@ -280,13 +291,15 @@ func TestProfileOnGPU(t *testing.T) {
 		copied, multiplied = 1, 1
 	}
 	kernels, graphs := p.Busy()
-	if !(kernels > 0 && kernels <= graphs*(1+1e-9) && graphs < 1) || p.Copy < copied || p.Product < multiplied {
+	if !(kernels > 0 && kernels <= graphs*(1+1e-9) && graphs < 1) || p.Copy < copied ||
+		p.Product < multiplied {
 		t.Errorf("busy %v and %v, ceilings %v and %v", kernels, graphs, p.Copy, p.Product)
 	}
 }
 
 // profiled is the profile of a step of a small model, of so many runs and an update.
-func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...MachineOption) *Profile {
+func profiled(t *testing.T, device *Device, recompute bool, runs int,
+	opts ...MachineOption) *Profile {
 	t.Helper()
 	config := llm.Config{Vocab: 24, Dim: 16, Layers: 2, Heads: 2, FF: 24, Seq: 8}.Default()
 	model, err := llm.NewModel(config, tensor.Float32, 1)
@@ -301,7 +314,8 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...Ma
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := NewMachine(device, g.G, append(opts, WithParams(g.Params...), WithOutputs(g.Loss), WithStrict())...)
+	m, err := NewMachine(device, g.G, append(opts, WithParams(g.Params...),
+		WithOutputs(g.Loss), WithStrict())...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -324,7 +338,8 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...Ma
 			}
 		}
 		for _, n := range []*gorgonia.Node{g.IDs, g.Targets} {
-			if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(ids)), tensor.WithBacking(ids))); err != nil {
+			if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(ids)),
+				tensor.WithBacking(ids))); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -345,7 +360,9 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...Ma
 		t.Fatal(err)
 	}
 	checkProfile(t, m, p, runs)
-	if i := slices.IndexFunc(p.Spans, func(s optime.Span) bool { return s.Op == "Update" && s.FLOPs == 0 }); i >= 0 {
+	if i := slices.IndexFunc(p.Spans, func(s optime.Span) bool {
+		return s.Op == "Update" && s.FLOPs == 0
+	}); i >= 0 {
 		t.Errorf("the products of the update are not counted: %+v", p.Spans[i])
 	}
 	return p
@@ -353,17 +370,22 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int, opts ...Ma
 
 // monitored makes a machine that learns one weight matrix behind a norm, which takes as long as
 // norm says.
-func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineOption) (*Machine, *Device) {
+func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineOption) (*Machine,
+	*Device) {
 	t.Helper()
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	matrix := func(name string, rows, columns int) *gorgonia.Node {
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, columns), gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(tensor.Range(tensor.Float32, 0, rows*columns)))))
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, columns),
+			gorgonia.WithName(name),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns),
+				tensor.WithBacking(tensor.Range(tensor.Float32, 0, rows*columns)))))
 	}
 	x, w := matrix("x", 6, 4), matrix("w", 5, 4)
-	scale := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(4), gorgonia.WithName("scale"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(4), tensor.WithBacking([]float32{1, 2, 3, 4}))))
+	scale := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(4),
+		gorgonia.WithName("scale"),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(4),
+			tensor.WithBacking([]float32{1, 2, 3, 4}))))
 	n, err := op.RMSNorm(x, scale, 1e-5)
 	if err != nil {
 		t.Fatal(err)
@@ -372,7 +394,8 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y)))), w); err != nil {
+	if _, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y)))),
+		w); err != nil {
 		t.Fatal(err)
 	}
 	private := func(c *machineConfig) error {
@@ -381,10 +404,12 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	}
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
 		slow := fake.Way{Took: 40 * time.Millisecond}
-		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k), names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
-			ways: []fake.Way{{}, slow}}, norm}
+		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k),
+			names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
+			ways:  []fake.Way{{}, slow}}, norm}
 	})
-	all := append([]MachineOption{fakeOption, private, wrap, WithParams(w), WithLogger(slog.New(slog.NewTextHandler(log, nil)))}, opts...)
+	all := append([]MachineOption{fakeOption, private, wrap, WithParams(w),
+		WithLogger(slog.New(slog.NewTextHandler(log, nil)))}, opts...)
 	m, err := NewMachine(device, g, all...)
 	if err != nil {
 		t.Fatal(err)
@@ -447,7 +472,8 @@ func TestMonitor(t *testing.T) {
 		t.Errorf("%d samples in 14 runs, want one in 4", m.monitor.Samples())
 	}
 	first := times[0]
-	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond || first.Time > 4*time.Millisecond || first.Bytes != 4*(2*24+4+6) ||
+	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond ||
+		first.Time > 4*time.Millisecond || first.Bytes != 4*(2*24+4+6) ||
 		strings.Join(first.Ways, " ") != "fast" || first.Tuned < 3*time.Millisecond {
 		t.Errorf("the norm: %+v", first)
 	}
@@ -483,7 +509,8 @@ func TestMonitor(t *testing.T) {
 	for range 16 {
 		step(m)
 	}
-	if text := log.String(); strings.Count(text, "when it was tuned") != 1 || !strings.Contains(text, "RMSNorm") {
+	if text := log.String(); strings.Count(text, "when it was tuned") != 1 ||
+		!strings.Contains(text, "RMSNorm") {
 		t.Errorf("the norm takes thrice as long: log %q", text)
 	}
 }
@@ -507,7 +534,9 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	}
 	Wrap(device, func(gpu.Context) gpu.Context { return context })
 	times, err := m.Monitor()
-	if i := slices.IndexFunc(times, func(o OpTime) bool { return o.Op == "Update" }); err != nil || i < 0 || times[i].Time == 0 {
+	if i := slices.IndexFunc(times, func(o OpTime) bool {
+		return o.Op == "Update"
+	}); err != nil || i < 0 || times[i].Time == 0 {
 		t.Errorf("got %v, %v, want what updates took too", times, err)
 	}
 }
@@ -531,7 +560,9 @@ func TestMonitorSampleFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	context := device.ctx.Context
-	Wrap(device, func(gpu.Context) gpu.Context { return &unread{context, len(m.runner.Program.Calls)} })
+	Wrap(device, func(gpu.Context) gpu.Context {
+		return &unread{context, len(m.runner.Program.Calls)}
+	})
 	if _, err := m.Monitor(); !errors.Is(err, gpu.LaunchFailed) {
 		t.Fatalf("a time that cannot be read: %v", err)
 	}
@@ -582,7 +613,8 @@ func TestMonitorCost(t *testing.T) {
 		t.Errorf("%d samples, one in %d", m.monitor.Samples(), m.monitor.Every())
 	}
 	device, _, fakeOption := openFake(t, fake.Config{})
-	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithMonitor(1)); err == nil || !strings.Contains(err.Error(), "at least 2") {
+	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithMonitor(1)); err == nil ||
+		!strings.Contains(err.Error(), "at least 2") {
 		t.Errorf("WithMonitor(1): %v", err)
 	}
 }

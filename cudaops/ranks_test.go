@@ -40,7 +40,8 @@ func (f fakeMemory) Enqueue(s comm.Stream, work func() error) error {
 }
 
 // eachRank runs f at so many ranks, each with a fake device of its own and a group on it.
-func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group, kernels MachineOption)) {
+func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group,
+	kernels MachineOption)) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -50,8 +51,10 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group, 
 	for r := range size {
 		d, _, kernels := openFake(t, fake.Config{})
 		wg.Go(func() {
-			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size,
-				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)}, comm.Options{Timeout: time.Minute})
+			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size,
+				LocalRank: r, LocalSize: size,
+				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)},
+				comm.Options{Timeout: time.Minute})
 			if err != nil {
 				t.Error(err)
 				return
@@ -62,7 +65,8 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group, 
 				return
 			}
 			f(r, d, g, kernels)
-			if err := errors.Join(w.Barrier(t.Context(), "done"), g.Close(), w.Close()); err != nil {
+			if err := errors.Join(w.Barrier(t.Context(), "done"), g.Close(),
+				w.Close()); err != nil {
 				t.Error(err)
 			}
 		})
@@ -77,7 +81,8 @@ func notCaptured(c *machineConfig) error {
 }
 
 // ranked is a graph with a parameter of several chunks, a vector and matrices.
-func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgonia.Node, params gorgonia.Nodes) {
+func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgonia.Node,
+	params gorgonia.Nodes) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(3, 4))
 	g := gorgonia.NewGraph()
@@ -86,12 +91,14 @@ func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgo
 		for i := range data {
 			data[i] = float32(r.NormFloat64()) / 8
 		}
-		n := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data)), gorgonia.WithName(name))
+		n := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...),
+			tensor.WithBacking(data)), gorgonia.WithName(name))
 		params = append(params, n)
 		return n
 	}
 	x = gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(6, 64), gorgonia.WithName("x"))
-	targets = gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(6), gorgonia.WithName("targets"))
+	targets = gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(6),
+		gorgonia.WithName("targets"))
 	try := func(n *gorgonia.Node, err error) *gorgonia.Node {
 		require.NoError(t, err)
 		return n
@@ -108,9 +115,10 @@ func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgo
 // TestRanks: several GPUs have the parameters and moments of one, after updates of the same
 // micro-batches, and go on from what the optimiser remembers on any number of them.
 func TestRanks(t *testing.T) {
-	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": func() (optim.Optimizer, error) {
-		return optim.NewMuon()
-	}} {
+	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
+		"Muon": func() (optim.Optimizer, error) {
+			return optim.NewMuon()
+		}} {
 		t.Run(name, func(t *testing.T) {
 			var want []string
 			for _, sizes := range [][2]int{{1, 1}, {2, 2}, {3, 1}, {4, 3}, {1, 2}} {
@@ -137,7 +145,8 @@ func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string)
 
 // trainRanks makes updates of four micro-batches each on a number of ranks, and returns what rank 0
 // has in the end.
-func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, state []optim.Tensor, values []*tensor.Dense,
+func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, state []optim.Tensor,
+	values []*tensor.Dense,
 	steps int) (after []optim.Tensor, params []*tensor.Dense) {
 	t.Helper()
 	const batches = 4
@@ -150,14 +159,16 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, st
 		require.NoError(t, err)
 		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
 		require.NoError(t, o.SetState(state))
-		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)
+		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+			WithRanks(g), notCaptured)
 		require.NoError(t, err)
 		defer m.Close()
 		require.NoError(t, m.SetOptimizer(o, 0.1))
 		r := rand.New(rand.NewPCG(uint64(len(state)), 9))
 		for range steps {
 			for b := range batches {
-				in, ids := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32)), tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))
+				in, ids := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32)),
+					tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))
 				for i := range in.Float32s() {
 					in.Float32s()[i] = float32(r.NormFloat64())
 				}
@@ -165,7 +176,8 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, st
 					ids.Ints()[i] = r.IntN(600)
 				}
 				if b%size == rank {
-					require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids), m.RunAll()))
+					require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
+						m.RunAll()))
 				}
 				if b%size == size-1 || b == batches-1 {
 					require.NoError(t, m.Contribute(b%size+1, b < size))
@@ -195,7 +207,8 @@ func TestRanksRemember(t *testing.T) {
 		loss, _, _, nodes := ranked(t)
 		o, err := newAdamW()
 		require.NoError(t, err)
-		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)
+		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+			WithRanks(g), notCaptured)
 		require.NoError(t, err)
 		defer m.Close()
 		require.ErrorContains(t, m.Contribute(1, true), "no optimiser")

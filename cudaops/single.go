@@ -37,7 +37,8 @@ type sharedKernels struct{ run.Launcher }
 
 func (sharedKernels) Close() error { return nil }
 
-func newSingleOps(d *Device, launcher func(gpu.Context) (run.Launcher, error)) (_ *singleOps, err error) {
+func newSingleOps(d *Device, launcher func(gpu.Context) (run.Launcher, error)) (_ *singleOps,
+	err error) {
 	s := &singleOps{device: d, launcher: launcher}
 	if s.shared, err = launcher(d.ctx); err != nil {
 		return nil, err
@@ -74,8 +75,9 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	}
 	children := append(gorgonia.Nodes{}, in...)
 	if f := forwardOf(o); f != nil {
-		// The backward op reads what the forward op leaves on the device, where the other machine has no
-		// place for it. So it is computed again, and its result stands for the operand that is the same.
+		// The backward op reads what the forward op leaves on the device, where the other machine
+		// has no place for it. So it is computed again, and its result stands for the operand that
+		// is the same.
 		y, err := gorgonia.ApplyOp(f, in[:f.Arity()]...)
 		if err != nil {
 			return nil, err
@@ -94,7 +96,8 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	if err != nil {
 		return nil, err
 	}
-	l := &singleOp{m: m, in: make([]*program.Input, len(in)), out: []*program.Array{m.runner.Program.Values[result]}}
+	l := &singleOp{m: m, in: make([]*program.Input, len(in)),
+		out: []*program.Array{m.runner.Program.Values[result]}}
 	if parts := l.out[0].Parts; len(parts) > 0 {
 		l.out = parts
 	}

@@ -36,7 +36,8 @@ func (c stockCase) graph(dt tensor.Dtype, gradients bool) (*stockRun, error) {
 		if len(s) == 0 {
 			return gorgonia.NewScalar(r.g, dt, gorgonia.WithName(name))
 		}
-		return gorgonia.NewTensor(r.g, dt, len(s), gorgonia.WithShape(s...), gorgonia.WithName(name))
+		return gorgonia.NewTensor(r.g, dt, len(s), gorgonia.WithShape(s...),
+			gorgonia.WithName(name))
 	}
 	for i, s := range c.shapes {
 		r.in = append(r.in, input(fmt.Sprint("x", i), dt, s))
@@ -44,7 +45,8 @@ func (c stockCase) graph(dt tensor.Dtype, gradients bool) (*stockRun, error) {
 	operands := slices.Clone(r.in)
 	if c.ids != nil {
 		ids := input("ids", tensor.Int, shape{len(c.ids)})
-		if err := gorgonia.Let(ids, tensor.New(tensor.WithBacking(slices.Clone(c.ids)))); err != nil {
+		if err := gorgonia.Let(ids,
+			tensor.New(tensor.WithBacking(slices.Clone(c.ids)))); err != nil {
 			return nil, err
 		}
 		operands = append(operands, ids)
@@ -153,13 +155,18 @@ func TestStock(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testStock(t, device, seed, 1, 1e-5, fakeOption)
 	})
-	t.Run("scaled", func(t *testing.T) { // by a number that is no power of two, so that one factor too many or too few shows
+	// by a number that is no power of two, so that one factor too many or too few shows
+	t.Run("scaled", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		testStock(t, device, seed, 1, 1e-5, fakeOption, scaledGradients)
 	})
 	t.Run("float32", func(t *testing.T) { testStock(t, openGPU(t), seed, few(1, 3), 1e-5) })
-	t.Run("bfloat16", func(t *testing.T) { testStock(t, openGPU(t), seed, few(1, 3), 3e-2, WithPrecision(BFloat16)) })
-	t.Run("float16", func(t *testing.T) { testStock(t, openGPU(t), seed, few(1, 3), 5e-3, WithPrecision(Float16)) })
+	t.Run("bfloat16", func(t *testing.T) {
+		testStock(t, openGPU(t), seed, few(1, 3), 3e-2, WithPrecision(BFloat16))
+	})
+	t.Run("float16", func(t *testing.T) {
+		testStock(t, openGPU(t), seed, few(1, 3), 5e-3, WithPrecision(Float16))
+	})
 }
 
 // scaledGradients is the loss scaling of Float16 without its storage.
@@ -169,18 +176,22 @@ func scaledGradients(c *machineConfig) error {
 }
 
 // testStock takes one of so many cases.
-func testStock(t *testing.T, device *Device, seed uint64, share int, tolerance float64, opts ...MachineOption) {
+func testStock(t *testing.T, device *Device, seed uint64, share int, tolerance float64,
+	opts ...MachineOption) {
 	r := rand.New(rand.NewPCG(seed, 1))
 	cases := stockCases(r)
 	if share > 1 {
 		r.Shuffle(len(cases), func(i, j int) { cases[i], cases[j] = cases[j], cases[i] })
 	}
 	for _, c := range cases[:len(cases)/share] {
-		t.Run(fmt.Sprint(c.name, " ", c.shapes), func(t *testing.T) { c.test(t, device, r, tolerance, opts) })
+		t.Run(fmt.Sprint(c.name, " ", c.shapes), func(t *testing.T) {
+			c.test(t, device, r, tolerance, opts)
+		})
 	}
 }
 
-func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance float64, opts []MachineOption) {
+func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance float64,
+	opts []MachineOption) {
 	run, err := c.graph(tensor.Float32, !c.constant)
 	if err != nil {
 		t.Fatal(err)
@@ -248,7 +259,8 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 
 // onTape returns the result and the gradients that Gorgonia's machine has for the same nodes. It
 // computes the result in another graph, since it writes other results over one that is used.
-func (c stockCase) onTape(t *testing.T, run *stockRun, values [][]float64, weights []float64) (all [][]float64) {
+func (c stockCase) onTape(t *testing.T, run *stockRun, values [][]float64,
+	weights []float64) (all [][]float64) {
 	t.Helper()
 	forward, err := c.graph(tensor.Float32, false)
 	if err != nil {
@@ -324,11 +336,13 @@ func TestStockWithoutCopies(t *testing.T) {
 		for i := range x {
 			x[i] = float32(rand.NormFloat64())
 		}
-		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(x)), gorgonia.WithName(fmt.Sprint(s)))
+		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...), tensor.WithBacking(x)),
+			gorgonia.WithName(fmt.Sprint(s)))
 	}
 	x, w, bias := value(3, 5), value(7, 5), value(7)
 	transposed := gorgonia.Must(gorgonia.Transpose(w))
-	if _, err := gorgonia.BroadcastAdd(gorgonia.Must(gorgonia.Mul(x, transposed)), bias, nil, []byte{0}); err != nil {
+	if _, err := gorgonia.BroadcastAdd(gorgonia.Must(gorgonia.Mul(x, transposed)), bias, nil,
+		[]byte{0}); err != nil {
 		t.Fatal(err)
 	}
 	var repeated *node
@@ -359,7 +373,8 @@ func TestStockWithoutCopies(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if want := n.Value().Data(); n == transposed && !slices.Equal(flat(t, v), want.([]float32)) {
+			if want := n.Value().Data(); n == transposed &&
+				!slices.Equal(flat(t, v), want.([]float32)) {
 				t.Errorf("transposed: %v, want %v", v, want)
 			}
 			if row := flat(t, v)[7:14]; n == repeated && !slices.Equal(row, flat(t, bias.Value())) {
@@ -375,7 +390,8 @@ func TestStatements(t *testing.T) {
 	g, _, y := stockGraph(t)
 	var v gorgonia.Value
 	gorgonia.Read(y, &v)
-	if _, err := NewMachine(device, g, fakeOption); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
+	if _, err := NewMachine(device, g, fakeOption); err == nil ||
+		!strings.Contains(err.Error(), "WithOutputs") {
 		t.Errorf("got %v, want an error that says what to do instead", err)
 	}
 }
@@ -387,14 +403,17 @@ func TestStockOnHost(t *testing.T) {
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	for _, c := range []stockCase{
 		{name: "Tensordot", shapes: []shape{{2, 3, 5}, {5, 3, 4}}, constant: true,
-			build: func(in nodes) (*node, error) { return gorgonia.Tensordot([]int{2, 1}, []int{0, 1}, in[0], in[1]) }},
-		{name: "ConvType", shapes: []shape{{4}}, ids: []int{3, 0, 2, 7}, constant: true, build: func(in nodes) (*node, error) {
-			x, err := gorgonia.ConvType(in[1], tensor.Int, in[0].Dtype())
-			if err != nil {
-				return nil, err
-			}
-			return gorgonia.Add(in[0], x)
-		}},
+			build: func(in nodes) (*node, error) {
+				return gorgonia.Tensordot([]int{2, 1}, []int{0, 1}, in[0], in[1])
+			}},
+		{name: "ConvType", shapes: []shape{{4}}, ids: []int{3, 0, 2, 7}, constant: true,
+			build: func(in nodes) (*node, error) {
+				x, err := gorgonia.ConvType(in[1], tensor.Int, in[0].Dtype())
+				if err != nil {
+					return nil, err
+				}
+				return gorgonia.Add(in[0], x)
+			}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			run, err := c.graph(tensor.Float32, false)
@@ -406,12 +425,14 @@ func TestStockOnHost(t *testing.T) {
 				values = append(values, c.random(r, s, map[float64]bool{}))
 			}
 			var log bytes.Buffer
-			machine, err := NewMachine(device, run.g, fakeOption, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+			machine, err := NewMachine(device, run.g, fakeOption,
+				WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer machine.Close()
-			if err := errors.Join(run.let(values, nil), machine.RunAll(), machine.RunAll()); err != nil {
+			if err := errors.Join(run.let(values, nil), machine.RunAll(),
+				machine.RunAll()); err != nil {
 				t.Fatal(err)
 			}
 			v, err := machine.Value(run.out)
@@ -432,16 +453,20 @@ func TestStockOnHost(t *testing.T) {
 func TestBatchedFLOPs(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
-	a := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 4, 5), gorgonia.WithName("a"))
-	b := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 5, 2), gorgonia.WithName("b"))
+	a := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 4, 5),
+		gorgonia.WithName("a"))
+	b := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 5, 2),
+		gorgonia.WithName("b"))
 	gorgonia.Must(gorgonia.BatchedMatMul(a, b))
 	m, err := NewMachine(device, g, fakeOption)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	if task := m.runner.Program.Calls[0]; len(m.runner.Program.Calls) != 1 || task.FLOPs != 2*3*4*5*2 || task.Bytes() != 4*3*(4*5+5*2+4*2) {
-		t.Errorf("%d tasks, the first of %v operations and %v bytes", len(m.runner.Program.Calls), task.FLOPs, task.Bytes())
+	if task := m.runner.Program.Calls[0]; len(m.runner.Program.Calls) != 1 ||
+		task.FLOPs != 2*3*4*5*2 || task.Bytes() != 4*3*(4*5+5*2+4*2) {
+		t.Errorf("%d tasks, the first of %v operations and %v bytes", len(m.runner.Program.Calls),
+			task.FLOPs, task.Bytes())
 	}
 }
 
@@ -454,8 +479,8 @@ type stockCase struct {
 	build    func(in gorgonia.Nodes) (*gorgonia.Node, error)
 	constant bool // it has no derivative
 	badDiff  bool // Gorgonia makes a wrong gradient of it: a graph of what is no derivative
-	// instead is the same function made of other ops, where Gorgonia's machine computes the op or its
-	// gradient wrongly.
+	// instead is the same function made of other ops, where Gorgonia's machine computes the op or
+	// its gradient wrongly.
 	instead func(in gorgonia.Nodes) (*gorgonia.Node, error)
 }
 
@@ -474,14 +499,19 @@ func elementwiseCases() []stockCase {
 	m, v, s := shape{3, 7}, shape{5}, shape{}
 	var cases []stockCase
 	for name, f := range map[string]func(*node) (*node, error){
-		"Abs": gorgonia.Abs, "Sign": gorgonia.Sign, "Ceil": gorgonia.Ceil, "Floor": gorgonia.Floor, "Sin": gorgonia.Sin, "Cos": gorgonia.Cos,
-		"Exp": gorgonia.Exp, "Log": gorgonia.Log, "Log2": gorgonia.Log2, "Neg": gorgonia.Neg, "Square": gorgonia.Square, "Sqrt": gorgonia.Sqrt,
-		"Inverse": gorgonia.Inverse, "InverseSqrt": gorgonia.InverseSqrt, "Cube": gorgonia.Cube, "Tanh": gorgonia.Tanh,
-		"Sigmoid": gorgonia.Sigmoid, "Log1p": gorgonia.Log1p, "Expm1": gorgonia.Expm1, "Softplus": gorgonia.Softplus,
-		"Rectify": gorgonia.Rectify, "Mish": gorgonia.Mish,
+		"Abs": gorgonia.Abs, "Sign": gorgonia.Sign, "Ceil": gorgonia.Ceil, "Floor": gorgonia.Floor,
+		"Sin": gorgonia.Sin, "Cos": gorgonia.Cos,
+		"Exp": gorgonia.Exp, "Log": gorgonia.Log, "Log2": gorgonia.Log2, "Neg": gorgonia.Neg,
+		"Square": gorgonia.Square, "Sqrt": gorgonia.Sqrt,
+		"Inverse": gorgonia.Inverse, "InverseSqrt": gorgonia.InverseSqrt, "Cube": gorgonia.Cube,
+		"Tanh":    gorgonia.Tanh,
+		"Sigmoid": gorgonia.Sigmoid, "Log1p": gorgonia.Log1p, "Expm1": gorgonia.Expm1,
+		"Softplus": gorgonia.Softplus,
+		"Rectify":  gorgonia.Rectify, "Mish": gorgonia.Mish,
 		"LeakyRelu": func(x *node) (*node, error) { return gorgonia.LeakyRelu(x, 0.125) },
 	} {
-		c := stockCase{name: name, positive: slices.Contains([]string{"Log", "Log2", "Sqrt", "Inverse", "InverseSqrt", "Log1p"}, name),
+		c := stockCase{name: name, positive: slices.Contains([]string{"Log", "Log2", "Sqrt",
+			"Inverse", "InverseSqrt", "Log1p"}, name),
 			constant: slices.Contains([]string{"Sign", "Ceil", "Floor"}, name),
 			build:    func(in nodes) (*node, error) { return f(in[0]) }}
 		c.badDiff = name == "InverseSqrt" || name == "Log2"
@@ -491,7 +521,8 @@ func elementwiseCases() []stockCase {
 		}
 	}
 	for name, f := range map[string]func(a, b *node) (*node, error){
-		"Add": gorgonia.Add, "Sub": gorgonia.Sub, "Mul": gorgonia.HadamardProd, "Div": gorgonia.HadamardDiv, "Pow": gorgonia.Pow,
+		"Add": gorgonia.Add, "Sub": gorgonia.Sub, "Mul": gorgonia.HadamardProd,
+		"Div": gorgonia.HadamardDiv, "Pow": gorgonia.Pow,
 		"MinBetween": gorgonia.MinBetween, "MaxBetween": gorgonia.MaxBetween,
 	} {
 		between := name == "MinBetween" || name == "MaxBetween"
@@ -506,7 +537,8 @@ func elementwiseCases() []stockCase {
 			if between {
 				continue
 			}
-			cases = append(cases, stockCase{name: fmt.Sprintf("%s with a constant %d", name, side), shapes: []shape{m}, positive: true,
+			cases = append(cases, stockCase{name: fmt.Sprintf("%s with a constant %d", name, side),
+				shapes: []shape{m}, positive: true,
 				build: func(in nodes) (*node, error) {
 					operands := nodes{in[0], number1(in[0], 1.75)}
 					return f(operands[side], operands[1-side])
@@ -514,7 +546,8 @@ func elementwiseCases() []stockCase {
 		}
 	}
 	for name, f := range map[string]func(a, b *node, same bool) (*node, error){
-		"Lt": gorgonia.Lt, "Gt": gorgonia.Gt, "Lte": gorgonia.Lte, "Gte": gorgonia.Gte, "Eq": gorgonia.Eq, "Ne": gorgonia.Ne,
+		"Lt": gorgonia.Lt, "Gt": gorgonia.Gt, "Lte": gorgonia.Lte, "Gte": gorgonia.Gte,
+		"Eq": gorgonia.Eq, "Ne": gorgonia.Ne,
 	} {
 		for _, operands := range [][]shape{{m, m}, {m, s}, {s, m}, {s, s}} {
 			cases = append(cases, stockCase{name: name, shapes: operands, constant: true,
@@ -522,13 +555,14 @@ func elementwiseCases() []stockCase {
 		}
 	}
 	// From the logarithm of a sigmoid Gorgonia makes a softplus, and removes nodes from the graph.
-	return append(cases, stockCase{name: "BinaryXent", shapes: []shape{m, m}, positive: true, build: func(in nodes) (*node, error) {
-		p, err := gorgonia.Sigmoid(in[0])
-		if err != nil {
-			return nil, err
-		}
-		return gorgonia.BinaryXent(p, in[1])
-	}})
+	return append(cases, stockCase{name: "BinaryXent", shapes: []shape{m, m}, positive: true,
+		build: func(in nodes) (*node, error) {
+			p, err := gorgonia.Sigmoid(in[0])
+			if err != nil {
+				return nil, err
+			}
+			return gorgonia.BinaryXent(p, in[1])
+		}})
 }
 
 // number1 is a constant of x's type.
@@ -541,27 +575,40 @@ func number1(x *node, v float64) *node {
 
 func productCases() []stockCase {
 	cases := []stockCase{
-		{name: "matrices", shapes: []shape{{3, 5}, {5, 7}}, build: func(in nodes) (*node, error) { return gorgonia.Mul(in[0], in[1]) }},
-		{name: "matrix and vector", shapes: []shape{{3, 5}, {5}}, build: func(in nodes) (*node, error) { return gorgonia.Mul(in[0], in[1]) }},
-		{name: "vector and matrix", shapes: []shape{{3}, {3, 5}}, build: func(in nodes) (*node, error) { return gorgonia.Mul(in[0], in[1]) }},
-		{name: "vectors", shapes: []shape{{7}, {7}}, build: func(in nodes) (*node, error) { return gorgonia.Mul(in[0], in[1]) }},
-		{name: "outer", shapes: []shape{{3}, {5}}, build: func(in nodes) (*node, error) { return gorgonia.OuterProd(in[0], in[1]) },
-			constant: true}, // its gradient multiplies shapes that do not fit
-		{name: "transposed used twice", shapes: []shape{{3, 5}, {3, 7}}, build: func(in nodes) (*node, error) {
-			t, err := gorgonia.Transpose(in[0])
-			if err != nil {
-				return nil, err
-			}
-			y, err := gorgonia.Mul(t, in[1])
-			if err != nil {
-				return nil, err
-			}
-			sum, err := gorgonia.Sum(t, 1)
-			if err != nil {
-				return nil, err
-			}
-			return gorgonia.BroadcastAdd(y, sum, nil, []byte{1})
+		{name: "matrices", shapes: []shape{{3, 5}, {5, 7}}, build: func(in nodes) (*node, error) {
+			return gorgonia.Mul(in[0], in[1])
 		}},
+		{name: "matrix and vector", shapes: []shape{{3, 5}, {5}},
+			build: func(in nodes) (*node, error) {
+				return gorgonia.Mul(in[0], in[1])
+			}},
+		{name: "vector and matrix", shapes: []shape{{3}, {3, 5}},
+			build: func(in nodes) (*node, error) {
+				return gorgonia.Mul(in[0], in[1])
+			}},
+		{name: "vectors", shapes: []shape{{7}, {7}}, build: func(in nodes) (*node, error) {
+			return gorgonia.Mul(in[0], in[1])
+		}},
+		{name: "outer", shapes: []shape{{3}, {5}}, build: func(in nodes) (*node, error) {
+			return gorgonia.OuterProd(in[0], in[1])
+		},
+			constant: true}, // its gradient multiplies shapes that do not fit
+		{name: "transposed used twice", shapes: []shape{{3, 5}, {3, 7}},
+			build: func(in nodes) (*node, error) {
+				t, err := gorgonia.Transpose(in[0])
+				if err != nil {
+					return nil, err
+				}
+				y, err := gorgonia.Mul(t, in[1])
+				if err != nil {
+					return nil, err
+				}
+				sum, err := gorgonia.Sum(t, 1)
+				if err != nil {
+					return nil, err
+				}
+				return gorgonia.BroadcastAdd(y, sum, nil, []byte{1})
+			}},
 	}
 	for i := range 4 {
 		ta, tb := i&1 != 0, i&2 != 0
@@ -573,24 +620,31 @@ func productCases() []stockCase {
 			b = shape{7, 5}
 		}
 		cases = append(cases,
-			stockCase{name: fmt.Sprintf("transposed matrices %v %v", ta, tb), shapes: []shape{a, b}, build: func(in nodes) (_ *node, err error) {
-				x, y := in[0], in[1]
-				if ta {
-					if x, err = gorgonia.Transpose(x); err != nil {
-						return nil, err
+			stockCase{name: fmt.Sprintf("transposed matrices %v %v", ta, tb), shapes: []shape{a, b},
+				build: func(in nodes) (_ *node, err error) {
+					x, y := in[0], in[1]
+					if ta {
+						if x, err = gorgonia.Transpose(x); err != nil {
+							return nil, err
+						}
 					}
-				}
-				if tb {
-					if y, err = gorgonia.Transpose(y); err != nil {
-						return nil, err
+					if tb {
+						if y, err = gorgonia.Transpose(y); err != nil {
+							return nil, err
+						}
 					}
-				}
-				return gorgonia.Mul(x, y)
-			}},
-			stockCase{name: fmt.Sprintf("batched %v %v", ta, tb), shapes: []shape{append(shape{2}, a...), append(shape{2}, b...)},
-				build: func(in nodes) (*node, error) { return gorgonia.BatchedMatMul(in[0], in[1], ta, tb) }},
-			stockCase{name: fmt.Sprintf("batched twice %v %v", ta, tb), shapes: []shape{append(shape{2, 3}, a...), append(shape{2, 3}, b...)},
-				build: func(in nodes) (*node, error) { return gorgonia.BatchedMatMul(in[0], in[1], ta, tb) }})
+					return gorgonia.Mul(x, y)
+				}},
+			stockCase{name: fmt.Sprintf("batched %v %v", ta, tb),
+				shapes: []shape{append(shape{2}, a...), append(shape{2}, b...)},
+				build: func(in nodes) (*node, error) {
+					return gorgonia.BatchedMatMul(in[0], in[1], ta, tb)
+				}},
+			stockCase{name: fmt.Sprintf("batched twice %v %v", ta, tb),
+				shapes: []shape{append(shape{2, 3}, a...), append(shape{2, 3}, b...)},
+				build: func(in nodes) (*node, error) {
+					return gorgonia.BatchedMatMul(in[0], in[1], ta, tb)
+				}})
 	}
 	return cases
 }
@@ -602,12 +656,15 @@ func reductionCases() []stockCase {
 			x    shape
 			axes []int
 		}{
-			{shape{7}, nil}, {shape{3, 5}, nil}, {shape{3, 5}, []int{0}}, {shape{3, 5}, []int{1}}, {shape{2, 3, 5}, nil},
-			{shape{2, 3, 5}, []int{0}}, {shape{2, 3, 5}, []int{1}}, {shape{2, 3, 5}, []int{2}}, {shape{2, 3, 5}, []int{0, 1}},
+			{shape{7}, nil}, {shape{3, 5}, nil}, {shape{3, 5}, []int{0}}, {shape{3, 5}, []int{1}},
+			{shape{2, 3, 5}, nil},
+			{shape{2, 3, 5}, []int{0}}, {shape{2, 3, 5}, []int{1}}, {shape{2, 3, 5}, []int{2}},
+			{shape{2, 3, 5}, []int{0, 1}},
 			{shape{2, 3, 5}, []int{1, 2}}, {shape{2, 3, 5}, []int{0, 2}},
 		} {
-			cases = append(cases, stockCase{name: fmt.Sprintf("%s along %v of", name, c.axes), shapes: []shape{c.x},
-				build: func(in nodes) (*node, error) { return f(in[0], c.axes...) }})
+			cases = append(cases, stockCase{name: fmt.Sprintf("%s along %v of", name, c.axes),
+				shapes: []shape{c.x},
+				build:  func(in nodes) (*node, error) { return f(in[0], c.axes...) }})
 		}
 	}
 	for name, f := range map[string]func(*node, ...int) (*node, error){"SoftMax": gorgonia.SoftMax, "LogSoftMax": gorgonia.LogSoftMax} {
@@ -615,11 +672,13 @@ func reductionCases() []stockCase {
 			x    shape
 			axes []int
 		}{
-			{shape{7}, nil}, {shape{3, 5}, nil}, {shape{3, 5}, []int{0}}, {shape{3, 5}, []int{1}}, {shape{2, 3, 5}, []int{2}},
+			{shape{7}, nil}, {shape{3, 5}, nil}, {shape{3, 5}, []int{0}}, {shape{3, 5}, []int{1}},
+			{shape{2, 3, 5}, []int{2}},
 			{shape{2, 3, 5}, []int{1}}, {shape{2, 3, 5}, []int{0}},
 		} {
-			cases = append(cases, stockCase{name: fmt.Sprintf("%s along %v of", name, c.axes), shapes: []shape{c.x},
-				build: func(in nodes) (*node, error) { return f(in[0], c.axes...) }})
+			cases = append(cases, stockCase{name: fmt.Sprintf("%s along %v of", name, c.axes),
+				shapes: []shape{c.x},
+				build:  func(in nodes) (*node, error) { return f(in[0], c.axes...) }})
 		}
 	}
 	return append(cases, stockCase{name: "SoftMax of a column", shapes: []shape{{5, 1}},
@@ -630,67 +689,87 @@ func reductionCases() []stockCase {
 func layoutCases(r *rand.Rand) []stockCase {
 	var cases []stockCase
 	one := func(name string, x shape, build func(x *node) (*node, error)) {
-		cases = append(cases, stockCase{name: name, shapes: []shape{x}, build: func(in nodes) (*node, error) {
-			h, err := gorgonia.Tanh(in[0]) // so that it is of an activation's type
-			if err != nil {
-				return nil, err
-			}
-			return build(h)
-		}})
+		cases = append(cases, stockCase{name: name, shapes: []shape{x},
+			build: func(in nodes) (*node, error) {
+				h, err := gorgonia.Tanh(in[0]) // so that it is of an activation's type
+				if err != nil {
+					return nil, err
+				}
+				return build(h)
+			}})
 	}
 	for _, to := range []shape{{15}, {5, 3}, {3, 5, 1}, {1, 15}} {
-		one(fmt.Sprintf("Reshape %v", to), shape{3, 5}, func(x *node) (*node, error) { return gorgonia.Reshape(x, to.Clone()) })
+		one(fmt.Sprintf("Reshape %v", to), shape{3, 5}, func(x *node) (*node, error) {
+			return gorgonia.Reshape(x, to.Clone())
+		})
 	}
 	for _, axes := range [][]int{{1, 0, 2}, {2, 1, 0}, {0, 2, 1}, {1, 2, 0}, {2, 0, 1}} {
 		one(fmt.Sprintf("Transpose %v", axes), shape{2, 3, 5}, func(x *node) (*node, error) {
 			return gorgonia.Transpose(x, slices.Clone(axes)...)
 		})
 	}
-	one("Transpose of four", shape{2, 3, 5, 4}, func(x *node) (*node, error) { return gorgonia.Transpose(x, 0, 2, 1, 3) })
+	one("Transpose of four", shape{2, 3, 5, 4}, func(x *node) (*node, error) {
+		return gorgonia.Transpose(x, 0, 2, 1, 3)
+	})
 	for _, c := range []struct {
 		name  string
 		x     shape
 		parts []tensor.Slice
 	}{
-		{"rows", shape{5, 3}, []tensor.Slice{gorgonia.S(1, 4)}}, {"a row", shape{5, 3}, []tensor.Slice{gorgonia.S(2)}},
-		{"columns", shape{5, 7}, []tensor.Slice{nil, gorgonia.S(2, 5)}}, {"a column", shape{5, 7}, []tensor.Slice{nil, gorgonia.S(3)}},
-		{"a block", shape{5, 7}, []tensor.Slice{gorgonia.S(1, 3), gorgonia.S(2, 6)}}, {"an element", shape{5}, []tensor.Slice{gorgonia.S(2)}},
-		{"a part", shape{9}, []tensor.Slice{gorgonia.S(2, 7)}}, {"everything", shape{5, 3}, []tensor.Slice{gorgonia.S(0, 5)}},
+		{"rows", shape{5, 3}, []tensor.Slice{gorgonia.S(1, 4)}},
+		{"a row", shape{5, 3}, []tensor.Slice{gorgonia.S(2)}},
+		{"columns", shape{5, 7}, []tensor.Slice{nil, gorgonia.S(2, 5)}},
+		{"a column", shape{5, 7}, []tensor.Slice{nil, gorgonia.S(3)}},
+		{"a block", shape{5, 7}, []tensor.Slice{gorgonia.S(1, 3), gorgonia.S(2, 6)}},
+		{"an element", shape{5}, []tensor.Slice{gorgonia.S(2)}},
+		{"a part", shape{9}, []tensor.Slice{gorgonia.S(2, 7)}},
+		{"everything", shape{5, 3}, []tensor.Slice{gorgonia.S(0, 5)}},
 		{"the middle", shape{2, 5, 3}, []tensor.Slice{nil, gorgonia.S(1, 4)}},
 		{"a row, then columns", shape{5, 7}, []tensor.Slice{gorgonia.S(1), gorgonia.S(2, 6)}},
 		{"every other row", shape{6, 3}, []tensor.Slice{gorgonia.S(0, 6, 2)}},
 	} {
-		one("Slice: "+c.name, c.x, func(x *node) (*node, error) { return gorgonia.Slice(x, c.parts...) })
+		one("Slice: "+c.name, c.x, func(x *node) (*node, error) {
+			return gorgonia.Slice(x, c.parts...)
+		})
 	}
 	cases = append(cases, stockCase{name: "At", shapes: []shape{{3, 5}}, constant: true,
-		build:   func(in nodes) (*node, error) { return gorgonia.At(in[0], 1, 3) },
-		instead: func(in nodes) (*node, error) { return gorgonia.Slice(in[0], gorgonia.S(1), gorgonia.S(3)) }})
+		build: func(in nodes) (*node, error) { return gorgonia.At(in[0], 1, 3) },
+		instead: func(in nodes) (*node, error) {
+			return gorgonia.Slice(in[0], gorgonia.S(1), gorgonia.S(3))
+		}})
 	for _, c := range []struct {
 		axis   int
 		shapes []shape
 	}{
-		{0, []shape{{2, 5}, {3, 5}}}, {1, []shape{{3, 5}, {3, 2}, {3, 4}}}, {1, []shape{{2, 3, 5}, {2, 4, 5}}}, {0, []shape{{2}, {5}}},
+		{0, []shape{{2, 5}, {3, 5}}}, {1, []shape{{3, 5}, {3, 2}, {3, 4}}},
+		{1, []shape{{2, 3, 5}, {2, 4, 5}}}, {0, []shape{{2}, {5}}},
 		{1, []shape{{3, 1}, {3, 4}}}, {2, []shape{{2, 3, 5}, {2, 3, 2}}},
 	} {
-		cases = append(cases, stockCase{name: fmt.Sprintf("Concat along %d", c.axis), shapes: c.shapes,
-			build: func(in nodes) (*node, error) { return gorgonia.Concat(c.axis, in...) }})
+		cases = append(cases,
+			stockCase{name: fmt.Sprintf("Concat along %d", c.axis), shapes: c.shapes,
+				build: func(in nodes) (*node, error) { return gorgonia.Concat(c.axis, in...) }})
 	}
 	for _, c := range []struct {
 		x    shape
 		axis int
-	}{{shape{5, 3}, 0}, {shape{5, 3}, 1}, {shape{7}, 0}, {shape{4, 3, 2}, 0}, {shape{4, 3, 2}, 1}, {shape{4, 3, 2}, 2}} {
+	}{{shape{5, 3}, 0}, {shape{5, 3}, 1}, {shape{7}, 0}, {shape{4, 3, 2}, 0}, {shape{4, 3, 2}, 1},
+		{shape{4, 3, 2}, 2}} {
 		ids := make([]int, 6)
 		for i := range ids {
 			ids[i] = r.IntN(c.x[c.axis])
 		}
-		pick := stockCase{name: fmt.Sprintf("ByIndices along %d of", c.axis), shapes: []shape{c.x}, ids: ids,
-			build: func(in nodes) (*node, error) { return gorgonia.ByIndices(in[0], in[1], c.axis) }}
+		pick := stockCase{name: fmt.Sprintf("ByIndices along %d of", c.axis),
+			shapes: []shape{c.x}, ids: ids,
+			build: func(in nodes) (*node, error) {
+				return gorgonia.ByIndices(in[0], in[1], c.axis)
+			}}
 		if len(c.x) == 1 || c.axis > 0 {
 			pick.instead = func(in nodes) (*node, error) { return pickFirst(in[0], in[1], c.axis) }
 		}
 		cases = append(cases, pick)
 	}
-	cases = append(cases, stockCase{name: "ByIndices of a part", shapes: []shape{{5, 3}}, ids: []int{0, 4, 2, 4, 1},
+	cases = append(cases, stockCase{name: "ByIndices of a part", shapes: []shape{{5, 3}},
+		ids: []int{0, 4, 2, 4, 1},
 		build: func(in nodes) (*node, error) {
 			ids, err := gorgonia.Slice(in[1], gorgonia.S(1, 4))
 			if err != nil {
@@ -698,9 +777,11 @@ func layoutCases(r *rand.Rand) []stockCase {
 			}
 			return gorgonia.ByIndices(in[0], ids, 0)
 		}})
-	cases = append(cases, stockCase{name: "Repeat of rows", shapes: []shape{{4, 3}, {8, 3}, {2, 3}, {1, 3}},
+	cases = append(cases, stockCase{name: "Repeat of rows",
+		shapes: []shape{{4, 3}, {8, 3}, {2, 3}, {1, 3}},
 		build: func(in nodes) (*node, error) {
-			one, _, err := gorgonia.Broadcast(in[3], in[2], gorgonia.NewBroadcastPattern([]byte{0}, nil))
+			one, _, err := gorgonia.Broadcast(in[3], in[2],
+				gorgonia.NewBroadcastPattern([]byte{0}, nil))
 			if err != nil {
 				return nil, err
 			}
@@ -710,26 +791,34 @@ func layoutCases(r *rand.Rand) []stockCase {
 			}
 			return gorgonia.HadamardProd(x, in[1])
 		}, constant: true})
-	cases = append(cases, stockCase{name: "Repeat, times a number", shapes: []shape{{1, 3}, {2, 3}}, build: func(in nodes) (*node, error) {
-		x, y, err := gorgonia.Broadcast(in[0], in[1], gorgonia.NewBroadcastPattern([]byte{0}, nil))
-		if err != nil {
-			return nil, err
-		}
-		return gorgonia.Add(y, gorgonia.Must(gorgonia.HadamardProd(x, number1(x, 3))))
-	}})
+	cases = append(cases, stockCase{name: "Repeat, times a number", shapes: []shape{{1, 3}, {2, 3}},
+		build: func(in nodes) (*node, error) {
+			x, y, err := gorgonia.Broadcast(in[0], in[1],
+				gorgonia.NewBroadcastPattern([]byte{0}, nil))
+			if err != nil {
+				return nil, err
+			}
+			return gorgonia.Add(y, gorgonia.Must(gorgonia.HadamardProd(x, number1(x, 3))))
+		}})
 	for name, f := range map[string]func(a, b *node, left, right []byte) (*node, error){
-		"Add": gorgonia.BroadcastAdd, "Sub": gorgonia.BroadcastSub, "Mul": gorgonia.BroadcastHadamardProd, "Div": gorgonia.BroadcastHadamardDiv,
+		"Add": gorgonia.BroadcastAdd, "Sub": gorgonia.BroadcastSub,
+		"Mul": gorgonia.BroadcastHadamardProd, "Div": gorgonia.BroadcastHadamardDiv,
 	} {
 		for _, c := range []struct {
 			a, b        shape
 			left, right []byte
 		}{
-			{shape{3, 5}, shape{5}, nil, []byte{0}}, {shape{3, 5}, shape{3}, nil, []byte{1}}, {shape{3, 5}, shape{1, 5}, nil, []byte{0}},
-			{shape{3, 1}, shape{3, 5}, []byte{1}, nil}, {shape{2, 3, 5}, shape{2, 1, 5}, nil, []byte{1}}, {shape{3, 5}, shape{1, 1}, nil, []byte{0, 1}},
+			{shape{3, 5}, shape{5}, nil, []byte{0}}, {shape{3, 5}, shape{3}, nil, []byte{1}},
+			{shape{3, 5}, shape{1, 5}, nil, []byte{0}},
+			{shape{3, 1}, shape{3, 5}, []byte{1}, nil}, {shape{2, 3, 5}, shape{2, 1, 5}, nil,
+				[]byte{1}}, {shape{3, 5}, shape{1, 1}, nil, []byte{0, 1}},
 			{shape{3, 1}, shape{1, 5}, []byte{1}, []byte{0}},
 		} {
-			cases = append(cases, stockCase{name: "Broadcast" + name, shapes: []shape{c.a, c.b}, positive: true,
-				build: func(in nodes) (*node, error) { return f(in[0], in[1], c.left, c.right) }})
+			cases = append(cases, stockCase{name: "Broadcast" + name, shapes: []shape{c.a, c.b},
+				positive: true,
+				build: func(in nodes) (*node, error) {
+					return f(in[0], in[1], c.left, c.right)
+				}})
 		}
 	}
 	return cases
@@ -796,7 +885,8 @@ func TestScaledScalar(t *testing.T) {
 	var grads [2]gorgonia.Value
 	for i, opts := range [][]MachineOption{{fakeOption}, {fakeOption, scaledGradients}} {
 		g := gorgonia.NewGraph()
-		w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(2, 2), tensor.WithBacking([]float32{1, 2, 3, 4})), gorgonia.WithName("w"))
+		w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(2, 2),
+			tensor.WithBacking([]float32{1, 2, 3, 4})), gorgonia.WithName("w"))
 		s := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(w))))
 		cost := gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.ApplyOp(passOn{}, s))))
 		if _, err := gorgonia.Grad(cost, w); err != nil {
@@ -826,7 +916,8 @@ func TestFoldedGradient(t *testing.T) {
 	_, b := newBatch(t, llm.ForTraining, 2)
 	var head *gorgonia.Node
 	for _, n := range b.G.AllNodes() {
-		if p, ok := n.Op().(*opbase.PartOp); ok && p.Offset > 0 && isOp[*op.LinearCrossEntropyGradOp](graph.Children(n)[0]) {
+		if p, ok := n.Op().(*opbase.PartOp); ok && p.Offset > 0 &&
+			isOp[*op.LinearCrossEntropyGradOp](graph.Children(n)[0]) {
 			head = n
 		}
 	}

@@ -81,7 +81,9 @@ type run struct {
 }
 
 // note writes down what nobody may see change.
-func (r *run) note(format string, args ...any) { r.log = append(r.log, fmt.Sprintf(format, args...)) }
+func (r *run) note(format string, args ...any) {
+	r.log = append(r.log, fmt.Sprintf(format, args...))
+}
 
 func (r *run) lattice() *state.Lattice { return r.Model.Kasmina.Lattice(0) }
 
@@ -98,16 +100,19 @@ const batch = 2
 // a sequence of the given number fails, of 0 none.
 func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, optim.Optimizer) {
 	t.Helper()
-	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6, Kasmina: []int{0}, Seeds: 4}.Default()
+	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6,
+		Kasmina: []int{0}, Seeds: 4}.Default()
 	model, err := llm.NewModel(config, tensor.Float32, 5, state.WithoutGates())
 	check(t, err)
-	text := []byte(strings.Repeat(strings.Repeat("if err != nil { return err }\n", 2)+"Z := 1\n", 15))
+	text := []byte(strings.Repeat(strings.Repeat("if err != nil { return err }\n", 2)+"Z := 1\n",
+		15))
 	check(t, os.WriteFile(path, text, 0o666))
 	corpus, err := data.Open(path)
 	check(t, err)
 	tokens, err := data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{})
 	check(t, err)
-	loader, err := data.NewLoader(&stumbling{tokens, fails}, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: 1})
+	loader, err := data.NewLoader(&stumbling{tokens, fails}, data.LoaderConfig{Batch: batch,
+		Seq: config.Seq, Seed: 1})
 	check(t, err)
 	optimizer, err := optim.NewAdamW(optim.WithLR(0.01))
 	check(t, err)
@@ -125,7 +130,8 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	device, fakes := cudaops.OpenFake(t)
 	make := engine.Engine(device, cudaops.Float32, fakes)
 	var seen *watched
-	c := llm.TrainConfig{Steps: 12, Batch: batch, Accumulate: max(1, s.accumulate), Clip: 1, Epoch: 5,
+	c := llm.TrainConfig{Steps: 12, Batch: batch, Accumulate: max(1, s.accumulate), Clip: 1,
+		Epoch:    5,
 		Schedule: func(step int) float64 { return 0.001 * float64(1+step) }}
 	c.Engine = func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 		e, err := make(m, o, c)
@@ -139,7 +145,8 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	r.Trainer, err = llm.NewTrainer(model, loader, optimizer, c)
 	check(t, err)
 	for seed, to := range map[int]state.Stage{1: state.Grafting, 2: state.Training} {
-		check(t, model.Germinate(0, seed, state.GerminationRequest{Slot: seed, Kind: blueprints.AttentionGate}), r.lattice().Transition(seed, state.Training))
+		check(t, model.Germinate(0, seed, state.GerminationRequest{Slot: seed,
+			Kind: blueprints.AttentionGate}), r.lattice().Transition(seed, state.Training))
 		if to == state.Grafting {
 			check(t, r.lattice().Transition(seed, to), r.lattice().SetAlpha(seed, 0.5))
 		}
@@ -151,7 +158,8 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	defer cancel()
 	r.cancel = cancel
 	r.On(func(e llm.Event) error {
-		r.note("%d: step %d, loss %x, norm %x, rate %x, held-out loss %x, loader %+v", e.Kind, e.Step, e.Loss, e.GradNorm, e.LearningRate,
+		r.note("%d: step %d, loss %x, norm %x, rate %x, held-out loss %x, loader %+v", e.Kind,
+			e.Step, e.Loss, e.GradNorm, e.LearningRate,
 			e.ValLoss, r.Loader.State())
 		b, err := r.lattice().MarshalBinary()
 		r.note("lattice %x", b)
@@ -160,7 +168,8 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 		}
 		return s.event(r, e)
 	})
-	if err := r.Run(ctx); !errors.Is(err, s.want) || (err == nil) != (s.want == nil) || !strings.Contains(fmt.Sprint(err), s.says) {
+	if err := r.Run(ctx); !errors.Is(err, s.want) || (err == nil) != (s.want == nil) ||
+		!strings.Contains(fmt.Sprint(err), s.says) {
 		t.Errorf("the run ends with %v, want %v", err, s.want)
 	} else {
 		r.note("the run ends with %v", err)
@@ -242,9 +251,11 @@ func TestTrainerSteps(t *testing.T) {
 	errCallback := errors.New("the callback fails")
 	freeze := func(r *run) { r.Config.Schedule = optim.Constant(0) }
 	scenarios := map[string]scenario{
-		"plain":               {},
-		"gathered":            {accumulate: 3},
-		"a seed that changes": {event: after(3, func(r *run) error { return r.lattice().SetAlpha(1, 0.75) })},
+		"plain":    {},
+		"gathered": {accumulate: 3},
+		"a seed that changes": {event: after(3, func(r *run) error {
+			return r.lattice().SetAlpha(1, 0.75)
+		})},
 		"a command": {event: after(3, func(r *run) error {
 			r.Model.Kasmina.Submit(state.Command{Action: state.Germinate, Seed: 3,
 				Request: state.GerminationRequest{Slot: 3, Kind: blueprints.MLPExpansion}})
@@ -259,9 +270,11 @@ func TestTrainerSteps(t *testing.T) {
 			return r.Loader.SetState(s)
 		})},
 		"evaluations, samples and checkpoints": {prepare: func(r *run) {
-			text, err := data.NewEvaluation([]byte("if x := y(); x != nil {\n"), tokenizer.Bytes{}, 2, 6)
+			text, err := data.NewEvaluation([]byte("if x := y(); x != nil {\n"),
+				tokenizer.Bytes{}, 2, 6)
 			check(r.t, err)
-			r.On(llm.Evaluate(r.Trainer, text, 2), llm.SampleText(r.Trainer, tokenizer.Bytes{}, "if", 5, sampler.Config{}, "", 3),
+			r.On(llm.Evaluate(r.Trainer, text, 2), llm.SampleText(r.Trainer, tokenizer.Bytes{},
+				"if", 5, sampler.Config{}, "", 3),
 				llm.Checkpoint(r.Trainer, filepath.Join(r.folder, "a.safetensors"), 4))
 			r.On(func(e llm.Event) error {
 				if e.Kind == llm.Saved || e.Kind == llm.Sampled {
@@ -274,15 +287,22 @@ func TestTrainerSteps(t *testing.T) {
 		"cancelled": {want: context.Canceled, prepare: func(r *run) {
 			r.On(llm.Checkpoint(r.Trainer, filepath.Join(r.folder, "a.safetensors"), 0))
 		}, event: after(6, func(r *run) error { r.cancel(); return nil })},
-		"a callback that fails":                {want: errCallback, event: after(4, func(*run) error { return errCallback })},
-		"a batch that cannot be read":          {want: errStumbled, fails: 2*6 + 1, says: "step 7: "},
+		"a callback that fails": {want: errCallback, event: after(4, func(*run) error {
+			return errCallback
+		})},
+		"a batch that cannot be read": {want: errStumbled,
+			fails: 2*6 + 1, says: "step 7: "},
 		"gathered batches that cannot be read": {want: errStumbled, accumulate: 2, fails: 4*3 + 3},
-		"a loss that is not finite":            {want: llm.ErrDiverged, prepare: explode, says: "step 4: training diverged: the loss is NaN"},
-		"gathered ones":                        {want: llm.ErrDiverged, prepare: explode, accumulate: 2},
+		"a loss that is not finite": {want: llm.ErrDiverged, prepare: explode,
+			says: "step 4: training diverged: the loss is NaN"},
+		"gathered ones": {want: llm.ErrDiverged, prepare: explode, accumulate: 2},
 		"gradients that overflow": {want: llm.ErrDiverged, model: overflowAt('Z'), prepare: freeze,
-			says: "the gradient norm is not finite: the first gradient that is not finite is in parameter"},
-		"gathered gradients of which the first overflow": {want: llm.ErrDiverged, model: overflowAt('Z'), prepare: freeze, accumulate: 4,
-			says: "the gradient norm is not finite: the first gradient that is not finite is in parameter"},
+			says: "the gradient norm is not finite: the first gradient that is not finite is in " +
+				"parameter"},
+		"gathered gradients of which the first overflow": {want: llm.ErrDiverged,
+			model: overflowAt('Z'), prepare: freeze, accumulate: 4,
+			says: "the gradient norm is not finite: the first gradient that is not finite is in " +
+				"parameter"},
 	}
 	for name, s := range scenarios {
 		t.Run(name, func(t *testing.T) {
@@ -292,8 +312,11 @@ func TestTrainerSteps(t *testing.T) {
 				t.Errorf("no step is made in one call: %.200s", want.log)
 			}
 			for i, line := range want.log {
-				if i >= len(got.log) || strings.ReplaceAll(got.log[i], got.folder, "") != strings.ReplaceAll(line, want.folder, "") {
-					t.Fatalf("line %d of %d and %d: got %.300q, want %.300q", i, len(got.log), len(want.log), slices.Concat(got.log, []string{"nothing"})[min(i, len(got.log))], line)
+				if i >= len(got.log) || strings.ReplaceAll(got.log[i], got.folder,
+					"") != strings.ReplaceAll(line, want.folder, "") {
+					t.Fatalf("line %d of %d and %d: got %.300q, want %.300q", i, len(got.log),
+						len(want.log),
+						slices.Concat(got.log, []string{"nothing"})[min(i, len(got.log))], line)
 				}
 			}
 		})
@@ -305,19 +328,22 @@ func TestTrainerSteps(t *testing.T) {
 // run.
 func TestTrainersInTurn(t *testing.T) {
 	device, fakes := cudaops.OpenFake(t)
-	for name, engine := range map[string]func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error){
+	for name, engine := range map[string]func(*llm.Model, optim.Optimizer,
+		llm.TrainConfig) (llm.Engine, error){
 		"cpu":  nil,
 		"cuda": engine.Engine(device, cudaops.Float32, fakes),
 	} {
 		turns := func(order ...int) []string {
 			r := &run{t: t, folder: t.TempDir()}
 			model, loader, optimizer := newRun(t, filepath.Join(r.folder, "text"), 0)
-			held, err := data.NewEvaluation([]byte("if err == nil"), tokenizer.Bytes{}, 1, model.Config.Seq)
+			held, err := data.NewEvaluation([]byte("if err == nil"),
+				tokenizer.Bytes{}, 1, model.Config.Seq)
 			check(t, err)
 			var all [2]*llm.Trainer
 			for i := range all {
-				all[i], err = llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: 100, Batch: batch, Clip: 1, Epoch: 100,
-					Schedule: optim.Constant(0.01), Engine: engine})
+				all[i], err = llm.NewTrainer(model, loader, optimizer,
+					llm.TrainConfig{Steps: 100, Batch: batch, Clip: 1, Epoch: 100,
+						Schedule: optim.Constant(0.01), Engine: engine})
 				check(t, err)
 			}
 			for _, i := range order {
@@ -356,7 +382,8 @@ func TestTrainerTellsWays(t *testing.T) {
 	device, fakes := cudaops.OpenFake(t)
 	folder := t.TempDir()
 	model, loader, optimizer := newRun(t, filepath.Join(folder, "text"), 0)
-	c := llm.TrainConfig{Steps: 2, Batch: batch, Epoch: 5, Schedule: optim.Constant(0), Engine: engine.Engine(device, cudaops.Float32, fakes)}
+	c := llm.TrainConfig{Steps: 2, Batch: batch, Epoch: 5, Schedule: optim.Constant(0),
+		Engine: engine.Engine(device, cudaops.Float32, fakes)}
 	tr, err := llm.NewTrainer(model, loader, optimizer, c)
 	check(t, err)
 	defer tr.Close()
@@ -370,7 +397,8 @@ func TestTrainerTellsWays(t *testing.T) {
 	check(t, tr.Run(t.Context()))
 	log, err := os.ReadFile(filepath.Join(folder, "log.jsonl"))
 	check(t, err)
-	if len(told) != 1 || len(told[0]) == 0 || strings.Count(string(log), `"source":"rule"`) != len(told[0]) {
+	if len(told) != 1 || len(told[0]) == 0 || strings.Count(string(log),
+		`"source":"rule"`) != len(told[0]) {
 		t.Errorf("told %v\n%s", told, log)
 	}
 }
@@ -392,13 +420,16 @@ func TestTrainerOwnKind(t *testing.T) {
 	kind, err := trainersKind()
 	require.NoError(t, err)
 	life := map[int][]state.Command{
-		2: {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 3, Kind: kind}}, {Action: state.Move, To: state.Training}},
+		2: {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 3, Kind: kind}},
+			{Action: state.Move, To: state.Training}},
 		5: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 0.75}},
 		8: {{Action: state.Move, To: state.RolledBack}},
 	}
-	losses := func(engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) (all []float64) {
+	losses := func(engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
+		error)) (all []float64) {
 		model, loader, optimizer := newRun(t, filepath.Join(t.TempDir(), "text"), 0)
-		c := llm.TrainConfig{Steps: 12, Batch: batch, Clip: 1, Epoch: 5, Schedule: optim.Constant(0.02), Engine: engine}
+		c := llm.TrainConfig{Steps: 12, Batch: batch, Clip: 1, Epoch: 5,
+			Schedule: optim.Constant(0.02), Engine: engine}
 		tr, err := llm.NewTrainer(model, loader, optimizer, c)
 		require.NoError(t, err)
 		tr.On(func(e llm.Event) error {
@@ -503,7 +534,9 @@ func (c *idle) LaunchGraph(*gpu.Graph, gpu.Stream) error {
 func BenchmarkTrainer(b *testing.B) {
 	for _, seeds := range []int{0, 16} {
 		for _, ahead := range []bool{false, true} {
-			b.Run(fmt.Sprintf("seeds=%d/ahead=%v", seeds, ahead), func(b *testing.B) { benchmarkTrainer(b, seeds, ahead) })
+			b.Run(fmt.Sprintf("seeds=%d/ahead=%v", seeds, ahead), func(b *testing.B) {
+				benchmarkTrainer(b, seeds, ahead)
+			})
 		}
 	}
 }
@@ -538,7 +571,8 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 	c := &idle{marks: map[gpu.Event]time.Time{}}
 	cudaops.Wrap(device, func(inner gpu.Context) gpu.Context { c.Context = inner; return c })
 	make := engine.Engine(device, cudaops.Float32, fakes, cudaops.WithTuning(cudaops.TuneOff))
-	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: b.N + warm, Batch: batch, Clip: 1, Epoch: 1 << 30,
+	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: b.N + warm,
+		Batch: batch, Clip: 1, Epoch: 1 << 30,
 		Schedule: func(step int) float64 { return 1e-3 / float64(1+step) },
 		Engine: func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 			e, err := make(m, o, c)
@@ -548,13 +582,14 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 			return e, err
 		}})
 	must(err)
-	t.On(runlog.JSON(filepath.Join(b.TempDir(), "log")), runlog.Progress(io.Discard), func(e llm.Event) error {
-		if e.Kind == llm.StepEnd && e.Step == warm {
-			c.waited = nil
-			b.ResetTimer()
-		}
-		return nil
-	})
+	t.On(runlog.JSON(filepath.Join(b.TempDir(), "log")), runlog.Progress(io.Discard),
+		func(e llm.Event) error {
+			if e.Kind == llm.StepEnd && e.Step == warm {
+				c.waited = nil
+				b.ResetTimer()
+			}
+			return nil
+		})
 	must(t.Run(b.Context()))
 	b.StopTimer()
 	what := []string{"µs-before-run", "µs-before-update"} // by turns
@@ -577,9 +612,12 @@ func benchmarkTrainer(b *testing.B, seeds int, ahead bool) {
 func TestOpBench(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	device, fakes := cudaops.OpenFake(t)
-	for op, shape := range map[string][]int{"RMSNorm": {8, 16}, "Linear": {8, 16, 4}, "SiLUMLP": {8, 4, 6}, "Attention": {1, 8, 2, 1, 4},
-		"LinearCrossEntropy": {8, 4, 10}, "Kasmina": {8, 12, 3}, "NewtonSchulz": {8, 12}, "Add": {8, 16}} {
-		figures, err := opbench.Time(op, shape, opbench.Float32, opbench.OnGPU(device, fakes), opbench.WithSpan(0))
+	for op, shape := range map[string][]int{"RMSNorm": {8, 16}, "Linear": {8, 16, 4},
+		"SiLUMLP": {8, 4, 6}, "Attention": {1, 8, 2, 1, 4},
+		"LinearCrossEntropy": {8, 4, 10}, "Kasmina": {8, 12, 3},
+		"NewtonSchulz": {8, 12}, "Add": {8, 16}} {
+		figures, err := opbench.Time(op, shape, opbench.Float32, opbench.OnGPU(device, fakes),
+			opbench.WithSpan(0))
 		require.NoError(t, err, op)
 		n := 0
 		for _, f := range figures {
@@ -595,7 +633,8 @@ func TestOpBench(t *testing.T) {
 		require.NotZero(t, n, op)
 		t.Logf("%s\n%s", op, opbench.Table(figures))
 	}
-	figures, err := opbench.Time("Add", []int{8, 16}, opbench.Float64, opbench.OnGPU(device, fakes), opbench.WithSpan(0))
+	figures, err := opbench.Time("Add", []int{8, 16}, opbench.Float64, opbench.OnGPU(device, fakes),
+		opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.ErrorContains(t, figures[len(figures)-2].Err, "a GPU has no float64")
 }

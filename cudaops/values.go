@@ -47,7 +47,8 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	}
 	if s := m.runner.Program.Scaling; s != nil && s.Carried[n] {
 		if m.runner.Scale.Carried == 0 {
-			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried", graph.Describe(n))
+			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried",
+				graph.Describe(n))
 		}
 		return run.Divided(v, m.runner.Scale.Carried)
 	}
@@ -66,7 +67,8 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	case a.Buffer == nil && len(a.Parts) > 0:
 		return nil, fmt.Errorf("%s packs several values: ask for those", graph.Describe(n))
 	case a.Buffer == nil:
-		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs", graph.Describe(n))
+		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs",
+			graph.Describe(n))
 	case !a.Resident && a.Last < len(m.runner.Program.Calls):
 		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", graph.Describe(n))
 	}
@@ -112,7 +114,8 @@ func (m *Machine) Download() (err error) {
 		if err != nil {
 			return fmt.Errorf("%s: its value %w", graph.Describe(i.Node), err)
 		}
-		if err := m.runner.FetchFloats(i.Array, to.([]float32)); err != nil { // others may share this memory
+		// others may share this memory
+		if err := m.runner.FetchFloats(i.Array, to.([]float32)); err != nil {
 			return err
 		}
 	}
@@ -150,17 +153,20 @@ func stateOf(m *Machine, fetch func(p *update.Param, moment int) (any, error)) e
 	var state []optim.Tensor
 	for _, p := range x.Params {
 		name := p.Input.Node.Name()
-		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1}, Data: []int64{p.Step + int64(x.Steps)}})
+		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1},
+			Data: []int64{p.Step + int64(x.Steps)}})
 		for i, moment := range p.Names() {
 			data, err := fetch(p, i)
 			if err != nil {
 				return err
 			}
-			state = append(state, optim.Tensor{Name: name + "." + moment, Shape: slices.Clone(p.Input.Array.Shape), Data: data})
+			state = append(state, optim.Tensor{Name: name + "." + moment,
+				Shape: slices.Clone(p.Input.Array.Shape), Data: data})
 		}
 	}
 	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
-	if err := x.SetState(state); err != nil { // which refuses nothing else of what these kernels leave
+	// which refuses nothing else of what these kernels leave
+	if err := x.SetState(state); err != nil {
 		return fmt.Errorf("%w: %w", ErrNonFinite, err)
 	}
 	return nil

@@ -74,14 +74,17 @@ type normed struct {
 }
 
 // tuneNorm runs one thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as given.
-func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ...MachineOption) normed {
+func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
+	opts ...MachineOption) normed {
 	t.Helper()
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(6, 5), gorgonia.WithName("x"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(6, 5), tensor.WithBacking(tensor.Range(tensor.Float32, 0, 30)))))
+		gorgonia.WithValue(tensor.New(tensor.WithShape(6, 5),
+			tensor.WithBacking(tensor.Range(tensor.Float32, 0, 30)))))
 	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(5), tensor.WithBacking([]float32{1, 2, 3, 4, 5}))))
+		gorgonia.WithValue(tensor.New(tensor.WithShape(5),
+			tensor.WithBacking([]float32{1, 2, 3, 4, 5}))))
 	if _, err := op.RMSNorm(x, w, 1e-5); err != nil {
 		t.Fatal(err)
 	}
@@ -90,10 +93,13 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string, opts ..
 	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
 	wrap := withKernels(func(inner run.Launcher) run.Launcher {
 		k = &normWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
-			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1}, {Family: "plain"}}}
+			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
+				{Family: "plain"}}}
 		return k
 	})
-	m, err := NewMachine(device, g, append([]MachineOption{fakeOption, private, wrap, WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
+	m, err := NewMachine(device, g,
+		append([]MachineOption{fakeOption, private, wrap,
+			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -118,11 +124,13 @@ func TestTuningKernels(t *testing.T) {
 	secondBest := [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
 	firstBest := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 
-	if r := tuneNorm(t, path, secondBest, "a"); r.Way != "wide-4" || r.Source != ByRule || r.runs != 2 {
+	if r := tuneNorm(t, path, secondBest, "a"); r.Way != "wide-4" ||
+		r.Source != ByRule || r.runs != 2 {
 		t.Errorf("without tuning: %+v", r)
 	}
 	r := tuneNorm(t, path, secondBest, "a", cached)
-	if r.Way != "wide-1" || r.last != r.Way || r.Source != Measured || r.runs < 2+3 || r.Of != 3 || r.log != "" {
+	if r.Way != "wide-1" || r.last != r.Way || r.Source != Measured || r.runs < 2+3 ||
+		r.Of != 3 || r.log != "" {
 		t.Errorf("timed: %+v", r)
 	}
 	if r.Cold < 2*time.Millisecond || r.Cold > 3*time.Millisecond || r.Warm < 2*time.Millisecond {
@@ -143,10 +151,14 @@ func TestTuningKernels(t *testing.T) {
 		source  Source
 		warning string
 	}{
-		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 2e6}, {Took: 5e6}}, nil, "", "wide-1", Measured, "differs by"},
-		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, nil, "", "plain", Measured, "no such luck"},
-		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 1e6, Wrong: true}, {Took: 50e6}}, nil, "", "plain", Measured, "differs by"},
-		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Fails: true}}, nil, "", "wide-1", Measured, "no such luck"},
+		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 2e6}, {Took: 5e6}}, nil, "", "wide-1",
+			Measured, "differs by"},
+		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, nil, "", "plain",
+			Measured, "no such luck"},
+		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 1e6, Wrong: true}, {Took: 50e6}}, nil, "",
+			"plain", Measured, "differs by"},
+		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Fails: true}}, nil, "", "wide-1",
+			Measured, "no such luck"},
 		{firstBest, []string{"RMSNorm=plain"}, "", "plain", Forced, ""},
 		{firstBest, []string{"RMS*!=wide-4"}, "", "wide-1", Measured, ""},
 		{secondBest, []string{"*!=wide-1"}, "", "plain", Measured, ""},
@@ -156,9 +168,12 @@ func TestTuningKernels(t *testing.T) {
 		{firstBest, []string{"Attention=plain"}, "", "wide-4", Measured, ""},
 	} {
 		t.Setenv("KASMINA_WAYS", c.env)
-		r := tuneNorm(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "a", cached, WithWays(c.rules...))
-		if r.Way != c.way || r.last != c.way || r.Source != c.source || !strings.Contains(r.log, c.warning) || (c.warning == "") != (r.log == "") {
-			t.Errorf("case %d: %+v, want the way %s, %s, and a warning %q", i, r, c.way, c.source, c.warning)
+		r := tuneNorm(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "a",
+			cached, WithWays(c.rules...))
+		if r.Way != c.way || r.last != c.way || r.Source != c.source || !strings.Contains(r.log,
+			c.warning) || (c.warning == "") != (r.log == "") {
+			t.Errorf("case %d: %+v, want the way %s, %s, and a warning %q", i, r,
+				c.way, c.source, c.warning)
 		}
 	}
 }
@@ -172,16 +187,21 @@ func TestTuningOnFullCard(t *testing.T) {
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, 1, 3, 1)
 	for i := range 2 {
-		w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName(fmt.Sprint("w", i)), gorgonia.WithInit(gorgonia.Ones()))
+		w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5),
+			gorgonia.WithName(fmt.Sprint("w", i)), gorgonia.WithInit(gorgonia.Ones()))
 		if _, err := op.RMSNorm(matrix(fmt.Sprint("x", i), 6+i, 5), w, 1e-5); err != nil {
 			t.Fatal(err)
 		}
 	}
 	var log bytes.Buffer
-	private := func(c *machineConfig) error { c.tunePath = filepath.Join(t.TempDir(), "tune.json"); return nil }
+	private := func(c *machineConfig) error {
+		c.tunePath = filepath.Join(t.TempDir(), "tune.json")
+		return nil
+	}
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
-		return &normWays{Launcher: k, fake: fakeOf(k), names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
-			ways: []fake.Way{{Took: 2e6}, {Took: 1e6}}}
+		return &normWays{Launcher: k, fake: fakeOf(k),
+			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
+			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})
 	free, _, err := device.Memory()
 	if err != nil {
@@ -192,7 +212,8 @@ func TestTuningOnFullCard(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := NewMachine(device, g, fakeOption, private, wrap, WithTuning(TuneCached), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	m, err := NewMachine(device, g, fakeOption, private, wrap, WithTuning(TuneCached),
+		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -207,7 +228,8 @@ func TestTuningOnFullCard(t *testing.T) {
 		}
 	}
 	told := log.String()
-	if len(choices) != 2 || strings.Count(told, "\n") != 1 || !strings.Contains(told, "harmless") || !strings.Contains(told, "level=INFO") {
+	if len(choices) != 2 || strings.Count(told, "\n") != 1 || !strings.Contains(told, "harmless") ||
+		!strings.Contains(told, "level=INFO") {
 		t.Errorf("of %d choices is told:\n%s", len(choices), told)
 	}
 }
@@ -215,12 +237,14 @@ func TestTuningOnFullCard(t *testing.T) {
 func TestWaysRefused(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	for _, rule := range []string{"", "RMSNorm", "=plain", "RMSNorm=", "RMSNorm=[", "[=plain"} {
-		if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithWays(rule)); err == nil || !strings.Contains(err.Error(), "want OP=WAY") {
+		if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption,
+			WithWays(rule)); err == nil || !strings.Contains(err.Error(), "want OP=WAY") {
 			t.Errorf("WithWays(%q): error %v", rule, err)
 		}
 	}
 	t.Setenv("KASMINA_WAYS", "RMSNorm")
-	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption); err == nil || !strings.Contains(err.Error(), "KASMINA_WAYS") {
+	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption); err == nil ||
+		!strings.Contains(err.Error(), "KASMINA_WAYS") {
 		t.Errorf("environment: error %v", err)
 	}
 }
@@ -234,7 +258,8 @@ func TestHostByRule(t *testing.T) {
 		gorgonia.WithValue(tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{1, 2, 3}))))
 	y := gorgonia.Must(gorgonia.Square(x))
 	var log bytes.Buffer
-	m, err := NewMachine(device, g, fakeOption, WithWays("square*=host"), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	m, err := NewMachine(device, g, fakeOption, WithWays("square*=host"),
+		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -246,10 +271,12 @@ func TestHostByRule(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := flat(t, v); !slices.Equal(got, []float32{1, 4, 9}) || !m.runner.OnHost() || !strings.Contains(log.String(), "a rule wants it there") {
+	if got := flat(t, v); !slices.Equal(got, []float32{1, 4, 9}) || !m.runner.OnHost() ||
+		!strings.Contains(log.String(), "a rule wants it there") {
 		t.Errorf("got %v, log %s", got, log.String())
 	}
-	if _, err := NewMachine(device, g, fakeOption, WithWays("square*=host"), WithStrict()); err == nil {
+	if _, err := NewMachine(device, g, fakeOption, WithWays("square*=host"),
+		WithStrict()); err == nil {
 		t.Error("WithStrict allows it")
 	}
 }
@@ -262,12 +289,15 @@ func TestHostByRuleReads(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		g := gorgonia.NewGraph()
 		a := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("a"),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(2, 3), tensor.WithBacking([]float32{1, 2, 3, 4, 5, 6}))))
+			gorgonia.WithValue(tensor.New(tensor.WithShape(2, 3),
+				tensor.WithBacking([]float32{1, 2, 3, 4, 5, 6}))))
 		b := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(3), gorgonia.WithName("b"),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{10, 20, 30}))))
+			gorgonia.WithValue(tensor.New(tensor.WithShape(3),
+				tensor.WithBacking([]float32{10, 20, 30}))))
 		square := gorgonia.Must(gorgonia.Mul(gorgonia.Must(gorgonia.Transpose(a, 1, 0)), a))
 		sum := gorgonia.Must(gorgonia.BroadcastAdd(square, b, nil, []byte{0}))
-		m, err := NewMachine(device, g, fakeOption, WithWays(rule), WithLogger(slog.New(slog.DiscardHandler)))
+		m, err := NewMachine(device, g, fakeOption, WithWays(rule),
+			WithLogger(slog.New(slog.DiscardHandler)))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -278,7 +308,8 @@ func TestHostByRuleReads(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, want := flat(t, v), []float32{27, 42, 57, 32, 49, 66, 37, 56, 75}; !slices.Equal(got, want) {
+		if got, want := flat(t, v), []float32{27, 42, 57, 32, 49, 66, 37, 56,
+			75}; !slices.Equal(got, want) {
 			t.Errorf("%s: got %v, want %v", rule, got, want)
 		}
 		if !m.runner.OnHost() {
@@ -318,13 +349,16 @@ func smallCache(name string) []gpu.DeviceInfo {
 }
 
 // tuneProduct makes and runs such a machine on a fake GPU whose ways differ as given.
-func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string, opts ...MachineOption) tuned {
+func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
+	opts ...MachineOption) tuned {
 	t.Helper()
 	device, _, fakeOption := openFake(t, fake.Config{Ways: ways, Devices: smallCache(name)})
 	g := gorgonia.NewGraph()
 	matrix := func(name string, rows, columns int) *gorgonia.Node {
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, columns), gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(tensor.Range(tensor.Float32, 0, rows*columns)))))
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, columns),
+			gorgonia.WithName(name),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns),
+				tensor.WithBacking(tensor.Range(tensor.Float32, 0, rows*columns)))))
 	}
 	y, err := op.Linear(matrix("x", 6, 4), matrix("w", 5, 4))
 	if err != nil {
@@ -332,7 +366,9 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string, opts 
 	}
 	var log bytes.Buffer
 	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
-	m, err := NewMachine(device, g, append([]MachineOption{fakeOption, private, WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
+	m, err := NewMachine(device, g,
+		append([]MachineOption{fakeOption, private,
+			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -357,8 +393,10 @@ func TestTuning(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	const card = "Some GPU"
 	path := filepath.Join(t.TempDir(), "tune.json")
-	slowFirst := [3]fake.Way{{Took: 9 * time.Millisecond}, {Took: 2 * time.Millisecond}, {Took: 5 * time.Millisecond}}
-	fastFirst := [3]fake.Way{{Took: 1 * time.Millisecond}, {Took: 2 * time.Millisecond}, {Took: 5 * time.Millisecond}}
+	slowFirst := [3]fake.Way{{Took: 9 * time.Millisecond}, {Took: 2 * time.Millisecond},
+		{Took: 5 * time.Millisecond}}
+	fastFirst := [3]fake.Way{{Took: 1 * time.Millisecond}, {Took: 2 * time.Millisecond},
+		{Took: 5 * time.Millisecond}}
 	cached, full := WithTuning(TuneCached), WithTuning(TuneFull)
 
 	if r := tuneProduct(t, path, slowFirst, card); r.way != 0 || r.timings != 0 {
@@ -366,14 +404,17 @@ func TestTuning(t *testing.T) {
 	}
 	first := tuneProduct(t, path, slowFirst, card, cached)
 	if first.way != 1 || first.timings < 3 || first.log != "" {
-		t.Errorf("the first time: way %d, %d timings, want way 1 after at least 3\n%s", first.way, first.timings, first.log)
+		t.Errorf("the first time: way %d, %d timings, want way 1 after at least 3\n%s", first.way,
+			first.timings, first.log)
 	}
-	if b, err := os.ReadFile(path); err != nil || !strings.Contains(string(b), card) || !strings.Contains(string(b), "cuBLASLt 130000") {
+	if b, err := os.ReadFile(path); err != nil || !strings.Contains(string(b), card) ||
+		!strings.Contains(string(b), "cuBLASLt 130000") {
 		t.Errorf("stored: %s, %v", b, err)
 	}
 	second := tuneProduct(t, path, fastFirst, card, cached)
 	if second.way != 1 || second.timings != 0 {
-		t.Errorf("the second time: way %d, %d timings, want what is stored and no more timings", second.way, second.timings)
+		t.Errorf("the second time: way %d, %d timings, want what is stored and no more timings",
+			second.way, second.timings)
 	}
 	for i, v := range second.value {
 		if v != first.value[i] {
@@ -434,8 +475,10 @@ func TestTuningDrops(t *testing.T) {
 		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, 2, "a way that fails"},
 		{[3]fake.Way{{Took: 1e6}, {Took: 995e3}, {Took: 996e3}}, 0, ""}, // no gain worth other bits
 	} {
-		r := tuneProduct(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "Some GPU", WithTuning(TuneCached))
-		if r.way != c.way || !strings.Contains(r.log, c.warning) || (c.warning == "") == strings.Contains(r.log, "WARN") {
+		r := tuneProduct(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "Some GPU",
+			WithTuning(TuneCached))
+		if r.way != c.way || !strings.Contains(r.log, c.warning) ||
+			(c.warning == "") == strings.Contains(r.log, "WARN") {
 			t.Errorf("case %d: way %d, want %d; log %q", i, r.way, c.way, r.log)
 		}
 		for j, v := range r.value {
@@ -457,7 +500,8 @@ func TestTuningIgnores(t *testing.T) {
 		t.Fatal(err)
 	}
 	from := bytes.LastIndex(b, []byte("{")) // of the choice
-	for name, id := range map[string]string{"text": `"fast"`, "unknown": `{"way": "7"}`, "cut": "{"} {
+	for name, id := range map[string]string{"text": `"fast"`, "unknown": `{"way": "7"}`,
+		"cut": "{"} {
 		other := filepath.Join(t.TempDir(), "tune.json")
 		damaged := string(b[:from]) + id + "}}"
 		if err := os.WriteFile(other, []byte(damaged), 0o644); err != nil {
@@ -481,7 +525,8 @@ func TestTuningOptions(t *testing.T) {
 		if name == "option" {
 			opts = append(opts, WithTuning(7))
 		}
-		if _, err := NewMachine(device, gorgonia.NewGraph(), opts...); err == nil || !strings.Contains(err.Error(), "off") && !strings.Contains(err.Error(), "TuneOff") {
+		if _, err := NewMachine(device, gorgonia.NewGraph(), opts...); err == nil ||
+			!strings.Contains(err.Error(), "off") && !strings.Contains(err.Error(), "TuneOff") {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}

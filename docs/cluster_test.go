@@ -19,16 +19,20 @@ func clusterText(t *testing.T) (data string, small []string) {
 	data = t.TempDir()
 	for i := range 12 {
 		text := strings.Repeat(fmt.Sprintf("line %d of a text to learn from\n", i), 40)
-		require.NoError(t, os.WriteFile(filepath.Join(data, fmt.Sprint(i, ".txt")), []byte(text), 0o666))
+		require.NoError(t, os.WriteFile(filepath.Join(data, fmt.Sprint(i, ".txt")), []byte(text),
+			0o666))
 	}
-	return data, strings.Fields("-dim 16 -layers 1 -heads 2 -seq 16 -batch 2 -seeds 4 -sample 10 -heldout 200")
+	return data,
+		strings.Fields("-dim 16 -layers 1 -heads 2 -seq 16 -batch 2 -seeds 4 -sample 10 " +
+			"-heldout 200")
 }
 
 // onePlain trains in one process, and returns its checkpoint's bytes.
 func onePlain(t *testing.T, program, data string, args ...string) []byte {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "plain")
-	c := exec.Command(program, append([]string{"-device", "cpu", "-data", data, "-out", out, "-accumulate", "8"}, args...)...)
+	c := exec.Command(program, append([]string{"-device", "cpu", "-data", data, "-out", out,
+		"-accumulate", "8"}, args...)...)
 	said, err := c.CombinedOutput()
 	require.NoError(t, err, "%s", said)
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
@@ -50,8 +54,8 @@ done
 for p in "${pids[@]}"; do wait "$p"; done
 `
 
-// TestSlurmScript runs the script with a Slurm that is there in name only: it trains, goes on when it
-// is submitted again, and ends with the bits of one process.
+// TestSlurmScript runs the script with a Slurm that is there in name only: it trains, goes on when
+// it is submitted again, and ends with the bits of one process.
 func TestSlurmScript(t *testing.T) {
 	p := built(t)
 	script, err := filepath.Abs("cluster/transformer.sbatch")
@@ -66,13 +70,15 @@ func TestSlurmScript(t *testing.T) {
 	out, program := filepath.Join(t.TempDir(), "out"), filepath.Join(p.folder, "transformer")
 	submit := func(args ...string) string {
 		c := exec.Command("bash", append([]string{script}, args...)...)
-		c.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"), "TASKS="+string(tasks[1]), "PROGRAM="+program,
+		c.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"), "TASKS="+string(tasks[1]),
+			"PROGRAM="+program,
 			"DATA="+data, "OUT="+out, "DEVICE=cpu")
 		said, err := c.CombinedOutput()
 		require.NoError(t, err, "%s", said)
 		return string(said)
 	}
-	require.Contains(t, submit(append(small, "-steps", "4")...), "ranks     "+string(tasks[1])+" processes, started by Slurm")
+	require.Contains(t, submit(append(small, "-steps", "4")...), "ranks     "+string(tasks[1])+
+		" processes, started by Slurm")
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
 	require.Equal(t, onePlain(t, program, data, append(small, "-steps", "4")...), b)
@@ -101,7 +107,8 @@ func TestTrainJob(t *testing.T) {
 	}
 	small = append(small, "-steps", "3")
 	c := exec.Command(filepath.Join(p.folder, "transformer"), append(args, small...)...)
-	c.Env = append(os.Environ(), "PET_NNODES="+field("numNodes"), "PET_NPROC_PER_NODE="+field("numProcPerNode"), "PET_NODE_RANK=0",
+	c.Env = append(os.Environ(), "PET_NNODES="+field("numNodes"), "PET_NPROC_PER_NODE="+
+		field("numProcPerNode"), "PET_NODE_RANK=0",
 		"PET_MASTER_ADDR=127.0.0.1", "PET_MASTER_PORT=29480")
 	said, err := c.CombinedOutput()
 	require.NoError(t, err, "%s", said)
@@ -111,7 +118,8 @@ func TestTrainJob(t *testing.T) {
 	require.Equal(t, onePlain(t, filepath.Join(p.folder, "transformer"), data, small...), b)
 }
 
-// TestGPUsOption: -gpus has the bits of one process; too few batches, and a rank's failure, are told.
+// TestGPUsOption: -gpus has the bits of one process; too few batches, and a rank's failure, are
+// told.
 func TestGPUsOption(t *testing.T) {
 	p := built(t)
 	data, small := clusterText(t)

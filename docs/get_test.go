@@ -48,7 +48,8 @@ func archive(t *testing.T, path, prefix string) {
 		switch {
 		case err != nil:
 			return err
-		case d.IsDir() && below != "." && (d.Name() == ".git" || d.Name() == "runs" || isModule(path)):
+		case d.IsDir() && below != "." &&
+			(d.Name() == ".git" || d.Name() == "runs" || isModule(path)):
 			return filepath.SkipDir
 		case !d.Type().IsRegular() || d.Name() == ".git": // which is a file in a worktree
 			return nil

@@ -34,7 +34,8 @@ type packages struct {
 
 // load compiles the module's packages and lists them with all that they import.
 var load = sync.OnceValues(func() (*packages, error) {
-	command := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Name,Export", "./...", "std")
+	command := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Name,Export",
+		"./...", "std")
 	command.Dir = root
 	var stderr bytes.Buffer
 	command.Stderr = &stderr
@@ -53,7 +54,8 @@ var load = sync.OnceValues(func() (*packages, error) {
 		}
 		p.export[listed.ImportPath] = listed.Export
 		internal := strings.Contains("/"+listed.ImportPath+"/", "/internal/")
-		if rank := rankOf(listed.ImportPath); rank > best[listed.Name] && listed.Name != "main" && !internal {
+		if rank := rankOf(listed.ImportPath); rank > best[listed.Name] &&
+			listed.Name != "main" && !internal {
 			best[listed.Name], p.paths[listed.Name] = rank, listed.ImportPath
 		}
 	}
@@ -132,7 +134,8 @@ func (p *packages) fragments(blocks []block) string {
 		}
 		fmt.Fprintf(&body, "//line %s:%d\n%s", b.document, max(1, b.line), b.code)
 	}
-	code := fmt.Sprintf("func _() error {\n%s%s\nreturn nil\n}\n%s", body.String(), strings.Repeat("}\n", depth), beside.String())
+	code := fmt.Sprintf("func _() error {\n%s%s\nreturn nil\n}\n%s", body.String(),
+		strings.Repeat("}\n", depth), beside.String())
 	return "package main\n" + p.imports(code) + code
 }
 
@@ -166,14 +169,16 @@ func TestGoBlocksFail(t *testing.T) {
 	given := block{document: "d.md", line: 1, code: "y, err := op.Linear(x, w)\n",
 		notes: map[string]string{"given": "x, w *gorgonia.Node"}}
 	require.NoError(t, check(given))
-	require.NoError(t, check(given, block{code: "y, err := op.Linear(y, w)\nfmt.Println(y.Shape())\n"}))
+	require.NoError(t,
+		check(given, block{code: "y, err := op.Linear(y, w)\nfmt.Println(y.Shape())\n"}))
 	require.Error(t, check(block{code: given.code}), "nothing declares x")
 	require.Error(t, check(given, block{code: "y.Nothing()\n"}))
 	require.Error(t, check(block{code: "op.Nothing()\n"}))
 	require.Error(t, check(block{code: "x := \n"}))
 }
 
-var namePattern = regexp.MustCompile(`^([a-z][a-z0-9]*(?:/[a-z0-9]+)*)\.([A-Z]\w*)(?:\.([A-Z]\w*))?(?:\(.*\))?$`)
+var namePattern = regexp.MustCompile(
+	`^([a-z][a-z0-9]*(?:/[a-z0-9]+)*)\.([A-Z]\w*)(?:\.([A-Z]\w*))?(?:\(.*\))?$`)
 
 // TestNames wants names of this module's packages that sentences mention, such as `op.Kasmina` and
 // `llm.Config.SlotWidth`, to exist.

@@ -105,7 +105,8 @@ func parse(path, text string) (document, error) {
 				return doc, fmt.Errorf("%s:%d: %s is no note that this test knows", path, i+1, line)
 			}
 			if strings.HasPrefix(line, "    ") && (i == 0 || lines[i-1] == "") {
-				return doc, fmt.Errorf("%s:%d: code by indentation: fence it, with a language", path, i+1)
+				return doc, fmt.Errorf("%s:%d: code by indentation: fence it, with a language",
+					path, i+1)
 			}
 			if line != "" && len(notes) > 0 {
 				return doc, fmt.Errorf("%s:%d: a note must stand in front of a block", path, i+1)
@@ -115,7 +116,8 @@ func parse(path, text string) (document, error) {
 			}
 			continue
 		}
-		b := block{document: path, line: i + 2, language: strings.TrimPrefix(line, "```"), notes: notes}
+		b := block{document: path, line: i + 2, language: strings.TrimPrefix(line, "```"),
+			notes: notes}
 		notes = map[string]string{}
 		end := i + 1
 		for ; end < len(lines) && lines[end] != "```"; end++ {
@@ -127,7 +129,8 @@ func parse(path, text string) (document, error) {
 		switch b.language {
 		case "go", "sh", "json", "text":
 		default:
-			return doc, fmt.Errorf("%s:%d: the language is %q, want go, sh, json or text", path, i+1, b.language)
+			return doc, fmt.Errorf("%s:%d: the language is %q, want go, sh, json or text",
+				path, i+1, b.language)
 		}
 		doc.blocks = append(doc.blocks, b)
 		i = end
@@ -137,7 +140,8 @@ func parse(path, text string) (document, error) {
 
 // TestParse wants what no test would look at to be refused.
 func TestParse(t *testing.T) {
-	doc, err := parse("d.md", "See `go run ./x`.\n\n<!-- run -->\n```sh\nls\n```\n\n```text\na\n```\n")
+	doc, err := parse("d.md",
+		"See `go run ./x`.\n\n<!-- run -->\n```sh\nls\n```\n\n```text\na\n```\n")
 	require.NoError(t, err)
 	require.Equal(t, []span{{1, "go run ./x"}}, doc.spans)
 	require.Len(t, doc.blocks, 2)
@@ -176,7 +180,8 @@ func TestLinks(t *testing.T) {
 			}
 			if err != nil {
 				t.Errorf("%s links %s: %v", doc.path, m[1], err)
-			} else if heading != "" && !strings.Contains(headings(string(text)), "\n"+heading+"\n") {
+			} else if heading != "" &&
+				!strings.Contains(headings(string(text)), "\n"+heading+"\n") {
 				t.Errorf("%s links %s: there is no such heading", doc.path, m[1])
 			}
 		}

@@ -32,7 +32,8 @@ var build = sync.OnceValues(func() (*programs, error) {
 		return nil, err
 	}
 	p := &programs{folder, map[string]map[string]bool{}}
-	out, err := command("go", "list", "-f", "{{if eq .Name \"main\"}}{{.ImportPath}}{{end}}", "./...")
+	out, err := command("go", "list", "-f", "{{if eq .Name \"main\"}}{{.ImportPath}}{{end}}",
+		"./...")
 	if err != nil {
 		return p, err
 	}
@@ -41,7 +42,8 @@ var build = sync.OnceValues(func() (*programs, error) {
 		return p, err
 	}
 	for _, importPath := range all {
-		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)), "-help").CombinedOutput()
+		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)),
+			"-help").CombinedOutput()
 		options := map[string]bool{"help": true}
 		for _, m := range optionPattern.FindAllStringSubmatch(string(help), -1) {
 			options[m[1]] = true
@@ -95,12 +97,14 @@ func shellCommands(code string) (all [][]string) {
 		for _, c := range regexp.MustCompile(`&&|\|\||[;|]`).Split(line, -1) {
 			words := regexp.MustCompile(`"[^"]*"|'[^']*'|\S+`).FindAllString(c, -1)
 			for i, w := range words {
-				if words[i] = strings.Trim(w, `"'`); strings.HasPrefix(w, ">") || strings.HasPrefix(w, "<") {
+				if words[i] = strings.Trim(w, `"'`); strings.HasPrefix(w, ">") ||
+					strings.HasPrefix(w, "<") {
 					words = words[:i]
 					break
 				}
 			}
-			for len(words) > 0 && regexp.MustCompile(`^[A-Za-z_]+=|^(do|then)$`).MatchString(words[0]) {
+			for len(words) > 0 &&
+				regexp.MustCompile(`^[A-Za-z_]+=|^(do|then)$`).MatchString(words[0]) {
 				words = words[1:] // settings for one command
 			}
 			if len(words) > 0 && words[0] != "#" {
@@ -112,7 +116,8 @@ func shellCommands(code string) (all [][]string) {
 }
 
 // plain are commands of the shell that need no check but the shell's own.
-var plain = []string{"export", "cd", "mkdir", "cat", "for", "done", "cp", "ls", "tail", "grep", "git"}
+var plain = []string{"export", "cd", "mkdir", "cat", "for", "done", "cp", "ls",
+	"tail", "grep", "git"}
 
 // checkCommand returns what is wrong with a command that is not run.
 func (p *programs) checkCommand(words []string) error {
@@ -189,7 +194,8 @@ func (p *programs) checkRun(args []string) error {
 	}
 	options, ok := p.options[name]
 	if !ok {
-		return fmt.Errorf("go run %s: there is no such program, have %q", args[0], slices.Sorted(maps.Keys(p.options)))
+		return fmt.Errorf("go run %s: there is no such program, have %q", args[0],
+			slices.Sorted(maps.Keys(p.options)))
 	}
 	for _, a := range args[1:] {
 		option, _, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
@@ -201,8 +207,10 @@ func (p *programs) checkRun(args []string) error {
 }
 
 // testOptions are those of go test that documents use, and whether a value follows.
-var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "timeout": true, "count": true, "fuzz": true,
-	"fuzztime": true, "coverprofile": true, "o": true, "v": false, "short": false, "race": false, "c": false, "json": false, "benchmem": false}
+var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "timeout": true,
+	"count": true, "fuzz": true,
+	"fuzztime": true, "coverprofile": true, "o": true, "v": false, "short": false, "race": false,
+	"c": false, "json": false, "benchmem": false}
 
 // checkGoTest wants packages to be there, and tests and benchmarks that -run and -bench ask for.
 func checkGoTest(args []string) error {
@@ -235,7 +243,8 @@ func checkGoTest(args []string) error {
 		if err != nil {
 			return err
 		}
-		if w != "x" && w != "^$" && !slices.ContainsFunc(found, pattern.MatchString) { // x: no test at all
+		// x: no test at all
+		if w != "x" && w != "^$" && !slices.ContainsFunc(found, pattern.MatchString) {
 			return fmt.Errorf("go test: nothing is named like %q", w)
 		}
 	}
@@ -406,7 +415,10 @@ func TestRun(t *testing.T) {
 	}
 	p := built(t)
 	for _, doc := range documents(t) {
-		if !slices.ContainsFunc(doc.blocks, func(b block) bool { _, run := b.notes["run"]; return run }) {
+		if !slices.ContainsFunc(doc.blocks, func(b block) bool {
+			_, run := b.notes["run"]
+			return run
+		}) {
 			continue
 		}
 		t.Run(doc.path, func(t *testing.T) {
@@ -438,7 +450,8 @@ func TestRunLikeReaders(t *testing.T) {
 	folder := t.TempDir()
 	program := "package main\n\nimport \"" + module + "/op\"\n\nfunc main() { _ = op.Linear }\n"
 	require.NoError(t, os.WriteFile(filepath.Join(folder, "main.go"), []byte(program), 0o666))
-	_, err := p.run("go mod init example.com/reader && go get "+module+" && go build -o program .", folder)
+	_, err := p.run("go mod init example.com/reader && go get "+module+" && go build -o program .",
+		folder)
 	require.ErrorContains(t, err, "missing go.sum entry")
 	_, err = p.run("go mod tidy && go build -o program .", folder)
 	require.NoError(t, err)

@@ -26,7 +26,8 @@ func (b Budget) check() error {
 		}
 	}
 	if set > 1 || b.Time < 0 || b.Tokens < 0 || !(b.FLOPs >= 0) || math.IsInf(b.FLOPs, 0) {
-		return fmt.Errorf("llm: TrainConfig.Budget is %+v, want one field above 0 at most, the others 0", b)
+		return fmt.Errorf("llm: TrainConfig.Budget is %+v, want one field above 0 at most, the "+
+			"others 0", b)
 	}
 	return nil
 }
@@ -68,9 +69,8 @@ func (b Budget) share(spent Budget) float64 {
 
 // FLOPs returns the floating-point operations of training on a token, forward and backward: six for
 // each weight of a product, the output layer's included, and for causal attention six a feature of
-// its heads for each position of the sequence, in each block; of a window W in a sequence of S it is
-// for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for
-// Neural Language Models", 2020.)
+// its heads for each position of the sequence, in each block; of a window W in a sequence of S it
+// is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language Models", 2020.)
 func (c Config) FLOPs() float64 {
 	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
 	block := float64(c.Dim) * (2*heads + 2*kv + 3*float64(c.FF))

@@ -405,7 +405,8 @@ const (
 	Failed                           // before RunEnd, a step or callback has: a last chance to save
 	EpochEnd                         // before a StepEnd: Reports and SeedEvents are set
 	Corrupted                        // Scrub has found corrupt seeds: Err is set
-	Reshaped                         // before a StepEnd: the blocks have become others, as Text says, or could not, as Err does
+	// before a StepEnd: the blocks have become others, as Text says, or could not, as Err does
+	Reshaped
 )
 
 var eventNames = [...]string{"RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
@@ -422,9 +423,10 @@ func (k EventKind) String() string {
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so
 // that a callback needs no memory of its own.
 type Event struct {
-	Kind         EventKind
-	Step         int           // optimiser steps done since the model was initialised
-	Steps        int           // step at which the run ends at the latest; of one that a budget alone ends, 2³¹−1
+	Kind EventKind
+	Step int // optimiser steps done since the model was initialised
+	// step at which the run ends at the latest; of one that a budget alone ends, 2³¹−1
+	Steps        int
 	Budget       Budget        // of the run
 	Spent        Budget        // so far; Time of a run on a budget of time alone
 	Share        float64       // of the budget, or without one of the steps, that is spent: 0 to 1
@@ -442,9 +444,9 @@ type Event struct {
 	Ops          []OpTime      // Profiled: what the engine's ops take
 	Choices      []Choice      // Chosen: the ways in which they are computed
 
-	// Reports are those of the Kasmina layers, of an EpochEnd: an epoch of their lattices has ended,
-	// somebody has steered the seeds (Trainer.Steer), or a run has ended (before its RunEnd) in which
-	// more has happened to seeds since.
+	// Reports are those of the Kasmina layers, of an EpochEnd: an epoch of their lattices has
+	// ended, somebody has steered the seeds (Trainer.Steer), or a run has ended (before its RunEnd)
+	// in which more has happened to seeds since.
 	Reports []state.Report
 	// SeedEvents are what has happened to seeds since the EpochEnd before, or since the run began.
 	SeedEvents []state.Event
@@ -481,8 +483,8 @@ func (s *seedEvents) take() []state.Event {
 	return list
 }
 
-// tellEpoch tells the callbacks of the seeds if the last step has ended an epoch of the lattices, or
-// somebody has steered behind it.
+// tellEpoch tells the callbacks of the seeds if the last step has ended an epoch of the lattices,
+// or somebody has steered behind it.
 func (t *Trainer) tellEpoch() error {
 	steered := t.steering.told
 	t.steering.told = false

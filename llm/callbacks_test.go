@@ -33,7 +33,8 @@ type profiled struct {
 func (p *profiled) OpTimes() ([]OpTime, error) { return p.ops, nil }
 
 func TestMonitor(t *testing.T) {
-	ops := []OpTime{{Op: "Linear", Tasks: 7, Time: 2 * time.Millisecond, FLOPs: 1e9, Bytes: 1e6, Ways: []string{"fast"}}, {Op: "RMSNorm", Time: time.Millisecond}}
+	ops := []OpTime{{Op: "Linear", Tasks: 7, Time: 2 * time.Millisecond, FLOPs: 1e9, Bytes: 1e6,
+		Ways: []string{"fast"}}, {Op: "RMSNorm", Time: time.Millisecond}}
 	for name, times := range map[string][]OpTime{"timed": ops, "nothing yet": nil} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		tr.engine = &profiled{tr.engine, times}
@@ -63,7 +64,8 @@ func TestMonitor(t *testing.T) {
 			t.Errorf("events at the steps %v, want 1 and 2", seen)
 		}
 		lines := strings.Split(strings.TrimSpace(out.String()), "\n")
-		if len(lines) != 3 || !strings.Contains(lines[1], "66.7") || !strings.Contains(lines[1], "fast") {
+		if len(lines) != 3 || !strings.Contains(lines[1], "66.7") ||
+			!strings.Contains(lines[1], "fast") {
 			t.Errorf("the table:\n%s", out.String())
 		}
 	}
@@ -132,7 +134,8 @@ func (p *traced) Profile() (*Profile, error) {
 	if p.steps < p.takes {
 		return nil, nil
 	}
-	return &Profile{Device: "Some GPU", Period: time.Millisecond, Spans: []optime.Span{{Kernel: "norm", Op: "RMSNorm", Time: time.Microsecond}}}, nil
+	return &Profile{Device: "Some GPU", Period: time.Millisecond,
+		Spans: []optime.Span{{Kernel: "norm", Op: "RMSNorm", Time: time.Microsecond}}}, nil
 }
 
 func TestProfileStep(t *testing.T) {
@@ -145,20 +148,23 @@ func TestProfileStep(t *testing.T) {
 		{1, 5, "ended too early", ""},
 		{1, 0, "", "at least 1"},
 	} {
-		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default()) // of two steps
+		// of two steps
+		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		e := &traced{Engine: tr.engine, takes: test.takes}
 		tr.engine = e
 		path := filepath.Join(t.TempDir(), "new", "trace.json")
 		var out strings.Builder
 		tr.On(ProfileStep(tr, &out, path, test.after))
-		if err := tr.Run(context.Background()); (err != nil) != (test.fails != "") || err != nil && !strings.Contains(err.Error(), test.fails) {
+		if err := tr.Run(context.Background()); (err != nil) != (test.fails != "") || err != nil &&
+			!strings.Contains(err.Error(), test.fails) {
 			t.Errorf("%+v: %v", test, err)
 		}
 		if !strings.Contains(out.String(), test.want) {
 			t.Errorf("%+v: it prints %q", test, out.String())
 		}
 		trace, err := os.ReadFile(path)
-		if (err == nil) != (test.want == "RMSNorm") || err == nil && !strings.Contains(string(trace), `"traceEvents"`) {
+		if (err == nil) != (test.want == "RMSNorm") || err == nil &&
+			!strings.Contains(string(trace), `"traceEvents"`) {
 			t.Errorf("%+v: the trace %q, %v", test, trace, err)
 		}
 	}
@@ -171,13 +177,15 @@ func TestProfileStep(t *testing.T) {
 		e := &traced{Engine: tr.engine, takes: 1}
 		tr.engine = e
 		tr.On(ProfileStep(tr, io.Discard, path, 1))
-		if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(), "cannot be written") || tr.Step() != 0 {
+		if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(),
+			"cannot be written") || tr.Step() != 0 {
 			t.Errorf("a trace at %s: %v after %d steps", path, err, tr.Step())
 		}
 	}
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 	tr.On(ProfileStep(tr, io.Discard, "", 1))
-	if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(), "llm/gpu") {
+	if err := tr.Run(context.Background()); err == nil ||
+		!strings.Contains(err.Error(), "llm/gpu") {
 		t.Errorf("on the CPU: %v", err)
 	}
 }
@@ -258,7 +266,8 @@ func (w failingWriter) Write([]byte) (int, error) { return 0, w.err }
 // TestEventKindNames wants events to be printed by their constants' names.
 func TestEventKindNames(t *testing.T) {
 	for kind, want := range map[EventKind]string{RunStart: "RunStart", RunEnd: "RunEnd",
-		Failed: "Failed", Corrupted: "Corrupted", Reshaped: "Reshaped", 0: "EventKind(0)", 15: "EventKind(15)"} {
+		Failed: "Failed", Corrupted: "Corrupted", Reshaped: "Reshaped", 0: "EventKind(0)",
+		15: "EventKind(15)"} {
 		require.Equal(t, want, kind.String())
 	}
 	require.Len(t, eventNames, int(Reshaped))
@@ -337,9 +346,11 @@ func TestNoEpochEnd(t *testing.T) {
 // how much the last two take longer. Of every round it forms the ratios, of the time by the clock
 // and of the processor's time, in which other programs show less, and reports the median.
 func BenchmarkTelemetry(b *testing.B) {
-	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{0, 1, 2, 3}, Seeds: 16}
+	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{0, 1, 2, 3},
+		Seeds: 16}
 	tr := newTrainerOf(b, c.Default(), 8)
-	modes := []state.Telemetry{{Mode: state.Off}, {Mode: state.Production}, {Mode: state.Sampling, Every: 4}}
+	modes := []state.Telemetry{{Mode: state.Off}, {Mode: state.Production},
+		{Mode: state.Sampling, Every: 4}}
 	const steps = 4
 	measure := func(mode state.Telemetry) (took [2]float64) {
 		for _, l := range tr.Model.Kasmina.Lattices() {
@@ -353,7 +364,8 @@ func BenchmarkTelemetry(b *testing.B) {
 				b.Fatal(err)
 			}
 		}
-		return [2]float64{time.Since(start).Seconds() / steps, (processor.Time(b) - used).Seconds() / steps}
+		return [2]float64{time.Since(start).Seconds() / steps,
+			(processor.Time(b) - used).Seconds() / steps}
 	}
 	measure(modes[0])
 	var off []float64
@@ -388,7 +400,8 @@ func newTrainerOf(b *testing.B, c Config, batch int) *Trainer {
 	if err != nil {
 		b.Fatal(err)
 	}
-	loader, err := data.NewLoader(&idTokens{ids: make([]int, 50000), tokenizer: "bytes", vocab: 256, fingerprint: "zeros"},
+	loader, err := data.NewLoader(&idTokens{ids: make([]int, 50000), tokenizer: "bytes", vocab: 256,
+		fingerprint: "zeros"},
 		data.LoaderConfig{Batch: batch, Seq: c.Seq})
 	if err != nil {
 		b.Fatal(err)
@@ -397,7 +410,8 @@ func newTrainerOf(b *testing.B, c Config, batch int) *Trainer {
 	if err != nil {
 		b.Fatal(err)
 	}
-	tr, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: math.MaxInt, Batch: batch, Schedule: optim.Constant(1e-4)})
+	tr, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: math.MaxInt, Batch: batch,
+		Schedule: optim.Constant(1e-4)})
 	if err != nil {
 		b.Fatal(err)
 	}

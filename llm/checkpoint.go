@@ -37,8 +37,9 @@ type training struct {
 	Before       *beforeState      `json:"before,omitempty"`
 	Spent        Budget            `json:"spent,omitzero"`
 	Share        float64           `json:"share,omitempty"`
-	Losses       jsonfloat.Float   `json:"losses,omitempty"` // the sum of those of the present epoch's steps,
-	Summed       int               `json:"summed,omitempty"` // and how many they are
+	// the sum of those of the present epoch's steps,
+	Losses jsonfloat.Float `json:"losses,omitempty"`
+	Summed int             `json:"summed,omitempty"` // and how many they are
 }
 
 // beforeState is the part of what a model was before it grew that is not a tensor.
@@ -123,7 +124,8 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	tensors = append(tensors, before...)
 	e := t.Last()
 	for key, v := range map[string]any{
-		modelfile.TrainingKey: training{LossScale: t.lossScale(), Before: t.before.state(), Step: e.Step,
+		modelfile.TrainingKey: training{LossScale: t.lossScale(),
+			Before: t.before.state(), Step: e.Step,
 			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
 			Settings: *t.settings(),
 			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
@@ -250,7 +252,8 @@ func configOf(f *modelfile.File) (Config, error) {
 		// To grow step by step would take several times as much.
 		c.Kasmina = make([]int, 0, strings.Count(text, ","))
 	}
-	if err := f.Decode(modelfile.ConfigKey, "the configuration", modelfile.MaxConfig, &c); err != nil {
+	if err := f.Decode(modelfile.ConfigKey, "the configuration",
+		modelfile.MaxConfig, &c); err != nil {
 		return c, err
 	}
 	if c.Kasmina = slices.Clip(c.Kasmina); len(c.Kasmina) == 0 {
@@ -332,7 +335,8 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 }
 
 // paramsOf reads the parameters of a configuration, under a prefix.
-func (m *Model) paramsOf(ctx context.Context, f *modelfile.File, c Config, prefix string) ([]Param, error) {
+func (m *Model) paramsOf(ctx context.Context, f *modelfile.File, c Config,
+	prefix string) ([]Param, error) {
 	var params []Param
 	for p := range c.params() {
 		value := newParam(m.Dtype(), p.shape, nil)
@@ -346,7 +350,8 @@ func (m *Model) paramsOf(ctx context.Context, f *modelfile.File, c Config, prefi
 
 // contentsOf reads the parameters and lattices of a file of a configuration, and returns what makes
 // them m's. Where the blocks are those that m has, its parameters stay where they are.
-func (m *Model) contentsOf(ctx context.Context, f *modelfile.File, c Config) (read []Param, load func(),
+func (m *Model) contentsOf(ctx context.Context, f *modelfile.File,
+	c Config) (read []Param, load func(),
 	err error) {
 	install, err := m.latticesOf(ctx, f)
 	if err != nil {

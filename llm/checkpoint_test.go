@@ -46,7 +46,8 @@ func TestChild(t *testing.T) {
 		return // this is not a child
 	}
 	path := task[2]
-	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 30, optimizer: optimizers[task[1]]})
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 30,
+		optimizer: optimizers[task[1]]})
 	switch task[0] {
 	case "train": // saves once, at step 20, and trains on
 		tr.On(func(e Event) error {
@@ -121,13 +122,15 @@ func kill(t *testing.T, c *exec.Cmd) {
 func TestResume(t *testing.T) {
 	for name, optimizer := range optimizers {
 		t.Run(name, func(t *testing.T) {
-			straight := newTrainer(t, trainerOptions{config: tiny(), steps: 40, optimizer: optimizer})
+			straight := newTrainer(t, trainerOptions{config: tiny(), steps: 40,
+				optimizer: optimizer})
 			if err := straight.Run(context.Background()); err != nil {
 				t.Fatal(err)
 			}
 			path := filepath.Join(t.TempDir(), "model.safetensors")
 			kill(t, startChild(t, "train "+name+" "+path, "saved"))
-			resumed := newTrainer(t, trainerOptions{config: tiny(), steps: 40, optimizer: optimizer})
+			resumed := newTrainer(t, trainerOptions{config: tiny(), steps: 40,
+				optimizer: optimizer})
 			if err := resumed.Resume(t.Context(), path); err != nil {
 				t.Fatal(err)
 			}
@@ -186,7 +189,8 @@ func TestKillWhileSaving(t *testing.T) {
 			t.Fatalf("kill %d: %v", i, err)
 		}
 		if tr.Step() <= last {
-			t.Fatalf("kill %d: the checkpoint is of step %d, and was of step %d before", i, tr.Step(), last)
+			t.Fatalf("kill %d: the checkpoint is of step %d, and was of step %d before", i,
+				tr.Step(), last)
 		}
 		last = tr.Step()
 	}
@@ -220,7 +224,8 @@ func TestResumeErrors(t *testing.T) {
 		}
 		return p
 	}
-	edited := func(change func(tensors map[string]safetensors.Tensor, metadata map[string]string)) string {
+	edited := func(change func(tensors map[string]safetensors.Tensor,
+		metadata map[string]string)) string {
 		list, metadata, err := safetensors.Load(path)
 		if err != nil {
 			t.Fatal(err)
@@ -252,17 +257,35 @@ func TestResumeErrors(t *testing.T) {
 		want string
 		is   error
 	}{
-		"missing":          {path: filepath.Join(dir, "none"), want: "none", is: os.ErrNotExist},
-		"truncated":        {path: damaged(func(b []byte) []byte { return b[:len(b)-100] }), want: "damaged.safetensors", is: safetensors.ErrCorrupt},
-		"empty":            {path: empty, want: "cut short", is: safetensors.ErrCorrupt},
-		"no path":          {path: "", want: `the path is ""`},
-		"other sequence":   {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Seq = 6; return c }()}, want: "Seq is 6 here and 12 there", is: ErrArchitecture},
-		"other layers":     {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Layers = 3; return c }()}, want: "Layers is 3 here and 2 there", is: ErrArchitecture},
-		"other seeds":      {path: path, o: trainerOptions{config: func() Config { c := tiny(); c.Seeds, c.Slots = 8, 9; return c }()}, want: "Seeds is 8 here and 4 there", is: ErrArchitecture},
-		"other type":       {path: path, o: trainerOptions{dt: tensor.Float64}, want: "F32|F64", is: ErrArchitecture},
-		"other optimiser":  {path: path, o: trainerOptions{optimizer: muon}, want: "optim.Muon"},
-		"model alone":      {path: modelOnly, want: "LoadModel"},
-		"not a checkpoint": {path: edited(func(_ map[string]safetensors.Tensor, m map[string]string) { delete(m, modelfile.ConfigKey) }), want: modelfile.ConfigKey, is: ErrArchitecture},
+		"missing": {path: filepath.Join(dir, "none"), want: "none", is: os.ErrNotExist},
+		"truncated": {path: damaged(func(b []byte) []byte {
+			return b[:len(b)-100]
+		}), want: "damaged.safetensors", is: safetensors.ErrCorrupt},
+		"empty":   {path: empty, want: "cut short", is: safetensors.ErrCorrupt},
+		"no path": {path: "", want: `the path is ""`},
+		"other sequence": {path: path, o: trainerOptions{config: func() Config {
+			c := tiny()
+			c.Seq = 6
+			return c
+		}()}, want: "Seq is 6 here and 12 there", is: ErrArchitecture},
+		"other layers": {path: path, o: trainerOptions{config: func() Config {
+			c := tiny()
+			c.Layers = 3
+			return c
+		}()}, want: "Layers is 3 here and 2 there", is: ErrArchitecture},
+		"other seeds": {path: path, o: trainerOptions{config: func() Config {
+			c := tiny()
+			c.Seeds, c.Slots = 8, 9
+			return c
+		}()}, want: "Seeds is 8 here and 4 there", is: ErrArchitecture},
+		"other type": {path: path, o: trainerOptions{dt: tensor.Float64},
+			want: "F32|F64", is: ErrArchitecture},
+		"other optimiser": {path: path, o: trainerOptions{optimizer: muon}, want: "optim.Muon"},
+		"model alone":     {path: modelOnly, want: "LoadModel"},
+		"not a checkpoint": {path: edited(func(_ map[string]safetensors.Tensor,
+			m map[string]string) {
+			delete(m, modelfile.ConfigKey)
+		}), want: modelfile.ConfigKey, is: ErrArchitecture},
 	} {
 		t.Run(name, func(t *testing.T) {
 			refuses(t, c.path, c.o, c.want, c.is)
@@ -276,41 +299,57 @@ func TestResumeErrors(t *testing.T) {
 		change func(tensors map[string]safetensors.Tensor, metadata map[string]string)
 		want   string
 	}{
-		"missing tensor": {func(x map[string]safetensors.Tensor, _ map[string]string) { delete(x, some) }, some + " is missing"},
+		"missing tensor": {func(x map[string]safetensors.Tensor, _ map[string]string) {
+			delete(x, some)
+		}, some + " is missing"},
 		"wrong shape": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			e := x[some]
 			e.Shape = []int{e.Shape[1], e.Shape[0]}
 			x[some] = e
 		}, some},
-		"bad config":     {func(_ map[string]safetensors.Tensor, m map[string]string) { m[modelfile.ConfigKey] = "{" }, "configuration"},
-		"hostile config": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[modelfile.ConfigKey] = `{"vocab":-5}` }, "Vocab is -5"},
+		"bad config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
+			m[modelfile.ConfigKey] = "{"
+		}, "configuration"},
+		"hostile config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
+			m[modelfile.ConfigKey] = `{"vocab":-5}`
+		}, "Vocab is -5"},
 		"huge config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[modelfile.ConfigKey] = strings.Replace(m[modelfile.ConfigKey], `"ff":`, `"ff":1`+strings.Repeat("0", 15), 1)
+			m[modelfile.ConfigKey] = strings.Replace(m[modelfile.ConfigKey], `"ff":`,
+				`"ff":1`+strings.Repeat("0", 15), 1)
 		}, "FF is 1000000000000000"},
-		"negative step": {func(_ map[string]safetensors.Tensor, m map[string]string) { m[modelfile.TrainingKey] = `{"step":-1}` }, "step -1"},
+		"negative step": {func(_ map[string]safetensors.Tensor, m map[string]string) {
+			m[modelfile.TrainingKey] = `{"step":-1}`
+		}, "step -1"},
 		"no settings": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey], `"settings"`, `"others"`, 1)
+			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey],
+				`"settings"`, `"others"`, 1)
 		}, "Batch is 3 here and 0 there"},
 		"other tokenizer": {func(_ map[string]safetensors.Tensor, m map[string]string) {
 			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey], `"tokenizer":"`,
 				`"tokenizer":"\u001b[2J`, 1)
 		}, `those of "\x1b[2J`},
 		"other data": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey], `"data":"words"`, `"data":"others"`, 1)
+			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey],
+				`"data":"words"`, `"data":"others"`, 1)
 		}, "fingerprint"},
 		"missing lattice": {func(x map[string]safetensors.Tensor, _ map[string]string) {
-			maps.DeleteFunc(x, func(n string, _ safetensors.Tensor) bool { return strings.HasPrefix(n, "lattice.1.") })
+			maps.DeleteFunc(x, func(n string, _ safetensors.Tensor) bool {
+				return strings.HasPrefix(n, "lattice.1.")
+			})
 		}, "layer \"1\""},
 		"altered seed": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			x["lattice.1.stage"].Data.([]uint8)[2] ^= 1
 		}, "seed 2"},
 		"lost moments": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			maps.DeleteFunc(x, func(n string, _ safetensors.Tensor) bool {
-				return strings.HasPrefix(n, modelfile.OptimizerPrefix+some) && strings.HasSuffix(n, "sq")
+				return strings.HasPrefix(n, modelfile.OptimizerPrefix+some) &&
+					strings.HasSuffix(n, "sq")
 			})
 		}, some},
 	} {
-		t.Run(name, func(t *testing.T) { refuses(t, edited(c.change), trainerOptions{}, c.want, nil) })
+		t.Run(name, func(t *testing.T) {
+			refuses(t, edited(c.change), trainerOptions{}, c.want, nil)
+		})
 	}
 	t.Run("every altered byte", func(t *testing.T) {
 		r := rand.New(rand.NewPCG(1, 2))
@@ -395,14 +434,16 @@ func TestLoadModel(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		checkSame(t, tr, &Trainer{Model: m, Loader: tr.Loader, Optimizer: tr.Optimizer, last: tr.Last()})
+		checkSame(t, tr, &Trainer{Model: m, Loader: tr.Loader,
+			Optimizer: tr.Optimizer, last: tr.Last()})
 		for i, l := range m.Kasmina.Lattices() {
 			if err := l.Verify(); err != nil {
 				t.Errorf("lattice %d: %v", i, err)
 			}
 		}
 		if m.NumParams() != tr.Model.NumParams() || m.NumSeeds() != 8 {
-			t.Errorf("%d parameters and %d seeds, want %d and 8", m.NumParams(), m.NumSeeds(), tr.Model.NumParams())
+			t.Errorf("%d parameters and %d seeds, want %d and 8", m.NumParams(),
+				m.NumSeeds(), tr.Model.NumParams())
 		}
 	}
 }
@@ -503,7 +544,8 @@ func TestNumbersThatAreNone(t *testing.T) {
 			"window 9223372036854775807", false, nil},
 		"step": {inMetadata(`"step":1`, `"step":9223372036854775807`),
 			"at step 9223372036854775807", false, nil},
-		"step of a float": {inMetadata(`"step":1`, `"step":0.5`), "the state of the run", false, nil},
+		"step of a float": {inMetadata(`"step":1`, `"step":0.5`), "the state of the run", false,
+			nil},
 		"a stranger": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			x["model.layers.1.w"] = zeros("model.layers.1.w", 1)
 		}, `such as "model.layers.1.w"`, true, nil},
@@ -517,8 +559,9 @@ func TestNumbersThatAreNone(t *testing.T) {
 			m[modelfile.TrainingKey] += strings.Repeat(" ", 1<<20)
 		}, "bytes of JSON, want at most", false, nil},
 		"an endless config": {func(_ map[string]safetensors.Tensor, m map[string]string) {
-			m[modelfile.ConfigKey] = strings.Replace(m[modelfile.ConfigKey], `"kasmina":[0`, `"kasmina":[0`+strings.Repeat(",0",
-				1<<19), 1)
+			m[modelfile.ConfigKey] = strings.Replace(m[modelfile.ConfigKey], `"kasmina":[0`,
+				`"kasmina":[0`+strings.Repeat(",0",
+					1<<19), 1)
 		}, "the configuration: 1", true, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -533,25 +576,29 @@ func TestNumbersThatAreNone(t *testing.T) {
 			_, wrong := LoadModel(t.Context(), path)
 			require.Equal(t, c.model, wrong != nil, "LoadModel: %v", wrong)
 			for _, err := range []error{err, wrong} {
-				require.True(t, err == nil || c.is == nil || errors.Is(err, c.is), "%v is no %v", err, c.is)
+				require.True(t, err == nil || c.is == nil || errors.Is(err, c.is),
+					"%v is no %v", err, c.is)
 			}
 		})
 	}
 }
 
 func zeros(name string, n int) safetensors.Tensor {
-	return safetensors.Tensor{Name: name, DType: safetensors.U8, Shape: []int{n}, Data: make([]uint8,
-		n)}
+	return safetensors.Tensor{Name: name, DType: safetensors.U8,
+		Shape: []int{n}, Data: make([]uint8,
+			n)}
 }
 
 // readers are all that read a file at a path that they are given.
 func readers(t *testing.T) map[string]func(path string) error {
 	tr := smallTrainer(t, smallConfig())
 	return map[string]func(path string) error{
-		"LoadModel":     func(path string) error { return errorOf(LoadModel(t.Context(), path)) },
-		"Resume":        func(path string) error { return tr.Resume(t.Context(), path) },
-		"ReadNotes":     func(path string) error { return errorOf(ReadNotes(path)) },
-		"ReadBlueprint": func(path string) error { return errorOf(tr.Model.ReadBlueprint(path, 0, 0)) },
+		"LoadModel": func(path string) error { return errorOf(LoadModel(t.Context(), path)) },
+		"Resume":    func(path string) error { return tr.Resume(t.Context(), path) },
+		"ReadNotes": func(path string) error { return errorOf(ReadNotes(path)) },
+		"ReadBlueprint": func(path string) error {
+			return errorOf(tr.Model.ReadBlueprint(path, 0, 0))
+		},
 		"LoadBlueprint": func(path string) error { return tr.Model.LoadBlueprint(path, 0, 0) },
 	}
 }
@@ -575,12 +622,14 @@ func TestHoles(t *testing.T) {
 	require.NoError(t, err)
 	one := func(name, config string) []byte {
 		return appendHeader(nil,
-			fmt.Sprintf(`{"__metadata__":{"kasmina.config":%s,"kasmina.blueprint":"LowRank","kasmina.chunk":"2"},`+
-				`"%s":{"dtype":"F32","shape":[%d],`+
-				`"data_offsets":[0,%d]}}`, config, name, size/4, size))
+			fmt.Sprintf(
+				`{"__metadata__":{"kasmina.config":%s,"kasmina.blueprint":"LowRank","kasmina.chunk":"2"},`+
+					`"%s":{"dtype":"F32","shape":[%d],`+
+					`"data_offsets":[0,%d]}}`, config, name, size/4, size))
 	}
 	for what, content := range map[string][]byte{
-		"nothing": nil, "a parameter": one(embedName, string(config)), "a lattice": one("lattice.0.stage",
+		"nothing": nil, "a parameter": one(embedName, string(config)),
+		"a lattice": one("lattice.0.stage",
 			string(config)),
 		"moments": one("optimizer.w.x", string(config)), "a large model": one(embedName,
 			strings.Replace(string(config), `\"vocab\":3`, `\"vocab\":16777216`, 1)),
@@ -625,7 +674,8 @@ func TestNotesOfAnySize(t *testing.T) {
 	c := tr.Config
 	c.Notes = map[string]string{"text": strings.Repeat("x", modelfile.MaxNotes)}
 	_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
-	require.ErrorContains(t, err, "TrainConfig.Notes takes 262155 bytes as JSON, want at most 262144")
+	require.ErrorContains(t, err,
+		"TrainConfig.Notes takes 262155 bytes as JSON, want at most 262144")
 	c.Notes["text"] = strings.Repeat("x", modelfile.MaxNotes-11)
 	_, err = NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
 	require.NoError(t, err)
@@ -693,7 +743,8 @@ func FuzzBlueprint(f *testing.F) {
 	c.SlotWidth = 4
 	tr := smallTrainer(f, c)
 	for i, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.Residual} {
-		require.NoError(f, tr.Model.Germinate(0, i, state.GerminationRequest{Slot: 1 + i, Kind: kind}))
+		require.NoError(f,
+			tr.Model.Germinate(0, i, state.GerminationRequest{Slot: 1 + i, Kind: kind}))
 		path := filepath.Join(f.TempDir(), "blueprint")
 		require.NoError(f, tr.Model.SaveBlueprint(path, 0, i))
 		tensors, metadata, err := safetensors.Load(path)
@@ -708,7 +759,8 @@ func FuzzBlueprint(f *testing.F) {
 			var err error
 			bounded.Run(t, int64(len(b)), func() { err = tr.Model.LoadBlueprint(path, 0, seed) })
 			if err != nil {
-				require.True(t, before == stateOf(t, tr), "refused with %v, something has changed", err)
+				require.True(t, before == stateOf(t, tr), "refused with %v, something has changed",
+					err)
 			}
 		}
 	})
@@ -745,7 +797,8 @@ func TestBackgroundCheckpoint(t *testing.T) {
 	want, got := files(), files(InBackground())
 	for _, step := range []int{2, 4, 6, 8, 10, 11} {
 		if len(want[step]) == 0 || !bytes.Equal(want[step], got[step]) {
-			t.Errorf("step %d: %d bytes, want the %d that are written between steps", step, len(got[step]), len(want[step]))
+			t.Errorf("step %d: %d bytes, want the %d that are written between steps", step,
+				len(got[step]), len(want[step]))
 		}
 	}
 }

@@ -26,7 +26,8 @@ type Config struct {
 	Untied  bool    `json:"untied,omitempty"`  // the output layer has a weight of its own
 	Kasmina []int   `json:"kasmina,omitempty"` // blocks, from 0, after which a Kasmina layer stands
 	Seeds   int     `json:"seeds,omitempty"`   // seeds of each Kasmina layer, a divisor of Dim
-	Slots   int     `json:"slots,omitempty"`   // rows of a Kasmina layer's weights, of which row 0 is unused
+	// rows of a Kasmina layer's weights, of which row 0 is unused
+	Slots int `json:"slots,omitempty"`
 
 	// SlotWidth is how many weights a slot has, at least Dim/Seeds, which 0 stands for. The
 	// blueprints LowRank and ChunkMLP have rank SlotWidth·Seeds/(2·Dim), and need it to be at least
@@ -45,8 +46,8 @@ type Config struct {
 
 	Traits
 
-	// KasminaOptions say how the Kasmina layers compute. They are no part of the architecture: a run
-	// that goes on with others has other settings.
+	// KasminaOptions say how the Kasmina layers compute. They are no part of the architecture: a
+	// run that goes on with others has other settings.
 	KasminaOptions KasminaOptions `json:"kasmina_options,omitzero"`
 }
 
@@ -79,16 +80,19 @@ func (o KasminaOptions) check() error {
 		value float64
 	}{{"Epsilon", o.Epsilon}, {"GradClip", o.GradClip}, {"AdaptiveClip", o.AdaptiveClip}} {
 		if !(f.value >= 0) || math.IsInf(f.value, 0) {
-			return fmt.Errorf("llm: Config.KasminaOptions.%s is %v, want a finite number of at least 0",
+			return fmt.Errorf("llm: Config.KasminaOptions.%s is %v, want a finite number of at "+
+				"least 0",
 				f.name, f.value)
 		}
 	}
 	if _, err := o.Stability.MarshalText(); err != nil {
-		return fmt.Errorf("llm: Config.KasminaOptions.Stability is %v, want Adaptive, Fast or Strict",
+		return fmt.Errorf("llm: Config.KasminaOptions.Stability is %v, want Adaptive, Fast "+
+			"or Strict",
 			o.Stability)
 	}
 	if o.GradClip > 0 && o.AdaptiveClip > 0 {
-		return fmt.Errorf("llm: Config.KasminaOptions: GradClip is %v and AdaptiveClip is %v, want one "+
+		return fmt.Errorf("llm: Config.KasminaOptions: GradClip is %v and AdaptiveClip is %v, "+
+			"want one "+
 			"of them to be 0", o.GradClip, o.AdaptiveClip)
 	}
 	return nil

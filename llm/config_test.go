@@ -22,26 +22,30 @@ import (
 
 func TestConfigErrors(t *testing.T) {
 	for want, change := range map[string]func(*Config){
-		"Vocab is 0":              func(c *Config) { c.Vocab = 0 },
-		"Dim is -1":               func(c *Config) { c.Dim = -1 },
-		"Config.Default fills":    func(c *Config) { c.FF = 0 },
-		"Layers is 65537":         func(c *Config) { c.Layers = 1<<16 + 1 },
-		"Layers is 0":             func(c *Config) { c.Layers = 0 },
-		"multiple of KVHeads":     func(c *Config) { c.KVHeads = 3 },
-		"HeadDim is 3":            func(c *Config) { c.HeadDim = 3 },
-		"Seq is 0":                func(c *Config) { c.Seq = 0 },
-		"Base is 1":               func(c *Config) { c.Base = 1 },
-		"Eps is -1":               func(c *Config) { c.Eps = -1 },
-		"Kasmina names block 2":   func(c *Config) { c.Kasmina = []int{2} },
-		"names block 1 twice":     func(c *Config) { c.Kasmina = []int{1, 1} },
-		"Seeds is 5":              func(c *Config) { c.Seeds = 5 },
-		"Seeds is 0":              func(c *Config) { c.Seeds = 0 },
-		"Slots is 1":              func(c *Config) { c.Slots = 1 },
-		"Slots is 70000":          func(c *Config) { c.Slots = 70000 },
-		"multiple of Heads, 3":    func(c *Config) { *c = Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 3, Seq: 4}.Default() },
-		"FF is 16777217":          func(c *Config) { c.FF = 1<<24 + 1 },
-		"2.6e+13 parameters":      func(c *Config) { c.Dim, c.FF, c.Seeds = 1<<20, 1<<22, 4 },
-		"5.6e+14 parameters":      func(c *Config) { c.Vocab, c.Dim, c.Kasmina, c.Slots = 1<<24, 1<<24, nil, math.MinInt },
+		"Vocab is 0":            func(c *Config) { c.Vocab = 0 },
+		"Dim is -1":             func(c *Config) { c.Dim = -1 },
+		"Config.Default fills":  func(c *Config) { c.FF = 0 },
+		"Layers is 65537":       func(c *Config) { c.Layers = 1<<16 + 1 },
+		"Layers is 0":           func(c *Config) { c.Layers = 0 },
+		"multiple of KVHeads":   func(c *Config) { c.KVHeads = 3 },
+		"HeadDim is 3":          func(c *Config) { c.HeadDim = 3 },
+		"Seq is 0":              func(c *Config) { c.Seq = 0 },
+		"Base is 1":             func(c *Config) { c.Base = 1 },
+		"Eps is -1":             func(c *Config) { c.Eps = -1 },
+		"Kasmina names block 2": func(c *Config) { c.Kasmina = []int{2} },
+		"names block 1 twice":   func(c *Config) { c.Kasmina = []int{1, 1} },
+		"Seeds is 5":            func(c *Config) { c.Seeds = 5 },
+		"Seeds is 0":            func(c *Config) { c.Seeds = 0 },
+		"Slots is 1":            func(c *Config) { c.Slots = 1 },
+		"Slots is 70000":        func(c *Config) { c.Slots = 70000 },
+		"multiple of Heads, 3": func(c *Config) {
+			*c = Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 3, Seq: 4}.Default()
+		},
+		"FF is 16777217":     func(c *Config) { c.FF = 1<<24 + 1 },
+		"2.6e+13 parameters": func(c *Config) { c.Dim, c.FF, c.Seeds = 1<<20, 1<<22, 4 },
+		"5.6e+14 parameters": func(c *Config) {
+			c.Vocab, c.Dim, c.Kasmina, c.Slots = 1<<24, 1<<24, nil, math.MinInt
+		},
 		"Base is +Inf":            func(c *Config) { c.Base = math.Inf(1) },
 		"float32 or float64":      nil,
 		"Config.Seq":              nil,
@@ -153,7 +157,8 @@ func TestKasminaOptionsInGraphs(t *testing.T) {
 		{}: {Epsilon: 1e-8},
 		{Stability: op.Strict, Epsilon: 1e-3, GradClip: 2}: {Stability: op.Strict, Epsilon: 1e-3,
 			GradClip: 2},
-		{Stability: op.Fast, AdaptiveClip: 3, StopOnNonFinite: true}: {Stability: op.Fast, Epsilon: 1e-8,
+		{Stability: op.Fast, AdaptiveClip: 3, StopOnNonFinite: true}: {Stability: op.Fast,
+			Epsilon:      1e-8,
 			AdaptiveClip: 3, StopOnNonFinite: true},
 	} {
 		m, err := NewModel(withOptions(options), tensor.Float32, 1)
@@ -223,8 +228,9 @@ func TestKasminaOptionsTakeEffect(t *testing.T) {
 func TestStopOnNonFinite(t *testing.T) {
 	for _, stop := range []bool{false, true} {
 		path := filepath.Join(t.TempDir(), "run.safetensors")
-		tr := newTrainer(t, trainerOptions{config: withOptions(KasminaOptions{StopOnNonFinite: stop}),
-			steps: 4})
+		tr := newTrainer(t,
+			trainerOptions{config: withOptions(KasminaOptions{StopOnNonFinite: stop}),
+				steps: 4})
 		tr.On(Checkpoint(tr, path, 2), func(e Event) error {
 			if e.Kind == StepEnd && e.Step == 2 {
 				norm := tr.Model.Param("model.layers.0.input_layernorm.weight").Float32s()
@@ -251,7 +257,8 @@ func TestStopOnNonFinite(t *testing.T) {
 // to have none.
 func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run.safetensors")
-	options := KasminaOptions{Stability: op.Strict, Epsilon: 1e-6, GradClip: 3, StopOnNonFinite: true}
+	options := KasminaOptions{Stability: op.Strict, Epsilon: 1e-6, GradClip: 3,
+		StopOnNonFinite: true}
 	tr := newTrainer(t, trainerOptions{config: withOptions(options), steps: 4})
 	require.NoError(t, tr.step())
 	require.NoError(t, tr.Save(path))
@@ -276,7 +283,9 @@ func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 		require.ErrorContains(t, err, d)
 	}
 	var told []string
-	require.NoError(t, other.Resume(t.Context(), path, WithNewSettings(func(d []string) { told = d })))
+	require.NoError(t, other.Resume(t.Context(), path, WithNewSettings(func(d []string) {
+		told = d
+	})))
 	require.Equal(t, differences, told)
 	require.NoError(t, other.Run(t.Context()))
 	require.Equal(t, others, other.Model.Config.KasminaOptions)
@@ -330,7 +339,8 @@ func TestBadKasminaOptions(t *testing.T) {
 func TestBlueprintMovesBetweenRuns(t *testing.T) {
 	dir := t.TempDir()
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
-		for seed, kind := range map[int]blueprints.Kind{1: blueprints.LowRank, 2: blueprints.ConvFilter, 3: blueprints.ChunkMLP} {
+		for seed, kind := range map[int]blueprints.Kind{1: blueprints.LowRank,
+			2: blueprints.ConvFilter, 3: blueprints.ChunkMLP} {
 			source := newTrainer(t, trainerOptions{config: roomy(), steps: 7, dt: dt})
 			if err := source.Run(t.Context()); err != nil {
 				t.Fatal(err)
@@ -342,7 +352,8 @@ func TestBlueprintMovesBetweenRuns(t *testing.T) {
 			to := newTrainer(t, trainerOptions{config: roomy(), steps: 6, dt: dt})
 			var done <-chan error
 			to.On(func(e Event) error {
-				if e.Kind == StepEnd && e.Step == 5 { // it takes effect behind the last update, before which slots decay
+				// it takes effect behind the last update, before which slots decay
+				if e.Kind == StepEnd && e.Step == 5 {
 					submitted := make(chan struct{})
 					go func() {
 						defer close(submitted)
@@ -350,7 +361,8 @@ func TestBlueprintMovesBetweenRuns(t *testing.T) {
 						if err != nil {
 							t.Error(err)
 						}
-						plant := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4, Kind: kind}}
+						plant := state.Command{Action: state.Germinate,
+							Request: state.GerminationRequest{Slot: 4, Kind: kind}}
 						done = to.Model.Kasmina.Submit(plant, load)
 					}()
 					<-submitted
@@ -398,9 +410,11 @@ func TestBlueprintErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	file := func(change func(tensors []safetensors.Tensor, metadata map[string]string) []safetensors.Tensor) string {
+	file := func(change func(tensors []safetensors.Tensor,
+		metadata map[string]string) []safetensors.Tensor) string {
 		path := filepath.Join(t.TempDir(), "file")
-		meta := map[string]string{modelfile.KindKey: metadata[modelfile.KindKey], modelfile.ChunkKey: metadata[modelfile.ChunkKey]}
+		meta := map[string]string{modelfile.KindKey: metadata[modelfile.KindKey],
+			modelfile.ChunkKey: metadata[modelfile.ChunkKey]}
 		if err := safetensors.Save(path, change(slices.Clone(tensors), meta), meta); err != nil {
 			t.Fatal(err)
 		}
@@ -434,8 +448,10 @@ func TestBlueprintErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Seed 0 shares slot 3 with seed 3, which is a ChunkMLP; seed 2 is fossilized.
-	for _, to := range []state.Stage{state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized} {
-		if err := m.Kasmina.Do(state.Command{Action: state.Move, Layer: 0, Seed: 2, To: to}); err != nil {
+	for _, to := range []state.Stage{state.Stabilization, state.Evaluating,
+		state.FineTuning, state.Fossilized} {
+		if err := m.Kasmina.Do(state.Command{Action: state.Move, Layer: 0, Seed: 2,
+			To: to}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -444,7 +460,8 @@ func TestBlueprintErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	shared := newTrainer(t, trainerOptions{config: roomy(), steps: 3}).Model
-	if err := shared.Germinate(0, 0, state.GerminationRequest{Slot: 3, Kind: blueprints.LowRank}); err != nil {
+	if err := shared.Germinate(0, 0, state.GerminationRequest{Slot: 3,
+		Kind: blueprints.LowRank}); err != nil {
 		t.Fatal(err)
 	}
 	inf := slices.Repeat([]float64{math.Inf(1)}, 8)
@@ -454,27 +471,35 @@ func TestBlueprintErrors(t *testing.T) {
 		layer, seed int
 		want        string
 	}{
-		"no file":       {m, filepath.Join(dir, "none"), 0, 1, "none"},
-		"damaged":       {m, damaged, 0, 1, "tensor"},
-		"no blueprint":  {m, named(modelfile.KindKey, ""), 0, 1, "Model.SaveBlueprint writes one"},
-		"no such kind":  {m, named(modelfile.KindKey, "Best"), 0, 1, `"Best": register it`},
-		"another chunk": {m, named(modelfile.ChunkKey, "8"), 0, 1, `chunks of "8" features, and the model's have 4`},
-		"another rank":  {m, with("V", []int{3, 4}, make([]float64, 12)), 0, 1, `"V" has shape [3 4], want [2 4], as slots of 18`},
-		"integers":      {m, with("U", []int{4, 2}, make([]int64, 8)), 0, 1, `"U" is of type I64`},
-		"infinite":      {m, with("U", []int{4, 2}, inf), 0, 1, "+Inf"},
-		"too large":     {m, with("scale", []int{1}, []float64{1e300}), 0, 1, "1e+300"},
-		"a tensor more": {m, file(func(all []safetensors.Tensor, _ map[string]string) []safetensors.Tensor { return all[:2] }), 0, 1, "2 tensors, want 3"},
-		"another name": {m, file(func(all []safetensors.Tensor, _ map[string]string) []safetensors.Tensor {
-			all[0].Name = "X"
-			return all
-		}), 0, 1, "missing"},
-		"another kind":     {m, good, 0, 3, "seed 3, whose slot it is, has a ChunkMLP, not a LowRank"},
-		"a shared slot":    {shared, good, 0, 0, "seed 3, whose slot it is, has a ChunkMLP"},
-		"dormant":          {m, good, 0, 0, "it is Dormant"},
-		"fossilized":       {m, conv, 0, 2, "seed 2, whose slot it is, is frozen for good"},
-		"no such layer":    {m, good, 2, 0, "layer is 2"},
-		"no such seed":     {m, good, 0, 4, "seed is 4"},
-		"a narrower model": {newTrainer(t, trainerOptions{config: tiny(), steps: 1}).Model, good, 0, 1, "LowRank needs 8 weights"},
+		"no file":      {m, filepath.Join(dir, "none"), 0, 1, "none"},
+		"damaged":      {m, damaged, 0, 1, "tensor"},
+		"no blueprint": {m, named(modelfile.KindKey, ""), 0, 1, "Model.SaveBlueprint writes one"},
+		"no such kind": {m, named(modelfile.KindKey, "Best"), 0, 1, `"Best": register it`},
+		"another chunk": {m, named(modelfile.ChunkKey, "8"), 0, 1,
+			`chunks of "8" features, and the model's have 4`},
+		"another rank": {m, with("V", []int{3, 4}, make([]float64, 12)), 0, 1,
+			`"V" has shape [3 4], want [2 4], as slots of 18`},
+		"integers":  {m, with("U", []int{4, 2}, make([]int64, 8)), 0, 1, `"U" is of type I64`},
+		"infinite":  {m, with("U", []int{4, 2}, inf), 0, 1, "+Inf"},
+		"too large": {m, with("scale", []int{1}, []float64{1e300}), 0, 1, "1e+300"},
+		"a tensor more": {m,
+			file(func(all []safetensors.Tensor, _ map[string]string) []safetensors.Tensor {
+				return all[:2]
+			}), 0, 1, "2 tensors, want 3"},
+		"another name": {m,
+			file(func(all []safetensors.Tensor, _ map[string]string) []safetensors.Tensor {
+				all[0].Name = "X"
+				return all
+			}), 0, 1, "missing"},
+		"another kind": {m, good, 0, 3,
+			"seed 3, whose slot it is, has a ChunkMLP, not a LowRank"},
+		"a shared slot": {shared, good, 0, 0, "seed 3, whose slot it is, has a ChunkMLP"},
+		"dormant":       {m, good, 0, 0, "it is Dormant"},
+		"fossilized":    {m, conv, 0, 2, "seed 2, whose slot it is, is frozen for good"},
+		"no such layer": {m, good, 2, 0, "layer is 2"},
+		"no such seed":  {m, good, 0, 4, "seed is 4"},
+		"a narrower model": {newTrainer(t, trainerOptions{config: tiny(), steps: 1}).Model, good, 0,
+			1, "LowRank needs 8 weights"},
 	} {
 		before := slices.Clone(c.m.Param(blockPrefix(0) + kasminaWeights).Float32s())
 		err := c.m.LoadBlueprint(c.path, c.layer, c.seed)
@@ -485,19 +510,23 @@ func TestBlueprintErrors(t *testing.T) {
 			t.Errorf("%s: the refused file has changed weights", name)
 		}
 	}
-	if err := m.SaveBlueprint(filepath.Join(dir, "x"), 0, 0); err == nil || !strings.Contains(err.Error(), "seed 0: it is Dormant") {
+	if err := m.SaveBlueprint(filepath.Join(dir, "x"), 0, 0); err == nil ||
+		!strings.Contains(err.Error(), "seed 0: it is Dormant") {
 		t.Errorf("saving a dormant seed: %v", err)
 	}
 	for _, at := range [][2]int{{0, -1}, {0, 4}, {2, 0}} {
-		if err := m.SaveBlueprint(filepath.Join(dir, "x"), at[0], at[1]); !errors.Is(err, state.ErrSeed) {
+		if err := m.SaveBlueprint(filepath.Join(dir, "x"), at[0],
+			at[1]); !errors.Is(err, state.ErrSeed) {
 			t.Errorf("saving seed %d of layer %d: %v", at[1], at[0], err)
 		}
 	}
 	// The slot of a blueprint whose life is over may be another's.
-	if err := shared.Kasmina.Do(state.Command{Action: state.Move, Layer: 0, Seed: 3, To: state.RolledBack}); err != nil {
+	if err := shared.Kasmina.Do(state.Command{Action: state.Move, Layer: 0, Seed: 3,
+		To: state.RolledBack}); err != nil {
 		t.Fatal(err)
 	}
-	if err := shared.SaveBlueprint(filepath.Join(dir, "x"), 0, 3); err == nil || !strings.Contains(err.Error(), "seed 3: it is RolledBack") {
+	if err := shared.SaveBlueprint(filepath.Join(dir, "x"), 0, 3); err == nil ||
+		!strings.Contains(err.Error(), "seed 3: it is RolledBack") {
 		t.Errorf("saving a blueprint that has been rolled back: %v", err)
 	}
 	if err := m.LoadBlueprint(with("V", []int{2, 4}, make([]float32, 8)), 0, 1); err != nil {
@@ -565,7 +594,8 @@ func TestCapacityStarts(t *testing.T) {
 			for range 2 {
 				for seed := range l.Seeds() {
 					r := state.GerminationRequest{Slot: 1 + seed, Kind: blueprints.LowRank}
-					if err := errors.Join(m.Germinate(layer, seed, r), l.Transition(seed, state.Cancelled), l.Recycle(seed)); err != nil {
+					if err := errors.Join(m.Germinate(layer, seed, r),
+						l.Transition(seed, state.Cancelled), l.Recycle(seed)); err != nil {
 						t.Fatal(err)
 					}
 					w := m.Param(blockPrefix(layer) + kasminaWeights).Float32s()[(1+seed)*18:][:18]
@@ -594,10 +624,12 @@ func TestCapacityStarts(t *testing.T) {
 func TestCapacityErrors(t *testing.T) {
 	c := tiny()
 	c.SlotWidth = 3
-	if _, err := NewModel(c, tensor.Float32, 1); err == nil || !strings.Contains(err.Error(), "Config.SlotWidth is 3, want Dim/Seeds, 4") {
+	if _, err := NewModel(c, tensor.Float32, 1); err == nil || !strings.Contains(err.Error(),
+		"Config.SlotWidth is 3, want Dim/Seeds, 4") {
 		t.Errorf("got %v", err)
 	}
-	if _, err := NewModel(tiny(), tensor.Float32, 1, state.WithWidth(9)); err == nil || !strings.Contains(err.Error(), "9 weights, want 4") {
+	if _, err := NewModel(tiny(), tensor.Float32, 1, state.WithWidth(9)); err == nil ||
+		!strings.Contains(err.Error(), "9 weights, want 4") {
 		t.Errorf("got %v", err)
 	}
 	m, err := NewModel(tiny(), tensor.Float32, 1)
@@ -608,7 +640,8 @@ func TestCapacityErrors(t *testing.T) {
 	w[9] = 7
 	before := slices.Clone(w)
 	err = m.Germinate(0, 1, state.GerminationRequest{Slot: 2, Kind: blueprints.LowRank})
-	if stage, _ := m.Kasmina.Lattice(0).Stage(1); !errors.Is(err, blueprints.ErrWidth) || stage != state.Dormant || !slices.Equal(w, before) {
+	if stage, _ := m.Kasmina.Lattice(0).Stage(1); !errors.Is(err, blueprints.ErrWidth) ||
+		stage != state.Dormant || !slices.Equal(w, before) {
 		t.Errorf("got %v, stage %v, weights %v", err, stage, w)
 	}
 }
@@ -631,7 +664,8 @@ func TestCapacityOfLattices(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := l.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: c.kind}); err != nil {
+		if err := l.RequestGermination(0, state.GerminationRequest{Slot: 1,
+			Kind: c.kind}); err != nil {
 			t.Fatal(err)
 		}
 		for _, a := range l.Arrays() {
@@ -652,7 +686,8 @@ func TestCapacityOfLattices(t *testing.T) {
 			t.Errorf("%s: got %v, want %v", name, err, c.is)
 		}
 		if err == nil && m.Kasmina.Lattice(0).Width() != 2 {
-			t.Errorf("%s: the lattice has a width of %d, want 2", name, m.Kasmina.Lattice(0).Width())
+			t.Errorf("%s: the lattice has a width of %d, want 2", name,
+				m.Kasmina.Lattice(0).Width())
 		}
 	}
 }

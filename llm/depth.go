@@ -22,7 +22,8 @@ func (c Config) checkGrown() error {
 		return fmt.Errorf("llm: Config.Depth is %d, want 0 to %d", c.Depth, maxGrown)
 	}
 	if len(c.Grown) > maxGrown {
-		return fmt.Errorf("llm: Config.Grown has %d growths, want at most %d", len(c.Grown), maxGrown)
+		return fmt.Errorf("llm: Config.Grown has %d growths, want at most %d",
+			len(c.Grown), maxGrown)
 	}
 	blocks := c.Layers
 	for i := len(c.Grown) - 1; i >= 0; i-- {
@@ -31,16 +32,19 @@ func (c Config) checkGrown() error {
 		switch {
 		case len(g.Order) != blocks || before < 1 || before >= blocks ||
 			slices.Min(g.Order) < blueprints.NewBlock:
-			return fmt.Errorf("llm: Config.Grown: growth %d has an order of %d blocks from %d, want "+
+			return fmt.Errorf("llm: Config.Grown: growth %d has an order of %d blocks from "+
+				"%d, want "+
 				"%d from fewer", i, len(g.Order), before, blocks)
 		case g.Seed < 0 || g.Seed >= c.Depth || g.Size < 1 || g.Step < 0:
-			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d, size %d, at step %d, and "+
+			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d, size %d, at step "+
+				"%d, and "+
 				"Depth is %d", i, g.Seed, g.Size, g.Step, c.Depth)
 		}
 		blocks = before
 	}
 	if at := slices.Index(c.origin().Kasmina, blueprints.NewBlock); at >= 0 {
-		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown has as a new one, "+
+		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown has as a "+
+			"new one, "+
 			"behind which no Kasmina layer stands", c.Kasmina[at])
 	}
 	return nil
@@ -71,7 +75,9 @@ func (c Config) numParams() (n int) {
 func (c Config) sameBlocks(d Config) bool {
 	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) && slices.Equal(c.blocks(),
 		d.blocks()) && slices.EqualFunc(c.Grown,
-		d.Grown, func(a, b Grown) bool { return a.Seed == b.Seed && slices.Equal(a.Order, b.Order) })
+		d.Grown, func(a, b Grown) bool {
+			return a.Seed == b.Seed && slices.Equal(a.Order, b.Order)
+		})
 }
 
 // origin returns the configuration that the model began with.
@@ -109,8 +115,8 @@ func (g Grown) source(name string) string {
 
 // grown returns the parameters of a model that grows from c to next. Those that the model keeps
 // share their memory with before, unless they are copied; those that are new start as NewModel has
-// them, but for what writes to the residual stream, which is 0: so a new block is the identity. That
-// is the last norm where there is one, since the gradient of a norm of 0 is without bounds.
+// them, but for what writes to the residual stream, which is 0: so a new block is the identity.
+// That is the last norm where there is one, since the gradient of a norm of 0 is without bounds.
 func (m *Model) grown(g Grown, next Config) []Param {
 	var params []Param
 	var copies []int

@@ -39,7 +39,8 @@ func deep() Config {
 type depthCommands map[int][]state.Command
 
 func germinate(seed int, k blueprints.Kind, size int) state.Command {
-	return state.Command{Action: state.Germinate, Seed: seed, Request: state.GerminationRequest{Kind: k, Size: size}}
+	return state.Command{Action: state.Germinate, Seed: seed,
+		Request: state.GerminationRequest{Kind: k, Size: size}}
 }
 
 func move(seed int, to state.Stage) state.Command {
@@ -82,7 +83,8 @@ func learntBy(t *testing.T, tr *Trainer) map[string]uint32 {
 func grownBy(t *testing.T, tr *Trainer, seed int, k blueprints.Kind, size int) {
 	t.Helper()
 	layer := tr.Model.Kasmina.Layers() - 1
-	for _, c := range []state.Command{germinate(seed, k, size), move(seed, state.Training), move(seed, state.Grafting)} {
+	for _, c := range []state.Command{germinate(seed, k, size), move(seed, state.Training),
+		move(seed, state.Grafting)} {
 		c.Layer = layer
 		require.NoError(t, tr.Model.Kasmina.Do(c))
 	}
@@ -96,7 +98,8 @@ func TestStackCopies(t *testing.T) {
 		name string
 		kind blueprints.Kind
 		from []int
-	}{{"stack", blueprints.Stack, []int{0, 1, 0, 1}}, {"interleave", blueprints.Interleave, []int{0, 0, 1, 1}}} {
+	}{{"stack", blueprints.Stack, []int{0, 1, 0, 1}},
+		{"interleave", blueprints.Interleave, []int{0, 0, 1, 1}}} {
 		for opt, make := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
 			t.Run(c.name+"/"+opt, func(t *testing.T) {
 				tr := newTrainer(t, trainerOptions{config: deep(), steps: 4, optimizer: make})
@@ -128,8 +131,8 @@ func TestStackCopies(t *testing.T) {
 	}
 }
 
-// TestGrownIsAPlainModel wants a model that has grown to train on with the bits of one that was made
-// with its blocks, and to be saved, loaded and sampled from as such.
+// TestGrownIsAPlainModel wants a model that has grown to train on with the bits of one that was
+// made with its blocks, and to be saved, loaded and sampled from as such.
 func TestGrownIsAPlainModel(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
 	g, err := NewGenerator(tr.Model)
@@ -216,7 +219,8 @@ func TestRollbackOfDepth(t *testing.T) {
 	tr.Config.Steps = 8
 	require.NoError(t, tr.Run(context.Background()))
 	require.NotEqual(t, before[embedName], learntBy(t, tr)[embedName])
-	require.NoError(t, tr.Model.Kasmina.Do(state.Command{Action: state.Move, Layer: 2, Seed: 2, To: state.RolledBack}))
+	require.NoError(t, tr.Model.Kasmina.Do(state.Command{Action: state.Move, Layer: 2, Seed: 2,
+		To: state.RolledBack}))
 	require.NoError(t, tr.inTurn(tr.reshape))
 	require.Equal(t, before, learntBy(t, tr))
 	require.Empty(t, tr.Model.Config.Grown)
@@ -225,12 +229,13 @@ func TestRollbackOfDepth(t *testing.T) {
 	require.NoError(t, tr.Run(context.Background()))
 }
 
-// TestResumeWhileGrowing wants a run that grows, is fossilized, grows again and is rolled back to be
-// resumed behind any of its steps with the bits of the run that was never interrupted.
+// TestResumeWhileGrowing wants a run that grows, is fossilized, grows again and is rolled back to
+// be resumed behind any of its steps with the bits of the run that was never interrupted.
 func TestResumeWhileGrowing(t *testing.T) {
 	const steps = 14
 	commands := depthCommands{
-		2: {germinate(0, blueprints.Interleave, 2)}, 3: {move(0, state.Training), move(0, state.Grafting)},
+		2: {germinate(0, blueprints.Interleave, 2)},
+		3: {move(0, state.Training), move(0, state.Grafting)},
 		5: {move(0, state.Stabilization)}, 6: {move(0, state.Evaluating)},
 		7: {germinate(1, blueprints.NewBlocks, 1), move(1, state.Training)},
 		8: {move(0, state.RolledBack)}, 9: {move(1, state.Grafting)},
@@ -272,8 +277,8 @@ func TestResumeWhileGrowing(t *testing.T) {
 	}
 }
 
-// TestForgedBefore wants a checkpoint to be refused with which a rollback could not be, or that counts
-// what no run has spent, and nothing to have changed.
+// TestForgedBefore wants a checkpoint to be refused with which a rollback could not be, or that
+// counts what no run has spent, and nothing to have changed.
 func TestForgedBefore(t *testing.T) {
 	options := trainerOptions{config: deep(), steps: 9}
 	tr := newTrainer(t, options)
@@ -299,7 +304,8 @@ func TestForgedBefore(t *testing.T) {
 		`exp_avg is NaN at element 1`: func(x map[string]safetensors.Tensor, _ map[string]string) {
 			setNaN(x["before.optimizer."+weight+".exp_avg"].Data, 1)
 		},
-		weight + " is NaN at element 2": func(x map[string]safetensors.Tensor, _ map[string]string) {
+		weight + " is NaN at element 2": func(x map[string]safetensors.Tensor,
+			_ map[string]string) {
 			setNaN(x["before."+weight].Data, 2)
 		},
 		"there is no exp_avg": func(x map[string]safetensors.Tensor, _ map[string]string) {
@@ -308,17 +314,20 @@ func TestForgedBefore(t *testing.T) {
 		weight + `": tensor not found`: func(x map[string]safetensors.Tensor, _ map[string]string) {
 			delete(x, "before."+weight)
 		},
-		`there is no parameter "model.stranger"`: func(x map[string]safetensors.Tensor, _ map[string]string) {
+		`there is no parameter "model.stranger"`: func(x map[string]safetensors.Tensor,
+			_ map[string]string) {
 			for _, field := range []string{".step", ".exp_avg", ".exp_avg_sq"} {
 				moment := x["before.optimizer."+normName+field]
 				moment.Name = "before.optimizer.model.stranger" + field
 				x[moment.Name] = moment
 			}
 		},
-		"before seed 7 grew":        inState(`"before":{"seed":0`, `"before":{"seed":7`),
-		"spent 2562047h47m16":       inState(`"spent":{"tokens":`, `"spent":{"time":9223372036854775807,"tokens":`),
-		"spent 9223372036854775807": inState(`"spent":{"tokens":`, `"spent":{"tokens":9223372036854775807,"tokens_":`),
-		"losses are NaN":            inState(`"losses":`, `"losses":null,"losses_":`),
+		"before seed 7 grew": inState(`"before":{"seed":0`, `"before":{"seed":7`),
+		"spent 2562047h47m16": inState(`"spent":{"tokens":`,
+			`"spent":{"time":9223372036854775807,"tokens":`),
+		"spent 9223372036854775807": inState(`"spent":{"tokens":`,
+			`"spent":{"tokens":9223372036854775807,"tokens_":`),
+		"losses are NaN": inState(`"losses":`, `"losses":null,"losses_":`),
 	} {
 		t.Run(want, func(t *testing.T) {
 			tensors, metadata, err := safetensors.Load(path)
@@ -329,7 +338,8 @@ func TestForgedBefore(t *testing.T) {
 			}
 			change(byName, metadata)
 			forged := filepath.Join(t.TempDir(), "forged")
-			require.NoError(t, safetensors.Save(forged, slices.Collect(maps.Values(byName)), metadata))
+			require.NoError(t, safetensors.Save(forged, slices.Collect(maps.Values(byName)),
+				metadata))
 			again := newTrainer(t, options)
 			require.NoError(t, again.step())
 			before := stateOf(t, again)
@@ -368,7 +378,9 @@ func TestGrowthThatCannotBe(t *testing.T) {
 		return CPUEngine()(m, o, c)
 	}
 	var told []error
-	tr.On(commanded(tr, depthCommands{2: {germinate(0, blueprints.Stack, 2), move(0, state.Training), move(0, state.Grafting)}}),
+	tr.On(commanded(tr,
+		depthCommands{2: {germinate(0, blueprints.Stack, 2), move(0, state.Training),
+			move(0, state.Grafting)}}),
 		func(e Event) error {
 			if e.Kind == Reshaped {
 				told = append(told, e.Err)
@@ -440,15 +452,16 @@ func TestReplay(t *testing.T) {
 	require.Equal(t, first.Step(), again.Step())
 	require.Equal(t, learntBy(t, first), learntBy(t, again))
 	require.Equal(t, first.Model.Config, again.Model.Config)
-	for _, bad := range []string{"{", `{"step":-1}`, `{"step":3,"share":2}`, "{\"step\":3}\n{\"step\":2}",
+	for _, bad := range []string{"{", `{"step":-1}`, `{"step":3,"share":2}`,
+		"{\"step\":3}\n{\"step\":2}",
 		`{"step":1,"command":{"action":"Grow"}}`} {
 		_, err := ReadRecord(strings.NewReader(bad))
 		require.ErrorContains(t, err, "line ", bad)
 	}
 }
 
-// TestControllerGrows wants a controller to grow a model within its shares, to let it settle, and to
-// keep it where it pays.
+// TestControllerGrows wants a controller to grow a model within its shares, to let it settle, and
+// to keep it where it pays.
 func TestControllerGrows(t *testing.T) {
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
 	tr := newTrainer(t, trainerOptions{config: c, steps: 600})
@@ -474,15 +487,17 @@ func TestControllerGrows(t *testing.T) {
 	require.ErrorContains(t, short.Grow(Growth{Controller: quickDepth()}), "plan at least")
 }
 
-// TestDivergedGrowth wants a growth with which the loss is no longer finite to be taken back, and the
-// run to go on with the bits of one that never grew.
+// TestDivergedGrowth wants a growth with which the loss is no longer finite to be taken back, and
+// the run to go on with the bits of one that never grew.
 func TestDivergedGrowth(t *testing.T) {
 	c := deep()
 	c.Kasmina, c.Seeds, c.Slots = nil, 0, 0
 	never := newTrainer(t, trainerOptions{config: c, steps: 12})
 	require.NoError(t, never.Run(context.Background()))
 	tr := newTrainer(t, trainerOptions{config: c, steps: 12})
-	grow := commanded(tr, depthCommands{4: {germinate(0, blueprints.Stack, 2), move(0, state.Training), move(0, state.Grafting)}})
+	grow := commanded(tr,
+		depthCommands{4: {germinate(0, blueprints.Stack, 2), move(0, state.Training),
+			move(0, state.Grafting)}})
 	tr.On(grow)
 	tr.Config.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		e, err := CPUEngine()(m, o, c)

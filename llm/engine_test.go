@@ -32,7 +32,8 @@ func TestAllocations(t *testing.T) {
 		"Muon":  func() (optim.Optimizer, error) { return optim.NewMuon() },
 	} {
 		for _, layers := range []int{2, 24} {
-			c := Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32, Kasmina: blocks(layers), Seeds: 4}.Default()
+			c := Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32,
+				Kasmina: blocks(layers), Seeds: 4}.Default()
 			m, err := NewModel(c, tensor.Float32, 1)
 			if err != nil {
 				t.Fatal(err)
@@ -60,7 +61,8 @@ func TestAllocations(t *testing.T) {
 			n := allocs.PerRun(10, step)
 			t.Logf("%s, %d layers: %v allocations", name, layers, n)
 			if n > 50 {
-				t.Errorf("a step of a model of %d layers with %s makes %v allocations, want at most 50", layers, name, n)
+				t.Errorf("a step of a model of %d layers with %s makes %v allocations, want at "+
+					"most 50", layers, name, n)
 			}
 			if err := e.Close(); err != nil {
 				t.Error(err)
@@ -122,7 +124,8 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	if err := m.Kasmina.Do(commands...); err != nil {
 		t.Fatal(err)
 	}
-	if want := [][]string{slices.Concat(slots{m}.names(0), slots{m}.names(1))}; !reflect.DeepEqual(e.pushed, want) {
+	if want := [][]string{slices.Concat(slots{m}.names(0),
+		slots{m}.names(1))}; !reflect.DeepEqual(e.pushed, want) {
 		t.Errorf("pushed %v, want %v", e.pushed, want)
 	}
 }
@@ -145,8 +148,12 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	e := &mirrored{Engine: tr.engine, fail: errors.New("no room")}
 	tr.engine = e
-	tr.On(func(e Event) error { t.Errorf("step %d of a trainer that cannot be used", e.Step); return nil })
-	eval, err := data.NewEvaluation([]byte("some held-out words"), tokenizer.Bytes{}, 1, tr.Model.Config.Seq)
+	tr.On(func(e Event) error {
+		t.Errorf("step %d of a trainer that cannot be used", e.Step)
+		return nil
+	})
+	eval, err := data.NewEvaluation([]byte("some held-out words"), tokenizer.Bytes{},
+		1, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -232,14 +239,17 @@ func TestAnotherTrainer(t *testing.T) {
 	e.fail, e.pull, e.pushed = nil, nil, nil
 	if err := errors.Join(first.Run(t.Context()), second.Resume(t.Context(), path)); err != nil ||
 		len(e.pushed) != 1 || len(e.pushed[0]) > 0 || first.Step() != 2 {
-		t.Errorf("the first engine takes %v and is at step %d, error %v", e.pushed, first.Step(), err)
+		t.Errorf("the first engine takes %v and is at step %d, error %v",
+			e.pushed, first.Step(), err)
 	}
 	e.pull = func() { t.Error("the model is asked for where it is no more after a Resume") }
 	if err := errors.Join(first.Close(), first.Close()); err != nil || e.closed != 1 {
 		t.Errorf("the first engine is closed %d times, error %v", e.closed, err)
 	}
 	for name, f := range map[string]func() error{
-		"Run": func() error { return first.Run(t.Context()) }, "Save": save, "Resume": func() error { return first.Resume(t.Context(), path) },
+		"Run": func() error {
+			return first.Run(t.Context())
+		}, "Save": save, "Resume": func() error { return first.Resume(t.Context(), path) },
 	} {
 		if err := f(); !errors.Is(err, errClosed) {
 			t.Errorf("%s: error %v, want %v", name, err, errClosed)
@@ -283,9 +293,13 @@ func TestDivergedIsNotSaved(t *testing.T) {
 		breaking func(*Trainer)
 		words    string
 	}{
-		"an update that overflows":              {10, overflow, "step 5|the update overflowed|value|model."},
-		"an update that overflows at the end":   {5, overflow, "step 5|the update overflowed"},
-		"a parameter that another callback set": {5, at5(func(tr *Trainer) error { tr.Model.Param(name).Float32s()[17] = float32(math.Inf(-1)); return nil }), name},
+		"an update that overflows": {10, overflow,
+			"step 5|the update overflowed|value|model."},
+		"an update that overflows at the end": {5, overflow, "step 5|the update overflowed"},
+		"a parameter that another callback set": {5, at5(func(tr *Trainer) error {
+			tr.Model.Param(name).Float32s()[17] = float32(math.Inf(-1))
+			return nil
+		}), name},
 		"parameters that make the loss overflow": {5, at5(func(tr *Trainer) error {
 			x := tr.Model.Param(embedName).Float32s()
 			for i := range x {
@@ -362,17 +376,21 @@ func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
 // updated with gradients that are not finite, the checkpoint before to stay, and the trainer to do
 // nothing with these parameters, also if they are all finite, until it goes on from the checkpoint.
 func TestUpdateOverflowed(t *testing.T) {
-	for what, value := range map[string]float32{"a parameter that is not finite": float32(math.NaN()), "finite parameters": 0.5} {
+	for what, value := range map[string]float32{"a parameter that is " +
+		"not finite": float32(math.NaN()), "finite parameters": 0.5} {
 		t.Run(what, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "m.safetensors")
 			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
-			tr.engine = &unchecked{tr.engine, 0, func() { tr.Model.Param(normName).Float32s()[2] = value }}
+			tr.engine = &unchecked{tr.engine, 0, func() {
+				tr.Model.Param(normName).Float32s()[2] = value
+			}}
 			tr.On(Checkpoint(tr, path, 2))
 			err := tr.Run(t.Context())
 			if !errors.Is(err, ErrDiverged) || tr.Step() != 4 {
 				t.Fatalf("got %v at step %d, want ErrDiverged at 4", err, tr.Step())
 			}
-			for _, word := range []string{"step 5", "the update overflowed: the norm was +Inf", "resume from the last checkpoint"} {
+			for _, word := range []string{"step 5", "the update overflowed: the norm was +Inf",
+				"resume from the last checkpoint"} {
 				if !strings.Contains(err.Error(), word) {
 					t.Errorf("error %q does not say %q", err, word)
 				}
@@ -381,11 +399,15 @@ func TestUpdateOverflowed(t *testing.T) {
 				t.Errorf("error %q names the parameter: %v", err, named)
 			}
 			for name, f := range map[string]func() error{
-				"Run":      func() error { return tr.Run(t.Context()) },
-				"Save":     func() error { return tr.Save(path) },
-				"Evaluate": func() error { _, _, err := tr.Evaluate(heldOut(t, 50, 1)); return err },
+				"Run":  func() error { return tr.Run(t.Context()) },
+				"Save": func() error { return tr.Save(path) },
+				"Evaluate": func() error {
+					_, _, err := tr.Evaluate(heldOut(t, 50, 1))
+					return err
+				},
 			} {
-				if err := f(); !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "before a Resume") {
+				if err := f(); !errors.Is(err, ErrDiverged) ||
+					!strings.Contains(err.Error(), "before a Resume") {
 					t.Errorf("%s: got %v, want ErrDiverged and what to do", name, err)
 				}
 			}
@@ -410,7 +432,8 @@ func TestUpdateOverflowed(t *testing.T) {
 func TestEvaluateDiverged(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
 	tr.Model.Param(normName).Float32s()[2] = float32(math.NaN())
-	if _, _, err := tr.Evaluate(heldOut(t, 50, 1)); !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), normName) {
+	if _, _, err := tr.Evaluate(heldOut(t, 50, 1)); !errors.Is(err, ErrDiverged) ||
+		!strings.Contains(err.Error(), normName) {
 		t.Errorf("got %v, want ErrDiverged in %s", err, normName)
 	}
 	if err := tr.Model.Save(filepath.Join(t.TempDir(), "m")); !errors.Is(err, ErrDiverged) {
@@ -478,7 +501,8 @@ func TestScaler(t *testing.T) {
 	into = scale(other)
 	if err := other.Resume(t.Context(), path); !errors.Is(err, errScale) || other.Step() != 0 ||
 		into.scale.Scale != 1024 {
-		t.Errorf("a file with a scale that is none: %v, at step %d with scale %+v", err, other.Step(), into.scale)
+		t.Errorf("a file with a scale that is none: %v, at step %d with scale %+v", err,
+			other.Step(), into.scale)
 	}
 	// The CPU has no scale, whatever the file says.
 	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 7})

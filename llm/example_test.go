@@ -37,7 +37,8 @@ func ExampleTrainer() {
 	var bytes tokenizer.Bytes
 	corpus := must(data.Open(path))
 	tokens := must(data.Tokenize(context.Background(), corpus.Train, bytes))
-	config := llm.Config{Vocab: 256, Dim: 32, Layers: 1, Heads: 2, Seq: 16, Kasmina: []int{0}, Seeds: 4}.Default()
+	config := llm.Config{Vocab: 256, Dim: 32, Layers: 1, Heads: 2, Seq: 16,
+		Kasmina: []int{0}, Seeds: 4}.Default()
 
 	model := must(llm.NewModel(config, tensor.Float32, 1))
 	loader := must(data.NewLoader(tokens, data.LoaderConfig{Batch: 4, Seq: config.Seq}))
@@ -84,7 +85,8 @@ func ExampleModel_LoadBlueprint() {
 	defer os.RemoveAll(dir)
 	path := filepath.Join(dir, "blueprint.safetensors")
 
-	config := llm.Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 8, Kasmina: []int{0}, Seeds: 4, SlotWidth: 16}.Default()
+	config := llm.Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 8, Kasmina: []int{0},
+		Seeds: 4, SlotWidth: 16}.Default()
 	m, err := llm.NewModel(config, tensor.Float32, 1)
 	if err != nil {
 		fmt.Println(err)

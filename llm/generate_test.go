@@ -99,12 +99,14 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 	require.Len(t, tokens, 5)
 }
 
-// TestGenerateStopsWithinAnOp wants the context to end the one op that takes nearly all of a pass: a
-// context that ends after a quarter of the pass's processor time leaves much of the rest unspent.
+// TestGenerateStopsWithinAnOp wants the context to end the one op that takes nearly all of a pass:
+// a context that ends after a quarter of the pass's processor time leaves much of the rest unspent.
 func TestGenerateStopsWithinAnOp(t *testing.T) {
 	for name, widen := range map[string]func(*Config){
 		"attention": func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 12000, 8, 1, 8, 1 },
-		"SiLUMLP":   func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 1024, 512, 1, 2, 16384 },
+		"SiLUMLP": func(c *Config) {
+			c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 1024, 512, 1, 2, 16384
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := Config{Vocab: 5, Layers: 1, KVHeads: 1, Base: 10000, Eps: 1e-5}
@@ -141,7 +143,8 @@ func TestGenerateStopsWithinAnOp(t *testing.T) {
 					return
 				}
 			}
-			t.Errorf("passes that end after a quarter take %.2f of a whole one's time, and more", least)
+			t.Errorf("passes that end after a quarter take %.2f of a whole one's time, and more",
+				least)
 		})
 	}
 }
@@ -189,7 +192,8 @@ func TestWindowsThatGrow(t *testing.T) {
 			}
 			want, err := whole.Next(t.Context(), window)
 			require.NoError(t, err)
-			require.Less(t, apartBy(t, got, want), 1e-13, "%d tokens, the first %d at once", n, first)
+			require.Less(t, apartBy(t, got, want), 1e-13, "%d tokens, the first %d at once", n,
+				first)
 		}
 	}
 }
@@ -221,7 +225,8 @@ func apartBy(t *testing.T, x, y any) float64 {
 // prompt and token by token, in the window and beyond it, of other sequences, and after training.
 func TestDecoding(t *testing.T) {
 	r := texttest.Rand(t)
-	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 1e-5, tensor.Float64: 1e-13} {
+	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 1e-5,
+		tensor.Float64: 1e-13} {
 		c := tiny()
 		c.SlotWidth, c.Untied = 16, true
 		tr := newTrainer(t, trainerOptions{config: c, steps: 2, dt: dt})
@@ -252,7 +257,8 @@ func TestDecoding(t *testing.T) {
 					t.Fatal(err)
 				}
 				if off := apartBy(t, got, want); !(off < tolerance) {
-					t.Fatalf("%v, round %d, after %d tokens: the logits differ by %.2g", dt, round, len(all), off)
+					t.Fatalf("%v, round %d, after %d tokens: the logits differ by %.2g",
+						dt, round, len(all), off)
 				}
 				if kept := len(d.tokens); kept != len(window) && (kept > 0 || len(window) < seq) {
 					t.Errorf("%d tokens are kept of %d, in a window of %d", kept, len(window), seq)
@@ -297,7 +303,8 @@ func TestDecodingRefusals(t *testing.T) {
 	defer i.Close()
 	all := make([]int, c.Seq+1)
 	for name, wrong := range map[string][]int{
-		"none": nil, "too many": all, "not in the vocabulary": append(all[:c.Seq-1:c.Seq-1], c.Vocab),
+		"none": nil, "too many": all,
+		"not in the vocabulary": append(all[:c.Seq-1:c.Seq-1], c.Vocab),
 	} {
 		next, err := i.Decoder()
 		if err != nil {
@@ -320,7 +327,8 @@ func TestDecodingRefusals(t *testing.T) {
 
 // BenchmarkDecoding draws as many tokens as the window holds, at the example's default size.
 func BenchmarkDecoding(b *testing.B) {
-	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{1, 3}, Seeds: 16}.Default()
+	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256,
+		Kasmina: []int{1, 3}, Seeds: 16}.Default()
 	m, err := NewModel(c, tensor.Float32, 1)
 	if err != nil {
 		b.Fatal(err)
@@ -374,7 +382,8 @@ func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int)
 	if err != nil {
 		t.Fatal(err)
 	}
-	tr, err := NewTrainer(m, loader, o, TrainConfig{Steps: 2, Batch: 2, Clip: 1, Schedule: optim.Constant(0.01)})
+	tr, err := NewTrainer(m, loader, o, TrainConfig{Steps: 2, Batch: 2, Clip: 1,
+		Schedule: optim.Constant(0.01)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -390,7 +399,8 @@ func TestPaddedVocabulary(t *testing.T) {
 	tr := paddedTrainer(t, bpe, text, 3*bpe.VocabSize())
 	dir := t.TempDir()
 	for _, prompt := range []string{"", "if"} {
-		tr.On(SampleText(tr, bpe, prompt, 60, sampler.Config{Temperature: 1, Seed: 5}, filepath.Join(dir, "after"+prompt), 0))
+		tr.On(SampleText(tr, bpe, prompt, 60, sampler.Config{Temperature: 1, Seed: 5},
+			filepath.Join(dir, "after"+prompt), 0))
 	}
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
@@ -403,7 +413,8 @@ func TestPaddedVocabulary(t *testing.T) {
 		}
 		samples[name] = string(s)
 	}
-	if !strings.HasPrefix(samples["afterif"], "if") || strings.HasPrefix(samples["after"], "if") || samples["afterif"][2:] == samples["after"] {
+	if !strings.HasPrefix(samples["afterif"], "if") || strings.HasPrefix(samples["after"], "if") ||
+		samples["afterif"][2:] == samples["after"] {
 		t.Errorf("samples %q", samples)
 	}
 }
@@ -453,14 +464,16 @@ func TestLogitsFollowTheLoss(t *testing.T) {
 			sum += math.Exp(l)
 		}
 		want, err := tr.loss(b)
-		if loss := math.Log(sum) - logits[target]; err != nil || math.Abs(loss-want) > 1e-9 || len(logits) != 256 {
+		if loss := math.Log(sum) - logits[target]; err != nil || math.Abs(loss-want) > 1e-9 ||
+			len(logits) != 256 {
 			t.Errorf("after %d tokens: the logits' loss is %v, want %v, %v", n, loss, want, err)
 		}
 	}
 }
 
 // lossAndGradients runs a graph of a model in float64 on one batch.
-func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption) (loss float64, grads [][]float64) {
+func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption) (loss float64,
+	grads [][]float64) {
 	t.Helper()
 	m, err := NewModel(c, tensor.Float64, 11)
 	if err != nil {
@@ -502,7 +515,8 @@ func TestDocumentsApart(t *testing.T) {
 	for _, n := range lengths {
 		alone := c
 		alone.Documents, alone.Seq = false, n
-		loss, grads := lossAndGradients(t, alone, data.Batch{Inputs: b.Inputs[start:][:n], Targets: b.Targets[start:][:n], Count: n})
+		loss, grads := lossAndGradients(t, alone, data.Batch{Inputs: b.Inputs[start:][:n],
+			Targets: b.Targets[start:][:n], Count: n})
 		share := float64(n) / float64(c.Seq)
 		want += loss * share
 		for i, g := range grads {
@@ -571,7 +585,8 @@ func TestDocumentsOff(t *testing.T) {
 // before: it can be told only by looking there.
 func TestAcrossDocuments(t *testing.T) {
 	const numbers, steps, last = 8, 200, 20
-	tokens := endedTokens{&idTokens{tokenizer: "numbers", vocab: numbers + 1, fingerprint: "numbers"}, numbers}
+	tokens := endedTokens{&idTokens{tokenizer: "numbers", vocab: numbers + 1,
+		fingerprint: "numbers"}, numbers}
 	for i := range 2000 {
 		m := tokens.Tokens.(*idTokens)
 		m.ids = append(m.ids, numbers, i%numbers)
@@ -581,7 +596,8 @@ func TestAcrossDocuments(t *testing.T) {
 		false: func(loss float64) bool { return loss < chance/2 },
 		true:  func(loss float64) bool { return loss > 0.95*chance && loss < 1.2*chance },
 	} {
-		c := Config{Vocab: numbers + 1, Dim: 16, Layers: 1, Heads: 2, Seq: 16, Documents: documents}.Default()
+		c := Config{Vocab: numbers + 1, Dim: 16, Layers: 1, Heads: 2, Seq: 16,
+			Documents: documents}.Default()
 		m, err := NewModel(c, tensor.Float32, 3)
 		if err != nil {
 			t.Fatal(err)
@@ -590,7 +606,8 @@ func TestAcrossDocuments(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		tr, err := NewTrainer(m, mustLoader(t, tokens, data.LoaderConfig{Batch: 8, Seq: c.Seq, Seed: 1}), o,
+		tr, err := NewTrainer(m,
+			mustLoader(t, tokens, data.LoaderConfig{Batch: 8, Seq: c.Seq, Seed: 1}), o,
 			TrainConfig{Steps: steps, Batch: 8, Schedule: optim.Constant(0.01)})
 		if err != nil {
 			t.Fatal(err)
@@ -606,9 +623,11 @@ func TestAcrossDocuments(t *testing.T) {
 		if err := tr.Run(context.Background()); err != nil {
 			t.Fatal(err)
 		}
-		t.Logf("documents apart: %v: loss %.3f, with the numbers unknown %.3f", documents, loss, chance)
+		t.Logf("documents apart: %v: loss %.3f, with the numbers unknown %.3f",
+			documents, loss, chance)
 		if !fine(loss) {
-			t.Errorf("documents apart: %v: the loss is %.3f, with the numbers unknown %.3f", documents, loss, chance)
+			t.Errorf("documents apart: %v: the loss is %.3f, with the numbers unknown %.3f",
+				documents, loss, chance)
 		}
 	}
 }
@@ -660,7 +679,8 @@ func TestDocumentsNeedThem(t *testing.T) {
 	tokens := &idTokens{ids: make([]int, 100), vocab: c.Vocab}
 	_, err = NewTrainer(m, mustLoader(t, tokens, data.LoaderConfig{Batch: 1, Seq: c.Seq}), o,
 		TrainConfig{Steps: 1, Batch: 1, Schedule: optim.Constant(0.01)})
-	if err == nil || !strings.Contains(err.Error(), "Config.Documents") || !strings.Contains(err.Error(), "EndOfDocument() int") {
+	if err == nil || !strings.Contains(err.Error(), "Config.Documents") ||
+		!strings.Contains(err.Error(), "EndOfDocument() int") {
 		t.Errorf("the error is %v", err)
 	}
 }
@@ -746,7 +766,8 @@ func numberedText(t *testing.T) *data.Text {
 
 func trainBPE(t *testing.T, seed uint64, vocab int) *tokenizer.BPE {
 	t.Helper()
-	b, err := tokenizer.TrainBPE(t.Context(), bytes.NewReader(texttest.Words(seed, 3000)), vocab, nil)
+	b, err := tokenizer.TrainBPE(t.Context(), bytes.NewReader(texttest.Words(seed, 3000)), vocab,
+		nil)
 	require.NoError(t, err)
 	return b
 }

@@ -20,8 +20,10 @@ import (
 // randomConfig returns that of a small model of any shape.
 func randomConfig(r *rand.Rand) llm.Config {
 	kv := 1 + r.IntN(3)
-	c := llm.Config{Vocab: 5 + r.IntN(9), Layers: 1 + r.IntN(2), KVHeads: kv, Heads: kv * (1 + r.IntN(3)), HeadDim: 2 * (1 + r.IntN(3)),
-		Seq: 1 + r.IntN(9), FF: 1 + r.IntN(9), Seeds: 1 + r.IntN(3), Untied: r.IntN(2) == 0, Documents: r.IntN(2) == 0}
+	c := llm.Config{Vocab: 5 + r.IntN(9), Layers: 1 + r.IntN(2), KVHeads: kv,
+		Heads: kv * (1 + r.IntN(3)), HeadDim: 2 * (1 + r.IntN(3)),
+		Seq: 1 + r.IntN(9), FF: 1 + r.IntN(9), Seeds: 1 + r.IntN(3), Untied: r.IntN(2) == 0,
+		Documents: r.IntN(2) == 0}
 	c.Dim = c.Seeds * (1 + r.IntN(5))
 	for b := range c.Layers {
 		if r.IntN(3) > 0 {
@@ -38,7 +40,8 @@ func randomConfig(r *rand.Rand) llm.Config {
 // randomTraits returns any of what published families have.
 func randomTraits(r *rand.Rand, c llm.Config) llm.Traits {
 	coin := func() bool { return r.IntN(2) == 0 }
-	t := llm.Traits{QKVBias: coin(), QKNorm: coin(), NormPlusOne: coin(), PostNorms: coin(), GELU: coin()}
+	t := llm.Traits{QKVBias: coin(), QKNorm: coin(), NormPlusOne: coin(),
+		PostNorms: coin(), GELU: coin()}
 	if coin() {
 		t.AttentionScale = 0.1 + r.Float64()
 	}
@@ -85,9 +88,9 @@ func randomBatch(r *rand.Rand, c llm.Config, sequences int) data.Batch {
 }
 
 // TestGradients compares the gradients of models of any shape, with grouped queries, documents,
-// tied and untied output layers, any traits of published families and seeds in every stage in which they are derivatives of the loss,
-// with central differences; and those of batches that make one step, computed again or not, with
-// their mean.
+// tied and untied output layers, any traits of published families and seeds in every stage in which
+// they are derivatives of the loss, with central differences; and those of batches that make one
+// step, computed again or not, with their mean.
 func TestGradients(t *testing.T) {
 	models := 4
 	if testing.Short() {
@@ -116,7 +119,8 @@ func TestGradients(t *testing.T) {
 // plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences
 // mean nothing, and takes most of them on to where they are blended in and learn.
 func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
-	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter, blueprints.LowRank, blueprints.ChunkMLP}
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter,
+		blueprints.LowRank, blueprints.ChunkMLP}
 	for _, l := range m.Kasmina.Lattices() {
 		for seed := range l.Seeds() {
 			kind := kinds[r.IntN(len(kinds))]
@@ -143,35 +147,42 @@ func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
 func checkModel(t *testing.T, r *rand.Rand, m *llm.Model) {
 	t.Helper()
 	const sequences = 2
-	batches := []data.Batch{randomBatch(r, m.Config, sequences), randomBatch(r, m.Config, sequences)}
-	means := make([]map[int]float64, len(m.Params)) // of the derivatives that are checked, by their place in a parameter
+	batches := []data.Batch{randomBatch(r, m.Config, sequences),
+		randomBatch(r, m.Config, sequences)}
+	// of the derivatives that are checked, by their place in a parameter
+	means := make([]map[int]float64, len(m.Params))
 	seed := r.Uint64()
 	for _, b := range batches {
 		g := must(m.Graph(llm.ForLoss, sequences))
 		if err := g.Let(b); err != nil {
 			t.Fatal(err)
 		}
-		report, err := autodiff.CheckGradients(g.Loss, g.Params, autodiff.WithSamples(3), autodiff.WithSeed(seed))
+		report, err := autodiff.CheckGradients(g.Loss, g.Params, autodiff.WithSamples(3),
+			autodiff.WithSeed(seed))
 		if err != nil {
 			t.Fatal(err)
 		}
 		for i, in := range report.Inputs {
 			if worst := in.Worst(); !(worst.RelError < 1e-6) {
-				t.Errorf("%s at %s: the derivative is %v, differences give %v", in.Name, worst.At(), worst.Analytic, worst.Numeric)
+				t.Errorf("%s at %s: the derivative is %v, differences give %v", in.Name, worst.At(),
+					worst.Analytic, worst.Numeric)
 			}
 			if means[i] == nil {
 				means[i] = map[int]float64{}
 			}
 			for _, e := range in.Elements {
-				if at, err := tensor.Ltoi(in.Shape, in.Shape.CalcStrides(), e.Index...); err == nil && !e.Direction {
+				if at, err := tensor.Ltoi(in.Shape, in.Shape.CalcStrides(),
+					e.Index...); err == nil && !e.Direction {
 					means[i][at] += e.Analytic / float64(len(batches))
 				}
 			}
 		}
 	}
 	for _, recompute := range []bool{false, true} {
-		g := must(llm.TrainConfig{Batch: sequences, Accumulate: len(batches), Recompute: recompute}.Graph(m))
-		machine := must(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss)))
+		g := must(llm.TrainConfig{Batch: sequences, Accumulate: len(batches),
+			Recompute: recompute}.Graph(m))
+		machine := must(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...),
+			cpuops.WithOutputs(g.Loss)))
 		for _, b := range batches {
 			if _, err := (llm.Runner{g, machine}).Run(b); err != nil {
 				t.Fatal(err)
@@ -183,8 +194,10 @@ func checkModel(t *testing.T, r *rand.Rand, m *llm.Model) {
 				t.Fatal(err)
 			}
 			for at, want := range means[i] {
-				if got := v.Data().([]float64)[at]; !(math.Abs(got-want) <= 1e-12*(1+math.Abs(want))) {
-					t.Errorf("recompute %v: the gradient of %s at %d is %v, want %v", recompute, m.Params[i].Name, at, got, want)
+				if got := v.Data().([]float64)[at]; !(math.Abs(got-want) <= 1e-12*(1+
+					math.Abs(want))) {
+					t.Errorf("recompute %v: the gradient of %s at %d is %v, want %v", recompute,
+						m.Params[i].Name, at, got, want)
 				}
 			}
 		}

@@ -32,11 +32,11 @@ type Growth struct {
 	// run.
 	Refused func(state.Command, error)
 
-	// Record gets each command with what it was given for, and each change of the budget's share, as
-	// a line of JSON: see [Decision]. It may be nil.
+	// Record gets each command with what it was given for, and each change of the budget's share,
+	// as a line of JSON: see [Decision]. It may be nil.
 	Record io.Writer
-	// Replay is the record of another run of the same model, data and settings. It takes the place of
-	// the controller, which may be nil then, and of the clock: the run has the bits of that one.
+	// Replay is the record of another run of the same model, data and settings. It takes the place
+	// of the controller, which may be nil then, and of the clock: the run has the bits of that one.
 	Replay *Record
 }
 
@@ -61,7 +61,8 @@ func (t *Trainer) Grow(g Growth) error {
 	}
 	depthAlone := len(t.Model.Config.Kasmina) == 0 // whose blueprints need no text to be judged by
 	if g.Validation == nil && !depthAlone {
-		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are judged " +
+		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
+			"judged " +
 			"by, such as data.NewEvaluation makes of held-out text")
 	}
 	if c, ok := g.Controller.(interface{ Check() error }); ok && g.Replay == nil {
@@ -106,7 +107,8 @@ func (t *Trainer) hasTime(g Growth) error {
 				"fossilized: plan at least %d steps, or shorter "+
 				"epochs (TrainConfig.Epoch), or lattices with "+
 				"state.WithThresholds(state.DefaultThresholds().Within(%d)) and a controller "+
-				"with fewer RampEpochs%s", c.Steps, have, c.Epoch, least, least*c.Epoch, have, advice)
+				"with fewer RampEpochs%s", c.Steps, have, c.Epoch, least,
+				least*c.Epoch, have, advice)
 		}
 	}
 	return nil
@@ -157,8 +159,8 @@ func (t *Trainer) endEpoch(loss float64) error {
 	return nil
 }
 
-// judgeDepth adds what is known of the seeds in depth to the metrics of their lattice. Its losses are
-// those of the validation text, in epochs in which it is due. Without one they are the means of
+// judgeDepth adds what is known of the seeds in depth to the metrics of their lattice. Its losses
+// are those of the validation text, in epochs in which it is due. Without one they are the means of
 // whole epochs, which tell of text that the model had not seen unless the run repeats it.
 func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 	m.Loss, m.Share = t.losses/float64(t.summed), t.share
@@ -184,7 +186,8 @@ func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 		if err != nil {
 			continue
 		}
-		if score, ok := judge.Depth(append(r.Curve, state.Point{Epoch: r.Epoch + 1, Share: m.Share, Loss: m.Loss}),
+		if score, ok := judge.Depth(append(r.Curve, state.Point{Epoch: r.Epoch + 1,
+			Share: m.Share, Loss: m.Loss}),
 			past, s.Seed); ok {
 			m.Seeds = append(m.Seeds, score)
 		}

@@ -29,7 +29,8 @@ import (
 // happens.
 func growing(t *testing.T, tr *Trainer) *[]string {
 	t.Helper()
-	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{},
+		2, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -39,7 +40,9 @@ func growing(t *testing.T, tr *Trainer) *[]string {
 		t.Fatal(err)
 	}
 	var events []string
-	if _, err := tr.Model.Kasmina.Listen(func(e state.Event) { events = append(events, e.String()) }); err != nil {
+	if _, err := tr.Model.Kasmina.Listen(func(e state.Event) {
+		events = append(events, e.String())
+	}); err != nil {
 		t.Fatal(err)
 	}
 	return &events
@@ -96,7 +99,8 @@ func TestGrowResumes(t *testing.T) {
 // TestCommandsDuringTraining has eight goroutines send commands while a model trains; the race
 // detector and the checksums watch.
 func TestCommandsDuringTraining(t *testing.T) {
-	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20000}) // more than the senders need, however late they start
+	// more than the senders need, however late they start
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20000})
 	stop := make(chan struct{})
 	var senders sync.WaitGroup
 	var mu sync.Mutex
@@ -105,8 +109,10 @@ func TestCommandsDuringTraining(t *testing.T) {
 		senders.Go(func() {
 			r := rand.New(rand.NewPCG(uint64(g), 7))
 			for {
-				c := state.Command{Action: state.Action(1 + r.IntN(4)), Layer: r.IntN(2), Seed: r.IntN(4), To: state.Stage(r.IntN(11)), Alpha: r.Float64(),
-					Request: state.GerminationRequest{Slot: 1 + r.IntN(4), Kind: blueprints.Kind(r.IntN(4))}}
+				c := state.Command{Action: state.Action(1 + r.IntN(4)), Layer: r.IntN(2),
+					Seed: r.IntN(4), To: state.Stage(r.IntN(11)), Alpha: r.Float64(),
+					Request: state.GerminationRequest{Slot: 1 + r.IntN(4),
+						Kind: blueprints.Kind(r.IntN(4))}}
 				applied := tr.Model.Kasmina.Submit(c)
 				tr.Model.Kasmina.Report()
 				select {
@@ -173,7 +179,8 @@ func TestRollbackOfAModel(t *testing.T) {
 		}
 		at(4, func() error {
 			before = read()
-			return n.Do(state.Command{Action: state.Move, Layer: 1, Seed: 1, To: state.Grafting}, state.Command{Action: state.SetAlpha, Layer: 1, Seed: 1, Alpha: 0.5})
+			return n.Do(state.Command{Action: state.Move, Layer: 1, Seed: 1, To: state.Grafting},
+				state.Command{Action: state.SetAlpha, Layer: 1, Seed: 1, Alpha: 0.5})
 		})
 		at(8, func() error {
 			during = read()
@@ -185,7 +192,8 @@ func TestRollbackOfAModel(t *testing.T) {
 			t.Fatal(err)
 		}
 		if same(before, during) || !same(before, after) {
-			t.Errorf("%v: the slot was %v, then %v, and after the rollback %v", dt, before, during, after)
+			t.Errorf("%v: the slot was %v, then %v, and after the rollback %v", dt,
+				before, during, after)
 		}
 	}
 }
@@ -204,7 +212,8 @@ func same(a, b state.SlotParams) bool {
 
 func TestGrowErrors(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{},
+		2, tr.Model.Config.Seq)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -270,9 +279,11 @@ func TestJudge(t *testing.T) {
 	for _, m := range metrics[1].Seeds {
 		judged[m.Seed] = m
 	}
-	if m := judged[2]; !m.Compared || math.Abs(m.Performance-on) > 1e-12 || math.Abs(m.Without-off) > 1e-12 || on == off ||
+	if m := judged[2]; !m.Compared || math.Abs(m.Performance-on) > 1e-12 ||
+		math.Abs(m.Without-off) > 1e-12 || on == off ||
 		m.Stability != agree/float64(len(with)) || m.Trials != len(with) || m.Errors != 0 {
-		t.Errorf("seed 2 is judged %+v, want %v with it and %v without, stability %v", m, on, off, agree/float64(len(with)))
+		t.Errorf("seed 2 is judged %+v, want %v with it and %v without, stability %v", m, on, off,
+			agree/float64(len(with)))
 	}
 	if m := judged[3]; m.Compared || math.Abs(m.Performance-on) > 1e-12 {
 		t.Errorf("seed 3, which is being grafted, is judged %+v, want %v", m, on)
@@ -284,7 +295,8 @@ func TestJudge(t *testing.T) {
 	if err := l.Probe(1, false); err != nil {
 		t.Fatal(err)
 	}
-	if m := judged[1]; !m.Unscored || math.Abs(m.TrainingError-(on-tried)) > 1e-12 || on == tried || m.Trials != len(with) {
+	if m := judged[1]; !m.Unscored || math.Abs(m.TrainingError-(on-tried)) > 1e-12 || on == tried ||
+		m.Trials != len(with) {
 		t.Errorf("seed 1, which trains, is judged %+v, want the training error %v", m, on-tried)
 	}
 	if len(judged) != 3 || !slices.Equal(with, again) {
@@ -324,11 +336,13 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 		for _, m := range metrics[1].Seeds {
 			if m.Unscored { // a seed that trains
 				if finite := loss-loss == 0; m.TrainingError > 0 == finite {
-					t.Errorf("validation losses of %v: seed %d has the training error %v", loss, m.Seed, m.TrainingError)
+					t.Errorf("validation losses of %v: seed %d has the training error %v", loss,
+						m.Seed, m.TrainingError)
 				}
 				continue
 			}
-			if m.Performance > -65503 || m.Compared != (m.Seed == 2) || m.Compared && m.Without != m.Performance {
+			if m.Performance > -65503 || m.Compared != (m.Seed == 2) || m.Compared &&
+				m.Without != m.Performance {
 				t.Errorf("validation losses of %v: seed %d is judged %+v", loss, m.Seed, m)
 			}
 		}
@@ -355,7 +369,8 @@ func TestGrowHasTime(t *testing.T) {
 	h := control.NewHeuristic(4, 1<<20)
 	h.Hunger = 0.01
 	err = trainer().Grow(Growth{Controller: h, Validation: text})
-	require.ErrorContains(t, err, "150 steps are 50 epochs of 3, and a blueprint needs 252 to be fossilized: plan at least 756 steps")
+	require.ErrorContains(t, err,
+		"150 steps are 50 epochs of 3, and a blueprint needs 252 to be fossilized: plan at least 756 steps")
 	require.ErrorContains(t, err, "Within(50)")
 	require.NotContains(t, err.Error(), "Growth.Every")
 	err = trainer().Grow(Growth{Controller: h, Validation: text, Every: 40})
@@ -374,15 +389,19 @@ func TestGrowHasTime(t *testing.T) {
 	require.NoError(t, tr.Run(t.Context()))
 	require.NotZero(t, grafted)
 	h.Patience = 3
-	require.ErrorContains(t, trainer(state.WithThresholds(thresholds)).Grow(Growth{Controller: h, Validation: text}), "raise Patience")
+	require.ErrorContains(t, trainer(state.WithThresholds(thresholds)).Grow(Growth{Controller: h,
+		Validation: text}), "raise Patience")
 }
 
 // withoutDecay is the optimisers that move parameters by gradients and what they remember of these
 // alone.
 var withoutDecay = map[string]func() (optim.Optimizer, error){
-	"adamw": func() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0)) },
+	"adamw": func() (optim.Optimizer, error) {
+		return optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
+	},
 	"muon": func() (optim.Optimizer, error) {
-		return optim.NewMuon(optim.WithLR(0.01), optim.WithWeightDecay(0), optim.WithAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0)))
+		return optim.NewMuon(optim.WithLR(0.01), optim.WithWeightDecay(0),
+			optim.WithAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0)))
 	},
 }
 
@@ -403,7 +422,8 @@ func TestFrozenSlots(t *testing.T) {
 					p, err := slots{tr.Model}.Read(layer, slot)
 					seen = append(seen, p)
 					if e.Step == frozenAt { // behind the network's back
-						err = errors.Join(err, tr.Model.Kasmina.Lattice(layer).Transition(seed, state.Culled), tr.Save(path))
+						err = errors.Join(err, tr.Model.Kasmina.Lattice(layer).Transition(seed,
+							state.Culled), tr.Save(path))
 					}
 					return err
 				})
@@ -412,13 +432,15 @@ func TestFrozenSlots(t *testing.T) {
 				}
 				return tr
 			}
-			straight := run(newTrainer(t, trainerOptions{config: tiny(), steps: steps, optimizer: optimizer}))
+			straight := run(newTrainer(t, trainerOptions{config: tiny(), steps: steps,
+				optimizer: optimizer}))
 			for i, p := range seen[1:] {
 				if step := i + 2; same(p, seen[i]) != (step > frozenAt) {
 					t.Errorf("step %d: the slot is %v after %v", step, p, seen[i])
 				}
 			}
-			resumed := newTrainer(t, trainerOptions{config: tiny(), steps: steps, optimizer: optimizer})
+			resumed := newTrainer(t, trainerOptions{config: tiny(), steps: steps,
+				optimizer: optimizer})
 			if err := resumed.Resume(t.Context(), path); err != nil {
 				t.Fatal(err)
 			}
@@ -463,12 +485,14 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	}
 	n := tr.Model.Kasmina
 	err := n.Do(state.Command{Action: state.Move, Layer: 1, Seed: 1, To: state.Culled},
-		state.Command{Action: state.Germinate, Layer: 1, Seed: 0, Request: state.GerminationRequest{Slot: 1, Kind: blueprints.ConvFilter}},
+		state.Command{Action: state.Germinate, Layer: 1, Seed: 0,
+			Request: state.GerminationRequest{Slot: 1, Kind: blueprints.ConvFilter}},
 		state.Command{Action: state.Move, Layer: 1, Seed: 0, To: state.Training})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if live(1) != 0 || live(0) == 0 {
-		t.Errorf("of the new blueprint's slot %d numbers are remembered, of the other layer's %d", live(1), live(0))
+		t.Errorf("of the new blueprint's slot %d numbers are remembered, of the other layer's %d",
+			live(1), live(0))
 	}
 }

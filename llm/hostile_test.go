@@ -37,23 +37,35 @@ func TestNil(t *testing.T) {
 	}
 	e := heldOut(t, 50, 1)
 	for name, f := range map[string]func() error{
-		"NewTrainer model":     func() error { return second(NewTrainer(nil, tr.Loader, tr.Optimizer, tr.Config)) },
-		"NewTrainer loader":    func() error { return second(NewTrainer(tr.Model, nil, tr.Optimizer, tr.Config)) },
-		"NewTrainer optimiser": func() error { return second(NewTrainer(tr.Model, tr.Loader, nil, tr.Config)) },
-		"NewModel option":      func() error { return second(NewModel(tiny(), tensor.Float32, 1, nil)) },
-		"Graph option":         func() error { return second(tr.Model.Graph(ForLoss, 1, nil)) },
-		"Resume option":        func() error { return tr.Resume(t.Context(), "nowhere", nil) },
-		"Trainer.Evaluate":     func() error { _, _, err := tr.Evaluate(nil); return err },
-		"NewGenerator":         func() error { return second(NewGenerator(nil)) },
-		"callback":             func() error { return run(nil) },
-		"Evaluate trainer":     func() error { return run(Evaluate(nil, e, 1)) },
-		"Evaluate text":        func() error { return run(Evaluate(tr, nil, 1)) },
-		"Evaluate quick text":  func() error { return run(Evaluate(tr, e, 1, WithQuick(nil))) },
-		"Evaluate option":      func() error { return run(Evaluate(tr, e, 1, nil)) },
-		"Checkpoint":           func() error { return run(Checkpoint(nil, "x", 1)) },
-		"Checkpoint option":    func() error { return run(Checkpoint(tr, "x", 1, nil)) },
-		"SampleText trainer":   func() error { return run(SampleText(nil, tokenizer.Bytes{}, "a", 1, sampler.Config{}, "", 0)) },
-		"SampleText tokenizer": func() error { return run(SampleText(tr, nil, "a", 1, sampler.Config{}, "", 0)) },
+		"NewTrainer model": func() error {
+			return second(NewTrainer(nil, tr.Loader, tr.Optimizer, tr.Config))
+		},
+		"NewTrainer loader": func() error {
+			return second(NewTrainer(tr.Model, nil, tr.Optimizer, tr.Config))
+		},
+		"NewTrainer optimiser": func() error {
+			return second(NewTrainer(tr.Model, tr.Loader, nil, tr.Config))
+		},
+		"NewModel option": func() error {
+			return second(NewModel(tiny(), tensor.Float32, 1, nil))
+		},
+		"Graph option":        func() error { return second(tr.Model.Graph(ForLoss, 1, nil)) },
+		"Resume option":       func() error { return tr.Resume(t.Context(), "nowhere", nil) },
+		"Trainer.Evaluate":    func() error { _, _, err := tr.Evaluate(nil); return err },
+		"NewGenerator":        func() error { return second(NewGenerator(nil)) },
+		"callback":            func() error { return run(nil) },
+		"Evaluate trainer":    func() error { return run(Evaluate(nil, e, 1)) },
+		"Evaluate text":       func() error { return run(Evaluate(tr, nil, 1)) },
+		"Evaluate quick text": func() error { return run(Evaluate(tr, e, 1, WithQuick(nil))) },
+		"Evaluate option":     func() error { return run(Evaluate(tr, e, 1, nil)) },
+		"Checkpoint":          func() error { return run(Checkpoint(nil, "x", 1)) },
+		"Checkpoint option":   func() error { return run(Checkpoint(tr, "x", 1, nil)) },
+		"SampleText trainer": func() error {
+			return run(SampleText(nil, tokenizer.Bytes{}, "a", 1, sampler.Config{}, "", 0))
+		},
+		"SampleText tokenizer": func() error {
+			return run(SampleText(tr, nil, "a", 1, sampler.Config{}, "", 0))
+		},
 		"Generate sampler": func() error {
 			g, err := NewGenerator(tr.Model)
 			if err != nil {
@@ -85,7 +97,9 @@ func TestCallbackArguments(t *testing.T) {
 		t.Fatal(err)
 	}
 	sample := func(prompt string, n int, c sampler.Config) func(*Trainer) Callback {
-		return func(tr *Trainer) Callback { return SampleText(tr, tokenizer.Bytes{}, prompt, n, c, "", 0) }
+		return func(tr *Trainer) Callback {
+			return SampleText(tr, tokenizer.Bytes{}, prompt, n, c, "", 0)
+		}
 	}
 	for want, callback := range map[string]func(*Trainer) Callback{
 		"Temperature is -1": sample("x", 3, sampler.Config{Temperature: -1}),
@@ -107,15 +121,18 @@ func TestCallbackArguments(t *testing.T) {
 			return SampleText(tr, shifted{}, "x", 3, sampler.Config{}, "", 0)
 		},
 		"SampleText: mkdir": func(tr *Trainer) Callback {
-			return SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{}, filepath.Join(file, "sample.txt"), 0)
+			return SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{},
+				filepath.Join(file, "sample.txt"), 0)
 		},
 		"SampleText: open": func(tr *Trainer) Callback {
-			return SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{}, filepath.Dir(file), 0)
+			return SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{},
+				filepath.Dir(file), 0)
 		},
 	} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
 		tr.On(callback(tr))
-		if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 || strings.Count(err.Error(), want) != 1 {
+		if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 ||
+			strings.Count(err.Error(), want) != 1 {
 			t.Errorf("after step %d: %v, want %q once at step 0", tr.Step(), err, want)
 		}
 	}
@@ -150,7 +167,8 @@ func TestSampleToDevice(t *testing.T) {
 func TestLearningRateOfNaN(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
 	tr.Config.Schedule = optim.Constant(math.NaN())
-	if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 || !strings.Contains(err.Error(), "step 1: TrainConfig.Schedule: ") {
+	if err := tr.Run(context.Background()); err == nil || tr.Step() != 0 ||
+		!strings.Contains(err.Error(), "step 1: TrainConfig.Schedule: ") {
 		t.Errorf("after step %d: %v", tr.Step(), err)
 	}
 	if err := tr.probe(); err != nil {
@@ -161,7 +179,8 @@ func TestLearningRateOfNaN(t *testing.T) {
 // smallCheckpoint returns the contents of a checkpoint of a small run.
 func smallCheckpoint(t testing.TB) ([]safetensors.Tensor, map[string]string) {
 	t.Helper()
-	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0}, Seeds: 2}.Default()
+	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1,
+		Kasmina: []int{0}, Seeds: 2}.Default()
 	tr := smallTrainer(t, c)
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	if err := tr.Save(path); err != nil {
@@ -180,7 +199,8 @@ func smallTrainer(t testing.TB, c Config) *Trainer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := data.NewLoader(&idTokens{ids: []int{0, 1, 2, 1, 0}, vocab: 3}, data.LoaderConfig{Batch: 1, Seq: 2})
+	l, err := data.NewLoader(&idTokens{ids: []int{0, 1, 2, 1, 0}, vocab: 3},
+		data.LoaderConfig{Batch: 1, Seq: 2})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -202,12 +222,13 @@ func TestHostileConfig(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	whole := metadata[modelfile.ConfigKey]
 	for what, edit := range map[string][2]string{
-		"ff":       {`"ff":1`, `"ff":16777216`},
-		"layers":   {`"layers":1`, `"layers":16777216`},
-		"vocab":    {`"vocab":3`, `"vocab":4611686018427387904`},
-		"overflow": {`"heads":2,"kv_heads":2,"head_dim":2`, `"heads":4294967296,"kv_heads":4294967296,"head_dim":4294967296`},
-		"slots":    {`"slots":3`, `"slots":65536`},
-		"seeds":    {`"seeds":2`, `"seeds":4`},
+		"ff":     {`"ff":1`, `"ff":16777216`},
+		"layers": {`"layers":1`, `"layers":16777216`},
+		"vocab":  {`"vocab":3`, `"vocab":4611686018427387904`},
+		"overflow": {`"heads":2,"kv_heads":2,"head_dim":2`,
+			`"heads":4294967296,"kv_heads":4294967296,"head_dim":4294967296`},
+		"slots": {`"slots":3`, `"slots":65536`},
+		"seeds": {`"seeds":2`, `"seeds":4`},
 	} {
 		t.Run(what, func(t *testing.T) {
 			metadata[modelfile.ConfigKey] = strings.Replace(whole, edit[0], edit[1], 1)
@@ -256,10 +277,14 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 // one altered tensor.
 func FuzzLoad(f *testing.F) {
 	tensors, metadata := smallCheckpoint(f)
-	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0}, Seeds: 2}.Default()
-	f.Add(metadata[modelfile.ConfigKey], metadata[modelfile.TrainingKey], metadata[modelfile.NotesKey], uint8(0), []byte(nil))
-	f.Add(strings.Replace(metadata[modelfile.ConfigKey], `"ff":1`, `"ff":1000000000000000`, 1), "{", "[]", uint8(3), []byte{1})
-	f.Add(metadata[modelfile.ConfigKey], strings.Replace(metadata[modelfile.TrainingKey], `"steps":2`, `"steps":-9`, 1), "", uint8(20), []byte{0, 0, 128, 127})
+	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1,
+		Kasmina: []int{0}, Seeds: 2}.Default()
+	f.Add(metadata[modelfile.ConfigKey], metadata[modelfile.TrainingKey],
+		metadata[modelfile.NotesKey], uint8(0), []byte(nil))
+	f.Add(strings.Replace(metadata[modelfile.ConfigKey], `"ff":1`, `"ff":1000000000000000`, 1), "{",
+		"[]", uint8(3), []byte{1})
+	f.Add(metadata[modelfile.ConfigKey], strings.Replace(metadata[modelfile.TrainingKey],
+		`"steps":2`, `"steps":-9`, 1), "", uint8(20), []byte{0, 0, 128, 127})
 	f.Fuzz(func(t *testing.T, config, training, notes string, which uint8, data []byte) {
 		altered := append([]safetensors.Tensor(nil), tensors...)
 		if len(data) > 0 {
@@ -270,7 +295,8 @@ func FuzzLoad(f *testing.F) {
 			altered[int(which)%len(altered)] = x
 		}
 		path := filepath.Join(t.TempDir(), "m.safetensors")
-		if err := safetensors.Save(path, altered, map[string]string{modelfile.ConfigKey: config, modelfile.TrainingKey: training, modelfile.NotesKey: notes}); err != nil {
+		if err := safetensors.Save(path, altered, map[string]string{modelfile.ConfigKey: config,
+			modelfile.TrainingKey: training, modelfile.NotesKey: notes}); err != nil {
 			return // no JSON string
 		}
 		info, err := os.Stat(path)
@@ -295,7 +321,8 @@ func TestModelLargerThanMemory(t *testing.T) {
 		t.Skip("it is not known how much memory this computer has, or it is enough")
 	}
 	c := Config{Vocab: 1 << 14, Dim: 1 << 14, Layers: 15, Heads: 128, Seq: 8}.Default()
-	if _, err := NewModel(c, tensor.Float32, 1); err == nil || !strings.Contains(err.Error(), "NewModel: the parameters take 181.1 GiB") {
+	if _, err := NewModel(c, tensor.Float32, 1); err == nil || !strings.Contains(err.Error(),
+		"NewModel: the parameters take 181.1 GiB") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -321,8 +348,10 @@ func TestZeroValues(t *testing.T) {
 		_, graph := m.Graph(ForLoss, 1)
 		_, read := m.ReadBlueprint("file", 0, 0)
 		for name, err := range map[string]error{
-			"saving the model": m.Save("file"), "Graph": graph, "Germinate": m.Germinate(0, 0, state.GerminationRequest{}),
-			"SaveBlueprint": m.SaveBlueprint("file", 0, 0), "ReadBlueprint: the": m.LoadBlueprint("file", 0, 0), "ReadBlueprint": read,
+			"saving the model": m.Save("file"), "Graph": graph,
+			"Germinate":          m.Germinate(0, 0, state.GerminationRequest{}),
+			"SaveBlueprint":      m.SaveBlueprint("file", 0, 0),
+			"ReadBlueprint: the": m.LoadBlueprint("file", 0, 0), "ReadBlueprint": read,
 		} {
 			require.ErrorContains(t, err, name)
 			require.ErrorIs(t, err, errZeroModel)
@@ -334,16 +363,20 @@ func TestZeroValues(t *testing.T) {
 	for _, tr := range []*Trainer{nil, {}} {
 		_, _, evaluate := tr.Evaluate(nil)
 		for name, err := range map[string]error{
-			"Run": tr.Run(t.Context()), "saving the run": tr.Save("file"), "Resume": tr.Resume(t.Context(), "file"), "evaluation": evaluate,
-			"Grow": tr.Grow(Growth{}), "Checkpoint": Checkpoint(tr, "file", 0)(Event{Kind: RunStart}),
+			"Run": tr.Run(t.Context()), "saving the run": tr.Save("file"),
+			"Resume": tr.Resume(t.Context(), "file"), "evaluation": evaluate,
+			"Grow": tr.Grow(Growth{}), "Checkpoint": Checkpoint(tr, "file",
+				0)(Event{Kind: RunStart}),
 			"Evaluate": Evaluate(tr, nil, 0)(Event{Kind: RunStart}),
 		} {
 			require.ErrorContains(t, err, name)
 			require.ErrorIs(t, err, errZeroTrainer)
 		}
-		require.ErrorContains(t, SampleText(tr, tokenizer.Bytes{}, "x", 1, sampler.Config{}, "", 0)(Event{Kind: RunStart}), "SampleText")
+		require.ErrorContains(t, SampleText(tr, tokenizer.Bytes{}, "x", 1, sampler.Config{}, "",
+			0)(Event{Kind: RunStart}), "SampleText")
 		require.ErrorContains(t, Monitor(tr, io.Discard, 0)(Event{Kind: RunStart}), "Monitor")
-		require.ErrorContains(t, ProfileStep(tr, io.Discard, "file", 1)(Event{Kind: RunStart}), "ProfileStep")
+		require.ErrorContains(t, ProfileStep(tr, io.Discard, "file", 1)(Event{Kind: RunStart}),
+			"ProfileStep")
 		require.NoError(t, tr.Close())
 		tr.On(func(Event) error { return nil })
 		require.Zero(t, tr.Step())

@@ -264,7 +264,8 @@ func (d *decoding) next(ctx context.Context, tokens []int) (any, error) {
 	if err != nil || len(tokens) == seq { // the next token moves the window
 		return logits, err
 	}
-	if err := d.cache.Fill(d.window.Machine.Value, d.window.blocks.Keys, d.window.blocks.Values); err != nil {
+	if err := d.cache.Fill(d.window.Machine.Value, d.window.blocks.Keys,
+		d.window.blocks.Values); err != nil {
 		return nil, err
 	}
 	d.tokens = slices.Clone(tokens)

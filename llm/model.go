@@ -47,9 +47,10 @@ type Model struct {
 
 // NewModel returns a model with fresh parameters of type dt, float32 or float64: normal with
 // deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
-// al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1 or, with NormPlusOne, at 0, biases at 0, and Kasmina slots
-// at the Residual kind's identity. The same seed gives the same parameters. The lattices of the
-// Kasmina layers get the given options; Config.Slots is their number of slots.
+// al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1 or, with
+// NormPlusOne, at 0, biases at 0, and Kasmina slots at the Residual kind's identity. The same seed
+// gives the same parameters. The lattices of the Kasmina layers get the given options; Config.Slots
+// is their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	// Each parameter has a stream of its own, so that adding one does not change the others.
 	return newModel(c, dt, func(i int, p paramSpec) func() float64 {
@@ -147,7 +148,8 @@ type paramSpec struct {
 	name             string
 	shape            []int
 	start, deviation float64
-	// closed, unless it is nil, is the value at which a new block adds nothing to the residual stream.
+	// closed, unless it is nil, is the value at which a new block adds nothing to the residual
+	// stream.
 	closed *float64
 }
 

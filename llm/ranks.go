@@ -17,20 +17,20 @@ import (
 )
 
 // Parallel is an engine that trains a model together with those of other processes, its ranks, each
-// of which has the same model, data, settings and callbacks. The batches of a step are divided among
-// them. Package llm/parallel has one.
+// of which has the same model, data, settings and callbacks. The batches of a step are divided
+// among them. Package llm/parallel has one.
 //
 // All ranks call Batches, Update, Exchange and Gather in the same order, and a trainer of such an
-// engine sees to it that they decide alike: what is submitted to the lattices of one takes effect at
-// all between the same two steps, the controller and the clock of rank 0 hold for all, and where one
-// fails or is asked to stop, all end behind the same step. Rank 0 alone writes checkpoints.
+// engine sees to it that they decide alike: what is submitted to the lattices of one takes effect
+// at all between the same two steps, the controller and the clock of rank 0 hold for all, and where
+// one fails or is asked to stop, all end behind the same step. Rank 0 alone writes checkpoints.
 type Parallel interface {
 	Engine
 	// Rank counts from 0 to Ranks−1.
 	Rank() int
 	Ranks() int
-	// Batches gathers the gradients of n batches, in the place of Gradients, and returns their losses.
-	// next returns one batch after the other, in memory that it uses again.
+	// Batches gathers the gradients of n batches, in the place of Gradients, and returns their
+	// losses. next returns one batch after the other, in memory that it uses again.
 	Batches(n int, next func() (data.Batch, error)) (losses []float64, err error)
 	// Exchange hands a value to all ranks, and returns those of all, by rank.
 	Exchange(value []byte) ([][]byte, error)
@@ -64,8 +64,9 @@ func swap[T any](e Parallel, what string, own T) ([]T, error) {
 	for r, text := range texts {
 		kind, value, _ := bytes.Cut(text, []byte("\n"))
 		if string(kind) != what {
-			return nil, fmt.Errorf("llm: rank %d exchanges %.40q, rank %d %q: all must do the same steps, "+
-				"saves and growth", r, kind, e.Rank(), what)
+			return nil,
+				fmt.Errorf("llm: rank %d exchanges %.40q, rank %d %q: all must do the same steps, "+
+					"saves and growth", r, kind, e.Rank(), what)
 		}
 		if err := json.Unmarshal(value, &all[r]); err != nil {
 			return nil, fmt.Errorf("llm: rank %d exchanges %.40q: %w", r, kind, err)
@@ -136,7 +137,8 @@ func (t *Trainer) between(err error) error {
 			continue
 		}
 		if outer == nil {
-			outer = fmt.Errorf("%w at rank %d: %s", context.Canceled, r, strings.TrimPrefix(b.Stop, "!"))
+			outer = fmt.Errorf("%w at rank %d: %s", context.Canceled, r,
+				strings.TrimPrefix(b.Stop, "!"))
 		}
 		t.cancel(outer)
 		break
@@ -235,8 +237,10 @@ func (t *Trainer) compare() error {
 		return nil
 	}
 	err := t.Model.pull()
-	own := stand{Step: t.last.Step, Steps: t.Config.Steps, Settings: t.settings(), Loader: t.Loader.State(),
-		Config: t.Model.Config, Lattices: t.Model.Kasmina.Digest(), Documents: t.Loader.KnowsDocuments()}
+	own := stand{Step: t.last.Step, Steps: t.Config.Steps, Settings: t.settings(),
+		Loader: t.Loader.State(),
+		Config: t.Model.Config, Lattices: t.Model.Kasmina.Digest(),
+		Documents: t.Loader.KnowsDocuments()}
 	for _, p := range t.Model.Params {
 		own.Params = crc32.Update(own.Params, crc32.IEEETable, safetensors.Memory(p.Value.Data()))
 	}
@@ -249,7 +253,8 @@ func (t *Trainer) compare() error {
 	}
 	for r, other := range all {
 		if diff := all[0].differences(other); len(diff) > 0 {
-			return fmt.Errorf("rank %d does not train as rank 0 (here) does: %s: start all with the same "+
+			return fmt.Errorf("rank %d does not train as rank 0 (here) does: %s: start all with "+
+				"the same "+
 				"data, options and checkpoint", r, strings.Join(diff, "; "))
 		}
 	}
@@ -266,7 +271,8 @@ func (here stand) differences(there stand) []string {
 	}{
 		{"the text", here.Loader.Data == there.Loader.Data},
 		{"what is known of documents", here.Documents == there.Documents},
-		{"the loader's place", here.Loader == there.Loader || here.Loader.Data != there.Loader.Data},
+		{"the loader's place", here.Loader == there.Loader ||
+			here.Loader.Data != there.Loader.Data},
 		{"the number of steps made", here.Step == there.Step},
 		{"TrainConfig.Steps", here.Steps == there.Steps},
 		{"the state of the lattices", here.Lattices == there.Lattices},

@@ -16,9 +16,10 @@ import (
 // Decision is a line of a record of growth: a command that a controller gave, or the share of the
 // budget that the run's steps had come to see, where that changed.
 type Decision struct {
-	Step    int              `json:"step"` // steps that had been made
-	Share   float64          `json:"share"`
-	Loss    *jsonfloat.Float `json:"loss,omitempty"`    // of a command: the mean of the epoch's steps
+	Step  int     `json:"step"` // steps that had been made
+	Share float64 `json:"share"`
+	// of a command: the mean of the epoch's steps
+	Loss    *jsonfloat.Float `json:"loss,omitempty"`
 	Command *state.Command   `json:"command,omitempty"` // with why it was given
 	Refused string           `json:"refused,omitempty"` // why it was not possible
 }
@@ -63,8 +64,9 @@ func ReadRecord(r io.Reader) (*Record, error) {
 			return nil, fmt.Errorf("llm: ReadRecord: line %d: %w", n, err)
 		}
 		if d.Step < rec.last || !(d.Share >= 0 && d.Share <= 1) {
-			return nil, fmt.Errorf("llm: ReadRecord: line %d: step %d and share %v, want steps in order "+
-				"from %d and a share from 0 to 1", n, d.Step, d.Share, rec.last)
+			return nil,
+				fmt.Errorf("llm: ReadRecord: line %d: step %d and share %v, want steps in order "+
+					"from %d and a share from 0 to 1", n, d.Step, d.Share, rec.last)
 		}
 		rec.last, rec.shares[d.Step] = d.Step, d.Share
 		if d.Command != nil && d.Refused == "" {

@@ -66,12 +66,15 @@ func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeStat
 		return nil, f.Errorf("what the model was before it grew: %w", err)
 	}
 	if have, want := s.Config.origin(), t.Model.Config.origin(); !have.sameBlocks(want) {
-		return nil, f.Errorf("%w: what the model was before it grew is another one", ErrArchitecture)
+		return nil, f.Errorf("%w: what the model was before it grew is another one",
+			ErrArchitecture)
 	}
 	grown := len(s.Config.Grown)
 	if len(now.Grown) != grown+1 || now.Grown[grown].Seed != s.Seed {
-		return nil, f.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, and the "+
-			"model by %d: want one more, that seed", ErrArchitecture, s.Seed, grown, len(now.Grown))
+		return nil,
+			f.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, and the "+
+				"model by %d: want one more, that seed", ErrArchitecture, s.Seed,
+				grown, len(now.Grown))
 	}
 	params, err := t.Model.paramsOf(ctx, f, s.Config, modelfile.BeforePrefix)
 	if err != nil {
@@ -83,7 +86,8 @@ func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeStat
 	}
 	c := s.Config
 	c.KasminaOptions = t.Model.Config.KasminaOptions
-	return &grafted{seed: s.Seed, config: c, params: params, optimizer: moments, scale: s.LossScale}, nil
+	return &grafted{seed: s.Seed, config: c, params: params, optimizer: moments,
+		scale: s.LossScale}, nil
 }
 
 // reshape makes the model's blocks what the seeds in depth say: from Grafting on a blueprint is in
@@ -122,7 +126,8 @@ func (t *Trainer) graft(s state.SeedReport) error {
 	blocks := m.Config.Layers
 	order, err := blueprints.Order(s.Kind, blocks, s.Size)
 	if err == nil {
-		err = t.growBlocks(Grown{Seed: s.Seed, Kind: s.Kind.String(), Size: s.Size, Step: t.last.Step,
+		err = t.growBlocks(Grown{Seed: s.Seed, Kind: s.Kind.String(),
+			Size: s.Size, Step: t.last.Step,
 			Order: order})
 	}
 	what := fmt.Sprintf("%v of size %d, %d blocks to %d", s.Kind, s.Size, blocks, len(order))
@@ -150,7 +155,8 @@ func (t *Trainer) growBlocks(g Grown) error {
 	if err := t.gatherState(); err != nil {
 		return err
 	}
-	before := &grafted{seed: g.Seed, config: m.Config, optimizer: t.Optimizer.State(), scale: t.lossScale()}
+	before := &grafted{seed: g.Seed, config: m.Config, optimizer: t.Optimizer.State(),
+		scale: t.lossScale()}
 	before.params = make([]Param, len(m.Params))
 	parallel.Each(len(m.Params), func(i int) {
 		p := m.Params[i]
@@ -169,13 +175,16 @@ func (t *Trainer) growBlocks(g Grown) error {
 func (t *Trainer) takeBack(s state.SeedReport) error {
 	began, m, b := time.Now(), t.Model, t.before
 	if b == nil || b.seed != s.Seed {
-		return fmt.Errorf("seed %d in depth is %v, and what the model was before it grew is not known: "+
-			"resume from a checkpoint of the run, which has it, or from one before", s.Seed, s.Stage)
+		return fmt.Errorf("seed %d in depth is %v, and what the model was before it grew is not "+
+			"known: "+
+			"resume from a checkpoint of the run, which has it, or from one before", s.Seed,
+			s.Stage)
 	}
 	if err := t.canReshape(b.config); err != nil {
 		return err
 	}
-	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind, s.Size, m.Config.Layers,
+	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind,
+		s.Size, m.Config.Layers,
 		b.config.Layers)
 	if err := t.change(b.config, b.params, b.optimizer, b.scale); err != nil {
 		return err
@@ -185,8 +194,8 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 	return nil
 }
 
-// withdraw takes the latest growth back for which a step has diverged, if there is one: the run goes
-// on as it was before. Otherwise it returns the step's error.
+// withdraw takes the latest growth back for which a step has diverged, if there is one: the run
+// goes on as it was before. Otherwise it returns the step's error.
 func (t *Trainer) withdraw(cause error) error {
 	b, m := t.before, t.Model
 	if b == nil {
@@ -206,7 +215,8 @@ func (t *Trainer) withdraw(cause error) error {
 // canReshape returns an error if the model cannot get another configuration.
 func (t *Trainer) canReshape(next Config) error {
 	if t.Model.trainers > 1 {
-		return errors.New("another trainer of the model is open, whose graphs are of the blocks that " +
+		return errors.New("another trainer of the model is open, whose graphs are of the " +
+			"blocks that " +
 			"there are: close it")
 	}
 	if err := next.Check(); err != nil {

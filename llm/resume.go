@@ -86,7 +86,8 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	}
 	other := !t.Model.Config.sameBlocks(c)
 	if other && t.Model.trainers > 1 {
-		return f.Errorf("its model has other blocks, and another trainer of the model is open: close it")
+		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
+			"close it")
 	}
 	if err := t.setStates(run, before, params, optimizer); err != nil {
 		return f.Errorf("%w", err)
@@ -120,8 +121,9 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	// null in the file
 	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
-		return nil, c, nil, f.Errorf("it holds a model alone, without the state of a run: LoadModel " +
-			"loads it")
+		return nil, c, nil,
+			f.Errorf("it holds a model alone, without the state of a run: LoadModel " +
+				"loads it")
 	}
 	limit := modelfile.MaxRun + c.numParams()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
@@ -131,14 +133,17 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		run.begin(*r.newData, t.Loader)
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
-		return nil, c, nil, f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
-			"%d; a plan of more steps goes on from there", run.Step, t.Config.Steps)
+		return nil, c, nil,
+			f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
+				"%d; a plan of more steps goes on from there", run.Step, t.Config.Steps)
 	}
 	const most = 1 << 62 // no run gets there, and counting on cannot overflow
-	if run.Spent.Time < 0 || run.Spent.Time > most || run.Spent.Tokens < 0 || run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
+	if run.Spent.Time < 0 || run.Spent.Time > most || run.Spent.Tokens < 0 ||
+		run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
 		run.Summed < 0 || run.Summed > run.Step || run.Losses-run.Losses != 0 {
-		return nil, c, nil, f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps "+
-			"whose losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
+		return nil, c, nil,
+			f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps "+
+				"whose losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
 	}
 	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
 		run.Share = t.Config.Budget.share(run.Spent)
@@ -174,7 +179,8 @@ func (t *Trainer) knowsText(run *training) error {
 	case run.Loader.Data == here:
 		return nil
 	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
-		return fmt.Errorf("%w: this older checkpoint tells its text by the names and sizes of files "+
+		return fmt.Errorf("%w: this older checkpoint tells its text by the names and sizes "+
+			"of files "+
 			"(fingerprint %q), not by what it says: if yours is the same, go on with it, from its "+
 			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
@@ -194,7 +200,8 @@ func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File) (all []
 }
 
 // momentsIn reads what an optimiser remembers, under a prefix.
-func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []optim.Tensor, err error) {
+func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []optim.Tensor,
+	err error) {
 	for name := range f.With(prefix) {
 		x, err := f.Tensor(ctx, name)
 		if err != nil {
@@ -242,8 +249,8 @@ func (t *Trainer) setStates(run *training, before *grafted, params []Param,
 	return nil
 }
 
-// goOn makes a model that has been read the trainer's, and the engine's: a new one's where its blocks
-// are others than before.
+// goOn makes a model that has been read the trainer's, and the engine's: a new one's where its
+// blocks are others than before.
 func (t *Trainer) goOn(run *training, other bool) error {
 	t.Model.changes.Add(1)
 	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil

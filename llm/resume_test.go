@@ -61,10 +61,12 @@ func TestResumeWithOtherSettings(t *testing.T) {
 		}
 	}
 	for want, change := range map[string]func(*testing.T, *Trainer){
-		"Accumulate is 2 here and 1 there": func(_ *testing.T, tr *Trainer) { tr.Config.Accumulate = 2 },
-		"Batch is 4 here and 3 there":      func(_ *testing.T, tr *Trainer) { tr.Config.Batch = 4 },
-		"Clip is 0.5 here and 1 there":     func(_ *testing.T, tr *Trainer) { tr.Config.Clip = 0.5 },
-		"Epoch is 4 here and 3 there":      func(_ *testing.T, tr *Trainer) { tr.Config.Epoch = 4 },
+		"Accumulate is 2 here and 1 there": func(_ *testing.T, tr *Trainer) {
+			tr.Config.Accumulate = 2
+		},
+		"Batch is 4 here and 3 there":  func(_ *testing.T, tr *Trainer) { tr.Config.Batch = 4 },
+		"Clip is 0.5 here and 1 there": func(_ *testing.T, tr *Trainer) { tr.Config.Clip = 0.5 },
+		"Epoch is 4 here and 3 there":  func(_ *testing.T, tr *Trainer) { tr.Config.Epoch = 4 },
 		"Seed is 6 here and 5 there": func(t *testing.T, tr *Trainer) {
 			c := tr.Loader.Config()
 			c.Seed = 6
@@ -84,9 +86,10 @@ func TestResumeWithOtherSettings(t *testing.T) {
 				return 0.01
 			}
 		},
-		"Beta2 is 0.5 here and 0.999 there of the optimiser for model.embed_tokens.weight": adamW(optim.WithBetas(0.9, 0.5)),
-		"Eps is 0.1 here and 1e-08 there":                                                  adamW(optim.WithEps(0.1)),
-		"Decay is 0.2 here and 0.01 there":                                                 adamW(optim.WithWeightDecay(0.2)),
+		"Beta2 is 0.5 here and 0.999 there of the optimiser for model.embed_tokens.weight": adamW(
+			optim.WithBetas(0.9, 0.5)),
+		"Eps is 0.1 here and 1e-08 there":  adamW(optim.WithEps(0.1)),
+		"Decay is 0.2 here and 0.01 there": adamW(optim.WithWeightDecay(0.2)),
 		"LRScale is 0.5 here and 1 there of the optimiser for model.norm.weight": adamW(
 			optim.WithGroup(optim.NameContains("model.norm"), optim.LRScale(0.5))),
 	} {
@@ -109,7 +112,8 @@ func TestResumeWithOtherSettings(t *testing.T) {
 				t.Errorf("resumed at step %d and told of %q, want 5 and %q", tr.Step(), told, want)
 			}
 			if s := tr.Loader.State(); s.Seed != tr.Loader.Config().Seed {
-				t.Errorf("the loader goes on with seed %d, want %d", s.Seed, tr.Loader.Config().Seed)
+				t.Errorf("the loader goes on with seed %d, want %d", s.Seed,
+					tr.Loader.Config().Seed)
 			}
 		})
 	}
@@ -128,9 +132,11 @@ func TestResumeWithMoreSteps(t *testing.T) {
 	}
 	for _, planned := range []bool{false, true} {
 		first, straight, more := newTrainer(t, trainerOptions{config: tiny(), steps: 5}),
-			newTrainer(t, trainerOptions{config: tiny(), steps: 9}), newTrainer(t, trainerOptions{config: tiny(), steps: 9})
+			newTrainer(t, trainerOptions{config: tiny(), steps: 9}),
+			newTrainer(t, trainerOptions{config: tiny(), steps: 9})
 		if planned {
-			first.Config.Schedule, straight.Config.Schedule, more.Config.Schedule = cosine(5), cosine(9), cosine(9)
+			first.Config.Schedule, straight.Config.Schedule, more.Config.Schedule = cosine(5),
+				cosine(9), cosine(9)
 		}
 		first.On(Checkpoint(first, path, 0))
 		for _, tr := range []*Trainer{first, straight} {
@@ -194,12 +200,17 @@ func TestResumeOfACompleteRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	var kinds []EventKind
-	again.On(func(e Event) error { kinds = append(kinds, e.Kind); return nil }, Evaluate(again, heldOut(t, 100, 2), 0),
-		Checkpoint(again, path, 0), SampleText(again, tokenizer.Bytes{}, "x", 3, sampler.Config{}, "", 0))
+	again.On(func(e Event) error {
+		kinds = append(kinds, e.Kind)
+		return nil
+	}, Evaluate(again, heldOut(t, 100, 2), 0),
+		Checkpoint(again, path, 0), SampleText(again, tokenizer.Bytes{}, "x", 3,
+			sampler.Config{}, "", 0))
 	if err := again.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	if want := []EventKind{RunStart, Complete, EvalEnd, Saved, Sampled, RunEnd}; !slices.Equal(kinds, want) {
+	if want := []EventKind{RunStart, Complete, EvalEnd, Saved, Sampled,
+		RunEnd}; !slices.Equal(kinds, want) {
 		t.Errorf("events %v, want %v", kinds, want)
 	}
 	if !(again.Last().ValBPB > 0) {
@@ -224,13 +235,14 @@ func TestResumeWithOtherMuon(t *testing.T) {
 		t.Fatal(err)
 	}
 	for want, opt := range map[string]optim.MuonOption{
-		"Beta1 is 0.5 here and 0.95 there":        optim.WithMomentum(0.5),
-		"Nesterov is false here and true there":   optim.WithNesterov(false),
-		"Iterations is 7 here and 5 there":        optim.WithIterations(7),
-		"Muon is false here and true there":       optim.WithAdamWFor(optim.NameContains("mlp")),
-		"LRScale is 1 here and 0.5 there":         optim.WithAdamW(optim.WithLR(0.02)),
-		"ShapeScale is 0.8 here and 1 there":      optim.WithScale(optim.RMSScale),
-		"Decay is 0.3 here and 0 there of the op": optim.WithGroup(optim.NameContains("norm"), optim.Decay(0.3)),
+		"Beta1 is 0.5 here and 0.95 there":      optim.WithMomentum(0.5),
+		"Nesterov is false here and true there": optim.WithNesterov(false),
+		"Iterations is 7 here and 5 there":      optim.WithIterations(7),
+		"Muon is false here and true there":     optim.WithAdamWFor(optim.NameContains("mlp")),
+		"LRScale is 1 here and 0.5 there":       optim.WithAdamW(optim.WithLR(0.02)),
+		"ShapeScale is 0.8 here and 1 there":    optim.WithScale(optim.RMSScale),
+		"Decay is 0.3 here and 0 there of the op": optim.WithGroup(optim.NameContains("norm"),
+			optim.Decay(0.3)),
 	} {
 		o, err := optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01)), opt)
 		if err != nil {
@@ -275,7 +287,8 @@ func onText(t *testing.T, name, text string) *Trainer {
 	tokens, err := data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{})
 	require.NoError(t, err)
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 8})
-	tr.Loader, err = data.NewLoader(tokens, data.LoaderConfig{Batch: tr.Config.Batch, Seq: tr.Model.Config.Seq, Seed: 5})
+	tr.Loader, err = data.NewLoader(tokens, data.LoaderConfig{Batch: tr.Config.Batch,
+		Seq: tr.Model.Config.Seq, Seed: 5})
 	require.NoError(t, err)
 	return tr
 }
@@ -313,12 +326,14 @@ func TestResumeOnOtherText(t *testing.T) {
 		require.Equal(t, before, other.Loader.State())
 		require.Zero(t, other.Step())
 	}
-	for _, keep := range []Keep{{}, {Optimizer: true}, {Steps: true}, {Optimizer: true, Steps: true}} {
+	for _, keep := range []Keep{{}, {Optimizer: true}, {Steps: true},
+		{Optimizer: true, Steps: true}} {
 		tr := onText(t, "text", two)
 		require.NoError(t, tr.Resume(t.Context(), path, WithNewData(keep)), "%+v", keep)
 		require.Equal(t, before, tr.Loader.State(), "%+v", keep)
 		require.Equal(t, keep.Steps, tr.Step() == 4, "%+v: step %d", keep, tr.Step())
-		require.Equal(t, keep.Optimizer, updates(tr.Optimizer) == 4, "%+v: %d updates", keep, updates(tr.Optimizer))
+		require.Equal(t, keep.Optimizer, updates(tr.Optimizer) == 4, "%+v: %d updates", keep,
+			updates(tr.Optimizer))
 		require.NoError(t, tr.step())
 		again := filepath.Join(t.TempDir(), "again.safetensors")
 		require.NoError(t, tr.Save(again))
@@ -372,10 +387,18 @@ func TestResumeGrowth(t *testing.T) {
 		"only now":  {false, &grown, "the run did not grow"},
 		"another budget": {true, with(func(g *Growth) { g.Controller = controller(5) }),
 			`the controller's "MaxActive" is 5 here and 4 there`},
-		"another interval":   {true, with(func(g *Growth) { g.Every = 1 }), "Growth.Every is 1 here and 2 there"},
-		"another text":       {true, with(func(g *Growth) { g.Validation = validation(text[1:], 2) }), "Growth.Validation"},
-		"another batch":      {true, with(func(g *Growth) { g.Validation = validation(text, 1) }), "Growth.Validation"},
-		"another controller": {true, with(func(g *Growth) { g.Controller = otherController{} }), "llm.otherController"},
+		"another interval": {true, with(func(g *Growth) {
+			g.Every = 1
+		}), "Growth.Every is 1 here and 2 there"},
+		"another text": {true, with(func(g *Growth) {
+			g.Validation = validation(text[1:], 2)
+		}), "Growth.Validation"},
+		"another batch": {true, with(func(g *Growth) {
+			g.Validation = validation(text, 1)
+		}), "Growth.Validation"},
+		"another controller": {true, with(func(g *Growth) {
+			g.Controller = otherController{}
+		}), "llm.otherController"},
 	} {
 		for _, first := range []bool{true, false} {
 			for _, accept := range []bool{false, true} {
@@ -388,7 +411,9 @@ func TestResumeGrowth(t *testing.T) {
 				var opts []ResumeOption
 				told := ""
 				if accept {
-					opts = append(opts, WithNewSettings(func(d []string) { told = strings.Join(d, "; ") }))
+					opts = append(opts, WithNewSettings(func(d []string) {
+						told = strings.Join(d, "; ")
+					}))
 				}
 				if first {
 					grow()
@@ -472,7 +497,8 @@ func TestOldFingerprint(t *testing.T) {
 	require.ErrorIs(t, err, data.ErrChanged)
 	require.ErrorContains(t, err, "names and sizes")
 	tr := onText(t, "text", text)
-	require.NoError(t, tr.Resume(t.Context(), path, WithNewData(Keep{Optimizer: true, Steps: true})))
+	require.NoError(t,
+		tr.Resume(t.Context(), path, WithNewData(Keep{Optimizer: true, Steps: true})))
 	require.Equal(t, 4, tr.Step())
 }
 

@@ -16,7 +16,8 @@ type steering struct {
 	savers   int   // callbacks that save
 	halt     error // why the run shall stop
 	shared   bool  // whether several ranks train
-	told     bool  // whether seeds have been steered since the last step's events; in the model's turn
+	// whether seeds have been steered since the last step's events; in the model's turn
+	told bool
 }
 
 // steered is commands that wait for the end of a step.
@@ -34,9 +35,9 @@ var (
 // behind the present step, before its events, and callbacks hear of it as they do at the end of an
 // epoch. The channel, which need not be read, gets nil then, or why they were refused.
 //
-// Unlike commands that are submitted to Model.Kasmina, they are in Growth.Record, each with its Why,
-// so that a run that follows the record takes the same way. Where several ranks train they are as
-// submitted.
+// Unlike commands that are submitted to Model.Kasmina, they are in Growth.Record, each with its
+// Why, so that a run that follows the record takes the same way. Where several ranks train they are
+// as submitted.
 func (t *Trainer) Steer(commands ...state.Command) <-chan error {
 	done := make(chan error, 1)
 	if err := t.made(); err != nil {
@@ -67,8 +68,8 @@ func (t *Trainer) Stop(why string) {
 	}
 }
 
-// SaveSoon has the run's [Checkpoint] callbacks save behind the present step. It returns an error if
-// no run goes on or it has none.
+// SaveSoon has the run's [Checkpoint] callbacks save behind the present step. It returns an error
+// if no run goes on or it has none.
 func (t *Trainer) SaveSoon() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -117,8 +118,8 @@ func (t *Trainer) steer() error {
 	return nil
 }
 
-// follow does between the ends of epochs what the record says was done there. At the end of an epoch
-// it is done with what the controller commanded.
+// follow does between the ends of epochs what the record says was done there. At the end of an
+// epoch it is done with what the controller commanded.
 func (t *Trainer) follow() error {
 	r := t.replay()
 	if r == nil {

@@ -42,9 +42,11 @@ func TestSteer(t *testing.T) {
 				told = append(told, s.To.String()+": "+s.Reason)
 			}
 		case e.Kind == StepEnd && e.Step == 12:
-			answers = append(answers, tr.Steer(plant, train), tr.Steer(plant)) // which is not dormant then
+			// which is not dormant then
+			answers = append(answers, tr.Steer(plant, train), tr.Steer(plant))
 		case e.Kind == StepEnd && e.Step == 17: // behind whose next step an epoch ends
-			answers = append(answers, tr.Steer(state.Command{Action: state.Move, To: state.Grafting}))
+			answers = append(answers,
+				tr.Steer(state.Command{Action: state.Move, To: state.Grafting}))
 		}
 		return nil
 	})

@@ -26,7 +26,9 @@ var ErrDiverged = modelfile.ErrDiverged
 
 // TrainConfig says how a model is trained.
 type TrainConfig struct {
-	Steps      int            // optimiser steps, from the model's start, after which the run ends; with a Budget 0 for no limit
+	// optimiser steps, from the model's start, after which the run ends; with a Budget 0 for no
+	// limit
+	Steps      int
 	Batch      int            // sequences in a batch
 	Accumulate int            // batches whose mean gradient makes one step; 0 means 1
 	Schedule   optim.Schedule // learning rate of each step
@@ -65,7 +67,8 @@ func (c *TrainConfig) check() error {
 	}
 	switch {
 	case c.Annealing != nil && c.Budget == (Budget{}):
-		return errors.New("llm: TrainConfig.Annealing is set and Budget is not, whose share it follows")
+		return errors.New("llm: TrainConfig.Annealing is set and Budget is not, whose share it " +
+			"follows")
 	case c.Steps < 1:
 		return fmt.Errorf("llm: TrainConfig.Steps is %d, want at least 1", c.Steps)
 	case c.Batch < 1:
@@ -113,9 +116,10 @@ type Trainer struct {
 	apart    error            // after a failed Resume: why the engine has other parameters
 	before   *grafted         // while a blueprint in depth may be taken back
 	reshaped []Event          // that are still to be told
-	spoiled  error            // of the update that failed, until a Resume: parameters are of no step
-	torn     error            // why the last step lacks its epoch's end, until a Resume
-	closed   bool
+	// of the update that failed, until a Resume: parameters are of no step
+	spoiled error
+	torn    error // why the last step lacks its epoch's end, until a Resume
+	closed  bool
 
 	happened seedEvents // in a run, and not yet told
 
@@ -130,10 +134,11 @@ type Trainer struct {
 	started   time.Time
 	running   bool
 	ctx       context.Context // of Run; nil outside
-	outer     context.Context // that Run was given: where several ranks train, ctx ends at all alike
-	cancel    context.CancelCauseFunc
-	unlisten  func() // ends the run's gathering of what happens to seeds
-	steering  steering
+	// that Run was given: where several ranks train, ctx ends at all alike
+	outer    context.Context
+	cancel   context.CancelCauseFunc
+	unlisten func() // ends the run's gathering of what happens to seeds
+	steering steering
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's,
@@ -190,8 +195,9 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	}
 	m.trainer, m.trainers = t, m.trainers+1
 	m.Kasmina.Open()
-	t.last = Event{Steps: c.Steps, Budget: c.Budget, StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
-		Params: m.NumParams(), Seeds: m.NumSeeds(),
+	t.last = Event{Steps: c.Steps, Budget: c.Budget,
+		StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
+		Params:     m.NumParams(), Seeds: m.NumSeeds(),
 		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
 }

@@ -26,7 +26,8 @@ import (
 
 // tiny is a model with everything in it: grouped queries, a Kasmina layer after each block.
 func tiny() Config {
-	return Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Kasmina: []int{0, 1}, Seeds: 4}.Default()
+	return Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12,
+		Kasmina: []int{0, 1}, Seeds: 4}.Default()
 }
 
 type trainerOptions struct {
@@ -64,12 +65,15 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 		if l.Site() != blueprints.Chunk {
 			continue
 		}
-		kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion}
+		kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
+			blueprints.MLPExpansion}
 		if o.config.SlotWidth > 0 {
-			kinds = []blueprints.Kind{blueprints.LowRank, blueprints.ConvFilter, blueprints.ChunkMLP}
+			kinds = []blueprints.Kind{blueprints.LowRank,
+				blueprints.ConvFilter, blueprints.ChunkMLP}
 		}
 		for seed := 1; seed < l.Seeds(); seed++ {
-			fail(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed, Kind: kinds[(seed-1)%len(kinds)],
+			fail(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed,
+				Kind:     kinds[(seed-1)%len(kinds)],
 				Strategy: graft.FixedRamp{Ramp: graft.Cosine, Epochs: 5, Target: 1}}))
 			fail(l.Transition(seed, state.Training))
 			if seed > 1 {
@@ -82,7 +86,8 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	for _, b := range texttest.Words(3, 5000) {
 		tokens = append(tokens, int(b))
 	}
-	var text data.Tokens = &idTokens{ids: tokens, tokenizer: "bytes", vocab: 256, fingerprint: "words"}
+	var text data.Tokens = &idTokens{ids: tokens, tokenizer: "bytes",
+		vocab: 256, fingerprint: "words"}
 	if o.config.Documents {
 		text = endedTokens{text, '\n'}
 	}
@@ -94,8 +99,9 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	if o.clip != nil {
 		clip = *o.clip
 	}
-	trainer, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: o.steps, Batch: batch, Accumulate: o.accumulate,
-		Schedule: optim.Constant(optimizer.LR()), Clip: clip, Epoch: 3, Recompute: o.recompute})
+	trainer, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: o.steps, Batch: batch,
+		Accumulate: o.accumulate,
+		Schedule:   optim.Constant(optimizer.LR()), Clip: clip, Epoch: 3, Recompute: o.recompute})
 	fail(err)
 	t.Cleanup(func() { trainer.Close() })
 	return trainer
@@ -103,11 +109,16 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 
 func TestTrainingLearns(t *testing.T) {
 	for name, o := range map[string]trainerOptions{
-		"adamw":         {config: tiny(), steps: 60},
-		"muon":          {config: tiny(), steps: 60, optimizer: muon},
-		"float64":       {config: tiny(), steps: 60, dt: tensor.Float64},
-		"untied":        {config: func() Config { c := tiny(); c.Untied = true; return c }(), steps: 60},
-		"no Kasmina":    {config: Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default(), steps: 60},
+		"adamw":   {config: tiny(), steps: 60},
+		"muon":    {config: tiny(), steps: 60, optimizer: muon},
+		"float64": {config: tiny(), steps: 60, dt: tensor.Float64},
+		"untied": {config: func() Config {
+			c := tiny()
+			c.Untied = true
+			return c
+		}(), steps: 60},
+		"no Kasmina": {config: Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2,
+			Seq: 12}.Default(), steps: 60},
 		"accumulate":    {config: tiny(), steps: 60, accumulate: 2},
 		"recomputation": {config: tiny(), steps: 60, recompute: true},
 	} {
@@ -123,8 +134,10 @@ func TestTrainingLearns(t *testing.T) {
 			if err := trainer.Run(context.Background()); err != nil {
 				t.Fatal(err)
 			}
-			if last := trainer.Last(); math.Abs(first-math.Log(256)) > 0.3 || last.Loss > first-1.5 || last.Step != o.steps {
-				t.Errorf("loss went from %.3f (chance is %.3f) to %.3f in %d steps", first, math.Log(256), last.Loss, last.Step)
+			if last := trainer.Last(); math.Abs(first-math.Log(256)) > 0.3 ||
+				last.Loss > first-1.5 || last.Step != o.steps {
+				t.Errorf("loss went from %.3f (chance is %.3f) to %.3f in %d steps", first,
+					math.Log(256), last.Loss, last.Step)
 			}
 		})
 	}
@@ -166,7 +179,8 @@ func TestAccumulation(t *testing.T) {
 		b, _ := halves[i].Grad()
 		for j, v := range a.Data().([]float64) {
 			if d := math.Abs(v - b.Data().([]float64)[j]); d > 1e-12 {
-				t.Fatalf("%s[%d]: %v in one batch, %v in two", m.Params[i].Name, j, v, b.Data().([]float64)[j])
+				t.Fatalf("%s[%d]: %v in one batch, %v in two", m.Params[i].Name, j, v,
+					b.Data().([]float64)[j])
 			}
 		}
 	}
@@ -182,12 +196,14 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 		got[i] = tr
 		if i == 1 {
-			e, err := data.NewEvaluation(texttest.Words(4, 100), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
+			e, err := data.NewEvaluation(texttest.Words(4, 100), tokenizer.Bytes{},
+				2, tr.Model.Config.Seq)
 			if err != nil {
 				t.Fatal(err)
 			}
 			tr.On(Evaluate(tr, e, 3), Checkpoint(tr, filepath.Join(dir, "m.safetensors"), 4),
-				SampleText(tr, tokenizer.Bytes{}, "func ", 20, sampler.Config{Temperature: 1}, filepath.Join(dir, "sub", "s.txt"), 0),
+				SampleText(tr, tokenizer.Bytes{}, "func ", 20, sampler.Config{Temperature: 1},
+					filepath.Join(dir, "sub", "s.txt"), 0),
 				func(e Event) error { kinds = append(kinds, e.Kind); return nil })
 		}
 		if err := tr.Run(context.Background()); err != nil {
@@ -195,16 +211,19 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 		}
 	}
 	checkSame(t, got[0], got[1])
-	want := []EventKind{RunStart, Chosen, StepEnd, StepEnd, EpochEnd, EvalEnd, StepEnd, Saved, StepEnd,
+	want := []EventKind{RunStart, Chosen, StepEnd, StepEnd, EpochEnd, EvalEnd,
+		StepEnd, Saved, StepEnd,
 		StepEnd, EpochEnd, EvalEnd, Saved, Sampled, StepEnd, RunEnd}
 	if !slices.Equal(kinds, want) {
 		t.Errorf("events %v, want %v", kinds, want)
 	}
 	last := got[1].Last()
-	if !(last.ValBPB > 0 && last.ValBPB < 8.5) || math.Abs(last.ValLoss/math.Ln2-last.ValBPB) > 1e-9 {
+	if !(last.ValBPB > 0 && last.ValBPB < 8.5) ||
+		math.Abs(last.ValLoss/math.Ln2-last.ValBPB) > 1e-9 {
 		t.Errorf("validation loss %v nats, %v bits per byte", last.ValLoss, last.ValBPB)
 	}
-	if text, err := os.ReadFile(filepath.Join(dir, "sub", "s.txt")); err != nil || len(text) != 25 || !strings.HasPrefix(string(text), "func ") {
+	if text, err := os.ReadFile(filepath.Join(dir, "sub", "s.txt")); err != nil ||
+		len(text) != 25 || !strings.HasPrefix(string(text), "func ") {
 		t.Errorf("sample %q, %v", text, err)
 	}
 }
@@ -226,7 +245,8 @@ func checkSame(t *testing.T, a, b *Trainer) {
 		}
 		for j := range x {
 			if x[j].Name != y[j].Name || !sameBits(x[j].Data, y[j].Data) {
-				t.Errorf("lattice %d: %s and %s differ: %v, %v", i, x[j].Name, y[j].Name, x[j].Data, y[j].Data)
+				t.Errorf("lattice %d: %s and %s differ: %v, %v", i, x[j].Name,
+					y[j].Name, x[j].Data, y[j].Data)
 			}
 		}
 	}
@@ -240,7 +260,8 @@ func checkSame(t *testing.T, a, b *Trainer) {
 		}
 	}
 	if a.Loader.State() != b.Loader.State() || a.Step() != b.Step() {
-		t.Errorf("loaders at %+v and %+v, steps %d and %d", a.Loader.State(), b.Loader.State(), a.Step(), b.Step())
+		t.Errorf("loaders at %+v and %+v, steps %d and %d", a.Loader.State(),
+			b.Loader.State(), a.Step(), b.Step())
 	}
 }
 
@@ -264,10 +285,14 @@ func sameBits(a, b any) bool {
 	switch x := a.(type) {
 	case []float32:
 		y, ok := b.([]float32)
-		return ok && slices.EqualFunc(x, y, func(p, q float32) bool { return math.Float32bits(p) == math.Float32bits(q) })
+		return ok && slices.EqualFunc(x, y, func(p, q float32) bool {
+			return math.Float32bits(p) == math.Float32bits(q)
+		})
 	case []float64:
 		y, ok := b.([]float64)
-		return ok && slices.EqualFunc(x, y, func(p, q float64) bool { return math.Float64bits(p) == math.Float64bits(q) })
+		return ok && slices.EqualFunc(x, y, func(p, q float64) bool {
+			return math.Float64bits(p) == math.Float64bits(q)
+		})
 	case []uint8:
 		y, ok := b.([]uint8)
 		return ok && slices.Equal(x, y)
@@ -338,7 +363,8 @@ func TestNaNInGradient(t *testing.T) {
 	}
 	g.Data().([]float32)[0] = float32(math.Inf(1))
 	err = tr.Run(context.Background())
-	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), tr.Model.Params[3].Name) || !strings.Contains(err.Error(), "gradient") {
+	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), tr.Model.Params[3].Name) ||
+		!strings.Contains(err.Error(), "gradient") {
 		t.Fatalf("got %v, want ErrDiverged in the gradient of %s", err, tr.Model.Params[3].Name)
 	}
 	if !slices.Equal(bitsOf(tr.Model.Params[0].Value), before) {
@@ -379,7 +405,8 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 				cancel()
 			}
 			return nil
-		}, Evaluate(tr, heldOut(t, 100, 2), at), SampleText(tr, tokenizer.Bytes{}, "x", 5, sampler.Config{}, filepath.Join(dir, "s"), at),
+		}, Evaluate(tr, heldOut(t, 100, 2), at), SampleText(tr, tokenizer.Bytes{}, "x", 5,
+			sampler.Config{}, filepath.Join(dir, "s"), at),
 			func(e Event) error {
 				if e.Step == at {
 					kinds = append(kinds, e.Kind)
@@ -400,7 +427,8 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 			t.Errorf("a sample was written after the interrupt: %v", err)
 		}
 		again := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
-		if err := again.Resume(t.Context(), filepath.Join(dir, "m")); err != nil || again.Step() != at {
+		if err := again.Resume(t.Context(), filepath.Join(dir, "m")); err != nil ||
+			again.Step() != at {
 			t.Errorf("resumed at step %d, %v, want %d", again.Step(), err, at)
 		}
 	}
@@ -426,7 +454,8 @@ func TestRunEndReachesAll(t *testing.T) {
 		}
 		return nil
 	})
-	if err := tr.Run(ctx); seen != 2 || !errors.Is(err, first) || !errors.Is(err, second) || !errors.Is(err, context.Canceled) {
+	if err := tr.Run(ctx); seen != 2 || !errors.Is(err, first) || !errors.Is(err, second) ||
+		!errors.Is(err, context.Canceled) {
 		t.Errorf("the second callback saw %d of 2 events, and the run returned %v", seen, err)
 	}
 }
@@ -446,7 +475,8 @@ func TestRunTokens(t *testing.T) {
 			t.Fatal(err)
 		}
 		if got, want := tr.Last().RunTokens, steps*3*12*2; got != want {
-			t.Errorf("%d tokens in %d steps of 2 batches of 3 sequences of 12, want %d", got, steps, want)
+			t.Errorf("%d tokens in %d steps of 2 batches of 3 sequences of 12, want %d", got, steps,
+				want)
 		}
 	}
 }
@@ -455,7 +485,8 @@ func TestRunTokens(t *testing.T) {
 func TestEpochs(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 	tr.On(func(e Event) error {
-		if got, want := tr.Model.Kasmina.Lattice(0).Epoch(), e.Step/3; e.Kind == StepEnd && got != want {
+		if got, want := tr.Model.Kasmina.Lattice(0).Epoch(),
+			e.Step/3; e.Kind == StepEnd && got != want {
 			t.Errorf("after step %d, %d epochs have ended, want %d", e.Step, got, want)
 		}
 		return nil
@@ -483,17 +514,19 @@ func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
 func TestClip(t *testing.T) {
 	for _, clip := range []float64{0.01, 1e6, 0} {
 		s := &normSpy{}
-		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3, clip: &clip, optimizer: func() (_ optim.Optimizer, err error) {
-			s.Optimizer, err = adamW()
-			return s, err
-		}})
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3, clip: &clip,
+			optimizer: func() (_ optim.Optimizer, err error) {
+				s.Optimizer, err = adamW()
+				return s, err
+			}})
 		tr.On(func(e Event) error {
 			want := e.GradNorm
 			if clip > 0 {
 				want = min(want, clip)
 			}
 			if e.Kind == StepEnd && (e.GradNorm < 0.1 || math.Abs(s.norm-want) > 1e-4*want) {
-				t.Errorf("Clip %v: a gradient of norm %v became one of %v, want %v", clip, e.GradNorm, s.norm, want)
+				t.Errorf("Clip %v: a gradient of norm %v became one of %v, want %v", clip,
+					e.GradNorm, s.norm, want)
 			}
 			return nil
 		})
@@ -514,7 +547,8 @@ func TestEvaluateCountsTargets(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, batch := range []int{2, 3, 7} {
-		if got, _, err := tr.Evaluate(heldOut(t, 12*4+5, batch)); err != nil || math.Abs(got-want) > 1e-12*want {
+		if got, _, err := tr.Evaluate(heldOut(t, 12*4+5, batch)); err != nil ||
+			math.Abs(got-want) > 1e-12*want {
 			t.Errorf("in batches of %d: %v nats per token, %v, want %v", batch, got, err, want)
 		}
 	}
@@ -588,7 +622,8 @@ func TestGerminateErrors(t *testing.T) {
 		"a ramp of 0":     {0, state.GerminationRequest{Slot: 2, Strategy: graft.FixedRamp{}}},
 		"a negative slot": {0, state.GerminationRequest{Slot: -1}},
 	} {
-		if err := m.Germinate(0, c.seed, c.r); err == nil || !strings.Contains(err.Error(), "layer 0") {
+		if err := m.Germinate(0, c.seed, c.r); err == nil ||
+			!strings.Contains(err.Error(), "layer 0") {
 			t.Errorf("%s: got %v", name, err)
 		}
 		if !slices.Equal(w, before) || !slices.Equal(m.Kasmina.Lattice(0).Report().Seeds, seeds) {
@@ -676,7 +711,8 @@ func TestCheckpointPlace(t *testing.T) {
 			continue
 		}
 		if err == nil || !strings.Contains(err.Error(), want) || trainer.Step() != 0 {
-			t.Errorf("%s: %v after %d steps, want an error with %q before the first", path, err, trainer.Step(), want)
+			t.Errorf("%s: %v after %d steps, want an error with %q before the first", path,
+				err, trainer.Step(), want)
 		}
 	}
 }

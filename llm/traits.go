@@ -21,7 +21,8 @@ type Traits struct {
 	AttentionScale float64 `json:"attention_scale,omitempty"`
 	// QKVBias adds a bias to queries, keys and values, as Qwen2 does.
 	QKVBias bool `json:"qkv_bias,omitempty"`
-	// QKNorm normalises every head of queries and keys before the rotation, as Qwen3 and Gemma 3 do.
+	// QKNorm normalises every head of queries and keys before the rotation, as Qwen3 and Gemma 3
+	// do.
 	QKNorm bool `json:"qk_norm,omitempty"`
 	// NormPlusOne has every RMSNorm scale by 1 + weight, as Gemma does. Weights then start at 0.
 	NormPlusOne bool `json:"norm_plus_one,omitempty"`
@@ -32,8 +33,9 @@ type Traits struct {
 	// EmbedScale is a factor on embeddings, but not on the output layer that shares their table; 0
 	// means 1. Gemma has sqrt(Dim).
 	EmbedScale float64 `json:"embed_scale,omitempty"`
-	// Blocks is what the attention of single blocks has of its own, a pattern that repeats: block i has
-	// Blocks[i mod len(Blocks)]. There are Layers at most; none means that all blocks are alike.
+	// Blocks is what the attention of single blocks has of its own, a pattern that repeats: block i
+	// has Blocks[i mod len(Blocks)]. There are Layers at most; none means that all blocks are
+	// alike.
 	Blocks []Block `json:"blocks,omitempty"`
 }
 
@@ -83,7 +85,8 @@ func (c Config) checkTraits() error {
 		value float64
 	}{{"AttentionScale", c.AttentionScale}, {"EmbedScale", c.EmbedScale}} {
 		if !(f.value >= 0) || math.IsInf(f.value, 0) {
-			return fmt.Errorf("llm: Config.%s is %v, want a finite number above 0, or 0 for the default",
+			return fmt.Errorf("llm: Config.%s is %v, want a finite number above 0, or 0 for the "+
+				"default",
 				f.name, f.value)
 		}
 	}
@@ -91,16 +94,19 @@ func (c Config) checkTraits() error {
 		return fmt.Errorf("llm: Config.%w", err)
 	}
 	if len(c.Blocks) > c.Layers {
-		return fmt.Errorf("llm: Config.Blocks has %d entries, want Layers, %d, at most", len(c.Blocks),
+		return fmt.Errorf("llm: Config.Blocks has %d entries, want Layers, %d, at most",
+			len(c.Blocks),
 			c.Layers)
 	}
 	for i, b := range c.Blocks {
 		switch {
 		case b.Window < 0 || b.Window > maxField:
-			return fmt.Errorf("llm: Config.Blocks[%d].Window is %d, want 1 to %d, or 0 for all positions",
+			return fmt.Errorf("llm: Config.Blocks[%d].Window is %d, want 1 to %d, or 0 for all "+
+				"positions",
 				i, b.Window, maxField)
 		case b.Base != 0 && !validBase(b.Base):
-			return fmt.Errorf("llm: Config.Blocks[%d].Base is %v, want a finite number of more than 1, "+
+			return fmt.Errorf("llm: Config.Blocks[%d].Base is %v, want a finite number of more "+
+				"than 1, "+
 				"or 0 for that of Config.Base", i, b.Base)
 		case b.Scaling != op.RoPEScaling{} && b.Base == 0:
 			return fmt.Errorf("llm: Config.Blocks[%d].Scaling is set, want a Base beside it", i)
@@ -144,8 +150,8 @@ func pattern(all []Block) []Block {
 	return all
 }
 
-// reordered returns those of blocks that stand in another order. A new block has what the one before
-// it has, the first what the one behind it has.
+// reordered returns those of blocks that stand in another order. A new block has what the one
+// before it has, the first what the one behind it has.
 func reordered(all []Block, order []int) []Block {
 	if all == nil {
 		return nil

@@ -18,8 +18,10 @@ import (
 func gemma() Config {
 	c := tiny()
 	c.Layers, c.Kasmina, c.Seeds, c.Slots, c.Seq = 5, nil, 0, 0, 70
-	c.Traits = Traits{Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 2048}, AttentionScale: 0.3,
-		QKVBias: true, QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true, EmbedScale: 4,
+	c.Traits = Traits{Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 2048},
+		AttentionScale: 0.3,
+		QKVBias:        true, QKNorm: true, NormPlusOne: true, PostNorms: true,
+		GELU: true, EmbedScale: 4,
 		Blocks: []Block{{Window: 5, Base: 100}, {}, {NoRoPE: true, Window: 40}}}
 	return c.Default()
 }
@@ -37,15 +39,23 @@ func TestBlocks(t *testing.T) {
 // TestTraitErrors wants each trait that does not fit to be refused by name.
 func TestTraitErrors(t *testing.T) {
 	for want, change := range map[string]func(*Config){
-		"Config.AttentionScale is -1":     func(c *Config) { c.AttentionScale = -1 },
-		"Config.EmbedScale is -2":         func(c *Config) { c.EmbedScale = -2 },
-		"Config.Scaling.Factor is 0.5":    func(c *Config) { c.Scaling = op.RoPEScaling{Factor: 0.5} },
-		"Blocks[1].Window is -3":          func(c *Config) { c.Blocks = []Block{{}, {Window: -3}} },
-		"Blocks[0].Base is 1":             func(c *Config) { c.Blocks = []Block{{Base: 1}} },
-		"want a Base beside it":           func(c *Config) { c.Blocks = []Block{{Scaling: op.RoPEScaling{Factor: 2}}} },
-		"NoRoPE and a Base":               func(c *Config) { c.Blocks = []Block{{NoRoPE: true, Base: 10}} },
-		"Blocks[0].Scaling.Factor is 0.5": func(c *Config) { c.Blocks = []Block{{Base: 10, Scaling: op.RoPEScaling{Factor: 0.5}}} },
-		"Blocks has 6 entries":            func(c *Config) { c.Blocks = make([]Block, 6) },
+		"Config.AttentionScale is -1": func(c *Config) { c.AttentionScale = -1 },
+		"Config.EmbedScale is -2":     func(c *Config) { c.EmbedScale = -2 },
+		"Config.Scaling.Factor is 0.5": func(c *Config) {
+			c.Scaling = op.RoPEScaling{Factor: 0.5}
+		},
+		"Blocks[1].Window is -3": func(c *Config) { c.Blocks = []Block{{}, {Window: -3}} },
+		"Blocks[0].Base is 1":    func(c *Config) { c.Blocks = []Block{{Base: 1}} },
+		"want a Base beside it": func(c *Config) {
+			c.Blocks = []Block{{Scaling: op.RoPEScaling{Factor: 2}}}
+		},
+		"NoRoPE and a Base": func(c *Config) {
+			c.Blocks = []Block{{NoRoPE: true, Base: 10}}
+		},
+		"Blocks[0].Scaling.Factor is 0.5": func(c *Config) {
+			c.Blocks = []Block{{Base: 10, Scaling: op.RoPEScaling{Factor: 0.5}}}
+		},
+		"Blocks has 6 entries": func(c *Config) { c.Blocks = make([]Block, 6) },
 	} {
 		c := gemma()
 		change(&c)
@@ -57,7 +67,8 @@ func TestTraitErrors(t *testing.T) {
 // blocks with windows and without RoPE, across the edge of Config.Seq too.
 func TestTraitsDecode(t *testing.T) {
 	r := texttest.Rand(t)
-	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 2e-5, tensor.Float64: 1e-12} {
+	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 2e-5,
+		tensor.Float64: 1e-12} {
 		m, err := NewModel(gemma(), dt, r.Uint64())
 		require.NoError(t, err)
 		stir(r.NormFloat64, m)
@@ -97,8 +108,8 @@ func stir(next func() float64, m *Model) {
 	}
 }
 
-// TestWindowsHideTokens wants a token to matter to the logits within the reach of the windows of all
-// blocks, and not behind it.
+// TestWindowsHideTokens wants a token to matter to the logits within the reach of the windows of
+// all blocks, and not behind it.
 func TestWindowsHideTokens(t *testing.T) {
 	c := gemma()
 	c.Layers, c.Blocks = 2, []Block{{Window: 4}, {Window: 3}}
@@ -142,11 +153,13 @@ func TestTraitsInAFile(t *testing.T) {
 	require.Len(t, m.Params, 1+5*16+1)
 }
 
-// TestPlainConfig wants a model without traits to be described in its file as before there were any.
+// TestPlainConfig wants a model without traits to be described in its file as before there were
+// any.
 func TestPlainConfig(t *testing.T) {
 	text, err := json.Marshal(tiny())
 	require.NoError(t, err)
-	require.JSONEq(t, `{"vocab":256,"dim":16,"layers":2,"heads":2,"kv_heads":1,"head_dim":8,"ff":64,"seq":12,
+	require.JSONEq(t,
+		`{"vocab":256,"dim":16,"layers":2,"heads":2,"kv_heads":1,"head_dim":8,"ff":64,"seq":12,
 		"rope_base":10000,"eps":1e-5,"kasmina":[0,1],"seeds":4,"slots":5}`, string(text))
 }
 
@@ -163,7 +176,8 @@ func TestTraitsGrow(t *testing.T) {
 	}
 	before := blocks(c)
 	for _, order := range [][]int{{0, 1, 2, 3, 4, 0, 1, 2, 3, 4}, {0, 0, 1, 1, 2, 2, 3, 3, 4, 4},
-		{0, blueprints.NewBlock, 1, 2, 3, 4}, {blueprints.NewBlock, 0, 1, 2, 3, 4, blueprints.NewBlock}} {
+		{0, blueprints.NewBlock, 1, 2, 3, 4}, {blueprints.NewBlock, 0, 1, 2, 3, 4,
+			blueprints.NewBlock}} {
 		grown := c.grow(Grown{Kind: "Stack", Size: 1, Order: order})
 		require.NoError(t, grown.Check())
 		for i, from := range order {

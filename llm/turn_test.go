@@ -124,12 +124,13 @@ func (stubborn) Decide([]state.Report) []state.Command {
 	return []state.Command{{Action: state.Move, Seed: 1, To: state.Fossilized}}
 }
 
-// TestPanickingController wants a step that a panic has left to be no more a whole one than one that an
-// error has.
+// TestPanickingController wants a step that a panic has left to be no more a whole one than one
+// that an error has.
 func TestPanickingController(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 9}) // epochs of 3
-	require.NoError(t, tr.Grow(Growth{Controller: panickingController{}, Validation: heldOut(t, 40, 1)}))
+	require.NoError(t,
+		tr.Grow(Growth{Controller: panickingController{}, Validation: heldOut(t, 40, 1)}))
 	require.PanicsWithValue(t, "decide", func() { tr.Run(t.Context()) })
 	require.ErrorContains(t, tr.Save(path), "panicked")
 	require.NoFileExists(t, path)
@@ -147,7 +148,8 @@ func TestTurns(t *testing.T) {
 	heard := 0
 	all := func() {
 		_, _, err := tr.Evaluate(text)
-		require.NoError(t, errors.Join(err, tr.Save(path), tr.Model.Save(path), tr.Model.SaveBlueprint(path, 0, 2), tr.Model.LoadBlueprint(path, 0, 2)))
+		require.NoError(t, errors.Join(err, tr.Save(path), tr.Model.Save(path),
+			tr.Model.SaveBlueprint(path, 0, 2), tr.Model.LoadBlueprint(path, 0, 2)))
 		require.ErrorContains(t, tr.Run(t.Context()), "running already")
 		tr.On(func(Event) error { return nil })
 	}
@@ -160,7 +162,8 @@ func TestTurns(t *testing.T) {
 		all()
 		if e.Kind == StepEnd && e.Step == 2 {
 			require.NoError(t, tr.Model.Kasmina.Lattice(1).Transition(1, state.Cancelled))
-			tr.Model.Kasmina.Submit(state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}})
+			tr.Model.Kasmina.Submit(state.Command{Action: state.Germinate,
+				Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}})
 		}
 		beside := make(chan error)
 		go func() { beside <- tr.Save(path) }()
@@ -175,7 +178,8 @@ func TestTurns(t *testing.T) {
 // and a run of a trainer that is closed meanwhile to end.
 func TestClosedTrainerAnswers(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
-	plant := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}}
+	plant := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4,
+		Kind: blueprints.Residual}}
 	var before <-chan error
 	tr.On(func(e Event) error {
 		if e.Kind == StepEnd && e.Step == 2 {
@@ -361,6 +365,7 @@ func (b *beside) ask(string) {
 	if step, e := b.Step(), b.Last(); e.Step < step {
 		b.Errorf("the last event is of step %d, and step %d is over", e.Step, step)
 	}
-	c := state.Command{Action: state.Germinate, Layer: 1, Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}}
+	c := state.Command{Action: state.Germinate, Layer: 1, Request: state.GerminationRequest{Slot: 4,
+		Kind: blueprints.Residual}}
 	<-b.Model.Kasmina.Submit(c) // refused but for the first time
 }

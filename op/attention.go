@@ -20,9 +20,9 @@ type AttentionConfig struct {
 	HeadDim int     // features of a head
 	Causal  bool    // a position sees itself and those before it
 	Scale   float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
-	// Window is how many positions a causal attention sees, a query's own and those before it; 0 means
-	// all. Whole tiles of keys outside it cost nothing. (Beltagy et al., "Longformer: The Long-Document
-	// Transformer", 2020.)
+	// Window is how many positions a causal attention sees, a query's own and those before it; 0
+	// means all. Whole tiles of keys outside it cost nothing. (Beltagy et al., "Longformer: The
+	// Long-Document Transformer", 2020.)
 	Window int
 }
 
@@ -31,7 +31,8 @@ type AttentionOp struct {
 	opbase.Base
 	Config AttentionConfig // with the defaults filled in
 
-	lse opbase.Aux // log-sum-exp of the scores of every query and head, which the backward op reuses
+	// log-sum-exp of the scores of every query and head, which the backward op reuses
+	lse opbase.Aux
 }
 
 // Attention is scaled dot-product attention, for every sequence b and head h on its own:
@@ -88,7 +89,8 @@ func attend(name string, in gorgonia.Nodes, c AttentionConfig) (*gorgonia.Node, 
 		return nil, err
 	}
 	kvWidth := c.KVHeads * c.HeadDim
-	because := fmt.Sprintf("the rows of q %v by KVHeads %d × HeadDim %d", q.Shape(), c.KVHeads, c.HeadDim)
+	because := fmt.Sprintf("the rows of q %v by KVHeads %d × HeadDim %d",
+		q.Shape(), c.KVHeads, c.HeadDim)
 	for _, a := range []arg{ak, av} {
 		if err := checkShape(name, a, because, q.Shape()[0], kvWidth); err != nil {
 			return nil, err
@@ -101,7 +103,8 @@ func attend(name string, in gorgonia.Nodes, c AttentionConfig) (*gorgonia.Node, 
 	}
 	o := &AttentionOp{Config: c}
 	o.Owns(&o.lse)
-	opbase.Init(&o.Base, o, name, fmt.Sprintf("%+v", c), in, q.Dtype(), q.Shape(), attention[float32], attention[float64])
+	opbase.Init(&o.Base, o, name, fmt.Sprintf("%+v", c), in, q.Dtype(), q.Shape(),
+		attention[float32], attention[float64])
 	return gorgonia.ApplyOp(o, in...)
 }
 
@@ -110,21 +113,25 @@ func checkStarts(op string, q, starts arg, c AttentionConfig) error {
 		return err
 	}
 	if !c.Causal {
-		return fmt.Errorf("op.%s: config: Causal is false, want true: starts says nothing of where documents end", op)
+		return fmt.Errorf("op.%s: config: Causal is false, want true: starts says nothing of "+
+			"where documents end", op)
 	}
-	return checkInts(op, starts, q.node.Shape()[0], fmt.Sprintf("one start for each row of q %v", q.node.Shape()))
+	return checkInts(op, starts, q.node.Shape()[0],
+		fmt.Sprintf("one start for each row of q %v", q.node.Shape()))
 }
 
 func (c AttentionConfig) check() error {
 	switch {
 	case c.Seq < 1 || c.Heads < 1 || c.KVHeads < 1 || c.HeadDim < 1:
-		return fmt.Errorf("config: Seq %d, Heads %d, KVHeads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
+		return fmt.Errorf("config: Seq %d, Heads %d, KVHeads %d and HeadDim %d must all be "+
+			"positive", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
 	case c.Heads%c.KVHeads != 0:
 		return fmt.Errorf("config: Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
 	case c.Window < 0:
 		return fmt.Errorf("config: Window is %d, want at least 1, or 0 for all positions", c.Window)
 	case c.Window > 0 && !c.Causal:
-		return fmt.Errorf("config: Window is %d and Causal is false, want a causal attention", c.Window)
+		return fmt.Errorf("config: Window is %d and Causal is false, want a causal attention",
+			c.Window)
 	case math.IsNaN(c.Scale) || math.IsInf(c.Scale, 0):
 		return fmt.Errorf("config: Scale is %v, want a finite number", c.Scale)
 	}
@@ -138,7 +145,8 @@ func (o *AttentionOp) Documents() bool { return o.Arity() > 3 }
 // shape returns the geometry, with the starts of documents if these are among the inputs.
 func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 	c := o.Config
-	s := cpuattention.Shape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
+	s := cpuattention.Shape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq,
+		Heads: c.Heads, KVHeads: c.KVHeads,
 		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale, Window: c.Window}
 	if !o.Documents() {
 		return s, nil
@@ -151,7 +159,9 @@ func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 			least = 0
 		}
 		if start < least || start > i {
-			return s, fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, its own position in the sequence", r, start, least, i)
+			return s,
+				fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, its own "+
+					"position in the sequence", r, start, least, i)
 		}
 		least = start
 	}
@@ -167,7 +177,8 @@ func attention[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 	}
 	lse := opbase.AuxSlice[T](&o.lse, o.lseLen())
 	s.Stop = o.Stop()
-	cpuattention.Forward(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), s)
+	cpuattention.Forward(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1),
+		opbase.Slice[T](in, 2), s)
 	return nil
 }
 
@@ -175,9 +186,11 @@ func attention[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 func (o *AttentionOp) DiffWRT(int) []bool { return []bool{true, true, true, false}[:o.Arity()] }
 
 // SymDiff returns the gradients of q, k and v.
-func (o *AttentionOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *AttentionOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
+	error) {
 	b := &AttentionGradOp{Forward: o}
-	grads, err := backward(&b.Base, b, "AttentionGrad", o, append(slices.Clone(in), output, grad), 3,
+	grads, err := backward(&b.Base, b, "AttentionGrad", o, append(slices.Clone(in), output, grad),
+		3,
 		attentionGrad[float32], attentionGrad[float64])
 	if err != nil {
 		return nil, err

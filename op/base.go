@@ -36,7 +36,8 @@ func checkFloats(op string, args ...arg) error {
 			return fmt.Errorf("op.%s: %s is of type %v, want float32 or float64", op, a.name, dt)
 		}
 		if first := args[0]; a.node.Dtype() != first.node.Dtype() {
-			return fmt.Errorf("op.%s: %s is of type %v, but %s is of type %v: want one type for all",
+			return fmt.Errorf("op.%s: %s is of type %v, but %s is of type %v: want one type "+
+				"for all",
 				op, a.name, a.node.Dtype(), first.name, first.node.Dtype())
 		}
 	}
@@ -64,7 +65,8 @@ func checkGraph(op string, args ...arg) error {
 func checkDims(op string, a arg, dims int, want string) error {
 	got := a.node.Shape()
 	if len(got) != dims {
-		return fmt.Errorf("op.%s: %s has shape %v, want %d dimensions, %s", op, a.name, got, dims, want)
+		return fmt.Errorf("op.%s: %s has shape %v, want %d dimensions, %s", op,
+			a.name, got, dims, want)
 	}
 	if opbase.Size(got) == 0 {
 		return fmt.Errorf("op.%s: %s has shape %v, want at least one element", op, a.name, got)
@@ -75,7 +77,8 @@ func checkDims(op string, a arg, dims int, want string) error {
 // checkShape returns an error unless a has the given shape, whose reason because gives.
 func checkShape(op string, a arg, because string, want ...int) error {
 	if got := a.node.Shape(); !slices.Equal(got, want) {
-		return fmt.Errorf("op.%s: %s has shape %v, want %v: %s", op, a.name, got, tensor.Shape(want), because)
+		return fmt.Errorf("op.%s: %s has shape %v, want %v: %s", op, a.name, got,
+			tensor.Shape(want), because)
 	}
 	return nil
 }
@@ -94,13 +97,15 @@ func checkInts(op string, a arg, n int, because string) error {
 // backward applies the backward op b, whose inputs are in and whose packed result holds the
 // gradients of the first n of them, and returns one node for each gradient. forward is the op that
 // b differentiates.
-func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op, in gorgonia.Nodes, n int,
+func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op,
+	in gorgonia.Nodes, n int,
 	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {
 	shapes := make([]tensor.Shape, n)
 	for i := range shapes {
 		shapes[i] = in[i].Shape()
 	}
-	opbase.Init(base, b, name, fmt.Sprint(forward), in, in[0].Dtype(), tensor.Shape{opbase.PackedSize(shapes...)}, f32, f64)
+	opbase.Init(base, b, name, fmt.Sprint(forward), in, in[0].Dtype(),
+		tensor.Shape{opbase.PackedSize(shapes...)}, f32, f64)
 	base.Differentiates(forward)
 	packed, err := gorgonia.ApplyOp(b, in...)
 	if err != nil {
@@ -117,7 +122,8 @@ func checkHeads(op string, a arg, seq int, headsName string, heads, headDim int)
 			op, a.name, a.node.Shape(), heads*headDim, headsName, heads, headDim)
 	}
 	if rows%seq != 0 {
-		return fmt.Errorf("op.%s: %s has %d rows (shape %v), want a multiple of Seq %d", op, a.name, rows, a.node.Shape(), seq)
+		return fmt.Errorf("op.%s: %s has %d rows (shape %v), want a multiple of Seq %d", op, a.name,
+			rows, a.node.Shape(), seq)
 	}
 	return nil
 }

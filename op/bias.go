@@ -27,11 +27,13 @@ func Bias(x, b *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
-	if err := checkShape(name, ab, fmt.Sprintf("one for each feature of x %v", x.Shape()), x.Shape()[1]); err != nil {
+	if err := checkShape(name, ab, fmt.Sprintf("one for each feature of x %v", x.Shape()),
+		x.Shape()[1]); err != nil {
 		return nil, err
 	}
 	o := &BiasOp{}
-	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, b}, x.Dtype(), x.Shape(), bias[float32], bias[float64])
+	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, b}, x.Dtype(), x.Shape(),
+		bias[float32], bias[float64])
 	return gorgonia.ApplyOp(o, x, b)
 }
 

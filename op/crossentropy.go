@@ -41,12 +41,14 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkDims(name, al, 2, "[rows, V]"); err != nil {
 		return nil, err
 	}
-	if err := checkInts(name, at, logits.Shape()[0], fmt.Sprintf("one for each row of logits %v", logits.Shape())); err != nil {
+	if err := checkInts(name, at, logits.Shape()[0], fmt.Sprintf("one for each row of logits %v",
+		logits.Shape())); err != nil {
 		return nil, err
 	}
 	o := &CrossEntropyOp{}
 	o.Owns(&o.lse)
-	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{logits, targets}, logits.Dtype(), tensor.Shape{},
+	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{logits, targets},
+		logits.Dtype(), tensor.Shape{},
 		crossEntropy[float32], crossEntropy[float64])
 	return gorgonia.ApplyOp(o, logits, targets)
 }
@@ -56,7 +58,8 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 func checkTargets(targets []int, v int) error {
 	for r, t := range targets {
 		if t >= v {
-			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, or a negative number to ignore the row", r, t, v-1)
+			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, or a "+
+				"negative number to ignore the row", r, t, v-1)
 		}
 	}
 	if crossentropy.Targets(targets) == 0 {
@@ -79,10 +82,12 @@ func crossEntropy[T cpu.Float](o *CrossEntropyOp, loss []T, in opbase.Args) erro
 func (o *CrossEntropyOp) DiffWRT(int) []bool { return []bool{true, false} }
 
 // SymDiff returns the gradient of the logits.
-func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
+	error) {
 	b := &CrossEntropyGradOp{Forward: o}
 	inputs := gorgonia.Nodes{in[0], in[1], output, grad}
-	opbase.Init(&b.Base, b, "CrossEntropyGrad", "", inputs, in[0].Dtype(), in[0].Shape(), crossEntropyGrad[float32], crossEntropyGrad[float64])
+	opbase.Init(&b.Base, b, "CrossEntropyGrad", "", inputs, in[0].Dtype(), in[0].Shape(),
+		crossEntropyGrad[float32], crossEntropyGrad[float64])
 	dx, err := gorgonia.ApplyOp(b, inputs...)
 	if err != nil {
 		return nil, err
@@ -98,8 +103,10 @@ type CrossEntropyGradOp struct {
 }
 
 func crossEntropyGrad[T cpu.Float](o *CrossEntropyGradOp, out []T, in opbase.Args) error {
-	logits, targets, g := opbase.Slice[T](in, 0), opbase.Slice[int](in, 1), opbase.Slice[T](in, 3)[0]
+	logits, targets, g := opbase.Slice[T](in, 0), opbase.Slice[int](in, 1),
+		opbase.Slice[T](in, 3)[0]
 	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))
-	crossentropy.Backward(out, logits, lse, targets, o.InputShape(0)[1], g/T(crossentropy.Targets(targets)))
+	crossentropy.Backward(out, logits, lse, targets, o.InputShape(0)[1],
+		g/T(crossentropy.Targets(targets)))
 	return nil
 }

@@ -36,7 +36,8 @@ func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 		return nil, err
 	}
 	o := &EmbeddingOp{}
-	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{ids, table}, table.Dtype(), tensor.Shape{ids.Shape()[0], table.Shape()[1]},
+	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{ids, table}, table.Dtype(),
+		tensor.Shape{ids.Shape()[0], table.Shape()[1]},
 		embedding[float32], embedding[float64])
 	return gorgonia.ApplyOp(o, ids, table)
 }
@@ -60,7 +61,8 @@ func (o *EmbeddingOp) DiffWRT(int) []bool { return []bool{false, true} }
 func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &EmbeddingGradOp{}
 	inputs := gorgonia.Nodes{in[0], grad}
-	opbase.Init(&b.Base, b, "EmbeddingGrad", fmt.Sprint(in[1].Shape()), inputs, grad.Dtype(), in[1].Shape(),
+	opbase.Init(&b.Base, b, "EmbeddingGrad", fmt.Sprint(in[1].Shape()), inputs,
+		grad.Dtype(), in[1].Shape(),
 		embeddingGrad[float32], embeddingGrad[float64])
 	dt, err := gorgonia.ApplyOp(b, inputs...)
 	if err != nil {
@@ -73,6 +75,7 @@ func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgon
 type EmbeddingGradOp struct{ opbase.Base }
 
 func embeddingGrad[T cpu.Float](o *EmbeddingGradOp, dt []T, in opbase.Args) error {
-	layer.EmbeddingBackward(dt, opbase.Slice[int](in, 0), opbase.Slice[T](in, 1), o.InputShape(1)[1])
+	layer.EmbeddingBackward(dt, opbase.Slice[int](in, 0),
+		opbase.Slice[T](in, 1), o.InputShape(1)[1])
 	return nil
 }

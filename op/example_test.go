@@ -17,9 +17,11 @@ import (
 )
 
 // matrixNode returns an input node of g.
-func matrixNode(g *gorgonia.ExprGraph, name string, rows, cols int, data ...float64) *gorgonia.Node {
+func matrixNode(g *gorgonia.ExprGraph, name string, rows, cols int,
+	data ...float64) *gorgonia.Node {
 	value := tensor.New(tensor.WithShape(rows, cols), tensor.WithBacking(data))
-	return gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName(name), gorgonia.WithShape(rows, cols), gorgonia.WithValue(value))
+	return gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName(name),
+		gorgonia.WithShape(rows, cols), gorgonia.WithValue(value))
 }
 
 // A model of one block, as Llama has them, and the gradients of its loss: embedding, attention with
@@ -41,16 +43,19 @@ func Example() {
 		return n
 	}
 	ids := func(name string, data ...int) *gorgonia.Node {
-		return gorgonia.NewVector(g, tensor.Int, gorgonia.WithName(name), gorgonia.WithShape(len(data)),
+		return gorgonia.NewVector(g, tensor.Int, gorgonia.WithName(name),
+			gorgonia.WithShape(len(data)),
 			gorgonia.WithValue(tensor.New(tensor.WithBacking(data))))
 	}
 	norm := func(name string, x *gorgonia.Node) *gorgonia.Node {
-		w := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithName(name), gorgonia.WithShape(dim), gorgonia.WithInit(gorgonia.Ones()))
+		w := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithName(name), gorgonia.WithShape(dim),
+			gorgonia.WithInit(gorgonia.Ones()))
 		params = append(params, w)
 		return gorgonia.Must(op.RMSNorm(x, w, 1e-5))
 	}
 	turned := func(x *gorgonia.Node) *gorgonia.Node {
-		return gorgonia.Must(op.RoPE(x, op.RoPEConfig{Seq: seq, Heads: heads, HeadDim: dim / heads}))
+		return gorgonia.Must(op.RoPE(x, op.RoPEConfig{Seq: seq, Heads: heads,
+			HeadDim: dim / heads}))
 	}
 
 	embedding := param("embedding", vocab, dim) // which is the output layer too
@@ -59,11 +64,14 @@ func Example() {
 	q := turned(gorgonia.Must(op.Linear(h, param("q", dim, dim))))
 	k := turned(gorgonia.Must(op.Linear(h, param("k", dim, dim))))
 	v := gorgonia.Must(op.Linear(h, param("v", dim, dim)))
-	a := gorgonia.Must(op.Attention(q, k, v, op.AttentionConfig{Seq: seq, Heads: heads, HeadDim: dim / heads, Causal: true}))
+	a := gorgonia.Must(op.Attention(q, k, v, op.AttentionConfig{Seq: seq, Heads: heads,
+		HeadDim: dim / heads, Causal: true}))
 	x = gorgonia.Must(gorgonia.Add(x, gorgonia.Must(op.Linear(a, param("o", dim, dim)))))
-	mlp := gorgonia.Must(op.SiLUMLP(norm("norm of mlp", x), param("gate", ff, dim), param("up", ff, dim), param("down", dim, ff)))
+	mlp := gorgonia.Must(op.SiLUMLP(norm("norm of mlp", x), param("gate", ff, dim),
+		param("up", ff, dim), param("down", dim, ff)))
 	x = gorgonia.Must(gorgonia.Add(x, mlp))
-	loss := gorgonia.Must(op.LinearCrossEntropy(norm("last norm", x), embedding, ids("targets", 2, 3, 4, 5, 8, 7, 6, 5)))
+	loss := gorgonia.Must(op.LinearCrossEntropy(norm("last norm", x), embedding,
+		ids("targets", 2, 3, 4, 5, 8, 7, 6, 5)))
 	grads, err := gorgonia.Grad(loss, params...)
 	if err != nil {
 		fmt.Println(err)
@@ -76,7 +84,8 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	fmt.Printf("loss %.1f, gradients of %d parameters, those of %v %v\n", loss.Value().Data(), len(grads), params[0].Name(), grads[0].Shape())
+	fmt.Printf("loss %.1f, gradients of %d parameters, those of %v %v\n", loss.Value().Data(),
+		len(grads), params[0].Name(), grads[0].Shape())
 	// Output: loss 3.0, gradients of 11 parameters, those of embedding (16, 8)
 }
 
@@ -122,7 +131,8 @@ func ExampleDocumentAttention() {
 	v := matrixNode(g, "v", 5, 1, 2, 4, 6, 10, 20)
 	starts := gorgonia.NewVector(g, tensor.Int, gorgonia.WithName("starts"), gorgonia.WithShape(5),
 		gorgonia.WithValue(tensor.New(tensor.WithBacking([]int{0, 0, 0, 3, 3}))))
-	y, err := op.DocumentAttention(q, k, v, starts, op.AttentionConfig{Seq: 5, Heads: 1, HeadDim: 1, Causal: true})
+	y, err := op.DocumentAttention(q, k, v, starts, op.AttentionConfig{Seq: 5, Heads: 1,
+		HeadDim: 1, Causal: true})
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -148,7 +158,8 @@ func ExampleLinearCrossEntropy() {
 	g := gorgonia.NewGraph()
 	x := matrixNode(g, "x", 3, 2, 0, 0, 0, 50, 1, 1)
 	w := matrixNode(g, "w", 4, 2, 1, 0, 0, 1, -1, 0, 0, -1) // a row for each word
-	targets := gorgonia.NewVector(g, tensor.Int, gorgonia.WithName("targets"), gorgonia.WithShape(3),
+	targets := gorgonia.NewVector(g, tensor.Int, gorgonia.WithName("targets"),
+		gorgonia.WithShape(3),
 		gorgonia.WithValue(tensor.New(tensor.WithBacking([]int{2, 1, -1}))))
 	loss, err := op.LinearCrossEntropy(x, w, targets)
 	if err != nil {
@@ -187,11 +198,13 @@ func ExampleKasmina() {
 		fmt.Println(err)
 		return
 	}
-	if err := lattice.RequestGermination(1, state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}); err != nil {
+	if err := lattice.RequestGermination(1, state.GerminationRequest{Slot: 1,
+		Kind: blueprints.Residual}); err != nil {
 		fmt.Println(err)
 		return
 	}
-	for _, stage := range []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning} {
+	for _, stage := range []state.Stage{state.Training, state.Grafting, state.Stabilization,
+		state.Evaluating, state.FineTuning} {
 		if err := lattice.Transition(1, stage); err != nil {
 			fmt.Println(err)
 			return
@@ -201,7 +214,8 @@ func ExampleKasmina() {
 	g := gorgonia.NewGraph()
 	input := func(name string, data []float64, shape ...int) *gorgonia.Node {
 		value := tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
-		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...), gorgonia.WithValue(value))
+		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithName(name),
+			gorgonia.WithShape(shape...), gorgonia.WithValue(value))
 	}
 	x := input("x", []float64{1, 2, 3, 4}, 1, 4)
 	weights := input("weights", []float64{0, 0, 10, 10}, 2, 2) // row 0 is never used
@@ -248,13 +262,15 @@ func ExampleKasmina_training() {
 		}
 	}
 	const hidden, seeds, slots, width = 8, 2, 3, 8 // width is enough for a rank of 1
-	lattice, err := state.NewLattice(seeds, hidden, state.WithSlots(slots), state.WithWidth(width), state.WithoutGates())
+	lattice, err := state.NewLattice(seeds, hidden, state.WithSlots(slots),
+		state.WithWidth(width), state.WithoutGates())
 	check(err)
 
 	g := gorgonia.NewGraph()
 	input := func(name string, data []float64, shape ...int) *gorgonia.Node {
 		value := tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
-		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...), gorgonia.WithValue(value))
+		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithName(name),
+			gorgonia.WithShape(shape...), gorgonia.WithValue(value))
 	}
 	start := func(n int) []float64 { // the same in every run
 		w := make([]float64, n)
@@ -263,10 +279,12 @@ func ExampleKasmina_training() {
 		}
 		return w
 	}
-	x := input("x", []float64{0, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1}, 4, 3) // two features and a constant
+	// two features and a constant
+	x := input("x", []float64{0, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1}, 4, 3)
 	target := input("target", []float64{0, 1, 1, 0}, 4, 1)
 	in, out := input("in", start(3*hidden), 3, hidden), input("out", start(hidden), hidden, 1)
-	weights := input("weights", make([]float64, slots*width), slots, width) // zeros: slots that a seed starts to use start as its identity
+	// zeros: slots that a seed starts to use start as its identity
+	weights := input("weights", make([]float64, slots*width), slots, width)
 	scales := input("scales", make([]float64, slots), slots)
 	params := gorgonia.Nodes{in, out, weights, scales}
 
@@ -279,7 +297,8 @@ func ExampleKasmina_training() {
 	check(err)
 	machine := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(params...))
 	defer machine.Close()
-	solver, err := optim.NewAdamW(optim.WithLR(0.02), optim.WithGroup(optim.NameContains("weights"), optim.Decay(0)))
+	solver, err := optim.NewAdamW(optim.WithLR(0.02),
+		optim.WithGroup(optim.NameContains("weights"), optim.Decay(0)))
 	check(err)
 
 	for epoch := range 20 {
@@ -292,9 +311,11 @@ func ExampleKasmina_training() {
 		check(err)
 		switch seed := lattice.Report().Seeds[0]; {
 		case seed.Stage == state.Dormant && epoch == 4: // it has watched for long enough
-			check(lattice.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: blueprints.ChunkMLP,
+			check(lattice.RequestGermination(0, state.GerminationRequest{Slot: 1,
+				Kind:     blueprints.ChunkMLP,
 				Strategy: graft.FixedRamp{Ramp: graft.Linear, Epochs: 4, Target: 1}}))
-		case seed.Stage == state.Dormant || seed.Stage == state.Grafting && !seed.RampFinished || seed.Stage == state.Fossilized:
+		case seed.Stage == state.Dormant || seed.Stage == state.Grafting && !seed.RampFinished ||
+			seed.Stage == state.Fossilized:
 			continue
 		default:
 			check(lattice.Transition(0, seed.Stage.Next()))

@@ -66,13 +66,15 @@ var goldenErrors = []struct {
 // TestGolden compares every op with PyTorch in float64.
 func TestGolden(t *testing.T) {
 	tested := make(map[string]bool)
-	for _, file := range []string{"rmsnorm", "rope", "attention", "mlp", "embedding", "crossentropy", "newtonschulz"} {
+	for _, file := range []string{"rmsnorm", "rope", "attention", "mlp", "embedding",
+		"crossentropy", "newtonschulz"} {
 		for _, c := range loadGolden(t, file) {
 			name := settings[struct{ Op string }](c).Op
 			tested[name] = true
 			for _, e := range goldenErrors {
 				t.Run(fmt.Sprintf("%s/%s/%v", name, c.name, e.dtype), func(t *testing.T) {
-					if most := settings[struct{ Float32Error float64 }](c).Float32Error; most > 0 && e.dtype == tensor.Float32 {
+					if most := settings[struct{ Float32Error float64 }](c).Float32Error; most > 0 &&
+						e.dtype == tensor.Float32 {
 						e.forward, e.backward = most, most
 					}
 					c.check(t, e.dtype, e.forward, e.backward, goldenOps[name])
@@ -100,9 +102,11 @@ func TestGoldenKasminaOptions(t *testing.T) {
 		}
 		for _, e := range goldenErrors {
 			t.Run(fmt.Sprintf("%s/%v", c.name, e.dtype), func(t *testing.T) {
-				c.check(t, e.dtype, e.forward, e.backward, func(_ *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
-					return op.Kasmina(in[0], in[1], in[2], newLattice(t, in[0].Shape()[1], s.Seeds), option...)
-				})
+				c.check(t, e.dtype, e.forward, e.backward,
+					func(_ *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
+						return op.Kasmina(in[0], in[1], in[2],
+							newLattice(t, in[0].Shape()[1], s.Seeds), option...)
+					})
 			})
 		}
 	}
@@ -119,7 +123,8 @@ type goldenCase struct {
 // loadGolden returns the cases of a file, in order of their names.
 func loadGolden(t *testing.T, file string) []*goldenCase {
 	t.Helper()
-	tensors, metadata, err := safetensors.Load(filepath.Join("..", "testdata", "golden_"+file+".safetensors"))
+	tensors, metadata, err := safetensors.Load(filepath.Join("..", "testdata",
+		"golden_"+file+".safetensors"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +140,9 @@ func loadGolden(t *testing.T, file string) []*goldenCase {
 		name, part, _ := strings.Cut(x.Name, "/")
 		cases[name].tensors[part] = x
 	}
-	return slices.SortedFunc(maps.Values(cases), func(a, b *goldenCase) int { return strings.Compare(a.name, b.name) })
+	return slices.SortedFunc(maps.Values(cases), func(a, b *goldenCase) int {
+		return strings.Compare(a.name, b.name)
+	})
 }
 
 // settings decodes the settings of c.
@@ -148,7 +155,8 @@ func settings[S any](c *goldenCase) (s S) {
 
 // check builds the graph of cost = Σ g ⊙ y, y = build(inputs), runs it on a tape machine and
 // compares y and the gradients of the inputs with the case's.
-func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward float64, build func(*goldenCase, gorgonia.Nodes) (*gorgonia.Node, error)) {
+func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward float64,
+	build func(*goldenCase, gorgonia.Nodes) (*gorgonia.Node, error)) {
 	graph := gorgonia.NewGraph()
 	var in, wrt gorgonia.Nodes
 	var gradients []string
@@ -173,7 +181,8 @@ func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward floa
 	for i, n := range append(gorgonia.Nodes{y}, grads...) {
 		gorgonia.Read(n, &values[i])
 	}
-	if x, ok := c.tensors["previous"]; ok { // a pass with other input before it, for ops that remember
+	// a pass with other input before it, for ops that remember
+	if x, ok := c.tensors["previous"]; ok {
 		letFloats(t, in[0], x)
 		run(t, graph)
 		letFloats(t, in[0], c.tensors[in[0].Name()])
@@ -188,7 +197,8 @@ func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward floa
 // letFloats gives n the value of a tensor of floats.
 func letFloats(t *testing.T, n *gorgonia.Node, x safetensors.Tensor) {
 	t.Helper()
-	if err := gorgonia.Let(n, dense(n.Dtype(), convert[float64](x.Data.([]float32)), x.Shape...)); err != nil {
+	if err := gorgonia.Let(n, dense(n.Dtype(), convert[float64](x.Data.([]float32)),
+		x.Shape...)); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -203,13 +213,15 @@ func (c *goldenCase) node(g *gorgonia.ExprGraph, name string, dt tensor.Dtype) *
 		value = ints(convert[int](data))
 	case []float32:
 		if len(x.Shape) == 0 {
-			return gorgonia.NewScalar(g, dt, gorgonia.WithName(name), gorgonia.WithValue(scalar(dt, data[0])))
+			return gorgonia.NewScalar(g, dt, gorgonia.WithName(name),
+				gorgonia.WithValue(scalar(dt, data[0])))
 		}
 		value = dense(dt, convert[float64](data), x.Shape...)
 	default:
 		panic(fmt.Sprintf("tensor %s/%s is of type %s", c.name, name, x.DType))
 	}
-	return gorgonia.NewTensor(g, value.Dtype(), value.Dims(), gorgonia.WithName(name), gorgonia.WithShape(x.Shape...), gorgonia.WithValue(value))
+	return gorgonia.NewTensor(g, value.Dtype(), value.Dims(), gorgonia.WithName(name),
+		gorgonia.WithShape(x.Shape...), gorgonia.WithValue(value))
 }
 
 func scalar(dt tensor.Dtype, v float32) any {
@@ -237,7 +249,8 @@ func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, most
 		return
 	}
 	if e := distance(floats(t, got), want); !(e <= most) {
-		t.Errorf("%s has error %.3g, want at most %g\n got %.6g\nwant %.6g", name, e, most, floats(t, got), want)
+		t.Errorf("%s has error %.3g, want at most %g\n got %.6g\nwant %.6g", name, e,
+			most, floats(t, got), want)
 	}
 }
 
@@ -247,9 +260,10 @@ func TestGoldenModel(t *testing.T) {
 	for _, c := range loadGolden(t, "model") {
 		for _, e := range goldenErrors {
 			t.Run(fmt.Sprintf("%s/%v", c.name, e.dtype), func(t *testing.T) {
-				c.check(t, e.dtype, e.forward, e.backward, func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
-					return goldenModel(t, c, in), nil
-				})
+				c.check(t, e.dtype, e.forward, e.backward,
+					func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
+						return goldenModel(t, c, in), nil
+					})
 			})
 		}
 	}
@@ -271,15 +285,19 @@ func goldenModel(t *testing.T, c *goldenCase, in gorgonia.Nodes) *gorgonia.Node 
 	for i := range s.Blocks {
 		w := func(name string) *gorgonia.Node { return nodes[fmt.Sprintf("block%d.%s", i, name)] }
 		h := must(op.RMSNorm(x, w("norm1"), s.Eps))
-		q := must(op.RoPE(must(op.Linear(h, w("q"))), op.RoPEConfig{Seq: s.Seq, Heads: s.Heads, HeadDim: s.HeadDim}))
-		k := must(op.RoPE(must(op.Linear(h, w("k"))), op.RoPEConfig{Seq: s.Seq, Heads: s.KVHeads, HeadDim: s.HeadDim}))
+		q := must(op.RoPE(must(op.Linear(h, w("q"))),
+			op.RoPEConfig{Seq: s.Seq, Heads: s.Heads, HeadDim: s.HeadDim}))
+		k := must(op.RoPE(must(op.Linear(h, w("k"))),
+			op.RoPEConfig{Seq: s.Seq, Heads: s.KVHeads, HeadDim: s.HeadDim}))
 		a := must(op.Attention(q, k, must(op.Linear(h, w("v"))),
-			op.AttentionConfig{Seq: s.Seq, Heads: s.Heads, KVHeads: s.KVHeads, HeadDim: s.HeadDim, Causal: true}))
+			op.AttentionConfig{Seq: s.Seq, Heads: s.Heads, KVHeads: s.KVHeads,
+				HeadDim: s.HeadDim, Causal: true}))
 		x = must(gorgonia.Add(x, must(op.Linear(a, w("o")))))
 		h = must(op.RMSNorm(x, w("norm2"), s.Eps))
 		x = must(gorgonia.Add(x, must(op.SiLUMLP(h, w("gate"), w("up"), w("down")))))
 		if i == 0 {
-			x = must(op.Kasmina(x, nodes["weights"], nodes["scales"], newLattice(t, x.Shape()[1], s.Seeds)))
+			x = must(op.Kasmina(x, nodes["weights"], nodes["scales"],
+				newLattice(t, x.Shape()[1], s.Seeds)))
 		}
 	}
 	x = must(op.RMSNorm(x, nodes["norm"], s.Eps))
@@ -293,12 +311,15 @@ var routes = map[state.Stage][]state.Stage{
 	state.Training:      {state.Germinated, state.Training},
 	state.Grafting:      {state.Germinated, state.Training, state.Grafting},
 	state.Stabilization: {state.Germinated, state.Training, state.Grafting, state.Stabilization},
-	state.Evaluating:    {state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating},
-	state.FineTuning:    {state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning},
-	state.Fossilized:    {state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized},
-	state.Culled:        {state.Germinated, state.Training, state.Culled},
-	state.Cancelled:     {state.Germinated, state.Cancelled},
-	state.RolledBack:    {state.Germinated, state.Training, state.Grafting, state.RolledBack},
+	state.Evaluating: {state.Germinated, state.Training, state.Grafting,
+		state.Stabilization, state.Evaluating},
+	state.FineTuning: {state.Germinated, state.Training, state.Grafting, state.Stabilization,
+		state.Evaluating, state.FineTuning},
+	state.Fossilized: {state.Germinated, state.Training, state.Grafting, state.Stabilization,
+		state.Evaluating, state.FineTuning, state.Fossilized},
+	state.Culled:     {state.Germinated, state.Training, state.Culled},
+	state.Cancelled:  {state.Germinated, state.Cancelled},
+	state.RolledBack: {state.Germinated, state.Training, state.Grafting, state.RolledBack},
 }
 
 // seedSetting is what a test wants of one seed.
@@ -310,9 +331,11 @@ type seedSetting struct {
 }
 
 // newLattice returns a lattice whose seeds are as set.
-func newLattice(t testing.TB, hidden int, seeds []seedSetting, opts ...state.Option) *state.Lattice {
+func newLattice(t testing.TB, hidden int, seeds []seedSetting,
+	opts ...state.Option) *state.Lattice {
 	t.Helper()
-	l, err := state.NewLattice(len(seeds), hidden, append([]state.Option{state.WithoutGates()}, opts...)...)
+	l, err := state.NewLattice(len(seeds), hidden,
+		append([]state.Option{state.WithoutGates()}, opts...)...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -358,10 +381,11 @@ func TestKasminaGolden(t *testing.T) {
 		for _, e := range goldenErrors {
 			for _, mode := range []op.Stability{op.Adaptive, op.Fast} {
 				t.Run(fmt.Sprintf("%s/%v/%v", c.name, e.dtype, mode), func(t *testing.T) {
-					c.check(t, e.dtype, e.forward, e.backward, func(_ *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
-						l := newLattice(t, in[0].Shape()[1], seeds)
-						return op.Kasmina(in[0], in[1], in[2], l, op.WithStability(mode))
-					})
+					c.check(t, e.dtype, e.forward, e.backward,
+						func(_ *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
+							l := newLattice(t, in[0].Shape()[1], seeds)
+							return op.Kasmina(in[0], in[1], in[2], l, op.WithStability(mode))
+						})
 				})
 			}
 		}

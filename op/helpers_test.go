@@ -42,7 +42,9 @@ func dense(dt tensor.Dtype, x []float64, shape ...int) *tensor.Dense {
 	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(append([]float64(nil), x...)))
 }
 
-func ints(x []int) *tensor.Dense { return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x)) }
+func ints(x []int) *tensor.Dense {
+	return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x))
+}
 
 // floats returns the elements of a value as float64.
 func floats(t testing.TB, v gorgonia.Value) []float64 {
@@ -123,18 +125,21 @@ type kasminaLayer struct {
 	step              float64 // of central differences
 }
 
-func newKasminaLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots int, l *state.Lattice, opts ...op.KasminaOption) *kasminaLayer {
+func newKasminaLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots int, l *state.Lattice,
+	opts ...op.KasminaOption) *kasminaLayer {
 	t.Helper()
 	return newWideLayer(t, r, dt, rows, slots, l.Hidden()/l.Seeds(), l, opts...)
 }
 
 // newWideLayer returns a layer whose slots have the given number of weights.
-func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, width int, l *state.Lattice, opts ...op.KasminaOption) *kasminaLayer {
+func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, width int,
+	l *state.Lattice, opts ...op.KasminaOption) *kasminaLayer {
 	t.Helper()
 	d, c := l.Hidden(), l.Hidden()/l.Seeds()
 	g := gorgonia.NewGraph()
 	node := func(name string, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name))
+		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name))
 	}
 	x, w, s := node("x", rows, d), node("weights", slots, width), node("scales", slots)
 	y := must(t)(op.Kasmina(x, w, s, l, opts...))
@@ -146,8 +151,11 @@ func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, widt
 	packed := g.From(grads[0].ID())
 	packed.Next()
 	k := &kasminaLayer{
-		t: t, dt: dt, forwardOp: y.Op().(*op.KasminaOp), backwardOp: packed.Node().(*gorgonia.Node).Op(), rows: rows, dim: d, slots: slots, chunk: c, width: width,
-		x: normal(r, rows*d), weights: normal(r, slots*width), scale: normal(r, slots), g: normal(r, rows*d),
+		t: t, dt: dt, forwardOp: y.Op().(*op.KasminaOp),
+		backwardOp: packed.Node().(*gorgonia.Node).Op(), rows: rows, dim: d, slots: slots,
+		chunk: c, width: width,
+		x: normal(r, rows*d), weights: normal(r, slots*width),
+		scale: normal(r, slots), g: normal(r, rows*d),
 		step: 1e-5,
 	}
 	if dt == tensor.Float32 { // so that a float64 layer can have the same inputs
@@ -161,7 +169,8 @@ func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, widt
 }
 
 func (k *kasminaLayer) params() []gorgonia.Value {
-	return []gorgonia.Value{dense(k.dt, k.x, k.rows, k.dim), dense(k.dt, k.weights, k.slots, k.width), dense(k.dt, k.scale, k.slots)}
+	return []gorgonia.Value{dense(k.dt, k.x, k.rows, k.dim), dense(k.dt, k.weights, k.slots,
+		k.width), dense(k.dt, k.scale, k.slots)}
 }
 
 func (k *kasminaLayer) poisoned(shape ...int) *tensor.Dense {
@@ -199,7 +208,8 @@ type prealloc interface {
 func (k *kasminaLayer) tryBackward() (kasminaGrads, error) {
 	// The forward output is there for the order alone; nothing may depend on what it holds.
 	in := append(k.params(), k.poisoned(k.rows, k.dim), dense(k.dt, k.g, k.rows, k.dim))
-	v, err := k.backwardOp.(prealloc).UsePreallocDo(k.poisoned(len(k.x)+len(k.weights)+len(k.scale)), in...)
+	v, err := k.backwardOp.(prealloc).UsePreallocDo(k.poisoned(len(k.x)+
+		len(k.weights)+len(k.scale)), in...)
 	if err != nil {
 		return kasminaGrads{}, err
 	}
@@ -265,7 +275,9 @@ func (k *kasminaLayer) checkDifferences(what string, got, of []float64) {
 
 // sameBits compares float slices bit by bit.
 func sameBits(a, b []float64) bool {
-	return slices.EqualFunc(a, b, func(v, w float64) bool { return math.Float64bits(v) == math.Float64bits(w) })
+	return slices.EqualFunc(a, b, func(v, w float64) bool {
+		return math.Float64bits(v) == math.Float64bits(w)
+	})
 }
 
 // The kinds, and those of them that need wide slots.

@@ -28,14 +28,14 @@ var ErrBlueprint = blueprints.ErrPanic
 type Stability uint8
 
 const (
-	// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of two,
-	// and scales the result up again, so that intermediate results do not overflow. It computes the
-	// same function as Fast.
+	// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of
+	// two, and scales the result up again, so that intermediate results do not overflow. It
+	// computes the same function as Fast.
 	Adaptive = Stability(seed.Adaptive)
 	// Fast computes the formulas as they are.
 	Fast = Stability(seed.Fast)
-	// Strict replaces x, for the blend and the transform, by 0 where |x| < ε, and clamps it to mean ±
-	// 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
+	// Strict replaces x, for the blend and the transform, by 0 where |x| < ε, and clamps it to mean
+	// ± 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
 	// changes x.
 	Strict = Stability(seed.Strict)
 )
@@ -203,7 +203,8 @@ type KasminaOp struct {
 // still; clipping changes gradients, so that they are no longer those of the output. Neither are
 // those of weights and scales in Training, Evaluating and Fossilized, which a gradient check
 // therefore reports as wrong; examples/gradcheck shows what they can be compared with.
-func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice, opts ...KasminaOption) (*gorgonia.Node, error) {
+func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
+	opts ...KasminaOption) (*gorgonia.Node, error) {
 	const name = "Kasmina"
 	ax, aw, as := arg{"x", x}, arg{"weights", weights}, arg{"scales", scales}
 	if err := checkFloats(name, ax, aw, as); err != nil {
@@ -222,9 +223,12 @@ func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice, opts ...
 		}
 	}
 	if c.GradClip > 0 && c.AdaptiveClip > 0 {
-		return nil, fmt.Errorf("op.%s: WithGradClip(%v) and WithAdaptiveGradClip(%v) exclude each other", name, c.GradClip, c.AdaptiveClip)
+		return nil,
+			fmt.Errorf("op.%s: WithGradClip(%v) and WithAdaptiveGradClip(%v) exclude each other",
+				name, c.GradClip, c.AdaptiveClip)
 	}
-	o := &KasminaOp{Lattice: lattice, Config: c, inputs: gorgonia.Nodes{x, weights, scales}, run: &kasminaRun{}}
+	o := &KasminaOp{Lattice: lattice, Config: c, inputs: gorgonia.Nodes{x, weights, scales},
+		run: &kasminaRun{}}
 	o.init()
 	return gorgonia.ApplyOp(o, x, weights, scales)
 }
@@ -247,24 +251,30 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 		return fmt.Errorf("op.%s: lattice has no seeds, want one made by state.NewLattice", name)
 	}
 	if d%seeds != 0 {
-		return fmt.Errorf("op.%s: x has %d features (shape %v), want a multiple of the lattice's %d seeds", name, d, x.node.Shape(), seeds)
+		return fmt.Errorf("op.%s: x has %d features (shape %v), want a multiple of the lattice's "+
+			"%d seeds", name, d, x.node.Shape(), seeds)
 	}
 	if d != lattice.Hidden() {
-		return fmt.Errorf("op.%s: x has %d features (shape %v), want the lattice's %d", name, d, x.node.Shape(), lattice.Hidden())
+		return fmt.Errorf("op.%s: x has %d features (shape %v), want the lattice's %d", name, d,
+			x.node.Shape(), lattice.Hidden())
 	}
 	slots, width := weights.node.Shape()[0], weights.node.Shape()[1]
 	if width < d/seeds {
-		return fmt.Errorf("op.%s: weights has shape %v, want [slots, W] with W at least %d = %d features / %d seeds", name,
+		return fmt.Errorf("op.%s: weights has shape %v, want [slots, W] with W at least %d = %d "+
+			"features / %d seeds", name,
 			weights.node.Shape(), d/seeds, d, seeds)
 	}
-	if err := checkShape(name, scales, fmt.Sprintf("one for each slot of weights %v", weights.node.Shape()), slots); err != nil {
+	if err := checkShape(name, scales, fmt.Sprintf("one for each slot of weights %v",
+		weights.node.Shape()), slots); err != nil {
 		return err
 	}
 	if want := lattice.Slots(); want > 0 && want != slots {
-		return fmt.Errorf("op.%s: weights has %d slots (shape %v), want %d as the lattice was told by WithSlots", name, slots, weights.node.Shape(), want)
+		return fmt.Errorf("op.%s: weights has %d slots (shape %v), want %d as the lattice was "+
+			"told by WithSlots", name, slots, weights.node.Shape(), want)
 	}
 	if want := lattice.Width(); want > 0 && want != width {
-		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d as the lattice was told by WithWidth", name, width, weights.node.Shape(), want)
+		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d as the lattice was "+
+			"told by WithWidth", name, width, weights.node.Shape(), want)
 	}
 	if err := lattice.Fits(width); err != nil {
 		return fmt.Errorf("op.%s: weights has shape %v: %w", name, weights.node.Shape(), err)
@@ -278,14 +288,16 @@ func (o *KasminaOp) Chunk() int { return o.InputShape(0)[1] / o.Lattice.Seeds() 
 func (o *KasminaOp) init() {
 	config := fmt.Sprintf("lattice=%d %+v replaying=%v", o.Lattice.ID(), o.Config, o.Replaying)
 	x := o.inputs[0]
-	opbase.Init(&o.Base, o, "Kasmina", config, o.inputs, x.Dtype(), x.Shape(), kasmina[float32], kasmina[float64])
+	opbase.Init(&o.Base, o, "Kasmina", config, o.inputs, x.Dtype(), x.Shape(),
+		kasmina[float32], kasmina[float64])
 }
 
 // DiffWRT reports that the op is differentiable in x, weights and scales.
 func (o *KasminaOp) DiffWRT(int) []bool { return []bool{true, true, true} }
 
 // SymDiff returns the gradients of x, weights and scales.
-func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
+	error) {
 	b := &KasminaGradOp{Forward: o}
 	in := gorgonia.Nodes{inputs[0], inputs[1], inputs[2], output, grad}
 	return backward(&b.Base, b, "KasminaGrad", o, in, 3, kasminaGrad[float32], kasminaGrad[float64])
@@ -294,7 +306,8 @@ func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) 
 // Replay returns an op that computes the last run of o again, from the same snapshot of the
 // lattice, and adds nothing to the telemetry. It fails when o has not run.
 func (o *KasminaOp) Replay() gorgonia.Op {
-	r := &KasminaOp{Lattice: o.Lattice, Config: o.Config, Replaying: true, inputs: o.inputs, run: o.run}
+	r := &KasminaOp{Lattice: o.Lattice, Config: o.Config, Replaying: true,
+		inputs: o.inputs, run: o.run}
 	r.init()
 	return r
 }

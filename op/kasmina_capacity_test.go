@@ -30,11 +30,14 @@ func mixedSettings(n, slots int) []seedSetting {
 // and gradients that are summed over rows and over the seeds of a slot.
 func TestKasminaCapacityIsItsBlueprint(t *testing.T) {
 	r := random(t)
-	for _, size := range []struct{ rows, chunk, width int }{{1, 1, 2}, {3, 5, 19}, {70, 4, 64}, {300, 16, 260}, {21, 130, 800}} {
+	for _, size := range []struct{ rows, chunk, width int }{{1, 1, 2}, {3, 5, 19}, {70, 4, 64},
+		{300, 16, 260}, {21, 130, 800}} {
 		const seeds, slots = 66, 5
 		l := newLattice(t, seeds*size.chunk, mixedSettings(seeds, slots))
-		k := newWideLayer(t, r, tensor.Float64, size.rows, slots, size.width, l, op.WithStability(op.Fast), op.WithoutTelemetry())
-		single := newWideLayer(t, r, tensor.Float32, size.rows, slots, size.width, l, op.WithoutTelemetry())
+		k := newWideLayer(t, r, tensor.Float64, size.rows, slots, size.width, l,
+			op.WithStability(op.Fast), op.WithoutTelemetry())
+		single := newWideLayer(t, r, tensor.Float32, size.rows, slots, size.width, l,
+			op.WithoutTelemetry())
 		for _, v := range []*[]float64{&k.x, &k.g, &k.weights, &k.scale} {
 			*v = mapped(*v, func(e float64) float64 { return float64(float32(e)) })
 		}
@@ -47,10 +50,13 @@ func TestKasminaCapacityIsItsBlueprint(t *testing.T) {
 		}{"float64": {k, 1e-14, 1e-13}, "float32": {single, 1e-6, 1e-5}} {
 			y := c.kasminaLayer.forward()
 			d := c.kasminaLayer.backward()
-			for what, e := range map[string][2]float64{"y": {distance(y, wantY), c.forward}, "dx": {distance(d.x, want.x), c.backward},
-				"dweights": {distance(d.weights, want.weights), c.backward}, "dscales": {distance(d.scales, want.scales), c.backward}} {
+			for what, e := range map[string][2]float64{"y": {distance(y, wantY), c.forward},
+				"dx":       {distance(d.x, want.x), c.backward},
+				"dweights": {distance(d.weights, want.weights), c.backward},
+				"dscales":  {distance(d.scales, want.scales), c.backward}} {
 				if !(e[0] <= e[1]) {
-					t.Errorf("%+v in %s: %s has error %g, want at most %g", size, name, what, e[0], e[1])
+					t.Errorf("%+v in %s: %s has error %g, want at most %g", size,
+						name, what, e[0], e[1])
 				}
 			}
 		}
@@ -59,7 +65,8 @@ func TestKasminaCapacityIsItsBlueprint(t *testing.T) {
 
 // rowByRow computes the layer with the functions of the blueprints.
 func (k *kasminaLayer) rowByRow(l *state.Lattice) (y []float64, d kasminaGrads) {
-	y, d = slices.Clone(k.x), kasminaGrads{slices.Clone(k.g), make([]float64, len(k.weights)), make([]float64, len(k.scale))}
+	y, d = slices.Clone(k.x), kasminaGrads{slices.Clone(k.g), make([]float64, len(k.weights)),
+		make([]float64, len(k.scale))}
 	for seed, s := range l.Report().Seeds {
 		if !s.Stage.Blends() && !s.Stage.Learns() {
 			continue
@@ -84,7 +91,8 @@ func (k *kasminaLayer) rowByRow(l *state.Lattice) (y []float64, d kasminaGrads) 
 		var da float64
 		for row := range k.rows {
 			at := row*k.dim + seed*k.chunk
-			x, g, out, dx := k.x[at:][:k.chunk], k.g[at:][:k.chunk], make([]float64, k.chunk), make([]float64, k.chunk)
+			x, g, out, dx := k.x[at:][:k.chunk], k.g[at:][:k.chunk], make([]float64, k.chunk),
+				make([]float64, k.chunk)
 			gt := mapped(g, func(v float64) float64 { return alpha * v })
 			b.F64.Forward(out, x, p, a)
 			da += b.F64.Backward(dx, dp, gt, x, p, a)
@@ -117,7 +125,8 @@ func TestKasminaCapacityIsDeterministic(t *testing.T) {
 		before := runtime.GOMAXPROCS(procs)
 		l := newLattice(t, seeds*chunk, mixedSettings(seeds, slots))
 		k := newWideLayer(t, random(t), tensor.Float32, rows, slots, width, l)
-		k.x, k.g, k.weights, k.scale = fixed(len(k.x), 1), fixed(len(k.g), 2), fixed(len(k.weights), 3), fixed(len(k.scale), 4)
+		k.x, k.g, k.weights, k.scale = fixed(len(k.x), 1), fixed(len(k.g), 2),
+			fixed(len(k.weights), 3), fixed(len(k.scale), 4)
 		all := k.forward()
 		d := k.backward()
 		all = slices.Concat(all, d.x, d.weights, d.scales)
@@ -141,11 +150,14 @@ func TestKasminaCapacityNaN(t *testing.T) {
 			k := newWideLayer(t, r, tensor.Float64, 3, 2, 20, l, op.WithStability(stability))
 			k.x = mapped(k.x, away)
 			k.x[7] = 1e7 // which the adaptive mode scales
-			k.weights, k.scale = mapped(k.weights, func(float64) float64 { return math.NaN() }), []float64{math.NaN(), math.Inf(1)}
+			k.weights, k.scale = mapped(k.weights, func(float64) float64 {
+				return math.NaN()
+			}), []float64{math.NaN(), math.Inf(1)}
 			if y := k.forward(); !sameBits(y, k.x) {
 				t.Errorf("%s, %v: y is %v, want %v", kind, stability, y, k.x)
 			}
-			if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights, make([]float64, 40)) || !sameBits(d.scales, make([]float64, 2)) {
+			if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights,
+				make([]float64, 40)) || !sameBits(d.scales, make([]float64, 2)) {
 				t.Errorf("%s, %v: gradients are %v", kind, stability, d)
 			}
 		}
@@ -163,13 +175,17 @@ func TestKasminaCapacityNaN(t *testing.T) {
 func TestKasminaCapacityAdaptive(t *testing.T) {
 	r := random(t)
 	for _, size := range []float64{1e6, 3e6, 1e20, 3e37} {
-		l := newLattice(t, 2*8, []seedSetting{{"FineTuning", "LowRank", 1, 1}, {"Grafting", "ChunkMLP", 2, 0.375}})
+		l := newLattice(t, 2*8, []seedSetting{{"FineTuning", "LowRank", 1, 1},
+			{"Grafting", "ChunkMLP", 2, 0.375}})
 		k := newWideLayer(t, r, tensor.Float32, 5, 3, 48, l)
 		exact := newWideLayer(t, r, tensor.Float64, 5, 3, 48, l, op.WithStability(op.Fast))
-		k.x = mapped(k.x, func(float64) float64 { return float64(float32(size * (2*r.Float64() - 1))) })
+		k.x = mapped(k.x, func(float64) float64 {
+			return float64(float32(size * (2*r.Float64() - 1)))
+		})
 		for i := range k.weights {
 			if k.weights[i] = float64(float32(r.NormFloat64() / 64)); i < 2*48 && i%48 < 24 {
-				k.weights[i] = float64(float32(64 * r.NormFloat64())) // V·x overflows, U(V·x) does not
+				// V·x overflows, U(V·x) does not
+				k.weights[i] = float64(float32(64 * r.NormFloat64()))
 			}
 		}
 		k.scale = []float64{0, 0x1p-9, 0x1p-9}
@@ -183,10 +199,12 @@ func TestKasminaCapacityAdaptive(t *testing.T) {
 // A kind that needs wider slots than the layer has is an error of the run that names it, and the
 // next run is as if nothing had been.
 func TestKasminaTooNarrow(t *testing.T) {
-	l := newLattice(t, 8, []seedSetting{{"FineTuning", "Residual", 1, 1}, {"Dormant", "Residual", 1, 0}})
+	l := newLattice(t, 8, []seedSetting{{"FineTuning", "Residual", 1, 1},
+		{"Dormant", "Residual", 1, 0}})
 	k := newWideLayer(t, random(t), tensor.Float64, 3, 3, 7, l)
 	y := k.forward()
-	if err := l.RequestGermination(1, state.GerminationRequest{Slot: 2, Kind: blueprints.LowRank}); err != nil {
+	if err := l.RequestGermination(1, state.GerminationRequest{Slot: 2,
+		Kind: blueprints.LowRank}); err != nil {
 		t.Fatal(err) // the lattice does not know the layer
 	}
 	if again := k.forward(); !sameBits(y, again) {
@@ -204,7 +222,8 @@ func TestKasminaTooNarrow(t *testing.T) {
 	if again := k.forward(); !sameBits(y, again) {
 		t.Error("the run after the error gives another output")
 	}
-	knows := newLattice(t, 8, []seedSetting{{"Dormant", "Residual", 1, 0}, {"Dormant", "Residual", 1, 0}}, state.WithWidth(7))
+	knows := newLattice(t, 8, []seedSetting{{"Dormant", "Residual", 1, 0},
+		{"Dormant", "Residual", 1, 0}}, state.WithWidth(7))
 	err := knows.RequestGermination(1, state.GerminationRequest{Slot: 2, Kind: blueprints.ChunkMLP})
 	if stage, _ := knows.Stage(1); !errors.Is(err, blueprints.ErrWidth) || stage != state.Dormant {
 		t.Errorf("error %v and stage %v, want ErrWidth and Dormant", err, stage)
@@ -256,7 +275,8 @@ func TestKasminaOwnKindWithManyParameters(t *testing.T) {
 	if errAffine != nil {
 		t.Fatal(errAffine)
 	}
-	l := newLattice(t, 9, []seedSetting{{"Grafting", "Affine", 1, 0.375}, {"FineTuning", "Affine", 1, 1}, {"Evaluating", "Affine", 2, 1}})
+	l := newLattice(t, 9, []seedSetting{{"Grafting", "Affine", 1, 0.375},
+		{"FineTuning", "Affine", 1, 1}, {"Evaluating", "Affine", 2, 1}})
 	k := newWideLayer(t, random(t), tensor.Float64, 4, 3, 14, l, op.WithoutTelemetry())
 	k.forward()
 	d := k.backward()
@@ -267,7 +287,8 @@ func TestKasminaOwnKindWithManyParameters(t *testing.T) {
 		t.Errorf("a frozen seed's slot has gradients %v", d.weights[28:])
 	}
 	narrow := newLattice(t, 9, make3(), state.WithWidth(11))
-	if err := narrow.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: affineKind}); !errors.Is(err, blueprints.ErrWidth) {
+	if err := narrow.RequestGermination(0, state.GerminationRequest{Slot: 1,
+		Kind: affineKind}); !errors.Is(err, blueprints.ErrWidth) {
 		t.Errorf("error %v, want ErrWidth", err)
 	}
 }

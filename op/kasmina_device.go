@@ -19,7 +19,8 @@ type KasminaPass struct {
 
 // NewPass returns a pass that has not begun. It is independent of the op's own runs.
 func (o *KasminaOp) NewPass() *KasminaPass {
-	return &KasminaPass{op: &KasminaOp{Lattice: o.Lattice, Config: o.Config, run: &kasminaRun{}}, origin: o.run}
+	return &KasminaPass{op: &KasminaOp{Lattice: o.Lattice, Config: o.Config, run: &kasminaRun{}},
+		origin: o.run}
 }
 
 // SharesRun reports whether o and p go by the same snapshot: one replays the other, or both a
@@ -69,8 +70,11 @@ func (p *KasminaPass) Snapshot() *state.Pass { return &p.op.run.pass }
 
 // Start makes the weights and the one scale of a seed's slot the identity start of its kind, if all
 // are 0: nobody has written them yet. It reports whether it has.
-func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int, weights, scale []float32) (started bool, err error) {
-	if len(scale) != 1 || scale[0] != 0 || slices.ContainsFunc(weights, func(w float32) bool { return w != 0 }) {
+func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int, weights,
+	scale []float32) (started bool, err error) {
+	if len(scale) != 1 || scale[0] != 0 || slices.ContainsFunc(weights, func(w float32) bool {
+		return w != 0
+	}) {
 		return false, nil
 	}
 	w, a := make([]float32, 2*len(weights)), make([]float32, 2) // as the rows of slots 0 and 1

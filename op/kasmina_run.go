@@ -44,7 +44,8 @@ func (r *kasminaRun) catch(err *error) {
 	}
 	if p, ok := cause.(*cpu.Panic); ok {
 		if rule, ok := p.Value.(cpukasmina.RulePanic); ok {
-			*err = fmt.Errorf("seed %d: %w in %v: %v\n\n%s", rule.Seed, ErrBlueprint, r.pass.Kind[rule.Seed], rule.Value, p.Stack)
+			*err = fmt.Errorf("seed %d: %w in %v: %v\n\n%s", rule.Seed, ErrBlueprint,
+				r.pass.Kind[rule.Seed], rule.Value, p.Stack)
 			return
 		}
 	}
@@ -81,7 +82,8 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 	defer cost.record(o)
 	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
-			k.Measure[s] = watch || o.Config.Stability == Strict // whose limits in the next pass are made of the moments
+			// whose limits in the next pass are made of the moments
+			k.Measure[s] = watch || o.Config.Stability == Strict
 		}
 	}
 	run()
@@ -112,7 +114,8 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 		return err
 	}
 	k.Limit = gradLimits(o, k.Limit)
-	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 4)
+	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2),
+		opbase.Slice[T](in, 4)
 	// Of copies, where a machine has given some to the forward pass.
 	if err := startSlots(o, k, weights, scales); err != nil {
 		return err
@@ -124,7 +127,8 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	defer cost.record(o)
 	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
-			k.Measure[s] = watch || o.Config.AdaptiveClip > 0 // whose limits in the next pass are made of the norms
+			// whose limits in the next pass are made of the norms
+			k.Measure[s] = watch || o.Config.AdaptiveClip > 0
 		}
 	}
 	run()
@@ -165,7 +169,8 @@ func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) passCost {
 // record tells the lattice, once the pass is over, how much longer it took with telemetry.
 func (c passCost) record(o *KasminaOp) {
 	if c.bare > 0 {
-		o.Lattice.RecordTiming(state.Timing{Kernel: c.bare, Telemetry: time.Since(c.start) - c.bare, Bytes: int64(c.bytes)})
+		o.Lattice.RecordTiming(state.Timing{Kernel: c.bare, Telemetry: time.Since(c.start) - c.bare,
+			Bytes: int64(c.bytes)})
 	}
 }
 
@@ -199,7 +204,8 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 // seed is a seed as a pass finds it, but for Limit. Low and High, which change from pass to pass,
 // are 0 unless the mode is Strict.
 func (o *KasminaOp) seed(p *state.Pass, i int) seed.Seed {
-	s := seed.Seed{Kind: p.Kind[i], Slot: p.Slot[i], Blend: p.Stage[i].Blends(), Learn: p.Stage[i].Learns(), Alpha: p.Alpha[i]}
+	s := seed.Seed{Kind: p.Kind[i], Slot: p.Slot[i], Blend: p.Stage[i].Blends(),
+		Learn: p.Stage[i].Learns(), Alpha: p.Alpha[i]}
 	if o.Config.Stability == Strict {
 		s.Low, s.High = clampLimits(p.Input[i])
 	}
@@ -267,12 +273,14 @@ func moments(m cpufigures.Moments) state.Moments {
 	return state.Moments{Count: m.N, Mean: m.Mean, Variance: m.Variance()}
 }
 
-func healthSamples[T cpu.Float](r *kasminaRun, k *cpukasmina.Layer[T]) func(int) state.HealthSample {
+func healthSamples[T cpu.Float](r *kasminaRun,
+	k *cpukasmina.Layer[T]) func(int) state.HealthSample {
 	return func(seed int) state.HealthSample {
 		f := &k.Figures[seed]
 		v := f.Health(k.Reduce, k.Eps)
 		h := state.HealthSample{
-			Health:    state.Health{Variance: v[0], Mean: v[1], Min: v[2], Max: v[3], DeadRatio: v[4], SNR: v[5]},
+			Health: state.Health{Variance: v[0], Mean: v[1], Min: v[2], Max: v[3],
+				DeadRatio: v[4], SNR: v[5]},
 			Moments:   moments(f.Moments),
 			NonFinite: f.Bad,
 		}
@@ -317,5 +325,6 @@ func (n nonFinite) error(o *KasminaOp, where string) error {
 	if n.elements == 0 || !o.Config.StopOnNonFinite {
 		return nil
 	}
-	return fmt.Errorf("%w in %s: %d elements in the chunks of %d seeds, the first of them seed %d", ErrNonFinite, where, n.elements, n.seeds, n.seed)
+	return fmt.Errorf("%w in %s: %d elements in the chunks of %d seeds, the first of them seed %d",
+		ErrNonFinite, where, n.elements, n.seeds, n.seed)
 }

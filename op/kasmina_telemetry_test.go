@@ -87,12 +87,14 @@ func checkFigure(t *testing.T, what string, got, want float64, critical bool) {
 func TestKasminaTelemetry(t *testing.T) {
 	r := random(t)
 	const eps = 0.01
-	for i, size := range []struct{ rows, seeds, chunk int }{{1, 1, 1}, {1, 3, 5}, {7, 1, 300}, {600, 5, 3}, {33, 70, 1}, {5, 2, 2048}} {
+	for i, size := range []struct{ rows, seeds, chunk int }{{1, 1, 1}, {1, 3, 5}, {7, 1, 300},
+		{600, 5, 3}, {33, 70, 1}, {5, 2, 2048}} {
 		for j, data := range []struct {
 			dt              tensor.Dtype
 			mean, deviation float64
 		}{
-			{tensor.Float64, 0, 1}, {tensor.Float32, 0.5, 1}, {tensor.Float64, 1e4, 1e-2}, {tensor.Float64, -1e4, 1e-6}, {tensor.Float32, 1e4, 1e-2},
+			{tensor.Float64, 0, 1}, {tensor.Float32, 0.5, 1}, {tensor.Float64, 1e4, 1e-2},
+			{tensor.Float64, -1e4, 1e-6}, {tensor.Float32, 1e4, 1e-2},
 			{tensor.Float32, 0, 1e-3}, {tensor.Float32, 1e4, 1e4},
 		} {
 			for reduction := state.Hierarchical; reduction <= state.MaxOfRows; reduction++ {
@@ -101,9 +103,11 @@ func TestKasminaTelemetry(t *testing.T) {
 				}
 				settings := make([]seedSetting, size.seeds)
 				for i := range settings {
-					settings[i] = seedSetting{state.Stage(i % 11).String(), kasminaKinds[i%4], 1, 0.375}
+					settings[i] = seedSetting{state.Stage(i % 11).String(),
+						kasminaKinds[i%4], 1, 0.375}
 				}
-				l := newLattice(t, size.seeds*size.chunk, settings, state.WithTelemetry(state.Telemetry{Reduction: reduction}))
+				l := newLattice(t, size.seeds*size.chunk, settings,
+					state.WithTelemetry(state.Telemetry{Reduction: reduction}))
 				k := newKasminaLayer(t, r, data.dt, size.rows, 2, l, op.WithEpsilon(eps))
 				for _, v := range [][]float64{k.x, k.g} {
 					for i := range v {
@@ -119,10 +123,12 @@ func TestKasminaTelemetry(t *testing.T) {
 				for s, got := range l.Report().Seeds {
 					wantHealth, wantGradient := k.referenceFigures(s, reduction, eps)
 					for i, v := range healthFields(got.Health) {
-						checkFigure(t, fmt.Sprintf("%s: health[%d] of seed %d", name, i, s), v, wantHealth[i], healthCritical[i])
+						checkFigure(t, fmt.Sprintf("%s: health[%d] of seed %d", name, i, s), v,
+							wantHealth[i], healthCritical[i])
 					}
 					for i, v := range gradientFields(got.Gradient) {
-						checkFigure(t, fmt.Sprintf("%s: gradient[%d] of seed %d", name, i, s), v, wantGradient[i], gradientCritical[i])
+						checkFigure(t, fmt.Sprintf("%s: gradient[%d] of seed %d", name, i, s), v,
+							wantGradient[i], gradientCritical[i])
 					}
 				}
 				if t.Failed() {
@@ -134,17 +140,20 @@ func TestKasminaTelemetry(t *testing.T) {
 }
 
 // referenceFigures reduces the figures of a seed as the specification says.
-func (k *kasminaLayer) referenceFigures(seed int, reduction state.Reduction, eps float64) (health [6]float64, gradient [3]float64) {
+func (k *kasminaLayer) referenceFigures(seed int, reduction state.Reduction,
+	eps float64) (health [6]float64, gradient [3]float64) {
 	var xs, gs [][]float64
 	for row := range k.rows {
 		at := row*k.dim + seed*k.chunk
 		xs, gs = append(xs, k.x[at:at+k.chunk]), append(gs, k.g[at:at+k.chunk])
 	}
 	if reduction == state.Hierarchical {
-		return healthFields(referenceHealth(slices.Concat(xs...), eps)), gradientFields(referenceGradient(slices.Concat(gs...)))
+		return healthFields(referenceHealth(slices.Concat(xs...), eps)),
+			gradientFields(referenceGradient(slices.Concat(gs...)))
 	}
 	for row := range k.rows {
-		h, g := healthFields(referenceHealth(xs[row], eps)), gradientFields(referenceGradient(gs[row]))
+		h, g := healthFields(referenceHealth(xs[row], eps)),
+			gradientFields(referenceGradient(gs[row]))
 		reduce := func(total, v []float64) {
 			for i := range v {
 				switch {
@@ -180,15 +189,22 @@ func TestKasminaHealthIsOfTheInput(t *testing.T) {
 // are made of it all the same.
 func TestKasminaLimitsWithoutReports(t *testing.T) {
 	r := random(t)
-	for _, telemetry := range []state.Telemetry{{Mode: state.Off}, {Mode: state.Sampling, Every: 1000}} {
-		l := newLattice(t, 4, []seedSetting{{"Fossilized", "Residual", 1, 1}}, state.WithTelemetry(telemetry))
-		k := newKasminaLayer(t, r, tensor.Float64, 3, 2, l, op.WithStability(op.Strict), op.WithAdaptiveGradClip(1))
+	for _, telemetry := range []state.Telemetry{{Mode: state.Off},
+		{Mode: state.Sampling, Every: 1000}} {
+		l := newLattice(t, 4, []seedSetting{{"Fossilized", "Residual", 1, 1}},
+			state.WithTelemetry(telemetry))
+		k := newKasminaLayer(t, r, tensor.Float64, 3, 2, l, op.WithStability(op.Strict),
+			op.WithAdaptiveGradClip(1))
 		k.weights = make([]float64, len(k.weights)) // the identity
-		k.x, k.g = mapped(k.x, func(float64) float64 { return 4 }), mapped(k.g, func(float64) float64 { return 1 })
+		k.x, k.g = mapped(k.x, func(float64) float64 {
+			return 4
+		}), mapped(k.g, func(float64) float64 { return 1 })
 		k.forward() // the pass that the sampling reports
 		k.backward()
 		reported := l.Report().Seeds[0]
-		k.x, k.g = mapped(k.x, func(float64) float64 { return 5 }), mapped(k.g, func(float64) float64 { return 2 })
+		k.x, k.g = mapped(k.x, func(float64) float64 {
+			return 5
+		}), mapped(k.g, func(float64) float64 { return 2 })
 		if y := k.forward(); y[0] != 4 {
 			t.Errorf("%+v: 5 is clamped to %v, want 4", telemetry, y[0])
 		}
@@ -198,7 +214,8 @@ func TestKasminaLimitsWithoutReports(t *testing.T) {
 		if y := k.forward(); y[0] != 5 {
 			t.Errorf("%+v: 5 after 5 is clamped to %v", telemetry, y[0])
 		}
-		if now := l.Report().Seeds[0]; now.Health != reported.Health || now.Gradient != reported.Gradient {
+		if now := l.Report().Seeds[0]; now.Health != reported.Health ||
+			now.Gradient != reported.Gradient {
 			t.Errorf("%+v: a pass that is not watched is reported: %+v", telemetry, now)
 		}
 		if telemetry.Mode == state.Off && reported.Health != (state.Health{}) {
@@ -212,51 +229,64 @@ func TestKasminaLimitsWithoutReports(t *testing.T) {
 func TestKasminaNonFinite(t *testing.T) {
 	r := random(t)
 	bad := []float64{math.NaN(), math.Inf(1), math.Inf(-1)}
-	for _, mode := range []state.TelemetryMode{state.Production, state.Sampling, state.Debug, state.Off} {
+	for _, mode := range []state.TelemetryMode{state.Production, state.Sampling,
+		state.Debug, state.Off} {
 		for _, opts := range [][]op.KasminaOption{
-			{}, {op.WithStability(op.Strict)}, {op.WithStability(op.Fast)}, {op.WithoutTelemetry()}, {op.WithGradClip(1)}, {op.WithAdaptiveGradClip(2)},
+			{}, {op.WithStability(op.Strict)}, {op.WithStability(op.Fast)}, {op.WithoutTelemetry()},
+			{op.WithGradClip(1)}, {op.WithAdaptiveGradClip(2)},
 			{op.StopOnNonFinite()}, {op.StopOnNonFinite(), op.WithoutTelemetry()},
 		} {
 			settings := make([]seedSetting, 11)
 			for i := range settings {
 				settings[i] = seedSetting{state.Stage(i).String(), kasminaKinds[i%4], 1, 0.375}
 			}
-			l := newLattice(t, 11*3, settings, state.WithTelemetry(state.Telemetry{Mode: mode, Every: 2, Share: 0.5}))
+			l := newLattice(t, 11*3, settings,
+				state.WithTelemetry(state.Telemetry{Mode: mode, Every: 2, Share: 0.5}))
 			k := newKasminaLayer(t, r, tensor.Float32, 9, 2, l, opts...)
 			seed, other := 1+r.IntN(10), 0
 			k.x[4*k.dim+3*seed+1], k.x[8*k.dim+3*seed] = bad[r.IntN(3)], bad[r.IntN(3)]
 			k.g[2*k.dim+3*seed+2], k.g[3*other] = bad[r.IntN(3)], bad[r.IntN(3)]
 			y, err := k.tryForward(k.forwardOp)
 			if k.forwardOp.Config.StopOnNonFinite {
-				if want := fmt.Sprintf("in x: 2 elements in the chunks of 1 seeds, the first of them seed %d", seed); !errors.Is(err, op.ErrNonFinite) || !strings.Contains(err.Error(), want) {
+				if want := fmt.Sprintf("in x: 2 elements in the chunks of 1 seeds, the first of "+
+					"them seed %d", seed); !errors.Is(err, op.ErrNonFinite) ||
+					!strings.Contains(err.Error(), want) {
 					t.Errorf("forward: error %v, want %q", err, want)
 				}
 			} else if err != nil {
 				t.Error(err)
-			} else if stage := state.Stage(seed); !stage.Blends() && !math.IsNaN(y[4*k.dim+3*seed+1]) && !math.IsInf(y[4*k.dim+3*seed+1], 0) {
+			} else if stage := state.Stage(seed); !stage.Blends() &&
+				!math.IsNaN(y[4*k.dim+3*seed+1]) && !math.IsInf(y[4*k.dim+3*seed+1], 0) {
 				t.Errorf("%v hides a NaN: y is %v", stage, y[4*k.dim+3*seed+1])
 			}
 			_, err = k.tryBackward()
 			if k.forwardOp.Config.StopOnNonFinite {
-				if want := "in the gradient of y: 2 elements in the chunks of 2 seeds, the first of them seed 0"; !errors.Is(err, op.ErrNonFinite) || !strings.Contains(err.Error(), want) {
+				if want := "in the gradient of y: 2 elements in the chunks of 2 seeds, the first " +
+					"of them seed 0"; !errors.Is(err, op.ErrNonFinite) ||
+					!strings.Contains(err.Error(), want) {
 					t.Errorf("backward: error %v, want %q", err, want)
 				}
 			} else if err != nil {
 				t.Error(err)
 			}
 			for s, got := range l.Report().Seeds {
-				x, g := map[bool]int{true: 2}[s == seed], map[bool]int{true: 1}[s == seed || s == other]
+				x, g := map[bool]int{true: 2}[s == seed],
+					map[bool]int{true: 1}[s == seed || s == other]
 				if got.NonFiniteX != x || got.NonFiniteG != g {
-					t.Errorf("%v %+v: seed %d counts %d and %d, want %d and %d", mode, k.forwardOp.Config, s, got.NonFiniteX, got.NonFiniteG, x, g)
+					t.Errorf("%v %+v: seed %d counts %d and %d, want %d and %d", mode,
+						k.forwardOp.Config, s, got.NonFiniteX, got.NonFiniteG, x, g)
 				}
 				health, gradient := healthFields(got.Health), gradientFields(got.Gradient)
 				for _, v := range slices.Concat(health[:], gradient[:]) {
 					if math.IsNaN(v) || math.IsInf(v, 0) {
-						t.Errorf("%v: seed %d reports %+v and %+v", mode, s, got.Health, got.Gradient)
+						t.Errorf("%v: seed %d reports %+v and %+v", mode, s,
+							got.Health, got.Gradient)
 					}
 				}
 			}
-			if events, err := l.StepEpoch(state.Metrics{}); err != nil || len(events) != 2 || events[1].Kind != state.NonFinite || events[1].Seed != seed || events[1].Value != 3 {
+			if events, err := l.StepEpoch(state.Metrics{}); err != nil || len(events) != 2 ||
+				events[1].Kind != state.NonFinite || events[1].Seed != seed ||
+				events[1].Value != 3 {
 				t.Errorf("events %+v (%v), want three NaN or Inf in seed %d", events, err, seed)
 			}
 		}
@@ -267,11 +297,14 @@ func TestKasminaNonFinite(t *testing.T) {
 // latter.
 func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 	r := random(t)
-	settings := []seedSetting{{"Grafting", "ConvFilter", 1, 0.375}, {"Training", "Residual", 2, 0}, {"Evaluating", "MLPExpansion", 1, 0.75}}
+	settings := []seedSetting{{"Grafting", "ConvFilter", 1, 0.375}, {"Training", "Residual", 2, 0},
+		{"Evaluating", "MLPExpansion", 1, 0.75}}
 	commands := func(l *state.Lattice) error {
-		return errors.Join(l.SetAlpha(0, 0.9), l.Transition(0, state.RolledBack), l.Transition(1, state.Culled), l.Transition(2, state.FineTuning))
+		return errors.Join(l.SetAlpha(0, 0.9), l.Transition(0, state.RolledBack),
+			l.Transition(1, state.Culled), l.Transition(2, state.FineTuning))
 	}
-	for _, opt := range []op.KasminaOption{op.WithStability(op.Strict), op.WithAdaptiveGradClip(0.5)} {
+	for _, opt := range []op.KasminaOption{op.WithStability(op.Strict),
+		op.WithAdaptiveGradClip(0.5)} {
 		run := func(meddle bool) kasminaGrads {
 			l := newLattice(t, 9, settings)
 			k := newKasminaLayer(t, r, tensor.Float64, 6, 3, l, opt)
@@ -284,14 +317,16 @@ func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 				if err := commands(l); err != nil {
 					t.Fatal(err)
 				}
-				other := newKasminaLayer(t, r, tensor.Float64, 6, 3, l) // a pass of another graph in between
+				// a pass of another graph in between
+				other := newKasminaLayer(t, r, tensor.Float64, 6, 3, l)
 				other.forward()
 				other.backward()
 			}
 			return k.backward()
 		}
 		alone, meddled := run(false), run(true)
-		if !sameBits(alone.x, meddled.x) || !sameBits(alone.weights, meddled.weights) || !sameBits(alone.scales, meddled.scales) {
+		if !sameBits(alone.x, meddled.x) || !sameBits(alone.weights, meddled.weights) ||
+			!sameBits(alone.scales, meddled.scales) {
 			t.Error("commands between the passes change the gradients")
 		}
 	}
@@ -300,7 +335,8 @@ func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 // A replay computes the same bits from the same snapshot and leaves no figures.
 func TestKasminaReplay(t *testing.T) {
 	r := random(t)
-	l := newLattice(t, 8, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375}, {"Fossilized", "AttentionGate", 2, 1}})
+	l := newLattice(t, 8, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375},
+		{"Fossilized", "AttentionGate", 2, 1}})
 	k := newKasminaLayer(t, r, tensor.Float64, 6, 3, l, op.WithStability(op.Strict))
 	var _ op.Replayer = k.forwardOp
 	replay := k.forwardOp.Replay().(*op.KasminaOp)
@@ -342,8 +378,10 @@ func marshal(t testing.TB, l *state.Lattice) string {
 }
 
 func TestKasminaWithoutTelemetry(t *testing.T) {
-	l := newLattice(t, 8, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375}, {"Dormant", "AttentionGate", 2, 1}})
-	k := newKasminaLayer(t, random(t), tensor.Float32, 6, 3, l, op.WithoutTelemetry(), op.WithStability(op.Strict), op.WithAdaptiveGradClip(1))
+	l := newLattice(t, 8, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375},
+		{"Dormant", "AttentionGate", 2, 1}})
+	k := newKasminaLayer(t, random(t), tensor.Float32, 6, 3, l, op.WithoutTelemetry(),
+		op.WithStability(op.Strict), op.WithAdaptiveGradClip(1))
 	before := marshal(t, l)
 	k.forward()
 	k.backward()
@@ -353,13 +391,15 @@ func TestKasminaWithoutTelemetry(t *testing.T) {
 }
 
 func TestKasminaHistogram(t *testing.T) {
-	l := newLattice(t, 6, []seedSetting{{"Dormant", "Residual", 1, 0}, {"Dormant", "Residual", 1, 0}}, state.WithTelemetry(state.Telemetry{Mode: state.Debug}))
+	l := newLattice(t, 6, []seedSetting{{"Dormant", "Residual", 1, 0},
+		{"Dormant", "Residual", 1, 0}}, state.WithTelemetry(state.Telemetry{Mode: state.Debug}))
 	k := newKasminaLayer(t, random(t), tensor.Float64, 2, 2, l)
 	k.x = []float64{1, -1.5, 2, 0, 1e-30, 1e30, 0.75, 3, math.NaN(), math.Inf(1), 5e-324, -1e300}
 	k.forward()
 	reports := l.History()
 	seeds := reports[len(reports)-1].Seeds
-	for s, want := range []state.Histogram{{23: 1, 24: 2, 25: 2}, {0: 3, state.HistogramBins - 1: 2}} {
+	for s, want := range []state.Histogram{{23: 1, 24: 2, 25: 2},
+		{0: 3, state.HistogramBins - 1: 2}} {
 		if *seeds[s].Histogram != want {
 			t.Errorf("histogram of seed %d is %v, want %v", s, *seeds[s].Histogram, want)
 		}
@@ -370,7 +410,8 @@ func TestKasminaHistogram(t *testing.T) {
 func TestKasminaHashes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	node := func(name string, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name))
+		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(name))
 	}
 	x, w, s := node("x", 2, 6), node("w", 3, 3), node("s", 3)
 	settings := []seedSetting{{"Dormant", "Residual", 1, 0}, {"Dormant", "Residual", 1, 0}}
@@ -389,9 +430,13 @@ func TestKasminaHashes(t *testing.T) {
 		l    *state.Lattice
 		opts []op.KasminaOption
 	}{
-		{twin, nil}, {l, []op.KasminaOption{op.WithStability(op.Strict)}}, {l, []op.KasminaOption{op.WithStability(op.Fast)}},
-		{l, []op.KasminaOption{op.WithEpsilon(1e-7)}}, {l, []op.KasminaOption{op.WithGradClip(1)}}, {l, []op.KasminaOption{op.WithGradClip(1.0000001)}},
-		{l, []op.KasminaOption{op.WithAdaptiveGradClip(1)}}, {l, []op.KasminaOption{op.StopOnNonFinite()}}, {l, []op.KasminaOption{op.WithoutTelemetry()}},
+		{twin, nil}, {l, []op.KasminaOption{op.WithStability(op.Strict)}},
+		{l, []op.KasminaOption{op.WithStability(op.Fast)}},
+		{l, []op.KasminaOption{op.WithEpsilon(1e-7)}}, {l, []op.KasminaOption{op.WithGradClip(1)}},
+		{l, []op.KasminaOption{op.WithGradClip(1.0000001)}},
+		{l, []op.KasminaOption{op.WithAdaptiveGradClip(1)}},
+		{l, []op.KasminaOption{op.StopOnNonFinite()}},
+		{l, []op.KasminaOption{op.WithoutTelemetry()}},
 	} {
 		add(i+1, c.l, c.opts...)
 	}
@@ -403,17 +448,24 @@ func TestKasminaHashes(t *testing.T) {
 // A node's gradient is the sum over its uses, and the layer mixes with stock ops.
 func TestKasminaInAGraph(t *testing.T) {
 	r := random(t)
-	l := newLattice(t, 6, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375}, {"FineTuning", "AttentionGate", 2, 1}})
+	l := newLattice(t, 6, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375},
+		{"FineTuning", "AttentionGate", 2, 1}})
 	xv, wv, sv := normal(r, 24), normal(r, 9), normal(r, 3)
 	build := func() (cost *gorgonia.Node, in gorgonia.Nodes, g *gorgonia.ExprGraph) {
 		g = gorgonia.NewGraph()
 		node := func(name string, v []float64, shape ...int) *gorgonia.Node {
-			return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(name), gorgonia.WithValue(dense(tensor.Float64, v, shape...)))
+			return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithShape(shape...),
+				gorgonia.WithName(name), gorgonia.WithValue(dense(tensor.Float64, v, shape...)))
 		}
 		x, w, s := node("x", xv, 4, 6), node("w", wv, 3, 3), node("s", sv, 3)
 		y := must(t)(op.Kasmina(x, w, s, l, op.WithoutTelemetry()))
-		z := must(t)(op.Kasmina(must(t)(gorgonia.Tanh(y)), w, s, l, op.WithoutTelemetry())) // the parameters twice, y twice
-		cost = must(t)(gorgonia.Sum(must(t)(gorgonia.Square(must(t)(gorgonia.Add(must(t)(gorgonia.HadamardProd(y, z)), x))))))
+		// the parameters twice, y twice
+		z := must(t)(op.Kasmina(must(t)(gorgonia.Tanh(y)), w, s, l, op.WithoutTelemetry()))
+		cost =
+			must(
+				t)(gorgonia.Sum(
+				must(t)(gorgonia.Square(must(t)(gorgonia.Add(must(t)(gorgonia.HadamardProd(y, z)),
+					x))))))
 		return cost, gorgonia.Nodes{x, w, s}, g
 	}
 	evaluate := func() float64 {
@@ -444,7 +496,8 @@ func TestKasminaInAGraph(t *testing.T) {
 			want := (up - evaluate()) / (2 * h)
 			v[j] = kept
 			if math.Abs(got[j]-want) > 1e-6*max(1, math.Abs(want)) {
-				t.Errorf("gradient of input %d at %d is %v, central differences give %v", i, j, got[j], want)
+				t.Errorf("gradient of input %d at %d is %v, central differences give %v", i, j,
+					got[j], want)
 			}
 		}
 	}
@@ -466,7 +519,8 @@ func TestKasmina100000Seeds(t *testing.T) {
 		if s%3 == 0 {
 			continue
 		}
-		if err := place(l, s, seedSetting{state.Stage(2 + s%6).String(), kasminaKinds[s%4], 1 + s%(slots-1), 0.375}); err != nil {
+		if err := place(l, s, seedSetting{state.Stage(2 + s%6).String(), kasminaKinds[s%4],
+			1 + s%(slots-1), 0.375}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -483,7 +537,8 @@ func TestKasmina100000Seeds(t *testing.T) {
 	for range sample { // seed by seed through a lattice of one
 		s := r.IntN(seeds)
 		report := reports[s]
-		one := newLattice(t, chunk, []seedSetting{{report.Stage.String(), report.Kind.String(), max(report.Slot, 1), 0.375}})
+		one := newLattice(t, chunk, []seedSetting{{report.Stage.String(), report.Kind.String(),
+			max(report.Slot, 1), 0.375}})
 		single := newKasminaLayer(t, r, tensor.Float32, rows, slots, one)
 		single.weights, single.scale = k.weights, k.scale
 		var want []float64
@@ -492,7 +547,8 @@ func TestKasmina100000Seeds(t *testing.T) {
 			want = append(want, got[row*k.dim+s*chunk:][:chunk]...)
 		}
 		if y := single.forward(); !sameBits(y, want) {
-			t.Fatalf("seed %d, %v of %v, gives %v in the crowd and %v alone", s, report.Stage, report.Kind, want, y)
+			t.Fatalf("seed %d, %v of %v, gives %v in the crowd and %v alone", s,
+				report.Stage, report.Kind, want, y)
 		}
 		if h := one.Report().Seeds[0].Health; h != report.Health {
 			t.Fatalf("seed %d has health %+v in the crowd and %+v alone", s, report.Health, h)
@@ -514,7 +570,8 @@ func TestKasminaUnderCommands(t *testing.T) {
 		}
 	}
 	l := newLattice(t, 64, settings)
-	k := newKasminaLayer(t, r, tensor.Float32, 32, 9, l, op.WithStability(op.Strict), op.WithAdaptiveGradClip(2))
+	k := newKasminaLayer(t, r, tensor.Float32, 32, 9, l, op.WithStability(op.Strict),
+		op.WithAdaptiveGradClip(2))
 	var wg sync.WaitGroup
 	stop := make(chan struct{})
 	wg.Add(1)
@@ -526,7 +583,9 @@ func TestKasminaUnderCommands(t *testing.T) {
 				return
 			default:
 			}
-			err := errors.Join(l.SetAlpha(i%16, float64(i%5)/4), l.SetTelemetry(state.Telemetry{Mode: state.TelemetryMode(i % 4), Reduction: state.Reduction(i % 3)}))
+			err := errors.Join(l.SetAlpha(i%16, float64(i%5)/4),
+				l.SetTelemetry(state.Telemetry{Mode: state.TelemetryMode(i % 4),
+					Reduction: state.Reduction(i % 3)}))
 			if _, stepped := l.StepEpoch(state.Metrics{Loss: 1}); errors.Join(err, stepped) != nil {
 				t.Error(err, stepped)
 			}
@@ -558,13 +617,15 @@ func BenchmarkKasmina(b *testing.B) {
 		{"mixed/8x100000x4", 8, 100_000, 4, state.Production, true},
 		{"mixed/2048x1x1024", 2048, 1, 1024, state.Production, true},
 	} {
-		l, err := state.NewLattice(c.seeds, c.seeds*c.chunk, state.WithoutGates(), state.WithHistory(0), state.WithTelemetry(state.Telemetry{Mode: c.telemetry}))
+		l, err := state.NewLattice(c.seeds, c.seeds*c.chunk, state.WithoutGates(),
+			state.WithHistory(0), state.WithTelemetry(state.Telemetry{Mode: c.telemetry}))
 		if err != nil {
 			b.Fatal(err)
 		}
 		for s := range c.seeds {
 			if c.mixed {
-				if err := place(l, s, seedSetting{"Grafting", kasminaKinds[s%4], 1 + s%8, 0.5}); err != nil {
+				if err := place(l, s, seedSetting{"Grafting", kasminaKinds[s%4],
+					1 + s%8, 0.5}); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -38,21 +38,24 @@ func TestKasminaGradients(t *testing.T) {
 					if slices.Contains(capacityKinds, kind) {
 						width = 7 * size.chunk // of which they use 6
 					}
-					k := newWideLayer(t, r, tensor.Float64, 3, 3, width, l, op.WithStability(mode), op.WithEpsilon(0.1), op.WithoutTelemetry())
+					k := newWideLayer(t, r, tensor.Float64, 3, 3, width, l, op.WithStability(mode),
+						op.WithEpsilon(0.1), op.WithoutTelemetry())
 					k.x, k.weights = mapped(k.x, away), mapped(k.weights, away)
-					t.Run(fmt.Sprintf("%v/%s/%dx%d/%v", stage, kind, size.seeds, size.chunk, mode), func(t *testing.T) {
-						k.t = t
-						if mode == op.Strict {
-							k.learnLimits(r.Float64())
-						}
-						if mode == op.Adaptive {
-							k.x = mapped(k.x, func(v float64) float64 { return 0x1p22 * v })
-							if kind == "Residual" { // its w and a move the output by little, but linearly
-								k.step = 4
+					t.Run(fmt.Sprintf("%v/%s/%dx%d/%v", stage, kind, size.seeds, size.chunk, mode),
+						func(t *testing.T) {
+							k.t = t
+							if mode == op.Strict {
+								k.learnLimits(r.Float64())
 							}
-						}
-						k.checkStage(stage, kind)
-					})
+							if mode == op.Adaptive {
+								k.x = mapped(k.x, func(v float64) float64 { return 0x1p22 * v })
+								// its w and a move the output by little, but linearly
+								if kind == "Residual" {
+									k.step = 4
+								}
+							}
+							k.checkStage(stage, kind)
+						})
 				}
 			}
 		}
@@ -65,7 +68,8 @@ func (k *kasminaLayer) learnLimits(turn float64) {
 	l := k.forwardOp.Lattice
 	kept := k.x
 	k.x = mapped(k.x, func(v float64) float64 { return v / 4 })
-	layer := newWideLayer(k.t, random(k.t), k.dt, k.rows, k.slots, k.width, l, op.WithStability(op.Strict))
+	layer := newWideLayer(k.t, random(k.t), k.dt, k.rows, k.slots, k.width, l,
+		op.WithStability(op.Strict))
 	layer.x = k.x
 	layer.forward()
 	k.x = kept
@@ -85,8 +89,8 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 		if !sameBits(y, k.x) || !sameBits(d.x, k.g) {
 			k.t.Error("training changes the host: y is not x or dx is not g")
 		}
-		// The parameters learn as if blended with α = 1: their gradients are those of a seed that is
-		// being fine-tuned.
+		// The parameters learn as if blended with α = 1: their gradients are those of a seed that
+		// is being fine-tuned.
 		l := k.forwardOp.Lattice
 		for i := range l.Seeds() {
 			if err := errors.Join(l.Transition(i, state.Grafting), l.SetAlpha(i, 1)); err != nil {
@@ -96,14 +100,18 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 		k.forward()
 		blended := k.backward()
 		if !sameBits(d.weights, blended.weights) || !sameBits(d.scales, blended.scales) {
-			k.t.Errorf("gradients in training are %v and %v, blended with α = 1 %v and %v", d.weights, d.scales, blended.weights, blended.scales)
+			k.t.Errorf("gradients in training are %v and %v, blended with α = 1 %v and %v",
+				d.weights, d.scales, blended.weights, blended.scales)
 		}
 	case stage.Learns():
 		k.checkDifferences("dweights", d.weights, k.weights)
 		k.checkDifferences("dscales", d.scales, k.scale)
 	default:
-		if slices.ContainsFunc(append(d.weights, d.scales...), func(v float64) bool { return v != 0 }) {
-			k.t.Errorf("%v passes gradients to its parameters: %v and %v", stage, d.weights, d.scales)
+		if slices.ContainsFunc(append(d.weights, d.scales...), func(v float64) bool {
+			return v != 0
+		}) {
+			k.t.Errorf("%v passes gradients to its parameters: %v and %v",
+				stage, d.weights, d.scales)
 		}
 	}
 	if !stage.Blends() && (!sameBits(y, k.x) || !sameBits(d.x, k.g)) {
@@ -123,7 +131,8 @@ func TestKasminaStrict(t *testing.T) {
 	settings[4].Stage = "Dormant"
 	for _, dt := range []tensor.Dtype{tensor.Float64, tensor.Float32} {
 		l := newLattice(t, seeds*chunk, settings)
-		k := newKasminaLayer(t, r, dt, rows, seeds+1, l, op.WithStability(op.Strict), op.WithEpsilon(eps))
+		k := newKasminaLayer(t, r, dt, rows, seeds+1, l, op.WithStability(op.Strict),
+			op.WithEpsilon(eps))
 		previous := slices.Clone(k.x)
 		k.forward()
 		for i := range k.x {
@@ -166,7 +175,8 @@ func TestKasminaStrict(t *testing.T) {
 		if count < 100 {
 			t.Fatalf("only %d elements are clamped", count)
 		}
-		fast := newKasminaLayer(t, r, tensor.Float64, rows, seeds+1, l, op.WithStability(op.Fast), op.WithoutTelemetry())
+		fast := newKasminaLayer(t, r, tensor.Float64, rows, seeds+1, l, op.WithStability(op.Fast),
+			op.WithoutTelemetry())
 		fast.x, fast.weights, fast.scale, fast.g = clamped, k.weights, k.scale, k.g
 		wantY := fast.forward()
 		want := fast.backward()
@@ -176,7 +186,8 @@ func TestKasminaStrict(t *testing.T) {
 			}
 		}
 		limit := map[tensor.Dtype]float64{tensor.Float64: 1e-12, tensor.Float32: 1e-6}[dt]
-		for what, e := range map[string]float64{"y": distance(y, wantY), "dx": distance(d.x, want.x), "dweights": distance(d.weights, want.weights) / 10,
+		for what, e := range map[string]float64{"y": distance(y, wantY),
+			"dx": distance(d.x, want.x), "dweights": distance(d.weights, want.weights) / 10,
 			"dscales": distance(d.scales, want.scales) / 10} {
 			if !(e <= limit) {
 				t.Errorf("%v: %s has error %g, want at most %g", dt, what, e, limit)
@@ -228,7 +239,9 @@ func TestKasminaAdaptive(t *testing.T) {
 			k.scale = []float64{0, -0x1p-10, 0x1p-11}
 			overflows := kind == "MLPExpansion" || kind == "ConvFilter"
 			if overflows { // x·w does at 3e36, a·x·w does not
-				k.weights = mapped(k.weights, func(v float64) float64 { return 1024 * math.Mod(v, 1) })
+				k.weights = mapped(k.weights, func(v float64) float64 {
+					return 1024 * math.Mod(v, 1)
+				})
 			}
 			fast := newKasminaLayer(t, r, tensor.Float32, 5, 3, l, op.WithStability(op.Fast))
 			exact := newKasminaLayer(t, r, tensor.Float64, 5, 3, l, op.WithStability(op.Fast))
@@ -244,9 +257,13 @@ func TestKasminaAdaptive(t *testing.T) {
 				t.Errorf("%s of activations up to %g is not what the fast mode gives", kind, size)
 			}
 			if size > 1e36 && overflows && !k.overflows(chunk) {
-				t.Errorf("%s of activations near %g does not overflow without scaling either", kind, size)
+				t.Errorf("%s of activations near %g does not overflow without scaling either", kind,
+					size)
 			}
-			d, want := k.backward(), func() kasminaGrads { exact.forward(); return exact.backward() }()
+			d, want := k.backward(), func() kasminaGrads {
+				exact.forward()
+				return exact.backward()
+			}()
 			if e := distance(d.x, want.x); !(e < 1e-5) {
 				t.Errorf("%s near %g: dx has error %g", kind, size, e)
 			}
@@ -282,10 +299,13 @@ func (k *kasminaLayer) overflows(chunk int) bool {
 func TestKasminaGradClip(t *testing.T) {
 	r := random(t)
 	const seeds, chunk, rows, limit, eps = 3, 5, 40, 2.0, 0.125
-	settings := []seedSetting{{"Grafting", "MLPExpansion", 1, 0.375}, {"Dormant", "Residual", 2, 0}, {"Training", "AttentionGate", 2, 0}}
+	settings := []seedSetting{{"Grafting", "MLPExpansion", 1, 0.375}, {"Dormant", "Residual", 2, 0},
+		{"Training", "AttentionGate", 2, 0}}
 	l := newLattice(t, seeds*chunk, settings)
-	k := newKasminaLayer(t, r, tensor.Float64, rows, 3, l, op.WithGradClip(limit), op.WithEpsilon(eps), op.WithStability(op.Fast))
-	plain := newKasminaLayer(t, r, tensor.Float64, rows, 3, l, op.WithStability(op.Fast), op.WithoutTelemetry())
+	k := newKasminaLayer(t, r, tensor.Float64, rows, 3, l, op.WithGradClip(limit),
+		op.WithEpsilon(eps), op.WithStability(op.Fast))
+	plain := newKasminaLayer(t, r, tensor.Float64, rows, 3, l, op.WithStability(op.Fast),
+		op.WithoutTelemetry())
 	plain.x, plain.weights, plain.scale, plain.g = k.x, k.weights, k.scale, slices.Clone(k.g)
 	var clips [seeds]int
 	for row := range rows {
@@ -306,7 +326,8 @@ func TestKasminaGradClip(t *testing.T) {
 	plain.forward()
 	k.forward()
 	d, want := k.backward(), plain.backward()
-	for what, e := range map[string]float64{"dx": distance(d.x, want.x), "dweights": distance(d.weights, want.weights), "dscales": distance(d.scales, want.scales)} {
+	for what, e := range map[string]float64{"dx": distance(d.x, want.x),
+		"dweights": distance(d.weights, want.weights), "dscales": distance(d.scales, want.scales)} {
 		if !(e < 1e-13) {
 			t.Errorf("%s has error %g", what, e)
 		}
@@ -354,7 +375,8 @@ func TestKasminaAdaptiveGradClip(t *testing.T) {
 		if (clipped > 0) != (step > 0) {
 			t.Errorf("step %d: %d rows are clipped", step, clipped)
 		}
-		if got, want := l.Report().Seeds[0].Gradient.Norm, math.Sqrt(total); math.Abs(got-want) > 1e-6*want {
+		if got, want := l.Report().Seeds[0].Gradient.Norm,
+			math.Sqrt(total); math.Abs(got-want) > 1e-6*want {
 			t.Errorf("step %d: the reported norm is %v, want %v", step, got, want)
 		}
 	}
@@ -363,10 +385,12 @@ func TestKasminaAdaptiveGradClip(t *testing.T) {
 // Results have the same bits however many cores work, and from run to run.
 func TestKasminaIsDeterministic(t *testing.T) {
 	r := random(t)
-	for _, size := range []struct{ rows, seeds, chunk, slots int }{{300, 1, 96, 2}, {300, 40, 3, 5}, {3, 5000, 1, 3}, {270, 2, 700, 2}} {
+	for _, size := range []struct{ rows, seeds, chunk, slots int }{{300, 1, 96, 2}, {300, 40, 3, 5},
+		{3, 5000, 1, 3}, {270, 2, 700, 2}} {
 		settings := make([]seedSetting, size.seeds)
 		for i := range settings {
-			settings[i] = seedSetting{state.Stage(i % 8).String(), kasminaKinds[i%4], 1 + i%(size.slots-1), 0.375}
+			settings[i] = seedSetting{state.Stage(i % 8).String(), kasminaKinds[i%4],
+				1 + i%(size.slots-1), 0.375}
 		}
 		settings[0].Stage = "Grafting"
 		var first []float64
@@ -449,16 +473,20 @@ func TestKasminaFloat32(t *testing.T) {
 	for _, rows := range []int{1, 33, 2000} {
 		settings := make([]seedSetting, 24)
 		for i := range settings {
-			settings[i] = seedSetting{state.Stage(i % 11).String(), kasminaKinds[r.IntN(4)], 1 + i%5, 0.375}
+			settings[i] = seedSetting{state.Stage(i % 11).String(),
+				kasminaKinds[r.IntN(4)], 1 + i%5, 0.375}
 		}
 		l := newLattice(t, 24*17, settings)
 		single := newKasminaLayer(t, r, tensor.Float32, rows, 6, l)
 		exact := newKasminaLayer(t, r, tensor.Float64, rows, 6, l)
-		exact.x, exact.weights, exact.scale, exact.g = single.x, single.weights, single.scale, single.g
+		exact.x, exact.weights, exact.scale, exact.g = single.x, single.weights,
+			single.scale, single.g
 		y, wantY := single.forward(), exact.forward()
 		d, want := single.backward(), exact.backward()
-		for what, c := range map[string][2]float64{"y": {distance(y, wantY), 1e-6}, "dx": {distance(d.x, want.x), 1e-5},
-			"dweights": {distance(d.weights, want.weights), 1e-5}, "dscales": {distance(d.scales, want.scales), 1e-5}} {
+		for what, c := range map[string][2]float64{"y": {distance(y, wantY), 1e-6},
+			"dx":       {distance(d.x, want.x), 1e-5},
+			"dweights": {distance(d.weights, want.weights), 1e-5},
+			"dscales":  {distance(d.scales, want.scales), 1e-5}} {
 			if !(c[0] < c[1]) {
 				t.Errorf("%d rows: %s has error %g, want less than %g", rows, what, c[0], c[1])
 			}
@@ -470,7 +498,10 @@ func TestKasminaFloat32(t *testing.T) {
 // bear it.
 func TestKasminaRegisteredKind(t *testing.T) {
 	name := fmt.Sprintf("Cubic%d", blueprints.Kinds())
-	if _, err := blueprints.Register(blueprints.Blueprint{Name: name, Identity: func([]float64, int, *rand.Rand) float64 { return 0 }, F32: cubic[float32](), F64: cubic[float64]()}); err != nil {
+	if _, err := blueprints.Register(blueprints.Blueprint{Name: name,
+		Identity: func([]float64, int, *rand.Rand) float64 {
+			return 0
+		}, F32: cubic[float32](), F64: cubic[float64]()}); err != nil {
 		t.Fatal(err)
 	}
 	l := newLattice(t, 6, []seedSetting{{"Grafting", name, 1, 0.375}, {"FineTuning", name, 1, 1}})
@@ -516,11 +547,14 @@ func TestKasminaAtAlphaZero(t *testing.T) {
 				k := newKasminaLayer(t, r, tensor.Float64, 3, 2, l, op.WithStability(stability))
 				k.x = mapped(k.x, away)
 				k.x[7] = 1e7 // which the adaptive mode scales
-				k.weights, k.scale = mapped(k.weights, func(float64) float64 { return math.NaN() }), []float64{math.NaN(), math.Inf(1)}
+				k.weights, k.scale = mapped(k.weights, func(float64) float64 {
+					return math.NaN()
+				}), []float64{math.NaN(), math.Inf(1)}
 				if y := k.forward(); !sameBits(y, k.x) {
 					t.Errorf("%s in %s, %v: y is %v, want %v", kind, stage, stability, y, k.x)
 				}
-				if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights, make([]float64, 10)) || !sameBits(d.scales, make([]float64, 2)) {
+				if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights,
+					make([]float64, 10)) || !sameBits(d.scales, make([]float64, 2)) {
 					t.Errorf("%s in %s, %v: gradients are %v", kind, stage, stability, d)
 				}
 			}
@@ -529,9 +563,11 @@ func TestKasminaAtAlphaZero(t *testing.T) {
 }
 
 func TestKasminaSlotBeyondWeights(t *testing.T) {
-	l := newLattice(t, 6, []seedSetting{{"Dormant", "Residual", 1, 0}, {"Training", "Residual", 7, 0}, {"Dormant", "Residual", 1, 0}})
+	l := newLattice(t, 6, []seedSetting{{"Dormant", "Residual", 1, 0},
+		{"Training", "Residual", 7, 0}, {"Dormant", "Residual", 1, 0}})
 	k := newKasminaLayer(t, random(t), tensor.Float64, 2, 7, l)
-	if _, err := k.tryForward(k.forwardOp); err == nil || !strings.Contains(err.Error(), "seed 1 has slot 7, but weights has 7 slots") {
+	if _, err := k.tryForward(k.forwardOp); err == nil || !strings.Contains(err.Error(),
+		"seed 1 has slot 7, but weights has 7 slots") {
 		t.Errorf("error %v", err)
 	}
 }
@@ -552,7 +588,8 @@ func TestKasminaSlotZero(t *testing.T) {
 		if y := k.forward(); !sameBits(y, k.x) {
 			t.Errorf("%v: y is not x", stage)
 		}
-		if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights, make([]float64, 3)) || !sameBits(d.scales, []float64{0}) {
+		if d := k.backward(); !sameBits(d.x, k.g) || !sameBits(d.weights, make([]float64, 3)) ||
+			!sameBits(d.scales, []float64{0}) {
 			t.Errorf("%v: gradients are %v", stage, d)
 		}
 	}
@@ -561,14 +598,16 @@ func TestKasminaSlotZero(t *testing.T) {
 func TestKasminaErrors(t *testing.T) {
 	g, other := gorgonia.NewGraph(), gorgonia.NewGraph()
 	node := func(g *gorgonia.ExprGraph, dt tensor.Dtype, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...), gorgonia.WithName(fmt.Sprint(dt, shape)))
+		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...),
+			gorgonia.WithName(fmt.Sprint(dt, shape)))
 	}
 	f64 := func(shape ...int) *gorgonia.Node { return node(g, tensor.Float64, shape...) }
 	x, w, s := f64(4, 12), f64(5, 4), f64(5)
 	l := newLattice(t, 12, make3())
 	slotted := newLattice(t, 12, make3(), state.WithSlots(9))
 	wide := newLattice(t, 12, make3(), state.WithWidth(8))
-	mixing := newLattice(t, 12, []seedSetting{{"Dormant", "Residual", 1, 0}, {"Training", "LowRank", 1, 0}, {"Dormant", "Residual", 1, 0}})
+	mixing := newLattice(t, 12, []seedSetting{{"Dormant", "Residual", 1, 0},
+		{"Training", "LowRank", 1, 0}, {"Dormant", "Residual", 1, 0}})
 	for _, c := range []struct {
 		x, w, s *gorgonia.Node
 		l       *state.Lattice
@@ -587,7 +626,8 @@ func TestKasminaErrors(t *testing.T) {
 		{x, f64(5), s, l, nil, "weights has shape (5)|[slots, W]"},
 		{x, f64(5, 3), s, l, nil, "weights has shape (5, 3)|at least 4|12 features / 3 seeds"},
 		{x, f64(5, 9), s, wide, nil, "weights has rows of 9|(5, 9)|8"},
-		{x, f64(5, 7), s, mixing, nil, "weights has shape (5, 7)|seed 1|LowRank needs 8 weights|there are 7"},
+		{x, f64(5, 7), s, mixing, nil,
+			"weights has shape (5, 7)|seed 1|LowRank needs 8 weights|there are 7"},
 		{x, w, f64(5, 1), l, nil, "scales has shape (5, 1)|[slots]"},
 		{x, w, f64(6), l, nil, "scales has shape (6)|(5)|(5, 4)"},
 		{x, w, s, slotted, nil, "weights has 5 slots|(5, 4)|9"},
@@ -598,7 +638,10 @@ func TestKasminaErrors(t *testing.T) {
 		{x, w, s, l, op.WithGradClip(-1), "WithGradClip|-1"},
 		{x, w, s, l, op.WithAdaptiveGradClip(math.NaN()), "WithAdaptiveGradClip|NaN"},
 		{x, w, s, l, op.WithStability(9), "WithStability|9"},
-		{x, w, s, l, func(c *op.KasminaConfig) error { c.GradClip, c.AdaptiveClip = 1, 1; return nil }, "exclude each other"},
+		{x, w, s, l, func(c *op.KasminaConfig) error {
+			c.GradClip, c.AdaptiveClip = 1, 1
+			return nil
+		}, "exclude each other"},
 	} {
 		opts := []op.KasminaOption{op.WithStability(op.Fast)}
 		if c.opt != nil {
@@ -611,7 +654,8 @@ func TestKasminaErrors(t *testing.T) {
 			}
 		}
 	}
-	if _, err := op.Kasmina(x, w, s, l, nil); err == nil || !strings.Contains(err.Error(), "option 0 is nil") {
+	if _, err := op.Kasmina(x, w, s, l, nil); err == nil ||
+		!strings.Contains(err.Error(), "option 0 is nil") {
 		t.Errorf("a nil option: error %v", err)
 	}
 }
@@ -692,7 +736,8 @@ func TestKasminaFreshWeights(t *testing.T) {
 					machine := newMachine(t, l)
 					require.NoError(t, machine.RunAll(), name)
 					x, y := floats(t, l.x.Value()), floats(t, l.y.Value())
-					require.InDeltaSlice(t, x, y, 1e-6, "%s, recomputed %v: %v", name, recompute, kind)
+					require.InDeltaSlice(t, x, y, 1e-6, "%s, recomputed %v: %v",
+						name, recompute, kind)
 					w, a := floats(t, l.weights.Value()), floats(t, l.scales.Value())
 					require.NotZero(t, a[2], "%s, recomputed %v: %v", name, recompute, kind)
 					require.Equal(t, make([]float64, 16), w[:16], "other slots")
@@ -783,7 +828,8 @@ func TestKasminaTiming(t *testing.T) {
 			k.backward()
 		}
 		r := l.Report()
-		if r.Layer.Timed != c.timed || (r.Layer.Kernel > 0) != (c.timed > 0) || (r.Layer.Bandwidth > 0) != (c.timed > 0) || r.Layer.Overhead < 0 {
+		if r.Layer.Timed != c.timed || (r.Layer.Kernel > 0) != (c.timed > 0) ||
+			(r.Layer.Bandwidth > 0) != (c.timed > 0) || r.Layer.Overhead < 0 {
 			t.Errorf("%s: %+v, want %d timed", name, r.Layer, c.timed)
 		}
 		if len(c.opts) == 0 && r.Step != 130 {
@@ -803,14 +849,21 @@ func fault(function string) {
 
 func faultyRule[T blueprints.Float]() blueprints.Arithmetic[T] {
 	return blueprints.Arithmetic[T]{
-		Prepare:  func(p, w []T) { fault("Prepare"); copy(p, w) },
-		Forward:  func(t, x, p []T, a T) { fault("Forward"); copy(t, x) },
-		Backward: func(dx, dp, g, x, p []T, a T) float64 { fault("Backward"); copy(dx, g); return 0 },
-		Finish:   func(dp, p []T) { fault("Finish") },
+		Prepare: func(p, w []T) { fault("Prepare"); copy(p, w) },
+		Forward: func(t, x, p []T, a T) { fault("Forward"); copy(t, x) },
+		Backward: func(dx, dp, g, x, p []T, a T) float64 {
+			fault("Backward")
+			copy(dx, g)
+			return 0
+		},
+		Finish: func(dp, p []T) { fault("Finish") },
 	}
 }
 
-var _, errFaulty = blueprints.Register(blueprints.Blueprint{Name: "Faulty", Identity: func([]float64, int, *rand.Rand) float64 { return 1 },
+var _, errFaulty = blueprints.Register(blueprints.Blueprint{Name: "Faulty",
+	Identity: func([]float64, int, *rand.Rand) float64 {
+		return 1
+	},
 	F32: faultyRule[float32](), F64: faultyRule[float64]()})
 
 // A panic in a blueprint's function is an error of the run that names function, kind and seed, on
@@ -822,7 +875,8 @@ func TestKasminaPanickingBlueprint(t *testing.T) {
 	defer func() { faultyIn = "" }()
 	r := random(t)
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
-		settings := []seedSetting{{"Dormant", "Residual", 1, 0}, {"Grafting", "ConvFilter", 1, 0.5}, {"Grafting", "Faulty", 2, 0.5}, {"Training", "Residual", 1, 0}}
+		settings := []seedSetting{{"Dormant", "Residual", 1, 0}, {"Grafting", "ConvFilter", 1, 0.5},
+			{"Grafting", "Faulty", 2, 0.5}, {"Training", "Residual", 1, 0}}
 		l := newLattice(t, 4*16, settings)
 		k := newKasminaLayer(t, r, dt, 5000, 3, l) // enough rows for every core
 		faultyIn = ""
@@ -839,7 +893,8 @@ func TestKasminaPanickingBlueprint(t *testing.T) {
 			if !errors.Is(err, op.ErrBlueprint) {
 				t.Fatalf("%v: a panic in %s gives the error %v", dt, function, err)
 			}
-			for _, want := range []string{"seed 2", "Faulty", "boom in " + function, "op_test.fault"} {
+			for _, want := range []string{"seed 2", "Faulty",
+				"boom in " + function, "op_test.fault"} {
 				if !strings.Contains(err.Error(), want) {
 					t.Errorf("%v: the error does not hold %q: %v", dt, want, err)
 				}
@@ -848,7 +903,8 @@ func TestKasminaPanickingBlueprint(t *testing.T) {
 		faultyIn = ""
 		again := newKasminaLayer(t, r, dt, 5000, 3, newLattice(t, 4*16, settings))
 		again.x, again.g, again.weights, again.scale = k.x, k.g, k.weights, k.scale
-		if !sameBits(k.forward(), again.forward()) || !sameBits(k.backward().weights, again.backward().weights) {
+		if !sameBits(k.forward(), again.forward()) || !sameBits(k.backward().weights,
+			again.backward().weights) {
 			t.Errorf("%v: after panics the layer computes something else", dt)
 		}
 		if err := l.Verify(); err != nil {
@@ -864,7 +920,8 @@ func TestKasminaPanickingBlueprintInAGraph(t *testing.T) {
 	l := newLattice(t, 4, []seedSetting{{"Fossilized", "Faulty", 1, 1}}, state.WithoutGates())
 	g := gorgonia.NewGraph()
 	input := func(name string, shape ...int) *gorgonia.Node {
-		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithName(name), gorgonia.WithShape(shape...), gorgonia.WithInit(gorgonia.Zeroes()))
+		return gorgonia.NewTensor(g, tensor.Float64, len(shape), gorgonia.WithName(name),
+			gorgonia.WithShape(shape...), gorgonia.WithInit(gorgonia.Zeroes()))
 	}
 	must(t)(op.Kasmina(input("x", 300, 4), input("weights", 2, 4), input("scales", 2), l))
 	if err := tryRun(g); err == nil || !strings.Contains(err.Error(), "boom in Forward") {

@@ -32,17 +32,20 @@ func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 		return nil, err
 	}
 	rows, in, out := x.Shape()[0], x.Shape()[1], w.Shape()[0]
-	if err := checkShape(name, aw, fmt.Sprintf("[out, in] with the features of x %v", x.Shape()), out, in); err != nil {
+	if err := checkShape(name, aw, fmt.Sprintf("[out, in] with the features of x %v", x.Shape()),
+		out, in); err != nil {
 		return nil, err
 	}
 	o := &LinearOp{}
-	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, w}, x.Dtype(), tensor.Shape{rows, out}, linear[float32], linear[float64])
+	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, w}, x.Dtype(), tensor.Shape{rows, out},
+		linear[float32], linear[float64])
 	return gorgonia.ApplyOp(o, x, w)
 }
 
 func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
 	x, w := o.InputShape(0), o.InputShape(1)
-	gemm.LinearUntil(o.Stop(), y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1], w[0])
+	gemm.LinearUntil(o.Stop(), y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1],
+		w[0])
 	return nil
 }
 

@@ -41,16 +41,19 @@ func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkDims(name, aw, 2, "[V, D]"); err != nil {
 		return nil, err
 	}
-	if err := checkShape(name, aw, fmt.Sprintf("[V, D] with the D of x %v", x.Shape()), w.Shape()[0], x.Shape()[1]); err != nil {
+	if err := checkShape(name, aw, fmt.Sprintf("[V, D] with the D of x %v", x.Shape()),
+		w.Shape()[0], x.Shape()[1]); err != nil {
 		return nil, err
 	}
-	if err := checkInts(name, at, x.Shape()[0], fmt.Sprintf("one for each row of x %v", x.Shape())); err != nil {
+	if err := checkInts(name, at, x.Shape()[0], fmt.Sprintf("one for each row of x %v",
+		x.Shape())); err != nil {
 		return nil, err
 	}
 	o := &LinearCrossEntropyOp{}
 	o.Owns(&o.lse)
 	in := gorgonia.Nodes{x, w, targets}
-	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), tensor.Shape{}, linearCrossEntropy[float32], linearCrossEntropy[float64])
+	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), tensor.Shape{}, linearCrossEntropy[float32],
+		linearCrossEntropy[float64])
 	return gorgonia.ApplyOp(o, in...)
 }
 
@@ -60,7 +63,8 @@ func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbas
 	if err := checkTargets(targets, v); err != nil {
 		return err
 	}
-	loss[0] = T(crossentropy.LinearForward(opbase.AuxSlice[T](&o.lse, len(targets)), x, w, targets, d, v))
+	loss[0] = T(crossentropy.LinearForward(opbase.AuxSlice[T](&o.lse, len(targets)), x, w, targets,
+		d, v))
 	return nil
 }
 
@@ -68,9 +72,11 @@ func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbas
 func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, true, false} }
 
 // SymDiff returns the gradients of x and w.
-func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes, output,
+	grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &LinearCrossEntropyGradOp{Forward: o}
-	grads, err := backward(&b.Base, b, "LinearCrossEntropyGrad", o, gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 2,
+	grads, err := backward(&b.Base, b, "LinearCrossEntropyGrad", o,
+		gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 2,
 		linearCrossEntropyGrad[float32], linearCrossEntropyGrad[float64])
 	if err != nil {
 		return nil, err
@@ -85,7 +91,8 @@ type LinearCrossEntropyGradOp struct {
 	Forward *LinearCrossEntropyOp
 }
 
-func linearCrossEntropyGrad[T cpu.Float](o *LinearCrossEntropyGradOp, out []T, in opbase.Args) error {
+func linearCrossEntropyGrad[T cpu.Float](o *LinearCrossEntropyGradOp, out []T,
+	in opbase.Args) error {
 	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
 	g := opbase.Slice[T](in, 4)[0] / T(crossentropy.Targets(targets))
 	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))

@@ -79,8 +79,10 @@ func TestLispMachine(t *testing.T) {
 					require.NoError(t, err)
 					sum := mapped(floats(t, want[i].Value()),
 						func(v float64) float64 { return v * float64(runs+1) })
-					tolerance := map[tensor.Dtype]float64{tensor.Float64: 1e-14, tensor.Float32: 1e-6}[dt]
-					require.LessOrEqual(t, distance(floats(t, grad), sum), tolerance, "%s %v: gradient %d, run %d",
+					tolerance := map[tensor.Dtype]float64{tensor.Float64: 1e-14,
+						tensor.Float32: 1e-6}[dt]
+					require.LessOrEqual(t, distance(floats(t, grad), sum), tolerance,
+						"%s %v: gradient %d, run %d",
 						c.name, dt, i, runs)
 				}
 			}
@@ -103,7 +105,8 @@ func TestLispMachineChain(t *testing.T) {
 	x, w, v := randomInput(r, 6, 8), randomInput(r, 8, 8), randomInput(r, 8)
 	c := opCase{in: []input{x, w, v}, build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		h := must(t)(op.RMSNorm(in[0], in[2], 1e-5))
-		q := must(t)(op.RoPE(must(t)(op.Linear(h, in[1])), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}))
+		q := must(t)(op.RoPE(must(t)(op.Linear(h, in[1])),
+			op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}))
 		a := must(t)(op.Attention(q, h, h, op.AttentionConfig{Seq: 3, Heads: 2, HeadDim: 4,
 			Causal: true}))
 		return op.SiLUMLP(must(t)(gorgonia.Add(a, h)), in[1], in[1], in[1])

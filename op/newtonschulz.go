@@ -37,7 +37,8 @@ func NewtonSchulz(x *gorgonia.Node, steps int) (*gorgonia.Node, error) {
 		return nil, fmt.Errorf("op.%s: steps is %d, want at least 1", name, steps)
 	}
 	o := &NewtonSchulzOp{Steps: steps}
-	opbase.Init(&o.Base, o, name, fmt.Sprintf("steps=%d", steps), gorgonia.Nodes{x}, x.Dtype(), x.Shape(),
+	opbase.Init(&o.Base, o, name, fmt.Sprintf("steps=%d", steps), gorgonia.Nodes{x}, x.Dtype(),
+		x.Shape(),
 		newtonSchulz[float32], newtonSchulz[float64])
 	return gorgonia.ApplyOp(o, x)
 }
@@ -52,7 +53,8 @@ func newtonSchulz[T cpu.Float](o *NewtonSchulzOp, y []T, in opbase.Args) error {
 func (o *NewtonSchulzOp) DiffWRT(int) []bool { return []bool{true} }
 
 // SymDiff returns the gradient of x.
-func (o *NewtonSchulzOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *NewtonSchulzOp) SymDiff(inputs gorgonia.Nodes, output,
+	grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &NewtonSchulzGradOp{Forward: o}
 	return backward(&b.Base, b, "NewtonSchulzGrad", o, gorgonia.Nodes{inputs[0], grad}, 1,
 		newtonSchulzGrad[float32], newtonSchulzGrad[float64])
@@ -66,6 +68,7 @@ type NewtonSchulzGradOp struct {
 
 func newtonSchulzGrad[T cpu.Float](o *NewtonSchulzGradOp, dx []T, in opbase.Args) error {
 	s := o.InputShape(0)
-	optimizer.NewtonSchulzBackward(dx, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), s[0], s[1], o.Forward.Steps)
+	optimizer.NewtonSchulzBackward(dx, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), s[0],
+		s[1], o.Forward.Steps)
 	return nil
 }

@@ -70,11 +70,14 @@ type opCase struct {
 // opCases returns every op but Kasmina at several shapes, odd ones included, with fresh inputs.
 func opCases(r *rand.Rand) []opCase {
 	var cases []opCase
-	add := func(name string, build func(in gorgonia.Nodes) (*gorgonia.Node, error), want func(in []input) []float64, in ...input) {
+	add := func(name string, build func(in gorgonia.Nodes) (*gorgonia.Node, error),
+		want func(in []input) []float64, in ...input) {
 		for i := range in {
 			name += fmt.Sprint(in[i].shape)
 		}
-		cases = append(cases, opCase{name: name, in: in, build: build, want: func() []float64 { return want(in) }})
+		cases = append(cases, opCase{name: name, in: in, build: build, want: func() []float64 {
+			return want(in)
+		}})
 	}
 	sized := func(size func(in []input) []float64) { // of the case that was added last
 		c := &cases[len(cases)-1]
@@ -86,18 +89,28 @@ func opCases(r *rand.Rand) []opCase {
 	}
 	for _, s := range [][2]int{{1, 1}, {3, 7}, {5, 64}, {70, 33}} {
 		rows, d := s[0], s[1]
-		add("RMSNorm", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.RMSNorm(in[0], in[1], 1e-5) },
-			func(in []input) []float64 { return refRMSNorm(in[0].x, in[1].x, rows, d, 1e-5) }, randomInput(r, rows, d), randomInput(r, d))
+		add("RMSNorm", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.RMSNorm(in[0], in[1], 1e-5)
+		},
+			func(in []input) []float64 {
+				return refRMSNorm(in[0].x, in[1].x, rows, d, 1e-5)
+			}, randomInput(r, rows, d), randomInput(r, d))
 		add("RMSNorm 1+weight", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 			return op.RMSNorm(in[0], in[1], 1e-5, op.WeightPlusOne())
-		}, func(in []input) []float64 { return refRMSNorm(in[0].x, plusOne(in[1].x), rows, d, 1e-5) },
+		}, func(in []input) []float64 {
+			return refRMSNorm(in[0].x, plusOne(in[1].x), rows, d, 1e-5)
+		},
 			randomInput(r, rows, d), randomInput(r, d))
 		heads := 1 + r.IntN(4)
 		add("RMSNorm of heads", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 			return op.RMSNorm(in[0], in[1], 1e-5, op.EachHead(), op.WeightPlusOne())
-		}, func(in []input) []float64 { return refRMSNorm(in[0].x, plusOne(in[1].x), rows*heads, d, 1e-5) },
+		}, func(in []input) []float64 {
+			return refRMSNorm(in[0].x, plusOne(in[1].x), rows*heads, d, 1e-5)
+		},
 			randomInput(r, rows, heads*d), randomInput(r, d))
-		add("Bias", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Bias(in[0], in[1]) },
+		add("Bias", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.Bias(in[0], in[1])
+		},
 			func(in []input) []float64 {
 				y := slices.Clone(in[0].x)
 				for i := range y {
@@ -106,64 +119,118 @@ func opCases(r *rand.Rand) []opCase {
 				return y
 			}, randomInput(r, rows, d), randomInput(r, d))
 		out, f := 1+r.IntN(9), 1+r.IntN(40)
-		add("Linear", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Linear(in[0], in[1]) },
-			func(in []input) []float64 { return refLinear(in[0].x, in[1].x, rows, d, out) }, randomInput(r, rows, d), randomInput(r, out, d))
+		add("Linear", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.Linear(in[0], in[1])
+		},
+			func(in []input) []float64 {
+				return refLinear(in[0].x, in[1].x, rows, d, out)
+			}, randomInput(r, rows, d), randomInput(r, out, d))
 		sized(func(in []input) []float64 { return refLinear(in[0].x, in[1].x, rows, d, out) })
-		add("SiLUMLP", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.SiLUMLP(in[0], in[1], in[2], in[3]) },
-			func(in []input) []float64 { return refSiLUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f) },
-			randomInput(r, rows, d), randomInput(r, f, d), randomInput(r, f, d), randomInput(r, d, f))
-		sized(func(in []input) []float64 { return refSiLUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f) })
-		add("GELUMLP", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.GELUMLP(in[0], in[1], in[2], in[3]) },
-			func(in []input) []float64 { return refGELUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f) },
-			randomInput(r, rows, d), randomInput(r, f, d), randomInput(r, f, d), randomInput(r, d, f))
-		sized(func(in []input) []float64 { return refGELUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f) })
-		add("Embedding", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Embedding(in[0], in[1]) },
-			func(in []input) []float64 { return refEmbedding(in[0].ids, in[1].x, d) }, idInput(r, rows, 0, 5), randomInput(r, 5, d))
+		add("SiLUMLP", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.SiLUMLP(in[0], in[1], in[2], in[3])
+		},
+			func(in []input) []float64 {
+				return refSiLUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f)
+			},
+			randomInput(r, rows, d), randomInput(r, f, d),
+			randomInput(r, f, d), randomInput(r, d, f))
+		sized(func(in []input) []float64 {
+			return refSiLUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f)
+		})
+		add("GELUMLP", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.GELUMLP(in[0], in[1], in[2], in[3])
+		},
+			func(in []input) []float64 {
+				return refGELUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f)
+			},
+			randomInput(r, rows, d), randomInput(r, f, d),
+			randomInput(r, f, d), randomInput(r, d, f))
+		sized(func(in []input) []float64 {
+			return refGELUMLP(in[0].x, in[1].x, in[2].x, in[3].x, rows, d, f)
+		})
+		add("Embedding", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.Embedding(in[0], in[1])
+		},
+			func(in []input) []float64 {
+				return refEmbedding(in[0].ids, in[1].x, d)
+			}, idInput(r, rows, 0, 5), randomInput(r, 5, d))
 		v := d + 1
 		targets := idInput(r, rows, -1, v)
 		targets.ids[0] = v - 1
-		add("CrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.CrossEntropy(in[0], in[1]) },
-			func(in []input) []float64 { return refCrossEntropy(in[0].x, in[1].ids, v) }, randomInput(r, rows, v), targets)
-		sized(func(in []input) []float64 { return []float64{1 + slices.Max(in[0].x)} }) // log Σ exp(logits − top), and logits
-		add("LinearCrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.LinearCrossEntropy(in[0], in[1], in[2]) },
+		add("CrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.CrossEntropy(in[0], in[1])
+		},
+			func(in []input) []float64 {
+				return refCrossEntropy(in[0].x, in[1].ids, v)
+			}, randomInput(r, rows, v), targets)
+		// log Σ exp(logits − top), and logits
+		sized(func(in []input) []float64 { return []float64{1 + slices.Max(in[0].x)} })
+		add("LinearCrossEntropy", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.LinearCrossEntropy(in[0], in[1], in[2])
+		},
 			func(in []input) []float64 {
 				return refCrossEntropy(refLinear(in[0].x, in[1].x, rows, d, v), in[2].ids, v)
 			}, randomInput(r, rows, d), randomInput(r, v, d), targets)
-		sized(func(in []input) []float64 { return []float64{1 + slices.Max(refLinear(in[0].x, in[1].x, rows, d, v))} })
-		add("NewtonSchulz", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.NewtonSchulz(in[0], 5) },
-			func(in []input) []float64 { return refNewtonSchulz(in[0].x, rows, d, 5) }, randomInput(r, rows, d))
+		sized(func(in []input) []float64 {
+			return []float64{1 + slices.Max(refLinear(in[0].x, in[1].x, rows, d, v))}
+		})
+		add("NewtonSchulz", func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.NewtonSchulz(in[0], 5)
+		},
+			func(in []input) []float64 {
+				return refNewtonSchulz(in[0].x, rows, d, 5)
+			}, randomInput(r, rows, d))
 	}
-	for _, c := range []op.RoPEConfig{{Seq: 1, Heads: 1, HeadDim: 2}, {Seq: 5, Heads: 3, HeadDim: 6, Base: 500},
+	for _, c := range []op.RoPEConfig{{Seq: 1, Heads: 1, HeadDim: 2},
+		{Seq: 5, Heads: 3, HeadDim: 6, Base: 500},
 		{Seq: 9, Heads: 2, HeadDim: 8, Scaling: &op.RoPEScaling{Factor: 4}},
-		{Seq: 7, Heads: 1, HeadDim: 16, Scaling: &op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 64}},
-		{Seq: 7, Heads: 1, HeadDim: 16, Scaling: &op.RoPEScaling{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 2048}},
-		{Seq: 7, Heads: 2, HeadDim: 12, Base: 300, Scaling: &op.RoPEScaling{Factor: 3, BetaFast: 9, BetaSlow: 2, Original: 70,
+		{Seq: 7, Heads: 1, HeadDim: 16, Scaling: &op.RoPEScaling{Factor: 8, LowFreq: 1,
+			HighFreq: 4, Original: 64}},
+		{Seq: 7, Heads: 1, HeadDim: 16, Scaling: &op.RoPEScaling{Factor: 4, BetaFast: 32,
+			BetaSlow: 1, Original: 2048}},
+		{Seq: 7, Heads: 2, HeadDim: 12, Base: 300, Scaling: &op.RoPEScaling{Factor: 3, BetaFast: 9,
+			BetaSlow: 2, Original: 70,
 			Unrounded: true, Magnitude: 1.5}},
-		{Seq: 7, Heads: 2, HeadDim: 4, Scaling: &op.RoPEScaling{Factor: 3, BetaFast: 9, BetaSlow: 9, Original: 5}}} {
+		{Seq: 7, Heads: 2, HeadDim: 4, Scaling: &op.RoPEScaling{Factor: 3, BetaFast: 9,
+			BetaSlow: 9, Original: 5}}} {
 		add("RoPE", func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.RoPE(in[0], c) },
-			func(in []input) []float64 { return refRoPE(in[0].x, c) }, randomInput(r, 3*c.Seq, c.Heads*c.HeadDim))
+			func(in []input) []float64 {
+				return refRoPE(in[0].x, c)
+			}, randomInput(r, 3*c.Seq, c.Heads*c.HeadDim))
 	}
 	for _, c := range []op.AttentionConfig{
-		{Seq: 1, Heads: 1, HeadDim: 1, Causal: true}, {Seq: 7, Heads: 2, HeadDim: 3, Causal: true}, {Seq: 5, Heads: 4, KVHeads: 2, HeadDim: 5},
-		{Seq: 65, Heads: 3, KVHeads: 1, HeadDim: 4, Causal: true, Scale: 0.3}, {Seq: 130, Heads: 2, KVHeads: 1, HeadDim: 8, Causal: true},
+		{Seq: 1, Heads: 1, HeadDim: 1, Causal: true}, {Seq: 7, Heads: 2, HeadDim: 3, Causal: true},
+		{Seq: 5, Heads: 4, KVHeads: 2, HeadDim: 5},
+		{Seq: 65, Heads: 3, KVHeads: 1, HeadDim: 4, Causal: true, Scale: 0.3},
+		{Seq: 130, Heads: 2, KVHeads: 1, HeadDim: 8, Causal: true},
 		{Seq: 129, Heads: 1, HeadDim: 2},
-		{Seq: 9, Heads: 2, HeadDim: 3, Causal: true, Window: 1}, {Seq: 9, Heads: 2, HeadDim: 3, Causal: true, Window: 2 + r.IntN(7)},
+		{Seq: 9, Heads: 2, HeadDim: 3, Causal: true, Window: 1},
+		{Seq: 9, Heads: 2, HeadDim: 3, Causal: true, Window: 2 + r.IntN(7)},
 		{Seq: 700, Heads: 2, KVHeads: 1, HeadDim: 2, Causal: true, Window: 1 + r.IntN(600)},
 		{Seq: 300, Heads: 1, HeadDim: 2, Causal: true, Window: 1 + r.IntN(40)}} {
 		kv := c.KVHeads
 		if kv == 0 {
 			kv = c.Heads
 		}
-		add(fmt.Sprintf("Attention%+v", c), func(in gorgonia.Nodes) (*gorgonia.Node, error) { return op.Attention(in[0], in[1], in[2], c) },
-			func(in []input) []float64 { return refAttention(in[0].x, in[1].x, in[2].x, nil, 2, c) },
-			randomInput(r, 2*c.Seq, c.Heads*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim))
+		add(fmt.Sprintf("Attention%+v", c), func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			return op.Attention(in[0], in[1], in[2], c)
+		},
+			func(in []input) []float64 {
+				return refAttention(in[0].x, in[1].x, in[2].x, nil, 2, c)
+			},
+			randomInput(r, 2*c.Seq, c.Heads*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim),
+			randomInput(r, 2*c.Seq, kv*c.HeadDim))
 		if !c.Causal {
 			continue
 		}
-		add(fmt.Sprintf("DocumentAttention%+v", c), func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-			return op.DocumentAttention(in[0], in[1], in[2], in[3], c)
-		}, func(in []input) []float64 { return refAttention(in[0].x, in[1].x, in[2].x, in[3].ids, 2, c) },
-			randomInput(r, 2*c.Seq, c.Heads*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim),
+		add(fmt.Sprintf("DocumentAttention%+v", c),
+			func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+				return op.DocumentAttention(in[0], in[1], in[2], in[3], c)
+			}, func(in []input) []float64 {
+				return refAttention(in[0].x, in[1].x, in[2].x, in[3].ids, 2, c)
+			},
+			randomInput(r, 2*c.Seq, c.Heads*c.HeadDim), randomInput(r, 2*c.Seq, kv*c.HeadDim),
+			randomInput(r, 2*c.Seq, kv*c.HeadDim),
 			startsInput(r, 2, c.Seq))
 	}
 	return cases
@@ -188,13 +255,16 @@ func (c opCase) nodes(dt tensor.Dtype) (in, wrt gorgonia.Nodes) {
 
 func TestForward(t *testing.T) {
 	for _, c := range opCases(random(t)) {
-		for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float64: 1e-12, tensor.Float32: 1e-6} {
+		for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float64: 1e-12,
+			tensor.Float32: 1e-6} {
 			t.Run(fmt.Sprint(c.name, dt), func(t *testing.T) {
 				in, _ := c.nodes(dt)
 				y := must(t)(c.build(in))
 				run(t, in[0].Graph())
 				if strings.HasPrefix(c.name, "NewtonSchulz") && dt == tensor.Float32 {
-					tolerance = 1e-5 // five steps, each of which multiplies errors in small singular values by up to 3.4
+					// five steps, each of which multiplies errors in small singular values by up to
+					// 3.4
+					tolerance = 1e-5
 				}
 				want := c.want()
 				d, size := distance(floats(t, y.Value()), want), norm(want)
@@ -233,14 +303,16 @@ func checkPrealloc(t *testing.T, y *gorgonia.Node, in gorgonia.Nodes) {
 		values[i] = n.Value()
 	}
 	n := tensor.Shape(y.Shape()).TotalSize()
-	got, err := o.UsePreallocDo(dense(y.Dtype(), slices.Repeat([]float64{math.NaN()}, n), y.Shape()...), values...)
+	got, err := o.UsePreallocDo(dense(y.Dtype(), slices.Repeat([]float64{math.NaN()}, n),
+		y.Shape()...), values...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !slices.Equal(floats(t, got), floats(t, y.Value())) {
 		t.Error("UsePreallocDo gives other values than Do")
 	}
-	if _, err := o.UsePreallocDo(dense(y.Dtype(), make([]float64, n+1), n+1), values...); err == nil {
+	if _, err := o.UsePreallocDo(dense(y.Dtype(), make([]float64, n+1), n+1),
+		values...); err == nil {
 		t.Error("UsePreallocDo takes memory of another shape")
 	}
 }
@@ -262,7 +334,8 @@ func TestGradients(t *testing.T) {
 				in, wrt := c.nodes(dt)
 				cost := costOf(t, c, in, dt, weights)
 				if dt == tensor.Float64 {
-					report, err := autodiff.CheckGradients(cost, wrt, autodiff.WithSamples(samples), autodiff.WithSeed(r.Uint64()))
+					report, err := autodiff.CheckGradients(cost, wrt, autodiff.WithSamples(samples),
+						autodiff.WithSeed(r.Uint64()))
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -289,14 +362,15 @@ func TestGradients(t *testing.T) {
 				if len(floats(t, grads[0][i])) < 16 {
 					continue // a single gradient may be the small difference of large terms
 				}
-				// A window of one key has no gradient of queries and keys: what float32 leaves is held
-				// against the largest gradient then.
+				// A window of one key has no gradient of queries and keys: what float32 leaves is
+				// held against the largest gradient then.
 				d := distance(floats(t, grads[1][i]), floats(t, grads[0][i]))
 				if norm(floats(t, grads[0][i])) < 1e-12*largest {
 					d = norm(floats(t, grads[1][i])) / largest
 				}
 				if !(d <= 1e-5) {
-					t.Errorf("gradient %d: float32 differs from float64 by %.2g, want at most 1e-5", i, d)
+					t.Errorf("gradient %d: float32 differs from float64 by %.2g, want at most 1e-5",
+						i, d)
 				}
 			}
 		})
@@ -304,12 +378,14 @@ func TestGradients(t *testing.T) {
 }
 
 // costOf returns Σ weights ⊙ op(in) + Σ in[0]² for a matrix, and op(in) squared for a scalar.
-func costOf(t *testing.T, c opCase, in gorgonia.Nodes, dt tensor.Dtype, weights []float64) *gorgonia.Node {
+func costOf(t *testing.T, c opCase, in gorgonia.Nodes, dt tensor.Dtype,
+	weights []float64) *gorgonia.Node {
 	t.Helper()
 	y := must(t)(c.build(in))
 	cost := must(t)(gorgonia.Square(y))
 	if !y.IsScalar() {
-		w := gorgonia.NodeFromAny(y.Graph(), dense(dt, weights, y.Shape()...), gorgonia.WithName("cost weights"))
+		w := gorgonia.NodeFromAny(y.Graph(), dense(dt, weights, y.Shape()...),
+			gorgonia.WithName("cost weights"))
 		cost = must(t)(gorgonia.Sum(must(t)(gorgonia.HadamardProd(y, w))))
 	}
 	for _, n := range in {
@@ -488,7 +564,9 @@ func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConf
 		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
 	}
 	y := make([]float64, len(q))
-	at := func(b, position, head, heads, i int) int { return ((b*c.Seq+position)*heads+head)*c.HeadDim + i }
+	at := func(b, position, head, heads, i int) int {
+		return ((b*c.Seq+position)*heads+head)*c.HeadDim + i
+	}
 	for b := range batch {
 		for h := range c.Heads {
 			kvh := h / (c.Heads / c.KVHeads)
@@ -496,7 +574,8 @@ func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConf
 				var z float64
 				p := make([]float64, c.Seq)
 				for j := range c.Seq {
-					if c.Causal && j > i || starts != nil && j < starts[b*c.Seq+i] || c.Window > 0 && i-j >= c.Window {
+					if c.Causal && j > i || starts != nil && j < starts[b*c.Seq+i] ||
+						c.Window > 0 && i-j >= c.Window {
 						continue
 					}
 					var s float64
@@ -534,7 +613,8 @@ func refNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 			for j := range columns {
 				next[i*columns+j] = 3.4445 * y[i*columns+j]
 				for k := range rows {
-					next[i*columns+j] += (-4.7750*gram[i*rows+k] + 2.0315*square[i*rows+k]) * y[k*columns+j]
+					next[i*columns+j] += (-4.7750*gram[i*rows+k] +
+						2.0315*square[i*rows+k]) * y[k*columns+j]
 				}
 			}
 		}
@@ -553,27 +633,34 @@ func TestDocumentsAlone(t *testing.T) {
 	for _, n := range lengths {
 		rows += n
 	}
-	q, k, v := normal(r, rows*heads*headDim), normal(r, rows*kvHeads*headDim), normal(r, rows*kvHeads*headDim)
+	q, k, v := normal(r, rows*heads*headDim), normal(r, rows*kvHeads*headDim),
+		normal(r, rows*kvHeads*headDim)
 	g := normal(r, rows*heads*headDim)
 	// attend returns the output and the gradients of some of the rows, which make a sequence.
 	attend := func(dt tensor.Dtype, from, n int, starts []int) [][]float64 {
 		graph := gorgonia.NewGraph()
 		leaf := func(name string, x []float64, width int) *gorgonia.Node {
-			return gorgonia.NodeFromAny(graph, dense(dt, x[from*width:][:n*width], n, width), gorgonia.WithName(name))
+			return gorgonia.NodeFromAny(graph, dense(dt, x[from*width:][:n*width], n, width),
+				gorgonia.WithName(name))
 		}
-		wrt := gorgonia.Nodes{leaf("q", q, heads*headDim), leaf("k", k, kvHeads*headDim), leaf("v", v, kvHeads*headDim)}
+		wrt := gorgonia.Nodes{leaf("q", q, heads*headDim), leaf("k", k, kvHeads*headDim),
+			leaf("v", v, kvHeads*headDim)}
 		turned := func(x *gorgonia.Node, heads int) *gorgonia.Node {
-			return must(t)(op.RoPE(x, op.RoPEConfig{Seq: n, Heads: heads, HeadDim: headDim, Base: 100}))
+			return must(t)(op.RoPE(x, op.RoPEConfig{Seq: n, Heads: heads,
+				HeadDim: headDim, Base: 100}))
 		}
-		c := op.AttentionConfig{Seq: n, Heads: heads, KVHeads: kvHeads, HeadDim: headDim, Causal: true}
+		c := op.AttentionConfig{Seq: n, Heads: heads, KVHeads: kvHeads,
+			HeadDim: headDim, Causal: true}
 		in := gorgonia.Nodes{turned(wrt[0], heads), turned(wrt[1], kvHeads), wrt[2]}
 		var y *gorgonia.Node
 		if starts == nil {
 			y = must(t)(op.Attention(in[0], in[1], in[2], c))
 		} else {
-			y = must(t)(op.DocumentAttention(in[0], in[1], in[2], gorgonia.NodeFromAny(graph, ints(starts), gorgonia.WithName("starts")), c))
+			y = must(t)(op.DocumentAttention(in[0], in[1], in[2],
+				gorgonia.NodeFromAny(graph, ints(starts), gorgonia.WithName("starts")), c))
 		}
-		cost := must(t)(gorgonia.Sum(must(t)(gorgonia.HadamardProd(y, leaf("g", g, heads*headDim)))))
+		cost := must(t)(gorgonia.Sum(must(t)(gorgonia.HadamardProd(y,
+			leaf("g", g, heads*headDim)))))
 		grads, err := gorgonia.Grad(cost, wrt...)
 		if err != nil {
 			t.Fatal(err)
@@ -596,7 +683,8 @@ func TestDocumentsAlone(t *testing.T) {
 			starts = append(starts, start)
 		}
 	}
-	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float64: 1e-12, tensor.Float32: 2e-5} {
+	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float64: 1e-12,
+		tensor.Float32: 2e-5} {
 		together := attend(dt, 0, rows, starts)
 		at := 0
 		for _, n := range lengths {
@@ -604,11 +692,13 @@ func TestDocumentsAlone(t *testing.T) {
 				name := []string{"y", "dq", "dk", "dv"}[i]
 				width := len(together[i]) / rows
 				got := together[i][at*width:][:n*width]
-				if n == 1 && (i == 1 || i == 2) { // what one key alone makes of a softmax is no gradient: rounding is left
+				// what one key alone makes of a softmax is no gradient: rounding is left
+				if n == 1 && (i == 1 || i == 2) {
 					continue
 				}
 				if d := distance(got, want); !(d <= tolerance) {
-					t.Errorf("%v: %s of the document of %d tokens at %d differs by %.3g, want at most %g", dt, name, n, at, d, tolerance)
+					t.Errorf("%v: %s of the document of %d tokens at %d differs by %.3g, want at "+
+						"most %g", dt, name, n, at, d, tolerance)
 				}
 			}
 			at += n

@@ -14,15 +14,16 @@ import (
 
 // RoPEConfig describes the layout of [RoPE]'s input and its angles.
 type RoPEConfig struct {
-	Seq     int          // positions in a sequence; rows are sequences one behind the other
-	Heads   int          // heads in a row
-	HeadDim int          // features of a head, even
-	Base    float64      // base of the angles' geometric series; 0 means 10000
-	Scaling *RoPEScaling // how angles shrink for contexts longer than the model was first trained on; nil for none
+	Seq     int     // positions in a sequence; rows are sequences one behind the other
+	Heads   int     // heads in a row
+	HeadDim int     // features of a head, even
+	Base    float64 // base of the angles' geometric series; 0 means 10000
+	// how angles shrink for contexts longer than the model was first trained on; nil for none
+	Scaling *RoPEScaling
 }
 
-// RoPEScaling lengthens the wavelengths of RoPE for contexts longer than the model was first trained
-// on. The zero value is none. There are three kinds:
+// RoPEScaling lengthens the wavelengths of RoPE for contexts longer than the model was first
+// trained on. The zero value is none. There are three kinds:
 //
 //   - linear: Factor alone slows every pair by it (Chen et al., "Extending Context Window of Large
 //     Language Models via Position Interpolation", 2023);
@@ -37,7 +38,8 @@ type RoPEScaling struct {
 	Factor   float64 // at least 1
 	LowFreq  float64 `json:",omitempty"`
 	HighFreq float64 `json:",omitempty"`
-	Original int     `json:",omitempty"` // context length of the first training; not used by the linear kind
+	// context length of the first training; not used by the linear kind
+	Original int `json:",omitempty"`
 
 	BetaFast float64 `json:",omitempty"` // turns; published models have 32
 	BetaSlow float64 `json:",omitempty"` // turns; published models have 1
@@ -56,18 +58,25 @@ func (s RoPEScaling) Check() error {
 	case !(s.Factor >= 1) || math.IsInf(s.Factor, 0):
 		return fmt.Errorf("Scaling.Factor is %v, want a finite number of at least 1", s.Factor)
 	case yarn && llama3:
-		return fmt.Errorf("Scaling.HighFreq is %v and BetaFast %v, want one of them to be 0", s.HighFreq,
+		return fmt.Errorf("Scaling.HighFreq is %v and BetaFast %v, want one of them to be 0",
+			s.HighFreq,
 			s.BetaFast)
-	case llama3 && (!(s.LowFreq >= 0) || !(s.HighFreq > s.LowFreq) || math.IsInf(s.HighFreq, 0) || s.Original < 1):
-		return fmt.Errorf("Scaling.LowFreq is %v, HighFreq %v and Original %d, want 0 ≤ LowFreq < HighFreq and a positive Original",
+	case llama3 && (!(s.LowFreq >= 0) || !(s.HighFreq > s.LowFreq) || math.IsInf(s.HighFreq, 0) ||
+		s.Original < 1):
+		return fmt.Errorf("Scaling.LowFreq is %v, HighFreq %v and Original %d, want 0 ≤ LowFreq "+
+			"< HighFreq and a positive Original",
 			s.LowFreq, s.HighFreq, s.Original)
-	case yarn && (!(s.BetaSlow > 0) || !(s.BetaFast >= s.BetaSlow) || math.IsInf(s.BetaFast, 0) || s.Original < 1):
-		return fmt.Errorf("Scaling.BetaSlow is %v, BetaFast %v and Original %d, want 0 < BetaSlow ≤ BetaFast and a positive Original",
+	case yarn && (!(s.BetaSlow > 0) || !(s.BetaFast >= s.BetaSlow) || math.IsInf(s.BetaFast, 0) ||
+		s.Original < 1):
+		return fmt.Errorf("Scaling.BetaSlow is %v, BetaFast %v and Original %d, want 0 < "+
+			"BetaSlow ≤ BetaFast and a positive Original",
 			s.BetaSlow, s.BetaFast, s.Original)
 	case !(s.Magnitude >= 0) || math.IsInf(s.Magnitude, 0):
-		return fmt.Errorf("Scaling.Magnitude is %v, want a finite number of at least 0", s.Magnitude)
+		return fmt.Errorf("Scaling.Magnitude is %v, want a finite number of at least 0",
+			s.Magnitude)
 	case !yarn && (s.Magnitude != 0 || s.Unrounded):
-		return fmt.Errorf("Scaling.Magnitude is %v and Unrounded %v, which are for YaRN: set BetaFast and BetaSlow too",
+		return fmt.Errorf("Scaling.Magnitude is %v and Unrounded %v, which are for YaRN: set "+
+			"BetaFast and BetaSlow too",
 			s.Magnitude, s.Unrounded)
 	}
 	return nil
@@ -100,7 +109,8 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 		return nil, err
 	}
 	c.Base = c.base()
-	if c.Scaling != nil { // the gradient is built later: what the caller does with his in between must not matter
+	// the gradient is built later: what the caller does with his in between must not matter
+	if c.Scaling != nil {
 		s := *c.Scaling
 		c.Scaling = &s
 	}
@@ -124,12 +134,14 @@ func (c RoPEConfig) base() float64 {
 func (c RoPEConfig) check() error {
 	switch {
 	case c.Seq < 1 || c.Heads < 1 || c.HeadDim < 1:
-		return fmt.Errorf("config: Seq %d, Heads %d and HeadDim %d must all be positive", c.Seq, c.Heads, c.HeadDim)
+		return fmt.Errorf("config: Seq %d, Heads %d and HeadDim %d must all be positive",
+			c.Seq, c.Heads, c.HeadDim)
 	case c.Seq > maxAngles/c.HeadDim:
 		return fmt.Errorf("config: Seq %d × HeadDim %d are too many angles, want at most %d", c.Seq,
 			c.HeadDim, maxAngles)
 	case c.HeadDim%2 != 0:
-		return fmt.Errorf("config: HeadDim is %d, want an even number: features turn in pairs", c.HeadDim)
+		return fmt.Errorf("config: HeadDim is %d, want an even number: features turn in pairs",
+			c.HeadDim)
 	case !(c.Base > 1) || math.IsInf(c.Base, 0):
 		return fmt.Errorf("config: Base is %v, want a finite number above 1", c.Base)
 	}
@@ -174,7 +186,8 @@ func (c RoPEConfig) frequency(i int) float64 {
 
 // turning returns the pair, as a real number, that turns so often over Original positions.
 func (c RoPEConfig) turning(turns float64) float64 {
-	return float64(c.HeadDim) * math.Log(float64(c.Scaling.Original)/(2*math.Pi*turns)) / (2 * math.Log(c.Base))
+	return float64(c.HeadDim) * math.Log(float64(c.Scaling.Original)/(2*math.Pi*turns)) /
+		(2 * math.Log(c.Base))
 }
 
 // magnitude returns the factor on cosines and sines.
@@ -191,13 +204,15 @@ func (c RoPEConfig) magnitude() float64 {
 
 func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, error) {
 	o := &RoPEOp{Config: c, Inverse: inverse}
-	config := fmt.Sprintf("seq=%d heads=%d headDim=%d base=%v inverse=%v", c.Seq, c.Heads, c.HeadDim, c.Base, inverse)
+	config := fmt.Sprintf("seq=%d heads=%d headDim=%d base=%v inverse=%v", c.Seq, c.Heads,
+		c.HeadDim, c.Base, inverse)
 	if c.Scaling != nil {
 		config += fmt.Sprintf(" scaling=%+v", *c.Scaling)
 	}
 	fillTables[float32](o)
 	fillTables[float64](o)
-	opbase.Init(&o.Base, o, "RoPE", config, gorgonia.Nodes{x}, x.Dtype(), x.Shape(), rope[float32], rope[float64])
+	opbase.Init(&o.Base, o, "RoPE", config, gorgonia.Nodes{x}, x.Dtype(), x.Shape(),
+		rope[float32], rope[float64])
 	return gorgonia.ApplyOp(o, x)
 }
 
@@ -224,8 +239,8 @@ func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
 // maxAngles is the largest Seq × HeadDim: 4 GiB for each table of float64.
 const maxAngles = 1 << 30
 
-// Tables returns the cosines and sines of all angles, times YaRN's magnitude, [Seq, HeadDim/2] each, whatever Heads is.
-// They are nil where [RoPE] would refuse the config.
+// Tables returns the cosines and sines of all angles, times YaRN's magnitude, [Seq, HeadDim/2]
+// each, whatever Heads is. They are nil where [RoPE] would refuse the config.
 func (c RoPEConfig) Tables() (cos, sin []float64) {
 	c.Base, c.Heads = c.base(), 1
 	if c.check() != nil {
@@ -239,7 +254,8 @@ func (c RoPEConfig) Tables() (cos, sin []float64) {
 func rope[T cpu.Float](o *RoPEOp, y []T, in opbase.Args) error {
 	c := o.Config
 	n := c.Seq * c.HeadDim / 2
-	layer.RoPE(y, opbase.Slice[T](in, 0), opbase.AuxSlice[T](&o.cos, n), opbase.AuxSlice[T](&o.sin, n), c.Seq, c.Heads, c.HeadDim, o.Inverse)
+	layer.RoPE(y, opbase.Slice[T](in, 0), opbase.AuxSlice[T](&o.cos, n),
+		opbase.AuxSlice[T](&o.sin, n), c.Seq, c.Heads, c.HeadDim, o.Inverse)
 	return nil
 }
 

@@ -16,7 +16,8 @@ type SiLUMLPOp struct {
 	opbase.Base
 	GELU bool
 
-	a, b, h opbase.Aux // x·gateᵀ and x·upᵀ, which the backward op reuses, and room for their product
+	// x·gateᵀ and x·upᵀ, which the backward op reuses, and room for their product
+	a, b, h opbase.Aux
 }
 
 // SiLUMLP is the gated two-layer perceptron of Llama:
@@ -50,13 +51,16 @@ func gatedMLP(name string, gelu bool, x, gate, up, down *gorgonia.Node) (*gorgon
 		return nil, err
 	}
 	d, f := x.Shape()[1], gate.Shape()[0]
-	if err := checkShape(name, ag, fmt.Sprintf("[F, D] with the D of x %v", x.Shape()), f, d); err != nil {
+	if err := checkShape(name, ag, fmt.Sprintf("[F, D] with the D of x %v", x.Shape()), f,
+		d); err != nil {
 		return nil, err
 	}
-	if err := checkShape(name, au, fmt.Sprintf("that of gate, for x %v", x.Shape()), f, d); err != nil {
+	if err := checkShape(name, au, fmt.Sprintf("that of gate, for x %v", x.Shape()), f,
+		d); err != nil {
 		return nil, err
 	}
-	if err := checkShape(name, ad, fmt.Sprintf("[D, F] for gate %v", gate.Shape()), d, f); err != nil {
+	if err := checkShape(name, ad, fmt.Sprintf("[D, F] for gate %v", gate.Shape()), d,
+		f); err != nil {
 		return nil, err
 	}
 	o := &SiLUMLPOp{GELU: gelu}
@@ -72,9 +76,11 @@ func (o *SiLUMLPOp) dims() (n, d, f int) {
 }
 
 func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
-	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 3)
+	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2),
+		opbase.Slice[T](in, 3)
 	n, d, f := o.dims()
-	a, b, h := opbase.AuxSlice[T](&o.a, n*f), opbase.AuxSlice[T](&o.b, n*f), opbase.AuxSlice[T](&o.h, n*f)
+	a, b, h := opbase.AuxSlice[T](&o.a, n*f), opbase.AuxSlice[T](&o.b, n*f),
+		opbase.AuxSlice[T](&o.h, n*f)
 	stop := o.Stop()
 	gemm.LinearUntil(stop, a, x, gate, n, d, f)
 	gemm.LinearUntil(stop, b, x, up, n, d, f)
@@ -91,10 +97,12 @@ func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
 func (o *SiLUMLPOp) DiffWRT(int) []bool { return []bool{true, true, true, true} }
 
 // SymDiff returns the gradients of x, gate, up and down.
-func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
+	error) {
 	b := &SiLUMLPGradOp{Forward: o}
 	b.Owns(&b.da, &b.db)
-	return backward(&b.Base, b, o.gradName(), o, gorgonia.Nodes{in[0], in[1], in[2], in[3], output, grad}, 4,
+	return backward(&b.Base, b, o.gradName(), o, gorgonia.Nodes{in[0], in[1], in[2],
+		in[3], output, grad}, 4,
 		siluMLPGrad[float32], siluMLPGrad[float64])
 }
 
@@ -114,11 +122,13 @@ type SiLUMLPGradOp struct {
 }
 
 func siluMLPGrad[T cpu.Float](o *SiLUMLPGradOp, out []T, in opbase.Args) error {
-	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2), opbase.Slice[T](in, 3)
+	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2),
+		opbase.Slice[T](in, 3)
 	g := opbase.Slice[T](in, 5)
 	fw := o.Forward
 	n, d, f := fw.dims()
-	a, b, h := opbase.AuxSlice[T](&fw.a, n*f), opbase.AuxSlice[T](&fw.b, n*f), opbase.AuxSlice[T](&fw.h, n*f)
+	a, b, h := opbase.AuxSlice[T](&fw.a, n*f), opbase.AuxSlice[T](&fw.b, n*f),
+		opbase.AuxSlice[T](&fw.h, n*f)
 	da, db := opbase.AuxSlice[T](&o.da, n*f), opbase.AuxSlice[T](&o.db, n*f)
 	dx, rest := out[:n*d], out[n*d:]
 	dgate, dup, ddown := rest[:f*d], rest[f*d:2*f*d], rest[2*f*d:]

@@ -11,7 +11,8 @@ import (
 // RMSNorm of 256 rows of 512 features, beside the same made of Gorgonia's own ops. opbench.Table
 // would print the figures.
 func ExampleTime() {
-	figures, err := opbench.Time("RMSNorm", []int{256, 512}, opbench.Float32, opbench.WithSpan(20*time.Millisecond))
+	figures, err := opbench.Time("RMSNorm", []int{256, 512}, opbench.Float32,
+		opbench.WithSpan(20*time.Millisecond))
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -44,7 +44,9 @@ func (d Dtype) size() int {
 // Figure is what an op takes, computed by one peer in one way.
 type Figure struct {
 	Peer string // cpu, cuda or gorgonia
-	Way  string // as in RMSNorm=rows-4, of ops that have several ways; of a CPU's others the vector instructions
+	// as in RMSNorm=rows-4, of ops that have several ways; of a CPU's others the vector
+	// instructions
+	Way string
 	// Forward is a forward pass, Training that and the gradients of all inputs of floats, 0 for an
 	// op without. On a CPU and of Gorgonia it is the median by the clock on the wall, on a GPU the
 	// mean of the device's time, without launches. What passes work on is in the cache if it fits.
@@ -170,15 +172,19 @@ func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
 		return nil, fmt.Errorf("there is no op %q, want one of %s", op, strings.Join(names, ", "))
 	}
 	if dtype.size() == 0 {
-		return nil, fmt.Errorf("there is no type %q, want float64, float32, bfloat16, float16 or float8", dtype)
+		return nil,
+			fmt.Errorf("there is no type %q, want float64, float32, bfloat16, float16 or float8",
+				dtype)
 	}
 	s := specs[i]
 	if want := strings.Split(s.shape, ", "); len(shape) != len(want) {
-		return nil, fmt.Errorf("%s: the shape is %v, want %d numbers: %s", op, shape, len(want), s.shape)
+		return nil, fmt.Errorf("%s: the shape is %v, want %d numbers: %s", op,
+			shape, len(want), s.shape)
 	}
 	for _, n := range shape {
 		if n < 1 {
-			return nil, fmt.Errorf("%s: the shape is %v, want numbers of at least 1: %s", op, shape, s.shape)
+			return nil, fmt.Errorf("%s: the shape is %v, want numbers of at least 1: %s", op, shape,
+				s.shape)
 		}
 	}
 	if s.check != nil {
@@ -230,7 +236,8 @@ func (b *bench) build(stock, training bool) (g *graph, err error) {
 		return g, err
 	}
 	up := g.normal("gradient", g.y.Shape()...)
-	_, err = gorgonia.Backpropagate(gorgonia.Nodes{g.y}, gorgonia.Nodes{up}, g.params[:len(g.params)-1])
+	_, err = gorgonia.Backpropagate(gorgonia.Nodes{g.y}, gorgonia.Nodes{up},
+		g.params[:len(g.params)-1])
 	return g, errors.Join(err, g.err)
 }
 
@@ -358,7 +365,8 @@ func Table(figures []Figure) string {
 			continue
 		}
 		fmt.Fprintf(&s, "%-9s %12.1f %12.1f %8.1f %9.1f %9.1g  %s\n", f.Peer,
-			f.Forward.Seconds()*1e6, f.Training.Seconds()*1e6, f.Bandwidth()/1e9, f.Rate()/1e9, f.Distance, f.Way)
+			f.Forward.Seconds()*1e6, f.Training.Seconds()*1e6, f.Bandwidth()/1e9,
+			f.Rate()/1e9, f.Distance, f.Way)
 	}
 	return s.String()
 }

@@ -11,9 +11,12 @@ import (
 )
 
 // small is a shape of each op.
-var small = map[string][]int{"RMSNorm": {64, 96}, "Linear": {64, 96, 32}, "LinearAdd": {64, 96, 32}, "SiLUMLP": {64, 32, 48},
-	"RoPE": {2, 16, 3, 8}, "Attention": {2, 16, 3, 3, 8}, "Embedding": {64, 20, 32}, "CrossEntropy": {64, 50},
-	"LinearCrossEntropy": {64, 32, 50}, "NewtonSchulz": {32, 48}, "Kasmina": {64, 32, 8}, "MatMul": {32, 48, 64}, "Add": {64, 48},
+var small = map[string][]int{"RMSNorm": {64, 96}, "Linear": {64, 96, 32}, "LinearAdd": {64, 96, 32},
+	"SiLUMLP": {64, 32, 48},
+	"RoPE":    {2, 16, 3, 8}, "Attention": {2, 16, 3, 3, 8}, "Embedding": {64, 20, 32},
+	"CrossEntropy":       {64, 50},
+	"LinearCrossEntropy": {64, 32, 50}, "NewtonSchulz": {32, 48}, "Kasmina": {64, 32, 8},
+	"MatMul": {32, 48, 64}, "Add": {64, 48},
 	"GELUMLP": {64, 32, 48}, "Bias": {64, 48}, "Tanh": {64, 48}, "SoftMax": {64, 48}}
 
 // without is the ops that Gorgonia has nothing for.
@@ -52,7 +55,8 @@ func TestTime(t *testing.T) {
 // TestWays wants every way that a machine chose among to be timed.
 func TestWays(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
-	figures, err := opbench.Time("LinearAdd", small["LinearAdd"], opbench.Float32, opbench.WithSpan(0))
+	figures, err := opbench.Time("LinearAdd", small["LinearAdd"],
+		opbench.Float32, opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.Len(t, figures, 3)
 	require.Equal(t, "LinearAdd=fused", figures[0].Way)
@@ -67,18 +71,21 @@ func TestTypes(t *testing.T) {
 	require.Len(t, figures, 2)
 	require.ErrorContains(t, figures[0].Err, "no float16")
 	require.Contains(t, opbench.Table(figures), "no float16")
-	figures, err = opbench.Time("Linear", []int{128, 128, 128}, opbench.BFloat16, opbench.WithSpan(0))
+	figures, err = opbench.Time("Linear", []int{128, 128, 128},
+		opbench.BFloat16, opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.ErrorContains(t, figures[0].Err, "cpuops.UseBFloat16(true)")
 	if cpuops.UseBFloat16(true) != nil {
 		t.Skip("no AVX512-BF16")
 	}
 	defer cpuops.UseBFloat16(false)
-	figures, err = opbench.Time("Linear", []int{128, 128, 128}, opbench.BFloat16, opbench.WithSpan(0))
+	figures, err = opbench.Time("Linear", []int{128, 128, 128},
+		opbench.BFloat16, opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.NoError(t, figures[0].Err)
 	require.Contains(t, figures[0].Way, "bf16")
-	figures, err = opbench.Time("Linear", []int{128, 128, 128}, opbench.Float32, opbench.WithSpan(0))
+	figures, err = opbench.Time("Linear", []int{128, 128, 128},
+		opbench.Float32, opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.ErrorContains(t, figures[0].Err, "UseBFloat16(false)")
 }
@@ -98,7 +105,8 @@ func TestRefusals(t *testing.T) {
 		{"Add", []int{1 << 62, 1 << 62}, opbench.Float32, nil, "inputs and result take"},
 		{"Add", []int{2, 2}, "int8", nil, "there is no type"},
 		{"RoPE", []int{1, 2, 1, 3}, opbench.Float32, nil, "even head size"},
-		{"Attention", []int{1, 2, 3, 2, 4}, opbench.Float32, nil, "multiple of the key-value heads"},
+		{"Attention", []int{1, 2, 3, 2, 4}, opbench.Float32, nil,
+			"multiple of the key-value heads"},
 		{"Kasmina", []int{4, 10, 3}, opbench.Float32, nil, "multiple of the seeds"},
 		{"Add", []int{2, 2}, opbench.Float32, opbench.OnGPU(nil), "the device is nil"},
 		{"Add", []int{2, 2}, opbench.Float32, opbench.WithSpan(-1), "want at least 0"},

@@ -198,8 +198,12 @@ var specs = []spec{
 			return g.do(func() (*gorgonia.Node, error) { return op.Bias(x, b) })
 		}, func(g *graph) *gorgonia.Node {
 			x, b := g.normal("x", g.shape...), g.normal("b", g.shape[1])
-			row := g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(b, []int{1, g.shape[1]}) })
-			return g.do(func() (*gorgonia.Node, error) { return gorgonia.BroadcastAdd(x, row, nil, []byte{0}) })
+			row := g.do(func() (*gorgonia.Node, error) {
+				return gorgonia.Reshape(b, []int{1, g.shape[1]})
+			})
+			return g.do(func() (*gorgonia.Node, error) {
+				return gorgonia.BroadcastAdd(x, row, nil, []byte{0})
+			})
 		}},
 	{"RoPE", "batch, positions, heads, head size", even(3), product(4, 0, 1, 2, 3), none,
 		func(g *graph) *gorgonia.Node {
@@ -216,12 +220,14 @@ var specs = []spec{
 		func(g *graph) *gorgonia.Node {
 			q, k, v := attentionInputs(g)
 			s := g.shape
-			c := op.AttentionConfig{Seq: s[1], Heads: s[2], KVHeads: s[3], HeadDim: s[4], Causal: true}
+			c := op.AttentionConfig{Seq: s[1], Heads: s[2], KVHeads: s[3],
+				HeadDim: s[4], Causal: true}
 			return g.do(func() (*gorgonia.Node, error) { return op.Attention(q, k, v, c) })
 		}, stockAttention},
 	{"Embedding", "rows, vocabulary, features", nil, sum(product(1, 0, 2), product(1, 1, 2)), none,
 		func(g *graph) *gorgonia.Node {
-			ids, table := g.ids("ids", g.shape[0], g.shape[1]), g.normal("table", g.shape[1], g.shape[2])
+			ids, table := g.ids("ids", g.shape[0], g.shape[1]),
+				g.normal("table", g.shape[1], g.shape[2])
 			return g.do(func() (*gorgonia.Node, error) { return op.Embedding(ids, table) })
 		}, nil},
 	{"CrossEntropy", "rows, vocabulary", nil, product(1, 0, 1), none,
@@ -237,17 +243,23 @@ var specs = []spec{
 		func(g *graph) *gorgonia.Node {
 			x, w := g.normal("x", g.shape[0], g.shape[1]), g.normal("w", g.shape[2], g.shape[1])
 			targets := g.ids("targets", g.shape[0], g.shape[2])
-			return g.do(func() (*gorgonia.Node, error) { return op.LinearCrossEntropy(x, w, targets) })
+			return g.do(func() (*gorgonia.Node, error) {
+				return op.LinearCrossEntropy(x, w, targets)
+			})
 		}, func(g *graph) *gorgonia.Node { return stockLoss(g, stockLinear(g), g.shape[2]) }},
 	{"NewtonSchulz", "rows, columns", nil, product(2, 0, 1), newtonSchulzFLOPs,
 		func(g *graph) *gorgonia.Node {
 			x := g.normal("x", g.shape...)
-			return g.do(func() (*gorgonia.Node, error) { return op.NewtonSchulz(x, newtonSchulzSteps) })
+			return g.do(func() (*gorgonia.Node, error) {
+				return op.NewtonSchulz(x, newtonSchulzSteps)
+			})
 		}, nil},
 	{"Kasmina", "rows, features, seeds",
-		divides("a multiple of the seeds for features", 1, 2), product(3, 0, 1), none, kasmina, nil},
+		divides("a multiple of the seeds for features", 1, 2), product(3, 0, 1), none, kasmina,
+		nil},
 	{"MatMul", "m, k, n", nil,
-		sum(product(1, 0, 1), product(1, 1, 2), product(1, 0, 2)), product(2, 0, 1, 2), stockMatMul, stockMatMul},
+		sum(product(1, 0, 1), product(1, 1, 2), product(1, 0, 2)), product(2, 0, 1, 2),
+		stockMatMul, stockMatMul},
 	{"Add", "rows, features", nil, product(3, 0, 1), none, stockAdd, stockAdd},
 	{"Tanh", "rows, features", nil, product(2, 0, 1), none, stockTanh, stockTanh},
 	{"SoftMax", "rows, features", nil, product(2, 0, 1), none, stockSoftMax, stockSoftMax},
@@ -274,7 +286,8 @@ func newtonSchulzFLOPs(shape []int) float64 {
 
 func mlpInputs(g *graph) (x, gate, up, down *gorgonia.Node) {
 	rows, d, f := g.shape[0], g.shape[1], g.shape[2]
-	return g.normal("x", rows, d), g.normal("gate", f, d), g.normal("up", f, d), g.normal("down", d, f)
+	return g.normal("x", rows, d), g.normal("gate", f, d), g.normal("up", f, d),
+		g.normal("down", d, f)
 }
 
 func attentionInputs(g *graph) (q, k, v *gorgonia.Node) {
@@ -296,13 +309,16 @@ func kasmina(g *graph) *gorgonia.Node {
 		g.err = err
 		return nil
 	}
-	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion,
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
+		blueprints.MLPExpansion,
 		blueprints.ConvFilter}
 	for s := range seeds {
 		r := state.GerminationRequest{Slot: 1 + s, Kind: kinds[s%len(kinds)]}
-		g.err = errors.Join(g.err, lattice.RequestGermination(s, r), lattice.Transition(s, state.Training),
+		g.err = errors.Join(g.err, lattice.RequestGermination(s, r),
+			lattice.Transition(s, state.Training),
 			lattice.Transition(s, state.Grafting), lattice.SetAlpha(s, 0.5))
 	}
-	x, w, a := g.normal("x", rows, d), g.normal("weights", seeds+1, d/seeds), g.normal("scales", seeds+1)
+	x, w, a := g.normal("x", rows, d), g.normal("weights", seeds+1, d/seeds),
+		g.normal("scales", seeds+1)
 	return g.do(func() (*gorgonia.Node, error) { return op.Kasmina(x, w, a, lattice) })
 }

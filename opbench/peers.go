@@ -26,13 +26,15 @@ func onCPU(b *bench) (string, error) {
 		return cpuPeer, nil
 	case Float32:
 		if rounds {
-			return cpuPeer, errors.New("products round to bfloat16: cpuops.UseBFloat16(false) ends that")
+			return cpuPeer,
+				errors.New("products round to bfloat16: cpuops.UseBFloat16(false) ends that")
 		}
 		return cpuPeer, nil
 	case BFloat16:
 		if !rounds {
-			return cpuPeer, errors.New("products do not round to bfloat16: cpuops.UseBFloat16(true) has them " +
-				"do so, where the CPU can")
+			return cpuPeer,
+				errors.New("products do not round to bfloat16: cpuops.UseBFloat16(true) has them " +
+					"do so, where the CPU can")
 		}
 		return cpuPeer, nil
 	}

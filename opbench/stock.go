@@ -46,8 +46,12 @@ func stockRMSNorm(g *graph) *gorgonia.Node {
 	n = g.do(func() (*gorgonia.Node, error) { return gorgonia.Mean(n, 1) })
 	n = g.do(func() (*gorgonia.Node, error) { return gorgonia.Add(n, g.number(eps)) })
 	n = g.do(func() (*gorgonia.Node, error) { return gorgonia.Sqrt(n) })
-	n = g.do(func() (*gorgonia.Node, error) { return gorgonia.BroadcastHadamardDiv(x, n, nil, []byte{1}) })
-	return g.do(func() (*gorgonia.Node, error) { return gorgonia.BroadcastHadamardProd(n, w, nil, []byte{0}) })
+	n = g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.BroadcastHadamardDiv(x, n, nil, []byte{1})
+	})
+	return g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.BroadcastHadamardProd(n, w, nil, []byte{0})
+	})
 }
 
 // stockLinear is x·wᵀ.
@@ -89,7 +93,9 @@ func stockLoss(g *graph, logits *gorgonia.Node, vocab int) *gorgonia.Node {
 	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Log(p) })
 	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.HadamardProd(p, hot) })
 	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Sum(p) })
-	return g.do(func() (*gorgonia.Node, error) { return gorgonia.Mul(p, g.number(-1/float64(rows))) })
+	return g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.Mul(p, g.number(-1/float64(rows)))
+	})
 }
 
 // stockAttention is softmax(q·kᵀ/√d + mask)·v for every head, which have keys and values of their
@@ -97,10 +103,12 @@ func stockLoss(g *graph, logits *gorgonia.Node, vocab int) *gorgonia.Node {
 func stockAttention(g *graph) *gorgonia.Node {
 	batch, seq, heads, d := g.shape[0], g.shape[1], g.shape[2], g.shape[4]
 	if g.shape[3] != heads {
-		g.err = errors.New("there is nothing for heads that share keys and values among Gorgonia's ops")
+		g.err = errors.New("there is nothing for heads that share keys and values among " +
+			"Gorgonia's ops")
 		return nil
 	}
-	if !g.room("scores of all heads take", 6*float64(batch)*float64(heads)*float64(seq)*float64(seq)) {
+	if !g.room("scores of all heads take",
+		6*float64(batch)*float64(heads)*float64(seq)*float64(seq)) {
 		return nil
 	}
 	q, k, v := attentionInputs(g)
@@ -112,19 +120,33 @@ func stockAttention(g *graph) *gorgonia.Node {
 		return 0
 	}, batch*heads, seq, seq)
 	apart := func(x *gorgonia.Node) *gorgonia.Node {
-		x = g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(x, tensor.Shape{batch, seq, heads, d}) })
+		x = g.do(func() (*gorgonia.Node, error) {
+			return gorgonia.Reshape(x, tensor.Shape{batch, seq, heads, d})
+		})
 		x = g.do(func() (*gorgonia.Node, error) { return gorgonia.Transpose(x, 0, 2, 1, 3) })
-		return g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(x, tensor.Shape{batch * heads, seq, d}) })
+		return g.do(func() (*gorgonia.Node, error) {
+			return gorgonia.Reshape(x, tensor.Shape{batch * heads, seq, d})
+		})
 	}
 	qh, kh, vh := apart(q), apart(k), apart(v)
 	p := g.do(func() (*gorgonia.Node, error) { return gorgonia.BatchedMatMul(qh, kh, false, true) })
-	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Mul(p, g.number(1/math.Sqrt(float64(d)))) })
+	p = g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.Mul(p, g.number(1/math.Sqrt(float64(d))))
+	})
 	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Add(p, mask) })
-	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(p, tensor.Shape{batch * heads * seq, seq}) })
+	p = g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.Reshape(p, tensor.Shape{batch * heads * seq, seq})
+	})
 	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.SoftMax(p) })
-	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(p, tensor.Shape{batch * heads, seq, seq}) })
+	p = g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.Reshape(p, tensor.Shape{batch * heads, seq, seq})
+	})
 	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.BatchedMatMul(p, vh) })
-	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(p, tensor.Shape{batch, heads, seq, d}) })
+	p = g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.Reshape(p, tensor.Shape{batch, heads, seq, d})
+	})
 	p = g.do(func() (*gorgonia.Node, error) { return gorgonia.Transpose(p, 0, 2, 1, 3) })
-	return g.do(func() (*gorgonia.Node, error) { return gorgonia.Reshape(p, tensor.Shape{batch * seq, heads * d}) })
+	return g.do(func() (*gorgonia.Node, error) {
+		return gorgonia.Reshape(p, tensor.Shape{batch * seq, heads * d})
+	})
 }

@@ -95,12 +95,15 @@ func (a *AdamW) update(ps []params.Param) {
 	for _, p := range ps {
 		h, e := resolve(a.base, a.groups, p.Name, p.Shape), a.store.entry(p)
 		e.step++
-		s := optimizer.AdamWStep{LR: a.lr * h.scale, Beta1: h.beta1, Beta2: h.beta2, Eps: a.eps, Decay: h.decay, Step: e.step}
+		s := optimizer.AdamWStep{LR: a.lr * h.scale, Beta1: h.beta1, Beta2: h.beta2, Eps: a.eps,
+			Decay: h.decay, Step: e.step}
 		switch g := p.Grad.(type) {
 		case []float32:
-			optimizer.AdamW(p.Value.([]float32), g, e.moments[0].([]float32), e.moments[1].([]float32), s)
+			optimizer.AdamW(p.Value.([]float32), g, e.moments[0].([]float32),
+				e.moments[1].([]float32), s)
 		case []float64:
-			optimizer.AdamW(p.Value.([]float64), g, e.moments[0].([]float64), e.moments[1].([]float64), s)
+			optimizer.AdamW(p.Value.([]float64), g, e.moments[0].([]float64),
+				e.moments[1].([]float64), s)
 		}
 	}
 }

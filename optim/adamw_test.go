@@ -14,7 +14,8 @@ import (
 
 // Three steps with gradients sin(t·p) and cos(t·p), by torch.optim.AdamW in float64 (PyTorch 2).
 func TestAdamWAgreesWithPyTorch(t *testing.T) {
-	a, err := optim.NewAdamW(optim.WithLR(0.05), optim.WithBetas(0.9, 0.95), optim.WithWeightDecay(0.1))
+	a, err := optim.NewAdamW(optim.WithLR(0.05), optim.WithBetas(0.9, 0.95),
+		optim.WithWeightDecay(0.1))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -36,9 +37,11 @@ func TestAdamWAgreesWithPyTorch(t *testing.T) {
 			}
 		}
 	}
-	closeTo(t, "w", w.data(), []float64{0.34530665010892153, -1.1028691463116207, 1.9251731538571808,
-		-0.02374711355265443, 2.9154118094846537, -0.5904121355915524}, 1e-14)
-	closeTo(t, "b, a vector without decay", b.data(), []float64{0.9625510348583964, -1.897264698007797}, 1e-14)
+	closeTo(t, "w", w.data(),
+		[]float64{0.34530665010892153, -1.1028691463116207, 1.9251731538571808,
+			-0.02374711355265443, 2.9154118094846537, -0.5904121355915524}, 1e-14)
+	closeTo(t, "b, a vector without decay", b.data(),
+		[]float64{0.9625510348583964, -1.897264698007797}, 1e-14)
 }
 
 func TestAdamWFloat32AgreesWithFloat64(t *testing.T) {
@@ -67,7 +70,9 @@ func TestAdamWFloat32AgreesWithFloat64(t *testing.T) {
 func TestAdamWGroups(t *testing.T) {
 	a, err := optim.NewAdamW(optim.WithLR(0.1), optim.WithWeightDecay(0.5),
 		optim.WithGroup(optim.NameContains("frozen"), optim.LRScale(0)),
-		optim.WithGroup(func(_ string, shape []int) bool { return len(shape) == 2 && shape[1] == 1 }, optim.Decay(0), optim.LRScale(0.5)),
+		optim.WithGroup(func(_ string, shape []int) bool {
+			return len(shape) == 2 && shape[1] == 1
+		}, optim.Decay(0), optim.LRScale(0.5)),
 		optim.WithGroup(optim.NameContains("vec.decays"), optim.Decay(1)),
 		optim.WithGroup(optim.NameContains("vec"), optim.Decay(0.25), optim.Betas(0, 0)))
 	if err != nil {
@@ -109,7 +114,8 @@ func TestAdamWScalars(t *testing.T) {
 	if err := a.Step(model(native, dense)); err != nil {
 		t.Fatal(err)
 	}
-	if v, g := *native.value.(*gorgonia.F32), *native.grad.(*gorgonia.F32); math.Abs(float64(v)-1.9) > 1e-6 || g != 0 {
+	if v, g := *native.value.(*gorgonia.F32),
+		*native.grad.(*gorgonia.F32); math.Abs(float64(v)-1.9) > 1e-6 || g != 0 {
 		t.Errorf("a scalar of 2 becomes %v with gradient %v, want 1.9 and 0", v, g)
 	}
 	if v := dense.data()[0]; math.Abs(v-1.9) > 1e-8 {
@@ -122,10 +128,14 @@ func TestAdamWLearnsARegression(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
 	truth := normals(r, 4, 2)
-	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("x"), gorgonia.WithValue(matrix(normals(r, 50, 4), 50, 4)))
-	goal := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("goal"), gorgonia.WithValue(matrix(truth, 4, 2)))
-	w := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("w"), gorgonia.WithValue(matrix(make([]float64, 8), 4, 2)))
-	diff := gorgonia.Must(gorgonia.Sub(gorgonia.Must(gorgonia.Mul(x, w)), gorgonia.Must(gorgonia.Mul(x, goal))))
+	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("x"),
+		gorgonia.WithValue(matrix(normals(r, 50, 4), 50, 4)))
+	goal := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("goal"),
+		gorgonia.WithValue(matrix(truth, 4, 2)))
+	w := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("w"),
+		gorgonia.WithValue(matrix(make([]float64, 8), 4, 2)))
+	diff := gorgonia.Must(gorgonia.Sub(gorgonia.Must(gorgonia.Mul(x, w)),
+		gorgonia.Must(gorgonia.Mul(x, goal))))
 	loss := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(diff))))
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		t.Fatal(err)
@@ -168,10 +178,13 @@ func TestStepRefuses(t *testing.T) {
 	bad.gradient()[1] = math.NaN()
 	inf32 := newParam("w", []float32{1, 2}, 2)
 	inf32.grad.(*tensor.Dense).Float32s()[0] = float32(math.Inf(1))
-	nameless := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithValue(matrix([]float64{1}, 1)),
+	nameless := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64,
+		gorgonia.WithValue(matrix([]float64{1}, 1)),
 		gorgonia.WithGrad(matrix([]float64{1}, 1)))
-	bare := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithName("w"), gorgonia.WithValue(matrix([]float64{1}, 1)))
-	ints := &param{"w", tensor.New(tensor.WithBacking([]int{1, 2})), tensor.New(tensor.WithBacking([]int{1, 2}))}
+	bare := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithName("w"),
+		gorgonia.WithValue(matrix([]float64{1}, 1)))
+	ints := &param{"w", tensor.New(tensor.WithBacking([]int{1, 2})),
+		tensor.New(tensor.WithBacking([]int{1, 2}))}
 	for _, c := range []struct {
 		name  string
 		model []gorgonia.ValueGrad
@@ -182,16 +195,22 @@ func TestStepRefuses(t *testing.T) {
 		{"twice", model(fine, fine), `same name "fine"`},
 		{"no name", model(fine, newParam("", []float64{1}, 1)), "parameter #1 has no name"},
 		{"node without name", []gorgonia.ValueGrad{fine, nameless}, "parameter #1 has no name"},
-		{"no gradient", model(fine, &param{"w", matrix([]float64{1}, 1), nil}), `"w": has no gradient`},
-		{"node without gradient", []gorgonia.ValueGrad{fine, bare}, `"w": has no gradient: run a machine made with gorgonia.BindDualValues`},
+		{"no gradient", model(fine, &param{"w", matrix([]float64{1}, 1), nil}),
+			`"w": has no gradient`},
+		{"node without gradient", []gorgonia.ValueGrad{fine, bare},
+			`"w": has no gradient: run a machine made with gorgonia.BindDualValues`},
 		{"no value", model(fine, &param{"w", nil, matrix([]float64{1}, 1)}), `"w": has no value`},
 		{"nil", append(model(fine), nil), "is nil"},
-		{"types", model(fine, &param{"w", matrix([]float64{1}, 1), matrix([]float32{1}, 1)}), "gradient is float32"},
-		{"shapes", model(fine, &param{"w", matrix([]float64{1}, 1), matrix([]float64{1}, 1, 1)}), "of shape (1, 1)"},
+		{"types", model(fine, &param{"w", matrix([]float64{1}, 1), matrix([]float32{1}, 1)}),
+			"gradient is float32"},
+		{"shapes", model(fine, &param{"w", matrix([]float64{1}, 1), matrix([]float64{1}, 1, 1)}),
+			"of shape (1, 1)"},
 		{"layout", model(fine, transposed), "contiguous"},
 		{"ints", model(fine, ints), "want a dense tensor or a scalar of float32 or float64"},
-		{"new shape", model(fine, newParam("known", []float64{1, 2}, 1, 2)), `float64 of shape (2) is known under this name`},
-		{"new type", model(fine, newParam("known", []float32{1, 2}, 2)), `parameter "known" is float32`},
+		{"new shape", model(fine, newParam("known", []float64{1, 2}, 1, 2)),
+			`float64 of shape (2) is known under this name`},
+		{"new type", model(fine, newParam("known", []float32{1, 2}, 2)),
+			`parameter "known" is float32`},
 	} {
 		for name, o := range both(t) {
 			if err := o.Step(model(newParam("known", []float64{1, 2}, 2))); err != nil {
@@ -200,7 +219,8 @@ func TestStepRefuses(t *testing.T) {
 			before := o.State()
 			fine.gradient()[0] = 1
 			err := o.Step(c.model)
-			if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(), "optim."+name+": Step: ") {
+			if err == nil || !strings.Contains(err.Error(), c.want) ||
+				!strings.HasPrefix(err.Error(), "optim."+name+": Step: ") {
 				t.Errorf("%s, %s: error %v, want one with %q", c.name, name, err, c.want)
 			}
 			if fine.data()[0] != 1 || fine.gradient()[0] != 1 || !equalStates(before, o.State()) {
@@ -247,7 +267,8 @@ func TestConstructorsRefuse(t *testing.T) {
 		}
 	}
 	for name, o := range both(t) {
-		if err := o.SetLR(-1); err == nil || !strings.Contains(err.Error(), "optim."+name+": SetLR: got -1") {
+		if err := o.SetLR(-1); err == nil || !strings.Contains(err.Error(),
+			"optim."+name+": SetLR: got -1") {
 			t.Errorf("%s: SetLR(-1): %v", name, err)
 		}
 		if err := o.SetLR(0.5); err != nil || o.LR() != 0.5 {

@@ -28,19 +28,21 @@ type Optimizer interface {
 	LR() float64
 	SetLR(lr float64) error
 
-	// State returns everything that Step remembers from one call to the next, in order of names. The
-	// tensors are copies.
+	// State returns everything that Step remembers from one call to the next, in order of names.
+	// The tensors are copies.
 	State() []Tensor
 
 	// SetState replaces what Step remembers by a copy of state, which must be complete for each
-	// parameter in it, fit the parameters declared so far, if any, and be one that steps can lead to:
-	// moments are finite, means of squares not negative, means no larger than those or, of Muon's
-	// matrices, than finite gradients allow, counts of steps 1 to 2⁵³. On an error nothing changes.
+	// parameter in it, fit the parameters declared so far, if any, and be one that steps can lead
+	// to: moments are finite, means of squares not negative, means no larger than those or, of
+	// Muon's matrices, than finite gradients allow, counts of steps 1 to 2⁵³. On an error nothing
+	// changes.
 	SetState(state []Tensor) error
 
-	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of the
-	// parameter with that name, beside the count of its steps, so that no momentum moves elements that
-	// are frozen or have been replaced. Of a parameter without a step there is nothing to forget.
+	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of
+	// the parameter with that name, beside the count of its steps, so that no momentum moves
+	// elements that are frozen or have been replaced. Of a parameter without a step there is
+	// nothing to forget.
 	Forget(name string, from, to int) error
 }
 

@@ -14,7 +14,8 @@ import (
 func Example() {
 	g := gorgonia.NewGraph()
 	w := gorgonia.NewScalar(g, tensor.Float64, gorgonia.WithName("w"), gorgonia.WithValue(0.0))
-	loss := gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.Sub(w, gorgonia.NewConstant(3.0)))))
+	loss := gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.Sub(w,
+		gorgonia.NewConstant(3.0)))))
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		log.Fatal(err)
 	}

@@ -24,13 +24,15 @@ type goldenSettings struct {
 
 func (s goldenSettings) optimizer() (optim.Optimizer, error) {
 	if s.Op == "AdamW" {
-		return optim.NewAdamW(optim.WithBetas(s.Beta1, s.Beta2), optim.WithEps(s.Eps), optim.WithWeightDecay(s.Decay))
+		return optim.NewAdamW(optim.WithBetas(s.Beta1, s.Beta2), optim.WithEps(s.Eps),
+			optim.WithWeightDecay(s.Decay))
 	}
 	scale := optim.SpectralScale
 	if s.RMSScale {
 		scale = optim.RMSScale
 	}
-	return optim.NewMuon(optim.WithMomentum(s.Momentum), optim.WithNesterov(s.Nesterov), optim.WithIterations(s.Steps),
+	return optim.NewMuon(optim.WithMomentum(s.Momentum), optim.WithNesterov(s.Nesterov),
+		optim.WithIterations(s.Steps),
 		optim.WithWeightDecay(s.Decay), optim.WithScale(scale))
 }
 
@@ -49,13 +51,19 @@ func TestGolden(t *testing.T) {
 		data[x.Name] = x
 	}
 	for name, s := range cases {
-		start, grads, after := data[name+"/p"], data[name+"/g"].Data.([]float32), data[name+"/y"].Data.([]float64)
-		t.Run(name+"/float64", func(t *testing.T) { checkGolden[float64](t, s, start, grads, after, 1e-13) })
-		t.Run(name+"/float32", func(t *testing.T) { checkGolden[float32](t, s, start, grads, after, 1e-6) })
+		start, grads, after := data[name+"/p"], data[name+"/g"].Data.([]float32),
+			data[name+"/y"].Data.([]float64)
+		t.Run(name+"/float64", func(t *testing.T) {
+			checkGolden[float64](t, s, start, grads, after, 1e-13)
+		})
+		t.Run(name+"/float32", func(t *testing.T) {
+			checkGolden[float32](t, s, start, grads, after, 1e-6)
+		})
 	}
 }
 
-func checkGolden[T float32 | float64](t *testing.T, s goldenSettings, start safetensors.Tensor, grads []float32, after []float64, most float64) {
+func checkGolden[T float32 | float64](t *testing.T, s goldenSettings, start safetensors.Tensor,
+	grads []float32, after []float64, most float64) {
 	o, err := s.optimizer()
 	if err != nil {
 		t.Fatal(err)
@@ -66,7 +74,8 @@ func checkGolden[T float32 | float64](t *testing.T, s goldenSettings, start safe
 		if err := o.SetLR(rate); err != nil {
 			t.Fatal(err)
 		}
-		p := goldenParameter{goldenDense(value, start.Shape), goldenDense(goldenConvert[T](grads[i*n:][:n]), start.Shape)}
+		p := goldenParameter{goldenDense(value, start.Shape),
+			goldenDense(goldenConvert[T](grads[i*n:][:n]), start.Shape)}
 		if err := o.Step([]gorgonia.ValueGrad{p}); err != nil {
 			t.Fatal(err)
 		}
@@ -76,7 +85,8 @@ func checkGolden[T float32 | float64](t *testing.T, s goldenSettings, start safe
 			norm += want * want
 		}
 		if e := math.Sqrt(difference / norm); !(e <= most) {
-			t.Fatalf("after step %d the parameter has error %.3g, want at most %g\n got %v\nwant %v", i+1, e, most, value, after[i*n:][:n])
+			t.Fatalf("after step %d the parameter has error %.3g, want at most %g\n got "+
+				"%v\nwant %v", i+1, e, most, value, after[i*n:][:n])
 		}
 	}
 }

@@ -19,11 +19,12 @@ import (
 type Scale int
 
 const (
-	// SpectralScale is sqrt(max(1, rows/cols)), Keller Jordan's: a step of a given rate changes what a
-	// layer does by about as much whatever its shape.
+	// SpectralScale is sqrt(max(1, rows/cols)), Keller Jordan's: a step of a given rate changes
+	// what a layer does by about as much whatever its shape.
 	SpectralScale Scale = iota
 	// RMSScale is 0.2·sqrt(max(rows, cols)): updates are about as large, element by element, as
-	// AdamW's, whose learning rates then fit. (Liu et al., "Muon is Scalable for LLM Training", 2025.)
+	// AdamW's, whose learning rates then fit. (Liu et al., "Muon is Scalable for LLM Training",
+	// 2025.)
 	RMSScale
 )
 
@@ -60,7 +61,8 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 	if err != nil {
 		return nil, err
 	}
-	m := &Muon{lr: 0.02, momentum: 0.95, nesterov: true, iterations: 5, base: hyper{scale: 1}, rest: rest}
+	m := &Muon{lr: 0.02, momentum: 0.95, nesterov: true, iterations: 5,
+		base: hyper{scale: 1}, rest: rest}
 	m.match = NameContains("embed", "head", "kasmina")
 	m.store = newStore(muonFields...)
 	for _, opt := range opts {
@@ -106,7 +108,8 @@ func (m *Muon) storeOf(name string, shape []int) *store {
 }
 
 // allFit returns the entries of both stores apart, once all fit. With closed, no entry may be new.
-func (m *Muon) allFit(entries map[string]*entry, closed bool) (own, rest map[string]*entry, err error) {
+func (m *Muon) allFit(entries map[string]*entry, closed bool) (own,
+	rest map[string]*entry, err error) {
 	own, rest = map[string]*entry{}, map[string]*entry{}
 	for name, e := range entries {
 		if m.usesAdamW(name, e.shape) {
@@ -118,7 +121,8 @@ func (m *Muon) allFit(entries map[string]*entry, closed bool) (own, rest map[str
 	for _, name := range slices.Sorted(maps.Keys(entries)) {
 		e := entries[name]
 		if closed && m.storeOf(name, e.shape).entries[name] == nil {
-			return nil, nil, fmt.Errorf("there is no parameter %q of shape %v", name, tensor.Shape(e.shape))
+			return nil, nil, fmt.Errorf("there is no parameter %q of shape %v", name,
+				tensor.Shape(e.shape))
 		}
 		if err := m.fits(name, e.shape, e.dtype); err != nil {
 			return nil, nil, err
@@ -189,7 +193,8 @@ func (m *Muon) update(ps []params.Param) {
 		h, e := resolve(m.base, m.groups, p.Name, p.Shape), m.store.entry(p)
 		e.step++
 		rows, cols, lr := p.Shape[0], p.Shape[1], m.lr*h.scale
-		s := optimizer.MuonStep{Rate: lr * m.scale.of(rows, cols), Keep: 1 - lr*h.decay, Momentum: m.momentum,
+		s := optimizer.MuonStep{Rate: lr * m.scale.of(rows, cols),
+			Keep: 1 - lr*h.decay, Momentum: m.momentum,
 			Nesterov: m.nesterov, Iterations: m.iterations}
 		switch g := p.Grad.(type) {
 		case []float32:
@@ -236,7 +241,9 @@ func (m *Muon) SetState(state []Tensor) error {
 	if m == nil || m.rest == nil {
 		return fmt.Errorf("optim.Muon: SetState: %w", errZero)
 	}
-	entries, err := parse(state, func(name string, shape []int) []string { return m.storeOf(name, shape).fields })
+	entries, err := parse(state, func(name string, shape []int) []string {
+		return m.storeOf(name, shape).fields
+	})
 	if err != nil {
 		return fmt.Errorf("optim.Muon: SetState: %w", err)
 	}
@@ -271,7 +278,8 @@ func (m *Muon) checkMomentum(e *entry) error {
 	if at < 0 {
 		return nil
 	}
-	return fmt.Errorf("%s is %v at element %d, want at most %.3g after %d steps with a momentum of %v: "+
+	return fmt.Errorf("%s is %v at element %d, want at most %.3g after %d steps with a momentum "+
+		"of %v: "+
 		"the state is damaged; go on from an older checkpoint", muonFields[0],
 		reflect.ValueOf(e.moments[0]).Index(at), at, most, e.step, m.momentum)
 }

@@ -13,13 +13,15 @@ import (
 // A machine of another kind is told what a Muon does with matrices, tall and wide, and with the
 // rest.
 func TestMuonRules(t *testing.T) {
-	m, err := optim.NewMuon(optim.WithLR(0.25), optim.WithWeightDecay(0.2), optim.WithMomentum(0.9), optim.WithIterations(4), optim.WithNesterov(false),
+	m, err := optim.NewMuon(optim.WithLR(0.25), optim.WithWeightDecay(0.2), optim.WithMomentum(0.9),
+		optim.WithIterations(4), optim.WithNesterov(false),
 		optim.WithGroup(optim.NameContains("slow"), optim.LRScale(0.5)),
 		optim.WithAdamW(optim.WithLR(0.0625), optim.WithBetas(0.7, 0.8), optim.WithEps(1e-6)))
 	if err != nil {
 		t.Fatal(err)
 	}
-	matrix := optim.Rule{Muon: true, LRScale: 1, Decay: 0.2, Beta1: 0.9, ShapeScale: 1, Iterations: 4}
+	matrix := optim.Rule{Muon: true, LRScale: 1, Decay: 0.2, Beta1: 0.9,
+		ShapeScale: 1, Iterations: 4}
 	tall, slow := matrix, matrix
 	tall.ShapeScale, slow.LRScale = 2, 0.5
 	rest := optim.Rule{LRScale: 0.25, Beta1: 0.7, Beta2: 0.8, Eps: 1e-6}
@@ -49,14 +51,20 @@ func TestMuonAgreesWithPyTorch(t *testing.T) {
 		opts  []optim.MuonOption
 		want  []float64
 	}{
-		{"wide", start, []int{2, 3}, nil, []float64{0.45870391564423146, -1.215440154466495, 1.988446364546408,
-			0.10510670754867979, 2.9856334304023022, -0.6952448703901254}},
-		{"tall", tall, []int{3, 2}, nil, []float64{0.4500694566770218, 0.10068450758579194, -1.2090376101838396,
-			2.9866205811124615, 1.9889127920969845, -0.6837240305253235}},
-		{"plain momentum", start, []int{2, 3}, []optim.MuonOption{optim.WithNesterov(false)}, []float64{0.45791282204707956,
-			-1.20694235389834, 1.9843975270474232, 0.10349405509249408, 2.9878757224329333, -0.6932101558302197}},
-		{"scaled to AdamW's size", tall, []int{3, 2}, []optim.MuonOption{optim.WithScale(optim.RMSScale)}, []float64{
-			0.48379152690293636, 0.11777120251425151, -1.2333795079536964, 2.983130540323216, 1.9878119320020828, -0.7282930571739948}},
+		{"wide", start, []int{2, 3}, nil,
+			[]float64{0.45870391564423146, -1.215440154466495, 1.988446364546408,
+				0.10510670754867979, 2.9856334304023022, -0.6952448703901254}},
+		{"tall", tall, []int{3, 2}, nil,
+			[]float64{0.4500694566770218, 0.10068450758579194, -1.2090376101838396,
+				2.9866205811124615, 1.9889127920969845, -0.6837240305253235}},
+		{"plain momentum", start, []int{2, 3}, []optim.MuonOption{optim.WithNesterov(false)},
+			[]float64{0.45791282204707956,
+				-1.20694235389834, 1.9843975270474232, 0.10349405509249408, 2.9878757224329333,
+				-0.6932101558302197}},
+		{"scaled to AdamW's size", tall, []int{3, 2},
+			[]optim.MuonOption{optim.WithScale(optim.RMSScale)}, []float64{
+				0.48379152690293636, 0.11777120251425151, -1.2333795079536964, 2.983130540323216,
+				1.9878119320020828, -0.7282930571739948}},
 	} {
 		m, err := optim.NewMuon(append(c.opts, optim.WithWeightDecay(0.1))...)
 		if err != nil {
@@ -83,11 +91,13 @@ func TestMuonAgreesWithPyTorch(t *testing.T) {
 // What is no matrix, and what the match function chooses, must move exactly as under AdamW.
 func TestMuonLeavesTheRestToAdamW(t *testing.T) {
 	r := freshRand(t)
-	m, err := optim.NewMuon(optim.WithAdamWFor(optim.NameContains("table")), optim.WithAdamW(optim.WithLR(0.001), optim.WithWeightDecay(0.3)))
+	m, err := optim.NewMuon(optim.WithAdamWFor(optim.NameContains("table")),
+		optim.WithAdamW(optim.WithLR(0.001), optim.WithWeightDecay(0.3)))
 	if err != nil {
 		t.Fatal(err)
 	}
-	a, err := optim.NewAdamW(optim.WithLR(0.001), optim.WithBetas(0.9, 0.95), optim.WithEps(1e-10), optim.WithWeightDecay(0.3))
+	a, err := optim.NewAdamW(optim.WithLR(0.001), optim.WithBetas(0.9, 0.95), optim.WithEps(1e-10),
+		optim.WithWeightDecay(0.3))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -101,7 +111,8 @@ func TestMuonLeavesTheRestToAdamW(t *testing.T) {
 		name  string
 		shape []int
 		same  bool
-	}{{"w", []int{3, 4}, false}, {"table", []int{3, 4}, true}, {"norm", []int{12}, true}, {"cube", []int{3, 2, 2}, true}} {
+	}{{"w", []int{3, 4}, false}, {"table", []int{3, 4}, true}, {"norm", []int{12}, true},
+		{"cube", []int{3, 2, 2}, true}} {
 		data, grad := normals(r, 12), normals(r, 12)
 		byMuon, byAdamW := newParam(c.name, data, c.shape...), newParam(c.name, data, c.shape...)
 		for range 2 {
@@ -218,11 +229,13 @@ func TestMomentumBeyondGradients(t *testing.T) {
 		return m
 	}
 	state := func(data any, steps int64) []optim.Tensor {
-		return []optim.Tensor{{"w.momentum_buffer", []int{1, 2}, data}, {"w.step", []int{1}, []int64{steps}}}
+		return []optim.Tensor{{"w.momentum_buffer", []int{1, 2}, data},
+			{"w.step", []int{1}, []int64{steps}}}
 	}
 	require.NoError(t, newMuon().SetState(state([]float32{0, -3.39e37}, 1)))
 	err := newMuon().SetState(state([]float32{0, -3.42e37}, 1))
-	require.ErrorContains(t, err, `parameter "w": momentum_buffer is -3.42e+37 at element 1, want at most 3.4e+37`)
+	require.ErrorContains(t, err,
+		`parameter "w": momentum_buffer is -3.42e+37 at element 1, want at most 3.4e+37`)
 	require.NoError(t, newMuon().SetState(state([]float32{0, 6.4e37}, 2)))
 	require.Error(t, newMuon().SetState(state([]float32{0, 6.5e37}, 2)))
 	require.NoError(t, newMuon().SetState(state([]float32{math.MaxFloat32, 0}, 1000)))

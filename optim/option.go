@@ -58,7 +58,8 @@ func WithGroup(match Match, opts ...GroupOption) Option {
 		func(a *AdamW) error { a.groups = append(a.groups, g); return err },
 		func(m *Muon) error {
 			if err == nil && g.betas {
-				return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give the group to WithAdamW")
+				return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give the " +
+					"group to WithAdamW")
 			}
 			m.groups = append(m.groups, g)
 			return err
@@ -126,7 +127,8 @@ func WithAdamWFor(match Match) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.match = match
 		if match == nil {
-			return fmt.Errorf("WithAdamWFor: match is nil, want a function such as optim.NameContains(\"embed\", \"head\")")
+			return fmt.Errorf("WithAdamWFor: match is nil, want a function such as " +
+				"optim.NameContains(\"embed\", \"head\")")
 		}
 		return nil
 	})

@@ -25,16 +25,16 @@ type Part struct {
 // updates a part of the model, do the others'. [AdamW] and [Muon] are.
 type Partial interface {
 	Optimizer
-	// StepParts is Step for the given parts alone. It counts a step of every parameter of the model,
-	// but reads and changes no gradients, values and moments outside the parts. From is a multiple of
-	// PartGrain, and so is To, unless it is the parameter's end. Parts do not overlap. A matrix that
-	// Muon updates is one part or none.
+	// StepParts is Step for the given parts alone. It counts a step of every parameter of the
+	// model, but reads and changes no gradients, values and moments outside the parts. From is a
+	// multiple of PartGrain, and so is To, unless it is the parameter's end. Parts do not overlap.
+	// A matrix that Muon updates is one part or none.
 	StepParts(model []gorgonia.ValueGrad, parts []Part) error
 	// Rule is what the optimiser does with a parameter.
 	Rule(name string, shape []int) Rule
 	// Moments are what the optimiser remembers of a parameter beside its count of steps, each a
-	// []float32 or []float64 of its size: its own memory, into which others' parts can be copied. It
-	// is nil before the first step.
+	// []float32 or []float64 of its size: its own memory, into which others' parts can be copied.
+	// It is nil before the first step.
 	Moments(name string) []any
 }
 
@@ -44,14 +44,16 @@ var (
 )
 
 // readParts returns the parameters of a model, and those parts of them that are to be updated.
-func (s *store) readParts(model []gorgonia.ValueGrad, parts []Part) (ps, cut []params.Param, err error) {
+func (s *store) readParts(model []gorgonia.ValueGrad, parts []Part) (ps,
+	cut []params.Param, err error) {
 	if ps, err = s.reader.Read(model); err != nil {
 		return nil, nil, err
 	}
 	byName := make(map[string]params.Param, len(ps))
 	for i, p := range ps {
 		if p.Name == "" {
-			return nil, nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept", i)
+			return nil, nil,
+				fmt.Errorf("parameter #%d has no name, under which its state could be kept", i)
 		}
 		byName[p.Name] = p
 	}
@@ -63,8 +65,9 @@ func (s *store) readParts(model []gorgonia.ValueGrad, parts []Part) (ps, cut []p
 		if c, err := part.of(p); err != nil {
 			return nil, nil, fmt.Errorf("parameter %q: %w", p.Name, err)
 		} else if at := c.NonFinite(); at >= 0 {
-			return nil, nil, fmt.Errorf("parameter %q: the gradient is not finite at element %d of shape %v",
-				p.Name, part.From+at, p.Shape)
+			return nil, nil,
+				fmt.Errorf("parameter %q: the gradient is not finite at element %d of shape %v",
+					p.Name, part.From+at, p.Shape)
 		} else {
 			cut = append(cut, c)
 		}
@@ -174,7 +177,8 @@ func (m *Muon) stepParts(ps, cut []params.Param, parts []Part) error {
 		case m.usesAdamW(p.Name, p.Shape):
 			restCut, restParts = append(restCut, p), append(restParts, parts[i])
 		case parts[i].To-parts[i].From != p.Shape.TotalSize():
-			return fmt.Errorf("parameter %q: the part is %d to %d of %d elements, want the whole matrix",
+			return fmt.Errorf("parameter %q: the part is %d to %d of %d elements, want the "+
+				"whole matrix",
 				p.Name, parts[i].From, parts[i].To, p.Shape.TotalSize())
 		default:
 			own = append(own, p)

@@ -37,7 +37,8 @@ func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
 	for _, p := range []struct {
 		name  string
 		shape []int
-	}{{"embed", []int{2*PartGrain/16 + 5, 16}}, {"norm", []int{7}}, {"a", []int{9, 5}}, {"b", []int{6, 11}}} {
+	}{{"embed", []int{2*PartGrain/16 + 5, 16}}, {"norm", []int{7}}, {"a", []int{9, 5}},
+		{"b", []int{6, 11}}} {
 		n := gorgonia.NodeFromAny(g, fill(p.shape), gorgonia.WithName(p.name))
 		model = append(model, held{n, fill(p.shape)})
 	}
@@ -48,8 +49,10 @@ func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
 // moments of one that updates all.
 func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 	makers := map[string]func() (Partial, error){
-		"AdamW": func() (Partial, error) { return NewAdamW(WithGroup(NameContains("norm"), LRScale(0.5))) },
-		"Muon":  func() (Partial, error) { return NewMuon() },
+		"AdamW": func() (Partial, error) {
+			return NewAdamW(WithGroup(NameContains("norm"), LRScale(0.5)))
+		},
+		"Muon": func() (Partial, error) { return NewMuon() },
 	}
 	shares := [][]Part{
 		{{"embed", PartGrain, 2 * PartGrain}, {"a", 0, 45}},
@@ -59,7 +62,9 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 	for name, make := range makers {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 			seed := rand.Uint64()
-			same := func() []gorgonia.ValueGrad { return partModel(rand.New(rand.NewPCG(seed, 2)), dt) }
+			same := func() []gorgonia.ValueGrad {
+				return partModel(rand.New(rand.NewPCG(seed, 2)), dt)
+			}
 			whole := same()
 			one, err := make()
 			require.NoError(t, err)
@@ -84,10 +89,14 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 			}
 			for k, parts := range shares {
 				for _, part := range parts {
-					i := slices.IndexFunc(whole, func(v gorgonia.ValueGrad) bool { return v.(held).Name() == part.Name })
-					require.Equal(t, slice(whole[i].Value().Data(), part), slice(models[k][i].Value().Data(), part), "%s %v", name, part)
+					i := slices.IndexFunc(whole, func(v gorgonia.ValueGrad) bool {
+						return v.(held).Name() == part.Name
+					})
+					require.Equal(t, slice(whole[i].Value().Data(), part),
+						slice(models[k][i].Value().Data(), part), "%s %v", name, part)
 					for m, want := range one.Moments(part.Name) {
-						require.Equal(t, slice(want, part), slice(ranks[k].Moments(part.Name)[m], part))
+						require.Equal(t, slice(want, part),
+							slice(ranks[k].Moments(part.Name)[m], part))
 						for other, o := range ranks {
 							if other != k { // whose memory it can be copied to
 								copyPart(o.Moments(part.Name)[m], want, part)
@@ -128,14 +137,16 @@ func TestPartsThatCannotBe(t *testing.T) {
 	} {
 		model := partModel(r, tensor.Float32)
 		before := model[0].Value().(*tensor.Dense).Clone().(*tensor.Dense)
-		require.ErrorContains(t, muon.StepParts(model, []Part{{"embed", 0, PartGrain}, c.part}), c.want)
+		require.ErrorContains(t, muon.StepParts(model, []Part{{"embed", 0, PartGrain}, c.part}),
+			c.want)
 		require.Equal(t, before.Data(), model[0].Value().Data())
 		require.Empty(t, muon.State())
 	}
 	model := partModel(r, tensor.Float32)
 	g := model[0].(held).grad.Float32s()
 	g[PartGrain+3] = float32(math.NaN())
-	require.ErrorContains(t, muon.StepParts(model, []Part{{"embed", PartGrain, 2 * PartGrain}}), "element 16387")
+	require.ErrorContains(t, muon.StepParts(model, []Part{{"embed", PartGrain, 2 * PartGrain}}),
+		"element 16387")
 	require.NoError(t, muon.StepParts(model, []Part{{"embed", 0, PartGrain}}), "outside the part")
 	model[0].Value().Data().([]float32)[2] = math.MaxFloat32
 	for i := range PartGrain {

@@ -31,6 +31,7 @@ func (m *Muon) Rule(name string, shape []int) Rule {
 		return r
 	}
 	h := resolve(m.base, m.groups, name, shape)
-	return Rule{Muon: true, LRScale: h.scale, Decay: h.decay, Beta1: m.momentum, ShapeScale: m.scale.of(shape[0], shape[1]),
-		Nesterov: m.nesterov, Iterations: m.iterations}
+	return Rule{Muon: true, LRScale: h.scale, Decay: h.decay, Beta1: m.momentum,
+		ShapeScale: m.scale.of(shape[0], shape[1]),
+		Nesterov:   m.nesterov, Iterations: m.iterations}
 }

@@ -33,16 +33,18 @@ func Warmup(peak float64, steps int) (Schedule, error) {
 	}, nil
 }
 
-// Annealing gives the factor of the learning rate at a share, from 0 to 1, of what a run may spend. A
-// run whose steps become larger knows that share, and not how many steps are left.
+// Annealing gives the factor of the learning rate at a share, from 0 to 1, of what a run may spend.
+// A run whose steps become larger knows that share, and not how many steps are left.
 type Annealing func(share float64) float64
 
-// CosineAnnealing returns the one that falls from 1 along half a cosine to floor, which is from 0 to 1:
+// CosineAnnealing returns the one that falls from 1 along half a cosine to floor, which is from 0
+// to 1:
 //
 //	floor + (1−floor)·(1 + cos(π·share))/2
 func CosineAnnealing(floor float64) (Annealing, error) {
 	if !(floor >= 0 && floor <= 1) {
-		return nil, fmt.Errorf("optim.CosineAnnealing: floor is %v, want a number from 0 to 1", floor)
+		return nil, fmt.Errorf("optim.CosineAnnealing: floor is %v, want a number from 0 to 1",
+			floor)
 	}
 	return func(share float64) float64 {
 		return floor + (1-floor)*(1+math.Cos(math.Pi*min(max(share, 0), 1)))/2
@@ -63,9 +65,12 @@ func WarmupCosine(peak, floor float64, warmup, total int) (Schedule, error) {
 	case !(peak > 0) || math.IsInf(peak, 0):
 		return nil, fmt.Errorf("optim.WarmupCosine: peak is %v, want a finite number above 0", peak)
 	case !(floor >= 0 && floor <= peak):
-		return nil, fmt.Errorf("optim.WarmupCosine: floor is %v, want a number from 0 to peak, %v", floor, peak)
+		return nil, fmt.Errorf("optim.WarmupCosine: floor is %v, want a number from 0 to peak, %v",
+			floor, peak)
 	case warmup < 0 || warmup >= total:
-		return nil, fmt.Errorf("optim.WarmupCosine: warmup is %d and total is %d, want 0 ≤ warmup < total", warmup, total)
+		return nil,
+			fmt.Errorf("optim.WarmupCosine: warmup is %d and total is %d, want 0 ≤ warmup < total",
+				warmup, total)
 	}
 	return func(step int) float64 {
 		switch step = max(step, 0); {

@@ -13,7 +13,8 @@ func TestWarmupCosine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for step, want := range map[int]float64{-3: 0.2, 0: 0.2, 3: 0.8, 4: 1, 9: 0.1 + 0.45*(1+math.Sqrt2/2), 14: 0.55, 24: 0.1, 1000: 0.1} {
+	for step, want := range map[int]float64{-3: 0.2, 0: 0.2, 3: 0.8, 4: 1,
+		9: 0.1 + 0.45*(1+math.Sqrt2/2), 14: 0.55, 24: 0.1, 1000: 0.1} {
 		if got := s(step); math.Abs(got-want) > 1e-15 {
 			t.Errorf("step %d: rate %v, want %v", step, got, want)
 		}
@@ -30,9 +31,12 @@ func TestWarmupCosine(t *testing.T) {
 		peak, floor   float64
 		warmup, total int
 		want          string
-	}{{0, 0, 1, 2, "peak is 0"}, {math.Inf(1), 0, 1, 2, "peak is +Inf"}, {1, -1, 1, 2, "floor is -1"}, {1, 2, 1, 2, "floor is 2"},
-		{1, math.NaN(), 1, 2, "floor is NaN"}, {1, 0, -1, 2, "warmup is -1"}, {1, 0, 2, 2, "warmup is 2 and total is 2"}} {
-		if _, err := optim.WarmupCosine(c.peak, c.floor, c.warmup, c.total); err == nil || !strings.Contains(err.Error(), c.want) {
+	}{{0, 0, 1, 2, "peak is 0"}, {math.Inf(1), 0, 1, 2, "peak is +Inf"},
+		{1, -1, 1, 2, "floor is -1"}, {1, 2, 1, 2, "floor is 2"},
+		{1, math.NaN(), 1, 2, "floor is NaN"}, {1, 0, -1, 2, "warmup is -1"},
+		{1, 0, 2, 2, "warmup is 2 and total is 2"}} {
+		if _, err := optim.WarmupCosine(c.peak, c.floor, c.warmup, c.total); err == nil ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("error %v, want one with %q", err, c.want)
 		}
 	}

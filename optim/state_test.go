@@ -66,7 +66,8 @@ func TestStateRoundTrip(t *testing.T) {
 		run(straight[name], want, 0, 40)
 		run(first[name], got, 0, 20)
 		saved := first[name].State()
-		run(first[name], small(), 20, 25) // what happens to the optimiser later must not reach the saved state
+		// what happens to the optimiser later must not reach the saved state
+		run(first[name], small(), 20, 25)
 		if err := second[name].Declare(model(got...)); err != nil {
 			t.Fatal(err)
 		}
@@ -86,11 +87,14 @@ func TestStateRoundTrip(t *testing.T) {
 		if !equalStates(straight[name].State(), second[name].State()) {
 			t.Errorf("%s: the states differ", name)
 		}
-		if !slices.IsSortedFunc(saved, func(a, b optim.Tensor) int { return strings.Compare(a.Name, b.Name) }) || len(saved) == 0 {
+		if !slices.IsSortedFunc(saved, func(a, b optim.Tensor) int {
+			return strings.Compare(a.Name, b.Name)
+		}) || len(saved) == 0 {
 			t.Errorf("%s: the state's tensors are not in order", name)
 		}
 		if err := second[name].SetState(nil); err != nil || len(second[name].State()) != 0 {
-			t.Errorf("%s: setting an empty state: %v, which leaves %d tensors", name, err, len(second[name].State()))
+			t.Errorf("%s: setting an empty state: %v, which leaves %d tensors", name, err,
+				len(second[name].State()))
 		}
 	}
 }
@@ -118,19 +122,31 @@ func TestSetStateRefuses(t *testing.T) {
 	}{
 		{"moment missing", without("norm.exp_avg_sq"), `parameter "norm": there is no exp_avg_sq`},
 		{"count missing", without("w.step"), `parameter "w": step is`},
-		{"count of zero", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{0} }), `parameter "w": step is`},
-		{"two counts", edit("w.step", func(t *optim.Tensor) { t.Data = []int64{3, 4} }), `parameter "w": step is`},
-		{"count of floats", edit("w.step", func(t *optim.Tensor) { t.Data = []float64{3} }), `parameter "w": step is`},
+		{"count of zero", edit("w.step", func(t *optim.Tensor) {
+			t.Data = []int64{0}
+		}), `parameter "w": step is`},
+		{"two counts", edit("w.step", func(t *optim.Tensor) {
+			t.Data = []int64{3, 4}
+		}), `parameter "w": step is`},
+		{"count of floats", edit("w.step", func(t *optim.Tensor) {
+			t.Data = []float64{3}
+		}), `parameter "w": step is`},
 		{"count beyond whole numbers", edit("w.step",
-			func(t *optim.Tensor) { t.Data = []int64{math.MaxInt64} }), "step is [9223372036854775807]"},
+			func(t *optim.Tensor) {
+				t.Data = []int64{math.MaxInt64}
+			}), "step is [9223372036854775807]"},
 		{"many counts", edit("w.step", func(t *optim.Tensor) { t.Data = make([]int64, 99) }),
 			"step is a []int64 of 99 elements"},
 		{"NaN", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data.([]float64)[1] = math.NaN() }),
 			`"norm": exp_avg is NaN at element 1`},
 		{"infinity", edit("norm.exp_avg_sq",
-			func(t *optim.Tensor) { t.Data.([]float64)[0] = math.Inf(1) }), "exp_avg_sq is +Inf at element 0"},
+			func(t *optim.Tensor) {
+				t.Data.([]float64)[0] = math.Inf(1)
+			}), "exp_avg_sq is +Inf at element 0"},
 		{"negative square", edit("norm.exp_avg_sq",
-			func(t *optim.Tensor) { t.Data.([]float64)[1] = -1e-9 }), "exp_avg_sq is -1e-09 at element 1"},
+			func(t *optim.Tensor) {
+				t.Data.([]float64)[1] = -1e-9
+			}), "exp_avg_sq is -1e-09 at element 1"},
 		{"a mean without squares", func(s []optim.Tensor) []optim.Tensor {
 			edit("norm.exp_avg", func(t *optim.Tensor) { t.Data.([]float64)[1] = 1 })(s)
 			return edit("norm.exp_avg_sq", func(t *optim.Tensor) { clear(t.Data.([]float64)) })(s)
@@ -145,15 +161,28 @@ func TestSetStateRefuses(t *testing.T) {
 		}, `is NaN at element 7, want a finite number`},
 		{"negative shape", edit("norm.exp_avg", func(t *optim.Tensor) { t.Shape = []int{-1, -2} }),
 			`parameter "norm"`},
-		{"shape", edit("norm.exp_avg", func(t *optim.Tensor) { t.Shape = []int{2, 1} }), `parameter "norm"`},
-		{"length", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []float64{1} }), "exp_avg has 1 elements, want 2"},
-		{"type", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []float32{1, 2} }), `parameter "norm"`},
-		{"no floats", edit("norm.exp_avg", func(t *optim.Tensor) { t.Data = []int{1, 2} }), "holds a []int"},
-		{"unknown parameter", edit("norm.exp_avg", func(t *optim.Tensor) { t.Name = "other.exp_avg" }), `parameter "norm"`},
+		{"shape", edit("norm.exp_avg", func(t *optim.Tensor) {
+			t.Shape = []int{2, 1}
+		}), `parameter "norm"`},
+		{"length", edit("norm.exp_avg", func(t *optim.Tensor) {
+			t.Data = []float64{1}
+		}), "exp_avg has 1 elements, want 2"},
+		{"type", edit("norm.exp_avg", func(t *optim.Tensor) {
+			t.Data = []float32{1, 2}
+		}), `parameter "norm"`},
+		{"no floats", edit("norm.exp_avg", func(t *optim.Tensor) {
+			t.Data = []int{1, 2}
+		}), "holds a []int"},
+		{"unknown parameter", edit("norm.exp_avg", func(t *optim.Tensor) {
+			t.Name = "other.exp_avg"
+		}), `parameter "norm"`},
 		{"unknown field", func(s []optim.Tensor) []optim.Tensor {
-			return append(s, optim.Tensor{Name: "norm.velocity", Shape: []int{2}, Data: []float64{1, 2}})
+			return append(s, optim.Tensor{Name: "norm.velocity", Shape: []int{2},
+				Data: []float64{1, 2}})
 		}, "velocity means nothing"},
-		{"name", func(s []optim.Tensor) []optim.Tensor { return append(s, optim.Tensor{Name: "step"}) }, `tensor "step"`},
+		{"name", func(s []optim.Tensor) []optim.Tensor {
+			return append(s, optim.Tensor{Name: "step"})
+		}, `tensor "step"`},
 		{"twice", func(s []optim.Tensor) []optim.Tensor { return append(s, s[0]) }, "two tensors"},
 		{"whole unknown parameter", func(s []optim.Tensor) []optim.Tensor {
 			for _, t := range s {
@@ -172,7 +201,8 @@ func TestSetStateRefuses(t *testing.T) {
 			}
 			before := o.State()
 			err := o.SetState(c.alter(o.State()))
-			if err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(), "optim."+name+": SetState: ") {
+			if err == nil || !strings.Contains(err.Error(), c.want) ||
+				!strings.HasPrefix(err.Error(), "optim."+name+": SetState: ") {
 				t.Errorf("%s, %s: error %v, want one with %q", c.name, name, err, c.want)
 			}
 			if !equalStates(before, o.State()) {
@@ -190,8 +220,10 @@ func TestSetStateRefuses(t *testing.T) {
 		for range 10 { // whatever the order in which a map gives the fields
 			err := os[to].SetState(os[from].State())
 			want := fmt.Sprintf("which %s keeps: the state is that of another optimiser", to)
-			if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "which "+from+" keeps, where") {
-				t.Fatalf("%s is given the state of %s: error %v, want one with %q", to, from, err, want)
+			if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(),
+				"which "+from+" keeps, where") {
+				t.Fatalf("%s is given the state of %s: error %v, want one with %q", to, from, err,
+					want)
 			}
 		}
 	}
@@ -205,8 +237,9 @@ func TestSetStateOfImpossibleShapes(t *testing.T) {
 				[]float64{}},
 				{"norm.exp_avg_sq", shape, []float64{}}}
 			if len(shape) == 2 && name == "Muon" {
-				state = []optim.Tensor{{"norm.step", []int{1}, []int64{1}}, {"norm.momentum_buffer", shape,
-					[]float64{}}}
+				state = []optim.Tensor{{"norm.step", []int{1}, []int64{1}},
+					{"norm.momentum_buffer", shape,
+						[]float64{}}}
 			}
 			err := o.SetState(state)
 			require.ErrorContains(t, err, "which no tensor has", "%s: %v", name, shape)
@@ -219,7 +252,8 @@ func TestSetStateOfImpossibleShapes(t *testing.T) {
 func TestStepOverflows(t *testing.T) {
 	for name, o := range both(t) {
 		require.NoError(t, o.SetState([]optim.Tensor{{"norm.step", []int{1}, []int64{1}},
-			{"norm.exp_avg", []int{2}, []float32{0, 1e3}}, {"norm.exp_avg_sq", []int{2}, []float32{1, 1}}}))
+			{"norm.exp_avg", []int{2}, []float32{0, 1e3}},
+			{"norm.exp_avg_sq", []int{2}, []float32{1, 1}}}))
 		require.NoError(t, o.SetLR(1e37))
 		p := newParam("norm", make([]float32, 2), 2)
 		err := o.Step(model(p))
@@ -234,11 +268,12 @@ func TestDeclareRefuses(t *testing.T) {
 			t.Fatal(err)
 		}
 		for want, m := range map[string][]*param{
-			`two parameters have the name "a"`: {newParam("a", []float64{1}, 1), newParam("a", []float64{1}, 1)},
-			"parameter #0 has no name":         {newParam("", []float64{1}, 1)},
-			`"a" has no value`:                 {{name: "a"}},
-			"want float32 or float64":          {{"a", tensor.New(tensor.WithBacking([]int{1, 2})), nil}},
-			"is known under this name":         {newParam("w", []float64{1, 2}, 2, 1)},
+			`two parameters have the name "a"`: {newParam("a", []float64{1}, 1),
+				newParam("a", []float64{1}, 1)},
+			"parameter #0 has no name": {newParam("", []float64{1}, 1)},
+			`"a" has no value`:         {{name: "a"}},
+			"want float32 or float64":  {{"a", tensor.New(tensor.WithBacking([]int{1, 2})), nil}},
+			"is known under this name": {newParam("w", []float64{1, 2}, 2, 1)},
 		} {
 			if err := o.Declare(model(m...)); err == nil || !strings.Contains(err.Error(), want) {
 				t.Errorf("%s: error %v, want one with %q", name, err, want)
@@ -272,13 +307,15 @@ func TestForget(t *testing.T) {
 				clear(x[1:])
 			}
 		}
-		for _, err := range []error{o.Forget("w", 4, 9), o.Forget("norm", 1, 2), o.Forget("embed.weight", 3, 3), o.Forget("unknown", 0, 9)} {
+		for _, err := range []error{o.Forget("w", 4, 9), o.Forget("norm", 1, 2),
+			o.Forget("embed.weight", 3, 3), o.Forget("unknown", 0, 9)} {
 			if err != nil {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
 		for _, span := range [][2]int{{-1, 2}, {2, 1}, {0, 13}} {
-			if err := o.Forget("w", span[0], span[1]); err == nil || !strings.Contains(err.Error(), "which has 12") {
+			if err := o.Forget("w", span[0], span[1]); err == nil ||
+				!strings.Contains(err.Error(), "which has 12") {
 				t.Errorf("%s: elements %v: %v", name, span, err)
 			}
 		}

@@ -31,13 +31,15 @@ const maxSteps = min(1<<53, math.MaxInt-1)
 // them: go on from a checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
-var errZero = errors.New("the optimiser is nil or its zero value: NewAdamW and NewMuon make optimisers")
+var errZero = errors.New("the optimiser is nil or its zero value: NewAdamW and NewMuon make " +
+	"optimisers")
 
 // What the update rules keep of a parameter beside its count of steps.
 var (
 	adamWFields = []string{"exp_avg", "exp_avg_sq"}
 	muonFields  = []string{"momentum_buffer"}
-	keptBy      = map[string]string{"exp_avg": "AdamW", "exp_avg_sq": "AdamW", "momentum_buffer": "Muon"}
+	keptBy      = map[string]string{"exp_avg": "AdamW", "exp_avg_sq": "AdamW",
+		"momentum_buffer": "Muon"}
 )
 
 // store holds what an optimiser remembers of each parameter, by name.
@@ -66,10 +68,13 @@ func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
 	}
 	for i, p := range ps {
 		if p.Name == "" {
-			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept", i)
+			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept",
+				i)
 		}
 		if at := p.NonFinite(); at >= 0 {
-			return nil, fmt.Errorf("parameter %q: the gradient is not finite at element %d of shape %v", p.Name, at, p.Shape)
+			return nil,
+				fmt.Errorf("parameter %q: the gradient is not finite at element %d of shape %v",
+					p.Name, at, p.Shape)
 		}
 	}
 	return ps, nil
@@ -79,7 +84,8 @@ func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
 func overflowed(ps []params.Param) error {
 	for _, p := range ps {
 		if at := nonFinite(p.Value); at >= 0 {
-			return fmt.Errorf("%w: parameter %q is not finite at element %d of shape %v", ErrOverflow,
+			return fmt.Errorf("%w: parameter %q is not finite at element %d of shape %v",
+				ErrOverflow,
 				p.Name, at, p.Shape)
 		}
 	}
@@ -109,7 +115,8 @@ func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 		name, v := params.Name(vg), vg.Value()
 		switch {
 		case name == "":
-			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept", i)
+			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept",
+				i)
 		case decls[name] != nil:
 			return nil, fmt.Errorf("two parameters have the name %q", name)
 		case v == nil:
@@ -126,7 +133,8 @@ func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 func (s *store) fits(name string, shape []int, dtype tensor.Dtype) error {
 	e, ok := s.entries[name]
 	if ok && (e.dtype != dtype || !slices.Equal(e.shape, shape)) {
-		return fmt.Errorf("parameter %q is %v of shape %v, but %v of shape %v is known under this name",
+		return fmt.Errorf("parameter %q is %v of shape %v, but %v of shape %v is known under "+
+			"this name",
 			name, dtype, tensor.Shape(shape), e.dtype, tensor.Shape(e.shape))
 	}
 	return nil
@@ -219,12 +227,14 @@ func (s *store) restore(entries map[string]*entry) {
 
 // parse returns the entries that state holds. Each must be complete: the moments that fieldsOf
 // names, of one shape and type, and a step count.
-func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (map[string]*entry, error) {
+func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (map[string]*entry,
+	error) {
 	parts := map[string]map[string]Tensor{}
 	for _, t := range state {
 		dot := strings.LastIndexByte(t.Name, '.')
 		if dot < 1 {
-			return nil, fmt.Errorf("tensor %q: want a name such as \"weight.%s\"", t.Name, stepField)
+			return nil, fmt.Errorf("tensor %q: want a name such as \"weight.%s\"", t.Name,
+				stepField)
 		}
 		name, field := t.Name[:dot], t.Name[dot+1:]
 		if parts[name] == nil {
@@ -266,8 +276,11 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 	fields := fieldsOf(e.shape)
 	for _, f := range slices.Sorted(maps.Keys(parts)) {
 		if owner := keptBy[f]; owner != "" && !slices.Contains(fields, f) {
-			return nil, fmt.Errorf("it has %s, which %s keeps, where %s is wanted, which %s keeps: the state is that of another "+
-				"optimiser, or of one with other options", f, owner, strings.Join(fields, " and "), keptBy[fields[0]])
+			return nil,
+				fmt.Errorf("it has %s, which %s keeps, where %s is wanted, which %s keeps: the "+
+					"state is that of another "+
+					"optimiser, or of one with other options", f, owner,
+					strings.Join(fields, " and "), keptBy[fields[0]])
 		}
 	}
 	for _, f := range fields {
@@ -281,10 +294,12 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 		case elements(t.Shape) < 0:
 			return nil, fmt.Errorf("%s has shape %v, which no tensor has", f, t.Shape)
 		case n != elements(t.Shape):
-			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n, elements(t.Shape),
+			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v",
+				f, n, elements(t.Shape),
 				t.Shape)
 		case !slices.Equal(t.Shape, e.shape) || len(e.moments) > 0 && dtype != e.dtype:
-			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f, dtype, t.Shape)
+			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f,
+				dtype, t.Shape)
 		}
 		if err := checkMoment(f, t.Data); err != nil {
 			return nil, err
@@ -294,7 +309,8 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 	}
 	for field := range parts {
 		if field != stepField && !slices.Contains(fields, field) {
-			return nil, fmt.Errorf("%s means nothing to this optimiser, which keeps %v for it", field, fields)
+			return nil, fmt.Errorf("%s means nothing to this optimiser, which keeps %v for it",
+				field, fields)
 		}
 	}
 	if fields[0] == "exp_avg" {
@@ -310,7 +326,8 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 // use. leastMean is where squares may vanish in float32.
 const largestRatio, leastMean = 1e4, 1e-18
 
-// checkRatio returns an error unless the means fit the means of squares, as all that steps leave do.
+// checkRatio returns an error unless the means fit the means of squares, as all that steps leave
+// do.
 func checkRatio(mean, squares any) error {
 	if m, ok := mean.([]float32); ok {
 		return ratioFits(m, squares.([]float32))
@@ -323,7 +340,8 @@ func ratioFits[F float32 | float64](mean, squares []F) error {
 		// Compared as squares: a root for each element takes longer than all else.
 		m, v := float64(m), float64(squares[i])
 		if m*m > largestRatio*largestRatio*max(v, leastMean*leastMean) {
-			return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq of %v: the state "+
+			return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq "+
+				"of %v: the state "+
 				"is damaged; go on from an older checkpoint", m, i,
 				largestRatio*max(math.Sqrt(v), leastMean), v)
 		}
@@ -341,7 +359,8 @@ func checkMoment(field string, data any) error {
 	if at < 0 {
 		return nil
 	}
-	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that diverged; "+
+	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that "+
+		"diverged; "+
 		"go on from an older checkpoint", field, reflect.ValueOf(data).Index(at), at, want)
 }
 

@@ -13,15 +13,17 @@ type Action uint8
 
 // The actions of commands.
 const (
-	Germinate  Action = iota + 1 // as Lattice.RequestGermination, with Command.Request
-	Move                         // as Lattice.Transition, to Command.To
-	Recycle                      // as Lattice.Recycle
-	SetAlpha                     // as Lattice.SetAlpha, to Command.Alpha
-	Quarantine                   // makes the seed a new one if it does not match its checksum, as Lattice.Quarantine
-	Load                         // sets the slot of a living seed of Command.Kind to Command.Params
+	Germinate Action = iota + 1 // as Lattice.RequestGermination, with Command.Request
+	Move                        // as Lattice.Transition, to Command.To
+	Recycle                     // as Lattice.Recycle
+	SetAlpha                    // as Lattice.SetAlpha, to Command.Alpha
+	// makes the seed a new one if it does not match its checksum, as Lattice.Quarantine
+	Quarantine
+	Load // sets the slot of a living seed of Command.Kind to Command.Params
 )
 
-var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Recycle", SetAlpha: "SetAlpha", Quarantine: "Quarantine",
+var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Recycle",
+	SetAlpha: "SetAlpha", Quarantine: "Quarantine",
 	Load: "Load"}
 
 // String returns the action's name.
@@ -53,7 +55,8 @@ func (c Command) String() string {
 			s += fmt.Sprintf("germinate %v of size %d", c.Request.Kind, c.Request.Size)
 			break
 		}
-		s += fmt.Sprintf("germinate %v in slot %d, to be grafted by %s", c.Request.Kind, c.Request.Slot, strategy.Name())
+		s += fmt.Sprintf("germinate %v in slot %d, to be grafted by %s", c.Request.Kind,
+			c.Request.Slot, strategy.Name())
 	case Move:
 		s += fmt.Sprintf("move to %v", c.To)
 	case Recycle:
@@ -109,7 +112,8 @@ func (l *Lattice) do(c Command) error {
 	case Load:
 		return l.accepts(c.Seed, c.Kind, c.Params)
 	}
-	return fmt.Errorf("state: %w: the action is %v, want Germinate, Move, Recycle, SetAlpha, Quarantine or Load", ErrArgument, c.Action)
+	return fmt.Errorf("state: %w: the action is %v, want Germinate, Move, Recycle, SetAlpha, "+
+		"Quarantine or Load", ErrArgument, c.Action)
 }
 
 // accepts returns an error unless the slot of a seed may be set to parameters of a blueprint: every
@@ -120,7 +124,8 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 		return err
 	}
 	refuse := func(format string, args ...any) error {
-		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed, fmt.Errorf(format, args...))
+		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed,
+			fmt.Errorf(format, args...))
 	}
 	s := l.seeds
 	if l.config.Site != blueprints.Chunk {
@@ -150,7 +155,8 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 		switch {
 		case slot != s.slot[seed] || !stage.Alive():
 		case blueprints.Kind(s.kind[other]) != kind:
-			return refuse("seed %d, whose slot it is, has a %v, not a %v", other, blueprints.Kind(s.kind[other]), kind)
+			return refuse("seed %d, whose slot it is, has a %v, not a %v", other,
+				blueprints.Kind(s.kind[other]), kind)
 		case stage == Fossilized:
 			return refuse("seed %d, whose slot it is, is frozen for good", other)
 		}

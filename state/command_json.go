@@ -26,8 +26,8 @@ type commandJSON struct {
 	Why      string       `json:"why,omitempty"`
 }
 
-// MarshalJSON returns the command with the names of its action, stage, kind and strategy. Parameters
-// that are not finite, or a strategy that cannot be stored, are an error.
+// MarshalJSON returns the command with the names of its action, stage, kind and strategy.
+// Parameters that are not finite, or a strategy that cannot be stored, are an error.
 func (c Command) MarshalJSON() ([]byte, error) {
 	j := commandJSON{Action: c.Action.String(), Layer: c.Layer, Seed: c.Seed, Why: c.Why}
 	switch c.Action {
@@ -63,9 +63,11 @@ func (c *Command) UnmarshalJSON(text []byte) error {
 			actionNames[1:])
 	}
 	if j.Layer < 0 || j.Seed < 0 || j.Layer > math.MaxInt32 || j.Seed > math.MaxInt32 {
-		return fmt.Errorf("state: %w: layer %d, seed %d, want numbers from 0", ErrArgument, j.Layer, j.Seed)
+		return fmt.Errorf("state: %w: layer %d, seed %d, want numbers from 0",
+			ErrArgument, j.Layer, j.Seed)
 	}
-	read := Command{Action: Action(action), Layer: j.Layer, Seed: j.Seed, Alpha: j.Alpha, Why: j.Why}
+	read := Command{Action: Action(action), Layer: j.Layer, Seed: j.Seed,
+		Alpha: j.Alpha, Why: j.Why}
 	var err error
 	switch read.Action {
 	case Germinate:
@@ -78,7 +80,8 @@ func (c *Command) UnmarshalJSON(text []byte) error {
 	case Move:
 		to := slices.Index(stageNames[:], j.To)
 		if to < 0 {
-			err = fmt.Errorf("state: %w: the stage is %.40q, want one of %q", ErrArgument, j.To, stageNames)
+			err = fmt.Errorf("state: %w: the stage is %.40q, want one of %q",
+				ErrArgument, j.To, stageNames)
 		}
 		read.To = Stage(max(to, 0))
 	case Load:

@@ -31,7 +31,8 @@ func checkCurve(curve []Point, epoch uint32) error {
 	}
 	last := 0
 	for i, p := range curve {
-		if p.Epoch <= last || int64(p.Epoch) > int64(epoch) || !(p.Share >= 0 && p.Share <= 1) || !finite(p.Loss) {
+		if p.Epoch <= last || int64(p.Epoch) > int64(epoch) || !(p.Share >= 0 && p.Share <= 1) ||
+			!finite(p.Loss) {
 			return fmt.Errorf("point %d of the curve is %+v", i, p)
 		}
 		last = p.Epoch

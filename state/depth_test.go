@@ -20,13 +20,15 @@ func TestDepthSeed(t *testing.T) {
 	l := depthLattice(t, 2)
 	stack := GerminationRequest{Kind: blueprints.Stack, Size: 4}
 	for _, bad := range []GerminationRequest{
-		{Kind: blueprints.Stack}, {Kind: blueprints.Stack, Size: -1}, {Kind: blueprints.LowRank, Size: 1},
+		{Kind: blueprints.Stack}, {Kind: blueprints.Stack, Size: -1},
+		{Kind: blueprints.LowRank, Size: 1},
 		{Kind: blueprints.Stack, Size: 4, Slot: 1}, {Kind: 255, Size: 1},
 	} {
 		require.ErrorIs(t, l.RequestGermination(0, bad), ErrArgument, "%+v", bad)
 	}
 	require.NoError(t, l.RequestGermination(0, stack))
-	require.NoError(t, l.RequestGermination(1, GerminationRequest{Kind: blueprints.NewBlocks, Size: 1}))
+	require.NoError(t,
+		l.RequestGermination(1, GerminationRequest{Kind: blueprints.NewBlocks, Size: 1}))
 	for _, to := range []Stage{Training, Grafting} {
 		require.NoError(t, l.Transition(0, to))
 	}
@@ -36,7 +38,8 @@ func TestDepthSeed(t *testing.T) {
 		require.NoError(t, l.Transition(0, to))
 	}
 	require.ErrorIs(t, l.Transition(0, FineTuning), ErrGate)
-	score := SeedMetrics{Seed: 0, TrainingError: 0, Performance: -2, Without: -2.1, Compared: true, Stability: 1}
+	score := SeedMetrics{Seed: 0, TrainingError: 0, Performance: -2, Without: -2.1,
+		Compared: true, Stability: 1}
 	_, err := l.StepEpoch(Metrics{Loss: 2, Share: 0.5, Seeds: []SeedMetrics{score}})
 	require.NoError(t, err)
 	require.NoError(t, l.Transition(0, FineTuning))

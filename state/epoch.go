@@ -22,20 +22,23 @@ type Metrics struct {
 // SeedMetrics reports on one seed.
 type SeedMetrics struct {
 	Seed int
-	// TrainingError is that of the seed's own objective, the lower the better: of a seed that trains,
-	// by how much the model's loss rises when its blueprint works at full strength (see
+	// TrainingError is that of the seed's own objective, the lower the better: of a seed that
+	// trains, by how much the model's loss rises when its blueprint works at full strength (see
 	// [Lattice.Probe]). NaN leaves it as it was.
 	TrainingError float64
 	// Parameters are the blueprint's weights and scale as they are now, nil when they are not
 	// reported. A [Network] that is given its [Slots] fills them in for seeds that train.
-	Parameters  []float64
-	Unscored    bool    // Performance, Stability and Compared say nothing: the last score stays, and counts as old
+	Parameters []float64
+	// Performance, Stability and Compared say nothing: the last score stays, and counts as old
+	Unscored    bool
 	Performance float64 // a score of the model with the seed in it, the higher the better
 	Compared    bool    // whether Without was measured
-	Without     float64 // the score of the model with the seed muted (see [Lattice.Mute]), beside which the seed is judged from now on
-	Stability   float64 // from 0 to 1: how little the seed's performance fluctuates
-	Trials      int     // evaluations in this epoch ...
-	Errors      int     // ... and how many of them failed
+	// the score of the model with the seed muted (see [Lattice.Mute]), beside which the seed is
+	// judged from now on
+	Without   float64
+	Stability float64 // from 0 to 1: how little the seed's performance fluctuates
+	Trials    int     // evaluations in this epoch ...
+	Errors    int     // ... and how many of them failed
 }
 
 // StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed
@@ -108,10 +111,12 @@ func (l *Lattice) stepEpoch(m Metrics, found []columns.Fault) []Event {
 
 func (l *Lattice) checkMetrics(m Metrics) error {
 	if !finite(m.Loss) {
-		return fmt.Errorf("state.StepEpoch: %w: Loss is %v, want a finite number", ErrArgument, m.Loss)
+		return fmt.Errorf("state.StepEpoch: %w: Loss is %v, want a finite number", ErrArgument,
+			m.Loss)
 	}
 	if !(m.Share >= 0 && m.Share <= 1) {
-		return fmt.Errorf("state.StepEpoch: %w: Share is %v, want a number from 0 to 1", ErrArgument, m.Share)
+		return fmt.Errorf("state.StepEpoch: %w: Share is %v, want a number from 0 to 1",
+			ErrArgument, m.Share)
 	}
 	seen := make(map[int]bool, len(m.Seeds))
 	for _, s := range m.Seeds {
@@ -119,22 +124,29 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 			return err
 		}
 		if seen[s.Seed] {
-			return fmt.Errorf("state.StepEpoch: %w: there are two metrics of seed %d", ErrArgument, s.Seed)
+			return fmt.Errorf("state.StepEpoch: %w: there are two metrics of seed %d", ErrArgument,
+				s.Seed)
 		}
 		seen[s.Seed] = true
 		switch {
 		case s.Errors > s.Trials:
-			return fmt.Errorf("state.StepEpoch: %w: seed %d: %d errors in %d trials", ErrArgument, s.Seed, s.Errors, s.Trials)
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: %d errors in %d trials", ErrArgument,
+				s.Seed, s.Errors, s.Trials)
 		case math.IsInf(s.TrainingError, 0):
-			return fmt.Errorf("state.StepEpoch: %w: seed %d: TrainingError is %v", ErrArgument, s.Seed, s.TrainingError)
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: TrainingError is %v", ErrArgument,
+				s.Seed, s.TrainingError)
 		case !(math.Abs(s.Performance) < 65520):
-			return fmt.Errorf("state.StepEpoch: %w: seed %d: Performance is %v, want a number within ±65504", ErrArgument, s.Seed, s.Performance)
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Performance is %v, want a number "+
+				"within ±65504", ErrArgument, s.Seed, s.Performance)
 		case s.Compared && !(math.Abs(s.Without) < 65520):
-			return fmt.Errorf("state.StepEpoch: %w: seed %d: Without is %v, want a number within ±65504", ErrArgument, s.Seed, s.Without)
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Without is %v, want a number within "+
+				"±65504", ErrArgument, s.Seed, s.Without)
 		case !(s.Stability >= 0 && s.Stability <= 1):
-			return fmt.Errorf("state.StepEpoch: %w: seed %d: Stability is %v, want a number from 0 to 1", ErrArgument, s.Seed, s.Stability)
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Stability is %v, want a number "+
+				"from 0 to 1", ErrArgument, s.Seed, s.Stability)
 		case s.Trials < 0 || s.Errors < 0 || s.Trials > math.MaxUint32 || s.Errors > math.MaxUint32:
-			return fmt.Errorf("state.StepEpoch: %w: seed %d: Trials is %d and Errors is %d, want numbers from 0 to %d",
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Trials is %d and Errors is %d, want "+
+				"numbers from 0 to %d",
 				ErrArgument, s.Seed, s.Trials, s.Errors, uint32(math.MaxUint32))
 		}
 	}
@@ -210,7 +222,8 @@ func addSaturating(n uint32, more int) uint32 {
 func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []Event {
 	s, stage := l.seeds, Stage(l.seeds.stage[i])
 	tell := func(k EventKind, to Stage, value float64) {
-		e = append(e, Event{Kind: k, Seed: i, Epoch: int(l.epoch), From: stage, To: to, Value: value})
+		e = append(e, Event{Kind: k, Seed: i, Epoch: int(l.epoch), From: stage,
+			To: to, Value: value})
 	}
 	if s.epochsInStage[i] < math.MaxUint16 {
 		s.epochsInStage[i]++
@@ -228,7 +241,8 @@ func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []E
 			tell(RampFinished, stage, float64(s.alpha[i]))
 		}
 	}
-	if until := s.embargoUntil[i]; stage.Ended() && (until == l.epoch || until < l.epoch && s.epochsInStage[i] == 1) {
+	if until := s.embargoUntil[i]; stage.Ended() && (until == l.epoch || until < l.epoch &&
+		s.epochsInStage[i] == 1) {
 		tell(EmbargoOver, stage, 0)
 	}
 	if seen := addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])); seen != s.nonFiniteTold[i] {
@@ -254,7 +268,8 @@ func (l *Lattice) endStatistics(i int, renormalize bool) {
 		return
 	}
 	if s.epochVariance[i] != 0 || s.epochMean[i] != 0 {
-		s.drift[i] = float32(drift(s.epochMean[i], s.epochVariance[i], s.runMean[i], s.runVariance[i]))
+		s.drift[i] = float32(drift(s.epochMean[i], s.epochVariance[i],
+			s.runMean[i], s.runVariance[i]))
 	}
 	s.epochMean[i], s.epochVariance[i] = s.runMean[i], s.runVariance[i]
 	if renormalize {
@@ -296,7 +311,8 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 
 // ask returns a strategy's answer, or why there is none. A panic counts as none: the epoch must end
 // for all seeds.
-func ask(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32, done bool, failure string) {
+func ask(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32,
+	done bool, failure string) {
 	defer func() {
 		if r := recover(); r != nil {
 			failure = fmt.Sprintf("panic: %v", r)

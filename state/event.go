@@ -7,28 +7,32 @@ type EventKind uint8
 
 // The kinds of event.
 const (
-	GateOpened     EventKind = iota + 1 // a gate that was shut lets the seed go from From to To
-	RampFinished                        // the strategy has ended, and α is Value; told once
-	EmbargoOver                         // the seed may be recycled
-	NonFinite                           // Value NaN or Inf were seen in the seed's activations or gradients since the last epoch
-	StrategyFailed                      // the seed's strategy gave no answer, for the Reason given, so α stays as it is
-	StageChanged                        // the seed has gone from From to To
-	Quarantined                         // the seed was corrupt, for the Reason given, and is a new one now
+	GateOpened   EventKind = iota + 1 // a gate that was shut lets the seed go from From to To
+	RampFinished                      // the strategy has ended, and α is Value; told once
+	EmbargoOver                       // the seed may be recycled
+	// Value NaN or Inf were seen in the seed's activations or gradients since the last epoch
+	NonFinite
+	StrategyFailed // the seed's strategy gave no answer, for the Reason given, so α stays as it is
+	StageChanged   // the seed has gone from From to To
+	Quarantined    // the seed was corrupt, for the Reason given, and is a new one now
 )
 
-var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinished", EmbargoOver: "EmbargoOver",
-	NonFinite: "NonFinite", StrategyFailed: "StrategyFailed", StageChanged: "StageChanged", Quarantined: "Quarantined"}
+var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinished",
+	EmbargoOver: "EmbargoOver",
+	NonFinite:   "NonFinite", StrategyFailed: "StrategyFailed", StageChanged: "StageChanged",
+	Quarantined: "Quarantined"}
 
 // String returns the kind's name.
 func (k EventKind) String() string { return nameOf(k, "EventKind", eventNames[:]) }
 
 // Event is something that happened to a seed.
 type Event struct {
-	Kind     EventKind
-	Layer    int // in events of a Network; otherwise 0
-	Seed     int
-	Epoch    int     // epochs that had ended, the one included with whose end it happened
-	From, To Stage   // GateOpened, StageChanged: the transition; otherwise both are the seed's stage
+	Kind  EventKind
+	Layer int // in events of a Network; otherwise 0
+	Seed  int
+	Epoch int // epochs that had ended, the one included with whose end it happened
+	// GateOpened, StageChanged: the transition; otherwise both are the seed's stage
+	From, To Stage
 	Value    float64 // RampFinished, NonFinite
 	Reason   string  // StrategyFailed, Quarantined; StageChanged by a Command: its Why
 }

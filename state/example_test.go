@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// A seed is germinated, trained and grafted. The gates are left out here; a real run would have them, and the training loop
-// would report Metrics.
+// A seed is germinated, trained and grafted. The gates are left out here; a real run would have
+// them, and the training loop would report Metrics.
 func Example() {
 	lattice, err := state.NewLattice(4, 64, state.WithoutGates()) // 4 seeds over 64 features
 	if err != nil {
@@ -49,12 +49,8 @@ func Example() {
 	err = lattice.Transition(2, state.Fossilized)
 	fmt.Println(errors.Is(err, state.ErrTransition), err)
 	// Output:
-	// 0.25
-	// 0.5
-	// 0.75
-	// 1 RampFinished of seed 2
-	// 1
-	// true state.Transition: transition not allowed: seed 2 cannot go from Grafting to Fossilized: want Stabilization or RolledBack
+	// 0.25 0.5 0.75 1 RampFinished of seed 2 1 true state.Transition: transition not allowed: seed
+	// 2 cannot go from Grafting to Fossilized: want Stabilization or RolledBack
 }
 
 // A lattice is saved and loaded as a whole; a damaged one is refused, and the error names the seed.
@@ -79,11 +75,12 @@ func ExampleLattice_UnmarshalBinary() {
 	err = restored.UnmarshalBinary(data)
 	fmt.Println(errors.Is(err, state.ErrCorrupt), err)
 	// Output:
-	// 3 seeds
-	// true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its checksum: bit 24 of its checksum has flipped (1 of 3 seeds do not)
+	// 3 seeds true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its
+	// checksum: bit 24 of its checksum has flipped (1 of 3 seeds do not)
 }
 
-// impatient is a controller of a user's own: it germinates whatever is dormant, and moves everything on as soon as it can.
+// impatient is a controller of a user's own: it germinates whatever is dormant, and moves
+// everything on as soon as it can.
 type impatient struct{}
 
 func (impatient) Decide(layers []state.Report) (commands []state.Command) {
@@ -91,7 +88,8 @@ func (impatient) Decide(layers []state.Report) (commands []state.Command) {
 		for _, s := range r.Seeds {
 			c := state.Command{Action: state.Move, Layer: layer, Seed: s.Seed, To: s.Stage.Next()}
 			if s.Stage == state.Dormant {
-				c.Action, c.Request = state.Germinate, state.GerminationRequest{Slot: s.Seed + 1, Kind: blueprints.ConvFilter}
+				c.Action, c.Request = state.Germinate, state.GerminationRequest{Slot: s.Seed + 1,
+					Kind: blueprints.ConvFilter}
 			}
 			if s.CanAdvance || s.Stage == state.Dormant {
 				commands = append(commands, c)
@@ -101,8 +99,8 @@ func (impatient) Decide(layers []state.Report) (commands []state.Command) {
 	return commands
 }
 
-// A network has the seeds of several layers. A controller is given its reports and returns commands; a dry run says what they
-// would be.
+// A network has the seeds of several layers. A controller is given its reports and returns
+// commands; a dry run says what they would be.
 func ExampleNetwork() {
 	var layers []state.Layer
 	for _, name := range []string{"first", "second"} {
@@ -122,13 +120,15 @@ func ExampleNetwork() {
 		fmt.Println(err)
 		return
 	}
-	if err := network.Do(state.Command{Action: state.Germinate, Layer: 1, Seed: 0, Request: state.GerminationRequest{Slot: 1}}); err != nil {
+	if err := network.Do(state.Command{Action: state.Germinate, Layer: 1, Seed: 0,
+		Request: state.GerminationRequest{Slot: 1}}); err != nil {
 		fmt.Println(err)
 		return
 	}
 	control.DryRun(impatient{}, os.Stdout).Decide(network.Report())
 	done := network.Submit(impatient{}.Decide(network.Report())[2:3]...) // from any goroutine
-	network.Apply()                                                      // between two steps of the model
+	// between two steps of the model
+	network.Apply()
 	fmt.Println(<-done)
 	// Output:
 	// epoch 0, layer 1, seed 0: Dormant → Germinated

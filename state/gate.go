@@ -7,14 +7,18 @@ import (
 
 // Thresholds are the conditions of the gates between stages.
 type Thresholds struct {
-	MinEpochs      [stages]int // by Stage: least epochs in it before it is left, other than by a rollback
-	TrainingError  float64     // Training → Grafting: largest training error of the seed, if that does not fall
-	Stability      float64     // Evaluating → FineTuning: least stability
-	FossilStable   float64     // FineTuning → Fossilized: least stability
-	Improvement    float64     // FineTuning → Fossilized: least relative improvement of performance since germination
-	CullDelta      float64     // Evaluating → Culled: performance delta below which a blueprint has failed ...
-	CullErrorRate  float64     // ... or error rate above which it has ...
-	CullErrorCount int         // ... or number of errors above which it has
+	// by Stage: least epochs in it before it is left, other than by a rollback
+	MinEpochs [stages]int
+	// Training → Grafting: largest training error of the seed, if that does not fall
+	TrainingError float64
+	Stability     float64 // Evaluating → FineTuning: least stability
+	FossilStable  float64 // FineTuning → Fossilized: least stability
+	// FineTuning → Fossilized: least relative improvement of performance since germination
+	Improvement float64
+	// Evaluating → Culled: performance delta below which a blueprint has failed ...
+	CullDelta      float64
+	CullErrorRate  float64 // ... or error rate above which it has ...
+	CullErrorCount int     // ... or number of errors above which it has
 }
 
 // DefaultThresholds returns the thresholds that a lattice has unless [WithThresholds] gives others:
@@ -29,7 +33,8 @@ type Thresholds struct {
 //	CullErrorCount  5
 func DefaultThresholds() Thresholds {
 	return Thresholds{
-		MinEpochs:      [stages]int{Training: 100, Grafting: 50, Stabilization: 20, Evaluating: 30, FineTuning: 50},
+		MinEpochs: [stages]int{Training: 100, Grafting: 50, Stabilization: 20,
+			Evaluating: 30, FineTuning: 50},
 		TrainingError:  0.01,
 		Stability:      0.8,
 		FossilStable:   0.95,
@@ -40,9 +45,9 @@ func DefaultThresholds() Thresholds {
 	}
 }
 
-// DepthThresholds returns those of lattices whose seeds grow in depth, where blueprints are copies of
-// blocks that have learnt already: they are grafted at once, and judged by the loss that the model
-// would have had without them. No evaluation fails by a drop alone.
+// DepthThresholds returns those of lattices whose seeds grow in depth, where blueprints are copies
+// of blocks that have learnt already: they are grafted at once, and judged by the loss that the
+// model would have had without them. No evaluation fails by a drop alone.
 //
 //	MinEpochs       Evaluating 1, FineTuning 1, else 0
 //	Improvement     0
@@ -88,8 +93,10 @@ func (t Thresholds) check() error {
 	for _, f := range []struct {
 		name  string
 		value float64
-	}{{"TrainingError", t.TrainingError}, {"Stability", t.Stability}, {"FossilStable", t.FossilStable},
-		{"Improvement", t.Improvement}, {"CullDelta", t.CullDelta}, {"CullErrorRate", t.CullErrorRate}} {
+	}{{"TrainingError", t.TrainingError}, {"Stability", t.Stability},
+		{"FossilStable", t.FossilStable},
+		{"Improvement", t.Improvement}, {"CullDelta", t.CullDelta},
+		{"CullErrorRate", t.CullErrorRate}} {
 		if !finite(f.value) {
 			return fmt.Errorf("%s is %v, want a finite number", f.name, f.value)
 		}
@@ -107,13 +114,20 @@ type Evidence struct {
 	TrainingError float64 // of the seed, as last reported in Metrics
 	ErrorFalling  bool    // it is below the first one reported in this stage
 	LossFalling   bool    // the host's loss is below the first one measured in this stage
-	Learning      bool    // the blueprint's parameters change; where they are not reported, its chunk's gradient is finite and not 0
-	Resting       bool    // they are reported, and not finite, all 0, or the same as in the report before
-	Delta         float64 // performance less that without the seed, or if never compared, that at the first report in this stage
-	Improvement   float64 // (performance − p)/|p|; p is that without the seed or else the first reported after germination
-	Stability     float64
-	Errors        int     // reported in this stage
-	ErrorRate     float64 // errors per trial reported in this stage; 0 without trials
+	// the blueprint's parameters change; where they are not reported, its chunk's gradient is
+	// finite and not 0
+	Learning bool
+	// they are reported, and not finite, all 0, or the same as in the report before
+	Resting bool
+	// performance less that without the seed, or if never compared, that at the first report in
+	// this stage
+	Delta float64
+	// (performance − p)/|p|; p is that without the seed or else the first reported after
+	// germination
+	Improvement float64
+	Stability   float64
+	Errors      int     // reported in this stage
+	ErrorRate   float64 // errors per trial reported in this stage; 0 without trials
 }
 
 // Shortfall is a condition that keeps a gate shut.
@@ -159,7 +173,8 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 		return Shortfall{}, true
 	}
 	if from < stages && e.Epochs < t.MinEpochs[from] {
-		return Shortfall{"more epochs in the stage", float64(e.Epochs), float64(t.MinEpochs[from])}, false
+		return Shortfall{"more epochs in the stage", float64(e.Epochs), float64(t.MinEpochs[from])},
+			false
 	}
 	switch {
 	case from == Training && to == Grafting:
@@ -170,7 +185,8 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 		case atMost(e.TrainingError, t.TrainingError) || falling && e.Learning:
 			return Shortfall{}, true
 		}
-		return Shortfall{"a lower training error, or a falling loss and live gradients", e.TrainingError, t.TrainingError}, false
+		return Shortfall{"a lower training error, or a falling loss and live gradients",
+			e.TrainingError, t.TrainingError}, false
 	case from == Evaluating && to == FineTuning:
 		if !(e.Delta > 0) {
 			return Shortfall{"a positive performance delta", e.Delta, 0}, false
@@ -179,8 +195,10 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 			return Shortfall{"more stability", e.Stability, t.Stability}, false
 		}
 	case from == Evaluating && to == Culled:
-		if !(e.Delta < t.CullDelta || e.ErrorRate > t.CullErrorRate || e.Errors > t.CullErrorCount) {
-			return Shortfall{"a failed evaluation: a performance drop, a high error rate or many errors", e.Delta, t.CullDelta}, false
+		if !(e.Delta < t.CullDelta || e.ErrorRate > t.CullErrorRate ||
+			e.Errors > t.CullErrorCount) {
+			return Shortfall{"a failed evaluation: a performance drop, a high error rate or " +
+				"many errors", e.Delta, t.CullDelta}, false
 		}
 	case from == FineTuning && to == Fossilized:
 		if !(e.Improvement >= t.Improvement) {

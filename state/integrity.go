@@ -68,7 +68,8 @@ func (l *Lattice) quarantine(found []columns.Fault) (events []Event) {
 		l.seeds.reset(f.Row)
 		delete(l.kept, f.Row)
 		l.seal(f.Row, f.Row+1)
-		events = append(events, Event{Kind: Quarantined, Seed: f.Row, Epoch: int(l.epoch), Reason: l.sums.Locate(f.Syndrome)})
+		events = append(events, Event{Kind: Quarantined, Seed: f.Row, Epoch: int(l.epoch),
+			Reason: l.sums.Locate(f.Syndrome)})
 	}
 	if len(events) > 0 {
 		l.countUsers()
@@ -111,7 +112,8 @@ func (l *Lattice) verifySpan(lo int) error {
 	if lo >= l.n { // the lattice was loaded anew, smaller
 		return nil
 	}
-	if err := faultError(l.sums, l.sums.Faults(lo, min(lo+scrubSpan, l.n), l.seeds.crc), l.n); err != nil {
+	if err := faultError(l.sums, l.sums.Faults(lo, min(lo+scrubSpan, l.n), l.seeds.crc),
+		l.n); err != nil {
 		return fmt.Errorf("state.Scrub: %w", err)
 	}
 	return nil
@@ -119,7 +121,8 @@ func (l *Lattice) verifySpan(lo int) error {
 
 func checkScrub(ctx context.Context, period time.Duration) error {
 	if ctx == nil || period <= 0 {
-		return fmt.Errorf("state.Scrub: %w: context %v and period %v, want a context and a period above 0", ErrArgument, ctx, period)
+		return fmt.Errorf("state.Scrub: %w: context %v and period %v, want a context and a "+
+			"period above 0", ErrArgument, ctx, period)
 	}
 	return nil
 }

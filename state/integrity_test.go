@@ -34,11 +34,14 @@ func TestVerifyFindsEveryBit(t *testing.T) {
 		for seed := range l.n {
 			for bit := range 8 * c.Width() {
 				flip(c, seed, bit)
-				want := fmt.Sprintf("seed %d does not match its checksum: bit %d of %s has flipped (1 of 5", seed, bit, c.Name)
+				want := fmt.Sprintf("seed %d does not match its checksum: bit %d of %s has "+
+					"flipped (1 of 5", seed, bit, c.Name)
 				if c.Name == crcName {
-					want = fmt.Sprintf("seed %d does not match its checksum: bit %d of its checksum has flipped (1 of 5", seed, bit)
+					want = fmt.Sprintf("seed %d does not match its checksum: bit %d of its "+
+						"checksum has flipped (1 of 5", seed, bit)
 				}
-				if err := l.Verify(); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), want) {
+				if err := l.Verify(); !errors.Is(err, ErrCorrupt) ||
+					!strings.Contains(err.Error(), want) {
 					t.Fatalf("bit %d of %s of seed %d flipped: error %v", bit, c.Name, seed, err)
 				}
 				flip(c, seed, bit)
@@ -50,7 +53,8 @@ func TestVerifyFindsEveryBit(t *testing.T) {
 	}
 	l.seeds.stage[1], l.seeds.stage[4] = 99, 99
 	err := l.Verify()
-	if err == nil || !strings.Contains(err.Error(), "seed 1 ") || !strings.Contains(err.Error(), "2 of 5") {
+	if err == nil || !strings.Contains(err.Error(), "seed 1 ") ||
+		!strings.Contains(err.Error(), "2 of 5") {
 		t.Errorf("two bad seeds: error %v", err)
 	}
 }
@@ -64,8 +68,12 @@ func TestCorruptionIsNotSealedIn(t *testing.T) {
 	var p Pass
 	l.Begin(&p, true)
 	err := errors.Join(
-		l.RecordHealth(&p, func(int) HealthSample { return HealthSample{Moments: Moments{Count: 1, Mean: 3}} }),
-		l.RecordGradient(&p, func(int) GradientSample { return GradientSample{Norms: Moments{Count: 1, Mean: 3}} }))
+		l.RecordHealth(&p, func(int) HealthSample {
+			return HealthSample{Moments: Moments{Count: 1, Mean: 3}}
+		}),
+		l.RecordGradient(&p, func(int) GradientSample {
+			return GradientSample{Norms: Moments{Count: 1, Mean: 3}}
+		}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +91,8 @@ func TestCorruptionIsNotSealedIn(t *testing.T) {
 		},
 	} {
 		epoch := l.epoch
-		if err := command(); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), want) || l.epoch != epoch {
+		if err := command(); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), want) ||
+			l.epoch != epoch {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}
@@ -124,18 +133,21 @@ func TestQuarantine(t *testing.T) {
 		if err != nil || len(events) != 2 || !slices.Equal(events, heard) {
 			t.Fatalf("events %v, heard %v, error %v", events, heard, err)
 		}
-		for i, want := range []Event{{Quarantined, 0, 1, 0, 0, 0, 0, "more than one bit has changed"},
+		for i, want := range []Event{{Quarantined, 0, 1, 0, 0, 0, 0,
+			"more than one bit has changed"},
 			{Quarantined, 0, 3, 0, 0, 0, 0, "bit 30 of alpha has flipped"}} {
 			if events[i] != want {
 				t.Errorf("event %+v, want %+v", events[i], want)
 			}
 		}
 		for seed, s := range l.Report().Seeds {
-			if want := seed != 1 && seed != 3; (s.Stage == Germinated) != want || (s.Slot == 1+seed) != want {
+			if want := seed != 1 && seed != 3; (s.Stage == Germinated) != want ||
+				(s.Slot == 1+seed) != want {
 				t.Errorf("seed %d is %v with slot %d", seed, s.Stage, s.Slot)
 			}
 		}
-		if err := errors.Join(l.Verify(), l.RequestGermination(3, GerminationRequest{Slot: 4})); err != nil {
+		if err := errors.Join(l.Verify(),
+			l.RequestGermination(3, GerminationRequest{Slot: 4})); err != nil {
 			t.Error(err)
 		}
 		if events, err := l.StepEpoch(Metrics{}); err != nil || len(events) > 0 {
@@ -153,7 +165,9 @@ func TestScrub(t *testing.T) {
 		l.Scrub(ctx, time.Millisecond, func(err error) {
 			select {
 			case found <- err:
-			default: // it is found again every millisecond, for as long as this process is kept from ending the scrub
+			// it is found again every millisecond, for as long as this process is kept from ending
+			// the scrub
+			default:
 			}
 		})
 	})
@@ -161,7 +175,8 @@ func TestScrub(t *testing.T) {
 	l.mu.Lock()
 	flip(columns.Column{Name: "clips", Array: &l.seeds.clips}, 2500, 63)
 	l.mu.Unlock()
-	if err := <-found; !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "seed 2500 does not match its checksum: bit 63 of clips") {
+	if err := <-found; !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(),
+		"seed 2500 does not match its checksum: bit 63 of clips") {
 		t.Error(err)
 	}
 	if q := l.Quarantine(); len(q) != 1 || q[0].Seed != 2500 {
@@ -185,17 +200,20 @@ func TestOlderFixture(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := l.Report()
-	if r.Epoch != 2 || r.Step != 2 || len(r.Seeds) != 6 || l.Hidden() != 24 || l.Slots() != 7 || l.config.Embargo != 3 || l.config.Gates {
+	if r.Epoch != 2 || r.Step != 2 || len(r.Seeds) != 6 || l.Hidden() != 24 || l.Slots() != 7 ||
+		l.config.Embargo != 3 || l.config.Gates {
 		t.Errorf("%+v, %+v", r, l.config)
 	}
 	for i, want := range []struct {
 		stage Stage
 		kind  blueprints.Kind
-	}{{Dormant, 0}, {Training, blueprints.AttentionGate}, {Grafting, blueprints.ConvFilter}, {Fossilized, blueprints.MLPExpansion},
+	}{{Dormant, 0}, {Training, blueprints.AttentionGate}, {Grafting, blueprints.ConvFilter},
+		{Fossilized, blueprints.MLPExpansion},
 		{Culled, blueprints.Residual}, {Evaluating, blueprints.Residual}} {
 		s, v := r.Seeds[i], float64(i+1)/8
 		health := Health{v, -v, -2 * v, 3 * v, v / 4, 0.5}
-		if s.Stage != want.stage || s.Kind != want.kind || s.Health != health || s.Gradient != (Gradient{0.25, 0.125, 0.5}) ||
+		if s.Stage != want.stage || s.Kind != want.kind || s.Health != health ||
+			s.Gradient != (Gradient{0.25, 0.125, 0.5}) ||
 			s.NonFiniteX != 2*(i%2) || s.Clips != 2*i {
 			t.Errorf("seed %d is %+v", i, s)
 		}
@@ -207,13 +225,16 @@ func TestOlderFixture(t *testing.T) {
 		}
 	}
 	cosine := 0.75 * (1 - math.Cos(math.Pi*2/8)) / 2
-	if s := r.Seeds[2]; math.Abs(s.Alpha-cosine) > 1e-7 || s.Performance != -1.5 || s.Stability != 0.875 || s.Delta != 0.5 || s.Improvement != 0.25 {
+	if s := r.Seeds[2]; math.Abs(s.Alpha-cosine) > 1e-7 || s.Performance != -1.5 ||
+		s.Stability != 0.875 || s.Delta != 0.5 || s.Improvement != 0.25 {
 		t.Errorf("%+v", s)
 	}
-	if e := l.evidence(2); e.TrainingError != 0.125 || e.Errors != 2 || e.ErrorRate != 1.0/8 || !e.LossFalling {
+	if e := l.evidence(2); e.TrainingError != 0.125 || e.Errors != 2 ||
+		e.ErrorRate != 1.0/8 || !e.LossFalling {
 		t.Errorf("%+v", e)
 	}
-	if !reflect.DeepEqual(l.strategies[l.seeds.strategy[5]].Strategy, graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: 4, Target: 1}) {
+	if !reflect.DeepEqual(l.strategies[l.seeds.strategy[5]].Strategy,
+		graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: 4, Target: 1}) {
 		t.Error(l.strategies)
 	}
 	if err := l.Recycle(4); !errors.Is(err, ErrEmbargo) {
@@ -235,8 +256,10 @@ func TestBytesOfASeed(t *testing.T) {
 	}
 	statistics := 0
 	for _, c := range l.seeds.columns() {
-		if slices.Contains([]string{"variance", "mean", "min", "max", "dead_ratio", "snr", "grad_norm", "grad_variance", "grad_max", "drift",
-			"step_mean", "step_variance", "step_count", "run_mean", "run_variance", "run_count", "epoch_mean", "epoch_variance",
+		if slices.Contains([]string{"variance", "mean", "min", "max", "dead_ratio", "snr",
+			"grad_norm", "grad_variance", "grad_max", "drift",
+			"step_mean", "step_variance", "step_count", "run_mean", "run_variance", "run_count",
+			"epoch_mean", "epoch_variance",
 			"norm_mean", "norm_variance", "norm_count"}, c.Name) {
 			statistics += c.Width()
 		}

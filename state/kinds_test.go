@@ -65,7 +65,8 @@ func TestKindsAcrossPrograms(t *testing.T) {
 		"Tulip Daisy Rose": "loaded as Rose Tulip ConvFilter Residual",
 		"Tulip Daisy":      `seed 0: unknown blueprint kind "Rose"`,
 	} {
-		command := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestKindsAcrossPrograms$",
+		command := exec.CommandContext(t.Context(), os.Args[0],
+			"-test.run=^TestKindsAcrossPrograms$",
 			"-test.v")
 		command.Env = append(os.Environ(), otherProgram+"="+kinds+"|"+path)
 		out, err := command.CombinedOutput()
@@ -155,9 +156,10 @@ func TestPanicsDoNotGerminate(t *testing.T) {
 		request state.GerminationRequest
 		is      error
 	}{
-		"Size":           {"", state.GerminationRequest{Slot: 2, Kind: size}, blueprints.ErrPanic},
-		"Parts":          {"", state.GerminationRequest{Slot: 2, Kind: parts}, blueprints.ErrPanic},
-		"clashing parts": {"", state.GerminationRequest{Slot: 2, Kind: clash}, blueprints.ErrInvalid},
+		"Size":  {"", state.GerminationRequest{Slot: 2, Kind: size}, blueprints.ErrPanic},
+		"Parts": {"", state.GerminationRequest{Slot: 2, Kind: parts}, blueprints.ErrPanic},
+		"clashing parts": {"", state.GerminationRequest{Slot: 2, Kind: clash},
+			blueprints.ErrInvalid},
 		"Check": {"", state.GerminationRequest{Slot: 2, Strategy: faulty{true}},
 			blueprints.ErrPanic},
 		"Start": {"Start", state.GerminationRequest{Slot: 2}, blueprints.ErrPanic},
@@ -165,7 +167,8 @@ func TestPanicsDoNotGerminate(t *testing.T) {
 	} {
 		m := &memory{slots: map[[2]int]state.SlotParams{}}
 		n, err := state.NewNetwork(brittle{m, c.method},
-			state.Layer{Name: "a", Lattice: lattice(t, 4, 8, state.WithoutGates(), state.WithWidth(2))})
+			state.Layer{Name: "a",
+				Lattice: lattice(t, 4, 8, state.WithoutGates(), state.WithWidth(2))})
 		require.NoError(t, err)
 		before := fmt.Sprint(n.Arrays())
 		events := 0
@@ -186,6 +189,7 @@ func TestPanicsDoNotGerminate(t *testing.T) {
 	require.ErrorIs(t, l.RequestGermination(0,
 		state.GerminationRequest{Slot: 1, Strategy: nameless{}}), blueprints.ErrPanic)
 	require.ErrorIs(t, graft.Register[nameless](), blueprints.ErrPanic)
-	require.NoError(t, l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: &faulty{}}))
+	require.NoError(t,
+		l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: &faulty{}}))
 	require.NoError(t, l.Verify())
 }

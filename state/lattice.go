@@ -69,8 +69,9 @@ type Lattice struct {
 	quarantined []Event       // when the lattice was loaded, to be told with the next epoch's end
 	pending     []Event       // what has happened under the lock
 	outbox      outbox.Outbox[Event]
-	users       map[uint16]int     // living seeds of each slot
-	kept        map[int]SlotParams // what a Network keeps of the slots of seeds that are being grafted
+	users       map[uint16]int // living seeds of each slot
+	// what a Network keeps of the slots of seeds that are being grafted
+	kept map[int]SlotParams
 }
 
 // config is what the options of a lattice set. It is saved with the lattice.
@@ -129,9 +130,9 @@ func WithRenormalization(epochs int) Option {
 	}
 }
 
-// At makes the lattice one of seeds that grow elsewhere than on chunks. Such seeds have no slots and
-// no features: hidden is their number. In depth all of them grow the one stack of a model's blocks,
-// one after the other, and [DepthThresholds] take the place of the default ones.
+// At makes the lattice one of seeds that grow elsewhere than on chunks. Such seeds have no slots
+// and no features: hidden is their number. In depth all of them grow the one stack of a model's
+// blocks, one after the other, and [DepthThresholds] take the place of the default ones.
 func At(site blueprints.Site) Option {
 	return func(c *config) error {
 		if c.Site = site; site != blueprints.Chunk {
@@ -212,13 +213,17 @@ var lattices atomic.Uint64
 // error, where that is known (on Linux).
 func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	if seeds < 1 || hidden < 1 || hidden%seeds != 0 {
-		return nil, fmt.Errorf("state.NewLattice: %w: hidden is %d and seeds is %d, want positive numbers, hidden a multiple of seeds",
-			ErrArgument, hidden, seeds)
+		return nil,
+			fmt.Errorf("state.NewLattice: %w: hidden is %d and seeds is %d, want positive "+
+				"numbers, hidden a multiple of seeds",
+				ErrArgument, hidden, seeds)
 	}
 	if uint64(seeds) > math.MaxUint32 {
-		return nil, fmt.Errorf("state.NewLattice: %w: seeds is %d, want at most %d", ErrArgument, seeds, uint32(math.MaxUint32))
+		return nil, fmt.Errorf("state.NewLattice: %w: seeds is %d, want at most %d", ErrArgument,
+			seeds, uint32(math.MaxUint32))
 	}
-	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16, History: 4, Transitions: defaultTransitions}
+	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16,
+		History: 4, Transitions: defaultTransitions}
 	for i, o := range opts {
 		if o == nil {
 			return nil, fmt.Errorf("state.NewLattice: %w: option %d is nil", ErrArgument, i)
@@ -227,7 +232,8 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 			return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 		}
 	}
-	if err := memory.Check(fmt.Sprintf("%d seeds take", seeds), seedBytes(seeds, c.Transitions)); err != nil {
+	if err := memory.Check(fmt.Sprintf("%d seeds take", seeds),
+		seedBytes(seeds, c.Transitions)); err != nil {
 		return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 	}
 	ramp, err := graft.NewEntry(defaultStrategy)
@@ -235,7 +241,8 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 		return nil, fmt.Errorf("state.NewLattice: %w", err)
 	}
 	l := &Lattice{}
-	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []graft.Entry{ramp}, seeds: newSeedState(seeds, c.Transitions)})
+	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []graft.Entry{ramp},
+		seeds: newSeedState(seeds, c.Transitions)})
 	cpu.Parallel(seeds, 1024, l.seal)
 	return l, nil
 }

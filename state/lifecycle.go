@@ -10,10 +10,13 @@ import (
 
 // GerminationRequest says what a dormant seed shall grow.
 type GerminationRequest struct {
-	Slot     int             // row of the layer's weights and scales, from 1; seeds may share one; 0 elsewhere than on a chunk
-	Kind     blueprints.Kind // which blueprint
-	Size     int             // of a blueprint elsewhere than on a chunk, as its kind says; 0 on one
-	Strategy graft.Strategy  // how α will rise; nil for a linear FixedRamp to 1 over 50 epochs; in depth it is not used
+	// row of the layer's weights and scales, from 1; seeds may share one; 0 elsewhere than on a
+	// chunk
+	Slot int
+	Kind blueprints.Kind // which blueprint
+	Size int             // of a blueprint elsewhere than on a chunk, as its kind says; 0 on one
+	// how α will rise; nil for a linear FixedRamp to 1 over 50 epochs; in depth it is not used
+	Strategy graft.Strategy
 }
 
 // defaultStrategy is that of a germination request which names none.
@@ -71,7 +74,9 @@ func (l *Lattice) checkBlueprint(r GerminationRequest) (field string, err error)
 		return "Slot ", fmt.Errorf("is %d, want 1 to %d (slot 0 means none)", r.Slot, slots-1)
 	}
 	if r.Size != 0 {
-		return "Size ", fmt.Errorf("is %d, want 0: the width of the slots says how large a blueprint is", r.Size)
+		return "Size ",
+			fmt.Errorf("is %d, want 0: the width of the slots says how large a blueprint is",
+				r.Size)
 	}
 	width := math.MaxInt32
 	if l.config.Width > 0 {
@@ -91,7 +96,8 @@ func (l *Lattice) checkGrowth(r GerminationRequest) (field string, err error) {
 	case err != nil:
 		return "Kind: ", err
 	case b.Site != l.config.Site:
-		return "Kind: ", fmt.Errorf("a %v grows at a %v, and the seed in %v", r.Kind, b.Site, l.config.Site)
+		return "Kind: ", fmt.Errorf("a %v grows at a %v, and the seed in %v", r.Kind,
+			b.Site, l.config.Site)
 	case r.Slot != 0:
 		return "Slot ", fmt.Errorf("is %d, want 0: in %v there are none", r.Slot, l.config.Site)
 	case r.Size < 1 || r.Size > math.MaxUint16:
@@ -107,7 +113,8 @@ func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 		return 0, err
 	}
 	for i, known := range l.strategies {
-		if known.Saved.Name == entry.Saved.Name && string(known.Saved.Params) == string(entry.Saved.Params) {
+		if known.Saved.Name == entry.Saved.Name &&
+			string(known.Saved.Params) == string(entry.Saved.Params) {
 			return uint8(i), nil
 		}
 	}
@@ -125,7 +132,8 @@ func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 			return uint8(i), nil
 		}
 	}
-	return 0, fmt.Errorf("%d different strategies are in use, which is all a lattice can hold", len(used))
+	return 0, fmt.Errorf("%d different strategies are in use, which is all a lattice can hold",
+		len(used))
 }
 
 // Transition moves a seed to another stage. It returns an error wrapping [ErrTransition] when the
@@ -155,20 +163,24 @@ func (l *Lattice) transition(seed int, to Stage) error {
 func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	from := Stage(l.seeds.stage[seed])
 	if !from.CanBecome(to) {
-		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v: %s", method, ErrTransition,
+		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v: %s",
+			method, ErrTransition,
 			seed, from, to, from.way())
 	}
 	if other := l.growing(seed); to == Grafting && other >= 0 {
-		return fmt.Errorf("state.%s: %w: seed %d: seed %d is %v, and in %v one blueprint is grafted at a time", method,
+		return fmt.Errorf("state.%s: %w: seed %d: seed %d is %v, and in %v one blueprint is "+
+			"grafted at a time", method,
 			ErrTransition, seed, other, Stage(l.seeds.stage[other]), l.config.Site)
 	}
 	if l.config.Gates {
 		if method == "Transition" && from == Dormant {
-			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs a blueprint: ask RequestGermination for one",
+			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs a blueprint: ask "+
+				"RequestGermination for one",
 				method, ErrGate, seed, from, to)
 		}
 		if s, open := l.config.Thresholds.Gate(from, to, l.evidence(seed)); !open {
-			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %v", method, ErrGate, seed, from, to, s)
+			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs %v", method,
+				ErrGate, seed, from, to, s)
 		}
 	}
 	return nil
@@ -289,7 +301,8 @@ func (l *Lattice) pose(method string, seed int, as Stage, on bool) error {
 		return err
 	}
 	if stage := Stage(l.seeds.stage[seed]); on && as == FineTuning && stage != Training {
-		return fmt.Errorf("state.%s: %w: seed %d is %v, want Training", method, ErrArgument, seed, stage)
+		return fmt.Errorf("state.%s: %w: seed %d is %v, want Training", method,
+			ErrArgument, seed, stage)
 	}
 	if l.posed == nil {
 		l.posed = map[int]Stage{}
@@ -314,10 +327,12 @@ func (l *Lattice) recycle(seed int) error {
 	}
 	s := l.seeds
 	if from := Stage(s.stage[seed]); !from.Ended() {
-		return fmt.Errorf("state.Recycle: %w: seed %d is %v, want Culled, Cancelled or RolledBack", ErrTransition, seed, from)
+		return fmt.Errorf("state.Recycle: %w: seed %d is %v, want Culled, Cancelled or RolledBack",
+			ErrTransition, seed, from)
 	}
 	if until := s.embargoUntil[seed]; l.epoch < until {
-		return fmt.Errorf("state.Recycle: %w: seed %d is %v until epoch %d, and this is epoch %d", ErrEmbargo, seed,
+		return fmt.Errorf("state.Recycle: %w: seed %d is %v until epoch %d, and this is epoch %d",
+			ErrEmbargo, seed,
 			Stage(s.stage[seed]), until, l.epoch)
 	}
 	s.slot[seed], s.kind[seed], s.strategy[seed] = 0, 0, 0
@@ -341,7 +356,8 @@ func (l *Lattice) setAlpha(seed int, alpha float64) error {
 		return err
 	}
 	if !(alpha >= 0 && alpha <= 1) {
-		return fmt.Errorf("state.SetAlpha: %w: seed %d: alpha is %v, want a number from 0 to 1", ErrArgument, seed, alpha)
+		return fmt.Errorf("state.SetAlpha: %w: seed %d: alpha is %v, want a number from 0 to 1",
+			ErrArgument, seed, alpha)
 	}
 	l.seeds.alpha[seed] = float32(alpha)
 	l.seeds.lastUpdate[seed] = l.epoch

@@ -38,7 +38,8 @@ func (l *Lattice) Take(m Measured) error {
 	l.Begin(&p, m.Recorded)
 	for _, n := range []int{len(m.Health), len(m.Gradient)} {
 		if n != 0 && n != len(p.Stage) {
-			return fmt.Errorf("state.Take: %w: figures of %d seeds, want %d", ErrArgument, n, len(p.Stage))
+			return fmt.Errorf("state.Take: %w: figures of %d seeds, want %d",
+				ErrArgument, n, len(p.Stage))
 		}
 	}
 	if m.Health != nil {
@@ -75,8 +76,8 @@ func samples[S any](seeds int, sample func(seed int) S) []S {
 	return all
 }
 
-// Digest is a checksum of the lattices' seeds and of how far they are. Processes whose lattices shall
-// be the same compare it.
+// Digest is a checksum of the lattices' seeds and of how far they are. Processes whose lattices
+// shall be the same compare it.
 func (n *Network) Digest() uint32 {
 	n = n.orNone()
 	var sum uint32
@@ -107,11 +108,12 @@ func (n *Network) Obey(c Command) error {
 	return n.do([]Command{c})
 }
 
-// ApplyShared is [Network.Apply] of several processes with the same model: what was submitted to any
-// of them is carried out at each. exchange hands over the commands that were submitted here, and
-// returns those of all processes in an order that all have; at is the place of its own among them.
-// Its error is the answer to those who have submitted something, and is returned.
-func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command, at int, err error)) error {
+// ApplyShared is [Network.Apply] of several processes with the same model: what was submitted to
+// any of them is carried out at each. exchange hands over the commands that were submitted here,
+// and returns those of all processes in an order that all have; at is the place of its own among
+// them. Its error is the answer to those who have submitted something, and is returned.
+func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
+	at int, err error)) error {
 	n = n.orNone()
 	waiting := n.queue.take(false)
 	own := make([][]Command, len(waiting))

@@ -23,7 +23,8 @@ func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	}
 	want := columns.RowWidth((&seedState{past: make([][]uint32, h.Config.Transitions)}).columns())
 	if have := columns.RowWidth(stored); 2*have < want {
-		return nil, fmt.Errorf("%w: header: the fields take %d bytes a seed, want %d", ErrCorrupt, have, want)
+		return nil, fmt.Errorf("%w: header: the fields take %d bytes a seed, want %d",
+			ErrCorrupt, have, want)
 	}
 	return newSeedState(h.Seeds, h.Config.Transitions), nil
 }
@@ -52,7 +53,8 @@ func (h *header) migrate(s *seedState, stored []columns.Column) error {
 		}
 	}
 	if h.Schema < 4 {
-		for _, figures := range [][]uint16{s.mean, s.lowest, s.highest, s.snr, s.gradVariance, s.gradMax} {
+		for _, figures := range [][]uint16{s.mean, s.lowest, s.highest, s.snr,
+			s.gradVariance, s.gradMax} {
 			for i, bits := range figures {
 				figures[i] = toBFloat16(fromFloat16(bits))
 			}

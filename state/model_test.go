@@ -43,11 +43,13 @@ func (m *latticeModel) move(seed int, to state.Stage) error {
 	if !slices.Contains(table[s.stage], to) {
 		return state.ErrTransition
 	}
-	least := map[state.Stage]int{state.Training: modelMinEpochs, state.Grafting: modelMinEpochs, state.Evaluating: modelMinEpochs}[s.stage]
+	least := map[state.Stage]int{state.Training: modelMinEpochs, state.Grafting: modelMinEpochs,
+		state.Evaluating: modelMinEpochs}[s.stage]
 	if to != state.RolledBack && s.epochs < least {
 		return state.ErrGate
 	}
-	if s.stage == state.Training && to == state.Grafting || s.stage == state.Evaluating && to != state.RolledBack ||
+	if s.stage == state.Training && to == state.Grafting || s.stage == state.Evaluating &&
+		to != state.RolledBack ||
 		s.stage == state.FineTuning && to == state.Fossilized {
 		return state.ErrGate // nothing is reported that would open it
 	}
@@ -76,10 +78,12 @@ func (m *latticeModel) do(c state.Command) error {
 		switch {
 		case s.stage != state.Dormant:
 			return state.ErrTransition
-		case c.Request.Slot < 1 || c.Request.Slot >= modelSlots || c.Request.Strategy.Check() != nil || c.Request.Kind > 199:
+		case c.Request.Slot < 1 || c.Request.Slot >= modelSlots ||
+			c.Request.Strategy.Check() != nil || c.Request.Kind > 199:
 			return state.ErrArgument
 		}
-		s.slot, s.kind, s.ramp = c.Request.Slot, c.Request.Kind, c.Request.Strategy.(graft.FixedRamp)
+		s.slot, s.kind, s.ramp = c.Request.Slot, c.Request.Kind,
+			c.Request.Strategy.(graft.FixedRamp)
 		m.enter(s, state.Germinated)
 	case state.Move:
 		return m.move(c.Seed, c.To)
@@ -144,7 +148,8 @@ func TestRandomCommands(t *testing.T) {
 		thresholds.MinEpochs[s] = modelMinEpochs
 	}
 	const seeds = 12
-	options := []state.Option{state.WithThresholds(thresholds), state.WithSlots(modelSlots), state.WithEmbargo(modelEmbargo)}
+	options := []state.Option{state.WithThresholds(thresholds), state.WithSlots(modelSlots),
+		state.WithEmbargo(modelEmbargo)}
 	open := lattice(t, seeds, 2*seeds, options...)
 	free := lattice(t, seeds, 2*seeds, append(options, state.WithoutGates())...)
 	for _, l := range []*state.Lattice{open, free} {
@@ -172,7 +177,8 @@ func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool,
 		c := anyCommand(r, m)
 		want := m.allow(c, free)
 		if got := n.Do(c); (got == nil) != (want == nil) || want != nil && !errors.Is(got, want) {
-			t.Fatalf("command %d, %v of a seed in %v: error %v, want %v", k, c, m.seeds[c.Seed].stage, got, want)
+			t.Fatalf("command %d, %v of a seed in %v: error %v, want %v", k, c,
+				m.seeds[c.Seed].stage, got, want)
 		}
 		if k%64 == 0 || k == commands-1 {
 			compareWithModel(t, l, m)
@@ -192,15 +198,18 @@ func (m *latticeModel) allow(c state.Command, free bool) error {
 
 // anyCommand favours transitions that the table allows: others would leave most stages unvisited.
 func anyCommand(r *rand.Rand, m *latticeModel) state.Command {
-	c := state.Command{Seed: r.IntN(len(m.seeds)), Action: state.Action(1 + r.IntN(4)), To: state.Stage(r.IntN(stages + 1))}
+	c := state.Command{Seed: r.IntN(len(m.seeds)), Action: state.Action(1 + r.IntN(4)),
+		To: state.Stage(r.IntN(stages + 1))}
 	if next := table[m.seeds[c.Seed].stage]; len(next) > 0 && r.IntN(2) == 0 {
 		c.Action, c.To = state.Move, next[r.IntN(len(next))]
 	}
-	if c.Action == state.Move && m.seeds[c.Seed].stage == state.Dormant && c.To == state.Germinated {
+	if c.Action == state.Move && m.seeds[c.Seed].stage == state.Dormant &&
+		c.To == state.Germinated {
 		c.Action = state.Germinate
 	}
 	c.Alpha = r.Float64()*1.1 - 0.05
-	c.Request = state.GerminationRequest{Slot: r.IntN(modelSlots+2) - 1, Kind: blueprints.Kind(r.IntN(4)),
+	c.Request = state.GerminationRequest{Slot: r.IntN(modelSlots+2) - 1,
+		Kind:     blueprints.Kind(r.IntN(4)),
 		Strategy: graft.FixedRamp{Epochs: r.IntN(6), Target: float64(1+r.IntN(4)) / 4}}
 	if r.IntN(20) == 0 {
 		c.Request.Kind = 200
@@ -223,8 +232,10 @@ func compareWithModel(t *testing.T, l *state.Lattice, m *latticeModel) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got.Stage != want.stage || got.Slot != want.slot || got.Kind != want.kind || got.EpochsInStage != want.epochs ||
-			math.Abs(got.Alpha-want.share()) > 1e-7 || got.RampFinished != want.finished || !slices.Equal(past, want.past) ||
+		if got.Stage != want.stage || got.Slot != want.slot || got.Kind != want.kind ||
+			got.EpochsInStage != want.epochs ||
+			math.Abs(got.Alpha-want.share()) > 1e-7 || got.RampFinished != want.finished ||
+			!slices.Equal(past, want.past) ||
 			got.CanRecycle != (want.stage.Ended() && m.epoch >= want.embargo) {
 			t.Fatalf("seed %d is %+v after %v, want %+v", i, got, past, *want)
 		}
@@ -241,15 +252,18 @@ func TestStrategiesAreFed(t *testing.T) {
 		graft.PerformanceLinked{Epochs: 10, Target: 1, Gain: 1, MaxSpeed: 8},
 		graft.FixedRamp{Epochs: 10, Target: 1},
 	} {
-		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1, Strategy: s}); err != nil {
+		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1,
+			Strategy: s}); err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(l.Transition(seed, state.Training), l.Transition(seed, state.Grafting)); err != nil {
+		if err := errors.Join(l.Transition(seed, state.Training),
+			l.Transition(seed, state.Grafting)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	mean := 1.0
-	for epoch, want := range [][4]float64{{0.1, 0.1, 0.1, 0.1}, {0.2, 0.1, 0.3, 0.2}, {0.2, 0.2, 0.7, 0.3}, {0.2, 0.3, 0.8, 0.4}, {0.3, 0.4, 0.9, 0.5}} {
+	for epoch, want := range [][4]float64{{0.1, 0.1, 0.1, 0.1}, {0.2, 0.1, 0.3, 0.2},
+		{0.2, 0.2, 0.7, 0.3}, {0.2, 0.3, 0.8, 0.4}, {0.3, 0.4, 0.9, 0.5}} {
 		norm := 1.0
 		if epoch == 1 {
 			norm = 3
@@ -257,14 +271,18 @@ func TestStrategiesAreFed(t *testing.T) {
 		if epoch == 2 {
 			mean = 4
 		}
-		pass(t, l, true, state.HealthSample{Moments: state.Moments{Count: 8, Mean: mean, Variance: 0.01}},
-			state.GradientSample{Gradient: state.Gradient{Norm: norm}, Norms: state.Moments{Count: 1, Mean: norm}})
-		if _, err := l.StepEpoch(state.Metrics{Seeds: []state.SeedMetrics{{Seed: 2, Performance: math.Min(float64(epoch), 2)}}}); err != nil {
+		pass(t, l, true,
+			state.HealthSample{Moments: state.Moments{Count: 8, Mean: mean, Variance: 0.01}},
+			state.GradientSample{Gradient: state.Gradient{Norm: norm},
+				Norms: state.Moments{Count: 1, Mean: norm}})
+		if _, err := l.StepEpoch(state.Metrics{Seeds: []state.SeedMetrics{{Seed: 2,
+			Performance: math.Min(float64(epoch), 2)}}}); err != nil {
 			t.Fatal(err)
 		}
 		for seed, s := range l.Report().Seeds {
 			if math.Abs(s.Alpha-want[seed]) > 1e-6 {
-				t.Errorf("epoch %d: α of seed %d is %v, want %v (drift %v)", epoch, seed, s.Alpha, want[seed], s.Drift)
+				t.Errorf("epoch %d: α of seed %d is %v, want %v (drift %v)", epoch, seed,
+					s.Alpha, want[seed], s.Drift)
 			}
 		}
 	}

@@ -88,14 +88,19 @@ func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 	n := &Network{layers: slices.Clone(layers), slots: slots}
 	for i, a := range layers {
 		if a.Lattice == nil {
-			return nil, fmt.Errorf("state.NewNetwork: %w: the lattice of layer %d is nil", ErrArgument, i)
+			return nil, fmt.Errorf("state.NewNetwork: %w: the lattice of layer %d is nil",
+				ErrArgument, i)
 		}
 		if strings.Contains(a.Name, ".") {
-			return nil, fmt.Errorf("state.NewNetwork: %w: the name of layer %d is %q, want one without a dot", ErrArgument, i, a.Name)
+			return nil,
+				fmt.Errorf("state.NewNetwork: %w: the name of layer %d is %q, want one "+
+					"without a dot", ErrArgument, i, a.Name)
 		}
 		for j, b := range layers[:i] {
 			if a.Lattice == b.Lattice || a.Name == b.Name {
-				return nil, fmt.Errorf("state.NewNetwork: %w: layers %d and %d have one lattice or one name, %q", ErrArgument, j, i, a.Name)
+				return nil,
+					fmt.Errorf("state.NewNetwork: %w: layers %d and %d have one lattice or one "+
+						"name, %q", ErrArgument, j, i, a.Name)
 			}
 		}
 	}
@@ -180,7 +185,8 @@ func (n *Network) Verify() error {
 // Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several
 // goroutines at once; one that shall put corrupt seeds into quarantine submits a Quarantine
 // command, or leaves it to the end of the epoch of lattices that are made [WithQuarantine].
-func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(layer int, err error)) error {
+func (n *Network) Scrub(ctx context.Context, period time.Duration,
+	found func(layer int, err error)) error {
 	n = n.orNone()
 	if err := checkScrub(ctx, period); err != nil {
 		return err
@@ -206,7 +212,8 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration, found func(la
 func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 	n = n.orNone()
 	if len(m) != len(n.layers) {
-		return nil, fmt.Errorf("state.StepEpoch: %w: there are metrics of %d layers, want %d", ErrArgument, len(m), len(n.layers))
+		return nil, fmt.Errorf("state.StepEpoch: %w: there are metrics of %d layers, want %d",
+			ErrArgument, len(m), len(n.layers))
 	}
 	defer n.lock()()
 	m, err := n.withParameters(m)
@@ -248,17 +255,20 @@ func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
 		}
 		own := slices.Clone(all[i].Seeds)
 		for seed, stage := range s.stage {
-			if Stage(stage) != Training || s.slot[seed] == 0 || layer.Lattice.config.Site != blueprints.Chunk {
+			if Stage(stage) != Training || s.slot[seed] == 0 ||
+				layer.Lattice.config.Site != blueprints.Chunk {
 				continue
 			}
 			p, err := n.slots.Read(i, int(s.slot[seed]))
 			if err != nil {
-				return nil, fmt.Errorf("state.StepEpoch: layer %d: the slot of seed %d: %w", i, seed, err)
+				return nil, fmt.Errorf("state.StepEpoch: layer %d: the slot of seed %d: %w", i,
+					seed, err)
 			}
 			k, ok := at[seed]
 			if !ok {
 				k = len(own)
-				own = append(own, SeedMetrics{Seed: seed, TrainingError: math.NaN(), Unscored: true})
+				own = append(own,
+					SeedMetrics{Seed: seed, TrainingError: math.NaN(), Unscored: true})
 			}
 			if own[k].Parameters == nil {
 				own[k].Parameters = append(slices.Clone(p.Weights), p.Scale)

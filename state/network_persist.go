@@ -45,7 +45,8 @@ func (n *Network) keptArrays(layer int) []Array {
 		weights, scales = append(weights, p.Weights...), append(scales, p.Scale)
 	}
 	k := len(seeds)
-	return []Array{{keptSeeds, []int{k}, seeds}, {keptWeights, []int{k, len(weights) / k}, weights}, {keptScales, []int{k}, scales}}
+	return []Array{{keptSeeds, []int{k}, seeds}, {keptWeights, []int{k, len(weights) / k}, weights},
+		{keptScales, []int{k}, scales}}
 }
 
 // Load checks arrays as [Network.Arrays] returns them, in any order, and returns what makes them
@@ -60,7 +61,8 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 		byLayer[layer] = append(byLayer[layer], a)
 	}
 	if len(byLayer) > len(n.layers) {
-		return nil, fmt.Errorf("state.Load: %w: there are arrays of %d layers, want %d", ErrArgument, len(byLayer), len(n.layers))
+		return nil, fmt.Errorf("state.Load: %w: there are arrays of %d layers, want %d",
+			ErrArgument, len(byLayer), len(n.layers))
 	}
 	images, kept := make([]*image, len(n.layers)), make([]map[int]SlotParams, len(n.layers))
 	for i, layer := range n.layers {
@@ -85,7 +87,8 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 			l := layer.Lattice
 			l.install(images[i])
 			for seed, p := range kept[i] {
-				if stage, _ := l.at(seed); stage.grafted() { // unless it was corrupt, and is a new one
+				// unless it was corrupt, and is a new one
+				if stage, _ := l.at(seed); stage.grafted() {
 					l.kept[seed] = p
 				}
 			}
@@ -123,14 +126,18 @@ func takeKept(arrays []Array) (kept map[int]SlotParams, own []Array, err error) 
 		}
 	}
 	k := len(seeds)
-	if found != 0 && found != 3 || len(scales) != k || k > 0 && len(weights)%k != 0 || k == 0 && len(weights) > 0 {
-		return nil, nil, fmt.Errorf("%w: the arrays of kept slots have %d seeds, %d weights and %d scales", ErrCorrupt, k, len(weights), len(scales))
+	if found != 0 && found != 3 || len(scales) != k || k > 0 && len(weights)%k != 0 ||
+		k == 0 && len(weights) > 0 {
+		return nil, nil,
+			fmt.Errorf("%w: the arrays of kept slots have %d seeds, %d weights and %d scales",
+				ErrCorrupt, k, len(weights), len(scales))
 	}
 	kept = make(map[int]SlotParams, k)
 	for i, seed := range seeds {
 		at, width := int(seed), len(weights)/k
 		if _, twice := kept[at]; twice {
-			return nil, nil, fmt.Errorf("%w: array %q names seed %d twice", ErrCorrupt, keptSeeds, seed)
+			return nil, nil, fmt.Errorf("%w: array %q names seed %d twice",
+				ErrCorrupt, keptSeeds, seed)
 		}
 		kept[at] = SlotParams{weights[i*width:][:width:width], scales[i]}
 	}
@@ -143,11 +150,17 @@ func checkKept(kept map[int]SlotParams, img *image) error {
 	for seed, p := range kept {
 		switch width := img.config.Width; {
 		case seed >= img.n:
-			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt, keptSeeds, seed, img.n)
+			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt,
+				keptSeeds, seed, img.n)
 		case width > 0 && len(p.Weights) != width:
-			return fmt.Errorf("%w: array %q has %d for seed %d, and slots have %d", ErrCorrupt, keptWeights, len(p.Weights), seed, width)
-		case slices.ContainsFunc(append(p.Weights[:len(p.Weights):len(p.Weights)], p.Scale), func(v float64) bool { return !finite(v) }):
-			return fmt.Errorf("%w: what is kept of the slot of seed %d is not finite", ErrCorrupt, seed)
+			return fmt.Errorf("%w: array %q has %d for seed %d, and slots have %d", ErrCorrupt,
+				keptWeights, len(p.Weights), seed, width)
+		case slices.ContainsFunc(append(p.Weights[:len(p.Weights):len(p.Weights)], p.Scale),
+			func(v float64) bool {
+				return !finite(v)
+			}):
+			return fmt.Errorf("%w: what is kept of the slot of seed %d is not finite", ErrCorrupt,
+				seed)
 		}
 	}
 	return nil

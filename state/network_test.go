@@ -26,7 +26,8 @@ type memory struct {
 }
 
 func (m *memory) Start(g state.Germination) (state.SlotParams, error) {
-	return state.SlotParams{Weights: []float64{float64(g.Kind), float64(g.Seed)}, Scale: float64(g.Epoch)}, nil
+	return state.SlotParams{Weights: []float64{float64(g.Kind), float64(g.Seed)},
+		Scale: float64(g.Epoch)}, nil
 }
 
 func (m *memory) Read(layer, slot int) (state.SlotParams, error) {
@@ -39,7 +40,8 @@ func (m *memory) Write(writes []state.SlotWrite) error {
 		return m.fail
 	}
 	for _, w := range writes {
-		m.slots[[2]int{w.Layer, w.Slot}] = state.SlotParams{Weights: slices.Clone(w.Params.Weights), Scale: w.Params.Scale}
+		m.slots[[2]int{w.Layer, w.Slot}] = state.SlotParams{Weights: slices.Clone(w.Params.Weights),
+			Scale: w.Params.Scale}
 	}
 	return nil
 }
@@ -49,19 +51,22 @@ func (m *memory) set(layer, slot int, v float64) {
 }
 
 func (m *memory) is(layer, slot int, v float64) bool {
-	return reflect.DeepEqual(m.slots[[2]int{layer, slot}], state.SlotParams{Weights: []float64{v, -v}, Scale: v / 2})
+	return reflect.DeepEqual(m.slots[[2]int{layer, slot}],
+		state.SlotParams{Weights: []float64{v, -v}, Scale: v / 2})
 }
 
 // network returns one of two layers of 4 and 6 seeds, without gates and embargo.
 func network(t testing.TB, opts ...state.Option) (*state.Network, *memory) {
 	t.Helper()
-	return networkOf(t, append([]state.Option{state.WithoutGates(), state.WithEmbargo(0)}, opts...)...)
+	return networkOf(t, append([]state.Option{state.WithoutGates(), state.WithEmbargo(0)},
+		opts...)...)
 }
 
 func networkOf(t testing.TB, opts ...state.Option) (*state.Network, *memory) {
 	t.Helper()
 	m := &memory{slots: map[[2]int]state.SlotParams{}}
-	n, err := state.NewNetwork(m, state.Layer{Name: "a", Lattice: lattice(t, 4, 8, opts...)}, state.Layer{Name: "b", Lattice: lattice(t, 6, 12, opts...)})
+	n, err := state.NewNetwork(m, state.Layer{Name: "a", Lattice: lattice(t, 4, 8, opts...)},
+		state.Layer{Name: "b", Lattice: lattice(t, 6, 12, opts...)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,12 +74,14 @@ func networkOf(t testing.TB, opts ...state.Option) (*state.Network, *memory) {
 }
 
 func germinate(layer, seed, slot int) state.Command {
-	return state.Command{Action: state.Germinate, Layer: layer, Seed: seed, Request: state.GerminationRequest{Slot: slot, Kind: blueprints.ConvFilter}}
+	return state.Command{Action: state.Germinate, Layer: layer, Seed: seed,
+		Request: state.GerminationRequest{Slot: slot, Kind: blueprints.ConvFilter}}
 }
 
 func move(layer, seed int, to ...state.Stage) (commands []state.Command) {
 	for _, s := range to {
-		commands = append(commands, state.Command{Action: state.Move, Layer: layer, Seed: seed, To: s})
+		commands = append(commands, state.Command{Action: state.Move,
+			Layer: layer, Seed: seed, To: s})
 	}
 	return commands
 }
@@ -91,11 +98,15 @@ func do(t testing.TB, n *state.Network, commands ...state.Command) {
 func TestCommandsAreAtomic(t *testing.T) {
 	n, m := network(t)
 	var heard []string
-	if _, err := n.Listen(func(e state.Event) { heard = append(heard, fmt.Sprint(e.Layer, e.Seed, e.To)) }); err != nil {
+	if _, err := n.Listen(func(e state.Event) {
+		heard = append(heard, fmt.Sprint(e.Layer, e.Seed, e.To))
+	}); err != nil {
 		t.Fatal(err)
 	}
-	do(t, n, append(append([]state.Command{germinate(1, 5, 2)}, move(1, 5, state.Training)...), germinate(0, 0, 2))...)
-	if want := []string{"0 0 Germinated", "1 5 Germinated", "1 5 Training"}; !slices.Equal(sorted(heard), want) {
+	do(t, n, append(append([]state.Command{germinate(1, 5, 2)}, move(1, 5, state.Training)...),
+		germinate(0, 0, 2))...)
+	if want := []string{"0 0 Germinated", "1 5 Germinated",
+		"1 5 Training"}; !slices.Equal(sorted(heard), want) {
 		t.Errorf("heard %v, want %v", heard, want)
 	}
 	if p := m.slots[[2]int{1, 2}]; !slices.Equal(p.Weights, []float64{3, 5}) {
@@ -107,16 +118,19 @@ func TestCommandsAreAtomic(t *testing.T) {
 	for text, commands := range map[string][]state.Command{
 		"command 3 of 3, layer 0, seed 1: move to Fossilized: state.Transition: transition not allowed: seed 1 cannot go from Training to Fossilized": append(
 			[]state.Command{germinate(0, 1, 3)}, move(0, 1, state.Training, state.Fossilized)...),
-		"layer 0: state.Recycle: transition not allowed": {{Action: state.Recycle, Layer: 0, Seed: 1}},
-		"state.Move: no such seed: the layer is 2":       move(2, 0, state.Training),
-		"state.Move: no such seed: seed is 6":            move(1, 6, state.Training),
-		"the action is Action(0)":                        {{Layer: 1}},
+		"layer 0: state.Recycle: transition not allowed": {{Action: state.Recycle, Layer: 0,
+			Seed: 1}},
+		"state.Move: no such seed: the layer is 2": move(2, 0, state.Training),
+		"state.Move: no such seed: seed is 6":      move(1, 6, state.Training),
+		"the action is Action(0)":                  {{Layer: 1}},
 		"layer 1: state.SetAlpha: invalid argument: seed 5: alpha is 2": {germinate(0, 2, 1),
-			{Action: state.SetAlpha, Layer: 1, Seed: 5, Alpha: 0.25}, {Action: state.SetAlpha, Layer: 1, Seed: 5, Alpha: 2}},
+			{Action: state.SetAlpha, Layer: 1, Seed: 5, Alpha: 0.25},
+			{Action: state.SetAlpha, Layer: 1, Seed: 5, Alpha: 2}},
 		bad.Error(): {germinate(0, 1, 3)},
 	} {
 		m.fail = bad
-		if err := n.Do(commands...); err == nil || !strings.Contains(strings.Replace(err.Error(), "layer 1: command 3 of 3, layer 1, seed 5: set α to 2: ", "layer 1: ", 1), text) {
+		if err := n.Do(commands...); err == nil || !strings.Contains(strings.Replace(err.Error(),
+			"layer 1: command 3 of 3, layer 1, seed 5: set α to 2: ", "layer 1: ", 1), text) {
 			t.Errorf("got %v, want %q", err, text)
 		}
 		m.fail = nil
@@ -146,7 +160,8 @@ func TestRollbackRestoresTheSlot(t *testing.T) {
 		for i, slot := range [][2]int{{0, 2}, {0, 3}, {1, 2}} {
 			m.set(slot[0], slot[1], float64(1+i))
 		}
-		do(t, n, slices.Concat(move(0, 1, state.Grafting), move(0, 2, state.Grafting), move(1, 0, state.Grafting))...)
+		do(t, n, slices.Concat(move(0, 1, state.Grafting), move(0, 2, state.Grafting),
+			move(1, 0, state.Grafting))...)
 		for i, slot := range [][2]int{{0, 2}, {0, 3}, {1, 2}} {
 			m.set(slot[0], slot[1], float64(11+i))
 		}
@@ -172,8 +187,10 @@ func TestRollbackRestoresTheSlot(t *testing.T) {
 		if !m.is(0, 3, 12) {
 			t.Errorf("slot 3 is shared, and was put back to %v", m.slots[[2]int{0, 3}])
 		}
-		do(t, n, move(1, 0, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized)...)
-		if names := arrayNames(n); slices.Contains(names, "a.kept_seeds") || slices.Contains(names, "b.kept_seeds") {
+		do(t, n, move(1, 0, state.Stabilization, state.Evaluating,
+			state.FineTuning, state.Fossilized)...)
+		if names := arrayNames(n); slices.Contains(names, "a.kept_seeds") ||
+			slices.Contains(names, "b.kept_seeds") {
 			t.Errorf("something is kept: %v", names)
 		}
 		if s := n.Report()[0].Seeds[1]; s.Stage != state.RolledBack || s.Alpha != 0 {
@@ -187,9 +204,12 @@ func TestRollbackRestoresTheSlot(t *testing.T) {
 func TestWhatIsKeptEndsWithTheGrafting(t *testing.T) {
 	life := []state.Stage{state.Training, state.Grafting}
 	for name, end := range map[string]func(l *state.Lattice) error{
-		"rolled back": func(l *state.Lattice) error { return errors.Join(l.Transition(1, state.RolledBack), l.Recycle(1)) },
+		"rolled back": func(l *state.Lattice) error {
+			return errors.Join(l.Transition(1, state.RolledBack), l.Recycle(1))
+		},
 		"culled": func(l *state.Lattice) error {
-			return errors.Join(l.Transition(1, state.Stabilization), l.Transition(1, state.Evaluating), l.Transition(1, state.Culled), l.Recycle(1))
+			return errors.Join(l.Transition(1, state.Stabilization),
+				l.Transition(1, state.Evaluating), l.Transition(1, state.Culled), l.Recycle(1))
 		},
 		"loaded": func(l *state.Lattice) error {
 			fresh, err := state.NewLattice(4, 8, state.WithoutGates())
@@ -229,7 +249,8 @@ func TestRefusedCommandsKeepWhatIsKept(t *testing.T) {
 	do(t, n, move(0, 1, state.Grafting)...)
 	m.set(0, 2, 11)
 	before := fmt.Sprint(n.Arrays())
-	if n.Do(append(move(0, 1, state.RolledBack), germinate(0, 1, 1))...) == nil || n.Do(append(move(0, 1, state.Stabilization), move(0, 2, state.Grafting)...)...) == nil {
+	if n.Do(append(move(0, 1, state.RolledBack), germinate(0, 1, 1))...) == nil ||
+		n.Do(append(move(0, 1, state.Stabilization), move(0, 2, state.Grafting)...)...) == nil {
 		t.Fatal("no error")
 	}
 	if after := fmt.Sprint(n.Arrays()); after != before {
@@ -288,15 +309,19 @@ func TestNetworkEpoch(t *testing.T) {
 	before := fmt.Sprint(n.Arrays())
 	for text, m := range map[string][]state.Metrics{
 		"metrics of 1 layers, want 2": {{}},
-		"layer 1: state.StepEpoch":    {{Loss: 1, Seeds: []state.SeedMetrics{{Seed: 1}}}, {Seeds: []state.SeedMetrics{{Seed: 6}}}},
+		"layer 1: state.StepEpoch": {{Loss: 1, Seeds: []state.SeedMetrics{{Seed: 1}}},
+			{Seeds: []state.SeedMetrics{{Seed: 6}}}},
 	} {
-		if _, err := n.StepEpoch(m); err == nil || !strings.Contains(err.Error(), text) || fmt.Sprint(n.Arrays()) != before {
+		if _, err := n.StepEpoch(m); err == nil || !strings.Contains(err.Error(), text) ||
+			fmt.Sprint(n.Arrays()) != before {
 			t.Errorf("got %v, want %q", err, text)
 		}
 	}
-	do(t, n, append([]state.Command{germinate(1, 3, 1)}, move(1, 3, state.Training, state.Culled)...)...)
+	do(t, n, append([]state.Command{germinate(1, 3, 1)},
+		move(1, 3, state.Training, state.Culled)...)...)
 	events, err := n.StepEpoch(make([]state.Metrics, 2))
-	if err != nil || len(events) != 1 || events[0].Layer != 1 || events[0].Seed != 3 || n.Lattice(0).Epoch() != 1 || n.Lattice(1).Epoch() != 1 {
+	if err != nil || len(events) != 1 || events[0].Layer != 1 || events[0].Seed != 3 ||
+		n.Lattice(0).Epoch() != 1 || n.Lattice(1).Epoch() != 1 {
 		t.Errorf("%v, %v", events, err)
 	}
 	if n.Seeds() != 10 || n.Layers() != 2 || n.Lattice(2) != nil || n.Lattice(-1) != nil {
@@ -314,7 +339,8 @@ func TestListen(t *testing.T) {
 			if err := n.Do(move(e.Layer, e.Seed, state.Training)...); err != nil {
 				t.Error(err)
 			}
-			if err := n.Lattice(1-e.Layer).Transition(3, state.Germinated); err != nil && e.Seed != 3 {
+			if err := n.Lattice(1-e.Layer).Transition(3, state.Germinated); err != nil &&
+				e.Seed != 3 {
 				t.Error(err)
 			}
 		}
@@ -323,9 +349,12 @@ func TestListen(t *testing.T) {
 		t.Fatal(err)
 	}
 	do(t, n, germinate(0, 1, 1))
-	want := []string{"epoch 0, layer 0, seed 1: Dormant → Germinated", "epoch 0, layer 0, seed 1: Germinated → Training",
-		"epoch 0, layer 1, seed 3: Dormant → Germinated", "epoch 0, layer 1, seed 3: Germinated → Training",
-		"epoch 0, layer 0, seed 3: Dormant → Germinated", "epoch 0, layer 0, seed 3: Germinated → Training"}
+	want := []string{"epoch 0, layer 0, seed 1: Dormant → Germinated",
+		"epoch 0, layer 0, seed 1: Germinated → Training",
+		"epoch 0, layer 1, seed 3: Dormant → Germinated",
+		"epoch 0, layer 1, seed 3: Germinated → Training",
+		"epoch 0, layer 0, seed 3: Dormant → Germinated",
+		"epoch 0, layer 0, seed 3: Germinated → Training"}
 	if !slices.Equal(heard, want) {
 		t.Errorf("heard %q, want %q", heard, want)
 	}
@@ -350,7 +379,8 @@ func TestNewNetworkErrors(t *testing.T) {
 		`one name, "a"`:         {{Name: "a", Lattice: l}, {Name: "a", Lattice: lattice(t, 2, 4)}},
 		`"a.b", want one witho`: {{Name: "a.b", Lattice: l}},
 	} {
-		if _, err := state.NewNetwork(nil, layers...); !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), text) {
+		if _, err := state.NewNetwork(nil, layers...); !errors.Is(err, state.ErrArgument) ||
+			!strings.Contains(err.Error(), text) {
 			t.Errorf("got %v, want %q", err, text)
 		}
 	}
@@ -363,13 +393,18 @@ func find(arrays []state.Array, name string) *state.Array {
 func TestLoadErrors(t *testing.T) {
 	n, m := network(t, state.WithSlots(5), state.WithWidth(2))
 	m.set(1, 1, 3)
-	do(t, n, append([]state.Command{germinate(1, 3, 1)}, move(1, 3, state.Training, state.Grafting)...)...)
+	do(t, n, append([]state.Command{germinate(1, 3, 1)},
+		move(1, 3, state.Training, state.Grafting)...)...)
 	other, _ := network(t, state.WithSlots(9))
 	for text, change := range map[string]func([]state.Array) []state.Array{
 		`layer "b": seed state is corrupt: array "header"`: func(a []state.Array) []state.Array {
-			return slices.DeleteFunc(a, func(a state.Array) bool { return strings.HasPrefix(a.Name, "b.") })
+			return slices.DeleteFunc(a, func(a state.Array) bool {
+				return strings.HasPrefix(a.Name, "b.")
+			})
 		},
-		"arrays of 3 layers, want 2": func(a []state.Array) []state.Array { return append(a, state.Array{Name: "c.header"}) },
+		"arrays of 3 layers, want 2": func(a []state.Array) []state.Array {
+			return append(a, state.Array{Name: "c.header"})
+		},
 		`array "kept_seeds" is a []int`: func(a []state.Array) []state.Array {
 			find(a, "b.kept_seeds").Data = []int{3}
 			return a
@@ -389,13 +424,18 @@ func TestLoadErrors(t *testing.T) {
 			return a
 		},
 		"have 1 seeds, 2 weights and 0 scales": func(a []state.Array) []state.Array {
-			return slices.DeleteFunc(a, func(a state.Array) bool { return a.Name == "b.kept_scales" })
+			return slices.DeleteFunc(a, func(a state.Array) bool {
+				return a.Name == "b.kept_scales"
+			})
 		},
-		"lattice of another shape: the saved one has 9 slots, this one 5": func([]state.Array) []state.Array { return other.Arrays() },
+		"lattice of another shape: the saved one has 9 slots, this one 5": func([]state.Array) []state.Array {
+			return other.Arrays()
+		},
 	} {
 		fresh, _ := network(t, state.WithSlots(5), state.WithWidth(2))
 		before := fmt.Sprint(fresh.Arrays())
-		if _, err := fresh.Load(change(n.Arrays())); err == nil || !strings.Contains(err.Error(), text) {
+		if _, err := fresh.Load(change(n.Arrays())); err == nil ||
+			!strings.Contains(err.Error(), text) {
 			t.Errorf("got %v, want %q", err, text)
 		}
 		if fmt.Sprint(fresh.Arrays()) != before {
@@ -438,7 +478,9 @@ func TestNetworkFromEightGoroutines(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx := t.Context()
-	go n.Scrub(ctx, time.Millisecond, func(layer int, err error) { t.Errorf("layer %d: %v", layer, err) })
+	go n.Scrub(ctx, time.Millisecond, func(layer int, err error) {
+		t.Errorf("layer %d: %v", layer, err)
+	})
 	var senders sync.WaitGroup
 	for g := range 8 {
 		senders.Go(func() {
@@ -460,7 +502,8 @@ func TestNetworkFromEightGoroutines(t *testing.T) {
 		default:
 		}
 		for _, l := range n.Lattices() {
-			pass(t, l, true, state.HealthSample{Moments: state.Moments{Count: 1}}, state.GradientSample{})
+			pass(t, l, true, state.HealthSample{Moments: state.Moments{Count: 1}},
+				state.GradientSample{})
 		}
 		n.Apply()
 		if _, err := n.StepEpoch(make([]state.Metrics, 2)); err != nil {
@@ -474,21 +517,24 @@ func TestNetworkFromEightGoroutines(t *testing.T) {
 }
 
 func randomCommand(r *rand.Rand) state.Command {
-	return state.Command{Action: state.Action(1 + r.IntN(5)), Layer: r.IntN(2), Seed: r.IntN(4), To: state.Stage(r.IntN(stages)), Alpha: r.Float64(),
+	return state.Command{Action: state.Action(1 + r.IntN(5)), Layer: r.IntN(2), Seed: r.IntN(4),
+		To: state.Stage(r.IntN(stages)), Alpha: r.Float64(),
 		Request: state.GerminationRequest{Slot: 1 + r.IntN(3), Kind: blueprints.Kind(r.IntN(4))}}
 }
 
 // TestNoSeeds wants an error that says so where there is no seed or no layer to name.
 func TestNoSeeds(t *testing.T) {
 	var l state.Lattice
-	if err := l.Transition(0, state.Germinated); !errors.Is(err, state.ErrSeed) || !strings.Contains(err.Error(), "the lattice has none") {
+	if err := l.Transition(0, state.Germinated); !errors.Is(err, state.ErrSeed) ||
+		!strings.Contains(err.Error(), "the lattice has none") {
 		t.Errorf("a lattice without seeds: %v", err)
 	}
 	n, err := state.NewNetwork(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := n.Do(state.Command{Action: state.Recycle}); !errors.Is(err, state.ErrSeed) || !strings.Contains(err.Error(), "there are no layers") {
+	if err := n.Do(state.Command{Action: state.Recycle}); !errors.Is(err, state.ErrSeed) ||
+		!strings.Contains(err.Error(), "there are no layers") {
 		t.Errorf("a network without layers: %v", err)
 	}
 }
@@ -543,7 +589,8 @@ func (s *lockedSlots) Write(w []state.SlotWrite) error {
 func TestSlotsWithALock(t *testing.T) {
 	bare, m := network(t)
 	s := &lockedSlots{Slots: m, t: t}
-	n, err := state.NewNetwork(s, state.Layer{Name: "0", Lattice: bare.Lattice(0)}, state.Layer{Name: "1", Lattice: bare.Lattice(1)})
+	n, err := state.NewNetwork(s, state.Layer{Name: "0", Lattice: bare.Lattice(0)},
+		state.Layer{Name: "1", Lattice: bare.Lattice(1)})
 	require.NoError(t, err)
 	heard := false
 	_, err = n.Listen(func(state.Event) {
@@ -562,7 +609,8 @@ func TestSlotsWithALock(t *testing.T) {
 func TestLoadIntoSlots(t *testing.T) {
 	n, m := network(t, state.WithSlots(5), state.WithWidth(2))
 	load := func(seed int, kind blueprints.Kind, scale float64, w ...float64) state.Command {
-		return state.Command{Action: state.Load, Layer: 1, Seed: seed, Kind: kind, Params: state.SlotParams{Weights: w, Scale: scale}}
+		return state.Command{Action: state.Load, Layer: 1, Seed: seed, Kind: kind,
+			Params: state.SlotParams{Weights: w, Scale: scale}}
 	}
 	const conv = blueprints.ConvFilter
 	do(t, n, germinate(1, 3, 1), load(3, conv, 2, 4, -4))
@@ -574,7 +622,8 @@ func TestLoadIntoSlots(t *testing.T) {
 		t.Fatalf("the seed is %v and the slot holds %v", stage, m.slots)
 	}
 	do(t, n, germinate(1, 0, 2), germinate(1, 1, 1))
-	do(t, n, move(1, 0, state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized)...)
+	do(t, n, move(1, 0, state.Training, state.Grafting, state.Stabilization, state.Evaluating,
+		state.FineTuning, state.Fossilized)...)
 	other := germinate(1, 2, 3)
 	other.Request.Kind = blueprints.Residual
 	do(t, n, other)
@@ -593,7 +642,8 @@ func TestLoadIntoSlots(t *testing.T) {
 	} {
 		lattice, slots := fmt.Sprint(n.Arrays()), fmt.Sprint(m.slots)
 		alpha := state.Command{Action: state.SetAlpha, Layer: 1, Seed: 3, Alpha: 0.75}
-		if err := n.Do(alpha, load(3, conv, 9, 9, 9), c); err == nil || !strings.Contains(err.Error(), text) {
+		if err := n.Do(alpha, load(3, conv, 9, 9, 9), c); err == nil ||
+			!strings.Contains(err.Error(), text) {
 			t.Errorf("got %v, want %q", err, text)
 		}
 		if fmt.Sprint(n.Arrays()) != lattice || fmt.Sprint(m.slots) != slots {
@@ -604,12 +654,14 @@ func TestLoadIntoSlots(t *testing.T) {
 	if err := n.Do(load(3, conv, 1, 1, 2)); !errors.Is(err, m.fail) {
 		t.Errorf("got %v, want %v", err, m.fail)
 	}
-	bare, err := state.NewNetwork(nil, state.Layer{Name: "a", Lattice: lattice(t, 2, 4, state.WithoutGates())})
+	bare, err := state.NewNetwork(nil,
+		state.Layer{Name: "a", Lattice: lattice(t, 2, 4, state.WithoutGates())})
 	if err != nil {
 		t.Fatal(err)
 	}
 	do(t, bare, germinate(0, 0, 1))
-	if err := bare.Do(state.Command{Action: state.Load, Kind: conv, Params: state.SlotParams{Weights: []float64{1, 2}}}); !errors.Is(err, state.ErrArgument) {
+	if err := bare.Do(state.Command{Action: state.Load, Kind: conv,
+		Params: state.SlotParams{Weights: []float64{1, 2}}}); !errors.Is(err, state.ErrArgument) {
 		t.Errorf("a network without slots: %v", err)
 	}
 }
@@ -657,12 +709,14 @@ func TestZeroNetworkAnswers(t *testing.T) {
 	none.Close()
 }
 
-// TestPanickingListener wants every channel of Submit answered, also where a listener panics between.
+// TestPanickingListener wants every channel of Submit answered, also where a listener panics
+// between.
 func TestPanickingListener(t *testing.T) {
 	n, _ := network(t)
 	_, err := n.Listen(func(state.Event) { panic("a listener") })
 	require.NoError(t, err)
-	command := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}}
+	command := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 1,
+		Kind: blueprints.Residual}}
 	first, second := n.Submit(command), n.Submit(command)
 	require.PanicsWithValue(t, "a listener", n.Apply)
 	require.NoError(t, <-first)

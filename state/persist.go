@@ -50,7 +50,8 @@ const (
 )
 
 func (l *Lattice) header() header {
-	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step, Loss: l.loss, Curve: l.curve, Config: l.config}
+	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step,
+		Loss: l.loss, Curve: l.curve, Config: l.config}
 	for _, s := range l.strategies {
 		h.Strategies = append(h.Strategies, s.Saved)
 	}
@@ -68,8 +69,8 @@ func (s *seedState) saved() []columns.Column {
 
 // bytes returns the head of the binary form, with room for more bytes behind it.
 func (h header) bytes(more int) []byte {
-	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored only
-	// once they are JSON.
+	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored
+	// only once they are JSON.
 	text, _ := json.Marshal(h)
 	return columns.Head(text, more)
 }
@@ -130,12 +131,15 @@ func (l *Lattice) adapt(img *image) error {
 	case l.n == 0:
 		return nil
 	case l.config.Site != img.config.Site:
-		return fmt.Errorf("%w: %w: the saved one grows in %v, this one in %v", ErrArgument, ErrShape, img.config.Site, l.config.Site)
+		return fmt.Errorf("%w: %w: the saved one grows in %v, this one in %v", ErrArgument,
+			ErrShape, img.config.Site, l.config.Site)
 	case l.n != img.n || l.hidden != img.hidden:
-		return fmt.Errorf("%w: %w: the saved one has %d seeds over %d features, this one %d over %d",
+		return fmt.Errorf("%w: %w: the saved one has %d seeds over %d features, this one %d "+
+			"over %d",
 			ErrArgument, ErrShape, img.n, img.hidden, l.n, l.hidden)
 	case differ(l.config.Slots, img.config.Slots):
-		return fmt.Errorf("%w: %w: the saved one has %d slots, this one %d", ErrArgument, ErrShape, img.config.Slots, l.config.Slots)
+		return fmt.Errorf("%w: %w: the saved one has %d slots, this one %d", ErrArgument, ErrShape,
+			img.config.Slots, l.config.Slots)
 	case differ(l.config.Width, img.config.Width):
 		return fmt.Errorf("%w: %w: the saved one has slots of %d weights, this one of %d",
 			ErrArgument, ErrShape, img.config.Width, l.config.Width)
@@ -168,21 +172,24 @@ func parseHeader(head []byte) (*header, error) {
 		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
 	}
 	if version.Schema > Schema {
-		return nil, fmt.Errorf("%w: the data has version %d, and this program reads up to %d", ErrSchema, version.Schema, Schema)
+		return nil, fmt.Errorf("%w: the data has version %d, and this program reads up to %d",
+			ErrSchema, version.Schema, Schema)
 	}
 	h := &header{}
 	if err := json.Unmarshal(head, h); err != nil {
 		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
 	}
 	if h.Epoch > maxEpoch || h.Step > maxStep {
-		return nil, fmt.Errorf("%w: header: epoch %d and step %d, want at most %d and %d", ErrCorrupt, h.Epoch, h.Step,
+		return nil, fmt.Errorf("%w: header: epoch %d and step %d, want at most %d and %d",
+			ErrCorrupt, h.Epoch, h.Step,
 			maxEpoch, uint64(maxStep))
 	}
 	if err := checkCurve(h.Curve, h.Epoch); err != nil {
 		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
 	}
 	if h.Seeds < 1 || uint64(h.Seeds) > math.MaxUint32 || h.Hidden < 1 || h.Hidden%h.Seeds != 0 {
-		return nil, fmt.Errorf("%w: header: %d seeds over %d features", ErrCorrupt, h.Seeds, h.Hidden)
+		return nil, fmt.Errorf("%w: header: %d seeds over %d features",
+			ErrCorrupt, h.Seeds, h.Hidden)
 	}
 	return h, nil
 }
@@ -198,7 +205,8 @@ func (h *header) columns() ([]columns.Column, error) {
 		last = h.Fields[n-1]
 	}
 	if last != (columns.Field{Name: crcName, Type: "uint32"}) {
-		return nil, fmt.Errorf("%w: header: the last field is %q, want the checksums", ErrCorrupt, last)
+		return nil, fmt.Errorf("%w: header: the last field is %q, want the checksums", ErrCorrupt,
+			last)
 	}
 	return stored, nil
 }
@@ -220,7 +228,8 @@ func (h *header) image(stored []columns.Column) (*image, error) {
 	if err != nil {
 		return nil, err
 	}
-	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step, loss: h.Loss, curve: h.Curve, seeds: seeds}
+	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step,
+		loss: h.Loss, curve: h.Curve, seeds: seeds}
 	if err := h.migrate(img.seeds, stored); err != nil {
 		return nil, err
 	}
@@ -228,7 +237,8 @@ func (h *header) image(stored []columns.Column) (*image, error) {
 	for _, f := range found {
 		img.seeds.reset(f.Row)
 		img.quarantined = append(img.quarantined,
-			Event{Kind: Quarantined, Seed: f.Row, Epoch: int(h.Epoch), Reason: sums.Locate(f.Syndrome)})
+			Event{Kind: Quarantined, Seed: f.Row, Epoch: int(h.Epoch),
+				Reason: sums.Locate(f.Syndrome)})
 	}
 	for _, s := range h.Strategies {
 		strategy, err := s.Load()
@@ -264,7 +274,8 @@ func (c config) check() error {
 		return err
 	}
 	for _, err := range []error{
-		inRange("embargo", c.Embargo, 0, math.MaxInt32), inRange("renormalize", c.Renormalize, 1, math.MaxInt32),
+		inRange("embargo", c.Embargo, 0, math.MaxInt32),
+		inRange("renormalize", c.Renormalize, 1, math.MaxInt32),
 		inRange("slots", c.Slots, 0, math.MaxUint16+1), inRange("history", c.History, 0, 1<<16),
 		inRange("width", c.Width, 0, math.MaxInt32),
 		inRange("transitions", c.Transitions, 0, math.MaxUint8),
@@ -290,10 +301,13 @@ func (img *image) renumber(names []string) (changed bool, err error) {
 		}
 		switch {
 		case active && int(number) >= len(names):
-			return false, fmt.Errorf("%w: seed %d: kind is %d of %d", ErrCorrupt, i, number, len(names))
+			return false, fmt.Errorf("%w: seed %d: kind is %d of %d", ErrCorrupt,
+				i, number, len(names))
 		case active && !known:
-			return false, fmt.Errorf("%w: seed %d: %w %q: register it under this name with blueprints.Register before the lattice is loaded",
-				ErrArgument, i, blueprints.ErrUnknownKind, names[number])
+			return false,
+				fmt.Errorf("%w: seed %d: %w %q: register it under this name with "+
+					"blueprints.Register before the lattice is loaded",
+					ErrArgument, i, blueprints.ErrUnknownKind, names[number])
 		}
 		changed = changed || s.kind[i] != uint8(kind)
 		s.kind[i] = uint8(kind)
@@ -335,18 +349,23 @@ func (img *image) checkSeed(i int) error {
 	case s.stageErrors[i] > s.stageTrials[i]:
 		return fmt.Errorf("%d errors in %d trials", s.stageErrors[i], s.stageTrials[i])
 	case s.nonFiniteTold[i] > addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])):
-		return fmt.Errorf("it has told of %d NaN and Inf, of %d and %d", s.nonFiniteTold[i], s.nonFiniteX[i], s.nonFiniteG[i])
+		return fmt.Errorf("it has told of %d NaN and Inf, of %d and %d", s.nonFiniteTold[i],
+			s.nonFiniteX[i], s.nonFiniteG[i])
 	}
 	for _, f := range []struct {
 		name  string
 		value float64
 		least float64
 	}{
-		{"step_mean", s.stepMean[i], anything}, {"step_variance", s.stepVariance[i], 0}, {"step_count", s.stepCount[i], 0},
-		{"run_mean", s.runMean[i], anything}, {"run_variance", s.runVariance[i], 0}, {"run_count", s.runCount[i], 0},
+		{"step_mean", s.stepMean[i], anything}, {"step_variance", s.stepVariance[i], 0},
+		{"step_count", s.stepCount[i], 0},
+		{"run_mean", s.runMean[i], anything}, {"run_variance", s.runVariance[i], 0},
+		{"run_count", s.runCount[i], 0},
 		{"epoch_mean", s.epochMean[i], anything}, {"epoch_variance", s.epochVariance[i], 0},
-		{"norm_mean", s.normMean[i], 0}, {"norm_variance", s.normVariance[i], 0}, {"norm_count", s.normCount[i], 0},
-		{"performance", float64(s.performance[i]), anything}, {"stability", fromFloat16(s.stability[i]), 0},
+		{"norm_mean", s.normMean[i], 0}, {"norm_variance", s.normVariance[i], 0},
+		{"norm_count", s.normCount[i], 0},
+		{"performance", float64(s.performance[i]), anything},
+		{"stability", fromFloat16(s.stability[i]), 0},
 	} {
 		if !(f.value >= f.least) || math.IsInf(f.value, 0) {
 			return fmt.Errorf("%s is %v", f.name, f.value)
@@ -369,7 +388,8 @@ func (s *seedState) checkOpen(i int) error {
 	for _, f := range []struct {
 		name  string
 		value float32
-	}{{"training_error", s.trainingError[i]}, {"entry_training_error", s.entryTrainingError[i]}, {"entry_loss", s.entryLoss[i]},
+	}{{"training_error", s.trainingError[i]}, {"entry_training_error", s.entryTrainingError[i]},
+		{"entry_loss", s.entryLoss[i]},
 		{"entry_performance", s.entryPerformance[i]}, {"base_performance", s.basePerformance[i]}} {
 		if math.IsInf(float64(f.value), 0) {
 			return fmt.Errorf("%s is %v", f.name, f.value)
@@ -439,17 +459,20 @@ func fromArrays(arrays []Array) (*image, error) {
 		return nil, err
 	}
 	if len(rest) > 0 {
-		return nil, fmt.Errorf("%w: %d bytes follow the header in array %q", ErrCorrupt, len(rest), headerName)
+		return nil, fmt.Errorf("%w: %d bytes follow the header in array %q", ErrCorrupt,
+			len(rest), headerName)
 	}
 	if len(arrays) != len(h.Fields)+1 {
-		return nil, fmt.Errorf("%w: got %d arrays, want %d", ErrCorrupt, len(arrays), len(h.Fields)+1)
+		return nil, fmt.Errorf("%w: got %d arrays, want %d", ErrCorrupt,
+			len(arrays), len(h.Fields)+1)
 	}
 	// Before anything is allocated: a header that promises more seeds than there are must not cost
 	// memory.
 	for _, f := range h.Fields {
 		data := reflect.ValueOf(byName[f.Name])
 		if !data.IsValid() || data.Type().String() != "[]"+f.Type || data.Len() != h.Seeds {
-			return nil, fmt.Errorf("%w: array %q is a %T, want %d elements of type %s", ErrCorrupt, f.Name, byName[f.Name], h.Seeds, f.Type)
+			return nil, fmt.Errorf("%w: array %q is a %T, want %d elements of type %s", ErrCorrupt,
+				f.Name, byName[f.Name], h.Seeds, f.Type)
 		}
 	}
 	stored, err := h.columns()

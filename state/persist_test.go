@@ -56,12 +56,14 @@ func filled(t *testing.T, seeds int) *Lattice {
 	t.Helper()
 	thresholds := DefaultThresholds()
 	thresholds.CullDelta = -1.0 / 3
-	l, err := NewLattice(seeds, 3*seeds, WithThresholds(thresholds), WithoutGates(), WithEmbargo(7), WithSlots(300), WithHistory(2),
+	l, err := NewLattice(seeds, 3*seeds, WithThresholds(thresholds), WithoutGates(), WithEmbargo(7),
+		WithSlots(300), WithHistory(2),
 		WithTelemetry(Telemetry{Sampling, MaxOfRows, 3, 0.1}))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := l.intern(graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: 9, Target: 1.0 / 3}); err != nil {
+	if _, err := l.intern(graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: 9,
+		Target: 1.0 / 3}); err != nil {
 		t.Fatal(err)
 	}
 	fill(t, l)
@@ -71,7 +73,8 @@ func filled(t *testing.T, seeds int) *Lattice {
 // same compares two lattices field by field.
 func same(t *testing.T, a, b *Lattice) {
 	t.Helper()
-	if a.n != b.n || a.hidden != b.hidden || a.epoch != b.epoch || a.step != b.step || a.loss != b.loss || a.config != b.config {
+	if a.n != b.n || a.hidden != b.hidden || a.epoch != b.epoch || a.step != b.step ||
+		a.loss != b.loss || a.config != b.config {
 		t.Errorf("lattices differ: %+v and %+v", a.config, b.config)
 	}
 	if !reflect.DeepEqual(a.strategies, b.strategies) {
@@ -111,8 +114,10 @@ func TestBinaryRoundTrip(t *testing.T) {
 // Negative zeros, the least and the largest numbers come back with their bits.
 func TestEveryBitIsRestored(t *testing.T) {
 	a := filled(t, 4)
-	copy(a.seeds.runMean, []float64{math.MaxFloat64, -math.MaxFloat64, math.Copysign(0, -1), 5e-324})
-	copy(a.seeds.gradNorm, []float32{math.MaxFloat32, float32(math.Copysign(0, -1)), 0, math.SmallestNonzeroFloat32})
+	copy(a.seeds.runMean, []float64{math.MaxFloat64, -math.MaxFloat64,
+		math.Copysign(0, -1), 5e-324})
+	copy(a.seeds.gradNorm, []float32{math.MaxFloat32, float32(math.Copysign(0, -1)), 0,
+		math.SmallestNonzeroFloat32})
 	a.seal(0, a.n)
 	for name, load := range map[string]func(*Lattice) error{
 		"binary": func(l *Lattice) error {
@@ -128,7 +133,8 @@ func TestEveryBitIsRestored(t *testing.T) {
 		for i := range a.n {
 			if math.Float64bits(b.seeds.runMean[i]) != math.Float64bits(a.seeds.runMean[i]) ||
 				math.Float32bits(b.seeds.gradNorm[i]) != math.Float32bits(a.seeds.gradNorm[i]) {
-				t.Errorf("%s: seed %d has %x and %x, want %x and %x", name, i, b.seeds.runMean[i], b.seeds.gradNorm[i], a.seeds.runMean[i], a.seeds.gradNorm[i])
+				t.Errorf("%s: seed %d has %x and %x, want %x and %x", name, i, b.seeds.runMean[i],
+					b.seeds.gradNorm[i], a.seeds.runMean[i], a.seeds.gradNorm[i])
 			}
 		}
 	}
@@ -190,7 +196,8 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 			bad := slices.Clone(data)
 			bad[i] ^= bit
 			err := b.UnmarshalBinary(bad)
-			if seed, ok := owner[i]; !errors.Is(err, ErrCorrupt) || ok && !strings.Contains(err.Error(), fmt.Sprintf("seed %d ", seed)) {
+			if seed, ok := owner[i]; !errors.Is(err, ErrCorrupt) ||
+				ok && !strings.Contains(err.Error(), fmt.Sprintf("seed %d ", seed)) {
 				t.Fatalf("byte %d of %d flipped: error %v", i, len(data), err)
 			}
 		}
@@ -221,7 +228,8 @@ func TestOtherShapes(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, l := range map[string]*Lattice{
-		"seeds": made(2, 8), "features": made(4, 16), "slots": made(4, 8, WithSlots(4)), "width": made(4, 8, WithWidth(2)),
+		"seeds": made(2, 8), "features": made(4, 16), "slots": made(4, 8, WithSlots(4)),
+		"width": made(4, 8, WithWidth(2)),
 	} {
 		if err := l.UnmarshalBinary(data); !errors.Is(err, ErrShape) || l.Epoch() != 0 {
 			t.Errorf("other %s: error %v", name, err)
@@ -250,27 +258,58 @@ func TestSetArraysErrors(t *testing.T) {
 		is     error
 		text   string
 	}{
-		"no header":    {func(x []Array) []Array { find(x, "header").Name = "footer"; return x }, ErrCorrupt, `"header"`},
-		"cut header":   {func(x []Array) []Array { h := find(x, "header"); h.Data = h.Data.([]uint8)[:40]; return x }, ErrCorrupt, "header"},
-		"bent header":  {func(x []Array) []Array { find(x, "header").Data.([]uint8)[30] ^= 1; return x }, ErrCorrupt, "checksum"},
-		"missing":      {func(x []Array) []Array { return x[:len(x)-1] }, ErrCorrupt, "arrays"},
-		"twice":        {func(x []Array) []Array { return append(x, x[3]) }, ErrCorrupt, "twice"},
-		"unknown":      {func(x []Array) []Array { find(x, "stage").Name = "phase"; return x }, ErrCorrupt, `"stage"`},
-		"wrong type":   {func(x []Array) []Array { find(x, "alpha").Data = make([]float64, 4); return x }, ErrCorrupt, `"alpha"`},
-		"nil":          {func(x []Array) []Array { find(x, "alpha").Data = nil; return x }, ErrCorrupt, `"alpha"`},
-		"short":        {func(x []Array) []Array { find(x, "slot").Data = make([]uint16, 3); return x }, ErrCorrupt, `"slot"`},
-		"bent":         {func(x []Array) []Array { find(x, "slot").Data.([]uint16)[2] ^= 4; return x }, ErrCorrupt, "seed 2 "},
-		"bent sum":     {func(x []Array) []Array { find(x, "crc32").Data.([]uint32)[3] ^= 4; return x }, ErrCorrupt, "seed 3 "},
+		"no header": {func(x []Array) []Array {
+			find(x, "header").Name = "footer"
+			return x
+		}, ErrCorrupt, `"header"`},
+		"cut header": {func(x []Array) []Array {
+			h := find(x, "header")
+			h.Data = h.Data.([]uint8)[:40]
+			return x
+		}, ErrCorrupt, "header"},
+		"bent header": {func(x []Array) []Array {
+			find(x, "header").Data.([]uint8)[30] ^= 1
+			return x
+		}, ErrCorrupt, "checksum"},
+		"missing": {func(x []Array) []Array { return x[:len(x)-1] }, ErrCorrupt, "arrays"},
+		"twice":   {func(x []Array) []Array { return append(x, x[3]) }, ErrCorrupt, "twice"},
+		"unknown": {func(x []Array) []Array {
+			find(x, "stage").Name = "phase"
+			return x
+		}, ErrCorrupt, `"stage"`},
+		"wrong type": {func(x []Array) []Array {
+			find(x, "alpha").Data = make([]float64, 4)
+			return x
+		}, ErrCorrupt, `"alpha"`},
+		"nil": {func(x []Array) []Array {
+			find(x, "alpha").Data = nil
+			return x
+		}, ErrCorrupt, `"alpha"`},
+		"short": {func(x []Array) []Array {
+			find(x, "slot").Data = make([]uint16, 3)
+			return x
+		}, ErrCorrupt, `"slot"`},
+		"bent": {func(x []Array) []Array {
+			find(x, "slot").Data.([]uint16)[2] ^= 4
+			return x
+		}, ErrCorrupt, "seed 2 "},
+		"bent sum": {func(x []Array) []Array {
+			find(x, "crc32").Data.([]uint32)[3] ^= 4
+			return x
+		}, ErrCorrupt, "seed 3 "},
 		"swapped seed": {func(x []Array) []Array { swapAll(x); return x }, ErrCorrupt, "seed 0 "},
-		"other size":   {func([]Array) []Array { return filled(t, 5).Arrays() }, ErrArgument, "5 seeds"},
-		"nothing":      {func([]Array) []Array { return nil }, ErrCorrupt, `"header"`},
+		"other size": {func([]Array) []Array {
+			return filled(t, 5).Arrays()
+		}, ErrArgument, "5 seeds"},
+		"nothing": {func([]Array) []Array { return nil }, ErrCorrupt, `"header"`},
 	} {
 		b := filled(t, 4)
 		before, err := b.MarshalBinary()
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := b.SetArrays(c.change(a.Arrays())); !errors.Is(err, c.is) || !strings.Contains(err.Error(), c.text) {
+		if err := b.SetArrays(c.change(a.Arrays())); !errors.Is(err, c.is) ||
+			!strings.Contains(err.Error(), c.text) {
 			t.Errorf("%s: error %v, want %q", name, err, c.text)
 		}
 		if after, _ := b.MarshalBinary(); string(after) != string(before) {
@@ -290,7 +329,8 @@ func swapAll(arrays []Array) {
 
 // resaved saves a lattice as a program with another schema would have: change edits the header and
 // the list of fields.
-func resaved(t *testing.T, l *Lattice, change func(h *header, fields []columns.Column) []columns.Column) []byte {
+func resaved(t *testing.T, l *Lattice,
+	change func(h *header, fields []columns.Column) []columns.Column) []byte {
 	t.Helper()
 	h := l.header()
 	fields := change(&h, l.seeds.columns())
@@ -303,9 +343,13 @@ func resaved(t *testing.T, l *Lattice, change func(h *header, fields []columns.C
 
 func TestSchemaVersions(t *testing.T) {
 	a := filled(t, 4)
-	newer := resaved(t, a, func(h *header, f []columns.Column) []columns.Column { h.Schema = Schema + 1; return f })
+	newer := resaved(t, a, func(h *header, f []columns.Column) []columns.Column {
+		h.Schema = Schema + 1
+		return f
+	})
 	var b Lattice
-	if err := b.UnmarshalBinary(newer); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), fmt.Sprintf("version %d", Schema+1)) {
+	if err := b.UnmarshalBinary(newer); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(),
+		fmt.Sprintf("version %d", Schema+1)) {
 		t.Errorf("a newer schema: error %v", err)
 	}
 	// An older version had no drift, and a field that is no more.
@@ -327,7 +371,8 @@ func TestSchemaVersions(t *testing.T) {
 		t.Error(err)
 	}
 	clear(a.seeds.drift)
-	figures := [][]uint16{a.seeds.mean, a.seeds.lowest, a.seeds.highest, a.seeds.snr, a.seeds.gradVariance, a.seeds.gradMax}
+	figures := [][]uint16{a.seeds.mean, a.seeds.lowest, a.seeds.highest, a.seeds.snr,
+		a.seeds.gradVariance, a.seeds.gradMax}
 	for _, all := range figures { // which were Float16
 		for i, bits := range all {
 			all[i] = toBFloat16(fromFloat16(bits))
@@ -340,29 +385,52 @@ func TestSchemaVersions(t *testing.T) {
 		"a field too many": func(_ *header, f []columns.Column) []columns.Column {
 			return append(f, columns.Column{Name: "more", Array: &gone})
 		},
-		"no seeds":       func(h *header, f []columns.Column) []columns.Column { h.Seeds = 0; return f },
-		"uneven":         func(h *header, f []columns.Column) []columns.Column { h.Hidden = 7; return f },
-		"too many seeds": func(h *header, f []columns.Column) []columns.Column { h.Seeds, h.Hidden = 1<<31, 1<<31; return f },
-		"bad config":     func(h *header, f []columns.Column) []columns.Column { h.Config.Telemetry.Mode = 77; return f },
+		"no seeds": func(h *header, f []columns.Column) []columns.Column {
+			h.Seeds = 0
+			return f
+		},
+		"uneven": func(h *header, f []columns.Column) []columns.Column {
+			h.Hidden = 7
+			return f
+		},
+		"too many seeds": func(h *header, f []columns.Column) []columns.Column {
+			h.Seeds, h.Hidden = 1<<31, 1<<31
+			return f
+		},
+		"bad config": func(h *header, f []columns.Column) []columns.Column {
+			h.Config.Telemetry.Mode = 77
+			return f
+		},
 		"bad strategy": func(h *header, f []columns.Column) []columns.Column {
 			h.Strategies[1].Params = []byte(`{"epochs":-1}`)
 			return f
 		},
-		"no strategies": func(h *header, f []columns.Column) []columns.Column { h.Strategies = nil; return f },
+		"no strategies": func(h *header, f []columns.Column) []columns.Column {
+			h.Strategies = nil
+			return f
+		},
 	} {
 		if err := new(Lattice).UnmarshalBinary(resaved(t, a, change)); !errors.Is(err, ErrCorrupt) {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}
-	unknown := resaved(t, a, func(h *header, f []columns.Column) []columns.Column { h.Strategies[1].Name = "Telepathy"; return f })
-	if err := new(Lattice).UnmarshalBinary(unknown); !errors.Is(err, ErrArgument) || !strings.Contains(err.Error(), "Telepathy") {
+	unknown := resaved(t, a, func(h *header, f []columns.Column) []columns.Column {
+		h.Strategies[1].Name = "Telepathy"
+		return f
+	})
+	if err := new(Lattice).UnmarshalBinary(unknown); !errors.Is(err, ErrArgument) ||
+		!strings.Contains(err.Error(), "Telepathy") {
 		t.Errorf("an unknown strategy: error %v", err)
 	}
 	copy(a.seeds.stage, []uint8{5, 5, 5, 5})
 	copy(a.seeds.kind, []uint8{1, 1, 1, 1})
 	a.seal(0, a.n)
-	renamed := resaved(t, a, func(h *header, f []columns.Column) []columns.Column { h.Kinds[1] = "Wavelet"; return f })
-	if err := new(Lattice).UnmarshalBinary(renamed); !errors.Is(err, ErrArgument) || !errors.Is(err, blueprints.ErrUnknownKind) || !strings.Contains(err.Error(), "Wavelet") {
+	renamed := resaved(t, a, func(h *header, f []columns.Column) []columns.Column {
+		h.Kinds[1] = "Wavelet"
+		return f
+	})
+	if err := new(Lattice).UnmarshalBinary(renamed); !errors.Is(err, ErrArgument) ||
+		!errors.Is(err, blueprints.ErrUnknownKind) || !strings.Contains(err.Error(), "Wavelet") {
 		t.Errorf("an unknown kind: error %v", err)
 	}
 	for name, bend := range map[string]func(){
@@ -376,7 +444,8 @@ func TestSchemaVersions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := new(Lattice).UnmarshalBinary(data); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "seed 2: "+name) {
+		if err := new(Lattice).UnmarshalBinary(data); !errors.Is(err, ErrCorrupt) ||
+			!strings.Contains(err.Error(), "seed 2: "+name) {
 			t.Errorf("%s out of range under a valid checksum: error %v", name, err)
 		}
 	}
@@ -405,7 +474,8 @@ func FuzzUnmarshal(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, repair bool) {
 		if size := len(data) - columns.Prefix; repair && size >= 0 {
 			head := min(size, int(binary.LittleEndian.Uint32(data[len(columns.Magic):])))
-			binary.LittleEndian.PutUint32(data[len(columns.Magic)+4:], crc32.ChecksumIEEE(data[columns.Prefix:][:head]))
+			binary.LittleEndian.PutUint32(data[len(columns.Magic)+4:],
+				crc32.ChecksumIEEE(data[columns.Prefix:][:head]))
 		}
 		var l Lattice
 		var err error
@@ -421,28 +491,45 @@ func FuzzUnmarshal(f *testing.F) {
 func TestForged(t *testing.T) {
 	nan, inf := float32(math.NaN()), math.Inf(1)
 	for name, forge := range map[string]func(l *Lattice, s *seedState){
-		"slot is 300 of 300":             func(_ *Lattice, s *seedState) { s.slot[1] = 300 },
-		"stage is 11":                    func(_ *Lattice, s *seedState) { s.stage[1] = 11 },
-		"strategy is 9 of":               func(_ *Lattice, s *seedState) { s.strategy[1] = 9 },
-		"α is NaN":                       func(_ *Lattice, s *seedState) { s.alpha[1] = nan },
-		"α is 1.5":                       func(_ *Lattice, s *seedState) { s.alpha[1] = 1.5 },
-		"schema version is 1":            func(_ *Lattice, s *seedState) { s.schema[1] = 1 },
-		"finished is 2":                  func(_ *Lattice, s *seedState) { s.finished[1] = 2 },
-		"learning is 3":                  func(_ *Lattice, s *seedState) { s.learning[1] = 3 },
-		"7 errors in 3 trials":           func(_ *Lattice, s *seedState) { s.stageErrors[1], s.stageTrials[1] = 7, 3 },
-		"run_mean is +Inf":               func(_ *Lattice, s *seedState) { s.runMean[1] = inf },
-		"run_variance is -1":             func(_ *Lattice, s *seedState) { s.runVariance[1] = -1 },
-		"norm_count is -3":               func(_ *Lattice, s *seedState) { s.normCount[1] = -3 },
-		"grad_norm is NaN":               func(_ *Lattice, s *seedState) { s.gradNorm[1] = nan },
-		"stability is NaN":               func(_ *Lattice, s *seedState) { s.stability[1] = toFloat16(math.NaN()) },
-		"variance is -1":                 func(_ *Lattice, s *seedState) { s.variance[1] = -1 },
-		"base_performance is -Inf":       func(_ *Lattice, s *seedState) { s.basePerformance[1] = float32(-inf) },
-		"training_error is +Inf":         func(_ *Lattice, s *seedState) { s.trainingError[1] = float32(inf) },
-		"told of 9 NaN and Inf":          func(_ *Lattice, s *seedState) { s.nonFiniteTold[1], s.nonFiniteX[1], s.nonFiniteG[1] = 9, 4, 4 },
-		"epoch 4294967295 and step":      func(l *Lattice, _ *seedState) { l.epoch = math.MaxUint32 },
-		"and step 18446744073709551615":  func(l *Lattice, _ *seedState) { l.step = math.MaxUint64 },
-		"performance is NaN":             func(_ *Lattice, s *seedState) { s.performance[1] = nan },
-		"it is Grafting and has no slot": func(l *Lattice, s *seedState) { l.config.Gates = true; s.stage[1], s.slot[1] = uint8(Grafting), 0 },
+		"slot is 300 of 300":  func(_ *Lattice, s *seedState) { s.slot[1] = 300 },
+		"stage is 11":         func(_ *Lattice, s *seedState) { s.stage[1] = 11 },
+		"strategy is 9 of":    func(_ *Lattice, s *seedState) { s.strategy[1] = 9 },
+		"α is NaN":            func(_ *Lattice, s *seedState) { s.alpha[1] = nan },
+		"α is 1.5":            func(_ *Lattice, s *seedState) { s.alpha[1] = 1.5 },
+		"schema version is 1": func(_ *Lattice, s *seedState) { s.schema[1] = 1 },
+		"finished is 2":       func(_ *Lattice, s *seedState) { s.finished[1] = 2 },
+		"learning is 3":       func(_ *Lattice, s *seedState) { s.learning[1] = 3 },
+		"7 errors in 3 trials": func(_ *Lattice, s *seedState) {
+			s.stageErrors[1], s.stageTrials[1] = 7, 3
+		},
+		"run_mean is +Inf":   func(_ *Lattice, s *seedState) { s.runMean[1] = inf },
+		"run_variance is -1": func(_ *Lattice, s *seedState) { s.runVariance[1] = -1 },
+		"norm_count is -3":   func(_ *Lattice, s *seedState) { s.normCount[1] = -3 },
+		"grad_norm is NaN":   func(_ *Lattice, s *seedState) { s.gradNorm[1] = nan },
+		"stability is NaN": func(_ *Lattice, s *seedState) {
+			s.stability[1] = toFloat16(math.NaN())
+		},
+		"variance is -1": func(_ *Lattice, s *seedState) { s.variance[1] = -1 },
+		"base_performance is -Inf": func(_ *Lattice, s *seedState) {
+			s.basePerformance[1] = float32(-inf)
+		},
+		"training_error is +Inf": func(_ *Lattice, s *seedState) {
+			s.trainingError[1] = float32(inf)
+		},
+		"told of 9 NaN and Inf": func(_ *Lattice, s *seedState) {
+			s.nonFiniteTold[1], s.nonFiniteX[1], s.nonFiniteG[1] = 9, 4, 4
+		},
+		"epoch 4294967295 and step": func(l *Lattice, _ *seedState) {
+			l.epoch = math.MaxUint32
+		},
+		"and step 18446744073709551615": func(l *Lattice, _ *seedState) {
+			l.step = math.MaxUint64
+		},
+		"performance is NaN": func(_ *Lattice, s *seedState) { s.performance[1] = nan },
+		"it is Grafting and has no slot": func(l *Lattice, s *seedState) {
+			l.config.Gates = true
+			s.stage[1], s.slot[1] = uint8(Grafting), 0
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := filled(t, 4)
@@ -470,7 +557,8 @@ func TestOverflowingFigures(t *testing.T) {
 	l, err := NewLattice(1, 4)
 	require.NoError(t, err)
 	var p Pass
-	for _, m := range []Moments{{8, 1, 2}, {8, math.MaxFloat64, math.Inf(1)}, {8, math.NaN(), 1}, {8, 1, 1e300}} {
+	for _, m := range []Moments{{8, 1, 2}, {8, math.MaxFloat64, math.Inf(1)},
+		{8, math.NaN(), 1}, {8, 1, 1e300}} {
 		l.Begin(&p, true)
 		require.NoError(t, l.RecordHealth(&p, func(int) HealthSample {
 			return HealthSample{Moments: m, Health: Health{Variance: m.Variance, Mean: m.Mean}}
@@ -495,7 +583,8 @@ func FuzzNetworkLoad(f *testing.F) {
 	for which := range uint8(6) {
 		f.Add(which, uint16(3), []byte{255}, which%2 == 0)
 	}
-	f.Add(uint8(0), uint16(columns.Prefix), []byte(`{"schema":1,"seeds":2,"hidden":1000000000000`), true)
+	f.Add(uint8(0), uint16(columns.Prefix), []byte(`{"schema":1,"seeds":2,"hidden":1000000000000`),
+		true)
 	f.Fuzz(func(t *testing.T, which uint8, at uint16, data []byte, repair bool) {
 		l, err := NewLattice(2, 4, WithoutGates(), WithSlots(3), WithWidth(2))
 		require.NoError(t, err)

@@ -20,20 +20,25 @@ type SeedReport struct {
 	LastUpdate    int     // epoch of the last change of stage or α
 	Performance   float64 // in half precision, as Stability
 	Stability     float64
-	Delta         float64 // performance less that without the seed, or else at the first report in this stage; 0 when unknown
-	Improvement   float64 // likewise relative to that without the seed, or else at the first report; 0 when unknown
-	CanAdvance    bool    // the seed has a blueprint and the gate onward is open: Stage.Next is allowed
-	RampFinished  bool    // the strategy has ended, in Grafting
-	CanCull       bool    // a transition to Culled would be allowed
-	CanRecycle    bool    // the blueprint's life is over, and the embargo too
-	Drift         float64 // relative change of the chunk's running moments over the last epoch
-	Health        Health
-	Gradient      Gradient
-	NonFiniteX    int        // NaN and Inf seen in the activations since the lattice was made
-	NonFiniteG    int        // likewise in the gradient, also where a loss scale made it overflow
-	Clips         int        // rows whose gradient was clipped since the lattice was made
-	Histogram     *Histogram // in mode Debug, in reports of History; otherwise nil
-	Measured      bool       // Health is of the pass, in reports of History; else, under sampling, it is zero
+	// performance less that without the seed, or else at the first report in this stage; 0 when
+	// unknown
+	Delta float64
+	// likewise relative to that without the seed, or else at the first report; 0 when unknown
+	Improvement float64
+	// the seed has a blueprint and the gate onward is open: Stage.Next is allowed
+	CanAdvance   bool
+	RampFinished bool    // the strategy has ended, in Grafting
+	CanCull      bool    // a transition to Culled would be allowed
+	CanRecycle   bool    // the blueprint's life is over, and the embargo too
+	Drift        float64 // relative change of the chunk's running moments over the last epoch
+	Health       Health
+	Gradient     Gradient
+	NonFiniteX   int        // NaN and Inf seen in the activations since the lattice was made
+	NonFiniteG   int        // likewise in the gradient, also where a loss scale made it overflow
+	Clips        int        // rows whose gradient was clipped since the lattice was made
+	Histogram    *Histogram // in mode Debug, in reports of History; otherwise nil
+	// Health is of the pass, in reports of History; else, under sampling, it is zero
+	Measured bool
 }
 
 // Report is the logical view of a lattice.
@@ -55,12 +60,14 @@ type Report struct {
 func (l *Lattice) Report() Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry, Site: l.config.Site,
+	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry,
+		Site:  l.config.Site,
 		Curve: slices.Clone(l.curve), Seeds: make([]SeedReport, l.n)}
 	if l.n == 0 {
 		return r
 	}
-	r.Hidden, r.Slots, r.SlotParameters = l.hidden, l.config.Slots, max(l.config.Width, l.hidden/l.n)+1
+	r.Hidden, r.Slots, r.SlotParameters = l.hidden, l.config.Slots,
+		max(l.config.Width, l.hidden/l.n)+1
 	cpu.Parallel(l.n, 1024, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
 			r.Seeds[i] = l.seedReport(i)
@@ -97,8 +104,10 @@ func (l *Lattice) seedReport(i int) SeedReport {
 		Seed: i, Stage: stage, Slot: slot, Kind: blueprints.Kind(s.kind[i]), Size: size,
 		Alpha:         float64(stage.share(s.alpha[i])),
 		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
-		Performance: fromFloat16(toFloat16(float64(s.performance[i]))), Stability: e.Stability, Delta: known(e.Delta), Improvement: known(e.Improvement),
-		CanAdvance: s.slot[i] != 0 && can(stage.Next()), RampFinished: s.finished[i] != 0, CanCull: can(Culled),
+		Performance: fromFloat16(toFloat16(float64(s.performance[i]))), Stability: e.Stability,
+		Delta: known(e.Delta), Improvement: known(e.Improvement),
+		CanAdvance: s.slot[i] != 0 && can(stage.Next()), RampFinished: s.finished[i] != 0,
+		CanCull:    can(Culled),
 		CanRecycle: stage.Ended() && l.epoch >= s.embargoUntil[i],
 		Drift:      float64(s.drift[i]),
 		Health:     s.health(i),
@@ -109,13 +118,15 @@ func (l *Lattice) seedReport(i int) SeedReport {
 
 func (s *seedState) health(i int) Health {
 	return Health{
-		Variance: float64(s.variance[i]), Mean: fromBFloat16(s.mean[i]), Min: fromBFloat16(s.lowest[i]), Max: fromBFloat16(s.highest[i]),
+		Variance: float64(s.variance[i]), Mean: fromBFloat16(s.mean[i]),
+		Min: fromBFloat16(s.lowest[i]), Max: fromBFloat16(s.highest[i]),
 		DeadRatio: float64(s.deadRatio[i]), SNR: fromBFloat16(s.snr[i]),
 	}
 }
 
 func (s *seedState) gradient(i int) Gradient {
-	return Gradient{Norm: float64(s.gradNorm[i]), Variance: fromBFloat16(s.gradVariance[i]), Max: fromBFloat16(s.gradMax[i])}
+	return Gradient{Norm: float64(s.gradNorm[i]), Variance: fromBFloat16(s.gradVariance[i]),
+		Max: fromBFloat16(s.gradMax[i])}
 }
 
 // ring keeps the telemetry of the last passes in the form in which it is transported: one array per
@@ -160,7 +171,8 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 		f.alpha = append(f.alpha, toFloat16(float64(stage.share(p.Alpha[i]))))
 	}
 	g := &f.figures
-	g.variance, g.deadRatio = append(g.variance[:0], s.variance...), append(g.deadRatio[:0], s.deadRatio...)
+	g.variance, g.deadRatio = append(g.variance[:0], s.variance...),
+		append(g.deadRatio[:0], s.deadRatio...)
 	g.mean, g.snr = append(g.mean[:0], s.mean...), append(g.snr[:0], s.snr...)
 	g.lowest, g.highest = append(g.lowest[:0], s.lowest...), append(g.highest[:0], s.highest...)
 	f.histograms = f.histograms[:0]
@@ -179,7 +191,8 @@ func (f *frame) copyGradient(s *seedState) {
 	g := &f.figures
 	f.gradients = true
 	g.gradNorm = append(g.gradNorm[:0], s.gradNorm...)
-	g.gradVariance, g.gradMax = append(g.gradVariance[:0], s.gradVariance...), append(g.gradMax[:0], s.gradMax...)
+	g.gradVariance, g.gradMax = append(g.gradVariance[:0], s.gradVariance...),
+		append(g.gradMax[:0], s.gradMax...)
 }
 
 // addGradient completes the frame of the pass p with the gradients that the seeds have taken in
@@ -202,10 +215,12 @@ func (l *Lattice) History() []Report {
 	reports := make([]Report, 0, len(l.ring.frames))
 	for k := range l.ring.frames {
 		f := &l.ring.frames[(l.ring.next+k)%len(l.ring.frames)]
-		r := Report{Epoch: int(f.epoch), Step: int(f.step), Telemetry: f.telemetry, Seeds: make([]SeedReport, len(f.stage))}
+		r := Report{Epoch: int(f.epoch), Step: int(f.step), Telemetry: f.telemetry,
+			Seeds: make([]SeedReport, len(f.stage))}
 		for i := range r.Seeds {
 			r.Seeds[i] = SeedReport{
-				Seed: i, Stage: Stage(f.stage[i]), Slot: int(f.slot[i]), Kind: blueprints.Kind(f.kind[i]),
+				Seed: i, Stage: Stage(f.stage[i]), Slot: int(f.slot[i]),
+				Kind:  blueprints.Kind(f.kind[i]),
 				Alpha: fromFloat16(f.alpha[i]),
 			}
 			if !f.watched[i] {
@@ -235,7 +250,8 @@ type Timing struct {
 
 // LayerReport holds the figures of a layer as a whole.
 type LayerReport struct {
-	Timed     int           // runs of the layer, forward or backward, that were timed since the lattice was made or loaded
+	// runs of the layer, forward or backward, that were timed since the lattice was made or loaded
+	Timed     int
 	Kernel    time.Duration // mean time of one of them
 	Bandwidth float64       // bytes a second that they read and wrote on average
 	Overhead  float64       // per cent by which telemetry and bookkeeping prolonged them
@@ -254,7 +270,8 @@ func (l *Lattice) RecordTiming(t Timing) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	sum := &l.timing.total
-	sum.Kernel, sum.Telemetry, sum.Bytes = sum.Kernel+t.Kernel, sum.Telemetry+t.Telemetry, sum.Bytes+t.Bytes
+	sum.Kernel, sum.Telemetry, sum.Bytes = sum.Kernel+t.Kernel, sum.Telemetry+t.Telemetry,
+		sum.Bytes+t.Bytes
 	l.timing.runs++
 }
 

@@ -39,38 +39,43 @@ type seedState struct {
 	gradVariance []uint16 // bfloat16
 	gradMax      []uint16 // bfloat16
 
-	// Moments of the input chunk, in full precision because clamps and drift depend on differences of
-	// them: of the last pass; merged over passes, with their weight in elements; and the merged ones
-	// as the last epoch ended.
+	// Moments of the input chunk, in full precision because clamps and drift depend on differences
+	// of them: of the last pass; merged over passes, with their weight in elements; and the merged
+	// ones as the last epoch ended.
 	stepMean, stepVariance, stepCount []float64
 	runMean, runVariance, runCount    []float64
 	epochMean, epochVariance          []float64
 	drift                             []float32
 
-	// Moments of the norm of the chunk's gradient over rows, merged over passes, with their weight in
-	// rows.
+	// Moments of the norm of the chunk's gradient over rows, merged over passes, with their weight
+	// in rows.
 	normMean, normVariance, normCount []float64
 
 	nonFiniteX, nonFiniteG []uint32 // NaN and Inf seen so far
 	nonFiniteTold          []uint32 // how many of both events have told of
 	clips                  []uint64 // rows whose gradient was clipped
 
-	embargoUntil             []uint32 // epoch from which an ended seed may be recycled
-	memory0, memory1         []float32
-	finished                 []uint8   // 1 once the strategy has taken α to where it ends
-	trainingError            []float32 // NaN: not reported
-	entryTrainingError       []float32 // when first reported in this stage; NaN: not yet
-	slotSum                  []uint32  // of the blueprint's parameters as last reported; 0: not yet
-	learning                 []uint8   // what the last report says of them: see liveness
-	scored                   []uint32  // the epoch whose end had the latest score; 0: none
-	entryLoss                []float32 // the host's loss when first reported in this stage; NaN: not yet
-	entryPerformance         []float32 // performance when first reported in this stage, or without the seed; NaN: not yet
-	basePerformance          []float32 // performance when first reported after germination, or without the seed; NaN: not yet
-	stageErrors, stageTrials []uint32  // reported in this stage
+	embargoUntil       []uint32 // epoch from which an ended seed may be recycled
+	memory0, memory1   []float32
+	finished           []uint8   // 1 once the strategy has taken α to where it ends
+	trainingError      []float32 // NaN: not reported
+	entryTrainingError []float32 // when first reported in this stage; NaN: not yet
+	slotSum            []uint32  // of the blueprint's parameters as last reported; 0: not yet
+	learning           []uint8   // what the last report says of them: see liveness
+	scored             []uint32  // the epoch whose end had the latest score; 0: none
+	// the host's loss when first reported in this stage; NaN: not yet
+	entryLoss []float32
+	// performance when first reported in this stage, or without the seed; NaN: not yet
+	entryPerformance []float32
+	// performance when first reported after germination, or without the seed; NaN: not yet
+	basePerformance          []float32
+	stageErrors, stageTrials []uint32 // reported in this stage
 
-	sinceScore []uint32 // while an epoch ends: epochs from the score before to the new one; 0: there is no new one
+	// while an epoch ends: epochs from the score before to the new one; 0: there is no new one
+	sinceScore []uint32
 
-	past   [][]uint32 // the last transitions as packed by Transition.pack, the latest first; 0: none
+	// the last transitions as packed by Transition.pack, the latest first; 0: none
+	past   [][]uint32
 	schema []uint8
 	crc    []uint32 // over the seed's number and all fields above
 }
@@ -81,20 +86,26 @@ func (s *seedState) columns() (all []columns.Column) {
 		name  string
 		array any
 	}{
-		{"stage", &s.stage}, {"slot", &s.slot}, {"kind", &s.kind}, {"strategy", &s.strategy}, {"alpha", &s.alpha},
+		{"stage", &s.stage}, {"slot", &s.slot}, {"kind", &s.kind}, {"strategy", &s.strategy},
+		{"alpha", &s.alpha},
 		{"epochs_in_stage", &s.epochsInStage}, {"last_update", &s.lastUpdate},
 		{"performance", &s.performance}, {"stability", &s.stability},
 		{"variance", &s.variance}, {"mean", &s.mean}, {"min", &s.lowest}, {"max", &s.highest},
 		{"dead_ratio", &s.deadRatio}, {"snr", &s.snr},
 		{"grad_norm", &s.gradNorm}, {"grad_variance", &s.gradVariance}, {"grad_max", &s.gradMax},
-		{"step_mean", &s.stepMean}, {"step_variance", &s.stepVariance}, {"step_count", &s.stepCount},
+		{"step_mean", &s.stepMean}, {"step_variance", &s.stepVariance},
+		{"step_count", &s.stepCount},
 		{"run_mean", &s.runMean}, {"run_variance", &s.runVariance}, {"run_count", &s.runCount},
 		{"epoch_mean", &s.epochMean}, {"epoch_variance", &s.epochVariance}, {"drift", &s.drift},
-		{"norm_mean", &s.normMean}, {"norm_variance", &s.normVariance}, {"norm_count", &s.normCount},
-		{"nonfinite_x", &s.nonFiniteX}, {"nonfinite_g", &s.nonFiniteG}, {"nonfinite_told", &s.nonFiniteTold},
-		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0}, {"memory_1", &s.memory1}, {"finished", &s.finished},
+		{"norm_mean", &s.normMean}, {"norm_variance", &s.normVariance},
+		{"norm_count", &s.normCount},
+		{"nonfinite_x", &s.nonFiniteX}, {"nonfinite_g", &s.nonFiniteG},
+		{"nonfinite_told", &s.nonFiniteTold},
+		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0},
+		{"memory_1", &s.memory1}, {"finished", &s.finished},
 		{"training_error", &s.trainingError}, {"entry_training_error", &s.entryTrainingError},
-		{"slot_sum", &s.slotSum}, {"learning", &s.learning}, {"scored", &s.scored}, {"entry_loss", &s.entryLoss},
+		{"slot_sum", &s.slotSum}, {"learning", &s.learning}, {"scored", &s.scored},
+		{"entry_loss", &s.entryLoss},
 		{"entry_performance", &s.entryPerformance}, {"base_performance", &s.basePerformance},
 		{"stage_errors", &s.stageErrors}, {"stage_trials", &s.stageTrials}, {"schema", &s.schema},
 	} {
@@ -109,7 +120,8 @@ func (s *seedState) columns() (all []columns.Column) {
 // newSeedState returns n dormant seeds of which nothing has been measured, without checksums, that
 // remember the given number of transitions.
 func newSeedState(n, transitions int) *seedState {
-	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions), sinceScore: make([]uint32, n)}
+	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions),
+		sinceScore: make([]uint32, n)}
 	for _, c := range s.columns() {
 		c.Make(n)
 	}
@@ -132,7 +144,8 @@ func seedBytes(n, transitions int) uint64 {
 // begin sets what a new seed has other than zeros.
 func (s *seedState) begin(i int) {
 	s.schema[i] = Schema
-	for _, f := range [][]float32{s.trainingError, s.entryTrainingError, s.entryLoss, s.entryPerformance, s.basePerformance} {
+	for _, f := range [][]float32{s.trainingError, s.entryTrainingError, s.entryLoss,
+		s.entryPerformance, s.basePerformance} {
 		f[i] = float32(math.NaN())
 	}
 }

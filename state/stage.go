@@ -10,22 +10,24 @@ type Stage uint8
 
 // The stages of a seed. y is the seed's output, x its input chunk, t its blueprint's transform.
 const (
-	Dormant       Stage = iota // y = x; the seed watches its chunk
-	Germinated                 // y = x; a blueprint has been chosen
-	Training                   // y = x; the blueprint learns as if it were blended in with α = 1, the host unaffected
-	Grafting                   // y = x + α(t(x) − x); the strategy moves α every epoch
-	Stabilization              // the same with α held
-	Evaluating                 // the same with α held and the blueprint frozen
-	FineTuning                 // y = t(x); the blueprint learns
-	Fossilized                 // y = t(x); the blueprint is frozen for good
-	Culled                     // y = x; the blueprint has failed
-	Cancelled                  // y = x; the blueprint was given up before it was blended in
-	RolledBack                 // y = x; the blueprint was taken out again
+	Dormant    Stage = iota // y = x; the seed watches its chunk
+	Germinated              // y = x; a blueprint has been chosen
+	// y = x; the blueprint learns as if it were blended in with α = 1, the host unaffected
+	Training
+	Grafting      // y = x + α(t(x) − x); the strategy moves α every epoch
+	Stabilization // the same with α held
+	Evaluating    // the same with α held and the blueprint frozen
+	FineTuning    // y = t(x); the blueprint learns
+	Fossilized    // y = t(x); the blueprint is frozen for good
+	Culled        // y = x; the blueprint has failed
+	Cancelled     // y = x; the blueprint was given up before it was blended in
+	RolledBack    // y = x; the blueprint was taken out again
 
 	stages = iota
 )
 
-var stageNames = [stages]string{"Dormant", "Germinated", "Training", "Grafting", "Stabilization", "Evaluating",
+var stageNames = [stages]string{"Dormant", "Germinated", "Training", "Grafting",
+	"Stabilization", "Evaluating",
 	"FineTuning", "Fossilized", "Culled", "Cancelled", "RolledBack"}
 
 // allowed[s] holds the stages that may follow s. From Culled, Cancelled and RolledBack only

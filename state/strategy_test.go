@@ -61,17 +61,20 @@ func TestRampFinishedIsToldOnce(t *testing.T) {
 			l = reloaded(t, l)
 			e := epochs(t, l, 1)
 			if len(e) != 1 || e[0].Kind != state.RampFinished || e[0].Value != c.alpha {
-				t.Errorf("%+v set to %v, life %d: its end gives the events %v", c.ramp, c.set, life, e)
+				t.Errorf("%+v set to %v, life %d: its end gives the events %v",
+					c.ramp, c.set, life, e)
 			}
 			l = reloaded(t, l)
 			if e := epochs(t, l, 3); len(e) != 0 || l.Report().Seeds[0].Alpha != c.alpha {
-				t.Errorf("%+v: the events %v come after its end, and α is %v", c.ramp, e, l.Report().Seeds[0].Alpha)
+				t.Errorf("%+v: the events %v come after its end, and α is %v", c.ramp, e,
+					l.Report().Seeds[0].Alpha)
 			}
 			if err := errors.Join(l.SetAlpha(0, 0.25), l.Verify()); err != nil {
 				t.Fatal(err)
 			}
 			if epochs(t, l, 1); l.Report().Seeds[0].Alpha != 0.25 {
-				t.Errorf("%+v: a strategy that has finished moves α to %v", c.ramp, l.Report().Seeds[0].Alpha)
+				t.Errorf("%+v: a strategy that has finished moves α to %v", c.ramp,
+					l.Report().Seeds[0].Alpha)
 			}
 			if err := errors.Join(l.Transition(0, state.RolledBack), l.Recycle(0)); err != nil {
 				t.Fatal(err)
@@ -83,7 +86,8 @@ func TestRampFinishedIsToldOnce(t *testing.T) {
 // α set while the blueprint is trained is where grafting begins, and where the strategy goes on.
 func TestSetAlphaBeforeGrafting(t *testing.T) {
 	l := lattice(t, 1, 1, state.WithoutGates())
-	err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: graft.FixedRamp{Epochs: 8, Target: 1}}),
+	err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1,
+		Strategy: graft.FixedRamp{Epochs: 8, Target: 1}}),
 		l.Transition(0, state.Training), l.SetAlpha(0, 0.1875), l.Transition(0, state.Grafting))
 	if err != nil {
 		t.Fatal(err)
@@ -112,10 +116,12 @@ func TestStrategyThatCannotBeStored(t *testing.T) {
 		"another type of a known name":      {impostor{9, 1}, "loaded as the graft.FixedRamp"},
 		"a parameter that JSON lacks":       {erratic{[]float64{math.NaN()}}, "NaN"},
 		"a parameter that JSON abbreviates": {narrow{0.1}, "is stored as"},
-		"an endless ramp":                   {graft.FixedRamp{Epochs: math.MaxUint16 + 1, Target: 1}, "Epochs is 65536, want 1 to 65535"},
+		"an endless ramp": {graft.FixedRamp{Epochs: math.MaxUint16 + 1,
+			Target: 1}, "Epochs is 65536, want 1 to 65535"},
 	} {
 		err := l.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: c.strategy})
-		if !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(), "seed 0: Strategy: ") || !strings.Contains(err.Error(), c.text) {
+		if !errors.Is(err, state.ErrArgument) || !strings.Contains(err.Error(),
+			"seed 0: Strategy: ") || !strings.Contains(err.Error(), c.text) {
 			t.Errorf("%s: error %v, want one with %q", name, err, c.text)
 		}
 		if bytesOf(t, l) != before {
@@ -139,7 +145,9 @@ type narrow struct{ Rate float64 }
 func (narrow) Name() string                                         { return "narrow" }
 func (narrow) Check() error                                         { return nil }
 func (narrow) Advance(g graft.Progress) (float64, [2]float32, bool) { return 1, g.Memory, true }
-func (n narrow) MarshalJSON() ([]byte, error)                       { return []byte(`{"Rate":0}`), nil }
+func (n narrow) MarshalJSON() ([]byte, error) {
+	return []byte(`{"Rate":0}`), nil
+}
 
 // impostor has the name of another strategy.
 type impostor struct {
@@ -196,10 +204,12 @@ func TestPanickingStrategy(t *testing.T) {
 		beginGrafting(t, l, seed, panicking{bad})
 	}
 	e := epochs(t, l, 1)
-	if len(e) != n || e[bad].Kind != state.StrategyFailed || e[bad].Reason != "panic: no idea" || e[bad-1].Kind != state.RampFinished {
+	if len(e) != n || e[bad].Kind != state.StrategyFailed || e[bad].Reason != "panic: no idea" ||
+		e[bad-1].Kind != state.RampFinished {
 		t.Errorf("%d events, of seed %d: %+v", len(e), bad, e[bad])
 	}
-	if r := l.Report(); r.Epoch != 1 || r.Seeds[bad].Alpha != 0 || r.Seeds[bad+1].Alpha != 1 || r.Seeds[bad].EpochsInStage != 1 {
+	if r := l.Report(); r.Epoch != 1 || r.Seeds[bad].Alpha != 0 || r.Seeds[bad+1].Alpha != 1 ||
+		r.Seeds[bad].EpochsInStage != 1 {
 		t.Errorf("epoch %d leaves %+v", r.Epoch, r.Seeds[bad])
 	}
 	if err := l.Verify(); err != nil {
@@ -220,7 +230,8 @@ func TestScoresInIntervals(t *testing.T) {
 		for epochs = 1; ; epochs++ {
 			var m state.Metrics
 			if epochs%every == 0 {
-				score := state.SeedMetrics{Seed: 1, TrainingError: math.NaN(), Performance: -10, Trials: 1}
+				score := state.SeedMetrics{Seed: 1, TrainingError: math.NaN(),
+					Performance: -10, Trials: 1}
 				if improves {
 					score.Performance += float64(epochs) / 1000
 				}
@@ -236,7 +247,9 @@ func TestScoresInIntervals(t *testing.T) {
 	often := ends(1, true)
 	require.Less(t, often, 100)
 	for _, every := range []int{2, 5, 10} {
-		require.InDelta(t, often, ends(every, true), float64(every)+1, "a score every %d epochs", every)
-		require.Equal(t, 200, ends(every, false), "a score every %d epochs that stays the same", every)
+		require.InDelta(t, often, ends(every, true), float64(every)+1, "a score every %d epochs",
+			every)
+		require.Equal(t, 200, ends(every, false), "a score every %d epochs that stays the same",
+			every)
 	}
 }

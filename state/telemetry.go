@@ -32,9 +32,10 @@ type Reduction uint8
 
 // The reductions.
 const (
-	Hierarchical = Reduction(seed.Exact) // the exact figures over all rows × C elements, by merging partial moments
-	MeanOfRows   = Reduction(seed.Mean)  // the average of the figures of the rows
-	MaxOfRows    = Reduction(seed.Max)   // the largest figure of any row
+	// the exact figures over all rows × C elements, by merging partial moments
+	Hierarchical = Reduction(seed.Exact)
+	MeanOfRows   = Reduction(seed.Mean) // the average of the figures of the rows
+	MaxOfRows    = Reduction(seed.Max)  // the largest figure of any row
 )
 
 var reductionNames = [...]string{"Hierarchical", "MeanOfRows", "MaxOfRows"}
@@ -46,8 +47,10 @@ func (r Reduction) String() string { return nameOf(r, "Reduction", reductionName
 type Telemetry struct {
 	Mode      TelemetryMode `json:"mode"`
 	Reduction Reduction     `json:"reduction"`
-	Every     int           `json:"every"` // Sampling: measure every n-th pass; 0 and 1 mean every pass
-	Share     float64       `json:"share"` // Sampling: measure this share of the seeds, in turn; 0 and 1 mean all
+	// Sampling: measure every n-th pass; 0 and 1 mean every pass
+	Every int `json:"every"`
+	// Sampling: measure this share of the seeds, in turn; 0 and 1 mean all
+	Share float64 `json:"share"`
 }
 
 func (t Telemetry) check() error {
@@ -55,7 +58,8 @@ func (t Telemetry) check() error {
 	case int(t.Mode) >= len(modeNames):
 		return fmt.Errorf("telemetry Mode is %d, want Production, Sampling, Debug or Off", t.Mode)
 	case int(t.Reduction) >= len(reductionNames):
-		return fmt.Errorf("telemetry Reduction is %d, want Hierarchical, MeanOfRows or MaxOfRows", t.Reduction)
+		return fmt.Errorf("telemetry Reduction is %d, want Hierarchical, MeanOfRows or MaxOfRows",
+			t.Reduction)
 	case t.Every < 0:
 		return fmt.Errorf("telemetry Every is %d, want at least 0", t.Every)
 	case !(t.Share >= 0 && t.Share <= 1):
@@ -128,7 +132,8 @@ type Moments struct{ Count, Mean, Variance float64 }
 
 // ok reports whether numbers can have these moments.
 func (m Moments) ok() bool {
-	return m.Count >= 0 && m.Variance >= 0 && finite(m.Count) && finite(m.Mean) && finite(m.Variance)
+	return m.Count >= 0 && m.Variance >= 0 && finite(m.Count) &&
+		finite(m.Mean) && finite(m.Variance)
 }
 
 // merge returns the moments of the numbers of m and n together (Chan, Golub and LeVeque, "Updating
@@ -154,8 +159,9 @@ type Histogram [HistogramBins]uint32
 
 // HealthSample is what a forward pass has measured of one seed.
 type HealthSample struct {
-	Health    Health     // reduced as Pass.Telemetry says
-	Moments   Moments    // of all finite elements, whatever the reduction; Count 0 when not measured
+	Health Health // reduced as Pass.Telemetry says
+	// of all finite elements, whatever the reduction; Count 0 when not measured
+	Moments   Moments
 	NonFinite int        // elements that are NaN or Inf
 	Histogram *Histogram // in mode Debug; nil otherwise. It is copied.
 }
@@ -179,15 +185,18 @@ type Pass struct {
 	Stage     []Stage
 	Slot      []uint16
 	Kind      []blueprints.Kind
-	Alpha     []float32 // the seed's own in Grafting to Evaluating, 1 in Training (for gradients), FineTuning and Fossilized
-	Watch     []bool    // whether the figures of this pass are reported
-	Input     []Moments // of the chunk in the pass before this one; Count 0 when there was none
-	Norms     []Moments // running moments of the chunk's gradient norm over rows
+	// the seed's own in Grafting to Evaluating, 1 in Training (for gradients), FineTuning and
+	// Fossilized
+	Alpha []float32
+	Watch []bool    // whether the figures of this pass are reported
+	Input []Moments // of the chunk in the pass before this one; Count 0 when there was none
+	Norms []Moments // running moments of the chunk's gradient norm over rows
 }
 
 // seeds returns of how many seeds the pass is, or -1 when its slices disagree.
 func (p *Pass) seeds() int {
-	for _, n := range []int{len(p.Slot), len(p.Kind), len(p.Alpha), len(p.Watch), len(p.Input), len(p.Norms)} {
+	for _, n := range []int{len(p.Slot), len(p.Kind), len(p.Alpha), len(p.Watch),
+		len(p.Input), len(p.Norms)} {
 		if n != len(p.Stage) {
 			return -1
 		}
@@ -204,7 +213,8 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 	s, n := l.seeds, l.n
 	if len(p.Stage) != n {
 		*p = Pass{
-			Stage: make([]Stage, n), Slot: make([]uint16, n), Kind: make([]blueprints.Kind, n), Alpha: make([]float32, n),
+			Stage: make([]Stage, n), Slot: make([]uint16, n), Kind: make([]blueprints.Kind, n),
+			Alpha: make([]float32, n),
 			Watch: make([]bool, n), Input: make([]Moments, n), Norms: make([]Moments, n),
 		}
 	}
@@ -329,7 +339,8 @@ func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	}
 	if watched && g.Norms.Count > 0 {
 		s.gradNorm[i] = critical(g.Gradient.Norm)
-		s.gradVariance[i], s.gradMax[i] = toBFloat16(g.Gradient.Variance), toBFloat16(g.Gradient.Max)
+		s.gradVariance[i], s.gradMax[i] = toBFloat16(g.Gradient.Variance),
+			toBFloat16(g.Gradient.Max)
 	}
 }
 
@@ -347,7 +358,8 @@ func (l *Lattice) checkPass(method string, p *Pass, sampled bool) error {
 		return fmt.Errorf("state.%s: %w: sample is nil, want a function", method, ErrArgument)
 	}
 	if p == nil || l.n == 0 || p.seeds() != l.n {
-		return fmt.Errorf("state.%s: %w: the pass was not begun on this lattice of %d seeds", method, ErrArgument, l.n)
+		return fmt.Errorf("state.%s: %w: the pass was not begun on this lattice of %d seeds",
+			method, ErrArgument, l.n)
 	}
 	return nil
 }

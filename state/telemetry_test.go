@@ -15,12 +15,16 @@ import (
 )
 
 // pass runs a forward and a backward pass that measure the given figures in every seed.
-func pass(t testing.TB, l *state.Lattice, record bool, h state.HealthSample, g state.GradientSample) *state.Pass {
+func pass(t testing.TB, l *state.Lattice, record bool, h state.HealthSample,
+	g state.GradientSample) *state.Pass {
 	t.Helper()
-	return passWith(t, l, record, func(int) state.HealthSample { return h }, func(int) state.GradientSample { return g })
+	return passWith(t, l, record, func(int) state.HealthSample {
+		return h
+	}, func(int) state.GradientSample { return g })
 }
 
-func passWith(t testing.TB, l *state.Lattice, record bool, h func(int) state.HealthSample, g func(int) state.GradientSample) *state.Pass {
+func passWith(t testing.TB, l *state.Lattice, record bool, h func(int) state.HealthSample,
+	g func(int) state.GradientSample) *state.Pass {
 	t.Helper()
 	var p state.Pass
 	l.Begin(&p, record)
@@ -32,30 +36,37 @@ func passWith(t testing.TB, l *state.Lattice, record bool, h func(int) state.Hea
 
 func TestRecordedFiguresHaveTheirTiersPrecision(t *testing.T) {
 	l := lattice(t, 2, 4)
-	h := state.Health{Variance: 1.0 / 3, Mean: 1.0 / 3, Min: -1.0 / 3, Max: 2.0 / 3, DeadRatio: 1.0 / 7, SNR: 1e5}
+	h := state.Health{Variance: 1.0 / 3, Mean: 1.0 / 3, Min: -1.0 / 3, Max: 2.0 / 3,
+		DeadRatio: 1.0 / 7, SNR: 1e5}
 	g := state.Gradient{Norm: 1.0 / 3, Variance: 1.0 / 3, Max: 2.0 / 3}
 	m := state.Moments{Count: 6, Mean: 1.0 / 3, Variance: 2}
-	pass(t, l, true, state.HealthSample{Health: h, Moments: m, NonFinite: 2}, state.GradientSample{Gradient: g, Norms: m, NonFinite: 3, Clipped: 4})
+	pass(t, l, true, state.HealthSample{Health: h, Moments: m, NonFinite: 2},
+		state.GradientSample{Gradient: g, Norms: m, NonFinite: 3, Clipped: 4})
 	brain := func(v float64) float64 { // to eight significant bits
 		fraction, exponent := math.Frexp(v)
 		return math.Ldexp(math.RoundToEven(fraction*256)/256, exponent)
 	}
 	single := func(v float64) float64 { return float64(float32(v)) }
 	for _, s := range l.Report().Seeds {
-		if want := (state.Health{Variance: single(1.0 / 3), Mean: brain(1.0 / 3), Min: brain(-1.0 / 3), Max: brain(2.0 / 3), DeadRatio: single(1.0 / 7), SNR: brain(1e5)}); s.Health != want {
+		if want := (state.Health{Variance: single(1.0 / 3), Mean: brain(1.0 / 3),
+			Min: brain(-1.0 / 3), Max: brain(2.0 / 3), DeadRatio: single(1.0 / 7),
+			SNR: brain(1e5)}); s.Health != want {
 			t.Errorf("health is %+v, want %+v", s.Health, want)
 		}
-		if want := (state.Gradient{Norm: single(1.0 / 3), Variance: brain(1.0 / 3), Max: brain(2.0 / 3)}); s.Gradient != want {
+		if want := (state.Gradient{Norm: single(1.0 / 3), Variance: brain(1.0 / 3),
+			Max: brain(2.0 / 3)}); s.Gradient != want {
 			t.Errorf("gradient is %+v, want %+v", s.Gradient, want)
 		}
 		if s.NonFiniteX != 2 || s.NonFiniteG != 3 || s.Clips != 4 {
-			t.Errorf("counters are %d, %d and %d, want 2, 3 and 4", s.NonFiniteX, s.NonFiniteG, s.Clips)
+			t.Errorf("counters are %d, %d and %d, want 2, 3 and 4", s.NonFiniteX,
+				s.NonFiniteG, s.Clips)
 		}
 	}
 	// The statistics that clamps go by are not rounded.
 	var p state.Pass
 	if l.Begin(&p, true); p.Input[1] != m || p.Norms[1] != m || p.Step != 1 {
-		t.Errorf("the next pass goes by %+v and %+v at step %d, want %+v at step 1", p.Input[1], p.Norms[1], p.Step, m)
+		t.Errorf("the next pass goes by %+v and %+v at step %d, want %+v at step 1", p.Input[1],
+			p.Norms[1], p.Step, m)
 	}
 	if err := l.Verify(); err != nil {
 		t.Error(err)
@@ -66,7 +77,8 @@ func TestPassWithoutTelemetryLeavesNothing(t *testing.T) {
 	l := lattice(t, 2, 4)
 	before := bytesOf(t, l)
 	m := state.Moments{Count: 6, Mean: 1, Variance: 2}
-	p := pass(t, l, false, state.HealthSample{Moments: m}, state.GradientSample{Norms: m, Clipped: 2})
+	p := pass(t, l, false, state.HealthSample{Moments: m},
+		state.GradientSample{Norms: m, Clipped: 2})
 	if bytesOf(t, l) != before || p.Watch[0] || p.Watch[1] {
 		t.Error("a pass without telemetry was recorded")
 	}
@@ -84,12 +96,20 @@ func TestSampling(t *testing.T) {
 		total   int // of each seed
 	}{
 		{state.Telemetry{Mode: state.Production}, func(int) int { return seeds }, steps},
-		{state.Telemetry{Mode: state.Debug, Every: 7, Share: 0.1}, func(int) int { return seeds }, steps},
+		{state.Telemetry{Mode: state.Debug, Every: 7, Share: 0.1}, func(int) int {
+			return seeds
+		}, steps},
 		{state.Telemetry{Mode: state.Off}, func(int) int { return 0 }, 0},
 		{state.Telemetry{Mode: state.Sampling}, func(int) int { return seeds }, steps},
-		{state.Telemetry{Mode: state.Sampling, Every: 3}, func(s int) int { return map[bool]int{true: seeds}[s%3 == 0] }, steps / 3},
-		{state.Telemetry{Mode: state.Sampling, Share: 0.25}, func(int) int { return seeds / 4 }, steps / 4},
-		{state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.25}, func(s int) int { return map[bool]int{true: seeds / 4}[s%3 == 0] }, steps / 12},
+		{state.Telemetry{Mode: state.Sampling, Every: 3}, func(s int) int {
+			return map[bool]int{true: seeds}[s%3 == 0]
+		}, steps / 3},
+		{state.Telemetry{Mode: state.Sampling, Share: 0.25}, func(int) int {
+			return seeds / 4
+		}, steps / 4},
+		{state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.25}, func(s int) int {
+			return map[bool]int{true: seeds / 4}[s%3 == 0]
+		}, steps / 12},
 	} {
 		l := lattice(t, seeds, seeds)
 		if err := l.SetTelemetry(c.t); err != nil {
@@ -110,19 +130,24 @@ func TestSampling(t *testing.T) {
 		}
 		for s, n := range total {
 			if n != c.total {
-				t.Fatalf("%+v: seed %d is watched in %d of %d passes, want %d", c.t, s, n, steps, c.total)
+				t.Fatalf("%+v: seed %d is watched in %d of %d passes, want %d",
+					c.t, s, n, steps, c.total)
 			}
 		}
 		if l.Telemetry() != c.t {
 			t.Errorf("telemetry is %+v, want %+v", l.Telemetry(), c.t)
 		}
 	}
-	// The smallest share there can be still gives every seed its turn: they come one after the other.
-	tiny := lattice(t, 3, 3, state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Share: 5e-324}))
-	if p := pass(t, tiny, true, state.HealthSample{}, state.GradientSample{}); !p.Watch[0] || p.Watch[1] || p.Watch[2] {
+	// The smallest share there can be still gives every seed its turn: they come one after the
+	// other.
+	tiny := lattice(t, 3, 3,
+		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Share: 5e-324}))
+	if p := pass(t, tiny, true, state.HealthSample{}, state.GradientSample{}); !p.Watch[0] ||
+		p.Watch[1] || p.Watch[2] {
 		t.Errorf("the first pass of a tiny share watches %v, want the first seed", p.Watch)
 	}
-	if err := lattice(t, 1, 1).SetTelemetry(state.Telemetry{Share: math.NaN()}); !errors.Is(err, state.ErrArgument) {
+	if err := lattice(t, 1, 1).SetTelemetry(state.Telemetry{Share: math.NaN()}); !errors.Is(err,
+		state.ErrArgument) {
 		t.Errorf("a share of NaN: error %v", err)
 	}
 }
@@ -141,7 +166,8 @@ func TestHistory(t *testing.T) {
 			t.Fatal(err)
 		}
 		m, v := state.Moments{Count: 1}, float64(i)
-		pass(t, l, true, state.HealthSample{Health: state.Health{Mean: v}, Moments: m, Histogram: &histogram},
+		pass(t, l, true, state.HealthSample{Health: state.Health{Mean: v}, Moments: m,
+			Histogram: &histogram},
 			state.GradientSample{Gradient: state.Gradient{Norm: 10 * v}, Norms: m})
 	}
 	h := l.History()
@@ -150,7 +176,8 @@ func TestHistory(t *testing.T) {
 	}
 	for k, r := range h {
 		s, v := r.Seeds[1], float64(k+2)
-		if r.Step != k+2 || s.Health.Mean != v || s.Gradient.Norm != 10*v || s.Alpha != v/8 || s.Stage != state.Grafting || (s.Histogram != nil) != (k == 2) {
+		if r.Step != k+2 || s.Health.Mean != v || s.Gradient.Norm != 10*v || s.Alpha != v/8 ||
+			s.Stage != state.Grafting || (s.Histogram != nil) != (k == 2) {
 			t.Errorf("report %d is of step %d with %+v", k, r.Step, s)
 		}
 	}
@@ -159,7 +186,8 @@ func TestHistory(t *testing.T) {
 	}
 	if none := lattice(t, 1, 1, state.WithHistory(0)); len(none.History()) != 0 {
 		t.Error("a history of nothing holds reports")
-	} else if pass(t, none, true, state.HealthSample{}, state.GradientSample{}); len(none.History()) != 0 {
+	} else if pass(t, none, true, state.HealthSample{},
+		state.GradientSample{}); len(none.History()) != 0 {
 		t.Error("a history of nothing grows")
 	}
 }
@@ -176,7 +204,8 @@ func TestHistoryOfInterleavedPasses(t *testing.T) {
 	l.Begin(&first, true)
 	err := l.RecordHealth(&first, health)
 	l.Begin(&second, true)
-	if err := errors.Join(err, l.RecordHealth(&second, health), l.RecordGradient(&first, gradient)); err != nil {
+	if err := errors.Join(err, l.RecordHealth(&second, health),
+		l.RecordGradient(&first, gradient)); err != nil {
 		t.Fatal(err)
 	}
 	if h := l.History(); len(h) != 2 || h[1].Seeds[0].Gradient.Norm != 0 {
@@ -190,9 +219,13 @@ func TestRecordErrors(t *testing.T) {
 	l.Begin(&mine, true)
 	other.Begin(&others, true)
 	before := bytesOf(t, l)
-	health, gradient := func(int) state.HealthSample { return state.HealthSample{} }, func(int) state.GradientSample { return state.GradientSample{} }
-	for i, err := range []error{l.RecordHealth(nil, health), l.RecordGradient(nil, gradient), l.RecordHealth(&others, health),
-		l.RecordGradient(&others, gradient), l.RecordHealth(&mine, nil), l.RecordGradient(&mine, nil)} {
+	health, gradient := func(int) state.HealthSample {
+		return state.HealthSample{}
+	}, func(int) state.GradientSample { return state.GradientSample{} }
+	for i, err := range []error{l.RecordHealth(nil, health), l.RecordGradient(nil, gradient),
+		l.RecordHealth(&others, health),
+		l.RecordGradient(&others, gradient), l.RecordHealth(&mine, nil),
+		l.RecordGradient(&mine, nil)} {
 		want := "was not begun on this lattice of 2 seeds"
 		if i >= 4 {
 			want = "sample is nil"
@@ -212,8 +245,12 @@ func TestNonFiniteEvents(t *testing.T) {
 		var p state.Pass
 		l.Begin(&p, true)
 		bad := func(s int) int { return map[bool]int{true: 2}[s == seed] }
-		err := errors.Join(l.RecordHealth(&p, func(s int) state.HealthSample { return state.HealthSample{NonFinite: bad(s)} }),
-			l.RecordGradient(&p, func(s int) state.GradientSample { return state.GradientSample{NonFinite: bad(s)} }))
+		err := errors.Join(l.RecordHealth(&p, func(s int) state.HealthSample {
+			return state.HealthSample{NonFinite: bad(s)}
+		}),
+			l.RecordGradient(&p, func(s int) state.GradientSample {
+				return state.GradientSample{NonFinite: bad(s)}
+			}))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -222,7 +259,8 @@ func TestNonFiniteEvents(t *testing.T) {
 	report(1)
 	report(2)
 	e := epochs(t, l, 1)
-	if len(e) != 2 || e[0].Kind != state.NonFinite || e[0].Seed != 1 || e[0].Value != 4 || e[1].Seed != 2 || e[1].Value != 8 {
+	if len(e) != 2 || e[0].Kind != state.NonFinite || e[0].Seed != 1 || e[0].Value != 4 ||
+		e[1].Seed != 2 || e[1].Value != 8 {
 		t.Errorf("events %+v, want 4 in seed 1 and 8 in seed 2", e)
 	}
 	if e := epochs(t, l, 3); len(e) != 0 {
@@ -241,7 +279,8 @@ func TestRunningStatistics(t *testing.T) {
 	l := lattice(t, 1, 8, state.WithRenormalization(every))
 	at := func(mean float64) {
 		m := state.Moments{Count: 16, Mean: mean, Variance: 1}
-		pass(t, l, true, state.HealthSample{Moments: m}, state.GradientSample{Norms: state.Moments{Count: 2, Mean: mean}})
+		pass(t, l, true, state.HealthSample{Moments: m},
+			state.GradientSample{Norms: state.Moments{Count: 2, Mean: mean}})
 	}
 	norms := func() state.Moments {
 		var p state.Pass
@@ -257,7 +296,8 @@ func TestRunningStatistics(t *testing.T) {
 	if got := l.Report().Seeds[0].Drift; math.Abs(got-want) > 1e-6 {
 		t.Errorf("drift is %v, want %v", got, want)
 	}
-	if m := norms(); m.Count != 6 || math.Abs(m.Mean-7.0/3) > 1e-12 || math.Abs(m.Variance-32.0/9) > 1e-12 {
+	if m := norms(); m.Count != 6 || math.Abs(m.Mean-7.0/3) > 1e-12 ||
+		math.Abs(m.Variance-32.0/9) > 1e-12 {
 		t.Errorf("norms are %+v, want 6 rows of mean 7/3 and variance 32/9", m)
 	}
 	epochs(t, l, 2) // renormalised to the weight of one pass: 2 rows
@@ -277,9 +317,12 @@ func TestDrift(t *testing.T) {
 		first, second state.Moments
 		want          float64
 	}{
-		"mean zero": {state.Moments{Count: 8, Variance: 4}, state.Moments{Count: 8, Variance: 28}, 1}, // together 16
-		"constant":  {state.Moments{Count: 8, Mean: 2}, state.Moments{Count: 8, Mean: 2}, 0},
-		"shifted":   {state.Moments{Count: 8, Mean: -2}, state.Moments{Count: 24, Mean: 2}, 1.5}, // together 1, with variance 3
+		// together 16
+		"mean zero": {state.Moments{Count: 8, Variance: 4}, state.Moments{Count: 8, Variance: 28},
+			1},
+		"constant": {state.Moments{Count: 8, Mean: 2}, state.Moments{Count: 8, Mean: 2}, 0},
+		// together 1, with variance 3
+		"shifted": {state.Moments{Count: 8, Mean: -2}, state.Moments{Count: 24, Mean: 2}, 1.5},
 	} {
 		l := lattice(t, 1, 8)
 		for _, m := range []state.Moments{c.first, c.second} {
@@ -316,10 +359,12 @@ func TestEpochOf100000Seeds(t *testing.T) {
 		took := processor.Time(t) - start
 		limit := yardstick(t, room, n/6)
 		least = min(least, took.Seconds()/limit.Seconds())
-		t.Logf("the boundary of an epoch of %d grafting seeds takes %v, the loop %v", n, took, limit)
+		t.Logf("the boundary of an epoch of %d grafting seeds takes %v, the loop %v", n, took,
+			limit)
 	}
 	if least > 1 && !processor.Race {
-		t.Errorf("the boundary of an epoch of %d seeds takes %.1f times what the loop does", n, least)
+		t.Errorf("the boundary of an epoch of %d seeds takes %.1f times what the loop does", n,
+			least)
 	}
 	if got := l.Report().Seeds[n-1].Alpha; math.Abs(got-float64(tries)/50) > 1e-6 {
 		t.Errorf("α after %d of 50 epochs is %v", tries, got)
@@ -351,7 +396,8 @@ func grafting(t testing.TB, n int) *state.Lattice {
 	l := lattice(t, n, 4*n, state.WithThresholds(thresholds))
 	m := state.Metrics{Loss: 1}
 	for seed := range n {
-		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + seed%60000, Kind: blueprints.Kind(seed % 4)}); err != nil {
+		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: 1 + seed%60000,
+			Kind: blueprints.Kind(seed % 4)}); err != nil {
 			t.Fatal(err)
 		}
 		if err := l.Transition(seed, state.Training); err != nil {
@@ -417,10 +463,12 @@ func TestFiguresKeepTheirRange(t *testing.T) {
 	h := state.Health{Variance: 1e10, Mean: 1e5, Min: -3e8, Max: 3e8, SNR: 1e6}
 	g := state.Gradient{Norm: 1e-6, Variance: 1e-14, Max: 1e-9}
 	m := state.Moments{Count: 4, Mean: 1, Variance: 1}
-	pass(t, l, true, state.HealthSample{Health: h, Moments: m}, state.GradientSample{Gradient: g, Norms: m})
+	pass(t, l, true, state.HealthSample{Health: h, Moments: m},
+		state.GradientSample{Gradient: g, Norms: m})
 	for _, r := range append(l.History(), l.Report()) {
 		s := r.Seeds[1]
-		for _, f := range [][2]float64{{s.Health.Mean, h.Mean}, {s.Health.Min, h.Min}, {s.Health.Max, h.Max}, {s.Health.SNR, h.SNR},
+		for _, f := range [][2]float64{{s.Health.Mean, h.Mean}, {s.Health.Min, h.Min},
+			{s.Health.Max, h.Max}, {s.Health.SNR, h.SNR},
 			{s.Gradient.Variance, g.Variance}, {s.Gradient.Max, g.Max}} {
 			require.InEpsilon(t, f[1], f[0], 0x1p-8)
 		}
@@ -430,10 +478,12 @@ func TestFiguresKeepTheirRange(t *testing.T) {
 // TestHistoryUnderSampling wants reports of passes that measured alone, and in them figures of that
 // pass alone.
 func TestHistoryUnderSampling(t *testing.T) {
-	l := lattice(t, 4, 8, state.WithHistory(20), state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.5}))
+	l := lattice(t, 4, 8, state.WithHistory(20),
+		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.5}))
 	for i := range 12 {
 		m := state.Moments{Count: 4, Mean: 1, Variance: 1}
-		pass(t, l, true, state.HealthSample{Health: state.Health{Variance: float64(i + 1)}, Moments: m},
+		pass(t, l, true, state.HealthSample{Health: state.Health{Variance: float64(i + 1)},
+			Moments: m},
 			state.GradientSample{Gradient: state.Gradient{Norm: float64(i + 1)}, Norms: m})
 	}
 	reports := l.History()
@@ -462,6 +512,10 @@ func TestHistoryUnderSampling(t *testing.T) {
 func TestCraftedPass(t *testing.T) {
 	l := lattice(t, 2, 4)
 	p := state.Pass{Stage: make([]state.Stage, 2), Record: true}
-	require.ErrorIs(t, l.RecordHealth(&p, func(int) state.HealthSample { return state.HealthSample{} }), state.ErrArgument)
-	require.ErrorIs(t, l.RecordGradient(&p, func(int) state.GradientSample { return state.GradientSample{} }), state.ErrArgument)
+	require.ErrorIs(t, l.RecordHealth(&p, func(int) state.HealthSample {
+		return state.HealthSample{}
+	}), state.ErrArgument)
+	require.ErrorIs(t, l.RecordGradient(&p, func(int) state.GradientSample {
+		return state.GradientSample{}
+	}), state.ErrArgument)
 }

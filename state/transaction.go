@@ -58,9 +58,11 @@ func (n *Network) Submit(commands ...Command) <-chan error {
 	return done
 }
 
-var errListener = errors.New("state.Submit: a listener has panicked before its turn: nothing was done")
+var errListener = errors.New("state.Submit: a listener has panicked before its turn: nothing " +
+	"was done")
 
-var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Network.Open says that somebody runs it again", ErrClosed)
+var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Network.Open says "+
+	"that somebody runs it again", ErrClosed)
 
 // Close says that nobody will call Apply: what waits for it is answered with ErrClosed now, and
 // what is submitted later at once. All else goes on as before.
@@ -113,7 +115,9 @@ func (n *Network) Do(commands ...Command) error {
 func (n *Network) do(commands []Command) error {
 	defer n.lockQuietly()()
 	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}}
-	err := guard.Call(blueprints.ErrPanic, "a method of the slots or the strategy", func() error { return t.doAll(commands) })
+	err := guard.Call(blueprints.ErrPanic, "a method of the slots or the strategy", func() error {
+		return t.doAll(commands)
+	})
 	if err != nil {
 		t.rollback()
 	}
@@ -162,7 +166,8 @@ func (t *transaction) do(c Command) error {
 		return fmt.Errorf("state.%v: %w: there are no layers", c.Action, ErrSeed)
 	}
 	if l == nil {
-		return fmt.Errorf("state.%v: %w: the layer is %d, want 0 to %d", c.Action, ErrSeed, c.Layer, len(t.layers)-1)
+		return fmt.Errorf("state.%v: %w: the layer is %d, want 0 to %d", c.Action, ErrSeed,
+			c.Layer, len(t.layers)-1)
 	}
 	if err := l.checkSeed(c.Action.String(), c.Seed); err != nil {
 		return err
@@ -193,14 +198,16 @@ func (l *Lattice) at(seed int) (Stage, int) {
 
 // parameters notes what becomes of the slot of a seed that has just obeyed a command. from and kept
 // are what the seed's stage was and what was kept of the slot.
-func (t *transaction) parameters(c Command, slot address, from Stage, kept *SlotParams) (err error) {
+func (t *transaction) parameters(c Command, slot address, from Stage,
+	kept *SlotParams) (err error) {
 	l := t.Lattice(c.Layer)
 	to, _ := l.at(c.Seed)
 	users := l.users[uint16(slot.number)] // this seed included if it is alive
 	switch {
 	case c.Action == Germinate:
 		if users == 1 {
-			t.write[slot], err = t.slots.Start(Germination{c.Layer, c.Seed, slot.number, c.Request.Kind, int(l.epoch)})
+			t.write[slot], err = t.slots.Start(Germination{c.Layer, c.Seed, slot.number,
+				c.Request.Kind, int(l.epoch)})
 		}
 	case from == to || slot.number == 0:
 	case to == Grafting:
@@ -229,7 +236,8 @@ func (t *transaction) load(c Command, slot address) error {
 		}
 	}
 	if len(c.Params.Weights) > len(p.Weights) {
-		return fmt.Errorf("state.Load: %w: seed %d: %d weights, and slots have %d", ErrArgument, c.Seed, len(c.Params.Weights), len(p.Weights))
+		return fmt.Errorf("state.Load: %w: seed %d: %d weights, and slots have %d", ErrArgument,
+			c.Seed, len(c.Params.Weights), len(p.Weights))
 	}
 	p.Weights, p.Scale = slices.Clone(p.Weights), c.Params.Scale
 	copy(p.Weights, c.Params.Weights)
@@ -264,7 +272,9 @@ func (t *transaction) commit() error {
 	for slot, p := range t.write {
 		writes = append(writes, SlotWrite{slot.layer, slot.number, p})
 	}
-	slices.SortFunc(writes, func(a, b SlotWrite) int { return cmp.Or(a.Layer-b.Layer, a.Slot-b.Slot) })
+	slices.SortFunc(writes, func(a, b SlotWrite) int {
+		return cmp.Or(a.Layer-b.Layer, a.Slot-b.Slot)
+	})
 	return t.slots.Write(writes)
 }
 

@@ -34,8 +34,10 @@ type listed struct {
 }
 
 func check(patterns []string) error {
-	list := exec.Command("go", append([]string{"list", "-deps", "-test", "-tags=cu,cuda", "-json"}, patterns...)...)
-	list.Env, list.Stderr = append(os.Environ(), "CGO_ENABLED=1"), os.Stderr // go list runs no C compiler
+	list := exec.Command("go", append([]string{"list", "-deps", "-test", "-tags=cu,cuda", "-json"},
+		patterns...)...)
+	// go list runs no C compiler
+	list.Env, list.Stderr = append(os.Environ(), "CGO_ENABLED=1"), os.Stderr
 	out, err := list.StdoutPipe()
 	if err != nil {
 		return err
@@ -57,7 +59,8 @@ func check(patterns []string) error {
 		if err != nil {
 			return err
 		}
-		c := types.Config{Importer: importer{known, p.ImportMap}, FakeImportC: true, Sizes: types.SizesFor("gc", "amd64"), IgnoreFuncBodies: p.DepOnly,
+		c := types.Config{Importer: importer{known, p.ImportMap}, FakeImportC: true,
+			Sizes: types.SizesFor("gc", "amd64"), IgnoreFuncBodies: p.DepOnly,
 			Error: func(err error) {
 				if !p.DepOnly {
 					errs = append(errs, err)

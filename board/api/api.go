@@ -64,8 +64,8 @@ type Run struct {
 	Settings map[string]string `json:"settings,omitempty"`
 }
 
-// Series are the curves of a run, a column each: of its steps, and of its evaluations. Long runs are
-// thinned: each point is then Stride steps, with their mean loss.
+// Series are the curves of a run, a column each: of its steps, and of its evaluations. Long runs
+// are thinned: each point is then Stride steps, with their mean loss.
 type Series struct {
 	Stride       int     `json:"stride"`
 	Step         []Float `json:"step"`

@@ -70,9 +70,9 @@ func (c *Client) Stop(ctx context.Context, run, why string) error {
 	return c.call(ctx, "POST", "runs/"+url.PathEscape(run)+"/stop", Request{c.Who, why}, nil)
 }
 
-// Follow lets a controller grow the run's model, from this process: whenever an epoch has ended it is
-// asked, and each of its commands takes effect or is refused by itself. refused, if it is not nil,
-// hears of those. Follow returns nil when the run has ended.
+// Follow lets a controller grow the run's model, from this process: whenever an epoch has ended it
+// is asked, and each of its commands takes effect or is refused by itself. refused, if it is not
+// nil, hears of those. Follow returns nil when the run has ended.
 func (c *Client) Follow(ctx context.Context, run string, controller state.Controller,
 	refused func(state.Command, error)) error {
 	if controller == nil {
@@ -129,7 +129,8 @@ func (c *Client) call(ctx context.Context, method, path string, body, to any) er
 			return fail(err)
 		}
 	}
-	r, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(c.URL, "/")+"/api/v1/"+path,
+	r, err := http.NewRequestWithContext(ctx, method,
+		strings.TrimSuffix(c.URL, "/")+"/api/v1/"+path,
 		bytes.NewReader(text))
 	if err != nil {
 		return fail(err)
@@ -204,10 +205,13 @@ func (a Seed) state() (s state.SeedReport, err error) {
 	s.EpochsInStage, s.LastUpdate = a.Epochs, a.LastUpdate
 	s.Performance, s.Stability = float64(a.Performance), float64(a.Stability)
 	s.Delta, s.Improvement = float64(a.Delta), float64(a.Improvement)
-	s.CanAdvance, s.RampFinished, s.CanCull, s.CanRecycle = a.CanAdvance, a.RampOver, a.CanCull, a.CanRecycle
+	s.CanAdvance, s.RampFinished, s.CanCull, s.CanRecycle = a.CanAdvance, a.RampOver,
+		a.CanCull, a.CanRecycle
 	s.Drift, s.NonFiniteX, s.Clips = float64(a.Drift), a.NonFinite, a.Clips
-	s.Health = state.Health{Variance: float64(a.Variance), Mean: float64(a.Mean), Min: float64(a.Min),
+	s.Health = state.Health{Variance: float64(a.Variance),
+		Mean: float64(a.Mean), Min: float64(a.Min),
 		Max: float64(a.Max), DeadRatio: float64(a.DeadRatio), SNR: float64(a.SNR)}
-	s.Gradient = state.Gradient{Norm: float64(a.GradNorm), Variance: float64(a.GradVar), Max: float64(a.GradMax)}
+	s.Gradient = state.Gradient{Norm: float64(a.GradNorm), Variance: float64(a.GradVar),
+		Max: float64(a.GradMax)}
 	return s, nil
 }

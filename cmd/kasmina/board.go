@@ -14,7 +14,8 @@ import (
 
 func newBoard() *cobra.Command {
 	addr := "127.0.0.1:6060"
-	c := &cobra.Command{Use: "board RUN...", Short: "Show runs side by side in a browser, by their logs",
+	c := &cobra.Command{Use: "board RUN...",
+		Short: "Show runs side by side in a browser, by their logs",
 		Long: `Show runs side by side in a browser: their curves, seeds, samples, and what differs in their
 settings. A RUN is a folder with a log.jsonl, or such a log; runs that go on are followed. It ends with
 Ctrl-C.`,
@@ -35,7 +36,8 @@ Ctrl-C.`,
 			<-c.Context().Done()
 			return nil
 		}}
-	c.Flags().StringVar(&addr, "addr", addr, "address to serve the page at; with port 0 the system chooses one")
+	c.Flags().StringVar(&addr, "addr", addr,
+		"address to serve the page at; with port 0 the system chooses one")
 	return c
 }
 
@@ -52,7 +54,9 @@ else: curves, the seeds over time, what happened and why, settings and samples.`
 			if path == "" {
 				path = filepath.Base(filepath.Clean(runs[0])) + ".html"
 			}
-			err := atomicfile.WriteMkdir(path, func(f *os.File) error { return board.Report(f, runs[0]) })
+			err := atomicfile.WriteMkdir(path, func(f *os.File) error {
+				return board.Report(f, runs[0])
+			})
 			if err != nil {
 				return err
 			}

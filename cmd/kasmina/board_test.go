@@ -17,7 +17,8 @@ func finishedRun(t *testing.T) string {
 	t.Helper()
 	folder := filepath.Join(t.TempDir(), "mine")
 	require.NoError(t, os.MkdirAll(folder, 0o777))
-	require.NoError(t, os.WriteFile(filepath.Join(folder, "log.jsonl"), []byte(`{"event":"start","step":0,"steps":2}
+	require.NoError(t, os.WriteFile(filepath.Join(folder, "log.jsonl"),
+		[]byte(`{"event":"start","step":0,"steps":2}
 {"event":"step","step":1,"train_loss":5.5}
 {"event":"step","step":2,"train_loss":4.25}
 {"event":"end","step":2,"train_loss":4.25}
@@ -49,6 +50,7 @@ func TestBoard(t *testing.T) {
 	ctx, stop := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer stop()
 	var out, stderr bytes.Buffer
-	require.NoError(t, run(ctx, []string{"board", "-addr", "127.0.0.1:0", finishedRun(t)}, &out, &stderr))
+	require.NoError(t, run(ctx, []string{"board", "-addr", "127.0.0.1:0", finishedRun(t)}, &out,
+		&stderr))
 	require.True(t, strings.HasPrefix(out.String(), "http://127.0.0.1:"), out.String())
 }

@@ -36,8 +36,9 @@ bpb (bits per byte of the text that these tokens stand for).`,
 		}}
 	o.modelFlag(c)
 	o.dataFlag(c)
-	c.Flags().IntVar(&o.seq, "seq", 0, "`N` tokens of a window; the model's longest context, or 2048 "+
-		"if that is longer, if not said")
+	c.Flags().IntVar(&o.seq, "seq", 0,
+		"`N` tokens of a window; the model's longest context, or 2048 "+
+			"if that is longer, if not said")
 	o.machineFlags(c)
 	return c
 }

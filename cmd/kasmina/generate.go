@@ -42,12 +42,14 @@ nothing else. A token that ends a text ends it.`,
 	f := c.Flags()
 	f.StringVar(&o.prompt, "prompt", "", "`TEXT` to continue")
 	f.IntVar(&o.n, "n", 128, "`N` tokens at most")
-	f.Float64Var(&o.temperature, "temperature", -1, "`T` divides the logits; 0 takes the likeliest "+
-		"token; -1 leaves it to generation_config.json")
+	f.Float64Var(&o.temperature, "temperature", -1,
+		"`T` divides the logits; 0 takes the likeliest "+
+			"token; -1 leaves it to generation_config.json")
 	f.IntVar(&o.topK, "top-k", -1, "`K` likeliest tokens are drawn from; 0 for all")
 	f.Float64Var(&o.topP, "top-p", -1, "likeliest tokens are drawn from that together reach `P`")
 	f.Uint64Var(&o.seed, "seed", 1, "`N` begins the sequence of random numbers")
-	f.BoolVar(&o.chat, "chat", false, "take the prompt for a message, and write it by the chat template")
+	f.BoolVar(&o.chat, "chat", false,
+		"take the prompt for a message, and write it by the chat template")
 	o.machineFlags(c)
 	return c
 }

@@ -44,9 +44,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 }
 
 func newRoot() *cobra.Command {
-	root := &cobra.Command{Use: "kasmina", Short: "Load, measure, train and convert language models",
+	root := &cobra.Command{Use: "kasmina",
+		Short:         "Load, measure, train and convert language models",
 		SilenceErrors: true, SilenceUsage: true}
-	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(), newBoard(), newReport())
+	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(),
+		newBoard(), newReport())
 	root.PersistentFlags().SortFlags = false
 	for _, c := range append(root.Commands(), root) {
 		c.Flags().SortFlags = false
@@ -124,7 +126,8 @@ func required(c *cobra.Command, names ...string) error {
 // withoutWords refuses arguments that are no options.
 func withoutWords(c *cobra.Command, args []string) error {
 	if len(args) > 0 {
-		return fmt.Errorf("%q is no option: every option begins with a dash, and %s -help lists them",
+		return fmt.Errorf("%q is no option: every option begins with a dash, and %s -help "+
+			"lists them",
 			args[0], c.CommandPath())
 	}
 	return nil

@@ -59,7 +59,8 @@ func TestEval(t *testing.T) {
 		require.Equal(t, r.Tokens, s.Tokens)
 		require.InEpsilon(t, r.Loss, s.Loss, 1e-5)
 		// Nearly all bytes are of tokens that are scored.
-		require.InEpsilon(t, s.Loss*float64(s.Tokens)/0.6931471805599453/float64(len(text)), s.BPB, 0.05)
+		require.InEpsilon(t, s.Loss*float64(s.Tokens)/0.6931471805599453/float64(len(text)), s.BPB,
+			0.05)
 	}
 }
 
@@ -77,7 +78,8 @@ func TestGenerate(t *testing.T) {
 		"-temperature", "1.5", "-seed", "3")
 	require.NoError(t, err)
 	require.Equal(t, first, again)
-	answer, err := kasmina(t, "generate", "-model", tiny, "-prompt", "Permission", "-chat", "-n", "5")
+	answer, err := kasmina(t, "generate", "-model", tiny, "-prompt", "Permission", "-chat", "-n",
+		"5")
 	require.NoError(t, err)
 	require.NotContains(t, answer, "assistant:")
 }
@@ -129,7 +131,8 @@ func TestConvert(t *testing.T) {
 // TestTrain wants a run to better the loss, to go on, to grow, and to leave a folder that loads.
 func TestTrain(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text")
-	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400), 0o666))
+	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),
+		0o666))
 	loss := func(dir string) (s score) {
 		out, err := kasmina(t, "eval", "-model", dir, "-data", text, "-seq", "32")
 		require.NoError(t, err)
@@ -138,7 +141,8 @@ func TestTrain(t *testing.T) {
 	}
 	for _, grow := range []string{"0", "2"} {
 		out := filepath.Join(t.TempDir(), "out")
-		args := []string{"train", "-model", tiny, "-data", text, "-out", out, "-steps", "100", "-batch",
+		args := []string{"train", "-model", tiny, "-data", text, "-out", out,
+			"-steps", "100", "-batch",
 			"2", "-seq", "32", "-lr", "0.003", "-device", "cpu", "-grow", grow}
 		_, err := kasmina(t, args...)
 		require.NoError(t, err)
@@ -157,7 +161,8 @@ func TestTrain(t *testing.T) {
 // TestTrainResumes wants a run that was interrupted to go on.
 func TestTrainResumes(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
-	args := []string{"train", "-model", tiny, "-data", license, "-out", out, "-steps", "30", "-batch", "1",
+	args := []string{"train", "-model", tiny, "-data", license, "-out", out,
+		"-steps", "30", "-batch", "1",
 		"-seq", "16", "-device", "cpu"}
 	ctx, cancel := context.WithCancel(t.Context())
 	err := run(ctx, args, &bytes.Buffer{}, writer(func(p []byte) {
@@ -188,16 +193,21 @@ func TestErrors(t *testing.T) {
 	empty := filepath.Join(t.TempDir(), "empty")
 	require.NoError(t, os.WriteFile(empty, nil, 0o666))
 	for line, want := range map[string]string{
-		"eval -model " + tiny:                                             "-data is missing: name the FILE",
-		"eval -data x":                                                    "-model is missing",
-		"eval -model " + tiny + " -data " + empty:                         "none of them can be scored",
-		"eval -model " + tiny + " -data none":                             "no such file",
-		"eval -model none -data " + license:                               "no such file",
-		"eval -model " + tiny + " -data x -seq 1":                         "-seq is 1, want at least 2",
-		"eval -model " + tiny + " -modell x":                              "kasmina eval -help lists the options",
-		"eval -model " + tiny + " -data x y":                              `"y" is no option`,
-		"eval -model " + tiny + " -data " + license + " -device tpu":      "want cpu, cuda or auto",
-		"eval -model " + tiny + " -data " + license + " -precision x":     "want f32, bf16, f16 or f8",
+		"eval -model " +
+			tiny: "-data is missing: name the FILE",
+		"eval -data x": "-model is missing",
+		"eval -model " + tiny + " -data " +
+			empty: "none of them can be scored",
+		"eval -model " + tiny + " -data none": "no such file",
+		"eval -model none -data " + license:   "no such file",
+		"eval -model " + tiny +
+			" -data x -seq 1": "-seq is 1, want at least 2",
+		"eval -model " + tiny +
+			" -modell x": "kasmina eval -help lists the options",
+		"eval -model " + tiny + " -data x y":                         `"y" is no option`,
+		"eval -model " + tiny + " -data " + license + " -device tpu": "want cpu, cuda or auto",
+		"eval -model " + tiny + " -data " + license +
+			" -precision x": "want f32, bf16, f16 or f8",
 		"eval -model " + testdata + "/llama2 -data " + license:            "has no tokenizer.json",
 		"generate -model " + tiny + " -device cuda":                       "on the CPU so far",
 		"generate -model " + tiny + " -n -1":                              "-n is -1",
@@ -205,10 +215,12 @@ func TestErrors(t *testing.T) {
 		"convert -model " + tiny + " -out x -precision int8":              "want f32, f16 or bf16",
 		"train -model " + tiny + " -data " + license:                      "-out is missing",
 		"train -model " + tiny + " -data " + license + " -out x -steps 0": "-steps is 0",
-		"train -model " + tiny + " -data " + license + " -out x -resume":  "without it a run begins",
-		"train -model " + tiny + " -data " + license + " -out " + tiny:    "is not empty",
-		"convert -model " + tiny + " -out x -gguf q4":                     "want f32, f16, bf16 or q8_0",
-		"convert -model " + tiny + " -out x -gguf f16 -precision f16":     "leave -precision out",
+		"train -model " + tiny + " -data " + license +
+			" -out x -resume": "without it a run begins",
+		"train -model " + tiny + " -data " + license + " -out " + tiny: "is not empty",
+		"convert -model " + tiny +
+			" -out x -gguf q4": "want f32, f16, bf16 or q8_0",
+		"convert -model " + tiny + " -out x -gguf f16 -precision f16": "leave -precision out",
 		"frobnicate": "unknown command",
 	} {
 		_, err := kasmina(t, strings.Fields(line)...)

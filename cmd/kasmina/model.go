@@ -31,9 +31,11 @@ func (o *common) dataFlag(c *cobra.Command) {
 }
 
 func (o *common) machineFlags(c *cobra.Command) {
-	c.Flags().StringVar(&o.device, "device", "auto", "`NAME`: cpu, cuda, or auto for a GPU if there is one")
-	c.Flags().StringVar(&o.precision, "precision", "", "`TYPE` of products: f32 or bf16, and on a GPU "+
-		"f16 or f8 too; f32 if not said")
+	c.Flags().StringVar(&o.device, "device", "auto",
+		"`NAME`: cpu, cuda, or auto for a GPU if there is one")
+	c.Flags().StringVar(&o.precision, "precision", "",
+		"`TYPE` of products: f32 or bf16, and on a GPU "+
+			"f16 or f8 too; f32 if not said")
 }
 
 // open opens the device to compute on; nil is the CPU.
@@ -87,8 +89,9 @@ func tokenizerOf(dir string, vocab int) (*tokenizers.Tokenizer, error) {
 		return nil, err
 	}
 	if n := tok.VocabSize(); n > vocab {
-		return nil, fmt.Errorf("the tokenizer of %s has %d tokens, and its model %d: they are of two "+
-			"models", dir, n, vocab)
+		return nil,
+			fmt.Errorf("the tokenizer of %s has %d tokens, and its model %d: they are of two "+
+				"models", dir, n, vocab)
 	}
 	return tok, nil
 }

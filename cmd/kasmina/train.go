@@ -68,20 +68,27 @@ on with the same options. With -grow the model gets blocks while it trains.`,
 	f.IntVar(&o.train.Steps, "steps", 100, "`N` steps of the optimiser")
 	f.IntVar(&o.train.Batch, "batch", 4, "`N` sequences in a batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 1, "`N` batches in a step")
-	f.IntVar(&o.seq, "seq", 0, "`N` tokens in a sequence; the model's longest context, or 1024 if that is "+
-		"longer, if not said")
+	f.IntVar(&o.seq, "seq", 0,
+		"`N` tokens in a sequence; the model's longest context, or 1024 if that is "+
+			"longer, if not said")
 	f.Float64Var(&o.lr, "lr", 1e-4, "`RATE` of learning at its peak")
 	f.IntVar(&o.grow, "grow", 0, "`N` times as many blocks, which the model gets while it "+
 		"trains; 0 for none")
-	f.BoolVar(&o.train.Recompute, "recompute", false, "compute blocks again in the backward pass: less "+
-		"memory, more work")
-	f.IntVar(&o.saveEvery, "save-every", 100, "`N` steps between checkpoints, 0 for the last step alone")
-	f.IntVar(&o.evalEvery, "eval-every", 50, "`N` steps between evaluations, 0 for the last step alone")
+	f.BoolVar(&o.train.Recompute, "recompute", false,
+		"compute blocks again in the backward pass: less "+
+			"memory, more work")
+	f.IntVar(&o.saveEvery, "save-every", 100,
+		"`N` steps between checkpoints, 0 for the last step alone")
+	f.IntVar(&o.evalEvery, "eval-every", 50,
+		"`N` steps between evaluations, 0 for the last step alone")
 	f.Uint64Var(&o.seed, "seed", 1, "`N` begins the order of the data")
 	f.BoolVar(&o.resume, "resume", false, "go on from the checkpoint in -out")
-	f.StringVar(&o.board, "board", "", "`ADDR` such as 127.0.0.1:6060 to show the run at, in a browser")
-	f.BoolVar(&o.control, "board-control", false, "let whoever has the token that -board prints steer the run")
-	f.BoolVar(&o.events, "tensorboard", false, "write event files for TensorBoard too, beside the log")
+	f.StringVar(&o.board, "board", "",
+		"`ADDR` such as 127.0.0.1:6060 to show the run at, in a browser")
+	f.BoolVar(&o.control, "board-control", false,
+		"let whoever has the token that -board prints steer the run")
+	f.BoolVar(&o.events, "tensorboard", false,
+		"write event files for TensorBoard too, beside the log")
 	f.BoolVar(&o.quiet, "quiet", false, "show no progress")
 	o.machineFlags(c)
 	return c
@@ -179,7 +186,8 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, tok tokenizer.Tok
 		return nil, fmt.Errorf("-data: %w", err)
 	}
 	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithBetas(0.9, 0.95),
-		optim.WithWeightDecay(0.1), optim.WithGroup(optim.NameContains("norm", "bias"), optim.Decay(0)))
+		optim.WithWeightDecay(0.1),
+		optim.WithGroup(optim.NameContains("norm", "bias"), optim.Decay(0)))
 	if err != nil {
 		return nil, err
 	}

@@ -142,7 +142,9 @@ func (j *Job) environment(local int, secret string) []string {
 	env = append(env, "RANK="+strconv.Itoa(p.Rank), "WORLD_SIZE="+strconv.Itoa(p.Size),
 		"LOCAL_RANK="+strconv.Itoa(local), "LOCAL_WORLD_SIZE="+strconv.Itoa(p.LocalSize),
 		"MASTER_ADDR="+p.MasterAddr, "MASTER_PORT="+strconv.Itoa(p.MasterPort))
-	given := func(variable string) bool { return strings.HasPrefix(variable, comm.SecretVariable+"=") }
+	given := func(variable string) bool {
+		return strings.HasPrefix(variable, comm.SecretVariable+"=")
+	}
 	if j.Node.Count == 1 && !slices.ContainsFunc(env, given) {
 		env = append(env, comm.SecretVariable+"="+secret)
 	}
@@ -313,7 +315,9 @@ func (r *run) result() error {
 	if len(e.Deaths) == 0 && e.Cause == nil {
 		return written
 	}
-	slices.SortStableFunc(e.Deaths, func(a, b Death) int { return cmp.Compare(a.guilt(), b.guilt()) })
+	slices.SortStableFunc(e.Deaths, func(a, b Death) int {
+		return cmp.Compare(a.guilt(), b.guilt())
+	})
 	return errors.Join(e, written)
 }
 

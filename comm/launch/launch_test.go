@@ -142,7 +142,8 @@ func TestPlaces(t *testing.T) {
 	for rank, got := range seen {
 		r := strconv.Itoa(rank)
 		require.Equal(t, map[string]string{"RANK": r, "WORLD_SIZE": "3", "LOCAL_RANK": r,
-			"LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": seen[0]["MASTER_PORT"],
+			"LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+			"MASTER_PORT":       seen[0]["MASTER_PORT"],
 			comm.SecretVariable: seen[0][comm.SecretVariable], "TORCHELASTIC_USE_AGENT_STORE": "",
 			"OF_THE_JOB": "yes"}, got)
 		require.Contains(t, stderr.String(), "["+r+"] an error of no account\n")
@@ -169,7 +170,8 @@ func TestTrainerNode(t *testing.T) {
 	require.NoError(t, Run(t.Context(), j))
 	for local := range 4 {
 		for _, want := range []string{"WORLD_SIZE=8", fmt.Sprintf("LOCAL_RANK=%d", local),
-			"MASTER_ADDR=kasmina-node-0-0.kasmina", "MASTER_PORT=29400", comm.SecretVariable + "="} {
+			"MASTER_ADDR=kasmina-node-0-0.kasmina", "MASTER_PORT=29400",
+			comm.SecretVariable + "="} {
 			require.Contains(t, stdout.String(), fmt.Sprintf("[%d] %s\n", 4+local, want))
 		}
 	}
@@ -208,7 +210,8 @@ func TestFlood(t *testing.T) {
 		require.NoError(t, err, "%q", line)
 		require.Equal(t, prefix, rank)
 		require.Equal(t, next[rank], i)
-		require.Equal(t, fmt.Sprintf("[%d] %d %d %s\n", rank, rank, i, strings.Repeat("x", i%500)), line)
+		require.Equal(t, fmt.Sprintf("[%d] %d %d %s\n", rank, rank, i, strings.Repeat("x", i%500)),
+			line)
 		next[rank]++
 	}
 	require.Equal(t, [3]int{floodLines, floodLines, floodLines}, next)
@@ -232,8 +235,9 @@ func TestExitEndsTheOthers(t *testing.T) {
 	require.Equal(t, 1, e.Deaths[0].Rank)
 	require.Equal(t, 3, e.Deaths[0].Code)
 	require.Len(t, e.Deaths[0].Last, tailLines)
-	require.Regexp(t, `^launch: rank 1 \(process \d+\) ended with exit code 3; 2 others were ended or ended after it`+
-		`. Its last lines:\n  line 10\n(  line \d+\n)+  line 29$`, e.Error())
+	require.Regexp(t,
+		`^launch: rank 1 \(process \d+\) ended with exit code 3; 2 others were ended or ended after it`+
+			`. Its last lines:\n  line 10\n(  line \d+\n)+  line 29$`, e.Error())
 }
 
 func TestGuilt(t *testing.T) {

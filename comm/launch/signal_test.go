@@ -146,7 +146,8 @@ func TestKilledRank(t *testing.T) {
 		start := time.Now()
 		var e *Error
 		require.ErrorAs(t, Run(t.Context(), j), &e)
-		t.Logf("rank %d killed after %v: all ended %v after the start", victim, delay, time.Since(start))
+		t.Logf("rank %d killed after %v: all ended %v after the start", victim,
+			delay, time.Since(start))
 		require.Len(t, e.Deaths, size)
 		require.Equal(t, victim, e.Deaths[0].Rank, "%v\n%v", e, stderr)
 		require.Equal(t, syscall.SIGKILL, e.Deaths[0].Signal)

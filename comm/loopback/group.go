@@ -159,7 +159,8 @@ func (c *calls) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s c
 		return err
 	}
 	bytes := count * t.Size()
-	o := operation{header: header{Call: broadcast, Type: t, Root: uint32(root), Count: uint64(count)}}
+	o := operation{header: header{Call: broadcast, Type: t, Root: uint32(root),
+		Count: uint64(count)}}
 	if root != c.g.Rank() {
 		o.write = []piece{{root, buffer, bytes}}
 		return c.add(o, s)
@@ -326,7 +327,8 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 			want.Turn = m.header.Turn
 			if m.header != want {
 				return nil, fmt.Errorf("loopback: rank %d called %v, rank %d called %v: "+
-					"all ranks must call the same, in the same order", rank, m.header, g.Rank(), want)
+					"all ranks must call the same, in the same order", rank,
+					m.header, g.Rank(), want)
 			}
 			return m.data, nil
 		}
@@ -334,7 +336,8 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 			return nil, g.cause
 		}
 		if p.left {
-			return nil, fmt.Errorf("loopback: rank %d has left, rank %d waits for its %v", rank, g.Rank(),
+			return nil, fmt.Errorf("loopback: rank %d has left, rank %d waits for its %v", rank,
+				g.Rank(),
 				want)
 		}
 		g.changed.Wait()

@@ -207,7 +207,8 @@ func float32Bits(data []byte, i int, t comm.Type) (uint32, error) {
 	case comm.BFloat16:
 		return uint32(binary.NativeEndian.Uint16(data[2*i:])) << 16, nil
 	case comm.Float16:
-		return math.Float32bits(float32(half.Float16(binary.NativeEndian.Uint16(data[2*i:])).Float64())),
+		return math.Float32bits(
+				float32(half.Float16(binary.NativeEndian.Uint16(data[2*i:])).Float64())),
 			nil
 	}
 	return 0, fmt.Errorf("loopback: ordered sum of %v", t)

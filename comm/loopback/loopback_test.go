@@ -66,7 +66,8 @@ func ranks(t *testing.T, size int) []rank {
 	require.NoError(t, l.Close())
 	all := make([]rank, size)
 	errs := everywhere(size, func(r int) error {
-		w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size,
+		w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size,
+			LocalRank: r, LocalSize: size,
 			MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)},
 			comm.Options{Timeout: patience})
 		if err != nil {
@@ -122,7 +123,8 @@ func TestCopies(t *testing.T) {
 			errs := everywhere(size, func(r int) error {
 				const stream = 3
 				me, next, last := all[r], (r+1)%size, (r+size-1)%size
-				src, gathered, received := me.put(data[r]), me.Alloc(size*bytes+1), me.Alloc(bytes+1)
+				src, gathered, received := me.put(data[r]),
+					me.Alloc(size*bytes+1), me.Alloc(bytes+1)
 				inPlace, sent := me.put(together), me.put(data[r])
 				copy(me.get(inPlace, size*bytes), make([]byte, r*bytes)) // only its own part counts
 				if err := errors.Join(
@@ -133,8 +135,9 @@ func TestCopies(t *testing.T) {
 						if size == 1 {
 							return nil
 						}
-						return errors.Join(c.Send(sent, count, typ, next, stream), c.Recv(received, count, typ, last,
-							stream))
+						return errors.Join(c.Send(sent, count, typ, next, stream),
+							c.Recv(received, count, typ, last,
+								stream))
 					}), me.Sync(stream)); err != nil {
 					return err
 				}
@@ -211,14 +214,18 @@ func TestReductions(t *testing.T) {
 					full, part, src := me.put(data), me.Alloc(bytes+1), me.put(data)
 					if err := errors.Join(me.AllReduce(full, full, size*count, typ, op, 0),
 						me.ReduceScatter(part, src, count, typ, op, 0),
-						me.ReduceScatter(src.Offset(r*count, typ), src, count, typ, op, 0), me.Sync(0)); err != nil {
+						me.ReduceScatter(src.Offset(r*count, typ), src, count, typ, op, 0),
+						me.Sync(0)); err != nil {
 						return err
 					}
 					expected := append([]byte{}, encode(want, typ)...)
-					require.Equal(t, expected, append([]byte{}, me.get(full, size*bytes)...), "%v %v", op, typ)
+					require.Equal(t, expected, append([]byte{}, me.get(full, size*bytes)...),
+						"%v %v", op, typ)
 					mine := append([]byte{}, expected[r*bytes:(r+1)*bytes]...)
-					require.Equal(t, mine, append([]byte{}, me.get(part, bytes)...), "%v %v", op, typ)
-					require.Equal(t, mine, append([]byte{}, me.get(src.Offset(r*count, typ), bytes)...))
+					require.Equal(t, mine, append([]byte{}, me.get(part, bytes)...), "%v %v", op,
+						typ)
+					require.Equal(t, mine,
+						append([]byte{}, me.get(src.Offset(r*count, typ), bytes)...))
 					return nil
 				})
 				require.NoError(t, errors.Join(errs...))
@@ -300,14 +307,26 @@ func (r *recorder) Enqueue(_ comm.Stream, work func() error) error {
 func TestDifferentCalls(t *testing.T) {
 	for name, calls := range map[string][2]func(me rank, p comm.Ptr) error{
 		"AllGather of 1 uint8": {
-			func(me rank, p comm.Ptr) error { return me.AllReduce(p, p, 1, comm.Uint8, comm.Sum, 0) },
-			func(me rank, p comm.Ptr) error { return me.AllGather(p.Offset(8, comm.Uint8), p, 1, comm.Uint8, 0) }},
+			func(me rank, p comm.Ptr) error {
+				return me.AllReduce(p, p, 1, comm.Uint8, comm.Sum, 0)
+			},
+			func(me rank, p comm.Ptr) error {
+				return me.AllGather(p.Offset(8, comm.Uint8), p, 1, comm.Uint8, 0)
+			}},
 		"AllReduce by sum of 2 int32": {
-			func(me rank, p comm.Ptr) error { return me.AllReduce(p, p, 1, comm.Int32, comm.Sum, 0) },
-			func(me rank, p comm.Ptr) error { return me.AllReduce(p, p, 2, comm.Int32, comm.Sum, 0) }},
+			func(me rank, p comm.Ptr) error {
+				return me.AllReduce(p, p, 1, comm.Int32, comm.Sum, 0)
+			},
+			func(me rank, p comm.Ptr) error {
+				return me.AllReduce(p, p, 2, comm.Int32, comm.Sum, 0)
+			}},
 		"AllReduce by max": {
-			func(me rank, p comm.Ptr) error { return me.AllReduce(p, p, 1, comm.Int32, comm.Sum, 0) },
-			func(me rank, p comm.Ptr) error { return me.AllReduce(p, p, 1, comm.Int32, comm.Max, 0) }},
+			func(me rank, p comm.Ptr) error {
+				return me.AllReduce(p, p, 1, comm.Int32, comm.Sum, 0)
+			},
+			func(me rank, p comm.Ptr) error {
+				return me.AllReduce(p, p, 1, comm.Int32, comm.Max, 0)
+			}},
 	} {
 		all := ranks(t, 2)
 		errs := everywhere(2, func(r int) error {

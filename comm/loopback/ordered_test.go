@@ -95,7 +95,8 @@ func TestOrderedSumSameBits(t *testing.T) {
 					for _, shards := range []comm.Shards{comm.EvenShards(count, size, 1),
 						comm.EvenShards(count, size, 16), unevenShards(rng, count, size)} {
 						for r, got := range sumOn(t, groups[size], batches, shards, typ) {
-							require.Equal(t, want, got, "%v: %d batches of %d on rank %d of %d, shards %v", typ, n,
+							require.Equal(t, want, got,
+								"%v: %d batches of %d on rank %d of %d, shards %v", typ, n,
 								count, r,
 								size, shards)
 						}

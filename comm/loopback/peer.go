@@ -299,7 +299,8 @@ const strangerTimeout = 10 * time.Second
 func hear(conn net.Conn, word [16]byte, w *comm.World) (rank int, ok bool) {
 	var heard greeting
 	if conn.SetReadDeadline(time.Now().Add(strangerTimeout)) != nil ||
-		binary.Read(conn, binary.BigEndian, &heard) != nil || conn.SetReadDeadline(time.Time{}) != nil {
+		binary.Read(conn, binary.BigEndian, &heard) != nil ||
+		conn.SetReadDeadline(time.Time{}) != nil {
 		return 0, false
 	}
 	rank = int(heard.Rank)

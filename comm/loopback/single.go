@@ -11,7 +11,9 @@ func (g *Group) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 // ReduceScatter reduces to parts.
 func (g *Group) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error { return c.ReduceScatter(dst, src, count, t, op, s) })
+	return g.Batch(func(c comm.Collectives) error {
+		return c.ReduceScatter(dst, src, count, t, op, s)
+	})
 }
 
 // AllGather copies everybody's part to all.

@@ -26,7 +26,8 @@ func TestWatchAbortsWork(t *testing.T) {
 		work := errors.Join(me.AllReduce(p, p, 1, comm.Float32, comm.Sum, 0), me.Sync(0))
 		require.Error(t, work)
 		require.Error(t, me.Group.Close())
-		require.Error(t, me.AllReduce(p, p, 1, comm.Float32, comm.Sum, 0), "later work fails at once")
+		require.Error(t, me.AllReduce(p, p, 1, comm.Float32, comm.Sum, 0),
+			"later work fails at once")
 		cause := <-watched
 		require.Equal(t, cause, me.world.Blame(work))
 		return cause
@@ -89,5 +90,6 @@ func TestLeftRank(t *testing.T) {
 	require.ErrorIs(t, all[1].Group.Err(), comm.ErrClosed)
 	p := all[0].Alloc(4)
 	err := errors.Join(all[0].Recv(p, 1, comm.Float32, 1, 0), all[0].Sync(0))
-	require.ErrorContains(t, err, "rank 1 has left, rank 0 waits for its Send and Recv of 1 float32")
+	require.ErrorContains(t, err,
+		"rank 1 has left, rank 0 waits for its Send and Recv of 1 float32")
 }

@@ -1,5 +1,5 @@
-// Package nccl is a [comm.Group] of GPUs by NVIDIA's NCCL, which is found and loaded at run time: no
-// cgo, no toolkit, no build tag. One process has one GPU.
+// Package nccl is a [comm.Group] of GPUs by NVIDIA's NCCL, which is found and loaded at run time:
+// no cgo, no toolkit, no build tag. One process has one GPU.
 //
 // NCCL's own sums depend on the number of ranks and on the way it takes; see package comm for sums
 // that do not. Work may be captured in a CUDA graph: then every replay does it again.
@@ -37,8 +37,8 @@ type Group struct {
 
 var _ comm.Group = (*Group)(nil)
 
-// New makes the communicator of a world's ranks. All must call it. When the context ends, or another
-// rank fails, it returns, and what NCCL has begun is left to the end of the process.
+// New makes the communicator of a world's ranks. All must call it. When the context ends, or
+// another rank fails, it returns, and what NCCL has begun is left to the end of the process.
 func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	a, err := load()
 	if err != nil {
@@ -75,7 +75,8 @@ func newGroup(ctx context.Context, w *comm.World, d Device, a *api) (*Group, err
 	case <-w.Done():
 		return nil, w.Err()
 	case <-ctx.Done():
-		return nil, fmt.Errorf("nccl: rank %d of %d waits for the others: %w", w.Rank(), w.Size(), context.Cause(ctx))
+		return nil, fmt.Errorf("nccl: rank %d of %d waits for the others: %w", w.Rank(),
+			w.Size(), context.Cause(ctx))
 	}
 }
 
@@ -95,7 +96,8 @@ func (g *Group) id(ctx context.Context) (id uniqueID, err error) {
 		return id, err
 	}
 	if len(all[0]) != 8*len(id.Bytes) {
-		return id, fmt.Errorf("nccl: rank 0 has sent an id of %d bytes, want %d", len(all[0]), 8*len(id.Bytes))
+		return id, fmt.Errorf("nccl: rank 0 has sent an id of %d bytes, want %d",
+			len(all[0]), 8*len(id.Bytes))
 	}
 	for i := range id.Bytes {
 		id.Bytes[i] = binary.LittleEndian.Uint64(all[0][8*i:])
@@ -169,7 +171,8 @@ type list struct {
 	work []call
 }
 
-func (l *list) add(name string, count int, t comm.Type, op comm.Op, peer int, do func(handle uintptr) result) error {
+func (l *list) add(name string, count int, t comm.Type, op comm.Op, peer int,
+	do func(handle uintptr) result) error {
 	if err := comm.CheckCall(name, l.g, count, t, op, peer); err != nil {
 		return err
 	}
@@ -177,27 +180,33 @@ func (l *list) add(name string, count int, t comm.Type, op comm.Op, peer int, do
 	return nil
 }
 
-func (l *list) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
+func (l *list) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
 	return l.add("AllReduce", count, t, op, 0, func(h uintptr) result {
-		return l.g.api.AllReduce(uintptr(src), uintptr(dst), uintptr(count), dataTypes[t], redOps[op], h, uintptr(s))
+		return l.g.api.AllReduce(uintptr(src), uintptr(dst), uintptr(count), dataTypes[t],
+			redOps[op], h, uintptr(s))
 	})
 }
 
-func (l *list) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
+func (l *list) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
 	return l.add("ReduceScatter", count, t, op, 0, func(h uintptr) result {
-		return l.g.api.ReduceScatter(uintptr(src), uintptr(dst), uintptr(count), dataTypes[t], redOps[op], h, uintptr(s))
+		return l.g.api.ReduceScatter(uintptr(src), uintptr(dst), uintptr(count), dataTypes[t],
+			redOps[op], h, uintptr(s))
 	})
 }
 
 func (l *list) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stream) error {
 	return l.add("AllGather", count, t, 0, 0, func(h uintptr) result {
-		return l.g.api.AllGather(uintptr(src), uintptr(dst), uintptr(count), dataTypes[t], h, uintptr(s))
+		return l.g.api.AllGather(uintptr(src), uintptr(dst), uintptr(count),
+			dataTypes[t], h, uintptr(s))
 	})
 }
 
 func (l *list) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s comm.Stream) error {
 	return l.add("Broadcast", count, t, 0, root, func(h uintptr) result {
-		return l.g.api.Broadcast(uintptr(buffer), uintptr(buffer), uintptr(count), dataTypes[t], int32(root), h, uintptr(s))
+		return l.g.api.Broadcast(uintptr(buffer), uintptr(buffer), uintptr(count), dataTypes[t],
+			int32(root), h, uintptr(s))
 	})
 }
 
@@ -214,13 +223,17 @@ func (l *list) Recv(dst comm.Ptr, count int, t comm.Type, from int, s comm.Strea
 }
 
 // AllReduce is described at [comm.Collectives], as are those below.
-func (g *Group) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
+func (g *Group) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
 	return g.Batch(func(c comm.Collectives) error { return c.AllReduce(dst, src, count, t, op, s) })
 }
 
 // ReduceScatter reduces to parts.
-func (g *Group) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op, s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error { return c.ReduceScatter(dst, src, count, t, op, s) })
+func (g *Group) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
+	s comm.Stream) error {
+	return g.Batch(func(c comm.Collectives) error {
+		return c.ReduceScatter(dst, src, count, t, op, s)
+	})
 }
 
 // AllGather copies everybody's part to all.
@@ -250,14 +263,17 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	}
 	var p uintptr
 	err := g.device.Do(func() error {
-		return g.api.check(fmt.Sprintf("ncclMemAlloc of %d bytes", bytes), 0, g.api.MemAlloc(&p, uintptr(bytes)))
+		return g.api.check(fmt.Sprintf("ncclMemAlloc of %d bytes", bytes), 0,
+			g.api.MemAlloc(&p, uintptr(bytes)))
 	})
 	return comm.Ptr(p), err
 }
 
 // Free gives memory back.
 func (g *Group) Free(p comm.Ptr) error {
-	return g.device.Do(func() error { return g.api.check("ncclMemFree", 0, g.api.MemFree(uintptr(p))) })
+	return g.device.Do(func() error {
+		return g.api.check("ncclMemFree", 0, g.api.MemFree(uintptr(p)))
+	})
 }
 
 // Register makes memory known.
@@ -268,7 +284,8 @@ func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
 	}
 	var r uintptr
 	err = g.device.Do(func() error {
-		return g.api.check("ncclCommRegister", handle, g.api.CommRegister(handle, uintptr(p), uintptr(bytes), &r))
+		return g.api.check("ncclCommRegister", handle,
+			g.api.CommRegister(handle, uintptr(p), uintptr(bytes), &r))
 	})
 	return comm.Registration(r), err
 }
@@ -292,7 +309,8 @@ func (g *Group) Err() error {
 		return g.cause
 	}
 	var r result
-	if err := g.api.check("ncclCommGetAsyncError", 0, g.api.CommAsyncError(g.handle, &r)); err != nil {
+	if err := g.api.check("ncclCommGetAsyncError", 0,
+		g.api.CommAsyncError(g.handle, &r)); err != nil {
 		return err
 	}
 	return g.api.check("work of the communicator", g.handle, r)
@@ -315,7 +333,9 @@ func (g *Group) end(cause error, free func(uintptr) result) error {
 	g.cause = cause
 	g.mu.Unlock()
 	defer close(g.aborted)
-	return g.device.Do(func() error { return g.api.check("giving the communicator up", 0, free(handle)) })
+	return g.device.Do(func() error {
+		return g.api.check("giving the communicator up", 0, free(handle))
+	})
 }
 
 // Close frees the group.

@@ -34,14 +34,16 @@ func newFake(t *testing.T) fake {
 		t.Skip("there is no C compiler")
 	}
 	path := filepath.Join(t.TempDir(), "libnccl.so.2")
-	out, err := exec.Command(cc, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", path, "testdata/fake.c").CombinedOutput()
+	out, err := exec.Command(cc, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", path,
+		"testdata/fake.c").CombinedOutput()
 	require.NoError(t, err, string(out))
 	a, err := open(path)
 	require.NoError(t, err)
 	library, err := sharedlib.Open(path)
 	require.NoError(t, err)
 	f := fake{api: a}
-	for symbol, to := range map[string]any{"fakeNotes": &f.notes, "fakeFail": &f.fail, "fakePending": &f.pending} {
+	for symbol, to := range map[string]any{"fakeNotes": &f.notes, "fakeFail": &f.fail,
+		"fakePending": &f.pending} {
 		address, err := sharedlib.Lookup(library, symbol)
 		require.NoError(t, err)
 		purego.RegisterFunc(to, address)
@@ -60,8 +62,10 @@ func worlds(t *testing.T, size int) []*comm.World {
 	var wg sync.WaitGroup
 	for r := range size {
 		wg.Go(func() {
-			all[r], errs[r] = comm.Join(t.Context(), comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size,
-				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)}, comm.Options{Timeout: time.Minute})
+			all[r], errs[r] = comm.Join(t.Context(), comm.Place{Rank: r, Size: size,
+				LocalRank: r, LocalSize: size,
+				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)},
+				comm.Options{Timeout: time.Minute})
 		})
 	}
 	wg.Wait()
@@ -104,8 +108,9 @@ func TestInit(t *testing.T) {
 	all := groups(t, f)
 	notes := f.notes()
 	for r := range all {
-		require.Contains(t, notes, fmt.Sprintf("init %d of 3 id 128 size 48 magic cafebeef version 21800 blocking 1 "+
-			"ctas -2147483648 net (nil) share -2147483648\n", r))
+		require.Contains(t, notes,
+			fmt.Sprintf("init %d of 3 id 128 size 48 magic cafebeef version 21800 blocking 1 "+
+				"ctas -2147483648 net (nil) share -2147483648\n", r))
 		require.Equal(t, r, all[r].Rank())
 		require.Equal(t, 3, all[r].Size())
 	}
@@ -120,13 +125,25 @@ func TestCalls(t *testing.T) {
 		call func() error
 		want string
 	}{
-		{func() error { return g.AllReduce(0x10, 0x20, 5, comm.Float32, comm.Max, 0x5) }, "AllReduce 0x20 0x10 5 7 2 0x600 0x5"},
-		{func() error { return g.ReduceScatter(0x10, 0x20, 6, comm.BFloat16, comm.Sum, 0x5) }, "ReduceScatter 0x20 0x10 6 9 0 0x600 0x5"},
-		{func() error { return g.AllGather(0x10, 0x20, 1<<33, comm.Uint8, 0x5) }, "AllGather 0x20 0x10 8589934592 1 0x600 0x5"},
-		{func() error { return g.Broadcast(0x10, 8, comm.Float64, 2, 0x5) }, "Broadcast 0x10 0x10 8 8 2 0x600 0x5"},
-		{func() error { return g.Send(0x20, 9, comm.Float16, 2, 0x5) }, "Send 0x20 9 6 2 0x600 0x5"},
+		{func() error {
+			return g.AllReduce(0x10, 0x20, 5, comm.Float32, comm.Max, 0x5)
+		}, "AllReduce 0x20 0x10 5 7 2 0x600 0x5"},
+		{func() error {
+			return g.ReduceScatter(0x10, 0x20, 6, comm.BFloat16, comm.Sum, 0x5)
+		}, "ReduceScatter 0x20 0x10 6 9 0 0x600 0x5"},
+		{func() error {
+			return g.AllGather(0x10, 0x20, 1<<33, comm.Uint8, 0x5)
+		}, "AllGather 0x20 0x10 8589934592 1 0x600 0x5"},
+		{func() error {
+			return g.Broadcast(0x10, 8, comm.Float64, 2, 0x5)
+		}, "Broadcast 0x10 0x10 8 8 2 0x600 0x5"},
+		{func() error {
+			return g.Send(0x20, 9, comm.Float16, 2, 0x5)
+		}, "Send 0x20 9 6 2 0x600 0x5"},
 		{func() error { return g.Recv(0x10, 9, comm.Uint64, 0, 0x5) }, "Recv 0x10 9 5 0 0x600 0x5"},
-		{func() error { return g.AllReduce(0x10, 0x10, 1, comm.Int64, comm.Min, 0) }, "AllReduce 0x10 0x10 1 4 3 0x600 (nil)"},
+		{func() error {
+			return g.AllReduce(0x10, 0x10, 1, comm.Int64, comm.Min, 0)
+		}, "AllReduce 0x10 0x10 1 4 3 0x600 (nil)"},
 		{func() error { return g.Recv(0x10, 1, comm.Int32, 0, 0) }, "Recv 0x10 1 2 0 0x600 (nil)"},
 	} {
 		require.NoError(t, c.call())
@@ -142,7 +159,8 @@ func TestCalls(t *testing.T) {
 	r, err := g.Register(p, 300)
 	require.NoError(t, err)
 	require.NoError(t, errors.Join(g.Deregister(r), g.Free(p)))
-	require.Equal(t, "alloc 300\nregister 0x600 0x7000 300\nderegister 0x600 0x77\nfree 0x7000\n", f.notes())
+	require.Equal(t, "alloc 300\nregister 0x600 0x7000 300\nderegister 0x600 0x77\nfree 0x7000\n",
+		f.notes())
 	require.NoError(t, g.Close())
 	require.Equal(t, "destroy 0x600\n", f.notes())
 	require.ErrorIs(t, g.AllReduce(1, 1, 1, comm.Uint8, comm.Sum, 0), comm.ErrClosed)
@@ -168,13 +186,14 @@ func TestRefusedBatch(t *testing.T) {
 	require.Equal(t, "start\nAllGather 0x1 0x1 1 1 0x600 (nil)\nend\n", f.notes())
 }
 
-// TestFailures: errors have the call's name and what NCCL says; one that another rank is to blame for
-// is an ErrPeer; after an abort everything fails with the cause.
+// TestFailures: errors have the call's name and what NCCL says; one that another rank is to blame
+// for is an ErrPeer; after an abort everything fails with the cause.
 func TestFailures(t *testing.T) {
 	f := newFake(t)
 	g := groups(t, f)[0]
 	f.fail(3)
-	require.EqualError(t, g.AllGather(1, 1, 1, comm.Uint8, 0), "nccl: ncclGroupStart: internal error: the cable is out")
+	require.EqualError(t, g.AllGather(1, 1, 1, comm.Uint8, 0),
+		"nccl: ncclGroupStart: internal error: the cable is out")
 	require.NoError(t, g.Err())
 	f.pending(inProgress)
 	require.NoError(t, g.Err())

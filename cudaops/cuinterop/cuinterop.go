@@ -13,7 +13,8 @@ import (
 // Adopt takes a GPU into use in a context that the program made, which must outlive the Device; see
 // [cudaops.WithContext]. The context of a *cu.Ctx is its CUDAContext().
 func Adopt(ctx cu.CUContext, opts ...cudaops.DeviceOption) (*cudaops.Device, error) {
-	return cudaops.Open(append(opts[:len(opts):len(opts)], cudaops.WithContext(cuhandle.OfContext(ctx)))...)
+	return cudaops.Open(append(opts[:len(opts):len(opts)],
+		cudaops.WithContext(cuhandle.OfContext(ctx)))...)
 }
 
 // Context is the context in which the device's work is done. It must not be destroyed.
@@ -21,7 +22,9 @@ func Context(d *cudaops.Device) cu.CUContext { return cuhandle.Context(d.Context
 
 // WithStream makes a machine put its work on a stream that the program made in the device's
 // context; see [cudaops.WithStream]. cu.NoStream, whose work cannot be captured, is an error.
-func WithStream(s cu.Stream) cudaops.MachineOption { return cudaops.WithStream(cuhandle.OfStream(s)) }
+func WithStream(s cu.Stream) cudaops.MachineOption {
+	return cudaops.WithStream(cuhandle.OfStream(s))
+}
 
 // Stream is the stream that the machine's work is on. It must not be destroyed.
 func Stream(m *cudaops.Machine) cu.Stream { return cuhandle.Stream(m.Stream()) }

@@ -38,14 +38,18 @@ func newLayer(t *testing.T) *layer {
 	t.Helper()
 	l := &layer{graph: gorgonia.NewGraph()}
 	matrix := func(name string, rows, cols int) *gorgonia.Node {
-		return gorgonia.NewMatrix(l.graph, tensor.Float32, gorgonia.WithShape(rows, cols), gorgonia.WithName(name))
+		return gorgonia.NewMatrix(l.graph, tensor.Float32, gorgonia.WithShape(rows, cols),
+			gorgonia.WithName(name))
 	}
-	l.x, l.g, l.weights = matrix("x", rows, dim), matrix("g", rows, dim), matrix("weights", slots, chunk)
-	l.scales = gorgonia.NewVector(l.graph, tensor.Float32, gorgonia.WithShape(slots), gorgonia.WithName("scales"))
+	l.x, l.g, l.weights = matrix("x", rows, dim), matrix("g", rows, dim),
+		matrix("weights", slots, chunk)
+	l.scales = gorgonia.NewVector(l.graph, tensor.Float32, gorgonia.WithShape(slots),
+		gorgonia.WithName("scales"))
 	lattice := must[*state.Lattice](t)(state.NewLattice(seeds, dim, state.WithoutGates()))
 	path := []state.Stage{state.Training, state.Grafting, state.Stabilization}
 	for i := range seeds - 1 {
-		ok(t, lattice.RequestGermination(i, state.GerminationRequest{Slot: 1 + i%(slots-1), Kind: blueprints.Kind(i % 4)}))
+		ok(t, lattice.RequestGermination(i, state.GerminationRequest{Slot: 1 + i%(slots-1),
+			Kind: blueprints.Kind(i % 4)}))
 		for _, s := range path[:i%4] {
 			ok(t, lattice.Transition(i, s))
 		}
@@ -54,7 +58,8 @@ func newLayer(t *testing.T) *layer {
 		}
 	}
 	l.y = must[*gorgonia.Node](t)(op.Kasmina(l.x, l.weights, l.scales, lattice))
-	sum := must[*gorgonia.Node](t)(gorgonia.Sum(must[*gorgonia.Node](t)(gorgonia.HadamardProd(l.y, l.g))))
+	sum := must[*gorgonia.Node](t)(gorgonia.Sum(must[*gorgonia.Node](t)(gorgonia.HadamardProd(l.y,
+		l.g))))
 	must[gorgonia.Nodes](t)(gorgonia.Grad(sum, l.x, l.weights, l.scales))
 	return l
 }
@@ -103,7 +108,8 @@ func TestKasminaInCuMemory(t *testing.T) {
 	ours := newLayer(t)
 	own := must[*cudaops.Device](t)(cudaops.Open())
 	defer closing(t, own)
-	want := must[*cudaops.Machine](t)(cudaops.NewMachine(own, ours.graph, cudaops.WithOutputs(ours.outputs()...), cudaops.WithStrict()))
+	want := must[*cudaops.Machine](t)(cudaops.NewMachine(own, ours.graph,
+		cudaops.WithOutputs(ours.outputs()...), cudaops.WithStrict()))
 	defer closing(t, want)
 
 	ctx := must[cu.CUContext](t)(must[cu.Device](t)(cu.GetDevice(0)).MakeContext(cu.SchedAuto))
@@ -116,15 +122,19 @@ func TestKasminaInCuMemory(t *testing.T) {
 		buffers[n] = newBuffer(t, n)
 	}
 	device := must[*cudaops.Device](t)(cuinterop.Adopt(ctx))
-	got := must[*cudaops.Machine](t)(cudaops.NewMachine(device, theirs.graph, cuinterop.WithStream(stream),
+	got := must[*cudaops.Machine](t)(cudaops.NewMachine(device, theirs.graph,
+		cuinterop.WithStream(stream),
 		cudaops.WithOutputs(theirs.outputs()...), cudaops.WithStrict()))
 	for n, b := range buffers {
 		ok(t, cuinterop.Bind(got, n, b.at, b.bytes()))
-		if at, bytes, err := cuinterop.Memory(got, n); at != b.at || bytes != b.bytes() || err != nil {
-			t.Errorf("%v lies at %v, %d bytes (%v), want %v, %d bytes", n, at, bytes, err, b.at, b.bytes())
+		if at, bytes, err := cuinterop.Memory(got, n); at != b.at ||
+			bytes != b.bytes() || err != nil {
+			t.Errorf("%v lies at %v, %d bytes (%v), want %v, %d bytes", n, at,
+				bytes, err, b.at, b.bytes())
 		}
 	}
-	if cuinterop.Context(device) != ctx || cuinterop.Context(own) == ctx || cuinterop.Stream(got) != stream {
+	if cuinterop.Context(device) != ctx || cuinterop.Context(own) == ctx ||
+		cuinterop.Stream(got) != stream {
 		t.Error("the device's context or the machine's stream is not the one given")
 	}
 
@@ -134,7 +144,8 @@ func TestKasminaInCuMemory(t *testing.T) {
 			for i := range values {
 				values[i] = float32(r.NormFloat64())
 			}
-			ok(t, gorgonia.Let(n, tensor.New(tensor.WithShape(n.Shape()...), tensor.WithBacking(values))))
+			ok(t, gorgonia.Let(n, tensor.New(tensor.WithShape(n.Shape()...),
+				tensor.WithBacking(values))))
 			buffers[theirs.inputs()[i]].write(values)
 		}
 		ok(t, want.RunAll())
@@ -157,12 +168,15 @@ func TestKasminaInCuMemory(t *testing.T) {
 		at    cu.DevicePtr
 		bytes int64
 		want  string
-	}{{x.at + 4, x.bytes(), "multiple of 256"}, {x.at, x.bytes() - 4, "want 5920"}, {0, x.bytes(), "multiple of 256"}} {
-		if err := cuinterop.Bind(got, theirs.x, c.at, c.bytes); err == nil || !strings.Contains(err.Error(), c.want) {
+	}{{x.at + 4, x.bytes(), "multiple of 256"}, {x.at, x.bytes() - 4, "want 5920"},
+		{0, x.bytes(), "multiple of 256"}} {
+		if err := cuinterop.Bind(got, theirs.x, c.at, c.bytes); err == nil ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("Bind(%v, %d) = %v, want %q", c.at, c.bytes, err, c.want)
 		}
 	}
-	if _, err := cudaops.NewMachine(device, theirs.graph, cuinterop.WithStream(cu.NoStream)); err == nil {
+	if _, err := cudaops.NewMachine(device, theirs.graph,
+		cuinterop.WithStream(cu.NoStream)); err == nil {
 		t.Error("a machine took the default stream")
 	}
 	ok(t, errors.Join(got.Close(), device.Close()))
@@ -179,7 +193,9 @@ func TestKasminaInCuMemory(t *testing.T) {
 
 // same compares bits.
 func same(a, b []float32) bool {
-	return slices.EqualFunc(a, b, func(x, y float32) bool { return math.Float32bits(x) == math.Float32bits(y) })
+	return slices.EqualFunc(a, b, func(x, y float32) bool {
+		return math.Float32bits(x) == math.Float32bits(y)
+	})
 }
 
 func must[T any](t *testing.T) func(T, error) T {

@@ -22,14 +22,16 @@ import (
 
 func main() {
 	lattice := must(state.NewLattice(2, 4, state.WithoutGates()))
-	check(lattice.RequestGermination(1, state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}))
+	check(lattice.RequestGermination(1, state.GerminationRequest{Slot: 1,
+		Kind: blueprints.Residual}))
 	check(lattice.Transition(1, state.Training))
 	check(lattice.Transition(1, state.Grafting))
 	check(lattice.SetAlpha(1, 0.5))
 
 	g := gorgonia.NewGraph()
 	x := input(g, "x", []float64{1, 2, 3, 4, 5, 6, 7, 8}, 2, 4)
-	weights := input(g, "weights", []float64{0, 0, 10, 20}, 2, 2) // a row for each slot; slot 0 means none
+	// a row for each slot; slot 0 means none
+	weights := input(g, "weights", []float64{0, 0, 10, 20}, 2, 2)
 	scales := input(g, "scales", []float64{0, 1}, 2)
 	y := must(op.Kasmina(x, weights, scales, lattice))
 	cost := must(gorgonia.Sum(must(gorgonia.Square(y))))
@@ -45,7 +47,8 @@ func main() {
 }
 
 func input(g *gorgonia.ExprGraph, name string, data []float64, shape ...int) *gorgonia.Node {
-	return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data)), gorgonia.WithName(name))
+	return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data)),
+		gorgonia.WithName(name))
 }
 
 func must[T any](v T, err error) T {

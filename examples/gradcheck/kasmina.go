@@ -31,11 +31,13 @@ var pathTo = map[state.Stage][]state.Stage{
 	state.Grafting:      {state.Training, state.Grafting},
 	state.Stabilization: {state.Training, state.Grafting, state.Stabilization},
 	state.Evaluating:    {state.Training, state.Grafting, state.Stabilization, state.Evaluating},
-	state.FineTuning:    {state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning},
-	state.Fossilized:    {state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized},
-	state.Culled:        {state.Training, state.Culled},
-	state.Cancelled:     {state.Cancelled},
-	state.RolledBack:    {state.Training, state.Grafting, state.RolledBack},
+	state.FineTuning: {state.Training, state.Grafting, state.Stabilization,
+		state.Evaluating, state.FineTuning},
+	state.Fossilized: {state.Training, state.Grafting, state.Stabilization, state.Evaluating,
+		state.FineTuning, state.Fossilized},
+	state.Culled:     {state.Training, state.Culled},
+	state.Cancelled:  {state.Cancelled},
+	state.RolledBack: {state.Training, state.Grafting, state.RolledBack},
 }
 
 // mode is a stability mode with inputs that make it act. Large inputs come with a small cost, or
@@ -52,23 +54,25 @@ func kasminaChecks() []check {
 	var checks []check
 	for stage := state.Dormant; stage <= state.RolledBack; stage++ {
 		for _, kind := range blueprints.KindsAt(blueprints.Chunk) {
-			checks = append(checks, check{"Kasmina", stage.String() + ", " + kind.String(), func(r *rand.Rand) ([]autodiff.CheckReport, error) {
-				var reports []autodiff.CheckReport
-				for _, m := range modes {
-					report, err := checkKasmina(r, stage, kind, m)
-					if err != nil {
-						return nil, err
+			checks = append(checks, check{"Kasmina", stage.String() + ", " + kind.String(),
+				func(r *rand.Rand) ([]autodiff.CheckReport, error) {
+					var reports []autodiff.CheckReport
+					for _, m := range modes {
+						report, err := checkKasmina(r, stage, kind, m)
+						if err != nil {
+							return nil, err
+						}
+						reports = append(reports, report)
 					}
-					reports = append(reports, report)
-				}
-				return reports, nil
-			}})
+					return reports, nil
+				}})
 		}
 	}
 	return checks
 }
 
-func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind, m mode) (autodiff.CheckReport, error) {
+func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind,
+	m mode) (autodiff.CheckReport, error) {
 	x, weights, scales, cost := kasminaInputs(r, m)
 	differences := func(stage state.Stage) (autodiff.CheckReport, error) {
 		lattice, err := latticeIn(stage, kind)
@@ -76,17 +80,20 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind, m mode)
 			return autodiff.CheckReport{}, err
 		}
 		in := &inputs{Rand: r, g: gorgonia.NewGraph()}
-		nodes := gorgonia.Nodes{in.values("x", x, rows, seeds*chunk), in.values("weights", weights, slots, width), in.values("scales", scales, slots)}
+		nodes := gorgonia.Nodes{in.values("x", x, rows, seeds*chunk),
+			in.values("weights", weights, slots, width), in.values("scales", scales, slots)}
 		if m.Stability == op.Strict {
 			if err := observe(lattice, nodes); err != nil {
 				return autodiff.CheckReport{}, err
 			}
 		}
-		y, err := op.Kasmina(nodes[0], nodes[1], nodes[2], lattice, op.WithStability(m.Stability), op.WithEpsilon(epsilon), op.WithoutTelemetry())
+		y, err := op.Kasmina(nodes[0], nodes[1], nodes[2], lattice, op.WithStability(m.Stability),
+			op.WithEpsilon(epsilon), op.WithoutTelemetry())
 		if err != nil {
 			return autodiff.CheckReport{}, err
 		}
-		weighted, err := gorgonia.HadamardProd(y, in.constant("weights of the cost", cost, rows, seeds*chunk))
+		weighted, err := gorgonia.HadamardProd(y, in.constant("weights of the cost",
+			cost, rows, seeds*chunk))
 		if err != nil {
 			return autodiff.CheckReport{}, err
 		}
@@ -102,8 +109,8 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind, m mode)
 	}
 	switch stage {
 	case state.Training:
-		// The output is x, yet the parameters learn as if it were t(x): as the differences of a fully
-		// blended seed say.
+		// The output is x, yet the parameters learn as if it were t(x): as the differences of a
+		// fully blended seed say.
 		blended, err := differences(state.FineTuning)
 		if err != nil {
 			return report, err
@@ -142,7 +149,8 @@ func latticeIn(stage state.Stage, kind blueprints.Kind) (*state.Lattice, error) 
 		return l, err
 	}
 	for seed := range seeds {
-		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: slotOf[seed], Kind: kind}); err != nil {
+		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: slotOf[seed],
+			Kind: kind}); err != nil {
 			return nil, err
 		}
 		for _, next := range pathTo[stage] {
@@ -174,7 +182,8 @@ func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 		return v
 	}
 	const features = seeds * chunk
-	x, weights, scales, cost = draw(rows*features, m.size), draw(slots*width, 1), draw(slots, 1), draw(rows*features, 1/m.size)
+	x, weights, scales, cost = draw(rows*features, m.size), draw(slots*width, 1), draw(slots, 1),
+		draw(rows*features, 1/m.size)
 	if m.Stability == op.Strict {
 		x[1], x[features+4] = 0.03, -0.05
 		x[(rows-1)*features+2], x[(rows-1)*features+6] = 40, -40
@@ -192,7 +201,8 @@ func observe(l *state.Lattice, like gorgonia.Nodes) error {
 	}
 	weights := slices.Clone(like[1].Value().Data().([]float64))
 	scales := slices.Clone(like[2].Value().Data().([]float64))
-	_, err := op.Kasmina(in.values("x", ordinary, rows, seeds*chunk), in.values("weights", weights, slots, width), in.values("scales", scales, slots), l)
+	_, err := op.Kasmina(in.values("x", ordinary, rows, seeds*chunk),
+		in.values("weights", weights, slots, width), in.values("scales", scales, slots), l)
 	if err != nil {
 		return err
 	}

@@ -21,21 +21,26 @@ func opChecks() []check {
 		})
 	}
 	add("RMSNorm", "4×(3 heads of 5), 1 + weight", func(in *inputs) (*gorgonia.Node, error) {
-		return op.RMSNorm(in.normal("x", 4, 15), in.normal("weight", 5), 1e-6, op.EachHead(), op.WeightPlusOne())
+		return op.RMSNorm(in.normal("x", 4, 15), in.normal("weight", 5), 1e-6,
+			op.EachHead(), op.WeightPlusOne())
 	})
 	for i, c := range ropes {
-		add("RoPE", fmt.Sprintf("%d positions, %d heads of %d, %s", c.Seq, c.Heads, c.HeadDim, ropeNames[i]), func(in *inputs) (*gorgonia.Node, error) {
+		add("RoPE", fmt.Sprintf("%d positions, %d heads of %d, %s", c.Seq, c.Heads, c.HeadDim,
+			ropeNames[i]), func(in *inputs) (*gorgonia.Node, error) {
 			return op.RoPE(in.normal("x", 2*c.Seq, c.Heads*c.HeadDim), c)
 		})
 	}
 	add("SiLUMLP", "5×6, 9 inner", func(in *inputs) (*gorgonia.Node, error) {
-		return op.SiLUMLP(in.normal("x", 5, 6), in.normal("gate", 9, 6), in.normal("up", 9, 6), in.normal("down", 6, 9))
+		return op.SiLUMLP(in.normal("x", 5, 6), in.normal("gate", 9, 6), in.normal("up", 9, 6),
+			in.normal("down", 6, 9))
 	})
 	add("GELUMLP", "5×6, 9 inner", func(in *inputs) (*gorgonia.Node, error) {
-		return op.GELUMLP(in.normal("x", 5, 6), in.normal("gate", 9, 6), in.normal("up", 9, 6), in.normal("down", 6, 9))
+		return op.GELUMLP(in.normal("x", 5, 6), in.normal("gate", 9, 6), in.normal("up", 9, 6),
+			in.normal("down", 6, 9))
 	})
 	for _, c := range attentions {
-		config := fmt.Sprintf("%d positions, %d heads on %d of %d", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
+		config := fmt.Sprintf("%d positions, %d heads on %d of %d", c.Seq,
+			c.Heads, c.KVHeads, c.HeadDim)
 		if c.Causal {
 			config += ", causal"
 		}
@@ -44,29 +49,38 @@ func opChecks() []check {
 		}
 		add("Attention", config, func(in *inputs) (*gorgonia.Node, error) {
 			rows, kv := 2*c.Seq, c.KVHeads*c.HeadDim
-			return op.Attention(in.normal("q", rows, c.Heads*c.HeadDim), in.normal("k", rows, kv), in.normal("v", rows, kv), c)
+			return op.Attention(in.normal("q", rows, c.Heads*c.HeadDim), in.normal("k", rows, kv),
+				in.normal("v", rows, kv), c)
 		})
 	}
-	add("DocumentAttention", "70 positions, 3 documents, 2 heads on 1 of 1", func(in *inputs) (*gorgonia.Node, error) {
-		return documents(documentInputs(in))
+	add("DocumentAttention", "70 positions, 3 documents, 2 heads on 1 of 1",
+		func(in *inputs) (*gorgonia.Node, error) {
+			return documents(documentInputs(in))
+		})
+	add("Bias", "5×7", func(in *inputs) (*gorgonia.Node, error) {
+		return op.Bias(in.normal("x", 5, 7), in.normal("b", 7))
 	})
-	add("Bias", "5×7", func(in *inputs) (*gorgonia.Node, error) { return op.Bias(in.normal("x", 5, 7), in.normal("b", 7)) })
 	add("Linear", "5×7 to 4", func(in *inputs) (*gorgonia.Node, error) {
 		return op.Linear(in.normal("x", 5, 7), in.normal("w", 4, 7))
 	})
 	add("Embedding", "6 rows of 4×5", func(in *inputs) (*gorgonia.Node, error) {
-		return op.Embedding(in.constant("ids", []int{3, 0, 3, 1, 2, 3}, 6), in.normal("table", 4, 5))
+		return op.Embedding(in.constant("ids", []int{3, 0, 3, 1, 2, 3}, 6),
+			in.normal("table", 4, 5))
 	})
 	add("CrossEntropy", "4×9, one row ignored", func(in *inputs) (*gorgonia.Node, error) {
-		return op.CrossEntropy(in.normal("logits", 4, 9), in.constant("targets", []int{8, 0, -1, 3}, 4))
+		return op.CrossEntropy(in.normal("logits", 4, 9),
+			in.constant("targets", []int{8, 0, -1, 3}, 4))
 	})
-	add("LinearCrossEntropy", "4×5 to 9, one row ignored", func(in *inputs) (*gorgonia.Node, error) {
-		return op.LinearCrossEntropy(in.normal("x", 4, 5), in.normal("w", 9, 5), in.constant("targets", []int{8, 0, -1, 3}, 4))
-	})
-	for _, s := range [][3]int{{4, 7, 5}, {7, 4, 5}, {5, 5, 2}} {
-		add("NewtonSchulz", fmt.Sprintf("%d×%d, %d steps", s[0], s[1], s[2]), func(in *inputs) (*gorgonia.Node, error) {
-			return op.NewtonSchulz(in.normal("x", s[0], s[1]), s[2])
+	add("LinearCrossEntropy", "4×5 to 9, one row ignored",
+		func(in *inputs) (*gorgonia.Node, error) {
+			return op.LinearCrossEntropy(in.normal("x", 4, 5), in.normal("w", 9, 5),
+				in.constant("targets", []int{8, 0, -1, 3}, 4))
 		})
+	for _, s := range [][3]int{{4, 7, 5}, {7, 4, 5}, {5, 5, 2}} {
+		add("NewtonSchulz", fmt.Sprintf("%d×%d, %d steps", s[0], s[1], s[2]),
+			func(in *inputs) (*gorgonia.Node, error) {
+				return op.NewtonSchulz(in.normal("x", s[0], s[1]), s[2])
+			})
 	}
 	add("Recompute", "embedding, norm and MLP", func(in *inputs) (*gorgonia.Node, error) {
 		return autodiff.Recompute(blockInputs(in), block)
@@ -89,8 +103,10 @@ func opChecks() []check {
 var (
 	ropes = []op.RoPEConfig{
 		{Seq: 5, Heads: 3, HeadDim: 4},
-		{Seq: 7, Heads: 1, HeadDim: 8, Base: 500, Scaling: &op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 64}},
-		{Seq: 7, Heads: 2, HeadDim: 8, Base: 500, Scaling: &op.RoPEScaling{Factor: 8, BetaFast: 32, BetaSlow: 1, Original: 640}},
+		{Seq: 7, Heads: 1, HeadDim: 8, Base: 500, Scaling: &op.RoPEScaling{Factor: 8, LowFreq: 1,
+			HighFreq: 4, Original: 64}},
+		{Seq: 7, Heads: 2, HeadDim: 8, Base: 500, Scaling: &op.RoPEScaling{Factor: 8, BetaFast: 32,
+			BetaSlow: 1, Original: 640}},
 	}
 	ropeNames  = []string{"base 10000", "scaled for longer contexts", "scaled by YaRN"}
 	attentions = []op.AttentionConfig{
@@ -109,15 +125,18 @@ func documentInputs(in *inputs) gorgonia.Nodes {
 	for i := range starts {
 		starts[i] = i / 25 * 25
 	}
-	return gorgonia.Nodes{in.normal("q", 70, 2), in.normal("k", 70, 1), in.normal("v", 70, 1), in.constant("starts", starts, 70)}
+	return gorgonia.Nodes{in.normal("q", 70, 2), in.normal("k", 70, 1), in.normal("v", 70, 1),
+		in.constant("starts", starts, 70)}
 }
 
 func documents(in gorgonia.Nodes) (*gorgonia.Node, error) {
-	return op.DocumentAttention(in[0], in[1], in[2], in[3], op.AttentionConfig{Seq: 70, Heads: 2, KVHeads: 1, HeadDim: 1, Causal: true})
+	return op.DocumentAttention(in[0], in[1], in[2], in[3], op.AttentionConfig{Seq: 70, Heads: 2,
+		KVHeads: 1, HeadDim: 1, Causal: true})
 }
 
 func blockInputs(in *inputs) gorgonia.Nodes {
-	return gorgonia.Nodes{in.normal("x", 4, 6), in.constant("ids", []int{2, 0, 1, 2}, 4), in.normal("table", 3, 6), in.normal("norm", 6),
+	return gorgonia.Nodes{in.normal("x", 4, 6), in.constant("ids", []int{2, 0, 1, 2}, 4),
+		in.normal("table", 3, 6), in.normal("norm", 6),
 		in.normal("gate", 5, 6), in.normal("up", 5, 6), in.normal("down", 6, 5)}
 }
 

@@ -87,7 +87,8 @@ func (e *experiment) compare(seed uint64, first bool) (c comparison, err error) 
 }
 
 // train trains one model.
-func (e *experiment) train(seed uint64, lr float64, grown bool, replay string) (r *trained, err error) {
+func (e *experiment) train(seed uint64, lr float64, grown bool, replay string) (r *trained,
+	err error) {
 	name := fmt.Sprintf("static-%d-%g", seed, lr)
 	if grown {
 		name = fmt.Sprintf("grown-%d", seed)
@@ -180,7 +181,8 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callbac
 			}
 			r.loss = bits * math.Ln2
 			r.curve = append(r.curve, point{v.Share, r.loss, t.Model.Config.Layers})
-			fmt.Fprintf(e.w, "%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats a byte\n", name,
+			fmt.Fprintf(e.w,
+				"%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats a byte\n", name,
 				100*v.Share, e.time, v.Step, t.Model.Config.Layers, r.loss)
 		}
 		return nil
@@ -200,7 +202,8 @@ func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer,
 	if err != nil {
 		return nil, err
 	}
-	loader, err := data.NewLoader(e.text.tokens, data.LoaderConfig{Batch: e.batch, Seq: c.Seq, Seed: seed})
+	loader, err := data.NewLoader(e.text.tokens, data.LoaderConfig{Batch: e.batch,
+		Seq: c.Seq, Seed: seed})
 	if err != nil {
 		return nil, err
 	}
@@ -208,7 +211,8 @@ func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer,
 	if err != nil {
 		return nil, err
 	}
-	train := llm.TrainConfig{Batch: e.batch, Epoch: e.epoch, Clip: 1, Budget: llm.Budget{Time: e.time}}
+	train := llm.TrainConfig{Batch: e.batch, Epoch: e.epoch, Clip: 1,
+		Budget: llm.Budget{Time: e.time}}
 	if train.Schedule, err = optim.Warmup(lr, warmup); err != nil {
 		return nil, err
 	}
@@ -256,7 +260,8 @@ func (all results) report(stdout io.Writer) error {
 		Seconds      float64    `json:"seconds"` // the longest run's
 		Share        []*float64 `json:"share_of_time_to_static_loss"`
 	}
-	fmt.Fprintf(stdout, "\n%-12s %-7s %9s %14s %11s %7s %8s   %s\n", "random seed", "model", "rate", "held-out loss",
+	fmt.Fprintf(stdout, "\n%-12s %-7s %9s %14s %11s %7s %8s   %s\n", "random seed", "model",
+		"rate", "held-out loss",
 		"parameters", "steps", "seconds", "static run's loss at")
 	for _, c := range all {
 		out.Seeds = append(out.Seeds, c.seed)
@@ -282,7 +287,8 @@ func (all results) report(stdout io.Writer) error {
 					out.Share = append(out.Share, share)
 				}
 			}
-			fmt.Fprintf(stdout, "%-12d %-7s %9g %14.4f %11d %7d %8.1f   %s\n", c.seed, name, r.rate, r.loss, r.params,
+			fmt.Fprintf(stdout, "%-12d %-7s %9g %14.4f %11d %7d %8.1f   %s\n", c.seed, name,
+				r.rate, r.loss, r.params,
 				r.steps, r.seconds, at)
 		}
 	}

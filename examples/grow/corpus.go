@@ -38,7 +38,8 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	if err != nil {
 		return nil, err
 	}
-	fmt.Fprintf(w, "data      %s: %.1f million tokens to train on\n", path, float64(c.tokens.Len())/1e6)
+	fmt.Fprintf(w, "data      %s: %.1f million tokens to train on\n", path,
+		float64(c.tokens.Len())/1e6)
 	held, err := text.HeldOut.Sample(int(o.heldOut))
 	if err != nil {
 		return nil, err
@@ -48,7 +49,8 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 }
 
 // tokenize makes the tokens: bytes, or those of a byte-pair encoding, which are kept in a file.
-func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text, w io.Writer) (tok tokenizer.Tokenizer, err error) {
+func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text,
+	w io.Writer) (tok tokenizer.Tokenizer, err error) {
 	if o.vocab == 0 {
 		c.tokens, err = data.Tokenize(ctx, text, tokenizer.Bytes{})
 		return tokenizer.Bytes{}, err
@@ -57,9 +59,11 @@ func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text, w io.
 	if err != nil {
 		return nil, err
 	}
-	fmt.Fprintf(w, "tokens    %d entries from %.1f MB; kept in %s\n", o.vocab, float64(text.Size())/1e6, o.cache)
+	fmt.Fprintf(w, "tokens    %d entries from %.1f MB; kept in %s\n", o.vocab,
+		float64(text.Size())/1e6, o.cache)
 	name := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d", fingerprint, o.vocab))
-	bpe, err := tokenizer.LoadOrTrainBPE(ctx, name+".bpe", text, o.vocab, int(min(text.Size(), tokenizerText)), nil)
+	bpe, err := tokenizer.LoadOrTrainBPE(ctx, name+".bpe", text, o.vocab,
+		int(min(text.Size(), tokenizerText)), nil)
 	if err != nil {
 		return nil, err
 	}

@@ -23,7 +23,8 @@ func textFolder(t *testing.T) string {
 	r := rand.New(rand.NewPCG(1, 2))
 	var text strings.Builder
 	for range 4000 {
-		text.WriteString([]string{"func ", "return ", "if err != nil {\n", "}\n", "x := y\n"}[r.IntN(5)])
+		text.WriteString([]string{"func ", "return ", "if err != nil {\n", "}\n",
+			"x := y\n"}[r.IntN(5)])
 	}
 	dir := t.TempDir()
 	for i := range 4 {
@@ -35,8 +36,10 @@ func textFolder(t *testing.T) string {
 
 // tiny are options of runs that take hardly any time.
 func tiny(t *testing.T, out string, more ...string) []string {
-	return append([]string{"-device", "cpu", "-data", textFolder(t), "-out", out, "-time", "600ms", "-dim", "16",
-		"-heads", "2", "-seq", "8", "-batch", "2", "-epoch", "1", "-heldout", "256", "-lr", "0.01,0.02"}, more...)
+	return append([]string{"-device", "cpu", "-data", textFolder(t), "-out", out, "-time",
+		"600ms", "-dim", "16",
+		"-heads", "2", "-seq", "8", "-batch", "2", "-epoch", "1", "-heldout", "256", "-lr",
+		"0.01,0.02"}, more...)
 }
 
 type last struct {
@@ -57,8 +60,9 @@ func lastLine(t *testing.T, stdout string) (l last) {
 	return l
 }
 
-// TestRun wants the grown model to end with the static one's blocks, unless they did it no good, all that is promised to lie in the folder,
-// and a run that follows the record to give the same model.
+// TestRun wants the grown model to end with the static one's blocks, unless they did it no good,
+// all that is promised to lie in the folder, and a run that follows the record to give the same
+// model.
 func TestRun(t *testing.T) {
 	out := t.TempDir()
 	var stdout, stderr strings.Builder
@@ -81,7 +85,8 @@ func TestRun(t *testing.T) {
 		_, err = png.Decode(picture)
 		require.NoError(t, err)
 	}
-	m, err := llm.LoadModel(t.Context(), filepath.Join(out, "static-2-"+fmt.Sprint(bestRate(t, out))+".safetensors"))
+	m, err := llm.LoadModel(t.Context(),
+		filepath.Join(out, "static-2-"+fmt.Sprint(bestRate(t, out))+".safetensors"))
 	require.NoError(t, err)
 	require.Equal(t, 4, m.Config.Layers)
 

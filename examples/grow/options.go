@@ -40,36 +40,50 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	o.controller = control.NewDepth(blueprints.Stack, 1)
 	f := flag.NewFlagSet("grow", flag.ContinueOnError)
 	f.SetOutput(stderr)
-	f.StringVar(&o.device, "device", "auto", "cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
+	f.StringVar(&o.device, "device", "auto",
+		"cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
 	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "of a GPU: bf16, f8, f16 or f32")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
 	f.StringVar(&o.ext, "ext", "", "learn from files of this extension alone, such as .py")
-	f.StringVar(&o.out, "out", filepath.Join("runs", "grow"), "folder for models, logs, records and pictures")
-	f.StringVar(&o.cache, "cache", filepath.Join(os.TempDir(), "kasmina"), "folder for byte-pair encodings and tokens")
-	f.IntVar(&o.vocab, "vocab", 0, "entries of a byte-pair encoding trained on the data (default: a token is a byte)")
-	f.Int64Var(&o.heldOut, "heldout", 128<<10, "bytes of held-out text that the models are compared on")
+	f.StringVar(&o.out, "out", filepath.Join("runs", "grow"),
+		"folder for models, logs, records and pictures")
+	f.StringVar(&o.cache, "cache", filepath.Join(os.TempDir(), "kasmina"),
+		"folder for byte-pair encodings and tokens")
+	f.IntVar(&o.vocab, "vocab", 0,
+		"entries of a byte-pair encoding trained on the data (default: a token is a byte)")
+	f.Int64Var(&o.heldOut, "heldout", 128<<10,
+		"bytes of held-out text that the models are compared on")
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters and data order")
 	f.IntVar(&o.runs, "runs", 3, "how often to compare, with one random seed after the other")
 	f.DurationVar(&o.time, "time", 25*time.Second, "what each run may take")
 	f.IntVar(&o.batch, "batch", 8, "sequences in a batch")
 	f.IntVar(&o.epoch, "epoch", 5, "steps in an epoch, behind which the controller decides")
 	f.StringVar(&o.optimizer, "optimizer", "muon", "muon or adamw")
-	f.StringVar(&rates, "lr", "0.02", "peak learning rates, as 0.01,0.02: the static run is tried with each, and the grown one has\nthe best of them")
-	f.IntVar(&o.model.Layers, "layers", 4, "blocks of the static model, and of the grown one at its end")
+	f.StringVar(&rates, "lr", "0.02",
+		"peak learning rates, as 0.01,0.02: the static run is tried with each, and the grown one has\nthe best of them")
+	f.IntVar(&o.model.Layers, "layers", 4,
+		"blocks of the static model, and of the grown one at its end")
 	f.IntVar(&o.from, "from", 2, "blocks that the grown model begins with")
 	f.StringVar(&o.kind, "kind", "stack", "how it grows: stack, interleave or new-blocks")
-	f.Float64Var(&o.controller.Begin, "begin", o.controller.Begin, "share of the time before which it does not grow")
-	f.Float64Var(&o.controller.End, "end", o.controller.End, "share of the time at which it grows at the latest")
-	f.Float64Var(&o.controller.Flat, "flat", o.controller.Flat, "grow once the loss falls by so much of its fastest fall")
+	f.Float64Var(&o.controller.Begin, "begin", o.controller.Begin,
+		"share of the time before which it does not grow")
+	f.Float64Var(&o.controller.End, "end", o.controller.End,
+		"share of the time at which it grows at the latest")
+	f.Float64Var(&o.controller.Flat, "flat", o.controller.Flat,
+		"grow once the loss falls by so much of its fastest fall")
 	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
 	f.IntVar(&o.model.Heads, "heads", 4, "attention heads")
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptrons (default: 8/3 of -dim)")
 	f.IntVar(&o.model.Seq, "seq", 128, "tokens in a sequence")
-	f.IntVar(&o.every, "eval-every", 0, "steps between evaluations, outside the time (default: about ten in a run)")
+	f.IntVar(&o.every, "eval-every", 0,
+		"steps between evaluations, outside the time (default: about ten in a run)")
 	f.StringVar(&o.only, "only", "", "train static or grown models alone")
-	f.StringVar(&o.board, "board", "", "show the runs in a browser, at this address, such as 127.0.0.1:6060")
-	f.BoolVar(&o.boardControl, "board-control", false, "let whoever has the token that -board prints steer the runs")
-	f.StringVar(&o.replay, "replay", "", "let the grown model of the first random seed follow this record instead of the controller")
+	f.StringVar(&o.board, "board", "",
+		"show the runs in a browser, at this address, such as 127.0.0.1:6060")
+	f.BoolVar(&o.boardControl, "board-control", false,
+		"let whoever has the token that -board prints steer the runs")
+	f.StringVar(&o.replay, "replay", "",
+		"let the grown model of the first random seed follow this record instead of the controller")
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
@@ -96,12 +110,18 @@ func (o *options) finish(rest []string) error {
 		{o.epoch >= 1, fmt.Sprintf("-epoch is %d, want at least 1", o.epoch)},
 		{o.every >= 0, fmt.Sprintf("-eval-every is %d, want at least 0", o.every)},
 		{o.heldOut >= 2, fmt.Sprintf("-heldout is %d, want at least 2", o.heldOut)},
-		{o.vocab == 0 || o.vocab >= 257, fmt.Sprintf("-vocab is %d, want 0, or at least 257", o.vocab)},
-		{1 <= o.from && o.from < o.model.Layers, fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
-		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device), fmt.Sprintf("-device is %q, want auto, cpu or cuda", o.device)},
-		{slices.Contains([]string{"muon", "adamw"}, o.optimizer), fmt.Sprintf("-optimizer is %q, want muon or adamw", o.optimizer)},
-		{slices.Contains([]string{"", "static", "grown"}, o.only), fmt.Sprintf("-only is %q, want static or grown", o.only)},
-		{o.replay == "" || o.only != "static", "-replay is for the grown model, and -only is static"},
+		{o.vocab == 0 || o.vocab >= 257,
+			fmt.Sprintf("-vocab is %d, want 0, or at least 257", o.vocab)},
+		{1 <= o.from && o.from < o.model.Layers,
+			fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
+		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device),
+			fmt.Sprintf("-device is %q, want auto, cpu or cuda", o.device)},
+		{slices.Contains([]string{"muon", "adamw"}, o.optimizer),
+			fmt.Sprintf("-optimizer is %q, want muon or adamw", o.optimizer)},
+		{slices.Contains([]string{"", "static", "grown"}, o.only),
+			fmt.Sprintf("-only is %q, want static or grown", o.only)},
+		{o.replay == "" || o.only != "static",
+			"-replay is for the grown model, and -only is static"},
 	} {
 		if !c.ok {
 			return errors.New(c.text)
@@ -134,7 +154,8 @@ func (o *options) plan() error {
 		return fmt.Errorf("-kind is %q, want stack, interleave or new-blocks", o.kind)
 	}
 	if times*o.from != o.model.Layers {
-		return fmt.Errorf("-layers is %d, want a multiple of -from, %d: -kind new-blocks takes others",
+		return fmt.Errorf("-layers is %d, want a multiple of -from, %d: -kind new-blocks "+
+			"takes others",
 			o.model.Layers, o.from)
 	}
 	return nil

@@ -122,7 +122,8 @@ func (d *dataset) trainTokenizer(ctx context.Context, o options, fingerprint str
 	}
 	fmt.Fprintf(stderr, "tokenizer %s, %s\n", bpe.Name(), m.origin(path))
 	if n := bpe.VocabSize(); n < o.vocab {
-		fmt.Fprintf(stderr, "vocab     the text has pairs for %d of %d entries: -vocab %d does, with a smaller model\n", n, o.vocab, n)
+		fmt.Fprintf(stderr,
+			"vocab     the text has pairs for %d of %d entries: -vocab %d does, with a smaller model\n", n, o.vocab, n)
 	}
 	return bpe, nil
 }
@@ -151,7 +152,8 @@ func (d *dataset) evaluations(o options) (texts [2]*data.Evaluation, err error) 
 		} else {
 			var documents [][]byte
 			if documents, err = d.held.SampleDocuments(len(text)); err == nil {
-				texts[i], err = data.NewDocumentEvaluation(documents, d.tokenizer, o.train.Batch, o.model.Seq)
+				texts[i], err = data.NewDocumentEvaluation(documents, d.tokenizer,
+					o.train.Batch, o.model.Seq)
 			}
 		}
 		if err != nil {
@@ -188,7 +190,8 @@ func (m *meter) at(done, of float64) error {
 	if now := time.Now(); now.Sub(m.told) > 2*time.Second && done < of {
 		left := ""
 		if share := done / of; share > 0.1 { // before, the pace says little
-			left = fmt.Sprintf(", %v left", time.Duration(float64(now.Sub(m.start))*(1/share-1)).Round(time.Second))
+			left = fmt.Sprintf(", %v left",
+				time.Duration(float64(now.Sub(m.start))*(1/share-1)).Round(time.Second))
 		}
 		fmt.Fprintf(m.w, "%s: %.0f %%%s\n", m.what, 100*done/of, left)
 		m.told = now
@@ -201,7 +204,8 @@ func (m *meter) origin(path string) string {
 	if !m.worked {
 		return "from " + path
 	}
-	return fmt.Sprintf("made in %v, kept in %s", time.Since(m.start).Round(100*time.Millisecond), path)
+	return fmt.Sprintf("made in %v, kept in %s", time.Since(m.start).Round(100*time.Millisecond),
+		path)
 }
 
 // thin returns a text of at most quickBytes, or else so many of them in pieces spread evenly over
@@ -222,7 +226,8 @@ func thin(text []byte) []byte {
 type baselines struct{ order2, gzip float64 }
 
 // score measures what simpler models make of the held-out text, in bits per byte.
-func score(ctx context.Context, train *data.Text, heldOut []byte, stderr io.Writer) (b baselines, err error) {
+func score(ctx context.Context, train *data.Text, heldOut []byte, stderr io.Writer) (b baselines,
+	err error) {
 	m, err := baseline.TrainOrder2(ctx, train.Reader(), nil)
 	if err != nil {
 		return b, err
@@ -233,6 +238,7 @@ func score(ctx context.Context, train *data.Text, heldOut []byte, stderr io.Writ
 	if b.gzip, err = baseline.GzipBitsPerByte(ctx, heldOut); err != nil {
 		return b, err
 	}
-	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2, b.gzip)
+	fmt.Fprintf(stderr, "to beat   order-2 model %.3f bits per byte, gzip -9 %.3f\n", b.order2,
+		b.gzip)
 	return b, nil
 }

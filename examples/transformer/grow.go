@@ -56,9 +56,10 @@ func advance(seeds *state.Network, next state.Stage, graftEpochs int) (commands 
 			if next == state.Germinated {
 				c.Action = state.Germinate
 				c.Request = state.GerminationRequest{
-					Slot:     s.Seed + 1,
-					Kind:     kinds[s.Seed%len(kinds)],
-					Strategy: graft.FixedRamp{Ramp: graft.Cosine, Epochs: max(1, graftEpochs), Target: 1},
+					Slot: s.Seed + 1,
+					Kind: kinds[s.Seed%len(kinds)],
+					Strategy: graft.FixedRamp{Ramp: graft.Cosine, Epochs: max(1, graftEpochs),
+						Target: 1},
 				}
 			}
 			if s.Stage.CanBecome(next) {

@@ -75,7 +75,8 @@ const (
 	tensorboardName = "tensorboard" // a folder
 )
 
-var runFiles = []string{checkpointName, tokenizerName, logName, curveName, sampleName, tensorboardName}
+var runFiles = []string{checkpointName, tokenizerName, logName, curveName,
+	sampleName, tensorboardName}
 
 // keptPrefix begins the names of the folders in -out that earlier runs' files move to.
 const keptPrefix = "before-"
@@ -116,11 +117,12 @@ func untilSignal(w io.Writer) context.Context {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
 	context.AfterFunc(ctx, func() {
-		// A terminal that closes sends SIGHUP twice, through its shell and when that ends, and each line
-		// to a pipe without a reader is a SIGPIPE.
+		// A terminal that closes sends SIGHUP twice, through its shell and when that ends, and each
+		// line to a pipe without a reader is a SIGPIPE.
 		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
 		stop() // the next interrupt does what it does to other programs
-		fmt.Fprintln(w, "\nstopping  a run after its step, with a checkpoint; Ctrl-C again ends at once")
+		fmt.Fprintln(w,
+			"\nstopping  a run after its step, with a checkpoint; Ctrl-C again ends at once")
 	})
 	return ctx
 }
@@ -157,7 +159,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err erro
 }
 
 // runIn is run as one of a team, or alone, on a GPU or without.
-func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o options, stdout, stderr io.Writer) error {
+func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o options, stdout,
+	stderr io.Writer) error {
 	if err := writable(o.out); err != nil {
 		return fmt.Errorf("-out: %w", err)
 	}
@@ -166,9 +169,11 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 		return err
 	}
 	if device != nil && team != nil {
-		o.train.Engine = gpu.Parallel(device, o.onGPU(), team, cudaops.WithGradientPrecision(o.gradients))
+		o.train.Engine = gpu.Parallel(device, o.onGPU(), team,
+			cudaops.WithGradientPrecision(o.gradients))
 	} else if device != nil {
-		opts := []cudaops.MachineOption{cudaops.WithGradientPrecision(o.gradients), cudaops.WithTuning(o.tune)}
+		opts := []cudaops.MachineOption{cudaops.WithGradientPrecision(o.gradients),
+			cudaops.WithTuning(o.tune)}
 		if o.monitor > 0 {
 			opts = append(opts, cudaops.WithMonitor(o.monitor))
 		}
@@ -211,13 +216,15 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 		if err := t.Resume(ctx, o.resume.path, how...); err != nil {
 			return resumeHint(err)
 		}
-		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path, t.Step(), o.explain(settings))
+		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path,
+			t.Step(), o.explain(settings))
 	}
 	if !one(team) {
 		if o.kasmina {
 			t.On(grow(t.Model, t.Config.Epoch))
 		}
-		t.On(llm.Checkpoint(t, filepath.Join(o.out, checkpointName), o.saveEvery, llm.InBackground()))
+		t.On(llm.Checkpoint(t, filepath.Join(o.out, checkpointName),
+			o.saveEvery, llm.InBackground()))
 		return t.Run(ctx)
 	}
 	baselines, err := score(ctx, texts.train, texts.heldOut, stderr)
@@ -246,14 +253,16 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 	if err := setAside(o, stderr); err != nil {
 		return err
 	}
-	if bpe, ok := texts.tokenizer.(*tokenizer.BPE); ok { // with which the checkpoint can be used without the data
+	// with which the checkpoint can be used without the data
+	if bpe, ok := texts.tokenizer.(*tokenizer.BPE); ok {
 		if err := bpe.Save(filepath.Join(o.out, tokenizerName)); err != nil {
 			return err
 		}
 	}
 	if device == nil {
 		if o.preset != "small" && o.train.Batch > 1 {
-			fmt.Fprintf(stderr, "memory    should it not suffice, -batch 1 -accumulate %d makes steps of as many tokens with less\n",
+			fmt.Fprintf(stderr,
+				"memory    should it not suffice, -batch 1 -accumulate %d makes steps of as many tokens with less\n",
 				o.train.Batch*o.train.Accumulate)
 		}
 		t.On(tellPace(stderr))
@@ -266,7 +275,8 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 		return nil
 	})
 	if err := t.Run(ctx); errors.Is(err, context.Canceled) && saved == t.Step() {
-		return fmt.Errorf("%w at step %d; %s goes on from there", err, t.Step(), o.resumption(o.out))
+		return fmt.Errorf("%w at step %d; %s goes on from there", err,
+			t.Step(), o.resumption(o.out))
 	} else if err != nil {
 		return o.afterFailure(withHint(err))
 	}
@@ -316,9 +326,11 @@ func (o options) resumption(out string) string {
 func resumeHint(err error) error {
 	switch {
 	case errors.Is(err, llm.ErrArchitecture):
-		return fmt.Errorf("%w; without the options that differ it goes on, and without -resume another run begins", err)
+		return fmt.Errorf("%w; without the options that differ it goes on, and without -resume "+
+			"another run begins", err)
 	case errors.Is(err, data.ErrChanged):
-		return fmt.Errorf("%w; a run goes on with the text that it began with, with -new-data all on this one, and without "+
+		return fmt.Errorf("%w; a run goes on with the text that it began with, with -new-data "+
+			"all on this one, and without "+
 			"-resume another one begins", err)
 	}
 	return err
@@ -344,13 +356,18 @@ func setAside(o options, stderr io.Writer) error {
 		}
 	}
 	for _, name := range runFiles {
-		if err := os.Rename(filepath.Join(o.out, name), filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := os.Rename(filepath.Join(o.out, name), filepath.Join(dir, name)); err != nil &&
+			!errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}
-	fmt.Fprintf(stderr, "kept      the run that was in %s is in %s now, and goes on with -resume -out %s\n", o.out, dir, quoted(dir))
-	if runs, bytes := keptRuns(o.out); runs > 1 { // which may be the work of days: only the user knows what can go
-		fmt.Fprintf(stderr, "kept      %d earlier runs are in %s by now and take %.1f MB: those of no more use can be deleted\n",
+	fmt.Fprintf(stderr,
+		"kept      the run that was in %s is in %s now, and goes on with -resume -out %s\n",
+		o.out, dir, quoted(dir))
+	// which may be the work of days: only the user knows what can go
+	if runs, bytes := keptRuns(o.out); runs > 1 {
+		fmt.Fprintf(stderr,
+			"kept      %d earlier runs are in %s by now and take %.1f MB: those of no more use can be deleted\n",
 			runs, o.out, float64(bytes)/1e6)
 	}
 	return nil
@@ -360,7 +377,8 @@ func setAside(o options, stderr io.Writer) error {
 func keptRuns(out string) (runs int, bytes int64) {
 	entries, _ := os.ReadDir(out)
 	for _, e := range entries {
-		if _, err := os.Stat(filepath.Join(out, e.Name(), checkpointName)); err != nil || !strings.HasPrefix(e.Name(), keptPrefix) {
+		if _, err := os.Stat(filepath.Join(out, e.Name(), checkpointName)); err != nil ||
+			!strings.HasPrefix(e.Name(), keptPrefix) {
 			continue // a folder of the user's own may have such a name
 		}
 		runs++
@@ -377,7 +395,8 @@ func keptRuns(out string) (runs int, bytes int64) {
 // for something else.
 func quoted(path string) string {
 	special := func(r rune) bool {
-		return !unicode.IsLetter(r) && !unicode.IsDigit(r) && !strings.ContainsRune("/._-+:@%,=", r) && r != filepath.Separator
+		return !unicode.IsLetter(r) && !unicode.IsDigit(r) && !strings.ContainsRune("/._-+:@%,=",
+			r) && r != filepath.Separator
 	}
 	switch {
 	case path != "" && !strings.ContainsFunc(path, special):
@@ -391,7 +410,8 @@ func quoted(path string) string {
 // withHint says what helps against an error that a GPU's memory is too small.
 func withHint(err error) error {
 	if errors.Is(err, cudaops.ErrOutOfMemory) {
-		return fmt.Errorf("%w; a smaller -batch needs less, with a larger -accumulate for as many tokens in a step, "+
+		return fmt.Errorf("%w; a smaller -batch needs less, with a larger -accumulate for as "+
+			"many tokens in a step, "+
 			"and so does -recompute", err)
 	}
 	return err
@@ -406,9 +426,11 @@ func tellPace(w io.Writer) llm.Callback {
 		}
 		told = true
 		if step, left := e.Elapsed, e.Steps-e.Step; step > 5*time.Second && left > 0 {
-			fmt.Fprintf(w, "pace      a step of %d tokens takes %v on this CPU, and the %d to come %v: "+
-				"-steps, -batch and -seq make it less\n",
-				e.StepTokens, step.Round(time.Second/10), left, (time.Duration(left) * step).Round(time.Second))
+			fmt.Fprintf(w,
+				"pace      a step of %d tokens takes %v on this CPU, and the %d to come %v: "+
+					"-steps, -batch and -seq make it less\n",
+				e.StepTokens, step.Round(time.Second/10), left,
+				(time.Duration(left) * step).Round(time.Second))
 		}
 		return nil
 	}
@@ -501,11 +523,13 @@ func openDevice(o options, w *comm.World, stderr io.Writer) (*cudaops.Device, er
 
 func newTrainer(o options, tokens data.Tokens) (*llm.Trainer, error) {
 	m, err := llm.NewModel(o.model, tensor.Float32, o.seed, state.WithoutGates(),
-		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 4})) // which costs a CPU a quarter of all of it
+		// which costs a CPU a quarter of all of it
+		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 4}))
 	if err != nil {
 		return nil, err
 	}
-	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: o.train.Batch, Seq: o.model.Seq, Seed: o.seed})
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: o.train.Batch,
+		Seq: o.model.Seq, Seed: o.seed})
 	if err != nil {
 		return nil, err
 	}
@@ -513,7 +537,8 @@ func newTrainer(o options, tokens data.Tokens) (*llm.Trainer, error) {
 	if err != nil {
 		return nil, err
 	}
-	if o.train.Schedule, err = optim.WarmupCosine(peak, peak/20, min(100, o.train.Steps/10), o.train.Steps); err != nil {
+	if o.train.Schedule, err = optim.WarmupCosine(peak, peak/20, min(100, o.train.Steps/10),
+		o.train.Steps); err != nil {
 		return nil, err
 	}
 	return llm.NewTrainer(m, loader, opt, o.train)
@@ -536,7 +561,8 @@ func newOptimizer(o options) (optim.Optimizer, float64, error) {
 		return a, lr, err
 	}
 	lr := rate(0.02)
-	m, err := optim.NewMuon(optim.WithLR(lr), optim.WithAdamW(append(adamw, optim.WithLR(lr*0.15))...))
+	m, err := optim.NewMuon(optim.WithLR(lr),
+		optim.WithAdamW(append(adamw, optim.WithLR(lr*0.15))...))
 	return m, lr, err
 }
 
@@ -547,13 +573,16 @@ func report(o options, e llm.Event, b baselines, stdout io.Writer) error {
 		tokensPerS = math.Round(float64(e.RunTokens) / e.Elapsed.Seconds())
 	}
 	line, err := json.Marshal(map[string]any{
-		"steps": e.Step, "tokens_per_s": tokensPerS, "train_loss": e.Loss, "val_bpb": e.ValBPB, "order2_bpb": b.order2,
-		"gzip_bpb": b.gzip, "params": e.Params, "seeds": e.Seeds, "seconds": e.Elapsed.Round(time.Millisecond).Seconds(), "out": o.out,
+		"steps": e.Step, "tokens_per_s": tokensPerS, "train_loss": e.Loss, "val_bpb": e.ValBPB,
+		"order2_bpb": b.order2,
+		"gzip_bpb":   b.gzip, "params": e.Params, "seeds": e.Seeds,
+		"seconds": e.Elapsed.Round(time.Millisecond).Seconds(), "out": o.out,
 	})
 	if err != nil {
 		return err
 	}
-	_, err = fmt.Fprintf(stdout, "\n%-28s %s\n%-28s %.3f\n%-28s %.3f\n%-28s %.3f\n\n%s\n", "on the same held-out text", "bits per byte",
+	_, err = fmt.Fprintf(stdout, "\n%-28s %s\n%-28s %.3f\n%-28s %.3f\n%-28s %.3f\n\n%s\n",
+		"on the same held-out text", "bits per byte",
 		"this model", e.ValBPB, "order-2 byte model", b.order2, "gzip -9", b.gzip, line)
 	return err
 }

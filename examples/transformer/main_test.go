@@ -41,9 +41,11 @@ func textFolder(t *testing.T) string {
 	for i := range 30 {
 		var text strings.Builder
 		for range 200 {
-			text.WriteString([]string{"func ", "return ", "if err != nil {\n", "}\n", "x := y\n"}[r.IntN(5)])
+			text.WriteString([]string{"func ", "return ", "if err != nil {\n", "}\n",
+				"x := y\n"}[r.IntN(5)])
 		}
-		if err := os.WriteFile(filepath.Join(dir, fmt.Sprint(i, ".txt")), []byte(text.String()), 0o666); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprint(i, ".txt")),
+			[]byte(text.String()), 0o666); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -52,7 +54,8 @@ func textFolder(t *testing.T) string {
 
 // small returns the arguments of a run that takes a moment.
 func small(data, out string, more ...string) []string {
-	return append([]string{"-data", data, "-out", out, "-dim", "16", "-layers", "2", "-heads", "2", "-seq", "16", "-batch", "2",
+	return append([]string{"-data", data, "-out", out, "-dim", "16", "-layers", "2", "-heads", "2",
+		"-seq", "16", "-batch", "2",
 		"-seeds", "4", "-sample", "10", "-heldout", "500"}, more...)
 }
 
@@ -82,15 +85,18 @@ func read(t *testing.T, elements ...string) []byte {
 func TestRun(t *testing.T) {
 	for _, kasmina := range []bool{true, false} {
 		out := filepath.Join(t.TempDir(), "a", "b")
-		result, told := train(t, small(textFolder(t), out, "-steps", "20", "-eval-every", "8", fmt.Sprint("-kasmina=", kasmina),
+		result, told := train(t, small(textFolder(t), out, "-steps", "20", "-eval-every", "8",
+			fmt.Sprint("-kasmina=", kasmina),
 			fmt.Sprint("-documents=", !kasmina), "-monitor=3")...)
 		if !strings.Contains(told, "LinearCrossEntropyGrad") || !strings.Contains(told, "Update") {
 			t.Errorf("-monitor prints no table:\n%s", told)
 		}
-		if log := string(read(t, out, "log.jsonl")); !strings.Contains(log, `"event":"profile"`) || strings.Count(log, `"event":"ways"`) != 1 {
+		if log := string(read(t, out, "log.jsonl")); !strings.Contains(log, `"event":"profile"`) ||
+			strings.Count(log, `"event":"ways"`) != 1 {
 			t.Errorf("the log lacks the times of ops, or the ways:\n%s", log)
 		}
-		for _, key := range []string{"tokens_per_s", "train_loss", "val_bpb", "order2_bpb", "gzip_bpb", "params"} {
+		for _, key := range []string{"tokens_per_s", "train_loss", "val_bpb", "order2_bpb",
+			"gzip_bpb", "params"} {
 			if v, ok := result[key].(float64); !ok || v <= 0 {
 				t.Errorf("%s is %v, want a positive number", key, result[key])
 			}
@@ -100,15 +106,18 @@ func TestRun(t *testing.T) {
 			seeds = 8
 		}
 		if result["steps"] != 20.0 || result["seeds"] != seeds {
-			t.Errorf("steps %v and seeds %v, want 20 and %v", result["steps"], result["seeds"], seeds)
+			t.Errorf("steps %v and seeds %v, want 20 and %v", result["steps"],
+				result["seeds"], seeds)
 		}
-		if sample := string(read(t, out, "sample.txt")); !strings.HasPrefix(sample, "func ") || len(sample) != 15 {
+		if sample := string(read(t, out, "sample.txt")); !strings.HasPrefix(sample, "func ") ||
+			len(sample) != 15 {
 			t.Errorf("sample %q", sample)
 		}
 		if strings.Count(told, "val ") < 3 {
 			t.Errorf("3 evaluations do not show:\n%s", told)
 		}
-		if !bytes.HasPrefix(read(t, out, "loss.png"), []byte("\x89PNG")) || bytes.Count(read(t, out, "log.jsonl"), []byte("\n")) < 20 {
+		if !bytes.HasPrefix(read(t, out, "loss.png"), []byte("\x89PNG")) ||
+			bytes.Count(read(t, out, "log.jsonl"), []byte("\n")) < 20 {
 			t.Error("no loss curve or log")
 		}
 		if m, err := llm.LoadModel(context.Background(), filepath.Join(out,
@@ -133,7 +142,8 @@ func TestLogOfSeeds(t *testing.T) {
 			seeds[at] = s
 			for _, e := range s.Events {
 				if e.Kind == state.StageChanged.String() {
-					life[address{0, *r.Layer, s.Seed}] = append(life[address{0, *r.Layer, s.Seed}], e.To)
+					life[address{0, *r.Layer, s.Seed}] = append(life[address{0, *r.Layer, s.Seed}],
+						e.To)
 				}
 			}
 		}
@@ -147,7 +157,8 @@ func TestLogOfSeeds(t *testing.T) {
 	}
 	require.Len(t, life, 2*4)
 	for at, stages := range life {
-		require.Equal(t, []string{"Germinated", "Training", "Grafting", "Stabilization", "Evaluating",
+		require.Equal(t, []string{"Germinated", "Training", "Grafting",
+			"Stabilization", "Evaluating",
 			"FineTuning", "Fossilized"}, stages, "%v", at)
 	}
 }
@@ -155,10 +166,12 @@ func TestLogOfSeeds(t *testing.T) {
 // TestScrub wants damage to a seed to be told and logged before it ends the run, unless the user
 // does not want to hear of it.
 func TestScrub(t *testing.T) {
-	const damage = "layer 1: seed state is corrupt: seed 3 does not match its checksum: bit 3 of alpha"
+	const damage = "layer 1: seed state is corrupt: seed 3 does not match its checksum: bit 3 " +
+		"of alpha"
 	folder := textFolder(t)
 	for _, scrub := range []string{"1h", "0"} {
-		o, err := parse(small(folder, filepath.Join(t.TempDir(), "out"), "-device", "cpu", "-steps", "20",
+		o, err := parse(small(folder, filepath.Join(t.TempDir(), "out"), "-device",
+			"cpu", "-steps", "20",
 			"-scrub", scrub), io.Discard)
 		require.NoError(t, err)
 		texts, err := openData(o, io.Discard)
@@ -212,7 +225,8 @@ func endsInTraining(n int) (context.Context, io.Writer) {
 func TestResume(t *testing.T) {
 	data, dir := textFolder(t), t.TempDir()
 	straight, broken := filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
-	options := []string{"-steps", "40", "-optimizer", "adamw", "-clip", "0.5", "-accumulate", "2", "-seed", "9", "-prompt", "if"}
+	options := []string{"-steps", "40", "-optimizer", "adamw", "-clip", "0.5", "-accumulate", "2",
+		"-seed", "9", "-prompt", "if"}
 	train(t, small(data, straight, options...)...)
 	ctx, stderr := endsInTraining(50) // asked twice a step of two batches
 	err := run(ctx, small(data, broken, options...), io.Discard, stderr)
@@ -220,7 +234,8 @@ func TestResume(t *testing.T) {
 		t.Fatalf("got %v, want context.Canceled and a hint", err)
 	}
 	result, told := train(t, "-resume", "-out", broken, "-data", data)
-	if result["steps"] != 40.0 || strings.Contains(told, "changed") || strings.Contains(told, "settings") || !strings.Contains(told, "at step 2") {
+	if result["steps"] != 40.0 || strings.Contains(told, "changed") || strings.Contains(told,
+		"settings") || !strings.Contains(told, "at step 2") {
 		t.Errorf("result %v\n%s", result, told)
 	}
 	if !bytes.Equal(read(t, straight, checkpointName), read(t, broken, checkpointName)) {
@@ -229,7 +244,8 @@ func TestResume(t *testing.T) {
 	if a, b := read(t, straight, "sample.txt"), read(t, broken, "sample.txt"); !bytes.Equal(a, b) {
 		t.Errorf("samples %q and %q", a, b)
 	}
-	again, _ := train(t, "-resume="+filepath.Join(broken, checkpointName), "-data", data, "-out", filepath.Join(dir, "again"))
+	again, _ := train(t, "-resume="+filepath.Join(broken, checkpointName), "-data", data, "-out",
+		filepath.Join(dir, "again"))
 	if again["val_bpb"] != result["val_bpb"] || again["steps"] != 40.0 {
 		t.Errorf("the complete run gives %v, want %v", again, result)
 	}
@@ -242,7 +258,8 @@ func TestResumeWithMoreSteps(t *testing.T) {
 	train(t, small(data, out, "-steps", "20")...)
 	checkpoint := filepath.Join(out, checkpointName)
 	result, told := train(t, "-out", out, "-resume", checkpoint, "-data", data, "-steps", "30")
-	for _, words := range []string{"at step 20", `-steps from "20" to "30"`, "another model", "learning rate of step"} {
+	for _, words := range []string{"at step 20", `-steps from "20" to "30"`, "another model",
+		"learning rate of step"} {
 		if !strings.Contains(told, words) {
 			t.Errorf("the user does not hear %q:\n%s", words, told)
 		}
@@ -250,8 +267,10 @@ func TestResumeWithMoreSteps(t *testing.T) {
 	if result["steps"] != 30.0 {
 		t.Errorf("result %v", result)
 	}
-	err := run(context.Background(), []string{"-out", out, "-resume", "-data", data, "-steps", "10"}, io.Discard, io.Discard)
-	if err == nil || !strings.Contains(err.Error(), "step 30, want 0 to TrainConfig.Steps, which is 10") {
+	err := run(context.Background(), []string{"-out", out, "-resume", "-data", data, "-steps",
+		"10"}, io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(),
+		"step 30, want 0 to TrainConfig.Steps, which is 10") {
 		t.Errorf("fewer steps than were done: %v", err)
 	}
 }
@@ -312,7 +331,8 @@ func TestBadOptions(t *testing.T) {
 	} {
 		t.Run(args, func(t *testing.T) {
 			out := filepath.Join(t.TempDir(), "out")
-			err := run(context.Background(), small(data, out, strings.Fields(args)...), io.Discard, io.Discard)
+			err := run(context.Background(), small(data, out, strings.Fields(args)...),
+				io.Discard, io.Discard)
 			if err == nil || !strings.Contains(err.Error(), want) {
 				t.Errorf("got %v, want %q", err, want)
 			}
@@ -323,16 +343,19 @@ func TestBadOptions(t *testing.T) {
 	}
 	file := filepath.Join(data, "0.txt") // in the place of a folder
 	outs := []string{file, filepath.Join(file, "a", "b")}
-	if link := filepath.Join(t.TempDir(), "link"); os.Symlink(link+"-to-nothing", link) == nil { // where there are symbolic links
+	// where there are symbolic links
+	if link := filepath.Join(t.TempDir(), "link"); os.Symlink(link+"-to-nothing", link) == nil {
 		outs = append(outs, link, filepath.Join(link, "a"))
 	}
 	for _, out := range outs {
-		if err := run(context.Background(), small(data, out), io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "-out: no file can be made in ") ||
+		if err := run(context.Background(), small(data, out), io.Discard, io.Discard); err == nil ||
+			!strings.Contains(err.Error(), "-out: no file can be made in ") ||
 			strings.Contains(err.Error(), ".probe") {
 			t.Errorf("-out %s: %v", out, err)
 		}
 	}
-	if err := run(context.Background(), []string{"-help"}, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
+	if err := run(context.Background(), []string{"-help"}, io.Discard, io.Discard); !errors.Is(err,
+		flag.ErrHelp) {
 		t.Errorf("-help: %v", err)
 	}
 }
@@ -341,7 +364,8 @@ func TestBadOptions(t *testing.T) {
 // whole, in a place from which it goes on.
 func TestNothingIsLost(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
-	if err := os.MkdirAll(filepath.Join(out, "before-breakfast"), 0o777); err != nil { // which is no run
+	// which is no run
+	if err := os.MkdirAll(filepath.Join(out, "before-breakfast"), 0o777); err != nil {
 		t.Fatal(err)
 	}
 	size := 0
@@ -362,7 +386,8 @@ func TestNothingIsLost(t *testing.T) {
 				size += len(read(t, kept, name))
 			}
 		}
-		all := fmt.Sprintf("%d earlier runs are in %s by now and take %.1f MB", seed, out, float64(size)/1e6)
+		all := fmt.Sprintf("%d earlier runs are in %s by now and take %.1f MB", seed,
+			out, float64(size)/1e6)
 		if got := strings.Contains(told, all); got != (seed > 1) {
 			t.Errorf("run %d is told %q: %v\n%s", seed, all, got, told)
 		}
@@ -372,14 +397,17 @@ func TestNothingIsLost(t *testing.T) {
 			}
 		}
 	}
-	options := small(data, out, "-vocab", "300", "-heldout", "2", "-cache", t.TempDir()) // of which one token is left, too few to score
-	if err := run(context.Background(), options, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "held-out") {
+	// of which one token is left, too few to score
+	options := small(data, out, "-vocab", "300", "-heldout", "2", "-cache", t.TempDir())
+	if err := run(context.Background(), options, io.Discard, io.Discard); err == nil ||
+		!strings.Contains(err.Error(), "held-out") {
 		t.Errorf("two bytes of held-out text: %v", err)
 	}
 	if _, err := os.Stat(filepath.Join(out, "before-3")); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a run that does not begin moves the one before aside: %v", err)
 	}
-	if _, told := train(t, "-resume", "-data", data, "-out", filepath.Join(out, "before-1"), "-steps", "3"); strings.Contains(told, "kept") {
+	if _, told := train(t, "-resume", "-data", data, "-out", filepath.Join(out, "before-1"),
+		"-steps", "3"); strings.Contains(told, "kept") {
 		t.Errorf("the run that goes on is set aside:\n%s", told)
 	}
 	if result, _ := train(t, "-resume", "-data", data, "-out", out); result["steps"] != 2.0 {
@@ -399,13 +427,16 @@ func TestOneRunAFolder(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	train(t, small(data, out, "-steps", "1")...)
 	release := claimElsewhere(t, out)
-	for _, args := range [][]string{small(data, out, "-steps", "1"), {"-resume", "-data", data, "-out", out}} {
+	for _, args := range [][]string{small(data, out, "-steps", "1"),
+		{"-resume", "-data", data, "-out", out}} {
 		var told strings.Builder
 		err := run(context.Background(), args, io.Discard, &told)
-		if !errors.Is(err, llm.ErrFolderInUse) || !strings.Contains(err.Error(), "-out: ") || !strings.Contains(err.Error(), out) {
+		if !errors.Is(err, llm.ErrFolderInUse) || !strings.Contains(err.Error(), "-out: ") ||
+			!strings.Contains(err.Error(), out) {
 			t.Errorf("%v: got %v", args, err)
 		}
-		if strings.Contains(told.String(), "resuming") { // from what the other run is about to replace
+		// from what the other run is about to replace
+		if strings.Contains(told.String(), "resuming") {
 			t.Errorf("it is resumed first: %s", &told)
 		}
 	}
@@ -440,20 +471,25 @@ func TestResumeHints(t *testing.T) {
 	folder, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	train(t, small(folder, out, "-steps", "1")...)
 	resume := func(args ...string) error {
-		return run(context.Background(), append([]string{"-resume", "-data", folder, "-out", out, "-steps", "2"}, args...), io.Discard, io.Discard)
+		return run(context.Background(), append([]string{"-resume", "-data", folder, "-out", out,
+			"-steps", "2"}, args...), io.Discard, io.Discard)
 	}
-	if err := resume("-dim", "32"); !errors.Is(err, llm.ErrArchitecture) || !strings.Contains(err.Error(), "without the options that differ") {
+	if err := resume("-dim", "32"); !errors.Is(err, llm.ErrArchitecture) ||
+		!strings.Contains(err.Error(), "without the options that differ") {
 		t.Errorf("another model: %v", err)
 	}
 	for i := range 30 { // one of them at least is trained on
-		if err := os.WriteFile(filepath.Join(folder, fmt.Sprint(i, ".txt")), []byte(strings.Repeat("other text\n", 100)), 0o666); err != nil {
+		if err := os.WriteFile(filepath.Join(folder, fmt.Sprint(i, ".txt")),
+			[]byte(strings.Repeat("other text\n", 100)), 0o666); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := resume(); !errors.Is(err, data.ErrChanged) || !strings.Contains(err.Error(), "without -resume another one begins") {
+	if err := resume(); !errors.Is(err, data.ErrChanged) || !strings.Contains(err.Error(),
+		"without -resume another one begins") {
 		t.Errorf("other text: %v", err)
 	}
-	if result, _ := train(t, "-resume", "-data", folder, "-out", out, "-steps", "3", "-new-data", "all"); result["steps"] != 3.0 {
+	if result, _ := train(t, "-resume", "-data", folder, "-out", out, "-steps", "3", "-new-data",
+		"all"); result["steps"] != 3.0 {
 		t.Errorf("with -new-data all the run goes on as %v", result)
 	}
 }
@@ -483,7 +519,8 @@ func TestForgedPaths(t *testing.T) {
 	require.ErrorContains(t, err, "with -data")
 	o, err := parse([]string{"-resume", "-out", out, "-data", data}, io.Discard)
 	require.NoError(t, err)
-	require.Equal(t, []string{out, cacheFolder(), "", ""}, []string{o.out, o.cache, o.profile, o.newData})
+	require.Equal(t, []string{out, cacheFolder(), "", ""},
+		[]string{o.out, o.cache, o.profile, o.newData})
 	result, told := train(t, "-resume", "-out", out, "-data", data, "-steps", "2")
 	require.Equal(t, 2.0, result["steps"], told)
 	require.NoDirExists(t, trap)
@@ -513,13 +550,15 @@ func TestEveryPathIsKnown(t *testing.T) {
 func TestFailureHint(t *testing.T) {
 	data, out := textFolder(t), filepath.Join(t.TempDir(), "out")
 	fail := func(args ...string) error {
-		return run(context.Background(), append([]string{"-out", out}, args...), io.Discard, io.Discard)
+		return run(context.Background(), append([]string{"-out", out}, args...),
+			io.Discard, io.Discard)
 	}
 	log := filepath.Join(out, logName)
 	if err := os.MkdirAll(log, 0o777); err != nil { // where a file should be
 		t.Fatal(err)
 	}
-	if err := fail(small(data, out, "-steps", "1")...); err == nil || strings.Contains(err.Error(), "-resume") {
+	if err := fail(small(data, out, "-steps", "1")...); err == nil ||
+		strings.Contains(err.Error(), "-resume") {
 		t.Errorf("without a checkpoint: %v", err)
 	}
 	if err := os.Remove(log); err != nil {
@@ -530,11 +569,13 @@ func TestFailureHint(t *testing.T) {
 		t.Fatal(err)
 	}
 	cache := filepath.Join(data, "0.txt") // in the place of a folder
-	if err := fail(small(data, out, "-vocab", "300", "-cache", cache)...); err == nil || !strings.Contains(err.Error(), "-cache names another") {
+	if err := fail(small(data, out, "-vocab", "300", "-cache", cache)...); err == nil ||
+		!strings.Contains(err.Error(), "-cache names another") {
 		t.Errorf("without a folder for the cache: %v", err)
 	}
 	hint := "-resume -out " + quoted(out) + " -data " + quoted(data) + " goes on"
-	if err := fail("-resume", "-data", data, "-steps", "2"); err == nil || !strings.Contains(err.Error(), hint) {
+	if err := fail("-resume", "-data", data, "-steps", "2"); err == nil ||
+		!strings.Contains(err.Error(), hint) {
 		t.Errorf("with a checkpoint: %v", err)
 	}
 }
@@ -559,7 +600,8 @@ func TestUntilSignal(t *testing.T) {
 	}
 	// The terminal closes, too, which must not end the program.
 	defer signal.Reset(syscall.SIGHUP, syscall.SIGPIPE)
-	if err := self.Signal(syscall.SIGHUP); err != nil || !signal.Ignored(syscall.SIGHUP) || !signal.Ignored(syscall.SIGPIPE) {
+	if err := self.Signal(syscall.SIGHUP); err != nil || !signal.Ignored(syscall.SIGHUP) ||
+		!signal.Ignored(syscall.SIGPIPE) {
 		t.Errorf("after the first signal SIGHUP or SIGPIPE still ends the program; error %v", err)
 	}
 }
@@ -593,14 +635,16 @@ func TestInterruptedWithoutCheckpoint(t *testing.T) {
 	defer cancel()
 	atFirstStep := writerFunc(func(b []byte) {
 		if strings.Contains(string(b), "] 1/3 ") {
-			if err := os.Mkdir(filepath.Join(out, checkpointName), 0o777); err != nil { // where a file should be
+			// where a file should be
+			if err := os.Mkdir(filepath.Join(out, checkpointName), 0o777); err != nil {
 				t.Error(err)
 			}
 			cancel()
 		}
 	})
 	err := run(ctx, small(data, out, "-steps", "3"), io.Discard, atFirstStep)
-	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), checkpointName) || strings.Contains(err.Error(), "goes on from there") {
+	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), checkpointName) ||
+		strings.Contains(err.Error(), "goes on from there") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -614,7 +658,8 @@ func (f writerFunc) Write(b []byte) (int, error) { f(b); return len(b), nil }
 func TestSmallVocabulary(t *testing.T) {
 	data, cache := textFolder(t), t.TempDir()
 	for vocab, want := range map[string]bool{"258": false, "2000": true} {
-		_, told := train(t, small(data, filepath.Join(t.TempDir(), "out"), "-steps", "1", "-vocab", vocab, "-cache", cache)...)
+		_, told := train(t, small(data, filepath.Join(t.TempDir(), "out"), "-steps", "1", "-vocab",
+			vocab, "-cache", cache)...)
 		if strings.Contains(told, "entries: -vocab ") != want {
 			t.Errorf("-vocab %s: %v", vocab, told)
 		}
@@ -639,7 +684,8 @@ func TestStopsWhileScanning(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	out := filepath.Join(t.TempDir(), "out")
-	if err := run(ctx, small(textFolder(t), out), io.Discard, io.Discard); !errors.Is(err, context.Canceled) {
+	if err := run(ctx, small(textFolder(t), out), io.Discard, io.Discard); !errors.Is(err,
+		context.Canceled) {
 		t.Errorf("got %v, want context.Canceled", err)
 	}
 	if files, _ := os.ReadDir(out); len(files) > 0 {
@@ -658,8 +704,10 @@ func TestQuoted(t *testing.T) {
 		}
 		return
 	}
-	for _, path := range []string{"", "runs/transformer", "my runs/it's", `a\b"c`, "$HOME/`x`", "~/x", "a;b|c&d*?[e](f)#!", "jürgen/läufe", "new\nline"} {
-		if got, err := exec.Command("sh", "-c", "printf %s "+quoted(path)).Output(); err != nil || string(got) != path {
+	for _, path := range []string{"", "runs/transformer", "my runs/it's", `a\b"c`, "$HOME/`x`",
+		"~/x", "a;b|c&d*?[e](f)#!", "jürgen/läufe", "new\nline"} {
+		if got, err := exec.Command("sh", "-c", "printf %s "+quoted(path)).Output(); err != nil ||
+			string(got) != path {
 			t.Errorf("%q becomes %q, %v", path, got, err)
 		}
 	}
@@ -667,7 +715,8 @@ func TestQuoted(t *testing.T) {
 
 // TestSizeOf wants texts of every size to have digits.
 func TestSizeOf(t *testing.T) {
-	for bytes, want := range map[int64]string{34681: "34.7 kB", 999: "1.0 kB", 86_300_000: "86.3 MB"} {
+	for bytes, want := range map[int64]string{34681: "34.7 kB", 999: "1.0 kB",
+		86_300_000: "86.3 MB"} {
 		if got := sizeOf(bytes); got != want {
 			t.Errorf("%d bytes are %q, want %q", bytes, got, want)
 		}

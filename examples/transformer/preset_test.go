@@ -20,7 +20,8 @@ import (
 
 func TestPresets(t *testing.T) {
 	shape := func(vocab, dim, layers, heads, ff, seq int) llm.Config {
-		return llm.Config{Vocab: vocab, Dim: dim, Layers: layers, Heads: heads, FF: ff, Seq: seq}.Default()
+		return llm.Config{Vocab: vocab, Dim: dim, Layers: layers, Heads: heads,
+			FF: ff, Seq: seq}.Default()
 	}
 	for args, want := range map[string]struct {
 		config    llm.Config
@@ -32,12 +33,18 @@ func TestPresets(t *testing.T) {
 	}{
 		"":                        {shape(256, 192, 4, 4, 512, 256), 8, 0.02, 0, "muon", "func "},
 		"-optimizer adamw -ff 64": {shape(256, 192, 4, 4, 64, 256), 8, 3e-3, 0, "adamw", "func "},
-		"-preset 124M":            {shape(50304, 768, 12, 12, 2048, 1024), 32, 6e-4, 50257, "adamw", ""},
-		"-preset 350M":            {shape(50304, 1024, 24, 16, 2816, 1024), 16, 3e-4, 50257, "adamw", ""},
-		"-preset 925M":            {shape(50304, 2048, 16, 16, 5632, 2048), 8, 2.5e-4, 50257, "adamw", ""},
-		"-preset 925M -lr 0.5":    {shape(50304, 2048, 16, 16, 5632, 2048), 8, 0.5, 50257, "adamw", ""},
-		"-batch 4 -preset 124M -optimizer muon -vocab 1000 -seq 512 -prompt x": {shape(1024, 768, 12, 12, 2048, 512), 4, 0.02, 1000, "muon", "x"},
-		"-preset 350M -vocab 0 -prompt x":                                      {shape(256, 1024, 24, 16, 2816, 1024), 16, 3e-4, 0, "adamw", "x"},
+		"-preset 124M": {shape(50304, 768, 12, 12, 2048, 1024), 32,
+			6e-4, 50257, "adamw", ""},
+		"-preset 350M": {shape(50304, 1024, 24, 16, 2816, 1024), 16,
+			3e-4, 50257, "adamw", ""},
+		"-preset 925M": {shape(50304, 2048, 16, 16, 5632, 2048), 8,
+			2.5e-4, 50257, "adamw", ""},
+		"-preset 925M -lr 0.5": {shape(50304, 2048, 16, 16, 5632, 2048), 8,
+			0.5, 50257, "adamw", ""},
+		"-batch 4 -preset 124M -optimizer muon -vocab 1000 -seq 512 -prompt x": {shape(1024, 768,
+			12, 12, 2048, 512), 4, 0.02, 1000, "muon", "x"},
+		"-preset 350M -vocab 0 -prompt x": {shape(256, 1024, 24, 16, 2816, 1024), 16,
+			3e-4, 0, "adamw", "x"},
 	} {
 		t.Run(args, func(t *testing.T) {
 			o, err := parse(strings.Fields(args), io.Discard)
@@ -53,24 +60,28 @@ func TestPresets(t *testing.T) {
 			}
 			_, lr, err := newOptimizer(o)
 			if err != nil || lr != want.lr || o.optimizer != want.optimizer {
-				t.Errorf("%s at %v, %v, want %s at %v", o.optimizer, lr, err, want.optimizer, want.lr)
+				t.Errorf("%s at %v, %v, want %s at %v", o.optimizer, lr, err,
+					want.optimizer, want.lr)
 			}
 			if o.train.Batch != want.batch || o.vocab != want.vocab || o.prompt != want.prompt {
-				t.Errorf("batch %d, vocabulary %d, prompt %q, want %+v", o.train.Batch, o.vocab, o.prompt, want)
+				t.Errorf("batch %d, vocabulary %d, prompt %q, want %+v", o.train.Batch,
+					o.vocab, o.prompt, want)
 			}
 		})
 	}
 	for args, want := range map[string]string{
-		"-preset 7B":                          "one of 124M, 350M, 925M, small",
-		"-vocab 256":                          "-vocab is 256, want 0, or 257",
-		"-vocab -1":                           "-vocab is -1",
-		"-preset 124M -heads 11":              "multiple of Heads",
-		"-preset 124M -vocab 0":               "-prompt is",
-		"-preset 124M -precision":             "precision",
-		"-grad-precision f8":                  "-grad-precision is f8, want f32 or bf16",
-		"-precision f16 -grad-precision bf16": "-grad-precision is bf16, want f32 with -precision f16",
+		"-preset 7B":              "one of 124M, 350M, 925M, small",
+		"-vocab 256":              "-vocab is 256, want 0, or 257",
+		"-vocab -1":               "-vocab is -1",
+		"-preset 124M -heads 11":  "multiple of Heads",
+		"-preset 124M -vocab 0":   "-prompt is",
+		"-preset 124M -precision": "precision",
+		"-grad-precision f8":      "-grad-precision is f8, want f32 or bf16",
+		"-precision f16 -grad-precision bf16": "-grad-precision is bf16, want f32 with " +
+			"-precision f16",
 	} {
-		if _, err := parse(strings.Fields(args), io.Discard); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := parse(strings.Fields(args), io.Discard); err == nil ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("%s: got %v, want %q", args, err, want)
 		}
 	}
@@ -81,8 +92,10 @@ func TestPresets(t *testing.T) {
 // between runs has gone.
 func TestSubwords(t *testing.T) {
 	dir, text := t.TempDir(), textFolder(t)
-	cache, straight, broken := filepath.Join(dir, "cache"), filepath.Join(dir, "straight"), filepath.Join(dir, "broken")
-	options := []string{"-vocab", "513", "-cache", cache, "-prompt", "", "-steps", "20", "-optimizer", "adamw"}
+	cache, straight, broken := filepath.Join(dir, "cache"), filepath.Join(dir, "straight"),
+		filepath.Join(dir, "broken")
+	options := []string{"-vocab", "513", "-cache", cache, "-prompt", "", "-steps", "20",
+		"-optimizer", "adamw"}
 	result, told := train(t, small(text, straight, options...)...)
 	if strings.Count(told, "made in") != 2 || !strings.Contains(told, cache) {
 		t.Errorf("the user does not hear what is kept where:\n%s", told)
@@ -120,8 +133,10 @@ func TestSubwords(t *testing.T) {
 	if strings.Count(told, "made in") != 1 || strings.Count(told, "from "+cache) != 1 {
 		t.Errorf("what the cache holds is made again:\n%s", told)
 	}
-	err = run(context.Background(), []string{"-resume", "-preset", "350M", "-out", broken, "-cache", cache}, io.Discard, io.Discard)
-	if err == nil || !strings.Contains(err.Error(), "-preset is 350M") || !strings.Contains(err.Error(), `begun with "small"`) {
+	err = run(context.Background(), []string{"-resume", "-preset", "350M", "-out", broken, "-cache",
+		cache}, io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), "-preset is 350M") ||
+		!strings.Contains(err.Error(), `begun with "small"`) {
 		t.Errorf("another preset on resumption: %v", err)
 	}
 	for _, kind := range []string{"*.tokens", "*.bpe"} {
@@ -134,16 +149,20 @@ func TestSubwords(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		err = run(context.Background(), small(text, filepath.Join(dir, "damaged"), options...), io.Discard, io.Discard)
-		if err == nil || !strings.Contains(err.Error(), "remove the file") || !strings.Contains(err.Error(), cache) {
+		err = run(context.Background(), small(text, filepath.Join(dir, "damaged"), options...),
+			io.Discard, io.Discard)
+		if err == nil || !strings.Contains(err.Error(), "remove the file") ||
+			!strings.Contains(err.Error(), cache) {
 			t.Errorf("a damaged %s: %v", kind, err)
 		}
 	}
 	if err := os.Truncate(filepath.Join(broken, tokenizerName), 50); err != nil {
 		t.Fatal(err)
 	}
-	err = run(context.Background(), []string{"-resume", "-data", text, "-out", broken, "-cache", cache}, io.Discard, io.Discard)
-	if err == nil || !strings.Contains(err.Error(), tokenizerName) || !strings.Contains(err.Error(), "remove the file") {
+	err = run(context.Background(), []string{"-resume", "-data", text, "-out", broken, "-cache",
+		cache}, io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), tokenizerName) ||
+		!strings.Contains(err.Error(), "remove the file") {
 		t.Errorf("a damaged encoding beside the checkpoint: %v", err)
 	}
 }
@@ -153,7 +172,8 @@ func TestStopsWhileTokenizing(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	dir := t.TempDir()
-	err := run(ctx, small(textFolder(t), filepath.Join(dir, "out"), "-vocab", "300", "-cache", filepath.Join(dir, "cache")), io.Discard, io.Discard)
+	err := run(ctx, small(textFolder(t), filepath.Join(dir, "out"), "-vocab", "300", "-cache",
+		filepath.Join(dir, "cache")), io.Discard, io.Discard)
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want context.Canceled", err)
 	}
@@ -170,19 +190,22 @@ func TestTellPace(t *testing.T) {
 		steps int
 		want  string
 	}{
-		{95 * time.Second, 2000, "a step of 32768 tokens takes 1m35s on this CPU, and the 1999 to come 52h45m5s"},
+		{95 * time.Second, 2000,
+			"a step of 32768 tokens takes 1m35s on this CPU, and the 1999 to come 52h45m5s"},
 		{time.Second, 2000, ""},
 		{time.Minute, 1, ""},
 	} {
 		var told bytes.Buffer
 		pace := tellPace(&told)
 		for step := range min(3, c.steps) {
-			e := llm.Event{Kind: llm.StepEnd, Step: step + 1, Steps: c.steps, StepTokens: 32768, Elapsed: time.Duration(step+1) * c.first}
+			e := llm.Event{Kind: llm.StepEnd, Step: step + 1, Steps: c.steps, StepTokens: 32768,
+				Elapsed: time.Duration(step+1) * c.first}
 			if err := pace(e); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if got := told.String(); !strings.Contains(got, c.want) || c.want == "" && got != "" || strings.Count(got, "\n") > 1 {
+		if got := told.String(); !strings.Contains(got, c.want) || c.want == "" && got != "" ||
+			strings.Count(got, "\n") > 1 {
 			t.Errorf("%v a step: told %q, want %q", c.first, got, c.want)
 		}
 	}

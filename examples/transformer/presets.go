@@ -30,7 +30,8 @@ var adamwRates = map[string]float64{"small": 3e-3, "124M": 6e-4, "350M": 3e-4, "
 
 // subwords adds what the presets of large models have in common.
 func subwords(p preset) preset {
-	maps.Copy(p, preset{"vocab": "50257", "optimizer": "adamw", "prompt": "", "sample": "200", "heldout": "1048576",
+	maps.Copy(p, preset{"vocab": "50257", "optimizer": "adamw", "prompt": "",
+		"sample": "200", "heldout": "1048576",
 		"eval-every": "250", "save-every": "1000"})
 	return p
 }

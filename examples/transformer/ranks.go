@@ -19,8 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// rankDeadline is how long a rank may be silent before all end. A save of a large model or the choice
-// of a GPU's kernels may take minutes.
+// rankDeadline is how long a rank may be silent before all end. A save of a large model or the
+// choice of a GPU's kernels may take minutes.
 const rankDeadline = 15 * time.Minute
 
 // launchRanks starts a process a GPU where that is this one's part: with -gpus, and on a node of
@@ -42,26 +42,30 @@ func launchRanks(args []string, stdout, stderr io.Writer) (launched bool, err er
 		return false, nil // somebody has launched this one
 	}
 	if place, err := comm.FromEnvironment(os.Getenv); err == nil && place.Size > 1 && !found {
-		return false, fmt.Errorf("-gpus %d: %s has started a process for each GPU: leave -gpus out", o.gpus, place.Source)
+		return false, fmt.Errorf("-gpus %d: %s has started a process for each GPU: leave -gpus out",
+			o.gpus, place.Source)
 	}
 	self, err := os.Executable()
 	if err != nil {
 		return false, err
 	}
-	return true, launch.Run(context.Background(), launch.Job{Path: self, Args: args, PerNode: perNode, Node: node,
+	return true, launch.Run(context.Background(), launch.Job{Path: self, Args: args,
+		PerNode: perNode, Node: node,
 		Stdout: stdout, Stderr: stderr})
 }
 
-// joinRanks meets the other processes of the run, if there are any. The world is nil where there are
-// none.
+// joinRanks meets the other processes of the run, if there are any. The world is nil where there
+// are none.
 func joinRanks(ctx context.Context, o options, stderr io.Writer) (*comm.World, error) {
 	place, err := comm.FromEnvironment(os.Getenv)
 	if err != nil || place.Size == 1 {
 		return nil, err
 	}
 	if o.train.Accumulate < place.Size {
-		return nil, fmt.Errorf("a step of -accumulate %d batches leaves nothing to do for some of %d processes: give -accumulate "+
-			"%d, or a multiple of it", o.train.Accumulate, place.Size, place.Size)
+		return nil,
+			fmt.Errorf("a step of -accumulate %d batches leaves nothing to do for some of %d "+
+				"processes: give -accumulate "+
+				"%d, or a multiple of it", o.train.Accumulate, place.Size, place.Size)
 	}
 	if o.profile != "" || o.monitor > 0 {
 		return nil, errors.New("-profile and -monitor are for one process")
@@ -70,7 +74,8 @@ func joinRanks(ctx context.Context, o options, stderr io.Writer) (*comm.World, e
 	if err != nil {
 		return nil, err
 	}
-	w, err := comm.Join(ctx, place, comm.Options{Deadline: rankDeadline, Facts: append([]comm.Fact{binary}, o.facts()...)})
+	w, err := comm.Join(ctx, place, comm.Options{Deadline: rankDeadline,
+		Facts: append([]comm.Fact{binary}, o.facts()...)})
 	if err != nil {
 		return nil, err
 	}
@@ -96,14 +101,17 @@ func teamOf(ctx context.Context, w *comm.World, device *cudaops.Device) (*parall
 	}
 	for r, other := range all {
 		if string(other) != string(all[0]) {
-			return nil, fmt.Errorf("rank 0 would train on %s and rank %d on %s: give -device", all[0], r, other)
+			return nil, fmt.Errorf("rank 0 would train on %s and rank %d on %s: give -device",
+				all[0], r, other)
 		}
 	}
 	switch {
 	case device != nil:
 		return gpu.Join(ctx, w, device)
 	case w.Place().LocalSize != w.Size():
-		return nil, w.Blame(fmt.Errorf("%d processes on several hosts: CPUs train together on one host alone", w.Size()))
+		return nil,
+			w.Blame(fmt.Errorf("%d processes on several hosts: CPUs train together on one "+
+				"host alone", w.Size()))
 	}
 	return parallel.Join(ctx, w)
 }
@@ -120,7 +128,8 @@ func ordinal(w *comm.World) (int, error) {
 	return w.Place().Device(visible)
 }
 
-// facts are the options on which ranks must agree: all but paths, which may differ from host to host.
+// facts are the options on which ranks must agree: all but paths, which may differ from host to
+// host.
 func (o options) facts() (all []comm.Fact) {
 	for name, value := range o.train.Notes {
 		if !slices.Contains(pathOptions, name) {

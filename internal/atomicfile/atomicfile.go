@@ -93,7 +93,8 @@ func createTemporary(path string) (*os.File, error) {
 	for {
 		var random [randomDigits / 2]byte
 		rand.Read(random[:]) // never fails
-		name := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+hex.EncodeToString(random[:]))
+		name := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+
+			hex.EncodeToString(random[:]))
 		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666)
 		if errors.Is(err, os.ErrExist) {
 			continue
@@ -125,7 +126,8 @@ func removeStale(path string) {
 	dir, prefix := filepath.Dir(path), temporaryPrefix(path)
 	files, _ := os.ReadDir(dir)
 	for _, file := range files {
-		if name := file.Name(); strings.HasPrefix(name, prefix) && len(name) == len(prefix)+randomDigits {
+		if name := file.Name(); strings.HasPrefix(name, prefix) &&
+			len(name) == len(prefix)+randomDigits {
 			removeUnclaimed(filepath.Join(dir, name))
 		}
 	}

@@ -12,7 +12,10 @@ import (
 
 func mustWrite(t *testing.T, path, text string) {
 	t.Helper()
-	if err := Write(path, func(f *os.File) error { _, err := f.WriteString(text); return err }); err != nil {
+	if err := Write(path, func(f *os.File) error {
+		_, err := f.WriteString(text)
+		return err
+	}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -25,7 +28,8 @@ func TestKeepsTheOldOne(t *testing.T) {
 		t.Fatal(err)
 	}
 	full := errors.New("full")
-	for path, want := range map[string]error{"file": full, "folder": nil, "absent/file": os.ErrNotExist} {
+	for path, want := range map[string]error{"file": full, "folder": nil,
+		"absent/file": os.ErrNotExist} {
 		err := Write(filepath.Join(dir, filepath.FromSlash(path)), func(f *os.File) error {
 			f.WriteString("new")
 			if path == "file" {
@@ -132,7 +136,8 @@ func TestTemporaryStays(t *testing.T) {
 		if _, err := os.Stat(f.Name()); err != nil {
 			t.Error(err)
 		}
-		if err := os.Rename(f.Name(), path); err != nil && runtime.GOOS != "windows" { // which renames closed files only
+		// which renames closed files only
+		if err := os.Rename(f.Name(), path); err != nil && runtime.GOOS != "windows" {
 			t.Error(err)
 			break
 		}

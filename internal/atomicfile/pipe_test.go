@@ -16,7 +16,8 @@ import (
 // stop the next one.
 func TestPipeOfAStaleName(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model")
-	pipe := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+strings.Repeat("d", randomDigits))
+	pipe := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+
+		strings.Repeat("d", randomDigits))
 	require.NoError(t, syscall.Mkfifo(pipe, 0o666))
 	mustWrite(t, path, "new")
 	_, err := os.Stat(pipe)

@@ -9,10 +9,11 @@ import (
 )
 
 const (
-	// PerByte is how much memory a reader may allocate for a byte of its file, all that is freed again
-	// included.
+	// PerByte is how much memory a reader may allocate for a byte of its file, all that is freed
+	// again included.
 	PerByte = 4
-	// Constant is what it may allocate beside that, for a file of any size: buffers, tables, errors.
+	// Constant is what it may allocate beside that, for a file of any size: buffers, tables,
+	// errors.
 	Constant = 4 << 20
 	// patience is how long a reader may take for the files that tests make. It is a thousand times
 	// what they take on an idle computer, so it tells a loop without end from a busy computer.
@@ -33,8 +34,10 @@ func Run(t testing.TB, size int64, read func()) {
 	runtime.ReadMemStats(&before)
 	read()
 	runtime.ReadMemStats(&after)
-	if took, limit := after.TotalAlloc-before.TotalAlloc, uint64(PerByte*size+Constant); took > limit {
-		t.Errorf("files of %d bytes together took %d bytes of memory to read, want at most %d", size,
+	if took, limit := after.TotalAlloc-before.TotalAlloc,
+		uint64(PerByte*size+Constant); took > limit {
+		t.Errorf("files of %d bytes together took %d bytes of memory to read, want at most %d",
+			size,
 			took, limit)
 	}
 }

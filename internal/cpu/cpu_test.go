@@ -43,7 +43,8 @@ func TestParallelPanics(t *testing.T) {
 				}
 			})
 		})
-		if p, ok := r.(*Panic); !ok || p.Value != "boom" || !strings.Contains(p.String(), "panicsOnHelper") {
+		if p, ok := r.(*Panic); !ok || p.Value != "boom" ||
+			!strings.Contains(p.String(), "panicsOnHelper") {
 			t.Fatalf("a panic on a helper arrives as %v", r)
 		}
 		if r := recovered(func() {
@@ -184,7 +185,8 @@ func TestNestedParallelPanics(t *testing.T) {
 			}
 		})
 	})
-	if p, ok := r.(*Panic); !ok || p.Value != "boom" || !strings.Contains(p.String(), "panicsOnHelper") {
+	if p, ok := r.(*Panic); !ok || p.Value != "boom" ||
+		!strings.Contains(p.String(), "panicsOnHelper") {
 		t.Errorf("a nested panic arrives as %v", r)
 	}
 }

@@ -10,7 +10,8 @@ import (
 func TestDetectISA(t *testing.T) {
 	was := cpu.X86
 	defer func() { cpu.X86 = was }()
-	cpu.X86.HasAVX2, cpu.X86.HasFMA, cpu.X86.HasAVX512F, cpu.X86.HasAVX512DQ = true, true, true, true
+	cpu.X86.HasAVX2, cpu.X86.HasFMA, cpu.X86.HasAVX512F, cpu.X86.HasAVX512DQ = true, true, true,
+		true
 	if l := detectISA(); l != AVX512 {
 		t.Errorf("with all features: %v", l)
 	}
@@ -18,7 +19,8 @@ func TestDetectISA(t *testing.T) {
 		feature *bool
 		want    ISA
 	}{
-		{&cpu.X86.HasAVX512DQ, AVX2}, {&cpu.X86.HasAVX512F, AVX2}, {&cpu.X86.HasFMA, Generic}, {&cpu.X86.HasAVX2, Generic},
+		{&cpu.X86.HasAVX512DQ, AVX2}, {&cpu.X86.HasAVX512F, AVX2}, {&cpu.X86.HasFMA, Generic},
+		{&cpu.X86.HasAVX2, Generic},
 	} {
 		*c.feature = false
 		if l := detectISA(); l != c.want {

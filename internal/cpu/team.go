@@ -65,7 +65,8 @@ var (
 
 const (
 	maxHelpers = 1024
-	// Where other processes have the cores, calls end before helpers come to what is queued for them.
+	// Where other processes have the cores, calls end before helpers come to what is queued for
+	// them.
 	queued = 64
 )
 

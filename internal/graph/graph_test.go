@@ -86,7 +86,8 @@ func TestNames(t *testing.T) {
 func TestLayers(t *testing.T) {
 	g := gorgonia.NewGraph()
 	matrix := func(name string) *gorgonia.Node {
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(3, 3), gorgonia.WithName(name))
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(3, 3),
+			gorgonia.WithName(name))
 	}
 	x, w0, w1 := matrix("x.5.x"), matrix("model.layers.0.w"), matrix("model.layers.1.w")
 	first := gorgonia.Must(gorgonia.Mul(x, w0))
@@ -98,8 +99,9 @@ func TestLayers(t *testing.T) {
 
 	l := Layers{IsParam: gorgonia.Nodes{w0, w1}.Contains}
 	l.Add(order)
-	for n, want := range map[*gorgonia.Node]string{first: "model.layers.0", second: "model.layers.1",
-		both: "model.layers.1", x: "", beside: "", nil: ""} {
+	for n, want := range map[*gorgonia.Node]string{first: "model.layers.0",
+		second: "model.layers.1",
+		both:   "model.layers.1", x: "", beside: "", nil: ""} {
 		require.Equal(t, want, l.Of(n))
 	}
 	inner := matrix("inner")

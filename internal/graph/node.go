@@ -12,7 +12,8 @@ import (
 // caller's.
 func Children(n *gorgonia.Node) gorgonia.Nodes {
 	g := n.Graph()
-	if g.Node(n.ID()) != n { // Gorgonia has removed nodes, as it does in Log(Sigmoid(x)), and finds others in their places
+	// Gorgonia has removed nodes, as it does in Log(Sigmoid(x)), and finds others in their places
+	if g.Node(n.ID()) != n {
 		g = g.ExactSubgraphRoots(n)
 	}
 	var children gorgonia.Nodes
@@ -28,7 +29,8 @@ func Children(n *gorgonia.Node) gorgonia.Nodes {
 // compute.
 func HasValue(n *gorgonia.Node) error {
 	if n.Type() == nil {
-		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place of Read, name the node with WithOutputs " +
+		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place " +
+			"of Read, name the node with WithOutputs " +
 			"and ask Machine.Value for it")
 	}
 	return nil

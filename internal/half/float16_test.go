@@ -57,8 +57,10 @@ func TestFloat16KnownValues(t *testing.T) {
 		v    float64
 		want Float16
 	}{
-		{0, 0}, {math.Copysign(0, -1), 0x8000}, {1, 0x3c00}, {-2, 0xc000}, {65504, 0x7bff}, {65519.99, 0x7bff}, {65520, 0x7c00},
-		{math.Inf(-1), 0xfc00}, {0x1p-14, 0x0400}, {0x1p-24, 1}, {0x1p-25, 0}, {math.MaxFloat64, 0x7c00},
+		{0, 0}, {math.Copysign(0, -1), 0x8000}, {1, 0x3c00}, {-2, 0xc000}, {65504, 0x7bff},
+		{65519.99, 0x7bff}, {65520, 0x7c00},
+		{math.Inf(-1), 0xfc00}, {0x1p-14, 0x0400}, {0x1p-24, 1}, {0x1p-25, 0},
+		{math.MaxFloat64, 0x7c00},
 		{math.SmallestNonzeroFloat64, 0}, {1.0 / 3, 0x3555},
 	} {
 		if got := NewFloat16(c.v); got != c.want {

@@ -7,7 +7,8 @@ import "fmt"
 // included, where that is known (on Linux): Go ends a program that asks for it, or the system does.
 func Check(what string, bytes uint64) error {
 	if has := ofComputer(); has > 0 && bytes > has {
-		return fmt.Errorf("%s %.1f GiB, and this computer has %.1f GiB of memory", what, gib(bytes), gib(has))
+		return fmt.Errorf("%s %.1f GiB, and this computer has %.1f GiB of memory",
+			what, gib(bytes), gib(has))
 	}
 	return nil
 }

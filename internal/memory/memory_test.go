@@ -16,7 +16,8 @@ func TestCheck(t *testing.T) {
 	if err := Check("all of it takes", ofComputer()); err != nil {
 		t.Error(err)
 	}
-	if err := Check("everything takes", math.MaxUint64); err == nil || !strings.Contains(err.Error(), "everything takes 17179869184.0 GiB, and") {
+	if err := Check("everything takes", math.MaxUint64); err == nil ||
+		!strings.Contains(err.Error(), "everything takes 17179869184.0 GiB, and") {
 		t.Errorf("got %v", err)
 	}
 }

@@ -36,7 +36,8 @@ func (b *Base) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if ctx.Device != gorgonia.CPU {
-		return fmt.Errorf("the node is on %v, want %v: the LispMachine differentiates this op there only",
+		return fmt.Errorf("the node is on %v, want %v: the LispMachine differentiates this op "+
+			"there only",
 			ctx.Device, gorgonia.CPU)
 	}
 	if len(inputs) != len(b.in) || output == nil {
@@ -96,7 +97,8 @@ func (d *derivative) build(b *Base) error {
 		return err
 	}
 	if len(d.grads) > len(d.inputs) {
-		return fmt.Errorf("SymDiff gives %d gradients, want one for each of %d inputs", len(d.grads),
+		return fmt.Errorf("SymDiff gives %d gradients, want one for each of %d inputs",
+			len(d.grads),
 			len(d.inputs))
 	}
 	return nil

@@ -18,9 +18,9 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	// Gorgonia's import of this module panics at start on current Go unless it is at least the version
-	// that our go.mod pins; importing it here makes the pin a direct requirement, which reaches every
-	// user of this module.
+	// Gorgonia's import of this module panics at start on current Go unless it is at least the
+	// version that our go.mod pins; importing it here makes the pin a direct requirement, which
+	// reaches every user of this module.
 	_ "go4.org/unsafe/assume-no-moving-gc"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -61,7 +61,8 @@ type operand struct {
 // beside the inputs' shapes that distinguishes two ops of that name (it is part of the hash, so
 // that Gorgonia never merges different ops), out the shape of the result (empty for a scalar),
 // whose type is dt. f32 and f64 are the op's arithmetic.
-func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.Node, dt tensor.Dtype, out tensor.Shape,
+func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.Node,
+	dt tensor.Dtype, out tensor.Shape,
 	f32 Kernel[O, float32], f64 Kernel[O, float64]) {
 	b.place(op)
 	b.self, b.derivative = op, &derivative{}
@@ -151,7 +152,8 @@ func (b *Base) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
 	}
 	for i, s := range shapes {
 		if !slices.Equal(s, b.in[i].shape) {
-			return nil, fmt.Errorf("%s: input %d has shape %v, want %v", b.name, i, s, b.in[i].shape)
+			return nil, fmt.Errorf("%s: input %d has shape %v, want %v",
+				b.name, i, s, b.in[i].shape)
 		}
 	}
 	return b.out.shape.Clone(), nil
@@ -212,17 +214,20 @@ func (b *Base) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 
 // UsePreallocDo computes the op into the memory of prealloc, which must have the result's type and
 // shape and be contiguous. What it held does not matter.
-func (b *Base) UsePreallocDo(prealloc gorgonia.Value, in ...gorgonia.Value) (gorgonia.Value, error) {
+func (b *Base) UsePreallocDo(prealloc gorgonia.Value, in ...gorgonia.Value) (gorgonia.Value,
+	error) {
 	args, err := b.args(in)
 	if err != nil {
 		return nil, err
 	}
-	fits := prealloc != nil && prealloc.Dtype() == b.out.dt && slices.Equal(prealloc.Shape(), b.out.shape)
+	fits := prealloc != nil && prealloc.Dtype() == b.out.dt &&
+		slices.Equal(prealloc.Shape(), b.out.shape)
 	if d, ok := prealloc.(*tensor.Dense); ok {
 		fits = fits && !d.IsMaterializable() && !d.DataOrder().IsColMajor()
 	}
 	if !fits {
-		return nil, fmt.Errorf("%s: the preallocated value must be a contiguous %v of shape %v", b.name, b.out.dt, b.out.shape)
+		return nil, fmt.Errorf("%s: the preallocated value must be a contiguous %v of shape %v",
+			b.name, b.out.dt, b.out.shape)
 	}
 	switch p := prealloc.(type) {
 	case *gorgonia.F32:
@@ -251,7 +256,9 @@ func (b *Base) UsePreallocDo(prealloc gorgonia.Value, in ...gorgonia.Value) (gor
 
 func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	if b.self == nil {
-		return nil, errors.New("the op is a zero value: ops are made by the functions that add them to a graph")
+		return nil,
+			errors.New("the op is a zero value: ops are made by the functions that add them to " +
+				"a graph")
 	}
 	if len(in) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(in), len(b.in))
@@ -260,7 +267,8 @@ func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	for i, v := range in {
 		want := b.in[i]
 		if v == nil {
-			return nil, fmt.Errorf("%s: input %d has no value: bind one with gorgonia.Let", b.name, i)
+			return nil, fmt.Errorf("%s: input %d has no value: bind one with gorgonia.Let", b.name,
+				i)
 		}
 		if v.Dtype() != want.dt || Size(v.Shape()) != Size(want.shape) {
 			return nil, fmt.Errorf("%s: input %d is a %v of shape %v, want %v of shape %v",

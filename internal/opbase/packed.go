@@ -23,13 +23,15 @@ func PackedSize(shapes ...tensor.Shape) int {
 // elements, holds in this order. The nodes are views: no element is copied.
 func Unpack(packed *gorgonia.Node, shapes ...tensor.Shape) (gorgonia.Nodes, error) {
 	if want := PackedSize(shapes...); packed.Dims() != 1 || packed.Shape()[0] != want {
-		return nil, fmt.Errorf("unpack: got a packed result of shape %v, want (%d)", packed.Shape(), want)
+		return nil, fmt.Errorf("unpack: got a packed result of shape %v, want (%d)", packed.Shape(),
+			want)
 	}
 	parts := make(gorgonia.Nodes, len(shapes))
 	offset := 0
 	for i, s := range shapes {
 		p := &PartOp{Offset: offset}
-		Init(&p.Base, p, "Part", fmt.Sprintf("offset=%d shape=%v", offset, s), gorgonia.Nodes{packed}, packed.Dtype(), s,
+		Init(&p.Base, p, "Part", fmt.Sprintf("offset=%d shape=%v", offset, s),
+			gorgonia.Nodes{packed}, packed.Dtype(), s,
 			copyPart[float32], copyPart[float64])
 		n, err := gorgonia.ApplyOp(p, packed)
 		if err != nil {

@@ -16,7 +16,8 @@ import (
 // It is set by cudaops, since this package and the ops know nothing of CUDA: a program that imports
 // cudaops computes them with its kernels, another one on the CPU, from the same memory, which
 // Gorgonia allocates such that both can reach it.
-var CUDA func(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value, in []gorgonia.Value) (bool, error)
+var CUDA func(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value,
+	in []gorgonia.Value) (bool, error)
 
 // placement is where Gorgonia's own machines run an op: on a GPU, in a build with Gorgonia's tag
 // cuda.
@@ -38,7 +39,8 @@ func (p *placement) CUDADo(extern gorgonia.External, dev gorgonia.Device, preall
 	}
 	machine, ok := extern.(gorgonia.CUDAMachine)
 	if !ok || int(dev) < 0 || int(dev) >= len(machine.Engines()) {
-		return nil, fmt.Errorf("%v: placed on GPU %d of a %T, want one of a gorgonia.CUDAMachine", p.op, dev, extern)
+		return nil, fmt.Errorf("%v: placed on GPU %d of a %T, want one of a gorgonia.CUDAMachine",
+			p.op, dev, extern)
 	}
 	engine := &machine.Engines()[dev]
 	engine.Context().Synchronize() // enqueued behind what makes the inputs

@@ -12,8 +12,8 @@ type OpTime struct {
 	Op    string        `json:"op"`    // the op's name, as in RMSNormGrad
 	Tasks int           `json:"tasks"` // launches, matrix products among them
 	Time  time.Duration `json:"ns"`
-	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is the
-	// multiplications and additions of matrix products and attention.
+	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is
+	// the multiplications and additions of matrix products and attention.
 	Bytes float64 `json:"bytes,omitempty"`
 	FLOPs float64 `json:"flops,omitempty"`
 	// Ways are those that were chosen among several, and Tuned what the tasks took when they were
@@ -42,9 +42,11 @@ func Table(times []OpTime) string {
 		whole += t.Time
 	}
 	var s strings.Builder
-	fmt.Fprintf(&s, "%-28s %5s %10s %6s %8s %8s  %s\n", "op", "tasks", "us", "%", "GB/s", "TFLOP/s", "ways")
+	fmt.Fprintf(&s, "%-28s %5s %10s %6s %8s %8s  %s\n", "op", "tasks", "us", "%",
+		"GB/s", "TFLOP/s", "ways")
 	for _, t := range times {
-		fmt.Fprintf(&s, "%-28.28s %5d %10.1f %6.1f %8.0f %8.1f  %s\n", t.Op, t.Tasks, t.Time.Seconds()*1e6, 100*rate(t.Time.Seconds(), whole),
+		fmt.Fprintf(&s, "%-28.28s %5d %10.1f %6.1f %8.0f %8.1f  %s\n", t.Op, t.Tasks,
+			t.Time.Seconds()*1e6, 100*rate(t.Time.Seconds(), whole),
 			t.Bandwidth()/1e9, t.Rate()/1e12, strings.Join(t.Ways, ", "))
 	}
 	return s.String()

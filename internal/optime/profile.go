@@ -13,8 +13,8 @@ import (
 // Profile is where the time of one step on a GPU went.
 type Profile struct {
 	Device string
-	// Period is the time from the beginning of one step to that of the next, the median of Steps steps
-	// that ran as always.
+	// Period is the time from the beginning of one step to that of the next, the median of Steps
+	// steps that ran as always.
 	Period time.Duration
 	Steps  int
 	// Graphs is how long such a step's captured work was on the GPU: the rest of the period the GPU
@@ -42,14 +42,14 @@ type Span struct {
 	Layer  string // as in model.layers.3; "" where the graph does not tell
 	Task   int    // its number
 	// Start is when it began, counted from the beginning of the step. Times are those of the marked
-	// step without the marks, put where the step's captured pieces were in a step without marks, with
-	// even gaps. Where they add up to more than the piece took, which they can with tiny kernels,
-	// since a mark also keeps the next from starting, they are scaled down to that.
+	// step without the marks, put where the step's captured pieces were in a step without marks,
+	// with even gaps. Where they add up to more than the piece took, which they can with tiny
+	// kernels, since a mark also keeps the next from starting, they are scaled down to that.
 	Start, Time time.Duration
-	// Of the task: the bytes that have to move at least, the operations of its products, and the share
-	// of the ceiling: the time that the one or the other takes at the card's ceiling, whichever is
-	// longer, by the task's time. A task whose operands are in the cache can exceed 1. 0 where there
-	// is no ceiling.
+	// Of the task: the bytes that have to move at least, the operations of its products, and the
+	// share of the ceiling: the time that the one or the other takes at the card's ceiling,
+	// whichever is longer, by the task's time. A task whose operands are in the cache can exceed 1.
+	// 0 where there is no ceiling.
 	Bytes, FLOPs, Share float64
 	Float8              bool     // FLOPs is of products of float8
 	Ways                []string // that were chosen among several
@@ -164,13 +164,17 @@ const tableKernels = 20
 func (p *Profile) Table() string {
 	var s strings.Builder
 	kernels, graphs := p.Busy()
-	fmt.Fprintf(&s, "step      %v from start to start on %s, the median of %d\n", p.Period.Round(time.Microsecond), p.Device,
+	fmt.Fprintf(&s, "step      %v from start to start on %s, the median of %d\n",
+		p.Period.Round(time.Microsecond), p.Device,
 		p.Steps)
-	fmt.Fprintf(&s, "busy      %.1f %% by the kernels' times, %.1f %% by the captured work's, in which gaps between kernels count\n",
+	fmt.Fprintf(&s,
+		"busy      %.1f %% by the kernels' times, %.1f %% by the captured work's, in which gaps between kernels count\n",
 		100*kernels, 100*graphs)
-	fmt.Fprintf(&s, "marks     %v for each of %d, which is not in the times; the captured work takes %v with them, %v without\n",
+	fmt.Fprintf(&s,
+		"marks     %v for each of %d, which is not in the times; the captured work takes %v with them, %v without\n",
 		p.Mark, len(p.Spans), p.Marked.Round(time.Microsecond), p.Graphs.Round(time.Microsecond))
-	fmt.Fprintf(&s, "ceilings  %.0f GB/s copied and %.0f TFLOP/s multiplied in %s", p.Copy/1e9, p.Product/1e12, p.Type)
+	fmt.Fprintf(&s, "ceilings  %.0f GB/s copied and %.0f TFLOP/s multiplied in %s", p.Copy/1e9,
+		p.Product/1e12, p.Type)
 	if p.ProductFloat8 > 0 {
 		fmt.Fprintf(&s, ", %.0f in float8", p.ProductFloat8/1e12)
 	}
@@ -182,7 +186,8 @@ func (p *Profile) Table() string {
 
 func (p *Profile) opTable(w io.Writer) {
 	whole := timeOf(p.Spans)
-	fmt.Fprintf(w, "%-24s %5s %10s %6s %8s %8s %8s\n", "op", "tasks", "us", "%", "GB/s", "TFLOP/s", "ceiling")
+	fmt.Fprintf(w, "%-24s %5s %10s %6s %8s %8s %8s\n", "op", "tasks", "us", "%",
+		"GB/s", "TFLOP/s", "ceiling")
 	for _, o := range p.Ops() {
 		least := time.Duration(0)
 		for rest := p.Spans; len(rest) > 0; {
@@ -191,8 +196,10 @@ func (p *Profile) opTable(w io.Writer) {
 				least += p.ceiling(task[0])
 			}
 		}
-		fmt.Fprintf(w, "%-24.24s %5d %10.1f %6.1f %8.0f %8.1f %7.0f%%\n", o.Op, o.Tasks, o.Time.Seconds()*1e6,
-			100*rate(o.Time.Seconds(), whole), o.Bandwidth()/1e9, o.Rate()/1e12, 100*rate(least.Seconds(), o.Time))
+		fmt.Fprintf(w, "%-24.24s %5d %10.1f %6.1f %8.0f %8.1f %7.0f%%\n", o.Op,
+			o.Tasks, o.Time.Seconds()*1e6,
+			100*rate(o.Time.Seconds(), whole), o.Bandwidth()/1e9, o.Rate()/1e12,
+			100*rate(least.Seconds(), o.Time))
 	}
 }
 
@@ -212,7 +219,8 @@ func (p *Profile) kernelTable(w io.Writer) {
 	SortTimes(kernels)
 	fmt.Fprintf(w, "\n%-56s %5s %10s %6s\n", "kernel", "runs", "us", "%")
 	for _, k := range kernels[:min(tableKernels, len(kernels))] {
-		fmt.Fprintf(w, "%-56.56s %5d %10.1f %6.1f\n", k.Op, k.Tasks, k.Time.Seconds()*1e6, 100*rate(k.Time.Seconds(), whole))
+		fmt.Fprintf(w, "%-56.56s %5d %10.1f %6.1f\n", k.Op, k.Tasks, k.Time.Seconds()*1e6,
+			100*rate(k.Time.Seconds(), whole))
 	}
 	if more := len(kernels) - tableKernels; more > 0 {
 		fmt.Fprintf(w, "and %d more\n", more)
@@ -250,9 +258,11 @@ func (p *Profile) WriteTrace(w io.Writer) error {
 		Events []traceEvent   `json:"traceEvents"`
 	}{"ns", map[string]any{
 		"device": p.Device, "period_us": micros(p.Period), "steps": p.Steps,
-		"graphs_us": micros(p.Graphs), "kernels_us": micros(p.Kernels()), "busy_kernels": kernels, "busy_graphs": graphs,
-		"marked_us": micros(p.Marked), "mark_us": micros(p.Mark),
-		"ceiling_copy_gbps": p.Copy / 1e9, "ceiling_product_tflops": p.Product / 1e12, "ceiling_type": p.Type,
+		"graphs_us": micros(p.Graphs), "kernels_us": micros(p.Kernels()), "busy_kernels": kernels,
+		"busy_graphs": graphs,
+		"marked_us":   micros(p.Marked), "mark_us": micros(p.Mark),
+		"ceiling_copy_gbps": p.Copy / 1e9, "ceiling_product_tflops": p.Product / 1e12,
+		"ceiling_type":                  p.Type,
 		"ceiling_product_float8_tflops": p.ProductFloat8 / 1e12,
 	}, p.events()}
 	return json.NewEncoder(w).Encode(trace)
@@ -268,8 +278,10 @@ func (p *Profile) events() []traceEvent {
 	}
 	add := func(thread int, s []Span, name string, args map[string]any) {
 		last := s[len(s)-1]
-		events = append(events, traceEvent{Name: name, Category: "gpu", Phase: "X", Start: micros(s[0].Start),
-			Duration: micros(last.Start + last.Time - s[0].Start), Process: tracedGPU, Thread: thread, Args: args})
+		events = append(events, traceEvent{Name: name, Category: "gpu", Phase: "X",
+			Start:    micros(s[0].Start),
+			Duration: micros(last.Start + last.Time - s[0].Start), Process: tracedGPU,
+			Thread: thread, Args: args})
 	}
 	name("process_name", p.Device, tracedGPU, 0)
 	name("thread_name", "kernels", tracedGPU, kernelTrack)
@@ -304,7 +316,8 @@ func (p *Profile) events() []traceEvent {
 		rest = rest[n:]
 	}
 	for _, h := range p.Host {
-		events = append(events, traceEvent{Name: h.Name, Category: "program", Phase: "X", Start: micros(h.Start),
+		events = append(events, traceEvent{Name: h.Name, Category: "program", Phase: "X",
+			Start:    micros(h.Start),
 			Duration: micros(h.Time), Process: tracedHost, Thread: 1})
 	}
 	return events
@@ -312,8 +325,9 @@ func (p *Profile) events() []traceEvent {
 
 // args is what a trace says of a span beside its time.
 func (s Span) args() map[string]any {
-	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs, "share_of_ceiling": s.Share,
-		"float8": s.Float8, "captured": !s.Loose}
+	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs,
+		"share_of_ceiling": s.Share,
+		"float8":           s.Float8, "captured": !s.Loose}
 	if len(s.Ways) > 0 {
 		args["ways"] = s.Ways
 	}

@@ -74,7 +74,8 @@ func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
 			return false
 		}
 		g, err := vg.Grad()
-		if p := &r.params[i]; err != nil || p.Name != Name(vg) || !same(vg.Value(), r.kept[i].value, p, p.Value) ||
+		if p := &r.params[i]; err != nil || p.Name != Name(vg) ||
+			!same(vg.Value(), r.kept[i].value, p, p.Value) ||
 			!same(g, r.kept[i].grad, p, p.Grad) {
 			return false
 		}
@@ -89,7 +90,8 @@ func same(v, read gorgonia.Value, p *Param, memory any) bool {
 	case *gorgonia.F32, *gorgonia.F64:
 		return v == read
 	case *tensor.Dense:
-		if v != read || !slices.Equal(v.Shape(), p.Shape) || v.Dtype() != p.Dtype || v.IsMaterializable() {
+		if v != read || !slices.Equal(v.Shape(), p.Shape) || v.Dtype() != p.Dtype ||
+			v.IsMaterializable() {
 			return false
 		}
 		switch x := memory.(type) {
@@ -112,12 +114,15 @@ func read(vg gorgonia.ValueGrad) (Param, values, error) {
 	}
 	g, err := vg.Grad()
 	if err != nil || g == nil {
-		return p, values{}, fmt.Errorf("has no gradient: run a machine made with gorgonia.BindDualValues for this parameter")
+		return p, values{},
+			fmt.Errorf("has no gradient: run a machine made with gorgonia.BindDualValues for " +
+				"this parameter")
 	}
 	p.Shape, p.Dtype = v.Shape().Clone(), v.Dtype()
 	if g.Dtype() != p.Dtype || !slices.Equal(g.Shape(), p.Shape) {
-		return p, values{}, fmt.Errorf("value is %v of shape %v, but the gradient is %v of shape %v",
-			p.Dtype, p.Shape, g.Dtype(), g.Shape())
+		return p, values{},
+			fmt.Errorf("value is %v of shape %v, but the gradient is %v of shape %v",
+				p.Dtype, p.Shape, g.Dtype(), g.Shape())
 	}
 	if p.Value, err = Memory(v); err != nil {
 		return p, values{}, fmt.Errorf("value %w", err)
@@ -138,7 +143,9 @@ func Memory(v gorgonia.Value) (any, error) {
 		return slice((*float64)(v)), nil
 	case *tensor.Dense:
 		if v.IsMaterializable() || v.DataOrder().IsColMajor() && v.Dims() > 1 {
-			return nil, fmt.Errorf("is a view, a lazy transpose or column-major: want a contiguous, row-major tensor")
+			return nil,
+				fmt.Errorf("is a view, a lazy transpose or column-major: want a contiguous, " +
+					"row-major tensor")
 		}
 		switch v.Dtype() {
 		case tensor.Float32:
@@ -147,7 +154,8 @@ func Memory(v gorgonia.Value) (any, error) {
 			return v.Float64s()[:opbase.Size(v.Shape())], nil
 		}
 	}
-	return nil, fmt.Errorf("is a %T of %v: want a dense tensor or a scalar of float32 or float64", v, v.Dtype())
+	return nil, fmt.Errorf("is a %T of %v: want a dense tensor or a scalar of float32 or float64",
+		v, v.Dtype())
 }
 
 // slice returns the one element that p points at.

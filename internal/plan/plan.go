@@ -39,7 +39,9 @@ func Pack(all []*Interval, alignment int) (total int) {
 			}
 			v.Offset = max(v.Offset, p.Offset+Align(p.Bytes, alignment))
 		}
-		i, _ := slices.BinarySearchFunc(placed, v.Offset, func(p *Interval, offset int) int { return cmp.Compare(p.Offset, offset) })
+		i, _ := slices.BinarySearchFunc(placed, v.Offset, func(p *Interval, offset int) int {
+			return cmp.Compare(p.Offset, offset)
+		})
 		placed = slices.Insert(placed, i, v)
 		total = max(total, v.Offset+Align(v.Bytes, alignment))
 	}

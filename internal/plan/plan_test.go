@@ -30,7 +30,8 @@ func TestPack(t *testing.T) {
 			}
 		}
 		if least := Peak(all, alignment); total < least || total > 2*least {
-			t.Errorf("%d intervals take %d bytes, and %d are needed at once", len(all), total, least)
+			t.Errorf("%d intervals take %d bytes, and %d are needed at once",
+				len(all), total, least)
 		}
 	}
 }

@@ -59,7 +59,8 @@ func TestEveryAlteredByteIsRefused(t *testing.T) {
 		for x := 1; x < 256; x++ {
 			b[i] ^= byte(x)
 			if err := loadBytes(b); !errors.Is(err, ErrCorrupt) {
-				t.Errorf("byte %d of %d altered from %#x to %#x: error %v", i, len(b), b[i]^byte(x), b[i], err)
+				t.Errorf("byte %d of %d altered from %#x to %#x: error %v", i, len(b),
+					b[i]^byte(x), b[i], err)
 			}
 			b[i] ^= byte(x)
 		}
@@ -69,7 +70,8 @@ func TestEveryAlteredByteIsRefused(t *testing.T) {
 func TestEveryTruncationIsRefused(t *testing.T) {
 	b := small(t)
 	for n := range b {
-		if err := loadBytes(b[:n]); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), "cut short") {
+		if err := loadBytes(b[:n]); !errors.Is(err, ErrCorrupt) ||
+			!strings.Contains(err.Error(), "cut short") {
 			t.Errorf("truncated to %d of %d bytes: error %v", n, len(b), err)
 		}
 	}
@@ -112,7 +114,8 @@ func TestDamageIsLocated(t *testing.T) {
 	_, errTensor := f.Tensor(context.Background(), "second")
 	_, _, errLoad := Load(path)
 	for _, err := range []error{errTensor, errLoad, f.Verify(t.Context(), f.Names()...)} {
-		if !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), `"second"`) || !strings.Contains(err.Error(), path) {
+		if !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), `"second"`) ||
+			!strings.Contains(err.Error(), path) {
 			t.Errorf("error %v, expected one that names the file and the tensor", err)
 		}
 	}

@@ -16,14 +16,14 @@ const (
 	metadataName = "__metadata__"
 	// maxHeader is the reference implementation's limit, in bytes: enough for a million tensors.
 	maxHeader = 100_000_000
-	// maxRank is how many dimensions a tensor has at most. Models have five (convolutions in space);
-	// what is above costs a reader more memory for shapes than the header itself.
+	// maxRank is how many dimensions a tensor has at most. Models have five (convolutions in
+	// space); what is above costs a reader more memory for shapes than the header itself.
 	maxRank = 16
-	// maxMetadata is how many entries the metadata has at most, as what they hold is in their values:
-	// writers that describe a whole training run have some dozens.
+	// maxMetadata is how many entries the metadata has at most, as what they hold is in their
+	// values: writers that describe a whole training run have some dozens.
 	maxMetadata = 1024
-	// digestKey announces sumsKey and the other way round; they differ in more than one byte, so that
-	// no small damage hides both.
+	// digestKey announces sumsKey and the other way round; they differ in more than one byte, so
+	// that no small damage hides both.
 	digestKey   = "kasmina.digest"
 	digestValue = "crc32c"
 	sumsKey     = "kasmina.crc32c"
@@ -80,7 +80,8 @@ func encodeHeader(entries []entry, metadata map[string]string, sums []uint32) ([
 		b = append(b, ' ')
 	}
 	if len(b)-8 > maxHeader {
-		return nil, fmt.Errorf("header of %d bytes, the format allows %d: %w", len(b)-8, maxHeader, ErrInvalid)
+		return nil, fmt.Errorf("header of %d bytes, the format allows %d: %w", len(b)-8,
+			maxHeader, ErrInvalid)
 	}
 	binary.LittleEndian.PutUint64(b, uint64(len(b)-8))
 	at := sumsOffset(b)
@@ -124,25 +125,28 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 	delete(metadata, sumsKey)
 	at := sumsOffset(head)
 	if !announced || !present || at < 0 {
-		return nil, fmt.Errorf("header: the metadata entries %q and %q are damaged", digestKey, sumsKey)
+		return nil, fmt.Errorf("header: the metadata entries %q and %q are damaged", digestKey,
+			sumsKey)
 	}
 	if digest != digestValue {
 		return nil, fmt.Errorf("header: unknown digest %q, expected %q", digest, digestValue)
 	}
 	if len(digits) != sumDigits*(n+1) {
-		return nil, fmt.Errorf("header: %d checksum digits, expected %d", len(digits), sumDigits*(n+1))
+		return nil, fmt.Errorf("header: %d checksum digits, expected %d",
+			len(digits), sumDigits*(n+1))
 	}
 	sums := make([]uint32, n+1)
 	for i := range sums {
 		d := digits[i*sumDigits:][:sumDigits]
 		v, err := strconv.ParseUint(d, 16, 32)
 		if err != nil {
-			return nil, fmt.Errorf("header: checksum %d is %q, expected %d hex digits", i, d, sumDigits)
+			return nil, fmt.Errorf("header: checksum %d is %q, expected %d hex digits", i, d,
+				sumDigits)
 		}
 		sums[i] = uint32(v)
 	}
-	// Compared as text: the checksum does not cover its own digits, and damage may turn one into upper
-	// case.
+	// Compared as text: the checksum does not cover its own digits, and damage may turn one into
+	// upper case.
 	if got := fmt.Sprintf("%08x", headerSum(head, at)); got != digits[:sumDigits] {
 		return nil, fmt.Errorf("header: checksum %s, expected %s", got, digits[:sumDigits])
 	}

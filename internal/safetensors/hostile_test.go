@@ -34,15 +34,18 @@ func TestHugeHeaders(t *testing.T) {
 		file   func() []byte
 		faults string // "" if it is a good file
 	}{
-		"tensors": {repeated("{", func(b *bytes.Buffer, i int) { fmt.Fprintf(b, `"%x%s`, i, empty) },
+		"tensors": {repeated("{", func(b *bytes.Buffer, i int) {
+			fmt.Fprintf(b, `"%x%s`, i, empty)
+		},
 			"}"), ""},
 		"dimensions": {repeated(`{"a":{"dtype":"U8","shape":[`, func(b *bytes.Buffer,
 			_ int) {
 			b.WriteByte('0')
 		}, `],"data_offsets":[0,0]}}`), "more than 16"},
 		"shapes": {repeated("{", func(b *bytes.Buffer, i int) {
-			fmt.Fprintf(b, `"%x":{"dtype":"U8","shape":[%s0],"data_offsets":[0,0]}`, i, strings.Repeat("0,",
-				maxRank-1))
+			fmt.Fprintf(b, `"%x":{"dtype":"U8","shape":[%s0],"data_offsets":[0,0]}`,
+				i, strings.Repeat("0,",
+					maxRank-1))
 		}, "}"), ""},
 		"metadata": {repeated(`{"__metadata__":{`, func(b *bytes.Buffer,
 			i int) {
@@ -56,7 +59,9 @@ func TestHugeHeaders(t *testing.T) {
 		}, `"}}`), ""},
 		"no field": {repeated(`{"a":{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`a`) },
 			`":0}}`), "unknown field"},
-		"names without fields": {repeated(`{"`, func(b *bytes.Buffer, _ int) { b.WriteString(`"dtype"`) },
+		"names without fields": {repeated(`{"`, func(b *bytes.Buffer, _ int) {
+			b.WriteString(`"dtype"`)
+		},
 			`}`), "JSON"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -181,7 +186,8 @@ func TestSaveWithinLimits(t *testing.T) {
 
 // FuzzScanner compares strings with what encoding/json makes of them.
 func FuzzScanner(f *testing.F) {
-	for _, s := range []string{`""`, `"a"`, `"\u0061\ud83d\ude00\ud83d\n\/"`, `"\`, `"\x"`, "\"\x01\"",
+	for _, s := range []string{`""`, `"a"`, `"\u0061\ud83d\ude00\ud83d\n\/"`,
+		`"\`, `"\x"`, "\"\x01\"",
 		`"a" `, `"\ude00\ud83d"`, `"\ud83d\u0061"`} {
 		f.Add(s)
 	}
@@ -195,8 +201,9 @@ func FuzzScanner(f *testing.F) {
 			err = s.end()
 		}
 		var want string
-		if wrong := json.Unmarshal([]byte(text), &want); (err == nil) != (wrong == nil) || err == nil &&
-			got != want {
+		if wrong := json.Unmarshal([]byte(text), &want); (err == nil) != (wrong == nil) ||
+			err == nil &&
+				got != want {
 			t.Errorf("%q is %q, %v; encoding/json makes it %q, %v", text, got, err, want, wrong)
 		}
 	})

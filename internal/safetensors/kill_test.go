@@ -14,7 +14,8 @@ import (
 	"time"
 )
 
-// saverEnv makes the test binary save in a loop. It holds the file's path and the first version, a line each.
+// saverEnv makes the test binary save in a loop. It holds the file's path and the first version, a
+// line each.
 const saverEnv = "SAFETENSORS_TEST_SAVER"
 
 func TestMain(m *testing.M) {
@@ -29,7 +30,8 @@ func saveForever(path, first string) {
 	v, _ := strconv.ParseUint(first, 10, 64)
 	for ; ; v++ {
 		fmt.Println(v)
-		if err := Save(path, version(v), map[string]string{"version": strconv.FormatUint(v, 10)}); err != nil {
+		if err := Save(path, version(v),
+			map[string]string{"version": strconv.FormatUint(v, 10)}); err != nil {
 			fmt.Println(err)
 			os.Exit(1)
 		}
@@ -103,7 +105,8 @@ func TestKill(t *testing.T) {
 		}
 		next = got + 1
 	}
-	t.Logf("%d kills: %d left a half-written file beside the old one, %d came after a save", n, halfWritten, after)
+	t.Logf("%d kills: %d left a half-written file beside the old one, %d came after a save",
+		n, halfWritten, after)
 	if halfWritten < kills/10 || after < kills/10 {
 		t.Errorf("the kills were not spread over the saves")
 	}

@@ -59,8 +59,9 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	}
 	n := binary.LittleEndian.Uint64(length[:])
 	if n > maxHeader {
-		return nil, f.corrupt("header of %d bytes, the format allows %d: it may be no safetensors file",
-			n, maxHeader)
+		return nil,
+			f.corrupt("header of %d bytes, the format allows %d: it may be no safetensors file",
+				n, maxHeader)
 	}
 	if n > uint64(size-8) {
 		return nil, f.corrupt("header of %d bytes, but only %d follow its length: %s", n, size-8,
@@ -279,7 +280,8 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 		sum = crc32.Update(sum, castagnoli, part)
 		if e.dtype == Bool {
 			if j := slices.IndexFunc(part, func(b byte) bool { return b > 1 }); j >= 0 {
-				return f.corrupt("tensor %.100q: element %d is %#x, expected a bool", e.name, at+int64(j),
+				return f.corrupt("tensor %.100q: element %d is %#x, expected a bool", e.name,
+					at+int64(j),
 					part[j])
 			}
 		}

@@ -114,8 +114,8 @@ type Tensor struct {
 	Name  string
 	DType DType
 	Shape []int
-	// Data is the typed slice that belongs to DType: []float64 for F64, []uint16 for BF16, []bool for
-	// Bool, and so on.
+	// Data is the typed slice that belongs to DType: []float64 for F64, []uint16 for BF16, []bool
+	// for Bool, and so on.
 	Data any
 }
 
@@ -130,14 +130,17 @@ func New(name string, shape []int, data any) (Tensor, error) {
 			return t, t.check()
 		}
 	}
-	return Tensor{}, fmt.Errorf("safetensors: New: tensor %q: data is %T, expected a slice of a fixed-size number or bool: %w",
-		name, data, ErrInvalid)
+	return Tensor{},
+		fmt.Errorf("safetensors: New: tensor %q: data is %T, expected a slice of a fixed-size "+
+			"number or bool: %w",
+			name, data, ErrInvalid)
 }
 
 // check returns an error when the parts of the tensor do not fit each other.
 func (t *Tensor) check() error {
 	fail := func(format string, args ...any) error {
-		return fmt.Errorf("safetensors: tensor %q: %s: %w", t.Name, fmt.Sprintf(format, args...), ErrInvalid)
+		return fmt.Errorf("safetensors: tensor %q: %s: %w", t.Name, fmt.Sprintf(format, args...),
+			ErrInvalid)
 	}
 	want := t.DType.sliceType()
 	if want == nil {

@@ -49,7 +49,8 @@ func sample(r *rand.Rand) []Tensor {
 	for i, s := range sliceTypes {
 		for j, shape := range [][]int{{}, {1}, {3}, {2, 3, 5}, {0}, {4, 0, 7}, {1, 1, 1, 1, 9}} {
 			n, _ := elements(shape)
-			tensors = append(tensors, Tensor{fmt.Sprintf("layer.%d/%s \"%d\" ü<&>", i, s.dtype, j), s.dtype, shape, fill(r, s.dtype, n)})
+			tensors = append(tensors, Tensor{fmt.Sprintf("layer.%d/%s \"%d\" ü<&>", i, s.dtype, j),
+				s.dtype, shape, fill(r, s.dtype, n)})
 		}
 	}
 	r.Shuffle(len(tensors), reflect.Swapper(tensors))
@@ -59,7 +60,8 @@ func sample(r *rand.Rand) []Tensor {
 // same reports whether two tensors are equal bit for bit.
 func same(a, b Tensor) bool {
 	return a.Name == b.Name && a.DType == b.DType && slices.Equal(a.Shape, b.Shape) &&
-		reflect.TypeOf(a.Data) == reflect.TypeOf(b.Data) && bytes.Equal(bytesOf(a.Data), bytesOf(b.Data))
+		reflect.TypeOf(a.Data) == reflect.TypeOf(b.Data) &&
+		bytes.Equal(bytesOf(a.Data), bytesOf(b.Data))
 }
 
 func mustSave(t *testing.T, path string, tensors []Tensor, metadata map[string]string) []byte {
@@ -78,7 +80,8 @@ func TestRoundTrip(t *testing.T) {
 	r := random(t)
 	tensors := sample(r)
 	tensors = append(tensors, Tensor{"large", BF16, []int{chunk + 1}, fill(r, BF16, chunk+1)})
-	metadata := map[string]string{"": "empty key", "config": `{"a": "b"}`, "nul\x00": "\u2028<>", `"` + sumsKey + `":"`: sumsKey}
+	metadata := map[string]string{"": "empty key", "config": `{"a": "b"}`, "nul\x00": "\u2028<>",
+		`"` + sumsKey + `":"`: sumsKey}
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	first := mustSave(t, path, tensors, metadata)
 	if second := mustSave(t, path, tensors, metadata); !bytes.Equal(first, second) {
@@ -111,10 +114,14 @@ func TestRoundTrip(t *testing.T) {
 		if !same(got, want) {
 			t.Errorf("Tensor(%q) = %v, expected %v", want.Name, got, want)
 		}
-		if dtype, shape, err := f.Info(want.Name); err != nil || dtype != want.DType || !slices.Equal(shape, want.Shape) {
+		if dtype, shape, err := f.Info(want.Name); err != nil || dtype != want.DType ||
+			!slices.Equal(shape, want.Shape) {
 			t.Errorf("Info(%q) = %v, %v, %v", want.Name, dtype, shape, err)
 		}
-		if name := f.Names()[i]; loaded[i].Name != name || !slices.ContainsFunc(tensors, func(t Tensor) bool { return same(t, loaded[i]) }) {
+		if name := f.Names()[i]; loaded[i].Name != name ||
+			!slices.ContainsFunc(tensors, func(t Tensor) bool {
+				return same(t, loaded[i])
+			}) {
 			t.Errorf("Load()[%d] = %v, not what was saved as %q", i, loaded[i], name)
 		}
 	}
@@ -145,8 +152,9 @@ func TestBytes(t *testing.T) {
 	}
 	defer f.Close()
 	at := sumsOffset(got)
-	header := fmt.Sprintf(`{"__metadata__":{"kasmina.crc32c":%q,"kasmina.digest":"crc32c","z":"1"},`+
-		`"wide":{"dtype":"F64","shape":[],"data_offsets":[0,8]},"small":{"dtype":"U16","shape":[1],"data_offsets":[8,10]}}`,
+	header := fmt.Sprintf(
+		`{"__metadata__":{"kasmina.crc32c":%q,"kasmina.digest":"crc32c","z":"1"},`+
+			`"wide":{"dtype":"F64","shape":[],"data_offsets":[0,8]},"small":{"dtype":"U16","shape":[1],"data_offsets":[8,10]}}`,
 		got[at:at+3*sumDigits])
 	header += strings.Repeat(" ", -len(header)&7)
 	want := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
@@ -189,8 +197,10 @@ func TestNew(t *testing.T) {
 	if shape[0] = 9; err != nil || tensor.Shape[0] != 2 {
 		t.Errorf("New kept the caller's shape: %v, %v", tensor, err)
 	}
-	for _, data := range []any{nil, 3.0, []int{1, 2}, []string{"a", "b"}, [2]float64{}, []complex64{1, 2}, []float64{1}} {
-		if _, err := New("weight", []int{2}, data); !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), "weight") {
+	for _, data := range []any{nil, 3.0, []int{1, 2}, []string{"a", "b"}, [2]float64{},
+		[]complex64{1, 2}, []float64{1}} {
+		if _, err := New("weight", []int{2}, data); !errors.Is(err, ErrInvalid) ||
+			!strings.Contains(err.Error(), "weight") {
 			t.Errorf("New of %T: error %v", data, err)
 		}
 	}
@@ -205,12 +215,16 @@ func TestSaveRefuses(t *testing.T) {
 		mentions string
 	}{
 		{"duplicate name", []Tensor{good, good}, nil, `"x"`},
-		{"reserved name", []Tensor{{"__metadata__", F32, []int{2}, []float32{1, 2}}}, nil, "__metadata__"},
+		{"reserved name", []Tensor{{"__metadata__", F32, []int{2}, []float32{1, 2}}}, nil,
+			"__metadata__"},
 		{"empty name", []Tensor{{"", F32, []int{2}, []float32{1, 2}}}, nil, `""`},
 		{"name not UTF-8", []Tensor{{"\xff", F32, []int{2}, []float32{1, 2}}}, nil, "UTF-8"},
-		{"shape and length", []Tensor{{"x", F32, []int{3}, []float32{1, 2}}}, nil, "3 elements, data has 2"},
-		{"negative dimension", []Tensor{{"x", F32, []int{-1, -2}, []float32{1, 2}}}, nil, "negative"},
-		{"overflowing shape", []Tensor{{"x", F32, []int{math.MaxInt, math.MaxInt}, []float32{1}}}, nil, "too many"},
+		{"shape and length", []Tensor{{"x", F32, []int{3}, []float32{1, 2}}}, nil,
+			"3 elements, data has 2"},
+		{"negative dimension", []Tensor{{"x", F32, []int{-1, -2}, []float32{1, 2}}}, nil,
+			"negative"},
+		{"overflowing shape", []Tensor{{"x", F32, []int{math.MaxInt, math.MaxInt}, []float32{1}}},
+			nil, "too many"},
 		{"data of another type", []Tensor{{"x", F32, []int{2}, []float64{1, 2}}}, nil, "[]float64"},
 		{"no data", []Tensor{{"x", F32, []int{2}, nil}}, nil, "<nil>"},
 		{"unknown dtype", []Tensor{{"x", "F128", []int{2}, []float64{1, 2}}}, nil, "F128"},
@@ -223,8 +237,10 @@ func TestSaveRefuses(t *testing.T) {
 		dir := t.TempDir()
 		path := filepath.Join(dir, "model")
 		err := Save(path, test.tensors, test.metadata)
-		if !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), test.mentions) || !strings.Contains(err.Error(), path) {
-			t.Errorf("%s: error %v, expected one that mentions %q and the file", test.name, err, test.mentions)
+		if !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), test.mentions) ||
+			!strings.Contains(err.Error(), path) {
+			t.Errorf("%s: error %v, expected one that mentions %q and the file",
+				test.name, err, test.mentions)
 		}
 		if files, _ := os.ReadDir(dir); len(files) != 0 {
 			t.Errorf("%s: %v was written", test.name, files)
@@ -234,7 +250,8 @@ func TestSaveRefuses(t *testing.T) {
 
 func TestSaveFails(t *testing.T) {
 	dir := t.TempDir()
-	if err := Save(filepath.Join(dir, "absent", "model"), nil, nil); !errors.Is(err, os.ErrNotExist) {
+	if err := Save(filepath.Join(dir, "absent", "model"), nil,
+		nil); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("into an absent folder: %v", err)
 	}
 	// A folder in the place of the file lets the save get as far as the rename.
@@ -265,8 +282,8 @@ func TestConcurrentSaves(t *testing.T) {
 		}()
 	}
 	for range writers {
-		// Windows refuses to rename over a file that another goroutine is just renaming: an error, not
-		// damage.
+		// Windows refuses to rename over a file that another goroutine is just renaming: an error,
+		// not damage.
 		if err := <-done; err != nil && runtime.GOOS != "windows" {
 			t.Error(err)
 		}

@@ -102,12 +102,14 @@ func save(path string, tensors []Source, metadata map[string]string) error {
 // data.
 func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, error) {
 	if most := maxMetadata - 2; len(metadata) > most { // beside the checksums
-		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata), most,
+		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata),
+			most,
 			ErrInvalid)
 	}
 	for key, value := range metadata {
 		if key == digestKey || key == sumsKey {
-			return nil, nil, fmt.Errorf("metadata key %q is reserved for checksums: %w", key, ErrInvalid)
+			return nil, nil, fmt.Errorf("metadata key %q is reserved for checksums: %w", key,
+				ErrInvalid)
 		}
 		if !utf8.ValidString(key) || !utf8.ValidString(value) {
 			return nil, nil, fmt.Errorf("metadata %q: not valid UTF-8: %w", key, ErrInvalid)
@@ -124,9 +126,11 @@ func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, er
 		case err != nil:
 			return nil, nil, fmt.Errorf("tensor %q: %w: %w", t.Name, err, ErrInvalid)
 		case t.DType.Size() == 0:
-			return nil, nil, fmt.Errorf("tensor %q: unknown dtype %q: %w", t.Name, t.DType, ErrInvalid)
+			return nil, nil, fmt.Errorf("tensor %q: unknown dtype %q: %w",
+				t.Name, t.DType, ErrInvalid)
 		case t.Name == "" || t.Name == metadataName || !utf8.ValidString(t.Name):
-			return nil, nil, fmt.Errorf("tensor name %q: empty, reserved or not valid UTF-8: %w", t.Name, ErrInvalid)
+			return nil, nil, fmt.Errorf("tensor name %q: empty, reserved or not valid UTF-8: %w",
+				t.Name, ErrInvalid)
 		case len(t.Shape) > maxRank:
 			return nil, nil, fmt.Errorf("tensor %q: %d dimensions, want at most %d: %w", t.Name,
 				len(t.Shape), maxRank, ErrInvalid)
@@ -143,13 +147,15 @@ func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, er
 
 // writeData streams the tensors' elements to w and returns their checksums.
 func writeData(w io.Writer, tensors []Source, entries []entry) ([]uint32, error) {
-	buffered := bufio.NewWriterSize(w, chunk) // gathers small tensors; large chunks pass straight through
+	// gathers small tensors; large chunks pass straight through
+	buffered := bufio.NewWriterSize(w, chunk)
 	sums := make([]uint32, len(tensors))
 	for i, t := range tensors {
 		s := &summed{w: buffered}
 		err := t.Write(s)
 		if want := entries[i].end - entries[i].begin; err == nil && s.bytes != want {
-			err = fmt.Errorf("%d bytes were written, its shape has %d: %w", s.bytes, want, ErrInvalid)
+			err = fmt.Errorf("%d bytes were written, its shape has %d: %w",
+				s.bytes, want, ErrInvalid)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("tensor %q: %w", t.Name, err)

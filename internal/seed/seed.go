@@ -1,5 +1,5 @@
-// Package seed is what every machine knows of a Kasmina layer's seeds: how a pass finds them, what it
-// does about extreme inputs, and how the figures of rows become theirs.
+// Package seed is what every machine knows of a Kasmina layer's seeds: how a pass finds them, what
+// it does about extreme inputs, and how the figures of rows become theirs.
 package seed
 
 import "github.com/kasmina-go/kasmina/blueprints"

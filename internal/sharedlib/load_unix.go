@@ -10,4 +10,6 @@ func Open(path string) (uintptr, error) {
 }
 
 // Lookup returns the address of a symbol.
-func Lookup(library uintptr, symbol string) (uintptr, error) { return purego.Dlsym(library, symbol) }
+func Lookup(library uintptr, symbol string) (uintptr, error) {
+	return purego.Dlsym(library, symbol)
+}

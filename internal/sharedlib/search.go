@@ -1,5 +1,5 @@
-// Package sharedlib finds shared libraries at run time, by the names and in the folders where people
-// and package managers put them, and loads them.
+// Package sharedlib finds shared libraries at run time, by the names and in the folders where
+// people and package managers put them, and loads them.
 package sharedlib
 
 import (
@@ -106,14 +106,16 @@ func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 			in(dir)
 		}
 	}
-	for _, root := range []string{f.Getenv("CUDA_HOME"), f.Getenv("CUDA_PATH"), f.Getenv("CONDA_PREFIX")} {
+	for _, root := range []string{f.Getenv("CUDA_HOME"), f.Getenv("CUDA_PATH"),
+		f.Getenv("CONDA_PREFIX")} {
 		for _, s := range sub {
 			in(root, s)
 		}
 	}
 	places = append(places, names...)
 	if f.GOOS == "linux" {
-		for _, dir := range []string{"/usr/local/cuda/lib64", "/usr/local/cuda-[0-9]*/lib64", "/opt/cuda/lib64",
+		for _, dir := range []string{"/usr/local/cuda/lib64", "/usr/local/cuda-[0-9]*/lib64",
+			"/opt/cuda/lib64",
 			"/usr/lib/" + f.Multiarch(), "/usr/lib64"} {
 			in(dir)
 		}
@@ -162,24 +164,32 @@ func (f Finder) sitePackages() []string {
 
 // Load tries the places in turn, and in each the newest major that is at most newest first, until
 // accept takes a library. It returns what accept returned, or the attempts.
-func Load[T any](f Finder, places []Place, newest int, accept func(path string) (T, error)) (T, []Attempt) {
+func Load[T any](f Finder, places []Place, newest int, accept func(path string) (T, error)) (T,
+	[]Attempt) {
 	var tried []Attempt
 	seen := map[string]bool{}
 	for _, p := range places {
 		files := f.files(p)
 		if !f.Trusts(p) {
-			files, tried = nil, append(tried, Attempt{Place: string(p), Reason: "not an absolute path, which Windows needs"})
+			files, tried = nil,
+				append(tried,
+					Attempt{Place: string(p), Reason: "not an absolute path, which Windows needs"})
 		} else if len(files) == 0 {
 			tried = append(tried, Attempt{Place: string(p), Reason: "no such file"})
 		}
-		slices.SortStableFunc(files, func(a, b string) int { return cmp.Compare(major(b), major(a)) })
+		slices.SortStableFunc(files, func(a, b string) int {
+			return cmp.Compare(major(b), major(a))
+		})
 		for _, file := range files {
 			if seen[file] {
 				continue
 			}
 			seen[file] = true
 			if m := major(file); newest > 0 && m > newest {
-				tried = append(tried, Attempt{Place: file, Reason: fmt.Sprintf("needs a driver for CUDA %d; this one is for CUDA %d", m, newest)})
+				tried = append(tried,
+					Attempt{Place: file,
+						Reason: fmt.Sprintf("needs a driver for CUDA %d; this one is for CUDA %d",
+							m, newest)})
 				continue
 			}
 			t, err := accept(file)

@@ -78,7 +78,9 @@ func (rules Rules) Allowed(op string, ways []string, warn func(string)) (left []
 		if !r.Applies(op) || r.Way == Host {
 			continue
 		}
-		kept := slices.DeleteFunc(slices.Clone(left), func(i int) bool { return r.Names(ways[i]) == r.Forbid })
+		kept := slices.DeleteFunc(slices.Clone(left), func(i int) bool {
+			return r.Names(ways[i]) == r.Forbid
+		})
 		if len(kept) == 0 {
 			if !r.Forbid { // it overrules those before
 				for i := range ways {
@@ -88,7 +90,8 @@ func (rules Rules) Allowed(op string, ways []string, warn func(string)) (left []
 				}
 			}
 			if len(kept) == 0 {
-				warn(fmt.Sprintf("%s: a rule about %s leaves none of the ways %v, and is ignored", op, r.Way, ways))
+				warn(fmt.Sprintf("%s: a rule about %s leaves none of the ways %v, and is ignored",
+					op, r.Way, ways))
 				continue
 			}
 		}
@@ -110,5 +113,7 @@ func (rules Rules) OnHost(op string) bool {
 
 // Ask reports whether a rule asks for a way.
 func (rules Rules) Ask(op, way string) bool {
-	return slices.ContainsFunc(rules, func(r Rule) bool { return !r.Forbid && r.Applies(op) && r.Names(way) })
+	return slices.ContainsFunc(rules, func(r Rule) bool {
+		return !r.Forbid && r.Applies(op) && r.Names(way)
+	})
 }

@@ -44,7 +44,8 @@ func TestAllowed(t *testing.T) {
 }
 
 func TestParseRefuses(t *testing.T) {
-	for _, text := range []string{"", "RMSNorm", "=any", "RMSNorm=", "!=any", "RMSNorm=[", "[=any"} {
+	for _, text := range []string{"", "RMSNorm", "=any", "RMSNorm=", "!=any",
+		"RMSNorm=[", "[=any"} {
 		_, err := Parse([]string{text})
 		require.ErrorContains(t, err, "want OP=WAY", text)
 	}

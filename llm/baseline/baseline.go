@@ -54,7 +54,8 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 	var history uint32 // the last three bytes
 	for {
 		if ctx.Err() != nil {
-			return nil, fmt.Errorf("baseline: TrainOrder2: after %d bytes: %w", read, context.Cause(ctx))
+			return nil, fmt.Errorf("baseline: TrainOrder2: after %d bytes: %w",
+				read, context.Cause(ctx))
 		}
 		n, err := io.ReadFull(r, buf)
 		for i, b := range buf[:n] {

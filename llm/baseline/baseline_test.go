@@ -122,9 +122,10 @@ func TestOrder2Streams(t *testing.T) {
 	text := texttest.Bytes(texttest.Rand(t), 5<<20/2)
 	whole := mustTrain(t, text)
 	var calls []int64
-	pieces, err := TrainOrder2(t.Context(), iotest.HalfReader(bytes.NewReader(text)), func(n int64) {
-		calls = append(calls, n)
-	})
+	pieces, err := TrainOrder2(t.Context(), iotest.HalfReader(bytes.NewReader(text)),
+		func(n int64) {
+			calls = append(calls, n)
+		})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -174,7 +174,8 @@ func findFiles(path string, extensions []string) (root string, files []document,
 		}
 		return root, s.files, nil
 	case !info.Mode().IsRegular():
-		return "", nil, fmt.Errorf("%s is neither a file nor a folder: copy its text to a file", path)
+		return "", nil, fmt.Errorf("%s is neither a file nor a folder: copy its text to a file",
+			path)
 	case info.Size() == 0:
 		return "", nil, fmt.Errorf("%s is empty, want text", path)
 	}

@@ -110,7 +110,8 @@ func ExampleCacheTokens() {
 		log.Fatal(err)
 	}
 	for range 2 {
-		bpe, err := tokenizer.LoadOrTrainBPE(context.Background(), filepath.Join(filepath.Dir(path), "cache", "bpe"),
+		bpe, err := tokenizer.LoadOrTrainBPE(context.Background(),
+			filepath.Join(filepath.Dir(path), "cache", "bpe"),
 			corpus.Train, 50257, 32<<20, nil)
 		if err != nil {
 			log.Fatal(err)

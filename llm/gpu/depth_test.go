@@ -18,7 +18,8 @@ import (
 func deepens(t *testing.T, tr *llm.Trainer, folder string) {
 	t.Helper()
 	commands := map[int][]state.Command{
-		3: {{Action: state.Germinate, Request: state.GerminationRequest{Kind: blueprints.Stack, Size: 2}},
+		3: {{Action: state.Germinate, Request: state.GerminationRequest{Kind: blueprints.Stack,
+			Size: 2}},
 			{Action: state.Move, To: state.Training}, {Action: state.Move, To: state.Grafting}},
 		7: {{Action: state.Move, To: state.RolledBack}},
 	}
@@ -68,7 +69,8 @@ func TestDepthOnGPU(t *testing.T) {
 		}
 		require.Len(t, all[1], len(all[0]))
 		for step, want := range all[0] {
-			require.LessOrEqual(t, math.Abs(all[1][step]-want), 1e-4*want, "muon %v, step %d", muon, step+1)
+			require.LessOrEqual(t, math.Abs(all[1][step]-want), 1e-4*want,
+				"muon %v, step %d", muon, step+1)
 		}
 	}
 }
@@ -77,7 +79,8 @@ func TestDepthOnGPU(t *testing.T) {
 // the bits of one that was never interrupted, in every precision.
 func TestDepthResumesOnGPU(t *testing.T) {
 	device := open(t)
-	for _, precision := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16, cudaops.Float16, cudaops.Float8} {
+	for _, precision := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16,
+		cudaops.Float16, cudaops.Float8} {
 		t.Run(precision.String(), func(t *testing.T) {
 			p, folder := deepPlan(), t.TempDir()
 			first := p.trainer(t, device, precision, 1, false, state.WithEmbargo(0))

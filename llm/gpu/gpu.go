@@ -26,9 +26,12 @@ import (
 // state live there, as float32 whatever the precision, and come back when a checkpoint is saved,
 // when another trainer has the model, and when the trainer is closed. The device must stay open
 // until then. Options, such as that of tuning, are for all machines that the engine makes.
-func Engine(device *cudaops.Device, precision cudaops.Precision, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
+func Engine(device *cudaops.Device, precision cudaops.Precision,
+	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
+	error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
-		e, err := newEngine("cuda "+precision.String(), device, append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
+		e, err := newEngine("cuda "+precision.String(), device,
+			append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
 		if err != nil {
 			return nil, fmt.Errorf("llm/gpu: %w", err)
 		}
@@ -59,7 +62,8 @@ func (s scaler) SetLossScale(l llm.LossScale) error {
 	return s.machine.SetLossScale(cudaops.LossScale(l))
 }
 
-func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer, c llm.TrainConfig, training ...cudaops.MachineOption) (*engine, error) {
+func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model,
+	o optim.Optimizer, c llm.TrainConfig, training ...cudaops.MachineOption) (*engine, error) {
 	if m.Dtype() != tensor.Float32 {
 		return nil, fmt.Errorf("the model is of %v, want float32", m.Dtype())
 	}
@@ -82,7 +86,8 @@ func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption
 		return nil, errors.Join(err, machine.Close())
 	}
 	beside := func(g *llm.Graph) (llm.Machine, error) {
-		return cudaops.NewMachine(device, g.G, append(slices.Clip(opts), cudaops.WithParamsOf(machine))...)
+		return cudaops.NewMachine(device, g.G,
+			append(slices.Clip(opts), cudaops.WithParamsOf(machine))...)
 	}
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
 		name += ", gradients " + p.String()
@@ -159,7 +164,8 @@ func (e *engine) Pull(names ...string) error {
 	if len(names) > 0 {
 		return nil
 	}
-	if err := e.machine.Download(); errors.Is(err, cudaops.ErrNonFinite) { // moments: parameters have come before them
+	// moments: parameters have come before them
+	if err := e.machine.Download(); errors.Is(err, cudaops.ErrNonFinite) {
 		return fmt.Errorf("%w: %w", llm.ErrDiverged, err)
 	} else if err != nil {
 		return err
@@ -198,7 +204,8 @@ func (e *engine) pull(name string) error {
 // Push sends the named parameters; without names all, and what the optimiser remembers.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
-		return errors.Join(e.machine.Upload(e.graph.Params...), e.machine.SetOptimizer(e.optimizer, e.limit))
+		return errors.Join(e.machine.Upload(e.graph.Params...),
+			e.machine.SetOptimizer(e.optimizer, e.limit))
 	}
 	var nodes gorgonia.Nodes
 	for _, p := range e.graph.Params {
@@ -214,7 +221,8 @@ func (e *engine) Forget(param string, from, to int) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(e.machine.Forget(e.graph.Params[i], from, to), e.optimizer.Forget(param, from, to))
+	return errors.Join(e.machine.Forget(e.graph.Params[i], from, to),
+		e.optimizer.Forget(param, from, to))
 }
 
 func (e *engine) Close() error {

@@ -54,7 +54,8 @@ func open(t *testing.T) *cudaops.Device {
 }
 
 // kinds are grafted in by newTrainer's trainer, one after the other.
-var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP, blueprints.MLPExpansion, blueprints.ConvFilter}
+var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP,
+	blueprints.MLPExpansion, blueprints.ConvFilter}
 
 // plan is the size of a run: the model's blocks, the sequences in a batch, the steps, after how
 // many steps another seed is grafted in, or 0 for all after the first, and the step after which
@@ -88,30 +89,38 @@ func (p plan) grafted(step int) (seeds []int) {
 
 // newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil,
 // whose seeds are grafted in during the run as planned.
-func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
+func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int,
+	muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
 	return planned().trainer(t, device, precision, accumulate, muon, lattice...)
 }
 
-func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
+func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision,
+	accumulate int, muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "text")
-	text := strings.Repeat("func main() { fmt.Println(\"hello\") }\nif err != nil { return err }\n", 100)
+	text := strings.Repeat("func main() { fmt.Println(\"hello\") }\nif err != nil { return err }\n",
+		100)
 	if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
 		t.Fatal(err)
 	}
-	config := llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, KVHeads: 2, Seq: 32, Kasmina: []int{0, 1}[:p.layers], Seeds: 8,
+	config := llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, KVHeads: 2, Seq: 32,
+		Kasmina: []int{0, 1}[:p.layers], Seeds: 8,
 		SlotWidth: 53, Depth: p.depth, Traits: p.traits}.Default()
-	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3, append(lattice, state.WithoutGates())...))
+	model := must[*llm.Model](t)(llm.NewModel(config, tensor.Float32, 3,
+		append(lattice, state.WithoutGates())...))
 	corpus := must[*data.Corpus](t)(data.Open(path))
 	tokens := must[data.Tokens](t)(data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{}))
-	loader := must[*data.Loader](t)(data.NewLoader(tokens, data.LoaderConfig{Batch: p.batch, Seq: config.Seq, Seed: 1}))
+	loader := must[*data.Loader](t)(data.NewLoader(tokens, data.LoaderConfig{Batch: p.batch,
+		Seq: config.Seq, Seed: 1}))
 	var optimizer optim.Optimizer = must[*optim.AdamW](t)(optim.NewAdamW(optim.WithLR(3e-3)))
 	if muon {
-		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01), optim.WithAdamW(optim.WithLR(3e-3))))
+		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01),
+			optim.WithAdamW(optim.WithLR(3e-3))))
 	}
-	c := llm.TrainConfig{Steps: p.steps, Batch: p.batch, Accumulate: accumulate, Clip: 1, Epoch: 2, Recompute: p.recompute,
-		Schedule: optim.Constant(optimizer.LR())}
+	c := llm.TrainConfig{Steps: p.steps, Batch: p.batch, Accumulate: accumulate, Clip: 1, Epoch: 2,
+		Recompute: p.recompute,
+		Schedule:  optim.Constant(optimizer.LR())}
 	if device != nil {
 		c.Engine = gpu.Engine(device, precision, p.options...)
 	}
@@ -134,7 +143,8 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 			if e.Step != p.load {
 				continue
 			}
-			err := errors.Join(graft(model, layer, 6, kinds[0]), model.SaveBlueprint(path+".blueprint", layer, 0),
+			err := errors.Join(graft(model, layer, 6, kinds[0]),
+				model.SaveBlueprint(path+".blueprint", layer, 0),
 				model.LoadBlueprint(path+".blueprint", layer, 6))
 			if err != nil {
 				return err
@@ -147,7 +157,8 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 
 func graft(m *llm.Model, layer, seed int, kind blueprints.Kind) error {
 	l := m.Kasmina.Lattice(layer)
-	return errors.Join(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1, Kind: kind}), l.Transition(seed, state.Training),
+	return errors.Join(m.Germinate(layer, seed, state.GerminationRequest{Slot: seed + 1,
+		Kind: kind}), l.Transition(seed, state.Training),
 		l.Transition(seed, state.Grafting), l.SetAlpha(seed, 0.5))
 }
 
@@ -185,7 +196,8 @@ func TestSameLosses(t *testing.T) {
 		"float8":     {cudaops.Float8, 1, false, 5e-2},
 		"float16 +":  {cudaops.Float16, 2, true, 2e-2},
 	} {
-		if c.precision == cudaops.Float8 && !multipliesFloat8(device) || testing.Short() && name != "float32" && name != "bfloat16" && name != "float16 +" {
+		if c.precision == cudaops.Float8 && !multipliesFloat8(device) || testing.Short() &&
+			name != "float32" && name != "bfloat16" && name != "float16 +" {
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
@@ -203,12 +215,14 @@ func TestSameLosses(t *testing.T) {
 // families have the traits of published models.
 var families = map[string]llm.Traits{
 	"Llama 3.1": {Scaling: op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 16}},
-	"Qwen2": {QKVBias: true, Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 16},
+	"Qwen2": {QKVBias: true, Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32,
+		BetaSlow: 1, Original: 16},
 		Blocks: []llm.Block{{}, {Window: 9}}},
 	"Qwen3":   {QKNorm: true},
 	"Mistral": {Blocks: []llm.Block{{Window: 11}}},
 	"SmolLM3": {Blocks: []llm.Block{{}, {NoRoPE: true}}},
-	"Gemma 3": {QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true, EmbedScale: 8, AttentionScale: 0.2,
+	"Gemma 3": {QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true,
+		EmbedScale: 8, AttentionScale: 0.2,
 		Blocks: []llm.Block{{Window: 5, Base: 100}, {}}},
 }
 
@@ -219,14 +233,16 @@ func TestSameLossesOfFamilies(t *testing.T) {
 	for name, traits := range families {
 		p := planned()
 		p.layers, p.traits = 2, traits
-		for precision, tolerance := range map[cudaops.Precision]float64{cudaops.Float32: 2e-4, cudaops.BFloat16: 3e-2,
-			cudaops.Float8: 6e-2} {
+		for precision, tolerance := range map[cudaops.Precision]float64{cudaops.Float32: 2e-4,
+			cudaops.BFloat16: 3e-2,
+			cudaops.Float8:   6e-2} {
 			if precision == cudaops.Float8 && !multipliesFloat8(device) {
 				continue
 			}
 			t.Run(fmt.Sprintf("%s/%v", name, precision), func(t *testing.T) {
 				p.recompute = precision == cudaops.BFloat16
-				want, got := losses(t, p.trainer(t, nil, 0, 1, false)), losses(t, p.trainer(t, device, precision, 1, false))
+				want, got := losses(t, p.trainer(t, nil, 0, 1, false)),
+					losses(t, p.trainer(t, device, precision, 1, false))
 				for i, w := range want {
 					if math.Abs(got[i]-w) > tolerance*w {
 						t.Errorf("step %d: loss %v, want %v within %g", i+1, got[i], w, tolerance)
@@ -246,7 +262,8 @@ func multipliesFloat8(d *cudaops.Device) bool {
 // precisions are those to compare runs in: short, the one in which attention's plain kernels, the
 // slowest to watch, have no part.
 func precisions(d *cudaops.Device) map[string]cudaops.Precision {
-	all := map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16, "float16": cudaops.Float16}
+	all := map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16,
+		"float16": cudaops.Float16}
 	if multipliesFloat8(d) {
 		all["float8"] = cudaops.Float8
 	}
@@ -312,7 +329,9 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		t.Fatal(err)
 	}
 	losses(t, resumed)
-	text := must[*data.Evaluation](t)(data.NewEvaluation([]byte(strings.Repeat("return fmt.Errorf(\"x\")\n", 20)), tokenizer.Bytes{}, 4, 32))
+	text := must[*data.Evaluation](
+		t)(data.NewEvaluation([]byte(strings.Repeat("return fmt.Errorf(\"x\")\n", 20)),
+		tokenizer.Bytes{}, 4, 32))
 	a, _, err := straight.Evaluate(text)
 	if err != nil {
 		t.Fatal(err)
@@ -375,7 +394,8 @@ func TestResumeGradientPrecision(t *testing.T) {
 		}
 		rest := losses(t, second)
 		same := slices.Equal(rest, all[len(all)-len(rest):])
-		if last := len(all) - 1; same != (want == "") || !(math.Abs(rest[len(rest)-1]/all[last]-1) < 0.02) {
+		if last := len(all) - 1; same != (want == "") ||
+			!(math.Abs(rest[len(rest)-1]/all[last]-1) < 0.02) {
 			t.Errorf("the losses are %v, and %v without a break (the same: %v)", rest, all, same)
 		}
 	}
@@ -407,7 +427,8 @@ func TestProfileStep(t *testing.T) {
 		t.Errorf("losses %v, without a profile %v", got, want)
 	}
 	trace := must[[]byte](t)(os.ReadFile(path))
-	for _, want := range []string{"traceEvents", fmt.Sprintf("model.layers.%d", p.layers-1), "Kasmina"} {
+	for _, want := range []string{"traceEvents", fmt.Sprintf("model.layers.%d", p.layers-1),
+		"Kasmina"} {
 		if !bytes.Contains(trace, []byte(want)) {
 			t.Errorf("no %s in the trace", want)
 		}

@@ -15,11 +15,13 @@ import (
 // schedule is what happens to seed 7 of each layer after a step. The trainer's own schedule has the
 // others.
 var schedule = map[int][]state.Command{
-	1:  {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 8, Kind: blueprints.LowRank}}, {Action: state.Move, To: state.Training}},
-	3:  {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 0.75}},
-	6:  {{Action: state.Move, To: state.Stabilization}, {Action: state.Move, To: state.Evaluating}},
-	8:  {{Action: state.Move, To: state.RolledBack}},
-	9:  {{Action: state.Recycle}, {Action: state.Germinate, Request: state.GerminationRequest{Slot: 8, Kind: blueprints.ChunkMLP}}},
+	1: {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 8,
+		Kind: blueprints.LowRank}}, {Action: state.Move, To: state.Training}},
+	3: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 0.75}},
+	6: {{Action: state.Move, To: state.Stabilization}, {Action: state.Move, To: state.Evaluating}},
+	8: {{Action: state.Move, To: state.RolledBack}},
+	9: {{Action: state.Recycle}, {Action: state.Germinate,
+		Request: state.GerminationRequest{Slot: 8, Kind: blueprints.ChunkMLP}}},
 	10: {{Action: state.Move, To: state.Training}},
 	11: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 1}},
 }
@@ -38,7 +40,8 @@ func pace() int {
 func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
 	t.Helper()
 	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))
-	text := must[*data.Evaluation](t)(data.NewEvaluation([]byte("func main() { return }\n"), tokenizer.Bytes{}, 2, tr.Model.Config.Seq))
+	text := must[*data.Evaluation](t)(data.NewEvaluation([]byte("func main() { return }\n"),
+		tokenizer.Bytes{}, 2, tr.Model.Config.Seq))
 	tr.On(func(e llm.Event) error {
 		var commands []state.Command
 		for layer := range tr.Model.Kasmina.Layers() {

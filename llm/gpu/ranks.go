@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Join connects the ranks of a world by NCCL, each with a GPU of its own. All must call it. The world
-// is the team's from then on; the device must stay open until the team is closed.
+// Join connects the ranks of a world by NCCL, each with a GPU of its own. All must call it. The
+// world is the team's from then on; the device must stay open until the team is closed.
 func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
 	g, err := nccl.New(ctx, w, device)
 	if err != nil {
@@ -26,14 +26,16 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 	return parallel.On(w, g), nil
 }
 
-// Parallel is [Engine] for a rank of a team: see package parallel. Each GPU holds the weights, and the
-// sums of gradients and the moments of its part. Gradients travel by NCCL in the precision that the
-// machine keeps them in, and weights as float32.
+// Parallel is [Engine] for a rank of a team: see package parallel. Each GPU holds the weights, and
+// the sums of gradients and the moments of its part. Gradients travel by NCCL in the precision that
+// the machine keeps them in, and weights as float32.
 //
 // Ranks compute in the ways that rules choose (cudaops.TuneOff): those that are timed might differ
-// from GPU to GPU. Float16, and Kasmina layers in the Strict mode or with adaptive clipping, are for
-// a single GPU.
-func Parallel(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team, opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
+// from GPU to GPU. Float16, and Kasmina layers in the Strict mode or with adaptive clipping, are
+// for a single GPU.
+func Parallel(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
+	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
+	error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 		e, err := newRanked(device, precision, team, opts, m, o, c)
 		if err = team.Agree(err); err == nil {
@@ -54,20 +56,27 @@ type ranked struct {
 
 var _ llm.Parallel = ranked{}
 
-func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team, opts []cudaops.MachineOption, m *llm.Model,
+func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
+	opts []cudaops.MachineOption, m *llm.Model,
 	o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 	k := m.Config.KasminaOptions
 	switch {
 	case precision == cudaops.Float16:
 		return nil, errors.New("float16 is for a single GPU: bf16 needs no loss scale")
 	case k.Stability == op.Strict || k.AdaptiveClip > 0:
-		return nil, errors.New("the Strict mode and adaptive clipping of Kasmina layers are for a single GPU")
+		return nil,
+			errors.New("the Strict mode and adaptive clipping of Kasmina layers are for a " +
+				"single GPU")
 	case c.Accumulate < team.Size():
-		return nil, fmt.Errorf("a step of %d batches leaves nothing to do for some of %d GPUs: TrainConfig.Accumulate is at least "+
-			"their number", c.Accumulate, team.Size())
+		return nil,
+			fmt.Errorf("a step of %d batches leaves nothing to do for some of %d GPUs: "+
+				"TrainConfig.Accumulate is at least "+
+				"their number", c.Accumulate, team.Size())
 	}
-	own := append(slices.Clip(opts), cudaops.WithPrecision(precision), cudaops.WithTuning(cudaops.TuneOff))
-	e, err := newEngine("cuda "+precision.String()+", ranks", device, own, m, o, c, cudaops.WithRanks(team.Group()))
+	own := append(slices.Clip(opts), cudaops.WithPrecision(precision),
+		cudaops.WithTuning(cudaops.TuneOff))
+	e, err := newEngine("cuda "+precision.String()+", ranks", device, own, m, o, c,
+		cudaops.WithRanks(team.Group()))
 	if err != nil {
 		return nil, err
 	}

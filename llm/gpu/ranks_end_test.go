@@ -53,7 +53,8 @@ func TestRanksEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir, out, ended := t.TempDir(), &sign{started: make(chan struct{})}, make(chan error, 1)
 			go func() {
-				ended <- launch.Run(t.Context(), launch.Job{Path: self, PerNode: 2, Stdout: out, Stderr: out,
+				ended <- launch.Run(t.Context(), launch.Job{Path: self, PerNode: 2,
+					Stdout: out, Stderr: out,
 					Env: append(os.Environ(), roleVariable+"=long:"+dir)})
 			}()
 			select {

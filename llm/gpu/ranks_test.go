@@ -75,21 +75,33 @@ type rankRun struct {
 }
 
 func rankRuns() map[string]rankRun {
-	small := llm.Config{Vocab: 1088, Dim: 128, Layers: 2, Heads: 2, KVHeads: 1, Seq: 64, Kasmina: []int{0, 1}, Seeds: 4, Depth: 2}.Default()
+	small := llm.Config{Vocab: 1088, Dim: 128, Layers: 2, Heads: 2, KVHeads: 1, Seq: 64,
+		Kasmina: []int{0, 1}, Seeds: 4, Depth: 2}.Default()
 	gpt := llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024}.Default()
 	large := llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, Seq: 1024}.Default()
 	return map[string]rankRun{
-		"adamw bf16":           {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4},
-		"muon bf16":            {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4, muon: true},
-		"adamw float8":         {config: small, precision: cudaops.Float8, steps: 50, batch: 4, accumulate: 4},
-		"growing adamw":        {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 3, grow: true},
-		"growing muon":         {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 3, grow: true, muon: true},
-		"124M":                 {config: gpt, precision: cudaops.BFloat16, steps: 40, batch: 16, pace: true},
-		"350M":                 {config: large, precision: cudaops.BFloat16, steps: 30, batch: 8, pace: true},
-		"124M, gradients bf16": {config: gpt, precision: cudaops.BFloat16, steps: 40, batch: 16, pace: true, gradients: cudaops.BFloat16},
-		"350M, gradients bf16": {config: large, precision: cudaops.BFloat16, steps: 30, batch: 8, pace: true, gradients: cudaops.BFloat16},
-		"bf16 gradients":       {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4, gradients: cudaops.BFloat16},
-		"long":                 {config: gpt, precision: cudaops.BFloat16, steps: 100000, batch: 8, accumulate: 2, pace: true},
+		"adamw bf16": {config: small, precision: cudaops.BFloat16, steps: 50,
+			batch: 4, accumulate: 4},
+		"muon bf16": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
+			accumulate: 4, muon: true},
+		"adamw float8": {config: small, precision: cudaops.Float8, steps: 50,
+			batch: 4, accumulate: 4},
+		"growing adamw": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
+			accumulate: 3, grow: true},
+		"growing muon": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
+			accumulate: 3, grow: true, muon: true},
+		"124M": {config: gpt, precision: cudaops.BFloat16, steps: 40,
+			batch: 16, pace: true},
+		"350M": {config: large, precision: cudaops.BFloat16, steps: 30,
+			batch: 8, pace: true},
+		"124M, gradients bf16": {config: gpt, precision: cudaops.BFloat16, steps: 40, batch: 16,
+			pace: true, gradients: cudaops.BFloat16},
+		"350M, gradients bf16": {config: large, precision: cudaops.BFloat16, steps: 30, batch: 8,
+			pace: true, gradients: cudaops.BFloat16},
+		"bf16 gradients": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
+			accumulate: 4, gradients: cudaops.BFloat16},
+		"long": {config: gpt, precision: cudaops.BFloat16, steps: 100000, batch: 8,
+			accumulate: 2, pace: true},
 	}
 }
 
@@ -112,7 +124,8 @@ func rankOf(role, dir string) (err error) {
 	defer device.Close()
 	ctx := context.Background()
 	if plain {
-		return run.train(ctx, place, dir, gpu.Engine(device, run.precision, cudaops.WithTuning(cudaops.TuneOff),
+		return run.train(ctx, place, dir, gpu.Engine(device, run.precision,
+			cudaops.WithTuning(cudaops.TuneOff),
 			cudaops.WithGradientPrecision(run.gradients)))
 	}
 	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: rankSilence})
@@ -124,15 +137,18 @@ func rankOf(role, dir string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, team.Close(err)) }()
-	return run.train(ctx, place, dir, gpu.Parallel(device, run.precision, team, cudaops.WithGradientPrecision(run.gradients)))
+	return run.train(ctx, place, dir, gpu.Parallel(device, run.precision, team,
+		cudaops.WithGradientPrecision(run.gradients)))
 }
 
-func (r rankRun) train(ctx context.Context, place comm.Place, dir string, engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) error {
+func (r rankRun) train(ctx context.Context, place comm.Place, dir string,
+	engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) error {
 	m, err := llm.NewModel(r.config, tensor.Float32, 7, state.WithoutGates())
 	if err != nil {
 		return err
 	}
-	loader, err := data.NewLoader(words(texttest.Words(3, 200000)), data.LoaderConfig{Batch: r.batch, Seq: r.config.Seq, Seed: 5})
+	loader, err := data.NewLoader(words(texttest.Words(3, 200000)),
+		data.LoaderConfig{Batch: r.batch, Seq: r.config.Seq, Seed: 5})
 	if err != nil {
 		return err
 	}
@@ -146,8 +162,9 @@ func (r rankRun) train(ctx context.Context, place comm.Place, dir string, engine
 	if r.accumulate == 0 {
 		r.accumulate = place.Size
 	}
-	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: r.steps, Batch: r.batch, Accumulate: r.accumulate,
-		Schedule: optim.Constant(o.LR()), Clip: 1, Epoch: 5, Engine: engine})
+	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: r.steps, Batch: r.batch,
+		Accumulate: r.accumulate,
+		Schedule:   optim.Constant(o.LR()), Clip: 1, Epoch: 5, Engine: engine})
 	if err != nil {
 		return err
 	}
@@ -171,7 +188,8 @@ func (r rankRun) train(ctx context.Context, place comm.Place, dir string, engine
 			began = time.Now()
 		case e.Last && r.pace && place.Rank == 0:
 			s := time.Since(began).Seconds()
-			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.1f ms a step\n", place.Size, e.Params,
+			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.1f ms a step\n",
+				place.Size, e.Params,
 				float64(e.StepTokens*(e.Step-warm))/s, e.Loss, 1e3*s/float64(e.Step-warm))
 		}
 		return nil
@@ -193,8 +211,10 @@ func growthAt(step int) []state.Command {
 	}
 	switch step {
 	case 3:
-		return []state.Command{{Action: state.Germinate, Layer: 0, Seed: 1, Request: state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}},
-			{Action: state.Germinate, Layer: depth, Seed: 0, Request: state.GerminationRequest{Kind: blueprints.Stack, Size: 2}}}
+		return []state.Command{{Action: state.Germinate, Layer: 0, Seed: 1,
+			Request: state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}},
+			{Action: state.Germinate, Layer: depth, Seed: 0,
+				Request: state.GerminationRequest{Kind: blueprints.Stack, Size: 2}}}
 	case 6:
 		return []state.Command{move(0, 1, state.Training), move(depth, 0, state.Training)}
 	case 9:

@@ -18,15 +18,18 @@ func TestUpdated(t *testing.T) {
 		from, want error
 		changed    bool
 	}{
-		"an update":                              {nil, nil, true},
-		"none, of gradients that are not finite": {fmt.Errorf("machine: %w", cudaops.ErrNonFinite), llm.ErrGradients, false},
-		"another error":                          {errDevice, errDevice, true},
+		"an update": {nil, nil, true},
+		"none, of gradients that are not finite": {fmt.Errorf("machine: %w", cudaops.ErrNonFinite),
+			llm.ErrGradients, false},
+		"another error": {errDevice, errDevice, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := &engine{}
 			norm, err := e.updated(math.Inf(1), c.from)
-			if !errors.Is(err, c.want) || c.want != llm.ErrGradients && errors.Is(err, llm.ErrGradients) || !math.IsInf(norm, 1) || e.changed != c.changed {
-				t.Errorf("norm %v, changed %v, %v; want %v and %v", norm, e.changed, err, c.changed, c.want)
+			if !errors.Is(err, c.want) || c.want != llm.ErrGradients &&
+				errors.Is(err, llm.ErrGradients) || !math.IsInf(norm, 1) || e.changed != c.changed {
+				t.Errorf("norm %v, changed %v, %v; want %v and %v", norm, e.changed,
+					err, c.changed, c.want)
 			}
 			e.changed = true // by an update before
 			if e.updated(math.Inf(1), c.from); !e.changed {

@@ -88,7 +88,8 @@ var families = map[string]family{
 var inert = []string{
 	"_name_or_path", "name_or_path", "transformers_version", "use_cache", "initializer_range",
 	"return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id",
-	"problem_type", "task_specific_params", "tokenizer_class", "torchscript", "cache_implementation",
+	"problem_type", "task_specific_params", "tokenizer_class", "torchscript",
+	"cache_implementation",
 	"_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
 	"attn_implementation_autoset", "transformers.js_config", "unsloth_fixed", "unsloth_version",
 	"is_llama_config", "_commit_hash",
@@ -125,14 +126,16 @@ func readTraits(o *object) (*traits, error) {
 	case o.err != nil:
 		return nil, o.err
 	case t.family == "gemma3":
-		return nil, fmt.Errorf("model_type is gemma3, a model of text and pictures: only its part " +
-			"for text, gemma3_text, can be read")
+		return nil,
+			fmt.Errorf("model_type is gemma3, a model of text and pictures: only its part " +
+				"for text, gemma3_text, can be read")
 	case !ok:
 		return nil, fmt.Errorf("model_type is %.40q, want one of %s", t.family, familyNames())
 	}
 	// Whether weights are quantized, or code of one's own is needed, comes before the sizes.
-	o.only("quantization_config", "", "quantized weights are not supported: take the folder of the "+
-		"model as it was before quantization")
+	o.only("quantization_config", "",
+		"quantized weights are not supported: take the folder of the "+
+			"model as it was before quantization")
 	o.only("auto_map", "", "models with code of their own are not supported")
 	o.only("is_encoder_decoder", "false", "only decoders can be read")
 	o.only("add_cross_attention", "false", "only decoders can be read")
@@ -359,7 +362,8 @@ func (t *traits) check() error {
 	}
 	for _, id := range slices.Concat(t.ids.end, []int{t.ids.begin}) {
 		if id >= t.vocab {
-			return fail("vocab_size", "it is %d, and a token that begins or ends a text has the id %d",
+			return fail("vocab_size",
+				"it is %d, and a token that begins or ends a text has the id %d",
 				t.vocab, id)
 		}
 	}
@@ -381,8 +385,9 @@ func (t *traits) config() (llm.Config, error) {
 		c.AttentionScale = 1 / math.Sqrt(t.queryScalar)
 	}
 	if t.biasOut {
-		return c, errors.New("attention_bias: it is true, and the output layer of attention has no " +
-			"bias here")
+		return c,
+			errors.New("attention_bias: it is true, and the output layer of attention has no " +
+				"bias here")
 	}
 	if t.biasMLP {
 		return c, errors.New("mlp_bias: it is true, and perceptrons have no biases here")

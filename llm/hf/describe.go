@@ -43,8 +43,10 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 		fields["num_hidden_layers"] = c.Layers
 		for _, name := range []string{"layer_types", "no_rope_layers"} {
 			if fields[name] != nil {
-				return nil, fmt.Errorf("the model has grown from %d to %d blocks, and %s of config.json "+
-					"says what the former were: save without Like", s.like.Config.Layers, c.Layers, name)
+				return nil,
+					fmt.Errorf("the model has grown from %d to %d blocks, and %s of config.json "+
+						"says what the former were: save without Like",
+						s.like.Config.Layers, c.Layers, name)
 			}
 		}
 	}
@@ -69,7 +71,8 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 // ownConfig is that of a model that was made here.
 func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 	if c.Dim%c.Heads != 0 {
-		return nil, fmt.Errorf("Config.Dim is %d, and transformers wants a multiple of Heads, %d", c.Dim,
+		return nil, fmt.Errorf("Config.Dim is %d, and transformers wants a multiple of Heads, %d",
+			c.Dim,
 			c.Heads)
 	}
 	if c.Documents {
@@ -101,7 +104,8 @@ func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 		return nil, err
 	}
 	if !same(c, described) {
-		return nil, fmt.Errorf("the model is no plain Llama: name the folder that it came from with Like")
+		return nil,
+			fmt.Errorf("the model is no plain Llama: name the folder that it came from with Like")
 	}
 	return append(text, '\n'), nil
 }

@@ -81,7 +81,8 @@ func (g *Generation) read(o *object, vocab int) error {
 		usual := "1"
 		switch name {
 		case "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty",
-			"min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "min_p":
+			"min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff",
+			"penalty_alpha", "min_p":
 			usual = "0"
 		}
 		o.taken[name] = true
@@ -94,9 +95,11 @@ func (g *Generation) read(o *object, vocab int) error {
 		"max_length", "max_new_tokens", "max_time", "num_return_sequences", "early_stopping",
 		"cache_implementation", "cache_config", "renormalize_logits", "remove_invalid_values",
 		"low_memory", "stop_strings", "assistant_early_exit", "num_assistant_tokens",
-		"num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+		"num_assistant_tokens_schedule", "assistant_confidence_threshold",
+		"prompt_lookup_num_tokens",
 		"max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant",
-		"disable_compile", "compile_config", "return_legacy_cache", "prefill_chunk_size", "dola_layers",
+		"disable_compile", "compile_config", "return_legacy_cache",
+		"prefill_chunk_size", "dola_layers",
 		"decoder_start_token_id", "token_healing", "chat_format", "trust_remote_code",
 		"max_window_size", "transformers.js_config")
 	return o.done()

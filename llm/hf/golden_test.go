@@ -104,7 +104,9 @@ func TestLosses(t *testing.T) {
 		t.Run(folder, func(t *testing.T) {
 			g := readGolden(t, folder)
 			seq := len(g.ids[0])
-			m, err := open(t, folder).Load(t.Context(), WithConfig(func(c *llm.Config) { c.Seq = seq }))
+			m, err := open(t, folder).Load(t.Context(), WithConfig(func(c *llm.Config) {
+				c.Seq = seq
+			}))
 			require.NoError(t, err)
 			o, err := optim.NewAdamW(optim.WithLR(1e-3), optim.WithBetas(0.9, 0.99),
 				optim.WithWeightDecay(0.01))
@@ -212,7 +214,8 @@ func TestGrowing(t *testing.T) {
 	require.Equal(t, f.config, config)
 }
 
-// TestDtype wants what was converted to another type to be rounded to it, and config.json to say so.
+// TestDtype wants what was converted to another type to be rounded to it, and config.json to say
+// so.
 func TestDtype(t *testing.T) {
 	f := open(t, "llama2")
 	m, err := f.Load(t.Context())

@@ -4,9 +4,9 @@
 //	m, err := f.Load(ctx)                    // an llm.Model, to run, train and grow
 //	err = hf.SavePretrained(ctx, "out", m, hf.Like(f)) // which transformers loads
 //
-// It reads the families Llama, Mistral, Qwen 2 and 3, SmolLM 3 and the text part of Gemma 3. A field
-// of config.json is understood, known to change nothing, or an error that names it; and so is every
-// tensor of the weights.
+// It reads the families Llama, Mistral, Qwen 2 and 3, SmolLM 3 and the text part of Gemma 3. A
+// field of config.json is understood, known to change nothing, or an error that names it; and so is
+// every tensor of the weights.
 package hf
 
 import (
@@ -20,7 +20,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// ErrFolder is wrapped by errors of a folder that is no model, or whose files contradict each other.
+// ErrFolder is wrapped by errors of a folder that is no model, or whose files contradict each
+// other.
 var ErrFolder = errors.New("no model that can be loaded")
 
 // Folder is a model's folder whose description has been read and checked against the headers of its
@@ -56,7 +57,8 @@ func (f *Folder) open() error {
 	var err error
 	f.config, err = regular.Read(filepath.Join(f.Dir, configName), maxConfig, "a config.json has")
 	if errors.Is(err, fs.ErrNotExist) {
-		return errors.New("it has no config.json: name the folder that a model was downloaded to, or " +
+		return errors.New("it has no config.json: name the folder that a model was downloaded " +
+			"to, or " +
 			"that SavePretrained wrote")
 	} else if err != nil {
 		return err

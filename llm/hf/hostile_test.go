@@ -199,34 +199,37 @@ func TestHostileConfig(t *testing.T) {
 	var fields map[string]any
 	require.NoError(t, json.Unmarshal(original, &fields))
 	for text, want := range map[string]string{
-		`{"rope_twist": 2}`:                                            "rope_twist is 2: this field is not understood",
-		`{"model_type": "mamba"}`:                                      `model_type is "mamba", want one of gemma3_text`,
-		`{"model_type": "gemma3"}`:                                     "only its part for text",
-		`{"architectures": ["LlamaModel"]}`:                            "architectures",
-		`{"hidden_act": "relu"}`:                                       "hidden_act",
-		`{"hidden_size": -1}`:                                          "hidden_size: it is -1",
-		`{"hidden_size": 1e30}`:                                        "hidden_size: it is 1e+30",
-		`{"hidden_size": null}`:                                        "hidden_size: it is missing",
-		`{"hidden_size": "16"}`:                                        "tensor", // a number in quotes is one to JSON's readers
-		`{"vocab_size": 2}`:                                            "vocab_size: it is 2",
-		`{"vocab_size": 49}`:                                           "tensor model.embed_tokens.weight has the shape",
-		`{"num_hidden_layers": 3}`:                                     "tensor model.layers.2.input_layernorm.weight is missing",
-		`{"num_hidden_layers": 1}`:                                     "belongs to no part",
-		`{"num_hidden_layers": 4000000}`:                               "num_hidden_layers: it is 4000000",
-		`{"num_key_value_heads": 3}`:                                   "num_attention_heads: it is 4, want a multiple",
-		`{"head_dim": 3}`:                                              "head_dim: it is 3, want an even number",
-		`{"rms_norm_eps": -1}`:                                         "rms_norm_eps",
-		`{"dtype": "int8"}`:                                            "dtype",
-		`{"attention_dropout": 0.1}`:                                   "attention_dropout",
-		`{"attention_bias": true}`:                                     "attention_bias",
-		`{"mlp_bias": true}`:                                           "mlp_bias",
-		`{"quantization_config": {"bits": 4}}`:                         "quantization_config",
-		`{"auto_map": {"AutoModel": "x.Y"}}`:                           "auto_map",
-		`{"rope_parameters": {"rope_theta": 0}}`:                       "rope_theta",
-		`{"rope_scaling": {"type": "dynamic", "factor": 2}}`:           `"dynamic" is not supported`,
-		`{"rope_scaling": {"type": "linear", "factor": 0.5}}`:          "rope_scaling.factor",
-		`{"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}`: "rope_scaling.beta is 1: this field is not",
-		`{"rope_scaling": {"rope_type": "llama3", "factor": 2}}`:       "rope_scaling.high_freq_factor",
+		`{"rope_twist": 2}`: "rope_twist is 2: this " +
+			"field is not understood",
+		`{"model_type": "mamba"}`:           `model_type is "mamba", want one of gemma3_text`,
+		`{"model_type": "gemma3"}`:          "only its part for text",
+		`{"architectures": ["LlamaModel"]}`: "architectures",
+		`{"hidden_act": "relu"}`:            "hidden_act",
+		`{"hidden_size": -1}`:               "hidden_size: it is -1",
+		`{"hidden_size": 1e30}`:             "hidden_size: it is 1e+30",
+		`{"hidden_size": null}`:             "hidden_size: it is missing",
+		// a number in quotes is one to JSON's readers
+		`{"hidden_size": "16"}`:          "tensor",
+		`{"vocab_size": 2}`:              "vocab_size: it is 2",
+		`{"vocab_size": 49}`:             "tensor model.embed_tokens.weight has the shape",
+		`{"num_hidden_layers": 3}`:       "tensor model.layers.2.input_layernorm.weight is missing",
+		`{"num_hidden_layers": 1}`:       "belongs to no part",
+		`{"num_hidden_layers": 4000000}`: "num_hidden_layers: it is 4000000",
+		`{"num_key_value_heads": 3}`:     "num_attention_heads: it is 4, want a multiple",
+		`{"head_dim": 3}`: "head_dim: it " +
+			"is 3, want an even number",
+		`{"rms_norm_eps": -1}`:                                                   "rms_norm_eps",
+		`{"dtype": "int8"}`:                                                      "dtype",
+		`{"attention_dropout": 0.1}`:                                             "attention_dropout",
+		`{"attention_bias": true}`:                                               "attention_bias",
+		`{"mlp_bias": true}`:                                                     "mlp_bias",
+		`{"quantization_config": {"bits": 4}}`:                                   "quantization_config",
+		`{"auto_map": {"AutoModel": "x.Y"}}`:                                     "auto_map",
+		`{"rope_parameters": {"rope_theta": 0}}`:                                 "rope_theta",
+		`{"rope_scaling": {"type": "dynamic", "factor": 2}}`:                     `"dynamic" is not supported`,
+		`{"rope_scaling": {"type": "linear", "factor": 0.5}}`:                    "rope_scaling.factor",
+		`{"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}`:           "rope_scaling.beta is 1: this field is not",
+		`{"rope_scaling": {"rope_type": "llama3", "factor": 2}}`:                 "rope_scaling.high_freq_factor",
 		`{"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}}`: "rope_scaling.beta_fast",
 	} {
 		t.Run(text, func(t *testing.T) {
@@ -280,15 +283,18 @@ func TestOldConfig(t *testing.T) {
 func TestGeneration(t *testing.T) {
 	dir := copyOf(t, "llama2")
 	path := filepath.Join(dir, generationName)
-	require.NoError(t, os.WriteFile(path, []byte(`{"do_sample": true, "temperature": 0.6, "top_k": 20,
+	require.NoError(t,
+		os.WriteFile(path, []byte(`{"do_sample": true, "temperature": 0.6, "top_k": 20,
 		"top_p": 0.9, "eos_token_id": [4, 5], "repetition_penalty": 1.05}`), 0o666))
 	f, err := Open(dir)
 	require.NoError(t, err)
 	require.NoError(t, f.Close())
 	require.Equal(t, Generation{Begin: 1, Pad: 0, End: []int{4, 5}, Sample: true, Temperature: 0.6,
 		TopK: 20, TopP: 0.9, Ignored: []string{"repetition_penalty"}}, f.Generation)
-	for text, want := range map[string]string{`{"eos_token_id": 48}`: "eos_token_id", `{"top_p": 2}`: "top_p",
-		`{"more": 1}`: "more is 1: this field is not understood", `{"temperature": -1}`: "temperature"} {
+	for text, want := range map[string]string{`{"eos_token_id": 48}`: "eos_token_id",
+		`{"top_p": 2}`:        "top_p",
+		`{"more": 1}`:         "more is 1: this field is not understood",
+		`{"temperature": -1}`: "temperature"} {
 		require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
 		refuses(t, dir, want)
 	}
@@ -312,7 +318,8 @@ func TestWiden(t *testing.T) {
 			}
 		}
 	}
-	for _, x := range []float32{0, -1, math.MaxFloat32, float32(math.Inf(-1)), float32(math.NaN())} {
+	for _, x := range []float32{0, -1, math.MaxFloat32, float32(math.Inf(-1)),
+		float32(math.NaN())} {
 		_, suspect := widen(make([]float32, 1), narrow(nil, []float32{x}, safetensors.F32),
 			safetensors.F32)
 		require.Equal(t, notFinite(x), suspect)

@@ -52,7 +52,8 @@ func Load(ctx context.Context, dir string, opts ...LoadOption) (*llm.Model, erro
 // is an error that wraps llm.ErrDiverged.
 func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, error) {
 	if ctx == nil {
-		return nil, errors.New("hf: Load: the context is nil, want one such as context.Background()")
+		return nil,
+			errors.New("hf: Load: the context is nil, want one such as context.Background()")
 	}
 	var l loading
 	for _, opt := range opts {
@@ -99,8 +100,9 @@ func (l *loading) config(c llm.Config) (llm.Config, error) {
 	}
 	for name, shape := range c.Parameters() {
 		if !slices.Equal(want[name], shape) {
-			return c, fmt.Errorf("WithConfig: tensor %s has the shape %v in the weights, and %v in the "+
-				"changed configuration", name, shape, want[name])
+			return c,
+				fmt.Errorf("WithConfig: tensor %s has the shape %v in the weights, and %v in the "+
+					"changed configuration", name, shape, want[name])
 		}
 	}
 	return changed, nil

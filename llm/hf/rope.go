@@ -79,7 +79,8 @@ func (r *rope) read(outer *object, name string, text json.RawMessage, positions 
 				"more than 0", r.highFreq, r.lowFreq)
 		}
 		if !o.has("original_max_position_embeddings") {
-			o.fail("original_max_position_embeddings", "it is missing, and nothing can stand for it")
+			o.fail("original_max_position_embeddings",
+				"it is missing, and nothing can stand for it")
 		}
 	case "yarn":
 		r.readYarn(o)

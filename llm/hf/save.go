@@ -61,7 +61,8 @@ func WithDtype(name string) SaveOption {
 	}
 }
 
-var dtypeNames = map[safetensors.DType]string{safetensors.F32: "float32", safetensors.F16: "float16",
+var dtypeNames = map[safetensors.DType]string{safetensors.F32: "float32",
+	safetensors.F16:  "float16",
 	safetensors.BF16: "bfloat16"}
 
 // WithShardSize begins another file of weights where one would get larger, 5 GiB if not said.
@@ -89,7 +90,8 @@ func Vacant(dir string, names ...string) error {
 	}
 	for _, e := range entries {
 		if !slices.Contains(names, e.Name()) {
-			return fmt.Errorf("the folder %s is not empty, it holds %s: name a new one", dir, e.Name())
+			return fmt.Errorf("the folder %s is not empty, it holds %s: name a new one", dir,
+				e.Name())
 		}
 	}
 	return err
@@ -101,9 +103,9 @@ func WithSaveProgress(f func(done, of int64)) SaveOption {
 }
 
 // SavePretrained writes a model as a folder that transformers loads: config.json,
-// generation_config.json, safetensors and the files of a tokenizer. The folder must be new or empty,
-// and appears when it is complete. A model whose seeds change what it computes is refused, since
-// transformers has no such layers; dormant ones leave nothing behind.
+// generation_config.json, safetensors and the files of a tokenizer. The folder must be new or
+// empty, and appears when it is complete. A model whose seeds change what it computes is refused,
+// since transformers has no such layers; dormant ones leave nothing behind.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -192,7 +194,8 @@ func moveInto(dir, from string) error {
 		return last[a.Name() == configName] - last[b.Name() == configName]
 	})
 	for _, e := range entries {
-		if err := os.Rename(filepath.Join(from, e.Name()), filepath.Join(dir, e.Name())); err != nil {
+		if err := os.Rename(filepath.Join(from, e.Name()),
+			filepath.Join(dir, e.Name())); err != nil {
 			return err
 		}
 	}
@@ -207,7 +210,8 @@ func Unchanged(m *llm.Model) error {
 		}
 		for _, seed := range r.Seeds {
 			if seed.Slot != 0 && seed.Alpha != 0 {
-				return fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α %.3g, and "+
+				return fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
+					"%.3g, and "+
 					"transformers has no such layer: cull the seed, or save the run with Trainer.Save",
 					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
 			}
@@ -354,28 +358,29 @@ func plain(c llm.Config) llm.Config {
 func (s *saving) source(name string, shape []int, p *tensor.Dense) safetensors.Source {
 	const piece = 1 << 16
 	dtype := s.dtypeOf(name)
-	return safetensors.Source{Name: name, DType: dtype, Shape: shape, Write: func(w io.Writer) error {
-		var buffer []byte
-		var small []float32
-		for at, n := 0, p.Shape().TotalSize(); at < n; at += piece {
-			to := min(at+piece, n)
-			switch x := p.Data().(type) {
-			case []float32:
-				small = x[at:to]
-			case []float64:
-				small = small[:0]
-				for _, v := range x[at:to] {
-					small = append(small, float32(v))
+	return safetensors.Source{Name: name, DType: dtype, Shape: shape,
+		Write: func(w io.Writer) error {
+			var buffer []byte
+			var small []float32
+			for at, n := 0, p.Shape().TotalSize(); at < n; at += piece {
+				to := min(at+piece, n)
+				switch x := p.Data().(type) {
+				case []float32:
+					small = x[at:to]
+				case []float64:
+					small = small[:0]
+					for _, v := range x[at:to] {
+						small = append(small, float32(v))
+					}
+				}
+				if bad := slices.IndexFunc(small, notFinite); bad >= 0 {
+					return fmt.Errorf("%w: element %d is %v", llm.ErrDiverged, at+bad, small[bad])
+				}
+				buffer = narrow(buffer[:0], small, dtype)
+				if _, err := w.Write(buffer); err != nil {
+					return err
 				}
 			}
-			if bad := slices.IndexFunc(small, notFinite); bad >= 0 {
-				return fmt.Errorf("%w: element %d is %v", llm.ErrDiverged, at+bad, small[bad])
-			}
-			buffer = narrow(buffer[:0], small, dtype)
-			if _, err := w.Write(buffer); err != nil {
-				return err
-			}
-		}
-		return nil
-	}}
+			return nil
+		}}
 }

@@ -71,7 +71,8 @@ func (w *weights) openShards(dir string, text []byte) error {
 		return fmt.Errorf("%s: %w", indexName, fmt.Errorf(format, args...))
 	}
 	if _, err := os.Stat(filepath.Join(dir, weightsName)); err == nil {
-		return fail("there is %s too, and nothing says which of them holds: remove one", weightsName)
+		return fail("there is %s too, and nothing says which of them holds: remove one",
+			weightsName)
 	}
 	if err := checkJSON(text); err != nil {
 		return fail("%w", err)
@@ -187,7 +188,8 @@ func (w *weights) fit(c llm.Config) error {
 	}
 	if len(rest) > 0 {
 		names := slices.Sorted(maps.Keys(rest))
-		return fmt.Errorf("tensor %.100q belongs to no part of the model that config.json describes, "+
+		return fmt.Errorf("tensor %.100q belongs to no part of the model that config.json "+
+			"describes, "+
 			"and %d such tensors there are", names[0], len(names))
 	}
 	return nil
@@ -219,7 +221,8 @@ func (w *weights) sameHead() error {
 		}
 	}
 	if !same {
-		return fmt.Errorf("tensor %s differs from %s, and config.json has tie_word_embeddings: one of "+
+		return fmt.Errorf("tensor %s differs from %s, and config.json has tie_word_embeddings: "+
+			"one of "+
 			"them is wrong", headName, embedName)
 	}
 	return nil

@@ -40,7 +40,7 @@
 //
 // # What fails
 //
-// An error of a batch is that of all ranks. A rank that dies, or whose run ends with an error of its
-// own ([Team.Close]), ends the runs of all with a *comm.RankError that names it, also where they
-// wait for it; so does one that is silent for longer than comm.Options.Deadline.
+// An error of a batch is that of all ranks. A rank that dies, or whose run ends with an error of
+// its own ([Team.Close]), ends the runs of all with a *comm.RankError that names it, also where
+// they wait for it; so does one that is silent for longer than comm.Options.Deadline.
 package parallel

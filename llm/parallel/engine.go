@@ -32,7 +32,8 @@ type engine struct {
 	optimizer optim.Partial
 	config    llm.TrainConfig
 	train     llm.Runner
-	grads     []gorgonia.ValueGrad // of one batch; of the own parts, before an update, those of the step
+	// of one batch; of the own parts, before an update, those of the step
+	grads []gorgonia.ValueGrad
 	*layout
 	parts []optim.Part // own
 	ats   []int
@@ -45,8 +46,8 @@ type engine struct {
 
 var _ llm.Parallel = (*engine)(nil)
 
-// Engine is for [llm.TrainConfig.Engine]. The optimiser must be an [optim.Partial]. Where it fails at
-// one rank it fails at all.
+// Engine is for [llm.TrainConfig.Engine]. The optimiser must be an [optim.Partial]. Where it fails
+// at one rank it fails at all.
 func (t *Team) Engine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 	e, err := t.newEngine(m, o, c)
 	if err = t.Agree(err); err == nil {
@@ -64,13 +65,15 @@ func (t *Team) newEngine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*e
 	}
 	partial, ok := o.(optim.Partial)
 	if !ok {
-		return nil, fmt.Errorf("%T updates whole models alone, want an optimiser such as optim.AdamW", o)
+		return nil,
+			fmt.Errorf("%T updates whole models alone, want an optimiser such as optim.AdamW", o)
 	}
 	g, err := c.Graph(m)
 	if err != nil {
 		return nil, err
 	}
-	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...),
+		cpuops.WithOutputs(g.Loss))
 	if err != nil {
 		return nil, err
 	}
@@ -159,15 +162,16 @@ type Worker interface {
 	// Compute makes the gradients of a batch, alone, and returns its loss. The passes have reported
 	// to the lattices when it returns.
 	Compute(b data.Batch) (float64, error)
-	// Add adds the gradients of a round to their owners' sums: those that the first contributors ranks
-	// have computed last. It may return while they are on their way.
+	// Add adds the gradients of a round to their owners' sums: those that the first contributors
+	// ranks have computed last. It may return while they are on their way.
 	Add(round, contributors int) error
 	// Land waits until all that was added is there.
 	Land() error
 }
 
 // Batches computes the batches of a step, as [llm.Parallel] wants, by a worker at each rank.
-func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, error)) ([]float64, error) {
+func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, error)) ([]float64,
+	error) {
 	t.steps.Add(1)
 	if err := t.progress(); err != nil {
 		return nil, err
@@ -203,8 +207,9 @@ func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, e
 		case other.Err != "" && r != me:
 			return nil, fmt.Errorf("rank %d: %s", r, other.Err)
 		case other.Lattices != all[0].Lattices:
-			return nil, fmt.Errorf("parallel: the lattices of ranks 0 and %d are not the same any more: "+
-				"while ranks train, what changes seeds must be submitted (Model.Kasmina.Submit)", r)
+			return nil,
+				fmt.Errorf("parallel: the lattices of ranks 0 and %d are not the same any more: "+
+					"while ranks train, what changes seeds must be submitted (Model.Kasmina.Submit)", r)
 		}
 	}
 	if loader != nil {
@@ -305,7 +310,9 @@ func (e *engine) Add(round, contributors int) error {
 			return err
 		}
 		if err := e.each(func(s stretch, _, grad any) {
-			copyParts([]optim.Part{{To: s.len}}, []int{s.at}, buffer, func(string) any { return grad }, true)
+			copyParts([]optim.Part{{To: s.len}}, []int{s.at}, buffer, func(string) any {
+				return grad
+			}, true)
 		}); err != nil {
 			return err
 		}

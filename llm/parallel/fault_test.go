@@ -48,7 +48,8 @@ func TestMain(m *testing.M) {
 
 // faulty is the run of which ranks are killed.
 func faulty(dir string) setup {
-	return setup{config: small(), steps: 24, accumulate: 3, grow: true, commands: true, save: filepath.Join(dir, "run.safetensors"),
+	return setup{config: small(), steps: 24, accumulate: 3, grow: true, commands: true,
+		save:  filepath.Join(dir, "run.safetensors"),
 		every: 1}
 }
 
@@ -66,7 +67,8 @@ func rankIn(dir string) (err error) {
 		binary.Value = v
 	}
 	ctx := context.Background()
-	w, err := comm.Join(ctx, place, comm.Options{Timeout: patience, Deadline: deadline, Facts: []comm.Fact{binary}})
+	w, err := comm.Join(ctx, place, comm.Options{Timeout: patience, Deadline: deadline,
+		Facts: []comm.Fact{binary}})
 	if err != nil {
 		return err
 	}
@@ -108,7 +110,8 @@ func (s *screen) Write(b []byte) (int, error) {
 }
 
 // start launches ranks in a folder.
-func start(ctx context.Context, t *testing.T, dir string, size int, env ...string) (out *screen, ended chan error) {
+func start(ctx context.Context, t *testing.T, dir string, size int, env ...string) (out *screen,
+	ended chan error) {
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
@@ -151,8 +154,8 @@ func dirOf(t *testing.T) string {
 }
 
 // TestKilledRanks: where a rank is killed, whenever that is, all processes end within 10 s and say
-// which; no file is damaged, and the run goes on, on another number of ranks, to the bits of one that
-// nobody killed.
+// which; no file is damaged, and the run goes on, on another number of ranks, to the bits of one
+// that nobody killed.
 func TestKilledRanks(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {
 		t.Skip("needs /proc to find processes")
@@ -204,7 +207,8 @@ func TestKilledRanks(t *testing.T) {
 		if m.Config.Layers == 0 {
 			t.Fatal("no model")
 		}
-		if b, err := os.ReadFile(path); err == nil && bytes.Equal(b, want) { // it has come to its end
+		// it has come to its end
+		if b, err := os.ReadFile(path); err == nil && bytes.Equal(b, want) {
 			require.NoError(t, os.Remove(path))
 		}
 	}
@@ -214,7 +218,8 @@ func TestKilledRanks(t *testing.T) {
 	}
 	b, err := os.ReadFile(faulty(dir).save)
 	require.NoError(t, err)
-	require.True(t, bytes.Equal(want, b), "the run that was killed and resumed ended with other bits")
+	require.True(t, bytes.Equal(want, b),
+		"the run that was killed and resumed ended with other bits")
 }
 
 // TestStoppedRank: a rank that does nothing any more, as one whose host hangs, is found by the
@@ -242,20 +247,21 @@ func TestHangingCallback(t *testing.T) {
 	release := make(chan struct{})
 	s := setup{config: small(), steps: 9, accumulate: 3}
 	var once sync.Once
-	errs := on(t, 4, comm.Options{Deadline: time.Second}, func(rank int, team *parallel.Team) error {
-		own := s
-		own.more = func(tr *llm.Trainer) {
-			tr.On(func(e llm.Event) error {
-				if e.Kind == llm.StepEnd && e.Step == 3 && rank == 2 {
-					<-release
-				}
-				return nil
-			})
-		}
-		err := own.train(t.Context(), rank, 4, team.Engine)
-		once.Do(func() { close(release) })
-		return err
-	})
+	errs := on(t, 4, comm.Options{Deadline: time.Second},
+		func(rank int, team *parallel.Team) error {
+			own := s
+			own.more = func(tr *llm.Trainer) {
+				tr.On(func(e llm.Event) error {
+					if e.Kind == llm.StepEnd && e.Step == 3 && rank == 2 {
+						<-release
+					}
+					return nil
+				})
+			}
+			err := own.train(t.Context(), rank, 4, team.Engine)
+			once.Do(func() { close(release) })
+			return err
+		})
 	for r, err := range errs {
 		var e *comm.RankError
 		require.ErrorAs(t, err, &e, "rank %d", r)
@@ -267,7 +273,8 @@ func TestHangingCallback(t *testing.T) {
 // TestFailingCallback: where a callback of one rank fails, all ranks end behind the same step, with
 // the same checkpoint, and know which rank and why.
 func TestFailingCallback(t *testing.T) {
-	s := setup{config: small(), steps: 9, accumulate: 3, save: filepath.Join(t.TempDir(), "run.safetensors")}
+	s := setup{config: small(), steps: 9, accumulate: 3,
+		save: filepath.Join(t.TempDir(), "run.safetensors")}
 	errs := on(t, 3, comm.Options{}, func(rank int, team *parallel.Team) error {
 		own := s
 		own.more = func(tr *llm.Trainer) {

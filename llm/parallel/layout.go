@@ -8,7 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// layout is how a model's parameters lie one behind the other in a buffer, and which rank owns what.
+// layout is how a model's parameters lie one behind the other in a buffer, and which rank owns
+// what.
 type layout struct {
 	params []stretch
 	shards comm.Shards
@@ -51,7 +52,8 @@ func (l *layout) parts(rank int) (parts []optim.Part, ats []int) {
 	for _, s := range l.params {
 		from, to := max(l.shards[rank]-s.at, 0), min(l.shards[rank+1]-s.at, s.len)
 		if from < to {
-			parts, ats = append(parts, optim.Part{Name: s.name, From: from, To: to}), append(ats, s.at+from)
+			parts, ats = append(parts, optim.Part{Name: s.name, From: from, To: to}),
+				append(ats, s.at+from)
 		}
 	}
 	return parts, ats
@@ -70,8 +72,10 @@ func (l *layout) read() (map[string]params.Param, error) {
 	return byName, nil
 }
 
-// copyParts copies parts between arrays of parameters and the buffer, one of []float32 and []float64.
-func copyParts(parts []optim.Part, ats []int, buffer any, array func(name string) any, toBuffer bool) {
+// copyParts copies parts between arrays of parameters and the buffer, one of []float32 and
+// []float64.
+func copyParts(parts []optim.Part, ats []int, buffer any, array func(name string) any,
+	toBuffer bool) {
 	for i, part := range parts {
 		n := part.To - part.From
 		switch b := buffer.(type) {

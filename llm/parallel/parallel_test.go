@@ -56,15 +56,17 @@ type setup struct {
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
 func muon() (optim.Optimizer, error)  { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
 
-// small is a model with a Kasmina layer behind each block and seeds in depth, whose largest parameter
-// is divided.
+// small is a model with a Kasmina layer behind each block and seeds in depth, whose largest
+// parameter is divided.
 func small() llm.Config {
-	return llm.Config{Vocab: 1100, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Kasmina: []int{0, 1}, Seeds: 4,
+	return llm.Config{Vocab: 1100, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12,
+		Kasmina: []int{0, 1}, Seeds: 4,
 		SlotWidth: 16, Depth: 2}.Default()
 }
 
 // train makes a rank's model and trains it. rank is -1 for the only process.
-func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) error {
+func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model, optim.Optimizer,
+	llm.TrainConfig) (llm.Engine, error)) error {
 	dt := s.dt
 	if dt == (tensor.Dtype{}) {
 		dt = tensor.Float32
@@ -74,7 +76,8 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		return err
 	}
 	batch := max(s.batch, 2)
-	loader, err := data.NewLoader(newWords(3+s.text), data.LoaderConfig{Batch: batch, Seq: s.config.Seq, Seed: 5})
+	loader, err := data.NewLoader(newWords(3+s.text), data.LoaderConfig{Batch: batch,
+		Seq: s.config.Seq, Seed: 5})
 	if err != nil {
 		return err
 	}
@@ -90,8 +93,9 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 	if err != nil {
 		return err
 	}
-	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: s.steps, Batch: batch, Accumulate: s.accumulate,
-		Schedule: schedule, Clip: 1, Epoch: 3, Engine: engine})
+	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: s.steps, Batch: batch,
+		Accumulate: s.accumulate,
+		Schedule:   schedule, Clip: 1, Epoch: 3, Engine: engine})
 	if err != nil {
 		return err
 	}
@@ -103,7 +107,8 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		}
 		h := control.NewHeuristic(4, 1<<20)
 		h.Patience, h.RampEpochs, h.Hunger = 3, 2, 0.01
-		if err := tr.Grow(llm.Growth{Controller: h, Validation: held, Refused: func(state.Command, error) {}}); err != nil {
+		if err := tr.Grow(llm.Growth{Controller: h, Validation: held,
+			Refused: func(state.Command, error) {}}); err != nil {
 			return err
 		}
 	}
@@ -118,7 +123,8 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	tr.On(func(e llm.Event) error {
-		if s.commands && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) { // which no checkpoint has yet
+		// which no checkpoint has yet
+		if s.commands && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) {
 			for _, c := range commandsAt(e.Step) {
 				if rank < 0 || e.Step%size == rank { // another rank from step to step
 					tr.Model.Kasmina.Submit(c...)
@@ -154,7 +160,8 @@ func commandsAt(step int) [][]state.Command {
 	}
 	switch step {
 	case 1:
-		return [][]state.Command{plant(0, 1, state.GerminationRequest{Slot: 2, Kind: blueprints.ChunkMLP}),
+		return [][]state.Command{plant(0, 1, state.GerminationRequest{Slot: 2,
+			Kind: blueprints.ChunkMLP}),
 			plant(depth, 0, state.GerminationRequest{Kind: blueprints.Stack, Size: 2})}
 	case 2:
 		return [][]state.Command{move(0, 1, state.Training), move(depth, 0, state.Training)}
@@ -205,14 +212,17 @@ func places(t *testing.T, size int) []comm.Place {
 	require.NoError(t, l.Close())
 	all := make([]comm.Place, size)
 	for r := range all {
-		all[r] = comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size, MasterAddr: "127.0.0.1",
-			MasterPort: port, Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port), Secret: "s"}
+		all[r] = comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size,
+			MasterAddr: "127.0.0.1",
+			MasterPort: port, Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port),
+			Secret: "s"}
 	}
 	return all
 }
 
 // on runs f at every rank of a team in this process, and returns the errors by rank.
-func on(t *testing.T, size int, o comm.Options, f func(rank int, team *parallel.Team) error) []error {
+func on(t *testing.T, size int, o comm.Options,
+	f func(rank int, team *parallel.Team) error) []error {
 	t.Helper()
 	o.Timeout = patience
 	p, errs := places(t, size), make([]error, size)
@@ -255,18 +265,20 @@ func (s setup) file(t *testing.T, size int) []byte {
 	return b
 }
 
-// TestSameBits: parameters, moments, lattices, and all else that a checkpoint holds, are the same on
-// 1, 2, 3, 4 and 8 ranks as on one process that accumulates the same batches.
+// TestSameBits: parameters, moments, lattices, and all else that a checkpoint holds, are the same
+// on 1, 2, 3, 4 and 8 ranks as on one process that accumulates the same batches.
 func TestSameBits(t *testing.T) {
 	plain := llm.Config{Vocab: 1100, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default()
 	strict := small()
 	strict.KasminaOptions.GradClip = 0.01
 	for name, s := range map[string]setup{
-		"AdamW":                 {config: small(), steps: 8, accumulate: 6},
-		"Muon":                  {config: small(), steps: 8, accumulate: 6, optimizer: muon},
-		"float64":               {config: small(), steps: 4, accumulate: 5, dt: tensor.Float64},
-		"growing by AdamW":      {config: small(), steps: 20, accumulate: 4, grow: true, commands: true},
-		"growing by Muon":       {config: strict, steps: 20, accumulate: 4, grow: true, commands: true, optimizer: muon},
+		"AdamW":   {config: small(), steps: 8, accumulate: 6},
+		"Muon":    {config: small(), steps: 8, accumulate: 6, optimizer: muon},
+		"float64": {config: small(), steps: 4, accumulate: 5, dt: tensor.Float64},
+		"growing by AdamW": {config: small(), steps: 20, accumulate: 4,
+			grow: true, commands: true},
+		"growing by Muon": {config: strict, steps: 20, accumulate: 4, grow: true,
+			commands: true, optimizer: muon},
 		"one batch a step":      {config: small(), steps: 3, accumulate: 1},
 		"batches without seeds": {config: plain, steps: 4, accumulate: 3},
 	} {
@@ -303,8 +315,9 @@ func mustHaveGrown(t *testing.T, file []byte) {
 	require.Greater(t, blending, 1)
 }
 
-// TestLimitsOfTheStepBefore: where what is measured of a batch would change the next one's gradients,
-// batches go by the step before, on any number of ranks, and the engine has another name.
+// TestLimitsOfTheStepBefore: where what is measured of a batch would change the next one's
+// gradients, batches go by the step before, on any number of ranks, and the engine has another
+// name.
 func TestLimitsOfTheStepBefore(t *testing.T) {
 	s := setup{config: small(), steps: 12, accumulate: 3, commands: true}
 	s.config.KasminaOptions.Stability = op.Strict
@@ -324,7 +337,8 @@ func TestLimitsOfTheStepBefore(t *testing.T) {
 func TestResumesOnAnyNumber(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true},
-		"Muon":  {config: small(), steps: 13, accumulate: 4, grow: true, commands: true, optimizer: muon, background: true},
+		"Muon": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true,
+			optimizer: muon, background: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			want := s.file(t, 0)
@@ -337,7 +351,8 @@ func TestResumesOnAnyNumber(t *testing.T) {
 				require.NoError(t, err)
 				second.resume = filepath.Join(t.TempDir(), "copy.safetensors")
 				require.NoError(t, os.WriteFile(second.resume, b, 0o666))
-				require.True(t, bytes.Equal(want, second.file(t, to)), "from %d ranks to %d", from, to)
+				require.True(t, bytes.Equal(want, second.file(t, to)), "from %d ranks to %d", from,
+					to)
 			}
 		})
 	}
@@ -358,7 +373,8 @@ func TestOtherRanksAreNamed(t *testing.T) {
 		`the run grew by a "*control.Heuristic"`: func(s *setup) { s.grow = true },
 		"the state of the lattices is another": func(s *setup) {
 			s.more = func(tr *llm.Trainer) {
-				_ = tr.Model.Germinate(0, 2, state.GerminationRequest{Slot: 1, Kind: blueprints.ChunkMLP})
+				_ = tr.Model.Germinate(0, 2, state.GerminationRequest{Slot: 1,
+					Kind: blueprints.ChunkMLP})
 			}
 		},
 		"the values of the parameters is another": func(s *setup) {

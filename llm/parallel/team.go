@@ -119,8 +119,8 @@ func (t *Team) Close(failure error) error {
 	return errors.Join(err, t.group.Close(), t.world.Close())
 }
 
-// Agree returns this rank's error or, where it has none, the first of another's. All ranks must call
-// it.
+// Agree returns this rank's error or, where it has none, the first of another's. All ranks must
+// call it.
 func (t *Team) Agree(err error) error {
 	text := ""
 	if err != nil {

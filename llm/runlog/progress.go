@@ -148,7 +148,8 @@ func (p *progress) bar(e llm.Event) string {
 		if seconds := e.Elapsed.Seconds(); seconds > 0 {
 			left := time.Duration(float64(e.Steps-e.Step) * float64(e.Elapsed) / float64(steps))
 			if e.Budget != (llm.Budget{}) {
-				left = time.Duration((1 - e.Share) * float64(e.Elapsed) / max(e.Share-p.share, 1e-3))
+				left = time.Duration((1 - e.Share) * float64(e.Elapsed) / max(e.Share-p.share,
+					1e-3))
 			}
 			figures += fmt.Sprintf("  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds),
 				clock(left))
@@ -157,7 +158,8 @@ func (p *progress) bar(e llm.Event) string {
 	if e.ValBPB > 0 && !math.IsInf(e.ValBPB, 1) {
 		figures += fmt.Sprintf("  val %.3f bpb", e.ValBPB)
 	}
-	if room := lineWidth - len("[>] ") - len(figures); len(p.seeds)+2 <= room { // all of it or nothing
+	// all of it or nothing
+	if room := lineWidth - len("[>] ") - len(figures); len(p.seeds)+2 <= room {
 		figures += "  " + p.seeds
 	}
 	figures = strings.TrimRight(figures, " ")
@@ -178,10 +180,12 @@ func (p *progress) bar(e llm.Event) string {
 var stageMarks = []struct {
 	stage state.Stage
 	mark  string
-}{{state.Germinated, "germ"}, {state.Training, "train"}, {state.Grafting, "graft"}, {state.Stabilization, "stab"},
+}{{state.Germinated, "germ"}, {state.Training, "train"}, {state.Grafting, "graft"},
+	{state.Stabilization, "stab"},
 	{state.Evaluating, "eval"}, {state.FineTuning, "tune"}, {state.Fossilized, "fossil"}}
 
-// growing counts the seeds that have a blueprint by stage, such as "2 train 1 graft"; "" if none has.
+// growing counts the seeds that have a blueprint by stage, such as "2 train 1 graft"; "" if none
+// has.
 func growing(reports []state.Report) string {
 	counts := map[state.Stage]int{}
 	for _, r := range reports {

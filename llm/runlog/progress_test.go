@@ -172,7 +172,8 @@ func TestProgressSeeds(t *testing.T) {
 	eval := llm.Event{Kind: llm.EvalEnd, Step: 1, Steps: 9, Loss: 1.5, ValBPB: 2}
 	eventtest.Send(t, Progress(&out), report(state.Dormant, state.Dormant), eval,
 		report(state.Training, state.Grafting, state.Dormant, state.Culled), eval,
-		report(state.Germinated, state.Training, state.Grafting, state.Stabilization, state.Evaluating,
+		report(state.Germinated, state.Training, state.Grafting,
+			state.Stabilization, state.Evaluating,
 			state.FineTuning, state.Fossilized), eval)
 	lines := strings.Split(out.String(), "\n")
 	require.Contains(t, lines[1], "2 train 2 graft")

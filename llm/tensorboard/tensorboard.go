@@ -8,8 +8,8 @@
 //	event      a protocol buffer of that length
 //	check      uint32: the masked CRC-32C of the event
 //
-// A masked check of c is ((c >> 15) | (c << 17)) + 0xa282ead8, modulo 2³². The fields of the buffers
-// are those of TensorFlow's event.proto and summary.proto.
+// A masked check of c is ((c >> 15) | (c << 17)) + 0xa282ead8, modulo 2³². The fields of the
+// buffers are those of TensorFlow's event.proto and summary.proto.
 package tensorboard
 
 import (
@@ -74,7 +74,8 @@ func (w *writer) event(e llm.Event) error {
 	return err
 }
 
-// open begins a file. TensorBoard wants "tfevents" in its name, and reads files in the names' order.
+// open begins a file. TensorBoard wants "tfevents" in its name, and reads files in the names'
+// order.
 func (w *writer) open() (err error) {
 	if w.folder == "" {
 		return errors.New("the folder is \"\", want the name of one")
@@ -84,7 +85,8 @@ func (w *writer) open() (err error) {
 	}
 	w.runs++
 	name := fmt.Sprintf("events.out.tfevents.%010d.%d.%d", time.Now().Unix(), os.Getpid(), w.runs)
-	if w.file, err = os.OpenFile(filepath.Join(w.folder, name), os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o666); err != nil {
+	if w.file, err = os.OpenFile(filepath.Join(w.folder, name), os.O_CREATE|os.O_EXCL|os.O_WRONLY,
+		0o666); err != nil {
 		return err
 	}
 	first := protowire.AppendTag(stamped(nil), 3, protowire.BytesType) // file_version
@@ -189,8 +191,10 @@ func histogram(tag string, all []float64) []byte {
 		sum, squares = sum+x, squares+x*x
 	}
 	var h, limits, heights []byte
-	for i, x := range []float64{low, high, float64(len(all)), sum, squares} { // min, max, num, sum, sum_squares
-		h = protowire.AppendFixed64(protowire.AppendTag(h, protowire.Number(i+1), protowire.Fixed64Type), math.Float64bits(x))
+	// min, max, num, sum, sum_squares
+	for i, x := range []float64{low, high, float64(len(all)), sum, squares} {
+		h = protowire.AppendFixed64(protowire.AppendTag(h, protowire.Number(i+1),
+			protowire.Fixed64Type), math.Float64bits(x))
 	}
 	for i, n := range counts {
 		limit := low + float64(i+1)*width
@@ -200,7 +204,8 @@ func histogram(tag string, all []float64) []byte {
 		limits = protowire.AppendFixed64(limits, math.Float64bits(limit))
 		heights = protowire.AppendFixed64(heights, math.Float64bits(n))
 	}
-	return field(named(tag), 5, field(field(h, 6, limits), 7, heights)) // histo: bucket_limit, bucket
+	// histo: bucket_limit, bucket
+	return field(named(tag), 5, field(field(h, 6, limits), 7, heights))
 }
 
 // named begins a Summary.Value.

@@ -611,7 +611,8 @@ func TestWhatIsNoEncoding(t *testing.T) {
 // TestTrainingStops wants an error of a progress function to end the training and to leave no file.
 func TestTrainingStops(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
-	_, err := LoadOrTrainBPE(t.Context(), filepath.Join(dir, "bpe"), sampled(texttest.Words(1, 3000)), 300,
+	_, err := LoadOrTrainBPE(t.Context(), filepath.Join(dir, "bpe"),
+		sampled(texttest.Words(1, 3000)), 300,
 		1<<20, func(int, int) error { calls++; return stop })
 	require.ErrorIs(t, err, stop)
 	require.Equal(t, 1, calls)

@@ -20,11 +20,11 @@ type Depth struct {
 	Growths int
 	// Begin and End are the shares between which it may begin to grow. At End it grows in any case.
 	Begin, End float64
-	// Flat is when it grows: once the loss falls by at most Flat times as much, for each doubling of
-	// what is spent, as it did at its fastest.
+	// Flat is when it grows: once the loss falls by at most Flat times as much, for each doubling
+	// of what is spent, as it did at its fastest.
 	Flat float64
-	// Settle is the share after which a growth is judged, and Patience that after which one that does
-	// not pay is rolled back.
+	// Settle is the share after which a growth is judged, and Patience that after which one that
+	// does not pay is rolled back.
 	Settle, Patience float64
 }
 
@@ -43,8 +43,9 @@ func (d *Depth) Check() error {
 	}
 	var errs []error
 	refuse := func(format string, args ...any) {
-		errs = append(errs, fmt.Errorf("control.Depth: %w: "+format, append([]any{state.ErrArgument},
-			args...)...))
+		errs = append(errs, fmt.Errorf("control.Depth: %w: "+format,
+			append([]any{state.ErrArgument},
+				args...)...))
 	}
 	if _, err := blueprints.Order(d.Kind, 2, d.Size); err != nil {
 		refuse("Kind and Size: %w", err)
@@ -62,7 +63,8 @@ func (d *Depth) Check() error {
 		refuse("Settle is %v and Patience is %v, want 0 < Settle ≤ Patience", d.Settle, d.Patience)
 	}
 	if d.End+d.Settle*float64(max(d.Growths, 1)) >= 1 {
-		refuse("End is %v and Settle is %v for %d growths, which leaves no time to judge the last: want "+
+		refuse("End is %v and Settle is %v for %d growths, which leaves no time to judge the "+
+			"last: want "+
 			"End + Growths·Settle < 1", d.End, d.Settle, d.Growths)
 	}
 	return errors.Join(errs...)
@@ -156,7 +158,8 @@ func (d *Depth) due(r state.Report) string {
 		return ""
 	}
 	if from == 0 && now.Share >= d.End {
-		return fmt.Sprintf("a share of %.3f is spent, of at most %.3f before it grows", now.Share, d.End)
+		return fmt.Sprintf("a share of %.3f is spent, of at most %.3f before it grows", now.Share,
+			d.End)
 	}
 	fastest, present := 0.0, math.NaN()
 	for i := range r.Curve {
@@ -170,7 +173,8 @@ func (d *Depth) due(r state.Report) string {
 	if !(present <= d.Flat*fastest) {
 		return ""
 	}
-	return fmt.Sprintf("the loss, %.4f, falls by %.4f for each doubling of what is spent, and fell by "+
+	return fmt.Sprintf("the loss, %.4f, falls by %.4f for each doubling of what is spent, and "+
+		"fell by "+
 		"%.4f at its fastest", now.Loss, present*math.Ln2, fastest*math.Ln2)
 }
 
@@ -212,7 +216,8 @@ func (d *Depth) next(r state.Report, s state.SeedReport) []state.Command {
 		return move(state.Stabilization, "")
 	case state.Stabilization:
 		if spent >= d.Settle {
-			return move(state.Evaluating, fmt.Sprintf("it has had a share of %.3f to settle", spent))
+			return move(state.Evaluating,
+				fmt.Sprintf("it has had a share of %.3f to settle", spent))
 		}
 	case state.Evaluating, state.FineTuning:
 		verdict := fmt.Sprintf("the loss is %.4f lower than it would be without it", s.Delta)
@@ -220,8 +225,9 @@ func (d *Depth) next(r state.Report, s state.SeedReport) []state.Command {
 			return move(s.Stage.Next(), verdict)
 		}
 		if spent >= d.Patience-d.Settle && s.EpochsInStage > 0 && s.Delta <= 0 {
-			return move(state.RolledBack, fmt.Sprintf("the loss is %.4f higher than it would be without it",
-				-s.Delta))
+			return move(state.RolledBack,
+				fmt.Sprintf("the loss is %.4f higher than it would be without it",
+					-s.Delta))
 		}
 	}
 	return nil

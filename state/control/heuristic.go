@@ -60,7 +60,8 @@ func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 // Check returns an error that names a field which makes no sense.
 func (h *Heuristic) Check() error {
 	if h == nil {
-		return fmt.Errorf("control.Heuristic: %w: it is nil: NewHeuristic makes one", state.ErrArgument)
+		return fmt.Errorf("control.Heuristic: %w: it is nil: NewHeuristic makes one",
+			state.ErrArgument)
 	}
 	for _, f := range []struct {
 		name  string
@@ -77,7 +78,8 @@ func (h *Heuristic) Check() error {
 		name               string
 		value, least, most int
 	}{
-		{"MaxActive", h.MaxActive, 0, math.MaxInt}, {"MaxParameters", h.MaxParameters, 0, math.MaxInt},
+		{"MaxActive", h.MaxActive, 0, math.MaxInt},
+		{"MaxParameters", h.MaxParameters, 0, math.MaxInt},
 		{"PerEpoch", h.PerEpoch, 0, math.MaxInt}, {"Patience", h.Patience, 1, math.MaxUint16 - 1},
 		{"RampEpochs", h.RampEpochs, 1, math.MaxUint16},
 	} {
@@ -96,7 +98,8 @@ func (h *Heuristic) Check() error {
 // fastest is how many steps of its ramp a grafting takes in an epoch at most.
 const fastest = 4
 
-var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: state.NewLattice makes one",
+var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: state.NewLattice "+
+	"makes one",
 	state.ErrArgument)
 
 // LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be
@@ -121,9 +124,10 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 			least = max(least, every)
 		}
 		if least > h.Patience+1 {
-			return 0, fmt.Errorf("control.Heuristic: %w: its Patience of %d epochs ends before the "+
-				"gate out of %v can open, after %d: raise Patience, or lower MinEpochs in the "+
-				"lattices' Thresholds", state.ErrArgument, h.Patience, stage, least)
+			return 0,
+				fmt.Errorf("control.Heuristic: %w: its Patience of %d epochs ends before the "+
+					"gate out of %v can open, after %d: raise Patience, or lower MinEpochs in the "+
+					"lattices' Thresholds", state.ErrArgument, h.Patience, stage, least)
 		}
 		if stage == state.Grafting {
 			least = max(least, (h.RampEpochs+fastest-1)/fastest)
@@ -170,7 +174,8 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 		kind, strategy := h.remedy(r, c)
 		commands = append(commands, state.Command{Action: state.Germinate, Layer: c.layer,
 			Seed: c.seed, Why: c.problem.String(),
-			Request: state.GerminationRequest{Slot: free[c.layer][0], Kind: kind, Strategy: strategy}})
+			Request: state.GerminationRequest{Slot: free[c.layer][0],
+				Kind: kind, Strategy: strategy}})
 		active, germinated, parameters = active+1, germinated+1, parameters+r.SlotParameters
 		free[c.layer] = free[c.layer][1:]
 	}
@@ -321,7 +326,8 @@ func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, graft
 	s := r.Seeds[c.seed]
 	switch {
 	case s.Drift > h.Drift:
-		return kind, graft.DriftControlled{Epochs: h.RampEpochs, Target: 1, Threshold: h.Drift, Pause: 2}
+		return kind, graft.DriftControlled{Epochs: h.RampEpochs, Target: 1,
+			Threshold: h.Drift, Pause: 2}
 	case c.ailment == hungry && c.severity > 2:
 		high := math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))
 		return kind, graft.GradNormGated{Epochs: h.RampEpochs, Target: 1, High: high}

@@ -28,7 +28,9 @@ func (m slots) Start(g state.Germination) (state.SlotParams, error) {
 	return state.SlotParams{Weights: []float64{float64(g.Kind)}}, nil
 }
 
-func (m slots) Read(layer, slot int) (state.SlotParams, error) { return m[[2]int{layer, slot}], nil }
+func (m slots) Read(layer, slot int) (state.SlotParams, error) {
+	return m[[2]int{layer, slot}], nil
+}
 
 func (m slots) Write(writes []state.SlotWrite) error {
 	for _, w := range writes {
@@ -77,7 +79,8 @@ func measure(t *testing.T, r *rand.Rand, l *state.Lattice) {
 func healthy() state.Report {
 	r := state.Report{Epoch: 5, Hidden: 8, Slots: 5, SlotParameters: 9, Seeds: make([]seed, 4)}
 	for i := range r.Seeds {
-		r.Seeds[i] = seed{Seed: i, CanAdvance: true, Health: state.Health{Variance: 1, Min: -3, Max: 3}, Gradient: state.Gradient{Norm: 1}}
+		r.Seeds[i] = seed{Seed: i, CanAdvance: true, Health: state.Health{Variance: 1, Min: -3,
+			Max: 3}, Gradient: state.Gradient{Norm: 1}}
 	}
 	return r
 }
@@ -138,8 +141,10 @@ func TestHeuristicDiagnosis(t *testing.T) {
 			continue
 		}
 		got := commands[0]
-		if got.Action != state.Germinate || got.Layer != 1 || got.Seed != 2 || got.Request.Slot != 1 || got.Request.Kind != c.kind ||
-			got.Request.Strategy.Name() != c.strategy || got.Request.Strategy.Check() != nil || !strings.Contains(got.Why, c.why) {
+		if got.Action != state.Germinate || got.Layer != 1 || got.Seed != 2 ||
+			got.Request.Slot != 1 || got.Request.Kind != c.kind ||
+			got.Request.Strategy.Name() != c.strategy || got.Request.Strategy.Check() != nil ||
+			!strings.Contains(got.Why, c.why) {
 			t.Errorf("%s: %v, %+v", name, got, got.Request)
 		}
 	}
@@ -179,7 +184,8 @@ func TestHeuristicMoves(t *testing.T) {
 		if c.want == "" && len(commands) == 0 {
 			continue
 		}
-		if len(commands) != 1 || c.want == "" || !strings.HasPrefix(commands[0].String(), "layer 0, seed 3: "+c.want) {
+		if len(commands) != 1 || c.want == "" || !strings.HasPrefix(commands[0].String(),
+			"layer 0, seed 3: "+c.want) {
 			t.Errorf("%s: %v, want %q", name, commands, c.want)
 		}
 	}
@@ -194,7 +200,8 @@ func TestHeuristicOnANetwork(t *testing.T) {
 	reached := map[state.Stage]int{}
 	ends := []state.Stage{state.Fossilized, state.Culled, state.RolledBack, state.Dormant}
 	missing := func(s state.Stage) bool { return reached[s] == 0 }
-	for networks := 0; networks == 0 || networks < 10 && slices.ContainsFunc(ends, missing); networks++ {
+	for networks := 0; networks == 0 || networks < 10 && slices.ContainsFunc(ends,
+		missing); networks++ {
 		growAtRandom(t, r, reached)
 	}
 	if slices.ContainsFunc(ends, missing) {
@@ -220,8 +227,10 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 			metrics[layer].Loss = 1 + r.Float64()
 			measure(t, r, l)
 			for s := range l.Seeds() {
-				metrics[layer].Seeds = append(metrics[layer].Seeds, state.SeedMetrics{Seed: s, TrainingError: math.NaN(), Performance: -1,
-					Compared: true, Without: -1 - 0.1*r.NormFloat64(), Stability: math.Sqrt(r.Float64())})
+				metrics[layer].Seeds = append(metrics[layer].Seeds,
+					state.SeedMetrics{Seed: s, TrainingError: math.NaN(), Performance: -1,
+						Compared: true, Without: -1 - 0.1*r.NormFloat64(),
+						Stability: math.Sqrt(r.Float64())})
 			}
 		}
 		for at, p := range m { // blueprints learn
@@ -262,10 +271,12 @@ func TestDryRun(t *testing.T) {
 	var out strings.Builder
 	r := healthy()
 	r.Seeds[1].Health.DeadRatio = 1
-	if commands := control.DryRun(heuristic(1, 100), &out).Decide([]state.Report{r}); len(commands) > 0 {
+	if commands := control.DryRun(heuristic(1, 100),
+		&out).Decide([]state.Report{r}); len(commands) > 0 {
 		t.Errorf("it would do %v", commands)
 	}
-	want := "would do: layer 0, seed 1: germinate Residual in slot 1, to be grafted by PerformanceLinked, because its chunk is dead, 2.00 times the limit\n"
+	want := "would do: layer 0, seed 1: germinate Residual in slot 1, to be grafted by " +
+		"PerformanceLinked, because its chunk is dead, 2.00 times the limit\n"
 	if out.String() != want {
 		t.Errorf("it says %q, want %q", out.String(), want)
 	}
@@ -276,8 +287,12 @@ func TestHeuristicCheck(t *testing.T) {
 		t.Error(err)
 	}
 	for name, change := range map[string]func(*rules){
-		"Hunger": func(h *rules) { h.Hunger = 0 }, "Spike": func(h *rules) { h.Spike = math.Inf(1) },
-		"Patience": func(h *rules) { h.Patience = 0 }, "RampEpochs": func(h *rules) { h.RampEpochs = 1 << 16 },
+		"Hunger": func(h *rules) {
+			h.Hunger = 0
+		}, "Spike": func(h *rules) { h.Spike = math.Inf(1) },
+		"Patience": func(h *rules) {
+			h.Patience = 0
+		}, "RampEpochs": func(h *rules) { h.RampEpochs = 1 << 16 },
 		"MaxActive is -1, want at least 0": func(h *rules) { h.MaxActive = -1 },
 	} {
 		h := control.NewHeuristic(3, 100)
@@ -302,7 +317,8 @@ func TestLeastEpochs(t *testing.T) {
 	require.Equal(t, 9+1+100+100+20+40+50, n)
 	h.Patience = 98
 	_, err = h.LeastEpochs(l, 1)
-	require.ErrorContains(t, err, "Patience of 98 epochs ends before the gate out of Training can open, after 100")
+	require.ErrorContains(t, err,
+		"Patience of 98 epochs ends before the gate out of Training can open, after 100")
 	free, err := state.NewLattice(2, 4, state.WithoutGates())
 	require.NoError(t, err)
 	n, err = h.LeastEpochs(free, 1)

@@ -39,7 +39,8 @@ func ExampleRegister() {
 		return
 	}
 	err = errors.Join(
-		lattice.RequestGermination(0, state.GerminationRequest{Slot: 1, Strategy: HalfWay{Near: 0.1}}),
+		lattice.RequestGermination(0, state.GerminationRequest{Slot: 1,
+			Strategy: HalfWay{Near: 0.1}}),
 		lattice.Transition(0, state.Training),
 		lattice.Transition(0, state.Grafting),
 	)

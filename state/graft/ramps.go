@@ -70,7 +70,8 @@ func (s PerformanceLinked) Check() error {
 		return err
 	}
 	if !(s.Gain >= 0) || math.IsInf(s.Gain, 0) {
-		return fmt.Errorf("PerformanceLinked: Gain is %v, want a finite number of at least 0", s.Gain)
+		return fmt.Errorf("PerformanceLinked: Gain is %v, want a finite number of at least 0",
+			s.Gain)
 	}
 	if !(s.MaxSpeed >= 1) || math.IsInf(s.MaxSpeed, 0) {
 		return fmt.Errorf("PerformanceLinked: MaxSpeed is %v, want a finite number of at least 1",
@@ -157,7 +158,8 @@ func (s GradNormGated) Check() error {
 		return err
 	}
 	if !(s.Low >= 0 && s.Low <= s.High) || math.IsInf(s.High, 0) {
-		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, both finite",
+		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, "+
+			"both finite",
 			s.Low, s.High)
 	}
 	return nil

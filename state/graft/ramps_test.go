@@ -44,8 +44,10 @@ func TestStrategyProperties(t *testing.T) {
 			graft.FixedRamp{Ramp: graft.Ramp(r.IntN(3)), Epochs: epochs, Target: target},
 			graft.PerformanceLinked{Epochs: epochs, Target: target, Gain: r.Float64(),
 				MaxSpeed: 1 + 5*r.Float64()},
-			graft.DriftControlled{Epochs: epochs, Target: target, Threshold: 0.8, Pause: 1 + r.IntN(4)},
-			graft.GradNormGated{Epochs: epochs, Target: target, Low: low, High: low + 0.5 + r.Float64()},
+			graft.DriftControlled{Epochs: epochs, Target: target, Threshold: 0.8,
+				Pause: 1 + r.IntN(4)},
+			graft.GradNormGated{Epochs: epochs, Target: target, Low: low,
+				High: low + 0.5 + r.Float64()},
 		} {
 			if err := s.Check(); err != nil {
 				t.Fatal(err)
@@ -83,7 +85,8 @@ func follow(r *rand.Rand, s graft.Strategy, g *grafted, epochs int, target float
 		case graft.GradNormGated:
 			resting = !(g.GradNorm >= s.Low && g.GradNorm <= s.High)
 		case graft.PerformanceLinked:
-			if most := share * s.MaxSpeed * (1 + 2*0x1p-8); !g.done && (step < share*(1-1e-3)-1e-7 || step > most+1e-7) {
+			if most := share * s.MaxSpeed * (1 + 2*0x1p-8); !g.done &&
+				(step < share*(1-1e-3)-1e-7 || step > most+1e-7) {
 				return fmt.Errorf("a step of %v, want %v to %v", step, share, most)
 			}
 			speed := float32(1)
@@ -91,7 +94,8 @@ func follow(r *rand.Rand, s graft.Strategy, g *grafted, epochs int, target float
 				speed = float32(min(s.MaxSpeed, float64(memory[1])*(1+s.Gain)))
 			}
 			if !wasDone && g.Memory[1] != speed {
-				return fmt.Errorf("speed %v after %v, performance %v, want %v", g.Memory[1], memory, g.Performance, speed)
+				return fmt.Errorf("speed %v after %v, performance %v, want %v", g.Memory[1],
+					memory, g.Performance, speed)
 			}
 		}
 		if step > 0 {

@@ -14,9 +14,10 @@ import (
 
 // Progress is what a strategy knows of a seed in stage Grafting when an epoch ends.
 type Progress struct {
-	Seed        int
-	Alpha       float64    // so far
-	Epochs      int        // in Grafting, with the one that ends: 1, 2, ... up to 65535, where it stops
+	Seed  int
+	Alpha float64 // so far
+	// in Grafting, with the one that ends: 1, 2, ... up to 65535, where it stops
+	Epochs      int
 	Performance float64    // as last reported in Metrics
 	Stale       bool       // Performance has been seen before: nothing was scored in the epoch
 	Interval    int        // epochs from the score before to a new Performance; 0 counts as 1
@@ -36,10 +37,10 @@ type Strategy interface {
 	Name() string
 	Check() error // whether the parameters make sense
 	// Advance returns α for the next epoch, what the strategy wants to remember, and whether α is
-	// where it shall end; then it is not asked again until the next grafting. It is called by several
-	// goroutines at once, for different seeds, while the lattice is locked: it must not call the
-	// lattice's methods, which would wait for ever. NaN or a panic is no answer, of which a
-	// StrategyFailed event tells.
+	// where it shall end; then it is not asked again until the next grafting. It is called by
+	// several goroutines at once, for different seeds, while the lattice is locked: it must not
+	// call the lattice's methods, which would wait for ever. NaN or a panic is no answer, of which
+	// a StrategyFailed event tells.
 	Advance(Progress) (alpha float64, memory [2]float32, done bool)
 }
 
@@ -64,7 +65,8 @@ func decode[S Strategy](params []byte) (Strategy, error) {
 // interface, or the name is empty or taken.
 func Register[S Strategy]() error {
 	if t := reflect.TypeFor[S](); t.Kind() == reflect.Pointer || t.Kind() == reflect.Interface {
-		return fmt.Errorf("graft.Register: %v is a %v, want a type that holds its parameters itself",
+		return fmt.Errorf("graft.Register: %v is a %v, want a type that holds its "+
+			"parameters itself",
 			t, t.Kind())
 	}
 	var s S

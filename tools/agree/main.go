@@ -68,8 +68,10 @@ var models = map[string]struct {
 	batch, steps int
 	rate, rising float64
 }{
-	"small": {llm.Config{Vocab: 256, Dim: 128, Layers: 3, Heads: 4, KVHeads: 2, Seq: 64}, 4, 20, 1e-3, 0.1},
-	"124M":  {llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 16, 200, 2e-4, 0.5},
+	"small": {llm.Config{Vocab: 256, Dim: 128, Layers: 3, Heads: 4, KVHeads: 2, Seq: 64}, 4, 20,
+		1e-3, 0.1},
+	"124M": {llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 16,
+		200, 2e-4, 0.5},
 }
 
 func main() {
@@ -91,24 +93,31 @@ func run(args []string, out, stderr io.Writer) error {
 	f := flag.NewFlagSet("agree", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.Usage = func() {
-		fmt.Fprintln(stderr, "usage: agree write | train | compare [options] FOLDER\n       agree noise [options] FOLDER FOLDER ...")
+		fmt.Fprintln(stderr,
+			"usage: agree write | train | compare [options] FOLDER\n       agree noise [options] FOLDER FOLDER ...")
 		f.PrintDefaults()
 	}
 	model := f.String("model", "small", "write: small or 124M")
 	batch := f.Int("batch", 0, "write: sequences in a batch (default: the model's)")
 	steps := f.Int("steps", 0, "write: steps (default: the model's)")
 	seed := f.Uint64("seed", 1, "write: of the weights, and of the order of a text's windows")
-	text := f.String("text", "", "write: a folder of text to learn from; go for the source of the Go installation (default: a synthetic language)")
-	bpe := f.String("bpe", "", "write: the file of the byte-pair encoding that a text of the 124M model is read with; made from the text if it\n"+
-		"does not exist (default: tokenizer.bpe in the run's folder)")
+	text := f.String("text", "",
+		"write: a folder of text to learn from; go for the source of the Go installation (default: a synthetic language)")
+	bpe := f.String("bpe", "",
+		"write: the file of the byte-pair encoding that a text of the 124M model is read with; made from the text if it\n"+
+			"does not exist (default: tokenizer.bpe in the run's folder)")
 	rate := f.Float64("rate", 0, "write: the peak learning rate (default: the model's)")
-	rising := f.Float64("rising", 0, "write: the share of the steps over which the learning rate rises (default: the model's)")
+	rising := f.Float64("rising", 0,
+		"write: the share of the steps over which the learning rate rises (default: the model's)")
 	span := f.Int("span", 50, "noise: steps that are averaged")
 	var how training
 	f.StringVar(&how.device, "device", "cpu", "train: cpu or cuda")
-	f.TextVar(&how.precision, "precision", cudaops.Float32, "train: f32, and on cuda bf16, f16 or f8")
-	f.TextVar(&how.gradients, "grad-precision", cudaops.Float32, "train: how weights' gradients are kept: f32, or with bf16 and f8 bf16")
-	tolerance := f.Float64("tolerance", math.Inf(1), "compare: the largest relative difference that is no error")
+	f.TextVar(&how.precision, "precision", cudaops.Float32,
+		"train: f32, and on cuda bf16, f16 or f8")
+	f.TextVar(&how.gradients, "grad-precision", cudaops.Float32,
+		"train: how weights' gradients are kept: f32, or with bf16 and f8 bf16")
+	tolerance := f.Float64("tolerance", math.Inf(1),
+		"compare: the largest relative difference that is no error")
 	if err := f.Parse(args); err != nil {
 		return err
 	}
@@ -120,7 +129,8 @@ func run(args []string, out, stderr io.Writer) error {
 	case command == "noise":
 		return noise(f.Args(), *span, out)
 	case f.NArg() != 1:
-		return fmt.Errorf("%s: got %d arguments after the options, want one, the run's folder", command, f.NArg())
+		return fmt.Errorf("%s: got %d arguments after the options, want one, the run's folder",
+			command, f.NArg())
 	}
 	dir := f.Arg(0)
 	switch command {
@@ -154,12 +164,14 @@ func (p plan) write(dir string) error {
 		return fmt.Errorf("-batch is %d and -steps %d, want at least 1", batch, steps)
 	}
 	if !(rate > 0) || !(rising > 0 && rising <= 1) {
-		return fmt.Errorf("-rate is %g and -rising %g, want a rate above 0, and a share above 0 and not above 1", rate, rising)
+		return fmt.Errorf("-rate is %g and -rising %g, want a rate above 0, and a share above 0 "+
+			"and not above 1", rate, rising)
 	}
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
 	}
-	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95, Epsilon: 1e-8, Decay: 0.1, Clip: 1}
+	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95,
+		Epsilon: 1e-8, Decay: 0.1, Clip: 1}
 	for i := range steps {
 		s.Rates = append(s.Rates, rate*min(1, float64(i+1)/math.Ceil(float64(steps)*rising)))
 	}
@@ -169,7 +181,8 @@ func (p plan) write(dir string) error {
 	}
 	var text *data.Loader
 	if p.text != "" {
-		if text, err = openText(s, p.text, cmp.Or(p.bpe, filepath.Join(dir, "tokenizer.bpe")), p.seed); err != nil {
+		if text, err = openText(s, p.text, cmp.Or(p.bpe, filepath.Join(dir, "tokenizer.bpe")),
+			p.seed); err != nil {
 			return err
 		}
 	}
@@ -276,7 +289,8 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 		return err
 	}
 	if len(files) < 2 {
-		return fmt.Errorf("%s has the losses of %d programs, want at least 2, as train and torch_agree.py write them", dir, len(files))
+		return fmt.Errorf("%s has the losses of %d programs, want at least 2, as train and "+
+			"torch_agree.py write them", dir, len(files))
 	}
 	slices.Sort(files)
 	var losses [][]float64
@@ -290,7 +304,8 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 			return fmt.Errorf("%s has %d losses, and %s %d", f, len(l), files[0], len(losses[0]))
 		}
 		losses = append(losses, l)
-		fmt.Fprintf(out, " %20s", strings.TrimSuffix(strings.TrimPrefix(filepath.Base(f), lossPrefix), ".json"))
+		fmt.Fprintf(out, " %20s",
+			strings.TrimSuffix(strings.TrimPrefix(filepath.Base(f), lossPrefix), ".json"))
 	}
 	fmt.Fprintf(out, " %9s\n", "spread")
 	worst, where := 0.0, 0
@@ -309,7 +324,8 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 	}
 	fmt.Fprintf(out, "largest spread: %.2e at step %d\n", worst, where)
 	if !(worst <= tolerance) {
-		return fmt.Errorf("the losses of step %d differ by %.2e, more than %.2e", where, worst, tolerance)
+		return fmt.Errorf("the losses of step %d differ by %.2e, more than %.2e",
+			where, worst, tolerance)
 	}
 	return nil
 }

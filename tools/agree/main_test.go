@@ -100,7 +100,8 @@ func TestNoise(t *testing.T) {
 					}
 					first += d * float64(run-1)
 				}
-				if err := writeJSON(filepath.Join(dir, lossPrefix+program+".json"), []float64{first - 1, first + 1, 3}); err != nil {
+				if err := writeJSON(filepath.Join(dir, lossPrefix+program+".json"),
+					[]float64{first - 1, first + 1, 3}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -108,7 +109,8 @@ func TestNoise(t *testing.T) {
 		var out strings.Builder
 		err := run(append([]string{"noise", "-span", "2"}, dirs...), &out, io.Discard)
 		if (err == nil) != (says == "") || err != nil && !strings.Contains(err.Error(), says) {
-			t.Errorf("runs %s apart: %v, want an error that says %q\n%s", apart, err, says, out.String())
+			t.Errorf("runs %s apart: %v, want an error that says %q\n%s", apart,
+				err, says, out.String())
 		}
 		if !strings.Contains(out.String(), "0.10000") {
 			t.Errorf("runs %s apart: no difference of 0.1 in\n%s", apart, out.String())
@@ -128,7 +130,8 @@ func TestWriteText(t *testing.T) {
 	var orders []string
 	for _, seed := range []string{"1", "2"} {
 		dir := t.TempDir()
-		if err := run([]string{"write", "-text", folder, "-seed", seed, "-steps", "3", dir}, io.Discard, io.Discard); err != nil {
+		if err := run([]string{"write", "-text", folder, "-seed", seed, "-steps", "3", dir},
+			io.Discard, io.Discard); err != nil {
 			t.Fatal(err)
 		}
 		var s settings
@@ -144,10 +147,12 @@ func TestWriteText(t *testing.T) {
 			for row := range s.Batch {
 				at := row * s.Model.Seq
 				var window []byte
-				for _, id := range append(b.Inputs[at:at+s.Model.Seq:at+s.Model.Seq], b.Targets[at+s.Model.Seq-1]) {
+				for _, id := range append(b.Inputs[at:at+s.Model.Seq:at+s.Model.Seq],
+					b.Targets[at+s.Model.Seq-1]) {
 					window = append(window, byte(id))
 				}
-				if !strings.Contains("a.txt"+text+"\x00b.txt"+text+"\x00a.txt"+text, string(window)) {
+				if !strings.Contains("a.txt"+text+"\x00b.txt"+text+"\x00a.txt"+
+					text, string(window)) {
 					t.Fatalf("seed %s: %q is no window of the text", seed, window)
 				}
 				order.Write(window)
@@ -187,13 +192,15 @@ func TestRefusals(t *testing.T) {
 		"got 2 arguments":                {"train", dir, dir},
 		"agree write " + dir + "x makes": {"train", dir + "x"},
 	} {
-		if err := run(args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), want) {
+		if err := run(args, io.Discard, io.Discard); err == nil ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("%v: got %v, want %q", args, err, want)
 		}
 	}
 	for _, args := range [][]string{{"-help"}, {"write", "-help"}} {
 		var help strings.Builder
-		if err := run(args, io.Discard, &help); err != flag.ErrHelp || !strings.Contains(help.String(), "agree noise [options] FOLDER") {
+		if err := run(args, io.Discard, &help); err != flag.ErrHelp ||
+			!strings.Contains(help.String(), "agree noise [options] FOLDER") {
 			t.Errorf("%v: %v\n%s", args, err, help.String())
 		}
 	}
@@ -201,7 +208,8 @@ func TestRefusals(t *testing.T) {
 	if err := os.WriteFile(stale, []byte("[1]"), 0o666); err != nil {
 		t.Fatal(err)
 	}
-	if err := run([]string{"write", "-text", filepath.Join(dir, "none"), dir}, io.Discard, io.Discard); err == nil {
+	if err := run([]string{"write", "-text", filepath.Join(dir, "none"), dir}, io.Discard,
+		io.Discard); err == nil {
 		t.Error("a text that is not there is accepted")
 	}
 	if _, err := os.Stat(stale); err != nil {
@@ -216,7 +224,8 @@ func TestRefusals(t *testing.T) {
 	if err := os.Truncate(filepath.Join(dir, tokenFile), 100); err != nil {
 		t.Fatal(err)
 	}
-	if err := run([]string{"train", dir}, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), tokenFile) {
+	if err := run([]string{"train", dir}, io.Discard, io.Discard); err == nil ||
+		!strings.Contains(err.Error(), tokenFile) {
 		t.Errorf("tokens are missing: %v", err)
 	}
 }

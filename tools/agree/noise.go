@@ -34,7 +34,8 @@ func noise(dirs []string, span int, out io.Writer) error {
 			l = averages(l, span)
 			losses[i] = append(losses[i], l)
 			if want := len(losses[0][0]); len(l) != want || want == 0 {
-				return fmt.Errorf("%s has %d spans of %d steps, and the run before it %d; want as many, and at least 1", path, len(l), span, want)
+				return fmt.Errorf("%s has %d spans of %d steps, and the run before it %d; want "+
+					"as many, and at least 1", path, len(l), span, want)
 			}
 		}
 	}
@@ -51,14 +52,17 @@ func programs(dirs []string) ([]string, error) {
 		}
 		var here []string
 		for _, f := range files {
-			here = append(here, strings.TrimSuffix(strings.TrimPrefix(filepath.Base(f), lossPrefix), ".json"))
+			here = append(here, strings.TrimSuffix(strings.TrimPrefix(filepath.Base(f), lossPrefix),
+				".json"))
 		}
 		slices.Sort(here)
 		if i == 0 {
 			names = here
 		}
 		if len(here) < 2 || !slices.Equal(names, here) {
-			return nil, fmt.Errorf("%s has the losses of %q and %s of %q, want the same, and at least 2 programs", dirs[0], names, dir, here)
+			return nil,
+				fmt.Errorf("%s has the losses of %q and %s of %q, want the same, and at least 2 "+
+					"programs", dirs[0], names, dir, here)
 		}
 	}
 	return names, nil
@@ -111,9 +115,12 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 			worst, where = r, (t+1)*span
 		}
 	}
-	fmt.Fprintf(out, "the means are at most %.2f deviations apart, in the span that ends at step %d\n", worst, where)
+	fmt.Fprintf(out,
+		"the means are at most %.2f deviations apart, in the span that ends at step %d\n", worst,
+		where)
 	if worst > 1 {
-		return fmt.Errorf("noise: up to step %d the programs' means are %.2f standard deviations of the runs apart, more than 1", where, worst)
+		return fmt.Errorf("noise: up to step %d the programs' means are %.2f standard deviations "+
+			"of the runs apart, more than 1", where, worst)
 	}
 	return nil
 }

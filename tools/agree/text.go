@@ -78,7 +78,8 @@ func readText(folder, bpe string, vocab int) (data.Tokens, error) {
 		return nil
 	}
 	sample := int(min(corpus.Train.Size(), bpeText))
-	tok, err := tokenizer.LoadOrTrainBPE(context.Background(), bpe, corpus.Train, vocab, sample, progress)
+	tok, err := tokenizer.LoadOrTrainBPE(context.Background(), bpe, corpus.Train,
+		vocab, sample, progress)
 	if err != nil {
 		return nil, err
 	}

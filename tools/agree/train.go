@@ -54,7 +54,8 @@ func (h training) train(dir string, out io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
-	o, err := optim.NewAdamW(optim.WithBetas(s.Beta1, s.Beta2), optim.WithEps(s.Epsilon), optim.WithWeightDecay(s.Decay))
+	o, err := optim.NewAdamW(optim.WithBetas(s.Beta1, s.Beta2), optim.WithEps(s.Epsilon),
+		optim.WithWeightDecay(s.Decay))
 	if err != nil {
 		return err
 	}
@@ -75,12 +76,14 @@ func (h training) train(dir string, out io.Writer) (err error) {
 			return fmt.Errorf("step %d: %w", i+1, err)
 		}
 	}
-	fmt.Fprintf(out, "%v: %d steps, loss %.4f to %.4f\n", h, len(losses), losses[0], losses[len(losses)-1])
+	fmt.Fprintf(out, "%v: %d steps, loss %.4f to %.4f\n", h, len(losses), losses[0],
+		losses[len(losses)-1])
 	return writeJSON(filepath.Join(dir, lossPrefix+h.String()+".json"), losses)
 }
 
 // newTrainer returns what trains the model, and what is to be done when it is closed.
-func (h training) newTrainer(m *llm.Model, o *optim.AdamW, s settings) (trainer, func() error, error) {
+func (h training) newTrainer(m *llm.Model, o *optim.AdamW, s settings) (trainer,
+	func() error, error) {
 	switch {
 	case h.device == "cpu" && h.precision == cudaops.Float32 && h.gradients == cudaops.Float32:
 		t, err := newHost(m, o, s)
@@ -90,13 +93,16 @@ func (h training) newTrainer(m *llm.Model, o *optim.AdamW, s settings) (trainer,
 		if err != nil {
 			return nil, nil, err
 		}
-		e, err := gpu.Engine(d, h.precision, cudaops.WithGradientPrecision(h.gradients))(m, o, llm.TrainConfig{Batch: s.Batch, Clip: s.Clip, Accumulate: 1})
+		e, err := gpu.Engine(d, h.precision, cudaops.WithGradientPrecision(h.gradients))(m, o,
+			llm.TrainConfig{Batch: s.Batch, Clip: s.Clip, Accumulate: 1})
 		if err != nil {
 			return nil, nil, errors.Join(err, d.Close())
 		}
 		return e, d.Close, nil
 	}
-	return nil, nil, fmt.Errorf("-device is %q, -precision %v and -grad-precision %v, want cpu and f32, or cuda", h.device, h.precision, h.gradients)
+	return nil, nil,
+		fmt.Errorf("-device is %q, -precision %v and -grad-precision %v, want cpu and f32, or cuda",
+			h.device, h.precision, h.gradients)
 }
 
 // host trains on the CPU.
@@ -112,7 +118,8 @@ func newHost(m *llm.Model, o *optim.AdamW, s settings) (trainer, error) {
 	if err != nil {
 		return nil, err
 	}
-	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss))
+	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...),
+		cpuops.WithOutputs(g.Loss))
 	if err != nil {
 		return nil, err
 	}

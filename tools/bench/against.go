@@ -31,13 +31,17 @@ func readEarlier(path string) (*earlier, error) {
 			continue
 		}
 		if e.card != "" && r.Card != e.card {
-			return nil, fmt.Errorf("-against %s: it has runs on %s and on %s, want those of one machine", path, e.card, r.Card)
+			return nil,
+				fmt.Errorf("-against %s: it has runs on %s and on %s, want those of one machine",
+					path, e.card, r.Card)
 		}
 		e.card = r.Card
 	}
 	if e.card == "" {
-		return nil, fmt.Errorf("-against %s: no line says which machine it is of: want what this program prints, "+
-			"with its first line (%q: %q)", path, "bench", whereabouts)
+		return nil,
+			fmt.Errorf("-against %s: no line says which machine it is of: want what this program "+
+				"prints, "+
+				"with its first line (%q: %q)", path, "bench", whereabouts)
 	}
 	return e, nil
 }
@@ -47,7 +51,8 @@ func (e *earlier) fits(run result) error {
 	if e == nil || e.card == run.Card {
 		return nil
 	}
-	return fmt.Errorf("-against %s: it is of %s, and this is %s: times of different machines say nothing; "+
+	return fmt.Errorf("-against %s: it is of %s, and this is %s: times of different machines say "+
+		"nothing; "+
 		"measure the earlier version here", e.path, e.card, run.Card)
 }
 
@@ -70,14 +75,16 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 		}
 	}
 	if len(both) == 0 {
-		return fmt.Errorf("-against %s: it has none of this run's measurements: measure the same -groups and -models", e.path)
+		return fmt.Errorf("-against %s: it has none of this run's measurements: measure the same "+
+			"-groups and -models", e.path)
 	}
 	for _, m := range both {
 		if m.slower() > slack {
 			slower = append(slower, m)
 		}
 	}
-	fmt.Fprintf(w, "\n%d compared with %s, %d slower by more than %.0f %%, %d not in both\n", len(both), e.path, len(slower),
+	fmt.Fprintf(w, "\n%d compared with %s, %d slower by more than %.0f %%, %d not in both\n",
+		len(both), e.path, len(slower),
 		100*slack, len(before)+len(after)-2*len(both))
 	if len(slower) == 0 {
 		return nil
@@ -88,7 +95,8 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 	fmt.Fprint(w, "\n| what | before | now | slower by |\n| --- | --- | --- | --- |\n")
 	var names []string
 	for _, m := range slower {
-		fmt.Fprintf(w, "| %s | %.1f µs | %.1f µs | %.1f %% |\n", m.name, m.before, m.now, 100*m.slower())
+		fmt.Fprintf(w, "| %s | %.1f µs | %.1f µs | %.1f %% |\n", m.name, m.before,
+			m.now, 100*m.slower())
 		names = append(names, m.name)
 	}
 	return errors.New("slower than before: " + strings.Join(names, ", "))

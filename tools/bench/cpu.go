@@ -46,7 +46,8 @@ func onCPU(o options) error {
 	for _, g := range []struct {
 		name    string
 		measure func(options) error
-	}{{"copy", cpuCeilings}, {"gemm", cpuGemm}, {"kasmina", cpuKasmina}, {"ops", cpuOps}, {"train", cpuTrain}} {
+	}{{"copy", cpuCeilings}, {"gemm", cpuGemm}, {"kasmina", cpuKasmina}, {"ops", cpuOps},
+		{"train", cpuTrain}} {
 		if !o.has(g.name) {
 			continue
 		}
@@ -112,7 +113,8 @@ func cpuCeilings(options) error {
 func cpuGemm(options) error {
 	const n = 1024
 	random := rand.New(rand.NewPCG(3, 3))
-	a, b, c := normal(random, 1, n, n).Float32s(), normal(random, 1, n, n).Float32s(), make([]float32, n*n)
+	a, b, c := normal(random, 1, n, n).Float32s(), normal(random, 1, n, n).Float32s(),
+		make([]float32, n*n)
 	took, err := timed(func() error {
 		gemm.Mul(false, false, n, n, n, 1, a, n, b, n, 0, c, n)
 		return nil
@@ -140,8 +142,10 @@ func cpuKasmina(options) error {
 	for _, backward := range []bool{false, true} {
 		g := gorgonia.NewGraph()
 		x := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("x"))
-		w := gorgonia.NodeFromAny(g, normal(random, 1, seeds+1, chunk), gorgonia.WithName("weights"))
-		a := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(seeds+1), gorgonia.WithName("scales"),
+		w := gorgonia.NodeFromAny(g, normal(random, 1, seeds+1, chunk),
+			gorgonia.WithName("weights"))
+		a := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(seeds+1),
+			gorgonia.WithName("scales"),
 			gorgonia.WithInit(gorgonia.Ones()))
 		y, err := op.Kasmina(x, w, a, lattice)
 		if err != nil {
@@ -151,7 +155,8 @@ func cpuKasmina(options) error {
 		if backward {
 			name, bytes = "kasmina_fwdbwd_1024x4096_s256_cpu", 5*4*rows*dim
 			up := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("g"))
-			if _, err := gorgonia.Backpropagate(gorgonia.Nodes{y}, gorgonia.Nodes{up}, gorgonia.Nodes{x, w, a}); err != nil {
+			if _, err := gorgonia.Backpropagate(gorgonia.Nodes{y}, gorgonia.Nodes{up},
+				gorgonia.Nodes{x, w, a}); err != nil {
 				return err
 			}
 		}
@@ -175,8 +180,10 @@ func cpuKasmina(options) error {
 
 // graft brings a seed from dormant to grafting.
 func graft(l *state.Lattice, seed int, alpha float64) error {
-	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion, blueprints.ConvFilter}
-	if err := l.RequestGermination(seed, state.GerminationRequest{Slot: seed + 1, Kind: kinds[seed%len(kinds)]}); err != nil {
+	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
+		blueprints.MLPExpansion, blueprints.ConvFilter}
+	if err := l.RequestGermination(seed, state.GerminationRequest{Slot: seed + 1,
+		Kind: kinds[seed%len(kinds)]}); err != nil {
 		return err
 	}
 	for _, to := range []state.Stage{state.Training, state.Grafting} {
@@ -191,7 +198,8 @@ func graft(l *state.Lattice, seed int, alpha float64) error {
 // The peer is the same model made of Gorgonia's own ops on its own machine. Memory is the most that
 // the process has held so far.
 func cpuTrain(o options) error {
-	s := size{"llama3M_cpu", llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4, FF: 704, Seq: 256}, 4}
+	s := size{"llama3M_cpu", llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4,
+		FF: 704, Seq: 256}, 4}
 	m, err := llm.NewModel(s.config.Default(), tensor.Float32, 1)
 	if err != nil {
 		return err
@@ -238,7 +246,8 @@ func cpuTrain(o options) error {
 	}
 	tape := gorgonia.NewTapeMachine(stock.g, gorgonia.BindDualValues(stock.params...))
 	defer tape.Close()
-	if took, err = cpuSteps(max(1, o.steps/4), s, tape, gorgonia.NodesToValueGrads(stock.params), stock.let); err != nil {
+	if took, err = cpuSteps(max(1, o.steps/4), s, tape, gorgonia.NodesToValueGrads(stock.params),
+		stock.let); err != nil {
 		return err
 	}
 	line = s.trained("train_"+s.name, took, m.NumParams())
@@ -247,7 +256,8 @@ func cpuTrain(o options) error {
 }
 
 // cpuSteps returns the median time of a training step.
-func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad, let func(data.Batch) error) (time.Duration, error) {
+func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad,
+	let func(data.Batch) error) (time.Duration, error) {
 	adamw, err := optim.NewAdamW(optim.WithLR(3e-4))
 	if err != nil {
 		return 0, err
@@ -288,7 +298,8 @@ func peakGiB() float64 {
 	}
 	for line := range strings.Lines(string(status)) {
 		if kib, ok := strings.CutPrefix(line, "VmHWM:"); ok {
-			n, _ := strconv.ParseFloat(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(kib), "kB")), 64)
+			n, _ := strconv.ParseFloat(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(kib),
+				"kB")), 64)
 			return math.Round(n/1048576*1000) / 1000
 		}
 	}

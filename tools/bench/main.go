@@ -76,25 +76,34 @@ type options struct {
 }
 
 func main() {
-	groups := flag.String("groups", "", "which groups of measurements, separated by commas (default: all)\non a GPU "+
-		strings.Join(gpuGroups(), ", ")+"\non a CPU "+strings.Join(cpuGroups(), ", "))
+	groups := flag.String("groups", "",
+		"which groups of measurements, separated by commas (default: all)\non a GPU "+
+			strings.Join(gpuGroups(), ", ")+"\non a CPU "+strings.Join(cpuGroups(), ", "))
 	device := flag.String("device", "cuda", "cuda or cpu")
-	models := flag.String("models", strings.Join(modelNames(), ","), "which models the group train trains, separated by commas")
+	models := flag.String("models", strings.Join(modelNames(), ","),
+		"which models the group train trains, separated by commas")
 	o := options{}
 	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
-	flag.TextVar(&o.precision, "precision", cudaops.BFloat16, "bf16, f8, f16 or f32, for training on a GPU")
-	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault, "how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
+	flag.TextVar(&o.precision, "precision", cudaops.BFloat16,
+		"bf16, f8, f16 or f32, for training on a GPU")
+	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault,
+		"how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
-	flag.Float64Var(&o.clip, "clip", 0, "limit the global norm of the gradients to this, for training on a GPU; 0 for no limit, as in the peer's step\n"+
-		"unless it has --clip too; on a CPU the limit is 1")
-	flag.StringVar(&o.profile, "profile", "", "write a trace of one training step, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing),\n"+
-		"and print a summary to standard error; of several models to a file each, with the model's name in its name")
-	flag.IntVar(&o.monitor, "monitor", 0, "time the ops of one training step in so many, and print the table to standard error; 0 for none")
+	flag.Float64Var(&o.clip, "clip", 0,
+		"limit the global norm of the gradients to this, for training on a GPU; 0 for no limit, as in the peer's step\n"+
+			"unless it has --clip too; on a CPU the limit is 1")
+	flag.StringVar(&o.profile, "profile", "",
+		"write a trace of one training step, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing),\n"+
+			"and print a summary to standard error; of several models to a file each, with the model's name in its name")
+	flag.IntVar(&o.monitor, "monitor", 0,
+		"time the ops of one training step in so many, and print the table to standard error; 0 for none")
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")
-	against := flag.String("against", "", "compare with the lines of an earlier run on this machine, in this `FILE`, and fail where\nsomething became slower by more than 3 %; "+
-		"of several measurements of one name the fastest counts")
+	against := flag.String("against", "",
+		"compare with the lines of an earlier run on this machine, in this `FILE`, and fail where\nsomething became slower by more than 3 %; "+
+			"of several measurements of one name the fastest counts")
 	repeat := flag.Int("repeat", 1, "measure everything so many times")
-	table := flag.Bool("table", false, "print the lines of the files that follow as a Markdown table, and measure nothing")
+	table := flag.Bool("table", false,
+		"print the lines of the files that follow as a Markdown table, and measure nothing")
 	flag.Parse()
 	o.models = strings.Split(*models, ",")
 	if *groups != "" {
@@ -142,7 +151,8 @@ func (o options) run(device string, repeat int, against string) error {
 
 // gpuGroups are cudabench's, then what is measured through the public machine.
 func gpuGroups() []string {
-	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients", "recompute", "train-kasmina")
+	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients",
+		"recompute", "train-kasmina")
 }
 
 func modelNames() (names []string) {
@@ -159,12 +169,14 @@ func (o *options) check(groups []string) error {
 	}
 	for _, g := range o.groups {
 		if !slices.Contains(groups, g) {
-			return fmt.Errorf("there is no group %q, want some of %s", g, strings.Join(groups, ", "))
+			return fmt.Errorf("there is no group %q, want some of %s", g,
+				strings.Join(groups, ", "))
 		}
 	}
 	for _, name := range o.models {
 		if !slices.ContainsFunc(sizes, func(s size) bool { return s.name == name }) {
-			return fmt.Errorf("there is no model %q, want some of %s", name, strings.Join(modelNames(), ", "))
+			return fmt.Errorf("there is no model %q, want some of %s", name,
+				strings.Join(modelNames(), ", "))
 		}
 	}
 	if o.steps < 1 {
@@ -176,7 +188,9 @@ func (o *options) check(groups []string) error {
 	if o.batch < 0 {
 		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the model's own", o.batch)
 	}
-	if info, err := os.Stat(filepath.Dir(o.profile)); o.profile != "" && (err != nil || !info.IsDir()) { // not when all is measured
+	// not when all is measured
+	if info, err := os.Stat(filepath.Dir(o.profile)); o.profile != "" &&
+		(err != nil || !info.IsDir()) {
 		return fmt.Errorf("-profile is %s, want a file in a folder that is there", o.profile)
 	}
 	return nil
@@ -254,13 +268,15 @@ func rounded(x float64, digits int) float64 {
 // where is the first line.
 func where(card, driver string) result {
 	command := append([]string{"go run ./tools/bench"}, os.Args[1:]...)
-	return result{Bench: whereabouts, Peer: project, Card: card, Driver: driver, Versions: runtime.Version(),
-		Date: time.Now().Format(time.DateOnly), Command: strings.Join(command, " ")}
+	return result{Bench: whereabouts, Peer: project, Card: card, Driver: driver,
+		Versions: runtime.Version(),
+		Date:     time.Now().Format(time.DateOnly), Command: strings.Join(command, " ")}
 }
 
 // driverVersion is the version of NVIDIA's driver, empty where nvidia-smi does not tell.
 func driverVersion() string {
-	out, err := exec.Command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").Output()
+	out, err := exec.Command("nvidia-smi", "--query-gpu=driver_version",
+		"--format=csv,noheader").Output()
 	if err != nil {
 		return ""
 	}

@@ -41,13 +41,15 @@ func opNames() (names []string) {
 func cpuOps(options) error {
 	for _, name := range opNames() {
 		shape := opShapes[name]
-		figures, err := opbench.Time(name, shape, opbench.Float32, opbench.WithSpan(100*time.Millisecond))
+		figures, err := opbench.Time(name, shape, opbench.Float32,
+			opbench.WithSpan(100*time.Millisecond))
 		if err != nil {
 			return err
 		}
 		seen := map[string]bool{}
 		for _, f := range figures {
-			if f.Err != nil || seen[f.Peer] { // a peer's first figure is the way that it chooses itself
+			// a peer's first figure is the way that it chooses itself
+			if f.Err != nil || seen[f.Peer] {
 				continue
 			}
 			seen[f.Peer] = true
@@ -63,7 +65,8 @@ func cpuOps(options) error {
 func emitOp(name string, shape []int, f opbench.Figure) error {
 	size := strings.Trim(strings.ReplaceAll(fmt.Sprint(shape), " ", "x"), "[]")
 	line := func(pass string, took time.Duration, bytes, flops float64) error {
-		r := measured(fmt.Sprintf("%s_%s_%s_cpu", strings.ToLower(name), pass, size), took, bytes, flops)
+		r := measured(fmt.Sprintf("%s_%s_%s_cpu", strings.ToLower(name), pass, size), took, bytes,
+			flops)
 		if f.Peer != "cpu" {
 			r.Peer = f.Peer
 		}

@@ -34,7 +34,8 @@ func newStockModel(m *llm.Model, batch int) (*stockModel, error) {
 	if c.KVHeads != c.Heads || len(c.Kasmina) > 0 {
 		return nil, fmt.Errorf("a stock model has no grouped heads and no Kasmina layers")
 	}
-	s := &stockModel{config: c, batch: batch, g: gorgonia.NewGraph(), byName: map[string]*gorgonia.Node{}}
+	s := &stockModel{config: c, batch: batch, g: gorgonia.NewGraph(),
+		byName: map[string]*gorgonia.Node{}}
 	for _, p := range m.Params {
 		value := p.Value.Clone().(*tensor.Dense)
 		if value.Dims() == 2 && !strings.Contains(p.Name, "embed_tokens") {
@@ -49,8 +50,10 @@ func newStockModel(m *llm.Model, batch int) (*stockModel, error) {
 		s.byName[p.Name], s.params = n, append(s.params, n)
 	}
 	rows := batch * c.Seq
-	s.ids = gorgonia.NewMatrix(s.g, tensor.Float32, gorgonia.WithShape(rows, c.Vocab), gorgonia.WithName("ids"))
-	s.targets = gorgonia.NewMatrix(s.g, tensor.Float32, gorgonia.WithShape(rows, c.Vocab), gorgonia.WithName("targets"))
+	s.ids = gorgonia.NewMatrix(s.g, tensor.Float32, gorgonia.WithShape(rows, c.Vocab),
+		gorgonia.WithName("ids"))
+	s.targets = gorgonia.NewMatrix(s.g, tensor.Float32, gorgonia.WithShape(rows, c.Vocab),
+		gorgonia.WithName("targets"))
 	s.build()
 	if s.err != nil {
 		return nil, s.err
@@ -81,11 +84,15 @@ func (s *stockModel) build() {
 		q := s.rotate(s.product(h, s.byName[p+"self_attn.q_proj.weight"]), cos, sin, swap)
 		k := s.rotate(s.product(h, s.byName[p+"self_attn.k_proj.weight"]), cos, sin, swap)
 		v := s.product(h, s.byName[p+"self_attn.v_proj.weight"])
-		h = s.product(s.attend(s.heads(q), s.heads(k), s.heads(v), mask), s.byName[p+"self_attn.o_proj.weight"])
+		h = s.product(s.attend(s.heads(q), s.heads(k), s.heads(v), mask),
+			s.byName[p+"self_attn.o_proj.weight"])
 		x = s.add(x, h)
 		h = s.norm(x, p+"post_attention_layernorm.weight")
-		gate, up := s.product(h, s.byName[p+"mlp.gate_proj.weight"]), s.product(h, s.byName[p+"mlp.up_proj.weight"])
-		silu := s.times(gate, s.do(func() (*gorgonia.Node, error) { return gorgonia.Sigmoid(gate) }))
+		gate, up := s.product(h, s.byName[p+"mlp.gate_proj.weight"]),
+			s.product(h, s.byName[p+"mlp.up_proj.weight"])
+		silu := s.times(gate, s.do(func() (*gorgonia.Node, error) {
+			return gorgonia.Sigmoid(gate)
+		}))
 		x = s.add(x, s.product(s.times(silu, up), s.byName[p+"mlp.down_proj.weight"]))
 	}
 	x = s.norm(x, "model.norm.weight")
@@ -151,7 +158,8 @@ func (s *stockModel) norm(x *gorgonia.Node, weight string) *gorgonia.Node {
 
 // constant is an input that keeps its value.
 func (s *stockModel) constant(name string, x []float32, shape ...int) *gorgonia.Node {
-	n := gorgonia.NodeFromAny(s.g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)), gorgonia.WithName(name))
+	n := gorgonia.NodeFromAny(s.g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)),
+		gorgonia.WithName(name))
 	s.constants = append(s.constants, n)
 	return n
 }
@@ -172,7 +180,8 @@ func (s *stockModel) rotation() (cos, sin, swap *gorgonia.Node) {
 	for i := range h {
 		sw[(i+h)*c.HeadDim+i], sw[i*c.HeadDim+i+h] = -1, 1
 	}
-	return s.constant("cos", cs, rows, d), s.constant("sin", sn, rows, d), s.constant("swap", sw, c.HeadDim, c.HeadDim)
+	return s.constant("cos", cs, rows, d), s.constant("sin", sn, rows, d),
+		s.constant("swap", sw, c.HeadDim, c.HeadDim)
 }
 
 // rotate is RoPE: x ⊙ cos + swap(x) ⊙ sin.
@@ -236,13 +245,15 @@ func (s *stockModel) attend(q, k, v, mask *gorgonia.Node) *gorgonia.Node {
 		if err != nil {
 			return nil, err
 		}
-		if p, err = gorgonia.Mul(p, gorgonia.NewConstant(float32(1/math.Sqrt(float64(c.HeadDim))))); err != nil {
+		if p, err = gorgonia.Mul(p,
+			gorgonia.NewConstant(float32(1/math.Sqrt(float64(c.HeadDim))))); err != nil {
 			return nil, err
 		}
 		if p, err = gorgonia.Add(p, mask); err != nil {
 			return nil, err
 		}
-		if p, err = gorgonia.Reshape(p, tensor.Shape{s.batch * c.Heads * c.Seq, c.Seq}); err != nil {
+		if p, err = gorgonia.Reshape(p,
+			tensor.Shape{s.batch * c.Heads * c.Seq, c.Seq}); err != nil {
 			return nil, err
 		}
 		if p, err = gorgonia.SoftMax(p); err != nil {
@@ -254,7 +265,8 @@ func (s *stockModel) attend(q, k, v, mask *gorgonia.Node) *gorgonia.Node {
 		if p, err = gorgonia.BatchedMatMul(p, v); err != nil {
 			return nil, err
 		}
-		if p, err = gorgonia.Reshape(p, tensor.Shape{s.batch, c.Heads, c.Seq, c.HeadDim}); err != nil {
+		if p, err = gorgonia.Reshape(p, tensor.Shape{s.batch, c.Heads, c.Seq,
+			c.HeadDim}); err != nil {
 			return nil, err
 		}
 		if p, err = gorgonia.Transpose(p, 0, 2, 1, 3); err != nil {

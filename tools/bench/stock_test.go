@@ -50,7 +50,8 @@ func TestStockModel(t *testing.T) {
 			if i == 1 {
 				vm = gorgonia.NewTapeMachine(s.g, gorgonia.BindDualValues(s.params...))
 			} else {
-				ours, err := cpuops.NewMachine(s.g, cpuops.WithParams(s.params...), cpuops.WithOutputs(s.loss))
+				ours, err := cpuops.NewMachine(s.g, cpuops.WithParams(s.params...),
+					cpuops.WithOutputs(s.loss))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -80,7 +81,8 @@ func TestStockModel(t *testing.T) {
 	for i := range losses[0] {
 		for _, other := range losses[1:] {
 			if math.Abs(other[i]-losses[0][i]) > 1e-4*losses[0][i] {
-				t.Errorf("seed %d: the losses of step %d differ: %v", seed, i, [3]float64{losses[0][i], losses[1][i], losses[2][i]})
+				t.Errorf("seed %d: the losses of step %d differ: %v", seed, i,
+					[3]float64{losses[0][i], losses[1][i], losses[2][i]})
 			}
 		}
 	}

@@ -19,7 +19,8 @@ import (
 // gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
-		return errors.New("-table wants files of JSON lines, as this program and those in peers print them")
+		return errors.New("-table wants files of JSON lines, as this program and those in peers " +
+			"print them")
 	}
 	var all []result
 	for _, f := range files {
@@ -38,13 +39,15 @@ func printTable(w io.Writer, files []string) error {
 			if r.Command != "" {
 				r.Command = "`" + r.Command + "`"
 			}
-			fmt.Fprintf(b, "- %s: %s\n", r.Peer, strings.Join(present(r.Card, r.Driver, r.Versions, r.Date, r.Command), ", "))
+			fmt.Fprintf(b, "- %s: %s\n", r.Peer,
+				strings.Join(present(r.Card, r.Driver, r.Versions, r.Date, r.Command), ", "))
 		}
 	}
 	for _, training := range []bool{false, true} {
 		var names []string
 		for _, r := range all {
-			if r.Bench != whereabouts && r.TokensPS > 0 == training && !slices.Contains(names, r.Bench) {
+			if r.Bench != whereabouts && r.TokensPS > 0 == training &&
+				!slices.Contains(names, r.Bench) {
 				names = append(names, r.Bench)
 			}
 		}
@@ -57,12 +60,14 @@ func printTable(w io.Writer, files []string) error {
 
 // printRows writes a table of the named measurements.
 func printRows(w io.Writer, all []result, names []string) {
-	fmt.Fprint(w, "\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n",
+	fmt.Fprint(w,
+		"\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n",
 		"| --- | --- | --- | --- | --- |\n")
 	bandwidth, arithmetic := ceilingsOf(all)
 	for _, name := range names {
 		ours, peers := entries(all, name)
-		fmt.Fprintf(w, "| %s | %s | %s | %s | %s |\n", name, orDash(ours.String()), describe(peers), ratio(ours, peers),
+		fmt.Fprintf(w, "| %s | %s | %s | %s | %s |\n", name, orDash(ours.String()),
+			describe(peers), ratio(ours, peers),
 			share(ours, bandwidth, arithmetic))
 	}
 }
@@ -85,7 +90,8 @@ func readResults(path string) ([]result, error) {
 			return nil, fmt.Errorf("%s, line %d: %w", path, n, err)
 		}
 		if r.Bench == "" || r.Peer == "" {
-			return nil, fmt.Errorf("%s, line %d: there is no bench or no peer: %s", path, n, s.Text())
+			return nil, fmt.Errorf("%s, line %d: there is no bench or no peer: %s", path, n,
+				s.Text())
 		}
 		all = append(all, r)
 	}

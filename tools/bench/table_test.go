@@ -35,11 +35,13 @@ func write(t *testing.T, name string, lines ...any) string {
 
 func TestTable(t *testing.T) {
 	ours := write(t, "ours",
-		result{Bench: "run", Peer: project, Card: "Card", Driver: "1.2", Date: "2026-01-02", Command: "bench"},
+		result{Bench: "run", Peer: project, Card: "Card", Driver: "1.2",
+			Date: "2026-01-02", Command: "bench"},
 		result{Bench: "copy_2GiB", Peer: project, Us: 1000, GBps: 4000},
 		result{Bench: "gemm_8192_bf16", Peer: project, Us: 1500, TFLOPs: 700},
 		result{Bench: "norm", Peer: project, Us: 100, GBps: 3000},
-		result{Bench: "train", Peer: project, Us: 50_000, TFLOPs: 400, TokensPS: 500_000, PeakGiB: 10})
+		result{Bench: "train", Peer: project, Us: 50_000, TFLOPs: 400,
+			TokensPS: 500_000, PeakGiB: 10})
 	theirs := write(t, "theirs", "",
 		result{Bench: "run", Peer: "torch", Card: "Card", Versions: "torch 9"},
 		result{Bench: "gemm_8192_bf16", Peer: "cublas", Us: 1400, TFLOPs: 800},
@@ -52,7 +54,8 @@ func TestTable(t *testing.T) {
 	if err := printTable(&b, []string{ours, theirs}); err != nil {
 		t.Fatal(err)
 	}
-	const head = "| what | this project | peers | ratio to the best peer | share of the ceiling |\n" +
+	const head = "| what | this project | peers | ratio to the best peer | share of the " +
+		"ceiling |\n" +
 		"| --- | --- | --- | --- | --- |\n"
 	const want = "- kasmina: Card, driver 1.2, 2026-01-02, `bench`\n" +
 		"- torch: Card, torch 9\n" +
@@ -99,7 +102,8 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// TestTableOfNoFile wants what is no regular file to be refused: a pipe would wait, a device never end.
+// TestTableOfNoFile wants what is no regular file to be refused: a pipe would wait, a device never
+// end.
 func TestTableOfNoFile(t *testing.T) {
 	for _, path := range []string{t.TempDir(), os.DevNull} {
 		_, err := readResults(path)

@@ -30,9 +30,12 @@ type size struct {
 }
 
 var sizes = []size{
-	{"llama124M", llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}, 32},
-	{"llama350M", llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816, Seq: 1024}, 16},
-	{"llama925M", llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048}, 8},
+	{"llama124M", llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024},
+		32},
+	{"llama350M", llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816, Seq: 1024},
+		16},
+	{"llama925M", llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048},
+		8},
 }
 
 // variant is a way to train a model, measured by a group of its own.
@@ -40,10 +43,11 @@ type variant struct {
 	group, suffix string // suffix of the line's name
 	model         string // the one that it trains; "" for all that are chosen
 	how           []llm.GraphOption
-	float8        bool              // whatever the precision that is asked for
-	gradients     cudaops.Precision // of weights; BFloat16 is with products of bfloat16 or float8, whatever else is asked for
-	seeds         int               // of a Kasmina layer behind each block, half of which blend; 0 for none
-	telemetry     state.Telemetry
+	float8        bool // whatever the precision that is asked for
+	// of weights; BFloat16 is with products of bfloat16 or float8, whatever else is asked for
+	gradients cudaops.Precision
+	seeds     int // of a Kasmina layer behind each block, half of which blend; 0 for none
+	telemetry state.Telemetry
 }
 
 // variants are the model itself; with products of float8; with gradients of weights kept in
@@ -56,13 +60,16 @@ var variants = []variant{
 	{group: "train-bf16-gradients", suffix: "_bf16_gradients", gradients: cudaops.BFloat16},
 	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
 	{group: inTurns, suffix: "_without_kasmina", model: "llama124M"},
-	{group: inTurns, suffix: "_kasmina", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Off}},
-	{group: inTurns, suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16, telemetry: state.Telemetry{Mode: state.Production}},
+	{group: inTurns, suffix: "_kasmina", model: "llama124M", seeds: 16,
+		telemetry: state.Telemetry{Mode: state.Off}},
+	{group: inTurns, suffix: "_kasmina_telemetry", model: "llama124M", seeds: 16,
+		telemetry: state.Telemetry{Mode: state.Production}},
 }
 
 // trains reports whether a model is trained in that way.
 func (o options) trains(s size, v variant) bool {
-	return slices.Contains(o.models, s.name) && o.has(v.group) && (v.model == "" || v.model == s.name)
+	return slices.Contains(o.models, s.name) && o.has(v.group) &&
+		(v.model == "" || v.model == s.name)
 }
 
 // trainings are the ways in which a model is trained: those that take turns together, the others
@@ -108,7 +115,8 @@ func (s size) model(v variant) (*llm.Model, error) {
 		err := l.SetTelemetry(v.telemetry)
 		for seed := 0; seed < v.seeds; seed += 2 {
 			r := state.GerminationRequest{Slot: 1 + seed, Kind: blueprints.Kind((i + seed/2) % 4)}
-			err = errors.Join(err, m.Germinate(i, seed, r), l.Transition(seed, state.Training), l.Transition(seed, state.Grafting),
+			err = errors.Join(err, m.Germinate(i, seed, r), l.Transition(seed, state.Training),
+				l.Transition(seed, state.Grafting),
 				l.SetAlpha(seed, 0.5))
 		}
 		if err != nil {
@@ -147,8 +155,10 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	case v.gradients == cudaops.BFloat16 && precision != cudaops.Float8: // with which alone they go
 		precision = cudaops.BFloat16
 	}
-	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss), cudaops.WithPrecision(precision),
-		cudaops.WithGradientPrecision(v.gradients), cudaops.WithTuning(o.tune), cudaops.WithStrict()}
+	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss),
+		cudaops.WithPrecision(precision),
+		cudaops.WithGradientPrecision(v.gradients), cudaops.WithTuning(o.tune),
+		cudaops.WithStrict()}
 	if o.monitor > 0 {
 		opts = append(opts, cudaops.WithMonitor(o.monitor))
 	}
@@ -168,7 +178,8 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	if err := machine.SetOptimizer(opt, o.clip); err != nil {
 		return nil, err
 	}
-	t = &training{size: s, name: s.name + v.suffix, params: m.NumParams(), machine: machine, loss: g.Loss, next: s.batches(g)}
+	t = &training{size: s, name: s.name + v.suffix, params: m.NumParams(), machine: machine,
+		loss: g.Loss, next: s.batches(g)}
 	for range warmUp {
 		if err := t.step(); err != nil {
 			return nil, err
@@ -245,7 +256,8 @@ func (s size) train(device *cudaops.Device, ways []variant, o options) (err erro
 	}
 	left := o.steps
 	if len(all) > 1 {
-		left += turn // a first one that does not count: after a pause the clock is above what it comes down to
+		// a first one that does not count: after a pause the clock is above what it comes down to
+		left += turn
 	}
 	for ; left > 0; left -= turn {
 		for _, t := range all {
@@ -273,7 +285,8 @@ func (s size) train(device *cudaops.Device, ways []variant, o options) (err erro
 func (s size) trained(name string, took time.Duration, params int) result {
 	c := s.config.Default()
 	tokens := float64(s.batch * c.Seq)
-	r := measured(name, took, 0, tokens*(6*float64(params)+6*float64(c.Layers*c.Dim*c.Seq))) // causal attention counted at half
+	// causal attention counted at half
+	r := measured(name, took, 0, tokens*(6*float64(params)+6*float64(c.Layers*c.Dim*c.Seq)))
 	r.Params, r.TokensPS = params, rounded(tokens/took.Seconds(), 0)
 	return r
 }
@@ -285,7 +298,8 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("x"))
 	w := gorgonia.NodeFromAny(g, normal(random, 0.02, vocab, dim), gorgonia.WithName("w"))
-	targets := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(rows), gorgonia.WithName("targets"))
+	targets := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(rows),
+		gorgonia.WithName("targets"))
 	loss, err := op.LinearCrossEntropy(x, w, targets)
 	if err != nil {
 		return err
@@ -293,7 +307,8 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 	if _, err := gorgonia.Grad(loss, x, w); err != nil {
 		return err
 	}
-	machine, err := cudaops.NewMachine(device, g, cudaops.WithParams(x, w), cudaops.WithOutputs(loss),
+	machine, err := cudaops.NewMachine(device, g, cudaops.WithParams(x, w),
+		cudaops.WithOutputs(loss),
 		cudaops.WithPrecision(cudaops.BFloat16), cudaops.WithStrict())
 	if err != nil {
 		return err
@@ -316,7 +331,8 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 	if err != nil {
 		return err
 	}
-	const operands = dim * (rows*(4+2+2) + vocab*(4+2+4)) // bytes: parameter, bfloat16 copy, gradient, which w's chunks add up in float32
+	// bytes: parameter, bfloat16 copy, gradient, which w's chunks add up in float32
+	const operands = dim * (rows*(4+2+2) + vocab*(4+2+4))
 	r := measured("linear_ce_fwdbwd_16384x2048x50304", took, 0, 6*rows*dim*vocab)
 	r.ExtraGiB = rounded(float64(machine.Memory()-operands)/(1<<30), 3)
 	return emit(r)
@@ -385,7 +401,8 @@ func (s size) batches(g *llm.Graph) func() error {
 	random := rand.New(rand.NewPCG(1, 1))
 	var drawn [4]data.Batch
 	for i := range drawn {
-		drawn[i] = data.Batch{Inputs: randomTokens(random, s.config.Vocab, g.IDs), Targets: randomTokens(random, s.config.Vocab, g.Targets)}
+		drawn[i] = data.Batch{Inputs: randomTokens(random, s.config.Vocab, g.IDs),
+			Targets: randomTokens(random, s.config.Vocab, g.Targets)}
 	}
 	i := 0
 	return func() error {
@@ -414,7 +431,8 @@ func value(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
 func letTokens(r *rand.Rand, vocab int, nodes ...*gorgonia.Node) error {
 	for _, n := range nodes {
 		x := randomTokens(r, vocab, n)
-		if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x))); err != nil {
+		if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(x)),
+			tensor.WithBacking(x))); err != nil {
 			return err
 		}
 	}

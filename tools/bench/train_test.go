@@ -19,8 +19,10 @@ func TestTraceFile(t *testing.T) {
 		{[]string{"train"}, []string{"llama350M"}, []string{"out.json"}},
 		{[]string{"recompute", "kasmina"}, []string{"llama350M"}, []string{"out.json"}},
 		{[]string{"train", "train-kasmina"}, []string{"llama124M"},
-			[]string{"out-llama124M.json", "out-llama124M_without_kasmina.json", "out-llama124M_kasmina.json", "out-llama124M_kasmina_telemetry.json"}},
-		{[]string{"train"}, []string{"llama350M", "llama925M"}, []string{"out-llama350M.json", "out-llama925M.json"}},
+			[]string{"out-llama124M.json", "out-llama124M_without_kasmina.json",
+				"out-llama124M_kasmina.json", "out-llama124M_kasmina_telemetry.json"}},
+		{[]string{"train"}, []string{"llama350M", "llama925M"},
+			[]string{"out-llama350M.json", "out-llama925M.json"}},
 	} {
 		o := options{groups: test.groups, models: test.models, profile: "out.json"}
 		var files []string
@@ -32,14 +34,16 @@ func TestTraceFile(t *testing.T) {
 			}
 		}
 		if !slices.Equal(files, test.want) {
-			t.Errorf("groups %q, models %q: %q, want %q", test.groups, test.models, files, test.want)
+			t.Errorf("groups %q, models %q: %q, want %q", test.groups,
+				test.models, files, test.want)
 		}
 	}
 }
 
 // TestProfileNowhere wants a trace that cannot be written refused before anything is measured.
 func TestProfileNowhere(t *testing.T) {
-	for path, ok := range map[string]bool{"": true, "out.json": true, filepath.Join(t.TempDir(), "out.json"): true, "nowhere/out.json": false} {
+	for path, ok := range map[string]bool{"": true, "out.json": true,
+		filepath.Join(t.TempDir(), "out.json"): true, "nowhere/out.json": false} {
 		o := options{steps: 1, profile: path}
 		if err := o.check([]string{"train"}); (err == nil) != ok {
 			t.Errorf("%q: %v", path, err)
@@ -49,7 +53,8 @@ func TestProfileNowhere(t *testing.T) {
 
 func TestVariants(t *testing.T) {
 	s := size{"tiny", llm.Config{Vocab: 16, Dim: 64, Layers: 3, Heads: 2, FF: 64, Seq: 8}, 1}
-	if groups := gpuGroups(); len(slices.Compact(slices.Sorted(slices.Values(groups)))) != len(groups) {
+	if groups := gpuGroups(); len(slices.Compact(slices.Sorted(slices.Values(groups)))) !=
+		len(groups) {
 		t.Errorf("two groups have one name: %q", groups)
 	}
 	for _, v := range variants {
@@ -65,7 +70,8 @@ func TestVariants(t *testing.T) {
 		}
 		for _, l := range m.Kasmina.Lattices() {
 			if l.Telemetry() != v.telemetry {
-				t.Errorf("%s%s has telemetry %v, want %v", v.group, v.suffix, l.Telemetry(), v.telemetry)
+				t.Errorf("%s%s has telemetry %v, want %v", v.group, v.suffix,
+					l.Telemetry(), v.telemetry)
 			}
 			for seed := range v.seeds {
 				want := []state.Stage{state.Grafting, state.Dormant}[seed%2]

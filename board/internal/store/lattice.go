@@ -13,7 +13,8 @@ func picture(reports []state.Report, names []string) []api.Layer {
 	layers := make([]api.Layer, len(reports))
 	for i, r := range reports {
 		n := len(r.Seeds)
-		l := api.Layer{Name: strconv.Itoa(i), Site: r.Site.String(), Slots: r.Slots, Stage: make([]byte, n),
+		l := api.Layer{Name: strconv.Itoa(i), Site: r.Site.String(), Slots: r.Slots,
+			Stage: make([]byte, n),
 			Alpha: make([]byte, n), Health: make([]byte, n), Kind: make([]byte, n)}
 		if i < len(names) {
 			l.Name = names[i]
@@ -70,8 +71,9 @@ func seed(r *state.Report, layer, number int) api.Seed {
 		Mean: api.Float(s.Health.Mean), Min: api.Float(s.Health.Min), Max: api.Float(s.Health.Max),
 		DeadRatio: api.Float(s.Health.DeadRatio), SNR: api.Float(s.Health.SNR),
 		RampOver: s.RampFinished, LastUpdate: s.LastUpdate, GradNorm: api.Float(s.Gradient.Norm),
-		GradVar: api.Float(s.Gradient.Variance), GradMax: api.Float(s.Gradient.Max), NonFinite: s.NonFiniteX + s.NonFiniteG,
-		Clips: s.Clips}
+		GradVar: api.Float(s.Gradient.Variance), GradMax: api.Float(s.Gradient.Max),
+		NonFinite: s.NonFiniteX + s.NonFiniteG,
+		Clips:     s.Clips}
 	if s.Stage != state.Dormant {
 		a.Kind = s.Kind.String()
 	}

@@ -37,10 +37,12 @@ func (r *Run) Read(l runlog.Record) {
 	case "start":
 		r.startLogged(l)
 	case "step":
-		r.steps.add(point{float64(l.Step), seconds, float64(a.Loss), float64(a.Rate), float64(a.GradNorm), float64(a.Speed)})
+		r.steps.add(point{float64(l.Step), seconds, float64(a.Loss), float64(a.Rate),
+			float64(a.GradNorm), float64(a.Speed)})
 	case "eval":
 		if len(r.evals) < maxEvals {
-			r.evals = append(r.evals, eval{float64(l.Step), seconds, float64(a.ValLoss), float64(a.ValBPB)})
+			r.evals = append(r.evals,
+				eval{float64(l.Step), seconds, float64(a.ValLoss), float64(a.ValBPB)})
 		}
 	case "sample":
 		r.sample(api.Sample{Step: l.Step, Text: clip(l.Text)})
@@ -101,11 +103,13 @@ func (r *Run) epochLogged(l runlog.Record) {
 		to := &report.Seeds[s.Seed]
 		to.Stage, to.Alpha = stageNamed(s.Stage), float64(s.Alpha)
 		if h := s.Health; h != nil {
-			to.Health = state.Health{Variance: float64(h.Variance), Mean: float64(h.Mean), Min: float64(h.Min),
+			to.Health = state.Health{Variance: float64(h.Variance),
+				Mean: float64(h.Mean), Min: float64(h.Min),
 				Max: float64(h.Max), DeadRatio: float64(h.DeadRatio), SNR: float64(h.SNR)}
 		}
 		for _, e := range s.Events {
-			r.event(api.Event{Step: l.Step, Epoch: e.Epoch, Layer: *l.Layer, Seed: s.Seed, Kind: clip(e.Kind),
+			r.event(api.Event{Step: l.Step, Epoch: e.Epoch, Layer: *l.Layer,
+				Seed: s.Seed, Kind: clip(e.Kind),
 				From: clip(e.From), To: clip(e.To), Value: e.Value, Reason: clip(e.Reason)})
 		}
 	}

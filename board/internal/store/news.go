@@ -111,7 +111,8 @@ func (r *Run) curves(b *bytes.Buffer, c *Cursor) error {
 		return nil
 	}
 	d := &r.deltas
-	if d.text == nil || d.from.step != c.step || d.from.eval != c.eval || d.from.thinned != c.thinned ||
+	if d.text == nil || d.from.step != c.step || d.from.eval != c.eval ||
+		d.from.thinned != c.thinned ||
 		d.step != len(r.steps.points) || d.eval != len(r.evals) {
 		var own bytes.Buffer
 		err := send(&own, "series", struct {

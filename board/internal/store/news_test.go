@@ -16,8 +16,10 @@ import (
 
 // stepEvent is the end of a step.
 func stepEvent(step int) llm.Event {
-	return llm.Event{Kind: llm.StepEnd, Step: step, Steps: math.MaxInt32, Loss: 1 / float64(step), GradNorm: 2,
-		LearningRate: 1e-3, Elapsed: time.Duration(step) * time.Second, RunTokens: int64(step), ValLoss: math.NaN()}
+	return llm.Event{Kind: llm.StepEnd, Step: step, Steps: math.MaxInt32,
+		Loss: 1 / float64(step), GradNorm: 2,
+		LearningRate: 1e-3, Elapsed: time.Duration(step) * time.Second,
+		RunTokens: int64(step), ValLoss: math.NaN()}
 }
 
 // seen takes in what a viewer has been sent.
@@ -100,7 +102,8 @@ func TestEventsBounded(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	const n = 2*maxEvents + 5
 	for i := range n {
-		r.Take(llm.Event{Kind: llm.EpochEnd, SeedEvents: []state.Event{{Kind: state.StageChanged, Seed: i}}})
+		r.Take(llm.Event{Kind: llm.EpochEnd,
+			SeedEvents: []state.Event{{Kind: state.StageChanged, Seed: i}}})
 	}
 	last := r.Events(n-1, 10)
 	require.Len(t, last, 1)

@@ -1,5 +1,5 @@
-// Package store keeps what a board knows of its runs: copies, so that who reads them never waits for
-// a run, nor a run for them.
+// Package store keeps what a board knows of its runs: copies, so that who reads them never waits
+// for a run, nor a run for them.
 package store
 
 import (
@@ -202,8 +202,10 @@ func (r *Run) Series() api.Series {
 func (r *Run) series(step, evaluation int) (s api.Series) {
 	r.steps.since(step, &s)
 	for _, e := range r.evals[min(evaluation, len(r.evals)):] {
-		s.EvalStep, s.EvalTime = append(s.EvalStep, api.Float(e.step)), append(s.EvalTime, api.Float(e.time))
-		s.ValLoss, s.ValBPB = append(s.ValLoss, api.Float(e.loss)), append(s.ValBPB, api.Float(e.bpb))
+		s.EvalStep, s.EvalTime = append(s.EvalStep, api.Float(e.step)),
+			append(s.EvalTime, api.Float(e.time))
+		s.ValLoss, s.ValBPB = append(s.ValLoss, api.Float(e.loss)),
+			append(s.ValBPB, api.Float(e.bpb))
 	}
 	return s
 }
@@ -215,7 +217,8 @@ func (r *Run) Lattice() ([]byte, error) {
 	if r.lattice != nil && r.drawn == r.version {
 		return r.lattice, nil
 	}
-	l := api.Lattice{Version: r.version, Epoch: r.run.Epoch, Step: r.at, Layers: picture(r.reports, r.names)}
+	l := api.Lattice{Version: r.version, Epoch: r.run.Epoch, Step: r.at,
+		Layers: picture(r.reports, r.names)}
 	text, err := json.Marshal(l)
 	r.lattice, r.drawn = text, r.version
 	return text, err
@@ -263,8 +266,10 @@ func (r *Run) Reports() []api.Report {
 	all := make([]api.Report, len(reports))
 	for i := range reports {
 		from := &reports[i]
-		all[i] = api.Report{Epoch: from.Epoch, Step: from.Step, Site: from.Site.String(), Hidden: from.Hidden,
-			Slots: from.Slots, SlotParameters: from.SlotParameters, Seeds: make([]api.Seed, len(from.Seeds))}
+		all[i] = api.Report{Epoch: from.Epoch, Step: from.Step,
+			Site: from.Site.String(), Hidden: from.Hidden,
+			Slots: from.Slots, SlotParameters: from.SlotParameters,
+			Seeds: make([]api.Seed, len(from.Seeds))}
 		for k := range from.Seeds {
 			all[i].Seeds[k] = seed(from, i, k)
 		}
@@ -333,6 +338,7 @@ func (r *Run) Full() Full {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return Full{Run: r.status(), Series: r.series(0, 0), Events: append([]api.Event{}, r.events...),
-		Samples: append([]api.Sample{}, r.samples...), Lattice: api.Lattice{Version: r.version, Epoch: r.run.Epoch,
+		Samples: append([]api.Sample{}, r.samples...),
+		Lattice: api.Lattice{Version: r.version, Epoch: r.run.Epoch,
 			Step: r.at, Layers: picture(r.reports, r.names)}}
 }

@@ -36,8 +36,10 @@ func main() {
 func run(args []string, stdout, stderr io.Writer) error {
 	f := flag.NewFlagSet("kasmina-tune", flag.ContinueOnError)
 	f.SetOutput(stderr)
-	path := f.String("store", "", "the store (default: kasmina/tune.json in the user's cache directory)")
-	match := f.String("match", "", "only choices whose card, driver, build, op or shape has this in it")
+	path := f.String("store", "",
+		"the store (default: kasmina/tune.json in the user's cache directory)")
+	match := f.String("match", "",
+		"only choices whose card, driver, build, op or shape has this in it")
 	f.Usage = func() {
 		fmt.Fprintln(stderr, "usage: kasmina-tune [options] list | export | import FILE | clear")
 		f.PrintDefaults()
@@ -87,7 +89,8 @@ func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
 		if json.Unmarshal(all[key], &c) != nil {
 			continue
 		}
-		if _, err := fmt.Fprintf(w, "%-10s cold %8v  warm %8v  %s\n", c.Way, c.Cold, c.Warm, key); err != nil {
+		if _, err := fmt.Fprintf(w, "%-10s cold %8v  warm %8v  %s\n", c.Way, c.Cold,
+			c.Warm, key); err != nil {
 			return err
 		}
 		listed++
@@ -99,7 +102,8 @@ func list(s *tune.Store, matches func(string) bool, w io.Writer) error {
 		_, err := fmt.Fprintf(w, "none of the %d choices that are stored matches\n", len(all))
 		return err
 	}
-	_, err := fmt.Fprintln(w, "no choices are stored: a machine that tunes stores them as it meets new shapes")
+	_, err := fmt.Fprintln(w,
+		"no choices are stored: a machine that tunes stores them as it meets new shapes")
 	return err
 }
 

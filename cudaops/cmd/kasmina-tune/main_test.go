@@ -20,7 +20,8 @@ func tool(t *testing.T, args ...string) string {
 
 func TestCommands(t *testing.T) {
 	dir := t.TempDir()
-	exported, store, other := filepath.Join(dir, "in.json"), filepath.Join(dir, "a.json"), filepath.Join(dir, "b.json")
+	exported, store, other := filepath.Join(dir, "in.json"), filepath.Join(dir, "a.json"),
+		filepath.Join(dir, "b.json")
 	const content = `{"Card, RMSNorm 4x4": {"way": "warp-4", "cold_ns": 2500, "warm_ns": 1500}, "Card, Attention": {"way": "mma"}}`
 	if err := os.WriteFile(exported, []byte(content), 0o644); err != nil {
 		t.Fatal(err)

@@ -124,7 +124,8 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 	}
 	g := lower.WaysOf(c, program.Whole(c.Params), tuned, ways)
 	g.Plain = len(ways) - 1
-	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...), computes: tuned.Computes()})
+	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...),
+		computes: tuned.Computes()})
 	if err != nil {
 		return err
 	}
@@ -138,14 +139,17 @@ const littleWorkspace = 1 << 10
 
 // hasNone reports whether a call has an operand without elements.
 func hasNone(c *program.Call) bool {
-	return slices.ContainsFunc(c.Args, func(a program.Arg) bool { return a.Field != "" && a.Len() == 0 })
+	return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
+		return a.Field != "" && a.Len() == 0
+	})
 }
 
 // Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the
 // first is taken, unless a rule asks for another one.
 func (t *Chooser) Choose(g lower.Group) (alternative, choice int, err error) {
 	names := job{Group: g}.names()
-	if _, forced := t.Rules.Allowed(g.Op, names, t.Warn); g.Optional && t.Tunes() && g.FLOPs < t.Least && !forced {
+	if _, forced := t.Rules.Allowed(g.Op, names, t.Warn); g.Optional && t.Tunes() &&
+		g.FLOPs < t.Least && !forced {
 		return 0, 0, nil
 	}
 	for _, a := range g.Alternatives {
@@ -163,7 +167,8 @@ func (t *Chooser) Choose(g lower.Group) (alternative, choice int, err error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(append(g.Units, productUnit)...), blas.Version())
+	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(append(g.Units, productUnit)...),
+		blas.Version())
 	return t.choose(job{Group: g, build: build, computes: true, tiny: g.FLOPs < t.Least})
 }
 
@@ -195,7 +200,9 @@ func (t *Chooser) choose(j job) (way, choice int, err error) {
 			return way, i + 1, nil
 		}
 	}
-	if i := slices.IndexFunc(t.older, func(c optime.Choice) bool { return c.Op == j.Op && c.Shape == j.Shape }); i >= 0 {
+	if i := slices.IndexFunc(t.older, func(c optime.Choice) bool {
+		return c.Op == j.Op && c.Shape == j.Shape
+	}); i >= 0 {
 		if way := slices.Index(names, t.older[i].Way); way >= 0 {
 			return way, t.note(key, t.older[i]), nil
 		}
@@ -245,11 +252,13 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 		return 0, err
 	}
 	if way < 0 {
-		t.Warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random numbers", j.Op, j.Shape, j.names()))
+		t.Warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random "+
+			"numbers", j.Op, j.Shape, j.names()))
 		return left[0], nil
 	}
 	c.Source, c.Cold, c.Warm = optime.Measured, x.cold[way], x.warm[way]
-	if err := t.store.Put(map[string]any{key: tune.Choice{Way: j.names()[way], Cold: c.Cold, Warm: c.Warm}}); err != nil {
+	if err := t.store.Put(map[string]any{key: tune.Choice{Way: j.names()[way], Cold: c.Cold,
+		Warm: c.Warm}}); err != nil {
 		t.Warn(err.Error())
 	}
 	return way, nil
@@ -263,8 +272,10 @@ func (t *Chooser) cannot(j job, err error) {
 		return
 	}
 	if !t.full {
-		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a rule of thumb chooses, "+
-			"for %s and for what else is new here: that is harmless, but may be slower (%v)", j.Op, err))
+		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a "+
+			"rule of thumb chooses, "+
+			"for %s and for what else is new here: that is harmless, but may be slower (%v)", j.Op,
+			err))
 	}
 	t.full = true
 }

@@ -108,7 +108,8 @@ func TestStoredChoice(t *testing.T) {
 	store := tune.Open(c.Path, func(message string) { t.Error(message) })
 	const key = "card, CUDA 13000, build, Norm [3, 5]"
 	require.NoError(t, store.Put(map[string]any{
-		key:                tune.Choice{Way: "narrow", Cold: 3 * time.Microsecond, Warm: 2 * time.Microsecond},
+		key: tune.Choice{Way: "narrow", Cold: 3 * time.Microsecond,
+			Warm: 2 * time.Microsecond},
 		key + ", of [0 2]": tune.Choice{Way: "plain"},
 		key + ", of [0 1]": tune.Choice{Way: "wide"},
 	}))
@@ -163,7 +164,8 @@ func TestGather(t *testing.T) {
 		return &program.Array{Buffer: &program.Buffer{}, At: at, Type: gpu.Float32,
 			Shape: []int{rows, columns}, Stride: stride}
 	}
-	in, between, out, documents := buffer(1000, 3, 5, 8), buffer(0, 7, 9, 0), buffer(0, 1, 1, 0), buffer(0, 1, 1, 0)
+	in, between, out, documents := buffer(1000, 3, 5, 8), buffer(0, 7, 9, 0),
+		buffer(0, 1, 1, 0), buffer(0, 1, 1, 0)
 	later := *in
 	later.At = 4096
 	scaled := program.Reads("Later", &later)
@@ -218,7 +220,8 @@ func TestDistance(t *testing.T) {
 	}
 	nan := float32(math.NaN())
 	require.InDelta(t, math.Sqrt(diff/norm), distance(x, y), 1e-12)
-	require.InDelta(t, math.Sqrt(diff/norm), distance(append(x, nan), append(y, nan)), 1e-12, "a gap")
+	require.InDelta(t, math.Sqrt(diff/norm), distance(append(x, nan), append(y, nan)), 1e-12,
+		"a gap")
 	require.True(t, math.IsNaN(distance(append(x, nan), append(y, 1))), "a number is missing")
 	require.True(t, math.IsNaN(distance([]float32{nan}, []float32{nan})), "nothing is written")
 	require.Zero(t, distance([]float32{0, 0}, []float32{0, 0}))

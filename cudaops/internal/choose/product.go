@@ -45,7 +45,8 @@ func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
 // ownWays lists the ways that this module has for a product of float8 which is worth timing, or for
 // which a rule asks for one.
 func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
-	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: true, A: gpu.Float8E4M3, B: gpu.Float8E4M3, D: m.D,
+	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: true, A: gpu.Float8E4M3,
+		B: gpu.Float8E4M3, D: m.D,
 		Scaling: gpu.ScaledRows, FastAccumulation: true, Align: m.Align}
 	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < lower.VectorBytes {
 		return nil
@@ -73,7 +74,8 @@ func (t *Chooser) productJob(p *run.Plan) (job, error) {
 	args := []program.Arg{program.Reads("A", a), program.Reads("B", b), program.Writes("D", d)}
 	shape := fmt.Sprintf("%+v", m)
 	if m.Scaling != gpu.Unscaled {
-		args = append(args, program.Reads("ScaleA", operand(gpu.Float32, m.M)), program.Reads("ScaleB", operand(gpu.Float32, m.N)))
+		args = append(args, program.Reads("ScaleA", operand(gpu.Float32, m.M)),
+			program.Reads("ScaleB", operand(gpu.Float32, m.N)))
 	}
 	switch p.Added {
 	case program.AMatrix:
@@ -106,6 +108,7 @@ func operand(t gpu.DType, shape ...int) *program.Array {
 // operands are A, B and D of a product, with the gaps between rows and matrices.
 func operands(m gpu.MatmulSpec) (a, b, d *program.Array) {
 	rowsA, _, rowsB, _ := m.Stored()
-	return operand(m.A, (m.Batch-1)*m.StrideA+rowsA*m.LDA), operand(m.B, (m.Batch-1)*m.StrideB+rowsB*m.LDB),
+	return operand(m.A, (m.Batch-1)*m.StrideA+rowsA*m.LDA),
+		operand(m.B, (m.Batch-1)*m.StrideB+rowsB*m.LDB),
 		operand(m.D, (m.Batch-1)*m.StrideD+m.M*m.LDD)
 }

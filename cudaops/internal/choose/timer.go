@@ -19,11 +19,13 @@ import (
 const (
 	// tuneRounds is how often each way that is not hopeless is timed.
 	tuneRounds = 7
-	// tuneGain is what another way must save to take the place of the first: less than that is noise.
+	// tuneGain is what another way must save to take the place of the first: less than that is
+	// noise.
 	tuneGain = 0.01
 	// tuneHopeless is the multiple of the best time beyond which a way is timed only once.
 	tuneHopeless = 1.5
-	// tuneFloor is the share of the memory's nominal bandwidth at which there is nothing left to gain.
+	// tuneFloor is the share of the memory's nominal bandwidth at which there is nothing left to
+	// gain.
 	tuneFloor = 0.95
 )
 
@@ -67,8 +69,10 @@ func (p *piece) bytes() int { return p.to - p.from }
 // cost less power, and so less time. To be closed also on an error.
 func newTimer(t *Chooser, j job) (*timer, error) {
 	n := len(j.Alternatives)
-	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx}, flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
-		cold: make([]time.Duration, n), warm: make([]time.Duration, n), pieces: map[*program.Buffer]*piece{}}
+	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx},
+		flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
+		cold:       make([]time.Duration, n), warm: make([]time.Duration, n),
+		pieces: map[*program.Buffer]*piece{}}
 	for _, a := range j.Alternatives {
 		x.gather(a.Calls)
 	}
@@ -150,7 +154,8 @@ func (x *timer) fill(p *piece, seed uint64) error {
 }
 
 // Fill fills memory with random numbers of a standard deviation: some, again and again.
-func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType, deviation float64, seed uint64) error {
+func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType,
+	deviation float64, seed uint64) error {
 	const some = 1 << 16
 	r := rand.New(rand.NewPCG(1, seed))
 	numbers := make([]float32, some)
@@ -175,7 +180,8 @@ func (x *timer) fastest(ways []int) (int, error) {
 		return 0, err
 	}
 	if x.j.computes && len(live) > 1 && live[0] != x.j.Plain {
-		live = slices.DeleteFunc(live, func(i int) bool { return i == x.j.Plain }) // which is there to be compared with
+		// which is there to be compared with
+		live = slices.DeleteFunc(live, func(i int) bool { return i == x.j.Plain })
 	}
 	if len(live) == 0 {
 		return -1, nil
@@ -183,14 +189,20 @@ func (x *timer) fastest(ways []int) (int, error) {
 	if err := x.time(live, 1); err != nil { // which tells the hopeless ones
 		return 0, err
 	}
-	best := x.took(slices.MinFunc(live, func(i, j int) int { return cmp.Compare(x.took(i), x.took(j)) }))
-	live = slices.DeleteFunc(live, func(i int) bool { return float64(x.took(i)) > tuneHopeless*float64(best) })
+	best := x.took(slices.MinFunc(live, func(i, j int) int {
+		return cmp.Compare(x.took(i), x.took(j))
+	}))
+	live = slices.DeleteFunc(live, func(i int) bool {
+		return float64(x.took(i)) > tuneHopeless*float64(best)
+	})
 	if len(live) > 1 && best > x.floor() {
 		if err := x.time(live, tuneRounds); err != nil {
 			return 0, err
 		}
 	}
-	return slices.MinFunc(live, func(i, j int) int { return cmp.Compare(x.key(i, ways[0]), x.key(j, ways[0])) }), nil
+	return slices.MinFunc(live, func(i, j int) int {
+		return cmp.Compare(x.key(i, ways[0]), x.key(j, ways[0]))
+	}), nil
 }
 
 // key is what a way is chosen by: its time, where the first has a little advance.
@@ -224,7 +236,8 @@ func (x *timer) right(ways []int) ([]int, error) {
 			err = x.compare(got, want, plain)
 		}
 		if err != nil {
-			x.Warn(fmt.Sprintf("%s %s is not computed in the way %s: %v", x.j.Op, x.j.Shape, x.j.Alternatives[i].Name, err))
+			x.Warn(fmt.Sprintf("%s %s is not computed in the way %s: %v", x.j.Op, x.j.Shape,
+				x.j.Alternatives[i].Name, err))
 			continue
 		}
 		good[i] = true
@@ -294,7 +307,9 @@ func (x *timer) time(ways []int, rounds int) error {
 	}
 	for range rounds {
 		for _, way := range ways {
-			flush, work := func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) }, func() error { return x.run(way) }
+			flush, work := func() error {
+				return ctx.Memset8(x.flush, 0, x.flushBytes, s)
+			}, func() error { return x.run(way) }
 			if err := run.InTurn(flush, mark, work, mark, work, mark); err != nil {
 				return err
 			}
@@ -354,7 +369,8 @@ func (x *timer) result(way int) ([][]float32, error) {
 func (x *timer) compare(got, want [][]float32, plain int) error {
 	for i := range got {
 		if d := distance(got[i], want[i]); !(d <= tolerance(x.results[i/2].kind)) {
-			return fmt.Errorf("its result differs by %.2g from that of %s", d, x.j.Alternatives[plain].Name)
+			return fmt.Errorf("its result differs by %.2g from that of %s", d,
+				x.j.Alternatives[plain].Name)
 		}
 	}
 	return nil

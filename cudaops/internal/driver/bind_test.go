@@ -11,7 +11,8 @@ import (
 // TestBind loads a library that every Linux has and calls it, as a stand-in for NVIDIA's.
 func TestBind(t *testing.T) {
 	var found []string
-	for _, pattern := range []string{"/lib/*-linux-gnu/libc.so.6", "/lib64/libc.so.6", "/usr/lib/libc.so.6"} {
+	for _, pattern := range []string{"/lib/*-linux-gnu/libc.so.6", "/lib64/libc.so.6",
+		"/usr/lib/libc.so.6"} {
 		files, err := filepath.Glob(pattern)
 		if err != nil {
 			t.Fatal(err)

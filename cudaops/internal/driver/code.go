@@ -30,8 +30,10 @@ func (c *context) LoadModule(image []byte) (gpu.Module, error) {
 	j.options = [2]uint32{errorLogBuffer, errorLogBufferBytes}
 	j.values = [2]uintptr{uintptr(unsafe.Pointer(&j.log)), unsafe.Sizeof(j.log)}
 	var m gpu.Module
-	err := c.call(&c.ModuleLoadDataEx, uintptr(unsafe.Pointer(&m)), uintptr(unsafe.Pointer(&aligned[0])),
-		uintptr(len(j.options)), uintptr(unsafe.Pointer(&j.options)), uintptr(unsafe.Pointer(&j.values)))
+	err := c.call(&c.ModuleLoadDataEx, uintptr(unsafe.Pointer(&m)),
+		uintptr(unsafe.Pointer(&aligned[0])),
+		uintptr(len(j.options)), uintptr(unsafe.Pointer(&j.options)),
+		uintptr(unsafe.Pointer(&j.values)))
 	var e *gpu.Error
 	if errors.As(err, &e) {
 		log, _, _ := bytes.Cut(j.log[:], []byte{0})
@@ -45,7 +47,8 @@ func (c *context) UnloadModule(m gpu.Module) error { return c.call(&c.ModuleUnlo
 func (c *context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	f := &gpu.Function{Name: name}
 	cname := append([]byte(name), 0)
-	err := c.call(&c.ModuleGetFunction, uintptr(unsafe.Pointer(&f.Handle)), uintptr(m), uintptr(unsafe.Pointer(&cname[0])))
+	err := c.call(&c.ModuleGetFunction, uintptr(unsafe.Pointer(&f.Handle)), uintptr(m),
+		uintptr(unsafe.Pointer(&cname[0])))
 	if err != nil {
 		var e *gpu.Error
 		if errors.As(err, &e) {
@@ -67,7 +70,8 @@ func (c *context) params(function uintptr) ([]gpu.Param, error) {
 	count := math.MaxInt
 	counted := c.FuncGetParamCount.addr != 0
 	if counted {
-		if err := c.call(&c.FuncGetParamCount, function, uintptr(unsafe.Pointer(&count))); err != nil {
+		if err := c.call(&c.FuncGetParamCount, function,
+			uintptr(unsafe.Pointer(&count))); err != nil {
 			return nil, err
 		}
 	}
@@ -94,7 +98,8 @@ func (c *context) AllowShared(f *gpu.Function, bytes int) error {
 
 func (c *context) Occupancy(f *gpu.Function, threads, shared int) (int, error) {
 	var n int32
-	err := c.call(&c.cudaAPI.Occupancy, uintptr(unsafe.Pointer(&n)), f.Handle, uintptr(threads), uintptr(shared))
+	err := c.call(&c.cudaAPI.Occupancy, uintptr(unsafe.Pointer(&n)), f.Handle,
+		uintptr(threads), uintptr(shared))
 	return int(n), err
 }
 
@@ -141,8 +146,10 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 	if l.Extended() {
 		err = c.launchEx(f, l, s, frame)
 	} else {
-		err = c.call(&c.LaunchKernel, f.Handle, uintptr(grid.X), uintptr(grid.Y), uintptr(grid.Z), uintptr(block.X),
-			uintptr(block.Y), uintptr(block.Z), uintptr(l.Shared), uintptr(s), 0, uintptr(unsafe.Pointer(&frame.extra)))
+		err = c.call(&c.LaunchKernel, f.Handle, uintptr(grid.X), uintptr(grid.Y),
+			uintptr(grid.Z), uintptr(block.X),
+			uintptr(block.Y), uintptr(block.Z), uintptr(l.Shared), uintptr(s), 0,
+			uintptr(unsafe.Pointer(&frame.extra)))
 	}
 	runtime.KeepAlive(frame)
 	if err != nil {
@@ -157,7 +164,8 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 	return nil
 }
 
-func (c *context) launchEx(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, frame *launchFrame) error {
+func (c *context) launchEx(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream,
+	frame *launchFrame) error {
 	frame.set(l, s)
 	return c.call(&c.LaunchKernelEx, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
 		uintptr(unsafe.Pointer(&frame.extra)))
@@ -168,7 +176,8 @@ func (c *context) OccupancyClusters(f *gpu.Function, l gpu.LaunchConfig) (int, e
 	defer launchFrames.Put(frame)
 	frame.set(l, 0)
 	var n int32
-	err := c.call(&c.cudaAPI.OccupancyClusters, uintptr(unsafe.Pointer(&n)), f.Handle, uintptr(unsafe.Pointer(&frame.config)))
+	err := c.call(&c.cudaAPI.OccupancyClusters, uintptr(unsafe.Pointer(&n)), f.Handle,
+		uintptr(unsafe.Pointer(&frame.config)))
 	runtime.KeepAlive(frame)
 	return int(n), err
 }
@@ -189,7 +198,8 @@ func (frame *launchFrame) set(l gpu.LaunchConfig, s gpu.Stream) {
 	if l.Overlap {
 		add(overlap, 1)
 	}
-	frame.config = launchConfig{l.Grid.Uint32s(), l.Block.Uint32s(), uint32(l.Shared), s, &frame.attrs[0], uint32(n)}
+	frame.config = launchConfig{l.Grid.Uint32s(), l.Block.Uint32s(), uint32(l.Shared), s,
+		&frame.attrs[0], uint32(n)}
 }
 
 func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
@@ -201,14 +211,17 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	at := int(-uintptr(unsafe.Pointer(&buf[0])) % 64)
 	steps := [5]uint32{1, 1, 1, 1, 1}
 	strides := append(append([]uint64{}, t.Strides...), 0) // never empty, so that it has an address
-	err := c.call(&c.TensorMapEncode, uintptr(unsafe.Pointer(&buf[at])), tensorMapTypes[t.Type], uintptr(len(t.Dims)),
-		uintptr(t.Address), uintptr(unsafe.Pointer(&t.Dims[0])), uintptr(unsafe.Pointer(&strides[0])),
+	err := c.call(&c.TensorMapEncode, uintptr(unsafe.Pointer(&buf[at])),
+		tensorMapTypes[t.Type], uintptr(len(t.Dims)),
+		uintptr(t.Address), uintptr(unsafe.Pointer(&t.Dims[0])),
+		uintptr(unsafe.Pointer(&strides[0])),
 		uintptr(unsafe.Pointer(&t.Box[0])), uintptr(unsafe.Pointer(&steps)), 0, uintptr(t.Swizzle),
 		gpu.L2Promotions[t.Promotion], 0)
 	return gpu.TensorMap(buf[at : at+128]), err
 }
 
-var tensorMapTypes = map[gpu.DType]uintptr{gpu.Float32: 7, gpu.Float16: 6, gpu.BFloat16: 9, gpu.Float8E4M3: 0}
+var tensorMapTypes = map[gpu.DType]uintptr{gpu.Float32: 7, gpu.Float16: 6,
+	gpu.BFloat16: 9, gpu.Float8E4M3: 0}
 
 func (c *context) BeginCapture(s gpu.Stream) error {
 	const relaxed = 2 // the other modes tie a capture to one thread

@@ -52,7 +52,8 @@ func (c *context) on(f func() error) error {
 //go:uintptrescapes
 func (c *context) call(p *proc, args ...uintptr) error {
 	if p.addr == 0 {
-		return gpu.NewError(p.name, gpu.NotSupported, "", "needs a driver for CUDA "+p.since+" or later")
+		return gpu.NewError(p.name, gpu.NotSupported, "",
+			"needs a driver for CUDA "+p.since+" or later")
 	}
 	return c.on(func() error { return c.check(p, p.call(args...)) })
 }
@@ -80,7 +81,8 @@ func (c *context) Close() error {
 func (c *context) Alloc(bytes int) (gpu.Ptr, error) {
 	var p gpu.Ptr
 	if bytes <= 0 {
-		return 0, gpu.NewError("cuMemAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
+		return 0, gpu.NewError("cuMemAlloc", gpu.InvalidValue, "",
+			fmt.Sprintf("%d bytes asked for", bytes))
 	}
 	if err := c.call(&c.MemAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes)); err != nil {
 		if errors.Is(err, gpu.OutOfMemory) {
@@ -108,10 +110,12 @@ func (c *context) Free(p gpu.Ptr) error {
 func (c *context) AllocHost(bytes int) ([]byte, error) {
 	const portable = 1 // pinned for every context, not only this one
 	if bytes <= 0 {
-		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", bytes))
+		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "",
+			fmt.Sprintf("%d bytes asked for", bytes))
 	}
 	var p *byte
-	if err := c.call(&c.MemHostAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes), portable); err != nil {
+	if err := c.call(&c.MemHostAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes),
+		portable); err != nil {
 		return nil, fmt.Errorf("%s of pinned host memory: %w", gpu.Size(uint64(bytes)), err)
 	}
 	b := unsafe.Slice(p, bytes)
@@ -121,7 +125,8 @@ func (c *context) AllocHost(bytes int) ([]byte, error) {
 
 func (c *context) FreeHost(b []byte) error {
 	if !c.ledger.Unpin(b) {
-		return gpu.NewError("cuMemFreeHost", gpu.InvalidValue, "", "not a slice that AllocHost returned")
+		return gpu.NewError("cuMemFreeHost", gpu.InvalidValue, "",
+			"not a slice that AllocHost returned")
 	}
 	return c.call(&c.MemFreeHost, uintptr(unsafe.Pointer(&b[0])))
 }
@@ -139,8 +144,10 @@ func (c *context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	err = c.call(&c.MemcpyHtoDAsync, uintptr(dst), uintptr(unsafe.Pointer(&src[0])), uintptr(len(src)), uintptr(s))
-	return c.copied(err, async, s, gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: int64(len(src))}})
+	err = c.call(&c.MemcpyHtoDAsync, uintptr(dst), uintptr(unsafe.Pointer(&src[0])),
+		uintptr(len(src)), uintptr(s))
+	return c.copied(err, async, s,
+		gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: int64(len(src))}})
 }
 
 func (c *context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
@@ -151,7 +158,8 @@ func (c *context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	err = c.call(&c.MemcpyDtoHAsync, uintptr(unsafe.Pointer(&dst[0])), uintptr(src), uintptr(len(dst)), uintptr(s))
+	err = c.call(&c.MemcpyDtoHAsync, uintptr(unsafe.Pointer(&dst[0])), uintptr(src),
+		uintptr(len(dst)), uintptr(s))
 	return c.copied(err, async, s, gpu.Stats{ToHost: gpu.Copies{Count: 1, Bytes: int64(len(dst))}})
 }
 
@@ -170,16 +178,19 @@ func (c *context) copied(err error, async bool, s gpu.Stream, work gpu.Stats) er
 }
 
 func (c *context) CopyOnDevice(dst, src gpu.Ptr, bytes int, s gpu.Stream) error {
-	return c.enqueue(bytes, s, gpu.Stats{OnDevice: gpu.Copies{Count: 1, Bytes: int64(bytes)}}, &c.MemcpyDtoDAsync, uintptr(dst), uintptr(src),
+	return c.enqueue(bytes, s, gpu.Stats{OnDevice: gpu.Copies{Count: 1, Bytes: int64(bytes)}},
+		&c.MemcpyDtoDAsync, uintptr(dst), uintptr(src),
 		uintptr(bytes), uintptr(s))
 }
 
 func (c *context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
-	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD8Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
+	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD8Async, uintptr(dst), uintptr(v),
+		uintptr(n), uintptr(s))
 }
 
 func (c *context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
-	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD32Async, uintptr(dst), uintptr(v), uintptr(n), uintptr(s))
+	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD32Async, uintptr(dst), uintptr(v),
+		uintptr(n), uintptr(s))
 }
 
 // enqueue is a call that puts n bytes or words of work on a stream.
@@ -197,7 +208,8 @@ func (c *context) enqueue(n int, s gpu.Stream, work gpu.Stats, p *proc, args ...
 	return nil
 }
 
-const nonBlocking = 1 // a stream is independent of the default stream, which other libraries in the process may use
+// a stream is independent of the default stream, which other libraries in the process may use
+const nonBlocking = 1
 
 func (c *context) NewStream() (gpu.Stream, error) {
 	var s gpu.Stream
@@ -206,8 +218,10 @@ func (c *context) NewStream() (gpu.Stream, error) {
 }
 
 func (c *context) DestroyStream(s gpu.Stream) error { return c.call(&c.StreamDestroy, uintptr(s)) }
-func (c *context) SyncStream(s gpu.Stream) error    { return c.call(&c.StreamSynchronize, uintptr(s)) }
-func (c *context) Synchronize() error               { return c.call(&c.CtxSynchronize) }
+func (c *context) SyncStream(s gpu.Stream) error {
+	return c.call(&c.StreamSynchronize, uintptr(s))
+}
+func (c *context) Synchronize() error { return c.call(&c.CtxSynchronize) }
 
 func (c *context) NewEvent(timing bool) (gpu.Event, error) {
 	flags := uintptr(2) // without timing, which is cheaper

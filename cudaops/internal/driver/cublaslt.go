@@ -44,21 +44,24 @@ func (c *context) Blas() (gpu.Blas, error) {
 		return c.blas, nil
 	}
 	f := sharedlib.Host()
-	b, tried := sharedlib.Load(f, blasPlaces(f), c.version/1000, func(path string) (*cublasLt, error) {
-		library, err := sharedlib.Open(path)
-		if err != nil {
-			return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
-		}
-		b := &cublasLt{ctx: c}
-		if err := bind(library, path, &b.blasAPI); err != nil {
-			return nil, err
-		}
-		b.version = int(b.GetVersion.call())
-		return b, b.call(&b.Create, uintptr(unsafe.Pointer(&b.handle)))
-	})
+	b, tried := sharedlib.Load(f, blasPlaces(f), c.version/1000,
+		func(path string) (*cublasLt, error) {
+			library, err := sharedlib.Open(path)
+			if err != nil {
+				return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
+			}
+			b := &cublasLt{ctx: c}
+			if err := bind(library, path, &b.blasAPI); err != nil {
+				return nil, err
+			}
+			b.version = int(b.GetVersion.call())
+			return b, b.call(&b.Create, uintptr(unsafe.Pointer(&b.handle)))
+		})
 	if b == nil {
-		return nil, &gpu.NotFoundError{Library: "NVIDIA's matrix library (libcublasLt)", Tried: tried,
-			Help: "Any one of these brings it: pip install nvidia-cublas (in the Python environment that is active), a CUDA toolkit, " +
+		return nil, &gpu.NotFoundError{Library: "NVIDIA's matrix library (libcublasLt)",
+			Tried: tried,
+			Help: "Any one of these brings it: pip install nvidia-cublas (in the Python " +
+				"environment that is active), a CUDA toolkit, " +
 				"or the folder that holds it in LD_LIBRARY_PATH or in " + blasVariable + "."}
 	}
 	c.blas = b
@@ -114,7 +117,8 @@ const (
 	descScalePointerA, descScalePointerB, descFastAccum = 17, 18, 25
 	descScaleModeA, descScaleModeB                      = 31, 32
 	layoutBatchCount, layoutBatchStride                 = 5, 6
-	prefWorkspace, prefReduction, prefAlignA            = 1, 3, 5 // alignments of B, C and D follow A's
+	// alignments of B, C and D follow A's
+	prefWorkspace, prefReduction, prefAlignA = 1, 3, 5
 )
 
 func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
@@ -137,14 +141,16 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 func (p *blasPlan) describe() error {
 	const compute32F, real32F = 68, 0
 	b, m := p.b, p.spec
-	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute32F, real32F); err != nil {
+	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute32F,
+		real32F); err != nil {
 		return err
 	}
 	for _, a := range []struct {
 		attribute int
 		value     uint32
 	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}} {
-		err := b.call(&b.DescSetAttribute, p.desc, uintptr(a.attribute), uintptr(unsafe.Pointer(&a.value)), 4)
+		err := b.call(&b.DescSetAttribute, p.desc, uintptr(a.attribute),
+			uintptr(unsafe.Pointer(&a.value)), 4)
 		if err != nil {
 			return err
 		}
@@ -165,7 +171,8 @@ func (p *blasPlan) describeFloat8() error {
 	b, m := p.b, p.spec
 	if m.FastAccumulation {
 		on := int8(1)
-		if err := b.call(&b.DescSetAttribute, p.desc, descFastAccum, uintptr(unsafe.Pointer(&on)), 1); err != nil {
+		if err := b.call(&b.DescSetAttribute, p.desc, descFastAccum, uintptr(unsafe.Pointer(&on)),
+			1); err != nil {
 			return err
 		}
 	}
@@ -174,16 +181,19 @@ func (p *blasPlan) describeFloat8() error {
 	}
 	for _, attribute := range []uintptr{descScaleModeA, descScaleModeB} {
 		mode := int32(outerVector)
-		if err := b.call(&b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(&mode)), 4); err != nil {
+		if err := b.call(&b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(&mode)),
+			4); err != nil {
 			return err
 		}
 	}
-	return p.pointScales(256, 256) // the search wants pointers, of which it reads only the alignment
+	// the search wants pointers, of which it reads only the alignment
+	return p.pointScales(256, 256)
 }
 
 // pointScales names the factors of our A and B, which are cuBLASLt's B and A.
 func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
-	return errors.Join(p.point(&p.scaleA, descScalePointerB, a), p.point(&p.scaleB, descScalePointerA, b))
+	return errors.Join(p.point(&p.scaleA, descScalePointerB, a),
+		p.point(&p.scaleB, descScalePointerA, b))
 }
 
 func operation(transpose bool) uint32 {
@@ -196,7 +206,8 @@ func operation(transpose bool) uint32 {
 // layout describes a row-major matrix as the column-major matrix that it is the transpose of.
 func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols, ld, stride int) error {
 	b := p.b
-	err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols), uintptr(rows), uintptr(ld))
+	err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols),
+		uintptr(rows), uintptr(ld))
 	if err != nil || p.spec.Batch == 1 {
 		return err
 	}
@@ -217,18 +228,22 @@ func (p *blasPlan) search(workspace, want int) error {
 	limit, align := uint64(workspace), uint32(p.spec.Align)
 	err := b.call(&b.PreferenceAttribute, pref, prefWorkspace, uintptr(unsafe.Pointer(&limit)), 8)
 	for i := range uintptr(4) {
-		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefAlignA+i, uintptr(unsafe.Pointer(&align)), 4))
+		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefAlignA+i,
+			uintptr(unsafe.Pointer(&align)), 4))
 	}
-	if p.spec.D.Size() < gpu.Float32.Size() { // parts of a sum may be added up as float32, not as what they are rounded to
+	// parts of a sum may be added up as float32, not as what they are rounded to
+	if p.spec.D.Size() < gpu.Float32.Size() {
 		allowed := uint32(2) // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
-		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefReduction, uintptr(unsafe.Pointer(&allowed)), 4))
+		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefReduction,
+			uintptr(unsafe.Pointer(&allowed)), 4))
 	}
 	if err != nil {
 		return err
 	}
 	p.found = make([]heuristicResult, max(want, 1))
 	var n int32
-	err = b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA, p.layoutD, p.layoutD, pref,
+	err = b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA,
+		p.layoutD, p.layoutD, pref,
 		uintptr(len(p.found)), uintptr(unsafe.Pointer(&p.found[0])), uintptr(unsafe.Pointer(&n)))
 	if err != nil {
 		return err
@@ -242,7 +257,8 @@ func (p *blasPlan) search(workspace, want int) error {
 	}
 	p.found = kept
 	if len(kept) == 0 {
-		return gpu.NewBlasError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported, "cuBLASLt knows no way to compute this")
+		return gpu.NewBlasError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported,
+			"cuBLASLt knows no way to compute this")
 	}
 	return nil
 }
@@ -282,9 +298,12 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if a.Zeroed && !gpu.Poison { // which fills the workspace just before
 		noted = b.ctx.noteZeroing(s, a.Workspace, a.WorkspaceSize)
 	}
-	err := b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B), p.layoutB, uintptr(a.A),
-		p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD, uintptr(a.D), p.layoutD,
-		uintptr(unsafe.Pointer(&p.found[algo].algo)), uintptr(a.Workspace), uintptr(a.WorkspaceSize), uintptr(s))
+	err := b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B),
+		p.layoutB, uintptr(a.A),
+		p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD,
+		uintptr(a.D), p.layoutD,
+		uintptr(unsafe.Pointer(&p.found[algo].algo)), uintptr(a.Workspace),
+		uintptr(a.WorkspaceSize), uintptr(s))
 	if err != nil {
 		return fmt.Errorf("matmul %+v: %w", p.spec, err)
 	}
@@ -333,5 +352,6 @@ func (p *blasPlan) fill(at gpu.Ptr, pitch, bytes, rows int, s gpu.Stream) error 
 	if pitch == bytes { // as one row, for each of which initcheck takes long
 		return c.call(&c.MemsetD8Async, uintptr(at), 0xff, uintptr(rows*bytes), uintptr(s))
 	}
-	return c.call(&c.MemsetD2D8Async, uintptr(at), uintptr(pitch), 0xff, uintptr(bytes), uintptr(rows), uintptr(s))
+	return c.call(&c.MemsetD2D8Async, uintptr(at), uintptr(pitch), 0xff, uintptr(bytes),
+		uintptr(rows), uintptr(s))
 }

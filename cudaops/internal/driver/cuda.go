@@ -146,12 +146,14 @@ func Open() (gpu.Driver, error) {
 		return c, bind(library, path, &c.cudaAPI)
 	})
 	if c == nil {
-		help := "It comes with NVIDIA's display driver: install that, or give a container access to the GPU" +
+		help := "It comes with NVIDIA's display driver: install that, or give a container access " +
+			"to the GPU" +
 			" (docker run --gpus all). To use a library elsewhere, set " + cudaVariable + "."
 		if f.GOOS == "darwin" {
 			help = "CUDA does not exist for macOS."
 		}
-		return nil, &gpu.NotFoundError{Library: "NVIDIA's driver library (libcuda)", Tried: tried, Help: help}
+		return nil, &gpu.NotFoundError{Library: "NVIDIA's driver library (libcuda)",
+			Tried: tried, Help: help}
 	}
 	if err := c.start(); err != nil {
 		return nil, err
@@ -165,10 +167,12 @@ func (c *cuda) start() error {
 		return noDevice(err)
 	}
 	var version, count int32
-	if err := c.check(&c.DriverGetVersion, c.DriverGetVersion.call(uintptr(unsafe.Pointer(&version)))); err != nil {
+	if err := c.check(&c.DriverGetVersion,
+		c.DriverGetVersion.call(uintptr(unsafe.Pointer(&version)))); err != nil {
 		return err
 	}
-	if err := c.check(&c.DeviceGetCount, c.DeviceGetCount.call(uintptr(unsafe.Pointer(&count)))); err != nil {
+	if err := c.check(&c.DeviceGetCount,
+		c.DeviceGetCount.call(uintptr(unsafe.Pointer(&count)))); err != nil {
 		return noDevice(err)
 	}
 	if count == 0 {
@@ -198,7 +202,8 @@ func noDevice(err error) error {
 			e.Detail = fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q leaves no NVIDIA GPU visible", v)
 		}
 	case gpu.StubLibrary:
-		e.Detail = "the library found is the toolkit's stub for linking; put the real driver's folder before it in the search"
+		e.Detail = "the library found is the toolkit's stub for linking; put the real driver's " +
+			"folder before it in the search"
 	case gpu.SystemDriverMismatch:
 		e.Detail = "the driver was updated and is not yet loaded: restart the machine"
 	}
@@ -211,7 +216,8 @@ func (c *cuda) describe(ordinal int) (gpu.DeviceInfo, error) {
 	var uuid [16]byte
 	var memory uintptr
 	name := make([]byte, 256)
-	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)), uintptr(ordinal))); err != nil {
+	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)),
+		uintptr(ordinal))); err != nil {
 		return d, err
 	}
 	r := c.DeviceGetName.call(uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)), uintptr(dev))
@@ -227,17 +233,21 @@ func (c *cuda) describe(ordinal int) (gpu.DeviceInfo, error) {
 		return d, err
 	}
 	d.Name, _, _ = strings.Cut(string(name), "\x00")
-	d.UUID = fmt.Sprintf("GPU-%x-%x-%x-%x-%x", uuid[:4], uuid[4:6], uuid[6:8], uuid[8:10], uuid[10:])
+	d.UUID = fmt.Sprintf("GPU-%x-%x-%x-%x-%x", uuid[:4], uuid[4:6], uuid[6:8],
+		uuid[8:10], uuid[10:])
 	d.Memory = uint64(memory)
 	for _, a := range []struct {
 		attribute int
 		to        *int
 	}{
-		{75, &d.Major}, {76, &d.Minor}, {16, &d.SMs}, {38, &d.L2}, {97, &d.SharedPerBlock}, {81, &d.SharedPerSM},
-		{82, &d.RegistersPerSM}, {39, &d.ThreadsPerSM}, {13, &d.Clock}, {36, &d.MemoryClock}, {37, &d.MemoryBusBits},
+		{75, &d.Major}, {76, &d.Minor}, {16, &d.SMs}, {38, &d.L2},
+		{97, &d.SharedPerBlock}, {81, &d.SharedPerSM},
+		{82, &d.RegistersPerSM}, {39, &d.ThreadsPerSM}, {13, &d.Clock}, {36, &d.MemoryClock},
+		{37, &d.MemoryBusBits},
 	} {
 		var v int32
-		r := c.DeviceGetAttribute.call(uintptr(unsafe.Pointer(&v)), uintptr(a.attribute), uintptr(dev))
+		r := c.DeviceGetAttribute.call(uintptr(unsafe.Pointer(&v)),
+			uintptr(a.attribute), uintptr(dev))
 		if err := c.check(&c.DeviceGetAttribute, r); err != nil {
 			return d, err
 		}
@@ -281,19 +291,23 @@ func (c *cuda) Devices() []gpu.DeviceInfo { return append([]gpu.DeviceInfo(nil),
 
 func (c *cuda) Retain(ordinal int) (gpu.Context, error) {
 	if ordinal < 0 || ordinal >= len(c.devices) {
-		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
-			ordinal, len(c.devices)))
+		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "",
+			fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
+				ordinal, len(c.devices)))
 	}
 	var dev int32
 	var handle uintptr
-	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)), uintptr(ordinal))); err != nil {
+	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)),
+		uintptr(ordinal))); err != nil {
 		return nil, err
 	}
 	r := c.PrimaryCtxRetain.call(uintptr(unsafe.Pointer(&handle)), uintptr(dev))
 	if err := c.check(&c.PrimaryCtxRetain, r); err != nil {
 		return nil, err
 	}
-	release := func() error { return c.check(&c.PrimaryCtxRelease, c.PrimaryCtxRelease.call(uintptr(dev))) }
+	release := func() error {
+		return c.check(&c.PrimaryCtxRelease, c.PrimaryCtxRelease.call(uintptr(dev)))
+	}
 	return &context{cuda: c, handle: handle, info: c.devices[ordinal], release: release}, nil
 }
 
@@ -314,5 +328,6 @@ func (c *cuda) Adopt(handle uintptr) (gpu.Context, error) {
 			return ctx, nil
 		}
 	}
-	return nil, gpu.NewError("cuCtxGetDevice", gpu.InvalidDevice, "", "the context's GPU is not among the visible ones")
+	return nil, gpu.NewError("cuCtxGetDevice", gpu.InvalidDevice, "",
+		"the context's GPU is not among the visible ones")
 }

@@ -18,8 +18,10 @@ func TestDevice(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		d := r.Device()
 		t.Logf("%+v", d)
-		if d.Name == "" || !strings.HasPrefix(d.UUID, "GPU-") || len(d.UUID) != 40 || d.Major < 3 || d.SMs < 1 ||
-			d.Memory < 1<<29 || d.SharedPerBlock < 48<<10 || d.SharedPerSM < d.SharedPerBlock || d.RegistersPerSM < 32<<10 ||
+		if d.Name == "" || !strings.HasPrefix(d.UUID, "GPU-") || len(d.UUID) != 40 ||
+			d.Major < 3 || d.SMs < 1 ||
+			d.Memory < 1<<29 || d.SharedPerBlock < 48<<10 || d.SharedPerSM < d.SharedPerBlock ||
+			d.RegistersPerSM < 32<<10 ||
 			d.ThreadsPerSM < 1024 || d.L2 < 1<<17 || d.MemoryBusBits < 32 {
 			t.Errorf("implausible: %+v", d)
 		}
@@ -65,7 +67,8 @@ func TestCopies(t *testing.T) {
 				work, bytes := r.Stats().Sub(before), int64(n)
 				want := gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: bytes},
 					ToHost:   gpu.Copies{Count: 2, Bytes: bytes + 5},
-					OnDevice: gpu.Copies{Count: 1, Bytes: bytes}, Memsets: 1, DeviceBytes: 2*bytes + 5}
+					OnDevice: gpu.Copies{Count: 1, Bytes: bytes}, Memsets: 1,
+					DeviceBytes: 2*bytes + 5}
 				if pinned {
 					want.HostBytes = 2 * bytes
 				}
@@ -88,12 +91,15 @@ func TestCopies(t *testing.T) {
 		if slices.ContainsFunc(words, func(w uint32) bool { return w != 0xDEADBEEF }) {
 			t.Error("Memset32 left other words")
 		}
-		ok(t, errors.Join(r.CopyToDevice(p, nil, s), r.CopyToHost(nil, p, s), r.CopyOnDevice(p, p, 0, s),
+		ok(t, errors.Join(r.CopyToDevice(p, nil, s), r.CopyToHost(nil, p, s),
+			r.CopyOnDevice(p, p, 0, s),
 			r.Memset8(p, 0, 0, s), r.Memset32(p, 0, 0, s)))
 		for name, err := range map[string]error{
-			"negative length": r.Memset8(p, 0, -1, s), "no bytes": second(r.Alloc(0)), "negative bytes": second(r.Alloc(-1)),
+			"negative length": r.Memset8(p, 0, -1, s), "no bytes": second(r.Alloc(0)),
+			"negative bytes":  second(r.Alloc(-1)),
 			"no pinned bytes": second(r.AllocHost(0)), "not pinned": r.FreeHost(make([]byte, 3)),
-			"odd word": r.Memset32(p+1, 0, 1, s), "past the end": r.CopyToDevice(p, make([]byte, 1<<26), s),
+			"odd word": r.Memset32(p+1, 0, 1, s), "past the end": r.CopyToDevice(p,
+				make([]byte, 1<<26), s),
 		} {
 			if !errors.Is(err, gpu.InvalidValue) {
 				t.Errorf("%s: %v", name, err)
@@ -115,7 +121,8 @@ func TestOutOfMemory(t *testing.T) {
 			t.Fatalf("got %v", err)
 		}
 		t.Log(err)
-		for _, s := range []string{"cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY (2)", gpu.Size(2*total) + " asked for",
+		for _, s := range []string{"cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY (2)",
+			gpu.Size(2*total) + " asked for",
 			"of " + gpu.Size(total) + " free"} {
 			if !strings.Contains(err.Error(), s) {
 				t.Errorf("%q lacks %q", err, s)
@@ -133,11 +140,13 @@ func TestLaunch(t *testing.T) {
 		for _, n := range []int{1, 31, 1000, 100003} {
 			a, b := r.floats(n), r.floats(n)
 			pa, pb, py := r.alloc(t, 4*n), r.alloc(t, 4*n), r.alloc(t, 4*n+4)
-			ok(t, errors.Join(r.CopyToDevice(pa, gpu.Bytes(a), s), r.CopyToDevice(pb, gpu.Bytes(b), s),
+			ok(t, errors.Join(r.CopyToDevice(pa, gpu.Bytes(a), s),
+				r.CopyToDevice(pb, gpu.Bytes(b), s),
 				r.Memset8(py, 0xFF, 4*n+4, s)))
 			var args gpu.Args
 			args.Ptr(py).Ptr(pa).Ptr(pb).Float32(-2.5).Int32(n)
-			ok(t, r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: (n + 127) / 128}, Block: gpu.Dim{X: 128}}, s, &args))
+			ok(t, r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: (n + 127) / 128},
+				Block: gpu.Dim{X: 128}}, s, &args))
 			args.Reset().Uint32(0) // the launch has its own copy
 			y := make([]float32, n+1)
 			ok(t, r.CopyToHost(gpu.Bytes(y), py, s))
@@ -155,7 +164,8 @@ func TestLaunch(t *testing.T) {
 			t.Errorf("%d blocks of 1024 threads on a multiprocessor", blocks)
 		}
 		if r.Device().Capability() >= 90 {
-			l := gpu.LaunchConfig{Grid: gpu.Dim{X: 2}, Block: gpu.Dim{X: 1024}, Cluster: gpu.Dim{X: 2}}
+			l := gpu.LaunchConfig{Grid: gpu.Dim{X: 2}, Block: gpu.Dim{X: 1024},
+				Cluster: gpu.Dim{X: 2}}
 			if n := must[int](t)(r.OccupancyClusters(axpy, l)); n < 1 || n > r.Device().SMs {
 				t.Errorf("%d clusters of two blocks of 1024 threads", n)
 			}
@@ -176,8 +186,10 @@ func TestLaunch(t *testing.T) {
 			"too much shared":      {Grid: one.Grid, Block: one.Block, Shared: 100 << 10},
 			"grid, cluster differ": {Grid: gpu.Dim{X: 3}, Block: one.Block, Cluster: gpu.Dim{X: 2}},
 		} {
-			if err := r.Launch(axpy, c, s, args); err == nil || !strings.Contains(err.Error(), "cuLaunchKernel") ||
-				!strings.Contains(err.Error(), "(axpy)") || !strings.Contains(err.Error(), "block ") {
+			if err := r.Launch(axpy, c, s, args); err == nil ||
+				!strings.Contains(err.Error(), "cuLaunchKernel") ||
+				!strings.Contains(err.Error(), "(axpy)") ||
+				!strings.Contains(err.Error(), "block ") {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
@@ -189,7 +201,8 @@ func TestLaunch(t *testing.T) {
 		}
 		if axpy.Params != nil {
 			t.Logf("parameters: %v", axpy.Params)
-			for _, bad := range []*gpu.Args{new(gpu.Args).Ptr(0), new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Int32(1).Int64(0)} {
+			for _, bad := range []*gpu.Args{new(gpu.Args).Ptr(0),
+				new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Int32(1).Int64(0)} {
 				if err := r.Launch(axpy, one, s, bad); !errors.Is(err, gpu.InvalidValue) {
 					t.Errorf("wrong arguments: %v", err)
 				} else {
@@ -216,18 +229,21 @@ func TestCluster(t *testing.T) {
 			t.Errorf("ranks %v, want %v", got, want)
 		}
 
-		tensor := gpu.TiledTensor{Type: gpu.BFloat16, Address: p, Dims: []uint64{8, 3}, Strides: []uint64{16},
-			Box: []uint32{8, 2}, Promotion: 128}
+		tensor := gpu.TiledTensor{Type: gpu.BFloat16, Address: p, Dims: []uint64{8, 3},
+			Strides: []uint64{16},
+			Box:     []uint32{8, 2}, Promotion: 128}
 		if map128, err := r.EncodeTiled(tensor); err != nil || map128 == (gpu.TensorMap{}) {
 			t.Errorf("tensor map: %v", err)
 		}
 		for name, change := range map[string]func(*gpu.TiledTensor){
-			"address":   func(t *gpu.TiledTensor) { t.Address += 2 },
-			"strides":   func(t *gpu.TiledTensor) { t.Strides = nil },
-			"stride":    func(t *gpu.TiledTensor) { t.Strides = []uint64{18} },
-			"box":       func(t *gpu.TiledTensor) { t.Box = []uint32{257, 2} },
-			"row":       func(t *gpu.TiledTensor) { t.Box = []uint32{4, 2} },
-			"swizzle":   func(t *gpu.TiledTensor) { t.Dims[0], t.Box, t.Swizzle = 64, []uint32{64, 2}, gpu.Swizzle32 },
+			"address": func(t *gpu.TiledTensor) { t.Address += 2 },
+			"strides": func(t *gpu.TiledTensor) { t.Strides = nil },
+			"stride":  func(t *gpu.TiledTensor) { t.Strides = []uint64{18} },
+			"box":     func(t *gpu.TiledTensor) { t.Box = []uint32{257, 2} },
+			"row":     func(t *gpu.TiledTensor) { t.Box = []uint32{4, 2} },
+			"swizzle": func(t *gpu.TiledTensor) {
+				t.Dims[0], t.Box, t.Swizzle = 64, []uint32{64, 2}, gpu.Swizzle32
+			},
 			"promotion": func(t *gpu.TiledTensor) { t.Promotion = 100 },
 			"rank":      func(t *gpu.TiledTensor) { t.Dims = nil },
 		} {
@@ -245,7 +261,8 @@ func TestCluster(t *testing.T) {
 func TestOrder(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		s := must[gpu.Stream](t)(r.NewStream())
-		start, mid, end := must[gpu.Event](t)(r.NewEvent(true)), must[gpu.Event](t)(r.NewEvent(false)),
+		start, mid, end := must[gpu.Event](t)(r.NewEvent(true)),
+			must[gpu.Event](t)(r.NewEvent(false)),
 			must[gpu.Event](t)(r.NewEvent(true))
 		const n = 16 << 20
 		a, b := r.alloc(t, n), r.alloc(t, n)
@@ -253,8 +270,10 @@ func TestOrder(t *testing.T) {
 		if done := must[bool](t)(r.EventDone(mid)); !done {
 			t.Error("an event never recorded is not done")
 		}
-		ok(t, errors.Join(r.Record(start, s), r.Memset8(a, 1, n, s), r.Memset8(a, 2, n, s), r.Record(mid, s),
-			r.CopyOnDevice(b, a, n, s), r.Memset8(a, 3, n, s), r.CopyToHost(out, b, s), r.Record(end, s)))
+		ok(t, errors.Join(r.Record(start, s), r.Memset8(a, 1, n, s),
+			r.Memset8(a, 2, n, s), r.Record(mid, s),
+			r.CopyOnDevice(b, a, n, s), r.Memset8(a, 3, n, s),
+			r.CopyToHost(out, b, s), r.Record(end, s)))
 		polls := 0
 		for !must[bool](t)(r.EventDone(end)) {
 			polls++
@@ -275,7 +294,8 @@ func TestOrder(t *testing.T) {
 		if _, err := r.Elapsed(mid, end); err == nil {
 			t.Error("an event without timing was timed")
 		}
-		ok(t, errors.Join(r.Synchronize(), r.DestroyEvent(start), r.DestroyEvent(mid), r.DestroyEvent(end),
+		ok(t, errors.Join(r.Synchronize(), r.DestroyEvent(start),
+			r.DestroyEvent(mid), r.DestroyEvent(end),
 			r.DestroyStream(s), r.Free(a), r.Free(b), r.FreeHost(out)))
 	})
 }
@@ -344,7 +364,8 @@ func TestCapture(t *testing.T) {
 		}
 		// The stream still works.
 		ok(t, errors.Join(r.Memset8(y, 0, n, s), r.Synchronize()))
-		ok(t, errors.Join(r.DestroyStream(s), r.Free(x), r.Free(y), r.Free(z), r.FreeHost(in), r.FreeHost(out), r.UnloadModule(m)))
+		ok(t, errors.Join(r.DestroyStream(s), r.Free(x), r.Free(y), r.Free(z), r.FreeHost(in),
+			r.FreeHost(out), r.UnloadModule(m)))
 	})
 }
 
@@ -370,13 +391,15 @@ func TestGoroutines(t *testing.T) {
 			for round := range rounds {
 				args := new(gpu.Args).Ptr(x).Ptr(x).Ptr(x).Float32(float32(round)).Int32(n)
 				err := errors.Join(r.CopyToDevice(x, gpu.Bytes(in), s),
-					r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: 7}, Block: gpu.Dim{X: 128}}, s, args),
+					r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: 7}, Block: gpu.Dim{X: 128}}, s,
+						args),
 					r.CopyToHost(gpu.Bytes(y), x, s))
 				if err != nil {
 					return err
 				}
 				for i := range y {
-					if want := float32(math.FMA(float64(in[i]), float64(round), float64(in[i]))); y[i] != want {
+					if want := float32(math.FMA(float64(in[i]), float64(round),
+						float64(in[i]))); y[i] != want {
 						return fmt.Errorf("round %d: y[%d] = %v, want %v", round, i, y[i], want)
 					}
 				}

@@ -16,7 +16,8 @@ import (
 func TestBadPTX(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	_, err := c.LoadModule([]byte(strings.Replace(ptx, "fma.rn.f32", "fma.rn.f33", 1)))
-	if !errors.Is(err, gpu.InvalidPTX) || !strings.Contains(err.Error(), "line 28") || !strings.Contains(err.Error(), "fma") {
+	if !errors.Is(err, gpu.InvalidPTX) || !strings.Contains(err.Error(), "line 28") ||
+		!strings.Contains(err.Error(), "fma") {
 		t.Errorf("the compiler's log is missing: %v", err)
 	}
 	t.Log(err)
@@ -127,5 +128,6 @@ func BenchmarkCalls(b *testing.B) {
 	b.Run("query-on-dedicated-thread", loop(handOver(query)))
 	b.Run("launch-on-dedicated-thread", loop(handOver(launch)))
 	close(calls)
-	ok(b, errors.Join(c.DestroyGraph(g), c.DestroyEvent(e), c.DestroyStream(s), c.UnloadModule(m), c.Close()))
+	ok(b, errors.Join(c.DestroyGraph(g), c.DestroyEvent(e), c.DestroyStream(s),
+		c.UnloadModule(m), c.Close()))
 }

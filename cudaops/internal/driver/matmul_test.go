@@ -87,10 +87,12 @@ func TestMatmul(t *testing.T) {
 			{M: 48, N: 40, K: 72, TransA: true, A: f16, B: f16, D: f32},
 			{M: 33, N: 24, K: 16},
 			{M: 33, N: 24, K: 16, A: b16, B: b16, D: b16, TransB: true},
-			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*24 + 8, A: b16, B: b16, D: b16},
+			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*24 + 8,
+				A: b16, B: b16, D: b16},
 			{M: 16, N: 24, K: 32, Batch: 3, StrideA: 16 * 32, StrideD: 16 * 24},
 		} {
-			t.Run(fmt.Sprintf("%dx%dx%d %v%v%v b%d", c.M, c.N, c.K, c.TransA, c.TransB, c.D, c.Batch),
+			t.Run(fmt.Sprintf("%dx%dx%d %v%v%v b%d", c.M, c.N, c.K, c.TransA,
+				c.TransB, c.D, c.Batch),
 				func(t *testing.T) { r.matmul(t, blas, c, 1.5, 0); r.matmul(t, blas, c, 1, -0.75) })
 		}
 		for name, c := range map[string]gpu.MatmulSpec{
@@ -125,26 +127,33 @@ func TestMatmulFloat8(t *testing.T) {
 			{M: 67, N: 48, K: 80, D: b16},
 		} {
 			c.A, c.B, c.TransB = f8, f8, true
-			t.Run(fmt.Sprintf("%dx%dx%d %v %v %v", c.M, c.N, c.K, c.D, c.Scaling, c.FastAccumulation), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%dx%dx%d %v %v %v", c.M, c.N, c.K, c.D, c.Scaling,
+				c.FastAccumulation), func(t *testing.T) {
 				r.matmul(t, blas, c, 1.5, 0)
 				r.matmul(t, blas, c, 1, -0.75)
 			})
 		}
 		for name, c := range map[string]gpu.MatmulSpec{
-			"16 bits":     {M: 16, N: 16, K: 16, TransB: true, A: b16, B: b16, D: b16, Scaling: rows},
-			"32 bits":     {M: 16, N: 16, K: 16, FastAccumulation: true},
-			"not batched": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows, Batch: 2, StrideD: 256},
+			"16 bits": {M: 16, N: 16, K: 16, TransB: true, A: b16, B: b16,
+				D: b16, Scaling: rows},
+			"32 bits": {M: 16, N: 16, K: 16, FastAccumulation: true},
+			"not batched": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows,
+				Batch: 2, StrideD: 256},
 		} {
 			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasInvalidValue) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
 		for name, c := range map[string]gpu.MatmulSpec{
-			"A along M":     {M: 16, N: 16, K: 16, TransA: true, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
-			"B along N":     {M: 16, N: 16, K: 16, A: f8, B: f8, D: b16, Scaling: rows},
-			"K of 24":       {M: 16, N: 16, K: 24, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
-			"N of 20":       {M: 16, N: 20, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows},
-			"8 bytes apart": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows, Align: 8},
+			"A along M": {M: 16, N: 16, K: 16, TransA: true, TransB: true, A: f8, B: f8,
+				D: b16, Scaling: rows},
+			"B along N": {M: 16, N: 16, K: 16, A: f8, B: f8, D: b16, Scaling: rows},
+			"K of 24": {M: 16, N: 16, K: 24, TransB: true, A: f8, B: f8,
+				D: b16, Scaling: rows},
+			"N of 20": {M: 16, N: 20, K: 16, TransB: true, A: f8, B: f8,
+				D: b16, Scaling: rows},
+			"8 bytes apart": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16,
+				Scaling: rows, Align: 8},
 		} {
 			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasNotSupported) {
 				t.Errorf("%s: %v", name, err)
@@ -176,11 +185,14 @@ func TestFloat8Depth(t *testing.T) {
 			}
 		}
 		pa, pb, pd, ps := r.alloc(t, m*k), r.alloc(t, n*k), r.alloc(t, 4*m*n), r.alloc(t, 4*m)
-		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0), r.CopyToDevice(ps, gpu.Bytes(ones), 0)))
+		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0),
+			r.CopyToDevice(ps, gpu.Bytes(ones), 0)))
 		for _, fast := range []bool{false, true} {
-			p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k, TransB: true, A: gpu.Float8E4M3,
+			p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k,
+				TransB: true, A: gpu.Float8E4M3,
 				B: gpu.Float8E4M3, Scaling: gpu.ScaledRows, FastAccumulation: fast}, 0, 1))
-			ok(t, p.Run(0, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, ScaleA: ps, ScaleB: ps}, 0))
+			ok(t, p.Run(0, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, ScaleA: ps, ScaleB: ps},
+				0))
 			got := make([]byte, 4*m*n)
 			ok(t, r.CopyToHost(got, pd, 0))
 			e := relative(values(gpu.Float32, got), want)
@@ -211,26 +223,31 @@ func TestMatmulDepth(t *testing.T) {
 				}
 			}
 		}
-		pa, pb, pd, work := r.alloc(t, 2*m*k), r.alloc(t, 2*n*k), r.alloc(t, 2*m*n), r.alloc(t, limit)
+		pa, pb, pd, work := r.alloc(t, 2*m*k), r.alloc(t, 2*n*k),
+			r.alloc(t, 2*m*n), r.alloc(t, limit)
 		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0)))
-		p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k, TransA: true, A: dt, B: dt, D: dt}, limit, 12))
+		p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k, TransA: true, A: dt,
+			B: dt, D: dt}, limit, 12))
 		worst, split := 0, false
 		for i, way := range p.Algos() {
-			ok(t, p.Run(i, gpu.MatmulArgs{Alpha: 1. / 256, A: pa, B: pb, D: pd, Workspace: work, WorkspaceSize: limit}, 0))
+			ok(t, p.Run(i, gpu.MatmulArgs{Alpha: 1. / 256, A: pa, B: pb, D: pd, Workspace: work,
+				WorkspaceSize: limit}, 0))
 			got := make([]byte, 2*m*n)
 			ok(t, r.CopyToHost(got, pd, 0))
 			apart := 0
 			for j, v := range values(dt, got) {
-				// Half of the gap between two numbers, and the error of a sum of float32, in which tensor cores
-				// cut digits off.
-				gap := math.Ldexp(1, math.Ilogb(sums[j]/256)-map[gpu.DType]int{gpu.BFloat16: 7, gpu.Float16: 10}[dt])
+				// Half of the gap between two numbers, and the error of a sum of float32, in which
+				// tensor cores cut digits off.
+				gap := math.Ldexp(1, math.Ilogb(sums[j]/256)-map[gpu.DType]int{gpu.BFloat16: 7,
+					gpu.Float16: 10}[dt])
 				if !(math.Abs(v-sums[j]/256) <= 0.5*gap+2e-5) {
 					apart++
 				}
 			}
 			worst, split = max(worst, apart), split || way.Workspace > 0
 		}
-		if t.Logf("%v: %d ways, some with workspace: %v, at most %d of %d rounded elsewhere", dt, len(p.Algos()), split, worst, m*n); worst > m*n/20 {
+		if t.Logf("%v: %d ways, some with workspace: %v, at most %d of %d rounded elsewhere", dt,
+			len(p.Algos()), split, worst, m*n); worst > m*n/20 {
 			t.Errorf("%v: a way rounds %d of %d numbers more than once", dt, worst, m*n)
 		}
 		ok(t, errors.Join(p.Close(), r.Free(pa), r.Free(pb), r.Free(pd), r.Free(work)))
@@ -262,7 +279,8 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		rowsB = c.N
 	}
 	size := func(rows, ld, stride int) int { return rows*ld + (c.Batch-1)*stride }
-	a, b := r.matrix(c.A, size(rowsA, c.LDA, c.StrideA)), r.matrix(c.B, size(rowsB, c.LDB, c.StrideB))
+	a, b := r.matrix(c.A, size(rowsA, c.LDA, c.StrideA)),
+		r.matrix(c.B, size(rowsB, c.LDB, c.StrideB))
 	d := r.matrix(c.D, size(c.M, c.LDD, c.StrideD))
 	want := append([]float64(nil), d.values...)
 	scaleA, scaleB := r.scales(c.M), r.scales(c.N)
@@ -326,14 +344,16 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		got := make([]byte, len(d.bytes))
 		ok(t, r.CopyToHost(got, args.D, 0))
 		if e := relative(values(c.D, got), want); !(e <= tolerance) {
-			t.Errorf("algorithm %d of %d: error %.2g, want at most %.2g", i, len(p.Algos()), e, tolerance)
+			t.Errorf("algorithm %d of %d: error %.2g, want at most %.2g", i,
+				len(p.Algos()), e, tolerance)
 		}
 	}
 	bad := args
 	bad.WorkspaceSize = -1
 	half := args
 	half.ScaleA, half.ScaleB = args.A, 0
-	for what, err := range map[string]error{"algorithm 99": p.Run(99, args, 0), "workspace": p.Run(0, bad, 0), "scales": p.Run(0, half, 0)} {
+	for what, err := range map[string]error{"algorithm 99": p.Run(99, args, 0),
+		"workspace": p.Run(0, bad, 0), "scales": p.Run(0, half, 0)} {
 		if !errors.Is(err, gpu.BlasInvalidValue) || !strings.Contains(err.Error(), what) {
 			t.Errorf("%s: %v", what, err)
 		}
@@ -354,8 +374,10 @@ func TestPoison(t *testing.T) {
 		for _, c := range []gpu.MatmulSpec{
 			{M: 37, N: 29, K: 61, LDD: 33, Align: 4},
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
-			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*32 + 8, LDD: 32, A: b16, B: b16, D: b16},
-			{M: 24, N: 32, K: 4096, TransA: true, A: b16, B: b16, D: b16}, // some ways of which sum up in the workspace
+			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*32 + 8,
+				LDD: 32, A: b16, B: b16, D: b16},
+			// some ways of which sum up in the workspace
+			{M: 24, N: 32, K: 4096, TransA: true, A: b16, B: b16, D: b16},
 		} {
 			r.matmul(t, blas, c, 1.5, 0)
 			r.matmul(t, blas, c, 1, -0.75)
@@ -366,7 +388,8 @@ func TestPoison(t *testing.T) {
 		in, out := r.floats(n*n), make([]float32, n*n)
 		a, d := r.alloc(t, 4*n*n), r.alloc(t, 4*n*n)
 		ok(t, r.CopyToDevice(a, gpu.Bytes(in), 0))
-		for _, args := range []gpu.MatmulArgs{{Alpha: 1, A: a, B: d, D: d}, {Alpha: 1, Beta: 1, A: a, B: d, C: a, D: d}} {
+		for _, args := range []gpu.MatmulArgs{{Alpha: 1, A: a, B: d, D: d},
+			{Alpha: 1, Beta: 1, A: a, B: d, C: a, D: d}} {
 			ok(t, r.CopyToDevice(d, gpu.Bytes(in), 0))
 			memsets := r.Stats().Memsets
 			ok(t, p.Run(0, args, 0))
@@ -376,7 +399,8 @@ func TestPoison(t *testing.T) {
 			ok(t, r.CopyToHost(gpu.Bytes(out), d, 0))
 			for i, v := range out {
 				if v == v {
-					t.Fatalf("beta %v: element %d of a product with its own result is %v, want NaN", args.Beta, i, v)
+					t.Fatalf("beta %v: element %d of a product with its own result is %v, want NaN",
+						args.Beta, i, v)
 				}
 			}
 		}

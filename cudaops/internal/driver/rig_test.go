@@ -39,7 +39,8 @@ func needGPU(t testing.TB) gpu.Driver {
 func TestMain(m *testing.M) {
 	flag.Parse()
 	if d, err := driver.Open(); err == nil {
-		// Hold the GPU's context until the end, so that it is not made and destroyed for every test.
+		// Hold the GPU's context until the end, so that it is not made and destroyed for every
+		// test.
 		if _, err := d.Retain(0); err != nil {
 			panic(err)
 		}
@@ -184,7 +185,8 @@ var fakeKernels = map[string]fake.Kernel{
 	"axpy": func(l *fake.Launch) {
 		out, a, b, scale, n := l.Ptr(), l.Ptr(), l.Ptr(), l.Float32(), l.Int32()
 		n = min(n, l.Grid.Count()*l.Block.Count())
-		y, x, z := fake.Slice[float32](l, out, n), fake.Slice[float32](l, a, n), fake.Slice[float32](l, b, n)
+		y, x, z := fake.Slice[float32](l, out, n), fake.Slice[float32](l, a, n),
+			fake.Slice[float32](l, b, n)
 		for i := range y {
 			y[i] = float32(math.FMA(float64(z[i]), float64(scale), float64(x[i])))
 		}

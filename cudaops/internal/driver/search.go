@@ -14,8 +14,8 @@ const (
 	blasVariable = "KASMINA_LIBCUBLASLT"
 )
 
-// cudaPlaces lists where NVIDIA's driver library may be. Drivers install it for the system's loader; the
-// folders are those of containers, WSL and NixOS, where the loader may not know them.
+// cudaPlaces lists where NVIDIA's driver library may be. Drivers install it for the system's
+// loader; the folders are those of containers, WSL and NixOS, where the loader may not know them.
 func cudaPlaces(f sharedlib.Finder) []sharedlib.Place {
 	name := "libcuda.so.1"
 	if f.GOOS == "windows" {
@@ -29,8 +29,10 @@ func cudaPlaces(f sharedlib.Finder) []sharedlib.Place {
 		return []sharedlib.Place{sharedlib.Place(name)}
 	case "linux":
 		places := []sharedlib.Place{sharedlib.Place(name), "libcuda.so"}
-		for _, dir := range []string{"/usr/lib/" + f.Multiarch(), "/usr/lib64", "/usr/lib", "/usr/lib/wsl/lib",
-			"/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/run/opengl-driver/lib", "/usr/local/cuda/compat"} {
+		for _, dir := range []string{"/usr/lib/" + f.Multiarch(), "/usr/lib64",
+			"/usr/lib", "/usr/lib/wsl/lib",
+			"/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/run/opengl-driver/lib",
+			"/usr/local/cuda/compat"} {
 			places = append(places, sharedlib.Place(dir+"/"+name))
 		}
 		return places
@@ -46,7 +48,8 @@ func blasPlaces(f sharedlib.Finder) []sharedlib.Place {
 	}
 	var names []sharedlib.Place
 	for major := newestCUDA; major >= oldestCUDA; major-- {
-		names = append(names, sharedlib.Place(strings.Replace(pattern, "1[0-9]", strconv.Itoa(major), 1)))
+		names = append(names,
+			sharedlib.Place(strings.Replace(pattern, "1[0-9]", strconv.Itoa(major), 1)))
 	}
 	return f.Toolkit(blasVariable, pattern, "cu*", names...)
 }

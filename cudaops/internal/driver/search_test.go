@@ -13,7 +13,8 @@ import (
 )
 
 // finderAt searches below a folder that holds the given empty files.
-func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib.Finder, root string) {
+func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib.Finder,
+	root string) {
 	t.Helper()
 	if filepath.Separator != '/' {
 		t.Skip("describes a Linux file system")
@@ -21,7 +22,8 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib
 	root = t.TempDir()
 	for _, file := range files {
 		path := filepath.Join(root, file)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, nil, 0o644)); err != nil {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755),
+			os.WriteFile(path, nil, 0o644)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -40,7 +42,8 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib
 }
 
 // candidates is the files that load would try, below root, and the names for the loader.
-func candidates(f sharedlib.Finder, root string, newest int) (names []string, tried []sharedlib.Attempt) {
+func candidates(f sharedlib.Finder, root string, newest int) (names []string,
+	tried []sharedlib.Attempt) {
 	_, tried = sharedlib.Load(f, blasPlaces(f), newest, func(path string) (int, error) {
 		rel, err := filepath.Rel(root, path)
 		if err != nil || sharedlib.Place(path).IsName() {
@@ -53,9 +56,11 @@ func candidates(f sharedlib.Finder, root string, newest int) (names []string, tr
 }
 
 func TestSearchOrder(t *testing.T) {
-	env := map[string]string{"LD_LIBRARY_PATH": "~/ld:", "CUDA_HOME": "~/cuda", "HOME": "~/home", "VIRTUAL_ENV": ""}
+	env := map[string]string{"LD_LIBRARY_PATH": "~/ld:", "CUDA_HOME": "~/cuda",
+		"HOME": "~/home", "VIRTUAL_ENV": ""}
 	f, root := finderAt(t, env,
-		"ld/libcublasLt.so.12", "ld/libcublasLt.so.13", "ld/libcublas.so.13", "cuda/lib64/libcublasLt.so.12",
+		"ld/libcublasLt.so.12", "ld/libcublasLt.so.13", "ld/libcublas.so.13",
+		"cuda/lib64/libcublasLt.so.12",
 		"usr/local/cuda-12.4/lib64/libcublasLt.so.12", "usr/lib/x86_64-linux-gnu/libcublasLt.so.12",
 		"venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13",
 		"venv/lib/python3.12/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
@@ -63,8 +68,10 @@ func TestSearchOrder(t *testing.T) {
 		"usr/lib/python3.10/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
 		"usr/lib64/libcublasLt.so.11.5") // too old a name
 	want := []string{
-		"ld/libcublasLt.so.13", "ld/libcublasLt.so.12", "cuda/lib64/libcublasLt.so.12", "libcublasLt.so.13",
-		"libcublasLt.so.12", "usr/local/cuda-12.4/lib64/libcublasLt.so.12", "usr/lib/x86_64-linux-gnu/libcublasLt.so.12",
+		"ld/libcublasLt.so.13", "ld/libcublasLt.so.12", "cuda/lib64/libcublasLt.so.12",
+		"libcublasLt.so.13",
+		"libcublasLt.so.12", "usr/local/cuda-12.4/lib64/libcublasLt.so.12",
+		"usr/lib/x86_64-linux-gnu/libcublasLt.so.12",
 		"venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13",
 		"venv/lib/python3.12/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
 		"home/.local/lib/python3.11/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
@@ -84,10 +91,14 @@ func TestSearchOrder(t *testing.T) {
 
 	// A driver for CUDA 12 cannot run what was made for 13.
 	got, tried = candidates(f, root, 12)
-	if slices.ContainsFunc(got, func(s string) bool { return strings.HasSuffix(s, ".13") }) || len(got) != 8 {
+	if slices.ContainsFunc(got, func(s string) bool {
+		return strings.HasSuffix(s, ".13")
+	}) || len(got) != 8 {
 		t.Errorf("for CUDA 12: %v", got)
 	}
-	if !slices.ContainsFunc(tried, func(a sharedlib.Attempt) bool { return strings.Contains(a.Reason, "needs a driver for CUDA 13") }) {
+	if !slices.ContainsFunc(tried, func(a sharedlib.Attempt) bool {
+		return strings.Contains(a.Reason, "needs a driver for CUDA 13")
+	}) {
 		t.Errorf("not said why: %v", tried)
 	}
 }
@@ -98,7 +109,8 @@ func TestSearchOverride(t *testing.T) {
 		"~/own/libcublasLt.so.12":    "own/libcublasLt.so.12",
 		"~/elsewhere/libcublasLt.so": "",
 	} {
-		f, root := finderAt(t, map[string]string{blasVariable: value, "LD_LIBRARY_PATH": "~/ld"}, "own/libcublasLt.so.12",
+		f, root := finderAt(t, map[string]string{blasVariable: value, "LD_LIBRARY_PATH": "~/ld"},
+			"own/libcublasLt.so.12",
 			"ld/libcublasLt.so.12")
 		got, tried := candidates(f, root, 13)
 		if strings.Join(got, " ") != want || len(tried) != 1 {
@@ -112,7 +124,8 @@ func TestSearchOverride(t *testing.T) {
 }
 
 func TestSearchSystems(t *testing.T) {
-	for goos, want := range map[string]string{"linux": "libcuda.so.1", "windows": "nvcuda.dll", "darwin": ""} {
+	for goos, want := range map[string]string{"linux": "libcuda.so.1",
+		"windows": "nvcuda.dll", "darwin": ""} {
 		f, _ := finderAt(t, nil)
 		f.GOOS = goos
 		got := cudaPlaces(f)
@@ -129,9 +142,11 @@ func TestSearchSystems(t *testing.T) {
 // the loader finds in System32 alone, and absolute paths of variables.
 func TestSearchWindows(t *testing.T) {
 	env := map[string]string{
-		"ProgramFiles": `C:\Program Files`, "CUDA_PATH": `D:\cuda`, "CONDA_PREFIX": `\\server\conda`,
-		"LD_LIBRARY_PATH": `C:\planted`, "CUDA_HOME": `planted`, "VIRTUAL_ENV": `C:planted`, "PYTHONPATH": `planted`,
-		"HOME": `\planted`,
+		"ProgramFiles": `C:\Program Files`, "CUDA_PATH": `D:\cuda`,
+		"CONDA_PREFIX":    `\\server\conda`,
+		"LD_LIBRARY_PATH": `C:\planted`, "CUDA_HOME": `planted`, "VIRTUAL_ENV": `C:planted`,
+		"PYTHONPATH": `planted`,
+		"HOME":       `\planted`,
 	}
 	f, _ := finderAt(t, env)
 	f.GOOS = "windows"
@@ -143,19 +158,24 @@ func TestSearchWindows(t *testing.T) {
 		}
 	}
 	for _, want := range []string{`C:\Program Files`, `D:\cuda`, `\\server\conda`} {
-		if !slices.ContainsFunc(places, func(p sharedlib.Place) bool { return strings.HasPrefix(string(p), want) }) {
+		if !slices.ContainsFunc(places, func(p sharedlib.Place) bool {
+			return strings.HasPrefix(string(p), want)
+		}) {
 			t.Errorf("nothing of %s in %q", want, places)
 		}
 	}
 	accept := func(path string) (string, error) { return path, nil }
-	f.Glob = func(pattern string) ([]string, error) { return []string{pattern}, nil } // all of them exist
+	// all of them exist
+	f.Glob = func(pattern string) ([]string, error) { return []string{pattern}, nil }
 	for value, loads := range map[string]bool{
-		`nvcuda.dll`: false, `.\nvcuda.dll`: false, `C:nvcuda.dll`: false, `\nvcuda.dll`: false, `own/nvcuda.dll`: false,
+		`nvcuda.dll`: false, `.\nvcuda.dll`: false, `C:nvcuda.dll`: false, `\nvcuda.dll`: false,
+		`own/nvcuda.dll`:    false,
 		`C:\own\nvcuda.dll`: true, `C:/own/nvcuda.dll`: true, `\\server\own\nvcuda.dll`: true,
 	} {
 		env[cudaVariable] = value
 		got, tried := sharedlib.Load(f, cudaPlaces(f), 0, accept)
-		if (got != "") != loads || !loads && !strings.Contains(tried[0].Reason, "not an absolute path") {
+		if (got != "") != loads || !loads && !strings.Contains(tried[0].Reason,
+			"not an absolute path") {
 			t.Errorf("%s=%s: loaded %q after %v", cudaVariable, value, got, tried)
 		}
 	}
@@ -163,7 +183,8 @@ func TestSearchWindows(t *testing.T) {
 
 // TestLoadStops takes the first library that is accepted.
 func TestLoadStops(t *testing.T) {
-	f, root := finderAt(t, map[string]string{"LD_LIBRARY_PATH": "~/a:~/b"}, "a/libcublasLt.so.12", "b/libcublasLt.so.12")
+	f, root := finderAt(t, map[string]string{"LD_LIBRARY_PATH": "~/a:~/b"}, "a/libcublasLt.so.12",
+		"b/libcublasLt.so.12")
 	var asked []string
 	got, tried := sharedlib.Load(f, blasPlaces(f), 13, func(path string) (string, error) {
 		asked = append(asked, path)
@@ -172,7 +193,8 @@ func TestLoadStops(t *testing.T) {
 		}
 		return path, nil
 	})
-	if want := filepath.Join(root, "b/libcublasLt.so.12"); got != want || len(asked) != 2 || tried != nil {
+	if want := filepath.Join(root, "b/libcublasLt.so.12"); got != want ||
+		len(asked) != 2 || tried != nil {
 		t.Errorf("took %q after %v (%v), want %q", got, asked, tried, want)
 	}
 }

@@ -37,8 +37,10 @@ func (c *context) front(s gpu.Stream) []uintptr {
 	var id uint64
 	var graph, n uintptr
 	var nodes *uintptr // the driver's memory
-	err := c.call(&c.StreamCaptureInfo, uintptr(s), uintptr(unsafe.Pointer(&status)), uintptr(unsafe.Pointer(&id)),
-		uintptr(unsafe.Pointer(&graph)), uintptr(unsafe.Pointer(&nodes)), uintptr(unsafe.Pointer(&n)))
+	err := c.call(&c.StreamCaptureInfo, uintptr(s), uintptr(unsafe.Pointer(&status)),
+		uintptr(unsafe.Pointer(&id)),
+		uintptr(unsafe.Pointer(&graph)), uintptr(unsafe.Pointer(&nodes)),
+		uintptr(unsafe.Pointer(&n)))
 	if err != nil || status != active {
 		return nil
 	}
@@ -109,7 +111,8 @@ func (c *context) zeroes(node uintptr, memory gpu.Ptr, bytes int) bool {
 
 func (p memsetParams) within(memory gpu.Ptr, bytes int) bool {
 	return p.value == 0 && p.height == 1 && p.dst >= memory && p.dst-memory <= gpu.Ptr(bytes) &&
-		uint64(p.width) <= uint64(bytes) && uint64(p.width)*uint64(p.size) <= uint64(bytes)-uint64(p.dst-memory)
+		uint64(p.width) <= uint64(bytes) &&
+		uint64(p.width)*uint64(p.size) <= uint64(bytes)-uint64(p.dst-memory)
 }
 
 // takeOut has the node that waits for a node of a graph, if it is a single one, wait for what that
@@ -124,7 +127,8 @@ func (c *context) takeOut(graph, node uintptr) {
 		return
 	}
 	to := slices.Repeat(behind, len(before))
-	if c.call(&c.GraphAddEdges, graph, uintptr(unsafe.Pointer(&before[0])), uintptr(unsafe.Pointer(&to[0])), uintptr(len(before))) == nil {
+	if c.call(&c.GraphAddEdges, graph, uintptr(unsafe.Pointer(&before[0])),
+		uintptr(unsafe.Pointer(&to[0])), uintptr(len(before))) == nil {
 		_ = c.call(&c.GraphDestroyNode, node) // one that stays does no harm
 	}
 }

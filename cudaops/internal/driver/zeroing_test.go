@@ -30,36 +30,45 @@ func TestZeroedWorkspace(t *testing.T) {
 			p := must[gpu.MatmulPlan](t)(blas.Plan(spec, limit, 12))
 			a, b := r.matrix(spec.A, spec.M*spec.K), r.matrix(spec.B, spec.K*spec.N)
 			size := spec.M * spec.N * spec.D.Size()
-			pa, pb, pd, work := r.alloc(t, len(a.bytes)), r.alloc(t, len(b.bytes)), r.alloc(t, 2*size), r.alloc(t, limit)
+			pa, pb, pd, work := r.alloc(t, len(a.bytes)), r.alloc(t, len(b.bytes)),
+				r.alloc(t, 2*size), r.alloc(t, limit)
 			ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, s), r.CopyToDevice(pb, b.bytes, s)))
 			for way, algo := range p.Algos() {
 				if algo.Workspace == 0 || algo.Workspace > most {
 					continue
 				}
-				ok(t, p.Run(way, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, Workspace: work, WorkspaceSize: limit}, s)) // which may load a module
-				// capture takes two products, which write one behind the other, each with workspace of its own.
+				// which may load a module
+				ok(t, p.Run(way, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, Workspace: work,
+					WorkspaceSize: limit}, s))
+				// capture takes two products, which write one behind the other, each with workspace
+				// of its own.
 				capture := func(zeroed bool) *gpu.Graph {
 					ok(t, r.BeginCapture(s))
 					if zeroed {
 						ok(t, r.Memset8(work, 0, 2*most, s))
 					}
 					for i := range 2 {
-						ok(t, p.Run(way, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd.Offset(i * size), Workspace: work.Offset(i * most),
-							WorkspaceSize: algo.Workspace, Zeroed: zeroed}, s))
+						ok(t,
+							p.Run(way, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb,
+								D: pd.Offset(i * size), Workspace: work.Offset(i * most),
+								WorkspaceSize: algo.Workspace, Zeroed: zeroed}, s))
 					}
 					return must[*gpu.Graph](t)(r.EndCapture(s))
 				}
 				results := func(g *gpu.Graph) []byte {
-					ok(t, errors.Join(r.Memset8(work, 0xff, limit, s), r.Memset8(pd, 0xff, 2*size, s), r.LaunchGraph(g, s)))
+					ok(t, errors.Join(r.Memset8(work, 0xff, limit, s),
+						r.Memset8(pd, 0xff, 2*size, s), r.LaunchGraph(g, s)))
 					got := make([]byte, 2*size)
 					ok(t, errors.Join(r.CopyToHost(got, pd, s), r.SyncStream(s)))
 					return got
 				}
 				plain, without := capture(false), capture(true)
-				name := fmt.Sprintf("%dx%dx%d, way %d, which needs %d bytes", spec.M, spec.N, spec.K, way, algo.Workspace)
+				name := fmt.Sprintf("%dx%dx%d, way %d, which needs %d bytes", spec.M, spec.N,
+					spec.K, way, algo.Workspace)
 				if r.gpu && plain.Nodes > 2 && !gpu.Poison {
 					if zeroing++; without.Nodes != plain.Nodes-1 {
-						t.Errorf("%s: %d nodes, and %d with one memset for all", name, plain.Nodes, without.Nodes)
+						t.Errorf("%s: %d nodes, and %d with one memset for all", name,
+							plain.Nodes, without.Nodes)
 					}
 				}
 				want := results(plain)
@@ -68,7 +77,8 @@ func TestZeroedWorkspace(t *testing.T) {
 				}
 				for launch := range 3 {
 					if !bytes.Equal(results(without), want) {
-						t.Errorf("%s: launch %d differs from the product that sets its workspace to zero", name, launch)
+						t.Errorf("%s: launch %d differs from the product that sets its workspace "+
+							"to zero", name, launch)
 					}
 				}
 				ok(t, errors.Join(r.DestroyGraph(plain), r.DestroyGraph(without)))

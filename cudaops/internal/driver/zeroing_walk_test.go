@@ -44,7 +44,8 @@ func (g *nodes) context() *context {
 		&c.CtxSetCurrent:  func(uintptr) uintptr { return 0 },
 		&c.GetErrorName:   func(_, _ uintptr) uintptr { return invalid },
 		&c.GetErrorString: func(_, _ uintptr) uintptr { return invalid },
-		&c.StreamCaptureInfo: func(s uintptr, status *int32, _, _ *uintptr, list **uintptr, n *uintptr) uintptr {
+		&c.StreamCaptureInfo: func(s uintptr, status *int32, _, _ *uintptr,
+			list **uintptr, n *uintptr) uintptr {
 			if *n = uintptr(len(g.front)); s == 1 && len(g.front) > 0 {
 				*status, *list = 1, &g.front[0]
 			}
@@ -106,10 +107,11 @@ func (g *nodes) context() *context {
 func TestZeroingNodes(t *testing.T) {
 	const at, bytes = gpu.Ptr(0x1000), 64
 	word := memsetParams{dst: at, size: 4, width: 1, height: 1}
-	// A product behind the nodes 1 and 2: 3, 4 and 5, where 3 is a memset unless it is told otherwise,
-	// and 6 behind it.
+	// A product behind the nodes 1 and 2: 3, 4 and 5, where 3 is a memset unless it is told
+	// otherwise, and 6 behind it.
 	graph := func(change func(g *nodes)) *nodes {
-		g := &nodes{before: map[uintptr][]uintptr{1: nil, 2: {1}, 3: {2}, 4: {3}, 5: {4}, 6: {5}}, memsets: map[uintptr]memsetParams{3: word}}
+		g := &nodes{before: map[uintptr][]uintptr{1: nil, 2: {1}, 3: {2}, 4: {3}, 5: {4}, 6: {5}},
+			memsets: map[uintptr]memsetParams{3: word}}
 		change(g)
 		return g
 	}
@@ -121,25 +123,56 @@ func TestZeroingNodes(t *testing.T) {
 		from   []uintptr
 		taken  bool
 	}{
-		"a word":                   {func(g *nodes) {}, []uintptr{2}, true},
-		"all of it":                {memset(func(p *memsetParams) { p.size, p.width = 1, bytes }), []uintptr{2}, true},
-		"the last word":            {memset(func(p *memsetParams) { p.dst += bytes - 4 }), []uintptr{2}, true},
-		"behind two nodes":         {func(g *nodes) { g.before[2], g.before[3] = nil, []uintptr{2, 1} }, []uintptr{1, 2}, true},
-		"one":                      {memset(func(p *memsetParams) { p.value = 1 }), []uintptr{2}, false},
-		"too many words":           {memset(func(p *memsetParams) { p.width = bytes/4 + 1 }), []uintptr{2}, false},
-		"far too many":             {memset(func(p *memsetParams) { p.width = 1 << 62 }), []uintptr{2}, false},
-		"rows":                     {memset(func(p *memsetParams) { p.height = 2 }), []uintptr{2}, false},
-		"in front of it":           {memset(func(p *memsetParams) { p.dst -= 4 }), []uintptr{2}, false},
-		"behind it":                {memset(func(p *memsetParams) { p.dst += bytes }), []uintptr{2}, false},
-		"a kernel":                 {func(g *nodes) { clear(g.memsets) }, []uintptr{2}, false},
-		"a memset behind a kernel": {func(g *nodes) { g.memsets = map[uintptr]memsetParams{4: word} }, []uintptr{2}, false},
-		"one of others":            {func(g *nodes) { g.memsets = map[uintptr]memsetParams{2: word} }, []uintptr{2}, false},
-		"another one waits":        {func(g *nodes) { g.before[6] = []uintptr{5, 3} }, []uintptr{2}, false},
-		"waits for another one":    {func(g *nodes) { g.before[4] = []uintptr{3, 1} }, []uintptr{2}, false},
-		"no chain":                 {func(g *nodes) { g.before[5] = []uintptr{4, 1} }, []uintptr{2}, false},
-		"another edge":             {func(g *nodes) { g.odd = 4 }, []uintptr{2}, false},
-		"another edge in front":    {func(g *nodes) { g.odd = 3 }, []uintptr{2}, false},
-		"nothing in front":         {func(g *nodes) { g.before[3] = nil; delete(g.before, 2) }, nil, false},
+		"a word": {func(g *nodes) {}, []uintptr{2}, true},
+		"all of it": {memset(func(p *memsetParams) {
+			p.size, p.width = 1, bytes
+		}), []uintptr{2}, true},
+		"the last word": {memset(func(p *memsetParams) {
+			p.dst += bytes - 4
+		}), []uintptr{2}, true},
+		"behind two nodes": {func(g *nodes) {
+			g.before[2], g.before[3] = nil, []uintptr{2, 1}
+		}, []uintptr{1, 2}, true},
+		"one": {memset(func(p *memsetParams) {
+			p.value = 1
+		}), []uintptr{2}, false},
+		"too many words": {memset(func(p *memsetParams) {
+			p.width = bytes/4 + 1
+		}), []uintptr{2}, false},
+		"far too many": {memset(func(p *memsetParams) {
+			p.width = 1 << 62
+		}), []uintptr{2}, false},
+		"rows": {memset(func(p *memsetParams) {
+			p.height = 2
+		}), []uintptr{2}, false},
+		"in front of it": {memset(func(p *memsetParams) {
+			p.dst -= 4
+		}), []uintptr{2}, false},
+		"behind it": {memset(func(p *memsetParams) {
+			p.dst += bytes
+		}), []uintptr{2}, false},
+		"a kernel": {func(g *nodes) { clear(g.memsets) }, []uintptr{2}, false},
+		"a memset behind a kernel": {func(g *nodes) {
+			g.memsets = map[uintptr]memsetParams{4: word}
+		}, []uintptr{2}, false},
+		"one of others": {func(g *nodes) {
+			g.memsets = map[uintptr]memsetParams{2: word}
+		}, []uintptr{2}, false},
+		"another one waits": {func(g *nodes) {
+			g.before[6] = []uintptr{5, 3}
+		}, []uintptr{2}, false},
+		"waits for another one": {func(g *nodes) {
+			g.before[4] = []uintptr{3, 1}
+		}, []uintptr{2}, false},
+		"no chain": {func(g *nodes) {
+			g.before[5] = []uintptr{4, 1}
+		}, []uintptr{2}, false},
+		"another edge":          {func(g *nodes) { g.odd = 4 }, []uintptr{2}, false},
+		"another edge in front": {func(g *nodes) { g.odd = 3 }, []uintptr{2}, false},
+		"nothing in front": {func(g *nodes) {
+			g.before[3] = nil
+			delete(g.before, 2)
+		}, nil, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := graph(c.change)

@@ -31,8 +31,10 @@ const Float8Max = 448
 type Scaling uint8
 
 const (
-	Unscaled   Scaling = iota
-	ScaledRows         // row i of op(A) by factor i of M, and column j of op(B) by factor j of N: compute capability 9.0, cuBLASLt 12.9
+	Unscaled Scaling = iota
+	// row i of op(A) by factor i of M, and column j of op(B) by factor j of N: compute capability
+	// 9.0, cuBLASLt 12.9
+	ScaledRows
 )
 
 func (s Scaling) String() string { return [...]string{"unscaled", "rows"}[s] }
@@ -53,7 +55,8 @@ func E4M3(v float32) byte {
 	}
 	_, e := math.Frexp(x) // x = f·2^e with f in [0.5, 1)
 	e = max(e-1, -6)
-	steps := int(math.RoundToEven(math.Ldexp(x, 3-e))) // in units of the last place; 8 and more are normal
+	// in units of the last place; 8 and more are normal
+	steps := int(math.RoundToEven(math.Ldexp(x, 3-e)))
 	return sign | byte(steps+(e+6)<<3)
 }
 

@@ -49,15 +49,19 @@ var statusNames = map[Status]string{
 	InvalidValue: "INVALID_VALUE", OutOfMemory: "OUT_OF_MEMORY",
 	StubLibrary: "STUB_LIBRARY", NoDevice: "NO_DEVICE", InvalidDevice: "INVALID_DEVICE",
 	InvalidImage: "INVALID_IMAGE", InvalidContext: "INVALID_CONTEXT",
-	ECCUncorrectable: "ECC_UNCORRECTABLE", InvalidPTX: "INVALID_PTX", NVLinkUncorrectable: "NVLINK_UNCORRECTABLE", Contained: "CONTAINED",
+	ECCUncorrectable: "ECC_UNCORRECTABLE", InvalidPTX: "INVALID_PTX",
+	NVLinkUncorrectable: "NVLINK_UNCORRECTABLE", Contained: "CONTAINED",
 	InvalidHandle: "INVALID_HANDLE",
 	NotFound:      "NOT_FOUND", NotReady: "NOT_READY", IllegalAddress: "ILLEGAL_ADDRESS",
 	LaunchOutOfResources: "LAUNCH_OUT_OF_RESOURCES", LaunchTimeout: "LAUNCH_TIMEOUT",
-	ContextIsDestroyed: "CONTEXT_IS_DESTROYED", Assert: "ASSERT", MisalignedAddress: "MISALIGNED_ADDRESS",
-	LaunchFailed: "LAUNCH_FAILED", NotSupported: "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
-	CaptureUnsupported: "STREAM_CAPTURE_UNSUPPORTED", CaptureInvalidated: "STREAM_CAPTURE_INVALIDATED",
-	CaptureUnmatched: "STREAM_CAPTURE_UNMATCHED",
-	CapturedEvent:    "CAPTURED_EVENT",
+	ContextIsDestroyed: "CONTEXT_IS_DESTROYED", Assert: "ASSERT",
+	MisalignedAddress: "MISALIGNED_ADDRESS",
+	LaunchFailed:      "LAUNCH_FAILED", NotSupported: "NOT_SUPPORTED",
+	SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
+	CaptureUnsupported:   "STREAM_CAPTURE_UNSUPPORTED",
+	CaptureInvalidated:   "STREAM_CAPTURE_INVALIDATED",
+	CaptureUnmatched:     "STREAM_CAPTURE_UNMATCHED",
+	CapturedEvent:        "CAPTURED_EVENT",
 }
 
 // Error is CUDA's name of the status, as far as this package knows it.
@@ -75,8 +79,10 @@ func (s Status) Error() string {
 // too, and only a new process (or a reset of the primary context) helps.
 func (s Status) Sticky() bool {
 	switch s {
-	case ECCUncorrectable, NVLinkUncorrectable, Contained, IllegalAddress, LaunchTimeout, ContextIsDestroyed, Assert,
-		HardwareStackError, IllegalInstruction, MisalignedAddress, InvalidAddressSpace, InvalidPC, LaunchFailed:
+	case ECCUncorrectable, NVLinkUncorrectable, Contained, IllegalAddress, LaunchTimeout,
+		ContextIsDestroyed, Assert,
+		HardwareStackError, IllegalInstruction, MisalignedAddress, InvalidAddressSpace,
+		InvalidPC, LaunchFailed:
 		return true
 	}
 	return false
@@ -93,7 +99,8 @@ const (
 )
 
 var blasStatusNames = map[BlasStatus]string{
-	1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
+	1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE",
+	8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
 	13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR",
 }
 
@@ -145,7 +152,8 @@ func (e *Error) Error() string {
 		}
 	}
 	if e.Sticky() {
-		msg += ": the GPU's context is lost; the fault may come from any kernel launched before this call"
+		msg += ": the GPU's context is lost; the fault may come from any kernel launched before " +
+			"this call"
 	}
 	return msg
 }

@@ -21,10 +21,11 @@ import (
 type Driver interface {
 	// Version is the CUDA version that the driver supports: 1000·major + 10·minor.
 	Version() int
-	// Devices lists the GPUs that CUDA_VISIBLE_DEVICES leaves visible; a position in it is an ordinal.
+	// Devices lists the GPUs that CUDA_VISIBLE_DEVICES leaves visible; a position in it is an
+	// ordinal.
 	Devices() []DeviceInfo
-	// Retain returns the primary context of a GPU, which CUDA's runtime libraries in the same process
-	// share.
+	// Retain returns the primary context of a GPU, which CUDA's runtime libraries in the same
+	// process share.
 	Retain(ordinal int) (Context, error)
 	// Adopt uses a context (a CUcontext) that somebody else made; closing it leaves that context
 	// alone.
@@ -81,14 +82,14 @@ type Context interface {
 	Handle() uintptr
 	// Do runs f on a thread on which the context is current.
 	Do(f func() error) error
-	// Stats counts the work given to this context so far; work inside a capture counts when the graph
-	// is launched.
+	// Stats counts the work given to this context so far; work inside a capture counts when the
+	// graph is launched.
 	Stats() Stats
-	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a *NotFoundError
-	// when it is missing.
+	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a
+	// *NotFoundError when it is missing.
 	Blas() (Blas, error)
-	// Close lets go of the context. Device memory and other objects still alive are gone once nobody
-	// else holds it.
+	// Close lets go of the context. Device memory and other objects still alive are gone once
+	// nobody else holds it.
 	Close() error
 
 	Memory
@@ -135,14 +136,15 @@ type Ordering interface {
 	Mark(e Event, s Stream) error
 	SyncEvent(e Event) error
 	EventDone(e Event) (bool, error)
-	// Elapsed is the time between two recorded events that have both passed, to about a microsecond.
+	// Elapsed is the time between two recorded events that have both passed, to about a
+	// microsecond.
 	Elapsed(start, end Event) (time.Duration, error)
 }
 
 // Code is modules, their functions, and launching them.
 type Code interface {
-	// LoadModule loads a fat binary, a cubin or PTX. When PTX does not compile, the error carries the
-	// compiler's log.
+	// LoadModule loads a fat binary, a cubin or PTX. When PTX does not compile, the error carries
+	// the compiler's log.
 	LoadModule(image []byte) (Module, error)
 	UnloadModule(m Module) error
 	Function(m Module, name string) (*Function, error)
@@ -153,8 +155,8 @@ type Code interface {
 	// OccupancyClusters is the number of a launch's clusters that run at once on the whole GPU.
 	OccupancyClusters(f *Function, c LaunchConfig) (int, error)
 	Launch(f *Function, c LaunchConfig, s Stream, a *Args) error
-	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute capability
-	// 9.0 and later).
+	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute
+	// capability 9.0 and later).
 	EncodeTiled(t TiledTensor) (TensorMap, error)
 }
 
@@ -197,12 +199,14 @@ func (s Stats) plus(o Stats, sign int64) Stats {
 
 // Bytes is the memory of a slice of numbers, and View is its inverse: neither copies.
 func Bytes[T Number](s []T) []byte {
-	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))), len(s)*int(unsafe.Sizeof(*new(T))))
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))),
+		len(s)*int(unsafe.Sizeof(*new(T))))
 }
 
 // View is memory from AllocHost (aligned for every T) as a slice of as many numbers as fit.
 func View[T Number](b []byte) []T {
-	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/int(unsafe.Sizeof(*new(T))))
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))),
+		len(b)/int(unsafe.Sizeof(*new(T))))
 }
 
 // Number is what device memory holds.

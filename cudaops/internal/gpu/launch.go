@@ -11,7 +11,8 @@ import (
 type Function struct {
 	Name   string
 	Handle uintptr
-	Params []Param // the layout of its parameters; nil where the driver cannot tell (before CUDA 12.4)
+	// the layout of its parameters; nil where the driver cannot tell (before CUDA 12.4)
+	Params []Param
 }
 
 // Param is where a parameter lies among a kernel's parameters, in bytes.
@@ -50,7 +51,8 @@ func (c LaunchConfig) Extended() bool { return c.Cluster != Dim{} || c.Overlap }
 
 func (c LaunchConfig) String() string {
 	g, b := c.Grid.Ones(), c.Block.Ones()
-	s := fmt.Sprintf("grid %dx%dx%d, block %dx%dx%d, %d bytes of dynamic shared memory", g.X, g.Y, g.Z, b.X, b.Y, b.Z,
+	s := fmt.Sprintf("grid %dx%dx%d, block %dx%dx%d, %d bytes of dynamic shared memory", g.X,
+		g.Y, g.Z, b.X, b.Y, b.Z,
 		c.Shared)
 	if (c.Cluster != Dim{}) {
 		k := c.Cluster.Ones()
@@ -132,7 +134,8 @@ func (f *Function) Check(a *Args) error {
 	for i, want := range f.Params {
 		if got := a.params[i]; got != want {
 			return NewError("cuLaunchKernel("+f.Name+")", InvalidValue, "",
-				fmt.Sprintf("argument %d has %d bytes at offset %d, the kernel takes %d bytes at offset %d",
+				fmt.Sprintf("argument %d has %d bytes at offset %d, the kernel takes %d bytes at "+
+					"offset %d",
 					i, got.Size, got.Offset, want.Size, want.Offset))
 		}
 	}
@@ -148,7 +151,8 @@ type TiledTensor struct {
 	Type    DType
 	Address Ptr      // a multiple of 16
 	Dims    []uint64 // elements
-	Strides []uint64 // bytes from one index to the next, for all dimensions but the innermost; multiples of 16
+	// bytes from one index to the next, for all dimensions but the innermost; multiples of 16
+	Strides []uint64
 	Box     []uint32 // elements, at most 256 each
 	Swizzle Swizzle
 	// Promotion is how far L2 widens its reads: 0, 64, 128 or 256 bytes.
@@ -177,7 +181,8 @@ func (t TiledTensor) Check() error {
 	case rank < 1 || rank > 5:
 		return bad("%d dimensions, want 1 to 5", rank)
 	case len(t.Strides) != rank-1 || len(t.Box) != rank:
-		return bad("%d dimensions need %d strides and %d box extents, have %d and %d", rank, rank-1, rank,
+		return bad("%d dimensions need %d strides and %d box extents, have %d and %d", rank, rank-1,
+			rank,
 			len(t.Strides), len(t.Box))
 	case t.Address == 0 || t.Address%16 != 0:
 		return bad("address %#x, want a multiple of 16", uint64(t.Address))
@@ -189,10 +194,12 @@ func (t TiledTensor) Check() error {
 	}
 	for i, d := range t.Dims {
 		if d < 1 || d > 1<<32 || t.Box[i] < 1 || t.Box[i] > 256 {
-			return bad("dimension %d: %d elements in boxes of %d, want 1 to 2^32 and 1 to 256", i, d, t.Box[i])
+			return bad("dimension %d: %d elements in boxes of %d, want 1 to 2^32 and 1 to 256", i,
+				d, t.Box[i])
 		}
 		if i > 0 && (t.Strides[i-1]%16 != 0 || t.Strides[i-1] >= 1<<40) {
-			return bad("dimension %d: stride of %d bytes, want a multiple of 16 below 2^40", i, t.Strides[i-1])
+			return bad("dimension %d: stride of %d bytes, want a multiple of 16 below 2^40", i,
+				t.Strides[i-1])
 		}
 	}
 	inner := int(t.Box[0]) * t.Type.Size()

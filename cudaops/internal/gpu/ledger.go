@@ -106,7 +106,9 @@ func (l *Ledger) Pinned(b []byte) bool {
 
 // find is the position of the first pinned span that starts at or after an address.
 func (l *Ledger) find(start uintptr) (int, bool) {
-	return slices.BinarySearchFunc(l.pinned, start, func(p span, at uintptr) int { return cmp.Compare(p.start, at) })
+	return slices.BinarySearchFunc(l.pinned, start, func(p span, at uintptr) int {
+		return cmp.Compare(p.start, at)
+	})
 }
 
 // BeginCapture notes that a stream is being captured.
@@ -154,7 +156,8 @@ func (l *Ledger) CheckHost(call string, b []byte, s Stream) (async bool, err err
 		return true, nil
 	}
 	if l.Capturing(s) {
-		return false, NewError(call, CaptureUnsupported, "", "a captured copy needs pinned host memory, from AllocHost")
+		return false, NewError(call, CaptureUnsupported, "",
+			"a captured copy needs pinned host memory, from AllocHost")
 	}
 	return false, nil
 }

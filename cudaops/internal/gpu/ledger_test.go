@@ -10,25 +10,29 @@ import (
 
 func TestArgs(t *testing.T) {
 	var a Args
-	a.Int32(-2).Ptr(0x1122334455667788).Float32(1).Struct([]byte{1, 2, 3}, 1).Uint64(7).TensorMap(&TensorMap{9}).Int64(-1)
+	a.Int32(-2).Ptr(0x1122334455667788).Float32(1).Struct([]byte{1, 2, 3},
+		1).Uint64(7).TensorMap(&TensorMap{9}).Int64(-1)
 	want := []Param{{0, 4}, {8, 8}, {16, 4}, {20, 3}, {24, 8}, {64, 128}, {192, 8}}
 	f := &Function{Name: "k", Params: want}
 	if err := f.Check(&a); err != nil {
 		t.Error(err)
 	}
 	b := a.Packed()
-	if len(b) != 200 || b[0] != 0xFE || b[3] != 0xFF || b[8] != 0x88 || b[15] != 0x11 || b[20] != 1 || b[24] != 7 || b[64] != 9 {
+	if len(b) != 200 || b[0] != 0xFE || b[3] != 0xFF || b[8] != 0x88 || b[15] != 0x11 ||
+		b[20] != 1 || b[24] != 7 || b[64] != 9 {
 		t.Errorf("packed % x", b)
 	}
 	f.Params = append([]Param(nil), want...)
 	f.Params[2].Size = 8
 	if err := f.Check(&a); !errors.Is(err, InvalidValue) ||
-		!strings.Contains(err.Error(), "cuLaunchKernel(k): CUDA_ERROR_INVALID_VALUE (1): argument 2 has 4 bytes at offset 16, "+
-			"the kernel takes 8 bytes at offset 16") {
+		!strings.Contains(err.Error(),
+			"cuLaunchKernel(k): CUDA_ERROR_INVALID_VALUE (1): argument 2 has 4 bytes at offset 16, "+
+				"the kernel takes 8 bytes at offset 16") {
 		t.Error(err)
 	}
 	f.Params = []Param{}
-	if err := f.Check(&a); err == nil || !strings.Contains(err.Error(), "7 arguments given, the kernel takes 0") {
+	if err := f.Check(&a); err == nil || !strings.Contains(err.Error(),
+		"7 arguments given, the kernel takes 0") {
 		t.Error(err)
 	}
 	if err := f.Check(a.Reset()); err != nil {
@@ -52,7 +56,8 @@ func TestPinned(t *testing.T) {
 	for _, c := range []struct {
 		b    []byte
 		want bool
-	}{{a, true}, {b, true}, {b[3:7], true}, {memory[9:12], false}, {memory[49:51], false}, {memory[50:60], false},
+	}{{a, true}, {b, true}, {b[3:7], true}, {memory[9:12], false}, {memory[49:51], false},
+		{memory[50:60], false},
 		{memory[:5], false}, {memory[15:25], false}} {
 		if got := l.Pinned(c.b); got != c.want {
 			t.Errorf("Pinned at %d = %v", cap(memory)-cap(c.b), got)
@@ -67,8 +72,9 @@ func TestPinned(t *testing.T) {
 }
 
 func TestErrors(t *testing.T) {
-	if got, want := NewOutOfMemory(3<<30, 1<<20, 1<<40).Error(), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory: "+
-		"3.00 GiB asked for, 1.00 MiB of 1.00 TiB free"; got != want {
+	if got, want := NewOutOfMemory(3<<30, 1<<20, 1<<40).Error(),
+		"cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory: "+
+			"3.00 GiB asked for, 1.00 MiB of 1.00 TiB free"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 	for s, want := range map[Status]string{Success: "CUDA_SUCCESS", 12345: "CUresult 12345",
@@ -78,16 +84,19 @@ func TestErrors(t *testing.T) {
 		}
 	}
 	err := error(NewBlasError("cublasLtCreate", BlasNotInitialized, ""))
-	if err.Error() != "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)" || !errors.Is(err, BlasNotInitialized) ||
+	if err.Error() != "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)" ||
+		!errors.Is(err, BlasNotInitialized) ||
 		errors.Is(err, InvalidValue) {
 		t.Error(err)
 	}
-	for _, s := range []Status{InvalidValue, OutOfMemory, LaunchOutOfResources, NotReady, CaptureUnmatched} {
+	for _, s := range []Status{InvalidValue, OutOfMemory, LaunchOutOfResources,
+		NotReady, CaptureUnmatched} {
 		if s.Sticky() {
 			t.Errorf("%v loses no context", s)
 		}
 	}
-	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1536: "1.50 KiB", 1 << 60: "1.00 EiB"} {
+	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1536: "1.50 KiB",
+		1 << 60: "1.00 EiB"} {
 		if got := Size(n); got != want {
 			t.Errorf("Size(%d) = %q, want %q", n, got, want)
 		}

@@ -23,8 +23,8 @@ type MatmulSpec struct {
 	// matrix.
 	StrideA, StrideB, StrideD int
 	Scaling                   Scaling // of float8
-	// FastAccumulation adds up products of float8 with fewer bits than float32 has, where that takes
-	// less time.
+	// FastAccumulation adds up products of float8 with fewer bits than float32 has, where that
+	// takes less time.
 	FastAccumulation bool
 	Align            int // bytes that every pointer is a multiple of
 }
@@ -50,7 +50,8 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	orFill(&m.Align, 256)
 	switch {
 	case m.LDA < colsA || m.LDB < colsB || m.LDD < m.N:
-		return bad("rows lie %d, %d, %d elements apart, shorter than their lengths %d, %d, %d", m.LDA, m.LDB, m.LDD,
+		return bad("rows lie %d, %d, %d elements apart, shorter than their lengths %d, %d, %d",
+			m.LDA, m.LDB, m.LDD,
 			colsA, colsB, m.N)
 	case m.Batch < 1:
 		return bad("batch of %d", m.Batch)
@@ -59,7 +60,8 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	case m.Align&(m.Align-1) != 0 || m.Align < m.A.Size():
 		return bad("alignment of %d bytes", m.Align)
 	case (m.Scaling != Unscaled || m.FastAccumulation) && (m.A.Size() > 1 || m.B.Size() > 1):
-		return bad("operands of %v and %v, want float8 where they are scaled or added up fast", m.A, m.B)
+		return bad("operands of %v and %v, want float8 where they are scaled or added up fast", m.A,
+			m.B)
 	case m.Scaling != Unscaled && m.Batch > 1:
 		return bad("batch of %d products with scales", m.Batch)
 	}
@@ -90,10 +92,10 @@ type MatmulArgs struct {
 	ScaleA, ScaleB Ptr // float32, as many as the spec's Scaling says
 	Workspace      Ptr
 	WorkspaceSize  int
-	// Zeroed says that the workspace is zero whenever the product begins: in a capture, work in front
-	// of it has set it to zero, and nothing between the two writes there at any launch of the graph.
-	// Where cuBLASLt's way begins with setting workspace to zero, that is then left out of the graph.
-	// Outside a capture it means nothing.
+	// Zeroed says that the workspace is zero whenever the product begins: in a capture, work in
+	// front of it has set it to zero, and nothing between the two writes there at any launch of the
+	// graph. Where cuBLASLt's way begins with setting workspace to zero, that is then left out of
+	// the graph. Outside a capture it means nothing.
 	Zeroed bool
 }
 
@@ -106,8 +108,8 @@ type Algo struct {
 // Blas is cuBLASLt.
 type Blas interface {
 	Version() int // 10000·major + 100·minor + patch
-	// Plan prepares a product and asks for up to want ways to compute it within a workspace of at most
-	// that many bytes, the one thought fastest first. None at all is an error with the status
+	// Plan prepares a product and asks for up to want ways to compute it within a workspace of at
+	// most that many bytes, the one thought fastest first. None at all is an error with the status
 	// BlasNotSupported.
 	Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error)
 }
@@ -128,13 +130,16 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 	case algo < 0 || algo >= len(algos):
 		detail = fmt.Sprintf("algorithm %d of %d", algo, len(algos))
 	case a.WorkspaceSize < algos[algo].Workspace:
-		detail = fmt.Sprintf("workspace of %d bytes, %d are needed", a.WorkspaceSize, algos[algo].Workspace)
+		detail = fmt.Sprintf("workspace of %d bytes, %d are needed", a.WorkspaceSize,
+			algos[algo].Workspace)
 	case (m.Scaling != Unscaled) != (a.ScaleA != 0) || (a.ScaleA != 0) != (a.ScaleB != 0):
 		detail = "two scales go with scaled operands, and only with those"
 	case (a.ScaleA|a.ScaleB)%16 != 0:
-		detail = fmt.Sprintf("scales at %#x and %#x are not both aligned to 16 bytes", uint64(a.ScaleA), uint64(a.ScaleB))
+		detail = fmt.Sprintf("scales at %#x and %#x are not both aligned to 16 bytes",
+			uint64(a.ScaleA), uint64(a.ScaleB))
 	case (a.A|a.B|a.C|a.D)%Ptr(m.Align) != 0:
-		detail = fmt.Sprintf("A, B, C, D at %#x, %#x, %#x, %#x are not all aligned to %d bytes", uint64(a.A),
+		detail = fmt.Sprintf("A, B, C, D at %#x, %#x, %#x, %#x are not all aligned to %d bytes",
+			uint64(a.A),
 			uint64(a.B), uint64(a.C), uint64(a.D), m.Align)
 	default:
 		return nil

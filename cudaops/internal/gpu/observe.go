@@ -58,17 +58,23 @@ func (c *Observed) Launch(f *Function, l LaunchConfig, s Stream, a *Args) error 
 
 // CopyToDevice is the context's.
 func (c *Observed) CopyToDevice(dst Ptr, src []byte, s Stream) error {
-	return c.watch("copy to the device", s, 0, func() error { return c.Context.CopyToDevice(dst, src, s) })
+	return c.watch("copy to the device", s, 0, func() error {
+		return c.Context.CopyToDevice(dst, src, s)
+	})
 }
 
 // CopyToHost is the context's.
 func (c *Observed) CopyToHost(dst []byte, src Ptr, s Stream) error {
-	return c.watch("copy to the host", s, 0, func() error { return c.Context.CopyToHost(dst, src, s) })
+	return c.watch("copy to the host", s, 0, func() error {
+		return c.Context.CopyToHost(dst, src, s)
+	})
 }
 
 // CopyOnDevice is the context's.
 func (c *Observed) CopyOnDevice(dst, src Ptr, bytes int, s Stream) error {
-	return c.watch("copy on the device", s, 0, func() error { return c.Context.CopyOnDevice(dst, src, bytes, s) })
+	return c.watch("copy on the device", s, 0, func() error {
+		return c.Context.CopyOnDevice(dst, src, bytes, s)
+	})
 }
 
 // Memset8 is the context's.
@@ -114,7 +120,8 @@ func (p *observedPlan) Run(algo int, a MatmulArgs, s Stream) error {
 		return p.MatmulPlan.Run(algo, a, s)
 	}
 	m := p.spec
-	name := fmt.Sprintf("cublasLt %dx%dx%d %s%s %v", m.M, m.N, m.K, letter(m.TransA), letter(m.TransB), m.D)
+	name := fmt.Sprintf("cublasLt %dx%dx%d %s%s %v", m.M, m.N, m.K, letter(m.TransA),
+		letter(m.TransB), m.D)
 	if m.Batch > 1 {
 		name += fmt.Sprintf(" x%d", m.Batch)
 	}

@@ -26,7 +26,8 @@ type Machine struct {
 	Apart  bool                 // op and backward op are in graphs of their own
 	Warn   func(message string) // once for each message
 
-	Sent    func(*program.Input) bool  // whether an input's value goes to the device before every run
+	// whether an input's value goes to the device before every run
+	Sent    func(*program.Input) bool
 	Refresh func(*program.Input) error // renews an input's copies
 }
 
@@ -81,7 +82,8 @@ func New(m *Machine) (*Layers, error) {
 	r := &reports{m: m, owned: run.Memory{Ctx: m.Ctx}, memory: p.Reports, seeds: p.Reports.Shape[1]}
 	m.Attendants = append(m.Attendants, r)
 	for _, k := range p.Kasmina {
-		l := &layer{KasminaLayer: k, m: m, reports: r, next: gpu.Bytes(make([]uint32, k.State.Len())),
+		l := &layer{KasminaLayer: k, m: m, reports: r,
+			next:   gpu.Bytes(make([]uint32, k.State.Len())),
 			counts: make([]uint32, program.KasminaHealth*k.Seeds)}
 		pass := k.Op.NewPass()
 		pass.Begin()
@@ -300,10 +302,13 @@ func (l *layer) deliver(f *flight) error {
 			return h
 		}
 		v := func(i int) float64 { return figure(program.KasminaHealth, i, seed) }
-		h.Health = state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3), DeadRatio: v(4), SNR: v(5)}
-		h.Moments = state.Moments{Count: elements - float64(h.NonFinite), Mean: v(kasminakernel.Moments), Variance: v(kasminakernel.Moments + 1)}
+		h.Health = state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3),
+			DeadRatio: v(4), SNR: v(5)}
+		h.Moments = state.Moments{Count: elements - float64(h.NonFinite),
+			Mean: v(kasminakernel.Moments), Variance: v(kasminakernel.Moments + 1)}
 		if f.mode.histogram {
-			h.Histogram = (*state.Histogram)(words[l.place(program.KasminaBins)+seed*kasminakernel.Bins:])
+			h.Histogram = (*state.Histogram)(words[l.place(program.KasminaBins)+
+				seed*kasminakernel.Bins:])
 		}
 		return h
 	}
@@ -315,14 +320,16 @@ func (l *layer) deliver(f *flight) error {
 		return err
 	}
 	gradient := func(seed int) state.GradientSample {
-		g := state.GradientSample{NonFinite: count(program.KasminaBadG, seed), Clipped: count(program.KasminaClipped, seed)}
+		g := state.GradientSample{NonFinite: count(program.KasminaBadG, seed),
+			Clipped: count(program.KasminaClipped, seed)}
 		if !f.mode.telemetry {
 			return g
 		}
 		v := func(i int) float64 { return figure(program.KasminaGradient, i, seed) }
 		s := float64(f.scale)
 		g.Gradient = state.Gradient{Norm: v(0) / s, Variance: v(1) / s / s, Max: v(2) / s}
-		g.Norms = state.Moments{Count: v(kasminakernel.Norms + 2), Mean: v(kasminakernel.Norms) / s, Variance: v(kasminakernel.Norms+1) / s / s}
+		g.Norms = state.Moments{Count: v(kasminakernel.Norms + 2), Mean: v(kasminakernel.Norms) / s,
+			Variance: v(kasminakernel.Norms+1) / s / s}
 		return g
 	}
 	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))

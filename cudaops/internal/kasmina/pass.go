@@ -35,7 +35,8 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass, whole bool) error 
 		if !backward {
 			return ls.m.passOnHost(p.Node, in, a["Y"])
 		}
-		return ls.m.passOnHost(p.Node, append(in, nil, a["G"]), a["DX"], a["DWeights"], a["DScales"])
+		return ls.m.passOnHost(p.Node, append(in, nil, a["G"]), a["DX"],
+			a["DWeights"], a["DScales"])
 	}
 	if whole {
 		clearSums(p)
@@ -67,9 +68,10 @@ func clearSums(p program.KasminaPass) {
 	}
 }
 
-// unmeasured enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil, a
-// backward pass in place works there.
-func (ls *Layers) unmeasured(l *layer, p program.KasminaPass, a map[string]*program.Array, spare *program.Array) error {
+// unmeasured enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil,
+// a backward pass in place works there.
+func (ls *Layers) unmeasured(l *layer, p program.KasminaPass, a map[string]*program.Array,
+	spare *program.Array) error {
 	if a["G"] != nil {
 		return ls.launchBackward(l, p, a, kasminakernel.Backward{Bad: l.at(program.KasminaIgnored),
 			Clipped: l.at(program.KasminaIgnored)}, spare)
@@ -80,7 +82,8 @@ func (ls *Layers) unmeasured(l *layer, p program.KasminaPass, a map[string]*prog
 // description is the layer as the kernels take it.
 func (l *layer) description(a map[string]*program.Array) kasminakernel.Layer {
 	k := l.Shape()
-	k.X, k.Weights, k.Scales, k.State = a["X"].Ptr(), a["Weights"].Ptr(), a["Scales"].Ptr(), l.latticeState()
+	k.X, k.Weights, k.Scales, k.State = a["X"].Ptr(), a["Weights"].Ptr(),
+		a["Scales"].Ptr(), l.latticeState()
 	return k
 }
 
@@ -91,7 +94,8 @@ func (l *layer) mixing(p program.KasminaPass) kasminakernel.Wide {
 	return w
 }
 
-func (ls *Layers) launchForward(l *layer, p program.KasminaPass, a map[string]*program.Array, f kasminakernel.Forward) error {
+func (ls *Layers) launchForward(l *layer, p program.KasminaPass, a map[string]*program.Array,
+	f kasminakernel.Forward) error {
 	f.Layer, f.Y, f.Workspace = l.description(a), a["Y"].Ptr(), a["Workspace"].Ptr()
 	if l.Wide() {
 		return ls.m.Launch(kasminakernel.WideForward{Forward: f, Wide: l.mixing(p)})
@@ -99,7 +103,8 @@ func (ls *Layers) launchForward(l *layer, p program.KasminaPass, a map[string]*p
 	return ls.m.Launch(f)
 }
 
-func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*program.Array, b kasminakernel.Backward,
+func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*program.Array,
+	b kasminakernel.Backward,
 	spare *program.Array) error {
 	g, dx := a["G"], a["DX"]
 	if spare != nil {
@@ -176,7 +181,8 @@ func (l *layer) choose(err error) error {
 		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
 	}
 	l.hosted = true
-	l.m.Warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed works "+
+	l.m.Warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a "+
+		"seed works "+
 		"with it are computed on the host, which waits for the device and copies their values there and back", blueprints.Kind(kind.Kind)))
 	return nil
 }

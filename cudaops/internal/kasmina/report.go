@@ -56,7 +56,8 @@ func (r *reports) After() error {
 		}
 	}
 	r.runs++
-	return run.Joined(ctx.CopyToHost(r.host[i][:4*words*r.seeds], r.memory.Ptr(), r.m.Stream), ctx.Record(r.arrived[i], r.m.Stream))
+	return run.Joined(ctx.CopyToHost(r.host[i][:4*words*r.seeds], r.memory.Ptr(), r.m.Stream),
+		ctx.Record(r.arrived[i], r.m.Stream))
 }
 
 // Close gives back memory.

@@ -109,7 +109,8 @@ func (s *start) write(in *program.Input, a *program.Array, from int, x []float32
 // hostMemory returns the memory of an input's value.
 func hostMemory(in *program.Input) ([]float32, error) {
 	if in.Node.Value() == nil {
-		return nil, fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
+		return nil, fmt.Errorf("%s has no value: bind one with gorgonia.Let",
+			graph.Describe(in.Node))
 	}
 	memory, err := params.Memory(in.Node.Value())
 	if err != nil {

@@ -20,16 +20,21 @@ func TestSameBits(t *testing.T) {
 	dy, _ := g.Normal(n, kerneltest.Bf16, 0)
 	w, _ := g.Normal(d, kerneltest.F32, 0)
 	rstd, _ := g.Normal(rows, kerneltest.F32, 0)
-	dx, dw, work := g.Alloc(n, kerneltest.Bf16, 0), g.Alloc(d, kerneltest.F32, 0), g.Alloc(normkernel.RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4, kerneltest.F32, 0)
+	dx, dw, work := g.Alloc(n, kerneltest.Bf16, 0), g.Alloc(d, kerneltest.F32, 0),
+		g.Alloc(normkernel.RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4, kerneltest.F32, 0)
 	sum := reduce.Reduce{Op: reduce.Sum, X: x.Ptr, Outer: 1, N: n, Inner: 1, XType: kerneltest.Bf16}
-	columns := reduce.Reduce{Op: reduce.Sum, X: x.Ptr, Outer: 1, N: rows, Inner: d, XType: kerneltest.Bf16}
-	parts := g.Alloc(max(reduce.ReduceWorkspace(g.Set, sum), reduce.ReduceWorkspace(g.Set, columns))/4, kerneltest.F32, 0)
+	columns := reduce.Reduce{Op: reduce.Sum, X: x.Ptr, Outer: 1, N: rows, Inner: d,
+		XType: kerneltest.Bf16}
+	parts := g.Alloc(max(reduce.ReduceWorkspace(g.Set, sum),
+		reduce.ReduceWorkspace(g.Set, columns))/4, kerneltest.F32, 0)
 	one, many := g.Alloc(1, kerneltest.F32, 0), g.Alloc(d, kerneltest.F32, 0)
 	sum.Y, sum.Workspace, columns.Y, columns.Workspace = one.Ptr, parts.Ptr, many.Ptr, parts.Ptr
 	targets := kernel.Ints{Ptr: g.UploadInts(g.Classes(rows, d), 4)}
-	losses, scale, mean := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
+	losses, scale, mean := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0),
+		g.Alloc(1, kerneltest.F32, 0)
 
-	norm := normkernel.RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16,
+	norm := normkernel.RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr,
+		Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16,
 		Workspace: work.Ptr}
 	ways, err := normkernel.RMSNormBackwardWays(g.Set, norm)
 	g.Must(err)
@@ -41,9 +46,12 @@ func TestSameBits(t *testing.T) {
 		}
 		g.Must(sum.Launch(g.Set, g.Stream))
 		g.Must(columns.Launch(g.Set, g.Stream))
-		g.Must(crossentropy.Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
-		g.Must(crossentropy.Forward{Logits: x.Ptr, Losses: losses.Ptr, Targets: targets, Rows: rows, V: d, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
-		g.Must(crossentropy.Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+		g.Must(crossentropy.Scale{Scale: scale.Ptr, Targets: targets,
+			Rows: rows}.Launch(g.Set, g.Stream))
+		g.Must(crossentropy.Forward{Logits: x.Ptr, Losses: losses.Ptr, Targets: targets, Rows: rows,
+			V: d, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
+		g.Must(crossentropy.Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
+			Rows: rows}.Launch(g.Set, g.Stream))
 		return append(results, g.Read(one), g.Read(many), g.Read(losses), g.Read(mean))
 	}
 	first := run()

@@ -33,13 +33,15 @@ type key struct{ unit, name string }
 // kernel is a function, and what launching it needs to know.
 type kernel struct {
 	*gpu.Function
-	shared   int            // the dynamic shared memory that it may have
-	resident map[[2]int]int // blocks or clusters on the whole GPU at once, by threads and shared memory
+	shared int // the dynamic shared memory that it may have
+	// blocks or clusters on the whole GPU at once, by threads and shared memory
+	resident map[[2]int]int
 }
 
 // New returns the kernels for a context.
 func New(ctx gpu.Context) *Set {
-	return &Set{Ctx: ctx, Info: ctx.Device(), modules: map[string]gpu.Module{}, kernels: map[key]*kernel{}}
+	return &Set{Ctx: ctx, Info: ctx.Device(), modules: map[string]gpu.Module{},
+		kernels: map[key]*kernel{}}
 }
 
 // Close unloads them. No kernel may be running.
@@ -78,7 +80,8 @@ func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
 	}
 	if shared > f.shared {
 		if err := k.Ctx.AllowShared(f.Function, shared); err != nil {
-			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared, err)
+			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared,
+				err)
 		}
 		f.shared = shared
 	}
@@ -96,8 +99,10 @@ func (k *Set) module(unit string) (gpu.Module, error) {
 	}
 	m, err := k.Ctx.LoadModule(image)
 	if err != nil {
-		return 0, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the least): %w", unit,
-			float64(k.Info.Capability())/10, err)
+		return 0,
+			fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the "+
+				"least): %w", unit,
+				float64(k.Info.Capability())/10, err)
 	}
 	k.modules[unit] = m
 	return m, nil
@@ -217,7 +222,8 @@ func Suffix(op string, t gpu.DType) (string, error) {
 	case gpu.BFloat16:
 		return "_bf16", nil
 	}
-	return "", fmt.Errorf("kernels.%s: elements are of type %v, want float32, float16 or bfloat16", op, t)
+	return "", fmt.Errorf("kernels.%s: elements are of type %v, want float32, float16 or bfloat16",
+		op, t)
 }
 
 // checkSizes refuses a negative size and, as the first result, reports whether there is nothing to
@@ -252,7 +258,8 @@ func Bit(b bool) uint32 {
 
 // tableBytes is the memory of rows.
 func TableBytes[T any](rows []T) []byte {
-	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))), len(rows)*int(unsafe.Sizeof(rows[0])))
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))),
+		len(rows)*int(unsafe.Sizeof(rows[0])))
 }
 
 // suffixes is the name of a kernel that has one type for each of two arguments.

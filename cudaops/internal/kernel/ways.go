@@ -25,7 +25,8 @@ func (w Way) Of(op string, ways []Way) (Way, error) {
 	case w == Way{}:
 		return ways[0], nil
 	case !slices.Contains(ways, w):
-		return w, fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op, w, ways)
+		return w, fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op,
+			w, ways)
 	}
 	return w, nil
 }

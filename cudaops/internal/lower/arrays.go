@@ -118,7 +118,8 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 		to := s.View(at, a.Shape...)
 		at += a.Len()
 		if kept {
-			inputs[i].Copies = append(inputs[i].Copies, program.Copy{Array: to, Renew: c.cast(n, to, a)})
+			inputs[i].Copies = append(inputs[i].Copies,
+				program.Copy{Array: to, Renew: c.cast(n, to, a)})
 		} else {
 			c.Add(c.cast(n, to, a))
 		}
@@ -128,7 +129,8 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 
 // sharedStack returns the stack of parameters that the program they belong to keeps, nil if there
 // is none.
-func (c *compiler) sharedStack(inputs []*program.Input, all []*program.Array, t gpu.DType) *program.Array {
+func (c *compiler) sharedStack(inputs []*program.Input, all []*program.Array,
+	t gpu.DType) *program.Array {
 	var top *program.Array
 	rows, at := 0, 0
 	for i, in := range inputs {

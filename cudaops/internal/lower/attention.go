@@ -23,7 +23,8 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 	y, lse := c.like(q), c.aux(s.Batch, s.Heads, s.Seq)
 	c.saved[o] = lse
 	call := c.call(n, attention.Forward{Geometry: s, Type: q.Type}, program.Writes("Y", y),
-		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v), program.Writes("LSE", lse),
+		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
+		program.Writes("LSE", lse),
 		untimed("Documents", documents))
 	if !o.Documents() { // of these, the lengths decide how much there is to compute
 		call.FLOPs = attentionFLOPs(s, o.Config.Window, 2)
@@ -44,7 +45,8 @@ type packing struct {
 
 // documentsOf returns the table of where documents and windows start, which all attentions to the
 // same share, nil if o knows of neither.
-func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp, in []*program.Array) *program.Array {
+func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
+	in []*program.Array) *program.Array {
 	p := packing{batch: in[0].Shape[0] / o.Config.Seq, seq: o.Config.Seq, window: o.Config.Window}
 	if o.Documents() {
 		p.starts = in[3]
@@ -64,7 +66,8 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp, in []*progra
 	return table
 }
 
-func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
 	q, k, v, t := in[0], in[1], in[2], c.o.Activation
 	dq, dk, dv := c.NewArray(t, q.Shape...), c.NewArray(t, k.Shape...), c.NewArray(t, v.Shape...)
 	c.attentionGrad(n, in, dq, dk, dv, nil)
@@ -73,7 +76,8 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 
 // attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those
 // of what they were before.
-func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, dv *program.Array, turned *op.RoPEOp) {
+func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
+	dv *program.Array, turned *op.RoPEOp) {
 	q, k := c.acts(n, in[0], in[1])
 	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
@@ -86,7 +90,8 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, 
 	s := attentionShape(o, q.Shape[0])
 	a := attention.Backward{Geometry: s, Type: q.Type}
 	stats := c.bytes(a.WorkspaceBytes(c.o.Device))
-	call := c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk), program.Writes("DV", dv),
+	call := c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk),
+		program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
 		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
 		program.Uses("Stats", stats), program.Reads("Cos", cos), program.Reads("Sin", sin),
@@ -99,7 +104,8 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk, 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask
 // leaves half, and a window of w of n keys w/n·(2 − w/n) of that.
 func attentionFLOPs(s attention.Geometry, window, products int) float64 {
-	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) * float64(s.Seq) * float64(s.HeadDim)
+	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) *
+		float64(s.Seq) * float64(s.HeadDim)
 	if s.Causal {
 		n /= 2
 	}

@@ -16,5 +16,6 @@ func lowerBias(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 
 func lowerBiasGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	g := c.act(n, in[0])
-	return c.reduceMiddle(n, reducekernel.Sum, g, 1, g.Shape[0], g.Shape[1]).View(0, n.Shape()...), nil
+	return c.reduceMiddle(n, reducekernel.Sum, g, 1, g.Shape[0], g.Shape[1]).View(0, n.Shape()...),
+		nil
 }

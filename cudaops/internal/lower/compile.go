@@ -43,7 +43,8 @@ type Options struct {
 type Chooser interface {
 	// Tunes reports whether anything may be timed.
 	Tunes() bool
-	// Ways lists the ways in which a kernel can do a launch, without those that nothing chooses among.
+	// Ways lists the ways in which a kernel can do a launch, without those that nothing chooses
+	// among.
 	Ways(params any) []kernel.Way
 	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
 	Choose(g Group) (alternative, choice int, err error)
@@ -51,7 +52,8 @@ type Chooser interface {
 
 // Group is a piece of work that several lists of calls can do.
 type Group struct {
-	Op, Shape    string // all that its time depends on, beside the device and the build of the kernels
+	// all that its time depends on, beside the device and the build of the kernels
+	Op, Shape    string
 	Units        []string
 	FLOPs        float64
 	Alternatives []Alternative
@@ -69,15 +71,17 @@ type Alternative struct {
 // compiler turns a graph into a program.
 type compiler struct {
 	*program.Program
-	o     Options
-	saved map[gorgonia.Op]any // what the lowering of a forward op leaves for that of its backward op
+	o Options
+	// what the lowering of a forward op leaves for that of its backward op
+	saved map[gorgonia.Op]any
 	kept  map[*gorgonia.Node]bool
 	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
 
 	inputOf   map[*program.Buffer]*program.Input
 	copies    map[converted]*program.Array
 	quantized map[program.QuantizedKey]program.Quantized
-	sources   map[*program.Buffer][]*program.Input // what parameters and constants, and copies and stacks of them, are made of
+	// what parameters and constants, and copies and stacks of them, are made of
+	sources   map[*program.Buffer][]*program.Input
 	stacks    map[stacked]*program.Array
 	rotations map[rotation]*rotationTables
 	documents map[packing]*program.Array
@@ -173,18 +177,22 @@ func (c *compiler) gather() {
 		}
 		sum := c.NewResident(gpu.Float32, g.Shape...)
 		c.Sums[p] = sum
-		c.call(p.Deriv(), elementwise.Axpby{Alpha: 1, Beta: 1, N: g.Len(), YType: gpu.Float32, XType: g.Type},
+		c.call(p.Deriv(), elementwise.Axpby{Alpha: 1, Beta: 1, N: g.Len(),
+			YType: gpu.Float32, XType: g.Type},
 			program.Updates("Y", sum), program.Reads("X", g))
 	}
 }
 
 // newCall is a call of a node. Operands that are nil are left out.
 func (c *compiler) newCall(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
-	args = slices.DeleteFunc(args, func(a program.Arg) bool { return a.Array == nil || a.Buffer == nil })
+	args = slices.DeleteFunc(args, func(a program.Arg) bool {
+		return a.Array == nil || a.Buffer == nil
+	})
 	if n == nil { // of no graph
 		return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
 	}
-	return &program.Call{Op: graph.OpName(n), Node: graph.Describe(n), Layer: c.layers.Of(n), Params: params, Args: args}
+	return &program.Call{Op: graph.OpName(n), Node: graph.Describe(n), Layer: c.layers.Of(n),
+		Params: params, Args: args}
 }
 
 // call adds a call of a node.

@@ -18,12 +18,14 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 
 // embed adds the look-up of rows of a table.
 func (c *compiler) embed(n *gorgonia.Node, y, ids, table *program.Array) {
-	c.call(n, embedding.Forward{IDs: ints(), Rows: y.Shape[0], Vocab: table.Shape[0], D: table.Shape[1],
+	c.call(n, embedding.Forward{IDs: ints(), Rows: y.Shape[0],
+		Vocab: table.Shape[0], D: table.Shape[1],
 		Type: y.Type, TableType: table.Type},
 		program.Reads("IDs", ids), program.Reads("Table", table), program.Writes("Y", y))
 }
 
-func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
 	dt := c.aux(n.Shape()...)
 	c.embeddingGrad(n, in[0], c.act(n, in[1]), program.Writes("DT", dt))
 	return dt, nil

@@ -19,8 +19,8 @@ import (
 // of the first product that takes them. Everything else is as with [BFloat16].
 
 const (
-	// float8Rows is the fewest rows for which a product is of float8: with fewer it takes the time to
-	// read its weights, and rounding the rows is a kernel more.
+	// float8Rows is the fewest rows for which a product is of float8: with fewer it takes the time
+	// to read its weights, and rounding the rows is a kernel more.
 	float8Rows = 128
 	// float8Pack is what the other sizes of a product are multiples of.
 	float8Pack = 16
@@ -68,14 +68,16 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantize
 	}
 	q := c.newQuantized(x.Shape[0], x.Shape[1])
 	c.call(n, quantizekernel.Rows{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
-		program.Writes("Y", q.Values), program.Writes("Scale", q.Scales), program.Reads("X", x)).Op = "Quantize"
+		program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
+		program.Reads("X", x)).Op = "Quantize"
 	c.quantized[key] = q
 	return q
 }
 
 // quantizeWeight returns the rows of w, or its columns turned to rows. Of parameters and constants
 // they are kept, and renewed with these.
-func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array, turned bool) program.Quantized {
+func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array,
+	turned bool) program.Quantized {
 	key := program.KeyOf(w, turned)
 	if q, ok := c.quantized[key]; ok {
 		return q
@@ -101,13 +103,15 @@ func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array, turned boo
 func (c *compiler) quantizeColumns(n *gorgonia.Node, w *program.Array) program.Quantized {
 	rows, d := w.Shape[0], w.Shape[1]
 	q, a := c.newQuantized(d, rows), quantizekernel.Columns{Rows: rows, D: d, Type: w.Type}
-	c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales), program.Reads("X", w),
+	c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
+		program.Reads("X", w),
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
 	return q
 }
 
 // keepWeight returns what is kept of w, which is made of some inputs.
-func (c *compiler) keepWeight(w *program.Array, of []*program.Input, turned bool) program.Quantized {
+func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
+	turned bool) program.Quantized {
 	resident := func(rows, columns int) program.Quantized {
 		return program.Quantized{Values: c.NewResident(gpu.Float8E4M3, rows, columns),
 			Scales: c.NewResident(gpu.Float32, rows)}

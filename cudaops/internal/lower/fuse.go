@@ -55,7 +55,9 @@ func folded(n *gorgonia.Node) *program.Array { return &program.Array{Shape: n.Sh
 // sole returns the node that alone uses n, nil if there is none, if there are several, or if n's
 // value is asked for.
 func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
-	if users := c.users[n]; len(users) > 0 && c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == users[0] }) {
+	if users := c.users[n]; len(users) > 0 && c.onlyUsedBy(n, func(u *gorgonia.Node) bool {
+		return u == users[0]
+	}) {
 		return users[0]
 	}
 	return nil
@@ -79,7 +81,8 @@ func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
 	}
 	in := graph.Children(n)
 	for _, a := range in {
-		if _, repeated := spreadOf(a); repeated || len(a.Shape()) != 2 || !slices.Equal(a.Shape(), n.Shape()) {
+		if _, repeated := spreadOf(a); repeated || len(a.Shape()) != 2 ||
+			!slices.Equal(a.Shape(), n.Shape()) {
 			return nil, nil, false
 		}
 	}
@@ -140,18 +143,20 @@ func (c *compiler) lastUse(n *gorgonia.Node, i int, a *program.Array) bool {
 // onlyGives reports whether v is the gradients of a norm, of which that of its input is the value
 // of the given node, or was added to another one there.
 func (c *compiler) onlyGives(v, to *gorgonia.Node) bool {
-	return isOp[*op.RMSNormGradOp](v) && !slices.ContainsFunc(c.users[v], func(u *gorgonia.Node) bool {
-		if o, ok := u.Op().(*opbase.PartOp); !ok || o.Offset > 0 {
-			return !ok
-		}
-		value := c.Values[u]
-		return u != to && (value == nil || value.Buffer != nil)
-	})
+	return isOp[*op.RMSNormGradOp](v) && !slices.ContainsFunc(c.users[v],
+		func(u *gorgonia.Node) bool {
+			if o, ok := u.Op().(*opbase.PartOp); !ok || o.Offset > 0 {
+				return !ok
+			}
+			value := c.Values[u]
+			return u != to && (value == nil || value.Buffer != nil)
+		})
 }
 
 // fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and
 // that.
-func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node, []*program.Array, *program.Array) (*program.Array, error)) (bool, error) {
+func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node,
+	[]*program.Array, *program.Array) (*program.Array, error)) (bool, error) {
 	var sum *gorgonia.Node
 	for _, u := range c.users[n] {
 		if isOp[*op.SiLUMLPGradOp](u) && slices.Index(graph.Children(u), n) == 4 {
@@ -312,7 +317,8 @@ func WaysOf(c *program.Call, params any, tuned kernel.Tuned, ways []kernel.Way) 
 }
 
 // fusedCall is a call in place of a product and what is done with its result.
-func (c *compiler) fusedCall(n *gorgonia.Node, p product, params any, args ...program.Arg) *program.Call {
+func (c *compiler) fusedCall(n *gorgonia.Node, p product, params any,
+	args ...program.Arg) *program.Call {
 	one := c.newCall(n, params, args...)
 	one.FLOPs, one.Float8 = p.flops(), p.scaleA != nil
 	return one

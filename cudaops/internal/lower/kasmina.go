@@ -20,7 +20,8 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 		}
 	}
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
-	l := &program.KasminaLayer{Op: o, Seeds: seeds, Rows: x[0], Chunk: o.Chunk(), Width: weights[1], Type: c.o.Activation,
+	l := &program.KasminaLayer{Op: o, Seeds: seeds, Rows: x[0], Chunk: o.Chunk(),
+		Width: weights[1], Type: c.o.Activation,
 		Figures: c.token(), Gradients: c.token()}
 	bytes := (kasmina.State{Seeds: seeds, Slots: weights[0]}).Bytes()
 	if l.Wide() {
@@ -41,17 +42,20 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 
 // token is an array without memory, which orders the calls that write it.
 func (c *compiler) token() *program.Array {
-	return &program.Array{Buffer: &program.Buffer{Resident: true}, Type: gpu.Float32, Shape: []int{0}}
+	return &program.Array{Buffer: &program.Buffer{Resident: true},
+		Type: gpu.Float32, Shape: []int{0}}
 }
 
 // startsSlots makes the machine look at a layer's slots before its runs, where weights and scales
 // are inputs of the graph.
 func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) {
 	w, s := c.inputOf[weights.Buffer], c.inputOf[scales.Buffer]
-	if o.Replaying || w == nil || s == nil || weights.Type != gpu.Float32 || scales.Type != gpu.Float32 {
+	if o.Replaying || w == nil || s == nil || weights.Type != gpu.Float32 ||
+		scales.Type != gpu.Float32 {
 		return
 	}
-	c.Starts = append(c.Starts, program.KasminaStart{Op: o, Weights: weights, Scales: scales, OfWeights: w, OfScales: s})
+	c.Starts = append(c.Starts, program.KasminaStart{Op: o, Weights: weights, Scales: scales,
+		OfWeights: w, OfScales: s})
 }
 
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
@@ -64,10 +68,13 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 	plain := kasmina.Forward{Layer: l.Shape()}
 	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
 	p := program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying}
-	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
-		program.Writes("Y", y), program.Uses("Workspace", workspace), program.Reads("State", l.State)}
+	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights),
+		program.Reads("Scales", scales),
+		program.Writes("Y", y), program.Uses("Workspace", workspace),
+		program.Reads("State", l.State)}
 	if l.Wide() {
-		p.Wide = c.bytes(kasmina.WideForward{Forward: plain, Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
+		p.Wide = c.bytes(kasmina.WideForward{Forward: plain,
+			Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
 		args = append(args, program.Uses("", p.Wide))
 	}
 	if o.Replaying {
@@ -104,20 +111,25 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	if p.InPlace {
 		result.Role = program.Update
 	}
-	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
-		program.Reads("G", g), result, program.Writes("DWeights", dw), program.Writes("DScales", ds),
-		program.Uses("Workspace", workspace), program.Reads("State", l.State), program.Writes("", l.Gradients)}
+	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights),
+		program.Reads("Scales", scales),
+		program.Reads("G", g), result, program.Writes("DWeights", dw),
+		program.Writes("DScales", ds),
+		program.Uses("Workspace", workspace), program.Reads("State", l.State),
+		program.Writes("", l.Gradients)}
 	if p.Spare != nil {
 		args = append(args, program.Uses("", p.Spare))
 	}
 	if l.Wide() {
 		p.Parts = nil
-		p.Wide = c.bytes(kasmina.WideBackward{Backward: plain, Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
+		p.Wide = c.bytes(kasmina.WideBackward{Backward: plain,
+			Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
 		c.call(n, p, append(args, program.Uses("", p.Wide))...)
 		return packed(dx, dw, ds), nil
 	}
 	c.call(n, p, args...)
-	sum := c.call(n, kasmina.SumParts{All: []*kasmina.Parts{p.Parts}}, program.Writes("", l.Gradients),
+	sum := c.call(n, kasmina.SumParts{All: []*kasmina.Parts{p.Parts}},
+		program.Writes("", l.Gradients),
 		program.Writes("", dw), program.Writes("", ds), program.Reads("", workspace),
 		program.Reads("", weights), program.Reads("", scales))
 	sum.Op = "KasminaWeightGrad"
@@ -127,6 +139,9 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 // inPlace reports whether the backward pass, of node n, can leave the gradient of x where that of
 // y, g, is. x of an input may begin anywhere.
 func (c *compiler) inPlace(l *program.KasminaLayer, n *gorgonia.Node, x, g *program.Array) bool {
-	return !l.Wide() && l.Shape().InPlace() && c.lastUse(n, 4, g) && !x.Resident && x.Buffer != g.Buffer &&
-		!slices.ContainsFunc([]*program.Array{x, g}, func(a *program.Array) bool { return a.At%VectorBytes != 0 })
+	return !l.Wide() && l.Shape().InPlace() && c.lastUse(n, 4, g) && !x.Resident &&
+		x.Buffer != g.Buffer &&
+		!slices.ContainsFunc([]*program.Array{x, g}, func(a *program.Array) bool {
+			return a.At%VectorBytes != 0
+		})
 }

@@ -48,11 +48,13 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 
 // lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a
 // loss gradient of 1, or the loss scale in its place: the logits then need to be formed only once.
-func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
 	x, w := c.acts(n, in[0], in[1])
 	targets := in[2]
 	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
-	c.bound(targets, program.IDRange{Op: "LinearCrossEntropy", Argument: "targets", Vocab: v, Negative: true})
+	c.bound(targets, program.IDRange{Op: "LinearCrossEntropy", Argument: "targets",
+		Vocab: v, Negative: true})
 	losses, saved := c.aux(rows), classified{scale: c.aux(1)}
 	if c.gradients[n.Op()] > 0 { // the graph holds the backward op
 		saved.dx, saved.dw = c.like(x), c.aux(w.Shape...)
@@ -82,7 +84,8 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 type outputRows struct {
 	node                                     *gorgonia.Node
 	x, w, logits, losses, targets, scale, dx *program.Array
-	dw                                       program.Arg // written by the first chunk, added to by others
+	// written by the first chunk, added to by others
+	dw program.Arg
 }
 
 // weightGrad is the product that forms the gradient of w, or adds to it.
@@ -105,9 +108,10 @@ func (c *compiler) outputRows(o outputRows) error {
 		return nil
 	}
 	// The gradient takes the place of the logits.
-	several := []*program.Call{c.newProduct(n, p), c.newCall(n, a, program.Updates("Logits", o.logits),
-		program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
-		program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale))}
+	several := []*program.Call{c.newProduct(n, p),
+		c.newCall(n, a, program.Updates("Logits", o.logits),
+			program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
+			program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale))}
 	scaled, factors := c.like(o.x), c.aux(o.x.Shape[0])
 	one, err := c.either(fusion{one: c.fusedOutput(o, p, scaled, factors), several: several})
 	if err != nil {
@@ -126,18 +130,24 @@ func (c *compiler) outputRows(o outputRows) error {
 
 // fusedOutput is the call that forms the exponentials in the product of the logits (see
 // [gemm.LinearCrossEntropy]). The logits that it is timed with have the standard deviation 4.
-func (c *compiler) fusedOutput(o outputRows, p product, scaled, factors *program.Array) *program.Call {
-	a := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type, LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
-		Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
+func (c *compiler) fusedOutput(o outputRows, p product, scaled,
+	factors *program.Array) *program.Call {
+	a := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type,
+		LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
+			Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
 	x := program.Reads("X", o.x)
 	x.Deviation = 4 / math.Sqrt(float64(a.D))
-	return c.fusedCall(o.node, p, a, program.Uses("Terms", o.logits), program.Uses("Scaled", scaled),
-		program.Uses("Factors", factors), program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
-		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale),
+	return c.fusedCall(o.node, p, a, program.Uses("Terms", o.logits),
+		program.Uses("Scaled", scaled),
+		program.Uses("Factors", factors), program.Writes("Losses", o.losses), x,
+		program.Reads("W", o.w),
+		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
+		program.Reads("Grad", c.Scale),
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
 }
 
-func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,
+	in []*program.Array) (*program.Array, error) {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
 	if g := graph.Children(n)[4]; graph.IsConstant(g) && isOne(g.Value()) {
 		return packed(saved.dx, saved.dw), nil
@@ -148,7 +158,8 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Ar
 	}
 	var scaled []*program.Array
 	for _, d := range []*program.Array{saved.dx, saved.dw} {
-		scaled = append(scaled, c.elementwise(n, elementwise.Mul, d, c.as(n, upstream, d.Type), d.Shape))
+		scaled = append(scaled, c.elementwise(n, elementwise.Mul, d, c.as(n, upstream, d.Type),
+			d.Shape))
 	}
 	return packed(scaled...), nil
 }
@@ -166,7 +177,8 @@ type classified struct{ scale, lse, dx, dw *program.Array }
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	logits, targets := c.act(n, in[0]), in[1]
 	rows, v := logits.Shape[0], logits.Shape[1]
-	c.bound(targets, program.IDRange{Op: "CrossEntropy", Argument: "targets", Vocab: v, Negative: true})
+	c.bound(targets, program.IDRange{Op: "CrossEntropy", Argument: "targets",
+		Vocab: v, Negative: true})
 	losses, saved := c.aux(rows), classified{scale: c.aux(1), lse: c.aux(rows)}
 	c.saved[n.Op()] = saved
 	c.targetScale(n, saved.scale, targets)
@@ -190,13 +202,15 @@ func (c *compiler) meanLoss(n *gorgonia.Node, losses, scale *program.Array) *pro
 	return loss
 }
 
-func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
 	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
 	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
 	d := c.like(logits)
 	c.call(n, crossentropy.Backward{Forward: crossentropy.Forward{Targets: ints(),
 		Rows: logits.Shape[0], V: logits.Shape[1], Type: logits.Type}},
 		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("LSE", saved.lse),
-		program.Reads("Targets", targets), program.Reads("Scale", saved.scale), program.Reads("Grad", g))
+		program.Reads("Targets", targets), program.Reads("Scale", saved.scale),
+		program.Reads("Grad", g))
 	return d, nil
 }

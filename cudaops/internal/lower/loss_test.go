@@ -10,7 +10,8 @@ import (
 // of common models.
 func TestOutputChunk(t *testing.T) {
 	for _, c := range []struct{ rows, vocab, d, want int }{
-		{32768, 50304, 768, 11008}, {16384, 50304, 1024, 8192}, {16384, 50304, 2048, 4096}, {7, 19, 18, 7},
+		{32768, 50304, 768, 11008}, {16384, 50304, 1024, 8192}, {16384, 50304, 2048, 4096},
+		{7, 19, 18, 7},
 		{300, 1 << 24, 8, 128},
 	} {
 		got := outputChunk(c.rows, c.vocab, c.d, 2, 132)

@@ -63,7 +63,8 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 		return err
 	}
 	if dt := n.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
-		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its integers int", dt)
+		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its "+
+			"integers int", dt)
 	}
 	nodes := graph.Children(n)
 	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && graph.IsConstant(n) {
@@ -98,7 +99,8 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 func (c *compiler) input(n *gorgonia.Node) error {
 	if shared := c.o.sharedParam(n); shared != nil {
 		c.Values[n] = shared.Array
-		c.inputOf[shared.Array.Buffer], c.sources[shared.Array.Buffer] = shared, []*program.Input{shared}
+		c.inputOf[shared.Array.Buffer], c.sources[shared.Array.Buffer] = shared,
+			[]*program.Input{shared}
 		if !slices.Contains(c.Borrowed, shared) {
 			c.Borrowed = append(c.Borrowed, shared)
 		}
@@ -106,7 +108,8 @@ func (c *compiler) input(n *gorgonia.Node) error {
 	}
 	a := c.NewResident(typeOf(n.Dtype()), n.Shape()...)
 	c.Values[n] = a
-	in := &program.Input{Node: n, Array: a, Constant: graph.IsConstant(n) || slices.Contains(c.o.Params, n)}
+	in := &program.Input{Node: n, Array: a, Constant: graph.IsConstant(n) ||
+		slices.Contains(c.o.Params, n)}
 	c.Inputs = append(c.Inputs, in)
 	c.inputOf[a.Buffer], c.sources[a.Buffer] = in, []*program.Input{in}
 	return nil
@@ -124,16 +127,19 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 		}
 		offset -= p.Len()
 	}
-	return nil, fmt.Errorf("no part of the packed result begins at element %d", n.Op().(*opbase.PartOp).Offset)
+	return nil, fmt.Errorf("no part of the packed result begins at element %d",
+		n.Op().(*opbase.PartOp).Offset)
 }
 
 // onHost computes a node with its op's own Do, between two copies, for some reason. It sees
 // gradients without the loss scale.
-func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) (*program.Array, error) {
+func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) (*program.Array,
+	error) {
 	if c.o.Strict {
 		return nil, fmt.Errorf("%s, and WithStrict forbids computing it on the host", why)
 	}
-	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and copies %d values there and back",
+	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and "+
+		"copies %d values there and back",
 		n.Op(), why, len(graph.Children(n))))
 	out := c.NewArray(typeOf(n.Dtype()), n.Shape()...)
 	call := program.HostOp{Node: n, In: in, Out: out}

@@ -29,10 +29,12 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 }
 
 // perceptron adds a gated perceptron, to whose result it adds another matrix, if there is one.
-func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array, add *program.Array) (*program.Array, error) {
+func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array,
+	add *program.Array) (*program.Array, error) {
 	x, down := c.acts(n, in[0], in[3])
 	rows, f := x.Shape[0], in[1].Shape[0]
-	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]), gelu: n.Op().(*op.SiLUMLPOp).GELU}
+	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]),
+		gelu: n.Op().(*op.SiLUMLPOp).GELU}
 	y := c.like(x)
 	if c.float8(rows, 2*f, x.Shape[1]) {
 		c.saved[n.Op()] = s
@@ -69,7 +71,8 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 }
 
 // siluMul is the call that forms h, or its float8.
-func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array, q program.Quantized) *program.Call {
+func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array,
+	q program.Quantized) *program.Call {
 	rows, f := s.ab.Shape[0], s.ab.Shape[1]/2
 	a, b := halves(s.ab)
 	return c.newCall(n, silu.Mul{Rows: rows, F: f, Stride: 2 * f, GELU: s.gelu, Type: s.ab.Type},
@@ -114,19 +117,23 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 }
 
 // siluMulGrad is the call that forms dab, and h again.
-func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Array, q program.Quantized) *program.Call {
+func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Array,
+	q program.Quantized) *program.Call {
 	rows, f := h.Shape[0], h.Shape[1]
 	a, b := halves(s.ab)
 	da, db := halves(dab)
-	return c.newCall(n, silu.MulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f, GELU: s.gelu, Type: s.ab.Type},
-		program.Writes("H", h), program.Writes("DA", da), program.Writes("DB", db), program.Reads("DH", dh),
+	return c.newCall(n, silu.MulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f,
+		GELU: s.gelu, Type: s.ab.Type},
+		program.Writes("H", h), program.Writes("DA", da), program.Writes("DB", db),
+		program.Reads("DH", dh),
 		program.Reads("A", a), program.Reads("B", b),
 		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
 }
 
 // gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h: formed again,
 // or where memory may be spent, and one kernel does all of it, that of the forward pass.
-func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) (*program.Array, error) {
+func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) (*program.Array,
+	error) {
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
 	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)
 	if c.float8(rows, f, d) {
@@ -136,13 +143,15 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		return h, nil
 	}
 	p := product{d: dh, a: g, b: down}
-	several := []*program.Call{c.newProduct(n, p), c.siluMulGrad(n, s, h, dab, dh, program.Quantized{})}
+	several := []*program.Call{c.newProduct(n, p),
+		c.siluMulGrad(n, s, h, dab, dh, program.Quantized{})}
 	if s.gelu {
 		c.Calls = append(c.Calls, several...)
 		return h, nil
 	}
 	keeps := c.o.Roomy && s.h != nil
-	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab), program.Reads("G", g),
+	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab),
+		program.Reads("G", g),
 		program.Reads("Down", down)}
 	if !keeps {
 		args = append(args, program.Writes("H", h))

@@ -56,7 +56,8 @@ func (s schulz) step(y, x *program.Array) []product {
 // newSchulz returns a step's matrices for x.
 func (c *compiler) newSchulz(x *program.Array) schulz {
 	side := min(x.Shape[0], x.Shape[1])
-	return schulz{tall: x.Shape[0] > x.Shape[1], gram: c.NewArray(x.Type, side, side), poly: c.NewArray(x.Type, side, side)}
+	return schulz{tall: x.Shape[0] > x.Shape[1], gram: c.NewArray(x.Type, side, side),
+		poly: c.NewArray(x.Type, side, side)}
 }
 
 // normalized adds y = x/(‖x‖ + 1e-7).
@@ -78,7 +79,8 @@ func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) (*pro
 }
 
 // lowerNewtonSchulzGrad computes the steps again, and keeps what each began with.
-func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
 	x, g := c.acts(n, in[0], in[1])
 	chain := []*program.Array{c.like(x)}
 	c.Add(c.normalized(n, chain[0], x))
@@ -93,7 +95,8 @@ func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (
 		g = d
 	}
 	dx := c.like(x)
-	c.call(n, normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx), program.Reads("G", g),
+	c.call(n, normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx),
+		program.Reads("G", g),
 		program.Reads("X", x), program.Uses("Workspace", c.bytes(normalize.NormalizeWorkspace)))
 	return packed(dx), nil
 }
@@ -129,12 +132,14 @@ const gramSteps = 3
 // Iteration is the iteration of matrices of one shape that lie one behind the other. Of 16-bit
 // types it takes float16, since no number is large.
 type Iteration struct {
-	Start, Result *program.Array // where the normalised matrices are to be, and what becomes of them
+	// where the normalised matrices are to be, and what becomes of them
+	Start, Result *program.Array
 	Calls         []*program.Call
 }
 
 // NewIteration is the iteration of matrices in a program, of steps of an optimiser's.
-func NewIteration(p *program.Program, o Options, rows, columns, batch, steps int) (Iteration, error) {
+func NewIteration(p *program.Program, o Options, rows, columns, batch,
+	steps int) (Iteration, error) {
 	c := newCompiler(o)
 	c.Program = p
 	return c.iterate(nil, []int{rows, columns}, batch, steps)
@@ -146,8 +151,9 @@ func (c *compiler) iterate(n *gorgonia.Node, shape []int, batch, steps int) (Ite
 	if c.o.Activation == gpu.Float32 {
 		t = gpu.Float32
 	}
-	it := schulzIteration{c: c, node: n, NewtonSchulz: gemm.NewtonSchulz{Rows: shape[0], Columns: shape[1],
-		Batch: batch, Steps: steps, Type: t}}
+	it := schulzIteration{c: c, node: n,
+		NewtonSchulz: gemm.NewtonSchulz{Rows: shape[0], Columns: shape[1],
+			Batch: batch, Steps: steps, Type: t}}
 	ways := it.ways()
 	x := c.NewArray(t, batch, shape[0], shape[1])
 	g := Group{Op: "NewtonSchulz", Plain: slices.Index(ways, byProducts), FLOPs: it.flops(),
@@ -257,7 +263,8 @@ func (it schulzIteration) symmetric(xs [2]*program.Array) (calls []*program.Call
 		places[it.Squares[i]] = it.square()
 	}
 	multiply := func(a gemm.Symmetric) error {
-		args := []program.Arg{program.Writes("D", places[a.D]), program.Reads("Left", places[a.Left]),
+		args := []program.Arg{program.Writes("D", places[a.D]),
+			program.Reads("Left", places[a.Left]),
 			program.Reads("Right", places[a.Right]), program.Reads("C", places[a.C])}
 		a.D, a.Left, a.Right, a.C = 0, 0, 0, 0
 		call := it.c.newCall(it.node, a, args...)
@@ -266,7 +273,8 @@ func (it schulzIteration) symmetric(xs [2]*program.Array) (calls []*program.Call
 		return nil
 	}
 	apply := func(y, q, x gpu.Ptr) error {
-		p := schulz{tall: it.tall()}.apply(matrix(places[y]), matrix(places[q]), matrix(places[x]), nil, 0, false)
+		p := schulz{tall: it.tall()}.apply(matrix(places[y]), matrix(places[q]),
+			matrix(places[x]), nil, 0, false)
 		calls = append(calls, it.c.newProduct(it.node, p.repeated(it.Batch)))
 		return nil
 	}

@@ -17,12 +17,13 @@ func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 	return y, nil
 }
 
-// normalised is what a norm leaves for its gradient: 1/rms of every row, or of each of its heads, and
-// what features are multiplied by, in float32.
+// normalised is what a norm leaves for its gradient: 1/rms of every row, or of each of its heads,
+// and what features are multiplied by, in float32.
 type normalised struct{ rstd, factor *program.Array }
 
 // normFactor is what a norm multiplies features by.
-func (c *compiler) normFactor(n *gorgonia.Node, o *op.RMSNormOp, weight *program.Array) *program.Array {
+func (c *compiler) normFactor(n *gorgonia.Node, o *op.RMSNormOp,
+	weight *program.Array) *program.Array {
 	w := c.as(n, weight, gpu.Float32)
 	if !o.PlusOne {
 		return w
@@ -31,7 +32,8 @@ func (c *compiler) normFactor(n *gorgonia.Node, o *op.RMSNormOp, weight *program
 }
 
 // norm adds a normalisation of x or, where there is a residual, of the sum of both.
-func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *program.Array) (y, sum *program.Array) {
+func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *program.Array) (y,
+	sum *program.Array) {
 	w := c.normFactor(n, o, weight)
 	rows, d := x.Len()/w.Len(), w.Len()
 	y, rstd := c.like(x), c.aux(rows)
@@ -41,7 +43,8 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 	}
 	q := c.quantizing(y, d == x.Shape[1] && c.multiplied(n))
 	a := normkernel.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
-		Ascending: residual == nil && isOp[*op.KasminaOp](graph.Children(n)[0])} // whose first rows come last
+		// whose first rows come last
+		Ascending: residual == nil && isOp[*op.KasminaOp](graph.Children(n)[0])}
 	c.call(n, a, program.Writes("Y", y), program.Writes("Rstd", rstd), program.Reads("X", x),
 		program.Reads("W", w), program.Reads("Residual", residual), program.Writes("Sum", sum),
 		program.Writes("Y8", q.Values), program.Writes("Scale8", q.Scales))
@@ -54,13 +57,15 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 
 // normGrad adds the gradients of a normalisation. To that of its input it adds another one, if
 // there is one; node to has the result as its value.
-func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.Array, to *gorgonia.Node) *program.Array {
+func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.Array,
+	to *gorgonia.Node) *program.Array {
 	x, g := c.act(n, in[0]), c.act(n, in[3])
 	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
 	rstd, w := saved.rstd, saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
 	parts := new(normkernel.RMSNormParts)
-	a := normkernel.RMSNormBackward{Rows: rows, D: d, Type: x.Type, DWType: gpu.Float32, Parts: parts}
+	a := normkernel.RMSNormBackward{Rows: rows, D: d, Type: x.Type,
+		DWType: gpu.Float32, Parts: parts}
 	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),

@@ -42,7 +42,8 @@ func (p product) depth() int {
 
 // flops is the multiplications and additions of all products of a batch.
 func (p product) flops() float64 {
-	return 2 * float64(max(1, p.batch)) * float64(p.d.Shape[0]) * float64(p.d.Shape[1]) * float64(p.depth())
+	return 2 * float64(max(1, p.batch)) * float64(p.d.Shape[0]) *
+		float64(p.d.Shape[1]) * float64(p.depth())
 }
 
 // spec is the product as cuBLASLt sees it.
@@ -51,13 +52,15 @@ func (p product) spec() gpu.MatmulSpec {
 	if p.c != nil {
 		at |= p.c.At
 	}
-	spec := gpu.MatmulSpec{M: p.d.Shape[0], N: p.d.Shape[1], K: p.depth(), TransA: p.transA, TransB: p.transB,
+	spec := gpu.MatmulSpec{M: p.d.Shape[0], N: p.d.Shape[1], K: p.depth(),
+		TransA: p.transA, TransB: p.transB,
 		A: p.a.Type, B: p.b.Type, D: p.d.Type, Align: program.Alignment}
 	if p.scaleA != nil {
 		spec.Scaling, spec.FastAccumulation = gpu.ScaledRows, true
 	}
 	if p.batch > 1 {
-		spec.Batch, spec.StrideA, spec.StrideB, spec.StrideD = p.batch, p.a.Len(), p.b.Len(), p.d.Len()
+		spec.Batch, spec.StrideA, spec.StrideB, spec.StrideD = p.batch,
+			p.a.Len(), p.b.Len(), p.d.Len()
 	}
 	for spec.Align > 2 && at%spec.Align != 0 {
 		spec.Align /= 2
@@ -77,7 +80,9 @@ func (p product) params() program.Matmul {
 // args is the operands of the product's call.
 func (p product) args() []program.Arg {
 	if p.batch > 1 { // all matrices of an operand
-		whole := func(a *program.Array) *program.Array { return a.View(0, p.batch, a.Shape[0], a.Shape[1]) }
+		whole := func(a *program.Array) *program.Array {
+			return a.View(0, p.batch, a.Shape[0], a.Shape[1])
+		}
 		if p.c == p.d {
 			p.c = nil
 		}
@@ -120,7 +125,8 @@ func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.A
 }
 
 // linear adds a linear layer, to whose result it adds another matrix, if there is one.
-func (c *compiler) linear(n *gorgonia.Node, in []*program.Array, add *program.Array) (*program.Array, error) {
+func (c *compiler) linear(n *gorgonia.Node, in []*program.Array,
+	add *program.Array) (*program.Array, error) {
 	x, w := c.acts(n, in[0], in[1])
 	y := c.NewArray(x.Type, n.Shape()...)
 	c.linearProduct(n, y, x, w, add)
@@ -133,7 +139,8 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*progr
 
 // linearGrad adds the gradients of a linear layer. To that of its input it adds another one, if
 // there is one.
-func (c *compiler) linearGrad(n *gorgonia.Node, in []*program.Array, add *program.Array) *program.Array {
+func (c *compiler) linearGrad(n *gorgonia.Node, in []*program.Array,
+	add *program.Array) *program.Array {
 	x, w := c.acts(n, in[0], in[1])
 	g := c.act(n, in[2])
 	dx, dw := c.like(x), c.weightGradient(w.Shape, c.partOf(n, x.Len()))

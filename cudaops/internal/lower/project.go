@@ -22,8 +22,8 @@ import (
 //
 // one product each in place of three and two sums. Attention and RoPE read and write columns of the
 // wide matrices, RoPE in place or, where that is faster, the product in its stead; attention's
-// gradient turns dq and dk back itself. Biases lie side by side too: one sum adds them, and one forms
-// their gradients.
+// gradient turns dq and dk back itself. Biases lie side by side too: one sum adds them, and one
+// forms their gradients.
 
 // projections is such queries, keys and values.
 type projections struct {
@@ -38,12 +38,15 @@ type projections struct {
 // knows matrices whose rows have gaps.
 func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
 	p := &projections{}
-	byAttention := func(u *gorgonia.Node) bool { return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u) }
+	byAttention := func(u *gorgonia.Node) bool {
+		return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u)
+	}
 	for i, n := range graph.Children(n)[:3] {
 		if !c.onlyUsedBy(n, byAttention) {
 			return nil
 		}
-		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse && r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim {
+		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse &&
+			r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim {
 			p.turned[i] = n
 			turned := n
 			n = graph.Children(n)[0]
@@ -59,7 +62,8 @@ func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections
 				return nil
 			}
 		}
-		if !isOp[*op.LinearOp](n) || (p.bias[i] == nil) != (p.bias[0] == nil) || slices.Contains(p.linear[:i], n) || i > 0 && graph.Children(n)[0] != p.x {
+		if !isOp[*op.LinearOp](n) || (p.bias[i] == nil) != (p.bias[0] == nil) ||
+			slices.Contains(p.linear[:i], n) || i > 0 && graph.Children(n)[0] != p.x {
 			return nil
 		}
 		p.x, p.linear[i] = graph.Children(n)[0], n
@@ -147,7 +151,8 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	wide := c.NewArray(x.Type, x.Shape[0], p.width())
 	parts, both := p.place(wide)
 	if len(biases) > 0 {
-		c.projectBiased(n, p.turned[0], wide, both, x, c.stack(n, weights...), c.stack(n, biases...))
+		c.projectBiased(n, p.turned[0], wide, both, x, c.stack(n, weights...),
+			c.stack(n, biases...))
 	} else if err := c.project(n, p.turned[0], wide, both, x, c.stack(n, weights...)); err != nil {
 		return false, err
 	}
@@ -171,8 +176,10 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *pro
 		return nil
 	}
 	o := turned.Op().(*op.RoPEOp)
-	s := gemm.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1], Turned: both.Shape[1],
-		Seq: o.Config.Seq, HeadDim: o.Config.HeadDim, Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
+	s := gemm.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
+		Turned: both.Shape[1],
+		Seq:    o.Config.Seq, HeadDim: o.Config.HeadDim,
+		Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
 	p := product{d: wide, a: x, b: weights, transB: true}
 	if s.Float8 {
 		p = float8Product(wide, c.quantize(n, x), c.quantizeWeight(n, weights, false))
@@ -183,17 +190,21 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *pro
 		c.Calls = append(c.Calls, several...)
 		return nil
 	}
-	_, err := c.either(fusion{several: several, one: c.fusedCall(n, p, one, program.Writes("Y", wide),
-		program.Reads("X", p.a), program.Reads("Weights", p.b), program.Reads("ScaleX", p.scaleA),
-		program.Reads("ScaleWeights", p.scaleB), program.Reads("Angles", c.angles(o).angles))})
+	_, err := c.either(fusion{several: several,
+		one: c.fusedCall(n, p, one, program.Writes("Y", wide),
+			program.Reads("X", p.a), program.Reads("Weights", p.b),
+			program.Reads("ScaleX", p.scaleA),
+			program.Reads("ScaleWeights", p.scaleB), program.Reads("Angles", c.angles(o).angles))})
 	return err
 }
 
 // projectBiased is project for wide = x·weightsᵀ + biases, in calls of their own.
-func (c *compiler) projectBiased(n, turned *gorgonia.Node, wide, both, x, weights, biases *program.Array) {
+func (c *compiler) projectBiased(n, turned *gorgonia.Node, wide, both, x, weights,
+	biases *program.Array) {
 	y := c.like(wide)
 	c.linearProduct(n, y, x, weights, nil)
-	c.map2(n, elementwise.Add, wide, repeated{Array: y}, repeated{biases, spread{repeat: 1, period: biases.Len()}})
+	c.map2(n, elementwise.Add, wide, repeated{Array: y},
+		repeated{biases, spread{repeat: 1, period: biases.Len()}})
 	if turned != nil {
 		c.Add(c.rotate(turned, both, both))
 	}
@@ -203,7 +214,8 @@ func (c *compiler) projectBiased(n, turned *gorgonia.Node, wide, both, x, weight
 type projectionsGrad struct {
 	parts, linear, bias [3]*gorgonia.Node
 	turned              [2]*gorgonia.Node
-	dx                  []*gorgonia.Node // the three that add up to the gradient of x, and their sums: that of all three comes last
+	// the three that add up to the gradient of x, and their sums: that of all three comes last
+	dx []*gorgonia.Node
 }
 
 // grad returns those nodes for the gradient n of the attention, nil if anything else uses what
@@ -222,7 +234,8 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 			if d = c.sole(d); d == nil {
 				return nil
 			}
-			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse || rotationOf(o) != rotationOf(p.turned[i].Op().(*op.RoPEOp)) {
+			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse ||
+				rotationOf(o) != rotationOf(p.turned[i].Op().(*op.RoPEOp)) {
 				return nil
 			}
 			g.turned[i] = d
@@ -245,7 +258,9 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 		g.linear[i], g.dx = back, append(g.dx, dx)
 	}
 	for rest := slices.Clone(g.dx); len(rest) > 1; {
-		i := slices.IndexFunc(rest, func(n *gorgonia.Node) bool { return slices.Contains(rest, other(c.sole(n), n)) })
+		i := slices.IndexFunc(rest, func(n *gorgonia.Node) bool {
+			return slices.Contains(rest, other(c.sole(n), n))
+		})
 		if i < 0 {
 			return nil
 		}
@@ -255,7 +270,9 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 			return nil
 		}
 		g.dx = append(g.dx, sum)
-		rest = append(slices.DeleteFunc(rest, func(n *gorgonia.Node) bool { return other(sum, n) != nil }), sum)
+		rest = append(slices.DeleteFunc(rest, func(n *gorgonia.Node) bool {
+			return other(sum, n) != nil
+		}), sum)
 	}
 	return g
 }
@@ -263,7 +280,9 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 // both returns the gradients of a linear layer and of the bias behind it, which alone use d, nil if
 // there are others or none.
 func (c *compiler) both(d *gorgonia.Node) (linear, bias *gorgonia.Node) {
-	if !c.onlyUsedBy(d, func(u *gorgonia.Node) bool { return isOp[*op.LinearGradOp](u) || isOp[*op.BiasGradOp](u) }) ||
+	if !c.onlyUsedBy(d, func(u *gorgonia.Node) bool {
+		return isOp[*op.LinearGradOp](u) || isOp[*op.BiasGradOp](u)
+	}) ||
 		len(c.users[d]) != 2 {
 		return nil, nil
 	}
@@ -310,7 +329,8 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		c.Values[d] = parts[i]
 	}
 	if g.bias[0] != nil {
-		sums, at := c.reduceMiddle(g.bias[0], reducekernel.Sum, wide, 1, wide.Shape[0], wide.Shape[1]), 0
+		sums, at := c.reduceMiddle(g.bias[0], reducekernel.Sum, wide, 1,
+			wide.Shape[0], wide.Shape[1]), 0
 		for _, b := range g.bias {
 			part := c.aligned(b, sums.View(at, b.Shape()...))
 			at += part.Len()
@@ -350,12 +370,14 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	o := n.Op().(*op.RoPEOp)
 	t := c.rotation(o)
 	a := rope.Rotate{Rows: x.Shape[0], Seq: o.Config.Seq, Heads: x.Shape[1] / o.Config.HeadDim,
-		HeadDim: o.Config.HeadDim, XStride: x.Stride, YStride: y.Stride, Inverse: o.Inverse, Type: x.Type}
+		HeadDim: o.Config.HeadDim, XStride: x.Stride, YStride: y.Stride,
+		Inverse: o.Inverse, Type: x.Type}
 	out := program.Writes("Y", y)
 	if y == x {
 		out.Role = program.Update
 	}
-	return c.newCall(n, a, program.Reads("X", x), out, program.Reads("Cos", t.cos), program.Reads("Sin", t.sin))
+	return c.newCall(n, a, program.Reads("X", x), out, program.Reads("Cos", t.cos),
+		program.Reads("Sin", t.sin))
 }
 
 // rotationTables are the cosines and sines of a rotation, which ops with the same angles share,
@@ -366,7 +388,8 @@ func (c *compiler) rotation(o *op.RoPEOp) *rotationTables {
 	key := rotationOf(o)
 	if c.rotations[key] == nil {
 		cosines, sines := o.Config.Tables()
-		c.rotations[key] = &rotationTables{cos: c.NewConstant(narrow(cosines)), sin: c.NewConstant(narrow(sines))}
+		c.rotations[key] = &rotationTables{cos: c.NewConstant(narrow(cosines)),
+			sin: c.NewConstant(narrow(sines))}
 	}
 	return c.rotations[key]
 }

@@ -23,7 +23,8 @@ func lowerRecompute(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 	return out[0], nil
 }
 
-func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
 	o := n.Op().(*autodiff.RecomputeGradOp)
 	inputs := append(append(gorgonia.Nodes{}, o.Inputs...), o.OutputGrad)
 	offset, asked := 0, map[*gorgonia.Node]bool{}
@@ -43,7 +44,8 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 // inline lowers what the results depend on, in the graph within a node, whose inputs have the given
 // values. The graph's nodes lose their values: an op that two nodes of the outer graph share is
 // lowered for each.
-func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*program.Array, results gorgonia.Nodes) ([]*program.Array, error) {
+func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*program.Array,
+	results gorgonia.Nodes) ([]*program.Array, error) {
 	outside := graph.Children(around)
 	for i, n := range inputs {
 		c.Values[n] = values[i]

@@ -55,9 +55,12 @@ func gradientOf(g *gorgonia.ExprGraph, params gorgonia.Nodes) (*program.Scaling,
 	}
 	root, forward := lossGradient(sorted)
 	if root == nil {
-		return nil, errors.New("the graph has no loss whose gradient Float16 could scale: derive the parameters with gorgonia.Grad")
+		return nil,
+			errors.New("the graph has no loss whose gradient Float16 could scale: derive the " +
+				"parameters with gorgonia.Grad")
 	}
-	s := scaling{&program.Scaling{Edges: map[program.Edge]bool{}, Carried: map[*gorgonia.Node]bool{}}}
+	s := scaling{&program.Scaling{Edges: map[program.Edge]bool{},
+		Carried: map[*gorgonia.Node]bool{}}}
 	for _, n := range sorted {
 		if err := s.follow(n, root, forward[n]); err != nil {
 			return nil, fmt.Errorf("%s: %w", graph.Describe(n), err)
@@ -65,7 +68,9 @@ func gradientOf(g *gorgonia.ExprGraph, params gorgonia.Nodes) (*program.Scaling,
 	}
 	for _, p := range params {
 		if d := p.Deriv(); d != nil && !s.Carried[d] {
-			return nil, fmt.Errorf("Float16 scales the gradient of the loss, and that of %s does not depend on it", graph.Describe(p))
+			return nil,
+				fmt.Errorf("Float16 scales the gradient of the loss, and that of %s does not "+
+					"depend on it", graph.Describe(p))
 		}
 	}
 	return s.Scaling, nil
@@ -162,7 +167,9 @@ type linearity func(n *gorgonia.Node, c carriers) (out, ok bool)
 
 // in is linear in one input.
 func in(input int) linearity {
-	return func(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 && c[input] }
+	return func(_ *gorgonia.Node, c carriers) (bool, bool) {
+		return true, c.count() == 1 && c[input]
+	}
 }
 
 // inLast is linear in the last input.
@@ -186,7 +193,9 @@ func inRecomputed(n *gorgonia.Node, c carriers) (bool, bool) {
 }
 
 // inNegated is for elementwise functions, of which one is linear.
-func inNegated(n *gorgonia.Node, _ carriers) (bool, bool) { return true, fmt.Sprint(n.Op()) == "neg" }
+func inNegated(n *gorgonia.Node, _ carriers) (bool, bool) {
+	return true, fmt.Sprint(n.Op()) == "neg"
+}
 
 // inOperands is for elementwise functions of two operands.
 func inOperands(n *gorgonia.Node, c carriers) (bool, bool) {

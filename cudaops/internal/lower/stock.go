@@ -71,7 +71,9 @@ func (c *compiler) hasKernel(n *gorgonia.Node) bool {
 
 // floats reports whether a node and its inputs hold floats.
 func floats(n *gorgonia.Node) bool {
-	return !slices.ContainsFunc(append(graph.Children(n), n), func(n *gorgonia.Node) bool { return n.Dtype() != tensor.Float32 })
+	return !slices.ContainsFunc(append(graph.Children(n), n), func(n *gorgonia.Node) bool {
+		return n.Dtype() != tensor.Float32
+	})
 }
 
 // integers returns the numbers that stand in s, which has no negative ones.

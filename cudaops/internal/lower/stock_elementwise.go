@@ -17,15 +17,23 @@ import (
 
 var (
 	unaryOps = map[string]elementwisekernel.UnaryOp{
-		"abs": elementwisekernel.Abs, "sign": elementwisekernel.Sign, "ceil": elementwisekernel.Ceil, "floor": elementwisekernel.Floor, "sin": elementwisekernel.Sin,
-		"cos": elementwisekernel.Cos, "exp": elementwisekernel.Exp, "ln": elementwisekernel.Log, "log2": elementwisekernel.Log2, "neg": elementwisekernel.Neg,
-		"square": elementwisekernel.Square, "sqrt": elementwisekernel.Sqrt, "inv": elementwisekernel.Inverse, "invSqrt": elementwisekernel.InverseSqrt,
-		"cube": elementwisekernel.Cube, "tanh": elementwisekernel.Tanh, "sigmoid": elementwisekernel.Sigmoid, "log1p": elementwisekernel.Log1p,
+		"abs": elementwisekernel.Abs, "sign": elementwisekernel.Sign,
+		"ceil": elementwisekernel.Ceil, "floor": elementwisekernel.Floor,
+		"sin": elementwisekernel.Sin,
+		"cos": elementwisekernel.Cos, "exp": elementwisekernel.Exp, "ln": elementwisekernel.Log,
+		"log2": elementwisekernel.Log2, "neg": elementwisekernel.Neg,
+		"square": elementwisekernel.Square, "sqrt": elementwisekernel.Sqrt,
+		"inv": elementwisekernel.Inverse, "invSqrt": elementwisekernel.InverseSqrt,
+		"cube": elementwisekernel.Cube, "tanh": elementwisekernel.Tanh,
+		"sigmoid": elementwisekernel.Sigmoid, "log1p": elementwisekernel.Log1p,
 		"expm1": elementwisekernel.Expm1, "softplus": elementwisekernel.Softplus,
 	}
 	binaryOps = map[string]elementwisekernel.BinaryOp{
-		"+": elementwisekernel.Add, "-": elementwisekernel.Sub, "⊙": elementwisekernel.Mul, "÷": elementwisekernel.Div, "^": elementwisekernel.Pow, "<": elementwisekernel.Less,
-		">": elementwisekernel.Greater, "<=": elementwisekernel.LessEqual, ">=": elementwisekernel.GreaterEqual, "==": elementwisekernel.Equal, "!=": elementwisekernel.NotEqual,
+		"+": elementwisekernel.Add, "-": elementwisekernel.Sub, "⊙": elementwisekernel.Mul,
+		"÷": elementwisekernel.Div, "^": elementwisekernel.Pow, "<": elementwisekernel.Less,
+		">": elementwisekernel.Greater, "<=": elementwisekernel.LessEqual,
+		">=": elementwisekernel.GreaterEqual, "==": elementwisekernel.Equal,
+		"!=":         elementwisekernel.NotEqual,
 		"MinBetween": elementwisekernel.Minimum, "MaxBetween": elementwisekernel.Maximum,
 	}
 	// withLeft and withRight are the binary ops as unary ones, where that operand is a number known

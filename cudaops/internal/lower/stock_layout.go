@@ -26,7 +26,8 @@ const maxDimensions = 6
 func (c *compiler) move(n *gorgonia.Node, y, x *program.Array, dims ...dimension) {
 	a := layout.Copy{Size: y.Type.Size()}
 	for _, d := range dims {
-		a.Dims, a.YStrides, a.XStrides = append(a.Dims, d.n), append(a.YStrides, d.y), append(a.XStrides, d.x)
+		a.Dims, a.YStrides, a.XStrides = append(a.Dims, d.n), append(a.YStrides, d.y),
+			append(a.XStrides, d.x)
 	}
 	c.call(n, a, program.Writes("Y", y), program.Reads("X", x))
 }
@@ -74,7 +75,9 @@ func isMatrixTranspose(n *gorgonia.Node) bool {
 // onlyUsedBy reports whether a node has users, all of which are of a kind, and no other use.
 func (c *compiler) onlyUsedBy(n *gorgonia.Node, kind func(*gorgonia.Node) bool) bool {
 	users := c.users[n]
-	return len(users) > 0 && !c.kept[n] && !slices.ContainsFunc(users, func(u *gorgonia.Node) bool { return !kind(u) })
+	return len(users) > 0 && !c.kept[n] && !slices.ContainsFunc(users, func(u *gorgonia.Node) bool {
+		return !kind(u)
+	})
 }
 
 // part is what a slice takes: count indices of an axis, from the first on, every step-th.
@@ -104,10 +107,12 @@ func stockSlice(n *gorgonia.Node) lowering {
 	} else if len(limits) != 0 {
 		return nil
 	}
-	if p.first+(p.count-1)*p.step >= along || outer*p.count*inner != opbase.Size(y) || gradient && !slices.Equal(n.Shape(), x) {
+	if p.first+(p.count-1)*p.step >= along || outer*p.count*inner != opbase.Size(y) || gradient &&
+		!slices.Equal(n.Shape(), x) {
 		return nil
 	}
-	dims := []dimension{{outer, p.count * inner, along * inner}, {p.count, inner, p.step * inner}, {inner, 1, 1}}
+	dims := []dimension{{outer, p.count * inner, along * inner}, {p.count, inner, p.step * inner},
+		{inner, 1, 1}}
 	if gradient {
 		for i := range dims {
 			dims[i].x, dims[i].y = dims[i].y, dims[i].x
@@ -166,7 +171,8 @@ func stockConcat(n *gorgonia.Node) lowering {
 		at := 0
 		for _, a := range in {
 			width := a.Shape[axis] * inner
-			c.move(n, y.View(at, y.Len()-at), c.as(n, a, e), dimension{outer, along * inner, width}, dimension{width, 1, 1})
+			c.move(n, y.View(at, y.Len()-at), c.as(n, a, e), dimension{outer, along * inner, width},
+				dimension{width, 1, 1})
 			at += width
 		}
 		return y, nil
@@ -233,7 +239,8 @@ func stockRepeat(n *gorgonia.Node) lowering {
 		if _, ok := spreadOf(n); ok && c.onlyUsedBy(n, c.readsSpread) {
 			return y, nil // nobody reads it
 		}
-		c.move(n, y, x, dimension{r.outer, r.along * r.times * r.inner, r.along * r.inner}, dimension{r.along, r.times * r.inner, r.inner},
+		c.move(n, y, x, dimension{r.outer, r.along * r.times * r.inner, r.along * r.inner},
+			dimension{r.along, r.times * r.inner, r.inner},
 			dimension{r.times, r.inner, 0}, dimension{r.inner, 1, 1})
 		return y, nil
 	}
@@ -284,7 +291,8 @@ func stockByIndices(n *gorgonia.Node) lowering {
 	if gradient {
 		picked = nodes[1].Shape().Clone()
 	}
-	if len(axes) != 1 || axes[0] >= len(x) || len(picked) != len(x) || nodes[0].Dtype() != tensor.Float32 ||
+	if len(axes) != 1 || axes[0] >= len(x) || len(picked) != len(x) ||
+		nodes[0].Dtype() != tensor.Float32 ||
 		indices.Dtype() != tensor.Int || picked[axes[0]] != opbase.Size(indices.Shape()) {
 		return nil
 	}
@@ -308,7 +316,8 @@ func (c *compiler) pick(n *gorgonia.Node, x, ids *program.Array, axis int) *prog
 	table := x
 	if outer > 1 { // [vocab, outer, inner]
 		table = c.NewArray(x.Type, vocab, d)
-		c.move(n, table, x, dimension{vocab, d, inner}, dimension{outer, inner, vocab * inner}, dimension{inner, 1, 1})
+		c.move(n, table, x, dimension{vocab, d, inner}, dimension{outer, inner, vocab * inner},
+			dimension{inner, 1, 1})
 	}
 	y := c.NewArray(x.Type, rows, d)
 	c.embed(n, y, ids, table.View(0, vocab, d))
@@ -316,7 +325,8 @@ func (c *compiler) pick(n *gorgonia.Node, x, ids *program.Array, axis int) *prog
 		return y.View(0, n.Shape()...)
 	}
 	z := c.NewArray(x.Type, n.Shape()...)
-	c.move(n, z, y, dimension{outer, rows * inner, inner}, dimension{rows, inner, d}, dimension{inner, 1, 1})
+	c.move(n, z, y, dimension{outer, rows * inner, inner}, dimension{rows, inner, d},
+		dimension{inner, 1, 1})
 	return z
 }
 
@@ -327,7 +337,8 @@ func (c *compiler) unpick(n *gorgonia.Node, g, ids *program.Array, axis int) *pr
 	picked := g
 	if outer > 1 { // [rows, outer, inner]
 		picked = c.NewArray(g.Type, rows, d)
-		c.move(n, picked, g, dimension{rows, d, inner}, dimension{outer, inner, rows * inner}, dimension{inner, 1, 1})
+		c.move(n, picked, g, dimension{rows, d, inner}, dimension{outer, inner, rows * inner},
+			dimension{inner, 1, 1})
 	}
 	sums := c.aux(vocab, d)
 	c.embeddingGrad(n, ids, picked.View(0, rows, d), program.Writes("DT", sums))
@@ -335,6 +346,7 @@ func (c *compiler) unpick(n *gorgonia.Node, g, ids *program.Array, axis int) *pr
 		return sums.View(0, n.Shape()...)
 	}
 	y := c.aux(n.Shape()...)
-	c.move(n, y, sums, dimension{outer, vocab * inner, inner}, dimension{vocab, inner, d}, dimension{inner, 1, 1})
+	c.move(n, y, sums, dimension{outer, vocab * inner, inner}, dimension{vocab, inner, d},
+		dimension{inner, 1, 1})
 	return y
 }

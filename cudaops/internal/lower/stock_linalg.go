@@ -16,7 +16,8 @@ import (
 
 // linalg is one of Gorgonia's products.
 type linalg struct {
-	lower          func(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array, error)
+	lower func(c *compiler, n *gorgonia.Node, in []*program.Array,
+		p linalg) (*program.Array, error)
 	dims           [3]int // of the operands and of the result; 0 for any from three on
 	transA, transB bool
 }
@@ -61,7 +62,8 @@ func (p linalg) fits(n *gorgonia.Node) bool {
 	a, b, y := graph.Children(n)[0].Shape(), graph.Children(n)[1].Shape(), n.Shape()
 	if p.dims == [3]int{} {
 		batch := len(a) - 2
-		if batch < 1 || len(b) != len(a) || len(y) != len(a) || !slices.Equal(a[:batch], b[:batch]) || !slices.Equal(a[:batch], y[:batch]) {
+		if batch < 1 || len(b) != len(a) || len(y) != len(a) || !slices.Equal(a[:batch],
+			b[:batch]) || !slices.Equal(a[:batch], y[:batch]) {
 			return false
 		}
 		a, b, y = a[batch:], b[batch:], y[batch:]
@@ -90,7 +92,8 @@ func flip(s tensor.Shape, transposed bool) (rows, columns int) {
 
 // factor is an operand of a product. That of a transposed node is the matrix from which the node
 // was made.
-func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, transposed bool) (*program.Array, bool) {
+func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array,
+	transposed bool) (*program.Array, bool) {
 	if child := graph.Children(n)[i]; isMatrixTranspose(child) {
 		in, transposed = c.operand(child, 0), !transposed
 	}
@@ -99,7 +102,8 @@ func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, transposed
 
 // lowerMatMul lowers a product of matrices. With A transposed it is a sum over rows, as gradients
 // of weights are, and like these float32.
-func lowerMatMul(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array, error) {
+func lowerMatMul(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array,
+	error) {
 	a, transA := c.factor(n, 0, in[0], p.transA)
 	b, transB := c.factor(n, 1, in[1], p.transB)
 	e := a.Type
@@ -111,7 +115,8 @@ func lowerMatMul(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (
 	return y, nil
 }
 
-func lowerMatVec(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array, error) {
+func lowerMatVec(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array,
+	error) {
 	a, transA := c.factor(n, 0, in[0], p.transA)
 	b := c.act(n, in[1])
 	y := c.NewArray(a.Type, n.Shape()...)
@@ -119,7 +124,8 @@ func lowerMatVec(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (
 	return y, nil
 }
 
-func lowerDot(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*program.Array, error) {
+func lowerDot(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*program.Array,
+	error) {
 	a, b := c.acts(n, in[0], in[1])
 	y := c.aux()
 	c.matmul(n, product{d: y.View(0, 1, 1), a: a.View(0, 1, a.Len()), b: b.View(0, b.Len(), 1)})
@@ -127,15 +133,18 @@ func lowerDot(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*pr
 }
 
 // lowerOuter lowers aᵢbⱼ, the gradient of a matrix by whose product with a vector it comes.
-func lowerOuter(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*program.Array, error) {
+func lowerOuter(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*program.Array,
+	error) {
 	a, b := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32)
 	y := c.aux(n.Shape()...)
-	return c.map2(n, elementwise.Mul, y, repeated{a, spread{b.Len(), a.Len()}}, repeated{b, spread{0, b.Len()}}), nil
+	return c.map2(n, elementwise.Mul, y, repeated{a, spread{b.Len(), a.Len()}},
+		repeated{b, spread{0, b.Len()}}), nil
 }
 
 // lowerBatched lowers the products of the matrices that are the last two dimensions, one for each
 // index before them.
-func lowerBatched(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array, error) {
+func lowerBatched(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (*program.Array,
+	error) {
 	a, b := c.acts(n, in[0], in[1])
 	y := c.NewArray(a.Type, n.Shape()...)
 	last := len(y.Shape) - 2

@@ -33,7 +33,8 @@ func stockReduction(n *gorgonia.Node) lowering {
 			left = append(left, d)
 		}
 	}
-	if !floats(n) || len(axes) == 0 || axes[len(axes)-1] >= len(x) || !slices.Equal(left, n.Shape()) {
+	if !floats(n) || len(axes) == 0 || axes[len(axes)-1] >= len(x) ||
+		!slices.Equal(left, n.Shape()) {
 		return nil
 	}
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
@@ -43,7 +44,8 @@ func stockReduction(n *gorgonia.Node) lowering {
 
 // reduce reduces along axes, which ascend and do not repeat: first along those that come last. Sums
 // are float32.
-func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array, axes []int) *program.Array {
+func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array,
+	axes []int) *program.Array {
 	shape := slices.Clone(x.Shape)
 	for hi := len(axes); hi > 0; {
 		lo := hi - 1
@@ -51,14 +53,16 @@ func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program
 			lo--
 		}
 		first, last := axes[lo], axes[hi-1]
-		x = c.reduceMiddle(n, r, x, opbase.Size(shape[:first]), opbase.Size(shape[first:last+1]), opbase.Size(shape[last+1:]))
+		x = c.reduceMiddle(n, r, x, opbase.Size(shape[:first]), opbase.Size(shape[first:last+1]),
+			opbase.Size(shape[last+1:]))
 		shape, hi = slices.Delete(shape, first, last+1), lo
 	}
 	return x
 }
 
 // reduceMiddle reduces x, as [outer, middle, inner], to [outer, inner].
-func (c *compiler) reduceMiddle(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array, outer, middle, inner int) *program.Array {
+func (c *compiler) reduceMiddle(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array, outer,
+	middle, inner int) *program.Array {
 	t := x.Type
 	if r == reducekernel.Sum {
 		t = gpu.Float32
@@ -78,7 +82,8 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
 	_, config, _ := strings.Cut(name, "{")
 	x := graph.Children(n)[0].Shape()
-	if _, err := fmt.Sscanf(config, "%d, %t}", &axis, &log); err != nil || !floats(n) || len(x) == 0 || axis >= len(x) ||
+	if _, err := fmt.Sscanf(config, "%d, %t}", &axis, &log); err != nil || !floats(n) ||
+		len(x) == 0 || axis >= len(x) ||
 		!slices.Equal(x, n.Shape()) {
 		return nil
 	}
@@ -115,22 +120,26 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 }
 
 // inward returns x [outer, n, inner] as rows [outer·inner, n].
-func (c *compiler) inward(node *gorgonia.Node, x *program.Array, outer, n, inner int) *program.Array {
+func (c *compiler) inward(node *gorgonia.Node, x *program.Array, outer, n,
+	inner int) *program.Array {
 	if inner == 1 {
 		return x.View(0, outer, n)
 	}
 	y := c.NewArray(x.Type, outer*inner, n)
-	c.move(node, y, x, dimension{outer, n * inner, n * inner}, dimension{inner, n, 1}, dimension{n, 1, inner})
+	c.move(node, y, x, dimension{outer, n * inner, n * inner}, dimension{inner, n, 1},
+		dimension{n, 1, inner})
 	return y
 }
 
 // outward is the inverse of inward.
-func (c *compiler) outward(node *gorgonia.Node, x *program.Array, outer, n, inner int) *program.Array {
+func (c *compiler) outward(node *gorgonia.Node, x *program.Array, outer, n,
+	inner int) *program.Array {
 	if inner == 1 {
 		return x
 	}
 	y := c.NewArray(x.Type, outer, n, inner)
-	c.move(node, y, x, dimension{outer, n * inner, n * inner}, dimension{n, inner, 1}, dimension{inner, 1, n})
+	c.move(node, y, x, dimension{outer, n * inner, n * inner}, dimension{n, inner, 1},
+		dimension{inner, 1, n})
 	return y
 }
 
@@ -159,7 +168,8 @@ func (c *compiler) logSoftmax(n *gorgonia.Node, x *program.Array) *program.Array
 // logSoftmaxGrad is g − exp(y)·Σg for each row, in float32.
 func (c *compiler) logSoftmaxGrad(n *gorgonia.Node, y, g *program.Array) *program.Array {
 	wide, up := c.as(n, y, gpu.Float32), c.as(n, g, gpu.Float32)
-	share := c.perRow(n, elementwise.Mul, c.apply(n, elementwise.Exp, wide), c.reduce(n, reducekernel.Sum, up, []int{1}))
+	share := c.perRow(n, elementwise.Mul, c.apply(n, elementwise.Exp, wide),
+		c.reduce(n, reducekernel.Sum, up, []int{1}))
 	dx := c.map2(n, elementwise.Sub, c.like(up), repeated{Array: up}, repeated{Array: share})
 	return c.as(n, dx, y.Type)
 }
@@ -170,6 +180,8 @@ func (c *compiler) apply(n *gorgonia.Node, f elementwise.UnaryOp, x *program.Arr
 }
 
 // perRow computes a function of every element and the number that belongs to its row.
-func (c *compiler) perRow(n *gorgonia.Node, f elementwise.BinaryOp, x, numbers *program.Array) *program.Array {
-	return c.map2(n, f, c.like(x), repeated{Array: x}, repeated{numbers, spread{x.Shape[1], x.Shape[0]}})
+func (c *compiler) perRow(n *gorgonia.Node, f elementwise.BinaryOp, x,
+	numbers *program.Array) *program.Array {
+	return c.map2(n, f, c.like(x), repeated{Array: x},
+		repeated{numbers, spread{x.Shape[1], x.Shape[0]}})
 }

@@ -46,7 +46,9 @@ func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 	if err := choose.Fill(ctx, m.Stream, memory, bytes, e, 1, 1); err != nil {
 		return err
 	}
-	best, err := m.best(1, func(int) error { return ctx.CopyOnDevice(memory.Offset(bytes), memory, bytes, m.Stream) })
+	best, err := m.best(1, func(int) error {
+		return ctx.CopyOnDevice(memory.Offset(bytes), memory, bytes, m.Stream)
+	})
 	if err != nil {
 		return err
 	}
@@ -90,7 +92,8 @@ func (m *Machine) products(e gpu.DType, memory gpu.Ptr, bytes int) (best float64
 
 // productTime is what the fastest way takes to multiply two square matrices, which lie one behind
 // the other; 0 if there is none.
-func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took time.Duration, err error) {
+func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took time.Duration,
+	err error) {
 	ctx := m.Ctx
 	blas, err := ctx.Blas()
 	if err != nil {
@@ -98,7 +101,8 @@ func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took 
 	}
 	size := side * side * e.Size()
 	spec := gpu.MatmulSpec{M: side, N: side, K: side, TransB: true, A: e, B: e, D: m.Operands}
-	args := gpu.MatmulArgs{Alpha: 1, A: operands, B: operands.Offset(size), C: d, D: d, WorkspaceSize: run.WorkspaceBytes}
+	args := gpu.MatmulArgs{Alpha: 1, A: operands, B: operands.Offset(size), C: d, D: d,
+		WorkspaceSize: run.WorkspaceBytes}
 	if e == gpu.Float8E4M3 {
 		spec.Scaling, spec.FastAccumulation = gpu.ScaledRows, true
 		args.ScaleA = operands.Offset(2 * size) // where the larger type would have operands
@@ -134,8 +138,12 @@ func (m *Machine) best(ways int, work func(way int) error) (best time.Duration, 
 	for way := range ways {
 		for round := range 4 {
 			if err := run.InTurn(
-				func() error { return ctx.Record(from, m.Stream) }, func() error { return work(way) },
-				func() error { return ctx.Record(to, m.Stream) }, func() error { return ctx.SyncStream(m.Stream) },
+				func() error {
+					return ctx.Record(from, m.Stream)
+				}, func() error { return work(way) },
+				func() error {
+					return ctx.Record(to, m.Stream)
+				}, func() error { return ctx.SyncStream(m.Stream) },
 			); err != nil {
 				return 0, err
 			}

@@ -22,8 +22,8 @@ import (
 const (
 	// monitorShare is how much of the time the monitor may take.
 	monitorShare = 0.004
-	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted, if
-	// it is also more than monitorNoise above it, in monitorTimes samples on end.
+	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted,
+	// if it is also more than monitorNoise above it, in monitorTimes samples on end.
 	monitorDrift, monitorNoise, monitorTimes = 1.5, 10 * time.Microsecond, 3
 )
 
@@ -75,7 +75,8 @@ type updateMarks struct {
 
 // NewMonitor prepares a monitor of one run in so many.
 func NewMonitor(m *Machine, every int) (*Monitor, error) {
-	o := &Monitor{Machine: m, memory: run.Memory{Ctx: m.Ctx}, least: every, every: every, runs: every - 2, cost: math.Inf(1)}
+	o := &Monitor{Machine: m, memory: run.Memory{Ctx: m.Ctx}, least: every, every: every,
+		runs: every - 2, cost: math.Inf(1)}
 	events := []*gpu.Event{&o.around[0], &o.around[1], &o.update.events[0], &o.update.events[1]}
 	o.marks = make([]gpu.Event, len(m.Program.Calls)+1)
 	o.tasks = make([]taskTime, len(m.Program.Calls))
@@ -146,7 +147,9 @@ func (o *Monitor) sample() error {
 		if err != nil {
 			return err
 		}
-		if now.Monitored, err = o.Capture(func() error { return o.enqueue(o.Ctx.Mark) }); err != nil {
+		if now.Monitored, err = o.Capture(func() error {
+			return o.enqueue(o.Ctx.Mark)
+		}); err != nil {
 			return err
 		}
 	}
@@ -192,7 +195,9 @@ func (o *Monitor) enqueue(mark func(gpu.Event, gpu.Stream) error) error {
 		if err := o.runBare(i, mark); err != nil {
 			return err
 		}
-		if err := run.InTurn(func() error { return o.Whole(c) }, func() error { return mark(o.marks[i+1], o.Stream) }); err != nil {
+		if err := run.InTurn(func() error {
+			return o.Whole(c)
+		}, func() error { return mark(o.marks[i+1], o.Stream) }); err != nil {
 			return err
 		}
 		known := &o.tasks[i]
@@ -243,7 +248,8 @@ func (o *Monitor) collect() error {
 		o.plain = whole
 		return nil
 	}
-	if err := o.read(); err != nil { // before anything is taken in: a sample counts as a whole or not at all
+	// before anything is taken in: a sample counts as a whole or not at all
+	if err := o.read(); err != nil {
 		return err
 	}
 	for i := range o.tasks {
@@ -288,7 +294,8 @@ func (o *Monitor) note(i int) {
 		return
 	}
 	if t.drifted++; t.drifted == monitorTimes {
-		o.Warn(fmt.Sprintf("%s takes %v in the way %s, and took %v when it was tuned", o.Program.Calls[i].Node, d,
+		o.Warn(fmt.Sprintf("%s takes %v in the way %s, and took %v when it was tuned",
+			o.Program.Calls[i].Node, d,
 			strings.Join(t.ways, ", "), t.tuned))
 	}
 }
@@ -299,10 +306,13 @@ func (o *Monitor) Updating(enqueue func() error) error {
 		return enqueue()
 	}
 	ctx, s := o.Ctx, o.Stream
-	if err := run.InTurn(func() error { return ctx.Record(o.update.events[0], s) }, enqueue); err != nil {
+	if err := run.InTurn(func() error {
+		return ctx.Record(o.update.events[0], s)
+	}, enqueue); err != nil {
 		return err
 	}
-	o.update.busy = ctx.Record(o.update.events[1], s) == nil // an update that is on its way is no error for want of a mark
+	// an update that is on its way is no error for want of a mark
+	o.update.busy = ctx.Record(o.update.events[1], s) == nil
 	return nil
 }
 
@@ -324,7 +334,8 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 		}
 	})
 	if u := o.update; u.samples > 0 {
-		times = append(times, optime.OpTime{Op: "Update", Tasks: 1, Time: u.total / time.Duration(u.samples), Bytes: updateBytes})
+		times = append(times, optime.OpTime{Op: "Update", Tasks: 1,
+			Time: u.total / time.Duration(u.samples), Bytes: updateBytes})
 	}
 	optime.SortTimes(times)
 	return times, nil

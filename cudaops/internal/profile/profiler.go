@@ -43,7 +43,8 @@ const Steps = 1 + plainSteps + markedSteps
 
 // NewProfiler returns a profiler of the steps that follow.
 func NewProfiler(m *Machine) *Profiler {
-	return &Profiler{Machine: m, memory: run.Memory{Ctx: m.Ctx}, pieces: map[pieceKey]*markedPiece{}}
+	return &Profiler{Machine: m, memory: run.Memory{Ctx: m.Ctx},
+		pieces: map[pieceKey]*markedPiece{}}
 }
 
 // Done reports whether all steps were timed.
@@ -156,7 +157,8 @@ func (p *Profiler) Call(name string) func() {
 	}
 	s, from := p.plain[len(p.plain)-1], time.Now()
 	return func() {
-		s.calls = append(s.calls, optime.HostSpan{Name: name, Start: from.Sub(s.at), Time: time.Since(from)})
+		s.calls = append(s.calls, optime.HostSpan{Name: name, Start: from.Sub(s.at),
+			Time: time.Since(from)})
 	}
 }
 
@@ -256,8 +258,10 @@ func (p *Profiler) Marked() error {
 		}
 	}
 	for _, c := range p.Program.Calls {
-		t := markedTask{op: c.Op, layer: c.Layer, bytes: c.Bytes(), flops: c.FLOPs, float8: c.Float8}
-		if chosen, ok := p.Chooser.Of(c.Choice); ok && chosen.Of > 1 && chosen.Op != "Matmul" { // whose ways are numbers
+		t := markedTask{op: c.Op, layer: c.Layer, bytes: c.Bytes(),
+			flops: c.FLOPs, float8: c.Float8}
+		// whose ways are numbers
+		if chosen, ok := p.Chooser.Of(c.Choice); ok && chosen.Of > 1 && chosen.Op != "Matmul" {
 			t.ways = []string{chosen.Way}
 		}
 		p.doing(t)
@@ -323,8 +327,10 @@ func (p *Profiler) result() (*optime.Profile, error) {
 		}
 	}
 	if len(usual.pieces) != len(p.whole) || len(pauses) == 0 {
-		return nil, fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be alike", len(p.whole),
-			len(usual.pieces))
+		return nil,
+			fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be alike",
+				len(p.whole),
+				len(usual.pieces))
 	}
 	slices.Sort(pauses)
 	r.Mark = pauses[len(pauses)/2]
@@ -335,7 +341,8 @@ func (p *Profiler) result() (*optime.Profile, error) {
 // layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny
 // kernels the times add up to more than it took without marks, since these keep one kernel from
 // starting while the one before it ends: they are then taken to be shorter in proportion.
-func (p *Profiler) layOut(r *optime.Profile, usual *plainStep, elapsed func(from, to gpu.Event) time.Duration) {
+func (p *Profiler) layOut(r *optime.Profile, usual *plainStep,
+	elapsed func(from, to gpu.Event) time.Duration) {
 	var end time.Duration                         // of the last span
 	anchor, anchored := p.begin, time.Duration(0) // an event of the marked step, and its place
 	pieces := usual.pieces
@@ -359,7 +366,8 @@ func (p *Profiler) layOut(r *optime.Profile, usual *plainStep, elapsed func(from
 			pieces = pieces[1:]
 			gap = max(0, whole-sum) / time.Duration(n)
 			for i := range took {
-				took[i] = time.Duration(float64(took[i]) * min(1, float64(whole)/float64(max(1, sum))))
+				took[i] = time.Duration(float64(took[i]) * min(1,
+					float64(whole)/float64(max(1, sum))))
 			}
 			r.Graphs += whole
 			r.Marked += elapsed(spans[0].from, spans[n-1].to)
@@ -371,7 +379,8 @@ func (p *Profiler) layOut(r *optime.Profile, usual *plainStep, elapsed func(from
 			}
 			end = start + took[i]
 			t := p.tasks[s.task]
-			r.Spans = append(r.Spans, optime.Span{Kernel: s.kernel, Op: t.op, Layer: t.layer, Task: s.task, Start: start, Time: took[i],
+			r.Spans = append(r.Spans, optime.Span{Kernel: s.kernel, Op: t.op, Layer: t.layer,
+				Task: s.task, Start: start, Time: took[i],
 				Bytes: t.bytes, FLOPs: t.flops, Float8: t.float8, Ways: t.ways, Loose: !captured})
 		}
 		anchor, anchored = spans[n-1].to, end

@@ -49,7 +49,9 @@ func (a *Array) RowStride() int {
 
 // On reports whether the array, or a part of it, is in a buffer.
 func (a *Array) On(b *Buffer) bool {
-	return a != nil && (a.Buffer == b || slices.ContainsFunc(a.Parts, func(p *Array) bool { return p.On(b) }))
+	return a != nil && (a.Buffer == b || slices.ContainsFunc(a.Parts, func(p *Array) bool {
+		return p.On(b)
+	}))
 }
 
 // View is elements of the array in another shape, from the given element on.

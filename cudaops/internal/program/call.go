@@ -25,8 +25,8 @@ type Arg struct {
 	Field string // of the call's Params, which takes its address; "" where none does
 	*Array
 	Role Role
-	// Deviation is the standard deviation of the random numbers that a read is timed with; 0 counts as
-	// 1.
+	// Deviation is the standard deviation of the random numbers that a read is timed with; 0 counts
+	// as 1.
 	Deviation float64
 }
 

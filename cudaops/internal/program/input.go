@@ -47,7 +47,8 @@ func (r IDRange) Check(ids []int64) error {
 		all &= id
 	}
 	if all < 0 {
-		return fmt.Errorf("%s: all %d %s are negative: %w", r.Op, len(ids), r.Argument, op.ErrNoTargets)
+		return fmt.Errorf("%s: all %d %s are negative: %w", r.Op, len(ids),
+			r.Argument, op.ErrNoTargets)
 	}
 	return nil
 }
@@ -61,7 +62,8 @@ func (r IDRange) checkStarts(starts []int64) error {
 			least = 0
 		}
 		if start < least || start > int64(i) {
-			return fmt.Errorf("%s: %s[%d] is %d, want %d, the start before it, to %d, its own position in "+
+			return fmt.Errorf("%s: %s[%d] is %d, want %d, the start before it, to %d, its own "+
+				"position in "+
 				"the sequence", r.Op, r.Argument, row, start, least, i)
 		}
 		least = start

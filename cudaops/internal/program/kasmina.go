@@ -40,7 +40,9 @@ func (l *KasminaLayer) Mixing() kasmina.Wide {
 func (l *KasminaLayer) Wide() bool { return l.Width > l.Chunk }
 
 // Clips is whether the backward pass clips gradients.
-func (l *KasminaLayer) Clips() bool { return l.Op.Config.GradClip > 0 || l.Op.Config.AdaptiveClip > 0 }
+func (l *KasminaLayer) Clips() bool {
+	return l.Op.Config.GradClip > 0 || l.Op.Config.AdaptiveClip > 0
+}
 
 // Shape is the part of the layer's description that does not depend on where things lie.
 func (l *KasminaLayer) Shape() kasmina.Layer {

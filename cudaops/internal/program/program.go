@@ -23,7 +23,8 @@ type Program struct {
 	Weights  []*QuantizedWeight
 	Zeros    *Array // what is zero when a run begins; nil where no call asks for it
 
-	Scale   *Array // optimizer.LossScale, whose first number is the loss scale; nil where there is none
+	// optimizer.LossScale, whose first number is the loss scale; nil where there is none
+	Scale   *Array
 	Scaling *Scaling
 
 	Kasmina []*KasminaLayer
@@ -55,12 +56,14 @@ func (p *Program) NewBuffer(bytes int, resident bool) *Buffer {
 
 // NewArray returns an array in the arena, for the calls that are given it.
 func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
-	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), false), Type: t, Shape: slices.Clone(shape)}
+	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), false), Type: t,
+		Shape: slices.Clone(shape)}
 }
 
 // NewResident returns an array that lives as long as the machine.
 func (p *Program) NewResident(t gpu.DType, shape ...int) *Array {
-	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), true), Type: t, Shape: slices.Clone(shape)}
+	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), true), Type: t,
+		Shape: slices.Clone(shape)}
 }
 
 // NewConstant returns a resident array that holds data.

@@ -18,8 +18,8 @@ type Executor struct {
 	Kernels  Launcher
 	Products *Products
 
-	// Host computes on the host, and Pass a pass of a Kasmina layer, which finishes its sums itself if
-	// whole. They are nil where a program has no such calls.
+	// Host computes on the host, and Pass a pass of a Kasmina layer, which finishes its sums itself
+	// if whole. They are nil where a program has no such calls.
 	Host func(program.HostOp) error
 	Pass func(c *program.Call, p program.KasminaPass, whole bool) error
 }

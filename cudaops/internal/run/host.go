@@ -107,7 +107,8 @@ func Divided(v gorgonia.Value, by float32) (gorgonia.Value, error) {
 	}
 	x, ok := flat.([]float32)
 	if !ok {
-		return nil, fmt.Errorf("a value that carries the loss scale is a %v, want float32", v.Dtype())
+		return nil, fmt.Errorf("a value that carries the loss scale is a %v, want float32",
+			v.Dtype())
 	}
 	y := make([]float32, len(x))
 	for i, e := range x {

@@ -35,7 +35,8 @@ type hostInput struct {
 
 // NewInputs takes pinned memory for the inputs of a program.
 func NewInputs(x *Executor, p *program.Program) (*Inputs, error) {
-	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, host: map[*program.Input]*hostInput{},
+	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights,
+		host:   map[*program.Input]*hostInput{},
 		memory: Memory{Ctx: x.Ctx}}
 	for _, in := range p.Inputs {
 		h := &hostInput{}
@@ -150,7 +151,8 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 		return nil
 	}
 	ids := s.host[in].staging[:in.Array.Extent()]
-	if err := errors.Join(s.Ctx.CopyToHost(ids, in.Array.Ptr(), s.Stream), s.Ctx.SyncStream(s.Stream)); err != nil {
+	if err := errors.Join(s.Ctx.CopyToHost(ids, in.Array.Ptr(), s.Stream),
+		s.Ctx.SyncStream(s.Stream)); err != nil {
 		return err
 	}
 	for _, r := range in.IDs {
@@ -163,7 +165,8 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 
 // transmit copies what stage has written.
 func (s *Inputs) transmit(in *program.Input) error {
-	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.host[in].staging[:in.Array.Extent()], s.Stream); err != nil {
+	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.host[in].staging[:in.Array.Extent()],
+		s.Stream); err != nil {
 		return err
 	}
 	return s.Refresh(in)

@@ -11,8 +11,8 @@ import (
 type Launcher interface {
 	// Launch enqueues what a structure such as rope.Rotate says.
 	Launch(s gpu.Stream, params any) error
-	// Ways lists the ways that take a launch, the one that should be fastest first and the plain one,
-	// whose result counts as right, last. It is empty where there is nothing to choose.
+	// Ways lists the ways that take a launch, the one that should be fastest first and the plain
+	// one, whose result counts as right, last. It is empty where there is nothing to choose.
 	Ways(params any) []kernel.Way
 	NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error)
 	NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error)

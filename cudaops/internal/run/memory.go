@@ -86,8 +86,10 @@ func (m *Memory) Fits(p *program.Program) error {
 	if free, _, err := m.Ctx.MemInfo(); err != nil {
 		return err
 	} else if need > free {
-		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, %s for a run), and %s are free: %w",
-			gpu.Size(need), gpu.Size(uint64(p.Resident())), gpu.Size(uint64(p.Arena)), gpu.Size(free), gpu.OutOfMemory)
+		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, "+
+			"%s for a run), and %s are free: %w",
+			gpu.Size(need), gpu.Size(uint64(p.Resident())), gpu.Size(uint64(p.Arena)),
+			gpu.Size(free), gpu.OutOfMemory)
 	}
 	return nil
 }

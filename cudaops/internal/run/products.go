@@ -121,7 +121,8 @@ func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error
 		}
 		return p.Run(way, a, s)
 	}
-	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A, W: a.B, ScaleX: a.ScaleA,
+	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A,
+		W: a.B, ScaleX: a.ScaleA,
 		ScaleW: a.ScaleB, Type: p.Spec().D, Way: p.Own[way-len(p.BLAS)]}
 	if p.Added == program.AMatrix {
 		own.C = a.C

@@ -35,8 +35,9 @@ func (Idle) Close() error               { return nil }
 
 // Scale is the loss scale of a machine.
 type Scale struct {
-	Now     optimizer.LossScale // as on the device
-	Carried float32             // the scale that the gradients of the last run carry; 0 where they were dropped
+	Now optimizer.LossScale // as on the device
+	// the scale that the gradients of the last run carry; 0 where they were dropped
+	Carried float32
 }
 
 // Runner runs a program: as it is the first time, which loads what the kernels need, and then as

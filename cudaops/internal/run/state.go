@@ -16,11 +16,12 @@ type Phase uint8
 
 // The phases.
 const (
-	Fresh        Phase = iota // nothing has run
-	Enqueued                  // a run is on its way
-	Waited                    // the run is over, and the host knows
-	Looked                    // the run is on its way, and the squares of its gradients are those of the update
-	WaitedLooked              // likewise, of a run that the host knows to be over
+	Fresh    Phase = iota // nothing has run
+	Enqueued              // a run is on its way
+	Waited                // the run is over, and the host knows
+	// the run is on its way, and the squares of its gradients are those of the update
+	Looked
+	WaitedLooked // likewise, of a run that the host knows to be over
 	Closed
 )
 

@@ -30,7 +30,8 @@ func TestStateTransitions(t *testing.T) {
 // TestStateAnswers wants what is asked of a state to follow from its phase alone.
 func TestStateAnswers(t *testing.T) {
 	for p, want := range map[Phase][4]bool{ // closed, ran, waited, looked
-		Fresh: {}, Enqueued: {false, true}, Waited: {false, true, true}, Looked: {false, true, false, true},
+		Fresh: {}, Enqueued: {false, true}, Waited: {false, true, true},
+		Looked:       {false, true, false, true},
 		WaitedLooked: {false, true, true, true}, Closed: {true},
 	} {
 		s := State{phase: p}

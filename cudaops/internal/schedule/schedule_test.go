@@ -103,7 +103,8 @@ func TestJoinSumsMemory(t *testing.T) {
 		for i := range 3 {
 			parts := p.NewArray(gpu.Float8E4M3, bytes)
 			p.Add(&program.Call{Params: sums{[]string{fmt.Sprint(i)}},
-				Args: []program.Arg{program.Reads("", parts), program.Writes("", p.NewArray(gpu.Float32, 1))}})
+				Args: []program.Arg{program.Reads("", parts),
+					program.Writes("", p.NewArray(gpu.Float32, 1))}})
 		}
 		JoinSums(p)
 		require.Len(t, p.Calls, want, "parts of %d bytes", bytes)

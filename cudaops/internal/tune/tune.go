@@ -255,7 +255,8 @@ func (s *Store) Clear(match func(key string) bool) (int, error) {
 // write replaces the file by one that is complete.
 func (s *Store) write() error {
 	if len(s.choices) > maxChoices {
-		return fmt.Errorf("there are %d choices, and a file has %d at most: clear those that are no longer asked for", len(s.choices), maxChoices)
+		return fmt.Errorf("there are %d choices, and a file has %d at most: clear those that are "+
+			"no longer asked for", len(s.choices), maxChoices)
 	}
 	b, err := json.MarshalIndent(file{version, s.choices}, "", "\t")
 	if err != nil {

@@ -62,7 +62,8 @@ func TestStore(t *testing.T) {
 
 // TestDamaged wants a warning, an empty store, and a good one after the next choice.
 func TestDamaged(t *testing.T) {
-	for name, content := range map[string]string{"text": "choices", "cut": `{"version":1,"choices":{"a":[1`, "version": `{"version":2,"choices":{"a":1}}`,
+	for name, content := range map[string]string{"text": "choices",
+		"cut": `{"version":1,"choices":{"a":[1`, "version": `{"version":2,"choices":{"a":1}}`,
 		"empty": ""} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "tune.json")
@@ -87,7 +88,8 @@ func TestDamaged(t *testing.T) {
 		})
 	}
 	path := filepath.Join(t.TempDir(), "tune.json")
-	if err := os.WriteFile(path, []byte(`{"version":1,"choices":{"a":"text"}}`), 0o644); err != nil {
+	if err := os.WriteFile(path, []byte(`{"version":1,"choices":{"a":"text"}}`),
+		0o644); err != nil {
 		t.Fatal(err)
 	}
 	warned, v := 0, 0
@@ -133,7 +135,8 @@ func TestConcurrent(t *testing.T) {
 }
 
 func TestOverride(t *testing.T) {
-	for value, want := range map[string]Mode{"": Cached, "off": Off, "FULL": Full, "cached": Cached} {
+	for value, want := range map[string]Mode{"": Cached, "off": Off,
+		"FULL": Full, "cached": Cached} {
 		t.Setenv(Variable, value)
 		if m, err := Override(Cached); err != nil || m != want {
 			t.Errorf("%q gives %v, %v, want %v", value, m, err, want)

@@ -12,14 +12,14 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// share is a rank's part of an update that several make. The parameters lie one behind the other, as
-// in package llm/parallel; what AdamW updates is divided at multiples of a table's chunk, what Muon
-// updates not at all.
+// share is a rank's part of an update that several make. The parameters lie one behind the other,
+// as in package llm/parallel; what AdamW updates is divided at multiples of a table's chunk, what
+// Muon updates not at all.
 //
-// After each round of micro-batches every rank sends each owner what it has of the owner's gradients,
-// and the owner adds them in the order of ranks: see package comm. The owner's sums of squares, of
-// whole chunks, go to all, so that the norm is added up as on one GPU; then each updates its part, and
-// the parameters come back to all.
+// After each round of micro-batches every rank sends each owner what it has of the owner's
+// gradients, and the owner adds them in the order of ranks: see package comm. The owner's sums of
+// squares, of whole chunks, go to all, so that the norm is added up as on one GPU; then each
+// updates its part, and the parameters come back to all.
 type share struct {
 	group  comm.Group
 	shards comm.Shards
@@ -106,7 +106,8 @@ func (x *Optimizer) takeRoom() (err error) {
 			continue
 		}
 		for _, p := range mine {
-			at, err := x.memory.Alloc(p.len()*x.Params[p.param].Grad.Type.Size(), "gradients of other ranks")
+			at, err := x.memory.Alloc(p.len()*x.Params[p.param].Grad.Type.Size(),
+				"gradients of other ranks")
 			if err != nil {
 				return err
 			}
@@ -126,7 +127,8 @@ func (s *share) own(i int) (part, bool) {
 	return mine[at], true
 }
 
-var commTypes = map[gpu.DType]comm.Type{gpu.Float32: comm.Float32, gpu.BFloat16: comm.BFloat16, gpu.Float16: comm.Float16}
+var commTypes = map[gpu.DType]comm.Type{gpu.Float32: comm.Float32, gpu.BFloat16: comm.BFloat16,
+	gpu.Float16: comm.Float16}
 
 func ptr(p gpu.Ptr) comm.Ptr { return comm.Ptr(p) }
 
@@ -139,7 +141,8 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		return errors.New("the optimiser is not one of several ranks'")
 	}
 	if contributors < 1 || contributors > s.group.Size() {
-		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks", contributors, s.group.Size())
+		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
+			contributors, s.group.Size())
 	}
 	k := round{contributors, first}
 	if s.rounds[k] == nil {
@@ -172,7 +175,8 @@ func (x *Optimizer) exchange(contributors int) error {
 			for _, p := range s.parts[r] {
 				g := x.Params[p.param].Grad
 				if me < contributors {
-					if err := c.Send(ptr(g.Ptr().Offset(p.from*g.Type.Size())), p.len(), commTypes[g.Type], r, stream); err != nil {
+					if err := c.Send(ptr(g.Ptr().Offset(p.from*g.Type.Size())), p.len(),
+						commTypes[g.Type], r, stream); err != nil {
 						return err
 					}
 				}
@@ -206,14 +210,16 @@ func (x *Optimizer) addUp(contributors int, first bool) error {
 			keep = 0
 		}
 		if first && contributors > 1 && g.Type == gpu.Float32 { // the first two in one pass
-			if err := x.m.Launch(elementwise.Binary{Op: elementwise.Add, Y: sum, A: elementwise.Operand{Ptr: from[0]},
+			if err := x.m.Launch(elementwise.Binary{Op: elementwise.Add, Y: sum,
+				A: elementwise.Operand{Ptr: from[0]},
 				B: elementwise.Operand{Ptr: from[1]}, N: p.len(), Type: gpu.Float32}); err != nil {
 				return err
 			}
 			from, keep = from[2:], 1
 		}
 		for _, at := range from {
-			if err := x.m.Launch(elementwise.Axpby{Y: sum, YType: gpu.Float32, X: at, XType: g.Type, Alpha: 1, Beta: keep,
+			if err := x.m.Launch(elementwise.Axpby{Y: sum, YType: gpu.Float32, X: at,
+				XType: g.Type, Alpha: 1, Beta: keep,
 				N: p.len()}); err != nil {
 				return err
 			}
@@ -234,7 +240,8 @@ func (s *share) gatherSquares(squares gpu.Ptr, stream gpu.Stream) error {
 			for r := range s.group.Size() {
 				if n := shards.Len(r); n > 0 {
 					at := squares.Offset(4 * (base + shards[r]))
-					if err := c.Broadcast(ptr(at), n, comm.Float32, r, comm.Stream(stream)); err != nil {
+					if err := c.Broadcast(ptr(at), n, comm.Float32, r,
+						comm.Stream(stream)); err != nil {
 						return err
 					}
 				}
@@ -255,7 +262,8 @@ func (x *Optimizer) gatherParams() error {
 		for r, parts := range s.parts {
 			for _, p := range parts {
 				at := x.Params[p.param].Input.Array.Ptr().Offset(4 * p.from)
-				if err := c.Broadcast(ptr(at), p.len(), comm.Float32, r, comm.Stream(x.m.Stream)); err != nil {
+				if err := c.Broadcast(ptr(at), p.len(), comm.Float32, r,
+					comm.Stream(x.m.Stream)); err != nil {
 					return err
 				}
 			}
@@ -320,7 +328,8 @@ func (x *Optimizer) Shared() bool { return x.share != nil }
 func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
 	p := x.Params[i]
 	r := p.Rule
-	t := optimizer.Tensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(), GradType: p.Grad.Type, Size: p.Grad.Len(),
+	t := optimizer.Tensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(),
+		GradType: p.Grad.Type, Size: p.Grad.Len(),
 		LRScale: r.LRScale, Decay: r.Decay, Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step}
 	if x.share != nil {
 		own, ok := x.share.own(i)

@@ -67,7 +67,8 @@ type Optimizer struct {
 	iterations *program.Program // of Muon
 	control    gpu.Ptr          // optimizer.Control
 	staging    []byte           // the same, pinned
-	squares    gpu.Ptr          // of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
+	// of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
+	squares    gpu.Ptr
 	settings   optimizer.Control
 	loss       []byte                     // pinned, of a step
 	ran        gpu.Event                  // the run before the update is done
@@ -86,7 +87,8 @@ type Ranks struct {
 
 // New puts an optimiser, with what it remembers so far, on the device. Where ranks are not nil it
 // updates this rank's part.
-func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer, error) {
+func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
+	error) {
 	x := &Optimizer{Rules: rules, Params: params, m: m, memory: run.Memory{Ctx: m.Ctx},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
 		recorded: map[gpu.Ptr]*run.Recording{}}
@@ -171,7 +173,9 @@ func (x *Optimizer) Held() int {
 
 // tables are those of AdamW's and of Muon's parameters, where there are any.
 func (x *Optimizer) tables() []*optimizer.Table {
-	return slices.DeleteFunc([]*optimizer.Table{x.adamw, x.muon}, func(t *optimizer.Table) bool { return t == nil })
+	return slices.DeleteFunc([]*optimizer.Table{x.adamw, x.muon}, func(t *optimizer.Table) bool {
+		return t == nil
+	})
 }
 
 // sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
@@ -265,7 +269,8 @@ func (x *Optimizer) buildTables() error {
 // without a loss, or such that a loss that is not finite keeps the parameters as they are, and its
 // value comes back too. Around enqueues the update's calls, which it is given with whether they can
 // be captured.
-func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, plain func() error) error) error {
+func (x *Optimizer) Enqueue(loss *program.Array,
+	around func(capture bool, run, plain func() error) error) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
 	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:optimizer.ControlSettings]) {
@@ -288,7 +293,9 @@ func (x *Optimizer) Enqueue(loss *program.Array, around func(capture bool, run, 
 		x.recorded[key] = r
 	}
 	plain := func() error { return x.launch(loss) }
-	if err := around(r.Loaded && !x.uncaptured, func() error { return x.replay(r, plain) }, plain); err != nil {
+	if err := around(r.Loaded && !x.uncaptured, func() error {
+		return x.replay(r, plain)
+	}, plain); err != nil {
 		return err
 	}
 	x.m.State.On(run.Look) // also where launch was captured before
@@ -335,8 +342,8 @@ func (x *Optimizer) launch(loss *program.Array) error {
 	return ClearSums(x.m.Runner)
 }
 
-// updateParams launches the calls that change the parameters: all of them, or with other ranks those
-// of this rank, and what brings the others'.
+// updateParams launches the calls that change the parameters: all of them, or with other ranks
+// those of this rank, and what brings the others'.
 func (x *Optimizer) updateParams(loss *program.Array) error {
 	squares, n := x.squareCalls()
 	if x.share == nil {
@@ -373,34 +380,44 @@ func newCall(params any, args ...program.Arg) *program.Call {
 func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 	adamw, muon, n := x.squaresAt()
 	if x.adamw != nil {
-		calls = append(calls, newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * adamw), Table: x.adamw}))
+		calls = append(calls,
+			newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * adamw), Table: x.adamw}))
 	}
 	if x.muon != nil {
-		calls = append(calls, newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * muon), Table: x.muon}))
+		calls = append(calls,
+			newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * muon), Table: x.muon}))
 	}
 	return calls, n
 }
 
-// calls are those of an update behind n sums of squares. Where there is a loss, 0·loss stands among the squares of the
-// gradients: 0, which leaves their sum as it is, or NaN, at which the update is not made.
+// calls are those of an update behind n sums of squares. Where there is a loss, 0·loss stands among
+// the squares of the gradients: 0, which leaves their sum as it is, or NaN, at which the update is
+// not made.
 func (x *Optimizer) calls(n int, loss *program.Array) (calls []*program.Call) {
 	if loss != nil {
-		calls = append(calls, newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: x.squares.Offset(4 * n), N: 1, Type: gpu.Float32},
-			program.Reads("X", loss)))
+		calls = append(calls,
+			newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: x.squares.Offset(4 * n),
+				N: 1, Type: gpu.Float32},
+				program.Reads("X", loss)))
 		n++
 	}
-	calls = append(calls, newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n},
-		program.Updates("Scale", x.m.Program.Scale)))
+	calls = append(calls,
+		newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n},
+			program.Updates("Scale", x.m.Program.Scale)))
 	if x.adamw != nil {
 		calls = append(calls, newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}))
 	}
 	if x.muon == nil {
 		return calls
 	}
-	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Rule.Muon && p.Rule.Nesterov })
-	calls = append(calls, newCall(optimizer.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
-		Table: x.muon, Nesterov: nesterov}))
-	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...) // between what stands for the others
+	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool {
+		return p.Rule.Muon && p.Rule.Nesterov
+	})
+	calls = append(calls,
+		newCall(optimizer.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
+			Table: x.muon, Nesterov: nesterov}))
+	// between what stands for the others
+	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...)
 	return append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: x.muon}))
 }
 
@@ -450,13 +467,14 @@ func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) e
 	var groups []group
 	for _, k := range kinds {
 		side, together := min(k.rows, k.columns), 1
-		// The next begins where vectors may. Ranks own other matrices on other numbers of GPUs, and a
-		// product of several may be computed in another way than that of one.
+		// The next begins where vectors may. Ranks own other matrices on other numbers of GPUs, and
+		// a product of several may be computed in another way than that of one.
 		if k.rows*k.columns%lower.VectorBytes == 0 && x.share == nil {
 			together = max(1, togetherLeast/(side*side))
 		}
 		for some := range slices.Chunk(alike[k], together) {
-			it, err := lower.NewIteration(x.iterations, x.m.Lower, k.rows, k.columns, len(some), k.iterations)
+			it, err := lower.NewIteration(x.iterations, x.m.Lower, k.rows, k.columns,
+				len(some), k.iterations)
 			if err != nil {
 				return err
 			}
@@ -489,7 +507,8 @@ func (x *Optimizer) placeIterations(groups []group) error {
 		from, to := g.iteration.Start, g.iteration.Result
 		for i, t := range g.tensors {
 			at := i * g.size * from.Type.Size()
-			t.Direction, t.Result, t.DirectionType = from.Ptr().Offset(at), to.Ptr().Offset(at), from.Type
+			t.Direction, t.Result, t.DirectionType = from.Ptr().Offset(at),
+				to.Ptr().Offset(at), from.Type
 		}
 	}
 	return nil
@@ -511,7 +530,8 @@ func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 		if t == x.muon {
 			at = muon
 		}
-		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares.Offset(4*at), x.m.Stream); err != nil {
+		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares.Offset(4*at),
+			x.m.Stream); err != nil {
 			return nil, err
 		}
 		var of []*Param

@@ -41,7 +41,8 @@ func Encode(raw []byte, t gpu.DType, v gorgonia.Value, n int) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v", v.Dtype(), v.Shape(), n, t)
+	return fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v",
+		v.Dtype(), v.Shape(), n, t)
 }
 
 // EncodeFloats writes numbers to raw, stored as t.

@@ -35,7 +35,9 @@ func (s *sumSquares[T]) Span(lo, hi int) {
 }
 
 // ScaleBy multiplies every element of x by s.
-func ScaleBy[T cpu.Float](x []T, s float64) { cpu.Spread(len(x), cpu.VectorGrain, scaling[T]{x, T(s)}) }
+func ScaleBy[T cpu.Float](x []T, s float64) {
+	cpu.Spread(len(x), cpu.VectorGrain, scaling[T]{x, T(s)})
+}
 
 type scaling[T cpu.Float] struct {
 	x []T

@@ -47,7 +47,8 @@ func toBF16(low, high, dst VecPhysical) { evex(3, 0x72, low, high, dst) }
 func pairCopy() {
 	v := avx512
 	lanes := uint64(v.bytes / 4)
-	TEXT("pairCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
+	TEXT("pairCopy"+v.name, attr.NOSPLIT,
+		"func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
 	panelParams()
 	Load(Param("width"), R9)
 	VMOVUPS(interleave(), Z31)
@@ -98,7 +99,8 @@ func interleave() Mem {
 func pairTranspose() {
 	v := avx512
 	lanes := v.bytes / 4
-	TEXT("pairTranspose"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
+	TEXT("pairTranspose"+v.name, attr.NOSPLIT,
+		"func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
 	panelParams()
 	Load(Param("cols"), R9)
 	square := func(masked bool) {

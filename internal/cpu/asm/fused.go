@@ -22,13 +22,16 @@ type fused struct {
 
 	out, x, value, rule, state, nextX, nextGrad Register // value is g backward, and x forward
 	columns, stride                             Register
-	column, at                                  Register // offsets of the vector of columns, and of the current row's in matrices
-	ahead, left                                 Register // offset of what to fetch, and how many more vectors of columns fetch in that row
-	chunk                                       Register // eight times the number of the chunk whose norms are formed
+	// offsets of the vector of columns, and of the current row's in matrices
+	column, at Register
+	// offset of what to fetch, and how many more vectors of columns fetch in that row
+	ahead, left Register
+	chunk       Register // eight times the number of the chunk whose norms are formed
 
-	row       [fusedRows]VecPhysical // of value, and later the results
-	free      []VecPhysical          // registers for what does not outlive a vector of columns
-	one, norm VecPhysical            // 1 in float64; the squares of the norms of the rows of the chunk so far
+	row  [fusedRows]VecPhysical // of value, and later the results
+	free []VecPhysical          // registers for what does not outlive a vector of columns
+	// 1 in float64; the squares of the norms of the rows of the chunk so far
+	one, norm VecPhysical
 	eps       VecPhysical
 	later     []func() // what is emitted behind the rest
 }
@@ -62,17 +65,20 @@ func (f *fused) neighbours() []neighbour {
 	if !f.backward {
 		return []neighbour{{ruleHasNear, K3, -1}, {ruleHasFar, K4, -2}}
 	}
-	return []neighbour{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2}, {ruleLeftNear, K5, -1}, {ruleLeftFar, K6, -2}}
+	return []neighbour{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2}, {ruleLeftNear, K5, -1},
+		{ruleLeftFar, K6, -2}}
 }
 
 func fusedPass(v isa, backward, streamed bool) {
 	f := &fused{isa: v, backward: backward, streamed: streamed,
 		out: RDI, x: RBX, value: RBX, rule: RDX, state: R14, nextX: R9, nextGrad: R15,
 		columns: R8, stride: R10, chunk: R11, at: R12, column: R13, ahead: RAX, left: RCX}
-	name, signature := "fusedForward", "func(y, x, rule, state, nextX, ahead *float32, stride, columns int, eps float32)"
+	name, signature := "fusedForward",
+		"func(y, x, rule, state, nextX, ahead *float32, stride, columns int, eps float32)"
 	if backward {
 		name = "fusedBackward"
-		signature = "func(dx, grad, x, rule, state, nextGrad, nextX, ahead *float32, stride, columns, vectors, counter int)"
+		signature = "func(dx, grad, x, rule, state, nextGrad, nextX, ahead *float32, stride, " +
+			"columns, vectors, counter int)"
 		f.value = RSI
 	}
 	if streamed {
@@ -109,11 +115,13 @@ func (f *fused) parameters() {
 	for _, p := range []struct {
 		name string
 		reg  Register
-	}{{"x", f.x}, {"rule", f.rule}, {"state", f.state}, {"nextX", f.nextX}, {"stride", f.stride}, {"columns", f.columns}} {
+	}{{"x", f.x}, {"rule", f.rule}, {"state", f.state}, {"nextX", f.nextX}, {"stride", f.stride},
+		{"columns", f.columns}} {
 		Load(Param(p.name), p.reg)
 	}
 	copy(f.row[:], f.regs)
-	f.one, f.norm, f.eps, f.free = f.regs[fusedRows], f.regs[fusedRows+1], f.regs[fusedRows+1], f.regs[fusedRows+2:]
+	f.one, f.norm, f.eps, f.free = f.regs[fusedRows], f.regs[fusedRows+1],
+		f.regs[fusedRows+1], f.regs[fusedRows+2:]
 	VBROADCASTSD(doubleOne(), f.one)
 	if f.backward {
 		Load(Param("dx"), f.out)
@@ -364,7 +372,9 @@ func (f *fused) blend(form int, masked bool) {
 		return
 	}
 	free := f.free
-	ofRule, ofState := func(disp int) Mem { return f.ofColumn(f.rule, disp) }, func(disp int) Mem { return f.ofColumn(f.state, disp) }
+	ofRule, ofState := func(disp int) Mem {
+		return f.ofColumn(f.rule, disp)
+	}, func(disp int) Mem { return f.ofColumn(f.state, disp) }
 	gated, beside := form == formGated || form == formAny, form == formBeside || form == formAny
 	on := f.take(&free, ofRule(ruleOn))[0]
 	var off, gate, none, above, add VecPhysical

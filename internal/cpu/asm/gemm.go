@@ -40,7 +40,8 @@ func tile(v isa, e elem) {
 	TEXT("gemmTile"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
 	local := AllocLocal(80)
 	var at sweep
-	for i, m := range []*Mem{&at.n, &at.b, &at.c, &at.d, &at.row, &at.ldc, &at.next, &at.stride, &at.step, &at.left} {
+	for i, m := range []*Mem{&at.n, &at.b, &at.c, &at.d, &at.row, &at.ldc, &at.next,
+		&at.stride, &at.step, &at.left} {
 		*m = local.Offset(8 * i)
 	}
 	Load(Param("t"), RDI)
@@ -244,7 +245,9 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical, at sweep) {
 	})
 	Label(name + "store")
 	edges(name+"S", func(masked bool) {
-		v.eachOfTile(m, nv, masked, R8, R9, func(i, j int, c Mem, masked bool) { v.store(acc(i, j), c, masked) })
+		v.eachOfTile(m, nv, masked, R8, R9, func(i, j int, c Mem, masked bool) {
+			v.store(acc(i, j), c, masked)
+		})
 	})
 	JMP(LabelRef("next"))
 }
@@ -263,7 +266,8 @@ func edges(name string, body func(masked bool)) {
 
 // eachOfTile calls f for each vector of a tile in a matrix at base with a stride in bytes, and
 // moves base along.
-func (v isa) eachOfTile(m, nv int, masked bool, base, stride Register, f func(i, j int, at Mem, masked bool)) {
+func (v isa) eachOfTile(m, nv int, masked bool, base, stride Register,
+	f func(i, j int, at Mem, masked bool)) {
 	for i := range m {
 		for j := range nv {
 			f(i, j, Mem{Base: base, Disp: j * v.bytes}, masked && j == nv-1)
@@ -352,8 +356,8 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 	step(true)
 
 	Label(name + "sum")
-	// Add a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes the sum of
-	// acc(i, j). The upper registers exist as zmm only, short of AVX-512VL.
+	// Add a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes the sum
+	// of acc(i, j). The upper registers exist as zmm only, short of AVX-512VL.
 	if v.bytes == 64 {
 		for i := range 4 * m {
 			VSHUFF64X2(Imm(0x4e), v.regs[i], v.regs[i], bvec)

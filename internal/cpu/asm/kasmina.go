@@ -53,7 +53,8 @@ const (
 // advance by a vector of float32, doubles by one of float64. Where some columns use neighbours,
 // start returns what holds which do, one mask or vector for each neighbour: most vectors of columns
 // have none, and are spared the loads across cache lines.
-func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (users []Register), body func(masked, neighbours bool), end func()) {
+func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (users []Register),
+	body func(masked, neighbours bool), end func()) {
 	lanes := uint64(v.bytes / 4)
 	rows := func(label string, masked, neighbours bool) {
 		Label(label)
@@ -271,13 +272,15 @@ func blend(v isa, backward, streamed bool) {
 		name += "Streamed"
 	}
 	if backward {
-		TEXT(name+v.name, attr.NOSPLIT, "func(dx, grad, x, rule, ahead *float32, rows, stride, columns int)")
+		TEXT(name+v.name, attr.NOSPLIT,
+			"func(dx, grad, x, rule, ahead *float32, rows, stride, columns int)")
 		px = RBX
 		Load(Param("ahead"), ahead)
 		Load(Param("dx"), py)
 		Load(Param("grad"), pv)
 	} else {
-		TEXT(name+v.name, attr.NOSPLIT, "func(y, x, rule *float32, rows, stride, columns int) float32")
+		TEXT(name+v.name, attr.NOSPLIT,
+			"func(y, x, rule *float32, rows, stride, columns int) float32")
 		Load(Param("y"), py)
 	}
 	Load(Param("x"), px)
@@ -421,7 +424,8 @@ func blendLearn(v isa, streamed bool) {
 	if streamed {
 		name += "Streamed"
 	}
-	TEXT(name+v.name, attr.NOSPLIT, "func(dx, grad, x, rule, s, ahead *float32, rows, stride, columns int)")
+	TEXT(name+v.name, attr.NOSPLIT,
+		"func(dx, grad, x, rule, s, ahead *float32, rows, stride, columns int)")
 	py, pv, px, rule, sums, ahead := RDI, RSI, RBX, RDX, R15, R13
 	Load(Param("dx"), py)
 	Load(Param("grad"), pv)
@@ -432,7 +436,8 @@ func blendLearn(v isa, streamed bool) {
 	Load(Param("stride"), R10)
 	loadSize()
 	r := v.regs
-	state := map[int]VecPhysical{ruleOn: r[0], ruleOff: r[1], ruleGate: r[2], ruleNear: r[3], ruleFar: r[4], ruleAbove: r[5]}
+	state := map[int]VecPhysical{ruleOn: r[0], ruleOff: r[1], ruleGate: r[2], ruleNear: r[3],
+		ruleFar: r[4], ruleAbove: r[5]}
 	on, off, gate, near, far, above := r[0], r[1], r[2], r[3], r[4], r[5]
 	totals := []VecPhysical{r[6], r[7], r[8], r[9]}
 	x, g, product, c, t, zero := r[10], r[11], r[12], r[13], r[14], r[16]
@@ -501,7 +506,8 @@ func blendLearn(v isa, streamed bool) {
 // There are 4·groups rows, stride elements apart, and chunk is a multiple of 4. A vector of four
 // rows is the natural one, so this has one form.
 func chunkNorms() {
-	TEXT("chunkNormsAVX2", attr.NOSPLIT, "func(n *float64, x *float32, groups, chunk, chunks, stride int)")
+	TEXT("chunkNormsAVX2", attr.NOSPLIT,
+		"func(n *float64, x *float32, groups, chunk, chunks, stride int)")
 	anchors, sums, px, chunk, chunks, stride, stride3 := RDI, RDX, RSI, R8, R9, R10, R12
 	rows, at := R11, R13
 	Load(Param("n"), anchors)
@@ -528,7 +534,8 @@ func chunkNorms() {
 	MOVQ(rows, at)
 	MOVQ(chunk, RAX)
 	Label("column")
-	for i, m := range []Mem{{Base: at}, {Base: at, Index: stride, Scale: 1}, {Base: at, Index: stride, Scale: 2}, {Base: at, Index: stride3, Scale: 1}} {
+	for i, m := range []Mem{{Base: at}, {Base: at, Index: stride, Scale: 1},
+		{Base: at, Index: stride, Scale: 2}, {Base: at, Index: stride3, Scale: 1}} {
 		VCVTPS2PD(m, x)
 		VFMADD231PD(x, x, p[i])
 	}
@@ -574,16 +581,19 @@ func parameter(name string) Mem {
 
 // The ways of moveRows.
 const (
-	fetching  = "loadRows" // what lies ahead in the source is fetched into the second cache
-	plain     = "storeRows"
-	streaming = "streamRows" // the destination, whose vectors are aligned, is written past the caches
+	fetching = "loadRows" // what lies ahead in the source is fetched into the second cache
+	plain    = "storeRows"
+	// the destination, whose vectors are aligned, is written past the caches
+	streaming = "streamRows"
 )
 
 // moveRows generates a copy of rows, in which ahead is the distance, in bytes, of what will be
 // copied some time later.
 func moveRows(v isa, way string) {
-	TEXT(way+v.name, attr.NOSPLIT, "func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)")
-	dst, src, rows, dstStride, srcStride, ahead, toDst, toSrc := RDI, RSI, R9, R10, R12, RBX, R11, R13
+	TEXT(way+v.name, attr.NOSPLIT,
+		"func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)")
+	dst, src, rows, dstStride, srcStride, ahead, toDst, toSrc := RDI, RSI, R9,
+		R10, R12, RBX, R11, R13
 	Load(Param("dst"), dst)
 	Load(Param("src"), src)
 	Load(Param("rows"), rows)

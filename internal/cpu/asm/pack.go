@@ -20,7 +20,8 @@ func panelParams() {
 // bytes.
 func copyPanel(v isa) {
 	lanes := v.bytes / 4
-	TEXT("packCopy"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
+	TEXT("packCopy"+v.name, attr.NOSPLIT,
+		"func(dst *byte, dstStride int, src *byte, srcStride, rows, width int)")
 	panelParams()
 	Load(Param("width"), R9)
 	MOVQ(R9, R10)
@@ -59,7 +60,8 @@ func copyPanel(v isa) {
 // vector wide; rows past the last repeat it.
 func transpose(v isa) {
 	lanes := v.bytes / 4
-	TEXT("packTranspose"+v.name, attr.NOSPLIT, "func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
+	TEXT("packTranspose"+v.name, attr.NOSPLIT,
+		"func(dst *byte, dstStride int, src *byte, srcStride, rows, cols int)")
 	panelParams()
 	Load(Param("cols"), R9)
 	square := func(masked bool) {

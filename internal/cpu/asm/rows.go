@@ -12,7 +12,8 @@ import (
 // over generates a function of n elements. pointers are its float32 slices' names in order; scalars
 // follow n. body gets the slices at the current vector and the scalars in every lane; it may use
 // registers from used on.
-func over(v isa, name, pointers, scalars, result string, start func(used int), body func(p []Mem, s []VecPhysical, used int, masked bool), end func()) {
+func over(v isa, name, pointers, scalars, result string, start func(used int),
+	body func(p []Mem, s []VecPhysical, used int, masked bool), end func()) {
 	names, numbers := strings.Fields(pointers), strings.Fields(scalars)
 	signature := "func(" + strings.Join(names, ", ") + " *float32, n int"
 	if len(numbers) > 0 {
@@ -36,7 +37,9 @@ func over(v isa, name, pointers, scalars, result string, start func(used int), b
 	if start != nil {
 		start(len(numbers))
 	}
-	v.vectors(registers, func(masked bool) { body(memory, v.regs[:len(numbers)], len(numbers), masked) })
+	v.vectors(registers, func(masked bool) {
+		body(memory, v.regs[:len(numbers)], len(numbers), masked)
+	})
 	if end != nil {
 		end()
 	}
@@ -99,43 +102,47 @@ func rows(v isa) {
 	}
 	low, high := r[14], r[13]
 	// Σ x² in float64.
-	over(v, "sumSquares", "x", "", "float64", zero(low, high), func(p []Mem, _ []VecPhysical, _ int, masked bool) {
-		v.load(p[0], r[0], masked)
-		VMOVUPS(r[0], r[1])
-		v.addProducts(r[0], r[1], low, high, r[2], r[3], r[4])
-	}, func() {
-		v.reduce64(low, high)
-		Store(low.AsX(), ReturnIndex(0))
-	})
+	over(v, "sumSquares", "x", "", "float64", zero(low, high),
+		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
+			v.load(p[0], r[0], masked)
+			VMOVUPS(r[0], r[1])
+			v.addProducts(r[0], r[1], low, high, r[2], r[3], r[4])
+		}, func() {
+			v.reduce64(low, high)
+			Store(low.AsX(), ReturnIndex(0))
+		})
 	// Σ (g·w)·x in float64.
-	over(v, "dot3", "grad w x", "", "float64", zero(low, high), func(p []Mem, _ []VecPhysical, _ int, masked bool) {
-		v.load(p[0], r[0], masked)
-		v.load(p[1], r[1], masked)
-		VMULPS(r[1], r[0], r[0])
-		v.load(p[2], r[1], masked)
-		v.addProducts(r[0], r[1], low, high, r[2], r[3], r[4])
-	}, func() {
-		v.reduce64(low, high)
-		Store(low.AsX(), ReturnIndex(0))
-	})
+	over(v, "dot3", "grad w x", "", "float64", zero(low, high),
+		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
+			v.load(p[0], r[0], masked)
+			v.load(p[1], r[1], masked)
+			VMULPS(r[1], r[0], r[0])
+			v.load(p[2], r[1], masked)
+			v.addProducts(r[0], r[1], low, high, r[2], r[3], r[4])
+		}, func() {
+			v.reduce64(low, high)
+			Store(low.AsX(), ReturnIndex(0))
+		})
 	// Σ a·b.
-	over(v, "dotProduct", "a b", "", "float32", zero(r[0]), func(p []Mem, _ []VecPhysical, _ int, masked bool) {
-		v.load(p[0], r[2], masked)
-		v.load(p[1], r[3], masked)
-		VFMADD231PS(r[2], r[3], r[0])
-	}, func() {
-		v.reduce(VADDPS)
-		Store(r[0].AsX(), ReturnIndex(0))
-	})
+	over(v, "dotProduct", "a b", "", "float32", zero(r[0]),
+		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
+			v.load(p[0], r[2], masked)
+			v.load(p[1], r[3], masked)
+			VFMADD231PS(r[2], r[3], r[0])
+		}, func() {
+			v.reduce(VADDPS)
+			Store(r[0].AsX(), ReturnIndex(0))
+		})
 	// 0 if all of x is finite, and NaN otherwise: Σ (x − x).
-	over(v, "finite", "x", "", "float32", zero(r[0]), func(p []Mem, _ []VecPhysical, _ int, masked bool) {
-		v.load(p[0], r[2], masked)
-		VSUBPS(r[2], r[2], r[2])
-		VADDPS(r[2], r[0], r[0])
-	}, func() {
-		v.reduce(VADDPS)
-		Store(r[0].AsX(), ReturnIndex(0))
-	})
+	over(v, "finite", "x", "", "float32", zero(r[0]),
+		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
+			v.load(p[0], r[2], masked)
+			VSUBPS(r[2], r[2], r[2])
+			VADDPS(r[2], r[0], r[0])
+		}, func() {
+			v.reduce(VADDPS)
+			Store(r[0].AsX(), ReturnIndex(0))
+		})
 	// y = x·s·w.
 	over(v, "mulScaled", "y x w", "s", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
 		v.load(p[1], r[u], masked)
@@ -145,15 +152,16 @@ func rows(v isa) {
 		v.store(r[u], p[0], masked)
 	}, nil)
 	// dx = s·(g·w − x·m).
-	over(v, "normGradient", "dx grad w x", "s m", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
-		v.load(p[1], r[u], masked)
-		v.load(p[2], r[u+1], masked)
-		v.load(p[3], r[u+2], masked)
-		VMULPS(r[u+1], r[u], r[u])
-		VFNMADD231PS(s[1], r[u+2], r[u])
-		VMULPS(s[0], r[u], r[u])
-		v.store(r[u], p[0], masked)
-	}, nil)
+	over(v, "normGradient", "dx grad w x", "s m", "", nil,
+		func(p []Mem, s []VecPhysical, u int, masked bool) {
+			v.load(p[1], r[u], masked)
+			v.load(p[2], r[u+1], masked)
+			v.load(p[3], r[u+2], masked)
+			VMULPS(r[u+1], r[u], r[u])
+			VFNMADD231PS(s[1], r[u+2], r[u])
+			VMULPS(s[0], r[u], r[u])
+			v.store(r[u], p[0], masked)
+		}, nil)
 	// y += a·b·s.
 	over(v, "addScaled", "y a b", "s", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
 		v.load(p[1], r[u], masked)
@@ -164,20 +172,21 @@ func rows(v isa) {
 		v.store(r[u+2], p[0], masked)
 	}, nil)
 	// (ya, yb) = (xa·c − xb·s, xb·c + xa·s), s being sin times the sign.
-	over(v, "rotate", "ya yb xa xb c s", "sign", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
-		a, b, c, si, t := r[u], r[u+1], r[u+2], r[u+3], r[u+4]
-		v.load(p[2], a, masked)
-		v.load(p[3], b, masked)
-		v.load(p[4], c, masked)
-		v.load(p[5], si, masked)
-		VMULPS(s[0], si, si)
-		VMULPS(c, a, t)
-		VFNMADD231PS(si, b, t)
-		v.store(t, p[0], masked)
-		VMULPS(c, b, t)
-		VFMADD231PS(si, a, t)
-		v.store(t, p[1], masked)
-	}, nil)
+	over(v, "rotate", "ya yb xa xb c s", "sign", "", nil,
+		func(p []Mem, s []VecPhysical, u int, masked bool) {
+			a, b, c, si, t := r[u], r[u+1], r[u+2], r[u+3], r[u+4]
+			v.load(p[2], a, masked)
+			v.load(p[3], b, masked)
+			v.load(p[4], c, masked)
+			v.load(p[5], si, masked)
+			VMULPS(s[0], si, si)
+			VMULPS(c, a, t)
+			VFNMADD231PS(si, b, t)
+			v.store(t, p[0], masked)
+			VMULPS(c, b, t)
+			VFMADD231PS(si, a, t)
+			v.store(t, p[1], masked)
+		}, nil)
 	// y = a + b.
 	over(v, "addVectors", "y a b", "", "", nil, func(p []Mem, _ []VecPhysical, u int, masked bool) {
 		v.load(p[1], r[u], masked)
@@ -192,36 +201,38 @@ func rows(v isa) {
 		v.store(r[u], p[0], masked)
 	}, nil)
 	// dp = p·(dp − d).
-	over(v, "softmaxGradient", "dp p", "d", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
-		v.load(p[0], r[u], masked)
-		v.load(p[1], r[u+1], masked)
-		VSUBPS(s[0], r[u], r[u])
-		VMULPS(r[u+1], r[u], r[u])
-		v.store(r[u], p[0], masked)
-	}, nil)
+	over(v, "softmaxGradient", "dp p", "d", "", nil,
+		func(p []Mem, s []VecPhysical, u int, masked bool) {
+			v.load(p[0], r[u], masked)
+			v.load(p[1], r[u+1], masked)
+			VSUBPS(s[0], r[u], r[u])
+			VMULPS(r[u+1], r[u], r[u])
+			v.store(r[u], p[0], masked)
+		}, nil)
 	// AdamW; see adamW in adamw.go for the formula.
-	over(v, "adamW", "p grad m v", "keep rate root gain1 beta2 gain2 eps", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
-		keep, rate, root, gain1, beta2, gain2, eps := s[0], s[1], s[2], s[3], s[4], s[5], s[6]
-		g, m, w, t := r[u], r[u+1], r[u+2], r[u+3]
-		v.load(p[1], g, masked)
-		v.load(p[2], m, masked)
-		VSUBPS(m, g, t)
-		VFMADD231PS(gain1, t, m)
-		v.store(m, p[2], masked)
-		v.load(p[3], w, masked)
-		VMULPS(beta2, w, w)
-		VMULPS(g, g, t)
-		VFMADD231PS(gain2, t, w)
-		v.store(w, p[3], masked)
-		v.zero(g)
-		v.store(g, p[1], masked)
-		VSQRTPS(w, w)
-		VDIVPS(root, w, w)
-		VADDPS(eps, w, w)
-		VMULPS(rate, m, m)
-		VDIVPS(w, m, m)
-		v.load(p[0], t, masked)
-		VFMSUB213PS(m, keep, t)
-		v.store(t, p[0], masked)
-	}, nil)
+	over(v, "adamW", "p grad m v", "keep rate root gain1 beta2 gain2 eps", "", nil,
+		func(p []Mem, s []VecPhysical, u int, masked bool) {
+			keep, rate, root, gain1, beta2, gain2, eps := s[0], s[1], s[2], s[3], s[4], s[5], s[6]
+			g, m, w, t := r[u], r[u+1], r[u+2], r[u+3]
+			v.load(p[1], g, masked)
+			v.load(p[2], m, masked)
+			VSUBPS(m, g, t)
+			VFMADD231PS(gain1, t, m)
+			v.store(m, p[2], masked)
+			v.load(p[3], w, masked)
+			VMULPS(beta2, w, w)
+			VMULPS(g, g, t)
+			VFMADD231PS(gain2, t, w)
+			v.store(w, p[3], masked)
+			v.zero(g)
+			v.store(g, p[1], masked)
+			VSQRTPS(w, w)
+			VDIVPS(root, w, w)
+			VADDPS(eps, w, w)
+			VMULPS(rate, m, m)
+			VDIVPS(w, m, m)
+			v.load(p[0], t, masked)
+			VFMSUB213PS(m, keep, t)
+			v.store(t, p[0], masked)
+		}, nil)
 }

@@ -18,8 +18,8 @@ type Shape struct {
 	Causal                              bool
 	Scale                               float64
 
-	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most its
-	// own, nil for 0. Along a sequence it never decreases.
+	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most
+	// its own, nil for 0. Along a sequence it never decreases.
 	Starts []int
 	// Window is how many positions a query of a causal attention sees, with its own; 0 means all.
 	Window int
@@ -68,10 +68,11 @@ func (s *Shape) seen(i, j0, nk int) (from, to int) {
 // second-level cache. Along the diagonal of a causal attention, a strip of queries after the other
 // leaves out the keys that none of it sees.
 const (
-	queryTile   = 128
-	queryStrip  = 32
-	keyTile     = 256
-	scoreStride = keyTile + 16 // of a row of scores; not a power of two, which would crowd columns into few sets of a cache
+	queryTile  = 128
+	queryStrip = 32
+	keyTile    = 256
+	// of a row of scores; not a power of two, which would crowd columns into few sets of a cache
+	scoreStride = keyTile + 16
 )
 
 // tiles is the memory that one worker needs, whatever the sequence length.
@@ -95,7 +96,8 @@ func getTiles[T cpu.Float]() *tiles[T] {
 		return t
 	}
 	n := queryTile * scoreStride
-	return &tiles[T]{make([]T, n), make([]T, n), make([]T, queryTile), make([]T, queryTile), make([]T, queryTile)}
+	return &tiles[T]{make([]T, n), make([]T, n), make([]T, queryTile),
+		make([]T, queryTile), make([]T, queryTile)}
 }
 
 // Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the log-sum-exp of every row of
@@ -116,7 +118,8 @@ func Forward[T cpu.Float](y, lse, q, k, v []T, s Shape) {
 // elements.
 func transposedStride[T cpu.Float](seq int) int {
 	lanes := gemm.Lanes[T]()
-	return (cpu.CeilDiv(seq, lanes) + 1) * lanes // neither too narrow for whole vectors nor a power of two
+	// neither too narrow for whole vectors nor a power of two
+	return (cpu.CeilDiv(seq, lanes) + 1) * lanes
 }
 
 // transposeHead writes the transpose of a head of a sequence, seq rows of x, of stride xd.
@@ -137,7 +140,8 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 	xd := s.KVHeads * s.HeadDim
 	for head := lo; head < hi; head++ {
 		b, h := head/s.KVHeads, head%s.KVHeads
-		transposeHead(s.xt[head*s.HeadDim*s.stride:], s.x[b*s.Seq*xd+h*s.HeadDim:], s.stride, xd, s.Seq, s.HeadDim)
+		transposeHead(s.xt[head*s.HeadDim*s.stride:], s.x[b*s.Seq*xd+h*s.HeadDim:],
+			s.stride, xd, s.Seq, s.HeadDim)
 	}
 }
 
@@ -163,7 +167,8 @@ func (s atArgs[T]) Span(lo, hi int) {
 		kv := h / (s.Heads / s.KVHeads) * s.HeadDim
 		at := h * s.HeadDim
 		k := matrix[T]{s.k[kv:], s.KVHeads * s.HeadDim, true}
-		t.forward(s.y[at:], lse[:], s.q[at:], k, s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.position, 1, s.Shape)
+		t.forward(s.y[at:], lse[:], s.q[at:], k, s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim,
+			s.position, 1, s.Shape)
 	}
 }
 
@@ -187,7 +192,8 @@ func (s *forwardArgs[T]) Span(lo, hi int) {
 		row := b*s.Seq + i0
 		q, y := s.q[row*qd+h*dh:], s.y[row*qd+h*dh:]
 		kt := matrix[T]{s.kt[(b*s.KVHeads+h/group)*dh*s.stride:], s.stride, false}
-		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, kt, s.v[b*s.Seq*kd+h/group*dh:], qd, kd, i0, nq, s.sequence(b))
+		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, kt, s.v[b*s.Seq*kd+h/group*dh:], qd, kd,
+			i0, nq, s.sequence(b))
 	}
 }
 
@@ -216,7 +222,8 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 	}
 	for j0 := first; j0 < keys && !s.Stop.Asked(); j0 += keyTile {
 		nk := min(keyTile, keys-j0)
-		gemm.MulSerial(false, kt.trans, nq, nk, dh, T(s.Scale), q, qd, kt.from(j0), kt.stride, 0, t.p, scoreStride)
+		gemm.MulSerial(false, kt.trans, nq, nk, dh, T(s.Scale), q, qd, kt.from(j0),
+			kt.stride, 0, t.p, scoreStride)
 		for i := range nq {
 			p := t.p[i*scoreStride:][:nk]
 			from, to := s.seen(i0+i, j0, nk)
@@ -235,7 +242,8 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 			t.m[i] = m
 			t.l[i] += sum
 		}
-		gemm.MulSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd, unless[T](j0 == first), y, qd)
+		gemm.MulSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd,
+			unless[T](j0 == first), y, qd)
 	}
 	for i := range nq {
 		vec.Scale(y[i*qd:][:dh], 1/t.l[i])
@@ -285,7 +293,8 @@ func (s *backwardArgs[T]) Span(lo, hi int) {
 		transposeHead(vt, s.v[kv:], stride, kd, s.Seq, dh)
 		for h := kvh * group; h < (kvh+1)*group; h++ {
 			o := b*s.Seq*qd + h*dh
-			t.backward(&headGradient[T]{s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:], s.k[kv:], s.v[kv:], s.y[o:],
+			t.backward(&headGradient[T]{s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:],
+				s.k[kv:], s.v[kv:], s.y[o:],
 				s.lse[(b*s.Heads+h)*s.Seq:], kt, vt, qd, kd, stride, h == kvh*group, s.sequence(b)})
 		}
 	}
@@ -319,8 +328,10 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first
 	at := (i0 + r) * h.qd
 	if lo < hi {
 		p, dp := t.p[r*scoreStride+lo:], t.dp[r*scoreStride+lo:]
-		gemm.MulSerial(false, false, n, hi-lo, h.HeadDim, T(h.Scale), h.q[at:], h.qd, h.kt[j0+lo:], h.stride, 0, p, scoreStride)
-		gemm.MulSerial(false, false, n, hi-lo, h.HeadDim, 1, h.g[at:], h.qd, h.vt[j0+lo:], h.stride, 0, dp, scoreStride)
+		gemm.MulSerial(false, false, n, hi-lo, h.HeadDim, T(h.Scale), h.q[at:], h.qd, h.kt[j0+lo:],
+			h.stride, 0, p, scoreStride)
+		gemm.MulSerial(false, false, n, hi-lo, h.HeadDim, 1, h.g[at:], h.qd, h.vt[j0+lo:],
+			h.stride, 0, dp, scoreStride)
 	}
 	for i := r; i < r+n; i++ {
 		p, dp := t.p[i*scoreStride:][:hi], t.dp[i*scoreStride:][:hi]
@@ -335,7 +346,8 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first
 	}
 	switch {
 	case lo < hi:
-		gemm.MulSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:], scoreStride, h.k[(j0+lo)*h.kd:], h.kd,
+		gemm.MulSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:],
+			scoreStride, h.k[(j0+lo)*h.kd:], h.kd,
 			unless[T](first), h.dq[at:], h.qd)
 	case first: // of the strip's documents, the next keys are the first
 		for i := range n {
@@ -358,8 +370,10 @@ func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 			m = min(m, r+queryStrip-past)
 		}
 		at, to, p, beta := (i0+r)*h.qd, (j0+c)*h.kd, r*scoreStride+c, unless[T](h.first && unseen)
-		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, 1, t.p[p:], scoreStride, h.g[at:], h.qd, beta, h.dv[to:], h.kd)
-		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, T(h.Scale), t.dp[p:], scoreStride, h.q[at:], h.qd, beta, h.dk[to:], h.kd)
+		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, 1, t.p[p:], scoreStride, h.g[at:], h.qd,
+			beta, h.dv[to:], h.kd)
+		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, T(h.Scale), t.dp[p:], scoreStride, h.q[at:],
+			h.qd, beta, h.dk[to:], h.kd)
 	}
 }
 

@@ -13,7 +13,8 @@ import (
 
 // TestAt wants single rows to be those of the whole.
 func TestAt(t *testing.T) {
-	// Scores reach 20, whose float32 rounding, 1e-6, becomes a relative error of their exponentials.
+	// Scores reach 20, whose float32 rounding, 1e-6, becomes a relative error of their
+	// exponentials.
 	t.Run("float32", func(t *testing.T) { testAttentionAt[float32](t, 1e-5) })
 	t.Run("float64", func(t *testing.T) { testAttentionAt[float64](t, 1e-14) })
 }
@@ -22,7 +23,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
-	for _, s := range []Shape{{Heads: 1, KVHeads: 1, HeadDim: 2}, {Heads: 6, KVHeads: 2, HeadDim: 18}, {Heads: 3, KVHeads: 3, HeadDim: 64}} {
+	for _, s := range []Shape{{Heads: 1, KVHeads: 1, HeadDim: 2},
+		{Heads: 6, KVHeads: 2, HeadDim: 18}, {Heads: 3, KVHeads: 3, HeadDim: 64}} {
 		s.Batch, s.Seq, s.Causal, s.Scale = 1, 150, true, 0.3
 		normal := func(n int) []T {
 			x := make([]T, n)
@@ -35,8 +37,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 		q, k, v := normal(s.Seq*qd), normal(s.Seq*kd), normal(s.Seq*kd)
 		want, lse := make([]T, len(q)), make([]T, s.Seq*s.Heads)
 		Forward(want, lse, q, k, v, s)
-		// The sums of the terms' sizes: what the terms themselves sum to may nearly cancel, and then has
-		// few right digits.
+		// The sums of the terms' sizes: what the terms themselves sum to may nearly cancel, and
+		// then has few right digits.
 		size := make([]T, len(q))
 		Forward(size, lse, q, k, cputest.Absolute(slices.Clone(v)), s)
 		for _, p := range []int{0, 1, 63, 64, 65, 149} {
@@ -47,7 +49,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 			At(y, q[p*qd:][:qd], k[:(p+1)*kd], v[:(p+1)*kd], p, s)
 			var diff, norm float64
 			for i, w := range want[p*qd:][:qd] {
-				diff, norm = diff+math.Pow(float64(y[i]-w), 2), norm+math.Pow(float64(size[p*qd+i]), 2)
+				diff, norm = diff+math.Pow(float64(y[i]-w), 2),
+					norm+math.Pow(float64(size[p*qd+i]), 2)
 			}
 			if off := math.Sqrt(diff / norm); !(off < tolerance) {
 				t.Errorf("%+v: row %d differs by %.2g", s, p, off)
@@ -68,7 +71,8 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
 	const border = 2 * queryTile
-	s := Shape{Batch: 2, Seq: border + queryTile + 5, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4}
+	s := Shape{Batch: 2, Seq: border + queryTile + 5, Heads: 4, KVHeads: 2, HeadDim: 6,
+		Causal: true, Scale: 0.4}
 	rows := s.Batch * s.Seq
 	for i := range rows {
 		s.Starts = append(s.Starts, i%s.Seq/border*border)
@@ -86,7 +90,8 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 		in[i] = nan(n)
 		for at, width := 0, n/rows; at < rows; at++ {
 			for e := range width {
-				if s.Starts[at] > 0 || at < s.Seq { // the first document of the second sequence stays NaN
+				// the first document of the second sequence stays NaN
+				if s.Starts[at] > 0 || at < s.Seq {
 					in[i][at*width+e] = T(r.NormFloat64())
 				}
 			}
@@ -100,7 +105,8 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 		for i, v := range x {
 			at := i / width
 			if spoilt := at >= s.Seq && s.Starts[at] == 0; (v != v) != spoilt {
-				t.Fatalf("%s[%d], of position %d of sequence %d, is %v", name, i, at%s.Seq, at/s.Seq, v)
+				t.Fatalf("%s[%d], of position %d of sequence %d, is %v", name, i,
+					at%s.Seq, at/s.Seq, v)
 			}
 		}
 	}
@@ -117,7 +123,8 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
-	for _, s := range []Shape{{Heads: 2, KVHeads: 1, HeadDim: 16, Causal: true}, {Heads: 2, KVHeads: 2, HeadDim: 7},
+	for _, s := range []Shape{{Heads: 2, KVHeads: 1, HeadDim: 16, Causal: true},
+		{Heads: 2, KVHeads: 2, HeadDim: 7},
 		{Heads: 1, KVHeads: 1, HeadDim: 5, Causal: true, Starts: []int{}}} {
 		s.Batch, s.Seq, s.Scale = 2, keyTile+1+r.IntN(queryTile), 0.3
 		rows := s.Batch * s.Seq
@@ -141,9 +148,11 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 			}
 			return x
 		}
-		q, k, v := values(rows*qd, r.NormFloat64), values(rows*kd, r.NormFloat64), values(rows*kd, r.NormFloat64)
+		q, k, v := values(rows*qd, r.NormFloat64), values(rows*kd, r.NormFloat64),
+			values(rows*kd, r.NormFloat64)
 		g := values(rows*qd, r.NormFloat64)
-		y, dq, dk, dv, lse := values(rows*qd, math.NaN), values(rows*qd, math.NaN), values(rows*kd, math.NaN), values(rows*kd, math.NaN),
+		y, dq, dk, dv, lse := values(rows*qd, math.NaN), values(rows*qd, math.NaN),
+			values(rows*kd, math.NaN), values(rows*kd, math.NaN),
 			values(rows*s.Heads, math.NaN)
 		Forward(y, lse, q, k, v, s)
 		Backward(dq, dk, dv, g, q, k, v, y, lse, s)
@@ -154,7 +163,8 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 				diff, norm = diff+math.Pow(float64(got[j])-w, 2), norm+w*w
 			}
 			if off := math.Sqrt(diff / norm); !(off < tolerance) {
-				t.Errorf("%d heads, causal %v, documents %v, sequence %d: %s differs by %.2g", s.Heads, s.Causal, s.Starts != nil, s.Seq,
+				t.Errorf("%d heads, causal %v, documents %v, sequence %d: %s differs by %.2g",
+					s.Heads, s.Causal, s.Starts != nil, s.Seq,
 					[]string{"y", "dq", "dk", "dv"}[i], off)
 			}
 		}
@@ -191,7 +201,9 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 		}
 		for h := range s.Heads {
 			at := (row*s.Heads + h) * s.HeadDim
-			of := func(j int) int { return ((b*s.Seq+j)*s.KVHeads + h*s.KVHeads/s.Heads) * s.HeadDim }
+			of := func(j int) int {
+				return ((b*s.Seq+j)*s.KVHeads + h*s.KVHeads/s.Heads) * s.HeadDim
+			}
 			qi, gi := q[at:][:s.HeadDim], g[at:][:s.HeadDim]
 			var sum, d float64
 			for j := from; j < to; j++ {
@@ -214,8 +226,8 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 	return out
 }
 
-// TestWindowTiles wants blocks of keys before a window to be left out: no NaN in them reaches queries
-// that see none, but for those of their tile.
+// TestWindowTiles wants blocks of keys before a window to be left out: no NaN in them reaches
+// queries that see none, but for those of their tile.
 func TestWindowTiles(t *testing.T) {
 	t.Run("float32", testWindowTiles[float32])
 	t.Run("float64", testWindowTiles[float64])
@@ -226,7 +238,8 @@ func testWindowTiles[T cpu.Float](t *testing.T) {
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
 	const spoilt = 70
-	s := Shape{Batch: 1, Seq: 900, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4, Window: 1 + r.IntN(300)}
+	s := Shape{Batch: 1, Seq: 900, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4,
+		Window: 1 + r.IntN(300)}
 	normal := func(width int) []T {
 		x := make([]T, s.Seq*width)
 		for i := range x {
@@ -242,7 +255,8 @@ func testWindowTiles[T cpu.Float](t *testing.T) {
 	dk, dv := make([]T, len(k)), make([]T, len(k))
 	Forward(y, lse, q, k, v, s)
 	Backward(dq, dk, dv, g, q, k, v, y, lse, s)
-	first := spoilt + s.Window + queryTile // behind the tile of the last query that sees one of them
+	// behind the tile of the last query that sees one of them
+	first := spoilt + s.Window + queryTile
 	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
 		width := len(x) / s.Seq
 		if i := slices.IndexFunc(x[first*width:], func(v T) bool { return v != v }); i >= 0 {
@@ -255,7 +269,8 @@ func testWindowTiles[T cpu.Float](t *testing.T) {
 func BenchmarkWindow(b *testing.B) {
 	for _, window := range []int{0, 1024, 256} {
 		b.Run(strconv.Itoa(window), func(b *testing.B) {
-			s := Shape{Batch: 1, Seq: 4096, Heads: 4, KVHeads: 4, HeadDim: 64, Causal: true, Scale: 0.125, Window: window}
+			s := Shape{Batch: 1, Seq: 4096, Heads: 4, KVHeads: 4, HeadDim: 64, Causal: true,
+				Scale: 0.125, Window: window}
 			x := make([]float32, 9*s.Seq*s.Heads*s.HeadDim)
 			for i := range x {
 				x[i] = float32(i%17) / 17

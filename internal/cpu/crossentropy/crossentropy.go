@@ -97,7 +97,8 @@ func LinearForward[T cpu.Float](lse, x, w []T, targets []int, d, v int) float64 
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)
 		gemm.Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
-		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi], lse[lo:hi], logits, targets[lo:hi], v})
+		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi], lse[lo:hi],
+			logits, targets[lo:hi], v})
 	}
 	return vec.Sum(losses) / float64(Targets(targets))
 }

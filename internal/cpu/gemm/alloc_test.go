@@ -30,7 +30,9 @@ func TestRoundedProductsAllocate(t *testing.T) {
 	defer UseBFloat16(false)
 	const n = 256
 	a, c := make([]float32, n*n), make([]float32, n*n)
-	if got := allocs.PerRun(50, func() { Mul(false, true, n, n, n, 1, a, n, a, n, 0, c, n) }); got > 1 {
+	if got := allocs.PerRun(50, func() {
+		Mul(false, true, n, n, n, 1, a, n, a, n, 0, c, n)
+	}); got > 1 {
 		t.Errorf("a product allocates %v times", got)
 	}
 }

@@ -23,7 +23,8 @@ func TestRoundedProducts(t *testing.T) {
 	}
 	defer UseBFloat16(false)
 	r := cputest.Rand(t)
-	for _, c := range [][3]int{{128, 128, 128}, {129, 131, 127}, {64, 200, 333}, {1000, 33, 40}, {17, 1021, 97}, {300, 16, 515}} {
+	for _, c := range [][3]int{{128, 128, 128}, {129, 131, 127}, {64, 200, 333}, {1000, 33, 40},
+		{17, 1021, 97}, {300, 16, 515}} {
 		m, n, k := c[0], c[1], c[2]
 		for form := range 4 {
 			transA, transB := form&1 != 0, form&2 != 0

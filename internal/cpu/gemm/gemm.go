@@ -15,14 +15,18 @@ import (
 // (transA, transB), op(A) is m×k, op(B) is k×n and C is m×n; lda, ldb and ldc are the strides
 // between stored rows. With beta = 0 what C held before, NaN included, does not matter; with alpha
 // = 0 or k = 0, A and B are not read. The work is spread over the cores. C must not overlap A or B.
-func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	multiply(true, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil, nil})
+func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int,
+	beta T, c []T, ldc int) {
+	multiply(true, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb,
+		beta, c, ldc, nil, nil})
 }
 
 // MulSerial is Mul on the calling goroutine alone, for callers that already run on every core. It
 // gives the same bits.
-func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int, beta T, c []T, ldc int) {
-	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nil, nil})
+func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T,
+	ldb int, beta T, c []T, ldc int) {
+	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb,
+		beta, c, ldc, nil, nil})
 }
 
 // The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels
@@ -32,12 +36,14 @@ func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, ld
 // Every element of C is summed along k in one order that follows from the shape alone, so the
 // number of cores and the blocks it leads to change no bits.
 const (
-	gemmKC     = 256     // steps of the tile along k in a packed panel: elements, or pairs
-	gemmNC     = 512     // columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
+	gemmKC = 256 // steps of the tile along k in a packed panel: elements, or pairs
+	// columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
+	gemmNC     = 512
 	gemmPacked = 1 << 20 // most elements of op(B) packed at a time
 	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
 
-	gemmFetchSteps = 16 // of the tile along k, from one fetch ahead to the next; the assembly knows it
+	// of the tile along k, from one fetch ahead to the next; the assembly knows it
+	gemmFetchSteps = 16
 )
 
 // tile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C, with element
@@ -89,8 +95,8 @@ type kernels[T cpu.Float] struct {
 	pairs  bool           // elements of panels are pairs of bfloat16, neighbours along k
 
 	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss +
-	// c], or with pairs those of r and c/2 or r/2 and c, beside a zero if there is no neighbour. They
-	// may write past width or rows, up to a multiple of lanes.
+	// c], or with pairs those of r and c/2 or r/2 and c, beside a zero if there is no neighbour.
+	// They may write past width or rows, up to a multiple of lanes.
 	copy      func(dst []T, ds int, src []T, ss, rows, width int)
 	transpose func(dst []T, ds int, src []T, ss, rows, cols int)
 
@@ -276,7 +282,8 @@ func (j *job[T]) run(workers int) {
 	}
 	nr := j.kn.nr
 	j.fetching = workers > 1
-	j.inPlace = !j.kn.pairs && !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace && alignedRows(j.b, j.ldb))
+	j.inPlace = !j.kn.pairs && !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace &&
+		alignedRows(j.b, j.ldb))
 	kc := j.kn.deepest()
 	cols := min(j.n, max(2*gemmNC, gemmPacked/j.k/nr*nr))
 	depth := min(j.k, max(kc, gemmPacked/cols/kc*kc))
@@ -308,14 +315,16 @@ const gemmInPlace = 768
 
 func alignedRows[T cpu.Float](x []T, ld int) bool {
 	const line = 64
-	return uintptr(unsafe.Pointer(unsafe.SliceData(x)))%line == 0 && uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
+	return uintptr(unsafe.Pointer(unsafe.SliceData(x)))%line == 0 &&
+		uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
 }
 
 // split chooses the blocks of C: about four a core, so that a core held up by other work delays the
 // end by little, but none smaller than two tiles of rows, and none wider than gemmNC.
 func (j *job[T]) split(workers int) {
 	nr := j.kn.nr
-	even := func(blocks int) int { return cpu.CeilDiv(cpu.CeilDiv(j.width, blocks), nr) * nr } // columns of each
+	// columns of each
+	even := func(blocks int) int { return cpu.CeilDiv(cpu.CeilDiv(j.width, blocks), nr) * nr }
 	j.mb, j.nb = j.m, even(cpu.CeilDiv(j.width, gemmNC))
 	if workers == 1 {
 		return
@@ -383,8 +392,8 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 		}
 		last := j.p0+p+kc == j.k
 		for i := i0; i < i1; i += t.m {
-			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a fraction
-			// of the speed.
+			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a
+			// fraction of the speed.
 			t.m = cpu.CeilDiv(i1-i, cpu.CeilDiv(i1-i, j.kn.mr))
 			j.rowsOfA(s, i, j.p0+p, kc)
 			t.n = c1 - c0
@@ -440,8 +449,10 @@ func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	kc := min(j.kn.deepest(), j.depth-p)
 	size, times := int(unsafe.Sizeof(T(0))), cpu.CeilDiv(j.kn.steps(kc), gemmFetchSteps)
 	stride := size * j.lda
-	if j.transA { // most of the m columns are in lines that the tile before has read, the last one least likely
-		return fetch[T]{j.a[(j.p0+p)*j.lda+min(i+m, j.m)-1:], stride, 2 * stride, 2 * stride * times, cpu.CeilDiv(kc, 2*times)}
+	// most of the m columns are in lines that the tile before has read, the last one least likely
+	if j.transA {
+		return fetch[T]{j.a[(j.p0+p)*j.lda+min(i+m, j.m)-1:], stride, 2 * stride,
+			2 * stride * times, cpu.CeilDiv(kc, 2*times)}
 	}
 	rows := j.a[i*j.lda+j.p0+p:]
 	if size*kc > line*times {

@@ -35,7 +35,8 @@ func gemmDotAVX2F32(t *tile[float32])
 // writes whole vectors.
 //
 //go:noescape
-func packCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
+func packCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
+	srcStride, rows, width int)
 
 //go:noescape
 func packCopyAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
@@ -44,20 +45,24 @@ func packCopyAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStri
 // vector; strides in bytes. It writes whole vectors.
 //
 //go:noescape
-func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, cols int)
+func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
+	srcStride, rows, cols int)
 
 //go:noescape
-func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, cols int)
+func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
+	srcStride, rows, cols int)
 
 // pairCopy writes to row r of dst the pairs of bfloat16 that width elements of rows 2r and 2r+1 of
 // src make, and pairTranspose to row c those of elements 2c and 2c+1 of at most 16 rows; strides in
 // bytes. They write whole vectors.
 //
 //go:noescape
-func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
+func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
+	srcStride, rows, width int)
 
 //go:noescape
-func pairTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, cols int)
+func pairTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
+	srcStride, rows, cols int)
 
 // fmaLoop runs n rounds of 12 independent multiply-adds of whole vectors of float32.
 func fmaLoopAVX512(n int)
@@ -71,7 +76,8 @@ func useBF16(k32 kernels[float32]) {
 	k32.tile, k32.dot, k32.pairs = gemmTileAVX512BF16, nil, true
 	k32.copy = func(dst []float32, ds int, src []float32, ss, rows, width int) {
 		if pairs := rows / 2; pairs > 0 {
-			pairCopyAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, pairs, width)
+			pairCopyAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, pairs,
+				width)
 		}
 		if rows%2 == 1 {
 			for i, v := range src[(rows-1)*ss:][:width] {
@@ -80,7 +86,8 @@ func useBF16(k32 kernels[float32]) {
 		}
 	}
 	k32.transpose = func(dst []float32, ds int, src []float32, ss, rows, cols int) {
-		pairTransposeAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows, cols)
+		pairTransposeAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows,
+			cols)
 	}
 	kernelsBF16 = &k32
 }
@@ -91,17 +98,21 @@ func kernelsFor(l cpu.ISA) (kernels[float32], kernels[float64]) {
 	var pack func(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
 	switch l {
 	case cpu.AVX512:
-		k32 = kernels[float32]{mr: 14, nr: 32, lanes: 16, tile: gemmTileAVX512F32, dot: gemmDotAVX512F32, dotM: 4}
+		k32 = kernels[float32]{mr: 14, nr: 32, lanes: 16, tile: gemmTileAVX512F32,
+			dot: gemmDotAVX512F32, dotM: 4}
 		k64 = kernels[float64]{mr: 14, nr: 16, lanes: 16, tile: gemmTileAVX512F64}
 		k32.transpose = func(dst []float32, ds int, src []float32, ss, rows, cols int) {
-			packTransposeAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows, cols)
+			packTransposeAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows,
+				cols)
 		}
 		pack = packCopyAVX512
 	case cpu.AVX2:
-		k32 = kernels[float32]{mr: 6, nr: 16, lanes: 8, tile: gemmTileAVX2F32, dot: gemmDotAVX2F32, dotM: 2}
+		k32 = kernels[float32]{mr: 6, nr: 16, lanes: 8, tile: gemmTileAVX2F32,
+			dot: gemmDotAVX2F32, dotM: 2}
 		k64 = kernels[float64]{mr: 6, nr: 8, lanes: 8, tile: gemmTileAVX2F64}
 		k32.transpose = func(dst []float32, ds int, src []float32, ss, rows, cols int) {
-			packTransposeAVX2(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows, cols)
+			packTransposeAVX2(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows,
+				cols)
 		}
 		pack = packCopyAVX2
 	default:

@@ -22,8 +22,10 @@ type product[T cpu.Float] struct {
 	at          int
 }
 
-func newProduct[T cpu.Float](r *rand.Rand, transA, transB bool, m, n, k int, alpha, beta T) *product[T] {
-	p := &product[T]{operands: operands[T]{transA: transA, transB: transB, m: m, n: n, k: k, alpha: alpha, beta: beta}}
+func newProduct[T cpu.Float](r *rand.Rand, transA, transB bool, m, n, k int,
+	alpha, beta T) *product[T] {
+	p := &product[T]{operands: operands[T]{transA: transA, transB: transB, m: m, n: n, k: k,
+		alpha: alpha, beta: beta}}
 	p.a, p.lda = randomMatrix[T](r, m, k, transA)
 	p.b, p.ldb = randomMatrix[T](r, k, n, transB)
 	p.ldc = n + r.IntN(3)*r.IntN(40)
@@ -71,7 +73,8 @@ func (p *product[T]) check(t *testing.T, eps float64) {
 		}
 		if i < 0 || i >= p.m || j >= p.n {
 			if p.buf[q] != cputest.Canary {
-				t.Fatalf("written outside C: offset %d of %d×%d, stride %d", q-p.at, p.m, p.n, p.ldc)
+				t.Fatalf("written outside C: offset %d of %d×%d, stride %d",
+					q-p.at, p.m, p.n, p.ldc)
 			}
 			continue
 		}
@@ -131,10 +134,13 @@ func TestGemm(t *testing.T) {
 
 func testGemm[T cpu.Float](t *testing.T, eps float64) {
 	r := cputest.Rand(t)
-	shapes := [][3]int{{0, 3, 4}, {3, 0, 4}, {3, 4, 0}, {1, 1, 1}, {1, 300, 65}, {300, 1, 65}, {17, 33, 1}, {64, 64, 64},
-		{32, 64, 64}, {2, 37, 130}, {14, 32, 256}, {16, 100, 300}, {29, 65, 257}, {60, 40, 515}, {3, 1100, 17}, {40, 1050, 9}}
+	shapes := [][3]int{{0, 3, 4}, {3, 0, 4}, {3, 4, 0}, {1, 1, 1}, {1, 300, 65}, {300, 1, 65},
+		{17, 33, 1}, {64, 64, 64},
+		{32, 64, 64}, {2, 37, 130}, {14, 32, 256}, {16, 100, 300}, {29, 65, 257}, {60, 40, 515},
+		{3, 1100, 17}, {40, 1050, 9}}
 	for m := 1; m <= 15; m++ { // every height of tile, with a last column of every width
-		shapes = append(shapes, [3]int{m, 1 + r.IntN(70), 1 + r.IntN(40)}, [3]int{15 + m, 16 + m, 1 + r.IntN(40)})
+		shapes = append(shapes, [3]int{m, 1 + r.IntN(70), 1 + r.IntN(40)},
+			[3]int{15 + m, 16 + m, 1 + r.IntN(40)})
 	}
 	for range 8 {
 		shapes = append(shapes, [3]int{1 + r.IntN(80), 1 + r.IntN(80), 1 + r.IntN(300)})
@@ -148,7 +154,8 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 				alpha = 1
 			}
 			p := newProduct(r, transA, transB, s[0], s[1], s[2], alpha, beta)
-			t.Run(fmt.Sprintf("%dx%dx%d,%v,%v,alpha=%v,beta=%v,lda=%d,ldb=%d,ldc=%d", s[0], s[1], s[2], transA, transB,
+			t.Run(fmt.Sprintf("%dx%dx%d,%v,%v,alpha=%v,beta=%v,lda=%d,ldb=%d,ldc=%d", s[0],
+				s[1], s[2], transA, transB,
 				alpha, beta, p.lda, p.ldb, p.ldc), func(t *testing.T) {
 				p.run(Mul[T])
 				p.check(t, eps)
@@ -166,7 +173,8 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 func TestGemmAdds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
-		for _, s := range [][3]int{{1, 5, 3}, {20, 40, 50}, {33, 31, 256}, {15, 33, 257}, {100, 65, 700}, {40, 600, 30}, {130, 64, 1025}, {7, 9, 0}} {
+		for _, s := range [][3]int{{1, 5, 3}, {20, 40, 50}, {33, 31, 256}, {15, 33, 257},
+			{100, 65, 700}, {40, 600, 30}, {130, 64, 1025}, {7, 9, 0}} {
 			for _, beta := range []float32{0, 1, -0.75} {
 				p := newProduct[float32](r, s[0]%2 == 0, s[1]%2 == 0, s[0], s[1], s[2], 1, beta)
 				d := cputest.Normal(r, s[0]*s[1], 1)
@@ -222,16 +230,20 @@ func TestGemmPartsOfPackedB(t *testing.T) {
 func TestGemmRefusesShortSlices(t *testing.T) {
 	for name, f := range map[string]func(){
 		"a": func() {
-			MulSerial(false, false, 3, 3, 3, 1, make([]float32, 8), 3, make([]float32, 9), 3, 0, make([]float32, 9), 3)
+			MulSerial(false, false, 3, 3, 3, 1, make([]float32, 8), 3, make([]float32, 9), 3, 0,
+				make([]float32, 9), 3)
 		},
 		"b": func() {
-			MulSerial(false, true, 3, 3, 3, 1, make([]float32, 9), 3, make([]float32, 8), 3, 0, make([]float32, 9), 3)
+			MulSerial(false, true, 3, 3, 3, 1, make([]float32, 9), 3, make([]float32, 8), 3, 0,
+				make([]float32, 9), 3)
 		},
 		"c": func() {
-			MulSerial(true, false, 3, 3, 3, 1, make([]float32, 9), 3, make([]float32, 9), 3, 0, make([]float32, 8), 3)
+			MulSerial(true, false, 3, 3, 3, 1, make([]float32, 9), 3, make([]float32, 9), 3, 0,
+				make([]float32, 8), 3)
 		},
 		"lda": func() {
-			MulSerial(true, false, 3, 3, 3, 1, make([]float32, 9), 2, make([]float32, 9), 3, 0, make([]float32, 9), 3)
+			MulSerial(true, false, 3, 3, 3, 1, make([]float32, 9), 2, make([]float32, 9), 3, 0,
+				make([]float32, 9), 3)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -275,7 +287,9 @@ func TestGemmFetches(t *testing.T) {
 		}
 		j.lda = cols + r.IntN(40)
 		j.a = make([]float32, rows*j.lda)
-		lineOf := func(x []float32) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(x))) / line }
+		lineOf := func(x []float32) uintptr {
+			return uintptr(unsafe.Pointer(unsafe.SliceData(x))) / line
+		}
 		i0 := r.IntN(j.m)
 		i1 := i0 + 1 + r.IntN(j.m-i0)
 		for p := 0; p < j.depth; p += j.kn.deepest() {
@@ -302,12 +316,16 @@ func TestGemmFetches(t *testing.T) {
 				rows := cpu.CeilDiv(i1-nextI, cpu.CeilDiv(i1-nextI, j.kn.mr))
 				for q := nextP; q < nextP+kc; q++ {
 					if j.transA && rows == m && !fetched[lineOf(j.a[q*j.lda+nextI+rows-1:])] {
-						t.Fatalf("m %d of %d, k %d, A transposed: row %d of the tile at (%d, %d) is not fetched", m, j.m, j.k, q, nextI, nextP)
+						t.Fatalf("m %d of %d, k %d, A transposed: row %d of the tile at (%d, %d) "+
+							"is not fetched", m, j.m, j.k, q, nextI, nextP)
 					}
 					for i := nextI; !j.transA && i < nextI+min(m, rows); i++ {
-						// Where rows do not begin with a line, their last elements may be in one more.
-						if end := max(nextP, min(q, nextP+kc-line/4)); !fetched[lineOf(j.a[i*j.lda+end:])] {
-							t.Fatalf("m %d of %d, k %d: element (%d, %d) of the tile at (%d, %d) is not fetched", m, j.m, j.k, i, q, nextI, nextP)
+						// Where rows do not begin with a line, their last elements may be in one
+						// more.
+						if end := max(nextP,
+							min(q, nextP+kc-line/4)); !fetched[lineOf(j.a[i*j.lda+end:])] {
+							t.Fatalf("m %d of %d, k %d: element (%d, %d) of the tile at (%d, %d) "+
+								"is not fetched", m, j.m, j.k, i, q, nextI, nextP)
 						}
 					}
 				}

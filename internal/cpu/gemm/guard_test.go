@@ -19,7 +19,8 @@ func guarded[T cpu.Float](t *testing.T, n int) []T {
 	var z T
 	bytes := n * int(unsafe.Sizeof(z))
 	pages := cpu.CeilDiv(bytes, page)
-	mem, err := syscall.Mmap(-1, 0, (pages+1)*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
+	mem, err := syscall.Mmap(-1, 0, (pages+1)*page, syscall.PROT_READ|syscall.PROT_WRITE,
+		syscall.MAP_ANON|syscall.MAP_PRIVATE)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -44,15 +45,18 @@ func TestGemmStaysInBounds(t *testing.T) {
 
 func testBounds[T cpu.Float](t *testing.T) {
 	r := cputest.Rand(t)
-	for _, s := range [][3]int{{1, 5, 3}, {3, 17, 21}, {13, 31, 16}, {20, 70, 33}, {31, 33, 257}, {30, 100, 15}} {
+	for _, s := range [][3]int{{1, 5, 3}, {3, 17, 21}, {13, 31, 16}, {20, 70, 33},
+		{31, 33, 257}, {30, 100, 15}} {
 		for trans := range 4 {
 			p := newProduct[T](r, trans&1 != 0, trans&2 != 0, s[0], s[1], s[2], 1, T(r.IntN(2)))
 			t.Run(fmt.Sprintf("%v,%v,%v", s, p.transA, p.transB), func(t *testing.T) {
-				a, b, c := guarded[T](t, len(p.a)), guarded[T](t, len(p.b)), guarded[T](t, (p.m-1)*p.ldc+p.n)
+				a, b, c := guarded[T](t, len(p.a)), guarded[T](t, len(p.b)),
+					guarded[T](t, (p.m-1)*p.ldc+p.n)
 				copy(a, p.a)
 				copy(b, p.b)
 				copy(c, p.c)
-				MulSerial(p.transA, p.transB, p.m, p.n, p.k, p.alpha, a, p.lda, b, p.ldb, p.beta, c, p.ldc)
+				MulSerial(p.transA, p.transB, p.m, p.n, p.k, p.alpha, a, p.lda, b,
+					p.ldb, p.beta, c, p.ldc)
 				p.run(MulSerial[T])
 				cputest.SameBits(t, p.c[:len(c)], c)
 			})

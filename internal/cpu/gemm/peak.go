@@ -19,7 +19,8 @@ func FMAPeak(cores int, d time.Duration) float64 {
 	var calls atomic.Int64
 	start := time.Now()
 	cpu.Parallel(cores, 1, func(int, int) {
-		for over := false; !over; over = time.Since(start) >= d { // once at least, however late this begins
+		// once at least, however late this begins
+		for over := false; !over; over = time.Since(start) >= d {
 			loop(rounds)
 			calls.Add(1)
 		}

@@ -6,7 +6,9 @@ import "github.com/kasmina-go/kasmina/internal/cpu"
 // the assembly is tested against.
 func portableKernels[T cpu.Float]() kernels[T] {
 	const size = 4
-	return kernels[T]{mr: size, nr: size, lanes: size, tile: func(t *tile[T]) { t.sweep(size, tilePortable[T]) },
+	return kernels[T]{mr: size, nr: size, lanes: size, tile: func(t *tile[T]) {
+		t.sweep(size, tilePortable[T])
+	},
 		copy: copyPanel[T], transpose: transposePanel[T]}
 }
 
@@ -57,7 +59,8 @@ func fullTile[T cpu.Float](k int, a []T, rs, cs int, b []T, bs int) [4][4]T {
 		x = a[p*cs+3*rs]
 		c30, c31, c32, c33 = c30+x*b0, c31+x*b1, c32+x*b2, c33+x*b3
 	}
-	return [4][4]T{{c00, c01, c02, c03}, {c10, c11, c12, c13}, {c20, c21, c22, c23}, {c30, c31, c32, c33}}
+	return [4][4]T{{c00, c01, c02, c03}, {c10, c11, c12, c13},
+		{c20, c21, c22, c23}, {c30, c31, c32, c33}}
 }
 
 // copyPanel writes dst[r·ds + c] = src[r·ss + c] for rows × width elements.

@@ -37,7 +37,8 @@ func (p *backwardPass[T]) Span(lo, hi int) {
 	t := k.takeTile()
 	for i := lo; i < hi; i++ {
 		t.moveTo(k, i)
-		dp, da := k.dp[t.block*k.learned:][:k.learned], k.da[t.block*len(k.learning):][:len(k.learning)]
+		dp, da := k.dp[t.block*k.learned:][:k.learned],
+			k.da[t.block*len(k.learning):][:len(k.learning)]
 		for j := range t.active {
 			if s := &t.active[j]; s.Learn {
 				clear(dp[s.at:][:s.size])

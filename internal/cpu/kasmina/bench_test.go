@@ -15,14 +15,16 @@ import (
 // eight, three take no part, one learns beside its chunk, two blend and learn and two only blend.
 // All are measured.
 func mixedLayer[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Layer[T] {
-	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk, Stability: seed.Adaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
+	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk,
+		Stability: seed.Adaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
 	for s := range seeds {
 		k.Measure[s] = true
 		stage := s % 8
 		if stage < 3 {
 			continue
 		}
-		err := k.Activate(s, seed.Seed{Slot: uint16(1 + s%(slots-1)), Kind: blueprints.Kind(s / 8 % 4), Blend: stage > 3, Learn: stage < 6,
+		err := k.Activate(s, seed.Seed{Slot: uint16(1 + s%(slots-1)),
+			Kind: blueprints.Kind(s / 8 % 4), Blend: stage > 3, Learn: stage < 6,
 			Alpha: float32(stage-2) / 5})
 		if err != nil {
 			tb.Fatal(err)
@@ -46,7 +48,8 @@ func BenchmarkBandwidth(b *testing.B) {
 		return time.Since(start)
 	}
 	for _, s := range []struct{ rows, seeds, chunk int }{
-		{1024, 256, 16}, {1024, 1024, 4}, {1024, 64, 64}, {4096, 256, 16}, {1024, 4, 1024}, {1024, 4096 / 12, 12},
+		{1024, 256, 16}, {1024, 1024, 4}, {1024, 64, 64}, {4096, 256, 16}, {1024, 4, 1024},
+		{1024, 4096 / 12, 12},
 	} {
 		k := mixedLayer[float32](b, s.rows, s.seeds, s.chunk, 64)
 		n := s.rows * s.seeds * s.chunk

@@ -32,7 +32,8 @@ func (a *ruleBuilding) Span(lo, hi int) {
 		active := k.active(s0, s1)
 		for i := range active {
 			s := &active[i]
-			blends, learns := s.Blend && s.alpha != 0, a.backward && s.Learn && !(s.Blend && s.alpha == 0)
+			blends, learns := s.Blend && s.alpha != 0, a.backward && s.Learn &&
+				!(s.Blend && s.alpha == 0)
 			if !s.ruled || !blends && !learns {
 				continue
 			}
@@ -94,7 +95,8 @@ func setRule(r *strip.Rule, s *Seed[float32], column, n, j, c int, backward bool
 			on[i] = float32(rest + gain*w0)
 			off[i] = on[i]
 			left, right := j+i, c-1-(j+i)
-			if lane := (column + i) % 16; lane < min(left, 2) || backward && 15-lane < min(right, 2) {
+			if lane := (column + i) % 16; lane < min(left, 2) || backward &&
+				15-lane < min(right, 2) {
 				r.Take(strip.Across, column+i, 1)
 			}
 			if backward {
@@ -126,7 +128,8 @@ func bits(set bool) int32 {
 
 // forwardStrips computes the strips of a tile of the forward pass.
 func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
-	eps, folds, in, largest := ceil32(k.Eps), t.measured(k) || strip.Fuses(), &t.packs[0], float32(0)
+	eps, folds, in, largest := ceil32(k.Eps), t.measured(k) || strip.Fuses(),
+		&t.packs[0], float32(0)
 	if folds {
 		t.startAll(k, x)
 	}
@@ -241,7 +244,8 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 			grad.LoadEdges(g, s, t.columns)
 		}
 		if norms {
-			state.Norms.Add(grad[strip.PackRoom:], strip.PackStride, s.Rows, k.Chunk, s.Columns/k.Chunk)
+			state.Norms.Add(grad[strip.PackRoom:], strip.PackStride, s.Rows,
+				k.Chunk, s.Columns/k.Chunk)
 		}
 		switch {
 		case rule.Blends && rule.Learns:
@@ -275,7 +279,8 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 //	Residual                     dp = βa·Σ g,           da = β·Σ w·Σ g
 //	AttentionGate, MLPExpansion  dp = βa·Σ g·x,         da = β·Σ p·Σ g·x
 //	ConvFilter                   dw[k] = βa·Σ g·x[−k],  da = β·Σ w[k]·Σ g·x[−k]
-func foldSums(k *Layer[float32], t *tile[float32], s strip.View, sums *strip.Sums, dp []float32, da []float64) {
+func foldSums(k *Layer[float32], t *tile[float32], s strip.View, sums *strip.Sums,
+	dp []float32, da []float64) {
 	c := k.Chunk
 	active := k.active(t.s0+s.From/c, t.s0+(s.From+s.Columns-1)/c+1)
 	for i := range active {
@@ -294,7 +299,8 @@ func foldSums(k *Layer[float32], t *tile[float32], s strip.View, sums *strip.Sum
 		dp := dp[a.at:][:a.size]
 		var sum float64
 		if a.Kind == blueprints.ConvFilter {
-			for tap, v := range [][]float32{sums.Here[column:][:n], sums.Near[column:][:n], sums.Far[column:][:n]} {
+			for tap, v := range [][]float32{sums.Here[column:][:n], sums.Near[column:][:n],
+				sums.Far[column:][:n]} {
 				if tap < a.size {
 					total := sum64(v)
 					dp[tap] += float32(beta * float64(a.scale) * total)

@@ -21,8 +21,10 @@ const adaptiveLimit = 1e6
 
 // Seed is a seed whose blueprint takes part in a pass.
 type Seed[T cpu.Float] struct {
-	seed.Seed // which blends, y = x + α(t(x) − x), or gives y = x, and whose weights and scale learn or do not
-	Index     int
+	// which blends, y = x + α(t(x) − x), or gives y = x, and whose weights and scale learn or do
+	// not
+	seed.Seed
+	Index int
 
 	slot             int
 	alpha, low, high T
@@ -47,10 +49,11 @@ type Layer[T cpu.Float] struct {
 	Active    []Seed[T] // set by Activate
 	Measure   []bool    // of each seed: whether to collect its figures
 	Reduce    seed.Reduction
-	Limit     []float64 // backward: of each seed, the largest norm of a row's gradient; nil for none
+	// backward: of each seed, the largest norm of a row's gradient; nil for none
+	Limit []float64
 
-	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad and
-	// Clipped are set.
+	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad
+	// and Clipped are set.
 	Figures []figures.Chunk
 
 	partial  []figures.Chunk // of each block of rows and seed
@@ -99,8 +102,10 @@ func (k *Layer[T]) Activate(i int, of seed.Seed) error {
 	if of.Slot == 0 || !of.Blend && !of.Learn {
 		return nil
 	}
-	s := Seed[T]{Seed: of, Index: i, slot: int(of.Slot), alpha: T(of.Alpha), low: T(of.Low), high: T(of.High)}
-	s.Learn = of.Learn && of.Alpha != 0 // at 0 there is nothing to learn, whatever t(x) is, NaN included
+	s := Seed[T]{Seed: of, Index: i, slot: int(of.Slot), alpha: T(of.Alpha),
+		low: T(of.Low), high: T(of.High)}
+	// at 0 there is nothing to learn, whatever t(x) is, NaN included
+	s.Learn = of.Learn && of.Alpha != 0
 	b, err := blueprints.Lookup(s.Kind)
 	if err != nil {
 		return fmt.Errorf("seed %d: %w", i, err)

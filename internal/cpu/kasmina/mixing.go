@@ -100,7 +100,8 @@ func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []
 				gr[i] = s.alpha * e
 			}
 		}
-		z, h, q, dz := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
+		z, h, q, dz := take(&scratch, n*m), take(&scratch, n*m),
+			take(&scratch, n*m), take(&scratch, n*m)
 		gemm.MulSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
 		gemm.MulSerial(false, false, n, m, c, 1, g, c, u, m, 0, q, m)
 		da = s.hidden(h, dz, q, z)

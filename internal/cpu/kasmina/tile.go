@@ -118,8 +118,9 @@ func (k *Layer[T]) active(s0, s1 int) []Seed[T] {
 func (t *tile[T]) strip(k *Layer[T], i, top int) strip.View {
 	j := i * t.width
 	return strip.View{
-		From: j, Columns: min(t.columns-j, t.width), At: (t.r0+top)*t.stride + t.s0*k.Chunk + j, Stride: t.stride,
-		Done: top, Rows: min(strip.PassRows, t.r1-t.r0-top), Edges: k.Chunk > t.width,
+		From: j, Columns: min(t.columns-j, t.width), At: (t.r0+top)*t.stride + t.s0*k.Chunk + j,
+		Stride: t.stride,
+		Done:   top, Rows: min(strip.PassRows, t.r1-t.r0-top), Edges: k.Chunk > t.width,
 	}
 }
 
@@ -192,7 +193,8 @@ func (t *tile[T]) foldAll(k *Layer[T], v []T, eps float64) {
 func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, eps float64) {
 	t.parts(k, s, func(seed, column, feature, n int) {
 		f := &t.figures[seed-t.s0]
-		sums, squares, deads := seen.Sum[column:][:n], seen.Square[column:][:n], seen.Dead[column:][:n]
+		sums, squares, deads := seen.Sum[column:][:n], seen.Square[column:][:n],
+			seen.Dead[column:][:n]
 		lows, highs := seen.Low[column:][:n], seen.High[column:][:n]
 		var sum, square float64
 		var dead int32
@@ -214,7 +216,8 @@ func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, ep
 			return
 		}
 		if k.Measure[seed] {
-			f.Moments.Merge(figures.Shifted(t.anchor(k, v, seed)-figures.Anchor(v[seed*k.Chunk]), sum, square, n*(t.r1-t.r0)))
+			f.Moments.Merge(figures.Shifted(t.anchor(k, v, seed)-figures.Anchor(v[seed*k.Chunk]),
+				sum, square, n*(t.r1-t.r0)))
 			f.Min, f.Max = min(f.Min, float64(low)), max(f.Max, float64(high))
 			f.Dead += int(dead)
 		}
@@ -222,7 +225,8 @@ func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, ep
 }
 
 // scanRows adds n features of a chunk to its figures, NaN and Inf among them.
-func (t *tile[T]) scanRows(k *Layer[T], f *figures.Chunk, v []T, seed, feature, n int, eps float64) {
+func (t *tile[T]) scanRows(k *Layer[T], f *figures.Chunk, v []T, seed,
+	feature, n int, eps float64) {
 	for r := t.r0; r < t.r1; r++ {
 		row := figures.Scan(v[r*t.stride+seed*k.Chunk+feature:][:n], eps)
 		if k.Measure[seed] {
@@ -240,7 +244,9 @@ func (t *tile[T]) countBad(k *Layer[T], v []T, s strip.View) {
 		if vec.Finite(row) {
 			continue
 		}
-		t.parts(k, s, func(seed, column, _, n int) { t.figures[seed-t.s0].Bad += figures.CountBad(row[column:][:n]) })
+		t.parts(k, s, func(seed, column, _, n int) {
+			t.figures[seed-t.s0].Bad += figures.CountBad(row[column:][:n])
+		})
 	}
 }
 
@@ -273,7 +279,8 @@ func (t *tile[T]) foldNorms(k *Layer[T], g []T, rows int) {
 		case !k.Measure[seed]:
 		case f.Bad > 0:
 			for r := t.r0; r < t.r1; r++ {
-				if row := figures.Scan(g[r*t.stride+seed*k.Chunk:][:k.Chunk], 0); row.Moments.N > 0 {
+				if row := figures.Scan(g[r*t.stride+seed*k.Chunk:][:k.Chunk],
+					0); row.Moments.N > 0 {
 					f.Norms.Add(figures.Norm(row.Absolute()))
 				}
 			}

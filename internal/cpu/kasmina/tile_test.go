@@ -11,7 +11,8 @@ import (
 // intended.
 func TestTiles(t *testing.T) {
 	for _, k := range []*Layer[float32]{
-		{Rows: 1, Seeds: 1, Chunk: 1}, {Rows: 1000, Seeds: 1, Chunk: 3}, {Rows: 70, Seeds: 3000, Chunk: 2}, {Rows: 300, Seeds: 2, Chunk: 5000},
+		{Rows: 1, Seeds: 1, Chunk: 1}, {Rows: 1000, Seeds: 1, Chunk: 3},
+		{Rows: 70, Seeds: 3000, Chunk: 2}, {Rows: 300, Seeds: 2, Chunk: 5000},
 	} {
 		seen := make([]int, k.Rows*k.Seeds)
 		rows, seeds := k.tile()
@@ -19,8 +20,10 @@ func TestTiles(t *testing.T) {
 		tl := k.takeTile()
 		for i := range k.blocks() * k.groups() {
 			tl.moveTo(k, i)
-			if tl.r0 != tl.block*rows || tl.s0%seeds != 0 || tl.r1-tl.r0 > tileRows || tl.columns > max(tileStrips*strip.Columns, k.Chunk) {
-				t.Errorf("tile of rows %d to %d and seeds %d to %d in block %d", tl.r0, tl.r1, tl.s0, tl.s1, tl.block)
+			if tl.r0 != tl.block*rows || tl.s0%seeds != 0 || tl.r1-tl.r0 > tileRows ||
+				tl.columns > max(tileStrips*strip.Columns, k.Chunk) {
+				t.Errorf("tile of rows %d to %d and seeds %d to %d in block %d", tl.r0, tl.r1,
+					tl.s0, tl.s1, tl.block)
 			}
 			for r := tl.r0; r < tl.r1; r++ {
 				for s := tl.s0; s < tl.s1; s++ {

@@ -28,8 +28,10 @@ func testRMSNormBackward[T cpu.Float](t *testing.T, tolerance float64) {
 			}
 			return x
 		}
-		x, g, w := values(rows*d, r.NormFloat64), values(rows*d, r.NormFloat64), values(d, r.NormFloat64)
-		y, rstd, dx, dw := values(rows*d, math.NaN), values(rows, math.NaN), values(rows*d, math.NaN), values(d, math.NaN)
+		x, g, w := values(rows*d, r.NormFloat64), values(rows*d, r.NormFloat64),
+			values(d, r.NormFloat64)
+		y, rstd, dx, dw := values(rows*d, math.NaN), values(rows, math.NaN),
+			values(rows*d, math.NaN), values(d, math.NaN)
 		RMSNorm(y, rstd, x, w, 1e-5)
 		RMSNormBackward(dx, dw, g, x, w, rstd)
 		wantX, wantW := make([]float64, rows*d), make([]float64, d)

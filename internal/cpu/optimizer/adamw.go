@@ -27,7 +27,8 @@ func AdamW[T cpu.Float](p, g, m, v []T, s AdamWStep) {
 	rate := T(s.LR / (1 - math.Pow(s.Beta1, t)))
 	root := T(math.Sqrt(1 - math.Pow(s.Beta2, t)))
 	gain1, beta2, gain2, eps := T(1-s.Beta1), T(s.Beta2), T(1-s.Beta2), T(s.Eps)
-	rule := vec.AdamW[T]{Keep: keep, Rate: rate, Root: root, Gain1: gain1, Beta2: beta2, Gain2: gain2, Eps: eps}
+	rule := vec.AdamW[T]{Keep: keep, Rate: rate, Root: root, Gain1: gain1, Beta2: beta2,
+		Gain2: gain2, Eps: eps}
 	cpu.Spread(len(p), cpu.VectorGrain, adamW[T]{p, g, m, v, rule})
 }
 

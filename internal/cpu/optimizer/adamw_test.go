@@ -11,7 +11,8 @@ import (
 func TestAdamWFollowsTheFormula(t *testing.T) {
 	r := cputest.Rand(t)
 	const n = 3*cpu.VectorGrain + 5
-	p, g, m, v := cputest.Normals(r, n), cputest.Normals(r, n), cputest.Normals(r, n), cputest.Normals(r, n)
+	p, g, m, v := cputest.Normals(r, n), cputest.Normals(r, n),
+		cputest.Normals(r, n), cputest.Normals(r, n)
 	for i := range v {
 		v[i] *= v[i]
 	}
@@ -26,12 +27,15 @@ func TestAdamWFollowsTheFormula(t *testing.T) {
 	p32, g32, m32, v32 := cputest.Narrow(p), cputest.Narrow(g), cputest.Narrow(m), cputest.Narrow(v)
 	AdamW(p, g, m, v, s)
 	AdamW(p32, g32, m32, v32, s)
-	for name, e := range map[string]float64{"p": cputest.Relative(p, wantP), "m": cputest.Relative(m, wantM), "v": cputest.Relative(v, wantV)} {
+	for name, e := range map[string]float64{"p": cputest.Relative(p, wantP),
+		"m": cputest.Relative(m, wantM), "v": cputest.Relative(v, wantV)} {
 		if !(e < 1e-13) {
 			t.Errorf("float64 %s: relative error %.2g", name, e)
 		}
 	}
-	for name, e := range map[string]float64{"p": cputest.Relative(cputest.Widen(p32), wantP), "m": cputest.Relative(cputest.Widen(m32), wantM), "v": cputest.Relative(cputest.Widen(v32), wantV)} {
+	for name, e := range map[string]float64{"p": cputest.Relative(cputest.Widen(p32), wantP),
+		"m": cputest.Relative(cputest.Widen(m32), wantM),
+		"v": cputest.Relative(cputest.Widen(v32), wantV)} {
 		if !(e < 1e-6) {
 			t.Errorf("float32 %s: relative error %.2g", name, e)
 		}

@@ -20,7 +20,8 @@ func Muon[T cpu.Float](p, g, m []T, rows, cols int, s MuonStep) {
 	defer cpu.PutBuffers(b)
 	room := b.Elements(2 * len(p))
 	u, o := room[:len(p)], room[len(p):]
-	cpu.Spread(len(p), cpu.VectorGrain, muonDirection[T]{g, m, u, T(s.Momentum), T(1 - s.Momentum), s.Nesterov})
+	cpu.Spread(len(p), cpu.VectorGrain, muonDirection[T]{g, m, u, T(s.Momentum),
+		T(1 - s.Momentum), s.Nesterov})
 	NewtonSchulz(o, u, rows, cols, s.Iterations)
 	cpu.Spread(len(p), cpu.VectorGrain, muonUpdate[T]{p, o, T(s.Keep), T(s.Rate)})
 }

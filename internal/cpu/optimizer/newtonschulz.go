@@ -95,7 +95,8 @@ func nsRoom(rows, cols int) int { return 3 * min(rows, cols) * min(rows, cols) }
 func newNSChain[T cpu.Float](rows, cols int, room []T) nsChain[T] {
 	m, n := min(rows, cols), max(rows, cols)
 	mm := m * m
-	return nsChain[T]{m: m, n: n, transpose: rows > cols, a: room[:mm], b: room[mm : 2*mm], t: room[2*mm : 3*mm]}
+	return nsChain[T]{m: m, n: n, transpose: rows > cols, a: room[:mm],
+		b: room[mm : 2*mm], t: room[2*mm : 3*mm]}
 }
 
 // load copies a matrix of the caller's shape into one of the iteration's.

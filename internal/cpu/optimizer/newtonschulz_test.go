@@ -52,7 +52,8 @@ func nsReference(x []float64, rows, cols, steps int) []float64 {
 
 func TestNewtonSchulzFollowsTheFormula(t *testing.T) {
 	r := cputest.Rand(t)
-	for _, s := range [][3]int{{1, 1, 5}, {1, 7, 3}, {7, 1, 3}, {5, 5, 5}, {3, 11, 5}, {11, 3, 5}, {33, 65, 5}, {65, 33, 1}} {
+	for _, s := range [][3]int{{1, 1, 5}, {1, 7, 3}, {7, 1, 3}, {5, 5, 5}, {3, 11, 5}, {11, 3, 5},
+		{33, 65, 5}, {65, 33, 1}} {
 		rows, cols, steps := s[0], s[1], s[2]
 		x := cputest.Normals(r, rows*cols)
 		want := nsReference(x, rows, cols, steps)
@@ -65,7 +66,8 @@ func TestNewtonSchulzFollowsTheFormula(t *testing.T) {
 		x32 := cputest.Narrow(x)
 		y32 := make([]float32, len(x))
 		NewtonSchulz(y32, x32, rows, cols, steps)
-		if e := cputest.Relative(cputest.Widen(y32), nsReference(cputest.Widen(x32), rows, cols, steps)); !(e < 2e-5) {
+		if e := cputest.Relative(cputest.Widen(y32), nsReference(cputest.Widen(x32), rows, cols,
+			steps)); !(e < 2e-5) {
 			t.Errorf("%v float32: relative error %.2g", s, e)
 		}
 	}

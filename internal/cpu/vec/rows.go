@@ -24,7 +24,8 @@ type kernels struct {
 	addVectors      func(y, a, b *float32, n int)
 	scaleVector     func(x *float32, n int, s float32)
 	softmaxGradient func(dp, p *float32, n int, d float32)
-	adamW           func(p, g, m, v *float32, n int, keep, rate, root, gain1, beta2, gain2, eps float32)
+	adamW           func(p, g, m, v *float32, n int, keep, rate, root, gain1,
+		beta2, gain2, eps float32)
 }
 
 // kernels32 are the kernels in use, nil where plain Go is.
@@ -190,7 +191,8 @@ type AdamW[T cpu.Float] struct {
 func (s *AdamW[T]) Step(p, g, m, v []T) {
 	g, m, v = g[:len(p)], m[:len(p)], v[:len(p)]
 	if k := vectorized[T](); k != nil {
-		k.adamW(p32(p), p32(g), p32(m), p32(v), len(p), float32(s.Keep), float32(s.Rate), float32(s.Root), float32(s.Gain1),
+		k.adamW(p32(p), p32(g), p32(m), p32(v), len(p), float32(s.Keep), float32(s.Rate),
+			float32(s.Root), float32(s.Gain1),
 			float32(s.Beta2), float32(s.Gain2), float32(s.Eps))
 		return
 	}

@@ -20,17 +20,20 @@ func ulps(got float32, want float64) float64 {
 		}
 		return math.Inf(1)
 	}
-	unit := math.Max(math.Ldexp(1, -149), math.Abs(float64(math.Nextafter32(w, float32(math.Inf(1))))-float64(w)))
+	unit := math.Max(math.Ldexp(1, -149),
+		math.Abs(float64(math.Nextafter32(w, float32(math.Inf(1))))-float64(w)))
 	return math.Abs(float64(got)-want) / unit
 }
 
 func TestExp(t *testing.T) {
 	r := cputest.Rand(t)
 	inf := float32(math.Inf(1))
-	x := []float32{0, float32(math.Copysign(0, -1)), 1, -1, inf, -inf, float32(math.NaN()), 88.72283, 88.72284, 89, 1e30, -1e30,
+	x := []float32{0, float32(math.Copysign(0, -1)), 1, -1, inf, -inf, float32(math.NaN()),
+		88.72283, 88.72284, 89, 1e30, -1e30,
 		-87.33654, -87.4, -103.9, -103.97, -104, -104.6, 1e-30, -1e-45, 0.34657359, -0.34657359}
 	for range 200000 {
-		x = append(x, r.Float32()*195-105, float32(r.NormFloat64()), math.Float32frombits(r.Uint32()))
+		x = append(x, r.Float32()*195-105, float32(r.NormFloat64()),
+			math.Float32frombits(r.Uint32()))
 	}
 	cputest.EachISA(t, func(t *testing.T) {
 		dst := make([]float32, len(x))
@@ -76,8 +79,8 @@ func TestExpSubAndMax(t *testing.T) {
 					t.Fatalf("exp(%v − %v) = %v, want %v", v, m, dst[i], e)
 				}
 			}
-			// Each term is right to 2 units in the last place, 4 of 2⁻²⁴ at most, and each addition rounds
-			// by one of them.
+			// Each term is right to 2 units in the last place, 4 of 2⁻²⁴ at most, and each addition
+			// rounds by one of them.
 			if !(math.Abs(float64(sum)-ref) <= 0x1p-24*float64(n+5)*ref) {
 				t.Fatalf("%d elements sum to %v, want %v", n, sum, ref)
 			}
@@ -98,7 +101,8 @@ func TestSiLUMulKernels(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
 		for n := range 100 {
-			a, b, g := cputest.Normal(r, n, 1+50*r.Float64()), cputest.Normal(r, n, 1), cputest.Normal(r, n, 1)
+			a, b, g := cputest.Normal(r, n, 1+50*r.Float64()), cputest.Normal(r, n, 1),
+				cputest.Normal(r, n, 1)
 			hBuf, h := cputest.Padded(n)
 			SiLUMul(h, a, b)
 			cputest.CanariesLive(t, hBuf)
@@ -114,16 +118,18 @@ func TestSiLUMulKernels(t *testing.T) {
 			for i := range n {
 				x, y, dy := float64(a[i]), float64(b[i]), float64(g[i])
 				s := 1 / (1 + math.Exp(-x))
-				// Below a = −87 σ(a) and products with it have no more than the digits of a denormal number.
-				lost := math.Ldexp(1, -147) * (1 + math.Abs(x)) * (1 + math.Abs(y)) * (1 + math.Abs(dy))
+				// Below a = −87 σ(a) and products with it have no more than the digits of a
+				// denormal number.
+				lost := math.Ldexp(1, -147) * (1 + math.Abs(x)) * (1 +
+					math.Abs(y)) * (1 + math.Abs(dy))
 				if d := math.Abs(float64(h[i]) - x*s*y); !(d <= 5e-7*math.Abs(x*s*y)+lost) {
 					t.Fatalf("silu(%v)·%v = %v, want %v", x, y, h[i], x*s*y)
 				}
 				if d := math.Abs(float64(db[i]) - dy*x*s); !(d <= 5e-7*math.Abs(dy*x*s)+lost) {
 					t.Fatalf("db = %v, want %v for a = %v", db[i], dy*x*s, x)
 				}
-				// The bracket passes through zero near a = −1.28, so it is the larger term that bounds the
-				// error.
+				// The bracket passes through zero near a = −1.28, so it is the larger term that
+				// bounds the error.
 				bound := 1e-6*math.Abs(dy*y*s)*(1+math.Abs(x*(1-s))) + lost
 				if want := dy * y * s * (1 + x*(1-s)); !(math.Abs(float64(da[i])-want) <= bound) {
 					t.Fatalf("da = %v, want %v for a = %v", da[i], want, x)
@@ -172,7 +178,8 @@ func TestVectorsInFloat64(t *testing.T) {
 func BenchmarkVectors(b *testing.B) {
 	const n = 4096
 	r := rand.New(rand.NewPCG(1, 2))
-	x, y, z, g := cputest.Normal(r, n, 1), cputest.Normal(r, n, 1), make([]float32, n), make([]float32, n)
+	x, y, z, g := cputest.Normal(r, n, 1), cputest.Normal(r, n, 1),
+		make([]float32, n), make([]float32, n)
 	for name, f := range map[string]func(){
 		"ExpSub":          func() { ExpSub(z, x, 1) },
 		"ExpSub64":        func() { ExpSub(z[:64], x[:64], 1) },

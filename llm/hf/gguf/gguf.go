@@ -202,13 +202,15 @@ func (f *fields) set(key string, value any) {
 func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	arch, ok := architectures[f.Family]
 	if !ok {
-		return nil, fmt.Errorf("models of the family %s cannot be written, want llama, mistral, qwen2 "+
-			"or qwen3", f.Family)
+		return nil,
+			fmt.Errorf("models of the family %s cannot be written, want llama, mistral, qwen2 "+
+				"or qwen3", f.Family)
 	}
 	for i, b := range c.Blocks {
 		if b.Window > 0 || b.NoRoPE || b.Base != 0 {
-			return nil, fmt.Errorf("block %d has a window or angles of its own, which %s of llama.cpp "+
-				"has not", i, arch)
+			return nil,
+				fmt.Errorf("block %d has a window or angles of its own, which %s of llama.cpp "+
+					"has not", i, arch)
 		}
 	}
 	all := &fields{}
@@ -229,8 +231,10 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	}
 	if s := c.Scaling; s.BetaFast != 0 {
 		if s.BetaFast != 32 || s.BetaSlow != 1 || s.Unrounded || s.Magnitude != 0 {
-			return nil, errors.New("rope_scaling: llama.cpp knows YaRN with beta_fast 32 and beta_slow 1, " +
-				"and no other factors")
+			return nil,
+				errors.New("rope_scaling: llama.cpp knows YaRN with beta_fast 32 and " +
+					"beta_slow 1, " +
+					"and no other factors")
 		}
 		all.set(arch+".rope.scaling.type", "yarn")
 		all.set(arch+".rope.scaling.factor", s.Factor)
@@ -245,7 +249,8 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 // names are those of llama.cpp for parts of blocks.
 var names = map[string]string{
 	"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-	"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+	"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+	"self_attn.q_norm": "attn_q_norm",
 	"self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
 	"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }

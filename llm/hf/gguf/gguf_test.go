@@ -171,7 +171,8 @@ func TestSave(t *testing.T) {
 				require.Equal(t, F32, x.dtype)
 			}
 			got := x.values()
-			if to == "blk.1.attn_q.weight" || to == "blk.1.attn_k.weight" { // pairs lie side by side
+			// pairs lie side by side
+			if to == "blk.1.attn_q.weight" || to == "blk.1.attn_k.weight" {
 				w := x.shape[1]
 				require.InDeltaSlice(t, want[:w], got[:w], worst)
 				require.InDeltaSlice(t, want[4*w:5*w], got[w:2*w], worst)

@@ -124,7 +124,8 @@ func tensorsOf(m *llm.Model, arch string, t Type) ([]source, error) {
 		} else if t == Q80 && width%blockSize != 0 {
 			s.dtype = F16
 		}
-		if arch == "llama" && (strings.Contains(name, "q_proj") || strings.Contains(name, "k_proj")) {
+		if arch == "llama" && (strings.Contains(name, "q_proj") ||
+			strings.Contains(name, "k_proj")) {
 			s = interleaved(s, c.HeadDim)
 		}
 		all = append(all, s)
@@ -147,7 +148,8 @@ func interleaved(s source, headDim int) source {
 func rotaryFactors(c llm.Config) []float32 {
 	s, factors := c.Scaling, make([]float32, c.HeadDim/2)
 	for i := range factors {
-		turns := float64(s.Original) * math.Pow(c.Base, -2*float64(i)/float64(c.HeadDim)) / (2 * math.Pi)
+		turns := float64(s.Original) * math.Pow(c.Base,
+			-2*float64(i)/float64(c.HeadDim)) / (2 * math.Pi)
 		smooth := min(1, max(0, (turns-s.LowFreq)/(s.HighFreq-s.LowFreq)))
 		factors[i] = float32(1 / ((1-smooth)/s.Factor + smooth))
 	}

@@ -39,8 +39,8 @@ type file struct {
 	} `json:"model"`
 }
 
-// splitters are the names that llama.cpp has for splitting patterns, which it does not read from the
-// file: by the pattern, or by the type of a pre-tokenizer without one.
+// splitters are the names that llama.cpp has for splitting patterns, which it does not read from
+// the file: by the pattern, or by the type of a pre-tokenizer without one.
 var splitters = map[string]string{
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}` + rest: "llama-bpe",
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}` + rest:      "qwen2",
@@ -70,7 +70,8 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 		return errors.New("tokenizer.json: only byte-level encodings can be written")
 	}
 	if tok.VocabSize() > vocab {
-		return fmt.Errorf("tokenizer.json: it has %d tokens, and the model %d", tok.VocabSize(), vocab)
+		return fmt.Errorf("tokenizer.json: it has %d tokens, and the model %d",
+			tok.VocabSize(), vocab)
 	}
 	tokens, types := make([]string, vocab), make([]int32, vocab)
 	for id := range tokens {

@@ -69,7 +69,8 @@ func (s Shape) All() []Param {
 			Param{vBias, []int{kv}, Bias})
 	}
 	if s.QKNorm {
-		all = append(all, Param{qNorm, []int{s.HeadDim}, Norm}, Param{kNorm, []int{s.HeadDim}, Norm})
+		all = append(all, Param{qNorm, []int{s.HeadDim}, Norm},
+			Param{kNorm, []int{s.HeadDim}, Norm})
 	}
 	second := Norm
 	if s.PostNorms {
@@ -102,8 +103,8 @@ type Builder struct {
 	Shape
 	Seq int // positions of a sequence
 
-	// Cache, unless it is nil, has the keys and values of the positions before the only one that the
-	// graph computes.
+	// Cache, unless it is nil, has the keys and values of the positions before the only one that
+	// the graph computes.
 	Cache *kvcache.Cache
 
 	Keys, Values gorgonia.Nodes // of the blocks built so far, but with a Cache
@@ -118,11 +119,12 @@ type parts struct {
 	err    error          // the first one, after which nothing more is built
 }
 
-// Build adds a block, x + attention(norm(x)) and then x + mlp(norm(x)). in is x, its parameters and,
-// where attention is to keep documents apart, their starts.
+// Build adds a block, x + attention(norm(x)) and then x + mlp(norm(x)). in is x, its parameters
+// and, where attention is to keep documents apart, their starts.
 func (b *Builder) Build(in gorgonia.Nodes, a Attention) (*gorgonia.Node, error) {
 	names := b.Params()
-	p := &parts{Builder: b, Attention: a, params: map[string]*gorgonia.Node{}, starts: in[1+len(names):]}
+	p := &parts{Builder: b, Attention: a, params: map[string]*gorgonia.Node{},
+		starts: in[1+len(names):]}
 	for i, name := range names {
 		p.params[name] = in[1+i]
 	}

@@ -12,7 +12,8 @@ import (
 // that does not fit.
 func TestBuild(t *testing.T) {
 	const seq, dim, kv, ff = 4, 6, 2, 5
-	b := Builder{Shape: Shape{Dim: dim, FF: ff, Heads: 3, KVHeads: 1, HeadDim: 2, Eps: 1e-5}, Seq: seq}
+	b := Builder{Shape: Shape{Dim: dim, FF: ff, Heads: 3, KVHeads: 1, HeadDim: 2, Eps: 1e-5},
+		Seq: seq}
 	a := Attention{Base: 10000}
 	inputs := func(g *gorgonia.ExprGraph) gorgonia.Nodes {
 		var in gorgonia.Nodes

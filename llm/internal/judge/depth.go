@@ -44,7 +44,8 @@ func Depth(points []state.Point, past []state.Transition, seed int) (m state.See
 	if law, ok := curve.Fit(before); ok {
 		without = law.At
 	}
-	m = state.SeedMetrics{Seed: seed, TrainingError: math.NaN(), Compared: true, Stability: 1, Trials: 1}
+	m = state.SeedMetrics{Seed: seed, TrainingError: math.NaN(), Compared: true,
+		Stability: 1, Trials: 1}
 	for _, p := range after {
 		m.Performance -= p.Loss / float64(len(after))
 		m.Without -= without(p.Share) / float64(len(after))

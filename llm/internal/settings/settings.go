@@ -21,7 +21,8 @@ type Settings struct {
 	Steps int                   `json:"steps"`
 	Rates []jsonfloat.Float     `json:"rates"` // the schedule at step i·Steps/len(Rates)
 
-	Anneal []jsonfloat.Float `json:"anneal,omitempty"` // the annealing at share i/(len(Anneal)−1); none without one
+	// the annealing at share i/(len(Anneal)−1); none without one
+	Anneal []jsonfloat.Float `json:"anneal,omitempty"`
 
 	Growth *Growth `json:"growth"` // nil in older checkpoints, where nobody knows
 }
@@ -119,7 +120,8 @@ func ruleDifferences(here, there map[string]optim.Rule) []string {
 	var diff []string
 	params := map[string][]string{}
 	for _, name := range slices.Sorted(maps.Keys(here)) {
-		if _, both := there[name]; !both && len(there) > 0 { // of blocks that have grown since, or not yet
+		// of blocks that have grown since, or not yet
+		if _, both := there[name]; !both && len(there) > 0 {
 			continue
 		}
 		for _, d := range Fields(here[name], there[name]) {

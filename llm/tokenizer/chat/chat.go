@@ -192,8 +192,9 @@ func (t *Template) render(messages []Message, o Options) (text string, err error
 		case string, bool, int, float64:
 			variables[name] = v
 		default:
-			return "", fmt.Errorf("the variable %s is a %T, which is not supported: want a string, "+
-				"bool, int or float64", name, v)
+			return "",
+				fmt.Errorf("the variable %s is a %T, which is not supported: want a string, "+
+					"bool, int or float64", name, v)
 		}
 	}
 	turns := make(list, len(messages))
@@ -244,8 +245,9 @@ func (t *Template) compile(now time.Time) (template *exec.Template, err error) {
 	c := config.New()
 	c.TrimBlocks, c.LeftStripBlocks = true, true
 	environment := &exec.Environment{
-		Context:           exec.EmptyContext().Update(globals(now)),
-		Filters:           exec.NewFilterSet(map[string]exec.FilterFunction{}).Update(builtins.Filters),
+		Context: exec.EmptyContext().Update(globals(now)),
+		Filters: exec.NewFilterSet(map[string]exec.FilterFunction{}).Update(
+			builtins.Filters),
 		Tests:             builtins.Tests,
 		ControlStructures: builtins.ControlStructures,
 		Methods:           builtins.Methods,

@@ -155,7 +155,8 @@ func TestWhatIsNotSupported(t *testing.T) {
 }
 
 func FuzzParse(f *testing.F) {
-	for _, source := range []string{"{{ bos_token }}", "{% for m in messages %}{{ m.role }}{% endfor %}",
+	for _, source := range []string{"{{ bos_token }}",
+		"{% for m in messages %}{{ m.role }}{% endfor %}",
 		"{{ (a if b else c) }}", "{#", "{{ '", "{% set x = [1, 2 if a else 3] %}{{ x[-1] }}"} {
 		f.Add(source)
 	}

@@ -114,7 +114,9 @@ func rewriteGroups(code string) string {
 
 // rewriteItems rewrites what stands between brackets, separated by commas.
 func rewriteItems(code string) string {
-	items := cut(code, func(rest string) int { return len(rest) - len(strings.TrimPrefix(rest, ",")) })
+	items := cut(code, func(rest string) int {
+		return len(rest) - len(strings.TrimPrefix(rest, ","))
+	})
 	for i, item := range items {
 		items[i] = rewriteItem(item)
 	}

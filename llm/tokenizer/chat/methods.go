@@ -107,7 +107,8 @@ func split(self string, _ *exec.Value, args *exec.VarArgs) (any, error) {
 	} else if len(args.Args) == 0 && len(args.KwArgs) == 0 {
 		return listOf(strings.Fields(self)), nil
 	}
-	these, err := texts(&exec.VarArgs{Args: args.Args[:min(1, len(args.Args))], KwArgs: args.KwArgs}, 1,
+	these, err := texts(&exec.VarArgs{Args: args.Args[:min(1, len(args.Args))],
+		KwArgs: args.KwArgs}, 1,
 		1)
 	if err != nil {
 		return nil, err

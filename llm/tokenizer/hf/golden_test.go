@@ -54,7 +54,8 @@ func TestGolden(t *testing.T) {
 				text := g.Texts[i]
 				require.Equal(t, c.IDs, tok.Encode([]byte(text)), "%q", text)
 				whole := slices.Concat(c.Before, c.IDs, c.Behind)
-				require.Equal(t, whole, slices.Concat(nil, tok.EncodeWhole([]byte(text))), "%q", text)
+				require.Equal(t, whole, slices.Concat(nil, tok.EncodeWhole([]byte(text))), "%q",
+					text)
 				if c.Ordinary == nil {
 					c.Ordinary = c.IDs
 				}

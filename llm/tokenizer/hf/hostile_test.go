@@ -100,7 +100,8 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 			`{"type":"Lowercase"}]}`), `normalizer.normalizers[1]: type "Lowercase"`},
 		{"a pattern there", file(`"normalizer":{"type":"Replace","pattern":{"Regex":"a"},` +
 			`"content":""}`), "normalizer.pattern.Regex: regular expressions"},
-		{"growth", file(`"normalizer":` + sequence("normalizers", double, 20)), "more than 64 times"},
+		{"growth", file(`"normalizer":` + sequence("normalizers", double, 20)),
+			"more than 64 times"},
 		{"too many", file(`"normalizer":` + sequence("normalizers", `{"type":"NFC"}`, 1<<16)),
 			"more than 32 components"},
 		{"pre-tokenizer", file(`"pre_tokenizer":{"type":"Whitespace"}`), `type "Whitespace"`},
@@ -136,7 +137,8 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 			`"x" is not among the special_tokens`},
 		{"template id", file(`"post_processor":{"type":"TemplateProcessing","single":[` +
 			`{"SpecialToken":{"id":"x","type_id":0}},{"Sequence":{"id":"A","type_id":0}}],` +
-			`"special_tokens":{"x":{"id":"x","ids":[9],"tokens":["x"]}}}`), "id 9 stands for no token"},
+			`"special_tokens":{"x":{"id":"x","ids":[9],"tokens":["x"]}}}`),
+			"id 9 stands for no token"},
 		{"template without text", file(`"post_processor":{"type":"TemplateProcessing",` +
 			`"single":[]}`), "no sequence A"},
 		{"decoder", file(`"decoder":{"type":"WordPiece"}`), `decoder: type "WordPiece"`},

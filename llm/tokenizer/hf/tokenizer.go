@@ -92,7 +92,8 @@ func Parse(text, config []byte) (*Tokenizer, error) {
 
 func parse(text, config []byte) (*Tokenizer, error) {
 	if len(text) > maxFile {
-		return nil, fmt.Errorf("it has %d bytes, and a tokenizer.json at most %d", len(text), maxFile)
+		return nil, fmt.Errorf("it has %d bytes, and a tokenizer.json at most %d", len(text),
+			maxFile)
 	}
 	root, err := parseJSON(text)
 	if err != nil {

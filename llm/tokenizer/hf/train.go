@@ -23,7 +23,8 @@ const EndOfText = "<|endoftext|>"
 
 // Train learns a byte-level encoding of a text, as [tokenizer.TrainBPE] does, of pieces that the
 // pattern of a published model cuts: gpt2, llama3, qwen2, tekken or gpt4o. It returns a
-// tokenizer.json, which [Parse] and Rust's tokenizers read, and the tokenizer_config.json beside it.
+// tokenizer.json, which [Parse] and Rust's tokenizers read, and the tokenizer_config.json beside
+// it.
 //
 //	ids 0 to 255   the bytes
 //	ids from 256   the texts that merges make, in the order in which they were found

@@ -235,7 +235,8 @@ func (c *Context) unlaunchable(f *gpu.Function, l gpu.LaunchConfig) string {
 	case l.Block.Count() > 1024 || l.Block.Z > 64:
 		return "more than 1024 threads in a block, or 64 along z"
 	case l.Shared < 0 || l.Shared > limit:
-		return fmt.Sprintf("more dynamic shared memory than the %d bytes allowed to the kernel", limit)
+		return fmt.Sprintf("more dynamic shared memory than the %d bytes allowed to the kernel",
+			limit)
 	case cluster == gpu.Dim{}:
 		return ""
 	case c.info.Major < 9 || cluster.Count() > 8:
@@ -253,7 +254,8 @@ func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	const call = "cuTensorMapEncodeTiled"
 	return asked(c, call, func() (m gpu.TensorMap, err error) {
 		if c.info.Major < 9 {
-			return m, gpu.NewError(call, gpu.NotSupported, "", "tensor maps need compute capability 9.0")
+			return m, gpu.NewError(call, gpu.NotSupported, "",
+				"tensor maps need compute capability 9.0")
 		}
 		if err := t.Check(); err != nil {
 			return m, err
@@ -294,7 +296,8 @@ type fault struct {
 // Fault ends the kernel as a fault on the GPU would.
 func (l *Launch) Fault(s gpu.Status, why string) { panic(fault{s, why}) }
 
-func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig, args []byte) (err error) {
+func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
+	args []byte) (err error) {
 	if kernel == nil {
 		return nil
 	}

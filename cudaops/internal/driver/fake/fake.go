@@ -56,9 +56,12 @@ type failure struct {
 // New returns a fake driver.
 func New(c Config) *Driver {
 	if c.Devices == nil {
-		c.Devices = []gpu.DeviceInfo{{Name: "Fake GPU", UUID: "GPU-fa4e0000-0000-0000-0000-000000000000", Major: 9,
-			Memory: 1 << 30, SMs: 132, L2: 60 << 20, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10,
-			RegistersPerSM: 65536, ThreadsPerSM: 2048, Clock: 1980000, MemoryClock: 3201000, MemoryBusBits: 6144}}
+		c.Devices = []gpu.DeviceInfo{{Name: "Fake GPU",
+			UUID: "GPU-fa4e0000-0000-0000-0000-000000000000", Major: 9,
+			Memory: 1 << 30, SMs: 132, L2: 60 << 20, SharedPerBlock: 227 << 10,
+			SharedPerSM:    228 << 10,
+			RegistersPerSM: 65536, ThreadsPerSM: 2048, Clock: 1980000,
+			MemoryClock: 3201000, MemoryBusBits: 6144}}
 	}
 	c.Devices = slices.Clone(c.Devices)
 	for i := range c.Devices {
@@ -105,8 +108,9 @@ func (d *Driver) Devices() []gpu.DeviceInfo { return slices.Clone(d.config.Devic
 // same GPU.
 func (d *Driver) Retain(ordinal int) (gpu.Context, error) {
 	if ordinal < 0 || ordinal >= len(d.config.Devices) {
-		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d of %d", ordinal,
-			len(d.config.Devices)))
+		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "",
+			fmt.Sprintf("GPU %d of %d", ordinal,
+				len(d.config.Devices)))
 	}
 	if err := d.injected("cuDevicePrimaryCtxRetain"); err != nil {
 		return nil, err
@@ -170,7 +174,8 @@ func (c *Context) leaks() []string {
 	var found []string
 	for _, b := range c.blocks {
 		if !b.freed {
-			found = append(found, fmt.Sprintf("%d bytes of device memory at %#x", b.size, uint64(b.base)))
+			found = append(found, fmt.Sprintf("%d bytes of device memory at %#x",
+				b.size, uint64(b.base)))
 		}
 	}
 	if n := c.ledger.Stats().HostBytes; n > 0 {
@@ -180,7 +185,8 @@ func (c *Context) leaks() []string {
 		n    int
 		what string
 	}{
-		{len(c.streams) - 1, "streams"}, {len(c.events), "events"}, {len(c.modules), "modules"}, {len(c.graphs), "graphs"},
+		{len(c.streams) - 1, "streams"}, {len(c.events), "events"}, {len(c.modules), "modules"},
+		{len(c.graphs), "graphs"},
 		{c.plans, "matmul plans"},
 	} {
 		if k.n > 0 {

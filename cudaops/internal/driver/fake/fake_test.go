@@ -75,7 +75,8 @@ func TestLeaks(t *testing.T) {
 	get[*gpu.Graph](t)(c.EndCapture(s))
 	get[gpu.MatmulPlan](t)(get[gpu.Blas](t)(c.Blas()).Plan(gpu.MatmulSpec{M: 1, N: 1, K: 1}, 0, 1))
 	err := c.Close()
-	for _, s := range []string{"123 bytes of device", "45 bytes of pinned", "1 streams", "1 events", "1 modules", "1 graphs",
+	for _, s := range []string{"123 bytes of device", "45 bytes of pinned", "1 streams", "1 events",
+		"1 modules", "1 graphs",
 		"1 matmul plans"} {
 		if err == nil || !strings.Contains(err.Error(), s) {
 			t.Errorf("%v lacks %q", err, s)
@@ -132,8 +133,10 @@ func TestStrayAccess(t *testing.T) {
 	} {
 		_, c := open(t, Config{Kernels: kernels})
 		p := get[gpu.Ptr](t)(c.Alloc(100))
-		f := get[*gpu.Function](t)(c.Function(get[gpu.Module](t)(c.LoadModule([]byte{1})), test.kernel))
-		check(t, c.Launch(f, gpu.LaunchConfig{}, 0, new(gpu.Args).Ptr(p.Offset(test.offset)).Int32(test.n)))
+		f := get[*gpu.Function](t)(c.Function(get[gpu.Module](t)(c.LoadModule([]byte{1})),
+			test.kernel))
+		check(t, c.Launch(f, gpu.LaunchConfig{}, 0,
+			new(gpu.Args).Ptr(p.Offset(test.offset)).Int32(test.n)))
 		err := c.Synchronize()
 		if test.want == gpu.Success {
 			check(t, err)
@@ -151,7 +154,8 @@ func TestReplayAfterFree(t *testing.T) {
 	check(t, c.BeginCapture(s), c.Memset32(p, 7, 2, s))
 	g := get[*gpu.Graph](t)(c.EndCapture(s))
 	check(t, c.LaunchGraph(g, s), c.SyncStream(s), c.Free(p))
-	if err := c.Memset32(p, 7, 2, s); !errors.Is(err, gpu.InvalidValue) || !strings.Contains(err.Error(), "was freed") {
+	if err := c.Memset32(p, 7, 2, s); !errors.Is(err, gpu.InvalidValue) ||
+		!strings.Contains(err.Error(), "was freed") {
 		t.Errorf("freed memory: %v", err)
 	}
 	q := get[gpu.Ptr](t)(c.Alloc(8))
@@ -159,7 +163,8 @@ func TestReplayAfterFree(t *testing.T) {
 		t.Error("an address was used again")
 	}
 	check(t, c.LaunchGraph(g, s))
-	if err := c.SyncStream(s); !errors.Is(err, gpu.IllegalAddress) || !strings.Contains(err.Error(), "was freed") {
+	if err := c.SyncStream(s); !errors.Is(err, gpu.IllegalAddress) ||
+		!strings.Contains(err.Error(), "was freed") {
 		t.Errorf("replay: %v", err)
 	}
 }
@@ -169,19 +174,23 @@ func TestTraceAndClock(t *testing.T) {
 		"slow": func(l *Launch) { l.Took = time.Millisecond },
 	}})
 	m := get[gpu.Module](t)(c.LoadModule([]byte{1}))
-	slow, other := get[*gpu.Function](t)(c.Function(m, "slow")), get[*gpu.Function](t)(c.Function(m, "other"))
+	slow, other := get[*gpu.Function](t)(c.Function(m, "slow")),
+		get[*gpu.Function](t)(c.Function(m, "other"))
 	s := get[gpu.Stream](t)(c.NewStream())
 	from, to := get[gpu.Event](t)(c.NewEvent(true)), get[gpu.Event](t)(c.NewEvent(true))
 	p := get[gpu.Ptr](t)(c.Alloc(8))
 	shape := gpu.LaunchConfig{Grid: gpu.Dim{X: 3}, Block: gpu.Dim{X: 64}}
-	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(gpu.Args).Ptr(p)), c.Memset8(p, 1, 8, s))
+	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(gpu.Args).Ptr(p)),
+		c.Memset8(p, 1, 8, s))
 	g := get[*gpu.Graph](t)(c.EndCapture(s))
-	check(t, c.Record(from, s), c.LaunchGraph(g, s), c.Launch(other, shape, s, new(gpu.Args)), c.Record(to, s))
+	check(t, c.Record(from, s), c.LaunchGraph(g, s), c.Launch(other, shape, s, new(gpu.Args)),
+		c.Record(to, s))
 	if _, err := c.Elapsed(from, to); !errors.Is(err, gpu.NotReady) {
 		t.Errorf("before it ran: %v", err)
 	}
 	check(t, c.SyncStream(s))
-	// A millisecond, and one microsecond each for the memset, the graph launch and the other kernel.
+	// A millisecond, and one microsecond each for the memset, the graph launch and the other
+	// kernel.
 	if d := get[time.Duration](t)(c.Elapsed(from, to)); d != time.Millisecond+3*time.Microsecond {
 		t.Errorf("elapsed %v", d)
 	}
@@ -193,7 +202,8 @@ func TestTraceAndClock(t *testing.T) {
 		}
 		got = append(got, line)
 	}
-	want := []string{"cuLaunchKernel slow captured", "cuMemsetD8Async  captured", "cuGraphLaunch ", "cuLaunchKernel other"}
+	want := []string{"cuLaunchKernel slow captured", "cuMemsetD8Async  captured", "cuGraphLaunch ",
+		"cuLaunchKernel other"}
 	if !slices.Equal(got, want) || c.Trace()[0].Config != shape || c.Trace()[1].Dst != p {
 		t.Errorf("trace %q, want %q", got, want)
 	}

@@ -13,7 +13,8 @@ type blas struct{ c *Context }
 // Blas returns a cuBLASLt that computes in float64.
 func (c *Context) Blas() (gpu.Blas, error) {
 	if c.driver.config.NoBlas {
-		return nil, &gpu.NotFoundError{Library: "the fake cuBLASLt", Help: "The configuration leaves it out."}
+		return nil, &gpu.NotFoundError{Library: "the fake cuBLASLt",
+			Help: "The configuration leaves it out."}
 	}
 	return asked(c, "cublasLtCreate", func() (gpu.Blas, error) { return blas{c}, nil })
 }
@@ -35,10 +36,12 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 			return nil, err
 		}
 		if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 {
-			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake knows float32, float16, bfloat16 and float8e4m3")
+			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported,
+				"the fake knows float32, float16, bfloat16 and float8e4m3")
 		}
 		if m.A == gpu.Float8E4M3 && !b.c.multipliesFloat8(m) {
-			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported, "the fake multiplies float8 where an H200 would")
+			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported,
+				"the fake multiplies float8 where an H200 would")
 		}
 		p := &plan{c: b.c, spec: m}
 		for i, need := range []int{1 << 20, 1 << 10, 0} {
@@ -53,7 +56,8 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 
 // multipliesFloat8 reports whether cuBLASLt on the GPU that this pretends to be would.
 func (c *Context) multipliesFloat8(m gpu.MatmulSpec) bool {
-	return c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 && m.N%8 == 0 && m.LDA%16 == 0 && m.LDB%16 == 0 &&
+	return c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 && m.N%8 == 0 &&
+		m.LDA%16 == 0 && m.LDB%16 == 0 &&
 		m.LDD*m.D.Size()%16 == 0 && m.Align%16 == 0
 }
 
@@ -116,7 +120,8 @@ func (p *plan) counts(l *Launch, a gpu.MatmulArgs) bool {
 // spoil fills D with NaN.
 func (p *plan) spoil(l *Launch, a gpu.MatmulArgs) {
 	for i := range p.spec.Batch {
-		view(l, a.D.Offset(i*p.spec.StrideD*p.spec.D.Size()), p.spec.D, p.spec.LDD, p.spec.M, p.spec.N).fill(p.spec.M, p.spec.N, math.NaN())
+		view(l, a.D.Offset(i*p.spec.StrideD*p.spec.D.Size()), p.spec.D, p.spec.LDD, p.spec.M,
+			p.spec.N).fill(p.spec.M, p.spec.N, math.NaN())
 	}
 }
 
@@ -128,7 +133,8 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 			return view(l, base.Offset(i*stride*t.Size()), t, ld, rows, cols)
 		}
 		rowsA, colsA, rowsB, colsB := m.Stored()
-		A, B := at(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA), at(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB)
+		A, B := at(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA),
+			at(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB)
 		D := at(a.D, m.D, m.StrideD, m.LDD, m.M, m.N)
 		var C matrix
 		if a.Beta != 0 {

@@ -26,7 +26,9 @@ const (
 
 // resolve finds the n bytes at an address, or says why they are not to be touched.
 func (c *Context) resolve(p gpu.Ptr, n int) ([]byte, string) {
-	i, found := slices.BinarySearchFunc(c.blocks, p, func(b *block, p gpu.Ptr) int { return cmp.Compare(b.base, p) })
+	i, found := slices.BinarySearchFunc(c.blocks, p, func(b *block, p gpu.Ptr) int {
+		return cmp.Compare(b.base, p)
+	})
 	if !found {
 		i--
 	}
@@ -47,8 +49,8 @@ func (c *Context) resolve(p gpu.Ptr, n int) ([]byte, string) {
 	return b.data[at : at+n : at+n], ""
 }
 
-// Bytes is device memory itself, for what stands for other libraries that work there. Streams are not
-// waited for.
+// Bytes is device memory itself, for what stands for other libraries that work there. Streams are
+// not waited for.
 func (c *Context) Bytes(p gpu.Ptr, n int) ([]byte, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -106,7 +108,8 @@ func (c *Context) Free(p gpu.Ptr) error {
 				return nil
 			}
 		}
-		return gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf("%#x is not an allocation", uint64(p)))
+		return gpu.NewError(call, gpu.InvalidValue, "",
+			fmt.Sprintf("%#x is not an allocation", uint64(p)))
 	})
 }
 
@@ -115,7 +118,8 @@ func (c *Context) AllocHost(n int) ([]byte, error) {
 	const call = "cuMemHostAlloc"
 	return asked(c, call, func() ([]byte, error) {
 		if n <= 0 {
-			return nil, gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
+			return nil, gpu.NewError(call, gpu.InvalidValue, "",
+				fmt.Sprintf("%d bytes asked for", n))
 		}
 		b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
 		c.ledger.Pin(b)
@@ -139,25 +143,30 @@ func (c *Context) FreeHost(b []byte) error {
 
 // MemInfo counts the context's own allocations.
 func (c *Context) MemInfo() (free, total uint64, err error) {
-	free, err = asked(c, "cuMemGetInfo", func() (uint64, error) { return c.info.Memory - c.live(), nil })
+	free, err = asked(c, "cuMemGetInfo", func() (uint64, error) {
+		return c.info.Memory - c.live(), nil
+	})
 	return free, c.info.Memory, err
 }
 
 // CopyToDevice copies when the stream gets there; with memory that is not pinned it waits for that.
 func (c *Context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
 	work := gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: int64(len(src))}}
-	return c.copyHost(Op{Call: "cuMemcpyHtoDAsync", Stream: s, Dst: dst, Bytes: len(src)}, src, dst, work,
+	return c.copyHost(Op{Call: "cuMemcpyHtoDAsync", Stream: s, Dst: dst, Bytes: len(src)}, src, dst,
+		work,
 		func(device []byte) { copy(device, src) })
 }
 
 // CopyToHost is the other direction.
 func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
 	work := gpu.Stats{ToHost: gpu.Copies{Count: 1, Bytes: int64(len(dst))}}
-	return c.copyHost(Op{Call: "cuMemcpyDtoHAsync", Stream: s, Src: src, Bytes: len(dst)}, dst, src, work,
+	return c.copyHost(Op{Call: "cuMemcpyDtoHAsync", Stream: s, Src: src, Bytes: len(dst)}, dst, src,
+		work,
 		func(device []byte) { copy(dst, device) })
 }
 
-func (c *Context) copyHost(o Op, host []byte, p gpu.Ptr, work gpu.Stats, do func(device []byte)) error {
+func (c *Context) copyHost(o Op, host []byte, p gpu.Ptr, work gpu.Stats,
+	do func(device []byte)) error {
 	if o.Bytes == 0 {
 		return nil
 	}
@@ -166,7 +175,9 @@ func (c *Context) copyHost(o Op, host []byte, p gpu.Ptr, work gpu.Stats, do func
 		if err != nil {
 			return err
 		}
-		if err := c.enqueue(o, work, []gpu.Ptr{p}, func(m [][]byte) { do(m[0]) }); err != nil || async {
+		if err := c.enqueue(o, work, []gpu.Ptr{p}, func(m [][]byte) {
+			do(m[0])
+		}); err != nil || async {
 			return err
 		}
 		return c.drain(o.Call, c.streams[o.Stream])
@@ -182,7 +193,8 @@ func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
 
 // Memset8 sets bytes.
 func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
-	return c.fill(Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n}, gpu.Stats{Memsets: 1}, []gpu.Ptr{dst},
+	return c.fill(Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n},
+		gpu.Stats{Memsets: 1}, []gpu.Ptr{dst},
 		func(m [][]byte) {
 			for i := range m[0] {
 				m[0][i] = v
@@ -193,9 +205,11 @@ func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 // Memset32 sets words; the address must be a multiple of 4.
 func (c *Context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
 	if dst%4 != 0 {
-		return gpu.NewError("cuMemsetD32Async", gpu.InvalidValue, "", "the address is not a multiple of 4")
+		return gpu.NewError("cuMemsetD32Async", gpu.InvalidValue, "",
+			"the address is not a multiple of 4")
 	}
-	return c.fill(Op{Call: "cuMemsetD32Async", Stream: s, Dst: dst, Bytes: 4 * n}, gpu.Stats{Memsets: 1},
+	return c.fill(Op{Call: "cuMemsetD32Async", Stream: s, Dst: dst, Bytes: 4 * n},
+		gpu.Stats{Memsets: 1},
 		[]gpu.Ptr{dst}, func(m [][]byte) {
 			words := gpu.View[uint32](m[0])
 			for i := range words {
@@ -206,7 +220,8 @@ func (c *Context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
 
 func (c *Context) fill(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) error {
 	if o.Bytes < 0 {
-		return gpu.NewError(o.Call, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", o.Bytes))
+		return gpu.NewError(o.Call, gpu.InvalidValue, "",
+			fmt.Sprintf("negative length %d", o.Bytes))
 	}
 	if o.Bytes == 0 {
 		return nil

@@ -231,7 +231,8 @@ func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
 func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 	return c.onEvent(call, e, func(ev *event) error {
 		if ev.mark != nil && ev.mark.captured {
-			return gpu.NewError(call, gpu.CapturedEvent, "", "the event was last recorded inside a capture")
+			return gpu.NewError(call, gpu.CapturedEvent, "",
+				"the event was last recorded inside a capture")
 		}
 		return do(ev.mark)
 	})
@@ -268,7 +269,8 @@ func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 	for i, e := range []gpu.Event{start, end} {
 		err := c.onMark(call, e, func(m *mark) error {
 			if m == nil || !c.events[e].timing {
-				return gpu.NewError(call, gpu.InvalidHandle, "", "an event not recorded, or made without timing")
+				return gpu.NewError(call, gpu.InvalidHandle, "",
+					"an event not recorded, or made without timing")
 			}
 			if !m.passed {
 				return gpu.NewError(call, gpu.NotReady, "", "")
@@ -292,7 +294,8 @@ func (c *Context) BeginCapture(s gpu.Stream) error {
 			return err
 		}
 		if s == 0 || st.capture != nil {
-			return gpu.NewError(call, gpu.CaptureUnsupported, "", "the default stream, or one being captured already")
+			return gpu.NewError(call, gpu.CaptureUnsupported, "",
+				"the default stream, or one being captured already")
 		}
 		st.capture = &capture{}
 		c.ledger.BeginCapture(s)
@@ -311,7 +314,8 @@ func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 	}
 	k := st.capture
 	if k == nil {
-		return nil, gpu.NewError(call, gpu.CaptureUnmatched, "", "no capture was begun on the stream")
+		return nil, gpu.NewError(call, gpu.CaptureUnmatched, "",
+			"no capture was begun on the stream")
 	}
 	work, _ := c.ledger.EndCapture(s)
 	st.capture = nil
@@ -319,7 +323,8 @@ func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 		return nil, err
 	}
 	if k.invalid {
-		return nil, gpu.NewError(call, gpu.CaptureInvalidated, "", "a call during the capture was not allowed in it")
+		return nil, gpu.NewError(call, gpu.CaptureInvalidated, "",
+			"a call during the capture was not allowed in it")
 	}
 	if err := c.begin("cuGraphInstantiateWithFlags"); err != nil {
 		return nil, err

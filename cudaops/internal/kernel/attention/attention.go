@@ -29,8 +29,8 @@ type Geometry struct {
 	Causal                              bool    // a position sees itself and those before it
 	Scale                               float64 // 0 means 1/sqrt(HeadDim)
 	Variant                             Variant
-	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if they
-	// have not. The backward pass then gives the gradients of what they were before.
+	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if
+	// they have not. The backward pass then gives the gradients of what they were before.
 	Cos, Sin gpu.Ptr
 	// Documents is the table that [AttentionDocuments] made of where documents begin that lie one
 	// behind the other in the sequences, null if there are none: a position then sees only those of
@@ -43,11 +43,12 @@ type Variant int
 
 // The variants. Auto is the fastest that takes the arguments.
 const (
-	Auto        Variant = iota
-	Plain               // float32 arithmetic, any argument
-	MMA                 // tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
-	Hopper              // the same on compute capability 9.0 with its own instructions
-	HopperFused         // the same, with a backward pass in one kernel at any HeadDim
+	Auto  Variant = iota
+	Plain         // float32 arithmetic, any argument
+	// tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
+	MMA
+	Hopper      // the same on compute capability 9.0 with its own instructions
+	HopperFused // the same, with a backward pass in one kernel at any HeadDim
 	attentionVariants
 )
 
@@ -84,17 +85,20 @@ func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if p.Window < 0 || p.Starts.Ptr == 0 && p.Window == 0 {
-		return fmt.Errorf("kernels.AttentionDocuments: a window of %d and starts at %#x, want one of them", p.Window, p.Starts.Ptr)
+		return fmt.Errorf("kernels.AttentionDocuments: a window of %d and starts at %#x, want "+
+			"one of them", p.Window, p.Starts.Ptr)
 	}
 	name := "attention_document_table_i32"
 	if p.Starts.Wide {
 		name = "attention_document_table_i64"
 	}
-	return k.Enqueue(s, "attention", name, kernel.Line(p.Batch, 1024), kernel.Args().Ptr(p.Table).Ptr(p.Starts.Ptr).Int32(p.Seq).Int32(min(p.Window, p.Seq)))
+	return k.Enqueue(s, "attention", name, kernel.Line(p.Batch, 1024),
+		kernel.Args().Ptr(p.Table).Ptr(p.Starts.Ptr).Int32(p.Seq).Int32(min(p.Window, p.Seq)))
 }
 
 // Attend computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
-func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr, q, key, value kernel.Rows,
+func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr, q,
+	key, value kernel.Rows,
 	t gpu.DType) error {
 	c, err := attention(k, "Attention", a, t, a.queryRows(q, y), a.keyRows(key, value))
 	if c == nil || err != nil {
@@ -136,7 +140,8 @@ func (a Geometry) statsRows() int {
 // and lse. stats is a workspace of [StatsBytes], aligned to 256.
 func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr,
 	g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
-	c, err := attention(k, "AttentionBackward", a, t, a.queryRows(dq, g, q, y), a.keyRows(dk, dv, key, value))
+	c, err := attention(k, "AttentionBackward", a, t, a.queryRows(dq, g, q, y),
+		a.keyRows(dk, dv, key, value))
 	if c == nil || err != nil {
 		return err
 	}
@@ -156,7 +161,8 @@ func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.R
 		return err
 	}
 	turn := func(d kernel.Rows, heads int) error {
-		return rope.Rotate{Y: d.Ptr, X: d.Ptr, Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq, Seq: a.Seq, Heads: heads, HeadDim: a.HeadDim,
+		return rope.Rotate{Y: d.Ptr, X: d.Ptr, Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq,
+			Seq: a.Seq, Heads: heads, HeadDim: a.HeadDim,
 			XStride: d.Stride, YStride: d.Stride, Inverse: true, Type: t}.Launch(k, s)
 	}
 	if err := turn(dq, a.Heads); err != nil {
@@ -172,7 +178,8 @@ func (c *attentionCall) launchStatistics(k *kernel.Set, s gpu.Stream) error {
 	if c.Fused() {
 		_, counters, n = c.fusedWorkspace(c.params.stats)
 	}
-	return k.Enqueue(s, "attention", "attention_stats"+c.suffix, l, kernel.Args().Struct(c.params.bytes(), 8).Ptr(counters).Int32(n))
+	return k.Enqueue(s, "attention", "attention_stats"+c.suffix, l,
+		kernel.Args().Struct(c.params.bytes(), 8).Ptr(counters).Int32(n))
 }
 
 func (c *attentionCall) launchBackward(k *kernel.Set, s gpu.Stream) error {
@@ -217,16 +224,20 @@ type attentionCall struct {
 
 // attention checks the arguments and chooses the variant. It returns nil when there is nothing to
 // do.
-func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries, keys []operand) (*attentionCall, error) {
+func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries,
+	keys []operand) (*attentionCall, error) {
 	suf, err := kernel.Suffix(op, t)
 	if err != nil {
 		return nil, err
 	}
-	if empty, err := kernel.CheckSizes(op, a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim); empty || err != nil {
+	if empty, err := kernel.CheckSizes(op, a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim); empty ||
+		err != nil {
 		return nil, err
 	}
 	if a.Heads%a.KVHeads != 0 {
-		return nil, fmt.Errorf("kernels.%s: %d query heads, want a multiple of the %d key-value heads", op, a.Heads, a.KVHeads)
+		return nil,
+			fmt.Errorf("kernels.%s: %d query heads, want a multiple of the %d key-value heads",
+				op, a.Heads, a.KVHeads)
 	}
 	if a.Scale == 0 {
 		a.Scale = 1 / math.Sqrt(float64(a.HeadDim))
@@ -234,7 +245,8 @@ func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries, keys 
 	all := append(queries, keys...)
 	for _, o := range all {
 		if o.Stride < o.width {
-			return nil, fmt.Errorf("kernels.%s: rows of %d elements are %d apart", op, o.width, o.Stride)
+			return nil, fmt.Errorf("kernels.%s: rows of %d elements are %d apart",
+				op, o.width, o.Stride)
 		}
 	}
 	if a.Documents != 0 && !a.Causal {
@@ -255,13 +267,19 @@ func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries, keys 
 	case v == Auto:
 		a.Variant = MMA
 	case v != Plain && !tensorCores:
-		return nil, fmt.Errorf("kernels.%s: the variant %v takes 16-bit types, a head dimension that is a multiple of 8 up to 128, "+
-			"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v", op, v, t, a)
+		return nil,
+			fmt.Errorf("kernels.%s: the variant %v takes 16-bit types, a head dimension that is "+
+				"a multiple of 8 up to 128, "+
+				"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v",
+				op, v, t, a)
 	case (v == Hopper || v == HopperFused) && !hopper:
-		return nil, fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU has %.1f", op, v,
-			float64(k.Info.Capability())/10)
+		return nil,
+			fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU "+
+				"has %.1f", op, v,
+				float64(k.Info.Capability())/10)
 	}
-	p := &attentionParams{batch: int32(a.Batch), seq: int32(a.Seq), heads: int32(a.Heads), kvHeads: int32(a.KVHeads),
+	p := &attentionParams{batch: int32(a.Batch), seq: int32(a.Seq), heads: int32(a.Heads),
+		kvHeads: int32(a.KVHeads),
 		headDim: int32(a.HeadDim), scale: float32(a.Scale)}
 	if a.Causal {
 		p.causal = 1
@@ -308,11 +326,13 @@ func (c *attentionCall) launch(k *kernel.Set, s gpu.Stream, pass attentionPass) 
 	name := "_" + attentionPassNames[pass]
 	if c.Variant == Plain {
 		l := kernel.Line(heads*kernel.CeilDiv(c.Seq, 64)*kernel.CeilDiv(c.HeadDim, 128), 256)
-		return c.run(k, s, "attention", "attention_plain"+name, l, kernel.Args().Struct(c.params.bytes(), 8))
+		return c.run(k, s, "attention", "attention_plain"+name, l,
+			kernel.Args().Struct(c.params.bytes(), 8))
 	}
 	if c.hopper() {
 		h := hopperShapes[c.hopperDim()][pass]
-		c.params.section = int32(c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers), others, inTurns))
+		c.params.section = int32(c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers),
+			others, inTurns))
 		return c.launchHopper(k, s, pass, c.hopperDim(), h)
 	}
 	dim := 64
@@ -324,12 +344,14 @@ func (c *attentionCall) launch(k *kernel.Set, s gpu.Stream, pass attentionPass) 
 	c.params.section = int32(c.section(k, heads, others))
 	l := kernel.Line(heads*tiles, m.threads)
 	l.Shared = m.shared(pass, dim)
-	return c.run(k, s, "attention_mma", fmt.Sprintf("attention_mma%s_%d", name, dim), l, kernel.Args().Struct(c.params.bytes(), 8))
+	return c.run(k, s, "attention_mma", fmt.Sprintf("attention_mma%s_%d", name, dim), l,
+		kernel.Args().Struct(c.params.bytes(), 8))
 }
 
 // run launches a kernel or, where there are documents, the one of the same family that takes their
 // table last.
-func (c *attentionCall) run(k *kernel.Set, s gpu.Stream, unit, name string, l gpu.LaunchConfig, a *gpu.Args) error {
+func (c *attentionCall) run(k *kernel.Set, s gpu.Stream, unit, name string,
+	l gpu.LaunchConfig, a *gpu.Args) error {
 	if c.Documents != 0 {
 		name += "_documents"
 		a.Ptr(c.Documents)
@@ -397,8 +419,10 @@ func (a Backward) shape() Geometry {
 
 // describe is the geometry, and the distances of the matrices' rows.
 func (a Geometry) describe(t gpu.DType, matrices ...kernel.Rows) string {
-	s := fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads, a.KVHeads, a.HeadDim, t)
-	s += kernel.With(a.Causal, "causal") + kernel.With(a.Cos != 0, "turned") + kernel.With(a.Documents != 0, "documents") +
+	s := fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads,
+		a.KVHeads, a.HeadDim, t)
+	s += kernel.With(a.Causal, "causal") + kernel.With(a.Cos != 0, "turned") +
+		kernel.With(a.Documents != 0, "documents") +
 		kernel.With(a.Scale != 0, fmt.Sprintf("scale %g", a.Scale))
 	for _, m := range matrices {
 		s += fmt.Sprintf(" %d", m.Stride)
@@ -420,7 +444,8 @@ func (a Forward) Units() []string { return attentionUnits }
 // Units is that of [Tuned].
 func (a Backward) Units() []string { return attentionUnits }
 
-var attentionUnits = []string{"attention", "attention_mma", "attention_hopper", "attention_hopper_backward",
+var attentionUnits = []string{"attention", "attention_mma", "attention_hopper",
+	"attention_hopper_backward",
 	"attention_hopper_fused", "attention_hopper_fused64"}
 
 // Computes is that of [Tuned].
@@ -454,7 +479,9 @@ func Variants(k *kernel.Set, a Geometry, t gpu.DType, rows ...kernel.Rows) []Var
 // tensorCores reports whether the variants that use these take the arguments.
 func (a Geometry) tensorCores(t gpu.DType, rows []kernel.Rows) bool {
 	return a.Scale >= 0 && t.Size() == 2 && a.HeadDim%8 == 0 && a.HeadDim <= 128 &&
-		!slices.ContainsFunc(rows, func(r kernel.Rows) bool { return r.Ptr%16 != 0 || r.Stride%8 != 0 })
+		!slices.ContainsFunc(rows, func(r kernel.Rows) bool {
+			return r.Ptr%16 != 0 || r.Stride%8 != 0
+		})
 }
 
 // Launch enqueues the forward pass.
@@ -464,7 +491,8 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 
 // Launch enqueues the backward pass.
 func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return AttendBackward(k, s, a.shape(), a.DQ, a.DK, a.DV, a.Stats, a.G, a.Q, a.K, a.V, a.Y, a.LSE, a.Type)
+	return AttendBackward(k, s, a.shape(), a.DQ, a.DK, a.DV, a.Stats, a.G, a.Q, a.K,
+		a.V, a.Y, a.LSE, a.Type)
 }
 
 // Ways lists the ways that take the launch.

@@ -34,7 +34,8 @@ func (c attentionCase) String() string {
 	if c.packed {
 		kind += "-packed"
 	}
-	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.Variant, c.dtype, kind, c.Batch, c.Seq, c.Heads, c.KVHeads, c.HeadDim,
+	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.Variant, c.dtype, kind, c.Batch, c.Seq,
+		c.Heads, c.KVHeads, c.HeadDim,
 		c.skew)
 }
 
@@ -65,7 +66,8 @@ func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) [
 	b := g.Alloc(rows*stride, c.dtype, c.skew)
 	first := 0
 	for i, w := range widths {
-		parts[i] = matrix{kernel.Rows{Ptr: b.Ptr.Offset(first * c.dtype.Size()), Stride: stride}, b, first, w, rows}
+		parts[i] = matrix{kernel.Rows{Ptr: b.Ptr.Offset(first * c.dtype.Size()), Stride: stride}, b,
+			first, w, rows}
 		first += w
 	}
 	return parts
@@ -125,20 +127,24 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	d := c.matrices(g, 8, queryWidth, keyWidth, keyWidth)
 	out := c.matrices(g, 8, queryWidth)[0]
 	grad := c.matrices(g, 8, queryWidth)[0]
-	lse, stats := g.Alloc(rows*c.Heads, kerneltest.F32, 0), g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
+	lse, stats := g.Alloc(rows*c.Heads, kerneltest.F32, 0),
+		g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
 	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
 
 	a := c.Geometry
 	var cosines, sines []float64
 	if c.turned { // it does not matter by what
-		tables := attentionCase{Geometry: Geometry{Batch: 1, Seq: c.Seq}, dtype: kerneltest.F32}.matrices(g, 0, c.HeadDim/2, c.HeadDim/2)
+		tables := attentionCase{Geometry: Geometry{Batch: 1, Seq: c.Seq},
+			dtype: kerneltest.F32}.matrices(g, 0, c.HeadDim/2, c.HeadDim/2)
 		cosines, sines = tables[0].fill(g), tables[1].fill(g)
 		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
 	}
 	a.Documents = c.documents(g)
-	g.Must(Attend(g.Set, g.Stream, a, out.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
+	g.Must(Attend(g.Set, g.Stream, a, out.Rows, lse.Ptr, in[0].Rows,
+		in[1].Rows, in[2].Rows, c.dtype))
 	if both {
-		g.Must(AttendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, grad.Rows, in[0].Rows, in[1].Rows,
+		g.Must(AttendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+			grad.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, out.Rows, lse.Ptr, c.dtype))
 	}
 
@@ -163,13 +169,15 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		if a.Seq == 1 || c.starts != nil {
 			size = max(size, norm(dv))
 		}
-		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want, kerneltest.Backward(c.dtype)*spread*size)
+		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want,
+			kerneltest.Backward(c.dtype)*spread*size)
 	}
 }
 
 // reference computes in float64 what the kernels do, but for RoPE.
 func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
-	s := cpuattention.Shape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: c.Causal,
+	s := cpuattention.Shape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
+		HeadDim: c.HeadDim, Causal: c.Causal,
 		Scale: c.Scale}
 	if s.Scale == 0 {
 		s.Scale = 1 / math.Sqrt(float64(c.HeadDim))
@@ -188,7 +196,8 @@ func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
 func attentionCases(short bool) []attentionCase {
 	var cases []attentionCase
 	add := func(v Variant, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
-		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal, Variant: v}
+		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d,
+			Causal: causal, Variant: v}
 		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
 		cases = append(cases, attentionCase{a, t, packed, skew, turned, nil, 0})
 	}
@@ -256,8 +265,10 @@ func TestAttentionScale(t *testing.T) {
 			if testing.Short() && dt == kerneltest.F32 && scale != 5 {
 				continue
 			}
-			a := Geometry{Batch: 1, Seq: kerneltest.Few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64, Causal: true, Scale: scale}
-			g.Scope(fmt.Sprintf("%v/%v", dt, scale), attentionCase{a, dt, false, 0, false, nil, 0}.check)
+			a := Geometry{Batch: 1, Seq: kerneltest.Few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64,
+				Causal: true, Scale: scale}
+			g.Scope(fmt.Sprintf("%v/%v", dt, scale),
+				attentionCase{a, dt, false, 0, false, nil, 0}.check)
 		}
 	}
 }
@@ -328,7 +339,8 @@ func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
 		fillTiles(g, m.buf)
 	}
 	r := attentionRun{y: y.buf, dq: d[0].buf, dk: d[1].buf, dv: d[2].buf}
-	lse, stats := g.Alloc(c.Batch*c.Seq*c.Heads, kerneltest.F32, 0), g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
+	lse, stats := g.Alloc(c.Batch*c.Seq*c.Heads, kerneltest.F32, 0),
+		g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
 	a := c.Geometry
 	if c.turned {
 		angles := g.Alloc(c.Seq*c.HeadDim, kerneltest.F32, 0)
@@ -337,10 +349,12 @@ func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
 	}
 	a.Documents = c.documents(g)
 	r.forward = func() {
-		g.Must(Attend(g.Set, g.Stream, a, y.Rows, lse.Ptr, in[0].Rows, in[1].Rows, in[2].Rows, c.dtype))
+		g.Must(Attend(g.Set, g.Stream, a, y.Rows, lse.Ptr, in[0].Rows,
+			in[1].Rows, in[2].Rows, c.dtype))
 	}
 	r.backward = func() {
-		g.Must(AttendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr, dy.Rows, in[0].Rows, in[1].Rows,
+		g.Must(AttendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+			dy.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, y.Rows, lse.Ptr, c.dtype))
 	}
 	return r

@@ -20,7 +20,8 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 		return 0
 	}
 	n := c.Batch * c.Seq
-	starts, table := g.Alloc(2*n, kerneltest.F32, 0), g.Alloc(DocumentsBytes(c.Batch, c.Seq)/4, kerneltest.F32, 0)
+	starts, table := g.Alloc(2*n, kerneltest.F32, 0),
+		g.Alloc(DocumentsBytes(c.Batch, c.Seq)/4, kerneltest.F32, 0)
 	from, raw := kernel.Ints{Ptr: starts.Ptr, Wide: n%2 == 0}, gpu.Bytes(c.starts)
 	if from.Wide {
 		wide := make([]int64, n)
@@ -30,7 +31,8 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 		raw = gpu.Bytes(wide)
 	}
 	g.Must(g.Ctx.CopyToDevice(starts.Ptr, raw, g.Stream))
-	g.Must(Documents{Table: table.Ptr, Starts: from, Batch: c.Batch, Seq: c.Seq, Window: c.window}.Launch(g.Set, g.Stream))
+	g.Must(Documents{Table: table.Ptr, Starts: from, Batch: c.Batch, Seq: c.Seq,
+		Window: c.window}.Launch(g.Set, g.Stream))
 	return table.Ptr
 }
 
@@ -44,7 +46,8 @@ func TestAttentionWindowsTable(t *testing.T) {
 		return gpu.View[int32](raw)
 	}
 	for i, seq := range []int{1, 33, 1024, 2500, 63, 1025} {
-		c := attentionCase{Geometry: Geometry{Batch: 1 + i%3, Seq: seq}, window: 1 + g.Rand.IntN(seq+9)}
+		c := attentionCase{Geometry: Geometry{Batch: 1 + i%3, Seq: seq},
+			window: 1 + g.Rand.IntN(seq+9)}
 		c.starts = startsOf(c.Batch, seq, cuts(g.Rand)[[]string{"one", "long"}[i%2]])
 		want := attentionCase{Geometry: c.Geometry}
 		for j, start := range c.starts {
@@ -57,18 +60,21 @@ func TestAttentionWindowsTable(t *testing.T) {
 			continue
 		}
 		alone := g.Alloc(DocumentsBytes(c.Batch, seq)/4, kerneltest.F32, 0)
-		g.Must(Documents{Table: alone.Ptr, Batch: c.Batch, Seq: seq, Window: c.window}.Launch(g.Set, g.Stream))
+		g.Must(Documents{Table: alone.Ptr, Batch: c.Batch, Seq: seq, Window: c.window}.Launch(g.Set,
+			g.Stream))
 		raw := make([]byte, DocumentsBytes(c.Batch, seq))
 		g.Must(g.Ctx.CopyToHost(raw, alone.Ptr, g.Stream))
 		if !slices.Equal(gpu.View[int32](raw), table(want)) {
-			t.Errorf("seq %d, window %d without documents: other bounds than of starts", seq, c.window)
+			t.Errorf("seq %d, window %d without documents: other bounds than of starts", seq,
+				c.window)
 		}
 	}
 }
 
 // packedReference is attention and its gradients by their definitions, of queries i that see the
 // keys from starts[i] to i.
-func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32, s cpuattention.Shape) {
+func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32,
+	s cpuattention.Shape) {
 	queryWidth, keyWidth, dim := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
 	dot := func(a, b []float64) (sum float64) {
 		for i, v := range a {
@@ -85,10 +91,15 @@ func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32, 
 	for b := range s.Batch {
 		for h := range s.Heads {
 			kv := h / (s.Heads / s.KVHeads)
-			queryRow := func(x []float64, i int) []float64 { return x[(b*s.Seq+i)*queryWidth+h*dim:][:dim] }
-			keyRow := func(x []float64, j int) []float64 { return x[(b*s.Seq+j)*keyWidth+kv*dim:][:dim] }
+			queryRow := func(x []float64, i int) []float64 {
+				return x[(b*s.Seq+i)*queryWidth+h*dim:][:dim]
+			}
+			keyRow := func(x []float64, j int) []float64 {
+				return x[(b*s.Seq+j)*keyWidth+kv*dim:][:dim]
+			}
 			for i := range s.Seq {
-				first, qi, yi, gi := int(starts[b*s.Seq+i]), queryRow(q, i), queryRow(y, i), queryRow(dy, i)
+				first, qi, yi, gi := int(starts[b*s.Seq+i]), queryRow(q, i),
+					queryRow(y, i), queryRow(dy, i)
 				top, sum := math.Inf(-1), 0.0
 				for j := first; j <= i; j++ {
 					p[j] = s.Scale * dot(qi, keyRow(k, j))
@@ -164,10 +175,13 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 	}
 	families := []family{{Plain, kerneltest.F32, 40}, {Plain, kerneltest.Bf16, 130}}
 	for _, v := range []Variant{Hopper, MMA} {
-		families = append(families, family{v, kerneltest.Bf16, 64}, family{v, kerneltest.Bf16, 128}, family{v, kerneltest.F16, 96}, family{v, kerneltest.Bf16, 8})
+		families = append(families, family{v, kerneltest.Bf16, 64}, family{v, kerneltest.Bf16, 128},
+			family{v, kerneltest.F16, 96}, family{v, kerneltest.Bf16, 8})
 	}
-	families = append(families, family{HopperFused, kerneltest.Bf16, 64}, family{HopperFused, kerneltest.F16, 8})
-	families = append(families, family{Hopper, kerneltest.Bf16, 80}) // in kernels for 96, of which RoPE's turn back is none
+	families = append(families, family{HopperFused, kerneltest.Bf16, 64},
+		family{HopperFused, kerneltest.F16, 8})
+	// in kernels for 96, of which RoPE's turn back is none
+	families = append(families, family{Hopper, kerneltest.Bf16, 80})
 	lengths := []int{1, 64, 130, 333, 1000}
 	if short {
 		lengths = []int{65, 200}
@@ -177,8 +191,10 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 		for j, seq := range lengths {
 			for name, cut := range cuts(r) {
 				batch, kv := 1+(i+j)%2, 1+j%2
-				a := Geometry{Batch: batch, Seq: seq, Heads: kv * (1 + i%2), KVHeads: kv, HeadDim: f.dim, Causal: true, Variant: f.variant}
-				c := attentionCase{a, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1, startsOf(batch, seq, cut), 0}
+				a := Geometry{Batch: batch, Seq: seq, Heads: kv * (1 + i%2), KVHeads: kv,
+					HeadDim: f.dim, Causal: true, Variant: f.variant}
+				c := attentionCase{a, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1,
+					startsOf(batch, seq, cut), 0}
 				cases[fmt.Sprintf("%v-%s", c, name)] = c
 			}
 		}

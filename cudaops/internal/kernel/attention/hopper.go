@@ -61,7 +61,8 @@ func (h hopperShape) shared(pass attentionPass, dim int) int {
 func (h hopperShape) sharedFused(dim int, documents bool) int {
 	own := 64 * h.workers
 	if dim == 64 {
-		return 2*dim*own*(2*h.turns+1) + h.stages*(4*dim*h.loop+8*h.loop+16) + 6*own*h.loop + 8*dim*h.loop + 32*h.turns + 112
+		return 2*dim*own*(2*h.turns+1) + h.stages*(4*dim*h.loop+8*h.loop+16) + 6*own*h.loop +
+			8*dim*h.loop + 32*h.turns + 112
 	}
 	if documents {
 		return h.sharedFused(dim, false) + 4*own
@@ -69,7 +70,8 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 56
 }
 
-func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, pass attentionPass, dim int, h hopperShape) error {
+func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, pass attentionPass, dim int,
+	h hopperShape) error {
 	unit, inputs := "attention_hopper", 3
 	if pass != attentionForward {
 		unit, inputs = "attention_hopper_backward", 5
@@ -86,7 +88,8 @@ func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, pass attention
 	if c.Documents != 0 {
 		l.Shared += 16 * h.turns
 	}
-	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim), l, a)
+	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim),
+		l, a)
 }
 
 // evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
@@ -165,14 +168,15 @@ func (c *attentionCall) hopperArgs(k *kernel.Set, inputs int) (*gpu.Args, error)
 		ptr    gpu.Ptr
 		stride int64
 		heads  int
-	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads}, {p.g, p.gStride, c.Heads},
+	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads},
+		{p.g, p.gStride, c.Heads},
 		{p.y, p.yStride, c.Heads}}[:inputs] {
 		m, err := c.tensorMap(k, o.ptr, int(o.stride), o.heads)
 		if err != nil {
 			return nil, err
 		}
-		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210; after
-		// attentionParams that is the next offset, although it is only a multiple of 16.
+		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210;
+		// after attentionParams that is the next offset, although it is only a multiple of 16.
 		a.Struct(m[:], 16)
 	}
 	return a, nil
@@ -188,7 +192,8 @@ func (c *attentionCall) addAngles(a *gpu.Args) {
 
 // tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one
 // head, where 64 divides the kernels' head dimension, or 32.
-func (c *attentionCall) tensorMap(k *kernel.Set, p gpu.Ptr, stride, heads int) (gpu.TensorMap, error) {
+func (c *attentionCall) tensorMap(k *kernel.Set, p gpu.Ptr, stride, heads int) (gpu.TensorMap,
+	error) {
 	row := uint64(stride * c.dtype.Size())
 	columns, swizzle := uint32(64), gpu.Swizzle128
 	if c.hopperDim()%64 != 0 {
@@ -242,7 +247,8 @@ func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	// The blocks of a head share its q and g and, in as many bytes again, the sums of its dq.
-	p.section = int32(c.evenSection(k, c.Batch*c.KVHeads, kernel.CeilDiv(c.Seq, 64*h.workers), 2*c.Heads/c.KVHeads, onDemand))
+	p.section = int32(c.evenSection(k, c.Batch*c.KVHeads, kernel.CeilDiv(c.Seq, 64*h.workers),
+		2*c.Heads/c.KVHeads, onDemand))
 	a, err := c.hopperArgs(k, 4)
 	if err != nil {
 		return err
@@ -263,5 +269,6 @@ func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
 	c.addAngles(a)
 	l = kernel.Line(c.Batch*kernel.CeilDiv(c.Heads, 2)*kernel.CeilDiv(c.Seq, h.loop), 256)
 	l.Shared, l.Overlap = 2*2*dim*h.loop, k.Overlaps()
-	return k.Enqueue(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, c.suffix), l, a)
+	return k.Enqueue(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, c.suffix), l,
+		a)
 }

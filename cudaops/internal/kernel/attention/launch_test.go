@@ -16,7 +16,8 @@ import (
 // The tables from which launches are made say the same as the kernels' sources.
 func TestAttentionShapesMatchSources(t *testing.T) {
 	read := func(unit string) string { return kerneltest.Source(t, unit+".cu") }
-	mma, hopper := read("attention_mma"), read("attention_hopper")+read("attention_hopper_backward")+read("attention_hopper_fused")+
+	mma, hopper := read("attention_mma"), read("attention_hopper")+
+		read("attention_hopper_backward")+read("attention_hopper_fused")+
 		read("attention_hopper_fused64")
 	contains := func(source, want string) {
 		if !strings.Contains(source, want) {
@@ -24,13 +25,15 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 		}
 	}
 	containsHopper := func(name string, dim int, h hopperShape) {
-		contains(hopper, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, %d>;", name, dim, dim, h.workers, h.loop, h.turns, h.stages))
+		contains(hopper, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, %d>;", name, dim, dim,
+			h.workers, h.loop, h.turns, h.stages))
 	}
 	for pass, name := range []string{"Forward", "BackwardQ", "BackwardKV"} {
 		for _, dim := range []int{64, 128} {
 			m := mmaShapes[dim][pass]
 			warps := m.threads / 32
-			contains(mma, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps, m.own/warps/16, m.loop))
+			contains(mma, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps,
+				m.own/warps/16, m.loop))
 		}
 		for dim, shapes := range hopperShapes {
 			if pass < len(shapes) {
@@ -46,9 +49,11 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 // Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more
 // work than the others.
 func TestAttentionSections(t *testing.T) {
-	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64}, {16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
+	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64},
+		{16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
 		k, _, _ := kerneltest.FakeAttention(t, 90, 227<<10)
-		c := attentionCall{Geometry: Geometry{Batch: a.batch, Seq: a.seq, Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim,
+		c := attentionCall{Geometry: Geometry{Batch: a.batch, Seq: a.seq, Heads: a.heads,
+			KVHeads: a.heads, HeadDim: a.dim,
 			Causal: true}, dtype: kerneltest.Bf16}
 		heads, tiles := a.batch*a.heads, kernel.CeilDiv(a.seq, 128)
 		for _, out := range []handOut{inTurns, onDemand} {
@@ -60,9 +65,11 @@ func TestAttentionSections(t *testing.T) {
 			if out == onDemand {
 				around = 1
 			}
-			even := max(float64(heads*tiles*(tiles+1+around))/float64(k.Info.SMs), float64(2*tiles+around))
+			even := max(float64(heads*tiles*(tiles+1+around))/float64(k.Info.SMs),
+				float64(2*tiles+around))
 			if longest := out.longest(heads, tiles, n, k.Info.SMs); float64(longest) > 1.04*even {
-				t.Errorf("%+v, %v: in sections of %d heads the longest work is %d, on average it is %.0f", a, out, n, longest, even)
+				t.Errorf("%+v, %v: in sections of %d heads the longest work is %d, on average it "+
+					"is %.0f", a, out, n, longest, even)
 			}
 		}
 	}
@@ -73,7 +80,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 		capability, shared int
 		unit               string
 	}{
-		{80, 163 << 10, "attention_mma"}, {89, 99 << 10, "attention_mma"}, {90, 227 << 10, "attention_hopper"},
+		{80, 163 << 10, "attention_mma"}, {89, 99 << 10, "attention_mma"},
+		{90, 227 << 10, "attention_hopper"},
 	} {
 		k, c, p := kerneltest.FakeAttention(t, gpu.capability, gpu.shared)
 		for _, dim := range []int{40, 64, 72, 96, 104, 128, 136} {
@@ -84,7 +92,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 				if err := Attend(k, 0, a, q, p, q, kv, kv, dt); err != nil {
 					t.Fatal(err)
 				}
-				if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p, dt); err != nil {
+				if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv,
+					q, p, dt); err != nil {
 					t.Fatal(err)
 				}
 				unit, size := gpu.unit, "_64"
@@ -98,22 +107,30 @@ func TestAttentionPicksVariants(t *testing.T) {
 					unit, size = "attention_plain", ""
 				}
 				suf, _ := kernel.Suffix("", dt)
-				want := []string{unit + "_forward" + size, "attention_stats", unit + "_backward_q" + size, unit + "_backward_kv" + size}
+				want := []string{unit + "_forward" + size, "attention_stats", unit + "_backward_q" +
+					size, unit + "_backward_kv" + size}
 				if unit == "attention_hopper" && dim <= 64 {
 					want = slices.Delete(want, 1, 2)
 				} else if unit == "attention_hopper" {
-					want = []string{want[0], want[1], unit + "_backward_fused" + size, unit + "_backward_round" + size}
+					want = []string{want[0], want[1], unit + "_backward_fused" + size,
+						unit + "_backward_round" + size}
 				}
-				launches := slices.DeleteFunc(c.Trace(), func(op fake.Op) bool { return op.Name == "" })
+				launches := slices.DeleteFunc(c.Trace(), func(op fake.Op) bool {
+					return op.Name == ""
+				})
 				for i, op := range launches {
 					if i >= len(want) || op.Name != want[i]+suf {
-						t.Fatalf("capability %d, head dimension %d: launch %d is %s, want %q", gpu.capability, dim, i, op.Name, want)
+						t.Fatalf("capability %d, head dimension %d: launch %d is %s, want %q",
+							gpu.capability, dim, i, op.Name, want)
 					}
-					if rounds := strings.Contains(op.Name, "_backward_round"); op.Config.Overlap != rounds {
-						t.Errorf("%s may start before the kernel ahead has ended: %v, want %v", op.Name, op.Config.Overlap, rounds)
+					if rounds := strings.Contains(op.Name,
+						"_backward_round"); op.Config.Overlap != rounds {
+						t.Errorf("%s may start before the kernel ahead has ended: %v, want %v",
+							op.Name, op.Config.Overlap, rounds)
 					}
 					if op.Config.Shared > gpu.shared {
-						t.Errorf("%s takes %d bytes of shared memory, capability %d has %d", op.Name, op.Config.Shared, gpu.capability, gpu.shared)
+						t.Errorf("%s takes %d bytes of shared memory, capability %d has %d",
+							op.Name, op.Config.Shared, gpu.capability, gpu.shared)
 					}
 				}
 				if n := len(launches); n != len(want) {
@@ -128,12 +145,15 @@ func TestAttentionPicksVariants(t *testing.T) {
 // statistics' kernel sets them.
 func TestAttentionWorkspace(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
-	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64}, {129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
+	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64},
+		{129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
 		seq := x.seq
-		a := Geometry{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim, Causal: true, Variant: HopperFused}
+		a := Geometry{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim,
+			Causal: true, Variant: HopperFused}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * x.dim}, kernel.Rows{Ptr: p, Stride: 2 * x.dim}
 		c.ClearTrace()
-		if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p, kerneltest.Bf16); err != nil {
+		if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			kerneltest.Bf16); err != nil {
 			t.Fatal(err)
 		}
 		tiles, zeroed := 4*kernel.CeilDiv(seq, x.tile), 0
@@ -143,8 +163,10 @@ func TestAttentionWorkspace(t *testing.T) {
 			}
 			at := gpu.Ptr(binary.LittleEndian.Uint64(op.Args[len(op.Args)-12:]))
 			zeroed = int(binary.LittleEndian.Uint32(op.Args[len(op.Args)-4:]))
-			if int(at-p)+4*zeroed != StatsBytes(k, a, kerneltest.Bf16) || zeroed > op.Config.Grid.X*op.Config.Block.X {
-				t.Errorf("seq %d: %d counters from %d on are zeroed by %v, the workspace has %d bytes", seq, zeroed, at-p, op.Config,
+			if int(at-p)+4*zeroed != StatsBytes(k, a, kerneltest.Bf16) ||
+				zeroed > op.Config.Grid.X*op.Config.Block.X {
+				t.Errorf("seq %d: %d counters from %d on are zeroed by %v, the workspace has "+
+					"%d bytes", seq, zeroed, at-p, op.Config,
 					StatsBytes(k, a, kerneltest.Bf16))
 			}
 		}
@@ -159,7 +181,8 @@ func TestAttentionWorkspace(t *testing.T) {
 func TestAttentionFused64(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64} {
-		a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true, Variant: HopperFused}
+		a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim,
+			Causal: true, Variant: HopperFused}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 		if !slices.Contains(Variants(k, a, kerneltest.Bf16, q, kv), a.Variant) {
 			t.Errorf("head dimension %d: %v is not among the variants", dim, a.Variant)
@@ -170,12 +193,15 @@ func TestAttentionFused64(t *testing.T) {
 			if err := Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16); err != nil {
 				t.Fatal(err)
 			}
-			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p, kerneltest.Bf16); err != nil {
+			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+				kerneltest.Bf16); err != nil {
 				t.Fatal(err)
 			}
-			want := []string{"attention_hopper_forward_64_bf16", "attention_stats_bf16", "attention_hopper_backward_fused_64_bf16"}
+			want := []string{"attention_hopper_forward_64_bf16", "attention_stats_bf16",
+				"attention_hopper_backward_fused_64_bf16"}
 			if table != 0 {
-				want[0], want[2] = "attention_hopper_forward_64_documents_bf16", "attention_hopper_backward_fused_64_documents_bf16"
+				want[0], want[2] = "attention_hopper_forward_64_documents_bf16",
+					"attention_hopper_backward_fused_64_documents_bf16"
 			}
 			var launches []string
 			for _, op := range c.Trace() {
@@ -204,23 +230,27 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 			if v != Plain && dim > 128 {
 				continue
 			}
-			a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true, Variant: v, Documents: table}
+			a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true,
+				Variant: v, Documents: table}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			c.ClearTrace()
-			if err := (Documents{Table: table, Starts: kernel.Ints{Ptr: p}, Batch: 2, Seq: 100}).Launch(k, 0); err != nil {
+			if err := (Documents{Table: table, Starts: kernel.Ints{Ptr: p}, Batch: 2,
+				Seq: 100}).Launch(k, 0); err != nil {
 				t.Fatal(err)
 			}
 			if err := Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16); err != nil {
 				t.Fatal(err)
 			}
-			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p, kerneltest.Bf16); err != nil {
+			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+				kerneltest.Bf16); err != nil {
 				t.Fatal(err)
 			}
 			for _, op := range c.Trace() {
 				if op.Name == "" {
 					continue
 				}
-				reads := strings.Contains(op.Name, "forward") || strings.Contains(op.Name, "backward") && !strings.Contains(op.Name, "round")
+				reads := strings.Contains(op.Name, "forward") || strings.Contains(op.Name,
+					"backward") && !strings.Contains(op.Name, "round")
 				if reads != strings.HasSuffix(op.Name, "_documents_bf16") {
 					t.Errorf("%v, head dimension %d: launches %s", v, dim, op.Name)
 				}
@@ -237,16 +267,24 @@ func TestAttentionRefusals(t *testing.T) {
 	ok := Geometry{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
 	row, out := kernel.Rows{Ptr: p, Stride: 16}, kernel.Rows{Ptr: p.Offset(512), Stride: 16}
 	for what, change := range map[string]func(a *Geometry, y *kernel.Rows, t *gpu.DType){
-		"type":      func(_ *Geometry, _ *kernel.Rows, t *gpu.DType) { *t = gpu.Float8E4M3 },
-		"heads":     func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.KVHeads = 3 },
-		"size":      func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Seq = -1 },
-		"stride":    func(_ *Geometry, y *kernel.Rows, _ *gpu.DType) { y.Stride = 15 },
-		"variant":   func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Variant = attentionVariants },
-		"float32":   func(a *Geometry, _ *kernel.Rows, t *gpu.DType) { a.Variant, *t = MMA, kerneltest.F32 },
-		"dim":       func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Variant, a.HeadDim = MMA, 7 },
+		"type":   func(_ *Geometry, _ *kernel.Rows, t *gpu.DType) { *t = gpu.Float8E4M3 },
+		"heads":  func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.KVHeads = 3 },
+		"size":   func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Seq = -1 },
+		"stride": func(_ *Geometry, y *kernel.Rows, _ *gpu.DType) { y.Stride = 15 },
+		"variant": func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) {
+			a.Variant = attentionVariants
+		},
+		"float32": func(a *Geometry, _ *kernel.Rows, t *gpu.DType) {
+			a.Variant, *t = MMA, kerneltest.F32
+		},
+		"dim": func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) {
+			a.Variant, a.HeadDim = MMA, 7
+		},
 		"hopper":    func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Variant = Hopper },
 		"documents": func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Documents = p },
-		"aligned":   func(a *Geometry, y *kernel.Rows, _ *gpu.DType) { a.Variant, y.Ptr = MMA, y.Ptr+2 },
+		"aligned": func(a *Geometry, y *kernel.Rows, _ *gpu.DType) {
+			a.Variant, y.Ptr = MMA, y.Ptr+2
+		},
 	} {
 		a, y, dt := ok, out, kerneltest.Bf16
 		change(&a, &y, &dt)
@@ -255,7 +293,8 @@ func TestAttentionRefusals(t *testing.T) {
 		}
 	}
 	ok.Batch = 0
-	if err := Attend(k, 0, ok, out, p, row, row, row, kerneltest.Bf16); err != nil || len(c.Trace()) != 0 {
+	if err := Attend(k, 0, ok, out, p, row, row, row, kerneltest.Bf16); err != nil ||
+		len(c.Trace()) != 0 {
 		t.Errorf("nothing to do: %v, %v", err, c.Trace())
 	}
 }
@@ -272,7 +311,8 @@ func TestAttentionTurnsBack(t *testing.T) {
 			}
 			c.ClearTrace()
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p, kerneltest.Bf16); err != nil {
+			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+				kerneltest.Bf16); err != nil {
 				t.Fatal(err)
 			}
 			after := 0
@@ -286,7 +326,8 @@ func TestAttentionTurnsBack(t *testing.T) {
 				want = 2
 			}
 			if after != want {
-				t.Errorf("head dimension %d, turned %v: %d launches of RoPE, want %d", dim, turned, after, want)
+				t.Errorf("head dimension %d, turned %v: %d launches of RoPE, want %d",
+					dim, turned, after, want)
 			}
 		}
 	}
@@ -303,12 +344,17 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	for _, poison := range []bool{false, true} {
 		gpu.Poison = poison
 		c.ClearTrace()
-		if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p, kerneltest.Bf16); err != nil {
+		if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			kerneltest.Bf16); err != nil {
 			t.Fatal(err)
 		}
 		trace := c.Trace()
-		fused := slices.IndexFunc(trace, func(op fake.Op) bool { return op.Name == "attention_hopper_backward_fused_128_bf16" })
-		filled := slices.IndexFunc(trace[:max(fused, 0)], func(op fake.Op) bool { return op.Call == "cuMemsetD8Async" })
+		fused := slices.IndexFunc(trace, func(op fake.Op) bool {
+			return op.Name == "attention_hopper_backward_fused_128_bf16"
+		})
+		filled := slices.IndexFunc(trace[:max(fused, 0)], func(op fake.Op) bool {
+			return op.Call == "cuMemsetD8Async"
+		})
 		if (filled >= 0) != poison {
 			t.Errorf("poison %v: launch %d of the fused pass, memset %d", poison, fused, filled)
 		} else if tiles, bytes := a.fusedSums(); poison && trace[filled].Bytes != tiles*bytes {

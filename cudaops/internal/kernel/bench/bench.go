@@ -208,7 +208,8 @@ func (b *B) Time(m Measurement, launch func() error) {
 // launches returns what each of n launches takes with nothing of use in the cache.
 func (b *B) launches(n int, launch func() error) ([]time.Duration, error) {
 	for i := range n {
-		if err := errors.Join(b.Ctx.Memset8(b.cache, 0, b.size, b.Stream), b.Ctx.Record(b.events[2*i], b.Stream),
+		if err := errors.Join(b.Ctx.Memset8(b.cache, 0, b.size, b.Stream),
+			b.Ctx.Record(b.events[2*i], b.Stream),
 			launch(), b.Ctx.Record(b.events[2*i+1], b.Stream)); err != nil {
 			return nil, err
 		}
@@ -259,12 +260,15 @@ func (b *B) Plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) error {
 func Ceilings(b *B) {
 	const size = 2 << 30
 	x, y := b.Normal(size/2, gpu.BFloat16), b.Alloc(size/2, gpu.BFloat16)
-	b.Time(Measurement{Name: "copy_2GiB", Bytes: 2 * size}, func() error { return b.Ctx.CopyOnDevice(y, x, size, b.Stream) })
+	b.Time(Measurement{Name: "copy_2GiB", Bytes: 2 * size}, func() error {
+		return b.Ctx.CopyOnDevice(y, x, size, b.Stream)
+	})
 	b.Free()
 
 	const n = 8192
 	p, c, d := b.Normal(n*n, gpu.BFloat16), b.Normal(n*n, gpu.BFloat16), b.Alloc(n*n, gpu.BFloat16)
-	product := b.Plan(gpu.MatmulSpec{M: n, N: n, K: n, A: gpu.BFloat16, B: gpu.BFloat16, D: gpu.BFloat16})
+	product := b.Plan(gpu.MatmulSpec{M: n, N: n, K: n, A: gpu.BFloat16,
+		B: gpu.BFloat16, D: gpu.BFloat16})
 	b.Time(Measurement{Name: "gemm_8192_bf16", FLOPs: 2 * n * n * n}, func() error {
 		return product(gpu.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
 	})

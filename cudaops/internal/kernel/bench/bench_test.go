@@ -35,10 +35,14 @@ func TestMedian(t *testing.T) {
 	var got Measurement
 	b := New(ctx, 64, func(m Measurement) error { got = m; return nil })
 	p, launches := b.Alloc(64, gpu.Float32), 0
-	b.Time(Measurement{Name: "memset"}, func() error { launches++; return ctx.Memset8(p, 0, 256, b.Stream) })
+	b.Time(Measurement{Name: "memset"}, func() error {
+		launches++
+		return ctx.Memset8(p, 0, 256, b.Stream)
+	})
 	one := got.Time
 	b.Time(Measurement{Name: "three"}, func() error {
-		return errors.Join(ctx.Memset8(p, 0, 256, b.Stream), ctx.Memset8(p, 1, 256, b.Stream), ctx.Memset8(p, 2, 256, b.Stream))
+		return errors.Join(ctx.Memset8(p, 0, 256, b.Stream), ctx.Memset8(p, 1, 256, b.Stream),
+			ctx.Memset8(p, 2, 256, b.Stream))
 	})
 	b.close()
 	if b.Err != nil {

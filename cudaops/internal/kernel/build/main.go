@@ -150,8 +150,10 @@ func findCompiler() (compiler, error) {
 			others += fmt.Sprintf("; %s is of CUDA %s", path, release[1])
 		}
 	}
-	return "", fmt.Errorf("no nvcc of CUDA 13.0 in PATH, CUDA_HOME or the packages of the python3 in PATH%s; install that "+
-		"toolkit, or with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each ==13.0.*", others)
+	return "",
+		fmt.Errorf("no nvcc of CUDA 13.0 in PATH, CUDA_HOME or the packages of the python3 in "+
+			"PATH%s; install that "+
+			"toolkit, or with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each ==13.0.*", others)
 }
 
 func candidates() []string {
@@ -164,7 +166,8 @@ func candidates() []string {
 	}
 	const where = "import sysconfig; print(sysconfig.get_path('purelib'))"
 	if out, err := exec.Command("python3", "-c", where).Output(); err == nil {
-		found, _ := filepath.Glob(filepath.Join(strings.TrimSpace(string(out)), "nvidia", "cu*", "bin", "nvcc"))
+		found, _ := filepath.Glob(filepath.Join(strings.TrimSpace(string(out)), "nvidia",
+			"cu*", "bin", "nvcc"))
 		c = append(c, found...)
 	}
 	return c
@@ -179,7 +182,8 @@ func (c compiler) compile(dir, unit, targets string, sum []byte, verbose bool) e
 	}
 	defer os.Remove(out.Name())
 	out.Close()
-	args := append([]string{"-fatbin", "-o", out.Name(), "--threads", fmt.Sprint(runtime.NumCPU())}, flags...)
+	args := append([]string{"-fatbin", "-o", out.Name(), "--threads", fmt.Sprint(runtime.NumCPU())},
+		flags...)
 	for _, folder := range headers {
 		args = append(args, "-I"+filepath.Join("..", folder))
 	}

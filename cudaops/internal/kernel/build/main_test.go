@@ -18,7 +18,8 @@ func TestBinariesMatchSources(t *testing.T) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(binaryHash("..", name), want) {
-			t.Errorf("%s.fatbin was not made from these sources for all GPUs: run go generate ./cudaops/internal/kernel", name)
+			t.Errorf("%s.fatbin was not made from these sources for all GPUs: run go generate "+
+				"./cudaops/internal/kernel", name)
 		}
 	}
 	fatbins, _ := filepath.Glob("../*/*.fatbin")

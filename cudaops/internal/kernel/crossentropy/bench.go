@@ -12,10 +12,13 @@ func Bench(b *bench.B) {
 	const rows, v = 8192, 50304
 	const size = 2 * rows * v
 	logits, d := b.Normal(rows*v, gpu.BFloat16), b.Alloc(rows*v, gpu.BFloat16)
-	losses, lse, scale, mean := b.Alloc(rows, gpu.Float32), b.Alloc(rows, gpu.Float32), b.Alloc(1, gpu.Float32), b.Alloc(1, gpu.Float32)
-	a := Forward{Logits: logits, Losses: losses, LSE: lse, Targets: b.IDs(rows, v), Rows: rows, V: v, Type: gpu.BFloat16}
+	losses, lse, scale, mean := b.Alloc(rows, gpu.Float32), b.Alloc(rows, gpu.Float32),
+		b.Alloc(1, gpu.Float32), b.Alloc(1, gpu.Float32)
+	a := Forward{Logits: logits, Losses: losses, LSE: lse, Targets: b.IDs(rows, v), Rows: rows,
+		V: v, Type: gpu.BFloat16}
 	b.Time(bench.Measurement{Name: "crossentropy_fwd_8192x50304", Bytes: size}, func() error {
-		return errors.Join(Scale{Scale: scale, Targets: a.Targets, Rows: rows}.Launch(b.Set, b.Stream), a.Launch(b.Set, b.Stream),
+		return errors.Join(Scale{Scale: scale, Targets: a.Targets, Rows: rows}.Launch(b.Set,
+			b.Stream), a.Launch(b.Set, b.Stream),
 			Mean{Mean: mean, Losses: losses, Scale: scale, Rows: rows}.Launch(b.Set, b.Stream))
 	})
 	one := b.Floats([]float32{1})

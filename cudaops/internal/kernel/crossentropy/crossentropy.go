@@ -44,13 +44,15 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckInts("CrossEntropy", a.Rows, a.V); empty || err != nil {
 		return err
 	}
-	l := kernel.Args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(a.Targets.Ptr).Int32(a.Targets.Size())
+	l := kernel.Args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(
+		a.Targets.Ptr).Int32(a.Targets.Size())
 	c := kernel.Line(a.Rows, kernel.LongRowThreads(a.V, a.Type))
 	if a.Scale == 0 {
 		return k.Enqueue(s, "crossentropy", "cross_entropy_forward"+suf, c, l.Int32(a.V))
 	}
 	l.Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)
-	if row := a.V * a.Type.Size(); kernel.Packed(a.Type, a.V, a.Logits) && row <= k.Info.SharedPerBlock-1024 {
+	if row := a.V * a.Type.Size(); kernel.Packed(a.Type, a.V, a.Logits) &&
+		row <= k.Info.SharedPerBlock-1024 {
 		c.Shared = row // beside what the kernel itself declares
 		return k.Enqueue(s, "crossentropy", "cross_entropy_shared"+suf, c, l)
 	}
@@ -73,11 +75,15 @@ func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	if empty, err := kernel.CheckInts("CrossEntropyBackward", p.Forward.Rows, p.Forward.V); empty || err != nil {
+	if empty, err := kernel.CheckInts("CrossEntropyBackward", p.Forward.Rows, p.Forward.V); empty ||
+		err != nil {
 		return err
 	}
-	l := kernel.Args().Ptr(p.Out).Ptr(p.Forward.Logits).Ptr(p.Forward.LSE).Ptr(p.Forward.Targets.Ptr).Int32(p.Forward.Targets.Size()).Ptr(p.Forward.Scale).Ptr(p.Forward.Grad).Int32(p.Forward.V)
-	return k.Enqueue(s, "crossentropy", "cross_entropy_backward"+suf, kernel.Line(p.Forward.Rows, kernel.LongRowThreads(p.Forward.V, p.Forward.Type)), l)
+	l := kernel.Args().Ptr(p.Out).Ptr(p.Forward.Logits).Ptr(p.Forward.LSE).Ptr(
+		p.Forward.Targets.Ptr).Int32(p.Forward.Targets.Size()).Ptr(p.Forward.Scale).Ptr(
+		p.Forward.Grad).Int32(p.Forward.V)
+	return k.Enqueue(s, "crossentropy", "cross_entropy_backward"+suf,
+		kernel.Line(p.Forward.Rows, kernel.LongRowThreads(p.Forward.V, p.Forward.Type)), l)
 }
 
 // Scale computes Scale = 1/(number of targets).

@@ -23,19 +23,23 @@ func TestCrossEntropy(t *testing.T) {
 				logits, xr := g.Upload(x, dt, i%2)
 				ids := g.Classes(rows, v)
 				targets := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
-				// As under loss scaling: float16 has no numbers for a share of 1/50304 of a mean's gradient.
+				// As under loss scaling: float16 has no numbers for a share of 1/50304 of a mean's
+				// gradient.
 				grad, gr := g.Upload([]float64{1024 * (1 + g.Rand.Float64())}, kerneltest.F32, 0)
 				losses, lse := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(rows, kerneltest.F32, 0)
 				scale, mean := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
-				a := Forward{Logits: logits.Ptr, Losses: losses.Ptr, LSE: lse.Ptr, Targets: targets, Rows: rows, V: v, Type: dt}
+				a := Forward{Logits: logits.Ptr, Losses: losses.Ptr, LSE: lse.Ptr, Targets: targets,
+					Rows: rows, V: v, Type: dt}
 
 				wantLSE, want := make([]float64, rows), make([]float64, rows*v)
 				wantMean := cpucrossentropy.Forward(wantLSE, xr, ids, v)
 				cpucrossentropy.Backward(want, xr, wantLSE, ids, v, gr[0])
 
-				g.Must(Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
+				g.Must(Scale{Scale: scale.Ptr, Targets: targets,
+					Rows: rows}.Launch(g.Set, g.Stream))
 				g.Must(a.Launch(g.Set, g.Stream))
-				g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+				g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
+					Rows: rows}.Launch(g.Set, g.Stream))
 				g.Near("lse", lse, wantLSE, 2e-6)
 				if v > 1 { // a small difference of large numbers where the target is the likeliest
 					g.Near("mean", mean, []float64{wantMean}, 1e-5)
@@ -69,7 +73,8 @@ func TestCrossEntropy(t *testing.T) {
 func TestCrossEntropyExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	inf, nan := math.Inf(1), math.NaN()
-	rows := [][]float64{{inf, 0, 0}, {-inf, 0, -inf}, {nan, 0, 0}, {3e4, -3e4, 0}, {-inf, -inf, -inf}, {0, 0, 0}}
+	rows := [][]float64{{inf, 0, 0}, {-inf, 0, -inf}, {nan, 0, 0}, {3e4, -3e4, 0},
+		{-inf, -inf, -inf}, {0, 0, 0}}
 	want := []float64{nan, 0, nan, 6e4, nan, nan}
 	targets := []int{0, 1, 1, 1, 1, 3}
 	for _, dt := range kerneltest.StorageTypes {
@@ -80,7 +85,8 @@ func TestCrossEntropyExtremes(t *testing.T) {
 		logits, _ := g.Upload(flat, dt, 0)
 		losses := g.Alloc(len(rows), kerneltest.F32, 0)
 		g.Must(Forward{Logits: logits.Ptr, Losses: losses.Ptr,
-			Targets: kernel.Ints{Ptr: g.UploadInts(targets, 4)}, Rows: len(rows), V: 3, Type: dt}.Launch(g.Set, g.Stream))
+			Targets: kernel.Ints{Ptr: g.UploadInts(targets, 4)}, Rows: len(rows), V: 3,
+			Type: dt}.Launch(g.Set, g.Stream))
 		if got := g.Read(losses); !(kerneltest.Distance(got, want) < 5e-3) {
 			t.Errorf("%v: losses %v, want %v", dt, got, want)
 		}
@@ -96,18 +102,21 @@ func TestCrossEntropyRows(t *testing.T) {
 			ids := g.Classes(rows, 1000)
 			targets := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
 			losses, values := g.Normal(rows, kerneltest.F32, 0)
-			scale, mean, again := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
+			scale, mean, again := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0),
+				g.Alloc(1, kerneltest.F32, 0)
 			g.Must(Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
 			want, sum, size := 1/float64(cpucrossentropy.Targets(ids)), 0.0, 0.0
 			g.Near("scale", scale, []float64{want}, 1e-7)
 			for _, v := range values {
 				sum, size = sum+v, size+math.Abs(v)
 			}
-			g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+			g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
+				Rows: rows}.Launch(g.Set, g.Stream))
 			if got := g.Read(mean)[0]; !(math.Abs(got-sum*want) <= 1e-6*size*want) {
 				t.Errorf("%d rows: mean %v, want %v", rows, got, sum*want)
 			}
-			g.Must(Mean{Mean: again.Ptr, Losses: losses.Ptr, Scale: scale.Ptr, Rows: rows}.Launch(g.Set, g.Stream))
+			g.Must(Mean{Mean: again.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
+				Rows: rows}.Launch(g.Set, g.Stream))
 			if kerneltest.Distance(g.Read(again), g.Read(mean)) != 0 {
 				t.Errorf("%d rows: two runs give different bits", rows)
 			}

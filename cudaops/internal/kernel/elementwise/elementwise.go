@@ -93,7 +93,8 @@ const rowOps = ReluGrad + 1
 // elementwise launches a kernel over n elements, perAccess of which are one access.
 func elementwise(k *kernel.Set, s gpu.Stream, name string, n, perAccess int, a *gpu.Args) error {
 	span := elementThreads * elementAccesses * perAccess
-	return k.Enqueue(s, "elementwise", name, kernel.Line(kernel.CeilDiv(n, span), elementThreads), a)
+	return k.Enqueue(s, "elementwise", name, kernel.Line(kernel.CeilDiv(n, span), elementThreads),
+		a)
 }
 
 // Launch computes y[i] = f(x[i], p) for n elements. y may be x.
@@ -106,7 +107,8 @@ func UnaryAt(k *kernel.Set, s gpu.Stream, op UnaryOp, y, x, p gpu.Ptr, n int, t 
 	return unary(k, s, op, y, x, 0, p, n, t)
 }
 
-func unary(k *kernel.Set, s gpu.Stream, op UnaryOp, y, x gpu.Ptr, p float64, at gpu.Ptr, n int, t gpu.DType) error {
+func unary(k *kernel.Set, s gpu.Stream, op UnaryOp, y, x gpu.Ptr, p float64, at gpu.Ptr,
+	n int, t gpu.DType) error {
 	suf, err := kernel.Suffix("Unary", t)
 	if err != nil {
 		return err
@@ -143,7 +145,8 @@ func (p Binary) Launch(k *kernel.Set, s gpu.Stream) error {
 	if p.Op < 0 || p.Op >= binaryOps {
 		return fmt.Errorf("kernels.Binary: there is no function %d", p.Op)
 	}
-	if _, err := kernel.CheckSizes("Binary", p.N, p.A.Repeat, p.A.Period, p.B.Repeat, p.B.Period); err != nil || p.N == 0 {
+	if _, err := kernel.CheckSizes("Binary", p.N, p.A.Repeat, p.A.Period, p.B.Repeat,
+		p.B.Period); err != nil || p.N == 0 {
 		return err
 	}
 	for _, o := range []*Operand{&p.A, &p.B} {
@@ -156,11 +159,14 @@ func (p Binary) Launch(k *kernel.Set, s gpu.Stream) error {
 		p.A, p.B = p.B, p.A
 	}
 	c := kernel.Line(kernel.CeilDiv(p.N, elementThreads*kernel.Vector(p.Type)), elementThreads)
-	if p.Op < rowOps && p.A.Repeat == 1 && p.A.Period == p.N && p.B.rows(p.N) && kernel.Packed(p.Type, p.B.Period, p.Y, p.A.Ptr, p.B.Ptr) {
-		l := kernel.Args().Ptr(p.Y).Ptr(p.A.Ptr).Ptr(p.B.Ptr).Int32(int(p.Op)).Int64(int64(p.B.Period)).Int64(int64(p.N))
+	if p.Op < rowOps && p.A.Repeat == 1 && p.A.Period == p.N && p.B.rows(p.N) &&
+		kernel.Packed(p.Type, p.B.Period, p.Y, p.A.Ptr, p.B.Ptr) {
+		l := kernel.Args().Ptr(p.Y).Ptr(p.A.Ptr).Ptr(p.B.Ptr).Int32(int(p.Op)).Int64(
+			int64(p.B.Period)).Int64(int64(p.N))
 		return k.Enqueue(s, "elementwise", "binary_row"+suf, c, l)
 	}
-	l := kernel.Args().Ptr(p.Y).Ptr(p.A.Ptr).Ptr(p.B.Ptr).Int32(int(p.Op)).Int64(int64(p.A.Repeat)).Int64(int64(p.A.Period)).
+	l := kernel.Args().Ptr(p.Y).Ptr(p.A.Ptr).Ptr(p.B.Ptr).Int32(int(p.Op)).Int64(
+		int64(p.A.Repeat)).Int64(int64(p.A.Period)).
 		Int64(int64(p.B.Repeat)).Int64(int64(p.B.Period)).Int64(int64(p.N))
 	return k.Enqueue(s, "elementwise", "binary"+suf, c, l)
 }
@@ -187,7 +193,8 @@ func (p Axpby) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckSizes("Axpby", p.N); empty || err != nil {
 		return err
 	}
-	a := kernel.Args().Ptr(p.Y).Ptr(p.X).Float32(float32(p.Alpha)).Float32(float32(p.Beta)).Int64(int64(p.N))
+	a := kernel.Args().Ptr(p.Y).Ptr(p.X).Float32(float32(p.Alpha)).Float32(
+		float32(p.Beta)).Int64(int64(p.N))
 	return elementwise(k, s, name, p.N, 4, a)
 }
 
@@ -200,7 +207,8 @@ func Fill(k *kernel.Set, s gpu.Stream, y gpu.Ptr, v float64, n int, t gpu.DType)
 	if empty, err := kernel.CheckSizes("Fill", n); empty || err != nil {
 		return err
 	}
-	return elementwise(k, s, "fill"+suf, n, 16/t.Size(), kernel.Args().Ptr(y).Float32(float32(v)).Int64(int64(n)))
+	return elementwise(k, s, "fill"+suf, n, 16/t.Size(),
+		kernel.Args().Ptr(y).Float32(float32(v)).Int64(int64(n)))
 }
 
 // Unary computes Y[i] = f(X[i], P) for N elements.

@@ -80,7 +80,8 @@ func one(b bool) float64 {
 
 // wantsPositive is whether a function is only compared where its argument is positive.
 func wantsPositive(op UnaryOp) bool {
-	return op == Sqrt || op == InverseSqrt || op == Inverse || op == Log || op == Log1p || op == Log2 || op == DivideInto ||
+	return op == Sqrt || op == InverseSqrt || op == Inverse || op == Log || op == Log1p ||
+		op == Log2 || op == DivideInto ||
 		op == PowScalar
 }
 
@@ -104,7 +105,8 @@ func TestUnary(t *testing.T) {
 						y = g.Alloc(n, dt, i%3)
 					}
 					if i < 3 {
-						g.Must(Unary{Op: op, Y: y.Ptr, X: in.Ptr, P: pr[0], N: n, Type: dt}.Launch(g.Set, g.Stream))
+						g.Must(Unary{Op: op, Y: y.Ptr, X: in.Ptr, P: pr[0], N: n,
+							Type: dt}.Launch(g.Set, g.Stream))
 					} else {
 						g.Must(UnaryAt(g.Set, g.Stream, op, y.Ptr, in.Ptr, p.Ptr, n, dt))
 					}
@@ -165,7 +167,8 @@ func testBinary(g *kerneltest.Rig, rows, cols int) {
 						bb, xb := g.Upload(xb, dt, skew)
 						sa.Ptr, sb.Ptr = ba.Ptr, bb.Ptr
 						y := g.Alloc(n, dt, skew)
-						g.Must(Binary{Op: op, Y: y.Ptr, A: sa, B: sb, N: n, Type: dt}.Launch(g.Set, g.Stream))
+						g.Must(Binary{Op: op, Y: y.Ptr, A: sa, B: sb, N: n,
+							Type: dt}.Launch(g.Set, g.Stream))
 						want := make([]float64, n)
 						for k := range want {
 							want[k] = binaryReference[op](xa[at(sa, k)], xb[at(sb, k)])
@@ -186,11 +189,13 @@ func TestCastAxpbyFill(t *testing.T) {
 				g.Scope(fmt.Sprintf("%v-%v/%d", yt, xt, n), func(g *kerneltest.Rig) {
 					x, xr := g.Normal(n, xt, i%2)
 					y := g.Alloc(n, yt, i%2)
-					g.Must(Cast{Y: y.Ptr, YType: yt, X: x.Ptr, XType: xt, N: n}.Launch(g.Set, g.Stream))
+					g.Must(Cast{Y: y.Ptr, YType: yt, X: x.Ptr, XType: xt,
+						N: n}.Launch(g.Set, g.Stream))
 					g.Near("cast", y, kerneltest.Decode(kerneltest.Encode(xr, yt), yt), 0)
 
 					g.Must(Fill(g.Set, g.Stream, y.Ptr, -1.5, n, yt))
-					g.Must(Axpby{Y: y.Ptr, YType: yt, Alpha: 0.25, X: x.Ptr, XType: xt, Beta: 3, N: n}.Launch(g.Set, g.Stream))
+					g.Must(Axpby{Y: y.Ptr, YType: yt, Alpha: 0.25, X: x.Ptr, XType: xt, Beta: 3,
+						N: n}.Launch(g.Set, g.Stream))
 					want := make([]float64, n)
 					for i, v := range xr {
 						want[i] = 0.25*v - 4.5
@@ -198,7 +203,8 @@ func TestCastAxpbyFill(t *testing.T) {
 					g.Near("axpby", y, want, max(kerneltest.Forward(yt), 1e-6))
 
 					y = g.Alloc(n, yt, i%2)
-					g.Must(Axpby{Y: y.Ptr, YType: yt, Alpha: -2, X: x.Ptr, XType: xt, Beta: 0, N: n}.Launch(g.Set, g.Stream))
+					g.Must(Axpby{Y: y.Ptr, YType: yt, Alpha: -2, X: x.Ptr, XType: xt, Beta: 0,
+						N: n}.Launch(g.Set, g.Stream))
 					for i, v := range xr {
 						want[i] = -2 * v
 					}

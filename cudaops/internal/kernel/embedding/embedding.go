@@ -30,9 +30,11 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if a.Type != a.TableType && a.TableType != gpu.Float32 {
-		return fmt.Errorf("kernels.Embedding: rows are %v and the table %v, want one type or a table of float32", a.Type, a.TableType)
+		return fmt.Errorf("kernels.Embedding: rows are %v and the table %v, want one type or a "+
+			"table of float32", a.Type, a.TableType)
 	}
-	if empty, err := kernel.CheckInts("Embedding", a.Rows, a.Vocab, a.D); err != nil || empty && a.Vocab > 0 {
+	if empty, err := kernel.CheckInts("Embedding", a.Rows, a.Vocab, a.D); err != nil ||
+		empty && a.Vocab > 0 {
 		return err
 	}
 	variant := "embedding_elements"
@@ -40,7 +42,8 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		variant = "embedding_packs"
 	}
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, 8)}, Block: gpu.Dim{X: 32, Y: 8}}
-	l := kernel.Args().Ptr(a.Y).Ptr(a.IDs.Ptr).Int32(a.IDs.Size()).Ptr(a.Table).Int64(int64(a.Rows)).Int64(int64(a.Vocab)).Int32(a.D)
+	l := kernel.Args().Ptr(a.Y).Ptr(a.IDs.Ptr).Int32(a.IDs.Size()).Ptr(a.Table).Int64(
+		int64(a.Rows)).Int64(int64(a.Vocab)).Int32(a.D)
 	return k.Enqueue(s, "embedding", variant+name, c, l)
 }
 
@@ -82,10 +85,12 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if a.DTType != a.GType && a.DTType != gpu.Float32 {
-		return fmt.Errorf("kernels.EmbeddingBackward: the gradient of the table is %v and that of the rows %v, want one type or "+
+		return fmt.Errorf("kernels.EmbeddingBackward: the gradient of the table is %v and that "+
+			"of the rows %v, want one type or "+
 			"float32 for the table", a.DTType, a.GType)
 	}
-	if _, err := kernel.CheckInts("EmbeddingBackward", a.Rows, a.Vocab, a.D); err != nil || a.Vocab == 0 || a.D == 0 {
+	if _, err := kernel.CheckInts("EmbeddingBackward", a.Rows, a.Vocab, a.D); err != nil ||
+		a.Vocab == 0 || a.D == 0 {
 		return err
 	}
 	if !a.Accumulate {
@@ -119,7 +124,8 @@ func sumGroups(k *kernel.Set, s gpu.Stream, a Backward, types string) error {
 	}
 	rows := kernel.Line(kernel.CeilDiv(a.Rows, 256), 256)
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
-	tiles := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, embeddingTile), Y: kernel.CeilDiv(a.D, threads*n)},
+	tiles := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, embeddingTile),
+		Y: kernel.CeilDiv(a.D, threads*n)},
 		Block: gpu.Dim{X: threads}}
 	ids := func(l *gpu.Args) *gpu.Args { return l.Ptr(a.IDs.Ptr).Int32(a.IDs.Size()) }
 	last := func(l *gpu.Args) *gpu.Args {
@@ -134,12 +140,18 @@ func sumGroups(k *kernel.Set, s gpu.Stream, a Backward, types string) error {
 		config gpu.LaunchConfig
 		args   *gpu.Args
 	}{
-		{"embedding_count", rows, ids(kernel.Args().Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
-		{"embedding_starts", kernel.Line(1, 1024), kernel.Args().Ptr(starts).Ptr(cursors).Int32(a.Vocab)},
-		{"embedding_fill", rows, ids(kernel.Args().Ptr(members).Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
-		{"embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256), ids(kernel.Args().Ptr(sorted).Ptr(members).Ptr(starts)).Int64(int64(a.Vocab))},
-		{"embedding_tiles" + variant + types, tiles, last(kernel.Args().Ptr(a.DT).Ptr(heads).Ptr(tails).Ptr(a.G))},
-		{"embedding_join" + variant + dt, tiles, last(kernel.Args().Ptr(a.DT).Ptr(heads).Ptr(tails))},
+		{"embedding_count", rows,
+			ids(kernel.Args().Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
+		{"embedding_starts", kernel.Line(1, 1024),
+			kernel.Args().Ptr(starts).Ptr(cursors).Int32(a.Vocab)},
+		{"embedding_fill", rows,
+			ids(kernel.Args().Ptr(members).Ptr(cursors)).Int32(a.Rows).Int64(int64(a.Vocab))},
+		{"embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256),
+			ids(kernel.Args().Ptr(sorted).Ptr(members).Ptr(starts)).Int64(int64(a.Vocab))},
+		{"embedding_tiles" + variant + types, tiles,
+			last(kernel.Args().Ptr(a.DT).Ptr(heads).Ptr(tails).Ptr(a.G))},
+		{"embedding_join" + variant + dt, tiles,
+			last(kernel.Args().Ptr(a.DT).Ptr(heads).Ptr(tails))},
 	} {
 		if err := k.Enqueue(s, "embedding", step.name, step.config, step.args); err != nil {
 			return err

@@ -13,19 +13,24 @@ import (
 
 func TestEmbedding(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for i, c := range []struct{ rows, vocab, d int }{{1, 1, 1}, {7, 5, 3}, {100, 50, 64}, {513, 1000, 768}, {2000, 37, 260}, {64, 9, 2048},
+	for i, c := range []struct{ rows, vocab, d int }{{1, 1, 1}, {7, 5, 3}, {100, 50, 64},
+		{513, 1000, 768}, {2000, 37, 260}, {64, 9, 2048},
 		{700, 4099, 4}, {900, 50257, 12}, {40, 200003, 3}} {
-		for _, types := range [][2]gpu.DType{{kerneltest.F32, kerneltest.F32}, {kerneltest.Bf16, kerneltest.Bf16}, {kerneltest.Bf16, kerneltest.F32}, {kerneltest.F16, kerneltest.F16}, {kerneltest.F16, kerneltest.F32}} {
+		for _, types := range [][2]gpu.DType{{kerneltest.F32, kerneltest.F32},
+			{kerneltest.Bf16, kerneltest.Bf16}, {kerneltest.Bf16, kerneltest.F32},
+			{kerneltest.F16, kerneltest.F16}, {kerneltest.F16, kerneltest.F32}} {
 			yt, tt := types[0], types[1]
 			g.Scope(fmt.Sprintf("%+v/%v/%v", c, yt, tt), func(g *kerneltest.Rig) {
 				ids := make([]int, c.rows)
 				for i := range ids {
-					ids[i] = min(g.Rand.IntN(c.vocab), g.Rand.IntN(c.vocab)) // some more often than others
+					// some more often than others
+					ids[i] = min(g.Rand.IntN(c.vocab), g.Rand.IntN(c.vocab))
 				}
 				dids := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
 				table, tr := g.Normal(c.vocab*c.d, tt, i%2)
 				y := g.Alloc(c.rows*c.d, yt, i%2)
-				g.Must(Forward{Y: y.Ptr, IDs: dids, Table: table.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d,
+				g.Must(Forward{Y: y.Ptr, IDs: dids, Table: table.Ptr, Rows: c.rows,
+					Vocab: c.vocab, D: c.d,
 					Type: yt, TableType: tt}.Launch(g.Set, g.Stream))
 				want := make([]float64, c.rows*c.d)
 				layer.Embedding(want, ids, tr, c.d)
@@ -36,7 +41,8 @@ func TestEmbedding(t *testing.T) {
 				layer.EmbeddingBackward(grad, ids, gr, c.d)
 				dt := g.Alloc(c.vocab*c.d, tt, i%2)
 				work := g.Alloc(Workspace(c.rows, c.vocab, c.d)/4, kerneltest.F32, 0)
-				a := Backward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab, D: c.d, DTType: tt, GType: yt,
+				a := Backward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab,
+					D: c.d, DTType: tt, GType: yt,
 					Workspace: work.Ptr}
 				g.Must(a.Launch(g.Set, g.Stream))
 				g.Near("gradient", dt, grad, kerneltest.Backward(tt))
@@ -61,12 +67,16 @@ func TestEmbeddingUnknownIDs(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	ids := kernel.Ints{Ptr: g.UploadInts([]int{0, -1, 2, 1, 1 << 30}, 4)}
 	table, tr := g.Normal(2*3, kerneltest.F32, 0)
-	y, dt, work := g.Alloc(5*3, kerneltest.F32, 0), g.Alloc(2*3, kerneltest.F32, 0), g.Alloc(Workspace(5, 2, 3)/4, kerneltest.F32, 0)
-	g.Must(Forward{Y: y.Ptr, IDs: ids, Table: table.Ptr, Rows: 5, Vocab: 2, D: 3}.Launch(g.Set, g.Stream))
+	y, dt, work := g.Alloc(5*3, kerneltest.F32, 0), g.Alloc(2*3, kerneltest.F32, 0),
+		g.Alloc(Workspace(5, 2, 3)/4, kerneltest.F32, 0)
+	g.Must(Forward{Y: y.Ptr, IDs: ids, Table: table.Ptr, Rows: 5, Vocab: 2,
+		D: 3}.Launch(g.Set, g.Stream))
 	nan := math.NaN()
-	want := []float64{tr[0], tr[1], tr[2], nan, nan, nan, nan, nan, nan, tr[3], tr[4], tr[5], nan, nan, nan}
+	want := []float64{tr[0], tr[1], tr[2], nan, nan, nan, nan, nan, nan, tr[3],
+		tr[4], tr[5], nan, nan, nan}
 	g.Near("y", y, want, 0)
 	dy, gr := g.Normal(5*3, kerneltest.F32, 0)
-	g.Must(Backward{DT: dt.Ptr, IDs: ids, G: dy.Ptr, Rows: 5, Vocab: 2, D: 3, Workspace: work.Ptr}.Launch(g.Set, g.Stream))
+	g.Must(Backward{DT: dt.Ptr, IDs: ids, G: dy.Ptr, Rows: 5, Vocab: 2, D: 3,
+		Workspace: work.Ptr}.Launch(g.Set, g.Stream))
 	g.Near("gradient", dt, []float64{gr[0], gr[1], gr[2], gr[9], gr[10], gr[11]}, 0)
 }

@@ -40,7 +40,8 @@ type SiLUProductBackward struct {
 // multiples of 8.
 func SiLUProductWays(k *kernel.Set, rows, f, d int, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
-	if k.Info.Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 || max(rows, f, d) > limit {
+	if k.Info.Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 ||
+		max(rows, f, d) > limit {
 		return nil
 	}
 	return []kernel.Way{{Family: "fused"}}
@@ -74,11 +75,13 @@ func factorBytes(columns int) int { return 2 * 4 * columns }
 
 // Launch launches one kernel.
 func (a SiLUProduct) Launch(k *kernel.Set, s gpu.Stream) error {
-	c := gateCall{op: "SiLUProduct", symbol: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D, dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
+	c := gateCall{op: "SiLUProduct", symbol: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D,
+		dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
 	f := uint64(a.F)
 	return c.launch(k, s, []gemmMatrix{
 		{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{uint64(a.D), uint64(a.D) * f}, [3]uint32{gemmDepth, gateColumns / 2, 1}},
+		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{uint64(a.D), uint64(a.D) * f},
+			[3]uint32{gemmDepth, gateColumns / 2, 1}},
 		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, [3]uint32{64, 1, 16}},
 		{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}},
 	})
@@ -86,7 +89,8 @@ func (a SiLUProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 
 // Launch launches one kernel.
 func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	c := gateCall{op: "SiLUProductBackward", symbol: "gemm_hopper_silu_mul_backward", rows: a.Rows, f: a.F, d: a.D,
+	c := gateCall{op: "SiLUProductBackward", symbol: "gemm_hopper_silu_mul_backward",
+		rows: a.Rows, f: a.F, d: a.D,
 		dtype: a.Type, way: a.Way, ab: a.AB, stored: a.DAB, h: a.H}
 	f := uint64(a.F)
 	part := [3]uint32{gateColumns / gateParts, 1, 16}
@@ -99,7 +103,8 @@ func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if a.H == 0 {
 		c.symbol += "_without_h"
 	} else {
-		matrices = append(matrices, gemmMatrix{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}})
+		matrices = append(matrices, gemmMatrix{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8},
+			[3]uint32{64, 16, 1}})
 	}
 	return c.launch(k, s, matrices)
 }
@@ -120,7 +125,8 @@ func (c gateCall) launch(k *kernel.Set, s gpu.Stream, matrices []gemmMatrix) err
 		return err
 	}
 	if len(ways) == 0 || !kernel.Aligned(c.ab, c.stored, c.h) {
-		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, F and D multiples of 8, float16 or "+
+		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, "+
+			"F and D multiples of 8, float16 or "+
 			"bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype)
 	}
 	if _, err := c.way.Of(c.op, ways); err != nil {
@@ -130,7 +136,8 @@ func (c gateCall) launch(k *kernel.Set, s gpu.Stream, matrices []gemmMatrix) err
 	if err != nil {
 		return err
 	}
-	g := gemmLaunch{unit: "gemm_hopper", symbol: c.symbol + suf, threads: 384, dtype: c.dtype, matrices: matrices, stored: c.h,
+	g := gemmLaunch{unit: "gemm_hopper", symbol: c.symbol + suf, threads: 384, dtype: c.dtype,
+		matrices: matrices, stored: c.h,
 		elements: c.rows * c.f, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
 		params: kernel.Args().Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
 	if c.stored != c.ab {
@@ -163,7 +170,8 @@ type gemmMatrix struct {
 
 func (g gemmLaunch) launch(k *kernel.Set, s gpu.Stream) error {
 	params := g.params.Packed()
-	a := kernel.Args().Struct(append(params, make([]byte, -len(params)&7)...), 8) // C fills structures up
+	// C fills structures up
+	a := kernel.Args().Struct(append(params, make([]byte, -len(params)&7)...), 8)
 	for i, m := range g.matrices {
 		encoded, err := k.Ctx.EncodeTiled(m.tiled(g.dtype))
 		if err != nil {
@@ -191,7 +199,8 @@ func (g gemmLaunch) launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
-	t := gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:], Swizzle: gpu.Swizzle128, Promotion: 256}
+	t := gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:],
+		Swizzle: gpu.Swizzle128, Promotion: 256}
 	if int(m.box[0])*dtype.Size() == 64 {
 		t.Swizzle = gpu.Swizzle64
 	}

@@ -33,7 +33,8 @@ func scaledNormal(g *kerneltest.Rig, n, d int, t gpu.DType) (*kerneltest.Buffer,
 
 func TestSiLUProduct(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 768}, {515, 264, 1000}, {2100, 2056, 200}} {
+	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 768},
+		{515, 264, 1000}, {2100, 2056, 200}} {
 		rows, f, d := s[0], s[1], s[2]
 		types := []gpu.DType{kerneltest.Bf16, kerneltest.F16}
 		if rows > 1000 { // which makes blocks take several tiles
@@ -48,7 +49,8 @@ func TestSiLUProduct(t *testing.T) {
 				w, wr := scaledNormal(g, 2*f*d, d, dt)
 				h, ab := g.Alloc(rows*f, dt, 0), g.Alloc(2*rows*f, dt, 0)
 				run := func() []float64 {
-					g.Must(SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr, Weights: w.Ptr, Rows: rows, F: f, D: d, Type: dt}.Launch(g.Set, g.Stream))
+					g.Must(SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr, Weights: w.Ptr, Rows: rows,
+						F: f, D: d, Type: dt}.Launch(g.Set, g.Stream))
 					return append(g.Read(h), g.Read(ab)...)
 				}
 				bits := run()
@@ -64,7 +66,8 @@ func TestSiLUProduct(t *testing.T) {
 
 				dy, dyr := g.Normal(rows*d, dt, 0)
 				down, downr := scaledNormal(g, d*f, d, dt)
-				dh, da, db := make([]float64, rows*f), make([]float64, rows*f), make([]float64, rows*f)
+				dh, da, db := make([]float64, rows*f), make([]float64, rows*f),
+					make([]float64, rows*f)
 				cpugemm.Mul(false, false, rows, f, d, 1, dyr, d, downr, f, 0, dh, f)
 				a, b = halves(g.Read(ab), rows, f)
 				layer.SiLUMulBackward(wantH, da, db, dh, a, b)
@@ -73,7 +76,8 @@ func TestSiLUProduct(t *testing.T) {
 					copy(want[2*r*f+f:], db[r*f:][:f])
 				}
 				h2, dab := g.Alloc(rows*f, dt, 0), g.Alloc(2*rows*f, dt, 0)
-				back := SiLUProductBackward{H: h2.Ptr, DAB: dab.Ptr, G: dy.Ptr, Down: down.Ptr, AB: ab.Ptr, Rows: rows, F: f, D: d, Type: dt}
+				back := SiLUProductBackward{H: h2.Ptr, DAB: dab.Ptr, G: dy.Ptr, Down: down.Ptr,
+					AB: ab.Ptr, Rows: rows, F: f, D: d, Type: dt}
 				run = func() []float64 {
 					g.Must(back.Launch(g.Set, g.Stream))
 					return append(g.Read(h2), g.Read(dab)...)
@@ -114,7 +118,8 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 func TestSiLUProductRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}
+		ok := SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16,
+			Type: kerneltest.Bf16}
 		for what, change := range map[string]func(a *SiLUProduct){
 			"rows":    func(a *SiLUProduct) { a.Rows = -1 },
 			"f":       func(a *SiLUProduct) { a.F = 12 },
@@ -126,7 +131,8 @@ func TestSiLUProductRefusals(t *testing.T) {
 		} {
 			a := ok
 			change(&a)
-			back := SiLUProductBackward{H: a.H, DAB: p, G: a.X, Down: p, AB: p, Rows: a.Rows, F: a.F, D: a.D, Type: a.Type, Way: a.Way}
+			back := SiLUProductBackward{H: a.H, DAB: p, G: a.X, Down: p, AB: p, Rows: a.Rows,
+				F: a.F, D: a.D, Type: a.Type, Way: a.Way}
 			if a.Launch(k, 0) == nil || back.Launch(k, 0) == nil {
 				t.Errorf("capability %d, %s: no error", capability, what)
 			}
@@ -134,11 +140,13 @@ func TestSiLUProductRefusals(t *testing.T) {
 				t.Errorf("capability %d, %s: no error without h", capability, what)
 			}
 		}
-		if takes := len(SiLUProductWays(k, 3, 8, 16, kerneltest.Bf16)) > 0; takes != (capability == 90) || (ok.Launch(k, 0) == nil) != takes {
+		if takes := len(SiLUProductWays(k, 3, 8, 16, kerneltest.Bf16)) > 0; takes !=
+			(capability == 90) || (ok.Launch(k, 0) == nil) != takes {
 			t.Errorf("capability %d: takes it: %v", capability, takes)
 		}
 		for _, op := range c.Trace() {
-			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0) {
+			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 ||
+				op.Config.Grid.X%op.Config.Cluster.X != 0) {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}
@@ -148,17 +156,23 @@ func TestSiLUProductRefusals(t *testing.T) {
 // TestFiguresMatchSources wants the launchers' figures to be those of the kernels' sources.
 func TestFiguresMatchSources(t *testing.T) {
 	for source, figures := range map[string][]string{
-		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;", gemmRows, gemmDepth, gemmCluster), "kPanel = 16 * 128;"},
+		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;",
+			gemmRows, gemmDepth, gemmCluster), "kPanel = 16 * 128;"},
 		"gemm_hopper.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", gateColumns, gateStages),
 			"kWarpBytes = 2 * kPanel;", fmt.Sprintf("kParts = %d,", gateParts)},
-		"gemm_hopper_loss.cu": {fmt.Sprintf("kColumns = %d, kStages = %d, kParts = %d,", lossColumns, lossStages, lossParts),
+		"gemm_hopper_loss.cu": {fmt.Sprintf("kColumns = %d, kStages = %d, kParts = %d,",
+			lossColumns, lossStages, lossParts),
 			fmt.Sprintf("kLossRows = %d;", lossRows), fmt.Sprintf("kLossWarps = %d;", lossWarps)},
-		"gemm_hopper_plain.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,", plainColumns, plainStages),
+		"gemm_hopper_plain.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,",
+			plainColumns, plainStages),
 			"Memory<kColumns, kStages, 2 * kPanel>;"},
-		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;", symmetricColumns, symmetricStages)},
-		"gemm_hopper_rope.cu": {fmt.Sprintf("Memory<Columns, Columns == 256 ? %d : %d,", turnedTiles[128].stages, turnedTiles[96].stages),
+		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;",
+			symmetricColumns, symmetricStages)},
+		"gemm_hopper_rope.cu": {fmt.Sprintf("Memory<Columns, Columns == 256 ? %d : %d,",
+			turnedTiles[128].stages, turnedTiles[96].stages),
 			fmt.Sprintf("kPanelRows = %d,", turnedRows),
-			fmt.Sprintf("run<T, 64, %d>", turnedTiles[64].columns), fmt.Sprintf("run<T, 96, %d>", turnedTiles[96].columns),
+			fmt.Sprintf("run<T, 64, %d>", turnedTiles[64].columns),
+			fmt.Sprintf("run<T, 96, %d>", turnedTiles[96].columns),
 			fmt.Sprintf("run<T, 128, %d>", turnedTiles[128].columns)},
 	} {
 		kerneltest.MatchSource(t, source, figures...)

@@ -65,7 +65,8 @@ func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	ways := LinearCrossEntropyWays(k, a.LinearCrossEntropyShape, a.Type)
 	if len(ways) == 0 || !kernel.Aligned(a.Terms, a.Scaled, a.X, a.W) {
-		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples of 8, and addresses that are multiples of 16",
+		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples "+
+			"of 8, and addresses that are multiples of 16",
 			op, a.LinearCrossEntropyShape)
 	}
 	if _, err := a.Way.Of(op, ways); err != nil {
@@ -74,25 +75,31 @@ func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
 	shift, depth := a.Workspace, uint64(a.D)
 	sums := shift.Offset(4 * a.Rows)
 	others := func() *gpu.Args {
-		p := kernel.Args().Ptr(a.X).Ptr(a.W).Ptr(a.Targets.Ptr).Ptr(shift).Ptr(a.Terms).Ptr(sums).Ptr(a.Losses).Ptr(a.Factors).Ptr(a.Scaled).
+		p := kernel.Args().Ptr(a.X).Ptr(a.W).Ptr(a.Targets.Ptr).Ptr(shift).Ptr(a.Terms).Ptr(
+			sums).Ptr(a.Losses).Ptr(a.Factors).Ptr(a.Scaled).
 			Ptr(a.Scale).Ptr(a.Grad).Int32(a.Targets.Size()).Int32(a.Rows).Int32(a.V).Int32(a.D)
 		return kernel.Args().Struct(p.Packed(), 8)
 	}
-	if err := k.Enqueue(s, unit, "gemm_hopper_loss_shift", kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others()); err != nil {
+	if err := k.Enqueue(s, unit, "gemm_hopper_loss_shift",
+		kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others()); err != nil {
 		return err
 	}
-	product := gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", threads: 384, dtype: gpu.BFloat16, stored: a.Terms,
+	product := gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", threads: 384,
+		dtype: gpu.BFloat16, stored: a.Terms,
 		elements: a.Rows * a.V, shared: warpShared(lossColumns, lossStages, lossTermBytes),
-		params: kernel.Args().Ptr(shift).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(a.D).Int32(gemmSection),
+		params: kernel.Args().Ptr(shift).Ptr(sums).Int32(a.Rows).Int32(a.V).Int32(
+			a.D).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-			{a.W, [3]int{a.D, a.V, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, lossColumns / gemmCluster, 1}},
+			{a.W, [3]int{a.D, a.V, 1}, [2]uint64{depth, 8},
+				[3]uint32{gemmDepth, lossColumns / gemmCluster, 1}},
 			{a.Terms, [3]int{a.V, a.Rows, 1}, [2]uint64{uint64(a.V), 8}, [3]uint32{64, 16, 1}},
 		}}
 	if err := product.launch(k, s); err != nil {
 		return err
 	}
-	return k.Enqueue(s, unit, "gemm_hopper_loss_finish", kernel.Line(kernel.CeilDiv(a.Rows, lossRows), 32*lossWarps), others())
+	return k.Enqueue(s, unit, "gemm_hopper_loss_finish",
+		kernel.Line(kernel.CeilDiv(a.Rows, lossRows), 32*lossWarps), others())
 }
 
 // Launch multiplies each row of x [rows, d], bfloat16, by its factor, a float32, or sets it to 0
@@ -102,10 +109,12 @@ func (p ScaleRows) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if p.D%8 != 0 || !kernel.Aligned(p.X) {
-		return fmt.Errorf("kernels.ScaleRows: got rows of %d at %#x, want a multiple of 8 at a multiple of 16", p.D, p.X)
+		return fmt.Errorf("kernels.ScaleRows: got rows of %d at %#x, want a multiple of 8 at a "+
+			"multiple of 16", p.D, p.X)
 	}
 	l := kernel.Args().Ptr(p.X).Ptr(p.Factors).Int32(p.Rows).Int32(p.D)
-	return k.Enqueue(s, "gemm_hopper_loss", "gemm_hopper_loss_scale", kernel.Line(kernel.CeilDiv(p.Rows, lossWarps), 32*lossWarps), l)
+	return k.Enqueue(s, "gemm_hopper_loss", "gemm_hopper_loss_scale",
+		kernel.Line(kernel.CeilDiv(p.Rows, lossWarps), 32*lossWarps), l)
 }
 
 // ScaleRows multiplies each row of X [Rows, D] by its factor.

@@ -24,7 +24,8 @@ type lossRig struct {
 
 // newLoss uploads x with the given rows in place of random ones; logits have the standard deviation
 // 4.
-func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int, rows map[int][]float64, wide bool) *lossRig {
+func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int,
+	rows map[int][]float64, wide bool) *lossRig {
 	l := &lossRig{Rig: g, ids: ids}
 	x := make([]float64, s.Rows*s.D)
 	for i := range x {
@@ -38,15 +39,19 @@ func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int, rows map[i
 	scale, sr := g.Upload([]float64{1 / float64(s.Rows)}, kerneltest.F32, 0)
 	grad, gr := g.Upload([]float64{1 + g.Rand.Float64()}, kerneltest.F32, 0)
 	l.x, l.w, l.g = xr, wr, sr[0]*gr[0]
-	l.terms, l.scaled = g.Alloc(s.Rows*s.V, kerneltest.Bf16, 0), g.Alloc(s.Rows*s.D, kerneltest.Bf16, 0)
+	l.terms, l.scaled = g.Alloc(s.Rows*s.V, kerneltest.Bf16, 0),
+		g.Alloc(s.Rows*s.D, kerneltest.Bf16, 0)
 	l.factors, l.losses = g.Alloc(s.Rows, kerneltest.F32, 0), g.Alloc(s.Rows, kerneltest.F32, 0)
 	size := 4
 	if wide {
 		size = 8
 	}
-	l.a = LinearCrossEntropy{Terms: l.terms.Ptr, Scaled: l.scaled.Ptr, Factors: l.factors.Ptr, Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
-		Targets: kernel.Ints{Ptr: g.UploadInts(ids, size), Wide: wide}, Scale: scale.Ptr, Grad: grad.Ptr, LinearCrossEntropyShape: s,
-		Workspace: g.Alloc(LinearCrossEntropyWorkspace(g.Set, s)/4, kerneltest.F32, 0).Ptr, Type: kerneltest.Bf16}
+	l.a = LinearCrossEntropy{Terms: l.terms.Ptr, Scaled: l.scaled.Ptr, Factors: l.factors.Ptr,
+		Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
+		Targets: kernel.Ints{Ptr: g.UploadInts(ids, size), Wide: wide}, Scale: scale.Ptr,
+		Grad: grad.Ptr, LinearCrossEntropyShape: s,
+		Workspace: g.Alloc(LinearCrossEntropyWorkspace(g.Set, s)/4, kerneltest.F32, 0).Ptr,
+		Type:      kerneltest.Bf16}
 	return l
 }
 
@@ -79,7 +84,8 @@ func (l *lossRig) want() (losses, gradient []float64) {
 
 func TestLinearCrossEntropy(t *testing.T) {
 	g := newHopperRig(t)
-	for i, s := range []LinearCrossEntropyShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520}, {300, 776, 768}, {129, 4104, 584}, {2100, 5000, 640}} {
+	for i, s := range []LinearCrossEntropyShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520},
+		{300, 776, 768}, {129, 4104, 584}, {2100, 5000, 640}} {
 		if testing.Short() && s.Rows*s.V > 1e6 {
 			continue
 		}
@@ -95,7 +101,8 @@ func TestLinearCrossEntropy(t *testing.T) {
 			if e := kerneltest.Distance(losses, want); !(e < 1e-3) {
 				g.Errorf("losses: relative error %.3g", e)
 			}
-			if e := kerneltest.Distance(gradient, wantGrad); !(e < kerneltest.Backward(kerneltest.Bf16)) {
+			if e := kerneltest.Distance(gradient,
+				wantGrad); !(e < kerneltest.Backward(kerneltest.Bf16)) {
 				g.Errorf("gradient: relative error %.3g", e)
 			}
 			factors, wantScaled := l.Read(l.factors), slices.Clone(l.x)
@@ -107,7 +114,8 @@ func TestLinearCrossEntropy(t *testing.T) {
 			for i := range dxr {
 				dxr[i] *= factors[i/s.D]
 			}
-			g.Must(ScaleRows{X: dx.Ptr, Factors: l.a.Factors, Rows: s.Rows, D: s.D}.Launch(g.Set, g.Stream))
+			g.Must(ScaleRows{X: dx.Ptr, Factors: l.a.Factors, Rows: s.Rows,
+				D: s.D}.Launch(g.Set, g.Stream))
 			g.Near("rows", dx, dxr, kerneltest.Forward(kerneltest.Bf16))
 			again, gradientAgain := l.run()
 			if !slices.Equal(losses, again) || !slices.Equal(gradient, gradientAgain) {
@@ -123,7 +131,8 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 	g := newHopperRig(t)
 	s := LinearCrossEntropyShape{Rows: 140, V: 520, D: 512}
 	special := map[int][]float64{}
-	for r, size := range map[int]float64{2: 60, 3: 300, 70: 1e4, 71: math.NaN(), 72: math.Inf(1), 73: 1e30, 74: math.NaN(), 139: 1e3} {
+	for r, size := range map[int]float64{2: 60, 3: 300, 70: 1e4, 71: math.NaN(), 72: math.Inf(1),
+		73: 1e30, 74: math.NaN(), 139: 1e3} {
 		row := make([]float64, s.D)
 		for i := range row {
 			row[i] = g.Rand.NormFloat64() * size
@@ -150,11 +159,14 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 			}
 		case r == 73 || r == 74:
 			if losses[r] != 0 || slices.ContainsFunc(row, func(v float64) bool { return v != 0 }) {
-				t.Errorf("row %d without target: loss %g, gradient %g, want 0", r, losses[r], row[0])
+				t.Errorf("row %d without target: loss %g, gradient %g, want 0", r, losses[r],
+					row[0])
 			}
 		case !(math.Abs(losses[r]-want[r]) <= 1e-3*(1+math.Abs(want[r]))) ||
-			want[r] > 1 && !(kerneltest.Distance(row, wantRow) < 2*kerneltest.Backward(kerneltest.Bf16)):
-			t.Errorf("row %d: loss %g, want %g; relative error of the gradient %.3g", r, losses[r], want[r], kerneltest.Distance(row, wantRow))
+			want[r] > 1 &&
+				!(kerneltest.Distance(row, wantRow) < 2*kerneltest.Backward(kerneltest.Bf16)):
+			t.Errorf("row %d: loss %g, want %g; relative error of the gradient %.3g", r, losses[r],
+				want[r], kerneltest.Distance(row, wantRow))
 		}
 	}
 }
@@ -162,8 +174,10 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 func TestLinearCrossEntropyRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p, Targets: kernel.Ints{Ptr: p}, Scale: p, Workspace: p,
-			Type: kerneltest.Bf16, LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}}
+		ok := LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
+			Targets: kernel.Ints{Ptr: p}, Scale: p, Workspace: p,
+			Type: kerneltest.Bf16, LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16,
+				D: 512}}
 		for what, change := range map[string]func(a *LinearCrossEntropy){
 			"rows":    func(a *LinearCrossEntropy) { a.Rows = -1 },
 			"v":       func(a *LinearCrossEntropy) { a.V = 12 },
@@ -178,7 +192,9 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 				t.Errorf("capability %d, %s: no error", capability, what)
 			}
 		}
-		for what, refused := range map[string]error{"d": ScaleRows{X: p, Factors: p, Rows: 3, D: 12}.Launch(k, 0), "x": ScaleRows{X: p + 8, Factors: p, Rows: 3, D: 16}.Launch(k, 0)} {
+		for what, refused := range map[string]error{"d": ScaleRows{X: p, Factors: p, Rows: 3,
+			D: 12}.Launch(k, 0), "x": ScaleRows{X: p + 8, Factors: p, Rows: 3,
+			D: 16}.Launch(k, 0)} {
 			if refused == nil {
 				t.Errorf("ScaleRows, %s: no error", what)
 			}

@@ -22,7 +22,8 @@ import (
 // Of types of 16 bits float16 is the one: numbers are at most some tens, and bfloat16 is eight
 // times as coarse.
 type NewtonSchulz struct {
-	X                    [2]gpu.Ptr // Batch matrices [Rows, Columns], one behind the other: X at first, and room for the next
+	// Batch matrices [Rows, Columns], one behind the other: X at first, and room for the next
+	X                    [2]gpu.Ptr
 	Squares              [4]gpu.Ptr // room for Batch matrices [N, N], N = min(Rows, Columns), each
 	Rows, Columns, Batch int
 	Steps, Together      int
@@ -39,7 +40,8 @@ func (a NewtonSchulz) square() SymmetricShape {
 }
 
 func (a NewtonSchulz) gram() SymmetricShape {
-	return SymmetricShape{N: min(a.Rows, a.Columns), Depth: max(a.Rows, a.Columns), Batch: a.Batch, Tall: a.Rows > a.Columns}
+	return SymmetricShape{N: min(a.Rows, a.Columns), Depth: max(a.Rows, a.Columns), Batch: a.Batch,
+		Tall: a.Rows > a.Columns}
 }
 
 // Shapes are those of the symmetric products.
@@ -64,9 +66,11 @@ func (a NewtonSchulz) Segments() int { return kernel.CeilDiv(a.Steps, a.Together
 func (a NewtonSchulz) Result() gpu.Ptr { return a.X[a.Segments()%2] }
 
 // Run has the squares multiplied by symmetric, and X by apply: y = q·x, or x·q for a tall x.
-func (a NewtonSchulz) Run(symmetric func(Symmetric) error, apply func(y, q, x gpu.Ptr) error) error {
+func (a NewtonSchulz) Run(symmetric func(Symmetric) error,
+	apply func(y, q, x gpu.Ptr) error) error {
 	square := func(d, left, right, c gpu.Ptr, alpha, beta, delta float32) error {
-		return symmetric(Symmetric{D: d, Left: left, Right: right, C: c, Alpha: alpha, Beta: beta, Delta: delta,
+		return symmetric(Symmetric{D: d, Left: left, Right: right, C: c, Alpha: alpha,
+			Beta: beta, Delta: delta,
 			SymmetricShape: a.square(), Type: a.Type})
 	}
 	x, y, left := a.X[0], a.X[1], a.Steps
@@ -74,7 +78,8 @@ func (a NewtonSchulz) Run(symmetric func(Symmetric) error, apply func(y, q, x gp
 		steps := kernel.CeilDiv(left, segments)
 		left -= steps
 		gram, p, q, room := a.Squares[0], a.Squares[1], a.Squares[2], a.Squares[3]
-		err := symmetric(Symmetric{D: gram, Left: x, Right: x, Alpha: 1, SymmetricShape: a.gram(), Type: a.Type})
+		err := symmetric(Symmetric{D: gram, Left: x, Right: x, Alpha: 1,
+			SymmetricShape: a.gram(), Type: a.Type})
 		for i := 0; i < steps && err == nil; i++ {
 			err = square(p, gram, gram, gram, SchulzC, SchulzB, SchulzA)
 			if err == nil && i < steps-1 {

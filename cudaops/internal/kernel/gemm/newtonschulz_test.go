@@ -29,7 +29,8 @@ func TestNewtonSchulzRun(t *testing.T) {
 				want := make([]float64, len(x))
 				optimizer.NewtonSchulz(want, x, rows, columns, steps)
 				array.ScaleBy(x, 1/(math.Sqrt(array.SumSquares(x))+1e-7))
-				a := NewtonSchulz{X: [2]gpu.Ptr{1, 2}, Squares: [4]gpu.Ptr{3, 4, 5, 6}, Rows: rows, Columns: columns, Batch: 1,
+				a := NewtonSchulz{X: [2]gpu.Ptr{1, 2}, Squares: [4]gpu.Ptr{3, 4, 5, 6}, Rows: rows,
+					Columns: columns, Batch: 1,
 					Steps: steps, Together: together}
 				memory := map[gpu.Ptr][]float64{1: x, 2: make([]float64, len(x))}
 				for _, p := range a.Squares {
@@ -50,7 +51,8 @@ func TestNewtonSchulzRun(t *testing.T) {
 					if p.Tall {
 						stride = n
 					}
-					cpugemm.Mul(p.Tall, !p.Tall, n, n, p.Depth, float64(p.Alpha), memory[p.Left], stride, memory[p.Right], stride,
+					cpugemm.Mul(p.Tall, !p.Tall, n, n, p.Depth, float64(p.Alpha), memory[p.Left],
+						stride, memory[p.Right], stride,
 						float64(p.Beta), d, n)
 					for i := range n {
 						d[i*n+i] += float64(p.Delta)
@@ -59,17 +61,21 @@ func TestNewtonSchulzRun(t *testing.T) {
 				}, func(y, q, x gpu.Ptr) error {
 					applied++
 					if rows > columns {
-						cpugemm.Mul(false, false, rows, n, n, 1, memory[x], n, memory[q], n, 0, memory[y], n)
+						cpugemm.Mul(false, false, rows, n, n, 1, memory[x], n,
+							memory[q], n, 0, memory[y], n)
 					} else {
-						cpugemm.Mul(false, false, n, columns, n, 1, memory[q], n, memory[x], columns, 0, memory[y], columns)
+						cpugemm.Mul(false, false, n, columns, n, 1, memory[q], n, memory[x],
+							columns, 0, memory[y], columns)
 					}
 					return nil
 				})
 				if err != nil {
 					t.Fatal(err)
 				}
-				if e := kerneltest.Distance(memory[a.Result()], want); !(e < 1e-5) || applied != a.Segments() {
-					t.Errorf("%dx%d, %d steps, %d together: differs by %.2g, %d products with x", rows, columns, steps, together, e, applied)
+				if e := kerneltest.Distance(memory[a.Result()], want); !(e < 1e-5) ||
+					applied != a.Segments() {
+					t.Errorf("%dx%d, %d steps, %d together: differs by %.2g, %d products with x",
+						rows, columns, steps, together, e, applied)
 				}
 			}
 		}
@@ -96,7 +102,8 @@ func planned(g *kerneltest.Rig, spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.M
 func applied(g *kerneltest.Rig, a NewtonSchulz, beta float32) func(y, q, x gpu.Ptr) error {
 	g.Helper()
 	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
-	spec := gpu.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: kerneltest.F16, B: kerneltest.F16, D: kerneltest.F16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
+	spec := gpu.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: kerneltest.F16, B: kerneltest.F16,
+		D: kerneltest.F16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
 	first, second := a.Squares[0], a.X[0]
 	if tall {
 		spec.StrideA, spec.StrideB, first, second = size, n*n, second, first
@@ -116,11 +123,14 @@ func applied(g *kerneltest.Rig, a NewtonSchulz, beta float32) func(y, q, x gpu.P
 func TestNewtonSchulz(t *testing.T) {
 	g := newHopperRig(t)
 	shapes, steps := [][3]int{{264, 264, 1}, {136, 520, 2}, {520, 136, 2}, {392, 1544, 1}}, 5
-	kinds := map[string]func(*rand.Rand, int, int) []float64{"normal": normalMatrix, "rank 1": rankOne, "rank n over 8": lowRank,
+	kinds := map[string]func(*rand.Rand, int, int) []float64{"normal": normalMatrix,
+		"rank 1": rankOne, "rank n over 8": lowRank,
 		"spread": spreadMatrix}
 	if testing.Short() { // racecheck takes a second for a product
 		shapes, steps = [][3]int{{200, 136, 1}, {136, 152, 2}}, 2
-		maps.DeleteFunc(kinds, func(name string, _ func(*rand.Rand, int, int) []float64) bool { return name != "normal" })
+		maps.DeleteFunc(kinds, func(name string, _ func(*rand.Rand, int, int) []float64) bool {
+			return name != "normal"
+		})
 	}
 	for _, s := range shapes {
 		rows, columns, batch := s[0], s[1], s[2]
@@ -135,8 +145,10 @@ func TestNewtonSchulz(t *testing.T) {
 				}
 				x, _ := g.Upload(values, kerneltest.F16, 0)
 				for together := 1; together <= min(3, steps); together++ {
-					a := NewtonSchulz{Rows: rows, Columns: columns, Batch: batch, Steps: steps, Together: together, Type: kerneltest.F16}
-					ends := [2]*kerneltest.Buffer{g.Alloc(batch*size, kerneltest.F16, 0), g.Alloc(batch*size, kerneltest.F16, 0)}
+					a := NewtonSchulz{Rows: rows, Columns: columns, Batch: batch, Steps: steps,
+						Together: together, Type: kerneltest.F16}
+					ends := [2]*kerneltest.Buffer{g.Alloc(batch*size, kerneltest.F16, 0),
+						g.Alloc(batch*size, kerneltest.F16, 0)}
 					a.X = [2]gpu.Ptr{ends[0].Ptr, ends[1].Ptr}
 					var bits []float64
 					for i := range a.Squares {
@@ -145,7 +157,9 @@ func TestNewtonSchulz(t *testing.T) {
 					apply := applied(g, a, 0)
 					for range 2 {
 						g.Must(g.Ctx.CopyOnDevice(a.X[0], x.Ptr, 2*batch*size, g.Stream))
-						g.Must(a.Run(func(p Symmetric) error { return p.Launch(g.Set, g.Stream) }, apply))
+						g.Must(a.Run(func(p Symmetric) error {
+							return p.Launch(g.Set, g.Stream)
+						}, apply))
 						got := g.Read(ends[a.Segments()%2])
 						if bits == nil {
 							bits = got
@@ -156,11 +170,14 @@ func TestNewtonSchulz(t *testing.T) {
 					for b := range batch {
 						one, want := values[b*size:][:size], make([]float64, size)
 						optimizer.NewtonSchulz(want, one, rows, columns, steps)
-						coarse := kerneltest.Distance(coarseNewtonSchulz(one, rows, columns, steps), want)
+						coarse := kerneltest.Distance(coarseNewtonSchulz(one, rows, columns, steps),
+							want)
 						e := kerneltest.Distance(bits[b*size:][:size], want)
-						g.Logf("%d steps together: relative error %.3g, in bfloat16 %.3g", together, e, coarse)
+						g.Logf("%d steps together: relative error %.3g, in bfloat16 %.3g", together,
+							e, coarse)
 						if !(e < coarse/2) {
-							g.Errorf("%d steps together: relative error %.3g, in bfloat16 it is %.3g", together, e, coarse)
+							g.Errorf("%d steps together: relative error %.3g, in bfloat16 it "+
+								"is %.3g", together, e, coarse)
 						}
 					}
 				}
@@ -179,7 +196,8 @@ func normalMatrix(r *rand.Rand, rows, columns int) []float64 {
 
 func productOf(r *rand.Rand, rows, columns, rank int) []float64 {
 	x := make([]float64, rows*columns)
-	cpugemm.Mul(false, false, rows, columns, rank, 1, normalMatrix(r, rows, rank), rank, normalMatrix(r, rank, columns), columns, 0, x, columns)
+	cpugemm.Mul(false, false, rows, columns, rank, 1, normalMatrix(r, rows, rank), rank,
+		normalMatrix(r, rank, columns), columns, 0, x, columns)
 	return x
 }
 
@@ -193,7 +211,8 @@ func lowRank(r *rand.Rand, rows, columns int) []float64 {
 func spreadMatrix(r *rand.Rand, rows, columns int) []float64 {
 	x := normalMatrix(r, rows, columns)
 	for i := range x {
-		x[i] *= math.Pow(10, -4*float64(i/columns)/float64(rows)-2*float64(i%columns)/float64(columns))
+		x[i] *= math.Pow(10,
+			-4*float64(i/columns)/float64(rows)-2*float64(i%columns)/float64(columns))
 	}
 	return x
 }

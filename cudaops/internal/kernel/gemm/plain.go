@@ -30,7 +30,8 @@ const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 // than 384. The number is the columns of a tile.
 func ProductWays(k *kernel.Set, a ProductShape, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
-	if k.Info.Capability() != 90 || min(a.Rows, a.Columns, a.D) < 1 || max(a.Rows, a.Columns, a.D) > limit ||
+	if k.Info.Capability() != 90 || min(a.Rows, a.Columns, a.D) < 1 ||
+		max(a.Rows, a.Columns, a.D) > limit ||
 		!float8Product(a.Columns, a.D, t) {
 		return nil
 	}
@@ -44,19 +45,25 @@ func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	ways := ProductWays(k, a.ProductShape, a.Type)
-	if len(ways) == 0 || !kernel.Aligned(a.Y, a.X, a.W, a.C, a.ScaleX, a.ScaleW) || a.ScaleX == 0 || a.ScaleW == 0 {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, bfloat16, Columns and D multiples of 16, D above %d, "+
-			"factors, and addresses that are multiples of 16", op, a.ProductShape, a.Type, float8Least)
+	if len(ways) == 0 || !kernel.Aligned(a.Y, a.X, a.W, a.C, a.ScaleX, a.ScaleW) ||
+		a.ScaleX == 0 || a.ScaleW == 0 {
+		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, bfloat16, "+
+			"Columns and D multiples of 16, D above %d, "+
+			"factors, and addresses that are multiples of 16", op,
+			a.ProductShape, a.Type, float8Least)
 	}
 	if _, err := a.Way.Of(op, ways); err != nil {
 		return err
 	}
 	d := a.D / 2 // two are an element
-	result := gemmMatrix{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8}, [3]uint32{64, 16, 1}}
+	result := gemmMatrix{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8},
+		[3]uint32{64, 16, 1}}
 	added := result
-	g := gemmLaunch{unit: "gemm_hopper_plain", symbol: "gemm_hopper_plain_f8_bf16", threads: 384, dtype: a.Type,
+	g := gemmLaunch{unit: "gemm_hopper_plain", symbol: "gemm_hopper_plain_f8_bf16",
+		threads: 384, dtype: a.Type,
 		shared: warpShared(plainColumns, plainStages, plainWarpBytes) + factorBytes(plainColumns),
-		params: kernel.Args().Ptr(a.ScaleX).Ptr(a.ScaleW).Int32(a.Rows).Int32(a.Columns).Int32(d).Int32(gemmSection)}
+		params: kernel.Args().Ptr(a.ScaleX).Ptr(a.ScaleW).Int32(a.Rows).Int32(a.Columns).Int32(
+			d).Int32(gemmSection)}
 	if a.C != 0 {
 		g.symbol = "gemm_hopper_plain_f8_add_bf16"
 		added.ptr = a.C
@@ -65,8 +72,10 @@ func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
 		g.stored, g.elements = a.Y, a.Rows*a.Columns
 	}
 	depth := uint64(d)
-	g.matrices = []gemmMatrix{{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-		{a.W, [3]int{d, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, plainColumns / gemmCluster, 1}}, result, added}
+	g.matrices = []gemmMatrix{{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8},
+		[3]uint32{gemmDepth, gemmRows, 1}},
+		{a.W, [3]int{d, a.Columns, 1}, [2]uint64{depth, 8},
+			[3]uint32{gemmDepth, plainColumns / gemmCluster, 1}}, result, added}
 	return g.launch(k, s)
 }
 

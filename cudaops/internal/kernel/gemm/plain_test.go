@@ -56,7 +56,8 @@ func TestProductRefusals(t *testing.T) {
 			if op.Name == "" {
 				continue
 			}
-			if names[op.Name] = true; op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0 {
+			if names[op.Name] = true; op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 ||
+				op.Config.Grid.X%op.Config.Cluster.X != 0 {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}
@@ -93,8 +94,11 @@ const float8Error = 5e-3
 // TestProductFloat8 compares with float64, row by row, as rows are of different size.
 func TestProductFloat8(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range []ProductShape{{Rows: 1, Columns: 16, D: 400}, {Rows: 5, Columns: 272, D: 528}, {Rows: 130, Columns: 1008, D: 512},
-		{Rows: 257, Columns: 256, D: 768}, {Rows: 300, Columns: 784, D: 1104}, {Rows: 2100, Columns: 2608, D: 656}} { // the last has several tiles a block
+	for _, s := range []ProductShape{{Rows: 1, Columns: 16, D: 400},
+		{Rows: 5, Columns: 272, D: 528}, {Rows: 130, Columns: 1008, D: 512},
+		// the last has several tiles a block
+		{Rows: 257, Columns: 256, D: 768}, {Rows: 300, Columns: 784, D: 1104},
+		{Rows: 2100, Columns: 2608, D: 656}} {
 		if testing.Short() && s.Rows*s.Columns > 1e6 {
 			continue
 		}
@@ -120,7 +124,8 @@ func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
 		g.Fatal("no way takes it")
 	}
 	for _, a.Way = range ways {
-		for what, want := range map[string][]float64{"alone": alone, "plus": plus, "in place": plus} {
+		for what, want := range map[string][]float64{"alone": alone,
+			"plus": plus, "in place": plus} {
 			var bits []float64
 			for range 2 {
 				y := g.Alloc(n, kerneltest.Bf16, 0)
@@ -150,7 +155,8 @@ func nearRows(g *kerneltest.Rig, what string, got, want []float64, d int) {
 	g.Helper()
 	for r := 0; r < len(want); r += d {
 		if e := kerneltest.Distance(got[r:][:d], want[r:][:d]); !(e <= float8Error) {
-			g.Fatalf("%s: row %d: relative error %.3g, want at most %.3g", what, r/d, e, float8Error)
+			g.Fatalf("%s: row %d: relative error %.3g, want at most %.3g",
+				what, r/d, e, float8Error)
 		}
 	}
 }
@@ -159,14 +165,17 @@ func nearRows(g *kerneltest.Rig, what string, got, want []float64, d int) {
 func TestRoPEProductFloat8(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
-		{1, 1, 1, 1, 64, 400}, {3, 43, 3, 1, 64, 512}, {1, 257, 2, 2, 128, 656}, {2, 150, 12, 4, 64, 784},
+		{1, 1, 1, 1, 64, 400}, {3, 43, 3, 1, 64, 512}, {1, 257, 2, 2, 128, 656},
+		{2, 150, 12, 4, 64, 784},
 		{7, 300, 12, 12, 64, 528}, {3, 700, 8, 4, 128, 640}, // several tiles a block
 	} {
 		if testing.Short() && s.batch*s.seq > 1000 {
 			continue
 		}
-		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
-			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim, Float8: true}, Type: kerneltest.Bf16}
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq,
+			Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
+			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim,
+			Float8: true}, Type: kerneltest.Bf16}
 		g.Scope(fmt.Sprintf("%+v", a.RoPEProductShape), func(g *kerneltest.Rig) {
 			var w, x []float64
 			a.X, a.ScaleX, x = matrix8(g, a.Rows, a.D)
@@ -183,7 +192,8 @@ func TestRoPEProductFloat8(t *testing.T) {
 			cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, x, a.D, w, a.D, 0, want, a.Columns)
 			for r := range a.Rows {
 				row, at := want[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
-				layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+				layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1,
+					a.Turned/a.HeadDim, a.HeadDim, false)
 			}
 			ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
 			if len(ways) == 0 {

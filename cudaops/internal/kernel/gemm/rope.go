@@ -52,9 +52,11 @@ func RoPEAngleAt(position, pair, h int) int {
 func RoPEProductWays(k *kernel.Set, a RoPEProductShape, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
-	if tile.columns == 0 || k.Info.Capability() != 90 || t.Size() != 2 || a.Turned < 0 || a.Turned%a.HeadDim != 0 ||
+	if tile.columns == 0 || k.Info.Capability() != 90 || t.Size() != 2 || a.Turned < 0 ||
+		a.Turned%a.HeadDim != 0 ||
 		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 ||
-		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D, a.Seq*a.HeadDim) > limit ||
+		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D,
+		a.Seq*a.HeadDim) > limit ||
 		a.Float8 && !(a.HeadDim != 96 && float8Product(a.Columns, a.D, t)) {
 		return nil
 	}
@@ -74,10 +76,13 @@ func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	ways := RoPEProductWays(k, a.RoPEProductShape, a.Type)
-	if len(ways) == 0 || !kernel.Aligned(a.Angles, a.ScaleX, a.ScaleWeights) || a.Float8 != (a.ScaleX != 0) || a.Float8 != (a.ScaleWeights != 0) {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns multiples of 8, HeadDim 64, 96 or 128, "+
+	if len(ways) == 0 || !kernel.Aligned(a.Angles, a.ScaleX, a.ScaleWeights) ||
+		a.Float8 != (a.ScaleX != 0) || a.Float8 != (a.ScaleWeights != 0) {
+		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns "+
+			"multiples of 8, HeadDim 64, 96 or 128, "+
 			"Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, with Float8, and only then, factors, multiples of 16, "+
-			"D above %d, HeadDim not 96 and bfloat16, and angles and factors at multiples of 16", op, a.RoPEProductShape, a.Type, float8Least)
+			"D above %d, HeadDim not 96 and bfloat16, and angles and factors at multiples of 16",
+			op, a.RoPEProductShape, a.Type, float8Least)
 	}
 	if _, err := a.Way.Of(op, ways); err != nil {
 		return err
@@ -86,25 +91,31 @@ func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	tile, d, symbol := turnedTiles[a.HeadDim], a.D, fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf)
+	tile, d, symbol := turnedTiles[a.HeadDim], a.D,
+		fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf)
 	shared := warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns)
 	if a.Float8 { // two are an element
-		d, shared, symbol = d/2, shared+factorBytes(tile.columns), fmt.Sprintf("gemm_hopper_rope_f8_%d%s", a.HeadDim, suf)
+		d, shared, symbol = d/2, shared+factorBytes(tile.columns),
+			fmt.Sprintf("gemm_hopper_rope_f8_%d%s", a.HeadDim, suf)
 	}
 	depth := uint64(d)
 	return gemmLaunch{unit: "gemm_hopper_rope", symbol: symbol, threads: 384,
 		shared: shared, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
-		params: kernel.Args().Ptr(a.Angles).Ptr(a.ScaleX).Ptr(a.ScaleWeights).Int32(a.Rows).Int32(a.Columns).Int32(d).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
+		params: kernel.Args().Ptr(a.Angles).Ptr(a.ScaleX).Ptr(a.ScaleWeights).Int32(a.Rows).Int32(
+			a.Columns).Int32(d).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
 		matrices: []gemmMatrix{
 			{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-			{a.Weights, [3]int{d, a.Columns, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},
-			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8}, [3]uint32{64, turnedRows, 1}},
+			{a.Weights, [3]int{d, a.Columns, 1}, [2]uint64{depth, 8},
+				[3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},
+			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8},
+				[3]uint32{64, turnedRows, 1}},
 		}}.launch(k, s)
 }
 
 // Shape is the product's sizes, and what is turned.
 func (a RoPEProduct) Shape() string {
-	return fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.RoPEProductShape.Rows, a.Columns, a.D,
+	return fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v",
+		a.RoPEProductShape.Rows, a.Columns, a.D,
 		a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
 }
 

@@ -17,21 +17,30 @@ import (
 func TestRoPEProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
-		{1, 1, 1, 1, 64, 8}, {3, 43, 3, 1, 64, 72}, {1, 257, 2, 2, 128, 264}, {5, 103, 4, 2, 128, 584}, {1, 515, 3, 1, 96, 200},
-		{2, 150, 12, 4, 64, 776}, {7, 300, 12, 12, 64, 520}, {3, 700, 8, 4, 128, 456}, {4, 531, 8, 8, 96, 520}, // several tiles a block
+		{1, 1, 1, 1, 64, 8}, {3, 43, 3, 1, 64, 72}, {1, 257, 2, 2, 128, 264},
+		{5, 103, 4, 2, 128, 584}, {1, 515, 3, 1, 96, 200},
+		// several tiles a block
+		{2, 150, 12, 4, 64, 776}, {7, 300, 12, 12, 64, 520}, {3, 700, 8, 4, 128, 456},
+		{4, 531, 8, 8, 96, 520},
 	} {
 		if testing.Short() && s.batch*s.seq > 1000 {
 			continue
 		}
-		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq,
+			Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
 			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim}}
 		for _, a.Type = range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
-			g.Scope(fmt.Sprintf("%+v/%v", a.RoPEProductShape, a.Type), func(g *kerneltest.Rig) { testRoPEProduct(g, a) })
+			g.Scope(fmt.Sprintf("%+v/%v", a.RoPEProductShape, a.Type), func(g *kerneltest.Rig) {
+				testRoPEProduct(g, a)
+			})
 		}
 	}
 	for _, turned := range []int{0, 64, 320} { // nothing, and heads beside columns that are none
-		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 140, Columns: 328, D: 456, Turned: turned, Seq: 35, HeadDim: 64}, Type: kerneltest.Bf16}
-		g.Scope(fmt.Sprintf("%d turned", a.Turned), func(g *kerneltest.Rig) { testRoPEProduct(g, a) })
+		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 140, Columns: 328, D: 456,
+			Turned: turned, Seq: 35, HeadDim: 64}, Type: kerneltest.Bf16}
+		g.Scope(fmt.Sprintf("%d turned", a.Turned), func(g *kerneltest.Rig) {
+			testRoPEProduct(g, a)
+		})
 	}
 }
 
@@ -53,7 +62,8 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 		}
 		for r := range a.Rows {
 			row, at := y[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
-			layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+			layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim,
+				false)
 		}
 	}
 	want := make([]float64, a.Rows*a.Columns)
@@ -64,7 +74,8 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 		g.Fatal("no way takes it")
 	}
 	for _, a.Way = range ways {
-		y, again, product := g.Alloc(len(want), a.Type, 0), g.Alloc(len(want), a.Type, 0), g.Alloc(len(want), a.Type, 0)
+		y, again, product := g.Alloc(len(want), a.Type, 0), g.Alloc(len(want), a.Type, 0),
+			g.Alloc(len(want), a.Type, 0)
 		run := func(to *kerneltest.Buffer, turned int) []float64 {
 			a := a
 			a.Y, a.Turned = to.Ptr, turned
@@ -77,8 +88,10 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 			g.Errorf("%v: results differ from run to run", a.Way)
 		}
 		if run(product, 0); a.Turned > 0 {
-			g.Must(rope.Rotate{Y: product.Ptr, X: product.Ptr, Cos: cos.Ptr, Sin: sin.Ptr, Rows: a.Rows, Seq: a.Seq,
-				Heads: a.Turned / a.HeadDim, HeadDim: a.HeadDim, XStride: a.Columns, YStride: a.Columns, Type: a.Type}.Launch(g.Set, g.Stream))
+			g.Must(rope.Rotate{Y: product.Ptr, X: product.Ptr, Cos: cos.Ptr, Sin: sin.Ptr,
+				Rows: a.Rows, Seq: a.Seq,
+				Heads: a.Turned / a.HeadDim, HeadDim: a.HeadDim, XStride: a.Columns,
+				YStride: a.Columns, Type: a.Type}.Launch(g.Set, g.Stream))
 		}
 		if !slices.Equal(g.Read(product), got) {
 			g.Errorf("%v: the bits are not those of the product, turned behind it", a.Way)
@@ -113,9 +126,11 @@ func TestRoPEAngles(t *testing.T) {
 		table := RoPEAngles(cos, sin, s.h)
 		for i := range cos {
 			position, pair := i/s.h, i%s.h
-			lane := 32*(position/8*kernel.CeilDiv(s.h, 8)+pair/8) + position%8*4 + pair%8/2 // of a warp's loads of 16 bytes
+			// of a warp's loads of 16 bytes
+			lane := 32*(position/8*kernel.CeilDiv(s.h, 8)+pair/8) + position%8*4 + pair%8/2
 			if at := 4*lane + pair%2; table[at] != cos[i] || table[at+2] != sin[i] {
-				t.Errorf("%+v, position %d, pair %d: %g and %g, want %g and %g", s, position, pair, table[at], table[at+2], cos[i], sin[i])
+				t.Errorf("%+v, position %d, pair %d: %g and %g, want %g and %g", s, position, pair,
+					table[at], table[at+2], cos[i], sin[i])
 			}
 		}
 	}
@@ -124,13 +139,15 @@ func TestRoPEAngles(t *testing.T) {
 func TestRoPEProductRefusals(t *testing.T) {
 	for _, dim := range []int{64, 128} {
 		if steps := float8Least/(2*gemmDepth) + 1; turnedTiles[dim].stages > steps {
-			t.Errorf("heads of %d: a tile of float8 may have %d steps, fewer than the %d stages", dim, steps, turnedTiles[dim].stages)
+			t.Errorf("heads of %d: a tile of float8 may have %d steps, fewer than the %d stages",
+				dim, steps, turnedTiles[dim].stages)
 		}
 	}
 	for _, capability := range []int{89, 90} {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
 		ok := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Type: kerneltest.Bf16,
-			RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 456, Turned: 128, Seq: 3, HeadDim: 64}}
+			RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 456,
+				Turned: 128, Seq: 3, HeadDim: 64}}
 		of8 := func(a RoPEProduct) RoPEProduct {
 			a.D, a.Float8, a.ScaleX, a.ScaleWeights = 464, true, p, p
 			return a
@@ -148,12 +165,17 @@ func TestRoPEProductRefusals(t *testing.T) {
 			"aligned":       func(a *RoPEProduct) { a.Y += 8 },
 			"input":         func(a *RoPEProduct) { a.X += 2 },
 			"angles":        func(a *RoPEProduct) { a.Angles += 8 },
-			"way":           func(a *RoPEProduct) { a.Way = kernel.Way{Family: "fused", Size: 128} },
-			"factors":       func(a *RoPEProduct) { a.ScaleX, a.ScaleWeights = p, p },
-			"no factors":    func(a *RoPEProduct) { a.D, a.Float8 = 464, true },
-			"float8, heads": func(a *RoPEProduct) { *a = of8(*a); a.HeadDim, a.Turned, a.Columns = 96, 96, 288 },
-			"float8, d":     func(a *RoPEProduct) { *a = of8(*a); a.D = 384 },
-			"float8, type":  func(a *RoPEProduct) { *a = of8(*a); a.Type = kerneltest.F16 },
+			"way": func(a *RoPEProduct) {
+				a.Way = kernel.Way{Family: "fused", Size: 128}
+			},
+			"factors":    func(a *RoPEProduct) { a.ScaleX, a.ScaleWeights = p, p },
+			"no factors": func(a *RoPEProduct) { a.D, a.Float8 = 464, true },
+			"float8, heads": func(a *RoPEProduct) {
+				*a = of8(*a)
+				a.HeadDim, a.Turned, a.Columns = 96, 96, 288
+			},
+			"float8, d":    func(a *RoPEProduct) { *a = of8(*a); a.D = 384 },
+			"float8, type": func(a *RoPEProduct) { *a = of8(*a); a.Type = kerneltest.F16 },
 		} {
 			a := ok
 			change(&a)
@@ -179,7 +201,8 @@ func TestRoPEProductRefusals(t *testing.T) {
 			if op.Name == "" {
 				continue
 			}
-			if launched++; op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 || op.Config.Grid.X%op.Config.Cluster.X != 0 {
+			if launched++; op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 ||
+				op.Config.Grid.X%op.Config.Cluster.X != 0 {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}

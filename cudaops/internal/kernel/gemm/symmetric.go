@@ -32,7 +32,8 @@ type SymmetricShape struct {
 // 16: Hopper has one for float16 and multiples of 8.
 func TakesSymmetric(k *kernel.Set, a SymmetricShape, t gpu.DType) bool {
 	const limit = 1 << 30
-	return k.Info.Capability() == 90 && t == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0 && min(a.N, a.Depth, a.Batch) > 0 &&
+	return k.Info.Capability() == 90 && t == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0 &&
+		min(a.N, a.Depth, a.Batch) > 0 &&
 		max(a.N, a.Depth, a.Batch) <= limit
 }
 
@@ -46,21 +47,25 @@ func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if !TakesSymmetric(k, a.SymmetricShape, a.Type) || !kernel.Aligned(a.D, a.C) {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, N and Depth multiples of 8, float16, and addresses that "+
+		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, N and Depth "+
+			"multiples of 8, float16, and addresses that "+
 			"are multiples of 16", op, a.SymmetricShape, a.Type)
 	}
 	clusters := 0 // as gemm_symmetric.cu counts them
-	for row := gemmCluster * gemmRows; row < a.N+gemmCluster*gemmRows; row += gemmCluster * gemmRows {
+	for row := gemmCluster * gemmRows; row < a.N+
+		gemmCluster*gemmRows; row += gemmCluster * gemmRows {
 		clusters += kernel.CeilDiv(min(row, a.N), symmetricColumns)
 	}
 	symbol, right := "gemm_symmetric", symmetricColumns
 	if a.Tall {
 		symbol, right = "gemm_symmetric_tall", kernel.CeilDiv(right, 64)*64
 	}
-	launch := kernel.Args().Struct(kernel.Args().Ptr(a.D).Ptr(a.C).Int32(a.N).Int32(a.Depth).Int32(clusters).Float32(a.Alpha).Float32(a.Beta).
+	launch := kernel.Args().Struct(kernel.Args().Ptr(a.D).Ptr(a.C).Int32(a.N).Int32(a.Depth).Int32(
+		clusters).Float32(a.Alpha).Float32(a.Beta).
 		Float32(a.Delta).Packed(), 8)
 	for i, ptr := range []gpu.Ptr{a.Left, a.Right} {
-		m := gemmMatrix{ptr, [3]int{a.Depth, a.N, a.Batch}, [2]uint64{uint64(a.Depth), uint64(a.Depth) * uint64(a.N)},
+		m := gemmMatrix{ptr, [3]int{a.Depth, a.N, a.Batch},
+			[2]uint64{uint64(a.Depth), uint64(a.Depth) * uint64(a.N)},
 			[3]uint32{gemmDepth, uint32([]int{gemmRows, symmetricColumns / gemmCluster}[i]), 1}}
 		if a.Tall {
 			m.dims[0], m.dims[1], m.strides[0] = a.N, a.Depth, uint64(a.N)

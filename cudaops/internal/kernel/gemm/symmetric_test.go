@@ -13,8 +13,10 @@ import (
 // diagonal on both sides.
 func TestSymmetric(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range []SymmetricShape{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2}, {N: 128, Depth: 64, Batch: 1},
-		{N: 168, Depth: 72, Batch: 3}, {N: 264, Depth: 200, Batch: 1}, {N: 776, Depth: 328, Batch: 2}, {N: 1304, Depth: 136, Batch: 1},
+	for _, s := range []SymmetricShape{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2},
+		{N: 128, Depth: 64, Batch: 1},
+		{N: 168, Depth: 72, Batch: 3}, {N: 264, Depth: 200, Batch: 1},
+		{N: 776, Depth: 328, Batch: 2}, {N: 1304, Depth: 136, Batch: 1},
 		{N: 1800, Depth: 24, Batch: 1}} {
 		if testing.Short() && s.N > 800 {
 			continue
@@ -47,14 +49,16 @@ func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
 	plain := make([]float64, s.Batch*n*n)
 	for b := range s.Batch {
 		part := plain[b*n*n:][:n*n]
-		cpugemm.Mul(s.Tall, !s.Tall, n, n, depth, 1, lr[b*n*depth:], wide, rr[b*n*depth:], wide, 0, part, n)
+		cpugemm.Mul(s.Tall, !s.Tall, n, n, depth, 1, lr[b*n*depth:], wide,
+			rr[b*n*depth:], wide, 0, part, n)
 		for i := range n {
 			for j := range i {
 				part[j*n+i] = part[i*n+j]
 			}
 		}
 	}
-	for _, a := range []Symmetric{{Alpha: 1}, {Alpha: 2.0315, Beta: -4.775, Delta: 3.4445, C: addend.Ptr}} {
+	for _, a := range []Symmetric{{Alpha: 1},
+		{Alpha: 2.0315, Beta: -4.775, Delta: 3.4445, C: addend.Ptr}} {
 		want := slices.Clone(plain)
 		for i := range want {
 			want[i] *= float64(a.Alpha)
@@ -94,7 +98,8 @@ func TestSymmetricInTurn(t *testing.T) {
 	g := newHopperRig(t)
 	for _, n := range []int{264, 1304} {
 		g.Scope(fmt.Sprint(n), func(g *kerneltest.Rig) {
-			x, _ := scaledNormal(g, n*n, n, kerneltest.F16) // products with it are as large as what is multiplied
+			// products with it are as large as what is multiplied
+			x, _ := scaledNormal(g, n*n, n, kerneltest.F16)
 			shape := SymmetricShape{N: n, Depth: n, Batch: 1}
 			var want []float64
 			for apart := range 2 {
@@ -102,7 +107,8 @@ func TestSymmetricInTurn(t *testing.T) {
 				var d *kerneltest.Buffer
 				for range 7 {
 					d = g.Alloc(n*n, kerneltest.F16, 0)
-					g.Must(Symmetric{D: d.Ptr, Left: from, Right: x.Ptr, Alpha: 1, SymmetricShape: shape, Type: kerneltest.F16}.Launch(g.Set, g.Stream))
+					g.Must(Symmetric{D: d.Ptr, Left: from, Right: x.Ptr, Alpha: 1,
+						SymmetricShape: shape, Type: kerneltest.F16}.Launch(g.Set, g.Stream))
 					if from = d.Ptr; apart == 0 {
 						g.Must(g.Ctx.SyncStream(g.Stream))
 					}
@@ -120,7 +126,8 @@ func TestSymmetricInTurn(t *testing.T) {
 func TestSymmetricRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := Symmetric{D: p, Left: p, Right: p, C: p, Alpha: 1, Type: kerneltest.F16, SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2}}
+		ok := Symmetric{D: p, Left: p, Right: p, C: p, Alpha: 1, Type: kerneltest.F16,
+			SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2}}
 		for what, change := range map[string]func(a *Symmetric){
 			"negative": func(a *Symmetric) { a.N = -8 },
 			"n":        func(a *Symmetric) { a.N = 260 },
@@ -136,7 +143,8 @@ func TestSymmetricRefusals(t *testing.T) {
 				t.Errorf("capability %d, %s: no error", capability, what)
 			}
 		}
-		if takes := TakesSymmetric(k, ok.SymmetricShape, kerneltest.F16); takes != (capability == 90) {
+		if takes := TakesSymmetric(k, ok.SymmetricShape,
+			kerneltest.F16); takes != (capability == 90) {
 			t.Errorf("capability %d: takes it: %v", capability, takes)
 		}
 		c.ClearTrace()
@@ -146,7 +154,8 @@ func TestSymmetricRefusals(t *testing.T) {
 			}
 		}
 		for _, op := range c.Trace() {
-			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X != 2 || op.Config.Grid.X%2 != 0) {
+			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X != 2 ||
+				op.Config.Grid.X%2 != 0) {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}

@@ -40,15 +40,17 @@ func newBenchLayer(b *bench.B, rows, seeds int, stages bool) *benchLayer {
 	if stages {
 		l.name += "_stages"
 	}
-	l.Layer = Layer{X: b.Normal(n, gpu.BFloat16), Weights: b.Normal(slots*chunk, gpu.Float32), Scales: b.Normal(slots, gpu.Float32),
-		State: State{Seeds: seeds, Slots: slots}, Rows: rows, Chunk: chunk, Eps: 1e-8,
+	l.Layer = Layer{X: b.Normal(n, gpu.BFloat16), Weights: b.Normal(slots*chunk, gpu.Float32),
+		Scales: b.Normal(slots, gpu.Float32),
+		State:  State{Seeds: seeds, Slots: slots}, Rows: rows, Chunk: chunk, Eps: 1e-8,
 		Stability: seed.Adaptive, Type: gpu.BFloat16}
 	data := make([]byte, l.State.Bytes())
 	b.Do(l.State.Encode(data, func(i int) seed.Seed { return benchSeed(b, i, stages) }))
 	l.State.Ptr = b.Upload(data)
 	l.y, l.g, l.dx = b.Alloc(n, gpu.BFloat16), b.Normal(n, gpu.BFloat16), b.Alloc(n, gpu.BFloat16)
 	l.dw, l.ds = b.Alloc(slots*chunk, gpu.Float32), b.Alloc(slots, gpu.Float32)
-	l.health, l.gradient = b.Alloc(ForwardFigures*seeds, gpu.Float32), b.Alloc(BackwardFigures*seeds, gpu.Float32)
+	l.health, l.gradient = b.Alloc(ForwardFigures*seeds, gpu.Float32),
+		b.Alloc(BackwardFigures*seeds, gpu.Float32)
 	l.bad = b.Floats(make([]float32, 3*seeds))
 	l.forwardWork = b.Alloc(ForwardWorkspace(b.Set, l.Layer)/4, gpu.Float32)
 	l.backWork = b.Alloc(BackwardWorkspace(b.Set, l.Layer, false)/4, gpu.Float32)
@@ -63,7 +65,8 @@ func benchSeed(b *bench.B, i int, stages bool) seed.Seed {
 		all := int(state.RolledBack) + 1
 		stage, kind = state.Stage(i%all), i/all%kinds
 	}
-	s := seed.Seed{Kind: blueprints.Kind(kind), Slot: uint16(i + 1), Blend: stage.Blends(), Learn: stage.Learns(), Alpha: 1}
+	s := seed.Seed{Kind: blueprints.Kind(kind), Slot: uint16(i + 1), Blend: stage.Blends(),
+		Learn: stage.Learns(), Alpha: 1}
 	if stage == state.Grafting || stage == state.Stabilization || stage == state.Evaluating {
 		s.Alpha = b.Random.Float32()
 	}
@@ -83,8 +86,10 @@ func (l *benchLayer) measure() {
 		})
 		l.Time(bench.Measurement{Name: "kasmina_bwd_" + name, Bytes: 3 * size}, func() error {
 			return Backward{Layer: l.Layer, DX: l.dx, DWeights: l.dw,
-				DScales: l.ds, G: l.g, Telemetry: telemetry, Figures: l.gradient, Bad: l.bad.Offset(4 * l.State.Seeds),
-				Clipped: l.bad.Offset(8 * l.State.Seeds), Workspace: l.backWork}.Launch(l.Set, l.Stream)
+				DScales: l.ds, G: l.g, Telemetry: telemetry, Figures: l.gradient,
+				Bad:     l.bad.Offset(4 * l.State.Seeds),
+				Clipped: l.bad.Offset(8 * l.State.Seeds), Workspace: l.backWork}.Launch(l.Set,
+				l.Stream)
 		})
 	}
 }

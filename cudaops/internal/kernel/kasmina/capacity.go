@@ -23,7 +23,8 @@ func (k Mixing) Bytes() int { return 4 * (1 + 2*k.Seeds + k.Slots + 1 + k.Seeds)
 
 // Mixes reports whether the kernels of this file compute a seed.
 func Mixes(s seed.Seed) bool {
-	return s.Slot != 0 && (s.Blend || s.Learn) && (s.Kind == blueprints.LowRank || s.Kind == blueprints.ChunkMLP)
+	return s.Slot != 0 && (s.Blend || s.Learn) && (s.Kind == blueprints.LowRank ||
+		s.Kind == blueprints.ChunkMLP)
 }
 
 // Encode writes the list's bytes. It fails, and names the seed, for a slot that does not exist.
@@ -42,7 +43,8 @@ func (k Mixing) Encode(dst []byte, at func(i int) seed.Seed) error {
 			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)
 		}
 		learn := s.Learn && s.Alpha != 0 // at 0 there is nothing to learn
-		list[n], state[n] = uint32(i), uint32(s.Kind)|kernel.Bit(s.Blend)<<8|kernel.Bit(learn)<<9|uint32(s.Slot)<<16
+		list[n], state[n] = uint32(i),
+			uint32(s.Kind)|kernel.Bit(s.Blend)<<8|kernel.Bit(learn)<<9|uint32(s.Slot)<<16
 		n++
 	}
 	words[0] = uint32(n)
@@ -102,7 +104,8 @@ func newMixGrid(k *kernel.Set, l Layer, w Wide, arrays int) (g mixGrid) {
 	}
 	g.tile = min(g.tile, powerOfTwo(l.Rows))
 	g.shared = size()
-	g.parts = min(kernel.CeilDiv(l.Rows, g.tile), max(mixSpread, kernel.CeilDiv(4*k.Info.SMs, l.State.Seeds)))
+	g.parts = min(kernel.CeilDiv(l.Rows, g.tile),
+		max(mixSpread, kernel.CeilDiv(4*k.Info.SMs, l.State.Seeds)))
 	g.parts = max(1, min(g.parts, mixPartials/(2*l.State.Seeds*l.Chunk*max(g.m, 1))))
 	return g
 }
@@ -157,7 +160,8 @@ func (p WideForward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := p.Forward.Launch(k, s); err != nil || g.m == 0 {
 		return err
 	}
-	a := kernel.Args().Struct(g.bytes(p.Forward.Layer, p.Wide, wide, kernel.Packed(p.Forward.Type, p.Forward.Chunk, p.Forward.X, p.Forward.Y), false), 8).Ptr(p.Forward.Y).Ptr(p.Forward.X)
+	a := kernel.Args().Struct(g.bytes(p.Forward.Layer, p.Wide, wide, kernel.Packed(p.Forward.Type,
+		p.Forward.Chunk, p.Forward.X, p.Forward.Y), false), 8).Ptr(p.Forward.Y).Ptr(p.Forward.X)
 	return mix(k, s, g.name("kasmina_mix", suf), g, a)
 }
 
@@ -176,21 +180,26 @@ func (p WideBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 		return p.Backward.Launch(k, s)
 	}
 	if p.Backward.DX == p.Backward.G {
-		return errors.New("kernels.KasminaWideBackward: DX is G, which the kernels of the kinds that mix read again")
+		return errors.New("kernels.KasminaWideBackward: DX is G, which the kernels of the kinds " +
+			"that mix read again")
 	}
 	g := newMixGrid(k, p.Backward.Layer, p.Wide, mixArrays(true))
 	scratch, _ := g.scratch(p.Backward.Layer, p.Wide.Workspace, true)
 	wide, dweights, dscales := p.Backward.Weights, p.Backward.DWeights, p.Backward.DScales
-	p.Backward.Weights, p.Backward.DWeights, p.Backward.DScales = scratch.narrow, scratch.dweights, scratch.dscales
+	p.Backward.Weights, p.Backward.DWeights, p.Backward.DScales = scratch.narrow,
+		scratch.dweights, scratch.dscales
 	if err := narrow(k, s, p.Backward.Layer, wide, p.Wide.Width); err != nil {
 		return err
 	}
 	if err := p.Backward.Launch(k, s); err != nil {
 		return err
 	}
-	layer := g.bytes(p.Backward.Layer, p.Wide, wide, kernel.Packed(p.Backward.Type, p.Backward.Chunk, p.Backward.X, p.Backward.G, p.Backward.DX), p.Backward.Clip)
+	layer := g.bytes(p.Backward.Layer, p.Wide, wide, kernel.Packed(p.Backward.Type,
+		p.Backward.Chunk, p.Backward.X, p.Backward.G, p.Backward.DX), p.Backward.Clip)
 	if g.m > 0 {
-		a := kernel.Args().Struct(layer, 8).Ptr(p.Backward.DX).Ptr(p.Backward.G).Ptr(p.Backward.X).Ptr(scratch.partial).Ptr(scratch.partialScales)
+		a := kernel.Args().Struct(layer,
+			8).Ptr(p.Backward.DX).Ptr(p.Backward.G).Ptr(p.Backward.X).Ptr(scratch.partial).Ptr(
+			scratch.partialScales)
 		if err := mix(k, s, g.name("kasmina_mix_backward", suf), g, a); err != nil {
 			return err
 		}
@@ -198,15 +207,20 @@ func (p WideBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, mixUnit, "kasmina_mix_slots", gpu.LaunchConfig{
 		Grid:  gpu.Dim{X: p.Backward.State.Slots, Y: kernel.CeilDiv(p.Wide.Width, mixThreads)},
 		Block: gpu.Dim{X: mixThreads},
-	}, kernel.Args().Struct(layer, 8).Ptr(dweights).Ptr(dscales).Ptr(scratch.dweights).Ptr(scratch.dscales).Ptr(scratch.partial).Ptr(scratch.partialScales))
+	},
+		kernel.Args().Struct(layer,
+			8).Ptr(dweights).Ptr(dscales).Ptr(scratch.dweights).Ptr(scratch.dscales).Ptr(
+			scratch.partial).Ptr(scratch.partialScales))
 }
 
 func (l Layer) checkWide(op string, r seed.Reduction, w Wide) (suf string, empty bool, err error) {
 	if suf, empty, err = l.check(op, r); err != nil {
 		return "", false, err
 	}
-	if w.Width < l.Chunk || int64(w.Width)*int64(l.State.Slots) > math.MaxInt32 || w.Width > math.MaxUint16*mixThreads {
-		return "", false, fmt.Errorf("kernels.%s: %d slots of %d weights for chunks of %d columns", op, l.State.Slots, w.Width, l.Chunk)
+	if w.Width < l.Chunk || int64(w.Width)*int64(l.State.Slots) > math.MaxInt32 ||
+		w.Width > math.MaxUint16*mixThreads {
+		return "", false, fmt.Errorf("kernels.%s: %d slots of %d weights for chunks of %d columns",
+			op, l.State.Slots, w.Width, l.Chunk)
 	}
 	return suf, empty, nil
 }
@@ -215,7 +229,8 @@ func (l Layer) checkWide(op string, r seed.Reduction, w Wide) (suf string, empty
 func narrow(k *kernel.Set, s gpu.Stream, l Layer, wide gpu.Ptr, width int) error {
 	n := l.State.Slots * l.Chunk
 	a := kernel.Args().Ptr(l.Weights).Ptr(wide).Int64(int64(n)).Int32(l.Chunk).Int32(width)
-	return k.Enqueue(s, mixUnit, "kasmina_narrow", kernel.Line(min(kernel.CeilDiv(n, mixThreads), 8*k.Info.SMs), mixThreads), a)
+	return k.Enqueue(s, mixUnit, "kasmina_narrow",
+		kernel.Line(min(kernel.CeilDiv(n, mixThreads), 8*k.Info.SMs), mixThreads), a)
 }
 
 // mix launches a kernel whose blocks take seeds and parts of the rows in turn.
@@ -239,10 +254,13 @@ func (g mixGrid) bytes(l Layer, w Wide, weights gpu.Ptr, vectors, clip bool) []b
 	if clip {
 		limit = l.State.field(4)
 	}
-	return kernel.Args().Ptr(w.Mixing.Ptr).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(l.State.field(3)).Ptr(limit).
+	return kernel.Args().Ptr(w.Mixing.Ptr).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(
+		l.State.field(3)).Ptr(limit).
 		Ptr(weights).Ptr(l.Scales).Int64(int64(l.Rows)).
-		Int32(l.State.Seeds).Int32(l.State.Slots).Int32(l.Chunk).Int32(g.m).Int32(w.Width).Int32(g.tile).Int32(g.parts).
-		Int32(int(kernel.Bit(l.Stability == seed.Strict))).Int32(int(kernel.Bit(vectors))).Float32(float32(l.Eps)).Float32(large).
+		Int32(l.State.Seeds).Int32(l.State.Slots).Int32(l.Chunk).Int32(g.m).Int32(w.Width).Int32(
+		g.tile).Int32(g.parts).
+		Int32(int(kernel.Bit(l.Stability == seed.Strict))).Int32(int(kernel.Bit(vectors))).Float32(
+		float32(l.Eps)).Float32(large).
 		Int32(0).Packed() // to a multiple of 8 bytes
 }
 

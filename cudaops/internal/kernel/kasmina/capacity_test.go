@@ -46,8 +46,10 @@ func (r *kasminaRun) spread() {
 func TestKasminaCapacity(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][5]int{ // rows, seeds, chunk, slots, width
-		{67, 66, 4, 67, 8}, {300, 66, 16, 7, 200}, {129, 66, 1, 20, 2}, {64, 66, 3, 9, 29}, {1, 66, 5, 67, 35}, {1000, 12, 64, 13, 2048},
-		{33, 66, 128, 20, 8192}, {40, 33, 37, 34, 37*14 + 5}, {9, 22, 1000, 23, 4000}, {5, 66, 130, 67, 2 * 130 * 40}, {600, 2, 8, 3, 9},
+		{67, 66, 4, 67, 8}, {300, 66, 16, 7, 200}, {129, 66, 1, 20, 2}, {64, 66, 3, 9, 29},
+		{1, 66, 5, 67, 35}, {1000, 12, 64, 13, 2048},
+		{33, 66, 128, 20, 8192}, {40, 33, 37, 34, 37*14 + 5}, {9, 22, 1000, 23, 4000},
+		{5, 66, 130, 67, 2 * 130 * 40}, {600, 2, 8, 3, 9},
 		{2, 3000, 4, 2000, 24}, {257, 1, 32, 2, 2 * 32 * 32},
 	}
 	if testing.Short() {
@@ -57,8 +59,10 @@ func TestKasminaCapacity(t *testing.T) {
 		for j, dt := range kerneltest.StorageTypes {
 			for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
 				n := i + j + int(stability)
-				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], width: s[4], dtype: dt, stability: stability,
-					reduction: seed.Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
+				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], width: s[4],
+					dtype: dt, stability: stability,
+					reduction: seed.Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4,
+					skew: n % 7 / 6, deviation: 1}
 				g.Scope(c.String(), func(g *kerneltest.Rig) {
 					r := newKasmina(g, c, nil)
 					r.spread()
@@ -75,7 +79,8 @@ func TestKasminaCapacityExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range []gpu.DType{kerneltest.F32, kerneltest.Bf16} {
 		for _, chunk := range []int{4, 16, 5} {
-			c := kasminaCase{rows: 130, seeds: 66, chunk: chunk, slots: 67, width: 6 * chunk, dtype: dt, stability: seed.Adaptive, telemetry: true,
+			c := kasminaCase{rows: 130, seeds: 66, chunk: chunk, slots: 67, width: 6 * chunk,
+				dtype: dt, stability: seed.Adaptive, telemetry: true,
 				deviation: 1}
 			g.Scope(fmt.Sprintf("large %v", c), func(g *kerneltest.Rig) {
 				r := newKasmina(g, c, func(i int, v float64) float64 {
@@ -114,8 +119,10 @@ func TestKasminaCapacityExtremes(t *testing.T) {
 func TestKasminaMixing(t *testing.T) {
 	const mlp, rank = blueprints.ChunkMLP, blueprints.LowRank
 	seeds := []seed.Seed{
-		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: mlp, Slot: 3, Blend: true, Learn: true, Alpha: 0.5}, {Kind: rank, Slot: 2},
-		{Kind: rank, Blend: true, Alpha: 1}, {Kind: rank, Slot: 1, Learn: true, Alpha: 1}, {Kind: mlp, Slot: 3, Blend: true, Learn: true},
+		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: mlp, Slot: 3, Blend: true, Learn: true,
+			Alpha: 0.5}, {Kind: rank, Slot: 2},
+		{Kind: rank, Blend: true, Alpha: 1}, {Kind: rank, Slot: 1, Learn: true, Alpha: 1},
+		{Kind: mlp, Slot: 3, Blend: true, Learn: true},
 		{Kind: mlp, Slot: 3, Learn: true, Alpha: 1},
 	}
 	st := Mixing{Seeds: len(seeds), Slots: 4}
@@ -129,7 +136,8 @@ func TestKasminaMixing(t *testing.T) {
 	if want := []uint32{4, 1, 4, 5, 6, 0, 0, 0}; !slices.Equal(words[:8], want) {
 		t.Errorf("the list is %v, want %v", words[:8], want)
 	}
-	if want := []uint32{5 | 3<<8 | 3<<16, 4 | 2<<8 | 1<<16, 5 | 1<<8 | 3<<16, 5 | 2<<8 | 3<<16}; !slices.Equal(words[8:12], want) {
+	if want := []uint32{5 | 3<<8 | 3<<16, 4 | 2<<8 | 1<<16, 5 | 1<<8 | 3<<16,
+		5 | 2<<8 | 3<<16}; !slices.Equal(words[8:12], want) {
 		t.Errorf("words are %x, want %x", words[8:12], want)
 	}
 	if want := []uint32{0, 0, 1, 1, 3, 1, 0, 3}; !slices.Equal(words[15:23], want) {

@@ -23,16 +23,18 @@ const (
 
 // kasminaGrid is how a layer is cut up for a launch.
 type kasminaGrid struct {
-	family       Family
-	shape        string // of FOR_SHAPES in kasmina_feed.cuh
-	arrays       int    // that are read
-	batch        int    // rows
-	perThread    int    // columns
-	each, units  int    // columns of a unit, and how many there are
-	use          kasminaUse
-	sharing      int // threads that share a chunk, and form its norm; 0 where they are not all in one warp
-	used         int // threads of a warp that have columns, in each of its rows
-	chunks       int // across, where warps hold chunks of several batches of a lane, that are down; else 0
+	family      Family
+	shape       string // of FOR_SHAPES in kasmina_feed.cuh
+	arrays      int    // that are read
+	batch       int    // rows
+	perThread   int    // columns
+	each, units int    // columns of a unit, and how many there are
+	use         kasminaUse
+	// threads that share a chunk, and form its norm; 0 where they are not all in one warp
+	sharing int
+	used    int // threads of a warp that have columns, in each of its rows
+	// across, where warps hold chunks of several batches of a lane, that are down; else 0
+	chunks       int
 	tiles        int // blocks for the columns of a row
 	across, down int // threads of a block
 	rowBlocks    int // blocks for the rows, that take batches in turn
@@ -53,7 +55,8 @@ func newKasminaRows(k *kernel.Set, l Layer) (r kasminaRows) {
 	r.across = min(groups, powerOfTwo(l.State.Seeds))
 	r.down = groups / r.across
 	r.tiles = kernel.CeilDiv(l.State.Seeds, r.across)
-	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts), max(1, 4*k.Info.SMs/r.tiles))
+	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts),
+		max(1, 4*k.Info.SMs/r.tiles))
 	return r
 }
 
@@ -80,7 +83,8 @@ func (g kasminaGrid) shared() int {
 		left = kasminaForwardRecord * units
 	}
 	if g.use.backward {
-		left = left/kasminaForwardRecord*kasminaBackwardRecord + 4*(kasminaThreads*g.perThread+2*units)
+		left = left/kasminaForwardRecord*kasminaBackwardRecord +
+			4*(kasminaThreads*g.perThread+2*units)
 	}
 	if g.family == Ring {
 		return max(left, kasminaRingAhead*g.arrays*g.batch*kasminaThreads*16)
@@ -97,7 +101,8 @@ func (g kasminaGrid) share() []byte {
 	if g.chunks > 0 {
 		lanes, group = 1, g.sharing
 	}
-	return kernel.Args().Int32(g.rowBlocks*lanes | g.run<<24).Uint32(uint32(g.ending*lanes | g.tail<<18 | g.used<<26)).
+	return kernel.Args().Int32(g.rowBlocks*lanes | g.run<<24).Uint32(
+		uint32(g.ending*lanes | g.tail<<18 | g.used<<26)).
 		Int32(group | g.chunks<<8 | g.down<<16).Packed()
 }
 
@@ -110,9 +115,11 @@ func (g kasminaGrid) block() gpu.Dim {
 }
 
 // kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.
-func newKasminaGrid(k *kernel.Set, l Layer, f Family, blocks int, aligned bool, use kasminaUse) kasminaGrid {
+func newKasminaGrid(k *kernel.Set, l Layer, f Family, blocks int, aligned bool,
+	use kasminaUse) kasminaGrid {
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
-	g := kasminaGrid{family: f, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1, each: 1, units: d, rows: newKasminaRows(k, l)}
+	g := kasminaGrid{family: f, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1,
+		each: 1, units: d, rows: newKasminaRows(k, l)}
 	if g.use.backward {
 		g.arrays, g.batch = 2, 2
 	}

@@ -41,11 +41,12 @@ const kasminaKinds = 4
 
 // The rows of the arrays that figures are left in.
 const (
-	Health          = 0 // six: variance, mean, min, max, dead ratio, signal-to-noise ratio
-	Moments         = 6 // mean and variance of all finite elements, whatever the reduction
-	ForwardFigures  = 8
-	Gradient        = 0 // three: norm, variance, largest magnitude
-	Norms           = 3 // mean and variance of the rows' norms, and the number of rows with a finite element
+	Health         = 0 // six: variance, mean, min, max, dead ratio, signal-to-noise ratio
+	Moments        = 6 // mean and variance of all finite elements, whatever the reduction
+	ForwardFigures = 8
+	Gradient       = 0 // three: norm, variance, largest magnitude
+	// mean and variance of the rows' norms, and the number of rows with a finite element
+	Norms           = 3
 	BackwardFigures = 6
 	Bins            = 40 // of a histogram; see kasmina_rows.cu
 )
@@ -90,7 +91,8 @@ func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 		if int(s.Slot) >= k.Slots {
 			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)
 		}
-		field(0)[i] = uint32(s.Kind) | kernel.Bit(s.Blend)<<8 | kernel.Bit(s.Learn)<<9 | uint32(s.Slot)<<16
+		field(0)[i] = uint32(s.Kind) | kernel.Bit(s.Blend)<<8 | kernel.Bit(
+			s.Learn)<<9 | uint32(s.Slot)<<16
 	}
 	sortBySlot(heads, order, field(0))
 	return nil
@@ -106,7 +108,8 @@ func sortBySlot(heads, order, words []uint32) {
 		}
 	}
 	sum := uint32(0)
-	for i := range heads { // where each slot's end, until they have been placed from the last to the first
+	// where each slot's end, until they have been placed from the last to the first
+	for i := range heads {
 		sum += heads[i]
 		heads[i] = sum
 	}
@@ -128,7 +131,8 @@ type Layer struct {
 	Stability          seed.Stability
 	Type               gpu.DType
 	Family             Family
-	Blocks             int // of a launch that are in flight at once, at most; 0 for all that the GPU has room for
+	// of a launch that are in flight at once, at most; 0 for all that the GPU has room for
+	Blocks int
 }
 
 // Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the
@@ -142,8 +146,8 @@ type Forward struct {
 	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram gpu.Ptr // [Seeds, Bins] of uint32, or null
 	Workspace gpu.Ptr // of [ForwardWorkspace] bytes
-	// Records, unless it is nil, is told what remains to be done for exact figures by [MergeRecords];
-	// Workspace is to be kept until then.
+	// Records, unless it is nil, is told what remains to be done for exact figures by
+	// [MergeRecords]; Workspace is to be kept until then.
 	Records *Records
 }
 
@@ -158,10 +162,11 @@ type Backward struct {
 	Telemetry                bool
 	Reduction                seed.Reduction
 	Figures                  gpu.Ptr // [BackwardFigures, Seeds] of float32
-	Bad, Clipped             gpu.Ptr // [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
-	Workspace                gpu.Ptr // of [BackwardWorkspace] bytes
-	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact figures
-	// by [SumParts]; Workspace and what the layer has beside X are to be kept until then.
+	// [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
+	Bad, Clipped gpu.Ptr
+	Workspace    gpu.Ptr // of [BackwardWorkspace] bytes
+	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact
+	// figures by [SumParts]; Workspace and what the layer has beside X are to be kept until then.
 	Parts *Parts
 }
 
@@ -190,7 +195,8 @@ func (f Family) String() string {
 func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Ptr) []Family {
 	plain := []Family{Plain}
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
-	if l.Stability == seed.Strict || !kernel.Aligned(append(others, l.X)...) || d%n != 0 || l.Chunk != 4 && l.Chunk%n != 0 {
+	if l.Stability == seed.Strict || !kernel.Aligned(append(others, l.X)...) || d%n != 0 ||
+		l.Chunk != 4 && l.Chunk%n != 0 {
 		return plain
 	}
 	families := []Family{Ring, Plain}
@@ -232,10 +238,12 @@ func (l Layer) check(op string, r seed.Reduction) (suf string, empty bool, err e
 		return "", false, err
 	}
 	if l.Stability > seed.Strict || r > seed.Max {
-		return "", false, fmt.Errorf("kernels.%s: there is no stability mode %d or no reduction %d", op, l.Stability, r)
+		return "", false, fmt.Errorf("kernels.%s: there is no stability mode %d or no reduction %d",
+			op, l.Stability, r)
 	}
 	if int64(l.State.Seeds)*int64(l.Chunk) > math.MaxInt32/4 || l.Rows > math.MaxInt32 {
-		return "", false, fmt.Errorf("kernels.%s: %d rows of %d seeds of %d columns are too many", op, l.Rows, l.State.Seeds, l.Chunk)
+		return "", false, fmt.Errorf("kernels.%s: %d rows of %d seeds of %d columns are too many",
+			op, l.Rows, l.State.Seeds, l.Chunk)
 	}
 	empty, err = kernel.CheckSizes(op, l.Rows, l.State.Seeds, l.Chunk, l.State.Slots)
 	return suf, empty, err
@@ -262,8 +270,10 @@ func (l Layer) bytes(softmax gpu.Ptr, clip bool) []byte {
 	if clip {
 		limit = l.State.field(4)
 	}
-	a := kernel.Args().Ptr(l.State.field(0)).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(l.State.field(3)).Ptr(limit).
-		Ptr(l.Weights).Ptr(l.Scales).Ptr(softmax).Int64(int64(l.Rows)).Int32(l.State.Seeds).Int32(l.Chunk).
+	a := kernel.Args().Ptr(l.State.field(0)).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(
+		l.State.field(3)).Ptr(limit).
+		Ptr(l.Weights).Ptr(l.Scales).Ptr(softmax).Int64(int64(l.Rows)).Int32(
+		l.State.Seeds).Int32(l.Chunk).
 		Float32(float32(l.Eps)).Float32(large)
 	return a.Packed()
 }
@@ -292,14 +302,17 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, suf string, use kasmin
 	if family == Auto {
 		family = can[0]
 	} else if !slices.Contains(can, family) {
-		return nil, fmt.Errorf("kernels: family %v cannot run the Kasmina %s pass of this layer, only %v can", family, op, can)
+		return nil,
+			fmt.Errorf("kernels: family %v cannot run the Kasmina %s pass of this layer, "+
+				"only %v can", family, op, can)
 	}
 	p := &kasminaPass{Set: k, Stream: s, Layer: l, unit: unit, suf: suf}
 	grid := func(blocks int) kasminaGrid {
 		return newKasminaGrid(k, l, family, blocks, kernel.Aligned(append(others, l.X)...), use)
 	}
 	g := grid(1)
-	p.name = "kasmina_" + op + "_" + family.String() + "_" + l.mode(use.telemetry) + "_" + g.shape + suf
+	p.name = "kasmina_" + op + "_" + family.String() + "_" + l.mode(use.telemetry) + "_" + g.shape +
+		suf
 	blocks, err := k.Resident(unit, p.name, kasminaThreads, g.shared())
 	if err != nil {
 		return nil, err
@@ -312,7 +325,8 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, suf string, use kasmin
 	p.layer = l.bytes(p.gates, use.clip)
 	if p.gates != 0 {
 		a := kernel.Args().Ptr(p.gates).Ptr(l.Weights).Int32(l.State.Slots).Int32(l.Chunk)
-		err = k.Enqueue(s, "kasmina", "kasmina_softmax", kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256), a)
+		err = k.Enqueue(s, "kasmina", "kasmina_softmax",
+			kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256), a)
 	}
 	return p, err
 }
@@ -351,8 +365,10 @@ func (p *kasminaPass) measureRows(name string, a *gpu.Args, r seed.Reduction) er
 }
 
 func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) error {
-	a := kernel.Args().Ptr(figures).Ptr(p.partial).Int32(p.rows.parts()).Int32(p.State.Seeds).Int32(int(r)).Int32(count).Int32(norms)
-	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_rows_merge", kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), a)
+	a := kernel.Args().Ptr(figures).Ptr(p.partial).Int32(p.rows.parts()).Int32(p.State.Seeds).Int32(
+		int(r)).Int32(count).Int32(norms)
+	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_rows_merge",
+		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), a)
 }
 
 // Launch launches a kernel for Y and records of figures, and with telemetry one that merges them,
@@ -366,7 +382,8 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty || err != nil {
 		return err
 	}
-	p, err := newKasminaPass(k, s, f.Layer, suf, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
+	p, err := newKasminaPass(k, s, f.Layer, suf, kasminaUse{telemetry: f.Telemetry}, f.Workspace,
+		f.Y)
 	if err != nil {
 		return err
 	}
@@ -387,7 +404,8 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if !f.Telemetry || f.Reduction == seed.Exact {
 		return nil
 	}
-	if err := p.measureRows("kasmina_rows_health", kernel.Args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.partial), f.Reduction); err != nil {
+	if err := p.measureRows("kasmina_rows_health",
+		kernel.Args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.partial), f.Reduction); err != nil {
 		return err
 	}
 	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
@@ -417,12 +435,14 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if empty {
-		return errors.Join(elementwise.Fill(k, s, b.DWeights, 0, b.State.Slots*b.Chunk, gpu.Float32),
+		return errors.Join(elementwise.Fill(k, s, b.DWeights, 0,
+			b.State.Slots*b.Chunk, gpu.Float32),
 			elementwise.Fill(k, s, b.DScales, 0, b.State.Slots, gpu.Float32))
 	}
 	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
 	if use.inPlace && (!b.InPlace() || !kernel.Aligned(b.X, b.G)) {
-		return fmt.Errorf("kernels.KasminaBackward: DX is G, but chunks of %d columns of %v at %#x and %#x cannot be computed in place",
+		return fmt.Errorf("kernels.KasminaBackward: DX is G, but chunks of %d columns of %v at "+
+			"%#x and %#x cannot be computed in place",
 			b.Chunk, b.Type, b.X, b.G)
 	}
 	p, err := newKasminaPass(k, s, b.Layer, suf, use, b.Workspace, b.DX, b.G)
@@ -432,7 +452,8 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	byRow := b.Telemetry && (b.Reduction != seed.Exact || p.sharing == 0) || p.scale != 0
 	if byRow {
 		l := kernel.Args().Struct(b.Layer.bytes(p.gates, p.scale != 0), 8)
-		if err := p.measureRows("kasmina_rows_gradient", l.Ptr(b.G).Ptr(p.partial).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
+		if err := p.measureRows("kasmina_rows_gradient",
+			l.Ptr(b.G).Ptr(p.partial).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
 			return err
 		}
 	}
@@ -441,7 +462,8 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if p.family == Tile {
 		sums = p.total
 	}
-	a.Ptr(b.X).Int32(p.sharing).Ptr(p.scale).Ptr(sums).Ptr(p.records).Ptr(b.Figures).Ptr(b.Bad).Ptr(b.Clipped)
+	a.Ptr(b.X).Int32(p.sharing).Ptr(p.scale).Ptr(sums).Ptr(p.records).Ptr(
+		b.Figures).Ptr(b.Bad).Ptr(b.Clipped)
 	if err := p.main(a); err != nil {
 		return err
 	}

@@ -19,7 +19,8 @@ import (
 // backward: in the last three of 16-bit types even where nothing has threads of a chunk be of one
 // warp.
 var kasminaPacked = [][4]int{
-	{1327, 5, 48, 6}, {2611, 3, 24, 4}, {702, 2, 80, 3}, {2600, 1, 24, 2}, {1101, 4, 64, 5}, {1031, 8, 32, 7}, {1040, 6, 48, 5},
+	{1327, 5, 48, 6}, {2611, 3, 24, 4}, {702, 2, 80, 3}, {2600, 1, 24, 2}, {1101, 4, 64, 5},
+	{1031, 8, 32, 7}, {1040, 6, 48, 5},
 }
 
 // TestKasminaPacked needs no GPU.
@@ -31,7 +32,8 @@ func TestKasminaPacked(t *testing.T) {
 			for _, telemetry := range []bool{false, true} {
 				use := kasminaUse{backward: true, telemetry: telemetry}
 				g := newKasminaGrid(k, l, Ring, kasminaBlocks*k.Info.SMs, true, use)
-				if g.chunks == 0 && (telemetry || dt != kerneltest.F32 && i >= len(kasminaPacked)-3) {
+				if g.chunks == 0 && (telemetry || dt != kerneltest.F32 &&
+					i >= len(kasminaPacked)-3) {
 					t.Errorf("%v %v telemetry=%v: warps hold no chunks", s, dt, telemetry)
 				}
 			}
@@ -42,22 +44,28 @@ func TestKasminaPacked(t *testing.T) {
 func TestKasmina(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][4]int{ // rows, seeds, chunk, slots
-		{67, 44, 4, 45}, {300, 88, 4, 7}, {129, 44, 1, 45}, {64, 44, 2, 9}, {31, 44, 3, 20}, {7, 50, 5, 51}, {33, 44, 16, 45},
-		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3}, {65, 1, 4096, 2}, {2, 3000, 4, 2000},
+		{67, 44, 4, 45}, {300, 88, 4, 7}, {129, 44, 1, 45}, {64, 44, 2, 9}, {31, 44, 3, 20},
+		{7, 50, 5, 51}, {33, 44, 16, 45},
+		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3},
+		{65, 1, 4096, 2}, {2, 3000, 4, 2000},
 		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
-		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3}, // a chunk's threads are no power of two
+		// a chunk's threads are no power of two
+		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3},
 	}
 	if testing.Short() {
 		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, kasminaPacked[0]}
 	} else {
-		shapes = append(append(shapes, kasminaPacked...), [4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
+		shapes = append(append(shapes, kasminaPacked...), [4]int{2, 100_000, 1, 65536},
+			[4]int{1, 100_000, 4, 3})
 	}
 	for i, s := range shapes {
 		for j, dt := range kerneltest.StorageTypes {
 			for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
 				n := i + j + int(stability)
-				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3], dtype: dt, stability: stability,
-					reduction: seed.Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4, skew: n % 7 / 6, deviation: 1}
+				c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: s[3],
+					dtype: dt, stability: stability,
+					reduction: seed.Reduction((n + i) % 3), clip: n%2 == 0, telemetry: n%5 != 4,
+					skew: n % 7 / 6, deviation: 1}
 				g.Scope(c.String(), func(g *kerneltest.Rig) { newKasmina(g, c, nil).check() })
 			}
 		}
@@ -69,10 +77,12 @@ func TestKasminaFewSeeds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][3]int{ // seeds, chunk, from
 		{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25},
-		{4, 4, 2}, {4, 4, 2}, {4, 4, 13}, {2, 48, 2}, {2, 4, 0}, // warps that need little: no x, no x and clipped, no relu; nothing
+		// warps that need little: no x, no x and clipped, no relu; nothing
+		{4, 4, 2}, {4, 4, 2}, {4, 4, 13}, {2, 48, 2}, {2, 4, 0},
 	}
 	for i, s := range shapes {
-		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5, dtype: kerneltest.StorageTypes[(i+1)%3], stability: seed.Adaptive,
+		c := kasminaCase{rows: 32768, seeds: s[0], chunk: s[1], from: s[2], slots: 5,
+			dtype: kerneltest.StorageTypes[(i+1)%3], stability: seed.Adaptive,
 			clip: i%2 == 0, telemetry: true, deviation: 1}
 		if testing.Short() {
 			c.rows = 4099
@@ -85,12 +95,14 @@ func TestKasminaFewSeeds(t *testing.T) {
 func TestKasminaGrid(t *testing.T) {
 	k := &kernel.Set{Info: gpu.DeviceInfo{SMs: 132}}
 	for range kerneltest.Few(2000, 500) {
-		l := Layer{Rows: 1 << rand.IntN(16), Chunk: 1 + rand.IntN(70), Type: kerneltest.StorageTypes[rand.IntN(3)],
+		l := Layer{Rows: 1 << rand.IntN(16), Chunk: 1 + rand.IntN(70),
+			Type:  kerneltest.StorageTypes[rand.IntN(3)],
 			State: State{Seeds: 1 + rand.IntN(100), Slots: 1}}
 		if rand.IntN(3) > 0 {
 			l.Chunk = 4 * (1 + rand.IntN(100))
 		}
-		use := kasminaUse{backward: rand.IntN(2) == 0, telemetry: rand.IntN(2) == 0, clip: rand.IntN(2) == 0}
+		use := kasminaUse{backward: rand.IntN(2) == 0, telemetry: rand.IntN(2) == 0,
+			clip: rand.IntN(2) == 0}
 		d, n, aligned := l.State.Seeds*l.Chunk, kernel.Vector(l.Type), rand.IntN(2) == 0
 		use.inPlace = use.backward && aligned && l.InPlace() && rand.IntN(2) == 0
 		families := []Family{Plain}
@@ -108,7 +120,8 @@ func TestKasminaGrid(t *testing.T) {
 			if s := g.scratch(l, 0); s.bytes > space {
 				t.Fatalf("%+v %+v: %d bytes of workspace, of %d", l, g, s.bytes, space)
 			}
-			if g.across*g.down > kasminaThreads || g.chunks == 0 && g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
+			if g.across*g.down > kasminaThreads || g.chunks == 0 &&
+				g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
 				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
 			}
 			if use.inPlace && g.sharing == 0 {
@@ -144,15 +157,18 @@ func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
 			continue
 		}
 		if seed := column / l.Chunk; g.chunks > 0 && thread%32 > 0 && seed != of {
-			t.Fatalf("%+v %+v: thread %d of tile %d has seed %d, the warp's first one seed %d", l, g, thread, tile, seed, of)
+			t.Fatalf("%+v %+v: thread %d of tile %d has seed %d, the warp's first one seed %d", l,
+				g, thread, tile, seed, of)
 		} else {
 			of = seed
 		}
 		if column%l.Chunk == 0 {
 			begun[y] = thread / 32
 		}
-		if times[column/g.perThread]++; (g.chunks > 0 || g.use.joined() && g.sharing > 0) && thread/32 != begun[y] {
-			t.Fatalf("%+v %+v: thread %d of tile %d has column %d, whose chunk begins in warp %d", l, g, thread, tile, column, begun[y])
+		if times[column/g.perThread]++; (g.chunks > 0 || g.use.joined() && g.sharing > 0) &&
+			thread/32 != begun[y] {
+			t.Fatalf("%+v %+v: thread %d of tile %d has column %d, whose chunk begins in warp %d",
+				l, g, thread, tile, column, begun[y])
 		}
 	}
 	for i, n := range times {
@@ -188,7 +204,8 @@ func TestKasminaLateBlocks(t *testing.T) {
 			c.dtype, c.stability = kerneltest.StorageTypes[(i+j)%3], seed.Adaptive
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
 				r := newKasmina(g, c, nil)
-				grid := newKasminaGrid(g.Set, r.layer, Plain, c.blocks, true, kasminaUse{telemetry: c.telemetry})
+				grid := newKasminaGrid(g.Set, r.layer, Plain, c.blocks, true,
+					kasminaUse{telemetry: c.telemetry})
 				if grid.late == 0 {
 					t.Errorf("no blocks come late: %+v", grid)
 				}
@@ -204,14 +221,17 @@ func TestKasminaForeignKinds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, chunk := range []int{4, 16, 3, 4096} {
 		for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
-			c := kasminaCase{rows: 45, seeds: 44, chunk: chunk, slots: 20, dtype: kerneltest.StorageTypes[i%3], stability: stability,
+			c := kasminaCase{rows: 45, seeds: 44, chunk: chunk, slots: 20,
+				dtype: kerneltest.StorageTypes[i%3], stability: stability,
 				clip: i%2 == 0, telemetry: true, deviation: 1}
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
 				r := newKasmina(g, c, nil)
-				words := readWords(g, &kerneltest.Buffer{Ptr: r.layer.State.Ptr, N: c.seeds, Dtype: kerneltest.F32})
+				words := readWords(g, &kerneltest.Buffer{Ptr: r.layer.State.Ptr, N: c.seeds,
+					Dtype: kerneltest.F32})
 				for s := range r.states {
 					if words[s] != 0 && s%2 == 0 {
-						words[s] = words[s]&^0xff | uint32(kasminaKinds+g.Rand.IntN(256-kasminaKinds))
+						words[s] = words[s]&^0xff | uint32(kasminaKinds+
+							g.Rand.IntN(256-kasminaKinds))
 						r.states[s].Slot = slotOfNone
 					}
 				}
@@ -227,7 +247,8 @@ func TestKasminaIllConditioned(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for reduction := range seed.Max + 1 {
 		for _, chunk := range []int{4, 16, 3} {
-			c := kasminaCase{rows: 1111, seeds: 44, chunk: chunk, slots: 45, dtype: kerneltest.F32, stability: seed.Fast, reduction: reduction,
+			c := kasminaCase{rows: 1111, seeds: 44, chunk: chunk, slots: 45, dtype: kerneltest.F32,
+				stability: seed.Fast, reduction: reduction,
 				telemetry: true, mean: 1e4, deviation: 1e-2}
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
 				newKasmina(g, c, nil).checkFigureFamilies()
@@ -244,12 +265,15 @@ func TestKasminaPivots(t *testing.T) {
 	for _, dt := range kerneltest.StorageTypes {
 		for _, chunk := range []int{4, 16, 3} {
 			for place := range 3 {
-				c := kasminaCase{rows: 516, seeds: 44, chunk: chunk, slots: 45, dtype: dt, stability: seed.Fast, telemetry: true, deviation: 1}
-				columns, first := c.seeds*chunk, c.rows-4 // first is where a lane begins, of batches of two and of four rows
+				c := kasminaCase{rows: 516, seeds: 44, chunk: chunk, slots: 45, dtype: dt,
+					stability: seed.Fast, telemetry: true, deviation: 1}
+				// first is where a lane begins, of batches of two and of four rows
+				columns, first := c.seeds*chunk, c.rows-4
 				g.Scope(fmt.Sprintf("%v outlier %d", c, place), func(g *kerneltest.Rig) {
 					newKasmina(g, c, func(i int, v float64) float64 {
 						row, column := i/columns-first, i%chunk
-						if chunk == 3 && row == place && column == place || chunk > 3 && row == 0 && column == place {
+						if chunk == 3 && row == place && column == place || chunk > 3 &&
+							row == 0 && column == place {
 							return 1000 + v
 						}
 						return v
@@ -276,10 +300,13 @@ func TestKasminaPivots(t *testing.T) {
 func TestKasminaExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range kerneltest.StorageTypes {
-		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {1301, 10, 24}} { // rows, seeds, chunk
-			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt, stability: seed.Adaptive, telemetry: true,
+		// rows, seeds, chunk
+		for _, s := range [][3]int{{130, 44, 4}, {130, 44, 16}, {130, 44, 5}, {1301, 10, 24}} {
+			c := kasminaCase{rows: s[0], seeds: s[1], chunk: s[2], slots: 45, dtype: dt,
+				stability: seed.Adaptive, telemetry: true,
 				from: g.Rand.IntN(44), deviation: 1}
-			large := map[gpu.DType]float64{kerneltest.F32: 1e15, kerneltest.Bf16: 1e15, kerneltest.F16: 4e3}[dt]
+			large := map[gpu.DType]float64{kerneltest.F32: 1e15, kerneltest.Bf16: 1e15,
+				kerneltest.F16: 4e3}[dt]
 			g.Scope(fmt.Sprintf("large %v", c), func(g *kerneltest.Rig) {
 				newKasmina(g, c, func(i int, v float64) float64 {
 					if i%29 == 0 {
@@ -323,10 +350,13 @@ func (r *kasminaRun) checkNonFinite() {
 	for i := range y {
 		s := r.states[i/r.chunk%r.seeds]
 		if bits := math.Float64bits; s.Slot == slotOfNone || !s.Blend {
-			if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] || bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
-				r.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i], r.xr[i], dx[i], r.gr[i])
+			if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] ||
+				bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
+				r.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i],
+					r.xr[i], dx[i], r.gr[i])
 			}
-		} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != blueprints.ConvFilter && !finite(r.xr[i]) ||
+		} else if finite(y[i]) && !finite(r.wantY[i]) && s.Kind != blueprints.ConvFilter &&
+			!finite(r.xr[i]) ||
 			finite(r.wantY[i]) && !finite(y[i]) {
 			r.Fatalf("element %d: y is %v of %v, want %v (%+v)", i, y[i], r.xr[i], r.wantY[i], s)
 		}
@@ -340,7 +370,8 @@ func TestKasminaState(t *testing.T) {
 	st := State{Seeds: 5, Slots: 4}
 	raw := make([]byte, st.Bytes())
 	seeds := []seed.Seed{
-		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: 9, Slot: 0, Blend: true}, {Kind: 2, Slot: 1, Learn: true, Blend: true},
+		{Kind: 1, Slot: 3, Learn: true, Alpha: 1}, {Kind: 9, Slot: 0, Blend: true},
+		{Kind: 2, Slot: 1, Learn: true, Blend: true},
 		{Kind: 3, Slot: 3, Learn: true}, {Kind: 9, Slot: 2},
 	}
 	encode := func() error { return st.Encode(raw, func(i int) seed.Seed { return seeds[i] }) }
@@ -350,7 +381,8 @@ func TestKasminaState(t *testing.T) {
 		}
 	}
 	words := gpu.View[uint32](raw)
-	if want := []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16, 0}; !slices.Equal(words[:5], want) {
+	if want := []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16,
+		0}; !slices.Equal(words[:5], want) {
 		t.Errorf("words are %x, want %x", words[:5], want)
 	}
 	if want := []uint32{0, 0, 1, 1, 3, 2, 0, 3}; !slices.Equal(words[25:33], want) {
@@ -395,7 +427,8 @@ func TestKasminaRefusals(t *testing.T) {
 			t.Errorf("%s: no error", what)
 		}
 	}
-	if (WideBackward{Backward: Backward{Layer: l}, Wide: Wide{Width: 8}}).Launch(g.Set, g.Stream) == nil {
+	if (WideBackward{Backward: Backward{Layer: l}, Wide: Wide{Width: 8}}).Launch(g.Set,
+		g.Stream) == nil {
 		t.Error("wide slots in place: no error")
 	}
 }

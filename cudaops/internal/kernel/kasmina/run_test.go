@@ -29,8 +29,10 @@ type kasminaCase struct {
 }
 
 func (c kasminaCase) String() string {
-	return fmt.Sprintf("%dx%dx%d slots=%dx%d %v stability=%d reduction=%d clip=%v telemetry=%v skew=%d", c.rows, c.seeds, c.chunk,
-		c.slots, max(c.width, c.chunk), c.dtype, c.stability, c.reduction, c.clip, c.telemetry, c.skew)
+	return fmt.Sprintf("%dx%dx%d slots=%dx%d %v stability=%d reduction=%d clip=%v telemetry=%v "+
+		"skew=%d", c.rows, c.seeds, c.chunk,
+		c.slots, max(c.width, c.chunk), c.dtype, c.stability, c.reduction,
+		c.clip, c.telemetry, c.skew)
 }
 
 // kasminaRun is a layer on the GPU and its reference.
@@ -87,18 +89,23 @@ func kasminaSeeds(g *kerneltest.Rig, c kasminaCase) []seed.Seed {
 		if stage == state.Training || stage == state.FineTuning || stage == state.Fossilized {
 			alpha = 1
 		}
-		low, high := c.mean-c.deviation*(0.5+g.Rand.Float64()), c.mean+c.deviation*(0.5+g.Rand.Float64())
+		low, high := c.mean-c.deviation*(0.5+g.Rand.Float64()),
+			c.mean+c.deviation*(0.5+g.Rand.Float64())
 		seeds[i] = seed.Seed{
-			Kind: blueprints.Kind(number / kasminaStages % c.kinds()), Slot: uint16(g.Rand.IntN(c.slots)), Alpha: alpha,
-			Blend: stage.Blends(), Learn: stage.Learns(), Low: float64(float32(low)), High: float64(float32(high)),
-			Limit: math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean, c.deviation) * (0.7 + g.Rand.Float64()/2),
+			Kind: blueprints.Kind(number / kasminaStages % c.kinds()),
+			Slot: uint16(g.Rand.IntN(c.slots)), Alpha: alpha,
+			Blend: stage.Blends(), Learn: stage.Learns(), Low: float64(float32(low)),
+			High: float64(float32(high)),
+			Limit: math.Sqrt(float64(c.chunk)) * math.Hypot(c.mean,
+				c.deviation) * (0.7 + g.Rand.Float64()/2),
 		}
 	}
 	return seeds
 }
 
 // newKasmina uploads a random layer. spoil, if not nil, puts special values into x and g.
-func newKasmina(g *kerneltest.Rig, c kasminaCase, spoil func(i int, v float64) float64) *kasminaRun {
+func newKasmina(g *kerneltest.Rig, c kasminaCase,
+	spoil func(i int, v float64) float64) *kasminaRun {
 	g.Helper()
 	r := &kasminaRun{Rig: g, kasminaCase: c, states: kasminaSeeds(g, c)}
 	n := c.rows * c.seeds * c.chunk
@@ -129,11 +136,13 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase, spoil func(i int, v float64) f
 	b := g.Alloc(len(raw)/4, kerneltest.F32, 0)
 	g.Must(g.Ctx.CopyToDevice(b.Ptr, raw, g.Stream))
 	st.Ptr = b.Ptr
-	r.layer = Layer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows, Chunk: c.chunk, Eps: 1e-8,
+	r.layer = Layer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows,
+		Chunk: c.chunk, Eps: 1e-8,
 		Stability: c.stability, Type: c.dtype, Blocks: c.blocks}
 	r.y, r.dx = g.Alloc(n, c.dtype, c.skew), g.Alloc(n, c.dtype, c.skew)
 	r.dw, r.ds = g.Alloc(c.slots*width, kerneltest.F32, 0), g.Alloc(c.slots, kerneltest.F32, 0)
-	r.health, r.gradient = g.Alloc(ForwardFigures*c.seeds, kerneltest.F32, 0), g.Alloc(BackwardFigures*c.seeds, kerneltest.F32, 0)
+	r.health, r.gradient = g.Alloc(ForwardFigures*c.seeds, kerneltest.F32, 0),
+		g.Alloc(BackwardFigures*c.seeds, kerneltest.F32, 0)
 	r.counts = g.Alloc(3*c.seeds, kerneltest.F32, 0)
 	r.bins = g.Alloc(Bins*c.seeds, kerneltest.F32, 0)
 	g.Must(g.Ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, g.Stream))
@@ -156,8 +165,9 @@ func (r *kasminaRun) in(f Family) Layer {
 
 func (r *kasminaRun) launchForward() {
 	r.Helper()
-	f := Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Reduction: r.reduction,
-		Figures: r.health.Ptr, Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
+	f := Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry,
+		Reduction: r.reduction,
+		Figures:   r.health.Ptr, Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
 	if r.telemetry {
 		f.Histogram = r.bins.Ptr
 	}
@@ -180,13 +190,15 @@ func (r *kasminaRun) launchBackward() {
 
 func (r *kasminaRun) backwardPass() Backward {
 	return Backward{Layer: r.in(r.backwardFamily), DX: r.dx.Ptr, DWeights: r.dw.Ptr,
-		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction, Figures: r.gradient.Ptr,
-		Bad: r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
+		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction,
+		Figures: r.gradient.Ptr,
+		Bad:     r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
 }
 
 // refer computes what is wanted in float64.
 func (r *kasminaRun) refer() {
-	k := &cpukasmina.Layer[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots, Width: max(r.width, r.chunk), Eps: r.layer.Eps,
+	k := &cpukasmina.Layer[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots,
+		Width: max(r.width, r.chunk), Eps: r.layer.Eps,
 		Stability: r.stability,
 		Reduce:    r.reduction,
 		Measure:   slices.Repeat([]bool{true}, r.seeds)}
@@ -226,12 +238,15 @@ func (r *kasminaRun) checkCounts(runs int) {
 	r.Helper()
 	got := readWords(r.Rig, r.counts)
 	for s := range r.seeds {
-		for i, want := range [...]int{r.wantHealth[s].Bad, r.wantGradient[s].Bad, r.wantGradient[s].Clipped} {
+		for i, want := range [...]int{r.wantHealth[s].Bad, r.wantGradient[s].Bad,
+			r.wantGradient[s].Clipped} {
 			got := int(got[i*r.seeds+s])
-			if got == runs*want || i == 2 && max(got-runs*want, runs*want-got) <= runs*r.borderline(s) {
+			if got == runs*want || i == 2 && max(got-runs*want,
+				runs*want-got) <= runs*r.borderline(s) {
 				continue
 			}
-			r.Errorf("seed %d: %s is %d, want %d", s, [...]string{"bad of x", "bad of g", "clipped"}[i], got, runs*want)
+			r.Errorf("seed %d: %s is %d, want %d", s, [...]string{"bad of x", "bad of g",
+				"clipped"}[i], got, runs*want)
 			return
 		}
 	}
@@ -273,7 +288,8 @@ func (r *kasminaRun) checkFigures(tol float64) {
 		deviation := math.Sqrt(m.Variance())
 		size := math.Abs(m.Mean) + deviation
 		at := func(figures []float64, i int) float64 { return figures[i*r.seeds+s] }
-		// A row's variance is formed of few elements, whose differences are only as exact as float32.
+		// A row's variance is formed of few elements, whose differences are only as exact as
+		// float32.
 		check(s, "variance", at(health, 0), h[0], h[0])
 		check(s, "mean", at(health, 1), h[1], size)
 		check(s, "min", at(health, 2), h[2], size)
@@ -285,11 +301,13 @@ func (r *kasminaRun) checkFigures(tol float64) {
 		g := r.wantGradient[s].Gradient(r.reference.Reduce)
 		norms := r.wantGradient[s].Norms
 		check(s, "gradient's norm", at(gradient, 0), g[0], g[0])
-		check(s, "gradient's variance", at(gradient, 1), g[1], 4*g[1]) // whose squares double the rounding, and more in clipped rows
+		// whose squares double the rounding, and more in clipped rows
+		check(s, "gradient's variance", at(gradient, 1), g[1], 4*g[1])
 		check(s, "largest gradient", at(gradient, 2), g[2], g[2])
 		check(s, "norms' mean", at(gradient, Norms), norms.Mean, norms.Mean)
 		// Up to eight norms at once are summed up from the first row's, outlier or not.
-		check(s, "norms' variance", at(gradient, Norms+1), norms.Variance(), 4*norms.Variance()+1e-2*norms.Mean*norms.Mean)
+		check(s, "norms' variance", at(gradient, Norms+1), norms.Variance(), 4*norms.Variance()+
+			1e-2*norms.Mean*norms.Mean)
 		check(s, "norms' count", at(gradient, Norms+2), norms.N, 0)
 		for i, want := range r.wantBins[s] {
 			check(s, fmt.Sprintf("bin %d", i), float64(bins[s*Bins+i]), float64(want), 0)
@@ -333,7 +351,8 @@ func (r *kasminaRun) checkFamily() {
 		outputs = append(outputs, r.health, r.gradient, r.bins)
 	}
 	poison := func(with uint8) {
-		for _, b := range append([]*kerneltest.Buffer{r.forwardSpace, r.backwardSpace}, outputs...) {
+		for _, b := range append([]*kerneltest.Buffer{r.forwardSpace, r.backwardSpace},
+			outputs...) {
 			r.Must(r.Ctx.Memset8(b.Ptr, with, b.Bytes(), r.Stream))
 		}
 	}
@@ -401,7 +420,8 @@ func (r *kasminaRun) checkInPlace(runs int) {
 	one.launchBackward()
 	for i, n := range readWords(r.Rig, r.counts)[r.seeds:] {
 		if want := before[r.seeds+i] / uint32(runs) * uint32(runs+1); n != want {
-			r.Errorf("seed %d: count %d of g is %d in place, want %d", i%r.seeds, i/r.seeds, n, want)
+			r.Errorf("seed %d: count %d of g is %d in place, want %d",
+				i%r.seeds, i/r.seeds, n, want)
 			break
 		}
 	}
@@ -424,6 +444,7 @@ func (r *kasminaRun) checkInPlace(runs int) {
 }
 
 func (r *kasminaRun) forwardPass() Forward {
-	return Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry, Figures: r.health.Ptr,
-		Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
+	return Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry,
+		Figures: r.health.Ptr,
+		Bad:     r.count(0), Workspace: r.forwardSpace.Ptr}
 }

@@ -33,10 +33,12 @@ func mergeRecords(k *kernel.Set, s gpu.Stream, left []Records) error {
 	for some := range slices.Chunk(left, kasminaSumsMost) {
 		a, across := kernel.Args(), 0
 		for _, r := range some {
-			a.Ptr(r.Figures).Ptr(r.Records).Int32(r.Parts).Int32(r.Units).Int32(r.Seeds).Int32(r.Share).Float32(float32(r.Eps)).Int32(0)
+			a.Ptr(r.Figures).Ptr(r.Records).Int32(r.Parts).Int32(r.Units).Int32(r.Seeds).Int32(
+				r.Share).Float32(float32(r.Eps)).Int32(0)
 			across = max(across, kasminaMergers(r.Seeds, r.Share))
 		}
-		err := kasminaSum(k, s, "kasmina", "kasmina_merge", gpu.Dim{X: across, Y: len(some)}, gpu.Dim{X: kasminaMergeThreads}, a, len(some))
+		err := kasminaSum(k, s, "kasmina", "kasmina_merge", gpu.Dim{X: across, Y: len(some)},
+			gpu.Dim{X: kasminaMergeThreads}, a, len(some))
 		if err != nil {
 			return err
 		}
@@ -45,12 +47,16 @@ func mergeRecords(k *kernel.Set, s gpu.Stream, left []Records) error {
 }
 
 // kasminaMergers is how many blocks merge the records of a pass.
-func kasminaMergers(seeds, share int) int { return kernel.CeilDiv(seeds, kasminaMergeThreads/share) }
+func kasminaMergers(seeds, share int) int {
+	return kernel.CeilDiv(seeds, kasminaMergeThreads/share)
+}
 
 // kasminaSum launches a kernel that finishes n passes, which awaits the kernel before it by itself,
 // where GPUs can do that.
-func kasminaSum(k *kernel.Set, s gpu.Stream, unit, name string, grid, block gpu.Dim, a *gpu.Args, n int) error {
-	return k.Enqueue(s, unit, name, gpu.LaunchConfig{Grid: grid, Block: block, Overlap: k.Overlaps()}, kernel.Table(a, n, kasminaSumsMost))
+func kasminaSum(k *kernel.Set, s gpu.Stream, unit, name string, grid, block gpu.Dim,
+	a *gpu.Args, n int) error {
+	return k.Enqueue(s, unit, name, gpu.LaunchConfig{Grid: grid, Block: block,
+		Overlap: k.Overlaps()}, kernel.Table(a, n, kasminaSumsMost))
 }
 
 // Parts is what a backward pass over Layer leaves of Figures, DWeights and DScales: Sums and
@@ -67,7 +73,8 @@ type Parts struct {
 
 // parts is what the pass leaves.
 func (p *kasminaPass) parts(b Backward) Parts {
-	left := Parts{Layer: b.Layer, Total: p.total, DWeights: b.DWeights, DScales: b.DScales, Units: p.units}
+	left := Parts{Layer: b.Layer, Total: p.total, DWeights: b.DWeights,
+		DScales: b.DScales, Units: p.units}
 	if p.family == Tile {
 		return left
 	}
@@ -106,14 +113,16 @@ func gatherKasmina(k *kernel.Set, s gpu.Stream, left []Parts) error {
 		if p.Records != 0 {
 			merging = kasminaMergers(seeds, p.Share)
 		}
-		a.Ptr(p.Total).Ptr(p.Sums).Ptr(p.Figures).Ptr(p.Records).Int64(int64(columns)).Int32(adding).Int32(p.Parts).Int32(p.Units).
+		a.Ptr(p.Total).Ptr(p.Sums).Ptr(p.Figures).Ptr(p.Records).Int64(int64(columns)).Int32(
+			adding).Int32(p.Parts).Int32(p.Units).
 			Int32(seeds).Int32(p.Share).Int32(int(kernel.Bit(p.Norms)))
 		n, across = n+1, max(across, adding+merging)
 	}
 	if n == 0 {
 		return nil
 	}
-	return kasminaSum(k, s, "kasmina_backward", "kasmina_gather", gpu.Dim{X: across, Y: n}, gpu.Dim{X: kasminaMergeThreads}, a, n)
+	return kasminaSum(k, s, "kasmina_backward", "kasmina_gather", gpu.Dim{X: across, Y: n},
+		gpu.Dim{X: kasminaMergeThreads}, a, n)
 }
 
 // kasminaSlots adds up over the seeds of slots.
@@ -123,12 +132,16 @@ func kasminaSlots(k *kernel.Set, s gpu.Stream, left []Parts) error {
 	for _, p := range left {
 		st := p.Layer.State
 		down := min(max(powerOfTwo(st.Seeds/st.Slots), 4), 32)
-		a.Ptr(st.field(0)).Ptr(st.field(1)).Ptr(p.Layer.Weights).Ptr(p.Layer.Scales).Ptr(p.Total).Ptr(st.heads()).Ptr(st.order()).
-			Ptr(p.DWeights).Ptr(p.DScales).Int32(st.Slots).Int32(st.Seeds).Int32(p.Layer.Chunk).Int32(p.Units).Int32(down).Int32(0)
-		grid.X, grid.Y, most = max(grid.X, st.Slots), max(grid.Y, kernel.CeilDiv(p.Layer.Chunk, 32)), max(most, down)
+		a.Ptr(st.field(0)).Ptr(st.field(1)).Ptr(p.Layer.Weights).Ptr(p.Layer.Scales).Ptr(
+			p.Total).Ptr(st.heads()).Ptr(st.order()).
+			Ptr(p.DWeights).Ptr(p.DScales).Int32(st.Slots).Int32(st.Seeds).Int32(
+			p.Layer.Chunk).Int32(p.Units).Int32(down).Int32(0)
+		grid.X, grid.Y, most = max(grid.X, st.Slots),
+			max(grid.Y, kernel.CeilDiv(p.Layer.Chunk, 32)), max(most, down)
 	}
 	grid.Z = len(left)
-	return kasminaSum(k, s, "kasmina_backward", "kasmina_slots", grid, gpu.Dim{X: 32, Y: most}, a, len(left))
+	return kasminaSum(k, s, "kasmina_backward", "kasmina_slots", grid, gpu.Dim{X: 32, Y: most}, a,
+		len(left))
 }
 
 // MergeRecords makes figures of what forward passes have left.

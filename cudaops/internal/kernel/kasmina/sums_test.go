@@ -18,18 +18,23 @@ func TestKasminaEndsTogether(t *testing.T) {
 		{rows: 1500, seeds: 16, chunk: 48, slots: 17, dtype: kerneltest.Bf16, telemetry: true},
 		{rows: 1500, seeds: 16, chunk: 48, slots: 17, dtype: kerneltest.Bf16},
 		{rows: 1100, seeds: 200, chunk: 4, slots: 3, dtype: kerneltest.Bf16, telemetry: true},
-		{rows: 64, seeds: 40, chunk: 8, slots: 9, dtype: kerneltest.Bf16, telemetry: true}, // in tiles
+		// in tiles
+		{rows: 64, seeds: 40, chunk: 8, slots: 9, dtype: kerneltest.Bf16, telemetry: true},
 		{rows: 3, seeds: 5, chunk: 7, slots: 2, dtype: kerneltest.F32, telemetry: true},
-		{rows: 130, seeds: 2, chunk: 520, slots: 4, dtype: kerneltest.F16, telemetry: true}, // norms take another pass, and the ends are made at once
-		{rows: 1200, seeds: 3, chunk: 64, slots: 300, dtype: kerneltest.Bf16, telemetry: true, clip: true},
-		{rows: 90, seeds: 6, chunk: 16, slots: 5, dtype: kerneltest.F32, telemetry: true, reduction: seed.Max},
+		// norms take another pass, and the ends are made at once
+		{rows: 130, seeds: 2, chunk: 520, slots: 4, dtype: kerneltest.F16, telemetry: true},
+		{rows: 1200, seeds: 3, chunk: 64, slots: 300, dtype: kerneltest.Bf16,
+			telemetry: true, clip: true},
+		{rows: 90, seeds: 6, chunk: 16, slots: 5, dtype: kerneltest.F32,
+			telemetry: true, reduction: seed.Max},
 	}
 	var records []Records
 	var parts []Parts
 	var runs []*kasminaRun
 	var want [][][]float64
 	results := func(r *kasminaRun) [][]float64 {
-		return [][]float64{g.Read(r.health), g.Read(r.gradient), g.Read(r.dw), g.Read(r.ds), g.Read(r.y), g.Read(r.dx)}
+		return [][]float64{g.Read(r.health), g.Read(r.gradient), g.Read(r.dw), g.Read(r.ds),
+			g.Read(r.y), g.Read(r.dx)}
 	}
 	for i := range kasminaSumsMost + 5 {
 		c := cases[i%len(cases)]
@@ -47,7 +52,8 @@ func TestKasminaEndsTogether(t *testing.T) {
 		g.Must(f.Launch(g.Set, g.Stream))
 		g.Must(b.Launch(g.Set, g.Stream))
 		records, parts = append(records, *f.Records), append(parts, *b.Parts)
-		if later := f.Records.Seeds > 0; later != (c.rows > 64 && c.telemetry && c.reduction == seed.Exact || c.rows == 3) {
+		if later := f.Records.Seeds > 0; later != (c.rows > 64 && c.telemetry &&
+			c.reduction == seed.Exact || c.rows == 3) {
 			t.Errorf("%v: %d seeds are left to be merged", c, f.Records.Seeds)
 		}
 		if later := b.Parts.Units > 0; later != (c.chunk != 520 && c.reduction == seed.Exact) {

@@ -19,9 +19,10 @@ import (
 // Kernels lists the kernels that the fat binary of a unit has for GPUs of a compute capability, and
 // the layout of their parameters. It is for [fake.Config].
 func Kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
-	read, _ := binaries.LoadOrStore(binaryKey{&image[0], capability}, sync.OnceValues(func() (map[string][]gpu.Param, error) {
-		return kernels(image, capability)
-	}))
+	read, _ := binaries.LoadOrStore(binaryKey{&image[0], capability},
+		sync.OnceValues(func() (map[string][]gpu.Param, error) {
+			return kernels(image, capability)
+		}))
 	return read.(func() (map[string][]gpu.Param, error))()
 }
 

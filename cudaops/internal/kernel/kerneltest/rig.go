@@ -258,7 +258,8 @@ func Decode(raw []byte, t gpu.DType) []float64 {
 		case F32:
 			x[i] = float64(math.Float32frombits(binary.LittleEndian.Uint32(raw[4*i:])))
 		case Bf16:
-			x[i] = float64(math.Float32frombits(uint32(binary.LittleEndian.Uint16(raw[2*i:])) << 16))
+			x[i] =
+				float64(math.Float32frombits(uint32(binary.LittleEndian.Uint16(raw[2*i:])) << 16))
 		case F16:
 			x[i] = FromF16(binary.LittleEndian.Uint16(raw[2*i:]))
 		case gpu.Float8E4M3:
@@ -286,8 +287,9 @@ func ToF16(v float64) uint16 {
 	case v < 0x1p-14:
 		return sign | uint16(math.RoundToEven(v*0x1p24))
 	}
-	frac, exp := math.Frexp(v)                                             // frac in [½, 1)
-	return sign + uint16(exp+13)<<10 + uint16(math.RoundToEven(frac*2048)) // the leading bit counts towards the exponent
+	frac, exp := math.Frexp(v) // frac in [½, 1)
+	// the leading bit counts towards the exponent
+	return sign + uint16(exp+13)<<10 + uint16(math.RoundToEven(frac*2048))
 }
 
 func FromF16(h uint16) float64 {
@@ -319,8 +321,10 @@ func (g *Rig) Classes(rows, v int) []int {
 
 // FakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to
 // point to.
-func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set, *fake.Context, gpu.Ptr) {
-	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10, Memory: 1 << 30, SMs: 100, L2: 40 << 20,
+func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set,
+	*fake.Context, gpu.Ptr) {
+	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10,
+		Memory: 1 << 30, SMs: 100, L2: 40 << 20,
 		SharedPerBlock: sharedPerBlock}
 	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, Images: Kernels}).Retain(0)
 	if err != nil {

@@ -55,7 +55,8 @@ func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	if tiles, l, ok := transposition(dims, copyTile(a.Size)); ok && a.Size <= 8 {
 		c := gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: 32, Y: 8}}
-		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, kernel.Args().Ptr(a.Y).Ptr(a.X).Struct(l, 8))
+		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c,
+			kernel.Args().Ptr(a.Y).Ptr(a.X).Struct(l, 8))
 	}
 	total := 1
 	for _, d := range dims {
@@ -67,14 +68,16 @@ func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	size := a.widen(dims)
 	total /= size / a.Size
 	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Struct(encodeLayout(dims), 8).Uint32(uint32(total))
-	return k.Enqueue(s, "layout", fmt.Sprintf("copy_strided_%d", size), kernel.Line(kernel.CeilDiv(total, 4*256), 256), l)
+	return k.Enqueue(s, "layout", fmt.Sprintf("copy_strided_%d", size),
+		kernel.Line(kernel.CeilDiv(total, 4*256), 256), l)
 }
 
 // halves copies one half of the outermost dimension after the other.
 func halves(k *kernel.Set, s gpu.Stream, a Copy, dims []layout) error {
 	half := Copy{Y: a.Y, X: a.X, Size: a.Size}
 	for _, d := range dims {
-		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n), append(half.YStrides, d.y), append(half.XStrides, d.x)
+		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n),
+			append(half.YStrides, d.y), append(half.XStrides, d.x)
 	}
 	n := dims[0].n
 	half.Dims[0] = n / 2
@@ -90,7 +93,9 @@ func halves(k *kernel.Set, s gpu.Stream, a Copy, dims []layout) error {
 // on both sides merged. It is nil when there is nothing to copy.
 func (a Copy) merged() ([]layout, error) {
 	if len(a.Dims) != len(a.YStrides) || len(a.Dims) != len(a.XStrides) {
-		return nil, fmt.Errorf("kernels.Copy: dimensions %v, strides %v and %v: want as many of each", a.Dims, a.YStrides, a.XStrides)
+		return nil,
+			fmt.Errorf("kernels.Copy: dimensions %v, strides %v and %v: want as many of each",
+				a.Dims, a.YStrides, a.XStrides)
 	}
 	if !slices.Contains([]int{2, 4, 8, 16}, a.Size) {
 		return nil, fmt.Errorf("kernels.Copy: elements of %d bytes, want 2, 4, 8 or 16", a.Size)
@@ -115,8 +120,10 @@ func (a Copy) merged() ([]layout, error) {
 		dims = []layout{{1, 1, 1}}
 	}
 	if len(dims) > copyDims {
-		return nil, fmt.Errorf("kernels.Copy: dimensions %v with strides %v and %v are %d after merging, want at most %d",
-			a.Dims, a.YStrides, a.XStrides, len(dims), copyDims)
+		return nil,
+			fmt.Errorf("kernels.Copy: dimensions %v with strides %v and %v are %d after merging, "+
+				"want at most %d",
+				a.Dims, a.YStrides, a.XStrides, len(dims), copyDims)
 	}
 	return dims, nil
 }
@@ -162,7 +169,8 @@ func transposition(dims []layout, tile int) (gpu.Dim, []byte, bool) {
 			others *= d.n
 		}
 	}
-	tiles := gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile), Z: others}
+	tiles := gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile),
+		Z: others}
 	if tiles.Y > 65535 || tiles.Z > 65535 {
 		return gpu.Dim{}, nil, false
 	}
@@ -175,7 +183,9 @@ func encodeLayout(dims []layout) []byte {
 	all = append(all, dims...)
 	var b []byte
 	for _, of := range []func(layout) int{
-		func(d layout) int { return d.n }, func(d layout) int { return d.y }, func(d layout) int { return d.x },
+		func(d layout) int {
+			return d.n
+		}, func(d layout) int { return d.y }, func(d layout) int { return d.x },
 	} {
 		for _, d := range all {
 			b = binary.LittleEndian.AppendUint64(b, uint64(of(d)))

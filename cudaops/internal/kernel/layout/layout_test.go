@@ -23,7 +23,8 @@ func TestCopy(t *testing.T) {
 				}
 				x, xr := g.Normal(extent(xs), dt, skew)
 				y, want := g.Normal(extent(ys), dt, skew)
-				g.Must(Copy{Y: y.Ptr, X: x.Ptr, Dims: dims, YStrides: ys, XStrides: xs, Size: size}.Launch(g.Set, g.Stream))
+				g.Must(Copy{Y: y.Ptr, X: x.Ptr, Dims: dims, YStrides: ys, XStrides: xs,
+					Size: size}.Launch(g.Set, g.Stream))
 				index := make([]int, len(dims))
 				for {
 					to, from := 0, 0
@@ -46,12 +47,16 @@ func TestCopy(t *testing.T) {
 			})
 		}
 	}
-	check("plain", []int{7, 9, 5}, kerneltest.Contiguous([]int{7, 9, 5}), kerneltest.Contiguous([]int{7, 9, 5}), 0)
+	check("plain", []int{7, 9, 5}, kerneltest.Contiguous([]int{7, 9, 5}),
+		kerneltest.Contiguous([]int{7, 9, 5}), 0)
 	check("transpose", []int{100, 77}, kerneltest.Contiguous([]int{100, 77}), []int{1, 100}, 1)
-	check("whole tiles", []int{2, 128, 192}, kerneltest.Contiguous([]int{2, 128, 192}), []int{128 * 192, 1, 128}, 0)
-	check("whole tiles at odd addresses", []int{128, 128}, kerneltest.Contiguous([]int{128, 128}), []int{1, 128}, 1)
+	check("whole tiles", []int{2, 128, 192}, kerneltest.Contiguous([]int{2, 128, 192}),
+		[]int{128 * 192, 1, 128}, 0)
+	check("whole tiles at odd addresses", []int{128, 128}, kerneltest.Contiguous([]int{128, 128}),
+		[]int{1, 128}, 1)
 	check("small transpose", []int{5, 3}, kerneltest.Contiguous([]int{5, 3}), []int{1, 5}, 0)
-	check("heads", []int{3, 4, 33, 16}, kerneltest.Contiguous([]int{3, 4, 33, 16}), []int{33 * 64, 16, 64, 1}, 0)
+	check("heads", []int{3, 4, 33, 16}, kerneltest.Contiguous([]int{3, 4, 33, 16}),
+		[]int{33 * 64, 16, 64, 1}, 0)
 	check("slice", []int{10, 24}, kerneltest.Contiguous([]int{10, 24}), []int{56, 1}, 1)
 	check("concat", []int{10, 24}, []int{64, 1}, kerneltest.Contiguous([]int{10, 24}), 0)
 	check("repeat", []int{6, 8, 12}, kerneltest.Contiguous([]int{6, 8, 12}), []int{12, 0, 1}, 0)
@@ -72,6 +77,7 @@ func TestCopy(t *testing.T) {
 		for i, s := range kerneltest.Contiguous(shuffled) {
 			xs[order[i]] = s
 		}
-		check(fmt.Sprintf("%v in order %v", dims, order), dims, kerneltest.Contiguous(dims), xs, g.Rand.IntN(2))
+		check(fmt.Sprintf("%v in order %v", dims, order), dims, kerneltest.Contiguous(dims), xs,
+			g.Rand.IntN(2))
 	}
 }

@@ -17,13 +17,17 @@ func Bench(b *bench.B) {
 
 func benchRMSNorm(b *bench.B, rows, d int) {
 	shape, size := fmt.Sprintf("%dx%d", rows, d), float64(2*rows*d)
-	x, g, w := b.Normal(rows*d, gpu.BFloat16), b.Normal(rows*d, gpu.BFloat16), b.Normal(d, gpu.Float32)
-	y, rstd, dx, dw := b.Alloc(rows*d, gpu.BFloat16), b.Alloc(rows, gpu.Float32), b.Alloc(rows*d, gpu.BFloat16), b.Alloc(d, gpu.Float32)
+	x, g, w := b.Normal(rows*d, gpu.BFloat16), b.Normal(rows*d, gpu.BFloat16),
+		b.Normal(d, gpu.Float32)
+	y, rstd, dx, dw := b.Alloc(rows*d, gpu.BFloat16), b.Alloc(rows, gpu.Float32),
+		b.Alloc(rows*d, gpu.BFloat16), b.Alloc(d, gpu.Float32)
 	workspace := b.Alloc(RMSNormWorkspace(b.Set, d, gpu.BFloat16)/4, gpu.Float32)
 	b.Time(bench.Measurement{Name: "rmsnorm_fwd_" + shape, Bytes: 2 * size}, func() error {
-		return RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
+		return RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5,
+			Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
 	})
-	backward := RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d, Type: gpu.BFloat16, DWType: gpu.Float32,
+	backward := RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d,
+		Type: gpu.BFloat16, DWType: gpu.Float32,
 		Workspace: workspace}
 	b.Time(bench.Measurement{Name: "rmsnorm_bwd_" + shape, Bytes: 3 * size}, func() error {
 		return backward.Launch(b.Set, b.Stream)

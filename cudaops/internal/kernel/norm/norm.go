@@ -55,7 +55,8 @@ func (a RMSNorm) heldWays() (ways []kernel.Way) {
 	for _, family := range families {
 		packs := heldPacks[family]
 		across := a.across(packs)
-		if across > quantize.HeldThreads || packs > 1 && a.across(packs/2) == 32 { // too few threads, or more packs than there are
+		// too few threads, or more packs than there are
+		if across > quantize.HeldThreads || packs > 1 && a.across(packs/2) == 32 {
 			continue
 		}
 		usual := max(1, 128/across)
@@ -81,7 +82,8 @@ func RMSNormWays(k *kernel.Set, a RMSNorm) (ways []kernel.Way, err error) {
 	if _, err := kernel.Suffix("RMSNorm", a.Type); err != nil {
 		return nil, err
 	}
-	if kernel.Packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) && quantize.Float8Packs(a.Type, a.Y8) {
+	if kernel.Packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) &&
+		quantize.Float8Packs(a.Type, a.Y8) {
 		ways = a.heldWays()
 	}
 	return append(ways, kernel.Way{Family: "any"}), nil
@@ -119,16 +121,19 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	l.Ptr(a.Y).Ptr(a.Rstd).Ptr(a.Sum).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
 	if w.Family == "any" {
 		l.Int32(a.D).Float32(float32(a.Eps))
-		if err := k.Enqueue(s, "norm", "rmsnorm_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || !float8 {
+		if err := k.Enqueue(s, "norm", "rmsnorm_any"+suf,
+			kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || !float8 {
 			return err
 		}
-		return quantize.Rows{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D, Type: a.Type}.Launch(k, s)
+		return quantize.Rows{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D,
+			Type: a.Type}.Launch(k, s)
 	}
 	name := "rmsnorm_" + w.Family + suf
 	if a.Residual != 0 {
 		name = "rmsnorm_add_" + w.Family + suf
 	}
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, w.Size)}, Block: gpu.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, w.Size)},
+		Block: gpu.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
 	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)).Int32(int(kernel.Bit(a.Ascending)))
 	return k.Enqueue(s, "norm", name, c, l)
 }
@@ -139,10 +144,12 @@ const walkStages = 3
 
 // walk is the launch of the backward kernel, which walks down the rows with at most so many blocks
 // a multiprocessor, if it takes the arguments and the GPU has room for so many rows.
-func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchConfig, fits bool, err error) {
+func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchConfig,
+	fits bool, err error) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
-	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down}, Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
+	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down},
+		Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
 	if !a.packed() || across > 1024 ||
 		c.Shared > k.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
 		return c, false, nil
@@ -178,8 +185,9 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 		return name, c, false
 	}
 	down := warps / across
-	return name + strconv.Itoa(packs), gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.Info.SMs, kernel.CeilDiv(a.Rows, down))},
-		Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
+	return name + strconv.Itoa(packs),
+		gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.Info.SMs, kernel.CeilDiv(a.Rows, down))},
+			Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
 }
 
 // RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
@@ -231,8 +239,10 @@ func addParts(k *kernel.Set, s gpu.Stream, left []RMSNormParts) error {
 			d = max(d, p.D)
 		}
 		left = left[n:]
-		c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(d, 32), Y: n}, Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps()}
-		if err := k.Enqueue(s, "norm", "rmsnorm_weight_sum"+suf, c, kernel.Table(a, n, rmsNormPartsMost)); err != nil {
+		c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(d, 32), Y: n},
+			Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps()}
+		if err := k.Enqueue(s, "norm", "rmsnorm_weight_sum"+suf, c,
+			kernel.Table(a, n, rmsNormPartsMost)); err != nil {
 			return err
 		}
 	}
@@ -241,7 +251,8 @@ func addParts(k *kernel.Set, s gpu.Stream, left []RMSNormParts) error {
 
 // packed reports whether rows can be moved 16 bytes at a time.
 func (a RMSNormBackward) packed() bool {
-	return kernel.Packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) && quantize.Float8Packs(a.Type, a.DX8)
+	return kernel.Packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) &&
+		quantize.Float8Packs(a.Type, a.DX8)
 }
 
 // kernel is the name of a kernel that stores rows as float8 too if that is wanted, but for the
@@ -363,7 +374,8 @@ func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (i
 	if a.DX8 != 0 {
 		l.Ptr(a.DX8).Ptr(a.Scale8)
 	}
-	l.Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(int64(a.Rows)).Int32(a.D)
+	l.Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(
+		int64(a.Rows)).Int32(a.D)
 	return c.Grid.X, k.Enqueue(s, "norm", a.kernel(symbol)+suf, c, l)
 }
 
@@ -371,16 +383,20 @@ func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (i
 // may be G's memory.
 func normBackwardAny(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
 	blocks := min(normParts(k, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks}, Block: gpu.Dim{X: 256}}
-	l := kernel.Args().Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.Rstd).Int64(int64(a.Rows)).Int32(a.D)
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks},
+		Block: gpu.Dim{X: 256}}
+	l := kernel.Args().Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.Rstd).Int64(
+		int64(a.Rows)).Int32(a.D)
 	if err := k.Enqueue(s, "norm", "rmsnorm_weight_any"+suf, c, l); err != nil {
 		return 0, err
 	}
 	l = kernel.Args().Ptr(a.DX).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int32(a.D)
-	if err := k.Enqueue(s, "norm", "rmsnorm_backward_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || a.DX8 == 0 {
+	if err := k.Enqueue(s, "norm", "rmsnorm_backward_any"+suf,
+		kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || a.DX8 == 0 {
 		return blocks, err
 	}
-	return blocks, quantize.Rows{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D, Type: a.Type}.Launch(k, s)
+	return blocks, quantize.Rows{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D,
+		Type: a.Type}.Launch(k, s)
 }
 
 // SumRMSNormParts adds up what backward passes have left.
@@ -403,12 +419,14 @@ func (a RMSNormBackward) Whole() any {
 
 // Shape is rows and columns, and what else the pass does.
 func (a RMSNorm) Shape() string {
-	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))
+	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
+		kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))
 }
 
 // Shape is rows and columns, and what else the pass does.
 func (a RMSNormBackward) Shape() string {
-	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, kernel.With(a.Add != 0, "with sum"), kernel.With(a.DX8 != 0, "and float8"))
+	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, kernel.With(a.Add != 0, "with sum"),
+		kernel.With(a.DX8 != 0, "and float8"))
 }
 
 // Units are where the kernels are.

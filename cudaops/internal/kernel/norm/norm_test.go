@@ -13,13 +13,16 @@ import (
 // TestRMSNorm takes every way that takes the arguments.
 func TestRMSNorm(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048}, {17, 4096}, {3, 8192}, {2, 8200}, {3, 16384}, {3, 4099}}
+	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048},
+		{17, 4096}, {3, 8192}, {2, 8200}, {3, 16384}, {3, 4099}}
 	for i, shape := range shapes {
 		for _, dt := range kerneltest.StorageTypes {
 			for _, residual := range []bool{false, true} {
 				for way, ways := 0, 1; way < ways; way++ {
 					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, residual, way)
-					g.Scope(name, func(g *kerneltest.Rig) { ways = rmsNorm(g, shape[0], shape[1], dt, residual, i%2, i%3 == 0, way) })
+					g.Scope(name, func(g *kerneltest.Rig) {
+						ways = rmsNorm(g, shape[0], shape[1], dt, residual, i%2, i%3 == 0, way)
+					})
 				}
 			}
 		}
@@ -27,11 +30,13 @@ func TestRMSNorm(t *testing.T) {
 }
 
 // rmsNorm checks one of the ways and returns how many there are.
-func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew int, inPlace bool, way int) int {
+func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew int,
+	inPlace bool, way int) int {
 	x, xr := g.Normal(rows*d, dt, skew)
 	w, wr := g.Normal(d, kerneltest.F32, 0)
 	y, rstd := g.Alloc(rows*d, dt, skew), g.Alloc(rows, kerneltest.F32, 0)
-	a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt,
+	a := RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows,
+		D: d, Eps: 1e-5, Type: dt,
 		Ascending: g.Rand.IntN(2) == 0}
 	if residual {
 		r, rr := g.Normal(rows*d, dt, skew)
@@ -61,8 +66,10 @@ func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew i
 // TestRMSNormBackward takes every way that takes the arguments.
 func TestRMSNormBackward(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048}, {1500, 4096}, {1003, 2056}, {5, 3000}, {30, 8192}, {2, 8200},
-		{700, 4099}, {5, 512}, {4444, 512}, {3, 1024}, {2222, 1024}, {33, 904}, {999, 904}, {2, 9}, {1, 520}, {1111, 1288}, {3, 1544}}
+	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048},
+		{1500, 4096}, {1003, 2056}, {5, 3000}, {30, 8192}, {2, 8200},
+		{700, 4099}, {5, 512}, {4444, 512}, {3, 1024}, {2222, 1024}, {33, 904}, {999, 904}, {2, 9},
+		{1, 520}, {1111, 1288}, {3, 1544}}
 	for i, shape := range shapes {
 		for _, dt := range kerneltest.StorageTypes {
 			for _, add := range []bool{false, true} {
@@ -71,7 +78,9 @@ func TestRMSNormBackward(t *testing.T) {
 				}
 				for way, ways := 0, 1; way < ways; way++ {
 					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, add, way)
-					g.Scope(name, func(g *kerneltest.Rig) { ways = rmsNormBackward(g, shape[0], shape[1], dt, add, i%2, i%3 == 0, way) })
+					g.Scope(name, func(g *kerneltest.Rig) {
+						ways = rmsNormBackward(g, shape[0], shape[1], dt, add, i%2, i%3 == 0, way)
+					})
 				}
 			}
 		}
@@ -80,7 +89,8 @@ func TestRMSNormBackward(t *testing.T) {
 
 // rmsNormBackward checks one of the ways and returns how many there are. same is whether DW is of
 // X's type.
-func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, skew int, same bool, way int) int {
+func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, skew int,
+	same bool, way int) int {
 	x, xr := g.Normal(rows*d, dt, skew)
 	dy, gr := g.Normal(rows*d, dt, skew)
 	w, wr := g.Normal(d, kerneltest.F32, 0)
@@ -128,8 +138,11 @@ func TestRMSNormPartsTogether(t *testing.T) {
 		dy, _ := g.Normal(rows*d, kerneltest.Bf16, 0)
 		w, _ := g.Normal(d, kerneltest.F32, 0)
 		rstd, _ := g.Normal(rows, kerneltest.F32, 0)
-		a := RMSNormBackward{DX: g.Alloc(rows*d, kerneltest.Bf16, 0).Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16, DWType: kerneltest.F32,
-			Workspace: g.Alloc(RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4, kerneltest.F32, 0).Ptr}
+		a := RMSNormBackward{DX: g.Alloc(rows*d, kerneltest.Bf16, 0).Ptr, G: dy.Ptr, X: x.Ptr,
+			W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16,
+			DWType: kerneltest.F32,
+			Workspace: g.Alloc(RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4,
+				kerneltest.F32, 0).Ptr}
 		if i%11 == 0 {
 			a.DWType = kerneltest.Bf16
 		}

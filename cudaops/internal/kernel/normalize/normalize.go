@@ -36,7 +36,8 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if a.YType != a.XType && a.XType != gpu.Float32 && a.YType != gpu.Float16 {
-		return fmt.Errorf("kernels.Normalize: from %v to %v, want one type, from float32 or to float16", a.XType, a.YType)
+		return fmt.Errorf("kernels.Normalize: from %v to %v, want one type, from float32 or to "+
+			"float16", a.XType, a.YType)
 	}
 	if empty, err := kernel.CheckSizes("Normalize", a.N); empty || err != nil {
 		return err
@@ -65,15 +66,18 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return normalize(k, s, "normalize_backward"+suf, l, a.Workspace, a.X, a.G, a.N, a.Type)
 }
 
-func normalize(k *kernel.Set, s gpu.Stream, name string, l *gpu.Args, parts, x, g gpu.Ptr, n int, xt gpu.DType) error {
+func normalize(k *kernel.Set, s gpu.Stream, name string, l *gpu.Args, parts, x, g gpu.Ptr,
+	n int, xt gpu.DType) error {
 	suf, err := kernel.Suffix(name, xt)
 	if err != nil {
 		return err
 	}
 	blocks := min(normalizeParts, kernel.CeilDiv(n, 4*256))
 	sums := kernel.Args().Ptr(parts).Ptr(x).Ptr(g).Int64(int64(n))
-	if err := k.Enqueue(s, "normalize", "normalize_sums"+suf, kernel.Line(blocks, 256), sums); err != nil {
+	if err := k.Enqueue(s, "normalize", "normalize_sums"+suf,
+		kernel.Line(blocks, 256), sums); err != nil {
 		return err
 	}
-	return k.Enqueue(s, "normalize", name, kernel.Line(min(8*k.Info.SMs, kernel.CeilDiv(n, 4*256)), 256), l.Ptr(parts).Int32(blocks).Int64(int64(n)))
+	return k.Enqueue(s, "normalize", name, kernel.Line(min(8*k.Info.SMs, kernel.CeilDiv(n, 4*256)),
+		256), l.Ptr(parts).Int32(blocks).Int64(int64(n)))
 }

@@ -12,7 +12,10 @@ import (
 func TestNormalize(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, n := range []int{2, 9, 1024, 5003, 3_000_000} {
-		for _, types := range [][2]gpu.DType{{kerneltest.F32, kerneltest.F32}, {kerneltest.Bf16, kerneltest.Bf16}, {kerneltest.F16, kerneltest.F16}, {kerneltest.Bf16, kerneltest.F32}, {kerneltest.F16, kerneltest.F32}, {kerneltest.F16, kerneltest.Bf16}} {
+		for _, types := range [][2]gpu.DType{{kerneltest.F32, kerneltest.F32},
+			{kerneltest.Bf16, kerneltest.Bf16}, {kerneltest.F16, kerneltest.F16},
+			{kerneltest.Bf16, kerneltest.F32}, {kerneltest.F16, kerneltest.F32},
+			{kerneltest.F16, kerneltest.Bf16}} {
 			yt, xt := types[0], types[1]
 			g.Scope(fmt.Sprintf("%d/%v/%v", n, yt, xt), func(g *kerneltest.Rig) {
 				x, xr := g.Normal(n, xt, i%2)
@@ -30,9 +33,11 @@ func TestNormalize(t *testing.T) {
 					want[i] = v / r
 					dx[i] = gr[i]/r - v*gx/(r*r*norm)
 				}
-				g.Must(Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n, YType: yt, XType: xt}.Launch(g.Set, g.Stream))
+				g.Must(Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n, YType: yt,
+					XType: xt}.Launch(g.Set, g.Stream))
 				g.Near("y", y, want, kerneltest.Forward(yt))
-				g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n, Type: xt}.Launch(g.Set, g.Stream))
+				g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n,
+					Type: xt}.Launch(g.Set, g.Stream))
 				if n > 2 { // else g and x may be parallel, and dx zero but for rounding
 					g.Near("dx", dy, dx, kerneltest.Backward(xt))
 				}
@@ -48,7 +53,8 @@ func TestNormalizeZero(t *testing.T) {
 	y, work := g.Alloc(77, kerneltest.F32, 0), g.Alloc(NormalizeWorkspace/4, kerneltest.F32, 0)
 	g.Must(Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: 77}.Launch(g.Set, g.Stream))
 	g.Near("y", y, zero, 0)
-	g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr, N: 77}.Launch(g.Set, g.Stream))
+	g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr,
+		N: 77}.Launch(g.Set, g.Stream))
 	for i := range gr {
 		gr[i] /= 1e-7
 	}

@@ -19,10 +19,13 @@ func Bench(b *bench.B) {
 	total := 0
 	for _, n := range sizes {
 		total += n
-		t := Tensor{Param: b.Normal(n, gpu.Float32), Grad: b.Normal(n, gpu.Float32), GradType: gpu.Float32, First: b.Alloc(n, gpu.Float32),
-			Second: b.Alloc(n, gpu.Float32), Copy: b.Alloc(n, gpu.BFloat16), CopyType: gpu.BFloat16, Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9, Beta2: 0.999}
+		t := Tensor{Param: b.Normal(n, gpu.Float32), Grad: b.Normal(n, gpu.Float32),
+			GradType: gpu.Float32, First: b.Alloc(n, gpu.Float32),
+			Second: b.Alloc(n, gpu.Float32), Copy: b.Alloc(n, gpu.BFloat16), CopyType: gpu.BFloat16,
+			Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9, Beta2: 0.999}
 		if b.Err == nil {
-			b.Do(errors.Join(b.Ctx.Memset8(t.First, 0, 4*n, b.Stream), b.Ctx.Memset8(t.Second, 0, 4*n, b.Stream)))
+			b.Do(errors.Join(b.Ctx.Memset8(t.First, 0, 4*n, b.Stream),
+				b.Ctx.Memset8(t.Second, 0, 4*n, b.Stream)))
 		}
 		tensors = append(tensors, t)
 	}
@@ -48,13 +51,18 @@ func benchAdamW(b *bench.B, tensors []Tensor, total int, gradients gpu.DType, su
 	}
 	defer func() { b.Do(errors.Join(b.Ctx.SyncStream(b.Stream), table.Free())) }()
 	squares := b.Alloc(table.Chunks, gpu.Float32)
-	control := b.Upload(Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1, SkipNonFinite: true}.Bytes())
-	b.Time(bench.Measurement{Name: "gradnorm_llama350M" + suffix, Bytes: float64(gradients.Size() * total)}, func() error {
-		return errors.Join(GradSquares{Squares: squares, Table: table}.Launch(b.Set, b.Stream), GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(b.Set, b.Stream))
+	control := b.Upload(Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1,
+		SkipNonFinite: true}.Bytes())
+	b.Time(bench.Measurement{Name: "gradnorm_llama350M" + suffix,
+		Bytes: float64(gradients.Size() * total)}, func() error {
+		return errors.Join(GradSquares{Squares: squares, Table: table}.Launch(b.Set, b.Stream),
+			GradNorm{Control: control, Squares: squares, Count: table.Chunks,
+				Scale: 0}.Launch(b.Set, b.Stream))
 	})
-	// Parameter and moments are read and written, the gradient is read and the parameter in bfloat16
-	// written.
-	b.Time(bench.Measurement{Name: "adamw_llama350M" + suffix, Bytes: float64((2*3*4 + 2 + gradients.Size()) * total)}, func() error {
+	// Parameter and moments are read and written, the gradient is read and the parameter in
+	// bfloat16 written.
+	b.Time(bench.Measurement{Name: "adamw_llama350M" + suffix,
+		Bytes: float64((2*3*4 + 2 + gradients.Size()) * total)}, func() error {
 		return AdamW{Control: control, Table: table}.Launch(b.Set, b.Stream)
 	})
 }

@@ -86,7 +86,8 @@ func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
 		}
 		if !kernel.Aligned(t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result) {
-			return nil, fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
+			return nil,
+				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
 		for _, dt := range []gpu.DType{t.CopyType, t.GradType, t.DirectionType} {
 			if _, err := kernel.Suffix("NewTable", dt); err != nil {
@@ -94,8 +95,10 @@ func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 			}
 		}
 		n := kernel.CeilDiv(t.Size, OptimChunk)
-		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result, int64(t.Size), t.LRScale,
-			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType), int32(t.DirectionType),
+		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result,
+			int64(t.Size), t.LRScale,
+			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType),
+			int32(t.DirectionType),
 			int32(len(of)), int32(n), 0}
 		for j := range n {
 			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(i))
@@ -107,7 +110,8 @@ func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 	for _, part := range []struct {
 		at    *gpu.Ptr
 		bytes []byte
-	}{{&t.tensors, kernel.TableBytes(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))}, {&t.chunks, chunks}} {
+	}{{&t.tensors, kernel.TableBytes(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))},
+		{&t.chunks, chunks}} {
 		var err error
 		t.Bytes += len(part.bytes)
 		if *part.at, err = k.Ctx.Alloc(len(part.bytes)); err == nil {
@@ -203,12 +207,14 @@ func DecodeControl(b []byte) Control {
 	f := func(i int) float64 { return math.Float64frombits(binary.LittleEndian.Uint64(b[i:])) }
 	w := func(i int) uint32 { return binary.LittleEndian.Uint32(b[i:]) }
 	next := LossScale{math.Float32frombits(w(48)), int32(w(52)), int32(w(56))}
-	return Control{f(0), f(8), f(16), f(24), w(32) != 0, w(36) != 0, math.Float32frombits(w(40)), next}
+	return Control{f(0), f(8), f(16), f(24), w(32) != 0, w(36) != 0, math.Float32frombits(w(40)),
+		next}
 }
 
 // Launch sets squares [t.Chunks], float32, to sums of squares of the gradients, one for each chunk.
 func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "optim", "optim_squares", kernel.Line(p.Table.Chunks, optimThreads), kernel.Args().Ptr(p.Squares).Ptr(p.Table.tensors).Ptr(p.Table.chunks))
+	return k.Enqueue(s, "optim", "optim_squares", kernel.Line(p.Table.Chunks, optimThreads),
+		kernel.Args().Ptr(p.Squares).Ptr(p.Table.tensors).Ptr(p.Table.chunks))
 }
 
 // Launch finishes a control block: the norm of the gradients from count sums of squares, which may
@@ -217,7 +223,8 @@ func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
 // gradients carry: they are divided by it, and it is moved on for the next step; null means that
 // they carry none.
 func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024), kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale))
+	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024),
+		kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale))
 }
 
 // Launch counts a step of all of the table's tensors, works out their figures of this step, by a
@@ -227,12 +234,14 @@ func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := begin(k, s, "adamw", p.Control, p.Table); err != nil {
 		return err
 	}
-	return k.Enqueue(s, "adamw", "adamw", kernel.Line(p.Table.Chunks*optimRounds, optimThreads), p.Table.args(p.Control))
+	return k.Enqueue(s, "adamw", "adamw", kernel.Line(p.Table.Chunks*optimRounds, optimThreads),
+		p.Table.args(p.Control))
 }
 
 func begin(k *kernel.Set, s gpu.Stream, unit string, control gpu.Ptr, t *Table) error {
 	l := kernel.Args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Int32(t.count)
-	return k.Enqueue(s, unit, unit+"_begin", kernel.Line(kernel.CeilDiv(t.count, optimThreads), optimThreads), l)
+	return k.Enqueue(s, unit, unit+"_begin",
+		kernel.Line(kernel.CeilDiv(t.count, optimThreads), optimThreads), l)
 }
 
 // args is the arguments of a kernel over all chunks.
@@ -251,17 +260,21 @@ func (p MuonDirection) Launch(k *kernel.Set, s gpu.Stream) error {
 	if p.Nesterov {
 		n = 1
 	}
-	l := kernel.Args().Ptr(p.Squares).Ptr(p.Control).Ptr(p.Table.updates).Ptr(p.Table.tensors).Ptr(p.Table.chunks).Int32(n)
-	if err := k.Enqueue(s, "muon", "muon_momentum", kernel.Line(p.Table.Chunks, optimThreads), l); err != nil {
+	l := kernel.Args().Ptr(p.Squares).Ptr(p.Control).Ptr(p.Table.updates).Ptr(p.Table.tensors).Ptr(
+		p.Table.chunks).Int32(n)
+	if err := k.Enqueue(s, "muon", "muon_momentum", kernel.Line(p.Table.Chunks, optimThreads),
+		l); err != nil {
 		return err
 	}
-	l = kernel.Args().Ptr(p.Squares).Ptr(p.Control).Ptr(p.Table.tensors).Ptr(p.Table.chunks).Int32(n)
+	l = kernel.Args().Ptr(p.Squares).Ptr(p.Control).Ptr(p.Table.tensors).Ptr(
+		p.Table.chunks).Int32(n)
 	return k.Enqueue(s, "muon", "muon_direction", kernel.Line(p.Table.Chunks, optimThreads), l)
 }
 
 // Launch updates the table's parameters and copies from every tensor's Result.
 func (p MuonApply) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "muon", "muon_apply", kernel.Line(p.Table.Chunks, optimThreads), p.Table.args(p.Control))
+	return k.Enqueue(s, "muon", "muon_apply", kernel.Line(p.Table.Chunks, optimThreads),
+		p.Table.args(p.Control))
 }
 
 // GradSquares sets Squares to sums of squares of a table's gradients, one for each chunk.

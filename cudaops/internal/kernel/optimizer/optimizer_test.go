@@ -26,13 +26,16 @@ type parameter struct {
 
 func newParameter(g *kerneltest.Rig, rows, cols int, gradType, copyType gpu.DType) *parameter {
 	n := rows * cols
-	q := &parameter{rows: rows, cols: cols, copy: g.Alloc(n, copyType, 0), work: g.Alloc(n, gradType, 0)}
+	q := &parameter{rows: rows, cols: cols, copy: g.Alloc(n, copyType, 0),
+		work: g.Alloc(n, gradType, 0)}
 	q.p, q.rp = g.Normal(n, kerneltest.F32, 0)
 	q.grad, q.rg = g.Normal(n, gradType, 0)
 	q.m, q.rm = g.Upload(make([]float64, n), kerneltest.F32, 0)
 	q.v, q.rv = g.Upload(make([]float64, n), kerneltest.F32, 0)
-	q.Tensor = Tensor{Param: q.p.Ptr, Copy: q.copy.Ptr, Grad: q.grad.Ptr, First: q.m.Ptr, Second: q.v.Ptr,
-		Direction: q.work.Ptr, Result: q.work.Ptr, Size: n, LRScale: 1, ShapeScale: 1, Decay: 0.1, Beta1: 0.9, Beta2: 0.999,
+	q.Tensor = Tensor{Param: q.p.Ptr, Copy: q.copy.Ptr, Grad: q.grad.Ptr,
+		First: q.m.Ptr, Second: q.v.Ptr,
+		Direction: q.work.Ptr, Result: q.work.Ptr, Size: n, LRScale: 1, ShapeScale: 1, Decay: 0.1,
+		Beta1: 0.9, Beta2: 0.999,
 		CopyType: copyType, GradType: gradType, DirectionType: gradType}
 	return q
 }
@@ -78,7 +81,8 @@ func newParameters(g *kerneltest.Rig) []*parameter {
 	sizes := [][2]int{{3, 3}, {7, 1}, {64, 128}, {91, 91}, {300, 257}, {1, 8195}}
 	var qs []*parameter
 	for i, s := range sizes {
-		q := newParameter(g, s[0], s[1], kerneltest.StorageTypes[i%3], kerneltest.StorageTypes[(i+1)%3])
+		q := newParameter(g, s[0], s[1], kerneltest.StorageTypes[i%3],
+			kerneltest.StorageTypes[(i+1)%3])
 		q.LRScale, q.Decay = 1/float64(i+1), 0.1*float64(i%2)
 		if i%3 == 2 {
 			q.Copy = 0
@@ -113,10 +117,12 @@ func TestAdamW(t *testing.T) {
 				}
 				control := newControl(g, c)
 				g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-				g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(g.Set, g.Stream))
+				g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks,
+					Scale: 0}.Launch(g.Set, g.Stream))
 				g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
 				norm := 0.5 * math.Sqrt(sum)
-				if got := readControl(g, control); math.Abs(float64(got.Norm)-norm) > 1e-6*norm || got.Skipped || got.LR != lr {
+				if got := readControl(g, control); math.Abs(float64(got.Norm)-norm) > 1e-6*norm ||
+					got.Skipped || got.LR != lr {
 					g.Errorf("control block %+v, want norm %v", got, norm)
 				}
 				scale := 0.5
@@ -125,8 +131,10 @@ func TestAdamW(t *testing.T) {
 				}
 				for i, q := range qs {
 					array.ScaleBy(q.rg, scale)
-					cpuoptimizer.AdamW(q.rp, q.rg, q.rm, q.rv, cpuoptimizer.AdamWStep{LR: lr * q.LRScale, Beta1: 0.9, Beta2: 0.999, Eps: 1e-8,
-						Decay: q.Decay, Step: step + 1 + int(q.Step)})
+					cpuoptimizer.AdamW(q.rp, q.rg, q.rm, q.rv,
+						cpuoptimizer.AdamWStep{LR: lr * q.LRScale, Beta1: 0.9,
+							Beta2: 0.999, Eps: 1e-8,
+							Decay: q.Decay, Step: step + 1 + int(q.Step)})
 					what := fmt.Sprintf("step %d, tensor %d: ", step, i)
 					g.Near(what+"parameter", q.p, q.rp, 1e-6)
 					g.Near(what+"first moment", q.m, q.rm, 1e-6)
@@ -155,18 +163,23 @@ func TestAdamWRounds(t *testing.T) {
 			if eps < 1e-8 { // of no use beside squares that are lost
 				grads[i] = math.Pow(10, 34*g.Rand.Float64()-16)
 			}
-			firsts[i], seconds[i] = grads[i]*2*g.Rand.Float64(), grads[i]*grads[i]*2*g.Rand.Float64()
+			firsts[i], seconds[i] = grads[i]*2*g.Rand.Float64(),
+				grads[i]*grads[i]*2*g.Rand.Float64()
 		}
 		grad, rg := g.Upload(grads, kerneltest.F32, 0)
 		m, rm := g.Upload(firsts, kerneltest.F32, 0)
 		v, rv := g.Upload(seconds, kerneltest.F32, 0)
 		p, rp := g.Upload(make([]float64, n), kerneltest.F32, 0)
-		table, squares := newTable(g, []*parameter{{Tensor: Tensor{Param: p.Ptr, Grad: grad.Ptr, First: m.Ptr, Second: v.Ptr, Size: n, LRScale: 1,
-			Beta1: 0.9, Beta2: 0.999, Step: 4}}})
+		table, squares := newTable(g,
+			[]*parameter{{Tensor: Tensor{Param: p.Ptr, Grad: grad.Ptr, First: m.Ptr,
+				Second: v.Ptr, Size: n, LRScale: 1,
+				Beta1: 0.9, Beta2: 0.999, Step: 4}}})
 		control := newControl(g, Control{LR: 0.5, Eps: eps, GradScale: 1})
-		g.Must(GradNorm{Control: control, Squares: squares, Count: 0, Scale: 0}.Launch(g.Set, g.Stream))
+		g.Must(GradNorm{Control: control, Squares: squares, Count: 0,
+			Scale: 0}.Launch(g.Set, g.Stream))
 		g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
-		cpuoptimizer.AdamW(rp, rg, rm, rv, cpuoptimizer.AdamWStep{LR: 0.5, Beta1: 0.9, Beta2: 0.999, Eps: eps, Step: 5})
+		cpuoptimizer.AdamW(rp, rg, rm, rv, cpuoptimizer.AdamWStep{LR: 0.5, Beta1: 0.9,
+			Beta2: 0.999, Eps: eps, Step: 5})
 		worst, at := 0.0, 0
 		for i, got := range g.Read(p) {
 			if e := math.Abs(got-rp[i]) / math.Abs(rp[i]); !(e <= worst) {
@@ -175,7 +188,8 @@ func TestAdamWRounds(t *testing.T) {
 		}
 		t.Logf("with ε %v the largest relative error of a change is %.1f · 2⁻²⁴", eps, worst*0x1p24)
 		if !(worst <= 0x1p-20) {
-			t.Errorf("with ε %v and a gradient of %v the change has a relative error of %.3g, want at most 2⁻²⁰", eps, rg[at], worst)
+			t.Errorf("with ε %v and a gradient of %v the change has a relative error of %.3g, "+
+				"want at most 2⁻²⁰", eps, rg[at], worst)
 		}
 	}
 }
@@ -185,13 +199,16 @@ func TestStepWithNaNIsSkipped(t *testing.T) {
 	qs := newParameters(g)
 	table, squares := newTable(g, qs)
 	bad := qs[4].grad.Offset(int(1e4) * qs[4].GradType.Size())
-	g.Must(g.Ctx.CopyToDevice(bad, kerneltest.Encode([]float64{math.Inf(1)}, qs[4].GradType), g.Stream))
+	g.Must(g.Ctx.CopyToDevice(bad, kerneltest.Encode([]float64{math.Inf(1)}, qs[4].GradType),
+		g.Stream))
 	for _, skip := range []bool{true, false} {
 		control := newControl(g, Control{LR: 1, GradScale: 1, MaxNorm: 1, SkipNonFinite: skip})
 		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(g.Set, g.Stream))
+		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks,
+			Scale: 0}.Launch(g.Set, g.Stream))
 		g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
-		if got := readControl(g, control); got.Skipped != skip || !math.IsInf(float64(got.Norm), 1) {
+		if got := readControl(g, control); got.Skipped != skip ||
+			!math.IsInf(float64(got.Norm), 1) {
 			t.Errorf("control block %+v", got)
 		}
 		steps, err := table.Steps(g.Stream)
@@ -222,8 +239,10 @@ func TestMuon(t *testing.T) {
 					newGrad(g, q)
 				}
 				control := newControl(g, Control{LR: 0.02, GradScale: 1})
-				g.Must(GradNorm{Control: control, Squares: squares, Count: 0, Scale: 0}.Launch(g.Set, g.Stream))
-				g.Must(MuonDirection{Control: control, Squares: squares, Table: table, Nesterov: nesterov}.Launch(g.Set, g.Stream))
+				g.Must(GradNorm{Control: control, Squares: squares, Count: 0,
+					Scale: 0}.Launch(g.Set, g.Stream))
+				g.Must(MuonDirection{Control: control, Squares: squares, Table: table,
+					Nesterov: nesterov}.Launch(g.Set, g.Stream))
 				g.Must(MuonApply{Control: control, Table: table}.Launch(g.Set, g.Stream))
 				for i, q := range qs {
 					u := make([]float64, len(q.rg))
@@ -235,12 +254,14 @@ func TestMuon(t *testing.T) {
 					}
 					array.ScaleBy(u, 1/(math.Sqrt(array.SumSquares(u))+1e-7))
 					for i := range u {
-						q.rp[i] = (1-0.02*q.LRScale*q.Decay)*q.rp[i] - 0.02*q.LRScale*q.ShapeScale*u[i]
+						q.rp[i] = (1-0.02*q.LRScale*q.Decay)*q.rp[i] -
+							0.02*q.LRScale*q.ShapeScale*u[i]
 					}
 					what := fmt.Sprintf("step %d, tensor %d: ", step, i)
 					g.Near(what+"momentum", q.m, q.rm, 1e-6)
 					g.Near(what+"direction", q.work, u, kerneltest.Forward(q.DirectionType))
-					g.Near(what+"parameter", q.p, q.rp, max(1e-6, kerneltest.Forward(q.DirectionType)/10))
+					g.Near(what+"parameter", q.p, q.rp,
+						max(1e-6, kerneltest.Forward(q.DirectionType)/10))
 					nearCopy(g, q)
 				}
 			}
@@ -271,18 +292,22 @@ func TestLossScaleMoves(t *testing.T) {
 		if c.skipped {
 			bad = math.NaN()
 		}
-		control := newControl(g, Control{LR: 0.1, Eps: 1e-8, GradScale: 1, MaxNorm: 1e-3 * norm, SkipNonFinite: true})
+		control := newControl(g, Control{LR: 0.1, Eps: 1e-8, GradScale: 1,
+			MaxNorm: 1e-3 * norm, SkipNonFinite: true})
 		g.Must(g.Ctx.CopyToDevice(at, kerneltest.Encode([]float64{bad}, kerneltest.F32), g.Stream))
 		g.Must(g.Ctx.CopyToDevice(scale, c.from.Bytes(), g.Stream))
 		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: scale}.Launch(g.Set, g.Stream))
+		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks,
+			Scale: scale}.Launch(g.Set, g.Stream))
 		got := readControl(g, control)
 		left := make([]byte, LossScaleBytes)
 		g.Must(g.Ctx.CopyToHost(left, scale, g.Stream))
 		if got.Next != c.want || !bytes.Equal(left, c.want.Bytes()) || got.Skipped != c.skipped {
-			t.Errorf("after %+v the block is %+v and the scale % x, want %+v", c.from, got, left, c.want)
+			t.Errorf("after %+v the block is %+v and the scale % x, want %+v",
+				c.from, got, left, c.want)
 		}
-		if want := norm / float64(c.from.Scale); !c.skipped && math.Abs(float64(got.Norm)-want) > 1e-6*want {
+		if want := norm / float64(c.from.Scale); !c.skipped &&
+			math.Abs(float64(got.Norm)-want) > 1e-6*want {
 			t.Errorf("the norm is %v, want %v", got.Norm, want)
 		}
 	}
@@ -294,7 +319,8 @@ func TestTableChunks(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	table, err := NewTable(kernel.New(ctx), []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1}, {Size: OptimChunk}, {Size: 3}})
+	table, err := NewTable(kernel.New(ctx), []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1},
+		{Size: OptimChunk}, {Size: 3}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -316,12 +342,14 @@ func TestTableChunks(t *testing.T) {
 // TestNormSameBits wants the norm of gradients to be the same in every bit, run after run.
 func TestNormSameBits(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	table, squares := newTable(g, []*parameter{newParameter(g, 3001, 768, kerneltest.Bf16, kerneltest.Bf16)})
+	table, squares := newTable(g,
+		[]*parameter{newParameter(g, 3001, 768, kerneltest.Bf16, kerneltest.Bf16)})
 	norms := map[float32]bool{}
 	for range 6 {
 		control := newControl(g, Control{GradScale: 1})
 		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks, Scale: 0}.Launch(g.Set, g.Stream))
+		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks,
+			Scale: 0}.Launch(g.Set, g.Stream))
 		norms[float32(readControl(g, control).Norm)] = true
 	}
 	if len(norms) != 1 {

@@ -44,7 +44,8 @@ func (a Rows) Launch(k *kernel.Set, s gpu.Stream) error {
 		a.XStride = a.D
 	}
 	var shape HeldShape
-	if kernel.Packed(a.Type, a.D, a.X) && a.XStride%kernel.Vector(a.Type) == 0 && Float8Packs(a.Type, a.Y) {
+	if kernel.Packed(a.Type, a.D, a.X) && a.XStride%kernel.Vector(a.Type) == 0 &&
+		Float8Packs(a.Type, a.Y) {
 		shape = BestShape(a.D, a.Type)
 	}
 	return Quantize(k, s, a, shape)
@@ -59,10 +60,12 @@ func Quantize(k *kernel.Set, s gpu.Stream, a Rows, shape HeldShape) error {
 	l := kernel.Args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X)
 	if shape == (HeldShape{}) {
 		l.Int32(a.D).Int64(int64(a.XStride))
-		return k.Enqueue(s, "quantize", "quantize_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)), l)
+		return k.Enqueue(s, "quantize", "quantize_any"+suf,
+			kernel.Line(a.Rows, kernel.RowThreads(a.D)), l)
 	}
 	l.Int64(int64(a.Rows)).Int32(a.D).Int64(int64(a.XStride))
-	return k.Enqueue(s, "quantize", fmt.Sprint("quantize_held", shape.Packs, suf), shape.Over(a.Rows), l)
+	return k.Enqueue(s, "quantize", fmt.Sprint("quantize_held", shape.Packs, suf),
+		shape.Over(a.Rows), l)
 }
 
 // heldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread,
@@ -75,7 +78,8 @@ type HeldShape struct{ Packs, Across, Rows int }
 func HeldShapes(d int, t gpu.DType) (shapes []HeldShape) {
 	for _, packs := range []int{2, 1, 4} {
 		across := kernel.CeilDiv(d, 32*packs*kernel.Vector(t)) * 32
-		if across > HeldThreads || packs > 1 && d <= 32*kernel.Vector(t)*packs/2 { // too few threads, or more packs than there are
+		// too few threads, or more packs than there are
+		if across > HeldThreads || packs > 1 && d <= 32*kernel.Vector(t)*packs/2 {
 			continue
 		}
 		shapes = append(shapes, HeldShape{packs, across, max(1, 128/across)})
@@ -92,7 +96,8 @@ func BestShape(d int, t gpu.DType) HeldShape {
 }
 
 func (h HeldShape) Over(rows int) gpu.LaunchConfig {
-	return gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(rows, h.Rows)}, Block: gpu.Dim{X: h.Across, Y: h.Rows}}
+	return gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(rows, h.Rows)},
+		Block: gpu.Dim{X: h.Across, Y: h.Rows}}
 }
 
 // float8Packs reports whether a pack of 16 bytes of a type can be stored at once as float8.
@@ -104,9 +109,13 @@ func Float8Rows(op string, t gpu.DType, y, scale gpu.Ptr) (bool, error) {
 	case y == 0 && scale == 0:
 		return false, nil
 	case y == 0 || scale == 0:
-		return false, fmt.Errorf("kernels.%s: of float8 rows and their scales one is null, want both or neither", op)
+		return false,
+			fmt.Errorf("kernels.%s: of float8 rows and their scales one is null, want both or "+
+				"neither", op)
 	case t.Size() != 2:
-		return false, fmt.Errorf("kernels.%s: elements are of type %v, want float16 or bfloat16 where rows are stored as float8 too", op, t)
+		return false,
+			fmt.Errorf("kernels.%s: elements are of type %v, want float16 or bfloat16 where rows "+
+				"are stored as float8 too", op, t)
 	}
 	return true, nil
 }
@@ -130,7 +139,8 @@ const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 // columnSections is the parts of the rows of which the largest are found at once: two blocks a
 // multiprocessor, of at least 32 rows.
 func columnSections(k *kernel.Set, rows, d int) int {
-	return max(1, min(32, kernel.CeilDiv(rows, 32), 2*k.Info.SMs/max(1, kernel.CeilDiv(d, largestColumns))))
+	return max(1, min(32, kernel.CeilDiv(rows, 32),
+		2*k.Info.SMs/max(1, kernel.CeilDiv(d, largestColumns))))
 }
 
 // QuantizeColumnsWorkspace is the bytes of workspace that [QuantizeColumns] takes.
@@ -149,16 +159,19 @@ func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	tiles := gpu.Dim{X: kernel.CeilDiv(a.D, tileColumns), Y: kernel.CeilDiv(a.Rows, tileRows)}
 	if tiles.Y > 1<<16-1 {
-		return fmt.Errorf("kernels.QuantizeColumns: %d rows, want at most %d", a.Rows, tileRows*(1<<16-1))
+		return fmt.Errorf("kernels.QuantizeColumns: %d rows, want at most %d",
+			a.Rows, tileRows*(1<<16-1))
 	}
 	sections := columnSections(k, a.Rows, a.D)
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, largestColumns), Y: sections}, Block: gpu.Dim{X: columnThreads}}
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, largestColumns), Y: sections},
+		Block: gpu.Dim{X: columnThreads}}
 	l := kernel.Args().Ptr(a.Workspace).Ptr(a.X).Int32(a.Rows).Int32(a.D)
 	if err := k.Enqueue(s, "quantize", "quantize_columns_largest"+suf, c, l); err != nil {
 		return err
 	}
 	c = gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: columnThreads}, Overlap: k.Overlaps()}
-	l = kernel.Args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X).Ptr(a.Workspace).Int32(sections).Int32(a.Rows).Int32(a.D)
+	l = kernel.Args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X).Ptr(a.Workspace).Int32(
+		sections).Int32(a.Rows).Int32(a.D)
 	return k.Enqueue(s, "quantize", "quantize_columns"+suf, c, l)
 }
 

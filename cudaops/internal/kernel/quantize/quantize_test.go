@@ -48,11 +48,14 @@ func rows8(g *kerneltest.Rig, what string, y, scale *kerneltest.Buffer, rows [][
 		}
 		for c, code := range got[r*len(row) : (r+1)*len(row)] {
 			if code != codes[c] && (code&0x7f != 0x7f || codes[c]&0x7f != 0x7f) {
-				g.Fatalf("%s: row %d, column %d: %v over %v is %#x, want %#x", what, r, c, row[c], want, code, codes[c])
+				g.Fatalf("%s: row %d, column %d: %v over %v is %#x, want %#x", what, r, c,
+					row[c], want, code, codes[c])
 			}
 			if exact := row[c] / float64(want); exact-exact == 0 {
-				if near := float64(gpu.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) > halfStep(exact)*(1+1e-5) {
-					g.Fatalf("%s: row %d, column %d: %v is %v, which is no nearest number", what, r, c, exact, near)
+				if near := float64(gpu.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) >
+					halfStep(exact)*(1+1e-5) {
+					g.Fatalf("%s: row %d, column %d: %v is %v, which is no nearest number",
+						what, r, c, exact, near)
 				}
 			}
 		}
@@ -110,7 +113,8 @@ func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
 }
 
 // uploadRows uploads rows that lie stride apart and returns them as rounded.
-func uploadRows(g *kerneltest.Rig, x [][]float64, stride int, t gpu.DType, skew int) (*kerneltest.Buffer, [][]float64) {
+func uploadRows(g *kerneltest.Rig, x [][]float64, stride int, t gpu.DType,
+	skew int) (*kerneltest.Buffer, [][]float64) {
 	g.Helper()
 	all := make([]float64, stride*len(x))
 	for i := range all {
@@ -139,7 +143,8 @@ func rows8Alloc(g *kerneltest.Rig, rows, d, skew int) (y, scale *kerneltest.Buff
 
 func TestQuantize(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {131, 768}, {67, 1000}, {33, 1024}, {33, 2304}, {21, 2816}, {9, 5632}, {7, 6144}, {2, 8200},
+	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {131, 768}, {67, 1000}, {33, 1024}, {33, 2304},
+		{21, 2816}, {9, 5632}, {7, 6144}, {2, 8200},
 		{3, 16384}, {3, 4099}, {2, 20000}}
 	for i, shape := range shapes {
 		for _, dt := range kerneltest.StorageTypes {
@@ -154,7 +159,8 @@ func TestQuantize(t *testing.T) {
 				}
 				x, xr := uploadRows(g, oddRows(g, rows, d, dt), max(stride, d), dt, i%5/4)
 				y, scale := rows8Alloc(g, rows, d, i%3*4)
-				a := quantize.Rows{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Rows: rows, D: d, XStride: stride, Type: dt}
+				a := quantize.Rows{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Rows: rows, D: d,
+					XStride: stride, Type: dt}
 				g.Must(a.Launch(g.Set, g.Stream))
 				rows8(g, "rows", y, scale, xr)
 				if d%8 != 0 || x.Ptr%16 != 0 {
@@ -174,7 +180,8 @@ func TestQuantize(t *testing.T) {
 
 func TestQuantizeColumns(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for i, shape := range [][2]int{{1, 1}, {7, 3}, {32, 64}, {129, 65}, {128, 256}, {1000, 72}, {272, 1000}, {705, 264}, {2304, 768}} {
+	for i, shape := range [][2]int{{1, 1}, {7, 3}, {32, 64}, {129, 65}, {128, 256}, {1000, 72},
+		{272, 1000}, {705, 264}, {2304, 768}} {
 		for _, dt := range kerneltest.StorageTypes {
 			rows, d := shape[0], shape[1]
 			g.Scope(fmt.Sprintf("%dx%d/%v", rows, d, dt), func(g *kerneltest.Rig) {
@@ -192,7 +199,8 @@ func TestQuantizeColumns(t *testing.T) {
 					}
 				}
 				y, scale := rows8Alloc(g, d, rows, i%3)
-				work := g.Alloc(quantize.QuantizeColumnsWorkspace(g.Set, rows, d)/4, kerneltest.F32, 0)
+				work := g.Alloc(quantize.QuantizeColumnsWorkspace(g.Set, rows, d)/4, kerneltest.F32,
+					0)
 				g.Must(quantize.Columns{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Workspace: work.Ptr,
 					Rows: rows, D: d, Type: dt}.Launch(g.Set, g.Stream))
 				rows8(g, "columns", y, scale, columns)
@@ -217,7 +225,8 @@ func sameBits(g *kerneltest.Rig, what string, a, b *kerneltest.Buffer) {
 func separate(g *kerneltest.Rig, what string, y, scale, x *kerneltest.Buffer, d, stride int) {
 	g.Helper()
 	wantY, want := rows8Alloc(g, scale.N, d, 0)
-	g.Must(quantize.Rows{Y: wantY.Ptr, Scale: want.Ptr, X: x.Ptr, Rows: scale.N, D: d, XStride: stride, Type: x.Dtype}.Launch(g.Set, g.Stream))
+	g.Must(quantize.Rows{Y: wantY.Ptr, Scale: want.Ptr, X: x.Ptr, Rows: scale.N, D: d,
+		XStride: stride, Type: x.Dtype}.Launch(g.Set, g.Stream))
 	sameBits(g, what, y, wantY)
 	sameBits(g, "scales of "+what, scale, want)
 }
@@ -227,7 +236,8 @@ var halfTypes = []gpu.DType{kerneltest.Bf16, kerneltest.F16}
 
 func TestRMSNormFloat8(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for i, shape := range [][2]int{{3, 7}, {5, 32}, {130, 768}, {67, 1000}, {33, 2048}, {5, 4096}, {3, 16384}, {3, 4099}} {
+	for i, shape := range [][2]int{{3, 7}, {5, 32}, {130, 768}, {67, 1000}, {33, 2048}, {5, 4096},
+		{3, 16384}, {3, 4099}} {
 		for _, dt := range halfTypes {
 			for _, residual := range []bool{false, true} {
 				if !g.Some() {
@@ -235,7 +245,9 @@ func TestRMSNormFloat8(t *testing.T) {
 				}
 				for way, ways := 0, 1; way < ways; way++ {
 					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, residual, way)
-					g.Scope(name, func(g *kerneltest.Rig) { ways = rmsNormFloat8(g, shape[0], shape[1], dt, residual, i%2, way) })
+					g.Scope(name, func(g *kerneltest.Rig) {
+						ways = rmsNormFloat8(g, shape[0], shape[1], dt, residual, i%2, way)
+					})
 				}
 			}
 		}
@@ -243,12 +255,14 @@ func TestRMSNormFloat8(t *testing.T) {
 }
 
 // rmsNormFloat8 checks one of the ways and returns how many there are.
-func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew, way int) (count int) {
+func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew,
+	way int) (count int) {
 	x, _ := uploadRows(g, oddRows(g, rows, d, dt), d, dt, skew)
 	w, _ := g.Normal(d, kerneltest.F32, 0)
 	run := func(float8 bool) (outputs []*kerneltest.Buffer) {
 		y, rstd := g.Alloc(rows*d, dt, skew), g.Alloc(rows, kerneltest.F32, 0)
-		a := norm.RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows, D: d, Eps: 1e-5, Type: dt}
+		a := norm.RMSNorm{Y: y.Ptr, Rstd: rstd.Ptr, X: x.Ptr, W: w.Ptr, Rows: rows,
+			D: d, Eps: 1e-5, Type: dt}
 		outputs = []*kerneltest.Buffer{y, rstd}
 		if residual {
 			sum := g.Alloc(rows*d, dt, skew)
@@ -275,13 +289,16 @@ func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, 
 // TestRMSNormBackwardFloat8 has shapes of more rows than the GPU works on at once, in every way.
 func TestRMSNormBackwardFloat8(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	shapes := [][2]int{{3, 7}, {50, 32}, {1003, 256}, {2203, 768}, {67, 1000}, {600, 2048}, {60, 4096}, {1500, 2056}, {2, 8200}, {70, 4099}, {2222, 1024}, {1111, 1288}, {900, 2040}}
+	shapes := [][2]int{{3, 7}, {50, 32}, {1003, 256}, {2203, 768}, {67, 1000}, {600, 2048},
+		{60, 4096}, {1500, 2056}, {2, 8200}, {70, 4099}, {2222, 1024}, {1111, 1288}, {900, 2040}}
 	for i, shape := range shapes {
 		for _, dt := range halfTypes {
 			for _, add := range []bool{false, true} {
 				if g.Some() {
 					name := fmt.Sprintf("%dx%d/%v/%v", shape[0], shape[1], dt, add)
-					g.Scope(name, func(g *kerneltest.Rig) { rmsNormBackwardFloat8(g, shape[0], shape[1], dt, add, i%4/3) })
+					g.Scope(name, func(g *kerneltest.Rig) {
+						rmsNormBackwardFloat8(g, shape[0], shape[1], dt, add, i%4/3)
+					})
 				}
 			}
 		}
@@ -294,7 +311,8 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 	dy, _ := uploadRows(g, oddRows(g, rows, d, dt), d, dt, skew)
 	w, _ := g.Normal(d, kerneltest.F32, 0)
 	rstd, _ := g.Normal(rows, kerneltest.F32, 0)
-	base := norm.RMSNormBackward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: dt,
+	base := norm.RMSNormBackward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
+		Rows: rows, D: d, Type: dt,
 		Workspace: g.Alloc(norm.RMSNormWorkspace(g.Set, d, dt)/4, kerneltest.F32, 0).Ptr}
 	if add {
 		base.Add = x.Ptr
@@ -314,8 +332,11 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 			a.DX8, a.Scale8, outputs = dx8.Ptr, scale.Ptr, append(outputs, dx8, scale)
 		}
 		all := ways(a)
-		if a.Way = way; !slices.Contains(all, way) { // a kernel of fewer registers may have room for other numbers of blocks
-			a.Way = all[slices.IndexFunc(all, func(w kernel.Way) bool { return w.Family == way.Family })]
+		// a kernel of fewer registers may have room for other numbers of blocks
+		if a.Way = way; !slices.Contains(all, way) {
+			a.Way = all[slices.IndexFunc(all, func(w kernel.Way) bool {
+				return w.Family == way.Family
+			})]
 		}
 		g.Must(a.Launch(g.Set, g.Stream))
 		return outputs
@@ -323,17 +344,21 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 	for _, way := range ways(base) {
 		plain, fused := run(way, false), run(way, true)
 		sameBits(g, fmt.Sprint(way, ": dx"), fused[0], plain[0])
-		g.Near(fmt.Sprint(way, ": dw"), fused[1], g.Read(plain[1]), 1e-4) // perhaps of other blocks' sums
+		// perhaps of other blocks' sums
+		g.Near(fmt.Sprint(way, ": dw"), fused[1], g.Read(plain[1]), 1e-4)
 		separate(g, fmt.Sprint(way, ": dx as float8"), fused[2], fused[3], fused[0], d, 0)
 	}
 }
 
 func TestSiLUMulFloat8(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for i, shape := range [][2]int{{1, 1}, {3, 7}, {5, 8}, {13, 1000}, {129, 768}, {40, 2816}, {33, 2048}, {9, 5632}, {3, 16384}, {2, 17000}} {
+	for i, shape := range [][2]int{{1, 1}, {3, 7}, {5, 8}, {13, 1000}, {129, 768}, {40, 2816},
+		{33, 2048}, {9, 5632}, {3, 16384}, {2, 17000}} {
 		for _, dt := range halfTypes {
 			rows, f := shape[0], shape[1]
-			g.Scope(fmt.Sprintf("%dx%d/%v", rows, f, dt), func(g *kerneltest.Rig) { siluFloat8(g, rows, f, dt, i%3/2) })
+			g.Scope(fmt.Sprintf("%dx%d/%v", rows, f, dt), func(g *kerneltest.Rig) {
+				siluFloat8(g, rows, f, dt, i%3/2)
+			})
 		}
 	}
 }
@@ -362,7 +387,8 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 	check("default", func() error { return a.Launch(g.Set, g.Stream) })
 
 	wantH, want := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
-	b := silu.MulBackward{H: wantH.Ptr, DA: want.Ptr, DB: beside(want.Ptr), DH: dh.Ptr, A: ab.Ptr, B: beside(ab.Ptr), Rows: rows, F: f,
+	b := silu.MulBackward{H: wantH.Ptr, DA: want.Ptr, DB: beside(want.Ptr), DH: dh.Ptr, A: ab.Ptr,
+		B: beside(ab.Ptr), Rows: rows, F: f,
 		Stride: 2 * f, GradStride: 2 * f, Type: dt}
 	g.Must(b.Launch(g.Set, g.Stream))
 	checkBackward := func(what string, launch func() error) {
@@ -380,10 +406,16 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 		return
 	}
 	for _, shape := range quantize.HeldShapes(f, dt) {
-		check(fmt.Sprint(shape), func() error { return silu.SiluMulFloat8(g.Set, g.Stream, a, shape) })
-		checkBackward(fmt.Sprint(shape), func() error { return silu.SiluMulBackwardFloat8(g.Set, g.Stream, b, shape) })
+		check(fmt.Sprint(shape), func() error {
+			return silu.SiluMulFloat8(g.Set, g.Stream, a, shape)
+		})
+		checkBackward(fmt.Sprint(shape), func() error {
+			return silu.SiluMulBackwardFloat8(g.Set, g.Stream, b, shape)
+		})
 	}
-	check("any row", func() error { return silu.SiluMulFloat8(g.Set, g.Stream, a, quantize.HeldShape{}) })
+	check("any row", func() error {
+		return silu.SiluMulFloat8(g.Set, g.Stream, a, quantize.HeldShape{})
+	})
 
 	b.H, b.DA, b.DB = 0, ab.Ptr, beside(ab.Ptr) // in place
 	g.Must(b.Launch(g.Set, g.Stream))

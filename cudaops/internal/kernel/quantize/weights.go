@@ -35,10 +35,11 @@ const weightLead = 512
 type Table struct {
 	ctx             gpu.Context
 	weights, strips gpu.Ptr
-	most            gpu.Ptr // the largest of each row and column, and the strips of each weight that have been looked at
-	mostBytes       int
-	blocks          int
-	Bytes           int // of its memory
+	// the largest of each row and column, and the strips of each weight that have been looked at
+	most      gpu.Ptr
+	mostBytes int
+	blocks    int
+	Bytes     int // of its memory
 }
 
 // NewTable lays out weights.
@@ -50,15 +51,22 @@ func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
 	t := &Table{ctx: k.Ctx}
 	for i, w := range weights {
 		switch {
-		case w.Rows < 16 || w.D < 16 || w.Rows%16 != 0 || w.D%16 != 0 || w.Rows > WeightRows<<16 || w.D > WeightColumns<<16:
-			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want multiples of 16, at most %dx%d", i, w.Rows, w.D,
-				WeightRows<<16, WeightColumns<<16)
+		case w.Rows < 16 || w.D < 16 || w.Rows%16 != 0 || w.D%16 != 0 || w.Rows > WeightRows<<16 ||
+			w.D > WeightColumns<<16:
+			return nil,
+				fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want multiples of 16, "+
+					"at most %dx%d", i, w.Rows, w.D,
+					WeightRows<<16, WeightColumns<<16)
 		case w.X == 0 || w.Y == 0 || w.Scale == 0 || (w.Turned == 0) != (w.TurnedScale == 0):
-			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d lacks an address: %+v", i, w)
+			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d lacks an address: %+v", i,
+				w)
 		case !kernel.Aligned(w.X, w.Y, w.Scale, w.Turned, w.TurnedScale):
-			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a multiple of 16", i)
+			return nil,
+				fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a "+
+					"multiple of 16", i)
 		}
-		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes), int32(w.Rows), int32(w.D)}
+		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes),
+			int32(w.Rows), int32(w.D)}
 		t.mostBytes += 4 * (w.Rows + w.D + 16)
 	}
 	strips := WeightStrips(weights)
@@ -148,7 +156,8 @@ func (p Weights) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := k.Ctx.Memset8(p.Table.most, 0, p.Table.mostBytes, s); err != nil {
 		return err
 	}
-	return k.Enqueue(s, "quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads), kernel.Args().Ptr(p.Table.weights).Ptr(p.Table.strips))
+	return k.Enqueue(s, "quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks,
+		WeightThreads), kernel.Args().Ptr(p.Table.weights).Ptr(p.Table.strips))
 }
 
 // Weights makes the float8 of a table's weights.

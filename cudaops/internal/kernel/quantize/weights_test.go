@@ -17,7 +17,8 @@ func TestQuantizeWeights(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	var weights []quantize.Weight
 	var checks []func()
-	for i, shape := range [][2]int{{16, 16}, {144, 80}, {128, 64}, {272, 336}, {48, 784}, {784, 48}, {2064, 1040}} {
+	for i, shape := range [][2]int{{16, 16}, {144, 80}, {128, 64}, {272, 336}, {48, 784},
+		{784, 48}, {2064, 1040}} {
 		rows, d := shape[0], shape[1]
 		x, xr := uploadRows(g, oddRows(g, rows, d, kerneltest.Bf16), d, kerneltest.Bf16, 0)
 		y, scale := rows8Alloc(g, rows, d, 0)
@@ -33,7 +34,9 @@ func TestQuantizeWeights(t *testing.T) {
 					columns[c] = append(columns[c], v)
 				}
 			}
-			checks = append(checks, func() { rows8(g, name+" turned", turned, turnedScale, columns) })
+			checks = append(checks, func() {
+				rows8(g, name+" turned", turned, turnedScale, columns)
+			})
 		}
 		weights = append(weights, w)
 	}
@@ -51,11 +54,13 @@ func TestQuantizeWeights(t *testing.T) {
 // TestWeightStrips wants every strip twice, and those that round a weight behind all that look for
 // its largest numbers, which they wait for.
 func TestWeightStrips(t *testing.T) {
-	weights := []quantize.Weight{{Rows: 16, D: 16}, {Rows: 5120, D: 3072}, {Rows: 144, D: 80}, {Rows: 128, D: 64}, {Rows: 11264, D: 2048}}
+	weights := []quantize.Weight{{Rows: 16, D: 16}, {Rows: 5120, D: 3072}, {Rows: 144, D: 80},
+		{Rows: 128, D: 64}, {Rows: 11264, D: 2048}}
 	looked := map[quantize.WeightStrip]bool{}
 	rounded := map[quantize.WeightStrip]bool{}
 	strips := func(w quantize.Weight) int {
-		return kernel.CeilDiv(w.Rows, quantize.WeightRows) * kernel.CeilDiv(w.D, quantize.WeightColumns)
+		return kernel.CeilDiv(w.Rows, quantize.WeightRows) * kernel.CeilDiv(w.D,
+			quantize.WeightColumns)
 	}
 	left := make([]int, len(weights))
 	for i, w := range weights {
@@ -66,12 +71,14 @@ func TestWeightStrips(t *testing.T) {
 		if of.Weight &^= quantize.WeightRounds; of != strip {
 			seen = rounded
 			if left[of.Weight] != 0 {
-				t.Fatalf("strip %d rounds weight %d before %d others have looked for its largest numbers", at, of.Weight, left[of.Weight])
+				t.Fatalf("strip %d rounds weight %d before %d others have looked for its largest "+
+					"numbers", at, of.Weight, left[of.Weight])
 			}
 		} else {
 			left[of.Weight]--
 		}
-		if w := weights[of.Weight]; seen[of] || int(of.Row)*quantize.WeightRows >= w.Rows || int(of.Column)*quantize.WeightColumns >= w.D {
+		if w := weights[of.Weight]; seen[of] || int(of.Row)*quantize.WeightRows >= w.Rows ||
+			int(of.Column)*quantize.WeightColumns >= w.D {
 			t.Fatalf("strip %d, %+v, is there twice or outside of %dx%d", at, strip, w.Rows, w.D)
 		}
 		seen[of] = true
@@ -81,7 +88,8 @@ func TestWeightStrips(t *testing.T) {
 		want += strips(w)
 	}
 	if len(looked) != want || len(rounded) != want {
-		t.Errorf("%d strips are looked at and %d rounded, want %d each", len(looked), len(rounded), want)
+		t.Errorf("%d strips are looked at and %d rounded, want %d each", len(looked), len(rounded),
+			want)
 	}
 }
 
@@ -101,7 +109,8 @@ func TestQuantizeTableRefusals(t *testing.T) {
 	} {
 		w := good
 		change(&w)
-		if _, err := quantize.NewTable(k, []quantize.Weight{good, w}); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := quantize.NewTable(k, []quantize.Weight{good, w}); err == nil ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("error %v, want %q", err, want)
 		}
 	}

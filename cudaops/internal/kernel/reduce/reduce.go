@@ -79,9 +79,11 @@ func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if a.YType != a.XType && a.YType != gpu.Float32 && a.XType != gpu.Float32 {
-		return fmt.Errorf("kernels.Reduce: from %v to %v, want one type or float32 on one side", a.XType, a.YType)
+		return fmt.Errorf("kernels.Reduce: from %v to %v, want one type or float32 on one side",
+			a.XType, a.YType)
 	}
-	if _, err := kernel.CheckSizes("Reduce", a.Outer, a.N, a.Inner); err != nil || a.Outer == 0 || a.Inner == 0 {
+	if _, err := kernel.CheckSizes("Reduce", a.Outer, a.N, a.Inner); err != nil ||
+		a.Outer == 0 || a.Inner == 0 {
 		return err
 	}
 	if a.N == 0 {
@@ -111,7 +113,8 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 	}
 	blocks := a.Outer * parts
 	if blocks >= 1<<31 {
-		return fmt.Errorf("kernels.Reduce: %d results in %d parts are too many for one launch", a.Outer, parts)
+		return fmt.Errorf("kernels.Reduce: %d results in %d parts are too many for one launch",
+			a.Outer, parts)
 	}
 	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Float32(float32(a.Scale)).Int64(int64(a.N))
 	n := kernel.Vector(a.XType)
@@ -119,7 +122,8 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 		perPart := kernel.CeilDiv(kernel.CeilDiv(a.N, parts), n) * n
 		c := kernel.Line(blocks, min(256, kernel.CeilDiv(perPart, rowUnroll*32*n)*32))
 		c.Overlap = overlap
-		return k.Enqueue(s, "reduce", string(a.Op)+"_rows"+name, c, l.Int32(parts).Int64(int64(perPart)))
+		return k.Enqueue(s, "reduce", string(a.Op)+"_rows"+name, c,
+			l.Int32(parts).Int64(int64(perPart)))
 	}
 	variant := "_columns"
 	if kernel.Packed(a.XType, a.Inner, a.X) {
@@ -129,10 +133,13 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 	}
 	tiles := kernel.CeilDiv(a.Inner, 32*n)
 	if tiles >= kernel.CeilDiv(1<<31, blocks) {
-		return fmt.Errorf("kernels.Reduce: %d results in %d parts, of %d columns, are too many for one launch", a.Outer, parts, a.Inner)
+		return fmt.Errorf("kernels.Reduce: %d results in %d parts, of %d columns, are too many "+
+			"for one launch", a.Outer, parts, a.Inner)
 	}
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: blocks * tiles}, Block: gpu.Dim{X: 32, Y: 8}, Overlap: overlap}
-	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c, l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: blocks * tiles}, Block: gpu.Dim{X: 32, Y: 8},
+		Overlap: overlap}
+	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c,
+		l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
 }
 
 // WorkspaceBytes is the size of Workspace.

@@ -36,10 +36,12 @@ func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	if empty, err := kernel.CheckInts("RoPE", a.Rows, a.Heads, a.HeadDim, a.XStride, a.YStride); err != nil {
+	if empty, err := kernel.CheckInts("RoPE", a.Rows, a.Heads, a.HeadDim, a.XStride,
+		a.YStride); err != nil {
 		return err
 	} else if a.HeadDim%2 != 0 || a.Seq < 1 {
-		return fmt.Errorf("kernels.RoPE: head dimension %d and sequence length %d, want an even and a positive number",
+		return fmt.Errorf("kernels.RoPE: head dimension %d and sequence length %d, want an even "+
+			"and a positive number",
 			a.HeadDim, a.Seq)
 	} else if empty && (a.Rows == 0 || a.Heads == 0 || a.HeadDim == 0) {
 		return nil
@@ -68,9 +70,12 @@ func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
 		sign = -1
 	}
 	if threads >= 1<<31 {
-		return fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows, a.Heads)
+		return fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows,
+			a.Heads)
 	}
-	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.Cos).Ptr(a.Sin).Float32(sign).Int64(int64(a.Rows)).Int32(a.Heads).Int32(h).
+	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.Cos).Ptr(a.Sin).Float32(sign).Int64(
+		int64(a.Rows)).Int32(a.Heads).Int32(h).
 		Int32(a.Seq).Int64(int64(a.XStride)).Int64(int64(a.YStride))
-	return k.Enqueue(s, "rope", variant+suf, kernel.Line(kernel.CeilDiv(threads, ropeThreads), ropeThreads), l)
+	return k.Enqueue(s, "rope", variant+suf,
+		kernel.Line(kernel.CeilDiv(threads, ropeThreads), ropeThreads), l)
 }

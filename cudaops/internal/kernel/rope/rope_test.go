@@ -11,7 +11,8 @@ import (
 func TestRoPE(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ batch, seq, heads, headDim int }{
-		{1, 1, 1, 2}, {2, 5, 3, 6}, {3, 7, 4, 10}, {2, 33, 12, 64}, {1, 9, 3, 128}, {2, 17, 32, 128}, {1, 5, 8, 80},
+		{1, 1, 1, 2}, {2, 5, 3, 6}, {3, 7, 4, 10}, {2, 33, 12, 64}, {1, 9, 3, 128},
+		{2, 17, 32, 128}, {1, 5, 8, 80},
 		{1, 11, 4, 16}, {2, 3, 4, 256},
 	} {
 		for _, dt := range kerneltest.StorageTypes {
@@ -26,7 +27,8 @@ func TestRoPE(t *testing.T) {
 					if inverse {
 						y = g.Alloc(rows*d, dt, i%2)
 					}
-					a := Rotate{Y: y.Ptr, X: x.Ptr, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows, Seq: c.seq, Heads: c.heads,
+					a := Rotate{Y: y.Ptr, X: x.Ptr, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows,
+						Seq: c.seq, Heads: c.heads,
 						HeadDim: c.headDim, Inverse: inverse, Type: dt}
 					g.Must(a.Launch(g.Set, g.Stream))
 					want := make([]float64, rows*d)
@@ -48,7 +50,8 @@ func TestRoPEInPlaceOfPart(t *testing.T) {
 			cos, cr := g.Normal(seq*headDim/2, kerneltest.F32, 0)
 			sin, sr := g.Normal(seq*headDim/2, kerneltest.F32, 0)
 			part := x.Offset(d * dt.Size())
-			g.Must(Rotate{Y: part, X: part, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows, Seq: seq, Heads: heads,
+			g.Must(Rotate{Y: part, X: part, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows,
+				Seq: seq, Heads: heads,
 				HeadDim: headDim, XStride: 3 * d, YStride: 3 * d, Type: dt}.Launch(g.Set, g.Stream))
 			for r := range rows {
 				row := xr[(3*r+1)*d:][:d]

@@ -16,9 +16,11 @@ func (a Mul) float8(k *kernel.Set, s gpu.Stream) error {
 	}
 	if a.GELU {
 		if a.H == 0 {
-			return errors.New("kernels.SiLUMul: H is null, want memory: GELU forms it before float8")
+			return errors.New("kernels.SiLUMul: H is null, want memory: GELU forms it " +
+				"before float8")
 		}
-		rows := quantize.Rows{Y: a.H8, Scale: a.Scale8, X: a.H, Rows: a.Rows, D: a.F, XStride: a.F, Type: a.Type}
+		rows := quantize.Rows{Y: a.H8, Scale: a.Scale8, X: a.H, Rows: a.Rows, D: a.F,
+			XStride: a.F, Type: a.Type}
 		a.H8, a.Scale8 = 0, 0
 		if err := a.Launch(k, s); err != nil {
 			return err
@@ -26,7 +28,8 @@ func (a Mul) float8(k *kernel.Set, s gpu.Stream) error {
 		return rows.Launch(k, s)
 	}
 	var shape quantize.HeldShape
-	if kernel.Packed(a.Type, a.F, a.H, a.A, a.B) && a.Stride%kernel.Vector(a.Type) == 0 && quantize.Float8Packs(a.Type, a.H8) {
+	if kernel.Packed(a.Type, a.F, a.H, a.A, a.B) && a.Stride%kernel.Vector(a.Type) == 0 &&
+		quantize.Float8Packs(a.Type, a.H8) {
 		shape = quantize.BestShape(a.F, a.Type)
 	}
 	return SiluMulFloat8(k, s, a, shape)
@@ -41,10 +44,12 @@ func SiluMulFloat8(k *kernel.Set, s gpu.Stream, a Mul, shape quantize.HeldShape)
 	l := kernel.Args().Ptr(a.H8).Ptr(a.Scale8).Ptr(a.H).Ptr(a.A).Ptr(a.B)
 	if shape == (quantize.HeldShape{}) {
 		l.Int32(a.F).Int64(int64(a.Stride))
-		return k.Enqueue(s, "quantize", "silu_mul_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.F)), l)
+		return k.Enqueue(s, "quantize", "silu_mul_any"+suf,
+			kernel.Line(a.Rows, kernel.RowThreads(a.F)), l)
 	}
 	l.Int64(int64(a.Rows)).Int32(a.F).Int64(int64(a.Stride))
-	return k.Enqueue(s, "quantize", fmt.Sprint("silu_mul_held", shape.Packs, suf), shape.Over(a.Rows), l)
+	return k.Enqueue(s, "quantize", fmt.Sprint("silu_mul_held", shape.Packs, suf),
+		shape.Over(a.Rows), l)
 }
 
 // float8 is MulBackward where rows are stored as float8 too.
@@ -53,21 +58,26 @@ func (a MulBackward) float8(k *kernel.Set, s gpu.Stream) error {
 		return err
 	}
 	if a.DB != a.DA.Offset(a.F*a.Type.Size()) || a.GradStride < 2*a.F {
-		return fmt.Errorf("kernels.SiLUMulBackward: DB is %d bytes behind DA, of %d elements a row; for DAB8 they must lie side by side, "+
-			"%d bytes apart in rows of %d elements", int64(a.DB)-int64(a.DA), a.GradStride, a.F*a.Type.Size(), 2*a.F)
+		return fmt.Errorf("kernels.SiLUMulBackward: DB is %d bytes behind DA, of %d elements a "+
+			"row; for DAB8 they must lie side by side, "+
+			"%d bytes apart in rows of %d elements", int64(a.DB)-int64(a.DA), a.GradStride,
+			a.F*a.Type.Size(), 2*a.F)
 	}
 	v := kernel.Vector(a.Type)
 	var shape quantize.HeldShape
-	if !a.GELU && kernel.Packed(a.Type, a.F, a.H, a.DA, a.DH, a.A, a.B) && a.Stride%v == 0 && a.GradStride%v == 0 && quantize.Float8Packs(a.Type, a.DAB8) {
+	if !a.GELU && kernel.Packed(a.Type, a.F, a.H, a.DA, a.DH, a.A, a.B) && a.Stride%v == 0 &&
+		a.GradStride%v == 0 && quantize.Float8Packs(a.Type, a.DAB8) {
 		shape = quantize.BestShape(a.F, a.Type)
 	}
 	return SiluMulBackwardFloat8(k, s, a, shape)
 }
 
 // siluMulBackwardFloat8 has blocks of a shape, or for none launches two kernels.
-func SiluMulBackwardFloat8(k *kernel.Set, s gpu.Stream, a MulBackward, shape quantize.HeldShape) error {
+func SiluMulBackwardFloat8(k *kernel.Set, s gpu.Stream, a MulBackward,
+	shape quantize.HeldShape) error {
 	if shape == (quantize.HeldShape{}) {
-		rows := quantize.Rows{Y: a.DAB8, Scale: a.Scale8, X: a.DA, Rows: a.Rows, D: 2 * a.F, XStride: a.GradStride, Type: a.Type}
+		rows := quantize.Rows{Y: a.DAB8, Scale: a.Scale8, X: a.DA, Rows: a.Rows, D: 2 * a.F,
+			XStride: a.GradStride, Type: a.Type}
 		a.DAB8, a.Scale8 = 0, 0
 		if err := a.Launch(k, s); err != nil {
 			return err
@@ -78,9 +88,11 @@ func SiluMulBackwardFloat8(k *kernel.Set, s gpu.Stream, a MulBackward, shape qua
 	if err != nil {
 		return err
 	}
-	l := kernel.Args().Ptr(a.DAB8).Ptr(a.Scale8).Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(a.DH).Ptr(a.A).Ptr(a.B)
+	l := kernel.Args().Ptr(a.DAB8).Ptr(a.Scale8).Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(
+		a.DH).Ptr(a.A).Ptr(a.B)
 	l.Int64(int64(a.Rows)).Int32(a.F).Int64(int64(a.Stride)).Int64(int64(a.GradStride))
-	return k.Enqueue(s, "quantize", fmt.Sprint("silu_mul_backward_held", shape.Packs, suf), shape.Over(a.Rows), l)
+	return k.Enqueue(s, "quantize", fmt.Sprint("silu_mul_backward_held", shape.Packs, suf),
+		shape.Over(a.Rows), l)
 }
 
 // checkGate refuses sizes that no kernel takes, and sets a stride of 0 to what it means.

@@ -37,12 +37,13 @@ func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
 		return a.float8(k, s)
 	}
 	l := kernel.Args().Ptr(a.H).Ptr(a.A).Ptr(a.B)
-	return silu(k, s, "SiLUMul", gate(a.GELU)+"_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type}, false, l, a.H, a.A, a.B)
+	return silu(k, s, "SiLUMul", gate(a.GELU)+"_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type},
+		false, l, a.H, a.A, a.B)
 }
 
 // MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and
-// H again unless it is null; with GELU, those of that. DA may be the memory of A or DH, and DB that of B. Stride is as in
-// [Mul], GradStride the same for DA and DB.
+// H again unless it is null; with GELU, those of that. DA may be the memory of A or DH, and DB that
+// of B. Stride is as in [Mul], GradStride the same for DA and DB.
 //
 // Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8
 // [Rows] as [Quantize] stores them. Then DB is DA + F elements, GradStride at least 2·F, and Type a
@@ -55,8 +56,8 @@ type MulBackward struct {
 	DAB8, Scale8                gpu.Ptr
 }
 
-// Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, or for
-// GELU, two.
+// Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, or
+// for GELU, two.
 func (a MulBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if float8, err := quantize.Float8Rows("SiLUMulBackward", a.Type, a.DAB8, a.Scale8); err != nil {
 		return err
@@ -65,7 +66,8 @@ func (a MulBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	l := kernel.Args().Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(a.DH).Ptr(a.A).Ptr(a.B)
 	shape := siluShape{a.Rows, a.F, a.Stride, a.GradStride, a.Type}
-	return silu(k, s, "SiLUMulBackward", gate(a.GELU)+"_mul_backward", shape, true, l, a.H, a.DA, a.DB, a.DH, a.A, a.B)
+	return silu(k, s, "SiLUMulBackward", gate(a.GELU)+"_mul_backward", shape, true, l, a.H,
+		a.DA, a.DB, a.DH, a.A, a.B)
 }
 
 // gate is how kernels of a gate are named.
@@ -81,12 +83,14 @@ type siluShape struct {
 	dtype                       gpu.DType
 }
 
-func silu(k *kernel.Set, s gpu.Stream, op, symbol string, a siluShape, backward bool, l *gpu.Args, ps ...gpu.Ptr) error {
+func silu(k *kernel.Set, s gpu.Stream, op, symbol string, a siluShape, backward bool, l *gpu.Args,
+	ps ...gpu.Ptr) error {
 	suf, err := kernel.Suffix(op, a.dtype)
 	if err != nil {
 		return err
 	}
-	if _, err := kernel.CheckSizes(op, a.rows, a.f, a.stride, a.gradStride); err != nil || a.rows == 0 || a.f == 0 {
+	if _, err := kernel.CheckSizes(op, a.rows, a.f, a.stride, a.gradStride); err != nil ||
+		a.rows == 0 || a.f == 0 {
 		return err
 	}
 	if a.stride == 0 {
@@ -101,16 +105,19 @@ func silu(k *kernel.Set, s gpu.Stream, op, symbol string, a siluShape, backward 
 		}
 	}
 	variant, n := "_elements", 1
-	if v := kernel.Vector(a.dtype); kernel.Packed(a.dtype, a.f, ps...) && a.stride%v == 0 && a.gradStride%v == 0 {
+	if v := kernel.Vector(a.dtype); kernel.Packed(a.dtype, a.f, ps...) &&
+		a.stride%v == 0 && a.gradStride%v == 0 {
 		variant, n = "_packs", v
 	}
 	packs := a.rows * a.f / n
 	if packs >= 1<<31 {
-		return fmt.Errorf("kernels.%s: %d rows of %d elements are too many for one launch", op, a.rows, a.f)
+		return fmt.Errorf("kernels.%s: %d rows of %d elements are too many for one launch", op,
+			a.rows, a.f)
 	}
 	l.Int64(int64(a.rows)).Int32(a.f).Int64(int64(a.stride))
 	if backward {
 		l.Int64(int64(a.gradStride))
 	}
-	return k.Enqueue(s, "silu", symbol+variant+suf, kernel.Line(kernel.CeilDiv(packs, 2*256), 256), l)
+	return k.Enqueue(s, "silu", symbol+variant+suf, kernel.Line(kernel.CeilDiv(packs, 2*256), 256),
+		l)
 }

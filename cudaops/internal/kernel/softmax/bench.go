@@ -15,6 +15,7 @@ func Bench(b *bench.B) {
 		return Forward{Y: y, X: x, Rows: rows, N: n, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
 	})
 	b.Time(bench.Measurement{Name: "softmax_bwd_32768x4096", Bytes: 3 * size}, func() error {
-		return Backward{DX: dx, G: g, Y: y, Rows: rows, N: n, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
+		return Backward{DX: dx, G: g, Y: y, Rows: rows, N: n, Type: gpu.BFloat16}.Launch(b.Set,
+			b.Stream)
 	})
 }

@@ -10,7 +10,8 @@ import (
 
 func TestSoftmax(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for i, shape := range [][2]int{{1, 1}, {5, 3}, {33, 32}, {9, 1000}, {6, 1024}, {5, 1025}, {7, 4096}, {3, 50257}, {4, 9000}} {
+	for i, shape := range [][2]int{{1, 1}, {5, 3}, {33, 32}, {9, 1000}, {6, 1024}, {5, 1025},
+		{7, 4096}, {3, 50257}, {4, 9000}} {
 		for _, dt := range kerneltest.StorageTypes {
 			g.Scope(fmt.Sprintf("%v/%v", shape, dt), func(g *kerneltest.Rig) {
 				rows, n := shape[0], shape[1]
@@ -27,7 +28,8 @@ func TestSoftmax(t *testing.T) {
 						want[r*n+k] /= sum
 					}
 				}
-				g.Must(Forward{Y: x.Ptr, X: x.Ptr, Rows: rows, N: n, Type: dt}.Launch(g.Set, g.Stream))
+				g.Must(Forward{Y: x.Ptr, X: x.Ptr, Rows: rows, N: n,
+					Type: dt}.Launch(g.Set, g.Stream))
 				g.Near("y", x, want, kerneltest.Forward(dt))
 				yr := g.Read(x)
 				for r := range rows {
@@ -39,7 +41,8 @@ func TestSoftmax(t *testing.T) {
 						want[k] = yr[k] * (gr[k] - dot)
 					}
 				}
-				g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, Y: x.Ptr, Rows: rows, N: n, Type: dt}.Launch(g.Set, g.Stream))
+				g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, Y: x.Ptr, Rows: rows, N: n,
+					Type: dt}.Launch(g.Set, g.Stream))
 				if n > 1 { // else it is zero but for rounding
 					g.Near("dx", dy, want, kerneltest.Backward(dt))
 				}

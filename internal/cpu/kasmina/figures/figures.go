@@ -70,7 +70,8 @@ func Health(m Moments, lo, hi float64, dead int, eps float64) [PerRow]float64 {
 		return [PerRow]float64{}
 	}
 	v := m.Variance()
-	return [PerRow]float64{v, m.Mean, lo, hi, float64(dead) / m.N, math.Abs(m.Mean) / math.Sqrt(v+eps)}
+	return [PerRow]float64{v, m.Mean, lo, hi, float64(dead) / m.N,
+		math.Abs(m.Mean) / math.Sqrt(v+eps)}
 }
 
 // Gradient returns the norm, the variance and the largest magnitude.
@@ -155,7 +156,9 @@ func (f *Chunk) Finish(reduce seed.Reduction, anchor float64) {
 
 // Row is what was seen in one row of a chunk.
 type Row struct {
-	anchor    float64 // one of the values, or 0: deviations from it keep their precision where values share leading digits
+	// one of the values, or 0: deviations from it keep their precision where values share leading
+	// digits
+	anchor    float64
 	Moments   Moments // the mean is relative to the anchor
 	Low, High float64
 	Dead, Bad int

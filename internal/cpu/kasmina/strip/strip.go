@@ -44,8 +44,9 @@ type Rule struct {
 	Above                         [Columns]float32   // for Sums
 	LeftNear, LeftFar             [Columns]int32     // those of the forward pass, for Sums
 	Form                          [Columns / 16]Form // of 16 columns each
-	Blends, Learns                bool               // some column is not the identity; some column has sums
-	_                             [46]byte           // to whole vectors
+	// some column is not the identity; some column has sums
+	Blends, Learns bool
+	_              [46]byte // to whole vectors
 }
 
 // Take adds f to the forms of n columns from the given one on.
@@ -85,25 +86,30 @@ type State struct {
 
 // kernels are these functions in the vectors of an instruction set.
 type kernels struct {
-	inputFigures          func(f *Figures, pack, x *float32, rows, stride, columns int, eps float32)
-	gradientFigures       func(f *Figures, pack, x *float32, rows, stride, columns int)
-	blendForward          func(y, x *float32, rule *Rule, rows, stride, columns int) float32
-	blendForwardStreamed  func(y, x *float32, rule *Rule, rows, stride, columns int) float32
-	blendBackward         func(dx, grad, x *float32, rule *Rule, ahead *float32, rows, stride, columns int)
-	blendBackwardStreamed func(dx, grad, x *float32, rule *Rule, ahead *float32, rows, stride, columns int)
-	blendSums             func(s *Sums, rule *Rule, grad, x *float32, rows, columns int)
-	loadRows              func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
-	storeRows             func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
-	streamRows            func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+	inputFigures         func(f *Figures, pack, x *float32, rows, stride, columns int, eps float32)
+	gradientFigures      func(f *Figures, pack, x *float32, rows, stride, columns int)
+	blendForward         func(y, x *float32, rule *Rule, rows, stride, columns int) float32
+	blendForwardStreamed func(y, x *float32, rule *Rule, rows, stride, columns int) float32
+	blendBackward        func(dx, grad, x *float32, rule *Rule, ahead *float32,
+		rows, stride, columns int)
+	blendBackwardStreamed func(dx, grad, x *float32, rule *Rule, ahead *float32,
+		rows, stride, columns int)
+	blendSums  func(s *Sums, rule *Rule, grad, x *float32, rows, columns int)
+	loadRows   func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+	storeRows  func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
+	streamRows func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 
 	// blendBackward and blendSums in one, where there are registers enough; else nil.
-	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32, rows, stride, columns int)
+	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32,
+		rows, stride, columns int)
 
-	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for PassRows rows; nil
-	// where registers are few. With chunks of vectors vectors, unless that is 0, backward also does
-	// what chunkNorms does. It counts them in counter, which is as many.
-	fusedForward, fusedForwardStreamed   func(y, x *float32, rule *Rule, state *State, nextX *float32, ahead *Fetch, stride, columns int, eps float32)
-	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *Rule, state *State, nextGrad, nextX *float32, ahead *Fetch, stride, columns, vectors, counter int)
+	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for PassRows rows;
+	// nil where registers are few. With chunks of vectors vectors, unless that is 0, backward also
+	// does what chunkNorms does. It counts them in counter, which is as many.
+	fusedForward, fusedForwardStreamed func(y, x *float32, rule *Rule, state *State,
+		nextX *float32, ahead *Fetch, stride, columns int, eps float32)
+	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *Rule, state *State,
+		nextGrad, nextX *float32, ahead *Fetch, stride, columns, vectors, counter int)
 
 	chunkNorms func(n *Norms, x *float32, groups, chunk, chunks, stride int)
 	storeFence func() // after what is written past the caches, before anybody may read it
@@ -117,8 +123,9 @@ func init() { cpu.OnISA(func(l cpu.ISA) { kernels32 = kernelsFor(l) }) }
 // View is Rows rows of Columns columns that begin at index At of a matrix with the given Stride.
 type View struct {
 	At, Rows, Stride, Columns int
-	From, Done                int  // the first one's number among the tile's columns; rows of the tile above it
-	Edges                     bool // chunks go on in other strips
+	// the first one's number among the tile's columns; rows of the tile above it
+	From, Done int
+	Edges      bool // chunks go on in other strips
 }
 
 // Pack holds the rows of a strip that are at work. In the matrix they are often a multiple of 4096
@@ -408,7 +415,8 @@ func (c *Rule) MeasureBackward(dx, g, x []float32, s View, t *State, f *Fetch, v
 	if s.streams(dx) {
 		pass = kernels32.fusedBackwardStreamed
 	}
-	pass(&dx[s.At], &g[s.At], &x[s.At], c, t, &g[0], &x[0], f, s.Stride, s.Columns, vectors, vectors)
+	pass(&dx[s.At], &g[s.At], &x[s.At], c, t, &g[0], &x[0], f, s.Stride,
+		s.Columns, vectors, vectors)
 }
 
 // NormRows is how many rows [Norms.Add] takes at once.

@@ -19,10 +19,12 @@ func blendForwardAVX512(y, x *float32, rule *Rule, rows, stride, columns int) fl
 func blendForwardStreamedAVX512(y, x *float32, rule *Rule, rows, stride, columns int) float32
 
 //go:noescape
-func blendBackwardAVX512(dx, grad, x *float32, rule *Rule, ahead *float32, rows, stride, columns int)
+func blendBackwardAVX512(dx, grad, x *float32, rule *Rule, ahead *float32,
+	rows, stride, columns int)
 
 //go:noescape
-func blendBackwardStreamedAVX512(dx, grad, x *float32, rule *Rule, ahead *float32, rows, stride, columns int)
+func blendBackwardStreamedAVX512(dx, grad, x *float32, rule *Rule, ahead *float32,
+	rows, stride, columns int)
 
 //go:noescape
 func blendSumsAVX512(s *Sums, rule *Rule, grad, x *float32, rows, columns int)
@@ -52,7 +54,8 @@ func blendForwardStreamedAVX2(y, x *float32, rule *Rule, rows, stride, columns i
 func blendBackwardAVX2(dx, grad, x *float32, rule *Rule, ahead *float32, rows, stride, columns int)
 
 //go:noescape
-func blendBackwardStreamedAVX2(dx, grad, x *float32, rule *Rule, ahead *float32, rows, stride, columns int)
+func blendBackwardStreamedAVX2(dx, grad, x *float32, rule *Rule, ahead *float32,
+	rows, stride, columns int)
 
 //go:noescape
 func blendSumsAVX2(s *Sums, rule *Rule, grad, x *float32, rows, columns int)
@@ -67,22 +70,28 @@ func storeRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahead
 func streamRowsAVX2(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 
 //go:noescape
-func blendLearnAVX512(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32, rows, stride, columns int)
+func blendLearnAVX512(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32,
+	rows, stride, columns int)
 
 //go:noescape
-func blendLearnStreamedAVX512(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32, rows, stride, columns int)
+func blendLearnStreamedAVX512(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32,
+	rows, stride, columns int)
 
 //go:noescape
-func fusedForwardAVX512(y, x *float32, rule *Rule, state *State, nextX *float32, ahead *Fetch, stride, columns int, eps float32)
+func fusedForwardAVX512(y, x *float32, rule *Rule, state *State, nextX *float32, ahead *Fetch,
+	stride, columns int, eps float32)
 
 //go:noescape
-func fusedForwardStreamedAVX512(y, x *float32, rule *Rule, state *State, nextX *float32, ahead *Fetch, stride, columns int, eps float32)
+func fusedForwardStreamedAVX512(y, x *float32, rule *Rule, state *State, nextX *float32,
+	ahead *Fetch, stride, columns int, eps float32)
 
 //go:noescape
-func fusedBackwardAVX512(dx, grad, x *float32, rule *Rule, state *State, nextGrad, nextX *float32, ahead *Fetch, stride, columns, vectors, counter int)
+func fusedBackwardAVX512(dx, grad, x *float32, rule *Rule, state *State, nextGrad, nextX *float32,
+	ahead *Fetch, stride, columns, vectors, counter int)
 
 //go:noescape
-func fusedBackwardStreamedAVX512(dx, grad, x *float32, rule *Rule, state *State, nextGrad, nextX *float32, ahead *Fetch, stride, columns, vectors, counter int)
+func fusedBackwardStreamedAVX512(dx, grad, x *float32, rule *Rule, state *State, nextGrad,
+	nextX *float32, ahead *Fetch, stride, columns, vectors, counter int)
 
 //go:noescape
 func chunkNormsAVX2(n *Norms, x *float32, groups, chunk, chunks, stride int)
