@@ -87,8 +87,8 @@ func WithSeed(seed uint64) CheckOption {
 // they agree. At a kink, such as relu at exactly 0, there is no derivative: differences find the
 // mean of both sides, and the report shows a difference where nothing is wrong. Choose values away
 // from kinks.
-func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes, opts ...CheckOption) (CheckReport,
-	error) {
+func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes,
+	opts ...CheckOption) (CheckReport, error) {
 	c := &checker{step: 1e-2, tolerance: 1e-6, samples: 200, seed: 1}
 	for i, opt := range opts {
 		if opt == nil {
@@ -159,8 +159,9 @@ func checkNodes(cost *gorgonia.Node, wrt gorgonia.Nodes) error {
 	case cost == nil || cost.Graph() == nil:
 		return fmt.Errorf("cost is nil or in no graph, want a node")
 	case !cost.IsScalar():
-		return fmt.Errorf("cost %s has shape %v, want a scalar: reduce it, with gorgonia.Sum for "+
-			"example", label(cost), cost.Shape())
+		return fmt.Errorf(
+			"cost %s has shape %v, want a scalar: reduce it, with gorgonia.Sum for example",
+			label(cost), cost.Shape())
 	case cost.Dtype() != tensor.Float64:
 		return fmt.Errorf("cost %s is %v, want float64: differences in float32 are too coarse to "+
 			"judge a gradient", label(cost), cost.Dtype())
@@ -292,9 +293,8 @@ func (c *checker) compileForward(cost *gorgonia.Node) (float64, error) {
 	case math.IsNaN(base) || math.IsInf(base, 0):
 		return 0, fmt.Errorf("the cost is %v", base)
 	case base != again:
-		return 0,
-			fmt.Errorf("the cost is %v in one run and %v in the next of the same values: "+
-				"differences of it mean nothing", base, again)
+		return 0, fmt.Errorf("the cost is %v in one run and %v in the next of the same values: "+
+			"differences of it mean nothing", base, again)
 	}
 	return base, nil
 }

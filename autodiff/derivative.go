@@ -19,8 +19,8 @@ const (
 // enough, the trouble is rounding, and wider ones are tried. In the end the entry with the smallest
 // estimate counts. Steps at which f is not finite are passed over; with none left the result is
 // NaN. (Ridders, "Accurate computation of F′(x) and F′(x)F″(x)", 1982.)
-func derivative(f func(t float64) (float64, error), h float64, goal func(d float64) float64) (best,
-	spread float64, err error) {
+func derivative(f func(t float64) (float64, error), h float64,
+	goal func(d float64) float64) (best, spread float64, err error) {
 	best, spread = math.NaN(), math.Inf(1)
 	for range tables {
 		d, s, err := extrapolate(f, h, goal)
@@ -39,8 +39,8 @@ func derivative(f func(t float64) (float64, error), h float64, goal func(d float
 }
 
 // extrapolate fills one table of extrapolated differences, and returns its best entry.
-func extrapolate(f func(t float64) (float64, error), h float64, goal func(d float64) float64) (best,
-	spread float64, err error) {
+func extrapolate(f func(t float64) (float64, error), h float64,
+	goal func(d float64) float64) (best, spread float64, err error) {
 	best, spread = math.NaN(), math.Inf(1)
 	var last []float64 // the extrapolations of the level before, by order
 	for range levels {

@@ -43,8 +43,8 @@ type RecomputeOp struct {
 // Gorgonia's machines keep every intermediate result until the run ends, so computing nodes again
 // in the same graph would save nothing; hence the graph within. (Chen et al., "Training Deep Nets
 // with Sublinear Memory Cost", 2016.)
-func Recompute(inputs gorgonia.Nodes, build func(inputs gorgonia.Nodes) (*gorgonia.Node,
-	error)) (*gorgonia.Node, error) {
+func Recompute(inputs gorgonia.Nodes,
+	build func(inputs gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
 	n, err := recompute(inputs, build)
 	if err != nil {
 		return nil, fmt.Errorf("autodiff.Recompute: %w", err)
@@ -52,12 +52,12 @@ func Recompute(inputs gorgonia.Nodes, build func(inputs gorgonia.Nodes) (*gorgon
 	return n, nil
 }
 
-func recompute(inputs gorgonia.Nodes, build func(gorgonia.Nodes) (*gorgonia.Node,
-	error)) (*gorgonia.Node, error) {
+func recompute(inputs gorgonia.Nodes,
+	build func(gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
 	if len(inputs) == 0 || build == nil {
-		return nil,
-			fmt.Errorf("got %d inputs and a build function: %v, want at least one input and a "+
-				"function", len(inputs), build != nil)
+		return nil, fmt.Errorf(
+			"got %d inputs and a build function: %v, want at least one input and a function",
+			len(inputs), build != nil)
 	}
 	g := gorgonia.NewGraph()
 	within := make(gorgonia.Nodes, len(inputs))
@@ -100,8 +100,9 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 			return fmt.Errorf("build uses %s, which is random: the gradient would see other "+
 				"numbers than the result", label(n))
 		case isInput(n) && !slices.Contains(inputs, n):
-			return fmt.Errorf("build makes an input of its own, %s: pass it in, or no gradient "+
-				"would reach it", label(n))
+			return fmt.Errorf(
+				"build makes an input of its own, %s: pass it in, or no gradient would reach it",
+				label(n))
 		}
 	}
 	return nil
@@ -112,8 +113,8 @@ var serial atomic.Int64
 
 // newRecomputeOp makes an op of a copy of out and what it depends on. Like give the types of the
 // op's inputs.
-func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node, replay bool) (*RecomputeOp,
-	error) {
+func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node,
+	replay bool) (*RecomputeOp, error) {
 	c, err := copyGraph(out, replay)
 	if err != nil {
 		return nil, err
@@ -161,8 +162,8 @@ func recomputeForward[T cpu.Float](o *RecomputeOp, out []T, in opbase.Args) erro
 // SetTraining passes the machine's mode on to the ops within.
 func (o *RecomputeOp) SetTraining(training bool) error {
 	if o.Output == nil {
-		return errors.New("autodiff.RecomputeOp: the op is a zero value: make one with " +
-			"autodiff.Recompute")
+		return errors.New(
+			"autodiff.RecomputeOp: the op is a zero value: make one with autodiff.Recompute")
 	}
 	o.eval = !training
 	return o.run.setTraining(training)
@@ -182,8 +183,8 @@ func (o *RecomputeOp) Replay() gorgonia.Op {
 func (o *RecomputeOp) DiffWRT(int) []bool { return o.diff }
 
 // SymDiff returns the gradients of those inputs, and nil for the others.
-func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
-	error) {
+func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	grads, err := o.symDiff(inputs, output, grad)
 	if err != nil {
 		return nil, fmt.Errorf("autodiff.Recompute: %w", err)
@@ -191,8 +192,8 @@ func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node
 	return grads, nil
 }
 
-func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
-	error) {
+func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	c, err := copyGraph(o.Output, true)
 	if err != nil {
 		return nil, err

@@ -134,8 +134,9 @@ func Parts(k Kind, c, n int) ([]Part, error) {
 		return nil, err
 	}
 	if c < 1 || n < 0 {
-		return nil, fmt.Errorf("%w %q: %d weights for chunks of %d features, "+
-			"want at least 0 for at least 1", ErrInvalid, b.Name, n, c)
+		return nil, fmt.Errorf(
+			"%w %q: %d weights for chunks of %d features, want at least 0 for at least 1",
+			ErrInvalid, b.Name, n, c)
 	}
 	if b.Parts == nil {
 		return []Part{{"weights", []int{n}}}, nil
@@ -158,8 +159,9 @@ func checkParts(parts []Part, n int) error {
 	names := map[string]bool{"": true, scaleName: true}
 	for i, p := range parts {
 		if names[p.Name] {
-			return fmt.Errorf("the name of part %d is %q, want names that differ, "+
-				"and none of them \"\" or %q", i, p.Name, scaleName)
+			return fmt.Errorf(
+				"the name of part %d is %q, want names that differ, and none of them \"\" or %q",
+				i, p.Name, scaleName)
 		}
 		names[p.Name] = true
 		size := 1
@@ -223,9 +225,9 @@ func Register(b Blueprint) (Kind, error) {
 			ErrInvalid, b.Name, k)
 	}
 	if len(kinds) == maxKinds {
-		return 0,
-			fmt.Errorf("blueprints.Register: %w: %d kinds are registered, which is all "+
-				"there can be", ErrInvalid, maxKinds)
+		return 0, fmt.Errorf(
+			"blueprints.Register: %w: %d kinds are registered, which is all there can be",
+			ErrInvalid, maxKinds)
 	}
 	grown := append(append([]*Blueprint(nil), kinds...), &b)
 	registry.Store(&grown)
@@ -340,9 +342,9 @@ func Size(k Kind, c, width int) (int, error) {
 		return 0, fmt.Errorf("%w %q: Size(%d, %d) is %d", ErrInvalid, b.Name, c, width, n)
 	}
 	if n > width {
-		return 0,
-			fmt.Errorf("%w: %s needs %d weights a slot for chunks of %d features, and there are %d",
-				ErrWidth, b.Name, n, c, width)
+		return 0, fmt.Errorf(
+			"%w: %s needs %d weights a slot for chunks of %d features, and there are %d",
+			ErrWidth, b.Name, n, c, width)
 	}
 	return n, nil
 }
@@ -356,9 +358,9 @@ func Size(k Kind, c, width int) (int, error) {
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
-		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, for "+
-			"chunks of %d features, "+
-			"want weights [slots, W] and scales [slots]", len(weights), slots, c)
+		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, "+
+			"for chunks of %d features, want weights [slots, W] and scales [slots]", len(weights),
+			slots, c)
 	}
 	if slot < 1 || slot >= slots {
 		return fmt.Errorf("blueprints.Identity: %w: slot is %d, want 1 to %d (slot 0 means none)",
@@ -427,8 +429,8 @@ func Apply[T Float](k Kind, y, x, w []T, a T) error {
 		return fmt.Errorf("blueprints.Apply: %w", err)
 	}
 	if len(y) != len(x) || len(x) == 0 {
-		return fmt.Errorf("blueprints.Apply: x has %d elements and y %d, want one length of at "+
-			"least 1",
+		return fmt.Errorf(
+			"blueprints.Apply: x has %d elements and y %d, want one length of at least 1",
 			len(x), len(y))
 	}
 	n, err := Size(k, len(x), len(w))

@@ -63,8 +63,7 @@ func Order(k Kind, blocks, size int) ([]int, error) {
 	}
 	if blocks < 1 || blocks > maxBlocks || size < 1 || size > maxBlocks {
 		return nil, fmt.Errorf("%w %q: size %d for %d blocks, want 1 to %d of both", ErrInvalid,
-			b.Name,
-			size, blocks, maxBlocks)
+			b.Name, size, blocks, maxBlocks)
 	}
 	var order []int
 	if err := guarded(b, "Order", func() { order = b.Order(blocks, size) }); err != nil {

@@ -112,8 +112,8 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
 	if err := memory.Check("the values of a run take", uint64(m.program.bytes)); err != nil {
-		return nil,
-			fmt.Errorf("cpuops.NewMachine: %w; smaller batches or shorter sequences need less", err)
+		return nil, fmt.Errorf(
+			"cpuops.NewMachine: %w; smaller batches or shorter sequences need less", err)
 	}
 	for _, p := range m.config.Params {
 		m.params = append(m.params, &param{p, m.program.sums[p]})
@@ -282,22 +282,21 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	v, ok := m.program.values[n]
 	switch {
 	case n == nil || !ok:
-		return nil,
-			errors.New("cpuops.Machine.Value: the node is not part of the graph that the " +
-				"machine runs")
+		return nil, errors.New(
+			"cpuops.Machine.Value: the node is not part of the graph that the machine runs")
 	case v.node == n && v.isInput:
 		if n.Value() == nil {
-			return nil,
-				fmt.Errorf("cpuops.Machine.Value: %s has no value: bind one with gorgonia.Let",
-					graph.Describe(n))
+			return nil, fmt.Errorf(
+				"cpuops.Machine.Value: %s has no value: bind one with gorgonia.Let",
+				graph.Describe(n))
 		}
 		return gorgonia.CloneValue(n.Value())
 	case !slices.Contains(m.program.kept, v):
 		return nil, fmt.Errorf("cpuops.Machine.Value: %s is not kept: name it with WithOutputs",
 			graph.Describe(n))
 	case !m.ran:
-		return nil,
-			errors.New("cpuops.Machine.Value: the machine has not run, or its last run has failed")
+		return nil, errors.New(
+			"cpuops.Machine.Value: the machine has not run, or its last run has failed")
 	}
 	v.show()
 	return gorgonia.CloneValue(v.shown)

@@ -16,8 +16,8 @@ import (
 
 // randomGraph returns a graph of random ops, its inputs, and the gradients of a cost and other
 // results in random order.
-func randomGraph(t *testing.T, r *rand.Rand) (g *gorgonia.ExprGraph, inputs,
-	outputs gorgonia.Nodes) {
+func randomGraph(t *testing.T,
+	r *rand.Rand) (g *gorgonia.ExprGraph, inputs, outputs gorgonia.Nodes) {
 	const d = 6
 	g = gorgonia.NewGraph()
 	must := check[*gorgonia.Node](t)

@@ -23,8 +23,8 @@ func clusterText(t *testing.T) (data string, small []string) {
 			0o666))
 	}
 	return data,
-		strings.Fields("-dim 16 -layers 1 -heads 2 -seq 16 -batch 2 -seeds 4 -sample 10 " +
-			"-heldout 200")
+		strings.Fields(
+			"-dim 16 -layers 1 -heads 2 -seq 16 -batch 2 -seeds 4 -sample 10 -heldout 200")
 }
 
 // onePlain trains in one process, and returns its checkpoint's bytes.

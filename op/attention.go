@@ -113,8 +113,9 @@ func checkStarts(op string, q, starts arg, c AttentionConfig) error {
 		return err
 	}
 	if !c.Causal {
-		return fmt.Errorf("op.%s: config: Causal is false, want true: starts says nothing of "+
-			"where documents end", op)
+		return fmt.Errorf(
+			"op.%s: config: Causal is false, want true: starts says nothing of where documents end",
+			op)
 	}
 	return checkInts(op, starts, q.node.Shape()[0],
 		fmt.Sprintf("one start for each row of q %v", q.node.Shape()))
@@ -123,8 +124,9 @@ func checkStarts(op string, q, starts arg, c AttentionConfig) error {
 func (c AttentionConfig) check() error {
 	switch {
 	case c.Seq < 1 || c.Heads < 1 || c.KVHeads < 1 || c.HeadDim < 1:
-		return fmt.Errorf("config: Seq %d, Heads %d, KVHeads %d and HeadDim %d must all be "+
-			"positive", c.Seq, c.Heads, c.KVHeads, c.HeadDim)
+		return fmt.Errorf(
+			"config: Seq %d, Heads %d, KVHeads %d and HeadDim %d must all be positive",
+			c.Seq, c.Heads, c.KVHeads, c.HeadDim)
 	case c.Heads%c.KVHeads != 0:
 		return fmt.Errorf("config: Heads is %d, want a multiple of KVHeads %d", c.Heads, c.KVHeads)
 	case c.Window < 0:
@@ -159,9 +161,8 @@ func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 			least = 0
 		}
 		if start < least || start > i {
-			return s,
-				fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, its own "+
-					"position in the sequence", r, start, least, i)
+			return s, fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, "+
+				"its own position in the sequence", r, start, least, i)
 		}
 		least = start
 	}
@@ -186,8 +187,8 @@ func attention[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 func (o *AttentionOp) DiffWRT(int) []bool { return []bool{true, true, true, false}[:o.Arity()] }
 
 // SymDiff returns the gradients of q, k and v.
-func (o *AttentionOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
-	error) {
+func (o *AttentionOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &AttentionGradOp{Forward: o}
 	grads, err := backward(&b.Base, b, "AttentionGrad", o, append(slices.Clone(in), output, grad),
 		3,

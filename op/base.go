@@ -36,8 +36,8 @@ func checkFloats(op string, args ...arg) error {
 			return fmt.Errorf("op.%s: %s is of type %v, want float32 or float64", op, a.name, dt)
 		}
 		if first := args[0]; a.node.Dtype() != first.node.Dtype() {
-			return fmt.Errorf("op.%s: %s is of type %v, but %s is of type %v: want one type "+
-				"for all",
+			return fmt.Errorf(
+				"op.%s: %s is of type %v, but %s is of type %v: want one type for all",
 				op, a.name, a.node.Dtype(), first.name, first.node.Dtype())
 		}
 	}

@@ -58,8 +58,8 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 func checkTargets(targets []int, v int) error {
 	for r, t := range targets {
 		if t >= v {
-			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, or a "+
-				"negative number to ignore the row", r, t, v-1)
+			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, "+
+				"or a negative number to ignore the row", r, t, v-1)
 		}
 	}
 	if crossentropy.Targets(targets) == 0 {
@@ -82,8 +82,8 @@ func crossEntropy[T cpu.Float](o *CrossEntropyOp, loss []T, in opbase.Args) erro
 func (o *CrossEntropyOp) DiffWRT(int) []bool { return []bool{true, false} }
 
 // SymDiff returns the gradient of the logits.
-func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
-	error) {
+func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &CrossEntropyGradOp{Forward: o}
 	inputs := gorgonia.Nodes{in[0], in[1], output, grad}
 	opbase.Init(&b.Base, b, "CrossEntropyGrad", "", inputs, in[0].Dtype(), in[0].Shape(),

@@ -223,9 +223,9 @@ func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 		}
 	}
 	if c.GradClip > 0 && c.AdaptiveClip > 0 {
-		return nil,
-			fmt.Errorf("op.%s: WithGradClip(%v) and WithAdaptiveGradClip(%v) exclude each other",
-				name, c.GradClip, c.AdaptiveClip)
+		return nil, fmt.Errorf(
+			"op.%s: WithGradClip(%v) and WithAdaptiveGradClip(%v) exclude each other",
+			name, c.GradClip, c.AdaptiveClip)
 	}
 	o := &KasminaOp{Lattice: lattice, Config: c, inputs: gorgonia.Nodes{x, weights, scales},
 		run: &kasminaRun{}}
@@ -251,8 +251,9 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 		return fmt.Errorf("op.%s: lattice has no seeds, want one made by state.NewLattice", name)
 	}
 	if d%seeds != 0 {
-		return fmt.Errorf("op.%s: x has %d features (shape %v), want a multiple of the lattice's "+
-			"%d seeds", name, d, x.node.Shape(), seeds)
+		return fmt.Errorf(
+			"op.%s: x has %d features (shape %v), want a multiple of the lattice's %d seeds",
+			name, d, x.node.Shape(), seeds)
 	}
 	if d != lattice.Hidden() {
 		return fmt.Errorf("op.%s: x has %d features (shape %v), want the lattice's %d", name, d,
@@ -261,20 +262,20 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	slots, width := weights.node.Shape()[0], weights.node.Shape()[1]
 	if width < d/seeds {
 		return fmt.Errorf("op.%s: weights has shape %v, want [slots, W] with W at least %d = %d "+
-			"features / %d seeds", name,
-			weights.node.Shape(), d/seeds, d, seeds)
+			"features / %d seeds", name, weights.node.Shape(), d/seeds, d, seeds)
 	}
 	if err := checkShape(name, scales, fmt.Sprintf("one for each slot of weights %v",
 		weights.node.Shape()), slots); err != nil {
 		return err
 	}
 	if want := lattice.Slots(); want > 0 && want != slots {
-		return fmt.Errorf("op.%s: weights has %d slots (shape %v), want %d as the lattice was "+
-			"told by WithSlots", name, slots, weights.node.Shape(), want)
+		return fmt.Errorf(
+			"op.%s: weights has %d slots (shape %v), want %d as the lattice was told by WithSlots",
+			name, slots, weights.node.Shape(), want)
 	}
 	if want := lattice.Width(); want > 0 && want != width {
-		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d as the lattice was "+
-			"told by WithWidth", name, width, weights.node.Shape(), want)
+		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), "+
+			"want %d as the lattice was told by WithWidth", name, width, weights.node.Shape(), want)
 	}
 	if err := lattice.Fits(width); err != nil {
 		return fmt.Errorf("op.%s: weights has shape %v: %w", name, weights.node.Shape(), err)
@@ -296,8 +297,8 @@ func (o *KasminaOp) init() {
 func (o *KasminaOp) DiffWRT(int) []bool { return []bool{true, true, true} }
 
 // SymDiff returns the gradients of x, weights and scales.
-func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
-	error) {
+func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &KasminaGradOp{Forward: o}
 	in := gorgonia.Nodes{inputs[0], inputs[1], inputs[2], output, grad}
 	return backward(&b.Base, b, "KasminaGrad", o, in, 3, kasminaGrad[float32], kasminaGrad[float64])

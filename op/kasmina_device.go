@@ -70,8 +70,8 @@ func (p *KasminaPass) Snapshot() *state.Pass { return &p.op.run.pass }
 
 // Start makes the weights and the one scale of a seed's slot the identity start of its kind, if all
 // are 0: nobody has written them yet. It reports whether it has.
-func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int, weights,
-	scale []float32) (started bool, err error) {
+func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
+	weights, scale []float32) (started bool, err error) {
 	if len(scale) != 1 || scale[0] != 0 || slices.ContainsFunc(weights, func(w float32) bool {
 		return w != 0
 	}) {

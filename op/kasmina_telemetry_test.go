@@ -248,8 +248,9 @@ func TestKasminaNonFinite(t *testing.T) {
 			k.g[2*k.dim+3*seed+2], k.g[3*other] = bad[r.IntN(3)], bad[r.IntN(3)]
 			y, err := k.tryForward(k.forwardOp)
 			if k.forwardOp.Config.StopOnNonFinite {
-				if want := fmt.Sprintf("in x: 2 elements in the chunks of 1 seeds, the first of "+
-					"them seed %d", seed); !errors.Is(err, op.ErrNonFinite) ||
+				if want := fmt.Sprintf(
+					"in x: 2 elements in the chunks of 1 seeds, the first of them seed %d",
+					seed); !errors.Is(err, op.ErrNonFinite) ||
 					!strings.Contains(err.Error(), want) {
 					t.Errorf("forward: error %v, want %q", err, want)
 				}

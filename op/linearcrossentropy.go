@@ -72,8 +72,8 @@ func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbas
 func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, true, false} }
 
 // SymDiff returns the gradients of x and w.
-func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes, output,
-	grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &LinearCrossEntropyGradOp{Forward: o}
 	grads, err := backward(&b.Base, b, "LinearCrossEntropyGrad", o,
 		gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 2,

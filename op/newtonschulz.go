@@ -53,8 +53,8 @@ func newtonSchulz[T cpu.Float](o *NewtonSchulzOp, y []T, in opbase.Args) error {
 func (o *NewtonSchulzOp) DiffWRT(int) []bool { return []bool{true} }
 
 // SymDiff returns the gradient of x.
-func (o *NewtonSchulzOp) SymDiff(inputs gorgonia.Nodes, output,
-	grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *NewtonSchulzOp) SymDiff(inputs gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &NewtonSchulzGradOp{Forward: o}
 	return backward(&b.Base, b, "NewtonSchulzGrad", o, gorgonia.Nodes{inputs[0], grad}, 1,
 		newtonSchulzGrad[float32], newtonSchulzGrad[float64])

@@ -62,9 +62,9 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gor
 			return nil, err
 		}
 		if d := weight.Shape()[0]; x.Shape()[1]%d != 0 {
-			return nil,
-				fmt.Errorf("op.%s: x has shape %v, want heads of %d features, as weight has", name,
-					x.Shape(), d)
+			return nil, fmt.Errorf(
+				"op.%s: x has shape %v, want heads of %d features, as weight has",
+				name, x.Shape(), d)
 		}
 	} else if err := checkShape(name, aw, fmt.Sprintf("one for each feature of x %v", x.Shape()),
 		x.Shape()[1]); err != nil {
@@ -111,8 +111,8 @@ func factorOf[T cpu.Float](o *RMSNormOp, in opbase.Args) []T {
 func (o *RMSNormOp) DiffWRT(int) []bool { return []bool{true, true} }
 
 // SymDiff returns the gradients of x and of the weight.
-func (o *RMSNormOp) SymDiff(inputs gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
-	error) {
+func (o *RMSNormOp) SymDiff(inputs gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &RMSNormGradOp{Forward: o}
 	return backward(&b.Base, b, "RMSNormGrad", o,
 		gorgonia.Nodes{inputs[0], inputs[1], output, grad}, 2,

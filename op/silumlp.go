@@ -97,8 +97,8 @@ func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
 func (o *SiLUMLPOp) DiffWRT(int) []bool { return []bool{true, true, true, true} }
 
 // SymDiff returns the gradients of x, gate, up and down.
-func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes,
-	error) {
+func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	b := &SiLUMLPGradOp{Forward: o}
 	b.Owns(&b.da, &b.db)
 	return backward(&b.Base, b, o.gradName(), o, gorgonia.Nodes{in[0], in[1], in[2],

@@ -172,9 +172,9 @@ func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
 		return nil, fmt.Errorf("there is no op %q, want one of %s", op, strings.Join(names, ", "))
 	}
 	if dtype.size() == 0 {
-		return nil,
-			fmt.Errorf("there is no type %q, want float64, float32, bfloat16, float16 or float8",
-				dtype)
+		return nil, fmt.Errorf(
+			"there is no type %q, want float64, float32, bfloat16, float16 or float8",
+			dtype)
 	}
 	s := specs[i]
 	if want := strings.Split(s.shape, ", "); len(shape) != len(want) {

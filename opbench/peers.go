@@ -26,15 +26,14 @@ func onCPU(b *bench) (string, error) {
 		return cpuPeer, nil
 	case Float32:
 		if rounds {
-			return cpuPeer,
-				errors.New("products round to bfloat16: cpuops.UseBFloat16(false) ends that")
+			return cpuPeer, errors.New(
+				"products round to bfloat16: cpuops.UseBFloat16(false) ends that")
 		}
 		return cpuPeer, nil
 	case BFloat16:
 		if !rounds {
-			return cpuPeer,
-				errors.New("products do not round to bfloat16: cpuops.UseBFloat16(true) has them " +
-					"do so, where the CPU can")
+			return cpuPeer, errors.New("products do not round to bfloat16: " +
+				"cpuops.UseBFloat16(true) has them do so, where the CPU can")
 		}
 		return cpuPeer, nil
 	}
@@ -64,8 +63,8 @@ func onTape(b *bench) (string, error) {
 
 // timed runs a graph on a peer, and returns what a run takes, the choices that were made, and the
 // result.
-func (b *bench) timed(peer string, g *graph, rules []string) (took time.Duration,
-	choices []cudaops.Choice, y gorgonia.Value, err error) {
+func (b *bench) timed(peer string, g *graph,
+	rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
 	defer func() {
 		if cause := recover(); cause != nil { // of an op of Gorgonia's
 			err = fmt.Errorf("running the graph: %v", cause)
@@ -113,8 +112,8 @@ func (b *bench) byTheClock(run func() error) (time.Duration, error) {
 }
 
 // timedOnGPU is the mean time on the device, by the marks of the machine's monitor.
-func (b *bench) timedOnGPU(g *graph, rules []string) (took time.Duration,
-	choices []cudaops.Choice, y gorgonia.Value, err error) {
+func (b *bench) timedOnGPU(g *graph,
+	rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
 	opts := append([]cudaops.MachineOption{cudaops.WithTuning(cudaops.TuneOff)}, b.machine...)
 	opts = append(opts, cudaops.WithPrecision(precisions[b.dtype]), cudaops.WithParams(g.params...),
 		cudaops.WithOutputs(g.y), cudaops.WithMonitor(2), cudaops.WithWays(rules...))

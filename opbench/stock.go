@@ -103,8 +103,8 @@ func stockLoss(g *graph, logits *gorgonia.Node, vocab int) *gorgonia.Node {
 func stockAttention(g *graph) *gorgonia.Node {
 	batch, seq, heads, d := g.shape[0], g.shape[1], g.shape[2], g.shape[4]
 	if g.shape[3] != heads {
-		g.err = errors.New("there is nothing for heads that share keys and values among " +
-			"Gorgonia's ops")
+		g.err = errors.New(
+			"there is nothing for heads that share keys and values among Gorgonia's ops")
 		return nil
 	}
 	if !g.room("scores of all heads take",

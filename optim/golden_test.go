@@ -85,8 +85,9 @@ func checkGolden[T float32 | float64](t *testing.T, s goldenSettings, start safe
 			norm += want * want
 		}
 		if e := math.Sqrt(difference / norm); !(e <= most) {
-			t.Fatalf("after step %d the parameter has error %.3g, want at most %g\n got "+
-				"%v\nwant %v", i+1, e, most, value, after[i*n:][:n])
+			t.Fatalf(
+				"after step %d the parameter has error %.3g, want at most %g\n got %v\nwant %v",
+				i+1, e, most, value, after[i*n:][:n])
 		}
 	}
 }

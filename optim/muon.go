@@ -108,8 +108,8 @@ func (m *Muon) storeOf(name string, shape []int) *store {
 }
 
 // allFit returns the entries of both stores apart, once all fit. With closed, no entry may be new.
-func (m *Muon) allFit(entries map[string]*entry, closed bool) (own,
-	rest map[string]*entry, err error) {
+func (m *Muon) allFit(entries map[string]*entry,
+	closed bool) (own, rest map[string]*entry, err error) {
 	own, rest = map[string]*entry{}, map[string]*entry{}
 	for name, e := range entries {
 		if m.usesAdamW(name, e.shape) {
@@ -279,7 +279,6 @@ func (m *Muon) checkMomentum(e *entry) error {
 		return nil
 	}
 	return fmt.Errorf("%s is %v at element %d, want at most %.3g after %d steps with a momentum "+
-		"of %v: "+
-		"the state is damaged; go on from an older checkpoint", muonFields[0],
+		"of %v: the state is damaged; go on from an older checkpoint", muonFields[0],
 		reflect.ValueOf(e.moments[0]).Index(at), at, most, e.step, m.momentum)
 }

@@ -44,16 +44,16 @@ var (
 )
 
 // readParts returns the parameters of a model, and those parts of them that are to be updated.
-func (s *store) readParts(model []gorgonia.ValueGrad, parts []Part) (ps,
-	cut []params.Param, err error) {
+func (s *store) readParts(model []gorgonia.ValueGrad,
+	parts []Part) (ps, cut []params.Param, err error) {
 	if ps, err = s.reader.Read(model); err != nil {
 		return nil, nil, err
 	}
 	byName := make(map[string]params.Param, len(ps))
 	for i, p := range ps {
 		if p.Name == "" {
-			return nil, nil,
-				fmt.Errorf("parameter #%d has no name, under which its state could be kept", i)
+			return nil, nil, fmt.Errorf(
+				"parameter #%d has no name, under which its state could be kept", i)
 		}
 		byName[p.Name] = p
 	}
@@ -65,9 +65,9 @@ func (s *store) readParts(model []gorgonia.ValueGrad, parts []Part) (ps,
 		if c, err := part.of(p); err != nil {
 			return nil, nil, fmt.Errorf("parameter %q: %w", p.Name, err)
 		} else if at := c.NonFinite(); at >= 0 {
-			return nil, nil,
-				fmt.Errorf("parameter %q: the gradient is not finite at element %d of shape %v",
-					p.Name, part.From+at, p.Shape)
+			return nil, nil, fmt.Errorf(
+				"parameter %q: the gradient is not finite at element %d of shape %v",
+				p.Name, part.From+at, p.Shape)
 		} else {
 			cut = append(cut, c)
 		}
@@ -177,8 +177,8 @@ func (m *Muon) stepParts(ps, cut []params.Param, parts []Part) error {
 		case m.usesAdamW(p.Name, p.Shape):
 			restCut, restParts = append(restCut, p), append(restParts, parts[i])
 		case parts[i].To-parts[i].From != p.Shape.TotalSize():
-			return fmt.Errorf("parameter %q: the part is %d to %d of %d elements, want the "+
-				"whole matrix",
+			return fmt.Errorf(
+				"parameter %q: the part is %d to %d of %d elements, want the whole matrix",
 				p.Name, parts[i].From, parts[i].To, p.Shape.TotalSize())
 		default:
 			own = append(own, p)

@@ -68,9 +68,9 @@ func WarmupCosine(peak, floor float64, warmup, total int) (Schedule, error) {
 		return nil, fmt.Errorf("optim.WarmupCosine: floor is %v, want a number from 0 to peak, %v",
 			floor, peak)
 	case warmup < 0 || warmup >= total:
-		return nil,
-			fmt.Errorf("optim.WarmupCosine: warmup is %d and total is %d, want 0 ≤ warmup < total",
-				warmup, total)
+		return nil, fmt.Errorf(
+			"optim.WarmupCosine: warmup is %d and total is %d, want 0 ≤ warmup < total",
+			warmup, total)
 	}
 	return func(step int) float64 {
 		switch step = max(step, 0); {

@@ -31,8 +31,8 @@ const maxSteps = min(1<<53, math.MaxInt-1)
 // them: go on from a checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
-var errZero = errors.New("the optimiser is nil or its zero value: NewAdamW and NewMuon make " +
-	"optimisers")
+var errZero = errors.New(
+	"the optimiser is nil or its zero value: NewAdamW and NewMuon make optimisers")
 
 // What the update rules keep of a parameter beside its count of steps.
 var (
@@ -72,9 +72,9 @@ func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
 				i)
 		}
 		if at := p.NonFinite(); at >= 0 {
-			return nil,
-				fmt.Errorf("parameter %q: the gradient is not finite at element %d of shape %v",
-					p.Name, at, p.Shape)
+			return nil, fmt.Errorf(
+				"parameter %q: the gradient is not finite at element %d of shape %v",
+				p.Name, at, p.Shape)
 		}
 	}
 	return ps, nil
@@ -85,8 +85,7 @@ func overflowed(ps []params.Param) error {
 	for _, p := range ps {
 		if at := nonFinite(p.Value); at >= 0 {
 			return fmt.Errorf("%w: parameter %q is not finite at element %d of shape %v",
-				ErrOverflow,
-				p.Name, at, p.Shape)
+				ErrOverflow, p.Name, at, p.Shape)
 		}
 	}
 	return nil
@@ -133,8 +132,8 @@ func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 func (s *store) fits(name string, shape []int, dtype tensor.Dtype) error {
 	e, ok := s.entries[name]
 	if ok && (e.dtype != dtype || !slices.Equal(e.shape, shape)) {
-		return fmt.Errorf("parameter %q is %v of shape %v, but %v of shape %v is known under "+
-			"this name",
+		return fmt.Errorf(
+			"parameter %q is %v of shape %v, but %v of shape %v is known under this name",
 			name, dtype, tensor.Shape(shape), e.dtype, tensor.Shape(e.shape))
 	}
 	return nil
@@ -227,8 +226,8 @@ func (s *store) restore(entries map[string]*entry) {
 
 // parse returns the entries that state holds. Each must be complete: the moments that fieldsOf
 // names, of one shape and type, and a step count.
-func parse(state []Tensor, fieldsOf func(name string, shape []int) []string) (map[string]*entry,
-	error) {
+func parse(state []Tensor,
+	fieldsOf func(name string, shape []int) []string) (map[string]*entry, error) {
 	parts := map[string]map[string]Tensor{}
 	for _, t := range state {
 		dot := strings.LastIndexByte(t.Name, '.')
@@ -276,11 +275,10 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 	fields := fieldsOf(e.shape)
 	for _, f := range slices.Sorted(maps.Keys(parts)) {
 		if owner := keptBy[f]; owner != "" && !slices.Contains(fields, f) {
-			return nil,
-				fmt.Errorf("it has %s, which %s keeps, where %s is wanted, which %s keeps: the "+
-					"state is that of another "+
-					"optimiser, or of one with other options", f, owner,
-					strings.Join(fields, " and "), keptBy[fields[0]])
+			return nil, fmt.Errorf("it has %s, which %s keeps, where %s is wanted, "+
+				"which %s keeps: the state is that of another optimiser, "+
+				"or of one with other options", f, owner, strings.Join(fields, " and "),
+				keptBy[fields[0]])
 		}
 	}
 	for _, f := range fields {
@@ -294,9 +292,8 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 		case elements(t.Shape) < 0:
 			return nil, fmt.Errorf("%s has shape %v, which no tensor has", f, t.Shape)
 		case n != elements(t.Shape):
-			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v",
-				f, n, elements(t.Shape),
-				t.Shape)
+			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n,
+				elements(t.Shape), t.Shape)
 		case !slices.Equal(t.Shape, e.shape) || len(e.moments) > 0 && dtype != e.dtype:
 			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f,
 				dtype, t.Shape)
@@ -341,8 +338,7 @@ func ratioFits[F float32 | float64](mean, squares []F) error {
 		m, v := float64(m), float64(squares[i])
 		if m*m > largestRatio*largestRatio*max(v, leastMean*leastMean) {
 			return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq "+
-				"of %v: the state "+
-				"is damaged; go on from an older checkpoint", m, i,
+				"of %v: the state is damaged; go on from an older checkpoint", m, i,
 				largestRatio*max(math.Sqrt(v), leastMean), v)
 		}
 	}
@@ -359,9 +355,9 @@ func checkMoment(field string, data any) error {
 	if at < 0 {
 		return nil
 	}
-	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that "+
-		"diverged; "+
-		"go on from an older checkpoint", field, reflect.ValueOf(data).Index(at), at, want)
+	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, "+
+		"or of a run that diverged; go on from an older checkpoint", field,
+		reflect.ValueOf(data).Index(at), at, want)
 }
 
 // negative returns the index of the first element below zero, and −1 if there is none.

@@ -87,8 +87,8 @@ func (e *experiment) compare(seed uint64, first bool) (c comparison, err error) 
 }
 
 // train trains one model.
-func (e *experiment) train(seed uint64, lr float64, grown bool, replay string) (r *trained,
-	err error) {
+func (e *experiment) train(seed uint64, lr float64, grown bool,
+	replay string) (r *trained, err error) {
 	name := fmt.Sprintf("static-%d-%g", seed, lr)
 	if grown {
 		name = fmt.Sprintf("grown-%d", seed)

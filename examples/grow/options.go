@@ -154,8 +154,8 @@ func (o *options) plan() error {
 		return fmt.Errorf("-kind is %q, want stack, interleave or new-blocks", o.kind)
 	}
 	if times*o.from != o.model.Layers {
-		return fmt.Errorf("-layers is %d, want a multiple of -from, %d: -kind new-blocks "+
-			"takes others",
+		return fmt.Errorf(
+			"-layers is %d, want a multiple of -from, %d: -kind new-blocks takes others",
 			o.model.Layers, o.from)
 	}
 	return nil

@@ -226,8 +226,8 @@ func thin(text []byte) []byte {
 type baselines struct{ order2, gzip float64 }
 
 // score measures what simpler models make of the held-out text, in bits per byte.
-func score(ctx context.Context, train *data.Text, heldOut []byte, stderr io.Writer) (b baselines,
-	err error) {
+func score(ctx context.Context, train *data.Text, heldOut []byte,
+	stderr io.Writer) (b baselines, err error) {
 	m, err := baseline.TrainOrder2(ctx, train.Reader(), nil)
 	if err != nil {
 		return b, err

@@ -159,8 +159,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err erro
 }
 
 // runIn is run as one of a team, or alone, on a GPU or without.
-func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o options, stdout,
-	stderr io.Writer) error {
+func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o options,
+	stdout, stderr io.Writer) error {
 	if err := writable(o.out); err != nil {
 		return fmt.Errorf("-out: %w", err)
 	}
@@ -326,12 +326,11 @@ func (o options) resumption(out string) string {
 func resumeHint(err error) error {
 	switch {
 	case errors.Is(err, llm.ErrArchitecture):
-		return fmt.Errorf("%w; without the options that differ it goes on, and without -resume "+
-			"another run begins", err)
+		return fmt.Errorf("%w; without the options that differ it goes on, "+
+			"and without -resume another run begins", err)
 	case errors.Is(err, data.ErrChanged):
-		return fmt.Errorf("%w; a run goes on with the text that it began with, with -new-data "+
-			"all on this one, and without "+
-			"-resume another one begins", err)
+		return fmt.Errorf("%w; a run goes on with the text that it began with, "+
+			"with -new-data all on this one, and without -resume another one begins", err)
 	}
 	return err
 }
@@ -411,8 +410,7 @@ func quoted(path string) string {
 func withHint(err error) error {
 	if errors.Is(err, cudaops.ErrOutOfMemory) {
 		return fmt.Errorf("%w; a smaller -batch needs less, with a larger -accumulate for as "+
-			"many tokens in a step, "+
-			"and so does -recompute", err)
+			"many tokens in a step, and so does -recompute", err)
 	}
 	return err
 }

@@ -83,10 +83,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		}
 	}
 	if f.NArg() > 0 {
-		return o,
-			fmt.Errorf("unexpected arguments %q: every option begins with a dash, and a "+
-				"checkpoint is named with "+
-				"-resume=FILE; -help lists the options", f.Args())
+		return o, fmt.Errorf("unexpected arguments %q: every option begins with a dash, "+
+			"and a checkpoint is named with -resume=FILE; -help lists the options", f.Args())
 	}
 	given := map[string]bool{}
 	f.Visit(func(f *flag.Flag) { given[f.Name] = true })
@@ -224,9 +222,8 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 		return err
 	}
 	if was := cmp.Or(notes["preset"], o.preset); given["preset"] && was != o.preset {
-		return fmt.Errorf("-preset is %s, and the run in %s was begun with %q: without -preset "+
-			"it goes on as it was",
-			o.preset, o.resume.path, was)
+		return fmt.Errorf("-preset is %s, and the run in %s was begun with %q: "+
+			"without -preset it goes on as it was", o.preset, o.resume.path, was)
 	}
 	var errs []error
 	f.VisitAll(func(fl *flag.Flag) {
@@ -261,11 +258,11 @@ func (o *options) checkPath(fl *flag.Flag, was string, given bool) error {
 		return nil
 	case fl.Name == "data" && !given:
 		return fmt.Errorf("the run in %s learnt from %q: a path in a file is not followed, "+
-			"so name "+
-			"the text again, with -data", o.resume.path, was)
+			"so name the text again, with -data", o.resume.path, was)
 	case fl.Name != "data" && !given:
-		o.changed = append(o.changed, fmt.Sprintf("-%s from %q to %q: what a file says of it is "+
-			"not followed, so give it with -%[1]s", fl.Name, was, fl.Value))
+		o.changed = append(o.changed, fmt.Sprintf(
+			"-%s from %q to %q: what a file says of it is not followed, so give it with -%[1]s",
+			fl.Name, was, fl.Value))
 		return nil
 	case fl.Name != "data":
 		return nil
@@ -284,8 +281,8 @@ func (o *options) keep() (*llm.Keep, error) {
 	case !ok:
 		return nil, fmt.Errorf("-new-data is %q, want all, optimizer, steps or model", o.newData)
 	case keep != nil && !o.resume.set:
-		return nil,
-			errors.New("-new-data is for -resume: a run that begins has no other text before")
+		return nil, errors.New(
+			"-new-data is for -resume: a run that begins has no other text before")
 	}
 	return keep, nil
 }

@@ -62,10 +62,9 @@ func joinRanks(ctx context.Context, o options, stderr io.Writer) (*comm.World, e
 		return nil, err
 	}
 	if o.train.Accumulate < place.Size {
-		return nil,
-			fmt.Errorf("a step of -accumulate %d batches leaves nothing to do for some of %d "+
-				"processes: give -accumulate "+
-				"%d, or a multiple of it", o.train.Accumulate, place.Size, place.Size)
+		return nil, fmt.Errorf("a step of -accumulate %d batches leaves nothing to do for some "+
+			"of %d processes: give -accumulate %d, or a multiple of it", o.train.Accumulate,
+			place.Size, place.Size)
 	}
 	if o.profile != "" || o.monitor > 0 {
 		return nil, errors.New("-profile and -monitor are for one process")
@@ -110,8 +109,9 @@ func teamOf(ctx context.Context, w *comm.World, device *cudaops.Device) (*parall
 		return gpu.Join(ctx, w, device)
 	case w.Place().LocalSize != w.Size():
 		return nil,
-			w.Blame(fmt.Errorf("%d processes on several hosts: CPUs train together on one "+
-				"host alone", w.Size()))
+			w.Blame(fmt.Errorf(
+				"%d processes on several hosts: CPUs train together on one host alone",
+				w.Size()))
 	}
 	return parallel.Join(ctx, w)
 }

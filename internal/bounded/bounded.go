@@ -37,7 +37,6 @@ func Run(t testing.TB, size int64, read func()) {
 	if took, limit := after.TotalAlloc-before.TotalAlloc,
 		uint64(PerByte*size+Constant); took > limit {
 		t.Errorf("files of %d bytes together took %d bytes of memory to read, want at most %d",
-			size,
-			took, limit)
+			size, took, limit)
 	}
 }

@@ -36,8 +36,8 @@ func (b *Base) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if ctx.Device != gorgonia.CPU {
-		return fmt.Errorf("the node is on %v, want %v: the LispMachine differentiates this op "+
-			"there only",
+		return fmt.Errorf(
+			"the node is on %v, want %v: the LispMachine differentiates this op there only",
 			ctx.Device, gorgonia.CPU)
 	}
 	if len(inputs) != len(b.in) || output == nil {
@@ -98,8 +98,7 @@ func (d *derivative) build(b *Base) error {
 	}
 	if len(d.grads) > len(d.inputs) {
 		return fmt.Errorf("SymDiff gives %d gradients, want one for each of %d inputs",
-			len(d.grads),
-			len(d.inputs))
+			len(d.grads), len(d.inputs))
 	}
 	return nil
 }

@@ -214,8 +214,8 @@ func (b *Base) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 
 // UsePreallocDo computes the op into the memory of prealloc, which must have the result's type and
 // shape and be contiguous. What it held does not matter.
-func (b *Base) UsePreallocDo(prealloc gorgonia.Value, in ...gorgonia.Value) (gorgonia.Value,
-	error) {
+func (b *Base) UsePreallocDo(prealloc gorgonia.Value,
+	in ...gorgonia.Value) (gorgonia.Value, error) {
 	args, err := b.args(in)
 	if err != nil {
 		return nil, err
@@ -256,9 +256,8 @@ func (b *Base) UsePreallocDo(prealloc gorgonia.Value, in ...gorgonia.Value) (gor
 
 func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	if b.self == nil {
-		return nil,
-			errors.New("the op is a zero value: ops are made by the functions that add them to " +
-				"a graph")
+		return nil, errors.New(
+			"the op is a zero value: ops are made by the functions that add them to a graph")
 	}
 	if len(in) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(in), len(b.in))

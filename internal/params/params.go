@@ -114,15 +114,14 @@ func read(vg gorgonia.ValueGrad) (Param, values, error) {
 	}
 	g, err := vg.Grad()
 	if err != nil || g == nil {
-		return p, values{},
-			fmt.Errorf("has no gradient: run a machine made with gorgonia.BindDualValues for " +
-				"this parameter")
+		return p, values{}, fmt.Errorf(
+			"has no gradient: run a machine made with gorgonia.BindDualValues for this parameter")
 	}
 	p.Shape, p.Dtype = v.Shape().Clone(), v.Dtype()
 	if g.Dtype() != p.Dtype || !slices.Equal(g.Shape(), p.Shape) {
-		return p, values{},
-			fmt.Errorf("value is %v of shape %v, but the gradient is %v of shape %v",
-				p.Dtype, p.Shape, g.Dtype(), g.Shape())
+		return p, values{}, fmt.Errorf(
+			"value is %v of shape %v, but the gradient is %v of shape %v",
+			p.Dtype, p.Shape, g.Dtype(), g.Shape())
 	}
 	if p.Value, err = Memory(v); err != nil {
 		return p, values{}, fmt.Errorf("value %w", err)
@@ -143,9 +142,8 @@ func Memory(v gorgonia.Value) (any, error) {
 		return slice((*float64)(v)), nil
 	case *tensor.Dense:
 		if v.IsMaterializable() || v.DataOrder().IsColMajor() && v.Dims() > 1 {
-			return nil,
-				fmt.Errorf("is a view, a lazy transpose or column-major: want a contiguous, " +
-					"row-major tensor")
+			return nil, fmt.Errorf(
+				"is a view, a lazy transpose or column-major: want a contiguous, row-major tensor")
 		}
 		switch v.Dtype() {
 		case tensor.Float32:

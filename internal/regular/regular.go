@@ -49,8 +49,7 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	defer f.Close()
 	if size > limit {
 		return nil, fmt.Errorf("%s has %d bytes, and %s at most %d: it is another kind of file",
-			path,
-			size, what, limit)
+			path, size, what, limit)
 	}
 	b := make([]byte, size)
 	n, err := io.ReadFull(f, b)

@@ -175,9 +175,7 @@ func (e *entry) check() error {
 	}
 	if want, got := int64(n)*int64(e.dtype.Size()), e.end-e.begin; got != want {
 		return fmt.Errorf("%s of shape %v takes %d bytes, data_offsets [%d,%d] hold %d", e.dtype,
-			e.shape,
-			want, e.begin,
-			e.end, got)
+			e.shape, want, e.begin, e.end, got)
 	}
 	return nil
 }
@@ -195,13 +193,13 @@ func (p *parser) inDataOrder() error {
 	var end int64
 	for _, e := range p.entries {
 		if e.begin != end {
-			return fmt.Errorf("tensor %.100q: data begins at offset %d, expected %d: a gap or an "+
-				"overlap",
+			return fmt.Errorf(
+				"tensor %.100q: data begins at offset %d, expected %d: a gap or an overlap",
 				e.name, e.begin, end)
 		}
 		if end = e.end; end > p.dataSize {
-			return fmt.Errorf("tensor %.100q: data ends at offset %d, but the file has %d bytes "+
-				"of data: %s",
+			return fmt.Errorf(
+				"tensor %.100q: data ends at offset %d, but the file has %d bytes of data: %s",
 				e.name, end, p.dataSize, cutShort)
 		}
 	}

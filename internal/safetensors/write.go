@@ -103,8 +103,7 @@ func save(path string, tensors []Source, metadata map[string]string) error {
 func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, error) {
 	if most := maxMetadata - 2; len(metadata) > most { // beside the checksums
 		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata),
-			most,
-			ErrInvalid)
+			most, ErrInvalid)
 	}
 	for key, value := range metadata {
 		if key == digestKey || key == sumsKey {

@@ -164,8 +164,8 @@ func (f Finder) sitePackages() []string {
 
 // Load tries the places in turn, and in each the newest major that is at most newest first, until
 // accept takes a library. It returns what accept returned, or the attempts.
-func Load[T any](f Finder, places []Place, newest int, accept func(path string) (T, error)) (T,
-	[]Attempt) {
+func Load[T any](f Finder, places []Place, newest int,
+	accept func(path string) (T, error)) (T, []Attempt) {
 	var tried []Attempt
 	seen := map[string]bool{}
 	for _, p := range places {

@@ -164,8 +164,9 @@ func (p plan) write(dir string) error {
 		return fmt.Errorf("-batch is %d and -steps %d, want at least 1", batch, steps)
 	}
 	if !(rate > 0) || !(rising > 0 && rising <= 1) {
-		return fmt.Errorf("-rate is %g and -rising %g, want a rate above 0, and a share above 0 "+
-			"and not above 1", rate, rising)
+		return fmt.Errorf(
+			"-rate is %g and -rising %g, want a rate above 0, and a share above 0 and not above 1",
+			rate, rising)
 	}
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
@@ -289,8 +290,8 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 		return err
 	}
 	if len(files) < 2 {
-		return fmt.Errorf("%s has the losses of %d programs, want at least 2, as train and "+
-			"torch_agree.py write them", dir, len(files))
+		return fmt.Errorf("%s has the losses of %d programs, want at least 2, "+
+			"as train and torch_agree.py write them", dir, len(files))
 	}
 	slices.Sort(files)
 	var losses [][]float64

@@ -34,8 +34,8 @@ func noise(dirs []string, span int, out io.Writer) error {
 			l = averages(l, span)
 			losses[i] = append(losses[i], l)
 			if want := len(losses[0][0]); len(l) != want || want == 0 {
-				return fmt.Errorf("%s has %d spans of %d steps, and the run before it %d; want "+
-					"as many, and at least 1", path, len(l), span, want)
+				return fmt.Errorf("%s has %d spans of %d steps, and the run before it %d; "+
+					"want as many, and at least 1", path, len(l), span, want)
 			}
 		}
 	}
@@ -60,9 +60,9 @@ func programs(dirs []string) ([]string, error) {
 			names = here
 		}
 		if len(here) < 2 || !slices.Equal(names, here) {
-			return nil,
-				fmt.Errorf("%s has the losses of %q and %s of %q, want the same, and at least 2 "+
-					"programs", dirs[0], names, dir, here)
+			return nil, fmt.Errorf(
+				"%s has the losses of %q and %s of %q, want the same, and at least 2 programs",
+				dirs[0], names, dir, here)
 		}
 	}
 	return names, nil

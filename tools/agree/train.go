@@ -82,8 +82,8 @@ func (h training) train(dir string, out io.Writer) (err error) {
 }
 
 // newTrainer returns what trains the model, and what is to be done when it is closed.
-func (h training) newTrainer(m *llm.Model, o *optim.AdamW, s settings) (trainer,
-	func() error, error) {
+func (h training) newTrainer(m *llm.Model, o *optim.AdamW,
+	s settings) (trainer, func() error, error) {
 	switch {
 	case h.device == "cpu" && h.precision == cudaops.Float32 && h.gradients == cudaops.Float32:
 		t, err := newHost(m, o, s)
@@ -100,9 +100,9 @@ func (h training) newTrainer(m *llm.Model, o *optim.AdamW, s settings) (trainer,
 		}
 		return e, d.Close, nil
 	}
-	return nil, nil,
-		fmt.Errorf("-device is %q, -precision %v and -grad-precision %v, want cpu and f32, or cuda",
-			h.device, h.precision, h.gradients)
+	return nil, nil, fmt.Errorf(
+		"-device is %q, -precision %v and -grad-precision %v, want cpu and f32, or cuda",
+		h.device, h.precision, h.gradients)
 }
 
 // host trains on the CPU.

@@ -19,8 +19,8 @@ import (
 // gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
-		return errors.New("-table wants files of JSON lines, as this program and those in peers " +
-			"print them")
+		return errors.New(
+			"-table wants files of JSON lines, as this program and those in peers print them")
 	}
 	var all []result
 	for _, f := range files {

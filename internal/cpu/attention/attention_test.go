@@ -164,8 +164,8 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 			}
 			if off := math.Sqrt(diff / norm); !(off < tolerance) {
 				t.Errorf("%d heads, causal %v, documents %v, sequence %d: %s differs by %.2g",
-					s.Heads, s.Causal, s.Starts != nil, s.Seq,
-					[]string{"y", "dq", "dk", "dv"}[i], off)
+					s.Heads, s.Causal, s.Starts != nil, s.Seq, []string{"y", "dq", "dk", "dv"}[i],
+					off)
 			}
 		}
 	}

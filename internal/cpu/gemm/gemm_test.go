@@ -154,9 +154,8 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 				alpha = 1
 			}
 			p := newProduct(r, transA, transB, s[0], s[1], s[2], alpha, beta)
-			t.Run(fmt.Sprintf("%dx%dx%d,%v,%v,alpha=%v,beta=%v,lda=%d,ldb=%d,ldc=%d", s[0],
-				s[1], s[2], transA, transB,
-				alpha, beta, p.lda, p.ldb, p.ldc), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%dx%dx%d,%v,%v,alpha=%v,beta=%v,lda=%d,ldb=%d,ldc=%d", s[0], s[1],
+				s[2], transA, transB, alpha, beta, p.lda, p.ldb, p.ldc), func(t *testing.T) {
 				p.run(Mul[T])
 				p.check(t, eps)
 				first := append([]T(nil), p.buf...)

@@ -38,8 +38,8 @@ func (p *layerRun[T]) run() {
 
 // newLayerRun returns a layer whose inputs have the given mean and deviation, and its like in
 // float64.
-func newLayerRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int, mean,
-	deviation float64) (*layerRun[float32], *layerRun[float64]) {
+func newLayerRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int,
+	mean, deviation float64) (*layerRun[float32], *layerRun[float64]) {
 	const slots = 5
 	a := &layerRun[float32]{Layer: mixedLayer[float32](t, rows, seeds, chunk, slots)}
 	b := &layerRun[float64]{Layer: mixedLayer[float64](t, rows, seeds, chunk, slots)}
@@ -211,8 +211,9 @@ func TestStripsBits(t *testing.T) {
 				for i := (row*p.Seeds + s) * p.Chunk; i < (row*p.Seeds+s+1)*p.Chunk; i++ {
 					if math.Float32bits(p.y[i]) != math.Float32bits(p.x[i]) ||
 						math.Float32bits(p.dx[i]) != math.Float32bits(p.g[i]) {
-						t.Fatalf("seed %d does not blend, but %v becomes %v, and the "+
-							"gradient %v %v", s, p.x[i], p.y[i], p.g[i], p.dx[i])
+						t.Fatalf(
+							"seed %d does not blend, but %v becomes %v, and the gradient %v %v",
+							s, p.x[i], p.y[i], p.g[i], p.dx[i])
 					}
 				}
 			}

@@ -225,8 +225,8 @@ func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, ep
 }
 
 // scanRows adds n features of a chunk to its figures, NaN and Inf among them.
-func (t *tile[T]) scanRows(k *Layer[T], f *figures.Chunk, v []T, seed,
-	feature, n int, eps float64) {
+func (t *tile[T]) scanRows(k *Layer[T], f *figures.Chunk, v []T, seed, feature, n int,
+	eps float64) {
 	for r := t.r0; r < t.r1; r++ {
 		row := figures.Scan(v[r*t.stride+seed*k.Chunk+feature:][:n], eps)
 		if k.Measure[seed] {
