@@ -39,8 +39,8 @@ func WithTolerance(tol float64) CheckOption {
 	}
 }
 
-// WithSamples sets how many elements of an input are checked; an input with no more than that is
-// checked in full, and n = 0 checks every element of every input. Default 200.
+// WithSamples sets how many elements of an input are checked. An input with no more than that is
+// checked in full. With n = 0 every element of every input is. Default 200.
 func WithSamples(n int) CheckOption {
 	return func(c *checker) error {
 		if n < 0 {
@@ -60,33 +60,32 @@ func WithSeed(seed uint64) CheckOption {
 	}
 }
 
-// CheckGradients compares the gradient of cost with respect to each input in wrt, as gorgonia.Grad
-// derives it, with central differences of the cost, and reports both element by element.
+// CheckGradients compares gradients of cost, as gorgonia.Grad derives them, with central
+// differences. It reports both for each input in wrt, element by element.
 //
 // cost is a float64 scalar node and wrt are float64 input nodes that it depends on; all inputs of
 // the cost must have values. Neither the graph nor any value in it is touched: gradients are
-// derived in a copy, as if none had been taken before. Ops are shared with the copy, and those with
-// a state of their own (running averages, say) keep what the runs leave there; an op with a Replay
-// method is run once, then replayed. Random inputs are drawn once and held; a cost that changes
-// from one run to the next for other reasons is an error.
+// derived in a copy, as if none had been taken before. The copy shares the ops. One with a state of
+// its own, such as running averages, keeps what the runs leave there. An op with a Replay method is
+// run once, then replayed. Random inputs are drawn once and held; a cost that changes from one run
+// to the next for other reasons is an error.
 //
 // The relative error of an analytic derivative a and a numeric one n is
 //
 //	|a − n| / max(|a|, |n|, floor),   floor = max(1e-3·max|a| over the input, 1e-5·|cost|)
 //
-// The floor keeps derivatives near zero from being judged by the rounding errors of the cost: an
-// element a thousand times smaller than the largest of its input is measured against a thousandth
-// of that, and none against less than the differences can resolve. Correct ops come out below 1e-6,
-// most below 1e-8.
+// The floor keeps derivatives near zero from being judged by the cost's rounding errors. An element
+// below a thousandth of its input's largest is measured against that thousandth. None is measured
+// against less than differences can resolve. Correct ops come out below 1e-6, most below 1e-8.
 //
 // Inputs of up to 200 elements are checked in full. Of larger ones 200 elements are drawn
 // ([WithSamples], [WithSeed]), and the derivative along one random direction, to which every
 // element contributes, is checked as well.
 //
 // Differences are extrapolated to step zero by Richardson's method, with steps that change until
-// they agree. At a kink, such as relu at exactly 0, there is no derivative: differences find the
-// mean of both sides, and the report shows a difference where nothing is wrong. Choose values away
-// from kinks.
+// they agree. At a kink, such as relu at exactly 0, there is no derivative. Differences find the
+// mean of both sides there, and the report shows a difference where nothing is wrong. Choose values
+// away from kinks.
 func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes,
 	opts ...CheckOption) (CheckReport, error) {
 	c := &checker{step: 1e-2, tolerance: 1e-6, samples: 200, seed: 1}

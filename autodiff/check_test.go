@@ -469,7 +469,7 @@ func TestCheckReportPrintsATable(t *testing.T) {
 }
 
 // TestCheckGradientsAfterRemovedNodes checks a graph from which Gorgonia has removed nodes, as it
-// does in Log(1 − x): its own lookup of a node's inputs then finds those of others.
+// does in Log(1 − x). Gorgonia's own lookup of a node's inputs then finds those of others.
 func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5),

@@ -15,10 +15,10 @@ const (
 //
 // with steps h, h/2, h/4, ..., each cancelling one more even power of h by Richardson's
 // extrapolation. It stops as soon as the estimated error is at most goal(f′). A step too wide for
-// f's curvature, its domain or a nearby kink only costs evaluations; where no step is narrow
-// enough, the trouble is rounding, and wider ones are tried. In the end the entry with the smallest
-// estimate counts. Steps at which f is not finite are passed over; with none left the result is
-// NaN. (Ridders, "Accurate computation of F′(x) and F′(x)F″(x)", 1982.)
+// f's curvature, its domain or a nearby kink only costs evaluations. Where no step is narrow
+// enough, rounding is the trouble, and wider steps are tried. In the end the entry with the
+// smallest estimate counts. Steps at which f is not finite are passed over; with none left the
+// result is NaN. (Ridders, "Accurate computation of F′(x) and F′(x)F″(x)", 1982.)
 func derivative(f func(t float64) (float64, error), h float64,
 	goal func(d float64) float64) (best, spread float64, err error) {
 	best, spread = math.NaN(), math.Inf(1)
@@ -67,7 +67,7 @@ func extrapolate(f func(t float64) (float64, error), h float64,
 			next := row[k] + (row[k]-last[k])/(power-1)
 			power *= 4
 			// Both neighbours in the table approximate the same limit, so the farther one bounds
-			// the error, but narrow steps can agree by chance: few bits of f remain in their
+			// the error. Narrow steps can still agree by chance: few bits of f remain in their
 			// differences.
 			if s := rounding + math.Max(math.Abs(next-row[k]), math.Abs(next-last[k])); s < spread {
 				best, spread = next, s

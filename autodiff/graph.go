@@ -29,14 +29,14 @@ type copied struct {
 // copyGraph copies what out depends on. With replay, ops that keep a record are replaced by their
 // replays.
 //
-// A copy is how the functions here stay out of the user's graph: differentiating adds nodes to a
-// graph and marks those that are there, so that a second derivative of the same graph can come out
-// wrong, and running it binds values.
+// The functions here work on copies, to leave the user's graph alone. Differentiating adds nodes to
+// a graph and marks others, so a second derivative of the same graph can come out wrong. Running a
+// graph binds values.
 func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
 	err := guard(func() error {
-		// In order of creation, since Gorgonia adds up the gradients of a node in an order that
-		// follows from it: the copy then computes the same bits as the original.
+		// In order of creation: Gorgonia adds up the gradients of a node in an order that follows
+		// from it. The copy then computes the same bits as the original.
 		for _, n := range dependencies(out) {
 			if err := c.add(n, replay); err != nil {
 				return err

@@ -66,8 +66,8 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 func (r *inner) release() {
 	r.vm.Release()
 	for _, n := range append(slices.Clone(r.inputs), r.outputs...) {
-		// A number takes the tensor's place: Gorgonia has no way to bind nothing, and its unbinding
-		// would hand memory that outer values share to the next user.
+		// A number takes the tensor's place, since Gorgonia has no way to bind nothing. Its
+		// unbinding would hand memory that outer values share to the next user.
 		_ = gorgonia.UnsafeLet(n, 0.0)
 	}
 }

@@ -102,9 +102,9 @@ func (e *NonFiniteError) Error() string {
 	return fmt.Sprintf("the %s of parameter %s is %v at %v", e.What, e.Param, e.Value, e.Index)
 }
 
-// FirstNonFinite returns the name of the first parameter with a NaN or an infinity, and of what
-// kind it is: "value" or, where all values are finite, "gradient". Values go first, since a
-// parameter that is not finite spoils every gradient. A missing value or gradient counts as finite.
+// FirstNonFinite returns the name of the first parameter with a NaN or an infinity. kind is "value"
+// or, where all values are finite, "gradient". Values go first, since a parameter that is not
+// finite spoils every gradient. A missing value or gradient counts as finite.
 func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)

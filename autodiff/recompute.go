@@ -26,19 +26,19 @@ type RecomputeOp struct {
 	run  inner
 }
 
-// Recompute adds to the graph of inputs what build makes of them, as a single op that keeps its
-// inputs and its result and nothing in between. The gradient computes what was in between again
-// (gradient checkpointing): the memory of a deep model then grows with its number of blocks, not
-// with what is inside them, for the price of one more forward pass.
+// Recompute adds to the graph of inputs what build makes of them, as a single op. The op keeps its
+// inputs and its result, and nothing in between. The gradient computes again what was in between
+// (gradient checkpointing). The memory of a deep model then grows with its number of blocks, not
+// with what is inside them. The price is one more forward pass.
 //
-// build gets nodes of another graph, like inputs, and must return a node of that graph, made of
-// those inputs and constants alone; what build does is up to it, another Recompute included. Inputs
-// may be floats or ints; floats on which the result depends must be of its type, and get gradients.
+// build gets nodes like inputs, of another graph. It must return a node of that graph, made of
+// those nodes and constants alone. It may use Recompute itself. Inputs may be floats or ints;
+// floats on which the result depends must be of its type, and get gradients.
 //
-// Loss and gradients are the same bits as without Recompute; only where three and more gradients of
-// one outer node are added may Gorgonia take another order. Ops that keep a record of their runs,
-// such as telemetry, count once: the second time their Replay is run. Random ops are refused, since
-// they would draw other numbers the second time.
+// Loss and gradients are the same bits as without Recompute. The exception is an outer node that
+// gets three or more gradients: Gorgonia may add them in another order. Ops that keep a record of
+// their runs, such as telemetry, count once: the second time their Replay is run. Random ops are
+// refused, since they would draw other numbers the second time.
 //
 // Gorgonia's machines keep every intermediate result until the run ends, so computing nodes again
 // in the same graph would save nothing; hence the graph within. (Chen et al., "Training Deep Nets

@@ -439,8 +439,8 @@ func TestRecomputeRefuses(t *testing.T) {
 	}
 }
 
-// A Kasmina layer in a recomputed block must leave the same figures in its lattice, and go by the
-// same limits, as one that is computed once: its telemetry decides what the strict mode and
+// A Kasmina layer in a recomputed block must leave the same figures in its lattice as one that is
+// computed once. It must also go by the same limits. Its telemetry decides what the strict mode and
 // adaptive clipping do in the next step.
 func TestRecomputeKasmina(t *testing.T) {
 	seed := freshRand(t).Uint64()

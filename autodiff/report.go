@@ -24,7 +24,7 @@ type InputReport struct {
 	Elements []Element
 }
 
-// Element compares one derivative. Index has one figure for each dimension of the input; it is nil
+// Element compares one derivative. Index has one figure for each dimension of the input. It is nil
 // for a scalar, and for the derivative along a random direction, which Direction marks.
 type Element struct {
 	Index             []int

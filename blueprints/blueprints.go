@@ -1,6 +1,6 @@
 // Package blueprints holds the kinds of blueprint that a Kasmina seed can train beside its chunk of
-// the activations and blend in: what their parameters mean, how they start as the identity, and the
-// arithmetic of their transform t(x) and of its gradient.
+// the activations and blend in. For each it has the meaning of the parameters, the start as the
+// identity, the transform t(x) and its gradient.
 //
 // Six kinds are built in. w is the weight row of the seed's slot and a is the slot's scale. Four
 // kinds use one weight for each of the C features of a chunk:
@@ -11,8 +11,8 @@
 //	ConvFilter     t(x)[i] = a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]), with zeros to the left of the chunk
 //
 // Two have the capacity to mix features. They are a matrix [m, C] and one [C, m], in the row w in
-// this order, and m is as large as the width W of the layer's rows allows, m = ⌊W/2C⌋, so that W
-// decides rank and number of hidden features:
+// this order. The width W of the layer's rows decides the rank or number of hidden features, m =
+// ⌊W/2C⌋:
 //
 //	LowRank        t(x) = x + a·U(V·x), with V [m, C] and U [C, m]
 //	ChunkMLP       t(x) = x + a·W2·silu(W1·x), with W1 [m, C] and W2 [C, m]
@@ -43,9 +43,9 @@ import (
 // Float is the element type of a transform's arithmetic.
 type Float interface{ float32 | float64 }
 
-// Kind identifies a registered blueprint. Built-in kinds have fixed numbers; registered ones are
-// numbered in the order of registration, so a program that stores kinds should store their names,
-// as lattices do, and find them again by [ByName].
+// Kind identifies a registered blueprint. Built-in kinds have fixed numbers. Registered ones are
+// numbered in the order of registration. So a program that stores kinds should store their names,
+// as lattices do, and find them by [ByName].
 type Kind uint8
 
 // The built-in kinds.
@@ -62,7 +62,7 @@ const (
 )
 
 // Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The
-// adaptive stability mode needs it, which scales a chunk of very large activations down for the
+// adaptive stability mode needs it. That mode scales a chunk of very large activations down for the
 // transform and the result up again, and must get t(x).
 type Homogeneity uint8
 
@@ -76,9 +76,9 @@ const (
 )
 
 // Arithmetic is the transform of a blueprint and its gradient in one element type. x, t, g and dx
-// hold the C elements of one chunk row, and w, p and dp as many as the blueprint's Size says, C if
-// it has none; none overlap. p stands for what the transform uses of the weights: w itself, or what
-// Prepare makes of it.
+// hold the C elements of one chunk row. w, p and dp hold as many as the blueprint's Size says, or C
+// if it has none. None overlap. p stands for what the transform uses of the weights: w itself, or
+// what Prepare makes of it.
 //
 // The functions run on several goroutines at once, and must keep nothing from one call to the next.
 // A panic in one of them ends the run of the graph with an error.
@@ -103,14 +103,14 @@ type Blueprint struct {
 	Order func(blocks, size int) []int
 
 	Layout string // what the weights and the scale mean, for people
-	// Size returns how many of a slot's width weights the kind uses for chunks of c features, or if
-	// they are too few for it, how many it needs. It may grow with width. When nil, it is c.
+	// Size returns how many of a slot's width weights the kind uses for chunks of c features. If
+	// they are too few, it returns how many it needs. It may grow with width. When nil, it is c.
 	Size func(c, width int) int
 	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files
 	// hold them. Their names differ, none is "" or "scale", and they have n elements in all. When
 	// nil, they are one vector, "weights".
 	Parts func(c, n int) []Part
-	// Identity fills w, the weights that the kind uses of one slot, and returns a scale such that
+	// Identity fills w, the weights that the kind uses of one slot, and returns a scale. With these
 	// the transform of a chunk of c features is the identity, or as near to it as the kind can be.
 	// Weights that must not all start alike come from r.
 	Identity    func(w []float64, c int, r *rand.Rand) (scale float64)
@@ -319,8 +319,9 @@ func For[T Float](b *Blueprint) *Arithmetic[T] {
 }
 
 // Size returns how many weights a kind uses of rows of the given width, for chunks of c features:
-// the first ones. It returns an error wrapping [ErrWidth], which says how many it needs, when the
-// rows are too narrow, [ErrInvalid] when c is below 1, or [ErrUnknownKind].
+// the first ones. When the rows are too narrow, it returns an error wrapping [ErrWidth] that says
+// how many it needs. For c below 1 the error wraps [ErrInvalid], for an unknown kind
+// [ErrUnknownKind].
 func Size(k Kind, c, width int) (int, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -353,8 +354,8 @@ func Size(k Kind, c, width int) (int, error) {
 // W] row by row and scales is [slots]; both are the parameters of a Kasmina layer. Slot 0 means
 // "none", so slot must be in 1 … slots−1. Kinds that start from random weights draw them by seed:
 // the same one gives the same weights. Weights that the kind does not use become 0. On an error
-// nothing has changed. It wraps [ErrWidth] when W is too small for the kind, and [ErrInvalid] when
-// what the kind's Identity gives is not finite or its Parts are not as [Blueprint] says.
+// nothing has changed. The error wraps [ErrWidth] when W is too small for the kind. It wraps
+// [ErrInvalid] when what Identity gives is not finite, or Parts are not as [Blueprint] says.
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {

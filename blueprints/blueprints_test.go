@@ -252,7 +252,7 @@ func TestIdentityStart(t *testing.T) {
 	}
 }
 
-// The random weights of a start are those of its seed, are not the same for all kinds, and let
+// The random weights of a start are those of its seed, and are not the same for all kinds. They let
 // hidden features learn: each part of the gradient that a zero start would lock is there.
 func TestRandomStart(t *testing.T) {
 	r := newRand(t)

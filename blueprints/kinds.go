@@ -116,8 +116,8 @@ func residual[T Float]() Arithmetic[T] {
 }
 
 // attentionGate: with p = softmax(w), t = a·x ⊙ p; dx = a·g ⊙ p, dp = a·g ⊙ x, da = Σ g·x·p. The
-// softmax's own gradient, dw = p ⊙ (dp − Σ dp·p), is linear in dp and so needs to be taken only
-// once, of the sum over all rows.
+// softmax's own gradient, dw = p ⊙ (dp − Σ dp·p), is linear in dp. So it is taken only once, of the
+// sum over all rows.
 func attentionGate[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Prepare: softmax[T],

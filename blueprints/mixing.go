@@ -5,8 +5,8 @@ import (
 	"math/rand/v2"
 )
 
-// Mixing returns m, the rank or number of hidden features of the kinds that mix a chunk's features,
-// for chunks of c features and rows of the given width: a kind of size 2·m·c. It is 0 where either
+// Mixing returns m, the rank or number of hidden features of the kinds that mix a chunk's features.
+// Chunks have c features, rows the given width, and a kind has 2·m·c weights. It is 0 where either
 // is not positive.
 func Mixing(c, width int) (m int) {
 	if c < 1 || width < 1 {

@@ -49,10 +49,10 @@ const NewBlock = -1
 // maxBlocks bounds what a kind may grow a model to.
 const maxBlocks = 1 << 16
 
-// Order returns the blocks that a model has once a blueprint of depth is grafted, in order: for
-// each the number of the block that it is a copy of, or NewBlock. The model has the given number of
-// blocks before, and size is that of the germination request. It returns an error wrapping
-// [ErrInvalid] when size makes no sense to the kind, or its order would lose blocks.
+// Order returns the blocks of a model once a blueprint of depth is grafted, in order. Each is the
+// number of the block that it is a copy of, or NewBlock. The model has the given number of blocks
+// before, and size is that of the germination request. It returns an error wrapping [ErrInvalid]
+// when size makes no sense to the kind, or its order would lose blocks.
 func Order(k Kind, blocks, size int) ([]int, error) {
 	b, err := Lookup(k)
 	if err != nil {

@@ -12,9 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// TestLinearAdd wants sums of a product and something else, in all situations that decide whether
-// the two become one step, to have the bits of Gorgonia's tape machine, and what takes part to be
-// unharmed.
+// TestLinearAdd wants sums of a product and something else to have the bits of Gorgonia's tape
+// machine, and their operands to be unharmed. It meets all situations that decide whether the two
+// become one step.
 func TestLinearAdd(t *testing.T) {
 	must := gorgonia.Must
 	linear := func(x, w *gorgonia.Node) *gorgonia.Node { return must(op.Linear(x, w)) }

@@ -1,8 +1,8 @@
-// Package cpuops runs Gorgonia graphs on a CPU: [Machine] is a gorgonia.VM that plans the memory of
+// Package cpuops runs Gorgonia graphs on a CPU. [Machine] is a gorgonia.VM that plans the memory of
 // a graph beforehand and allocates next to nothing while it runs.
 //
 // Gorgonia's own tape machine runs the same graphs with the same results. It allocates every
-// intermediate value anew in every run and keeps all of them until the run ends; here those that
+// intermediate value anew in every run and keeps all of them until the run ends. Here values that
 // are not needed at the same time share memory.
 package cpuops
 
@@ -27,7 +27,7 @@ import (
 // Machine runs a graph on the CPU. Where a program has gorgonia.NewTapeMachine(g), it can have
 // cpuops.NewMachine(g).
 //
-// Ops of this module and Gorgonia's elementwise arithmetic work in planned memory; any other op
+// Ops of this module and Gorgonia's elementwise arithmetic work in planned memory. Any other op
 // computes with its own Do, and its result is copied there. Values that nothing needs any more give
 // way to later ones. What is kept is bound to its node: outputs (see [WithOutputs]), nodes that no
 // other node needs, and the gradients of parameters (see [WithParams]). A kept value is overwritten
@@ -56,8 +56,8 @@ type config struct {
 // Option is an option of NewMachine.
 type Option func(*config) error
 
-// WithParams names inputs that are parameters: their gradients add up from run to run until they
-// are set to zero, which Gorgonia's solvers and those of package optim do. [Machine.ValueGrads] has
+// WithParams names inputs that are parameters. Their gradients add up from run to run until they
+// are set to zero, as Gorgonia's solvers and those of package optim do. [Machine.ValueGrads] has
 // them. It is what BindDualValues does for Gorgonia's tape machine.
 func WithParams(params ...*gorgonia.Node) Option {
 	return func(c *config) error { return c.AddParams(params...) }
@@ -79,8 +79,8 @@ func WithEvalMode() Option {
 }
 
 // NewMachine compiles a graph and plans its memory, which the first run allocates. A plan of more
-// memory than the computer has is an error, where that is known (on Linux): Go ends a program that
-// asks for it.
+// memory than the computer has is an error, where that is known (on Linux). Otherwise Go would end
+// the program that asks for it.
 func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if g == nil {
 		return nil, errors.New("cpuops.NewMachine: the graph is nil")
@@ -140,9 +140,9 @@ func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.para
 // RunAll computes the graph. Every input must have a value, from gorgonia.Let or from its making.
 func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 
-// Run is RunAll that ends when the context does, with its cause as the error: between two ops, and
-// within matrix products, attention and SiLUMLP, but not within their gradients. The machine can
-// run again then.
+// Run is RunAll that ends when the context does, with its cause as the error. It looks between two
+// ops, and within matrix products, attention and SiLUMLP, but not within their gradients. The
+// machine can run again then.
 func (m *Machine) Run(ctx context.Context) error {
 	if err := m.run(ctx); err != nil {
 		return fmt.Errorf("cpuops.Machine.RunAll: %w", err)
@@ -274,7 +274,7 @@ func (m *Machine) publish() error {
 }
 
 // Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]),
-// or one that no other node needs: other values give way to later ones during a run.
+// or one that no other node needs. Other values give way to later ones during a run.
 func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	if m.program == nil {
 		return nil, fmt.Errorf("cpuops.Machine.Value: %w", m.open())
@@ -311,8 +311,8 @@ func (m *Machine) Memory() int {
 	return m.program.memory()
 }
 
-// Release gives the memory of runs up, for other machines' runs, until the next run takes some
-// again: a graph that is computed within another one's needs none in between. Kept values are no
+// Release gives up the memory of runs, for other machines' runs, until the next run takes some
+// again. A graph that is computed within another one's needs none in between. Kept values are no
 // longer valid then.
 func (m *Machine) Release() {
 	if m.program != nil {

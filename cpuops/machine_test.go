@@ -67,8 +67,8 @@ func check[T any](t *testing.T) func(v T, err error) T {
 }
 
 // TestModel wants a model's losses and gradients to be the bits that Gorgonia's tape machine
-// computes, over several runs that add their gradients up, in the order of this module's machine
-// and from poisoned memory.
+// computes. It adds gradients up over several runs, in the order of this module's machine and from
+// poisoned memory.
 func TestModel(t *testing.T) {
 	for _, recompute := range []bool{false, true} {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {

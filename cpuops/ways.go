@@ -34,8 +34,8 @@ const linearAddOp = "LinearAdd"
 //
 //	cpuops.WithWays("LinearAdd=separate", "+*=gorgonia")
 //
-// Gorgonia's elementwise arithmetic is computed with vector instructions or in the way gorgonia,
-// and a product with its sum fused or separate: all give the same bits. Every other op has one way,
+// Gorgonia's elementwise arithmetic is computed with vector instructions, or in the way gorgonia. A
+// product with its sum is fused or separate. All give the same bits. Every other op has one way,
 // which follows from the processor (see KASMINA_CPU and [UseBFloat16]). The environment variable
 // KASMINA_WAYS, rules with commas between them, adds to these and has precedence. Nothing is timed
 // to choose: within the sizes of training steps no other way was faster by 1 %.

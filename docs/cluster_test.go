@@ -54,8 +54,8 @@ done
 for p in "${pids[@]}"; do wait "$p"; done
 `
 
-// TestSlurmScript runs the script with a Slurm that is there in name only: it trains, goes on when
-// it is submitted again, and ends with the bits of one process.
+// TestSlurmScript runs the script with a Slurm that is there in name only. The script trains, goes
+// on when it is submitted again, and ends with the bits of one process.
 func TestSlurmScript(t *testing.T) {
 	p := built(t)
 	script, err := filepath.Abs("cluster/transformer.sbatch")

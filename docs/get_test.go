@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestGet has go download the module from a proxy of its own, which refuses what no go get takes:
-// a file name that some system forbids, a file or a module that is too large.
+// TestGet has go download the module from a proxy of its own. The proxy refuses what go get
+// refuses: a file name that some system forbids, a file or a module that is too large.
 func TestGet(t *testing.T) {
 	const version = "v0.0.1"
 	proxy := t.TempDir()
@@ -35,8 +35,8 @@ func TestGet(t *testing.T) {
 	require.NoError(t, err, "%s", out)
 }
 
-// archive writes the module's files to a zip file as a proxy has it: without modules in folders
-// below it, and without what only this checkout has.
+// archive writes the module's files to a zip file as a proxy has it. Modules in folders below it
+// are left out, and so is what only this checkout has.
 func archive(t *testing.T, path, prefix string) {
 	t.Helper()
 	file, err := os.Create(path)

@@ -365,8 +365,8 @@ func TestCommandsFail(t *testing.T) {
 	}
 }
 
-// shim has the shell run this module's commands as they were built, and without a network go get
-// and go mod tidy do what they do with one: get adds the module as it is here, tidy what it needs.
+// shim has the shell run this module's commands as they were built. Without a network, go get and
+// go mod tidy do what they do with one. get adds the module as it is here, tidy what it needs.
 const shim = `set -euo pipefail
 kasmina() { "$BIN/kasmina" "$@"; }
 go() {

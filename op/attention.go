@@ -41,19 +41,19 @@ type AttentionOp struct {
 //
 // q and y are [B·Seq, Heads·HeadDim], k and v are [B·Seq, KVHeads·HeadDim]; all float32 or all
 // float64. Query head h reads key-value head h/(Heads/KVHeads) (grouped-query attention; Ainslie et
-// al., "GQA", 2023). Scores are formed a tile at a time with an online softmax, so that memory
-// grows with Seq, not with its square (Dao et al., "FlashAttention", 2022).
+// al., "GQA", 2023). Scores are formed a tile at a time with an online softmax. So memory grows
+// with Seq, not with its square (Dao et al., "FlashAttention", 2022).
 func Attention(q, k, v *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error) {
 	return attend("Attention", gorgonia.Nodes{q, k, v}, c)
 }
 
 // DocumentAttention is a causal [Attention] of sequences in which documents lie one behind the
-// other and see nothing of each other: the query at position i of a sequence sees the keys at
-// starts[i] ≤ j ≤ i, where starts[i] is the position of the first token of the document that token
-// i belongs to.
+// other and see nothing of each other. The query at position i of a sequence sees the keys at
+// starts[i] ≤ j ≤ i. starts[i] is the position of the first token of the document that token i
+// belongs to.
 //
-// starts is [B·Seq] of type int, by rows, as ids are. Positions count from 0 in each sequence,
-// along which starts must not decrease, with 0 ≤ starts[i] ≤ i; anything else is an error when the
+// starts is [B·Seq] of type int, by rows, as ids are. Positions count from 0 in each sequence.
+// Along it starts must not decrease, with 0 ≤ starts[i] ≤ i; anything else is an error when the
 // graph runs. It has no gradient. Whole tiles of keys before the documents of their queries cost
 // nothing. [RoPE] before it may count positions through the sequence, since scores depend on the
 // distance of query and key alone.

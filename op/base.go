@@ -10,9 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Replayer is an op that keeps a record of its runs, such as telemetry. Where a graph is computed a
-// second time for its gradient, [autodiff.Recompute] runs the op's replay instead: the same
-// arithmetic from the same record, adding nothing to it.
+// Replayer is an op that keeps a record of its runs, such as telemetry. [autodiff.Recompute]
+// computes a graph a second time for its gradient, and then runs the op's replay instead. That is
+// the same arithmetic from the same record, to which it adds nothing.
 //
 // [autodiff.Recompute]: https://pkg.go.dev/github.com/kasmina-go/kasmina/autodiff#Recompute
 type Replayer interface {
@@ -94,9 +94,9 @@ func checkInts(op string, a arg, n int, because string) error {
 	return checkShape(op, a, because, n)
 }
 
-// backward applies the backward op b, whose inputs are in and whose packed result holds the
-// gradients of the first n of them, and returns one node for each gradient. forward is the op that
-// b differentiates.
+// backward applies the backward op b and returns one node for each gradient. in are b's inputs, and
+// its packed result holds the gradients of the first n of them. forward is the op that b
+// differentiates.
 func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op,
 	in gorgonia.Nodes, n int,
 	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {

@@ -13,7 +13,7 @@ import (
 )
 
 // ErrNoTargets is wrapped by the error of a cross-entropy whose batch has no row with a target of
-// at least 0, so that there is nothing to take the mean of.
+// at least 0. There is then nothing to take the mean of.
 var ErrNoTargets = errors.New("no row has a target")
 
 // CrossEntropyOp is the op behind [CrossEntropy].

@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// TestConstructorErrors wants from every constructor, for each kind of bad argument, an error that
-// names the op, the argument, what was given and what was expected.
+// TestConstructorErrors wants an error from every constructor, for each kind of bad argument. It
+// must name the op, the argument, what was given and what was expected.
 func TestConstructorErrors(t *testing.T) {
 	g, other := gorgonia.NewGraph(), gorgonia.NewGraph()
 	f64 := func(shape ...int) *gorgonia.Node {

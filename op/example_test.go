@@ -24,10 +24,10 @@ func matrixNode(g *gorgonia.ExprGraph, name string, rows, cols int,
 		gorgonia.WithShape(rows, cols), gorgonia.WithValue(value))
 }
 
-// A model of one block, as Llama has them, and the gradients of its loss: embedding, attention with
-// rotary positions, a SiLU-gated perceptron, norms, and the output layer with its loss. Two
-// sequences of four tokens. It knows nothing yet, so that its loss is near that of a guess, ln 16 ≈
-// 2.8.
+// A model of one block, as Llama has them, and the gradients of its loss. It has an embedding,
+// attention with rotary positions, a SiLU-gated perceptron, norms, and the output layer with its
+// loss. Two sequences of four tokens. It knows nothing yet, so that its loss is near that of a
+// guess, ln 16 ≈ 2.8.
 func Example() {
 	const seq, vocab, dim, heads, ff = 4, 16, 8, 2, 24
 	g := gorgonia.NewGraph()
@@ -151,8 +151,8 @@ func ExampleDocumentAttention() {
 	// [2 3 4 10 15]
 }
 
-// The output layer and loss of a language model with four words: the first position scores them all
-// alike and should say word 2, the second is sure of word 1, and rightly so. The third has no
+// The output layer and loss of a language model with four words. The first position scores them all
+// alike and should say word 2. The second is sure of word 1, and rightly so. The third has no
 // target.
 func ExampleLinearCrossEntropy() {
 	g := gorgonia.NewGraph()
@@ -253,8 +253,8 @@ func ExampleKasmina() {
 }
 
 // A small classifier of Gorgonia's own ops, with a Kasmina layer behind its hidden features, learns
-// XOR, and seed 0 goes through a whole life meanwhile. The gates are left out here; in a real run
-// they decide, by Metrics, when a seed may go on.
+// XOR. Seed 0 goes through a whole life meanwhile. The gates are left out here; in a real run they
+// decide, by Metrics, when a seed may go on.
 func ExampleKasmina_training() {
 	check := func(err error) {
 		if err != nil {

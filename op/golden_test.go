@@ -153,7 +153,7 @@ func settings[S any](c *goldenCase) (s S) {
 	return s
 }
 
-// check builds the graph of cost = Σ g ⊙ y, y = build(inputs), runs it on a tape machine and
+// check builds the graph of cost = Σ g ⊙ y, y = build(inputs), and runs it on a tape machine. It
 // compares y and the gradients of the inputs with the case's.
 func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward float64,
 	build func(*goldenCase, gorgonia.Nodes) (*gorgonia.Node, error)) {

@@ -246,9 +246,9 @@ func (k *kasminaLayer) difference(v *float64) float64 {
 	return (up - down) / (2 * h)
 }
 
-// checkDifferences compares gradients with central differences, where these are off with shorter
-// steps too, for a kink that lies within a step of the random number, and with longer ones, for a
-// sum so large that its rounding shows in a short one.
+// checkDifferences compares gradients with central differences. Where these are off, it takes
+// shorter steps too, for a kink that lies within a step of the random number. It also takes longer
+// ones, for a sum so large that its rounding shows in a short one.
 func (k *kasminaLayer) checkDifferences(what string, got, of []float64) {
 	k.t.Helper()
 	scale := 1e-2

@@ -28,14 +28,14 @@ var ErrBlueprint = blueprints.ErrPanic
 type Stability uint8
 
 const (
-	// Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled down by a power of
-	// two, and scales the result up again, so that intermediate results do not overflow. It
+	// Adaptive scales a chunk row whose largest magnitude passes 10⁶ down by a power of two,
+	// evaluates it, and scales the result up again. So intermediate results do not overflow. It
 	// computes the same function as Fast.
 	Adaptive = Stability(seed.Adaptive)
 	// Fast computes the formulas as they are.
 	Fast = Stability(seed.Fast)
-	// Strict replaces x, for the blend and the transform, by 0 where |x| < ε, and clamps it to mean
-	// ± 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
+	// Strict replaces x by 0 where |x| < ε, for the blend and the transform. It clamps x to mean ±
+	// 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
 	// changes x.
 	Strict = Stability(seed.Strict)
 )
@@ -109,9 +109,9 @@ func WithGradClip(limit float64) KasminaOption {
 	}
 }
 
-// WithAdaptiveGradClip clips as [WithGradClip] does, with limit = mean + deviations·σ of the norms
-// of the seed's gradient over the rows of all passes with telemetry so far. The first pass is not
-// clipped.
+// WithAdaptiveGradClip clips as [WithGradClip] does, with limit = mean + deviations·σ. These are of
+// the norms of the seed's gradient over the rows of all passes with telemetry so far. The first
+// pass is not clipped.
 func WithAdaptiveGradClip(deviations float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.AdaptiveClip = deviations
@@ -122,7 +122,7 @@ func WithAdaptiveGradClip(deviations float64) KasminaOption {
 // StopOnNonFinite makes a run fail, with an error wrapping [ErrNonFinite] that names the seed, when
 // x or the output's gradient holds NaN or Inf. Without it they are only counted and reported; see
 // [state.SeedReport]. So are those of a gradient that carries a loss scale above 1 (precision
-// Float16 on a GPU): the scale may be to blame, and the step is skipped. What Gorgonia's own
+// Float16 on a GPU). The scale may be to blame, and the step is skipped. What Gorgonia's own
 // machines return does not unwrap by itself; see [RunError].
 func StopOnNonFinite() KasminaOption {
 	return func(c *KasminaConfig) error {
@@ -131,7 +131,7 @@ func StopOnNonFinite() KasminaOption {
 	}
 }
 
-// WithoutTelemetry makes a layer that reads its lattice and leaves no figures in it, for
+// WithoutTelemetry makes a layer that reads its lattice and leaves no figures in it. It is for
 // evaluation, sampling and gradient checks: running it does not change what it computes. Only NaN
 // and Inf, which are never hidden, are added to the lattice's counts; a run that meets none leaves
 // no trace.
@@ -174,35 +174,35 @@ type KasminaOp struct {
 //
 // W is C or more: a kind uses the first of a row's weights, as many as [blueprints.Size] says, and
 // the others have no gradient. The kinds with capacity need 2C or more, and W decides their rank. A
-// kind for which W is too small is an error wrapping [blueprints.ErrWidth]: here, if a seed already
-// has it; from [state.Lattice.RequestGermination], if the lattice knows W by [state.WithWidth]; or
-// when the graph runs.
+// kind for which W is too small is an error wrapping [blueprints.ErrWidth]. It comes here, if a
+// seed already has the kind. It comes from [state.Lattice.RequestGermination], if the lattice knows
+// W by [state.WithWidth]. Otherwise it comes when the graph runs.
 //
 // A slot whose weights and scale are all 0 has not been written. The first pass that computes with
-// it writes the identity start of the seed's kind there, as [blueprints.Identity] has it, so that
+// it writes the identity start of the seed's kind there, as [blueprints.Identity] has it. So
 // weights and scales may begin as gorgonia.Zeroes. A slot that holds anything else stays as it is:
 // one that is used again starts anew by [blueprints.Identity], or by a [state.Network].
 //
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting,
-// Stabilization and FineTuning, and also in Training: there y = x and dx = g, and the parameters
-// learn as if the output were t(x). Elsewhere they are 0.
+// Stabilization and FineTuning. They do so in Training too: there y = x and dx = g, and the
+// parameters learn as if the output were t(x). Elsewhere they are 0.
 //
 // A parameter whose gradient is 0 is still moved by a solver that has momentum or weight decay. For
-// a frozen blueprint to stay as it is, bit for bit, the solver must forget what it knows of slots
-// with which no seed learns any more (see [state.Lattice.LearningSlots] and Forget of
-// optim.Optimizer), and must not decay weights.
+// a frozen blueprint to stay as it is, bit for bit, the solver must not decay weights. It must also
+// forget what it knows of slots with which no seed learns any more. See
+// [state.Lattice.LearningSlots] and Forget of optim.Optimizer.
 //
 // A forward pass takes a snapshot of the lattice at its start, and its backward pass goes by the
-// same one: a stage or α that changes in between, from whatever goroutine, takes effect at the next
+// same one. A stage or α that changes in between, from whatever goroutine, takes effect at the next
 // forward pass. Both passes leave their figures in the lattice; see [state.Lattice.Report].
 //
 // A lattice looks after one activation. Several graphs may hold a layer with one lattice, say for
-// training and for evaluation, but one pass with telemetry counts as one step of it, so all but one
-// of those that run in a training step should be made [WithoutTelemetry]. That also holds for
-// gradient checks, in which the limits of the strict mode and of adaptive clipping must stand
-// still; clipping changes gradients, so that they are no longer those of the output. Neither are
-// those of weights and scales in Training, Evaluating and Fossilized, which a gradient check
-// therefore reports as wrong; examples/gradcheck shows what they can be compared with.
+// training and for evaluation. But one pass with telemetry counts as one step of the lattice. So
+// all but one of those that run in a training step should be made [WithoutTelemetry]. That also
+// holds for gradient checks, in which the limits of the strict mode and of adaptive clipping must
+// stand still. Gradients that are clipped are no longer those of the output. Neither are those of
+// weights and scales in Training, Evaluating and Fossilized, so a gradient check reports them as
+// wrong. examples/gradcheck shows what they can be compared with.
 func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 	opts ...KasminaOption) (*gorgonia.Node, error) {
 	const name = "Kasmina"

@@ -26,8 +26,8 @@ func mixedSettings(n, slots int) []seedSetting {
 	return s
 }
 
-// What the layer computes for many rows at once is what the blueprints compute row by row: outputs,
-// and gradients that are summed over rows and over the seeds of a slot.
+// What the layer computes for many rows at once is what the blueprints compute row by row. That
+// holds for outputs, and for gradients, which are summed over rows and over the seeds of a slot.
 func TestKasminaCapacityIsItsBlueprint(t *testing.T) {
 	r := random(t)
 	for _, size := range []struct{ rows, chunk, width int }{{1, 1, 2}, {3, 5, 19}, {70, 4, 64},
@@ -196,8 +196,8 @@ func TestKasminaCapacityAdaptive(t *testing.T) {
 	}
 }
 
-// A kind that needs wider slots than the layer has is an error of the run that names it, and the
-// next run is as if nothing had been.
+// A kind that needs wider slots than the layer has is an error of the run that names it. The next
+// run is as if nothing had been.
 func TestKasminaTooNarrow(t *testing.T) {
 	l := newLattice(t, 8, []seedSetting{{"FineTuning", "Residual", 1, 1},
 		{"Dormant", "Residual", 1, 0}})

@@ -9,7 +9,7 @@ import (
 )
 
 // KasminaPass is a pass of a Kasmina layer whose arithmetic somebody else does, such as a machine
-// on a GPU: it takes the snapshot of the lattice that the arithmetic goes by, and hands the lattice
+// on a GPU. It takes the snapshot of the lattice that the arithmetic goes by. It hands the lattice
 // what was measured, as the op's own run does.
 type KasminaPass struct {
 	op     *KasminaOp
@@ -69,7 +69,7 @@ func copyPass(dst, src *state.Pass) {
 func (p *KasminaPass) Snapshot() *state.Pass { return &p.op.run.pass }
 
 // Start makes the weights and the one scale of a seed's slot the identity start of its kind, if all
-// are 0: nobody has written them yet. It reports whether it has.
+// are 0. They have then not been written yet. It reports whether it has.
 func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 	weights, scale []float32) (started bool, err error) {
 	if len(scale) != 1 || scale[0] != 0 || slices.ContainsFunc(weights, func(w float32) bool {
@@ -98,15 +98,15 @@ func (p *KasminaPass) Seed(i int) KasminaSeed {
 	return k
 }
 
-// Measures reports whether this pass shall tell the lattice anything but the number of NaN and Inf:
-// a sampling one may watch no seed in it.
+// Measures reports whether this pass shall tell the lattice anything but the number of NaN and Inf.
+// A sampling pass may watch no seed.
 func (p *KasminaPass) Measures() bool {
 	s := &p.op.run.pass
 	return s.Record && (slices.Contains(s.Watch, true) || p.NeedsLast())
 }
 
-// NeedsLast reports whether what the pass before this one has measured must be in the lattice
-// before this one begins, since its limits are made of it.
+// NeedsLast reports whether this pass makes its limits of what the pass before it has measured.
+// That must then be in the lattice before this one begins.
 func (p *KasminaPass) NeedsLast() bool {
 	return p.op.Config.Stability == Strict || p.op.Config.AdaptiveClip > 0
 }

@@ -152,8 +152,8 @@ type passCost struct {
 }
 
 // timed is called when all is ready to run but the list of what to measure. When the pass is one to
-// be timed, it runs the arithmetic twice without telemetry, the first time only for the caches, and
-// times the second.
+// be timed, it runs the arithmetic twice without telemetry. The first time is only for the caches,
+// the second is timed.
 func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) passCost {
 	p := &o.run.pass
 	if !p.Record || p.Telemetry.Mode == state.Off || p.Step%timedEvery != 0 || &out[0] == &in[0] {

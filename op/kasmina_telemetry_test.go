@@ -83,7 +83,7 @@ func checkFigure(t *testing.T, what string, got, want float64, critical bool) {
 }
 
 // The figures of every seed, of both passes and with every reduction, are those of a computation in
-// 200 bits; also where the mean is ten thousand and the deviation a millionth.
+// 200 bits. They are so too where the mean is ten thousand and the deviation a millionth.
 func TestKasminaTelemetry(t *testing.T) {
 	r := random(t)
 	const eps = 0.01

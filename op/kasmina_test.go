@@ -62,8 +62,8 @@ func TestKasminaGradients(t *testing.T) {
 	}
 }
 
-// learnLimits runs a pass with telemetry over smaller inputs, and then makes every seed's first
-// input exceed its limits and one of row 1 too small, so that the strict mode's clamp bites.
+// learnLimits runs a pass with telemetry over smaller inputs. It then makes every seed's first
+// input exceed its limits, and one of row 1 too small, so that the strict mode's clamp bites.
 func (k *kasminaLayer) learnLimits(turn float64) {
 	l := k.forwardOp.Lattice
 	kept := k.x
@@ -224,7 +224,7 @@ func TestKasminaStrictUsesPreviousPass(t *testing.T) {
 }
 
 // In the adaptive mode a transform of activations near the largest float32 gives t(x), although its
-// intermediate results would overflow, and of smaller ones the very bits of the fast mode.
+// intermediate results would overflow. Of smaller ones it gives the very bits of the fast mode.
 func TestKasminaAdaptive(t *testing.T) {
 	r := random(t)
 	const chunk = 64
@@ -725,7 +725,7 @@ func (l *startLayer) advance(t *testing.T, kind blueprints.Kind, slot int) {
 }
 
 // On weights of zeros, which nobody has written, every kind starts as the identity at the first
-// pass that computes with it, and it learns from there.
+// pass that computes with it. It learns from there.
 func TestKasminaFreshWeights(t *testing.T) {
 	for name, newMachine := range machines {
 		for _, recompute := range []bool{false, true} {

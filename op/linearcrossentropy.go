@@ -22,10 +22,9 @@ type LinearCrossEntropyOp struct {
 //	loss = CrossEntropy(x·wᵀ, targets)
 //
 // x is [rows, D], w is [V, D], both float32 or both float64, targets is [rows] of type int, loss is
-// a scalar. The logits, often the largest tensor of a model, are formed a few rows at a time and
-// again in the backward pass, which keeps one number a row from the forward pass. Targets are as
-// for [CrossEntropy]. (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
-// 2024.)
+// a scalar. The logits, often the largest tensor of a model, are formed a few rows at a time, and
+// again in the backward pass. That keeps one number a row from the forward pass. Targets are as for
+// [CrossEntropy]. (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
 func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "LinearCrossEntropy"
 	ax, aw, at := arg{"x", x}, arg{"w", w}, arg{"targets", targets}

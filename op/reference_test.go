@@ -624,7 +624,7 @@ func refNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 }
 
 // TestDocumentsAlone wants documents in one sequence to have the outputs and gradients that each
-// has alone, although RoPE counts their positions from the first of them.
+// has alone. RoPE still counts their positions from the first of them.
 func TestDocumentsAlone(t *testing.T) {
 	r := random(t)
 	lengths := []int{1 + r.IntN(90), 1 + r.IntN(5), 64, 1 + r.IntN(130), 1}

@@ -89,8 +89,8 @@ type RoPEOp struct {
 	cos, sin opbase.Aux
 }
 
-// RoPE turns the features of every head by angles that grow with the position, so that a product of
-// a query and a key depends on their distance:
+// RoPE turns the features of every head by angles that grow with the position. So a product of a
+// query and a key depends on their distance:
 //
 //	(x[i], x[i+h]) → (x[i]·cos θ − x[i+h]·sin θ, x[i+h]·cos θ + x[i]·sin θ),  θ = position · Base^(−2i/HeadDim)
 //

@@ -3,9 +3,9 @@ package op
 import "errors"
 
 // RunError returns an error of a run as one in which errors.Is and errors.As find what the ops have
-// wrapped, such as [ErrNonFinite], [ErrBlueprint] and [ErrNoTargets]. The errors of Gorgonia's own
-// machines need it: their type has a method Err where these look for Unwrap. The text stays as it
-// is; so does every other error, nil included.
+// wrapped. That is [ErrNonFinite], [ErrBlueprint] or [ErrNoTargets], for example. The errors of
+// Gorgonia's own machines need it: their type has a method Err where these look for Unwrap. The
+// text stays as it is; so does every other error, nil included.
 func RunError(err error) error {
 	var context interface{ Err() error }
 	if !errors.As(err, &context) {

@@ -48,8 +48,9 @@ type Figure struct {
 	// instructions
 	Way string
 	// Forward is a forward pass, Training that and the gradients of all inputs of floats, 0 for an
-	// op without. On a CPU and of Gorgonia it is the median by the clock on the wall, on a GPU the
-	// mean of the device's time, without launches. What passes work on is in the cache if it fits.
+	// op without. On a CPU and of Gorgonia it is the median by the clock on the wall. On a GPU it
+	// is the mean of the device's time, without launches. What passes work on is in the cache if it
+	// fits.
 	Forward, Training time.Duration
 	// Bytes is the inputs of floats and the result of a forward pass, FLOPs the multiplications and
 	// additions of its products.
@@ -123,7 +124,7 @@ func Ops() []Op {
 
 // Time times an op of [Ops] at a shape on random numbers of a type, while nothing else should run.
 // The first figure is that of the CPU as it computes without rules, or of the GPU for types that a
-// CPU has not; then come the others. A peer that cannot compute the op has a figure with an Err; an
+// CPU has not. The others follow. A peer that cannot compute the op has a figure with an Err. An
 // error is an op, shape or type that there is not, or an option that does not fit. The rules of
 // KASMINA_WAYS hold here too.
 func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure, err error) {

@@ -69,8 +69,8 @@ func (a *AdamW) SetLR(lr float64) error {
 }
 
 // Step updates every parameter in model from its gradient, and leaves the gradients zero. On an
-// error (a parameter without a name, a value or a gradient, of another shape than before, or with a
-// gradient that is not finite) nothing changes, but for [ErrOverflow].
+// error nothing changes, but for [ErrOverflow]. An error is a parameter without a name, a value or
+// a gradient, or of another shape than before. A gradient that is not finite is another.
 func (a *AdamW) Step(model []gorgonia.ValueGrad) error {
 	if a == nil || a.store.entries == nil {
 		return fmt.Errorf("optim.AdamW: Step: %w", errZero)

@@ -4,7 +4,7 @@
 // the parameters, then call Step with gorgonia.NodesToValueGrads of them. Step changes the
 // parameters' values in place and leaves their gradients zero, ready for the next run. Both keep
 // what they know of a parameter under its node's name, so a rebuilt graph goes on where the last
-// one stopped, and [Optimizer.State] and SetState carry it through a checkpoint bit for bit.
+// one stopped. [Optimizer.State] and SetState carry it through a checkpoint bit for bit.
 //
 // A step is all or nothing: names, types, shapes and every gradient are checked before the first
 // parameter changes. An update that makes a parameter NaN or infinite all the same is an
@@ -32,22 +32,21 @@ type Optimizer interface {
 	// The tensors are copies.
 	State() []Tensor
 
-	// SetState replaces what Step remembers by a copy of state, which must be complete for each
-	// parameter in it, fit the parameters declared so far, if any, and be one that steps can lead
-	// to: moments are finite, means of squares not negative, means no larger than those or, of
-	// Muon's matrices, than finite gradients allow, counts of steps 1 to 2⁵³. On an error nothing
-	// changes.
+	// SetState replaces what Step remembers by a copy of state. That must be complete for each
+	// parameter in it and fit the parameters declared so far, if any. It must also be one that
+	// steps can lead to. Moments are finite, means of squares not negative, counts of steps 1 to
+	// 2⁵³. Means are no larger than those of squares allow or, of Muon's matrices, finite
+	// gradients. On an error nothing changes.
 	SetState(state []Tensor) error
 
-	// Forget makes zero what Step remembers of the elements from ≤ i < to, in row-major order, of
-	// the parameter with that name, beside the count of its steps, so that no momentum moves
-	// elements that are frozen or have been replaced. Of a parameter without a step there is
-	// nothing to forget.
+	// Forget makes zero what Step remembers of a parameter's elements from ≤ i < to, in row-major
+	// order, beside the count of its steps. So no momentum moves elements that are frozen or have
+	// been replaced. Of a parameter without a step there is nothing to forget.
 	Forget(name string, from, to int) error
 }
 
-// Tensor is a part of an optimiser's state: the parameter's name followed by what it is
-// (".exp_avg", ".step"), a shape and the elements in row-major order, a []float32, []float64 or
+// Tensor is a part of an optimiser's state. Its name is the parameter's, followed by what it is
+// (".exp_avg", ".step"). Data are its elements in row-major order, a []float32, []float64 or
 // []int64.
 type Tensor struct {
 	Name  string

@@ -29,8 +29,8 @@ const (
 )
 
 // Muon updates matrices along the orthogonal factor of their momentum, as [op.NewtonSchulz]
-// approximates it, and leaves the other parameters (vectors; embeddings and output layers, whose
-// rows are independent) to AdamW:
+// approximates it. It leaves the other parameters to AdamW: vectors, and embeddings and output
+// layers, whose rows are independent.
 //
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m
 //	p ← (1 − lr·decay)·p − lr · scale · NewtonSchulz(u)
@@ -261,7 +261,7 @@ func (m *Muon) SetState(state []Tensor) error {
 	return nil
 }
 
-// checkMomentum returns an error for a momentum that no gradients lead to: finite ones are at most
+// checkMomentum returns an error for a momentum that no gradients lead to. Finite ones are at most
 // the largest number F of their type, and t steps from zero add up to (1 − μᵗ)·F. Nothing less is
 // certain here: how gradients are clipped is up to the caller, and may have changed since.
 func (m *Muon) checkMomentum(e *entry) error {

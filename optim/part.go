@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// PartGrain is the number of elements in whose multiples a parameter may be divided: those of each
-// block are computed by themselves, so that parts have the bits of the whole.
+// PartGrain is the number of elements in whose multiples a parameter may be divided. The elements
+// of each block are computed by themselves, so that parts have the bits of the whole.
 const PartGrain = cpu.VectorGrain
 
 // Part is the elements From ≤ i < To, in row-major order, of the parameter with that name.
@@ -21,8 +21,8 @@ type Part struct {
 	From, To int
 }
 
-// Partial is an optimiser that can do its share of a step where several processes, of which each
-// updates a part of the model, do the others'. [AdamW] and [Muon] are.
+// Partial is an optimiser that can do its share of a step. It serves where several processes train
+// a model, of which each updates a part. [AdamW] and [Muon] are.
 type Partial interface {
 	Optimizer
 	// StepParts is Step for the given parts alone. It counts a step of every parameter of the
@@ -33,8 +33,8 @@ type Partial interface {
 	// Rule is what the optimiser does with a parameter.
 	Rule(name string, shape []int) Rule
 	// Moments are what the optimiser remembers of a parameter beside its count of steps, each a
-	// []float32 or []float64 of its size: its own memory, into which others' parts can be copied.
-	// It is nil before the first step.
+	// []float32 or []float64 of its size. It is the optimiser's own memory, into which others'
+	// parts can be copied. It is nil before the first step.
 	Moments(name string) []any
 }
 

@@ -51,8 +51,8 @@ func CosineAnnealing(floor float64) (Annealing, error) {
 	}, nil
 }
 
-// WarmupCosine returns the schedule that rises linearly to peak over the first warmup steps and
-// then falls along half a cosine to floor at step total, where it stays:
+// WarmupCosine returns a schedule that rises linearly to peak over the first warmup steps. It then
+// falls along half a cosine to floor at step total, where it stays:
 //
 //	peak·(step+1)/(warmup+1)                                                  step < warmup
 //	floor + (peak−floor)·(1 + cos(π·(step−warmup)/(total−warmup)))/2          warmup ≤ step < total

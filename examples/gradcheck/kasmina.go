@@ -172,7 +172,7 @@ func latticeIn(stage state.Stage, kind blueprints.Kind) (*state.Lattice, error) 
 const epsilon = 0.125
 
 // kasminaInputs returns values at a distance from every kink: relu's, the jump at ±epsilon, and the
-// strict mode's limits, which two features of the last row pass by far.
+// strict mode's limits. Two features of the last row pass those limits by far.
 func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 	draw := func(n int, size float64) []float64 {
 		v := make([]float64, n)

@@ -1,6 +1,6 @@
 // Command gradcheck compares the gradients of every op of this module with central differences in
-// float64, those of the Kasmina layer in every stage with every blueprint, and prints the largest
-// relative error of each.
+// float64. It checks the Kasmina layer in every stage with every blueprint, and prints the largest
+// relative error of each check.
 //
 //	go run ./examples/gradcheck
 //	go run ./examples/gradcheck -seed 7 -tol 1e-7
@@ -107,8 +107,8 @@ func (in *inputs) constant(name string, data any, shape ...int) *gorgonia.Node {
 	return gorgonia.NodeFromAny(in.g, v, gorgonia.WithName(name))
 }
 
-// checkOf returns a check of what build makes: of itself if it is a scalar, and of the sum of its
-// elements with random weights otherwise, so that every element gets a gradient of its own.
+// checkOf returns a check of what build makes, if that is a scalar. Otherwise it checks the sum of
+// the elements with random weights, so that every element gets a gradient of its own.
 func checkOf(op, config string, build func(in *inputs) (*gorgonia.Node, error)) check {
 	return check{op, config, func(r *rand.Rand) ([]autodiff.CheckReport, error) {
 		in := &inputs{Rand: r, g: gorgonia.NewGraph()}

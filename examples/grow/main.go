@@ -1,7 +1,7 @@
-// Command grow trains a language model twice in equal time, from one random seed on the same text:
-// with all its blocks from the start, and with few blocks, whose steps are quick, that become as
-// many when the controller sees the loss flatten. It compares the held-out losses, and draws them
-// over the time with the stack of blocks below.
+// Command grow trains a language model twice in equal time, from one random seed on the same text.
+// One has all its blocks from the start. The other has few blocks, whose steps are quick, and gets
+// as many when the controller sees the loss flatten. It compares the held-out losses, and draws
+// them over the time with the stack of blocks below.
 //
 //	go run ./examples/grow                    # under three minutes on two cores, on the Go sources
 //	go run ./examples/grow -data ~/notes -time 5m -lr 0.01,0.02,0.03

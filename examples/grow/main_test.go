@@ -60,8 +60,8 @@ func lastLine(t *testing.T, stdout string) (l last) {
 	return l
 }
 
-// TestRun wants the grown model to end with the static one's blocks, unless they did it no good,
-// all that is promised to lie in the folder, and a run that follows the record to give the same
+// TestRun wants the grown model to end with the static one's blocks, unless they did it no good.
+// All that is promised must lie in the folder. A run that follows the record must give the same
 // model.
 func TestRun(t *testing.T) {
 	out := t.TempDir()

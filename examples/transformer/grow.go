@@ -25,7 +25,7 @@ var growth = []struct {
 	{0.95, state.Fossilized},
 }
 
-// grow takes all seeds of a model through their lives on a fixed timetable: at the same step of the
+// grow takes all seeds of a model through their lives on a fixed timetable. At the same step of the
 // same run the same happens, whether the run was interrupted or not. A seed that is late, in a run
 // of a few steps or one that was resumed with more of them, catches up. A program that decides by
 // what the seeds report has a state.Controller instead.

@@ -1,5 +1,5 @@
 // Command transformer trains a Llama-style language model with Kasmina layers on text: a small one,
-// unless told otherwise, and on an NVIDIA GPU if there is one, else on the CPU.
+// unless told otherwise. It uses an NVIDIA GPU if there is one, else the CPU.
 //
 //	go run ./examples/transformer                     # a few minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
@@ -9,25 +9,25 @@
 //	go run ./examples/transformer -preset 124M        # a larger model, of subwords: for a GPU
 //	go run ./examples/transformer -device cpu -gpus 2 -accumulate 2 # two processes, with the bits of one
 //
-// It leaves in -out a checkpoint (model.safetensors), the loss curve (loss.png), a log with a JSON
-// object a line (log.jsonl) and a text drawn from the model (sample.txt), and compares the model's
-// bits per byte with those of an order-2 byte model and of gzip -9 on the same held-out text. The
-// last line that it prints is a JSON object with the results. What an earlier run left in -out
-// moves to a folder in there (before-1, before-2 and so on), which nothing but its user deletes. A
-// second run in the folder of one that goes on is refused where folders can be locked, which is not
-// on Windows.
+// It leaves in -out a checkpoint (model.safetensors) and the loss curve (loss.png). There are also
+// a log with a JSON object a line (log.jsonl) and a text drawn from the model (sample.txt). On the
+// same held-out text it compares the model's bits per byte with those of an order-2 byte model and
+// of gzip -9. The last line that it prints is a JSON object with the results. What an earlier run
+// left in -out moves to a folder in there (before-1, before-2 and so on), which nothing but its
+// user deletes. A second run in the folder of one that goes on is refused where folders can be
+// locked, which is not on Windows.
 //
 // The presets 124M, 350M and 925M train on the tokens of a byte-pair encoding, which is first
 // trained on the text. Encoding and tokens are kept in -cache, so that the next run on the same
-// text starts at once, and the encoding beside the checkpoint too (tokenizer.bpe). Options that are
-// given override the preset.
+// text starts at once. The encoding lies beside the checkpoint too (tokenizer.bpe). Options that
+// are given override the preset.
 //
 // An interrupt (Ctrl-C), or the end of its terminal, makes the run save a checkpoint before it
 // ends; a second one ends it at once. With -resume, options that are not given are those of the
 // checkpoint, and the run continues as if it had never stopped, bit for bit. Options that are given
-// may differ, which the program then says: a run planned for 20 steps goes on with -resume -steps
-// 40, but with the learning rates and the growth of the longer plan, so that it does not end where
-// 40 steps at a stretch do.
+// may differ, which the program then says. A run planned for 20 steps goes on with -resume -steps
+// 40, with the learning rates and the growth of the longer plan. It then does not end where 40
+// steps at a stretch do.
 package main
 
 import (
@@ -96,8 +96,8 @@ func main() {
 	os.Exit(exitCode(err))
 }
 
-// A teller writes for a person whose terminal, or the program behind whose pipe, may be gone: that
-// is no error, or it would end a run before its checkpoint.
+// A teller writes for a person. The terminal, or the program behind a pipe, may be gone: that is no
+// error, or it would end a run before its checkpoint.
 type teller struct{ *os.File }
 
 func (t teller) Write(b []byte) (int, error) {
@@ -108,8 +108,8 @@ func (t teller) Write(b []byte) (int, error) {
 func (t teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
 
 // untilSignal returns a context that ends when the user interrupts the program or closes its
-// terminal, or when a pipe that it writes to has no reader any more: Ctrl-C ends also the tee
-// behind it.
+// terminal. It also ends when a pipe that the program writes to has no reader any more: Ctrl-C ends
+// the tee behind it too.
 func untilSignal(w io.Writer) context.Context {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM, syscall.SIGPIPE}
 	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
@@ -117,7 +117,7 @@ func untilSignal(w io.Writer) context.Context {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
 	context.AfterFunc(ctx, func() {
-		// A terminal that closes sends SIGHUP twice, through its shell and when that ends, and each
+		// A terminal that closes sends SIGHUP twice, through its shell and when that ends. Each
 		// line to a pipe without a reader is a SIGPIPE.
 		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
 		stop() // the next interrupt does what it does to other programs

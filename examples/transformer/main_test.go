@@ -127,8 +127,8 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// TestLogOfSeeds wants the log to follow each seed: once an epoch its stage, α and health, and all
-// that it has gone through from one to the next.
+// TestLogOfSeeds wants the log to follow each seed: once an epoch its stage, α and health. All that
+// it went through from one epoch to the next must be there too.
 func TestLogOfSeeds(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	train(t, small(textFolder(t), out, "-steps", "20")...) // in epochs of 10
@@ -163,8 +163,8 @@ func TestLogOfSeeds(t *testing.T) {
 	}
 }
 
-// TestScrub wants damage to a seed to be told and logged before it ends the run, unless the user
-// does not want to hear of it.
+// TestScrub wants damage to a seed to be told and logged before it ends the run. It may not be told
+// where the user does not want to hear of it.
 func TestScrub(t *testing.T) {
 	const damage = "layer 1: seed state is corrupt: seed 3 does not match its checksum: bit 3 " +
 		"of alpha"
@@ -219,9 +219,9 @@ func endsInTraining(n int) (context.Context, io.Writer) {
 	})
 }
 
-// TestResume wants a run that is interrupted and resumed, with no option but -out and -data
-// repeated, to leave the same checkpoint as one in which nothing happened, byte for byte, and to be
-// complete after that.
+// TestResume interrupts a run and resumes it, with no option but -out and -data repeated. It must
+// leave the same checkpoint, byte for byte, as one in which nothing happened, and be complete after
+// that.
 func TestResume(t *testing.T) {
 	data, dir := textFolder(t), t.TempDir()
 	straight, broken := filepath.Join(dir, "straight"), filepath.Join(dir, "broken")

@@ -12,8 +12,8 @@ import (
 type preset map[string]string
 
 // presets are the values that options have unless they are given. Those of small are the options'
-// own; the others are models of the shapes that benchmarks of training commonly use, of a size to
-// learn from subwords.
+// own. The others are models of the shapes that benchmarks of training commonly use, large enough
+// to learn from subwords.
 var presets = map[string]preset{
 	"small": {},
 	"124M": subwords(preset{"dim": "768", "layers": "12", "heads": "12", "ff": "2048",
@@ -24,7 +24,7 @@ var presets = map[string]preset{
 		"seq": "2048", "batch": "8", "steps": "4000"}),
 }
 
-// adamwRates are AdamW's peak learning rates; the large models' are those of GPT-3's models of
+// adamwRates are AdamW's peak learning rates. The large models' are those of GPT-3's models of
 // about their size (Brown et al., "Language Models are Few-Shot Learners", 2020).
 var adamwRates = map[string]float64{"small": 3e-3, "124M": 6e-4, "350M": 3e-4, "925M": 2.5e-4}
 

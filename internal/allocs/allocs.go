@@ -8,8 +8,8 @@ import (
 
 // PerRun returns how many allocations a call of f makes, as [testing.AllocsPerRun] does, which
 // averages over runs calls but counts what the whole process allocates. Whatever else is going on
-// there only adds, and a garbage collection only empties pools: so none begins meanwhile, and the
-// least of several measurements counts.
+// there only adds, and a garbage collection only empties pools. So no collection begins meanwhile,
+// and the least of several measurements counts.
 func PerRun(runs int, f func()) float64 {
 	defer debug.SetGCPercent(debug.SetGCPercent(-1))
 	least := testing.AllocsPerRun(runs, f)

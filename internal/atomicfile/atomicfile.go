@@ -12,11 +12,11 @@ import (
 	"strings"
 )
 
-// Write gives the file at path the contents that write writes: to a temporary file in the same
-// directory, which is synced and renamed, and then the directory is synced. A process that is
-// killed at any moment leaves the old file or the new one, and its temporary file to the next Write
-// to the same path. After an error the file is a complete one too, and the temporary file is gone.
-// A symbolic link to a file stays one.
+// Write gives the file at path the contents that write writes. They go to a temporary file in the
+// same directory, which is synced and renamed. Then the directory is synced. A process that is
+// killed at any moment leaves the old file or the new one. The next Write to the same path removes
+// its temporary file. After an error the file is a complete one too, and the temporary file is
+// gone. A symbolic link to a file stays one.
 func Write(path string, write func(*os.File) error) (err error) {
 	if err := checkPath(path); err != nil {
 		return err

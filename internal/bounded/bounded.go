@@ -1,4 +1,4 @@
-// Package bounded is for the tests of what reads files: whatever stands in one, a reader takes
+// Package bounded is for the tests of what reads files. Whatever stands in a file, a reader takes
 // memory in proportion to it, and comes to an end.
 package bounded
 
@@ -20,7 +20,7 @@ const (
 	patience = 2 * time.Minute
 )
 
-// Run calls read, which reads files of so many bytes together, and fails the test if that allocates
+// Run calls read, which reads files of so many bytes together. It fails the test if that allocates
 // more than [PerByte] times their size and [Constant]. If it does not come to an end, the program
 // does. Nothing else may allocate meanwhile.
 func Run(t testing.TB, size int64, read func()) {

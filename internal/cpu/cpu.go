@@ -1,10 +1,10 @@
-// Package cpu holds what the arithmetic that the ops run on a CPU shares: the instruction set, the
-// team of goroutines that work is spread over, and memory for a call. The families of kernels are
-// in the folders below: plain loops over slices that read like the formulas, for float32 and
-// float64, with rows or heads spread over the cores. They know nothing of graphs, nodes or tensors;
-// callers check shapes, so functions index without further tests.
+// Package cpu holds what the arithmetic of the ops on a CPU shares. That is the instruction set,
+// the team of goroutines that work is spread over, and memory for a call. The families of kernels
+// are in the folders below. They are plain loops over slices that read like the formulas, for
+// float32 and float64, with rows or heads spread over the cores. They know nothing of graphs, nodes
+// or tensors; callers check shapes, so functions index without further tests.
 //
-// Results do not depend on how many cores share the work: a sum is always formed by one goroutine
+// Results do not depend on how many cores share the work. A sum is always formed by one goroutine
 // in one order, or from partial sums over fixed blocks that are added in a fixed order. The same
 // inputs give the same bits on every run.
 package cpu
@@ -22,11 +22,11 @@ type Float interface{ float32 | float64 }
 
 // Parallel splits [0, n) into spans of at most grain indices and calls f(lo, hi) for each, on as
 // many goroutines as there are cores. It returns when all calls have. Spans begin at multiples of
-// grain, whatever the number of cores, so that a caller may keep one partial result a span and add
-// them up in order.
+// grain, whatever the number of cores. So a caller may keep one partial result a span and add them
+// up in order.
 //
-// When a call of f panics, no further ones begin, and once those under way have ended Parallel
-// panics, on the calling goroutine: with a [*Panic] if it was on another one. The same goes for
+// When a call of f panics, no further ones begin. Once those under way have ended, Parallel panics
+// on the calling goroutine: with a [*Panic] if the panic was on another one. The same goes for
 // [runtime.Goexit] on another one.
 func Parallel(n, grain int, f func(lo, hi int)) {
 	if n <= 0 {

@@ -31,8 +31,8 @@ func everywhere(f func(caller bool)) {
 	})
 }
 
-// A panic on a helper reaches the caller with the helper's stack, as the helper's end does, one on
-// the calling goroutine reaches it as it is, and all leave the pool in working order.
+// A panic on a helper reaches the caller with the helper's stack, and so does the helper's end. One
+// on the calling goroutine reaches it as it is. All leave the pool in working order.
 func TestParallelPanics(t *testing.T) {
 	atLeastTwoCores(t)
 	for range 50 {
@@ -74,7 +74,7 @@ func TestParallelPanics(t *testing.T) {
 }
 
 // A call does not wait for helpers who are still on their way when all is done, and these do
-// nothing for it; but they may for the next call of the same team.
+// nothing for it. They may work for the next call of the same team.
 func TestLateHelpers(t *testing.T) {
 	var indices atomic.Int32
 	count := func(lo, hi int) { indices.Add(int32(hi - lo)) }
@@ -97,8 +97,8 @@ func TestLateHelpers(t *testing.T) {
 	}
 }
 
-// Calls from many goroutines, close together and far apart, so that helpers are met on the lookout,
-// about to sleep and asleep, each run all of their spans once.
+// Calls come from many goroutines, close together and far apart, so that helpers are on the
+// lookout, about to sleep or asleep. Each call must run all of its spans once.
 func TestParallelFromManyGoroutines(t *testing.T) {
 	atLeastTwoCores(t)
 	var callers sync.WaitGroup

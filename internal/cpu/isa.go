@@ -25,9 +25,9 @@ func Level() ISA { return level }
 // ISAs returns those that this machine has, in ascending order.
 func ISAs() []ISA { return levels(detectISA()) }
 
-// level is what the kernels of this process use: the best the CPU and the system support, or less
-// if the environment variable KASMINA_CPU asks for it (avx512, avx2, neon or generic; anything else
-// counts as unset). It is read once, at start.
+// level is what the kernels of this process use: the best that the CPU and the system support, or
+// less where KASMINA_CPU asks for it. The values of that variable are avx512, avx2, neon and
+// generic; anything else counts as unset. It is read once, at start.
 var level = chooseISA(os.Getenv("KASMINA_CPU"), detectISA())
 
 // users are what chooses kernels by the level.

@@ -24,9 +24,9 @@ const (
 )
 
 // part is a share of the spans, one for the leader and for each helper: who is through with theirs
-// goes on with the others'. As the leader has the first part and, on two cores, always the same
-// helper the second, what a core has written in one call it mostly reads itself in the next, where
-// the same rows are split.
+// goes on with the others'. The leader has the first part and, on two cores, always the same helper
+// the second. So a core mostly reads in one call what it has itself written in the one before,
+// where the same rows are split.
 type part struct {
 	next atomic.Int64 // the next span to run
 	end  int64
@@ -50,8 +50,8 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 }
 
 // To wake a sleeping thread takes tens of microseconds, more than many a kernel. So helpers who
-// have run out of work look out for more before they sleep, as many as there are cores for, and
-// leaders for the end of their helpers' work: rounds pauses, some 50 microseconds.
+// have run out of work look out for more before they sleep, as many as there are cores for. Leaders
+// look out for the end of their helpers' work. rounds pauses are some 50 microseconds.
 const rounds = 1000
 
 var (

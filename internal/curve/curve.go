@@ -40,17 +40,17 @@ func Trend(points []Point) (fall, level float64, ok bool) {
 // Laws for Neural Language Models", 2020.)
 type Law struct{ level, gain, power, until float64 }
 
-// At returns the loss at X. Beyond half as much again as the last point it tells no further fall:
-// the law has shown no more than that it can tell so far.
+// At returns the loss at X. Beyond one and a half times the last point it tells no further fall.
+// The points show only that the law holds so far.
 func (l Law) At(x float64) float64 { return l.level + l.gain*math.Pow(min(x, l.until), -l.power) }
 
 // powers are those that Fit tries. Below the first the law is a logarithm but for rounding.
 const leastPower, mostPower, powers = 0.02, 3, 64
 
 // Fit returns the law that is nearest, by least squares, to the points from a third of the last X
-// on. ok is false for fewer than eight of them, for those all at about one X, where the loss does
-// not fall, and where the law would not have told the last third from what comes before: early in
-// a run, or behind a change of the learning rate, a loss follows no law yet.
+// on. ok is false for fewer than eight of them, for those all at about one X, and where the loss
+// does not fall. It is also false where the law would not have told the last third from what comes
+// before. Early in a run, or behind a change of the learning rate, a loss follows no law yet.
 func Fit(points []Point) (best Law, ok bool) {
 	if best, ok = fit(points); !ok {
 		return best, false

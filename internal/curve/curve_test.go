@@ -17,8 +17,8 @@ func run(upTo, noise float64, loss func(x float64) float64) (points []Point) {
 	return points
 }
 
-// TestFit wants the fit of a run's first part to tell what it comes to, where it falls as a law, as
-// a logarithm, or has a steep start that is not the law's.
+// TestFit wants the fit of a run's first part to tell what the run comes to. The loss falls as a
+// law or as a logarithm, or has a steep start that is not the law's.
 func TestFit(t *testing.T) {
 	steep := func(x float64) float64 { return 2 + 0.3*math.Pow(x, -0.4) + 5*math.Exp(-100*x) }
 	for name, loss := range map[string]func(float64) float64{

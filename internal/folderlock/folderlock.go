@@ -26,10 +26,10 @@ var (
 	claims []*claim
 )
 
-// Claim makes an existing folder this program's until everybody in it who has claimed the folder
-// has called release, once, or the program ends, however it does. A folder of another program is an
-// ErrInUse. Where neither a folder nor a file in it can be locked, it is an errors.ErrUnsupported,
-// and nobody's.
+// Claim makes an existing folder this program's. It is so until everybody in it who has claimed the
+// folder has called release, once, or the program ends, however it does. A folder of another
+// program is an ErrInUse. Where neither a folder nor a file in it can be locked, it is an
+// errors.ErrUnsupported, and nobody's.
 func Claim(dir string) (release func() error, err error) {
 	mu.Lock()
 	defer mu.Unlock()

@@ -50,8 +50,8 @@ func other(t *testing.T, dir string) (claimed bool, kill func()) {
 	return false, func() {}
 }
 
-// TestOneProgram wants a folder to be one program's at a time, until that has released it as often
-// as it claimed it, or is killed, and nothing to be left there.
+// TestOneProgram wants a folder to be one program's at a time, until that is killed or has released
+// it as often as it claimed it. Nothing may be left there.
 func TestOneProgram(t *testing.T) {
 	dir := t.TempDir()
 	first, err := Claim(dir)

@@ -13,8 +13,8 @@ const (
 	hidden           = syscall.FILE_ATTRIBUTE_HIDDEN
 )
 
-// lock holds a hidden file of the folder open, which nobody else can open, and which goes when it
-// is closed, also by the system for a process that dies.
+// lock holds a hidden file of the folder open, which nobody else can open. The file goes when it is
+// closed, also by the system for a process that dies.
 func lock(dir string) (*os.File, error) {
 	path := filepath.Join(dir, name)
 	p, err := syscall.UTF16PtrFromString(path)

@@ -1,5 +1,5 @@
-// Package graph is how the machines read a Gorgonia graph: what is asked of a run, which values
-// outlive it, in which order nodes are computed, and what nodes and ops are called.
+// Package graph is how the machines read a Gorgonia graph. It tells what is asked of a run, which
+// values outlive it, in which order nodes are computed, and what nodes and ops are called.
 package graph
 
 import (

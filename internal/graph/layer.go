@@ -7,7 +7,7 @@ import (
 )
 
 // Layers tells the layer of a node, for errors and profiles. A node that reads a parameter is of
-// the layer that the parameter's name tells; any other node is of that of its input which is
+// the layer that the parameter's name tells. Any other node is of the layer of that input which is
 // computed last. So an attention is where its queries are projected, and a sum of gradients where
 // the last of them comes from.
 type Layers struct {

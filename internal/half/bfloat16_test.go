@@ -7,8 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestBFloat16 wants every number to come back, and those between two to go to the nearer one, or
-// to the one whose last bit is 0.
+// TestBFloat16 wants every number to come back. Those between two go to the nearer one, or to the
+// one whose last bit is 0.
 func TestBFloat16(t *testing.T) {
 	for i := range 1 << 16 {
 		b := BFloat16(i)

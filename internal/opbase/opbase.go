@@ -1,10 +1,10 @@
-// Package opbase holds what every Gorgonia op of this module shares: the part of gorgonia.Op that
-// does not depend on what an op computes (type, shape, hash, allocation, access to the values'
-// memory), packed results and their parts.
+// Package opbase holds what every Gorgonia op of this module shares. It has the part of gorgonia.Op
+// that does not depend on what an op computes: type, shape, hash, allocation, access to the values'
+// memory. It also has packed results and their parts.
 //
 // An op embeds [Base], which makes it a gorgonia.Op, and adds its configuration, DiffWRT and
-// SymDiff. An op with several results, which Gorgonia does not have, returns them packed one behind
-// the other in a flat vector, and [Unpack] gives a node for each.
+// SymDiff. Gorgonia has no op with several results. One that needs them returns them packed one
+// behind the other in a flat vector, and [Unpack] gives a node for each.
 package opbase
 
 import (
@@ -18,9 +18,9 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	// Gorgonia's import of this module panics at start on current Go unless it is at least the
-	// version that our go.mod pins; importing it here makes the pin a direct requirement, which
-	// reaches every user of this module.
+	// An older version makes every program that imports Gorgonia panic at start on current Go.
+	// Importing it here makes the version in our go.mod a direct requirement, which reaches every
+	// user of this module.
 	_ "go4.org/unsafe/assume-no-moving-gc"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
@@ -57,10 +57,10 @@ type operand struct {
 	shape tensor.Shape
 }
 
-// Init fills b, the Base embedded in op. name is what errors and graphs show, config everything
-// beside the inputs' shapes that distinguishes two ops of that name (it is part of the hash, so
-// that Gorgonia never merges different ops), out the shape of the result (empty for a scalar),
-// whose type is dt. f32 and f64 are the op's arithmetic.
+// Init fills b, the Base embedded in op. name is what errors and graphs show. config is everything
+// beside the inputs' shapes that distinguishes two ops of that name. It is part of the hash, so
+// that Gorgonia never merges different ops. out is the shape of the result, empty for a scalar, and
+// dt its type. f32 and f64 are the op's arithmetic.
 func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.Node,
 	dt tensor.Dtype, out tensor.Shape,
 	f32 Kernel[O, float32], f64 Kernel[O, float64]) {
@@ -282,8 +282,9 @@ func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	return args, nil
 }
 
-// Flat returns the elements of v in row-major order: v's own memory where it is contiguous, a copy
-// where it is not (a view, a lazy transpose, a column-major tensor), and one element for a scalar.
+// Flat returns the elements of v in row-major order, one element for a scalar. They are v's own
+// memory where it is contiguous. Otherwise (a view, a lazy transpose, a column-major tensor) they
+// are a copy.
 func Flat(v gorgonia.Value) (any, error) {
 	switch v := v.(type) {
 	case *gorgonia.F32:

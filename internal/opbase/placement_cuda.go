@@ -10,11 +10,11 @@ import (
 )
 
 // CUDA computes an op on an engine of Gorgonia's CUDA machine, in whose memory inputs and result
-// lie; kept is what it may keep of the op from call to call. The engine's work is done. It reports
+// lie. kept is what it may keep of the op from call to call. The engine's work is done. It reports
 // whether it could.
 //
-// It is set by cudaops, since this package and the ops know nothing of CUDA: a program that imports
-// cudaops computes them with its kernels, another one on the CPU, from the same memory, which
+// cudaops sets it, since this package and the ops know nothing of CUDA. A program that imports
+// cudaops computes them with its kernels, another one on the CPU. Both use the same memory, which
 // Gorgonia allocates such that both can reach it.
 var CUDA func(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value,
 	in []gorgonia.Value) (bool, error)

@@ -16,7 +16,7 @@ type OpTime struct {
 	// the multiplications and additions of matrix products and attention.
 	Bytes float64 `json:"bytes,omitempty"`
 	FLOPs float64 `json:"flops,omitempty"`
-	// Ways are those that were chosen among several, and Tuned what the tasks took when they were
+	// Ways are those that were chosen among several. Tuned is what the tasks took when they were
 	// tuned, of those that were (of a monitor alone).
 	Ways  []string      `json:"ways,omitempty"`
 	Tuned time.Duration `json:"tuned_ns,omitempty"`

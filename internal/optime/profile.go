@@ -43,17 +43,17 @@ type Span struct {
 	Task   int    // its number
 	// Start is when it began, counted from the beginning of the step. Times are those of the marked
 	// step without the marks, put where the step's captured pieces were in a step without marks,
-	// with even gaps. Where they add up to more than the piece took, which they can with tiny
-	// kernels, since a mark also keeps the next from starting, they are scaled down to that.
+	// with even gaps. Where they add up to more than the piece took, they are scaled down to that.
+	// They can with tiny kernels, since a mark also keeps the next from starting.
 	Start, Time time.Duration
-	// Of the task: the bytes that have to move at least, the operations of its products, and the
-	// share of the ceiling: the time that the one or the other takes at the card's ceiling,
-	// whichever is longer, by the task's time. A task whose operands are in the cache can exceed 1.
-	// 0 where there is no ceiling.
+	// Of the task: the bytes that have to move at least, the operations of its products, and its
+	// share of the ceiling. The share is the time that bytes or operations take at the card's
+	// ceiling, whichever is longer, by the task's time. A task whose operands are in the cache can
+	// exceed 1. 0 where there is no ceiling.
 	Bytes, FLOPs, Share float64
 	Float8              bool     // FLOPs is of products of float8
 	Ways                []string // that were chosen among several
-	// Loose is work that is not captured, such as the copy of a batch: its time includes what the
+	// Loose is work that is not captured, such as the copy of a batch. Its time includes what the
 	// program takes to enqueue it, and does not count as busy.
 	Loose bool
 }
@@ -74,8 +74,8 @@ func (p *Profile) Kernels() (sum time.Duration) {
 	return sum
 }
 
-// Busy is the share of the period in which the GPU was busy: by the sum of all captured kernels'
-// times, and by the time of the captured work, which includes the gaps between kernels.
+// Busy is the share of the period in which the GPU was busy. kernels counts the sum of all captured
+// kernels' times, graphs the time of the captured work, which includes the gaps between kernels.
 func (p *Profile) Busy() (kernels, graphs float64) {
 	return rate(p.Kernels().Seconds(), p.Period), rate(p.Graphs.Seconds(), p.Period)
 }
@@ -248,7 +248,7 @@ const (
 )
 
 // WriteTrace writes the step in Chrome's trace-event format, which https://ui.perfetto.dev and
-// chrome://tracing show: the GPU's kernels with the ops and layers that they are of, and the
+// chrome://tracing show. It has the GPU's kernels with the ops and layers that they are of, and the
 // program's calls.
 func (p *Profile) WriteTrace(w io.Writer) error {
 	kernels, graphs := p.Busy()

@@ -7,8 +7,8 @@ import (
 	"sync/atomic"
 )
 
-// Each calls f with every i from 0 to n−1, on as many goroutines as there are processors to use,
-// and returns when all calls have. The order is any. A panic of f is that of the program.
+// Each calls f with every i from 0 to n−1, on as many goroutines as there are processors to use. It
+// returns when all calls have. The order is any. A panic of f is that of the program.
 func Each(n int, f func(i int)) {
 	var next atomic.Int64
 	var wait sync.WaitGroup

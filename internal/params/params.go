@@ -41,7 +41,7 @@ type values struct {
 
 // Read returns the parameters of model in its order, in a slice that is the reader's until the next
 // call. Every one must have a value and a gradient of the same shape and float type, each
-// contiguous and row-major; no two may have the same name.
+// contiguous and row-major. No two may have the same name.
 func (r *Reader) Read(model []gorgonia.ValueGrad) ([]Param, error) {
 	if r.fresh(model) {
 		return r.params, nil

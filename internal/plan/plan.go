@@ -1,5 +1,5 @@
-// Package plan gives the intermediate results of a computation, each of which is needed for some of
-// its steps, their places in one piece of memory.
+// Package plan gives the intermediate results of a computation places in one piece of memory. Each
+// is needed for some of the computation's steps.
 package plan
 
 import (
@@ -17,11 +17,11 @@ type Interval struct {
 // Align rounds bytes up to a multiple of the alignment.
 func Align(bytes, alignment int) int { return (bytes + alignment - 1) / alignment * alignment }
 
-// Pack gives every interval an offset in one arena, a multiple of the alignment, such that no two
-// that are needed at the same time overlap, and returns the arena's size. Large ones are placed
-// first, each at the lowest offset that is free for as long as it is needed. On graphs of language
-// models the arena is within a few per cent of the most that is needed at any one step. (Pisarchyk
-// and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by size.)
+// Pack gives every interval an offset in one arena, a multiple of the alignment, and returns the
+// arena's size. No two that are needed at the same time overlap. Large ones are placed first, each
+// at the lowest offset that is free for as long as it is needed. On graphs of language models the
+// arena is within a few per cent of the most that is needed at any one step. (Pisarchyk and Lee,
+// "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by size.)
 func Pack(all []*Interval, alignment int) (total int) {
 	order := slices.Clone(all)
 	slices.SortStableFunc(order, func(a, b *Interval) int {

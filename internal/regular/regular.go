@@ -1,5 +1,5 @@
-// Package regular opens files that others may have made. What stands at a path need not be a file:
-// opening a named pipe waits for a writer, and a device such as /dev/zero never ends.
+// Package regular opens files that others may have made. What stands at a path need not be a file.
+// Opening a named pipe waits for a writer, and a device such as /dev/zero never ends.
 package regular
 
 import (
@@ -11,7 +11,7 @@ import (
 )
 
 // Open opens the regular file at path, or a symbolic link to one, for reading, and returns its
-// size. Anything else is an error that says what it is. It never waits: the kind is looked at
+// size. Anything else is an error that says what it is. It never waits. The kind is looked at
 // before opening, which some devices take for a command, and again after, in case it was replaced
 // between.
 func Open(path string) (*os.File, int64, error) {

@@ -19,8 +19,8 @@ const (
 	// maxRank is how many dimensions a tensor has at most. Models have five (convolutions in
 	// space); what is above costs a reader more memory for shapes than the header itself.
 	maxRank = 16
-	// maxMetadata is how many entries the metadata has at most, as what they hold is in their
-	// values: writers that describe a whole training run have some dozens.
+	// maxMetadata is how many entries the metadata has at most. Writers that describe a whole
+	// training run have some dozens, as what they hold is in the entries' values.
 	maxMetadata = 1024
 	// digestKey announces sumsKey and the other way round; they differ in more than one byte, so
 	// that no small damage hides both.
@@ -40,8 +40,8 @@ type entry struct {
 	begin, end int64
 }
 
-// encodeHeader returns the length and header bytes that open a file, padded with spaces so that
-// data is aligned to eight bytes, with the checksums sums of the entries and its own.
+// encodeHeader returns the length and header bytes that open a file, with the checksums sums of the
+// entries and its own. They are padded with spaces so that data is aligned to eight bytes.
 func encodeHeader(entries []entry, metadata map[string]string, sums []uint32) ([]byte, error) {
 	all := maps.Clone(metadata)
 	if all == nil {

@@ -48,10 +48,10 @@ func version(v uint64) []Tensor {
 	}
 }
 
-// TestKill kills a process while it saves, and looks at what it left: always a complete version,
-// and never an older one than had been saved. The moments are random, soon after a file was begun,
-// or after a save: how many random ones alone would meet a half-written file is up to the disk and
-// to what else runs.
+// TestKill kills a process while it saves, and looks at what it left. That is always a complete
+// version, and never an older one than had been saved. The moments are random, soon after a file
+// was begun, or after a save. With random ones alone it would be up to the disk, and to what else
+// runs, how many meet a half-written file.
 func TestKill(t *testing.T) {
 	r := random(t)
 	kills := 200
@@ -138,8 +138,8 @@ func (s *saver) next() bool {
 	return true
 }
 
-// killSaver starts a process that saves version first and the following, kills it at a moment after
-// it has begun, and returns the last version that it is known to have saved.
+// killSaver starts a process that saves version first and the following, and kills it at a moment
+// after it has begun. It returns the last version that the process is known to have saved.
 func killSaver(t *testing.T, path string, first uint64, moment func(*saver)) uint64 {
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s\n%d", saverEnv, path, first))

@@ -15,8 +15,8 @@ import (
 // `"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`.
 const minEntry = 49
 
-// parseHeader reads the header's JSON in one pass, in memory of about three times its size: that is
-// why it does not decode into maps, and names and values share the header's memory, which must not
+// parseHeader reads the header's JSON in one pass, in memory of about three times its size. For
+// this it does not decode into maps, and names and values share the header's memory, which must not
 // change any more. Entries come back in data order. They are known to be sound, to have different
 // names and to fill dataSize bytes exactly.
 func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, error) {

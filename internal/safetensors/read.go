@@ -250,9 +250,9 @@ func (f *File) fill(ctx context.Context, i int, data any) error {
 	return nil
 }
 
-// Chunks calls visit with the data of a tensor, in order and as little-endian bytes, of whole
-// elements each time and in memory that the next call uses again. It checks the checksum when all
-// are read, and returns an error of visit as it is.
+// Chunks calls visit with the data of a tensor, in order and as little-endian bytes. Each call gets
+// whole elements, in memory that the next call uses again. It checks the checksum when all are
+// read, and returns an error of visit as it is.
 func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) error) error {
 	i, err := f.find(name)
 	if err != nil {
@@ -262,8 +262,8 @@ func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) 
 	return f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] }, visit)
 }
 
-// read reads the data of entry i, chunk by chunk, into what buffer returns for an offset into the
-// entry and a length, and checks it. visit, unless it is nil, sees each chunk.
+// read reads the data of entry i, chunk by chunk, and checks it. buffer returns where a chunk goes,
+// for an offset into the entry and a length. visit, unless it is nil, sees each chunk.
 func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 	visit func(part []byte) error) error {
 	e := f.entries[i]

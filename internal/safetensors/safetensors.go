@@ -119,7 +119,7 @@ type Tensor struct {
 	Data any
 }
 
-// New makes a tensor of data, which it keeps without copying, and deduces the element type:
+// New makes a tensor of data, which it keeps without copying, and deduces the element type.
 // []uint16 means U16 and []uint8 means U8, so set DType afterwards for F16, BF16 and the 8-bit
 // floats.
 func New(name string, shape []int, data any) (Tensor, error) {

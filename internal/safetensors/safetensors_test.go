@@ -293,8 +293,8 @@ func TestConcurrentSaves(t *testing.T) {
 	}
 }
 
-// TestSources wants tensors that are made while they are written to be the same file, a wrong size
-// to leave the old one, and Chunks to give the bytes back.
+// TestSources wants tensors that are made while they are written to be the same file. A wrong size
+// must leave the old file, and Chunks must give the bytes back.
 func TestSources(t *testing.T) {
 	x, err := New("x", []int{3}, []float32{1, 2, 3})
 	require.NoError(t, err)

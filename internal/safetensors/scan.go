@@ -184,8 +184,8 @@ func unescape(raw string) (string, error) {
 	return string(b), nil
 }
 
-// escapedRune returns the character that a text begins with as \uXXXX, or as two of them, and the
-// length of these; 0 if it is none. Half a pair is U+FFFD, as encoding/json has it.
+// escapedRune returns the character that a text begins with as \uXXXX, or as two of them, and their
+// length. The length is 0 if there is none. Half a pair is U+FFFD, as encoding/json has it.
 func escapedRune(text string) (rune, int) {
 	first, ok := hex4(text)
 	if !ok {

@@ -17,11 +17,11 @@ import (
 const chunk = 1 << 20
 
 // Save writes tensors and metadata to a file at path, which it replaces in one step, as
-// atomicfile.Write does: killed at any moment it leaves the old file or the new one. Several
+// atomicfile.Write does. Killed at any moment, it leaves the old file or the new one. Several
 // processes may save to one path; the last wins.
 //
 // The same arguments give the same bytes. Data is ordered by element size, largest first, and
-// otherwise as given, so that every tensor is aligned to its elements (the format allows no gaps)
+// otherwise as given. So every tensor is aligned to its elements, since the format allows no gaps,
 // and the first to eight bytes.
 //
 // Nothing is written when the arguments do not fit (ErrInvalid). After any other error, too, the

@@ -1,5 +1,5 @@
-// Package seed is what every machine knows of a Kasmina layer's seeds: how a pass finds them, what
-// it does about extreme inputs, and how the figures of rows become theirs.
+// Package seed is what every machine knows of a Kasmina layer's seeds. It has how a pass finds
+// them, what it does about extreme inputs, and how the figures of rows become theirs.
 package seed
 
 import "github.com/kasmina-go/kasmina/blueprints"
@@ -8,7 +8,7 @@ import "github.com/kasmina-go/kasmina/blueprints"
 type Stability uint8
 
 // The stability modes. Adaptive evaluates a chunk row whose largest magnitude passes 10⁶ scaled
-// down by a power of two; Fast computes the formulas as they are; Strict zeroes what is smaller
+// down by a power of two. Fast computes the formulas as they are. Strict zeroes what is smaller
 // than ε and clamps to each seed's limits.
 const (
 	Adaptive Stability = iota

@@ -30,8 +30,8 @@ func Host() Finder {
 	return Finder{runtime.GOOS, runtime.GOARCH, os.Getenv, exec.LookPath, filepath.Glob}
 }
 
-// Place is a name for the system's loader, which searches LD_LIBRARY_PATH and its own cache (on
-// Windows the folder System32 alone), or, if it has a folder in it, a pattern of files.
+// Place is a name for the system's loader or, if it has a folder in it, a pattern of files. The
+// loader searches LD_LIBRARY_PATH and its own cache, on Windows the folder System32 alone.
 type Place string
 
 // IsName reports whether the loader looks for the place.
@@ -49,9 +49,9 @@ func (f Finder) Override(value, pattern string) Place {
 	return Place("." + string(filepath.Separator) + value)
 }
 
-// Trusts reports whether a place may be loaded from. On Windows whoever can write to the working
-// folder, or to one of PATH, could plant a DLL there: a path must be absolute, and Open
-// finds names in System32 alone.
+// Trusts reports whether a place may be loaded from. On Windows, whoever can write to the working
+// folder, or to one of PATH, could plant a DLL there. So a path must be absolute, and Open finds
+// names in System32 alone.
 func (f Finder) Trusts(p Place) bool {
 	if f.GOOS != "windows" || p.IsName() {
 		return true
@@ -80,9 +80,10 @@ func (f Finder) Multiarch() string {
 }
 
 // Toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that
-// the loader is asked for: the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's toolkits,
-// the system's packages, and Python's packages of the environment in use, in the folders pip of
-// nvidia. On Windows every place but System32 is below an absolute path that a variable gives.
+// the loader is asked for. It looks at the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's
+// toolkits and the system's packages. The last places are Python's packages of the environment in
+// use, in the folders pip of nvidia. On Windows every place but System32 is below an absolute path
+// that a variable gives.
 func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 	sub, lib := []string{"lib64", "lib"}, "lib"
 	if f.GOOS == "windows" {
@@ -133,8 +134,8 @@ func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 	return places
 }
 
-// sitePackages lists the folders of Python packages: those of the environment that is active or
-// (but not on Windows) first in PATH, then the user's, then the system's.
+// sitePackages lists the folders of Python packages, first those of the environment that is active
+// or (but not on Windows) first in PATH. The user's follow, then the system's.
 func (f Finder) sitePackages() []string {
 	dirs := filepath.SplitList(f.Getenv("PYTHONPATH"))
 	lib := filepath.Join("lib", "python3*")

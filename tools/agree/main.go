@@ -1,5 +1,5 @@
 // Command agree trains one model from the same weights on the same batches on a CPU, on a GPU and
-// in PyTorch, and compares the losses of every step.
+// in PyTorch. It compares the losses of every step.
 //
 //	go run ./tools/agree write run                            # weights, batches and settings; -model 124M for that one
 //	go run ./tools/agree train run                            # on the CPU
@@ -10,7 +10,7 @@
 //
 // The batches are a synthetic language: ids follow Zipf's law, and three in four are one of four
 // followers of the id before. With -text they are windows of real text, in an order of their own
-// for each -seed, and several runs show how far programs differ beside how far seeds do:
+// for each -seed. Several runs then show how far programs differ beside how far seeds do:
 //
 //	for seed in 1 2 3; do go run ./tools/agree write -model 124M -text ~/text -seed $seed -steps 1000 run$seed; done
 //	go run ./tools/agree noise run1 run2 run3                 # after the training of each
@@ -61,8 +61,8 @@ type settings struct {
 }
 
 // models are what write can write, with the batch and steps that are its defaults. The learning
-// rate rises to its height over a share of the steps: gently for the large model, since a loss that
-// jumps tells nothing about precision.
+// rate rises to its height over a share of the steps. The large model's rises gently, since a loss
+// that jumps tells nothing about precision.
 var models = map[string]struct {
 	config       llm.Config
 	batch, steps int

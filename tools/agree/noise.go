@@ -9,9 +9,10 @@ import (
 	"strings"
 )
 
-// noise prints how far the programs' mean losses over several runs differ, in each span of steps,
-// beside how far the runs of each program differ among themselves: mean ± standard deviation over
-// the runs. It is an error if two means differ by more than the larger of their deviations.
+// noise prints how far the programs' mean losses over several runs differ, in each span of steps.
+// Beside that it prints how far the runs of each program differ among themselves: mean ± standard
+// deviation over the runs. It is an error if two means differ by more than the larger of their
+// deviations.
 func noise(dirs []string, span int, out io.Writer) error {
 	switch {
 	case len(dirs) < 2:

@@ -126,7 +126,7 @@ func cpuGemm(options) error {
 }
 
 // cpuKasmina measures a layer whose seeds are all grafting, the four kinds in turn, with its
-// default telemetry: a forward pass, and forward and backward pass together.
+// default telemetry. It measures a forward pass, and forward and backward pass together.
 func cpuKasmina(options) error {
 	const rows, dim, seeds, chunk = 1024, 4096, 256, 16
 	random := rand.New(rand.NewPCG(4, 4))

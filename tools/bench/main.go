@@ -1,6 +1,6 @@
-// Command bench times this module's kernels and whole training steps and prints one JSON line for
-// each: name, microseconds, GB/s or TFLOP/s, tokens per second and memory. Progress goes to
-// standard error.
+// Command bench times this module's kernels and whole training steps, and prints one JSON line for
+// each. A line has name, microseconds, GB/s or TFLOP/s, tokens per second and memory. Progress goes
+// to standard error.
 //
 //	go run ./tools/bench > kasmina.jsonl                       # everything, on the GPU
 //	go run ./tools/bench -groups train -models llama124M       # some of it
@@ -15,7 +15,7 @@
 //
 // Kernels are timed by package cudabench: medians of launches that find nothing in the cache. A
 // training step is everything from token ids on the host to updated weights and the loss on the
-// host, a loss the same without an update; these are medians of wall-clock times.
+// host. A loss is the same without an update. These are medians of wall-clock times.
 package main
 
 import (

@@ -14,8 +14,7 @@ import (
 
 // stockModel is a model of package llm, with its weights, composed of Gorgonia's own ops alone:
 // what a program would be without this module. Embedding and loss use one-hot matrices, rotations a
-// product with a signed permutation, and weights are stored as [in, out], as those ops like them
-// best.
+// product with a signed permutation. Weights are stored as [in, out], as those ops like them best.
 type stockModel struct {
 	config       llm.Config
 	batch        int

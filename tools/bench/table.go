@@ -14,8 +14,8 @@ import (
 )
 
 // printTable writes the lines of files as Markdown tables, one of kernels and one of training
-// steps: a row for each name, in the order in which names first come up. The share is of the
-// fastest copy or product, whatever program measured it: copies are named copy_..., products
+// steps. Each name has a row, in the order in which names first come up. The share is of the
+// fastest copy or product, whatever program measured it. Copies are named copy_..., products
 // gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {

@@ -50,10 +50,9 @@ type variant struct {
 	telemetry state.Telemetry
 }
 
-// variants are the model itself; with products of float8; with gradients of weights kept in
-// bfloat16; with what is inside its blocks computed again in the backward pass; and with Kasmina
-// layers, without telemetry and with that of all seeds in each step, beside a step without such
-// layers.
+// variants are the model itself, with products of float8, with gradients of weights in bfloat16,
+// and with blocks computed again in the backward pass. Others have Kasmina layers, without
+// telemetry and with that of all seeds in each step, beside a step without such layers.
 var variants = []variant{
 	{group: "train"},
 	{group: "train-f8", suffix: "_f8", float8: true},

@@ -10,9 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Shape is the geometry of one call of attention over packed rows: q is [Batch·Seq, Heads·HeadDim],
-// k and v are [Batch·Seq, KVHeads·HeadDim], and query head h reads key-value head
-// h/(Heads/KVHeads).
+// Shape is the geometry of one call of attention over packed rows. q is [Batch·Seq, Heads·HeadDim],
+// k and v are [Batch·Seq, KVHeads·HeadDim]. Query head h reads key-value head h/(Heads/KVHeads).
 type Shape struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
 	Causal                              bool
@@ -145,7 +144,7 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 	}
 }
 
-// At computes one row of a causal attention of a single sequence, that of the given position: q and
+// At computes one row of a causal attention of a single sequence, that of the given position. q and
 // y are [Heads·HeadDim], k and v have the rows of all positions up to it. The row has the bits that
 // [Forward] gives it, as long as the products of matrices have them.
 func At[T cpu.Float](y, q, k, v []T, position int, s Shape) {
@@ -319,9 +318,9 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 	}
 }
 
-// queryGradient computes P and dS for a strip of n queries, the first of them number r of the tile
-// that begins with position i0, and nk keys from position j0 on, as far as the last of these
-// queries sees. It adds what they give to dq, or sets dq to it if these keys are the first.
+// queryGradient computes P and dS for a strip of n queries and nk keys. The first query is number r
+// of the tile that begins with position i0. The keys begin at position j0 and go as far as the last
+// query sees. It adds what they give to dq, or sets dq to it if these keys are the first.
 func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first bool) {
 	lo, _ := h.seen(i0+r, j0, nk)
 	_, hi := h.seen(i0+r+n-1, j0, nk)
@@ -357,8 +356,8 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first
 }
 
 // keyGradients adds to dk and dv what nq queries from position i0 on give nk keys from position j0
-// on: to keys among the queries, which no query before has seen, what those of their strip and of
-// later ones do.
+// on. Where keys are among the queries, no earlier query has seen them, and only those of their
+// strip and later ones count.
 func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 	for c, m := 0, 0; c < nk; c += m {
 		r, unseen := 0, i0 == 0

@@ -226,7 +226,7 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 	return out
 }
 
-// TestWindowTiles wants blocks of keys before a window to be left out: no NaN in them reaches
+// TestWindowTiles wants blocks of keys before a window to be left out. No NaN in them may reach
 // queries that see none, but for those of their tile.
 func TestWindowTiles(t *testing.T) {
 	t.Run("float32", testWindowTiles[float32])

@@ -1,5 +1,5 @@
-// Package cputest has what the tests of the CPU's kernels share: runs with every instruction set,
-// buffers that show what is written outside, and random numbers.
+// Package cputest has what the tests of the CPU's kernels share. That is runs with every
+// instruction set, buffers that show what is written outside, and random numbers.
 package cputest
 
 import (

@@ -11,7 +11,7 @@ import (
 )
 
 // Forward returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at
-// least 0, and sets lse to the log-sum-exp of each such row. logits is len(targets)×v. At least one
+// least 0. It sets lse to the log-sum-exp of each such row. logits is len(targets)×v. At least one
 // row must have a target.
 func Forward[T cpu.Float](lse, logits []T, targets []int, v int) float64 {
 	b := cpu.GetBuffers[T]()
@@ -103,7 +103,7 @@ func LinearForward[T cpu.Float](lse, x, w []T, targets []int, d, v int) float64 
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 
-// LinearBackward computes dx and dw for the gradient g of the mean loss, forming the logits again
+// LinearBackward computes dx and dw for the gradient g of the mean loss. It forms the logits again
 // from x and w, a chunk of rows at a time.
 func LinearBackward[T cpu.Float](dx, dw, x, w, lse []T, targets []int, d, v int, g T) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))

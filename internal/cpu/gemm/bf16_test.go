@@ -14,7 +14,7 @@ func bf16Of(v float32) float64 {
 }
 
 // TestRoundedProducts compares products of rounded operands with float64 sums of operands that are
-// rounded one by one, in all forms and odd sizes, with canaries around C.
+// rounded one by one. It takes all forms and odd sizes, with canaries around C.
 func TestRoundedProducts(t *testing.T) {
 	if err := UseBFloat16(true); errors.Is(err, ErrNoBFloat16) {
 		t.Skip(err)

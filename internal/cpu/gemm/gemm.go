@@ -1,5 +1,5 @@
-// Package gemm multiplies matrices: blocked as in BLIS, in the vectors of the CPU or in plain Go,
-// and with operands rounded to bfloat16 where that is asked for.
+// Package gemm multiplies matrices, blocked as in BLIS, in the vectors of the CPU or in plain Go.
+// Operands are rounded to bfloat16 where that is asked for.
 package gemm
 
 import (
@@ -12,7 +12,7 @@ import (
 )
 
 // Mul computes C = alpha·op(A)·op(B) + beta·C for row-major matrices, where op(X) is X or Xᵀ
-// (transA, transB), op(A) is m×k, op(B) is k×n and C is m×n; lda, ldb and ldc are the strides
+// (transA, transB). op(A) is m×k, op(B) is k×n and C is m×n. lda, ldb and ldc are the strides
 // between stored rows. With beta = 0 what C held before, NaN included, does not matter; with alpha
 // = 0 or k = 0, A and B are not read. The work is spread over the cores. C must not overlap A or B.
 func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int,
@@ -30,11 +30,11 @@ func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, ld
 }
 
 // The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels
-// nr columns wide, in the order in which the innermost kernel reads them; blocks of C then run over
-// the cores, each going down k in steps of gemmKC and sweeping mr rows of op(A) at a time, which
-// stay in the L1 cache, packed where they would not as they lie, over the panels, which stay in L2.
-// Every element of C is summed along k in one order that follows from the shape alone, so the
-// number of cores and the blocks it leads to change no bits.
+// nr columns wide, in the order in which the innermost kernel reads them. Blocks of C then run over
+// the cores. Each goes down k in steps of gemmKC, and sweeps mr rows of op(A) at a time over the
+// panels. The rows stay in the L1 cache, packed where they would not as they lie; the panels stay
+// in L2. Every element of C is summed along k in one order that follows from the shape alone. So
+// the number of cores, and the blocks that it leads to, change no bits.
 const (
 	gemmKC = 256 // steps of the tile along k in a packed panel: elements, or pairs
 	// columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
@@ -46,8 +46,8 @@ const (
 	gemmFetchSteps = 16
 )
 
-// tile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C, with element
-// (i, p) of A at a[i·rs + p·cs], row p of panel j of B at b[j·panel + p·bs], row i of C at c[i·ldc]
+// tile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C. Element (i, p)
+// of A is at a[i·rs + p·cs], row p of panel j of B at b[j·panel + p·bs]. Row i of C is at c[i·ldc]
 // and of D, unless it is nil, at d[i·ldd]. For the dot kernel, column j of B is at b[j·bs], cs is 1
 // and D is nil. The assembly knows the offsets of the fields.
 type tile[T cpu.Float] struct {
@@ -65,10 +65,10 @@ type tile[T cpu.Float] struct {
 	alpha, beta T
 }
 
-// fetch is what a kernel may bring into the second-level cache for the next tile: while it is at
-// panel p < panels and step gemmFetchSteps·s along k, the lines at p·jump + s·step and at p·jump +
-// s·step + stride bytes behind next. Processors foresee by themselves what is read next in a row,
-// but not that there are other rows.
+// fetch is what a kernel may bring into the second-level cache for the next tile. At panel p <
+// panels and step gemmFetchSteps·s along k these are two lines, p·jump + s·step and p·jump + s·step
+// + stride bytes behind next. Processors foresee by themselves what is read next in a row, but not
+// that there are other rows.
 type fetch[T cpu.Float] struct {
 	next               []T
 	stride, step, jump int
@@ -95,13 +95,13 @@ type kernels[T cpu.Float] struct {
 	pairs  bool           // elements of panels are pairs of bfloat16, neighbours along k
 
 	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss +
-	// c], or with pairs those of r and c/2 or r/2 and c, beside a zero if there is no neighbour.
-	// They may write past width or rows, up to a multiple of lanes.
+	// c]. With pairs they take those of r and c/2, or r/2 and c, beside a zero if there is no
+	// neighbour. They may write past width or rows, up to a multiple of lanes.
 	copy      func(dst []T, ds int, src []T, ss, rows, width int)
 	transpose func(dst []T, ds int, src []T, ss, rows, cols int)
 
-	// dot, where there is one, computes a tile of at most dotM rows and four columns from rows of A
-	// and of Bᵀ as they are.
+	// dot, where there is one, computes a tile of at most dotM rows and four columns. It reads rows
+	// of A and of Bᵀ as they are.
 	dot  func(*tile[T])
 	dotM int
 }
@@ -243,7 +243,7 @@ func run[T cpu.Float](j *job[T], g operands[T], parallel bool) {
 }
 
 // checkMatrix panics with an index out of range if a rows×cols matrix of stride ld does not fit in
-// x: the assembly checks no bounds of its own.
+// x. The assembly checks no bounds of its own.
 func checkMatrix[T cpu.Float](x []T, rows, cols, ld int) {
 	if ld < cols {
 		panic("gemm: stride of a matrix is less than its width")
@@ -304,12 +304,13 @@ func (j *job[T]) run(workers int) {
 	}
 }
 
-// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products: above it, transposing B
-// into panels costs less than adding up lanes and reading B's rows once for every few rows of A.
+// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products. Above it, they cost more
+// than transposing B into panels: lanes are added up, and B's rows read once for every few rows of
+// A.
 const gemmDotRows = 32
 
 // gemmInPlace is the largest m for which B is read in place if each of its rows begins with a cache
-// line: with fewer rows an element of B is used so rarely that copying it costs more than reading
+// line. With fewer rows an element of B is used so rarely that copying it costs more than reading
 // it out of order. With mr rows or less that holds however B lies.
 const gemmInPlace = 768
 
@@ -319,8 +320,8 @@ func alignedRows[T cpu.Float](x []T, ld int) bool {
 		uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
 }
 
-// split chooses the blocks of C: about four a core, so that a core held up by other work delays the
-// end by little, but none smaller than two tiles of rows, and none wider than gemmNC.
+// split chooses the blocks of C, about four a core, so that a core held up by other work delays the
+// end by little. None is smaller than two tiles of rows, and none wider than gemmNC.
 func (j *job[T]) split(workers int) {
 	nr := j.kn.nr
 	// columns of each
@@ -419,8 +420,8 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 
 // rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on. Rows
 // of A as they lie are as good to read as packed ones, unless they evict each other from the L1
-// cache; columns are not, since each brings a line along of which the tile needs a part. These are
-// packed if they will be swept over enough columns of C.
+// cache. Columns are not: each brings a line along of which the tile needs a part. These are packed
+// if they will be swept over enough columns of C.
 func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
 	t := &s.tile
 	switch {
@@ -433,9 +434,9 @@ func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
 	}
 }
 
-// next is what to fetch while a tile of m rows from row i of A on is computed at columns from p on,
-// in a block whose rows are i0 to i1: the rows below, those of the block at the next columns, or
-// where the block ends those of the next one.
+// next is what to fetch while a tile is computed: m rows of A from row i on, at columns from p on,
+// in a block of rows i0 to i1. It is the rows below. Behind the last ones it is those of the block
+// at the next columns, and where the block ends those of the next one.
 func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	const line = 64
 	if i += m; i >= i1 {
@@ -461,8 +462,8 @@ func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	return fetch[T]{rows, stride, line, 2 * stride, cpu.CeilDiv(m, 2)}
 }
 
-// conflicting reports whether rows of a stride ld begin at nearly the same place in a page, and so
-// share few sets of an L1 cache.
+// conflicting reports whether rows of a stride ld begin at nearly the same place in a page. Such
+// rows share few sets of an L1 cache.
 func conflicting[T cpu.Float](ld int) bool {
 	const page = 4096
 	past := ld * int(unsafe.Sizeof(T(0))) % page
@@ -479,8 +480,8 @@ func (j *job[T]) packRowsOfA(s *scratch[T], i, p, kc int) {
 	t.a, t.rs, t.cs = s.panel, 1, lanes
 }
 
-// gemmSweep is the width of the widest blocks of C for which rows of op(A) are never packed, as
-// that would cost more than it saves.
+// gemmSweep is the width of the widest blocks of C for which rows of op(A) are never packed.
+// Packing would cost more than it saves there.
 const gemmSweep = 64
 
 // dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C + D as dot products.

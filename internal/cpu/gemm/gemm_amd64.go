@@ -53,8 +53,8 @@ func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 	srcStride, rows, cols int)
 
 // pairCopy writes to row r of dst the pairs of bfloat16 that width elements of rows 2r and 2r+1 of
-// src make, and pairTranspose to row c those of elements 2c and 2c+1 of at most 16 rows; strides in
-// bytes. They write whole vectors.
+// src make. pairTranspose writes to row c those of elements 2c and 2c+1 of at most 16 rows. Strides
+// are in bytes. They write whole vectors.
 //
 //go:noescape
 func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,

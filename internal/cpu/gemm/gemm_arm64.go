@@ -7,7 +7,7 @@ import (
 )
 
 // The float32 kernel for arm64. It has been tested under emulation only, and never timed on such a
-// machine: its shape, eight rows of two vectors with room for the operands in the 32 registers,
+// machine. Its shape, eight rows of two vectors with room for the operands in the 32 registers,
 // follows from the register file alone.
 
 // neonTile is what gemmTileNEON works on: sums[i][j] = Σ rows[i][p·step]·b[p·stride + j] for p < k.

@@ -62,7 +62,7 @@ func randomMatrix[T cpu.Float](r *rand.Rand, rows, cols int, trans bool) ([]T, i
 }
 
 // check compares C with sums in float64, element by element against the bound of a sum of k rounded
-// products, and everything around C with the canaries.
+// products. It compares everything around C with the canaries.
 func (p *product[T]) check(t *testing.T, eps float64) {
 	t.Helper()
 	a, b := contiguous(p.a, p.lda, p.m, p.k, p.transA), contiguous(p.b, p.ldb, p.n, p.k, !p.transB)
@@ -168,7 +168,7 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 }
 
 // TestGemmAdds wants a product that adds D to have the bits of the product and an addition after
-// it, with one step along k and with several, on few rows and on many.
+// it. It takes one step along k and several, few rows and many.
 func TestGemmAdds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -272,7 +272,7 @@ func TestFMAPeak(t *testing.T) {
 }
 
 // TestGemmFetches wants every tile of a block to have fetched what the next one reads of A that it
-// has not read itself: with A as it lies all of it, and with Aᵀ the last column.
+// has not read itself. With A as it lies that is all of it, and with Aᵀ the last column.
 func TestGemmFetches(t *testing.T) {
 	const line = 64
 	r := cputest.Rand(t)

@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// FMAPeak returns the float32 operations per second, two for each multiply-add, that chains of
-// multiply-adds in registers reach on the given number of cores, run for about d: the ceiling for
+// FMAPeak returns the float32 operations per second that chains of multiply-adds in registers
+// reach, two for each. They run on the given number of cores for about d. It is the ceiling for
 // [Mul]. It is 0 without vector kernels.
 func FMAPeak(cores int, d time.Duration) float64 {
 	flops, loop := fmaPeakLoop()

@@ -13,7 +13,7 @@ func portableKernels[T cpu.Float]() kernels[T] {
 }
 
 // tilePortable computes C = alpha·A·B + beta·C + D for a tile of at most 4×4. The whole tile is
-// kept in sixteen variables, so that the compiler can hold them in registers; at the edges the sums
+// kept in sixteen variables, so that the compiler can hold them in registers. At the edges the sums
 // outside the tile are of zeros.
 func tilePortable[T cpu.Float](t *tile[T]) {
 	var acc [4][4]T

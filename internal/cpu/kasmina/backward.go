@@ -72,8 +72,8 @@ func (k *Layer[T]) backwardRows(t *tile[T], dx, g []T) {
 	}
 }
 
-// backwardSeed replaces one seed's gradient of the output in a tile of dx by that of x, a row at a
-// time or by its kind's own way, and adds the gradients of its parameters.
+// backwardSeed replaces one seed's gradient of the output in a tile of dx by that of x, and adds
+// the gradients of its parameters. It goes a row at a time or by its kind's own way.
 func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []float64) {
 	c := k.Chunk
 	var gradients []T
@@ -140,8 +140,8 @@ func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 	}
 }
 
-// blendBackward replaces the gradient g of one chunk row of an active seed by that of its input x,
-// adds the gradient of p to dp and returns that of the scale. scratch holds 3·Chunk elements.
+// blendBackward replaces the gradient g of one chunk row of an active seed by that of its input x.
+// It adds the gradient of p to dp and returns that of the scale. scratch holds 3·Chunk elements.
 func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da float64) {
 	c := len(x)
 	in, dt, gt := x, scratch[:c], scratch[c:2*c]

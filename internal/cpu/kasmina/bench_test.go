@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// mixedLayer returns a layer whose seeds are in all situations that stages and kinds make: of every
-// eight, three take no part, one learns beside its chunk, two blend and learn and two only blend.
+// mixedLayer returns a layer whose seeds are in all situations that stages and kinds make. Of every
+// eight, three take no part, one learns beside its chunk, two blend and learn, and two only blend.
 // All are measured.
 func mixedLayer[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Layer[T] {
 	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk,
@@ -33,8 +33,8 @@ func mixedLayer[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Laye
 	return k
 }
 
-// BenchmarkBandwidth reports the bytes that a pass must move, a second: x and y, or x, g and dx,
-// and its share of what two copies reach on the same cores: one of 128 MiB, which no cache holds
+// BenchmarkBandwidth reports the bytes that a pass must move, a second: x and y, or x, g and dx. It
+// sets them against two copies on the same cores. One is of 128 MiB, which no cache holds
 // (%memory), and one of the size of y, which a large cache does (%copy). Each is the best of many
 // runs, and they take turns.
 func BenchmarkBandwidth(b *testing.B) {

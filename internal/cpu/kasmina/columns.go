@@ -12,7 +12,7 @@ import (
 // go by the element have one rule for whole vectors of columns, whatever seeds these belong to.
 // Figures are formed a column at a time, and folded into those of the seeds at the end of the tile.
 // What does not go by the element (kinds that mix, registered kinds, the strict mode) is computed a
-// row and a seed at a time over what the strips have left there, which is x or g.
+// row and a seed at a time. It works on what the strips have left there, x or g.
 
 // ruleBuilding builds the rules of the strips of groups of seeds.
 type ruleBuilding struct {
@@ -52,8 +52,8 @@ func (a *ruleBuilding) Span(lo, hi int) {
 	}
 }
 
-// setRule makes n columns of r, from the given one on, follow the rule of features j to j+n−1 of
-// the chunk of s, which has c. With w, p and a as in package blueprints and β = α where the seed
+// setRule makes n columns of r, from the given one on, follow the rule of the chunk of s. They are
+// features j to j+n−1 of its c. With w, p and a as in package blueprints and β = α where the seed
 // blends, x and its coefficient of each kind are
 //
 //	Residual       x + βa·w

@@ -92,8 +92,8 @@ func sameFigures(t *testing.T, what string, seed int, got, want *figures.Chunk, 
 }
 
 // TestStrips compares the strips of every instruction set with the seeds' own arithmetic, row by
-// row in float64, for chunks that are smaller, larger and no multiples of vectors and strips, and
-// all kinds in all situations.
+// row in float64. Chunks are smaller, larger and no multiples of vectors and strips, with all kinds
+// in all situations.
 func TestStrips(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)

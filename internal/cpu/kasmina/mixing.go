@@ -9,7 +9,7 @@ import (
 )
 
 // The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at
-// once: with X [n, C] the rows, V [m, C] and U [C, m] the matrices and f the identity or silu,
+// once. X [n, C] are the rows, V [m, C] and U [C, m] the matrices, and f is the identity or silu:
 //
 //	Z = X·Vᵀ,  H = a·f(Z),  Y = X + α·H·Uᵀ
 

@@ -125,7 +125,7 @@ func (t *tile[T]) strip(k *Layer[T], i, top int) strip.View {
 }
 
 // passes calls f for what the strips have in strip.PassRows rows each, in the order in which it is
-// to be computed: in strip i, s.
+// to be computed. That is s of strip i.
 func (t *tile[T]) passes(k *Layer[T], f func(i int, s strip.View)) {
 	rows := t.r1 - t.r0
 	for band := 0; band < rows; band += bandRows {
@@ -147,8 +147,8 @@ func (t *tile[T]) measured(k *Layer[T]) bool {
 	return false
 }
 
-// parts calls f for every seed with columns in s: n features from the given one on, in n columns of
-// s from the given one on.
+// parts calls f for every seed with columns in s: n of its features from one on, in n columns of s
+// from one on.
 func (t *tile[T]) parts(k *Layer[T], s strip.View, f func(seed, column, feature, n int)) {
 	c := k.Chunk
 	for j := 0; j < s.Columns; {

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// The quintic's coefficients, chosen by Keller Jordan ("Muon: An optimizer for hidden layers in
-// neural networks", 2024) for the steepest slope at zero: five steps take singular values from
+// The quintic's coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in neural
+// networks", 2024), chosen for the steepest slope at zero. Five steps take singular values from
 // [1e-3, 1] to about [0.7, 1.2], not to exactly 1.
 const (
 	nsA, nsB, nsC = 3.4445, -4.7750, 2.0315

@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// TestRows compares the row kernels of every instruction set with the same code in float64, over
-// all lengths up to several vectors and some beyond, with canaries around what they write.
+// TestRows compares the row kernels of every instruction set with the same code in float64. It
+// takes all lengths up to several vectors and some beyond, with canaries around what they write.
 func TestRows(t *testing.T) {
 	adam := AdamW[float64]{Keep: 0.999, Rate: 3e-3, Root: 0.3, Gain1: 0.1, Beta2: 0.95,
 		Gain2: 0.05, Eps: 1e-8}

@@ -1,6 +1,6 @@
 // Package strip has the float32 kernels of a Kasmina layer. They work on a strip: some rows of up
 // to Columns columns of a matrix. A vector holds neighbouring columns, whatever chunks they belong
-// to, and what belongs to a column is in structs of arrays, whose layout the assembly knows.
+// to. What belongs to a column is in structs of arrays, whose layout the assembly knows.
 package strip
 
 import (
@@ -70,8 +70,8 @@ const (
 // Sums are sums over rows of g·1 and g·x, where x·Gate > Above, and of g·x[−1] and g·x[−2].
 type Sums struct{ All, Here, Near, Far [Columns]float32 }
 
-// Norms are those of a strip's chunks: for each the sums of the deviations of its rows' norms from
-// an anchor and of their squares, in lanes.
+// Norms are those of a strip's chunks. For each they are the sums, in lanes, of the deviations of
+// its rows' norms from an anchor, and of their squares.
 type Norms struct {
 	Anchor      [Columns / 4]float64
 	Sum, Square [Columns / 4][PassRows]float64
@@ -129,9 +129,9 @@ type View struct {
 }
 
 // Pack holds the rows of a strip that are at work. In the matrix they are often a multiple of 4096
-// bytes apart: there they would drive each other out of the cache, and processors take a load for
-// one of what was just stored at the same place of another such row. There is room on either side
-// of a row for neighbours that are masked out.
+// bytes apart, and would drive each other out of the cache. Processors also take a load for one of
+// what was just stored at the same place of another such row. There is room on either side of a row
+// for neighbours that are masked out.
 type Pack [PassRows*PackStride + PackRoom]float32
 
 // The rows of a [Pack] begin with PackRoom columns of neighbours and are PackStride apart.
@@ -191,7 +191,7 @@ func (p *Pack) Store(y []float32, s View) {
 	}
 }
 
-// Streamed is the size, in elements, from which on a result is written past the caches: most of it
+// Streamed is the size, in elements, from which on a result is written past the caches. Most of it
 // would not be there any more when it is needed, and they would first read what it overwrites.
 var Streamed = 1 << 21
 
@@ -392,7 +392,7 @@ type Fetch struct {
 }
 
 // Fuses reports whether there are kernels for MeasureForward and MeasureBackward. They take no
-// longer than those that form no figures, for all of them wait for memory: where these are, nothing
+// longer than those that form no figures, for all of them wait for memory. Where these are, nothing
 // is gained by not measuring.
 func Fuses() bool { return kernels32 != nil && kernels32.fusedForward != nil }
 
