@@ -40,10 +40,8 @@ import (
 	"io/fs"
 	"math"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 	"unicode"
 
@@ -53,6 +51,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/interrupt"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -85,46 +84,15 @@ const keptPrefix = "before-"
 const profileAfter = 10
 
 func main() {
-	stderr := teller{os.Stderr}
+	stderr := interrupt.Teller{File: os.Stderr}
 	launched, err := launchRanks(os.Args[1:], os.Stdout, stderr)
 	if !launched && err == nil {
-		err = run(untilSignal(stderr), os.Args[1:], os.Stdout, stderr)
+		err = run(interrupt.Context(stderr), os.Args[1:], os.Stdout, stderr)
 	}
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(stderr, "transformer:", err)
 	}
 	os.Exit(exitCode(err))
-}
-
-// A teller writes for a person. The terminal, or the program behind a pipe, may be gone: that is no
-// error, or it would end a run before its checkpoint.
-type teller struct{ *os.File }
-
-func (t teller) Write(b []byte) (int, error) {
-	t.File.Write(b)
-	return len(b), nil
-}
-
-func (t teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
-
-// untilSignal returns a context that ends when the user interrupts the program or closes its
-// terminal. It also ends when a pipe that the program writes to has no reader any more: Ctrl-C ends
-// the tee behind it too.
-func untilSignal(w io.Writer) context.Context {
-	signals := []os.Signal{os.Interrupt, syscall.SIGTERM, syscall.SIGPIPE}
-	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
-		signals = append(signals, syscall.SIGHUP)
-	}
-	ctx, stop := signal.NotifyContext(context.Background(), signals...)
-	context.AfterFunc(ctx, func() {
-		// A terminal that closes sends SIGHUP twice, through its shell and when that ends. Each
-		// line to a pipe without a reader is a SIGPIPE.
-		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
-		stop() // the next interrupt does what it does to other programs
-		fmt.Fprintln(w,
-			"\nstopping  a run after its step, with a checkpoint; Ctrl-C again ends at once")
-	})
-	return ctx
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
@@ -148,7 +116,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err erro
 	if device != nil {
 		defer device.Close()
 	}
-	team, err := teamOf(ctx, w, device)
+	team, err := gpu.Team(ctx, w, device)
 	if err != nil {
 		return err
 	}
@@ -187,7 +155,7 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 	} else if o.monitor > 0 {
 		o.train.Engine = llm.CPUEngine(cpuops.WithMonitor(o.monitor))
 	}
-	if err := inTurn(team, func() error { return texts.tokenize(ctx, o, stderr) }); err != nil {
+	if err := team.InTurn(func() error { return texts.tokenize(ctx, o, stderr) }); err != nil {
 		return err
 	}
 	defer texts.close()
@@ -219,7 +187,7 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path,
 			t.Step(), o.explain(settings))
 	}
-	if !one(team) {
+	if !team.First() {
 		if o.kasmina {
 			t.On(grow(t.Model, t.Config.Epoch))
 		}
@@ -501,7 +469,7 @@ func openDevice(o options, w *comm.World, stderr io.Writer) (*cudaops.Device, er
 	if o.device == "cpu" {
 		return nil, nil
 	}
-	at, err := ordinal(w)
+	at, err := gpu.Ordinal(w)
 	var device *cudaops.Device
 	if err == nil {
 		device, err = cudaops.Open(cudaops.WithOrdinal(at))

@@ -14,13 +14,11 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -577,53 +575,6 @@ func TestFailureHint(t *testing.T) {
 	if err := fail("-resume", "-data", data, "-steps", "2"); err == nil ||
 		!strings.Contains(err.Error(), hint) {
 		t.Errorf("with a checkpoint: %v", err)
-	}
-}
-
-// TestUntilSignal wants the first interrupt to end the context and to say what happens now.
-func TestUntilSignal(t *testing.T) {
-	r, w := io.Pipe()
-	ctx := untilSignal(w)
-	self, err := os.FindProcess(os.Getpid())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := self.Signal(os.Interrupt); err != nil {
-		t.Skip("this system does not let a process interrupt itself:", err)
-	}
-	told := make([]byte, 100)
-	if n, err := r.Read(told); err != nil || !strings.Contains(string(told[:n]), "stopping") {
-		t.Errorf("it says %q, %v", told[:n], err)
-	}
-	if !errors.Is(ctx.Err(), context.Canceled) {
-		t.Errorf("the context's error is %v", ctx.Err())
-	}
-	// The terminal closes, too, which must not end the program.
-	defer signal.Reset(syscall.SIGHUP, syscall.SIGPIPE)
-	if err := self.Signal(syscall.SIGHUP); err != nil || !signal.Ignored(syscall.SIGHUP) ||
-		!signal.Ignored(syscall.SIGPIPE) {
-		t.Errorf("after the first signal SIGHUP or SIGPIPE still ends the program; error %v", err)
-	}
-}
-
-// TestNobodyReads wants a teller whose pipe has no reader any more to go on.
-func TestNobodyReads(t *testing.T) {
-	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer w.Close()
-	r.Close()
-	if _, err := w.WriteString("x"); err == nil {
-		t.Fatal("the pipe takes text without a reader")
-	}
-	for range 2 {
-		if n, err := io.WriteString(teller{w}, "text"); n != 4 || err != nil {
-			t.Errorf("%d bytes, %v", n, err)
-		}
-		if n, err := fmt.Fprint(teller{w}, "text"); n != 4 || err != nil {
-			t.Errorf("%d bytes, %v", n, err)
-		}
 	}
 }
 

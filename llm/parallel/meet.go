@@ -1,0 +1,54 @@
+package parallel
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/kasmina-go/kasmina/comm"
+)
+
+// deadline is how long a rank may be silent before all end. A save of a large model or the choice
+// of a GPU's kernels may take minutes.
+const deadline = 15 * time.Minute
+
+// Meet meets the other processes of a run, as the environment says (comm.FromEnvironment, getenv
+// being os.Getenv). The world is nil where this process is alone. All must have the same program
+// and the same facts, and a step of so many batches must leave something to do for each.
+func Meet(ctx context.Context, getenv func(string) string, batches int,
+	facts ...comm.Fact) (*comm.World, error) {
+	place, err := comm.FromEnvironment(getenv)
+	if err != nil || place.Size == 1 {
+		return nil, err
+	}
+	if batches < place.Size {
+		return nil, fmt.Errorf("parallel: a step of %d batches leaves nothing to do for some of "+
+			"%d processes: accumulate %d, or a multiple of it", batches, place.Size, place.Size)
+	}
+	binary, err := comm.Binary()
+	if err != nil {
+		return nil, err
+	}
+	return comm.Join(ctx, place, comm.Options{Deadline: deadline,
+		Facts: append([]comm.Fact{binary}, facts...)})
+}
+
+// First reports whether this process writes files and tells the user: the only one, whose team is
+// nil, or rank 0.
+func (t *Team) First() bool { return t == nil || t.Rank() == 0 }
+
+// InTurn calls f at rank 0 first, and then at the others, which find what it has left on the disk.
+// Where f fails at rank 0 it is not called elsewhere. Without a team it calls f.
+func (t *Team) InTurn(f func() error) error {
+	if t == nil {
+		return f()
+	}
+	var err error
+	if t.First() {
+		err = f()
+	}
+	if err := t.Agree(err); err != nil || t.First() {
+		return err
+	}
+	return f()
+}
