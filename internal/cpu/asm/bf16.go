@@ -11,8 +11,8 @@ import (
 // Go's assembler does not know AVX512-BF16, so its instructions are written as bytes. (Intel,
 // "Software Developer's Manual", volume 2: EVEX encoding.)
 
-// evex emits dst = op(b, a) for three ZMM registers and an opcode of the map 0F38, with the
-// mandatory prefix pp: 2 for F3, 3 for F2.
+// evex emits dst = op(b, a) for three ZMM registers and an opcode of the map 0F38. The mandatory
+// prefix pp is 2 for F3, 3 for F2.
 func evex(pp, opcode byte, a, b, dst VecPhysical) {
 	d, v, m := number(dst), number(b), number(a)
 	not := func(bit byte) byte { return ^bit & 1 }
@@ -41,9 +41,9 @@ func dpbf16(a, b, dst Op) {
 // even (VCVTNE2PS2BF16).
 func toBF16(low, high, dst VecPhysical) { evex(3, 0x72, low, high, dst) }
 
-// pairCopy generates the packing of rows that stand one below the other: dword c of row r of dst is
-// the pair of elements c of rows 2r and 2r+1 of src, the upper one first. width ≤ two vectors;
-// strides in bytes.
+// pairCopy generates the packing of rows that stand one below the other. Dword c of row r of dst is
+// a pair: element c of row 2r of src, and then that of row 2r+1. width ≤ two vectors; strides in
+// bytes.
 func pairCopy() {
 	v := avx512
 	lanes := uint64(v.bytes / 4)
@@ -92,10 +92,10 @@ func interleave() Mem {
 	return m
 }
 
-// pairTranspose generates the packing of rows of neighbours: dword r of row c of dst is the pair of
-// elements 2c and 2c+1 of row r of src, rows ≤ one vector, in squares; a missing last element
-// counts as zero. Strides are in bytes. Every row of dst is written a whole vector wide; rows past
-// the last repeat it.
+// pairTranspose generates the packing of rows of neighbours. Dword r of row c of dst is the pair of
+// elements 2c and 2c+1 of row r of src. It goes by squares, and rows ≤ one vector. A missing last
+// element counts as zero. Strides are in bytes. Every row of dst is written a whole vector wide;
+// rows past the last repeat it.
 func pairTranspose() {
 	v := avx512
 	lanes := v.bytes / 4

@@ -11,9 +11,9 @@ import (
 
 // A fused pass is figures and blend in one, and backward blendSums and norms too, for fusedRows
 // rows. For each vector of columns it reads these rows of what is measured, x forward and the
-// gradient backward, into registers, adds them to the figures, makes the results of them there, and
-// stores these at last: a load is taken for one of what was just stored at the same place of
-// another page, and rows often are that far apart. Every line is read once, since rows that are
+// gradient backward, into registers. It adds them to the figures, makes the results of them there,
+// and stores these last. Processors take a load for one of what was just stored at the same place
+// of another page, and rows often are that far apart. Every line is read once, since rows that are
 // that far apart also drive each other out of the first cache. It takes more registers than AVX2
 // has.
 type fused struct {
@@ -60,7 +60,7 @@ type neighbour struct {
 }
 
 // neighbours returns those of value that have a share in the result, to the left forward and to the
-// right backward, and then those of x whose share has a gradient.
+// right backward. Backward, those of x whose share has a gradient follow.
 func (f *fused) neighbours() []neighbour {
 	if !f.backward {
 		return []neighbour{{ruleHasNear, K3, -1}, {ruleHasFar, K4, -2}}
@@ -363,6 +363,20 @@ func (f *fused) addNorms(label string, squares VecPhysical, free []VecPhysical) 
 	Label(label + "SameChunk")
 }
 
+// blending is what emits the results of the rows in one form, and the registers that it uses.
+type blending struct {
+	*fused
+	form                int
+	masked              bool
+	gated, beside       bool // whether the form has a gate, and neighbours
+	on, off, gate, none VecPhysical
+	above, add          VecPhysical
+	x, t, c             VecPhysical
+	next, shares        []VecPhysical // neighbours of the row, and their factors
+	totals              []VecPhysical // sums of the gradients of weights, backward
+	sums                []Mem         // where these lie
+}
+
 // blend emits what makes the results of the rows, in their registers, and stores them. Backward it
 // adds to the sums of the gradients of weights.
 func (f *fused) blend(form int, masked bool) {
@@ -371,97 +385,101 @@ func (f *fused) blend(form int, masked bool) {
 		f.storeUp(masked)
 		return
 	}
-	free := f.free
-	ofRule, ofState := func(disp int) Mem {
-		return f.ofColumn(f.rule, disp)
-	}, func(disp int) Mem { return f.ofColumn(f.state, disp) }
-	gated, beside := form == formGated || form == formAny, form == formBeside || form == formAny
-	on := f.take(&free, ofRule(ruleOn))[0]
-	var off, gate, none, above, add VecPhysical
-	if gated {
-		r := f.take(&free, ofRule(ruleOff), ofRule(ruleGate))
-		off, gate, none, free = r[0], r[1], free[0], free[1:]
-		f.zero(none)
-	}
-	sums := []Mem{ofState(stateSums + sumAll), ofState(stateSums + sumHere)}
-	switch {
-	case !f.backward:
-		add = f.take(&free, ofRule(ruleAdd))[0]
-	case gated:
-		above = f.take(&free, ofRule(ruleAbove))[0]
-	}
-	t, c, next := free[0], free[1], free[2:4]
-	free = free[4:]
-	x := c
-	if f.backward {
-		x, free = free[0], free[1:]
-	}
-	var shares []VecPhysical
-	if beside {
-		for _, n := range f.neighbours() {
-			f.selected(ofRule(n.has), n.mask, t)
-		}
-		shares = f.take(&free, ofRule(ruleNear), ofRule(ruleFar))
-		if f.backward {
-			sums = append(sums, ofState(stateSums+sumNear), ofState(stateSums+sumFar))
-		}
-	}
-	var totals []VecPhysical
-	if f.backward {
-		totals = f.take(&free, sums...)
-	}
+	b := blending{fused: f, form: form, masked: masked,
+		gated: form == formGated || form == formAny, beside: form == formBeside || form == formAny}
+	b.begin()
 	walks := f.backward || form == formAny
 	for i := range f.row {
-		row := f.row[fusedRows-1-i]
 		if walks {
 			SUBQ(f.stride, f.at)
 		}
-		factor := on
-		if f.backward {
-			f.load(f.inMatrix(f.x), x, masked)
-		} else {
-			x = row
-		}
-		if gated {
-			factor = c
-			VMULPS(gate, x, t)
-			f.choose(none, t, on, off, factor)
-		}
-		switch {
-		case f.backward && gated:
-			VCMPPS(Imm(notLessEqual), above, t, K2)
-			VADDPS(row, totals[0], K2, totals[0])
-			VFMADD231PS(x, row, K2, totals[1])
-		case f.backward:
-			VADDPS(row, totals[0], totals[0])
-			VFMADD231PS(x, row, totals[1])
-		}
-		if beside {
-			all := f.neighbours()
-			for j, n := range all[:2] {
-				f.shifted(form, f.value, row, n, next[j])
-			}
-			for j, n := range all[2:] {
-				f.shifted(form, f.x, x, n, t)
-				VFMADD231PS(t, row, totals[2+j])
-			}
-		}
-		if f.backward {
-			VMULPS(factor, row, row)
-		} else {
-			VFMADD213PS(add, factor, row)
-		}
-		for j, s := range shares {
-			VFMADD231PS(next[j], s, row)
-		}
+		b.result(f.row[fusedRows-1-i])
 	}
 	if f.backward {
-		put(totals, sums)
+		put(b.totals, b.sums)
 	}
 	if walks {
 		f.storeDown(masked)
 	} else {
 		f.storeUp(masked)
+	}
+}
+
+// begin gives out registers, and loads what stays in them.
+func (b *blending) begin() {
+	free := b.free
+	ofRule := func(disp int) Mem { return b.ofColumn(b.rule, disp) }
+	ofState := func(disp int) Mem { return b.ofColumn(b.state, disp) }
+	b.on = b.take(&free, ofRule(ruleOn))[0]
+	if b.gated {
+		r := b.take(&free, ofRule(ruleOff), ofRule(ruleGate))
+		b.off, b.gate, b.none, free = r[0], r[1], free[0], free[1:]
+		b.zero(b.none)
+	}
+	b.sums = []Mem{ofState(stateSums + sumAll), ofState(stateSums + sumHere)}
+	switch {
+	case !b.backward:
+		b.add = b.take(&free, ofRule(ruleAdd))[0]
+	case b.gated:
+		b.above = b.take(&free, ofRule(ruleAbove))[0]
+	}
+	b.t, b.c, b.next = free[0], free[1], free[2:4]
+	free = free[4:]
+	if b.backward {
+		b.x, free = free[0], free[1:]
+	}
+	if b.beside {
+		for _, n := range b.neighbours() {
+			b.selected(ofRule(n.has), n.mask, b.t)
+		}
+		b.shares = b.take(&free, ofRule(ruleNear), ofRule(ruleFar))
+		if b.backward {
+			b.sums = append(b.sums, ofState(stateSums+sumNear), ofState(stateSums+sumFar))
+		}
+	}
+	if b.backward {
+		b.totals = b.take(&free, b.sums...)
+	}
+}
+
+// result turns a row of the measured values into results.
+func (b *blending) result(row VecPhysical) {
+	factor, x := b.on, row
+	if b.backward {
+		x = b.x
+		b.load(b.inMatrix(b.fused.x), x, b.masked)
+	}
+	if b.gated {
+		factor = b.c
+		VMULPS(b.gate, x, b.t)
+		b.choose(b.none, b.t, b.on, b.off, factor)
+	}
+	switch {
+	case b.backward && b.gated:
+		VCMPPS(Imm(notLessEqual), b.above, b.t, K2)
+		VADDPS(row, b.totals[0], K2, b.totals[0])
+		VFMADD231PS(x, row, K2, b.totals[1])
+	case b.backward:
+		VADDPS(row, b.totals[0], b.totals[0])
+		VFMADD231PS(x, row, b.totals[1])
+	}
+	if b.beside {
+		all := b.neighbours()
+		for j, n := range all[:2] {
+			b.shifted(b.form, b.value, row, n, b.next[j])
+		}
+		for j, n := range all[2:] {
+			b.shifted(b.form, b.fused.x, x, n, b.t)
+			VFMADD231PS(b.t, row, b.totals[2+j])
+		}
+	}
+	if b.backward {
+		VMULPS(factor, row, row)
+	} else {
+		VFMADD213PS(b.add, factor, row)
+	}
+	for j, s := range b.shares {
+		VFMADD231PS(b.next[j], s, row)
 	}
 }
 

@@ -27,9 +27,13 @@ const (
 // and two lines of A.
 const fetchSteps = 16
 
-// sweep is where a tile's code keeps how many columns of C are left, where those of B, C and D
-// begin, and what it fetches: the next row of C with its stride, and A's lines as in cpu.gemmFetch.
-type sweep struct{ n, b, c, d, row, ldc, next, stride, step, left Mem }
+// sweep is where a tile's code keeps how many columns of C are left, and where those of B, C and D
+// begin. It also keeps what to fetch: the next row of C with its stride, and A's lines as in
+// gemm.fetch.
+type sweep struct {
+	local                                          Mem // where all the others lie
+	n, b, c, d, row, ldc, next, stride, step, left Mem
+}
 
 // tile generates C = alpha·A·B + beta·C + D for m ≤ mr rows of C, panel after panel of two vectors.
 // Every m has its own block of code with one or two vectors a row, so that all of C's tile stays in
@@ -38,71 +42,19 @@ type sweep struct{ n, b, c, d, row, ldc, next, stride, step, left Mem }
 func tile(v isa, e elem) {
 	lanes := v.bytes / e.size
 	TEXT("gemmTile"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
-	local := AllocLocal(80)
-	var at sweep
-	for i, m := range []*Mem{&at.n, &at.b, &at.c, &at.d, &at.row, &at.ldc, &at.next,
-		&at.stride, &at.step, &at.left} {
-		*m = local.Offset(8 * i)
-	}
+	at := newSweep()
 	Load(Param("t"), RDI)
-	for _, f := range []struct {
-		field int
-		to    Mem
-	}{{offN, at.n}, {offB, at.b}, {offC, at.c}, {offD, at.d},
-		{offNext, at.next}, {offStride, at.stride}, {offStep, at.step}, {offLeft, at.left}} {
-		MOVQ(Mem{Base: RDI, Disp: f.field}, RAX)
-		MOVQ(RAX, f.to)
-	}
-	MOVQ(Mem{Base: RDI, Disp: offLDC}, RAX)
-	SHLQ(e.shift(), RAX)
-	MOVQ(RAX, at.ldc)
+	at.begin(e)
 	Label("panel")
-	DECQ(at.left)
-	JGE(LabelRef("fetch"))
-	// With nothing left to fetch, a line of the stack is, which costs nothing.
-	LEAQ(local, RAX)
-	MOVQ(RAX, at.next)
-	XORQ(RAX, RAX)
-	MOVQ(RAX, at.stride)
-	MOVQ(RAX, at.step)
-	Label("fetch")
+	at.lines()
 	MOVQ(at.c, RAX)
 	MOVQ(RAX, at.row)
 	MOVQ(at.n, R8)
 	MOVL(U32(2*lanes), EAX)
 	CMPQ(R8, RAX)
 	CMOVQGT(RAX, R8)
-	// The mask covers the last vector: n lanes, or n − lanes when there are two.
-	MOVQ(R8, R9)
-	CMPQ(R8, Imm(uint64(lanes)))
-	JLE(LabelRef("mask"))
-	SUBQ(Imm(uint64(lanes)), R9)
-	Label("mask")
-	if e.size == 8 {
-		ADDQ(R9, R9)
-	}
-	MOVQ(R9, R13)
-	v.setMask(R13)
-	// R9 = lanes missing from the last vector's full width, in dwords: zero means that C needs no
-	// mask.
-	SUBQ(Imm(uint64(v.bytes/4)), R9)
-	MOVQ(R9, R13)
-
-	MOVQ(Mem{Base: RDI, Disp: offK}, RAX)
-	MOVQ(Mem{Base: RDI, Disp: offRS}, RBX)
-	MOVQ(Mem{Base: RDI, Disp: offCS}, RCX)
-	MOVQ(at.b, RSI)
-	MOVQ(Mem{Base: RDI, Disp: offBS}, RDX)
-	SHLQ(e.shift(), RBX)
-	SHLQ(e.shift(), RCX)
-	SHLQ(e.shift(), RDX)
-	// Pointers to A's rows 0, 3, 6, …; the two rows after each are reached by index.
-	groups := []GPPhysical{R9, R10, R11, R12, R15}[:(v.mr+2)/3]
-	MOVQ(Mem{Base: RDI, Disp: offA}, groups[0])
-	for i := 1; i < len(groups); i++ {
-		LEAQ(Mem{Base: groups[i-1], Index: RBX, Scale: 2}, groups[i])
-		ADDQ(RBX, groups[i])
-	}
+	v.maskOfLast(lanes, e)
+	groups := at.operands(v, e)
 	CMPQ(R8, Imm(uint64(lanes)))
 	MOVQ(Mem{Base: RDI, Disp: offM}, R8)
 	JLE(LabelRef("narrow"))
@@ -132,6 +84,84 @@ func tile(v isa, e elem) {
 	RET()
 }
 
+// newSweep gives out the memory of a sweep.
+func newSweep() (at sweep) {
+	at.local = AllocLocal(80)
+	for i, m := range []*Mem{&at.n, &at.b, &at.c, &at.d, &at.row, &at.ldc, &at.next,
+		&at.stride, &at.step, &at.left} {
+		*m = at.local.Offset(8 * i)
+	}
+	return at
+}
+
+// begin copies from the tile, at RDI, what changes from panel to panel, and the stride of C in
+// bytes.
+func (at sweep) begin(e elem) {
+	for _, f := range []struct {
+		field int
+		to    Mem
+	}{{offN, at.n}, {offB, at.b}, {offC, at.c}, {offD, at.d},
+		{offNext, at.next}, {offStride, at.stride}, {offStep, at.step}, {offLeft, at.left}} {
+		MOVQ(Mem{Base: RDI, Disp: f.field}, RAX)
+		MOVQ(RAX, f.to)
+	}
+	MOVQ(Mem{Base: RDI, Disp: offLDC}, RAX)
+	SHLQ(e.shift(), RAX)
+	MOVQ(RAX, at.ldc)
+}
+
+// lines counts the panels for which lines of A are fetched. With nothing left to fetch, a line of
+// the stack is, which costs nothing.
+func (at sweep) lines() {
+	DECQ(at.left)
+	JGE(LabelRef("fetch"))
+	LEAQ(at.local, RAX)
+	MOVQ(RAX, at.next)
+	XORQ(RAX, RAX)
+	MOVQ(RAX, at.stride)
+	MOVQ(RAX, at.step)
+	Label("fetch")
+}
+
+// maskOfLast sets the mask to the last vector of R8 columns: all of them, or those past the first
+// vector when there are two. R13 becomes the lanes that are missing from that vector, in dwords:
+// zero means that C needs no mask.
+func (v isa) maskOfLast(lanes int, e elem) {
+	MOVQ(R8, R9)
+	CMPQ(R8, Imm(uint64(lanes)))
+	JLE(LabelRef("mask"))
+	SUBQ(Imm(uint64(lanes)), R9)
+	Label("mask")
+	if e.size == 8 {
+		ADDQ(R9, R9)
+	}
+	MOVQ(R9, R13)
+	v.setMask(R13)
+	SUBQ(Imm(uint64(v.bytes/4)), R9)
+	MOVQ(R9, R13)
+}
+
+// operands loads the steps along k to RAX, the strides of A to RBX and RCX, and B with its stride
+// to RSI and RDX. Strides are in bytes. It returns pointers to A's rows 0, 3, 6, …; the two rows
+// after each are reached by index.
+func (at sweep) operands(v isa, e elem) []GPPhysical {
+	MOVQ(Mem{Base: RDI, Disp: offK}, RAX)
+	MOVQ(Mem{Base: RDI, Disp: offRS}, RBX)
+	MOVQ(Mem{Base: RDI, Disp: offCS}, RCX)
+	MOVQ(at.b, RSI)
+	MOVQ(Mem{Base: RDI, Disp: offBS}, RDX)
+	SHLQ(e.shift(), RBX)
+	SHLQ(e.shift(), RCX)
+	SHLQ(e.shift(), RDX)
+	groups := []GPPhysical{R9, R10, R11, R12, R15}[:(v.mr+2)/3]
+	MOVQ(Mem{Base: RDI, Disp: offA}, groups[0])
+	for i := 1; i < len(groups); i++ {
+		LEAQ(Mem{Base: groups[i-1], Index: RBX, Scale: 2}, groups[i])
+		ADDQ(RBX, groups[i])
+	}
+	return groups
+}
+
 // choose jumps to the block for R8 rows, the largest first: whole tiles are the common case.
 func choose(mr, nv int) {
 	for m := mr; m > 1; m-- {
@@ -141,115 +171,151 @@ func choose(mr, nv int) {
 	JMP(LabelRef(fmt.Sprintf("tile1x%d", nv)))
 }
 
+// block generates the code for tiles of m rows and nv vectors.
+type block struct {
+	isa
+	elem
+	label  string
+	m, nv  int
+	groups []GPPhysical // of rows of A
+	at     sweep
+	bvec   []VecPhysical // of a row of B; free once the products are summed
+	elemA  VecPhysical
+}
+
 func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical, at sweep) {
-	name := fmt.Sprintf("tile%dx%d", m, nv)
-	acc := func(i, j int) VecPhysical { return v.regs[i*nv+j] }
-	// With AVX2 the last register is the mask.
-	free := v.regs[2*v.mr:]
-	bvec, elemA := free[:2], free[2]
-	each := func(f func(i, j int)) {
-		for i := range m {
-			for j := range nv {
-				f(i, j)
-			}
+	free := v.regs[2*v.mr:] // with AVX2 the last register is the mask
+	t := &block{isa: v, elem: e, label: fmt.Sprintf("tile%dx%d", m, nv), m: m, nv: nv,
+		groups: groups, at: at, bvec: free[:2], elemA: free[2]}
+	Label(t.label)
+	t.products()
+	MOVQ(at.c, R8)
+	MOVQ(at.ldc, R9)
+	t.scale()
+	t.addC()
+	t.addD()
+	edges(t.label+"S", func(masked bool) {
+		v.eachOfTile(m, nv, masked, R8, R9, func(i, j int, c Mem, masked bool) {
+			v.store(t.acc(i, j), c, masked)
+		})
+	})
+	JMP(LabelRef("next"))
+}
+
+// acc is the register that sums vector j of row i.
+func (t *block) acc(i, j int) VecPhysical { return t.regs[i*t.nv+j] }
+
+// each calls f for every vector of the tile.
+func (t *block) each(f func(i, j int)) {
+	for i := range t.m {
+		for j := range t.nv {
+			f(i, j)
 		}
 	}
+}
 
-	Label(name)
-	each(func(i, j int) { v.zero(acc(i, j)) })
-	MOVQ(at.next, R8)
-	Label(name + "fetch")
-	MOVQ(at.row, R14)
-	for j := 0; j < nv*v.bytes; j += 64 {
+// products sums A·B along k in the registers. Every fetchSteps steps it fetches for the next tile.
+func (t *block) products() {
+	t.each(func(i, j int) { t.zero(t.acc(i, j)) })
+	MOVQ(t.at.next, R8)
+	Label(t.label + "fetch")
+	MOVQ(t.at.row, R14)
+	for j := 0; j < t.nv*t.bytes; j += 64 {
 		PREFETCHT0(Mem{Base: R14, Disp: j})
 	}
-	ADDQ(at.ldc, R14)
-	MOVQ(R14, at.row)
+	ADDQ(t.at.ldc, R14)
+	MOVQ(R14, t.at.row)
 	PREFETCHT1(Mem{Base: R8})
-	MOVQ(at.stride, R14)
+	MOVQ(t.at.stride, R14)
 	PREFETCHT1(Mem{Base: R8, Index: R14, Scale: 1})
-	ADDQ(at.step, R8)
+	ADDQ(t.at.step, R8)
 	MOVL(U32(fetchSteps), R14L)
 	CMPQ(RAX, R14)
 	CMOVQLT(RAX, R14)
 	SUBQ(R14, RAX)
-	Label(name + "k")
-	for j := range nv {
-		v.load(Mem{Base: RSI, Disp: j * v.bytes}, bvec[j], j == nv-1)
+	Label(t.label + "k")
+	t.step()
+	DECQ(R14)
+	JNZ(LabelRef(t.label + "k"))
+	TESTQ(RAX, RAX)
+	JNZ(LabelRef(t.label + "fetch"))
+}
+
+// step adds the products of one step along k.
+func (t *block) step() {
+	for j := range t.nv {
+		t.load(Mem{Base: RSI, Disp: j * t.bytes}, t.bvec[j], j == t.nv-1)
 	}
 	ADDQ(RDX, RSI)
-	for i := range m {
-		a := Mem{Base: groups[i/3]}
+	for i := range t.m {
+		a := Mem{Base: t.groups[i/3]}
 		if i%3 > 0 {
 			a = a.Idx(RBX, uint8(i%3))
 		}
-		e.broadcast(a, elemA)
-		for j := range nv {
-			if e.dot != nil {
-				e.dot(bvec[j], elemA, acc(i, j))
+		t.broadcast(a, t.elemA)
+		for j := range t.nv {
+			if t.dot != nil {
+				t.dot(t.bvec[j], t.elemA, t.acc(i, j))
 				continue
 			}
-			e.fma(bvec[j], elemA, acc(i, j))
+			t.fma(t.bvec[j], t.elemA, t.acc(i, j))
 		}
-		if i%3 == 2 || i == m-1 {
-			ADDQ(RCX, groups[i/3])
+		if i%3 == 2 || i == t.m-1 {
+			ADDQ(RCX, t.groups[i/3])
 		}
 	}
-	DECQ(R14)
-	JNZ(LabelRef(name + "k"))
-	TESTQ(RAX, RAX)
-	JNZ(LabelRef(name + "fetch"))
+}
 
-	MOVQ(at.c, R8)
-	MOVQ(at.ldc, R9)
-	// Most products have alpha = 1 and beta = 0 or 1.
-	if e.size == 4 {
-		CMPL(Mem{Base: RDI, Disp: offAlpha}, Imm(e.one))
+// scale multiplies by alpha. Most products have alpha = 1 and beta = 0 or 1.
+func (t *block) scale() {
+	if t.size == 4 {
+		CMPL(Mem{Base: RDI, Disp: offAlpha}, Imm(t.one))
 	} else {
-		MOVQ(Imm(e.one), RAX)
+		MOVQ(Imm(t.one), RAX)
 		CMPQ(Mem{Base: RDI, Disp: offAlpha}, RAX)
 	}
-	JE(LabelRef(name + "beta"))
-	e.broadcast(Mem{Base: RDI, Disp: offAlpha}, bvec[0])
-	each(func(i, j int) { e.mul(bvec[0], acc(i, j), acc(i, j)) })
+	JE(LabelRef(t.label + "beta"))
+	t.broadcast(Mem{Base: RDI, Disp: offAlpha}, t.bvec[0])
+	t.each(func(i, j int) { t.mul(t.bvec[0], t.acc(i, j), t.acc(i, j)) })
+	Label(t.label + "beta")
+}
 
-	Label(name + "beta")
-	beta := Mem{Base: RDI, Disp: offAlpha + e.size}
-	if e.size == 4 {
+// addC adds beta·C, unless beta is 0.
+func (t *block) addC() {
+	beta := Mem{Base: RDI, Disp: offAlpha + t.size}
+	if t.size == 4 {
 		MOVL(beta, EAX)
 		ADDL(EAX, EAX)
 	} else {
 		MOVQ(beta, RAX)
 		ADDQ(RAX, RAX)
 	}
-	JZ(LabelRef(name + "d"))
-	e.broadcast(beta, bvec[0])
+	JZ(LabelRef(t.label + "d"))
+	t.broadcast(beta, t.bvec[0])
 	MOVQ(R8, R10)
-	edges(name+"C", func(masked bool) {
-		v.eachOfTile(m, nv, masked, R10, R9, func(i, j int, c Mem, masked bool) {
-			v.load(c, bvec[1], masked)
-			e.fma(bvec[0], bvec[1], acc(i, j))
+	edges(t.label+"C", func(masked bool) {
+		t.eachOfTile(t.m, t.nv, masked, R10, R9, func(i, j int, c Mem, masked bool) {
+			t.load(c, t.bvec[1], masked)
+			t.fma(t.bvec[0], t.bvec[1], t.acc(i, j))
 		})
 	})
-	Label(name + "d")
-	MOVQ(at.d, R10)
+	Label(t.label + "d")
+}
+
+// addD adds D, if there is one.
+func (t *block) addD() {
+	MOVQ(t.at.d, R10)
 	TESTQ(R10, R10)
-	JZ(LabelRef(name + "store"))
+	JZ(LabelRef(t.label + "store"))
 	MOVQ(Mem{Base: RDI, Disp: offLDD}, R11)
-	SHLQ(e.shift(), R11)
-	edges(name+"D", func(masked bool) {
-		v.eachOfTile(m, nv, masked, R10, R11, func(i, j int, d Mem, masked bool) {
-			v.load(d, bvec[1], masked)
-			e.add(bvec[1], acc(i, j), acc(i, j))
+	SHLQ(t.shift(), R11)
+	edges(t.label+"D", func(masked bool) {
+		t.eachOfTile(t.m, t.nv, masked, R10, R11, func(i, j int, d Mem, masked bool) {
+			t.load(d, t.bvec[1], masked)
+			t.add(t.bvec[1], t.acc(i, j), t.acc(i, j))
 		})
 	})
-	Label(name + "store")
-	edges(name+"S", func(masked bool) {
-		v.eachOfTile(m, nv, masked, R8, R9, func(i, j int, c Mem, masked bool) {
-			v.store(acc(i, j), c, masked)
-		})
-	})
-	JMP(LabelRef("next"))
+	Label(t.label + "store")
 }
 
 // edges emits body for tiles whose last vectors are whole, and masked for others, which R13 ≠ 0
@@ -323,91 +389,115 @@ func dot(v isa) {
 	}
 }
 
+// dotRows generates the code for m rows of dot products with four rows of B.
+type dotRows struct {
+	isa
+	elem
+	label string
+	m     int
+	a, b  []GPPhysical
+	avec  []VecPhysical
+	bvec  VecPhysical
+}
+
 func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
-	name := fmt.Sprintf("dot%d", m)
-	acc := func(i, j int) VecPhysical { return v.regs[4*i+j] }
 	free := v.regs[4*v.dotM:]
-	avec, bvec := free[:m], free[v.dotM]
-	step := func(masked bool) {
-		for i := range m {
-			v.load(Mem{Base: a[i], Index: R12, Scale: 1}, avec[i], masked)
-		}
-		for j := range 4 {
-			v.load(Mem{Base: b[j], Index: R12, Scale: 1}, bvec, masked)
-			for i := range m {
-				e.fma(bvec, avec[i], acc(i, j))
-			}
-		}
-	}
-	Label(name)
+	d := &dotRows{isa: v, elem: e, label: fmt.Sprintf("dot%d", m), m: m, a: a, b: b,
+		avec: free[:m], bvec: free[v.dotM]}
+	Label(d.label)
 	for i := range 4 * m {
 		v.zero(v.regs[i])
 	}
 	CMPQ(R12, RAX)
-	JE(LabelRef(name + "tail"))
-	Label(name + "k")
-	step(false)
+	JE(LabelRef(d.label + "tail"))
+	Label(d.label + "k")
+	d.step(false)
 	ADDQ(Imm(uint64(v.bytes)), R12)
 	CMPQ(R12, RAX)
-	JNE(LabelRef(name + "k"))
-	Label(name + "tail")
+	JNE(LabelRef(d.label + "k"))
+	Label(d.label + "tail")
 	TESTQ(R13, R13)
-	JZ(LabelRef(name + "sum"))
-	step(true)
+	JZ(LabelRef(d.label + "sum"))
+	d.step(true)
 
-	Label(name + "sum")
-	// Add a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes the sum
-	// of acc(i, j). The upper registers exist as zmm only, short of AVX-512VL.
-	if v.bytes == 64 {
-		for i := range 4 * m {
-			VSHUFF64X2(Imm(0x4e), v.regs[i], v.regs[i], bvec)
-			VADDPS(bvec, v.regs[i], v.regs[i])
+	Label(d.label + "sum")
+	d.sumLanes()
+	d.finish()
+	VZEROUPPER()
+	RET()
+}
+
+// acc is the register that sums the product of row i of A and row j of B.
+func (d *dotRows) acc(i, j int) VecPhysical { return d.regs[4*i+j] }
+
+// step adds the products of a vector of each row.
+func (d *dotRows) step(masked bool) {
+	for i := range d.m {
+		d.load(Mem{Base: d.a[i], Index: R12, Scale: 1}, d.avec[i], masked)
+	}
+	for j := range 4 {
+		d.load(Mem{Base: d.b[j], Index: R12, Scale: 1}, d.bvec, masked)
+		for i := range d.m {
+			d.fma(d.bvec, d.avec[i], d.acc(i, j))
 		}
 	}
-	for i := range m {
-		y := func(j int) VecPhysical { return acc(i, j).AsY().(VecPhysical) }
+}
+
+// sumLanes adds a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes
+// the sum of acc(i, j). The upper registers exist as zmm only, short of AVX-512VL.
+func (d *dotRows) sumLanes() {
+	if d.bytes == 64 {
+		for i := range 4 * d.m {
+			VSHUFF64X2(Imm(0x4e), d.regs[i], d.regs[i], d.bvec)
+			VADDPS(d.bvec, d.regs[i], d.regs[i])
+		}
+	}
+	for i := range d.m {
+		y := func(j int) VecPhysical { return d.acc(i, j).AsY().(VecPhysical) }
 		VHADDPS(y(1), y(0), y(0))
 		VHADDPS(y(3), y(2), y(2))
 		VHADDPS(y(2), y(0), y(0))
 		VEXTRACTF128(Imm(1), y(0), y(1).AsX())
 		VADDPS(y(1).AsX(), y(0).AsX(), y(0).AsX())
 	}
-	// Row 0 needs its other three registers no more.
-	mask, alpha, old := v.regs[1].AsX(), v.regs[2].AsX(), v.regs[3].AsX()
+}
+
+// finish multiplies the sums by alpha, adds beta·C and stores. Row 0 needs its other three registers
+// no more.
+func (d *dotRows) finish() {
+	mask, alpha, old := d.regs[1].AsX(), d.regs[2].AsX(), d.regs[3].AsX()
 	MOVQ(Mem{Base: RDI, Disp: offN}, RCX)
 	LEAQ(maskTable().Offset(32), RAX)
 	SHLQ(U8(2), RCX)
 	SUBQ(RCX, RAX)
 	VMOVUPS(Mem{Base: RAX}, mask)
 	VBROADCASTSS(Mem{Base: RDI, Disp: offAlpha}, alpha)
-	for i := range m {
-		VMULPS(alpha, acc(i, 0).AsX(), acc(i, 0).AsX())
+	for i := range d.m {
+		VMULPS(alpha, d.acc(i, 0).AsX(), d.acc(i, 0).AsX())
 	}
 	MOVQ(Mem{Base: RDI, Disp: offC}, R8)
 	MOVQ(Mem{Base: RDI, Disp: offLDC}, R9)
-	SHLQ(e.shift(), R9)
-	beta := Mem{Base: RDI, Disp: offAlpha + e.size}
+	SHLQ(d.shift(), R9)
+	beta := Mem{Base: RDI, Disp: offAlpha + d.size}
 	MOVL(beta, EAX)
 	ADDL(EAX, EAX)
-	JZ(LabelRef(name + "store"))
+	JZ(LabelRef(d.label + "store"))
 	VBROADCASTSS(beta, alpha)
 	MOVQ(R8, R10)
-	for i := range m {
+	for i := range d.m {
 		VMASKMOVPS(Mem{Base: R10}, mask, old)
-		VFMADD231PS(alpha, old, acc(i, 0).AsX())
-		if i < m-1 {
+		VFMADD231PS(alpha, old, d.acc(i, 0).AsX())
+		if i < d.m-1 {
 			ADDQ(R9, R10)
 		}
 	}
-	Label(name + "store")
-	for i := range m {
-		VMASKMOVPS(acc(i, 0).AsX(), mask, Mem{Base: R8})
-		if i < m-1 {
+	Label(d.label + "store")
+	for i := range d.m {
+		VMASKMOVPS(d.acc(i, 0).AsX(), mask, Mem{Base: R8})
+		if i < d.m-1 {
 			ADDQ(R9, R8)
 		}
 	}
-	VZEROUPPER()
-	RET()
 }
 
 // fmaLoop generates n rounds of twelve independent multiply-adds: the ceiling that a product is

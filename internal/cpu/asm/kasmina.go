@@ -8,7 +8,7 @@ import (
 )
 
 // The kernels of Kasmina's strips work on a few rows of up to stripColumns columns, a vector of
-// columns at a time: what belongs to columns stays in registers while the rows pass. It is in
+// columns at a time. What belongs to columns stays in registers while the rows pass. It is in
 // structs of arrays, one element a column, at these offsets; see kasmina_strip.go.
 const (
 	stripColumns = 256
@@ -51,7 +51,7 @@ const (
 // R9 holds the number of rows, R8 that of columns, and R10 the distance of rows in the matrix, in
 // elements. R11 is the offset of the current row in packs, and R12 that in the matrix. arrays
 // advance by a vector of float32, doubles by one of float64. Where some columns use neighbours,
-// start returns what holds which do, one mask or vector for each neighbour: most vectors of columns
+// start returns what holds which do, one mask or vector for each neighbour. Most vectors of columns
 // have none, and are spared the loads across cache lines.
 func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (users []Register),
 	body func(masked, neighbours bool), end func()) {
@@ -121,19 +121,20 @@ func (v isa) magnitudes(x, dst VecPhysical) {
 	VANDPS(constant("magnitude", magnitude), x, dst)
 }
 
-// figures generates the sums, in float64, of the deviations of a column's elements from its anchor
-// and of their squares, and the column's least and largest element; with dead set also the number
-// of elements with |x| < eps. It writes x to a pack, and fetches into the second cache what lies 8
-// rows ahead.
+// figures generates the sums, in float64, of the deviations of a column's elements from its anchor,
+// and of their squares. It also finds the column's least and largest element, and with dead set the
+// number of elements with |x| < eps. It writes x to a pack, and fetches into the second cache what
+// lies 8 rows ahead.
 func figures(v isa, name string, dead bool) {
 	signature := "func(f, pack, x *float32, rows, stride, columns int)"
 	if dead {
 		signature = "func(f, pack, x *float32, rows, stride, columns int, eps float32)"
 	}
 	TEXT(name+v.name, attr.NOSPLIT, signature)
-	f, wide, pack, px, ahead := RDI, RDX, RBX, RSI, R13
-	Load(Param("f"), f)
-	MOVQ(f, wide)
+	pack, px, ahead := RBX, RSI, R13
+	m := newMeasure(v, dead)
+	Load(Param("f"), m.f)
+	MOVQ(m.f, m.wide)
 	Load(Param("pack"), pack)
 	Load(Param("x"), px)
 	Load(Param("stride"), R10)
@@ -141,75 +142,94 @@ func figures(v isa, name string, dead bool) {
 	MOVQ(R10, ahead)
 	SHLQ(Imm(5), ahead)
 	ADDQ(px, ahead)
-	r := v.regs
-	var sum, square, anchor, deviation [2]VecPhysical
-	for i := range 2 {
-		sum[i], square[i], anchor[i], deviation[i] = r[i], r[2+i], r[4+i], r[6+i]
-	}
-	low, high, count, eps, x, t := r[8], r[9], r[10], r[11], r[12], r[13]
 	if dead {
-		e, err := Param("eps").Resolve()
-		if err != nil {
-			panic(err)
-		}
-		VBROADCASTSS(e.Addr, eps)
+		VBROADCASTSS(parameter("eps"), m.eps)
 	}
-	half := v.bytes / 2
-	v.strip([]GPPhysical{f, pack, px, ahead}, []GPPhysical{wide}, func() []Register {
-		for i := range 2 {
-			VMOVUPS(Mem{Base: wide, Disp: i * v.bytes}, sum[i])
-			VMOVUPS(Mem{Base: wide, Disp: figureSquare + i*v.bytes}, square[i])
-			VCVTPS2PD(Mem{Base: f, Disp: figureAnchor + i*half}, anchor[i])
-		}
-		VMOVUPS(Mem{Base: f, Disp: figureLow}, low)
-		VMOVUPS(Mem{Base: f, Disp: figureHigh}, high)
-		if dead {
-			VMOVUPS(Mem{Base: f, Disp: figureDead}, count)
-		}
-		return nil
-	}, func(masked, _ bool) {
+	v.strip([]GPPhysical{RDI, pack, px, ahead}, []GPPhysical{RDX}, m.load, func(masked, _ bool) {
 		PREFETCHT1(inMatrix(ahead))
-		v.load(inMatrix(px), x, masked)
-		v.store(x, packed(pack), masked)
-		if masked {
-			VCVTPS2PD(v.half(x), deviation[0])
-			v.upper(x, t)
-			VCVTPS2PD(v.half(t), deviation[1])
-		} else {
-			VCVTPS2PD(inMatrix(px), deviation[0])
-			VCVTPS2PD(inMatrix(px).Offset(half), deviation[1])
-		}
-		for i := range 2 {
-			VSUBPD(anchor[i], deviation[i], deviation[i])
-			VADDPD(deviation[i], sum[i], sum[i])
-			VFMADD231PD(deviation[i], deviation[i], square[i])
-		}
-		VMINPS(low, x, low) // what is no number comes first, and loses
-		VMAXPS(high, x, high)
-		if !dead {
-			return
-		}
-		v.magnitudes(x, t)
-		if v.bytes == 64 {
-			VCMPPS(Imm(1), eps, t, K2)
-			VPADDD(constant("unit", 1), count, K2, count)
-		} else {
-			VCMPPS(Imm(1), eps, t, t)
-			VPSUBD(t, count, count)
-		}
-	}, func() {
-		for i := range 2 {
-			VMOVUPS(sum[i], Mem{Base: wide, Disp: i * v.bytes})
-			VMOVUPS(square[i], Mem{Base: wide, Disp: figureSquare + i*v.bytes})
-		}
-		VMOVUPS(low, Mem{Base: f, Disp: figureLow})
-		VMOVUPS(high, Mem{Base: f, Disp: figureHigh})
-		if dead {
-			VMOVUPS(count, Mem{Base: f, Disp: figureDead})
-		}
-	})
+		v.load(inMatrix(px), m.x, masked)
+		v.store(m.x, packed(pack), masked)
+		m.add(inMatrix(px), masked)
+	}, m.store)
 	VZEROUPPER()
 	RET()
+}
+
+// measure has the registers of a vector of columns' figures.
+type measure struct {
+	isa
+	dead                           bool
+	f, wide                        Register // where the figures of float32 and of float64 lie
+	sum, square, anchor, deviation [2]VecPhysical
+	low, high, count, eps, x, t    VecPhysical
+}
+
+func newMeasure(v isa, dead bool) *measure {
+	r := v.regs
+	m := &measure{isa: v, dead: dead, f: RDI, wide: RDX,
+		low: r[8], high: r[9], count: r[10], eps: r[11], x: r[12], t: r[13]}
+	for i := range 2 {
+		m.sum[i], m.square[i], m.anchor[i], m.deviation[i] = r[i], r[2+i], r[4+i], r[6+i]
+	}
+	return m
+}
+
+// load reads the figures so far.
+func (m *measure) load() []Register {
+	for i := range 2 {
+		VMOVUPS(Mem{Base: m.wide, Disp: i * m.bytes}, m.sum[i])
+		VMOVUPS(Mem{Base: m.wide, Disp: figureSquare + i*m.bytes}, m.square[i])
+		VCVTPS2PD(Mem{Base: m.f, Disp: figureAnchor + i*m.bytes/2}, m.anchor[i])
+	}
+	VMOVUPS(Mem{Base: m.f, Disp: figureLow}, m.low)
+	VMOVUPS(Mem{Base: m.f, Disp: figureHigh}, m.high)
+	if m.dead {
+		VMOVUPS(Mem{Base: m.f, Disp: figureDead}, m.count)
+	}
+	return nil
+}
+
+// add adds a row, whose elements are in x and at src.
+func (m *measure) add(src Mem, masked bool) {
+	if masked {
+		VCVTPS2PD(m.half(m.x), m.deviation[0])
+		m.upper(m.x, m.t)
+		VCVTPS2PD(m.half(m.t), m.deviation[1])
+	} else {
+		VCVTPS2PD(src, m.deviation[0])
+		VCVTPS2PD(src.Offset(m.bytes/2), m.deviation[1])
+	}
+	for i, d := range m.deviation {
+		VSUBPD(m.anchor[i], d, d)
+		VADDPD(d, m.sum[i], m.sum[i])
+		VFMADD231PD(d, d, m.square[i])
+	}
+	VMINPS(m.low, m.x, m.low) // what is no number comes first, and loses
+	VMAXPS(m.high, m.x, m.high)
+	if !m.dead {
+		return
+	}
+	m.magnitudes(m.x, m.t)
+	if m.bytes == 64 {
+		VCMPPS(Imm(1), m.eps, m.t, K2)
+		VPADDD(constant("unit", 1), m.count, K2, m.count)
+	} else {
+		VCMPPS(Imm(1), m.eps, m.t, m.t)
+		VPSUBD(m.t, m.count, m.count)
+	}
+}
+
+// store writes the figures back.
+func (m *measure) store() {
+	for i := range 2 {
+		VMOVUPS(m.sum[i], Mem{Base: m.wide, Disp: i * m.bytes})
+		VMOVUPS(m.square[i], Mem{Base: m.wide, Disp: figureSquare + i*m.bytes})
+	}
+	VMOVUPS(m.low, Mem{Base: m.f, Disp: figureLow})
+	VMOVUPS(m.high, Mem{Base: m.f, Disp: figureHigh})
+	if m.dead {
+		VMOVUPS(m.count, Mem{Base: m.f, Disp: figureDead})
+	}
 }
 
 // selected reads which columns have a neighbour: into a mask register with AVX-512, and else into a
@@ -263,7 +283,6 @@ func (v isa) loadSelected(src Mem, selected Register, dst VecPhysical) {
 // aligned. Backward also fetches, into the second cache, what lies ahead in the matrix: there is
 // time for it here.
 func blend(v isa, backward, streamed bool) {
-	py, pv, px, rule, ahead := RDI, RSI, RSI, RDX, R13
 	name := "blendForward"
 	if backward {
 		name = "blendBackward"
@@ -271,85 +290,106 @@ func blend(v isa, backward, streamed bool) {
 	if streamed {
 		name += "Streamed"
 	}
-	if backward {
-		TEXT(name+v.name, attr.NOSPLIT,
-			"func(dx, grad, x, rule, ahead *float32, rows, stride, columns int)")
-		px = RBX
-		Load(Param("ahead"), ahead)
-		Load(Param("dx"), py)
-		Load(Param("grad"), pv)
-	} else {
-		TEXT(name+v.name, attr.NOSPLIT,
-			"func(y, x, rule *float32, rows, stride, columns int) float32")
-		Load(Param("y"), py)
-	}
-	Load(Param("x"), px)
-	Load(Param("rule"), rule)
-	Load(Param("stride"), R10)
-	loadSize()
 	r := v.regs
-	on, off, gate, add, near, far := r[0], r[1], r[2], r[3], r[4], r[5]
-	x, c, t, zero, top := r[8], r[9], r[10], r[11], r[12]
-	var hasNear, hasFar Register
-	value, step := x, -4
+	b := &blendRow{isa: v, backward: backward, streamed: streamed,
+		py: RDI, pv: RSI, px: RSI, rule: RDX, ahead: R13,
+		on: r[0], off: r[1], gate: r[2], add: r[3], near: r[4], far: r[5],
+		x: r[8], c: r[9], t: r[10], zero: r[11], top: r[12], value: r[8], step: -4}
+	arrays := []GPPhysical{RDI, RSI, RDX}
 	if backward {
-		value, step = r[13], 4
+		b.px, b.value, b.step = RBX, r[13], 4
+		arrays = append(arrays, RBX, R13)
 	}
-	v.zero(zero)
-	v.zero(top)
-	arrays := []GPPhysical{py, pv, rule}
-	if backward {
-		arrays = append(arrays, px, ahead)
-	}
-	v.strip(arrays, nil, func() []Register {
-		VMOVUPS(Mem{Base: rule, Disp: ruleOn}, on)
-		VMOVUPS(Mem{Base: rule, Disp: ruleOff}, off)
-		VMOVUPS(Mem{Base: rule, Disp: ruleGate}, gate)
-		if !backward {
-			VMOVUPS(Mem{Base: rule, Disp: ruleAdd}, add)
-		}
-		VMOVUPS(Mem{Base: rule, Disp: ruleNear}, near)
-		VMOVUPS(Mem{Base: rule, Disp: ruleFar}, far)
-		hasNear = v.selected(Mem{Base: rule, Disp: ruleHasNear}, K3, r[6])
-		hasFar = v.selected(Mem{Base: rule, Disp: ruleHasFar}, K4, r[7])
-		return []Register{hasNear, hasFar}
-	}, func(masked, neighbours bool) {
-		v.load(packed(px), x, masked)
-		VMULPS(gate, x, t)
-		v.choose(zero, t, on, off, c)
-		if backward {
-			PREFETCHT1(inMatrix(ahead))
-			v.load(packed(pv), value, masked)
-			VMULPS(value, c, c)
-		} else {
-			VFMADD213PS(add, value, c)
-		}
-		if neighbours {
-			v.loadSelected(packed(pv).Offset(step), hasNear, t)
-			VFMADD231PS(t, near, c)
-			v.loadSelected(packed(pv).Offset(2*step), hasFar, t)
-			VFMADD231PS(t, far, c)
-		}
-		if streamed && !masked {
-			VMOVNTPS(c, inMatrix(py))
-		} else {
-			v.store(c, inMatrix(py), masked)
-		}
-		if !backward {
-			v.magnitudes(x, t)
-			VMAXPS(top, t, top) // a NaN in t loses
-		}
-	}, func() {})
+	b.parameters(name)
+	v.zero(b.zero)
+	v.zero(b.top)
+	v.strip(arrays, nil, b.loadRule, b.emit, func() {})
 	if backward {
 		VZEROUPPER()
 		RET()
 		return
 	}
-	VMOVAPS(top, r[0])
+	VMOVAPS(b.top, r[0])
 	v.reduce(VMAXPS)
 	VZEROUPPER()
 	Store(r[0].AsX(), ReturnIndex(0))
 	RET()
+}
+
+// blendRow has the registers of blend, and emits what it does in one row.
+type blendRow struct {
+	isa
+	backward, streamed            bool
+	py, pv, px, rule, ahead       Register
+	on, off, gate, add, near, far VecPhysical
+	x, c, t, zero, top            VecPhysical
+	value                         VecPhysical // v of the formula
+	step                          int         // to the near neighbour, in bytes
+	hasNear, hasFar               Register
+}
+
+// parameters begins the function and loads its arguments.
+func (b *blendRow) parameters(name string) {
+	if b.backward {
+		TEXT(name+b.name, attr.NOSPLIT,
+			"func(dx, grad, x, rule, ahead *float32, rows, stride, columns int)")
+		Load(Param("ahead"), b.ahead)
+		Load(Param("dx"), b.py)
+		Load(Param("grad"), b.pv)
+	} else {
+		TEXT(name+b.name, attr.NOSPLIT,
+			"func(y, x, rule *float32, rows, stride, columns int) float32")
+		Load(Param("y"), b.py)
+	}
+	Load(Param("x"), b.px)
+	Load(Param("rule"), b.rule)
+	Load(Param("stride"), R10)
+	loadSize()
+}
+
+// loadRule reads the rule of a vector of columns, and returns which of them use neighbours.
+func (b *blendRow) loadRule() []Register {
+	VMOVUPS(Mem{Base: b.rule, Disp: ruleOn}, b.on)
+	VMOVUPS(Mem{Base: b.rule, Disp: ruleOff}, b.off)
+	VMOVUPS(Mem{Base: b.rule, Disp: ruleGate}, b.gate)
+	if !b.backward {
+		VMOVUPS(Mem{Base: b.rule, Disp: ruleAdd}, b.add)
+	}
+	VMOVUPS(Mem{Base: b.rule, Disp: ruleNear}, b.near)
+	VMOVUPS(Mem{Base: b.rule, Disp: ruleFar}, b.far)
+	b.hasNear = b.selected(Mem{Base: b.rule, Disp: ruleHasNear}, K3, b.regs[6])
+	b.hasFar = b.selected(Mem{Base: b.rule, Disp: ruleHasFar}, K4, b.regs[7])
+	return []Register{b.hasNear, b.hasFar}
+}
+
+// emit makes a row's results.
+func (b *blendRow) emit(masked, neighbours bool) {
+	c, t := b.c, b.t
+	b.load(packed(b.px), b.x, masked)
+	VMULPS(b.gate, b.x, t)
+	b.choose(b.zero, t, b.on, b.off, c)
+	if b.backward {
+		PREFETCHT1(inMatrix(b.ahead))
+		b.load(packed(b.pv), b.value, masked)
+		VMULPS(b.value, c, c)
+	} else {
+		VFMADD213PS(b.add, b.value, c)
+	}
+	if neighbours {
+		b.loadSelected(packed(b.pv).Offset(b.step), b.hasNear, t)
+		VFMADD231PS(t, b.near, c)
+		b.loadSelected(packed(b.pv).Offset(2*b.step), b.hasFar, t)
+		VFMADD231PS(t, b.far, c)
+	}
+	if b.streamed && !masked {
+		VMOVNTPS(c, inMatrix(b.py))
+	} else {
+		b.store(c, inMatrix(b.py), masked)
+	}
+	if !b.backward {
+		b.magnitudes(b.x, t)
+		VMAXPS(b.top, t, b.top) // a NaN in t loses
+	}
 }
 
 // choose sets dst = on where t > least or t is NaN, and off elsewhere. It clobbers t.
@@ -363,8 +403,9 @@ func (v isa) choose(least, t, on, off, dst VecPhysical) {
 	VBLENDVPS(t, on, off, dst)
 }
 
-// blendSums generates, for every column, the sums that the gradients of weights are made of: over
-// rows where x·gate > above, those of g and g·x, and over all rows those of g·x[−1] and g·x[−2].
+// blendSums generates, for every column, the sums that the gradients of weights are made of. They
+// are those of g and g·x over rows where x·gate > above, and those of g·x[−1] and g·x[−2] over all
+// rows.
 func blendSums(v isa) {
 	TEXT("blendSums"+v.name, attr.NOSPLIT, "func(s, rule, grad, x *float32, rows, columns int)")
 	ps, rule, pg, px := RDI, RDX, RSI, RBX
@@ -426,85 +467,94 @@ func blendLearn(v isa, streamed bool) {
 	}
 	TEXT(name+v.name, attr.NOSPLIT,
 		"func(dx, grad, x, rule, s, ahead *float32, rows, stride, columns int)")
-	py, pv, px, rule, sums, ahead := RDI, RSI, RBX, RDX, R15, R13
-	Load(Param("dx"), py)
-	Load(Param("grad"), pv)
-	Load(Param("x"), px)
-	Load(Param("rule"), rule)
-	Load(Param("s"), sums)
-	Load(Param("ahead"), ahead)
+	r := v.regs
+	b := &learnRow{
+		blendRow: blendRow{isa: v, streamed: streamed,
+			py: RDI, pv: RSI, px: RBX, rule: RDX, ahead: R13,
+			on: r[0], off: r[1], gate: r[2], near: r[3], far: r[4],
+			x: r[10], value: r[11], c: r[13], t: r[14], zero: r[16]},
+		sums: R15, above: r[5], totals: r[6:10], product: r[12],
+		neighbours: []neighbour{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2},
+			{ruleLeftNear, K5, -1}, {ruleLeftFar, K6, -2}}}
+	Load(Param("dx"), b.py)
+	Load(Param("grad"), b.pv)
+	Load(Param("x"), b.px)
+	Load(Param("rule"), b.rule)
+	Load(Param("s"), b.sums)
+	Load(Param("ahead"), b.ahead)
 	Load(Param("stride"), R10)
 	loadSize()
-	r := v.regs
-	state := map[int]VecPhysical{ruleOn: r[0], ruleOff: r[1], ruleGate: r[2], ruleNear: r[3],
-		ruleFar: r[4], ruleAbove: r[5]}
-	on, off, gate, near, far, above := r[0], r[1], r[2], r[3], r[4], r[5]
-	totals := []VecPhysical{r[6], r[7], r[8], r[9]}
-	x, g, product, c, t, zero := r[10], r[11], r[12], r[13], r[14], r[16]
-	masks := []struct {
-		at int
-		k  Register
-	}{{ruleHasNear, K3}, {ruleHasFar, K4}, {ruleLeftNear, K5}, {ruleLeftFar, K6}}
-	v.zero(zero)
-	v.strip([]GPPhysical{py, pv, px, rule, sums, ahead}, nil, func() (users []Register) {
-		for at := 0; at <= ruleAbove; at += array {
-			if reg, ok := state[at]; ok {
-				VMOVUPS(Mem{Base: rule, Disp: at}, reg)
-			}
-		}
-		for i, total := range totals {
-			VMOVUPS(Mem{Base: sums, Disp: i * array}, total)
-		}
-		for _, m := range masks {
-			users = append(users, v.selected(Mem{Base: rule, Disp: m.at}, m.k, t))
-		}
-		return users
-	}, func(masked, neighbours bool) {
-		PREFETCHT1(inMatrix(ahead))
-		v.load(packed(px), x, masked)
-		v.load(packed(pv), g, masked)
-		VMULPS(gate, x, product)
-		v.choose(zero, product, on, off, c)
-		VMULPS(g, c, c)
-		VCMPPS(Imm(notLessEqual), above, product, K2)
-		VADDPS(g, totals[0], K2, totals[0])
-		VFMADD231PS(x, g, K2, totals[1])
-		for i, m := range masks {
-			if !neighbours {
-				break
-			}
-			from, step := pv, 4*(i+1)
-			if i >= 2 {
-				from, step = px, -4*(i-1)
-			}
-			v.loadSelected(packed(from).Offset(step), m.k, t)
-			switch i {
-			case 0:
-				VFMADD231PS(t, near, c)
-			case 1:
-				VFMADD231PS(t, far, c)
-			default:
-				VFMADD231PS(t, g, totals[i])
-			}
-		}
-		if streamed && !masked {
-			VMOVNTPS(c, inMatrix(py))
-		} else {
-			v.store(c, inMatrix(py), masked)
-		}
-	}, func() {
-		for i, total := range totals {
-			VMOVUPS(total, Mem{Base: sums, Disp: i * array})
+	v.zero(b.zero)
+	v.strip([]GPPhysical{RDI, RSI, RBX, RDX, R15, R13}, nil, b.loadRule, b.emit, func() {
+		for i, total := range b.totals {
+			VMOVUPS(total, Mem{Base: b.sums, Disp: i * array})
 		}
 	})
 	VZEROUPPER()
 	RET()
 }
 
+// learnRow has the registers of blendLearn, and emits what it does in one row.
+type learnRow struct {
+	blendRow
+	sums           Register
+	above, product VecPhysical
+	totals         []VecPhysical
+	neighbours     []neighbour // those of the gradient, then those of x
+}
+
+// loadRule reads the rule and the sums of a vector of columns, and returns which columns use
+// neighbours.
+func (b *learnRow) loadRule() (users []Register) {
+	for _, f := range []struct {
+		at  int
+		reg VecPhysical
+	}{{ruleOn, b.on}, {ruleOff, b.off}, {ruleGate, b.gate}, {ruleNear, b.near}, {ruleFar, b.far},
+		{ruleAbove, b.above}} {
+		VMOVUPS(Mem{Base: b.rule, Disp: f.at}, f.reg)
+	}
+	for i, total := range b.totals {
+		VMOVUPS(Mem{Base: b.sums, Disp: i * array}, total)
+	}
+	for _, n := range b.neighbours {
+		users = append(users, b.selected(Mem{Base: b.rule, Disp: n.has}, n.mask, b.t))
+	}
+	return users
+}
+
+// emit makes a row's results, and adds the row to the sums.
+func (b *learnRow) emit(masked, neighbours bool) {
+	x, g, c, t := b.x, b.value, b.c, b.t
+	PREFETCHT1(inMatrix(b.ahead))
+	b.load(packed(b.px), x, masked)
+	b.load(packed(b.pv), g, masked)
+	VMULPS(b.gate, x, b.product)
+	b.choose(b.zero, b.product, b.on, b.off, c)
+	VMULPS(g, c, c)
+	VCMPPS(Imm(notLessEqual), b.above, b.product, K2)
+	VADDPS(g, b.totals[0], K2, b.totals[0])
+	VFMADD231PS(x, g, K2, b.totals[1])
+	if neighbours {
+		for i, n := range b.neighbours[:2] {
+			b.loadSelected(packed(b.pv).Offset(4*n.step), n.mask, t)
+			VFMADD231PS(t, []VecPhysical{b.near, b.far}[i], c)
+		}
+		for i, n := range b.neighbours[2:] {
+			b.loadSelected(packed(b.px).Offset(4*n.step), n.mask, t)
+			VFMADD231PS(t, g, b.totals[2+i])
+		}
+	}
+	if b.streamed && !masked {
+		VMOVNTPS(c, inMatrix(b.py))
+	} else {
+		b.store(c, inMatrix(b.py), masked)
+	}
+}
+
 // chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the
-// chunk's anchor and of their squares, in four lanes of float64: lane i sums every fourth row.
-// There are 4·groups rows, stride elements apart, and chunk is a multiple of 4. A vector of four
-// rows is the natural one, so this has one form.
+// chunk's anchor, and of their squares. They are in four lanes of float64: lane i sums every fourth
+// row. There are 4·groups rows, stride elements apart, and chunk is a multiple of 4. A vector of
+// four rows is the natural one, so this has one form.
 func chunkNorms() {
 	TEXT("chunkNormsAVX2", attr.NOSPLIT,
 		"func(n *float64, x *float32, groups, chunk, chunks, stride int)")
@@ -542,14 +592,7 @@ func chunkNorms() {
 	ADDQ(Imm(16), at)
 	DECQ(RAX)
 	JNZ(LabelRef("column"))
-	for i := 0; i < 4; i += 2 {
-		VUNPCKLPD(p[i+1], p[i], low)
-		VUNPCKHPD(p[i+1], p[i], high)
-		VADDPD(low, high, p[i])
-	}
-	VPERM2F128(Imm(0x20), p[2], p[0], low)
-	VPERM2F128(Imm(0x31), p[2], p[0], high)
-	VADDPD(low, high, x)
+	addLanes(p, low, high, x)
 	VSQRTPD(x, x)
 	VSUBPD(anchor, x, x)
 	VADDPD(x, sum, sum)
@@ -568,6 +611,19 @@ func chunkNorms() {
 	JNZ(LabelRef("chunk"))
 	VZEROUPPER()
 	RET()
+}
+
+// addLanes sets lane i of dst to the sum of the lanes of p[i], of four registers. It clobbers p, low
+// and high.
+func addLanes(p []VecPhysical, low, high, dst VecPhysical) {
+	for i := 0; i < 4; i += 2 {
+		VUNPCKLPD(p[i+1], p[i], low)
+		VUNPCKHPD(p[i+1], p[i], high)
+		VADDPD(low, high, p[i])
+	}
+	VPERM2F128(Imm(0x20), p[2], p[0], low)
+	VPERM2F128(Imm(0x31), p[2], p[0], high)
+	VADDPD(low, high, dst)
 }
 
 // parameter returns where a parameter is.

@@ -69,8 +69,8 @@ func main() {
 }
 
 // isa is what the generators need to know of an instruction set: the vector registers and the
-// largest GEMM tiles, mr rows of two vectors each, that fit in them beside two vectors of B and a
-// broadcast element of A.
+// largest GEMM tiles. A tile has mr rows of two vectors each. It must fit in the registers beside
+// two vectors of B and a broadcast element of A.
 type isa struct {
 	name  string
 	bytes int

@@ -92,6 +92,14 @@ func (v isa) reduce64(a, b VecPhysical) {
 
 // rows generates the kernels that go over one row or one block of elements.
 func rows(v isa) {
+	sums(v)
+	products(v)
+	elements(v)
+	adamW(v)
+}
+
+// sums generates the kernels that return a sum over their elements.
+func sums(v isa) {
 	r := v.regs
 	zero := func(registers ...VecPhysical) func(int) {
 		return func(int) {
@@ -143,6 +151,11 @@ func rows(v isa) {
 			v.reduce(VADDPS)
 			Store(r[0].AsX(), ReturnIndex(0))
 		})
+}
+
+// products generates the kernels that multiply several vectors.
+func products(v isa) {
+	r := v.regs
 	// y = x·s·w.
 	over(v, "mulScaled", "y x w", "s", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
 		v.load(p[1], r[u], masked)
@@ -187,6 +200,11 @@ func rows(v isa) {
 			VFMADD231PS(si, a, t)
 			v.store(t, p[1], masked)
 		}, nil)
+}
+
+// elements generates the kernels of one or two vectors.
+func elements(v isa) {
+	r := v.regs
 	// y = a + b.
 	over(v, "addVectors", "y a b", "", "", nil, func(p []Mem, _ []VecPhysical, u int, masked bool) {
 		v.load(p[1], r[u], masked)
@@ -209,7 +227,11 @@ func rows(v isa) {
 			VMULPS(r[u+1], r[u], r[u])
 			v.store(r[u], p[0], masked)
 		}, nil)
-	// AdamW; see adamW in adamw.go for the formula.
+}
+
+// adamW generates AdamW's update; see adamW in adamw.go for the formula.
+func adamW(v isa) {
+	r := v.regs
 	over(v, "adamW", "p grad m v", "keep rate root gain1 beta2 gain2 eps", "", nil,
 		func(p []Mem, s []VecPhysical, u int, masked bool) {
 			keep, rate, root, gain1, beta2, gain2, eps := s[0], s[1], s[2], s[3], s[4], s[5], s[6]

@@ -39,7 +39,7 @@ var expPoly = []uint32{0x3ab5121a, 0x3c091cf1, 0x3d2aac79, 0x3e2aaa49, 0x3efffff
 
 var expNames = []string{"exp6", "exp5", "exp4", "exp3", "exp2", "one", "one"}
 
-// expRange holds the clamp of exp's argument in registers: VMINPS and VMAXPS pass a NaN on only if
+// expRange holds the clamp of exp's argument in registers. VMINPS and VMAXPS pass a NaN on only if
 // it comes second, and only the second operand may be memory.
 type expRange struct{ high, low VecPhysical }
 
@@ -49,8 +49,8 @@ func (v isa) expRange(high, low VecPhysical) expRange {
 	return expRange{high, low}
 }
 
-// exp emits p = exp(x), clobbering x, n and tmp: with n = round(x·log2 e) and r = x − n·log 2,
-// which two multiply-adds give to the last bit, exp(x) = 2ⁿ·exp(r).
+// exp emits p = exp(x), clobbering x, n and tmp. With n = round(x·log2 e) and r = x − n·log 2,
+// exp(x) = 2ⁿ·exp(r); two multiply-adds give r to the last bit.
 func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 	VMINPS(x, lim.high, x)
 	VMAXPS(x, lim.low, x)
@@ -82,7 +82,7 @@ func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 }
 
 // sigmoid emits s = σ(a) = 1/(1+exp(−a)) and, in rest, 1 − σ(a), without overflow and without
-// cancellation: with e = exp(−|a|) one of them is 1/(1+e) and the other e/(1+e). It keeps a and
+// cancellation. With e = exp(−|a|), one of them is 1/(1+e) and the other e/(1+e). It keeps a and
 // clobbers n and tmp.
 func (v isa) sigmoid(lim expRange, a, s, rest, n, tmp VecPhysical) {
 	if v.bytes == 64 {
