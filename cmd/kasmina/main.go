@@ -18,21 +18,24 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"strings"
-	"syscall"
 
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/internal/interrupt"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	if err := run(ctx, os.Args[1:], os.Stdout, os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, "kasmina:", err)
-		os.Exit(1)
+	stderr := interrupt.Teller{File: os.Stderr}
+	launched, err := launchRanks(os.Args[1:], os.Stdout, stderr)
+	if !launched && err == nil {
+		err = run(interrupt.Context(stderr), os.Args[1:], os.Stdout, os.Stderr)
 	}
+	if err != nil {
+		fmt.Fprintln(stderr, "kasmina:", err)
+	}
+	os.Exit(comm.ExitCode(err))
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {

@@ -9,9 +9,11 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
@@ -40,6 +42,12 @@ func (o *common) machineFlags(c *cobra.Command) {
 
 // open opens the device to compute on; nil is the CPU.
 func (o *common) open(stderr io.Writer) (*cudaops.Device, cudaops.Precision, error) {
+	return o.openFor(nil, stderr)
+}
+
+// openFor is open for one of the processes of a world.
+func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cudaops.Precision,
+	error) {
 	precision := cudaops.Float32
 	if o.precision != "" {
 		if err := precision.UnmarshalText([]byte(o.precision)); err != nil {
@@ -48,7 +56,7 @@ func (o *common) open(stderr io.Writer) (*cudaops.Device, cudaops.Precision, err
 	}
 	switch o.device {
 	case "auto", "cuda":
-		device, err := cudaops.Open()
+		device, err := openGPU(w)
 		if err == nil {
 			return device, precision, nil
 		}
@@ -70,6 +78,15 @@ func (o *common) open(stderr io.Writer) (*cudaops.Device, cudaops.Precision, err
 		return nil, precision, nil
 	}
 	return nil, 0, fmt.Errorf("-precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
+}
+
+// openGPU opens that of a process.
+func openGPU(w *comm.World) (*cudaops.Device, error) {
+	at, err := gpu.Ordinal(w)
+	if err != nil {
+		return nil, err
+	}
+	return cudaops.Open(cudaops.WithOrdinal(at))
 }
 
 // load loads the model of a folder, with a bar.

@@ -15,7 +15,6 @@ import (
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/tensorboard"
@@ -44,6 +43,7 @@ type trainOptions struct {
 	control   bool
 	events    bool
 	quiet     bool
+	gpus      int
 }
 
 func newTrain() *cobra.Command {
@@ -53,7 +53,9 @@ func newTrain() *cobra.Command {
 		Long: `Train all weights of a model further on a text, a file or a folder, a part of which is
 held out. -out becomes a folder that transformers loads; in its folder run are the checkpoint of the
 run, with the optimiser's state, and its log. An interrupt saves a checkpoint, from which -resume goes
-on with the same options. With -grow the model gets blocks while it trains.`,
+on with the same options. With -gpus it starts a process for each of so many GPUs, which train
+together with the bits of one; processes that torchrun, srun or an operator of Kubernetes starts find
+each other. With -grow the model gets blocks while it trains.`,
 		RunE: func(c *cobra.Command, args []string) error {
 			if err := errors.Join(withoutWords(c, args),
 				required(c, "model", "data", "out")); err != nil {
@@ -90,6 +92,8 @@ on with the same options. With -grow the model gets blocks while it trains.`,
 	f.BoolVar(&o.events, "tensorboard", false,
 		"write event files for TensorBoard too, beside the log")
 	f.BoolVar(&o.quiet, "quiet", false, "show no progress")
+	f.IntVar(&o.gpus, "gpus", 0, "`N` GPUs of this computer to train on, or with -device cpu N "+
+		"processes; a step's batches, -accumulate, are divided among them")
 	o.machineFlags(c)
 	return c
 }
@@ -116,6 +120,14 @@ func (o *trainOptions) check() error {
 	if !(o.lr > 0) {
 		return fmt.Errorf("-lr is %v, want more than 0", o.lr)
 	}
+	if o.gpus < 0 {
+		return fmt.Errorf("-gpus is %d, want at least 1", o.gpus)
+	}
+	return nil
+}
+
+// checkFolder refuses a folder that is somebody else's, or that the run cannot end in.
+func (o *trainOptions) checkFolder() error {
 	_, err := os.Stat(o.in(checkpointName))
 	switch {
 	case o.resume && err != nil:
@@ -130,8 +142,21 @@ func (o *trainOptions) check() error {
 	return hf.Vacant(o.out)
 }
 
-func (o *trainOptions) run(c *cobra.Command) error {
+func (o *trainOptions) run(c *cobra.Command) (err error) {
 	if err := o.check(); err != nil {
+		return err
+	}
+	m, err := o.meet(c)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, m.close(err)) }()
+	if !m.team.First() {
+		c.SetOut(io.Discard)
+		c.SetErr(io.Discard)
+	}
+	// Rank 0 makes the folder when all have passed this.
+	if err := m.first(o.checkFolder); err != nil {
 		return err
 	}
 	f, err := hf.Open(o.model)
@@ -153,11 +178,12 @@ func (o *trainOptions) run(c *cobra.Command) error {
 	if err != nil {
 		return fmt.Errorf("-data: %w", err)
 	}
-	t, err := o.trainer(c, f, tok, corpus)
+	t, err := o.trainer(c, f, m, tok, corpus)
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(o.steps(c, t, tok, corpus), t.Close()); err != nil {
+	if err := errors.Join(o.steps(c, t, m, tok, corpus), t.Close()); err != nil ||
+		!m.team.First() {
 		return err
 	}
 	at, clear := bar(c.ErrOrStderr(), "writing", true)
@@ -167,15 +193,9 @@ func (o *trainOptions) run(c *cobra.Command) error {
 }
 
 // trainer loads the model and makes what trains it.
-func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, tok tokenizer.Tokenizer,
-	corpus *data.Corpus) (*llm.Trainer, error) {
-	device, precision, err := o.open(c.ErrOrStderr())
-	if err != nil {
-		return nil, err
-	}
-	if device != nil {
-		o.train.Engine = gpu.Engine(device, precision)
-	}
+func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
+	tok tokenizer.Tokenizer, corpus *data.Corpus) (*llm.Trainer, error) {
+	o.train.Engine = on.engine()
 	tokens, err := data.Tokenize(c.Context(), corpus.Train, tok)
 	if err != nil {
 		return nil, err
@@ -238,16 +258,8 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 }
 
 // steps runs the training.
-func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, tok tokenizer.Tokenizer,
-	corpus *data.Corpus) error {
-	held, err := corpus.HeldOut.Sample(256 << 10)
-	if err != nil {
-		return err
-	}
-	e, err := data.NewEvaluation(held, tok, o.train.Batch, o.seq)
-	if err != nil {
-		return err
-	}
+func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
+	tok tokenizer.Tokenizer, corpus *data.Corpus) error {
 	if err := os.MkdirAll(filepath.Join(o.out, runFolder), 0o777); err != nil {
 		return err
 	}
@@ -256,6 +268,32 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, tok tokenizer.Tok
 			return err
 		}
 	}
+	if on.team.First() {
+		stop, err := o.watch(c, t, tok, corpus)
+		if err != nil {
+			return err
+		}
+		defer stop()
+	}
+	t.On(llm.Checkpoint(t, o.in(checkpointName), o.saveEvery))
+	err := t.Run(c.Context())
+	if errors.Is(err, context.Canceled) {
+		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())
+	}
+	return err
+}
+
+// watch adds what shows a run, writes its log and evaluates, which is for one process.
+func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, tok tokenizer.Tokenizer,
+	corpus *data.Corpus) (stop func() error, err error) {
+	held, err := corpus.HeldOut.Sample(256 << 10)
+	if err != nil {
+		return nil, err
+	}
+	e, err := data.NewEvaluation(held, tok, o.train.Batch, o.seq)
+	if err != nil {
+		return nil, err
+	}
 	shown := c.ErrOrStderr()
 	if o.quiet {
 		shown = io.Discard
@@ -263,18 +301,12 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, tok tokenizer.Tok
 	if o.events {
 		t.On(tensorboard.Events(o.in("tensorboard")))
 	}
+	stop = func() error { return nil }
 	if o.board != "" {
-		stop, err := o.serve(c.ErrOrStderr(), t)
-		if err != nil {
-			return err
+		if stop, err = o.serve(c.ErrOrStderr(), t); err != nil {
+			return nil, err
 		}
-		defer stop()
 	}
-	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName)),
-		llm.Evaluate(t, e, o.evalEvery), llm.Checkpoint(t, o.in(checkpointName), o.saveEvery))
-	err = t.Run(c.Context())
-	if errors.Is(err, context.Canceled) {
-		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())
-	}
-	return err
+	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName)), llm.Evaluate(t, e, o.evalEvery))
+	return stop, nil
 }

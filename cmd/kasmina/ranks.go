@@ -1,0 +1,124 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// launchRanks starts a process a GPU where that is this one's part: of train, with -gpus, and on a
+// node of Kubeflow Trainer with several GPUs. What is wrong with other options is told later.
+func launchRanks(args []string, stdout, stderr io.Writer) (launched bool, err error) {
+	root := newRoot()
+	c, rest, err := root.Find(twoDashes(root, args))
+	if err != nil || c.Name() != "train" || c.ParseFlags(rest) != nil {
+		return false, nil
+	}
+	gpus, err := c.Flags().GetInt("gpus")
+	if help, _ := c.Flags().GetBool("help"); help || err != nil || gpus < 0 {
+		return false, err
+	}
+	job, err := launch.ForGPUs(gpus, args, os.Getenv)
+	if job == nil || err != nil {
+		return false, err
+	}
+	job.Stdout, job.Stderr = stdout, stderr
+	// It forwards signals itself.
+	return true, launch.Run(context.Background(), *job)
+}
+
+// ownOptions are those in which ranks may differ: names on one host, and what rank 0 alone does.
+var ownOptions = []string{"model", "data", "out", "gpus", "board", "board-control", "tensorboard",
+	"quiet", "help"}
+
+// facts are the options on which ranks must agree.
+func facts(c *cobra.Command) (all []comm.Fact) {
+	c.Flags().VisitAll(func(f *pflag.Flag) {
+		if !slices.Contains(ownOptions, f.Name) {
+			all = append(all, comm.Fact{Name: "-" + f.Name, Value: f.Value.String()})
+		}
+	})
+	slices.SortFunc(all, func(a, b comm.Fact) int { return cmp.Compare(a.Name, b.Name) })
+	return all
+}
+
+// machines are what a process trains on.
+type machines struct {
+	world     *comm.World // nil where this process is alone
+	team      *parallel.Team
+	device    *cudaops.Device // nil for the CPU
+	precision cudaops.Precision
+}
+
+// meet joins the other processes of the run, if there are any, and opens the device.
+func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
+	if m.world, err = parallel.Meet(c.Context(), os.Getenv, o.train.Accumulate,
+		facts(c)...); err != nil {
+		return m, fmt.Errorf("-gpus: %w", err)
+	}
+	if m.world != nil && m.world.Rank() == 0 {
+		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, started by %s\n", m.world.Size(),
+			m.world.Place().Source)
+	}
+	if m.device, m.precision, err = o.openFor(m.world, c.ErrOrStderr()); err != nil {
+		if m.world != nil {
+			err = m.world.Blame(err)
+		}
+		return m, err
+	}
+	if m.team, err = gpu.Team(c.Context(), m.world, m.device); err != nil {
+		return m, errors.Join(err, m.close(nil))
+	}
+	return m, nil
+}
+
+// engine makes what computes the steps; nil is a single CPU's.
+func (m machines) engine() func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
+	error) {
+	switch {
+	case m.device != nil && m.team != nil:
+		return gpu.Parallel(m.device, m.precision, m.team)
+	case m.device != nil:
+		return gpu.Engine(m.device, m.precision)
+	case m.team != nil:
+		return m.team.Engine
+	}
+	return nil
+}
+
+// first calls f at rank 0 alone, and returns its error everywhere.
+func (m machines) first(f func() error) (err error) {
+	if m.team.First() {
+		err = f()
+	}
+	if m.team != nil {
+		err = m.team.Agree(err)
+	}
+	return err
+}
+
+// close leaves the others, who learn of a failure, and frees the device.
+func (m machines) close(failure error) (err error) {
+	if m.team != nil {
+		err = m.team.Close(failure)
+	}
+	if m.device != nil {
+		err = errors.Join(err, m.device.Close())
+	}
+	return err
+}

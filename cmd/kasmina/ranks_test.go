@@ -1,0 +1,244 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+)
+
+// What makes the test's binary the command, and one of its ranks die.
+const (
+	commandVariable = "KASMINA_COMMAND_TEST"
+	victimVariable  = "KASMINA_COMMAND_TEST_VICTIM"
+)
+
+// TestMain is the command itself where a test starts it.
+func TestMain(m *testing.M) {
+	if os.Getenv(commandVariable) == "" {
+		os.Exit(m.Run())
+	}
+	if rank := os.Getenv("RANK"); rank != "" && rank == os.Getenv(victimVariable) {
+		go die()
+	}
+	main()
+}
+
+// die kills this process once the run's log has a step.
+func die() {
+	at := slices.Index(os.Args, "-out")
+	for {
+		log, _ := os.ReadFile(filepath.Join(os.Args[at+1], runFolder, logName))
+		if bytes.Contains(log, []byte(`"event":"step"`)) {
+			self, err := os.FindProcess(os.Getpid())
+			if err != nil {
+				panic(err)
+			}
+			self.Kill()
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// placeVariables are those that could tell a test's process that it is one of several.
+var placeVariables = []string{"RANK=", "WORLD_SIZE=", "LOCAL_", "MASTER_", "PET_", "SLURM_",
+	"OMPI_", "TORCHELASTIC_"}
+
+// program is the command as a process, with its place and a victim, perhaps.
+func program(t *testing.T, env []string, args ...string) *exec.Cmd {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	c := exec.CommandContext(t.Context(), self, args...)
+	c.Env = slices.DeleteFunc(os.Environ(), func(v string) bool {
+		return slices.ContainsFunc(placeVariables, func(p string) bool {
+			return strings.HasPrefix(v, p)
+		})
+	})
+	c.Env = append(append(c.Env, commandVariable+"=1"), env...)
+	return c
+}
+
+// told is what a program writes. It can be waited for.
+type told struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+	seen string
+	at   func()
+}
+
+// Write calls at when the text has what is to be seen.
+func (w *told) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	n, err := w.text.Write(p)
+	if w.at != nil && strings.Contains(w.text.String(), w.seen) {
+		w.at()
+		w.at = nil
+	}
+	return n, err
+}
+
+func (w *told) String() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.text.String()
+}
+
+// training are the arguments of a short run.
+func training(out string, more ...string) []string {
+	return append([]string{"train", "-model", tiny, "-data", license, "-out", out, "-batch", "1",
+		"-seq", "16", "-device", "cpu", "-accumulate", "3", "-lr", "0.003"}, more...)
+}
+
+// sameRun wants two runs to have left the same model and the same checkpoint.
+func sameRun(t *testing.T, want, got string) {
+	t.Helper()
+	for _, name := range []string{"model.safetensors", filepath.Join(runFolder, checkpointName)} {
+		a, err := os.ReadFile(filepath.Join(want, name))
+		require.NoError(t, err)
+		b, err := os.ReadFile(filepath.Join(got, name))
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(a, b), "%s differs", name)
+	}
+}
+
+// TestTrainGPUs wants several processes to leave what one does, bit for bit, and to say who says
+// what; and, interrupted, to go on as another number of processes.
+func TestTrainGPUs(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("Windows does not let a process interrupt another")
+	}
+	dir := t.TempDir()
+	alone, together := filepath.Join(dir, "alone"), filepath.Join(dir, "together")
+	steps := []string{"-steps", "20", "-save-every", "0"}
+	_, err := kasmina(t, training(alone, steps...)...)
+	require.NoError(t, err)
+
+	w := &told{seen: "step"}
+	c := program(t, nil, training(together, append(steps, "-gpus", "2")...)...)
+	c.Stdout, c.Stderr = w, w
+	w.at = func() { _ = c.Process.Signal(os.Interrupt) }
+	err = c.Run()
+	if err == nil { // all steps were done before the signal came
+		t.Log("the run was faster than its interrupt")
+	} else {
+		require.Contains(t, w.String(), "-resume goes on")
+		require.Contains(t, w.String(), "signal interrupt")
+		out, err := program(t, nil, training(together, append(steps, "-gpus", "3",
+			"-resume")...)...).CombinedOutput()
+		require.NoError(t, err, string(out))
+		require.NotContains(t, string(out), "[1]")
+	}
+	require.Contains(t, w.String(), "[0] ranks     2 processes, started by torchrun")
+	sameRun(t, alone, together)
+}
+
+// TestTrainRankDies wants the death of a process to end all, soon, and to be named.
+func TestTrainRankDies(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	c := program(t, []string{victimVariable + "=1"}, training(out, "-gpus", "2",
+		"-steps", "1000000", "-quiet")...)
+	text, err := c.CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(text), "kasmina: launch: rank 1 (process ")
+	require.NoFileExists(t, filepath.Join(out, "config.json"))
+}
+
+// freePort is a port that nobody listens at now.
+func freePort(t *testing.T) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
+}
+
+// TestTrainPlaces wants the command to train together with the others that torchrun or Slurm
+// starts, and on a node of Kubeflow Trainer to start them.
+func TestTrainPlaces(t *testing.T) {
+	dir := t.TempDir()
+	alone := filepath.Join(dir, "alone")
+	_, err := kasmina(t, training(alone, "-steps", "2")...)
+	require.NoError(t, err)
+	port := freePort(t)
+	secret := comm.SecretVariable + "=" + port
+	for name, places := range map[string][][]string{
+		"torchrun": {{"RANK=0", "LOCAL_RANK=0"}, {"RANK=1", "LOCAL_RANK=1"}},
+		"Slurm": {{"SLURM_PROCID=0", "SLURM_LOCALID=0"}, {"SLURM_PROCID=1",
+			"SLURM_LOCALID=1"}},
+		"Kubeflow": {{"PET_NNODES=1", "PET_NODE_RANK=0", "PET_NPROC_PER_NODE=2",
+			"PET_MASTER_ADDR=127.0.0.1", "PET_MASTER_PORT=" + port}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			common := []string{secret, "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + port}
+			switch name {
+			case "torchrun":
+				common = append(common, "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2")
+			case "Slurm":
+				common = append(common, "SLURM_JOB_ID=7", "SLURM_STEP_ID=0", "SLURM_NODEID=0",
+					"SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_TASKS_PER_NODE=2")
+			default:
+				common = common[:1]
+			}
+			out := filepath.Join(dir, name)
+			var wait sync.WaitGroup
+			errs := make([]error, len(places))
+			for i, place := range places {
+				c := program(t, append(place, common...), training(out, "-steps", "2")...)
+				w := &told{}
+				c.Stdout, c.Stderr = w, w
+				wait.Go(func() {
+					if err := c.Run(); err != nil {
+						errs[i] = fmt.Errorf("process %d: %w: %s", i, err, w)
+					}
+				})
+			}
+			wait.Wait()
+			for _, err := range errs {
+				require.NoError(t, err)
+			}
+			sameRun(t, alone, out)
+		})
+	}
+}
+
+// TestLaunchRanks wants nothing to be started where another has, and mistakes to be told once.
+func TestLaunchRanks(t *testing.T) {
+	for _, v := range os.Environ() {
+		for _, p := range placeVariables {
+			if name, _, _ := strings.Cut(v, "="); strings.HasPrefix(v, p) {
+				t.Setenv(name, "")
+			}
+		}
+	}
+	for _, args := range []string{"", "eval -gpus 2", "train -gpus 1", "train -gpus -1",
+		"train -gpus x", "train -help -gpus 2", "no -gpus 2"} {
+		launched, err := launchRanks(strings.Fields(args), io.Discard, io.Discard)
+		require.NoError(t, err, args)
+		require.False(t, launched, args)
+	}
+	_, err := kasmina(t, training("x", "-gpus", "-1")...)
+	require.ErrorContains(t, err, "-gpus is -1")
+	for name, value := range map[string]string{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+		"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2",
+		"MASTER_ADDR": "127.0.0.1"} {
+		t.Setenv(name, value)
+	}
+	_, err = launchRanks([]string{"train", "-gpus", "2"}, io.Discard, io.Discard)
+	require.ErrorContains(t, err, "Slurm has started a process")
+	_, err = kasmina(t, training("x", "-accumulate", "1")...)
+	require.ErrorContains(t, err, "accumulate 2")
+}
