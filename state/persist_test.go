@@ -528,6 +528,7 @@ func TestForged(t *testing.T) {
 		"performance is NaN": func(_ *Lattice, s *seedState) { s.performance[1] = nan },
 		"it is Grafting and has no slot": func(l *Lattice, s *seedState) {
 			l.config.Gates = true
+			s.slot[0] = 1 // what fill drew may be none
 			s.stage[1], s.slot[1] = uint8(Grafting), 0
 		},
 	} {
