@@ -49,8 +49,12 @@ func Example() {
 	err = lattice.Transition(2, state.Fossilized)
 	fmt.Println(errors.Is(err, state.ErrTransition), err)
 	// Output:
-	// 0.25 0.5 0.75 1 RampFinished of seed 2 1 true state.Transition: transition not allowed: seed
-	// 2 cannot go from Grafting to Fossilized: want Stabilization or RolledBack
+	// 0.25
+	// 0.5
+	// 0.75
+	// 1 RampFinished of seed 2
+	// 1
+	// true state.Transition: transition not allowed: seed 2 cannot go from Grafting to Fossilized: want Stabilization or RolledBack
 }
 
 // A lattice is saved and loaded as a whole; a damaged one is refused, and the error names the seed.
@@ -75,8 +79,8 @@ func ExampleLattice_UnmarshalBinary() {
 	err = restored.UnmarshalBinary(data)
 	fmt.Println(errors.Is(err, state.ErrCorrupt), err)
 	// Output:
-	// 3 seeds true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its
-	// checksum: bit 24 of its checksum has flipped (1 of 3 seeds do not)
+	// 3 seeds
+	// true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its checksum: bit 24 of its checksum has flipped (1 of 3 seeds do not)
 }
 
 // impatient is a controller of a user's own: it germinates whatever is dormant, and moves
