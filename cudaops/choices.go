@@ -72,6 +72,17 @@ func WithWays(rules ...string) MachineOption {
 	}
 }
 
+// WithChoices takes over what another machine has chosen for the same graph ([Machine.Choices]), in
+// the place of tuning, so that both compute the same bits. What the other machine has not chosen
+// goes by rule. A way that this machine's GPU has not is an error of NewMachine. Of a choice Op,
+// Shape and Way count.
+func WithChoices(choices []Choice) MachineOption {
+	return func(c *machineConfig) error {
+		c.given = append([]Choice{}, choices...)
+		return nil
+	}
+}
+
 // Choice is the way in which a machine computes an op of some shape.
 type Choice = optime.Choice
 
@@ -92,8 +103,8 @@ func (m *Machine) Choices() []Choice { return m.chooser.Made() }
 // newChooser returns what chooses the ways of a machine.
 func newChooser(m *Machine) (*choose.Chooser, error) {
 	c := &m.config
-	o := choose.Config{Mode: c.tuning, Path: c.tunePath, Least: c.tuneLeast, Device: m.device.info,
-		Version: m.device.version, Logger: c.logger, Warn: m.warn}
+	o := choose.Config{Mode: c.tuning, Path: c.tunePath, Least: c.tuneLeast, Given: c.given,
+		Device: m.device.info, Version: m.device.version, Logger: c.logger, Warn: m.warn}
 	var err error
 	if o.Rules, err = slices.Clone(c.rules).WithEnvironment(); err != nil {
 		return nil, err

@@ -96,6 +96,9 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if err := m.plan(g); err != nil {
 		return nil, err
 	}
+	if m.config.ranks != nil {
+		m.chooser.Settle()
+	}
 	return m, m.load()
 }
 

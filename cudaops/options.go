@@ -37,8 +37,9 @@ type machineConfig struct {
 	tuning    tune.Mode
 	rules     wayrule.Rules
 	monitor   int
-	tuneLeast float64 // operations of a product that is worth timing; 0 for tuneLeast
-	tunePath  string  // of the stored choices; "" for the user's
+	tuneLeast float64  // operations of a product that is worth timing; 0 for tuneLeast
+	tunePath  string   // of the stored choices; "" for the user's
+	given     []Choice // of another machine; nil for none
 
 	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
 }
@@ -51,8 +52,9 @@ type MachineOption func(*machineConfig) error
 // parameters and updates that: of what AdamW updates by elements, of what Muon updates by matrices.
 // The group's device is the machine's. What collectives do is captured with the update.
 //
-// The bits of an update do not depend on the number of ranks, where all compute in the same ways
-// (WithTuning(TuneOff), or the same stored choices).
+// The bits of an update do not depend on the number of ranks, where all compute the graph in the
+// same ways: without tuning, or with the choices of one of them ([WithChoices]). Updates are not
+// tuned, since each rank updates something else.
 func WithRanks(group comm.Group) MachineOption {
 	return func(c *machineConfig) error {
 		if group == nil {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -17,6 +18,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm/loopback"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -225,4 +228,66 @@ func TestRanksRemember(t *testing.T) {
 		}
 	})
 	require.Equal(t, all, held)
+}
+
+// TestRanksChoices: what rank 0 has timed holds at other ranks, where other ways would be faster,
+// and the update, which differs from rank to rank, is not timed anywhere.
+func TestRanksChoices(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+	const size = 3
+	chosen := make(chan []Choice, size)
+	all := make([][]Choice, size)
+	path := filepath.Join(t.TempDir(), "tune.json")
+	eachRank(t, size, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+		loss, _, _, nodes := ranked(t)
+		took := []fake.Way{{Took: 1e6}, {Took: 9e6}}
+		var tuned []MachineOption
+		if rank == 0 {
+			took = []fake.Way{{Took: 9e6}, {Took: 1e6}}
+			tuned = []MachineOption{WithTuning(TuneCached)}
+		} else {
+			tuned = []MachineOption{WithTuning(TuneFull), WithChoices(<-chosen)}
+		}
+		wrap := withKernels(func(k run.Launcher) run.Launcher {
+			return &normWays{Launcher: k, fake: fakeOf(k),
+				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}}, ways: took}
+		})
+		private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
+		m, err := NewMachine(d, loss.Graph(), append(tuned, kernels, wrap, private,
+			WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)...)
+		require.NoError(t, err)
+		defer m.Close()
+		all[rank] = m.Choices()
+		if rank == 0 {
+			for range size - 1 {
+				chosen <- all[0]
+			}
+		}
+		o, err := optim.NewMuon()
+		require.NoError(t, err)
+		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
+		require.NoError(t, m.SetOptimizer(o, 0.1))
+		for _, c := range m.Choices()[len(all[rank]):] {
+			require.Equal(t, ByRule, c.Source, "%s %s of the update", c.Op, c.Shape)
+		}
+	})
+	require.NotEmpty(t, all[0])
+	timed := 0
+	for r, choices := range all {
+		require.Len(t, choices, len(all[0]))
+		for i, c := range choices {
+			want := all[0][i]
+			require.Equal(t, [3]string{want.Op, want.Shape, want.Way},
+				[3]string{c.Op, c.Shape, c.Way}, "rank %d", r)
+			if c.Source == Measured {
+				timed++
+				require.Zero(t, r)
+			}
+			if c.Op == "RMSNorm" {
+				require.Equal(t, "plain", c.Way)
+			}
+		}
+	}
+	require.NotZero(t, timed)
 }

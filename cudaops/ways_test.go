@@ -531,3 +531,47 @@ func TestTuningOptions(t *testing.T) {
 		}
 	}
 }
+
+// TestChoicesOfAnother wants what another machine has chosen to be taken over without timing, what
+// it has not chosen to go by rule, and a way that is not there to be refused.
+func TestChoicesOfAnother(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "full") // which is for machines that choose themselves
+	t.Setenv("KASMINA_WAYS", "")
+	ways := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
+	path := filepath.Join(t.TempDir(), "tune.json")
+	timed := tuneNorm(t, path, [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}, "a")
+	if timed.Way != "wide-1" || timed.Source != Measured {
+		t.Fatalf("timed: %+v", timed)
+	}
+	r := tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}))
+	if r.Way != "wide-1" || r.last != r.Way || r.Source != Stored || r.runs != 2 || r.log != "" {
+		t.Errorf("taken over: %+v", r)
+	}
+	r = tuneNorm(t, path, ways, "a", WithChoices(nil))
+	if r.Way != "wide-4" || r.Source != ByRule || r.runs != 2 {
+		t.Errorf("not chosen: %+v", r)
+	}
+	r = tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}),
+		WithWays("RMSNorm=wide-1"))
+	if r.Way != "wide-1" || r.Source != Forced {
+		t.Errorf("the same by rule: %+v", r)
+	}
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g := gorgonia.NewGraph()
+	x := randomMatrices(g, 1, 3, 1)("x", 6, 5)
+	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
+		gorgonia.WithInit(gorgonia.Ones()))
+	if _, err := op.RMSNorm(x, w, 1e-5); err != nil {
+		t.Fatal(err)
+	}
+	wrap := withKernels(func(k run.Launcher) run.Launcher {
+		return &normWays{Launcher: k, fake: fakeOf(k),
+			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
+			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
+	})
+	_, err := NewMachine(device, g, fakeOption, wrap, WithChoices([]Choice{timed.Choice}))
+	if err == nil || !strings.Contains(err.Error(), "the same kind of GPU") ||
+		!strings.Contains(err.Error(), timed.Shape) {
+		t.Errorf("a way that is not there: %v", err)
+	}
+}

@@ -138,7 +138,7 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 	}
 	if device != nil && team != nil {
 		o.train.Engine = gpu.Parallel(device, o.onGPU(), team,
-			cudaops.WithGradientPrecision(o.gradients))
+			cudaops.WithGradientPrecision(o.gradients), cudaops.WithTuning(o.tune))
 	} else if device != nil {
 		opts := []cudaops.MachineOption{cudaops.WithGradientPrecision(o.gradients),
 			cudaops.WithTuning(o.tune)}

@@ -62,37 +62,68 @@ func (s scaler) SetLossScale(l llm.LossScale) error {
 	return s.machine.SetLossScale(cudaops.LossScale(l))
 }
 
+// builder makes an engine: compiled first, and then with its optimiser.
+type builder struct {
+	name   string
+	device *cudaops.Device
+	// of all machines, and of the one that trains alone
+	opts, training []cudaops.MachineOption
+	model          *llm.Model
+	optimizer      optim.Optimizer
+	config         llm.TrainConfig
+}
+
 func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model,
-	o optim.Optimizer, c llm.TrainConfig, training ...cudaops.MachineOption) (*engine, error) {
-	if m.Dtype() != tensor.Float32 {
-		return nil, fmt.Errorf("the model is of %v, want float32", m.Dtype())
+	o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
+	b := builder{name: name, device: device, opts: opts, model: m, optimizer: o, config: c}
+	if c.Accumulate > 1 {
+		b.training = append(b.training, cudaops.WithAccumulation())
 	}
-	g, err := c.Graph(m)
+	e, err := b.compile()
+	if err == nil {
+		err = e.optimize()
+	}
 	if err != nil {
 		return nil, err
 	}
-	if err := o.Declare(gorgonia.NodesToValueGrads(g.Params)); err != nil {
-		return nil, err
+	return e, nil
+}
+
+// compile makes an engine without an optimiser.
+func (b builder) compile() (*engine, error) {
+	if b.model.Dtype() != tensor.Float32 {
+		return nil, fmt.Errorf("the model is of %v, want float32", b.model.Dtype())
 	}
-	own := append(slices.Clip(opts), cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss))
-	if own = append(own, training...); c.Accumulate > 1 && len(training) == 0 {
-		own = append(own, cudaops.WithAccumulation())
-	}
-	machine, err := cudaops.NewMachine(device, g.G, own...)
+	g, err := b.config.Graph(b.model)
 	if err != nil {
 		return nil, err
 	}
-	if err := machine.SetOptimizer(o, c.Clip); err != nil {
-		return nil, errors.Join(err, machine.Close())
+	if err := b.optimizer.Declare(gorgonia.NodesToValueGrads(g.Params)); err != nil {
+		return nil, err
+	}
+	own := append(slices.Clip(b.opts), cudaops.WithParams(g.Params...),
+		cudaops.WithOutputs(g.Loss))
+	machine, err := cudaops.NewMachine(b.device, g.G, append(own, b.training...)...)
+	if err != nil {
+		return nil, err
 	}
 	beside := func(g *llm.Graph) (llm.Machine, error) {
-		return cudaops.NewMachine(device, g.G,
-			append(slices.Clip(opts), cudaops.WithParamsOf(machine))...)
+		return cudaops.NewMachine(b.device, g.G,
+			append(slices.Clip(b.opts), cudaops.WithParamsOf(machine))...)
 	}
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
-		name += ", gradients " + p.String()
+		b.name += ", gradients " + p.String()
 	}
-	return &engine{name, llm.Inference{Model: m, Make: beside}, o, c.Clip, g, machine, false}, nil
+	return &engine{b.name, llm.Inference{Model: b.model, Make: beside}, b.optimizer, b.config.Clip,
+		g, machine, false}, nil
+}
+
+// optimize puts the optimiser on the device. After an error the engine is closed.
+func (e *engine) optimize() error {
+	if err := e.machine.SetOptimizer(e.optimizer, e.limit); err != nil {
+		return errors.Join(err, e.machine.Close())
+	}
+	return nil
 }
 
 func (e *engine) Name() string { return e.name }

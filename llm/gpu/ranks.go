@@ -2,8 +2,10 @@ package gpu
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/comm"
@@ -30,9 +32,10 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 // the sums of gradients and the moments of its part. Gradients travel by NCCL in the precision that
 // the machine keeps them in, and weights as float32.
 //
-// Ranks compute in the ways that rules choose (cudaops.TuneOff): those that are timed might differ
-// from GPU to GPU. Float16, and Kasmina layers in the Strict mode or with adaptive clipping, are
-// for a single GPU.
+// Rank 0 tunes, as opts say (cudaops.WithTuning), and its choices hold for all, which therefore
+// compute with the same kernels; they are on GPUs of one kind. Updates, whose shapes depend on the
+// number of ranks, and evaluations go by rule. Float16, and Kasmina layers in the Strict mode or
+// with adaptive clipping, are for a single GPU.
 func Parallel(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
 	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 	error) {
@@ -57,30 +60,81 @@ type ranked struct {
 var _ llm.Parallel = ranked{}
 
 func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
-	opts []cudaops.MachineOption, m *llm.Model,
-	o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
-	k := m.Config.KasminaOptions
-	switch {
-	case precision == cudaops.Float16:
-		return nil, errors.New("float16 is for a single GPU: bf16 needs no loss scale")
-	case k.Stability == op.Strict || k.AdaptiveClip > 0:
-		return nil,
-			errors.New("the Strict mode and adaptive clipping of Kasmina layers are for a " +
-				"single GPU")
-	case c.Accumulate < team.Size():
-		return nil,
-			fmt.Errorf("a step of %d batches leaves nothing to do for some of %d GPUs: "+
-				"TrainConfig.Accumulate is at least "+
-				"their number", c.Accumulate, team.Size())
+	opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer,
+	c llm.TrainConfig) (llm.Engine, error) {
+	if err := team.Agree(checkRanked(precision, team, m, c)); err != nil {
+		return nil, err
 	}
-	own := append(slices.Clip(opts), cudaops.WithPrecision(precision),
-		cudaops.WithTuning(cudaops.TuneOff))
-	e, err := newEngine("cuda "+precision.String()+", ranks", device, own, m, o, c,
-		cudaops.WithRanks(team.Group()))
+	b := builder{name: "cuda " + precision.String() + ", ranks", device: device,
+		opts: append(slices.Clip(opts), cudaops.WithPrecision(precision),
+			cudaops.WithTuning(cudaops.TuneOff)),
+		model: m, optimizer: o, config: c}
+	shared := []cudaops.MachineOption{cudaops.WithRanks(team.Group())}
+	e, err := compileAlike(team, func() (*engine, []cudaops.Choice, error) {
+		b.training = append(append(shared, cudaops.WithTuning(cudaops.TuneDefault)), opts...)
+		e, err := b.compile()
+		if err != nil {
+			return nil, nil, err
+		}
+		return e, e.Choices(), nil
+	}, func(ways []cudaops.Choice) (*engine, error) {
+		b.training = append(shared, cudaops.WithChoices(ways))
+		return b.compile()
+	})
 	if err != nil {
 		return nil, err
 	}
+	if err := e.optimize(); err != nil {
+		return nil, err
+	}
 	return ranked{e, team}, nil
+}
+
+// checkRanked refuses what several ranks cannot do.
+func checkRanked(precision cudaops.Precision, team *parallel.Team, m *llm.Model,
+	c llm.TrainConfig) error {
+	k := m.Config.KasminaOptions
+	switch {
+	case precision == cudaops.Float16:
+		return errors.New("float16 is for a single GPU: bf16 needs no loss scale")
+	case k.Stability == op.Strict || k.AdaptiveClip > 0:
+		return errors.New("the Strict mode and adaptive clipping of Kasmina layers are for a " +
+			"single GPU")
+	case c.Accumulate < team.Size():
+		return fmt.Errorf("a step of %d batches leaves nothing to do for some of %d GPUs: "+
+			"TrainConfig.Accumulate is at least their number", c.Accumulate, team.Size())
+	}
+	return nil
+}
+
+// compileAlike compiles at rank 0, and then at the others with what rank 0 has chosen. An error of
+// rank 0 is that of all.
+func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.Choice, error),
+	others func([]cudaops.Choice) (E, error)) (e E, err error) {
+	var chosen []byte
+	if team.Rank() == 0 {
+		var ways []cudaops.Choice
+		if e, ways, err = first(); err == nil {
+			defer func() {
+				if err != nil {
+					err = errors.Join(err, e.Close())
+				}
+			}()
+			chosen, err = json.Marshal(ways)
+		}
+	}
+	if err = team.Agree(err); err != nil {
+		return e, err
+	}
+	all, err := team.Exchange(chosen)
+	if err != nil || team.Rank() == 0 {
+		return e, err
+	}
+	var ways []cudaops.Choice
+	if err := json.Unmarshal(all[0], &ways); err != nil {
+		return e, fmt.Errorf("the choices of rank 0: %w", err)
+	}
+	return others(append([]cudaops.Choice{}, ways...))
 }
 
 func (r ranked) Rank() int                               { return r.team.Rank() }

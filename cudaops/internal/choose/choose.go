@@ -28,8 +28,11 @@ type Config struct {
 	Least   float64 // operations of a product that is worth timing; 0 for the usual
 	Device  gpu.DeviceInfo
 	Version int // of the driver
-	Logger  *slog.Logger
-	Warn    func(message string)
+	// Given are the choices of another machine, which this one takes over in the place of timing;
+	// nil for none.
+	Given  []optime.Choice
+	Logger *slog.Logger
+	Warn   func(message string)
 }
 
 // Chooser chooses the ways of a machine.
@@ -38,9 +41,10 @@ type Chooser struct {
 	x     *run.Executor
 	store *tune.Store // nil where nothing is timed
 	made  []optime.Choice
-	known map[string]int  // positions in made
-	older []optime.Choice // of a program that is not made use of
-	full  bool            // has been told: there was no memory to time in
+	known map[string]int    // positions in made
+	older []optime.Choice   // of a program that is not made use of
+	given map[string]string // ways, as in known; nil where none are given
+	full  bool              // has been told: there was no memory to time in
 }
 
 const (
@@ -56,11 +60,20 @@ func New(x *run.Executor, c Config) *Chooser {
 	if t.Least == 0 {
 		t.Least = leastOperations
 	}
-	if c.Mode != tune.Off {
+	switch {
+	case c.Given != nil:
+		t.given = map[string]string{}
+		for _, g := range c.Given {
+			t.given[g.Op+" "+g.Shape] = g.Way
+		}
+	case c.Mode != tune.Off:
 		t.store = tune.Open(c.Path, c.Warn)
 	}
 	return t
 }
+
+// Settle ends timing: what is not chosen yet goes by rule.
+func (t *Chooser) Settle() { t.store, t.given = nil, nil }
 
 // Made returns what was chosen so far, in that order.
 func (t *Chooser) Made() []optime.Choice { return slices.Clone(t.made) }
@@ -80,8 +93,8 @@ func (t *Chooser) Again() {
 	clear(t.known)
 }
 
-// Tunes reports whether anything may be timed.
-func (t *Chooser) Tunes() bool { return t.store != nil }
+// Tunes reports whether anything may be timed, here or where the given choices come from.
+func (t *Chooser) Tunes() bool { return t.store != nil || t.given != nil }
 
 // Ways lists the ways in which a kernel can do a launch.
 func (t *Chooser) Ways(params any) []kernel.Way { return t.x.Kernels.Ways(params) }
@@ -213,7 +226,16 @@ func (t *Chooser) choose(j job) (way, choice int, err error) {
 	if forced {
 		c.Source = optime.Forced
 	}
-	if t.Tunes() && len(left) > 1 && !j.tiny {
+	if given, ok := t.given[key]; ok {
+		if way = slices.Index(names, given); !slices.Contains(left, way) {
+			return 0, 0, fmt.Errorf("%s %s is computed in the way %q elsewhere, and here there "+
+				"are %q: use the same kind of GPU, CUDA and rules everywhere, or no tuning",
+				j.Op, j.Shape, given, names)
+		}
+		if len(left) > 1 && !forced {
+			c.Source = optime.Stored
+		}
+	} else if t.store != nil && len(left) > 1 && !j.tiny {
 		if way, err = t.timed(j, left, &c); err != nil {
 			return 0, 0, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}

@@ -1,0 +1,95 @@
+package gpu
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+)
+
+// compiled stands for an engine.
+type compiled struct{ ways []cudaops.Choice }
+
+func (c *compiled) Close() error {
+	c.ways = nil
+	return nil
+}
+
+// eachMember runs f at every rank of a team on CPUs.
+func eachMember(t *testing.T, size int, f func(team *parallel.Team) error) (errs []error) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	require.NoError(t, l.Close())
+	errs = make([]error, size)
+	var wg sync.WaitGroup
+	for r := range size {
+		wg.Go(func() {
+			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size, LocalRank: r,
+				LocalSize: size, MasterAddr: "127.0.0.1", MasterPort: port,
+				Run: fmt.Sprint(t.Name(), port)}, comm.Options{Timeout: time.Minute})
+			if err != nil {
+				errs[r] = err
+				return
+			}
+			team, err := parallel.Join(t.Context(), w)
+			if err != nil {
+				errs[r] = err
+				return
+			}
+			errs[r] = f(team)
+			if err := team.Close(nil); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	return errs
+}
+
+// TestCompileAlike wants the choices of rank 0 at all ranks, chosen once, and its error at all.
+func TestCompileAlike(t *testing.T) {
+	chosen := []cudaops.Choice{{Op: "RMSNorm", Shape: "6x5", Way: "wide-1"}}
+	for _, ways := range [][]cudaops.Choice{chosen, nil} {
+		for _, err := range eachMember(t, 3, func(team *parallel.Team) error {
+			e, err := compileAlike(team, func() (*compiled, []cudaops.Choice, error) {
+				if team.Rank() > 0 {
+					return nil, nil, errors.New("chosen at another rank")
+				}
+				return &compiled{ways}, ways, nil
+			}, func(given []cudaops.Choice) (*compiled, error) {
+				if given == nil || team.Rank() == 0 {
+					return nil, fmt.Errorf("rank %d is given %v", team.Rank(), given)
+				}
+				return &compiled{given}, nil
+			})
+			if err == nil && (len(e.ways) != len(ways) || len(ways) > 0 && (e.ways[0].Way !=
+				ways[0].Way || e.ways[0].Shape != ways[0].Shape)) {
+				err = fmt.Errorf("rank %d has %v", team.Rank(), e.ways)
+			}
+			return err
+		}) {
+			require.NoError(t, err)
+		}
+	}
+	for _, err := range eachMember(t, 3, func(team *parallel.Team) error {
+		_, err := compileAlike(team, func() (*compiled, []cudaops.Choice, error) {
+			return nil, nil, errors.New("no memory")
+		}, func([]cudaops.Choice) (*compiled, error) {
+			t.Error("compiled after rank 0 has failed")
+			return nil, nil
+		})
+		return err
+	}) {
+		require.ErrorContains(t, err, "no memory")
+	}
+}
