@@ -359,8 +359,8 @@ func Size(k Kind, c, width int) (int, error) {
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
-		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, "+
-			"for chunks of %d features, want weights [slots, W] and scales [slots]", len(weights),
+		return fmt.Errorf("blueprints.Identity: weights has %d elements and scales %d, for "+
+			"chunks of %d features, want weights [slots, W] and scales [slots]", len(weights),
 			slots, c)
 	}
 	if slot < 1 || slot >= slots {

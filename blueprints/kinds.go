@@ -15,9 +15,8 @@ var builtin = []*Blueprint{
 		F64:         residual[float64](),
 	},
 	AttentionGate: {
-		Name: "AttentionGate",
-		Layout: "a · x ⊙ softmax(w): w[i] is the logit of feature i's gate, a scales " +
-			"the result",
+		Name:   "AttentionGate",
+		Layout: "a · x ⊙ softmax(w): w[i] is the logit of feature i's gate, a scales the result",
 		Identity: func(w []float64, _ int, _ *rand.Rand) float64 {
 			return fill(w, 0, float64(len(w)))
 		},
@@ -26,9 +25,8 @@ var builtin = []*Blueprint{
 		F64:         attentionGate[float64](),
 	},
 	MLPExpansion: {
-		Name: "MLPExpansion",
-		Layout: "a · relu(x ⊙ w): w[i] multiplies feature i before the relu, a scales " +
-			"the result",
+		Name:   "MLPExpansion",
+		Layout: "a · relu(x ⊙ w): w[i] multiplies feature i before the relu, a scales the result",
 		// where x ≥ 0
 		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 1, 1) },
 		Homogeneity: InX,

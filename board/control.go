@@ -84,8 +84,8 @@ func (b *Board) authorised(f func(*http.Request, *llm.Trainer) error) http.Handl
 		switch run, t := b.trainer(r.PathValue("run")); {
 		case !b.config.control:
 			refuse(w, http.StatusForbidden,
-				"this board can only be looked at: board.WithControl, or "+
-					"-board-control, lets a run be steered")
+				"this board can only be looked at: board.WithControl, or -board-control, lets a "+
+					"run be steered")
 		case !rate.take(time.Now()):
 			refuse(w, http.StatusTooManyRequests, "too many commands")
 		case sites.Check(r) != nil:
@@ -93,8 +93,7 @@ func (b *Board) authorised(f func(*http.Request, *llm.Trainer) error) http.Handl
 		case !bearer || subtle.ConstantTimeCompare(want[:], got[:]) != 1:
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			refuse(w, http.StatusUnauthorized,
-				"the token is missing or wrong: the program printed it, with "+
-					"the board's URL")
+				"the token is missing or wrong: the program printed it, with the board's URL")
 		case err != nil || kind != "application/json":
 			refuse(w, http.StatusUnsupportedMediaType, "the body must be application/json")
 		case run == nil:
@@ -202,8 +201,7 @@ func steer(r *http.Request, t *llm.Trainer) error {
 		return r.Context().Err()
 	case <-time.After(patience):
 		return errors.New("the step takes long: the commands wait for its end, and the page will " +
-			"show what " +
-			"comes of them")
+			"show what comes of them")
 	}
 }
 

@@ -215,8 +215,7 @@ func refuse(w http.ResponseWriter, status int, why string) {
 
 // policy lets the page load what the board serves, and nothing else.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: " +
-	"data:; " +
-	"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+	"data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 // guarded answers only as many requests as cost a run nothing, and only those that were meant for
 // the board.

@@ -198,8 +198,8 @@ func (e *environment) trainer() Place {
 		LocalSize: 1, MasterAddr: e.getenv("PET_MASTER_ADDR"),
 		MasterPort: e.numberOr(defaultPort, "PET_MASTER_PORT")}
 	if per := e.getenv("PET_NPROC_PER_NODE"); per != "" && per != "1" {
-		e.fail("PET_NPROC_PER_NODE=%q and no RANK: each node starts its processes by "+
-			"package launch", per)
+		e.fail("PET_NPROC_PER_NODE=%q and no RANK: each node starts its processes by package "+
+			"launch", per)
 	}
 	p.Run = net.JoinHostPort(p.MasterAddr, strconv.Itoa(p.MasterPort))
 	return p

@@ -117,8 +117,8 @@ func (w *World) compare(values [][]byte) error {
 		for i := range max(len(facts), len(zero)) {
 			switch {
 			case i >= len(facts) || i >= len(zero) || facts[i].Name != zero[i].Name:
-				return fmt.Errorf("ranks 0 and %d agree on different things, %v and %v: "+
-					"start the same program everywhere", r, zero, facts)
+				return fmt.Errorf("ranks 0 and %d agree on different things, %v and %v: start "+
+					"the same program everywhere", r, zero, facts)
 			case facts[i].Value != zero[i].Value:
 				return fmt.Errorf("%s differs: %q at rank 0, %q at rank %d", facts[i].Name,
 					zero[i].Value, facts[i].Value, r)
@@ -145,8 +145,8 @@ func connect(ctx context.Context, p Place, timeout time.Duration) (*wire, error)
 		}
 		select {
 		case <-ctx.Done():
-			return nil, fmt.Errorf("rank 0 was not found at %s, ports %d to %d, within %v: "+
-				"is it running, and is MASTER_ADDR its host? %w", p.MasterAddr, p.ports()[0],
+			return nil, fmt.Errorf("rank 0 was not found at %s, ports %d to %d, within %v: is it "+
+				"running, and is MASTER_ADDR its host? %w", p.MasterAddr, p.ports()[0],
 				p.ports()[PortWindow-1], timeout,
 				errors.Join(append(refusals, context.Cause(ctx))...))
 		case <-time.After(pause):

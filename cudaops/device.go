@@ -121,8 +121,8 @@ func Open(opts ...DeviceOption) (*Device, error) {
 	info := devices[o.ordinal]
 	if info.Major < minMajor || info.Major == minMajor && info.Minor < minMinor {
 		return nil,
-			fmt.Errorf("cudaops.Open: %w: %s has compute capability %d.%d, at least %d.%d "+
-				"is needed",
+			fmt.Errorf("cudaops.Open: %w: %s has compute capability %d.%d, at least %d.%d is "+
+				"needed",
 				ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
 	}
 	if ctx == nil {

@@ -34,8 +34,8 @@ func checkFloat8(m *Machine) error {
 		}
 	}
 	return fmt.Errorf("WithPrecision(Float8): %w: it takes products of float8 with a factor for "+
-		"each row, which a GPU of compute capability "+
-		"%d.%d and cuBLASLt 12.9 or later have; this is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", ErrUnsupportedPrecision,
+		"each row, which a GPU of compute capability %d.%d and cuBLASLt 12.9 or later have; this "+
+		"is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", ErrUnsupportedPrecision,
 		float8Capability/10, float8Capability%10, info.Name, info.Major, info.Minor,
 		blas.Version()/10000, blas.Version()/100%100)
 }

@@ -361,8 +361,8 @@ func testCapture(t *testing.T, device *Device, opts ...MachineOption) {
 		work := device.ctx.Stats().Sub(before)
 		if step > 0 && (work.GraphLaunches != 1 || work.ToHost.Count != 0 ||
 			work.OnDevice.Count != 0) {
-			t.Errorf("step %d: %+v, want one launch of a graph and no copies but those of "+
-				"the inputs", step, work)
+			t.Errorf("step %d: %+v, want one launch of a graph and no copies but those of the "+
+				"inputs", step, work)
 		}
 		got, err := machine.Value(y)
 		if err != nil {

@@ -140,8 +140,8 @@ func (p Precision) String() string {
 func (p Precision) MarshalText() ([]byte, error) {
 	if int(p) >= len(precisionNames) {
 		return nil,
-			fmt.Errorf("cudaops.Precision: %d has no name, want Float32, BFloat16, Float16 "+
-				"or Float8", uint8(p))
+			fmt.Errorf("cudaops.Precision: %d has no name, want Float32, BFloat16, Float16 or "+
+				"Float8", uint8(p))
 	}
 	return []byte(precisionNames[p]), nil
 }

@@ -165,8 +165,8 @@ func TestFloat8(t *testing.T) {
 					"a matrix added", fused, alone, adding)
 			}
 			if got, want := flopsOfFloat8(own), flopsOfFloat8(narrow); got != want || want == 0 {
-				t.Errorf("%v operations of float8 by this module's own kernels, want %v as "+
-					"by others", got, want)
+				t.Errorf("%v operations of float8 by this module's own kernels, want %v as by "+
+					"others", got, want)
 			}
 		})
 	}
@@ -388,8 +388,8 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	score.draw(t, seed)
 	borrower := open(score, WithParamsOf(m))
 	if n := len(borrower.runner.Program.Weights); n != 0 || len(m.runner.Program.Weights) == 0 {
-		t.Errorf("%d weights are made by the machine that owns them, and %d by the one that "+
-			"does not", len(m.runner.Program.Weights), n)
+		t.Errorf("%d weights are made by the machine that owns them, and %d by the one that does "+
+			"not", len(m.runner.Program.Weights), n)
 	}
 	if got := tasksOf(borrower)["Quantize"]; got != 2 {
 		t.Errorf("the borrower has %d tasks of Quantize, want those of attentions", got)

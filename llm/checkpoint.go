@@ -166,8 +166,8 @@ func ReadNotes(path string) (map[string]string, error) {
 	}
 	defer f.Close()
 	if _, ok := f.Metadata[modelfile.NotesKey]; !ok {
-		return nil, f.Errorf("it has no notes of a run, which Trainer.Save writes: a model " +
-			"alone cannot go on")
+		return nil, f.Errorf("it has no notes of a run, which Trainer.Save writes: a model alone " +
+			"cannot go on")
 	}
 	var notes map[string]string
 	if err := f.Decode(modelfile.NotesKey, "the notes", modelfile.MaxNotes, &notes); err != nil {

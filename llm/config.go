@@ -86,14 +86,13 @@ func (o KasminaOptions) check() error {
 		}
 	}
 	if _, err := o.Stability.MarshalText(); err != nil {
-		return fmt.Errorf("llm: Config.KasminaOptions.Stability is %v, want Adaptive, Fast "+
-			"or Strict",
+		return fmt.Errorf("llm: Config.KasminaOptions.Stability is %v, want Adaptive, Fast or "+
+			"Strict",
 			o.Stability)
 	}
 	if o.GradClip > 0 && o.AdaptiveClip > 0 {
 		return fmt.Errorf("llm: Config.KasminaOptions: GradClip is %v and AdaptiveClip is %v, "+
-			"want one "+
-			"of them to be 0", o.GradClip, o.AdaptiveClip)
+			"want one of them to be 0", o.GradClip, o.AdaptiveClip)
 	}
 	return nil
 }
@@ -192,8 +191,8 @@ func (c Config) Check() error {
 		return fmt.Errorf("llm: Config.Heads is %d, want a multiple of KVHeads %d", c.Heads,
 			c.KVHeads)
 	case c.HeadDim%2 != 0:
-		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions "+
-			"turn features in pairs", c.HeadDim)
+		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions turn "+
+			"features in pairs", c.HeadDim)
 	case !validBase(c.Base):
 		return fmt.Errorf("llm: Config.Base is %v, want a finite number of more than 1", c.Base)
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):

@@ -32,20 +32,17 @@ func (c Config) checkGrown() error {
 		switch {
 		case len(g.Order) != blocks || before < 1 || before >= blocks ||
 			slices.Min(g.Order) < blueprints.NewBlock:
-			return fmt.Errorf("llm: Config.Grown: growth %d has an order of %d blocks from "+
-				"%d, want "+
-				"%d from fewer", i, len(g.Order), before, blocks)
+			return fmt.Errorf("llm: Config.Grown: growth %d has an order of %d blocks from %d, "+
+				"want %d from fewer", i, len(g.Order), before, blocks)
 		case g.Seed < 0 || g.Seed >= c.Depth || g.Size < 1 || g.Step < 0:
-			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d, size %d, at step "+
-				"%d, and "+
-				"Depth is %d", i, g.Seed, g.Size, g.Step, c.Depth)
+			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d, size %d, at step %d, "+
+				"and Depth is %d", i, g.Seed, g.Size, g.Step, c.Depth)
 		}
 		blocks = before
 	}
 	if at := slices.Index(c.origin().Kasmina, blueprints.NewBlock); at >= 0 {
-		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown has as a "+
-			"new one, "+
-			"behind which no Kasmina layer stands", c.Kasmina[at])
+		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown has as a new "+
+			"one, behind which no Kasmina layer stands", c.Kasmina[at])
 	}
 	return nil
 }

@@ -376,8 +376,8 @@ func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
 // updated with gradients that are not finite, the checkpoint before to stay, and the trainer to do
 // nothing with these parameters, also if they are all finite, until it goes on from the checkpoint.
 func TestUpdateOverflowed(t *testing.T) {
-	for what, value := range map[string]float32{"a parameter that is " +
-		"not finite": float32(math.NaN()), "finite parameters": 0.5} {
+	for what, value := range map[string]float32{"a parameter that is not " +
+		"finite": float32(math.NaN()), "finite parameters": 0.5} {
 		t.Run(what, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "m.safetensors")
 			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})

@@ -62,8 +62,7 @@ func (t *Trainer) Grow(g Growth) error {
 	depthAlone := len(t.Model.Config.Kasmina) == 0 // whose blueprints need no text to be judged by
 	if g.Validation == nil && !depthAlone {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
-			"judged " +
-			"by, such as data.NewEvaluation makes of held-out text")
+			"judged by, such as data.NewEvaluation makes of held-out text")
 	}
 	if c, ok := g.Controller.(interface{ Check() error }); ok && g.Replay == nil {
 		if err := c.Check(); err != nil {
@@ -104,10 +103,9 @@ func (t *Trainer) hasTime(g Growth) error {
 					"(Growth.Every)", g.Every)
 			}
 			return fmt.Errorf("%d steps are %d epochs of %d, and a blueprint needs %d to be "+
-				"fossilized: plan at least %d steps, or shorter "+
-				"epochs (TrainConfig.Epoch), or lattices with "+
-				"state.WithThresholds(state.DefaultThresholds().Within(%d)) and a controller "+
-				"with fewer RampEpochs%s", c.Steps, have, c.Epoch, least,
+				"fossilized: plan at least %d steps, or shorter epochs (TrainConfig.Epoch), or "+
+				"lattices with state.WithThresholds(state.DefaultThresholds().Within(%d)) and a "+
+				"controller with fewer RampEpochs%s", c.Steps, have, c.Epoch, least,
 				least*c.Epoch, have, advice)
 		}
 	}

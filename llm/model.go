@@ -290,8 +290,7 @@ func (m *Model) NumSeeds() int {
 }
 
 var (
-	errZeroModel = errors.New("the model is nil or its zero value: NewModel and LoadModel " +
-		"make one")
+	errZeroModel   = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
 	errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
 )
 

@@ -92,8 +92,8 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	}
 	tracer, ok := t.engine.(Tracer)
 	if !ok {
-		return refuse("ProfileStep: the trainer's engine does not profile steps; that of " +
-			"package llm/gpu does")
+		return refuse("ProfileStep: the trainer's engine does not profile steps; that of package " +
+			"llm/gpu does")
 	}
 	if err := atomicfile.Writable(path); err != nil { // now, not when the steps have been made
 		return refuse("ProfileStep: the trace cannot be written: %w", err)

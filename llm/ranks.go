@@ -65,8 +65,8 @@ func swap[T any](e Parallel, what string, own T) ([]T, error) {
 		kind, value, _ := bytes.Cut(text, []byte("\n"))
 		if string(kind) != what {
 			return nil,
-				fmt.Errorf("llm: rank %d exchanges %.40q, rank %d %q: all must do the same steps, "+
-					"saves and growth", r, kind, e.Rank(), what)
+				fmt.Errorf("llm: rank %d exchanges %.40q, rank %d %q: all must do the same "+
+					"steps, saves and growth", r, kind, e.Rank(), what)
 		}
 		if err := json.Unmarshal(value, &all[r]); err != nil {
 			return nil, fmt.Errorf("llm: rank %d exchanges %.40q: %w", r, kind, err)
@@ -254,8 +254,7 @@ func (t *Trainer) compare() error {
 	for r, other := range all {
 		if diff := all[0].differences(other); len(diff) > 0 {
 			return fmt.Errorf("rank %d does not train as rank 0 (here) does: %s: start all with "+
-				"the same "+
-				"data, options and checkpoint", r, strings.Join(diff, "; "))
+				"the same data, options and checkpoint", r, strings.Join(diff, "; "))
 		}
 	}
 	return nil

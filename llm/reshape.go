@@ -176,8 +176,7 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 	began, m, b := time.Now(), t.Model, t.before
 	if b == nil || b.seed != s.Seed {
 		return fmt.Errorf("seed %d in depth is %v, and what the model was before it grew is not "+
-			"known: "+
-			"resume from a checkpoint of the run, which has it, or from one before", s.Seed,
+			"known: resume from a checkpoint of the run, which has it, or from one before", s.Seed,
 			s.Stage)
 	}
 	if err := t.canReshape(b.config); err != nil {
@@ -215,9 +214,8 @@ func (t *Trainer) withdraw(cause error) error {
 // canReshape returns an error if the model cannot get another configuration.
 func (t *Trainer) canReshape(next Config) error {
 	if t.Model.trainers > 1 {
-		return errors.New("another trainer of the model is open, whose graphs are of the " +
-			"blocks that " +
-			"there are: close it")
+		return errors.New("another trainer of the model is open, whose graphs are of the blocks " +
+			"that there are: close it")
 	}
 	if err := next.Check(); err != nil {
 		return err

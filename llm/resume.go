@@ -122,8 +122,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
 		return nil, c, nil,
-			f.Errorf("it holds a model alone, without the state of a run: LoadModel " +
-				"loads it")
+			f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
 	}
 	limit := modelfile.MaxRun + c.numParams()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
@@ -134,16 +133,16 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	}
 	if run.Step < 0 || run.Step > t.Config.Steps {
 		return nil, c, nil,
-			f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is "+
-				"%d; a plan of more steps goes on from there", run.Step, t.Config.Steps)
+			f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of "+
+				"more steps goes on from there", run.Step, t.Config.Steps)
 	}
 	const most = 1 << 62 // no run gets there, and counting on cannot overflow
 	if run.Spent.Time < 0 || run.Spent.Time > most || run.Spent.Tokens < 0 ||
 		run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
 		run.Summed < 0 || run.Summed > run.Step || run.Losses-run.Losses != 0 {
 		return nil, c, nil,
-			f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps "+
-				"whose losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
+			f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps whose "+
+				"losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
 	}
 	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
 		run.Share = t.Config.Budget.share(run.Spent)
@@ -172,17 +171,16 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 func (t *Trainer) knowsText(run *training) error {
 	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" &&
 		there != here {
-		return fmt.Errorf("%w: its model's tokens are those of %q, the trainer's data is in those "+
-			"of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
+		return fmt.Errorf("%w: its model's tokens are those of %q, the trainer's data is in "+
+			"those of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
 	}
 	switch here := t.Loader.State().Data; {
 	case run.Loader.Data == here:
 		return nil
 	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
-		return fmt.Errorf("%w: this older checkpoint tells its text by the names and sizes "+
-			"of files "+
-			"(fingerprint %q), not by what it says: if yours is the same, go on with it, from its "+
-			"start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
+		return fmt.Errorf("%w: this older checkpoint tells its text by the names and sizes of "+
+			"files (fingerprint %q), not by what it says: if yours is the same, go on with it, "+
+			"from its start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
 		return fmt.Errorf("%w: the run learnt from other text than the trainer's loader has "+
 			"(fingerprint %.12q, not %.12q): give it the same text, or go on with this one by "+

@@ -163,8 +163,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, err
 	}
 	if v := l.Tokens().VocabSize(); v > m.Config.Vocab {
-		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at "+
-			"most Config.Vocab, %d", v, m.Config.Vocab)
+		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at most "+
+			"Config.Vocab, %d", v, m.Config.Vocab)
 	}
 	if l.Config().Seq != m.Config.Seq || l.Config().Batch != c.Batch {
 		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: "+
@@ -173,9 +173,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	}
 	if m.Config.Documents && !l.KnowsDocuments() {
 		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where " +
-			"documents end; want those that Tokenize makes with a " +
-			"tokenizer.Bytes, or CacheTokens with a BPE or another tokenizer that has a method " +
-			"EndOfDocument() int")
+			"documents end; want those that Tokenize makes with a tokenizer.Bytes, or " +
+			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	if c.Engine == nil {

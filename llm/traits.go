@@ -106,8 +106,7 @@ func (c Config) checkTraits() error {
 				i, b.Window, maxField)
 		case b.Base != 0 && !validBase(b.Base):
 			return fmt.Errorf("llm: Config.Blocks[%d].Base is %v, want a finite number of more "+
-				"than 1, "+
-				"or 0 for that of Config.Base", i, b.Base)
+				"than 1, or 0 for that of Config.Base", i, b.Base)
 		case b.Scaling != op.RoPEScaling{} && b.Base == 0:
 			return fmt.Errorf("llm: Config.Blocks[%d].Scaling is set, want a Base beside it", i)
 		case b.NoRoPE && b.Base != 0:

@@ -161,8 +161,8 @@ func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 			least = 0
 		}
 		if start < least || start > i {
-			return s, fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, "+
-				"its own position in the sequence", r, start, least, i)
+			return s, fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, its own "+
+				"position in the sequence", r, start, least, i)
 		}
 		least = start
 	}

@@ -58,8 +58,8 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 func checkTargets(targets []int, v int) error {
 	for r, t := range targets {
 		if t >= v {
-			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, "+
-				"or a negative number to ignore the row", r, t, v-1)
+			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, or a "+
+				"negative number to ignore the row", r, t, v-1)
 		}
 	}
 	if crossentropy.Targets(targets) == 0 {

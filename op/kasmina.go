@@ -274,8 +274,8 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 			name, slots, weights.node.Shape(), want)
 	}
 	if want := lattice.Width(); want > 0 && want != width {
-		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), "+
-			"want %d as the lattice was told by WithWidth", name, width, weights.node.Shape(), want)
+		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d as the lattice was "+
+			"told by WithWidth", name, width, weights.node.Shape(), want)
 	}
 	if err := lattice.Fits(width); err != nil {
 		return fmt.Errorf("op.%s: weights has shape %v: %w", name, weights.node.Shape(), err)

@@ -701,8 +701,8 @@ func TestDocumentsAlone(t *testing.T) {
 					continue
 				}
 				if d := distance(got, want); !(d <= tolerance) {
-					t.Errorf("%v: %s of the document of %d tokens at %d differs by %.3g, "+
-						"want at most %g", dt, name, n, at, d, tolerance)
+					t.Errorf("%v: %s of the document of %d tokens at %d differs by %.3g, want at "+
+						"most %g", dt, name, n, at, d, tolerance)
 				}
 			}
 			at += n

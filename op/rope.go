@@ -62,20 +62,20 @@ func (s RoPEScaling) Check() error {
 			s.HighFreq, s.BetaFast)
 	case llama3 && (!(s.LowFreq >= 0) || !(s.HighFreq > s.LowFreq) || math.IsInf(s.HighFreq, 0) ||
 		s.Original < 1):
-		return fmt.Errorf("Scaling.LowFreq is %v, HighFreq %v and Original %d, "+
-			"want 0 ≤ LowFreq < HighFreq and a positive Original", s.LowFreq, s.HighFreq,
+		return fmt.Errorf("Scaling.LowFreq is %v, HighFreq %v and Original %d, want 0 ≤ LowFreq "+
+			"< HighFreq and a positive Original", s.LowFreq, s.HighFreq,
 			s.Original)
 	case yarn && (!(s.BetaSlow > 0) || !(s.BetaFast >= s.BetaSlow) || math.IsInf(s.BetaFast, 0) ||
 		s.Original < 1):
-		return fmt.Errorf("Scaling.BetaSlow is %v, BetaFast %v and Original %d, "+
-			"want 0 < BetaSlow ≤ BetaFast and a positive Original", s.BetaSlow, s.BetaFast,
+		return fmt.Errorf("Scaling.BetaSlow is %v, BetaFast %v and Original %d, want 0 < "+
+			"BetaSlow ≤ BetaFast and a positive Original", s.BetaSlow, s.BetaFast,
 			s.Original)
 	case !(s.Magnitude >= 0) || math.IsInf(s.Magnitude, 0):
 		return fmt.Errorf("Scaling.Magnitude is %v, want a finite number of at least 0",
 			s.Magnitude)
 	case !yarn && (s.Magnitude != 0 || s.Unrounded):
-		return fmt.Errorf("Scaling.Magnitude is %v and Unrounded %v, which are for YaRN: "+
-			"set BetaFast and BetaSlow too", s.Magnitude, s.Unrounded)
+		return fmt.Errorf("Scaling.Magnitude is %v and Unrounded %v, which are for YaRN: set "+
+			"BetaFast and BetaSlow too", s.Magnitude, s.Unrounded)
 	}
 	return nil
 }

@@ -58,8 +58,8 @@ func WithGroup(match Match, opts ...GroupOption) Option {
 		func(a *AdamW) error { a.groups = append(a.groups, g); return err },
 		func(m *Muon) error {
 			if err == nil && g.betas {
-				return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; " +
-					"give the group to WithAdamW")
+				return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give the " +
+					"group to WithAdamW")
 			}
 			m.groups = append(m.groups, g)
 			return err

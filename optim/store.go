@@ -275,9 +275,9 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 	fields := fieldsOf(e.shape)
 	for _, f := range slices.Sorted(maps.Keys(parts)) {
 		if owner := keptBy[f]; owner != "" && !slices.Contains(fields, f) {
-			return nil, fmt.Errorf("it has %s, which %s keeps, where %s is wanted, "+
-				"which %s keeps: the state is that of another optimiser, "+
-				"or of one with other options", f, owner, strings.Join(fields, " and "),
+			return nil, fmt.Errorf("it has %s, which %s keeps, where %s is wanted, which %s "+
+				"keeps: the state is that of another optimiser, or of one with other "+
+				"options", f, owner, strings.Join(fields, " and "),
 				keptBy[fields[0]])
 		}
 	}
@@ -355,8 +355,8 @@ func checkMoment(field string, data any) error {
 	if at < 0 {
 		return nil
 	}
-	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, "+
-		"or of a run that diverged; go on from an older checkpoint", field,
+	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that "+
+		"diverged; go on from an older checkpoint", field,
 		reflect.ValueOf(data).Index(at), at, want)
 }
 

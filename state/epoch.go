@@ -142,8 +142,8 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 			return fmt.Errorf("state.StepEpoch: %w: seed %d: Without is %v, want a number within "+
 				"±65504", ErrArgument, s.Seed, s.Without)
 		case !(s.Stability >= 0 && s.Stability <= 1):
-			return fmt.Errorf("state.StepEpoch: %w: seed %d: Stability is %v, want a number "+
-				"from 0 to 1", ErrArgument, s.Seed, s.Stability)
+			return fmt.Errorf("state.StepEpoch: %w: seed %d: Stability is %v, want a number from "+
+				"0 to 1", ErrArgument, s.Seed, s.Stability)
 		case s.Trials < 0 || s.Errors < 0 || s.Trials > math.MaxUint32 || s.Errors > math.MaxUint32:
 			return fmt.Errorf("state.StepEpoch: %w: seed %d: Trials is %d and Errors is %d, want "+
 				"numbers from 0 to %d",

@@ -197,8 +197,8 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	case from == Evaluating && to == Culled:
 		if !(e.Delta < t.CullDelta || e.ErrorRate > t.CullErrorRate ||
 			e.Errors > t.CullErrorCount) {
-			return Shortfall{"a failed evaluation: a performance drop, a high error rate or " +
-				"many errors", e.Delta, t.CullDelta}, false
+			return Shortfall{"a failed evaluation: a performance drop, a high error rate or many " +
+				"errors", e.Delta, t.CullDelta}, false
 		}
 	case from == FineTuning && to == Fossilized:
 		if !(e.Improvement >= t.Improvement) {

@@ -93,8 +93,8 @@ func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 		}
 		if strings.Contains(a.Name, ".") {
 			return nil,
-				fmt.Errorf("state.NewNetwork: %w: the name of layer %d is %q, want one "+
-					"without a dot", ErrArgument, i, a.Name)
+				fmt.Errorf("state.NewNetwork: %w: the name of layer %d is %q, want one without a "+
+					"dot", ErrArgument, i, a.Name)
 		}
 		for j, b := range layers[:i] {
 			if a.Lattice == b.Lattice || a.Name == b.Name {

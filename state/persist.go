@@ -134,8 +134,8 @@ func (l *Lattice) adapt(img *image) error {
 		return fmt.Errorf("%w: %w: the saved one grows in %v, this one in %v", ErrArgument,
 			ErrShape, img.config.Site, l.config.Site)
 	case l.n != img.n || l.hidden != img.hidden:
-		return fmt.Errorf("%w: %w: the saved one has %d seeds over %d features, this one %d "+
-			"over %d",
+		return fmt.Errorf("%w: %w: the saved one has %d seeds over %d features, this one %d over "+
+			"%d",
 			ErrArgument, ErrShape, img.n, img.hidden, l.n, l.hidden)
 	case differ(l.config.Slots, img.config.Slots):
 		return fmt.Errorf("%w: %w: the saved one has %d slots, this one %d", ErrArgument, ErrShape,

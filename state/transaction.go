@@ -58,8 +58,8 @@ func (n *Network) Submit(commands ...Command) <-chan error {
 	return done
 }
 
-var errListener = errors.New("state.Submit: a listener has panicked before its turn: nothing " +
-	"was done")
+var errListener = errors.New("state.Submit: a listener has panicked before its turn: nothing was " +
+	"done")
 
 var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Network.Open says "+
 	"that somebody runs it again", ErrClosed)

@@ -129,8 +129,8 @@ func required(c *cobra.Command, names ...string) error {
 // withoutWords refuses arguments that are no options.
 func withoutWords(c *cobra.Command, args []string) error {
 	if len(args) > 0 {
-		return fmt.Errorf("%q is no option: every option begins with a dash, and %s -help "+
-			"lists them",
+		return fmt.Errorf("%q is no option: every option begins with a dash, and %s -help lists "+
+			"them",
 			args[0], c.CommandPath())
 	}
 	return nil

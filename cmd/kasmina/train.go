@@ -77,8 +77,7 @@ each other. With -grow the model gets blocks while it trains.`,
 	f.IntVar(&o.grow, "grow", 0, "`N` times as many blocks, which the model gets while it "+
 		"trains; 0 for none")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
-		"compute blocks again in the backward pass: less "+
-			"memory, more work")
+		"compute blocks again in the backward pass: less memory, more work")
 	f.IntVar(&o.saveEvery, "save-every", 100,
 		"`N` steps between checkpoints, 0 for the last step alone")
 	f.IntVar(&o.evalEvery, "eval-every", 50,

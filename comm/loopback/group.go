@@ -326,8 +326,8 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 			delete(p.inbox, turn)
 			want.Turn = m.header.Turn
 			if m.header != want {
-				return nil, fmt.Errorf("loopback: rank %d called %v, rank %d called %v: "+
-					"all ranks must call the same, in the same order", rank,
+				return nil, fmt.Errorf("loopback: rank %d called %v, rank %d called %v: all "+
+					"ranks must call the same, in the same order", rank,
 					m.header, g.Rank(), want)
 			}
 			return m.data, nil

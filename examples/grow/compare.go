@@ -152,7 +152,7 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 }
 
 // evaluations is how often a run is evaluated, about.
-const evaluations = 10
+const evaluations = 8
 
 // follow evaluates a run, outside its time, notes its curve, and tells how far it is.
 func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callback {

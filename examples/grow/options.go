@@ -51,11 +51,11 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		"folder for byte-pair encodings and tokens")
 	f.IntVar(&o.vocab, "vocab", 0,
 		"entries of a byte-pair encoding trained on the data (default: a token is a byte)")
-	f.Int64Var(&o.heldOut, "heldout", 128<<10,
+	f.Int64Var(&o.heldOut, "heldout", 32<<10,
 		"bytes of held-out text that the models are compared on")
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters and data order")
 	f.IntVar(&o.runs, "runs", 3, "how often to compare, with one random seed after the other")
-	f.DurationVar(&o.time, "time", 25*time.Second, "what each run may take")
+	f.DurationVar(&o.time, "time", 20*time.Second, "what each run may take")
 	f.IntVar(&o.batch, "batch", 8, "sequences in a batch")
 	f.IntVar(&o.epoch, "epoch", 5, "steps in an epoch, behind which the controller decides")
 	f.StringVar(&o.optimizer, "optimizer", "muon", "muon or adamw")
@@ -76,7 +76,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptrons (default: 8/3 of -dim)")
 	f.IntVar(&o.model.Seq, "seq", 128, "tokens in a sequence")
 	f.IntVar(&o.every, "eval-every", 0,
-		"steps between evaluations, outside the time (default: about ten in a run)")
+		"steps between evaluations, outside the time (default: about eight in a run)")
 	f.StringVar(&o.only, "only", "", "train static or grown models alone")
 	f.StringVar(&o.board, "board", "",
 		"show the runs in a browser, at this address, such as 127.0.0.1:6060")

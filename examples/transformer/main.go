@@ -294,11 +294,11 @@ func (o options) resumption(out string) string {
 func resumeHint(err error) error {
 	switch {
 	case errors.Is(err, llm.ErrArchitecture):
-		return fmt.Errorf("%w; without the options that differ it goes on, "+
-			"and without -resume another run begins", err)
+		return fmt.Errorf("%w; without the options that differ it goes on, and without -resume "+
+			"another run begins", err)
 	case errors.Is(err, data.ErrChanged):
-		return fmt.Errorf("%w; a run goes on with the text that it began with, "+
-			"with -new-data all on this one, and without -resume another one begins", err)
+		return fmt.Errorf("%w; a run goes on with the text that it began with, with -new-data "+
+			"all on this one, and without -resume another one begins", err)
 	}
 	return err
 }

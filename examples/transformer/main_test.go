@@ -164,8 +164,8 @@ func TestLogOfSeeds(t *testing.T) {
 // TestScrub wants damage to a seed to be told and logged before it ends the run. It may not be told
 // where the user does not want to hear of it.
 func TestScrub(t *testing.T) {
-	const damage = "layer 1: seed state is corrupt: seed 3 does not match its checksum: bit 3 " +
-		"of alpha"
+	const damage = "layer 1: seed state is corrupt: seed 3 does not match its checksum: bit 3 of " +
+		"alpha"
 	folder := textFolder(t)
 	for _, scrub := range []string{"1h", "0"} {
 		o, err := parse(small(folder, filepath.Join(t.TempDir(), "out"), "-device",

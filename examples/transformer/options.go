@@ -83,8 +83,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		}
 	}
 	if f.NArg() > 0 {
-		return o, fmt.Errorf("unexpected arguments %q: every option begins with a dash, "+
-			"and a checkpoint is named with -resume=FILE; -help lists the options", f.Args())
+		return o, fmt.Errorf("unexpected arguments %q: every option begins with a dash, and a "+
+			"checkpoint is named with -resume=FILE; -help lists the options", f.Args())
 	}
 	given := map[string]bool{}
 	f.Visit(func(f *flag.Flag) { given[f.Name] = true })
@@ -144,8 +144,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.TextVar(&o.tune, "tune", cudaops.TuneDefault,
 		"how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	f.IntVar(&o.monitor, "monitor", 0,
-		"time the ops of one step in so many, at less than 0.5 % of the time: for the log, and a table at the end; "+
-			"0 for none")
+		"time the ops of one step in so many, at less than 0.5 % of the time: for the log, and a "+
+			"table at the end; 0 for none")
 	f.StringVar(&o.profile, "profile", "",
 		"write a trace of one step on a GPU, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing), and\n"+
 			"print a summary")
@@ -169,8 +169,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 		"keep the files of the data apart: attention does not look from one into another "+
 			"(computed on the CPU,\neven with a GPU)")
 	f.IntVar(&o.vocab, "vocab", 0,
-		"entries of a byte-pair encoding trained on the data, 257 or more; the model's vocabulary is rounded "+
-			"up to a multiple of 64 (default: a token is a byte)")
+		"entries of a byte-pair encoding trained on the data, 257 or more; the model's "+
+			"vocabulary is rounded up to a multiple of 64 (default: a token is a byte)")
 	f.BoolVar(&o.model.Untied, "untied", false, "give the output layer its own weight")
 	f.IntVar(&o.train.Batch, "batch", 8, "sequences in a batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches in a step")
@@ -222,8 +222,8 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 		return err
 	}
 	if was := cmp.Or(notes["preset"], o.preset); given["preset"] && was != o.preset {
-		return fmt.Errorf("-preset is %s, and the run in %s was begun with %q: "+
-			"without -preset it goes on as it was", o.preset, o.resume.path, was)
+		return fmt.Errorf("-preset is %s, and the run in %s was begun with %q: without -preset "+
+			"it goes on as it was", o.preset, o.resume.path, was)
 	}
 	var errs []error
 	f.VisitAll(func(fl *flag.Flag) {
@@ -257,8 +257,8 @@ func (o *options) checkPath(fl *flag.Flag, was string, given bool) error {
 	case fl.Value.String() == was:
 		return nil
 	case fl.Name == "data" && !given:
-		return fmt.Errorf("the run in %s learnt from %q: a path in a file is not followed, "+
-			"so name the text again, with -data", o.resume.path, was)
+		return fmt.Errorf("the run in %s learnt from %q: a path in a file is not followed, so "+
+			"name the text again, with -data", o.resume.path, was)
 	case fl.Name != "data" && !given:
 		o.changed = append(o.changed, fmt.Sprintf(
 			"-%s from %q to %q: what a file says of it is not followed, so give it with -%[1]s",

@@ -29,8 +29,8 @@ func Children(n *gorgonia.Node) gorgonia.Nodes {
 // compute.
 func HasValue(n *gorgonia.Node) error {
 	if n.Type() == nil {
-		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: " +
-			"in place of Read, name the node with WithOutputs and ask Machine.Value for it")
+		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place " +
+			"of Read, name the node with WithOutputs and ask Machine.Value for it")
 	}
 	return nil
 }

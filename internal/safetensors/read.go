@@ -189,8 +189,8 @@ func (f *File) Read(ctx context.Context, name string, data any) error {
 	e := f.entries[i]
 	n := int((e.end - e.begin) / int64(e.dtype.Size()))
 	if reflect.TypeOf(data) != e.dtype.sliceType() || reflect.ValueOf(data).Len() != n {
-		return fmt.Errorf("safetensors: %s: tensor %.100q has %d elements of type %s, "+
-			"which do not fit a %T of %d: %w", f.name, name, n, e.dtype, data,
+		return fmt.Errorf("safetensors: %s: tensor %.100q has %d elements of type %s, which do "+
+			"not fit a %T of %d: %w", f.name, name, n, e.dtype, data,
 			reflect.ValueOf(data).Len(), ErrInvalid)
 	}
 	return f.fill(ctx, i, data)

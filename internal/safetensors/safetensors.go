@@ -130,8 +130,8 @@ func New(name string, shape []int, data any) (Tensor, error) {
 			return t, t.check()
 		}
 	}
-	return Tensor{}, fmt.Errorf("safetensors: New: tensor %q: data is %T, "+
-		"expected a slice of a fixed-size number or bool: %w", name, data, ErrInvalid)
+	return Tensor{}, fmt.Errorf("safetensors: New: tensor %q: data is %T, expected a slice of a "+
+		"fixed-size number or bool: %w", name, data, ErrInvalid)
 }
 
 // check returns an error when the parts of the tensor do not fit each other.

@@ -75,13 +75,13 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	}
 	if c.Batch > maxBatchTokens/c.Seq {
 		return nil, fmt.Errorf("data: NewLoader: batches of %d sequences of %d tokens, want at "+
-			"most %d tokens; TrainConfig.Accumulate adds "+
-			"up the gradients of several batches", c.Batch, c.Seq, maxBatchTokens)
+			"most %d tokens; TrainConfig.Accumulate adds up the gradients of several "+
+			"batches", c.Batch, c.Seq, maxBatchTokens)
 	}
 	if tokens.Len() < int64(c.Seq)+1 {
 		return nil, fmt.Errorf("data: NewLoader: the text has %d tokens, and one sequence of %d "+
-			"with its last target needs %d: "+
-			"it takes more text, or shorter sequences", tokens.Len(), c.Seq, c.Seq+1)
+			"with its last target needs %d: it takes more text, or shorter "+
+			"sequences", tokens.Len(), c.Seq, c.Seq+1)
 	}
 	l := &Loader{
 		tokens: tokens,
@@ -265,8 +265,8 @@ func (l *Loader) SetState(s LoaderState) error {
 		return fmt.Errorf("data: Loader.SetState: %w", errNoLoader)
 	}
 	if s.Data != l.state.Data {
-		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of "+
-			"the tokens is %q", ErrChanged, s.Data, l.state.Data)
+		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of the "+
+			"tokens is %q", ErrChanged, s.Data, l.state.Data)
 	}
 	if s.Seq != l.config.Seq {
 		return fmt.Errorf("data: Loader.SetState: the state is of sequences of %d tokens, the "+

@@ -145,8 +145,8 @@ func (t *TokenFile) readHeader() error {
 func (h tokenHeader) check(want tokenHeader) error {
 	switch {
 	case h.Tokenizer != want.Tokenizer || h.VocabSize != want.VocabSize:
-		return fmt.Errorf("%w: its tokens are those of %q with a vocabulary of %d, want those "+
-			"of %q with %d", ErrChanged, h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
+		return fmt.Errorf("%w: its tokens are those of %q with a vocabulary of %d, want those of "+
+			"%q with %d", ErrChanged, h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
 	case h.Fingerprint != want.Fingerprint:
 		return fmt.Errorf("%w: its tokens are of other text", ErrChanged)
 	case h.Width != want.Width:

@@ -39,8 +39,8 @@ func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 	}
 	for r, other := range all {
 		if string(other) != string(all[0]) {
-			return nil, fmt.Errorf("llm/gpu: rank 0 would train on %s and rank %d on %s: "+
-				"name the device", all[0], r, other)
+			return nil, fmt.Errorf("llm/gpu: rank 0 would train on %s and rank %d on %s: name "+
+				"the device", all[0], r, other)
 		}
 	}
 	switch {

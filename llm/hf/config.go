@@ -127,15 +127,15 @@ func readTraits(o *object) (*traits, error) {
 		return nil, o.err
 	case t.family == "gemma3":
 		return nil,
-			fmt.Errorf("model_type is gemma3, a model of text and pictures: only its part " +
-				"for text, gemma3_text, can be read")
+			fmt.Errorf("model_type is gemma3, a model of text and pictures: only its part for " +
+				"text, gemma3_text, can be read")
 	case !ok:
 		return nil, fmt.Errorf("model_type is %.40q, want one of %s", t.family, familyNames())
 	}
 	// Whether weights are quantized, or code of one's own is needed, comes before the sizes.
 	o.only("quantization_config", "",
-		"quantized weights are not supported: take the folder of the "+
-			"model as it was before quantization")
+		"quantized weights are not supported: take the folder of the model as it was before "+
+			"quantization")
 	o.only("auto_map", "", "models with code of their own are not supported")
 	o.only("is_encoder_decoder", "false", "only decoders can be read")
 	o.only("add_cross_attention", "false", "only decoders can be read")

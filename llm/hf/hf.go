@@ -58,8 +58,7 @@ func (f *Folder) open() error {
 	f.config, err = regular.Read(filepath.Join(f.Dir, configName), maxConfig, "a config.json has")
 	if errors.Is(err, fs.ErrNotExist) {
 		return errors.New("it has no config.json: name the folder that a model was downloaded " +
-			"to, or " +
-			"that SavePretrained wrote")
+			"to, or that SavePretrained wrote")
 	} else if err != nil {
 		return err
 	}

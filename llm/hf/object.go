@@ -97,9 +97,8 @@ func (o *object) done() error {
 	}
 	for _, name := range slices.Sorted(maps.Keys(o.members)) {
 		if !o.taken[name] {
-			return fmt.Errorf("%s%s is %.60s: this field is not understood, and to ignore "+
-				"it might "+
-				"make another model of it", o.at, name, o.members[name])
+			return fmt.Errorf("%s%s is %.60s: this field is not understood, and to ignore it "+
+				"might make another model of it", o.at, name, o.members[name])
 		}
 	}
 	return nil

@@ -75,8 +75,8 @@ func (r *rope) read(outer *object, name string, text json.RawMessage, positions 
 		r.factor = r.readFactor(o)
 		r.lowFreq, r.highFreq = o.float("low_freq_factor", 0), o.float("high_freq_factor", 0)
 		if !(r.lowFreq > 0) || !(r.highFreq > r.lowFreq) || math.IsInf(r.highFreq, 0) {
-			o.fail("high_freq_factor", "it is %v and low_freq_factor %v, want it larger, and both "+
-				"more than 0", r.highFreq, r.lowFreq)
+			o.fail("high_freq_factor", "it is %v and low_freq_factor %v, want it larger, and "+
+				"both more than 0", r.highFreq, r.lowFreq)
 		}
 		if !o.has("original_max_position_embeddings") {
 			o.fail("original_max_position_embeddings",

@@ -211,8 +211,8 @@ func Unchanged(m *llm.Model) error {
 		for _, seed := range r.Seeds {
 			if seed.Slot != 0 && seed.Alpha != 0 {
 				return fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
-					"%.3g, and "+
-					"transformers has no such layer: cull the seed, or save the run with Trainer.Save",
+					"%.3g, and transformers has no such layer: cull the seed, or save the run "+
+					"with Trainer.Save",
 					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
 			}
 		}

@@ -189,8 +189,7 @@ func (w *weights) fit(c llm.Config) error {
 	if len(rest) > 0 {
 		names := slices.Sorted(maps.Keys(rest))
 		return fmt.Errorf("tensor %.100q belongs to no part of the model that config.json "+
-			"describes, "+
-			"and %d such tensors there are", names[0], len(names))
+			"describes, and %d such tensors there are", names[0], len(names))
 	}
 	return nil
 }
@@ -222,8 +221,7 @@ func (w *weights) sameHead() error {
 	}
 	if !same {
 		return fmt.Errorf("tensor %s differs from %s, and config.json has tie_word_embeddings: "+
-			"one of "+
-			"them is wrong", headName, embedName)
+			"one of them is wrong", headName, embedName)
 	}
 	return nil
 }

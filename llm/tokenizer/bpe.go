@@ -144,8 +144,8 @@ func (b *BPE) Decode(ids []int) ([]byte, error) {
 	var text []byte
 	for i, id := range ids {
 		if id < 0 || id >= b.VocabSize() {
-			return nil, fmt.Errorf("tokenizer: BPE.Decode: ids[%d] is %d, outside the "+
-				"vocabulary [0, %d)", i, id, b.VocabSize())
+			return nil, fmt.Errorf("tokenizer: BPE.Decode: ids[%d] is %d, outside the vocabulary "+
+				"[0, %d)", i, id, b.VocabSize())
 		}
 		text = b.appendToken(text, id)
 	}

@@ -51,8 +51,8 @@ func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byt
 		return nil, errors.New("tokenizer: Merges: the context must not be nil")
 	case vocab < 257 || vocab > maxVocab:
 		return nil,
-			fmt.Errorf("tokenizer: Merges: the vocabulary is %d, want 257 to %d: 256 bytes, "+
-				"the end of a document, and merges", vocab, maxVocab)
+			fmt.Errorf("tokenizer: Merges: the vocabulary is %d, want 257 to %d: 256 bytes, the "+
+				"end of a document, and merges", vocab, maxVocab)
 	case text == nil || next == nil:
 		return nil, errors.New("tokenizer: Merges: text and next must not be nil")
 	}

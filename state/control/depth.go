@@ -64,8 +64,7 @@ func (d *Depth) Check() error {
 	}
 	if d.End+d.Settle*float64(max(d.Growths, 1)) >= 1 {
 		refuse("End is %v and Settle is %v for %d growths, which leaves no time to judge the "+
-			"last: want "+
-			"End + Growths·Settle < 1", d.End, d.Settle, d.Growths)
+			"last: want End + Growths·Settle < 1", d.End, d.Settle, d.Growths)
 	}
 	return errors.Join(errs...)
 }
@@ -174,8 +173,7 @@ func (d *Depth) due(r state.Report) string {
 		return ""
 	}
 	return fmt.Sprintf("the loss, %.4f, falls by %.4f for each doubling of what is spent, and "+
-		"fell by "+
-		"%.4f at its fastest", now.Loss, present*math.Ln2, fastest*math.Ln2)
+		"fell by %.4f at its fastest", now.Loss, present*math.Ln2, fastest*math.Ln2)
 }
 
 // shares returns a curve as the fit of a trend takes it, from a share on.

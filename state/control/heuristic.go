@@ -126,8 +126,8 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 		if least > h.Patience+1 {
 			return 0,
 				fmt.Errorf("control.Heuristic: %w: its Patience of %d epochs ends before the "+
-					"gate out of %v can open, after %d: raise Patience, or lower MinEpochs in the "+
-					"lattices' Thresholds", state.ErrArgument, h.Patience, stage, least)
+					"gate out of %v can open, after %d: raise Patience, or lower MinEpochs in "+
+					"the lattices' Thresholds", state.ErrArgument, h.Patience, stage, least)
 		}
 		if stage == state.Grafting {
 			least = max(least, (h.RampEpochs+fastest-1)/fastest)

@@ -158,8 +158,8 @@ func (s GradNormGated) Check() error {
 		return err
 	}
 	if !(s.Low >= 0 && s.Low <= s.High) || math.IsInf(s.High, 0) {
-		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, "+
-			"both finite",
+		return fmt.Errorf("GradNormGated: the band is from %v to %v, want 0 ≤ Low ≤ High, both "+
+			"finite",
 			s.Low, s.High)
 	}
 	return nil

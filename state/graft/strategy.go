@@ -65,8 +65,8 @@ func decode[S Strategy](params []byte) (Strategy, error) {
 // interface, or the name is empty or taken.
 func Register[S Strategy]() error {
 	if t := reflect.TypeFor[S](); t.Kind() == reflect.Pointer || t.Kind() == reflect.Interface {
-		return fmt.Errorf("graft.Register: %v is a %v, want a type that holds its "+
-			"parameters itself",
+		return fmt.Errorf("graft.Register: %v is a %v, want a type that holds its parameters "+
+			"itself",
 			t, t.Kind())
 	}
 	var s S

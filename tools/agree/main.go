@@ -290,8 +290,8 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 		return err
 	}
 	if len(files) < 2 {
-		return fmt.Errorf("%s has the losses of %d programs, want at least 2, "+
-			"as train and torch_agree.py write them", dir, len(files))
+		return fmt.Errorf("%s has the losses of %d programs, want at least 2, as train and "+
+			"torch_agree.py write them", dir, len(files))
 	}
 	slices.Sort(files)
 	var losses [][]float64

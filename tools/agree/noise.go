@@ -35,8 +35,8 @@ func noise(dirs []string, span int, out io.Writer) error {
 			l = averages(l, span)
 			losses[i] = append(losses[i], l)
 			if want := len(losses[0][0]); len(l) != want || want == 0 {
-				return fmt.Errorf("%s has %d spans of %d steps, and the run before it %d; "+
-					"want as many, and at least 1", path, len(l), span, want)
+				return fmt.Errorf("%s has %d spans of %d steps, and the run before it %d; want "+
+					"as many, and at least 1", path, len(l), span, want)
 			}
 		}
 	}

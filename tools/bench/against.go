@@ -38,8 +38,8 @@ func readEarlier(path string) (*earlier, error) {
 		e.card = r.Card
 	}
 	if e.card == "" {
-		return nil, fmt.Errorf("-against %s: no line says which machine it is of: "+
-			"want what this program prints, with its first line (%q: %q)", path, "bench",
+		return nil, fmt.Errorf("-against %s: no line says which machine it is of: want what this "+
+			"program prints, with its first line (%q: %q)", path, "bench",
 			whereabouts)
 	}
 	return e, nil
@@ -50,8 +50,8 @@ func (e *earlier) fits(run result) error {
 	if e == nil || e.card == run.Card {
 		return nil
 	}
-	return fmt.Errorf("-against %s: it is of %s, and this is %s: "+
-		"times of different machines say nothing; measure the earlier version here", e.path, e.card,
+	return fmt.Errorf("-against %s: it is of %s, and this is %s: times of different machines say "+
+		"nothing; measure the earlier version here", e.path, e.card,
 		run.Card)
 }
 
@@ -74,8 +74,8 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 		}
 	}
 	if len(both) == 0 {
-		return fmt.Errorf("-against %s: it has none of this run's measurements: "+
-			"measure the same -groups and -models", e.path)
+		return fmt.Errorf("-against %s: it has none of this run's measurements: measure the same "+
+			"-groups and -models", e.path)
 	}
 	for _, m := range both {
 		if m.slower() > slack {

@@ -295,8 +295,8 @@ func (t *Chooser) cannot(j job, err error) {
 	}
 	if !t.full {
 		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a "+
-			"rule of thumb chooses, "+
-			"for %s and for what else is new here: that is harmless, but may be slower (%v)", j.Op,
+			"rule of thumb chooses, for %s and for what else is new here: that is harmless, but "+
+			"may be slower (%v)", j.Op,
 			err))
 	}
 	t.full = true

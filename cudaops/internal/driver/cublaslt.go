@@ -61,8 +61,8 @@ func (c *context) Blas() (gpu.Blas, error) {
 		return nil, &gpu.NotFoundError{Library: "NVIDIA's matrix library (libcublasLt)",
 			Tried: tried,
 			Help: "Any one of these brings it: pip install nvidia-cublas (in the Python " +
-				"environment that is active), a CUDA toolkit, " +
-				"or the folder that holds it in LD_LIBRARY_PATH or in " + blasVariable + "."}
+				"environment that is active), a CUDA toolkit, or the folder that holds it in " +
+				"LD_LIBRARY_PATH or in " + blasVariable + "."}
 	}
 	c.blas = b
 	return b, nil

@@ -147,8 +147,8 @@ func Open() (gpu.Driver, error) {
 	})
 	if c == nil {
 		help := "It comes with NVIDIA's display driver: install that, or give a container access " +
-			"to the GPU" +
-			" (docker run --gpus all). To use a library elsewhere, set " + cudaVariable + "."
+			"to the GPU (docker run --gpus all). To use a library elsewhere, " +
+			"set " + cudaVariable + "."
 		if f.GOOS == "darwin" {
 			help = "CUDA does not exist for macOS."
 		}

@@ -26,8 +26,8 @@ func TestArgs(t *testing.T) {
 	f.Params[2].Size = 8
 	if err := f.Check(&a); !errors.Is(err, InvalidValue) ||
 		!strings.Contains(err.Error(),
-			"cuLaunchKernel(k): CUDA_ERROR_INVALID_VALUE (1): argument 2 has 4 bytes at offset 16, "+
-				"the kernel takes 8 bytes at offset 16") {
+			"cuLaunchKernel(k): CUDA_ERROR_INVALID_VALUE (1): argument 2 has 4 bytes at offset "+
+				"16, the kernel takes 8 bytes at offset 16") {
 		t.Error(err)
 	}
 	f.Params = []Param{}
@@ -73,8 +73,8 @@ func TestPinned(t *testing.T) {
 
 func TestErrors(t *testing.T) {
 	if got, want := NewOutOfMemory(3<<30, 1<<20, 1<<40).Error(),
-		"cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory: "+
-			"3.00 GiB asked for, 1.00 MiB of 1.00 TiB free"; got != want {
+		"cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory: 3.00 GiB asked for, 1.00 MiB "+
+			"of 1.00 TiB free"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 	for s, want := range map[Status]string{Success: "CUDA_SUCCESS", 12345: "CUresult 12345",

@@ -181,9 +181,9 @@ func (l *layer) choose(err error) error {
 		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
 	}
 	l.hosted = true
-	l.m.Warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a "+
-		"seed works "+
-		"with it are computed on the host, which waits for the device and copies their values there and back", blueprints.Kind(kind.Kind)))
+	l.m.Warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed "+
+		"works with it are computed on the host, which waits for the device and copies their "+
+		"values there and back", blueprints.Kind(kind.Kind)))
 	return nil
 }
 

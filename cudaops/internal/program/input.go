@@ -63,8 +63,7 @@ func (r IDRange) checkStarts(starts []int64) error {
 		}
 		if start < least || start > int64(i) {
 			return fmt.Errorf("%s: %s[%d] is %d, want %d, the start before it, to %d, its own "+
-				"position in "+
-				"the sequence", r.Op, r.Argument, row, start, least, i)
+				"position in the sequence", r.Op, r.Argument, row, start, least, i)
 		}
 		least = start
 	}

@@ -203,8 +203,8 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	arch, ok := architectures[f.Family]
 	if !ok {
 		return nil,
-			fmt.Errorf("models of the family %s cannot be written, want llama, mistral, qwen2 "+
-				"or qwen3", f.Family)
+			fmt.Errorf("models of the family %s cannot be written, want llama, mistral, qwen2 or "+
+				"qwen3", f.Family)
 	}
 	for i, b := range c.Blocks {
 		if b.Window > 0 || b.NoRoPE || b.Base != 0 {
@@ -232,9 +232,8 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	if s := c.Scaling; s.BetaFast != 0 {
 		if s.BetaFast != 32 || s.BetaSlow != 1 || s.Unrounded || s.Magnitude != 0 {
 			return nil,
-				errors.New("rope_scaling: llama.cpp knows YaRN with beta_fast 32 and " +
-					"beta_slow 1, " +
-					"and no other factors")
+				errors.New("rope_scaling: llama.cpp knows YaRN with beta_fast 32 and beta_slow " +
+					"1, and no other factors")
 		}
 		all.set(arch+".rope.scaling.type", "yarn")
 		all.set(arch+".rope.scaling.factor", s.Factor)

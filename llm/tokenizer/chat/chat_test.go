@@ -138,8 +138,8 @@ func TestWhatIsNotSupported(t *testing.T) {
 		{"{{ messages | tojson }}", "tojson of tools"},
 		{"{{ messages[0].content.translate() }}", "translate"},
 		{"{{ raise_exception('no') }}", "refuses the conversation: no"},
-		{"{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 9999 }}{% endfor %}" +
-			"{% endfor %}", "more than 67108864 bytes"},
+		{"{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% " +
+			"endfor %}", "more than 67108864 bytes"},
 		{strings.Repeat("x", maxTemplate+1), "want at most"},
 	} {
 		template, err := Parse(c.source, nil)

@@ -269,13 +269,13 @@ func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries,
 	case v != Plain && !tensorCores:
 		return nil,
 			fmt.Errorf("kernels.%s: the variant %v takes 16-bit types, a head dimension that is "+
-				"a multiple of 8 up to 128, "+
-				"pointers and strides aligned to 16 bytes and a positive scale; given %v and %+v",
+				"a multiple of 8 up to 128, pointers and strides aligned to 16 bytes and a "+
+				"positive scale; given %v and %+v",
 				op, v, t, a)
 	case (v == Hopper || v == HopperFused) && !hopper:
 		return nil,
-			fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU "+
-				"has %.1f", op, v,
+			fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU has "+
+				"%.1f", op, v,
 				float64(k.Info.Capability())/10)
 	}
 	p := &attentionParams{batch: int32(a.Batch), seq: int32(a.Seq), heads: int32(a.Heads),

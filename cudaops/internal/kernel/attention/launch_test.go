@@ -165,8 +165,8 @@ func TestAttentionWorkspace(t *testing.T) {
 			zeroed = int(binary.LittleEndian.Uint32(op.Args[len(op.Args)-4:]))
 			if int(at-p)+4*zeroed != StatsBytes(k, a, kerneltest.Bf16) ||
 				zeroed > op.Config.Grid.X*op.Config.Block.X {
-				t.Errorf("seq %d: %d counters from %d on are zeroed by %v, the workspace has "+
-					"%d bytes", seq, zeroed, at-p, op.Config,
+				t.Errorf("seq %d: %d counters from %d on are zeroed by %v, the workspace has %d "+
+					"bytes", seq, zeroed, at-p, op.Config,
 					StatsBytes(k, a, kerneltest.Bf16))
 			}
 		}

@@ -152,8 +152,8 @@ func findCompiler() (compiler, error) {
 	}
 	return "",
 		fmt.Errorf("no nvcc of CUDA 13.0 in PATH, CUDA_HOME or the packages of the python3 in "+
-			"PATH%s; install that "+
-			"toolkit, or with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each ==13.0.*", others)
+			"PATH%s; install that toolkit, or with pip: nvidia-cuda-nvcc nvidia-nvvm "+
+			"nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each ==13.0.*", others)
 }
 
 func candidates() []string {

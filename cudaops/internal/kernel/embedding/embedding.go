@@ -86,8 +86,7 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	if a.DTType != a.GType && a.DTType != gpu.Float32 {
 		return fmt.Errorf("kernels.EmbeddingBackward: the gradient of the table is %v and that "+
-			"of the rows %v, want one type or "+
-			"float32 for the table", a.DTType, a.GType)
+			"of the rows %v, want one type or float32 for the table", a.DTType, a.GType)
 	}
 	if _, err := kernel.CheckInts("EmbeddingBackward", a.Rows, a.Vocab, a.D); err != nil ||
 		a.Vocab == 0 || a.D == 0 {

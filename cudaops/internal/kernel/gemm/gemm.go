@@ -126,8 +126,8 @@ func (c gateCall) launch(k *kernel.Set, s gpu.Stream, matrices []gemmMatrix) err
 	}
 	if len(ways) == 0 || !kernel.Aligned(c.ab, c.stored, c.h) {
 		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, "+
-			"F and D multiples of 8, float16 or "+
-			"bfloat16, and addresses that are multiples of 16", c.op, c.rows, c.f, c.d, c.dtype)
+			"F and D multiples of 8, float16 or bfloat16, and addresses that are multiples of "+
+			"16", c.op, c.rows, c.f, c.d, c.dtype)
 	}
 	if _, err := c.way.Of(c.op, ways); err != nil {
 		return err

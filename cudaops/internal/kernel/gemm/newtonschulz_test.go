@@ -176,8 +176,8 @@ func TestNewtonSchulz(t *testing.T) {
 						g.Logf("%d steps together: relative error %.3g, in bfloat16 %.3g", together,
 							e, coarse)
 						if !(e < coarse/2) {
-							g.Errorf("%d steps together: relative error %.3g, in bfloat16 it "+
-								"is %.3g", together, e, coarse)
+							g.Errorf("%d steps together: relative error %.3g, in bfloat16 it is "+
+								"%.3g", together, e, coarse)
 						}
 					}
 				}

@@ -48,8 +48,8 @@ func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
 	if len(ways) == 0 || !kernel.Aligned(a.Y, a.X, a.W, a.C, a.ScaleX, a.ScaleW) ||
 		a.ScaleX == 0 || a.ScaleW == 0 {
 		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, bfloat16, "+
-			"Columns and D multiples of 16, D above %d, "+
-			"factors, and addresses that are multiples of 16", op,
+			"Columns and D multiples of 16, D above %d, factors, and addresses that are "+
+			"multiples of 16", op,
 			a.ProductShape, a.Type, float8Least)
 	}
 	if _, err := a.Way.Of(op, ways); err != nil {

@@ -48,8 +48,8 @@ func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	if !TakesSymmetric(k, a.SymmetricShape, a.Type) || !kernel.Aligned(a.D, a.C) {
 		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, N and Depth "+
-			"multiples of 8, float16, and addresses that "+
-			"are multiples of 16", op, a.SymmetricShape, a.Type)
+			"multiples of 8, float16, and addresses that are multiples of "+
+			"16", op, a.SymmetricShape, a.Type)
 	}
 	clusters := 0 // as gemm_symmetric.cu counts them
 	for row := gemmCluster * gemmRows; row < a.N+

@@ -303,8 +303,8 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, suf string, use kasmin
 		family = can[0]
 	} else if !slices.Contains(can, family) {
 		return nil,
-			fmt.Errorf("kernels: family %v cannot run the Kasmina %s pass of this layer, "+
-				"only %v can", family, op, can)
+			fmt.Errorf("kernels: family %v cannot run the Kasmina %s pass of this layer, only %v "+
+				"can", family, op, can)
 	}
 	p := &kasminaPass{Set: k, Stream: s, Layer: l, unit: unit, suf: suf}
 	grid := func(blocks int) kasminaGrid {

@@ -62,8 +62,8 @@ func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
 				w)
 		case !kernel.Aligned(w.X, w.Y, w.Scale, w.Turned, w.TurnedScale):
 			return nil,
-				fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a "+
-					"multiple of 16", i)
+				fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a multiple of "+
+					"16", i)
 		}
 		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes),
 			int32(w.Rows), int32(w.D)}

@@ -16,8 +16,8 @@ func (a Mul) float8(k *kernel.Set, s gpu.Stream) error {
 	}
 	if a.GELU {
 		if a.H == 0 {
-			return errors.New("kernels.SiLUMul: H is null, want memory: GELU forms it " +
-				"before float8")
+			return errors.New("kernels.SiLUMul: H is null, want memory: GELU forms it before " +
+				"float8")
 		}
 		rows := quantize.Rows{Y: a.H8, Scale: a.Scale8, X: a.H, Rows: a.Rows, D: a.F,
 			XStride: a.F, Type: a.Type}
@@ -59,8 +59,8 @@ func (a MulBackward) float8(k *kernel.Set, s gpu.Stream) error {
 	}
 	if a.DB != a.DA.Offset(a.F*a.Type.Size()) || a.GradStride < 2*a.F {
 		return fmt.Errorf("kernels.SiLUMulBackward: DB is %d bytes behind DA, of %d elements a "+
-			"row; for DAB8 they must lie side by side, "+
-			"%d bytes apart in rows of %d elements", int64(a.DB)-int64(a.DA), a.GradStride,
+			"row; for DAB8 they must lie side by side, %d bytes apart in rows of %d "+
+			"elements", int64(a.DB)-int64(a.DA), a.GradStride,
 			a.F*a.Type.Size(), 2*a.F)
 	}
 	v := kernel.Vector(a.Type)
