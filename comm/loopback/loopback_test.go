@@ -115,7 +115,7 @@ func TestCopies(t *testing.T) {
 			count, typ, root := rng.IntN(300), comm.Type(rng.IntN(8)), rng.IntN(size)
 			bytes := count * typ.Size()
 			var data [][]byte
-			var together []byte
+			together := []byte{}
 			for range size {
 				data = append(data, randomBytes(rng, bytes))
 				together = append(together, data[len(data)-1]...)
