@@ -259,6 +259,17 @@ func (m *Machine) GatherState() (err error) {
 	return gatherState(m)
 }
 
+// DownloadOwn brings what this rank's GPU remembers into the optimiser, of a machine made
+// [WithRanks], and returns the parts that it has: elsewhere the optimiser's moments are zeros then.
+// It waits for no other rank.
+func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
+	defer in("DownloadOwn", &err)
+	if err := m.runner.State.Open(); err != nil {
+		return nil, err
+	}
+	return ownState(m)
+}
+
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
 // last update.
 func (m *Machine) DropGradients() (err error) {

@@ -190,8 +190,12 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, st
 			require.NoError(t, err)
 			require.Greater(t, norm, 0.1, "nothing is clipped")
 		}
+		parts, err := m.DownloadOwn()
+		require.NoError(t, err)
+		own := o.(optim.Partial).StateParts(parts)
 		require.NoError(t, m.GatherState())
 		require.NoError(t, m.Download())
+		require.Equal(t, own, o.(optim.Partial).StateParts(parts))
 		if rank == 0 {
 			after = o.State()
 			for _, n := range nodes {

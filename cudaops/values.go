@@ -147,6 +147,31 @@ func gatherState(m *Machine) error {
 	})
 }
 
+// ownState is gatherState of this rank's parts alone.
+func ownState(m *Machine) ([]optim.Part, error) {
+	x := m.optimizer
+	if x == nil || !x.Shared() {
+		return nil, errors.New("the machine has no optimiser of several ranks: WithRanks makes one")
+	}
+	var parts []optim.Part
+	for i, p := range x.Params {
+		if from, to := x.Part(i); from < to {
+			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})
+		}
+	}
+	if x.Steps == 0 {
+		return parts, nil
+	}
+	return parts, stateOf(m, func(p *update.Param, i int) (any, error) {
+		data := make([]float32, opbase.Size(p.Input.Array.Shape))
+		from, to := x.Part(slices.Index(x.Params, p))
+		if from == to {
+			return data, nil
+		}
+		return data, m.runner.FetchFloats(p.Moments[i], data[from:to])
+	})
+}
+
 // stateOf sets the optimiser's state to moments that fetch returns.
 func stateOf(m *Machine, fetch func(p *update.Param, moment int) (any, error)) error {
 	x := m.optimizer

@@ -13,7 +13,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/folderlock"
-	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
@@ -102,6 +101,10 @@ type CheckpointOption func(*checkpointer)
 // that was saved, and comes after a later one.
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
+// InParts lets several ranks write a checkpoint together, a file each: see [Trainer.SaveParts]. The
+// run waits for them, InBackground or not.
+func InParts() CheckpointOption { return func(c *checkpointer) { c.parts = true } }
+
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
 // never), at the last step, and when the run is interrupted. After a callback or a step has failed
 // it tries to save the last step, unless that is ErrDiverged: then the file's old contents are
@@ -132,6 +135,7 @@ type checkpointer struct {
 	every      int
 	asked      int // saves that had been asked for when it last saved
 	background bool
+	parts      bool
 	release    func() error // the folder
 	tried      int          // the step that was last to be saved in this run, or that it began at
 	step       int          // that is being written
@@ -151,8 +155,8 @@ func (c *checkpointer) event(e Event) error {
 		return c.poll()
 	}
 	c.asked = c.t.saves()
-	switch {
-	case c.background && e.Kind == StepEnd && !e.Last:
+	apart := c.parts && c.t.ranks() != nil
+	if c.background && !apart && e.Kind == StepEnd && !e.Last {
 		return c.saveBeside(e.Step)
 	}
 	return c.save(e.Step)
@@ -174,7 +178,11 @@ func (c *checkpointer) rescue(e Event) error {
 // save writes the trainer's state.
 func (c *checkpointer) save(step int) error {
 	c.tried = step
-	if err := errors.Join(c.finish(), c.t.Save(c.path)); err != nil {
+	write := c.t.Save
+	if c.parts {
+		write = c.t.SaveParts
+	}
+	if err := errors.Join(c.finish(), write(c.path)); err != nil {
 		return err
 	}
 	return c.saved(step)
@@ -226,7 +234,7 @@ func (c *checkpointer) saveBeside(step int) error {
 		return nil
 	}
 	go func(written chan<- error) {
-		written <- safetensors.Save(c.path, tensors, metadata)
+		written <- saveWhole(c.path, tensors, metadata)
 	}(c.written)
 	return nil
 }

@@ -2,6 +2,8 @@ package llm
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -16,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -75,9 +78,102 @@ func (t *Trainer) Save(path string) error {
 	defer t.Model.take()()
 	tensors, metadata, err := t.snapshot()
 	if err == nil && t.first() {
-		err = safetensors.Save(path, tensors, metadata)
+		err = saveWhole(path, tensors, metadata)
 	}
 	return t.agree(err)
+}
+
+// saveWhole writes a checkpoint of one file.
+func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
+	if err := safetensors.Save(path, tensors, metadata); err != nil {
+		return err
+	}
+	_ = modelfile.Parts{}.Tidy(path) // what is left of another checkpoint harms nothing
+	return nil
+}
+
+// SaveParts is Save where several ranks train: each writes its part of what the optimiser
+// remembers, all at once, to a file beside the one at path. That file has all else, is written last
+// and replaced in one step: a process killed at any moment leaves the old set of files or the new
+// one. [Trainer.Resume] reads the set, on any number of ranks; [LoadModel] needs the file at path
+// alone. All ranks see the same folder. Without other ranks it is Save.
+func (t *Trainer) SaveParts(path string) error {
+	if err := t.made(); err != nil {
+		return fmt.Errorf("llm: saving the run: %w", err)
+	}
+	if t.ranks() == nil {
+		return t.Save(path)
+	}
+	defer t.Model.take()()
+	return t.agree(t.saveParts(path, t.ranks()))
+}
+
+// saveParts is SaveParts in the model's turn. What an error leaves behind, the next save removes.
+func (t *Trainer) saveParts(path string, e Parallel) error {
+	set, err := shared(t, "set of files", modelfile.Parts{ID: randomID(), Files: e.Ranks()})
+	if err != nil {
+		return err
+	}
+	tensors, metadata, err := t.snapshotOf(func() ([]optim.Tensor, error) {
+		counts, stretches, err := t.ownState(e)
+		if err != nil {
+			return nil, err
+		}
+		return counts, set.SavePart(path, e.Rank(), stretches)
+	})
+	if err = t.agree(err); err != nil || !t.first() {
+		return err
+	}
+	text, err := json.Marshal(set)
+	if err != nil {
+		return err
+	}
+	metadata[modelfile.PartsKey] = string(text)
+	if err := safetensors.Save(path, tensors, metadata); err != nil {
+		return err
+	}
+	_ = set.Tidy(path)
+	return nil
+}
+
+func randomID() string {
+	var b [8]byte
+	rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// ownState is what this rank remembers: of its own parts the moments, and all counts of steps.
+func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfile.Stretch,
+	err error) {
+	o, ok := t.Optimizer.(optim.Partial)
+	if !ok {
+		return nil, nil, fmt.Errorf("llm: %T remembers whole models alone", t.Optimizer)
+	}
+	parts, err := e.Own()
+	if err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
+	}
+	from := map[string]int{}
+	for _, p := range parts {
+		from[p.Name] = p.From
+	}
+	for _, s := range o.StateParts(parts) {
+		at, own := from[s.Name[:strings.LastIndexByte(s.Name, '.')]]
+		if _, count := s.Data.([]int64); count || !own {
+			counts = append(counts, s)
+			continue
+		}
+		if !finite(s.Data) {
+			return nil, nil, notFinite(s.Name)
+		}
+		moments = append(moments, modelfile.Stretch{Moment: s.Name, From: at, Data: s.Data})
+	}
+	return counts, moments, nil
+}
+
+// notFinite says what of an optimiser cannot be saved.
+func notFinite(name string) error {
+	return fmt.Errorf("llm: saving the optimiser: %w: %s is not finite", ErrDiverged, name)
 }
 
 // copied returns what Save writes, in memory of its own.
@@ -99,6 +195,23 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.gatherState(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
+	return t.snapshotOf(func() ([]optim.Tensor, error) {
+		state := t.Optimizer.State()
+		for _, s := range state {
+			if !finite(s.Data) {
+				return nil, notFinite(s.Name)
+			}
+		}
+		return state, nil
+	})
+}
+
+// snapshotOf is snapshot with what is asked for of the optimiser's state.
+func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safetensors.Tensor,
+	map[string]string, error) {
+	if err := t.usable(); err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
+	}
 	tensors, metadata, err := t.Model.tensors()
 	if err != nil {
 		return nil, nil, err
@@ -106,11 +219,11 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.probe(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
-	for _, s := range t.Optimizer.State() {
-		if !finite(s.Data) {
-			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w: %s is not finite",
-				ErrDiverged, s.Name)
-		}
+	state, err := remembered()
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, s := range state {
 		x, err := safetensors.New(modelfile.OptimizerPrefix+s.Name, s.Shape, s.Data)
 		if err != nil {
 			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w", err)

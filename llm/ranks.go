@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -36,6 +37,10 @@ type Parallel interface {
 	Exchange(value []byte) ([][]byte, error)
 	// Gather makes the optimiser's state on this host that of the whole model.
 	Gather() error
+	// Own makes the optimiser's state on this host right in the parts that this rank updates, and
+	// returns those, in the order in which all ranks' parts stand one behind the other. It waits
+	// for no other rank. The optimiser is an [optim.Partial].
+	Own() ([]optim.Part, error)
 }
 
 // ranks is the trainer's engine if it is one of several, or nil.

@@ -80,7 +80,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	optimizer, err := r.optimizerIn(ctx, f)
+	optimizer, err := r.optimizerIn(ctx, f, c.fileShape(t.Model.Dtype()))
 	if err != nil {
 		return err
 	}
@@ -189,12 +189,20 @@ func (t *Trainer) knowsText(run *training) error {
 }
 
 // optimizerIn reads what the optimiser remembers, unless it is to start anew.
-func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File) (all []optim.Tensor,
-	err error) {
+func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File,
+	shape modelfile.Shape) ([]optim.Tensor, error) {
 	if r.newData != nil && !r.newData.Optimizer {
 		return nil, nil
 	}
-	return momentsIn(ctx, f, modelfile.OptimizerPrefix)
+	all, err := momentsIn(ctx, f, modelfile.OptimizerPrefix)
+	if err != nil {
+		return nil, err
+	}
+	apart, err := f.Moments(ctx, shape)
+	for _, m := range apart {
+		all = append(all, optim.Tensor{Name: m.Name, Shape: m.Shape, Data: m.Data})
+	}
+	return all, err
 }
 
 // momentsIn reads what an optimiser remembers, under a prefix.

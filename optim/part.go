@@ -1,6 +1,7 @@
 package optim
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 
@@ -36,6 +37,9 @@ type Partial interface {
 	// []float32 or []float64 of its size. It is the optimiser's own memory, into which others'
 	// parts can be copied. It is nil before the first step.
 	Moments(name string) []any
+	// StateParts is State of the given parts alone: of each moment a copy of the part's elements,
+	// flat, under the moment's name. The counts of steps are those of all parameters.
+	StateParts(parts []Part) []Tensor
 }
 
 var (
@@ -142,6 +146,44 @@ func (a *AdamW) stepParts(ps, cut []params.Param, parts []Part) error {
 
 // Moments implements [Partial].
 func (a *AdamW) Moments(name string) []any { return a.store.moments(name) }
+
+// StateParts implements [Partial].
+func (a *AdamW) StateParts(parts []Part) []Tensor { return a.store.stateParts(parts) }
+
+// StateParts implements [Partial].
+func (m *Muon) StateParts(parts []Part) []Tensor {
+	if m.rest == nil {
+		return nil
+	}
+	return sorted(append(m.store.stateParts(parts), m.rest.store.stateParts(parts)...))
+}
+
+// stateParts returns the counts of steps of all, and of the parts copies of the moments.
+func (s *store) stateParts(parts []Part) []Tensor {
+	var state []Tensor
+	for name, e := range s.entries {
+		if e.step > 0 {
+			state = append(state, Tensor{name + "." + stepField, []int{1}, []int64{int64(e.step)}})
+		}
+	}
+	for _, p := range parts {
+		e := s.entries[p.Name]
+		if e == nil || e.step == 0 {
+			continue
+		}
+		for i, f := range s.fields {
+			state = append(state, Tensor{p.Name + "." + f, []int{p.To - p.From},
+				clone(slice(e.moments[i], p))})
+		}
+	}
+	return sorted(state)
+}
+
+// sorted puts a state in order of names.
+func sorted(state []Tensor) []Tensor {
+	slices.SortFunc(state, func(a, b Tensor) int { return cmp.Compare(a.Name, b.Name) })
+	return state
+}
 
 // StepParts implements [Partial].
 func (m *Muon) StepParts(model []gorgonia.ValueGrad, parts []Part) error {

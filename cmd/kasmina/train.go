@@ -44,6 +44,7 @@ type trainOptions struct {
 	events    bool
 	quiet     bool
 	gpus      int
+	parts     bool
 }
 
 func newTrain() *cobra.Command {
@@ -93,6 +94,8 @@ each other. With -grow the model gets blocks while it trains.`,
 	f.BoolVar(&o.quiet, "quiet", false, "show no progress")
 	f.IntVar(&o.gpus, "gpus", 0, "`N` GPUs of this computer to train on, or with -device cpu N "+
 		"processes; a step's batches, -accumulate, are divided among them")
+	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its part of a "+
+		"checkpoint, beside the file of the others: for large models")
 	o.machineFlags(c)
 	return c
 }
@@ -274,7 +277,11 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
 		}
 		defer stop()
 	}
-	t.On(llm.Checkpoint(t, o.in(checkpointName), o.saveEvery))
+	var how []llm.CheckpointOption
+	if o.parts {
+		how = append(how, llm.InParts())
+	}
+	t.On(llm.Checkpoint(t, o.in(checkpointName), o.saveEvery, how...))
 	err := t.Run(c.Context())
 	if errors.Is(err, context.Canceled) {
 		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())

@@ -181,6 +181,15 @@ func (r ranked) Gather() error {
 	return nil
 }
 
+// Own fetches what this rank's GPU remembers.
+func (r ranked) Own() ([]optim.Part, error) {
+	parts, err := r.machine.DownloadOwn()
+	if err != nil {
+		return nil, r.team.Blame(err)
+	}
+	return parts, nil
+}
+
 func (r ranked) Loss(b data.Batch) (float64, error) {
 	if err := r.team.Progress(); err != nil {
 		return 0, err

@@ -483,6 +483,9 @@ func (e *engine) Gather() error {
 	return nil
 }
 
+// Own has nothing to do: what the optimiser remembers of the own parts is here.
+func (e *engine) Own() ([]optim.Part, error) { return e.parts, nil }
+
 func (e *engine) Gradients(data.Batch) (float64, error) {
 	return 0, errors.New("parallel: the batches of a step are computed together: Batches")
 }

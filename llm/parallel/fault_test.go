@@ -31,6 +31,7 @@ const deadline = 2 * time.Second
 const (
 	folderVariable  = "KASMINA_PARALLEL_TEST" // where it saves
 	versionVariable = "KASMINA_PARALLEL_VERSION"
+	partsVariable   = "KASMINA_PARALLEL_PARTS" // each rank saves its own
 )
 
 // TestMain is also the program of the ranks that tests start.
@@ -89,7 +90,8 @@ func rankIn(dir string) (err error) {
 			return nil
 		})
 	}
-	return s.train(ctx, place.Rank, place.Size, team.Engine)
+	s.parts = os.Getenv(partsVariable) != ""
+	return s.train(ctx, place.Rank, place.Size, aimed(place.Rank, s.save, team.Engine))
 }
 
 // screen is where ranks write. It knows their process ids, of which each tells at first.
@@ -160,10 +162,7 @@ func TestKilledRanks(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {
 		t.Skip("needs /proc to find processes")
 	}
-	kills := 50
-	if testing.Short() {
-		kills = 6
-	}
+	const kills = 6 // and more in TestAimedKills
 	want := faulty(t.TempDir()).file(t, 0)
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	dir := t.TempDir()

@@ -49,6 +49,7 @@ type setup struct {
 	text       uint64 // seed of the text
 	batch      int
 	background bool
+	parts      bool               // each rank saves its own
 	more       func(*llm.Trainer) // callbacks
 	stop       int                // step behind which the last rank is asked to stop
 }
@@ -140,6 +141,9 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		var opts []llm.CheckpointOption
 		if s.background {
 			opts = append(opts, llm.InBackground())
+		}
+		if s.parts {
+			opts = append(opts, llm.InParts())
 		}
 		tr.On(llm.Checkpoint(tr, s.save, s.every, opts...))
 	}

@@ -1,0 +1,251 @@
+package modelfile
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+)
+
+// A set is a checkpoint in several files: the main file, which tells how many parts there are and
+// what they are called, and beside it a file for each rank with its part of the optimiser's
+// moments. The parts are written first, under names that no other set has. The main file takes the
+// place of the one before in one step, and only then the parts before it are removed. So whatever
+// is killed when, the main file is that of a set which is complete.
+//
+// A part holds stretches of moments, flat, each under OptimizerPrefix, the moment's name, "@" and
+// the element that it begins at. Ranks hold them in order: those of a moment stand one behind the
+// other.
+
+// PartsKey is where the main file has its [Parts], and a part its own [part].
+const PartsKey = "kasmina.parts"
+
+// Parts are the files beside a main file.
+type Parts struct {
+	ID    string `json:"id"` // sixteen hexadecimal digits, of this set alone
+	Files int    `json:"files"`
+}
+
+// part is which of them a file is.
+type part struct {
+	Parts
+	Rank int `json:"rank"`
+}
+
+const (
+	maxParts    = 1 << 16
+	maxPartText = 1 << 10
+	// maxFields is how many moments of a parameter are read; AdamW has two.
+	maxFields = 8
+)
+
+// check says what is wrong with what a file says of its parts.
+func (p Parts) check() error {
+	if !regexp.MustCompile(`^[0-9a-f]{16}$`).MatchString(p.ID) || p.Files < 1 ||
+		p.Files > maxParts {
+		return fmt.Errorf("%w: its parts are %d of the set %.40q: want 1 to %d, and sixteen "+
+			"hexadecimal digits", safetensors.ErrCorrupt, p.Files, p.ID, maxParts)
+	}
+	return nil
+}
+
+// file is the path of a part of the checkpoint at path.
+func (p Parts) file(path string, rank int) string {
+	return fmt.Sprintf("%s.%s-%dof%d", resolved(path), p.ID, rank+1, p.Files)
+}
+
+// resolved is where a file really is: parts stand beside that.
+func resolved(path string) string {
+	if target, err := filepath.EvalSymlinks(path); err == nil {
+		return target
+	}
+	return path
+}
+
+// Stretch is elements of a moment, from an element of it on.
+type Stretch struct {
+	Moment string
+	From   int
+	Data   any
+}
+
+// SavePart writes the part of a rank.
+func (p Parts) SavePart(path string, rank int, stretches []Stretch) error {
+	var tensors []safetensors.Tensor
+	for _, s := range stretches {
+		x, err := safetensors.New(OptimizerPrefix+s.Moment+"@"+strconv.Itoa(s.From),
+			[]int{reflect.ValueOf(s.Data).Len()}, s.Data)
+		if err != nil {
+			return err
+		}
+		tensors = append(tensors, x)
+	}
+	text, err := json.Marshal(part{p, rank})
+	if err != nil {
+		return err
+	}
+	return safetensors.Save(p.file(path, rank), tensors,
+		map[string]string{"format": "pt", PartsKey: string(text)})
+}
+
+// Tidy removes the parts of other sets than this one beside a main file that has been written, and
+// what writers that were killed have left of them. The zero Parts are those of no set.
+func (p Parts) Tidy(path string) error {
+	path = resolved(path)
+	parts := regexp.MustCompile(`^\.?` + regexp.QuoteMeta(filepath.Base(path)) +
+		`\.([0-9a-f]{16})-[0-9]+of[0-9]+(\.tmp-[0-9a-f]+)?$`)
+	entries, err := os.ReadDir(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		m := parts.FindStringSubmatch(e.Name())
+		if m == nil || m[1] == p.ID || (e.Name()[0] == '.') != (m[2] != "") {
+			continue
+		}
+		err := os.Remove(filepath.Join(filepath.Dir(path), e.Name()))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// Moment is what the parts hold of one, whole.
+type Moment struct {
+	Name  string // without OptimizerPrefix
+	Shape []int
+	Data  any
+}
+
+// Moments reads what the parts of a file hold, for a model of parameters of some names and shapes;
+// nothing of a file that has no parts.
+func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
+	if _, ok := f.Metadata[PartsKey]; !ok {
+		return nil, nil
+	}
+	var p Parts
+	if err := f.Decode(PartsKey, "the parts", maxPartText, &p); err != nil {
+		return nil, err
+	}
+	if err := p.check(); err != nil {
+		return nil, f.Errorf("%w", err)
+	}
+	g := gathering{shapes: map[string][]int{}, moments: map[string]*growing{},
+		fields: map[string]int{}}
+	for name, shape := range s.Params {
+		g.shapes[name] = shape
+	}
+	for rank := range p.Files {
+		if err := g.read(ctx, p, f.path, rank); err != nil {
+			return nil, f.Errorf("%w", err)
+		}
+	}
+	var all []Moment
+	for _, m := range g.order {
+		if m.have != reflect.ValueOf(m.Data).Len() {
+			return nil, f.Errorf("%w: its parts have %d of the %d elements of %s",
+				safetensors.ErrCorrupt, m.have, reflect.ValueOf(m.Data).Len(), m.Name)
+		}
+		all = append(all, m.Moment)
+	}
+	return all, nil
+}
+
+// gathering is moments that are being put together.
+type gathering struct {
+	shapes  map[string][]int // of parameters
+	moments map[string]*growing
+	order   []*growing
+	fields  map[string]int // moments of each parameter
+}
+
+// growing is a moment of which so many elements are there.
+type growing struct {
+	Moment
+	have int
+}
+
+// read adds what a part holds.
+func (g *gathering) read(ctx context.Context, p Parts, path string, rank int) error {
+	name := p.file(path, rank)
+	file, err := safetensors.Open(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: a checkpoint of several files is all of them", err)
+	} else if err != nil {
+		return err
+	}
+	defer file.Close()
+	var own part
+	text := file.Metadata()[PartsKey]
+	if len(text) > maxPartText || json.Unmarshal([]byte(text), &own) != nil ||
+		own != (part{p, rank}) {
+		return fmt.Errorf("%w: %s does not belong to it: it says that it is %.100q",
+			safetensors.ErrCorrupt, name, text)
+	}
+	for _, stretch := range file.Names() {
+		if err := g.add(ctx, file, stretch); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// add adds a stretch.
+func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch string) error {
+	own, prefixed := strings.CutPrefix(stretch, OptimizerPrefix)
+	at := strings.LastIndexByte(own, '@')
+	dot := strings.LastIndexByte(own[:max(0, at)], '.')
+	dtype, shape, err := file.Info(stretch)
+	if err != nil {
+		return err
+	}
+	if !prefixed || dot < 0 || len(shape) != 1 || g.shapes[own[:dot]] == nil ||
+		dtype != safetensors.F32 && dtype != safetensors.F64 {
+		return fmt.Errorf("%w: %.100q is no stretch of a moment of the model's", ErrArchitecture,
+			stretch)
+	}
+	m, err := g.moment(own[:at], own[:dot], dtype)
+	if err != nil {
+		return err
+	}
+	whole := reflect.ValueOf(m.Data)
+	if from, err := strconv.Atoi(own[at+1:]); err != nil || from != m.have ||
+		shape[0] > whole.Len()-from {
+		return fmt.Errorf("%w: %.100q has %d elements, and comes where element %d of %d is next",
+			safetensors.ErrCorrupt, stretch, shape[0], m.have, whole.Len())
+	}
+	m.have += shape[0]
+	return file.Read(ctx, stretch, whole.Slice(m.have-shape[0], m.have).Interface())
+}
+
+// moment is one that has begun, or begins: memory is taken for what the model has alone.
+func (g *gathering) moment(name, param string, dtype safetensors.DType) (*growing, error) {
+	if m := g.moments[name]; m != nil {
+		return m, nil
+	}
+	if g.fields[param]++; g.fields[param] > maxFields {
+		return nil, fmt.Errorf("%w: %s has more than %d moments", ErrArchitecture, param, maxFields)
+	}
+	size := 1
+	for _, d := range g.shapes[param] {
+		size *= d
+	}
+	m := &growing{Moment: Moment{Name: name, Shape: g.shapes[param]}}
+	if dtype == safetensors.F64 {
+		m.Data = make([]float64, size)
+	} else {
+		m.Data = make([]float32, size)
+	}
+	g.moments[name], g.order = m, append(g.order, m)
+	return m, nil
+}

@@ -1,0 +1,196 @@
+//go:build unix
+
+package parallel_test
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// kills is how many processes TestAimedKills kills: go test ./llm/parallel -run Aimed -kills 50
+var kills = flag.Int("kills", 8, "how many ranks are killed, each in the midst of its work")
+
+// aimVariable says which rank is to kill itself, in what, and in which step after it has begun.
+const aimVariable = "KASMINA_PARALLEL_AIM"
+
+// aims are what a rank may be killed in. The last are moments of a save.
+var aims = []string{"forward", "backward", "update", "own", "part", "parts", "main", "tidy"}
+
+// victim is an engine whose process kills itself in the midst of what it is aimed at.
+type victim struct {
+	llm.Parallel
+	aim   string
+	after int    // steps
+	path  string // of the checkpoint
+	steps int
+	batch time.Duration // that computing one takes
+	made  time.Duration // that an update takes
+}
+
+// aimed wraps the engine of the rank that is to die.
+func aimed(rank int, path string, make func(*llm.Model, optim.Optimizer, llm.TrainConfig) (
+	llm.Engine, error)) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
+	v := victim{path: path}
+	var own int
+	n, err := fmt.Sscan(os.Getenv(aimVariable), &own, &v.aim, &v.after)
+	if n != 3 || err != nil || own != rank {
+		return make
+	}
+	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+		e, err := make(m, o, c)
+		if err != nil {
+			return nil, err
+		}
+		v.Parallel = e.(llm.Parallel)
+		return &v, nil
+	}
+}
+
+// die kills this process, as from outside, some time from now.
+func die(in time.Duration) {
+	time.AfterFunc(in, func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) })
+}
+
+// share is a random part of a duration, from and to being shares.
+func share(d time.Duration, from, to float64) time.Duration {
+	return time.Duration(float64(d) * (from + (to-from)*rand.Float64()))
+}
+
+func (v *victim) Batches(n int, next func() (data.Batch, error)) ([]float64, error) {
+	v.steps++
+	taken, began := 0, time.Now()
+	losses, err := v.Parallel.Batches(n, func() (data.Batch, error) {
+		b, err := next()
+		if taken++; taken == v.Rank()+1 && v.steps > v.after { // its first batch is next
+			switch v.aim {
+			case "forward":
+				die(share(v.batch, 0, 0.3))
+			case "backward":
+				die(share(v.batch, 0.4, 1))
+			}
+		}
+		return b, err
+	})
+	v.batch = time.Since(began) * time.Duration(v.Ranks()) / time.Duration(n)
+	return losses, err
+}
+
+func (v *victim) Update() (float64, error) {
+	if v.aim == "update" && v.steps > v.after {
+		die(share(v.made, 0, 1))
+	}
+	began := time.Now()
+	norm, err := v.Parallel.Update()
+	v.made = time.Since(began)
+	return norm, err
+}
+
+// Own is the beginning of a save.
+func (v *victim) Own() ([]optim.Part, error) {
+	if v.steps > v.after {
+		switch v.aim {
+		case "own":
+			die(0)
+		case "part", "parts", "main", "tidy":
+			before := v.beside()
+			go v.watch(before)
+		}
+	}
+	return v.Parallel.Own()
+}
+
+// beside are the names in the checkpoint's folder.
+func (v *victim) beside() map[string]bool {
+	names := map[string]bool{}
+	entries, _ := os.ReadDir(filepath.Dir(v.path))
+	for _, e := range entries {
+		names[e.Name()] = true
+	}
+	return names
+}
+
+// watch dies when the save has come to its moment: a part, all parts or the main file are being
+// written, or the main file is there and what was before it is being removed.
+func (v *victim) watch(before map[string]bool) {
+	was, _ := os.Stat(v.path)
+	base := filepath.Base(v.path)
+	for {
+		temporary, complete, main := 0, 0, 0
+		for name := range v.beside() {
+			switch {
+			case before[name]:
+			case strings.HasPrefix(name, "."+base+".tmp-"):
+				main++
+			case strings.HasPrefix(name, "."+base):
+				temporary++
+			case strings.HasPrefix(name, base+"."):
+				complete++
+			}
+		}
+		is, _ := os.Stat(v.path)
+		replaced := is != nil && (was == nil || !os.SameFile(was, is))
+		if v.aim == "part" && temporary+complete > 0 ||
+			v.aim == "parts" && complete == v.Ranks() || v.aim == "main" && main > 0 || replaced {
+			die(0)
+			return
+		}
+	}
+}
+
+// TestAimedKills: a rank is killed in the forward pass, in the backward pass, in the update, or at
+// one of the moments of a save that all ranks write together. All end and say which rank it was;
+// the set of files is the old or the new one, from which the run goes on, on another number of
+// ranks, to the bits of one that nobody killed.
+func TestAimedKills(t *testing.T) {
+	want := faulty(t.TempDir()).file(t, 0)
+	r := rand.New(rand.NewPCG(rand.Uint64(), 2))
+	dir := t.TempDir()
+	s := faulty(dir)
+	finish := func() {
+		t.Helper()
+		require.True(t, bytes.Equal(want, s.whole(t, s.save)),
+			"the run that was killed and resumed ended with other bits")
+		require.NoError(t, os.RemoveAll(dir))
+		require.NoError(t, os.Mkdir(dir, 0o777))
+	}
+	for kill := 0; kill < *kills; {
+		size, aim := 2+r.IntN(3), aims[kill%len(aims)]
+		rank := r.IntN(size)
+		out, ended := start(t.Context(), t, dir, size, partsVariable+"=1",
+			fmt.Sprintf("%s=%d %s %d", aimVariable, rank, aim, r.IntN(4)))
+		err := <-ended
+		if err == nil { // there were no steps left
+			finish()
+			continue
+		}
+		var e *launch.Error
+		require.ErrorAs(t, err, &e)
+		require.Equal(t, rank, e.Deaths[0].Rank, "killed in %s: %v\n%s", aim, err,
+			out.text.String())
+		require.Equal(t, os.Signal(syscall.SIGKILL), e.Deaths[0].Signal)
+		if _, err := os.Stat(s.save); !errors.Is(err, os.ErrNotExist) {
+			_, err := llm.LoadModel(t.Context(), s.save)
+			require.NoError(t, err, "the checkpoint after a kill in %s", aim)
+		}
+		kill++
+	}
+	_, ended := start(t.Context(), t, dir, 2, partsVariable+"=1")
+	require.NoError(t, <-ended)
+	finish()
+}

@@ -1,0 +1,171 @@
+package parallel_test
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// whole is the file of one process that goes on from a checkpoint which has come to its end.
+func (s setup) whole(t *testing.T, from string) []byte {
+	t.Helper()
+	s.resume, s.parts = from, false
+	return s.file(t, 0)
+}
+
+// beside are the names of all files in a checkpoint's folder but its own.
+func beside(t *testing.T, path string) (names []string) {
+	t.Helper()
+	entries, err := os.ReadDir(filepath.Dir(path))
+	require.NoError(t, err)
+	for _, e := range entries {
+		if e.Name() != filepath.Base(path) && !strings.HasSuffix(e.Name(), ".lock") {
+			names = append(names, e.Name())
+		}
+	}
+	return names
+}
+
+// TestParts: a checkpoint that ranks have written together holds what one process would have
+// written, goes on on any number of ranks, and is the only one in its folder.
+func TestParts(t *testing.T) {
+	for name, s := range map[string]setup{
+		"AdamW": {config: small(), steps: 8, accumulate: 4, every: 2},
+		"Muon":  {config: small(), steps: 8, accumulate: 4, every: 2, optimizer: muon},
+		"growing": {config: small(), steps: 14, accumulate: 4, every: 3,
+			grow: true, commands: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			want := s.file(t, 0)
+			s.parts, s.background = true, true
+			pairs := [][2]int{{2, 3}, {3, 2}, {4, 1}, {1, 4}}
+			if testing.Short() {
+				pairs = pairs[:1]
+			}
+			for _, sizes := range pairs {
+				own := s
+				own.save = filepath.Join(t.TempDir(), "run.safetensors")
+				own.stop = s.steps / 2
+				require.ErrorIs(t, own.run(t, sizes[0]), errStop)
+				require.Len(t, beside(t, own.save), sizes[0])
+				_, err := llm.LoadModel(t.Context(), own.save)
+				require.NoError(t, err)
+				own.stop, own.resume = 0, own.save
+				require.NoError(t, own.run(t, sizes[1]))
+				require.Len(t, beside(t, own.save), sizes[1])
+				require.True(t, bytes.Equal(want, s.whole(t, own.save)), "%d ranks", sizes)
+				own.parts, own.resume = false, own.save
+				require.NoError(t, own.run(t, 2))
+				require.Empty(t, beside(t, own.save))
+			}
+		})
+	}
+}
+
+// TestPartsTidy: what saves that were killed have left is removed by the next, and nothing else.
+func TestPartsTidy(t *testing.T) {
+	s := setup{config: small(), steps: 2, accumulate: 2, parts: true}
+	s.save = filepath.Join(t.TempDir(), "run.safetensors")
+	dir := filepath.Dir(s.save)
+	const id = "0123456789abcdef"
+	keep := []string{"run.safetensors." + id, "other.safetensors." + id + "-1of2",
+		"run.safetensors." + id + "-1of2.tmp-" + id, "run.safetensors.bak-1of2"}
+	for _, name := range append([]string{"run.safetensors." + id + "-1of2",
+		".run.safetensors." + id + "-2of2.tmp-" + id}, keep...) {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o666))
+	}
+	require.NoError(t, s.run(t, 2))
+	for _, name := range keep {
+		require.FileExists(t, filepath.Join(dir, name))
+	}
+	require.Len(t, beside(t, s.save), len(keep)+2)
+}
+
+// TestDamagedParts: a set of files that is not complete or not sound is refused, with what is wrong
+// and where, and the trainer is as before.
+func TestDamagedParts(t *testing.T) {
+	s := setup{config: small(), steps: 2, accumulate: 2, parts: true}
+	s.save = filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, s.run(t, 2))
+	other := s
+	other.text, other.save = 1, filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, other.run(t, 2))
+	parts, theirs := beside(t, s.save), beside(t, other.save)
+	require.Len(t, parts, 2)
+	second := filepath.Join(filepath.Dir(s.save), parts[1])
+	sound, err := os.ReadFile(second)
+	require.NoError(t, err)
+	stranger, err := os.ReadFile(filepath.Join(filepath.Dir(other.save), theirs[1]))
+	require.NoError(t, err)
+	first, err := os.ReadFile(filepath.Join(filepath.Dir(s.save), parts[0]))
+	require.NoError(t, err)
+	flipped := bytes.Clone(sound)
+	flipped[len(flipped)-3] ^= 4
+	for want, content := range map[string][]byte{
+		"is all of them":     nil,
+		"does not belong":    stranger,
+		"says that it is":    first,
+		"checksum":           flipped,
+		"the file is cut":    sound[:len(sound)-9],
+		"no stretch of":      s.edited(t, second, "optimizer.", "optimiser."),
+		"of the set":         nil,
+		"elements, and come": s.edited(t, second, "@", "@9"),
+		" elements of ":      s.edited(t, second, "", ""),
+	} {
+		require.NoError(t, os.WriteFile(second, content, 0o666))
+		from := s.save
+		switch want {
+		case "is all of them":
+			require.NoError(t, os.Remove(second))
+		case "of the set":
+			from = s.strangeMain(t)
+		}
+		own := s
+		own.resume, own.save, own.parts = from, "", false
+		err := own.run(t, 0)
+		require.ErrorContains(t, err, want, "want %q", want)
+	}
+	require.NoError(t, os.WriteFile(second, sound, 0o666))
+	own := s
+	own.resume, own.save = s.save, ""
+	require.NoError(t, own.run(t, 0))
+}
+
+// edited is a part whose tensors have other names; with no text, it lacks what is another's too.
+func (s setup) edited(t *testing.T, path, old, new string) []byte {
+	t.Helper()
+	tensors, metadata, err := safetensors.Load(path)
+	require.NoError(t, err)
+	if old == "" {
+		tensors = slices.DeleteFunc(tensors, func(x safetensors.Tensor) bool {
+			return !strings.HasSuffix(x.Name, "@0")
+		})
+	}
+	for i := range tensors {
+		tensors[i].Name = strings.ReplaceAll(tensors[i].Name, old, new)
+	}
+	out := filepath.Join(t.TempDir(), "part")
+	require.NoError(t, safetensors.Save(out, tensors, metadata))
+	b, err := os.ReadFile(out)
+	require.NoError(t, err)
+	return b
+}
+
+// strangeMain is a main file that names parts which no set has.
+func (s setup) strangeMain(t *testing.T) string {
+	t.Helper()
+	tensors, metadata, err := safetensors.Load(s.save)
+	require.NoError(t, err)
+	metadata["kasmina.parts"] = `{"id":"../../../passwd","files":2}`
+	out := filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, safetensors.Save(out, tensors, metadata))
+	return out
+}
