@@ -267,7 +267,7 @@ func (s *store) lost(m member) {
 	s.fail(&RankError{member: m, Reason: "died: its connection ended without a word"})
 }
 
-// fail tells all ranks of the first failure.
+// fail tells all ranks of the first failure, and rank 0 last: its process may end once it knows.
 func (s *store) fail(e *RankError) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -276,7 +276,7 @@ func (s *store) fail(e *RankError) {
 	}
 	s.failure = e
 	s.timer.Stop()
-	for r := range s.seats {
+	for r := len(s.seats) - 1; r >= 0; r-- {
 		if s.seats[r].wire != nil && !s.seats[r].left {
 			s.tell(&s.seats[r])
 		}
