@@ -124,7 +124,7 @@ func TestTrainGPUs(t *testing.T) {
 	}
 	dir := t.TempDir()
 	alone, together := filepath.Join(dir, "alone"), filepath.Join(dir, "together")
-	steps := []string{"-steps", "80", "-save-every", "0"}
+	steps := []string{"-steps", "40", "-save-every", "0"}
 	_, err := kasmina(t, training(alone, steps...)...)
 	require.NoError(t, err)
 

@@ -23,7 +23,8 @@ func Meet(ctx context.Context, getenv func(string) string, batches int,
 	}
 	if batches < place.Size {
 		return nil, fmt.Errorf("parallel: a step of %d batches leaves nothing to do for some of "+
-			"%d processes: give -accumulate %d, or a multiple of it", batches, place.Size, place.Size)
+			"%d processes: give -accumulate %d, or a multiple of it", batches,
+			place.Size, place.Size)
 	}
 	binary, err := comm.Binary()
 	if err != nil {

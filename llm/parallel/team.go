@@ -174,24 +174,39 @@ func (t *Team) exchange(value []byte) ([][]byte, error) {
 		})
 		return values, t.blame(err)
 	}
-	lengths, err := t.allGather(binary.LittleEndian.AppendUint64(nil, uint64(len(value))))
+	return t.frames(value)
+}
+
+// frameBytes is what a rank hands over of a value, with its length, in one operation. Nearly all
+// values of a step are shorter: two operations would take twice the time.
+const frameBytes = 1 << 10
+
+// frames is exchange by the group.
+func (t *Team) frames(value []byte) ([][]byte, error) {
+	const head = 8
+	frame := make([]byte, frameBytes)
+	binary.LittleEndian.PutUint64(frame, uint64(len(value)))
+	copy(frame[head:], value)
+	first, err := t.allGather(frame)
 	if err != nil {
 		return nil, t.blame(err)
 	}
 	longest, sizes := 0, make([]int, t.Size())
 	for r := range sizes {
-		sizes[r] = int(binary.LittleEndian.Uint64(lengths[8*r:]))
+		sizes[r] = int(binary.LittleEndian.Uint64(first[frameBytes*r:]))
 		longest = max(longest, sizes[r])
 	}
-	padded := make([]byte, longest)
-	copy(padded, value)
-	all, err := t.allGather(padded)
+	const room = frameBytes - head
+	rest := make([]byte, max(0, longest-room))
+	copy(rest, value[min(len(value), room):])
+	more, err := t.allGather(rest)
 	if err != nil {
 		return nil, t.blame(err)
 	}
 	values := make([][]byte, t.Size())
-	for r := range values {
-		values[r] = all[r*longest:][:sizes[r]]
+	for r, n := range sizes {
+		values[r] = append(values[r], first[frameBytes*r+head:][:min(n, room)]...)
+		values[r] = append(values[r], more[len(rest)*r:][:max(0, n-room)]...)
 	}
 	return values, nil
 }
