@@ -66,21 +66,3 @@ func (b Budget) share(spent Budget) float64 {
 	}
 	return min(1, math.Floor(shares*s)/shares)
 }
-
-// FLOPs returns the floating-point operations of training on a token, forward and backward: six for
-// each weight of a product, the output layer's included, and for causal attention six a feature of
-// its heads for each position of the sequence, in each block; of a window W in a sequence of S it
-// is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language Models", 2020.)
-func (c Config) FLOPs() float64 {
-	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
-	block := float64(c.Dim) * (2*heads + 2*kv + 3*float64(c.FF))
-	seen, seq := 0.0, float64(c.Seq)
-	for i := range c.Layers {
-		w := seq
-		if window := c.Block(i).Window; window > 0 {
-			w = min(seq, float64(window))
-		}
-		seen += 2*w - w*w/seq
-	}
-	return 6 * (float64(c.Layers)*block + heads*seen + float64(c.Vocab)*float64(c.Dim))
-}

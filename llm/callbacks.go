@@ -290,7 +290,7 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 	case n < 0:
 		return refuse("SampleText: asked for %d tokens, want at least 0", n)
 	}
-	if err := t.Model.Config.knows(slices.Values(promptTokens(tok, prompt))); err != nil {
+	if err := t.Model.Config.Knows(slices.Values(promptTokens(tok, prompt))); err != nil {
 		return refuse("SampleText: the prompt: %w", err)
 	}
 	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {

@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
@@ -335,17 +336,11 @@ func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
 }
 
 // fileShape is what a file of a model with parameters of a type holds.
-func (c Config) fileShape(dt tensor.Dtype) modelfile.Shape {
-	s := modelfile.Shape{Dtype: dt, Params: func(yield func(string, []int) bool) {
-		for p := range c.params() {
-			if !yield(p.name, p.shape) {
-				return
-			}
-		}
-	}}
-	for _, block := range c.origin().Kasmina {
+func fileShape(c Config, dt tensor.Dtype) modelfile.Shape {
+	s := modelfile.Shape{Dtype: dt, Params: c.Parameters()}
+	for _, block := range c.Origin().Kasmina {
 		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: strconv.Itoa(block), Seeds: c.Seeds,
-			SlotWidth: c.slotWidth()})
+			SlotWidth: c.KasminaWidth()})
 	}
 	if c.Depth > 0 {
 		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: depthLayer, Seeds: c.Depth})
@@ -397,12 +392,12 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 		return nil, err
 	}
 	dt := tensor.Float32
-	if d, _, err := f.Info(embedName); err == nil && d == safetensors.F64 {
+	if d, _, err := f.Info(arch.EmbedName); err == nil && d == safetensors.F64 {
 		dt = tensor.Float64
 	}
 	// Before memory for a model is taken, the file must hold one: a configuration can ask for any
 	// amount.
-	if err := f.Fits(c.fileShape(dt)); err != nil {
+	if err := f.Fits(fileShape(c, dt)); err != nil {
 		return nil, err
 	}
 	m, err := newModel(c, dt, nil)
@@ -451,12 +446,12 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 func (m *Model) paramsOf(ctx context.Context, f *modelfile.File, c Config,
 	prefix string) ([]Param, error) {
 	var params []Param
-	for p := range c.params() {
-		value := newParam(m.Dtype(), p.shape, nil)
-		if err := f.Parameter(ctx, prefix+p.name, value.Data()); err != nil {
+	for p := range c.Specs() {
+		value := newParam(m.Dtype(), p.Shape, nil)
+		if err := f.Parameter(ctx, prefix+p.Name, value.Data()); err != nil {
 			return nil, err
 		}
-		params = append(params, Param{p.name, value})
+		params = append(params, Param{p.Name, value})
 	}
 	return params, nil
 }
@@ -474,7 +469,7 @@ func (m *Model) contentsOf(ctx context.Context, f *modelfile.File,
 		return nil, nil, err
 	}
 	return read, func() {
-		if m.Config.sameBlocks(c) {
+		if m.Config.SameBlocks(c) {
 			for i, p := range m.Params {
 				copyNumbers(p.Value, read[i].Value)
 			}

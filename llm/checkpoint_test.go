@@ -26,6 +26,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -529,7 +530,8 @@ func TestNumbersThatAreNone(t *testing.T) {
 	}{
 		"NaN": {edit(weight, 2, nan), "parameter " + weight + " is NaN at element 2", true,
 			ErrDiverged},
-		"infinity": {edit(normName, 3, inf), "parameter model.norm.weight is -Inf at element 3",
+		"infinity": {edit(arch.NormName, 3, inf),
+			"parameter model.norm.weight is -Inf at element 3",
 			true, ErrDiverged},
 		"moment of NaN": {edit("optimizer."+weight+".exp_avg", 1, nan), weight +
 			`": exp_avg is NaN at element 1`, false, nil},
@@ -628,10 +630,10 @@ func TestHoles(t *testing.T) {
 					`"data_offsets":[0,%d]}}`, config, name, size/4, size))
 	}
 	for what, content := range map[string][]byte{
-		"nothing": nil, "a parameter": one(embedName, string(config)),
+		"nothing": nil, "a parameter": one(arch.EmbedName, string(config)),
 		"a lattice": one("lattice.0.stage",
 			string(config)),
-		"moments": one("optimizer.w.x", string(config)), "a large model": one(embedName,
+		"moments": one("optimizer.w.x", string(config)), "a large model": one(arch.EmbedName,
 			strings.Replace(string(config), `\"vocab\":3`, `\"vocab\":16777216`, 1)),
 		"a scale": one("scale",
 			string(config)),

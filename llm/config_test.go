@@ -14,6 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/op"
@@ -501,12 +502,12 @@ func TestBlueprintErrors(t *testing.T) {
 		"a narrower model": {newTrainer(t, trainerOptions{config: tiny(), steps: 1}).Model, good, 0,
 			1, "LowRank needs 8 weights"},
 	} {
-		before := slices.Clone(c.m.Param(blockPrefix(0) + kasminaWeights).Float32s())
+		before := slices.Clone(c.m.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s())
 		err := c.m.LoadBlueprint(c.path, c.layer, c.seed)
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: got %v, want an error with %q", name, err, c.want)
 		}
-		if !slices.Equal(before, c.m.Param(blockPrefix(0)+kasminaWeights).Float32s()) {
+		if !slices.Equal(before, c.m.Param(arch.BlockPrefix(0)+arch.KasminaWeights).Float32s()) {
 			t.Errorf("%s: the refused file has changed weights", name)
 		}
 	}
@@ -545,11 +546,11 @@ func roomy() Config {
 func TestCapacityResumes(t *testing.T) {
 	o := trainerOptions{config: roomy(), steps: 30}
 	whole, first := newTrainer(t, o), newTrainer(t, o)
-	start := slices.Clone(whole.Model.Param(blockPrefix(0) + kasminaWeights).Float32s())
+	start := slices.Clone(whole.Model.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s())
 	if err := whole.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	w := whole.Model.Param(blockPrefix(0) + kasminaWeights)
+	w := whole.Model.Param(arch.BlockPrefix(0) + arch.KasminaWeights)
 	for slot, used := range map[int]int{1: 16, 2: 4, 3: 16} { // LowRank, ConvFilter, ChunkMLP
 		for i := range used {
 			if at := slot*18 + i; w.Float32s()[at] == start[at] && (slot != 2 || i < 3) {
@@ -598,7 +599,8 @@ func TestCapacityStarts(t *testing.T) {
 						l.Transition(seed, state.Cancelled), l.Recycle(seed)); err != nil {
 						t.Fatal(err)
 					}
-					w := m.Param(blockPrefix(layer) + kasminaWeights).Float32s()[(1+seed)*18:][:18]
+					w := m.Param(arch.BlockPrefix(layer) +
+						arch.KasminaWeights).Float32s()[(1+seed)*18:][:18]
 					all = append(all, slices.Clone(w))
 				}
 				if _, err := l.StepEpoch(state.Metrics{}); err != nil {
@@ -636,7 +638,7 @@ func TestCapacityErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := m.Param(blockPrefix(0) + kasminaWeights).Float32s()
+	w := m.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s()
 	w[9] = 7
 	before := slices.Clone(w)
 	err = m.Germinate(0, 1, state.GerminationRequest{Slot: 2, Kind: blueprints.LowRank})

@@ -20,6 +20,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -117,8 +118,8 @@ func TestStackCopies(t *testing.T) {
 				for name, bits := range after {
 					var block int
 					var rest string
-					if n, _ := fmt.Sscanf(name, blocksPrefix+"%d.%s", &block, &rest); n == 2 {
-						require.Equal(t, before[blockPrefix(c.from[block])+rest], bits, name)
+					if n, _ := fmt.Sscanf(name, arch.BlocksPrefix+"%d.%s", &block, &rest); n == 2 {
+						require.Equal(t, before[arch.BlockPrefix(c.from[block])+rest], bits, name)
 						copied++
 					} else {
 						require.Equal(t, before[name], bits, name)
@@ -203,7 +204,7 @@ func testNewBlocks(t *testing.T, c Config, closing string, closed float32) {
 	grownBy(t, tr, 0, blueprints.NewBlocks, 2)
 	require.Equal(t, 4, tr.Model.Config.Layers)
 	require.Equal(t, before, loss())
-	name := blockPrefix(3) + closing
+	name := arch.BlockPrefix(3) + closing
 	require.Equal(t, closed, tr.Model.Param(name).Float32s()[0])
 	tr.Config.Steps = 8
 	require.NoError(t, tr.Run(context.Background()))
@@ -218,7 +219,7 @@ func TestRollbackOfDepth(t *testing.T) {
 	grownBy(t, tr, 2, blueprints.Stack, 3)
 	tr.Config.Steps = 8
 	require.NoError(t, tr.Run(context.Background()))
-	require.NotEqual(t, before[embedName], learntBy(t, tr)[embedName])
+	require.NotEqual(t, before[arch.EmbedName], learntBy(t, tr)[arch.EmbedName])
 	require.NoError(t, tr.Model.Kasmina.Do(state.Command{Action: state.Move, Layer: 2, Seed: 2,
 		To: state.RolledBack}))
 	require.NoError(t, tr.inTurn(tr.reshape))
@@ -317,7 +318,7 @@ func TestForgedBefore(t *testing.T) {
 		`there is no parameter "model.stranger"`: func(x map[string]safetensors.Tensor,
 			_ map[string]string) {
 			for _, field := range []string{".step", ".exp_avg", ".exp_avg_sq"} {
-				moment := x["before.optimizer."+normName+field]
+				moment := x["before.optimizer."+arch.NormName+field]
 				moment.Name = "before.optimizer.model.stranger" + field
 				x[moment.Name] = moment
 			}
@@ -399,10 +400,10 @@ func TestGrowthThatCannotBe(t *testing.T) {
 // TestGrownConfig wants a configuration whose growths cannot have made its blocks to be refused.
 func TestGrownConfig(t *testing.T) {
 	c := deep()
-	grown := c.grow(Grown{Seed: 1, Kind: "Interleave", Size: 2, Step: 3, Order: []int{0, 0, 1, 1}})
+	grown := c.Grow(Grown{Seed: 1, Kind: "Interleave", Size: 2, Step: 3, Order: []int{0, 0, 1, 1}})
 	require.NoError(t, grown.Check())
 	require.Equal(t, []int{0, 2}, grown.Kasmina)
-	require.Equal(t, c, grown.origin())
+	require.Equal(t, c, grown.Origin())
 	for _, bad := range []Grown{
 		{Seed: 1, Size: 2, Order: []int{0, 0, 1}}, {Seed: 3, Size: 2, Order: []int{0, 0, 1, 1}},
 		{Seed: 1, Size: 2, Order: []int{0, 0, 1, 3}}, {Seed: 1, Size: 2, Order: []int{-2, 0, 1, 1}},
@@ -413,7 +414,7 @@ func TestGrownConfig(t *testing.T) {
 	}
 	fresh := deep()
 	fresh.Kasmina = []int{0, 2}
-	fresh = fresh.grow(Grown{Seed: 1, Size: 1, Order: []int{0, 1, blueprints.NewBlock}})
+	fresh = fresh.Grow(Grown{Seed: 1, Size: 1, Order: []int{0, 1, blueprints.NewBlock}})
 	fresh.Kasmina = []int{0, 2}
 	require.Error(t, fresh.Check())
 	_, err := NewModel(grown, tensor.Float32, 1)

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -58,12 +59,12 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	if err := m.made(); err != nil {
 		return nil, fmt.Errorf("llm: Graph: %w", err)
 	}
-	if batch < 1 || batch > maxField {
-		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
+	if batch < 1 || batch > arch.MaxField {
+		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, arch.MaxField)
 	}
 	c := m.Config
 	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind,
-		blocks: block.Builder{Shape: c.blockShape(), Seq: c.Seq},
+		blocks: block.Builder{Shape: c.BlockShape(), Seq: c.Seq},
 		nodes:  map[string]*gorgonia.Node{}}
 	for _, opt := range opts {
 		if opt == nil {
@@ -107,7 +108,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		b.nodes[p.Name] = n
 		out.Params = append(out.Params, n)
 	}
-	x, err := op.Embedding(out.IDs, b.nodes[embedName])
+	x, err := op.Embedding(out.IDs, b.nodes[arch.EmbedName])
 	if err == nil && c.EmbedScale != 0 {
 		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
 	}
@@ -126,12 +127,12 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 			return nil, err
 		}
 	}
-	if x, err = b.blocks.Norm(x, b.nodes[normName]); err != nil {
+	if x, err = b.blocks.Norm(x, b.nodes[arch.NormName]); err != nil {
 		return nil, err
 	}
-	head := b.nodes[headName]
+	head := b.nodes[arch.HeadName]
 	if !c.Untied {
-		head = b.nodes[embedName]
+		head = b.nodes[arch.EmbedName]
 	}
 	switch b.kind {
 	case ForLogits:
@@ -172,7 +173,7 @@ func (b *graphBuilder) number(x float64) *gorgonia.Node {
 
 // block adds block i and the Kasmina layer behind it, if there is one, to the residual stream x.
 func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
-	p := blockPrefix(i)
+	p := arch.BlockPrefix(i)
 	inputs := gorgonia.Nodes{x}
 	for _, name := range b.blocks.Params() {
 		inputs = append(inputs, b.nodes[p+name])
@@ -181,7 +182,7 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		inputs = append(inputs, b.out.Starts)
 	}
 	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-		return b.blocks.Build(in, b.Config.attention(i))
+		return b.blocks.Build(in, b.Config.Attention(i))
 	}
 	var err error
 	if b.recompute && b.kind == ForTraining {
@@ -196,8 +197,8 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		if after != i {
 			continue
 		}
-		x, err = op.Kasmina(x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales],
-			b.Kasmina.Lattice(n), b.Config.KasminaOptions.options(b.kind)...)
+		x, err = op.Kasmina(x, b.nodes[p+arch.KasminaWeights], b.nodes[p+arch.KasminaScales],
+			b.Kasmina.Lattice(n), b.Config.KasminaOptions.Options(b.kind == ForTraining)...)
 		if err != nil {
 			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}

@@ -18,6 +18,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -456,18 +457,18 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	width := tr.Model.Config.slotWidth()
+	width := tr.Model.Config.KasminaWidth()
 	// live counts what is remembered of slot 1 of a layer.
 	live := func(layer int) (n int) {
 		for _, s := range tr.Optimizer.State() {
 			x, ok := s.Data.([]float32)
-			p := blockPrefix(tr.Model.Config.Kasmina[layer])
+			p := arch.BlockPrefix(tr.Model.Config.Kasmina[layer])
 			switch {
 			case !ok:
 				continue
-			case strings.HasPrefix(s.Name, p+kasminaWeights):
+			case strings.HasPrefix(s.Name, p+arch.KasminaWeights):
 				x = x[width : 2*width]
-			case strings.HasPrefix(s.Name, p+kasminaScales):
+			case strings.HasPrefix(s.Name, p+arch.KasminaScales):
 				x = x[1:2]
 			default:
 				continue

@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -356,7 +357,7 @@ func TestZeroValues(t *testing.T) {
 			require.ErrorContains(t, err, name)
 			require.ErrorIs(t, err, errZeroModel)
 		}
-		require.Nil(t, m.Param(normName))
+		require.Nil(t, m.Param(arch.NormName))
 		require.Zero(t, m.NumParams()+m.NumSeeds())
 		require.Zero(t, m.Dtype())
 	}

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -21,7 +22,7 @@ const depthLayer = "depth"
 // of depth.
 func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 	layers := make([]state.Layer, len(m.Config.Kasmina))
-	for i, block := range m.Config.origin().Kasmina { // which name them, whatever the blocks become
+	for i, block := range m.Config.Origin().Kasmina { // which name them, whatever the blocks become
 		l, err := m.newLattice(opts...)
 		if err != nil {
 			return nil, fmt.Errorf("llm: Kasmina layer after block %d: %w", block, err)
@@ -39,7 +40,7 @@ func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 }
 
 func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
-	slots, width := m.Config.Slots, m.Config.slotWidth()
+	slots, width := m.Config.Slots, m.Config.KasminaWidth()
 	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim,
 		append([]state.Option{state.WithSlots(slots), state.WithWidth(width)}, opts...)...)
 	if err == nil && l.Slots() != slots {
@@ -84,7 +85,7 @@ type slots struct{ m *Model }
 // resumed run draws the same. The network asks for it with the lattice locked, in which the epoch
 // is known.
 func (s slots) Start(g state.Germination) (p state.SlotParams, err error) {
-	width := s.m.Config.slotWidth()
+	width := s.m.Config.KasminaWidth()
 	w, a := make([]float64, 2*width), make([]float64, 2)
 	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)),
 		uint64(g.Slot)<<32|uint64(g.Epoch)).Uint64()
@@ -109,7 +110,7 @@ func (s slots) Read(layer, slot int) (p state.SlotParams, err error) {
 func (s slots) Write(writes []state.SlotWrite) error {
 	s.m.changes.Add(1)
 	for _, w := range writes {
-		if want := s.m.Config.slotWidth(); len(w.Params.Weights) != want || w.Slot < 1 ||
+		if want := s.m.Config.KasminaWidth(); len(w.Params.Weights) != want || w.Slot < 1 ||
 			w.Slot >= s.m.Config.Slots {
 			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a "+
 				"slot from 1 to %d",
@@ -148,7 +149,7 @@ func (s slots) Write(writes []state.SlotWrite) error {
 // is of other parameters than those that they have now, or would move them on while no seed learns
 // with them.
 func (s slots) forget(e Engine, layer, from, to int) error {
-	names, width := s.names(layer), s.m.Config.slotWidth()
+	names, width := s.names(layer), s.m.Config.KasminaWidth()
 	return errors.Join(e.Forget(names[0], from*width, to*width), e.Forget(names[1], from, to))
 }
 
@@ -198,8 +199,8 @@ func (s slots) set(writes []state.SlotWrite) {
 
 // names returns the names of the weights and the scales of a Kasmina layer.
 func (s slots) names(layer int) []string {
-	p := blockPrefix(s.m.Config.Kasmina[layer])
-	return []string{p + kasminaWeights, p + kasminaScales}
+	p := arch.BlockPrefix(s.m.Config.Kasmina[layer])
+	return []string{p + arch.KasminaWeights, p + arch.KasminaScales}
 }
 
 func (s slots) params(layer int) (weights, scales *tensor.Dense) {
@@ -259,7 +260,7 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 
 // fileSlots are the slots of the Kasmina layers as files of blueprints know them.
 func (m *Model) fileSlots() modelfile.Slots {
-	return modelfile.Slots{Chunk: m.Config.Dim / m.Config.Seeds, Width: m.Config.slotWidth(),
+	return modelfile.Slots{Chunk: m.Config.Dim / m.Config.Seeds, Width: m.Config.KasminaWidth(),
 		Dtype: m.Dtype()}
 }
 

@@ -3,8 +3,6 @@ package llm
 import (
 	"errors"
 	"fmt"
-	"iter"
-	"math"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -14,7 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/memory"
-	"github.com/kasmina-go/kasmina/llm/internal/block"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -53,9 +51,9 @@ type Model struct {
 // is their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	// Each parameter has a stream of its own, so that adding one does not change the others.
-	return newModel(c, dt, func(i int, p paramSpec) func() float64 {
+	return newModel(c, dt, func(i int, p arch.Spec) func() float64 {
 		r := rand.New(rand.NewPCG(seed, uint64(i)))
-		return func() float64 { return p.start + p.deviation*r.NormFloat64() }
+		return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
 	}, lattice...)
 }
 
@@ -68,11 +66,11 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	if fill == nil {
 		return nil, errors.New("llm: NewModelFrom: fill is nil, want what writes parameters")
 	}
-	m, err := newModel(c, dt, func(_ int, p paramSpec) func() float64 {
-		if p.deviation != 0 {
+	m, err := newModel(c, dt, func(_ int, p arch.Spec) func() float64 {
+		if p.Deviation != 0 {
 			return nil
 		}
-		return func() float64 { return p.start }
+		return func() float64 { return p.Start }
 	}, lattice...)
 	if err != nil {
 		return nil, err
@@ -92,21 +90,9 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	return m, nil
 }
 
-// Parameters yields names and shapes of the parameters of such a model, in the order in which it
-// uses them.
-func (c Config) Parameters() iter.Seq2[string, []int] {
-	return func(yield func(string, []int) bool) {
-		for p := range c.params() {
-			if !yield(p.name, p.shape) {
-				return
-			}
-		}
-	}
-}
-
 // newModel returns a model whose i-th parameter has the numbers that start gives one after the
 // other; zeros if start is nil.
-func newModel(c Config, dt tensor.Dtype, start func(i int, p paramSpec) func() float64,
+func newModel(c Config, dt tensor.Dtype, start func(i int, p arch.Spec) func() float64,
 	lattice ...state.Option) (*Model, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
@@ -115,17 +101,17 @@ func newModel(c Config, dt tensor.Dtype, start func(i int, p paramSpec) func() f
 		return nil, fmt.Errorf("llm: parameters of type %v, want float32 or float64", dt)
 	}
 	m := &Model{Config: c, byName: map[string]int{}}
-	specs := slices.Collect(c.params())
+	specs := slices.Collect(c.Specs())
 	bytes := uint64(0)
 	for _, p := range specs {
-		bytes += uint64(tensor.Shape(p.shape).TotalSize()) * uint64(dt.Size())
+		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(dt.Size())
 	}
 	if err := memory.Check("the parameters take", bytes); err != nil {
 		return nil, fmt.Errorf("llm: NewModel: %w", err)
 	}
 	m.Params = make([]Param, len(specs))
 	for i, p := range specs {
-		m.byName[p.name] = i
+		m.byName[p.Name] = i
 	}
 	cpu.Parallel(len(specs), 1, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
@@ -133,7 +119,7 @@ func newModel(c Config, dt tensor.Dtype, start func(i int, p paramSpec) func() f
 			if start != nil {
 				next = start(i, specs[i])
 			}
-			m.Params[i] = Param{specs[i].name, newParam(dt, specs[i].shape, next)}
+			m.Params[i] = Param{specs[i].Name, newParam(dt, specs[i].Shape, next)}
 		}
 	})
 	var err error
@@ -141,62 +127,6 @@ func newModel(c Config, dt tensor.Dtype, start func(i int, p paramSpec) func() f
 		return nil, err
 	}
 	return m, nil
-}
-
-// paramSpec describes a parameter: its values start normal around start.
-type paramSpec struct {
-	name             string
-	shape            []int
-	start, deviation float64
-	// closed, unless it is nil, is the value at which a new block adds nothing to the residual
-	// stream.
-	closed *float64
-}
-
-// params yields the parameters of a model in the order in which the model uses them.
-func (c Config) params() iter.Seq[paramSpec] {
-	const in = 0.02
-	out := in / math.Sqrt(2*float64(c.Layers))
-	norm := 1.0
-	if c.NormPlusOne {
-		norm = 0
-	}
-	noNorm := norm - 1
-	return func(yield func(paramSpec) bool) {
-		if !yield(paramSpec{embedName, []int{c.Vocab, c.Dim}, 0, in, nil}) {
-			return
-		}
-		for i := range c.Layers {
-			for _, p := range c.blockShape().All() {
-				spec := paramSpec{name: blockPrefix(i) + p.Name, shape: p.Shape}
-				switch p.Role {
-				case block.Norm:
-					spec.start = norm
-				case block.Closing:
-					spec.start, spec.closed = norm, &noNorm
-				case block.Inner:
-					spec.deviation = in
-				case block.Output:
-					if spec.deviation = out; !c.PostNorms {
-						spec.closed = new(float64)
-					}
-				}
-				if !yield(spec) {
-					return
-				}
-			}
-		}
-		for _, b := range c.Kasmina {
-			weights := []int{c.Slots, c.slotWidth()}
-			if !yield(paramSpec{blockPrefix(b) + kasminaWeights, weights, 0, 0, nil}) ||
-				!yield(paramSpec{blockPrefix(b) + kasminaScales, []int{c.Slots}, 1, 0, nil}) {
-				return
-			}
-		}
-		if yield(paramSpec{normName, []int{c.Dim}, norm, 0, nil}) && c.Untied {
-			yield(paramSpec{headName, []int{c.Vocab, c.Dim}, 0, in, nil})
-		}
-	}
 }
 
 // mirror is the engine whose parameters are the model's, nil if they are on the host alone.
@@ -215,20 +145,6 @@ func (m *Model) pull(params ...string) error {
 	}
 	return nil
 }
-
-// Names of parameters are those of the Llama weights that circulate as safetensors files.
-const (
-	embedName = "model.embed_tokens.weight"
-	normName  = "model.norm.weight"
-	headName  = "lm_head.weight"
-
-	blocksPrefix = "model.layers."
-
-	kasminaWeights = "kasmina.weights"
-	kasminaScales  = "kasmina.scales"
-)
-
-func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
 
 // newParam returns a tensor of the numbers that next gives, of zeros if next is nil.
 func newParam(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
@@ -290,7 +206,8 @@ func (m *Model) NumSeeds() int {
 }
 
 var (
-	errZeroModel   = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
+	errZeroModel = errors.New("the model is nil or its zero value: NewModel and LoadModel " +
+		"make one")
 	errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
 )
 

@@ -65,7 +65,7 @@ func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeStat
 	if err := s.Config.Check(); err != nil {
 		return nil, f.Errorf("what the model was before it grew: %w", err)
 	}
-	if have, want := s.Config.origin(), t.Model.Config.origin(); !have.sameBlocks(want) {
+	if have, want := s.Config.Origin(), t.Model.Config.Origin(); !have.SameBlocks(want) {
 		return nil, f.Errorf("%w: what the model was before it grew is another one",
 			ErrArchitecture)
 	}
@@ -145,7 +145,7 @@ func (t *Trainer) graft(s state.SeedReport) error {
 // growBlocks is graft without its consequences for the seed.
 func (t *Trainer) growBlocks(g Grown) error {
 	m := t.Model
-	next := m.Config.grow(g)
+	next := m.Config.Grow(g)
 	if err := t.canReshape(next); err != nil {
 		return err
 	}
@@ -162,7 +162,7 @@ func (t *Trainer) growBlocks(g Grown) error {
 		p := m.Params[i]
 		before.params[i] = Param{p.Name, p.Value.Clone().(*tensor.Dense)}
 	})
-	params, moments := m.grown(g, next), g.moments(before.optimizer, next)
+	params, moments := m.grown(g, next), momentsOf(g, before.optimizer, next)
 	if err := t.change(next, params, moments, before.scale); err != nil {
 		return err
 	}
@@ -221,25 +221,25 @@ func (t *Trainer) canReshape(next Config) error {
 		return err
 	}
 	bytes := uint64(0)
-	for p := range next.params() {
-		bytes += uint64(tensor.Shape(p.shape).TotalSize()) * uint64(t.Model.Dtype().Size())
+	for p := range next.Specs() {
+		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(t.Model.Dtype().Size())
 	}
 	// Parameters, gradients and two moments, beside what the model was.
 	return t.agree(memory.Check("the larger model takes", 4*bytes))
 }
 
-// moments returns what an optimiser remembers of the parameters of a grown model: copies have the
+// momentsOf returns what an optimiser remembers of the parameters of a grown model: copies have the
 // moments of what they are copies of.
-func (g Grown) moments(state []optim.Tensor, next Config) (moments []optim.Tensor) {
+func momentsOf(g Grown, state []optim.Tensor, next Config) (moments []optim.Tensor) {
 	byParam := map[string][]optim.Tensor{}
 	for _, x := range state {
 		dot := strings.LastIndexByte(x.Name, '.')
 		byParam[x.Name[:dot]] = append(byParam[x.Name[:dot]], x)
 	}
-	for p := range next.params() {
-		from := g.source(p.name)
+	for p := range next.Specs() {
+		from := g.Source(p.Name)
 		for _, x := range byParam[from] {
-			x.Name = p.name + strings.TrimPrefix(x.Name, from)
+			x.Name = p.Name + strings.TrimPrefix(x.Name, from)
 			moments = append(moments, x)
 		}
 	}

@@ -69,7 +69,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	if err := f.Fits(c.fileShape(t.Model.Dtype())); err != nil {
+	if err := f.Fits(fileShape(c, t.Model.Dtype())); err != nil {
 		return err
 	}
 	params, loadModel, err := t.Model.contentsOf(ctx, f, c)
@@ -80,11 +80,11 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	optimizer, err := r.optimizerIn(ctx, f, c.fileShape(t.Model.Dtype()))
+	optimizer, err := r.optimizerIn(ctx, f, fileShape(c, t.Model.Dtype()))
 	if err != nil {
 		return err
 	}
-	other := !t.Model.Config.sameBlocks(c)
+	other := !t.Model.Config.SameBlocks(c)
 	if other && t.Model.trainers > 1 {
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
@@ -115,7 +115,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	}
 	options := c.KasminaOptions
 	c.KasminaOptions = t.Model.Config.KasminaOptions
-	if diff := settings.Fields(t.Model.Config.origin(), c.origin()); len(diff) > 0 {
+	if diff := settings.Fields(t.Model.Config.Origin(), c.Origin()); len(diff) > 0 {
 		return nil, c, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 	// null in the file
@@ -124,7 +124,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		return nil, c, nil,
 			f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
 	}
-	limit := modelfile.MaxRun + c.numParams()*modelfile.MaxRule
+	limit := modelfile.MaxRun + c.Tensors()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
 		return nil, c, nil, err
 	}

@@ -709,7 +709,7 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d",
 			e.Seq(), seq)
 	}
-	if err := t.Model.Config.knows(e.IDs()); err != nil {
+	if err := t.Model.Config.Knows(e.IDs()); err != nil {
 		return fmt.Errorf("the held-out text: %w", err)
 	}
 	return nil

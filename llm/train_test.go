@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
@@ -604,7 +605,7 @@ func TestGerminateErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := m.Param(blockPrefix(0) + kasminaWeights).Float32s()
+	w := m.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s()
 	w[2*4] = 7
 	if err := m.Germinate(0, 1, state.GerminationRequest{Slot: 1}); err != nil {
 		t.Fatal(err)

@@ -178,7 +178,7 @@ func TestTraitsGrow(t *testing.T) {
 	for _, order := range [][]int{{0, 1, 2, 3, 4, 0, 1, 2, 3, 4}, {0, 0, 1, 1, 2, 2, 3, 3, 4, 4},
 		{0, blueprints.NewBlock, 1, 2, 3, 4}, {blueprints.NewBlock, 0, 1, 2, 3, 4,
 			blueprints.NewBlock}} {
-		grown := c.grow(Grown{Kind: "Stack", Size: 1, Order: order})
+		grown := c.Grow(Grown{Kind: "Stack", Size: 1, Order: order})
 		require.NoError(t, grown.Check())
 		for i, from := range order {
 			want := grown.Block(max(0, i-1)) // that of the block before a new one
@@ -189,11 +189,11 @@ func TestTraitsGrow(t *testing.T) {
 			}
 			require.Equal(t, want, grown.Block(i), "%v: block %d", order, i)
 		}
-		require.Equal(t, c, grown.origin())
+		require.Equal(t, c, grown.Origin())
 	}
 	plain := gemma()
 	plain.Blocks = make([]Block, 3)
-	require.Nil(t, plain.origin().Blocks, fmt.Sprint(plain.origin().Blocks))
+	require.Nil(t, plain.Origin().Blocks, fmt.Sprint(plain.Origin().Blocks))
 }
 
 // TestFLOPsOfWindows counts the keys that the queries of a sequence see.

@@ -1,4 +1,4 @@
-package llm
+package arch
 
 import (
 	"fmt"
@@ -63,15 +63,15 @@ func (c Config) Block(i int) Block {
 	return b
 }
 
-// blockShape is what all blocks have in common.
-func (c Config) blockShape() block.Shape {
+// BlockShape is what all blocks have in common.
+func (c Config) BlockShape() block.Shape {
 	return block.Shape{Dim: c.Dim, FF: c.FF, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
 		Eps: c.Eps, Scale: c.AttentionScale, QKVBias: c.QKVBias, QKNorm: c.QKNorm,
 		NormPlusOne: c.NormPlusOne, PostNorms: c.PostNorms, GELU: c.GELU}
 }
 
-// attention is Block for the builder of graphs.
-func (c Config) attention(i int) block.Attention {
+// Attention is Block for the builder of graphs.
+func (c Config) Attention(i int) block.Attention {
 	b := c.Block(i)
 	return block.Attention{Window: b.Window, NoRoPE: b.NoRoPE, Base: b.Base, Scaling: b.Scaling}
 }
@@ -100,10 +100,10 @@ func (c Config) checkTraits() error {
 	}
 	for i, b := range c.Blocks {
 		switch {
-		case b.Window < 0 || b.Window > maxField:
+		case b.Window < 0 || b.Window > MaxField:
 			return fmt.Errorf("llm: Config.Blocks[%d].Window is %d, want 1 to %d, or 0 for all "+
 				"positions",
-				i, b.Window, maxField)
+				i, b.Window, MaxField)
 		case b.Base != 0 && !validBase(b.Base):
 			return fmt.Errorf("llm: Config.Blocks[%d].Base is %v, want a finite number of more "+
 				"than 1, or 0 for that of Config.Base", i, b.Base)

@@ -1,4 +1,6 @@
-package llm
+// Package arch describes the architecture of a model: its configuration, the parameters that follow
+// from it, and how it grows. It knows no values and no graphs.
+package arch
 
 import (
 	"fmt"
@@ -39,7 +41,8 @@ type Config struct {
 	Documents bool `json:"documents,omitempty"`
 
 	// Depth is how many seeds grow the stack of blocks. Their lattice stands behind those of the
-	// Kasmina layers. See [Trainer.Run] for when it changes the model.
+	// Kasmina layers. See llm.Trainer.Run for when it
+	// changes the model.
 	Depth int `json:"depth,omitempty"`
 	// Grown is how the model came to its blocks, which the trainer writes.
 	Grown []Grown `json:"grown,omitempty"`
@@ -70,7 +73,7 @@ type KasminaOptions struct {
 	// AdaptiveClip is as op.WithAdaptiveGradClip, 0 for none. It excludes GradClip.
 	AdaptiveClip float64 `json:"adaptive_clip,omitempty"`
 	// StopOnNonFinite ends a run at a step of training in which a layer meets NaN or Inf, as
-	// op.StopOnNonFinite does, with an error that wraps op.ErrNonFinite and ErrDiverged.
+	// op.StopOnNonFinite does, with an error that wraps op.ErrNonFinite and llm.ErrDiverged.
 	StopOnNonFinite bool `json:"stop_on_non_finite,omitempty"`
 }
 
@@ -97,8 +100,8 @@ func (o KasminaOptions) check() error {
 	return nil
 }
 
-// options are those of a layer in a graph that trains, or in another one.
-func (o KasminaOptions) options(kind GraphKind) []op.KasminaOption {
+// Options are those of a layer in a graph that trains, or in another one.
+func (o KasminaOptions) Options(training bool) []op.KasminaOption {
 	opts := []op.KasminaOption{op.WithStability(o.Stability)}
 	if o.Epsilon > 0 {
 		opts = append(opts, op.WithEpsilon(o.Epsilon))
@@ -109,7 +112,7 @@ func (o KasminaOptions) options(kind GraphKind) []op.KasminaOption {
 	if o.AdaptiveClip > 0 {
 		opts = append(opts, op.WithAdaptiveGradClip(o.AdaptiveClip))
 	}
-	if kind != ForTraining {
+	if !training {
 		return append(opts, op.WithoutTelemetry())
 	}
 	if o.StopOnNonFinite {
@@ -118,8 +121,8 @@ func (o KasminaOptions) options(kind GraphKind) []op.KasminaOption {
 	return opts
 }
 
-// slotWidth is the number of columns of a Kasmina layer's weights.
-func (c Config) slotWidth() int { return max(c.SlotWidth, c.Dim/c.Seeds) }
+// KasminaWidth is the number of columns of a Kasmina layer's weights.
+func (c Config) KasminaWidth() int { return max(c.SlotWidth, c.Dim/c.Seeds) }
 
 // Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where
 // that is whole), FF (8/3·Dim, rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots
@@ -147,15 +150,17 @@ func (c Config) Default() Config {
 	return c
 }
 
+// MaxField is the most that a size in a configuration can be.
+const MaxField = 1 << 24
+
 // Limits that keep what is derived from a configuration inside the range of int.
 const (
-	maxField  = 1 << 24
 	maxLayers = 1 << 16
 	maxParams = 1 << 36
 )
 
-// knows returns an error that names the first of the ids which is outside the vocabulary.
-func (c Config) knows(ids iter.Seq[int]) error {
+// Knows returns an error that names the first of the ids which is outside the vocabulary.
+func (c Config) Knows(ids iter.Seq[int]) error {
 	for id := range ids {
 		if id < 0 || id >= c.Vocab {
 			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: "+
@@ -175,9 +180,9 @@ func (c Config) Check() error {
 	for _, f := range []struct {
 		name       string
 		value, max int
-	}{{"Vocab", c.Vocab, maxField}, {"Dim", c.Dim, maxField}, {"Layers", c.Layers, maxLayers},
-		{"Heads", c.Heads, maxField}, {"KVHeads", c.KVHeads, maxField},
-		{"HeadDim", c.HeadDim, maxField}, {"FF", c.FF, maxField}, {"Seq", c.Seq, maxField}} {
+	}{{"Vocab", c.Vocab, MaxField}, {"Dim", c.Dim, MaxField}, {"Layers", c.Layers, maxLayers},
+		{"Heads", c.Heads, MaxField}, {"KVHeads", c.KVHeads, MaxField},
+		{"HeadDim", c.HeadDim, MaxField}, {"FF", c.FF, MaxField}, {"Seq", c.Seq, MaxField}} {
 		if f.value < 1 || f.value > f.max {
 			hint := ""
 			if f.value == 0 && slices.Contains([]string{"KVHeads", "HeadDim", "FF"}, f.name) {
@@ -215,9 +220,9 @@ func (c Config) Check() error {
 		if c.Seeds < 1 || c.Dim%c.Seeds != 0 {
 			return fmt.Errorf("llm: Config.Seeds is %d, want a divisor of Dim %d", c.Seeds, c.Dim)
 		}
-		if c.SlotWidth != 0 && (c.SlotWidth < c.Dim/c.Seeds || c.SlotWidth > maxField) {
+		if c.SlotWidth != 0 && (c.SlotWidth < c.Dim/c.Seeds || c.SlotWidth > MaxField) {
 			return fmt.Errorf("llm: Config.SlotWidth is %d, want Dim/Seeds, %d, to %d", c.SlotWidth,
-				c.Dim/c.Seeds, maxField)
+				c.Dim/c.Seeds, MaxField)
 		}
 		if c.Slots < 2 || c.Slots > 1<<16 {
 			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536",

@@ -1,0 +1,120 @@
+package arch
+
+import (
+	"fmt"
+	"iter"
+	"math"
+	"math/rand/v2"
+
+	"github.com/kasmina-go/kasmina/llm/internal/block"
+)
+
+// Parameters yields names and shapes of the parameters of such a model, in the order in which it
+// uses them.
+func (c Config) Parameters() iter.Seq2[string, []int] {
+	return func(yield func(string, []int) bool) {
+		for p := range c.Specs() {
+			if !yield(p.Name, p.Shape) {
+				return
+			}
+		}
+	}
+}
+
+// Spec describes a parameter: its values start normal around start.
+type Spec struct {
+	Name             string
+	Shape            []int
+	Start, Deviation float64
+	// Closed, unless it is nil, is the value at which a new block adds nothing to the residual
+	// stream.
+	Closed *float64
+}
+
+// Specs yields the parameters of a model in the order in which the model uses them.
+func (c Config) Specs() iter.Seq[Spec] {
+	const in = 0.02
+	out := in / math.Sqrt(2*float64(c.Layers))
+	norm := 1.0
+	if c.NormPlusOne {
+		norm = 0
+	}
+	noNorm := norm - 1
+	return func(yield func(Spec) bool) {
+		if !yield(Spec{EmbedName, []int{c.Vocab, c.Dim}, 0, in, nil}) {
+			return
+		}
+		for i := range c.Layers {
+			for _, p := range c.BlockShape().All() {
+				spec := Spec{Name: BlockPrefix(i) + p.Name, Shape: p.Shape}
+				switch p.Role {
+				case block.Norm:
+					spec.Start = norm
+				case block.Closing:
+					spec.Start, spec.Closed = norm, &noNorm
+				case block.Inner:
+					spec.Deviation = in
+				case block.Output:
+					if spec.Deviation = out; !c.PostNorms {
+						spec.Closed = new(float64)
+					}
+				}
+				if !yield(spec) {
+					return
+				}
+			}
+		}
+		for _, b := range c.Kasmina {
+			weights := []int{c.Slots, c.KasminaWidth()}
+			if !yield(Spec{BlockPrefix(b) + KasminaWeights, weights, 0, 0, nil}) ||
+				!yield(Spec{BlockPrefix(b) + KasminaScales, []int{c.Slots}, 1, 0, nil}) {
+				return
+			}
+		}
+		if yield(Spec{NormName, []int{c.Dim}, norm, 0, nil}) && c.Untied {
+			yield(Spec{HeadName, []int{c.Vocab, c.Dim}, 0, in, nil})
+		}
+	}
+}
+
+// Fresh returns the numbers that a parameter of a new block starts with.
+func (p Spec) Fresh(step uint64, number int) func() float64 {
+	if p.Closed != nil {
+		return func() float64 { return *p.Closed }
+	}
+	r := rand.New(rand.NewPCG(step, uint64(number)))
+	return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
+}
+
+// Names of parameters are those of the Llama weights that circulate as safetensors files.
+const (
+	EmbedName = "model.embed_tokens.weight"
+	NormName  = "model.norm.weight"
+	HeadName  = "lm_head.weight"
+
+	BlocksPrefix = "model.layers."
+
+	KasminaWeights = "kasmina.weights"
+	KasminaScales  = "kasmina.scales"
+)
+
+// BlockPrefix begins the names of the parameters of block i.
+func BlockPrefix(i int) string { return fmt.Sprintf("%s%d.", BlocksPrefix, i) }
+
+// FLOPs returns the floating-point operations of training on a token, forward and backward: six for
+// each weight of a product, the output layer's included, and for causal attention six a feature of
+// its heads for each position of the sequence, in each block; of a window W in a sequence of S it
+// is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language Models", 2020.)
+func (c Config) FLOPs() float64 {
+	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
+	block := float64(c.Dim) * (2*heads + 2*kv + 3*float64(c.FF))
+	seen, seq := 0.0, float64(c.Seq)
+	for i := range c.Layers {
+		w := seq
+		if window := c.Block(i).Window; window > 0 {
+			w = min(seq, float64(window))
+		}
+		seen += 2*w - w*w/seq
+	}
+	return 6 * (float64(c.Layers)*block + heads*seen + float64(c.Vocab)*float64(c.Dim))
+}
