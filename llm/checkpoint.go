@@ -451,7 +451,7 @@ func (m *Model) paramsOf(ctx context.Context, f *modelfile.File, c Config,
 		if err := f.Parameter(ctx, prefix+p.Name, value.Data()); err != nil {
 			return nil, err
 		}
-		params = append(params, Param{p.Name, value})
+		params = append(params, Param{Name: p.Name, Value: value})
 	}
 	return params, nil
 }

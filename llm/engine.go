@@ -9,13 +9,13 @@ import (
 	"time"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -120,7 +120,7 @@ func newHost(m *Model, o optim.Optimizer, c TrainConfig, opts ...cpuops.Option) 
 		return nil, err
 	}
 	t := &host{Inference: Inference{Model: m}, optimizer: o, limit: c.Clip,
-		train: Runner{g, machine}, machine: machine,
+		train: Runner{Graph: g, Machine: machine}, machine: machine,
 		grads: machine.ValueGrads()}
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
@@ -204,43 +204,9 @@ func (t *host) Close() error { return errors.Join(t.train.Machine.Close(), t.Inf
 
 // Graph builds the graph of a model whose gradients c asks for.
 func (c TrainConfig) Graph(m *Model) (*Graph, error) {
-	opts := []GraphOption{withLossShare(c.Accumulate)}
+	opts := []GraphOption{graph.WithLossShare(c.Accumulate)}
 	if c.Recompute {
 		opts = append(opts, WithRecompute())
 	}
 	return m.Graph(ForTraining, c.Batch, opts...)
-}
-
-// Let gives a graph with a loss a batch.
-func (g *Graph) Let(b data.Batch) error {
-	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
-		return err
-	}
-	if g.Starts != nil {
-		starts := b.Starts
-		if starts == nil {
-			starts = make([]int, len(b.Inputs))
-		}
-		if err := gorgonia.Let(g.Starts, ids(starts)); err != nil {
-			return err
-		}
-	}
-	return gorgonia.Let(g.Targets, ids(b.Targets))
-}
-
-// LetTokens asks a graph for the logits of one sequence for those that follow the given tokens. The
-// window is filled up with zeros to the right: the model, being causal, does not see those from the
-// last token's position.
-func (g *Graph) LetTokens(tokens []int) error {
-	window := make([]int, g.IDs.Shape()[0])
-	copy(window, tokens)
-	if err := gorgonia.Let(g.Rows, ids([]int{len(tokens) - 1})); err != nil {
-		return err
-	}
-	return gorgonia.Let(g.IDs, ids(window))
-}
-
-func ids(x []int) *tensor.Dense {
-	return tensor.New(tensor.WithShape(len(x)),
-		tensor.WithBacking(x))
 }

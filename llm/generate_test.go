@@ -260,7 +260,7 @@ func TestDecoding(t *testing.T) {
 					t.Fatalf("%v, round %d, after %d tokens: the logits differ by %.2g",
 						dt, round, len(all), off)
 				}
-				if kept := len(d.tokens); kept != len(window) && (kept > 0 || len(window) < seq) {
+				if kept := d.Kept(); kept != len(window) && (kept > 0 || len(window) < seq) {
 					t.Errorf("%d tokens are kept of %d, in a window of %d", kept, len(window), seq)
 				}
 				all = append(all, r.IntN(256))
@@ -315,11 +315,11 @@ func TestDecodingRefusals(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		kept := len(i.decoding.tokens)
+		kept := i.decoding.Kept()
 		if _, err := next(t.Context(), wrong); err == nil || kept == 0 {
 			t.Errorf("%s, after %d tokens that are kept: no error", name, kept)
 		}
-		if n := len(i.decoding.tokens); n > kept {
+		if n := i.decoding.Kept(); n > kept {
 			t.Errorf("%s: %d tokens are kept after the error, and %d before", name, n, kept)
 		}
 	}

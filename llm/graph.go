@@ -1,56 +1,36 @@
 package llm
 
 import (
-	"errors"
 	"fmt"
 
-	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
-
-	"github.com/kasmina-go/kasmina/autodiff"
-	"github.com/kasmina-go/kasmina/llm/arch"
-	"github.com/kasmina-go/kasmina/llm/internal/block"
-	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/llm/graph"
 )
 
-// GraphKind says what a graph computes.
-type GraphKind uint8
+// Graphs are built and run by package graph.
+type (
+	// Param is a trainable tensor of a model: [graph.Param].
+	Param = graph.Param
+	// Graph is a model's computation on one batch: [graph.Graph].
+	Graph = graph.Graph
+	// GraphKind says what a graph computes: [graph.Kind].
+	GraphKind = graph.Kind
+	// GraphOption changes how a graph is built: [graph.Option].
+	GraphOption = graph.Option
+	// Machine computes a graph: [graph.Machine].
+	Machine = graph.Machine
+	// Runner is a model's graph on a machine: [graph.Runner].
+	Runner = graph.Runner
+)
 
 // The kinds of graph.
 const (
-	ForTraining GraphKind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
-	ForLoss                          // the loss alone; lattices only count what is not finite
-	// the logits of one position of each sequence; lattices only count what is not finite
-	ForLogits
+	ForTraining = graph.ForTraining // the loss and its gradients
+	ForLoss     = graph.ForLoss     // the loss alone
+	ForLogits   = graph.ForLogits   // the logits of one position of each sequence
 )
 
-// Graph is a model's computation on one batch. Every graph of a model shares the memory of its
-// parameters, so they are for one goroutine at a time.
-type Graph struct {
-	G       *gorgonia.ExprGraph
-	Kind    GraphKind
-	Batch   int            // sequences
-	IDs     *gorgonia.Node // int [Batch·Seq]
-	Targets *gorgonia.Node // int [Batch·Seq], below 0 where nothing is predicted; nil ForLogits
-	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
-	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
-	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted, ForLogits
-	Logits  *gorgonia.Node // [Batch, Vocab], ForLogits
-	Params  gorgonia.Nodes // one for each of the model's Params
-
-	blocks *block.Builder // that it is built of
-}
-
-// GraphOption changes how a graph is built.
-type GraphOption func(*graphBuilder)
-
-// WithRecompute makes the backward pass of a ForTraining graph compute each block again from its
-// input instead of keeping what is inside: less memory for about a third more work.
-func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
-
-// withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
-// of their mean loss.
-func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
+// WithRecompute is [graph.WithRecompute].
+func WithRecompute() GraphOption { return graph.WithRecompute() }
 
 // Graph builds the model's computation on batches of the given number of sequences. ForTraining it
 // includes the gradients of all parameters; run it on a machine made with
@@ -59,149 +39,10 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	if err := m.made(); err != nil {
 		return nil, fmt.Errorf("llm: Graph: %w", err)
 	}
-	if batch < 1 || batch > arch.MaxField {
-		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, arch.MaxField)
-	}
-	c := m.Config
-	b := &graphBuilder{Model: m, g: gorgonia.NewGraph(), kind: kind,
-		blocks: block.Builder{Shape: c.BlockShape(), Seq: c.Seq},
-		nodes:  map[string]*gorgonia.Node{}}
-	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("llm: Graph: an option is nil")
-		}
-		opt(b)
-	}
-	g, err := b.build(batch)
-	if err != nil {
-		return nil, fmt.Errorf("llm: building the model: %w", err)
-	}
-	return g, nil
+	return graph.Build(m.parts(), kind, batch, opts...)
 }
 
-type graphBuilder struct {
-	*Model
-	g         *gorgonia.ExprGraph
-	kind      GraphKind
-	recompute bool
-	shares    int
-	blocks    block.Builder // of sequences up to Config.Seq; a Cache is ForLogits
-	out       *Graph
-	nodes     map[string]*gorgonia.Node // parameters by name
-}
-
-func (b *graphBuilder) build(batch int) (*Graph, error) {
-	c, rows := b.Config, batch*b.blocks.Seq
-	if b.blocks.Cache != nil {
-		rows = 1
-	}
-	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, blocks: &b.blocks}
-	b.out = out
-	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
-		gorgonia.WithName("ids"))
-	if c.Documents && b.kind != ForLogits {
-		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
-			gorgonia.WithName("starts"))
-	}
-	for _, p := range b.Params {
-		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
-		b.nodes[p.Name] = n
-		out.Params = append(out.Params, n)
-	}
-	x, err := op.Embedding(out.IDs, b.nodes[arch.EmbedName])
-	if err == nil && c.EmbedScale != 0 {
-		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
-	}
-	for i := range c.Layers {
-		if err == nil {
-			x, err = b.block(i, x)
-		}
-	}
-	if err != nil {
-		return nil, err
-	}
-	if b.kind == ForLogits && b.blocks.Cache == nil {
-		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch),
-			gorgonia.WithName("rows"))
-		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
-			return nil, err
-		}
-	}
-	if x, err = b.blocks.Norm(x, b.nodes[arch.NormName]); err != nil {
-		return nil, err
-	}
-	head := b.nodes[arch.HeadName]
-	if !c.Untied {
-		head = b.nodes[arch.EmbedName]
-	}
-	switch b.kind {
-	case ForLogits:
-		out.Logits, err = op.Linear(x, head)
-		return out, err
-	case ForTraining, ForLoss:
-		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
-			gorgonia.WithName("targets"))
-		if out.Loss, err = op.LinearCrossEntropy(x, head, out.Targets); err != nil ||
-			b.kind == ForLoss {
-			return out, err
-		}
-		return out, b.differentiate(out)
-	}
-	return nil, errors.New("unknown kind of graph")
-}
-
-// differentiate adds the gradients of the loss, or of its share where several batches make a step.
-func (b *graphBuilder) differentiate(g *Graph) error {
-	cost := g.Loss
-	if b.shares > 1 {
-		var err error
-		if cost, err = gorgonia.Mul(cost, b.number(1/float64(b.shares))); err != nil {
-			return err
-		}
-	}
-	_, err := gorgonia.Grad(cost, g.Params...)
-	return err
-}
-
-// number is a constant of the parameters' type.
-func (b *graphBuilder) number(x float64) *gorgonia.Node {
-	if b.Dtype() == tensor.Float64 {
-		return gorgonia.NewConstant(x)
-	}
-	return gorgonia.NewConstant(float32(x))
-}
-
-// block adds block i and the Kasmina layer behind it, if there is one, to the residual stream x.
-func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
-	p := arch.BlockPrefix(i)
-	inputs := gorgonia.Nodes{x}
-	for _, name := range b.blocks.Params() {
-		inputs = append(inputs, b.nodes[p+name])
-	}
-	if b.out.Starts != nil {
-		inputs = append(inputs, b.out.Starts)
-	}
-	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-		return b.blocks.Build(in, b.Config.Attention(i))
-	}
-	var err error
-	if b.recompute && b.kind == ForTraining {
-		x, err = autodiff.Recompute(inputs, build)
-	} else {
-		x, err = build(inputs)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("block %d: %w", i, err)
-	}
-	for n, after := range b.Config.Kasmina {
-		if after != i {
-			continue
-		}
-		x, err = op.Kasmina(x, b.nodes[p+arch.KasminaWeights], b.nodes[p+arch.KasminaScales],
-			b.Kasmina.Lattice(n), b.Config.KasminaOptions.Options(b.kind == ForTraining)...)
-		if err != nil {
-			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
-		}
-	}
-	return x, nil
+// parts is what graphs of the model are built of.
+func (m *Model) parts() graph.Model {
+	return graph.Model{Config: m.Config, Params: m.Params, Kasmina: m.Kasmina}
 }

@@ -16,12 +16,6 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Param is a trainable tensor of a model.
-type Param struct {
-	Name  string
-	Value *tensor.Dense
-}
-
 // Model is a set of parameters and seed lattices in the shape that a [Config] describes. It holds
 // no graph: Graph builds as many as needed (to train, to evaluate, to sample), all of which share
 // the model's parameters.
@@ -119,7 +113,8 @@ func newModel(c Config, dt tensor.Dtype, start func(i int, p arch.Spec) func() f
 			if start != nil {
 				next = start(i, specs[i])
 			}
-			m.Params[i] = Param{specs[i].Name, newParam(dt, specs[i].Shape, next)}
+			m.Params[i] = Param{Name: specs[i].Name,
+				Value: newParam(dt, specs[i].Shape, next)}
 		}
 	})
 	var err error

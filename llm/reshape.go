@@ -160,7 +160,7 @@ func (t *Trainer) growBlocks(g Grown) error {
 	before.params = make([]Param, len(m.Params))
 	parallel.Each(len(m.Params), func(i int) {
 		p := m.Params[i]
-		before.params[i] = Param{p.Name, p.Value.Clone().(*tensor.Dense)}
+		before.params[i] = Param{Name: p.Name, Value: p.Value.Clone().(*tensor.Dense)}
 	})
 	params, moments := m.grown(g, next), momentsOf(g, before.optimizer, next)
 	if err := t.change(next, params, moments, before.scale); err != nil {

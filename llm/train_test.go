@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -174,7 +175,7 @@ func TestAccumulation(t *testing.T) {
 		}
 		return gorgonia.NodesToValueGrads(g.Params)
 	}
-	whole, halves := gradients(6), gradients(3, withLossShare(2))
+	whole, halves := gradients(6), gradients(3, graph.WithLossShare(2))
 	for i, w := range whole {
 		a, _ := w.Grad()
 		b, _ := halves[i].Grad()

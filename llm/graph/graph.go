@@ -1,0 +1,219 @@
+// Package graph builds the graphs of a model, to train, to evaluate and to draw text, and runs
+// them.
+package graph
+
+import (
+	"errors"
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Kind says what a graph computes.
+type Kind uint8
+
+// The kinds of graph.
+const (
+	ForTraining Kind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
+	ForLoss                     // the loss alone; lattices only count what is not finite
+	// the logits of one position of each sequence; lattices only count what is not finite
+	ForLogits
+)
+
+// Graph is a model's computation on one batch. Every graph of a model shares the memory of its
+// parameters, so they are for one goroutine at a time.
+type Graph struct {
+	G       *gorgonia.ExprGraph
+	Kind    Kind
+	Batch   int            // sequences
+	IDs     *gorgonia.Node // int [Batch·Seq]
+	Targets *gorgonia.Node // int [Batch·Seq], below 0 where nothing is predicted; nil ForLogits
+	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
+	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
+	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted, ForLogits
+	Logits  *gorgonia.Node // [Batch, Vocab], ForLogits
+	Params  gorgonia.Nodes // one for each of the model's Params
+
+	blocks *block.Builder // that it is built of
+}
+
+// Option changes how a graph is built.
+type Option func(*builder)
+
+// WithRecompute makes the backward pass of a ForTraining graph compute each block again from its
+// input instead of keeping what is inside: less memory for about a third more work.
+func WithRecompute() Option { return func(b *builder) { b.recompute = true } }
+
+// WithLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
+// of their mean loss.
+func WithLossShare(n int) Option { return func(b *builder) { b.shares = n } }
+
+// Build builds a model's computation on batches of the given number of sequences. ForTraining it
+// includes the gradients of all parameters.
+func Build(m Model, kind Kind, batch int, opts ...Option) (*Graph, error) {
+	if batch < 1 || batch > arch.MaxField {
+		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, arch.MaxField)
+	}
+	c := m.Config
+	b := &builder{Model: m, g: gorgonia.NewGraph(), kind: kind,
+		blocks: block.Builder{Shape: c.BlockShape(), Seq: c.Seq},
+		nodes:  map[string]*gorgonia.Node{}}
+	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("llm: Graph: an option is nil")
+		}
+		opt(b)
+	}
+	g, err := b.build(batch)
+	if err != nil {
+		return nil, fmt.Errorf("llm: building the model: %w", err)
+	}
+	return g, nil
+}
+
+// Model is what a graph is of. All graphs of a model share its parameters' memory.
+type Model struct {
+	Config  arch.Config
+	Params  []Param
+	Kasmina *state.Network // lattices, one for each of Config.Kasmina first
+}
+
+// Param is a trainable tensor of a model.
+type Param struct {
+	Name  string
+	Value *tensor.Dense
+}
+
+type builder struct {
+	Model
+	g         *gorgonia.ExprGraph
+	kind      Kind
+	recompute bool
+	shares    int
+	blocks    block.Builder // of sequences up to Config.Seq; a Cache is ForLogits
+	out       *Graph
+	nodes     map[string]*gorgonia.Node // parameters by name
+}
+
+func (b *builder) build(batch int) (*Graph, error) {
+	c, rows := b.Config, batch*b.blocks.Seq
+	if b.blocks.Cache != nil {
+		rows = 1
+	}
+	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, blocks: &b.blocks}
+	b.out = out
+	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+		gorgonia.WithName("ids"))
+	if c.Documents && b.kind != ForLogits {
+		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+			gorgonia.WithName("starts"))
+	}
+	for _, p := range b.Params {
+		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
+		b.nodes[p.Name] = n
+		out.Params = append(out.Params, n)
+	}
+	x, err := op.Embedding(out.IDs, b.nodes[arch.EmbedName])
+	if err == nil && c.EmbedScale != 0 {
+		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
+	}
+	for i := range c.Layers {
+		if err == nil {
+			x, err = b.block(i, x)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if b.kind == ForLogits && b.blocks.Cache == nil {
+		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch),
+			gorgonia.WithName("rows"))
+		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
+			return nil, err
+		}
+	}
+	if x, err = b.blocks.Norm(x, b.nodes[arch.NormName]); err != nil {
+		return nil, err
+	}
+	head := b.nodes[arch.HeadName]
+	if !c.Untied {
+		head = b.nodes[arch.EmbedName]
+	}
+	switch b.kind {
+	case ForLogits:
+		out.Logits, err = op.Linear(x, head)
+		return out, err
+	case ForTraining, ForLoss:
+		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+			gorgonia.WithName("targets"))
+		if out.Loss, err = op.LinearCrossEntropy(x, head, out.Targets); err != nil ||
+			b.kind == ForLoss {
+			return out, err
+		}
+		return out, b.differentiate(out)
+	}
+	return nil, errors.New("unknown kind of graph")
+}
+
+// differentiate adds the gradients of the loss, or of its share where several batches make a step.
+func (b *builder) differentiate(g *Graph) error {
+	cost := g.Loss
+	if b.shares > 1 {
+		var err error
+		if cost, err = gorgonia.Mul(cost, b.number(1/float64(b.shares))); err != nil {
+			return err
+		}
+	}
+	_, err := gorgonia.Grad(cost, g.Params...)
+	return err
+}
+
+// number is a constant of the parameters' type.
+func (b *builder) number(x float64) *gorgonia.Node {
+	if b.Params[0].Value.Dtype() == tensor.Float64 {
+		return gorgonia.NewConstant(x)
+	}
+	return gorgonia.NewConstant(float32(x))
+}
+
+// block adds block i and the Kasmina layer behind it, if there is one, to the residual stream x.
+func (b *builder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
+	p := arch.BlockPrefix(i)
+	inputs := gorgonia.Nodes{x}
+	for _, name := range b.blocks.Params() {
+		inputs = append(inputs, b.nodes[p+name])
+	}
+	if b.out.Starts != nil {
+		inputs = append(inputs, b.out.Starts)
+	}
+	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		return b.blocks.Build(in, b.Config.Attention(i))
+	}
+	var err error
+	if b.recompute && b.kind == ForTraining {
+		x, err = autodiff.Recompute(inputs, build)
+	} else {
+		x, err = build(inputs)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("block %d: %w", i, err)
+	}
+	for n, after := range b.Config.Kasmina {
+		if after != i {
+			continue
+		}
+		x, err = op.Kasmina(x, b.nodes[p+arch.KasminaWeights], b.nodes[p+arch.KasminaScales],
+			b.Kasmina.Lattice(n), b.Config.KasminaOptions.Options(b.kind == ForTraining)...)
+		if err != nil {
+			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
+		}
+	}
+	return x, nil
+}

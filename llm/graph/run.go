@@ -1,0 +1,118 @@
+package graph
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+)
+
+// Machine computes a graph, as cpuops.Machine and cudaops.Machine do.
+type Machine interface {
+	RunAll() error
+	Value(*gorgonia.Node) (gorgonia.Value, error)
+	Close() error
+}
+
+// Runner is a graph on a machine.
+type Runner struct {
+	*Graph
+	Machine Machine
+}
+
+var errNoRunner = errors.New("llm: a Runner needs a Graph and a Machine")
+
+// Run computes a graph with a loss on a batch, and returns the loss.
+func (r Runner) Run(b data.Batch) (float64, error) {
+	if r.Graph == nil || r.Machine == nil {
+		return 0, errNoRunner
+	}
+	if err := r.Let(b); err != nil {
+		return 0, err
+	}
+	data, err := r.compute(context.Background(), r.Loss)
+	if err != nil {
+		return 0, err
+	}
+	switch x := data.(type) {
+	case float32:
+		return float64(x), nil
+	case float64:
+		return x, nil
+	}
+	return 0, fmt.Errorf("the loss is a %T", data)
+}
+
+// Next computes a graph for logits, and returns those for the token that follows the given ones: a
+// []float32 or a []float64. On a cpuops.Machine it ends with the context.
+func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
+	if r.Graph == nil || r.Machine == nil {
+		return nil, errNoRunner
+	}
+	if err := r.LetTokens(tokens); err != nil {
+		return nil, err
+	}
+	return r.compute(ctx, r.Logits)
+}
+
+func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
+	run := r.Machine.RunAll
+	if m, ok := r.Machine.(*cpuops.Machine); ok {
+		run = func() error { return m.Run(ctx) }
+	}
+	if err := run(); err != nil {
+		return nil, err
+	}
+	v, err := r.Machine.Value(n)
+	if err != nil {
+		return nil, err
+	}
+	return v.Data(), nil
+}
+
+// OnCPU returns a graph on a machine that keeps the outputs, and what no other node needs.
+func OnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
+	m, err := cpuops.NewMachine(g.G, cpuops.WithOutputs(outputs...))
+	if err != nil {
+		return Runner{}, err
+	}
+	return Runner{g, m}, nil
+}
+
+// Let gives a graph with a loss a batch.
+func (g *Graph) Let(b data.Batch) error {
+	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
+		return err
+	}
+	if g.Starts != nil {
+		starts := b.Starts
+		if starts == nil {
+			starts = make([]int, len(b.Inputs))
+		}
+		if err := gorgonia.Let(g.Starts, ids(starts)); err != nil {
+			return err
+		}
+	}
+	return gorgonia.Let(g.Targets, ids(b.Targets))
+}
+
+// LetTokens asks a graph for the logits of one sequence for those that follow the given tokens. The
+// window is filled up with zeros to the right: the model, being causal, does not see those from the
+// last token's position.
+func (g *Graph) LetTokens(tokens []int) error {
+	window := make([]int, g.IDs.Shape()[0])
+	copy(window, tokens)
+	if err := gorgonia.Let(g.Rows, ids([]int{len(tokens) - 1})); err != nil {
+		return err
+	}
+	return gorgonia.Let(g.IDs, ids(window))
+}
+
+func ids(x []int) *tensor.Dense {
+	return tensor.New(tensor.WithShape(len(x)),
+		tensor.WithBacking(x))
+}
