@@ -184,7 +184,7 @@ func checkModel(t *testing.T, r *rand.Rand, m *llm.Model) {
 		machine := must(cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...),
 			cpuops.WithOutputs(g.Loss)))
 		for _, b := range batches {
-			if _, err := (llm.Runner{g, machine}).Run(b); err != nil {
+			if _, err := (llm.Runner{Graph: g, Machine: machine}).Run(b); err != nil {
 				t.Fatal(err)
 			}
 		}
