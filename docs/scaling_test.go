@@ -1,0 +1,260 @@
+package docs_test
+
+import (
+	"fmt"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// What SCALING.md takes from elsewhere. Bytes are bytes a second.
+const (
+	hostGPUs   = 8
+	infiniBand = 400e9 / 8            // a GPU
+	ethernet   = 100e9 / 8 / hostGPUs // a host, divided
+	netShare   = 0.9                  // of a network's speed that is used: assumed
+	peerDelay  = 3e-6                 // s, for each GPU that one exchanges with: assumed
+	h100Memory = 3.35e12              // by its data sheet
+	adamShare  = 4173e9 / 4800e9      // of the data sheet's, measured on an H200: BENCHMARKS.md
+	adamBytes  = 4173e9 * 2587e-6     // of AdamW at 350M: BENCHMARKS.md
+	pace925M   = 98116                // tokens/s of one H100: BENCHMARKS.md
+	cardBytes  = 80e9                 // of an H100
+)
+
+// scaled is a model as it is scaled.
+type scaled struct {
+	name   string
+	config llm.Config
+	batch  int     // sequences a GPU
+	pace   float64 // tokens/s of one GPU
+}
+
+// scaledModels are those of the tables, with the paces that CLUSTER.md has for bf16 gradients.
+func scaledModels(t *testing.T) []scaled {
+	gpt := func(dim, layers, heads, ff, seq int) llm.Config {
+		return llm.Config{Vocab: 50304, Dim: dim, Layers: layers, Heads: heads, FF: ff,
+			Seq: seq}.Default()
+	}
+	measured := pairs(t)
+	all := []scaled{
+		{"124M", gpt(768, 12, 12, 0, 1024), 16, measured[1].one},
+		{"350M", gpt(1024, 24, 16, 0, 1024), 8, measured[3].one},
+		{"925M", gpt(2048, 16, 16, 5632, 2048), 8, pace925M},
+		{"8B", llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8, FF: 14336,
+			Seq: 8192, Untied: true}.Default(), 1, 0},
+	}
+	// The 8B model is reckoned to do as many FLOPs a second as the 925M model, but for updates.
+	like, last := all[2], &all[3]
+	seconds := (like.compute() - like.update()) / (like.tokens() * like.config.FLOPs())
+	last.pace = last.tokens() / (last.tokens()*last.config.FLOPs()*seconds + last.update())
+	return all
+}
+
+// paramsOf counts a model's parameters.
+func paramsOf(c llm.Config) float64 {
+	tables := 1
+	if c.Untied {
+		tables = 2
+	}
+	block := 2*c.Dim*c.HeadDim*(c.Heads+c.KVHeads) + 3*c.Dim*c.FF + 2*c.Dim
+	return float64(tables*c.Vocab*c.Dim + c.Layers*block + c.Dim)
+}
+
+func (m scaled) tokens() float64  { return float64(m.batch * m.config.Seq) }
+func (m scaled) compute() float64 { return m.tokens() / m.pace } // s, with the update
+func (m scaled) update() float64  { return updateOf(paramsOf(m.config)) }
+
+// updateOf is the time of AdamW on one H100.
+func updateOf(params float64) float64 {
+	per := adamBytes / paramsOf(llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816,
+		Seq: 1024}.Default())
+	return per * params / (h100Memory * adamShare)
+}
+
+// pair is a measured line of CLUSTER.md.
+type pair struct{ params, tokens, gradient, one, two float64 }
+
+// pairs are the measured lines, by model, with float32 gradients first.
+func pairs(t *testing.T) (all []pair) {
+	text, err := os.ReadFile("CLUSTER.md")
+	require.NoError(t, err)
+	number := func(s string) float64 {
+		f, err := strconv.ParseFloat(strings.ReplaceAll(s, ",", ""), 64)
+		require.NoError(t, err)
+		return f
+	}
+	shapes := map[string]llm.Config{
+		"124M": {Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024},
+		"350M": {Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, Seq: 1024}}
+	line := regexp.MustCompile(
+		`(?m)^\| (124M|350M) \| (\d+) × 1024 \| (\w+) \| ([\d,]+) \| ([\d,]+) \|`)
+	for _, m := range line.FindAllStringSubmatch(string(text), -1) {
+		bytes := 4.0
+		if m[3] == "bf16" {
+			bytes = 2
+		}
+		all = append(all, pair{paramsOf(shapes[m[1]].Default()), number(m[2]) * 1024, bytes,
+			number(m[4]), number(m[5])})
+	}
+	require.Len(t, all, 4)
+	return all
+}
+
+// fit is the delay of a step, and the bytes a second of an exchange over NVLink, that the measured
+// lines are nearest to: a line through what two GPUs take longer than one, the half of the update
+// that each saves being added.
+func fit(t *testing.T) (delay, speed float64) {
+	var n, sx, sy, sxx, sxy float64
+	for _, p := range pairs(t) {
+		x := p.params * (p.gradient + 4) / 2
+		y := 2*p.tokens/p.two - p.tokens/p.one + updateOf(p.params)/2
+		n, sx, sy, sxx, sxy = n+1, sx+x, sy+y, sxx+x*x, sxy+x*y
+	}
+	slope := (n*sxy - sx*sy) / (n*sxx - sx*sx)
+	return (sy - slope*sx) / n, 1 / slope
+}
+
+// manner is how exchanges are done.
+type manner struct {
+	net        float64 // bytes a second of a GPU to other hosts
+	overlapped bool    // gradients leave in the backward pass, parameters come in the forward pass
+	hostsFirst bool    // gradients are added within hosts before they leave
+}
+
+// step is the time of a step on so many GPUs, with bf16 gradients.
+func (m scaled) step(t *testing.T, gpus float64, how manner) float64 {
+	delay, nvlink := fit(t)
+	params := paramsOf(m.config)
+	share := (gpus - 1) / gpus
+	gradients, weights := 2*params*share/nvlink, 4*params*share/nvlink
+	if gpus > hostGPUs {
+		out := (gpus - hostGPUs) / gpus
+		crossing := 2 * params * out
+		if how.hostsFirst {
+			crossing /= hostGPUs
+		}
+		gradients = max(gradients, crossing/(how.net*netShare))
+		weights = max(weights, 4*params*out/hostGPUs/(how.net*netShare))
+	}
+	compute := m.compute() - m.update()
+	if how.overlapped {
+		gradients = max(0, gradients-compute*2/3)
+		weights = max(0, weights-compute/3)
+	}
+	return compute + m.update()/gpus + delay + 2*peerDelay*(gpus-1) + gradients + weights
+}
+
+// short writes a number of tokens/s.
+func short(x float64) string {
+	switch {
+	case x >= 9.995e6:
+		return fmt.Sprintf("%.1f M", x/1e6)
+	case x >= 1e6:
+		return fmt.Sprintf("%.2f M", x/1e6)
+	}
+	return fmt.Sprintf("%.0f k", x/1e3)
+}
+
+// scalingTables are those of SCALING.md.
+func scalingTables(t *testing.T) []string {
+	models := scaledModels(t)
+	bytes := "| model | parameters | tokens a GPU | one GPU, ms | gradients out | " +
+		"parameters in | " +
+		"state a GPU |\n| --- | --- | --- | --- | --- | --- | --- |\n"
+	paces := "| model | GPUs | InfiniBand | % | overlapped | hosts first | Ethernet | % | " +
+		"overlapped | hosts first |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+	for _, m := range models {
+		p := paramsOf(m.config)
+		bytes += fmt.Sprintf("| %s | %.0f M | %.0f | %.0f | %.2f GB | %.2f GB | %.1f GB |\n",
+			m.name, p/1e6, m.tokens(), 1e3*m.compute(), 2*p*7/8/1e9, 4*p*7/8/1e9,
+			stateBytes(p, 8)/1e9)
+		for _, n := range []float64{8, 64, 512, 1024} {
+			pace := func(how manner) float64 { return n * m.tokens() / m.step(t, n, how) }
+			percent := func(how manner) string {
+				return fmt.Sprintf("%.0f", 100*pace(how)/(n*m.pace))
+			}
+			paces += fmt.Sprintf("| %s | %.0f |", m.name, n)
+			for _, net := range []float64{infiniBand, ethernet} {
+				if n == hostGPUs && net == ethernet {
+					paces += " – | – | – | – |"
+					continue
+				}
+				first := percent(manner{net, true, true})
+				if n == hostGPUs {
+					first = "–"
+				}
+				paces += fmt.Sprintf(" %s | %s | %s | %s |", short(pace(manner{net: net})),
+					percent(manner{net: net}), percent(manner{net, true, false}), first)
+			}
+			paces += "\n"
+		}
+	}
+	return []string{bytes, paces, divisions(t, models[3])}
+}
+
+// stateBytes is what a GPU holds of so many parameters: float32 and bf16 weights, bf16 gradients
+// and those that come from others, and of its part sums and two moments.
+func stateBytes(params, gpus float64) float64 {
+	return params * (4 + 2 + 2 + 2*(gpus-1)/gpus + 12/gpus)
+}
+
+// divisions is a table of what other ways to divide a model would move.
+func divisions(t *testing.T, m scaled) string {
+	_, nvlink := fit(t)
+	p, c := paramsOf(m.config), m.config
+	activations := m.tokens() * float64(c.Dim) * 2
+	table := "| 8B on 8 GPUs | a GPU moves | NVLink | InfiniBand | Ethernet | state a GPU |\n" +
+		"| --- | --- | --- | --- | --- | --- |\n"
+	for _, d := range []struct {
+		name         string
+		bytes, state float64
+	}{
+		{"as it is", 6 * p * 7 / 8, stateBytes(p, 8)},
+		{"ZeRO-3", (2 + 2 + 2) * p * 7 / 8, p * (4 + 2 + 2 + 4 + 8) / 8},
+		{"tensor", float64(4*c.Layers) * activations * 2 * 7 / 8, p * (4 + 2 + 2 + 4 + 8) / 8},
+		{"pipeline", 2 * activations, p * (4 + 2 + 2 + 4 + 8) / 8},
+	} {
+		table += fmt.Sprintf("| %s | %.2f GB | %s | %s | %s | %.1f GB |\n", d.name, d.bytes/1e9,
+			milliseconds(d.bytes/nvlink), milliseconds(d.bytes/(infiniBand*netShare)),
+			milliseconds(d.bytes/(ethernet*netShare)), d.state/1e9)
+	}
+	return table
+}
+
+func milliseconds(s float64) string {
+	switch {
+	case s < 0.01:
+		return fmt.Sprintf("%.1f ms", 1e3*s)
+	case s < 10:
+		return fmt.Sprintf("%.0f ms", 1e3*s)
+	}
+	return fmt.Sprintf("%.0f s", s)
+}
+
+// TestScaling wants the tables and the figures of SCALING.md to be those that follow from what was
+// measured.
+func TestScaling(t *testing.T) {
+	m, err := llm.NewModel(llm.Config{Vocab: 96, Dim: 16, Layers: 3, Heads: 4, KVHeads: 2, FF: 24,
+		Seq: 8, Untied: true}.Default(), tensor.Float32, 1)
+	require.NoError(t, err)
+	require.Equal(t, float64(m.NumParams()), paramsOf(m.Config))
+	text, err := os.ReadFile("SCALING.md")
+	require.NoError(t, err)
+	for _, table := range scalingTables(t) {
+		require.Contains(t, string(text), table, "want this table:\n%s", table)
+	}
+	delay, nvlink := fit(t)
+	require.Contains(t, string(text), fmt.Sprintf("%.1f ms and %.0f GB/s", 1e3*delay, nvlink/1e9))
+	for _, p := range pairs(t) { // of which the line must be a fair picture
+		reckoned := p.tokens/p.one - updateOf(p.params)/2 + delay + p.params*(p.gradient+4)/2/nvlink
+		require.InEpsilon(t, 2*p.tokens/p.two, reckoned, 0.011)
+	}
+	require.Greater(t, stateBytes(paramsOf(scaledModels(t)[3].config), 8), cardBytes)
+}
