@@ -2,6 +2,7 @@ package state
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -12,6 +13,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state/graft"
@@ -298,4 +301,89 @@ func TestWithTransitions(t *testing.T) {
 	if _, err := NewLattice(2, 8, WithTransitions(256)); err == nil {
 		t.Error("256 transitions are accepted, want at most 255")
 	}
+}
+
+// TestCommandsAreJSON wants every command to come back from a file as it was.
+func TestCommandsAreJSON(t *testing.T) {
+	for _, c := range []Command{
+		{Action: Germinate, Layer: 1, Seed: 2, Why: "it is \"hungry\"",
+			Request: GerminationRequest{Slot: 3,
+				Kind: blueprints.ConvFilter, Strategy: graft.GradNormGated{Epochs: 9,
+					Target: 0.5, High: 3}}},
+		{Action: Germinate, Request: GerminationRequest{Kind: blueprints.Stack, Size: 4}},
+		{Action: Move, Seed: 5, To: RolledBack},
+		{Action: Recycle, Layer: 4},
+		{Action: SetAlpha, Alpha: 0.3},
+		{Action: Quarantine},
+		{Action: Load, Kind: blueprints.LowRank,
+			Params: SlotParams{Weights: []float64{1, -0.1}, Scale: 2}},
+	} {
+		text, err := json.Marshal(c)
+		require.NoError(t, err)
+		var again Command
+		require.NoError(t, json.Unmarshal(text, &again), "%s", text)
+		require.Equal(t, c, again, "%s", text)
+	}
+	for _, bad := range []string{`{}`, `{"action":"Grow"}`, `{"action":"Move","to":"Away"}`,
+		`{"action":"Move","seed":-1,"to":"Culled"}`,
+		`{"action":"Germinate","kind":"None"}`,
+		`{"action":"Germinate","kind":"Stack","strategy":{"name":"no"}}`, `[]`} {
+		require.Error(t, json.Unmarshal([]byte(bad), &Command{}), bad)
+	}
+}
+
+func depthLattice(t *testing.T, seeds int) *Lattice {
+	t.Helper()
+	l, err := NewLattice(seeds, seeds, At(blueprints.Depth))
+	require.NoError(t, err)
+	return l
+}
+
+// TestDepthSeed wants a seed in depth to live the life of any other, one at a time.
+func TestDepthSeed(t *testing.T) {
+	l := depthLattice(t, 2)
+	stack := GerminationRequest{Kind: blueprints.Stack, Size: 4}
+	for _, bad := range []GerminationRequest{
+		{Kind: blueprints.Stack}, {Kind: blueprints.Stack, Size: -1},
+		{Kind: blueprints.LowRank, Size: 1},
+		{Kind: blueprints.Stack, Size: 4, Slot: 1}, {Kind: 255, Size: 1},
+	} {
+		require.ErrorIs(t, l.RequestGermination(0, bad), ErrArgument, "%+v", bad)
+	}
+	require.NoError(t, l.RequestGermination(0, stack))
+	require.NoError(t,
+		l.RequestGermination(1, GerminationRequest{Kind: blueprints.NewBlocks, Size: 1}))
+	for _, to := range []Stage{Training, Grafting} {
+		require.NoError(t, l.Transition(0, to))
+	}
+	require.NoError(t, l.Transition(1, Training))
+	require.ErrorIs(t, l.Transition(1, Grafting), ErrTransition)
+	for _, to := range []Stage{Stabilization, Evaluating} {
+		require.NoError(t, l.Transition(0, to))
+	}
+	require.ErrorIs(t, l.Transition(0, FineTuning), ErrGate)
+	score := SeedMetrics{Seed: 0, TrainingError: 0, Performance: -2, Without: -2.1,
+		Compared: true, Stability: 1}
+	_, err := l.StepEpoch(Metrics{Loss: 2, Share: 0.5, Seeds: []SeedMetrics{score}})
+	require.NoError(t, err)
+	require.NoError(t, l.Transition(0, FineTuning))
+	_, err = l.StepEpoch(Metrics{Loss: 1.9, Share: 0.6, Seeds: []SeedMetrics{score}})
+	require.NoError(t, err)
+	require.NoError(t, l.Transition(0, Fossilized))
+	require.NoError(t, l.Transition(1, Grafting))
+
+	r := l.Report()
+	require.Equal(t, 4, r.Seeds[0].Size)
+	require.Equal(t, []Point{{Epoch: 1, Share: 0.5, Loss: 2}, {Epoch: 2, Share: 0.6, Loss: 1.9}},
+		r.Curve)
+	data, err := l.MarshalBinary()
+	require.NoError(t, err)
+	again := depthLattice(t, 2)
+	require.NoError(t, again.UnmarshalBinary(data))
+	require.Equal(t, r.Curve, again.Report().Curve)
+	require.Equal(t, r.Seeds[0], again.Report().Seeds[0])
+	chunks, err := NewLattice(2, 2)
+	require.NoError(t, err)
+	require.ErrorIs(t, chunks.UnmarshalBinary(data), ErrShape)
+	require.ErrorIs(t, chunks.RequestGermination(0, stack), ErrArgument)
 }

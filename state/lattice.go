@@ -107,7 +107,7 @@ func WithoutGates() Option {
 func WithThresholds(t Thresholds) Option {
 	return func(c *config) error {
 		c.Thresholds = t
-		return t.check()
+		return t.Check()
 	}
 }
 

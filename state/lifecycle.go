@@ -165,7 +165,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	if !from.CanBecome(to) {
 		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v: %s",
 			method, ErrTransition,
-			seed, from, to, from.way())
+			seed, from, to, from.Way())
 	}
 	if other := l.growing(seed); to == Grafting && other >= 0 {
 		return fmt.Errorf("state.%s: %w: seed %d: seed %d is %v, and in %v one blueprint is "+
@@ -193,7 +193,7 @@ func (l *Lattice) growing(seed int) int {
 		return -1
 	}
 	for other, stage := range l.seeds.stage {
-		if other != seed && Stage(stage).grafted() {
+		if other != seed && Stage(stage).Grafted() {
 			return other
 		}
 	}
@@ -222,7 +222,7 @@ func (l *Lattice) enter(seed int, to Stage) {
 	} else if from.Alive() && !to.Alive() {
 		l.users[s.slot[seed]]--
 	}
-	if !to.grafted() {
+	if !to.Grafted() {
 		delete(l.kept, seed)
 	}
 	s.stage[seed] = uint8(to)

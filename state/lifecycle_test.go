@@ -665,113 +665,6 @@ func TestLearningSlots(t *testing.T) {
 	want(false, false, false, true)
 }
 
-// TestGates goes through every condition of KASMINA.md's gates, on both sides of its threshold.
-func TestGates(t *testing.T) {
-	nan := math.NaN()
-	with := func(change func(*state.Evidence)) state.Evidence {
-		e := state.Evidence{Epochs: 1000, TrainingError: nan, Delta: nan, Improvement: nan}
-		change(&e)
-		return e
-	}
-	none := func(*state.Evidence) {}
-	above := func(v float64) float64 { return math.Nextafter(v, math.Inf(1)) }
-	below := func(v float64) float64 { return math.Nextafter(v, math.Inf(-1)) }
-	for _, c := range []struct {
-		name     string
-		from, to state.Stage
-		e        state.Evidence
-		open     bool
-	}{
-		{"germination needs nothing", 0, 1, state.Evidence{}, true},
-		{"training needs nothing", 1, 2, state.Evidence{}, true},
-		{"cancelling what has not begun", 1, 9, state.Evidence{}, true},
-		{"99 epochs of training", 2, 3, with(func(e *state.Evidence) {
-			e.Epochs, e.TrainingError = 99, 0
-		}), false},
-		{"100 epochs of training", 2, 3, with(func(e *state.Evidence) {
-			e.Epochs, e.TrainingError = 100, 0
-		}), true},
-		{"training error at the threshold", 2, 3, with(func(e *state.Evidence) {
-			e.TrainingError = 0.01
-		}), true},
-		{"training error above", 2, 3, with(func(e *state.Evidence) {
-			e.TrainingError = above(0.01)
-		}), false},
-		{"training error unknown", 2, 3, with(none), false},
-		{"loss falls, gradients live", 2, 3, with(func(e *state.Evidence) {
-			e.LossFalling, e.Learning = true, true
-		}), true},
-		{"loss falls, gradients dead", 2, 3, with(func(e *state.Evidence) {
-			e.LossFalling = true
-		}), false},
-		{"gradients live, loss does not fall", 2, 3, with(func(e *state.Evidence) {
-			e.Learning = true
-		}), false},
-		{"99 epochs before culling", 2, 8, with(func(e *state.Evidence) { e.Epochs = 99 }), false},
-		{"100 epochs before culling", 2, 8, with(func(e *state.Evidence) { e.Epochs = 100 }), true},
-		{"49 epochs of grafting", 3, 4, with(func(e *state.Evidence) { e.Epochs = 49 }), false},
-		{"50 epochs of grafting", 3, 4, with(func(e *state.Evidence) { e.Epochs = 50 }), true},
-		{"a rollback at once", 3, 10, state.Evidence{}, true},
-		{"19 epochs of stabilization", 4, 5, with(func(e *state.Evidence) {
-			e.Epochs = 19
-		}), false},
-		{"20 epochs of stabilization", 4, 5, with(func(e *state.Evidence) { e.Epochs = 20 }), true},
-		{"a rollback at once", 4, 10, state.Evidence{}, true},
-		{"29 epochs of evaluation", 5, 6, with(func(e *state.Evidence) {
-			e.Epochs, e.Delta, e.Stability = 29, 1, 1
-		}), false},
-		{"30 epochs of evaluation", 5, 6, with(func(e *state.Evidence) {
-			e.Epochs, e.Delta, e.Stability = 30, 1, 1
-		}), true},
-		{"no delta", 5, 6, with(func(e *state.Evidence) { e.Delta, e.Stability = 0, 1 }), false},
-		{"a positive delta", 5, 6, with(func(e *state.Evidence) {
-			e.Delta, e.Stability = above(0), 1
-		}), true},
-		{"delta unknown", 5, 6, with(func(e *state.Evidence) { e.Stability = 1 }), false},
-		{"stable enough", 5, 6, with(func(e *state.Evidence) {
-			e.Delta, e.Stability = 1, 0.8
-		}), true},
-		{"not stable enough", 5, 6, with(func(e *state.Evidence) {
-			e.Delta, e.Stability = 1, 0.799
-		}), false},
-		{"culled with nothing wrong", 5, 8, with(none), false},
-		{"culled at the delta threshold", 5, 8, with(func(e *state.Evidence) {
-			e.Delta = -0.05
-		}), false},
-		{"culled below it", 5, 8, with(func(e *state.Evidence) { e.Delta = below(-0.05) }), true},
-		{"culled at the error rate", 5, 8, with(func(e *state.Evidence) {
-			e.ErrorRate = 0.1
-		}), false},
-		{"culled above it", 5, 8, with(func(e *state.Evidence) { e.ErrorRate = above(0.1) }), true},
-		{"culled at 5 errors", 5, 8, with(func(e *state.Evidence) { e.Errors = 5 }), false},
-		{"culled at 6 errors", 5, 8, with(func(e *state.Evidence) { e.Errors = 6 }), true},
-		{"a rollback at once", 5, 10, state.Evidence{}, true},
-		{"49 epochs of fine-tuning", 6, 7, with(func(e *state.Evidence) {
-			e.Epochs, e.Improvement, e.Stability = 49, 1, 1
-		}), false},
-		{"50 epochs of fine-tuning", 6, 7, with(func(e *state.Evidence) {
-			e.Epochs, e.Improvement, e.Stability = 50, 1, 1
-		}), true},
-		{"improved by 1 %", 6, 7, with(func(e *state.Evidence) {
-			e.Improvement, e.Stability = 0.01, 0.95
-		}), true},
-		{"improved by less", 6, 7, with(func(e *state.Evidence) {
-			e.Improvement, e.Stability = below(0.01), 1
-		}), false},
-		{"improvement unknown", 6, 7, with(func(e *state.Evidence) { e.Stability = 1 }), false},
-		{"not stable enough for good", 6, 7, with(func(e *state.Evidence) {
-			e.Improvement, e.Stability = 1, 0.949
-		}), false},
-		{"a rollback at once", 6, 10, state.Evidence{}, true},
-	} {
-		s, open := state.DefaultThresholds().Gate(c.from, c.to, c.e)
-		if open != c.open || (s.Condition == "") != open {
-			t.Errorf("%s: %v to %v is open: %v (%+v), want %v", c.name, c.from,
-				c.to, open, s, c.open)
-		}
-	}
-}
-
 // TestGatesOfALattice takes a seed through its life with evidence from metrics alone.
 func TestGatesOfALattice(t *testing.T) {
 	l := lattice(t, 2, 4)
@@ -898,21 +791,6 @@ func TestMetricsErrors(t *testing.T) {
 			t.Errorf("%+v: error %v, lattice changed: %v", m, err, bytesOf(t, l) != before)
 		}
 	}
-}
-
-// TestWithin wants the whole life of a blueprint to fit into half of a run, and what fits already
-// to stay.
-func TestWithin(t *testing.T) {
-	all := func(t state.Thresholds) (n int) {
-		for _, e := range t.MinEpochs {
-			n += e
-		}
-		return n
-	}
-	for _, epochs := range []int{-1, 0, 1, 10, 100, 499} {
-		require.LessOrEqual(t, all(state.DefaultThresholds().Within(epochs)), max(0, epochs)/2)
-	}
-	require.Equal(t, state.DefaultThresholds(), state.DefaultThresholds().Within(500))
 }
 
 // TestThresholds wants a lattice to tell its thresholds, and whether it goes by them.

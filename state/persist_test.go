@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
+	"github.com/kasmina-go/kasmina/state/lifecycle"
 )
 
 // fill gives every field of every seed a random value that a lattice can have.
@@ -40,7 +41,7 @@ func fill(t *testing.T, l *Lattice) {
 		}
 	}
 	for i := range l.n {
-		l.seeds.stage[i] = uint8(r.IntN(stages))
+		l.seeds.stage[i] = uint8(r.IntN(lifecycle.Count))
 		l.seeds.kind[i] = uint8(r.IntN(4))
 		l.seeds.strategy[i] = uint8(r.IntN(len(l.strategies)))
 		l.seeds.schema[i] = Schema
@@ -434,7 +435,9 @@ func TestSchemaVersions(t *testing.T) {
 		t.Errorf("an unknown kind: error %v", err)
 	}
 	for name, bend := range map[string]func(){
-		"stage": func() { a.seeds.stage[2] = stages }, "α": func() { a.seeds.alpha[2] = 1.5 },
+		"stage": func() {
+			a.seeds.stage[2] = lifecycle.Count
+		}, "α": func() { a.seeds.alpha[2] = 1.5 },
 		"strategy": func() { a.seeds.strategy[2] = 2 }, "schema": func() { a.seeds.schema[2] = 9 },
 	} {
 		a = filled(t, 4)

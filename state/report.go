@@ -6,7 +6,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/curve"
 )
+
+// Point is where a run was when an epoch ended.
+type Point = curve.Progress
 
 // SeedReport is the logical view of one seed.
 type SeedReport struct {
@@ -102,7 +106,7 @@ func (l *Lattice) seedReport(i int) SeedReport {
 	}
 	return SeedReport{
 		Seed: i, Stage: stage, Slot: slot, Kind: blueprints.Kind(s.kind[i]), Size: size,
-		Alpha:         float64(stage.share(s.alpha[i])),
+		Alpha:         float64(stage.Share(s.alpha[i])),
 		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
 		Performance: fromFloat16(toFloat16(float64(s.performance[i]))), Stability: e.Stability,
 		Delta: known(e.Delta), Improvement: known(e.Improvement),
@@ -168,7 +172,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 		f.stage = append(f.stage, uint8(stage))
 		f.slot = append(f.slot, p.Slot[i])
 		f.kind = append(f.kind, uint8(p.Kind[i]))
-		f.alpha = append(f.alpha, toFloat16(float64(stage.share(p.Alpha[i]))))
+		f.alpha = append(f.alpha, toFloat16(float64(stage.Share(p.Alpha[i]))))
 	}
 	g := &f.figures
 	g.variance, g.deadRatio = append(g.variance[:0], s.variance...),

@@ -1,14 +1,16 @@
-package state
+package lifecycle
 
 import (
 	"fmt"
 	"math"
+
+	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 // Thresholds are the conditions of the gates between stages.
 type Thresholds struct {
 	// by Stage: least epochs in it before it is left, other than by a rollback
-	MinEpochs [stages]int
+	MinEpochs [Count]int
 	// Training → Grafting: largest training error of the seed, if that does not fall
 	TrainingError float64
 	Stability     float64 // Evaluating → FineTuning: least stability
@@ -21,7 +23,8 @@ type Thresholds struct {
 	CullErrorCount int     // ... or number of errors above which it has
 }
 
-// DefaultThresholds returns the thresholds that a lattice has unless [WithThresholds] gives others:
+// DefaultThresholds returns the thresholds that a lattice has unless state.WithThresholds gives
+// others:
 //
 //	MinEpochs       Training 100, Grafting 50, Stabilization 20, Evaluating 30, FineTuning 50, else 0
 //	TrainingError   0.01
@@ -33,7 +36,7 @@ type Thresholds struct {
 //	CullErrorCount  5
 func DefaultThresholds() Thresholds {
 	return Thresholds{
-		MinEpochs: [stages]int{Training: 100, Grafting: 50, Stabilization: 20,
+		MinEpochs: [Count]int{Training: 100, Grafting: 50, Stabilization: 20,
 			Evaluating: 30, FineTuning: 50},
 		TrainingError:  0.01,
 		Stability:      0.8,
@@ -56,7 +59,7 @@ func DefaultThresholds() Thresholds {
 // The others are those of DefaultThresholds.
 func DepthThresholds() Thresholds {
 	t := DefaultThresholds()
-	t.MinEpochs = [stages]int{Evaluating: 1, FineTuning: 1}
+	t.MinEpochs = [Count]int{Evaluating: 1, FineTuning: 1}
 	t.Improvement, t.CullDelta = 0, -1e6
 	return t
 }
@@ -77,14 +80,8 @@ func (t Thresholds) Within(epochs int) Thresholds {
 	return t
 }
 
-// Thresholds returns the conditions of the lattice's gates, and whether it has gates.
-func (l *Lattice) Thresholds() (t Thresholds, gated bool) {
-	l.mu.RLock()
-	defer l.mu.RUnlock()
-	return l.config.Thresholds, l.config.Gates
-}
-
-func (t Thresholds) check() error {
+// Check returns an error that names a threshold which makes no sense.
+func (t Thresholds) Check() error {
 	for s, n := range t.MinEpochs {
 		if n < 0 || n > math.MaxUint16 {
 			return fmt.Errorf("MinEpochs of %v is %d, want 0 to %d", Stage(s), n, math.MaxUint16)
@@ -149,30 +146,13 @@ func (s Shortfall) String() string {
 	return fmt.Sprintf("%s (it has %s, the threshold is %.4g)", s.Condition, have, s.Threshold)
 }
 
-// Shortfall returns what keeps a seed from the next stage of its life, [Stage.Next]: the condition
-// of its gate that is not met. It is zero where the gate is open, and where there is none: without
-// gates, without a blueprint, and where the seed is Fossilized or its blueprint's life is over.
-func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
-	l.mu.RLock()
-	defer l.mu.RUnlock()
-	if err := l.checkSeed("Shortfall", seed); err != nil {
-		return Shortfall{}, err
-	}
-	from := Stage(l.seeds.stage[seed])
-	if !l.config.Gates || !from.Alive() || from == Fossilized {
-		return Shortfall{}, nil
-	}
-	s, _ := l.config.Thresholds.Gate(from, from.Next(), l.evidence(seed))
-	return s, nil
-}
-
 // Gate judges the transition from one stage to another, which the table of transitions must allow,
 // by the evidence. It is a pure function of its arguments.
 func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	if to == RolledBack {
 		return Shortfall{}, true
 	}
-	if from < stages && e.Epochs < t.MinEpochs[from] {
+	if from < Count && e.Epochs < t.MinEpochs[from] {
 		return Shortfall{"more epochs in the stage", float64(e.Epochs), float64(t.MinEpochs[from])},
 			false
 	}
@@ -218,7 +198,7 @@ func atMost(v, threshold float64) bool { return v <= max(threshold, float64(floa
 // atLeast compares a figure that is kept as a Float16, and may have been rounded down, with its
 // threshold.
 func atLeast(v, threshold float64) bool {
-	return v >= min(threshold, fromFloat16(toFloat16(threshold)))
+	return v >= min(threshold, half.NewFloat16(threshold).Float64())
 }
 
 func finite(v float64) bool { return v-v == 0 }
