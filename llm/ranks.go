@@ -155,6 +155,7 @@ func (t *Trainer) between(err error) error {
 type settled struct {
 	Err      string
 	Commands [][]state.Command
+	Saves    int // that have been asked for
 }
 
 // settle ends a step: it carries out the commands that have been submitted, at any rank, or steer.
@@ -168,13 +169,15 @@ func (t *Trainer) settle(err error) error {
 		return err
 	}
 	exchange := func(own [][]state.Command) (every [][]state.Command, at int, _ error) {
-		all, failed := swap(e, "commands", settled{textOf(err), portable(own)})
+		all, failed := swap(e, "commands", settled{textOf(err), portable(own),
+			t.takeAsked()})
 		errs := make([]string, len(all))
 		for r, s := range all {
 			if r == e.Rank() {
 				at = len(every)
 			}
 			errs[r], every = s.Err, append(every, s.Commands...)
+			t.addSaves(s.Saves)
 		}
 		return every, at, firstError(err, errs, failed)
 	}

@@ -13,6 +13,7 @@ import (
 type steering struct {
 	commands []steered
 	saves    int   // that have been asked for
+	asked    int   // of them here, not yet told to the other ranks
 	savers   int   // callbacks that save
 	halt     error // why the run shall stop
 	shared   bool  // whether several ranks train
@@ -68,21 +69,39 @@ func (t *Trainer) Stop(why string) {
 	}
 }
 
-// SaveSoon has the run's [Checkpoint] callbacks save behind the present step. It returns an error
-// if no run goes on or it has none.
+// SaveSoon has the run's [Checkpoint] callbacks save behind the present step, at all ranks where
+// several train. It returns an error if no run goes on or it has none.
 func (t *Trainer) SaveSoon() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch {
 	case !t.running:
 		return errNoRun
-	case t.steering.shared:
-		return errors.New("llm: SaveSoon: where several ranks train, one alone cannot save")
 	case t.steering.savers == 0:
 		return errors.New("llm: SaveSoon: the run has no Checkpoint callback, which would save")
 	}
+	if t.steering.shared {
+		t.steering.asked++
+		return nil
+	}
 	t.steering.saves++
 	return nil
+}
+
+// takeAsked is how many saves this rank has to tell the others of.
+func (t *Trainer) takeAsked() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n := t.steering.asked
+	t.steering.asked = 0
+	return n
+}
+
+// addSaves notes saves that ranks have told of.
+func (t *Trainer) addSaves(n int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.steering.saves += n
 }
 
 // saves is how many saves have been asked for.
