@@ -25,10 +25,12 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
 
+	"github.com/kasmina-go/kasmina/board/internal/nvml"
 	"github.com/kasmina-go/kasmina/board/internal/store"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
@@ -44,6 +46,7 @@ type Board struct {
 	closing chan struct{}
 	drained chan struct{} // closed when the queue has been taken in, after closing
 	viewers chan struct{} // has a place for each stream
+	cards   cards
 
 	mu       sync.Mutex
 	closed   bool
@@ -79,7 +82,8 @@ func WithHosts(names ...string) Option {
 // New returns a board without runs.
 func New(opts ...Option) (*Board, error) {
 	b := &Board{queue: make(chan message, queued), closing: make(chan struct{}),
-		drained: make(chan struct{}), viewers: make(chan struct{}, maxViewers)}
+		drained: make(chan struct{}), viewers: make(chan struct{}, maxViewers),
+		cards: cards{open: nvml.Open}}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("board: New: an option is nil")
@@ -236,7 +240,7 @@ func (b *Board) Close() error {
 		time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
-	var errs error
+	errs := b.cards.close()
 	for _, s := range servers {
 		errs = errors.Join(errs, s.Close())
 	}
@@ -248,6 +252,13 @@ func (b *Board) Close() error {
 
 // partingTime is how long viewers may take for the end of a run.
 const partingTime = time.Second
+
+// trains reports whether some run is of this program, on this computer.
+func (b *Board) trains() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.ContainsFunc(b.trainers, func(t *llm.Trainer) bool { return t != nil })
+}
 
 // all returns the runs.
 func (b *Board) all() []*store.Run {

@@ -64,7 +64,11 @@ func (b *Board) metrics(w http.ResponseWriter, _ *http.Request) {
 		runs = append(runs, run.Status())
 	}
 	w.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-	w.Write(exposition(runs))
+	text := exposition(runs)
+	if b.trains() {
+		text = append(text, cardExposition(b.cards.now())...)
+	}
+	w.Write(text)
 }
 
 // exposition returns the metrics of runs in Prometheus' text format.

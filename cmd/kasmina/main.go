@@ -21,16 +21,16 @@ import (
 	"strings"
 
 	"github.com/kasmina-go/kasmina/comm"
-	"github.com/kasmina-go/kasmina/internal/interrupt"
+	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
 
 func main() {
-	stderr := interrupt.Teller{File: os.Stderr}
+	stderr := launch.Teller{File: os.Stderr}
 	launched, err := launchRanks(os.Args[1:], os.Stdout, stderr)
 	if !launched && err == nil {
-		err = run(interrupt.Context(stderr), os.Args[1:], os.Stdout, os.Stderr)
+		err = run(launch.UntilInterrupt(stderr), os.Args[1:], os.Stdout, os.Stderr)
 	}
 	if err != nil {
 		fmt.Fprintln(stderr, "kasmina:", err)

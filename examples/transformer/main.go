@@ -49,9 +49,9 @@ import (
 
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/internal/interrupt"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -84,10 +84,10 @@ const keptPrefix = "before-"
 const profileAfter = 10
 
 func main() {
-	stderr := interrupt.Teller{File: os.Stderr}
+	stderr := launch.Teller{File: os.Stderr}
 	launched, err := launchRanks(os.Args[1:], os.Stdout, stderr)
 	if !launched && err == nil {
-		err = run(interrupt.Context(stderr), os.Args[1:], os.Stdout, stderr)
+		err = run(launch.UntilInterrupt(stderr), os.Args[1:], os.Stdout, stderr)
 	}
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(stderr, "transformer:", err)

@@ -1,5 +1,4 @@
-// Package interrupt ends a training program as its user expects: the first Ctrl-C lets it save.
-package interrupt
+package launch
 
 import (
 	"context"
@@ -23,10 +22,11 @@ func (t Teller) Write(b []byte) (int, error) {
 // WriteString is Write.
 func (t Teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
 
-// Context returns a context that ends when the user interrupts the program or closes its terminal.
-// It also ends when a pipe that the program writes to has no reader any more: Ctrl-C ends the tee
-// behind it too. What happens now is said on w. A second interrupt ends the program at once.
-func Context(w io.Writer) context.Context {
+// UntilInterrupt returns a context that ends when the user interrupts the program or closes its
+// terminal: the first Ctrl-C lets a run save. It also ends when a pipe that the program writes to
+// has no reader any more: Ctrl-C ends the tee behind it too. What happens now is said on w. A second
+// interrupt ends the program at once.
+func UntilInterrupt(w io.Writer) context.Context {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM, syscall.SIGPIPE}
 	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
 		signals = append(signals, syscall.SIGHUP)

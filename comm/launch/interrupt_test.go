@@ -1,4 +1,4 @@
-package interrupt
+package launch
 
 import (
 	"context"
@@ -12,10 +12,10 @@ import (
 	"testing"
 )
 
-// TestContext wants the first interrupt to end the context and to say what happens now.
-func TestContext(t *testing.T) {
+// TestUntilInterrupt wants the first interrupt to end the context and to say what happens now.
+func TestUntilInterrupt(t *testing.T) {
 	r, w := io.Pipe()
-	ctx := Context(w)
+	ctx := UntilInterrupt(w)
 	self, err := os.FindProcess(os.Getpid())
 	if err != nil {
 		t.Fatal(err)
