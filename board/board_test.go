@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -452,6 +453,12 @@ func TestClient(t *testing.T) {
 	get(t, server.URL+"/api/v1/runs/0/seeds/0/3", &s)
 	require.Contains(t, s.Events[0].Reason, "a test asked on the board: the client's controller wants it")
 	require.ErrorIs(t, c.Do(ctx, "0", state.Command{Action: state.Recycle}), api.ErrRefused)
+	var told []api.Event
+	get(t, server.URL+"/api/v1/runs/0/events", &told)
+	i := slices.IndexFunc(told, func(e api.Event) bool { return e.Kind == "Refused" })
+	require.GreaterOrEqual(t, i, 0)
+	require.Contains(t, told[i].To, "Dormant")
+	require.Contains(t, told[i].Reason, "a test asked on the board")
 	c.Token = "x"
 	require.ErrorContains(t, c.Stop(ctx, "0", ""), "token")
 }
@@ -462,7 +469,8 @@ func logged(t *testing.T, name string, steps int) string {
 	folder := filepath.Join(t.TempDir(), name)
 	tr := newTrainer(t, steps, 4)
 	tr.Config.Notes = map[string]string{"name": name, "seeds": "4"}
-	tr.On(runlog.JSON(filepath.Join(folder, "log.jsonl")),
+	tr.On(runlog.JSON(filepath.Join(folder, "log.jsonl"),
+		runlog.On(map[string]string{"device": "card of " + name})),
 		llm.Checkpoint(tr, filepath.Join(folder, "model.safetensors"), 0))
 	tr.On(func(e llm.Event) error {
 		if e.Kind == llm.StepEnd && e.Step == 3 {
@@ -489,6 +497,8 @@ func TestLogs(t *testing.T) {
 	require.Equal(t, "one", runs[0].Name)
 	require.Equal(t, "one", runs[0].Settings["name"])
 	require.Equal(t, "two", runs[1].Settings["name"])
+	require.Equal(t, "card of two", runs[1].Settings["on: device"])
+	require.Contains(t, runs[1].Settings["on: system"], "/")
 	require.Equal(t, "ended", runs[1].State)
 	require.Equal(t, 9, runs[1].Step)
 	require.Equal(t, map[string]int{"Dormant": 7, "Training": 1}, runs[0].Stages)
@@ -538,6 +548,7 @@ func TestReport(t *testing.T) {
 	require.NotContains(t, page.String(), `src="`)
 	require.NotContains(t, page.String(), `rel="stylesheet"`)
 	require.NotContains(t, page.String(), "<b>hungry")
+	require.Contains(t, page.String(), `"on: device":"card of one"`)
 	require.ErrorContains(t, board.Report(io.Discard, filepath.Join(folder, "none")), "want a folder")
 
 	w := browser(t)

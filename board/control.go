@@ -48,19 +48,19 @@ func (b *Board) control(mux *http.ServeMux) {
 		}
 		answer(w, c)
 	})
-	post := func(path string, f func(*http.Request, *llm.Trainer) error) {
+	post := func(path string, f order) {
 		mux.HandleFunc("POST /api/v1/runs/{run}/"+path, b.authorised(f))
 	}
 	post("commands", steer)
 	post("telemetry", telemetry)
-	post("save", func(r *http.Request, t *llm.Trainer) error {
+	post("save", func(r *http.Request, _ *store.Run, t *llm.Trainer) error {
 		var q api.Request
 		if err := read(r, &q); err != nil {
 			return err
 		}
 		return t.SaveSoon()
 	})
-	post("stop", func(r *http.Request, t *llm.Trainer) error {
+	post("stop", func(r *http.Request, _ *store.Run, t *llm.Trainer) error {
 		var q api.Request
 		if err := read(r, &q); err != nil {
 			return err
@@ -70,11 +70,14 @@ func (b *Board) control(mux *http.ServeMux) {
 	})
 }
 
+// order does what a request asks of a run.
+type order func(*http.Request, *store.Run, *llm.Trainer) error
+
 // errRequest is wrapped by what is wrong with a request itself.
 var errRequest = errors.New("the request")
 
 // authorised lets requests through that carry the token and come from no other site.
-func (b *Board) authorised(f func(*http.Request, *llm.Trainer) error) http.HandlerFunc {
+func (b *Board) authorised(f order) http.HandlerFunc {
 	rate := &bucket{perSecond: maxOrders, most: 2 * maxOrders}
 	sites := http.NewCrossOriginProtection()
 	return func(w http.ResponseWriter, r *http.Request) {
@@ -102,7 +105,7 @@ func (b *Board) authorised(f func(*http.Request, *llm.Trainer) error) http.Handl
 			refuse(w, http.StatusConflict, "the run is of another program or has ended")
 		default:
 			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
-			settle(w, f(r, t))
+			settle(w, f(r, run, t))
 		}
 	}
 }
@@ -173,8 +176,9 @@ func clean(s string, n int) string {
 	return s
 }
 
-// steer gives commands to seeds and waits for the end of the step.
-func steer(r *http.Request, t *llm.Trainer) error {
+// steer gives commands to seeds and waits for the end of the step. Those that are refused are shown
+// among what has happened.
+func steer(r *http.Request, run *store.Run, t *llm.Trainer) error {
 	var q api.Commands
 	if err := read(r, &q); err != nil {
 		return err
@@ -196,6 +200,9 @@ func steer(r *http.Request, t *llm.Trainer) error {
 	}
 	select {
 	case err := <-t.Steer(q.Commands...):
+		if err != nil {
+			run.Refuse(q.Commands, err)
+		}
 		return err
 	case <-r.Context().Done():
 		return r.Context().Err()
@@ -206,7 +213,7 @@ func steer(r *http.Request, t *llm.Trainer) error {
 }
 
 // telemetry changes what all lattices measure.
-func telemetry(r *http.Request, t *llm.Trainer) error {
+func telemetry(r *http.Request, _ *store.Run, t *llm.Trainer) error {
 	var q api.Telemetry
 	if err := read(r, &q); err != nil {
 		return err

@@ -101,11 +101,12 @@ type Layer struct {
 
 // Event is something that happened to a seed.
 type Event struct {
-	Number int    `json:"number"` // from 0
-	Step   int    `json:"step"`   // of the report that told of it
-	Epoch  int    `json:"epoch"`
-	Layer  int    `json:"layer"`
-	Seed   int    `json:"seed"`
+	Number int `json:"number"` // from 0
+	Step   int `json:"step"`   // of the report that told of it
+	Epoch  int `json:"epoch"`
+	Layer  int `json:"layer"`
+	Seed   int `json:"seed"`
+	// of a state.EventKind, or Refused for a command that was: To says why then
 	Kind   string `json:"kind"`
 	From   string `json:"from"`
 	To     string `json:"to"`

@@ -153,6 +153,7 @@
       case 'GateOpened': return 'the gate from ' + e.from + ' to ' + e.to + ' is open';
       case 'RampFinished': return 'the ramp has ended at α = ' + number(e.value);
       case 'EmbargoOver': return 'may be recycled';
+      case 'Refused': return 'a command was refused: ' + e.to + '; it was given';
       case 'NonFinite': return number(e.value) + ' NaN or Inf were met';
     }
     return e.kind;

@@ -181,6 +181,32 @@ func TestTrainResumes(t *testing.T) {
 	require.NoError(t, f.Close())
 }
 
+// TestTrainProgress wants progress as lines where there is no terminal, none with -quiet, and a log
+// either way.
+func TestTrainProgress(t *testing.T) {
+	for _, quiet := range []bool{false, true} {
+		out := filepath.Join(t.TempDir(), "out")
+		args := []string{"train", "-model", tiny, "-data", license, "-out", out, "-steps", "3",
+			"-batch", "1", "-seq", "16", "-device", "cpu"}
+		if quiet {
+			args = append(args, "-quiet")
+		}
+		var stdout, told bytes.Buffer
+		require.NoError(t, run(t.Context(), args, &stdout, &told))
+		require.Empty(t, stdout.String())
+		require.NotContains(t, told.String(), "\r")
+		require.NotContains(t, told.String(), "\x1b")
+		if quiet {
+			require.Empty(t, told.String())
+		} else {
+			require.Contains(t, told.String(), "] 3/3 ")
+		}
+		log, err := os.ReadFile(filepath.Join(out, runFolder, logName))
+		require.NoError(t, err)
+		require.Contains(t, string(log), `"device":"the CPU"`)
+	}
+}
+
 type writer func([]byte)
 
 func (w writer) Write(p []byte) (int, error) {

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strconv"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -110,6 +111,19 @@ func (m machines) first(f func() error) (err error) {
 		err = m.team.Agree(err)
 	}
 	return err
+}
+
+// facts are what the run's log tells of them.
+func (m machines) facts() map[string]string {
+	all := map[string]string{"device": "the CPU", "precision": m.precision.String(),
+		"processes": "1"}
+	if m.device != nil {
+		all["device"] = m.device.String()
+	}
+	if m.team != nil {
+		all["processes"] = strconv.Itoa(m.team.Size())
+	}
+	return all
 }
 
 // close leaves the others, who learn of a failure, and frees the device.

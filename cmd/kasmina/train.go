@@ -271,7 +271,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
 		}
 	}
 	if on.team.First() {
-		stop, err := o.watch(c, t, tok, corpus)
+		stop, err := o.watch(c, t, on, tok, corpus)
 		if err != nil {
 			return err
 		}
@@ -290,8 +290,8 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
 }
 
 // watch adds what shows a run, writes its log and evaluates, which is for one process.
-func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, tok tokenizer.Tokenizer,
-	corpus *data.Corpus) (stop func() error, err error) {
+func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
+	tok tokenizer.Tokenizer, corpus *data.Corpus) (stop func() error, err error) {
 	held, err := corpus.HeldOut.Sample(256 << 10)
 	if err != nil {
 		return nil, err
@@ -313,6 +313,7 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, tok tokenizer.Tok
 			return nil, err
 		}
 	}
-	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName)), llm.Evaluate(t, e, o.evalEvery))
+	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName),
+		runlog.On(on.facts())), llm.Evaluate(t, e, o.evalEvery))
 	return stop, nil
 }

@@ -10,9 +10,12 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
+	"runtime"
+	"strconv"
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
@@ -24,7 +27,7 @@ import (
 // event. Each has "time", "event", "step" and "elapsed_s", the seconds since this process started
 // the run, and by event:
 //
-//	start   steps, params, seeds
+//	start   steps, params, seeds; machine: what it runs on, where [On] says so
 //	ways    choices: how each op is computed (op, shape, way, of: how many ways there were,
 //	        source: why, times), before the first step
 //	complete
@@ -60,8 +63,14 @@ import (
 // A number that is NaN or infinite is null. An existing file is continued: after a resumption its
 // lines may reach beyond the step of the "start" line, and what follows that line replaces them. A
 // line that a killed process left half written is ended, and readers should pass over it.
-func JSON(path string) llm.Callback {
+func JSON(path string, opts ...Option) llm.Callback {
 	var file *os.File
+	var c config
+	for _, opt := range opts {
+		if opt != nil {
+			opt(&c)
+		}
+	}
 	failed := false // in this run, whose end need not be told of it again
 	return func(e llm.Event) (err error) {
 		if failed = failed && e.Kind != llm.RunStart; failed {
@@ -78,7 +87,7 @@ func JSON(path string) llm.Callback {
 				return err
 			}
 		}
-		lines, err := linesOf(e)
+		lines, err := linesOf(e, c)
 		if err != nil {
 			return err
 		}
@@ -92,9 +101,29 @@ func JSON(path string) llm.Callback {
 	}
 }
 
+// An Option changes what JSON writes.
+type Option func(*config)
+
+type config struct{ machine map[string]string }
+
+// On has the start line tell, as "machine", what the run is computed on: the version of Go, the
+// system, the processor's cores, and the given facts, such as device and precision. Pages of a run
+// show them beside its settings.
+func On(facts map[string]string) Option {
+	return func(c *config) {
+		c.machine = map[string]string{"go": runtime.Version(),
+			"system": runtime.GOOS + "/" + runtime.GOARCH,
+			"cores":  strconv.Itoa(runtime.NumCPU())}
+		maps.Copy(c.machine, facts)
+	}
+}
+
 // linesOf returns what the log has of an event.
-func linesOf(e llm.Event) (lines []byte, err error) {
+func linesOf(e llm.Event, c config) (lines []byte, err error) {
 	records := []Record{newRecord(e)}
+	if e.Kind == llm.RunStart {
+		records[0].Machine = c.machine
+	}
 	if e.Kind == llm.EpochEnd {
 		records = epochRecords(e)
 	}
@@ -157,6 +186,8 @@ type Record struct {
 	Layer          *int             `json:"layer,omitempty"`
 	States         []SeedRecord     `json:"states,omitempty"`
 	Error          string           `json:"error,omitempty"`
+	// Machine is what the run is computed on: see [On].
+	Machine map[string]string `json:"machine,omitempty"`
 }
 
 func newRecord(e llm.Event) Record {

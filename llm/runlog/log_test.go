@@ -145,3 +145,23 @@ func TestWhatIsNoLog(t *testing.T) {
 		require.ErrorContains(t, Read(path, func(Record) {}), path)
 	}
 }
+
+// TestOn wants the start line, and it alone, to tell what a run is computed on.
+func TestOn(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log.jsonl")
+	eventtest.Send(t, JSON(path, On(map[string]string{"device": "a card", "cores": "3"})),
+		eventtest.Run(0, 2)...)
+	told := 0
+	if err := Read(path, func(r Record) {
+		if r.Machine == nil {
+			return
+		}
+		told++
+		if r.Event != "start" || r.Machine["device"] != "a card" || r.Machine["cores"] != "3" ||
+			r.Machine["go"] == "" {
+			t.Errorf("%s: %v", r.Event, r.Machine)
+		}
+	}); err != nil || told != 1 {
+		t.Errorf("%d lines tell of the machine, %v", told, err)
+	}
+}

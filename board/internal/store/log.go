@@ -1,6 +1,8 @@
 package store
 
 import (
+	"maps"
+	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/board/api"
@@ -77,11 +79,37 @@ func (r *Run) startLogged(l runlog.Record) {
 	if l.Seeds != nil {
 		a.Seeds = *l.Seeds
 	}
+	r.onMachine(l.Machine)
 	r.steps.cut(l.Step)
 	if n := len(r.steps.points); n > 0 {
 		r.before = time.Duration(r.steps.points[n-1].time * float64(time.Second))
 	}
 }
+
+// maxMachine bounds the facts of a machine that a log may tell.
+const maxMachine = 64
+
+// onMachine adds what the run is computed on to its settings. Whoever has those of before keeps
+// them as they were.
+func (r *Run) onMachine(machine map[string]string) {
+	if len(machine) == 0 || len(machine) > maxMachine {
+		return
+	}
+	all := maps.Clone(r.run.Settings)
+	if all == nil {
+		all = map[string]string{}
+	}
+	maps.DeleteFunc(all, func(name, _ string) bool {
+		return strings.HasPrefix(name, machinePrefix)
+	})
+	for name, value := range machine {
+		all[machinePrefix+clip(name)] = clip(value)
+	}
+	r.run.Settings = all
+}
+
+// machinePrefix begins the names of settings that are facts of the machine.
+const machinePrefix = "on: "
 
 // epochLogged takes in seeds of a layer.
 func (r *Run) epochLogged(l runlog.Record) {

@@ -172,6 +172,20 @@ func (r *Run) report(step int, reports []state.Report, happened []state.Event) {
 	r.run.Epoch, r.run.Stages = reports[0].Epoch, stages(reports)
 }
 
+// Refuse notes commands that were refused, and why.
+func (r *Run) Refuse(commands []state.Command, why error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	defer r.changed.Add(1)
+	for _, c := range commands {
+		r.event(api.Event{Step: r.run.Step, Epoch: r.run.Epoch, Layer: c.Layer, Seed: c.Seed,
+			Kind: Refused, To: clip(why.Error()), Reason: clip(c.Why)})
+	}
+}
+
+// Refused is the kind of an event that is a command which was refused; To says why.
+const Refused = "Refused"
+
 func (r *Run) event(e api.Event) {
 	if len(r.events) >= 2*maxEvents { // the older half goes
 		r.events = append([]api.Event(nil), r.events[maxEvents:]...)
