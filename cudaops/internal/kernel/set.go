@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 	"unsafe"
 
@@ -59,7 +60,7 @@ func (k *Set) Close() error {
 	return errors.Join(errs...)
 }
 
-// kernel finds a unit's function, loading the unit at first, and allows it the dynamic shared
+// Function finds a unit's function, loading the unit at first, and allows it the dynamic shared
 // memory, where that is more than needs no leave: 48 KiB together with what the kernel itself
 // declares, which is less than 1 KiB.
 func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
@@ -108,7 +109,7 @@ func (k *Set) module(unit string) (gpu.Module, error) {
 	return m, nil
 }
 
-// launch enqueues a kernel.
+// Enqueue enqueues a kernel.
 func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, a *gpu.Args) error {
 	f, err := k.Function(unit, name, c.Shared)
 	if err != nil {
@@ -117,7 +118,7 @@ func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, a *gp
 	return k.Ctx.Launch(f.Function, c, s, a)
 }
 
-// poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks
+// Poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks
 // for that.
 func (k *Set) Poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
 	if !gpu.Poison {
@@ -126,7 +127,7 @@ func (k *Set) Poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
 	return k.Ctx.Memset8(p, 0xff, bytes, s)
 }
 
-// resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that
+// Resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that
 // works in a loop.
 func (k *Set) Resident(unit, name string, threads, shared int) (int, error) {
 	f, err := k.Function(unit, name, shared)
@@ -146,7 +147,7 @@ func (k *Set) Resident(unit, name string, threads, shared int) (int, error) {
 	return n, nil
 }
 
-// clusters is how many clusters of a launch run at once on the whole GPU.
+// Clusters is how many clusters of a launch run at once on the whole GPU.
 func (k *Set) Clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
 	f, err := k.Function(unit, name, c.Shared)
 	if err != nil {
@@ -165,7 +166,7 @@ func (k *Set) Clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
 	return max(1, n), nil
 }
 
-// overlaps reports whether a kernel may start before its predecessor has ended and then waits for
+// Overlaps reports whether a kernel may start before its predecessor has ended and then waits for
 // it (overlap.cuh): the binaries of compute capability 9.0 and 10 do, the PTX that other GPUs run
 // does not.
 func (k *Set) Overlaps() bool {
@@ -173,15 +174,15 @@ func (k *Set) Overlaps() bool {
 	return c == 90 || c/10 == 10
 }
 
-// line is a one-dimensional launch.
+// Line is a one-dimensional launch.
 func Line(blocks, threads int) gpu.LaunchConfig {
 	return gpu.LaunchConfig{Grid: gpu.Dim{X: blocks}, Block: gpu.Dim{X: threads}}
 }
 
-// vector is how many elements fill 16 bytes.
+// Vector is how many elements fill 16 bytes.
 func Vector(t gpu.DType) int { return 16 / t.Size() }
 
-// aligned reports whether all addresses are multiples of 16; null is.
+// Aligned reports whether all addresses are multiples of 16; null is.
 func Aligned(ps ...gpu.Ptr) bool {
 	for _, p := range ps {
 		if p%16 != 0 {
@@ -191,19 +192,19 @@ func Aligned(ps ...gpu.Ptr) bool {
 	return true
 }
 
-// packed reports whether rows of n elements at these addresses can be moved 16 bytes at a time.
+// Packed reports whether rows of n elements at these addresses can be moved 16 bytes at a time.
 func Packed(t gpu.DType, n int, ps ...gpu.Ptr) bool { return n%Vector(t) == 0 && Aligned(ps...) }
 
-// rowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
+// RowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
 func RowThreads(d int) int { return min(512, CeilDiv(d, 32)*32) }
 
-// longRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does:
+// LongRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does:
 // whole warps, at most 512, with four accesses each where the row is short.
 func LongRowThreads(n int, t gpu.DType) int { return min(512, CeilDiv(n, 4*32*Vector(t))*32) }
 
 func Args() *gpu.Args { return new(gpu.Args) }
 
-// table is one argument that holds n structures, which a are the fields of, with room for most of
+// Table is one argument that holds n structures, which a are the fields of, with room for most of
 // them.
 func Table(a *gpu.Args, n, most int) *gpu.Args {
 	b := a.Packed()
@@ -212,7 +213,7 @@ func Table(a *gpu.Args, n, most int) *gpu.Args {
 
 func CeilDiv(a, b int) int { return (a + b - 1) / b }
 
-// suffix is how the kernels of a storage type end.
+// Suffix is how the kernels of a storage type end.
 func Suffix(op string, t gpu.DType) (string, error) {
 	switch t {
 	case gpu.Float32:
@@ -226,7 +227,7 @@ func Suffix(op string, t gpu.DType) (string, error) {
 		op, t)
 }
 
-// checkSizes refuses a negative size and, as the first result, reports whether there is nothing to
+// CheckSizes refuses a negative size and, as the first result, reports whether there is nothing to
 // do since one is zero.
 func CheckSizes(op string, sizes ...int) (empty bool, err error) {
 	for _, n := range sizes {
@@ -238,7 +239,7 @@ func CheckSizes(op string, sizes ...int) (empty bool, err error) {
 	return empty, nil
 }
 
-// checkInts is checkSizes for sizes that kernels take as 32-bit numbers: rows, which are blocks,
+// CheckInts is checkSizes for sizes that kernels take as 32-bit numbers: rows, which are blocks,
 // and what is in a row.
 func CheckInts(op string, sizes ...int) (empty bool, err error) {
 	for _, n := range sizes {
@@ -256,13 +257,13 @@ func Bit(b bool) uint32 {
 	return 0
 }
 
-// tableBytes is the memory of rows.
+// TableBytes is the memory of rows.
 func TableBytes[T any](rows []T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))),
 		len(rows)*int(unsafe.Sizeof(rows[0])))
 }
 
-// suffixes is the name of a kernel that has one type for each of two arguments.
+// Suffixes is the name of a kernel that has one type for each of two arguments.
 func Suffixes(op, kernel string, y, x gpu.DType) (string, error) {
 	sy, err := Suffix(op, y)
 	if err != nil {
@@ -292,7 +293,7 @@ type Rows struct {
 	Stride int
 }
 
-// with is some words where they hold.
+// With is some words where they hold.
 func With(holds bool, words string) string {
 	if holds {
 		return " " + words
@@ -300,7 +301,7 @@ func With(holds bool, words string) string {
 	return ""
 }
 
-// sized is kernels of a device that only say how much memory they would take there.
+// Sized is kernels of a device that only say how much memory they would take there.
 func Sized(d gpu.DeviceInfo) *Set { return &Set{Info: d} }
 
 // Launch is a structure that says what a kernel is to do.
@@ -332,4 +333,37 @@ func Values[T any](all []*T) []T {
 		v[i] = *p
 	}
 	return v
+}
+
+// Way is one of the implementations of an op: a family of kernels and, where that can be chosen,
+// how many warps or blocks it works with. The zero Way is the one that should be fastest.
+type Way struct {
+	Family string
+	Size   int
+}
+
+func (w Way) String() string {
+	if w.Size == 0 {
+		return w.Family
+	}
+	return fmt.Sprintf("%s-%d", w.Family, w.Size)
+}
+
+// Of returns w, or the first of the ways that take the arguments if w is zero.
+func (w Way) Of(op string, ways []Way) (Way, error) {
+	switch {
+	case w == Way{}:
+		return ways[0], nil
+	case !slices.Contains(ways, w):
+		return w, fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op,
+			w, ways)
+	}
+	return w, nil
+}
+
+// Tuned is a launch that can be done in several ways: what its Way is.
+type Tuned interface {
+	Shape() string   // for people, and to tell times apart
+	Units() []string // where its kernels are
+	Computes() bool  // arithmetic, not memory, bounds it
 }

@@ -4,37 +4,45 @@ import (
 	"crypto/sha256"
 	"embed"
 	"fmt"
+	"io/fs"
+	"path"
+	"strings"
+	"sync"
 )
 
 //go:generate go run ./build
 
-// binaries are the fat binaries by unit.
-var binaries = map[string][]byte{}
-
-// Register makes the units of a family known, which are the .fatbin files of its folder. Each has
-// machine code for sm_80, sm_89, sm_90a and sm_100, and PTX for other and later GPUs. It ends in
-// the hash of the sources that it was made from.
+// binaries are the fat binaries of all units. Each has machine code for sm_80, sm_89, sm_90a and
+// sm_100, and PTX for other and later GPUs. It ends in the hash of the sources that it was made
+// from.
 //
 // After a change to a .cu or .cuh file, go generate ./cudaops/internal/kernel makes anew what
 // changed. It looks for nvcc of CUDA 13.0 in PATH, in CUDA_HOME, and where pip has installed it.
 // Tests fail while a unit and its sources differ.
-func Register(units embed.FS) {
-	files, err := units.ReadDir(".")
+//
+//go:embed */*.fatbin
+var binaries embed.FS
+
+// units are the binaries by unit, read once.
+var units = sync.OnceValue(func() map[string][]byte {
+	paths, err := fs.Glob(binaries, "*/*.fatbin")
 	if err != nil {
-		panic(err) // not of a folder that was there when the program was built
+		panic(err) // the pattern is right
 	}
-	for _, f := range files {
-		b, err := units.ReadFile(f.Name())
+	all := map[string][]byte{}
+	for _, p := range paths {
+		b, err := binaries.ReadFile(p)
 		if err != nil {
-			panic(err)
+			panic(err) // not of a file that was there when the program was built
 		}
-		binaries[f.Name()[:len(f.Name())-len(".fatbin")]] = b
+		all[strings.TrimSuffix(path.Base(p), ".fatbin")] = b
 	}
-}
+	return all
+})
 
 // image is the fat binary of a unit, for the driver to load.
 func image(unit string) ([]byte, error) {
-	b, ok := binaries[unit]
+	b, ok := units()[unit]
 	if !ok {
 		return nil, fmt.Errorf("kernel: there is no unit %q", unit)
 	}
@@ -43,7 +51,7 @@ func image(unit string) ([]byte, error) {
 
 // hash tells one build of a unit from another.
 func hash(unit string) (string, error) {
-	b, ok := binaries[unit]
+	b, ok := units()[unit]
 	if !ok {
 		return "", fmt.Errorf("kernel: there is no unit %q", unit)
 	}

@@ -1,7 +1,6 @@
 package attention
 
 import (
-	"embed"
 	"fmt"
 	"math"
 	"slices"
@@ -11,11 +10,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Geometry is the geometry of attention over rows of heads, and how to compute it.
 //

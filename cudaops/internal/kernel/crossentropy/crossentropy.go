@@ -1,16 +1,9 @@
 package crossentropy
 
 import (
-	"embed"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Launch sets the float32 at scale to 1/(number of the targets that are at least 0), which the
 // other functions multiply by.

@@ -1,17 +1,11 @@
 package elementwise
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // UnaryOp is a function of one element, and for some of a number p that is the same for all.
 type UnaryOp int

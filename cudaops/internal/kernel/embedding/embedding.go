@@ -1,17 +1,11 @@
 package embedding
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Forward copies row IDs[r] of Table [Vocab, D] to row r of Y [Rows, D]. The types are equal, or
 // the table is float32. A row whose id is not in [0, Vocab) becomes NaN.

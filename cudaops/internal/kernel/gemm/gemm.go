@@ -1,17 +1,11 @@
 package gemm
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // SiLUProduct computes AB = X·Weightsᵀ and H = silu(A) ⊙ B, where A and B are the left and the
 // right half of AB: X is [Rows, D], Weights [2F, D], AB [Rows, 2F] and H [Rows, F]. A and B are

@@ -1,7 +1,6 @@
 package kasmina
 
 import (
-	"embed"
 	"errors"
 	"fmt"
 	"math"
@@ -14,11 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // ErrKind is what [State.Encode] fails with for a kind of blueprint that the kernels do not know.
 var ErrKind = errors.New("the kind has no kernel")

@@ -27,7 +27,7 @@ func (p *kasminaPass) left(f Forward) Records {
 	return Records{f.Figures, p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), f.Eps}
 }
 
-// MergeRecords makes figures of what forward passes have left, in one launch for up to 32 of them.
+// mergeRecords makes figures of what forward passes have left, in one launch for up to 32 of them.
 func mergeRecords(k *kernel.Set, s gpu.Stream, left []Records) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(r Records) bool { return r.Seeds == 0 })
 	for some := range slices.Chunk(left, kasminaSumsMost) {

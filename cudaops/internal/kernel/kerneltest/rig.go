@@ -26,7 +26,7 @@ var (
 	StorageTypes = []gpu.DType{F32, Bf16, F16}
 )
 
-// few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the
+// Few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the
 // plain kernels of attention, and tens of milliseconds for any launch.
 func Few(n, short int) int {
 	if testing.Short() {
@@ -35,7 +35,7 @@ func Few(n, short int) int {
 	return n
 }
 
-// some reports whether to go on with a case: in short mode a third of them, at random.
+// Some reports whether to go on with a case: in short mode a third of them, at random.
 func (g *Rig) Some() bool { return !testing.Short() || g.Rand.IntN(3) == 0 }
 
 var openGPU = sync.OnceValues(func() (gpu.Context, error) {
@@ -51,7 +51,7 @@ var openGPU = sync.OnceValues(func() (gpu.Context, error) {
 
 var seedFlag = flag.Uint64("seed", 0, "seed of the tests' random numbers; 0 takes a fresh one")
 
-// rig is a GPU under test: its kernels, a stream, fresh random numbers, and memory that is checked
+// Rig is a GPU under test: its kernels, a stream, fresh random numbers, and memory that is checked
 // and freed at the end.
 type Rig struct {
 	*testing.T
@@ -62,7 +62,7 @@ type Rig struct {
 	Bufs   []*Buffer
 }
 
-// newRig skips the test where there is no GPU.
+// NewRig skips the test where there is no GPU.
 func NewRig(t *testing.T) *Rig {
 	t.Helper()
 	ctx, err := openGPU()
@@ -94,7 +94,7 @@ func (g *Rig) Must(err error) {
 	}
 }
 
-// buffer is an array on the GPU between two guards.
+// Buffer is an array on the GPU between two guards.
 type Buffer struct {
 	gpu.Ptr
 	N     int
@@ -105,7 +105,7 @@ type Buffer struct {
 
 const guard = 256 // bytes on either side
 
-// alloc returns memory for n elements, skew elements past a multiple of 256 bytes; it and the
+// Alloc returns memory for n elements, skew elements past a multiple of 256 bytes; it and the
 // guards are NaN.
 func (g *Rig) Alloc(n int, t gpu.DType, skew int) *Buffer {
 	g.Helper()
@@ -137,7 +137,7 @@ func (g *Rig) free(keep int) {
 	g.Bufs = g.Bufs[:keep]
 }
 
-// scope runs a subtest whose memory is freed at its end.
+// Scope runs a subtest whose memory is freed at its end.
 func (g *Rig) Scope(name string, f func(*Rig)) {
 	g.Helper()
 	g.Run(name, func(t *testing.T) {
@@ -148,7 +148,7 @@ func (g *Rig) Scope(name string, f func(*Rig)) {
 	})
 }
 
-// upload returns the numbers on the GPU, and as they are after rounding to the type.
+// Upload returns the numbers on the GPU, and as they are after rounding to the type.
 func (g *Rig) Upload(x []float64, t gpu.DType, skew int) (*Buffer, []float64) {
 	g.Helper()
 	b := g.Alloc(len(x), t, skew)
@@ -157,7 +157,7 @@ func (g *Rig) Upload(x []float64, t gpu.DType, skew int) (*Buffer, []float64) {
 	return b, Decode(raw, t)
 }
 
-// normal uploads n numbers of the normal distribution.
+// Normal uploads n numbers of the normal distribution.
 func (g *Rig) Normal(n int, t gpu.DType, skew int) (*Buffer, []float64) {
 	g.Helper()
 	x := make([]float64, n)
@@ -167,7 +167,7 @@ func (g *Rig) Normal(n int, t gpu.DType, skew int) (*Buffer, []float64) {
 	return g.Upload(x, t, skew)
 }
 
-// uploadInts returns ints on the GPU, of 4 or 8 bytes.
+// UploadInts returns ints on the GPU, of 4 or 8 bytes.
 func (g *Rig) UploadInts(x []int, size int) gpu.Ptr {
 	g.Helper()
 	var raw []byte
@@ -183,7 +183,7 @@ func (g *Rig) UploadInts(x []int, size int) gpu.Ptr {
 	return b.Ptr
 }
 
-// read waits for the stream and returns an array's numbers.
+// Read waits for the stream and returns an array's numbers.
 func (g *Rig) Read(b *Buffer) []float64 {
 	g.Helper()
 	raw := make([]byte, b.Bytes())
@@ -191,7 +191,7 @@ func (g *Rig) Read(b *Buffer) []float64 {
 	return Decode(raw, b.Dtype)
 }
 
-// near fails unless ‖got − want‖ ≤ tol·‖want‖.
+// Near fails unless ‖got − want‖ ≤ tol·‖want‖.
 func (g *Rig) Near(what string, b *Buffer, want []float64, tol float64) {
 	g.Helper()
 	if e := Distance(g.Read(b), want); !(e <= tol) {
@@ -199,7 +199,7 @@ func (g *Rig) Near(what string, b *Buffer, want []float64, tol float64) {
 	}
 }
 
-// distance is ‖got − want‖ / ‖want‖; NaN and infinities must stand in the same places.
+// Distance is ‖got − want‖ / ‖want‖; NaN and infinities must stand in the same places.
 func Distance(got, want []float64) float64 {
 	if len(got) != len(want) {
 		return math.Inf(1)
@@ -223,7 +223,7 @@ func Distance(got, want []float64) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// forward is the greatest error that a forward pass in a type may have, backward that of a backward
+// Forward is the greatest error that a forward pass in a type may have, backward that of a backward
 // pass.
 func Forward(t gpu.DType) float64 {
 	return map[gpu.DType]float64{F32: 1e-6, F16: 2e-3, Bf16: 1e-2}[t]
@@ -233,7 +233,7 @@ func Backward(t gpu.DType) float64 {
 	return map[gpu.DType]float64{F32: 1e-5, F16: 2e-3, Bf16: 1e-2}[t]
 }
 
-// encode rounds numbers to a type, to nearest even.
+// Encode rounds numbers to a type, to nearest even.
 func Encode(x []float64, t gpu.DType) []byte {
 	raw := make([]byte, 0, len(x)*t.Size())
 	for _, v := range x {
@@ -307,7 +307,7 @@ func FromF16(h uint16) float64 {
 	return sign * math.Ldexp(1024+frac, exp-25)
 }
 
-// classes is random targets below v, about one in eight of them negative, the first one not.
+// Classes is random targets below v, about one in eight of them negative, the first one not.
 func (g *Rig) Classes(rows, v int) []int {
 	ids := make([]int, rows)
 	for i := range ids {
@@ -353,7 +353,7 @@ func FakeKernels(t *testing.T) (*kernel.Set, gpu.Context) {
 	return k, ctx
 }
 
-// contiguous is the strides of a tensor without gaps.
+// Contiguous is the strides of a tensor without gaps.
 func Contiguous(dims []int) []int {
 	s := make([]int, len(dims))
 	n := 1

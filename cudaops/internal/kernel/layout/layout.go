@@ -1,7 +1,6 @@
 package layout
 
 import (
-	"embed"
 	"encoding/binary"
 	"fmt"
 	"math"
@@ -10,11 +9,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Copy copies elements of Size bytes (2, 4, 8 or 16) from one layout to another: for every index
 // below Dims,

@@ -1,7 +1,6 @@
 package norm
 
 import (
-	"embed"
 	"errors"
 	"fmt"
 	"slices"
@@ -12,11 +11,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W.
 // Where Residual is not null, it does so to Sum = X + Residual, which it writes; Sum may be the

@@ -1,17 +1,11 @@
 package normalize
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Forward computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration
 // begins. The types are equal, or X is float32, or Y float16. Y may be X. Workspace is memory of

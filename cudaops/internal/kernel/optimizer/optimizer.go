@@ -1,7 +1,6 @@
 package optimizer
 
 import (
-	"embed"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -10,11 +9,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Tensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are
 // multiples of 16.

@@ -1,17 +1,11 @@
 package quantize
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Rows stores each row of X [Rows, D] as float8 E4M3, whose largest number is 448, with a scale:
 //
@@ -51,7 +45,7 @@ func (a Rows) Launch(k *kernel.Set, s gpu.Stream) error {
 	return Quantize(k, s, a, shape)
 }
 
-// quantize has blocks of a shape, or for none takes the kernel for any row.
+// Quantize has blocks of a shape, or for none takes the kernel for any row.
 func Quantize(k *kernel.Set, s gpu.Stream, a Rows, shape HeldShape) error {
 	suf, err := kernel.Suffix("Quantize", a.Type)
 	if err != nil {
@@ -68,11 +62,11 @@ func Quantize(k *kernel.Set, s gpu.Stream, a Rows, shape HeldShape) error {
 		shape.Over(a.Rows), l)
 }
 
-// heldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread,
+// HeldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread,
 // threads across a row, and rows.
 type HeldShape struct{ Packs, Across, Rows int }
 
-// heldShapes lists the shapes for rows of d elements, which are whole packs, the fastest first: one
+// HeldShapes lists the shapes for rows of d elements, which are whole packs, the fastest first: one
 // pack a thread is for short rows, as all threads of a row compute its scale, and four for long
 // ones.
 func HeldShapes(d int, t gpu.DType) (shapes []HeldShape) {
@@ -87,7 +81,7 @@ func HeldShapes(d int, t gpu.DType) (shapes []HeldShape) {
 	return shapes
 }
 
-// bestShape is the first of the shapes, or none where rows are too long.
+// BestShape is the first of the shapes, or none where rows are too long.
 func BestShape(d int, t gpu.DType) HeldShape {
 	if shapes := HeldShapes(d, t); len(shapes) > 0 {
 		return shapes[0]
@@ -100,10 +94,10 @@ func (h HeldShape) Over(rows int) gpu.LaunchConfig {
 		Block: gpu.Dim{X: h.Across, Y: h.Rows}}
 }
 
-// float8Packs reports whether a pack of 16 bytes of a type can be stored at once as float8.
+// Float8Packs reports whether a pack of 16 bytes of a type can be stored at once as float8.
 func Float8Packs(t gpu.DType, p gpu.Ptr) bool { return p%gpu.Ptr(kernel.Vector(t)) == 0 }
 
-// float8Rows reports whether an op is to store rows as float8 too, and refuses what it cannot.
+// Float8Rows reports whether an op is to store rows as float8 too, and refuses what it cannot.
 func Float8Rows(op string, t gpu.DType, y, scale gpu.Ptr) (bool, error) {
 	switch {
 	case y == 0 && scale == 0:
@@ -180,5 +174,5 @@ func (a Columns) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return QuantizeColumnsWorkspace(kernel.Sized(d), a.Rows, a.D)
 }
 
-// heldThreads is the most threads of a block that holds rows in registers.
+// HeldThreads is the most threads of a block that holds rows in registers.
 const HeldThreads = 512

@@ -99,7 +99,7 @@ func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
 	return t, nil
 }
 
-// weightStrip is WeightStrip of quantize_weights.cu: a weight, with weightRounds if the strip is
+// WeightStrip is WeightStrip of quantize_weights.cu: a weight, with weightRounds if the strip is
 // one that rounds.
 type WeightStrip struct {
 	Weight      uint32
@@ -108,7 +108,7 @@ type WeightStrip struct {
 
 const WeightRounds = 1 << 31
 
-// weightStrips lists the strips of all weights: those that round a weight behind those that look
+// WeightStrips lists the strips of all weights: those that round a weight behind those that look
 // for its largest numbers, which the kernel relies on, and for the first few of the next one's.
 func WeightStrips(weights []Weight) (strips []WeightStrip) {
 	lead := 0 // how many of this weight's are in the list already

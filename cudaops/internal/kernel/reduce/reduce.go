@@ -1,17 +1,11 @@
 package reduce
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Reduction is what Reduce does.
 type Reduction string

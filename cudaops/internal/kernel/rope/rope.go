@@ -1,17 +1,11 @@
 package rope
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Rotate turns the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows,
 // Heads·HeadDim]. The cosine and sine of the angle stand at [position·h + i] of the float32 tables,

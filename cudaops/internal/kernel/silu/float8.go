@@ -35,7 +35,7 @@ func (a Mul) float8(k *kernel.Set, s gpu.Stream) error {
 	return SiluMulFloat8(k, s, a, shape)
 }
 
-// siluMulFloat8 has blocks of a shape, or for none takes the kernel for any row.
+// SiluMulFloat8 has blocks of a shape, or for none takes the kernel for any row.
 func SiluMulFloat8(k *kernel.Set, s gpu.Stream, a Mul, shape quantize.HeldShape) error {
 	suf, err := kernel.Suffix("SiLUMul", a.Type)
 	if err != nil {
@@ -72,7 +72,7 @@ func (a MulBackward) float8(k *kernel.Set, s gpu.Stream) error {
 	return SiluMulBackwardFloat8(k, s, a, shape)
 }
 
-// siluMulBackwardFloat8 has blocks of a shape, or for none launches two kernels.
+// SiluMulBackwardFloat8 has blocks of a shape, or for none launches two kernels.
 func SiluMulBackwardFloat8(k *kernel.Set, s gpu.Stream, a MulBackward,
 	shape quantize.HeldShape) error {
 	if shape == (quantize.HeldShape{}) {

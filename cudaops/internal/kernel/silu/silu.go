@@ -1,18 +1,12 @@
 package silu
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a), or with GELU its approximation by
 // tanh in silu's place. Stride is the elements from one

@@ -1,17 +1,11 @@
 package softmax
 
 import (
-	"embed"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-//go:embed *.fatbin
-var units embed.FS
-
-func init() { kernel.Register(units) }
 
 // Launch computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be
 // x.
