@@ -93,28 +93,20 @@ func elementwise(k *kernel.Set, s gpu.Stream, name string, n, perAccess int, a *
 
 // Launch computes y[i] = f(x[i], p) for n elements. y may be x.
 func (p Unary) Launch(k *kernel.Set, s gpu.Stream) error {
-	return unary(k, s, p.Op, p.Y, p.X, p.P, 0, p.N, p.Type)
-}
-
-// UnaryAt is Unary with p read from device memory, where it is an element of type t.
-func UnaryAt(k *kernel.Set, s gpu.Stream, op UnaryOp, y, x, p gpu.Ptr, n int, t gpu.DType) error {
-	return unary(k, s, op, y, x, 0, p, n, t)
-}
-
-func unary(k *kernel.Set, s gpu.Stream, op UnaryOp, y, x gpu.Ptr, p float64, at gpu.Ptr,
-	n int, t gpu.DType) error {
-	suf, err := kernel.Suffix("Unary", t)
+	suf, err := kernel.Suffix("Unary", p.Type)
 	if err != nil {
 		return err
 	}
-	if op < 0 || op >= unaryOps {
-		return fmt.Errorf("kernels.Unary: there is no function %d", op)
+	if p.Op < 0 || p.Op >= unaryOps {
+		return fmt.Errorf("kernels.Unary: there is no function %d", p.Op)
 	}
-	if empty, err := kernel.CheckSizes("Unary", n); empty || err != nil {
+	if empty, err := kernel.CheckSizes("Unary", p.N); empty || err != nil {
 		return err
 	}
-	a := kernel.Args().Ptr(y).Ptr(x).Int32(int(op)).Float32(float32(p)).Ptr(at).Int64(int64(n))
-	return elementwise(k, s, "unary"+suf, n, 16/t.Size(), a)
+	const parameterAt = 0 // null: the kernel takes the parameter from its arguments
+	a := kernel.Args().Ptr(p.Y).Ptr(p.X).Int32(int(p.Op)).Float32(float32(p.P)).Ptr(
+		parameterAt).Int64(int64(p.N))
+	return elementwise(k, s, "unary"+suf, p.N, kernel.Vector(p.Type), a)
 }
 
 // Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period
