@@ -9,6 +9,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"time"
 
 	"gorgonia.org/tensor"
 
@@ -32,7 +33,8 @@ type experiment struct {
 	best   float64 // learning rate of the static runs, once it is known
 }
 
-// point is where a run was: at a share of its time, with a held-out loss in nats a byte.
+// point is where a run was: at a share of what a static run may spend, with a held-out loss in nats
+// a byte.
 type point struct {
 	share, loss float64
 	blocks      int
@@ -44,8 +46,11 @@ type trained struct {
 	loss    float64 // held out, nats a byte
 	params  int
 	steps   int
+	flops   float64 // as llm.Config.FLOPs counts them
 	seconds float64 // of steps, decisions and growth
 	curve   []point
+
+	evaluating time.Duration
 }
 
 // comparison is a random seed's two runs; one is nil with -only.
@@ -116,8 +121,11 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 		return nil, err
 	}
 	last := t.Last()
-	r.params, r.steps = last.Params, last.Step
-	r.seconds = last.Spent.Time.Seconds()
+	r.params, r.steps, r.flops = last.Params, last.Step, last.Spent.FLOPs
+	r.seconds = (last.Elapsed - r.evaluating).Seconds()
+	if last.Spent.Time > 0 {
+		r.seconds = last.Spent.Time.Seconds()
+	}
 	return r, t.Model.Save(filepath.Join(e.out, name+".safetensors"))
 }
 
@@ -151,12 +159,13 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 	return f, nil
 }
 
-// evaluations is how often a run is evaluated, about.
-const evaluations = 8
-
 // follow evaluates a run, outside its time, notes its curve, and tells how far it is.
 func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callback {
-	next := 1.0 / evaluations
+	evaluations := float64(e.evaluations)
+	next, of := 1/evaluations, 1.0
+	if t.Model.Config.Depth > 0 {
+		of = e.grownShare
+	}
 	return func(v llm.Event) error {
 		switch v.Kind {
 		case llm.Reshaped:
@@ -165,7 +174,7 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callbac
 				return nil
 			}
 			fmt.Fprintf(e.w, "%-12s %s\n", name, v.Text)
-			r.curve = append(r.curve, point{v.Share, math.NaN(), t.Model.Config.Layers})
+			r.curve = append(r.curve, point{of * v.Share, math.NaN(), t.Model.Config.Layers})
 		case llm.StepEnd:
 			due := v.Share >= next
 			if e.every > 0 {
@@ -175,15 +184,17 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callbac
 				return nil
 			}
 			next = math.Floor(v.Share*evaluations+1) / evaluations
+			began := time.Now()
 			_, bits, err := t.Evaluate(e.text.heldOut)
 			if err != nil {
 				return err
 			}
+			r.evaluating += time.Since(began)
 			r.loss = bits * math.Ln2
-			r.curve = append(r.curve, point{v.Share, r.loss, t.Model.Config.Layers})
+			r.curve = append(r.curve, point{of * v.Share, r.loss, t.Model.Config.Layers})
 			fmt.Fprintf(e.w,
 				"%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats a byte\n", name,
-				100*v.Share, e.time, v.Step, t.Model.Config.Layers, r.loss)
+				100*v.Share, v.Budget, v.Step, t.Model.Config.Layers, r.loss)
 		}
 		return nil
 	}
@@ -211,8 +222,12 @@ func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer,
 	if err != nil {
 		return nil, err
 	}
-	train := llm.TrainConfig{Batch: e.batch, Epoch: e.epoch, Clip: 1,
-		Budget: llm.Budget{Time: e.time}}
+	train := llm.TrainConfig{Batch: e.batch, Epoch: e.epoch, Clip: 1, Budget: e.budget}
+	if grown {
+		train.Budget.Time = time.Duration(e.grownShare * float64(e.budget.Time))
+		train.Budget.Tokens = int64(e.grownShare * float64(e.budget.Tokens))
+		train.Budget.FLOPs *= e.grownShare
+	}
 	if train.Schedule, err = optim.Warmup(lr, warmup); err != nil {
 		return nil, err
 	}
@@ -236,7 +251,8 @@ func (e *experiment) newOptimizer(lr float64) (optim.Optimizer, error) {
 
 type results []comparison
 
-// timeTo returns the share of its time at which a run had come to a loss; NaN if it never has.
+// timeTo returns the share of what a static run may spend at which a run had come to a loss; NaN if
+// it never has.
 func (r *trained) timeTo(loss float64) float64 {
 	for _, p := range r.curve {
 		if p.loss <= loss {
@@ -257,6 +273,8 @@ func (all results) report(stdout io.Writer) error {
 		StaticRate   float64    `json:"static_learning_rate"`
 		StaticSteps  []int      `json:"static_steps"`
 		GrownSteps   []int      `json:"grown_steps"`
+		StaticFLOPs  []float64  `json:"static_flops"`
+		GrownFLOPs   []float64  `json:"grown_flops"`
 		Seconds      float64    `json:"seconds"` // the longest run's
 		Share        []*float64 `json:"share_of_time_to_static_loss"`
 	}
@@ -274,10 +292,12 @@ func (all results) report(stdout io.Writer) error {
 			if i == 0 {
 				out.StaticLoss, out.StaticParams = append(out.StaticLoss, r.loss), r.params
 				out.StaticRate, out.StaticSteps = r.rate, append(out.StaticSteps, r.steps)
+				out.StaticFLOPs = append(out.StaticFLOPs, r.flops)
 			} else {
 				name = "grown"
 				out.GrownLoss, out.GrownParams = append(out.GrownLoss, r.loss), r.params
 				out.GrownSteps = append(out.GrownSteps, r.steps)
+				out.GrownFLOPs = append(out.GrownFLOPs, r.flops)
 				if c.static != nil {
 					var share *float64
 					at = "never"

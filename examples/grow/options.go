@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -30,6 +31,9 @@ type options struct {
 	heldOut                                  int64
 	rates                                    []float64
 	time                                     time.Duration
+	budget                                   llm.Budget // what a static run may spend
+	grownShare                               float64    // of it, that a grown run may spend
+	evaluations                              int        // in a run, about
 	seed                                     uint64
 	kind                                     string
 	controller                               *control.Depth
@@ -56,6 +60,10 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters and data order")
 	f.IntVar(&o.runs, "runs", 3, "how often to compare, with one random seed after the other")
 	f.DurationVar(&o.time, "time", 20*time.Second, "what each run may take")
+	f.Int64Var(&o.budget.Tokens, "tokens", 0, "tokens that each run may see, in place of -time")
+	f.Float64Var(&o.budget.FLOPs, "flops", 0,
+		"floating point operations that each run may take, in place of -time")
+	f.Float64Var(&o.grownShare, "grown-share", 1, "share of that which a grown run may take")
 	f.IntVar(&o.batch, "batch", 8, "sequences in a batch")
 	f.IntVar(&o.epoch, "epoch", 5, "steps in an epoch, behind which the controller decides")
 	f.StringVar(&o.optimizer, "optimizer", "muon", "muon or adamw")
@@ -75,8 +83,9 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.IntVar(&o.model.Heads, "heads", 4, "attention heads")
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptrons (default: 8/3 of -dim)")
 	f.IntVar(&o.model.Seq, "seq", 128, "tokens in a sequence")
+	f.IntVar(&o.evaluations, "evaluations", 8, "of a run, about, outside its time")
 	f.IntVar(&o.every, "eval-every", 0,
-		"steps between evaluations, outside the time (default: about eight in a run)")
+		"steps between evaluations, outside the time (default: as -evaluations says)")
 	f.StringVar(&o.only, "only", "", "train static or grown models alone")
 	f.StringVar(&o.board, "board", "",
 		"show the runs in a browser, at this address, such as 127.0.0.1:6060")
@@ -106,6 +115,13 @@ func (o *options) finish(rest []string) error {
 		{len(rest) == 0, fmt.Sprintf("%q is not an option", rest)},
 		{o.runs >= 1, fmt.Sprintf("-runs is %d, want at least 1", o.runs)},
 		{o.time > 0, fmt.Sprintf("-time is %v, want more than 0", o.time)},
+		{o.budget.Tokens >= 0, fmt.Sprintf("-tokens is %d, want at least 0", o.budget.Tokens)},
+		{o.budget.FLOPs >= 0 && !math.IsInf(o.budget.FLOPs, 1),
+			fmt.Sprintf("-flops is %v, want a finite number of at least 0", o.budget.FLOPs)},
+		{o.budget.Tokens == 0 || o.budget.FLOPs == 0, "-tokens and -flops are given: want one"},
+		{0 < o.grownShare && o.grownShare <= 1,
+			fmt.Sprintf("-grown-share is %v, want more than 0, and at most 1", o.grownShare)},
+		{o.evaluations >= 1, fmt.Sprintf("-evaluations is %d, want at least 1", o.evaluations)},
 		{o.batch >= 1, fmt.Sprintf("-batch is %d, want at least 1", o.batch)},
 		{o.epoch >= 1, fmt.Sprintf("-epoch is %d, want at least 1", o.epoch)},
 		{o.every >= 0, fmt.Sprintf("-eval-every is %d, want at least 0", o.every)},
@@ -126,6 +142,9 @@ func (o *options) finish(rest []string) error {
 		if !c.ok {
 			return errors.New(c.text)
 		}
+	}
+	if o.budget == (llm.Budget{}) {
+		o.budget.Time = o.time
 	}
 	if err := o.plan(); err != nil {
 		return err
