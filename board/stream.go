@@ -42,9 +42,16 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 			<-b.drained
 			v.tell(b.all())
 			return
-		case <-time.After(max(streamEvery, time.Duration(len(b.viewers))*viewerEvery)):
+		case <-time.After(untilTold(time.Now(), len(b.viewers))):
 		}
 	}
+}
+
+// untilTold is how long one of n viewers waits. All wait for the same moments, since what they lack is
+// then the same, and is written once.
+func untilTold(now time.Time, n int) time.Duration {
+	every := max(streamEvery, time.Duration(n)*viewerEvery)
+	return every - time.Duration(now.UnixNano())%every
 }
 
 // viewer is one stream.

@@ -1,0 +1,263 @@
+package board_test
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math"
+	"net/http"
+	"os"
+	"os/exec"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/board/api"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// What BenchmarkStep trains.
+var (
+	costLarge = flag.Bool("cost-124M", false, "BenchmarkStep trains a model of 124M")
+	costBatch = flag.Int("cost-batch", 1, "sequences in a batch of BenchmarkStep")
+	costSeq   = flag.Int("cost-seq", 128, "tokens in a sequence of BenchmarkStep")
+	costTurn  = flag.Int("cost-turn", 10, "steps in a turn of BenchmarkStep")
+)
+
+// viewersOf tells a process of this test that it is viewers, and of which page.
+const viewersOf = "KASMINA_TEST_VIEWERS"
+
+func TestMain(m *testing.M) {
+	if url := os.Getenv(viewersOf); url != "" {
+		view(url)
+		return
+	}
+	os.Exit(m.Run())
+}
+
+const viewers = 20
+
+// view opens the streams of viewers, or closes them, at each line that it is told.
+func view(url string) {
+	var open []io.Closer
+	for lines := bufio.NewScanner(os.Stdin); lines.Scan(); fmt.Println("done") {
+		if len(open) > 0 {
+			for _, c := range open {
+				c.Close()
+			}
+			open = nil
+			continue
+		}
+		for range viewers {
+			r, err := http.Get(url + "api/v1/stream")
+			if err != nil {
+				fmt.Println(err)
+				return
+			}
+			open = append(open, r.Body)
+			go io.Copy(io.Discard, r.Body)
+		}
+	}
+}
+
+// The ways in which BenchmarkStep's turns are made.
+const (
+	without = iota
+	boarded
+	watched
+	ways
+)
+
+// turns makes turns of steps, with a board, without, and with viewers, and times them.
+type turns struct {
+	feed  llm.Callback
+	look  func() // begins or ends the viewers
+	round chan<- struct{}
+	go_   <-chan struct{}
+
+	way, steps int
+	last       time.Time
+	times      [ways][]float64 // seconds of a step
+	means      [ways][]float64 // of a turn
+	paid       time.Duration   // by the training goroutine, in turns with a board
+	fed        int
+}
+
+// event is a callback. A step's time goes from the end of the one before, whose events included.
+func (m *turns) event(e llm.Event) error {
+	now := time.Now()
+	if e.Kind == llm.StepEnd && !m.last.IsZero() {
+		m.times[m.way] = append(m.times[m.way], now.Sub(m.last).Seconds())
+	}
+	if e.Kind == llm.StepEnd {
+		m.last = now
+		m.steps++
+	}
+	if m.way != without || e.Kind == llm.RunStart {
+		if err := m.feed(e); err != nil {
+			return err
+		}
+		m.paid += time.Since(now)
+		m.fed++
+	}
+	if e.Kind == llm.StepEnd && m.steps%(*costTurn+1) == 0 {
+		return m.next()
+	}
+	return nil
+}
+
+// next ends a turn. The first step of the next one is not timed.
+func (m *turns) next() error {
+	all := m.times[m.way]
+	turn, sum := all[max(0, len(all)-*costTurn):], 0.0
+	for _, s := range turn {
+		sum += s
+	}
+	m.means[m.way] = append(m.means[m.way], sum/float64(len(turn)))
+	if m.way == watched {
+		m.look()
+	}
+	m.way = (m.way + 1) % ways
+	if m.way == watched {
+		m.look()
+	}
+	if m.way == without {
+		m.round <- struct{}{}
+		if _, more := <-m.go_; !more {
+			return errDone
+		}
+	}
+	m.last = time.Time{}
+	return nil
+}
+
+var errDone = errors.New("the benchmark is over")
+
+// BenchmarkStep is what a board costs a step of training: steps without one, with one, and with 20
+// viewers in another process take turns. An iteration is a turn of each. As metrics it reports the
+// medians of a step's time, the mean differences of turns to those without a board in percent, each
+// with its standard error, and what the training goroutine itself pays for the events of a step.
+func BenchmarkStep(b *testing.B) {
+	b.Run("cpu", func(b *testing.B) { cost(b, nil) })
+	b.Run("gpu", func(b *testing.B) {
+		device, err := cudaops.Open()
+		if errors.Is(err, cudaops.ErrNoDevice) {
+			b.Skip(err)
+		}
+		require.NoError(b, err)
+		defer device.Close()
+		cost(b, device)
+	})
+}
+
+func cost(b *testing.B, device *cudaops.Device) {
+	tr := costTrainer(b, device)
+	shown, err := board.New()
+	require.NoError(b, err)
+	defer shown.Close()
+	url, err := shown.Listen("127.0.0.1:0")
+	require.NoError(b, err)
+	round, goOn := make(chan struct{}), make(chan struct{})
+	m := &turns{feed: shown.Feed(tr), look: lookers(b, url), round: round, go_: goOn}
+	tr.On(m.event)
+	ended := make(chan error, 1)
+	go func() { ended <- tr.Run(context.Background()) }()
+	<-round // loads kernels, and fills caches
+	m.times, m.means, m.paid, m.fed = [ways][]float64{}, [ways][]float64{}, 0, 0
+	for b.Loop() {
+		goOn <- struct{}{}
+		<-round
+	}
+	close(goOn)
+	require.ErrorIs(b, <-ended, errDone)
+	for way, name := range []string{"without", "board", "viewers"} {
+		slices.Sort(m.times[way])
+		b.ReportMetric(1e3*m.times[way][len(m.times[way])/2], name+"-ms/step")
+		if way != without {
+			mean, spread := differences(m.means[way], m.means[without])
+			b.ReportMetric(100*mean, name+"-%")
+			b.ReportMetric(100*spread, name+"-±%")
+		}
+	}
+	steps := len(m.times[boarded]) + len(m.times[watched])
+	b.ReportMetric(float64(m.paid.Microseconds())/float64(steps), "paid-µs/step")
+	var r api.Run
+	get(b, url+"api/v1/runs/0", &r)
+	require.Zero(b, r.Dropped)
+}
+
+// differences returns the mean of a/b − 1, and its standard error.
+func differences(a, b []float64) (mean, spread float64) {
+	for i := range a {
+		mean += (a[i]/b[i] - 1) / float64(len(a))
+	}
+	for i := range a {
+		spread += math.Pow(a[i]/b[i]-1-mean, 2)
+	}
+	return mean, math.Sqrt(spread / float64(len(a)) / float64(max(1, len(a)-1)))
+}
+
+// lookers starts a process that is viewers of a page, none at first. Each call of what it returns
+// begins or ends them.
+func lookers(b *testing.B, url string) func() {
+	c := exec.Command(os.Args[0])
+	c.Env = append(os.Environ(), viewersOf+"="+url)
+	c.Stderr = os.Stderr
+	in, err := c.StdinPipe()
+	require.NoError(b, err)
+	out, err := c.StdoutPipe()
+	require.NoError(b, err)
+	require.NoError(b, c.Start())
+	b.Cleanup(func() { require.NoError(b, errors.Join(in.Close(), c.Wait())) })
+	lines := bufio.NewScanner(out)
+	return func() {
+		_, err := io.WriteString(in, "\n")
+		if err != nil || !lines.Scan() || lines.Text() != "done" {
+			panic(fmt.Sprint("the viewers: ", err, lines.Text()))
+		}
+	}
+}
+
+// costTrainer returns a trainer with seeds in all blocks, whose epochs are half a turn.
+func costTrainer(b *testing.B, device *cudaops.Device) *llm.Trainer {
+	c := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 2, FF: 128, Seeds: 16, Seq: *costSeq}
+	if *costLarge {
+		c.Vocab, c.Dim, c.Layers, c.Heads, c.FF = 50304, 768, 12, 12, 2048
+	}
+	for block := range c.Layers {
+		c.Kasmina = append(c.Kasmina, block)
+	}
+	m, err := llm.NewModel(c.Default(), tensor.Float32, 1, state.WithoutGates())
+	require.NoError(b, err)
+	corpus, err := data.Open(texttest.Files(b, texttest.Numbered(1000)))
+	require.NoError(b, err)
+	tokens, err := data.Tokenize(b.Context(), corpus.Train, tokenizer.Bytes{})
+	require.NoError(b, err)
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: *costBatch, Seq: c.Seq, Seed: 1})
+	require.NoError(b, err)
+	adamw, err := optim.NewAdamW(optim.WithLR(1e-5))
+	require.NoError(b, err)
+	config := llm.TrainConfig{Steps: math.MaxInt32 - 1, Batch: *costBatch, Epoch: max(1, *costTurn/2),
+		Schedule: optim.Constant(1e-5)}
+	if device != nil {
+		config.Engine = gpu.Engine(device, cudaops.BFloat16)
+	}
+	tr, err := llm.NewTrainer(m, loader, adamw, config)
+	require.NoError(b, err)
+	b.Cleanup(func() { require.NoError(b, tr.Close()) })
+	return tr
+}

@@ -1,0 +1,68 @@
+//go:build unix
+
+package board_test
+
+import (
+	"math"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// BenchmarkServed is the time of processors that 20 viewers in another process take from a run of 20
+// steps a second: an iteration is seconds of the run with them, and as many without. A tenth of a
+// percent of two cores is 2 ms of a second.
+func BenchmarkServed(b *testing.B) {
+	shown, err := board.New()
+	require.NoError(b, err)
+	defer shown.Close()
+	url, err := shown.Listen("127.0.0.1:0")
+	require.NoError(b, err)
+	run := shown.Add("paced")
+	run.Take(llm.Event{Kind: llm.RunStart, Steps: math.MaxInt32})
+	look := lookers(b, url)
+	const steps, stretch = 20, 8 // viewers are told every few seconds
+	step := 0
+	second := func() (took float64) {
+		began := spent(b)
+		for range steps {
+			step++
+			run.Take(llm.Event{Kind: llm.StepEnd, Step: step, Steps: math.MaxInt32,
+				Loss: 1 / float64(step), Elapsed: time.Duration(step) * time.Second / steps})
+			time.Sleep(time.Second / steps)
+		}
+		reports := make([]state.Report, 12)
+		for i := range reports {
+			reports[i].Seeds = make([]state.SeedReport, 16)
+		}
+		run.Take(llm.Event{Kind: llm.EpochEnd, Step: step, Reports: reports})
+		return spent(b) - began
+	}
+	alone, seen := 0.0, 0.0
+	for b.Loop() {
+		look()
+		second() // in which the viewers come
+		for range stretch {
+			seen += second() / stretch
+		}
+		look()
+		for range stretch {
+			alone += second() / stretch
+		}
+	}
+	b.ReportMetric(1e3*alone/float64(b.N), "alone-cpu-ms/s")
+	b.ReportMetric(1e3*seen/float64(b.N), "viewers-cpu-ms/s")
+}
+
+// spent is the seconds of processors that this process has taken.
+func spent(b *testing.B) float64 {
+	var u syscall.Rusage
+	require.NoError(b, syscall.Getrusage(syscall.RUSAGE_SELF, &u))
+	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e9
+}
