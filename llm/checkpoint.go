@@ -1,31 +1,22 @@
 package llm
 
 import (
-	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
-
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
-	"github.com/kasmina-go/kasmina/state"
 )
-
-// ErrArchitecture is wrapped by the error of a checkpoint whose model is not the one that it is
-// loaded into.
-var ErrArchitecture = modelfile.ErrArchitecture
 
 // training is the part of a run's state that is not a tensor.
 type training struct {
@@ -53,22 +44,6 @@ type beforeState struct {
 	LossScale *LossScale `json:"loss_scale,omitempty"`
 }
 
-// Save writes the model with its lattices to the safetensors file at path, replacing it in one
-// step: a process killed at any moment leaves the old file or the new one. A model with a parameter
-// that is not finite is refused with ErrDiverged, and the old file stays. While a trainer runs, it
-// waits for the end of the present step, and the run for the file.
-func (m *Model) Save(path string) error {
-	if err := m.made(); err != nil {
-		return fmt.Errorf("llm: saving the model: %w", err)
-	}
-	defer m.take()()
-	tensors, metadata, err := m.tensors()
-	if err != nil {
-		return err
-	}
-	return safetensors.Save(path, tensors, metadata)
-}
-
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
 // refuses, with ErrDiverged, also a model whose loss on the last batch is not finite: the next step
 // would fail, and the file's old contents are better.
@@ -76,7 +51,7 @@ func (t *Trainer) Save(path string) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
-	defer t.Model.take()()
+	defer model.Take(t.Model)()
 	tensors, metadata, err := t.snapshot()
 	if err == nil && t.first() {
 		err = saveWhole(path, tensors, metadata)
@@ -105,7 +80,7 @@ func (t *Trainer) SaveParts(path string) error {
 	if t.ranks() == nil {
 		return t.Save(path)
 	}
-	defer t.Model.take()()
+	defer model.Take(t.Model)()
 	return t.agree(t.saveParts(path, t.ranks()))
 }
 
@@ -164,7 +139,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 			counts = append(counts, s)
 			continue
 		}
-		if !finite(s.Data) {
+		if !model.Finite(s.Data) {
 			return nil, nil, notFinite(s.Name)
 		}
 		moments = append(moments, modelfile.Stretch{Moment: s.Name, From: at, Data: s.Data})
@@ -179,7 +154,7 @@ func notFinite(name string) error {
 
 // copied returns what Save writes, in memory of its own.
 func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
-	defer t.Model.take()()
+	defer model.Take(t.Model)()
 	tensors, metadata, err := t.snapshot()
 	if t.first() {
 		copyTensors(tensors)
@@ -199,7 +174,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	return t.snapshotOf(func() ([]optim.Tensor, error) {
 		state := t.Optimizer.State()
 		for _, s := range state {
-			if !finite(s.Data) {
+			if !model.Finite(s.Data) {
 				return nil, notFinite(s.Name)
 			}
 		}
@@ -213,7 +188,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
-	tensors, metadata, err := t.Model.tensors()
+	tensors, metadata, err := model.Tensors(t.Model)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -288,204 +263,4 @@ func ReadNotes(path string) (map[string]string, error) {
 		return nil, err
 	}
 	return notes, nil
-}
-
-// finite reports whether no number in a slice of them is NaN or infinite.
-func finite(data any) bool {
-	at, _ := modelfile.FirstNonFinite(data)
-	return at < 0
-}
-
-// tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
-func (m *Model) tensors() ([]safetensors.Tensor, map[string]string, error) {
-	if err := m.pull(); err != nil {
-		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
-	}
-	if t := m.trainer; t != nil && t.spoiled != nil {
-		return nil, nil, fmt.Errorf("llm: saving the model: its trainer's last update failed: %w",
-			t.spoiled)
-	}
-	config, err := json.Marshal(m.Config)
-	if err != nil {
-		return nil, nil, fmt.Errorf("llm: saving the configuration: %w", err)
-	}
-	var tensors []safetensors.Tensor
-	add := func(name string, shape []int, data any) error {
-		t, err := safetensors.New(name, shape, data)
-		if err != nil {
-			return fmt.Errorf("llm: saving the model: %w", err)
-		}
-		tensors = append(tensors, t)
-		return nil
-	}
-	for _, p := range m.Params {
-		if !finite(p.Value.Data()) {
-			return nil, nil, fmt.Errorf("llm: saving the model: %w: parameter %s is not finite",
-				ErrDiverged, p.Name)
-		}
-		if err := add(p.Name, p.Value.Shape(), p.Value.Data()); err != nil {
-			return nil, nil, err
-		}
-	}
-	for _, a := range m.Kasmina.Arrays() {
-		if err := add(modelfile.LatticePrefix+a.Name, a.Shape, a.Data); err != nil {
-			return nil, nil, err
-		}
-	}
-	return tensors, map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}, nil
-}
-
-// fileShape is what a file of a model with parameters of a type holds.
-func fileShape(c Config, dt tensor.Dtype) modelfile.Shape {
-	s := modelfile.Shape{Dtype: dt, Params: c.Parameters()}
-	for _, block := range c.Origin().Kasmina {
-		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: strconv.Itoa(block), Seeds: c.Seeds,
-			SlotWidth: c.KasminaWidth()})
-	}
-	if c.Depth > 0 {
-		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: depthLayer, Seeds: c.Depth})
-	}
-	return s
-}
-
-// configOf returns the configuration in a file.
-func configOf(f *modelfile.File) (Config, error) {
-	var c Config
-	text, ok := f.Metadata[modelfile.ConfigKey]
-	if !ok {
-		return c, f.Errorf("%w: it has no %q in its metadata, as this package's model files do",
-			ErrArchitecture, modelfile.ConfigKey)
-	}
-	if len(text) <= modelfile.MaxConfig {
-		// To grow step by step would take several times as much.
-		c.Kasmina = make([]int, 0, strings.Count(text, ","))
-	}
-	if err := f.Decode(modelfile.ConfigKey, "the configuration",
-		modelfile.MaxConfig, &c); err != nil {
-		return c, err
-	}
-	if c.Kasmina = slices.Clip(c.Kasmina); len(c.Kasmina) == 0 {
-		c.Kasmina = nil
-	}
-	if err := c.Check(); err != nil {
-		return c, f.Errorf("%w", err)
-	}
-	return c, nil
-}
-
-// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included:
-// what they were made with (gates, telemetry, history) is in the file too. A damaged file is an
-// error that says where, and so is one with a parameter that is not finite (ErrDiverged) or with
-// tensors that such a model does not have (ErrArchitecture). Whatever the file says, memory is
-// taken for what it holds. When the context ends, so does the reading.
-func LoadModel(ctx context.Context, path string) (*Model, error) {
-	if ctx == nil {
-		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
-	}
-	f, err := modelfile.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	c, err := configOf(f)
-	if err != nil {
-		return nil, err
-	}
-	dt := tensor.Float32
-	if d, _, err := f.Info(arch.EmbedName); err == nil && d == safetensors.F64 {
-		dt = tensor.Float64
-	}
-	// Before memory for a model is taken, the file must hold one: a configuration can ask for any
-	// amount.
-	if err := f.Fits(fileShape(c, dt)); err != nil {
-		return nil, err
-	}
-	m, err := newModel(c, dt, nil)
-	if err != nil {
-		return nil, f.Errorf("%w", err)
-	}
-	for _, p := range m.Params {
-		if err := f.Parameter(ctx, p.Name, p.Value.Data()); err != nil {
-			return nil, err
-		}
-	}
-	install, err := m.latticesOf(ctx, f)
-	if err != nil {
-		return nil, err
-	}
-	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.BeforePrefix} {
-		for name := range f.With(prefix) {
-			if err := f.Verify(ctx, name); err != nil {
-				return nil, f.Errorf("%w", err)
-			}
-		}
-	}
-	install()
-	return m, nil
-}
-
-// latticesOf checks those of a file that fits m, and returns what makes them m's.
-func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func(), err error) {
-	var arrays []state.Array
-	for name := range f.With(modelfile.LatticePrefix) {
-		x, err := f.Tensor(ctx, name)
-		if err != nil {
-			return nil, f.Errorf("%w", err)
-		}
-		arrays = append(arrays, state.Array{Name: strings.TrimPrefix(name, modelfile.LatticePrefix),
-			Shape: x.Shape,
-			Data:  x.Data})
-	}
-	if install, err = m.loadLattices(arrays); err != nil {
-		return nil, f.Errorf("%w", err)
-	}
-	return install, nil
-}
-
-// paramsOf reads the parameters of a configuration, under a prefix.
-func (m *Model) paramsOf(ctx context.Context, f *modelfile.File, c Config,
-	prefix string) ([]Param, error) {
-	var params []Param
-	for p := range c.Specs() {
-		value := newParam(m.Dtype(), p.Shape, nil)
-		if err := f.Parameter(ctx, prefix+p.Name, value.Data()); err != nil {
-			return nil, err
-		}
-		params = append(params, Param{Name: p.Name, Value: value})
-	}
-	return params, nil
-}
-
-// contentsOf reads the parameters and lattices of a file of a configuration, and returns what makes
-// them m's. Where the blocks are those that m has, its parameters stay where they are.
-func (m *Model) contentsOf(ctx context.Context, f *modelfile.File,
-	c Config) (read []Param, load func(),
-	err error) {
-	install, err := m.latticesOf(ctx, f)
-	if err != nil {
-		return nil, nil, err
-	}
-	if read, err = m.paramsOf(ctx, f, c, ""); err != nil {
-		return nil, nil, err
-	}
-	return read, func() {
-		if m.Config.SameBlocks(c) {
-			for i, p := range m.Params {
-				copyNumbers(p.Value, read[i].Value)
-			}
-		} else {
-			c.KasminaOptions = m.Config.KasminaOptions
-			m.become(c, read)
-		}
-		install()
-	}, nil
-}
-
-func copyNumbers(to, from *tensor.Dense) {
-	switch x := from.Data().(type) {
-	case []float32:
-		copy(to.Float32s(), x)
-	case []float64:
-		copy(to.Float64s(), x)
-	}
 }

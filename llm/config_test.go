@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
@@ -317,7 +318,7 @@ func TestBadKasminaOptions(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	m, err := NewModel(withOptions(KasminaOptions{Epsilon: 0.5}), tensor.Float32, 1)
 	require.NoError(t, err)
-	tensors, metadata, err := m.tensors()
+	tensors, metadata, err := model.Tensors(m)
 	require.NoError(t, err)
 	config := metadata[modelfile.ConfigKey]
 	for json, want := range map[string]string{
@@ -376,11 +377,11 @@ func TestBlueprintMovesBetweenRuns(t *testing.T) {
 			if err := <-done; err != nil {
 				t.Fatal(err)
 			}
-			got, err := slots{to.Model}.Read(0, 4)
+			got, err := model.Slots{Model: to.Model}.Read(0, 4)
 			if err != nil {
 				t.Fatal(err)
 			}
-			want, err := slots{source.Model}.Read(1, seed)
+			want, err := model.Slots{Model: source.Model}.Read(1, seed)
 			if err != nil {
 				t.Fatal(err)
 			}

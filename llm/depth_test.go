@@ -22,7 +22,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -155,7 +157,7 @@ func TestGrownIsAPlainModel(t *testing.T) {
 	c.Layers = 4
 	plain := newTrainer(t, trainerOptions{config: c, steps: 8})
 	for i, p := range plain.Model.Params {
-		copyNumbers(p.Value, tr.Model.Params[i].Value)
+		model.CopyNumbers(p.Value, tr.Model.Params[i].Value)
 		require.Equal(t, p.Name, tr.Model.Params[i].Name)
 	}
 	for layer := range 2 {
@@ -434,7 +436,7 @@ func TestReplay(t *testing.T) {
 	var record bytes.Buffer
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
 	start := func(g Growth, budget time.Duration) *Trainer {
-		tr := newTrainer(t, trainerOptions{config: c, steps: unlimited})
+		tr := newTrainer(t, trainerOptions{config: c, steps: event.Unlimited})
 		tr.Config.Budget = Budget{Time: budget}
 		var err error
 		tr.Config.Annealing, err = optim.CosineAnnealing(0.1)

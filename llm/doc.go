@@ -1,6 +1,12 @@
-// Package llm trains language models whose blocks may carry Kasmina layers: configuration, graph,
-// training loop, checkpoints and generation. Its rooms hold the rest:
+// Package llm trains language models whose blocks may carry Kasmina layers. It holds the trainer:
+// steps, growth, checkpoints, callbacks. What else users need has a name here too, and is in rooms:
 //
+//	llm/arch       configurations, and the parameters that follow from them
+//	llm/model      parameters and seed lattices, their files
+//	llm/graph      a model as a graph
+//	llm/infer      losses, logits and text without gradients
+//	llm/engine     what computes a trainer's steps
+//	llm/event      what a run tells, spends and records
 //	llm/data       text, tokens and batches
 //	llm/tokenizer  from text to token ids and back
 //	llm/sampler    from logits to a token

@@ -1,206 +1,54 @@
 package llm
 
 import (
-	"context"
-	"errors"
-	"fmt"
-	"math"
-	"slices"
-	"time"
-
-	"gorgonia.org/gorgonia"
-
-	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cpuops"
-	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
-	"github.com/kasmina-go/kasmina/internal/optime"
-	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's
-// with copies of the parameters and of what the optimiser remembers. Package llm/gpu has one for
-// NVIDIA GPUs. A trainer calls its methods one at a time.
-type Engine interface {
-	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other
-	// bits under another name.
-	Name() string
-	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's
-	// loss.
-	Gradients(b data.Batch) (loss float64, err error)
-	// Update applies them at the optimiser's learning rate, and returns their global norm before
-	// clipping. After ErrGradients nothing has changed; after ErrOverflow parameters have, and one
-	// is no longer finite or the norm was not. A [Scaler] may make no update, without an error, and
-	// return a norm that is not finite.
-	Update() (norm float64, err error)
-	// Drop forgets the gradients gathered so far.
-	Drop() error
-	// Loss returns the model's loss on a batch, without a trace in it.
-	Loss(b data.Batch) (float64, error)
-	// Decoder returns a function that returns the logits for what follows some tokens, which fit
-	// the model's window: a []float32 or a []float64. It may remember the tokens of its last call,
-	// so it is no longer right once the model has changed. It may end with the context.
-	Decoder() (func(ctx context.Context, tokens []int) (any, error), error)
-	// FirstNonFinite says where the first NaN or infinity stands, as autodiff.FirstNonFinite does.
-	FirstNonFinite() (name, kind string, found bool)
-	// Pull makes the model's parameters of the given names on the host those of the engine, and
-	// without names all, and the optimiser's state.
-	Pull(params ...string) error
-	// Push makes the engine's parameters of the given names those on the host, and without names
-	// all, and what it keeps of the optimiser.
-	Push(params ...string) error
-	// Forget is the optimiser's, of what the engine remembers.
-	Forget(param string, from, to int) error
-	Close() error
-}
-
-// Scaler is an engine that multiplies the loss by a scale of its own choosing, so that its
-// gradients fit a narrow type. What it has learnt of the scale is saved with a run.
-type Scaler interface {
-	Engine
-	LossScale() LossScale
-	// SetLossScale refuses what LossScale cannot have returned, and then has changed nothing.
-	SetLossScale(LossScale) error
-}
-
-// Stepper is an engine that can compute the last batch of a step and update without a wait in
-// between.
-type Stepper interface {
-	Engine
-	// Step is Gradients and Update in one. Its errors are theirs. Without one there has been an
-	// update unless the loss is not finite, or a [Scaler] has skipped it.
-	Step(b data.Batch) (loss, norm float64, err error)
-}
-
-// LossScale is a loss scale, and how it fared.
-type LossScale struct {
-	Scale   float64 `json:"scale"`
-	Good    int     `json:"good"`    // steps since it was last changed
-	Skipped int     `json:"skipped"` // steps without an update, since a gradient overflowed
-}
-
-// Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite
-// after every update; that of llm/gpu does not, where it would take another pass over all
-// parameters: there the next loss shows it, and ends the run with ErrDiverged too.
-var (
-	ErrGradients = errors.New("the gradient norm is not finite")
-	ErrOverflow  = errors.New("the update overflowed")
+// Engines are in package engine.
+type (
+	// Engine computes what a trainer asks for: [engine.Engine].
+	Engine = engine.Engine
+	// Scaler is an engine that scales the loss: [engine.Scaler].
+	Scaler = engine.Scaler
+	// Stepper is an engine that makes the last batch's gradients and the update in one:
+	// [engine.Stepper].
+	Stepper = engine.Stepper
+	// LossScale is a loss scale, and how it fared: [engine.LossScale].
+	LossScale = engine.LossScale
+	// Profiler is an engine that times its ops while it trains: [engine.Profiler].
+	Profiler = engine.Profiler
+	// OpTime is what the nodes of one op took in a step, on average: [engine.OpTime].
+	OpTime = engine.OpTime
+	// Chooser is an engine that tells the ways in which it computes ops: [engine.Chooser].
+	Chooser = engine.Chooser
+	// Choice is the way in which an op of some shape is computed: [engine.Choice].
+	Choice = engine.Choice
+	// Tracer is an engine that profiles a step of training: [engine.Tracer].
+	Tracer = engine.Tracer
+	// Profile is where the time of a step on a GPU went, kernel by kernel: [engine.Profile].
+	Profile = engine.Profile
 )
 
-// host is the engine on the CPU.
-type host struct {
-	Inference
-	optimizer optim.Optimizer
-	limit     float64
-	train     Runner
-	machine   *cpuops.Machine // train's
-	grads     []gorgonia.ValueGrad
-
-	updates int           // so far
-	took    time.Duration // all of them
-}
+// Why an update cannot be trusted: see [engine.ErrGradients].
+var (
+	ErrGradients = engine.ErrGradients
+	ErrOverflow  = engine.ErrOverflow
+)
 
 // CPUEngine returns what makes the engine of a trainer on the CPU, as TrainConfig.Engine does where
 // it is nil, with options for the machine that trains, such as cpuops.WithMonitor.
 func CPUEngine(opts ...cpuops.Option) func(*Model, optim.Optimizer, TrainConfig) (Engine, error) {
 	return func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
-		return newHost(m, o, c, opts...)
-	}
-}
-
-func newHost(m *Model, o optim.Optimizer, c TrainConfig, opts ...cpuops.Option) (Engine, error) {
-	g, err := c.Graph(m)
-	if err != nil {
-		return nil, err
-	}
-	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...),
-		cpuops.WithOutputs(g.Loss))...)
-	if err != nil {
-		return nil, err
-	}
-	t := &host{Inference: Inference{Model: m}, optimizer: o, limit: c.Clip,
-		train: Runner{Graph: g, Machine: machine}, machine: machine,
-		grads: machine.ValueGrads()}
-	if t.limit == 0 {
-		t.limit = math.Inf(1)
-	}
-	if err := o.Declare(t.grads); err != nil {
-		return nil, fmt.Errorf("llm: %w", err)
-	}
-	return t, nil
-}
-
-func (t *host) Name() string {
-	if gemm.RoundsToBFloat16() {
-		return "cpu bf16"
-	}
-	return "cpu"
-}
-
-func (t *host) Gradients(b data.Batch) (float64, error) { return t.train.Run(b) }
-
-// OpTimes needs the option cpuops.WithMonitor.
-func (t *host) OpTimes() ([]OpTime, error) {
-	times := t.machine.Monitor()
-	if len(times) > 0 && t.updates > 0 {
-		times = append(times, OpTime{Op: "Update", Tasks: 1,
-			Time: t.took / time.Duration(t.updates)})
-		optime.SortTimes(times)
-	}
-	return times, nil
-}
-
-// Choices is that of [Chooser].
-func (t *host) Choices() []Choice { return t.machine.Choices() }
-
-func (t *host) Update() (float64, error) {
-	defer func(from time.Time) {
-		t.updates, t.took = t.updates+1, t.took+time.Since(from)
-	}(time.Now())
-	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
-	if err != nil {
-		return 0, ErrGradients
-	}
-	err = t.optimizer.Step(t.grads)
-	if errors.Is(err, optim.ErrOverflow) {
-		return norm, ErrOverflow
-	}
-	if err != nil {
-		return norm, err
-	}
-	switch t.optimizer.(type) {
-	case *optim.AdamW, *optim.Muon: // which have looked
-		return norm, nil
-	}
-	if _, _, found := t.FirstNonFinite(); found {
-		return norm, ErrOverflow
-	}
-	return norm, nil
-}
-
-func (t *host) Drop() error {
-	for _, p := range t.grads {
-		if g, err := p.Grad(); err == nil && g != nil {
-			gorgonia.ZeroValue(g)
+		g, err := c.Graph(m)
+		if err != nil {
+			return nil, err
 		}
+		return engine.NewCPU(m, g, o, c.Clip, opts...)
 	}
-	return nil
 }
-
-func (t *host) FirstNonFinite() (name, kind string, found bool) {
-	return autodiff.FirstNonFinite(t.grads)
-}
-
-func (t *host) Pull(...string) error { return nil }
-func (t *host) Push(...string) error { return nil }
-
-func (t *host) Forget(param string,
-	from, to int) error {
-	return t.optimizer.Forget(param, from, to)
-}
-
-func (t *host) Close() error { return errors.Join(t.train.Machine.Close(), t.Inference.Close()) }
 
 // Graph builds the graph of a model whose gradients c asks for.
 func (c TrainConfig) Graph(m *Model) (*Graph, error) {

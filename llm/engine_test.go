@@ -43,7 +43,7 @@ func TestAllocations(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			e, err := newHost(m, o, TrainConfig{Batch: 2, Accumulate: 1})
+			e, err := CPUEngine()(m, o, TrainConfig{Batch: 2, Accumulate: 1})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -70,6 +70,12 @@ func TestAllocations(t *testing.T) {
 			}
 		}
 	}
+}
+
+// kasminaNames are the names of the parameters of a Kasmina layer behind a block.
+func kasminaNames(block int) []string {
+	p := arch.BlockPrefix(block)
+	return []string{p + arch.KasminaWeights, p + arch.KasminaScales}
 }
 
 // mirrored is an engine that notes what it is told to take from the host.
@@ -125,8 +131,8 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	if err := m.Kasmina.Do(commands...); err != nil {
 		t.Fatal(err)
 	}
-	if want := [][]string{slices.Concat(slots{m}.names(0),
-		slots{m}.names(1))}; !reflect.DeepEqual(e.pushed, want) {
+	if want := [][]string{slices.Concat(kasminaNames(0),
+		kasminaNames(1))}; !reflect.DeepEqual(e.pushed, want) {
 		t.Errorf("pushed %v, want %v", e.pushed, want)
 	}
 }
@@ -216,7 +222,7 @@ func TestAnotherTrainer(t *testing.T) {
 	c, seen := first.Config, float32(0)
 	c.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		seen = m.Param(arch.NormName).Float32s()[0]
-		return newHost(m, o, c)
+		return CPUEngine()(m, o, c)
 	}
 	second, err := NewTrainer(first.Model, first.Loader, first.Optimizer, c)
 	if err != nil || seen != 7 {
@@ -483,7 +489,7 @@ func TestScaler(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	if want := (LossScale{1024, 7, 2}); s.scale != want {
+	if want := (LossScale{Scale: 1024, Good: 7, Skipped: 2}); s.scale != want {
 		t.Errorf("the scale is %+v, want %+v", s.scale, want)
 	}
 	if err := tr.Save(path); err != nil {

@@ -24,6 +24,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/processor"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -75,10 +77,12 @@ func TestGenerateStreams(t *testing.T) {
 // TestGenerateStopsWithinAPass wants the context to end the pass over a prompt, which may take
 // minutes, and the generator to be as good as before.
 func TestGenerateStopsWithinAPass(t *testing.T) {
-	g, s := newGenerator(t, tiny())
+	m, err := NewModel(tiny(), tensor.Float32, 1)
+	require.NoError(t, err)
+	i := &Inference{Model: m}
 	enough := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
-	logits, err := g.decoder()
+	logits, err := i.Decoder()
 	require.NoError(t, err)
 	cancel(enough)
 	_, err = logits(ctx, []int{1, 2, 3})
@@ -89,14 +93,12 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 	require.ErrorIs(t, err, enough)
 	want, err := logits(t.Context(), []int{1, 2, 3})
 	require.NoError(t, err)
-	again, err := g.decoder()
+	again, err := i.Decoder()
 	require.NoError(t, err)
 	got, err := again(t.Context(), []int{1, 2, 3})
 	require.NoError(t, err)
 	require.Less(t, apartBy(t, got, want), 1e-5)
-	tokens, err := collect(g.Generate(t.Context(), []int{1}, 5, s))
-	require.NoError(t, err)
-	require.Len(t, tokens, 5)
+	require.NoError(t, i.Close())
 }
 
 // TestGenerateStopsWithinAnOp wants the context to end the one op that takes nearly all of a pass:
@@ -172,8 +174,7 @@ func TestWindowsThatGrow(t *testing.T) {
 	require.NoError(t, err)
 	i := &Inference{Model: m}
 	defer i.Close()
-	whole, err := i.runner(ForLogits, 1)
-	require.NoError(t, err)
+	whole := wholeLogits(t, m)
 	defer whole.Machine.Close()
 	r := texttest.Rand(t)
 	var all []int
@@ -196,6 +197,15 @@ func TestWindowsThatGrow(t *testing.T) {
 				first)
 		}
 	}
+}
+
+// wholeLogits computes a model's logits of a whole window on the CPU, with nothing kept.
+func wholeLogits(t *testing.T, m *Model) Runner {
+	g, err := m.Graph(ForLogits, 1)
+	require.NoError(t, err)
+	whole, err := graph.OnCPU(g)
+	require.NoError(t, err)
+	return whole
 }
 
 // apartBy is ‖x − y‖/‖y‖ of two slices of logits.
@@ -231,10 +241,7 @@ func TestDecoding(t *testing.T) {
 		c.SlotWidth, c.Untied = 16, true
 		tr := newTrainer(t, trainerOptions{config: c, steps: 2, dt: dt})
 		seq := c.Seq
-		whole, err := (&Inference{Model: tr.Model}).runner(ForLogits, 1)
-		if err != nil {
-			t.Fatal(err)
-		}
+		whole := wholeLogits(t, tr.Model)
 		defer whole.Machine.Close()
 		for round := range 3 {
 			next, err := tr.engine.Decoder()
@@ -245,7 +252,7 @@ func TestDecoding(t *testing.T) {
 			for range 1 + r.IntN(seq+2) {
 				all = append(all, r.IntN(256))
 			}
-			d := tr.engine.(*host).decoding
+			d := tr.engine.(*engine.CPU)
 			for range seq + 3 {
 				window := all[max(0, len(all)-seq):]
 				got, err := next(t.Context(), window)
@@ -315,11 +322,11 @@ func TestDecodingRefusals(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		kept := i.decoding.Kept()
+		kept := i.Kept()
 		if _, err := next(t.Context(), wrong); err == nil || kept == 0 {
 			t.Errorf("%s, after %d tokens that are kept: no error", name, kept)
 		}
-		if n := i.decoding.Kept(); n > kept {
+		if n := i.Kept(); n > kept {
 			t.Errorf("%s: %d tokens are kept after the error, and %d before", name, n, kept)
 		}
 	}

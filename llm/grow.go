@@ -9,6 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -77,7 +78,7 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := t.hasTime(g); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
-	defer t.Model.take()()
+	defer model.Take(t.Model)()
 	t.growth = &g
 	return nil
 }
@@ -197,4 +198,30 @@ func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 // the run is asked to: an epoch ends as a whole or not at all.
 func (t *Trainer) judge() judge.Judge {
 	return judge.Judge{Seeds: t.Model.Kasmina, Text: t.growth.Validation, Loss: t.engine.Loss}
+}
+
+// record writes a decision.
+func (t *Trainer) record(d Decision) error {
+	if t.growth == nil || t.growth.Record == nil {
+		return nil
+	}
+	d.Step, d.Share = t.last.Step, t.share
+	return d.Write(t.growth.Record)
+}
+
+// replay is the record that the run follows, nil if it follows none.
+func (t *Trainer) replay() *Record {
+	if t.growth == nil {
+		return nil
+	}
+	return t.growth.Replay
+}
+
+// decide returns what the controller commands, or the record in its place.
+func (t *Trainer) decide() ([]state.Command, error) {
+	if r := t.replay(); r != nil {
+		return r.Commands(t.last.Step), nil
+	}
+	own := t.growth.Controller.Decide(t.Model.Kasmina.Report())
+	return shared(t, "the controller's commands", own)
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -163,7 +164,7 @@ func TestRollbackOfAModel(t *testing.T) {
 		n := tr.Model.Kasmina
 		// newTrainer has seed 1 of each layer in Training, with slot 1.
 		read := func() state.SlotParams {
-			p, err := slots{tr.Model}.Read(1, 1)
+			p, err := model.Slots{Model: tr.Model}.Read(1, 1)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -362,9 +363,9 @@ func TestGrowHasTime(t *testing.T) {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 150})
 		tr.Model, err = NewModel(tiny(), tensor.Float32, 7, opts...)
 		require.NoError(t, err)
-		tr.engine, err = newHost(tr.Model, tr.Optimizer, tr.Config)
+		tr.engine, err = CPUEngine()(tr.Model, tr.Optimizer, tr.Config)
 		require.NoError(t, err)
-		tr.Model.trainer = tr
+		model.Hold(tr.Model, holder{tr})
 		return tr
 	}
 	h := control.NewHeuristic(4, 1<<20)
@@ -420,7 +421,7 @@ func TestFrozenSlots(t *testing.T) {
 					if e.Kind != StepEnd {
 						return nil
 					}
-					p, err := slots{tr.Model}.Read(layer, slot)
+					p, err := model.Slots{Model: tr.Model}.Read(layer, slot)
 					seen = append(seen, p)
 					if e.Step == frozenAt { // behind the network's back
 						err = errors.Join(err, tr.Model.Kasmina.Lattice(layer).Transition(seed,

@@ -20,7 +20,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -355,7 +357,7 @@ func TestZeroValues(t *testing.T) {
 			"ReadBlueprint: the": m.LoadBlueprint("file", 0, 0), "ReadBlueprint": read,
 		} {
 			require.ErrorContains(t, err, name)
-			require.ErrorIs(t, err, errZeroModel)
+			require.ErrorIs(t, err, model.ErrZero)
 		}
 		require.Nil(t, m.Param(arch.NormName))
 		require.Zero(t, m.NumParams()+m.NumSeeds())
@@ -390,7 +392,7 @@ func TestZeroValues(t *testing.T) {
 // TestNoEngine wants a factory that returns no engine and no error to be told of.
 func TestNoEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	for _, none := range []Engine{nil, (*host)(nil)} {
+	for _, none := range []Engine{nil, (*engine.CPU)(nil)} {
 		c := tr.Config
 		c.Engine = func(*Model, optim.Optimizer, TrainConfig) (Engine, error) { return none, nil }
 		_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)

@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -210,7 +211,7 @@ func (t *Trainer) gatherState() error {
 
 // settleInTurn is settle outside of a step.
 func (t *Trainer) settleInTurn() error {
-	defer t.Model.takeToChange()()
+	defer model.TakeToChange(t.Model)()
 	return t.settle(nil)
 }
 
@@ -244,7 +245,7 @@ func (t *Trainer) compare() error {
 	if e == nil {
 		return nil
 	}
-	err := t.Model.pull()
+	err := model.Pull(t.Model)
 	own := stand{Step: t.last.Step, Steps: t.Config.Steps, Settings: t.settings(),
 		Loader: t.Loader.State(),
 		Config: t.Model.Config, Lattices: t.Model.Kasmina.Digest(),

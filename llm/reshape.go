@@ -15,7 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -76,7 +78,7 @@ func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeStat
 				"model by %d: want one more, that seed", ErrArchitecture, s.Seed,
 				grown, len(now.Grown))
 	}
-	params, err := t.Model.paramsOf(ctx, f, s.Config, modelfile.BeforePrefix)
+	params, err := model.ParamsIn(ctx, t.Model, f, s.Config, modelfile.BeforePrefix)
 	if err != nil {
 		return nil, err
 	}
@@ -135,7 +137,7 @@ func (t *Trainer) graft(s state.SeedReport) error {
 		t.tellReshaped(what, time.Since(began), nil)
 		return nil
 	}
-	if errors.Is(err, errNoEngine) {
+	if errors.Is(err, engine.ErrNone) {
 		return err
 	}
 	t.tellReshaped(what, time.Since(began), err)
@@ -149,7 +151,7 @@ func (t *Trainer) growBlocks(g Grown) error {
 	if err := t.canReshape(next); err != nil {
 		return err
 	}
-	if err := m.pull(); err != nil {
+	if err := model.Pull(m); err != nil {
 		return err
 	}
 	if err := t.gatherState(); err != nil {
@@ -162,7 +164,7 @@ func (t *Trainer) growBlocks(g Grown) error {
 		p := m.Params[i]
 		before.params[i] = Param{Name: p.Name, Value: p.Value.Clone().(*tensor.Dense)}
 	})
-	params, moments := m.grown(g, next), momentsOf(g, before.optimizer, next)
+	params, moments := model.Grown(m, g, next), momentsOf(g, before.optimizer, next)
 	if err := t.change(next, params, moments, before.scale); err != nil {
 		return err
 	}
@@ -213,7 +215,7 @@ func (t *Trainer) withdraw(cause error) error {
 
 // canReshape returns an error if the model cannot get another configuration.
 func (t *Trainer) canReshape(next Config) error {
-	if t.Model.trainers > 1 {
+	if model.Trainers(t.Model) > 1 {
 		return errors.New("another trainer of the model is open, whose graphs are of the blocks " +
 			"that there are: close it")
 	}
@@ -247,7 +249,7 @@ func momentsOf(g Grown, state []optim.Tensor, next Config) (moments []optim.Tens
 }
 
 // change gives the model another configuration, parameters and moments, and the trainer an engine
-// for them. On an error all is as before, unless it is errNoEngine.
+// for them. On an error all is as before, unless it is engine.ErrNone.
 func (t *Trainer) change(c Config, params []Param, moments []optim.Tensor, scale *LossScale) error {
 	m, o := t.Model, t.Optimizer
 	if err := t.gatherState(); err != nil {
@@ -255,7 +257,7 @@ func (t *Trainer) change(c Config, params []Param, moments []optim.Tensor, scale
 	}
 	old := grafted{config: m.Config, params: m.Params, optimizer: o.State(), scale: t.lossScale()}
 	put := func(c Config, params []Param, moments []optim.Tensor, scale *LossScale) error {
-		m.become(c, params)
+		model.Become(m, c, params)
 		if err := o.Declare(valueGrads(params)); err != nil {
 			return err
 		}
@@ -270,8 +272,8 @@ func (t *Trainer) change(c Config, params []Param, moments []optim.Tensor, scale
 		return nil
 	}
 	if again := put(old.config, old.params, old.optimizer, old.scale); again != nil {
-		t.engine = noEngine{}
-		return fmt.Errorf("%w: %w; and the one before: %w", errNoEngine, err, again)
+		t.engine = engine.None{}
+		return fmt.Errorf("%w: %w; and the one before: %w", engine.ErrNone, err, again)
 	}
 	return err
 }
@@ -282,10 +284,10 @@ func (t *Trainer) replaceEngine(scale *LossScale) error {
 	if build == nil {
 		build = CPUEngine()
 	}
-	trainer := t.Model.trainer
-	t.Model.trainer = nil // parameters are the host's until there is an engine
+	held := model.HolderOf(t.Model)
+	model.Hold(t.Model, nil) // parameters are the host's until there is an engine
 	e, err := build(t.Model, t.Optimizer, t.Config)
-	t.Model.trainer = trainer
+	model.Hold(t.Model, held)
 	switch {
 	case err != nil:
 		return err
@@ -323,4 +325,10 @@ func (t *Trainer) tellGrowth() (errs error) {
 		errs = errors.Join(errs, t.emit(Reshaped, func(e *Event) { e.Text, e.Err = h.Text, h.Err }))
 	}
 	return errs
+}
+
+// forgetFrozen drops the momentum of slots with which no seed learns any more.
+func (t *Trainer) forgetFrozen() (err error) {
+	t.learning, err = model.Slots{Model: t.Model}.ForgetFrozen(t.engine, t.learning)
+	return err
 }

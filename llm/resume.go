@@ -11,8 +11,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -43,7 +45,7 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 
 func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) error {
 	if ctx == nil {
-		return fmt.Errorf("llm: Resume: %w", errNoContext)
+		return fmt.Errorf("llm: Resume: %w", model.ErrNoContext)
 	}
 	var r resumption
 	for _, opt := range opts {
@@ -55,7 +57,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: Resume: %w", err)
 	}
-	done := t.Model.takeToChange()
+	done := model.TakeToChange(t.Model)
 	defer done()
 	if t.closed {
 		return fmt.Errorf("llm: Resume: %w", errClosed)
@@ -69,10 +71,10 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	if err := f.Fits(fileShape(c, t.Model.Dtype())); err != nil {
+	if err := f.Fits(model.FileShape(c, t.Model.Dtype())); err != nil {
 		return err
 	}
-	params, loadModel, err := t.Model.contentsOf(ctx, f, c)
+	params, loadModel, err := model.ContentsIn(ctx, t.Model, f, c)
 	if err != nil {
 		return err
 	}
@@ -80,12 +82,12 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	optimizer, err := r.optimizerIn(ctx, f, fileShape(c, t.Model.Dtype()))
+	optimizer, err := r.optimizerIn(ctx, f, model.FileShape(c, t.Model.Dtype()))
 	if err != nil {
 		return err
 	}
 	other := !t.Model.Config.SameBlocks(c)
-	if other && t.Model.trainers > 1 {
+	if other && model.Trainers(t.Model) > 1 {
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
@@ -109,7 +111,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 // with the model's configuration, whose blocks may have grown from those that the trainer's began
 // with, and the settings that differ and may.
 func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []string, error) {
-	c, err := configOf(f)
+	c, err := model.ConfigIn(f)
 	if err != nil {
 		return nil, c, nil, err
 	}
@@ -145,7 +147,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 				"losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
 	}
 	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
-		run.Share = t.Config.Budget.share(run.Spent)
+		run.Share = t.Config.Budget.ShareOf(run.Spent)
 	}
 	if err := t.knowsText(run); err != nil {
 		return nil, c, nil, f.Errorf("%w", err)
@@ -225,7 +227,7 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 func (t *Trainer) setStates(run *training, before *grafted, params []Param,
 	optimizer []optim.Tensor) error {
 	// What has diverged is what a checkpoint is for.
-	if err := t.Model.pull(); err != nil && !errors.Is(err, ErrDiverged) {
+	if err := model.Pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
 	if err := t.Optimizer.Declare(valueGrads(params)); err != nil {
@@ -258,8 +260,9 @@ func (t *Trainer) setStates(run *training, before *grafted, params []Param,
 // goOn makes a model that has been read the trainer's, and the engine's: a new one's where its
 // blocks are others than before.
 func (t *Trainer) goOn(run *training, other bool) error {
-	t.Model.changes.Add(1)
-	t.Model.trainer, t.learning, t.spoiled, t.torn = t, nil, nil, nil
+	model.Changed(t.Model)
+	model.Hold(t.Model, holder{t})
+	t.learning, t.spoiled, t.torn = nil, nil, nil
 	t.spent, t.share, t.losses, t.summed = run.Spent, run.Share, float64(run.Losses), run.Summed
 	t.note(func(e *Event) {
 		e.Step, e.Loss = run.Step, float64(run.Loss)
@@ -267,7 +270,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
 	t.noteEnd()
-	if _, lost := t.engine.(noEngine); !other && !lost {
+	if _, lost := t.engine.(engine.None); !other && !lost {
 		t.apart = t.engine.Push()
 	} else {
 		t.apart = errors.Join(t.engine.Close(), t.replaceEngine(run.LossScale))

@@ -144,7 +144,7 @@ func (t *Trainer) follow() error {
 	if r == nil {
 		return nil
 	}
-	for _, c := range r.commands[t.last.Step] {
+	for _, c := range r.Commands(t.last.Step) {
 		if err := t.obey([]state.Command{c}); err != nil {
 			return fmt.Errorf("the record of growth: %w", err)
 		}

@@ -13,8 +13,10 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -59,11 +61,11 @@ func (c *TrainConfig) check() error {
 	if c.Epoch == 0 {
 		c.Epoch = 10
 	}
-	if err := c.Budget.check(); err != nil {
+	if err := c.Budget.Check(); err != nil {
 		return err
 	}
 	if c.Steps == 0 && c.Budget != (Budget{}) {
-		c.Steps = unlimited
+		c.Steps = event.Unlimited
 	}
 	switch {
 	case c.Annealing != nil && c.Budget == (Budget{}):
@@ -150,8 +152,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, errors.New("llm: NewTrainer: the model is nil")
 	case l == nil:
 		return nil, errors.New("llm: NewTrainer: the loader is nil")
-	case m.made() != nil:
-		return nil, fmt.Errorf("llm: NewTrainer: %w", errZeroModel)
+	case model.Made(m) != nil:
+		return nil, fmt.Errorf("llm: NewTrainer: %w", model.ErrZero)
 	case l.Tokens() == nil:
 		return nil, errors.New("llm: NewTrainer: the loader is its zero value: data.NewLoader " +
 			"makes one")
@@ -180,8 +182,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	if c.Engine == nil {
 		c.Engine = CPUEngine()
 	}
-	defer m.take()()
-	if err := m.pull(); err != nil { // from the trainer that has the model
+	defer model.Take(m)()
+	if err := model.Pull(m); err != nil { // from the trainer that has the model
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
 	var err error
@@ -192,8 +194,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, errors.New("llm: NewTrainer: TrainConfig.Engine has returned neither an " +
 			"engine nor an error")
 	}
-	m.trainer, m.trainers = t, m.trainers+1
-	m.Kasmina.Open()
+	model.Hold(m, holder{t})
+	model.Join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
 		StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
 		Params:     m.NumParams(), Seeds: m.NumSeeds(),
@@ -246,21 +248,56 @@ func (t *Trainer) Close() error {
 	if t.made() != nil {
 		return nil
 	}
-	defer t.Model.take()()
+	defer model.Take(t.Model)()
 	if t.closed {
 		return nil
 	}
 	t.closed = true
 	var err error
-	if t.Model.trainer == t {
-		err = t.Model.pull()
-		t.Model.trainer = nil
+	if t.holds() {
+		err = model.Pull(t.Model)
+		model.Hold(t.Model, nil)
 	}
-	if t.Model.trainers--; t.Model.trainers == 0 {
-		t.Model.Kasmina.Close()
-	}
+	model.Leave(t.Model)
 	return errors.Join(err, t.engine.Close())
 }
+
+var errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
+
+// made returns an error for a trainer that nobody has made.
+func (t *Trainer) made() error {
+	if t == nil || t.engine == nil || model.Made(t.Model) != nil {
+		return errZeroTrainer
+	}
+	return nil
+}
+
+// inTurn calls f when it is the trainer's turn with its model, unless the trainer cannot be used.
+func (t *Trainer) inTurn(f func() error) error {
+	if err := t.made(); err != nil {
+		return err
+	}
+	defer model.Take(t.Model)()
+	if err := t.usable(); err != nil {
+		return err
+	}
+	return f()
+}
+
+// holder is a trainer that has its model's parameters.
+type holder struct{ *Trainer }
+
+func (h holder) Spoiled() error { return h.spoiled }
+
+func (h holder) Mirror() model.Mirror {
+	if h.apart != nil {
+		return nil
+	}
+	return h.engine
+}
+
+// holds reports whether the trainer is the one that has its model's parameters.
+func (t *Trainer) holds() bool { return model.HolderOf(t.Model) == holder{t} }
 
 // usable returns an error when the trainer cannot work with the model. If it is another one's turn,
 // that ends here.
@@ -268,7 +305,7 @@ func (t *Trainer) usable() error {
 	switch {
 	case t.closed:
 		return errClosed
-	case t.Model.trainer != t:
+	case !t.holds():
 		return t.takeOver()
 	case t.apart != nil:
 		return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the "+
@@ -287,16 +324,17 @@ var errClosed = errors.New("the trainer is closed")
 
 // takeOver gives the engine what another trainer has made of the model.
 func (t *Trainer) takeOver() error {
-	if err := t.Model.pull(); err != nil {
+	if err := model.Pull(t.Model); err != nil {
 		return err
 	}
-	t.Model.trainer = nil
+	model.Hold(t.Model, nil)
 	if err := t.engine.Push(); err != nil {
 		return fmt.Errorf("the engine %s has not taken what another trainer has made of the "+
 			"model: %w", t.engine.Name(), err)
 	}
-	t.Model.trainer, t.apart, t.spoiled, t.torn = t, nil, nil, nil
-	t.Model.changes.Add(1)
+	model.Hold(t.Model, holder{t})
+	t.apart, t.spoiled, t.torn = nil, nil, nil
+	model.Changed(t.Model)
 	return nil
 }
 
@@ -416,7 +454,7 @@ func (t *Trainer) tellChoices() error {
 }
 
 func (t *Trainer) choices(c Chooser) []Choice {
-	defer t.Model.take()()
+	defer model.Take(t.Model)()
 	if t.closed {
 		return nil
 	}
@@ -455,7 +493,7 @@ var errBetweenBatches = errors.New("the context has ended between two batches")
 // step computes the gradients of one optimiser step and applies them. On an error all is as before,
 // unless the update has been made or may have been: then the trainer is spoiled or torn.
 func (t *Trainer) step() error {
-	defer t.Model.takeToChange()()
+	defer model.TakeToChange(t.Model)()
 	began := time.Now()
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
@@ -466,7 +504,7 @@ func (t *Trainer) step() error {
 	from, done := t.Loader.State(), t.last.Step
 	measured := t.measured()
 	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
-	t.Model.changes.Add(1)
+	model.Changed(t.Model)
 	loss, err := t.compute(&u)
 	if err != nil && !u.made {
 		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before),
@@ -605,11 +643,11 @@ func (t *Trainer) spend(began time.Time) error {
 			return err
 		}
 	}
-	t.spent = t.spent.plus(b)
-	share := t.Config.Budget.share(t.spent)
+	t.spent = t.spent.Plus(b)
+	share := t.Config.Budget.ShareOf(t.spent)
 	if r := t.replay(); r != nil {
 		share = t.share
-		if told, ok := r.shares[t.last.Step]; ok {
+		if told, ok := r.Share(t.last.Step); ok {
 			share = told
 		}
 	}
@@ -721,7 +759,7 @@ func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err e
 	if err := t.canEvaluate(e); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
-	defer t.Model.take()()
+	defer model.Take(t.Model)()
 	if err := t.usable(); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
@@ -359,7 +360,7 @@ func TestNaNInGradient(t *testing.T) {
 	if _, err := tr.engine.Gradients(b); err != nil { // makes the gradients, without a step
 		t.Fatal(err)
 	}
-	g, err := tr.engine.(*host).grads[3].Grad()
+	g, err := tr.engine.(*engine.CPU).ValueGrads()[3].Grad()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -72,8 +72,7 @@ func TestTraitsDecode(t *testing.T) {
 		m, err := NewModel(gemma(), dt, r.Uint64())
 		require.NoError(t, err)
 		stir(r.NormFloat64, m)
-		whole, err := (&Inference{Model: m}).runner(ForLogits, 1)
-		require.NoError(t, err)
+		whole := wholeLogits(t, m)
 		defer whole.Machine.Close()
 		i := &Inference{Model: m}
 		defer i.Close()
@@ -115,8 +114,7 @@ func TestWindowsHideTokens(t *testing.T) {
 	c.Layers, c.Blocks = 2, []Block{{Window: 4}, {Window: 3}}
 	m, err := NewModel(c, tensor.Float64, 1)
 	require.NoError(t, err)
-	whole, err := (&Inference{Model: m}).runner(ForLogits, 1)
-	require.NoError(t, err)
+	whole := wholeLogits(t, m)
 	defer whole.Machine.Close()
 	tokens := make([]int, 20)
 	logits := func() []float64 {

@@ -303,7 +303,7 @@ func waitsToSave() bool {
 	all = all[:runtime.Stack(all, true)]
 	for g := range strings.SplitSeq(string(all), "\n\n") {
 		if strings.Contains(g, "[sync.Mutex.Lock") && strings.Contains(g, "savedWithin") &&
-			strings.Contains(g, "llm.(*Model).take(") {
+			strings.Contains(g, "llm/model.Take(") {
 			return true
 		}
 	}

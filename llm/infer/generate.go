@@ -1,4 +1,4 @@
-package llm
+package infer
 
 import (
 	"context"
@@ -7,10 +7,10 @@ import (
 	"iter"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
-
-var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
 // Generator draws text from a model, token by token, on the CPU. Each token sees as many of the
 // tokens before it as the model's training sequences were long. Up to that length a token takes a
@@ -20,13 +20,13 @@ var errNoContext = errors.New("the context is nil, want one such as context.Back
 // A Generator is for one goroutine at a time. While a trainer runs, each token waits for the end of
 // the present step.
 type Generator struct {
-	config  Config
-	decoder func() (logitsFunc, error)
+	config  arch.Config
+	decoder func() (Logits, error)
 	close   func() error
 }
 
 // NewGenerator returns a generator that uses the model's parameters as they are at each call.
-func NewGenerator(m *Model) (*Generator, error) {
+func NewGenerator(m *model.Model) (*Generator, error) {
 	if m == nil {
 		return nil, errors.New("llm: NewGenerator: the model is nil")
 	}
@@ -34,21 +34,21 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if _, err := i.Decoder(); err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config, func() (logitsFunc, error) { return i.beside(m) }, i.Close}, nil
+	return &Generator{m.Config, func() (Logits, error) { return i.beside(m) }, i.Close}, nil
 }
 
-// logitsFunc returns the logits for what follows some tokens, as [Engine.Decoder] does.
-type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
+// Logits returns the logits for what follows some tokens, as the Decoder of an engine does.
+type Logits = func(ctx context.Context, tokens []int) (any, error)
 
 // beside returns a decoder whose every call is a turn of its own, with the parameters that the
 // model has then.
-func (i *Inference) beside(m *Model) (logitsFunc, error) {
-	var next logitsFunc
+func (i *Inference) beside(m *model.Model) (Logits, error) {
+	var next Logits
 	var seen uint64
 	return func(ctx context.Context, tokens []int) (any, error) {
-		defer m.take()()
-		if now := m.changes.Load(); next == nil || now != seen {
-			if err := m.pull(m.names()...); err != nil {
+		defer model.Take(m)()
+		if now := model.Changes(m); next == nil || now != seen {
+			if err := model.Pull(m, names(m)...); err != nil {
 				return nil, err
 			}
 			var err error
@@ -62,12 +62,18 @@ func (i *Inference) beside(m *Model) (logitsFunc, error) {
 }
 
 // names returns those of all parameters.
-func (m *Model) names() []string {
+func names(m *model.Model) []string {
 	names := make([]string, len(m.Params))
 	for i, p := range m.Params {
 		names[i] = p.Name
 	}
 	return names
+}
+
+// Draw returns a generator for a configuration whose logits are those of a decoder, which is asked
+// for once for each text.
+func Draw(c arch.Config, decoder func() (Logits, error)) *Generator {
+	return &Generator{config: c, decoder: decoder}
 }
 
 // Close frees the generator's machine.
@@ -110,7 +116,7 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 	case g == nil || g.decoder == nil:
 		return errors.New("the generator is nil or its zero value: NewGenerator makes one")
 	case ctx == nil:
-		return errNoContext
+		return model.ErrNoContext
 	case len(prompt) == 0:
 		return errors.New("the prompt is empty, want at least one token")
 	case n < 0:

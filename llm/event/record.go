@@ -1,4 +1,4 @@
-package llm
+package event
 
 import (
 	"bufio"
@@ -80,35 +80,23 @@ func ReadRecord(r io.Reader) (*Record, error) {
 	return rec, nil
 }
 
-// record writes a decision.
-func (t *Trainer) record(d Decision) error {
-	if t.growth == nil || t.growth.Record == nil {
-		return nil
-	}
-	d.Step, d.Share = t.last.Step, t.share
+// Commands are those of the moment after so many steps.
+func (r *Record) Commands(step int) []state.Command { return r.commands[step] }
+
+// Share is the budget's share from so many steps on, if it changed then.
+func (r *Record) Share(step int) (share float64, changed bool) {
+	share, changed = r.shares[step]
+	return share, changed
+}
+
+// Write appends a decision to a record's file.
+func (d Decision) Write(w io.Writer) error {
 	line, err := json.Marshal(d)
 	if err == nil {
-		_, err = t.growth.Record.Write(append(line, '\n'))
+		_, err = w.Write(append(line, '\n'))
 	}
 	if err != nil {
 		return fmt.Errorf("llm: the record of growth: %w", err)
 	}
 	return nil
-}
-
-// replay is the record that the run follows, nil if it follows none.
-func (t *Trainer) replay() *Record {
-	if t.growth == nil {
-		return nil
-	}
-	return t.growth.Replay
-}
-
-// decide returns what the controller commands, or the record in its place.
-func (t *Trainer) decide() ([]state.Command, error) {
-	if r := t.replay(); r != nil {
-		return r.commands[t.last.Step], nil
-	}
-	own := t.growth.Controller.Decide(t.Model.Kasmina.Report())
-	return shared(t, "the controller's commands", own)
 }

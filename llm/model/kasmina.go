@@ -1,4 +1,4 @@
-package llm
+package model
 
 import (
 	"errors"
@@ -36,7 +36,7 @@ func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 		}
 		layers = append(layers, state.Layer{Name: depthLayer, Lattice: l})
 	}
-	return state.NewNetwork(slots{m}, layers...)
+	return state.NewNetwork(Slots{m}, layers...)
 }
 
 func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
@@ -57,7 +57,7 @@ func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
 func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 	install, err = m.Kasmina.Load(arrays)
 	if errors.Is(err, state.ErrShape) {
-		err = fmt.Errorf("%w: %w", ErrArchitecture, err)
+		err = fmt.Errorf("%w: %w", modelfile.ErrArchitecture, err)
 	}
 	return install, err
 }
@@ -67,7 +67,7 @@ func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 // Random weights follow from the layer, the seed, the slot and the lattice's epoch. On an error
 // nothing has changed. It is m.Kasmina.Do with one command.
 func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
-	err := m.made()
+	err := Made(m)
 	if err == nil {
 		err = m.Kasmina.Do(state.Command{Action: state.Germinate, Layer: i, Seed: seed, Request: r})
 	}
@@ -77,44 +77,46 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	return nil
 }
 
-// slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
+// Slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
 // moment.
-type slots struct{ m *Model }
+type Slots struct{ Model *Model }
 
 // Start draws random weights by the layer, the seed, the slot and the lattice's epoch, so that a
 // resumed run draws the same. The network asks for it with the lattice locked, in which the epoch
 // is known.
-func (s slots) Start(g state.Germination) (p state.SlotParams, err error) {
-	width := s.m.Config.KasminaWidth()
+func (s Slots) Start(g state.Germination) (p state.SlotParams, err error) {
+	width := s.Model.Config.KasminaWidth()
 	w, a := make([]float64, 2*width), make([]float64, 2)
 	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)),
 		uint64(g.Slot)<<32|uint64(g.Epoch)).Uint64()
-	if err := blueprints.Identity(g.Kind, 1, s.m.Config.Dim/s.m.Config.Seeds, draw, w,
+	if err := blueprints.Identity(g.Kind, 1, s.Model.Config.Dim/s.Model.Config.Seeds, draw, w,
 		a); err != nil {
 		return p, err
 	}
 	return state.SlotParams{Weights: w[width:], Scale: a[1]}, nil
 }
 
-func (s slots) Read(layer, slot int) (p state.SlotParams, err error) {
-	if err := s.m.pull(s.names(layer)...); err != nil {
+// Read returns what a slot holds.
+func (s Slots) Read(layer, slot int) (p state.SlotParams, err error) {
+	if err := Pull(s.Model, s.names(layer)...); err != nil {
 		return p, err
 	}
 	weights, scales := s.params(layer)
-	if s.m.Dtype() == tensor.Float32 {
+	if s.Model.Dtype() == tensor.Float32 {
 		return readSlot(weights.Float32s(), scales.Float32s(), slot), nil
 	}
 	return readSlot(weights.Float64s(), scales.Float64s(), slot), nil
 }
 
-func (s slots) Write(writes []state.SlotWrite) error {
-	s.m.changes.Add(1)
+// Write sets slots, here and where the parameters are, and drops their momentum there.
+func (s Slots) Write(writes []state.SlotWrite) error {
+	s.Model.changes.Add(1)
 	for _, w := range writes {
-		if want := s.m.Config.KasminaWidth(); len(w.Params.Weights) != want || w.Slot < 1 ||
-			w.Slot >= s.m.Config.Slots {
+		if want := s.Model.Config.KasminaWidth(); len(w.Params.Weights) != want || w.Slot < 1 ||
+			w.Slot >= s.Model.Config.Slots {
 			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a "+
 				"slot from 1 to %d",
-				len(w.Params.Weights), w.Slot, w.Layer, want, s.m.Config.Slots-1)
+				len(w.Params.Weights), w.Slot, w.Layer, want, s.Model.Config.Slots-1)
 		}
 	}
 	before := make([]state.SlotWrite, len(writes))
@@ -130,7 +132,7 @@ func (s slots) Write(writes []state.SlotWrite) error {
 		}
 	}
 	s.set(writes)
-	e := s.m.mirror()
+	e := mirror(s.Model)
 	if e == nil {
 		return nil
 	}
@@ -148,22 +150,22 @@ func (s slots) Write(writes []state.SlotWrite) error {
 // forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer: it
 // is of other parameters than those that they have now, or would move them on while no seed learns
 // with them.
-func (s slots) forget(e Engine, layer, from, to int) error {
-	names, width := s.names(layer), s.m.Config.KasminaWidth()
+func (s Slots) forget(e Mirror, layer, from, to int) error {
+	names, width := s.names(layer), s.Model.Config.KasminaWidth()
 	return errors.Join(e.Forget(names[0], from*width, to*width), e.Forget(names[1], from, to))
 }
 
-// forgetFrozen drops the momentum of the slots with which no seed learns any more, so that an
-// update leaves them as they are, bit for bit. Weight decay needs no gradient; of that [Trainer]
-// tells.
-func (t *Trainer) forgetFrozen() error {
-	known := t.learning != nil
-	t.learning = slices.Grow(t.learning, t.Model.Kasmina.Layers())[:t.Model.Kasmina.Layers()]
-	for layer, l := range t.Model.Kasmina.Lattices() {
+// ForgetFrozen drops the momentum of the slots with which no seed learns any more, so that an
+// update leaves them as they are, bit for bit. Weight decay needs no gradient. It gets the slots of
+// each layer that learned at the last step, nil if that is not known, and returns those that do now.
+func (s Slots) ForgetFrozen(e Mirror, learning [][]bool) ([][]bool, error) {
+	known, layers := learning != nil, s.Model.Kasmina.Layers()
+	learning = slices.Grow(learning, layers)[:layers]
+	for layer, l := range s.Model.Kasmina.Lattices() {
 		if l.Site() != blueprints.Chunk {
 			continue
 		}
-		before, now := t.learning[layer], l.LearningSlots()
+		before, now := learning[layer], l.LearningSlots()
 		frozen := func(slot int) bool {
 			return slot < len(now) && !now[slot] && (!known || before[slot])
 		}
@@ -175,21 +177,20 @@ func (t *Trainer) forgetFrozen() error {
 			if to == from {
 				continue
 			}
-			if err := (slots{t.Model}).forget(t.engine, layer, from, to); err != nil {
-				t.learning = nil
-				return err
+			if err := s.forget(e, layer, from, to); err != nil {
+				return nil, err
 			}
 			from = to
 		}
-		t.learning[layer] = now
+		learning[layer] = now
 	}
-	return nil
+	return learning, nil
 }
 
-func (s slots) set(writes []state.SlotWrite) {
+func (s Slots) set(writes []state.SlotWrite) {
 	for _, w := range writes {
 		weights, scales := s.params(w.Layer)
-		if s.m.Dtype() == tensor.Float32 {
+		if s.Model.Dtype() == tensor.Float32 {
 			writeSlot(weights.Float32s(), scales.Float32s(), w.Slot, w.Params)
 		} else {
 			writeSlot(weights.Float64s(), scales.Float64s(), w.Slot, w.Params)
@@ -198,14 +199,14 @@ func (s slots) set(writes []state.SlotWrite) {
 }
 
 // names returns the names of the weights and the scales of a Kasmina layer.
-func (s slots) names(layer int) []string {
-	p := arch.BlockPrefix(s.m.Config.Kasmina[layer])
+func (s Slots) names(layer int) []string {
+	p := arch.BlockPrefix(s.Model.Config.Kasmina[layer])
 	return []string{p + arch.KasminaWeights, p + arch.KasminaScales}
 }
 
-func (s slots) params(layer int) (weights, scales *tensor.Dense) {
+func (s Slots) params(layer int) (weights, scales *tensor.Dense) {
 	names := s.names(layer)
-	return s.m.Param(names[0]), s.m.Param(names[1])
+	return s.Model.Param(names[0]), s.Model.Param(names[1])
 }
 
 func readSlot[T float32 | float64](weights, scales []T, slot int) state.SlotParams {
@@ -233,10 +234,10 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	fail := func(err error) error {
 		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
 	}
-	if err := m.made(); err != nil {
+	if err := Made(m); err != nil {
 		return fail(err)
 	}
-	defer m.take()()
+	defer Take(m)()
 	l := m.Kasmina.Lattice(layer)
 	if l == nil || seed < 0 || seed >= l.Seeds() {
 		return fail(state.ErrSeed)
@@ -248,7 +249,7 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	if s.Slot == 0 || s.Stage.Ended() { // whose slot may be another's by now
 		return fail(fmt.Errorf("it is %v and has no slot", s.Stage))
 	}
-	p, err := slots{m}.Read(layer, s.Slot)
+	p, err := Slots{m}.Read(layer, s.Slot)
 	if err != nil {
 		return fail(err)
 	}
@@ -285,7 +286,7 @@ func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 // seed's slot to it, for m.Kasmina.Submit, alone or behind the command that germinates the seed,
 // while training runs.
 func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, err error) {
-	if err := m.made(); err != nil {
+	if err := Made(m); err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
 	}
 	if len(m.Config.Kasmina) == 0 {
@@ -297,3 +298,7 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 	}
 	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind, Params: p}, nil
 }
+
+// Lock and Unlock are called by state.Network.Do.
+func (s Slots) Lock()   { s.Model.turn.Lock() }
+func (s Slots) Unlock() { s.Model.turn.Unlock() }

@@ -1,22 +1,24 @@
-package llm
+package model
 
 import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/parallel"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/graph"
 )
 
-// grown returns the parameters of a model that grows from c to next. Those that the model keeps
+// Grown returns the parameters of m when it grows to next. Those that the model keeps
 // share their memory with before, unless they are copied; those that are new start as NewModel has
 // them, but for what writes to the residual stream, which is 0: so a new block is the identity.
 // That is the last norm where there is one, since the gradient of a norm of 0 is without bounds.
-func (m *Model) grown(g Grown, next Config) []Param {
-	var params []Param
+func Grown(m *Model, g arch.Grown, next arch.Config) []graph.Param {
+	var params []graph.Param
 	var copies []int
 	taken := map[string]bool{}
 	for p := range next.Specs() {
 		from := g.Source(p.Name)
-		own := Param{Name: p.Name}
+		own := graph.Param{Name: p.Name}
 		switch {
 		case from == "":
 			own.Value = newParam(m.Dtype(), p.Shape, p.Fresh(uint64(g.Step), len(params)))
@@ -36,8 +38,8 @@ func (m *Model) grown(g Grown, next Config) []Param {
 	return params
 }
 
-// become gives a model another configuration and its parameters.
-func (m *Model) become(c Config, params []Param) {
+// Become gives a model another configuration and its parameters.
+func Become(m *Model, c arch.Config, params []graph.Param) {
 	m.Config, m.Params, m.byName = c, params, make(map[string]int, len(params))
 	for i, p := range params {
 		m.byName[p.Name] = i

@@ -1,4 +1,5 @@
-package llm
+// Package infer computes a model without gradients: losses, logits, and text drawn from it.
+package infer
 
 import (
 	"context"
@@ -6,18 +7,19 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/llm/model"
 )
 
 // Inference is the part of an engine that has no gradients: graphs of a model, each built when it
 // is first needed. It is for one goroutine at a time, and not while the model changes.
 type Inference struct {
-	Model *Model
+	Model *model.Model
 	// what computes a graph with the model's parameters; nil for a machine on the CPU
-	Make func(*Graph) (Machine, error)
+	Make func(*graph.Graph) (graph.Machine, error)
 
-	shape     uint64         // of the model that what follows is for
-	losses    map[int]Runner // by batch size
-	generator *Runner
+	shape     uint64               // of the model that what follows is for
+	losses    map[int]graph.Runner // by batch size
+	generator *graph.Runner
 	decoding  *graph.Decoding // in the place of a generator on the CPU
 }
 
@@ -25,30 +27,30 @@ var errNoModel = errors.New("llm: an Inference needs a Model, which NewModel and
 
 // follow drops what is for other blocks than the model has now.
 func (i *Inference) follow() error {
-	if i.shape == i.Model.shape {
+	if i.shape == model.Shape(i.Model) {
 		return nil
 	}
 	err := i.Close()
-	i.losses, i.generator, i.decoding, i.shape = nil, nil, nil, i.Model.shape
+	i.losses, i.generator, i.decoding, i.shape = nil, nil, nil, model.Shape(i.Model)
 	return err
 }
 
-func (i *Inference) runner(kind GraphKind, sequences int) (Runner, error) {
+func (i *Inference) runner(kind graph.Kind, sequences int) (graph.Runner, error) {
 	g, err := i.Model.Graph(kind, sequences)
 	if err != nil {
-		return Runner{}, err
+		return graph.Runner{}, err
 	}
 	if i.Make == nil {
 		return graph.OnCPU(g)
 	}
 	m, err := i.Make(g)
 	if err != nil {
-		return Runner{}, err
+		return graph.Runner{}, err
 	}
-	return Runner{Graph: g, Machine: m}, nil
+	return graph.Runner{Graph: g, Machine: m}, nil
 }
 
-// Loss is that of [Engine].
+// Loss is that of an engine.
 func (i *Inference) Loss(b data.Batch) (float64, error) {
 	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
 		return 0, errNoModel
@@ -60,18 +62,18 @@ func (i *Inference) Loss(b data.Batch) (float64, error) {
 	r, ok := i.losses[sequences]
 	if !ok {
 		var err error
-		if r, err = i.runner(ForLoss, sequences); err != nil {
+		if r, err = i.runner(graph.ForLoss, sequences); err != nil {
 			return 0, err
 		}
 		if i.losses == nil {
-			i.losses = map[int]Runner{}
+			i.losses = map[int]graph.Runner{}
 		}
 		i.losses[sequences] = r
 	}
 	return r.Run(b)
 }
 
-// Decoder is that of [Engine].
+// Decoder is that of an engine.
 func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
 	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
 		return nil, errNoModel
@@ -82,7 +84,7 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 	if i.Make == nil {
 		if i.decoding == nil {
 			var err error
-			if i.decoding, err = graph.NewDecoding(i.Model.parts()); err != nil {
+			if i.decoding, err = graph.NewDecoding(i.Model.Parts()); err != nil {
 				return nil, err
 			}
 		}
@@ -90,13 +92,21 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 		return i.decoding.Next, nil
 	}
 	if i.generator == nil {
-		r, err := i.runner(ForLogits, 1)
+		r, err := i.runner(graph.ForLogits, 1)
 		if err != nil {
 			return nil, err
 		}
 		i.generator = &r
 	}
 	return i.generator.Next, nil
+}
+
+// Kept is how many tokens a decoder on the CPU has keys and values of.
+func (i *Inference) Kept() int {
+	if i.decoding == nil {
+		return 0
+	}
+	return i.decoding.Kept()
 }
 
 // Close frees the machines.

@@ -1,4 +1,4 @@
-package llm
+package event
 
 import (
 	"fmt"
@@ -15,10 +15,11 @@ type Budget struct {
 	FLOPs  float64       `json:"flops,omitempty"` // as Config.FLOPs counts them
 }
 
-// unlimited is the number of steps of a run that a budget alone ends.
-const unlimited = math.MaxInt32
+// Unlimited is the number of steps of a run that a budget alone ends.
+const Unlimited = math.MaxInt32
 
-func (b Budget) check() error {
+// Check returns an error unless one field at most is above 0, all others 0.
+func (b Budget) Check() error {
 	set := 0
 	for _, above := range []bool{b.Time > 0, b.Tokens > 0, b.FLOPs > 0} {
 		if above {
@@ -45,16 +46,16 @@ func (b Budget) String() string {
 	return ""
 }
 
-// plus returns the sum of what two runs have spent.
-func (b Budget) plus(c Budget) Budget {
+// Plus returns the sum of what two runs have spent.
+func (b Budget) Plus(c Budget) Budget {
 	return Budget{b.Time + c.Time, b.Tokens + c.Tokens, b.FLOPs + c.FLOPs}
 }
 
 // shares is how finely a run tells its share of the budget, so that a record has few of them.
 const shares = 1024
 
-// share returns how much of b has been spent, from 0 to 1, rounded down; of the zero Budget 0.
-func (b Budget) share(spent Budget) float64 {
+// ShareOf returns how much of b has been spent, from 0 to 1, rounded down; of the zero Budget 0.
+func (b Budget) ShareOf(spent Budget) float64 {
 	var s float64
 	switch {
 	case b.Time > 0:

@@ -1,0 +1,201 @@
+// Package engine has what a trainer asks of the machine that computes its steps, and the engine on
+// the CPU. Package llm has these types under its own name.
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/llm/infer"
+	"github.com/kasmina-go/kasmina/llm/model"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's
+// with copies of the parameters and of what the optimiser remembers. Package llm/gpu has one for
+// NVIDIA GPUs. A trainer calls its methods one at a time.
+type Engine interface {
+	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other
+	// bits under another name.
+	Name() string
+	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's
+	// loss.
+	Gradients(b data.Batch) (loss float64, err error)
+	// Update applies them at the optimiser's learning rate, and returns their global norm before
+	// clipping. After ErrGradients nothing has changed; after ErrOverflow parameters have, and one
+	// is no longer finite or the norm was not. A [Scaler] may make no update, without an error, and
+	// return a norm that is not finite.
+	Update() (norm float64, err error)
+	// Drop forgets the gradients gathered so far.
+	Drop() error
+	// Loss returns the model's loss on a batch, without a trace in it.
+	Loss(b data.Batch) (float64, error)
+	// Decoder returns a function that returns the logits for what follows some tokens, which fit
+	// the model's window: a []float32 or a []float64. It may remember the tokens of its last call,
+	// so it is no longer right once the model has changed. It may end with the context.
+	Decoder() (func(ctx context.Context, tokens []int) (any, error), error)
+	// FirstNonFinite says where the first NaN or infinity stands, as autodiff.FirstNonFinite does.
+	FirstNonFinite() (name, kind string, found bool)
+	// Pull makes the model's parameters of the given names on the host those of the engine, and
+	// without names all, and the optimiser's state.
+	Pull(params ...string) error
+	// Push makes the engine's parameters of the given names those on the host, and without names
+	// all, and what it keeps of the optimiser.
+	Push(params ...string) error
+	// Forget is the optimiser's, of what the engine remembers.
+	Forget(param string, from, to int) error
+	Close() error
+}
+
+// Scaler is an engine that multiplies the loss by a scale of its own choosing, so that its
+// gradients fit a narrow type. What it has learnt of the scale is saved with a run.
+type Scaler interface {
+	Engine
+	LossScale() LossScale
+	// SetLossScale refuses what LossScale cannot have returned, and then has changed nothing.
+	SetLossScale(LossScale) error
+}
+
+// Stepper is an engine that can compute the last batch of a step and update without a wait in
+// between.
+type Stepper interface {
+	Engine
+	// Step is Gradients and Update in one. Its errors are theirs. Without one there has been an
+	// update unless the loss is not finite, or a [Scaler] has skipped it.
+	Step(b data.Batch) (loss, norm float64, err error)
+}
+
+// LossScale is a loss scale, and how it fared.
+type LossScale struct {
+	Scale   float64 `json:"scale"`
+	Good    int     `json:"good"`    // steps since it was last changed
+	Skipped int     `json:"skipped"` // steps without an update, since a gradient overflowed
+}
+
+// Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite
+// after every update; that of llm/gpu does not, where it would take another pass over all
+// parameters: there the next loss shows it, and ends the run with ErrDiverged too.
+var (
+	ErrGradients = errors.New("the gradient norm is not finite")
+	ErrOverflow  = errors.New("the update overflowed")
+)
+
+// CPU is the engine on the CPU; NewCPU makes one.
+type CPU struct {
+	infer.Inference
+	optimizer optim.Optimizer
+	limit     float64
+	train     graph.Runner
+	machine   *cpuops.Machine // train's
+	grads     []gorgonia.ValueGrad
+
+	updates int           // so far
+	took    time.Duration // all of them
+}
+
+// NewCPU returns the engine on the CPU for a graph of the model whose gradients are wanted. The
+// global gradient norm is clipped at the limit, 0 for none. Options are for its machine.
+func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
+	opts ...cpuops.Option) (Engine, error) {
+	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...),
+		cpuops.WithOutputs(g.Loss))...)
+	if err != nil {
+		return nil, err
+	}
+	t := &CPU{Inference: infer.Inference{Model: m}, optimizer: o, limit: limit,
+		train: graph.Runner{Graph: g, Machine: machine}, machine: machine,
+		grads: machine.ValueGrads()}
+	if t.limit == 0 {
+		t.limit = math.Inf(1)
+	}
+	if err := o.Declare(t.grads); err != nil {
+		return nil, fmt.Errorf("llm: %w", err)
+	}
+	return t, nil
+}
+
+func (t *CPU) Name() string {
+	if gemm.RoundsToBFloat16() {
+		return "cpu bf16"
+	}
+	return "cpu"
+}
+
+func (t *CPU) Gradients(b data.Batch) (float64, error) { return t.train.Run(b) }
+
+// OpTimes needs the option cpuops.WithMonitor.
+func (t *CPU) OpTimes() ([]OpTime, error) {
+	times := t.machine.Monitor()
+	if len(times) > 0 && t.updates > 0 {
+		times = append(times, OpTime{Op: "Update", Tasks: 1,
+			Time: t.took / time.Duration(t.updates)})
+		optime.SortTimes(times)
+	}
+	return times, nil
+}
+
+// Choices is that of [Chooser].
+func (t *CPU) Choices() []Choice { return t.machine.Choices() }
+
+func (t *CPU) Update() (float64, error) {
+	defer func(from time.Time) {
+		t.updates, t.took = t.updates+1, t.took+time.Since(from)
+	}(time.Now())
+	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
+	if err != nil {
+		return 0, ErrGradients
+	}
+	err = t.optimizer.Step(t.grads)
+	if errors.Is(err, optim.ErrOverflow) {
+		return norm, ErrOverflow
+	}
+	if err != nil {
+		return norm, err
+	}
+	switch t.optimizer.(type) {
+	case *optim.AdamW, *optim.Muon: // which have looked
+		return norm, nil
+	}
+	if _, _, found := t.FirstNonFinite(); found {
+		return norm, ErrOverflow
+	}
+	return norm, nil
+}
+
+// ValueGrads are the parameters with the gradients gathered so far.
+func (t *CPU) ValueGrads() []gorgonia.ValueGrad { return t.grads }
+
+func (t *CPU) Drop() error {
+	for _, p := range t.grads {
+		if g, err := p.Grad(); err == nil && g != nil {
+			gorgonia.ZeroValue(g)
+		}
+	}
+	return nil
+}
+
+func (t *CPU) FirstNonFinite() (name, kind string, found bool) {
+	return autodiff.FirstNonFinite(t.grads)
+}
+
+func (t *CPU) Pull(...string) error { return nil }
+func (t *CPU) Push(...string) error { return nil }
+
+func (t *CPU) Forget(param string,
+	from, to int) error {
+	return t.optimizer.Forget(param, from, to)
+}
+
+func (t *CPU) Close() error { return errors.Join(t.train.Machine.Close(), t.Inference.Close()) }

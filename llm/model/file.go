@@ -1,0 +1,234 @@
+package model
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Save writes the model with its lattices to the safetensors file at path, replacing it in one
+// step: a process killed at any moment leaves the old file or the new one. A model with a parameter
+// that is not finite is refused with modelfile.ErrDiverged, and the old file stays. While a trainer runs, it
+// waits for the end of the present step, and the run for the file.
+func (m *Model) Save(path string) error {
+	if err := Made(m); err != nil {
+		return fmt.Errorf("llm: saving the model: %w", err)
+	}
+	defer Take(m)()
+	tensors, metadata, err := Tensors(m)
+	if err != nil {
+		return err
+	}
+	return safetensors.Save(path, tensors, metadata)
+}
+
+// Finite reports whether no number in a slice of them is NaN or infinite.
+func Finite(data any) bool {
+	at, _ := modelfile.FirstNonFinite(data)
+	return at < 0
+}
+
+// Tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
+func Tensors(m *Model) ([]safetensors.Tensor, map[string]string, error) {
+	if err := Pull(m); err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
+	}
+	if m.holder != nil && m.holder.Spoiled() != nil {
+		return nil, nil, fmt.Errorf("llm: saving the model: its trainer's last update failed: %w",
+			m.holder.Spoiled())
+	}
+	config, err := json.Marshal(m.Config)
+	if err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the configuration: %w", err)
+	}
+	var tensors []safetensors.Tensor
+	add := func(name string, shape []int, data any) error {
+		t, err := safetensors.New(name, shape, data)
+		if err != nil {
+			return fmt.Errorf("llm: saving the model: %w", err)
+		}
+		tensors = append(tensors, t)
+		return nil
+	}
+	for _, p := range m.Params {
+		if !Finite(p.Value.Data()) {
+			return nil, nil, fmt.Errorf("llm: saving the model: %w: parameter %s is not finite",
+				modelfile.ErrDiverged, p.Name)
+		}
+		if err := add(p.Name, p.Value.Shape(), p.Value.Data()); err != nil {
+			return nil, nil, err
+		}
+	}
+	for _, a := range m.Kasmina.Arrays() {
+		if err := add(modelfile.LatticePrefix+a.Name, a.Shape, a.Data); err != nil {
+			return nil, nil, err
+		}
+	}
+	return tensors, map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}, nil
+}
+
+// FileShape is what a file of a model with parameters of a type holds.
+func FileShape(c arch.Config, dt tensor.Dtype) modelfile.Shape {
+	s := modelfile.Shape{Dtype: dt, Params: c.Parameters()}
+	for _, block := range c.Origin().Kasmina {
+		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: strconv.Itoa(block), Seeds: c.Seeds,
+			SlotWidth: c.KasminaWidth()})
+	}
+	if c.Depth > 0 {
+		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: depthLayer, Seeds: c.Depth})
+	}
+	return s
+}
+
+// ConfigIn returns the configuration in a file.
+func ConfigIn(f *modelfile.File) (arch.Config, error) {
+	var c arch.Config
+	text, ok := f.Metadata[modelfile.ConfigKey]
+	if !ok {
+		return c, f.Errorf("%w: it has no %q in its metadata, as this package's model files do",
+			modelfile.ErrArchitecture, modelfile.ConfigKey)
+	}
+	if len(text) <= modelfile.MaxConfig {
+		// To grow step by step would take several times as much.
+		c.Kasmina = make([]int, 0, strings.Count(text, ","))
+	}
+	if err := f.Decode(modelfile.ConfigKey, "the configuration",
+		modelfile.MaxConfig, &c); err != nil {
+		return c, err
+	}
+	if c.Kasmina = slices.Clip(c.Kasmina); len(c.Kasmina) == 0 {
+		c.Kasmina = nil
+	}
+	if err := c.Check(); err != nil {
+		return c, f.Errorf("%w", err)
+	}
+	return c, nil
+}
+
+// Load reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included:
+// what they were made with (gates, telemetry, history) is in the file too. A damaged file is an
+// error that says where, and so is one with a parameter that is not finite (modelfile.ErrDiverged) or with
+// tensors that such a model does not have (modelfile.ErrArchitecture). Whatever the file says, memory is
+// taken for what it holds. When the context ends, so does the reading.
+func Load(ctx context.Context, path string) (*Model, error) {
+	if ctx == nil {
+		return nil, fmt.Errorf("llm: LoadModel: %w", ErrNoContext)
+	}
+	f, err := modelfile.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	c, err := ConfigIn(f)
+	if err != nil {
+		return nil, err
+	}
+	dt := tensor.Float32
+	if d, _, err := f.Info(arch.EmbedName); err == nil && d == safetensors.F64 {
+		dt = tensor.Float64
+	}
+	// Before memory for a model is taken, the file must hold one: a configuration can ask for any
+	// amount.
+	if err := f.Fits(FileShape(c, dt)); err != nil {
+		return nil, err
+	}
+	m, err := newModel(c, dt, nil)
+	if err != nil {
+		return nil, f.Errorf("%w", err)
+	}
+	for _, p := range m.Params {
+		if err := f.Parameter(ctx, p.Name, p.Value.Data()); err != nil {
+			return nil, err
+		}
+	}
+	install, err := m.latticesOf(ctx, f)
+	if err != nil {
+		return nil, err
+	}
+	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.BeforePrefix} {
+		for name := range f.With(prefix) {
+			if err := f.Verify(ctx, name); err != nil {
+				return nil, f.Errorf("%w", err)
+			}
+		}
+	}
+	install()
+	return m, nil
+}
+
+// latticesOf checks those of a file that fits m, and returns what makes them m's.
+func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func(), err error) {
+	var arrays []state.Array
+	for name := range f.With(modelfile.LatticePrefix) {
+		x, err := f.Tensor(ctx, name)
+		if err != nil {
+			return nil, f.Errorf("%w", err)
+		}
+		arrays = append(arrays, state.Array{Name: strings.TrimPrefix(name, modelfile.LatticePrefix),
+			Shape: x.Shape,
+			Data:  x.Data})
+	}
+	if install, err = m.loadLattices(arrays); err != nil {
+		return nil, f.Errorf("%w", err)
+	}
+	return install, nil
+}
+
+// ParamsIn reads the parameters of a configuration, under a prefix.
+func ParamsIn(ctx context.Context, m *Model, f *modelfile.File, c arch.Config,
+	prefix string) ([]graph.Param, error) {
+	var params []graph.Param
+	for p := range c.Specs() {
+		value := newParam(m.Dtype(), p.Shape, nil)
+		if err := f.Parameter(ctx, prefix+p.Name, value.Data()); err != nil {
+			return nil, err
+		}
+		params = append(params, graph.Param{Name: p.Name, Value: value})
+	}
+	return params, nil
+}
+
+// ContentsIn reads the parameters and lattices of a file of a configuration, and returns what makes
+// them m's. Where the blocks are those that m has, its parameters stay where they are.
+func ContentsIn(ctx context.Context, m *Model, f *modelfile.File,
+	c arch.Config) (read []graph.Param, load func(),
+	err error) {
+	install, err := m.latticesOf(ctx, f)
+	if err != nil {
+		return nil, nil, err
+	}
+	if read, err = ParamsIn(ctx, m, f, c, ""); err != nil {
+		return nil, nil, err
+	}
+	return read, func() {
+		if m.Config.SameBlocks(c) {
+			for i, p := range m.Params {
+				CopyNumbers(p.Value, read[i].Value)
+			}
+		} else {
+			c.KasminaOptions = m.Config.KasminaOptions
+			Become(m, c, read)
+		}
+		install()
+	}, nil
+}
+
+func CopyNumbers(to, from *tensor.Dense) {
+	switch x := from.Data().(type) {
+	case []float32:
+		copy(to.Float32s(), x)
+	case []float64:
+		copy(to.Float64s(), x)
+	}
+}

@@ -1,0 +1,205 @@
+// Package model is a model: its parameters and seeds, the graphs that are built of them, its files.
+// Package llm has its names for users; the functions below that take a model are for who trains it.
+package model
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/memory"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Model is a set of parameters and seed lattices in the shape that an [arch.Config] describes. It
+// holds no graph: Graph builds as many as needed (to train, to evaluate, to sample), all of which share
+// the model's parameters.
+//
+// While a trainer runs, any goroutine may call Save, Germinate, the methods for blueprints and
+// Kasmina.Do and Submit: they wait for the end of the present step. Params and graphs are for
+// callbacks alone then.
+type Model struct {
+	Config  arch.Config
+	Params  []graph.Param  // in the order in which the model uses them
+	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
+
+	byName map[string]int
+
+	turn     sync.Mutex    // see Take; guards what follows and the parameters
+	holder   Holder        // who has the parameters; nil if they are on the host alone
+	trainers int           // that are not closed
+	changes  atomic.Uint64 // so far, of parameters
+	shape    uint64        // how often the blocks have become others, on which graphs depend
+}
+
+// New returns a model with fresh parameters of type dt, float32 or float64: normal with
+// deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
+// al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1 or, with
+// NormPlusOne, at 0, biases at 0, and Kasmina slots at the Residual kind's identity. The same seed
+// gives the same parameters. The lattices of the Kasmina layers get the given options; Config.Slots
+// is their number of slots.
+func New(c arch.Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
+	// Each parameter has a stream of its own, so that adding one does not change the others.
+	return newModel(c, dt, func(i int, p arch.Spec) func() float64 {
+		r := rand.New(rand.NewPCG(seed, uint64(i)))
+		return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
+	}, lattice...)
+}
+
+// NewFrom returns a model whose parameters fill writes: those of weights that others have
+// trained. It is called once for each parameter, from several goroutines at once. What it leaves as
+// it is stays at its start, which is 0 for matrices, 1 for norms, and the identity for Kasmina
+// layers. Its first error ends the filling.
+func NewFrom(c arch.Config, dt tensor.Dtype, fill func(graph.Param) error,
+	lattice ...state.Option) (*Model, error) {
+	if fill == nil {
+		return nil, errors.New("llm: NewModelFrom: fill is nil, want what writes parameters")
+	}
+	m, err := newModel(c, dt, func(_ int, p arch.Spec) func() float64 {
+		if p.Deviation != 0 {
+			return nil
+		}
+		return func() float64 { return p.Start }
+	}, lattice...)
+	if err != nil {
+		return nil, err
+	}
+	errs := make([]error, len(m.Params))
+	var failed atomic.Bool
+	cpu.Parallel(len(m.Params), 1, func(lo, hi int) {
+		for i := lo; i < hi && !failed.Load(); i++ {
+			if errs[i] = fill(m.Params[i]); errs[i] != nil {
+				failed.Store(true)
+			}
+		}
+	})
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// newModel returns a model whose i-th parameter has the numbers that start gives one after the
+// other; zeros if start is nil.
+func newModel(c arch.Config, dt tensor.Dtype, start func(i int, p arch.Spec) func() float64,
+	lattice ...state.Option) (*Model, error) {
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+	if dt != tensor.Float32 && dt != tensor.Float64 {
+		return nil, fmt.Errorf("llm: parameters of type %v, want float32 or float64", dt)
+	}
+	m := &Model{Config: c, byName: map[string]int{}}
+	specs := slices.Collect(c.Specs())
+	bytes := uint64(0)
+	for _, p := range specs {
+		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(dt.Size())
+	}
+	if err := memory.Check("the parameters take", bytes); err != nil {
+		return nil, fmt.Errorf("llm: NewModel: %w", err)
+	}
+	m.Params = make([]graph.Param, len(specs))
+	for i, p := range specs {
+		m.byName[p.Name] = i
+	}
+	cpu.Parallel(len(specs), 1, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			var next func() float64
+			if start != nil {
+				next = start(i, specs[i])
+			}
+			m.Params[i] = graph.Param{Name: specs[i].Name,
+				Value: newParam(dt, specs[i].Shape, next)}
+		}
+	})
+	var err error
+	if m.Kasmina, err = m.newNetwork(lattice...); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// newParam returns a tensor of the numbers that next gives, of zeros if next is nil.
+func newParam(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
+	n := tensor.Shape(shape).TotalSize()
+	if dt == tensor.Float32 {
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float32](n, next)))
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float64](n, next)))
+}
+
+func numbers[T float32 | float64](n int, next func() float64) []T {
+	x := make([]T, n)
+	if next != nil {
+		for i := range x {
+			x[i] = T(next())
+		}
+	}
+	return x
+}
+
+// Param returns the parameter with the given name, or nil.
+func (m *Model) Param(name string) *tensor.Dense {
+	if Made(m) != nil {
+		return nil
+	}
+	i, ok := m.byName[name]
+	if !ok {
+		return nil
+	}
+	return m.Params[i].Value
+}
+
+// Dtype returns the type of the parameters.
+func (m *Model) Dtype() tensor.Dtype {
+	if Made(m) != nil {
+		return tensor.Dtype{}
+	}
+	return m.Params[0].Value.Dtype()
+}
+
+// NumParams returns the number of trainable values.
+func (m *Model) NumParams() int {
+	if Made(m) != nil {
+		return 0
+	}
+	n := 0
+	for _, p := range m.Params {
+		n += p.Value.Size()
+	}
+	return n
+}
+
+// NumSeeds returns the number of seeds in all Kasmina layers.
+func (m *Model) NumSeeds() int {
+	if Made(m) != nil {
+		return 0
+	}
+	return m.Kasmina.Seeds()
+}
+
+// ErrZero is the error of a model that nobody has made.
+var ErrZero = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
+
+// Graph builds the model's computation on batches of the given number of sequences. For
+// graph.ForTraining it includes the gradients of all parameters; run it on a machine made with
+// gorgonia.BindDualValues(g.Params...).
+func (m *Model) Graph(kind graph.Kind, batch int, opts ...graph.Option) (*graph.Graph, error) {
+	if err := Made(m); err != nil {
+		return nil, fmt.Errorf("llm: Graph: %w", err)
+	}
+	return graph.Build(m.Parts(), kind, batch, opts...)
+}
+
+// Parts is what graphs of the model are built of.
+func (m *Model) Parts() graph.Model {
+	return graph.Model{Config: m.Config, Params: m.Params, Kasmina: m.Kasmina}
+}
