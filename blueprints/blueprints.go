@@ -25,6 +25,15 @@
 //	Interleave  each block size times, one after the other
 //	NewBlocks   size new blocks behind the last one, which start as the identity
 //
+// One adds to the weight of a linear layer, and two to the residual stream at its full width. The
+// size of the germination request is their rank, or how many heads or hidden features they have.
+// Package llm/site has them as graphs.
+//
+//	LoRA        W' = W + s·B·A, with A [size, in] and B [out, size] (Hu et al., "LoRA: Low-Rank
+//	            Adaptation of Large Language Models", 2021)
+//	Attention   x + attention(norm(x)), of size heads
+//	Perceptron  x + perceptron(norm(x)), of size hidden features
+//
 // [Register] adds more. The package knows nothing of graphs or tensors: everything works on the
 // slices of one chunk row.
 package blueprints
@@ -59,6 +68,9 @@ const (
 	Stack
 	Interleave
 	NewBlocks
+	LoRA
+	Attention
+	Perceptron
 )
 
 // Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The
@@ -95,12 +107,17 @@ type Arithmetic[T Float] struct {
 	Finish func(dp, p []T)
 }
 
-// Blueprint describes one kind. One of site Depth has a Name, a Layout and an Order alone.
+// Blueprint describes one kind. One of site Depth has a Name, a Layout and an Order alone. One of
+// site Weight or Stream has a Name, a Layout and Parameters: what it computes is a graph, which
+// package llm/site registers with it.
 type Blueprint struct {
 	Name string // unique
 	Site Site
 	// Order is that of a blueprint of depth; see the function [Order].
 	Order func(blocks, size int) []int
+	// Parameters are those of a blueprint of a weight or the stream; see the function
+	// [ParametersOf]. Built-in kinds have none: theirs are those of a model's own blocks.
+	Parameters func(h Host, size int) ([]Parameter, error)
 
 	Layout string // what the weights and the scale mean, for people
 	// Size returns how many of a slot's width weights the kind uses for chunks of c features. If
@@ -239,8 +256,12 @@ func check(b *Blueprint) error {
 	switch {
 	case b.Name == "":
 		missing = "Name"
-	case b.Site > Depth:
+	case int(b.Site) >= len(siteNames):
 		return fmt.Errorf("blueprints.Register: %w %q: Site is %v", ErrInvalid, b.Name, b.Site)
+	case (b.Site == Weight || b.Site == Stream) && b.Parameters == nil:
+		missing = "Parameters"
+	case b.Site == Weight || b.Site == Stream:
+		return nil
 	case b.Site == Depth && b.Order == nil:
 		missing = "Order"
 	case b.Site == Depth:

@@ -83,6 +83,21 @@ var builtin = []*Blueprint{
 		Layout: "size new blocks behind the last one, which start as the identity",
 		Order:  appendBlocks,
 	},
+	LoRA: {
+		Name:   "LoRA",
+		Site:   Weight,
+		Layout: "W + s·B·A: A [size, in] and B [out, size], s scales what is added",
+	},
+	Attention: {
+		Name:   "Attention",
+		Site:   Stream,
+		Layout: "x + attention(norm(x)), of size heads, as the model's blocks have it",
+	},
+	Perceptron: {
+		Name:   "Perceptron",
+		Site:   Stream,
+		Layout: "x + perceptron(norm(x)), of size hidden features, as the model's blocks have it",
+	},
 }
 
 func fill(w []float64, v, scale float64) float64 {

@@ -3,6 +3,7 @@ package blueprints
 import (
 	"fmt"
 	"slices"
+	"strings"
 )
 
 // Site says where in a model the blueprints of a kind grow.
@@ -10,11 +11,13 @@ type Site uint8
 
 // The sites.
 const (
-	Chunk Site = iota // a chunk of the residual stream, in a Kasmina layer
-	Depth             // the stack of a model's blocks
+	Chunk  Site = iota // a chunk of the residual stream, in a Kasmina layer
+	Depth              // the stack of a model's blocks
+	Weight             // the weight of a linear layer
+	Stream             // the residual stream at its full width, behind a block
 )
 
-var siteNames = [...]string{Chunk: "chunk", Depth: "depth"}
+var siteNames = [...]string{Chunk: "chunk", Depth: "depth", Weight: "weight", Stream: "stream"}
 
 // String returns the site's name.
 func (s Site) String() string {
@@ -40,6 +43,67 @@ func (s *Site) UnmarshalText(text []byte) error {
 	}
 	*s = Site(i)
 	return nil
+}
+
+// Host is what a blueprint grows on, at a weight or in the stream.
+type Host struct {
+	In, Out int // features: of the linear layer, or twice those of the stream
+	Seq     int // rows of a sequence
+}
+
+// Parameter is a tensor of a blueprint that grows at a weight or in the stream. Its first values
+// are normal around Start, and Start itself where Deviation is 0.
+type Parameter struct {
+	Name             string // unique in the blueprint, of a to z, 0 to 9 and _
+	Shape            []int
+	Start, Deviation float64
+}
+
+// maxParameters bounds how many a blueprint has.
+const maxParameters = 1 << 8
+
+// ParametersOf returns the parameters of a registered blueprint of the given size on a host. It
+// returns an error wrapping [ErrInvalid] when the kind grows elsewhere, does not fit the host, or
+// its parameters are not as [Parameter] says.
+func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
+	b, err := Lookup(k)
+	if err != nil {
+		return nil, err
+	}
+	if b.Parameters == nil {
+		return nil, fmt.Errorf("%w %q: it has no Parameters of its own", ErrInvalid, b.Name)
+	}
+	var all []Parameter
+	if failed := guarded(b, "Parameters", func() { all, err = b.Parameters(h, size) }); failed != nil {
+		return nil, failed
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w %q of size %d: %w", ErrInvalid, b.Name, size, err)
+	}
+	if len(all) == 0 || len(all) > maxParameters {
+		return nil, fmt.Errorf("%w %q: it has %d parameters, want 1 to %d", ErrInvalid, b.Name,
+			len(all), maxParameters)
+	}
+	for i, p := range all {
+		same := func(q Parameter) bool { return q.Name == p.Name }
+		odd := func(r rune) bool {
+			return (r < 'a' || r > 'z') && (r < '0' || r > '9') && r != '_'
+		}
+		switch {
+		case p.Name == "" || strings.ContainsFunc(p.Name, odd) ||
+			slices.ContainsFunc(all[:i], same) || b.Site == Stream && p.Name == "norm":
+			return nil, fmt.Errorf("%w %q: parameter %d is called %.40q, want names of a to z, 0 "+
+				"to 9 and _ that differ, and none of them norm, which a seed of the stream has", ErrInvalid,
+				b.Name, i, p.Name)
+		case len(p.Shape) == 0 || len(p.Shape) > 4 || slices.Min(p.Shape) < 1:
+			return nil, fmt.Errorf("%w %q: parameter %s has shape %v, want 1 to 4 positive sizes",
+				ErrInvalid, b.Name, p.Name, p.Shape)
+		case p.Start-p.Start != 0 || !(p.Deviation >= 0) || p.Deviation-p.Deviation != 0:
+			return nil, fmt.Errorf("%w %q: parameter %s starts at %v ± %v, want finite numbers",
+				ErrInvalid, b.Name, p.Name, p.Start, p.Deviation)
+		}
+	}
+	return all, nil
 }
 
 // NewBlock stands in an order of blocks for one that is no copy of another: it starts as the

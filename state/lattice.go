@@ -132,10 +132,11 @@ func WithRenormalization(epochs int) Option {
 
 // At makes the lattice one of seeds that grow elsewhere than on chunks. Such seeds have no slots
 // and no features: hidden is their number. In depth all of them grow the one stack of a model's
-// blocks, one after the other, and [DepthThresholds] take the place of the default ones.
+// blocks, one after the other, and [DepthThresholds] take the place of the default ones. At a
+// weight and in the stream each has a place of its own, and parameters of its own from Training on.
 func At(site blueprints.Site) Option {
 	return func(c *config) error {
-		if c.Site = site; site != blueprints.Chunk {
+		if c.Site = site; site == blueprints.Depth {
 			c.Thresholds = DepthThresholds()
 		}
 		_, err := site.MarshalText()

@@ -96,7 +96,7 @@ func (l *Lattice) checkGrowth(r GerminationRequest) (field string, err error) {
 	case err != nil:
 		return "Kind: ", err
 	case b.Site != l.config.Site:
-		return "Kind: ", fmt.Errorf("a %v grows at a %v, and the seed in %v", r.Kind,
+		return "Kind: ", fmt.Errorf("a %v grows at site %v, and the seed at %v", r.Kind,
 			b.Site, l.config.Site)
 	case r.Slot != 0:
 		return "Slot ", fmt.Errorf("is %d, want 0: in %v there are none", r.Slot, l.config.Site)
@@ -189,7 +189,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 // growing returns another seed than the given one that is grafted and not yet fossilized, in depth,
 // or −1: what the model was before a graft is kept for one.
 func (l *Lattice) growing(seed int) int {
-	if l.config.Site == blueprints.Chunk {
+	if l.config.Site != blueprints.Depth {
 		return -1
 	}
 	for other, stage := range l.seeds.stage {

@@ -44,8 +44,17 @@ type Config struct {
 	// Kasmina layers. See llm.Trainer.Run for when it
 	// changes the model.
 	Depth int `json:"depth,omitempty"`
-	// Grown is how the model came to its blocks, which the trainer writes.
-	Grown []Grown `json:"grown,omitempty"`
+	// Weights are linear layers on each of which a seed sits, and Streams blocks, from 0, behind each
+	// of which one sits in the residual stream. A place may be named several times. Each list has a
+	// lattice of its own, behind those of the Kasmina layers and before that of depth.
+	Weights []WeightSite `json:"weights,omitempty"`
+	Streams []int        `json:"streams,omitempty"`
+	// LoRAAlpha is that of LoRA, whose product is multiplied by LoRAAlpha/rank; 0 means the rank.
+	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
+	// Planted are the blueprints at these places, and Grown is how the model came to its blocks.
+	// The trainer writes both.
+	Planted []Planted `json:"planted,omitempty"`
+	Grown   []Grown   `json:"grown,omitempty"`
 
 	Traits
 
@@ -56,7 +65,10 @@ type Config struct {
 
 // Grown is a growth of a model's stack of blocks.
 type Grown struct {
-	Seed  int    `json:"seed"` // of the lattice of depth
+	// Stream says that it is the block which the blueprint of a seed of the stream became.
+	Stream bool `json:"stream,omitempty"`
+
+	Seed  int    `json:"seed"` // of the lattice of depth, or of the stream
 	Kind  string `json:"kind"` // of its blueprint
 	Size  int    `json:"size"`
 	Step  int    `json:"step"`  // steps that the model had seen
@@ -230,6 +242,9 @@ func (c Config) Check() error {
 		}
 	}
 	if err := c.checkTraits(); err != nil {
+		return err
+	}
+	if err := c.checkSites(); err != nil {
 		return err
 	}
 	if err := c.checkGrown(); err != nil {

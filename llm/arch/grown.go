@@ -30,9 +30,10 @@ func (c Config) checkGrown() error {
 			slices.Min(g.Order) < blueprints.NewBlock:
 			return fmt.Errorf("llm: Config.Grown: growth %d has an order of %d blocks from %d, "+
 				"want %d from fewer", i, len(g.Order), before, blocks)
-		case g.Seed < 0 || g.Seed >= c.Depth || g.Size < 1 || g.Step < 0:
-			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d, size %d, at step %d, "+
-				"and Depth is %d", i, g.Seed, g.Size, g.Step, c.Depth)
+		case g.Seed < 0 || g.Seed >= c.Seeded(g.Site()) || g.Size < 1 || g.Step < 0:
+			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d of site %v, size %d, at "+
+				"step %d, and there are %d such seeds", i, g.Seed, g.Site(), g.Size, g.Step,
+				c.Seeded(g.Site()))
 		}
 		blocks = before
 	}
@@ -43,9 +44,18 @@ func (c Config) checkGrown() error {
 	return nil
 }
 
+// Site is that of the growth's seed.
+func (g Grown) Site() blueprints.Site {
+	if g.Stream {
+		return blueprints.Stream
+	}
+	return blueprints.Depth
+}
+
 // Grow returns the configuration with a growth more. A Kasmina layer stays behind the first copy of
 // its block.
 func (c Config) Grow(g Grown) Config {
+	c = c.moved(g.Order)
 	c.Blocks = reordered(c.blocks(), g.Order)
 	c.Layers = len(g.Order)
 	c.Grown = append(slices.Clone(c.Grown), g)
@@ -66,10 +76,11 @@ func (c Config) Tensors() (n int) {
 
 // SameBlocks reports whether two configurations of one origin have the same blocks.
 func (c Config) SameBlocks(d Config) bool {
-	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) && slices.Equal(c.blocks(),
-		d.blocks()) && slices.EqualFunc(c.Grown,
-		d.Grown, func(a, b Grown) bool {
-			return a.Seed == b.Seed && slices.Equal(a.Order, b.Order)
+	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) &&
+		slices.Equal(c.blocks(), d.blocks()) && slices.Equal(c.Weights, d.Weights) &&
+		slices.Equal(c.Streams, d.Streams) && slices.Equal(c.Planted, d.Planted) &&
+		slices.EqualFunc(c.Grown, d.Grown, func(a, b Grown) bool {
+			return a.Seed == b.Seed && a.Stream == b.Stream && slices.Equal(a.Order, b.Order)
 		})
 }
 
@@ -80,6 +91,7 @@ func (c Config) Origin() Config {
 	for i := len(c.Grown) - 1; i >= 0; i-- {
 		order := c.Grown[i].Order
 		all = restored(all, order)
+		c = c.unmoved(order)
 		for k, b := range c.Kasmina {
 			if b != blueprints.NewBlock {
 				c.Kasmina[k] = order[b]
@@ -87,7 +99,7 @@ func (c Config) Origin() Config {
 		}
 		c.Layers = slices.Max(order) + 1
 	}
-	c.Grown, c.Blocks = nil, pattern(all)
+	c.Planted, c.Grown, c.Blocks = nil, nil, pattern(all)
 	return c
 }
 

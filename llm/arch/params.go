@@ -31,35 +31,16 @@ type Spec struct {
 	Closed *float64
 }
 
-// Specs yields the parameters of a model in the order in which the model uses them.
+// Specs yields the parameters of a model in the order in which the model uses them, and behind them
+// those of what is planted.
 func (c Config) Specs() iter.Seq[Spec] {
-	const in = 0.02
-	out := in / math.Sqrt(2*float64(c.Layers))
-	norm := 1.0
-	if c.NormPlusOne {
-		norm = 0
-	}
-	noNorm := norm - 1
 	return func(yield func(Spec) bool) {
-		if !yield(Spec{EmbedName, []int{c.Vocab, c.Dim}, 0, in, nil}) {
+		if !yield(Spec{EmbedName, []int{c.Vocab, c.Dim}, 0, inner, nil}) {
 			return
 		}
 		for i := range c.Layers {
 			for _, p := range c.BlockShape().All() {
-				spec := Spec{Name: BlockPrefix(i) + p.Name, Shape: p.Shape}
-				switch p.Role {
-				case block.Norm:
-					spec.Start = norm
-				case block.Closing:
-					spec.Start, spec.Closed = norm, &noNorm
-				case block.Inner:
-					spec.Deviation = in
-				case block.Output:
-					if spec.Deviation = out; !c.PostNorms {
-						spec.Closed = new(float64)
-					}
-				}
-				if !yield(spec) {
+				if !yield(c.blockSpec(BlockPrefix(i), p)) {
 					return
 				}
 			}
@@ -71,10 +52,48 @@ func (c Config) Specs() iter.Seq[Spec] {
 				return
 			}
 		}
-		if yield(Spec{NormName, []int{c.Dim}, norm, 0, nil}) && c.Untied {
-			yield(Spec{HeadName, []int{c.Vocab, c.Dim}, 0, in, nil})
+		if !yield(Spec{NormName, []int{c.Dim}, c.norm(), 0, nil}) ||
+			c.Untied && !yield(Spec{HeadName, []int{c.Vocab, c.Dim}, 0, inner, nil}) {
+			return
+		}
+		for _, p := range c.Planted {
+			specs, _ := c.SeedParams(p) // which Check has looked at
+			for _, s := range specs {
+				if !yield(s) {
+					return
+				}
+			}
 		}
 	}
+}
+
+// inner is the deviation of weights that do not write to the residual stream.
+const inner = 0.02
+
+// norm is what norms start at.
+func (c Config) norm() float64 {
+	if c.NormPlusOne {
+		return 0
+	}
+	return 1
+}
+
+// blockSpec is a parameter of a block.
+func (c Config) blockSpec(prefix string, p block.Param) Spec {
+	spec, noNorm := Spec{Name: prefix + p.Name, Shape: p.Shape}, c.norm()-1
+	switch p.Role {
+	case block.Norm:
+		spec.Start = c.norm()
+	case block.Closing:
+		spec.Start, spec.Closed = c.norm(), &noNorm
+	case block.Inner:
+		spec.Deviation = inner
+	case block.Output:
+		if spec.Deviation = inner / math.Sqrt(2*float64(c.Layers)); !c.PostNorms {
+			spec.Closed = new(float64)
+		}
+	}
+	return spec
 }
 
 // Fresh returns the numbers that a parameter of a new block starts with.

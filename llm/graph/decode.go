@@ -5,6 +5,7 @@ import (
 	"errors"
 	"slices"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/kvcache"
 	"gorgonia.org/gorgonia"
@@ -100,6 +101,12 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 }
 
 func newCache(c arch.Config) *kvcache.Cache {
-	return kvcache.New(kvcache.Config{Layers: c.Layers, Heads: c.Heads, KVHeads: c.KVHeads,
-		HeadDim: c.HeadDim, Seq: c.Seq, Scale: c.AttentionScale})
+	attentions := c.Layers
+	for _, p := range c.Planted {
+		if p.Site == blueprints.Stream && p.Kind == blueprints.Attention.String() {
+			attentions++
+		}
+	}
+	return kvcache.New(kvcache.Config{Attentions: attentions, HeadDim: c.HeadDim, Seq: c.Seq,
+		Scale: c.AttentionScale})
 }

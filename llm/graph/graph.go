@@ -42,6 +42,7 @@ type Graph struct {
 	Params  gorgonia.Nodes // one for each of the model's Params
 
 	blocks *block.Builder // that it is built of
+	seeds  seeds
 }
 
 // Option changes how a graph is built.
@@ -119,6 +120,9 @@ func (b *builder) build(batch int) (*Graph, error) {
 		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
 		b.nodes[p.Name] = n
 		out.Params = append(out.Params, n)
+	}
+	if err := b.plant(); err != nil {
+		return nil, err
 	}
 	x, err := op.Embedding(out.IDs, b.nodes[arch.EmbedName])
 	if err == nil && c.EmbedScale != 0 {
@@ -215,5 +219,5 @@ func (b *builder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}
 	}
-	return x, nil
+	return b.streams(i, x)
 }

@@ -60,6 +60,9 @@ func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 }
 
 func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
+	if err := r.seeds.steer(); err != nil {
+		return nil, err
+	}
 	run := r.Machine.RunAll
 	if m, ok := r.Machine.(*cpuops.Machine); ok {
 		run = func() error { return m.Run(ctx) }
@@ -83,8 +86,11 @@ func OnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 	return Runner{g, m}, nil
 }
 
-// Let gives a graph with a loss a batch.
+// Let gives a graph with a loss a batch, and has its seeds do what their lattices say now.
 func (g *Graph) Let(b data.Batch) error {
+	if err := g.seeds.steer(); err != nil {
+		return err
+	}
 	if err := gorgonia.Let(g.IDs, ids(b.Inputs)); err != nil {
 		return err
 	}

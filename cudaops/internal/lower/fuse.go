@@ -103,13 +103,13 @@ func other(n, addend *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// there returns the value of a node, nil if that is still to come. That of an input can come at
-// once.
+// there returns the value of a node, nil if that is still to come. That of an input, or of a weight
+// that seeds have grown on, can come at once.
 func (c *compiler) there(n *gorgonia.Node) *program.Array {
 	if n == nil {
 		return nil
 	}
-	if c.Values[n] == nil && n.Op() == nil && c.input(n) != nil {
+	if c.Values[n] == nil && (n.Op() == nil && c.input(n) != nil || c.grownWeight(n) != nil) {
 		return nil
 	}
 	return c.Values[n]

@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/graft"
 )
 
 // lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
@@ -52,6 +53,11 @@ func init() {
 		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
 		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},
 		reflect.TypeFor[*op.KasminaGradOp]():            {lowerKasminaGrad, in(4)},
+		reflect.TypeFor[*graft.BlendOp]():               {lowerBlend, nil},
+		reflect.TypeFor[*graft.ScaleOp]():               {lowerGraftScale, in(0)},
+		reflect.TypeFor[*graft.IsolateOp]():             {lowerIsolate, nil},
+		reflect.TypeFor[*graft.LowRankOp]():             {lowerLowRank, nil},
+		reflect.TypeFor[*graft.LowRankGradOp]():         {lowerLowRankGrad, in(3)},
 		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
 		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, inRecomputed},
 	}

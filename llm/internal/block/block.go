@@ -3,6 +3,8 @@
 package block
 
 import (
+	"strings"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/llm/internal/kvcache"
@@ -90,6 +92,19 @@ func (s Shape) All() []Param {
 	return all
 }
 
+// Half returns the parameters of attention and what is around it, or of the perceptron: all that a
+// block adds to the residual stream by the one or the other.
+func (s Shape) Half(attention bool) (half []Param) {
+	for _, p := range s.All() {
+		own := p.Name == "input_layernorm.weight" || strings.HasPrefix(p.Name, "self_attn.") ||
+			p.Name == postNorm && s.PostNorms
+		if own == attention {
+			half = append(half, p)
+		}
+	}
+	return half
+}
+
 // Params returns the names of All.
 func (s Shape) Params() (names []string) {
 	for _, p := range s.All() {
@@ -128,19 +143,46 @@ func (b *Builder) Build(in gorgonia.Nodes, a Attention) (*gorgonia.Node, error) 
 	for i, name := range names {
 		p.params[name] = in[1+i]
 	}
-	x := in[0]
-	h := p.linear(p.attention(p.norm(x, "input_layernorm.weight")), "self_attn.o_proj")
-	second := postNorm // which Llama has behind the sum, and Gemma in front of it
-	if b.PostNorms {
-		h, second = p.norm(h, postNorm), preMLP
-	}
-	x = p.add(x, h)
-	h = p.mlp(p.norm(x, second))
-	if b.PostNorms {
-		h = p.norm(h, postMLP)
-	}
-	x = p.add(x, h)
+	x := p.add(in[0], p.attends(in[0]))
+	x = p.add(x, p.perceives(x))
 	return x, p.err
+}
+
+// BuildHalf adds what a half of a block adds to x: attention(norm(x)) or mlp(norm(x)), normalised
+// where the shape has PostNorms. in is x, the parameters of the Half, and the starts of documents
+// if attention is to keep these apart.
+func (b *Builder) BuildHalf(in gorgonia.Nodes, attention bool, a Attention) (*gorgonia.Node,
+	error) {
+	half := b.Half(attention)
+	p := &parts{Builder: b, Attention: a, params: map[string]*gorgonia.Node{},
+		starts: in[1+len(half):]}
+	for i, q := range half {
+		p.params[q.Name] = in[1+i]
+	}
+	var h *gorgonia.Node
+	if attention {
+		h = p.attends(in[0])
+	} else {
+		h = p.perceives(in[0])
+	}
+	return h, p.err
+}
+
+// attends is what attention adds to x.
+func (p *parts) attends(x *gorgonia.Node) *gorgonia.Node {
+	h := p.linear(p.attention(p.norm(x, "input_layernorm.weight")), "self_attn.o_proj")
+	if p.PostNorms { // which Llama has behind the sum, and Gemma in front of it
+		h = p.norm(h, postNorm)
+	}
+	return h
+}
+
+// perceives is what the perceptron adds to x.
+func (p *parts) perceives(x *gorgonia.Node) *gorgonia.Node {
+	if p.PostNorms {
+		return p.norm(p.mlp(p.norm(x, preMLP)), postMLP)
+	}
+	return p.mlp(p.norm(x, postNorm))
 }
 
 // do takes the result of what makes a node, unless there has been an error.
@@ -209,7 +251,8 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	k := p.project(h, "self_attn.k_proj", kNorm, p.KVHeads)
 	if p.Cache != nil {
 		return p.do(func() (*gorgonia.Node, error) {
-			return p.Cache.Attention(q, k, v, kvcache.Block{RoPE: p.rope(), Window: p.Window})
+			return p.Cache.Attention(q, k, v, kvcache.Block{Heads: p.Heads, KVHeads: p.KVHeads,
+				RoPE: p.rope(), Window: p.Window})
 		})
 	}
 	p.Keys, p.Values = append(p.Keys, k), append(p.Values, v)

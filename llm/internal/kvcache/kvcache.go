@@ -17,15 +17,16 @@ import (
 
 // Config is what a cache needs to know of a model.
 type Config struct {
-	Layers, Heads, KVHeads, HeadDim int
-	Seq                             int     // positions, at most
-	Scale                           float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
+	Attentions, HeadDim int
+	Seq                 int     // positions, at most
+	Scale               float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
 }
 
 // Block is what a block's attention has of its own.
 type Block struct {
-	RoPE   *op.RoPEConfig // its Base and Scaling; nil for none
-	Window int            // as op.AttentionConfig has it
+	Heads, KVHeads int
+	RoPE           *op.RoPEConfig // its Base and Scaling; nil for none
+	Window         int            // as op.AttentionConfig has it
 }
 
 // angles are the cosines and sines of some positions, all that have been needed.
@@ -51,8 +52,8 @@ type Cache struct {
 
 // New returns an empty cache.
 func New(c Config) *Cache {
-	return &Cache{config: c, tables: map[rotation]*angles{}, keys: make([]opbase.Aux, c.Layers),
-		values: make([]opbase.Aux, c.Layers)}
+	return &Cache{config: c, tables: map[rotation]*angles{}, keys: make([]opbase.Aux, c.Attentions),
+		values: make([]opbase.Aux, c.Attentions)}
 }
 
 // angles returns cosine and sine of those by which features are turned at a position.
@@ -139,8 +140,8 @@ func attendCached[T cpu.Float](o *cachedAttentionOp, y []T, in opbase.Args) erro
 	if scale == 0 {
 		scale = 1 / math.Sqrt(float64(c.config.HeadDim))
 	}
-	attention.At(y, q, keys, values, p, attention.Shape{Heads: c.config.Heads,
-		KVHeads: c.config.KVHeads, HeadDim: c.config.HeadDim, Scale: scale, Window: o.Window})
+	attention.At(y, q, keys, values, p, attention.Shape{Heads: o.Heads, KVHeads: o.KVHeads,
+		HeadDim: c.config.HeadDim, Scale: scale, Window: o.Window})
 	return nil
 }
 
@@ -153,8 +154,8 @@ func turnCached[T cpu.Float](o *cachedAttentionOp, q, k, keys []T) []T {
 	for i := range half {
 		cos[i], sin[i] = T(wideCos[i]), T(wideSin[i])
 	}
-	layer.RoPE(turned, q, cos, sin, 1, c.config.Heads, c.config.HeadDim, false)
-	layer.RoPE(keys, k, cos, sin, 1, c.config.KVHeads, c.config.HeadDim, false)
+	layer.RoPE(turned, q, cos, sin, 1, o.Heads, c.config.HeadDim, false)
+	layer.RoPE(keys, k, cos, sin, 1, o.KVHeads, c.config.HeadDim, false)
 	return turned
 }
 

@@ -1,0 +1,177 @@
+package graph
+
+import (
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/site"
+	"github.com/kasmina-go/kasmina/op/graft"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// seeds are those of a graph that have something planted at a weight or in the stream. What is not
+// planted is not in the graph.
+type seeds struct {
+	controls *gorgonia.Node // [len(planted), graft.Controls]; nil where nothing is planted
+	planted  []arch.Planted
+	lattices []*state.Lattice // of each
+	pass     state.Pass
+}
+
+// plant adds the controls of what is planted.
+func (b *builder) plant() error {
+	s := &b.out.seeds
+	for _, p := range b.Config.Planted {
+		l := b.latticeAt(p.Site)
+		if l == nil || p.Seed >= l.Seeds() {
+			return fmt.Errorf("there is no lattice of site %v with a seed %d", p.Site, p.Seed)
+		}
+		s.planted, s.lattices = append(s.planted, p), append(s.lattices, l)
+	}
+	if len(s.planted) == 0 {
+		return nil
+	}
+	s.controls = gorgonia.NewMatrix(b.g, b.Params[0].Value.Dtype(),
+		gorgonia.WithShape(len(s.planted), graft.Controls), gorgonia.WithName("controls"))
+	for i, p := range s.planted {
+		if p.Site != blueprints.Weight {
+			continue
+		}
+		name := b.Config.WeightName(b.Config.Weights[p.Seed])
+		kind, params, err := b.grown(p)
+		if err != nil {
+			return err
+		}
+		b.nodes[name], err = site.Weight(kind, b.nodes[name], params, p.Size,
+			b.Config.LoRAScale(p.Size), graft.Row{Of: s.controls, At: i})
+		if err != nil {
+			return fmt.Errorf("seed %d on %s: %w", p.Seed, name, err)
+		}
+	}
+	return nil
+}
+
+// latticeAt returns the lattice of a site that is not a chunk's, nil if there is none.
+func (b *builder) latticeAt(site blueprints.Site) *state.Lattice {
+	for _, l := range b.Kasmina.Lattices() {
+		if l.Site() == site {
+			return l
+		}
+	}
+	return nil
+}
+
+// grown returns the kind and the parameters of what is planted.
+func (b *builder) grown(p arch.Planted) (blueprints.Kind, gorgonia.Nodes, error) {
+	specs, err := b.Config.SeedParams(p)
+	if err != nil {
+		return 0, nil, err
+	}
+	var params gorgonia.Nodes
+	for _, s := range specs {
+		params = append(params, b.nodes[s.Name])
+	}
+	kind, _ := blueprints.ByName(p.Kind)
+	return kind, params, nil
+}
+
+// streams adds what the seeds behind block i have grown.
+func (b *builder) streams(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
+	for at, p := range b.out.seeds.planted {
+		if p.Site != blueprints.Stream || b.Config.Streams[p.Seed] != i {
+			continue
+		}
+		var err error
+		if x, err = b.stream(i, x, p, graft.Row{Of: b.out.seeds.controls, At: at}); err != nil {
+			return nil, fmt.Errorf("seed %d of the stream behind block %d: %w", p.Seed, i, err)
+		}
+	}
+	return x, nil
+}
+
+// stream is x + α·f(norm(x)).
+func (b *builder) stream(i int, x *gorgonia.Node, p arch.Planted,
+	r graft.Row) (*gorgonia.Node, error) {
+	kind, params, err := b.grown(p)
+	if err != nil {
+		return nil, err
+	}
+	if params, err = site.Own(params, r); err != nil {
+		return nil, err
+	}
+	in, err := graft.Isolate(x, r, graft.Inward)
+	if err != nil {
+		return nil, err
+	}
+	var t *gorgonia.Node
+	switch kind {
+	case blueprints.Attention, blueprints.Perceptron:
+		t, err = b.half(i, kind, in, params, p.Size)
+	default:
+		if in, err = b.blocks.Norm(in, params[0]); err == nil {
+			t, err = site.Apply(kind, in, params[1:], p.Size)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return graft.Blend(x, t, r)
+}
+
+// half is what attention or a perceptron of some size would add to x as a part of a block.
+func (b *builder) half(i int, kind blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
+	size int) (*gorgonia.Node, error) {
+	shape, attention, err := b.Config.StreamShape(kind, size)
+	if err != nil {
+		return nil, err
+	}
+	in := append(gorgonia.Nodes{x}, params...)
+	if b.out.Starts != nil {
+		in = append(in, b.out.Starts)
+	}
+	whole := b.blocks.Shape
+	defer func() { b.blocks.Shape = whole }()
+	b.blocks.Shape = shape
+	return b.blocks.BuildHalf(in, attention, b.Config.Attention(i))
+}
+
+// steer sets the controls to what the lattices say now.
+func (s *seeds) steer() error {
+	if s.controls == nil {
+		return nil
+	}
+	n := len(s.planted)
+	values := make([]float64, n*graft.Controls)
+	var read *state.Lattice
+	for i, p := range s.planted {
+		if read != s.lattices[i] { // they come in order of sites
+			read = s.lattices[i]
+			read.Begin(&s.pass, false)
+		}
+		c := values[i*graft.Controls:][:graft.Controls]
+		if p.Seed >= len(s.pass.Stage) {
+			continue
+		}
+		stage, weight := s.pass.Stage[p.Seed], float64(s.pass.Alpha[p.Seed])
+		c[graft.Backward] = weight
+		if stage.Blends() {
+			c[graft.Forward], c[graft.Inward] = weight, 1
+		}
+		if stage.Learns() {
+			c[graft.Learning] = 1
+		}
+	}
+	shape := tensor.WithShape(n, graft.Controls)
+	if s.controls.Dtype() == tensor.Float64 {
+		return gorgonia.Let(s.controls, tensor.New(shape, tensor.WithBacking(values)))
+	}
+	narrow := make([]float32, len(values))
+	for i, v := range values {
+		narrow[i] = float32(v)
+	}
+	return gorgonia.Let(s.controls, tensor.New(shape, tensor.WithBacking(narrow)))
+}
