@@ -199,7 +199,7 @@ func graft(l *state.Lattice, seed int, alpha float64) error {
 // the process has held so far.
 func cpuTrain(o options) error {
 	s := size{"llama3M_cpu", llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4,
-		FF: 704, Seq: 256}, 4}
+		FF: 704, Seq: 256}, 4, false}
 	m, err := llm.NewModel(s.config.Default(), tensor.Float32, 1)
 	if err != nil {
 		return err

@@ -152,7 +152,7 @@ func (o options) run(device string, repeat int, against string) error {
 // gpuGroups are cudabench's, then what is measured through the public machine.
 func gpuGroups() []string {
 	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients",
-		"recompute", "train-kasmina")
+		"recompute", "train-kasmina", ofPublished)
 }
 
 func modelNames() (names []string) {

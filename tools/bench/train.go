@@ -24,18 +24,30 @@ import (
 
 // size is a model and its batch.
 type size struct {
-	name   string
-	config llm.Config
-	batch  int
+	name      string
+	config    llm.Config
+	batch     int
+	published bool // the shape of a model that is, which the group of these trains
 }
 
+// sizes are models of Llama 2's blocks, and the shapes of published ones: Llama-3.2-1B, Qwen3-1.7B,
+// and the first six blocks of Mistral-7B, in sequences that are longer than its window.
 var sizes = []size{
 	{"llama124M", llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024},
-		32},
+		32, false},
 	{"llama350M", llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816, Seq: 1024},
-		16},
+		16, false},
 	{"llama925M", llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048},
-		8},
+		8, false},
+	{"llama3.2-1B", llm.Config{Vocab: 128256, Dim: 2048, Layers: 16, Heads: 32, KVHeads: 8,
+		FF: 8192, Seq: 4096, Base: 5e5, Traits: llm.Traits{Scaling: op.RoPEScaling{Factor: 32,
+			LowFreq: 1, HighFreq: 4, Original: 8192}}}, 4, true},
+	{"qwen3-1.7B", llm.Config{Vocab: 151936, Dim: 2048, Layers: 28, Heads: 16, KVHeads: 8,
+		HeadDim: 128, FF: 6144, Seq: 4096, Base: 1e6, Eps: 1e-6,
+		Traits: llm.Traits{QKNorm: true}}, 4, true},
+	{"mistral-7B-6blocks", llm.Config{Vocab: 32000, Dim: 4096, Layers: 6, Heads: 32, KVHeads: 8,
+		FF: 14336, Seq: 8192, Untied: true,
+		Traits: llm.Traits{Blocks: []llm.Block{{Window: 4096}}}}, 2, true},
 }
 
 // variant is a way to train a model, measured by a group of its own.
@@ -55,6 +67,7 @@ type variant struct {
 // telemetry and with that of all seeds in each step, beside a step without such layers.
 var variants = []variant{
 	{group: "train"},
+	{group: ofPublished},
 	{group: "train-f8", suffix: "_f8", float8: true},
 	{group: "train-bf16-gradients", suffix: "_bf16_gradients", gradients: cudaops.BFloat16},
 	{group: "recompute", suffix: "_recompute", how: []llm.GraphOption{llm.WithRecompute()}},
@@ -68,7 +81,7 @@ var variants = []variant{
 // trains reports whether a model is trained in that way.
 func (o options) trains(s size, v variant) bool {
 	return slices.Contains(o.models, s.name) && o.has(v.group) &&
-		(v.model == "" || v.model == s.name)
+		s.published == (v.group == ofPublished) && (v.model == "" || v.model == s.name)
 }
 
 // trainings are the ways in which a model is trained: those that take turns together, the others
@@ -86,6 +99,9 @@ func (o options) trainings(s size) (all [][]variant) {
 	}
 	return all
 }
+
+// ofPublished is the group that trains the shapes of published models.
+const ofPublished = "train-published"
 
 // warmUp is how many runs come before those that are timed: they load kernels and record the graph.
 const warmUp = 5
@@ -284,8 +300,7 @@ func (s size) train(device *cudaops.Device, ways []variant, o options) (err erro
 func (s size) trained(name string, took time.Duration, params int) result {
 	c := s.config.Default()
 	tokens := float64(s.batch * c.Seq)
-	// causal attention counted at half
-	r := measured(name, took, 0, tokens*(6*float64(params)+6*float64(c.Layers*c.Dim*c.Seq)))
+	r := measured(name, took, 0, tokens*c.FLOPs())
 	r.Params, r.TokensPS = params, rounded(tokens/took.Seconds(), 0)
 	return r
 }
