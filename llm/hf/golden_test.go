@@ -70,32 +70,66 @@ func distance(a, b []float32) float64 {
 	return math.Sqrt(off / size)
 }
 
+// offLogits is the distance of a model's logits from those of transformers, over all positions.
+func offLogits(t *testing.T, g golden, i *llm.Inference) float64 {
+	var ours, theirs []float32
+	for s, ids := range g.ids {
+		next, err := i.Decoder()
+		require.NoError(t, err)
+		for n := 1; n <= len(ids); n++ {
+			if n%7 == 0 { // a cache is filled anew
+				next, err = i.Decoder()
+				require.NoError(t, err)
+			}
+			got, err := next(t.Context(), ids[:n])
+			require.NoError(t, err)
+			ours = append(ours, got.([]float32)...)
+			theirs = append(theirs, g.logits[s*len(ids)+n-1]...)
+		}
+	}
+	require.NoError(t, i.Close())
+	return distance(ours, theirs)
+}
+
 // TestLogits wants those of transformers, from passes over all tokens and from the cache of keys
 // and values.
 func TestLogits(t *testing.T) {
 	for _, folder := range folders {
 		t.Run(folder, func(t *testing.T) {
-			g := readGolden(t, folder)
 			m, err := open(t, folder).Load(t.Context())
 			require.NoError(t, err)
-			for s, ids := range g.ids {
-				i := &llm.Inference{Model: m}
-				next, err := i.Decoder()
-				require.NoError(t, err)
-				for n := 1; n <= len(ids); n++ {
-					if n%7 == 0 { // the cache is filled anew
-						next, err = i.Decoder()
-						require.NoError(t, err)
-					}
-					got, err := next(t.Context(), ids[:n])
-					require.NoError(t, err)
-					want := g.logits[s*len(ids)+n-1]
-					require.Less(t, distance(got.([]float32), want), 1e-5, "position %d", n-1)
-				}
-				require.NoError(t, i.Close())
-			}
+			require.Less(t, offLogits(t, readGolden(t, folder), &llm.Inference{Model: m}), 1e-5)
 		})
 	}
+}
+
+// lossesOf are those of ten steps of AdamW on an engine.
+func lossesOf(t *testing.T, folder string, g golden,
+	engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) []float32 {
+	seq := len(g.ids[0])
+	m, err := open(t, folder).Load(t.Context(), WithConfig(func(c *llm.Config) { c.Seq = seq }))
+	require.NoError(t, err)
+	o, err := optim.NewAdamW(optim.WithLR(1e-3), optim.WithBetas(0.9, 0.99),
+		optim.WithWeightDecay(0.01))
+	require.NoError(t, err)
+	e, err := engine(m, o, llm.TrainConfig{Batch: len(g.ids)})
+	require.NoError(t, err)
+	defer func() { require.NoError(t, e.Close()) }()
+	var b data.Batch
+	for _, ids := range g.ids {
+		b.Inputs = append(b.Inputs, ids...)
+		b.Targets = append(append(b.Targets, ids[1:]...), -1)
+	}
+	b.Count = len(g.ids) * (seq - 1)
+	losses := make([]float32, len(g.losses))
+	for step := range losses {
+		loss, err := e.Gradients(b)
+		require.NoError(t, err)
+		losses[step] = float32(loss)
+		_, err = e.Update()
+		require.NoError(t, err)
+	}
+	return losses
 }
 
 // TestLosses wants those of ten steps of AdamW.
@@ -103,30 +137,7 @@ func TestLosses(t *testing.T) {
 	for _, folder := range folders {
 		t.Run(folder, func(t *testing.T) {
 			g := readGolden(t, folder)
-			seq := len(g.ids[0])
-			m, err := open(t, folder).Load(t.Context(), WithConfig(func(c *llm.Config) {
-				c.Seq = seq
-			}))
-			require.NoError(t, err)
-			o, err := optim.NewAdamW(optim.WithLR(1e-3), optim.WithBetas(0.9, 0.99),
-				optim.WithWeightDecay(0.01))
-			require.NoError(t, err)
-			e, err := llm.CPUEngine()(m, o, llm.TrainConfig{Batch: len(g.ids)})
-			require.NoError(t, err)
-			defer e.Close()
-			var b data.Batch
-			for _, ids := range g.ids {
-				b.Inputs = append(b.Inputs, ids...)
-				b.Targets = append(append(b.Targets, ids[1:]...), -1)
-			}
-			b.Count = len(g.ids) * (seq - 1)
-			for step, want := range g.losses {
-				loss, err := e.Gradients(b)
-				require.NoError(t, err)
-				require.InEpsilon(t, want, loss, 1e-4, "step %d", step)
-				_, err = e.Update()
-				require.NoError(t, err)
-			}
+			require.InEpsilonSlice(t, g.losses, lossesOf(t, folder, g, llm.CPUEngine()), 1e-4)
 			require.Less(t, g.losses[9], g.losses[0]-0.05)
 		})
 	}

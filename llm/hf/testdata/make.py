@@ -4,16 +4,21 @@ Each has golden.safetensors: ids, the logits for them in float32, and the losses
 AdamW on them. Runs with transformers 5.23.0 and torch 2.15.0:
 
     python3 make.py
+
+bf16.json says how far transformers is from that where it computes in bfloat16, on a GPU:
+
+    python3 make.py bf16
 """
 
 import json
 import os
 import shutil
+import sys
 import warnings
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
@@ -70,27 +75,51 @@ def make(name, family, fields, dtype):
     shutil.rmtree(name, ignore_errors=True)
     model.save_pretrained(name)
     # What the file holds, computed in float32.
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, attn_implementation="eager")
+    model = load(name, torch.float32)
     ids = torch.randint(3, config.vocab_size, (2, 24))  # the row of padding would not learn
     with torch.no_grad():
         logits = model(ids).logits
+    save_file({"ids": ids, "logits": logits.contiguous(), "losses": train(model, ids)},
+              name + "/golden.safetensors")
+
+
+def load(name, dtype, device="cpu"):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, attn_implementation="eager").to(device)
+
+
+def train(model, ids, autocast=False):
+    """The losses of ten steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-8,
                                   weight_decay=0.01)
     losses = []
     for _ in range(10):
-        loss = torch.nn.functional.cross_entropy(
-            model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+            loss = torch.nn.functional.cross_entropy(
+                model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    save_file({"ids": ids, "logits": logits.contiguous(), "losses": torch.tensor(losses)},
-              name + "/golden.safetensors")
+    return torch.tensor(losses)
 
 
-for name, (family, fields, dtype) in MODELS.items():
-    make(name, family, fields, dtype)
+def bf16():
+    """Distances of bfloat16 from the float32 of the golden files."""
+    off = {}
+    for name in MODELS:
+        golden = load_file(name + "/golden.safetensors", device="cuda")
+        with torch.no_grad():
+            logits = load(name, torch.bfloat16, "cuda")(golden["ids"]).logits
+        losses = train(load(name, torch.float32, "cuda"), golden["ids"], autocast=True)
+        off[name] = {"logits": distance(logits, golden["logits"]),
+                     "losses": distance(losses.cuda(), golden["losses"])}
+    with open("bf16.json", "w") as f:
+        json.dump(off, f, indent=1)
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def make_tiny():
@@ -153,4 +182,9 @@ def tokenizers_regex():
                  r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
-make_tiny()
+if sys.argv[1:] == ["bf16"]:
+    bf16()
+else:
+    for name, (family, fields, dtype) in MODELS.items():
+        make(name, family, fields, dtype)
+    make_tiny()
