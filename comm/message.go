@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"bytes"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -59,8 +60,11 @@ func (m member) String() string {
 	return fmt.Sprintf("rank %d (process %d on %s)", m.Rank, m.PID, m.Host)
 }
 
-// maxMessage bounds a message, so that a stranger's bytes are not taken for a length.
-const maxMessage = 64 << 20
+// Bounds of messages, so that a stranger's bytes are not taken for a length.
+const (
+	maxMessage  = 64 << 20
+	maxGreeting = 64 << 10 // until somebody has shown that he knows the secret
+)
 
 var protocol = [8]byte{'k', 'a', 's', 'm', 'c', 'o', 'm', 1}
 
@@ -94,20 +98,21 @@ func (w *wire) send(m message) error {
 	return err
 }
 
-func (w *wire) receive() (m message, err error) {
+// receive waits for a message of at most so many bytes.
+func (w *wire) receive(most uint32) (m message, err error) {
 	var head [len(protocol) + 4]byte
 	if _, err := io.ReadFull(w, head[:]); err != nil {
 		return m, err
 	}
 	length := binary.BigEndian.Uint32(head[len(protocol):])
-	if [len(protocol)]byte(head[:]) != protocol || length > maxMessage {
+	if [len(protocol)]byte(head[:]) != protocol || length > most {
 		return m, errStranger
 	}
-	text := make([]byte, length)
-	if _, err := io.ReadFull(w, text); err != nil {
+	var text bytes.Buffer // which grows with what comes, not with what is announced
+	if _, err := io.CopyN(&text, w, int64(length)); err != nil {
 		return m, err
 	}
-	return m, json.Unmarshal(text, &m)
+	return m, json.Unmarshal(text.Bytes(), &m)
 }
 
 // proof shows that somebody knows the secret, for the nonce of the other side.

@@ -36,7 +36,10 @@ const PortWindow = 16
 // for each run.
 const SecretVariable = "KASMINA_SECRET"
 
-const defaultPort = 29500 // torchrun's
+const (
+	defaultPort = 29500   // torchrun's
+	maxRanks    = 1 << 20 // for which rank 0 keeps seats
+)
 
 // FromEnvironment reads the place from the variables that launchers set, getenv being os.Getenv:
 //
@@ -79,6 +82,8 @@ func FromEnvironment(getenv func(string) string) (Place, error) {
 // Check says what is wrong with a place.
 func (p Place) Check() error {
 	switch {
+	case p.Size > maxRanks:
+		return fmt.Errorf("%d ranks: want at most %d", p.Size, maxRanks)
 	case p.Size < 1 || p.Rank < 0 || p.Rank >= p.Size:
 		return fmt.Errorf("rank %d of %d: want a rank from 0 to the number of ranks less one",
 			p.Rank,

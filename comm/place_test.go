@@ -90,6 +90,7 @@ func TestEnvironmentsInPart(t *testing.T) {
 	}{
 		{"torchrun.env", "WORLD_SIZE=", "torchrun: WORLD_SIZE is not set"},
 		{"torchrun.env", "RANK=8", "rank 8 of 8"},
+		{"torchrun.env", "WORLD_SIZE=1000000000000", "ranks: want at most 1048576"},
 		{"torchrun.env", "RANK=-1", `RANK="-1": want a number`},
 		{"torchrun.env", "LOCAL_RANK=4", "local rank 4 of 4"},
 		{"torchrun.env", "LOCAL_WORLD_SIZE=9", "local rank 1 of 9 in a run of 8"},
@@ -139,7 +140,8 @@ func TestSlurmHosts(t *testing.T) {
 	for _, list := range []string{"", ",", "a,", "a[", "a]", "a[1", "a[]",
 		"a[x]", "a[2-1]", "a[1-]",
 		"a[[1]]",
-		"a[1-2-3]", "a[0-999999999]", "a[0-9999][0-9999]", "a[-1]", "a[0-4294967296]"} {
+		"a[1-2-3]", "a[0-999999999]", "a[0-9999][0-9999]", "a[-1]", "a[0-4294967296]",
+		"a[" + strings.Repeat("0", 21) + "-9]"} {
 		hosts, err := slurmHosts(list)
 		require.Error(t, err, "%s: %v", list, len(hosts))
 	}

@@ -13,6 +13,9 @@ func slurmPort(job, step int) int { return 15000 + (job+step)%1024*PortWindow }
 // maxSlurmHosts bounds what a list may expand to.
 const maxSlurmHosts = 1 << 17
 
+// maxSlurmDigits bounds how long numbers are that a list may ask for by leading zeros.
+const maxSlurmDigits = 20
+
 // slurmHosts expands Slurm's list of nodes: "gpu[01-03,7],login,r[1-2]n[0-1]" is gpu01, gpu02,
 // gpu03, gpu7, login, r1n0, r1n1, r2n0, r2n1.
 func slurmHosts(list string) ([]string, error) {
@@ -102,7 +105,7 @@ func expandRange(r string) ([]string, error) {
 	}
 	a, errA := strconv.ParseUint(low, 10, 32)
 	b, errB := strconv.ParseUint(high, 10, 32)
-	if errA != nil || errB != nil || b < a {
+	if errA != nil || errB != nil || b < a || len(low) > maxSlurmDigits {
 		return nil, fmt.Errorf("[%s]: want a number or a range of them", r)
 	}
 	if b-a >= maxSlurmHosts {

@@ -95,7 +95,7 @@ func (s *store) serve(w *wire) {
 		return
 	}
 	for {
-		asked, err := w.receive()
+		asked, err := w.receive(maxMessage)
 		if err != nil {
 			s.lost(m)
 			return
@@ -124,7 +124,7 @@ func (s *store) admit(w *wire) (member, bool) {
 		w.send(message{Kind: hello, Nonce: nonce}) != nil {
 		return member{}, false
 	}
-	m, err := w.receive()
+	m, err := w.receive(maxGreeting)
 	if err != nil || m.Kind != join {
 		return member{}, false
 	}

@@ -60,6 +60,10 @@ const joinKey = "join#0"
 // Join meets the other ranks and returns when all are there. Rank 0 must be reachable at the
 // place's address. The error says which ranks are missing, or in which fact a rank differs.
 func Join(ctx context.Context, p Place, o Options) (*World, error) {
+	if ctx == nil {
+		return nil, errors.New("comm: Join: the context is nil, want one such as " +
+			"context.Background()")
+	}
 	if err := p.Check(); err != nil {
 		return nil, fmt.Errorf("comm: %w", err)
 	}
@@ -173,7 +177,7 @@ func greet(ctx context.Context, p Place, port int) (w *wire, final bool, err err
 	if err := w.SetReadDeadline(time.Now().Add(handshakeTimeout)); err != nil {
 		return w, false, err
 	}
-	asked, err := w.receive()
+	asked, err := w.receive(maxGreeting)
 	if err != nil {
 		return w, false, err
 	}
@@ -184,7 +188,7 @@ func greet(ctx context.Context, p Place, port int) (w *wire, final bool, err err
 	if err := w.send(m); err != nil {
 		return w, false, err
 	}
-	answer, err := w.receive()
+	answer, err := w.receive(maxGreeting)
 	if err != nil {
 		return w, false, err
 	}
@@ -346,7 +350,7 @@ func (w *World) abandon() error {
 // listen takes what the store says until the connection ends.
 func (w *World) listen() {
 	for {
-		m, err := w.wire.receive()
+		m, err := w.wire.receive(maxMessage)
 		if err != nil {
 			w.lose(err)
 			return

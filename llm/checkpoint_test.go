@@ -739,6 +739,94 @@ func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 	}
 }
 
+// inParts saves a checkpoint with some moments in two files beside it, and returns the path of the
+// second, which has the other half of each.
+func inParts(t testing.TB, path string, tensors []safetensors.Tensor, metadata map[string]string,
+	moments []safetensors.Tensor) (second string) {
+	t.Helper()
+	set := modelfile.Parts{ID: "0123456789abcdef", Files: 2}
+	text, err := json.Marshal(set)
+	require.NoError(t, err)
+	metadata[modelfile.PartsKey] = string(text)
+	require.NoError(t, safetensors.Save(path, tensors, metadata))
+	for rank := range 2 {
+		var own []modelfile.Stretch
+		for _, m := range moments {
+			data := m.Data.([]float32)
+			s := modelfile.Stretch{Moment: strings.TrimPrefix(m.Name, modelfile.OptimizerPrefix),
+				Data: data[:len(data)/2]}
+			if rank == 1 {
+				s.From, s.Data = len(data)/2, data[len(data)/2:]
+			}
+			own = append(own, s)
+		}
+		require.NoError(t, set.SavePart(path, rank, own))
+	}
+	return path + ".0123456789abcdef-2of2"
+}
+
+// moments returns what of a checkpoint stands in parts, and all else.
+func moments(tensors []safetensors.Tensor) (apart, rest []safetensors.Tensor) {
+	for _, x := range tensors {
+		if _, ok := x.Data.([]float32); ok && strings.HasPrefix(x.Name, modelfile.OptimizerPrefix) {
+			apart = append(apart, x)
+		} else {
+			rest = append(rest, x)
+		}
+	}
+	return apart, rest
+}
+
+// FuzzParts gives Resume a checkpoint of several files, one of which may be anything.
+func FuzzParts(f *testing.F) {
+	tensors, metadata := trainedCheckpoint(f)
+	apart, rest := moments(tensors)
+	require.NotEmpty(f, apart)
+	path := filepath.Join(f.TempDir(), "m.safetensors")
+	second := inParts(f, path, rest, metadata, apart)
+	own, ownMetadata, err := safetensors.Load(second)
+	require.NoError(f, err)
+	whole := withoutChecksums(f, own, ownMetadata)
+	f.Add(whole)
+	f.Add(whole[:len(whole)-1])
+	f.Add([]byte{})
+	tr := smallTrainer(f, smallConfig())
+	require.NoError(f, tr.step())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		require.NoError(t, os.WriteFile(second, b, 0o666))
+		info, err := os.Stat(path)
+		require.NoError(t, err)
+		checkRefusal(t, tr, path, info.Size()+int64(len(b)))
+	})
+}
+
+// TestPartsThatAnnounceMore wants parts that begin moments which they do not have to be refused
+// before memory is taken for those.
+func TestPartsThatAnnounceMore(t *testing.T) {
+	c := smallConfig()
+	c.Vocab = 1 << 17
+	m, err := NewModel(c, tensor.Float32, 1)
+	require.NoError(t, err)
+	path := filepath.Join(t.TempDir(), "m.safetensors")
+	require.NoError(t, m.Save(path))
+	tensors, metadata, err := safetensors.Load(path)
+	require.NoError(t, err)
+	var announced []safetensors.Tensor
+	for i := range 8 {
+		announced = append(announced, safetensors.Tensor{Data: make([]float32, 2),
+			Name: fmt.Sprintf("optimizer.model.embed_tokens.weight.%d", i)})
+	}
+	inParts(t, path, tensors, metadata, announced)
+	f, err := modelfile.Open(path)
+	require.NoError(t, err)
+	defer f.Close()
+	info, err := os.Stat(path)
+	require.NoError(t, err)
+	bounded.Run(t, info.Size(), func() { _, err = f.Moments(t.Context(), fileShape(m.Config, tensor.Float32)) })
+	require.ErrorContains(t, err, "its parts have 2 of the 524288 elements of "+
+		"model.embed_tokens.weight.0")
+}
+
 // FuzzBlueprint gives ReadBlueprint any bytes, of which some are a blueprint without checksums.
 func FuzzBlueprint(f *testing.F) {
 	c := smallConfig()

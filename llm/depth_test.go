@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -19,6 +20,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -461,6 +463,41 @@ func TestReplay(t *testing.T) {
 		_, err := ReadRecord(strings.NewReader(bad))
 		require.ErrorContains(t, err, "line ", bad)
 	}
+}
+
+// FuzzRecord gives ReadRecord any text, and its commands to a model. What is refused leaves the
+// model as it was.
+func FuzzRecord(f *testing.F) {
+	f.Add([]byte(`{"step":2,"share":0.5,"loss":3,"command":{"action":"Germinate","layer":0,` +
+		`"seed":1,"slot":1,"kind":"Residual","why":"x"}}` + "\n" +
+		`{"step":3,"share":0.5,"command":{"action":"Move","layer":0,"seed":1,"to":"Training"}}`))
+	f.Add([]byte(`{"step":1,"share":1,"command":{"action":"Load","kind":"Residual",` +
+		`"weights":[1,2],"scale":1e300}}`))
+	f.Add([]byte(`{"step":1,"command":{"action":"Germinate","kind":"Stack","layer":1,"size":2,` +
+		`"strategy":{"name":"Linear","params":{"epochs":-1}}}}` + "\n" +
+		`{"step":1,"command":{"action":"SetAlpha","alpha":-3}}`))
+	c := smallConfig()
+	c.Depth = 2
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var r *Record
+		var err error
+		bounded.Run(t, int64(len(text)), func() { r, err = ReadRecord(bytes.NewReader(text)) })
+		if err != nil {
+			return
+		}
+		tr := smallTrainer(t, c)
+		for _, step := range slices.Sorted(maps.Keys(r.commands)) {
+			for _, command := range r.commands[step] {
+				before := stateOf(t, tr)
+				if err := tr.obey([]state.Command{command}); err != nil {
+					require.Equal(t, before, stateOf(t, tr), "refused with %v", err)
+				}
+				again, err := json.Marshal(command)
+				require.NoError(t, err)
+				require.NoError(t, new(state.Command).UnmarshalJSON(again))
+			}
+		}
+	})
 }
 
 // TestControllerGrows wants a controller to grow a model within its shares, to let it settle, and

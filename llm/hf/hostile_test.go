@@ -3,6 +3,7 @@ package hf
 import (
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"maps"
 	"math"
 	"os"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
@@ -261,6 +263,50 @@ func TestHostileConfig(t *testing.T) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, configName), []byte(text), 0o666))
 		refuses(t, dir, want)
 	}
+}
+
+// FuzzOpen gives Open the texts of a folder: config.json, generation_config.json and the index of
+// weights in two files.
+func FuzzOpen(f *testing.F) {
+	dir := f.TempDir()
+	folder, err := Open(filepath.Join("testdata", "llama2"))
+	require.NoError(f, err)
+	defer folder.Close()
+	m, err := folder.Load(f.Context())
+	require.NoError(f, err)
+	shards := filepath.Join(dir, "shards")
+	require.NoError(f, SavePretrained(f.Context(), shards, m, Like(folder), WithShardSize(16000)))
+	index, err := os.ReadFile(filepath.Join(shards, indexName))
+	require.NoError(f, err)
+	for _, name := range folders {
+		config, err := os.ReadFile(filepath.Join("testdata", name, configName))
+		require.NoError(f, err)
+		generation, err := os.ReadFile(filepath.Join("testdata", name, generationName))
+		require.NoError(f, err)
+		f.Add(config, generation, index)
+	}
+	f.Fuzz(func(t *testing.T, config, generation, index []byte) {
+		for name, text := range map[string][]byte{configName: config, generationName: generation,
+			indexName: index} {
+			require.NoError(t, os.WriteFile(filepath.Join(shards, name), text, 0o666))
+		}
+		size := int64(0)
+		entries, err := os.ReadDir(shards)
+		require.NoError(t, err)
+		for _, e := range entries {
+			info, err := e.Info()
+			require.NoError(t, err)
+			size += info.Size()
+		}
+		bounded.Run(t, size, func() {
+			folder, err := Open(shards)
+			if err != nil {
+				return
+			}
+			_, err = folder.Load(t.Context())
+			require.NoError(t, errors.Join(err, folder.Close()))
+		})
+	})
 }
 
 // TestOldConfig wants what older versions of transformers wrote to mean the same.

@@ -145,17 +145,19 @@ func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 	for name, shape := range s.Params {
 		g.shapes[name] = shape
 	}
-	for rank := range p.Files {
-		if err := g.read(ctx, p, f.path, rank); err != nil {
+	// Memory is taken once all elements are known to be there: a file may announce anything.
+	for _, take := range []func() error{g.allocate, g.complete} {
+		for rank := range p.Files {
+			if err := g.read(ctx, p, f.path, rank); err != nil {
+				return nil, f.Errorf("%w", err)
+			}
+		}
+		if err := take(); err != nil {
 			return nil, f.Errorf("%w", err)
 		}
 	}
 	var all []Moment
 	for _, m := range g.order {
-		if m.have != reflect.ValueOf(m.Data).Len() {
-			return nil, f.Errorf("%w: its parts have %d of the %d elements of %s",
-				safetensors.ErrCorrupt, m.have, reflect.ValueOf(m.Data).Len(), m.Name)
-		}
 		all = append(all, m.Moment)
 	}
 	return all, nil
@@ -169,10 +171,38 @@ type gathering struct {
 	fields  map[string]int // moments of each parameter
 }
 
-// growing is a moment of which so many elements are there.
+// growing is a moment of which so many elements have been found, and read where there is Data.
 type growing struct {
 	Moment
-	have int
+	dtype      safetensors.DType
+	have, size int
+}
+
+// complete checks that all elements of all moments have been found.
+func (g *gathering) complete() error {
+	for _, m := range g.order {
+		if m.have != m.size {
+			return fmt.Errorf("%w: its parts have %d of the %d elements of %s",
+				safetensors.ErrCorrupt, m.have, m.size, m.Name)
+		}
+	}
+	return nil
+}
+
+// allocate makes room for moments that are complete, whose elements are then read.
+func (g *gathering) allocate() error {
+	if err := g.complete(); err != nil {
+		return err
+	}
+	for _, m := range g.order {
+		m.have = 0
+		if m.dtype == safetensors.F64 {
+			m.Data = make([]float64, m.size)
+		} else {
+			m.Data = make([]float32, m.size)
+		}
+	}
+	return nil
 }
 
 // read adds what a part holds.
@@ -218,19 +248,26 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 	if err != nil {
 		return err
 	}
-	whole := reflect.ValueOf(m.Data)
 	if from, err := strconv.Atoi(own[at+1:]); err != nil || from != m.have ||
-		shape[0] > whole.Len()-from {
+		shape[0] > m.size-from {
 		return fmt.Errorf("%w: %.100q has %d elements, and comes where element %d of %d is next",
-			safetensors.ErrCorrupt, stretch, shape[0], m.have, whole.Len())
+			safetensors.ErrCorrupt, stretch, shape[0], m.have, m.size)
 	}
 	m.have += shape[0]
-	return file.Read(ctx, stretch, whole.Slice(m.have-shape[0], m.have).Interface())
+	if m.Data == nil {
+		return nil
+	}
+	return file.Read(ctx, stretch,
+		reflect.ValueOf(m.Data).Slice(m.have-shape[0], m.have).Interface())
 }
 
-// moment is one that has begun, or begins: memory is taken for what the model has alone.
+// moment is one that has begun, or begins.
 func (g *gathering) moment(name, param string, dtype safetensors.DType) (*growing, error) {
 	if m := g.moments[name]; m != nil {
+		if m.dtype != dtype {
+			return nil, fmt.Errorf("%w: its parts have %s as %s and as %s", safetensors.ErrCorrupt,
+				name, m.dtype, dtype)
+		}
 		return m, nil
 	}
 	if g.fields[param]++; g.fields[param] > maxFields {
@@ -240,12 +277,7 @@ func (g *gathering) moment(name, param string, dtype safetensors.DType) (*growin
 	for _, d := range g.shapes[param] {
 		size *= d
 	}
-	m := &growing{Moment: Moment{Name: name, Shape: g.shapes[param]}}
-	if dtype == safetensors.F64 {
-		m.Data = make([]float64, size)
-	} else {
-		m.Data = make([]float32, size)
-	}
+	m := &growing{Moment: Moment{Name: name, Shape: g.shapes[param]}, dtype: dtype, size: size}
 	g.moments[name], g.order = m, append(g.order, m)
 	return m, nil
 }

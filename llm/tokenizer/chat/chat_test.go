@@ -158,13 +158,14 @@ func FuzzParse(f *testing.F) {
 	for _, source := range []string{"{{ bos_token }}",
 		"{% for m in messages %}{{ m.role }}{% endfor %}",
 		"{{ (a if b else c) }}", "{#", "{{ '", "{% set x = [1, 2 if a else 3] %}{{ x[-1] }}"} {
-		f.Add(source)
+		f.Add(source, []byte(tokens))
 	}
-	f.Fuzz(func(t *testing.T, source string) {
+	f.Add("", []byte(`{"bos_token":null,"chat_template":[{"name":"default","template":"x"}]}`))
+	f.Fuzz(func(t *testing.T, source string, config []byte) {
 		if strings.Contains(source, "for") || strings.Contains(source, "macro") {
 			return // a template may loop as long as its text is short
 		}
-		template, err := Parse(source, []byte(tokens))
+		template, err := Parse(source, config)
 		if err != nil {
 			return
 		}

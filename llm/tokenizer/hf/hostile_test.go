@@ -232,13 +232,16 @@ func TestLongPieces(t *testing.T) {
 func FuzzParse(f *testing.F) {
 	g := readGolden(f)
 	for _, t := range g.Tokenizers {
-		f.Add([]byte(t.File), "It's 1234 ▁\n<s>")
+		f.Add([]byte(t.File), []byte(nil), "It's 1234 ▁\n<s>")
 	}
-	f.Add([]byte(file("")), "ab")
-	f.Fuzz(func(t *testing.T, file []byte, text string) {
+	f.Add([]byte(file("")), []byte(`{"bos_token":"a","eos_token":{"content":"b"}}`), "ab")
+	f.Fuzz(func(t *testing.T, file, config []byte, text string) {
+		if len(config) == 0 {
+			config = nil // there is none
+		}
 		var tok *Tokenizer
 		var err error
-		bounded.Run(t, int64(len(file)), func() { tok, err = Parse(file, nil) })
+		bounded.Run(t, int64(len(file)+len(config)), func() { tok, err = Parse(file, config) })
 		if err != nil {
 			require.Nil(t, tok)
 			return
