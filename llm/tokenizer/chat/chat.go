@@ -41,7 +41,6 @@ const (
 	maxTemplate = 1 << 20 // bytes
 	maxConfig   = 16 << 20
 	maxText     = 64 << 20 // bytes of a conversation
-	maxRange    = 100_000  // numbers, as in Jinja's sandbox
 )
 
 // ErrNoTemplate is the error of a folder without a chat template.
@@ -118,7 +117,7 @@ func parse(source string, raw []byte) (*Template, error) {
 	if t.source == "" {
 		return nil, ErrNoTemplate
 	}
-	if _, err := t.compile(time.Time{}); err != nil {
+	if _, err := t.compile(time.Time{}, t.limits(nil, nil)); err != nil {
 		return nil, err
 	}
 	return t, nil
@@ -204,13 +203,14 @@ func (t *Template) render(messages []Message, o Options) (text string, err error
 	variables["messages"] = turns
 	maps.Copy(variables, t.tokens)
 	// A template is compiled for each use: what it compiles to holds state.
-	compiled, err := t.compile(o.Now)
+	compiled, err := t.compile(o.Now, t.limits(messages, o.Variables))
 	if err != nil {
 		return "", err
 	}
 	defer recovered(&err)
-	out := &limited{}
-	if err := compiled.Execute(out, exec.NewContext(variables)); err != nil {
+	var out strings.Builder
+	err = compiled.Execute(&paper{to: &out, most: maxText}, exec.NewContext(variables))
+	if err != nil {
 		return "", err
 	}
 	return out.String(), nil
@@ -223,20 +223,8 @@ func recovered(err *error) {
 	}
 }
 
-// limited is a buffer that refuses to become too large.
-type limited struct{ bytes.Buffer }
-
-func (l *limited) Write(text []byte) (int, error) {
-	if l.Len()+len(text) > maxText {
-		return 0, fmt.Errorf("the text has more than %d bytes", maxText)
-	}
-	return l.Buffer.Write(text)
-}
-
-func (l *limited) WriteString(text string) (int, error) { return l.Write([]byte(text)) }
-
 // compile returns the template as transformers compiles it.
-func (t *Template) compile(now time.Time) (template *exec.Template, err error) {
+func (t *Template) compile(now time.Time, l *limits) (template *exec.Template, err error) {
 	defer recovered(&err)
 	if len(t.source) > maxTemplate {
 		return nil, fmt.Errorf("the template has %d bytes, want at most %d", len(t.source),
@@ -245,18 +233,25 @@ func (t *Template) compile(now time.Time) (template *exec.Template, err error) {
 	c := config.New()
 	c.TrimBlocks, c.LeftStripBlocks = true, true
 	environment := &exec.Environment{
-		Context: exec.EmptyContext().Update(globals(now)),
-		Filters: exec.NewFilterSet(map[string]exec.FilterFunction{}).Update(
-			builtins.Filters),
+		Context:           l.globals(now),
+		Filters:           l.filterSet(),
 		Tests:             builtins.Tests,
-		ControlStructures: builtins.ControlStructures,
-		Methods:           builtins.Methods,
+		ControlStructures: l.structureSet(),
+		Methods: exec.Methods{
+			Str:  methods(l, stringMethods(), stringMethodNames),
+			Dict: methods(l, builtins.Methods.Dict, dictMethodNames),
+			List: methods(l, builtins.Methods.List, listMethodNames),
+			Bool: exec.NewMethodSet[bool](nil), Int: exec.NewMethodSet[int](nil),
+			Float: exec.NewMethodSet[float64](nil),
+		},
 	}
-	environment.Methods.Str = stringMethods()
-	if err := environment.Filters.Replace("tojson", toJSON); err != nil {
+	source, err := withoutConditionals(t.source)
+	if err == nil {
+		err = checkTokens(source, c)
+	}
+	if err != nil {
 		return nil, err
 	}
-	source := withoutConditionals(t.source)
 	template, err = exec.NewTemplate(templateName, c, alone(source), environment)
 	if err != nil { // it repeats the template
 		return nil, errors.New(strings.ReplaceAll(err.Error(), source, templateName))
@@ -265,8 +260,12 @@ func (t *Template) compile(now time.Time) (template *exec.Template, err error) {
 }
 
 // globals are the functions that a template can call.
-func globals(now time.Time) *exec.Context {
-	g := exec.EmptyContext().Update(builtins.GlobalFunctions).Update(builtins.GlobalVariables)
+func (l *limits) globals(now time.Time) *exec.Context {
+	g := exec.EmptyContext()
+	for _, name := range []string{"namespace", "dict"} {
+		own, _ := builtins.GlobalFunctions.Get(name)
+		g.Set(name, own)
+	}
 	g.Set("raise_exception", func(_ *exec.Evaluator, args *exec.VarArgs) (any, error) {
 		return nil, fmt.Errorf("the template refuses the conversation: %s", args.First().String())
 	})
@@ -275,6 +274,7 @@ func globals(now time.Time) *exec.Context {
 	})
 	g.Set("range", numbers)
 	g.Set(either, chooseEither)
+	g.Set(product, l.product)
 	return g
 }
 
@@ -299,8 +299,8 @@ func numbers(_ *exec.Evaluator, args *exec.VarArgs) ([]int, error) {
 	}
 	list := []int{}
 	for i := from; step > 0 && i < to || step < 0 && i > to; i += step {
-		if len(list) == maxRange {
-			return nil, fmt.Errorf("range: more than %d numbers", maxRange)
+		if len(list) == maxItems {
+			return nil, fmt.Errorf("range: more than %d numbers", maxItems)
 		}
 		list = append(list, i)
 	}

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
 //go:generate python3 testdata/golden.py
@@ -130,7 +132,7 @@ func TestLoad(t *testing.T) {
 
 func TestWhatIsNotSupported(t *testing.T) {
 	for _, c := range []struct{ source, want string }{
-		{"{% include '/etc/passwd' %}", "which is not supported"},
+		{"{% include '/etc/passwd' %}", "'include' not found"},
 		{"{% for %}", "for"},
 		{"{{ (1 }}", "Unbalanced"},
 		{"{{ range(1000000) }}", "more than 100000"},
@@ -138,8 +140,8 @@ func TestWhatIsNotSupported(t *testing.T) {
 		{"{{ messages | tojson }}", "tojson of tools"},
 		{"{{ messages[0].content.translate() }}", "translate"},
 		{"{{ raise_exception('no') }}", "refuses the conversation: no"},
-		{"{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% " +
-			"endfor %}", "more than 67108864 bytes"},
+		{"{% for i in range(99999) %}" + strings.Repeat("x", 1000) + "{% endfor %}",
+			"more than 67108864 bytes"},
 		{strings.Repeat("x", maxTemplate+1), "want at most"},
 	} {
 		template, err := Parse(c.source, nil)
@@ -154,17 +156,84 @@ func TestWhatIsNotSupported(t *testing.T) {
 	require.ErrorContains(t, err, "the variable tools is a []interface {}")
 }
 
+// TestHostileTemplates wants templates that loop, call themselves or grow without end to be refused
+// soon, and to take little memory.
+func TestHostileTemplates(t *testing.T) {
+	defer func(d time.Duration) { patience = d }(patience)
+	patience = time.Second
+	double := "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}"
+	for _, c := range []struct{ source, want string }{
+		{"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "more than 32 macros call each other"},
+		{"{% macro f(x) %}{{ x ~ x }}{% endmacro %}{{ " + strings.Repeat("f(", 30) + "'12345678'" +
+			strings.Repeat(")", 30) + " }}", "more than 1048"},
+		{"{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}", "loops that call themselves"},
+		{"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+			"takes longer than 1s"},
+		{"{% for i in range(99999) %}{% for j in range(99999) if j is even %}{% endfor %}" +
+			"{% endfor %}", "takes longer than 1s"},
+		{double + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "more than 1048"},
+		{double + "{% set ns.x = ns.x + ns.x %}{% endfor %}", "more than 1048"},
+		{double + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}", ""},
+		{double + "{% set ns.x = ns.x | replace('a', 'aa') %}{% endfor %}", "more than 1048"},
+		{double + "{% set ns.x = ns.x.replace('a', 'aa') %}{% endfor %}", "more than 1048"},
+		{double + "{% set ns.x = ns.x | list | join(ns.x) %}{% endfor %}", "more than 1048"},
+		{double + "{% set ns.x = ns.x.join(ns.x | list) %}{% endfor %}", "more than 1048"},
+		{"{% set ns = namespace(x=1) %}{% set ns.x = ns %}{{ ns }}", "deeper than 32"},
+		{"{% set l = [1] %}{% set x = l.append(l) %}{{ l }}", ""},
+		{"{% set x %}{% for i in range(99999) %}{{ 'aaaaaaaaaaaaaaaaaaaa' }}{% endfor %}{% endset %}",
+			"more than 1048"},
+		{"{% set n = 99999999999 %}{{ 'x' * n }}", "more than 1048"},
+		{"{{ 'x' * 99999999999 }}", "* is supported between"},
+		{"{{ 9 ** 9 ** 9 }}", "** is supported between"},
+		{"{{ 'x' | indent(99999999999) }}", "more than 1048"},
+		{"{{ 'x' | center(99999999999) }}", "'center' not found"},
+		{"{{ lipsum(99999999) }}", "lipsum is not callable"},
+		{"{% extends 'chat_template.jinja' %}", "'extends' not found"},
+		{"{{ " + strings.Repeat("(", 33) + "1" + strings.Repeat(")", 33) + " }}", "deeper than 32"},
+		{"{{ " + strings.Repeat("[", 1<<19) + " }}", "deeper than 32"},
+		{"{{ 1" + strings.Repeat("+1", 600) + " }}", "more than 1000 words"},
+		{"{{ x" + strings.Repeat(".x", 1<<14) + " }}", "more than 16384 bytes"},
+		// which the engine takes for text, and this package for tags within a string
+		{"{{ '}} {{ " + strings.Repeat("(", 33) + "1 }} {{ ' }}", ""},
+		{strings.Repeat("{% if 1 %}", 101) + strings.Repeat("{% endif %}", 101),
+			"more than 100 tags"},
+		{"{% set gonja.version = 1 %}{{ gonja.version }}", ""},
+	} {
+		bounded.Run(t, 512<<20, func() { // of which most is freed again at once
+			template, err := Parse(c.source, nil)
+			if err == nil {
+				_, err = template.Render([]Message{{"user", "hi"}}, Options{})
+			}
+			if c.want != "" {
+				require.ErrorContains(t, err, c.want, "%.80s", c.source)
+			}
+		})
+	}
+}
+
+// TestProducts wants texts to be repeated as in Jinja, and what looks like it in a text to stay.
+func TestProducts(t *testing.T) {
+	template, err := Parse(`{% set n = 3 %}{% set m = n * n %}{{ "ab" * n ~ m }}{{ '(n * n)' }}`+
+		`{{ [n * n, "=" * n] | join("n * n") }}{% filter upper | trim %} x{% endfilter %}`, nil)
+	require.NoError(t, err)
+	text, err := template.Render(nil, Options{})
+	require.NoError(t, err)
+	require.Equal(t, "ababab9(n * n)9n * n===X", text)
+}
+
 func FuzzParse(f *testing.F) {
 	for _, source := range []string{"{{ bos_token }}",
 		"{% for m in messages %}{{ m.role }}{% endfor %}",
 		"{{ (a if b else c) }}", "{#", "{{ '", "{% set x = [1, 2 if a else 3] %}{{ x[-1] }}"} {
 		f.Add(source, []byte(tokens))
 	}
+	f.Add("{% macro f(x) %}{{ x ~ f(x) }}{% endmacro %}{% for i in range(9) %}{{ f(i) }}{% endfor %}",
+		[]byte("{}"))
+	f.Add("{% set ns = namespace(x=[]) %}{% set ns.x = ns.x + [ns] %}{{ ns.x | join(ns.y * n) }}",
+		[]byte("{}"))
+	patience = time.Second
 	f.Add("", []byte(`{"bos_token":null,"chat_template":[{"name":"default","template":"x"}]}`))
 	f.Fuzz(func(t *testing.T, source string, config []byte) {
-		if strings.Contains(source, "for") || strings.Contains(source, "macro") {
-			return // a template may loop as long as its text is short
-		}
 		template, err := Parse(source, config)
 		if err != nil {
 			return

@@ -1,6 +1,9 @@
 package chat
 
 import (
+	"errors"
+	"fmt"
+	"regexp"
 	"strings"
 
 	"github.com/nikolalohinski/gonja/v2/exec"
@@ -19,7 +22,7 @@ func chooseEither(_ *exec.Evaluator, args *exec.VarArgs) *exec.Value {
 
 // withoutConditionals writes (a if c else b) of a template as a call of either, as the engine knows
 // conditional expressions outside of brackets alone.
-func withoutConditionals(source string) string {
+func withoutConditionals(source string) (string, error) {
 	var out strings.Builder
 	for {
 		begin := strings.IndexByte(source, '{')
@@ -39,14 +42,17 @@ func withoutConditionals(source string) string {
 			out.WriteString(source[:2])
 			source = source[2:]
 			end = endOfTag(source)
-			out.WriteString(rewriteGroups(source[:end]))
+			if err := checkTag(source[:end]); err != nil {
+				return "", err
+			}
+			out.WriteString(rewriteGroups(withoutProducts(source[:end])))
 		default:
 			end = 1
 			out.WriteByte('{')
 		}
 		source = source[end:]
 	}
-	return out.String() + source
+	return out.String() + source, nil
 }
 
 // endOfTag returns where the code of a tag ends.
@@ -177,4 +183,53 @@ func cut(code string, separator func(rest string) int) (parts []string) {
 
 func isName(s string) bool {
 	return s != "" && strings.Trim(s, "abcdefghijklmnopqrstuvwxyz_0123456789") == ""
+}
+
+// productPattern is what may be multiplied: a text or a variable by a variable. What stands before
+// it binds less.
+var productPattern = regexp.MustCompile(
+	`(?:^|[=(,~+\[:])\s*("[^"\\]*"|'[^'\\]*'|[a-z_]+)\s*\*\s*([a-z_]+)\s*(?:$|[)\],~+\-])`)
+
+// product is the function that stands for multiplications.
+const product = "kasmina_product"
+
+// withoutProducts writes a * b of a tag as a call of product, whose result has a bound.
+func withoutProducts(code string) string {
+	var out strings.Builder
+	from := 0
+	for at := 0; at < len(code); at++ {
+		m := productPattern.FindStringSubmatchIndex(code[at:])
+		if m == nil {
+			break
+		}
+		end := at
+		for end < at+m[0] && end < len(code) { // it may begin within a string
+			if c := code[end]; c == '\'' || c == '"' {
+				end = endOfString(code, end)
+			} else {
+				end++
+			}
+		}
+		if end == at+m[0] {
+			out.WriteString(code[from:at+m[2]] + product + "(" + code[at+m[2]:at+m[3]] + "," +
+				code[at+m[4]:at+m[5]] + ")")
+			from, end = at+m[5], at+m[5]
+		}
+		at = end - 1
+	}
+	return out.String() + code[from:]
+}
+
+// product multiplies numbers, or repeats a text.
+func (l *limits) product(_ *exec.Evaluator, args *exec.VarArgs) *exec.Value {
+	a, b := args.Args[0], args.Args[1]
+	switch {
+	case a.IsInteger() && b.IsInteger():
+		return exec.AsValue(a.Integer() * b.Integer())
+	case !a.IsString() || !b.IsInteger():
+		return exec.AsValue(errors.New("* wants two integers, or a text and an integer"))
+	case len(a.String()) > 0 && b.Integer() > l.most/len(a.String()):
+		return exec.AsValue(fmt.Errorf("* makes more than %d bytes", l.most))
+	}
+	return exec.AsValue(strings.Repeat(a.String(), max(0, b.Integer())))
 }

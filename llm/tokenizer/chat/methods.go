@@ -32,6 +32,16 @@ func stringMethods() *exec.MethodSet[string] {
 	return exec.NewMethodSet(methods)
 }
 
+// The names of the methods that templates may call. Those that fill up with spaces are not among
+// them.
+const (
+	stringMethodNames = "split replace strip lstrip rstrip startswith endswith upper lower " +
+		"capitalize title join isdigit isalpha isalnum isspace isupper islower removeprefix removesuffix " +
+		"splitlines"
+	dictMethodNames = "keys values items get pop setdefault update copy clear"
+	listMethodNames = "append reverse copy"
+)
+
 type method = func(self string, _ *exec.Value, args *exec.VarArgs) (any, error)
 
 // texts returns the arguments of a method, which are strings, from least to most of them.
