@@ -28,6 +28,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -822,7 +823,7 @@ func TestPartsThatAnnounceMore(t *testing.T) {
 	defer f.Close()
 	info, err := os.Stat(path)
 	require.NoError(t, err)
-	bounded.Run(t, info.Size(), func() { _, err = f.Moments(t.Context(), fileShape(m.Config, tensor.Float32)) })
+	bounded.Run(t, info.Size(), func() { _, err = f.Moments(t.Context(), model.FileShape(m.Config, tensor.Float32)) })
 	require.ErrorContains(t, err, "its parts have 2 of the 524288 elements of "+
 		"model.embed_tokens.weight.0")
 }
