@@ -62,7 +62,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			"them with gorgonia.Grad")
 	}
 	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Chooser: m.chooser,
-		Lower: m.options}, rules, all, maxNorm,
+		Activation: m.options.Activation}, rules, all, maxNorm,
 		m.config.ranks)
 	if err == nil {
 		m.optimizer = x

@@ -19,7 +19,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/op"
@@ -452,9 +451,9 @@ func TestChoiceWithdrawn(t *testing.T) {
 		ways []string
 		want int
 	}{{[]string{"a", "b"}, 1}, {[]string{"a"}, 0}, {[]string{"b", "a"}, 1}} {
-		g := lower.Group{Op: "Some", Shape: "one"}
+		g := program.Group{Op: "Some", Shape: "one"}
 		for _, name := range c.ways {
-			g.Alternatives = append(g.Alternatives, lower.Alternative{Name: name})
+			g.Alternatives = append(g.Alternatives, program.Alternative{Name: name})
 		}
 		if way, _, err := m.chooser.Choose(g); err != nil || way != c.want {
 			t.Errorf("call %d: way %d, error %v, want %d", i, way, err, c.want)

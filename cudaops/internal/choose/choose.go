@@ -12,7 +12,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
@@ -135,7 +134,7 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 	if len(ways) < 2 {
 		return nil
 	}
-	g := lower.WaysOf(c, program.Whole(c.Params), tuned, ways)
+	g := program.WaysOf(c, program.Whole(c.Params), tuned, ways)
 	g.Plain = len(ways) - 1
 	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...),
 		computes: tuned.Computes()})
@@ -159,7 +158,7 @@ func hasNone(c *program.Call) bool {
 
 // Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the
 // first is taken, unless a rule asks for another one.
-func (t *Chooser) Choose(g lower.Group) (alternative, choice int, err error) {
+func (t *Chooser) Choose(g program.Group) (alternative, choice int, err error) {
 	names := job{Group: g}.names()
 	if _, forced := t.Rules.Allowed(g.Op, names, t.Warn); g.Optional && t.Tunes() &&
 		g.FLOPs < t.Least && !forced {
@@ -190,7 +189,7 @@ const productUnit = "gemm_hopper_plain"
 
 // job is a group whose ways are to be timed.
 type job struct {
-	lower.Group
+	program.Group
 	build    string // what its ways are from
 	computes bool   // arithmetic, not memory, bounds it
 	tiny     bool   // too little to be timed: what the rules leave is chosen by rule of thumb

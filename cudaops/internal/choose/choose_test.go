@@ -10,7 +10,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/optime"
@@ -30,8 +29,8 @@ func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]strin
 
 // norm is a job with three ways.
 func norm(shape string) job {
-	return job{build: "build", Group: lower.Group{Op: "Norm", Shape: shape, Plain: 2,
-		Alternatives: []lower.Alternative{{Name: "wide"}, {Name: "narrow"}, {Name: "plain"}}}}
+	return job{build: "build", Group: program.Group{Op: "Norm", Shape: shape, Plain: 2,
+		Alternatives: []program.Alternative{{Name: "wide"}, {Name: "narrow"}, {Name: "plain"}}}}
 }
 
 // TestChooseByRules wants the way that rules leave, and the first where there are none.

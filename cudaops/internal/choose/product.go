@@ -7,7 +7,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
@@ -48,7 +47,7 @@ func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
 	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: true, A: gpu.Float8E4M3,
 		B: gpu.Float8E4M3, D: m.D,
 		Scaling: gpu.ScaledRows, FastAccumulation: true, Align: m.Align}
-	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < lower.VectorBytes {
+	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < program.VectorBytes {
 		return nil
 	}
 	ways := t.Ways(gemm.Product{ProductShape: run.ProductShape(m), Type: m.D})
@@ -90,9 +89,9 @@ func (t *Chooser) productJob(p *run.Plan) (job, error) {
 		build += ", " + t.x.Kernels.Build(productUnit)
 	}
 	j := job{build: build, computes: true, tiny: !t.worthTiming(m.FLOPs()), product: p,
-		Group: lower.Group{Op: productOp, Shape: shape, Results: []*program.Array{d}}}
+		Group: program.Group{Op: productOp, Shape: shape, Results: []*program.Array{d}}}
 	for _, name := range p.Ways() {
-		j.Alternatives = append(j.Alternatives, lower.Alternative{Name: name,
+		j.Alternatives = append(j.Alternatives, program.Alternative{Name: name,
 			Calls: []*program.Call{{Params: params, Args: args}}})
 	}
 	return j, nil

@@ -153,12 +153,9 @@ func (c *compiler) sharedStack(inputs []*program.Input, all []*program.Array,
 	return top.View(0, rows, all[0].Shape[1])
 }
 
-// VectorBytes is what optimisers and fused products read at once.
-const VectorBytes = 16
-
 // aligned returns a, or a copy of it where it begins at an address that optimisers do not take.
 func (c *compiler) aligned(n *gorgonia.Node, a *program.Array) *program.Array {
-	if a.At%VectorBytes == 0 {
+	if a.At%program.VectorBytes == 0 {
 		return a
 	}
 	b := c.like(a)

@@ -10,9 +10,9 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
@@ -36,36 +36,7 @@ type Options struct {
 
 	OnHost func(op string) bool // whether a rule wants an op computed there
 	Warn   func(message string)
-	Chooser
-}
-
-// Chooser chooses among ways to compute something.
-type Chooser interface {
-	// Tunes reports whether anything may be timed.
-	Tunes() bool
-	// Ways lists the ways in which a kernel can do a launch, without those that nothing chooses
-	// among.
-	Ways(params any) []kernel.Way
-	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
-	Choose(g Group) (alternative, choice int, err error)
-}
-
-// Group is a piece of work that several lists of calls can do.
-type Group struct {
-	// all that its time depends on, beside the device and the build of the kernels
-	Op, Shape    string
-	Units        []string
-	FLOPs        float64
-	Alternatives []Alternative
-	Optional     bool             // the first is taken without a word where timing is not worth it
-	Plain        int              // whose results count as right
-	Results      []*program.Array // what all of them write
-}
-
-// Alternative is one of the lists.
-type Alternative struct {
-	Name  string
-	Calls []*program.Call
+	program.Chooser
 }
 
 // compiler turns a graph into a program.
@@ -120,7 +91,7 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	c.updating = o.updating()
 	if o.Scaled {
 		var err error
-		if c.Scaling, err = gradientOf(g, o.Params); err != nil {
+		if c.Scaling, err = lossscale.Follow(g, o.Params, linear); err != nil {
 			return nil, nil, err
 		}
 		if c.Scaling != nil {

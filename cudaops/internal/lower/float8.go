@@ -35,24 +35,24 @@ func (c *compiler) float8(rows, columns, depth int) bool {
 // linearProduct adds y = x·wᵀ, and another matrix to it, if there is one.
 func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *program.Array) {
 	if !c.float8(x.Shape[0], w.Shape[0], w.Shape[1]) {
-		c.matmul(n, product{d: y, a: x, b: w, transB: true}.plus(add))
+		c.matmul(n, program.Product{D: y, A: x, B: w, TransB: true}.Plus(add))
 		return
 	}
-	c.matmul(n, float8Product(y, c.quantize(n, x), c.quantizeWeight(n, w, false)).plus(add))
+	c.matmul(n, float8Product(y, c.quantize(n, x), c.quantizeWeight(n, w, false)).Plus(add))
 }
 
 // linearProductGrad adds dx = g·w, to which it adds another matrix, if there is one.
 func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w, add *program.Array) {
 	if !c.float8(g.Shape[0], w.Shape[1], w.Shape[0]) {
-		c.matmul(n, product{d: dx, a: g, b: w}.plus(add))
+		c.matmul(n, program.Product{D: dx, A: g, B: w}.Plus(add))
 		return
 	}
-	c.matmul(n, float8Product(dx, c.quantize(n, g), c.quantizeWeight(n, w, true)).plus(add))
+	c.matmul(n, float8Product(dx, c.quantize(n, g), c.quantizeWeight(n, w, true)).Plus(add))
 }
 
 // float8Product is d = a·bᵀ.
-func float8Product(d *program.Array, a, b program.Quantized) product {
-	return product{d: d, a: a.Values, b: b.Values, transB: true, scaleA: a.Scales, scaleB: b.Scales}
+func float8Product(d *program.Array, a, b program.Quantized) program.Product {
+	return program.Product{D: d, A: a.Values, B: b.Values, TransB: true, ScaleA: a.Scales, ScaleB: b.Scales}
 }
 
 // newQuantized returns memory in the arena for a matrix.

@@ -281,7 +281,7 @@ func (c *compiler) either(f fusion) (fused bool, err error) {
 // chooseWay returns the way of the one call, nil for the several.
 func (c *compiler) chooseWay(f fusion) (*kernel.Way, int, error) {
 	for _, a := range f.one.Args {
-		if a.At%VectorBytes != 0 {
+		if a.At%program.VectorBytes != 0 {
 			return nil, 0, nil
 		}
 	}
@@ -290,9 +290,9 @@ func (c *compiler) chooseWay(f fusion) (*kernel.Way, int, error) {
 	if len(ways) == 0 {
 		return nil, 0, nil
 	}
-	g := WaysOf(f.one, f.one.Params, tuned, ways)
+	g := program.WaysOf(f.one, f.one.Params, tuned, ways)
 	g.FLOPs, g.Optional = f.one.FLOPs, true
-	g.Alternatives = append([]Alternative{{"separate", f.several}}, g.Alternatives...)
+	g.Alternatives = append([]program.Alternative{{Name: "separate", Calls: f.several}}, g.Alternatives...)
 	i, choice, err := c.o.Choose(g)
 	if i == 0 || err != nil {
 		return nil, 0, err
@@ -300,26 +300,10 @@ func (c *compiler) chooseWay(f fusion) (*kernel.Way, int, error) {
 	return &ways[i-1], choice, nil
 }
 
-// WaysOf is a group of one call, with the given parameters, in some ways.
-func WaysOf(c *program.Call, params any, tuned kernel.Tuned, ways []kernel.Way) Group {
-	g := Group{Op: c.Name(), Shape: tuned.Shape(), Units: tuned.Units()}
-	for _, a := range c.Args {
-		if a.Role == program.Write || a.Role == program.Update {
-			g.Results = append(g.Results, a.Array)
-		}
-	}
-	for _, w := range ways {
-		one := *c
-		one.Params = program.WithWay(params, w)
-		g.Alternatives = append(g.Alternatives, Alternative{w.String(), []*program.Call{&one}})
-	}
-	return g
-}
-
 // fusedCall is a call in place of a product and what is done with its result.
-func (c *compiler) fusedCall(n *gorgonia.Node, p product, params any,
+func (c *compiler) fusedCall(n *gorgonia.Node, p program.Product, params any,
 	args ...program.Arg) *program.Call {
 	one := c.newCall(n, params, args...)
-	one.FLOPs, one.Float8 = p.flops(), p.scaleA != nil
+	one.FLOPs, one.Float8 = p.FLOPs(), p.ScaleA != nil
 	return one
 }

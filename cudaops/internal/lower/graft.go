@@ -46,8 +46,8 @@ func lowerLowRank(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 	o := n.Op().(*graft.LowRankOp)
 	w, a, b := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y := c.aux(n.Shape()...)
-	c.matmul(n, product{d: y, a: b, b: c.times(n, a, control(in[3], o.Row, graft.Forward)),
-		alpha: float32(o.Scale)}.plus(w))
+	c.matmul(n, program.Product{D: y, A: b, B: c.times(n, a, control(in[3], o.Row, graft.Forward)),
+		Alpha: float32(o.Scale)}.Plus(w))
 	return y, nil
 }
 
@@ -57,8 +57,8 @@ func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	a, b, g := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[3], gpu.Float32)
 	k := c.times(n, control(in[2], o.Row, graft.Backward), control(in[2], o.Row, graft.Learning))
 	da, db := c.like(a), c.like(b)
-	c.matmul(n, product{d: da, a: b, b: g, transA: true, alpha: float32(o.Scale)})
-	c.matmul(n, product{d: db, a: g, b: a, transB: true, alpha: float32(o.Scale)})
+	c.matmul(n, program.Product{D: da, A: b, B: g, TransA: true, Alpha: float32(o.Scale)})
+	c.matmul(n, program.Product{D: db, A: g, B: a, TransB: true, Alpha: float32(o.Scale)})
 	return packed(c.times(n, da, k), c.times(n, db, k)), nil
 }
 

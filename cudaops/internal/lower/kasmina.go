@@ -142,6 +142,6 @@ func (c *compiler) inPlace(l *program.KasminaLayer, n *gorgonia.Node, x, g *prog
 	return !l.Wide() && l.Shape().InPlace() && c.lastUse(n, 4, g) && !x.Resident &&
 		x.Buffer != g.Buffer &&
 		!slices.ContainsFunc([]*program.Array{x, g}, func(a *program.Array) bool {
-			return a.At%VectorBytes != 0
+			return a.At%program.VectorBytes != 0
 		})
 }

@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -89,17 +89,17 @@ type outputRows struct {
 }
 
 // weightGrad is the product that forms the gradient of w, or adds to it.
-func (o outputRows) weightGrad(x *program.Array) product {
-	p := product{d: o.dw.Array, a: o.logits, b: x, transA: true}
+func (o outputRows) weightGrad(x *program.Array) program.Product {
+	p := program.Product{D: o.dw.Array, A: o.logits, B: x, TransA: true}
 	if o.dw.Role == program.Update {
-		p.beta = 1
+		p.Beta = 1
 	}
 	return p
 }
 
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.
 func (c *compiler) outputRows(o outputRows) error {
-	n, p := o.node, product{d: o.logits, a: o.x, b: o.w, transB: true}
+	n, p := o.node, program.Product{D: o.logits, A: o.x, B: o.w, TransB: true}
 	a := crossentropy.Forward{Targets: ints(), Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
 	if o.dx == nil {
 		c.matmul(n, p)
@@ -117,7 +117,7 @@ func (c *compiler) outputRows(o outputRows) error {
 	if err != nil {
 		return err
 	}
-	c.matmul(n, product{d: o.dx, a: o.logits, b: o.w})
+	c.matmul(n, program.Product{D: o.dx, A: o.logits, B: o.w})
 	if !one {
 		c.matmul(n, o.weightGrad(o.x))
 		return nil
@@ -130,7 +130,7 @@ func (c *compiler) outputRows(o outputRows) error {
 
 // fusedOutput is the call that forms the exponentials in the product of the logits (see
 // [gemm.LinearCrossEntropy]). The logits that it is timed with have the standard deviation 4.
-func (c *compiler) fusedOutput(o outputRows, p product, scaled,
+func (c *compiler) fusedOutput(o outputRows, p program.Product, scaled,
 	factors *program.Array) *program.Call {
 	a := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type,
 		LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
@@ -149,7 +149,7 @@ func (c *compiler) fusedOutput(o outputRows, p product, scaled,
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,
 	in []*program.Array) (*program.Array, error) {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
-	if g := graph.Children(n)[4]; graph.IsConstant(g) && isOne(g.Value()) {
+	if g := graph.Children(n)[4]; lossscale.IsOne(g) {
 		return packed(saved.dx, saved.dw), nil
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
@@ -162,12 +162,6 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,
 			d.Shape))
 	}
 	return packed(scaled...), nil
-}
-
-func isOne(v gorgonia.Value) bool {
-	x, err := opbase.Flat(v)
-	one, ok := x.([]float32)
-	return err == nil && ok && len(one) == 1 && one[0] == 1
 }
 
 // classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for

@@ -9,6 +9,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -22,7 +23,7 @@ type lowering func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program
 // ownOp is what the compiler knows of an op of this module.
 type ownOp struct {
 	lower  lowering
-	scaled linearity // nil for an op that is not linear in anything
+	scaled lossscale.Linearity // nil for an op that is not linear in anything
 }
 
 // ownOps holds the ops of this module by type. An op and its gradient stand here both or neither:
@@ -30,6 +31,7 @@ type ownOp struct {
 var ownOps map[reflect.Type]ownOp
 
 func init() {
+	in := lossscale.In
 	ownOps = map[reflect.Type]ownOp{
 		reflect.TypeFor[*opbase.PartOp]():               {lowerPart, in(0)},
 		reflect.TypeFor[*op.RMSNormOp]():                {lowerRMSNorm, nil},
@@ -45,10 +47,10 @@ func init() {
 		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): {lowerLinearCrossEntropyGrad, in(4)},
 		reflect.TypeFor[*op.BiasOp]():                   {lowerBias, nil},
 		reflect.TypeFor[*op.BiasGradOp]():               {lowerBiasGrad, in(0)},
-		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
+		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, lossscale.InOne},
 		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
 		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
-		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, inLast},
+		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, lossscale.InLast},
 		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
 		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
 		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},
@@ -59,7 +61,7 @@ func init() {
 		reflect.TypeFor[*graft.LowRankOp]():             {lowerLowRank, nil},
 		reflect.TypeFor[*graft.LowRankGradOp]():         {lowerLowRankGrad, in(3)},
 		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
-		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, inRecomputed},
+		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, lossscale.InRecomputed},
 	}
 }
 

@@ -46,7 +46,7 @@ func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array,
 	if err := c.gate(n, s, x); err != nil {
 		return nil, err
 	}
-	c.matmul(n, product{d: y, a: s.h, b: down, transB: true}.plus(add))
+	c.matmul(n, program.Product{D: y, A: s.h, B: down, TransB: true}.Plus(add))
 	return y, nil
 }
 
@@ -62,12 +62,12 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 			h = c.NewArray(x.Type, rows, f)
 		}
 		c.Add(c.siluMul(n, s, h, q))
-		c.matmul(n, float8Product(y, q, c.quantizeWeight(n, down, false)).plus(add))
+		c.matmul(n, float8Product(y, q, c.quantizeWeight(n, down, false)).Plus(add))
 		return
 	}
 	h := c.NewArray(x.Type, rows, f)
 	c.Add(c.siluMul(n, s, h, program.Quantized{}))
-	c.matmul(n, product{d: y, a: h, b: down, transB: true}.plus(add))
+	c.matmul(n, program.Product{D: y, A: h, B: down, TransB: true}.Plus(add))
 }
 
 // siluMul is the call that forms h, or its float8.
@@ -82,7 +82,7 @@ func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array,
 
 // gate adds what forms s.ab and s.h.
 func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
-	p := product{d: s.ab, a: x, b: s.weights, transB: true}
+	p := program.Product{D: s.ab, A: x, B: s.weights, TransB: true}
 	several := []*program.Call{c.newProduct(n, p), c.siluMul(n, s, s.h, program.Quantized{})}
 	if s.gelu {
 		c.Calls = append(c.Calls, several...)
@@ -110,8 +110,8 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	gate, up, rest := c.partOf(n, x.Len()), c.partOf(n, x.Len()+f*d), c.partOf(n, x.Len()+2*f*d)
 	dx, dweights := c.like(x), c.weightGradient([]int{2 * f, d}, gate, up)
 	ddown := c.weightGradient([]int{d, f}, rest)
-	c.matmul(n, product{d: ddown, a: g, b: h, transA: true})
-	c.matmul(n, product{d: dweights, a: dab, b: x, transA: true})
+	c.matmul(n, program.Product{D: ddown, A: g, B: h, TransA: true})
+	c.matmul(n, program.Product{D: dweights, A: dab, B: x, TransA: true})
 	c.linearProductGrad(n, dx, dab, s.weights, nil)
 	return packed(dx, dweights.View(0, f, d), c.aligned(n, dweights.View(f*d, f, d)), ddown), nil
 }
@@ -142,7 +142,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		c.Add(c.siluMulGrad(n, s, h, dab, dh, q))
 		return h, nil
 	}
-	p := product{d: dh, a: g, b: down}
+	p := program.Product{D: dh, A: g, B: down}
 	several := []*program.Call{c.newProduct(n, p),
 		c.siluMulGrad(n, s, h, dab, dh, program.Quantized{})}
 	if s.gelu {

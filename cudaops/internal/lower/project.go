@@ -180,7 +180,7 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *pro
 		Turned: both.Shape[1],
 		Seq:    o.Config.Seq, HeadDim: o.Config.HeadDim,
 		Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
-	p := product{d: wide, a: x, b: weights, transB: true}
+	p := program.Product{D: wide, A: x, B: weights, TransB: true}
 	if s.Float8 {
 		p = float8Product(wide, c.quantize(n, x), c.quantizeWeight(n, weights, false))
 	}
@@ -192,9 +192,9 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *pro
 	}
 	_, err := c.either(fusion{several: several,
 		one: c.fusedCall(n, p, one, program.Writes("Y", wide),
-			program.Reads("X", p.a), program.Reads("Weights", p.b),
-			program.Reads("ScaleX", p.scaleA),
-			program.Reads("ScaleWeights", p.scaleB), program.Reads("Angles", c.angles(o).angles))})
+			program.Reads("X", p.A), program.Reads("Weights", p.B),
+			program.Reads("ScaleX", p.ScaleA),
+			program.Reads("ScaleWeights", p.ScaleB), program.Reads("Angles", c.angles(o).angles))})
 	return err
 }
 
@@ -343,7 +343,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	}
 	dx, dw := c.like(x), c.weightGradient(w.Shape, dws...)
 	c.linearProductGrad(back, dx, wide, w, nil)
-	c.matmul(back, product{d: dw, a: wide, b: x, transA: true})
+	c.matmul(back, program.Product{D: dw, A: wide, B: x, TransA: true})
 	at := 0
 	for i, l := range g.linear {
 		part := c.aligned(back, dw.View(at, weights[i].Shape...))

@@ -11,6 +11,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -23,7 +24,7 @@ import (
 // stockOp is what the compiler knows of an op of Gorgonia's.
 type stockOp struct {
 	find   func(n *gorgonia.Node) lowering // nil if there is none for the node
-	scaled linearity                       // nil for an op that is not linear in anything
+	scaled lossscale.Linearity             // nil for an op that is not linear in anything
 }
 
 // stockOps holds them by the name of the op's type. The types of gradients stand beside those of
@@ -32,25 +33,25 @@ var stockOps map[string]stockOp
 
 func init() {
 	stockOps = map[string]stockOp{
-		"gorgonia.elemUnaryOp":        {stockUnary, inNegated},
+		"gorgonia.elemUnaryOp":        {stockUnary, lossscale.InNegated},
 		"gorgonia.elemBinOp":          {stockBinary, inOperands},
 		"gorgonia.minBetween":         {stockBinary, nil},
 		"gorgonia.maxBetween":         {stockBinary, nil},
-		"gorgonia.linAlgBinOp":        {stockProduct, inOne},
-		"gorgonia.sumOp":              {stockReduction, inAll},
+		"gorgonia.linAlgBinOp":        {stockProduct, lossscale.InOne},
+		"gorgonia.sumOp":              {stockReduction, lossscale.InAll},
 		"*gorgonia.maxOp":             {stockReduction, nil},
 		"*gorgonia.softmaxOp":         {stockSoftmax, nil},
-		"*gorgonia.softmaxDiffOp":     {stockSoftmax, in(2)},
-		"gorgonia.reshapeOp":          {stockReshape, inAll},
-		"gorgonia.transposeOp":        {stockTranspose, inAll},
-		"*gorgonia.sliceOp":           {stockSlice, inAll},
-		"gorgonia.sliceIncrOp":        {stockSlice, inAdded},
-		"gorgonia.concatOp":           {stockConcat, inAll},
-		"gorgonia.atOp":               {stockAt, inAll},
-		"*gorgonia.repeatOp":          {stockRepeat, in(0)},
-		"gorgonia.sizeOp":             {stockSize, sizeOnly},
-		"*gorgonia.byIndicesOp":       {stockByIndices, in(0)},
-		"*gorgonia.byIndicesOpDiffOp": {stockByIndices, inAdded},
+		"*gorgonia.softmaxDiffOp":     {stockSoftmax, lossscale.In(2)},
+		"gorgonia.reshapeOp":          {stockReshape, lossscale.InAll},
+		"gorgonia.transposeOp":        {stockTranspose, lossscale.InAll},
+		"*gorgonia.sliceOp":           {stockSlice, lossscale.InAll},
+		"gorgonia.sliceIncrOp":        {stockSlice, lossscale.InAdded},
+		"gorgonia.concatOp":           {stockConcat, lossscale.InAll},
+		"gorgonia.atOp":               {stockAt, lossscale.InAll},
+		"*gorgonia.repeatOp":          {stockRepeat, lossscale.In(0)},
+		"gorgonia.sizeOp":             {stockSize, lossscale.SizeOnly},
+		"*gorgonia.byIndicesOp":       {stockByIndices, lossscale.In(0)},
+		"*gorgonia.byIndicesOpDiffOp": {stockByIndices, lossscale.InAdded},
 	}
 }
 

@@ -111,7 +111,7 @@ func lowerMatMul(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (
 		e = gpu.Float32
 	}
 	y := c.NewArray(e, n.Shape()...)
-	c.matmul(n, product{d: y, a: a, b: b, transA: transA, transB: transB})
+	c.matmul(n, program.Product{D: y, A: a, B: b, TransA: transA, TransB: transB})
 	return y, nil
 }
 
@@ -120,7 +120,7 @@ func lowerMatVec(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) (
 	a, transA := c.factor(n, 0, in[0], p.transA)
 	b := c.act(n, in[1])
 	y := c.NewArray(a.Type, n.Shape()...)
-	c.matmul(n, product{d: y.View(0, y.Len(), 1), a: a, b: b.View(0, b.Len(), 1), transA: transA})
+	c.matmul(n, program.Product{D: y.View(0, y.Len(), 1), A: a, B: b.View(0, b.Len(), 1), TransA: transA})
 	return y, nil
 }
 
@@ -128,7 +128,7 @@ func lowerDot(c *compiler, n *gorgonia.Node, in []*program.Array, _ linalg) (*pr
 	error) {
 	a, b := c.acts(n, in[0], in[1])
 	y := c.aux()
-	c.matmul(n, product{d: y.View(0, 1, 1), a: a.View(0, 1, a.Len()), b: b.View(0, b.Len(), 1)})
+	c.matmul(n, program.Product{D: y.View(0, 1, 1), A: a.View(0, 1, a.Len()), B: b.View(0, b.Len(), 1)})
 	return y, nil
 }
 
@@ -149,7 +149,7 @@ func lowerBatched(c *compiler, n *gorgonia.Node, in []*program.Array, p linalg) 
 	y := c.NewArray(a.Type, n.Shape()...)
 	last := len(y.Shape) - 2
 	one := func(x *program.Array) *program.Array { return x.View(0, x.Shape[last:]...) }
-	c.matmul(n, product{d: one(y), a: one(a), b: one(b), transA: p.transA, transB: p.transB}.
-		repeated(opbase.Size(y.Shape[:last])))
+	c.matmul(n, program.Product{D: one(y), A: one(a), B: one(b), TransA: p.transA, TransB: p.transB}.
+		Repeated(opbase.Size(y.Shape[:last])))
 	return y, nil
 }

@@ -15,10 +15,10 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/place"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/cudaops/internal/schulz"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -32,9 +32,9 @@ type Rules interface {
 // Machine is what an optimiser needs of the machine whose parameters it updates.
 type Machine struct {
 	*run.Runner
-	Inputs  *run.Inputs
-	Chooser *choose.Chooser
-	Lower   lower.Options
+	Inputs     *run.Inputs
+	Chooser    *choose.Chooser
+	Activation gpu.DType // what activations are stored as
 }
 
 // Param is a parameter and what the optimiser remembers of it, on the device.
@@ -236,7 +236,7 @@ func (x *Optimizer) buildTables() error {
 	for i, p := range x.Params {
 		r := p.Rule
 		t, own := x.tensorOf(i)
-		x.copies(p, &t, lower.VectorBytes)
+		x.copies(p, &t, program.VectorBytes)
 		if !r.Muon {
 			x.settings.Eps = r.Eps
 		}
@@ -372,7 +372,9 @@ func ClearSums(r *run.Runner) error {
 // newCall is a call of the update, whose operands are in the tables but for those that are given
 // and not nil.
 func newCall(params any, args ...program.Arg) *program.Call {
-	args = slices.DeleteFunc(args, func(a program.Arg) bool { return a.Array == nil })
+	args = slices.DeleteFunc(args, func(a program.Arg) bool {
+		return a.Array == nil || a.Buffer == nil
+	})
 	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
 }
 
@@ -445,7 +447,7 @@ const togetherLeast = 1 << 24
 // group is matrices that go through the iteration together.
 type group struct {
 	tensors   []*optimizer.Tensor
-	iteration lower.Iteration
+	iteration schulz.Iteration
 	size      int // of a matrix
 }
 
@@ -464,17 +466,18 @@ func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) e
 		alike[k] = append(alike[k], &tensors[i])
 	}
 	x.iterations = &program.Program{}
+	b := schulz.Builder{Program: x.iterations, Chooser: x.m.Chooser, Activation: x.m.Activation,
+		Call: newCall}
 	var groups []group
 	for _, k := range kinds {
 		side, together := min(k.rows, k.columns), 1
 		// The next begins where vectors may. Ranks own other matrices on other numbers of GPUs, and
 		// a product of several may be computed in another way than that of one.
-		if k.rows*k.columns%lower.VectorBytes == 0 && x.share == nil {
+		if k.rows*k.columns%program.VectorBytes == 0 && x.share == nil {
 			together = max(1, togetherLeast/(side*side))
 		}
 		for some := range slices.Chunk(alike[k], together) {
-			it, err := lower.NewIteration(x.iterations, x.m.Lower, k.rows, k.columns,
-				len(some), k.iterations)
+			it, err := b.Iterate([]int{k.rows, k.columns}, len(some), k.iterations)
 			if err != nil {
 				return err
 			}
