@@ -30,6 +30,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/board/internal/nvml"
 	"github.com/kasmina-go/kasmina/board/internal/store"
 	"github.com/kasmina-go/kasmina/llm"
@@ -122,7 +123,7 @@ func (b *Board) Watch(t *llm.Trainer, name string) error {
 		return errors.New("board: Watch: the board is closed")
 	}
 	run := store.NewRun(strconv.Itoa(len(b.runs)), name, settings(t))
-	run.Name(store.LayerNames(t.Model.Config.Kasmina, t.Model.Config.Depth > 0))
+	run.Name(store.Layers(t.Model.Config.Kasmina, t.Model.Config.Depth > 0))
 	b.runs, b.trainers = append(b.runs, run), append(b.trainers, t)
 	f := &feed{board: b, run: run, seeds: t.Model.Kasmina}
 	t.On(f.event)
@@ -258,6 +259,14 @@ func (b *Board) trains() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return slices.ContainsFunc(b.trainers, func(t *llm.Trainer) bool { return t != nil })
+}
+
+// gpus are those that the board's runs may train on: none of a board of logs.
+func (b *Board) gpus() []api.Card {
+	if !b.trains() {
+		return []api.Card{}
+	}
+	return b.cards.told()
 }
 
 // all returns the runs.

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/board/internal/nvml"
 )
 
@@ -47,6 +48,17 @@ func (c *cards) now() []nvml.Card {
 	}
 	c.read = time.Now()
 	return c.known
+}
+
+// told returns the GPUs as the API has them.
+func (c *cards) told() []api.Card {
+	all := []api.Card{}
+	for _, n := range c.now() {
+		all = append(all, api.Card{Index: n.Index, Name: n.Name, UUID: n.UUID,
+			Power: api.Float(n.Power), PowerLimit: api.Float(n.PowerLimit),
+			Used: n.Used, Total: n.Total, Busy: api.Float(n.Busy)})
+	}
+	return all
 }
 
 func (c *cards) close() error {

@@ -120,6 +120,9 @@ func (b *Board) routes() http.Handler {
 		}
 		answer(w, runs)
 	})
+	mux.HandleFunc("GET /api/v1/cards", func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, b.gpus())
+	})
 	get := func(path string, f func(http.ResponseWriter, *http.Request, *store.Run)) {
 		mux.HandleFunc("GET /api/v1/runs/{run}"+path, func(w http.ResponseWriter, r *http.Request) {
 			if run := b.byID(r.PathValue("run")); run != nil {
@@ -140,7 +143,7 @@ func (b *Board) routes() http.Handler {
 	get("/reports", func(w http.ResponseWriter, _ *http.Request, run *store.Run) {
 		answer(w, run.Reports())
 	})
-	get("/seeds/{layer}/{seed}", seed)
+	get("/seeds/{layer}/{seed}", b.seed)
 	mux.HandleFunc("GET /api/v1/stream", b.stream)
 	b.control(mux)
 	return mux
@@ -168,7 +171,7 @@ func events(w http.ResponseWriter, r *http.Request, run *store.Run) {
 	answer(w, run.Events(from, maxAnswered))
 }
 
-func seed(w http.ResponseWriter, r *http.Request, run *store.Run) {
+func (b *Board) seed(w http.ResponseWriter, r *http.Request, run *store.Run) {
 	layer, err1 := number(r.PathValue("layer"))
 	n, err2 := number(r.PathValue("seed"))
 	if err := errors.Join(err1, err2); err != nil {
@@ -179,6 +182,12 @@ func seed(w http.ResponseWriter, r *http.Request, run *store.Run) {
 	if !ok {
 		refuse(w, http.StatusNotFound, fmt.Sprintf("the run has no seed %d in layer %d", n, layer))
 		return
+	}
+	if _, t := b.trainer(run.ID()); t != nil && layer < t.Model.Kasmina.Layers() {
+		lacks, err := t.Model.Kasmina.Lattice(layer).Shortfall(n)
+		if err == nil && lacks.Condition != "" {
+			s.WaitsFor = lacks.String()
+		}
 	}
 	answer(w, s)
 }

@@ -3,8 +3,10 @@ package board
 import (
 	"bytes"
 	"net/http"
+	"slices"
 	"time"
 
+	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/board/internal/store"
 )
 
@@ -32,7 +34,7 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 	v := viewer{response: w, control: http.NewResponseController(w),
 		seen: map[*store.Run]*store.Cursor{}}
 	for {
-		if err := v.tell(b.all()); err != nil {
+		if err := v.tell(b.all(), b.gpus()); err != nil {
 			return
 		}
 		select {
@@ -40,7 +42,7 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 			return
 		case <-b.closing:
 			<-b.drained
-			v.tell(b.all())
+			v.tell(b.all(), nil)
 			return
 		case <-time.After(untilTold(time.Now(), len(b.viewers))):
 		}
@@ -60,11 +62,12 @@ type viewer struct {
 	control  *http.ResponseController
 	seen     map[*store.Run]*store.Cursor
 	news     bytes.Buffer
+	cards    []api.Card
 	told     time.Time
 }
 
 // tell sends what is new.
-func (v *viewer) tell(runs []*store.Run) error {
+func (v *viewer) tell(runs []*store.Run, cards []api.Card) error {
 	v.news.Reset()
 	for _, run := range runs {
 		c := v.seen[run]
@@ -73,6 +76,12 @@ func (v *viewer) tell(runs []*store.Run) error {
 			v.seen[run] = c
 		}
 		if err := run.News(&v.news, c); err != nil {
+			return err
+		}
+	}
+	if len(cards) > 0 && !slices.Equal(cards, v.cards) {
+		v.cards = cards
+		if err := store.Send(&v.news, "cards", cards); err != nil {
 			return err
 		}
 	}

@@ -8,8 +8,9 @@
 //	GET  /api/v1/runs/{run}/events             []Event, the oldest first
 //	GET  /api/v1/runs/{run}/seeds/{layer}/{n}  Seed
 //	GET  /api/v1/runs/{run}/reports            []Report: of every layer, for controllers
+//	GET  /api/v1/cards                         []Card: the GPUs of the board's computer
 //	GET  /api/v1/stream                        server-sent events: run, series, lattice, events,
-//	                                           sample, as they change
+//	                                           samples, cards, as they change
 //
 // A board that lets a run be steered (board.WithControl) has these too. They want the token in the
 // header Authorization, as Bearer TOKEN, and JSON of that type; the answer says what came of it.
@@ -64,6 +65,18 @@ type Run struct {
 	Settings map[string]string `json:"settings,omitempty"`
 }
 
+// Card is a GPU of the computer whose program trains. What it does not tell is 0.
+type Card struct {
+	Index      int    `json:"index"`
+	Name       string `json:"name"`
+	UUID       string `json:"uuid"`
+	Power      Float  `json:"power_w"`
+	PowerLimit Float  `json:"power_limit_w"`
+	Used       uint64 `json:"memory_used_bytes"`
+	Total      uint64 `json:"memory_total_bytes"`
+	Busy       Float  `json:"busy"` // share of the time in which some kernel ran, 0 to 1
+}
+
 // Series are the curves of a run, a column each: of its steps, and of its evaluations. Long runs
 // are thinned: each point is then Stride steps, with their mean loss.
 type Series struct {
@@ -90,9 +103,11 @@ type Lattice struct {
 
 // Layer is one lattice.
 type Layer struct {
-	Name   string `json:"name"`
-	Site   string `json:"site"`   // chunk or depth: where in the model its blueprints grow
-	Slots  int    `json:"slots"`  // of the layer's weights, slot 0 included; 0 in depth
+	Name  string `json:"name"`
+	Site  string `json:"site"`  // where in the model its blueprints grow: a blueprints.Site
+	Slots int    `json:"slots"` // of a chunk's layer: rows of its weights, 0 included; else 0
+	// seeds that belong together, such as those of a block, if any: pictures keep them in a row
+	Group  int    `json:"group,omitempty"`
 	Stage  []byte `json:"stage"`  // state.Stage
 	Alpha  []byte `json:"alpha"`  // 255 for 1
 	Health []byte `json:"health"` // 255: all features live; 0: all dead, or NaN and Inf were met
@@ -106,6 +121,8 @@ type Event struct {
 	Epoch  int `json:"epoch"`
 	Layer  int `json:"layer"`
 	Seed   int `json:"seed"`
+	// where the seed is, if layer and seed do not say it, such as "block 3, q"
+	Place string `json:"place,omitempty"`
 	// of a state.EventKind, or Refused for a command that was: To says why then
 	Kind   string `json:"kind"`
 	From   string `json:"from"`
@@ -125,6 +142,7 @@ type Seed struct {
 	Layer       int      `json:"layer"`
 	Seed        int      `json:"seed"`
 	Site        string   `json:"site"`
+	Place       string   `json:"place,omitempty"` // as that of an Event
 	Stage       string   `json:"stage"`
 	Epochs      int      `json:"epochs_in_stage"`
 	Kind        string   `json:"kind,omitempty"`
@@ -136,6 +154,7 @@ type Seed struct {
 	Delta       Float    `json:"delta"`
 	Improvement Float    `json:"improvement"`
 	CanAdvance  bool     `json:"can_advance"`
+	WaitsFor    string   `json:"waits_for,omitempty"` // what keeps it from the next stage
 	RampOver    bool     `json:"ramp_finished"`
 	LastUpdate  int      `json:"last_update"`
 	CanCull     bool     `json:"can_cull"`

@@ -5,6 +5,7 @@
   const $ = id => document.getElementById(id);
   const runs = new Map();
   let shown = null; // the run whose tiles, seeds and samples are shown
+  let cards = []; // the GPUs
   let dirty = new Set(), wanted = false, lattice = {fetched: -1, busy: false};
 
   function get(id) {
@@ -43,8 +44,22 @@
   }
   function rate(v) {
     if (v === null || v === undefined) return '–';
-    return v >= 1e6 ? (v / 1e6).toFixed(2) + ' M' : v >= 1e3 ? (v / 1e3).toFixed(1) + ' k' : v.toFixed(0);
+    for (const [size, letter] of [[1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e3, 'k']]) {
+      if (v >= size) return (v / size).toFixed(v >= 100 * size ? 0 : letter === 'k' ? 1 : 2) + ' ' + letter;
+    }
+    return v.toFixed(0);
   }
+  function percent(v) { return Math.round(100 * v) + ' %'; }
+
+  // gauges are the tiles of a GPU. What it does not tell is left out.
+  function gauges(c) {
+    const of = 'GPU ' + c.index, tiles = [];
+    if (c.power_w) tiles.push([of + ' power', number(Math.round(c.power_w)) + (c.power_limit_w ? ' of ' + number(Math.round(c.power_limit_w)) : '') + ' W']);
+    if (c.memory_total_bytes) tiles.push([of + ' memory', gib(c.memory_used_bytes) + ' of ' + gib(c.memory_total_bytes) + ' GiB']);
+    if (c.busy) tiles.push([of + ' busy', percent(c.busy)]);
+    return tiles;
+  }
+  function gib(bytes) { return (bytes / 2 ** 30).toFixed(1); }
 
   function pairs(list, entries) {
     while (list.children.length > entries.length) list.lastChild.remove();
@@ -70,7 +85,8 @@
       ['time left', s.state === 'running' ? clock(s.left_s) : '–'], ['elapsed', clock(s.elapsed_s)], ['learning rate', number(s.learning_rate)],
       ['gradient norm', number(s.grad_norm)], ['parameters', rate(s.params)]];
     if (s.budget) tiles.push(['budget', s.budget]);
-    for (const g of s.gauges || []) tiles.push([g.name, number(g.value) + (g.unit ? ' ' + g.unit : '')]);
+    if (s.ceiling_share) tiles.push(['share of the ceiling', percent(s.ceiling_share) + ' of ' + rate(s.ceiling_flops_per_s) + 'FLOP/s']);
+    for (const c of cards) tiles.push(...gauges(c));
     if (s.saved) tiles.push(['saved at step', String(s.saved_step)]);
     if (s.dropped) tiles.push(['events not shown', String(s.dropped)]);
     pairs($('tiles'), tiles);
@@ -146,6 +162,16 @@
     mark('runs', 'status', 'curves', 'events', 'samples', 'lattice');
   }
 
+  const figureMeanings = {
+    'slot': 'Which row of the layer\'s weights the blueprint has.',
+    'α': 'The share with which the blueprint is blended into the model, from 0 to 1.',
+    'lowers the loss by': 'How much lower the held-out loss is with the seed than without it; below 0 the model is better without.',
+    'that is a share of': 'The same as a share of the loss without the seed.',
+    'stability': 'The share of the held-out batches in which the seed helps, or harms, as it does on the whole.',
+    'dead features': 'The share of the activations that the seed watches which are all but 0.',
+    'drift': 'How much the mean and the variance of these activations moved in the last epoch, relative to what they were.',
+  };
+
   // story says what an event is, with why, in words.
   function story(e) {
     switch (e.kind) {
@@ -159,9 +185,30 @@
     return e.kind;
   }
 
-  function eventItem(e, where) {
-    const item = document.createElement('li');
-    item.append((e.step ? 'step ' + e.step + ', ' : '') + 'epoch ' + e.epoch + (where ? ', layer ' + e.layer + ', seed ' + e.seed : '') + ': ' + story(e));
+  // place names a seed, where several layers have some.
+  function place(e) {
+    const layer = Lattice.layers()[e.layer];
+    return e.place || (layer ? layer.name : 'layer ' + e.layer) + ', seed ' + e.seed;
+  }
+
+  // eventItem shows an event, or several that differ by the seed alone.
+  function eventItem(group, where) {
+    const e = group[0], item = document.createElement('li');
+    item.append((e.step ? 'step ' + e.step + ', ' : '') + 'epoch ' + e.epoch + ': ');
+    if (where) {
+      if (group.length > 1) item.append(group.length + ' seeds: ');
+      group.slice(0, group.length > 4 ? 3 : 4).forEach((one, i) => {
+        const b = document.createElement('button');
+        b.type = 'button';
+        b.className = 'link';
+        b.textContent = place(one);
+        b.addEventListener('click', () => visit({layer: one.layer, seed: one.seed}));
+        item.append(i ? '; ' : '', b);
+      });
+      if (group.length > 4) item.append(' and ' + (group.length - 3) + ' more');
+      item.append(': ');
+    }
+    item.append(story(e));
     if (e.reason) {
       const why = document.createElement('span');
       why.className = 'why';
@@ -171,10 +218,31 @@
     return item;
   }
 
+  // visit shows a seed that something else on the page names.
+  function visit(at) {
+    const layer = Lattice.layers()[at.layer];
+    if (!layer || at.seed >= layer.stage.length) return;
+    Lattice.select(at);
+    $('lattice-section').scrollIntoView();
+    $('lattice').focus({preventScroll: true});
+  }
+
+  // grouped joins events that follow each other and differ by the seed alone.
+  function grouped(events) {
+    const key = e => [e.step, e.epoch, e.kind, e.from, e.to, e.value, e.reason].join('\n'), groups = [];
+    let last = null;
+    for (const e of events) {
+      if (key(e) === last) groups[groups.length - 1].push(e); else groups.push([e]);
+      last = key(e);
+    }
+    return groups;
+  }
+
+  // drawEvents shows the latest events. In an epoch those of one kind come together, whichever layer they are of.
   function drawEvents(run) {
-    const told = run.events.filter(e => e.kind !== 'GateOpened').slice(-100).reverse();
+    const told = run.events.filter(e => e.kind !== 'GateOpened').slice(-1000);
     $('events-section').hidden = !told.length;
-    $('events').replaceChildren(...told.map(e => eventItem(e, true)));
+    $('events').replaceChildren(...grouped(told).slice(-100).reverse().map(g => eventItem(g, true)));
   }
 
   function drawSample(run) {
@@ -221,20 +289,23 @@
     if (turn !== asked) return;
     $('seed').hidden = false;
     const layer = Lattice.layers()[at.layer];
-    $('seed-title').textContent = (layer ? layer.name : 'layer ' + at.layer) + ', seed ' + at.seed + ': ' + seed.stage;
+    $('seed-title').textContent = place({...at, place: seed.place}) + ': ' + seed.stage;
     const last = [...(seed.events || [])].reverse().find(e => e.kind === 'StageChanged');
-    $('seed-story').textContent = last ? last.from + ' → ' + last.to + ' after epoch ' + last.epoch +
-      (last.reason ? ', because ' + last.reason : '') + '.' : 'Nothing has happened to it yet.';
+    $('seed-story').textContent = (Lattice.meanings[seed.stage] || '') + ' ' + (last ? 'It went from ' + last.from + ' to ' + last.to +
+      (last.step ? ' after step ' + last.step : '') + ', epoch ' + last.epoch + (last.reason ? ', because ' + last.reason : '') + '.' :
+      'Nothing has happened to it yet.');
+    $('seed-waits').hidden = !seed.waits_for;
+    $('seed-waits').textContent = seed.waits_for ? 'For the next stage it lacks ' + seed.waits_for + '.' : '';
     const figures = [['epochs in stage', String(seed.epochs_in_stage)], ['α', number(seed.alpha)]];
     if (seed.kind) figures.push(['blueprint', seed.kind]);
     if (seed.slot) figures.push(['slot', String(seed.slot)]);
-    for (const [name, key] of [['performance change', 'delta'], ['improvement', 'improvement'], ['stability', 'stability'],
+    for (const [name, key] of [['lowers the loss by', 'delta'], ['that is a share of', 'improvement'], ['stability', 'stability'],
       ['variance', 'variance'], ['mean', 'mean'], ['dead features', 'dead_ratio'], ['drift', 'drift'], ['gradient norm', 'grad_norm']]) {
       if (seed[key] !== undefined) figures.push([name, number(seed[key])]);
     }
     figures.push(['NaN and Inf', String(seed.non_finite || 0)], ['may advance', seed.can_advance ? 'yes' : 'no']);
     pairs($('seed-figures'), figures);
-    $('seed-events').replaceChildren(...[...(seed.events || [])].reverse().map(e => eventItem(e, false)));
+    $('seed-events').replaceChildren(...[...(seed.events || [])].reverse().map(e => eventItem([e], false)));
     if (!run.seeds) Steer.seed(run, at, seed, layer);
   }
 
@@ -269,6 +340,7 @@
 
   const columns = ['step', 'time', 'loss', 'learning_rate', 'grad_norm', 'tokens_per_s', 'eval_step', 'eval_time', 'val_loss', 'val_bpb'];
   const hear = {
+    cards(all) { cards = all; mark('status'); },
     run(s) {
       const fresh = !runs.has(s.id), run = get(s.id);
       run.status = s;
@@ -305,7 +377,11 @@
   }
 
   function start() {
-    Lattice.start($('lattice'), showSeed);
+    Lattice.start($('lattice'), showSeed, at => {
+      const layer = Lattice.layers()[at.layer], stage = Lattice.stages[layer.stage[at.seed]];
+      $('hint').textContent = place(at) + ': ' + stage + (layer.alpha[at.seed] ? ', α ' + number(+(layer.alpha[at.seed] / 255).toFixed(2)) : '') + '.';
+    });
+    pairs($('meanings'), [...Object.entries(Lattice.meanings), ...Object.entries(figureMeanings)]);
     $('axis').addEventListener('change', e => { Charts.options.axis = e.target.value; mark('curves'); });
     $('log').addEventListener('change', e => { Charts.options.log = e.target.checked; mark('curves'); });
     $('csv').addEventListener('click', () => save('runs.csv', new Blob([csv()], {type: 'text/csv'})));
@@ -313,7 +389,7 @@
     $('zoom-in').addEventListener('click', () => Lattice.zoom(1.5));
     $('zoom-out').addEventListener('click', () => Lattice.zoom(1 / 1.5));
     $('fit').addEventListener('click', Lattice.fit);
-    addEventListener('resize', () => { Charts.resize(); Lattice.resized(); });
+    addEventListener('resize', Lattice.resized);
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { Charts.restyle(); Lattice.want(); mark('curves'); });
     const data = $('data');
     if (data) report(JSON.parse(data.textContent)); else { Steer.start(); connect(); }

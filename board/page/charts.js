@@ -68,7 +68,7 @@ const Charts = (() => {
       const found = tables(kind, runs);
       let c = charts.get(kind.id);
       if (!found.length) {
-        if (c) { c.plot.destroy(); c.figure.remove(); charts.delete(kind.id); }
+        if (c) { sizes.unobserve(c.figure); c.plot.destroy(); c.figure.remove(); charts.delete(kind.id); }
         continue;
       }
       const shape = JSON.stringify([options, found.map(f => [f.label, f.part, f.run.index, f.data[0].length < 40])]);
@@ -82,6 +82,7 @@ const Charts = (() => {
         holder.insertBefore(figure, after ? after.figure : null);
         c = {figure, plot: null, shape: ''};
         charts.set(kind.id, c);
+        sizes.observe(figure);
       }
       if (c.shape !== shape) {
         if (c.plot) c.plot.destroy();
@@ -96,8 +97,13 @@ const Charts = (() => {
     }
   }
 
+  // A figure's width changes with the window's, and when other figures come beside it.
+  const sizes = new ResizeObserver(resize);
+
   function resize() {
-    for (const c of charts.values()) c.plot.setSize({width: c.figure.clientWidth, height: 230});
+    for (const c of charts.values()) {
+      if (c.plot && c.plot.width !== c.figure.clientWidth) c.plot.setSize({width: c.figure.clientWidth, height: 230});
+    }
   }
 
   function restyle() { for (const c of charts.values()) c.shape = ''; }
@@ -122,5 +128,5 @@ const Charts = (() => {
     return canvas;
   }
 
-  return {draw, resize, restyle, picture, options, colour, number};
+  return {draw, restyle, picture, options, colour, number};
 })();

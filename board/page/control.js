@@ -43,7 +43,7 @@ const Steer = (() => {
     const key = at.layer + '/' + at.seed + '/' + seed.stage;
     if (form.dataset.key === key) return; // or a choice would be lost
     form.dataset.key = key;
-    const name = 'layer ' + at.layer + ', seed ' + at.seed;
+    const name = seed.place || layer.name + ', seed ' + at.seed;
     const command = c => ({commands: [{layer: at.layer, seed: at.seed, ...c}]});
     const items = [];
     if (seed.stage === 'Dormant') items.push(...germination(at, seed, layer, name, command));
@@ -63,12 +63,12 @@ const Steer = (() => {
     for (const k of (control.kinds || {})[seed.site] || []) kind.append(new Option(k, k));
     slot.type = 'number';
     slot.min = 1;
-    const chunk = seed.site === 'chunk';
-    slot.value = chunk ? Math.min(at.seed + 1, Math.max(1, (layer.slots || 2) - 1)) : 1;
+    const slots = layer.slots > 0; // elsewhere a blueprint has a size
+    slot.value = slots ? Math.min(at.seed + 1, Math.max(1, layer.slots - 1)) : 1;
     const go = button('Germinate', () => confirm('Germinate a ' + kind.value + ' in ' + name + '?', 'commands',
-      command({action: 'Germinate', kind: kind.value, [chunk ? 'slot' : 'size']: Number(slot.value)})));
+      command({action: 'Germinate', kind: kind.value, [slots ? 'slot' : 'size']: Number(slot.value)})));
     go.id = 'germinate';
-    return [label('Blueprint', kind), label(chunk ? 'Slot' : 'Size', slot), go];
+    return [label('Blueprint', kind), label(slots ? 'Slot' : 'Size', slot), go];
   }
 
   function panel() {

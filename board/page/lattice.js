@@ -4,10 +4,24 @@
 const Lattice = (() => {
   const stages = ['Dormant', 'Germinated', 'Training', 'Grafting', 'Stabilization', 'Evaluating', 'FineTuning',
     'Fossilized', 'Culled', 'Cancelled', 'RolledBack'];
+  const meanings = {
+    Dormant: 'It watches its part of the model, and changes nothing.',
+    Germinated: 'A blueprint, a small piece of network, has been chosen. The model is still as it was.',
+    Training: 'The blueprint learns beside the model, which is still as it was.',
+    Grafting: 'The blueprint is blended in: its share α rises.',
+    Stabilization: 'The blueprint is blended in, and learns with the model.',
+    Evaluating: 'The model is compared with itself without the blueprint.',
+    FineTuning: 'The blueprint has helped, and learns on.',
+    Fossilized: 'The blueprint stays for good.',
+    Culled: 'The blueprint has been taken out: it had failed.',
+    Cancelled: 'The blueprint was given up before it was blended in.',
+    RolledBack: 'The blueprint has been taken out again, and the model is as it would be without it.',
+  };
   const colours = [[138, 143, 152], [214, 196, 60], [232, 150, 40], [222, 98, 42], [196, 92, 160], [128, 100, 212],
     [48, 128, 214], [34, 154, 88], [204, 50, 56], [140, 96, 76], [164, 32, 98]];
+  const cell = 28; // pixels of a seed, at most, when all are shown
   let canvas, g, small, sg, blocks = [], width = 1, height = 1;
-  let scale = 1, left = 0, top = 0, ratio = 1, wanted = false, selected = null, onSelect = () => {}, fitted = true;
+  let scale = 1, left = 0, top = 0, ratio = 1, wanted = false, selected = null, onSelect = () => {}, onHover = () => {}, fitted = true;
 
   function bytes(text) {
     const raw = atob(text || ''), out = new Uint8Array(raw.length);
@@ -15,30 +29,40 @@ const Lattice = (() => {
     return out;
   }
 
-  // layout gives every layer a block of cells, on shelves about as wide as the canvas is.
+  // layout gives every layer a block of cells, on shelves about as wide as the canvas is. Seeds that belong
+  // together stay in a row.
   function layout(layers) {
     const gap = 2, sizes = layers.map(l => {
-      const n = l.stage.length, columns = n <= 128 ? Math.max(n, 1) : Math.ceil(Math.sqrt(n * 2));
-      return {columns, rows: Math.max(1, Math.ceil(n / columns))};
+      const n = l.stage.length, group = Math.max(1, l.group), wide = Math.sqrt(n * (group > 1 ? 3 : 2));
+      const columns = group === 1 && n <= 128 ? Math.max(n, 1) : Math.min(Math.max(n, 1), group * Math.max(1, Math.round(wide / group)));
+      return {columns, rows: Math.max(1, Math.ceil(n / columns)), room: Math.max(columns, Math.ceil(label(l, layers).length / 4))};
     });
-    const area = sizes.reduce((s, b) => s + (b.columns + gap) * (b.rows + gap), 0);
-    const shelf = Math.max(...sizes.map(b => b.columns), Math.sqrt(area * canvas.clientWidth / Math.max(1, canvas.clientHeight)));
-    let x = 0, y = 1, tall = 0;
+    const area = sizes.reduce((s, b) => s + (b.room + gap) * (b.rows + gap), 0);
+    const shelf = Math.max(...sizes.map(b => b.room), Math.sqrt(area * canvas.clientWidth / 200));
+    let x = 0, y = 2, tall = 0;
     width = 1;
     blocks = layers.map((layer, i) => {
-      const {columns, rows} = sizes[i];
-      if (x > 0 && x + columns > shelf) { x = 0; y += tall + gap; tall = 0; }
-      const block = {layer, x, y, columns, rows};
-      x += columns + gap;
+      const {columns, rows, room} = sizes[i];
+      if (x > 0 && x + room > shelf) { x = 0; y += tall + gap; tall = 0; }
+      const block = {layer, x, y, columns, rows, label: label(layer, layers)};
+      x += room + gap;
       tall = Math.max(tall, rows);
       width = Math.max(width, x - gap);
       return block;
     });
     height = y + tall;
+    const ideal = (height + 1) * Math.min(cell, canvas.clientWidth / (width + 1));
+    canvas.style.height = Math.round(Math.max(80, Math.min(ideal, 420, innerHeight * 0.6))) + 'px';
+  }
+
+  // label is a layer's name, with its site where there are several.
+  function label(layer, layers) {
+    const same = layers.every(l => l.site === layers[0].site);
+    return layer.name + (same || layer.name === layer.site ? '' : ', ' + layer.site);
   }
 
   function set(picture) {
-    const layers = picture.layers.map(l => ({name: l.name, site: l.site, slots: l.slots, stage: bytes(l.stage),
+    const layers = picture.layers.map(l => ({name: l.name, site: l.site, slots: l.slots || 0, group: l.group || 1, stage: bytes(l.stage),
       alpha: bytes(l.alpha), health: bytes(l.health), kind: bytes(l.kind)}));
     const same = blocks.length === layers.length && layers.every((l, i) => l.stage.length === blocks[i].layer.stage.length);
     if (same) layers.forEach((l, i) => { blocks[i].layer = l; }); else layout(layers);
@@ -59,7 +83,7 @@ const Lattice = (() => {
 
   function fit() {
     fitted = true;
-    scale = Math.min(canvas.clientWidth / (width + 1), canvas.clientHeight / (height + 1), 40);
+    scale = Math.min(canvas.clientWidth / (width + 1), canvas.clientHeight / (height + 1), cell);
     left = (canvas.clientWidth - width * scale) / 2;
     top = (canvas.clientHeight - height * scale) / 2;
     want();
@@ -100,10 +124,10 @@ const Lattice = (() => {
 
   function names(style) {
     g.fillStyle = style.getPropertyValue('--soft');
-    g.font = '11px sans-serif';
+    g.font = '12px sans-serif';
     for (const b of blocks) {
       if (2 * scale < 9) continue;
-      g.fillText(b.layer.name + (b.layer.site === 'chunk' ? '' : ', ' + b.layer.site), left + b.x * scale, top + b.y * scale - 2);
+      g.fillText(b.label, left + b.x * scale, top + b.y * scale - 2);
     }
   }
 
@@ -164,9 +188,10 @@ const Lattice = (() => {
     e.preventDefault();
   }
 
-  function start(element, select_) {
+  function start(element, select_, hover) {
     canvas = element;
     onSelect = select_;
+    onHover = hover;
     g = canvas.getContext('2d');
     small = document.createElement('canvas');
     sg = small.getContext('2d');
@@ -174,7 +199,7 @@ const Lattice = (() => {
     let held = null;
     canvas.addEventListener('pointerdown', e => { held = {x: e.offsetX, y: e.offsetY, moved: false}; canvas.setPointerCapture(e.pointerId); });
     canvas.addEventListener('pointermove', e => {
-      if (!held) return;
+      if (!held) { const found = at(e.offsetX, e.offsetY); if (found) onHover(found); return; }
       const dx = e.offsetX - held.x, dy = e.offsetY - held.y;
       if (!held.moved && Math.hypot(dx, dy) < 4) return;
       pan(dx, dy);
@@ -236,5 +261,5 @@ const Lattice = (() => {
     return {x: left + (b.x + seed % b.columns + 0.5) * scale, y: top + (b.y + Math.floor(seed / b.columns) + 0.5) * scale};
   }
 
-  return {start, set, fit, zoom, pan, resized, select, chosen, colour, stages, layers, centre, want, history};
+  return {meanings, start, set, fit, zoom, pan, resized, select, chosen, colour, stages, layers, centre, want, history};
 })();

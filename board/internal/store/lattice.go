@@ -8,25 +8,43 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// A Layer is a lattice as people know it.
+type Layer struct {
+	Name  string
+	Seeds []string // where each seed is, if its number does not say it
+	Group int      // seeds that belong together, such as those of a block; 0 for none
+}
+
+// place says where a seed is, if its number does not.
+func place(layers []Layer, layer, seed int) string {
+	if layer < 0 || layer >= len(layers) || seed < 0 || seed >= len(layers[layer].Seeds) {
+		return ""
+	}
+	return layers[layer].Seeds[seed]
+}
+
 // picture returns what a picture of the lattices needs.
-func picture(reports []state.Report, names []string) []api.Layer {
-	layers := make([]api.Layer, len(reports))
+func picture(reports []state.Report, layers []Layer) []api.Layer {
+	all := make([]api.Layer, len(reports))
 	for i, r := range reports {
 		n := len(r.Seeds)
 		l := api.Layer{Name: strconv.Itoa(i), Site: r.Site.String(), Slots: r.Slots,
 			Stage: make([]byte, n),
 			Alpha: make([]byte, n), Health: make([]byte, n), Kind: make([]byte, n)}
-		if i < len(names) {
-			l.Name = names[i]
+		if r.Site == blueprints.Chunk && l.Slots == 0 { // the lattice was not told
+			l.Slots = n + 1
+		}
+		if i < len(layers) {
+			l.Name, l.Group = layers[i].Name, layers[i].Group
 		}
 		for k := range r.Seeds {
 			s := &r.Seeds[k]
 			l.Stage[k], l.Kind[k] = byte(s.Stage), byte(s.Kind)
 			l.Alpha[k], l.Health[k] = share(s.Alpha), health(s)
 		}
-		layers[i] = l
+		all[i] = l
 	}
-	return layers
+	return all
 }
 
 // share returns a byte for a number from 0 to 1.

@@ -46,21 +46,21 @@ func (r *Run) News(b *bytes.Buffer, c *Cursor) error {
 	}
 	if c.version != r.version {
 		c.version = r.version
-		if err := send(b, "lattice", note{Run: r.run.ID, Version: r.version}); err != nil {
+		if err := Send(b, "lattice", note{Run: r.run.ID, Version: r.version}); err != nil {
 			return err
 		}
 	}
 	if last := r.first + len(r.events); c.event < last {
 		from := max(c.event, last-newEvents)
 		c.event = last
-		if err := send(b, "events", happened{r.run.ID, r.eventsFrom(from, newEvents)}); err != nil {
+		if err := Send(b, "events", happened{r.run.ID, r.eventsFrom(from, newEvents)}); err != nil {
 			return err
 		}
 	}
 	if c.sampled < r.sampled {
 		fresh := r.samples[max(0, len(r.samples)-(r.sampled-c.sampled)):]
 		c.sampled = r.sampled
-		if err := send(b, "samples", texts{r.run.ID, fresh}); err != nil {
+		if err := Send(b, "samples", texts{r.run.ID, fresh}); err != nil {
 			return err
 		}
 	}
@@ -72,7 +72,7 @@ func (r *Run) News(b *bytes.Buffer, c *Cursor) error {
 func (r *Run) standing(b *bytes.Buffer, changed int64) error {
 	if r.told.text == nil || r.told.changed != changed {
 		var own bytes.Buffer
-		if err := send(&own, "run", r.status()); err != nil {
+		if err := Send(&own, "run", r.status()); err != nil {
 			return err
 		}
 		r.told = standing{changed, own.Bytes()}
@@ -115,7 +115,7 @@ func (r *Run) curves(b *bytes.Buffer, c *Cursor) error {
 		d.from.thinned != c.thinned ||
 		d.step != len(r.steps.points) || d.eval != len(r.evals) {
 		var own bytes.Buffer
-		err := send(&own, "series", struct {
+		err := Send(&own, "series", struct {
 			Run string `json:"run"`
 			All bool   `json:"all"` // in place of what came before
 			api.Series
@@ -130,8 +130,8 @@ func (r *Run) curves(b *bytes.Buffer, c *Cursor) error {
 	return nil
 }
 
-// send appends a server-sent event.
-func send(b *bytes.Buffer, kind string, v any) error {
+// Send appends a server-sent event.
+func Send(b *bytes.Buffer, kind string, v any) error {
 	text, err := json.Marshal(v)
 	if err == nil {
 		_, err = fmt.Fprintf(b, "event: %s\ndata: %s\n\n", kind, text)

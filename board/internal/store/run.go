@@ -30,7 +30,7 @@ type Run struct {
 
 	mu      sync.Mutex
 	run     api.Run
-	names   []string // of the layers
+	layers  []Layer
 	steps   steps
 	evals   []eval
 	reports []state.Report
@@ -58,11 +58,11 @@ func NewRun(id, name string, settings map[string]string) *Run {
 // ID returns the run's.
 func (r *Run) ID() string { return r.run.ID }
 
-// Name sets the names of the layers.
-func (r *Run) Name(layers []string) {
+// Name says what the layers are.
+func (r *Run) Name(layers []Layer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.names = layers
+	r.layers = layers
 }
 
 // Drop counts an event for which there was no room.
@@ -191,7 +191,7 @@ func (r *Run) event(e api.Event) {
 		r.events = append([]api.Event(nil), r.events[maxEvents:]...)
 		r.first += maxEvents
 	}
-	e.Number = r.first + len(r.events)
+	e.Number, e.Place = r.first+len(r.events), place(r.layers, e.Layer, e.Seed)
 	r.events = append(r.events, e)
 }
 
@@ -232,7 +232,7 @@ func (r *Run) Lattice() ([]byte, error) {
 		return r.lattice, nil
 	}
 	l := api.Lattice{Version: r.version, Epoch: r.run.Epoch, Step: r.at,
-		Layers: picture(r.reports, r.names)}
+		Layers: picture(r.reports, r.layers)}
 	text, err := json.Marshal(l)
 	r.lattice, r.drawn = text, r.version
 	return text, err
@@ -258,7 +258,7 @@ func (r *Run) Seed(layer, number int) (api.Seed, bool) {
 		return api.Seed{}, false
 	}
 	s := seed(&r.reports[layer], layer, number)
-	s.Events = []api.Event{}
+	s.Place, s.Events = place(r.layers, layer, number), []api.Event{}
 	for _, e := range r.events {
 		if e.Layer == layer && e.Seed == number {
 			s.Events = append(s.Events, e)
@@ -327,15 +327,15 @@ func (s *speed) step(e llm.Event) (tokensPerS, left float64) {
 	return s.last, left
 }
 
-// Names of layers, for a run whose lattices are only known by number.
-func LayerNames(kasmina []int, depth bool) (names []string) {
+// Layers returns those of a model: its Kasmina layers by their blocks, and depth.
+func Layers(kasmina []int, depth bool) (all []Layer) {
 	for _, block := range kasmina {
-		names = append(names, "block "+strconv.Itoa(block))
+		all = append(all, Layer{Name: "block " + strconv.Itoa(block)})
 	}
 	if depth {
-		names = append(names, "depth")
+		all = append(all, Layer{Name: "depth"})
 	}
-	return names
+	return all
 }
 
 // Full is all that is kept of a run.
@@ -354,5 +354,5 @@ func (r *Run) Full() Full {
 	return Full{Run: r.status(), Series: r.series(0, 0), Events: append([]api.Event{}, r.events...),
 		Samples: append([]api.Sample{}, r.samples...),
 		Lattice: api.Lattice{Version: r.version, Epoch: r.run.Epoch,
-			Step: r.at, Layers: picture(r.reports, r.names)}}
+			Step: r.at, Layers: picture(r.reports, r.layers)}}
 }
