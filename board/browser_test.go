@@ -198,7 +198,7 @@ func TestPage(t *testing.T) {
 	require.Contains(t, w.text("#events"), why)
 	eval[bool](w, "Lattice.select({layer: 1, seed: 5}); true")
 	w.see("#seed-events li")
-	require.Contains(t, w.text("#seed-story"), "Germinated → Training")
+	require.Contains(t, w.text("#seed-story"), "from Germinated to Training after step 4")
 	require.Contains(t, w.text("#seed-story"), why)
 	require.NotContains(t, eval[string](w, "document.title"), "broken")
 
@@ -241,7 +241,9 @@ func TestSteering(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return eval[int](w, "Lattice.layers()[0].stage[7]") == int(state.Germinated)
 	}, 10*time.Second, 50*time.Millisecond, "the page says %s", w.text("#answer"))
-	require.Contains(t, w.text("#legend"), "Germinated 1")
+	require.Eventually(t, func() bool {
+		return strings.Contains(w.text("#legend"), "Germinated 1")
+	}, 5*time.Second, 50*time.Millisecond)
 	require.Eventually(t, func() bool {
 		return strings.Contains(w.text("#seed-story"),
 			"a person asked on the board: its features are dead")

@@ -35,7 +35,7 @@ func (c *cards) now() []nvml.Card {
 		c.tried = true
 		var err error
 		if c.library, err = c.open(); err != nil {
-			slog.Info(fmt.Sprintf("board: power and memory of GPUs are not shown: %v", err))
+			slog.Debug(fmt.Sprintf("board: power and memory of GPUs are not shown: %v", err))
 		}
 	}
 	if c.library == nil || time.Since(c.read) < cardsEvery {

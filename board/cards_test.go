@@ -58,7 +58,8 @@ func TestCards(t *testing.T) {
 func TestNoCards(t *testing.T) {
 	var told bytes.Buffer
 	before := slog.Default()
-	slog.SetDefault(slog.New(slog.NewTextHandler(&told, nil)))
+	slog.SetDefault(slog.New(slog.NewTextHandler(&told,
+		&slog.HandlerOptions{Level: slog.LevelDebug})))
 	defer slog.SetDefault(before)
 	b, err := New()
 	require.NoError(t, err)
