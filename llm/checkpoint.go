@@ -30,6 +30,7 @@ type training struct {
 	ValBPB       jsonfloat.Float   `json:"val_bpb"`
 	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
 	Before       *beforeState      `json:"before,omitempty"`
+	Twin         *twinState        `json:"twin,omitempty"`
 	Spent        Budget            `json:"spent,omitzero"`
 	Share        float64           `json:"share,omitempty"`
 	// the sum of those of the present epoch's steps,
@@ -210,11 +211,15 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving what the model was before it grew: %w", err)
 	}
-	tensors = append(tensors, before...)
+	twin, err := t.twin.tensors()
+	if err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the model's twin: %w", err)
+	}
+	tensors = slices.Concat(tensors, before, twin)
 	e := t.Last()
 	for key, v := range map[string]any{
 		modelfile.TrainingKey: training{LossScale: t.lossScale(),
-			Before: t.before.state(), Step: e.Step,
+			Before: t.before.state(), Twin: t.twin.state(), Step: e.Step,
 			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
 			Settings: *t.settings(),
 			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // Growth lets a controller decide, at the end of every epoch of the Kasmina lattices, what becomes
@@ -18,17 +19,23 @@ import (
 type Growth struct {
 	Controller state.Controller
 	// Validation is the text that blueprints are judged by: from Grafting on, a seed's performance
-	// is minus the model's mean loss on it, and in Evaluating and FineTuning that is compared with
-	// the loss of the model without the seed. The stability of such a seed is the share of the
-	// text's batches in which the two differ in the direction in which their means do. A seed that
-	// trains is tried at full strength: by how much the loss rises with it is its training error.
+	// is minus the model's mean loss on it, and that is compared with the loss of the model's twin,
+	// which makes the same steps on the same batches from the same state, without the blueprints
+	// that are being grafted. The stability of such a seed is the share of the text's batches in
+	// which the two differ in the direction in which their means do. When those blueprints are
+	// given up, the twin takes the model's place. A seed that trains is tried at full strength: by
+	// how much the loss rises with it is its training error.
 	//
 	// The curve of a seed in depth is that of the loss on this text too. Without one, which is for
 	// models that grow in depth alone, it is the training loss: right for runs that repeat no text.
 	Validation *data.Evaluation
 	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of
-	// the model over the text, and another for each seed that is compared.
+	// the model over the text, and another for each seed that trains. While there is a twin, each
+	// takes the steps since the last one over again, and a run of the twin over the text.
 	Every int
+	// Governor stands above the controller, whatever that is, and above everybody who steers the
+	// run: it takes back at once what does harm. nil is for control.NewGovernor().
+	Governor *control.Governor
 	// Refused hears of commands of the controller that were not possible. When nil, one ends the
 	// run.
 	Refused func(state.Command, error)
@@ -59,6 +66,12 @@ func (t *Trainer) Grow(g Growth) error {
 			"control.NewHeuristic returns")
 	case g.Every < 1:
 		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
+	}
+	if g.Governor == nil {
+		g.Governor = control.NewGovernor()
+	}
+	if err := g.Governor.Check(); err != nil {
+		return fmt.Errorf("llm: Grow: %w", err)
 	}
 	depthAlone := len(t.Model.Config.Kasmina) == 0 // whose blueprints need no text to be judged by
 	if g.Validation == nil && !depthAlone {
@@ -126,8 +139,10 @@ func (t *Trainer) endEpoch(loss float64) error {
 		}
 	}
 	g := t.growth
+	var verdict *judge.Verdict
 	if g != nil && len(t.Model.Config.Kasmina) > 0 && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
-		if err := t.judge().Add(metrics); err != nil {
+		var err error
+		if verdict, err = t.compareSeeds(metrics); err != nil {
 			return err
 		}
 	}
@@ -135,7 +150,7 @@ func (t *Trainer) endEpoch(loss float64) error {
 		return err
 	}
 	mean := jsonfloat.Float(t.losses / float64(t.summed))
-	commands, err := t.decide()
+	commands, err := t.decide(verdict)
 	if err != nil {
 		return err
 	}
@@ -156,6 +171,18 @@ func (t *Trainer) endEpoch(loss float64) error {
 		}
 	}
 	return nil
+}
+
+// compareSeeds measures what the seeds do to the model, those on trial beside its twin.
+func (t *Trainer) compareSeeds(metrics []state.Metrics) (verdict *judge.Verdict, err error) {
+	j := t.judge()
+	if t.twin != nil {
+		if j.Without, err = t.catchUp(); err != nil {
+			return nil, fmt.Errorf("the model's twin: %w", err)
+		}
+		j.Trial = t.twin.trial
+	}
+	return j.Add(metrics)
 }
 
 // judgeDepth adds what is known of the seeds in depth to the metrics of their lattice. Its losses
@@ -217,11 +244,16 @@ func (t *Trainer) replay() *Record {
 	return t.growth.Replay
 }
 
-// decide returns what the controller commands, or the record in its place.
-func (t *Trainer) decide() ([]state.Command, error) {
+// decide returns what the controller commands, under the governor, or the record in the place of
+// both.
+func (t *Trainer) decide(v *judge.Verdict) ([]state.Command, error) {
 	if r := t.replay(); r != nil {
 		return r.Commands(t.last.Step), nil
 	}
 	own := t.growth.Controller.Decide(t.Model.Kasmina.Report())
+	if v != nil {
+		own = t.growth.Governor.Govern(control.Trial{Seeds: t.twin.trial, Harm: v.Harm,
+			Agree: v.Agree, Errors: v.Errors, Norm: t.twin.norm, Without: t.twin.without}, own)
+	}
 	return shared(t, "the controller's commands", own)
 }

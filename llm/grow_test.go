@@ -273,7 +273,7 @@ func TestJudge(t *testing.T) {
 		}
 	}
 	metrics := make([]state.Metrics, 2)
-	if err := tr.judge().Add(metrics); err != nil {
+	if _, err := tr.judge().Add(metrics); err != nil {
 		t.Fatal(err)
 	}
 	again, _ := score(false)
@@ -315,16 +315,27 @@ type lossy struct {
 func (l lossy) Loss(data.Batch) (float64, error) { return l.loss, nil }
 
 // TestGrowThroughHugeLosses wants a model that a held-out text tells nothing good of to be no
-// reason for a run to end, nor for a seed to be judged better than with a loss that is finite.
+// reason for a run to end, nor for a seed to be judged better than with a loss that is finite. One
+// that is not finite is a reason for the governor to take back what has been grafted.
 func TestGrowThroughHugeLosses(t *testing.T) {
 	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 		growing(t, tr)
 		tr.growth.Controller = control.DryRun(tr.growth.Controller, io.Discard)
-		tr.engine = lossy{tr.engine, loss}
+		engine := tr.engine
+		tr.engine = lossy{engine, loss}
 		if err := tr.Run(t.Context()); err != nil {
 			t.Errorf("validation losses of %v: %v", loss, err)
 		}
+		stage, err := tr.Model.Kasmina.Lattice(1).Stage(2)
+		require.NoError(t, err)
+		require.Equal(t, loss-loss != 0, stage == state.RolledBack, "losses of %v: %v", loss, stage)
+		if stage == state.RolledBack {
+			tr = newTrainer(t, trainerOptions{config: tiny(), steps: 12})
+			growing(t, tr)
+			tr.engine = lossy{tr.engine, loss}
+		}
+		tr.twin = nil // so that seeds are muted
 		move := state.Command{Action: state.Move, Layer: 1, Seed: 2, To: state.Stabilization}
 		then := move
 		then.To = state.Evaluating
@@ -332,7 +343,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 			t.Fatal(err)
 		}
 		metrics := make([]state.Metrics, 2)
-		if err := tr.judge().Add(metrics); err != nil {
+		if _, err := tr.judge().Add(metrics); err != nil {
 			t.Fatal(err)
 		}
 		for _, m := range metrics[1].Seeds {

@@ -13,7 +13,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/memory"
-	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
@@ -25,11 +24,9 @@ import (
 // grafted is what a model was before the blueprint of a seed in depth was grafted, for as long as
 // it may be taken back.
 type grafted struct {
-	seed      int
-	config    Config
-	params    []Param // copies
-	optimizer []optim.Tensor
-	scale     *LossScale
+	seed   int
+	config Config
+	branch
 }
 
 // state returns what a checkpoint has of b beside tensors.
@@ -45,17 +42,7 @@ func (b *grafted) tensors() (all []safetensors.Tensor, err error) {
 	if b == nil {
 		return nil, nil
 	}
-	add := func(name string, shape []int, data any) {
-		x, e := safetensors.New(modelfile.BeforePrefix+name, shape, data)
-		all, err = append(all, x), errors.Join(err, e)
-	}
-	for _, p := range b.params {
-		add(p.Name, p.Value.Shape(), p.Value.Data())
-	}
-	for _, x := range b.optimizer {
-		add(modelfile.OptimizerPrefix+x.Name, x.Shape, x.Data)
-	}
-	return all, err
+	return b.branch.tensors(modelfile.BeforePrefix)
 }
 
 // beforeIn reads what the model of a checkpoint was before it grew to what it is now.
@@ -78,18 +65,13 @@ func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeStat
 				"model by %d: want one more, that seed", ErrArchitecture, s.Seed,
 				grown, len(now.Grown))
 	}
-	params, err := model.ParamsIn(ctx, t.Model, f, s.Config, modelfile.BeforePrefix)
-	if err != nil {
-		return nil, err
-	}
-	moments, err := momentsIn(ctx, f, modelfile.BeforePrefix+modelfile.OptimizerPrefix)
+	b, err := t.branchIn(ctx, f, s.Config, modelfile.BeforePrefix, s.LossScale)
 	if err != nil {
 		return nil, err
 	}
 	c := s.Config
 	c.KasminaOptions = t.Model.Config.KasminaOptions
-	return &grafted{seed: s.Seed, config: c, params: params, optimizer: moments,
-		scale: s.LossScale}, nil
+	return &grafted{seed: s.Seed, config: c, branch: b}, nil
 }
 
 // reshape makes the model's blocks what the seeds in depth say: from Grafting on a blueprint is in
@@ -151,19 +133,11 @@ func (t *Trainer) growBlocks(g Grown) error {
 	if err := t.canReshape(next); err != nil {
 		return err
 	}
-	if err := model.Pull(m); err != nil {
+	b, err := t.branch()
+	if err != nil {
 		return err
 	}
-	if err := t.gatherState(); err != nil {
-		return err
-	}
-	before := &grafted{seed: g.Seed, config: m.Config, optimizer: t.Optimizer.State(),
-		scale: t.lossScale()}
-	before.params = make([]Param, len(m.Params))
-	parallel.Each(len(m.Params), func(i int) {
-		p := m.Params[i]
-		before.params[i] = Param{Name: p.Name, Value: p.Value.Clone().(*tensor.Dense)}
-	})
+	before := &grafted{g.Seed, m.Config, b}
 	params, moments := model.Grown(m, g, next), momentsOf(g, before.optimizer, next)
 	if err := t.change(next, params, moments, before.scale); err != nil {
 		return err
@@ -199,6 +173,9 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 // goes on as it was before. Otherwise it returns the step's error.
 func (t *Trainer) withdraw(cause error) error {
 	b, m := t.before, t.Model
+	if t.twin != nil {
+		return t.giveUp(cause)
+	}
 	if b == nil {
 		return cause
 	}
@@ -255,7 +232,8 @@ func (t *Trainer) change(c Config, params []Param, moments []optim.Tensor, scale
 	if err := t.gatherState(); err != nil {
 		return err
 	}
-	old := grafted{config: m.Config, params: m.Params, optimizer: o.State(), scale: t.lossScale()}
+	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
+	old := grafted{config: m.Config, branch: branch{m.Params, o.State(), t.lossScale()}}
 	put := func(c Config, params []Param, moments []optim.Tensor, scale *LossScale) error {
 		model.Become(m, c, params)
 		if err := o.Declare(valueGrads(params)); err != nil {

@@ -82,6 +82,10 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
+	twin, err := t.twinIn(ctx, f, run, c)
+	if err != nil {
+		return err
+	}
 	optimizer, err := r.optimizerIn(ctx, f, model.FileShape(c, t.Model.Dtype()))
 	if err != nil {
 		return err
@@ -95,7 +99,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return f.Errorf("%w", err)
 	}
 	loadModel()
-	t.before, t.reshaped = before, nil
+	t.before, t.twin, t.reshaped = before, twin, nil
 	if err := t.goOn(run, other); err != nil {
 		return f.Errorf("%w", err)
 	}

@@ -117,6 +117,8 @@ type Trainer struct {
 	learning [][]bool         // slots of each Kasmina layer that learned at the last step; or nil
 	apart    error            // after a failed Resume: why the engine has other parameters
 	before   *grafted         // while a blueprint in depth may be taken back
+	twin     *twin            // while blueprints elsewhere are on trial
+	whole    bool             // steps are made that no end of the context shall cut short
 	reshaped []Event          // that are still to be told
 	// of the update that failed, until a Resume: parameters are of no step
 	spoiled error
@@ -333,7 +335,7 @@ func (t *Trainer) takeOver() error {
 			"model: %w", t.engine.Name(), err)
 	}
 	model.Hold(t.Model, holder{t})
-	t.apart, t.spoiled, t.torn = nil, nil, nil
+	t.apart, t.spoiled, t.torn, t.twin = nil, nil, nil, nil
 	model.Changed(t.Model)
 	return nil
 }
@@ -501,6 +503,9 @@ func (t *Trainer) step() error {
 	if err := t.reshape(); err != nil {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
+	if err := t.tryOut(); err != nil {
+		return fmt.Errorf("llm: the trial of blueprints: %w", err)
+	}
 	from, done := t.Loader.State(), t.last.Step
 	measured := t.measured()
 	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
@@ -590,7 +595,7 @@ func (t *Trainer) gatherAll(*update) (loss float64, err error) {
 // gather gathers the gradients of all batches of a step. A Stepper makes the update too.
 func (t *Trainer) gather(u *update) (loss float64, err error) {
 	for i := range t.Config.Accumulate {
-		if i > 0 && t.stopped() != nil {
+		if i > 0 && !t.whole && t.stopped() != nil {
 			return 0, errBetweenBatches
 		}
 		batch, err := t.Loader.Next()
@@ -617,6 +622,9 @@ func (t *Trainer) gather(u *update) (loss float64, err error) {
 // count ends a step whose update has been made.
 func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.losses, t.summed = t.losses+loss, t.summed+1
+	if t.twin != nil && !t.twin.lost {
+		t.twin.rates, t.twin.sum = append(t.twin.rates, u.rate), t.twin.sum+u.norm
+	}
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.RunTokens += int64(e.StepTokens)
@@ -636,7 +644,7 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 // checkpoints of other runs have the same bytes on any day.
 func (t *Trainer) spend(began time.Time) error {
 	tokens := int64(t.last.StepTokens)
-	b := Budget{Tokens: tokens, FLOPs: float64(tokens) * t.Model.Config.FLOPs()}
+	b := Budget{Tokens: tokens, FLOPs: t.stepFLOPs()}
 	if t.Config.Budget.Time > 0 {
 		var err error
 		if b.Time, err = t.spentTime(began); err != nil {
@@ -658,6 +666,11 @@ func (t *Trainer) spend(began time.Time) error {
 		return nil
 	}
 	return t.record(Decision{})
+}
+
+// stepFLOPs is what a step of the model takes.
+func (t *Trainer) stepFLOPs() float64 {
+	return float64(t.last.StepTokens) * t.Model.Config.FLOPs()
 }
 
 // noteEnd notes whether the run has come to its end.

@@ -64,6 +64,24 @@ func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
 	return s, nil
 }
 
+// Address is a seed's in a network.
+type Address struct {
+	Layer int `json:"layer"`
+	Seed  int `json:"seed"`
+}
+
+// Grafted returns the seeds whose blueprints are blended in, but not for good.
+func (l *Lattice) Grafted() (seeds []int) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	for seed := range l.n {
+		if stage, _ := l.at(seed); stage.Grafted() {
+			seeds = append(seeds, seed)
+		}
+	}
+	return seeds
+}
+
 // LearningSlots returns, for each of the slots that [WithSlots] gave, whether a seed learns with
 // it.
 func (l *Lattice) LearningSlots() []bool {

@@ -156,7 +156,8 @@ func Load(ctx context.Context, path string) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.BeforePrefix} {
+	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.BeforePrefix,
+		modelfile.TwinPrefix} {
 		for name := range f.With(prefix) {
 			if err := f.Verify(ctx, name); err != nil {
 				return nil, f.Errorf("%w", err)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -16,11 +17,28 @@ type Judge struct {
 	Seeds *state.Network
 	Text  *data.Evaluation
 	Loss  func(data.Batch) (float64, error) // of the model as it is
+
+	// Trial are the seeds beside which the model has a twin, which has learnt without them from the
+	// start, and Without its losses on the batches of the text; a single one that is not finite
+	// where it has diverged.
+	Trial   []state.Address
+	Without []float64
+}
+
+// Verdict is what the seeds on trial cause.
+type Verdict struct {
+	// by how much the model's mean loss is above that of its twin, in nats a token
+	Harm float64
+	// share of the batches of which that is so, if Harm is above 0, or the opposite
+	Agree  float64
+	Errors int // batches of which the model's loss is not finite
 }
 
 // Add measures the model with all seeds, with each of those that train, and without each of those
-// that are being evaluated, and adds what it finds to the metrics of their layers.
-func (j Judge) Add(metrics []state.Metrics) error {
+// that are being evaluated, and adds what it finds to the metrics of their layers. Seeds on trial
+// are compared in every stage, with the model's twin; others, in Evaluating and FineTuning, with
+// the model in which they are muted. verdict is nil without a trial.
+func (j Judge) Add(metrics []state.Metrics) (verdict *Verdict, err error) {
 	var with []float64
 	for layer, l := range j.Seeds.Lattices() {
 		if l.Site() != blueprints.Chunk {
@@ -30,35 +48,47 @@ func (j Judge) Add(metrics []state.Metrics) error {
 			if s.Stage < state.Training || s.Stage > state.FineTuning {
 				continue
 			}
-			var err error
 			if with == nil {
-				if with, err = j.losses(); err != nil {
-					return err
+				if with, err = j.Losses(); err != nil {
+					return nil, err
 				}
 			}
 			m := state.SeedMetrics{Seed: s.Seed, TrainingError: math.NaN(), Trials: len(with),
 				Stability: s.Stability}
-			switch s.Stage {
-			case state.Training:
+			switch {
+			case s.Stage == state.Training:
 				err = j.try(&m, l, with)
-			case state.Evaluating, state.FineTuning:
+			case slices.Contains(j.Trial, state.Address{Layer: layer, Seed: s.Seed}):
+				verdict = j.beside(&m, with)
+			case s.Stage == state.Evaluating || s.Stage == state.FineTuning:
 				err = j.compare(&m, l, with)
 			default:
 				m.Performance, m.Errors = mean(with, with)
 			}
 			if err != nil {
-				return err
+				return nil, err
 			}
 			metrics[layer].Seeds = append(metrics[layer].Seeds, m)
 		}
 	}
-	return nil
+	return verdict, nil
+}
+
+// beside compares the model with its twin, and says what that tells.
+func (j Judge) beside(m *state.SeedMetrics, with []float64) *Verdict {
+	if len(j.Without) == len(with) {
+		score(m, with, j.Without)
+	} else { // the twin has diverged
+		m.Compared, m.Without, m.Stability = true, -worst, 1
+		m.Performance, m.Errors = mean(with, with)
+	}
+	return &Verdict{m.Without - m.Performance, m.Stability, m.Errors}
 }
 
 // Mean returns the model's mean loss over the batches. Where it is not finite it is a large number,
 // as a curve needs one.
 func (j Judge) Mean() (float64, error) {
-	losses, err := j.losses()
+	losses, err := j.Losses()
 	if err != nil {
 		return 0, err
 	}
@@ -72,7 +102,7 @@ func (j Judge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error
 	if err := l.Probe(m.Seed, true); err != nil {
 		return err
 	}
-	tried, err := j.losses()
+	tried, err := j.Losses()
 	if err := errors.Join(err, l.Probe(m.Seed, false)); err != nil {
 		return err
 	}
@@ -90,10 +120,16 @@ func (j Judge) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) e
 	if err := l.Mute(m.Seed, true); err != nil {
 		return err
 	}
-	without, err := j.losses()
+	without, err := j.Losses()
 	if err := errors.Join(err, l.Mute(m.Seed, false)); err != nil {
 		return err
 	}
+	score(m, with, without)
+	return nil
+}
+
+// score sets what a comparison of losses, batch by batch, says of a seed.
+func score(m *state.SeedMetrics, with, without []float64) {
 	m.Compared = true
 	m.Performance, m.Errors = mean(with, without)
 	m.Without, _ = mean(without, with)
@@ -104,11 +140,10 @@ func (j Judge) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) e
 		}
 	}
 	m.Stability = float64(agree) / float64(len(with))
-	return nil
 }
 
-// losses returns the model's loss on each batch of the text; it may be NaN or infinite.
-func (j Judge) losses() (losses []float64, err error) {
+// Losses returns the model's loss on each batch of the text; it may be NaN or infinite.
+func (j Judge) Losses() (losses []float64, err error) {
 	for b := range j.Text.Batches() {
 		l, err := j.Loss(b)
 		if err != nil {

@@ -30,6 +30,7 @@ const (
 	OptimizerPrefix = "optimizer."
 	LatticePrefix   = "lattice."
 	BeforePrefix    = "before." // what the model was before its last growth, with the same prefixes
+	TwinPrefix      = "twin."   // the model without the blueprints on trial, likewise
 
 	ConfigKey   = "kasmina.config"
 	TrainingKey = "kasmina.training"
@@ -145,7 +146,7 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 		case isLattice:
 			layer, _, _ := strings.Cut(own, ".")
 			lattices[layer] += f.Bytes(name)
-		case strings.HasPrefix(name, OptimizerPrefix), strings.HasPrefix(name, BeforePrefix):
+		case beside(name):
 			moments += f.Bytes(name)
 		default:
 			params--
@@ -172,6 +173,12 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 	return nil
 }
 
+// beside reports whether a tensor is of what a run keeps beside its model.
+func beside(name string) bool {
+	return slices.ContainsFunc([]string{OptimizerPrefix, BeforePrefix, TwinPrefix},
+		func(prefix string) bool { return strings.HasPrefix(name, prefix) })
+}
+
 // stranger returns the first tensor that is none of a model's.
 func (f *File) stranger(s Shape) string {
 	known := map[string]bool{}
@@ -179,8 +186,7 @@ func (f *File) stranger(s Shape) string {
 		known[name] = true
 	}
 	for _, name := range f.names {
-		if !known[name] && !strings.HasPrefix(name, LatticePrefix) &&
-			!strings.HasPrefix(name, OptimizerPrefix) && !strings.HasPrefix(name, BeforePrefix) {
+		if !known[name] && !strings.HasPrefix(name, LatticePrefix) && !beside(name) {
 			return name
 		}
 	}

@@ -1,0 +1,306 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/internal/parallel"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/model"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// branch is all that the steps of training change, but for the lattices and the loader.
+type branch struct {
+	params    []Param // copies
+	optimizer []optim.Tensor
+	scale     *LossScale
+}
+
+// twin is the model as it would be without the blueprints that are on trial. It begins as a copy,
+// just before the first of them is blended in, and makes the same steps on the same batches without
+// them. So what differs between the two is what the blueprints cause, however the model adapts to
+// them. When they are given up, the twin takes the model's place: it never met them.
+//
+// Its steps are made in one go, before a comparison.
+type twin struct {
+	branch
+	trial  []state.Address
+	loader data.LoaderState // where the steps begin that it still has to make
+	rates  []float64        // and their learning rates
+	lost   bool             // it has diverged, and has no steps to make any more
+	sum    float64          // of the gradients' norms in those steps as the model made them
+
+	// means of the gradients' norms over the steps up to the last comparison, of the model and of
+	// the twin
+	norm, without float64
+}
+
+// twinState is the part of a twin that is not a tensor.
+type twinState struct {
+	Trial     []state.Address  `json:"trial"`
+	Loader    data.LoaderState `json:"loader"`
+	LossScale *LossScale       `json:"loss_scale,omitempty"`
+	Lost      bool             `json:"lost,omitempty"`
+	Sum       jsonfloat.Float  `json:"sum,omitempty"`
+}
+
+// tryOut begins, changes or ends a trial, as the stages of the seeds say: from Grafting on a
+// blueprint is on trial, until it is fossilized or its life is over. It is called between two
+// steps, in the model's turn. Seeds in depth are judged by the run's curve instead: see reshape.
+func (t *Trainer) tryOut() error {
+	if t.growth == nil || t.growth.Validation == nil {
+		return nil
+	}
+	grafted := t.grafted()
+	w := t.twin
+	if w == nil {
+		if len(grafted) == 0 {
+			return nil
+		}
+		b, err := t.branch()
+		if err != nil {
+			return err
+		}
+		t.twin = &twin{branch: b, trial: grafted, loader: t.Loader.State()}
+		return nil
+	}
+	kept := false // for good, one that was on trial
+	for _, s := range w.trial {
+		stage, err := t.Model.Kasmina.Lattice(s.Layer).Stage(s.Seed)
+		kept = kept || err == nil && stage == state.Fossilized
+	}
+	switch {
+	case kept: // what the twin lacks is a part of the model now
+		t.twin = nil
+		return t.tryOut()
+	case len(grafted) == 0:
+		return t.adopt()
+	}
+	w.trial = grafted
+	return nil
+}
+
+// grafted returns the seeds, elsewhere than in depth, whose blueprints are blended in, but not for
+// good.
+func (t *Trainer) grafted() (all []state.Address) {
+	for layer, l := range t.Model.Kasmina.Lattices() {
+		if l.Site() == blueprints.Depth {
+			continue
+		}
+		for _, seed := range l.Grafted() {
+			all = append(all, state.Address{Layer: layer, Seed: seed})
+		}
+	}
+	return all
+}
+
+// branch returns a copy of what the model has learnt.
+func (t *Trainer) branch() (b branch, err error) {
+	if err := model.Pull(t.Model); err != nil {
+		return b, err
+	}
+	if err := t.gatherState(); err != nil {
+		return b, err
+	}
+	b = branch{make([]Param, len(t.Model.Params)), t.Optimizer.State(), t.lossScale()}
+	parallel.Each(len(b.params), func(i int) {
+		p := t.Model.Params[i]
+		b.params[i] = Param{Name: p.Name, Value: p.Value.Clone().(*tensor.Dense)}
+	})
+	return b, nil
+}
+
+// enter makes a branch what the model has learnt.
+func (t *Trainer) enter(b branch) error {
+	model.Changed(t.Model)
+	parallel.Each(len(b.params), func(i int) {
+		model.CopyNumbers(t.Model.Params[i].Value, b.params[i].Value)
+	})
+	return errors.Join(t.setLossScale(b.scale), t.Optimizer.SetState(b.optimizer), t.engine.Push())
+}
+
+// catchUp makes the twin's steps that the model has made since, and returns its losses on the
+// validation text: infinite ones where it has diverged. All else is as before.
+func (t *Trainer) catchUp() (losses []float64, err error) {
+	w, n := t.twin, t.Model.Kasmina
+	own, err := t.branch()
+	if err != nil {
+		return nil, err
+	}
+	loader, arrays := t.Loader.State(), n.Arrays()
+	defer func() {
+		install, bad := n.Load(arrays) // which ends that seeds are mute
+		if bad == nil {
+			install()
+		}
+		err = errors.Join(err, bad, t.Loader.SetState(loader), t.enter(own))
+	}()
+	for _, s := range w.trial {
+		if err := n.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
+			return nil, err
+		}
+	}
+	if err := errors.Join(t.enter(w.branch), t.Loader.SetState(w.loader)); err != nil {
+		return nil, err
+	}
+	t.whole = true
+	defer func() { t.whole = false }()
+	sum, steps := 0.0, float64(max(1, len(w.rates)))
+	for _, rate := range w.rates {
+		if w.lost {
+			break
+		}
+		u := update{rate: rate, before: rate}
+		_, err := t.compute(&u)
+		sum, t.spent.FLOPs = sum+u.norm, t.spent.FLOPs+t.stepFLOPs()
+		if w.lost = errors.Is(err, ErrDiverged); err != nil && !w.lost {
+			return nil, errors.Join(err, t.engine.Drop())
+		}
+	}
+	w.norm, w.without = w.sum/steps, sum/steps
+	if w.rates, w.sum, w.loader = nil, 0, loader; w.lost {
+		w.branch = branch{}
+		return []float64{math.Inf(1)}, t.engine.Drop()
+	}
+	if losses, err = t.judge().Losses(); err != nil {
+		return nil, err
+	}
+	w.branch, err = t.branch()
+	return losses, err
+}
+
+// adopt ends a trial without a blueprint left in it: the model becomes its twin.
+func (t *Trainer) adopt() error {
+	began, w := time.Now(), t.twin
+	steps := len(w.rates)
+	if steps > 0 {
+		if _, err := t.catchUp(); err != nil {
+			return err
+		}
+	}
+	t.twin, t.learning = nil, nil
+	if w.lost {
+		return nil // and the model, without the blueprints, is what there is
+	}
+	if err := t.enter(w.branch); err != nil {
+		return err
+	}
+	t.reshaped = append(t.reshaped, Event{Text: fmt.Sprintf("the model goes on as if it had not "+
+		"met the blueprints that were on trial, in %.2f s", time.Since(began).Seconds())})
+	return nil
+}
+
+// giveUp rolls all blueprints back that are on trial, since a step of the model has diverged.
+func (t *Trainer) giveUp(cause error) error {
+	for _, s := range t.twin.trial {
+		if err := t.Model.Kasmina.Obey(state.Command{Action: state.Move, Layer: s.Layer,
+			Seed: s.Seed, To: state.RolledBack, Why: "a step has diverged"}); err != nil {
+			return errors.Join(cause, err)
+		}
+	}
+	if err := t.tryOut(); err != nil {
+		return errors.Join(cause, err)
+	}
+	if n := len(t.reshaped); n > 0 {
+		t.reshaped[n-1].Err = cause
+	}
+	return nil
+}
+
+// ratesName is the tensor of a twin's learning rates.
+const ratesName = "rates"
+
+// state returns what a checkpoint has of w beside tensors.
+func (w *twin) state() *twinState {
+	if w == nil {
+		return nil
+	}
+	return &twinState{slices.Clone(w.trial), w.loader, w.scale, w.lost, jsonfloat.Float(w.sum)}
+}
+
+// tensors returns what a checkpoint has of w, sharing its memory: nobody changes it.
+func (w *twin) tensors() ([]safetensors.Tensor, error) {
+	if w == nil {
+		return nil, nil
+	}
+	all, err := w.branch.tensors(modelfile.TwinPrefix)
+	if len(w.rates) > 0 && err == nil {
+		var x safetensors.Tensor
+		x, err = safetensors.New(modelfile.TwinPrefix+ratesName, []int{len(w.rates)},
+			slices.Clone(w.rates))
+		all = append(all, x)
+	}
+	return all, err
+}
+
+// tensors returns what a checkpoint has of a branch, under a prefix.
+func (b *branch) tensors(prefix string) (all []safetensors.Tensor, err error) {
+	add := func(name string, shape []int, data any) {
+		x, e := safetensors.New(prefix+name, shape, data)
+		all, err = append(all, x), errors.Join(err, e)
+	}
+	for _, p := range b.params {
+		add(p.Name, p.Value.Shape(), p.Value.Data())
+	}
+	for _, x := range b.optimizer {
+		add(modelfile.OptimizerPrefix+x.Name, x.Shape, x.Data)
+	}
+	return all, err
+}
+
+// branchIn reads a branch of a model of a configuration, under a prefix.
+func (t *Trainer) branchIn(ctx context.Context, f *modelfile.File, c Config, prefix string,
+	scale *LossScale) (b branch, err error) {
+	if b.params, err = model.ParamsIn(ctx, t.Model, f, c, prefix); err != nil {
+		return b, err
+	}
+	b.optimizer, err = momentsIn(ctx, f, prefix+modelfile.OptimizerPrefix)
+	b.scale = scale
+	return b, err
+}
+
+// twinIn reads the twin of a checkpoint's model. Where the run goes on with other data, there is
+// none: its steps would be on the text of before.
+func (t *Trainer) twinIn(ctx context.Context, f *modelfile.File, run *training,
+	c Config) (*twin, error) {
+	s := run.Twin
+	if s == nil || s.Loader.Data != run.Loader.Data || s.Loader.Seed != run.Loader.Seed {
+		return nil, nil
+	}
+	w := &twin{trial: s.Trial, loader: s.Loader, lost: s.Lost, sum: float64(s.Sum)}
+	for _, seed := range s.Trial {
+		l := t.Model.Kasmina.Lattice(seed.Layer)
+		if l == nil || seed.Seed < 0 || seed.Seed >= l.Seeds() {
+			return nil, f.Errorf("%w: seed %d of layer %d is on trial, and the model has none such",
+				ErrArchitecture, seed.Seed, seed.Layer)
+		}
+	}
+	if w.lost {
+		return w, nil
+	}
+	var err error
+	if w.branch, err = t.branchIn(ctx, f, c, modelfile.TwinPrefix, s.LossScale); err != nil {
+		return nil, err
+	}
+	if _, shape, none := f.Info(modelfile.TwinPrefix + ratesName); none == nil {
+		if len(shape) != 1 || shape[0] > run.Step {
+			return nil, f.Errorf("the model's twin has steps of shape %v to make, and the run has "+
+				"made %d", shape, run.Step)
+		}
+		w.rates = make([]float64, shape[0])
+		err = f.Parameter(ctx, modelfile.TwinPrefix+ratesName, w.rates)
+	}
+	return w, err
+}

@@ -1,0 +1,147 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
+	"github.com/kasmina-go/kasmina/state/graft"
+)
+
+// badFilter plants a ConvFilter in one seed, spoils it as its grafting begins, and leaves all else
+// to a Heuristic that plants nothing.
+type badFilter struct {
+	*control.Heuristic
+	Layer, Seed, At int
+	Weights         []float64
+}
+
+func (b badFilter) Decide(reports []state.Report) []state.Command {
+	commands := b.Heuristic.Decide(reports)
+	s := reports[b.Layer].Seeds[b.Seed]
+	switch {
+	case reports[0].Epoch == b.At:
+		commands = append(commands, state.Command{Action: state.Germinate, Layer: b.Layer,
+			Seed: b.Seed, Request: state.GerminationRequest{Slot: 1, Kind: blueprints.ConvFilter,
+				Strategy: graft.FixedRamp{Epochs: 2, Target: 1}}})
+	case s.Stage == state.Grafting && s.EpochsInStage == 0 || s.Stage == state.Training:
+		spoil := state.Command{Action: state.Load, Layer: b.Layer, Seed: b.Seed,
+			Kind: blueprints.ConvFilter, Params: state.SlotParams{Weights: b.Weights, Scale: 1}}
+		commands = slices.Insert(commands, 0, spoil)
+	}
+	return commands
+}
+
+// withBadFilter is a trainer of a run of a small model. It meets a bad filter, unless that is to be
+// planted in an epoch that never comes.
+func withBadFilter(t *testing.T, random uint64, plantedAt int) (*Trainer, *[]state.Event) {
+	t.Helper()
+	c := Config{Vocab: 256, Dim: 32, Layers: 2, Heads: 2, Seq: 32, Kasmina: []int{0}, Seeds: 4}
+	c = c.Default()
+	thresholds := state.DefaultThresholds()
+	thresholds.MinEpochs = [len(thresholds.MinEpochs)]int{state.Training: 2, state.Grafting: 2,
+		state.Stabilization: 1, state.Evaluating: 2, state.FineTuning: 2}
+	thresholds.TrainingError = 1e3 // a gate that lets everything through
+	tr := newTrainer(t, trainerOptions{config: c, steps: 180})
+	m, err := NewModel(c, tensor.Float32, random, state.WithThresholds(thresholds))
+	require.NoError(t, err)
+	require.NoError(t, tr.Close())
+	tr, err = NewTrainer(m, tr.Loader, tr.Optimizer, tr.Config)
+	require.NoError(t, err)
+	text, err := data.NewEvaluation(texttest.Words(9, 600), tokenizer.Bytes{}, 2, c.Seq)
+	require.NoError(t, err)
+	h := control.NewHeuristic(0, 0) // plants nothing
+	h.Patience, h.RampEpochs = 20, 2
+	b := badFilter{Heuristic: h, Layer: 0, Seed: int(random % 4), At: plantedAt,
+		Weights: make([]float64, 8)}
+	for i := range b.Weights {
+		b.Weights[i] = 9 * math.Sin(float64(random)+2*float64(i))
+	}
+	require.NoError(t, tr.Grow(Growth{Controller: b, Validation: text}))
+	var events []state.Event
+	_, err = tr.Model.Kasmina.Listen(func(e state.Event) {
+		if e.Kind == state.StageChanged {
+			events = append(events, e)
+		}
+	})
+	require.NoError(t, err)
+	return tr, &events
+}
+
+const noEpoch = 1 << 20
+
+// TestBadFilter wants a deliberately bad blueprint to be rolled back, whatever the random seed, and
+// the run to end as one that never met it, within 1 %.
+func TestBadFilter(t *testing.T) {
+	for random := range uint64(10) {
+		t.Run(fmt.Sprint(random), func(t *testing.T) {
+			met, events := withBadFilter(t, random, 10)
+			require.NoError(t, met.Run(t.Context()))
+			plain, _ := withBadFilter(t, random, noEpoch)
+			require.NoError(t, plain.Run(t.Context()))
+			at := slices.IndexFunc(*events, func(e state.Event) bool {
+				return e.To == state.RolledBack
+			})
+			require.Positive(t, at, *events)
+			last := (*events)[at]
+			require.True(t, last.From.Grafted())
+			require.NotEmpty(t, last.Reason)
+			met.twin, plain.twin = nil, nil
+			a, err := met.judge().Mean()
+			require.NoError(t, err)
+			b, err := plain.judge().Mean()
+			require.NoError(t, err)
+			t.Logf("%.4f, and %.4f without; rolled back from %v: %s", a, b, last.From, last.Reason)
+			require.InEpsilon(t, b, a, 0.01)
+		})
+	}
+}
+
+// TestTrialResumes wants a run that is interrupted at any step of a trial and resumed to go as one
+// that is not.
+func TestTrialResumes(t *testing.T) {
+	straight, events := withBadFilter(t, 3, 10)
+	straight.growth.Every = 2
+	require.NoError(t, straight.Run(t.Context()))
+	var from, to int
+	for _, e := range *events {
+		if e.To == state.Grafting {
+			from = e.Epoch * straight.Config.Epoch
+		} else if e.To == state.RolledBack {
+			to = e.Epoch * straight.Config.Epoch
+		}
+	}
+	require.Less(t, from, to)
+	path := filepath.Join(t.TempDir(), "run.safetensors")
+	for until := from - 1; until <= to+1; until++ {
+		broken, _ := withBadFilter(t, 3, 10)
+		broken.growth.Every = 2
+		broken.On(Checkpoint(broken, path, 0))
+		ctx, cancel := context.WithCancel(t.Context())
+		broken.On(func(e Event) error {
+			if e.Kind == StepEnd && e.Step == until {
+				cancel()
+			}
+			return nil
+		})
+		require.True(t, errors.Is(broken.Run(ctx), context.Canceled))
+		again, _ := withBadFilter(t, 3, 10)
+		again.growth.Every = 2
+		require.NoError(t, again.Resume(t.Context(), path))
+		require.NoError(t, again.Run(t.Context()))
+		checkSame(t, straight, again)
+	}
+}
