@@ -55,7 +55,8 @@ func withBadFilter(t *testing.T, random uint64, plantedAt int) (*Trainer, *[]sta
 	thresholds.MinEpochs = [len(thresholds.MinEpochs)]int{state.Training: 2, state.Grafting: 2,
 		state.Stabilization: 1, state.Evaluating: 2, state.FineTuning: 2}
 	thresholds.TrainingError = 1e3 // a gate that lets everything through
-	tr := newTrainer(t, trainerOptions{config: c, steps: 180})
+	unclipped := 0.0
+	tr := newTrainer(t, trainerOptions{config: c, steps: 180, clip: &unclipped})
 	m, err := NewModel(c, tensor.Float32, random, state.WithThresholds(thresholds))
 	require.NoError(t, err)
 	require.NoError(t, tr.Close())
@@ -84,7 +85,9 @@ func withBadFilter(t *testing.T, random uint64, plantedAt int) (*Trainer, *[]sta
 const noEpoch = 1 << 20
 
 // TestBadFilter wants a deliberately bad blueprint to be rolled back, whatever the random seed, and
-// the run to end as one that never met it, within 1 %.
+// the run to end as one that never met it, within 1 %. Gradients are not clipped. Clipping takes
+// their norm with those of a blueprint that trains, which changes the host's steps by a little, and
+// runs that differ by a little end some per cent apart at this size.
 func TestBadFilter(t *testing.T) {
 	for random := range uint64(10) {
 		t.Run(fmt.Sprint(random), func(t *testing.T) {
