@@ -3,6 +3,7 @@ package llm
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -333,7 +334,9 @@ func (t *Trainer) growthSettings() *settings.Growth {
 	if g.Validation != nil {
 		text = g.Validation.Fingerprint()
 	}
-	return settings.GrowthOf(by, g.Every, text)
+	all := settings.GrowthOf(by, g.Every, text)
+	all.Governor, _ = json.Marshal(g.Governor) // which Grow has checked
+	return all
 }
 
 func (t *Trainer) settings() *settings.Settings {

@@ -27,7 +27,9 @@ import (
 //
 // What it grows there follows. A hungry chunk gets the first of Capacity that the layer's slots are
 // wide enough for, and a dead one a Residual, which can shift it. A silent or spiky one gets an
-// AttentionGate, which can scale its features. It is grafted by DriftControlled where activations
+// AttentionGate, which can scale its features. Blueprints that are ready in one epoch are grafted
+// together, and no others until these are fossilized or given up: they are judged by what they
+// cause together. Each is grafted by DriftControlled where activations
 // drift by more than Drift an epoch, by GradNormGated where the gradient is more than twice what
 // makes a chunk hungry, and else by PerformanceLinked.
 //
@@ -142,7 +144,7 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 	if h == nil {
 		return nil // which Check refuses
 	}
-	active, parameters := 0, 0
+	active, parameters, trial := 0, 0, onTrial(reports)
 	for layer := range reports {
 		r := &reports[layer]
 		if r.Site != blueprints.Chunk {
@@ -155,7 +157,7 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 					active++
 				}
 			}
-			if c, due := h.next(s); due {
+			if c, due := h.next(s); due && !(trial && c.To == state.Grafting) {
 				c.Layer, c.Seed = layer, s.Seed
 				commands = append(commands, c)
 			}
@@ -182,12 +184,20 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 	return commands
 }
 
+// onTrial reports whether blueprints are grafted that are judged beside the model's twin.
+func onTrial(reports []state.Report) bool {
+	return slices.ContainsFunc(reports, func(r state.Report) bool {
+		return r.Site != blueprints.Depth && slices.ContainsFunc(r.Seeds,
+			func(s state.SeedReport) bool { return s.Stage.Grafted() })
+	})
+}
+
 // next returns what is due for a seed that has a blueprint, or had one.
 func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 	move := func(to state.Stage, why string) (state.Command, bool) {
 		return state.Command{Action: state.Move, To: to, Why: why}, true
 	}
-	late := s.EpochsInStage > h.Patience
+	late := s.EpochsInStage > h.Patience && !(s.Stage == state.Training && s.CanAdvance)
 	switch s.Stage {
 	case state.Dormant, state.Fossilized:
 		return c, false

@@ -70,6 +70,10 @@ func (here *Growth) Differences(there *Growth) []string {
 	if here.Controller == there.Controller {
 		diff = append(diff, optionDifferences(here.Options, there.Options)...)
 	}
+	if there.Governor != nil && !bytes.Equal(here.Governor, there.Governor) {
+		diff = append(diff, fmt.Sprintf("Growth.Governor is %s here and %s there",
+			cmp.Or(printable(here.Governor), "none"), printable(there.Governor)))
+	}
 	return diff
 }
 

@@ -33,6 +33,7 @@ type Growth struct {
 	Options    json.RawMessage `json:"options,omitempty"`    // the controller as JSON
 	Every      int             `json:"every,omitempty"`
 	Validation string          `json:"validation,omitempty"` // fingerprint of the text
+	Governor   json.RawMessage `json:"governor,omitempty"`   // as JSON; older files have none
 }
 
 // Plain are those of one value each.
