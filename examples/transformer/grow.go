@@ -1,9 +1,12 @@
 package main
 
 import (
+	"fmt"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
@@ -23,6 +26,16 @@ var growth = []struct {
 	{0.50, state.Evaluating},
 	{0.55, state.FineTuning},
 	{0.95, state.Fossilized},
+}
+
+// deepen lets a model that has one in so many of its blocks get the others while it trains, once it
+// learns more slowly.
+func deepen(t *llm.Trainer, times int) error {
+	d := control.NewDepth(blueprints.Stack, times)
+	if err := t.Grow(llm.Growth{Controller: d}); err != nil {
+		return fmt.Errorf("-grow: %w", err)
+	}
+	return nil
 }
 
 // grow takes all seeds of a model through their lives on a fixed timetable. At the same step of the

@@ -507,7 +507,14 @@ func newTrainer(o options, tokens data.Tokens) (*llm.Trainer, error) {
 		o.train.Steps); err != nil {
 		return nil, err
 	}
-	return llm.NewTrainer(m, loader, opt, o.train)
+	t, err := llm.NewTrainer(m, loader, opt, o.train)
+	if err != nil || o.grow == 1 {
+		return t, err
+	}
+	if err := deepen(t, o.grow); err != nil {
+		return nil, errors.Join(err, t.Close())
+	}
+	return t, nil
 }
 
 // newOptimizer returns the optimiser of -optimizer and its peak learning rate. Neither decays norms

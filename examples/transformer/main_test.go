@@ -293,6 +293,20 @@ func TestShortRunsGrow(t *testing.T) {
 	}
 }
 
+// TestGrow wants a model that begins with half its blocks to end with all of them.
+func TestGrow(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	train(t, small(textFolder(t), out, "-steps", "810", "-layers", "2", "-grow", "2")...)
+	m, err := llm.LoadModel(t.Context(), filepath.Join(out, checkpointName))
+	require.NoError(t, err)
+	if len(m.Config.Grown) > 0 { // else it has done no good, and is taken back
+		require.Equal(t, 2, m.Config.Layers)
+	}
+	require.Empty(t, m.Config.Kasmina)
+	require.ErrorContains(t, run(t.Context(), small(textFolder(t), t.TempDir(), "-grow", "2",
+		"-layers", "2", "-steps", "700"), io.Discard, io.Discard), "plan at least 800 steps")
+}
+
 // TestBadOptions wants an error that names the option or what it sets, and nothing left behind.
 func TestBadOptions(t *testing.T) {
 	data := textFolder(t)
@@ -302,6 +316,8 @@ func TestBadOptions(t *testing.T) {
 		"-heads 3":              "multiple of Heads",
 		"-heads 5 -dim 192":     "Dim is 192, want a multiple of Heads, 5",
 		"-seeds 5":              "Seeds is 5",
+		"-grow 3":               "-grow is 3, want a number that divides -layers, ",
+		"-grow 0":               "-grow is 0",
 		"-out=":                 `-out is "", want a folder`,
 		"-prompt=":              `-prompt is "", want some text`,
 		"-temperature -1":       "Temperature is -1",

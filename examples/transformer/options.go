@@ -36,6 +36,7 @@ type options struct {
 	// what a resumed run keeps with other text; "" where it must be the same
 	newData              string
 	kasmina              bool
+	grow                 int // how many times as many blocks the model has at its end
 	model                llm.Config
 	train                llm.TrainConfig
 	vocab                int // entries of the byte-pair encoding, 0 for bytes
@@ -158,6 +159,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.BoolVar(&o.quiet, "quiet", false, "show no progress and no samples")
 	f.BoolVar(&o.kasmina, "kasmina", true,
 		"put a Kasmina layer after every block and grow its seeds during the run")
+	f.IntVar(&o.grow, "grow", 1,
+		"begin with one in `N` of the blocks, and let the model get the others while it trains, without Kasmina layers")
 	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
 	f.IntVar(&o.model.Layers, "layers", 4, "blocks")
 	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
@@ -294,6 +297,10 @@ func (o *options) finish() error {
 	if o.vocab != 0 {
 		o.model.Vocab = (o.vocab + 63) / 64 * 64 // which matrix products are fast at
 	}
+	layers := o.model.Layers
+	if o.grow > 1 {
+		o.kasmina, o.model.Depth, o.model.Layers = false, 1, max(1, layers/o.grow)
+	}
 	if o.kasmina {
 		for i := range o.model.Layers {
 			o.model.Kasmina = append(o.model.Kasmina, i)
@@ -316,6 +323,8 @@ func (o *options) finish() error {
 	}{
 		{o.out != "", "out", "a folder", `""`},
 		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
+		{o.grow >= 1 && layers%max(1, o.grow) == 0, "grow",
+			fmt.Sprintf("a number that divides -layers, %d", layers), o.grow},
 		{o.gpus >= 0, "gpus", "at least 1", o.gpus},
 		{o.train.Batch >= 1, "batch", "at least 1", o.train.Batch},
 		{o.train.Accumulate >= 1, "accumulate", "at least 1", o.train.Accumulate},
