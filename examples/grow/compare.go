@@ -36,8 +36,8 @@ type experiment struct {
 // point is where a run was: at a share of what a static run may spend, with a held-out loss in nats
 // a byte.
 type point struct {
-	share, loss float64
-	blocks      int
+	share, loss   float64
+	blocks, trial int // how many there were, and how many of them on trial
 }
 
 // trained is what has become of a run.
@@ -174,7 +174,7 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callbac
 				return nil
 			}
 			fmt.Fprintf(e.w, "%-12s %s\n", name, v.Text)
-			r.curve = append(r.curve, point{of * v.Share, math.NaN(), t.Model.Config.Layers})
+			r.curve = append(r.curve, e.where(t, of*v.Share, math.NaN()))
 		case llm.StepEnd:
 			due := v.Share >= next
 			if e.every > 0 {
@@ -191,13 +191,26 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callbac
 			}
 			r.evaluating += time.Since(began)
 			r.loss = bits * math.Ln2
-			r.curve = append(r.curve, point{of * v.Share, r.loss, t.Model.Config.Layers})
+			r.curve = append(r.curve, e.where(t, of*v.Share, r.loss))
 			fmt.Fprintf(e.w,
 				"%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats a byte\n", name,
 				100*v.Share, v.Budget, v.Step, t.Model.Config.Layers, r.loss)
 		}
 		return nil
 	}
+}
+
+// where returns the point at which a run is.
+func (e *experiment) where(t *llm.Trainer, share, loss float64) point {
+	p := point{share: share, loss: loss, blocks: t.Model.Config.Layers}
+	for _, r := range t.Model.Kasmina.Report() {
+		for _, s := range r.Seeds {
+			if s.Stage.Grafted() {
+				p.trial = p.blocks - e.from
+			}
+		}
+	}
+	return p
 }
 
 // warmup is the steps in which the learning rate rises, floor what is left of it at the end.

@@ -18,16 +18,21 @@ import (
 var (
 	staticColor = color.RGBA{120, 120, 120, 255}
 	grownColor  = color.RGBA{0, 104, 55, 255}
+	trialColor  = color.RGBA{140, 198, 140, 255}
 )
 
-// draw makes a picture of a comparison: the held-out losses over the time, and below them the
-// blocks of each model.
+// drawComparison makes a picture of a comparison: the held-out losses over the time, and below them
+// the grown model's blocks, each as a bar from when it is there.
 func drawComparison(path string, c comparison) error {
 	losses, blocks := plot.New(), plot.New()
-	losses.Title.Text = fmt.Sprintf("Grown and static in equal time, random seed %d", c.seed)
+	losses.Title.Text = title(c)
 	losses.Y.Label.Text, blocks.Y.Label.Text = "held-out loss, nats a byte", "blocks"
-	blocks.X.Label.Text = "share of the time, %"
+	blocks.X.Label.Text = "share of the static model's time, % (light blocks are on trial)"
 	losses.Legend.Top = true
+	for _, p := range []*plot.Plot{losses, blocks} {
+		p.X.Min, p.X.Max = 0, 100
+		p.Add(plotter.NewGrid())
+	}
 	for _, run := range []struct {
 		name  string
 		of    *trained
@@ -36,47 +41,124 @@ func drawComparison(path string, c comparison) error {
 		if run.of == nil {
 			continue
 		}
-		if err := addRun(losses, blocks, run.name, run.of, run.color); err != nil {
+		if err := addLoss(losses, run.name, run.of, run.color); err != nil {
 			return err
 		}
 	}
-	for _, p := range []*plot.Plot{losses, blocks} {
-		p.X.Min, p.X.Max = 0, 100
-		p.Add(plotter.NewGrid())
+	if c.static != nil && c.grown != nil {
+		if err := addCrossing(losses, c); err != nil {
+			return err
+		}
 	}
-	blocks.Y.Min = 0
+	zoom(losses, c)
+	if shown := c.grown; shown != nil {
+		if err := addBlocks(blocks, shown); err != nil {
+			return err
+		}
+	} else if err := addBlocks(blocks, c.static); err != nil {
+		return err
+	}
 	return save(path, losses, blocks)
 }
 
-// addRun draws one run into both plots.
-func addRun(losses, blocks *plot.Plot, name string, r *trained, c color.Color) error {
-	var loss, depth plotter.XYs
-	for _, p := range r.curve {
-		x := 100 * p.share
-		if !math.IsNaN(p.loss) {
-			loss = append(loss, plotter.XY{X: x, Y: p.loss})
-		}
-		if n := len(depth); n == 0 {
-			depth = append(depth, plotter.XY{X: 0, Y: float64(p.blocks)})
-		} else if depth[n-1].Y != float64(p.blocks) {
-			depth = append(depth, plotter.XY{X: x, Y: depth[n-1].Y})
-		}
-		depth = append(depth, plotter.XY{X: x, Y: float64(p.blocks)})
+// title says what came of a comparison.
+func title(c comparison) string {
+	switch {
+	case c.static == nil || c.grown == nil:
+		return fmt.Sprintf("Random seed %d", c.seed)
+	case c.grown.loss >= c.static.loss:
+		return fmt.Sprintf("Growth did not pay: it ends %.3f nats a byte higher",
+			c.grown.loss-c.static.loss)
 	}
-	for _, l := range []struct {
-		p  *plot.Plot
-		xy plotter.XYs
-	}{{losses, loss}, {blocks, depth}} {
-		line, err := plotter.NewLine(l.xy)
+	return fmt.Sprintf("The grown model has the static one's loss in %.0f %% of its time,\n"+
+		"and ends %.3f nats a byte lower", 100*c.grown.timeTo(c.static.loss),
+		c.static.loss-c.grown.loss)
+}
+
+// addLoss draws the losses of a run.
+func addLoss(p *plot.Plot, name string, r *trained, c color.Color) error {
+	var loss plotter.XYs
+	for _, at := range r.curve {
+		if !math.IsNaN(at.loss) {
+			loss = append(loss, plotter.XY{X: 100 * at.share, Y: at.loss})
+		}
+	}
+	line, err := plotter.NewLine(loss)
+	if err != nil {
+		return err
+	}
+	line.Color, line.Width = c, vg.Points(2)
+	p.Add(line)
+	p.Legend.Add(fmt.Sprintf("%s, %d steps: %.4f", name, r.steps, r.loss), line)
+	return nil
+}
+
+// addCrossing draws the loss that the static run ends with, and where the grown one has it.
+func addCrossing(p *plot.Plot, c comparison) error {
+	lines := []plotter.XYs{{{X: 0, Y: c.static.loss}, {X: 100, Y: c.static.loss}}}
+	if at := 100 * c.grown.timeTo(c.static.loss); at == at {
+		lines = append(lines, plotter.XYs{{X: at, Y: 0}, {X: at, Y: c.static.loss}})
+	}
+	for _, xy := range lines {
+		line, err := plotter.NewLine(xy)
 		if err != nil {
 			return err
 		}
-		line.Color, line.Width = c, vg.Points(2)
-		l.p.Add(line)
-		if l.p == losses {
-			l.p.Legend.Add(fmt.Sprintf("%s, %d steps: %.4f", name, r.steps, r.loss), line)
+		line.Color, line.Dashes = staticColor, []vg.Length{vg.Points(4), vg.Points(3)}
+		p.Add(line)
+	}
+	return nil
+}
+
+// zoom leaves out the steep beginning.
+func zoom(p *plot.Plot, c comparison) {
+	p.Y.Min, p.Y.Max = math.Inf(1), math.Inf(-1)
+	for _, r := range []*trained{c.static, c.grown} {
+		if r == nil {
+			continue
+		}
+		for _, at := range r.curve {
+			if math.IsNaN(at.loss) {
+				continue
+			}
+			p.Y.Min = min(p.Y.Min, at.loss)
+			if at.share >= 0.1 {
+				p.Y.Max = max(p.Y.Max, at.loss)
+			}
 		}
 	}
+	margin := 0.05 * max(p.Y.Max-p.Y.Min, 1e-6)
+	p.Y.Min, p.Y.Max = p.Y.Min-margin, p.Y.Max+margin
+}
+
+// addBlocks draws a run's blocks, the first one lowest. Those on trial are light.
+func addBlocks(p *plot.Plot, r *trained) error {
+	most, end := 0, 100*r.curve[len(r.curve)-1].share
+	start, to := 0.0, 0.0
+	for i := 0; i < len(r.curve); start = to {
+		from := r.curve[i]
+		for i++; i < len(r.curve) && r.curve[i].blocks == from.blocks &&
+			r.curve[i].trial == from.trial; i++ {
+		}
+		if to = end; i < len(r.curve) {
+			to = 100 * r.curve[i].share
+		}
+		most = max(most, from.blocks)
+		for b := range from.blocks {
+			y := float64(b)
+			bar, err := plotter.NewPolygon(plotter.XYs{{X: start, Y: y + 0.1}, {X: to, Y: y + 0.1},
+				{X: to, Y: y + 0.9}, {X: start, Y: y + 0.9}})
+			if err != nil {
+				return err
+			}
+			bar.LineStyle.Width = 0
+			if bar.Color = grownColor; b >= from.blocks-from.trial {
+				bar.Color = trialColor
+			}
+			p.Add(bar)
+		}
+	}
+	p.Y.Min, p.Y.Max = 0, float64(most)
 	return nil
 }
 
