@@ -91,9 +91,25 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := t.hasTime(g); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
+	if c, ok := g.Controller.(interface {
+		Costs(func(blueprints.Kind, int) float64)
+	}); ok {
+		c.Costs(t.costOf)
+	}
 	defer model.Take(t.Model)()
 	t.growth = &g
 	return nil
+}
+
+// costOf is what a step takes once the model has grown in depth, in steps of the model as it is. A
+// growth that cannot be costs nothing.
+func (t *Trainer) costOf(kind blueprints.Kind, size int) float64 {
+	c := t.Model.Config
+	order, err := blueprints.Order(kind, c.Layers, size)
+	if err != nil {
+		return 1
+	}
+	return c.Grow(Grown{Order: order}).FLOPs() / c.FLOPs()
 }
 
 // hasTime returns an error if no blueprint can be fossilized in the steps that are planned.

@@ -500,11 +500,11 @@ func (t *Trainer) step() error {
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
-	if err := t.reshape(); err != nil {
-		return fmt.Errorf("llm: the model's growth: %w", err)
-	}
 	if err := t.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
+	}
+	if err := t.reshape(); err != nil {
+		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
 	from, done := t.Loader.State(), t.last.Step
 	measured := t.measured()

@@ -78,7 +78,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.Float64Var(&o.controller.End, "end", o.controller.End,
 		"share of the time at which it grows at the latest")
 	f.Float64Var(&o.controller.Flat, "flat", o.controller.Flat,
-		"grow once the loss falls by so much of its fastest fall")
+		"grow once the loss falls by so much of its fastest fall (default: as the cost of a step says)")
 	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
 	f.IntVar(&o.model.Heads, "heads", 4, "attention heads")
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptrons (default: 8/3 of -dim)")

@@ -21,19 +21,37 @@ type Depth struct {
 	// Begin and End are the shares between which it may begin to grow. At End it grows in any case.
 	Begin, End float64
 	// Flat is when it grows: once the loss falls by at most Flat times as much, for each doubling
-	// of what is spent, as it did at its fastest.
+	// of what is spent, as it did at its fastest. 0 means 1 over what a step costs once the model
+	// has grown, in steps of before: then one that learns as much from a step as this one did at its
+	// fastest learns more in the same time.
 	Flat float64
 	// Settle is the share after which a growth is judged, and Patience that after which one that
 	// does not pay is rolled back.
 	Settle, Patience float64
+
+	cost func(kind blueprints.Kind, size int) float64
+}
+
+// Costs tells the controller what a step costs once the model has grown by a kind and a size, in
+// steps of the model as it is. A trainer calls it.
+func (d *Depth) Costs(of func(kind blueprints.Kind, size int) float64) {
+	if d != nil {
+		d.cost = of
+	}
+}
+
+// flat is Flat, or what the cost of a step makes of it.
+func (d *Depth) flat() float64 {
+	if d.Flat > 0 || d.cost == nil {
+		return d.Flat
+	}
+	return 1 / max(1, d.cost(d.Kind, d.Size))
 }
 
 // NewDepth returns a controller that grows a model once, by a kind of depth and a size. Begin is
-// 0.25, End 0.4, Flat 0.5, Settle 0.1 and Patience 0.25. Its fields may be changed before it is
-// used.
+// 0.25, End 0.4, Flat 0, Settle 0.1 and Patience 0.25. Its fields may be changed before it is used.
 func NewDepth(kind blueprints.Kind, size int) *Depth {
-	return &Depth{Kind: kind, Size: size, Growths: 1, Begin: 0.25, End: 0.4, Flat: 0.5, Settle: 0.1,
-		Patience: 0.25}
+	return &Depth{Kind: kind, Size: size, Growths: 1, Begin: 0.25, End: 0.4, Settle: 0.1, Patience: 0.25}
 }
 
 // Check returns an error that names a field which makes no sense.
@@ -56,8 +74,8 @@ func (d *Depth) Check() error {
 	if !(0 < d.Begin && d.Begin <= d.End && d.End < 1) {
 		refuse("Begin is %v and End is %v, want 0 < Begin ≤ End < 1", d.Begin, d.End)
 	}
-	if !(d.Flat > 0) {
-		refuse("Flat is %v, want a number above 0", d.Flat)
+	if !(d.Flat >= 0) {
+		refuse("Flat is %v, want a number above 0, or 0 for what the cost of a step says", d.Flat)
 	}
 	if !(0 < d.Settle && d.Settle <= d.Patience) {
 		refuse("Settle is %v and Patience is %v, want 0 < Settle ≤ Patience", d.Settle, d.Patience)
@@ -169,11 +187,12 @@ func (d *Depth) due(r state.Report) string {
 			fastest, present = max(fastest, fall), fall
 		}
 	}
-	if !(present <= d.Flat*fastest) {
-		return ""
+	if flat := d.flat(); present <= flat*fastest {
+		return fmt.Sprintf("the loss, %.4f, falls by %.4f for each doubling of what is spent, less "+
+			"than %.2f times the %.4f of its fastest", now.Loss, present*math.Ln2, flat,
+			fastest*math.Ln2)
 	}
-	return fmt.Sprintf("the loss, %.4f, falls by %.4f for each doubling of what is spent, and "+
-		"fell by %.4f at its fastest", now.Loss, present*math.Ln2, fastest*math.Ln2)
+	return ""
 }
 
 // shares returns a curve as the fit of a trend takes it, from a share on.

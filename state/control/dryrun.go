@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -32,6 +33,15 @@ func (d dryRun) Check() error {
 		return c.Check()
 	}
 	return nil
+}
+
+// Costs hands on what the controller is told of the cost of steps.
+func (d dryRun) Costs(of func(kind blueprints.Kind, size int) float64) {
+	if c, ok := d.Controller.(interface {
+		Costs(func(blueprints.Kind, int) float64)
+	}); ok {
+		c.Costs(of)
+	}
 }
 
 func (d dryRun) Decide(reports []state.Report) []state.Command {
