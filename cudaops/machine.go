@@ -50,7 +50,7 @@ type Machine struct {
 	sent     gpu.Event // the last run's inputs have left their staging memory
 	expected int       // bytes of Device.expected that are this machine's
 	borrowed []*program.Input
-	warned   map[string]bool
+	warnings warnings
 }
 
 // in names the method in an error that it returns.
@@ -82,7 +82,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
 	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx},
-		warned: map[string]bool{}}
+		warnings: warnings{config.logger, map[string]bool{}}}
 	m.runner = &run.Runner{Executor: &run.Executor{Ctx: d.ctx, Stream: config.stream},
 		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}
 	defer func() {
@@ -151,7 +151,8 @@ func (m *Machine) open() (err error) {
 	m.options = lower.Options{Asked: c.Asked, Device: m.device.info, Activation: c.act,
 		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled,
 		Accumulate: c.gather, Strict: c.strict,
-		Timed: c.monitor > 0, OnHost: m.chooser.Rules.OnHost, Warn: m.warn, Chooser: m.chooser}
+		Timed: c.monitor > 0, OnHost: m.chooser.Rules.OnHost, Warn: m.warnings.add,
+		Chooser: m.chooser}
 	if s := c.share; s != nil {
 		m.options.Shared, m.options.SharedParams = s.runner.Program, s.config.Params
 	}
@@ -209,7 +210,7 @@ func hasRoom(m *Machine) (bool, error) {
 }
 
 // expect tells machines that are made later how much memory this one is still to take.
-func (m *Machine) expect(bytes int) {
+func expect(m *Machine, bytes int) {
 	m.device.expected.Add(int64(bytes - m.expected))
 	m.expected = bytes
 }
@@ -241,13 +242,13 @@ func (m *Machine) load() error {
 		return err
 	}
 	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner,
-		Strict: m.config.strict, Warn: m.warn,
+		Strict: m.config.strict, Warn: m.warnings.add,
 		Apart: m.config.single != nil, Sent: m.inputs.Sent, Refresh: m.inputs.Refresh})
 	if err != nil {
 		return err
 	}
 	x.Host, x.Pass = m.runner.OnTheHost, m.layers.Run
-	m.expect(momentsToCome(m))
+	expect(m, momentsToCome(m))
 	for _, b := range p.Buffers {
 		if b.Data != nil {
 			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), x.Stream); err != nil {
@@ -267,7 +268,7 @@ func (m *Machine) load() error {
 		return err
 	}
 	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers,
-		Chooser: m.chooser, Warn: m.warn,
+		Chooser: m.chooser, Warn: m.warnings.add,
 		Name: m.device.Name(), Operands: m.config.act, Float8: m.config.float8,
 		Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
@@ -351,7 +352,7 @@ func (m *Machine) Close() (err error) {
 		return nil
 	}
 	m.runner.State.On(run.Close)
-	m.expect(0)
+	expect(m, 0)
 	for _, b := range m.borrowed {
 		m.config.share.inputs.Share(b, -1)
 	}
@@ -389,11 +390,17 @@ func (m *Machine) Close() (err error) {
 	return run.Joined(errs...)
 }
 
-// warn logs a message once.
-func (m *Machine) warn(message string) {
-	if !m.warned[message] {
-		m.warned[message] = true
-		m.config.logger.Warn("cudaops: " + message)
+// warnings are logged once.
+type warnings struct {
+	logger *slog.Logger
+	logged map[string]bool
+}
+
+// add logs a message unless it has been logged.
+func (w warnings) add(message string) {
+	if !w.logged[message] {
+		w.logged[message] = true
+		w.logger.Warn("cudaops: " + message)
 	}
 }
 

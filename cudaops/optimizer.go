@@ -40,7 +40,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
 	}
-	defer func() { m.expect(momentsToCome(m)) }()
+	defer func() { expect(m, momentsToCome(m)) }()
 	if old := m.optimizer; old != nil {
 		m.optimizer = nil
 		if err := run.Joined(m.device.ctx.SyncStream(m.runner.Stream), old.Close()); err != nil {
