@@ -148,7 +148,7 @@ func (m *Machine) open() (err error) {
 		}
 	}
 	c := &m.config
-	m.options = lower.Options{Asked: c.Asked, Device: m.device.info, Activation: c.act,
+	m.options = lower.Options{Asked: c.Asked, Frozen: c.frozen, Device: m.device.info, Activation: c.act,
 		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled,
 		Accumulate: c.gather, Strict: c.strict,
 		Timed: c.monitor > 0, OnHost: m.chooser.Rules.OnHost, Warn: m.warnings.add,
@@ -235,7 +235,7 @@ func (m *Machine) load() error {
 		return err
 	}
 	var err error
-	if m.inputs, err = run.NewInputs(x, p); err != nil {
+	if m.inputs, err = run.NewInputs(x, p, m.config.read); err != nil {
 		return err
 	}
 	if m.runner.Returned, err = m.memory.AllocHost(returnedBytes); err != nil {

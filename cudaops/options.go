@@ -19,6 +19,8 @@ import (
 
 type machineConfig struct {
 	graph.Asked
+	frozen  gorgonia.Nodes // of Params
+	read    run.Reader     // of frozen ones that have no value; nil for none
 	share   *Machine
 	strict  bool
 	gather  bool
@@ -72,6 +74,35 @@ func WithRanks(group comm.Group) MachineOption {
 func WithParams(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddParams(params...) }
 }
+
+// WithFrozen names inputs that are parameters, as [WithParams] does, and never change: those of a
+// model that answers, or of a base under what is trained. One that ops read as activations alone,
+// as matrices are, is kept in that type, without a float32 master: two bytes each in BFloat16.
+// [Machine.Value] returns what is kept. A node needs no value where read has it: read hands its
+// elements to put, in order and in pieces of any size, as little-endian numbers of type Float32,
+// Float16 or BFloat16. NewMachine calls read for several nodes at once, and its error is
+// NewMachine's.
+func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) error) error,
+	params ...*gorgonia.Node) MachineOption {
+	return func(c *machineConfig) error {
+		c.frozen = append(c.frozen, params...)
+		if read != nil {
+			c.read = func(n *gorgonia.Node, put func([]byte, gpu.DType) error) error {
+				return read(n, func(part []byte, t Precision) error {
+					stored, ok := storedAs[t]
+					if !ok {
+						return fmt.Errorf("numbers of type %v, want Float32, Float16 or BFloat16", t)
+					}
+					return put(part, stored)
+				})
+			}
+		}
+		return c.AddParams(params...)
+	}
+}
+
+var storedAs = map[Precision]gpu.DType{Float32: gpu.Float32, Float16: gpu.Float16,
+	BFloat16: gpu.BFloat16}
 
 // WithParamsOf makes inputs that have the name and shape of another machine's parameters use its
 // memory, without a copy: a graph that evaluates a model, beside the one that trains it. The other

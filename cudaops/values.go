@@ -99,15 +99,15 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	return m.inputs.SendSome(inputs)
 }
 
-// Download waits for the device and copies the parameters back into their nodes' values and, if
-// there is an optimiser, what it remembers into that.
+// Download waits for the device and copies the parameters, but frozen ones, back into their nodes'
+// values and, if there is an optimiser, what it remembers into that.
 func (m *Machine) Download() (err error) {
 	defer in("Download", &err)
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
 	for _, i := range m.inputs.All {
-		if !slices.Contains(m.config.Params, i.Node) {
+		if !slices.Contains(m.config.Params, i.Node) || i.Frozen {
 			continue
 		}
 		to, err := params.Memory(i.Node.Value())

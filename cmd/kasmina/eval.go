@@ -78,12 +78,10 @@ func (o *common) eval(c *cobra.Command) error {
 	if device != nil {
 		defer device.Close()
 	}
-	m, err := load(c.Context(), f, c.ErrOrStderr(),
-		hf.WithConfig(func(c *llm.Config) { c.Seq = o.seq }))
+	i, err := inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
-	i := inference(m, device, precision)
 	defer i.Close()
 	sum, n := 0.0, 0
 	at, clear := bar(c.ErrOrStderr(), "measuring", false)

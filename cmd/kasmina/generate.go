@@ -8,8 +8,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/infer"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
@@ -58,15 +58,6 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	if o.n < 0 {
 		return fmt.Errorf("-n is %d, want at least 0", o.n)
 	}
-	switch o.device {
-	case "auto":
-		o.device = "cpu"
-	case "cuda":
-		return errNeedsCPU
-	}
-	if _, _, err := o.open(c.ErrOrStderr()); err != nil {
-		return err
-	}
 	f, err := hf.Open(o.model)
 	if err != nil {
 		return err
@@ -93,15 +84,19 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		return errors.New("-prompt is empty, and the tokenizer has no token that begins a text: " +
 			"give some text")
 	}
-	m, err := load(c.Context(), f, c.ErrOrStderr())
+	device, precision, err := o.open(c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
-	g, err := llm.NewGenerator(m)
+	if device != nil {
+		defer device.Close()
+	}
+	i, err := inference(c.Context(), f, f.Config.Seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
-	defer g.Close()
+	defer i.Close()
+	g := infer.Draw(f.Config, i.Decoder)
 	// The decoder sees the prompt too: some take the space from the first token of a text.
 	d := tok.NewDecoder(true)
 	for _, id := range prompt {

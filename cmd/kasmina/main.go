@@ -14,7 +14,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -135,5 +134,3 @@ func withoutWords(c *cobra.Command, args []string) error {
 	}
 	return nil
 }
-
-var errNeedsCPU = errors.New("text is generated on the CPU so far: leave -device out")

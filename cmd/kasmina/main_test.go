@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
@@ -44,14 +46,26 @@ func readReference(t *testing.T) (r reference) {
 	return r
 }
 
+// devices are those that there are, by their name for -device.
+func devices(t *testing.T) []string {
+	d, err := cudaops.Open()
+	if errors.Is(err, cudaops.ErrNoDevice) {
+		return []string{"cpu"}
+	}
+	require.NoError(t, err)
+	require.NoError(t, d.Close())
+	return []string{"cpu", "cuda"}
+}
+
 // TestEval wants the loss of transformers on the same windows, with one dash and with two.
 func TestEval(t *testing.T) {
 	r := readReference(t)
 	text, err := os.ReadFile(license)
 	require.NoError(t, err)
-	for _, dash := range []string{"-", "--"} {
+	for i, device := range append(devices(t), "auto") {
+		dash := strings.Repeat("-", 1+i%2)
 		out, err := kasmina(t, "eval", dash+"model", tiny, dash+"data="+license, dash+"seq",
-			strconv.Itoa(r.Seq), dash+"device", "cpu")
+			strconv.Itoa(r.Seq), dash+"device", device)
 		require.NoError(t, err)
 		lines := strings.Split(strings.TrimSpace(out), "\n")
 		var s score
@@ -67,10 +81,12 @@ func TestEval(t *testing.T) {
 // TestGenerate wants the greedy text of transformers, and it alone.
 func TestGenerate(t *testing.T) {
 	r := readReference(t)
-	out, err := kasmina(t, "generate", "-model", tiny, "-prompt", r.Prompt, "-n", "30",
-		"-temperature", "0")
-	require.NoError(t, err)
-	require.Equal(t, r.Text+"\n", out)
+	for _, device := range devices(t) {
+		out, err := kasmina(t, "generate", "-model", tiny, "-prompt", r.Prompt, "-n", "30",
+			"-temperature", "0", "-device", device)
+		require.NoError(t, err)
+		require.Equal(t, r.Text+"\n", out)
+	}
 	first, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", "-n", "20",
 		"-temperature", "1.5", "-seed", "3")
 	require.NoError(t, err)
@@ -235,7 +251,7 @@ func TestErrors(t *testing.T) {
 		"eval -model " + tiny + " -data " + license +
 			" -precision x": "want f32, bf16, f16 or f8",
 		"eval -model " + testdata + "/llama2 -data " + license:            "has no tokenizer.json",
-		"generate -model " + tiny + " -device cuda":                       "on the CPU so far",
+		"generate -model " + tiny + " -device tpu":                        "want cpu, cuda or auto",
 		"generate -model " + tiny + " -n -1":                              "-n is -1",
 		"convert -model " + tiny:                                          "-out is missing",
 		"convert -model " + tiny + " -out x -precision int8":              "want f32, f16 or bf16",

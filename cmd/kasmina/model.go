@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"sync/atomic"
 
 	"github.com/spf13/cobra"
 
@@ -113,14 +114,38 @@ func tokenizerOf(dir string, vocab int) (*tokenizers.Tokenizer, error) {
 	return tok, nil
 }
 
-// inference computes with a model on a device, or on the CPU where it is nil.
-func inference(m *llm.Model, device *cudaops.Device, p cudaops.Precision) *llm.Inference {
-	i := &llm.Inference{Model: m}
-	if device != nil {
-		i.Make = func(g *llm.Graph) (llm.Machine, error) {
-			return cudaops.NewMachine(device, g.G, cudaops.WithPrecision(p),
-				cudaops.WithParams(g.Params...))
-		}
+// inference loads the model of a folder for sequences of so many tokens, with a bar, and computes
+// with it: on a device, which alone has its weights then, or on the CPU where that is nil.
+func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
+	p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
+	if device == nil {
+		m, err := load(ctx, f, stderr, hf.WithConfig(func(c *llm.Config) { c.Seq = seq }))
+		return &llm.Inference{Model: m}, err
 	}
-	return i
+	at, clear := bar(stderr, "loading", true)
+	defer clear()
+	config := f.Config
+	config.Seq = seq
+	w := &counted{Folder: f, at: at}
+	for _, t := range f.Tensors() {
+		w.total += t.Bytes
+	}
+	return gpu.Load(ctx, device, p, config, w)
+}
+
+// counted tells how much of a folder's weights has been read.
+type counted struct {
+	*hf.Folder
+	at    func(done, of int64)
+	done  atomic.Int64
+	total int64
+}
+
+// Read is that of gpu.Weights.
+func (w *counted) Read(ctx context.Context, name string,
+	put func(part []byte, dtype string) error) error {
+	return w.Folder.Read(ctx, name, func(part []byte, dtype string) error {
+		w.at(w.done.Add(int64(len(part))), w.total)
+		return put(part, dtype)
+	})
 }

@@ -55,7 +55,7 @@ func (d *Decoding) reserve(tokens int) error {
 	if rows == d.rows {
 		return nil
 	}
-	g, err := Build(d.model, ForLogits, 1, func(b *builder) { b.blocks.Seq = rows })
+	g, err := Build(d.model, ForLogits, 1, WithWindow(rows))
 	if err != nil {
 		return err
 	}

@@ -86,10 +86,52 @@ type Model struct {
 	Kasmina *state.Network // lattices, one for each of Config.Kasmina first
 }
 
-// Param is a trainable tensor of a model.
+// Param is a trainable tensor of a model. One of an [Outline] has no value.
 type Param struct {
 	Name  string
 	Value *tensor.Dense
+}
+
+// Outline is a model whose values are elsewhere, such as on a device alone: the parameters of its
+// graphs have names and shapes, and no values. It has no seeds.
+func Outline(c arch.Config) Model {
+	m := Model{Config: c}
+	for p := range c.Specs() {
+		m.Params = append(m.Params, Param{Name: p.Name})
+	}
+	return m
+}
+
+// dtype is that of a model's floats.
+func (m Model) dtype() tensor.Dtype {
+	if v := m.Params[0].Value; v != nil {
+		return v.Dtype()
+	}
+	return tensor.Float32
+}
+
+// addParams adds the parameters' nodes.
+func (b *builder) addParams() error {
+	i := 0
+	for s := range b.Config.Specs() {
+		if i == len(b.Params) || b.Params[i].Name != s.Name {
+			return fmt.Errorf("parameter %d is not %s, which the configuration has there", i, s.Name)
+		}
+		var n *gorgonia.Node
+		if v := b.Params[i].Value; v != nil {
+			n = gorgonia.NodeFromAny(b.g, v, gorgonia.WithName(s.Name))
+		} else {
+			n = gorgonia.NewTensor(b.g, tensor.Float32, len(s.Shape),
+				gorgonia.WithShape(s.Shape...), gorgonia.WithName(s.Name))
+		}
+		b.nodes[s.Name] = n
+		b.out.Params = append(b.out.Params, n)
+		i++
+	}
+	if len(b.Config.Kasmina)+len(b.Config.Planted) > 0 && b.Kasmina == nil {
+		return errors.New("an outline has no seeds, and the configuration has some")
+	}
+	return nil
 }
 
 type builder struct {
@@ -116,10 +158,8 @@ func (b *builder) build(batch int) (*Graph, error) {
 		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
 			gorgonia.WithName("starts"))
 	}
-	for _, p := range b.Params {
-		n := gorgonia.NodeFromAny(b.g, p.Value, gorgonia.WithName(p.Name))
-		b.nodes[p.Name] = n
-		out.Params = append(out.Params, n)
+	if err := b.addParams(); err != nil {
+		return nil, err
 	}
 	if err := b.plant(); err != nil {
 		return nil, err
@@ -181,7 +221,7 @@ func (b *builder) differentiate(g *Graph) error {
 
 // number is a constant of the parameters' type.
 func (b *builder) number(x float64) *gorgonia.Node {
-	if b.Params[0].Value.Dtype() == tensor.Float64 {
+	if b.dtype() == tensor.Float64 {
 		return gorgonia.NewConstant(x)
 	}
 	return gorgonia.NewConstant(float32(x))

@@ -35,7 +35,7 @@ func (b *builder) plant() error {
 	if len(s.planted) == 0 {
 		return nil
 	}
-	s.controls = gorgonia.NewMatrix(b.g, b.Params[0].Value.Dtype(),
+	s.controls = gorgonia.NewMatrix(b.g, b.dtype(),
 		gorgonia.WithShape(len(s.planted), graft.Controls), gorgonia.WithName("controls"))
 	for i, p := range s.planted {
 		if p.Site != blueprints.Weight {

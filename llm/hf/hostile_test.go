@@ -356,9 +356,9 @@ func TestWiden(t *testing.T) {
 			place := h % 7
 			from, to := make([]byte, 14), make([]float32, 7)
 			binary.LittleEndian.PutUint16(from[2*place:], uint16(h))
-			n, suspect := widen(to, from, dtype)
-			require.Equal(t, 7, n)
-			require.Equal(t, math.IsNaN(want) || math.IsInf(want, 0), suspect, "%s %#x", dtype, h)
+			require.Equal(t, 7, widen(to, from, dtype))
+			require.Equal(t, math.IsNaN(want) || math.IsInf(want, 0), suspect(from, dtype),
+				"%s %#x", dtype, h)
 			if !math.IsNaN(want) && want != float64(to[place]) {
 				require.Equal(t, want, float64(to[place]), "%s %#x", dtype, h)
 			}
@@ -366,8 +366,11 @@ func TestWiden(t *testing.T) {
 	}
 	for _, x := range []float32{0, -1, math.MaxFloat32, float32(math.Inf(-1)),
 		float32(math.NaN())} {
-		_, suspect := widen(make([]float32, 1), narrow(nil, []float32{x}, safetensors.F32),
-			safetensors.F32)
-		require.Equal(t, notFinite(x), suspect)
+		for _, all := range [][]float32{{x}, {1, x}, {x, 1, 1}} {
+			raw, back := narrow(nil, all, safetensors.F32), make([]float32, len(all))
+			require.Equal(t, notFinite(x), suspect(raw, safetensors.F32))
+			require.Equal(t, len(all), widen(back, raw, safetensors.F32))
+			require.Equal(t, raw, narrow(nil, back, safetensors.F32))
+		}
 	}
 }

@@ -118,22 +118,51 @@ func (w *weights) bytes(c llm.Config) (total int64) {
 	return total
 }
 
-// read turns a tensor's elements into float32.
-func (w *weights) read(ctx context.Context, name string, to []float32, done func(bytes int)) error {
-	f := w.in[name]
+// Read hands the elements of a tensor to put, in order and in pieces, as little-endian numbers of
+// dtype float32, float16 or bfloat16, as they stand in the file: for a device that is to hold
+// them without a copy on the host. It may be called from several goroutines. A number that is NaN
+// or infinite is an error that wraps llm.ErrDiverged.
+func (f *Folder) Read(ctx context.Context, name string,
+	put func(part []byte, dtype string) error) error {
+	err := f.weights.pieces(ctx, name, func(part []byte, t safetensors.DType) error {
+		return put(part, dtypeNames[t])
+	})
+	if err != nil {
+		return fmt.Errorf("hf: %s: %w", f.Dir, err)
+	}
+	return nil
+}
+
+// pieces hands out a tensor of numbers that are all finite.
+func (w *weights) pieces(ctx context.Context, name string,
+	visit func(part []byte, dtype safetensors.DType) error) error {
+	f, ok := w.in[name]
+	if !ok {
+		return fmt.Errorf("there is no tensor %.100q", name)
+	}
 	dtype, _, err := f.Info(name)
 	if err != nil {
 		return err
 	}
-	all := to
-	err = f.Chunks(ctx, name, func(part []byte) error {
-		n, suspect := widen(to, part, dtype)
-		if suspect {
-			bad := slices.IndexFunc(to[:n], notFinite)
-			return fmt.Errorf("tensor %s: %w: element %d is %v", name, llm.ErrDiverged,
-				len(all)-len(to)+bad, to[bad])
+	at := 0
+	return f.Chunks(ctx, name, func(part []byte) error {
+		if suspect(part, dtype) {
+			x := make([]float32, len(part)/dtype.Size())
+			widen(x, part, dtype)
+			bad := slices.IndexFunc(x, notFinite)
+			return fmt.Errorf("tensor %s: %w: element %d is %v", name, llm.ErrDiverged, at+bad,
+				x[bad])
 		}
-		to = to[n:]
+		at += len(part) / dtype.Size()
+		return visit(part, dtype)
+	})
+}
+
+// read turns a tensor's elements into float32.
+func (w *weights) read(ctx context.Context, name string, to []float32, done func(bytes int)) error {
+	all := to
+	err := w.pieces(ctx, name, func(part []byte, dtype safetensors.DType) error {
+		to = to[widen(to, part, dtype):]
 		done(len(part))
 		return nil
 	})
@@ -145,46 +174,57 @@ func (w *weights) read(ctx context.Context, name string, to []float32, done func
 
 func notFinite(x float32) bool { return math.Float32bits(x)&0x7f800000 == 0x7f800000 }
 
-// widen converts as many elements as from has. It returns how many these are, and whether one of
-// them is NaN or infinite: its exponent has ones alone, so that one more carries into the sign.
-func widen(to []float32, from []byte, dtype safetensors.DType) (n int, suspect bool) {
+// suspect reports whether one of the elements is NaN or infinite: its exponent has ones alone, so
+// that one more carries into the sign.
+func suspect(part []byte, dtype safetensors.DType) bool {
+	exponents, ones, signs := uint64(0x7f8000007f800000), uint64(0x0080000000800000),
+		uint64(0x8000000080000000)
+	switch dtype {
+	case safetensors.F16:
+		exponents, ones, signs = 0x7c007c007c007c00, 0x0400040004000400, 0x8000800080008000
+	case safetensors.BF16:
+		exponents, ones, signs = 0x7f807f807f807f80, 0x0080008000800080, 0x8000800080008000
+	}
+	bad := uint64(0)
+	for ; len(part) >= 8; part = part[8:] {
+		bad |= binary.LittleEndian.Uint64(part)&exponents + ones
+	}
+	if len(part) > 0 {
+		var rest [8]byte
+		copy(rest[:], part)
+		bad |= binary.LittleEndian.Uint64(rest[:])&exponents + ones
+	}
+	return bad&signs != 0
+}
+
+// widen converts as many elements as from has, and returns how many these are.
+func widen(to []float32, from []byte, dtype safetensors.DType) (n int) {
 	if dtype == safetensors.F32 {
 		n = len(from) / 4
-		bad := uint32(0)
 		for i := range to[:n] {
-			bits := binary.LittleEndian.Uint32(from[4*i:])
-			to[i] = math.Float32frombits(bits)
-			bad |= bits&0x7f800000 + 0x00800000
+			to[i] = math.Float32frombits(binary.LittleEndian.Uint32(from[4*i:]))
 		}
-		return n, bad>>31 != 0
+		return n
 	}
 	n = len(from) / 2
 	to = to[:n]
 	if dtype == safetensors.F16 {
-		bad := uint16(0)
 		for i := range to {
-			h := binary.LittleEndian.Uint16(from[2*i:])
-			to[i] = widenHalf(h)
-			bad |= h&0x7c00 + 0x0400
+			to[i] = widenHalf(binary.LittleEndian.Uint16(from[2*i:]))
 		}
-		return n, bad>>15 != 0
+		return n
 	}
-	const exponents, ones, signs = 0x7f807f807f807f80, 0x0080008000800080, 0x8000800080008000
-	bad := uint64(0)
 	for ; len(from) >= 8 && len(to) >= 4; from, to = from[8:], to[4:] {
 		v := binary.LittleEndian.Uint64(from)
 		to[0] = math.Float32frombits(uint32(v) << 16)
 		to[1] = math.Float32frombits(uint32(v) & 0xffff0000)
 		to[2] = math.Float32frombits(uint32(v>>32) << 16)
 		to[3] = math.Float32frombits(uint32(v>>32) & 0xffff0000)
-		bad |= v&exponents + ones
 	}
 	for i := range to {
-		h := binary.LittleEndian.Uint16(from[2*i:])
-		to[i] = math.Float32frombits(uint32(h) << 16)
-		bad |= uint64(h)&0x7f80 + 0x80
+		to[i] = math.Float32frombits(uint32(binary.LittleEndian.Uint16(from[2*i:])) << 16)
 	}
-	return n, bad&signs != 0
+	return n
 }
 
 // widenHalf is [half.Float16.Float64] without its power for the usual numbers.

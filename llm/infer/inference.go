@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/model"
@@ -17,52 +18,67 @@ type Inference struct {
 	// what computes a graph with the model's parameters; nil for a machine on the CPU
 	Make func(*graph.Graph) (graph.Machine, error)
 
-	shape     uint64               // of the model that what follows is for
-	losses    map[int]graph.Runner // by batch size
-	generator *graph.Runner
-	decoding  *graph.Decoding // in the place of a generator on the CPU
+	outline  *graph.Model         // in the place of a Model whose values are elsewhere
+	owner    func() error         // closes what has these, after what is made for graphs
+	shape    uint64               // of the model that what follows is for
+	losses   map[int]graph.Runner // by batch size
+	windows  *graph.Windows
+	decoding *graph.Decoding // in the place of windows on the CPU
+}
+
+// Of returns an inference of a model whose values only the machines know that make makes. Close
+// closes these, and then owner does what is left.
+func Of(c arch.Config, make func(*graph.Graph) (graph.Machine, error),
+	owner func() error) *Inference {
+	m := graph.Outline(c)
+	return &Inference{Make: make, outline: &m, owner: owner}
 }
 
 var errNoModel = errors.New("llm: an Inference needs a Model, which NewModel and LoadModel make")
 
-// follow drops what is for other blocks than the model has now.
-func (i *Inference) follow() error {
-	if i.shape == model.Shape(i.Model) {
-		return nil
+// parts is what graphs are built of. It drops those for other blocks than the model has now.
+func (i *Inference) parts() (m graph.Model, err error) {
+	switch {
+	case i == nil:
+		return m, errNoModel
+	case i.outline != nil:
+		return *i.outline, nil
+	case i.Model == nil || len(i.Model.Params) == 0:
+		return m, errNoModel
 	}
-	err := i.Close()
-	i.losses, i.generator, i.decoding, i.shape = nil, nil, nil, model.Shape(i.Model)
-	return err
+	if i.shape != model.Shape(i.Model) {
+		err = i.closeGraphs()
+		i.losses, i.windows, i.decoding, i.shape = nil, nil, nil, model.Shape(i.Model)
+	}
+	return i.Model.Parts(), err
 }
 
-func (i *Inference) runner(kind graph.Kind, sequences int) (graph.Runner, error) {
-	g, err := i.Model.Graph(kind, sequences)
+// runner is a graph of the loss.
+func (i *Inference) runner(m graph.Model, sequences int) (graph.Runner, error) {
+	g, err := graph.Build(m, graph.ForLoss, sequences)
 	if err != nil {
 		return graph.Runner{}, err
 	}
 	if i.Make == nil {
 		return graph.OnCPU(g)
 	}
-	m, err := i.Make(g)
+	machine, err := i.Make(g)
 	if err != nil {
 		return graph.Runner{}, err
 	}
-	return graph.Runner{Graph: g, Machine: m}, nil
+	return graph.Runner{Graph: g, Machine: machine}, nil
 }
 
 // Loss is that of an engine.
 func (i *Inference) Loss(b data.Batch) (float64, error) {
-	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
-		return 0, errNoModel
-	}
-	if err := i.follow(); err != nil {
+	m, err := i.parts()
+	if err != nil {
 		return 0, err
 	}
-	sequences := len(b.Inputs) / i.Model.Config.Seq
+	sequences := len(b.Inputs) / m.Config.Seq
 	r, ok := i.losses[sequences]
 	if !ok {
-		var err error
-		if r, err = i.runner(graph.ForLoss, sequences); err != nil {
+		if r, err = i.runner(m, sequences); err != nil {
 			return 0, err
 		}
 		if i.losses == nil {
@@ -75,30 +91,23 @@ func (i *Inference) Loss(b data.Batch) (float64, error) {
 
 // Decoder is that of an engine.
 func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
-	if i == nil || i.Model == nil || len(i.Model.Params) == 0 {
-		return nil, errNoModel
-	}
-	if err := i.follow(); err != nil {
+	m, err := i.parts()
+	if err != nil {
 		return nil, err
 	}
-	if i.Make == nil {
-		if i.decoding == nil {
-			var err error
-			if i.decoding, err = graph.NewDecoding(i.Model.Parts()); err != nil {
-				return nil, err
-			}
+	if i.Make != nil {
+		if i.windows == nil {
+			i.windows = graph.NewWindows(m, i.Make)
 		}
-		i.decoding.Forget()
-		return i.decoding.Next, nil
+		return i.windows.Next, nil
 	}
-	if i.generator == nil {
-		r, err := i.runner(graph.ForLogits, 1)
-		if err != nil {
+	if i.decoding == nil {
+		if i.decoding, err = graph.NewDecoding(m); err != nil {
 			return nil, err
 		}
-		i.generator = &r
 	}
-	return i.generator.Next, nil
+	i.decoding.Forget()
+	return i.decoding.Next, nil
 }
 
 // Kept is how many tokens a decoder on the CPU has keys and values of.
@@ -111,12 +120,20 @@ func (i *Inference) Kept() int {
 
 // Close frees the machines.
 func (i *Inference) Close() error {
+	err := i.closeGraphs()
+	if i.owner != nil {
+		err = errors.Join(err, i.owner())
+	}
+	return err
+}
+
+func (i *Inference) closeGraphs() error {
 	var err error
 	for _, r := range i.losses {
 		err = errors.Join(err, r.Machine.Close())
 	}
-	if i.generator != nil {
-		err = errors.Join(err, i.generator.Machine.Close())
+	if i.windows != nil {
+		err = errors.Join(err, i.windows.Close())
 	}
 	if i.decoding != nil {
 		err = errors.Join(err, i.decoding.Close())

@@ -101,7 +101,10 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 		return s
 	}
 	t := c.o.Activation
-	s := c.sharedStack(inputs, all, t)
+	s := adjacent(all, t)
+	if s == nil {
+		s = c.sharedStack(inputs, all, t)
+	}
 	if s != nil {
 		c.stacks[key] = s
 		return s
@@ -125,6 +128,20 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 		}
 	}
 	return s
+}
+
+// adjacent returns the stack that matrices of a type are already, as frozen parameters of the
+// program that owns them may be; nil if they are none.
+func adjacent(all []*program.Array, t gpu.DType) *program.Array {
+	rows, at := 0, all[0].At
+	for _, a := range all {
+		if a.Buffer != all[0].Buffer || a.Type != t || a.At != at || a.Stride != 0 {
+			return nil
+		}
+		rows += a.Shape[0]
+		at += a.Extent()
+	}
+	return all[0].View(0, rows, all[0].Shape[1])
 }
 
 // sharedStack returns the stack of parameters that the program they belong to keeps, nil if there

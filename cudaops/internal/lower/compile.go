@@ -21,6 +21,7 @@ import (
 // Options says what a program is for.
 type Options struct {
 	graph.Asked
+	Frozen     gorgonia.Nodes // parameters that never change
 	Device     gpu.DeviceInfo
 	Activation gpu.DType // what activations are stored as
 	Gradient   gpu.DType // what gradients of weights are stored as that only updates read
@@ -104,6 +105,7 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	if o.Accumulate {
 		c.gather()
 	}
+	c.Narrow(func(n *gorgonia.Node) bool { return c.kept[n] })
 	return c.Program, kept, nil
 }
 

@@ -117,7 +117,7 @@ func (c *compiler) input(n *gorgonia.Node) error {
 	a := c.NewResident(typeOf(n.Dtype()), n.Shape()...)
 	c.Values[n] = a
 	in := &program.Input{Node: n, Array: a, Constant: graph.IsConstant(n) ||
-		slices.Contains(c.o.Params, n)}
+		slices.Contains(c.o.Params, n), Frozen: slices.Contains(c.o.Frozen, n)}
 	c.Inputs = append(c.Inputs, in)
 	c.inputOf[a.Buffer], c.sources[a.Buffer] = in, []*program.Input{in}
 	return nil

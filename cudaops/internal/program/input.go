@@ -14,6 +14,7 @@ type Input struct {
 	Node     *gorgonia.Node
 	Array    *Array
 	Constant bool      // sent once: a constant or a parameter
+	Frozen   bool      // and never again
 	Copies   []Copy    // of a parameter, in other types
 	IDs      []IDRange // what the ops that use it ask of it
 }

@@ -54,6 +54,26 @@ func (p *Program) NewBuffer(bytes int, resident bool) *Buffer {
 	return b
 }
 
+// Narrow has the frozen inputs that are read in one other type alone kept in that: their float32
+// goes, unless it is among those that are kept.
+func (p *Program) Narrow(kept func(*gorgonia.Node) bool) {
+	read := map[*Buffer]bool{}
+	for _, c := range p.Calls {
+		for _, a := range c.Args {
+			read[a.Buffer] = true
+		}
+	}
+	for _, in := range p.Inputs {
+		if in.Frozen && len(in.Copies) == 1 && !read[in.Array.Buffer] && !kept(in.Node) {
+			p.Buffers = slices.DeleteFunc(p.Buffers, func(b *Buffer) bool {
+				return b == in.Array.Buffer
+			})
+			in.Array, in.Copies = in.Copies[0].Array, nil
+			p.Values[in.Node] = in.Array
+		}
+	}
+}
+
 // NewArray returns an array in the arena, for the calls that are given it.
 func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
 	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), false), Type: t,

@@ -20,6 +20,7 @@ type Inputs struct {
 	*Executor
 	All     []*program.Input
 	weights []*program.QuantizedWeight
+	read    Reader
 	host    map[*program.Input]*hostInput
 	memory  Memory
 	laidOut []quantize.Weight // the weights as they lie in the table
@@ -28,19 +29,23 @@ type Inputs struct {
 
 // hostInput is what the host knows of an input.
 type hostInput struct {
-	staging []byte // pinned
+	staging []byte // pinned; nil for what travels in pieces
 	bound   bool   // its memory is the user's own, who fills it
 	sharers int    // other machines that use its memory
 }
 
-// NewInputs takes pinned memory for the inputs of a program.
-func NewInputs(x *Executor, p *program.Program) (*Inputs, error) {
-	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights,
+// NewInputs takes pinned memory for the inputs of a program. Frozen ones without a value come from
+// read.
+func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
+	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, read: read,
 		host:   map[*program.Input]*hostInput{},
 		memory: Memory{Ctx: x.Ctx}}
 	for _, in := range p.Inputs {
 		h := &hostInput{}
 		s.host[in] = h
+		if inPieces(in) {
+			continue
+		}
 		var err error
 		if h.staging, err = s.memory.AllocHost(max(1, in.Array.Extent())); err != nil {
 			return nil, errors.Join(err, s.Close())
@@ -76,14 +81,13 @@ func (s *Inputs) Shared(in *program.Input) bool { return s.host[in].sharers > 0 
 
 // SendConstants copies the values of constants and parameters to the device.
 func (s *Inputs) SendConstants() error {
+	var all []*program.Input
 	for _, in := range s.All {
 		if in.Constant {
-			if err := s.Send(in); err != nil {
-				return err
-			}
+			all = append(all, in)
 		}
 	}
-	return s.Quantize(func(*program.Input) bool { return true })
+	return s.SendSome(all)
 }
 
 // SendAll copies the values of all other inputs, ahead of a run.
@@ -114,14 +118,27 @@ func (s *Inputs) Send(in *program.Input) error {
 // SendSome copies the values of some inputs, none of them if one has no value that can be sent, and
 // waits.
 func (s *Inputs) SendSome(inputs []*program.Input) error {
+	var large []*source
 	for _, in := range inputs {
-		if err := s.stage(in); err != nil {
+		if !inPieces(in) {
+			if err := s.stage(in); err != nil {
+				return err
+			}
+			continue
+		}
+		from, err := s.sourceOf(in)
+		if err != nil {
 			return err
 		}
+		large = append(large, from)
 	}
-	var err error
+	err := s.sendPieces(large)
 	for i := 0; i < len(inputs) && err == nil; i++ {
-		err = s.transmit(inputs[i])
+		if inPieces(inputs[i]) {
+			err = s.Refresh(inputs[i])
+		} else {
+			err = s.transmit(inputs[i])
+		}
 	}
 	sent := func(in *program.Input) bool { return slices.Contains(inputs, in) } // also some of them
 	return Joined(err, s.Quantize(sent), s.Ctx.SyncStream(s.Stream))
@@ -131,7 +148,7 @@ func (s *Inputs) SendSome(inputs []*program.Input) error {
 func (s *Inputs) stage(in *program.Input) error {
 	v := in.Node.Value()
 	if v == nil {
-		return fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
+		return noValue(in)
 	}
 	staging := s.host[in].staging
 	if err := value.Encode(staging, in.Array.Type, v, in.Array.Len()); err != nil {
@@ -143,6 +160,10 @@ func (s *Inputs) stage(in *program.Input) error {
 		}
 	}
 	return nil
+}
+
+func noValue(in *program.Input) error {
+	return fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
 }
 
 // CheckIDs reads ids back, and says of them what the op would say on the CPU.

@@ -41,8 +41,39 @@ func Encode(raw []byte, t gpu.DType, v gorgonia.Value, n int) error {
 			return nil
 		}
 	}
+	return unfit(v, t, n)
+}
+
+func unfit(v gorgonia.Value, t gpu.DType, n int) error {
 	return fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v",
 		v.Dtype(), v.Shape(), n, t)
+}
+
+// Floats returns the n elements of a value that can be stored as t, a type of floats.
+func Floats(v gorgonia.Value, t gpu.DType, n int) ([]float32, error) {
+	flat, err := opbase.Flat(v)
+	if err != nil {
+		return nil, err
+	}
+	if x, ok := flat.([]float32); ok && len(x) == n {
+		return x, nil
+	}
+	return nil, unfit(v, t, n)
+}
+
+// Convert writes elements that are stored in one type to raw, stored as t.
+func Convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
+	if stored == t {
+		copy(raw, from)
+		return
+	}
+	var x [1024]float32
+	for len(from) > 0 {
+		n := min(len(x), len(from)/stored.Size())
+		DecodeFloats(x[:n], stored, from)
+		EncodeFloats(raw, t, x[:n])
+		raw, from = raw[n*t.Size():], from[n*stored.Size():]
+	}
 }
 
 // EncodeFloats writes numbers to raw, stored as t.

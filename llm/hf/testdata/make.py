@@ -111,9 +111,11 @@ def bf16():
         golden = load_file(name + "/golden.safetensors", device="cuda")
         with torch.no_grad():
             logits = load(name, torch.bfloat16, "cuda")(golden["ids"]).logits
-        losses = train(load(name, torch.float32, "cuda"), golden["ids"], autocast=True)
+        losses = train(load(name, torch.bfloat16, "cuda"), golden["ids"])
+        autocast = train(load(name, torch.float32, "cuda"), golden["ids"], autocast=True)
         off[name] = {"logits": distance(logits, golden["logits"]),
-                     "losses": distance(losses.cuda(), golden["losses"])}
+                     "losses": distance(losses.cuda(), golden["losses"]),
+                     "autocast": distance(autocast.cuda(), golden["losses"])}
     with open("bf16.json", "w") as f:
         json.dump(off, f, indent=1)
 

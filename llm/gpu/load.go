@@ -1,0 +1,73 @@
+package gpu
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/llm/infer"
+)
+
+// Weights have the parameters of a model by name, as hf.Folder does: Read hands their elements to
+// put, in order and in pieces, as little-endian numbers of dtype float32, float16 or bfloat16. It
+// is called from several goroutines.
+type Weights interface {
+	Read(ctx context.Context, name string, put func(part []byte, dtype string) error) error
+}
+
+var dtypes = map[string]cudaops.Precision{"float32": cudaops.Float32, "float16": cudaops.Float16,
+	"bfloat16": cudaops.BFloat16}
+
+// Load reads weights straight to the device, and returns what computes with them there: losses, and
+// logits to draw text by. The host keeps nothing, and the device matrices as the precision stores
+// activations, two bytes an element in BFloat16: see [cudaops.WithFrozen]. Ways are not tuned
+// unless an option says so. Close the inference before the device.
+func Load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
+	w Weights, opts ...cudaops.MachineOption) (*llm.Inference, error) {
+	i, err := load(ctx, device, precision, c, w, opts)
+	if err != nil {
+		return nil, fmt.Errorf("llm/gpu: Load: %w", err)
+	}
+	return i, nil
+}
+
+func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
+	w Weights, opts []cudaops.MachineOption) (*llm.Inference, error) {
+	if ctx == nil || w == nil {
+		return nil, errors.New("the context or what has the weights is nil")
+	}
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+	// A small graph for logits has all parameters, as all others use them.
+	g, err := graph.Build(graph.Outline(c), graph.ForLogits, 1, graph.WithWindow(1))
+	if err != nil {
+		return nil, err
+	}
+	all := append([]cudaops.MachineOption{cudaops.WithPrecision(precision),
+		cudaops.WithTuning(cudaops.TuneOff)}, opts...)
+	read := func(n *gorgonia.Node, put func([]byte, cudaops.Precision) error) error {
+		return w.Read(ctx, n.Name(), func(part []byte, dtype string) error {
+			t, ok := dtypes[dtype]
+			if !ok {
+				return fmt.Errorf("%s is of dtype %.40q, want float32, float16 or bfloat16",
+					n.Name(), dtype)
+			}
+			return put(part, t)
+		})
+	}
+	owner, err := cudaops.NewMachine(device, g.G,
+		append([]cudaops.MachineOption{cudaops.WithFrozen(read, g.Params...)}, all...)...)
+	if err != nil {
+		return nil, err
+	}
+	return infer.Of(c, func(g *llm.Graph) (llm.Machine, error) {
+		return cudaops.NewMachine(device, g.G,
+			append([]cudaops.MachineOption{cudaops.WithParamsOf(owner)}, all...)...)
+	}, owner.Close), nil
+}

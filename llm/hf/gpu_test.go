@@ -1,0 +1,102 @@
+package hf
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+)
+
+// openGPU returns the GPU, and skips the test where there is none.
+func openGPU(t *testing.T) *cudaops.Device {
+	device, err := cudaops.Open()
+	if errors.Is(err, cudaops.ErrNoDevice) {
+		t.Skip("needs an NVIDIA GPU: ", err)
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, device.Close()) })
+	return device
+}
+
+// onGPU computes with a model on the device.
+func onGPU(d *cudaops.Device, m *llm.Model, p cudaops.Precision) *llm.Inference {
+	return &llm.Inference{Model: m, Make: func(g *llm.Graph) (llm.Machine, error) {
+		return cudaops.NewMachine(d, g.G, cudaops.WithPrecision(p), cudaops.WithStrict(),
+			cudaops.WithTuning(cudaops.TuneOff), cudaops.WithParams(g.Params...))
+	}}
+}
+
+// bf16 is how far transformers is from its own float32 where it computes in bfloat16, by
+// testdata/make.py on a GPU.
+type bf16 struct {
+	Logits   float64 // distance of all logits, of weights and activations in bfloat16
+	Autocast float64 // of the losses of ten steps, of masters in float32 under autocast
+}
+
+func readBF16(t *testing.T) (all map[string]bf16) {
+	text, err := os.ReadFile(filepath.Join("testdata", "bf16.json"))
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(text, &all))
+	return all
+}
+
+// TestOnGPU wants logits and losses of a GPU in float32 to be those of transformers, and in
+// bfloat16 logits to be no farther off than those of transformers itself.
+func TestOnGPU(t *testing.T) {
+	device, theirs := openGPU(t), readBF16(t)
+	for _, folder := range folders {
+		t.Run(folder, func(t *testing.T) {
+			g := readGolden(t, folder)
+			m, err := open(t, folder).Load(t.Context())
+			require.NoError(t, err)
+			require.Less(t, offLogits(t, g, onGPU(device, m, cudaops.Float32)), 1e-4)
+			losses := lossesOf(t, folder, g, gpu.Engine(device, cudaops.Float32))
+			require.InEpsilonSlice(t, g.losses, losses, 1e-4)
+
+			logits := offLogits(t, g, onGPU(device, m, cudaops.BFloat16))
+			losses = lossesOf(t, folder, g, gpu.Engine(device, cudaops.BFloat16))
+			off := distance(losses, g.losses)
+			t.Logf("bfloat16 is off by %.2g (transformers %.2g), losses by %.2g (%.2g)", logits,
+				theirs[folder].Logits, off, theirs[folder].Autocast)
+			require.LessOrEqual(t, logits, theirs[folder].Logits)
+			// Under autocast the residual stream is float32; here it is bfloat16.
+			require.LessOrEqual(t, off, 1.5*theirs[folder].Autocast)
+		})
+	}
+}
+
+// TestLoadOnGPU wants weights that are read straight to the GPU to compute, bit by bit, what they do
+// by way of the host.
+func TestLoadOnGPU(t *testing.T) {
+	device := openGPU(t)
+	for _, folder := range folders {
+		for _, p := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16} {
+			t.Run(folder+"/"+p.String(), func(t *testing.T) {
+				f, g := open(t, folder), readGolden(t, folder)
+				m, err := f.Load(t.Context())
+				require.NoError(t, err)
+				want := offLogits(t, g, onGPU(device, m, p))
+				i, err := gpu.Load(t.Context(), device, p, f.Config, f)
+				require.NoError(t, err)
+				require.Equal(t, want, offLogits(t, g, i)) // which closes it
+			})
+		}
+	}
+	f := open(t, "llama2")
+	c := f.Config
+	c.Layers++
+	_, err := gpu.Load(t.Context(), device, cudaops.BFloat16, c, f)
+	require.ErrorContains(t, err, "there is no tensor")
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = gpu.Load(ctx, device, cudaops.BFloat16, f.Config, f)
+	require.ErrorIs(t, err, context.Canceled)
+}

@@ -1,0 +1,150 @@
+//go:build linux
+
+package hf
+
+import (
+	"bytes"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+)
+
+// forget drops files from the system's cache, as far as it lets anyone.
+func forget(t *testing.T, files []string) {
+	for _, name := range files {
+		f, err := os.Open(name)
+		require.NoError(t, err)
+		require.NoError(t, f.Sync())
+		require.NoError(t, unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED))
+		require.NoError(t, f.Close())
+	}
+}
+
+// readAll reads files by as many goroutines as loading does, and returns their bytes.
+func readAll(t *testing.T, files []string) (total int64) {
+	const piece = 1 << 20
+	type part struct {
+		f  *os.File
+		at int64
+	}
+	var parts []part
+	for _, name := range files {
+		f, err := os.Open(name)
+		require.NoError(t, err)
+		defer f.Close()
+		info, err := f.Stat()
+		require.NoError(t, err)
+		total += info.Size()
+		for at := int64(0); at < info.Size(); at += 64 * piece {
+			parts = append(parts, part{f, at})
+		}
+	}
+	todo := make(chan part, len(parts))
+	for _, p := range parts {
+		todo <- p
+	}
+	close(todo)
+	var work sync.WaitGroup
+	for range runtime.GOMAXPROCS(0) {
+		work.Go(func() {
+			b := make([]byte, piece)
+			for p := range todo {
+				for i := range int64(64) {
+					if n, err := p.f.ReadAt(b, p.at+i*piece); n == 0 && err == io.EOF {
+						break
+					}
+				}
+			}
+		})
+	}
+	work.Wait()
+	return total
+}
+
+// peak is the most memory that the process has held since it was last asked for, in bytes.
+func peak(t *testing.T) int64 {
+	status, err := os.ReadFile("/proc/self/status")
+	require.NoError(t, err)
+	_, rest, ok := bytes.Cut(status, []byte("VmHWM:"))
+	require.True(t, ok)
+	n, err := strconv.ParseInt(string(bytes.Fields(rest)[0]), 10, 64)
+	require.NoError(t, err)
+	debug.FreeOSMemory()
+	require.NoError(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0))
+	return n << 10
+}
+
+// TestLoadTime wants the folder KASMINA_MODEL to be loaded within 1.3 of the time that reading its
+// files takes, and with less than 1.2 times the memory that is kept: on the host, unless
+// KASMINA_DEVICE is cuda, and on a GPU in bfloat16.
+func TestLoadTime(t *testing.T) {
+	dir := os.Getenv("KASMINA_MODEL")
+	if dir == "" {
+		t.Skip("KASMINA_MODEL names no folder of a large model")
+	}
+	files, err := filepath.Glob(filepath.Join(dir, "*.safetensors"))
+	require.NoError(t, err)
+	f, err := Open(dir)
+	require.NoError(t, err)
+	defer f.Close()
+	params := int64(0)
+	for _, x := range f.Tensors() {
+		n := int64(1)
+		for _, d := range x.Shape {
+			n *= int64(d)
+		}
+		params += n
+	}
+	timed := func(what string, load func()) float64 {
+		forget(t, files)
+		begin := time.Now()
+		load()
+		s := time.Since(begin).Seconds()
+		t.Logf("%s: %.2f s, %.2f GB/s", what, s, float64(f.weights.bytes(f.Config))/s/1e9)
+		return s
+	}
+	read := timed("reading", func() { readAll(t, files) })
+	peak(t)
+	if os.Getenv("KASMINA_DEVICE") != "cuda" {
+		before := peak(t)
+		s := timed("loading", func() {
+			m, err := f.Load(t.Context())
+			require.NoError(t, err)
+			runtime.KeepAlive(m)
+		})
+		taken := peak(t) - before
+		t.Logf("%.2f of reading, %.2f of what is kept", s/read, float64(taken)/float64(4*params))
+		require.Less(t, s, 1.3*read)
+		require.Less(t, taken, 4*params*12/10)
+	}
+	device := openGPU(t)
+	read = min(read, timed("reading", func() { readAll(t, files) }))
+	before := peak(t)
+	free, _, err := device.Memory()
+	require.NoError(t, err)
+	s := timed("loading to the GPU", func() {
+		i, err := gpu.Load(t.Context(), device, cudaops.BFloat16, f.Config, f)
+		require.NoError(t, err)
+		left, _, err := device.Memory()
+		require.NoError(t, err)
+		t.Logf("the GPU holds %.2f bytes a parameter", float64(free-left)/float64(params))
+		require.Less(t, free-left, uint64(2*params*12/10))
+		t.Cleanup(func() { require.NoError(t, i.Close()) })
+	})
+	taken := peak(t) - before
+	t.Logf("%.2f of reading, and the host took %.0f MiB", s/read, float64(taken)/(1<<20))
+	require.Less(t, s, 1.3*read)
+	require.Less(t, taken, int64(1<<30))
+}
