@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // experiment is what all its runs share.
@@ -132,6 +133,9 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 // grow lets a trainer follow the controller or a record, and opens the record of what they decide.
 func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error) {
 	g := llm.Growth{Controller: e.controller}
+	if e.site == "chunk" {
+		g.Controller, g.Validation, g.Every = e.chunkController(t), e.text.validation, 2
+	}
 	if replay != "" {
 		f, err := os.Open(replay)
 		if err != nil {
@@ -216,13 +220,37 @@ func (e *experiment) where(t *llm.Trainer, share, loss float64) point {
 // warmup is the steps in which the learning rate rises, floor what is left of it at the end.
 const warmup, floor = 50, 0.1
 
+// chunks are how many seeds a Kasmina layer has with -site chunk.
+const chunks = 16
+
+// epochs is how many a run on -tokens has.
+func (e *experiment) epochs() int {
+	return int(e.budget.Tokens) / (e.batch * e.model.Seq * e.epoch)
+}
+
+// chunkController returns the controller of a run that grows on chunks.
+func (e *experiment) chunkController(t *llm.Trainer) state.Controller {
+	h := *e.chunks
+	h.Random = t.Loader.Config().Seed
+	thresholds, _ := t.Model.Kasmina.Lattice(0).Thresholds()
+	h.RampEpochs = max(1, thresholds.MinEpochs[state.Grafting])
+	return &h
+}
+
 // trainer makes the trainer of a model that is static or starts small.
 func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer, error) {
-	c := e.model
-	if grown {
+	c, opts := e.model, []state.Option{}
+	switch {
+	case grown && e.site == "chunk":
+		for i := range c.Layers {
+			c.Kasmina = append(c.Kasmina, i)
+		}
+		c.Seeds, c.Slots, c.SlotWidth = chunks, chunks+1, 4*c.Dim/chunks
+		opts = append(opts, state.WithThresholds(state.DefaultThresholds().Within(e.epochs())))
+	case grown:
 		c.Layers, c.Depth = e.from, 1
 	}
-	m, err := llm.NewModel(c, tensor.Float32, seed)
+	m, err := llm.NewModel(c, tensor.Float32, seed, opts...)
 	if err != nil {
 		return nil, err
 	}

@@ -14,7 +14,11 @@ import (
 type corpus struct {
 	tokens  data.Tokens
 	heldOut *data.Evaluation
+
+	validation *data.Evaluation // what blueprints on chunks are judged by: other text
 }
+
+const validationText = 16 << 10 // bytes
 
 const tokenizerText = 16 << 20 // bytes that a byte-pair encoding is trained on, at most
 
@@ -40,9 +44,19 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	}
 	fmt.Fprintf(w, "data      %s: %.1f million tokens to train on\n", path,
 		float64(c.tokens.Len())/1e6)
-	held, err := text.HeldOut.Sample(int(o.heldOut))
+	more := 0
+	if o.site == "chunk" {
+		more = validationText
+	}
+	held, err := text.HeldOut.Sample(int(o.heldOut) + more)
 	if err != nil {
 		return nil, err
+	}
+	if more = min(more, len(held)/2); more > 0 {
+		if c.validation, err = data.NewEvaluation(held[:more], tok, o.batch, o.model.Seq); err != nil {
+			return nil, err
+		}
+		held = held[more:]
 	}
 	c.heldOut, err = data.NewEvaluation(held, tok, o.batch, o.model.Seq)
 	return c, err

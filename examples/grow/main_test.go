@@ -69,7 +69,7 @@ func TestRun(t *testing.T) {
 	require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "2"), &stdout, &stderr), &stderr)
 	l := lastLine(t, stdout.String())
 	require.Equal(t, []uint64{1, 2}, l.Seeds)
-	told := strings.Count(stderr.String(), "Stack of size 2, 2 blocks to 4")
+	told := strings.Count(stderr.String(), "Stack of size 4, 1 blocks to 4")
 	require.Equal(t, 2, told)
 	if !strings.Contains(stderr.String(), "taken back") {
 		require.Equal(t, l.Parameters, l.Become)
@@ -101,6 +101,21 @@ func TestRun(t *testing.T) {
 	require.Equal(t, l.Steps[0], replayed.Steps[0])
 }
 
+// TestChunks wants a model to grow on chunks, in places of every kind.
+func TestChunks(t *testing.T) {
+	for _, where := range []string{"", "random", "all"} {
+		var stdout, stderr strings.Builder
+		out := t.TempDir()
+		require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "1", "-only", "grown", "-site",
+			"chunk", "-where", where, "-tokens", "2400", "-dim", "32", "-active", "4"),
+			&stdout, &stderr), &stderr)
+		record, err := os.ReadFile(filepath.Join(out, "grown-1.record.jsonl"))
+		require.NoError(t, err)
+		require.Contains(t, string(record), `"action":"Germinate"`, where)
+		require.Positive(t, lastLine(t, stdout.String()).Grown[0])
+	}
+}
+
 // bestRate returns the learning rate of the first grown run, as its log has it.
 func bestRate(t *testing.T, out string) float64 {
 	t.Helper()
@@ -122,11 +137,17 @@ func TestBadOptions(t *testing.T) {
 		"-from is 4, want 1 to 3":   {"-from", "4"},
 		"want a multiple of -from":  {"-from", "3"},
 		"-kind is":                  {"-kind", "tall"},
+		"-site is":                  {"-site", "roof"},
+		"-site chunk wants -tokens": {"-site", "chunk"},
+		"Where is":                  {"-where", "here"},
+		"-tokens and -flops":        {"-tokens", "9", "-flops", "9"},
+		"-grown-share is 2":         {"-grown-share", "2"},
+		"-evaluations is 0":         {"-evaluations", "0"},
 		"-lr is":                    {"-lr", "0.1,x"},
 		"-device is":                {"-device", "tpu"},
 		"-only is":                  {"-only", "both"},
 		"-only is static":           {"-only", "static", "-replay", "x"},
-		"Begin is 0.5 and End is":   {"-begin", "0.5"},
+		"Begin is 0.6 and End is":   {"-begin", "0.6"},
 		"flag provided but not de":  {"-fast"},
 		"no such file or directory": {"-replay", "nothing.jsonl", "-only", "grown"},
 	} {

@@ -35,13 +35,15 @@ type options struct {
 	grownShare                               float64    // of it, that a grown run may spend
 	evaluations                              int        // in a run, about
 	seed                                     uint64
-	kind                                     string
+	site, kind                               string
 	controller                               *control.Depth
+	chunks                                   *control.Heuristic // with -site chunk
 }
 
 func parse(args []string, stderr io.Writer) (o options, err error) {
 	var rates string
-	o.controller = control.NewDepth(blueprints.Stack, 1)
+	o.controller, o.chunks = control.NewDepth(blueprints.Stack, 1), control.NewHeuristic(16, 1<<20)
+	o.chunks.Hunger = 1.5
 	f := flag.NewFlagSet("grow", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&o.device, "device", "auto",
@@ -71,7 +73,12 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		"peak learning rates, as 0.01,0.02: the static run is tried with each, and the grown one has\nthe best of them")
 	f.IntVar(&o.model.Layers, "layers", 4,
 		"blocks of the static model, and of the grown one at its end")
-	f.IntVar(&o.from, "from", 2, "blocks that the grown model begins with")
+	f.IntVar(&o.from, "from", 1, "blocks that the grown model begins with")
+	f.StringVar(&o.site, "site", "depth", "where it grows: depth, or chunk, with -tokens")
+	f.StringVar((*string)(&o.chunks.Where), "where", "",
+		"with -site chunk: seeds that are planted in, random or all (default: the unhealthiest)")
+	f.IntVar(&o.chunks.MaxActive, "active", o.chunks.MaxActive,
+		"with -site chunk: seeds that grow at a time, at most")
 	f.StringVar(&o.kind, "kind", "stack", "how it grows: stack, interleave or new-blocks")
 	f.Float64Var(&o.controller.Begin, "begin", o.controller.Begin,
 		"share of the time before which it does not grow")
@@ -128,6 +135,8 @@ func (o *options) finish(rest []string) error {
 		{o.heldOut >= 2, fmt.Sprintf("-heldout is %d, want at least 2", o.heldOut)},
 		{o.vocab == 0 || o.vocab >= 257,
 			fmt.Sprintf("-vocab is %d, want 0, or at least 257", o.vocab)},
+		{o.site == "depth" || o.site == "chunk", fmt.Sprintf("-site is %q, want depth or chunk", o.site)},
+		{o.site == "depth" || o.budget.Tokens > 0, "-site chunk wants -tokens: seeds live for epochs"},
 		{1 <= o.from && o.from < o.model.Layers,
 			fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device),
@@ -154,7 +163,7 @@ func (o *options) finish(rest []string) error {
 		o.model.Vocab = (o.vocab + 63) / 64 * 64
 	}
 	o.model = o.model.Default()
-	return errors.Join(o.model.Check(), o.controller.Check())
+	return errors.Join(o.model.Check(), o.controller.Check(), o.chunks.Check())
 }
 
 // plan tells the controller how the model grows from -from blocks to -layers.

@@ -49,9 +49,9 @@ func (d *Depth) flat() float64 {
 }
 
 // NewDepth returns a controller that grows a model once, by a kind of depth and a size. Begin is
-// 0.25, End 0.4, Flat 0, Settle 0.1 and Patience 0.25. Its fields may be changed before it is used.
+// 0.4, End 0.55, Flat 0, Settle 0.1 and Patience 0.25. Its fields may be changed before it is used.
 func NewDepth(kind blueprints.Kind, size int) *Depth {
-	return &Depth{Kind: kind, Size: size, Growths: 1, Begin: 0.25, End: 0.4, Settle: 0.1, Patience: 0.25}
+	return &Depth{Kind: kind, Size: size, Growths: 1, Begin: 0.4, End: 0.55, Settle: 0.1, Patience: 0.25}
 }
 
 // Check returns an error that names a field which makes no sense.

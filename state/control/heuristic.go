@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -44,7 +45,20 @@ type Heuristic struct {
 
 	Hunger, Dead, Silence, Spike, Drift float64
 	Capacity                            []blueprints.Kind // in order of preference
+
+	Where  Where  `json:",omitempty"`
+	Random uint64 `json:",omitempty"` // for AtRandom: another number, other places
 }
+
+// Where says in which of its seeds a Heuristic plants.
+type Where string
+
+// The places. AtRandom and AllAtOnce are what Unhealthiest is to be measured against.
+const (
+	Unhealthiest Where = ""       // the unhealthiest chunks first
+	AtRandom     Where = "random" // any, healthy or not, as if they were hungry
+	AllAtOnce    Where = "all"    // all of them at epoch Begin, whatever PerEpoch says
+)
 
 // NewHeuristic returns a controller with the given budgets, Begin 1, no End, PerEpoch a quarter of
 // maxActive, Patience 200, RampEpochs 50, Hunger 1, Dead 0.5, Silence 0.1, Spike 30, Drift 0.1, and
@@ -76,6 +90,10 @@ func (h *Heuristic) Check() error {
 		}
 	}
 	var errs []error
+	if !slices.Contains([]Where{Unhealthiest, AtRandom, AllAtOnce}, h.Where) {
+		errs = append(errs, fmt.Errorf("control.Heuristic: %w: Where is %.40q, want one of "+
+			"Unhealthiest, AtRandom and AllAtOnce", state.ErrArgument, string(h.Where)))
+	}
 	for _, f := range []struct {
 		name               string
 		value, least, most int
@@ -167,7 +185,7 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 	germinated := 0
 	for _, c := range h.candidates(reports) {
 		r := &reports[c.layer]
-		if active >= h.MaxActive || germinated == h.PerEpoch {
+		if active >= h.MaxActive || germinated == h.PerEpoch && h.Where != AllAtOnce {
 			break
 		}
 		if len(free[c.layer]) == 0 || parameters+r.SlotParameters > h.MaxParameters {
@@ -268,6 +286,9 @@ type problem struct {
 }
 
 func (p problem) String() string {
+	if p == (problem{hungry, 1}) {
+		return "it is its turn"
+	}
 	names := [...]string{"hungry", "dead", "silent", "spiky"}
 	return fmt.Sprintf("its chunk is %s, %.2f times the limit", names[p.ailment], p.severity)
 }
@@ -291,15 +312,25 @@ func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 			if s.Stage != state.Dormant || s.Health == (state.Health{}) {
 				continue
 			}
-			if p := h.diagnose(s, norm, variance); p.severity >= 1 {
+			if h.Where != Unhealthiest {
+				found = append(found, candidate{problem{hungry, 1}, layer, s.Seed})
+			} else if p := h.diagnose(s, norm, variance); p.severity >= 1 {
 				found = append(found, candidate{p, layer, s.Seed})
 			}
 		}
 	}
 	slices.SortStableFunc(found, func(a, b candidate) int {
+		if h.Where == AtRandom {
+			return cmp.Compare(h.draw(a), h.draw(b))
+		}
 		return cmp.Compare(b.severity, a.severity)
 	})
 	return found
+}
+
+// draw returns a random number that is a candidate's own.
+func (h *Heuristic) draw(c candidate) uint64 {
+	return rand.NewPCG(h.Random, uint64(c.layer)<<32|uint64(uint32(c.seed))).Uint64()
 }
 
 // diagnose returns the worst problem of a chunk beside the medians of its layer.

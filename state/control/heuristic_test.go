@@ -2,6 +2,7 @@ package control_test
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -359,4 +360,34 @@ func TestNoController(t *testing.T) {
 	require.ErrorContains(t, err, "the lattice is nil")
 	_, err = control.NewDepth(blueprints.Stack, 2).LeastEpochs(nil, 1)
 	require.ErrorContains(t, err, "the lattice is nil")
+}
+
+// TestHeuristicPlaces wants seeds to be planted at random places, others for another number, or in
+// all places at once.
+func TestHeuristicPlaces(t *testing.T) {
+	planted := func(where control.Where, random uint64, most int) (places [][2]int) {
+		h := heuristic(most, 1000)
+		h.PerEpoch, h.Where, h.Random = 2, where, random
+		require.NoError(t, h.Check())
+		for _, c := range h.Decide([]state.Report{healthy(), healthy()}) {
+			require.Equal(t, state.Germinate, c.Action)
+			require.Equal(t, blueprints.ChunkMLP, c.Request.Kind)
+			places = append(places, [2]int{c.Layer, c.Seed})
+		}
+		return places
+	}
+	require.Empty(t, planted(control.Unhealthiest, 1, 8))
+	require.Len(t, planted(control.AllAtOnce, 1, 8), 8)
+	require.Len(t, planted(control.AllAtOnce, 1, 5), 5)
+	require.Equal(t, planted(control.AtRandom, 1, 8), planted(control.AtRandom, 1, 8))
+	others := map[string]bool{}
+	for random := range uint64(8) {
+		places := planted(control.AtRandom, random, 8)
+		require.Len(t, places, 2)
+		others[fmt.Sprint(places)] = true
+	}
+	require.Greater(t, len(others), 2)
+	h := heuristic(1, 1)
+	h.Where = "everywhere"
+	require.ErrorContains(t, h.Check(), `Where is "everywhere"`)
 }

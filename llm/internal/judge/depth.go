@@ -7,10 +7,15 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// horizon is how far the law of a curve is followed, in shares of the curve's end. Runs are early in
+// their lives when they grow, and their losses fall more and more slowly. Laws that were followed
+// half as much again told losses that no model came to, and good growths were taken back.
+const horizon = 1.15
+
 // Depth returns what is known of a seed in depth that is being evaluated: the loss of the run now,
-// and the one that it would have if the model had not grown, which [curve.Fit] tells from the curve
-// before. Where the curve follows no law yet it is the last loss before: then a growth has to show
-// that it does no harm. ok is false where there is no curve.
+// and the one that it would have soon behind the growth if the model had not grown, which
+// [curve.Fit] tells from the curve before. Where the curve follows no law yet it is the last loss
+// before: then a growth has to show that it does no harm. ok is false where there is no curve.
 func Depth(points []state.Point, past []state.Transition, seed int) (m state.SeedMetrics, ok bool) {
 	grafted, evaluated := -1, -1
 	for _, p := range past { // the latest first
@@ -42,7 +47,8 @@ func Depth(points []state.Point, past []state.Transition, seed int) (m state.See
 	}
 	without := func(float64) float64 { return before[len(before)-1].Y }
 	if law, ok := curve.Fit(before); ok {
-		without = law.At
+		furthest := horizon * before[len(before)-1].X
+		without = func(share float64) float64 { return law.At(min(share, furthest)) }
 	}
 	m = state.SeedMetrics{Seed: seed, TrainingError: math.NaN(), Compared: true,
 		Stability: 1, Trials: 1}
