@@ -33,6 +33,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// patience is far more than anything here takes.
+const patience = 2 * time.Minute
+
 // newTrainer returns one of a model so small that a step takes a millisecond.
 func newTrainer(t testing.TB, steps, seeds int) *llm.Trainer {
 	t.Helper()
@@ -107,7 +110,7 @@ func TestRun(t *testing.T) {
 	require.Eventually(t, func() bool {
 		get(t, url+"api/v1/runs/0", &r)
 		return r.State == "ended"
-	}, 5*time.Second, 10*time.Millisecond)
+	}, patience, 10*time.Millisecond)
 	require.Equal(t, map[string]int{"Dormant": 7, "Training": 1}, r.Stages)
 	require.Equal(t, 6, r.Step)
 	require.EqualValues(t, losses[5], r.Loss)
@@ -261,7 +264,7 @@ func TestFlood(t *testing.T) {
 		var run api.Run
 		return json.NewDecoder(r.Body).Decode(&run) == nil && run.State == "ended" &&
 			run.Step == 300 && run.Dropped == 0
-	}, 10*time.Second, 50*time.Millisecond)
+	}, patience, 50*time.Millisecond)
 }
 
 // parser reads what Prometheus scrapes.
@@ -437,7 +440,7 @@ func TestClient(t *testing.T) {
 	c := &api.Client{URL: server.URL, Token: b.Token(), Who: "a test"}
 	p := &planter{}
 	var refused []string
-	ctx, stop := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, stop := context.WithTimeout(t.Context(), patience)
 	defer stop()
 	require.NoError(t, c.Follow(ctx, "0", p, func(_ state.Command, err error) { refused = append(refused, err.Error()) }))
 	require.NoError(t, <-done)
@@ -516,14 +519,14 @@ func TestLogs(t *testing.T) {
 		var r api.Run
 		get(t, url+"api/v1/runs/0", &r)
 		return r.Step == 7 && r.Loss == 1.5 && r.State == "running"
-	}, 10*time.Second, 50*time.Millisecond)
+	}, patience, 50*time.Millisecond)
 	_, err = log.WriteString(`ep","step":8,"train_loss":1.25}` + "\n")
 	require.NoError(t, errors.Join(err, log.Close()))
 	require.Eventually(t, func() bool {
 		var r api.Run
 		get(t, url+"api/v1/runs/0", &r)
 		return r.Loss == 1.25
-	}, 10*time.Second, 50*time.Millisecond)
+	}, patience, 50*time.Millisecond)
 	var s api.Series
 	get(t, url+"api/v1/runs/0/series", &s)
 	require.Len(t, s.Step, 8)

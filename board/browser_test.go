@@ -166,8 +166,8 @@ func paced(tr *llm.Trainer, step time.Duration) {
 	})
 }
 
-// TestPage wants the page to load within a second, to show the first chart soon after the first
-// step, and seeds with the reasons of what happens to them, and to be accessible on every width, in
+// TestPage wants the page to load, where -timing asks for that within a second, to show the first
+// chart soon after the first step, and seeds with the reasons of what happens to them, and to be accessible on every width, in
 // light and dark.
 func TestPage(t *testing.T) {
 	w := browser(t)
@@ -185,14 +185,18 @@ func TestPage(t *testing.T) {
 	w.see("h1")
 	loaded := eval[float64](w, "performance.getEntriesByType('navigation')[0].loadEventEnd")
 	t.Logf("the page has loaded in %.0f ms", loaded)
-	require.Less(t, loaded, 1000.0)
+	if *timing {
+		require.Less(t, loaded, 1000.0)
+	}
 
 	done := make(chan error, 1)
 	begun := time.Now()
 	go func() { done <- tr.Run(context.Background()) }()
 	w.see("#chart-loss canvas")
 	t.Logf("the first chart is there after %v", time.Since(begun))
-	require.Less(t, time.Since(begun), 3*time.Second)
+	if *timing {
+		require.Less(t, time.Since(begun), 3*time.Second)
+	}
 
 	w.see("#events li")
 	require.Contains(t, w.text("#events"), why)
@@ -214,7 +218,7 @@ func TestPage(t *testing.T) {
 	require.NoError(t, <-done)
 	require.Eventually(t, func() bool {
 		return w.text("#state") == "ended"
-	}, 5*time.Second, 50*time.Millisecond)
+	}, patience, 50*time.Millisecond)
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
@@ -240,14 +244,14 @@ func TestSteering(t *testing.T) {
 		chromedp.Click(chromedp.CSS("#confirm-yes")))
 	require.Eventually(t, func() bool {
 		return eval[int](w, "Lattice.layers()[0].stage[7]") == int(state.Germinated)
-	}, 10*time.Second, 50*time.Millisecond, "the page says %s", w.text("#answer"))
+	}, patience, 50*time.Millisecond, "the page says %s", w.text("#answer"))
 	require.Eventually(t, func() bool {
 		return strings.Contains(w.text("#legend"), "Germinated 1")
-	}, 5*time.Second, 50*time.Millisecond)
+	}, patience, 50*time.Millisecond)
 	require.Eventually(t, func() bool {
 		return strings.Contains(w.text("#seed-story"),
 			"a person asked on the board: its features are dead")
-	}, 5*time.Second, 50*time.Millisecond)
+	}, patience, 50*time.Millisecond)
 	w.do(chromedp.Click(chromedp.CSS("#stop")))
 	w.see("#confirm-yes")
 	w.do(chromedp.Click(chromedp.CSS("#confirm-yes")))

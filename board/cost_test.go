@@ -30,6 +30,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// timing is for an idle computer.
+var timing = flag.Bool("timing", false, "hold the page to how soon it is there and how it moves")
+
 // What BenchmarkStep trains.
 var (
 	costLarge = flag.Bool("cost-124M", false, "BenchmarkStep trains a model of 124M")

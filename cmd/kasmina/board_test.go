@@ -3,11 +3,11 @@ package main
 import (
 	"bytes"
 	"context"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -47,10 +47,23 @@ func TestBoard(t *testing.T) {
 	require.ErrorContains(t, err, "runs/*")
 	_, err = kasmina(t, "board", "-addr", "nowhere", finishedRun(t))
 	require.ErrorContains(t, err, "want an address")
-	ctx, stop := context.WithTimeout(t.Context(), 500*time.Millisecond)
+	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
-	var out, stderr bytes.Buffer
-	require.NoError(t, run(ctx, []string{"board", "-addr", "127.0.0.1:0", finishedRun(t)}, &out,
-		&stderr))
+	out := &lineThen{then: stop}
+	require.NoError(t, run(ctx, []string{"board", "-addr", "127.0.0.1:0", finishedRun(t)}, out,
+		io.Discard))
 	require.True(t, strings.HasPrefix(out.String(), "http://127.0.0.1:"), out.String())
+}
+
+// lineThen does something once a line has been written.
+type lineThen struct {
+	bytes.Buffer
+	then func()
+}
+
+func (w *lineThen) Write(text []byte) (int, error) {
+	if bytes.ContainsRune(text, '\n') {
+		defer w.then()
+	}
+	return w.Buffer.Write(text)
 }
