@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // training is the part of a run's state that is not a tensor.
@@ -29,7 +30,7 @@ type training struct {
 	ValLoss      jsonfloat.Float   `json:"val_loss"`
 	ValBPB       jsonfloat.Float   `json:"val_bpb"`
 	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
-	Before       *beforeState      `json:"before,omitempty"`
+	Before       beforeStates      `json:"before,omitempty"`
 	Twin         *twinState        `json:"twin,omitempty"`
 	Spent        Budget            `json:"spent,omitzero"`
 	Share        float64           `json:"share,omitempty"`
@@ -40,9 +41,30 @@ type training struct {
 
 // beforeState is the part of what a model was before it grew that is not a tensor.
 type beforeState struct {
-	Seed      int        `json:"seed"`
-	Config    Config     `json:"config"`
-	LossScale *LossScale `json:"loss_scale,omitempty"`
+	Seed      int             `json:"seed"` // in depth, where there are no Seeds
+	Seeds     []state.Address `json:"seeds,omitempty"`
+	Config    Config          `json:"config"`
+	LossScale *LossScale      `json:"loss_scale,omitempty"`
+}
+
+// beforeStates are those of several grafts, the oldest first.
+type beforeStates []beforeState
+
+// MarshalJSON writes an array, and one of a growth in depth alone as older versions do.
+func (s beforeStates) MarshalJSON() ([]byte, error) {
+	if len(s) == 1 && len(s[0].Seeds) == 0 {
+		return json.Marshal(s[0])
+	}
+	return json.Marshal([]beforeState(s))
+}
+
+// UnmarshalJSON reads an array, or the one that older files have.
+func (s *beforeStates) UnmarshalJSON(text []byte) error {
+	if len(text) > 0 && text[0] == '{' {
+		*s = make(beforeStates, 1)
+		return json.Unmarshal(text, &(*s)[0])
+	}
+	return json.Unmarshal(text, (*[]beforeState)(s))
 }
 
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
@@ -207,7 +229,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 		}
 		tensors = append(tensors, x)
 	}
-	before, err := t.before.tensors()
+	before, err := t.beforeTensors()
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving what the model was before it grew: %w", err)
 	}
@@ -219,7 +241,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	e := t.Last()
 	for key, v := range map[string]any{
 		modelfile.TrainingKey: training{LossScale: t.lossScale(),
-			Before: t.before.state(), Twin: t.twin.state(), Step: e.Step,
+			Before: t.beforeStates(), Twin: t.twin.state(), Step: e.Step,
 			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
 			Settings: *t.settings(),
 			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),

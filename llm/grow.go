@@ -73,8 +73,7 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := g.Governor.Check(); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
-	depthAlone := len(t.Model.Config.Kasmina) == 0 // whose blueprints need no text to be judged by
-	if g.Validation == nil && !depthAlone {
+	if g.Validation == nil && t.judged() { // in depth blueprints need no text to be judged by
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
 			"judged by, such as data.NewEvaluation makes of held-out text")
 	}
@@ -142,6 +141,12 @@ func (t *Trainer) hasTime(g Growth) error {
 	return nil
 }
 
+// judged reports whether there are seeds elsewhere than in depth.
+func (t *Trainer) judged() bool {
+	c := t.Model.Config
+	return len(c.Kasmina)+len(c.Weights)+len(c.Streams) > 0
+}
+
 // endEpoch ends an epoch of the Kasmina lattices and lets the controller act on what they report.
 func (t *Trainer) endEpoch(loss float64) error {
 	seeds := t.Model.Kasmina
@@ -156,7 +161,7 @@ func (t *Trainer) endEpoch(loss float64) error {
 	}
 	g := t.growth
 	var verdict *judge.Verdict
-	if g != nil && len(t.Model.Config.Kasmina) > 0 && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
+	if g != nil && t.judged() && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
 		var err error
 		if verdict, err = t.compareSeeds(metrics); err != nil {
 			return err

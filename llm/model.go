@@ -23,6 +23,10 @@ type (
 	Block = arch.Block
 	// Grown is a growth of a model's stack of blocks: [arch.Grown].
 	Grown = arch.Grown
+	// WeightSite is a linear layer on which a seed sits: [arch.WeightSite].
+	WeightSite = arch.WeightSite
+	// Planted is a blueprint at a weight or in the stream: [arch.Planted].
+	Planted = arch.Planted
 	// KasminaOptions are the options of a model's Kasmina layers: [arch.KasminaOptions].
 	KasminaOptions = arch.KasminaOptions
 )

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"gorgonia.org/gorgonia"
@@ -15,92 +14,188 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/model"
-	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// grafted is what a model was before the blueprint of a seed in depth was grafted, for as long as
-// it may be taken back.
+// grafted is what a model was before the blueprints of some seeds were grafted, for as long as one
+// of them may be taken back. Blueprints of other seeds that are decided on meanwhile are in it, or
+// gone from it, as in the model.
 type grafted struct {
-	seed   int
-	config Config
 	branch
+	seeds []state.Address
 }
 
-// state returns what a checkpoint has of b beside tensors.
-func (b *grafted) state() *beforeState {
-	if b == nil {
-		return nil
+// beforeStates returns what a checkpoint has of what the model was, beside tensors.
+func (t *Trainer) beforeStates() (all beforeStates) {
+	for _, b := range t.before {
+		s := beforeState{Seeds: b.seeds, Config: b.Config, LossScale: b.scale}
+		if len(b.seeds) == 1 && b.seeds[0].Layer == t.Model.LayerAt(blueprints.Depth) {
+			s.Seed, s.Seeds = b.seeds[0].Seed, nil
+		}
+		all = append(all, s)
 	}
-	return &beforeState{Seed: b.seed, Config: b.config, LossScale: b.scale}
+	return all
 }
 
-// tensors returns what a checkpoint has of b, sharing its memory: nobody changes it.
-func (b *grafted) tensors() (all []safetensors.Tensor, err error) {
-	if b == nil {
-		return nil, nil
+// beforePrefix begins the names of the tensors of what the model was before a graft.
+func beforePrefix(i int) string {
+	if i == 0 {
+		return modelfile.BeforePrefix
 	}
-	return b.branch.tensors(modelfile.BeforePrefix)
+	return fmt.Sprintf("%s%d.", modelfile.BeforePrefix, i)
+}
+
+// beforeTensors returns what a checkpoint has of what the model was, sharing its memory: nobody
+// changes it.
+func (t *Trainer) beforeTensors() (all []safetensors.Tensor, err error) {
+	for i, b := range t.before {
+		own, e := b.tensors(beforePrefix(i))
+		all, err = append(all, own...), errors.Join(err, e)
+	}
+	return all, err
 }
 
 // beforeIn reads what the model of a checkpoint was before it grew to what it is now.
-func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, s *beforeState,
-	now Config) (*grafted, error) {
-	if s == nil {
-		return nil, nil
+func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, states beforeStates,
+	now Config) (all []*grafted, err error) {
+	for i, s := range states {
+		seeds, err := t.beforeSeeds(s, now)
+		if err != nil {
+			return nil, f.Errorf("%w", err)
+		}
+		b := &grafted{seeds: seeds}
+		if b.branch, err = t.branchIn(ctx, f, s.Config, beforePrefix(i), s.LossScale); err != nil {
+			return nil, err
+		}
+		all = append(all, b)
 	}
-	if err := s.Config.Check(); err != nil {
-		return nil, f.Errorf("what the model was before it grew: %w", err)
-	}
-	if have, want := s.Config.Origin(), t.Model.Config.Origin(); !have.SameBlocks(want) {
-		return nil, f.Errorf("%w: what the model was before it grew is another one",
-			ErrArchitecture)
-	}
-	grown := len(s.Config.Grown)
-	if len(now.Grown) != grown+1 || now.Grown[grown].Seed != s.Seed {
-		return nil,
-			f.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, and the "+
-				"model by %d: want one more, that seed", ErrArchitecture, s.Seed,
-				grown, len(now.Grown))
-	}
-	b, err := t.branchIn(ctx, f, s.Config, modelfile.BeforePrefix, s.LossScale)
-	if err != nil {
-		return nil, err
-	}
-	c := s.Config
-	c.KasminaOptions = t.Model.Config.KasminaOptions
-	return &grafted{seed: s.Seed, config: c, branch: b}, nil
+	return all, nil
 }
 
-// reshape makes the model's blocks what the seeds in depth say: from Grafting on a blueprint is in
-// the model, and a rollback puts the model back to what it was before, moments included. It is
-// called between two steps, in the model's turn.
+// beforeSeeds checks what a checkpoint says of what the model was, and returns the seeds that can
+// be taken back to it.
+func (t *Trainer) beforeSeeds(s beforeState, now Config) ([]state.Address, error) {
+	if err := s.Config.Check(); err != nil {
+		return nil, fmt.Errorf("what the model was before it grew: %w", err)
+	}
+	if have, want := s.Config.Origin(), t.Model.Config.Origin(); !have.SameBlocks(want) {
+		return nil, fmt.Errorf("%w: what the model was before it grew is another one",
+			ErrArchitecture)
+	}
+	depth, seeds := t.Model.LayerAt(blueprints.Depth), s.Seeds
+	if len(seeds) == 0 {
+		seeds = []state.Address{{Layer: depth, Seed: s.Seed}}
+	}
+	grown, deeper := len(s.Config.Grown), len(now.Grown)
+	sameGrowth := func(a, b Grown) bool {
+		return a.Seed == b.Seed && a.Stream == b.Stream && slices.Equal(a.Order, b.Order)
+	}
+	if deeper < grown || deeper > grown+1 ||
+		!slices.EqualFunc(now.Grown[:grown], s.Config.Grown, sameGrowth) {
+		return nil, fmt.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, "+
+			"and the model by %d: want one more, that seed", ErrArchitecture, seeds[0].Seed, grown,
+			deeper)
+	}
+	for _, at := range seeds {
+		l := t.Model.Kasmina.Lattice(at.Layer)
+		if l == nil || l.Site() == blueprints.Chunk || at.Seed < 0 || at.Seed >= l.Seeds() ||
+			at.Layer == depth && (deeper == grown || now.Grown[grown].Seed != at.Seed) {
+			return nil, fmt.Errorf("%w: what the model was before seed %d grew has grown by %d "+
+				"seeds, and the model by %d: want one more, that seed", ErrArchitecture, at.Seed,
+				grown, deeper)
+		}
+	}
+	return seeds, nil
+}
+
+// reshape makes the model what the seeds in depth, at weights and in the stream say. It is called
+// between two steps, in the model's turn.
 func (t *Trainer) reshape() error {
+	if err := t.reshapeDepth(); err != nil {
+		return err
+	}
+	return t.replant()
+}
+
+// reshapeDepth makes the model's blocks what the seeds in depth say: from Grafting on a blueprint is
+// in the model, and a rollback puts the model back to what it was before, moments included.
+func (t *Trainer) reshapeDepth() error {
 	m := t.Model
-	if m.Config.Depth == 0 {
+	layer := m.LayerAt(blueprints.Depth)
+	if layer < 0 {
 		return nil
 	}
-	layer := m.Kasmina.Layers() - 1
-	l := m.Kasmina.Lattice(layer)
-	for _, s := range l.Report().Seeds {
-		in := slices.ContainsFunc(m.Config.Grown, func(g Grown) bool { return g.Seed == s.Seed })
+	for _, s := range m.Kasmina.Lattice(layer).Report().Seeds {
+		in := slices.ContainsFunc(m.Config.Grown, func(g Grown) bool {
+			return g.Seed == s.Seed && !g.Stream
+		})
 		var err error
 		switch wanted := s.Stage.Blends(); {
 		case wanted && !in:
 			err = t.graft(s)
 		case !wanted && in && s.Stage.Ended():
 			err = t.takeBack(s)
+		case s.Stage == state.Fossilized:
+			t.keep(state.Address{Layer: layer, Seed: s.Seed})
 		}
 		if err != nil {
 			return err
 		}
-		if t.before != nil && t.before.seed == s.Seed && s.Stage == state.Fossilized {
-			t.before = nil
+	}
+	return nil
+}
+
+// keep forgets what the model was before a growth in depth that is there for good. What it was
+// before others, it was without the growth; now it is that with it.
+func (t *Trainer) keep(at state.Address) {
+	if t.graftOf(at) == nil {
+		return
+	}
+	t.decided(at)
+	grown := t.Model.Config.Grown
+	for _, b := range t.before {
+		if len(b.Config.Grown) < len(grown) {
+			b.Model = b.Grow(grown[len(grown)-1]).Clone()
+		}
+	}
+}
+
+// graftOf returns what the model was before a seed was grafted, nil if that is not known.
+func (t *Trainer) graftOf(at state.Address) *grafted {
+	for _, b := range t.before {
+		if slices.Contains(b.seeds, at) {
+			return b
 		}
 	}
 	return nil
+}
+
+// decided forgets what the model was before a seed was grafted.
+func (t *Trainer) decided(at state.Address) {
+	for _, b := range t.before {
+		b.seeds = slices.DeleteFunc(b.seeds, func(s state.Address) bool { return s == at })
+	}
+	t.before = slices.DeleteFunc(t.before, func(b *grafted) bool { return len(b.seeds) == 0 })
+}
+
+// remember keeps what the model is, before the blueprints of seeds are grafted.
+func (t *Trainer) remember(now become.Model, seeds ...state.Address) {
+	t.before = append(t.before, &grafted{branch{now.Clone(), t.lossScale()}, seeds})
+}
+
+// now returns the model as it is, on the host; with an ErrDiverged too.
+func (t *Trainer) now() (m become.Model, err error) {
+	if err = model.Pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
+		return m, err
+	}
+	if err := t.gatherState(); err != nil {
+		return m, err
+	}
+	return become.Model{Config: t.Model.Config, Params: t.Model.Params,
+		Moments: t.Optimizer.State()}, err
 }
 
 // graft gives the model the blocks of a seed's blueprint. When that cannot be, as for want of
@@ -123,65 +218,80 @@ func (t *Trainer) graft(s state.SeedReport) error {
 		return err
 	}
 	t.tellReshaped(what, time.Since(began), err)
-	return m.Kasmina.Lattice(m.Kasmina.Layers()-1).Transition(s.Seed, state.RolledBack)
+	return m.Kasmina.Lattice(m.LayerAt(blueprints.Depth)).Transition(s.Seed, state.RolledBack)
 }
 
 // growBlocks is graft without its consequences for the seed.
 func (t *Trainer) growBlocks(g Grown) error {
-	m := t.Model
-	next := m.Config.Grow(g)
+	next := t.Model.Config.Grow(g)
 	if err := t.canReshape(next); err != nil {
 		return err
 	}
-	b, err := t.branch()
+	now, err := t.now()
 	if err != nil {
 		return err
 	}
-	before := &grafted{g.Seed, m.Config, b}
-	params, moments := model.Grown(m, g, next), momentsOf(g, before.optimizer, next)
-	if err := t.change(next, params, moments, before.scale); err != nil {
+	t.remember(now, state.Address{Layer: t.Model.LayerAt(blueprints.Depth), Seed: g.Seed})
+	if err := t.change(now.Grow(g), t.lossScale()); err != nil {
+		t.before = t.before[:len(t.before)-1]
 		return err
 	}
-	t.before = before
 	return nil
 }
 
-// takeBack puts the model back to what it was before the blueprint of a seed was grafted. The
-// loader and the count of steps go on from where they are.
+// takeBack puts the model back to what it was before the blueprint of a seed in depth was grafted.
+// The loader and the count of steps go on from where they are.
 func (t *Trainer) takeBack(s state.SeedReport) error {
-	began, m, b := time.Now(), t.Model, t.before
-	if b == nil || b.seed != s.Seed {
+	began, m := time.Now(), t.Model
+	at := state.Address{Layer: m.LayerAt(blueprints.Depth), Seed: s.Seed}
+	b := t.graftOf(at)
+	if b == nil {
 		return fmt.Errorf("seed %d in depth is %v, and what the model was before it grew is not "+
 			"known: resume from a checkpoint of the run, which has it, or from one before", s.Seed,
 			s.Stage)
 	}
-	if err := t.canReshape(b.config); err != nil {
+	c := b.Config
+	c.Planted = m.Config.Planted
+	if err := t.canReshape(c); err != nil {
 		return err
 	}
 	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind,
-		s.Size, m.Config.Layers,
-		b.config.Layers)
-	if err := t.change(b.config, b.params, b.optimizer, b.scale); err != nil {
+		s.Size, m.Config.Layers, c.Layers)
+	now, err := t.now()
+	if err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
-	t.before = nil
+	if err := t.change(now.Back(b.Model, c), b.scale); err != nil {
+		return err
+	}
+	t.wentBack(b)
+	t.decided(at)
 	t.tellReshaped(what, time.Since(began), nil)
 	return nil
 }
 
-// withdraw takes the latest growth back for which a step has diverged, if there is one: the run
+// wentBack notes that the model is again what it was before a graft: so it is before all later ones.
+func (t *Trainer) wentBack(to *grafted) {
+	i := slices.Index(t.before, to)
+	for _, later := range t.before[i+1:] {
+		to.seeds = append(to.seeds, later.seeds...)
+	}
+	t.before = t.before[:i+1]
+}
+
+// withdraw takes the latest grafts back for which a step has diverged, if there are any: the run
 // goes on as it was before. Otherwise it returns the step's error.
 func (t *Trainer) withdraw(cause error) error {
-	b, m := t.before, t.Model
 	if t.twin != nil {
 		return t.giveUp(cause)
 	}
-	if b == nil {
+	if len(t.before) == 0 {
 		return cause
 	}
-	l := m.Kasmina.Lattice(m.Kasmina.Layers() - 1)
-	if err := l.Transition(b.seed, state.RolledBack); err != nil {
-		return cause
+	for _, at := range slices.Clone(t.before[len(t.before)-1].seeds) {
+		if t.Model.Kasmina.Lattice(at.Layer).Transition(at.Seed, state.RolledBack) != nil {
+			return cause
+		}
 	}
 	if err := t.reshape(); err != nil {
 		return errors.Join(cause, err)
@@ -207,49 +317,32 @@ func (t *Trainer) canReshape(next Config) error {
 	return t.agree(memory.Check("the larger model takes", 4*bytes))
 }
 
-// momentsOf returns what an optimiser remembers of the parameters of a grown model: copies have the
-// moments of what they are copies of.
-func momentsOf(g Grown, state []optim.Tensor, next Config) (moments []optim.Tensor) {
-	byParam := map[string][]optim.Tensor{}
-	for _, x := range state {
-		dot := strings.LastIndexByte(x.Name, '.')
-		byParam[x.Name[:dot]] = append(byParam[x.Name[:dot]], x)
-	}
-	for p := range next.Specs() {
-		from := g.Source(p.Name)
-		for _, x := range byParam[from] {
-			x.Name = p.Name + strings.TrimPrefix(x.Name, from)
-			moments = append(moments, x)
-		}
-	}
-	return moments
-}
-
 // change gives the model another configuration, parameters and moments, and the trainer an engine
 // for them. On an error all is as before, unless it is engine.ErrNone.
-func (t *Trainer) change(c Config, params []Param, moments []optim.Tensor, scale *LossScale) error {
+func (t *Trainer) change(next become.Model, scale *LossScale) error {
 	m, o := t.Model, t.Optimizer
 	if err := t.gatherState(); err != nil {
 		return err
 	}
 	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
-	old := grafted{config: m.Config, branch: branch{m.Params, o.State(), t.lossScale()}}
-	put := func(c Config, params []Param, moments []optim.Tensor, scale *LossScale) error {
-		model.Become(m, c, params)
-		if err := o.Declare(valueGrads(params)); err != nil {
+	old, oldScale := become.Model{Config: m.Config, Params: m.Params, Moments: o.State()},
+		t.lossScale()
+	put := func(g become.Model, scale *LossScale) error {
+		model.Become(m, g.Config, g.Params)
+		if err := o.Declare(valueGrads(g.Params)); err != nil {
 			return err
 		}
-		if err := o.SetState(moments); err != nil {
+		if err := o.SetState(g.Moments); err != nil {
 			return err
 		}
 		return t.replaceEngine(scale)
 	}
 	closed := t.engine.Close() // before the next one takes memory
-	err := errors.Join(closed, put(c, params, moments, scale))
+	err := errors.Join(closed, put(next, scale))
 	if err == nil {
 		return nil
 	}
-	if again := put(old.config, old.params, old.optimizer, old.scale); again != nil {
+	if again := put(old, oldScale); again != nil {
 		t.engine = engine.None{}
 		return fmt.Errorf("%w: %w; and the one before: %w", engine.ErrNone, err, again)
 	}

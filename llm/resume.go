@@ -229,7 +229,7 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 // setStates sets loss scale, loader and optimiser. Each refuses what does not fit and then has
 // changed nothing; if a later one does, the earlier are put back. What the model was before it grew
 // is tried too, since a rollback will need it.
-func (t *Trainer) setStates(run *training, before *grafted, params []Param,
+func (t *Trainer) setStates(run *training, before []*grafted, params []Param,
 	optimizer []optim.Tensor) error {
 	// What has diverged is what a checkpoint is for.
 	if err := model.Pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
@@ -239,11 +239,11 @@ func (t *Trainer) setStates(run *training, before *grafted, params []Param,
 		return err
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()
-	if before != nil {
+	for _, b := range before {
 		oldOptimizer := t.Optimizer.State()
-		err := t.setLossScale(before.scale)
+		err := t.setLossScale(b.scale)
 		if err == nil {
-			err = t.Optimizer.SetState(before.optimizer)
+			err = t.Optimizer.SetState(b.Moments)
 		}
 		back := errors.Join(t.setLossScale(oldScale), t.Optimizer.SetState(oldOptimizer))
 		if err != nil {

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer
@@ -116,10 +117,11 @@ type Trainer struct {
 	grew     *settings.Growth // of the run that was resumed, until Run has compared it; or nil
 	learning [][]bool         // slots of each Kasmina layer that learned at the last step; or nil
 	apart    error            // after a failed Resume: why the engine has other parameters
-	before   *grafted         // while a blueprint in depth may be taken back
+	before   []*grafted       // while blueprints may be taken back, the oldest first
 	twin     *twin            // while blueprints elsewhere are on trial
 	whole    bool             // steps are made that no end of the context shall cut short
 	reshaped []Event          // that are still to be told
+	pass     state.Pass       // room for what seeds are asked
 	// of the update that failed, until a Resume: parameters are of no step
 	spoiled error
 	torn    error // why the last step lacks its epoch's end, until a Resume

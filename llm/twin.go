@@ -8,24 +8,21 @@ import (
 	"slices"
 	"time"
 
-	"gorgonia.org/tensor"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/model"
-	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // branch is all that the steps of training change, but for the lattices and the loader.
 type branch struct {
-	params    []Param // copies
-	optimizer []optim.Tensor
-	scale     *LossScale
+	become.Model // in memory of its own
+	scale        *LossScale
 }
 
 // twin is the model as it would be without the blueprints that are on trial. It begins as a copy,
@@ -60,7 +57,7 @@ type twinState struct {
 // blueprint is on trial, until it is fossilized or its life is over. It is called between two
 // steps, in the model's turn. Seeds in depth are judged by the run's curve instead: see reshape.
 func (t *Trainer) tryOut() error {
-	if t.growth == nil || t.growth.Validation == nil {
+	if !t.triesOut() {
 		return nil
 	}
 	grafted := t.grafted()
@@ -92,6 +89,9 @@ func (t *Trainer) tryOut() error {
 	return nil
 }
 
+// triesOut reports whether blueprints elsewhere than in depth are judged beside a twin.
+func (t *Trainer) triesOut() bool { return t.growth != nil && t.growth.Validation != nil }
+
 // grafted returns the seeds, elsewhere than in depth, whose blueprints are blended in, but not for
 // good.
 func (t *Trainer) grafted() (all []state.Address) {
@@ -108,27 +108,20 @@ func (t *Trainer) grafted() (all []state.Address) {
 
 // branch returns a copy of what the model has learnt.
 func (t *Trainer) branch() (b branch, err error) {
-	if err := model.Pull(t.Model); err != nil {
+	m, err := t.now()
+	if err != nil {
 		return b, err
 	}
-	if err := t.gatherState(); err != nil {
-		return b, err
-	}
-	b = branch{make([]Param, len(t.Model.Params)), t.Optimizer.State(), t.lossScale()}
-	parallel.Each(len(b.params), func(i int) {
-		p := t.Model.Params[i]
-		b.params[i] = Param{Name: p.Name, Value: p.Value.Clone().(*tensor.Dense)}
-	})
-	return b, nil
+	return branch{m.Clone(), t.lossScale()}, nil
 }
 
 // enter makes a branch what the model has learnt.
 func (t *Trainer) enter(b branch) error {
 	model.Changed(t.Model)
-	parallel.Each(len(b.params), func(i int) {
-		model.CopyNumbers(t.Model.Params[i].Value, b.params[i].Value)
+	parallel.Each(len(b.Params), func(i int) {
+		model.CopyNumbers(t.Model.Params[i].Value, b.Params[i].Value)
 	})
-	return errors.Join(t.setLossScale(b.scale), t.Optimizer.SetState(b.optimizer), t.engine.Push())
+	return errors.Join(t.setLossScale(b.scale), t.Optimizer.SetState(b.Moments), t.engine.Push())
 }
 
 // catchUp makes the twin's steps that the model has made since, and returns its losses on the
@@ -245,16 +238,17 @@ func (w *twin) tensors() ([]safetensors.Tensor, error) {
 	return all, err
 }
 
-// tensors returns what a checkpoint has of a branch, under a prefix.
+// tensors returns what a checkpoint has of a branch, under a prefix, sharing its memory: nobody
+// changes it.
 func (b *branch) tensors(prefix string) (all []safetensors.Tensor, err error) {
 	add := func(name string, shape []int, data any) {
 		x, e := safetensors.New(prefix+name, shape, data)
 		all, err = append(all, x), errors.Join(err, e)
 	}
-	for _, p := range b.params {
+	for _, p := range b.Params {
 		add(p.Name, p.Value.Shape(), p.Value.Data())
 	}
-	for _, x := range b.optimizer {
+	for _, x := range b.Moments {
 		add(modelfile.OptimizerPrefix+x.Name, x.Shape, x.Data)
 	}
 	return all, err
@@ -263,11 +257,12 @@ func (b *branch) tensors(prefix string) (all []safetensors.Tensor, err error) {
 // branchIn reads a branch of a model of a configuration, under a prefix.
 func (t *Trainer) branchIn(ctx context.Context, f *modelfile.File, c Config, prefix string,
 	scale *LossScale) (b branch, err error) {
-	if b.params, err = model.ParamsIn(ctx, t.Model, f, c, prefix); err != nil {
+	b.scale, b.Config = scale, c
+	b.Config.KasminaOptions = t.Model.Config.KasminaOptions
+	if b.Params, err = model.ParamsIn(ctx, t.Model, f, c, prefix); err != nil {
 		return b, err
 	}
-	b.optimizer, err = momentsIn(ctx, f, prefix+modelfile.OptimizerPrefix)
-	b.scale = scale
+	b.Moments, err = momentsIn(ctx, f, prefix+modelfile.OptimizerPrefix)
 	return b, err
 }
 

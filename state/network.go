@@ -59,6 +59,13 @@ type Slots interface {
 	Write([]SlotWrite) error
 }
 
+// Places are Slots that know where the seeds sit which have no slots.
+type Places interface {
+	Slots
+	// Fits returns an error if a blueprint of some size cannot grow there.
+	Fits(g Germination, size int) error
+}
+
 // Germination is the planting of a blueprint in a slot.
 type Germination struct {
 	Layer, Seed, Slot int

@@ -182,7 +182,14 @@ func (t *transaction) do(c Command) error {
 	if c.Action == Load {
 		return t.load(c, address{c.Layer, slot})
 	}
-	if t.slots == nil || l.config.Site != blueprints.Chunk {
+	if l.config.Site != blueprints.Chunk {
+		if p, ok := t.slots.(Places); ok && c.Action == Germinate {
+			return p.Fits(Germination{c.Layer, c.Seed, 0, c.Request.Kind, int(l.epoch)},
+				c.Request.Size)
+		}
+		return nil
+	}
+	if t.slots == nil {
 		return nil
 	}
 	if c.Action == Germinate {

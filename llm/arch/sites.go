@@ -69,6 +69,16 @@ func (c Config) Seeded(site blueprints.Site) int {
 	return 0
 }
 
+// Sites are those that have seeds, beside chunks, in the order of their lattices.
+func (c Config) Sites() (sites []blueprints.Site) {
+	for _, s := range []blueprints.Site{blueprints.Weight, blueprints.Stream, blueprints.Depth} {
+		if c.Seeded(s) > 0 {
+			sites = append(sites, s)
+		}
+	}
+	return sites
+}
+
 // WeightName is the parameter that a weight seed grows.
 func (c Config) WeightName(s WeightSite) string {
 	switch {

@@ -134,6 +134,25 @@ func (b *builder) addParams() error {
 	return nil
 }
 
+// NewParam returns a tensor of the numbers that next gives, of zeros if next is nil.
+func NewParam(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
+	n := tensor.Shape(shape).TotalSize()
+	if dt == tensor.Float32 {
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float32](n, next)))
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float64](n, next)))
+}
+
+func numbers[T float32 | float64](n int, next func() float64) []T {
+	x := make([]T, n)
+	if next != nil {
+		for i := range x {
+			x[i] = T(next())
+		}
+	}
+	return x
+}
+
 type builder struct {
 	Model
 	g         *gorgonia.ExprGraph

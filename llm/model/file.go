@@ -85,8 +85,9 @@ func FileShape(c arch.Config, dt tensor.Dtype) modelfile.Shape {
 		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: strconv.Itoa(block), Seeds: c.Seeds,
 			SlotWidth: c.KasminaWidth()})
 	}
-	if c.Depth > 0 {
-		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: depthLayer, Seeds: c.Depth})
+	for _, site := range c.Sites() {
+		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: site.String(),
+			Seeds: c.Seeded(site)})
 	}
 	return s
 }
@@ -191,7 +192,7 @@ func ParamsIn(ctx context.Context, m *Model, f *modelfile.File, c arch.Config,
 	prefix string) ([]graph.Param, error) {
 	var params []graph.Param
 	for p := range c.Specs() {
-		value := newParam(m.Dtype(), p.Shape, nil)
+		value := graph.NewParam(m.Dtype(), p.Shape, nil)
 		if err := f.Parameter(ctx, prefix+p.Name, value.Data()); err != nil {
 			return nil, err
 		}

@@ -15,11 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// depthLayer is the name of the lattice of depth in files.
-const depthLayer = "depth"
-
-// newNetwork returns the lattices of a model's Kasmina layers, all with the given options, and that
-// of depth.
+// newNetwork returns the lattices of a model's Kasmina layers and those of other sites, all but that
+// of depth with the given options.
 func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 	layers := make([]state.Layer, len(m.Config.Kasmina))
 	for i, block := range m.Config.Origin().Kasmina { // which name them, whatever the blocks become
@@ -29,12 +26,16 @@ func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 		}
 		layers[i] = state.Layer{Name: strconv.Itoa(block), Lattice: l}
 	}
-	if m.Config.Depth > 0 {
-		l, err := state.NewLattice(m.Config.Depth, m.Config.Depth, state.At(blueprints.Depth))
-		if err != nil {
-			return nil, fmt.Errorf("llm: Config.Depth: %w", err)
+	for _, site := range m.Config.Sites() {
+		own := []state.Option{state.At(site)}
+		if site != blueprints.Depth {
+			own = append(own, opts...)
 		}
-		layers = append(layers, state.Layer{Name: depthLayer, Lattice: l})
+		l, err := state.NewLattice(m.Config.Seeded(site), m.Config.Seeded(site), own...)
+		if err != nil {
+			return nil, fmt.Errorf("llm: the seeds of site %v: %w", site, err)
+		}
+		layers = append(layers, state.Layer{Name: site.String(), Lattice: l})
 	}
 	return state.NewNetwork(Slots{m}, layers...)
 }
@@ -163,6 +164,11 @@ func (s Slots) ForgetFrozen(e Mirror, learning [][]bool) ([][]bool, error) {
 	learning = slices.Grow(learning, layers)[:layers]
 	for layer, l := range s.Model.Kasmina.Lattices() {
 		if l.Site() != blueprints.Chunk {
+			now, err := s.forgetPlanted(e, l, learning[layer], known)
+			if err != nil {
+				return nil, err
+			}
+			learning[layer] = now
 			continue
 		}
 		before, now := learning[layer], l.LearningSlots()
@@ -243,7 +249,7 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 		return fail(state.ErrSeed)
 	}
 	if l.Site() != blueprints.Chunk {
-		return fail(fmt.Errorf("a blueprint in %v has no weights of its own", l.Site()))
+		return fail(fmt.Errorf("a blueprint at site %v has no slot", l.Site()))
 	}
 	s := l.Report().Seeds[seed]
 	if s.Slot == 0 || s.Stage.Ended() { // whose slot may be another's by now

@@ -117,7 +117,7 @@ func newModel(c arch.Config, dt tensor.Dtype, start func(i int, p arch.Spec) fun
 				next = start(i, specs[i])
 			}
 			m.Params[i] = graph.Param{Name: specs[i].Name,
-				Value: newParam(dt, specs[i].Shape, next)}
+				Value: graph.NewParam(dt, specs[i].Shape, next)}
 		}
 	})
 	var err error
@@ -125,25 +125,6 @@ func newModel(c arch.Config, dt tensor.Dtype, start func(i int, p arch.Spec) fun
 		return nil, err
 	}
 	return m, nil
-}
-
-// newParam returns a tensor of the numbers that next gives, of zeros if next is nil.
-func newParam(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
-	n := tensor.Shape(shape).TotalSize()
-	if dt == tensor.Float32 {
-		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float32](n, next)))
-	}
-	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(numbers[float64](n, next)))
-}
-
-func numbers[T float32 | float64](n int, next func() float64) []T {
-	x := make([]T, n)
-	if next != nil {
-		for i := range x {
-			x[i] = T(next())
-		}
-	}
-	return x
 }
 
 // Param returns the parameter with the given name, or nil.

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
@@ -327,13 +328,13 @@ func (s *speed) step(e llm.Event) (tokensPerS, left float64) {
 	return s.last, left
 }
 
-// Layers returns those of a model: its Kasmina layers by their blocks, and depth.
-func Layers(kasmina []int, depth bool) (all []Layer) {
+// Layers returns those of a model: its Kasmina layers by their blocks, and those of other sites.
+func Layers(kasmina []int, sites []blueprints.Site) (all []Layer) {
 	for _, block := range kasmina {
 		all = append(all, Layer{Name: "block " + strconv.Itoa(block)})
 	}
-	if depth {
-		all = append(all, Layer{Name: "depth"})
+	for _, s := range sites {
+		all = append(all, Layer{Name: s.String()})
 	}
 	return all
 }

@@ -41,7 +41,7 @@ type Verdict struct {
 func (j Judge) Add(metrics []state.Metrics) (verdict *Verdict, err error) {
 	var with []float64
 	for layer, l := range j.Seeds.Lattices() {
-		if l.Site() != blueprints.Chunk {
+		if l.Site() == blueprints.Depth {
 			continue
 		}
 		for _, s := range l.Report().Seeds {

@@ -1,0 +1,181 @@
+// Package become computes what a model becomes when it grows: its configuration, its parameters and
+// what an optimiser remembers of them. Parameters that stay as they are share their memory with
+// those before.
+package become
+
+import (
+	"fmt"
+	"hash/fnv"
+	"math/rand/v2"
+	"slices"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/parallel"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Model is a model, and what an optimiser remembers of it.
+type Model struct {
+	Config  arch.Config
+	Params  []graph.Param
+	Moments []optim.Tensor // nobody changes their data
+}
+
+// Clone returns the model in memory of its own.
+func (m Model) Clone() Model {
+	params := make([]graph.Param, len(m.Params))
+	parallel.Each(len(params), func(i int) {
+		p := m.Params[i]
+		params[i] = graph.Param{Name: p.Name, Value: p.Value.Clone().(*tensor.Dense)}
+	})
+	m.Params = params
+	return m
+}
+
+// param returns the values of a parameter, nil if there is none.
+func (m Model) param(name string) *tensor.Dense {
+	i := slices.IndexFunc(m.Params, func(p graph.Param) bool { return p.Name == name })
+	if i < 0 {
+		return nil
+	}
+	return m.Params[i].Value
+}
+
+func (m Model) dtype() tensor.Dtype { return m.Params[0].Value.Dtype() }
+
+// values returns the parameters by name.
+func (m Model) values() map[string]*tensor.Dense {
+	all := make(map[string]*tensor.Dense, len(m.Params))
+	for _, p := range m.Params {
+		all[p.Name] = p.Value
+	}
+	return all
+}
+
+// moments returns what is remembered of each parameter.
+func (m Model) moments() map[string][]optim.Tensor {
+	all := map[string][]optim.Tensor{}
+	for _, x := range m.Moments {
+		param := x.Name[:strings.LastIndexByte(x.Name, '.')]
+		all[param] = append(all[param], x)
+	}
+	return all
+}
+
+// become returns the model in another configuration. source is where a parameter has its values and
+// moments from, "" for one that starts anew by fresh. What several are copies of is copied.
+func (m Model) become(next arch.Config, source func(name string) string,
+	fresh func(i int, p arch.Spec) func() float64) Model {
+	values, moments := m.values(), m.moments()
+	grown, taken := Model{Config: next}, map[*tensor.Dense]bool{}
+	var copies []int
+	for p := range next.Specs() {
+		own, from := graph.Param{Name: p.Name}, source(p.Name)
+		if own.Value = values[from]; own.Value == nil {
+			own.Value = graph.NewParam(m.dtype(), p.Shape, fresh(len(grown.Params), p))
+		} else if taken[own.Value] {
+			copies = append(copies, len(grown.Params))
+		}
+		taken[own.Value] = true
+		grown.Params = append(grown.Params, own)
+		for _, x := range moments[from] {
+			x.Name = p.Name + strings.TrimPrefix(x.Name, from)
+			grown.Moments = append(grown.Moments, x)
+		}
+	}
+	parallel.Each(len(copies), func(i int) {
+		p := &grown.Params[copies[i]]
+		p.Value = p.Value.Clone().(*tensor.Dense)
+	})
+	return grown
+}
+
+// same is the source of parameters that keep their names.
+func same(name string) string { return name }
+
+// Grow returns the model with a growth of its stack of blocks. Those parameters of a new block that
+// write to the residual stream are 0, so that it is the identity. That is the last norm where there
+// is one, since the gradient of a norm of 0 is without bounds.
+func (m Model) Grow(g arch.Grown) Model {
+	return m.become(m.Config.Grow(g), g.Source, func(i int, p arch.Spec) func() float64 {
+		return p.Fresh(uint64(g.Step), i)
+	})
+}
+
+// Plant returns the model with a blueprint more, planted at a step. The same step, seed and kind
+// draw the same numbers.
+func (m Model) Plant(p arch.Planted, step int) Model {
+	return m.become(m.Config.Plant(p), same, func(_ int, p arch.Spec) func() float64 {
+		h := fnv.New64a()
+		h.Write([]byte(p.Name))
+		r := rand.New(rand.NewPCG(uint64(step), h.Sum64()))
+		return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
+	})
+}
+
+// Uproot returns the model without a blueprint.
+func (m Model) Uproot(site blueprints.Site, seed int) Model {
+	return m.become(m.Config.Uproot(site, seed), same, nil)
+}
+
+// Back returns a model whose configuration is c with what it was before, in memory of its own:
+// parameters and moments. What it had not then, m has now.
+func (m Model) Back(before Model, c arch.Config) Model {
+	values, moments := before.values(), before.moments()
+	now, remembered := m.values(), m.moments()
+	var back Model
+	back.Config = c
+	for p := range c.Specs() {
+		from := p.Name
+		for i := len(c.Grown) - 1; i >= len(before.Config.Grown) && from != ""; i-- {
+			from = c.Grown[i].Source(from)
+		}
+		v, kept := values[from], moments[from]
+		if v == nil || !slices.Equal(v.Shape(), p.Shape) {
+			from = p.Name
+			v, kept = now[from], remembered[from]
+		}
+		back.Params = append(back.Params, graph.Param{Name: p.Name, Value: v})
+		for _, x := range kept {
+			x.Name = p.Name + strings.TrimPrefix(x.Name, from)
+			back.Moments = append(back.Moments, x)
+		}
+	}
+	return back.Clone()
+}
+
+// own is the parameters of a blueprint.
+type own struct {
+	arch.Planted
+	kind   blueprints.Kind
+	values map[string]*tensor.Dense // by their names without the prefix
+}
+
+// planted returns those of a seed.
+func (m Model) planted(site blueprints.Site, seed int) (o own, err error) {
+	p, ok := m.Config.PlantedAt(site, seed)
+	if !ok {
+		return o, fmt.Errorf("seed %d of site %v has nothing planted", seed, site)
+	}
+	kind, _ := blueprints.ByName(p.Kind)
+	o = own{p, kind, map[string]*tensor.Dense{}}
+	for _, q := range m.Params {
+		if name, ok := strings.CutPrefix(q.Name, p.Prefix()); ok {
+			o.values[name] = q.Value
+		}
+	}
+	return o, nil
+}
+
+// replace returns the model with other values of a parameter.
+func (m Model) replace(name string, v *tensor.Dense) Model {
+	m.Params = slices.Clone(m.Params)
+	i := slices.IndexFunc(m.Params, func(p graph.Param) bool { return p.Name == name })
+	m.Params[i].Value = v
+	return m
+}

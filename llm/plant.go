@@ -1,0 +1,239 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/internal/become"
+	"github.com/kasmina-go/kasmina/llm/site"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// A blueprint at a weight or in the stream is planted when its seed begins to train: then it has
+// parameters, and the graph has it. When it is fossilized it becomes a part of the model, and when
+// its life is over it goes, and the model is again what it was before it was grafted. All that
+// happens between two steps, for all seeds together, since the engine is made anew each time.
+
+// planting is what the seeds at weights and in the stream ask for.
+type planting struct {
+	plant  []arch.Planted
+	gone   []state.Address // whose blueprints' lives are over
+	merge  []state.Address // that are fossilized
+	grafts []state.Address // that begin to be grafted
+}
+
+func (p *planting) none() bool {
+	return len(p.plant)+len(p.gone)+len(p.merge)+len(p.grafts) == 0
+}
+
+// asked returns what seeds ask for.
+func (t *Trainer) asked() (p planting) {
+	c := t.Model.Config
+	for layer, l := range t.Model.Kasmina.Lattices() {
+		where := l.Site()
+		if where != blueprints.Weight && where != blueprints.Stream {
+			continue
+		}
+		l.Begin(&t.pass, false)
+		for seed, stage := range t.pass.Stage {
+			at := state.Address{Layer: layer, Seed: seed}
+			_, in := c.PlantedAt(where, seed)
+			switch alive := stage >= state.Training && stage < state.Fossilized; {
+			case alive && !in:
+				p.plant = append(p.plant, arch.Planted{Site: where, Seed: seed,
+					Kind: t.pass.Kind[seed].String(), Size: int(t.pass.Slot[seed])})
+			case stage == state.Fossilized && in:
+				if t.canMerge(where, t.pass.Kind[seed]) {
+					p.merge = append(p.merge, at)
+				} else if t.graftOf(at) != nil && !site.Mergeable(t.pass.Kind[seed]) {
+					t.decided(at)
+				}
+			case !alive && stage != state.Fossilized && in:
+				p.gone = append(p.gone, at)
+			}
+			if stage.Grafted() && t.graftOf(at) == nil && !t.triesOut() {
+				p.grafts = append(p.grafts, at)
+			}
+		}
+	}
+	return p
+}
+
+// canMerge reports whether a fossilized blueprint can become a part of the model now. No block is
+// added while a growth in depth may be taken back, whose order of blocks would be another one.
+func (t *Trainer) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
+	if where == blueprints.Stream {
+		depth := t.Model.LayerAt(blueprints.Depth)
+		for _, b := range t.before {
+			if slices.ContainsFunc(b.seeds, func(s state.Address) bool { return s.Layer == depth }) {
+				return false
+			}
+		}
+	}
+	return site.Mergeable(kind)
+}
+
+// replant makes the model what the seeds at weights and in the stream ask for.
+func (t *Trainer) replant() error {
+	p := t.asked()
+	if p.none() {
+		return nil
+	}
+	began := time.Now()
+	now, err := t.now()
+	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {
+		return err
+	}
+	next, others, scale := now, t.others(), t.lossScale()
+	for _, at := range p.merge {
+		t.decided(at)
+		if next, err = t.merged(next, others, at); err != nil {
+			return err
+		}
+	}
+	if back := t.oldest(p.gone); back != nil {
+		next, scale = next.Back(back.Model, next.Config), back.scale
+		t.wentBack(back)
+	}
+	for _, at := range p.gone {
+		t.decided(at)
+		next = next.Uproot(t.siteOf(at), at.Seed)
+		for _, m := range others {
+			*m = m.Uproot(t.siteOf(at), at.Seed)
+		}
+	}
+	for _, planted := range p.plant {
+		next = next.Plant(planted, t.last.Step)
+	}
+	if len(p.plant)+len(p.gone)+len(p.merge) > 0 {
+		if err := t.canReshape(next.Config); err != nil {
+			return t.refuse(p, err, began)
+		}
+		w := t.twin
+		if err := t.change(next, scale); err != nil {
+			return t.refuse(p, err, began)
+		}
+		t.twin = w.with(p.plant, t.last.Step)
+	}
+	if len(p.grafts) > 0 {
+		t.remember(next, p.grafts...)
+	}
+	if what := t.describe(p); what != "" {
+		t.tellReshaped(what, time.Since(began), nil)
+	}
+	return nil
+}
+
+// siteOf is that of a seed's lattice.
+func (t *Trainer) siteOf(at state.Address) blueprints.Site {
+	return t.Model.Kasmina.Lattice(at.Layer).Site()
+}
+
+// oldest returns what the model was before the first graft of some seeds, nil if none was grafted.
+func (t *Trainer) oldest(seeds []state.Address) *grafted {
+	for _, b := range t.before {
+		if slices.ContainsFunc(b.seeds, func(s state.Address) bool { return slices.Contains(seeds, s) }) {
+			return b
+		}
+	}
+	return nil
+}
+
+// others returns what else than the model follows what is decided for good: what the model was
+// before grafts that may be taken back, and its twin.
+func (t *Trainer) others() (all []*become.Model) {
+	for _, b := range t.before {
+		all = append(all, &b.Model)
+	}
+	if w := t.twin; w != nil && !w.lost {
+		all = append(all, &w.Model)
+	}
+	return all
+}
+
+// merged makes a fossilized blueprint a part of the model, and of the others.
+func (t *Trainer) merged(next become.Model, others []*become.Model,
+	at state.Address) (become.Model, error) {
+	before := make([]become.Model, len(others))
+	for i, m := range others {
+		before[i] = *m
+	}
+	all, err := become.Merge(t.siteOf(at), at.Seed, t.last.Step, next, before...)
+	if err != nil {
+		return next, err
+	}
+	for i, m := range others {
+		*m = all[1+i]
+	}
+	return all[0], nil
+}
+
+// with returns the twin of a model in which blueprints have been planted.
+func (w *twin) with(plant []arch.Planted, step int) *twin {
+	if w != nil && !w.lost {
+		for _, p := range plant {
+			w.Model = w.Plant(p, step)
+		}
+	}
+	return w
+}
+
+// refuse ends what cannot be planted, as for want of memory. What cannot be taken out or merged
+// ends the run.
+func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
+	if errors.Is(cause, engine.ErrNone) || len(p.plant) == 0 || len(p.gone)+len(p.merge) > 0 {
+		return cause
+	}
+	for _, planted := range p.plant {
+		l := t.Model.Kasmina.Lattice(t.Model.LayerAt(planted.Site))
+		stage, err := l.Stage(planted.Seed)
+		if err == nil {
+			to := state.Cancelled
+			if stage != state.Training {
+				to = state.RolledBack
+			}
+			err = l.Transition(planted.Seed, to)
+		}
+		if err != nil {
+			return errors.Join(cause, err)
+		}
+	}
+	t.tellReshaped(t.describe(p), time.Since(began), cause)
+	return nil
+}
+
+// describe says what has become of blueprints.
+func (t *Trainer) describe(p planting) string {
+	var all []string
+	const most = 4 // of which each is named
+	for i, q := range p.plant {
+		if i == most {
+			all = append(all, fmt.Sprintf("%d more planted", len(p.plant)-most))
+			break
+		}
+		what := fmt.Sprintf("%s of size %d planted at seed %d of site %v", q.Kind, q.Size, q.Seed,
+			q.Site)
+		if kind, ok := blueprints.ByName(q.Kind); ok && !site.Mergeable(kind) {
+			what += " (no block computes it, so it can never be merged)"
+		}
+		all = append(all, what)
+	}
+	list := func(what string, seeds []state.Address) {
+		for i, at := range seeds {
+			if i == most {
+				all = append(all, fmt.Sprintf("%d more %s", len(seeds)-most, what))
+				break
+			}
+			all = append(all, fmt.Sprintf("seed %d of site %v %s", at.Seed, t.siteOf(at), what))
+		}
+	}
+	list("taken out", p.gone)
+	list("merged into the model", p.merge)
+	return strings.Join(all, "; ")
+}
