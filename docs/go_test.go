@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -27,9 +28,10 @@ const module = "github.com/kasmina-go/kasmina"
 // packages is what Go blocks can import.
 type packages struct {
 	export map[string]string // files of compiled packages, by path
-	paths  map[string]string // by the name that code calls them: ours before Gorgonia's and Go's
-	check  types.Importer
-	fset   *token.FileSet
+	// by the name that code calls them: ours before Gorgonia's and Go's
+	paths map[string][]string
+	check types.Importer
+	fset  *token.FileSet
 }
 
 // load compiles the module's packages and lists them with all that they import.
@@ -43,8 +45,7 @@ var load = sync.OnceValues(func() (*packages, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w\n%s", err, stderr.Bytes())
 	}
-	p := &packages{map[string]string{}, map[string]string{}, nil, token.NewFileSet()}
-	best := map[string]int{}
+	p := &packages{map[string]string{}, map[string][]string{}, nil, token.NewFileSet()}
 	for d := json.NewDecoder(bytes.NewReader(out)); ; {
 		var listed struct{ ImportPath, Name, Export string }
 		if err := d.Decode(&listed); errors.Is(err, io.EOF) {
@@ -54,10 +55,12 @@ var load = sync.OnceValues(func() (*packages, error) {
 		}
 		p.export[listed.ImportPath] = listed.Export
 		internal := strings.Contains("/"+listed.ImportPath+"/", "/internal/")
-		if rank := rankOf(listed.ImportPath); rank > best[listed.Name] &&
-			listed.Name != "main" && !internal {
-			best[listed.Name], p.paths[listed.Name] = rank, listed.ImportPath
+		if listed.Name != "main" && !internal {
+			p.paths[listed.Name] = append(p.paths[listed.Name], listed.ImportPath)
 		}
+	}
+	for _, all := range p.paths {
+		slices.SortStableFunc(all, func(a, b string) int { return rankOf(b) - rankOf(a) })
 	}
 	p.check = importer.ForCompiler(p.fset, "gc", func(path string) (io.ReadCloser, error) {
 		file := p.export[path]
@@ -99,17 +102,26 @@ func (p *packages) typeCheck(name, source string) error {
 	return errors.Join(all...)
 }
 
-var selectorPattern = regexp.MustCompile(`\b([a-z][a-z0-9]*)\.[A-Z]`)
+var selectorPattern = regexp.MustCompile(`\b([a-z][a-z0-9]*)\.([A-Z]\w*)`)
 
-// imports are the declarations for the packages that code names.
+// imports are the declarations for the packages that code names. Of several packages of one name it
+// is the first that has what the code takes from it.
 func (p *packages) imports(code string) string {
 	var all strings.Builder
 	seen := map[string]bool{}
 	for _, m := range selectorPattern.FindAllStringSubmatch(code, -1) {
-		if importPath := p.paths[m[1]]; importPath != "" && !seen[m[1]] {
-			fmt.Fprintf(&all, "import %s %q\n", m[1], importPath)
-			seen[m[1]] = true
+		some := p.paths[m[1]]
+		if len(some) == 0 || seen[m[1]] {
+			continue
 		}
+		importPath := some[0]
+		for _, other := range slices.Backward(some) {
+			if len(some) > 1 && p.exists(other, m[2], "") == nil {
+				importPath = other
+			}
+		}
+		fmt.Fprintf(&all, "import %s %q\n", m[1], importPath)
+		seen[m[1]] = true
 	}
 	return all.String()
 }
@@ -191,11 +203,18 @@ func TestNames(t *testing.T) {
 			if m == nil {
 				continue
 			}
-			importPath := p.paths[path.Base(m[1])]
-			if len(m[1]) == 1 || importPath != "" && !strings.HasPrefix(importPath, module) {
+			all := p.paths[path.Base(m[1])]
+			if len(m[1]) == 1 || len(all) > 0 && !strings.HasPrefix(all[0], module) {
 				continue // a variable; Gorgonia's or Go's
 			}
-			if err := p.exists(importPath, m[2], m[3]); err != nil {
+			err := fmt.Errorf("there is no package %s", m[1])
+			for _, importPath := range all {
+				if err == nil || !strings.HasSuffix("/"+importPath, "/"+m[1]) {
+					continue
+				}
+				err = p.exists(importPath, m[2], m[3])
+			}
+			if err != nil {
 				t.Errorf("%s:%d: `%s`: %v", doc.path, s.line, s.code, err)
 			}
 		}
