@@ -23,6 +23,7 @@ type Geometry struct {
 	Causal                              bool    // a position sees itself and those before it
 	Scale                               float64 // 0 means 1/sqrt(HeadDim)
 	Variant                             Variant
+	Section                             int // heads that are worked on together; 0 leaves it to a rule
 	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if
 	// they have not. The backward pass then gives the gradients of what they were before.
 	Cos, Sin gpu.Ptr
@@ -400,15 +401,15 @@ func variantOf(w kernel.Way) Variant {
 }
 
 // shape is that of [Tuned].
-func (a Forward) shape() Geometry {
-	a.Variant = variantOf(a.Way)
-	return a.Geometry
-}
+func (a Forward) shape() Geometry { return a.by(a.Way) }
 
 // shape is that of [Tuned].
-func (a Backward) shape() Geometry {
-	a.Variant = variantOf(a.Way)
-	return a.Geometry
+func (a Backward) shape() Geometry { return a.by(a.Way) }
+
+// by is the attention computed in a way, whose size is a section.
+func (a Geometry) by(w kernel.Way) Geometry {
+	a.Variant, a.Section = variantOf(w), w.Size
+	return a
 }
 
 // describe is the geometry, and the distances of the matrices' rows.
@@ -499,10 +500,32 @@ func (a Forward) Ways(k *kernel.Set) (ways []kernel.Way) {
 	return ways
 }
 
+// sections are those that are timed beside the rule's, where that takes fewer heads together. What
+// few heads read stays in the cache, and of many the blocks that add to the same dq follow each
+// other at a distance, so that they do not wait: which counts more depends on the lengths.
+var sections = []int{6, 12, 24, 48}
+
+// bySection adds the same way with other sections.
+func (a Backward) bySection(k *kernel.Set, w kernel.Way) (ways []kernel.Way) {
+	ways = []kernel.Way{w}
+	c := attentionCall{Geometry: a.by(w), dtype: a.Type}
+	if !a.Causal || !c.Fused() {
+		return ways
+	}
+	heads := a.Batch * a.KVHeads
+	rule := c.section(k, heads, 2*a.Heads/a.KVHeads)
+	for _, n := range sections {
+		if n > rule && n < 2*heads {
+			ways = append(ways, kernel.Way{Family: w.Family, Size: min(n, heads)})
+		}
+	}
+	return ways
+}
+
 // Ways lists the ways that take the launch.
 func (a Backward) Ways(k *kernel.Set) (ways []kernel.Way) {
 	for _, v := range Variants(k, a.shape(), a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y) {
-		ways = append(ways, kernel.Way{Family: v.String()})
+		ways = append(ways, a.bySection(k, kernel.Way{Family: v.String()})...)
 	}
 	return ways
 }

@@ -96,12 +96,15 @@ func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, pass attention
 // least to do: the number of heads, at most section and at least half of it, for which the given
 // hand-out ends first.
 func (c *attentionCall) evenSection(k *kernel.Set, heads, tiles, others int, out handOut) int {
+	if c.Section > 0 {
+		return min(c.Section, heads)
+	}
 	limit := c.section(k, heads, others)
 	if !c.Causal || out == onDemand && heads*tiles > k.Info.SMs*worksToEven {
 		return limit
 	}
 	key := sectionKey{heads, tiles, limit, k.Info.SMs, out}
-	if best, ok := sections.Load(key); ok {
+	if best, ok := evenSections.Load(key); ok {
 		return best.(int)
 	}
 	best, least := 0, math.MaxInt
@@ -110,15 +113,15 @@ func (c *attentionCall) evenSection(k *kernel.Set, heads, tiles, others int, out
 			best, least = n, longest
 		}
 	}
-	sections.Store(key, best)
+	evenSections.Store(key, best)
 	return best
 }
 
 // On demand, the last of more works than that for each multiprocessor hardly count.
 const worksToEven = 256
 
-// sections are what evenSection found, which takes some 100 µs, for much work milliseconds.
-var sections sync.Map
+// evenSections are what evenSection found, which takes some 100 µs, for much work milliseconds.
+var evenSections sync.Map
 
 type sectionKey struct {
 	heads, tiles, limit, sms int

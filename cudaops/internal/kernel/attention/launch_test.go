@@ -75,6 +75,36 @@ func TestAttentionSections(t *testing.T) {
 	}
 }
 
+// A fused backward pass is also timed with more heads together than the rule takes, all of them at
+// most.
+func TestAttentionSectionWays(t *testing.T) {
+	k, _, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	for _, c := range []struct {
+		batch, seq, heads, kv, dim int
+		causal                     bool
+		want                       []string
+	}{
+		{4, 4096, 16, 8, 128, true, []string{"hopper", "hopper-6", "hopper-12", "hopper-24",
+			"hopper-32", "mma", "plain"}},
+		{2, 4096, 32, 8, 64, true, []string{"hopper", "hopper-fused", "hopper-fused-6",
+			"hopper-fused-12", "hopper-fused-16", "mma", "plain"}},
+		{1, 4096, 4, 2, 128, true, []string{"hopper", "mma", "plain"}},
+		{4, 4096, 16, 8, 128, false, []string{"hopper", "mma", "plain"}},
+	} {
+		q := kernel.Rows{Ptr: p, Stride: c.heads * c.dim}
+		kv := kernel.Rows{Ptr: p, Stride: c.kv * c.dim}
+		var got []string
+		for _, w := range (Backward{Geometry: Geometry{Batch: c.batch, Seq: c.seq, Heads: c.heads,
+			KVHeads: c.kv, HeadDim: c.dim, Causal: c.causal}, DQ: q, DK: kv, DV: kv, G: q, Q: q,
+			K: kv, V: kv, Y: q, Type: kerneltest.Bf16}).Ways(k) {
+			got = append(got, w.String())
+		}
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%+v: the ways are %q", c, got)
+		}
+	}
+}
+
 func TestAttentionPicksVariants(t *testing.T) {
 	for _, gpu := range []struct {
 		capability, shared int
