@@ -101,6 +101,32 @@ func TestZeroDevice(t *testing.T) {
 	}
 }
 
+// TestZeroMachine wants a machine that nobody has made to say who makes it.
+func TestZeroMachine(t *testing.T) {
+	var m Machine
+	second := func(_ any, err error) error { return err }
+	_, _, address := m.Address(nil)
+	_, _, step := m.Step(nil)
+	for name, err := range map[string]error{"Address": address, "Step": step,
+		"Bind": m.Bind(nil, 0, 0), "RunAll": m.RunAll(), "SetOptimizer": m.SetOptimizer(nil, 0),
+		"Update": second(m.Update()), "Forget": m.Forget(nil, 0, 0),
+		"Contribute": m.Contribute(1, true), "GatherState": m.GatherState(),
+		"DownloadOwn": second(m.DownloadOwn()), "DropGradients": m.DropGradients(),
+		"NonFinite":    second(m.NonFinite()),
+		"SetLossScale": m.SetLossScale(LossScale{}), "StartProfile": m.StartProfile(),
+		"Profile": second(m.Profile()), "Monitor": second(m.Monitor()),
+		"Value": second(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
+		require.ErrorContains(t, err, "Machine."+name+": the machine is a zero value")
+	}
+	require.Zero(t, m.Memory())
+	require.Zero(t, m.Stream())
+	require.Empty(t, m.Choices())
+	require.Zero(t, m.LossScale())
+	require.Equal(t, Float32, m.GradientPrecision())
+	m.Reset()
+	require.NoError(t, m.Close())
+}
+
 func TestOpenWithout(t *testing.T) {
 	none := fake.New(fake.Config{Devices: []gpu.DeviceInfo{}})
 	if _, err := Open(withDriver(none)); !errors.Is(err, ErrNoDevice) {

@@ -63,7 +63,12 @@ func WithStream(handle uintptr) MachineOption {
 // Stream is the CUstream that the machine's work is on. Another library that uses the machine's
 // memory must order its work by it: on the stream itself, with an event, or by waiting. It is valid
 // until Close, if the machine made it.
-func (m *Machine) Stream() uintptr { return uintptr(m.runner.Stream) }
+func (m *Machine) Stream() uintptr {
+	if made(m) != nil {
+		return 0
+	}
+	return uintptr(m.runner.Stream)
+}
 
 // Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and
 // bfloat16 as the machine's [Precision] and [WithGradientPrecision] have it, integers as int64, in
@@ -73,6 +78,9 @@ func (m *Machine) Stream() uintptr { return uintptr(m.runner.Stream) }
 // multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
 	defer in("Address", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	a, err := lasting(m, n)
 	if err != nil {
 		return 0, 0, err
@@ -95,6 +103,9 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 // sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	defer in("Bind", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	a, err := lasting(m, n)
 	if err != nil {
 		return err

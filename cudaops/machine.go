@@ -60,6 +60,14 @@ func in(method string, err *error) {
 	}
 }
 
+// made refuses a machine that nobody has made.
+func made(m *Machine) error {
+	if m.runner == nil {
+		return errors.New("the machine is a zero value: make one with cudaops.NewMachine")
+	}
+	return nil
+}
+
 // NewMachine compiles the graph for the device, allocates its memory and copies the parameters
 // there. The graph's floats must be float32. The caller closes the machine, before the device.
 func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Machine, err error) {
@@ -291,6 +299,9 @@ func (m *Machine) Memory() int { return m.memory.Held() + m.inputs.Held() + m.op
 // waits for it. An error on the device may show in a later call.
 func (m *Machine) RunAll() (err error) {
 	defer in("RunAll", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
@@ -348,6 +359,9 @@ func (m *Machine) Reset() {}
 // Close waits for the device and frees what the machine holds there.
 func (m *Machine) Close() (err error) {
 	defer in("Close", &err)
+	if m.runner == nil {
+		return nil
+	}
 	if m.runner.State.Closed() {
 		return nil
 	}

@@ -29,6 +29,9 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 // with what it remembered there, and after an error it has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	defer in("SetOptimizer", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	rules, ok := o.(update.Rules)
 	switch v := reflect.ValueOf(o); {
 	case m.runner.State.Closed():
@@ -78,6 +81,9 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 // an error of the device the update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
 	defer in("Update", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	norm, _, refused, err := applyUpdate(m, nil)
 	if refused {
 		err = run.Joined(refusal(norm), err)
@@ -96,6 +102,9 @@ func refusal(norm float64) error {
 // are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Step", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	a, err := lasting(m, loss)
 	if err != nil {
 		return 0, 0, err
@@ -200,6 +209,9 @@ var errNoOptimizer = errors.New("the machine has no optimiser: give it one with 
 // to, in row-major order, of a parameter, beside the count of its steps.
 func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	defer in("Forget", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	switch {
 	case m.runner.State.Closed():
 		return run.ErrClosed
@@ -237,6 +249,9 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 // [Machine.Update] after the last one of a step.
 func (m *Machine) Contribute(contributors int, first bool) (err error) {
 	defer in("Contribute", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	switch {
 	case m.runner.State.Closed():
 		return run.ErrClosed
@@ -253,6 +268,9 @@ func (m *Machine) Contribute(contributors int, first bool) (err error) {
 // of a machine made [WithRanks] must call it. [Machine.Download] leaves the optimiser alone there.
 func (m *Machine) GatherState() (err error) {
 	defer in("GatherState", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
@@ -264,6 +282,9 @@ func (m *Machine) GatherState() (err error) {
 // It waits for no other rank.
 func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
 	defer in("DownloadOwn", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return nil, err
 	}
@@ -274,6 +295,9 @@ func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
 // last update.
 func (m *Machine) DropGradients() (err error) {
 	defer in("DropGradients", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
@@ -286,6 +310,9 @@ func (m *Machine) DropGradients() (err error) {
 // would apply: with [WithAccumulation] at the sums. It waits for the device.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	defer in("NonFinite", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := updatable(m); err != nil {
 		return nil, err
 	}
@@ -314,6 +341,9 @@ const firstLossScale = 1 << 16
 
 // LossScale returns the loss scale as of the last update; it is 1 in a machine that does not scale.
 func (m *Machine) LossScale() LossScale {
+	if made(m) != nil {
+		return LossScale{}
+	}
 	s := m.runner.Scale.Now
 	return LossScale{Scale: float64(s.Scale), Good: int(s.Good), Skipped: int(s.Skipped)}
 }
@@ -322,6 +352,9 @@ func (m *Machine) LossScale() LossScale {
 // that the machine holds were made with the old one, and are dropped.
 func (m *Machine) SetLossScale(s LossScale) (err error) {
 	defer in("SetLossScale", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	return setLossScale(m, s)
 }
 

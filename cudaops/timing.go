@@ -101,7 +101,12 @@ const (
 )
 
 // Choices returns what the machine has chosen so far, in that order.
-func (m *Machine) Choices() []Choice { return m.chooser.Made() }
+func (m *Machine) Choices() []Choice {
+	if made(m) != nil {
+		return nil
+	}
+	return m.chooser.Made()
+}
 
 // newChooser returns what chooses the ways of a machine.
 func newChooser(m *Machine) (*choose.Chooser, error) {
@@ -146,6 +151,9 @@ const ProfileSteps = profile.Steps
 // have run before. Then [Machine.Profile] has the profile.
 func (m *Machine) StartProfile() (err error) {
 	defer in("StartProfile", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
@@ -164,6 +172,9 @@ func (m *Machine) StartProfile() (err error) {
 // that is free.
 func (m *Machine) Profile() (_ *Profile, err error) {
 	defer in("Profile", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	switch p := m.profiler; {
 	case m.runner.State.Closed():
 		return nil, run.ErrClosed
@@ -198,6 +209,9 @@ func WithMonitor(every int) MachineOption {
 // before the first sample, and without [WithMonitor].
 func (m *Machine) Monitor() (_ []OpTime, err error) {
 	defer in("Monitor", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil || m.monitor == nil {
 		return nil, err
 	}

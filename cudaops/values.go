@@ -22,6 +22,9 @@ import (
 // give way to later ones during a run.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Value", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if v, err = valueOf(m, n); err == nil {
 		err = m.runner.Settle()
 	}
@@ -79,6 +82,9 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 // one of them has no value that can be sent, none is copied.
 func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	defer in("Upload", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
@@ -103,6 +109,9 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 // values and, if there is an optimiser, what it remembers into that.
 func (m *Machine) Download() (err error) {
 	defer in("Download", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
