@@ -119,7 +119,10 @@ func (b *Board) Watch(t *llm.Trainer, name string) error {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.closed {
+	switch {
+	case b.handler == nil:
+		return fmt.Errorf("board: Watch: %w", errZero)
+	case b.closed:
 		return errors.New("board: Watch: the board is closed")
 	}
 	run := store.NewRun(strconv.Itoa(len(b.runs)), name, settings(t))
@@ -223,12 +226,21 @@ func (b *Board) collect() {
 }
 
 // ServeHTTP serves the page, the API and the metrics.
-func (b *Board) ServeHTTP(w http.ResponseWriter, r *http.Request) { b.handler.ServeHTTP(w, r) }
+func (b *Board) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if b.handler == nil {
+		refuse(w, http.StatusInternalServerError, errZero.Error())
+		return
+	}
+	b.handler.ServeHTTP(w, r)
+}
+
+// errZero is the error of a board that nobody has made.
+var errZero = errors.New("the board is its zero value, want one that New or Attach returns")
 
 // Close ends the board's servers. Viewers are told what there is to tell first.
 func (b *Board) Close() error {
 	b.mu.Lock()
-	if b.closed {
+	if b.closed || b.handler == nil {
 		b.mu.Unlock()
 		return nil
 	}

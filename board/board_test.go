@@ -236,6 +236,19 @@ func TestHostile(t *testing.T) {
 	}
 }
 
+// TestZeroBoard wants a board that nobody has made to say who makes it.
+func TestZeroBoard(t *testing.T) {
+	var b board.Board
+	w := httptest.NewRecorder()
+	b.ServeHTTP(w, httptest.NewRequest("GET", "http://127.0.0.1/", nil))
+	require.Equal(t, http.StatusInternalServerError, w.Code)
+	require.ErrorContains(t, b.Watch(newTrainer(t, 1, 4), "x"), "New or Attach")
+	_, err := b.Listen("127.0.0.1:0")
+	require.ErrorContains(t, err, "New or Attach")
+	require.Empty(t, b.Token())
+	require.NoError(t, b.Close())
+}
+
 // TestFlood wants a flood to be refused, and a run beside it and beside viewers that read nothing
 // to be told of as ever.
 func TestFlood(t *testing.T) {

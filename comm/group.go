@@ -118,6 +118,8 @@ type Group interface {
 // CheckCall says what is wrong with the arguments of a collective. Implementations use it.
 func CheckCall(name string, g Group, count int, t Type, op Op, peer int) error {
 	switch {
+	case g == nil:
+		return fmt.Errorf("comm: %s of a group that is nil", name)
 	case count < 0:
 		return fmt.Errorf("comm: %s of %d elements: want a number from 0", name, count)
 	case t >= numTypes:

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 )
@@ -12,6 +13,9 @@ type Shards []int
 // EvenShards divides count elements among ranks as evenly as multiples of so many elements allow.
 // Where count is no multiple the last shard that is not empty takes the rest.
 func EvenShards(count, size, multiple int) Shards {
+	if count < 0 || size < 1 || multiple < 1 {
+		return nil // which Check refuses
+	}
 	s := make(Shards, size+1)
 	blocks := (count + multiple - 1) / multiple
 	for r := range s {
@@ -61,10 +65,20 @@ func nearestCut(pieces []Piece, at int) int {
 }
 
 // Len is the number of elements that a rank owns.
-func (s Shards) Len(rank int) int { return s[rank+1] - s[rank] }
+func (s Shards) Len(rank int) int {
+	if rank < 0 || rank >= len(s)-1 {
+		return 0
+	}
+	return s[rank+1] - s[rank]
+}
 
 // Count is the number of all elements.
-func (s Shards) Count() int { return s[len(s)-1] }
+func (s Shards) Count() int {
+	if len(s) == 0 {
+		return 0
+	}
+	return s[len(s)-1]
+}
 
 // Check says what is wrong with shards for so many ranks.
 func (s Shards) Check(size int) error {
@@ -109,7 +123,12 @@ func SumType(t Type) Type {
 
 // StagingLen is the number of elements that arrive at a rank in one round: those of its shard, from
 // each of the other ranks.
-func (o OrderedSum) StagingLen() int { return (o.Group.Size() - 1) * o.Shards.Len(o.Group.Rank()) }
+func (o OrderedSum) StagingLen() int {
+	if o.Group == nil {
+		return 0
+	}
+	return (o.Group.Size() - 1) * o.Shards.Len(o.Group.Rank())
+}
 
 // Check says what is wrong with the settings.
 func (o OrderedSum) Check() error {
@@ -177,6 +196,9 @@ func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (part
 // GatherShards hands every rank all shards: buffer[Shards[r]…] is rank r's at every rank. The bits
 // are copied.
 func GatherShards(g Group, buffer Ptr, shards Shards, t Type, s Stream) error {
+	if g == nil {
+		return errors.New("comm: GatherShards: the group is nil")
+	}
 	if err := shards.Check(g.Size()); err != nil {
 		return err
 	}

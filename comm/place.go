@@ -2,6 +2,7 @@ package comm
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -55,6 +56,9 @@ const (
 // Where none of them is set the process is alone: rank 0 of 1. Where some are set and others are
 // missing or make no sense, the error names them.
 func FromEnvironment(getenv func(string) string) (Place, error) {
+	if getenv == nil {
+		return Place{}, errors.New("comm: FromEnvironment: the function is nil, want os.Getenv")
+	}
 	e := &environment{getenv: getenv}
 	var p Place
 	switch {

@@ -12,6 +12,9 @@ import (
 //
 // Its error is the cause, or nil where the context ended first.
 func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error {
+	if ctx == nil || g == nil || !w.made() {
+		return errors.New("comm: Watch: the context, the world or the group is nil or a zero value")
+	}
 	if interval <= 0 {
 		interval = 100 * time.Millisecond
 	}

@@ -57,6 +57,15 @@ type World struct {
 
 const joinKey = "join#0"
 
+// errZero is the error of a World that nobody has made.
+var errZero = errors.New("comm: the World is nil or its zero value, want one that Join returns")
+
+// over is closed: nobody waits for a World that nobody has made.
+var over = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
+
+// made reports whether the World is one of Join's.
+func (w *World) made() bool { return w != nil && w.done != nil }
+
 // Join meets the other ranks and returns when all are there. Rank 0 must be reachable at the
 // place's address. The error says which ranks are missing, or in which fact a rank differs.
 func Join(ctx context.Context, p Place, o Options) (*World, error) {
@@ -203,23 +212,41 @@ func greet(ctx context.Context, p Place, port int) (w *wire, final bool, err err
 }
 
 // Rank is this process's, from 0.
-func (w *World) Rank() int { return w.place.Rank }
+func (w *World) Rank() int { return w.Place().Rank }
 
 // Size is the number of ranks.
-func (w *World) Size() int { return w.place.Size }
+func (w *World) Size() int { return w.Place().Size }
 
 // Deadline is how long a rank may be silent, 0 for ever.
-func (w *World) Deadline() time.Duration { return w.options.Deadline }
+func (w *World) Deadline() time.Duration {
+	if !w.made() {
+		return 0
+	}
+	return w.options.Deadline
+}
 
 // Place is where this process stands.
-func (w *World) Place() Place { return w.place }
+func (w *World) Place() Place {
+	if !w.made() {
+		return Place{}
+	}
+	return w.place
+}
 
 // Done is closed when a rank cannot go on, this one included.
-func (w *World) Done() <-chan struct{} { return w.done }
+func (w *World) Done() <-chan struct{} {
+	if !w.made() {
+		return over
+	}
+	return w.done
+}
 
 // Err says why the run cannot go on: a *[RankError] for another rank, the error given to Fail for
 // this one, [ErrClosed] after Close; nil while it can.
 func (w *World) Err() error {
+	if !w.made() {
+		return errZero
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.cause
@@ -228,7 +255,12 @@ func (w *World) Err() error {
 // Gather hands a value to all ranks and returns those of all, by rank. Every rank must call it with
 // the same key; a key may be used again. It is for small things, such as NCCL's id and addresses.
 func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte, error) {
-	if w.place.Size == 1 {
+	switch {
+	case !w.made():
+		return nil, errZero
+	case ctx == nil:
+		return nil, errors.New("comm: Gather: the context is nil")
+	case w.place.Size == 1:
 		return [][]byte{value}, w.Err()
 	}
 	w.mu.Lock()
@@ -268,10 +300,7 @@ func (w *World) Barrier(ctx context.Context, key string) error {
 // Report says that this rank has come to a step, from 0. From the first report on it must report
 // again within the deadline, or all ranks fail with a *[RankError] that names it.
 func (w *World) Report(step int) error {
-	if w.place.Size == 1 {
-		return w.Err()
-	}
-	if err := w.Err(); err != nil {
+	if err := w.Err(); err != nil || w.place.Size == 1 {
 		return err
 	}
 	return w.send(message{Kind: report, Step: int64(step)})
@@ -295,6 +324,12 @@ func (w *World) send(m message) error {
 // Fail tells the other ranks that this one cannot go on. They end with a *[RankError] that has the
 // text of the cause; this one keeps the cause itself. It waits until the store knows it.
 func (w *World) Fail(cause error) {
+	if !w.made() {
+		return
+	}
+	if cause == nil {
+		cause = errors.New("comm: no cause was given")
+	}
 	w.mu.Lock()
 	if w.cause != nil {
 		w.mu.Unlock()
@@ -316,6 +351,9 @@ func (w *World) Fail(cause error) {
 // Close waits until all ranks have called it, within the timeout, and leaves. After a failure it
 // waits for nobody.
 func (w *World) Close() error {
+	if !w.made() {
+		return nil
+	}
 	if w.place.Size == 1 {
 		w.end(ErrClosed)
 		return nil

@@ -64,6 +64,9 @@ func (c *compiler) way(op string, ways ...string) string {
 // Choices returns how the machine computes its ops, each shape once, in the order in which they
 // run.
 func (m *Machine) Choices() []Choice {
+	if m.program == nil {
+		return nil
+	}
 	var choices []Choice
 	seen := map[string]bool{}
 	for i := range m.program.steps {

@@ -16,6 +16,7 @@ func TestZeroMachine(t *testing.T) {
 	require.ErrorContains(t, err, "cpuops.NewMachine")
 	require.Zero(t, m.Memory())
 	require.Empty(t, m.ValueGrads())
+	require.Empty(t, m.Choices())
 	m.Release()
 	require.NoError(t, m.Close())
 	require.ErrorContains(t, m.RunAll(), "cpuops.NewMachine")

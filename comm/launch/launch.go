@@ -64,6 +64,9 @@ type Node struct {
 // ("auto", "gpu" or nothing). found is false where there is no such environment, or where the
 // process has a rank of its own already.
 func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found bool, err error) {
+	if getenv == nil {
+		return Node{}, 0, false, errors.New("launch: the function is nil, want os.Getenv")
+	}
 	if getenv("RANK") != "" || getenv("PET_NNODES") == "" || getenv("PET_NODE_RANK") == "" {
 		return Node{}, 0, false, nil
 	}

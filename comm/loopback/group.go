@@ -36,6 +36,10 @@ var _ comm.Group = (*Group)(nil)
 // errLeft is the cause of a group that was closed.
 var errLeft = fmt.Errorf("loopback: %w", comm.ErrClosed)
 
+// errZero is the error of a group that nobody has made.
+var errZero = errors.New("loopback: the group is its zero value, want one that New returns, or " +
+	"the function is nil")
+
 // Rank is this process's.
 func (g *Group) Rank() int { return g.world.Rank() }
 
@@ -199,6 +203,9 @@ func (c *calls) checkPair(name string, count int, t comm.Type, peer int) error {
 
 // Batch runs the collectives that f calls as one operation.
 func (g *Group) Batch(f func(c comm.Collectives) error) error {
+	if g.device == nil || f == nil {
+		return errZero
+	}
 	c := &calls{g: g}
 	if err := f(c); err != nil {
 		return err
@@ -345,13 +352,26 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 }
 
 // Alloc returns memory of the device.
-func (g *Group) Alloc(bytes int) (comm.Ptr, error) { return g.device.Alloc(bytes) }
+func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
+	if g.device == nil {
+		return 0, errZero
+	}
+	return g.device.Alloc(bytes)
+}
 
 // Free gives it back.
-func (g *Group) Free(p comm.Ptr) error { return g.device.Free(p) }
+func (g *Group) Free(p comm.Ptr) error {
+	if g.device == nil {
+		return errZero
+	}
+	return g.device.Free(p)
+}
 
 // Register notes memory.
 func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
+	if g.device == nil {
+		return 0, errZero
+	}
 	if _, err := g.device.Bytes(p, bytes); err != nil {
 		return 0, err
 	}
@@ -392,7 +412,9 @@ func (g *Group) end(cause error) {
 	if g.cause != nil {
 		return
 	}
-	g.cause = cause
+	if g.cause = cause; g.device == nil {
+		return
+	}
 	g.changed.Broadcast()
 	for _, p := range g.peers {
 		if p != nil {

@@ -2,6 +2,7 @@ package loopback
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -103,6 +104,9 @@ func (h *Host) Enqueue(s comm.Stream, work func() error) error {
 	defer h.mu.Unlock()
 	if h.err != nil {
 		return h.err
+	}
+	if h.streams == nil {
+		return errors.New("loopback: the device is its zero value, want one that NewHost returns")
 	}
 	q := h.streams[s]
 	if q == nil {

@@ -105,6 +105,10 @@ func (g *Group) id(ctx context.Context) (id uniqueID, err error) {
 	return id, nil
 }
 
+// errZero is the error of a group that nobody has made.
+var errZero = errors.New("nccl: the group is its zero value, want one that New returns, or the " +
+	"function is nil")
+
 // Rank is this process's.
 func (g *Group) Rank() int { return g.world.Rank() }
 
@@ -118,11 +122,17 @@ func (g *Group) live() (uintptr, error) {
 	if g.cause != nil {
 		return 0, g.cause
 	}
+	if g.api == nil {
+		return 0, errZero
+	}
 	return g.handle, nil
 }
 
 // Batch runs the collectives that f calls as one operation.
 func (g *Group) Batch(f func(c comm.Collectives) error) error {
+	if g.api == nil || f == nil {
+		return errZero
+	}
 	l := &list{g: g}
 	if err := f(l); err != nil {
 		return err
@@ -261,6 +271,9 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	if bytes < 1 {
 		return 0, fmt.Errorf("nccl: allocation of %d bytes: want at least 1", bytes)
 	}
+	if g.api == nil {
+		return 0, errZero
+	}
 	var p uintptr
 	err := g.device.Do(func() error {
 		return g.api.check(fmt.Sprintf("ncclMemAlloc of %d bytes", bytes), 0,
@@ -271,6 +284,9 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 
 // Free gives memory back.
 func (g *Group) Free(p comm.Ptr) error {
+	if g.api == nil {
+		return errZero
+	}
 	return g.device.Do(func() error {
 		return g.api.check("ncclMemFree", 0, g.api.MemFree(uintptr(p)))
 	})
@@ -317,7 +333,11 @@ func (g *Group) Err() error {
 }
 
 // Abort ends all work.
-func (g *Group) Abort(cause error) { g.end(cause, g.api.CommAbort) }
+func (g *Group) Abort(cause error) {
+	if g.api != nil {
+		g.end(cause, g.api.CommAbort)
+	}
+}
 
 var errLeft = fmt.Errorf("nccl: %w", comm.ErrClosed)
 
@@ -340,6 +360,9 @@ func (g *Group) end(cause error, free func(uintptr) result) error {
 
 // Close frees the group.
 func (g *Group) Close() error {
+	if g.api == nil {
+		return nil
+	}
 	err := g.end(errLeft, g.api.CommDestroy)
 	g.mu.Lock()
 	defer g.mu.Unlock()

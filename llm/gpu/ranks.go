@@ -21,6 +21,9 @@ import (
 // Join connects the ranks of a world by NCCL, each with a GPU of its own. All must call it. The
 // world is the team's from then on; the device must stay open until the team is closed.
 func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
+	if ctx == nil || w == nil || device == nil {
+		return nil, errors.New("llm/gpu: Join: the context, the world or the device is nil")
+	}
 	g, err := nccl.New(ctx, w, device)
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: %w", w.Blame(err))

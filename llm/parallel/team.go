@@ -44,6 +44,9 @@ func Join(ctx context.Context, w *comm.World) (*Team, error) {
 // llm/gpu. World and group are the team's from then on.
 func On(w *comm.World, g comm.Group) *Team { return newTeam(w, g, nil) }
 
+// errZero is the error of a team that nobody has made.
+var errZero = errors.New("parallel: the team is its zero value, want one that Join or Meet returns")
+
 func newTeam(w *comm.World, g comm.Group, host *loopback.Host) *Team {
 	t := &Team{world: w, group: g, host: host}
 	watching, stop := context.WithCancel(context.Background())
@@ -101,6 +104,9 @@ func (t *Team) Size() int { return t.world.Size() }
 // Close leaves the team. Where the run has ended with an error, the others learn of it, and nobody
 // waits; otherwise Close waits until all ranks have called it.
 func (t *Team) Close(failure error) error {
+	if t.world == nil {
+		return nil
+	}
 	if failure != nil && t.world.Err() == nil {
 		t.world.Fail(failure)
 	}
@@ -122,6 +128,9 @@ func (t *Team) Close(failure error) error {
 // Agree returns this rank's error or, where it has none, the first of another's. All ranks must
 // call it.
 func (t *Team) Agree(err error) error {
+	if t.world == nil {
+		return errors.Join(err, errZero)
+	}
 	text := ""
 	if err != nil {
 		text = "!" + err.Error()
@@ -163,6 +172,9 @@ func (t *Team) Group() comm.Group { return t.group }
 
 // exchange hands a value to all ranks and returns those of all, by rank.
 func (t *Team) exchange(value []byte) ([][]byte, error) {
+	if t.world == nil {
+		return nil, errZero
+	}
 	if t.Size() == 1 {
 		return [][]byte{value}, t.blame(t.world.Err())
 	}

@@ -1,0 +1,25 @@
+package nccl
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+)
+
+// TestZeroGroup wants a group that nobody has made to say who makes it.
+func TestZeroGroup(t *testing.T) {
+	var g Group
+	second := func(_ any, err error) error { return err }
+	for _, err := range []error{g.AllReduce(0, 0, 1, 0, 0, 0), g.ReduceScatter(0, 0, 1, 0, 0, 0),
+		g.AllGather(0, 0, 1, 0, 0), g.Broadcast(0, 1, 0, 0, 0), g.Send(0, 1, 0, 0, 0),
+		g.Recv(0, 1, 0, 0, 0), g.Free(0), second(g.Alloc(1)), second(g.Register(0, 1)),
+		g.Deregister(1), g.Batch(func(comm.Collectives) error { return nil })} {
+		require.ErrorIs(t, err, errZero)
+	}
+	require.Zero(t, g.Rank()+g.Size())
+	require.NoError(t, g.Err())
+	g.Abort(errZero)
+	require.NoError(t, g.Close())
+}
