@@ -703,3 +703,77 @@ func familyLosses(t *testing.T, c llm.Config, recompute bool,
 	}
 	return all
 }
+
+// TestSitesOnFake wants blueprints at weights and in the stream to go through a whole life on a
+// device with the losses that they have on a CPU, and to leave the same model.
+func TestSitesOnFake(t *testing.T) {
+	train := func(device func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
+		error)) (losses []float64, m *llm.Model) {
+		m, loader, optimizer := newSitedRun(t)
+		tr, err := llm.NewTrainer(m, loader, optimizer, llm.TrainConfig{Steps: 9, Batch: batch,
+			Clip: 1, Schedule: optim.Constant(0.01), Engine: device})
+		check(t, err)
+		stages := []state.Stage{state.Training, state.Training, state.Grafting,
+			state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized}
+		tr.On(func(e llm.Event) error {
+			if e.Kind != llm.StepEnd {
+				return nil
+			}
+			losses = append(losses, e.Loss)
+			if e.Step > len(stages) {
+				return nil
+			}
+			for layer, l := range m.Kasmina.Lattices() {
+				for seed := range l.Seeds() {
+					if err := step(m, layer, seed, stages[e.Step-1]); err != nil {
+						return err
+					}
+				}
+			}
+			return nil
+		})
+		check(t, tr.Run(t.Context()), tr.Close())
+		return losses, m
+	}
+	want, plain := train(nil)
+	device, fakes := cudaops.OpenFake(t)
+	got, same := train(engine.Engine(device, cudaops.Float32, fakes))
+	require.InDeltaSlice(t, want, got, 1e-5)
+	require.Equal(t, plain.Config, same.Config)
+	require.Equal(t, 3, same.Config.Layers)
+	for i, p := range plain.Params {
+		require.InDeltaSlice(t, p.Value.Float32s(), same.Params[i].Value.Float32s(), 2e-4, p.Name)
+	}
+}
+
+// newSitedRun is newRun with a model that has seeds at weights and in the stream.
+func newSitedRun(t *testing.T) (*llm.Model, *data.Loader, optim.Optimizer) {
+	_, loader, optimizer := newRun(t, filepath.Join(t.TempDir(), "text"), 0)
+	c := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6}.Default()
+	c.Weights, c.Streams = c.WeightSites("q", "k", "gate", "down", "head"), []int{0, 0}
+	m, err := llm.NewModel(c, tensor.Float32, 5, state.WithoutGates())
+	check(t, err)
+	return m, loader, optimizer
+}
+
+// step takes a seed at a weight or in the stream a stage further.
+func step(m *llm.Model, layer, seed int, to state.Stage) error {
+	stage, err := m.Kasmina.Lattice(layer).Stage(seed)
+	if err != nil || stage == to {
+		return err
+	}
+	c := state.Command{Action: state.Germinate, Layer: layer, Seed: seed,
+		Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}}
+	if m.Kasmina.Lattice(layer).Site() == blueprints.Stream {
+		c.Request.Kind = []blueprints.Kind{blueprints.Attention, blueprints.Perceptron}[seed]
+	}
+	commands := []state.Command{{Action: state.Move, Layer: layer, Seed: seed, To: to}}
+	switch to {
+	case state.Training:
+		commands = slices.Insert(commands, 0, c)
+	case state.Grafting:
+		commands = append(commands, state.Command{Action: state.SetAlpha, Layer: layer, Seed: seed,
+			Alpha: 0.3})
+	}
+	return m.Kasmina.Do(commands...)
+}
