@@ -43,7 +43,6 @@ type options struct {
 func parse(args []string, stderr io.Writer) (o options, err error) {
 	var rates string
 	o.controller, o.chunks = control.NewDepth(blueprints.Stack, 1), control.NewHeuristic(16, 1<<20)
-	o.chunks.Hunger = 1.5
 	f := flag.NewFlagSet("grow", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&o.device, "device", "auto",

@@ -296,7 +296,7 @@ func TestShortRunsGrow(t *testing.T) {
 // TestGrow wants a model that begins with half its blocks to end with all of them.
 func TestGrow(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
-	train(t, small(textFolder(t), out, "-steps", "810", "-layers", "2", "-grow", "2")...)
+	train(t, small(textFolder(t), out, "-steps", "200", "-layers", "2", "-grow", "2")...)
 	m, err := llm.LoadModel(t.Context(), filepath.Join(out, checkpointName))
 	require.NoError(t, err)
 	if len(m.Config.Grown) > 0 { // else it has done no good, and is taken back
@@ -304,7 +304,7 @@ func TestGrow(t *testing.T) {
 	}
 	require.Empty(t, m.Config.Kasmina)
 	require.ErrorContains(t, run(t.Context(), small(textFolder(t), t.TempDir(), "-grow", "2",
-		"-layers", "2", "-steps", "700"), io.Discard, io.Discard), "plan at least 800 steps")
+		"-layers", "2", "-steps", "70"), io.Discard, io.Discard), "plan at least 80 steps")
 }
 
 // TestBadOptions wants an error that names the option or what it sets, and nothing left behind.

@@ -300,6 +300,7 @@ func (o *options) finish() error {
 	layers := o.model.Layers
 	if o.grow > 1 {
 		o.kasmina, o.model.Depth, o.model.Layers = false, 1, max(1, layers/o.grow)
+		o.train.Epoch = max(1, min(10, o.train.Steps/100)) // a growth takes some 80 epochs
 	}
 	if o.kasmina {
 		for i := range o.model.Layers {
