@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 
+	"gorgonia.org/tensor"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -95,6 +97,11 @@ func (t *Trainer) Grow(g Growth) error {
 	}); ok {
 		c.Costs(t.costOf)
 	}
+	if c, ok := g.Controller.(interface {
+		Parameters(func(layer, seed int, kind blueprints.Kind, size int) int)
+	}); ok {
+		c.Parameters(t.parametersOf)
+	}
 	defer model.Take(t.Model)()
 	t.growth = &g
 	return nil
@@ -109,6 +116,20 @@ func (t *Trainer) costOf(kind blueprints.Kind, size int) float64 {
 		return 1
 	}
 	return c.Grow(Grown{Order: order}).FLOPs() / c.FLOPs()
+}
+
+// parametersOf is how many parameters a blueprint would have at a weight or in the stream, 0 where
+// it cannot be.
+func (t *Trainer) parametersOf(layer, seed int, kind blueprints.Kind, size int) (n int) {
+	specs, err := t.Model.Config.SeedParams(Planted{Site: t.Model.Kasmina.Lattice(layer).Site(),
+		Seed: seed, Kind: kind.String(), Size: size})
+	if err != nil {
+		return 0
+	}
+	for _, s := range specs {
+		n += tensor.Shape(s.Shape).TotalSize()
+	}
+	return n
 }
 
 // hasTime returns an error if no blueprint can be fossilized in the steps that are planned.
@@ -160,6 +181,9 @@ func (t *Trainer) endEpoch(loss float64) error {
 		}
 	}
 	g := t.growth
+	if err := t.measureSites(); err != nil {
+		return err
+	}
 	var verdict *judge.Verdict
 	if g != nil && t.judged() && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
 		var err error
@@ -192,6 +216,25 @@ func (t *Trainer) endEpoch(loss float64) error {
 		}
 	}
 	return nil
+}
+
+// measureSites tells the seeds at weights and in the stream how large the gradients are of what they
+// sit on, in epochs in which a comparison is due.
+func (t *Trainer) measureSites() error {
+	g, c, n := t.growth, t.Model.Config, t.Model.Kasmina
+	if g == nil || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%g.Every != 0 {
+		return nil
+	}
+	now, err := t.now()
+	if err != nil {
+		return err
+	}
+	for _, l := range n.Lattices() {
+		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
+			err = errors.Join(err, judge.Measure(l, judge.Needs(c, site, now.Moments)))
+		}
+	}
+	return err
 }
 
 // compareSeeds measures what the seeds do to the model, those on trial beside its twin.

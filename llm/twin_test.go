@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -15,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
@@ -146,5 +148,51 @@ func TestTrialResumes(t *testing.T) {
 		require.NoError(t, again.Resume(t.Context(), path))
 		require.NoError(t, again.Run(t.Context()))
 		checkSame(t, straight, again)
+	}
+}
+
+// sitesGrow makes a trainer of a run whose Heuristic grows at weights and in the stream.
+func sitesGrow(t *testing.T, g Growth) *Trainer {
+	t.Helper()
+	c := tiny()
+	c.Weights, c.Streams, c.Kasmina = c.WeightSites("q", "up", "down"), []int{0, 1}, nil
+	base := newTrainer(t, trainerOptions{config: c, steps: 90})
+	thresholds := state.DefaultThresholds()
+	thresholds.MinEpochs = [len(thresholds.MinEpochs)]int{state.Training: 2, state.Grafting: 2,
+		state.Stabilization: 1, state.Evaluating: 2, state.FineTuning: 2}
+	m, err := NewModel(c, tensor.Float32, 7, state.WithThresholds(thresholds))
+	require.NoError(t, err)
+	require.NoError(t, base.Close())
+	tr, err := NewTrainer(m, base.Loader, base.Optimizer, base.Config)
+	require.NoError(t, err)
+	t.Cleanup(func() { tr.Close() })
+	g.Validation, err = data.NewEvaluation(texttest.Words(9, 300), tokenizer.Bytes{}, 2, c.Seq)
+	require.NoError(t, err)
+	require.NoError(t, tr.Grow(g))
+	return tr
+}
+
+// TestHeuristicGrowsSites wants a Heuristic to plant where the gradients are largest at weights and
+// in the stream, and the run to be repeated by its record, bit for bit.
+func TestHeuristicGrowsSites(t *testing.T) {
+	h := control.NewHeuristic(3, 4000)
+	h.Rank, h.Features, h.Patience, h.RampEpochs, h.PerEpoch = 2, 8, 12, 2, 3
+	var record bytes.Buffer
+	tr := sitesGrow(t, Growth{Controller: h, Record: &record})
+	require.NoError(t, tr.Run(t.Context()))
+	require.Contains(t, record.String(), `"kind":"LoRA","size":2`)
+	require.Contains(t, record.String(), `"kind":"Perceptron","size":8`)
+	require.Contains(t, record.String(), `"to":"Grafting"`)
+	r, err := ReadRecord(&record)
+	require.NoError(t, err)
+	again := sitesGrow(t, Growth{Replay: r})
+	require.NoError(t, again.Run(t.Context()))
+	checkSame(t, tr, again)
+	now, err := tr.now()
+	require.NoError(t, err)
+	needs := judge.Needs(tr.Model.Config, blueprints.Weight, now.Moments)
+	require.Len(t, needs, 6)
+	for _, n := range needs {
+		require.Positive(t, n)
 	}
 }

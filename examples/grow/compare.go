@@ -13,6 +13,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
@@ -112,7 +113,7 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 		defer func() { err = errors.Join(err, record.Close()) }()
 	}
 	r = &trained{rate: lr}
-	t.On(e.follow(t, r, name), runlog.JSON(filepath.Join(e.out, name+".jsonl")))
+	t.On(e.follow(t, r, name, grown), runlog.JSON(filepath.Join(e.out, name+".jsonl")))
 	if e.board != nil {
 		if err := e.board.Watch(t, name); err != nil {
 			return nil, err
@@ -133,8 +134,8 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 // grow lets a trainer follow the controller or a record, and opens the record of what they decide.
 func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error) {
 	g := llm.Growth{Controller: e.controller}
-	if e.site == "chunk" {
-		g.Controller, g.Validation, g.Every = e.chunkController(t), e.text.validation, 2
+	if e.site != "depth" {
+		g.Controller, g.Validation, g.Every = e.seedController(t), e.text.validation, 2
 	}
 	if replay != "" {
 		f, err := os.Open(replay)
@@ -164,10 +165,10 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 }
 
 // follow evaluates a run, outside its time, notes its curve, and tells how far it is.
-func (e *experiment) follow(t *llm.Trainer, r *trained, name string) llm.Callback {
+func (e *experiment) follow(t *llm.Trainer, r *trained, name string, grown bool) llm.Callback {
 	evaluations := float64(e.evaluations)
 	next, of := 1/evaluations, 1.0
-	if t.Model.Config.Depth > 0 {
+	if grown {
 		of = e.grownShare
 	}
 	return func(v llm.Event) error {
@@ -209,7 +210,7 @@ func (e *experiment) where(t *llm.Trainer, share, loss float64) point {
 	p := point{share: share, loss: loss, blocks: t.Model.Config.Layers}
 	for _, r := range t.Model.Kasmina.Report() {
 		for _, s := range r.Seeds {
-			if s.Stage.Grafted() {
+			if r.Site == blueprints.Depth && s.Stage.Grafted() {
 				p.trial = p.blocks - e.from
 			}
 		}
@@ -228,9 +229,27 @@ func (e *experiment) epochs() int {
 	return int(e.budget.Tokens) / (e.batch * e.model.Seq * e.epoch)
 }
 
-// chunkController returns the controller of a run that grows on chunks.
-func (e *experiment) chunkController(t *llm.Trainer) state.Controller {
-	h := *e.chunks
+// seed puts seeds where the model shall grow.
+func (e *experiment) seed(c *llm.Config) {
+	blocks := make([]int, c.Layers)
+	for i := range blocks {
+		blocks[i] = i
+	}
+	switch e.site {
+	case "chunk":
+		c.Kasmina, c.Seeds, c.Slots, c.SlotWidth = blocks, chunks, chunks+1, 4*c.Dim/chunks
+	case "weight":
+		c.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
+	case "stream":
+		c.Streams = blocks
+	default:
+		c.Layers, c.Depth = e.from, 1
+	}
+}
+
+// seedController returns the controller of a run that grows elsewhere than in depth.
+func (e *experiment) seedController(t *llm.Trainer) state.Controller {
+	h := *e.seeds
 	h.Random = t.Loader.Config().Seed
 	thresholds, _ := t.Model.Kasmina.Lattice(0).Thresholds()
 	h.RampEpochs = max(1, thresholds.MinEpochs[state.Grafting])
@@ -240,15 +259,11 @@ func (e *experiment) chunkController(t *llm.Trainer) state.Controller {
 // trainer makes the trainer of a model that is static or starts small.
 func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer, error) {
 	c, opts := e.model, []state.Option{}
-	switch {
-	case grown && e.site == "chunk":
-		for i := range c.Layers {
-			c.Kasmina = append(c.Kasmina, i)
+	if grown {
+		e.seed(&c)
+		if e.site != "depth" {
+			opts = append(opts, state.WithThresholds(state.DefaultThresholds().Within(e.epochs())))
 		}
-		c.Seeds, c.Slots, c.SlotWidth = chunks, chunks+1, 4*c.Dim/chunks
-		opts = append(opts, state.WithThresholds(state.DefaultThresholds().Within(e.epochs())))
-	case grown:
-		c.Layers, c.Depth = e.from, 1
 	}
 	m, err := llm.NewModel(c, tensor.Float32, seed, opts...)
 	if err != nil {

@@ -15,7 +15,7 @@ type corpus struct {
 	tokens  data.Tokens
 	heldOut *data.Evaluation
 
-	validation *data.Evaluation // what blueprints on chunks are judged by: other text
+	validation *data.Evaluation // what blueprints elsewhere than in depth are judged by: other text
 }
 
 const validationText = 16 << 10 // bytes
@@ -45,7 +45,7 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	fmt.Fprintf(w, "data      %s: %.1f million tokens to train on\n", path,
 		float64(c.tokens.Len())/1e6)
 	more := 0
-	if o.site == "chunk" {
+	if o.site != "depth" {
 		more = validationText
 	}
 	held, err := text.HeldOut.Sample(int(o.heldOut) + more)

@@ -101,13 +101,13 @@ func TestRun(t *testing.T) {
 	require.Equal(t, l.Steps[0], replayed.Steps[0])
 }
 
-// TestChunks wants a model to grow on chunks, in places of every kind.
-func TestChunks(t *testing.T) {
-	for _, where := range []string{"", "random", "all"} {
+// TestSites wants a model to grow at every site, in places of every kind.
+func TestSites(t *testing.T) {
+	for site, where := range map[string]string{"chunk": "", "weight": "random", "stream": "all"} {
 		var stdout, stderr strings.Builder
 		out := t.TempDir()
 		require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "1", "-only", "grown", "-site",
-			"chunk", "-where", where, "-tokens", "2400", "-dim", "32", "-active", "4"),
+			site, "-where", where, "-tokens", "2400", "-dim", "32", "-active", "4", "-features", "8", "-rank", "2"),
 			&stdout, &stderr), &stderr)
 		record, err := os.ReadFile(filepath.Join(out, "grown-1.record.jsonl"))
 		require.NoError(t, err)

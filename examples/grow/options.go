@@ -37,12 +37,12 @@ type options struct {
 	seed                                     uint64
 	site, kind                               string
 	controller                               *control.Depth
-	chunks                                   *control.Heuristic // with -site chunk
+	seeds                                    *control.Heuristic // elsewhere than in depth
 }
 
 func parse(args []string, stderr io.Writer) (o options, err error) {
 	var rates string
-	o.controller, o.chunks = control.NewDepth(blueprints.Stack, 1), control.NewHeuristic(16, 1<<20)
+	o.controller, o.seeds = control.NewDepth(blueprints.Stack, 1), control.NewHeuristic(16, 1<<20)
 	f := flag.NewFlagSet("grow", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.StringVar(&o.device, "device", "auto",
@@ -73,11 +73,15 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.IntVar(&o.model.Layers, "layers", 4,
 		"blocks of the static model, and of the grown one at its end")
 	f.IntVar(&o.from, "from", 1, "blocks that the grown model begins with")
-	f.StringVar(&o.site, "site", "depth", "where it grows: depth, or chunk, with -tokens")
-	f.StringVar((*string)(&o.chunks.Where), "where", "",
-		"with -site chunk: seeds that are planted in, random or all (default: the unhealthiest)")
-	f.IntVar(&o.chunks.MaxActive, "active", o.chunks.MaxActive,
-		"with -site chunk: seeds that grow at a time, at most")
+	f.StringVar(&o.site, "site", "depth", "where it grows: depth, or, with -tokens, chunk, weight or stream")
+	f.StringVar((*string)(&o.seeds.Where), "where", "",
+		"elsewhere than in depth: seeds that are planted in, random or all (default: those in need)")
+	f.IntVar(&o.seeds.MaxActive, "active", o.seeds.MaxActive,
+		"elsewhere than in depth: seeds that grow at a time, at most")
+	f.IntVar(&o.seeds.MaxParameters, "params", o.seeds.MaxParameters,
+		"elsewhere than in depth: parameters of all that grows, at most")
+	f.IntVar(&o.seeds.Rank, "rank", o.seeds.Rank, "with -site weight: of what grows")
+	f.IntVar(&o.seeds.Features, "features", o.seeds.Features, "with -site stream: of what grows")
 	f.StringVar(&o.kind, "kind", "stack", "how it grows: stack, interleave or new-blocks")
 	f.Float64Var(&o.controller.Begin, "begin", o.controller.Begin,
 		"share of the time before which it does not grow")
@@ -134,8 +138,10 @@ func (o *options) finish(rest []string) error {
 		{o.heldOut >= 2, fmt.Sprintf("-heldout is %d, want at least 2", o.heldOut)},
 		{o.vocab == 0 || o.vocab >= 257,
 			fmt.Sprintf("-vocab is %d, want 0, or at least 257", o.vocab)},
-		{o.site == "depth" || o.site == "chunk", fmt.Sprintf("-site is %q, want depth or chunk", o.site)},
-		{o.site == "depth" || o.budget.Tokens > 0, "-site chunk wants -tokens: seeds live for epochs"},
+		{slices.Contains([]string{"depth", "chunk", "weight", "stream"}, o.site),
+			fmt.Sprintf("-site is %q, want depth, chunk, weight or stream", o.site)},
+		{o.site == "depth" || o.budget.Tokens > 0,
+			fmt.Sprintf("-site %s wants -tokens: seeds live for epochs", o.site)},
 		{1 <= o.from && o.from < o.model.Layers,
 			fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device),
@@ -162,7 +168,7 @@ func (o *options) finish(rest []string) error {
 		o.model.Vocab = (o.vocab + 63) / 64 * 64
 	}
 	o.model = o.model.Default()
-	return errors.Join(o.model.Check(), o.controller.Check(), o.chunks.Check())
+	return errors.Join(o.model.Check(), o.controller.Check(), o.seeds.Check())
 }
 
 // plan tells the controller how the model grows from -from blocks to -layers.

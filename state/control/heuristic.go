@@ -19,6 +19,10 @@ import (
 // soon as its gate opens, gives up those that have failed or whose gate stays shut for too long,
 // and recycles their seeds. Make one with [NewHeuristic].
 //
+// At a weight it plants a LoRA, and in the stream a Perceptron, where the gradients of the weight, or
+// of the block in front, are largest for each parameter: such a seed is hungry in the way of chunks,
+// and that is all it can be.
+//
 // A chunk is unhealthy by the largest of four ratios, if that is 1 or more:
 //
 //	hungry    norm of its gradient / (Hunger × median of the layer): the loss wants it to change
@@ -46,8 +50,44 @@ type Heuristic struct {
 	Hunger, Dead, Silence, Spike, Drift float64
 	Capacity                            []blueprints.Kind // in order of preference
 
+	// Rank is that of a LoRA at a weight, and Features are the hidden ones of a Perceptron in the
+	// stream.
+	Rank, Features int
+
 	Where  Where  `json:",omitempty"`
 	Random uint64 `json:",omitempty"` // for AtRandom: another number, other places
+
+	parameters func(layer, seed int, kind blueprints.Kind, size int) int
+}
+
+// Parameters tells the controller how many parameters a blueprint would have at a weight or in the
+// stream, for MaxParameters; 0 is for one that cannot be. A trainer calls it.
+func (h *Heuristic) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
+	if h != nil {
+		h.parameters = of
+	}
+}
+
+// sized returns what a seed grows elsewhere than on a chunk and in depth.
+func (h *Heuristic) sized(site blueprints.Site) (kind blueprints.Kind, size int) {
+	if site == blueprints.Weight {
+		return blueprints.LoRA, h.Rank
+	}
+	return blueprints.Perceptron, h.Features
+}
+
+// takes is how many parameters a blueprint of a layer's seed has, or would have.
+func (h *Heuristic) takes(layer int, r *state.Report, s state.SeedReport) int {
+	switch {
+	case r.Site == blueprints.Chunk:
+		return r.SlotParameters
+	case h.parameters == nil:
+		return 0
+	case s.Stage == state.Dormant:
+		kind, size := h.sized(r.Site)
+		return h.parameters(layer, s.Seed, kind, size)
+	}
+	return h.parameters(layer, s.Seed, s.Kind, s.Size)
 }
 
 // Where says in which of its seeds a Heuristic plants.
@@ -61,14 +101,14 @@ const (
 )
 
 // NewHeuristic returns a controller with the given budgets, Begin 1, no End, PerEpoch a quarter of
-// maxActive, Patience 200, RampEpochs 50, Hunger 1, Dead 0.5, Silence 0.1, Spike 30, Drift 0.1, and
+// maxActive, Patience 200, RampEpochs 50, Rank 8, Features 128, Hunger 1, Dead 0.5, Silence 0.1, Spike 30, Drift 0.1, and
 // Capacity ChunkMLP, LowRank, ConvFilter. Its fields may be changed before it is used.
 func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 	return &Heuristic{
 		MaxActive: maxActive, MaxParameters: maxParameters, PerEpoch: max(1, maxActive/4),
 		Begin: 1, End: math.MaxInt,
 		Patience: 200, RampEpochs: 50,
-		Hunger: 1, Dead: 0.5, Silence: 0.1, Spike: 30, Drift: 0.1,
+		Rank: 8, Features: 128, Hunger: 1, Dead: 0.5, Silence: 0.1, Spike: 30, Drift: 0.1,
 		Capacity: []blueprints.Kind{blueprints.ChunkMLP, blueprints.LowRank, blueprints.ConvFilter},
 	}
 }
@@ -102,6 +142,7 @@ func (h *Heuristic) Check() error {
 		{"MaxParameters", h.MaxParameters, 0, math.MaxInt},
 		{"PerEpoch", h.PerEpoch, 0, math.MaxInt}, {"Patience", h.Patience, 1, math.MaxUint16 - 1},
 		{"RampEpochs", h.RampEpochs, 1, math.MaxUint16},
+		{"Rank", h.Rank, 1, math.MaxUint16}, {"Features", h.Features, 1, math.MaxUint16},
 	} {
 		if f.value < f.least || f.value > f.most {
 			want := fmt.Sprintf("%d to %d", f.least, f.most)
@@ -134,7 +175,7 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 		return 0, errNoLattice
 	}
 	thresholds, gated := l.Thresholds()
-	if !gated || l.Site() != blueprints.Chunk {
+	if !gated || l.Site() == blueprints.Depth {
 		return 0, nil
 	}
 	epochs = max(h.Begin, 0) + 1 // to be planted, and to begin to train
@@ -165,12 +206,12 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 	active, parameters, trial := 0, 0, onTrial(reports)
 	for layer := range reports {
 		r := &reports[layer]
-		if r.Site != blueprints.Chunk {
+		if r.Site == blueprints.Depth {
 			continue
 		}
 		for _, s := range r.Seeds {
 			if s.Stage.Alive() {
-				parameters += r.SlotParameters
+				parameters += h.takes(layer, r, s)
 				if s.Stage != state.Fossilized {
 					active++
 				}
@@ -188,16 +229,21 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 		if active >= h.MaxActive || germinated == h.PerEpoch && h.Where != AllAtOnce {
 			break
 		}
-		if len(free[c.layer]) == 0 || parameters+r.SlotParameters > h.MaxParameters {
+		more := h.takes(c.layer, r, r.Seeds[c.seed])
+		if r.Site == blueprints.Chunk && len(free[c.layer]) == 0 ||
+			parameters+more > h.MaxParameters {
 			continue
 		}
-		kind, strategy := h.remedy(r, c)
+		var request state.GerminationRequest
+		if request.Kind, request.Strategy = h.remedy(r, c); r.Site == blueprints.Chunk {
+			request.Slot = free[c.layer][0]
+			free[c.layer] = free[c.layer][1:]
+		} else {
+			request.Kind, request.Size = h.sized(r.Site)
+		}
 		commands = append(commands, state.Command{Action: state.Germinate, Layer: c.layer,
-			Seed: c.seed, Why: c.problem.String(),
-			Request: state.GerminationRequest{Slot: free[c.layer][0],
-				Kind: kind, Strategy: strategy}})
-		active, germinated, parameters = active+1, germinated+1, parameters+r.SlotParameters
-		free[c.layer] = free[c.layer][1:]
+			Seed: c.seed, Why: c.problem.String(), Request: request})
+		active, germinated, parameters = active+1, germinated+1, parameters+more
 	}
 	return commands
 }
@@ -290,7 +336,7 @@ func (p problem) String() string {
 		return "it is its turn"
 	}
 	names := [...]string{"hungry", "dead", "silent", "spiky"}
-	return fmt.Sprintf("its chunk is %s, %.2f times the limit", names[p.ailment], p.severity)
+	return fmt.Sprintf("its place is %s, %.2f times the limit", names[p.ailment], p.severity)
 }
 
 // candidate is an unhealthy chunk of a dormant seed.
@@ -303,13 +349,13 @@ type candidate struct {
 // the worst first.
 func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 	for layer, r := range reports {
-		if r.Site != blueprints.Chunk || r.Epoch < h.Begin || r.Epoch >= h.End {
+		if r.Site == blueprints.Depth || r.Epoch < h.Begin || r.Epoch >= h.End {
 			continue
 		}
 		norm := median(r.Seeds, func(s state.SeedReport) float64 { return s.Gradient.Norm })
 		variance := median(r.Seeds, func(s state.SeedReport) float64 { return s.Health.Variance })
 		for _, s := range r.Seeds {
-			if s.Stage != state.Dormant || s.Health == (state.Health{}) {
+			if s.Stage != state.Dormant || !h.measured(layer, &r, s) {
 				continue
 			}
 			if h.Where != Unhealthiest {
@@ -326,6 +372,14 @@ func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 		return cmp.Compare(b.severity, a.severity)
 	})
 	return found
+}
+
+// measured reports whether something is known of a dormant seed, and can be planted in it.
+func (h *Heuristic) measured(layer int, r *state.Report, s state.SeedReport) bool {
+	if r.Site == blueprints.Chunk {
+		return s.Health != (state.Health{})
+	}
+	return s.Gradient.Norm > 0 && (h.parameters == nil || h.takes(layer, r, s) > 0)
 }
 
 // draw returns a random number that is a candidate's own.

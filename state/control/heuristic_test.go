@@ -277,7 +277,7 @@ func TestDryRun(t *testing.T) {
 		t.Errorf("it would do %v", commands)
 	}
 	want := "would do: layer 0, seed 1: germinate Residual in slot 1, to be grafted by " +
-		"PerformanceLinked, because its chunk is dead, 2.00 times the limit\n"
+		"PerformanceLinked, because its place is dead, 2.00 times the limit\n"
 	if out.String() != want {
 		t.Errorf("it says %q, want %q", out.String(), want)
 	}
@@ -390,4 +390,34 @@ func TestHeuristicPlaces(t *testing.T) {
 	h := heuristic(1, 1)
 	h.Where = "everywhere"
 	require.ErrorContains(t, h.Check(), `Where is "everywhere"`)
+}
+
+// TestHeuristicElsewhere wants a LoRA where a weight's gradients are largest, and a Perceptron in the
+// stream, within the budget of parameters.
+func TestHeuristicElsewhere(t *testing.T) {
+	at := func(site blueprints.Site, needs ...float64) state.Report {
+		r := state.Report{Epoch: 5, Site: site, Hidden: len(needs)}
+		for i, n := range needs {
+			r.Seeds = append(r.Seeds, seed{Seed: i, Gradient: state.Gradient{Norm: n}})
+		}
+		return r
+	}
+	h := heuristic(10, 100)
+	h.Hunger, h.Rank, h.Features = 1.2, 3, 20
+	h.Parameters(func(layer, _ int, kind blueprints.Kind, size int) int {
+		require.Equal(t, [][2]any{{blueprints.LoRA, 3}, {blueprints.Perceptron, 20}}[layer],
+			[2]any{kind, size})
+		return 40
+	})
+	var got []string
+	for _, c := range h.Decide([]state.Report{at(blueprints.Weight, 1, 0, 1, 4, 1),
+		at(blueprints.Stream, 1, 1, 2, 1)}) {
+		got = append(got, c.String())
+	}
+	require.Equal(t, []string{
+		"layer 0, seed 3: germinate LoRA of size 3, because its place is hungry, 3.33 times the limit",
+		"layer 1, seed 2: germinate Perceptron of size 20, because its place is hungry, 1.67 times the limit",
+	}, got)
+	h.MaxParameters = 40
+	require.Len(t, h.Decide([]state.Report{at(blueprints.Weight, 1, 9, 1, 4)}), 1)
 }
