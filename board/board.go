@@ -126,7 +126,6 @@ func (b *Board) Watch(t *llm.Trainer, name string) error {
 		return errors.New("board: Watch: the board is closed")
 	}
 	run := store.NewRun(strconv.Itoa(len(b.runs)), name, settings(t))
-	run.Name(store.Layers(t.Model.Config.Kasmina, t.Model.Config.Sites()))
 	b.runs, b.trainers = append(b.runs, run), append(b.trainers, t)
 	f := &feed{board: b, run: run, seeds: t.Model.Kasmina}
 	t.On(f.event)

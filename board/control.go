@@ -58,14 +58,18 @@ func (b *Board) control(mux *http.ServeMux) {
 		if err := read(r, &q); err != nil {
 			return err
 		}
-		return t.SaveSoon()
+		if err := t.SaveSoon(); err != nil {
+			return err
+		}
+		t.Note(asked(q, "to save", q.Why))
+		return nil
 	})
 	post("stop", func(r *http.Request, _ *store.Run, t *llm.Trainer) error {
 		var q api.Request
 		if err := read(r, &q); err != nil {
 			return err
 		}
-		t.Stop(asked(q, q.Why))
+		t.Stop(asked(q, "to stop", q.Why))
 		return nil
 	})
 }
@@ -154,13 +158,13 @@ func read(r *http.Request, to any) error {
 	return nil
 }
 
-// asked says who has asked, and why, for the record.
-func asked(q api.Request, why string) string {
+// asked says who has asked for what, and why, for the record.
+func asked(q api.Request, what, why string) string {
 	who := clean(q.Who, maxWho)
 	if who == "" {
 		who = "somebody"
 	}
-	text := who + " asked on the board"
+	text := strings.TrimSpace(who + " asked on the board " + what)
 	if why = clean(why, maxWhy); why != "" {
 		text += ": " + why
 	}
@@ -196,7 +200,7 @@ func steer(r *http.Request, run *store.Run, t *llm.Trainer) error {
 		if why == "" {
 			why = q.Why
 		}
-		c.Why = asked(q.Request, why)
+		c.Why = asked(q.Request, "", why)
 	}
 	select {
 	case err := <-t.Steer(q.Commands...):
@@ -232,6 +236,7 @@ func telemetry(r *http.Request, _ *store.Run, t *llm.Trainer) error {
 			return fmt.Errorf("%w: %w", errRequest, err)
 		}
 	}
+	t.Note(asked(q.Request, "to measure seeds in mode "+q.Mode, q.Why))
 	return nil
 }
 

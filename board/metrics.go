@@ -48,6 +48,13 @@ var metrics = []metric{
 		func(r api.Run) float64 { return float64(r.Tokens) }},
 	{"kasmina_tokens_per_second", "gauge", "Speed of the last seconds.",
 		func(r api.Run) float64 { return float64(r.Speed) }},
+	{"kasmina_flops_per_second", "gauge", "Operations of the model in the last seconds.",
+		func(r api.Run) float64 { return float64(r.FLOPs) }},
+	{"kasmina_ceiling_flops_per_second", "gauge",
+		"Operations that large products reached on the devices, 0 if not measured.",
+		func(r api.Run) float64 { return float64(r.Ceiling) }},
+	{"kasmina_ceiling_ratio", "gauge", "Share of that which the run makes.",
+		func(r api.Run) float64 { return float64(r.CeilingShare) }},
 	{"kasmina_parameters", "gauge", "Trainable parameters.", func(r api.Run) float64 {
 		return float64(r.Params)
 	}},

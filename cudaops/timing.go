@@ -188,6 +188,22 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	return p.Result()
 }
 
+// Ceiling is what the card reaches at best, as measured.
+type Ceiling = optime.Ceiling
+
+// Ceiling measures what the card reaches at best, between two runs: in a fraction of a second, on up
+// to a GiB of memory that is free. Where the machine multiplies in float8, products are of that.
+func (m *Machine) Ceiling() (c Ceiling, err error) {
+	defer in("Ceiling", &err)
+	if err := m.runner.State.Open(); err != nil {
+		return c, err
+	}
+	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
+		return c, err
+	}
+	return m.measured.Ceilings()
+}
+
 // WithMonitor makes the machine time its ops while it runs: one run in every so many is replayed
 // with a time stamp between one call and the next, and computes the same bits; in it the passes of
 // Kasmina layers that measure also run without telemetry, and end each by itself, for what the

@@ -22,6 +22,10 @@ type (
 	Profiler = engine.Profiler
 	// OpTime is what the nodes of one op took in a step, on average: [engine.OpTime].
 	OpTime = engine.OpTime
+	// Measurer is an engine that measures what its device reaches at best: [engine.Measurer].
+	Measurer = engine.Measurer
+	// Ceiling is what a device reaches at best: [engine.Ceiling].
+	Ceiling = engine.Ceiling
 	// Chooser is an engine that tells the ways in which it computes ops: [engine.Chooser].
 	Chooser = engine.Chooser
 	// Choice is the way in which an op of some shape is computed: [engine.Choice].

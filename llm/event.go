@@ -38,6 +38,8 @@ const (
 	EpochEnd    = event.EpochEnd
 	Corrupted   = event.Corrupted
 	Reshaped    = event.Reshaped
+	Measured    = event.Measured
+	Noted       = event.Noted
 )
 
 // ReadRecord reads what a Growth.Record has written. It returns an error that names the line which

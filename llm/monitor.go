@@ -47,6 +47,33 @@ func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
 	return p.OpTimes()
 }
 
+// Ceilings measures, behind the first step of a run, what the engine's device reaches at best, and
+// tells the callbacks of it: see [Measured]. Of several ranks the devices count as alike. It does
+// nothing for an engine that is no [Measurer].
+func Ceilings(t *Trainer) Callback {
+	if t.made() != nil {
+		return refuse("Ceilings: %w", errZeroTrainer)
+	}
+	return func(e Event) error {
+		m, ok := t.engine.(Measurer)
+		if !ok || e.Kind != StepEnd || e.RunTokens != int64(e.StepTokens) {
+			return nil
+		}
+		var c Ceiling
+		if err := t.inTurn(func() (err error) {
+			c, err = m.Ceiling()
+			return err
+		}); err != nil {
+			return fmt.Errorf("llm: Ceilings: %w", err)
+		}
+		if r := t.ranks(); r != nil {
+			c.Product, c.Copy = c.Product*float64(r.Ranks()), c.Copy*float64(r.Ranks())
+		}
+		t.note(func(e *Event) { e.Ceiling = c })
+		return t.emit(Measured, nil)
+	}
+}
+
 // ProfileStep profiles a step of the run: it begins when that many steps have been made (at least
 // 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
 // file at path, whose folders it makes, and prints a summary. The trainer's engine must be a

@@ -366,7 +366,9 @@ func (t *Trainer) replaceEngine(scale *LossScale) error {
 		return errors.New("TrainConfig.Engine has returned neither an engine nor an error")
 	}
 	t.engine, t.learning = e, nil
-	t.note(func(e *Event) { e.Params = t.Model.NumParams() })
+	t.note(func(e *Event) {
+		e.Params, e.Lattices = t.Model.NumParams(), t.Model.Config.Lattices()
+	})
 	return t.setLossScale(scale)
 }
 

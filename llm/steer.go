@@ -16,7 +16,8 @@ type steering struct {
 	asked    int   // of them here, not yet told to the other ranks
 	savers   int   // callbacks that save
 	halt     error // why the run shall stop
-	shared   bool  // whether several ranks train
+	notes    []string
+	shared   bool // whether several ranks train
 	// whether seeds have been steered since the last step's events; in the model's turn
 	told bool
 }
@@ -86,6 +87,28 @@ func (t *Trainer) SaveSoon() error {
 	}
 	t.steering.saves++
 	return nil
+}
+
+// Note has the callbacks hear of a text behind the present step, as [Noted]: of what somebody beside
+// the run has asked for, so that logs tell of it. It does nothing if no run goes on.
+func (t *Trainer) Note(text string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.running {
+		t.steering.notes = append(t.steering.notes, text)
+	}
+}
+
+// tellNotes tells the callbacks of them.
+func (t *Trainer) tellNotes() (errs error) {
+	t.mu.Lock()
+	notes := t.steering.notes
+	t.steering.notes = nil
+	t.mu.Unlock()
+	for _, n := range notes {
+		errs = errors.Join(errs, t.emit(Noted, func(e *Event) { e.Text = n }))
+	}
+	return errs
 }
 
 // takeAsked is how many saves this rank has to tell the others of.
@@ -166,5 +189,5 @@ func (t *Trainer) dismiss() {
 	for _, s := range t.steering.commands {
 		s.done <- errNoRun
 	}
-	t.steering.commands, t.steering.halt = nil, nil
+	t.steering.commands, t.steering.halt, t.steering.notes = nil, nil, nil
 }

@@ -202,7 +202,7 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	model.Join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
 		StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
-		Params:     m.NumParams(), Seeds: m.NumSeeds(),
+		Params:     m.NumParams(), Seeds: m.NumSeeds(), Lattices: m.Config.Lattices(),
 		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
 }
@@ -385,7 +385,8 @@ func (t *Trainer) Run(ctx context.Context) error {
 		if err = t.step(); err == errTakenBack {
 			err = t.tellGrowth()
 		} else if err == nil {
-			err = errors.Join(t.tellChoices(), t.tellGrowth(), t.tellEpoch(), t.emit(StepEnd, nil))
+			err = errors.Join(t.tellChoices(), t.tellGrowth(), t.tellNotes(),
+				t.tellEpoch(), t.emit(StepEnd, nil))
 		}
 		err = t.between(err)
 	}
@@ -424,7 +425,8 @@ func (t *Trainer) begin(ctx context.Context) error {
 			return err
 		}
 		t.steering.shared = t.ranks() != nil
-		t.running, t.ctx, t.started, t.last.RunTokens = true, ctx, time.Now(), 0
+		t.running, t.ctx, t.started = true, ctx, time.Now()
+		t.last.RunTokens, t.last.RunFLOPs = 0, 0
 		t.outer, t.cancel = ctx, func(error) {}
 		if t.ranks() != nil {
 			t.ctx, t.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
@@ -630,6 +632,7 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.RunTokens += int64(e.StepTokens)
+		e.RunFLOPs += float64(e.StepTokens) * t.Model.Config.FLOPs()
 	})
 	if t.last.Step%t.Config.Epoch == 0 {
 		if err := t.endEpoch(loss); err != nil {

@@ -37,32 +37,36 @@ type Float = jsonfloat.Float
 
 // Run is where a run stands.
 type Run struct {
-	ID       string            `json:"id"`
-	Name     string            `json:"name"`
-	State    string            `json:"state"` // waiting, running, ended, stopped or failed
-	Error    string            `json:"error,omitempty"`
-	Started  time.Time         `json:"started,omitzero"`
-	Step     int               `json:"step"`
-	Steps    int               `json:"steps,omitempty"` // 0 for a run that a budget alone ends
-	Budget   string            `json:"budget,omitempty"`
-	Share    Float             `json:"share"` // done, 0 to 1
-	Elapsed  Float             `json:"elapsed_s"`
-	Left     Float             `json:"left_s"`
-	Loss     Float             `json:"loss"` // nats per token
-	Rate     Float             `json:"learning_rate"`
-	GradNorm Float             `json:"grad_norm"`
-	Speed    Float             `json:"tokens_per_s"` // of the last seconds
-	Tokens   int64             `json:"tokens"`       // since this process started the run
-	ValLoss  Float             `json:"val_loss"`
-	ValBPB   Float             `json:"val_bpb"`
-	Params   int               `json:"params"`
-	Seeds    int               `json:"seeds"`
-	Epoch    int               `json:"epoch"`            // of the lattices
-	Stages   map[string]int    `json:"stages,omitempty"` // seeds by stage
-	Saved    string            `json:"saved,omitempty"`  // the last checkpoint's file
-	SavedAt  int               `json:"saved_step,omitempty"`
-	Dropped  int64             `json:"dropped,omitempty"` // events that the board had no room for
-	Settings map[string]string `json:"settings,omitempty"`
+	ID       string    `json:"id"`
+	Name     string    `json:"name"`
+	State    string    `json:"state"` // waiting, running, ended, stopped or failed
+	Error    string    `json:"error,omitempty"`
+	Started  time.Time `json:"started,omitzero"`
+	Step     int       `json:"step"`
+	Steps    int       `json:"steps,omitempty"` // 0 for a run that a budget alone ends
+	Budget   string    `json:"budget,omitempty"`
+	Share    Float     `json:"share"` // done, 0 to 1
+	Elapsed  Float     `json:"elapsed_s"`
+	Left     Float     `json:"left_s"`
+	Loss     Float     `json:"loss"` // nats per token
+	Rate     Float     `json:"learning_rate"`
+	GradNorm Float     `json:"grad_norm"`
+	Speed    Float     `json:"tokens_per_s"` // of the last seconds
+	Tokens   int64     `json:"tokens"`       // since this process started the run
+	FLOPs    Float     `json:"flops_per_s"`  // likewise, as arch.Config.FLOPs counts them
+	// what the devices reach at best, 0 before it is measured, and the run's share of it
+	Ceiling      Float             `json:"ceiling_flops_per_s"`
+	CeilingShare Float             `json:"ceiling_share"`
+	ValLoss      Float             `json:"val_loss"`
+	ValBPB       Float             `json:"val_bpb"`
+	Params       int               `json:"params"`
+	Seeds        int               `json:"seeds"`
+	Epoch        int               `json:"epoch"`            // of the lattices
+	Stages       map[string]int    `json:"stages,omitempty"` // seeds by stage
+	Saved        string            `json:"saved,omitempty"`  // the last checkpoint's file
+	SavedAt      int               `json:"saved_step,omitempty"`
+	Dropped      int64             `json:"dropped,omitempty"` // events that the board had no room for
+	Settings     map[string]string `json:"settings,omitempty"`
 }
 
 // Card is a GPU of the computer whose program trains. What it does not tell is 0.
@@ -119,11 +123,12 @@ type Event struct {
 	Number int `json:"number"` // from 0
 	Step   int `json:"step"`   // of the report that told of it
 	Epoch  int `json:"epoch"`
-	Layer  int `json:"layer"`
+	Layer  int `json:"layer"` // −1, as Seed, for what concerns no seed
 	Seed   int `json:"seed"`
 	// where the seed is, if layer and seed do not say it, such as "block 3, q"
 	Place string `json:"place,omitempty"`
-	// of a state.EventKind, or Refused for a command that was: To says why then
+	// of a state.EventKind; Refused for a command that was, and Noted for what concerns no seed:
+	// To says why, or what
 	Kind   string `json:"kind"`
 	From   string `json:"from"`
 	To     string `json:"to"`

@@ -114,8 +114,7 @@
 
   function drawRuns() {
     const all = [...runs.values()];
-    if (all.length < 2) return; // of a report the settings are shown
-    $('runs').replaceChildren(...all.map(run => {
+    if (all.length > 1) $('runs').replaceChildren(...all.map(run => {
       const item = document.createElement('li'), box = document.createElement('input'), label = document.createElement('label');
       const key = document.createElement('span'), show = document.createElement('button');
       box.type = 'checkbox';
@@ -132,8 +131,9 @@
       item.append(label, ' ', show);
       return item;
     }));
-    $('runs-section').hidden = false;
     drawSettings(all);
+    $('runs-section').hidden = all.length < 2 && $('settings-box').hidden;
+    $('runs-title').textContent = all.length > 1 ? 'Runs' : 'Run';
   }
 
   function drawSettings(all) {
@@ -179,6 +179,7 @@
       case 'GateOpened': return 'the gate from ' + e.from + ' to ' + e.to + ' is open';
       case 'RampFinished': return 'the ramp has ended at α = ' + number(e.value);
       case 'EmbargoOver': return 'may be recycled';
+      case 'Noted': return e.to;
       case 'Refused': return 'a command was refused: ' + e.to + '; it was given';
       case 'NonFinite': return number(e.value) + ' NaN or Inf were met';
     }
@@ -195,7 +196,7 @@
   function eventItem(group, where) {
     const e = group[0], item = document.createElement('li');
     item.append((e.step ? 'step ' + e.step + ', ' : '') + 'epoch ' + e.epoch + ': ');
-    if (where) {
+    if (where && e.layer >= 0) {
       if (group.length > 1) item.append(group.length + ' seeds: ');
       group.slice(0, group.length > 4 ? 3 : 4).forEach((one, i) => {
         const b = document.createElement('button');
@@ -411,9 +412,7 @@
     const one = data.runs[0];
     $('history-section').hidden = !(one.events.length && one.lattice.layers.length);
     if (!$('history-section').hidden) Lattice.history($('history'), one.lattice, one.events);
-    $('runs-section').hidden = false;
-    drawSettings([...runs.values()]);
-    mark('lattice', 'curves');
+    mark('runs', 'lattice', 'curves');
   }
 
   window.Board = {runs, csv, choose, shown: () => shown};

@@ -54,7 +54,7 @@ const Charts = (() => {
     }
     return new uPlot({width: size, height: 230, series, cursor: {sync: {key: 'kasmina'}},
       scales: {x: {time: false}, y: {distr: kind.log && options.log ? 3 : 1}},
-      axes: [{...axis}, {...axis, size: 64, values: (u, vals) => vals.map(v => v === null ? '' : number(v))}]},
+      axes: [{...axis, size: 34}, {...axis, size: 64, values: (u, vals) => vals.map(v => v === null ? '' : number(v))}]},
       joined(found), figure.querySelector('div'));
   }
 

@@ -19,17 +19,19 @@ const Steer = (() => {
     order = {path, body};
     $('confirm-text').textContent = question;
     $('confirm-why').value = '';
+    $('confirm-who').value = localStorage.getItem('who') || '';
     $('confirm').showModal();
   }
 
   async function send() {
     $('confirm').close();
-    const {path, body} = order;
+    const {path, body} = order, who = $('confirm-who').value.trim();
+    localStorage.setItem('who', who);
     say('sent; waiting for the end of the step');
     try {
       const answer = await fetch('api/v1/runs/' + Board.shown() + '/' + path, {method: 'POST',
         headers: {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + token},
-        body: JSON.stringify({who: 'a person', why: $('confirm-why').value, ...body})});
+        body: JSON.stringify({who: who || 'a person', why: $('confirm-why').value, ...body})});
       const text = await answer.json();
       say(answer.ok ? 'done' : 'refused: ' + text.error);
     } catch (e) { say('the board cannot be reached'); }

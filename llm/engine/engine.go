@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"runtime"
 	"slices"
 	"time"
 
@@ -148,6 +149,15 @@ func (t *CPU) OpTimes() ([]OpTime, error) {
 
 // Choices is that of [Chooser].
 func (t *CPU) Choices() []Choice { return t.machine.Choices() }
+
+// Ceiling is that of float32 multiply-adds on all cores.
+func (t *CPU) Ceiling() (Ceiling, error) {
+	cores := runtime.GOMAXPROCS(0)
+	return Ceiling{Product: gemm.FMAPeak(cores, ceilingTime), Type: "float32"}, nil
+}
+
+// ceilingTime is how long the ceiling is measured.
+const ceilingTime = 50 * time.Millisecond
 
 func (t *CPU) Update() (float64, error) {
 	defer func(from time.Time) {

@@ -23,6 +23,17 @@ type Chooser interface {
 	Choices() []Choice
 }
 
+// Ceiling is what a device reaches at best, as measured.
+type Ceiling = optime.Ceiling
+
+// Measurer is an engine that measures what its device reaches at best.
+type Measurer interface {
+	Engine
+	// Ceiling measures between two steps, in a fraction of a second. On a GPU it takes up to a GiB
+	// of memory that is free.
+	Ceiling() (Ceiling, error)
+}
+
 // Profile is where the time of a step on a GPU went, kernel by kernel.
 type Profile = optime.Profile
 

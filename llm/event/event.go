@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -30,10 +31,13 @@ const (
 	Corrupted                   // Scrub has found corrupt seeds: Err is set
 	// before a StepEnd: the blocks have become others, as Text says, or could not, as Err does
 	Reshaped
+	Measured // what the engine's device reaches at best has been measured: Ceiling is set
+	Noted    // before a StepEnd: somebody has asked for something, as Text says
 )
 
 var eventNames = [...]string{"RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
-	"Profiled", "Interrupted", "RunEnd", "Chosen", "Failed", "EpochEnd", "Corrupted", "Reshaped"}
+	"Profiled", "Interrupted", "RunEnd", "Chosen", "Failed", "EpochEnd", "Corrupted", "Reshaped",
+	"Measured", "Noted"}
 
 // String returns the event's name.
 func (k Kind) String() string {
@@ -59,6 +63,7 @@ type Event struct {
 	GradNorm     float64         // global gradient norm of the last step, before clipping
 	StepTokens   int             // tokens in one step
 	RunTokens    int64           // tokens trained on since this process started the run
+	RunFLOPs     float64         // of those, as Config.FLOPs counts them
 	Elapsed      time.Duration   // time since this process started the run
 	ValLoss      float64         // held-out loss in nats per token; NaN before the first evaluation
 	ValBPB       float64         // held-out bits per byte; NaN before the first evaluation
@@ -66,6 +71,9 @@ type Event struct {
 	Text         string          // Sampled: prompt and continuation
 	Ops          []optime.OpTime // Profiled: what the engine's ops take
 	Choices      []optime.Choice // Chosen: the ways in which they are computed
+
+	Ceiling  optime.Ceiling // of the devices together; 0 before Measured
+	Lattices []arch.Lattice // of the model: where its seeds are
 
 	// Reports are those of the Kasmina layers, of an EpochEnd: an epoch of their lattices has
 	// ended, somebody has steered the seeds (Trainer.Steer), or a run has ended (before its RunEnd)

@@ -161,6 +161,9 @@ func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }
 // Choices is that of [llm.Chooser].
 func (e *engine) Choices() []llm.Choice { return e.machine.Choices() }
 
+// Ceiling is that of [llm.Measurer].
+func (e *engine) Ceiling() (llm.Ceiling, error) { return e.machine.Ceiling() }
+
 // StartProfile and Profile are the machine's.
 func (e *engine) StartProfile() error            { return e.machine.StartProfile() }
 func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }

@@ -21,25 +21,30 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
 )
 
 // JSON writes a line with one JSON object to the file at path, whose folders it makes, for every
 // event. Each has "time", "event", "step" and "elapsed_s", the seconds since this process started
 // the run, and by event:
 //
-//	start   steps, params, seeds; machine: what it runs on, where [On] says so
+//	start   steps, params, seeds; machine: what it runs on, where [On] says so; lattices: where
+//	        the seeds are (name, site, places unless they are many, group), as in llm/arch.Lattice
+//	ceiling ceiling: what the device reaches at best (product_flops_per_s, copy_bytes_per_s, type)
 //	ways    choices: how each op is computed (op, shape, way, of: how many ways there were,
 //	        source: why, times), before the first step
 //	complete
 //	epoch   epoch, layer, states: of each seed of a Kasmina layer, once an epoch and before the
 //	        step's line, when somebody has steered seeds, and at the end of a run in which more has
 //	        happened since; see below
-//	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s (mean since
-//	        elapsed_s began)
+//	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s and flops_per_s
+//	        (means since elapsed_s began)
 //	eval    val_loss (nats per token), val_bpb (bits per byte)
 //	corrupt error: what is wrong with the seeds of a layer, as llm.Scrub has found
 //	saved   path
 //	sample  text
+//	note    text: what somebody has asked of the run
+//	reshaped text: how the model's blocks have become others; params, lattices
 //	profile ops (op, tasks, ns a step, bytes, flops, ways)
 //	interrupted
 //	failed  error
@@ -176,6 +181,7 @@ type Record struct {
 	LearningRate   *jsonfloat.Float `json:"learning_rate,omitempty"`
 	GradNorm       *jsonfloat.Float `json:"grad_norm,omitempty"`
 	TokensPerS     *jsonfloat.Float `json:"tokens_per_s,omitempty"`
+	FLOPsPerS      *jsonfloat.Float `json:"flops_per_s,omitempty"`
 	ValLoss        *jsonfloat.Float `json:"val_loss,omitempty"`
 	ValBPB         *jsonfloat.Float `json:"val_bpb,omitempty"`
 	Path           string           `json:"path,omitempty"`
@@ -187,7 +193,9 @@ type Record struct {
 	States         []SeedRecord     `json:"states,omitempty"`
 	Error          string           `json:"error,omitempty"`
 	// Machine is what the run is computed on: see [On].
-	Machine map[string]string `json:"machine,omitempty"`
+	Machine  map[string]string `json:"machine,omitempty"`
+	Lattices []arch.Lattice    `json:"lattices,omitempty"`
+	Ceiling  *llm.Ceiling      `json:"ceiling,omitempty"`
 }
 
 func newRecord(e llm.Event) Record {
@@ -199,6 +207,7 @@ func newRecord(e llm.Event) Record {
 	switch e.Kind {
 	case llm.RunStart:
 		r.Event, r.Params, r.Seeds, r.Budget = "start", &e.Params, &e.Seeds, e.Budget.String()
+		r.Lattices = lattices(e.Lattices)
 		if e.Steps < math.MaxInt32 {
 			r.Steps = &e.Steps
 		}
@@ -206,7 +215,8 @@ func newRecord(e llm.Event) Record {
 		r.Event = "complete"
 	case llm.StepEnd:
 		r.Event, r.TrainLoss, r.LearningRate, r.GradNorm = "step", &loss, &learningRate, &gradNorm
-		r.TokensPerS = &tokensPerS
+		flopsPerS := jsonfloat.Float(e.RunFLOPs / e.Elapsed.Seconds())
+		r.TokensPerS, r.FLOPsPerS = &tokensPerS, &flopsPerS
 	case llm.EvalEnd:
 		r.Event, r.ValLoss, r.ValBPB = "eval", &valLoss, &valBPB
 	case llm.Saved:
@@ -223,6 +233,11 @@ func newRecord(e llm.Event) Record {
 		r.Event = "epoch"
 	case llm.Reshaped:
 		r.Event, r.Text, r.Params = "reshaped", e.Text, &e.Params
+		r.Lattices = lattices(e.Lattices)
+	case llm.Measured:
+		r.Event, r.Ceiling = "ceiling", &e.Ceiling
+	case llm.Noted:
+		r.Event, r.Text = "note", e.Text
 	case llm.Interrupted:
 		r.Event = "interrupted"
 	case llm.Failed:

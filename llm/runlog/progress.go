@@ -74,6 +74,8 @@ func (p *progress) event(e llm.Event) {
 			e.Seeds, from, to))
 	case llm.Reshaped:
 		p.line(reshaped(e))
+	case llm.Noted:
+		p.line(printable(e.Text))
 	case llm.EpochEnd:
 		p.seeds = growing(e.Reports)
 	case llm.StepEnd:

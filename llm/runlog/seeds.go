@@ -7,6 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -65,6 +66,20 @@ func epochRecords(e llm.Event) []Record {
 		}
 	}
 	return records
+}
+
+// maxPlaces is how many places of seeds a line has at most.
+const maxPlaces = 4096
+
+// lattices are those that a line has: without places where there are many.
+func lattices(all []arch.Lattice) []arch.Lattice {
+	all, left := slices.Clone(all), maxPlaces
+	for i := range all {
+		if left -= len(all[i].Places); left < 0 {
+			all[i].Places = nil
+		}
+	}
+	return all
 }
 
 // healthRecord returns nil if nothing has been measured.

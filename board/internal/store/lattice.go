@@ -5,26 +5,20 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board/api"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A Layer is a lattice as people know it.
-type Layer struct {
-	Name  string
-	Seeds []string // where each seed is, if its number does not say it
-	Group int      // seeds that belong together, such as those of a block; 0 for none
-}
-
 // place says where a seed is, if its number does not.
-func place(layers []Layer, layer, seed int) string {
-	if layer < 0 || layer >= len(layers) || seed < 0 || seed >= len(layers[layer].Seeds) {
+func place(layers []arch.Lattice, layer, seed int) string {
+	if layer < 0 || layer >= len(layers) || seed < 0 || seed >= len(layers[layer].Places) {
 		return ""
 	}
-	return layers[layer].Seeds[seed]
+	return layers[layer].Places[seed]
 }
 
 // picture returns what a picture of the lattices needs.
-func picture(reports []state.Report, layers []Layer) []api.Layer {
+func picture(reports []state.Report, layers []arch.Lattice) []api.Layer {
 	all := make([]api.Layer, len(reports))
 	for i, r := range reports {
 		n := len(r.Seeds)

@@ -13,6 +13,9 @@ import (
 // maxLogged bounds the seeds of a layer that a log may tell of: a file may say anything.
 const maxLogged = 1 << 20
 
+// maxLayers bounds its layers.
+const maxLayers = 1 << 12
+
 // Read takes in a line of a run's log.
 func (r *Run) Read(l runlog.Record) {
 	r.mu.Lock()
@@ -31,6 +34,12 @@ func (r *Run) Read(l runlog.Record) {
 	set(&a.Speed, l.TokensPerS)
 	set(&a.ValLoss, l.ValLoss)
 	set(&a.ValBPB, l.ValBPB)
+	if l.FLOPsPerS != nil {
+		r.computes(float64(*l.FLOPsPerS))
+	}
+	if len(l.Lattices) > 0 && len(l.Lattices) <= maxLayers {
+		r.layers = l.Lattices
+	}
 	if a.Steps > 0 {
 		a.Share = min(1, api.Float(l.Step)/api.Float(a.Steps))
 	}
@@ -50,6 +59,12 @@ func (r *Run) Read(l runlog.Record) {
 		r.sample(api.Sample{Step: l.Step, Text: clip(l.Text)})
 	case "saved":
 		a.Saved, a.SavedAt = l.Path, l.Step
+	case "note", "reshaped":
+		r.note(l.Step, l.Text)
+	case "ceiling":
+		if l.Ceiling != nil {
+			r.measured(*l.Ceiling)
+		}
 	case "epoch":
 		r.epochLogged(l)
 	case "failed", "interrupted":
@@ -79,7 +94,7 @@ func (r *Run) startLogged(l runlog.Record) {
 	if l.Seeds != nil {
 		a.Seeds = *l.Seeds
 	}
-	r.onMachine(l.Machine)
+	r.onMachine(l.Machine, true)
 	r.steps.cut(l.Step)
 	if n := len(r.steps.points); n > 0 {
 		r.before = time.Duration(r.steps.points[n-1].time * float64(time.Second))
@@ -89,9 +104,9 @@ func (r *Run) startLogged(l runlog.Record) {
 // maxMachine bounds the facts of a machine that a log may tell.
 const maxMachine = 64
 
-// onMachine adds what the run is computed on to its settings. Whoever has those of before keeps
-// them as they were.
-func (r *Run) onMachine(machine map[string]string) {
+// onMachine adds what the run is computed on to its settings, or has it replace what was known of
+// that. Whoever has the settings of before keeps them as they were.
+func (r *Run) onMachine(machine map[string]string, replace bool) {
 	if len(machine) == 0 || len(machine) > maxMachine {
 		return
 	}
@@ -100,7 +115,7 @@ func (r *Run) onMachine(machine map[string]string) {
 		all = map[string]string{}
 	}
 	maps.DeleteFunc(all, func(name, _ string) bool {
-		return strings.HasPrefix(name, machinePrefix)
+		return replace && strings.HasPrefix(name, machinePrefix)
 	})
 	for name, value := range machine {
 		all[machinePrefix+clip(name)] = clip(value)
@@ -113,7 +128,7 @@ const machinePrefix = "on: "
 
 // epochLogged takes in seeds of a layer.
 func (r *Run) epochLogged(l runlog.Record) {
-	if l.Layer == nil || l.Epoch == nil || *l.Layer < 0 || *l.Layer >= 1<<12 {
+	if l.Layer == nil || l.Epoch == nil || *l.Layer < 0 || *l.Layer >= maxLayers {
 		return
 	}
 	for len(r.reports) <= *l.Layer {
@@ -121,6 +136,9 @@ func (r *Run) epochLogged(l runlog.Record) {
 	}
 	report := &r.reports[*l.Layer]
 	report.Epoch = *l.Epoch
+	if *l.Layer < len(r.layers) {
+		report.Site = r.layers[*l.Layer].Site
+	}
 	for _, s := range l.States {
 		if s.Seed < 0 || s.Seed >= maxLogged || s.Seed > len(report.Seeds) {
 			continue // seeds are told in order

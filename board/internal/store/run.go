@@ -4,15 +4,15 @@ package store
 
 import (
 	"encoding/json"
+	"fmt"
 	"math"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -31,7 +31,7 @@ type Run struct {
 
 	mu      sync.Mutex
 	run     api.Run
-	layers  []Layer
+	layers  []arch.Lattice
 	steps   steps
 	evals   []eval
 	reports []state.Report
@@ -59,13 +59,6 @@ func NewRun(id, name string, settings map[string]string) *Run {
 // ID returns the run's.
 func (r *Run) ID() string { return r.run.ID }
 
-// Name says what the layers are.
-func (r *Run) Name(layers []Layer) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.layers = layers
-}
-
 // Drop counts an event for which there was no room.
 func (r *Run) Drop() { r.dropped.Add(1); r.changed.Add(1) }
 
@@ -91,6 +84,9 @@ func (r *Run) Take(e llm.Event) {
 	defer r.mu.Unlock()
 	defer r.changed.Add(1)
 	a := &r.run
+	if e.Lattices != nil {
+		r.layers = e.Lattices
+	}
 	a.Step, a.Params, a.Seeds, a.Tokens = e.Step, e.Params, e.Seeds, e.RunTokens
 	a.Share, a.Elapsed = api.Float(e.Share), api.Float(e.Elapsed.Seconds())
 	a.ValLoss, a.ValBPB = api.Float(e.ValLoss), api.Float(e.ValBPB)
@@ -109,6 +105,12 @@ func (r *Run) Take(e llm.Event) {
 		r.sample(api.Sample{Step: e.Step, Text: clip(e.Text)})
 	case llm.EpochEnd:
 		r.report(e.Step, e.Reports, e.SeedEvents)
+	case llm.Measured:
+		r.measured(e.Ceiling)
+	case llm.Noted:
+		r.note(e.Step, e.Text)
+	case llm.Reshaped:
+		r.note(e.Step, e.Text)
 	case llm.Failed:
 		a.State = "failed"
 	case llm.RunEnd:
@@ -138,9 +140,10 @@ func (r *Run) start(e llm.Event) {
 
 func (r *Run) step(e llm.Event) {
 	a := &r.run
-	tokens, left := r.recent.step(e)
+	tokens, flops, left := r.recent.step(e)
 	a.Loss, a.Rate, a.GradNorm = api.Float(e.Loss), api.Float(e.LearningRate), api.Float(e.GradNorm)
 	a.Speed, a.Left = api.Float(tokens), api.Float(left)
+	r.computes(flops)
 	r.steps.add(point{float64(e.Step), r.seconds(e), e.Loss, e.LearningRate, e.GradNorm, tokens})
 }
 
@@ -172,6 +175,37 @@ func (r *Run) report(step int, reports []state.Report, happened []state.Event) {
 	r.version++
 	r.run.Epoch, r.run.Stages = reports[0].Epoch, stages(reports)
 }
+
+// computes notes how many operations a second the run makes.
+func (r *Run) computes(flops float64) {
+	r.run.FLOPs = api.Float(flops)
+	if r.run.Ceiling > 0 {
+		r.run.CeilingShare = r.run.FLOPs / r.run.Ceiling
+	}
+}
+
+// measured notes what the run's device reaches at best, among its settings too.
+func (r *Run) measured(c llm.Ceiling) {
+	r.run.Ceiling = api.Float(c.Product)
+	r.computes(float64(r.run.FLOPs))
+	facts := map[string]string{}
+	if c.Product > 0 {
+		facts["products at best"] = fmt.Sprintf("%.4g TFLOP/s of %s", c.Product/1e12, clip(c.Type))
+	}
+	if c.Copy > 0 {
+		facts["copies at best"] = fmt.Sprintf("%.4g GB/s", c.Copy/1e9)
+	}
+	r.onMachine(facts, false)
+}
+
+// note adds what concerns no seed to what has happened.
+func (r *Run) note(step int, text string) {
+	r.event(api.Event{Step: step, Epoch: r.run.Epoch, Layer: -1, Seed: -1, Kind: Noted,
+		To: clip(text)})
+}
+
+// Noted is the kind of an event that concerns no seed; To says what has happened.
+const Noted = "Noted"
 
 // Refuse notes commands that were refused, and why.
 func (r *Run) Refuse(commands []state.Command, why error) {
@@ -307,7 +341,9 @@ func (r *Run) Kinds() map[string][]string {
 type speed struct {
 	from   time.Duration // when the present stretch began
 	tokens int64         // RunTokens then
+	flops  float64       // RunFLOPs then
 	last   float64
+	rate   float64 // FLOPs a second
 	began  time.Duration
 	share  float64 // of the run, when it began
 }
@@ -315,28 +351,19 @@ type speed struct {
 // stretch is over how long a speed is measured at least.
 const stretch = 2 * time.Second
 
-// step takes in a step, and returns tokens a second and the seconds left by the mean so far.
-func (s *speed) step(e llm.Event) (tokensPerS, left float64) {
+// step takes in a step, and returns tokens and FLOPs a second, and the seconds left by the mean so
+// far.
+func (s *speed) step(e llm.Event) (tokensPerS, flopsPerS, left float64) {
 	if d := e.Elapsed - s.from; d > stretch || s.last == 0 && d > 0 {
 		s.last = float64(e.RunTokens-s.tokens) / d.Seconds()
-		s.from, s.tokens = e.Elapsed, e.RunTokens
+		s.rate = (e.RunFLOPs - s.flops) / d.Seconds()
+		s.from, s.tokens, s.flops = e.Elapsed, e.RunTokens, e.RunFLOPs
 	}
 	left = math.NaN()
 	if done := e.Share - s.share; done > 0 {
 		left = (1 - e.Share) / done * (e.Elapsed - s.began).Seconds()
 	}
-	return s.last, left
-}
-
-// Layers returns those of a model: its Kasmina layers by their blocks, and those of other sites.
-func Layers(kasmina []int, sites []blueprints.Site) (all []Layer) {
-	for _, block := range kasmina {
-		all = append(all, Layer{Name: "block " + strconv.Itoa(block)})
-	}
-	for _, s := range sites {
-		all = append(all, Layer{Name: s.String()})
-	}
-	return all
+	return s.last, s.rate, left
 }
 
 // Full is all that is kept of a run.

@@ -25,6 +25,17 @@ const (
 // ceilingWays is how many of cuBLASLt's ways to compute a product are tried.
 const ceilingWays = 12
 
+// Ceilings measures the card.
+func (m *Machine) Ceilings() (optime.Ceiling, error) {
+	var p optime.Profile
+	err := m.measureCeilings(&p)
+	c := optime.Ceiling{Product: p.Product, Copy: p.Copy, Type: p.Type}
+	if p.ProductFloat8 > 0 {
+		c.Product, c.Type = p.ProductFloat8, gpu.Float8E4M3.String()
+	}
+	return c, err
+}
+
 // measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute
 // a product. What is too large for the memory that is left is measured smaller, and not at all
 // below a sixteenth.
