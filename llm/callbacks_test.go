@@ -7,6 +7,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -79,6 +80,37 @@ func TestMonitor(t *testing.T) {
 
 // TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update,
 // and the ways once a run.
+// measurer has a ceiling.
+type measurer struct{ Engine }
+
+func (measurer) Ceiling() (Ceiling, error) { return Ceiling{Product: 3, Type: "float32"}, nil }
+
+// TestCeilings wants what a device reaches measured once, behind the first step of a run, and told;
+// and the operations that are made counted.
+func TestCeilings(t *testing.T) {
+	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
+	c, err := tr.engine.(Measurer).Ceiling()
+	require.NoError(t, err)
+	require.Equal(t, "float32", c.Type)
+	if runtime.GOARCH == "amd64" {
+		require.Greater(t, c.Product, 1e8)
+	}
+	tr.engine = measurer{tr.engine}
+	var kinds []EventKind
+	tr.On(Ceilings(tr), func(e Event) error {
+		kinds = append(kinds, e.Kind)
+		if e.Kind == Measured || e.Kind == RunEnd {
+			require.Equal(t, Ceiling{Product: 3, Type: "float32"}, e.Ceiling)
+			require.InEpsilon(t, float64(e.RunTokens)*tr.Model.Config.FLOPs(), e.RunFLOPs, 1e-12)
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+	require.Equal(t, []EventKind{RunStart, Measured, StepEnd, StepEnd, RunEnd},
+		slices.DeleteFunc(kinds, func(k EventKind) bool { return k == Chosen }))
+	require.ErrorContains(t, Ceilings(nil)(Event{Kind: RunStart}), "Ceilings")
+}
+
 func TestMonitorOnCPU(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
 	"testing"
 
@@ -80,6 +81,25 @@ func TestSteer(t *testing.T) {
 	for i, p := range tr.Model.Params {
 		require.Equal(t, p.Value.Data(), again.Model.Params[i].Value.Data(), p.Name)
 	}
+}
+
+// TestNote wants what somebody has asked for told behind the step, once, and nothing while no run
+// goes on.
+func TestNote(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+	tr.Note("too early")
+	var told []string
+	tr.On(func(e Event) error {
+		switch {
+		case e.Kind == StepEnd && e.Step == 2:
+			tr.Note("somebody asks")
+		case e.Kind == Noted:
+			told = append(told, fmt.Sprint(e.Step, " ", e.Text))
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+	require.Equal(t, []string{"3 somebody asks"}, told)
 }
 
 // TestStopAndSave wants a run that is asked to save and to stop to do so behind its step.

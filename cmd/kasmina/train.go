@@ -314,6 +314,6 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 		}
 	}
 	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName),
-		runlog.On(on.facts())), llm.Evaluate(t, e, o.evalEvery))
+		runlog.On(on.facts())), llm.Evaluate(t, e, o.evalEvery), llm.Ceilings(t))
 	return stop, nil
 }

@@ -163,6 +163,12 @@ func (d *dataset) evaluations(o options) (texts [2]*data.Evaluation, err error) 
 	return texts, nil
 }
 
+// judging is held-out text by which blueprints are judged.
+func (d *dataset) judging(o options) (*data.Evaluation, error) {
+	text := d.heldOut[:min(len(d.heldOut), judgedBytes)]
+	return data.NewEvaluation(text, d.tokenizer, min(2, o.train.Batch), o.model.Seq)
+}
+
 // close closes the file of tokens, if there is one.
 func (d *dataset) close() error {
 	if c, ok := d.tokens.(io.Closer); ok {

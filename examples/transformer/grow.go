@@ -5,6 +5,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 	"github.com/kasmina-go/kasmina/state/graft"
@@ -34,6 +35,36 @@ func deepen(t *llm.Trainer, times int) error {
 	d := control.NewDepth(blueprints.Stack, times)
 	if err := t.Grow(llm.Growth{Controller: d}); err != nil {
 		return fmt.Errorf("-grow: %w", err)
+	}
+	return nil
+}
+
+// judgedEpochs is how many epochs a run has about whose blueprints are judged, and judgedBytes the
+// text that they are judged by, every judgedEvery epochs.
+const (
+	judgedEpochs = 200
+	judgedBytes  = 16 << 10
+	judgedEvery  = 2
+)
+
+// Shares of the run's epochs that a judged blueprint may take.
+const (
+	rampShare     = 16 // grafting takes one in so many
+	patienceShare = 6  // as does the longest wait in a stage
+)
+
+// judged lets a controller plant blueprints where features are unhealthy, a few at a time. It keeps
+// those with which the loss on held-out text is lower, and rolls others back.
+func judged(t *llm.Trainer, heldOut *data.Evaluation) error {
+	epochs := t.Config.Steps / t.Config.Epoch
+	h := control.NewHeuristic(8, t.Model.NumParams()/50)
+	h.RampEpochs, h.Patience = max(1, epochs/rampShare), max(4, epochs/patienceShare)
+	h.Hunger = 0.5 // below 1 the median chunk is hungry too: in a small model few others are
+	err := t.Grow(llm.Growth{Controller: h, Validation: heldOut,
+		Every:   judgedEvery,
+		Refused: func(state.Command, error) {}}) // what is not possible is not needed
+	if err != nil {
+		return fmt.Errorf("-judge: %w", err)
 	}
 	return nil
 }

@@ -31,6 +31,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -159,11 +160,24 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 		return err
 	}
 	defer texts.close()
+	o.on = map[string]string{"device": "the CPU", "precision": cmp.Or(o.precision, "f32")}
+	if device != nil {
+		o.on = map[string]string{"device": device.String(), "precision": o.onGPU().String()}
+	}
 	t, err := newTrainer(o, texts.tokens)
 	if err != nil {
 		return withHint(err)
 	}
 	defer t.Close()
+	if o.judge {
+		heldOut, err := texts.judging(o)
+		if err != nil {
+			return err
+		}
+		if err := judged(t, heldOut); err != nil {
+			return err
+		}
+	}
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
@@ -188,7 +202,7 @@ func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o o
 			t.Step(), o.explain(settings))
 	}
 	if !team.First() {
-		if o.kasmina {
+		if o.kasmina && !o.judge {
 			t.On(grow(t.Model, t.Config.Epoch))
 		}
 		t.On(llm.Checkpoint(t, filepath.Join(o.out, checkpointName),
@@ -407,7 +421,7 @@ func addCallbacks(t *llm.Trainer, o options, d dataset, stderr io.Writer) error 
 	if err != nil {
 		return err
 	}
-	if o.kasmina {
+	if o.kasmina && !o.judge {
 		t.On(grow(t.Model, t.Config.Epoch))
 	}
 	in := func(name string) string { return filepath.Join(o.out, name) }
@@ -420,11 +434,12 @@ func addCallbacks(t *llm.Trainer, o options, d dataset, stderr io.Writer) error 
 	}
 	t.On(
 		runlog.Progress(shown),
-		runlog.JSON(in(logName)),
+		runlog.JSON(in(logName), runlog.On(o.on)),
 		plot.LossCurve(in(curveName), in(logName)),
 		llm.Evaluate(t, texts[0], o.evalEvery, llm.WithQuick(texts[1])),
 		llm.Checkpoint(t, in(checkpointName), o.saveEvery, llm.InBackground()),
 		llm.Monitor(t, stderr, o.saveEvery),
+		llm.Ceilings(t),
 		llm.SampleText(t, d.tokenizer, o.prompt, o.sample, o.sampler, in(sampleName), 0),
 	)
 	if o.scrub > 0 {
@@ -488,7 +503,13 @@ func openDevice(o options, w *comm.World, stderr io.Writer) (*cudaops.Device, er
 }
 
 func newTrainer(o options, tokens data.Tokens) (*llm.Trainer, error) {
-	m, err := llm.NewModel(o.model, tensor.Float32, o.seed, state.WithoutGates(),
+	gates := state.WithoutGates()
+	if o.judge {
+		o.train.Epoch = max(1, o.train.Steps/judgedEpochs)
+		epochs := o.train.Steps / o.train.Epoch
+		gates = state.WithThresholds(state.DefaultThresholds().Within(epochs / 2))
+	}
+	m, err := llm.NewModel(o.model, tensor.Float32, o.seed, gates,
 		// which costs a CPU a quarter of all of it
 		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 4}))
 	if err != nil {

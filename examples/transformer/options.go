@@ -36,7 +36,9 @@ type options struct {
 	// what a resumed run keeps with other text; "" where it must be the same
 	newData              string
 	kasmina              bool
-	grow                 int // how many times as many blocks the model has at its end
+	judge                bool
+	on                   map[string]string // facts of the machine, for the log
+	grow                 int               // how many times as many blocks the model has at its end
 	model                llm.Config
 	train                llm.TrainConfig
 	vocab                int // entries of the byte-pair encoding, 0 for bytes
@@ -159,6 +161,9 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	f.BoolVar(&o.quiet, "quiet", false, "show no progress and no samples")
 	f.BoolVar(&o.kasmina, "kasmina", true,
 		"put a Kasmina layer after every block and grow its seeds during the run")
+	f.BoolVar(&o.judge, "judge", false,
+		"let a controller plant blueprints where features are unhealthy, and judge each by held-out text, instead of a\n"+
+			"timetable for all seeds")
 	f.IntVar(&o.grow, "grow", 1,
 		"begin with one in `N` of the blocks, and let the model get the others while it trains, without Kasmina layers")
 	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
@@ -326,6 +331,8 @@ func (o *options) finish() error {
 		{o.train.Steps >= 1, "steps", "at least 1", o.train.Steps},
 		{o.grow >= 1 && layers%max(1, o.grow) == 0, "grow",
 			fmt.Sprintf("a number that divides -layers, %d", layers), o.grow},
+		{!o.judge || o.kasmina, "judge", "Kasmina layers too, which -grow and -kasmina=false have not",
+			o.judge},
 		{o.gpus >= 0, "gpus", "at least 1", o.gpus},
 		{o.train.Batch >= 1, "batch", "at least 1", o.train.Batch},
 		{o.train.Accumulate >= 1, "accumulate", "at least 1", o.train.Accumulate},

@@ -11,8 +11,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -114,4 +116,33 @@ func TestManyValues(t *testing.T) {
 		})
 		require.Equal(t, []int{7}, steps)
 	}
+}
+
+// TestPlaces wants the log to tell where seeds are, unless they are many, what was asked of the run,
+// and what its device reaches.
+func TestPlaces(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log.jsonl")
+	all := eventtest.Run(0, 2)
+	few := arch.Lattice{Name: "weights", Site: blueprints.Weight, Places: []string{"block 0, q"}}
+	all[0].Lattices = []arch.Lattice{few, {Name: "many", Places: make([]string, maxPlaces)}}
+	note, ceiling := all[1], all[1]
+	note.Kind, note.Text = llm.Noted, "a person asked"
+	ceiling.Kind, ceiling.Ceiling = llm.Measured, llm.Ceiling{Product: 1e12, Type: "bfloat16"}
+	eventtest.Send(t, JSON(path), append(all[:len(all)-1:len(all)-1], note, ceiling,
+		all[len(all)-1])...)
+	var told []string
+	require.NoError(t, Read(path, func(r Record) {
+		told = append(told, r.Event)
+		switch r.Event {
+		case "start":
+			require.Equal(t, []arch.Lattice{few, {Name: "many"}}, r.Lattices)
+		case "note":
+			require.Equal(t, "a person asked", r.Text)
+		case "ceiling":
+			require.Equal(t, llm.Ceiling{Product: 1e12, Type: "bfloat16"}, *r.Ceiling)
+		}
+	}))
+	require.Contains(t, told, "note")
+	require.Contains(t, told, "ceiling")
+	require.Len(t, all[0].Lattices[1].Places, maxPlaces, "the event's own are as they were")
 }

@@ -273,6 +273,10 @@ func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 		if s.CanAdvance && s.RampFinished {
 			return move(state.Stabilization, "the ramp has ended")
 		}
+	case state.Evaluating, state.FineTuning:
+		if s.CanAdvance {
+			return move(s.Stage.Next(), verdict(s))
+		}
 	default:
 		if s.CanAdvance {
 			return move(s.Stage.Next(), "")
@@ -280,16 +284,27 @@ func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 	}
 	switch {
 	case s.Stage == state.Evaluating && s.CanCull:
-		return move(state.Culled, fmt.Sprintf("the model is better without it (performance delta "+
-			"%.4g, stability %.2f)", s.Delta, s.Stability))
+		return move(state.Culled, "the model is better without it: "+verdict(s))
 	case late && s.Stage == state.Training:
 		return move(state.Cancelled, "it has not learnt")
+	case late && s.Stage >= state.Evaluating:
+		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough: %s",
+			s.EpochsInStage, verdict(s)))
 	case late:
-		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough (performance delta "+
-			"%.4g, improvement %.4g, stability %.2f)",
-			s.EpochsInStage, s.Delta, s.Improvement, s.Stability))
+		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough for it to get on",
+			s.EpochsInStage))
 	}
 	return c, false
+}
+
+// verdict says what the comparison of the model with and without a seed came to.
+func verdict(s state.SeedReport) string {
+	how := "lower"
+	if s.Delta < 0 {
+		how = "higher"
+	}
+	return fmt.Sprintf("the loss is %.4g %s with it (%.2g %%), and %.0f %% of the text's batches "+
+		"agree", math.Abs(s.Delta), how, 100*math.Abs(s.Improvement), 100*s.Stability)
 }
 
 // freeSlots returns the slots of each layer that no living blueprint uses, in order.
