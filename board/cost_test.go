@@ -162,7 +162,7 @@ func BenchmarkStep(b *testing.B) {
 			b.Skip(err)
 		}
 		require.NoError(b, err)
-		defer device.Close()
+		b.Cleanup(func() { require.NoError(b, device.Close()) })
 		cost(b, device)
 	})
 }
@@ -176,7 +176,7 @@ func cost(b *testing.B, device *cudaops.Device) {
 	require.NoError(b, err)
 	round, goOn := make(chan struct{}), make(chan struct{})
 	m := &turns{feed: shown.Feed(tr), look: lookers(b, url), round: round, go_: goOn}
-	tr.On(m.event)
+	tr.On(llm.Ceilings(tr), m.event)
 	ended := make(chan error, 1)
 	go func() { ended <- tr.Run(context.Background()) }()
 	<-round // loads kernels, and fills caches
@@ -201,6 +201,37 @@ func cost(b *testing.B, device *cudaops.Device) {
 	var r api.Run
 	get(b, url+"api/v1/runs/0", &r)
 	require.Zero(b, r.Dropped)
+	b.ReportMetric(float64(r.Ceiling)/1e12, "ceiling-TFLOP/s")
+	b.ReportMetric(100*float64(r.CeilingShare), "share-%")
+}
+
+// TestGPU wants the board of a run on a GPU to show the card, and the run's share of what it reaches.
+func TestGPU(t *testing.T) {
+	device, err := cudaops.Open()
+	if errors.Is(err, cudaops.ErrNoDevice) {
+		t.Skip(err)
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, device.Close()) })
+	tr := costTrainer(t, device)
+	tr.Config.Steps = 20
+	_, url := listen(t, tr)
+	tr.On(llm.Ceilings(tr))
+	require.NoError(t, tr.Run(t.Context()))
+	var r api.Run
+	require.Eventually(t, func() bool {
+		get(t, url+"api/v1/runs/0", &r)
+		return r.State == "ended"
+	}, 5*time.Second, 10*time.Millisecond)
+	require.Greater(t, float64(r.Ceiling), 1e12)
+	require.Greater(t, float64(r.CeilingShare), 0.0)
+	require.Less(t, float64(r.CeilingShare), 1.0)
+	var cards []api.Card
+	get(t, url+"api/v1/cards", &cards)
+	require.NotEmpty(t, cards)
+	require.Greater(t, float64(cards[0].Power), 10.0)
+	require.Greater(t, cards[0].Used, uint64(1<<20))
+	t.Logf("%+v, %v of %v FLOP/s", cards[0], r.FLOPs, r.Ceiling)
 }
 
 // differences returns the mean of a/b − 1, and its standard error.
@@ -236,7 +267,7 @@ func lookers(b *testing.B, url string) func() {
 }
 
 // costTrainer returns a trainer with seeds in all blocks, whose epochs are half a turn.
-func costTrainer(b *testing.B, device *cudaops.Device) *llm.Trainer {
+func costTrainer(b testing.TB, device *cudaops.Device) *llm.Trainer {
 	c := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 2, FF: 128, Seeds: 16, Seq: *costSeq}
 	if *costLarge {
 		c.Vocab, c.Dim, c.Layers, c.Heads, c.FF = 50304, 768, 12, 12, 2048

@@ -3,6 +3,7 @@
 package board_test
 
 import (
+	"fmt"
 	"math"
 	"syscall"
 	"testing"
@@ -15,10 +16,16 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// BenchmarkServed is the time of processors that 20 viewers in another process take from a run of 20
-// steps a second: an iteration is seconds of the run with them, and as many without. A tenth of a
-// percent of two cores is 2 ms of a second.
+// BenchmarkServed is the time of processors that 20 viewers in another process take from a run, by
+// its steps a second: an iteration is seconds of the run with them, and as many without. A tenth of
+// a percent of two cores is 2 ms of a second.
 func BenchmarkServed(b *testing.B) {
+	for _, steps := range []int{2, 20} {
+		b.Run(fmt.Sprintf("%d-steps-a-second", steps), func(b *testing.B) { served(b, steps) })
+	}
+}
+
+func served(b *testing.B, steps int) {
 	shown, err := board.New()
 	require.NoError(b, err)
 	defer shown.Close()
@@ -27,15 +34,15 @@ func BenchmarkServed(b *testing.B) {
 	run := shown.Add("paced")
 	run.Take(llm.Event{Kind: llm.RunStart, Steps: math.MaxInt32})
 	look := lookers(b, url)
-	const steps, stretch = 20, 8 // viewers are told every few seconds
-	step := 0
+	const stretch = 10 // seconds; viewers are told every few
+	every, step := time.Second/time.Duration(steps), 0
 	second := func() (took float64) {
 		began := spent(b)
 		for range steps {
 			step++
 			run.Take(llm.Event{Kind: llm.StepEnd, Step: step, Steps: math.MaxInt32,
-				Loss: 1 / float64(step), Elapsed: time.Duration(step) * time.Second / steps})
-			time.Sleep(time.Second / steps)
+				Loss: 1 / float64(step), Elapsed: time.Duration(step) * every})
+			time.Sleep(every)
 		}
 		reports := make([]state.Report, 12)
 		for i := range reports {

@@ -12,9 +12,8 @@ import (
 
 // Times of a stream.
 const (
-	streamEvery = 250 * time.Millisecond // at which a viewer is told what is new, at most
-	// for each of the viewers: all together take as much as a few
-	viewerEvery = 200 * time.Millisecond
+	// at which a viewer is told what is new, for each of the viewers: all together take as much as one
+	viewerEvery = 250 * time.Millisecond
 	aliveEvery  = 15 * time.Second // at least, for proxies and to notice who has gone
 	stalled     = 10 * time.Second // after which a viewer that reads nothing is dropped
 )
@@ -52,7 +51,7 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 // untilTold is how long one of n viewers waits. All wait for the same moments, since what they lack is
 // then the same, and is written once.
 func untilTold(now time.Time, n int) time.Duration {
-	every := max(streamEvery, time.Duration(n)*viewerEvery)
+	every := time.Duration(max(1, n)) * viewerEvery
 	return every - time.Duration(now.UnixNano())%every
 }
 

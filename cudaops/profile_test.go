@@ -22,6 +22,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -174,6 +176,26 @@ func TestProfileFloat8(t *testing.T) {
 	if !strings.Contains(p.Table(), "in float8, measured now") {
 		t.Errorf("the table: %s", p.Table())
 	}
+}
+
+// TestCeiling wants what a card reaches measured before the first run and between runs, whose
+// results stay as they are, and a closed machine to refuse.
+func TestCeiling(t *testing.T) {
+	m, _ := monitored(t, &fake.Way{Took: time.Millisecond}, &bytes.Buffer{},
+		withCeilingBytes(1<<14), WithTuning(TuneCached))
+	for range 2 {
+		c, err := m.Ceiling()
+		require.NoError(t, err)
+		require.Greater(t, c.Copy, 0.0)
+		require.Greater(t, c.Product, 0.0)
+		require.NotEmpty(t, c.Type)
+		require.NoError(t, m.RunAll())
+		_, err = m.Update()
+		require.NoError(t, err)
+	}
+	require.NoError(t, m.Close())
+	_, err := m.Ceiling()
+	require.Error(t, err)
 }
 
 // checkProfile checks what is so of every profile, and its trace.
