@@ -110,7 +110,7 @@ func (m *turns) event(e llm.Event) error {
 		m.last = now
 		m.steps++
 	}
-	if m.way != without || e.Kind == llm.RunStart {
+	if m.way != without || e.Kind == llm.RunStart || e.Kind == llm.Measured {
 		if err := m.feed(e); err != nil {
 			return err
 		}
