@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/folderlock"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/infer"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -105,6 +106,11 @@ func InBackground() CheckpointOption { return func(c *checkpointer) { c.backgrou
 // run waits for them, InBackground or not.
 func InParts() CheckpointOption { return func(c *checkpointer) { c.parts = true } }
 
+// OptimizerApart writes the optimiser's moments to a file of their own: see [Trainer.SaveApart].
+func OptimizerApart() CheckpointOption {
+	return func(c *checkpointer) { c.write = saveApart }
+}
+
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
 // never), at the last step, and when the run is interrupted. After a callback or a step has failed
 // it tries to save the last step, unless that is ErrDiverged: then the file's old contents are
@@ -115,7 +121,7 @@ func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Ca
 	if t.made() != nil {
 		return refuse("Checkpoint: %w", errZeroTrainer)
 	}
-	c := &checkpointer{t: t, path: path, every: every}
+	c := &checkpointer{t: t, path: path, every: every, write: saveWhole}
 	t.mu.Lock()
 	t.steering.savers++
 	t.mu.Unlock()
@@ -134,6 +140,7 @@ type checkpointer struct {
 	path       string
 	every      int
 	asked      int // saves that had been asked for when it last saved
+	write      func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
 	background bool
 	parts      bool
 	release    func() error // the folder
@@ -178,8 +185,8 @@ func (c *checkpointer) rescue(e Event) error {
 // save writes the trainer's state.
 func (c *checkpointer) save(step int) error {
 	c.tried = step
-	write := c.t.Save
-	if c.parts {
+	write := func(path string) error { return c.t.saveBy(path, c.write) }
+	if c.parts && c.t.ranks() != nil {
 		write = c.t.SaveParts
 	}
 	if err := errors.Join(c.finish(), write(c.path)); err != nil {
@@ -234,7 +241,7 @@ func (c *checkpointer) saveBeside(step int) error {
 		return nil
 	}
 	go func(written chan<- error) {
-		written <- saveWhole(c.path, tensors, metadata)
+		written <- c.write(c.path, tensors, metadata)
 	}(c.written)
 	return nil
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
@@ -70,14 +71,18 @@ func (s *beforeStates) UnmarshalJSON(text []byte) error {
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
 // refuses, with ErrDiverged, also a model whose loss on the last batch is not finite: the next step
 // would fail, and the file's old contents are better.
-func (t *Trainer) Save(path string) error {
+func (t *Trainer) Save(path string) error { return t.saveBy(path, saveWhole) }
+
+// saveBy has the only process, or rank 0, write a checkpoint.
+func (t *Trainer) saveBy(path string,
+	write func(string, []safetensors.Tensor, map[string]string) error) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
 	defer model.Take(t.Model)()
 	tensors, metadata, err := t.snapshot()
 	if err == nil && t.first() {
-		err = saveWhole(path, tensors, metadata)
+		err = write(path, tensors, metadata)
 	}
 	return t.agree(err)
 }
@@ -88,6 +93,46 @@ func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]st
 		return err
 	}
 	_ = modelfile.Parts{}.Tidy(path) // what is left of another checkpoint harms nothing
+	return nil
+}
+
+// SaveApart is Save with the optimiser's moments in a file of their own, beside the one at path,
+// which has all else and names it. That file is written last and replaced in one step: a process
+// killed at any moment leaves the old pair of files or the new one. [Trainer.Resume] reads both,
+// and [LoadModel] the file at path alone. The same state gives the same bytes.
+func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, saveApart) }
+
+// saveApart writes a checkpoint of two files.
+func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
+	sizes := map[string]int{} // of parameters
+	for _, x := range tensors {
+		sizes[x.Name] = opbase.Size(x.Shape)
+	}
+	var rest []safetensors.Tensor
+	var moments []modelfile.Stretch
+	for _, x := range tensors {
+		own, prefixed := strings.CutPrefix(x.Name, modelfile.OptimizerPrefix)
+		size := opbase.Size(x.Shape)
+		if n, ok := sizes[own[:max(0, strings.LastIndexByte(own, '.'))]]; !prefixed || !ok ||
+			n != size || x.DType != safetensors.F32 && x.DType != safetensors.F64 {
+			rest = append(rest, x)
+			continue
+		}
+		moments = append(moments, modelfile.Stretch{Moment: own, Data: x.Data})
+	}
+	set := modelfile.SetOf(metadata[modelfile.TrainingKey], moments)
+	text, err := json.Marshal(set)
+	if err != nil {
+		return err
+	}
+	metadata[modelfile.PartsKey] = string(text)
+	if err := set.SavePart(path, 0, moments); err != nil {
+		return err
+	}
+	if err := safetensors.Save(path, rest, metadata); err != nil {
+		return err
+	}
+	_ = set.Tidy(path)
 	return nil
 }
 

@@ -909,3 +909,70 @@ func TestBackgroundCheckpointFails(t *testing.T) {
 		}
 	}
 }
+
+// folder is the files of a folder.
+func folder(t *testing.T, dir string) map[string][]byte {
+	entries, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	all := map[string][]byte{}
+	for _, e := range entries {
+		all[e.Name()], err = os.ReadFile(filepath.Join(dir, e.Name()))
+		require.NoError(t, err)
+	}
+	return all
+}
+
+// TestOptimizerApart wants a checkpoint whose optimiser's moments are in a file of their own to go
+// on bit by bit, a model to be had without that file, and the file to go with the checkpoint.
+func TestOptimizerApart(t *testing.T) {
+	for name, optimizer := range optimizers {
+		t.Run(name, func(t *testing.T) {
+			o := trainerOptions{config: tiny(), steps: 12, optimizer: optimizer}
+			straight := newTrainer(t, o)
+			require.NoError(t, straight.Run(t.Context()))
+			dir := t.TempDir()
+			path := filepath.Join(dir, "model.safetensors")
+			half := newTrainer(t, o)
+			half.On(func(e Event) error {
+				if e.Kind == StepEnd && e.Step == 6 {
+					return half.SaveApart(path)
+				}
+				return nil
+			})
+			require.NoError(t, half.Run(t.Context()))
+			parts, err := filepath.Glob(path + ".*-1of1")
+			require.NoError(t, err)
+			require.Len(t, parts, 1)
+			f, err := safetensors.Open(path)
+			require.NoError(t, err)
+			for _, tensor := range f.Names() {
+				dtype, _, err := f.Info(tensor)
+				require.NoError(t, err)
+				require.True(t, !strings.HasPrefix(tensor, "optimizer.") || dtype == safetensors.I64,
+					tensor)
+			}
+			require.NoError(t, f.Close())
+			resumed := newTrainer(t, o)
+			require.NoError(t, resumed.Resume(t.Context(), path))
+			require.Equal(t, 6, resumed.Step())
+			require.NoError(t, resumed.Run(t.Context()))
+			checkSame(t, straight, resumed)
+
+			require.NoError(t, os.Rename(parts[0], parts[0]+".away"))
+			_, err = LoadModel(t.Context(), path)
+			require.NoError(t, err)
+			err = newTrainer(t, o).Resume(t.Context(), path)
+			require.ErrorContains(t, err, "a checkpoint of several files is all of them")
+			require.NoError(t, os.Rename(parts[0]+".away", parts[0]))
+			require.NoError(t, resumed.SaveApart(path))
+			first := folder(t, dir)
+			require.Len(t, first, 2)
+			require.NoError(t, resumed.SaveApart(path))
+			require.Equal(t, first, folder(t, dir))
+			require.NoError(t, resumed.Save(path))
+			left, err := os.ReadDir(dir)
+			require.NoError(t, err)
+			require.Len(t, left, 1)
+		})
+	}
+}

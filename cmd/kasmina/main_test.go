@@ -166,10 +166,16 @@ func TestTrain(t *testing.T) {
 		require.Less(t, loss(out).Loss, loss(tiny).Loss-1)
 		f, err := hf.Open(out)
 		require.NoError(t, err)
-		require.Equal(t, grow == "2", f.Config.Layers == 4)
+		log, err := os.ReadFile(filepath.Join(out, "run", logName))
+		require.NoError(t, err)
+		grew := bytes.Contains(log, []byte("2 blocks to 4"))
+		require.Equal(t, grow == "2", grew)
+		require.Equal(t, grew && !bytes.Contains(log, []byte("taken back")), f.Config.Layers == 4)
 		require.Equal(t, "BF16", f.Tensors()[0].Type)
 		require.NoError(t, f.Close())
-		require.FileExists(t, filepath.Join(out, "run", checkpointName))
+		checkpoint, err := filepath.Glob(filepath.Join(out, "run", checkpointName+"*"))
+		require.NoError(t, err)
+		require.Len(t, checkpoint, 2) // one of them what the optimiser remembers
 		_, err = kasmina(t, args...)
 		require.ErrorContains(t, err, "-resume goes on")
 	}

@@ -277,7 +277,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
 		}
 		defer stop()
 	}
-	var how []llm.CheckpointOption
+	how := []llm.CheckpointOption{llm.OptimizerApart()}
 	if o.parts {
 		how = append(how, llm.InParts())
 	}

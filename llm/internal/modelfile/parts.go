@@ -2,9 +2,13 @@ package modelfile
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash/crc32"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -12,6 +16,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"unsafe"
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
@@ -76,6 +81,32 @@ type Stretch struct {
 	Moment string
 	From   int
 	Data   any
+}
+
+// SetOf is a set of one part, whose name follows from what it holds and from what the main file says
+// of the run: another state never has the name of a part that is there, and the same state always.
+func SetOf(run string, moments []Stretch) Parts {
+	h := sha256.New()
+	io.WriteString(h, run)
+	for _, m := range moments {
+		var sum uint32
+		switch x := m.Data.(type) {
+		case []float32:
+			sum = crc32.Checksum(bytesOf(x), castagnoli)
+		case []float64:
+			sum = crc32.Checksum(bytesOf(x), castagnoli)
+		}
+		fmt.Fprintln(h, m.Moment, sum)
+	}
+	return Parts{ID: hex.EncodeToString(h.Sum(nil)[:8]), Files: 1}
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// bytesOf is numbers as they lie in memory.
+func bytesOf[T float32 | float64](x []T) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))),
+		len(x)*int(unsafe.Sizeof(*new(T))))
 }
 
 // SavePart writes the part of a rank.
