@@ -4,20 +4,25 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"os"
+	"slices"
 	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
 func newInspect() *cobra.Command {
 	var o common
-	c := &cobra.Command{Use: "inspect -model DIR", Short: "Say what a model's folder holds",
+	c := &cobra.Command{Use: "inspect -model PATH", Short: "Say what a folder or a file holds",
 		Long: `Say what a model's folder holds: configuration, tokenizer, tensors, and the memory that
-training takes. No weights are read.`,
+training takes. Of a file, of safetensors or GGUF, say what its head has. No weights are read.`,
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) == 1 && o.model == "" {
 				o.model, args = args[0], nil
@@ -32,6 +37,9 @@ training takes. No weights are read.`,
 }
 
 func (o *common) inspect(w io.Writer) error {
+	if info, err := os.Stat(o.model); err == nil && !info.IsDir() {
+		return inspectFile(w, o.model)
+	}
 	f, err := hf.Open(o.model)
 	if err != nil {
 		return err
@@ -66,12 +74,65 @@ func (o *common) inspect(w io.Writer) error {
 	fmt.Fprintln(t, "\ntensor\ttype\tshape\tbytes\tfile")
 	total := int64(0)
 	for _, x := range f.Tensors() {
-		shape := strings.ReplaceAll(strings.Trim(fmt.Sprint(x.Shape), "[]"), " ", "×")
-		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\n", x.Name, x.Type, shape, x.Bytes, x.File)
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\n", x.Name, x.Type, shapeOf(x.Shape), x.Bytes, x.File)
 		total += x.Bytes
 	}
 	fmt.Fprintf(t, "all %d\t\t\t%d\t\n", len(f.Tensors()), total)
 	return t.Flush()
+}
+
+// inspectFile is inspect of a file.
+func inspectFile(w io.Writer, path string) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	field := func(name, value string) {
+		fmt.Fprintf(t, "%s\t%s\n", name, strings.Map(func(r rune) rune {
+			if r < ' ' {
+				return ' '
+			}
+			return r
+		}, fmt.Sprintf("%.160s", value)))
+	}
+	if strings.HasSuffix(path, ".gguf") {
+		d, err := gguf.Describe(path)
+		if err != nil {
+			return err
+		}
+		for _, f := range d.Fields {
+			field(f.Name, f.Value)
+		}
+		fmt.Fprintln(t, "\ntensor\ttype\tshape")
+		for _, x := range d.Tensors {
+			fmt.Fprintf(t, "%s\t%s\t%s\n", x.Name, x.Type, shapeOf(x.Shape))
+		}
+		return t.Flush()
+	}
+	f, err := safetensors.Open(path)
+	if err != nil {
+		return fmt.Errorf("%w; inspect takes a model's folder, safetensors, or a file whose name "+
+			"ends with .gguf", err)
+	}
+	defer f.Close()
+	metadata := f.Metadata()
+	for _, name := range slices.Sorted(maps.Keys(metadata)) {
+		field(name, metadata[name])
+	}
+	fmt.Fprintln(t, "\ntensor\ttype\tshape\tbytes")
+	total := int64(0)
+	for _, name := range f.Names() {
+		dtype, shape, err := f.Info(name)
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\n", name, dtype, shapeOf(shape), f.Bytes(name))
+		total += f.Bytes(name)
+	}
+	fmt.Fprintf(t, "all %d\t\t\t%d\n", len(f.Names()), total)
+	return t.Flush()
+}
+
+// shapeOf is a shape as people read it.
+func shapeOf(shape []int) string {
+	return strings.ReplaceAll(strings.Trim(fmt.Sprint(shape), "[]"), " ", "×")
 }
 
 // size is a number of bytes as people read it.

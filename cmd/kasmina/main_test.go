@@ -113,6 +113,20 @@ func TestInspect(t *testing.T) {
 	}
 	require.Contains(t, out, "llama")
 	require.Contains(t, out, "hf-400-")
+
+	out, err = kasmina(t, "inspect", filepath.Join(tiny, "model.safetensors"))
+	require.NoError(t, err)
+	require.Contains(t, out, "model.layers.1.mlp.down_proj.weight")
+	require.Contains(t, out, "32×64")
+	file := filepath.Join(t.TempDir(), "m.gguf")
+	_, err = kasmina(t, "convert", "-model", tiny, "-out", file, "-gguf", "q8_0")
+	require.NoError(t, err)
+	out, err = kasmina(t, "inspect", "-model", file)
+	require.NoError(t, err)
+	require.Contains(t, out, "blk.1.ffn_down.weight")
+	require.Contains(t, out, "tokenizer.chat_template")
+	_, err = kasmina(t, "inspect", license)
+	require.ErrorContains(t, err, "inspect takes a model's folder")
 }
 
 // TestConvert wants the bytes of weights and tokenizer to come back, or another type.

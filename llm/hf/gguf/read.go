@@ -1,0 +1,175 @@
+package gguf
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"strconv"
+
+	"github.com/kasmina-go/kasmina/internal/regular"
+)
+
+// Description is what the head of a GGUF file says: any file's, not only those that Save writes.
+type Description struct {
+	Fields  []Field
+	Tensors []Tensor
+}
+
+// Field is a field as text. An array is the number of its elements.
+type Field struct{ Name, Value string }
+
+// Tensor is a tensor, whose type is a number where this package has no name for it. Shape has the
+// rows of a matrix first, as elsewhere in this module.
+type Tensor struct {
+	Name, Type string
+	Shape      []int
+}
+
+const (
+	maxHead   = 1 << 30 // bytes, of which vocabularies take some millions
+	maxText   = 1 << 20
+	maxDims   = 8
+	maxFields = 1 << 16
+)
+
+// Describe reads the head of a file.
+func Describe(path string) (*Description, error) {
+	file, _, err := regular.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("gguf: %w", err)
+	}
+	defer file.Close()
+	h := &head{r: bufio.NewReader(io.LimitReader(file, maxHead))}
+	d := h.describe()
+	if errors.Is(h.err, io.EOF) || errors.Is(h.err, io.ErrUnexpectedEOF) {
+		h.err = errors.New("it is cut short")
+	}
+	if h.err != nil {
+		return nil, fmt.Errorf("gguf: %s: %w", path, h.err)
+	}
+	return d, nil
+}
+
+// head reads the head of a file. After an error, which it keeps, it reads zeros.
+type head struct {
+	r   *bufio.Reader
+	err error
+}
+
+func (h *head) fail(format string, args ...any) {
+	if h.err == nil {
+		h.err = fmt.Errorf(format, args...)
+	}
+}
+
+func (h *head) describe() *Description {
+	d := &Description{}
+	if magic := h.bytes(4); string(magic) != "GGUF" {
+		h.fail("it begins with %q, want \"GGUF\"", magic)
+	}
+	if v := h.number(4); v != 2 && v != 3 {
+		h.fail("it is of version %d, want 2 or 3", v)
+	}
+	tensors, fields := h.number(8), h.number(8)
+	if tensors > maxFields || fields > maxFields {
+		h.fail("it announces %d tensors and %d fields, want at most %d", tensors, fields, maxFields)
+	}
+	for range fields {
+		if h.err != nil {
+			return nil
+		}
+		name := h.text()
+		d.Fields = append(d.Fields, Field{name, h.value(uint32(h.number(4)), 0)})
+	}
+	for range tensors {
+		t := Tensor{Name: h.text()}
+		n := h.number(4)
+		if n > maxDims {
+			h.fail("tensor %.60q has %d dimensions, want at most %d", t.Name, n, maxDims)
+		}
+		if h.err != nil {
+			return nil
+		}
+		t.Shape = make([]int, n)
+		for i := range t.Shape {
+			size := h.number(8)
+			if size > math.MaxInt32 {
+				h.fail("tensor %.60q has a dimension of %d", t.Name, size)
+			}
+			t.Shape[len(t.Shape)-1-i] = int(size)
+		}
+		t.Type = Type(h.number(4)).String()
+		h.number(8) // where its data begin
+		d.Tensors = append(d.Tensors, t)
+	}
+	return d
+}
+
+// String is the type's name, or its number.
+func (t Type) String() string {
+	if name, ok := map[Type]string{F32: "f32", F16: "f16", BF16: "bf16", Q80: "q8_0"}[t]; ok {
+		return name
+	}
+	return strconv.Itoa(int(t))
+}
+
+func (h *head) bytes(n int) []byte {
+	b := make([]byte, n)
+	if h.err == nil {
+		_, h.err = io.ReadFull(h.r, b)
+	}
+	return b
+}
+
+// number reads one of so many bytes.
+func (h *head) number(bytes int) uint64 {
+	var all [8]byte
+	copy(all[:], h.bytes(bytes))
+	return binary.LittleEndian.Uint64(all[:])
+}
+
+func (h *head) text() string {
+	n := h.number(8)
+	if n > maxText {
+		h.fail("a text has %d bytes, want at most %d", n, maxText)
+		return ""
+	}
+	return string(h.bytes(int(n)))
+}
+
+// sizes are the bytes of what has a fixed size, by GGUF's number of the kind.
+var sizes = map[uint32]int{0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+// value reads one of a kind, as text; depth is how many arrays it is in.
+func (h *head) value(kind uint32, depth int) string {
+	size, fixed := sizes[kind]
+	switch {
+	case kind == kindString:
+		return h.text()
+	case kind == kindArray && depth < 2:
+		element, n := uint32(h.number(4)), h.number(8)
+		for i := uint64(0); i < n && h.err == nil; i++ {
+			h.value(element, depth+1)
+		}
+		return fmt.Sprintf("%d elements", n)
+	case !fixed:
+		h.fail("there is a value of kind %d, which GGUF does not have", kind)
+		return ""
+	}
+	bits := h.number(size)
+	shift := 64 - 8*size
+	switch kind {
+	case 1, 3, 5, 11: // signed
+		return strconv.FormatInt(int64(bits<<shift)>>shift, 10)
+	case kindFloat32:
+		return strconv.FormatFloat(float64(math.Float32frombits(uint32(bits))), 'g', -1, 32)
+	case 12:
+		return strconv.FormatFloat(math.Float64frombits(bits), 'g', -1, 64)
+	case kindBool:
+		return strconv.FormatBool(bits != 0)
+	}
+	return strconv.FormatUint(bits, 10)
+}
