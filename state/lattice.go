@@ -86,6 +86,7 @@ type config struct {
 	History     int             `json:"history"`
 	Transitions int             `json:"transitions"`
 	Quarantine  bool            `json:"quarantine,omitempty"`
+	Noise       float64         `json:"noise,omitempty"` // of α
 	Telemetry   Telemetry       `json:"telemetry"`
 }
 
@@ -196,6 +197,19 @@ func WithTransitions(n int) Option {
 func WithQuarantine() Option {
 	return func(c *config) error {
 		c.Quarantine = true
+		return nil
+	}
+}
+
+// WithAlphaNoise blends a blueprint on a chunk, in stage Grafting, with an α that every pass of
+// training draws anew: evenly from (1 − width)·α to (1 + width)·α, at most 1, where α is the
+// schedule's. So the host does not come to depend on the blueprint before the verdict. The default
+// is 0, none.
+func WithAlphaNoise(width float64) Option {
+	return func(c *config) error {
+		if c.Noise = width; !(width >= 0 && width <= 1) {
+			return fmt.Errorf("WithAlphaNoise: width is %v, want 0 to 1", width)
+		}
 		return nil
 	}
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state/graft"
+	"github.com/kasmina-go/kasmina/state/lifecycle"
 )
 
 // GerminationRequest says what a dormant seed shall grow.
@@ -215,7 +216,7 @@ func (l *Lattice) enter(seed int, to Stage) {
 		for k := n - 1; k > 0; k-- {
 			s.past[k][seed] = s.past[k-1][seed]
 		}
-		s.past[0][seed] = Transition{int(l.epoch), from, to}.pack()
+		s.past[0][seed] = Transition{Epoch: int(l.epoch), From: from, To: to}.Pack()
 	}
 	if to.Alive() && !from.Alive() {
 		l.users[s.slot[seed]]++
@@ -248,24 +249,6 @@ func (l *Lattice) enter(seed int, to Stage) {
 	l.tell(Event{Kind: StageChanged, Seed: seed, Epoch: int(l.epoch), From: from, To: to})
 }
 
-// Transition is a change of a seed's stage.
-type Transition struct {
-	Epoch    int // epochs that had ended
-	From, To Stage
-}
-
-// packedEpochs is the number of epochs that a packed transition can tell apart; later ones count as
-// the last.
-const packedEpochs = 1 << 24
-
-func (t Transition) pack() uint32 {
-	return uint32(min(t.Epoch, packedEpochs-1))<<8 | uint32(t.From)<<4 | uint32(t.To)
-}
-
-func unpackTransition(p uint32) Transition {
-	return Transition{int(p >> 8), Stage(p >> 4 & 15), Stage(p & 15)}
-}
-
 // Transitions returns a seed's last transitions, the latest first, as many as [WithTransitions]
 // keeps.
 func (l *Lattice) Transitions(seed int) ([]Transition, error) {
@@ -277,7 +260,7 @@ func (l *Lattice) Transitions(seed int) ([]Transition, error) {
 	var all []Transition
 	for _, p := range l.seeds.past {
 		if p[seed] != 0 { // which would be from Dormant to Dormant
-			all = append(all, unpackTransition(p[seed]))
+			all = append(all, lifecycle.Unpack(p[seed]))
 		}
 	}
 	return all, nil

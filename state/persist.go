@@ -272,6 +272,9 @@ func (c config) check() error {
 	if err := c.Thresholds.Check(); err != nil {
 		return err
 	}
+	if !(c.Noise >= 0 && c.Noise <= 1) {
+		return fmt.Errorf("the noise of α is %v, want 0 to 1", c.Noise)
+	}
 	if err := c.Telemetry.check(); err != nil {
 		return err
 	}

@@ -10,6 +10,8 @@ import (
 type (
 	// Stage is where a seed stands in its life: [lifecycle.Stage].
 	Stage = lifecycle.Stage
+	// Transition is a change of a seed's stage: [lifecycle.Transition].
+	Transition = lifecycle.Transition
 	// Thresholds are the conditions of the gates: [lifecycle.Thresholds].
 	Thresholds = lifecycle.Thresholds
 	// Evidence is what the gates judge a seed by: [lifecycle.Evidence].

@@ -437,3 +437,42 @@ func TestScoresInIntervals(t *testing.T) {
 			every)
 	}
 }
+
+// TestAlphaNoise wants the α of passes that train to be drawn around the schedule's while a seed is
+// grafted, the same in a lattice that was loaded, and to be the schedule's in all other passes.
+func TestAlphaNoise(t *testing.T) {
+	l, err := state.NewLattice(3, 6, state.WithoutGates(), state.WithAlphaNoise(0.5))
+	require.NoError(t, err)
+	for seed, stages := range [][]state.Stage{{state.Training, state.Grafting},
+		{state.Training, state.Grafting, state.Stabilization}} {
+		require.NoError(t, l.RequestGermination(seed, state.GerminationRequest{Slot: 1}))
+		for _, s := range stages {
+			require.NoError(t, l.Transition(seed, s))
+		}
+		require.NoError(t, l.SetAlpha(seed, 0.4))
+	}
+	saved, err := l.MarshalBinary()
+	require.NoError(t, err)
+	var loaded state.Lattice
+	require.NoError(t, loaded.UnmarshalBinary(saved))
+	var lowest, highest float32 = 1, 0
+	for range 200 {
+		var p, same, score state.Pass
+		l.Begin(&p, true)
+		loaded.Begin(&same, true)
+		l.Begin(&score, false)
+		require.Equal(t, p.Alpha, same.Alpha)
+		require.Equal(t, []float32{0.4, 0.4, 0}, score.Alpha)
+		require.Equal(t, float32(0.4), p.Alpha[1])
+		lowest, highest = min(lowest, p.Alpha[0]), max(highest, p.Alpha[0])
+		for _, lattice := range []*state.Lattice{l, &loaded} {
+			_, err := lattice.StepEpoch(state.Metrics{})
+			require.NoError(t, err)
+			require.NoError(t, lattice.SetAlpha(0, 0.4))
+		}
+	}
+	require.InDelta(t, 0.2, lowest, 0.02)
+	require.InDelta(t, 0.6, highest, 0.02)
+	_, err = state.NewLattice(1, 1, state.WithAlphaNoise(2))
+	require.ErrorContains(t, err, "width is 2, want 0 to 1")
+}

@@ -10,6 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/seed"
+	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
@@ -228,6 +229,9 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 		}
 		p.Stage[i], p.Slot[i], p.Kind[i] = stage, s.slot[i], blueprints.Kind(s.kind[i])
 		p.Alpha[i] = stage.Weight(s.alpha[i])
+		if noise := l.config.Noise; noise > 0 && record && stage == Grafting {
+			p.Alpha[i] = float32(graft.Noisy(float64(p.Alpha[i]), noise, i, p.Epoch, p.Step))
+		}
 		p.Watch[i] = record && p.Telemetry.watches(i, p.Step)
 		p.Input[i] = Moments{s.stepCount[i], s.stepMean[i], s.stepVariance[i]}
 		p.Norms[i] = Moments{s.normCount[i], s.normMean[i], s.normVariance[i]}
