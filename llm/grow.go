@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 
 	"gorgonia.org/tensor"
 
@@ -140,13 +141,13 @@ func (t *Trainer) hasTime(g Growth) error {
 	if !ok || g.Replay != nil {
 		return nil
 	}
-	c := t.Config
+	c, steps := t.Config, t.planned()
 	for _, l := range t.Model.Kasmina.Lattices() {
 		least, err := planner.LeastEpochs(l, g.Every)
 		if err != nil {
 			return err
 		}
-		if have := c.Steps / c.Epoch; least > have {
+		if have := steps / c.Epoch; least > have {
 			advice := ""
 			if g.Every > 1 {
 				advice = fmt.Sprintf(", or compare more often than once in %d epochs "+
@@ -155,11 +156,23 @@ func (t *Trainer) hasTime(g Growth) error {
 			return fmt.Errorf("%d steps are %d epochs of %d, and a blueprint needs %d to be "+
 				"fossilized: plan at least %d steps, or shorter epochs (TrainConfig.Epoch), or "+
 				"lattices with state.WithThresholds(state.DefaultThresholds().Within(%d)) and a "+
-				"controller with fewer RampEpochs%s", c.Steps, have, c.Epoch, least,
+				"controller with fewer RampEpochs%s", steps, have, c.Epoch, least,
 				least*c.Epoch, have, advice)
 		}
 	}
 	return nil
+}
+
+// planned is how many steps the run can have, as far as its budget tells: one of time does not.
+func (t *Trainer) planned() int {
+	b, steps := t.Config.Budget, float64(t.Config.Steps)
+	switch {
+	case b.Tokens > 0:
+		steps = min(steps, math.Ceil(float64(b.Tokens)/float64(t.last.StepTokens)))
+	case b.FLOPs > 0:
+		steps = min(steps, math.Ceil(b.FLOPs/t.stepFLOPs()))
+	}
+	return int(steps)
 }
 
 // judged reports whether there are seeds elsewhere than in depth.

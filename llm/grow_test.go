@@ -401,6 +401,10 @@ func TestGrowHasTime(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, tr.Run(t.Context()))
 	require.NotZero(t, grafted)
+	tr = trainer(state.WithThresholds(thresholds))
+	tr.Config.Steps, tr.Config.Budget = math.MaxInt32, Budget{Tokens: 60 * int64(tr.last.StepTokens)}
+	require.ErrorContains(t, tr.Grow(Growth{Controller: h, Validation: text}),
+		"60 steps are 20 epochs of 3")
 	h.Patience = 3
 	require.ErrorContains(t, trainer(state.WithThresholds(thresholds)).Grow(Growth{Controller: h,
 		Validation: text}), "raise Patience")

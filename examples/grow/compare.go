@@ -226,7 +226,7 @@ const chunks = 16
 
 // epochs is how many a run on -tokens has.
 func (e *experiment) epochs() int {
-	return int(e.budget.Tokens) / (e.batch * e.model.Seq * e.epoch)
+	return int(e.steps()) / e.epoch
 }
 
 // seed puts seeds where the model shall grow.

@@ -168,7 +168,19 @@ func (o *options) finish(rest []string) error {
 		o.model.Vocab = (o.vocab + 63) / 64 * 64
 	}
 	o.model = o.model.Default()
-	return errors.Join(o.model.Check(), o.controller.Check(), o.seeds.Check())
+	if err := errors.Join(o.model.Check(), o.controller.Check(), o.seeds.Check()); err != nil {
+		return err
+	}
+	if steps := o.steps(); steps > 0 { // a growth takes some 80 epochs
+		o.epoch = max(1, min(o.epoch, int(steps/100)))
+	}
+	return nil
+}
+
+// steps is how many a static run has, 0 where its time does not tell.
+func (o *options) steps() float64 {
+	tokens := float64(o.budget.Tokens) + o.budget.FLOPs/o.model.FLOPs()
+	return tokens / float64(o.batch*o.model.Seq)
 }
 
 // plan tells the controller how the model grows from -from blocks to -layers.
