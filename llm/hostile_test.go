@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
@@ -21,6 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -387,6 +389,30 @@ func TestZeroValues(t *testing.T) {
 	}
 	require.NoError(t, new(Generator).Close())
 	require.NoError(t, new(Inference).Close())
+	var c Config
+	_, _, shape := c.StreamShape(blueprints.Attention, 1)
+	cpu := new(engine.CPU)
+	for want, err := range map[string]error{
+		"no heads":            shape,
+		"one of Model.Graph":  new(Graph).Let(data.Batch{}),
+		"of Model.Graph":      Runner{}.Let(data.Batch{}),
+		"for logits":          new(Graph).LetTokens([]int{1}),
+		"the graph is nil":    second(graph.OnCPU(nil)),
+		"its zero value":      second(new(graph.Decoding).Next(t.Context(), nil)),
+		"the writer is nil":   Decision{}.Write(nil),
+		"WriteTrace":          new(Profile).WriteTrace(nil),
+		"the optimiser is":    second(engine.NewCPU(nil, nil, nil, 0)),
+		"that NewCPU returns": errors.Join(second(cpu.OpTimes()), second(cpu.Update())),
+		"NewCPU":              cpu.Forget("x", 0, 1),
+	} {
+		require.ErrorContains(t, err, want)
+	}
+	require.Zero(t, c.KasminaWidth())
+	require.NoError(t, c.Knows(nil))
+	require.Empty(t, c.GrowStream(arch.Grown{}).Streams)
+	require.Empty(t, c.StreamOrder(3))
+	require.Empty(t, cpu.Choices())
+	require.NoError(t, errors.Join(cpu.Close(), new(graph.Decoding).Close()))
 }
 
 // TestNoEngine wants a factory that returns no engine and no error to be told of.

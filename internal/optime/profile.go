@@ -3,6 +3,7 @@ package optime
 import (
 	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -251,6 +252,9 @@ const (
 // chrome://tracing show. It has the GPU's kernels with the ops and layers that they are of, and the
 // program's calls.
 func (p *Profile) WriteTrace(w io.Writer) error {
+	if w == nil {
+		return errors.New("Profile.WriteTrace: the writer is nil")
+	}
 	kernels, graphs := p.Busy()
 	trace := struct {
 		Unit   string         `json:"displayTimeUnit"`

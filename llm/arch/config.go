@@ -134,7 +134,12 @@ func (o KasminaOptions) Options(training bool) []op.KasminaOption {
 }
 
 // KasminaWidth is the number of columns of a Kasmina layer's weights.
-func (c Config) KasminaWidth() int { return max(c.SlotWidth, c.Dim/c.Seeds) }
+func (c Config) KasminaWidth() int {
+	if c.Seeds < 1 {
+		return c.SlotWidth
+	}
+	return max(c.SlotWidth, c.Dim/c.Seeds)
+}
 
 // Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where
 // that is whole), FF (8/3·Dim, rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots
@@ -173,6 +178,9 @@ const (
 
 // Knows returns an error that names the first of the ids which is outside the vocabulary.
 func (c Config) Knows(ids iter.Seq[int]) error {
+	if ids == nil {
+		return nil
+	}
 	for id := range ids {
 		if id < 0 || id >= c.Vocab {
 			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: "+

@@ -2,6 +2,7 @@ package arch
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -129,6 +130,9 @@ func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, atte
 		}
 		s.FF = size
 		return s, false, err
+	}
+	if c.Heads < 1 || c.KVHeads < 1 {
+		return s, true, errors.New("the configuration has no heads: see Config.Default")
 	}
 	group := c.Heads / c.KVHeads
 	if size < 1 || size > c.Heads || size > group && size%group != 0 {
@@ -266,6 +270,9 @@ func (c Config) PlantedAt(site blueprints.Site, seed int) (p Planted, ok bool) {
 // GrowStream returns the configuration in which the blueprint of a seed of the stream is a block.
 // Seeds of the stream that stood behind it stand behind that.
 func (c Config) GrowStream(g Grown) Config {
+	if g.Seed < 0 || g.Seed >= len(c.Streams) {
+		return c // it has no such seed
+	}
 	behind := c.Streams[g.Seed]
 	next := c.Grow(g).Uproot(blueprints.Stream, g.Seed)
 	for i, b := range c.Streams {
@@ -279,7 +286,8 @@ func (c Config) GrowStream(g Grown) Config {
 // StreamOrder is the order of blocks with a new one behind a seed of the stream.
 func (c Config) StreamOrder(seed int) (order []int) {
 	for i := range c.Layers {
-		if order = append(order, i); i == c.Streams[seed] {
+		order = append(order, i)
+		if seed >= 0 && seed < len(c.Streams) && i == c.Streams[seed] {
 			order = append(order, blueprints.NewBlock)
 		}
 	}

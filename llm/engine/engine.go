@@ -110,6 +110,9 @@ type CPU struct {
 // global gradient norm is clipped at the limit, 0 for none. Options are for its machine.
 func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 	opts ...cpuops.Option) (Engine, error) {
+	if m == nil || g == nil || o == nil {
+		return nil, errors.New("llm: NewCPU: the model, the graph or the optimiser is nil")
+	}
 	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...),
 		cpuops.WithOutputs(g.Loss))...)
 	if err != nil {
@@ -138,6 +141,9 @@ func (t *CPU) Gradients(b data.Batch) (float64, error) { return t.train.Run(b) }
 
 // OpTimes needs the option cpuops.WithMonitor.
 func (t *CPU) OpTimes() ([]OpTime, error) {
+	if t.machine == nil {
+		return nil, errZero
+	}
 	times := t.machine.Monitor()
 	if len(times) > 0 && t.updates > 0 {
 		times = append(times, OpTime{Op: "Update", Tasks: 1,
@@ -148,7 +154,12 @@ func (t *CPU) OpTimes() ([]OpTime, error) {
 }
 
 // Choices is that of [Chooser].
-func (t *CPU) Choices() []Choice { return t.machine.Choices() }
+func (t *CPU) Choices() []Choice {
+	if t.machine == nil {
+		return nil
+	}
+	return t.machine.Choices()
+}
 
 // Ceiling is that of float32 multiply-adds on all cores.
 func (t *CPU) Ceiling() (Ceiling, error) {
@@ -160,6 +171,9 @@ func (t *CPU) Ceiling() (Ceiling, error) {
 const ceilingTime = 50 * time.Millisecond
 
 func (t *CPU) Update() (float64, error) {
+	if t.optimizer == nil {
+		return 0, errZero
+	}
 	defer func(from time.Time) {
 		t.updates, t.took = t.updates+1, t.took+time.Since(from)
 	}(time.Now())
@@ -205,7 +219,18 @@ func (t *CPU) Push(...string) error { return nil }
 
 func (t *CPU) Forget(param string,
 	from, to int) error {
+	if t.optimizer == nil {
+		return errZero
+	}
 	return t.optimizer.Forget(param, from, to)
 }
 
-func (t *CPU) Close() error { return errors.Join(t.train.Machine.Close(), t.Inference.Close()) }
+func (t *CPU) Close() error {
+	if t.machine == nil {
+		return nil
+	}
+	return errors.Join(t.train.Machine.Close(), t.Inference.Close())
+}
+
+// errZero is the error of an engine that nobody has made.
+var errZero = errors.New("llm: the engine is its zero value, want one that NewCPU returns")

@@ -91,6 +91,9 @@ func (r *Record) Share(step int) (share float64, changed bool) {
 
 // Write appends a decision to a record's file.
 func (d Decision) Write(w io.Writer) error {
+	if w == nil {
+		return errors.New("llm: Decision.Write: the writer is nil")
+	}
 	line, err := json.Marshal(d)
 	if err == nil {
 		_, err = w.Write(append(line, '\n'))

@@ -37,6 +37,9 @@ func NewDecoding(m Model) (*Decoding, error) {
 
 // Close frees the machines.
 func (d *Decoding) Close() (err error) {
+	if d.cache == nil {
+		return nil
+	}
 	if d.rows > 0 {
 		err = d.window.Machine.Close()
 	}
@@ -72,6 +75,9 @@ func (d *Decoding) reserve(tokens int) error {
 
 // Next returns the logits for what follows the tokens.
 func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
+	if d.cache == nil || ctx == nil {
+		return nil, errors.New("llm: the context is nil, or the decoder its zero value")
+	}
 	seq, last := d.model.Config.Seq, len(tokens)-1
 	if last > 0 && last < seq && slices.Equal(d.tokens, tokens[:last]) {
 		d.cache.Position = last

@@ -79,6 +79,9 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 
 // OnCPU returns a graph on a machine that keeps the outputs, and what no other node needs.
 func OnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
+	if g == nil || g.G == nil {
+		return Runner{}, errNoGraph
+	}
 	m, err := cpuops.NewMachine(g.G, cpuops.WithOutputs(outputs...))
 	if err != nil {
 		return Runner{}, err
@@ -86,8 +89,15 @@ func OnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 	return Runner{g, m}, nil
 }
 
+// errNoGraph is the error of a graph that nobody has made, or that is for something else.
+var errNoGraph = errors.New("llm: the graph is nil, its zero value or for something else, want one " +
+	"of Model.Graph, for a loss or for logits")
+
 // Let gives a graph with a loss a batch, and has its seeds do what their lattices say now.
 func (g *Graph) Let(b data.Batch) error {
+	if g == nil || g.IDs == nil || g.Targets == nil {
+		return errNoGraph
+	}
 	if err := g.seeds.steer(); err != nil {
 		return err
 	}
@@ -110,6 +120,9 @@ func (g *Graph) Let(b data.Batch) error {
 // window is filled up with zeros to the right: the model, being causal, does not see those from the
 // last token's position.
 func (g *Graph) LetTokens(tokens []int) error {
+	if g == nil || g.IDs == nil || g.Rows == nil {
+		return errNoGraph
+	}
 	window := make([]int, g.IDs.Shape()[0])
 	copy(window, tokens)
 	if err := gorgonia.Let(g.Rows, ids([]int{len(tokens) - 1})); err != nil {

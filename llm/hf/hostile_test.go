@@ -326,6 +326,17 @@ func TestOldConfig(t *testing.T) {
 	require.Equal(t, open(t, "llama2").Config, f.Config)
 }
 
+// TestZeroFolder wants a folder that nobody has opened to say who opens it.
+func TestZeroFolder(t *testing.T) {
+	var f Folder
+	require.ErrorContains(t, f.Read(t.Context(), "x", func([]byte, string) error { return nil }),
+		"want one that Open returns")
+	require.Empty(t, f.Tensors())
+	require.ErrorContains(t, Unchanged(nil), "the model is nil")
+	require.ErrorContains(t, Unchanged(new(llm.Model)), "zero value")
+	require.NoError(t, f.Close())
+}
+
 // TestGeneration wants the fields of generation_config.json to be read or refused.
 func TestGeneration(t *testing.T) {
 	dir := copyOf(t, "llama2")

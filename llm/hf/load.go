@@ -124,6 +124,10 @@ func (w *weights) bytes(c llm.Config) (total int64) {
 // or infinite is an error that wraps llm.ErrDiverged.
 func (f *Folder) Read(ctx context.Context, name string,
 	put func(part []byte, dtype string) error) error {
+	if ctx == nil || put == nil || f.weights == nil {
+		return errors.New("hf: Folder.Read: the context or the function is nil, or the folder its " +
+			"zero value: want one that Open returns")
+	}
 	err := f.weights.pieces(ctx, name, func(part []byte, t safetensors.DType) error {
 		return put(part, dtypeNames[t])
 	})

@@ -204,6 +204,9 @@ func moveInto(dir, from string) error {
 
 // Unchanged returns an error that names a seed which changes what the model computes.
 func Unchanged(m *llm.Model) error {
+	if m == nil || m.Kasmina == nil {
+		return errors.New("the model is nil or its zero value")
+	}
 	for layer, r := range m.Kasmina.Report() {
 		if layer >= len(m.Config.Kasmina) {
 			break // the lattice of depth, whose blocks are like any other

@@ -235,6 +235,9 @@ type TensorInfo struct {
 
 // Tensors returns what the weights hold, in the order of the files.
 func (f *Folder) Tensors() []TensorInfo {
+	if f.weights == nil {
+		return nil
+	}
 	all := make([]TensorInfo, 0, len(f.weights.order))
 	for i, file := range f.weights.files {
 		for _, name := range file.Names() {
