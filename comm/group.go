@@ -42,7 +42,12 @@ func (t Type) String() string {
 }
 
 // Size is in bytes.
-func (t Type) Size() int { return types[t].size }
+func (t Type) Size() int {
+	if t >= numTypes {
+		return 0
+	}
+	return types[t].size
+}
 
 // Op is what a reduction does with two elements.
 type Op uint8

@@ -13,7 +13,7 @@ type Shards []int
 // EvenShards divides count elements among ranks as evenly as multiples of so many elements allow.
 // Where count is no multiple the last shard that is not empty takes the rest.
 func EvenShards(count, size, multiple int) Shards {
-	if count < 0 || size < 1 || multiple < 1 {
+	if count < 0 || size < 1 || size > maxRanks || multiple < 1 {
 		return nil // which Check refuses
 	}
 	s := make(Shards, size+1)
@@ -31,6 +31,9 @@ type Piece struct{ Len, Multiple int }
 // CutShards divides a buffer, the pieces one behind the other, among ranks as evenly as the pieces
 // allow: each bound is the place nearest to an even share at which the buffer may be divided.
 func CutShards(pieces []Piece, size int) Shards {
+	if size < 1 || size > maxRanks {
+		return nil // which Check refuses
+	}
 	total := 0
 	for _, p := range pieces {
 		total += p.Len
@@ -82,7 +85,7 @@ func (s Shards) Count() int {
 
 // Check says what is wrong with shards for so many ranks.
 func (s Shards) Check(size int) error {
-	if len(s) != size+1 || s[0] != 0 || !slices.IsSorted(s) {
+	if size < 1 || len(s) != size+1 || s[0] != 0 || !slices.IsSorted(s) {
 		return fmt.Errorf("comm: shards %v of %d ranks: want %d bounds that rise from 0", []int(s),
 			size,
 			size+1)

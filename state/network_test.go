@@ -675,6 +675,7 @@ func TestEmptyArguments(t *testing.T) {
 	for _, n := range []*state.Network{n, {}} {
 		require.ErrorIs(t, n.Scrub(none, 1, nil), state.ErrArgument)
 		require.ErrorIs(t, n.Scrub(t.Context(), 0, nil), state.ErrArgument)
+		require.ErrorIs(t, n.ApplyShared(nil), state.ErrArgument)
 	}
 	require.ErrorIs(t, l.Scrub(none, 1, nil), state.ErrArgument)
 	require.ErrorIs(t, l.Scrub(t.Context(), -1, nil), state.ErrArgument)

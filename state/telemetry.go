@@ -486,6 +486,9 @@ func (n *Network) Obey(c Command) error {
 // them. Its error is the answer to those who have submitted something, and is returned.
 func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 	at int, err error)) error {
+	if exchange == nil {
+		return fmt.Errorf("state.ApplyShared: %w: exchange is nil", ErrArgument)
+	}
 	n = n.orNone()
 	waiting := n.queue.take(false)
 	own := make([][]Command, len(waiting))

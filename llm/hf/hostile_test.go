@@ -332,6 +332,11 @@ func TestZeroFolder(t *testing.T) {
 	require.ErrorContains(t, f.Read(t.Context(), "x", func([]byte, string) error { return nil }),
 		"want one that Open returns")
 	require.Empty(t, f.Tensors())
+	_, err := f.Load(t.Context())
+	require.ErrorContains(t, err, "want one that Open returns")
+	_, err = open(t, "llama2").Load(t.Context(), nil)
+	require.ErrorContains(t, err, "an option is nil")
+	require.ErrorContains(t, SavePretrained(t.Context(), t.TempDir(), nil, nil), "an option is nil")
 	require.ErrorContains(t, Unchanged(nil), "the model is nil")
 	require.ErrorContains(t, Unchanged(new(llm.Model)), "zero value")
 	require.NoError(t, f.Close())

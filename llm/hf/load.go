@@ -57,7 +57,13 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 	}
 	var l loading
 	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("hf: Load: an option is nil")
+		}
 		opt(&l)
+	}
+	if f.weights == nil {
+		return nil, errors.New("hf: Load: the folder is its zero value, want one that Open returns")
 	}
 	c, err := l.config(f.Config)
 	if err != nil {

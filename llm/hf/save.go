@@ -109,6 +109,9 @@ func WithSaveProgress(f func(done, of int64)) SaveOption {
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
+		if opt == nil {
+			return errors.New("hf: SavePretrained: an option is nil")
+		}
 		opt(s)
 	}
 	if err := s.save(ctx, dir, m); err != nil {

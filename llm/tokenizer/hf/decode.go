@@ -140,6 +140,9 @@ func (d *Decoder) Next(id int) ([]byte, error) {
 
 // Flush returns the bytes that were held back, and begins a new text.
 func (d *Decoder) Flush() []byte {
+	if d.t == nil {
+		return nil
+	}
 	d.out = append(d.out[:0], d.held...)
 	out := d.stripped(d.out)
 	*d = Decoder{t: d.t, special: d.special, strip: d.t.decoding.strip, held: d.held[:0],

@@ -205,6 +205,22 @@ func TestUnknownIDs(t *testing.T) {
 	}
 }
 
+// TestZeroTokenizer wants a tokenizer that nobody has made to know no token.
+func TestZeroTokenizer(t *testing.T) {
+	var tok Tokenizer
+	_, err := tok.Decode([]int{0})
+	require.ErrorContains(t, err, "its zero value")
+	_, err = new(Decoder).Next(0)
+	require.ErrorContains(t, err, "its zero value")
+	require.Empty(t, new(Decoder).Flush())
+	require.Empty(t, slices.Concat(tok.Encode([]byte("a")), tok.EncodeOrdinary([]byte("a")),
+		tok.EncodeWhole([]byte("a"))))
+	_, known := tok.ID("a")
+	_, stands := tok.Token(0)
+	require.False(t, known || stands)
+	require.Zero(t, tok.VocabSize())
+}
+
 // Bytes that are not UTF-8, which Rust's tokenizers cannot be given, come back.
 func TestInvalidUTF8ComesBack(t *testing.T) {
 	g := readGolden(t)

@@ -281,7 +281,12 @@ func tokenText(v value) (string, error) {
 func (t *Tokenizer) Name() string { return t.name }
 
 // VocabSize returns the largest id plus one. Some ids below may stand for no token.
-func (t *Tokenizer) VocabSize() int { return len(t.model.tokens) }
+func (t *Tokenizer) VocabSize() int {
+	if t.model == nil {
+		return 0
+	}
+	return len(t.model.tokens)
+}
 
 // BeginningOfText returns the id of bos_token, or a negative number if there is none.
 func (t *Tokenizer) BeginningOfText() int { return t.begin }
@@ -297,6 +302,9 @@ func (t *Tokenizer) Affixes() (before, behind []int) {
 
 // ID returns the id of a token as the file writes it, such as "<|im_end|>".
 func (t *Tokenizer) ID(token string) (int, bool) {
+	if t.model == nil {
+		return 0, false
+	}
 	if id, ok := t.model.find(token); ok {
 		return int(id), true
 	}
@@ -316,6 +324,10 @@ func (t *Tokenizer) Token(id int) (string, bool) {
 func (t *Tokenizer) IsSpecial(id int) bool { return t.special[id] }
 
 func (t *Tokenizer) check(id int) error {
+	if t == nil || t.model == nil {
+		return errors.New("the tokenizer is its zero value, want one that Load, Parse or Train " +
+			"returns")
+	}
 	if id < 0 || id >= len(t.model.tokens) || !t.model.tokens[id].ok {
 		return fmt.Errorf("id %d stands for no token of the vocabulary [0, %d)", id,
 			len(t.model.tokens))
@@ -354,6 +366,9 @@ func (t *Tokenizer) EncodeWhole(text []byte) []int {
 }
 
 func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
+	if t.model == nil {
+		return nil
+	}
 	e := t.encoders.Get().(*encoder)
 	defer t.encoders.Put(e)
 	e.ids = make([]int, 0, len(text)/3)
