@@ -13,6 +13,8 @@ type (
 	Engine = engine.Engine
 	// Scaler is an engine that scales the loss: [engine.Scaler].
 	Scaler = engine.Scaler
+	// Sensor is an engine that measures blueprints: [engine.Sensor].
+	Sensor = engine.Sensor
 	// Stepper is an engine that makes the last batch's gradients and the update in one:
 	// [engine.Stepper].
 	Stepper = engine.Stepper

@@ -184,6 +184,9 @@ func (t *Trainer) judged() bool {
 // endEpoch ends an epoch of the Kasmina lattices and lets the controller act on what they report.
 func (t *Trainer) endEpoch(loss float64) error {
 	seeds := t.Model.Kasmina
+	if err := t.sense(); err != nil {
+		return err
+	}
 	metrics := make([]state.Metrics, seeds.Layers())
 	for i, l := range seeds.Lattices() {
 		metrics[i].Loss = loss

@@ -79,12 +79,29 @@ func (t *Trainer) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 	return site.Mergeable(kind)
 }
 
+// settleSeeds takes out and merges, as a run ends, what no step is left for. Nothing is planted.
+func (t *Trainer) settleSeeds() error {
+	err := t.inTurn(func() error {
+		p := t.asked()
+		p.plant, p.grafts = nil, nil
+		if p.none() {
+			return nil
+		}
+		return t.obeySeeds(p)
+	})
+	return errors.Join(err, t.tellGrowth())
+}
+
 // replant makes the model what the seeds at weights and in the stream ask for.
 func (t *Trainer) replant() error {
-	p := t.asked()
-	if p.none() {
-		return nil
+	if p := t.asked(); !p.none() {
+		return t.obeySeeds(p)
 	}
+	return nil
+}
+
+// obeySeeds does what seeds ask for.
+func (t *Trainer) obeySeeds(p planting) error {
 	began := time.Now()
 	now, err := t.now()
 	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {

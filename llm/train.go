@@ -396,6 +396,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 	case err != nil && t.Last().RunTokens > 0:
 		err = errors.Join(err, t.emit(Failed, func(e *Event) { e.Err = err }))
 	}
+	if err == nil && t.Last().Last {
+		err = t.settleSeeds()
+	}
 	err = errors.Join(err, t.settleInTurn(), t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }

@@ -80,6 +80,17 @@ func (c Config) Sites() (sites []blueprints.Site) {
 	return sites
 }
 
+// BlockOf is the block of a blueprint, or Layers for the head.
+func (c Config) BlockOf(p Planted) int {
+	switch {
+	case p.Site == blueprints.Stream:
+		return c.Streams[p.Seed]
+	case c.Weights[p.Seed].Layer == headLayer:
+		return c.Layers
+	}
+	return c.Weights[p.Seed].Block
+}
+
 // WeightName is the parameter that a weight seed grows.
 func (c Config) WeightName(s WeightSite) string {
 	switch {

@@ -69,6 +69,13 @@ type Scaler interface {
 	SetLossScale(LossScale) error
 }
 
+// Sensor is an engine that says what the last step has measured of blueprints at weights and in the
+// stream.
+type Sensor interface {
+	Engine
+	Figures() ([]graph.Figures, error)
+}
+
 // Stepper is an engine that can compute the last batch of a step and update without a wait in
 // between.
 type Stepper interface {
@@ -114,7 +121,7 @@ func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 		return nil, errors.New("llm: NewCPU: the model, the graph or the optimiser is nil")
 	}
 	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...),
-		cpuops.WithOutputs(g.Loss))...)
+		cpuops.WithOutputs(g.Outputs()...))...)
 	if err != nil {
 		return nil, err
 	}
@@ -152,6 +159,9 @@ func (t *CPU) OpTimes() ([]OpTime, error) {
 	}
 	return times, nil
 }
+
+// Figures is that of [Sensor].
+func (t *CPU) Figures() ([]graph.Figures, error) { return t.train.Figures(t.machine.Value) }
 
 // Choices is that of [Chooser].
 func (t *CPU) Choices() []Choice {

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -102,7 +103,7 @@ func (b builder) compile() (*engine, error) {
 		return nil, err
 	}
 	own := append(slices.Clip(b.opts), cudaops.WithParams(g.Params...),
-		cudaops.WithOutputs(g.Loss))
+		cudaops.WithOutputs(g.Outputs()...))
 	machine, err := cudaops.NewMachine(b.device, g.G, append(own, b.training...)...)
 	if err != nil {
 		return nil, err
@@ -154,6 +155,9 @@ func (e *engine) Step(b data.Batch) (loss, norm float64, err error) {
 	norm, err = e.updated(norm, err)
 	return loss, norm, err
 }
+
+// Figures is that of [llm.Sensor].
+func (e *engine) Figures() ([]graph.Figures, error) { return e.graph.Figures(e.machine.Value) }
 
 // OpTimes needs the option cudaops.WithMonitor.
 func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }

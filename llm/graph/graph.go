@@ -188,6 +188,7 @@ func (b *builder) build(batch int) (*Graph, error) {
 		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
 	}
 	for i := range c.Layers {
+		out.seeds.streams = append(out.seeds.streams, x)
 		if err == nil {
 			x, err = b.block(i, x)
 		}
@@ -195,6 +196,7 @@ func (b *builder) build(batch int) (*Graph, error) {
 	if err != nil {
 		return nil, err
 	}
+	out.seeds.streams = append(out.seeds.streams, x)
 	if b.kind == ForLogits && b.blocks.Cache == nil {
 		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch),
 			gorgonia.WithName("rows"))
@@ -234,8 +236,10 @@ func (b *builder) differentiate(g *Graph) error {
 			return err
 		}
 	}
-	_, err := gorgonia.Grad(cost, g.Params...)
-	return err
+	if _, err := gorgonia.Grad(cost, g.Params...); err != nil {
+		return err
+	}
+	return b.measure()
 }
 
 // number is a constant of the parameters' type.

@@ -1,7 +1,10 @@
 package graph
 
 import (
+	"errors"
 	"fmt"
+	"math"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -20,6 +23,104 @@ type seeds struct {
 	planted  []arch.Planted
 	lattices []*state.Lattice // of each
 	pass     state.Pass
+
+	streams gorgonia.Nodes   // what blocks take in, and the last norm
+	health  gorgonia.Nodes   // of what each takes in; nil but in training
+	norms   []gorgonia.Nodes // of the gradients of its parameters
+	sizes   []int            // elements of these
+}
+
+// Figures are what a step has measured of a blueprint at a weight or in the stream. Gradient is -1,
+// and so is the variance of Health, where it is not finite.
+type Figures struct {
+	arch.Planted
+	Health   [graft.Figures]float64 // of the stream that its block takes in
+	Gradient float64                // norm of the gradients of its own parameters
+	Params   int                    // how many these are
+}
+
+// measure adds what is measured of what is planted, once there are gradients.
+func (b *builder) measure() error {
+	s := &b.out.seeds
+	at := map[*gorgonia.Node]*gorgonia.Node{}
+	for _, p := range s.planted {
+		x := s.streams[b.Config.BlockOf(p)]
+		if at[x] == nil {
+			var err error
+			if at[x], err = graft.Health(x); err != nil {
+				return err
+			}
+		}
+		s.health = append(s.health, at[x])
+		_, params, err := b.grown(p)
+		if err != nil {
+			return err
+		}
+		var norms gorgonia.Nodes
+		size := 0
+		for _, q := range params {
+			size += q.Shape().TotalSize()
+			n, err := graft.Norm(q.Deriv())
+			if err != nil {
+				return err
+			}
+			norms = append(norms, n)
+		}
+		s.norms, s.sizes = append(s.norms, norms), append(s.sizes, size)
+	}
+	return nil
+}
+
+// Outputs are what is read of a graph that has run: the loss, and what is measured of blueprints.
+func (g *Graph) Outputs() gorgonia.Nodes {
+	all := gorgonia.Nodes{g.Loss}
+	for i, h := range g.seeds.health {
+		if !slices.Contains(all, h) {
+			all = append(all, h)
+		}
+		all = append(all, g.seeds.norms[i]...)
+	}
+	return all
+}
+
+// Figures returns what the last run has measured, by what returns the values of nodes.
+func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all []Figures,
+	err error) {
+	read := func(n *gorgonia.Node) []float64 {
+		v, e := value(n)
+		if e != nil {
+			err = errors.Join(err, e)
+			return make([]float64, graft.Figures)
+		}
+		switch x := v.Data().(type) {
+		case []float64:
+			return x
+		case []float32:
+			wide := make([]float64, len(x))
+			for i, f := range x {
+				wide[i] = float64(f)
+			}
+			return wide
+		}
+		err = errors.Join(err, fmt.Errorf("a figure is a %T", v.Data()))
+		return make([]float64, graft.Figures)
+	}
+	for i, h := range g.seeds.health {
+		f := Figures{Planted: g.seeds.planted[i]}
+		copy(f.Health[:], read(h))
+		f.Params = g.seeds.sizes[i]
+		if slices.ContainsFunc(f.Health[:], func(v float64) bool { return v-v != 0 }) {
+			f.Health = [graft.Figures]float64{graft.Variance: -1}
+		}
+		for _, n := range g.seeds.norms[i] {
+			f.Gradient = math.Hypot(f.Gradient, read(n)[0])
+		}
+		if f.Gradient-f.Gradient != 0 {
+			f.Gradient = -1
+		}
+		all = append(all, f)
+	}
+	return all, err
 }
 
 // plant adds the controls of what is planted.

@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -73,7 +74,7 @@ func (t *Team) newEngine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*e
 		return nil, err
 	}
 	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...),
-		cpuops.WithOutputs(g.Loss))
+		cpuops.WithOutputs(g.Outputs()...))
 	if err != nil {
 		return nil, err
 	}
@@ -488,6 +489,11 @@ func (e *engine) Own() ([]optim.Part, error) { return e.parts, nil }
 
 func (e *engine) Gradients(data.Batch) (float64, error) {
 	return 0, errors.New("parallel: the batches of a step are computed together: Batches")
+}
+
+// Figures is that of [llm.Sensor]: of the last batch of this rank.
+func (e *engine) Figures() ([]graph.Figures, error) {
+	return e.train.Figures(e.train.Machine.Value)
 }
 
 func (e *engine) Loss(b data.Batch) (float64, error) {

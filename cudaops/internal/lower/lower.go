@@ -60,6 +60,8 @@ func init() {
 		reflect.TypeFor[*graft.IsolateOp]():             {lowerIsolate, nil},
 		reflect.TypeFor[*graft.LowRankOp]():             {lowerLowRank, nil},
 		reflect.TypeFor[*graft.LowRankGradOp]():         {lowerLowRankGrad, in(3)},
+		reflect.TypeFor[*graft.NormOp]():                {lowerNorm, in(0)},
+		reflect.TypeFor[*graft.HealthOp]():              {lowerHealth, nil},
 		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
 		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, lossscale.InRecomputed},
 	}
