@@ -106,6 +106,13 @@ func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 	return all, nil
 }
 
+// Mergeable reports whether what a kind has grown becomes a part of a plain model once it is
+// fossilized: sums of weights, and blocks as the model's own. All else stays beside these.
+func Mergeable(k Kind) bool {
+	b, err := Lookup(k)
+	return err == nil && (b.Site == Weight || b.Site == Depth || k == Attention || k == Perceptron)
+}
+
 // NewBlock stands in an order of blocks for one that is no copy of another: it starts as the
 // identity.
 const NewBlock = -1

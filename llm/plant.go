@@ -11,7 +11,6 @@ import (
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
-	"github.com/kasmina-go/kasmina/llm/site"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -51,7 +50,7 @@ func (t *Trainer) asked() (p planting) {
 			case stage == state.Fossilized && in:
 				if t.canMerge(where, t.pass.Kind[seed]) {
 					p.merge = append(p.merge, at)
-				} else if t.graftOf(at) != nil && !site.Mergeable(t.pass.Kind[seed]) {
+				} else if t.graftOf(at) != nil && !blueprints.Mergeable(t.pass.Kind[seed]) {
 					t.decided(at)
 				}
 			case !alive && stage != state.Fossilized && in:
@@ -76,7 +75,7 @@ func (t *Trainer) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 			}
 		}
 	}
-	return site.Mergeable(kind)
+	return blueprints.Mergeable(kind)
 }
 
 // settleSeeds takes out and merges, as a run ends, what no step is left for. Nothing is planted.
@@ -236,7 +235,7 @@ func (t *Trainer) describe(p planting) string {
 		}
 		what := fmt.Sprintf("%s of size %d planted at seed %d of site %v", q.Kind, q.Size, q.Seed,
 			q.Site)
-		if kind, ok := blueprints.ByName(q.Kind); ok && !site.Mergeable(kind) {
+		if kind, ok := blueprints.ByName(q.Kind); ok && !blueprints.Mergeable(kind) {
 			what += " (no block computes it, so it can never be merged)"
 		}
 		all = append(all, what)

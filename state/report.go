@@ -14,11 +14,13 @@ type Point = curve.Progress
 
 // SeedReport is the logical view of one seed.
 type SeedReport struct {
-	Seed          int
-	Stage         Stage
-	Slot          int // 0: none
-	Kind          blueprints.Kind
-	Size          int     // of the blueprint, elsewhere than on a chunk
+	Seed  int
+	Stage Stage
+	Slot  int // 0: none
+	Kind  blueprints.Kind
+	Size  int // of the blueprint, elsewhere than on a chunk
+	// the blueprint becomes a part of a plain model once it is fossilized; see blueprints.Mergeable
+	Mergeable     bool
 	Alpha         float64 // with which the output blends: 0 where it is x
 	EpochsInStage int
 	LastUpdate    int     // epoch of the last change of stage or α
@@ -106,6 +108,7 @@ func (l *Lattice) seedReport(i int) SeedReport {
 	}
 	return SeedReport{
 		Seed: i, Stage: stage, Slot: slot, Kind: blueprints.Kind(s.kind[i]), Size: size,
+		Mergeable:     stage.Alive() && s.slot[i] != 0 && blueprints.Mergeable(blueprints.Kind(s.kind[i])),
 		Alpha:         float64(stage.Share(s.alpha[i])),
 		EpochsInStage: int(s.epochsInStage[i]), LastUpdate: int(s.lastUpdate[i]),
 		Performance: fromFloat16(toFloat16(float64(s.performance[i]))), Stability: e.Stability,

@@ -337,8 +337,10 @@ func TestZeroFolder(t *testing.T) {
 	_, err = open(t, "llama2").Load(t.Context(), nil)
 	require.ErrorContains(t, err, "an option is nil")
 	require.ErrorContains(t, SavePretrained(t.Context(), t.TempDir(), nil, nil), "an option is nil")
-	require.ErrorContains(t, Unchanged(nil), "the model is nil")
-	require.ErrorContains(t, Unchanged(new(llm.Model)), "zero value")
+	for _, m := range []*llm.Model{nil, new(llm.Model)} {
+		_, err := Plain(m)
+		require.ErrorContains(t, err, "the model is nil or its zero value")
+	}
 	require.NoError(t, f.Close())
 }
 

@@ -14,10 +14,13 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/internal/become"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // tokenizerFiles are those of a folder that belong to its tokenizer.
@@ -129,7 +132,8 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 	case m == nil || len(m.Params) == 0:
 		return errors.New("the model is nil or its zero value")
 	}
-	if err := Unchanged(m); err != nil {
+	m, err = Plain(m)
+	if err != nil {
 		return err
 	}
 	config, err := s.config(m.Config)
@@ -205,25 +209,47 @@ func moveInto(dir, from string) error {
 	return nil
 }
 
-// Unchanged returns an error that names a seed which changes what the model computes.
-func Unchanged(m *llm.Model) error {
-	if m == nil || m.Kasmina == nil {
-		return errors.New("the model is nil or its zero value")
+// Plain returns a model as other programs know it: with what is fossilized at weights and in the
+// stream as a part of it, in memory of its own then. It returns an error that names a seed which
+// changes what the model computes otherwise.
+func Plain(m *llm.Model) (*llm.Model, error) {
+	if m == nil || m.Kasmina == nil || len(m.Params) == 0 {
+		return nil, errors.New("the model is nil or its zero value")
 	}
+	chunks, now := len(m.Config.Kasmina), become.Model{Config: m.Config, Params: m.Params}
 	for layer, r := range m.Kasmina.Report() {
-		if layer >= len(m.Config.Kasmina) {
-			break // the lattice of depth, whose blocks are like any other
-		}
 		for _, seed := range r.Seeds {
-			if seed.Slot != 0 && seed.Alpha != 0 {
-				return fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
+			_, planted := m.Config.PlantedAt(r.Site, seed.Seed)
+			switch {
+			case layer < chunks && seed.Slot != 0 && seed.Alpha != 0:
+				return nil, fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
 					"%.3g, and transformers has no such layer: cull the seed, or save the run "+
 					"with Trainer.Save",
 					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
+			case !planted || seed.Alpha == 0:
+			case seed.Stage != state.Fossilized || !blueprints.Mergeable(seed.Kind):
+				return nil, fmt.Errorf("seed %d of site %v is %v with α %.3g, and its %v is no "+
+					"part of the model: fossilize it, if it can be merged, or roll it back",
+					seed.Seed, r.Site, seed.Stage, seed.Alpha, seed.Kind)
+			default:
+				merged, err := become.Merge(r.Site, seed.Seed, 0, now)
+				if err != nil {
+					return nil, err
+				}
+				now = merged[0]
 			}
 		}
 	}
-	return nil
+	if len(m.Config.Planted) == 0 {
+		return m, nil
+	}
+	values := map[string]*tensor.Dense{}
+	for _, p := range now.Params {
+		values[p.Name] = p.Value
+	}
+	return llm.NewModelFrom(plain(now.Config), m.Dtype(), func(p llm.Param) error {
+		return tensor.Copy(p.Value, values[p.Name])
+	})
 }
 
 // collect gathers the small files.
@@ -356,6 +382,7 @@ func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int6
 // plain is a configuration without what transformers does not know.
 func plain(c llm.Config) llm.Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
+	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
 	c.KasminaOptions = llm.KasminaOptions{}
 	return c
 }

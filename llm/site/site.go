@@ -49,20 +49,6 @@ func Register(b blueprints.Blueprint, build Build) (blueprints.Kind, error) {
 	return k, err
 }
 
-// Mergeable reports whether what a kind has grown can become part of a plain model once it is
-// fossilized.
-func Mergeable(k blueprints.Kind) bool {
-	b, err := blueprints.Lookup(k)
-	if err != nil {
-		return false
-	}
-	switch b.Site {
-	case blueprints.Weight, blueprints.Depth:
-		return true
-	}
-	return k == blueprints.Attention || k == blueprints.Perceptron
-}
-
 // Apply adds what a registered kind computes of x, whose shape the result has.
 func Apply(k blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
 	size int) (y *gorgonia.Node, err error) {

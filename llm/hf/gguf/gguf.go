@@ -77,7 +77,8 @@ func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	case !known:
 		return fmt.Errorf("the type is %d, want F32, F16, BF16 or Q80", t)
 	}
-	if err := hf.Unchanged(m); err != nil {
+	m, err := hf.Plain(m)
+	if err != nil {
 		return err
 	}
 	fields, err := fieldsOf(f, m.Config, t)

@@ -95,7 +95,7 @@ func fullStrength(dt tensor.Dtype) *tensor.Dense {
 // and the first columns of those that write to the stream. Other rows start as those of a new block,
 // and other columns at 0, so that the block may go on to learn with all it has.
 func (m Model) block(o own, step int) (Model, error) {
-	if !site.Mergeable(o.kind) {
+	if !blueprints.Mergeable(o.kind) {
 		return m, fmt.Errorf("no block of the model computes it")
 	}
 	shape, attention, err := m.Config.StreamShape(o.kind, o.Size)

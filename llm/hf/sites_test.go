@@ -1,0 +1,144 @@
+package hf_test
+
+import (
+	"math"
+	"math/rand/v2"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// planted returns a model in which blueprints with random numbers are fossilized and still beside
+// it, as a run leaves them that ends there.
+func planted(t *testing.T, c llm.Config, all ...arch.Planted) *llm.Model {
+	t.Helper()
+	for _, p := range all {
+		c = c.Plant(p)
+	}
+	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	m, err := llm.NewModelFrom(c, tensor.Float32, func(p llm.Param) error {
+		for i := range p.Value.Float32s() {
+			p.Value.Float32s()[i] += float32(0.1 * math.Sin(float64(i)+float64(len(p.Name))))
+		}
+		return nil
+	}, state.WithoutGates())
+	require.NoError(t, err)
+	for _, p := range all {
+		for _, q := range m.Params {
+			if len(q.Name) > len(p.Prefix()) && q.Name[:len(p.Prefix())] == p.Prefix() {
+				for i := range q.Value.Float32s() {
+					q.Value.Float32s()[i] = float32(0.1 * r.NormFloat64())
+				}
+			}
+		}
+		kind, ok := blueprints.ByName(p.Kind)
+		require.True(t, ok)
+		commands := []state.Command{{Action: state.Germinate,
+			Request: state.GerminationRequest{Kind: kind, Size: p.Size}}}
+		for stage := state.Training; stage <= state.Fossilized; stage++ {
+			commands = append(commands, state.Command{Action: state.Move, To: stage})
+		}
+		for i := range commands {
+			commands[i].Layer, commands[i].Seed = m.LayerAt(p.Site), p.Seed
+		}
+		require.NoError(t, m.Kasmina.Do(commands...))
+	}
+	return m
+}
+
+// logits are those behind some tokens.
+func logits(t *testing.T, m *llm.Model) []float32 {
+	t.Helper()
+	i := &llm.Inference{Model: m}
+	defer i.Close()
+	next, err := i.Decoder()
+	require.NoError(t, err)
+	_, err = next(t.Context(), []int{3, 1, 4, 1, 5})
+	require.NoError(t, err)
+	x, err := next(t.Context(), []int{3, 1, 4, 1, 5, 9}) // with keys and values that are kept
+	require.NoError(t, err)
+	return append([]float32(nil), x.([]float32)...)
+}
+
+// TestMergedLoads wants models of every family, grown at weights and in the stream, to become plain
+// ones with the logits that the grown ones have, and one of Llama's to be saved and loaded as such.
+func TestMergedLoads(t *testing.T) {
+	base := llm.Config{Vocab: 40, Dim: 24, Layers: 2, Heads: 4, KVHeads: 2, HeadDim: 6, FF: 32,
+		Seq: 16}
+	for name, traits := range map[string]llm.Traits{"llama": {},
+		"qwen2": {QKVBias: true}, "qwen3": {QKNorm: true},
+		"gemma3": {QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true, EmbedScale: 4.5,
+			AttentionScale: 0.4, Blocks: []llm.Block{{Window: 4}, {}}}} {
+		for _, untied := range []bool{false, true} {
+			c := base
+			c.Traits, c.Untied = traits, untied
+			c = c.Default()
+			c.Weights, c.LoRAAlpha = c.WeightSites("q", "v", "o", "gate", "down", "head"), 4
+			c.Streams = []int{0, 1, 1, 1}
+			var all []arch.Planted
+			for seed := range c.Weights {
+				all = append(all, arch.Planted{Site: blueprints.Weight, Seed: seed, Kind: "LoRA",
+					Size: 1 + seed%3})
+			}
+			for seed := range c.Streams {
+				p := arch.Planted{Site: blueprints.Stream, Seed: seed, Kind: "Perceptron", Size: 11}
+				if seed%2 == 1 {
+					p.Kind, p.Size = "Attention", []int{1, 1, 2, 2}[seed]
+				}
+				all = append(all, p)
+			}
+			t.Run(name, func(t *testing.T) {
+				m := planted(t, c, all...)
+				want := logits(t, m)
+				again, err := hf.Plain(m)
+				require.NoError(t, err)
+				if name == "llama" { // others are saved like the folder that they came from
+					dir := filepath.Join(t.TempDir(), "grown")
+					require.NoError(t, hf.SavePretrained(t.Context(), dir, m))
+					again, err = hf.Load(t.Context(), dir)
+					require.NoError(t, err)
+				}
+				require.Equal(t, 2+len(c.Streams), again.Config.Layers)
+				require.Less(t, distance(logits(t, again), want), 1e-5)
+				require.Equal(t, want, logits(t, m), "the grown model has changed")
+			})
+		}
+	}
+}
+
+// distance is ‖a − b‖ / ‖b‖.
+func distance(a, b []float32) float64 {
+	var diff, norm float64
+	for i := range b {
+		d := float64(a[i]) - float64(b[i])
+		diff, norm = diff+d*d, norm+float64(b[i])*float64(b[i])
+	}
+	return math.Sqrt(diff / norm)
+}
+
+// TestUnmergedIsRefused wants a model not to be saved that other programs would compute otherwise.
+func TestUnmergedIsRefused(t *testing.T) {
+	c := llm.Config{Vocab: 40, Dim: 24, Layers: 1, Heads: 2, Seq: 16}.Default()
+	c.Weights = c.WeightSites("q")
+	m := planted(t, c.Plant(arch.Planted{Site: blueprints.Weight, Kind: "LoRA", Size: 2}))
+	for _, to := range []state.Stage{state.Germinated, state.Training, state.Grafting} {
+		command := state.Command{Action: state.Move, To: to}
+		if to == state.Germinated {
+			command = state.Command{Action: state.Germinate,
+				Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}}
+		}
+		require.NoError(t, m.Kasmina.Do(command))
+	}
+	require.NoError(t, hf.SavePretrained(t.Context(), filepath.Join(t.TempDir(), "isolated"), m))
+	require.NoError(t, m.Kasmina.Do(state.Command{Action: state.SetAlpha, Alpha: 0.5}))
+	err := hf.SavePretrained(t.Context(), filepath.Join(t.TempDir(), "blended"), m)
+	require.ErrorContains(t, err, "seed 0 of site weight is Grafting")
+}
