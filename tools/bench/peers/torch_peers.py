@@ -1,6 +1,6 @@
 """The measurements of tools/bench in PyTorch: eager, torch.compile, cuDNN's and flash attention, Liger's kernels.
 
-    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,train-f8,recompute] > torch.jsonl
+    python3 torch_peers.py [--groups copy,ops,attention,loss,muon,kasmina,optim,stock,train,train-f8,recompute,train-published] > torch.jsonl
     python3 torch_peers.py --groups train --models llama925M --batch 40 > torch.jsonl
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
@@ -152,8 +152,8 @@ def silu_mul():
         emit(f"silumul_bwd_{shape}", peer, kernel(backward(y, (a, b), g)), bytes=5 * size)
 
 
-def angles(seq, dim):
-    a = torch.outer(torch.arange(seq, device=DEVICE).float(), 1e4 ** (-torch.arange(0, dim, 2, device=DEVICE).float() / dim))
+def angles(seq, dim, base=1e4):
+    a = torch.outer(torch.arange(seq, device=DEVICE).float(), base ** (-torch.arange(0, dim, 2, device=DEVICE).float() / dim))
     return a.cos(), a.sin()
 
 
@@ -378,18 +378,20 @@ class Float8Linear(nn.Linear):
 
 
 class Block(nn.Module):
-    def __init__(self, d, heads, ff, kind=nn.Linear):
+    def __init__(self, d, heads, ff, kind=nn.Linear, kv=None):
         super().__init__()
-        self.heads = heads
+        self.heads, self.kv = heads, kv or heads
         self.norm1, self.norm2 = nn.RMSNorm(d), nn.RMSNorm(d)
         linear = lambda i, o: kind(i, o, bias=False)
-        self.qkv, self.out, self.gate_up, self.down = linear(d, 3 * d), linear(d, d), linear(d, 2 * ff), linear(ff, d)
+        wide = d // heads * (heads + 2 * self.kv)
+        self.qkv, self.out, self.gate_up, self.down = linear(d, wide), linear(d, d), linear(d, 2 * ff), linear(ff, d)
 
     def forward(self, x, cos, sin):
         batch, seq, d = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, d // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
+        qkv = self.qkv(self.norm1(x)).view(batch, seq, self.heads + 2 * self.kv, d // self.heads).transpose(1, 2)
+        q, k, v = qkv.split((self.heads, self.kv, self.kv), 1)
+        y = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True,
+                                           enable_gqa=self.kv != self.heads)
         x = x + self.out(y.transpose(1, 2).reshape(batch, seq, d))
         a, b = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(a) * b)
@@ -398,10 +400,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A Llama-style decoder whose output layer is the embedding."""
 
-    def __init__(self, v, d, layers, heads, ff, recompute=False, kind=nn.Linear):
+    def __init__(self, v, d, layers, heads, ff, recompute=False, kind=nn.Linear, kv=None):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(v, d), nn.RMSNorm(d)
-        self.blocks = nn.ModuleList(Block(d, heads, ff, kind) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(d, heads, ff, kind, kv) for _ in range(layers))
         self.recompute = recompute
         nn.init.normal_(self.embedding.weight, std=0.02)
 
@@ -417,17 +419,18 @@ SIZES = {  # vocabulary, features, layers, heads, features of the perceptron, se
     "llama350M": (50304, 1024, 24, 16, 2816, 16, 1024),
     "llama925M": (50304, 2048, 16, 16, 5632, 8, 2048),
     "llama3M_cpu": (256, 256, 4, 4, 704, 4, 256),
+    "llama3.2-1B": (128256, 2048, 16, 32, 8192, 4, 4096),
 }
 
 
-def train_one(name, suffix="", **how):
+def train_one(name, suffix="", base=1e4, **how):
     v, d, layers, heads, ff, batch, seq = SIZES[name]
     batch = BATCH or batch
     gpu = DEVICE == "cuda"
     torch._dynamo.reset()
     model = Model(v, d, layers, heads, ff, **how).to(DEVICE)
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    cos, sin = angles(seq, d // heads)
+    cos, sin = angles(seq, d // heads, base)
     ids, targets = (torch.randint(0, v, (batch, seq), device=DEVICE) for _ in range(2))
 
     def measure(peer, f):
@@ -461,6 +464,11 @@ def train(suffix="", **how):
 
 def recompute():
     train("_recompute", recompute=True)
+
+
+def train_published():
+    """The shape of a published model."""
+    attempt("train_llama3.2-1B", train_one, "llama3.2-1B", kv=8, base=5e5)
 
 
 def train_f8():
@@ -500,7 +508,7 @@ def cpu_train():
 
 
 GROUPS = {
-    "cuda": {f.__name__.replace("_", "-"): f for f in (copy, ops, attention, loss, muon, kasmina, optim, stock, train, train_f8, recompute)},
+    "cuda": {f.__name__.replace("_", "-"): f for f in (copy, ops, attention, loss, muon, kasmina, optim, stock, train, train_f8, recompute, train_published)},
     "cpu": {"copy": cpu_copy, "gemm": cpu_gemm, "kasmina": cpu_kasmina, "train": cpu_train},
 }
 
