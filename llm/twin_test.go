@@ -91,7 +91,11 @@ const noEpoch = 1 << 20
 // their norm with those of a blueprint that trains, which changes the host's steps by a little, and
 // runs that differ by a little end some per cent apart at this size.
 func TestBadFilter(t *testing.T) {
-	for random := range uint64(10) {
+	randoms := uint64(4)
+	if testing.Short() {
+		randoms = 1
+	}
+	for random := range randoms {
 		t.Run(fmt.Sprint(random), func(t *testing.T) {
 			met, events := withBadFilter(t, random, 10)
 			require.NoError(t, met.Run(t.Context()))
@@ -131,7 +135,11 @@ func TestTrialResumes(t *testing.T) {
 	}
 	require.Less(t, from, to)
 	path := filepath.Join(t.TempDir(), "run.safetensors")
-	for until := from - 1; until <= to+1; until++ {
+	step := 1
+	if testing.Short() {
+		step = 7
+	}
+	for until := from - 1; until <= to+1; until += step {
 		broken, _ := withBadFilter(t, 3, 10)
 		broken.growth.Every = 2
 		broken.On(Checkpoint(broken, path, 0))

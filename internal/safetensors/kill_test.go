@@ -54,7 +54,7 @@ func version(v uint64) []Tensor {
 // runs, how many meet a half-written file.
 func TestKill(t *testing.T) {
 	r := random(t)
-	kills := 200
+	kills := 100
 	if testing.Short() {
 		kills = 20
 	}
@@ -76,6 +76,7 @@ func TestKill(t *testing.T) {
 			if now := halfWrittenFiles(); len(now) > 0 && !slices.Equal(now, left) {
 				return
 			}
+			time.Sleep(50 * time.Microsecond) // which the child has the processor for
 		}
 	}
 	saved := func(s *saver) { s.next() }
