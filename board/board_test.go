@@ -551,6 +551,11 @@ func TestLogs(t *testing.T) {
 	require.NoError(t, other.Close())
 	_, err = board.Logs([]string{t.TempDir()})
 	require.ErrorContains(t, err, "log.jsonl")
+	for _, path := range texttest.NoFiles(t) {
+		_, err = board.Logs([]string{path})
+		require.Error(t, err, path)
+		require.Error(t, board.Report(io.Discard, path), path)
+	}
 	_, err = board.Logs(nil)
 	require.ErrorContains(t, err, "runs/*")
 	require.Equal(t, 403, order(t, b, "0/stop", "{}", nil).Code)

@@ -107,7 +107,7 @@ func (l *log) read() error {
 	if err != nil {
 		return err
 	}
-	if info.Size() > l.end {
+	if info.Size() > l.end || !info.Mode().IsRegular() { // which ReadFrom refuses
 		if l.end, err = runlog.ReadFrom(l.path, l.end, l.run.Read); err != nil {
 			return err
 		}

@@ -258,10 +258,11 @@ func newRecord(e llm.Event) Record {
 const (
 	maxRecord = 1 << 20 // bytes
 	maxValues = 1 << 14
+	maxLine   = 1 << 28 // of a line that is no record: a file without ends of lines is no log
 )
 
 // Read calls f with each record of the log at path, in order. Lines that are no records are passed
-// over, and a file that does not exist has none.
+// over, and a file that does not exist has none. A file without ends of lines is an error.
 func Read(path string, f func(Record)) error {
 	_, err := ReadFrom(path, 0, f)
 	return err
@@ -312,9 +313,11 @@ func ReadFrom(path string, from int64, f func(Record)) (end int64, err error) {
 func skipLine(lines *bufio.Reader) (n int64, err error) {
 	for {
 		line, err := lines.ReadSlice('\n')
-		n += int64(len(line))
-		if !errors.Is(err, bufio.ErrBufferFull) {
+		if n += int64(len(line)); !errors.Is(err, bufio.ErrBufferFull) {
 			return n, err
+		}
+		if n > maxLine {
+			return n, fmt.Errorf("it is no log: a line has more than %d bytes", maxLine)
 		}
 	}
 }

@@ -144,6 +144,10 @@ func TestWhatIsNoLog(t *testing.T) {
 	for _, path := range texttest.NoFiles(t) {
 		require.ErrorContains(t, Read(path, func(Record) {}), path)
 	}
+	hole := texttest.Hole(t, nil)
+	bounded.Run(t, 0, func() {
+		require.ErrorContains(t, Read(hole, func(Record) {}), "it is no log")
+	})
 }
 
 // TestOn wants the start line, and it alone, to tell what a run is computed on.
