@@ -271,6 +271,8 @@
   function showLattice(picture) {
     $('lattice-section').hidden = false;
     Lattice.set(picture);
+    const names = shown + Lattice.layers().map(l => '\n' + l.name).join('');
+    if (names !== lattice.names) { lattice.names = names; mark('events'); } // which are named by layers
     const at = Lattice.chosen();
     if (at) showSeed(at);
   }
