@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
@@ -13,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/site"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -116,12 +118,125 @@ func TestGradients(t *testing.T) {
 	}
 }
 
+// TestSiteGradients is TestGradients for blueprints at weights and in the stream, a user's own
+// among them.
+func TestSiteGradients(t *testing.T) {
+	models := 6
+	if testing.Short() {
+		models = 2
+	}
+	own := ownKinds(t)
+	for i := range models {
+		seed := rand.Uint64()
+		t.Run(fmt.Sprint(i), func(t *testing.T) {
+			t.Logf("random seed %d", seed)
+			r := rand.New(rand.NewPCG(seed, 0))
+			c := withSites(r, randomConfig(r), own)
+			t.Logf("%+v", c)
+			m := must(llm.NewModel(c, tensor.Float64, r.Uint64(), state.WithoutGates()))
+			for _, p := range m.Params {
+				x := p.Value.Float64s()
+				for k := range x {
+					x[k] += 0.3 * r.NormFloat64()
+				}
+			}
+			plant(t, r, m)
+			plantSites(t, r, m)
+			checkModel(t, r, m)
+		})
+	}
+}
+
+// withSites gives a configuration seeds on some layers and behind some blocks, all planted.
+func withSites(r *rand.Rand, c llm.Config, own [2]blueprints.Kind) llm.Config {
+	layers := []string{"q", "k", "v", "o", "gate", "up", "down", "head"}
+	for range 1 + r.IntN(4) {
+		s := llm.WeightSite{Block: r.IntN(c.Layers), Layer: layers[r.IntN(len(layers))]}
+		if s.Layer == "head" {
+			s.Block = 0
+		}
+		c.Weights = append(c.Weights, s)
+	}
+	for range 1 + r.IntN(3) {
+		c.Streams = append(c.Streams, r.IntN(c.Layers))
+	}
+	c.LoRAAlpha = r.Float64() * 3
+	for seed := range c.Weights {
+		kind := []blueprints.Kind{blueprints.LoRA, blueprints.LoRA, own[0]}[r.IntN(3)]
+		c = c.Plant(llm.Planted{Site: blueprints.Weight, Seed: seed, Kind: kind.String(), Size: 1})
+	}
+	for seed := range c.Streams {
+		kind := []blueprints.Kind{blueprints.Attention, blueprints.Perceptron, own[1]}[r.IntN(3)]
+		c = c.Plant(llm.Planted{Site: blueprints.Stream, Seed: seed, Kind: kind.String(), Size: 1})
+	}
+	return c
+}
+
+// plantSites takes what is planted to stages in which gradients are derivatives of the loss.
+func plantSites(t *testing.T, r *rand.Rand, m *llm.Model) {
+	for _, p := range m.Config.Planted {
+		kind, _ := blueprints.ByName(p.Kind)
+		last := []state.Stage{state.Grafting, state.Stabilization, state.FineTuning}[r.IntN(3)]
+		commands := []state.Command{{Action: state.Germinate,
+			Request: state.GerminationRequest{Kind: kind, Size: p.Size}}}
+		for stage := state.Training; stage <= last; stage++ {
+			commands = append(commands, state.Command{Action: state.Move, To: stage})
+		}
+		if last != state.FineTuning {
+			commands = append(commands, state.Command{Action: state.SetAlpha, Alpha: r.Float64()})
+		}
+		for i := range commands {
+			commands[i].Layer, commands[i].Seed = m.LayerAt(p.Site), p.Seed
+		}
+		if err := m.Kasmina.Do(commands...); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// ownKinds registers a kind at a weight, which scales its rows, and one in the stream.
+func ownKinds(t *testing.T) (kinds [2]blueprints.Kind) {
+	t.Helper()
+	for i, own := range []struct {
+		blueprints.Blueprint
+		site.Build
+	}{{blueprints.Blueprint{Name: "Rows of a weight", Site: blueprints.Weight,
+		Parameters: func(h blueprints.Host, _ int) ([]blueprints.Parameter, error) {
+			return []blueprints.Parameter{{Name: "rows", Shape: []int{h.Out, h.In}}}, nil
+		}}, func(x *gorgonia.Node, params gorgonia.Nodes, _ int) (*gorgonia.Node, error) {
+		return gorgonia.HadamardProd(x, params[0])
+	}}, {blueprints.Blueprint{Name: "Bottleneck", Site: blueprints.Stream,
+		Parameters: func(h blueprints.Host, size int) ([]blueprints.Parameter, error) {
+			return []blueprints.Parameter{{Name: "down", Shape: []int{size, h.In}, Deviation: 0.1},
+				{Name: "up", Shape: []int{h.Out, size}}}, nil
+		}}, func(x *gorgonia.Node, params gorgonia.Nodes, _ int) (*gorgonia.Node, error) {
+		h, err := op.Linear(x, params[0])
+		if err != nil {
+			return nil, err
+		}
+		if h, err = gorgonia.Tanh(h); err != nil {
+			return nil, err
+		}
+		return op.Linear(h, params[1])
+	}}} {
+		var ok bool
+		if kinds[i], ok = blueprints.ByName(own.Name); ok { // by a run of this test before
+			continue
+		}
+		kinds[i] = must(site.Register(own.Blueprint, own.Build))
+	}
+	return kinds
+}
+
 // plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences
 // mean nothing, and takes most of them on to where they are blended in and learn.
 func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
 	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter,
 		blueprints.LowRank, blueprints.ChunkMLP}
 	for _, l := range m.Kasmina.Lattices() {
+		if l.Site() != blueprints.Chunk {
+			continue
+		}
 		for seed := range l.Seeds() {
 			kind := kinds[r.IntN(len(kinds))]
 			slot := 1 + r.IntN(m.Config.Slots-1)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -114,5 +115,156 @@ func TestSitesResume(t *testing.T) {
 				require.Equal(t, whole.Model.Config, tr.Model.Config)
 			}
 		})
+	}
+}
+
+// TestSitesBesideDepth wants seeds at weights and in the stream to live on while the model grows in
+// depth, for good or until that is taken back, and each run to be resumed behind any step.
+func TestSitesBesideDepth(t *testing.T) {
+	for _, last := range []state.Stage{state.Fossilized, state.RolledBack} {
+		t.Run(last.String(), func(t *testing.T) {
+			commands := together(blueprints.Weight,
+				lives(0, blueprints.LoRA, 3, 1, state.Fossilized),
+				lives(2, blueprints.LoRA, 2, 4, state.RolledBack))
+			for site, own := range map[blueprints.Site]siteCommands{
+				blueprints.Stream: together(blueprints.Stream,
+					lives(0, blueprints.Attention, 1, 1, state.Fossilized),
+					lives(2, blueprints.Perceptron, 5, 5, state.Culled)),
+				blueprints.Depth: together(blueprints.Depth,
+					lives(0, blueprints.Stack, 2, 3, last))} {
+				for step, c := range own {
+					if commands[step] == nil {
+						commands[step] = map[blueprints.Site][]state.Command{}
+					}
+					commands[step][site] = c[site]
+				}
+			}
+			const steps = 13
+			dir := t.TempDir()
+			path := func(step int) string { return filepath.Join(dir, fmt.Sprint(step)) }
+			options := trainerOptions{config: sited(), steps: steps}
+			whole := newTrainer(t, options)
+			free, err := state.NewLattice(1, 1, state.At(blueprints.Depth), state.WithoutGates())
+			require.NoError(t, err)
+			depth := whole.Model.Kasmina.Lattice(whole.Model.LayerAt(blueprints.Depth))
+			require.NoError(t, depth.SetArrays(free.Arrays()))
+			whole.On(commands.give(whole), func(e Event) error {
+				if e.Kind != StepEnd {
+					return nil
+				}
+				return whole.Save(path(e.Step))
+			})
+			require.NoError(t, whole.Run(context.Background()))
+			want := learntBy(t, whole)
+			require.Empty(t, whole.Model.Config.Planted)
+			require.Empty(t, whole.before)
+			require.Equal(t, map[state.Stage]int{state.Fossilized: 5, state.RolledBack: 3}[last],
+				whole.Model.Config.Layers)
+			for step := 1; step < steps; step++ {
+				tr := newTrainer(t, options)
+				require.NoError(t, tr.Resume(context.Background(), path(step)), "step %d", step)
+				tr.On(commands.give(tr))
+				require.NoError(t, tr.Run(context.Background()), "step %d", step)
+				require.Equal(t, want, learntBy(t, tr), "from step %d", step)
+				require.Equal(t, whole.Model.Config, tr.Model.Config)
+			}
+		})
+	}
+}
+
+// TestIsolation wants blueprints that are dormant to be in no graph, and those that train to leave
+// the host's steps as they are, bit for bit, while their own parameters change.
+func TestIsolation(t *testing.T) {
+	unclipped := 0.0
+	run := func(c Config, commands siteCommands) *Trainer {
+		tr := newTrainer(t, trainerOptions{config: c, steps: 6, clip: &unclipped})
+		tr.On(commands.give(tr))
+		require.NoError(t, tr.Run(context.Background()))
+		return tr
+	}
+	none := sited()
+	none.Weights, none.Streams = nil, nil
+	plain := run(none, nil)
+	dormant := run(sited(), nil)
+	want := learntBy(t, plain)
+	require.Equal(t, want, learntBy(t, dormant))
+	nodes := func(tr *Trainer) int {
+		g, err := tr.Model.Graph(ForTraining, 2)
+		require.NoError(t, err)
+		return g.G.AllNodes().Len()
+	}
+	require.Equal(t, nodes(plain), nodes(dormant))
+	train := func(site blueprints.Site, k blueprints.Kind, seeds ...int) siteCommands {
+		var all []map[int][]state.Command
+		for _, seed := range seeds {
+			all = append(all, map[int][]state.Command{1: {germinate(seed, k, 1),
+				move(seed, state.Training)}})
+		}
+		return together(site, all...)
+	}
+	for _, commands := range []siteCommands{
+		train(blueprints.Weight, blueprints.LoRA, 0, 1, 2, 3, 4, 5),
+		train(blueprints.Stream, blueprints.Perceptron, 0, 1, 2),
+		train(blueprints.Stream, blueprints.Attention, 0, 2)} {
+		tr := run(sited(), commands)
+		require.NotEmpty(t, tr.Model.Config.Planted)
+		got := learntBy(t, tr)
+		for name, bits := range want {
+			require.Equal(t, bits, got[name], name)
+		}
+		for _, p := range tr.Model.Config.Planted {
+			last := ""
+			for _, q := range tr.Model.Params { // what writes to the stream or the weight
+				if strings.HasPrefix(q.Name, p.Prefix()) {
+					last = q.Name
+				}
+			}
+			data := tr.Model.Param(last).Float32s()
+			require.NotEqual(t, make([]float32, len(data)), data, last)
+			l := tr.Model.Kasmina.Lattice(tr.Model.LayerAt(p.Site))
+			s := l.Report().Seeds[p.Seed]
+			require.Positive(t, s.Gradient.Norm)
+			require.Positive(t, s.Health.Variance)
+			require.True(t, s.Mergeable)
+		}
+	}
+}
+
+// TestSitesRefuse wants a blueprint that fits nowhere to be refused before anything is planted.
+func TestSitesRefuse(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: sited(), steps: 2})
+	for want, c := range map[string]state.Command{
+		"a LoRA of rank 17":              germinate(0, blueprints.LoRA, 17),
+		"a Stack grows at site depth":    germinate(0, blueprints.Stack, 2),
+		"Size is 0, want 1":              germinate(0, blueprints.LoRA, 0),
+		"a Residual grows at site chunk": germinate(0, blueprints.Residual, 1)} {
+		err := tr.Model.Kasmina.Do(tr.at(blueprints.Weight, c)...)
+		require.ErrorIs(t, err, state.ErrArgument)
+		require.ErrorContains(t, err, want)
+	}
+	for want, c := range map[string]state.Command{
+		"an Attention of 3 heads": germinate(0, blueprints.Attention, 3),
+		"of 999 hidden features":  germinate(1, blueprints.Perceptron, 999)} {
+		err := tr.Model.Kasmina.Do(tr.at(blueprints.Stream, c)...)
+		require.ErrorIs(t, err, state.ErrArgument)
+		require.ErrorContains(t, err, want)
+	}
+	require.NoError(t, tr.Run(context.Background()))
+	require.Empty(t, tr.Model.Config.Planted)
+	for want, change := range map[string]func(*Config){
+		"Weights[0].Layer": func(c *Config) { c.Weights[0].Layer = "x" },
+		"Weights[1].Block": func(c *Config) { c.Weights[1].Block = 2 },
+		"Streams[0]":       func(c *Config) { c.Streams = []int{-1} },
+		"LoRAAlpha":        func(c *Config) { c.LoRAAlpha = -1 },
+		"Planted[0]": func(c *Config) {
+			c.Planted = []Planted{{Site: blueprints.Weight, Seed: 9, Kind: "LoRA", Size: 1}}
+		},
+		"Planted[1] is out of order": func(c *Config) {
+			p := Planted{Site: blueprints.Weight, Seed: 1, Kind: "LoRA", Size: 1}
+			c.Planted = []Planted{p, p}
+		}} {
+		c := sited()
+		change(&c)
+		require.ErrorContains(t, c.Check(), want)
 	}
 }

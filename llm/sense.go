@@ -16,16 +16,9 @@ func (t *Trainer) sense() error {
 	if !ok || len(t.Model.Config.Planted) == 0 {
 		return nil
 	}
-	all, err := s.Figures()
+	all, err := t.figures(s)
 	if err != nil {
 		return err
-	}
-	if e := t.ranks(); e != nil {
-		of, err := swap(e, "figures", all)
-		if err != nil {
-			return err
-		}
-		all = of[(t.Config.Accumulate-1)%len(of)] // whose batch was the last
 	}
 	for _, l := range t.Model.Kasmina.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
@@ -35,6 +28,26 @@ func (t *Trainer) sense() error {
 		}
 	}
 	return nil
+}
+
+// figures are those of the step's last batch, whoever has computed it.
+func (t *Trainer) figures(s Sensor) (all []graph.Figures, err error) {
+	e := t.ranks()
+	if e == nil {
+		return s.Figures()
+	}
+	last := (t.Config.Accumulate - 1) % e.Ranks()
+	if e.Rank() == last { // others may have computed none
+		all, err = s.Figures()
+	}
+	if err := t.agree(err); err != nil {
+		return nil, err
+	}
+	of, err := swap(e, "figures", all)
+	if err != nil {
+		return nil, err
+	}
+	return of[last], nil
 }
 
 // senseAt is sense of one lattice.

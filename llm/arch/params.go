@@ -6,6 +6,7 @@ import (
 	"math"
 	"math/rand/v2"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
 
@@ -123,17 +124,38 @@ func BlockPrefix(i int) string { return fmt.Sprintf("%s%d.", BlocksPrefix, i) }
 // FLOPs returns the floating-point operations of training on a token, forward and backward: six for
 // each weight of a product, the output layer's included, and for causal attention six a feature of
 // its heads for each position of the sequence, in each block; of a window W in a sequence of S it
-// is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language Models", 2020.)
+// is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language Models", 2020.) What
+// is planted in the stream counts alike. At a weight the operations are those of a step, whatever
+// its tokens, and are not counted.
 func (c Config) FLOPs() float64 {
 	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
 	block := float64(c.Dim) * (2*heads + 2*kv + 3*float64(c.FF))
-	seen, seq := 0.0, float64(c.Seq)
+	flops := float64(c.Vocab) * float64(c.Dim)
 	for i := range c.Layers {
-		w := seq
-		if window := c.Block(i).Window; window > 0 {
-			w = min(seq, float64(window))
-		}
-		seen += 2*w - w*w/seq
+		flops += block + heads*c.seen(i)
 	}
-	return 6 * (float64(c.Layers)*block + heads*seen + float64(c.Vocab)*float64(c.Dim))
+	for _, p := range c.Planted {
+		if p.Site != blueprints.Stream {
+			continue
+		}
+		specs, _ := c.SeedParams(p) // which Check has looked at
+		for _, s := range specs {
+			if len(s.Shape) == 2 {
+				flops += float64(s.Shape[0]) * float64(s.Shape[1])
+			}
+		}
+		if p.Kind == blueprints.Attention.String() {
+			flops += float64(p.Size*c.HeadDim) * c.seen(c.Streams[p.Seed])
+		}
+	}
+	return 6 * flops
+}
+
+// seen is twice the positions that a token sees in a block, on average.
+func (c Config) seen(block int) float64 {
+	w, seq := float64(c.Seq), float64(c.Seq)
+	if window := c.Block(block).Window; window > 0 {
+		w = min(seq, float64(window))
+	}
+	return 2*w - w*w/seq
 }

@@ -285,6 +285,8 @@ func TestSameBits(t *testing.T) {
 			commands: true, optimizer: muon},
 		"one batch a step":      {config: small(), steps: 3, accumulate: 1},
 		"batches without seeds": {config: plain, steps: 4, accumulate: 3},
+		"at weights and in the stream": {config: sited(plain), steps: 12, accumulate: 3,
+			more: siteLives},
 	} {
 		t.Run(name, func(t *testing.T) {
 			want := s.file(t, 0)
@@ -296,6 +298,44 @@ func TestSameBits(t *testing.T) {
 			}
 		})
 	}
+}
+
+// sited is a model with seeds at weights and in the stream.
+func sited(c llm.Config) llm.Config {
+	c.Weights, c.Streams = c.WeightSites("q", "down"), []int{0, 0}
+	return c
+}
+
+// siteLives takes all of them through a life, one of each site back. Every rank asks for it: all
+// but the first are refused.
+func siteLives(tr *llm.Trainer) {
+	stages := map[int]state.Stage{1: state.Training, 3: state.Grafting, 4: state.Stabilization,
+		5: state.Evaluating, 7: state.FineTuning, 9: state.Fossilized}
+	tr.On(func(e llm.Event) error {
+		to, ok := stages[e.Step]
+		if e.Kind != llm.StepEnd || !ok {
+			return nil
+		}
+		for layer, l := range tr.Model.Kasmina.Lattices() {
+			for seed := range l.Seeds() {
+				c := state.Command{Action: state.Germinate, Layer: layer, Seed: seed,
+					Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}}
+				if l.Site() == blueprints.Stream {
+					c.Request.Kind = []blueprints.Kind{blueprints.Attention,
+						blueprints.Perceptron}[seed]
+				}
+				if to == state.Training {
+					tr.Model.Kasmina.Submit(c)
+				}
+				c.Action, c.To = state.Move, to
+				if to == state.Fossilized && seed == 1 {
+					c.To = state.RolledBack
+				}
+				tr.Model.Kasmina.Submit(c)
+			}
+		}
+		return nil
+	})
 }
 
 // mustHaveGrown wants the model of a checkpoint to have been given blocks, and seeds that blend.
