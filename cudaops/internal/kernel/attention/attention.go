@@ -500,10 +500,9 @@ func (a Forward) Ways(k *kernel.Set) (ways []kernel.Way) {
 	return ways
 }
 
-// sections are those that are timed beside the rule's, where that takes fewer heads together. What
-// few heads read stays in the cache, and of many the blocks that add to the same dq follow each
-// other at a distance, so that they do not wait: which counts more depends on the lengths.
-var sections = []int{6, 12, 24, 48}
+// sections are those that are timed beside the rule's, where the cache alone would hold fewer heads
+// than fusedSection.
+var sections = []int{8, 24, 48}
 
 // bySection adds the same way with other sections.
 func (a Backward) bySection(k *kernel.Set, w kernel.Way) (ways []kernel.Way) {
@@ -513,10 +512,12 @@ func (a Backward) bySection(k *kernel.Set, w kernel.Way) (ways []kernel.Way) {
 		return ways
 	}
 	heads := a.Batch * a.KVHeads
-	rule := c.section(k, heads, 2*a.Heads/a.KVHeads)
+	if c.section(k, heads, c.sharers()) >= min(fusedSection, heads) {
+		return ways
+	}
 	for _, n := range sections {
-		if n > rule && n < 2*heads {
-			ways = append(ways, kernel.Way{Family: w.Family, Size: min(n, heads)})
+		if n < heads {
+			ways = append(ways, kernel.Way{Family: w.Family, Size: n})
 		}
 	}
 	return ways

@@ -240,6 +240,25 @@ func (a Geometry) fusedWorkspace(stats gpu.Ptr) (dq, counters gpu.Ptr, n int) {
 	return dq, dq.Offset(sums * bytes), sums + 1
 }
 
+// fusedSection is how many heads the fused backward pass works on together at least. What few heads
+// read stays in the cache; but blocks that add to the same dq then run side by side and wait for
+// each other, which costs more. NOTES.md has the times.
+const fusedSection = 16
+
+// sectionOfFused is the section of the fused backward pass, whose blocks own tiles of keys.
+func (c *attentionCall) sectionOfFused(k *kernel.Set, tiles int) int {
+	heads := c.Batch * c.KVHeads
+	least := min(fusedSection, heads)
+	if c.Section == 0 && c.section(k, heads, c.sharers()) < least {
+		return least
+	}
+	return c.evenSection(k, heads, tiles, c.sharers(), onDemand)
+}
+
+// sharers is how many times the keys' bytes the blocks of a head share: its q and g and, in as many
+// bytes again, the sums of its dq.
+func (c *attentionCall) sharers() int { return 2 * c.Heads / c.KVHeads }
+
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how
 // the workspace goes on.
 func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
@@ -249,9 +268,7 @@ func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
 	if err := k.Poison(s, dq, int(counters-dq)); err != nil {
 		return err
 	}
-	// The blocks of a head share its q and g and, in as many bytes again, the sums of its dq.
-	p.section = int32(c.evenSection(k, c.Batch*c.KVHeads, kernel.CeilDiv(c.Seq, 64*h.workers),
-		2*c.Heads/c.KVHeads, onDemand))
+	p.section = int32(c.sectionOfFused(k, kernel.CeilDiv(c.Seq, 64*h.workers)))
 	a, err := c.hopperArgs(k, 4)
 	if err != nil {
 		return err
