@@ -116,6 +116,12 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 
 		{"exponential", splitBy(`(?:a+)+b`), "a repetition of a repetition"},
 		{"exponential count", splitBy(`(?:a*){50}`), "this quantifier"},
+		{"exponential choice", splitBy(`(?:a|aa)+b`), "a repetition of a choice"},
+		{"exponential option", splitBy(`(?:aa?)+b`), "a repetition of a choice"},
+		{"exponential options", splitBy(`(?:a|aa?){30}b`), "a repetition of a choice"},
+		{"of a high power", splitBy(`[a-z]+[a-y]+[a-x]+[a-w]+b`), "more than 3 repetitions"},
+		{"of a high power by counts", splitBy(`a{1,500}a{1,500}a{1,500}a{1,500}b`),
+			"more than 3 repetitions"},
 		{"nothing", splitBy(`a*`), "a match of nothing"},
 		{"lookahead alone", splitBy(`(?=a)`), "a match of nothing"},
 		{"possessive", splitBy(`\s++`), "a quantifier of a quantifier"},

@@ -90,7 +90,12 @@ type rewritten struct {
 type expression struct {
 	empty     bool // it can match nothing
 	unbounded bool // a part of it can be repeated without end
+	choice    bool // it can match one text in several ways, or texts of several lengths
+	degree    int  // repetitions one behind the other: the time is this power of a text's length
 }
+
+// maxDegree is the most repetitions that stand one behind the other. Published patterns have two.
+const maxDegree = 3
 
 // fail notes the first error and ends the parse.
 func (p *patternParser) fail(what string) {
@@ -117,9 +122,12 @@ func (p *patternParser) alternatives(depth int) (x expression) {
 		y := p.sequence(depth)
 		x.empty = x.empty || y.empty
 		x.unbounded = x.unbounded || y.unbounded
+		x.choice = x.choice || y.choice
+		x.degree = max(x.degree, y.degree)
 		if !p.take("|") {
 			return x
 		}
+		x.choice = true
 	}
 }
 
@@ -129,6 +137,10 @@ func (p *patternParser) sequence(depth int) expression {
 		y := p.repeated(p.atom(depth))
 		x.empty = x.empty && y.empty
 		x.unbounded = x.unbounded || y.unbounded
+		x.choice = x.choice || y.choice
+		if x.degree += y.degree; x.degree > maxDegree {
+			p.fail(fmt.Sprintf("more than %d repetitions one behind the other", maxDegree))
+		}
 	}
 	return x
 }
@@ -141,14 +153,18 @@ func (p *patternParser) repeated(x expression) expression {
 	switch c := p.rest[0]; {
 	case c == '?':
 		p.take("?")
-		x.empty = true
+		x.empty, x.choice = true, true
 	case c == '*' || c == '+':
 		if x.unbounded {
 			p.fail("a repetition of a repetition")
 			return x
 		}
+		if x.choice { // each time in another way: in all, exponentially many
+			p.fail("a repetition of a choice")
+			return x
+		}
 		p.rest = p.rest[1:]
-		x.unbounded = true
+		x.unbounded, x.choice, x.degree = true, true, 1
 		x.empty = x.empty || c == '*'
 	case c == '{':
 		return p.counted(x)
@@ -176,9 +192,17 @@ func (p *patternParser) counted(x expression) expression {
 		p.fail("this quantifier")
 		return x
 	}
+	if x.choice && max(low, high) > 1 {
+		p.fail("a repetition of a choice")
+		return x
+	}
 	p.rest = rest
 	x.empty = x.empty || low == 0
 	x.unbounded = two && second == ""
+	const few = 8
+	if x.choice = x.choice || two; x.unbounded || high > low+few {
+		x.degree++
+	}
 	return x
 }
 
