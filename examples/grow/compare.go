@@ -135,7 +135,7 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error) {
 	g := llm.Growth{Controller: e.controller}
 	if e.site != "depth" {
-		g.Controller, g.Validation, g.Every = e.seedController(t), e.text.validation, 2
+		g.Controller, g.Validation, g.Every = e.seedController(t), e.text.validation, 4
 	}
 	if replay != "" {
 		f, err := os.Open(replay)

@@ -18,7 +18,7 @@ type corpus struct {
 	validation *data.Evaluation // what blueprints elsewhere than in depth are judged by: other text
 }
 
-const validationText = 16 << 10 // bytes
+const validationText = 4 << 10 // bytes
 
 const tokenizerText = 16 << 20 // bytes that a byte-pair encoding is trained on, at most
 

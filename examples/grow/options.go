@@ -171,8 +171,12 @@ func (o *options) finish(rest []string) error {
 	if err := errors.Join(o.model.Check(), o.controller.Check(), o.seeds.Check()); err != nil {
 		return err
 	}
-	if steps := o.steps(); steps > 0 { // a growth takes some 80 epochs
-		o.epoch = max(1, min(o.epoch, int(steps/100)))
+	epochs := 100.0 // of which a growth takes some 80
+	if o.site != "depth" {
+		epochs = 40 // comparisons take longer than the steps between them
+	}
+	if steps := o.steps(); steps > 0 {
+		o.epoch = max(1, min(o.epoch, int(steps/epochs)))
 	}
 	return nil
 }
