@@ -299,7 +299,7 @@ func (w failingWriter) Write([]byte) (int, error) { return 0, w.err }
 func TestEventKindNames(t *testing.T) {
 	for kind, want := range map[EventKind]string{RunStart: "RunStart", RunEnd: "RunEnd",
 		Failed: "Failed", Corrupted: "Corrupted", Reshaped: "Reshaped", 0: "EventKind(0)",
-		15: "EventKind(15)"} {
+		99: "EventKind(99)"} {
 		require.Equal(t, want, kind.String())
 	}
 }

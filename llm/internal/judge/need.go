@@ -76,13 +76,14 @@ func gradients(field string, data any) (sum, n float64, ok bool) {
 	return sum, n, n > 0
 }
 
-// Measure leaves in a lattice what its seeds need.
+// Measure leaves in a lattice what its dormant seeds need. Those that have something planted are
+// measured themselves.
 func Measure(l *state.Lattice, needs []float64) error {
 	var pass state.Pass
 	l.Begin(&pass, true)
 	return l.RecordGradient(&pass, func(seed int) state.GradientSample {
 		g := state.GradientSample{Gradient: state.Gradient{Norm: needs[seed], Max: needs[seed]}}
-		if needs[seed] > 0 {
+		if needs[seed] > 0 && pass.Stage[seed] == state.Dormant {
 			g.Norms = state.Moments{Count: 1, Mean: needs[seed]}
 		}
 		return g
