@@ -69,7 +69,7 @@ func TestRun(t *testing.T) {
 	require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "2"), &stdout, &stderr), &stderr)
 	l := lastLine(t, stdout.String())
 	require.Equal(t, []uint64{1, 2}, l.Seeds)
-	told := strings.Count(stderr.String(), "Stack of size 4, 1 blocks to 4")
+	told := strings.Count(stderr.String(), "Stack of size 2, 2 blocks to 4")
 	require.Equal(t, 2, told)
 	if !strings.Contains(stderr.String(), "taken back") {
 		require.Equal(t, l.Parameters, l.Become)

@@ -72,7 +72,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		"peak learning rates, as 0.01,0.02: the static run is tried with each, and the grown one has\nthe best of them")
 	f.IntVar(&o.model.Layers, "layers", 4,
 		"blocks of the static model, and of the grown one at its end")
-	f.IntVar(&o.from, "from", 1, "blocks that the grown model begins with")
+	f.IntVar(&o.from, "from", 2, "blocks that the grown model begins with")
 	f.StringVar(&o.site, "site", "depth", "where it grows: depth, or, with -tokens, chunk, weight or stream")
 	f.StringVar((*string)(&o.seeds.Where), "where", "",
 		"elsewhere than in depth: seeds that are planted in, random or all (default: those in need)")
