@@ -662,6 +662,18 @@ func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr,
 // NewTable remembers the tensors, whose steps the fake counts.
 func (k *fakeKernels) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {
 	t, err := optimizer.NewTable(kernel.New(k.ctx), tensors)
+	return k.remembered(t, tensors, err)
+}
+
+// NewScattered likewise.
+func (k *fakeKernels) NewScattered(tensors []optimizer.Tensor, at []int,
+	chunks int) (*optimizer.Table, error) {
+	t, err := optimizer.NewScattered(kernel.New(k.ctx), tensors, at, chunks)
+	return k.remembered(t, tensors, err)
+}
+
+func (k *fakeKernels) remembered(t *optimizer.Table, tensors []optimizer.Tensor,
+	err error) (*optimizer.Table, error) {
 	if err == nil {
 		k.mu.Lock()
 		defer k.mu.Unlock()
@@ -682,6 +694,9 @@ func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *optimizer.Ta
 			i := t.TensorOf(chunk)
 			if chunk > 0 && t.TensorOf(chunk-1) != i {
 				first = chunk
+			}
+			if i < 0 {
+				continue
 			}
 			p := k.tables[t][i]
 			from := (chunk - first) * optimizer.OptimChunk

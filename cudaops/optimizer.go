@@ -45,8 +45,10 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	}
 	defer func() { expect(m, momentsToCome(m)) }()
 	if old := m.optimizer; old != nil {
-		m.optimizer = nil
-		if err := run.Joined(m.device.ctx.SyncStream(m.runner.Stream), old.Close()); err != nil {
+		m.optimizer, m.runner.Beside = nil, nil
+		// runs may have been captured with the exchange that goes along with them
+		if err := run.Joined(m.device.ctx.SyncStream(m.runner.Stream), m.runner.Drop(),
+			old.Close()); err != nil {
 			return err
 		}
 	}
@@ -67,10 +69,13 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Chooser: m.chooser,
 		Activation: m.options.Activation}, rules, all, maxNorm,
 		m.config.ranks)
-	if err == nil {
-		m.optimizer = x
+	if err != nil {
+		return err
 	}
-	return err
+	if m.optimizer = x; x.Shared() {
+		m.runner.Beside = x
+	}
+	return nil
 }
 
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients
@@ -243,9 +248,23 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	return nil
 }
 
+// Expect says, ahead of a run, in which round it is: how many ranks contribute to it, and whether it
+// is the first of a step. Where all do, the gradients leave beside the run, each as soon as it is
+// there. All ranks of a machine made [WithRanks] that contribute call it, or none.
+func (m *Machine) Expect(contributors int, first bool) (err error) {
+	defer in("Expect", &err)
+	switch {
+	case m.runner.State.Closed():
+		return run.ErrClosed
+	case m.optimizer == nil:
+		return errNoOptimizer
+	}
+	return m.optimizer.Expect(contributors, first)
+}
+
 // Contribute sends the gradients of the last run to the ranks that own them, where this rank is
 // among the first contributors, and adds what comes to this rank's sums, which are begun anew with
-// first. Of a machine made [WithRanks] all ranks call it after every round of runs, and
+// first. What has left beside the run (see [Machine.Expect]) is not sent again. Of a machine made [WithRanks] all ranks call it after every round of runs, and
 // [Machine.Update] after the last one of a step.
 func (m *Machine) Contribute(contributors int, first bool) (err error) {
 	defer in("Contribute", &err)

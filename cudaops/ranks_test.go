@@ -77,9 +77,9 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group,
 	wg.Wait()
 }
 
-// notCaptured is for groups whose work cannot be captured.
+// notCaptured is for groups whose work cannot be captured. Gradients travel in several buckets.
 func notCaptured(c *machineConfig) error {
-	c.ranks.Uncaptured = true
+	c.ranks.Uncaptured, c.ranks.Bucket = true, 1
 	return nil
 }
 
@@ -115,7 +115,8 @@ func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgo
 	return loss, x, targets, params
 }
 
-// TestRanks: several GPUs have the parameters and moments of one, after updates of the same
+// TestRanks: where gradients leave beside the runs that make them and where they do so behind these,
+// several GPUs have the parameters and moments of one, after updates of the same
 // micro-batches, and go on from what the optimiser remembers on any number of them.
 func TestRanks(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
@@ -124,13 +125,16 @@ func TestRanks(t *testing.T) {
 		}} {
 		t.Run(name, func(t *testing.T) {
 			var want []string
-			for _, sizes := range [][2]int{{1, 1}, {2, 2}, {3, 1}, {4, 3}, {1, 2}} {
-				state, values := trainRanks(t, make, sizes[0], nil, nil, 3)
-				got := trainRanksText(trainRanks(t, make, sizes[1], state, values, 2))
+			for _, c := range []struct {
+				size, then int
+				beside     bool
+			}{{1, 1, false}, {2, 2, false}, {2, 2, true}, {3, 1, true}, {4, 3, true}, {1, 2, true}} {
+				state, values := trainRanks(t, make, c.size, c.beside, nil, nil, 3)
+				got := trainRanksText(trainRanks(t, make, c.then, c.beside, state, values, 2))
 				if want == nil {
 					want = got
 				}
-				require.Equal(t, want, got, "%v ranks", sizes)
+				require.Equal(t, want, got, "%+v", c)
 			}
 		})
 	}
@@ -148,8 +152,8 @@ func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string)
 
 // trainRanks makes updates of four micro-batches each on a number of ranks, and returns what rank 0
 // has in the end.
-func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, state []optim.Tensor,
-	values []*tensor.Dense,
+func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, beside bool,
+	state []optim.Tensor, values []*tensor.Dense,
 	steps int) (after []optim.Tensor, params []*tensor.Dense) {
 	t.Helper()
 	const batches = 4
@@ -179,6 +183,9 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, st
 					ids.Ints()[i] = r.IntN(600)
 				}
 				if b%size == rank {
+					if beside {
+						require.NoError(t, m.Expect(min(size, batches-b/size*size), b < size))
+					}
 					require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
 						m.RunAll()))
 				}
@@ -204,6 +211,65 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, st
 		}
 	})
 	return after, params
+}
+
+// silent is a group of two ranks at the first, which notes when it is asked to do something.
+type silent struct {
+	comm.Group
+	asked func(s comm.Stream)
+}
+
+func (s *silent) Rank() int                                  { return 0 }
+func (s *silent) Size() int                                  { return 2 }
+func (s *silent) Batch(f func(comm.Collectives) error) error { return f(s) }
+func (s *silent) Send(_ comm.Ptr, _ int, _ comm.Type, _ int, on comm.Stream) error {
+	s.asked(on)
+	return nil
+}
+func (s *silent) Recv(_ comm.Ptr, _ int, _ comm.Type, _ int, on comm.Stream) error {
+	s.asked(on)
+	return nil
+}
+
+// TestRanksExchangeBeside: gradients leave on a stream of their own while the run that makes them is
+// still being enqueued, in what is captured of it too, and do not leave again behind it.
+func TestRanksExchangeBeside(t *testing.T) {
+	d, _, kernels := openFake(t, fake.Config{})
+	loss, x, targets, nodes := ranked(t)
+	var at []int64 // launches before each bucket's
+	launches := func() int64 { return int64(len(d.ctx.Context.(*fake.Context).Trace())) }
+	g := &silent{}
+	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
+	m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+		WithRanks(g), small)
+	require.NoError(t, err)
+	defer m.Close()
+	o, err := newAdamW()
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, 0.1))
+	g.asked = func(s comm.Stream) {
+		require.NotEqual(t, comm.Stream(m.Stream()), s)
+		at = append(at, launches())
+	}
+	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),
+		tensor.Of(tensor.Float32))), gorgonia.Let(targets, tensor.New(tensor.WithShape(6),
+		tensor.Of(tensor.Int)))))
+	for i := range 3 { // as it is, captured, replayed
+		at = nil
+		require.NoError(t, errors.Join(m.Expect(2, true), m.RunAll()))
+		if i == 2 {
+			require.Empty(t, at, "what is replayed is asked for again")
+		} else {
+			require.NotEmpty(t, at)
+			require.Less(t, at[0], launches()-4, "nothing leaves before the run's end")
+		}
+		at = nil
+		require.NoError(t, m.Contribute(2, true))
+		require.Empty(t, at)
+	}
+	g.asked = func(s comm.Stream) { at = append(at, 0) }
+	require.NoError(t, errors.Join(m.RunAll(), m.Contribute(2, true)))
+	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
 }
 
 // TestRanksRemember: each rank holds the moments of its part alone.

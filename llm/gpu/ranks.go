@@ -148,12 +148,17 @@ func (r ranked) Batches(n int, next func() (data.Batch, error)) ([]float64, erro
 	return r.team.Batches(r.Model, r, n, next)
 }
 
-// Compute is that of [parallel.Worker].
-func (r ranked) Compute(b data.Batch) (float64, error) { return r.engine.Gradients(b) }
+// Compute is that of [parallel.Worker]. In a full round gradients leave beside the run.
+func (r ranked) Compute(b data.Batch, in parallel.Round) (float64, error) {
+	if err := r.machine.Expect(in.Contributors, in.First); err != nil {
+		return 0, err
+	}
+	return r.engine.Gradients(b)
+}
 
-// Add enqueues the exchange of gradients behind the run, and the sums behind that.
-func (r ranked) Add(round, contributors int) error {
-	return r.machine.Contribute(contributors, round == 0)
+// Add enqueues the exchange of gradients that have not left, and the sums behind it.
+func (r ranked) Add(in parallel.Round) error {
+	return r.machine.Contribute(in.Contributors, in.First)
 }
 
 // Land does not wait: the update comes behind the sums.

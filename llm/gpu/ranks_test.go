@@ -78,8 +78,10 @@ func rankRuns() map[string]rankRun {
 	small := llm.Config{Vocab: 1088, Dim: 128, Layers: 2, Heads: 2, KVHeads: 1, Seq: 64,
 		Kasmina: []int{0, 1}, Seeds: 4, Depth: 2}.Default()
 	gpt := llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024}.Default()
-	large := llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, Seq: 1024}.Default()
-	return map[string]rankRun{
+	large := llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816,
+		Seq: 1024}.Default()
+	wide := llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048}.Default()
+	runs := map[string]rankRun{
 		"adamw bf16": {config: small, precision: cudaops.BFloat16, steps: 50,
 			batch: 4, accumulate: 4},
 		"muon bf16": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
@@ -90,19 +92,19 @@ func rankRuns() map[string]rankRun {
 			accumulate: 3, grow: true},
 		"growing muon": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
 			accumulate: 3, grow: true, muon: true},
-		"124M": {config: gpt, precision: cudaops.BFloat16, steps: 40,
-			batch: 16, pace: true},
-		"350M": {config: large, precision: cudaops.BFloat16, steps: 30,
-			batch: 8, pace: true},
-		"124M, gradients bf16": {config: gpt, precision: cudaops.BFloat16, steps: 40, batch: 16,
-			pace: true, gradients: cudaops.BFloat16},
-		"350M, gradients bf16": {config: large, precision: cudaops.BFloat16, steps: 30, batch: 8,
-			pace: true, gradients: cudaops.BFloat16},
 		"bf16 gradients": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
 			accumulate: 4, gradients: cudaops.BFloat16},
 		"long": {config: gpt, precision: cudaops.BFloat16, steps: 100000, batch: 8,
 			accumulate: 2, pace: true},
 	}
+	for name, r := range map[string]rankRun{"124M": {config: gpt, batch: 32, steps: 40},
+		"350M": {config: large, batch: 16, steps: 30}, "925M": {config: wide, batch: 8, steps: 20}} {
+		r.pace, r.precision = true, cudaops.BFloat16
+		runs[name] = r
+		r.gradients = cudaops.BFloat16
+		runs[name+", gradients bf16"] = r
+	}
+	return runs
 }
 
 // rankOf trains as the rank that the environment says, or as a process without ranks where the role
@@ -124,11 +126,11 @@ func rankOf(role, dir string) (err error) {
 	defer device.Close()
 	ctx := context.Background()
 	if plain {
-		return run.train(ctx, place, dir, gpu.Engine(device, run.precision,
+		return run.train(ctx, place, device, dir, gpu.Engine(device, run.precision,
 			cudaops.WithTuning(cudaops.TuneOff),
 			cudaops.WithGradientPrecision(run.gradients)))
 	}
-	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: rankSilence})
+	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: run.silence()})
 	if err != nil {
 		return err
 	}
@@ -137,11 +139,11 @@ func rankOf(role, dir string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, team.Close(err)) }()
-	return run.train(ctx, place, dir, gpu.Parallel(device, run.precision, team,
+	return run.train(ctx, place, device, dir, gpu.Parallel(device, run.precision, team,
 		cudaops.WithGradientPrecision(run.gradients)))
 }
 
-func (r rankRun) train(ctx context.Context, place comm.Place, dir string,
+func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.Device, dir string,
 	engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) error {
 	m, err := llm.NewModel(r.config, tensor.Float32, 7, state.WithoutGates())
 	if err != nil {
@@ -153,7 +155,7 @@ func (r rankRun) train(ctx context.Context, place comm.Place, dir string,
 		return err
 	}
 	var o optim.Optimizer
-	if o, err = optim.NewAdamW(optim.WithLR(0.003)); r.muon {
+	if o, err = optim.NewAdamW(optim.WithLR(r.rate())); r.muon {
 		o, err = optim.NewMuon()
 	}
 	if err != nil {
@@ -162,9 +164,18 @@ func (r rankRun) train(ctx context.Context, place comm.Place, dir string,
 	if r.accumulate == 0 {
 		r.accumulate = place.Size
 	}
+	watch, spent := &watched{}, watched{}
 	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: r.steps, Batch: r.batch,
 		Accumulate: r.accumulate,
-		Schedule:   optim.Constant(o.LR()), Clip: 1, Epoch: 5, Engine: engine})
+		Schedule:   optim.Constant(o.LR()), Clip: 1, Epoch: 5,
+		Engine: func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+			e, err := engine(m, o, c)
+			if p, ok := e.(llm.Parallel); ok && r.pace {
+				watch.Parallel = p
+				return watch, err
+			}
+			return e, err
+		}})
 	if err != nil {
 		return err
 	}
@@ -185,12 +196,20 @@ func (r rankRun) train(ctx context.Context, place comm.Place, dir string,
 		}
 		switch {
 		case e.Step == warm:
-			began = time.Now()
+			began, spent = time.Now(), *watch
 		case e.Last && r.pace && place.Rank == 0:
 			s := time.Since(began).Seconds()
-			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.1f ms a step\n",
-				place.Size, e.Params,
-				float64(e.StepTokens*(e.Step-warm))/s, e.Loss, 1e3*s/float64(e.Step-warm))
+			n := float64(e.Step - warm)
+			free, total, err := device.Memory()
+			if err != nil {
+				return err
+			}
+			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.2f ms a step "+
+				"(gradients %.2f, update %.2f, talk %.2f), %.2f GiB\n",
+				place.Size, e.Params, float64(e.StepTokens)*n/s, e.Loss, 1e3*s/n,
+				1e3*(watch.batches-spent.batches).Seconds()/n,
+				1e3*(watch.update-spent.update).Seconds()/n,
+				1e3*(watch.talk-spent.talk).Seconds()/n, float64(total-free)/(1<<30))
 		}
 		return nil
 	})
@@ -200,8 +219,47 @@ func (r rankRun) train(ctx context.Context, place comm.Place, dir string,
 	return tr.Run(ctx)
 }
 
+// watched tells what a rank's host waits for.
+type watched struct {
+	llm.Parallel
+	batches, update, talk time.Duration
+}
+
+func since(from time.Time, sum *time.Duration) { *sum += time.Since(from) }
+
+func (w *watched) Batches(n int, next func() (data.Batch, error)) ([]float64, error) {
+	defer since(time.Now(), &w.batches)
+	return w.Parallel.Batches(n, next)
+}
+
+func (w *watched) Update() (float64, error) {
+	defer since(time.Now(), &w.update)
+	return w.Parallel.Update()
+}
+
+func (w *watched) Exchange(value []byte) ([][]byte, error) {
+	defer since(time.Now(), &w.talk)
+	return w.Parallel.Exchange(value)
+}
+
 // rankSilence is how long a rank may say nothing: also while it loads kernels.
 const rankSilence = 15 * time.Second
+
+// silence is how long ranks of a run may say nothing.
+func (r rankRun) silence() time.Duration {
+	if r.pace && r.steps < 1000 { // large models take time to make
+		return 3 * time.Minute
+	}
+	return rankSilence
+}
+
+// rate is the learning rate.
+func (r rankRun) rate() float64 {
+	if r.pace {
+		return 3e-4
+	}
+	return 3e-3
+}
 
 // growthAt are commands behind a step: a blueprint in a chunk, and blocks in depth.
 func growthAt(step int) []state.Command {
@@ -286,11 +344,13 @@ func TestRanksPace(t *testing.T) {
 		if !r.pace || name == "long" {
 			continue
 		}
-		said, _ := launched(t, "plain "+name, 1)
-		t.Logf("%s, plain: %s", name, said)
-		for n := 1; n <= most; n *= 2 {
-			said, _ := launched(t, name, n)
-			t.Logf("%s: %s", name, said)
-		}
+		t.Run(name, func(t *testing.T) {
+			said, _ := launched(t, "plain "+name, 1)
+			t.Logf("plain: %s", said)
+			for n := 2; n <= most; n *= 2 {
+				said, _ := launched(t, name, n)
+				t.Log(said)
+			}
+		})
 	}
 }

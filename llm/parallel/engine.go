@@ -160,14 +160,20 @@ type report struct {
 
 // Worker computes what falls to one rank of a step.
 type Worker interface {
-	// Compute makes the gradients of a batch, alone, and returns its loss. The passes have reported
-	// to the lattices when it returns.
-	Compute(b data.Batch) (float64, error)
-	// Add adds the gradients of a round to their owners' sums: those that the first contributors
-	// ranks have computed last. It may return while they are on their way.
-	Add(round, contributors int) error
+	// Compute makes the gradients of a batch of a round, alone, and returns its loss. The passes have
+	// reported to the lattices when it returns.
+	Compute(b data.Batch, r Round) (float64, error)
+	// Add adds the gradients of a round to their owners' sums, unless Compute has seen to that: those
+	// that its contributors have computed last. It may return while they are on their way.
+	Add(r Round) error
 	// Land waits until all that was added is there.
 	Land() error
+}
+
+// Round is a part of a step: a batch at each of the first Contributors ranks.
+type Round struct {
+	Contributors int
+	First        bool // of the step
 }
 
 // Batches computes the batches of a step, as [llm.Parallel] wants, by a worker at each rank.
@@ -181,14 +187,15 @@ func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, e
 	own := report{Lattices: m.Kasmina.Digest()}
 	var loader error
 	for i := range n {
+		round := Round{min(size, n-i/size*size), i < size}
 		if loader == nil {
 			var b data.Batch
 			if b, loader = next(); loader == nil && i%size == me {
-				own.Results = append(own.Results, compute(m, w, b, i))
+				own.Results = append(own.Results, compute(m, w, b, round, i))
 			}
 		}
 		if i%size == size-1 || i == n-1 {
-			if err := w.Add(i/size, i%size+1); err != nil {
+			if err := w.Add(round); err != nil {
 				return nil, t.blame(err)
 			}
 		}
@@ -264,14 +271,14 @@ func take(model *llm.Model, n int, all []report) (losses []float64, err error) {
 }
 
 // compute makes the gradients of the i-th batch of a step.
-func compute(m *llm.Model, w Worker, b data.Batch, i int) (r result) {
+func compute(m *llm.Model, w Worker, b data.Batch, in Round, i int) (r result) {
 	r.Measured = make([]state.Measured, m.Kasmina.Layers())
 	for k, l := range m.Kasmina.Lattices() {
 		l.Defer(&r.Measured[k], i)
 		defer l.Defer(nil, 0)
 	}
 	var err error
-	r.Loss, err = w.Compute(b)
+	r.Loss, err = w.Compute(b, in)
 	if err != nil {
 		r.Err, r.NonFinite = err.Error(), errors.Is(err, op.ErrNonFinite)
 	}
@@ -283,7 +290,7 @@ func (e *engine) Batches(n int, next func() (data.Batch, error)) ([]float64, err
 }
 
 // Compute is that of [Worker].
-func (e *engine) Compute(b data.Batch) (float64, error) {
+func (e *engine) Compute(b data.Batch, _ Round) (float64, error) {
 	if err := e.Drop(); err != nil {
 		return 0, err
 	}
@@ -301,11 +308,11 @@ func (e *engine) Land() error {
 
 // Add sends the gradients of a round's batch to their owners, and adds those of this rank's shard.
 // It returns when they are on their way.
-func (e *engine) Add(round, contributors int) error {
+func (e *engine) Add(r Round) error {
 	if err := e.Land(); err != nil {
 		return err
 	}
-	if e.team.Rank() < contributors {
+	if e.team.Rank() < r.Contributors {
 		buffer, err := e.floats(e.contribution, e.shards.Count())
 		if err != nil {
 			return err
@@ -319,7 +326,7 @@ func (e *engine) Add(round, contributors int) error {
 		}
 	}
 	e.flight = true
-	return e.sum.Add(e.acc, e.contribution, contributors, round == 0, 0)
+	return e.sum.Add(e.acc, e.contribution, r.Contributors, r.First, 0)
 }
 
 // each calls f for every parameter with the memory of its value and of its gradient.

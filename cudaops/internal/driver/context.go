@@ -217,6 +217,17 @@ func (c *context) NewStream() (gpu.Stream, error) {
 	return s, err
 }
 
+func (c *context) NewUrgentStream() (gpu.Stream, error) {
+	var least, most int32
+	var s gpu.Stream
+	err := c.call(&c.StreamPriority, uintptr(unsafe.Pointer(&least)),
+		uintptr(unsafe.Pointer(&most)))
+	if err == nil {
+		err = c.call(&c.StreamCreateWith, uintptr(unsafe.Pointer(&s)), nonBlocking, uintptr(most))
+	}
+	return s, err
+}
+
 func (c *context) DestroyStream(s gpu.Stream) error { return c.call(&c.StreamDestroy, uintptr(s)) }
 func (c *context) SyncStream(s gpu.Stream) error {
 	return c.call(&c.StreamSynchronize, uintptr(s))
@@ -245,7 +256,19 @@ func (c *context) EventDone(e gpu.Event) (bool, error) {
 }
 
 func (c *context) Record(e gpu.Event, s gpu.Stream) error {
-	return c.call(&c.EventRecord, uintptr(e), uintptr(s))
+	err := c.call(&c.EventRecord, uintptr(e), uintptr(s))
+	if err == nil {
+		c.ledger.Record(e, s)
+	}
+	return err
+}
+
+func (c *context) WaitEvent(s gpu.Stream, e gpu.Event) error {
+	err := c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
+	if err == nil {
+		c.ledger.Wait(s, e)
+	}
+	return err
 }
 
 func (c *context) Mark(e gpu.Event, s gpu.Stream) error {

@@ -53,6 +53,9 @@ type cudaAPI struct {
 	MemsetD32Async     proc `c:"cuMemsetD32Async"`
 	MemsetD2D8Async    proc `c:"cuMemsetD2D8Async" since:"3.2"`
 	StreamCreate       proc `c:"cuStreamCreate"`
+	StreamPriority     proc `c:"cuCtxGetStreamPriorityRange"`
+	StreamCreateWith   proc `c:"cuStreamCreateWithPriority"`
+	StreamWaitEvent    proc `c:"cuStreamWaitEvent"`
 	StreamDestroy      proc `c:"cuStreamDestroy_v2"`
 	StreamSynchronize  proc `c:"cuStreamSynchronize"`
 	EventCreate        proc `c:"cuEventCreate"`

@@ -42,6 +42,8 @@ const (
 	CaptureUnsupported   Status = 900
 	CaptureInvalidated   Status = 901
 	CaptureUnmatched     Status = 903
+	CaptureUnjoined      Status = 904
+	CaptureIsolation     Status = 905
 	CapturedEvent        Status = 907
 )
 
@@ -61,6 +63,8 @@ var statusNames = map[Status]string{
 	CaptureUnsupported:   "STREAM_CAPTURE_UNSUPPORTED",
 	CaptureInvalidated:   "STREAM_CAPTURE_INVALIDATED",
 	CaptureUnmatched:     "STREAM_CAPTURE_UNMATCHED",
+	CaptureUnjoined:      "STREAM_CAPTURE_UNJOINED",
+	CaptureIsolation:     "STREAM_CAPTURE_ISOLATION",
 	CapturedEvent:        "CAPTURED_EVENT",
 }
 

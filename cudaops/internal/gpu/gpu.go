@@ -122,6 +122,8 @@ type Memory interface {
 // time it.
 type Ordering interface {
 	NewStream() (Stream, error)
+	// NewUrgentStream returns a stream whose work goes before that of others where both could run.
+	NewUrgentStream() (Stream, error)
 	DestroyStream(s Stream) error
 	// SyncStream waits for all work of a stream, Synchronize waits for everything.
 	SyncStream(s Stream) error
@@ -135,6 +137,10 @@ type Ordering interface {
 	// Mark is Record inside a capture, such that every launch of the graph records the event anew.
 	Mark(e Event, s Stream) error
 	SyncEvent(e Event) error
+	// WaitEvent has what the stream is given from now on wait for the event's last recording. Where
+	// that is part of a capture, the stream becomes a part of it too, until the capture ends: by
+	// then the stream that is captured must have waited for its work.
+	WaitEvent(s Stream, e Event) error
 	EventDone(e Event) (bool, error)
 	// Elapsed is the time between two recorded events that have both passed, to about a
 	// microsecond.

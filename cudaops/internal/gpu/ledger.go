@@ -2,6 +2,7 @@ package gpu
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"sync"
 	"unsafe"
@@ -15,7 +16,8 @@ type Ledger struct {
 	stats    Stats
 	pinned   []span // sorted by start
 	captures map[Stream]*tally
-	device   map[Ptr]int // sizes of live allocations
+	events   map[Event]*tally // that were recorded in captures
+	device   map[Ptr]int      // sizes of live allocations
 }
 
 type span struct{ start, end uintptr }
@@ -121,6 +123,28 @@ func (l *Ledger) BeginCapture(s Stream) {
 	l.captures[s] = &tally{}
 }
 
+// Record notes that an event was recorded on a stream.
+func (l *Ledger) Record(e Event, s Stream) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if t := l.captures[s]; t == nil {
+		delete(l.events, e)
+	} else if l.events == nil {
+		l.events = map[Event]*tally{e: t}
+	} else {
+		l.events[e] = t
+	}
+}
+
+// Wait notes that a stream waits for an event: it joins the capture in which that was recorded.
+func (l *Ledger) Wait(s Stream, e Event) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if t := l.events[e]; t != nil {
+		l.captures[s] = t
+	}
+}
+
 // Surplus notes a node of the graph that is being captured, which it can do without.
 func (l *Ledger) Surplus(s Stream, node uintptr) {
 	l.mu.Lock()
@@ -138,7 +162,8 @@ func (l *Ledger) EndCapture(s Stream) (work Stats, surplus []uintptr) {
 	if t == nil {
 		return Stats{}, nil
 	}
-	delete(l.captures, s)
+	maps.DeleteFunc(l.captures, func(_ Stream, other *tally) bool { return other == t })
+	maps.DeleteFunc(l.events, func(_ Event, other *tally) bool { return other == t })
 	return t.work, t.surplus
 }
 

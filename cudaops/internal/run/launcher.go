@@ -15,6 +15,7 @@ type Launcher interface {
 	// one, whose result counts as right, last. It is empty where there is nothing to choose.
 	Ways(params any) []kernel.Way
 	NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error)
+	NewScattered(tensors []optimizer.Tensor, at []int, chunks int) (*optimizer.Table, error)
 	NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error)
 	// Build tells one build of some units from another.
 	Build(units ...string) string
@@ -29,6 +30,12 @@ func NewLauncher(ctx gpu.Context) Launcher { return launcher{kernel.New(ctx)} }
 // NewTable is that of package optimizer.
 func (l launcher) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {
 	return optimizer.NewTable(l.Set, tensors)
+}
+
+// NewScattered is that of package optimizer.
+func (l launcher) NewScattered(tensors []optimizer.Tensor, at []int,
+	chunks int) (*optimizer.Table, error) {
+	return optimizer.NewScattered(l.Set, tensors, at, chunks)
 }
 
 // NewQuantizeTable is NewTable of package quantize.

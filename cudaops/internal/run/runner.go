@@ -23,6 +23,17 @@ type Attendant interface {
 	Close() error
 }
 
+// Beside is work on another stream that goes along with the calls of a run, such as an exchange
+// with other GPUs.
+type Beside interface {
+	// Due is what the run under way has beside it, by which runs are captured apart: 0 for nothing.
+	// Where captured is false it is enqueued as it is.
+	Due() (kind byte, captured bool)
+	Behind(call int) error // the run's call of that number is on its way
+	Join() error           // all are: the machine's stream is to wait for the work
+	Done()                 // a run with the work, or what was captured of it, is on its way
+}
+
 // Idle is an attendant that does nothing, for others to embed.
 type Idle struct{}
 
@@ -46,6 +57,7 @@ type Runner struct {
 	*Executor
 	Program    *program.Program
 	Attendants []Attendant
+	Beside     Beside // nil for none
 	State      State
 	Scale      Scale
 
@@ -53,6 +65,7 @@ type Runner struct {
 
 	recorded map[string]*Recording // by what the attendants do
 	now      *Recording            // that of the run under way, or of the last one
+	due      bool                  // the run under way has work beside it
 }
 
 // Recording is what was captured of runs, or of updates, that do the same work.
@@ -75,6 +88,13 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 	for _, a := range r.Attendants {
 		mode = a.AppendMode(mode)
 	}
+	captured := !r.OnHost()
+	if r.due = false; r.Beside != nil {
+		kind, can := r.Beside.Due()
+		if r.due = kind != 0; r.due {
+			mode, captured = append(mode, kind), captured && can
+		}
+	}
 	if r.now = r.recorded[string(mode)]; r.now == nil {
 		if len(r.recorded) == recordings {
 			if err := r.Forget(); err != nil {
@@ -87,11 +107,16 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 		r.now = new(Recording)
 		r.recorded[string(mode)] = r.now
 	}
-	return observe(r.now.Loaded && !r.OnHost(), func() error {
-		if r.now.Loaded && r.OnHost() {
-			return r.Enqueue()
+	return observe(r.now.Loaded && captured, func() error {
+		run := r.Enqueue
+		if captured || !r.now.Loaded {
+			run = func() error { return r.Replay(r.now, r.Enqueue) }
 		}
-		return r.Replay(r.now, r.Enqueue)
+		err := run()
+		if err == nil && r.due {
+			r.Beside.Done()
+		}
+		return err
 	})
 }
 
@@ -132,7 +157,18 @@ func (r *Runner) Enqueue() error {
 	if err := r.Zero(r.Program); err != nil {
 		return err
 	}
-	return r.Calls(r.Program.Calls)
+	if !r.due {
+		return r.Calls(r.Program.Calls)
+	}
+	for i, c := range r.Program.Calls {
+		if err := r.Call(c); err != nil {
+			return err
+		}
+		if err := r.Beside.Behind(i); err != nil {
+			return err
+		}
+	}
+	return r.Beside.Join()
 }
 
 // Zero sets to zero what a program's calls expect to be so: in what is captured, since that alone

@@ -1,36 +1,44 @@
 package update
 
 import (
-	"errors"
+	"cmp"
 	"fmt"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// share is a rank's part of an update that several make. The parameters lie one behind the other,
-// as in package llm/parallel; what AdamW updates is divided at multiples of a table's chunk, what
-// Muon updates not at all.
+// share is a rank's part of an update that several make. Gradients travel in buckets, each of those
+// that a run is done with about the same time, and each bucket is divided among all ranks, so that
+// all send and receive at any time. What AdamW updates is divided at multiples of a table's chunk,
+// what Muon updates not at all.
 //
-// After each round of micro-batches every rank sends each owner what it has of the owner's
-// gradients, and the owner adds them in the order of ranks: see package comm. The owner's sums of
-// squares, of whole chunks, go to all, so that the norm is added up as on one GPU; then each
+// In each round of micro-batches every rank sends each owner what it has of the owner's gradients,
+// and the owner adds them in the order of ranks: see package comm and exchange.go. The owner's sums
+// of squares, of whole chunks, go to all, so that the norm is added up as on one GPU; then each
 // updates its part, and the parameters come back to all.
 type share struct {
-	group  comm.Group
-	shards comm.Shards
-	parts  [][]part // by rank
-	acc    gpu.Ptr  // float32 sums of this rank's gradients, each part at a multiple of 16 bytes
-
-	staging [][]gpu.Ptr // by rank and part of this rank: what comes from that rank
+	group   comm.Group
+	buckets []*bucket
+	mine    []part  // of this rank, of all buckets
+	acc     gpu.Ptr // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
+	staging gpu.Ptr // what comes from other ranks of one bucket
 	rounds  map[round]*run.Recording
+	squares *optimizer.Table // chunks of all parameters, in their order; this rank's are not nobody's
 
-	// Chunks of AdamW's tables and of Muon's, by rank.
-	adamw, muon comm.Shards
+	beside
+}
+
+// bucket is parameters whose gradients travel together.
+type bucket struct {
+	ready  int      // the call of a run behind which all of them are there
+	params []int    // numbers
+	parts  [][]part // by rank
 }
 
 // part is the elements From ≤ i < To of parameter number Param.
@@ -41,215 +49,172 @@ type part struct {
 
 func (p part) len() int { return p.to - p.from }
 
-// round is a kind of round, captured apart.
-type round struct {
-	contributors int
-	first        bool
-}
+const (
+	accAlign = 64 // elements: every part begins where vectors may
+	// bucketBytes is what a bucket has at least, but for the last: enough to use a link well, and
+	// little enough for the first to leave soon.
+	bucketBytes = 32 << 20
+)
 
-const accAlign = 64 // elements: every part begins where vectors may
-
-// divide decides who owns what.
-func (x *Optimizer) divide(group comm.Group) error {
-	s := &share{group: group, rounds: map[round]*run.Recording{}}
-	var pieces []comm.Piece
+// divide decides which gradients travel together, and who owns what.
+func (x *Optimizer) divide(r Ranks) error {
+	s := &share{group: r.Group, rounds: map[round]*run.Recording{}}
+	x.share = s
 	for _, p := range x.Params {
 		if want := p.Grad.Len() * p.Grad.Type.Size(); p.Grad.Extent() != want {
 			return fmt.Errorf("the gradient of %s does not lie in one piece", p.Input.Node.Name())
 		}
-		piece := comm.Piece{Len: p.Grad.Len(), Multiple: optimizer.OptimChunk}
-		if p.Rule.Muon {
+	}
+	s.buckets = x.fill(cmp.Or(r.Bucket, bucketBytes))
+	acc := 0
+	for _, b := range s.buckets {
+		b.parts = x.cut(b)
+		for i := range b.parts[r.Group.Rank()] {
+			p := &b.parts[r.Group.Rank()][i]
+			p.acc = acc
+			acc += kernel.CeilDiv(p.len(), accAlign) * accAlign
+			s.mine = append(s.mine, *p)
+		}
+	}
+	if err := x.takeRoom(acc); err != nil {
+		return err
+	}
+	return x.open()
+}
+
+// fill puts the parameters in buckets of so many bytes at least, in the order in which a run is
+// done with their gradients.
+func (x *Optimizer) fill(least int) (all []*bucket) {
+	ready, order := make([]int, len(x.Params)), make([]int, len(x.Params))
+	for i, p := range x.Params {
+		order[i], ready[i] = i, lastWrite(x.m.Program, p.Grad)
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(ready[a], ready[b]) })
+	bytes := least
+	for _, i := range order {
+		if bytes >= least {
+			all, bytes = append(all, &bucket{}), 0
+		}
+		b := all[len(all)-1]
+		b.params, b.ready = append(b.params, i), ready[i]
+		bytes += x.Params[i].Grad.Extent()
+	}
+	return all
+}
+
+// lastWrite is the number of the last call of a program that writes to an array's buffer.
+func lastWrite(p *program.Program, a *program.Array) (last int) {
+	for i, c := range p.Calls {
+		for _, arg := range c.Args {
+			if (arg.Role == program.Write || arg.Role == program.Update) && arg.Array.On(a.Buffer) {
+				last = i
+			}
+		}
+	}
+	return last
+}
+
+// cut divides a bucket among the ranks.
+func (x *Optimizer) cut(b *bucket) [][]part {
+	var pieces []comm.Piece
+	for _, i := range b.params {
+		piece := comm.Piece{Len: x.Params[i].Grad.Len(), Multiple: optimizer.OptimChunk}
+		if x.Params[i].Rule.Muon {
 			piece.Multiple = 0
 		}
 		pieces = append(pieces, piece)
 	}
-	s.shards = comm.CutShards(pieces, group.Size())
-	s.adamw, s.muon = comm.Shards{0}, comm.Shards{0}
-	for r := range group.Size() {
-		var parts []part
-		at, acc := 0, 0
-		var chunks [2]int
+	shards := comm.CutShards(pieces, x.share.group.Size())
+	all := make([][]part, x.share.group.Size())
+	for r := range all {
+		at := 0
 		for i, p := range pieces {
-			from, to := max(s.shards[r]-at, 0), min(s.shards[r+1]-at, p.Len)
+			from, to := max(shards[r]-at, 0), min(shards[r+1]-at, p.Len)
 			at += p.Len
-			if from >= to {
-				continue
+			if from < to {
+				all[r] = append(all[r], part{param: b.params[i], from: from, to: to})
 			}
-			parts = append(parts, part{i, from, to, acc})
-			acc += (to - from + accAlign - 1) / accAlign * accAlign
-			kind := 0
-			if x.Params[i].Rule.Muon {
-				kind = 1
-			}
-			chunks[kind] += (to - from + optimizer.OptimChunk - 1) / optimizer.OptimChunk
 		}
-		s.parts = append(s.parts, parts)
-		s.adamw, s.muon = append(s.adamw, s.adamw[r]+chunks[0]), append(s.muon, s.muon[r]+chunks[1])
 	}
-	x.share = s
-	return x.takeRoom()
+	return all
 }
 
 // takeRoom allocates the sums, and room for what comes from other ranks.
-func (x *Optimizer) takeRoom() (err error) {
-	s, own := x.share, 0
-	mine := s.parts[s.group.Rank()]
-	if n := len(mine); n > 0 {
-		own = mine[n-1].acc + mine[n-1].len()
-	}
-	if s.acc, err = x.memory.Alloc(4*max(1, own), "the sums of gradients"); err != nil {
+func (x *Optimizer) takeRoom(sums int) (err error) {
+	s, room := x.share, 0
+	if s.acc, err = x.memory.Alloc(4*max(1, sums), "the sums of gradients"); err != nil {
 		return err
 	}
-	s.staging = make([][]gpu.Ptr, s.group.Size())
-	for r := range s.staging {
-		if r == s.group.Rank() {
-			continue
+	for _, b := range s.buckets {
+		bytes := 0
+		for _, p := range b.parts[s.group.Rank()] {
+			bytes += x.stagingBytes(p)
 		}
-		for _, p := range mine {
-			at, err := x.memory.Alloc(p.len()*x.Params[p.param].Grad.Type.Size(),
-				"gradients of other ranks")
-			if err != nil {
-				return err
-			}
-			s.staging[r] = append(s.staging[r], at)
-		}
+		room = max(room, bytes*(s.group.Size()-1))
 	}
-	return nil
+	s.staging, err = x.memory.Alloc(max(1, room), "gradients of other ranks")
+	return err
+}
+
+// stagingBytes is what a part takes of what comes from one rank.
+func (x *Optimizer) stagingBytes(p part) int {
+	n := p.len() * x.Params[p.param].Grad.Type.Size()
+	return kernel.CeilDiv(n, program.Alignment) * program.Alignment
 }
 
 // own is this rank's part of parameter number i.
 func (s *share) own(i int) (part, bool) {
-	mine := s.parts[s.group.Rank()]
-	at := slices.IndexFunc(mine, func(p part) bool { return p.param == i })
+	at := slices.IndexFunc(s.mine, func(p part) bool { return p.param == i })
 	if at < 0 {
 		return part{}, false
 	}
-	return mine[at], true
+	return s.mine[at], true
 }
 
-var commTypes = map[gpu.DType]comm.Type{gpu.Float32: comm.Float32, gpu.BFloat16: comm.BFloat16,
-	gpu.Float16: comm.Float16}
+// of are the parts of a parameter, by rank; of some ranks they have no elements.
+func (s *share) of(param int) (all []part) {
+	for _, b := range s.buckets {
+		if !slices.Contains(b.params, param) {
+			continue
+		}
+		for _, parts := range b.parts {
+			var own part
+			if i := slices.IndexFunc(parts, func(p part) bool { return p.param == param }); i >= 0 {
+				own = parts[i]
+			}
+			all = append(all, own)
+		}
+	}
+	return all
+}
 
-func ptr(p gpu.Ptr) comm.Ptr { return comm.Ptr(p) }
-
-// Contribute enqueues the sending of the last run's gradients, where this rank is among the first
-// contributors, to their owners, and the adding of what comes. It is what all ranks do after every
-// round.
-func (x *Optimizer) Contribute(contributors int, first bool) error {
+// buildSquares lays out all chunks for their sums of squares, in an order that does not depend on
+// the number of ranks.
+func (x *Optimizer) buildSquares() (err error) {
 	s := x.share
-	if s == nil {
-		return errors.New("the optimiser is not one of several ranks'")
-	}
-	if contributors < 1 || contributors > s.group.Size() {
-		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
-			contributors, s.group.Size())
-	}
-	k := round{contributors, first}
-	if s.rounds[k] == nil {
-		s.rounds[k] = new(run.Recording)
-	}
-	return x.replay(s.rounds[k], func() error {
-		if err := x.exchange(contributors); err != nil {
-			return err
+	var tensors []optimizer.Tensor
+	var at []int
+	chunks := 0
+	for i, p := range x.Params {
+		if own, ok := s.own(i); ok {
+			tensors = append(tensors, optimizer.Tensor{Grad: s.acc.Offset(4 * own.acc),
+				GradType: gpu.Float32, Size: own.len()})
+			at = append(at, chunks+own.from/optimizer.OptimChunk)
 		}
-		return x.addUp(contributors, first)
-	})
+		chunks += kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
+	}
+	s.squares, err = x.m.Kernels.NewScattered(tensors, at, chunks)
+	return err
 }
 
-// replay is Runner.Replay where collectives can be captured.
-func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
-	if x.share != nil && x.uncaptured {
-		return enqueue()
-	}
-	return x.m.Replay(r, enqueue)
-}
-
-// exchange sends and receives gradients, all at once.
-func (x *Optimizer) exchange(contributors int) error {
-	s, stream, me := x.share, comm.Stream(x.m.Stream), x.share.group.Rank()
-	return s.group.Batch(func(c comm.Collectives) error {
-		for r := range s.group.Size() {
-			if r == me {
-				continue
-			}
-			for _, p := range s.parts[r] {
-				g := x.Params[p.param].Grad
-				if me < contributors {
-					if err := c.Send(ptr(g.Ptr().Offset(p.from*g.Type.Size())), p.len(),
-						commTypes[g.Type], r, stream); err != nil {
-						return err
-					}
-				}
-			}
-			for i, p := range s.parts[me] {
-				if r < contributors {
-					t := commTypes[x.Params[p.param].Grad.Type]
-					if err := c.Recv(ptr(s.staging[r][i]), p.len(), t, r, stream); err != nil {
-						return err
-					}
-				}
-			}
-		}
-		return nil
-	})
-}
-
-// addUp adds the contributions of a round to this rank's sums, in the order of ranks.
-func (x *Optimizer) addUp(contributors int, first bool) error {
-	s, me := x.share, x.share.group.Rank()
-	for i, p := range s.parts[me] {
-		g, sum := x.Params[p.param].Grad, s.acc.Offset(4*p.acc)
-		from := make([]gpu.Ptr, contributors)
-		for r := range from {
-			if from[r] = g.Ptr().Offset(p.from * g.Type.Size()); r != me {
-				from[r] = s.staging[r][i]
-			}
-		}
-		keep := 1.0
-		if first {
-			keep = 0
-		}
-		if first && contributors > 1 && g.Type == gpu.Float32 { // the first two in one pass
-			if err := x.m.Launch(elementwise.Binary{Op: elementwise.Add, Y: sum,
-				A: elementwise.Operand{Ptr: from[0]},
-				B: elementwise.Operand{Ptr: from[1]}, N: p.len(), Type: gpu.Float32}); err != nil {
-				return err
-			}
-			from, keep = from[2:], 1
-		}
-		for _, at := range from {
-			if err := x.m.Launch(elementwise.Axpby{Y: sum, YType: gpu.Float32, X: at,
-				XType: g.Type, Alpha: 1, Beta: keep,
-				N: p.len()}); err != nil {
-				return err
-			}
-			keep = 1
-		}
-	}
-	return nil
-}
-
-// gatherSquares brings the sums of squares of all chunks to all ranks.
+// gatherSquares brings the sums of squares of all chunks to all ranks: each is that of one rank,
+// and 0 at the others, so that no order of addition matters.
 func (s *share) gatherSquares(squares gpu.Ptr, stream gpu.Stream) error {
 	if s.group.Size() == 1 {
 		return nil
 	}
-	return s.group.Batch(func(c comm.Collectives) error {
-		base := 0
-		for _, shards := range []comm.Shards{s.adamw, s.muon} {
-			for r := range s.group.Size() {
-				if n := shards.Len(r); n > 0 {
-					at := squares.Offset(4 * (base + shards[r]))
-					if err := c.Broadcast(ptr(at), n, comm.Float32, r,
-						comm.Stream(stream)); err != nil {
-						return err
-					}
-				}
-			}
-			base += shards.Count()
-		}
-		return nil
-	})
+	return s.group.AllReduce(ptr(squares), ptr(squares), s.squares.Chunks, comm.Float32, comm.Sum,
+		comm.Stream(stream))
 }
 
 // gatherParams brings the parameters to all ranks.
@@ -259,12 +224,14 @@ func (x *Optimizer) gatherParams() error {
 		return nil
 	}
 	return s.group.Batch(func(c comm.Collectives) error {
-		for r, parts := range s.parts {
-			for _, p := range parts {
-				at := x.Params[p.param].Input.Array.Ptr().Offset(4 * p.from)
-				if err := c.Broadcast(ptr(at), p.len(), comm.Float32, r,
-					comm.Stream(x.m.Stream)); err != nil {
-					return err
+		for _, b := range s.buckets {
+			for r, parts := range b.parts {
+				for _, p := range parts {
+					at := x.Params[p.param].Input.Array.Ptr().Offset(4 * p.from)
+					if err := c.Broadcast(ptr(at), p.len(), comm.Float32, r,
+						comm.Stream(x.m.Stream)); err != nil {
+						return err
+					}
 				}
 			}
 		}
@@ -275,38 +242,32 @@ func (x *Optimizer) gatherParams() error {
 // Gathered returns a moment of a parameter, whole, at every rank; all ranks must ask for the same.
 func (x *Optimizer) Gathered(param, moment int) ([]float32, error) {
 	s, a := x.share, x.Params[param]
-	whole, n := make([]float32, a.Grad.Len()), 0
-	for _, parts := range s.parts {
-		for _, p := range parts {
-			if p.param == param {
-				n = max(n, p.len())
-			}
-		}
+	parts := s.of(param)
+	whole, n := make([]float32, a.Grad.Len()), 1
+	for _, p := range parts {
+		n = max(n, p.len())
 	}
 	room, err := x.memory.Alloc(4*n, "a moment of other ranks")
 	if err != nil {
 		return nil, err
 	}
 	ctx, stream := x.m.Ctx, x.m.Stream
-	for r, parts := range s.parts {
-		for _, p := range parts {
-			if p.param != param {
-				continue
-			}
-			at := room
-			if r == s.group.Rank() {
-				at = a.Moments[moment].Ptr()
-			}
-			err := s.group.Broadcast(ptr(at), p.len(), comm.Float32, r, comm.Stream(stream))
-			if err == nil {
-				err = ctx.CopyToHost(gpu.Bytes(whole[p.from:p.to]), at, stream)
-			}
-			if err == nil {
-				err = ctx.SyncStream(stream)
-			}
-			if err != nil {
-				return nil, run.Joined(err, x.memory.Free(room))
-			}
+	for r, p := range parts {
+		if p.len() == 0 {
+			continue
+		}
+		at := room
+		if r == s.group.Rank() {
+			at = a.Moments[moment].Ptr()
+		}
+		err := run.InTurn(
+			func() error {
+				return s.group.Broadcast(ptr(at), p.len(), comm.Float32, r, comm.Stream(stream))
+			},
+			func() error { return ctx.CopyToHost(gpu.Bytes(whole[p.from:p.to]), at, stream) },
+			func() error { return ctx.SyncStream(stream) })
+		if err != nil {
+			return nil, run.Joined(err, x.memory.Free(room))
 		}
 	}
 	return whole, x.memory.Free(room)
@@ -358,12 +319,11 @@ func (x *Optimizer) copies(p *Param, t *optimizer.Tensor, vector int) {
 	}
 }
 
-// squaresAt are where a rank's sums of squares begin, of AdamW's chunks and of Muon's, and how many
-// there are at all ranks.
+// squaresAt are where the sums of squares begin of AdamW's chunks and of Muon's, and how many there
+// are at all ranks.
 func (x *Optimizer) squaresAt() (adamw, muon, all int) {
 	if s := x.share; s != nil {
-		me := s.group.Rank()
-		return s.adamw[me], s.adamw.Count() + s.muon[me], s.adamw.Count() + s.muon.Count()
+		return 0, 0, s.squares.Chunks
 	}
 	if x.adamw != nil {
 		muon = x.adamw.Chunks

@@ -83,6 +83,7 @@ type Optimizer struct {
 type Ranks struct {
 	Group      comm.Group
 	Uncaptured bool // the group's work cannot be captured
+	Bucket     int  // bytes of gradients that travel together at least; 0 for what is fast
 }
 
 // New puts an optimiser, with what it remembers so far, on the device. Where ranks are not nil it
@@ -101,7 +102,7 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 func (x *Optimizer) prepare(ranks *Ranks) (err error) {
 	if ranks != nil {
 		x.uncaptured = ranks.Uncaptured
-		if err := x.divide(ranks.Group); err != nil {
+		if err := x.divide(*ranks); err != nil {
 			return err
 		}
 	}
@@ -110,6 +111,11 @@ func (x *Optimizer) prepare(ranks *Ranks) (err error) {
 	}
 	if err := x.buildTables(); err != nil {
 		return err
+	}
+	if x.share != nil {
+		if err := x.buildSquares(); err != nil {
+			return err
+		}
 	}
 	if x.control, err = x.memory.Alloc(optimizer.ControlBytes, "the optimiser"); err != nil {
 		return err
@@ -165,6 +171,9 @@ func (x *Optimizer) Held() int {
 		return 0
 	}
 	n := x.memory.Held()
+	if x.share != nil {
+		n += x.share.squares.Bytes
+	}
 	for _, t := range x.tables() {
 		n += t.Bytes
 	}
@@ -381,6 +390,10 @@ func newCall(params any, args ...program.Arg) *program.Call {
 // squareCalls form the sums of the gradients' squares, and tell how many there are, at all ranks.
 func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 	adamw, muon, n := x.squaresAt()
+	if x.share != nil {
+		return []*program.Call{newCall(optimizer.GradSquares{Squares: x.squares,
+			Table: x.share.squares})}, n
+	}
 	if x.adamw != nil {
 		calls = append(calls,
 			newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * adamw), Table: x.adamw}))
@@ -432,12 +445,7 @@ func (x *Optimizer) Close() error {
 	for _, r := range x.recorded {
 		errs = append(errs, r.Drop(x.m.Ctx))
 	}
-	if x.share != nil {
-		for _, r := range x.share.rounds {
-			errs = append(errs, r.Drop(x.m.Ctx))
-		}
-	}
-	return run.Joined(errs...)
+	return run.Joined(append(errs, x.shut())...)
 }
 
 // togetherLeast is the elements of squares up to which matrices of one shape go through the
@@ -527,27 +535,43 @@ func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 		}
 	}
 	bad := map[*gorgonia.Node]bool{}
+	note := func(t *optimizer.Table, at int, of []*Param) error {
+		squares := make([]float32, t.Chunks)
+		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares.Offset(4*at),
+			x.m.Stream); err != nil {
+			return err
+		}
+		for chunk, v := range squares {
+			if i := t.TensorOf(chunk); v-v != 0 && i >= 0 {
+				bad[of[i].Input.Node] = true
+			}
+		}
+		return nil
+	}
+	if s := x.share; s != nil {
+		return bad, note(s.squares, 0, x.ofTable(func(*Param) bool { return true }))
+	}
 	adamw, muon, _ := x.squaresAt()
 	for _, t := range x.tables() {
-		squares, at := make([]float32, t.Chunks), adamw
+		at := adamw
 		if t == x.muon {
 			at = muon
 		}
-		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares.Offset(4*at),
-			x.m.Stream); err != nil {
+		if err := note(t, at, x.ofTable(func(p *Param) bool {
+			return p.Rule.Muon == (t == x.muon)
+		})); err != nil {
 			return nil, err
-		}
-		var of []*Param
-		for i, p := range x.Params {
-			if from, to := x.Part(i); from < to && p.Rule.Muon == (t == x.muon) {
-				of = append(of, p)
-			}
-		}
-		for chunk, v := range squares {
-			if v-v != 0 {
-				bad[of[t.TensorOf(chunk)].Input.Node] = true
-			}
 		}
 	}
 	return bad, nil
+}
+
+// ofTable are the parameters of some kind that this rank has a part of, as they stand in a table.
+func (x *Optimizer) ofTable(kind func(*Param) bool) (of []*Param) {
+	for i, p := range x.Params {
+		if from, to := x.Part(i); from < to && kind(p) {
+			of = append(of, p)
+		}
+	}
+	return of
 }

@@ -229,3 +229,52 @@ func TestNoBlas(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestWaitEvent wants a stream to wait for another's event, in a capture to join it, and a capture
+// that leaves a stream's work behind to fail.
+func TestWaitEvent(t *testing.T) {
+	_, c := open(t, Config{})
+	p := get[gpu.Ptr](t)(c.Alloc(4))
+	out := get[[]byte](t)(c.AllocHost(4))
+	a, b := get[gpu.Stream](t)(c.NewStream()), get[gpu.Stream](t)(c.NewUrgentStream())
+	fork, join := get[gpu.Event](t)(c.NewEvent(false)), get[gpu.Event](t)(c.NewEvent(false))
+	check(t, c.WaitEvent(b, fork)) // never recorded: nothing to wait for
+	check(t, c.Memset8(p, 1, 4, a), c.Record(fork, a), c.WaitEvent(b, fork), c.CopyToHost(out, p, b),
+		c.SyncStream(b))
+	if out[0] != 1 {
+		t.Errorf("the copy ran before what it waits for: %d", out[0])
+	}
+	before := c.Stats()
+	check(t, c.BeginCapture(a), c.Memset8(p, 2, 4, a), c.Record(fork, a), c.WaitEvent(b, fork),
+		c.CopyToHost(out, p, b), c.Record(join, b), c.WaitEvent(a, join), c.Memset8(p, 3, 4, a))
+	g := get[*gpu.Graph](t)(c.EndCapture(a))
+	if work := c.Stats().Sub(before); work.ToHost.Count != 0 || g.Work.ToHost.Count != 1 {
+		t.Errorf("a copy on a joined stream counts at once: %+v", work)
+	}
+	check(t, c.LaunchGraph(g, a), c.SyncStream(a))
+	if out[0] != 2 {
+		t.Errorf("got %d, want the 2 that is there between", out[0])
+	}
+	check(t, c.Memset8(p, 1, 4, b), c.SyncStream(b)) // it has left the capture
+	for name, test := range map[string]struct {
+		work func() error
+		want gpu.Status
+	}{
+		"work that nobody waits for": {func() error { return c.Memset8(p, 1, 4, b) },
+			gpu.CaptureUnjoined},
+		"more of it behind the join": {func() error {
+			return errors.Join(c.Memset8(p, 1, 4, b), c.Record(join, b), c.Memset8(p, 1, 4, b),
+				c.WaitEvent(a, join))
+		}, gpu.CaptureUnjoined},
+	} {
+		check(t, c.BeginCapture(a), c.Record(fork, a), c.WaitEvent(b, fork), test.work())
+		if _, err := c.EndCapture(a); !errors.Is(err, test.want) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	check(t, c.Record(join, b), c.BeginCapture(a))
+	if err := c.WaitEvent(a, join); !errors.Is(err, gpu.CaptureIsolation) {
+		t.Errorf("waiting in a capture for what is outside: %v", err)
+	}
+	c.EndCapture(a) // which fails
+}

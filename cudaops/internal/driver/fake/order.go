@@ -2,6 +2,7 @@ package fake
 
 import (
 	"errors"
+	"maps"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -17,9 +18,12 @@ type stream struct {
 	capture *capture
 }
 
-// capture records the work of a stream.
+// capture records the work of a stream, and of those that have joined it.
 type capture struct {
+	origin  *stream
 	ops     []op
+	given   map[*stream]int // pieces of work of those that have joined it
+	awaited map[*stream]int // of those, how many the origin waits for
 	invalid bool
 }
 
@@ -34,7 +38,8 @@ type mark struct {
 	stream   *stream
 	passed   bool
 	at       time.Duration
-	captured bool
+	captured *capture // in which it is; nil for none
+	behind   int      // how much of a joined stream's work was captured before it
 }
 
 // issue traces, counts and enqueues work, or records it.
@@ -56,6 +61,9 @@ func (c *Context) issue(o Op, work gpu.Stats, do op) error {
 func (s *stream) push(do op) {
 	if s.capture != nil {
 		s.capture.ops = append(s.capture.ops, do)
+		if s.capture.origin != s {
+			s.capture.given[s]++
+		}
 		return
 	}
 	s.queue = append(s.queue, do)
@@ -118,6 +126,9 @@ func (c *Context) NewStream() (gpu.Stream, error) {
 		return s, nil
 	})
 }
+
+// NewUrgentStream makes a stream: the fake's have no priorities.
+func (c *Context) NewUrgentStream() (gpu.Stream, error) { return c.NewStream() }
 
 // waits makes a call that waits for a stream, which spoils a capture, and runs the stream's work.
 func (c *Context) waits(call string, s gpu.Stream, before func() error) error {
@@ -195,9 +206,12 @@ func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 		if err != nil {
 			return err
 		}
-		m := &mark{stream: st, captured: st.capture != nil}
+		m := &mark{stream: st, captured: st.capture}
 		ev.mark = m
-		if !m.captured {
+		c.ledger.Record(e, s)
+		if m.captured != nil {
+			m.behind = st.capture.given[st]
+		} else {
 			st.push(func() error {
 				m.passed, m.at = true, c.clock
 				return nil
@@ -230,7 +244,7 @@ func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
 // recorded.
 func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 	return c.onEvent(call, e, func(ev *event) error {
-		if ev.mark != nil && ev.mark.captured {
+		if ev.mark != nil && ev.mark.captured != nil {
 			return gpu.NewError(call, gpu.CapturedEvent, "",
 				"the event was last recorded inside a capture")
 		}
@@ -247,6 +261,40 @@ func (c *Context) SyncEvent(e gpu.Event) error {
 		}
 		c.pass(m)
 		return c.fault(call)
+	})
+}
+
+// WaitEvent has a stream's work wait for an event, or lets the stream join the capture that the
+// event was recorded in.
+func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
+	const call = "cuStreamWaitEvent"
+	return c.onEvent(call, e, func(ev *event) error {
+		st, err := c.stream(call, s)
+		if err != nil || ev.mark == nil {
+			return err
+		}
+		m := ev.mark
+		switch {
+		case m.captured == nil && st.capture != nil:
+			st.capture.invalid = true
+			return gpu.NewError(call, gpu.CaptureIsolation, "",
+				"a capture cannot wait for what is outside of it")
+		case m.captured == nil:
+			st.push(func() error {
+				c.pass(m)
+				return nil
+			})
+		case m.stream.capture != m.captured || st.capture != nil && st.capture != m.captured ||
+			st.capture == nil && s == 0:
+			return gpu.NewError(call, gpu.CapturedEvent, "",
+				"the event was last recorded inside another capture")
+		case st.capture == nil:
+			st.capture = m.captured
+			c.ledger.Wait(s, e)
+		case st == m.captured.origin && m.behind > 0:
+			m.captured.awaited[m.stream] = m.behind
+		}
+		return nil
 	})
 }
 
@@ -297,7 +345,8 @@ func (c *Context) BeginCapture(s gpu.Stream) error {
 			return gpu.NewError(call, gpu.CaptureUnsupported, "",
 				"the default stream, or one being captured already")
 		}
-		st.capture = &capture{}
+		st.capture = &capture{origin: st, given: map[*stream]int{},
+			awaited: map[*stream]int{}}
 		c.ledger.BeginCapture(s)
 		return nil
 	})
@@ -313,18 +362,26 @@ func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 		return nil, err
 	}
 	k := st.capture
-	if k == nil {
+	if k == nil || k.origin != st {
 		return nil, gpu.NewError(call, gpu.CaptureUnmatched, "",
 			"no capture was begun on the stream")
 	}
 	work, _ := c.ledger.EndCapture(s)
-	st.capture = nil
+	for _, joined := range c.streams {
+		if joined.capture == k {
+			joined.capture = nil
+		}
+	}
 	if err := c.begin(call); err != nil {
 		return nil, err
 	}
 	if k.invalid {
 		return nil, gpu.NewError(call, gpu.CaptureInvalidated, "",
 			"a call during the capture was not allowed in it")
+	}
+	if !maps.Equal(k.given, k.awaited) {
+		return nil, gpu.NewError(call, gpu.CaptureUnjoined, "",
+			"a stream that has joined the capture has work that the captured one did not wait for")
 	}
 	if err := c.begin("cuGraphInstantiateWithFlags"); err != nil {
 		return nil, err

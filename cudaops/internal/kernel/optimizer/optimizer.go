@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -72,9 +73,28 @@ func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 	if len(tensors) == 0 {
 		return nil, errors.New("kernels.NewTable: no tensors")
 	}
+	var at []int
+	chunks := 0
+	for _, t := range tensors {
+		at = append(at, chunks)
+		chunks += kernel.CeilDiv(t.Size, OptimChunk)
+	}
+	return layOut(k, tensors, at, chunks)
+}
+
+// NewScattered is NewTable for [GradSquares] alone: of so many chunks, those of tensor number i are
+// at[i] and those behind it. What is nobody's has the sum 0.
+func NewScattered(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, error) {
+	// whose second chunk is behind its end
+	nothing := Tensor{Size: 4, Param: 16, Grad: 16, First: 16, Second: 16}
+	return layOut(k, append(slices.Clip(tensors), nothing), append(slices.Clip(at), -1), chunks)
+}
+
+// layOut lays out tensors whose chunks begin at some of so many; a negative one stands for all
+// chunks that are nobody's, of which none is within the tensor.
+func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, error) {
 	rows := make([]deviceTensor, len(tensors))
-	var chunks []byte
-	var of []int
+	of, index := slices.Repeat([]int{nobody}, chunks), slices.Repeat([]int{1}, chunks)
 	for i, t := range tensors {
 		if t.Size < 1 {
 			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
@@ -93,19 +113,28 @@ func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 			int64(t.Size), t.LRScale,
 			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType),
 			int32(t.DirectionType),
-			int32(len(of)), int32(n), 0}
+			int32(at[i]), int32(n), 0}
+		if at[i] < 0 {
+			continue
+		}
 		for j := range n {
-			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(i))
-			chunks = binary.LittleEndian.AppendUint32(chunks, uint32(j))
-			of = append(of, i)
+			of[at[i]+j], index[at[i]+j] = i, j
 		}
 	}
-	t := &Table{ctx: k.Ctx, count: len(rows), of: of, Chunks: len(of)}
+	var list []byte
+	for c, i := range of {
+		if i == nobody {
+			i = len(tensors) - 1
+		}
+		list = binary.LittleEndian.AppendUint32(list, uint32(i))
+		list = binary.LittleEndian.AppendUint32(list, uint32(index[c]))
+	}
+	t := &Table{ctx: k.Ctx, count: len(rows), of: of, Chunks: chunks}
 	for _, part := range []struct {
 		at    *gpu.Ptr
 		bytes []byte
 	}{{&t.tensors, kernel.TableBytes(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))},
-		{&t.chunks, chunks}} {
+		{&t.chunks, list}} {
 		var err error
 		t.Bytes += len(part.bytes)
 		if *part.at, err = k.Ctx.Alloc(len(part.bytes)); err == nil {
@@ -118,7 +147,10 @@ func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 	return t, nil
 }
 
-// TensorOf is the number of the tensor that a chunk is a part of.
+// nobody stands for the tensor of a chunk that is of none.
+const nobody = -1
+
+// TensorOf is the number of the tensor that a chunk is a part of, −1 for one of none.
 func (t *Table) TensorOf(chunk int) int { return t.of[chunk] }
 
 // Free gives the table's memory back.

@@ -356,3 +356,41 @@ func TestNormSameBits(t *testing.T) {
 		t.Errorf("norms %v", norms)
 	}
 }
+
+// TestScattered wants the sums of squares of chunks that stand among others' to be those of a table
+// of their own, and 0 elsewhere.
+func TestScattered(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	qs := []*parameter{newParameter(g, 301, 101, kerneltest.F32, kerneltest.Bf16),
+		newParameter(g, 3, 1, kerneltest.Bf16, kerneltest.Bf16)}
+	table, squares := newTable(g, qs)
+	const before, between, behind = 3, 1, 2
+	var tensors []Tensor
+	for _, q := range qs {
+		tensors = append(tensors, q.Tensor)
+	}
+	own := (301*101 + OptimChunk - 1) / OptimChunk
+	chunks := before + own + between + 1 + behind
+	scattered, err := NewScattered(g.Set, tensors, []int{before, before + own + between}, chunks)
+	g.Must(err)
+	defer func() { g.Must(scattered.Free()) }()
+	got := g.Alloc(chunks, kerneltest.F32, 0)
+	g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
+	g.Must(GradSquares{Squares: got.Ptr, Table: scattered}.Launch(g.Set, g.Stream))
+	one := make([]float32, own+1)
+	g.Must(g.Ctx.CopyToHost(gpu.Bytes(one), squares, g.Stream))
+	g.Must(g.Ctx.SyncStream(g.Stream))
+	all := g.Read(got)
+	for i := range all {
+		want, of := 0.0, -1
+		switch {
+		case i >= before && i < before+own:
+			want, of = float64(one[i-before]), 0
+		case i == before+own+between:
+			want, of = float64(one[own]), 1
+		}
+		if all[i] != want || scattered.TensorOf(i) != of {
+			t.Errorf("chunk %d of tensor %d: %v, want %v", i, scattered.TensorOf(i), all[i], want)
+		}
+	}
+}

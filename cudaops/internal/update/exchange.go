@@ -1,0 +1,240 @@
+package update
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+)
+
+// beside is the exchange of gradients on a stream of its own, beside the run that makes them: a
+// bucket leaves when its gradients are there, while the run goes on.
+type beside struct {
+	side         run.Executor // on the stream of the exchange
+	fork, joined gpu.Event
+	expected     round // of the next run; with no contributors nothing goes along with it
+	left         int   // buckets that have left in the run that is being enqueued
+	sent         bool  // the last run's gradients have left, and been added
+}
+
+// round is a kind of round, captured apart.
+type round struct {
+	contributors int
+	first        bool
+}
+
+// open takes what the exchange beside a run needs.
+func (x *Optimizer) open() (err error) {
+	s := x.share
+	s.side = *x.m.Executor
+	if s.side.Stream, err = x.m.Ctx.NewUrgentStream(); err != nil {
+		return err
+	}
+	if s.fork, err = x.memory.NewEvent(false); err != nil {
+		return err
+	}
+	s.joined, err = x.memory.NewEvent(false)
+	return err
+}
+
+// shut gives back the stream.
+func (x *Optimizer) shut() error {
+	if x.share == nil || x.share.side.Stream == 0 {
+		return nil
+	}
+	errs := []error{x.m.Ctx.DestroyStream(x.share.side.Stream)}
+	if x.share.squares != nil {
+		errs = append(errs, x.share.squares.Free())
+	}
+	for _, r := range x.share.rounds {
+		errs = append(errs, r.Drop(x.m.Ctx))
+	}
+	return run.Joined(errs...)
+}
+
+// Expect says what the next run is: one of a round of so many ranks. Where all contribute, their
+// gradients leave beside it.
+func (x *Optimizer) Expect(contributors int, first bool) error {
+	s := x.share
+	if s == nil {
+		return errNotShared
+	}
+	s.sent, s.expected = false, round{}
+	if contributors == s.group.Size() && contributors > 1 {
+		s.expected = round{contributors, first}
+	}
+	return nil
+}
+
+var errNotShared = errors.New("the optimiser is not one of several ranks'")
+
+// Due is that of run.Beside.
+func (x *Optimizer) Due() (kind byte, captured bool) {
+	switch r := x.share.expected; {
+	case r.contributors == 0:
+		return 0, true
+	case r.first:
+		return 'f', !x.uncaptured
+	}
+	return 'g', !x.uncaptured
+}
+
+// Behind has those buckets leave whose gradients are there behind a call of a run.
+func (x *Optimizer) Behind(call int) error {
+	s := x.share
+	if call == 0 {
+		s.left = 0
+	}
+	for ; s.left < len(s.buckets) && s.buckets[s.left].ready <= call; s.left++ {
+		if err := run.InTurn(
+			func() error { return x.m.Ctx.Record(s.fork, x.m.Stream) },
+			func() error { return x.m.Ctx.WaitEvent(s.side.Stream, s.fork) },
+			func() error { return x.send(s.buckets[s.left], s.expected, &s.side) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Join has the machine's stream wait for the exchange.
+func (x *Optimizer) Join() error {
+	s := x.share
+	if err := x.m.Ctx.Record(s.joined, s.side.Stream); err != nil {
+		return err
+	}
+	return x.m.Ctx.WaitEvent(x.m.Stream, s.joined)
+}
+
+// Done notes that the run's gradients have left.
+func (x *Optimizer) Done() { x.share.sent, x.share.expected = true, round{} }
+
+// Contribute enqueues the sending of the last run's gradients, where this rank is among the first
+// contributors, to their owners, and the adding of what comes, unless that went along with the run.
+// It is what all ranks do after every round.
+func (x *Optimizer) Contribute(contributors int, first bool) error {
+	s := x.share
+	if s == nil {
+		return errNotShared
+	}
+	if contributors < 1 || contributors > s.group.Size() {
+		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
+			contributors, s.group.Size())
+	}
+	s.expected = round{}
+	if s.sent {
+		s.sent = false
+		return nil
+	}
+	k := round{contributors, first}
+	if s.rounds[k] == nil {
+		s.rounds[k] = new(run.Recording)
+	}
+	return x.replay(s.rounds[k], func() error {
+		for _, b := range s.buckets {
+			if err := x.send(b, k, x.m.Executor); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// replay is Runner.Replay where collectives can be captured.
+func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
+	if x.share != nil && x.uncaptured {
+		return enqueue()
+	}
+	return x.m.Replay(r, enqueue)
+}
+
+// send exchanges the gradients of a bucket, and adds those of this rank.
+func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
+	staged, err := x.exchange(b, r.contributors, comm.Stream(on.Stream))
+	if err != nil {
+		return err
+	}
+	for i, p := range b.parts[x.share.group.Rank()] {
+		if err := x.addUp(p, staged[i], r.first, on); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+var commTypes = map[gpu.DType]comm.Type{gpu.Float32: comm.Float32, gpu.BFloat16: comm.BFloat16,
+	gpu.Float16: comm.Float16}
+
+func ptr(p gpu.Ptr) comm.Ptr { return comm.Ptr(p) }
+
+// exchange sends and receives the gradients of a bucket, all at once, and returns where the
+// contributions to this rank's parts lie, by part, in the order of ranks. Its own stay where they
+// are.
+func (x *Optimizer) exchange(b *bucket, contributors int,
+	stream comm.Stream) (staged [][]gpu.Ptr, err error) {
+	s, me := x.share, x.share.group.Rank()
+	mine, slot := b.parts[me], s.staging
+	staged = make([][]gpu.Ptr, len(mine))
+	err = s.group.Batch(func(c comm.Collectives) error {
+		for r := range s.group.Size() {
+			if r != me && me < contributors {
+				for _, p := range b.parts[r] {
+					if err := c.Send(ptr(x.gradient(p)), p.len(), x.commType(p), r,
+						stream); err != nil {
+						return err
+					}
+				}
+			}
+			for i, p := range mine {
+				switch {
+				case r >= contributors:
+				case r == me:
+					staged[i] = append(staged[i], x.gradient(p))
+				default:
+					if err := c.Recv(ptr(slot), p.len(), x.commType(p), r, stream); err != nil {
+						return err
+					}
+					staged[i] = append(staged[i], slot)
+					slot = slot.Offset(x.stagingBytes(p))
+				}
+			}
+		}
+		return nil
+	})
+	return staged, err
+}
+
+// gradient is where the last run has left that of a part.
+func (x *Optimizer) gradient(p part) gpu.Ptr {
+	g := x.Params[p.param].Grad
+	return g.Ptr().Offset(p.from * g.Type.Size())
+}
+
+func (x *Optimizer) commType(p part) comm.Type { return commTypes[x.Params[p.param].Grad.Type] }
+
+// addUp adds the contributions of a round to the sum of a part, in the order of ranks.
+func (x *Optimizer) addUp(p part, from []gpu.Ptr, first bool, on *run.Executor) error {
+	t, sum := x.Params[p.param].Grad.Type, x.share.acc.Offset(4*p.acc)
+	keep := 1.0
+	if first {
+		keep = 0
+	}
+	if first && len(from) > 1 && t == gpu.Float32 { // the first two in one pass
+		if err := on.Launch(elementwise.Binary{Op: elementwise.Add, Y: sum,
+			A: elementwise.Operand{Ptr: from[0]}, B: elementwise.Operand{Ptr: from[1]},
+			N: p.len(), Type: gpu.Float32}); err != nil {
+			return err
+		}
+		from, keep = from[2:], 1
+	}
+	for _, at := range from {
+		if err := on.Launch(elementwise.Axpby{Y: sum, YType: gpu.Float32, X: at, XType: t,
+			Alpha: 1, Beta: keep, N: p.len()}); err != nil {
+			return err
+		}
+		keep = 1
+	}
+	return nil
+}
