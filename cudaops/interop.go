@@ -81,11 +81,24 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 	if err = made(m); err != nil {
 		return
 	}
-	a, err := lasting(m, n)
+	a, err := m.whole(n)
 	if err != nil {
 		return 0, 0, err
 	}
 	return uintptr(a.Ptr()), a.Extent(), nil
+}
+
+// whole is the memory of a node whose value outlives a run, and is here as a whole.
+func (m *Machine) whole(n *gorgonia.Node) (*program.Array, error) {
+	a, err := lasting(m, n)
+	if err != nil {
+		return nil, err
+	}
+	if in := m.inputs.Of(n); in != nil && in.Part != nil {
+		return nil, fmt.Errorf("%s is divided among ranks (WithRanks): its values have no one "+
+			"address", graph.Describe(n))
+	}
+	return a, nil
 }
 
 // Bind makes a node's value lie in device memory that the program holds, from the next run on: ptr
@@ -106,7 +119,7 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	if err = made(m); err != nil {
 		return
 	}
-	a, err := lasting(m, n)
+	a, err := m.whole(n)
 	if err != nil {
 		return err
 	}

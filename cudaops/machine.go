@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/schedule"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
 // Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has
@@ -232,6 +233,15 @@ func (m *Machine) load() error {
 				"other machine's parameters")
 		}
 		for _, b := range p.Borrowed {
+			if b.Part != nil && slices.ContainsFunc(p.Calls, func(c *program.Call) bool {
+				return c.Touches(b.Array.Buffer)
+			}) {
+				return fmt.Errorf("WithParamsOf: %s is divided among ranks, which have it whole "+
+					"in the other machine's precision alone: give both the same",
+					graph.Describe(b.Node))
+			}
+		}
+		for _, b := range p.Borrowed {
 			s.inputs.Share(b, 1)
 		}
 		m.borrowed = p.Borrowed
@@ -437,6 +447,9 @@ func momentsToCome(m *Machine) (bytes int) {
 		if g := gradientOf(m, in); g != nil {
 			bytes += 2 * 4 * g.Len()
 		}
+	}
+	if r := m.config.ranks; r != nil {
+		bytes /= r.Group.Size()
 	}
 	return bytes
 }

@@ -66,8 +66,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return errors.New("no parameter has a gradient: name them with WithParams and derive " +
 			"them with gorgonia.Grad")
 	}
-	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Chooser: m.chooser,
-		Activation: m.options.Activation}, rules, all, maxNorm,
+	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Memory: &m.memory,
+		Chooser: m.chooser, Activation: m.options.Activation}, rules, all, maxNorm,
 		m.config.ranks)
 	if err != nil {
 		return err

@@ -67,7 +67,14 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group,
 				t.Error(err)
 				return
 			}
+			passed := false
+			defer func() {
+				if !passed { // nobody is to wait for it
+					g.Abort(errors.New("the test has failed at this rank"))
+				}
+			}()
 			f(r, d, g, kernels)
+			passed = true
 			if err := errors.Join(w.Barrier(t.Context(), "done"), g.Close(),
 				w.Close()); err != nil {
 				t.Error(err)
@@ -108,6 +115,7 @@ func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgo
 	}
 	y := try(op.Linear(x, param("a", 48, 64)))
 	y = try(op.Linear(y, param("b", 64, 48)))
+	y = try(op.SiLUMLP(y, param("gate", 32, 64), param("up", 32, 64), param("down", 64, 32)))
 	y = try(op.RMSNorm(y, param("norm", 64), 1e-5))
 	loss = try(op.LinearCrossEntropy(y, param("head", 600, 64), targets))
 	_, err := gorgonia.Grad(loss, params...)
@@ -171,6 +179,13 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, be
 		require.NoError(t, err)
 		defer m.Close()
 		require.NoError(t, m.SetOptimizer(o, 0.1))
+		divided := 0
+		for _, in := range m.inputs.All {
+			if in.Part != nil {
+				divided++
+			}
+		}
+		require.Equal(t, size > 1, divided > 0)
 		r := rand.New(rand.NewPCG(uint64(len(state)), 9))
 		for range steps {
 			for b := range batches {
@@ -360,4 +375,70 @@ func TestRanksChoices(t *testing.T) {
 		}
 	}
 	require.NotZero(t, timed)
+}
+
+// TestRanksDivided: float32 values of which each rank has a part go up from the host and come back
+// whole, and machines that share them compute what the machine itself does.
+func TestRanksDivided(t *testing.T) {
+	var mu sync.Mutex
+	var whole, held int // bytes of parameters, at all ranks
+	eachRank(t, 2, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+		loss, x, targets, nodes := ranked(t)
+		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+			WithRanks(g), notCaptured)
+		require.NoError(t, err)
+		defer m.Close()
+		before := m.memory.Held()
+		o, err := newAdamW()
+		require.NoError(t, err)
+		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
+		require.NoError(t, m.SetOptimizer(o, 0))
+		mu.Lock()
+		whole, held = whole+before, held+m.memory.Held()
+		mu.Unlock()
+		var want [][]float32
+		for _, n := range nodes {
+			v := n.Value().Data().([]float32)
+			for i := range v {
+				v[i] += 0.5
+			}
+			want = append(want, append([]float32{}, v...))
+		}
+		require.NoError(t, m.Upload(nodes...))
+		require.NoError(t, m.SetOptimizer(o, 0)) // as after a resumption
+		for _, n := range nodes {
+			clear(n.Value().Data().([]float32))
+		}
+		require.NoError(t, m.Download())
+		divided := 0
+		for i, n := range nodes {
+			require.Equal(t, want[i], n.Value().Data().([]float32), n.Name())
+			v, err := m.Value(n)
+			require.NoError(t, err)
+			require.Equal(t, want[i], v.Data().([]float32), n.Name())
+			if _, _, err := m.Address(n); err != nil {
+				require.ErrorContains(t, err, "divided among ranks")
+				divided++
+			}
+		}
+		require.NotZero(t, divided)
+
+		other, otherX, otherTargets, _ := ranked(t)
+		beside, err := NewMachine(d, other.Graph(), kernels, WithParamsOf(m), WithOutputs(other))
+		require.NoError(t, err)
+		defer beside.Close()
+		in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
+		for i := range in.Float32s() {
+			in.Float32s()[i] = float32(i%7) - 3
+		}
+		ids := tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))
+		require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
+			gorgonia.Let(otherX, in), gorgonia.Let(otherTargets, ids), m.RunAll(), beside.RunAll()))
+		a, err := m.Value(loss)
+		require.NoError(t, err)
+		b, err := beside.Value(other)
+		require.NoError(t, err)
+		require.Equal(t, a.Data(), b.Data())
+	})
+	require.Less(t, held, whole)
 }

@@ -19,7 +19,8 @@ import (
 
 // Value waits for the device and copies a node's value back. The node must be an input, an output
 // (see [WithOutputs]), the gradient of a parameter, or one that no other node needs: other values
-// give way to later ones during a run.
+// give way to later ones during a run. Of a parameter whose float32 values are divided among ranks
+// ([WithRanks]) it is what runs compute with, in a narrower type.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Value", &err)
 	if err = made(m); err != nil {
@@ -43,6 +44,9 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	}
 	if !m.runner.State.Ran() && n.Op() != nil {
 		return nil, errors.New("the machine has not run")
+	}
+	if in := m.inputs.Of(n); in != nil && in.Part != nil {
+		a = in.Copies[0].Array
 	}
 	v, err := m.runner.Fetch(a, n.Dtype())
 	if err != nil {
@@ -106,7 +110,8 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 }
 
 // Download waits for the device and copies the parameters, but frozen ones, back into their nodes'
-// values and, if there is an optimiser, what it remembers into that.
+// values and, if there is an optimiser, what it remembers into that. All ranks of a machine made
+// [WithRanks] must call it.
 func (m *Machine) Download() (err error) {
 	defer in("Download", &err)
 	if err = made(m); err != nil {
@@ -122,6 +127,18 @@ func (m *Machine) Download() (err error) {
 		to, err := params.Memory(i.Node.Value())
 		if err != nil {
 			return fmt.Errorf("%s: its value %w", graph.Describe(i.Node), err)
+		}
+		if i.Part != nil && m.optimizer == nil {
+			return errNoOptimizer
+		}
+		if i.Part != nil {
+			whole, err := m.optimizer.Whole(slices.IndexFunc(m.optimizer.Params,
+				func(p *update.Param) bool { return p.Input == i }))
+			if err != nil {
+				return err
+			}
+			copy(to.([]float32), whole)
+			continue
 		}
 		// others may share this memory
 		if err := m.runner.FetchFloats(i.Array, to.([]float32)); err != nil {

@@ -156,6 +156,19 @@ func (r ranked) Compute(b data.Batch, in parallel.Round) (float64, error) {
 	return r.engine.Gradients(b)
 }
 
+// Pull is that of [llm.Engine]. Without names all ranks call it, and of a run that has failed it
+// fetches nothing. With names it does not wait for others: of a weight whose float32 values are
+// divided among ranks it fetches what the GPU computes with.
+func (r ranked) Pull(names ...string) error {
+	if len(names) > 0 {
+		return r.engine.Pull(names...)
+	}
+	if r.team.Failed() {
+		return nil
+	}
+	return r.team.Blame(r.engine.Pull())
+}
+
 // Add enqueues the exchange of gradients that have not left, and the sums behind it.
 func (r ranked) Add(in parallel.Round) error {
 	return r.machine.Contribute(in.Contributors, in.First)

@@ -164,6 +164,9 @@ func (t *Team) Exchange(value []byte) ([][]byte, error) { return t.exchange(valu
 // Blame returns why work of the group has failed, and tells the others if that is here.
 func (t *Team) Blame(err error) error { return t.blame(err) }
 
+// Failed reports whether a rank has, so that nobody can wait for others any more.
+func (t *Team) Failed() bool { return t.world.Err() != nil }
+
 // Progress tells rank 0 that this rank is at work, in what may take long.
 func (t *Team) Progress() error { return t.progress() }
 

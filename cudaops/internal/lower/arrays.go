@@ -124,7 +124,7 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 			inputs[i].Copies = append(inputs[i].Copies,
 				program.Copy{Array: to, Renew: c.cast(n, to, a)})
 		} else {
-			c.Add(c.cast(n, to, a))
+			c.Add(c.cast(n, to, c.as(n, a, t)))
 		}
 	}
 	return s

@@ -16,7 +16,15 @@ type Input struct {
 	Constant bool      // sent once: a constant or a parameter
 	Frozen   bool      // and never again
 	Copies   []Copy    // of a parameter, in other types
+	Part     *Part     // what there is of Array, which then has no memory; nil for all of it
 	IDs      []IDRange // what the ops that use it ask of it
+}
+
+// Part is the elements From ≤ i < To of an input, where other ranks have the others: what runs read
+// is its first copy, which is whole.
+type Part struct {
+	*Array
+	From, To int
 }
 
 // Copy is a parameter in another type, and the call that makes it from the parameter.

@@ -186,11 +186,36 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 
 // transmit copies what stage has written.
 func (s *Inputs) transmit(in *program.Input) error {
+	if in.Part != nil {
+		return s.transmitPart(in)
+	}
 	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.host[in].staging[:in.Array.Extent()],
 		s.Stream); err != nil {
 		return err
 	}
 	return s.Refresh(in)
+}
+
+// transmitPart is transmit for an input of which there is a part alone: the whole is there for as
+// long as its copies take.
+func (s *Inputs) transmitPart(in *program.Input) error {
+	whole, err := s.memory.Alloc(in.Array.Extent(), "a parameter on its way")
+	if err != nil {
+		return err
+	}
+	in.Array.Base = whole
+	defer func() { in.Array.Base = 0 }()
+	size := in.Array.Type.Size()
+	err = InTurn(
+		func() error {
+			return s.Ctx.CopyToDevice(whole, s.host[in].staging[:in.Array.Extent()], s.Stream)
+		},
+		func() error { return s.Refresh(in) },
+		func() error {
+			return s.Ctx.CopyOnDevice(in.Part.Ptr(), whole.Offset(in.Part.From*size),
+				(in.Part.To-in.Part.From)*size, s.Stream)
+		})
+	return Joined(err, s.Ctx.SyncStream(s.Stream), s.memory.Free(whole))
 }
 
 // Refresh makes an input's copies in other types again.

@@ -76,10 +76,7 @@ func (x *Optimizer) divide(r Ranks) error {
 			s.mine = append(s.mine, *p)
 		}
 	}
-	if err := x.takeRoom(acc); err != nil {
-		return err
-	}
-	return x.open()
+	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts)
 }
 
 // fill puts the parameters in buckets of so many bytes at least, in the order in which a run is
@@ -227,8 +224,8 @@ func (x *Optimizer) gatherParams() error {
 		for _, b := range s.buckets {
 			for r, parts := range b.parts {
 				for _, p := range parts {
-					at := x.Params[p.param].Input.Array.Ptr().Offset(4 * p.from)
-					if err := c.Broadcast(ptr(at), p.len(), comm.Float32, r,
+					at, t := x.traveller(p)
+					if err := c.Broadcast(ptr(at), p.len(), t, r,
 						comm.Stream(x.m.Stream)); err != nil {
 						return err
 					}
@@ -237,40 +234,6 @@ func (x *Optimizer) gatherParams() error {
 		}
 		return nil
 	})
-}
-
-// Gathered returns a moment of a parameter, whole, at every rank; all ranks must ask for the same.
-func (x *Optimizer) Gathered(param, moment int) ([]float32, error) {
-	s, a := x.share, x.Params[param]
-	parts := s.of(param)
-	whole, n := make([]float32, a.Grad.Len()), 1
-	for _, p := range parts {
-		n = max(n, p.len())
-	}
-	room, err := x.memory.Alloc(4*n, "a moment of other ranks")
-	if err != nil {
-		return nil, err
-	}
-	ctx, stream := x.m.Ctx, x.m.Stream
-	for r, p := range parts {
-		if p.len() == 0 {
-			continue
-		}
-		at := room
-		if r == s.group.Rank() {
-			at = a.Moments[moment].Ptr()
-		}
-		err := run.InTurn(
-			func() error {
-				return s.group.Broadcast(ptr(at), p.len(), comm.Float32, r, comm.Stream(stream))
-			},
-			func() error { return ctx.CopyToHost(gpu.Bytes(whole[p.from:p.to]), at, stream) },
-			func() error { return ctx.SyncStream(stream) })
-		if err != nil {
-			return nil, run.Joined(err, x.memory.Free(room))
-		}
-	}
-	return whole, x.memory.Free(room)
 }
 
 // Part is the elements of parameter number i that this rank remembers moments of.
@@ -297,7 +260,7 @@ func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
 		if !ok {
 			return t, false
 		}
-		t.Param, t.Size = t.Param.Offset(4*own.from), own.len()
+		t.Param, t.Size = x.master(i, own.from), own.len()
 		t.Grad, t.GradType = x.share.acc.Offset(4*own.acc), gpu.Float32
 	}
 	t.First = p.Moments[0].Ptr()
@@ -305,18 +268,6 @@ func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
 		t.Second = p.Moments[1].Ptr()
 	}
 	return t, true
-}
-
-// copies says how a parameter's copies are renewed: one along with the parameter, where this rank
-// updates all of it.
-func (x *Optimizer) copies(p *Param, t *optimizer.Tensor, vector int) {
-	for _, c := range p.Input.Copies {
-		if x.share == nil && t.Copy == 0 && c.At%vector == 0 {
-			t.Copy, t.CopyType = c.Ptr(), c.Type // written along with the parameter
-		} else {
-			x.renew = append(x.renew, c.Renew)
-		}
-	}
 }
 
 // squaresAt are where the sums of squares begin of AdamW's chunks and of Muon's, and how many there

@@ -33,6 +33,7 @@ type Rules interface {
 type Machine struct {
 	*run.Runner
 	Inputs     *run.Inputs
+	Memory     *run.Memory // of the parameters
 	Chooser    *choose.Chooser
 	Activation gpu.DType // what activations are stored as
 }
@@ -245,7 +246,7 @@ func (x *Optimizer) buildTables() error {
 	for i, p := range x.Params {
 		r := p.Rule
 		t, own := x.tensorOf(i)
-		x.copies(p, &t, program.VectorBytes)
+		x.copies(p, &t)
 		if !r.Muon {
 			x.settings.Eps = r.Eps
 		}

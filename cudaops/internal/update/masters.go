@@ -1,0 +1,158 @@
+package update
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+)
+
+// Of a parameter that runs read in a narrower type alone, several ranks hold the float32 values once:
+// each those that it updates. What it makes of them travels to the others in the narrower type, of
+// which all have the whole.
+
+// travels reports whether a parameter comes back from its owners in the type of its first copy.
+func (x *Optimizer) travels(p *Param) bool {
+	in := p.Input
+	if x.share.group.Size() == 1 || len(in.Copies) == 0 ||
+		in.Copies[0].At%program.VectorBytes != 0 || x.m.Inputs.Shared(in) ||
+		!x.m.Memory.Owns(in.Array.Base) {
+		return false
+	}
+	if slices.ContainsFunc(x.m.Program.Starts, func(s program.KasminaStart) bool {
+		return s.OfWeights == in || s.OfScales == in
+	}) {
+		return false
+	}
+	return !slices.ContainsFunc(x.m.Program.Calls, func(c *program.Call) bool {
+		return c.Touches(in.Array.Buffer)
+	})
+}
+
+// keepParts leaves this rank the float32 values of the parts that it updates, of parameters that
+// travel in a narrower type.
+func (x *Optimizer) keepParts() error {
+	for i, p := range x.Params {
+		from, to := x.Part(i)
+		switch {
+		case p.Input.Part != nil && (p.Input.Part.From != from || p.Input.Part.To != to):
+			return fmt.Errorf("%s is divided among ranks already, in another way than this "+
+				"optimiser asks for: make a new machine for it", p.Input.Node.Name())
+		case p.Input.Part != nil || !x.travels(p):
+			continue
+		}
+		if err := x.keepPart(p.Input, from, to); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
+	size := in.Array.Type.Size()
+	part := &program.Part{From: from, To: to, Array: &program.Array{
+		Buffer: &program.Buffer{Resident: true}, Type: in.Array.Type, Shape: []int{to - from}}}
+	part.Bytes = max(1, part.Extent())
+	var err error
+	if part.Base, err = x.m.Memory.Alloc(part.Bytes, "a part of a parameter"); err != nil {
+		return err
+	}
+	if err := x.m.Ctx.CopyOnDevice(part.Ptr(), in.Array.Ptr().Offset(from*size), (to-from)*size,
+		x.m.Stream); err != nil {
+		return err
+	}
+	if err := x.m.Ctx.SyncStream(x.m.Stream); err != nil {
+		return err
+	}
+	whole := in.Array.Base
+	in.Part, in.Array.Base = part, 0
+	return x.m.Memory.Free(whole)
+}
+
+// master is where the float32 values of this rank's part of a parameter lie.
+func (x *Optimizer) master(i, from int) gpu.Ptr {
+	if in := x.Params[i].Input; in.Part == nil {
+		return in.Array.Ptr().Offset(4 * from)
+	}
+	return x.Params[i].Input.Part.Ptr()
+}
+
+// traveller is what comes to other ranks of a part of a parameter.
+func (x *Optimizer) traveller(p part) (gpu.Ptr, comm.Type) {
+	in := x.Params[p.param].Input
+	a := in.Array
+	if in.Part != nil {
+		a = in.Copies[0].Array
+	}
+	return a.Ptr().Offset(p.from * a.Type.Size()), commTypes[a.Type]
+}
+
+// copies says how a parameter's copies are renewed: one along with the parameter, where this rank
+// updates all of it, or where it travels.
+func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
+	for i, c := range p.Input.Copies {
+		part := p.Input.Part
+		switch {
+		case part != nil && i == 0:
+			t.Copy, t.CopyType = c.Ptr().Offset(part.From*c.Type.Size()), c.Type
+		case part != nil:
+			first := p.Input.Copies[0].Array
+			x.renew = append(x.renew, newCall(elementwise.Cast{YType: c.Type, XType: first.Type,
+				N: first.Len()}, program.Writes("Y", c.Array), program.Reads("X", first)))
+		case x.share == nil && t.Copy == 0 && c.At%program.VectorBytes == 0:
+			t.Copy, t.CopyType = c.Ptr(), c.Type // written along with the parameter
+		default:
+			x.renew = append(x.renew, c.Renew)
+		}
+	}
+}
+
+// Whole returns the float32 values of a parameter of which each rank has a part, at every rank; all
+// ranks must ask for the same.
+func (x *Optimizer) Whole(param int) ([]float32, error) {
+	return x.gathered(param, x.Params[param].Input.Part.Ptr())
+}
+
+// Gathered returns a moment of a parameter, whole, at every rank; all ranks must ask for the same.
+func (x *Optimizer) Gathered(param, moment int) ([]float32, error) {
+	return x.gathered(param, x.Params[param].Moments[moment].Ptr())
+}
+
+// gathered returns what ranks have of a parameter's parts, this one at own.
+func (x *Optimizer) gathered(param int, own gpu.Ptr) ([]float32, error) {
+	s, parts := x.share, x.share.of(param)
+	whole, n := make([]float32, x.Params[param].Grad.Len()), 1
+	for _, p := range parts {
+		n = max(n, p.len())
+	}
+	room, err := x.memory.Alloc(4*n, "what other ranks have")
+	if err != nil {
+		return nil, err
+	}
+	ctx, stream := x.m.Ctx, x.m.Stream
+	for r, p := range parts {
+		if p.len() == 0 {
+			continue
+		}
+		at := room
+		if r == s.group.Rank() {
+			at = own
+		}
+		err := run.InTurn(
+			func() error {
+				return s.group.Broadcast(ptr(at), p.len(), comm.Float32, r, comm.Stream(stream))
+			},
+			func() error { return ctx.CopyToHost(gpu.Bytes(whole[p.from:p.to]), at, stream) },
+			func() error { return ctx.SyncStream(stream) },
+			s.group.Err) // what is aborted ends early, and says nothing on the stream
+		if err != nil {
+			return nil, run.Joined(err, x.memory.Free(room))
+		}
+	}
+	return whole, x.memory.Free(room)
+}
