@@ -131,7 +131,7 @@ func Version() (string, error) {
 // bind fills in the functions.
 func bind(library uintptr) (*api, error) {
 	a := &api{}
-	for symbol, f := range symbols(a) {
+	for symbol, f := range sharedlib.Functions(a) {
 		address, err := sharedlib.Lookup(library, symbol)
 		if err != nil {
 			return nil, fmt.Errorf("it has no %s: it is too old", symbol)

@@ -2,8 +2,6 @@ package nccl
 
 import (
 	"fmt"
-	"iter"
-	"reflect"
 
 	"github.com/kasmina-go/kasmina/comm"
 )
@@ -43,16 +41,4 @@ func (a *api) check(call string, handle uintptr, r result) error {
 		err = fmt.Errorf("%w: %w", comm.ErrPeer, err)
 	}
 	return err
-}
-
-// symbols yields the fields of an api by the names of their functions.
-func symbols(a *api) iter.Seq2[string, any] {
-	v := reflect.ValueOf(a).Elem()
-	return func(yield func(string, any) bool) {
-		for i := range v.NumField() {
-			if !yield(v.Type().Field(i).Tag.Get("c"), v.Field(i).Addr().Interface()) {
-				return
-			}
-		}
-	}
 }

@@ -6,9 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"os"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/direct"
 	"github.com/kasmina-go/kasmina/comm/nccl"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
@@ -28,7 +31,17 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: %w", w.Blame(err))
 	}
-	return parallel.On(w, g), nil
+	var group comm.Group = g
+	if os.Getenv("KASMINA_DIRECT") != "off" {
+		var why error
+		if group, why, err = direct.New(ctx, w, device, g); err != nil {
+			return nil, fmt.Errorf("llm/gpu: %w", errors.Join(w.Blame(err), g.Close()))
+		}
+		if why != nil {
+			slog.Debug("gradients travel by NCCL", "why", why)
+		}
+	}
+	return parallel.On(w, group), nil
 }
 
 // Parallel is [Engine] for a rank of a team: see package parallel. Each GPU holds the weights, and

@@ -127,7 +127,6 @@ func rankOf(role, dir string) (err error) {
 	ctx := context.Background()
 	if plain {
 		return run.train(ctx, place, device, dir, gpu.Engine(device, run.precision,
-			cudaops.WithTuning(cudaops.TuneOff),
 			cudaops.WithGradientPrecision(run.gradients)))
 	}
 	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: run.silence()})

@@ -19,6 +19,7 @@ import (
 type Inputs struct {
 	*Executor
 	All     []*program.Input
+	Laid    gpu.Ptr // where parameters lie one behind the other, once they do
 	weights []*program.QuantizedWeight
 	read    Reader
 	host    map[*program.Input]*hostInput

@@ -31,7 +31,7 @@ type Beside interface {
 	Due() (kind byte, captured bool)
 	Behind(call int) error // the run's call of that number is on its way
 	Join() error           // all are: the machine's stream is to wait for the work
-	Done()                 // a run with the work, or what was captured of it, is on its way
+	Done() error           // a run with the work, or what was captured of it, is on its way
 }
 
 // Idle is an attendant that does nothing, for others to embed.
@@ -112,11 +112,10 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 		if captured || !r.now.Loaded {
 			run = func() error { return r.Replay(r.now, r.Enqueue) }
 		}
-		err := run()
-		if err == nil && r.due {
-			r.Beside.Done()
+		if err := run(); err != nil || !r.due {
+			return err
 		}
-		return err
+		return r.Beside.Done()
 	})
 }
 

@@ -18,6 +18,7 @@ type beside struct {
 	expected     round // of the next run; with no contributors nothing goes along with it
 	left         int   // buckets that have left in the run that is being enqueued
 	sent         bool  // the last run's gradients have left, and been added
+	eager        bool  // the exchange is enqueued behind a run as it is, and no part of its capture
 }
 
 // round is a kind of round, captured apart.
@@ -36,20 +37,70 @@ func (x *Optimizer) open() (err error) {
 	if s.fork, err = x.memory.NewEvent(false); err != nil {
 		return err
 	}
-	s.joined, err = x.memory.NewEvent(false)
+	if s.joined, err = x.memory.NewEvent(false); err != nil || s.group.Size() == 1 {
+		return err
+	}
+	for i, b := range s.buckets {
+		if b.there, err = x.memory.NewEvent(false); err != nil {
+			return err
+		}
+		if err := x.connect(b, i%slots); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// connect makes the route of a bucket, in one of the places for what comes.
+func (x *Optimizer) connect(b *bucket, slot int) (err error) {
+	s, me := x.share, x.share.group.Rank()
+	var sends, receives []comm.Leg
+	at := s.staging.Offset(slot * s.room)
+	mine := b.parts[me]
+	b.staged = make([][]gpu.Ptr, len(mine))
+	for r := range s.group.Size() {
+		if r != me {
+			for _, p := range b.parts[r] {
+				sends = append(sends, comm.Leg{Rank: r, At: ptr(x.gradient(p)), Bytes: x.bytes(p)})
+			}
+		}
+		for i, p := range mine {
+			if r == me {
+				b.staged[i] = append(b.staged[i], x.gradient(p))
+				continue
+			}
+			receives = append(receives, comm.Leg{Rank: r, At: ptr(at), Bytes: x.bytes(p)})
+			b.staged[i] = append(b.staged[i], at)
+			at = at.Offset(x.stagingBytes(p))
+		}
+	}
+	b.route, err = comm.NewRoute(s.group, slot, sends, receives)
 	return err
 }
+
+// bytes is those of a part's gradient.
+func (x *Optimizer) bytes(p part) int { return p.len() * x.Params[p.param].Grad.Type.Size() }
 
 // shut gives back the stream.
 func (x *Optimizer) shut() error {
 	if x.share == nil || x.share.side.Stream == 0 {
 		return nil
 	}
-	errs := []error{x.m.Ctx.DestroyStream(x.share.side.Stream)}
-	if x.share.squares != nil {
-		errs = append(errs, x.share.squares.Free())
+	s := x.share
+	var errs []error
+	for _, b := range s.buckets {
+		if b.route != nil {
+			errs = append(errs, b.route.Close())
+		}
 	}
-	for _, r := range x.share.rounds {
+	if s.weights != nil {
+		errs = append(errs, s.weights.Close())
+	}
+	errs = append(errs, x.m.Ctx.DestroyStream(s.side.Stream))
+	if s.squares != nil {
+		errs = append(errs, s.squares.Free())
+	}
+	for _, r := range s.rounds {
 		errs = append(errs, r.Drop(x.m.Ctx))
 	}
 	return run.Joined(errs...)
@@ -77,9 +128,9 @@ func (x *Optimizer) Due() (kind byte, captured bool) {
 	case r.contributors == 0:
 		return 0, true
 	case r.first:
-		return 'f', !x.uncaptured
+		return 'f', !x.uncaptured || x.share.eager
 	}
-	return 'g', !x.uncaptured
+	return 'g', !x.uncaptured || x.share.eager
 }
 
 // Behind has those buckets leave whose gradients are there behind a call of a run.
@@ -89,18 +140,51 @@ func (x *Optimizer) Behind(call int) error {
 		s.left = 0
 	}
 	for ; s.left < len(s.buckets) && s.buckets[s.left].ready <= call; s.left++ {
-		if err := run.InTurn(
-			func() error { return x.m.Ctx.Record(s.fork, x.m.Stream) },
-			func() error { return x.m.Ctx.WaitEvent(s.side.Stream, s.fork) },
-			func() error { return x.send(s.buckets[s.left], s.expected, &s.side) }); err != nil {
+		if err := x.leave(s.buckets[s.left]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// leave has a bucket leave that is there now.
+func (x *Optimizer) leave(b *bucket) error {
+	s, ctx := x.share, x.m.Ctx
+	if s.eager && x.m.State.Capturing() {
+		return ctx.Mark(b.there, x.m.Stream)
+	}
+	if s.eager {
+		return ctx.Record(b.there, x.m.Stream)
+	}
+	return run.InTurn(
+		func() error { return ctx.Record(s.fork, x.m.Stream) },
+		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) },
+		func() error { return x.send(b, s.expected, &s.side) })
+}
+
 // Join has the machine's stream wait for the exchange.
 func (x *Optimizer) Join() error {
+	s := x.share
+	if s.eager {
+		return nil
+	}
+	return x.join()
+}
+
+// follow enqueues the exchange that goes along with a run that is on its way.
+func (x *Optimizer) follow() error {
+	s := x.share
+	for _, b := range s.buckets {
+		if err := run.InTurn(
+			func() error { return x.m.Ctx.WaitEvent(s.side.Stream, b.there) },
+			func() error { return x.send(b, s.expected, &s.side) }); err != nil {
+			return err
+		}
+	}
+	return x.join()
+}
+
+func (x *Optimizer) join() error {
 	s := x.share
 	if err := x.m.Ctx.Record(s.joined, s.side.Stream); err != nil {
 		return err
@@ -109,7 +193,15 @@ func (x *Optimizer) Join() error {
 }
 
 // Done notes that the run's gradients have left.
-func (x *Optimizer) Done() { x.share.sent, x.share.expected = true, round{} }
+func (x *Optimizer) Done() error {
+	if x.share.eager {
+		if err := x.follow(); err != nil {
+			return err
+		}
+	}
+	x.share.sent, x.share.expected = true, round{}
+	return nil
+}
 
 // Contribute enqueues the sending of the last run's gradients, where this rank is among the first
 // contributors, to their owners, and the adding of what comes, unless that went along with the run.
@@ -152,12 +244,27 @@ func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
 
 // send exchanges the gradients of a bucket, and adds those of this rank.
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
+	all := b.route != nil && r.contributors == x.share.group.Size()
+	if all {
+		if err := b.route.Enqueue(comm.Stream(on.Stream)); err != nil {
+			return err
+		}
+		if err := x.add(b, b.staged, r.first, on); err != nil {
+			return err
+		}
+		return b.route.Release(comm.Stream(on.Stream))
+	}
 	staged, err := x.exchange(b, r.contributors, comm.Stream(on.Stream))
 	if err != nil {
 		return err
 	}
+	return x.add(b, staged, r.first, on)
+}
+
+// add adds the contributions to this rank's parts of a bucket.
+func (x *Optimizer) add(b *bucket, staged [][]gpu.Ptr, first bool, on *run.Executor) error {
 	for i, p := range b.parts[x.share.group.Rank()] {
-		if err := x.addUp(p, staged[i], r.first, on); err != nil {
+		if err := x.addUp(p, staged[i], first, on); err != nil {
 			return err
 		}
 	}

@@ -25,9 +25,11 @@ import (
 type share struct {
 	group   comm.Group
 	buckets []*bucket
-	mine    []part  // of this rank, of all buckets
-	acc     gpu.Ptr // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
-	staging gpu.Ptr // what comes from other ranks of one bucket
+	mine    []part     // of this rank, of all buckets
+	acc     gpu.Ptr    // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
+	staging gpu.Ptr    // what comes from other ranks of a bucket, for a few of them
+	room    int        // bytes of staging for one bucket
+	weights comm.Route // by which what this rank has updated goes to the others; nil for one rank
 	rounds  map[round]*run.Recording
 	squares *optimizer.Table // chunks of all parameters, in their order; this rank's are not nobody's
 
@@ -36,9 +38,12 @@ type share struct {
 
 // bucket is parameters whose gradients travel together.
 type bucket struct {
-	ready  int      // the call of a run behind which all of them are there
-	params []int    // numbers
-	parts  [][]part // by rank
+	ready  int         // the call of a run behind which all of them are there
+	params []int       // numbers
+	parts  [][]part    // by rank
+	staged [][]gpu.Ptr // of this rank's parts, where all contributions lie, in the order of ranks
+	route  comm.Route  // of a round to which all ranks contribute
+	there  gpu.Event   // the gradients are
 }
 
 // part is the elements From ≤ i < To of parameter number Param.
@@ -54,6 +59,8 @@ const (
 	// bucketBytes is what a bucket has at least, but for the last: enough to use a link well, and
 	// little enough for the first to leave soon.
 	bucketBytes = 32 << 20
+	// slots is how many buckets there is room for: one may arrive while another is added up.
+	slots = 3
 )
 
 // divide decides which gradients travel together, and who owns what.
@@ -76,7 +83,7 @@ func (x *Optimizer) divide(r Ranks) error {
 			s.mine = append(s.mine, *p)
 		}
 	}
-	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts)
+	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts, x.lay)
 }
 
 // fill puts the parameters in buckets of so many bytes at least, in the order in which a run is
@@ -138,7 +145,7 @@ func (x *Optimizer) cut(b *bucket) [][]part {
 
 // takeRoom allocates the sums, and room for what comes from other ranks.
 func (x *Optimizer) takeRoom(sums int) (err error) {
-	s, room := x.share, 0
+	s := x.share
 	if s.acc, err = x.memory.Alloc(4*max(1, sums), "the sums of gradients"); err != nil {
 		return err
 	}
@@ -147,9 +154,9 @@ func (x *Optimizer) takeRoom(sums int) (err error) {
 		for _, p := range b.parts[s.group.Rank()] {
 			bytes += x.stagingBytes(p)
 		}
-		room = max(room, bytes*(s.group.Size()-1))
+		s.room = max(s.room, bytes*(s.group.Size()-1))
 	}
-	s.staging, err = x.memory.Alloc(max(1, room), "gradients of other ranks")
+	s.staging, err = x.memory.Alloc(max(1, slots*s.room), "gradients of other ranks")
 	return err
 }
 
@@ -212,28 +219,6 @@ func (s *share) gatherSquares(squares gpu.Ptr, stream gpu.Stream) error {
 	}
 	return s.group.AllReduce(ptr(squares), ptr(squares), s.squares.Chunks, comm.Float32, comm.Sum,
 		comm.Stream(stream))
-}
-
-// gatherParams brings the parameters to all ranks.
-func (x *Optimizer) gatherParams() error {
-	s := x.share
-	if s.group.Size() == 1 {
-		return nil
-	}
-	return s.group.Batch(func(c comm.Collectives) error {
-		for _, b := range s.buckets {
-			for r, parts := range b.parts {
-				for _, p := range parts {
-					at, t := x.traveller(p)
-					if err := c.Broadcast(ptr(at), p.len(), t, r,
-						comm.Stream(x.m.Stream)); err != nil {
-						return err
-					}
-				}
-			}
-		}
-		return nil
-	})
 }
 
 // Part is the elements of parameter number i that this rank remembers moments of.

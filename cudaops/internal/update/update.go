@@ -363,6 +363,7 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 		return errors.New("a step of several ranks looks at no loss: it is an update")
 	}
 	return run.InTurn(
+		x.release,
 		func() error { return x.m.Calls(squares) },
 		func() error { return x.share.gatherSquares(x.squares, x.m.Stream) },
 		func() error { return x.m.Calls(x.calls(n, nil)) },

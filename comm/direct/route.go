@@ -1,0 +1,183 @@
+package direct
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/comm"
+)
+
+// route is copies into other ranks' memory.
+type route struct {
+	g    *Group
+	slot int
+	to   []copies // by rank, the next one first, so that not all write to the same
+	from []int    // ranks
+	used []used
+}
+
+// used is memory of another rank that a route reaches.
+type used struct {
+	rank int
+	at   offer
+}
+
+// copies are those to a rank.
+type copies struct {
+	rank   int
+	pieces []piece
+}
+
+// piece is one copy.
+type piece struct {
+	to, from comm.Ptr
+	bytes    int
+}
+
+// place is where a rank takes what comes from another.
+type place struct {
+	From, Bytes int
+	At          offer
+}
+
+var _ comm.Router = (*Group)(nil)
+
+// Route is that of comm.Router.
+func (g *Group) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) {
+	if slot < 0 || slot >= slots {
+		return nil, fmt.Errorf("direct: slot %d of a route: want 0 to %d", slot, slots-1)
+	}
+	var own []place
+	for _, l := range receives {
+		at, err := g.offered(l.At)
+		if err != nil {
+			return nil, g.world.Blame(err)
+		}
+		own = append(own, place{l.Rank, l.Bytes, at})
+	}
+	all, err := swap(context.Background(), g.world, "route", own)
+	if err != nil {
+		return nil, err
+	}
+	r := &route{g: g, slot: slot}
+	for i := 1; i < g.Size(); i++ {
+		rank := (g.Rank() + i) % g.Size()
+		c, err := r.copiesTo(rank, sends, all[rank])
+		if err != nil {
+			return nil, g.world.Blame(err)
+		}
+		if len(c.pieces) > 0 {
+			r.to = append(r.to, c)
+		}
+		for _, l := range receives {
+			if l.Rank == rank {
+				r.from = append(r.from, rank)
+				break
+			}
+		}
+	}
+	return r, nil
+}
+
+// copiesTo are those of sends to a rank, to the places that it takes them at.
+func (r *route) copiesTo(rank int, sends []comm.Leg, places []place) (copies, error) {
+	g, c := r.g, copies{rank: rank}
+	var mine []place
+	for _, p := range places {
+		if p.From == g.Rank() {
+			mine = append(mine, p)
+		}
+	}
+	for _, l := range sends {
+		if l.Rank != rank {
+			continue
+		}
+		n := len(c.pieces)
+		if n >= len(mine) || mine[n].Bytes != l.Bytes {
+			return c, fmt.Errorf("direct: rank %d does not take the %d bytes of leg %d from rank %d",
+				rank, l.Bytes, n, g.Rank())
+		}
+		at, err := g.reach(rank, mine[n].At)
+		if err != nil {
+			return c, err
+		}
+		r.used = append(r.used, used{rank, mine[n].At})
+		c.pieces = append(c.pieces, piece{at, l.At, l.Bytes})
+	}
+	if len(c.pieces) != len(mine) {
+		return c, fmt.Errorf("direct: rank %d waits for %d legs from rank %d, which has %d", rank,
+			len(mine), g.Rank(), len(c.pieces))
+	}
+	return c, nil
+}
+
+func (r *route) Enqueue(s comm.Stream) error {
+	g := r.g
+	return r.do(func() error {
+		for _, c := range r.to {
+			if err := g.await(g.word(g.words, r.slot, c.rank, free), s); err != nil {
+				return err
+			}
+			for _, p := range c.pieces {
+				if err := g.api.Copy(p.to, p.from, p.bytes, s); err != nil {
+					return err
+				}
+			}
+			if err := g.api.Write(g.word(g.theirs[c.rank], r.slot, g.Rank(), arrived), 1,
+				s); err != nil {
+				return err
+			}
+		}
+		for _, rank := range r.from {
+			if err := g.await(g.word(g.words, r.slot, rank, arrived), s); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// await has a stream wait for a word, and set it back.
+func (g *Group) await(word comm.Ptr, s comm.Stream) error {
+	if err := g.api.Wait(word, 1, s); err != nil {
+		return err
+	}
+	return g.api.Write(word, 0, s)
+}
+
+func (r *route) Release(s comm.Stream) error {
+	g := r.g
+	return r.do(func() error {
+		for _, rank := range r.from {
+			if err := g.api.Write(g.word(g.theirs[rank], r.slot, g.Rank(), free), 1, s); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// do makes calls of the driver while the group works.
+func (r *route) do(f func() error) error {
+	if err := r.g.Err(); err != nil {
+		return err
+	}
+	return r.g.device.Do(f)
+}
+
+// Close gives up other ranks' memory, and returns when all have.
+func (r *route) Close() error {
+	var errs []error
+	for _, u := range r.used {
+		errs = append(errs, r.g.leave(u.rank, u.at))
+	}
+	r.used = nil
+	if r.g.world.Err() == nil { // else nobody can be waited for, and all is over
+		_, err := swap(context.Background(), r.g.world, "route", struct{}{})
+		if r.g.world.Err() == nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
