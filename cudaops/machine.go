@@ -329,6 +329,9 @@ func (m *Machine) RunAll() (err error) {
 		return err
 	}
 	defer m.profiler.Call("RunAll")()
+	if err := m.arrived(); err != nil {
+		return err
+	}
 	for _, a := range m.runner.Attendants {
 		if err := a.Before(); err != nil {
 			return err
@@ -352,6 +355,19 @@ func (m *Machine) RunAll() (err error) {
 		m.profiler.Finish()
 	}
 	return nil
+}
+
+// arrived has a run wait for parameters that come from other ranks, where it does not do so call by
+// call: where it has marks, where Kasmina layers may change parameters ahead of it, and where the
+// parameters are another machine's.
+func (m *Machine) arrived() error {
+	if s := m.config.share; s != nil {
+		return s.optimizer.Arrive(m.runner.Stream)
+	}
+	if m.monitor == nil && !m.profiler.Busy() && len(m.runner.Program.Starts) == 0 {
+		return nil
+	}
+	return m.optimizer.Arrive(m.runner.Stream)
 }
 
 // observe enqueues a run, with the marks of a profiler or of the monitor.

@@ -231,7 +231,8 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, be
 // silent is a group of two ranks at the first, which notes when it is asked to do something.
 type silent struct {
 	comm.Group
-	asked func(s comm.Stream)
+	asked    func(s comm.Stream)
+	received func(p comm.Ptr, bytes int, s comm.Stream) // outside of rounds; nil for asked alone
 }
 
 func (s *silent) Rank() int                                  { return 0 }
@@ -241,8 +242,13 @@ func (s *silent) Send(_ comm.Ptr, _ int, _ comm.Type, _ int, on comm.Stream) err
 	s.asked(on)
 	return nil
 }
-func (s *silent) Recv(_ comm.Ptr, _ int, _ comm.Type, _ int, on comm.Stream) error {
-	s.asked(on)
+func (s *silent) Recv(p comm.Ptr, n int, t comm.Type, _ int, on comm.Stream) error {
+	if s.asked(on); s.received != nil {
+		s.received(p, n*t.Size(), on)
+	}
+	return nil
+}
+func (s *silent) AllReduce(_, _ comm.Ptr, _ int, _ comm.Type, _ comm.Op, _ comm.Stream) error {
 	return nil
 }
 
@@ -441,4 +447,57 @@ func TestRanksDivided(t *testing.T) {
 		require.Equal(t, a.Data(), b.Data())
 	})
 	require.Less(t, held, whole)
+}
+
+// TestRanksWeightsBeside: parameters that come back from other ranks are waited for by the next run,
+// as it is, captured and replayed, and not by the update.
+func TestRanksWeightsBeside(t *testing.T) {
+	d, _, kernels := openFake(t, fake.Config{})
+	loss, x, targets, nodes := ranked(t)
+	memory := d.ctx.Context.(*fake.Context)
+	var came []gpu.Ptr
+	var with byte
+	g := &silent{asked: func(comm.Stream) {}}
+	g.received = func(p comm.Ptr, bytes int, s comm.Stream) {
+		came = append(came, gpu.Ptr(p))
+		require.NoError(t, memory.Memset8(gpu.Ptr(p), with, bytes, gpu.Stream(s)))
+	}
+	m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+		WithRanks(g))
+	require.NoError(t, err)
+	defer m.Close()
+	o, err := newAdamW()
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, 0.1))
+	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),
+		tensor.Of(tensor.Float32))), gorgonia.Let(targets, tensor.New(tensor.WithShape(6),
+		tensor.Of(tensor.Int)))))
+	arrived := func() bool {
+		require.NotEmpty(t, came)
+		for _, p := range came {
+			b, err := memory.Bytes(p, 1)
+			require.NoError(t, err)
+			if b[0] != with {
+				return false
+			}
+		}
+		return true
+	}
+	for i := range 4 {
+		require.NoError(t, errors.Join(m.RunAll(), m.Contribute(2, true)))
+		came, with = nil, byte(0x30+i)
+		_, err := m.Update()
+		require.NoError(t, err)
+		require.False(t, arrived(), "update %d has waited", i)
+		require.NoError(t, m.RunAll())
+		_, err = m.Value(loss)
+		require.NoError(t, err)
+		require.True(t, arrived(), "run %d has not waited", i)
+	}
+	came, with = nil, 1
+	_, err = m.Update()
+	require.NoError(t, err)
+	_, err = m.Value(nodes[0])
+	require.NoError(t, err)
+	require.True(t, arrived(), "a parameter is fetched before it is there")
 }

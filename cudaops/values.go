@@ -45,8 +45,13 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	if !m.runner.State.Ran() && n.Op() != nil {
 		return nil, errors.New("the machine has not run")
 	}
-	if in := m.inputs.Of(n); in != nil && in.Part != nil {
-		a = in.Copies[0].Array
+	if in := m.inputs.Of(n); in != nil {
+		if in.Part != nil {
+			a = in.Copies[0].Array
+		}
+		if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
+			return nil, err
+		}
 	}
 	v, err := m.runner.Fetch(a, n.Dtype())
 	if err != nil {
@@ -92,7 +97,8 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	if err := m.runner.State.Open(); err != nil {
 		return err
 	}
-	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
+	if err := run.Joined(m.optimizer.Arrive(m.runner.Stream),
+		m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
 		return err
 	}
 	var inputs []*program.Input
@@ -118,6 +124,9 @@ func (m *Machine) Download() (err error) {
 		return
 	}
 	if err := m.runner.State.Open(); err != nil {
+		return err
+	}
+	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
 		return err
 	}
 	for _, i := range m.inputs.All {

@@ -263,6 +263,11 @@ func (c *context) Record(e gpu.Event, s gpu.Stream) error {
 	return err
 }
 
+func (c *context) Await(s gpu.Stream, e gpu.Event) error {
+	const external = 1
+	return c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), external)
+}
+
 func (c *context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 	err := c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
 	if err == nil {

@@ -141,6 +141,9 @@ type Ordering interface {
 	// that is part of a capture, the stream becomes a part of it too, until the capture ends: by
 	// then the stream that is captured must have waited for its work.
 	WaitEvent(s Stream, e Event) error
+	// Await is WaitEvent inside a capture, such that every launch of the graph waits for what was
+	// then the event's last recording outside of it.
+	Await(s Stream, e Event) error
 	EventDone(e Event) (bool, error)
 	// Elapsed is the time between two recorded events that have both passed, to about a
 	// microsecond.

@@ -29,7 +29,8 @@ type Beside interface {
 	// Due is what the run under way has beside it, by which runs are captured apart: 0 for nothing.
 	// Where captured is false it is enqueued as it is.
 	Due() (kind byte, captured bool)
-	Behind(call int) error // the run's call of that number is on its way
+	Ahead(call int) error  // the run's call of that number is next, of any run
+	Behind(call int) error // it is on its way, of a run with such work
 	Join() error           // all are: the machine's stream is to wait for the work
 	Done() error           // a run with the work, or what was captured of it, is on its way
 }
@@ -156,16 +157,25 @@ func (r *Runner) Enqueue() error {
 	if err := r.Zero(r.Program); err != nil {
 		return err
 	}
-	if !r.due {
+	if r.Beside == nil {
 		return r.Calls(r.Program.Calls)
 	}
 	for i, c := range r.Program.Calls {
+		if err := r.Beside.Ahead(i); err != nil {
+			return err
+		}
 		if err := r.Call(c); err != nil {
 			return err
+		}
+		if !r.due {
+			continue
 		}
 		if err := r.Beside.Behind(i); err != nil {
 			return err
 		}
+	}
+	if !r.due {
+		return nil
 	}
 	return r.Beside.Join()
 }

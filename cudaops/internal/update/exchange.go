@@ -87,14 +87,16 @@ func (x *Optimizer) shut() error {
 		return nil
 	}
 	s := x.share
-	var errs []error
+	errs := []error{x.m.Ctx.SyncStream(s.side.Stream)}
 	for _, b := range s.buckets {
 		if b.route != nil {
 			errs = append(errs, b.route.Close())
 		}
 	}
-	if s.weights != nil {
-		errs = append(errs, s.weights.Close())
+	for _, l := range s.loads {
+		if l.route != nil {
+			errs = append(errs, l.route.Close())
+		}
 	}
 	errs = append(errs, x.m.Ctx.DestroyStream(s.side.Stream))
 	if s.squares != nil {

@@ -1,7 +1,6 @@
 package update
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 
@@ -11,7 +10,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
 // Of a parameter that runs read in a narrower type alone, several ranks hold the float32 values once:
@@ -74,131 +72,6 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	whole := in.Array.Base
 	in.Part, in.Array.Base = part, 0
 	return x.m.Memory.Free(whole)
-}
-
-// lay gives what comes to this rank from others, of all parameters, places in one piece of memory,
-// in the order of buckets, and makes the route by which it comes.
-func (x *Optimizer) lay() (err error) {
-	s := x.share
-	if s.group.Size() == 1 {
-		return nil
-	}
-	var buffers []*program.Buffer
-	bytes := 0
-	for _, b := range s.buckets {
-		for _, i := range b.params {
-			if a := x.traveller(i); !slices.Contains(buffers, a.Buffer) {
-				if x.m.Inputs.Laid == 0 && !x.m.Memory.Owns(a.Base) {
-					return fmt.Errorf("%s lies in memory that is not the machine's: ranks that "+
-						"train together cannot bind parameters", x.Params[i].Input.Node.Name())
-				}
-				buffers = append(buffers, a.Buffer)
-				bytes += plan.Align(a.Bytes, program.Alignment)
-			}
-		}
-	}
-	if x.m.Inputs.Laid == 0 {
-		if err := x.move(buffers, bytes); err != nil {
-			return err
-		}
-	}
-	return x.connectWeights()
-}
-
-// move puts buffers one behind the other.
-func (x *Optimizer) move(buffers []*program.Buffer, bytes int) error {
-	at, err := x.m.Memory.Alloc(max(1, bytes), "parameters")
-	if err != nil {
-		return err
-	}
-	x.m.Inputs.Laid = at
-	for _, b := range buffers {
-		if err := x.m.Ctx.CopyOnDevice(at, b.Base, b.Bytes, x.m.Stream); err != nil {
-			return err
-		}
-		if err := x.m.Ctx.SyncStream(x.m.Stream); err != nil {
-			return err
-		}
-		if err := x.m.Memory.Free(b.Base); err != nil {
-			return err
-		}
-		b.Base = at
-		at = at.Offset(plan.Align(b.Bytes, program.Alignment))
-	}
-	return nil
-}
-
-// connectWeights makes the route of parameters: what lies side by side goes at once.
-func (x *Optimizer) connectWeights() (err error) {
-	s, me := x.share, x.share.group.Rank()
-	have := make([][]stretch, s.group.Size()) // what each rank has, as it lies here
-	for _, b := range s.buckets {
-		for r, parts := range b.parts {
-			for _, p := range parts {
-				a := x.traveller(p.param)
-				size := a.Type.Size()
-				have[r] = append(have[r], stretch{a.Buffer, a.Ptr().Offset(p.from * size),
-					a.Ptr().Offset(p.to * size)})
-			}
-		}
-	}
-	var sends, receives []comm.Leg
-	for r := range have {
-		of, legs := me, &sends
-		if r == me {
-			continue
-		}
-		for range 2 {
-			for _, l := range joined(have[of]) {
-				*legs = append(*legs, comm.Leg{Rank: r, At: ptr(l.from), Bytes: int(l.to - l.from)})
-			}
-			of, legs = r, &receives
-		}
-	}
-	s.weights, err = comm.NewRoute(s.group, slots, sends, receives)
-	return err
-}
-
-// stretch is memory of a buffer, or of several that lie one behind the other, of which it is the
-// last.
-type stretch struct {
-	of       *program.Buffer
-	from, to gpu.Ptr
-}
-
-// joined are stretches in the order of addresses, as one where there is nothing between them, or
-// nothing but what aligns the second.
-func joined(some []stretch) (all []stretch) {
-	slices.SortFunc(some, func(a, b stretch) int { return cmp.Compare(a.from, b.from) })
-	for _, l := range some {
-		if n := len(all); n > 0 {
-			last := &all[n-1]
-			end := last.of.Base.Offset(last.of.Bytes)
-			if l.from == last.to || last.to == end && l.from == l.of.Base &&
-				l.from-end < program.Alignment {
-				last.of, last.to = l.of, l.to
-				continue
-			}
-		}
-		all = append(all, l)
-	}
-	return all
-}
-
-// release says that this rank's runs are done with the parameters that others have.
-func (x *Optimizer) release() error {
-	if x.share.weights == nil {
-		return nil
-	}
-	return x.share.weights.Release(comm.Stream(x.m.Stream))
-}
-
-// gatherParams brings the parameters to all ranks.
-func (x *Optimizer) gatherParams() error {
-	if x.share.weights == nil {
-		return nil
-	}
-	return x.share.weights.Enqueue(comm.Stream(x.m.Stream))
 }
 
 // master is where the float32 values of this rank's part of a parameter lie.

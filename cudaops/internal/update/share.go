@@ -25,11 +25,11 @@ import (
 type share struct {
 	group   comm.Group
 	buckets []*bucket
-	mine    []part     // of this rank, of all buckets
-	acc     gpu.Ptr    // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
-	staging gpu.Ptr    // what comes from other ranks of a bucket, for a few of them
-	room    int        // bytes of staging for one bucket
-	weights comm.Route // by which what this rank has updated goes to the others; nil for one rank
+	mine    []part  // of this rank, of all buckets
+	acc     gpu.Ptr // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
+	staging gpu.Ptr // what comes from other ranks of a bucket, for a few of them
+	room    int     // bytes of staging for one bucket
+	loads   []*load // in which parameters come back
 	rounds  map[round]*run.Recording
 	squares *optimizer.Table // chunks of all parameters, in their order; this rank's are not nobody's
 
@@ -83,7 +83,7 @@ func (x *Optimizer) divide(r Ranks) error {
 			s.mine = append(s.mine, *p)
 		}
 	}
-	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts, x.lay)
+	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts, x.arrange)
 }
 
 // fill puts the parameters in buckets of so many bytes at least, in the order in which a run is

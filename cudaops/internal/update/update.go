@@ -308,6 +308,11 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	}, plain); err != nil {
 		return err
 	}
+	if x.hides() {
+		if err := x.gather(); err != nil {
+			return err
+		}
+	}
 	x.m.State.On(run.Look) // also where launch was captured before
 	if err := ctx.CopyToHost(x.staging, x.control, s); err != nil {
 		return err
@@ -367,7 +372,12 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 		func() error { return x.m.Calls(squares) },
 		func() error { return x.share.gatherSquares(x.squares, x.m.Stream) },
 		func() error { return x.m.Calls(x.calls(n, nil)) },
-		x.gatherParams)
+		func() error {
+			if x.hides() {
+				return nil
+			}
+			return x.gatherAtOnce()
+		})
 }
 
 // ClearSums sets the gathered gradients of a program to zero.

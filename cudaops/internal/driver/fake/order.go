@@ -25,6 +25,9 @@ type capture struct {
 	given   map[*stream]int // pieces of work of those that have joined it
 	awaited map[*stream]int // of those, how many the origin waits for
 	invalid bool
+
+	external []*event // that it waits for
+	marks    []*mark  // theirs, when what runs now was launched
 }
 
 // event points to the mark of its last recording.
@@ -298,6 +301,30 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 	})
 }
 
+// Await waits for an event at each launch of the graph that is being captured.
+func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
+	const call = "cuStreamWaitEvent"
+	return c.onEvent(call, e, func(ev *event) error {
+		st, err := c.stream(call, s)
+		if err != nil {
+			return err
+		}
+		if st.capture == nil {
+			return gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
+		}
+		k := st.capture
+		n := len(k.external)
+		k.external = append(k.external, ev)
+		st.push(func() error {
+			if m := k.marks[n]; m != nil && m.captured == nil {
+				c.pass(m)
+			}
+			return nil
+		})
+		return nil
+	})
+}
+
 // EventDone runs one piece of work at each question, so that polling ends and both answers occur.
 func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
 	const call = "cuEventQuery"
@@ -406,7 +433,12 @@ func (c *Context) onGraph(call string, g *gpu.Graph, do func(*capture) error) er
 func (c *Context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
 	const call = "cuGraphLaunch"
 	return c.onGraph(call, g, func(k *capture) error {
+		marks := make([]*mark, len(k.external))
+		for i, ev := range k.external {
+			marks[i] = ev.mark
+		}
 		return c.issue(Op{Call: call, Stream: s}, g.Work, func() error {
+			k.marks = marks
 			for _, do := range k.ops {
 				if err := do(); err != nil {
 					return err

@@ -1,0 +1,262 @@
+package update
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/plan"
+)
+
+// load is parameters that come back together from those who have updated them: beside the next run,
+// which waits for them where it first reads one.
+type load struct {
+	first  int   // that call
+	params []int // numbers
+	route  comm.Route
+	home   gpu.Event // they are there
+}
+
+// arrange puts the parameters in loads, gives what comes from others a place in one piece of memory,
+// and makes the routes by which it comes.
+func (x *Optimizer) arrange() error {
+	s := x.share
+	if s.group.Size() == 1 {
+		return nil
+	}
+	s.loads = x.pack()
+	if err := x.lay(); err != nil {
+		return err
+	}
+	for i, l := range s.loads {
+		var err error
+		if l.home, err = x.memory.NewEvent(false); err != nil {
+			return err
+		}
+		if l.route, err = x.routeOf(l, slots+i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mostLoads is how many loads there are at most.
+const mostLoads = 96
+
+// pack puts the parameters in loads, in the order in which a run reads them.
+func (x *Optimizer) pack() (all []*load) {
+	first, order := make([]int, len(x.Params)), make([]int, len(x.Params))
+	total := 0
+	for i := range x.Params {
+		a := x.traveller(i)
+		order[i], first[i] = i, firstTouch(x.m.Program, a.Buffer)
+		total += a.Extent()
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(first[a], first[b]) })
+	least := max(bucketBytes, total/mostLoads)
+	bytes := least
+	for _, i := range order {
+		if bytes >= least {
+			all, bytes = append(all, &load{first: first[i]}), 0
+		}
+		l := all[len(all)-1]
+		l.params = append(l.params, i)
+		bytes += x.traveller(i).Extent()
+	}
+	return all
+}
+
+// firstTouch is the number of the first call of a program that touches a buffer, behind all where
+// none does.
+func firstTouch(p *program.Program, b *program.Buffer) int {
+	if i := slices.IndexFunc(p.Calls, func(c *program.Call) bool { return c.Touches(b) }); i >= 0 {
+		return i
+	}
+	return len(p.Calls)
+}
+
+// lay gives what comes from other ranks places one behind the other.
+func (x *Optimizer) lay() error {
+	if x.m.Inputs.Laid != 0 {
+		return nil
+	}
+	var buffers []*program.Buffer
+	bytes := 0
+	for _, l := range x.share.loads {
+		for _, i := range l.params {
+			a := x.traveller(i)
+			if slices.Contains(buffers, a.Buffer) {
+				continue
+			}
+			if !x.m.Memory.Owns(a.Base) {
+				return fmt.Errorf("%s lies in memory that is not the machine's: ranks that train "+
+					"together cannot bind parameters", x.Params[i].Input.Node.Name())
+			}
+			buffers = append(buffers, a.Buffer)
+			bytes += plan.Align(a.Bytes, program.Alignment)
+		}
+	}
+	return x.move(buffers, bytes)
+}
+
+// move puts buffers one behind the other.
+func (x *Optimizer) move(buffers []*program.Buffer, bytes int) error {
+	at, err := x.m.Memory.Alloc(max(1, bytes), "parameters")
+	if err != nil {
+		return err
+	}
+	x.m.Inputs.Laid = at
+	for _, b := range buffers {
+		if err := x.m.Ctx.CopyOnDevice(at, b.Base, b.Bytes, x.m.Stream); err != nil {
+			return err
+		}
+		if err := x.m.Ctx.SyncStream(x.m.Stream); err != nil {
+			return err
+		}
+		if err := x.m.Memory.Free(b.Base); err != nil {
+			return err
+		}
+		b.Base = at
+		at = at.Offset(plan.Align(b.Bytes, program.Alignment))
+	}
+	return nil
+}
+
+// routeOf is the route of a load: what lies side by side goes at once.
+func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
+	s, me := x.share, x.share.group.Rank()
+	have := make([][]stretch, s.group.Size()) // what each rank has, as it lies here
+	for _, i := range l.params {
+		a := x.traveller(i)
+		at := func(element int) gpu.Ptr { return a.Ptr().Offset(element * a.Type.Size()) }
+		for r, p := range s.of(i) {
+			if p.len() > 0 {
+				have[r] = append(have[r], stretch{a.Buffer, at(p.from), at(p.to)})
+			}
+		}
+	}
+	var sends, receives []comm.Leg
+	for r := range have {
+		if r == me {
+			continue
+		}
+		for _, own := range joined(have[me]) {
+			sends = append(sends, own.leg(r))
+		}
+		for _, theirs := range joined(have[r]) {
+			receives = append(receives, theirs.leg(r))
+		}
+	}
+	return comm.NewRoute(s.group, slot, sends, receives)
+}
+
+// stretch is memory of a buffer, or of several that lie one behind the other, of which it is the
+// last.
+type stretch struct {
+	of       *program.Buffer
+	from, to gpu.Ptr
+}
+
+func (s stretch) leg(rank int) comm.Leg {
+	return comm.Leg{Rank: rank, At: ptr(s.from), Bytes: int(s.to - s.from)}
+}
+
+// joined are stretches in the order of addresses, as one where there is nothing between them, or
+// nothing but what aligns the second.
+func joined(some []stretch) (all []stretch) {
+	some = slices.SortedFunc(slices.Values(some), func(a, b stretch) int {
+		return cmp.Compare(a.from, b.from)
+	})
+	for _, l := range some {
+		if n := len(all); n > 0 {
+			last := &all[n-1]
+			end := last.of.Base.Offset(last.of.Bytes)
+			if l.from == last.to || last.to == end && l.from == l.of.Base &&
+				l.from-end < program.Alignment {
+				last.of, last.to = l.of, l.to
+				continue
+			}
+		}
+		all = append(all, l)
+	}
+	return all
+}
+
+// release says that this rank's runs are done with the parameters that others have.
+func (x *Optimizer) release() error {
+	for _, l := range x.share.loads {
+		if err := l.route.Release(comm.Stream(x.m.Stream)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// hides reports whether parameters come back beside the next run: nothing has to be made of them
+// when they are there.
+func (x *Optimizer) hides() bool {
+	return x.share != nil && len(x.renew) == 0 && len(x.m.Program.Weights) == 0
+}
+
+// gather brings the parameters to all ranks, behind what the machine's stream has been given, where
+// nothing else is to wait for that.
+func (x *Optimizer) gather() error {
+	s, ctx := x.share, x.m.Ctx
+	if len(s.loads) == 0 {
+		return nil
+	}
+	if err := run.InTurn(
+		func() error { return ctx.Record(s.fork, x.m.Stream) },
+		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) }); err != nil {
+		return err
+	}
+	for _, l := range s.loads {
+		if err := run.InTurn(
+			func() error { return l.route.Enqueue(comm.Stream(s.side.Stream)) },
+			func() error { return ctx.Record(l.home, s.side.Stream) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// gatherAtOnce brings the parameters to all ranks, as a part of the update.
+func (x *Optimizer) gatherAtOnce() error {
+	for _, l := range x.share.loads {
+		if err := l.route.Enqueue(comm.Stream(x.m.Stream)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Ahead has a run wait for the parameters that its next call is the first to read.
+func (x *Optimizer) Ahead(call int) error {
+	for _, l := range x.share.loads {
+		if l.first != call {
+			continue
+		}
+		wait := x.m.Ctx.WaitEvent
+		if x.m.State.Capturing() {
+			wait = x.m.Ctx.Await
+		}
+		if err := wait(x.m.Stream, l.home); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Arrive has a stream wait for all parameters that are on their way from other ranks. Whatever reads
+// or writes parameters, but for a run of the machine's own, comes behind it.
+func (x *Optimizer) Arrive(stream gpu.Stream) error {
+	if x == nil || x.share == nil || len(x.share.loads) == 0 {
+		return nil
+	}
+	loads := x.share.loads
+	return x.m.Ctx.WaitEvent(stream, loads[len(loads)-1].home)
+}
