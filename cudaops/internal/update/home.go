@@ -188,6 +188,9 @@ func joined(some []stretch) (all []stretch) {
 
 // release says that this rank's runs are done with the parameters that others have.
 func (x *Optimizer) release() error {
+	if x.share == nil {
+		return nil
+	}
 	for _, l := range x.share.loads {
 		if err := l.route.Release(comm.Stream(x.m.Stream)); err != nil {
 			return err

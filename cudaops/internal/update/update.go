@@ -302,6 +302,9 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 		r = new(run.Recording)
 		x.recorded[key] = r
 	}
+	if err := x.release(); err != nil {
+		return err
+	}
 	plain := func() error { return x.launch(loss) }
 	if err := around(r.Loaded && !x.uncaptured, func() error {
 		return x.replay(r, plain)
@@ -368,7 +371,6 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 		return errors.New("a step of several ranks looks at no loss: it is an update")
 	}
 	return run.InTurn(
-		x.release,
 		func() error { return x.m.Calls(squares) },
 		func() error { return x.share.gatherSquares(x.squares, x.m.Stream) },
 		func() error { return x.m.Calls(x.calls(n, nil)) },
