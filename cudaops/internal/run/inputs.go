@@ -119,7 +119,7 @@ func (s *Inputs) Send(in *program.Input) error {
 // SendSome copies the values of some inputs, none of them if one has no value that can be sent, and
 // waits.
 func (s *Inputs) SendSome(inputs []*program.Input) error {
-	var large []*source
+	var large, parts []*source
 	for _, in := range inputs {
 		if !inPieces(in) {
 			if err := s.stage(in); err != nil {
@@ -131,10 +131,20 @@ func (s *Inputs) SendSome(inputs []*program.Input) error {
 		if err != nil {
 			return err
 		}
-		large = append(large, from)
+		if in.Part != nil {
+			parts = append(parts, from)
+		} else {
+			large = append(large, from)
+		}
 	}
 	err := s.sendPieces(large)
+	for i := 0; i < len(parts) && err == nil; i++ {
+		err = s.sendPart(parts[i])
+	}
 	for i := 0; i < len(inputs) && err == nil; i++ {
+		if inputs[i].Part != nil {
+			continue // whose copies are new
+		}
 		if inPieces(inputs[i]) {
 			err = s.Refresh(inputs[i])
 		} else {
@@ -187,9 +197,6 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 
 // transmit copies what stage has written.
 func (s *Inputs) transmit(in *program.Input) error {
-	if in.Part != nil {
-		return s.transmitPart(in)
-	}
 	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.host[in].staging[:in.Array.Extent()],
 		s.Stream); err != nil {
 		return err
@@ -197,9 +204,10 @@ func (s *Inputs) transmit(in *program.Input) error {
 	return s.Refresh(in)
 }
 
-// transmitPart is transmit for an input of which there is a part alone: the whole is there for as
-// long as its copies take.
-func (s *Inputs) transmitPart(in *program.Input) error {
+// sendPart is SendSome for an input of which there is a part alone: the whole is there for as long
+// as its copies take.
+func (s *Inputs) sendPart(from *source) error {
+	in := from.Input
 	whole, err := s.memory.Alloc(in.Array.Extent(), "a parameter on its way")
 	if err != nil {
 		return err
@@ -208,9 +216,7 @@ func (s *Inputs) transmitPart(in *program.Input) error {
 	defer func() { in.Array.Base = 0 }()
 	size := in.Array.Type.Size()
 	err = InTurn(
-		func() error {
-			return s.Ctx.CopyToDevice(whole, s.host[in].staging[:in.Array.Extent()], s.Stream)
-		},
+		func() error { return s.sendPieces([]*source{from}) },
 		func() error { return s.Refresh(in) },
 		func() error {
 			return s.Ctx.CopyOnDevice(in.Part.Ptr(), whole.Offset(in.Part.From*size),
