@@ -69,7 +69,7 @@ type machines struct {
 // meet joins the other processes of the run, if there are any, and opens the device.
 func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	if m.world, err = parallel.Meet(c.Context(), os.Getenv, o.train.Accumulate,
-		facts(c)...); err != nil {
+		o.deadline, facts(c)...); err != nil {
 		return m, fmt.Errorf("-gpus: %w", err)
 	}
 	if m.world != nil && m.world.Rank() == 0 {

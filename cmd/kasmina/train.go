@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -16,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/tensorboard"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
@@ -44,6 +46,7 @@ type trainOptions struct {
 	events    bool
 	quiet     bool
 	gpus      int
+	deadline  time.Duration
 	parts     bool
 }
 
@@ -94,6 +97,8 @@ each other. With -grow the model gets blocks while it trains.`,
 	f.BoolVar(&o.quiet, "quiet", false, "show no progress")
 	f.IntVar(&o.gpus, "gpus", 0, "`N` GPUs of this computer to train on, or with -device cpu N "+
 		"processes; a step's batches, -accumulate, are divided among them")
+	f.DurationVar(&o.deadline, "deadline", parallel.Deadline, "`TIME` for which one of several "+
+		"processes may be silent, once it trains, before all end")
 	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its part of a "+
 		"checkpoint, beside the file of the others: for large models")
 	o.machineFlags(c)

@@ -35,7 +35,7 @@ func launchRanks(args []string, stdout, stderr io.Writer) (launched bool, err er
 // joinRanks meets the other processes of the run, if there are any. The world is nil where there
 // are none.
 func joinRanks(ctx context.Context, o options, stderr io.Writer) (*comm.World, error) {
-	w, err := parallel.Meet(ctx, os.Getenv, o.train.Accumulate, o.facts()...)
+	w, err := parallel.Meet(ctx, os.Getenv, o.train.Accumulate, 0, o.facts()...)
 	if err != nil || w == nil {
 		return nil, err
 	}

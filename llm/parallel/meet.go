@@ -1,6 +1,7 @@
 package parallel
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"time"
@@ -8,14 +9,15 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// deadline is how long a rank may be silent before all end. A save of a large model or the choice
-// of a GPU's kernels may take minutes.
-const deadline = 15 * time.Minute
+// Deadline is how long a rank may be silent between its first step and its last before all end,
+// where nothing else is asked for. A save of a large model may take minutes.
+const Deadline = 5 * time.Minute
 
 // Meet meets the other processes of a run, as the environment says (comm.FromEnvironment, getenv
 // being os.Getenv). The world is nil where this process is alone. All must have the same program
-// and the same facts, and a step of so many batches must leave something to do for each.
-func Meet(ctx context.Context, getenv func(string) string, batches int,
+// and the same facts, and a step of so many batches must leave something to do for each. One that
+// is silent for longer than the deadline ends the run of all; 0 stands for [Deadline].
+func Meet(ctx context.Context, getenv func(string) string, batches int, deadline time.Duration,
 	facts ...comm.Fact) (*comm.World, error) {
 	place, err := comm.FromEnvironment(getenv)
 	if err != nil || place.Size == 1 {
@@ -26,11 +28,15 @@ func Meet(ctx context.Context, getenv func(string) string, batches int,
 			"%d processes: give -accumulate %d, or a multiple of it", batches,
 			place.Size, place.Size)
 	}
+	if deadline < 0 {
+		return nil, fmt.Errorf("parallel: a deadline of %v: want some time, such as %v", deadline,
+			Deadline)
+	}
 	binary, err := comm.Binary()
 	if err != nil {
 		return nil, err
 	}
-	return comm.Join(ctx, place, comm.Options{Deadline: deadline,
+	return comm.Join(ctx, place, comm.Options{Deadline: cmp.Or(deadline, Deadline),
 		Facts: append([]comm.Fact{binary}, facts...)})
 }
 
