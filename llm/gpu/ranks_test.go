@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -72,6 +73,7 @@ type rankRun struct {
 	grow       bool
 	pace       bool // tells tokens a second, and saves nothing
 	gradients  cudaops.Precision
+	recompute  bool
 }
 
 func rankRuns() map[string]rankRun {
@@ -99,6 +101,10 @@ func rankRuns() map[string]rankRun {
 		"long": {config: gpt, precision: cudaops.BFloat16, steps: 100000, batch: 8,
 			accumulate: 2, pace: true},
 	}
+	llama := llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8, FF: 14336,
+		Seq: 4096, Base: 5e5, Untied: true}.Default()
+	runs["8B"] = rankRun{config: llama, precision: cudaops.BFloat16, steps: 9, batch: 2, pace: true,
+		gradients: cudaops.BFloat16, recompute: true}
 	for name, r := range map[string]rankRun{"124M": {config: gpt, batch: 32, steps: 40},
 		"350M": {config: large, batch: 16, steps: 30}, "925M": {config: wide, batch: 8, steps: 20}} {
 		r.pace, r.precision = true, cudaops.BFloat16
@@ -167,8 +173,8 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 	}
 	watch, spent := &watched{}, watched{}
 	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: r.steps, Batch: r.batch,
-		Accumulate: r.accumulate,
-		Schedule:   optim.Constant(o.LR()), Clip: 1, Epoch: 5,
+		Accumulate: r.accumulate, Recompute: r.recompute,
+		Schedule: optim.Constant(o.LR()), Clip: 1, Epoch: 5,
 		Engine: func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 			e, err := engine(m, o, c)
 			if p, ok := e.(llm.Parallel); ok && r.pace {
@@ -182,7 +188,7 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 	}
 	defer tr.Close()
 	var began time.Time
-	const warm = 10
+	warm := min(10, r.steps/3)
 	tr.On(func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
 			return nil
@@ -342,7 +348,7 @@ func TestRanksPace(t *testing.T) {
 		t.Skip("takes a minute")
 	}
 	for name, r := range rankRuns() {
-		if !r.pace || name == "long" {
+		if !r.pace || name == "long" || name == "8B" {
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
@@ -354,4 +360,17 @@ func TestRanksPace(t *testing.T) {
 			}
 		})
 	}
+}
+
+// large has TestRanksLarge train.
+var large = flag.Bool("large", false, "train an 8B model on all GPUs, which takes minutes")
+
+// TestRanksLarge tells how fast the shape of Llama 3.1 8B trains in full on all GPUs together, with
+// 2 × 4096 tokens a GPU, and what it takes of their memory.
+func TestRanksLarge(t *testing.T) {
+	if !*large {
+		t.Skip("takes minutes and hundreds of GB: -large")
+	}
+	said, _ := launched(t, "8B", gpus(t))
+	t.Log(said)
 }

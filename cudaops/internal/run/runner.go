@@ -32,7 +32,7 @@ type Beside interface {
 	Ahead(call int) error  // the run's call of that number is next, of any run
 	Behind(call int) error // it is on its way, of a run with such work
 	Join() error           // all are: the machine's stream is to wait for the work
-	Done() error           // a run with the work, or what was captured of it, is on its way
+	Done()                 // a run with the work, or what was captured of it, is on its way
 }
 
 // Idle is an attendant that does nothing, for others to embed.
@@ -113,10 +113,11 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 		if captured || !r.now.Loaded {
 			run = func() error { return r.Replay(r.now, r.Enqueue) }
 		}
-		if err := run(); err != nil || !r.due {
-			return err
+		err := run()
+		if err == nil && r.due {
+			r.Beside.Done()
 		}
-		return r.Beside.Done()
+		return err
 	})
 }
 

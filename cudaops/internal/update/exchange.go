@@ -18,7 +18,6 @@ type beside struct {
 	expected     round // of the next run; with no contributors nothing goes along with it
 	left         int   // buckets that have left in the run that is being enqueued
 	sent         bool  // the last run's gradients have left, and been added
-	eager        bool  // the exchange is enqueued behind a run as it is, and no part of its capture
 }
 
 // round is a kind of round, captured apart.
@@ -41,9 +40,6 @@ func (x *Optimizer) open() (err error) {
 		return err
 	}
 	for i, b := range s.buckets {
-		if b.there, err = x.memory.NewEvent(false); err != nil {
-			return err
-		}
 		if err := x.connect(b, i%slots); err != nil {
 			return err
 		}
@@ -130,9 +126,9 @@ func (x *Optimizer) Due() (kind byte, captured bool) {
 	case r.contributors == 0:
 		return 0, true
 	case r.first:
-		return 'f', !x.uncaptured || x.share.eager
+		return 'f', !x.uncaptured
 	}
-	return 'g', !x.uncaptured || x.share.eager
+	return 'g', !x.uncaptured
 }
 
 // Behind has those buckets leave whose gradients are there behind a call of a run.
@@ -152,12 +148,6 @@ func (x *Optimizer) Behind(call int) error {
 // leave has a bucket leave that is there now.
 func (x *Optimizer) leave(b *bucket) error {
 	s, ctx := x.share, x.m.Ctx
-	if s.eager && x.m.State.Capturing() {
-		return ctx.Mark(b.there, x.m.Stream)
-	}
-	if s.eager {
-		return ctx.Record(b.there, x.m.Stream)
-	}
 	return run.InTurn(
 		func() error { return ctx.Record(s.fork, x.m.Stream) },
 		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) },
@@ -167,27 +157,6 @@ func (x *Optimizer) leave(b *bucket) error {
 // Join has the machine's stream wait for the exchange.
 func (x *Optimizer) Join() error {
 	s := x.share
-	if s.eager {
-		return nil
-	}
-	return x.join()
-}
-
-// follow enqueues the exchange that goes along with a run that is on its way.
-func (x *Optimizer) follow() error {
-	s := x.share
-	for _, b := range s.buckets {
-		if err := run.InTurn(
-			func() error { return x.m.Ctx.WaitEvent(s.side.Stream, b.there) },
-			func() error { return x.send(b, s.expected, &s.side) }); err != nil {
-			return err
-		}
-	}
-	return x.join()
-}
-
-func (x *Optimizer) join() error {
-	s := x.share
 	if err := x.m.Ctx.Record(s.joined, s.side.Stream); err != nil {
 		return err
 	}
@@ -195,15 +164,7 @@ func (x *Optimizer) join() error {
 }
 
 // Done notes that the run's gradients have left.
-func (x *Optimizer) Done() error {
-	if x.share.eager {
-		if err := x.follow(); err != nil {
-			return err
-		}
-	}
-	x.share.sent, x.share.expected = true, round{}
-	return nil
-}
+func (x *Optimizer) Done() { x.share.sent, x.share.expected = true, round{} }
 
 // Contribute enqueues the sending of the last run's gradients, where this rank is among the first
 // contributors, to their owners, and the adding of what comes, unless that went along with the run.

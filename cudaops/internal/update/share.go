@@ -43,7 +43,6 @@ type bucket struct {
 	parts  [][]part    // by rank
 	staged [][]gpu.Ptr // of this rank's parts, where all contributions lie, in the order of ranks
 	route  comm.Route  // of a round to which all ranks contribute
-	there  gpu.Event   // the gradients are
 }
 
 // part is the elements From ≤ i < To of parameter number Param.
