@@ -262,6 +262,37 @@ func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) 
 	return f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] }, visit)
 }
 
+// Part is Chunks of the bytes of a tensor from one on to another, which begin and end elements. It
+// checks no checksum: several goroutines may each read a part.
+func (f *File) Part(ctx context.Context, name string, from, to int64,
+	visit func(part []byte) error) error {
+	i, err := f.find(name)
+	if err != nil {
+		return err
+	}
+	e := f.entries[i]
+	if size := int64(e.dtype.Size()); from < 0 || to < from || to > e.end-e.begin ||
+		from%size != 0 || to%size != 0 {
+		return fmt.Errorf("safetensors: %s: bytes %d to %d of tensor %.100q, which has %d", f.name,
+			from, to, name, e.end-e.begin)
+	}
+	scratch := make([]byte, min(chunk, to-from))
+	for at := from; at < to; at += chunk {
+		if ctx.Err() != nil {
+			return fmt.Errorf("safetensors: %s: reading tensor %.100q: %w", f.name, name,
+				context.Cause(ctx))
+		}
+		part := scratch[:min(chunk, to-at)]
+		if err := f.readAt(part, f.dataStart+e.begin+at); err != nil {
+			return fmt.Errorf("tensor %.100q: %w", name, err)
+		}
+		if err := visit(part); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // read reads the data of entry i, chunk by chunk, and checks it. buffer returns where a chunk goes,
 // for an offset into the entry and a length. visit, unless it is nil, sees each chunk.
 func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,

@@ -38,6 +38,7 @@ func onGPU(d *cudaops.Device, m *llm.Model, p cudaops.Precision) *llm.Inference 
 // testdata/make.py on a GPU.
 type bf16 struct {
 	Logits   float64 // distance of all logits, of weights and activations in bfloat16
+	Losses   float64 // of the losses of ten steps, likewise
 	Autocast float64 // of the losses of ten steps, of masters in float32 under autocast
 }
 
@@ -49,7 +50,7 @@ func readBF16(t *testing.T) (all map[string]bf16) {
 }
 
 // TestOnGPU wants logits and losses of a GPU in float32 to be those of transformers, and in
-// bfloat16 logits to be no farther off than those of transformers itself.
+// bfloat16 to be no farther off than those of transformers itself.
 func TestOnGPU(t *testing.T) {
 	device, theirs := openGPU(t), readBF16(t)
 	for _, folder := range folders {
@@ -64,9 +65,10 @@ func TestOnGPU(t *testing.T) {
 			logits := offLogits(t, g, onGPU(device, m, cudaops.BFloat16))
 			losses = lossesOf(t, folder, g, gpu.Engine(device, cudaops.BFloat16))
 			off := distance(losses, g.losses)
-			t.Logf("bfloat16 is off by %.2g (transformers %.2g), losses by %.2g (%.2g)", logits,
-				theirs[folder].Logits, off, theirs[folder].Autocast)
+			t.Logf("bfloat16 is off by %.2g (transformers %.2g), losses by %.2g (%.2g, %.2g)", logits,
+				theirs[folder].Logits, off, theirs[folder].Losses, theirs[folder].Autocast)
 			require.LessOrEqual(t, logits, theirs[folder].Logits)
+			require.LessOrEqual(t, off, theirs[folder].Losses)
 			// Under autocast the residual stream is float32; here it is bfloat16.
 			require.LessOrEqual(t, off, 1.5*theirs[folder].Autocast)
 		})

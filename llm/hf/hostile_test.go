@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"maps"
 	"math"
 	"os"
@@ -392,4 +393,66 @@ func TestWiden(t *testing.T) {
 			require.Equal(t, raw, narrow(nil, back, safetensors.F32))
 		}
 	}
+}
+
+// TestLargeTensor wants one that several goroutines read to be that of the file, and a number that
+// is not finite to be found at its place.
+func TestLargeTensor(t *testing.T) {
+	const vocab, dim = 300_000, 64
+	dir := copyOf(t, "llama2")
+	rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
+		f["vocab_size"], f["hidden_size"], f["head_dim"] = vocab, dim, 16
+		f["num_hidden_layers"], f["tie_word_embeddings"] = 1, true
+		f["num_attention_heads"], f["num_key_value_heads"], f["intermediate_size"] = 4, 4, 8
+	})
+	config, err := os.ReadFile(filepath.Join(dir, configName))
+	require.NoError(t, err)
+	traits, err := parseConfig(config)
+	require.NoError(t, err)
+	c, err := traits.config()
+	require.NoError(t, err)
+	var all []safetensors.Tensor
+	for name, shape := range c.Parameters() {
+		n := 1
+		for _, d := range shape {
+			n *= d
+		}
+		x := make([]float32, n)
+		for i := range x {
+			x[i] = float32(i%8191) - 77
+		}
+		all = append(all, safetensors.Tensor{Name: name, DType: safetensors.F32, Shape: shape,
+			Data: x})
+	}
+	path := filepath.Join(dir, weightsName)
+	save := func() { // without checksums, as others do
+		header, at := map[string]any{}, 0
+		var data []byte
+		for _, x := range all {
+			data = narrow(data, x.Data.([]float32), safetensors.F32)
+			header[x.Name] = map[string]any{"dtype": x.DType, "shape": x.Shape,
+				"data_offsets": []int{at, len(data)}}
+			at = len(data)
+		}
+		text, err := json.Marshal(header)
+		require.NoError(t, err)
+		file := binary.LittleEndian.AppendUint64(nil, uint64(len(text)))
+		require.NoError(t, os.WriteFile(path, slices.Concat(file, text, data), 0o666))
+	}
+	save()
+	f, err := Open(dir)
+	require.NoError(t, err)
+	require.Greater(t, f.weights.in[embedName].Bytes(embedName), int64(2*partBytes))
+	require.False(t, f.weights.in[embedName].HasDigest())
+	m, err := f.Load(t.Context())
+	require.NoError(t, err)
+	for i, p := range m.Params {
+		require.True(t, slices.Equal(all[i].Data.([]float32), p.Value.Float32s()), p.Name)
+	}
+	require.NoError(t, f.Close())
+	all[0].Data.([]float32)[vocab*dim-5] = float32(math.NaN())
+	save()
+	_, err = Load(t.Context(), dir)
+	require.ErrorIs(t, err, llm.ErrDiverged)
+	require.ErrorContains(t, err, fmt.Sprintf("element %d is NaN", vocab*dim-5))
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sync"
 	"sync/atomic"
 
 	"gorgonia.org/tensor"
@@ -154,8 +155,13 @@ func (w *weights) pieces(ctx context.Context, name string,
 	if err != nil {
 		return err
 	}
-	at := 0
-	return f.Chunks(ctx, name, func(part []byte) error {
+	return f.Chunks(ctx, name, finite(name, dtype, 0, visit))
+}
+
+// finite has visit see parts of a tensor from an element on, whose numbers are all finite.
+func finite(name string, dtype safetensors.DType, at int,
+	visit func(part []byte, dtype safetensors.DType) error) func([]byte) error {
+	return func(part []byte) error {
 		if suspect(part, dtype) {
 			x := make([]float32, len(part)/dtype.Size())
 			widen(x, part, dtype)
@@ -165,21 +171,49 @@ func (w *weights) pieces(ctx context.Context, name string,
 		}
 		at += len(part) / dtype.Size()
 		return visit(part, dtype)
-	})
+	}
 }
+
+// partBytes is how much of a tensor a goroutine reads, so that a large one does not hold up the
+// rest.
+const partBytes = 32 << 20
 
 // read turns a tensor's elements into float32.
 func (w *weights) read(ctx context.Context, name string, to []float32, done func(bytes int)) error {
-	all := to
-	err := w.pieces(ctx, name, func(part []byte, dtype safetensors.DType) error {
-		to = to[widen(to, part, dtype):]
-		done(len(part))
-		return nil
-	})
-	if err == nil && len(to) > 0 {
-		err = fmt.Errorf("tensor %s: it has %d elements, want %d", name, len(all)-len(to), len(all))
+	into := func(to []float32) func([]byte, safetensors.DType) error {
+		return func(part []byte, dtype safetensors.DType) error {
+			if n := len(part) / dtype.Size(); n > len(to) {
+				return fmt.Errorf("tensor %s: it has %d elements more than wanted", name, n-len(to))
+			}
+			to = to[widen(to, part, dtype):]
+			done(len(part))
+			return nil
+		}
 	}
-	return err
+	f := w.in[name]
+	dtype, _, err := f.Info(name)
+	if err != nil {
+		return err
+	}
+	size := f.Bytes(name)
+	if n := int64(len(to) * dtype.Size()); n != size {
+		return fmt.Errorf("tensor %s: it has %d bytes, want %d", name, size, n)
+	}
+	if f.HasDigest() || size <= partBytes {
+		return w.pieces(ctx, name, into(to))
+	}
+	var work sync.WaitGroup
+	errs := make([]error, (size+partBytes-1)/partBytes)
+	for i := range errs {
+		from := int64(i) * partBytes
+		work.Go(func() {
+			at := int(from) / dtype.Size()
+			errs[i] = f.Part(ctx, name, from, min(from+partBytes, size),
+				finite(name, dtype, at, into(to[at:])))
+		})
+	}
+	work.Wait()
+	return errors.Join(errs...)
 }
 
 func notFinite(x float32) bool { return math.Float32bits(x)&0x7f800000 == 0x7f800000 }
