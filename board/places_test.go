@@ -24,7 +24,7 @@ const judged = "34 epochs were not enough: the loss is 0.0021 higher with it (0.
 
 // everywhere feeds the events of a run of 600 steps whose model has seeds at all sites: Kasmina
 // layers, every linear layer of so many blocks, the stream and depth.
-func everywhere(t *testing.T, run *store.Run, blocks int) {
+func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 	t.Helper()
 	r := texttest.Rand(t)
 	c := arch.Config{Layers: blocks, Kasmina: []int{0, 1, 2, 3}, Streams: []int{1, 3}, Depth: 2}
@@ -88,7 +88,7 @@ func everywhere(t *testing.T, run *store.Run, blocks int) {
 	run.Take(e)
 	e.Kind, e.Text = llm.Noted, "Ada asked on the board to save: before lunch"
 	run.Take(e)
-	e.Kind, e.Text = llm.Sampled, "<script>document.title = 'broken'</script> func main() {"
+	e.Kind, e.Text = llm.Sampled, sample
 	run.Take(e)
 }
 
@@ -100,18 +100,21 @@ func TestEverywhere(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, b.Close()) })
 	const name = "<script>document.title = 'broken'</script>"
-	everywhere(t, b.Add("the run"), 12)
-	everywhere(t, b.Add(name), 500)
 	url, err := b.Listen("127.0.0.1:0")
 	require.NoError(t, err)
-	for _, run := range []struct{ id, name string }{{"1", name}, {"0", "the run"}} {
+	for _, run := range []struct {
+		id, name, sample string
+		blocks           int
+	}{{"0", "the run", "func main() {\n\tfmt.Println(", 12}, {"1", name, name + " func", 500}} {
+		everywhere(t, b.Add(run.name), run.blocks, run.sample)
+		w.view(1280, 900, "light")
 		w.do(chromedp.Navigate(url))
 		w.see("#chart-loss canvas", "#legend li")
 		eval[bool](w, "Board.choose('"+run.id+"'); true")
 		require.Eventually(t, func() bool {
 			return eval[bool](w, "Board.shown() === '"+run.id+"' && Lattice.layers().length === 7")
 		}, patience, 50*time.Millisecond)
-		require.Contains(t, w.text("#runs"), name)
+		require.Contains(t, w.text("#state"), run.name)
 		eval[bool](w, "Lattice.select({layer: 4, seed: 15}); true")
 		w.see("#seed-events li")
 		require.Equal(t, "block 2, k: RolledBack", w.text("#seed-title"))
@@ -120,7 +123,7 @@ func TestEverywhere(t *testing.T) {
 		require.Contains(t, w.text("#events"), "12 seeds: block 0, seed 0; block 0, seed 1; "+
 			"block 0, seed 2 and 9 more: Dormant → Germinated because their features are dead")
 		require.Contains(t, w.text("#events"), "Ada asked on the board to save: before lunch")
-		require.Contains(t, w.text("#sample"), "<script>document.title")
+		require.Equal(t, run.sample, w.text("#sample"))
 		require.Contains(t, w.text("#tiles"), "share of the ceiling40 % of 20.00 TFLOP/s")
 		require.NotContains(t, eval[string](w, "document.title"), "broken")
 		for _, v := range []struct {
@@ -137,5 +140,6 @@ func TestEverywhere(t *testing.T) {
 		}
 		w.accessible(fmt.Sprint("run ", run.id, " on a phone"))
 	}
+	require.Contains(t, w.text("#runs"), name)
 	require.Empty(t, w.complaints(), "the browser's console")
 }

@@ -58,7 +58,7 @@ const Lattice = (() => {
   // label is a layer's name, with its site where there are several.
   function label(layer, layers) {
     const same = layers.every(l => l.site === layers[0].site);
-    return layer.name + (same || layer.name === layer.site ? '' : ', ' + layer.site);
+    return layer.name + (same || layer.name.startsWith(layer.site) ? '' : ', ' + layer.site);
   }
 
   function set(picture) {
@@ -66,6 +66,13 @@ const Lattice = (() => {
       alpha: bytes(l.alpha), health: bytes(l.health), kind: bytes(l.kind)}));
     const same = blocks.length === layers.length && layers.every((l, i) => l.stage.length === blocks[i].layer.stage.length);
     if (same) layers.forEach((l, i) => { blocks[i].layer = l; }); else layout(layers);
+    paint();
+    if (!same || fitted) fit();
+    want();
+  }
+
+  // paint draws the cells where the layout has them.
+  function paint() {
     if (small.width !== width || small.height !== height) { small.width = width; small.height = height; }
     const image = sg.createImageData(width, height), pixels = image.data;
     for (const b of blocks) {
@@ -77,8 +84,6 @@ const Lattice = (() => {
       }
     }
     sg.putImageData(image, 0, 0);
-    if (!same || fitted) fit();
-    want();
   }
 
   function fit() {
@@ -218,7 +223,7 @@ const Lattice = (() => {
     canvas.addEventListener('keydown', key);
   }
 
-  function resized() { if (blocks.length) { if (fitted) { layout(blocks.map(b => b.layer)); fit(); } want(); } }
+  function resized() { if (blocks.length) { if (fitted) { layout(blocks.map(b => b.layer)); paint(); fit(); } want(); } }
   function colour(stage) { return 'rgb(' + (colours[stages.indexOf(stage)] || colours[0]).join(',') + ')'; }
   function layers() { return blocks.map(b => b.layer); }
   function chosen() { return selected; }
