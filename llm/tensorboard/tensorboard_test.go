@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -46,18 +47,60 @@ print(json.dumps({
     "dead": [h.min, h.max, h.num, h.sum, h.sum_squares, sum(h.bucket), len(h.bucket)]}))
 `
 
-// TestTensorBoard wants TensorBoard itself to read what was written.
-func TestTensorBoard(t *testing.T) {
-	python := os.Getenv("KASMINA_PYTHON") // one with tensorboard
-	if python == "" {
-		python = "python3"
+// python returns a Python with a package; without one the test is skipped.
+func python(t *testing.T, pack string) string {
+	t.Helper()
+	name := os.Getenv("KASMINA_PYTHON")
+	if name == "" {
+		name = "python3"
 	}
-	if exec.Command(python, "-c", "import tensorboard").Run() != nil {
-		t.Skip("no Python with tensorboard: KASMINA_PYTHON names one")
+	if exec.Command(name, "-c", "import "+pack).Run() != nil {
+		t.Skipf("no Python with %s: KASMINA_PYTHON names one", pack)
 	}
+	return name
+}
+
+// importer takes event files into trackio, and prints the losses that it has then.
+const importer = `
+import json, sys, trackio
+from trackio.sqlite_storage import SQLiteStorage
+trackio.import_tf_events(sys.argv[1], "project")
+run = SQLiteStorage.get_runs("project")[0]
+print("\n" + json.dumps([[m["step"], m["train/loss"]] for m in SQLiteStorage.get_logs("project", run)
+    if m.get("train/loss") is not None]))
+`
+
+// TestTrackio wants trackio to import what was written, without a service.
+func TestTrackio(t *testing.T) {
+	name := python(t, "trackio, tbparse")
 	folder := t.TempDir()
 	eventtest.Send(t, tensorboard.Events(folder), events()...)
-	out, err := exec.Command(python, "-c", reader, folder).Output()
+	c := exec.Command(name, "-c", importer, folder)
+	c.Env = append(os.Environ(), "TRACKIO_DIR="+t.TempDir())
+	out, err := c.Output()
+	require.NoError(t, err, string(out))
+	lines := strings.Split(strings.TrimSpace(string(out)), "\n")
+	var read [][2]float64
+	require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &read), string(out))
+	require.Equal(t, losses(), read)
+}
+
+// losses are those of the events, by step.
+func losses() (all [][2]float64) {
+	for _, e := range events() {
+		if e.Kind == llm.StepEnd {
+			all = append(all, [2]float64{float64(e.Step), float64(float32(e.Loss))})
+		}
+	}
+	return all
+}
+
+// TestTensorBoard wants TensorBoard itself to read what was written.
+func TestTensorBoard(t *testing.T) {
+	name := python(t, "tensorboard")
+	folder := t.TempDir()
+	eventtest.Send(t, tensorboard.Events(folder), events()...)
+	out, err := exec.Command(name, "-c", reader, folder).Output()
 	require.NoError(t, err)
 	var read struct {
 		Scalars           map[string][][2]float64
@@ -66,13 +109,7 @@ func TestTensorBoard(t *testing.T) {
 		Dead              []float64
 	}
 	require.NoError(t, json.Unmarshal(out, &read), string(out))
-	var want [][2]float64
-	for _, e := range events() {
-		if e.Kind == llm.StepEnd {
-			want = append(want, [2]float64{float64(e.Step), float64(float32(e.Loss))})
-		}
-	}
-	require.Equal(t, want, read.Scalars["train/loss"])
+	require.Equal(t, losses(), read.Scalars["train/loss"])
 	require.NotEmpty(t, read.Scalars["validation/bits_per_byte"])
 	require.Equal(t, 1.0, read.Scalars["seeds/Grafting"][0][1])
 	require.Equal(t, []string{"func <main>"}, read.Texts)
