@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Client asks a board.
+// Client asks a board. Its methods may be called from any goroutine.
 type Client struct {
 	URL   string       // of the page, such as http://127.0.0.1:6060/
 	Token string       // for commands; the board prints it

@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// Group is a [comm.Group] over TCP.
+// Group is a [comm.Group] over TCP. Its methods may be called from any goroutine.
 type Group struct {
 	world  *comm.World
 	device Device

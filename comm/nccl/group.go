@@ -21,7 +21,7 @@ type Device interface {
 	Do(f func() error) error
 }
 
-// Group is a communicator of NCCL.
+// Group is a communicator of NCCL. Its methods may be called from any goroutine.
 type Group struct {
 	api    *api
 	world  *comm.World

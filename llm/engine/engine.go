@@ -100,7 +100,7 @@ var (
 	ErrOverflow  = errors.New("the update overflowed")
 )
 
-// CPU is the engine on the CPU; NewCPU makes one.
+// CPU is the engine on the CPU; NewCPU makes one. It is for one goroutine at a time.
 type CPU struct {
 	infer.Inference
 	optimizer optim.Optimizer

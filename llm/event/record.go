@@ -26,7 +26,7 @@ type Decision struct {
 
 // Record is all that a controller and the clock have decided in a run. A run that follows it,
 // instead of them, has the same bits: see Growth.Replay. It may be edited: each line of its file is
-// a [Decision].
+// a [Decision]. It never changes, and any goroutine may call its methods.
 type Record struct {
 	commands map[int][]state.Command // by steps made
 	shares   map[int]float64

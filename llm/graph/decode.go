@@ -16,6 +16,7 @@ import (
 // Where there are none to go on from, at first and when a token has left the window, which moves
 // all others to other positions, it takes a pass over a window that holds the tokens. Time and
 // memory are those of the tokens that there are: Config.Seq may be much larger.
+// It is for one goroutine at a time.
 type Decoding struct {
 	model        Model
 	window, step Runner

@@ -18,7 +18,7 @@ type Machine interface {
 	Close() error
 }
 
-// Runner is a graph on a machine.
+// Runner is a graph on a machine, for one goroutine at a time.
 type Runner struct {
 	*Graph
 	Machine Machine

@@ -25,7 +25,7 @@ import (
 var ErrFolder = errors.New("no model that can be loaded")
 
 // Folder is a model's folder whose description has been read and checked against the headers of its
-// weights. Close it after use.
+// weights. Close it after use. All methods but Close may be called at the same time.
 type Folder struct {
 	Dir        string
 	Family     string     // model_type of config.json, such as "llama"

@@ -13,7 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm/loopback"
 )
 
-// Team is the processes that train together, seen from one of them.
+// Team is the processes that train together, seen from one of them. All but Rank, Size, First and
+// Group is for the goroutine that trains.
 type Team struct {
 	world *comm.World
 	group comm.Group
