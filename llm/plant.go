@@ -132,7 +132,7 @@ func (t *Trainer) obeySeeds(p planting) error {
 			return t.refuse(p, err, began)
 		}
 		w := t.twin
-		if err := t.change(next, scale); err != nil {
+		if err := t.change(now, next, scale); err != nil {
 			return t.refuse(p, err, began)
 		}
 		t.twin = w.with(p.plant, t.last.Step)

@@ -232,7 +232,7 @@ func (t *Trainer) growBlocks(g Grown) error {
 		return err
 	}
 	t.remember(now, state.Address{Layer: t.Model.LayerAt(blueprints.Depth), Seed: g.Seed})
-	if err := t.change(now.Grow(g), t.lossScale()); err != nil {
+	if err := t.change(now, now.Grow(g), t.lossScale()); err != nil {
 		t.before = t.before[:len(t.before)-1]
 		return err
 	}
@@ -261,7 +261,7 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 	if err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
-	if err := t.change(now.Back(b.Model, c), b.scale); err != nil {
+	if err := t.change(now, now.Back(b.Model, c), b.scale); err != nil {
 		return err
 	}
 	t.wentBack(b)
@@ -317,16 +317,11 @@ func (t *Trainer) canReshape(next Config) error {
 	return t.agree(memory.Check("the larger model takes", 4*bytes))
 }
 
-// change gives the model another configuration, parameters and moments, and the trainer an engine
-// for them. On an error all is as before, unless it is engine.ErrNone.
-func (t *Trainer) change(next become.Model, scale *LossScale) error {
-	m, o := t.Model, t.Optimizer
-	if err := t.gatherState(); err != nil {
-		return err
-	}
+// change makes the model, which is as now returned it, another one, and makes the trainer an engine
+// for that. On an error all is as before, unless it is engine.ErrNone.
+func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
+	m, o, oldScale := t.Model, t.Optimizer, t.lossScale()
 	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
-	old, oldScale := become.Model{Config: m.Config, Params: m.Params, Moments: o.State()},
-		t.lossScale()
 	put := func(g become.Model, scale *LossScale) error {
 		model.Become(m, g.Config, g.Params)
 		if err := o.Declare(valueGrads(g.Params)); err != nil {

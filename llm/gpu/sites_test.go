@@ -231,7 +231,7 @@ func TestSitesPace(t *testing.T) {
 		pace("q and v, training", qv, blueprints.Weight, map[int][]state.Stage{2: training})
 		pace("q and v, grafting", qv, blueprints.Weight, map[int][]state.Stage{2: grafting})
 		pace("all weights, training", every, blueprints.Weight, map[int][]state.Stage{2: training})
-		pace("perceptron in the stream, training", stream, blueprints.Stream,
+		pace("an Attention in the stream, training", stream, blueprints.Stream,
 			map[int][]state.Stage{2: training})
 	}
 	pace("all weights, to the end", every, blueprints.Weight, map[int][]state.Stage{2: grafting,
