@@ -2,113 +2,59 @@ package llm
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"os"
-	"path/filepath"
-	"slices"
+	"io"
 	"sync"
-	"syscall"
+	"time"
 
-	"github.com/kasmina-go/kasmina/internal/atomicfile"
-	"github.com/kasmina-go/kasmina/internal/folderlock"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/callback"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/infer"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// due reports whether a callback that acts every so many steps, and after the last one, should act
-// on this event.
-func due(e Event, every int) bool {
-	return e.Kind == Complete || e.Kind == StepEnd && (e.Last || every > 0 &&
-		e.Step%every == 0)
-}
+// Callbacks are in package callback.
+type (
+	// An EvaluateOption changes what Evaluate does.
+	EvaluateOption = callback.EvaluateOption
+	// A CheckpointOption changes what Checkpoint does.
+	CheckpointOption = callback.CheckpointOption
+)
 
-// refuse returns the callback of arguments that no run can use: it ends the run with an error
-// before the first step.
-func refuse(format string, args ...any) Callback {
-	err := fmt.Errorf("llm: "+format, args...)
-	return func(e Event) error {
-		if e.Kind == RunStart {
-			return err
-		}
-		return nil
-	}
-}
-
-// An EvaluateOption changes what Evaluate does.
-type EvaluateOption func(*evaluateConfig)
-
-type evaluateConfig struct{ quick *data.Evaluation }
+// ErrFolderInUse is wrapped by the error of an output folder that another program has claimed.
+var ErrFolderInUse = callback.ErrFolderInUse
 
 // WithQuick scores another text, such as a part of the held-out text, before the last step.
 func WithQuick(text *data.Evaluation) EvaluateOption {
-	return func(c *evaluateConfig) { c.quick = text }
+	return callback.WithQuick(text)
 }
 
 // Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and
 // tells the callbacks. Of a run whose context ends it scores nothing more.
 func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOption) Callback {
-	c := evaluateConfig{quick: text}
-	for _, opt := range opts {
-		if opt == nil {
-			return refuse("Evaluate: an option is nil")
-		}
-		opt(&c)
-	}
-	if t.made() != nil {
-		return refuse("Evaluate: %w", errZeroTrainer)
-	}
-	for _, text := range []*data.Evaluation{text, c.quick} {
-		if err := t.canEvaluate(text); err != nil {
-			return refuse("Evaluate: %w", err)
-		}
-	}
-	return func(e Event) error {
-		if !due(e, every) {
-			return nil
-		}
-		scored := text
-		if !e.Last {
-			scored = c.quick
-		}
-		loss, bpb, err := t.Evaluate(scored)
-		if err != nil {
-			return t.unlessStopped(err)
-		}
-		t.note(func(e *Event) { e.ValLoss, e.ValBPB = loss, bpb })
-		return t.emit(EvalEnd, nil)
-	}
+	return callback.Evaluate(access{t}, text, every, opts...)
 }
-
-// unlessStopped drops an error that only says that the run's context has ended: all callbacks have
-// to see a step's end before the run is interrupted, those that change the model before the one
-// that saves it.
-func (t *Trainer) unlessStopped(err error) error {
-	if stopped := t.stopped(); stopped != nil && errors.Is(err, stopped) {
-		return nil
-	}
-	return err
-}
-
-// A CheckpointOption changes what Checkpoint does.
-type CheckpointOption func(*checkpointer)
 
 // InBackground writes a checkpoint while the run goes on, if there is a step to come, from a copy
 // of everything in it that takes memory until the file is complete. Its Saved event has the step
 // that was saved, and comes after a later one.
-func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
+func InBackground() CheckpointOption {
+	return callback.InBackground()
+}
 
 // InParts lets several ranks write a checkpoint together, a file each: see [Trainer.SaveParts]. The
 // run waits for them, InBackground or not.
-func InParts() CheckpointOption { return func(c *checkpointer) { c.parts = true } }
+func InParts() CheckpointOption {
+	return callback.InParts()
+}
 
 // OptimizerApart writes the optimiser's moments to a file of their own: see [Trainer.SaveApart].
 func OptimizerApart() CheckpointOption {
-	return func(c *checkpointer) { c.write = saveApart }
+	return callback.OptimizerApart()
 }
 
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
@@ -118,165 +64,7 @@ func OptimizerApart() CheckpointOption {
 // are made. A place where it cannot be written ends the run before its first step, and so does a
 // folder that another program has claimed: it is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
-	if t.made() != nil {
-		return refuse("Checkpoint: %w", errZeroTrainer)
-	}
-	c := &checkpointer{t: t, path: path, every: every, write: saveWhole}
-	t.mu.Lock()
-	t.steering.savers++
-	t.mu.Unlock()
-	for _, opt := range opts {
-		if opt == nil {
-			return refuse("Checkpoint: an option is nil")
-		}
-		opt(c)
-	}
-	return c.event
-}
-
-// A checkpointer writes one file at a time.
-type checkpointer struct {
-	t          *Trainer
-	path       string
-	every      int
-	asked      int // saves that had been asked for when it last saved
-	write      func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
-	background bool
-	parts      bool
-	release    func() error // the folder
-	tried      int          // the step that was last to be saved in this run, or that it began at
-	step       int          // that is being written
-	written    chan error   // has its result; nil when nothing is being written
-}
-
-func (c *checkpointer) event(e Event) error {
-	switch {
-	case e.Kind == RunStart:
-		c.tried = e.Step
-		return c.begin()
-	case e.Kind == RunEnd:
-		return errors.Join(c.wait(), c.end())
-	case e.Kind == Failed:
-		return errors.Join(c.finish(), c.rescue(e))
-	case !due(e, c.every) && e.Kind != Interrupted && !c.wanted(e):
-		return c.poll()
-	}
-	c.asked = c.t.saves()
-	apart := c.parts && c.t.ranks() != nil
-	if c.background && !apart && e.Kind == StepEnd && !e.Last {
-		return c.saveBeside(e.Step)
-	}
-	return c.save(e.Step)
-}
-
-// wanted reports whether somebody has asked for a save; see [Trainer.SaveSoon].
-func (c *checkpointer) wanted(e Event) bool { return e.Kind == StepEnd && c.t.saves() > c.asked }
-
-// rescue saves the last step of a run that has failed, unless it has been tried, or there is no
-// sound one.
-func (c *checkpointer) rescue(e Event) error {
-	sound := c.t.inTurn(func() error { return nil })
-	if e.Step == c.tried || errors.Is(e.Err, ErrDiverged) || sound != nil {
-		return nil
-	}
-	return c.save(e.Step)
-}
-
-// save writes the trainer's state.
-func (c *checkpointer) save(step int) error {
-	c.tried = step
-	write := func(path string) error { return c.t.saveBy(path, c.write) }
-	if c.parts && c.t.ranks() != nil {
-		write = c.t.SaveParts
-	}
-	if err := errors.Join(c.finish(), write(c.path)); err != nil {
-		return err
-	}
-	return c.saved(step)
-}
-
-// begin makes the file's folders, finds out whether it can be written, and claims its folder.
-func (c *checkpointer) begin() error {
-	if !c.t.first() {
-		return nil
-	}
-	there, err := os.Stat(c.path)
-	if err == nil && !there.Mode().IsRegular() && !there.IsDir() {
-		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
-	}
-	if err := atomicfile.Writable(c.path); err != nil {
-		return fmt.Errorf("llm: Checkpoint: %w", err)
-	}
-	release, err := ClaimFolder(filepath.Dir(c.path))
-	if err != nil && !errors.Is(err, errors.ErrUnsupported) {
-		return fmt.Errorf("llm: Checkpoint: %w", err)
-	}
-	c.release = release
-	return nil
-}
-
-// end gives the folder back.
-func (c *checkpointer) end() error {
-	release := c.release
-	c.release = nil
-	if release == nil {
-		return nil
-	}
-	return release()
-}
-
-// saveBeside starts to write the trainer's state, after what is still being written.
-func (c *checkpointer) saveBeside(step int) error {
-	if err := c.t.agree(c.finish()); err != nil {
-		return err
-	}
-	c.tried = step
-	tensors, metadata, err := c.t.copied()
-	if err != nil {
-		return err
-	}
-	c.step, c.written = step, make(chan error, 1)
-	if !c.t.first() {
-		c.written <- nil
-		return nil
-	}
-	go func(written chan<- error) {
-		written <- c.write(c.path, tensors, metadata)
-	}(c.written)
-	return nil
-}
-
-// wait waits for what is being written.
-func (c *checkpointer) wait() error {
-	if c.written == nil {
-		return nil
-	}
-	err := <-c.written
-	c.written = nil
-	return err
-}
-
-// finish waits for what is being written, and tells the callbacks of it.
-func (c *checkpointer) finish() error {
-	if c.written == nil {
-		return nil
-	}
-	if err := c.wait(); err != nil {
-		return err
-	}
-	return c.saved(c.step)
-}
-
-// poll finishes what needs no more waiting.
-func (c *checkpointer) poll() error {
-	if len(c.written) == 0 {
-		return nil
-	}
-	return c.finish()
-}
-
-func (c *checkpointer) saved(step int) error {
-	return c.t.emit(Saved, func(e *Event) { e.Path, e.Step = c.path, step })
+	return callback.Checkpoint(access{t}, path, every, opts...)
 }
 
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
@@ -287,84 +75,89 @@ func (c *checkpointer) saved(step int) error {
 // used end the run before its first step, and so does a place where the file cannot be written.
 func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config,
 	path string, every int) Callback {
-	switch _, err := sampler.New(c); {
-	case err != nil:
-		return refuse("SampleText: %w", err)
-	case t.made() != nil || tok == nil:
-		return refuse("SampleText: trainer and tokenizer must not be nil")
-	case len(promptTokens(tok, prompt)) == 0:
-		return refuse("SampleText: the prompt %q makes no token, want at least one", prompt)
-	case n < 0:
-		return refuse("SampleText: asked for %d tokens, want at least 0", n)
-	}
-	if err := t.Model.Config.Knows(slices.Values(promptTokens(tok, prompt))); err != nil {
-		return refuse("SampleText: the prompt: %w", err)
-	}
-	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
-		c.Vocab = tok.VocabSize()
-	}
-	return func(e Event) error {
-		if e.Kind == RunStart && path != "" {
-			if err := overwritable(path); err != nil {
-				return fmt.Errorf("llm: SampleText: %w", err)
-			}
-		}
-		if !due(e, every) {
-			return nil
-		}
-		text, err := t.sample(tok, prompt, n, c)
-		if err == nil && path != "" {
-			if err = os.MkdirAll(filepath.Dir(path), 0o777); err == nil {
-				err = os.WriteFile(path, []byte(text), 0o666)
-			}
-		}
-		if err != nil {
-			return t.unlessStopped(fmt.Errorf("llm: sample: %w", err))
-		}
-		return t.emit(Sampled, func(e *Event) { e.Text = text })
-	}
+	return callback.SampleText(access{t}, tok, prompt, n, c, path, every)
 }
 
-// overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be
-// one that no file can be made beside.
-func overwritable(path string) error {
-	if _, err := os.Stat(path); err != nil {
-		return atomicfile.Writable(path)
-	}
-	f, err := os.OpenFile(path, os.O_WRONLY|syscall.O_NONBLOCK, 0) // a pipe may have no reader
-	if err != nil {
-		return err
-	}
-	return f.Close()
+// ClaimFolder makes an output folder, which must exist, this program's until release is called or
+// the program ends, so that no two programs write one run's files: to all others it is an
+// ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
+// is the program's until all have released it. A run with a [Checkpoint] claims its folder by
+// itself; a program that reads or writes there before the run claims it first.
+//
+// It works on Linux, macOS, the BSDs and Windows. Where the system or the file system cannot lock,
+// it is an errors.ErrUnsupported, and a Checkpoint goes on without.
+func ClaimFolder(dir string) (release func() error, err error) {
+	return callback.ClaimFolder(dir)
 }
 
-// promptTokens returns what a sample starts from: the prompt's tokens, or the one before a
-// document.
-func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
-	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" && e.EndOfDocument() >= 0 {
-		return []int{e.EndOfDocument()}
-	}
-	return tok.Encode([]byte(prompt))
+// Monitor tells the callbacks every so many steps (0 for never), and after the last one, what the
+// ops of the trainer's engine take, as a Profiled event, and at the end of the run prints them as a
+// table. It does nothing for an engine that is no [Profiler] or has timed nothing: engines on CPU
+// and GPU want the option WithMonitor of cpuops and cudaops.
+func Monitor(t *Trainer, w io.Writer, every int) Callback {
+	return callback.Monitor(access{t}, w, every)
 }
 
-// sample returns the prompt and n tokens that follow it.
-func (t *Trainer) sample(tok tokenizer.Tokenizer, prompt string, n int,
-	c sampler.Config) (string, error) {
-	s, err := sampler.New(c)
-	if err != nil {
-		return "", err
-	}
-	g := infer.Draw(t.Model.Config, t.decoder)
-	var tokens []int
-	for token, err := range g.Generate(t.context(), promptTokens(tok, prompt), n, s) {
-		if err != nil {
-			return "", err
-		}
-		tokens = append(tokens, token)
-	}
-	text, err := tok.Decode(tokens)
-	return prompt + string(text), err
+// Ceilings measures, behind the first step of a run, what the engine's device reaches at best, and
+// tells the callbacks of it: see [Measured]. Of several ranks the devices count as alike. It does
+// nothing for an engine that is no [Measurer].
+func Ceilings(t *Trainer) Callback {
+	return callback.Ceilings(access{t})
 }
+
+// ProfileStep profiles a step of the run: it begins when that many steps have been made (at least
+// 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
+// file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
+// [Tracer]. Of a run that ends before, it writes nothing and says so.
+func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
+	return callback.ProfileStep(access{t}, w, path, after)
+}
+
+// Scrub verifies the checksums of all seeds when a run begins, and then once every period while it
+// goes on. What it finds it writes to w, a line for each layer or part of a large one, and tells
+// the callbacks of (Corrupted), both behind the next step and once. It changes nothing: a corrupt
+// seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made with
+// [state.WithQuarantine].
+func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
+	return callback.Scrub(access{t}, w, period)
+}
+
+// access is what callbacks see of a trainer.
+type access struct{ *Trainer }
+
+func (a access) Made() error                              { return a.made() }
+func (a access) Model() *Model                            { return a.Trainer.Model }
+func (a access) Engine() Engine                           { return a.engine }
+func (a access) Note(set func(*Event))                    { a.note(set) }
+func (a access) Emit(k EventKind, set func(*Event)) error { return a.emit(k, set) }
+func (a access) InTurn(f func() error) error              { return a.inTurn(f) }
+func (a access) Context() context.Context                 { return a.context() }
+func (a access) Stopped() error                           { return a.stopped() }
+func (a access) CanEvaluate(text *data.Evaluation) error  { return a.canEvaluate(text) }
+func (a access) Decoder() (infer.Logits, error)           { return a.decoder() }
+func (a access) Parallel() bool                           { return a.ranks() != nil }
+func (a access) First() bool                              { return a.first() }
+func (a access) Agree(err error) error                    { return a.agree(err) }
+func (a access) Saves() int                               { return a.saves() }
+
+func (a access) OpTimes(p engine.Profiler) ([]OpTime, error) { return a.opTimes(p) }
+
+func (a access) Ranks() int {
+	if e := a.ranks(); e != nil {
+		return e.Ranks()
+	}
+	return 1
+}
+
+func (a access) AddSaver() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.steering.savers++
+}
+
+func (a access) SaveBy(path string, write callback.WriteFunc) error { return a.saveBy(path, write) }
+
+func (a access) Copied() ([]safetensors.Tensor, map[string]string, error) { return a.copied() }
 
 // decoder is the engine's, whose every call is a turn of its own.
 func (t *Trainer) decoder() (infer.Logits, error) {
@@ -382,24 +175,13 @@ func (t *Trainer) decoder() (infer.Logits, error) {
 	}, err
 }
 
-// ErrFolderInUse is wrapped by the error of an output folder that another program has claimed.
-var ErrFolderInUse = folderlock.ErrInUse
-
-// ClaimFolder makes an output folder, which must exist, this program's until release is called or
-// the program ends, so that no two programs write one run's files: to all others it is an
-// ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
-// is the program's until all have released it. A run with a [Checkpoint] claims its folder by
-// itself; a program that reads or writes there before the run claims it first.
-//
-// It works on Linux, macOS, the BSDs and Windows. Where the system or the file system cannot lock,
-// it is an errors.ErrUnsupported, and a Checkpoint goes on without.
-func ClaimFolder(dir string) (release func() error, err error) {
-	release, err = folderlock.Claim(dir)
-	if err != nil {
-		return nil, fmt.Errorf("llm: ClaimFolder: %s: %w; name another folder for this one, or "+
-			"wait for the other program", dir, err)
+// opTimes is that of the trainer's engine, also when a step has failed.
+func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
+	defer model.Take(t.Model)()
+	if t.closed {
+		return nil, nil
 	}
-	return release, nil
+	return p.OpTimes()
 }
 
 // seedEvents gathers what happens to seeds during a run. Whoever makes it happen adds to it, on

@@ -10,8 +10,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/callback"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
@@ -71,7 +71,7 @@ func (s *beforeStates) UnmarshalJSON(text []byte) error {
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
 // refuses, with ErrDiverged, also a model whose loss on the last batch is not finite: the next step
 // would fail, and the file's old contents are better.
-func (t *Trainer) Save(path string) error { return t.saveBy(path, saveWhole) }
+func (t *Trainer) Save(path string) error { return t.saveBy(path, callback.SaveWhole) }
 
 // saveBy has the only process, or rank 0, write a checkpoint.
 func (t *Trainer) saveBy(path string,
@@ -87,54 +87,11 @@ func (t *Trainer) saveBy(path string,
 	return t.agree(err)
 }
 
-// saveWhole writes a checkpoint of one file.
-func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
-	if err := safetensors.Save(path, tensors, metadata); err != nil {
-		return err
-	}
-	_ = modelfile.Parts{}.Tidy(path) // what is left of another checkpoint harms nothing
-	return nil
-}
-
 // SaveApart is Save with the optimiser's moments in a file of their own, beside the one at path,
 // which has all else and names it. That file is written last and replaced in one step: a process
 // killed at any moment leaves the old pair of files or the new one. [Trainer.Resume] reads both,
 // and [LoadModel] the file at path alone. The same state gives the same bytes.
-func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, saveApart) }
-
-// saveApart writes a checkpoint of two files.
-func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
-	sizes := map[string]int{} // of parameters
-	for _, x := range tensors {
-		sizes[x.Name] = opbase.Size(x.Shape)
-	}
-	var rest []safetensors.Tensor
-	var moments []modelfile.Stretch
-	for _, x := range tensors {
-		own, prefixed := strings.CutPrefix(x.Name, modelfile.OptimizerPrefix)
-		size := opbase.Size(x.Shape)
-		if n, ok := sizes[own[:max(0, strings.LastIndexByte(own, '.'))]]; !prefixed || !ok ||
-			n != size || x.DType != safetensors.F32 && x.DType != safetensors.F64 {
-			rest = append(rest, x)
-			continue
-		}
-		moments = append(moments, modelfile.Stretch{Moment: own, Data: x.Data})
-	}
-	set := modelfile.SetOf(metadata[modelfile.TrainingKey], moments)
-	text, err := json.Marshal(set)
-	if err != nil {
-		return err
-	}
-	metadata[modelfile.PartsKey] = string(text)
-	if err := set.SavePart(path, 0, moments); err != nil {
-		return err
-	}
-	if err := safetensors.Save(path, rest, metadata); err != nil {
-		return err
-	}
-	_ = set.Tidy(path)
-	return nil
-}
+func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, callback.SaveApart) }
 
 // SaveParts is Save where several ranks train: each writes its part of what the optimiser
 // remembers, all at once, to a file beside the one at path. That file has all else, is written last

@@ -6,6 +6,7 @@
 //	llm/graph      a model as a graph
 //	llm/infer      losses, logits and text without gradients
 //	llm/engine     what computes a trainer's steps
+//	llm/callback   what a run does between steps
 //	llm/event      what a run tells, spends and records
 //	llm/data       text, tokens and batches
 //	llm/tokenizer  from text to token ids and back

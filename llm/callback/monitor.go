@@ -1,4 +1,4 @@
-package llm
+package callback
 
 import (
 	"errors"
@@ -9,68 +9,59 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/internal/scrub"
-	"github.com/kasmina-go/kasmina/llm/model"
 )
 
 // Monitor tells the callbacks every so many steps (0 for never), and after the last one, what the
 // ops of the trainer's engine take, as a Profiled event, and at the end of the run prints them as a
 // table. It does nothing for an engine that is no [Profiler] or has timed nothing: engines on CPU
 // and GPU want the option WithMonitor of cpuops and cudaops.
-func Monitor(t *Trainer, w io.Writer, every int) Callback {
-	if t.made() != nil || w == nil {
+func Monitor(t Run, w io.Writer, every int) event.Callback {
+	if t.Made() != nil || w == nil {
 		return refuse("Monitor: the trainer or the writer is nil")
 	}
-	return func(e Event) error {
-		p, ok := t.engine.(Profiler)
-		if !ok || !due(e, every) && e.Kind != RunEnd {
+	return func(e event.Event) error {
+		p, ok := t.Engine().(engine.Profiler)
+		if !ok || !due(e, every) && e.Kind != event.RunEnd {
 			return nil
 		}
-		ops, err := t.opTimes(p)
+		ops, err := t.OpTimes(p)
 		if err != nil || len(ops) == 0 {
 			return err
 		}
-		if e.Kind == RunEnd {
+		if e.Kind == event.RunEnd {
 			_, err := io.WriteString(w, optime.Table(ops))
 			return err
 		}
-		return t.emit(Profiled, func(e *Event) { e.Ops = ops })
+		return t.Emit(event.Profiled, func(e *event.Event) { e.Ops = ops })
 	}
-}
-
-// opTimes is that of the trainer's engine, also when a step has failed.
-func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
-	defer model.Take(t.Model)()
-	if t.closed {
-		return nil, nil
-	}
-	return p.OpTimes()
 }
 
 // Ceilings measures, behind the first step of a run, what the engine's device reaches at best, and
 // tells the callbacks of it: see [Measured]. Of several ranks the devices count as alike. It does
 // nothing for an engine that is no [Measurer].
-func Ceilings(t *Trainer) Callback {
-	if t.made() != nil {
-		return refuse("Ceilings: %w", errZeroTrainer)
+func Ceilings(t Run) event.Callback {
+	if t.Made() != nil {
+		return refuse("Ceilings: %w", t.Made())
 	}
-	return func(e Event) error {
-		m, ok := t.engine.(Measurer)
-		if !ok || e.Kind != StepEnd || e.RunTokens != int64(e.StepTokens) {
+	return func(e event.Event) error {
+		m, ok := t.Engine().(engine.Measurer)
+		if !ok || e.Kind != event.StepEnd || e.RunTokens != int64(e.StepTokens) {
 			return nil
 		}
-		var c Ceiling
-		if err := t.inTurn(func() (err error) {
+		var c engine.Ceiling
+		if err := t.InTurn(func() (err error) {
 			c, err = m.Ceiling()
 			return err
 		}); err != nil {
 			return fmt.Errorf("llm: Ceilings: %w", err)
 		}
-		if r := t.ranks(); r != nil {
-			c.Product, c.Copy = c.Product*float64(r.Ranks()), c.Copy*float64(r.Ranks())
-		}
-		t.note(func(e *Event) { e.Ceiling = c })
-		return t.emit(Measured, nil)
+		n := float64(t.Ranks())
+		c.Product, c.Copy = c.Product*n, c.Copy*n
+		t.Note(func(e *event.Event) { e.Ceiling = c })
+		return t.Emit(event.Measured, nil)
 	}
 }
 
@@ -78,14 +69,14 @@ func Ceilings(t *Trainer) Callback {
 // 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
 // file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
 // [Tracer]. Of a run that ends before, it writes nothing and says so.
-func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
+func ProfileStep(t Run, w io.Writer, path string, after int) event.Callback {
 	switch {
-	case t.made() != nil || w == nil:
+	case t.Made() != nil || w == nil:
 		return refuse("ProfileStep: the trainer or the writer is nil")
 	case after < 1:
 		return refuse("ProfileStep: after %d steps, want at least 1", after)
 	}
-	tracer, ok := t.engine.(Tracer)
+	tracer, ok := t.Engine().(engine.Tracer)
 	if !ok {
 		return refuse("ProfileStep: the trainer's engine does not profile steps; that of package " +
 			"llm/gpu does")
@@ -94,26 +85,26 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 		return refuse("ProfileStep: the trace cannot be written: %w", err)
 	}
 	steps, done := 0, false
-	return func(e Event) error {
+	return func(e event.Event) error {
 		switch {
 		case done:
 			return nil
-		case e.Kind == RunEnd:
+		case e.Kind == event.RunEnd:
 			done = true
 			_, err := fmt.Fprintf(w, "profile   the run ended too early: there is none in %s\n",
 				path)
 			return err
-		case e.Kind != StepEnd:
+		case e.Kind != event.StepEnd:
 			return nil
 		}
 		if steps++; steps <= after {
 			if steps < after {
 				return nil
 			}
-			return t.inTurn(tracer.StartProfile)
+			return t.InTurn(tracer.StartProfile)
 		}
-		var p *Profile
-		err := t.inTurn(func() (err error) {
+		var p *engine.Profile
+		err := t.InTurn(func() (err error) {
 			p, err = tracer.Profile()
 			return err
 		})
@@ -126,7 +117,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 }
 
 // writeProfile writes the trace to a file, and the table.
-func writeProfile(p *Profile, w io.Writer, path string) error {
+func writeProfile(p *engine.Profile, w io.Writer, path string) error {
 	if err := atomicfile.WriteMkdir(path, func(f *os.File) error {
 		return p.WriteTrace(f)
 	}); err != nil {
@@ -141,25 +132,25 @@ func writeProfile(p *Profile, w io.Writer, path string) error {
 // the callbacks of (Corrupted), both behind the next step and once. It changes nothing: a corrupt
 // seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made with
 // [state.WithQuarantine].
-func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
+func Scrub(t Run, w io.Writer, period time.Duration) event.Callback {
 	switch {
-	case t.made() != nil:
-		return refuse("Scrub: %w", errZeroTrainer)
+	case t.Made() != nil:
+		return refuse("Scrub: %w", t.Made())
 	case w == nil:
 		return refuse("Scrub: the writer is nil, want one such as os.Stderr")
 	case period <= 0:
 		return refuse("Scrub: the period is %v, want one above 0", period)
 	}
-	s := &scrub.Scrubber{Network: t.Model.Kasmina, Period: period}
-	return func(e Event) error {
+	s := &scrub.Scrubber{Network: t.Model().Kasmina, Period: period}
+	return func(e event.Event) error {
 		switch e.Kind {
-		case RunStart:
+		case event.RunStart:
 			s.Start()
-		case StepEnd, Interrupted, Failed:
+		case event.StepEnd, event.Interrupted, event.Failed:
 			return tellCorrupt(s, w, func(err error) error {
-				return t.emit(Corrupted, func(e *Event) { e.Err = err })
+				return t.Emit(event.Corrupted, func(e *event.Event) { e.Err = err })
 			})
-		case RunEnd:
+		case event.RunEnd:
 			s.Stop()
 			return tellCorrupt(s, w, func(error) error { return nil }) // a log is closed by now
 		}

@@ -1,0 +1,216 @@
+// Package callback has what a trainer does between steps: it evaluates, saves, samples, measures.
+// Package llm has its functions under its own name.
+package callback
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"syscall"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/event"
+	"github.com/kasmina-go/kasmina/llm/infer"
+	"github.com/kasmina-go/kasmina/llm/model"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+)
+
+// Run is what callbacks need of a trainer.
+type Run interface {
+	Made() error // why nothing can be done with it, if nobody has made it
+	Model() *model.Model
+	Engine() engine.Engine
+
+	Note(set func(*event.Event)) // changes what is known of the run
+	Emit(kind event.Kind, set func(*event.Event)) error
+	InTurn(f func() error) error
+	Context() context.Context
+	Stopped() error // why the run shall end, if it shall
+
+	CanEvaluate(text *data.Evaluation) error
+	Evaluate(text *data.Evaluation) (loss, bitsPerByte float64, err error)
+	Decoder() (infer.Logits, error)
+	OpTimes(p engine.Profiler) ([]engine.OpTime, error)
+
+	Ranks() int     // 1 without others
+	Parallel() bool // whether there may be others
+	First() bool    // whether this one writes
+	Agree(err error) error
+
+	AddSaver()  // a callback that saves
+	Saves() int // that have been asked for
+	SaveBy(path string, write WriteFunc) error
+	SaveParts(path string) error
+	Copied() ([]safetensors.Tensor, map[string]string, error)
+}
+
+// WriteFunc writes a checkpoint.
+type WriteFunc = func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
+
+// unlessStopped drops an error that only says that the run's context has ended: all callbacks have
+// to see a step's end before the run is interrupted, those that change the model before the one
+// that saves it.
+func unlessStopped(t Run, err error) error {
+	if stopped := t.Stopped(); stopped != nil && errors.Is(err, stopped) {
+		return nil
+	}
+	return err
+}
+
+// due reports whether a callback that acts every so many steps, and after the last one, should act
+// on this event.
+func due(e event.Event, every int) bool {
+	return e.Kind == event.Complete || e.Kind == event.StepEnd && (e.Last || every > 0 &&
+		e.Step%every == 0)
+}
+
+// refuse returns the callback of arguments that no run can use: it ends the run with an error
+// before the first step.
+func refuse(format string, args ...any) event.Callback {
+	err := fmt.Errorf("llm: "+format, args...)
+	return func(e event.Event) error {
+		if e.Kind == event.RunStart {
+			return err
+		}
+		return nil
+	}
+}
+
+// An EvaluateOption changes what Evaluate does.
+type EvaluateOption func(*evaluateConfig)
+
+type evaluateConfig struct{ quick *data.Evaluation }
+
+// WithQuick scores another text, such as a part of the held-out text, before the last step.
+func WithQuick(text *data.Evaluation) EvaluateOption {
+	return func(c *evaluateConfig) { c.quick = text }
+}
+
+// Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and
+// tells the callbacks. Of a run whose context ends it scores nothing more.
+func Evaluate(t Run, text *data.Evaluation, every int, opts ...EvaluateOption) event.Callback {
+	c := evaluateConfig{quick: text}
+	for _, opt := range opts {
+		if opt == nil {
+			return refuse("Evaluate: an option is nil")
+		}
+		opt(&c)
+	}
+	if t.Made() != nil {
+		return refuse("Evaluate: %w", t.Made())
+	}
+	for _, text := range []*data.Evaluation{text, c.quick} {
+		if err := t.CanEvaluate(text); err != nil {
+			return refuse("Evaluate: %w", err)
+		}
+	}
+	return func(e event.Event) error {
+		if !due(e, every) {
+			return nil
+		}
+		scored := text
+		if !e.Last {
+			scored = c.quick
+		}
+		loss, bpb, err := t.Evaluate(scored)
+		if err != nil {
+			return unlessStopped(t, err)
+		}
+		t.Note(func(e *event.Event) { e.ValLoss, e.ValBPB = loss, bpb })
+		return t.Emit(event.EvalEnd, nil)
+	}
+}
+
+// SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
+// step, tells the callbacks, and writes the text of the latest sample to the file at path, whose
+// folders it makes, unless that is empty. With an empty prompt a document begins, if the tokenizer
+// is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the tokenizer's
+// vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be
+// used end the run before its first step, and so does a place where the file cannot be written.
+func SampleText(t Run, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config,
+	path string, every int) event.Callback {
+	switch _, err := sampler.New(c); {
+	case err != nil:
+		return refuse("SampleText: %w", err)
+	case t.Made() != nil || tok == nil:
+		return refuse("SampleText: trainer and tokenizer must not be nil")
+	case len(promptTokens(tok, prompt)) == 0:
+		return refuse("SampleText: the prompt %q makes no token, want at least one", prompt)
+	case n < 0:
+		return refuse("SampleText: asked for %d tokens, want at least 0", n)
+	}
+	if err := t.Model().Config.Knows(slices.Values(promptTokens(tok, prompt))); err != nil {
+		return refuse("SampleText: the prompt: %w", err)
+	}
+	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
+		c.Vocab = tok.VocabSize()
+	}
+	return func(e event.Event) error {
+		if e.Kind == event.RunStart && path != "" {
+			if err := overwritable(path); err != nil {
+				return fmt.Errorf("llm: SampleText: %w", err)
+			}
+		}
+		if !due(e, every) {
+			return nil
+		}
+		text, err := sample(t, tok, prompt, n, c)
+		if err == nil && path != "" {
+			if err = os.MkdirAll(filepath.Dir(path), 0o777); err == nil {
+				err = os.WriteFile(path, []byte(text), 0o666)
+			}
+		}
+		if err != nil {
+			return unlessStopped(t, fmt.Errorf("llm: sample: %w", err))
+		}
+		return t.Emit(event.Sampled, func(e *event.Event) { e.Text = text })
+	}
+}
+
+// overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be
+// one that no file can be made beside.
+func overwritable(path string) error {
+	if _, err := os.Stat(path); err != nil {
+		return atomicfile.Writable(path)
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY|syscall.O_NONBLOCK, 0) // a pipe may have no reader
+	if err != nil {
+		return err
+	}
+	return f.Close()
+}
+
+// promptTokens returns what a sample starts from: the prompt's tokens, or the one before a
+// document.
+func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
+	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" && e.EndOfDocument() >= 0 {
+		return []int{e.EndOfDocument()}
+	}
+	return tok.Encode([]byte(prompt))
+}
+
+// sample returns the prompt and n tokens that follow it.
+func sample(t Run, tok tokenizer.Tokenizer, prompt string, n int,
+	c sampler.Config) (string, error) {
+	s, err := sampler.New(c)
+	if err != nil {
+		return "", err
+	}
+	g := infer.Draw(t.Model().Config, t.Decoder)
+	var tokens []int
+	for token, err := range g.Generate(t.Context(), promptTokens(tok, prompt), n, s) {
+		if err != nil {
+			return "", err
+		}
+		tokens = append(tokens, token)
+	}
+	text, err := tok.Decode(tokens)
+	return prompt + string(text), err
+}

@@ -1,0 +1,265 @@
+package callback
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/folderlock"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/event"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+)
+
+// A CheckpointOption changes what Checkpoint does.
+type CheckpointOption func(*checkpointer)
+
+// InBackground writes a checkpoint while the run goes on, if there is a step to come, from a copy
+// of everything in it that takes memory until the file is complete. Its Saved event has the step
+// that was saved, and comes after a later one.
+func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
+
+// InParts lets several ranks write a checkpoint together, a file each: see [Trainer.SaveParts]. The
+// run waits for them, InBackground or not.
+func InParts() CheckpointOption { return func(c *checkpointer) { c.parts = true } }
+
+// OptimizerApart writes the optimiser's moments to a file of their own: see [Trainer.SaveApart].
+func OptimizerApart() CheckpointOption {
+	return func(c *checkpointer) { c.write = SaveApart }
+}
+
+// Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
+// never), at the last step, and when the run is interrupted. After a callback or a step has failed
+// it tries to save the last step, unless that is ErrDiverged: then the file's old contents are
+// better. The file is replaced as a whole: there is always a complete one. Folders that it needs
+// are made. A place where it cannot be written ends the run before its first step, and so does a
+// folder that another program has claimed: it is claimed for the run, as by [ClaimFolder].
+func Checkpoint(t Run, path string, every int, opts ...CheckpointOption) event.Callback {
+	if t.Made() != nil {
+		return refuse("Checkpoint: %w", t.Made())
+	}
+	c := &checkpointer{t: t, path: path, every: every, write: SaveWhole}
+	t.AddSaver()
+	for _, opt := range opts {
+		if opt == nil {
+			return refuse("Checkpoint: an option is nil")
+		}
+		opt(c)
+	}
+	return c.event
+}
+
+// A checkpointer writes one file at a time.
+type checkpointer struct {
+	t          Run
+	path       string
+	every      int
+	asked      int // saves that had been asked for when it last saved
+	write      func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
+	background bool
+	parts      bool
+	release    func() error // the folder
+	tried      int          // the step that was last to be saved in this run, or that it began at
+	step       int          // that is being written
+	written    chan error   // has its result; nil when nothing is being written
+}
+
+func (c *checkpointer) event(e event.Event) error {
+	switch {
+	case e.Kind == event.RunStart:
+		c.tried = e.Step
+		return c.begin()
+	case e.Kind == event.RunEnd:
+		return errors.Join(c.wait(), c.end())
+	case e.Kind == event.Failed:
+		return errors.Join(c.finish(), c.rescue(e))
+	case !due(e, c.every) && e.Kind != event.Interrupted && !c.wanted(e):
+		return c.poll()
+	}
+	c.asked = c.t.Saves()
+	apart := c.parts && c.t.Parallel()
+	if c.background && !apart && e.Kind == event.StepEnd && !e.Last {
+		return c.saveBeside(e.Step)
+	}
+	return c.save(e.Step)
+}
+
+// wanted reports whether somebody has asked for a save; see [Trainer.SaveSoon].
+func (c *checkpointer) wanted(e event.Event) bool {
+	return e.Kind == event.StepEnd && c.t.Saves() > c.asked
+}
+
+// rescue saves the last step of a run that has failed, unless it has been tried, or there is no
+// sound one.
+func (c *checkpointer) rescue(e event.Event) error {
+	sound := c.t.InTurn(func() error { return nil })
+	if e.Step == c.tried || errors.Is(e.Err, modelfile.ErrDiverged) || sound != nil {
+		return nil
+	}
+	return c.save(e.Step)
+}
+
+// save writes the trainer's state.
+func (c *checkpointer) save(step int) error {
+	c.tried = step
+	write := func(path string) error { return c.t.SaveBy(path, c.write) }
+	if c.parts && c.t.Parallel() {
+		write = c.t.SaveParts
+	}
+	if err := errors.Join(c.finish(), write(c.path)); err != nil {
+		return err
+	}
+	return c.saved(step)
+}
+
+// begin makes the file's folders, finds out whether it can be written, and claims its folder.
+func (c *checkpointer) begin() error {
+	if !c.t.First() {
+		return nil
+	}
+	there, err := os.Stat(c.path)
+	if err == nil && !there.Mode().IsRegular() && !there.IsDir() {
+		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
+	}
+	if err := atomicfile.Writable(c.path); err != nil {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
+	release, err := ClaimFolder(filepath.Dir(c.path))
+	if err != nil && !errors.Is(err, errors.ErrUnsupported) {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
+	c.release = release
+	return nil
+}
+
+// end gives the folder back.
+func (c *checkpointer) end() error {
+	release := c.release
+	c.release = nil
+	if release == nil {
+		return nil
+	}
+	return release()
+}
+
+// saveBeside starts to write the trainer's state, after what is still being written.
+func (c *checkpointer) saveBeside(step int) error {
+	if err := c.t.Agree(c.finish()); err != nil {
+		return err
+	}
+	c.tried = step
+	tensors, metadata, err := c.t.Copied()
+	if err != nil {
+		return err
+	}
+	c.step, c.written = step, make(chan error, 1)
+	if !c.t.First() {
+		c.written <- nil
+		return nil
+	}
+	go func(written chan<- error) {
+		written <- c.write(c.path, tensors, metadata)
+	}(c.written)
+	return nil
+}
+
+// wait waits for what is being written.
+func (c *checkpointer) wait() error {
+	if c.written == nil {
+		return nil
+	}
+	err := <-c.written
+	c.written = nil
+	return err
+}
+
+// finish waits for what is being written, and tells the callbacks of it.
+func (c *checkpointer) finish() error {
+	if c.written == nil {
+		return nil
+	}
+	if err := c.wait(); err != nil {
+		return err
+	}
+	return c.saved(c.step)
+}
+
+// poll finishes what needs no more waiting.
+func (c *checkpointer) poll() error {
+	if len(c.written) == 0 {
+		return nil
+	}
+	return c.finish()
+}
+
+func (c *checkpointer) saved(step int) error {
+	return c.t.Emit(event.Saved, func(e *event.Event) { e.Path, e.Step = c.path, step })
+}
+
+// ErrFolderInUse is wrapped by the error of an output folder that another program has claimed.
+var ErrFolderInUse = folderlock.ErrInUse
+
+// ClaimFolder makes an output folder, which must exist, this program's until release is called or
+// the program ends, so that no two programs write one run's files: to all others it is an
+// ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
+// is the program's until all have released it. A run with a [Checkpoint] claims its folder by
+// itself; a program that reads or writes there before the run claims it first.
+//
+// It works on Linux, macOS, the BSDs and Windows. Where the system or the file system cannot lock,
+// it is an errors.ErrUnsupported, and a Checkpoint goes on without.
+func ClaimFolder(dir string) (release func() error, err error) {
+	release, err = folderlock.Claim(dir)
+	if err != nil {
+		return nil, fmt.Errorf("llm: ClaimFolder: %s: %w; name another folder for this one, or "+
+			"wait for the other program", dir, err)
+	}
+	return release, nil
+}
+
+// SaveWhole writes a checkpoint of one file.
+func SaveWhole(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
+	if err := safetensors.Save(path, tensors, metadata); err != nil {
+		return err
+	}
+	_ = modelfile.Parts{}.Tidy(path) // what is left of another checkpoint harms nothing
+	return nil
+}
+
+// SaveApart writes a checkpoint of two files.
+func SaveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
+	sizes := map[string]int{} // of parameters
+	for _, x := range tensors {
+		sizes[x.Name] = opbase.Size(x.Shape)
+	}
+	var rest []safetensors.Tensor
+	var moments []modelfile.Stretch
+	for _, x := range tensors {
+		own, prefixed := strings.CutPrefix(x.Name, modelfile.OptimizerPrefix)
+		size := opbase.Size(x.Shape)
+		if n, ok := sizes[own[:max(0, strings.LastIndexByte(own, '.'))]]; !prefixed || !ok ||
+			n != size || x.DType != safetensors.F32 && x.DType != safetensors.F64 {
+			rest = append(rest, x)
+			continue
+		}
+		moments = append(moments, modelfile.Stretch{Moment: own, Data: x.Data})
+	}
+	set := modelfile.SetOf(metadata[modelfile.TrainingKey], moments)
+	text, err := json.Marshal(set)
+	if err != nil {
+		return err
+	}
+	metadata[modelfile.PartsKey] = string(text)
+	if err := set.SavePart(path, 0, moments); err != nil {
+		return err
+	}
+	if err := safetensors.Save(path, rest, metadata); err != nil {
+		return err
+	}
+	_ = set.Tidy(path)
+	return nil
+}
