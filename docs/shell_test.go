@@ -210,7 +210,8 @@ func (p *programs) checkRun(args []string) error {
 var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "timeout": true,
 	"count": true, "fuzz": true,
 	"fuzztime": true, "coverprofile": true, "o": true, "v": false, "short": false, "race": false,
-	"c": false, "json": false, "benchmem": false}
+	"c": false, "json": false, "benchmem": false,
+	"large": false} // the last one is of tests of llm/gpu
 
 // checkGoTest wants packages to be there, and tests and benchmarks that -run and -bench ask for.
 func checkGoTest(args []string) error {
