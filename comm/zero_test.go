@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"context"
 	"testing"
 	"time"
 
@@ -36,7 +37,8 @@ func TestZeroValues(t *testing.T) {
 	require.ErrorContains(t, CheckCall("x", nil, 0, Float32, Sum, 0), "nil")
 	_, err := FromEnvironment(nil)
 	require.ErrorContains(t, err, "os.Getenv")
-	_, err = Join(nil, Place{Size: 2, LocalSize: 1, MasterAddr: "h", MasterPort: 1}, Options{})
+	var noContext context.Context
+	_, err = Join(noContext, Place{Size: 2, LocalSize: 1, MasterAddr: "h", MasterPort: 1}, Options{})
 	require.ErrorContains(t, err, "the context is nil")
 	alone, err := Join(t.Context(), Place{Size: 1, LocalSize: 1}, Options{})
 	require.NoError(t, err)

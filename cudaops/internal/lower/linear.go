@@ -16,13 +16,6 @@ func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p program.Product) { c.Add(c.newProduct(n, p)) }
 
-// matmuls adds matrix products.
-func (c *compiler) matmuls(n *gorgonia.Node, all []program.Product) {
-	for _, p := range all {
-		c.matmul(n, p)
-	}
-}
-
 func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	return c.linear(n, in, nil)
 }
