@@ -130,35 +130,38 @@ type symbol struct {
 
 const gone = -1
 
-// mergeMany is Merge with a heap of the merges that may come next. An entry whose pair is no more
+// mergeMany is Merge with a queue of the merges that may come next. An entry whose pair is no more
 // is left in it, and dropped when it comes up.
 func (m *Merger) mergeMany(tokens []int32) []int32 {
-	m.symbols, m.queue = m.symbols[:0], m.queue[:0]
+	m.symbols = m.symbols[:0]
+	m.queue.clear()
 	for i, id := range tokens {
 		m.symbols = append(m.symbols, symbol{id, int32(i - 1), int32(i + 1)})
 	}
 	for i := range tokens[1:] {
-		if rank, id := m.table.Find(tokens[i], tokens[i+1]); rank != None {
-			m.queue.push(entry{rank, int32(i), id})
-		}
+		m.push(int32(i))
 	}
-	for len(m.queue) > 0 {
-		e := m.queue.pop()
-		left := &m.symbols[e.at]
+	for {
+		e, ok := m.queue.pop()
+		if !ok {
+			break
+		}
+		left := &m.symbols[e.at()]
 		if left.id == gone || int(left.next) == len(tokens) {
 			continue
 		}
 		right := &m.symbols[left.next]
-		if rank, _ := m.table.Find(left.id, right.id); rank != e.rank {
+		rank, id := m.table.Find(left.id, right.id)
+		if rank != e.rank() {
 			continue
 		}
-		left.id, left.next, right.id = e.id, right.next, gone
-		if int(left.next) < len(tokens) {
-			m.symbols[left.next].prev = e.at
-			m.push(e.at)
-		}
-		if left.prev >= 0 {
+		left.id, left.next, right.id = id, right.next, gone
+		if left.prev >= 0 { // first, so that a run of merges queues others in their order
 			m.push(left.prev)
+		}
+		if int(left.next) < len(tokens) {
+			m.symbols[left.next].prev = e.at()
+			m.push(e.at())
 		}
 	}
 	kept := tokens[:0]
@@ -171,58 +174,7 @@ func (m *Merger) mergeMany(tokens []int32) []int32 {
 // push queues the merge of the symbol at a place and the next one.
 func (m *Merger) push(at int32) {
 	left := m.symbols[at]
-	if rank, id := m.table.Find(left.id, m.symbols[left.next].id); rank != None {
-		m.queue.push(entry{rank, at, id})
+	if rank, _ := m.table.Find(left.id, m.symbols[left.next].id); rank != None {
+		m.queue.push(entry(rank)<<32 | entry(at))
 	}
-}
-
-// An entry is a merge that may come next.
-type entry struct{ rank, at, id int32 }
-
-func (e entry) less(f entry) bool { return e.rank < f.rank || e.rank == f.rank && e.at < f.at }
-
-// A queue is a heap: entry i is not less than entry (i-1)/2. Package container/heap would allocate
-// for each entry.
-type queue []entry
-
-func (q *queue) push(e entry) {
-	*q = append(*q, e)
-	all := *q
-	at := len(all) - 1
-	for at > 0 {
-		parent := (at - 1) / 2
-		if !e.less(all[parent]) {
-			break
-		}
-		all[at] = all[parent]
-		at = parent
-	}
-	all[at] = e
-}
-
-func (q *queue) pop() entry {
-	all := *q
-	top, last := all[0], all[len(all)-1]
-	all = all[:len(all)-1]
-	*q = all
-	if len(all) == 0 {
-		return top
-	}
-	at := 0
-	for {
-		child := 2*at + 1
-		if child >= len(all) {
-			break
-		}
-		if child+1 < len(all) && all[child+1].less(all[child]) {
-			child++
-		}
-		if !all[child].less(last) {
-			break
-		}
-		all[at] = all[child]
-		at = child
-	}
-	all[at] = last
-	return top
 }
