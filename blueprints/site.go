@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/enum"
 )
 
 // Site says where in a model the blueprints of a kind grow.
@@ -21,10 +23,7 @@ var siteNames = [...]string{Chunk: "chunk", Depth: "depth", Weight: "weight", St
 
 // String returns the site's name.
 func (s Site) String() string {
-	if int(s) < len(siteNames) {
-		return siteNames[s]
-	}
-	return fmt.Sprintf("Site(%d)", uint8(s))
+	return enum.Name(s, "Site", siteNames[:])
 }
 
 // MarshalText and UnmarshalText make a site its name, in JSON too.

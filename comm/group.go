@@ -1,6 +1,10 @@
 package comm
 
-import "fmt"
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/internal/enum"
+)
 
 // Ptr is an address in the memory that a [Group] works on: a GPU's, for NCCL.
 type Ptr uint64
@@ -61,10 +65,7 @@ const (
 )
 
 func (o Op) String() string {
-	if o >= numOps {
-		return fmt.Sprintf("Op(%d)", uint8(o))
-	}
-	return [...]string{"sum", "max", "min"}[o]
+	return enum.Name(o, "Op", []string{"sum", "max", "min"})
 }
 
 // Collectives are operations that all ranks of a group take part in. Each enqueues work on a stream

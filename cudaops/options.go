@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
+	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
@@ -161,10 +162,7 @@ var precisionNames = []string{Float32: "f32", BFloat16: "bf16", Float16: "f16", 
 
 // String returns the precision's name: f32, bf16, f16 or f8.
 func (p Precision) String() string {
-	if int(p) < len(precisionNames) {
-		return precisionNames[p]
-	}
-	return fmt.Sprintf("Precision(%d)", uint8(p))
+	return enum.Name(p, "Precision", precisionNames)
 }
 
 // MarshalText returns the precision's name.

@@ -9,6 +9,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/state"
@@ -44,10 +45,7 @@ var stabilityNames = [...]string{"Adaptive", "Fast", "Strict"}
 
 // String returns the mode's name.
 func (s Stability) String() string {
-	if int(s) < len(stabilityNames) {
-		return stabilityNames[s]
-	}
-	return fmt.Sprintf("Stability(%d)", uint8(s))
+	return enum.Name(s, "Stability", stabilityNames[:])
 }
 
 // MarshalText implements encoding.TextMarshaler, by the mode's name.

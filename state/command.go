@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/lifecycle"
 )
@@ -30,7 +31,7 @@ var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Re
 	Load: "Load"}
 
 // String returns the action's name.
-func (a Action) String() string { return nameOf(a, "Action", actionNames[:]) }
+func (a Action) String() string { return enum.Name(a, "Action", actionNames[:]) }
 
 // Command is something to be done with a seed of a [Network].
 type Command struct {

@@ -9,8 +9,10 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/curve"
+	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
+	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
 // Metrics is what the training loop reports when an epoch ends.
@@ -269,7 +271,7 @@ func (l *Lattice) endStatistics(i int, renormalize bool) {
 		return
 	}
 	if s.epochVariance[i] != 0 || s.epochMean[i] != 0 {
-		s.drift[i] = float32(drift(s.epochMean[i], s.epochVariance[i],
+		s.drift[i] = float32(telemetry.Drift(s.epochMean[i], s.epochVariance[i],
 			s.runMean[i], s.runVariance[i]))
 	}
 	s.epochMean[i], s.epochVariance[i] = s.runMean[i], s.runVariance[i]
@@ -363,7 +365,7 @@ var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinish
 	Quarantined: "Quarantined"}
 
 // String returns the kind's name.
-func (k EventKind) String() string { return nameOf(k, "EventKind", eventNames[:]) }
+func (k EventKind) String() string { return enum.Name(k, "EventKind", eventNames[:]) }
 
 // Event is something that happened to a seed.
 type Event struct {

@@ -214,9 +214,10 @@ func TestOlderFixture(t *testing.T) {
 		{Fossilized, blueprints.MLPExpansion},
 		{Culled, blueprints.Residual}, {Evaluating, blueprints.Residual}} {
 		s, v := r.Seeds[i], float64(i+1)/8
-		health := Health{v, -v, -2 * v, 3 * v, v / 4, 0.5}
+		health := Health{Variance: v, Mean: -v, Min: -2 * v, Max: 3 * v,
+			DeadRatio: v / 4, SNR: 0.5}
 		if s.Stage != want.stage || s.Kind != want.kind || s.Health != health ||
-			s.Gradient != (Gradient{0.25, 0.125, 0.5}) ||
+			s.Gradient != (Gradient{Norm: 0.25, Variance: 0.125, Max: 0.5}) ||
 			s.NonFiniteX != 2*(i%2) || s.Clips != 2*i {
 			t.Errorf("seed %d is %+v", i, s)
 		}

@@ -170,7 +170,7 @@ func WithWidth(weights int) Option {
 func WithTelemetry(t Telemetry) Option {
 	return func(c *config) error {
 		c.Telemetry = t
-		return t.check()
+		return t.Check()
 	}
 }
 

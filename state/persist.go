@@ -275,7 +275,7 @@ func (c config) check() error {
 	if !(c.Noise >= 0 && c.Noise <= 1) {
 		return fmt.Errorf("the noise of α is %v, want 0 to 1", c.Noise)
 	}
-	if err := c.Telemetry.check(); err != nil {
+	if err := c.Telemetry.Check(); err != nil {
 		return err
 	}
 	for _, err := range []error{

@@ -59,7 +59,8 @@ func filled(t *testing.T, seeds int) *Lattice {
 	thresholds.CullDelta = -1.0 / 3
 	l, err := NewLattice(seeds, 3*seeds, WithThresholds(thresholds), WithoutGates(), WithEmbargo(7),
 		WithSlots(300), WithHistory(2),
-		WithTelemetry(Telemetry{Sampling, MaxOfRows, 3, 0.1}))
+		WithTelemetry(Telemetry{Mode: Sampling, Reduction: MaxOfRows, Every: 3,
+			Share: 0.1}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -561,8 +562,8 @@ func TestOverflowingFigures(t *testing.T) {
 	l, err := NewLattice(1, 4)
 	require.NoError(t, err)
 	var p Pass
-	for _, m := range []Moments{{8, 1, 2}, {8, math.MaxFloat64, math.Inf(1)},
-		{8, math.NaN(), 1}, {8, 1, 1e300}} {
+	for _, m := range []Moments{moments(8, 1, 2), moments(8, math.MaxFloat64, math.Inf(1)),
+		moments(8, math.NaN(), 1), moments(8, 1, 1e300)} {
 		l.Begin(&p, true)
 		require.NoError(t, l.RecordHealth(&p, func(int) HealthSample {
 			return HealthSample{Moments: m, Health: Health{Variance: m.Variance, Mean: m.Mean}}
@@ -573,7 +574,7 @@ func TestOverflowingFigures(t *testing.T) {
 		_, err := l.StepEpoch(Metrics{})
 		require.NoError(t, err)
 		l.Begin(&p, true)
-		require.True(t, p.Input[0].ok() && p.Norms[0].ok())
+		require.True(t, p.Input[0].Valid() && p.Norms[0].Valid())
 		data, err := l.MarshalBinary()
 		require.NoError(t, err)
 		require.NoError(t, new(Lattice).UnmarshalBinary(data), "after %+v", m)

@@ -247,14 +247,6 @@ func (l *Lattice) History() []Report {
 	return reports
 }
 
-// Timing is what was measured of the time that one run of a layer took, forward or backward. Who
-// executes the layer may measure it as seldom as it likes.
-type Timing struct {
-	Kernel    time.Duration // of the layer's arithmetic alone
-	Telemetry time.Duration // by how much telemetry and the lattice's bookkeeping prolong it
-	Bytes     int64         // read and written by the arithmetic at least, if caches hold nothing
-}
-
 // LayerReport holds the figures of a layer as a whole.
 type LayerReport struct {
 	// runs of the layer, forward or backward, that were timed since the lattice was made or loaded

@@ -1,10 +1,6 @@
 package state
 
-import (
-	"fmt"
-
-	"github.com/kasmina-go/kasmina/state/lifecycle"
-)
+import "github.com/kasmina-go/kasmina/state/lifecycle"
 
 // Stages and the gates between them are in package lifecycle.
 type (
@@ -96,14 +92,6 @@ func (l *Lattice) LearningSlots() []bool {
 		}
 	}
 	return learning
-}
-
-// nameOf returns the name of a constant, or its type and number where it has none.
-func nameOf[T ~uint8](v T, kind string, names []string) string {
-	if int(v) < len(names) && names[v] != "" {
-		return names[v]
-	}
-	return fmt.Sprintf("%s(%d)", kind, v)
 }
 
 func finite(v float64) bool { return v-v == 0 }

@@ -9,92 +9,53 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/cpu"
-	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
+	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
-// TelemetryMode says when figures are collected.
-type TelemetryMode uint8
+// What is measured of a seed is in package telemetry.
+type (
+	// Telemetry says what is measured: [telemetry.Config].
+	Telemetry = telemetry.Config
+	// TelemetryMode says when: [telemetry.Mode].
+	TelemetryMode = telemetry.Mode
+	// Reduction says how rows' figures become the seed's: [telemetry.Reduction].
+	Reduction = telemetry.Reduction
+	// Health are the figures of a seed's input chunk: [telemetry.Health].
+	Health = telemetry.Health
+	// Gradient are the figures of its output's gradient: [telemetry.Gradient].
+	Gradient = telemetry.Gradient
+	// Moments sum up numbers: [telemetry.Moments].
+	Moments = telemetry.Moments
+	// Histogram counts elements by magnitude: [telemetry.Histogram].
+	Histogram = telemetry.Histogram
+	// HealthSample is what a forward pass has measured: [telemetry.HealthSample].
+	HealthSample = telemetry.HealthSample
+	// GradientSample is what a backward pass has measured: [telemetry.GradientSample].
+	GradientSample = telemetry.GradientSample
+	// Timing is the time of one run of a layer: [telemetry.Timing].
+	Timing = telemetry.Timing
+)
 
-// The telemetry modes.
+// The telemetry modes, the reductions, and the length of a histogram.
 const (
-	Production TelemetryMode = iota // every pass, every seed
-	Sampling                        // every n-th pass, or a share of the seeds, or both
-	Debug                           // as Production, with a histogram of every seed's activations
-	Off                             // nothing; NaN and Inf are still counted
+	Production = telemetry.Production // every pass, every seed
+	Sampling   = telemetry.Sampling   // every n-th pass, or a share of the seeds, or both
+	Debug      = telemetry.Debug      // as Production, with a histogram of every seed's activations
+	Off        = telemetry.Off        // nothing; NaN and Inf are still counted
+
+	Hierarchical = telemetry.Hierarchical // the exact figures over all rows × C elements
+	MeanOfRows   = telemetry.MeanOfRows   // the average of the figures of the rows
+	MaxOfRows    = telemetry.MaxOfRows    // the largest figure of any row
+
+	HistogramBins = telemetry.HistogramBins
 )
-
-var modeNames = [...]string{"Production", "Sampling", "Debug", "Off"}
-
-// String returns the mode's name.
-func (m TelemetryMode) String() string { return nameOf(m, "TelemetryMode", modeNames[:]) }
-
-// Reduction says how the figures of a chunk's rows become those of the seed.
-type Reduction uint8
-
-// The reductions.
-const (
-	// the exact figures over all rows × C elements, by merging partial moments
-	Hierarchical = Reduction(seed.Exact)
-	MeanOfRows   = Reduction(seed.Mean) // the average of the figures of the rows
-	MaxOfRows    = Reduction(seed.Max)  // the largest figure of any row
-)
-
-var reductionNames = [...]string{"Hierarchical", "MeanOfRows", "MaxOfRows"}
-
-// String returns the reduction's name.
-func (r Reduction) String() string { return nameOf(r, "Reduction", reductionNames[:]) }
-
-// Telemetry configures what is measured.
-type Telemetry struct {
-	Mode      TelemetryMode `json:"mode"`
-	Reduction Reduction     `json:"reduction"`
-	// Sampling: measure every n-th pass; 0 and 1 mean every pass
-	Every int `json:"every"`
-	// Sampling: measure this share of the seeds, in turn; 0 and 1 mean all
-	Share float64 `json:"share"`
-}
-
-func (t Telemetry) check() error {
-	switch {
-	case int(t.Mode) >= len(modeNames):
-		return fmt.Errorf("telemetry Mode is %d, want Production, Sampling, Debug or Off", t.Mode)
-	case int(t.Reduction) >= len(reductionNames):
-		return fmt.Errorf("telemetry Reduction is %d, want Hierarchical, MeanOfRows or MaxOfRows",
-			t.Reduction)
-	case t.Every < 0:
-		return fmt.Errorf("telemetry Every is %d, want at least 0", t.Every)
-	case !(t.Share >= 0 && t.Share <= 1):
-		return fmt.Errorf("telemetry Share is %v, want a number from 0 to 1", t.Share)
-	}
-	return nil
-}
-
-// watches reports whether a seed's figures are collected in the given pass. The sampled seeds of
-// one pass are spread evenly over the lattice, and move on by one share from pass to pass, so that
-// all get their turn.
-func (t Telemetry) watches(seed int, step uint64) bool {
-	switch t.Mode {
-	case Off:
-		return false
-	case Sampling:
-		if t.Every > 1 && step%uint64(t.Every) != 0 {
-			return false
-		}
-		if t.Share > 0 && t.Share < 1 {
-			const unit = 1 << 32
-			share, turn := max(1, uint64(t.Share*unit)), step/uint64(max(1, t.Every))
-			return (uint64(seed)+turn)*share%unit < share
-		}
-	}
-	return true
-}
 
 // SetTelemetry changes what is measured, from the next forward pass on. It returns an error, and
 // changes nothing, when a field of t is out of range.
 func (l *Lattice) SetTelemetry(t Telemetry) error {
-	if err := t.check(); err != nil {
+	if err := t.Check(); err != nil {
 		return fmt.Errorf("state.SetTelemetry: %w: %w", ErrArgument, err)
 	}
 	l.mu.Lock()
@@ -108,73 +69,6 @@ func (l *Lattice) Telemetry() Telemetry {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Telemetry
-}
-
-// Health are the six figures of a seed's input chunk, before any clamp. Non-finite elements are
-// counted, not included. In a [Report], Variance and DeadRatio have float32 precision and the
-// others that of a bfloat16, 2⁻⁹, over the same range.
-type Health struct {
-	Variance  float64 // mean squared deviation from the mean
-	Mean      float64
-	Min, Max  float64
-	DeadRatio float64 // share of elements with |x| < ε
-	SNR       float64 // signal-to-noise ratio |mean|/sqrt(variance + ε)
-}
-
-// Gradient are the three figures of the gradient of a seed's output chunk, before any clipping. In
-// a [Report], Norm has float32 precision and the others that of a bfloat16, 2⁻⁹, over the same
-// range.
-type Gradient struct {
-	Norm     float64 // square root of the sum of squares
-	Variance float64
-	Max      float64 // largest magnitude
-}
-
-// Moments sum up numbers: how many, their mean, and the mean squared deviation from it.
-type Moments struct{ Count, Mean, Variance float64 }
-
-// ok reports whether numbers can have these moments.
-func (m Moments) ok() bool {
-	return m.Count >= 0 && m.Variance >= 0 && finite(m.Count) &&
-		finite(m.Mean) && finite(m.Variance)
-}
-
-// merge returns the moments of the numbers of m and n together (Chan, Golub and LeVeque, "Updating
-// Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979).
-func (m Moments) merge(n Moments) Moments {
-	if n.Count == 0 {
-		return m
-	}
-	if m.Count == 0 {
-		return n
-	}
-	count := m.Count + n.Count
-	f, d := n.Count/count, n.Mean-m.Mean
-	return Moments{count, m.Mean + d*f, m.Variance*(1-f) + n.Variance*f + d*d*f*(1-f)}
-}
-
-// HistogramBins is the length of a histogram of activations. Bin i counts the elements with
-// 2^(i−24) ≤ |x| < 2^(i−23); bin 0 also holds all smaller ones and the last bin all larger ones.
-const HistogramBins = 40
-
-// Histogram counts elements by their magnitude; see [HistogramBins].
-type Histogram [HistogramBins]uint32
-
-// HealthSample is what a forward pass has measured of one seed.
-type HealthSample struct {
-	Health Health // reduced as Pass.Telemetry says
-	// of all finite elements, whatever the reduction; Count 0 when not measured
-	Moments   Moments
-	NonFinite int        // elements that are NaN or Inf
-	Histogram *Histogram // in mode Debug; nil otherwise. It is copied.
-}
-
-// GradientSample is what a backward pass has measured of one seed.
-type GradientSample struct {
-	Gradient  Gradient // reduced as Pass.Telemetry says
-	Norms     Moments  // of the rows' gradient norms; Count 0 when not measured
-	NonFinite int
-	Clipped   int // rows whose gradient was clipped
 }
 
 // Pass is what a forward pass, and the backward pass that belongs to it, know of the lattice: a
@@ -232,9 +126,9 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 		if noise := l.config.Noise; noise > 0 && record && stage == Grafting {
 			p.Alpha[i] = float32(graft.Noisy(float64(p.Alpha[i]), noise, i, p.Epoch, p.Step))
 		}
-		p.Watch[i] = record && p.Telemetry.watches(i, p.Step)
-		p.Input[i] = Moments{s.stepCount[i], s.stepMean[i], s.stepVariance[i]}
-		p.Norms[i] = Moments{s.normCount[i], s.normMean[i], s.normVariance[i]}
+		p.Watch[i] = record && p.Telemetry.Watches(i, p.Step)
+		p.Input[i] = moments(s.stepCount[i], s.stepMean[i], s.stepVariance[i])
+		p.Norms[i] = moments(s.normCount[i], s.normMean[i], s.normVariance[i])
 	}
 }
 
@@ -304,10 +198,14 @@ func (l *Lattice) recordSpan(lo, hi int) {
 	}
 }
 
+func moments(count, mean, variance float64) Moments {
+	return Moments{Count: count, Mean: mean, Variance: variance}
+}
+
 func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	m := h.Moments
-	run := Moments{s.runCount[i], s.runMean[i], s.runVariance[i]}.merge(m)
-	if m.ok() && run.ok() { // limits are made of them, which must not be infinite
+	run := moments(s.runCount[i], s.runMean[i], s.runVariance[i]).Merge(m)
+	if m.Valid() && run.Valid() { // limits are made of them, which must not be infinite
 		s.stepCount[i], s.stepMean[i], s.stepVariance[i] = m.Count, m.Mean, m.Variance
 		s.runCount[i], s.runMean[i], s.runVariance[i] = run.Count, run.Mean, run.Variance
 	}
@@ -339,8 +237,8 @@ func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) 
 
 func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	s.clips[i] += uint64(g.Clipped)
-	m := Moments{s.normCount[i], s.normMean[i], s.normVariance[i]}.merge(g.Norms)
-	if m.ok() {
+	m := moments(s.normCount[i], s.normMean[i], s.normVariance[i]).Merge(g.Norms)
+	if m.Valid() {
 		s.normCount[i], s.normMean[i], s.normVariance[i] = m.Count, m.Mean, m.Variance
 	}
 	if watched && g.Norms.Count > 0 {
@@ -368,16 +266,6 @@ func (l *Lattice) checkPass(method string, p *Pass, sampled bool) error {
 			method, ErrArgument, l.n)
 	}
 	return nil
-}
-
-// drift is the relative change of a chunk's moments: the change of its root mean square or of its
-// mean, whichever is larger, relative to the former root mean square.
-func drift(mean0, variance0, mean1, variance1 float64) float64 {
-	rms0, rms1 := math.Sqrt(mean0*mean0+variance0), math.Sqrt(mean1*mean1+variance1)
-	if rms0 == 0 {
-		return 0
-	}
-	return math.Max(math.Abs(rms1-rms0), math.Abs(mean1-mean0)) / rms0
 }
 
 // Measured is what the passes of one batch have measured of a lattice, not yet taken in.

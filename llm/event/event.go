@@ -3,9 +3,9 @@
 package event
 
 import (
-	"fmt"
 	"time"
 
+	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
@@ -35,16 +35,13 @@ const (
 	Noted    // before a StepEnd: somebody has asked for something, as Text says
 )
 
-var eventNames = [...]string{"RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
+var eventNames = [...]string{RunStart: "RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
 	"Profiled", "Interrupted", "RunEnd", "Chosen", "Failed", "EpochEnd", "Corrupted", "Reshaped",
 	"Measured", "Noted"}
 
 // String returns the event's name.
 func (k Kind) String() string {
-	if k < RunStart || int(k) > len(eventNames) {
-		return fmt.Sprintf("EventKind(%d)", uint8(k))
-	}
-	return eventNames[k-1]
+	return enum.Name(k, "EventKind", eventNames[:])
 }
 
 // Event is what a callback sees. Fields that an event does not set hold what the run last knew, so

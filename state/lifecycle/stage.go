@@ -3,8 +3,9 @@
 package lifecycle
 
 import (
-	"fmt"
 	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/enum"
 )
 
 // Stage is where a seed stands in its life.
@@ -47,10 +48,7 @@ var allowed = [Count][]Stage{
 
 // String returns the stage's name.
 func (s Stage) String() string {
-	if s < Count {
-		return Names[s]
-	}
-	return fmt.Sprintf("Stage(%d)", uint8(s))
+	return enum.Name(s, "Stage", Names[:])
 }
 
 // CanBecome reports whether the table of transitions leads from s to next.

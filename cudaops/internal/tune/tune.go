@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
@@ -39,10 +40,7 @@ const (
 var modes = [...]string{"default", "off", "cached", "full"}
 
 func (m Mode) String() string {
-	if int(m) < len(modes) {
-		return modes[m]
-	}
-	return fmt.Sprintf("Mode(%d)", uint8(m))
+	return enum.Name(m, "Mode", modes[:])
 }
 
 // Variable is the environment variable that overrides a program's mode: off, cached or full.
