@@ -7,6 +7,7 @@ import (
 	"io"
 	"math"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -165,6 +166,17 @@ func TestSampleToDevice(t *testing.T) {
 	if _, err := r.Read(b); err != nil || b[0] != 'x' {
 		t.Errorf("got %q, %v", b, err)
 	}
+}
+
+// TestSampleToAPipe wants a pipe that nobody reads to be an error, and not to be waited for.
+func TestSampleToAPipe(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "pipe")
+	if err := exec.Command("mkfifo", path).Run(); err != nil {
+		t.Skip("this system makes no pipes with names:", err)
+	}
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+	tr.On(SampleText(tr, tokenizer.Bytes{}, "0", 3, sampler.Config{}, path, 1))
+	require.ErrorContains(t, tr.Run(t.Context()), path)
 }
 
 // TestLearningRateOfNaN wants a schedule that gives no number to end the run before it changes a

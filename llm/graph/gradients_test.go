@@ -1,4 +1,4 @@
-package llm_test
+package graph_test
 
 import (
 	"fmt"
@@ -18,6 +18,13 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
+
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
+}
 
 // randomConfig returns that of a small model of any shape.
 func randomConfig(r *rand.Rand) llm.Config {
