@@ -78,7 +78,8 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := g.Governor.Check(); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
-	if g.Validation == nil && t.judged() { // in depth blueprints need no text to be judged by
+	// In depth, and in a frozen model, blueprints need no text to be judged by.
+	if g.Validation == nil && t.judged() && !t.Model.Config.Frozen {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
 			"judged by, such as data.NewEvaluation makes of held-out text")
 	}
@@ -203,7 +204,7 @@ func (t *Trainer) endEpoch(loss float64) error {
 		return err
 	}
 	var verdict *judge.Verdict
-	if g != nil && t.judged() && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
+	if g != nil && g.Validation != nil && t.judged() && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
 		var err error
 		if verdict, err = t.compareSeeds(metrics); err != nil {
 			return err
@@ -217,9 +218,15 @@ func (t *Trainer) endEpoch(loss float64) error {
 	if err != nil {
 		return err
 	}
+	return t.carryOut(commands, &mean)
+}
+
+// carryOut does what the controller commands, and records it with the mean loss of the epoch.
+func (t *Trainer) carryOut(commands []state.Command, mean *jsonfloat.Float) error {
+	g := t.growth
 	for _, c := range commands {
-		err := seeds.Obey(c)
-		d := Decision{Loss: &mean, Command: &c}
+		err := t.Model.Kasmina.Obey(c)
+		d := Decision{Loss: mean, Command: &c}
 		if err != nil {
 			d.Refused = err.Error()
 		}
@@ -240,7 +247,7 @@ func (t *Trainer) endEpoch(loss float64) error {
 // sit on, in epochs in which a comparison is due.
 func (t *Trainer) measureSites() error {
 	g, c, n := t.growth, t.Model.Config, t.Model.Kasmina
-	if g == nil || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%g.Every != 0 {
+	if g == nil || c.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%g.Every != 0 {
 		return nil
 	}
 	now, err := t.now()

@@ -128,6 +128,8 @@ type (
 	Scaler = engine.Scaler
 	// Sensor is an engine that measures blueprints: [engine.Sensor].
 	Sensor = engine.Sensor
+	// Listener is an engine that tells gradients: [engine.Listener].
+	Listener = engine.Listener
 	// Stepper is an engine that makes the last batch's gradients and the update in one:
 	// [engine.Stepper].
 	Stepper = engine.Stepper
@@ -174,6 +176,9 @@ func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	opts := []GraphOption{graph.WithLossShare(c.Accumulate)}
 	if c.Recompute {
 		opts = append(opts, WithRecompute())
+	}
+	if c.listen != nil {
+		opts = append(opts, graph.WithGradients(c.listen...))
 	}
 	return m.Graph(ForTraining, c.Batch, opts...)
 }

@@ -56,7 +56,8 @@ func (t *Trainer) asked() (p planting) {
 			case !alive && stage != state.Fossilized && in:
 				p.gone = append(p.gone, at)
 			}
-			if stage.Grafted() && t.graftOf(at) == nil && !t.triesOut() {
+			// A frozen host is again what it was once a blueprint is out of it.
+			if stage.Grafted() && t.graftOf(at) == nil && !t.triesOut() && !c.Frozen {
 				p.grafts = append(p.grafts, at)
 			}
 		}
@@ -124,8 +125,12 @@ func (t *Trainer) obeySeeds(p planting) error {
 			*m = m.Uproot(t.siteOf(at), at.Seed)
 		}
 	}
+	along, err := t.directions(p.plant)
+	if err != nil {
+		return err
+	}
 	for _, planted := range p.plant {
-		next = next.Plant(planted, t.last.Step)
+		next = next.Plant(planted, t.last.Step, along.Rows(planted)...)
 	}
 	if len(p.plant)+len(p.gone)+len(p.merge) > 0 {
 		if err := t.canReshape(next.Config); err != nil {

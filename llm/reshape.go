@@ -324,7 +324,7 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
 	put := func(g become.Model, scale *LossScale) error {
 		model.Become(m, g.Config, g.Params)
-		if err := o.Declare(valueGrads(g.Params)); err != nil {
+		if err := o.Declare(valueGrads(g.Config, g.Params)); err != nil {
 			return err
 		}
 		if err := o.SetState(g.Moments); err != nil {
@@ -367,10 +367,13 @@ func (t *Trainer) replaceEngine(scale *LossScale) error {
 	return t.setLossScale(scale)
 }
 
-// valueGrads are parameters as an optimiser declares them.
-func valueGrads(params []Param) (all []gorgonia.ValueGrad) {
+// valueGrads are the parameters that learn, as an optimiser declares them.
+func valueGrads(c Config, params []Param) (all []gorgonia.ValueGrad) {
 	g := gorgonia.NewGraph()
 	for _, p := range params {
+		if !c.Learns(p.Name) {
+			continue
+		}
 		all = append(all, gorgonia.NodeFromAny(g, p.Value, gorgonia.WithName(p.Name)))
 	}
 	return all

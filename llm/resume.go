@@ -9,6 +9,8 @@ import (
 	"math"
 	"strings"
 
+	"gorgonia.org/gorgonia"
+
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -96,7 +98,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
-	if err := t.setStates(run, before, params, optimizer); err != nil {
+	if err := t.setStates(run, before, valueGrads(c, params), optimizer); err != nil {
 		return f.Errorf("%w", err)
 	}
 	loadModel()
@@ -229,13 +231,13 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 // setStates sets loss scale, loader and optimiser. Each refuses what does not fit and then has
 // changed nothing; if a later one does, the earlier are put back. What the model was before it grew
 // is tried too, since a rollback will need it.
-func (t *Trainer) setStates(run *training, before []*grafted, params []Param,
+func (t *Trainer) setStates(run *training, before []*grafted, params []gorgonia.ValueGrad,
 	optimizer []optim.Tensor) error {
 	// What has diverged is what a checkpoint is for.
 	if err := model.Pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
-	if err := t.Optimizer.Declare(valueGrads(params)); err != nil {
+	if err := t.Optimizer.Declare(params); err != nil {
 		return err
 	}
 	oldLoader, oldScale := t.Loader.State(), t.lossScale()

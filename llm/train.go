@@ -53,6 +53,8 @@ type TrainConfig struct {
 	// Notes are what the program wants to know on resumption, up to 256 KiB. They are saved with
 	// every checkpoint, for ReadNotes.
 	Notes map[string]string
+
+	listen []string // parameters whose gradients an engine is made to tell, instead of updating
 }
 
 func (c *TrainConfig) check() error {
@@ -510,8 +512,14 @@ func (t *Trainer) step() error {
 	if err := t.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
+	if err := t.plantFirst(); err != nil {
+		return fmt.Errorf("llm: the model's growth: %w", err)
+	}
 	if err := t.reshape(); err != nil {
 		return fmt.Errorf("llm: the model's growth: %w", err)
+	}
+	if c := t.Model.Config; c.Frozen && len(c.Planted) == 0 {
+		return fmt.Errorf("llm: Trainer.Run: %w", errUnplanted)
 	}
 	from, done := t.Loader.State(), t.last.Step
 	measured := t.measured()

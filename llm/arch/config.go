@@ -51,6 +51,12 @@ type Config struct {
 	Streams []int        `json:"streams,omitempty"`
 	// LoRAAlpha is that of LoRA, whose product is multiplied by LoRAAlpha/rank; 0 means the rank.
 	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
+	// Frozen says that only what is planted at Weights and in Streams learns: the model's own
+	// parameters keep their bits until something is merged into them.
+	Frozen bool `json:"frozen,omitempty"`
+	// Directed has the rows of A of a LoRA begin along the gradient of its weight: as its right
+	// singular vectors of the largest singular values, instead of at random. It is for frozen models.
+	Directed bool `json:"directed,omitempty"`
 	// Planted are the blueprints at these places, and Grown is how the model came to its blocks.
 	// The trainer writes both.
 	Planted []Planted `json:"planted,omitempty"`

@@ -49,9 +49,17 @@ type Planted struct {
 	Size int             `json:"size"`
 }
 
+// seedsPrefix begins the names of the parameters of all blueprints at weights and in the stream.
+const seedsPrefix = "kasmina."
+
+// Learns reports whether a parameter learns: all do, unless the model is frozen.
+func (c Config) Learns(param string) bool {
+	return !c.Frozen || strings.HasPrefix(param, seedsPrefix)
+}
+
 // SeedPrefix begins the names of a blueprint's parameters, wherever its place moves.
 func SeedPrefix(site blueprints.Site, seed int) string {
-	return fmt.Sprintf("kasmina.%v.%d.", site, seed)
+	return fmt.Sprintf("%s%v.%d.", seedsPrefix, site, seed)
 }
 
 // Prefix is SeedPrefix of p.
@@ -215,6 +223,14 @@ func (c Config) checkSites() error {
 	if !(c.LoRAAlpha >= 0) || math.IsInf(c.LoRAAlpha, 0) {
 		return fmt.Errorf("llm: Config.LoRAAlpha is %v, want a finite number above 0, or 0 for "+
 			"the rank", c.LoRAAlpha)
+	}
+	if c.Frozen && (len(c.Weights)+len(c.Streams) == 0 || len(c.Kasmina) > 0 || c.Depth > 0) {
+		return fmt.Errorf("llm: Config.Frozen is set, with %d seeds at Weights, %d in Streams, %d "+
+			"Kasmina layers and %d seeds in Depth: want some of the first two, and none of the "+
+			"others", len(c.Weights), len(c.Streams), len(c.Kasmina), c.Depth)
+	}
+	if c.Directed && !c.Frozen {
+		return errors.New("llm: Config.Directed is set, and Frozen is not: want both")
 	}
 	for i, s := range c.Weights {
 		if _, ok := linearLayers[s.Layer]; !ok && s.Layer != headLayer {

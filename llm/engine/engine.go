@@ -76,6 +76,14 @@ type Sensor interface {
 	Figures() ([]graph.Figures, error)
 }
 
+// Listener is an engine that tells gradients.
+type Listener interface {
+	Engine
+	// Gradient returns that of a parameter for the batch whose gradients were computed since the
+	// last Drop: a []float32 or a []float64, which nobody may keep.
+	Gradient(param string) (any, error)
+}
+
 // Stepper is an engine that can compute the last batch of a step and update without a wait in
 // between.
 type Stepper interface {
@@ -120,8 +128,8 @@ func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 	if m == nil || g == nil || o == nil {
 		return nil, errors.New("llm: NewCPU: the model, the graph or the optimiser is nil")
 	}
-	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts), cpuops.WithParams(g.Params...),
-		cpuops.WithOutputs(g.Outputs()...))...)
+	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts),
+		cpuops.WithParams(g.Learning...), cpuops.WithOutputs(g.Outputs()...))...)
 	if err != nil {
 		return nil, err
 	}
@@ -130,6 +138,9 @@ func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 		grads: machine.ValueGrads()}
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
+	}
+	if !g.Updates() {
+		return t, nil
 	}
 	if err := o.Declare(t.grads); err != nil {
 		return nil, fmt.Errorf("llm: %w", err)
@@ -210,6 +221,21 @@ func (t *CPU) Update() (float64, error) {
 
 // ValueGrads are the parameters with the gradients gathered so far.
 func (t *CPU) ValueGrads() []gorgonia.ValueGrad { return t.grads }
+
+// Gradient is that of [Listener].
+func (t *CPU) Gradient(param string) (any, error) {
+	for _, p := range t.grads {
+		if n, ok := p.(interface{ Name() string }); !ok || n.Name() != param {
+			continue
+		}
+		g, err := p.Grad()
+		if err != nil || g == nil {
+			return nil, fmt.Errorf("the gradient of %s: %v, %w", param, g, err)
+		}
+		return g.Data(), nil
+	}
+	return nil, fmt.Errorf("no gradient of a parameter %s is gathered", param)
+}
 
 func (t *CPU) Drop() error {
 	for _, p := range t.grads {

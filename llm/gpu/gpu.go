@@ -99,11 +99,16 @@ func (b builder) compile() (*engine, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := b.optimizer.Declare(gorgonia.NodesToValueGrads(g.Params)); err != nil {
-		return nil, err
+	if g.Updates() {
+		if err := b.optimizer.Declare(gorgonia.NodesToValueGrads(g.Learning)); err != nil {
+			return nil, err
+		}
 	}
-	own := append(slices.Clip(b.opts), cudaops.WithParams(g.Params...),
+	own := append(slices.Clip(b.opts), cudaops.WithParams(g.Learning...),
 		cudaops.WithOutputs(g.Outputs()...))
+	if frozen := g.Frozen(); len(frozen) > 0 {
+		own = append(own, cudaops.WithFrozen(nil, frozen...))
+	}
 	machine, err := cudaops.NewMachine(b.device, g.G, append(own, b.training...)...)
 	if err != nil {
 		return nil, err
@@ -121,6 +126,9 @@ func (b builder) compile() (*engine, error) {
 
 // optimize puts the optimiser on the device. After an error the engine is closed.
 func (e *engine) optimize() error {
+	if !e.graph.Updates() {
+		return nil
+	}
 	if err := e.machine.SetOptimizer(e.optimizer, e.limit); err != nil {
 		return errors.Join(err, e.machine.Close())
 	}
@@ -221,6 +229,23 @@ func (e *engine) find(name string) (int, error) {
 	return i, nil
 }
 
+// Gradient is that of [llm.Listener].
+func (e *engine) Gradient(param string) (any, error) {
+	i, err := e.find(param)
+	if err != nil {
+		return nil, err
+	}
+	g := e.graph.Params[i].Deriv()
+	if g == nil {
+		return nil, fmt.Errorf("no gradient of parameter %s is gathered", param)
+	}
+	v, err := e.machine.Value(g)
+	if err != nil {
+		return nil, err
+	}
+	return v.Data(), nil
+}
+
 // pull fetches a parameter.
 func (e *engine) pull(name string) error {
 	i, err := e.find(name)
@@ -242,8 +267,11 @@ func (e *engine) pull(name string) error {
 // Push sends the named parameters; without names all, and what the optimiser remembers.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
-		return errors.Join(e.machine.Upload(e.graph.Params...),
-			e.machine.SetOptimizer(e.optimizer, e.limit))
+		err := e.machine.Upload(e.graph.Params...)
+		if e.graph.Updates() {
+			err = errors.Join(err, e.machine.SetOptimizer(e.optimizer, e.limit))
+		}
+		return err
 	}
 	var nodes gorgonia.Nodes
 	for _, p := range e.graph.Params {

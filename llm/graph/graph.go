@@ -5,6 +5,7 @@ package graph
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -40,9 +41,27 @@ type Graph struct {
 	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted, ForLogits
 	Logits  *gorgonia.Node // [Batch, Vocab], ForLogits
 	Params  gorgonia.Nodes // one for each of the model's Params
+	// Learning are those of Params whose gradients a ForTraining graph has: all, but of a frozen
+	// model what is planted alone, and what WithGradients names.
+	Learning gorgonia.Nodes
 
-	blocks *block.Builder // that it is built of
-	seeds  seeds
+	listens bool           // it is of WithGradients
+	blocks  *block.Builder // that it is built of
+	seeds   seeds
+}
+
+// Updates reports whether runs of a ForTraining graph lead to updates: it has gradients, of what
+// learns.
+func (g *Graph) Updates() bool { return len(g.Learning) > 0 && !g.listens }
+
+// Frozen are those of Params whose gradients a ForTraining graph has not.
+func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
+	for _, p := range g.Params {
+		if !slices.Contains(g.Learning, p) {
+			frozen = append(frozen, p)
+		}
+	}
+	return frozen
 }
 
 // Option changes how a graph is built.
@@ -55,6 +74,12 @@ func WithRecompute() Option { return func(b *builder) { b.recompute = true } }
 // WithLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
 // of their mean loss.
 func WithLossShare(n int) Option { return func(b *builder) { b.shares = n } }
+
+// WithGradients has the gradients of the named parameters alone, whether they learn or not: for who
+// wants to know them, and makes no update.
+func WithGradients(params ...string) Option {
+	return func(b *builder) { b.wanted = params }
+}
 
 // Build builds a model's computation on batches of the given number of sequences. ForTraining it
 // includes the gradients of all parameters.
@@ -159,6 +184,7 @@ type builder struct {
 	kind      Kind
 	recompute bool
 	shares    int
+	wanted    []string      // parameters whose gradients are; nil for those that learn
 	blocks    block.Builder // of sequences up to Config.Seq; a Cache is ForLogits
 	out       *Graph
 	nodes     map[string]*gorgonia.Node // parameters by name
@@ -236,7 +262,16 @@ func (b *builder) differentiate(g *Graph) error {
 			return err
 		}
 	}
-	if _, err := gorgonia.Grad(cost, g.Params...); err != nil {
+	for _, p := range g.Params {
+		if b.wanted == nil && b.Config.Learns(p.Name()) || slices.Contains(b.wanted, p.Name()) {
+			g.Learning = append(g.Learning, p)
+		}
+	}
+	g.listens = b.wanted != nil
+	if len(g.Learning) == 0 {
+		return nil // of a frozen model in which nothing is planted yet
+	}
+	if _, err := gorgonia.Grad(cost, g.Learning...); err != nil || b.wanted != nil {
 		return err
 	}
 	return b.measure()

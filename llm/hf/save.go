@@ -383,6 +383,7 @@ func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int6
 func plain(c llm.Config) llm.Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
 	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
+	c.Frozen, c.Directed = false, false
 	c.KasminaOptions = llm.KasminaOptions{}
 	return c
 }

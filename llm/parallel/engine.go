@@ -73,7 +73,7 @@ func (t *Team) newEngine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*e
 	if err != nil {
 		return nil, err
 	}
-	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Params...),
+	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Learning...),
 		cpuops.WithOutputs(g.Outputs()...))
 	if err != nil {
 		return nil, err

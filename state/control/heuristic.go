@@ -398,8 +398,11 @@ func (h *Heuristic) measured(layer int, r *state.Report, s state.SeedReport) boo
 }
 
 // draw returns a random number that is a candidate's own.
-func (h *Heuristic) draw(c candidate) uint64 {
-	return rand.NewPCG(h.Random, uint64(c.layer)<<32|uint64(uint32(c.seed))).Uint64()
+func (h *Heuristic) draw(c candidate) uint64 { return drawn(h.Random, c.layer, c.seed) }
+
+// drawn returns a random number that is a seed's own.
+func drawn(random uint64, layer, seed int) uint64 {
+	return rand.NewPCG(random, uint64(layer)<<32|uint64(uint32(seed))).Uint64()
 }
 
 // diagnose returns the worst problem of a chunk beside the medians of its layer.

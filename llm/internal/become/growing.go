@@ -108,14 +108,32 @@ func (m Model) Grow(g arch.Grown) Model {
 }
 
 // Plant returns the model with a blueprint more, planted at a step. The same step, seed and kind
-// draw the same numbers.
-func (m Model) Plant(p arch.Planted, step int) Model {
-	return m.become(m.Config.Plant(p), same, func(_ int, p arch.Spec) func() float64 {
+// draw the same numbers. Of a LoRA the first rows of A may be given.
+func (m Model) Plant(p arch.Planted, step int, rows ...[]float32) Model {
+	next := m.become(m.Config.Plant(p), same, func(_ int, p arch.Spec) func() float64 {
 		h := fnv.New64a()
 		h.Write([]byte(p.Name))
 		r := rand.New(rand.NewPCG(uint64(step), h.Sum64()))
 		return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
 	})
+	if len(rows) > 0 {
+		writeRows(next.param(p.Prefix()+"a"), rows)
+	}
+	return next
+}
+
+// writeRows sets the first rows of a matrix.
+func writeRows(a *tensor.Dense, rows [][]float32) {
+	for r, row := range rows {
+		switch x := a.Data().(type) {
+		case []float32:
+			copy(x[r*len(row):], row)
+		case []float64:
+			for i, v := range row {
+				x[r*len(row)+i] = float64(v)
+			}
+		}
+	}
 }
 
 // Uproot returns the model without a blueprint.

@@ -1,0 +1,128 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/internal/judge"
+	"github.com/kasmina-go/kasmina/llm/internal/listen"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// A frozen model has no gradients of its own weights, by which seeds could tell where they are
+// needed. So before anything is planted it is listened to: the gradients of the weights that seeds
+// sit on, over the next batches, are formed once, and forgotten. The loader stands where it stood.
+
+// errUnplanted is the error of a step of a frozen model in which nothing could learn.
+var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing is planted that " +
+	"could learn: Trainer.Grow with a controller such as control.NewAdapters plants, and so does " +
+	"Model.Kasmina.Do")
+
+// plantFirst has the controller of a frozen model decide before the first step in which something
+// is to learn.
+func (t *Trainer) plantFirst() error {
+	c := t.Model.Config
+	if !c.Frozen || len(c.Planted) > 0 || t.growth == nil || t.awake() {
+		return nil
+	}
+	if t.replay() == nil {
+		if err := t.listen(); err != nil {
+			return err
+		}
+	}
+	commands, err := t.decide(nil)
+	if err != nil {
+		return err
+	}
+	return t.carryOut(commands, nil)
+}
+
+// awake reports whether a seed is not dormant.
+func (t *Trainer) awake() bool {
+	for _, r := range t.Model.Kasmina.Report() {
+		for _, s := range r.Seeds {
+			if s.Stage != state.Dormant {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// listen tells the seeds at weights how large the gradients of these are, and the controller what
+// else they ask for, if it wants to know.
+func (t *Trainer) listen() error {
+	layer := t.Model.LayerAt(blueprints.Weight)
+	if layer < 0 {
+		return nil
+	}
+	heard, err := t.hear()
+	if err != nil {
+		return err
+	}
+	if by, ok := t.growth.Controller.(interface {
+		Heard(func(layer, seed int) []float64)
+	}); ok {
+		by.Heard(func(at, seed int) []float64 {
+			if at != layer {
+				return nil
+			}
+			return heard.Sigma(seed)
+		})
+	}
+	return judge.Measure(t.Model.Kasmina.Lattice(layer), heard.Norms())
+}
+
+// hear returns what the gradients of the weights that seeds sit on ask for now.
+func (t *Trainer) hear() (m listen.Model, err error) {
+	if t.ranks() != nil {
+		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
+			"plant by Model.Kasmina.Do, without Config.Directed")
+	}
+	c, build := t.Config, t.Config.Engine
+	if build == nil {
+		build = CPUEngine()
+	}
+	c.Accumulate, c.listen = 1, listen.Weights(t.Model.Config)
+	e, err := build(t.Model, t.Optimizer, c)
+	if err == nil {
+		m, err = listen.To(t.Model.Config, e, t.Loader)
+	}
+	if err != nil {
+		err = fmt.Errorf("listening to the frozen model: %w", err)
+	}
+	return m, err
+}
+
+// directions are what blueprints begin along.
+func (t *Trainer) directions(plant []Planted) (m listen.Model, err error) {
+	if t.Model.Config.Directed && len(plant) > 0 {
+		return t.hear()
+	}
+	return m, nil
+}
+
+// MergeAtEnd returns a callback that has the blueprints which learn fully blended in, as those of
+// control.Adapters do, fossilized behind the last step of a run: as the run ends they become a part
+// of the model. Let it stand before those that save.
+func MergeAtEnd(t *Trainer) Callback {
+	return func(e Event) error {
+		if e.Kind != StepEnd || !e.Last || t.made() != nil {
+			return nil
+		}
+		var commands []state.Command
+		for layer, r := range t.Model.Kasmina.Report() {
+			for _, s := range r.Seeds {
+				if s.Stage == state.FineTuning {
+					commands = append(commands, state.Command{Action: state.Move, Layer: layer,
+						Seed: s.Seed, To: state.Fossilized, Why: "the run ends"})
+				}
+			}
+		}
+		if len(commands) == 0 {
+			return nil
+		}
+		return t.Model.Kasmina.Do(commands...)
+	}
+}
