@@ -710,6 +710,15 @@ func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *optimizer.Ta
 
 // gradientAt is the first n elements of a gradient: those of float32, or a copy of others.
 func gradientAt(l *fake.Launch, p optimizer.Tensor, n int) []float32 {
+	if other := p.Other; other != 0 {
+		p.Other = 0
+		g := slices.Clone(gradientAt(l, p, n))
+		p.Grad = other
+		for i, v := range gradientAt(l, p, n) {
+			g[i] += v
+		}
+		return g
+	}
 	if p.GradType != gpu.BFloat16 {
 		return floatsAt(l, p.Grad, n)
 	}

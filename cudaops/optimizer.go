@@ -89,7 +89,7 @@ func (m *Machine) Update() (norm float64, err error) {
 	if err = made(m); err != nil {
 		return
 	}
-	norm, _, refused, err := applyUpdate(m, nil)
+	norm, refused, err := applyUpdate(m, nil, nil)
 	if refused {
 		err = run.Joined(refusal(norm), err)
 	}
@@ -110,14 +110,11 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	if err = made(m); err != nil {
 		return
 	}
-	a, err := lasting(m, loss)
+	a, err := lossOf(m, loss)
 	if err != nil {
 		return 0, 0, err
 	}
 	p := m.runner.Program
-	if a.Type != gpu.Float32 || a.Len() != 1 || p.Scaling != nil && p.Scaling.Carried[loss] {
-		return 0, 0, fmt.Errorf("%s is no loss, want a number", graph.Describe(loss))
-	}
 	by := a
 	if p.Scale != nil { // which is not to change for a loss that is not finite
 		if value, err = lossValue(m, loss); err != nil {
@@ -128,14 +125,65 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 		}
 		by = nil
 	}
-	norm, seen, refused, err := applyUpdate(m, by)
-	if by != nil && m.optimizer != nil {
-		value = seen
-	}
+	norm, refused, err := applyUpdate(m, by, func() error {
+		if by != nil {
+			value = float64(m.optimizer.Loss())
+		}
+		return nil
+	})
 	if refused && value-value == 0 {
 		err = run.Joined(refusal(norm), err)
 	}
 	return value, norm, err
+}
+
+// StepTogether is [Machine.Step] of a machine made [WithRanks], all of which call it behind the last
+// round of a step: a loss that is not finite at one of them leaves the parameters of all as they
+// are. The loss is nil at a rank that did not contribute to that round. When the run is over,
+// beside is called with the loss, 0 for none, while the update goes on. An error of it is that of
+// the step, which does not wait for the update then.
+func (m *Machine) StepTogether(loss *gorgonia.Node, beside func(loss float64) error) (norm float64,
+	err error) {
+	defer in("StepTogether", &err)
+	if err = made(m); err != nil {
+		return
+	}
+	switch {
+	case m.optimizer != nil && !m.optimizer.Shared():
+		return 0, errors.New("the machine is not one of several ranks: WithRanks makes it one")
+	case beside == nil:
+		return 0, errors.New("what goes beside the update is nil")
+	}
+	var by *program.Array
+	if loss != nil {
+		if by, err = lossOf(m, loss); err != nil {
+			return 0, err
+		}
+	}
+	value := 0.0
+	norm, refused, err := applyUpdate(m, by, func() error {
+		if by != nil {
+			value = float64(m.optimizer.Loss())
+		}
+		return beside(value)
+	})
+	if refused && value-value == 0 {
+		err = run.Joined(refusal(norm), err)
+	}
+	return norm, err
+}
+
+// lossOf is where a loss lies: one float32 that is kept, and does not carry the loss scale.
+func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
+	a, err := lasting(m, loss)
+	if err != nil {
+		return nil, err
+	}
+	p := m.runner.Program
+	if a.Type != gpu.Float32 || a.Len() != 1 || p.Scaling != nil && p.Scaling.Carried[loss] {
+		return nil, fmt.Errorf("%s is no loss, want a number", graph.Describe(loss))
+	}
+	return a, nil
 }
 
 func lossValue(m *Machine, loss *gorgonia.Node) (float64, error) {
@@ -150,23 +198,24 @@ func lossValue(m *Machine, loss *gorgonia.Node) (float64, error) {
 	return float64(x.([]float32)[0]), nil
 }
 
-// applyUpdate is Update, and with a loss Step, whose value it returns. It was refused if a gradient
-// or the loss is not finite, of which err says nothing.
-func applyUpdate(m *Machine, loss *program.Array) (norm, value float64, refused bool, err error) {
+// applyUpdate is Update, and Step where it calls ran, when the run before the update is over. It
+// was refused if a gradient or the loss is not finite, of which err says nothing.
+func applyUpdate(m *Machine, loss *program.Array, ran func() error) (norm float64, refused bool,
+	err error) {
 	if err := updatable(m); err != nil {
-		return 0, 0, false, err
+		return 0, false, err
 	}
 	x, scale := m.optimizer, &m.runner.Scale
 	if m.runner.Program.Scale != nil && scale.Carried != scale.Now.Scale {
-		return 0, 0, false,
+		return 0, false,
 			errors.New("the loss scale is not that of the last run: run the machine again")
 	}
 	if err := enqueueUpdate(m, loss); err != nil {
-		return 0, 0, false, err
+		return 0, false, err
 	}
-	if loss != nil {
+	if ran != nil {
 		if err := x.WaitForRun(); err != nil {
-			return 0, 0, false, err
+			return 0, false, err
 		}
 		m.runner.State.On(run.Wait)
 	}
@@ -174,14 +223,19 @@ func applyUpdate(m *Machine, loss *program.Array) (norm, value float64, refused 
 	if m.runner.State.Waited() { // else a later run settles
 		settled = m.runner.Settle()
 	}
-	done, seen, err := x.Wait()
+	if ran != nil {
+		if err := ran(); err != nil {
+			return 0, false, run.Joined(settled, err)
+		}
+	}
+	done, err := x.Wait()
 	if err != nil {
-		return 0, 0, false, err
+		return 0, false, err
 	}
 	if m.runner.Program.Scale != nil {
 		scale.Now = done.Next
 	}
-	return float64(done.Norm), float64(seen), done.Skipped && !(scale.Carried > 1), settled
+	return float64(done.Norm), done.Skipped && !(scale.Carried > 1), settled
 }
 
 // enqueueUpdate puts an update on its way, with the marks of a profiler or of the monitor.

@@ -68,6 +68,23 @@ func WithRanks(group comm.Group) MachineOption {
 	}
 }
 
+// WithRounds says, behind [WithRanks], that a step of the machine is so many rounds of all ranks. Of a
+// step that is one round by two of them an update of AdamW reads both contributions, where there would
+// be sums of them in memory.
+func WithRounds(n int) MachineOption {
+	return func(c *machineConfig) error {
+		switch {
+		case n < 1:
+			return fmt.Errorf("WithRounds(%d): want at least 1", n)
+		case c.ranks == nil:
+			return errors.New("WithRounds: the machine is not one of several ranks: WithRanks comes " +
+				"before")
+		}
+		c.ranks.Rounds = n
+		return nil
+	}
+}
+
 // WithParams names inputs that are parameters: their values are copied to the device once, by
 // NewMachine, and live there. [Machine.Upload] copies a value that the host has changed,
 // [Machine.Download] copies them back into their nodes. Their gradients, if the graph has them, are

@@ -1,11 +1,14 @@
 package cudaops
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"net"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -137,15 +140,98 @@ func TestRanks(t *testing.T) {
 				size, then int
 				beside     bool
 			}{{1, 1, false}, {2, 2, false}, {2, 2, true}, {3, 1, true}, {4, 3, true}, {1, 2, true}} {
-				state, values := trainRanks(t, make, c.size, c.beside, nil, nil, 3)
-				got := trainRanksText(trainRanks(t, make, c.then, c.beside, state, values, 2))
+				how := stepped{batches: 4, beside: c.beside}
+				state, values := trainRanks(t, make, c.size, how, nil, nil, 3)
+				got := trainRanksText(trainRanks(t, make, c.then, how, state, values, 2))
 				if want == nil {
 					want = got
 				}
-				require.Equal(t, want, got, "%+v", c)
+				requireSame(t, want, got, "%+v", c)
+			}
+			one := trainRanksText(trainRanks(t, make, 1, stepped{batches: 8}, nil, nil, 2))
+			how := stepped{batches: 8, beside: true}
+			requireSame(t, one, trainRanksText(trainRanks(t, make, 8, how, nil, nil, 2)), "8 ranks")
+		})
+	}
+}
+
+// requireSame is require.Equal, whose message would show all numbers.
+func requireSame(t *testing.T, want, got []string, format string, args ...any) {
+	t.Helper()
+	require.Len(t, got, len(want))
+	for i := range want {
+		name, _, _ := strings.Cut(want[i], " ")
+		require.True(t, want[i] == got[i], "%s: %s", name, fmt.Sprintf(format, args...))
+	}
+}
+
+// TestRanksOneRound: two GPUs whose steps are one round, so that updates of AdamW add what both have,
+// have the bits of one with two rounds, also where the update does not wait for the losses.
+func TestRanksOneRound(t *testing.T) {
+	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
+		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }} {
+		t.Run(name, func(t *testing.T) {
+			want := trainRanksText(trainRanks(t, make, 1, stepped{batches: 2}, nil, nil, 4))
+			for _, how := range []stepped{{2, false, false}, {2, true, false}, {2, false, true},
+				{2, true, true}} {
+				requireSame(t, want, trainRanksText(trainRanks(t, make, 2, how, nil, nil, 4)),
+					"%+v", how)
 			}
 		})
 	}
+}
+
+// TestRanksLossThatIsNone: where the loss of one of several ranks is not finite, no parameter of any
+// changes, and the next step is made.
+func TestRanksLossThatIsNone(t *testing.T) {
+	eachRank(t, 2, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+		loss, x, targets, nodes := ranked(t)
+		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+			WithRanks(g), WithRounds(1), notCaptured)
+		require.NoError(t, err)
+		defer m.Close()
+		o, err := newAdamW()
+		require.NoError(t, err)
+		require.NoError(t, m.SetOptimizer(o, 0.1))
+		before := fmt.Sprint(nodes[0].Value())
+		for i := range 3 {
+			in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
+			for k := range in.Float32s() {
+				in.Float32s()[k] = float32(k%7) - 3
+			}
+			require.NoError(t, errors.Join(m.Expect(2, true), gorgonia.Let(x, in),
+				gorgonia.Let(targets, tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))),
+				m.RunAll(), m.Contribute(2, true)))
+			spoil := i < 2 && i == rank
+			if spoil {
+				at := m.runner.Program.Values[loss].Ptr()
+				b, err := d.ctx.Context.(*fake.Context).Bytes(at, 4)
+				require.NoError(t, err)
+				binary.LittleEndian.PutUint32(b, math.Float32bits(float32(math.NaN())))
+			}
+			var told []float64
+			_, err := m.StepTogether(loss, func(l float64) error {
+				told = append(told, l)
+				return nil
+			})
+			require.Len(t, told, 1)
+			require.Equal(t, spoil, math.IsNaN(told[0]))
+			if i < 2 && !spoil {
+				require.ErrorIs(t, err, ErrNonFinite)
+			} else {
+				require.NoError(t, err)
+			}
+			require.NoError(t, errors.Join(m.GatherState(), m.Download()))
+			if changed := fmt.Sprint(nodes[0].Value()) != before; changed != (i == 2) {
+				t.Errorf("rank %d, step %d: the parameters have changed: %v", rank, i, changed)
+			}
+		}
+		if rank == 0 {
+			_, err = m.StepTogether(loss, nil)
+			require.ErrorContains(t, err, "nil")
+			require.ErrorContains(t, m.Contribute(1, true), "one round of two ranks")
+		}
+	})
 }
 
 func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string) {
@@ -158,13 +244,19 @@ func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string)
 	return all
 }
 
-// trainRanks makes updates of four micro-batches each on a number of ranks, and returns what rank 0
-// has in the end.
-func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, beside bool,
+// stepped is how steps are made.
+type stepped struct {
+	batches  int
+	beside   bool // gradients leave beside the runs
+	together bool // the update does not wait for the losses
+}
+
+// trainRanks makes updates on a number of ranks, and returns what rank 0 has in the end.
+func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, how stepped,
 	state []optim.Tensor, values []*tensor.Dense,
 	steps int) (after []optim.Tensor, params []*tensor.Dense) {
 	t.Helper()
-	const batches = 4
+	batches := how.batches
 	eachRank(t, size, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
 		loss, x, targets, nodes := ranked(t)
 		for i, v := range values {
@@ -174,8 +266,12 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, be
 		require.NoError(t, err)
 		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
 		require.NoError(t, o.SetState(state))
-		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
-			WithRanks(g), notCaptured)
+		options := []MachineOption{kernels, WithParams(nodes...), WithOutputs(loss), WithRanks(g),
+			notCaptured}
+		if batches%size == 0 {
+			options = append(options, WithRounds(batches/size))
+		}
+		m, err := NewMachine(d, loss.Graph(), options...)
 		require.NoError(t, err)
 		defer m.Close()
 		require.NoError(t, m.SetOptimizer(o, 0.1))
@@ -198,7 +294,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, be
 					ids.Ints()[i] = r.IntN(600)
 				}
 				if b%size == rank {
-					if beside {
+					if how.beside {
 						require.NoError(t, m.Expect(min(size, batches-b/size*size), b < size))
 					}
 					require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
@@ -208,7 +304,18 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, be
 					require.NoError(t, m.Contribute(b%size+1, b < size))
 				}
 			}
-			norm, err := m.Update()
+			update := m.Update
+			if how.together {
+				update = func() (float64, error) {
+					return m.StepTogether(loss, func(l float64) error {
+						if !(l > 1) {
+							t.Errorf("the loss is %v", l)
+						}
+						return nil
+					})
+				}
+			}
+			norm, err := update()
 			require.NoError(t, err)
 			require.Greater(t, norm, 0.1, "nothing is clipped")
 		}

@@ -44,6 +44,17 @@ type Parallel interface {
 	Own() ([]optim.Part, error)
 }
 
+// ParallelStepper is an engine of several ranks whose update does not wait on the host for the
+// losses of a step: the ranks tell each other of these while it goes on.
+type ParallelStepper interface {
+	Parallel
+	// StepBatches is Batches and Update in one, and made says whether the update has been made, or may
+	// have been. Its errors are theirs. With none there has been an update unless a loss is not
+	// finite.
+	StepBatches(n int, next func() (data.Batch, error)) (losses []float64, norm float64, made bool,
+		err error)
+}
+
 // ranks is the trainer's engine if it is one of several, or nil.
 func (t *Trainer) ranks() Parallel {
 	e, _ := t.engine.(Parallel)

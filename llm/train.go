@@ -595,9 +595,14 @@ func (t *Trainer) compute(u *update) (loss float64, err error) {
 	return loss, u.err
 }
 
-// gatherAll is gather of several ranks.
-func (t *Trainer) gatherAll(*update) (loss float64, err error) {
-	losses, err := t.ranks().Batches(t.Config.Accumulate, t.Loader.Next)
+// gatherAll is gather of several ranks. A ParallelStepper makes the update too.
+func (t *Trainer) gatherAll(u *update) (loss float64, err error) {
+	var losses []float64
+	if e, ok := t.engine.(ParallelStepper); ok {
+		losses, err = t.finishAll(e, u)
+	} else {
+		losses, err = t.ranks().Batches(t.Config.Accumulate, t.Loader.Next)
+	}
 	if errors.Is(err, op.ErrNonFinite) {
 		err = t.diverged(err)
 	}
@@ -716,6 +721,18 @@ type update struct {
 	made         bool    // or may have been
 	norm         float64
 	err          error // ErrGradients or ErrOverflow alone, where finish has made it
+}
+
+// finishAll is finish of several ranks, for all batches of a step.
+func (t *Trainer) finishAll(e ParallelStepper, u *update) (losses []float64, err error) {
+	if err := t.prepare(u.rate); err != nil {
+		return nil, err
+	}
+	losses, u.norm, u.made, err = e.StepBatches(t.Config.Accumulate, t.Loader.Next)
+	if errors.Is(err, ErrGradients) {
+		u.err, err = err, nil
+	}
+	return losses, err
 }
 
 // prepare makes the optimiser ready for an update.

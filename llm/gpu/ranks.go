@@ -10,6 +10,8 @@ import (
 	"os"
 	"slices"
 
+	"gorgonia.org/gorgonia"
+
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/direct"
 	"github.com/kasmina-go/kasmina/comm/nccl"
@@ -73,7 +75,10 @@ type ranked struct {
 	team *parallel.Team
 }
 
-var _ llm.Parallel = ranked{}
+var (
+	_ llm.ParallelStepper = ranked{}
+	_ parallel.Stepper    = ranked{}
+)
 
 func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
 	opts []cudaops.MachineOption, m *llm.Model, o optim.Optimizer,
@@ -86,6 +91,9 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 			cudaops.WithTuning(cudaops.TuneOff)),
 		model: m, optimizer: o, config: c}
 	shared := []cudaops.MachineOption{cudaops.WithRanks(team.Group())}
+	if c.Accumulate%team.Size() == 0 {
+		shared = append(shared, cudaops.WithRounds(c.Accumulate/team.Size()))
+	}
 	e, err := compileAlike(team, func() (*engine, []cudaops.Choice, error) {
 		b.training = append(append(shared, cudaops.WithTuning(cudaops.TuneDefault)), opts...)
 		e, err := b.compile()
@@ -161,12 +169,46 @@ func (r ranked) Batches(n int, next func() (data.Batch, error)) ([]float64, erro
 	return r.team.Batches(r.Model, r, n, next)
 }
 
+// StepBatches is that of [llm.ParallelStepper].
+func (r ranked) StepBatches(n int, next func() (data.Batch, error)) (losses []float64, norm float64,
+	made bool, err error) {
+	return r.team.Step(r.Model, r, n, next)
+}
+
 // Compute is that of [parallel.Worker]. In a full round gradients leave beside the run.
 func (r ranked) Compute(b data.Batch, in parallel.Round) (float64, error) {
 	if err := r.machine.Expect(in.Contributors, in.First); err != nil {
 		return 0, err
 	}
 	return r.engine.Gradients(b)
+}
+
+// Start is that of [parallel.Stepper], as Wait and Finish are.
+func (r ranked) Start(b data.Batch, in parallel.Round) error {
+	if err := r.machine.Expect(in.Contributors, in.First); err != nil {
+		return err
+	}
+	if err := r.graph.Let(b); err != nil {
+		return err
+	}
+	return r.machine.RunAll()
+}
+
+func (r ranked) Wait() (float64, error) {
+	v, err := r.machine.Value(r.graph.Loss)
+	if err != nil {
+		return 0, err
+	}
+	return float64(v.Data().(float32)), nil
+}
+
+func (r ranked) Finish(started bool, told func(loss float64) error) (float64, error) {
+	var loss *gorgonia.Node
+	if started {
+		loss = r.graph.Loss
+	}
+	norm, err := r.updated(r.machine.StepTogether(loss, told))
+	return norm, r.blamed(err)
 }
 
 // Pull is that of [llm.Engine]. Without names all ranks call it, and of a run that has failed it
@@ -196,10 +238,15 @@ func (r ranked) Gradients(data.Batch) (float64, error) {
 
 func (r ranked) Update() (float64, error) {
 	norm, err := r.engine.Update()
-	if err != nil && !errors.Is(err, llm.ErrGradients) {
-		err = r.team.Blame(err)
+	return norm, r.blamed(err)
+}
+
+// blamed is the error of an update, of which others learn, unless it has changed nothing.
+func (r ranked) blamed(err error) error {
+	if err == nil || errors.Is(err, llm.ErrGradients) {
+		return err
 	}
-	return norm, err
+	return r.team.Blame(err)
 }
 
 // Step is not for several ranks.

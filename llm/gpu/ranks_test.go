@@ -88,6 +88,9 @@ func rankRuns() map[string]rankRun {
 		"no layers": {config: bare, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4},
 		"adamw bf16": {config: small, precision: cudaops.BFloat16, steps: 50,
 			batch: 4, accumulate: 4},
+		"one round": {config: bare, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 2},
+		"one round, bf16 gradients": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
+			accumulate: 2, gradients: cudaops.BFloat16, grow: true},
 		"muon bf16": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
 			accumulate: 4, muon: true},
 		"adamw float8": {config: small, precision: cudaops.Float8, steps: 50,
@@ -177,8 +180,8 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		Schedule: optim.Constant(o.LR()), Clip: 1, Epoch: 5,
 		Engine: func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 			e, err := engine(m, o, c)
-			if p, ok := e.(llm.Parallel); ok && r.pace {
-				watch.Parallel = p
+			if p, ok := e.(llm.ParallelStepper); ok && r.pace {
+				watch.ParallelStepper = p
 				return watch, err
 			}
 			return e, err
@@ -212,10 +215,9 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 				return err
 			}
 			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.2f ms a step "+
-				"(gradients %.2f, update %.2f, talk %.2f), %.2f GiB\n",
+				"(computing %.2f, talk %.2f), %.2f GiB\n",
 				place.Size, e.Params, float64(e.StepTokens)*n/s, e.Loss, 1e3*s/n,
-				1e3*(watch.batches-spent.batches).Seconds()/n,
-				1e3*(watch.update-spent.update).Seconds()/n,
+				1e3*(watch.steps-spent.steps).Seconds()/n,
 				1e3*(watch.talk-spent.talk).Seconds()/n, float64(total-free)/(1<<30))
 		}
 		return nil
@@ -228,25 +230,21 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 
 // watched tells what a rank's host waits for.
 type watched struct {
-	llm.Parallel
-	batches, update, talk time.Duration
+	llm.ParallelStepper
+	steps, talk time.Duration
 }
 
 func since(from time.Time, sum *time.Duration) { *sum += time.Since(from) }
 
-func (w *watched) Batches(n int, next func() (data.Batch, error)) ([]float64, error) {
-	defer since(time.Now(), &w.batches)
-	return w.Parallel.Batches(n, next)
-}
-
-func (w *watched) Update() (float64, error) {
-	defer since(time.Now(), &w.update)
-	return w.Parallel.Update()
+func (w *watched) StepBatches(n int, next func() (data.Batch, error)) ([]float64, float64, bool,
+	error) {
+	defer since(time.Now(), &w.steps)
+	return w.ParallelStepper.StepBatches(n, next)
 }
 
 func (w *watched) Exchange(value []byte) ([][]byte, error) {
 	defer since(time.Now(), &w.talk)
-	return w.Parallel.Exchange(value)
+	return w.ParallelStepper.Exchange(value)
 }
 
 // rankSilence is how long a rank may say nothing: also while it loads kernels.

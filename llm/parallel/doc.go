@@ -20,7 +20,8 @@
 //     while it computes its next batch. The owner adds in the order of batches (comm.OrderedSum): the
 //     gradients of a step have the bits of a run that accumulates M batches on one rank.
 //  2. Ranks exchange losses, and what the passes have measured of the lattices. All take that in, in
-//     the order of batches: lattices merge moments, never averages, and are the same everywhere.
+//     the order of batches: lattices merge moments, never averages, and are the same everywhere. On
+//     GPUs they do so beside 4, having agreed beside 1 that there can be an update ([Team.Step]).
 //  3. The norm of the gradient is made of sums over fixed blocks of optim.PartGrain elements. Owners
 //     form those of their blocks, and everyone adds all of them in one order.
 //  4. Each owner clips and updates its shard. Shards end where blocks do, and a matrix of Muon is in

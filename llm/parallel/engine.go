@@ -3,7 +3,6 @@ package parallel
 import (
 	"bytes"
 	"encoding/binary"
-	"encoding/gob"
 	"errors"
 	"fmt"
 	"math"
@@ -23,7 +22,6 @@ import (
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // engine is the CPU's of one rank.
@@ -142,148 +140,6 @@ func (e *engine) Rank() int  { return e.team.Rank() }
 func (e *engine) Ranks() int { return e.team.Size() }
 
 func (e *engine) Exchange(value []byte) ([][]byte, error) { return e.team.Exchange(value) }
-
-// result is what a batch has come to.
-type result struct {
-	Loss      float64
-	Err       string // empty for none
-	NonFinite bool   // the error is op.ErrNonFinite
-	Measured  []state.Measured
-}
-
-// report is what a rank tells the others of a step's batches.
-type report struct {
-	Lattices uint32   // digest, before the step
-	Err      string   // of the loader
-	Results  []result // of its own batches, in order
-}
-
-// Worker computes what falls to one rank of a step.
-type Worker interface {
-	// Compute makes the gradients of a batch of a round, alone, and returns its loss. The passes have
-	// reported to the lattices when it returns.
-	Compute(b data.Batch, r Round) (float64, error)
-	// Add adds the gradients of a round to their owners' sums, unless Compute has seen to that: those
-	// that its contributors have computed last. It may return while they are on their way.
-	Add(r Round) error
-	// Land waits until all that was added is there.
-	Land() error
-}
-
-// Round is a part of a step: a batch at each of the first Contributors ranks.
-type Round struct {
-	Contributors int
-	First        bool // of the step
-}
-
-// Batches computes the batches of a step, as [llm.Parallel] wants, by a worker at each rank.
-func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, error)) ([]float64,
-	error) {
-	t.steps.Add(1)
-	if err := t.progress(); err != nil {
-		return nil, err
-	}
-	me, size := t.Rank(), t.Size()
-	own := report{Lattices: m.Kasmina.Digest()}
-	var loader error
-	for i := range n {
-		round := Round{min(size, n-i/size*size), i < size}
-		if loader == nil {
-			var b data.Batch
-			if b, loader = next(); loader == nil && i%size == me {
-				own.Results = append(own.Results, compute(m, w, b, round, i))
-			}
-		}
-		if i%size == size-1 || i == n-1 {
-			if err := w.Add(round); err != nil {
-				return nil, t.blame(err)
-			}
-		}
-	}
-	if err := w.Land(); err != nil {
-		return nil, t.blame(err)
-	}
-	if loader != nil {
-		own.Err = loader.Error()
-	}
-	all, err := t.reports(own)
-	if err != nil {
-		return nil, err
-	}
-	for r, other := range all {
-		switch {
-		case other.Err != "" && r != me:
-			return nil, fmt.Errorf("rank %d: %s", r, other.Err)
-		case other.Lattices != all[0].Lattices:
-			return nil,
-				fmt.Errorf("parallel: the lattices of ranks 0 and %d are not the same any more: "+
-					"while ranks train, what changes seeds must be submitted (Model.Kasmina.Submit)", r)
-		}
-	}
-	if loader != nil {
-		return nil, loader
-	}
-	return take(m, n, all)
-}
-
-// reports exchanges what ranks tell of a step.
-func (t *Team) reports(own report) ([]report, error) {
-	var b bytes.Buffer
-	if err := gob.NewEncoder(&b).Encode(own); err != nil {
-		return nil, err
-	}
-	texts, err := t.exchange(b.Bytes())
-	if err != nil {
-		return nil, err
-	}
-	all := make([]report, len(texts))
-	for r, text := range texts {
-		if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&all[r]); err != nil {
-			return nil, fmt.Errorf("parallel: rank %d does something else than a step: %w", r, err)
-		}
-	}
-	return all, nil
-}
-
-// take takes in what the batches have measured, in order, up to the first that has failed.
-func take(model *llm.Model, n int, all []report) (losses []float64, err error) {
-	for i := range n {
-		r, at := i%len(all), i/len(all)
-		if at >= len(all[r].Results) {
-			return nil, fmt.Errorf("parallel: rank %d has not computed batch %d of %d", r, i, n)
-		}
-		got := all[r].Results[at]
-		for k, m := range got.Measured {
-			if err := model.Kasmina.Lattice(k).Take(m); err != nil {
-				return nil, err
-			}
-		}
-		if got.Err != "" {
-			err := fmt.Errorf("batch %d of the step, at rank %d: %s", i+1, r, got.Err)
-			if got.NonFinite {
-				err = fmt.Errorf("%w: %w", op.ErrNonFinite, err)
-			}
-			return nil, err
-		}
-		losses = append(losses, got.Loss)
-	}
-	return losses, nil
-}
-
-// compute makes the gradients of the i-th batch of a step.
-func compute(m *llm.Model, w Worker, b data.Batch, in Round, i int) (r result) {
-	r.Measured = make([]state.Measured, m.Kasmina.Layers())
-	for k, l := range m.Kasmina.Lattices() {
-		l.Defer(&r.Measured[k], i)
-		defer l.Defer(nil, 0)
-	}
-	var err error
-	r.Loss, err = w.Compute(b, in)
-	if err != nil {
-		r.Err, r.NonFinite = err.Error(), errors.Is(err, op.ErrNonFinite)
-	}
-	return r
-}
 
 func (e *engine) Batches(n int, next func() (data.Batch, error)) ([]float64, error) {
 	return e.team.Batches(e.Model, e, n, next)

@@ -39,19 +39,19 @@ func (x *Optimizer) open() (err error) {
 	if s.joined, err = x.memory.NewEvent(false); err != nil || s.group.Size() == 1 {
 		return err
 	}
-	for i, b := range s.buckets {
-		if err := x.connect(b, i%slots); err != nil {
+	for _, b := range s.buckets {
+		if err := x.connect(b); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// connect makes the route of a bucket, in one of the places for what comes.
-func (x *Optimizer) connect(b *bucket, slot int) (err error) {
+// connect makes the route of a bucket.
+func (x *Optimizer) connect(b *bucket) (err error) {
 	s, me := x.share, x.share.group.Rank()
 	var sends, receives []comm.Leg
-	at := s.staging.Offset(slot * s.room)
+	at := s.staging.Offset(b.at)
 	mine := b.parts[me]
 	b.staged = make([][]gpu.Ptr, len(mine))
 	for r := range s.group.Size() {
@@ -70,7 +70,7 @@ func (x *Optimizer) connect(b *bucket, slot int) (err error) {
 			at = at.Offset(x.stagingBytes(p))
 		}
 	}
-	b.route, err = comm.NewRoute(s.group, slot, sends, receives)
+	b.route, err = comm.NewRoute(s.group, b.slot, sends, receives)
 	return err
 }
 
@@ -112,6 +112,9 @@ func (x *Optimizer) Expect(contributors int, first bool) error {
 		return errNotShared
 	}
 	s.sent, s.expected = false, round{}
+	if err := x.letGo(); err != nil {
+		return err
+	}
 	if contributors == s.group.Size() && contributors > 1 {
 		s.expected = round{contributors, first}
 	}
@@ -164,7 +167,29 @@ func (x *Optimizer) Join() error {
 }
 
 // Done notes that the run's gradients have left.
-func (x *Optimizer) Done() { x.share.sent, x.share.expected = true, round{} }
+func (x *Optimizer) Done() {
+	s := x.share
+	s.sent, s.held, s.expected = true, s.two, round{}
+}
+
+// letGo tells the other rank that what it has sent may be overwritten, where no update has read it.
+func (x *Optimizer) letGo() error {
+	s := x.share
+	if !s.held {
+		return nil
+	}
+	s.held = false
+	return x.letBucketsGo()
+}
+
+func (x *Optimizer) letBucketsGo() error {
+	for _, b := range x.share.buckets {
+		if err := b.route.Release(comm.Stream(x.m.Stream)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
 
 // Contribute enqueues the sending of the last run's gradients, where this rank is among the first
 // contributors, to their owners, and the adding of what comes, unless that went along with the run.
@@ -178,11 +203,18 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
 			contributors, s.group.Size())
 	}
+	if s.two && (contributors != 2 || !first) {
+		return errors.New("a step is one round of two ranks here: WithRounds says so")
+	}
 	s.expected = round{}
 	if s.sent {
 		s.sent = false
 		return nil
 	}
+	if err := x.letGo(); err != nil {
+		return err
+	}
+	s.held = s.two
 	k := round{contributors, first}
 	if s.rounds[k] == nil {
 		s.rounds[k] = new(run.Recording)
@@ -209,7 +241,7 @@ func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 	all := b.route != nil && r.contributors == x.share.group.Size()
 	if all {
-		if err := b.route.Enqueue(comm.Stream(on.Stream)); err != nil {
+		if err := b.route.Enqueue(comm.Stream(on.Stream)); err != nil || x.share.two {
 			return err
 		}
 		if err := x.add(b, b.staged, r.first, on); err != nil {

@@ -37,7 +37,7 @@ func (x *Optimizer) arrange() error {
 		if l.home, err = x.memory.NewEvent(false); err != nil {
 			return err
 		}
-		if l.route, err = x.routeOf(l, slots+i); err != nil {
+		if l.route, err = x.routeOf(l, s.slots+i); err != nil {
 			return err
 		}
 	}

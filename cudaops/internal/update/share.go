@@ -19,16 +19,21 @@ import (
 // what Muon updates not at all.
 //
 // In each round of micro-batches every rank sends each owner what it has of the owner's gradients,
-// and the owner adds them in the order of ranks: see package comm and exchange.go. The owner's sums
+// and the owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
+// round by two ranks the update adds the two contributions as it reads them, and there are no sums
+// in memory. The owner's sums
 // of squares, of whole chunks, go to all, so that the norm is added up as on one GPU; then each
 // updates its part, and the parameters come back to all.
 type share struct {
 	group   comm.Group
 	buckets []*bucket
 	mine    []part  // of this rank, of all buckets
+	two     bool    // the update adds the contributions of two ranks
+	held    bool    // contributions have come that no update has read, where it adds them
 	acc     gpu.Ptr // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
-	staging gpu.Ptr // what comes from other ranks of a bucket, for a few of them
+	staging gpu.Ptr // what comes from other ranks: of all buckets if the update adds it, else of a few
 	room    int     // bytes of staging for one bucket
+	slots   int     // of routes of buckets
 	loads   []*load // in which parameters come back
 	rounds  map[round]*run.Recording
 	squares *optimizer.Table // chunks of all parameters, in their order; this rank's are not nobody's
@@ -40,6 +45,8 @@ type share struct {
 type bucket struct {
 	ready  int         // the call of a run behind which all of them are there
 	params []int       // numbers
+	slot   int         // of its route
+	at     int         // of staging, in bytes
 	parts  [][]part    // by rank
 	staged [][]gpu.Ptr // of this rank's parts, where all contributions lie, in the order of ranks
 	route  comm.Route  // of a round to which all ranks contribute
@@ -58,20 +65,31 @@ const (
 	// bucketBytes is what a bucket has at least, but for the last: enough to use a link well, and
 	// little enough for the first to leave soon.
 	bucketBytes = 32 << 20
-	// slots is how many buckets there is room for: one may arrive while another is added up.
+	// slots is how many buckets there is room for, where they are added up beside the run: one may
+	// arrive while another is added.
 	slots = 3
+	// mostHeld is how many buckets there are about at most where there is room for all.
+	mostHeld = 64
 )
 
 // divide decides which gradients travel together, and who owns what.
 func (x *Optimizer) divide(r Ranks) error {
 	s := &share{group: r.Group, rounds: map[round]*run.Recording{}}
 	x.share = s
+	s.two = r.Rounds == 1 && r.Group.Size() == 2
+	total := 0
 	for _, p := range x.Params {
 		if want := p.Grad.Len() * p.Grad.Type.Size(); p.Grad.Extent() != want {
 			return fmt.Errorf("the gradient of %s does not lie in one piece", p.Input.Node.Name())
 		}
+		total += p.Grad.Extent()
+		s.two = s.two && !p.Rule.Muon
 	}
-	s.buckets = x.fill(cmp.Or(r.Bucket, bucketBytes))
+	least := cmp.Or(r.Bucket, bucketBytes)
+	if s.two {
+		least = max(least, total/mostHeld)
+	}
+	s.buckets = x.fill(least)
 	acc := 0
 	for _, b := range s.buckets {
 		b.parts = x.cut(b)
@@ -145,17 +163,27 @@ func (x *Optimizer) cut(b *bucket) [][]part {
 // takeRoom allocates the sums, and room for what comes from other ranks.
 func (x *Optimizer) takeRoom(sums int) (err error) {
 	s := x.share
-	if s.acc, err = x.memory.Alloc(4*max(1, sums), "the sums of gradients"); err != nil {
-		return err
-	}
-	for _, b := range s.buckets {
+	all := 0
+	for i, b := range s.buckets {
 		bytes := 0
 		for _, p := range b.parts[s.group.Rank()] {
 			bytes += x.stagingBytes(p)
 		}
+		b.slot, b.at = i, all
+		all += bytes
 		s.room = max(s.room, bytes*(s.group.Size()-1))
 	}
-	s.staging, err = x.memory.Alloc(max(1, slots*s.room), "gradients of other ranks")
+	s.slots = len(s.buckets)
+	if !s.two {
+		for i, b := range s.buckets {
+			b.slot, b.at = i%slots, i%slots*s.room
+		}
+		s.slots, all = slots, slots*s.room
+		if s.acc, err = x.memory.Alloc(4*max(1, sums), "the sums of gradients"); err != nil {
+			return err
+		}
+	}
+	s.staging, err = x.memory.Alloc(max(1, all), "gradients of other ranks")
 	return err
 }
 
@@ -163,6 +191,21 @@ func (x *Optimizer) takeRoom(sums int) (err error) {
 func (x *Optimizer) stagingBytes(p part) int {
 	n := p.len() * x.Params[p.param].Grad.Type.Size()
 	return kernel.CeilDiv(n, program.Alignment) * program.Alignment
+}
+
+// summed says where a table finds the gradient of a part of this rank's.
+func (x *Optimizer) summed(own part, t *optimizer.Tensor) {
+	s := x.share
+	t.Grad, t.GradType = s.acc.Offset(4*own.acc), gpu.Float32
+	if !s.two {
+		return
+	}
+	for _, b := range s.buckets {
+		if i := slices.Index(b.parts[s.group.Rank()], own); i >= 0 {
+			t.Grad, t.Other = b.staged[i][0], b.staged[i][1]
+			t.GradType = x.Params[own.param].Grad.Type
+		}
+	}
 }
 
 // own is this rank's part of parameter number i.
@@ -200,8 +243,9 @@ func (x *Optimizer) buildSquares() (err error) {
 	chunks := 0
 	for i, p := range x.Params {
 		if own, ok := s.own(i); ok {
-			tensors = append(tensors, optimizer.Tensor{Grad: s.acc.Offset(4 * own.acc),
-				GradType: gpu.Float32, Size: own.len()})
+			t := optimizer.Tensor{Size: own.len()}
+			x.summed(own, &t)
+			tensors = append(tensors, t)
 			at = append(at, chunks+own.from/optimizer.OptimChunk)
 		}
 		chunks += kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
@@ -210,13 +254,13 @@ func (x *Optimizer) buildSquares() (err error) {
 	return err
 }
 
-// gatherSquares brings the sums of squares of all chunks to all ranks: each is that of one rank,
-// and 0 at the others, so that no order of addition matters.
-func (s *share) gatherSquares(squares gpu.Ptr, stream gpu.Stream) error {
+// gatherSquares brings n sums of squares to all ranks, of all chunks and of the losses: each is that
+// of one rank, and 0 at the others, so that no order of addition matters.
+func (s *share) gatherSquares(squares gpu.Ptr, n int, stream gpu.Stream) error {
 	if s.group.Size() == 1 {
 		return nil
 	}
-	return s.group.AllReduce(ptr(squares), ptr(squares), s.squares.Chunks, comm.Float32, comm.Sum,
+	return s.group.AllReduce(ptr(squares), ptr(squares), n, comm.Float32, comm.Sum,
 		comm.Stream(stream))
 }
 
@@ -245,7 +289,7 @@ func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
 			return t, false
 		}
 		t.Param, t.Size = x.master(i, own.from), own.len()
-		t.Grad, t.GradType = x.share.acc.Offset(4*own.acc), gpu.Float32
+		x.summed(own, &t)
 	}
 	t.First = p.Moments[0].Ptr()
 	if !r.Muon {

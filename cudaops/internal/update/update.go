@@ -5,7 +5,6 @@ package update
 
 import (
 	"bytes"
-	"errors"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -85,6 +84,7 @@ type Ranks struct {
 	Group      comm.Group
 	Uncaptured bool // the group's work cannot be captured
 	Bucket     int  // bytes of gradients that travel together at least; 0 for what is fast
+	Rounds     int  // of a step; 0 for any number
 }
 
 // New puts an optimiser, with what it remembers so far, on the device. Where ranks are not nil it
@@ -293,9 +293,12 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	var key gpu.Ptr
 	if loss != nil {
 		key = loss.Ptr()
-		if err := ctx.Record(x.ran, s); err != nil {
+		if err := ctx.CopyToHost(x.loss, loss.Ptr(), s); err != nil {
 			return err
 		}
+	}
+	if err := ctx.Record(x.ran, s); err != nil {
+		return err
 	}
 	r := x.recorded[key]
 	if r == nil {
@@ -304,6 +307,9 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	}
 	if err := x.release(); err != nil {
 		return err
+	}
+	if x.share != nil {
+		x.share.held = false
 	}
 	plain := func() error { return x.launch(loss) }
 	if err := around(r.Loaded && !x.uncaptured, func() error {
@@ -320,27 +326,25 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	if err := ctx.CopyToHost(x.staging, x.control, s); err != nil {
 		return err
 	}
-	if loss != nil {
-		if err := ctx.CopyToHost(x.loss, loss.Ptr(), s); err != nil {
-			return err
-		}
-	}
 	return ctx.Record(x.done, s)
 }
 
 // WaitForRun waits for the run before the update.
 func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
 
-// Wait waits for the update, and returns its control block and the loss.
-func (x *Optimizer) Wait() (optimizer.Control, float32, error) {
+// Loss is what the update looks at, when the run has been waited for.
+func (x *Optimizer) Loss() float32 { return gpu.View[float32](x.loss)[0] }
+
+// Wait waits for the update, and returns its control block.
+func (x *Optimizer) Wait() (optimizer.Control, error) {
 	if err := x.m.Ctx.SyncEvent(x.done); err != nil {
-		return optimizer.Control{}, 0, err
+		return optimizer.Control{}, err
 	}
 	c := optimizer.DecodeControl(x.staging)
 	if !c.Skipped {
 		x.Steps++
 	}
-	return c, gpu.View[float32](x.loss)[0], nil
+	return c, nil
 }
 
 // launch launches an update's calls.
@@ -361,19 +365,39 @@ func (x *Optimizer) launch(loss *program.Array) error {
 }
 
 // updateParams launches the calls that change the parameters: all of them, or with other ranks
-// those of this rank, and what brings the others'.
+// those of this rank, and what brings the others'. Where there is a loss, 0·loss stands among the
+// squares of the gradients: 0, which leaves their sum as it is, or NaN, at which the update is not
+// made, at any rank.
 func (x *Optimizer) updateParams(loss *program.Array) error {
 	squares, n := x.squareCalls()
-	if x.share == nil {
-		return x.m.Calls(append(squares, x.calls(n, loss)...))
-	}
 	if loss != nil {
-		return errors.New("a step of several ranks looks at no loss: it is an update")
+		squares = append(squares,
+			newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: x.squares.Offset(4 * n),
+				N: 1, Type: gpu.Float32},
+				program.Reads("X", loss)))
+	}
+	if x.share == nil {
+		if loss != nil {
+			n++
+		}
+		return x.m.Calls(append(squares, x.calls(n)...))
 	}
 	return run.InTurn(
 		func() error { return x.m.Calls(squares) },
-		func() error { return x.share.gatherSquares(x.squares, x.m.Stream) },
-		func() error { return x.m.Calls(x.calls(n, nil)) },
+		func() error {
+			if loss != nil {
+				return nil
+			}
+			return x.m.Launch(program.Zero{Ptr: x.squares.Offset(4 * n), Bytes: 4})
+		},
+		func() error { return x.share.gatherSquares(x.squares, n+1, x.m.Stream) },
+		func() error { return x.m.Calls(x.calls(n + 1)) },
+		func() error {
+			if !x.share.two {
+				return nil
+			}
+			return x.letBucketsGo()
+		},
 		func() error {
 			if x.hides() {
 				return nil
@@ -419,17 +443,8 @@ func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 	return calls, n
 }
 
-// calls are those of an update behind n sums of squares. Where there is a loss, 0·loss stands among
-// the squares of the gradients: 0, which leaves their sum as it is, or NaN, at which the update is
-// not made.
-func (x *Optimizer) calls(n int, loss *program.Array) (calls []*program.Call) {
-	if loss != nil {
-		calls = append(calls,
-			newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: x.squares.Offset(4 * n),
-				N: 1, Type: gpu.Float32},
-				program.Reads("X", loss)))
-		n++
-	}
+// calls are those of an update behind n sums of squares.
+func (x *Optimizer) calls(n int) (calls []*program.Call) {
 	calls = append(calls,
 		newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n},
 			program.Updates("Scale", x.m.Program.Scale)))

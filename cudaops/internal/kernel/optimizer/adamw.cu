@@ -20,8 +20,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float(1 - t.beta1), float(t.beta2), float(1 - t.beta2)};
 }
 
-// Step is a tensor, and what a step has for its elements.
-struct Step {
+// Step is a tensor, and what a step has for its elements, whose gradient is one contribution or the sum of two.
+template <bool kTwo> struct Step {
   Tensor t;
   Update u;
   float multiplier, eps;
@@ -39,7 +39,7 @@ struct Step {
 
   // An element of a ragged end.
   __device__ __forceinline__ void one(int64_t i) const {
-    const float g = loadOneAs(t.grad, t.gradType, i);
+    const float g = Contributions<kTwo>::one(t, i);
     update(t.param[i], g, t.first[i], t.second[i]);
     if (t.copy) storeOneAs(t.copy, t.copyType, i, t.param[i]);
   }
@@ -47,13 +47,14 @@ struct Step {
   // Four elements: load, then finish.
   struct Four {
     Pack<float, 4> p, m, v;
-    Stored g;
+    Contributions<kTwo> g;
   };
   __device__ __forceinline__ Four load(int64_t i) const {
-    return {::load<4>(t.param + i), ::load<4>(t.first + i), ::load<4>(t.second + i), loadStored(t.grad, t.gradType, i)};
+    return {::load<4>(t.param + i), ::load<4>(t.first + i), ::load<4>(t.second + i),
+            Contributions<kTwo>::load(t, i)};
   }
   __device__ __forceinline__ void finish(int64_t i, Four& x) const {
-    const Pack<float, 4> g = widened(x.g, t.gradType);
+    const Pack<float, 4> g = x.g.sum(t.gradType);
 #pragma unroll
     for (int j = 0; j < kPerAccess; j++) update(x.p.v[j], g.v[j], x.m.v[j], x.v.v[j]);
     store(t.param + i, x.p);
@@ -63,13 +64,11 @@ struct Step {
   }
 };
 
-// Launch: kRounds blocks a chunk, one for each of its rounds: many small blocks, swept in order, move more than fewer that go on
-// for longer.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
+template <bool kTwo>
+__device__ __forceinline__ void updateRound(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   if (control->skipped) return;
   Chunk c = chunks[blockIdx.x / kRounds];
-  const Step step(control, updates, tensors, c.tensor);
+  const Step<kTwo> step(control, updates, tensors, c.tensor);
   int64_t size = step.t.size, round = int64_t(c.index) * kRounds + blockIdx.x % kRounds;
   int64_t i = (round * kThreads + threadIdx.x) * kPerAccess;
   if (i + kPerAccess <= size) {
@@ -78,4 +77,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   } else {
     for (; i < size; i++) step.one(i);
   }
+}
+
+// Launch: kRounds blocks a chunk, one for each of its rounds: many small blocks, swept in order, move more than fewer that go on
+// for longer.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
+  updateRound<false>(control, updates, tensors, chunks);
+}
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adamw_of_two(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
+  updateRound<true>(control, updates, tensors, chunks);
 }

@@ -9,26 +9,34 @@
 // Everything that differs from step to step is in device memory, so that a step can be replayed as a graph.
 #include "optim.cuh"
 
-// squares[chunk] = Σ g². Launch: a block a chunk.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    optim_squares(float* squares, const Tensor* tensors, const Chunk* chunks) {
+// squares[chunk] = Σ g², of gradients that are one contribution, or the sum of two.
+template <bool kTwo>
+__device__ __forceinline__ void squaresOf(float* squares, const Tensor* tensors, const Chunk* chunks) {
   Chunk c = chunks[blockIdx.x];
   const Tensor t = tensorOf(tensors, c.tensor);
-  const void* grad = t.grad;
-  int type = t.gradType;
   float sum = 0;
-  forChunk<8>(
-      t.size, c.index, [&](int64_t i) { return loadAs(grad, type, i); },
+  forChunk<kTwo ? 4 : 8>(
+      t.size, c.index, [&](int64_t i) { return Contributions<kTwo>::load(t, i).sum(t.gradType); },
       [&](int64_t, Pack<float, 4> g) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) sum += g.v[j] * g.v[j];
+        for (int j = 0; j < 4; j++) sum = __fmaf_rn(g.v[j], g.v[j], sum);
       },
       [&](int64_t i) {
-        float g = loadOneAs(grad, type, i);
-        sum += g * g;
+        float g = Contributions<kTwo>::one(t, i);
+        sum = __fmaf_rn(g, g, sum);
       });
   sum = blockReduce<Sum>(sum);
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
+}
+
+// Launch: a block a chunk.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    optim_squares(float* squares, const Tensor* tensors, const Chunk* chunks) {
+  squaresOf<false>(squares, tensors, chunks);
+}
+extern "C" __global__ void __launch_bounds__(kThreads)
+    optim_squares_of_two(float* squares, const Tensor* tensors, const Chunk* chunks) {
+  squaresOf<true>(squares, tensors, chunks);
 }
 
 constexpr int kGrowthInterval = 2000;

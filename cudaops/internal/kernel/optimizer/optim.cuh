@@ -10,6 +10,7 @@ struct Tensor {
   float* param;
   void* copy;         // the parameter in a narrower type, or null
   const void* grad;
+  const void* other;  // another rank's contribution to the gradient, which is their sum; or null
   float* first;       // AdamW's first moment, Muon's momentum
   float* second;      // AdamW's second moment
   void* direction;    // Muon: the normalised update before the iteration
@@ -27,6 +28,7 @@ struct Tensor {
 __device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
   const Tensor t = tensors[i];
   __builtin_assume(__isGlobal(t.param)), __builtin_assume(__isGlobal(t.copy)), __builtin_assume(__isGlobal(t.grad));
+  __builtin_assume(__isGlobal(t.other));
   __builtin_assume(__isGlobal(t.first)), __builtin_assume(__isGlobal(t.second));
   __builtin_assume(__isGlobal(t.direction)), __builtin_assume(__isGlobal(t.result));
   return t;
@@ -95,6 +97,32 @@ __device__ __forceinline__ float loadOneAs(const void* p, int type, int64_t i) {
   if (type == kBF16) return toFloat(static_cast<const bf16*>(p)[i]);
   return toFloat(static_cast<const f16*>(p)[i]);
 }
+
+// Contributions are those to four elements of a gradient as they are stored: one, or two whose sum it is, rounded to float32.
+template <bool kTwo> struct Contributions {
+  Stored own, other;
+
+  __device__ __forceinline__ static Contributions load(const Tensor& t, int64_t i) {
+    Contributions c;
+    c.own = loadStored(t.grad, t.gradType, i);
+    if constexpr (kTwo) c.other = loadStored(t.other, t.gradType, i);
+    return c;
+  }
+  __device__ __forceinline__ Pack<float, 4> sum(int type) const {
+    Pack<float, 4> g = widened(own, type);
+    if constexpr (kTwo) {
+      const Pack<float, 4> more = widened(other, type);
+#pragma unroll
+      for (int j = 0; j < 4; j++) g.v[j] = __fadd_rn(g.v[j], more.v[j]);
+    }
+    return g;
+  }
+  // One element.
+  __device__ __forceinline__ static float one(const Tensor& t, int64_t i) {
+    const float g = loadOneAs(t.grad, t.gradType, i);
+    return kTwo ? __fadd_rn(g, loadOneAs(t.other, t.gradType, i)) : g;
+  }
+};
 
 template <class T> __device__ __forceinline__ void storeNarrow(void* p, int64_t i, const Pack<float, 4>& v) {
   Pack<T, 4> r;

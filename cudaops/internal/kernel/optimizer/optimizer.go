@@ -14,9 +14,13 @@ import (
 // Tensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are
 // multiples of 16.
 type Tensor struct {
-	Param  gpu.Ptr // float32
-	Copy   gpu.Ptr // the parameter in CopyType, written with every update; may be null
-	Grad   gpu.Ptr // of GradType
+	Param gpu.Ptr // float32
+	Copy  gpu.Ptr // the parameter in CopyType, written with every update; may be null
+	Grad  gpu.Ptr // of GradType
+	// Other is another rank's contribution to the gradient, of the same type: the gradient is Grad +
+	// Other, each sum rounded to float32. Null where Grad is all of it. A table has both kinds never.
+	// What Muon updates has none.
+	Other  gpu.Ptr
 	First  gpu.Ptr // float32: AdamW's first moment, Muon's momentum
 	Second gpu.Ptr // float32: AdamW's second moment
 	// Direction is where Muon leaves the normalised update, and Result where it finds what matrix
@@ -35,13 +39,13 @@ type Tensor struct {
 
 // deviceTensor is Tensor of optim.cuh.
 type deviceTensor struct {
-	param, copy, grad, first, second, direction, result gpu.Ptr
-	size                                                int64
-	lrScale, shapeScale, decay, beta1, beta2            float64
-	step                                                int64
-	copyType, gradType, directionType                   int32
-	firstChunk, chunks                                  int32
-	_                                                   int32
+	param, copy, grad, other, first, second, direction, result gpu.Ptr
+	size                                                       int64
+	lrScale, shapeScale, decay, beta1, beta2                   float64
+	step                                                       int64
+	copyType, gradType, directionType                          int32
+	firstChunk, chunks                                         int32
+	_                                                          int32
 }
 
 // What optim.cuh says of chunks and updates.
@@ -61,6 +65,7 @@ type Table struct {
 	tensors, updates, chunks gpu.Ptr
 	count                    int
 	of                       []int // the tensor of each chunk, in order
+	two                      bool  // gradients are sums of two contributions
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares
 	// take.
 	Chunks int
@@ -87,6 +92,9 @@ func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
 func NewScattered(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, error) {
 	// whose second chunk is behind its end
 	nothing := Tensor{Size: 4, Param: 16, Grad: 16, First: 16, Second: 16}
+	if len(tensors) > 0 {
+		nothing.Other = tensors[0].Other
+	}
 	return layOut(k, append(slices.Clip(tensors), nothing), append(slices.Clip(at), -1), chunks)
 }
 
@@ -99,7 +107,12 @@ func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, erro
 		if t.Size < 1 {
 			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
 		}
-		if !kernel.Aligned(t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result) {
+		if (t.Other != 0) != (tensors[0].Other != 0) {
+			return nil, fmt.Errorf("kernels.NewTable: tensor %d: gradients are sums of two "+
+				"contributions, or none is", i)
+		}
+		if !kernel.Aligned(t.Param, t.Copy, t.Grad, t.Other, t.First, t.Second, t.Direction,
+			t.Result) {
 			return nil,
 				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
@@ -109,7 +122,7 @@ func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, erro
 			}
 		}
 		n := kernel.CeilDiv(t.Size, OptimChunk)
-		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.First, t.Second, t.Direction, t.Result,
+		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.Other, t.First, t.Second, t.Direction, t.Result,
 			int64(t.Size), t.LRScale,
 			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType),
 			int32(t.DirectionType),
@@ -129,7 +142,7 @@ func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, erro
 		list = binary.LittleEndian.AppendUint32(list, uint32(i))
 		list = binary.LittleEndian.AppendUint32(list, uint32(index[c]))
 	}
-	t := &Table{ctx: k.Ctx, count: len(rows), of: of, Chunks: chunks}
+	t := &Table{ctx: k.Ctx, count: len(rows), of: of, two: tensors[0].Other != 0, Chunks: chunks}
 	for _, part := range []struct {
 		at    *gpu.Ptr
 		bytes []byte
@@ -239,7 +252,7 @@ func DecodeControl(b []byte) Control {
 
 // Launch sets squares [t.Chunks], float32, to sums of squares of the gradients, one for each chunk.
 func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "optim", "optim_squares", kernel.Line(p.Table.Chunks, optimThreads),
+	return k.Enqueue(s, "optim", p.Table.kernel("optim_squares"), kernel.Line(p.Table.Chunks, optimThreads),
 		kernel.Args().Ptr(p.Squares).Ptr(p.Table.tensors).Ptr(p.Table.chunks))
 }
 
@@ -260,7 +273,7 @@ func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := begin(k, s, "adamw", p.Control, p.Table); err != nil {
 		return err
 	}
-	return k.Enqueue(s, "adamw", "adamw", kernel.Line(p.Table.Chunks*optimRounds, optimThreads),
+	return k.Enqueue(s, "adamw", p.Table.kernel("adamw"), kernel.Line(p.Table.Chunks*optimRounds, optimThreads),
 		p.Table.args(p.Control))
 }
 
@@ -268,6 +281,14 @@ func begin(k *kernel.Set, s gpu.Stream, unit string, control gpu.Ptr, t *Table) 
 	l := kernel.Args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Int32(t.count)
 	return k.Enqueue(s, unit, unit+"_begin",
 		kernel.Line(kernel.CeilDiv(t.count, optimThreads), optimThreads), l)
+}
+
+// kernel is the name of one that reads the table's gradients.
+func (t *Table) kernel(name string) string {
+	if t.two {
+		return name + "_of_two"
+	}
+	return name
 }
 
 // args is the arguments of a kernel over all chunks.

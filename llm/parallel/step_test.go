@@ -1,0 +1,146 @@
+package parallel_test
+
+import (
+	"bytes"
+	"errors"
+	"math"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// stepping is an engine of one of several ranks that makes steps by [parallel.Team.Step], as those of
+// GPUs do.
+type stepping struct {
+	llm.Parallel
+	parallel.Worker
+	team     *parallel.Team
+	model    *llm.Model
+	loss     float64 // of the batch that was started
+	err      error
+	computed int                        // batches
+	spoil    func(loss float64) float64 // the loss of the n-th batch; nil to leave it
+	fail     error                      // of the loader, in the third step
+	steps    int
+	finished *atomic.Int64
+}
+
+var (
+	_ llm.ParallelStepper = (*stepping)(nil)
+	_ parallel.Stepper    = (*stepping)(nil)
+)
+
+func (s *stepping) Compute(b data.Batch, r parallel.Round) (float64, error) {
+	loss, err := s.Worker.Compute(b, r)
+	if s.spoil != nil {
+		loss = s.spoil(loss)
+	}
+	return loss, err
+}
+
+func (s *stepping) Start(b data.Batch, r parallel.Round) error {
+	s.loss, s.err = s.Worker.Compute(b, r)
+	return nil
+}
+
+func (s *stepping) Wait() (float64, error) { return s.loss, s.err }
+
+func (s *stepping) Finish(started bool, told func(loss float64) error) (float64, error) {
+	s.finished.Add(1)
+	loss := s.loss
+	if !started {
+		loss = 0
+	}
+	if err := errors.Join(s.err, told(loss), s.Land()); err != nil {
+		return 0, err
+	}
+	return s.Update()
+}
+
+func (s *stepping) StepBatches(n int, next func() (data.Batch, error)) (losses []float64,
+	norm float64, made bool, err error) {
+	if s.steps++; s.steps == 3 && s.fail != nil {
+		next = func() (data.Batch, error) { return data.Batch{}, s.fail }
+	}
+	return s.team.Step(s.model, s, n, next)
+}
+
+// stepped trains on so many ranks, whose engines set makes something of, and returns their errors.
+func (s setup) stepped(t *testing.T, size int, set func(rank int, e *stepping)) []error {
+	return on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+		return s.train(t.Context(), rank, size, func(m *llm.Model, o optim.Optimizer,
+			c llm.TrainConfig) (llm.Engine, error) {
+			e, err := team.Engine(m, o, c)
+			if err != nil {
+				return nil, err
+			}
+			own := &stepping{Parallel: e.(llm.Parallel), Worker: e.(parallel.Worker), team: team,
+				model: m}
+			set(rank, own)
+			return own, nil
+		})
+	})
+}
+
+// TestStepSameBits: where updates do not wait for losses, on numbers of ranks that divide the batches
+// of a step and that do not, the bits are those of one process.
+func TestStepSameBits(t *testing.T) {
+	s := setup{config: small(), steps: 6, accumulate: 3, grow: true, commands: true}
+	want := s.file(t, 0)
+	for _, size := range []int{1, 2, 3} {
+		var finished atomic.Int64
+		got := s
+		got.save = filepath.Join(t.TempDir(), "run.safetensors")
+		require.NoError(t, errors.Join(got.stepped(t, size, func(_ int, e *stepping) {
+			e.finished = &finished
+		})...))
+		require.Equal(t, int64(s.steps*size), finished.Load())
+		file, err := os.ReadFile(got.save)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(want, file), "%d ranks", size)
+	}
+}
+
+// TestStepWithoutUpdate: where a rank has no batch, or an earlier round of a step has a loss that is
+// not finite, no rank makes an update, and all end with the cause.
+func TestStepWithoutUpdate(t *testing.T) {
+	s := setup{config: small(), steps: 6, accumulate: 4}
+	for name, c := range map[string]struct {
+		set  func(e *stepping)
+		want string
+	}{
+		"no batch": {func(e *stepping) { e.fail = errors.New("the disk is gone") },
+			"the disk is gone"},
+		"no loss": {func(e *stepping) {
+			e.spoil = func(loss float64) float64 {
+				if e.computed++; e.computed == 3 {
+					return math.NaN()
+				}
+				return loss
+			}
+		}, "the loss is NaN"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var finished atomic.Int64
+			for r, err := range s.stepped(t, 2, func(rank int, e *stepping) {
+				e.finished = &finished
+				if rank == 1 {
+					c.set(e)
+				}
+			}) {
+				require.ErrorContains(t, err, c.want)
+				require.ErrorContains(t, err, "step 3", "rank %d", r)
+			}
+			require.Equal(t, int64(2*2), finished.Load(), "updates")
+		})
+	}
+}
