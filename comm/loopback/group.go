@@ -18,6 +18,8 @@ import (
 
 // Group is a [comm.Group] over TCP. Its methods may be called from any goroutine.
 type Group struct {
+	comm.Singles
+
 	world  *comm.World
 	device Device
 	peers  []*peer // by rank; nil for this one
@@ -35,10 +37,6 @@ var _ comm.Group = (*Group)(nil)
 
 // errLeft is the cause of a group that was closed.
 var errLeft = fmt.Errorf("loopback: %w", comm.ErrClosed)
-
-// errZero is the error of a group that nobody has made.
-var errZero = errors.New("loopback: the group is its zero value, want one that New returns, or " +
-	"the function is nil")
 
 // Rank is this process's.
 func (g *Group) Rank() int { return g.world.Rank() }
@@ -204,7 +202,7 @@ func (c *calls) checkPair(name string, count int, t comm.Type, peer int) error {
 // Batch runs the collectives that f calls as one operation.
 func (g *Group) Batch(f func(c comm.Collectives) error) error {
 	if g.device == nil || f == nil {
-		return errZero
+		return comm.ErrZero
 	}
 	c := &calls{g: g}
 	if err := f(c); err != nil {
@@ -354,7 +352,7 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 // Alloc returns memory of the device.
 func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	if g.device == nil {
-		return 0, errZero
+		return 0, comm.ErrZero
 	}
 	return g.device.Alloc(bytes)
 }
@@ -362,7 +360,7 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 // Free gives it back.
 func (g *Group) Free(p comm.Ptr) error {
 	if g.device == nil {
-		return errZero
+		return comm.ErrZero
 	}
 	return g.device.Free(p)
 }
@@ -370,7 +368,7 @@ func (g *Group) Free(p comm.Ptr) error {
 // Register notes memory.
 func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
 	if g.device == nil {
-		return 0, errZero
+		return 0, comm.ErrZero
 	}
 	if _, err := g.device.Bytes(p, bytes); err != nil {
 		return 0, err

@@ -186,7 +186,7 @@ func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	}
 	g := &Group{world: w, device: d, peers: make([]*peer, w.Size()),
 		registrations: map[comm.Registration]bool{}}
-	g.changed.L = &g.mu
+	g.Singles, g.changed.L = comm.NewSingles(g.Batch), &g.mu
 	if w.Size() == 1 {
 		return g, nil
 	}

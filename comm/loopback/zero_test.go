@@ -16,11 +16,11 @@ func TestZeroValues(t *testing.T) {
 		g.AllGather(0, 0, 1, 0, 0), g.Broadcast(0, 1, 0, 0, 0), g.Send(0, 1, 0, 0, 0),
 		g.Recv(0, 1, 0, 0, 0), g.Free(0), second(g.Alloc(1)), second(g.Register(0, 1)),
 		g.Batch(func(comm.Collectives) error { return nil })} {
-		require.ErrorIs(t, err, errZero)
+		require.ErrorIs(t, err, comm.ErrZero)
 	}
 	require.Error(t, g.Deregister(1))
 	require.Zero(t, g.Rank()+g.Size())
-	g.Abort(errZero)
+	g.Abort(comm.ErrZero)
 	require.NoError(t, new(Group).Close())
 	require.ErrorContains(t, new(Host).Enqueue(0, nil), "NewHost")
 	require.ErrorContains(t, second(New(t.Context(), nil, NewHost())), "nil")

@@ -23,6 +23,8 @@ type Device interface {
 
 // Group is a communicator of NCCL. Its methods may be called from any goroutine.
 type Group struct {
+	comm.Singles
+
 	api    *api
 	world  *comm.World
 	device Device
@@ -49,6 +51,7 @@ func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 
 func newGroup(ctx context.Context, w *comm.World, d Device, a *api) (*Group, error) {
 	g := &Group{api: a, world: w, device: d, aborted: make(chan struct{})}
+	g.Singles = comm.NewSingles(g.Batch)
 	id, err := g.id(ctx)
 	if err != nil {
 		return nil, err
@@ -105,10 +108,6 @@ func (g *Group) id(ctx context.Context) (id uniqueID, err error) {
 	return id, nil
 }
 
-// errZero is the error of a group that nobody has made.
-var errZero = errors.New("nccl: the group is its zero value, want one that New returns, or the " +
-	"function is nil")
-
 // Rank is this process's.
 func (g *Group) Rank() int { return g.world.Rank() }
 
@@ -123,7 +122,7 @@ func (g *Group) live() (uintptr, error) {
 		return 0, g.cause
 	}
 	if g.api == nil {
-		return 0, errZero
+		return 0, comm.ErrZero
 	}
 	return g.handle, nil
 }
@@ -131,7 +130,7 @@ func (g *Group) live() (uintptr, error) {
 // Batch runs the collectives that f calls as one operation.
 func (g *Group) Batch(f func(c comm.Collectives) error) error {
 	if g.api == nil || f == nil {
-		return errZero
+		return comm.ErrZero
 	}
 	l := &list{g: g}
 	if err := f(l); err != nil {
@@ -232,47 +231,13 @@ func (l *list) Recv(dst comm.Ptr, count int, t comm.Type, from int, s comm.Strea
 	})
 }
 
-// AllReduce is described at [comm.Collectives], as are those below.
-func (g *Group) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
-	s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error { return c.AllReduce(dst, src, count, t, op, s) })
-}
-
-// ReduceScatter reduces to parts.
-func (g *Group) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
-	s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error {
-		return c.ReduceScatter(dst, src, count, t, op, s)
-	})
-}
-
-// AllGather copies everybody's part to all.
-func (g *Group) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error { return c.AllGather(dst, src, count, t, s) })
-}
-
-// Broadcast copies one rank's buffer to all.
-func (g *Group) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error { return c.Broadcast(buffer, count, t, root, s) })
-}
-
-// Send hands elements to a rank.
-func (g *Group) Send(src comm.Ptr, count int, t comm.Type, to int, s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error { return c.Send(src, count, t, to, s) })
-}
-
-// Recv takes elements from a rank.
-func (g *Group) Recv(dst comm.Ptr, count int, t comm.Type, from int, s comm.Stream) error {
-	return g.Batch(func(c comm.Collectives) error { return c.Recv(dst, count, t, from, s) })
-}
-
 // Alloc returns memory that NCCL can hand to other GPUs without a copy.
 func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	if bytes < 1 {
 		return 0, fmt.Errorf("nccl: allocation of %d bytes: want at least 1", bytes)
 	}
 	if g.api == nil {
-		return 0, errZero
+		return 0, comm.ErrZero
 	}
 	var p uintptr
 	err := g.device.Do(func() error {
@@ -285,7 +250,7 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 // Free gives memory back.
 func (g *Group) Free(p comm.Ptr) error {
 	if g.api == nil {
-		return errZero
+		return comm.ErrZero
 	}
 	return g.device.Do(func() error {
 		return g.api.check("ncclMemFree", 0, g.api.MemFree(uintptr(p)))

@@ -16,10 +16,10 @@ func TestZeroGroup(t *testing.T) {
 		g.AllGather(0, 0, 1, 0, 0), g.Broadcast(0, 1, 0, 0, 0), g.Send(0, 1, 0, 0, 0),
 		g.Recv(0, 1, 0, 0, 0), g.Free(0), second(g.Alloc(1)), second(g.Register(0, 1)),
 		g.Deregister(1), g.Batch(func(comm.Collectives) error { return nil })} {
-		require.ErrorIs(t, err, errZero)
+		require.ErrorIs(t, err, comm.ErrZero)
 	}
 	require.Zero(t, g.Rank()+g.Size())
 	require.NoError(t, g.Err())
-	g.Abort(errZero)
+	g.Abort(comm.ErrZero)
 	require.NoError(t, g.Close())
 }
