@@ -289,7 +289,8 @@ for f in text_string_to_metric_families(sys.stdin.read()):
         print(f.type, s.name, s.labels.get("name"), s.labels.get("stage"), s.value)
 `
 
-// TestMetrics wants a parser of the format to read the metrics.
+// TestMetrics wants Prometheus' own tool to find nothing wrong with the metrics, and a parser of the
+// format to read them.
 func TestMetrics(t *testing.T) {
 	tr := newTrainer(t, 4, 4)
 	b, err := board.New()
@@ -304,20 +305,38 @@ func TestMetrics(t *testing.T) {
 		`kasmina_step{run="0",name="a \"name\"\nof \\ two lines"} 4`+"\n")
 	require.Contains(t, w.Body.String(),
 		"kasmina_validation_loss{run=\"0\",name=\"a \\\"name\\\"\\nof \\\\ two lines\"} NaN\n")
-	python := os.Getenv("KASMINA_PYTHON") // one with prometheus_client
-	if python == "" {
-		python = "python3"
-	}
-	if exec.Command(python, "-c", "import prometheus_client").Run() != nil {
-		t.Skip("no Python with prometheus_client: KASMINA_PYTHON names one")
-	}
-	read := exec.Command(python, "-c", parser)
-	read.Stdin = w.Body
-	out, err := read.CombinedOutput()
-	require.NoError(t, err, string(out))
-	require.Contains(t, string(out), "kasmina_step a \"name\"\nof \\ two lines None 4\n")
-	require.Contains(t, string(out), "gauge kasmina_seeds a \"name\"\nof \\ two lines Dormant 8\n")
-	require.Contains(t, string(out), "counter kasmina_tokens_total")
+	text := w.Body.String()
+	t.Run("promtool", func(t *testing.T) {
+		path, err := exec.LookPath("promtool")
+		if err != nil {
+			t.Skip("no promtool: Debian's package prometheus has it")
+		}
+		check := exec.Command(path, "check", "metrics")
+		check.Stdin = strings.NewReader(text)
+		out, err := check.CombinedOutput()
+		require.NoError(t, err, string(out))
+		require.Empty(t, string(out))
+		check = exec.Command(path, "check", "metrics")
+		check.Stdin = strings.NewReader(text + "kasmina_step{run=\n")
+		require.Error(t, check.Run(), "promtool takes anything")
+	})
+	t.Run("prometheus_client", func(t *testing.T) {
+		python := os.Getenv("KASMINA_PYTHON") // one with prometheus_client
+		if python == "" {
+			python = "python3"
+		}
+		if exec.Command(python, "-c", "import prometheus_client").Run() != nil {
+			t.Skip("no Python with prometheus_client: KASMINA_PYTHON names one")
+		}
+		read := exec.Command(python, "-c", parser)
+		read.Stdin = strings.NewReader(text)
+		out, err := read.CombinedOutput()
+		require.NoError(t, err, string(out))
+		require.Contains(t, string(out), "kasmina_step a \"name\"\nof \\ two lines None 4\n")
+		require.Contains(t, string(out),
+			"gauge kasmina_seeds a \"name\"\nof \\ two lines Dormant 8\n")
+		require.Contains(t, string(out), "counter kasmina_tokens_total")
+	})
 }
 
 // TestRefusals wants what cannot be watched or listened to named.

@@ -38,7 +38,7 @@ var metrics = []metric{
 		func(r api.Run) float64 { return float64(r.Loss) }},
 	{"kasmina_validation_loss", "gauge", "Held-out loss, nats per token.",
 		func(r api.Run) float64 { return float64(r.ValLoss) }},
-	{"kasmina_validation_bits_per_byte", "gauge", "Held-out bits per byte.",
+	{"kasmina_validation_bpb", "gauge", "Held-out bits per byte.",
 		func(r api.Run) float64 { return float64(r.ValBPB) }},
 	{"kasmina_learning_rate", "gauge", "Learning rate of the last step.",
 		func(r api.Run) float64 { return float64(r.Rate) }},
