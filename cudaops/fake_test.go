@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
@@ -195,6 +196,12 @@ func (k *fakeKernels) launchMore(s gpu.Stream, params any) error {
 		return k.MuonDirection(s, p.Control, p.Squares, p.Table, p.Nesterov)
 	case optimizer.MuonApply:
 		return k.MuonApply(s, p.Control, p.Table)
+	case decode.Attention:
+		return k.DecodeAttention(s, p)
+	case decode.Product:
+		return k.DecodeProduct(s, p)
+	case decode.Gated:
+		return k.DecodeGated(s, p)
 	case kasmina.Forward:
 		return k.KasminaForward(s, p)
 	case kasmina.Backward:
@@ -908,6 +915,66 @@ func (k *fakeKernels) AttentionBackward(s gpu.Stream, a attention.Geometry, dq, 
 		spreadRows(l, a, a.KVHeads, dk, outK)
 		spreadRows(l, a, a.KVHeads, dv, outV)
 	})
+}
+
+func (k *fakeKernels) DecodeAttention(s gpu.Stream, a decode.Attention) error {
+	return k.launch(s, func(l *fake.Launch) {
+		p, qd, kd := int(fake.Slice[int64](l, a.Position, 1)[0]), a.Heads*a.HeadDim,
+			a.KVHeads*a.HeadDim
+		keys, values := floatsAt(l, a.Keys, a.Capacity*kd), floatsAt(l, a.Values, a.Capacity*kd)
+		fake.Slice[byte](l, a.Parts, a.PartsBytes(gpu.DeviceInfo{SMs: 1}))
+		for _, n := range fake.Slice[uint32](l, a.Arrived, a.Counters()) {
+			if n != 0 {
+				panic("counters are not zero")
+			}
+		}
+		q, key := slices.Clone(floatsAt(l, a.Q, qd)), keys[p*kd:][:kd]
+		copy(key, floatsAt(l, a.K, kd))
+		copy(values[p*kd:], floatsAt(l, a.V, kd))
+		if a.Cos != 0 {
+			half := a.HeadDim / 2
+			cos, sin := floatsAt(l, a.Cos, a.Capacity*half)[p*half:][:half],
+				floatsAt(l, a.Sin, a.Capacity*half)[p*half:][:half]
+			layer.RoPE(q, q, cos, sin, 1, a.Heads, a.HeadDim, false)
+			layer.RoPE(key, key, cos, sin, 1, a.KVHeads, a.HeadDim, false)
+		}
+		cpuattention.At(floatsAt(l, a.Y, qd), q, keys, values, p, cpuattention.Shape{Heads: a.Heads,
+			KVHeads: a.KVHeads, HeadDim: a.HeadDim, Scale: a.Scale, Window: a.Window})
+	})
+}
+
+func (k *fakeKernels) DecodeProduct(s gpu.Stream, a decode.Product) error {
+	return k.launch(s, func(l *fake.Launch) {
+		y := rowProduct(l, a.X, a.W, a.Columns, a.D)
+		if a.C != 0 {
+			for i, c := range floatsAt(l, a.C, a.Columns) {
+				y[i] += c
+			}
+		}
+		copy(floatsAt(l, a.Y, a.Columns), y)
+	})
+}
+
+func (k *fakeKernels) DecodeGated(s gpu.Stream, a decode.Gated) error {
+	return k.launch(s, func(l *fake.Launch) {
+		y, h := rowProduct(l, a.X, a.W, 2*a.F, a.D), floatsAt(l, a.H, a.F)
+		if a.GELU {
+			layer.GELUMul(h, y[:a.F], y[a.F:])
+		} else {
+			layer.SiLUMul(h, y[:a.F], y[a.F:])
+		}
+	})
+}
+
+// rowProduct is x·wᵀ of one row.
+func rowProduct(l *fake.Launch, x, w gpu.Ptr, columns, d int) []float32 {
+	row, all, y := floatsAt(l, x, d), floatsAt(l, w, columns*d), make([]float32, columns)
+	for i := range y {
+		for j, v := range row {
+			y[i] += v * all[i*d+j]
+		}
+	}
+	return y
 }
 
 // denseRows is a copy of an operand of attention, without the gaps between its rows.

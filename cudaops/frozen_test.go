@@ -152,3 +152,57 @@ func TestFrozenErrors(t *testing.T) {
 	_, err = NewMachine(device, g.G, fakeOption, WithFrozen(nil, g.Logits))
 	require.ErrorContains(t, err, "is no input")
 }
+
+// TestDecoding wants machines that keep keys and values to have the logits that the CPU has, of
+// texts that grow by one token or by many, and beyond what is kept at first; and refusals of what
+// fits no cache.
+func TestDecoding(t *testing.T) {
+	device, _, kernels := openFake(t, fake.Config{})
+	for name, traits := range map[string]llm.Traits{
+		"llama": {}, "windows": {Blocks: []llm.Block{{Window: 7}, {}}}, "norms": {QKNorm: true},
+		"biases": {QKVBias: true}, "gemma": {GELU: true, PostNorms: true, NormPlusOne: true},
+		"without RoPE": {Blocks: []llm.Block{{}, {NoRoPE: true}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 4, KVHeads: 2, Seq: 1100,
+				Traits: traits}
+			m, err := llm.NewModel(c.Default(), tensor.Float32, 1)
+			require.NoError(t, err)
+			decode := func(make func(*graph.Graph) (graph.Machine, error)) *graph.Decoding {
+				d, err := graph.NewDecoding(m.Parts(), make)
+				require.NoError(t, err)
+				t.Cleanup(func() { require.NoError(t, d.Close()) })
+				return d
+			}
+			var attention *Machine
+			var cached *gorgonia.Node
+			onGPU := decode(func(g *graph.Graph) (graph.Machine, error) {
+				made, err := NewMachine(device, g.G, kernels, WithStrict(),
+					WithParams(g.Params...), WithOutputs(g.Outputs()...))
+				if err == nil && g.Position != nil {
+					attention = made
+					for n := range made.runner.Program.Kept {
+						cached = n
+					}
+				}
+				return made, err
+			})
+			onCPU := decode(nil)
+			var tokens []int
+			for i := range c.Seq {
+				tokens = append(tokens, i*i%19)
+			}
+			for _, n := range []int{1, 2, 3, 20, 21, 22, 140, 141, 1022, 1023, 1024, 1025, 1026, 5, 6,
+				1100} {
+				want, err := onCPU.Next(t.Context(), tokens[:n])
+				require.NoError(t, err)
+				got, err := onGPU.Next(t.Context(), tokens[:n])
+				require.NoError(t, err)
+				require.InDeltaSlice(t, want, got, 1e-5, n)
+			}
+			require.ErrorContains(t, attention.Keep(cached, nil, nil, nil), "want a machine on the same")
+			require.ErrorContains(t, attention.Keep(nil, attention, nil, nil), "no attention")
+			require.ErrorContains(t, attention.Keep(cached, attention, cached, cached), "is not kept")
+		})
+	}
+}

@@ -67,6 +67,48 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	return v, nil
 }
 
+// Keep copies the keys and values of the first positions, which are outputs of another machine on
+// the device that has run, to where an attention of this machine's graph keeps them: cached is a
+// node of [kvcache.Attention]. Their rows are its keys turned by their positions, and its values, at
+// most as many as it can keep.
+func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
+	values *gorgonia.Node) (err error) {
+	defer in("Keep", &err)
+	if err = made(m); err != nil {
+		return
+	}
+	other, ok := from.(*Machine)
+	if !ok || made(other) != nil || other.device != m.device {
+		return fmt.Errorf("from is a %T, want a machine on the same device", from)
+	}
+	if err := run.Joined(m.runner.State.Open(), other.runner.State.Open()); err != nil {
+		return err
+	}
+	kept, ok := m.runner.Program.Kept[cached]
+	if !ok {
+		return errors.New("the node is no attention of this machine's that keeps keys and values")
+	}
+	ctx := m.device.ctx
+	if err := ctx.SyncStream(other.runner.Stream); err != nil {
+		return err
+	}
+	for n, to := range map[*gorgonia.Node]*program.Array{keys: kept.Keys, values: kept.Values} {
+		a, err := lasting(other, n)
+		if err != nil {
+			return err
+		}
+		if a.Type != to.Type || len(a.Shape) != 2 || a.Shape[1] != to.Shape[1] ||
+			a.Shape[0] > to.Shape[0] || a.Stride != 0 {
+			return fmt.Errorf("%s is %v of %v, want at most %v of %v", graph.Describe(n), a.Shape,
+				a.Type, to.Shape, to.Type)
+		}
+		if err := ctx.CopyOnDevice(to.Ptr(), a.Ptr(), a.Extent(), m.runner.Stream); err != nil {
+			return err
+		}
+	}
+	return ctx.SyncStream(m.runner.Stream)
+}
+
 // lasting returns the memory of a node whose value outlives a run.
 func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	if err := m.runner.State.Open(); err != nil {

@@ -216,19 +216,19 @@ func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, erro
 
 func fillTables[T cpu.Float](o *RoPEOp) {
 	n := o.Config.Seq * o.Config.HeadDim / 2
-	o.Config.fill(func(i int, c, s float64) {
+	o.Config.fill(0, o.Config.Seq, func(i int, c, s float64) {
 		opbase.AuxSlice[T](&o.cos, n)[i], opbase.AuxSlice[T](&o.sin, n)[i] = T(c), T(s)
 	})
 }
 
-// fill calls set with the cosine and sine of the angle of pair i at position p, for index
-// p·HeadDim/2 + i.
-func (c RoPEConfig) fill(set func(index int, cos, sin float64)) {
+// fill calls set with the cosine and sine of the angle of pair i at position from + p, for index
+// p·HeadDim/2 + i, of so many positions.
+func (c RoPEConfig) fill(from, positions int, set func(index int, cos, sin float64)) {
 	h, m := c.HeadDim/2, c.magnitude()
 	for i := range h {
 		f := c.frequency(i)
-		for p := range c.Seq {
-			sin, cos := math.Sincos(float64(p) * f)
+		for p := range positions {
+			sin, cos := math.Sincos(float64(from+p) * f)
 			set(p*h+i, m*cos, m*sin)
 		}
 	}
@@ -239,13 +239,17 @@ const maxAngles = 1 << 30
 
 // Tables returns the cosines and sines of all angles, times YaRN's magnitude, [Seq, HeadDim/2]
 // each, whatever Heads is. They are nil where [RoPE] would refuse the config.
-func (c RoPEConfig) Tables() (cos, sin []float64) {
+func (c RoPEConfig) Tables() (cos, sin []float64) { return c.Angles(0, c.Seq) }
+
+// Angles returns the rows of [RoPEConfig.Tables] for so many positions from the given one on.
+func (c RoPEConfig) Angles(from, positions int) (cos, sin []float64) {
 	c.Base, c.Heads = c.base(), 1
 	if c.check() != nil {
 		return nil, nil
 	}
-	cos, sin = make([]float64, c.Seq*c.HeadDim/2), make([]float64, c.Seq*c.HeadDim/2)
-	c.fill(func(i int, x, y float64) { cos[i], sin[i] = x, y })
+	n := positions * c.HeadDim / 2
+	cos, sin = make([]float64, n), make([]float64, n)
+	c.fill(from, positions, func(i int, x, y float64) { cos[i], sin[i] = x, y })
 	return cos, sin
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/bench"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
@@ -44,6 +45,7 @@ var groups = []group{
 	{"copy", []func(*bench.B){bench.Ceilings}},
 	{"ops", []func(*bench.B){norm.Bench, silu.Bench, rope.Bench, crossentropy.Bench, embedding.Bench}},
 	{"attention", []func(*bench.B){attention.Bench}},
+	{"decode", []func(*bench.B){decode.Bench}},
 	{"muon", []func(*bench.B){gemm.Bench}},
 	{"kasmina", []func(*bench.B){kasmina.Bench}},
 	{"optim", []func(*bench.B){optimizer.Bench}},

@@ -114,8 +114,8 @@ func (b builder) compile() (*engine, error) {
 		return nil, err
 	}
 	beside := func(g *llm.Graph) (llm.Machine, error) {
-		return cudaops.NewMachine(b.device, g.G,
-			append(slices.Clip(b.opts), cudaops.WithParamsOf(machine))...)
+		return cudaops.NewMachine(b.device, g.G, append(slices.Clip(b.opts),
+			cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)
 	}
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
 		b.name += ", gradients " + p.String()

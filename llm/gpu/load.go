@@ -67,7 +67,7 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 		return nil, err
 	}
 	return infer.Of(c, func(g *llm.Graph) (llm.Machine, error) {
-		return cudaops.NewMachine(device, g.G,
-			append([]cudaops.MachineOption{cudaops.WithParamsOf(owner)}, all...)...)
+		return cudaops.NewMachine(device, g.G, append([]cudaops.MachineOption{
+			cudaops.WithParamsOf(owner), cudaops.WithOutputs(g.Outputs()...)}, all...)...)
 	}, owner.Close), nil
 }

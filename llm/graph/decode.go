@@ -5,46 +5,65 @@ import (
 	"errors"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/llm/arch"
-	"github.com/kasmina-go/kasmina/llm/internal/kvcache"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 	"gorgonia.org/gorgonia"
 )
 
-// Decoding computes logits on the CPU for a sequence that grows by one token at a time. It keeps
-// the keys and values of the tokens before, and so takes a pass over one row for another token.
-// Where there are none to go on from, at first and when a token has left the window, which moves
-// all others to other positions, it takes a pass over a window that holds the tokens. Time and
-// memory are those of the tokens that there are: Config.Seq may be much larger.
+// Decoding computes logits for a sequence that grows by one token at a time. It keeps the keys and
+// values of the tokens before, and so takes a pass over one row for another token. Where there are
+// none to go on from, at first and when a token has left the window, which moves all others to
+// other positions, it takes a pass over a window that holds the tokens. Time and memory are those
+// of the tokens that there are: Config.Seq may be much larger.
 // It is for one goroutine at a time.
 type Decoding struct {
 	model        Model
-	window, step Runner
-	rows         int // of the window, 0 before there is one
-	cache        *kvcache.Cache
-	tokens       []int // whose keys and values are in the cache
+	make         func(*Graph) (Machine, error)
+	least        int    // rows of a window
+	first        int    // positions that are kept at first
+	window, step Runner // without machines before there are any
+	tokens       []int  // whose keys and values are kept
 }
 
-// NewDecoding returns a decoding of a model as it is at each call.
-func NewDecoding(m Model) (*Decoding, error) {
-	d := &Decoding{model: m, cache: newCache(m.Config)}
-	step, err := Build(m, ForLogits, 1, func(b *builder) { b.blocks.Cache = d.cache })
-	if err != nil {
-		return nil, err
+// A keeper is a machine that keeps keys and values on a device. Keep takes over those of the first
+// positions from another machine on it, of which they are outputs; cached is the attention to what
+// is kept.
+type keeper interface {
+	Keep(cached *gorgonia.Node, from gorgonia.VM, keys, values *gorgonia.Node) error
+}
+
+const (
+	// smallestWindow is how many positions a GPU computes in the time of one.
+	smallestWindow = 128
+	// fewKept is how many positions a machine keeps at first. Twice as many take a new one, and a
+	// pass over what there is.
+	fewKept = 1024
+)
+
+// NewDecoding returns a decoding of a model as it is at each call, on machines that make makes: each
+// must have [Graph.Outputs] as outputs. Without make they are on the CPU.
+func NewDecoding(m Model, make func(*Graph) (Machine, error)) (*Decoding, error) {
+	d := &Decoding{model: m, make: make, least: smallestWindow, first: fewKept}
+	if make == nil {
+		d.least, d.first = 1, m.Config.Seq // an op's memory grows
+		d.make = func(g *Graph) (Machine, error) {
+			r, err := OnCPU(g, g.Outputs()...)
+			return r.Machine, err
+		}
 	}
-	d.step, err = OnCPU(step)
-	return d, err
+	return d, d.reserveStep(1)
 }
 
 // Close frees the machines.
-func (d *Decoding) Close() (err error) {
-	if d.cache == nil {
+func (d *Decoding) Close() error { return errors.Join(d.window.close(), d.step.close()) }
+
+// close frees the machine, if there is one.
+func (r *Runner) close() error {
+	m := r.Machine
+	*r = Runner{}
+	if m == nil {
 		return nil
 	}
-	if d.rows > 0 {
-		err = d.window.Machine.Close()
-	}
-	return errors.Join(err, d.step.Machine.Close())
+	return m.Close()
 }
 
 // Kept is how many tokens have keys and values that are kept.
@@ -53,36 +72,62 @@ func (d *Decoding) Kept() int { return len(d.tokens) }
 // Forget drops the keys and values of the tokens before: the model may have changed.
 func (d *Decoding) Forget() { d.tokens = nil }
 
-// reserve makes the window one for so many tokens.
-func (d *Decoding) reserve(tokens int) error {
-	rows := d.cache.Room(tokens)
-	if rows == d.rows {
+// capacity is how many positions the step keeps.
+func (d *Decoding) capacity() int {
+	if d.step.Machine == nil {
+		return 0
+	}
+	return d.step.blocks.Seq
+}
+
+// renew makes a runner one of another graph, once its machine is closed.
+func (d *Decoding) renew(r *Runner, opt Option) error {
+	if err := r.close(); err != nil {
+		return err
+	}
+	g, err := Build(d.model, ForLogits, 1, opt)
+	if err != nil {
+		return err
+	}
+	m, err := d.make(g)
+	if err == nil {
+		*r = Runner{g, m}
+	}
+	return err
+}
+
+// reserveStep makes the step one that keeps so many positions.
+func (d *Decoding) reserveStep(positions int) error {
+	if positions <= d.capacity() {
 		return nil
 	}
-	g, err := Build(d.model, ForLogits, 1, WithWindow(rows))
-	if err != nil {
-		return err
+	return d.renew(&d.step, withPosition(kvcache.Room(max(positions, d.first), d.model.Config.Seq)))
+}
+
+// reserve makes the window one for so many tokens, and the step one for another.
+func (d *Decoding) reserve(tokens int) error {
+	seq := d.model.Config.Seq
+	if tokens < seq {
+		if err := d.reserveStep(tokens + 1); err != nil {
+			return err
+		}
 	}
-	w, err := OnCPU(g, slices.Concat(g.blocks.Keys, g.blocks.Values)...)
-	if err != nil {
-		return err
+	rows := kvcache.Room(max(tokens, d.least), seq)
+	if d.window.Machine != nil && (rows == d.window.blocks.Seq ||
+		rows < d.window.blocks.Seq && d.least > 1) {
+		return nil // a device has its memory already
 	}
-	if d.rows > 0 {
-		err = d.window.Machine.Close()
-	}
-	d.window, d.rows = w, rows
-	return err
+	return d.renew(&d.window, func(b *builder) { b.blocks.Seq, b.keeps = rows, true })
 }
 
 // Next returns the logits for what follows the tokens.
 func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
-	if d.cache == nil || ctx == nil {
+	if d.make == nil || ctx == nil {
 		return nil, errors.New("llm: the context is nil, or the decoder its zero value")
 	}
-	seq, last := d.model.Config.Seq, len(tokens)-1
-	if last > 0 && last < seq && slices.Equal(d.tokens, tokens[:last]) {
-		d.cache.Position = last
-		if err := gorgonia.Let(d.step.IDs, ids(tokens[last:])); err != nil {
+	last := len(tokens) - 1
+	if last > 0 && last < d.capacity() && slices.Equal(d.tokens, tokens[:last]) {
+		if err := d.step.letToken(tokens[last], last); err != nil {
 			return nil, err
 		}
 		logits, err := d.step.compute(ctx, d.step.Logits)
@@ -96,24 +141,53 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 		return nil, err
 	}
 	logits, err := d.window.Next(ctx, tokens)
-	if err != nil || len(tokens) == seq { // the next token moves the window
+	if err != nil || len(tokens) == d.model.Config.Seq { // the next token moves the window
 		return logits, err
 	}
-	if err := d.cache.Fill(d.window.Machine.Value, d.window.blocks.Keys,
-		d.window.blocks.Values); err != nil {
+	if err := d.keep(); err != nil {
 		return nil, err
 	}
 	d.tokens = slices.Clone(tokens)
 	return logits, nil
 }
 
-func newCache(c arch.Config) *kvcache.Cache {
-	attentions := c.Layers
-	for _, p := range c.Planted {
-		if p.Site == blueprints.Stream && p.Kind == blueprints.Attention.String() {
-			attentions++
-		}
+// letToken gives a graph its only token, and where that is.
+func (g *Graph) letToken(token, position int) error {
+	if err := gorgonia.Let(g.IDs, ids([]int{token})); err != nil {
+		return err
 	}
-	return kvcache.New(kvcache.Config{Attentions: attentions, HeadDim: c.HeadDim, Seq: c.Seq,
-		Scale: c.AttentionScale})
+	return gorgonia.Let(g.Position, ids([]int{position}))
+}
+
+// keep takes over the keys and values of the window's run.
+func (d *Decoding) keep() error {
+	keys, values := d.window.blocks.Keys, d.window.blocks.Values
+	k, onDevice := d.step.Machine.(keeper)
+	for i, n := range d.step.blocks.Cached {
+		if onDevice {
+			if err := k.Keep(n, d.window.Machine.(gorgonia.VM), keys[i], values[i]); err != nil {
+				return err
+			}
+			continue
+		}
+		key, err := d.window.Machine.Value(keys[i])
+		if err != nil {
+			return err
+		}
+		value, err := d.window.Machine.Value(values[i])
+		if err != nil {
+			return err
+		}
+		n.Op().(*kvcache.AttentionOp).Fill(key.Data(), value.Data())
+	}
+	return nil
+}
+
+// WithWindow makes a graph one of sequences of so many positions, in the place of Config.Seq.
+func WithWindow(positions int) Option { return func(b *builder) { b.blocks.Seq = positions } }
+
+// withPosition makes a graph one of a single token, which keeps the keys and values of at most so
+// many positions.
+func withPosition(positions int) Option {
+	return func(b *builder) { b.blocks.Seq, b.cached = positions, true }
 }

@@ -39,14 +39,18 @@ type Graph struct {
 	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
 	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
 	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted, ForLogits
-	Logits  *gorgonia.Node // [Batch, Vocab], ForLogits
-	Params  gorgonia.Nodes // one for each of the model's Params
+	// int [1], the position of the only token of a graph ForLogits that keeps the keys and values of
+	// those before it; nil for others, which have Rows
+	Position *gorgonia.Node
+	Logits   *gorgonia.Node // [Batch, Vocab], ForLogits
+	Params   gorgonia.Nodes // one for each of the model's Params
 	// Learning are those of Params whose gradients a ForTraining graph has: all, but of a frozen
 	// model what is planted alone, and what WithGradients names.
 	Learning gorgonia.Nodes
 
 	listens bool           // it is of WithGradients
 	blocks  *block.Builder // that it is built of
+	keeps   bool           // keys and values, among its Outputs
 	seeds   seeds
 }
 
@@ -185,18 +189,23 @@ type builder struct {
 	recompute bool
 	shares    int
 	wanted    []string      // parameters whose gradients are; nil for those that learn
-	blocks    block.Builder // of sequences up to Config.Seq; a Cache is ForLogits
+	blocks    block.Builder // of sequences up to Config.Seq; a Position is ForLogits
+	cached    bool          // it is to have a Position
+	keeps     bool          // its keys and values are for one that has
 	out       *Graph
 	nodes     map[string]*gorgonia.Node // parameters by name
 }
 
 func (b *builder) build(batch int) (*Graph, error) {
 	c, rows := b.Config, batch*b.blocks.Seq
-	if b.blocks.Cache != nil {
-		rows = 1
-	}
-	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, blocks: &b.blocks}
+	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, blocks: &b.blocks, keeps: b.keeps}
 	b.out = out
+	if b.cached {
+		rows = 1
+		b.blocks.Position = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(1),
+			gorgonia.WithName("position"))
+		out.Position = b.blocks.Position
+	}
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
 		gorgonia.WithName("ids"))
 	if c.Documents && b.kind != ForLogits {
@@ -223,7 +232,7 @@ func (b *builder) build(batch int) (*Graph, error) {
 		return nil, err
 	}
 	out.seeds.streams = append(out.seeds.streams, x)
-	if b.kind == ForLogits && b.blocks.Cache == nil {
+	if b.kind == ForLogits && !b.cached {
 		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch),
 			gorgonia.WithName("rows"))
 		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's

@@ -71,8 +71,16 @@ func (b *builder) measure() error {
 	return nil
 }
 
-// Outputs are what is read of a graph that has run: the loss, and what is measured of blueprints.
+// Outputs are what is read of a graph that has run: the loss, and what is measured of blueprints;
+// or logits, and for a decoding keys and values.
 func (g *Graph) Outputs() gorgonia.Nodes {
+	if g.Kind == ForLogits {
+		all := gorgonia.Nodes{g.Logits}
+		if g.keeps {
+			all = slices.Concat(all, g.blocks.Keys, g.blocks.Values)
+		}
+		return all
+	}
 	all := gorgonia.Nodes{g.Loss}
 	for i, h := range g.seeds.health {
 		if !slices.Contains(all, h) {

@@ -13,6 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/infer"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
 // openGPU returns the GPU, and skips the test where there is none.
@@ -30,7 +32,8 @@ func openGPU(t *testing.T) *cudaops.Device {
 func onGPU(d *cudaops.Device, m *llm.Model, p cudaops.Precision) *llm.Inference {
 	return &llm.Inference{Model: m, Make: func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(d, g.G, cudaops.WithPrecision(p), cudaops.WithStrict(),
-			cudaops.WithTuning(cudaops.TuneOff), cudaops.WithParams(g.Params...))
+			cudaops.WithTuning(cudaops.TuneOff), cudaops.WithParams(g.Params...),
+			cudaops.WithOutputs(g.Outputs()...))
 	}}
 }
 
@@ -101,4 +104,39 @@ func TestLoadOnGPU(t *testing.T) {
 	cancel()
 	_, err = gpu.Load(ctx, device, cudaops.BFloat16, f.Config, f)
 	require.ErrorIs(t, err, context.Canceled)
+}
+
+// TestTextOnGPU wants the likeliest text of a GPU, which keeps keys and values, to be the CPU's: from
+// a short prompt to behind the end of the window, and from a long one.
+func TestTextOnGPU(t *testing.T) {
+	device := openGPU(t)
+	for _, folder := range folders {
+		t.Run(folder, func(t *testing.T) {
+			f := open(t, folder)
+			m, err := f.Load(t.Context())
+			require.NoError(t, err)
+			onDevice, err := gpu.Load(t.Context(), device, cudaops.Float32, f.Config, f)
+			require.NoError(t, err)
+			defer onDevice.Close()
+			onCPU := &llm.Inference{Model: m}
+			defer onCPU.Close()
+			greedy := func(i *llm.Inference, prompt []int, n int) (text []int) {
+				s, err := sampler.New(sampler.Config{Vocab: f.Config.Vocab})
+				require.NoError(t, err)
+				for id, err := range infer.Draw(f.Config, i.Decoder).Generate(t.Context(), prompt, n, s) {
+					require.NoError(t, err)
+					text = append(text, id)
+				}
+				return text
+			}
+			long := make([]int, f.Config.Seq-9)
+			for i := range long {
+				long[i] = (7*i + i*i) % f.Config.Vocab
+			}
+			for _, prompt := range [][]int{{1}, long[:11], long} {
+				n := min(f.Config.Seq-len(prompt)+3, 200)
+				require.Equal(t, greedy(onCPU, prompt, n), greedy(onDevice, prompt, n))
+			}
+		})
+	}
 }

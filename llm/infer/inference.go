@@ -15,15 +15,15 @@ import (
 // is first needed. It is for one goroutine at a time, and not while the model changes.
 type Inference struct {
 	Model *model.Model
-	// what computes a graph with the model's parameters; nil for a machine on the CPU
+	// what computes a graph with the model's parameters, and keeps Graph.Outputs; nil for a machine
+	// on the CPU
 	Make func(*graph.Graph) (graph.Machine, error)
 
 	outline  *graph.Model         // in the place of a Model whose values are elsewhere
 	owner    func() error         // closes what has these, after what is made for graphs
 	shape    uint64               // of the model that what follows is for
 	losses   map[int]graph.Runner // by batch size
-	windows  *graph.Windows
-	decoding *graph.Decoding // in the place of windows on the CPU
+	decoding *graph.Decoding
 }
 
 // Of returns an inference of a model whose values only the machines know that make makes. Close
@@ -48,7 +48,7 @@ func (i *Inference) parts() (m graph.Model, err error) {
 	}
 	if i.shape != model.Shape(i.Model) {
 		err = i.closeGraphs()
-		i.losses, i.windows, i.decoding, i.shape = nil, nil, nil, model.Shape(i.Model)
+		i.losses, i.decoding, i.shape = nil, nil, model.Shape(i.Model)
 	}
 	return i.Model.Parts(), err
 }
@@ -95,14 +95,8 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 	if err != nil {
 		return nil, err
 	}
-	if i.Make != nil {
-		if i.windows == nil {
-			i.windows = graph.NewWindows(m, i.Make)
-		}
-		return i.windows.Next, nil
-	}
 	if i.decoding == nil {
-		if i.decoding, err = graph.NewDecoding(m); err != nil {
+		if i.decoding, err = graph.NewDecoding(m, i.Make); err != nil {
 			return nil, err
 		}
 	}
@@ -110,7 +104,7 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 	return i.decoding.Next, nil
 }
 
-// Kept is how many tokens a decoder on the CPU has keys and values of.
+// Kept is how many tokens a decoder has keys and values of.
 func (i *Inference) Kept() int {
 	if i.decoding == nil {
 		return 0
@@ -131,9 +125,6 @@ func (i *Inference) closeGraphs() error {
 	var err error
 	for _, r := range i.losses {
 		err = errors.Join(err, r.Machine.Close())
-	}
-	if i.windows != nil {
-		err = errors.Join(err, i.windows.Close())
 	}
 	if i.decoding != nil {
 		err = errors.Join(err, i.decoding.Close())

@@ -14,16 +14,16 @@ import (
 	"github.com/kasmina-go/kasmina/llm/model"
 )
 
-// TestWindows wants windows that grow to have the logits that a cache has, of any number of tokens,
-// with few and then many and the other way round, on machines that are closed when they are too
-// small.
+// TestWindows wants machines of others, whose windows are of other sizes, to have the logits that
+// the CPU's have, of any number of tokens, with few and then many and the other way round, and to
+// be closed when they are too small.
 func TestWindows(t *testing.T) {
 	c := arch.Config{Vocab: 19, Dim: 8, Layers: 1, Heads: 2, Seq: 300}.Default()
 	m, err := model.New(c, tensor.Float32, 1)
 	require.NoError(t, err)
 	var open, made int
 	windows := &Inference{Model: m, Make: func(g *graph.Graph) (graph.Machine, error) {
-		r, err := graph.OnCPU(g)
+		r, err := graph.OnCPU(g, g.Outputs()...)
 		open, made = open+1, made+1
 		return counted{r.Machine, &open}, err
 	}}
@@ -43,9 +43,9 @@ func TestWindows(t *testing.T) {
 			require.InDeltaSlice(t, want, got, 1e-5)
 		}
 		require.NoError(t, err)
-		require.Equal(t, 1, open)
+		require.Equal(t, 2, open)
 	}
-	require.Equal(t, 3, made) // of 128, 256 and 300 positions
+	require.Equal(t, 4, made) // for a token, and for 128, 256 and 300 positions
 	require.NoError(t, errors.Join(windows.Close(), cached.Close()))
 	require.Zero(t, open)
 }

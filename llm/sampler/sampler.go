@@ -70,22 +70,64 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		logits = logits[:v]
 	}
 	s.choices = s.choices[:0]
+	most := len(logits)
+	switch k := s.config.TopK; {
+	case s.config.Temperature == 0:
+		most = 1
+	case k > 0:
+		most = min(most, k)
+	}
 	for i, logit := range logits {
 		l := float64(logit)
-		if math.IsNaN(l) || math.IsInf(l, 1) {
+		if l-l != 0 {
+			if math.IsInf(l, -1) {
+				continue
+			}
 			return 0, fmt.Errorf("sampler: Draw: logits[%d] is %v", i, l)
 		}
-		if !math.IsInf(l, -1) {
-			s.choices = append(s.choices, choice{id: i, logit: l})
-		}
+		s.add(choice{id: i, logit: l}, most)
 	}
 	if len(s.choices) == 0 {
 		return 0, fmt.Errorf("sampler: Draw: none of %d logits is more than -Inf", len(logits))
 	}
 	if s.config.Temperature == 0 {
-		return slices.MinFunc(s.choices, moreProbable).id, nil
+		return s.choices[0].id, nil
 	}
 	return s.draw(s.keep()), nil
+}
+
+// add takes in a choice, of all the most probable ones, which stay a heap once they are the most
+// that are wanted: none is more probable than choice (i-1)/2 of the others. Later ids lose ties.
+func (s *Sampler) add(c choice, most int) {
+	if len(s.choices) < most {
+		if s.choices = append(s.choices, c); len(s.choices) == most && s.config.TopK > 0 {
+			for at := most/2 - 1; at >= 0; at-- {
+				s.sink(at)
+			}
+		}
+		return
+	}
+	if c.logit > s.choices[0].logit {
+		s.choices[0] = c
+		s.sink(0)
+	}
+}
+
+// sink puts a choice of the heap below those that are less probable.
+func (s *Sampler) sink(at int) {
+	for {
+		least := at
+		for child := 2*at + 1; child <= 2*at+2 && child < len(s.choices); child++ {
+			if moreProbable(s.choices[child], s.choices[least]) > 0 {
+				least = child
+			}
+		}
+		if least == at {
+			return
+		}
+		s.choices[at], s.choices[least] = s.choices[least], s.choices[at]
+		at = least
+	}
 }
 
 func moreProbable(a, b choice) int {
@@ -98,9 +140,6 @@ func (s *Sampler) keep() []choice {
 	best := slices.MinFunc(kept, moreProbable).logit
 	if s.config.TopK > 0 || s.config.TopP > 0 {
 		slices.SortFunc(kept, moreProbable)
-	}
-	if k := s.config.TopK; k > 0 && k < len(kept) {
-		kept = kept[:k]
 	}
 	total := 0.0
 	for i := range kept {

@@ -10,6 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -55,6 +56,16 @@ func TestRefusals(t *testing.T) {
 			HeadDim: 3}.Launch(k, s),
 		"kernels.RoPE: 2000000000 rows of 8 heads": rope.Rotate{Rows: 2e9, Seq: 1,
 			Heads: 8, HeadDim: 64}.Launch(k, s),
+		"kernels.DecodeAttention: 2 and 0 heads of 3 features": decode.Attention{
+			Geometry: decode.Geometry{Heads: 2, HeadDim: 3, Capacity: 1}}.Launch(k, s),
+		"kernels.DecodeAttention: 3 heads for 2 of keys": decode.Attention{
+			Geometry: decode.Geometry{Heads: 3, KVHeads: 2, HeadDim: 4, Capacity: 1}}.Launch(k, s),
+		"kernels.DecodeAttention: 1 heads for 1 of keys, of 258": decode.Attention{
+			Geometry: decode.Geometry{Heads: 1, KVHeads: 1, HeadDim: 258, Capacity: 1}}.Launch(k, s),
+		"kernels.DecodeAttention: elements are of type": decode.Attention{Type: fp8}.Launch(k, s),
+		"kernels.DecodeProduct: a size is negative": decode.Product{Columns: -1,
+			D: 1}.Launch(k, s),
+		"kernels.DecodeGated: elements are of type": decode.Gated{Type: fp8}.Launch(k, s),
 		"kernels.SiLUMul: 2147483647 rows of 3 elements": silu.Mul{Rows: huge - 1,
 			F: 3}.Launch(k, s),
 		"kernels.SiLUMul: of float8 rows and their scales": silu.Mul{Rows: 1, F: 1,

@@ -3,9 +3,12 @@ package lower
 import (
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 func attentionShape(o *op.AttentionOp, rows int) attention.Geometry {
@@ -29,6 +32,38 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 	if !o.Documents() { // of these, the lengths decide how much there is to compute
 		call.FLOPs = attentionFLOPs(s, o.Config.Window, 2)
 	}
+	return y, nil
+}
+
+// lowerCachedAttention is the attention of one token to keys and values that the program keeps.
+func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
+	q, k := c.acts(n, in[0], in[1])
+	v := c.act(n, in[2])
+	o := n.Op().(*kvcache.AttentionOp).Config
+	g := decode.Geometry{Heads: o.Heads, KVHeads: o.KVHeads, HeadDim: o.HeadDim,
+		Capacity: o.Capacity, Window: o.Window, Scale: o.Scale}
+	kept := program.Kept{Keys: c.NewResident(k.Type, o.Capacity, k.Shape[1]),
+		Values: c.NewResident(v.Type, o.Capacity, v.Shape[1])}
+	if c.Kept == nil {
+		c.Kept = map[*gorgonia.Node]program.Kept{}
+	}
+	c.Kept[n] = kept
+	c.bound(in[3], program.IDRange{Op: "CachedAttention", Argument: "position", Vocab: o.Capacity})
+	var cos, sin *program.Array
+	if o.RoPE != nil {
+		t := c.rotation(*o.RoPE)
+		cos, sin = t.cos, t.sin
+	}
+	y := c.NewArray(q.Type, n.Shape()...)
+	// of zeros, which launches leave as they find them
+	arrived := c.NewConstant(make([]float32, g.Counters()))
+	c.call(n, decode.Attention{Geometry: g, Type: q.Type}, program.Writes("Y", y),
+		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
+		program.Updates("Keys", kept.Keys), program.Updates("Values", kept.Values),
+		program.Reads("Cos", cos), program.Reads("Sin", sin), program.Reads("Position", in[3]),
+		program.Uses("Parts", c.NewArray(gpu.Float32, g.PartsBytes(c.o.Device)/4)),
+		program.Updates("Arrived", arrived))
 	return y, nil
 }
 
@@ -84,7 +119,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	documents := c.documentsOf(n, o, in)
 	var cos, sin *program.Array
 	if turned != nil {
-		t := c.rotation(turned)
+		t := c.rotation(turned.Config)
 		cos, sin = t.cos, t.sin
 	}
 	s := attentionShape(o, q.Shape[0])

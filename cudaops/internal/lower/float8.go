@@ -35,7 +35,7 @@ func (c *compiler) float8(rows, columns, depth int) bool {
 // linearProduct adds y = x·wᵀ, and another matrix to it, if there is one.
 func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *program.Array) {
 	if !c.float8(x.Shape[0], w.Shape[0], w.Shape[1]) {
-		c.matmul(n, program.Product{D: y, A: x, B: w, TransB: true}.Plus(add))
+		c.product(n, y, x, w, add)
 		return
 	}
 	c.matmul(n, float8Product(y, c.quantize(n, x), c.quantizeWeight(n, w, false)).Plus(add))

@@ -3,6 +3,7 @@ package lower
 import (
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -15,6 +16,17 @@ func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call
 
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p program.Product) { c.Add(c.newProduct(n, p)) }
+
+// product adds y = x·wᵀ of activations, and another matrix to it, if there is one.
+func (c *compiler) product(n *gorgonia.Node, y, x, w, add *program.Array) {
+	if x.Shape[0] > 1 {
+		c.matmul(n, program.Product{D: y, A: x, B: w, TransB: true}.Plus(add))
+		return
+	}
+	call := c.call(n, decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type},
+		program.Writes("Y", y), program.Reads("X", x), program.Reads("W", w), program.Reads("C", add))
+	call.FLOPs = 2 * float64(w.Len())
+}
 
 func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	return c.linear(n, in, nil)

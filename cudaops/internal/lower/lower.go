@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/op/graft"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 // lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
@@ -51,6 +52,7 @@ func init() {
 		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
 		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
 		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, lossscale.InLast},
+		reflect.TypeFor[*kvcache.AttentionOp]():         {lowerCachedAttention, nil},
 		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
 		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
 		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},

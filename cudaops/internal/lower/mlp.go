@@ -1,8 +1,11 @@
 package lower
 
 import (
+	"slices"
+
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -46,7 +49,7 @@ func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array,
 	if err := c.gate(n, s, x); err != nil {
 		return nil, err
 	}
-	c.matmul(n, program.Product{D: y, A: s.h, B: down, TransB: true}.Plus(add))
+	c.product(n, y, s.h, down, add)
 	return y, nil
 }
 
@@ -80,8 +83,14 @@ func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array,
 		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))
 }
 
-// gate adds what forms s.ab and s.h.
+// gate adds what forms s.ab and s.h, of one row h alone unless there is a gradient.
 func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
+	if x.Shape[0] == 1 && !slices.ContainsFunc(c.users[n], isOp[*op.SiLUMLPGradOp]) {
+		call := c.call(n, decode.Gated{F: s.h.Shape[1], D: x.Shape[1], GELU: s.gelu, Type: x.Type},
+			program.Writes("H", s.h), program.Reads("X", x), program.Reads("W", s.weights))
+		call.FLOPs = 2 * float64(s.weights.Len())
+		return nil
+	}
 	p := program.Product{D: s.ab, A: x, B: s.weights, TransB: true}
 	several := []*program.Call{c.newProduct(n, p), c.siluMul(n, s, s.h, program.Quantized{})}
 	if s.gelu {

@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 // The queries, keys and values of an attention are mostly x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, the first two
@@ -34,18 +35,18 @@ type projections struct {
 }
 
 // projections returns how the first three inputs of an attention, or of its gradient, come about,
-// nil if not like this. Nobody but the attention and its gradient may use them, as no other op
+// nil if not like this. o is nil for attention to what is kept, which turns them itself. Nobody but the attention and its gradient may use them, as no other op
 // knows matrices whose rows have gaps.
 func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
 	p := &projections{}
 	byAttention := func(u *gorgonia.Node) bool {
-		return isOp[*op.AttentionOp](u) || isOp[*op.AttentionGradOp](u)
+		return attends(u) || isOp[*op.AttentionGradOp](u)
 	}
 	for i, n := range graph.Children(n)[:3] {
 		if !c.onlyUsedBy(n, byAttention) {
 			return nil
 		}
-		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse &&
+		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse && o != nil &&
 			r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim {
 			p.turned[i] = n
 			turned := n
@@ -74,6 +75,11 @@ func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections
 	return p
 }
 
+// attends reports whether a node is an attention.
+func attends(n *gorgonia.Node) bool {
+	return isOp[*op.AttentionOp](n) || isOp[*kvcache.AttentionOp](n)
+}
+
 func isOp[T any](n *gorgonia.Node) bool {
 	_, ok := n.Op().(T)
 	return ok
@@ -85,7 +91,7 @@ func sameRotation(a, b *gorgonia.Node) bool {
 		return a == b
 	}
 	x, y := a.Op().(*op.RoPEOp), b.Op().(*op.RoPEOp)
-	return rotationOf(x) == rotationOf(y) && x.Inverse == y.Inverse
+	return rotationOf(x.Config) == rotationOf(y.Config) && x.Inverse == y.Inverse
 }
 
 // place returns the columns of the queries, keys and values in a matrix that holds them side by
@@ -115,19 +121,20 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	at := n
 	for range 3 { // past a bias and RoPE, to the attention
 		i := slices.IndexFunc(c.users[at], func(u *gorgonia.Node) bool {
-			return isOp[*op.AttentionOp](u) || isOp[*op.RoPEOp](u) || isOp[*op.BiasOp](u)
+			return attends(u) || isOp[*op.RoPEOp](u) || isOp[*op.BiasOp](u)
 		})
 		if i < 0 {
 			return false, nil
 		}
-		if at = c.users[at][i]; isOp[*op.AttentionOp](at) {
+		if at = c.users[at][i]; attends(at) {
 			break
 		}
 	}
-	if !isOp[*op.AttentionOp](at) {
+	if !attends(at) {
 		return false, nil
 	}
-	p := c.projections(at, at.Op().(*op.AttentionOp))
+	o, _ := at.Op().(*op.AttentionOp)
+	p := c.projections(at, o)
 	if p == nil || !slices.Contains(p.linear[:], n) {
 		return false, nil
 	}
@@ -235,7 +242,7 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 				return nil
 			}
 			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse ||
-				rotationOf(o) != rotationOf(p.turned[i].Op().(*op.RoPEOp)) {
+				rotationOf(o.Config) != rotationOf(p.turned[i].Op().(*op.RoPEOp).Config) {
 				return nil
 			}
 			g.turned[i] = d
@@ -368,7 +375,7 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 // be x.
 func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	o := n.Op().(*op.RoPEOp)
-	t := c.rotation(o)
+	t := c.rotation(o.Config)
 	a := rope.Rotate{Rows: x.Shape[0], Seq: o.Config.Seq, Heads: x.Shape[1] / o.Config.HeadDim,
 		HeadDim: o.Config.HeadDim, XStride: x.Stride, YStride: y.Stride,
 		Inverse: o.Inverse, Type: x.Type}
@@ -384,10 +391,10 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 // and, where a product turns its results, both in the order of that.
 type rotationTables struct{ cos, sin, angles *program.Array }
 
-func (c *compiler) rotation(o *op.RoPEOp) *rotationTables {
+func (c *compiler) rotation(o op.RoPEConfig) *rotationTables {
 	key := rotationOf(o)
 	if c.rotations[key] == nil {
-		cosines, sines := o.Config.Tables()
+		cosines, sines := o.Tables()
 		c.rotations[key] = &rotationTables{cos: c.NewConstant(narrow(cosines)),
 			sin: c.NewConstant(narrow(sines))}
 	}
@@ -396,7 +403,7 @@ func (c *compiler) rotation(o *op.RoPEOp) *rotationTables {
 
 // angles is rotation with the table of products.
 func (c *compiler) angles(o *op.RoPEOp) *rotationTables {
-	t := c.rotation(o)
+	t := c.rotation(o.Config)
 	if t.angles == nil {
 		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.Config.HeadDim/2))
 	}
@@ -417,11 +424,11 @@ type rotation struct {
 	scaling op.RoPEScaling
 }
 
-func rotationOf(o *op.RoPEOp) rotation {
-	r := rotation{config: o.Config}
+func rotationOf(o op.RoPEConfig) rotation {
+	r := rotation{config: o}
 	r.config.Heads, r.config.Scaling = 0, nil
-	if o.Config.Scaling != nil {
-		r.scaling = *o.Config.Scaling
+	if o.Scaling != nil {
+		r.scaling = *o.Scaling
 	}
 	return r
 }

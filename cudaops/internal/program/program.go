@@ -21,7 +21,8 @@ type Program struct {
 	Borrowed []*Input                  // parameters of another program
 	Sums     map[*gorgonia.Node]*Array // of the gradients of parameters, where runs add up
 	Weights  []*QuantizedWeight
-	Zeros    *Array // what is zero when a run begins; nil where no call asks for it
+	Kept     map[*gorgonia.Node]Kept // of attentions to what is kept
+	Zeros    *Array                  // what is zero when a run begins; nil where no call asks for it
 
 	// optimizer.LossScale, whose first number is the loss scale; nil where there is none
 	Scale   *Array
@@ -34,6 +35,9 @@ type Program struct {
 	Arena int  // bytes of all buffers that are not resident
 	Roomy bool // some memory saves time, and could be done without
 }
+
+// Kept is the keys and values of the positions so far, by rows, which live as long as the machine.
+type Kept struct{ Keys, Values *Array }
 
 // Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest ways ask for.
 const Alignment = 256

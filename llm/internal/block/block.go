@@ -7,8 +7,8 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/llm/internal/kvcache"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 // Shape is what all blocks of a model have in common.
@@ -118,11 +118,12 @@ type Builder struct {
 	Shape
 	Seq int // positions of a sequence
 
-	// Cache, unless it is nil, has the keys and values of the positions before the only one that
-	// the graph computes.
-	Cache *kvcache.Cache
+	// Position, unless it is nil, is that of the only token that the graph computes, at most
+	// Seq - 1: attention is that to kept keys and values.
+	Position *gorgonia.Node
 
-	Keys, Values gorgonia.Nodes // of the blocks built so far, but with a Cache
+	// of the blocks built so far: keys and values, or with a Position the attentions that keep them
+	Keys, Values, Cached gorgonia.Nodes
 }
 
 // parts is a block that is being built.
@@ -249,11 +250,14 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	v := p.linear(h, "self_attn.v_proj")
 	q := p.project(h, "self_attn.q_proj", qNorm, p.Heads)
 	k := p.project(h, "self_attn.k_proj", kNorm, p.KVHeads)
-	if p.Cache != nil {
-		return p.do(func() (*gorgonia.Node, error) {
-			return p.Cache.Attention(q, k, v, kvcache.Block{Heads: p.Heads, KVHeads: p.KVHeads,
-				RoPE: p.rope(), Window: p.Window})
+	if p.Position != nil {
+		y := p.do(func() (*gorgonia.Node, error) {
+			return kvcache.Attention(q, k, v, p.Position, kvcache.Config{Heads: p.Heads,
+				KVHeads: p.KVHeads, HeadDim: p.HeadDim, Capacity: p.Seq, RoPE: p.rope(),
+				Window: p.Window, Scale: p.Scale})
 		})
+		p.Cached = append(p.Cached, y)
+		return y
 	}
 	p.Keys, p.Values = append(p.Keys, k), append(p.Values, v)
 	a := op.AttentionConfig{Seq: p.Seq, Heads: p.Heads, KVHeads: p.KVHeads, HeadDim: p.HeadDim,
@@ -267,14 +271,14 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 }
 
 // project computes queries or keys: a linear layer, a norm of each head and the rotation by
-// position, of which the two latter may be none. A cache turns them itself.
+// position, of which the two latter may be none. Attention to kept keys turns them itself.
 func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgonia.Node {
 	y := p.linear(h, name)
 	if p.QKNorm {
 		y = p.norm(y, norm, op.EachHead())
 	}
 	r := p.rope()
-	if r == nil || p.Cache != nil {
+	if r == nil || p.Position != nil {
 		return y
 	}
 	r.Heads = heads

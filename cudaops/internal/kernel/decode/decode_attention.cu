@@ -1,0 +1,193 @@
+// Attention of one row, that of the token at a position, to the keys and values of those before it, which are kept:
+//
+//   keys[position] = turned(k),   values[position] = v
+//   y = Σ_j p[j]·values[j],   p = softmax_j(scale · turned(q)·keys[j]),   position − window < j ≤ position
+//
+// for every query head; query head h reads key-value head h/(heads/kvHeads). turned is RoPE's rotation by the position, or
+// nothing.
+//
+// A block works on a slice of the positions for up to G query heads of one key-value head, whose keys are then read once. L
+// lanes share a key, each with kElements of its features, so a warp has 32/L keys at a time, each with a softmax of its own;
+// these are merged at the end. The block of a head that comes last merges the slices, in their order: the bits repeat. How
+// many slices there are depends on the position alone. So one launch that was captured serves all positions.
+#include "common.cuh"
+
+constexpr int kThreads = 256, kElements = 8, kTogether = 2;
+constexpr int kLeastKeys = 64;  // of a slice
+constexpr int kMostDim = kWarp * kElements;
+constexpr float kLog2E = 1.4426950408889634f;
+
+struct Args {
+  const void *q, *k, *v;  // [heads·dim], [kvHeads·dim]
+  void *y, *keys, *values;  // [heads·dim], [capacity, kvHeads·dim]
+  const float *cosines, *sines;  // [capacity, dim/2]; null for no rotation
+  const int64_t* position;
+  float* parts;  // [heads, slices, dim + 2]: maximum, sum, weighted values
+  unsigned* arrived;  // [gridDim.z, kvHeads], zero before and after
+  int heads, kvHeads, dim, capacity, window, slices;
+  float scale;
+  int packed;  // rows of heads are multiples of 16 bytes
+};
+
+// features returns those of a lane in a head's row, zeros behind its end.
+template <class T> __device__ __forceinline__ Pack<T, kElements> features(const T* row, int at, int dim, bool packed) {
+  Pack<T, kElements> r;
+  if (packed && at < dim) return load<kElements>(row + at);
+#pragma unroll
+  for (int i = 0; i < kElements; i++) r.v[i] = at + i < dim ? row[at + i] : fromFloat<T>(0);
+  return r;
+}
+
+// turned is feature i of a head's row, turned by the angles of a position.
+template <class T> __device__ __forceinline__ float turned(const T* row, int i, int dim, const float* cosines, const float* sines) {
+  if (!cosines) return toFloat(row[i]);
+  const int half = dim / 2;
+  const bool second = i >= half;
+  const int angle = second ? i - half : i;
+  const float other = toFloat(row[second ? i - half : i + half]);
+  return toFloat(row[i]) * cosines[angle] + other * (second ? sines[angle] : -sines[angle]);
+}
+
+// Softmax is one that grows by keys: Σ = weighted / sum, of scores relative to the maximum, in powers of two.
+struct Softmax {
+  float maximum, sum, weighted[kElements];
+  __device__ __forceinline__ Softmax() : maximum(-INFINITY), sum(0) {
+#pragma unroll
+    for (int i = 0; i < kElements; i++) weighted[i] = 0;
+  }
+  template <class T> __device__ __forceinline__ void add(float score, const Pack<T, kElements>& value) {
+    const float m = fmaxf(maximum, score), keep = exp2f(maximum - m), p = exp2f(score - m);
+    maximum = m, sum = sum * keep + p;
+#pragma unroll
+    for (int i = 0; i < kElements; i++) weighted[i] = weighted[i] * keep + p * value.get(i);
+  }
+  // merge takes in that of the lane whose number differs by a power of two.
+  __device__ __forceinline__ void merge(int apart) {
+    const float theirs = __shfl_xor_sync(kAllLanes, maximum, apart), m = fmaxf(maximum, theirs);
+    const float keep = share(maximum, m), take = share(theirs, m);
+    maximum = m, sum = sum * keep + __shfl_xor_sync(kAllLanes, sum, apart) * take;
+#pragma unroll
+    for (int i = 0; i < kElements; i++)
+      weighted[i] = weighted[i] * keep + __shfl_xor_sync(kAllLanes, weighted[i], apart) * take;
+  }
+  // share is the factor of what has one maximum where another, not less, is that of all; nothing was added to −∞.
+  __device__ static __forceinline__ float share(float own, float all) { return own == -INFINITY ? 0.0f : exp2f(own - all); }
+};
+
+// slicesOf is how many slices of how many keys there are of n.
+__device__ __forceinline__ int slicesOf(int n, int most, int* keys) {
+  *keys = max(kLeastKeys, (n + most - 1) / most);
+  return (n + *keys - 1) / *keys;
+}
+
+// Launch: kThreads threads, [slices, kvHeads, heads/kvHeads/G rounded up] blocks.
+template <class T, int L, int G> __device__ __forceinline__ void attend(const Args& a) {
+  constexpr int workers = kThreads / L, warps = kThreads / kWarp;
+  __shared__ float merged[warps][kMostDim + 2];
+  __shared__ bool last;
+  const int dim = a.dim, width = a.kvHeads * dim, group = a.heads / a.kvHeads, kv = blockIdx.y;
+  const int first = kv * group + blockIdx.z * G, here = min(G, group - int(blockIdx.z) * G);
+  const int64_t position = *a.position;
+  if (position < 0 || position >= a.capacity) return;  // the host refuses it
+  const int from = a.window > 0 ? max(0, int(position) + 1 - a.window) : 0, n = int(position) + 1 - from;
+  int keys;
+  const int slices = slicesOf(n, a.slices, &keys), slice = blockIdx.x;
+  if (slice >= slices) return;
+  const int begin = from + slice * keys, end = min(begin + keys, int(position) + 1);
+  const float *cosines = a.cosines, *sines = a.sines;
+  if (cosines) cosines += position * (dim / 2), sines += position * (dim / 2);
+  T *keyRows = static_cast<T*>(a.keys) + kv * dim, *valueRows = static_cast<T*>(a.values) + kv * dim;
+  if (end == position + 1) {
+    const T *k = static_cast<const T*>(a.k) + kv * dim, *v = static_cast<const T*>(a.v) + kv * dim;
+    for (int i = threadIdx.x; i < dim; i += kThreads) {
+      keyRows[position * width + i] = fromFloat<T>(turned(k, i, dim, cosines, sines));
+      valueRows[position * width + i] = v[i];
+    }
+    __syncthreads();
+  }
+
+  const int at = threadIdx.x % L * kElements;
+  float q[G][kElements];
+  Softmax s[G];
+#pragma unroll
+  for (int g = 0; g < G; g++) {
+    const T* row = static_cast<const T*>(a.q) + (first + min(g, here - 1)) * dim;
+#pragma unroll
+    for (int i = 0; i < kElements; i++)
+      q[g][i] = at + i < dim ? turned(row, at + i, dim, cosines, sines) * (a.scale * kLog2E) : 0.0f;
+  }
+  for (int j0 = begin + threadIdx.x / L; j0 - int(threadIdx.x / L) < end; j0 += kTogether * workers) {
+    Pack<T, kElements> key[kTogether], value[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; u++) {
+      const int64_t row = int64_t(min(j0 + u * workers, end - 1)) * width;
+      key[u] = features(keyRows + row, at, dim, a.packed);
+      value[u] = features(valueRows + row, at, dim, a.packed);
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; u++)
+#pragma unroll
+      for (int g = 0; g < G; g++) {
+        float score = 0;
+#pragma unroll
+        for (int i = 0; i < kElements; i++) score += q[g][i] * key[u].get(i);
+#pragma unroll
+        for (int d = L / 2; d > 0; d /= 2) score += __shfl_xor_sync(kAllLanes, score, d);
+        if (j0 + u * workers < end) s[g].add(score, value[u]);
+      }
+  }
+
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int g = 0; g < G; g++) {
+#pragma unroll
+    for (int d = L; d < kWarp; d *= 2) s[g].merge(d);
+    if (g >= here) break;
+    if (lane < L) {
+      if (lane == 0) merged[warp][0] = s[g].maximum, merged[warp][1] = s[g].sum;
+#pragma unroll
+      for (int i = 0; i < kElements; i++)
+        if (at + i < dim) merged[warp][2 + at + i] = s[g].weighted[i];
+    }
+    __syncthreads();
+    float m = -INFINITY, sum = 0;
+    for (int w = 0; w < warps; w++) m = fmaxf(m, merged[w][0]);
+    for (int w = 0; w < warps; w++) sum += merged[w][1] * Softmax::share(merged[w][0], m);
+    float* part = a.parts + (int64_t(first + g) * a.slices + slice) * (dim + 2);
+    if (threadIdx.x == 0) part[0] = m, part[1] = sum;
+    for (int i = threadIdx.x; i < dim; i += kThreads) {
+      float x = 0;
+      for (int w = 0; w < warps; w++) x += merged[w][2 + i] * Softmax::share(merged[w][0], m);
+      part[2 + i] = x;
+    }
+    __syncthreads();
+  }
+
+  unsigned* arrived = a.arrived + blockIdx.z * a.kvHeads + kv;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(arrived, 1) == unsigned(slices) - 1;
+    if (last) *arrived = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int g = 0; g < here; g++) {
+    const float* part = a.parts + int64_t(first + g) * a.slices * (dim + 2);
+    float m = -INFINITY, sum = 0;
+    for (int p = 0; p < slices; p++) m = fmaxf(m, __ldcg(part + p * (dim + 2)));
+    for (int p = 0; p < slices; p++) sum += __ldcg(part + p * (dim + 2) + 1) * exp2f(__ldcg(part + p * (dim + 2)) - m);
+    for (int i = threadIdx.x; i < dim; i += kThreads) {
+      float x = 0;
+      for (int p = 0; p < slices; p++) x += __ldcg(part + p * (dim + 2) + 2 + i) * exp2f(__ldcg(part + p * (dim + 2)) - m);
+      static_cast<T*>(a.y)[(first + g) * dim + i] = fromFloat<T>(x / sum);
+    }
+  }
+}
+
+#define DEFINE_HEADS(T, L, G) \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_attention_##L##_##G##_##T(Args a) { attend<T, L, G>(a); }
+#define DEFINE_LANES(T, L) DEFINE_HEADS(T, L, 4) DEFINE_HEADS(T, L, 8)
+#define DEFINE(T) DEFINE_LANES(T, 8) DEFINE_LANES(T, 16) DEFINE_LANES(T, 32)
+FOR_STORAGE_TYPES(DEFINE)

@@ -1,0 +1,78 @@
+// Products of one row, which reading the weights bounds:
+//
+//   y[n] = Σ_k x[k]·w[n, k] + c[n]                      product
+//   h[n] = gate(Σ_k x[k]·w[n, k]) · Σ_k x[k]·w[f+n, k]    gated: silu, or GELU by tanh; w has gate and up, f rows each
+//
+// A warp has a row of w, or one of each half, and kDeep loads of 16 bytes of a lane under way at once. Sums are float32, in an
+// order that the shape alone decides.
+#include "common.cuh"
+#include "gate.cuh"
+
+constexpr int kWarps = 4, kDeep = 8;
+
+// sums adds the products of x with R rows of w, apart elements from each other, to R sums of this lane; N elements an access.
+template <int R, int N, class T> __device__ __forceinline__ void sums(float (&sum)[R], const T* x, const T* w, int64_t apart, int depth) {
+  constexpr int step = kWarp * N, deep = kDeep / R;
+  int at = threadIdx.x % kWarp * N;
+  for (; at + (deep - 1) * step < depth; at += deep * step) {
+    Pack<T, N> row[R][deep];
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int u = 0; u < deep; u++)
+        if constexpr (N > 1)
+          row[r][u] = loadOnce<N>(w + r * apart + at + u * step);
+        else
+          row[r][u] = load<N>(w + r * apart + at + u * step);
+#pragma unroll
+    for (int u = 0; u < deep; u++) {
+      const Pack<T, N> v = load<N>(x + at + u * step);
+#pragma unroll
+      for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[r] += v.get(i) * row[r][u].get(i);
+    }
+  }
+  for (; at < depth; at += step) {
+    const Pack<T, N> v = load<N>(x + at);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const Pack<T, N> row = load<N>(w + r * apart + at);
+#pragma unroll
+      for (int i = 0; i < N; i++) sum[r] += v.get(i) * row.get(i);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) sum[r] = warpReduce<Sum>(sum[r]);
+}
+
+__device__ __forceinline__ int rowOf() { return blockIdx.x * kWarps + threadIdx.x / kWarp; }
+
+// c may be null, and y may be c. Launch: kWarps warps, a warp for each of n rows of w.
+template <class T, int N> __device__ __forceinline__ void product(T* y, const T* x, const T* w, const T* c, int n, int depth) {
+  const int r = rowOf();
+  if (r >= n) return;
+  float sum[1] = {0};
+  sums<1, N>(sum, x, w + int64_t(r) * depth, 0, depth);
+  if (threadIdx.x % kWarp == 0) y[r] = fromFloat<T>(c ? sum[0] + toFloat(c[r]) : sum[0]);
+}
+
+template <class T, int N> __device__ __forceinline__ void gated(T* h, const T* x, const T* w, int f, int depth, int isGELU) {
+  const int r = rowOf();
+  if (r >= f) return;
+  float sum[2] = {0, 0};
+  sums<2, N>(sum, x, w + int64_t(r) * depth, int64_t(f) * depth, depth);
+  if (threadIdx.x % kWarp == 0) h[r] = fromFloat<T>(isGELU ? gateMul<T, true>(sum[0], sum[1]) : gateMul<T, false>(sum[0], sum[1]));
+}
+
+#define DEFINE_ACCESS(T, name, N)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(kWarps * kWarp)                                                       \
+      decode_product_##name##_##T(T* y, const T* x, const T* w, const T* c, int n, int depth) {                      \
+    product<T, N>(y, x, w, c, n, depth);                                                                             \
+  }                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kWarps * kWarp)                                                       \
+      decode_gated_##name##_##T(T* h, const T* x, const T* w, int f, int depth, int isGELU) {                        \
+    gated<T, N>(h, x, w, f, depth, isGELU);                                                                          \
+  }
+#define DEFINE(T) DEFINE_ACCESS(T, packs, kVec<T>) DEFINE_ACCESS(T, elements, 1)
+FOR_STORAGE_TYPES(DEFINE)

@@ -1,0 +1,147 @@
+package decode
+
+import (
+	"fmt"
+	"math"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
+)
+
+// TestAttention wants one token after the other to give what attention over all of them gives, and
+// keys and values of others to be left alone.
+func TestAttention(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, c := range []struct{ heads, kvHeads, dim, tokens, window int }{
+		{1, 1, 1, 3, 0}, {3, 1, 6, 5, 0}, {2, 2, 64, 200, 0}, {8, 2, 128, 700, 0},
+		{14, 2, 64, 300, 0}, {4, 1, 256, 300, 70}, {9, 3, 80, 150, 20}, {20, 1, 16, 90, 0},
+		{32, 8, 64, 1030, 0}, {6, 6, 10, 40, 7},
+	} {
+		for _, dt := range kerneltest.StorageTypes {
+			for _, turned := range []bool{false, true} {
+				if turned && c.dim%2 != 0 || !g.Some() {
+					continue
+				}
+				g.Scope(fmt.Sprintf("%+v/%v/%v", c, dt, turned), func(g *kerneltest.Rig) {
+					s := Geometry{Heads: c.heads, KVHeads: c.kvHeads, HeadDim: c.dim,
+						Capacity: c.tokens + i%3, Window: c.window, Scale: 0.3}
+					decodeAll(g, s, c.tokens, dt, turned)
+				})
+			}
+		}
+	}
+}
+
+// decodeAll decodes the last tokens of a text, whose keys and values before are given.
+func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned bool) {
+	qd, kd, half := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim/2
+	q, qr := g.Normal(tokens*qd, dt, 0)
+	k, kr := g.Normal(tokens*kd, dt, 0)
+	v, vr := g.Normal(tokens*kd, dt, 0)
+	a := Attention{Geometry: s, Type: dt}
+	kept := kr
+	if turned {
+		angles := make([]float64, s.Capacity*half)
+		cosines, sines := make([]float64, len(angles)), make([]float64, len(angles))
+		for i := range angles {
+			cosines[i], sines[i] = math.Sincos(g.Rand.Float64() * 7)
+		}
+		cos, cr := g.Upload(cosines, kerneltest.F32, 0)
+		sin, sr := g.Upload(sines, kerneltest.F32, 0)
+		a.Cos, a.Sin = cos.Ptr, sin.Ptr
+		wideQ, wideK := make([]float64, len(qr)), make([]float64, len(kr))
+		layer.RoPE(wideQ, qr, cr[:tokens*half], sr[:tokens*half], tokens, s.Heads, s.HeadDim, false)
+		layer.RoPE(wideK, kr, cr[:tokens*half], sr[:tokens*half], tokens, s.KVHeads, s.HeadDim,
+			false)
+		qr, kept = wideQ, kerneltest.Decode(kerneltest.Encode(wideK, dt), dt)
+	}
+	want, lse := make([]float64, tokens*qd), make([]float64, s.Heads*tokens)
+	cpuattention.Forward(want, lse, qr, kept, vr, cpuattention.Shape{Batch: 1, Seq: tokens,
+		Heads: s.Heads, KVHeads: s.KVHeads, HeadDim: s.HeadDim, Causal: true, Scale: s.Scale,
+		Window: s.Window})
+	first := max(0, tokens-5)
+	keys, values := g.Alloc(s.Capacity*kd, dt, 0), g.Alloc(s.Capacity*kd, dt, 0)
+	before, _ := g.Upload(kept[:first*kd], dt, 0)
+	g.Must(g.Ctx.CopyOnDevice(keys.Ptr, before.Ptr, first*kd*dt.Size(), g.Stream))
+	g.Must(g.Ctx.CopyOnDevice(values.Ptr, v.Ptr, first*kd*dt.Size(), g.Stream))
+	parts := g.Alloc(s.PartsBytes(g.Info)/4, kerneltest.F32, 0)
+	arrived, _ := g.Upload(make([]float64, s.Counters()), kerneltest.F32, 0)
+	y := g.Alloc(qd, dt, 0)
+	a.Keys, a.Values, a.Y, a.Parts, a.Arrived = keys.Ptr, values.Ptr, y.Ptr, parts.Ptr, arrived.Ptr
+	for p := first; p < tokens; p++ {
+		a.Position = g.UploadInts([]int{p}, 8)
+		at := func(b *kerneltest.Buffer, n int) gpu.Ptr { return b.Offset(p * n * dt.Size()) }
+		a.Q, a.K, a.V = at(q, qd), at(k, kd), at(v, kd)
+		g.Must(a.Launch(g.Set, g.Stream))
+		g.Near(fmt.Sprint("y of ", p), y, want[p*qd:][:qd], kerneltest.Forward(dt))
+		once := g.Read(y)
+		g.Must(a.Launch(g.Set, g.Stream))
+		if kerneltest.Distance(g.Read(y), once) != 0 {
+			g.Error("two runs give different bits")
+		}
+	}
+	all := func(b *kerneltest.Buffer, from, to int) []float64 { return g.Read(b)[from*kd : to*kd] }
+	if e := kerneltest.Distance(all(keys, 0, tokens), kept); !(e <= kerneltest.Forward(dt)) {
+		g.Errorf("keys are off by %.3g", e)
+	}
+	if kerneltest.Distance(all(values, 0, tokens), vr) != 0 {
+		g.Error("values differ")
+	}
+	for _, x := range append(all(keys, tokens, s.Capacity), all(values, tokens, s.Capacity)...) {
+		if x == x {
+			g.Fatal("something was written behind the position")
+		}
+	}
+}
+
+// TestProducts compares products and gates of one row with sums in float64.
+func TestProducts(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, c := range []struct{ rows, depth int }{{1, 1}, {5, 3}, {9, 64}, {130, 1000}, {513, 2048},
+		{70, 2056}, {33, 14336}, {4, 897}} {
+		for _, dt := range kerneltest.StorageTypes {
+			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
+				x, xr := g.Normal(c.depth, dt, i%2)
+				w, wr := g.Normal(2*c.rows*c.depth, dt, 0)
+				add, ar := g.Normal(c.rows, dt, 0)
+				y, h := g.Alloc(c.rows, dt, 0), g.Alloc(c.rows, dt, 1)
+				sums := make([]float64, 2*c.rows)
+				for r := range sums {
+					for d, v := range xr {
+						sums[r] += v * wr[r*c.depth+d]
+					}
+				}
+				p := Product{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Columns: c.rows, D: c.depth, Type: dt}
+				g.Must(p.Launch(g.Set, g.Stream))
+				g.Near("y", y, sums[:c.rows], kerneltest.Forward(dt))
+				p.C = add.Ptr
+				g.Must(p.Launch(g.Set, g.Stream))
+				for r := range ar {
+					ar[r] += sums[r]
+				}
+				g.Near("y + c", y, ar, kerneltest.Forward(dt))
+				want := make([]float64, c.rows)
+				for _, gelu := range []bool{false, true} {
+					g.Must(Gated{H: h.Ptr, X: x.Ptr, W: w.Ptr, F: c.rows, D: c.depth, GELU: gelu,
+						Type: dt}.Launch(g.Set, g.Stream))
+					if gelu {
+						layer.GELUMul(want, sums[:c.rows], sums[c.rows:])
+					} else {
+						layer.SiLUMul(want, sums[:c.rows], sums[c.rows:])
+					}
+					g.Near(fmt.Sprint("gated ", gelu), h, want, 4*kerneltest.Forward(dt))
+				}
+			})
+		}
+	}
+}
+
+func TestFiguresMatchSources(t *testing.T) {
+	kerneltest.MatchSource(t, "decode_attention.cu",
+		fmt.Sprintf("kThreads = %d, kElements = %d,", threads, elements),
+		fmt.Sprintf("kLeastKeys = %d;", leastKeys))
+	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d,", warps))
+}

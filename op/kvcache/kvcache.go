@@ -1,0 +1,169 @@
+// Package kvcache keeps what attention has computed of earlier tokens, so that another one takes a
+// pass over a single row.
+package kvcache
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/attention"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Config is what an attention to kept keys and values needs to know.
+type Config struct {
+	Heads, KVHeads, HeadDim int
+	Capacity                int            // positions, at most
+	RoPE                    *op.RoPEConfig // its Base and Scaling; nil if nothing turns
+	Window                  int            // as op.AttentionConfig has it
+	Scale                   float64        // factor on the scores; 0 means 1/sqrt(HeadDim)
+}
+
+// AttentionOp is the op behind [Attention]. On a CPU it holds the keys, turned by their positions,
+// and the values of the positions so far, in memory that grows with them; on a GPU the machine has
+// them.
+type AttentionOp struct {
+	opbase.Base
+	Config Config // with the defaults filled in
+
+	keys, values opbase.Aux // [positions, KVHeads·HeadDim]
+	query        opbase.Aux // the one that is turned
+}
+
+// Attention is the attention of the token at a position to those before it and itself, whose keys
+// and values it keeps:
+//
+//	keys[p] = turned(k),  values[p] = v,  y = softmax(Scale·turned(q)·keysᵀ)·values
+//
+// turned is op.RoPE's rotation by the position p. q and y are [1, Heads·HeadDim], k and v
+// [1, KVHeads·HeadDim], all float32 or all float64; position is an int [1] below Capacity. Those of
+// earlier positions come from earlier runs, or from Fill. There is no gradient.
+func Attention(q, k, v, position *gorgonia.Node, c Config) (*gorgonia.Node, error) {
+	in := gorgonia.Nodes{q, k, v, position}
+	for _, n := range in {
+		if n == nil {
+			return nil, errors.New("kvcache.Attention: an input is nil")
+		}
+	}
+	if c.Scale == 0 {
+		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
+	}
+	if c.RoPE != nil {
+		r := *c.RoPE
+		r.Seq, r.HeadDim = c.Capacity, c.HeadDim
+		c.RoPE = &r
+	}
+	if err := c.check(in); err != nil {
+		return nil, fmt.Errorf("kvcache.Attention: %w", err)
+	}
+	o := &AttentionOp{Config: c}
+	// two that read the same keep their own: the address tells them apart
+	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprintf("%+v %p", c, o), in, q.Dtype(),
+		q.Shape(), attend[float32], attend[float64])
+	return gorgonia.ApplyOp(o, in...)
+}
+
+func (c Config) check(in gorgonia.Nodes) error {
+	if c.Heads < 1 || c.KVHeads < 1 || c.HeadDim < 1 || c.Capacity < 1 || c.Window < 0 ||
+		c.Heads%c.KVHeads != 0 {
+		return fmt.Errorf("%d heads for %d of keys, %d features, a capacity of %d and a window of "+
+			"%d do not fit", c.Heads, c.KVHeads, c.HeadDim, c.Capacity, c.Window)
+	}
+	for i, heads := range []int{c.Heads, c.KVHeads, c.KVHeads} {
+		n := in[i]
+		if want := (tensor.Shape{1, heads * c.HeadDim}); !n.Shape().Eq(want) ||
+			n.Dtype() != in[0].Dtype() || n.Dtype() != tensor.Float32 && n.Dtype() != tensor.Float64 {
+			return fmt.Errorf("input %d is a %v of shape %v, want floats of one type and shape %v",
+				i, n.Dtype(), n.Shape(), want)
+		}
+	}
+	if p := in[3]; p.Dtype() != tensor.Int || !p.Shape().Eq(tensor.Shape{1}) {
+		return fmt.Errorf("position is a %v of shape %v, want an int of shape [1]", p.Dtype(),
+			p.Shape())
+	}
+	return nil
+}
+
+// DiffWRT says that there is no gradient.
+func (o *AttentionOp) DiffWRT(inputs int) []bool { return make([]bool, inputs) }
+
+// SymDiff refuses.
+func (o *AttentionOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Node) (gorgonia.Nodes,
+	error) {
+	return nil, errors.New("kvcache.Attention has no gradient: train with op.Attention")
+}
+
+// Fill takes over the keys, turned by their positions, and the values of the first positions:
+// []float32 or []float64, as the op's inputs are.
+func (o *AttentionOp) Fill(keys, values any) {
+	o.keys.Lend(keys)
+	o.values.Lend(values)
+}
+
+// extended returns the memory of a with room for so many elements, the first of which are what it
+// held.
+func extended[T cpu.Float](a *opbase.Aux, elements, room int) []T {
+	_, n := a.Len()
+	held := opbase.AuxSlice[T](a, n)
+	if n >= elements {
+		return held
+	}
+	more := make([]T, room)
+	copy(more, held)
+	a.Lend(more)
+	return more
+}
+
+func attend[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
+	q, k, v := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)
+	c, p := o.Config, opbase.Slice[int](in, 3)[0]
+	if p < 0 || p >= c.Capacity {
+		return fmt.Errorf("position is %d, want 0 to %d", p, c.Capacity-1)
+	}
+	room := Room(p+1, c.Capacity)
+	keys := extended[T](&o.keys, (p+1)*len(k), room*len(k))
+	values := extended[T](&o.values, (p+1)*len(v), room*len(v))
+	copy(values[p*len(v):], v)
+	if c.RoPE == nil {
+		copy(keys[p*len(k):], k)
+	} else {
+		q = turn(o, q, k, keys[p*len(k):][:len(k)], p)
+	}
+	attention.At(y, q, keys, values, p, attention.Shape{Heads: c.Heads, KVHeads: c.KVHeads,
+		HeadDim: c.HeadDim, Scale: c.Scale, Window: c.Window})
+	return nil
+}
+
+// turn returns the queries, turned by the angles of a position, and writes the keys.
+func turn[T cpu.Float](o *AttentionOp, q, k, keys []T, position int) []T {
+	c := o.Config
+	wideCos, wideSin := c.RoPE.Angles(position, 1)
+	cos, sin := make([]T, len(wideCos)), make([]T, len(wideSin))
+	for i := range cos {
+		cos[i], sin[i] = T(wideCos[i]), T(wideSin[i])
+	}
+	turned := opbase.AuxSlice[T](&o.query, len(q))
+	layer.RoPE(turned, q, cos, sin, 1, c.Heads, c.HeadDim, false)
+	layer.RoPE(keys, k, cos, sin, 1, c.KVHeads, c.HeadDim, false)
+	return turned
+}
+
+// least is how many rows there are at least: for fewer, a pass takes hardly less time.
+const least = 16
+
+// Room is the number of rows for so many tokens: a power of two, so that few windows are built as
+// texts get longer, and at most the given number.
+func Room(tokens, most int) int {
+	rows := least
+	for rows < tokens {
+		rows *= 2
+	}
+	return min(rows, most)
+}
