@@ -227,24 +227,8 @@ func expect(m *Machine, bytes int) {
 // load takes the program's memory and fills what is there from the start.
 func (m *Machine) load() error {
 	p, ctx, x := m.runner.Program, m.device.ctx, m.runner.Executor
-	if s := m.config.share; s != nil {
-		if len(p.Borrowed) == 0 {
-			return errors.New("WithParamsOf: no input has name, type and shape of one of the " +
-				"other machine's parameters")
-		}
-		for _, b := range p.Borrowed {
-			if b.Part != nil && slices.ContainsFunc(p.Calls, func(c *program.Call) bool {
-				return c.Touches(b.Array.Buffer)
-			}) {
-				return fmt.Errorf("WithParamsOf: %s is divided among ranks, which have it whole "+
-					"in the other machine's precision alone: give both the same",
-					graph.Describe(b.Node))
-			}
-		}
-		for _, b := range p.Borrowed {
-			s.inputs.Share(b, 1)
-		}
-		m.borrowed = p.Borrowed
+	if err := m.borrow(); err != nil {
+		return err
 	}
 	if err := m.memory.Fits(p); err != nil {
 		return err
@@ -285,16 +269,48 @@ func (m *Machine) load() error {
 	if err := update.ClearSums(m.runner); err != nil {
 		return err
 	}
+	if err := m.observed(); err != nil {
+		return err
+	}
+	return ctx.SyncStream(x.Stream)
+}
+
+// observed makes what times the machine's work.
+func (m *Machine) observed() (err error) {
 	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers,
 		Chooser: m.chooser, Warn: m.warnings.add,
 		Name: m.device.Name(), Operands: m.config.act, Float8: m.config.float8,
 		Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
-		if m.monitor, err = profile.NewMonitor(m.measured, m.config.monitor); err != nil {
-			return err
+		m.monitor, err = profile.NewMonitor(m.measured, m.config.monitor)
+	}
+	return err
+}
+
+// borrow takes the parameters of another machine, where the options name one.
+func (m *Machine) borrow() error {
+	s, p := m.config.share, m.runner.Program
+	if s == nil {
+		return nil
+	}
+	if len(p.Borrowed) == 0 {
+		return errors.New("WithParamsOf: no input has name, type and shape of one of the " +
+			"other machine's parameters")
+	}
+	for _, b := range p.Borrowed {
+		if b.Part != nil && slices.ContainsFunc(p.Calls, func(c *program.Call) bool {
+			return c.Touches(b.Array.Buffer)
+		}) {
+			return fmt.Errorf("WithParamsOf: %s is divided among ranks, which have it whole "+
+				"in the other machine's precision alone: give both the same",
+				graph.Describe(b.Node))
 		}
 	}
-	return ctx.SyncStream(x.Stream)
+	for _, b := range p.Borrowed {
+		s.inputs.Share(b, 1)
+	}
+	m.borrowed = p.Borrowed
+	return nil
 }
 
 // returnedBytes is the size up to which values come back by way of pinned memory, which for small

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"slices"
 
 	"github.com/spf13/cobra"
@@ -12,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/infer"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
+	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
 type generateOptions struct {
@@ -97,8 +99,14 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	}
 	defer i.Close()
 	g := infer.Draw(f.Config, i.Decoder)
+	return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown,
+		f.Generation.End)
+}
+
+// write prints the prompt as it is shown, and each token as it is drawn, up to one that ends a text.
+func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
+	d *tokenizers.Decoder, prompt []int, shown string, end []int) error {
 	// The decoder sees the prompt too: some take the space from the first token of a text.
-	d := tok.NewDecoder(true)
 	for _, id := range prompt {
 		if _, err := d.Next(id); err != nil {
 			return err
@@ -107,11 +115,11 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	if _, err := io.WriteString(c.OutOrStdout(), shown); err != nil {
 		return err
 	}
-	for id, err := range g.Generate(c.Context(), prompt, o.n, s) {
+	for id, err := range drawn {
 		if err != nil {
 			return err
 		}
-		if slices.Contains(f.Generation.End, id) {
+		if slices.Contains(end, id) {
 			break
 		}
 		text, err := d.Next(id)
@@ -122,7 +130,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 			return err
 		}
 	}
-	_, err = fmt.Fprintf(c.OutOrStdout(), "%s\n", d.Flush())
+	_, err := fmt.Fprintf(c.OutOrStdout(), "%s\n", d.Flush())
 	return err
 }
 

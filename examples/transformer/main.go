@@ -31,7 +31,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -48,7 +47,6 @@ import (
 
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/kasmina-go/kasmina/cpuops"
@@ -56,11 +54,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
-	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/llm/plot"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/tensorboard"
-	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -125,144 +121,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err erro
 		defer func() { err = errors.Join(err, team.Close(err)) }()
 	}
 	return runIn(ctx, team, device, o, stdout, stderr)
-}
-
-// runIn is run as one of a team, or alone, on a GPU or without.
-func runIn(ctx context.Context, team *parallel.Team, device *cudaops.Device, o options,
-	stdout, stderr io.Writer) error {
-	if err := writable(o.out); err != nil {
-		return fmt.Errorf("-out: %w", err)
-	}
-	texts, err := openData(o, stderr)
-	if err != nil {
-		return err
-	}
-	if device != nil && team != nil {
-		o.train.Engine = gpu.Parallel(device, o.onGPU(), team,
-			cudaops.WithGradientPrecision(o.gradients), cudaops.WithTuning(o.tune))
-	} else if device != nil {
-		opts := []cudaops.MachineOption{cudaops.WithGradientPrecision(o.gradients),
-			cudaops.WithTuning(o.tune)}
-		if o.monitor > 0 {
-			opts = append(opts, cudaops.WithMonitor(o.monitor))
-		}
-		o.train.Engine = gpu.Engine(device, o.onGPU(), opts...)
-	} else if o.profile != "" {
-		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
-	} else if err := o.onCPU(stderr); err != nil {
-		return err
-	} else if team != nil {
-		o.train.Engine = team.Engine
-	} else if o.monitor > 0 {
-		o.train.Engine = llm.CPUEngine(cpuops.WithMonitor(o.monitor))
-	}
-	if err := team.InTurn(func() error { return texts.tokenize(ctx, o, stderr) }); err != nil {
-		return err
-	}
-	defer texts.close()
-	o.on = map[string]string{"device": "the CPU", "precision": cmp.Or(o.precision, "f32")}
-	if device != nil {
-		o.on = map[string]string{"device": device.String(), "precision": o.onGPU().String()}
-	}
-	t, err := newTrainer(o, texts.tokens)
-	if err != nil {
-		return withHint(err)
-	}
-	defer t.Close()
-	if o.judge {
-		heldOut, err := texts.judging(o)
-		if err != nil {
-			return err
-		}
-		if err := judged(t, heldOut); err != nil {
-			return err
-		}
-	}
-	if err := os.MkdirAll(o.out, 0o777); err != nil {
-		return err
-	}
-	switch release, err := claim(team, o.out); {
-	case errors.Is(err, errors.ErrUnsupported):
-		fmt.Fprintf(stderr, "folder    no other run may write to %s meanwhile: %v\n", o.out, err)
-	case err != nil:
-		return fmt.Errorf("-out: %w", err)
-	default:
-		defer release()
-	}
-	if o.resume.set { // after the claim, or another run might go on from here meanwhile
-		var settings []string
-		how := []llm.ResumeOption{llm.WithNewSettings(func(d []string) { settings = d })}
-		if keep, _ := o.keep(); keep != nil { // checked with the other options
-			how = append(how, llm.WithNewData(*keep))
-		}
-		if err := t.Resume(ctx, o.resume.path, how...); err != nil {
-			return resumeHint(err)
-		}
-		fmt.Fprintf(stderr, "resuming  %s at step %d\n%s", o.resume.path,
-			t.Step(), o.explain(settings))
-	}
-	if !team.First() {
-		if o.kasmina && !o.judge {
-			t.On(grow(t.Model, t.Config.Epoch))
-		}
-		t.On(llm.Checkpoint(t, filepath.Join(o.out, checkpointName),
-			o.saveEvery, llm.InBackground()))
-		return t.Run(ctx)
-	}
-	baselines, err := score(ctx, texts.train, texts.heldOut, stderr)
-	if err != nil {
-		return err
-	}
-	if err := addCallbacks(t, o, texts, stderr); err != nil {
-		return err
-	}
-	if o.board != "" {
-		var opts []board.Option
-		if o.boardControl {
-			opts = append(opts, board.WithControl())
-		}
-		b, err := board.Attach(t, opts...)
-		if err != nil {
-			return err
-		}
-		defer b.Close()
-		url, err := b.Listen(o.board)
-		if err != nil {
-			return fmt.Errorf("-board: %w", err)
-		}
-		fmt.Fprintf(stderr, "board     %s\n", url)
-	}
-	if err := setAside(o, stderr); err != nil {
-		return err
-	}
-	// with which the checkpoint can be used without the data
-	if bpe, ok := texts.tokenizer.(*tokenizer.BPE); ok {
-		if err := bpe.Save(filepath.Join(o.out, tokenizerName)); err != nil {
-			return err
-		}
-	}
-	if device == nil {
-		if o.preset != "small" && o.train.Batch > 1 {
-			fmt.Fprintf(stderr,
-				"memory    should it not suffice, -batch 1 -accumulate %d makes steps of as many tokens with less\n",
-				o.train.Batch*o.train.Accumulate)
-		}
-		t.On(tellPace(stderr))
-	}
-	saved := -1 // the step of this run's last checkpoint: an interrupted run may fail to save
-	t.On(func(e llm.Event) error {
-		if e.Kind == llm.Saved {
-			saved = e.Step
-		}
-		return nil
-	})
-	if err := t.Run(ctx); errors.Is(err, context.Canceled) && saved == t.Step() {
-		return fmt.Errorf("%w at step %d; %s goes on from there", err,
-			t.Step(), o.resumption(o.out))
-	} else if err != nil {
-		return o.afterFailure(withHint(err))
-	}
-	return report(o, t.Last(), baselines, stdout)
 }
 
 // writable finds out whether files can be made in a folder, or the folder itself, before a long

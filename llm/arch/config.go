@@ -203,6 +203,23 @@ func (c Config) Check() error {
 		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of "+
 			"its own", c.Dim, c.Heads)
 	}
+	for _, check := range []func() error{c.checkFields, c.KasminaOptions.check, c.checkKasmina,
+		c.checkTraits, c.checkSites, c.checkGrown} {
+		if err := check(); err != nil {
+			return err
+		}
+	}
+	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
+	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim,
+		float64(c.SlotWidth))
+	if n := 2*float64(c.Vocab)*dim + float64(c.Layers)*block; n > maxParams {
+		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n,
+			float64(maxParams))
+	}
+	return nil
+}
+
+func (c Config) checkFields() error {
 	for _, f := range []struct {
 		name       string
 		value, max int
@@ -229,9 +246,11 @@ func (c Config) Check() error {
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
 	}
-	if err := c.KasminaOptions.check(); err != nil {
-		return err
-	}
+	return nil
+}
+
+// checkKasmina checks the blocks that carry Kasmina layers, and the layers' sizes.
+func (c Config) checkKasmina() error {
 	seen := make(map[int]bool, min(len(c.Kasmina), c.Layers))
 	for _, b := range c.Kasmina {
 		if b < 0 || b >= c.Layers {
@@ -242,34 +261,18 @@ func (c Config) Check() error {
 		}
 		seen[b] = true
 	}
-	if len(c.Kasmina) > 0 {
-		if c.Seeds < 1 || c.Dim%c.Seeds != 0 {
-			return fmt.Errorf("llm: Config.Seeds is %d, want a divisor of Dim %d", c.Seeds, c.Dim)
-		}
-		if c.SlotWidth != 0 && (c.SlotWidth < c.Dim/c.Seeds || c.SlotWidth > MaxField) {
-			return fmt.Errorf("llm: Config.SlotWidth is %d, want Dim/Seeds, %d, to %d", c.SlotWidth,
-				c.Dim/c.Seeds, MaxField)
-		}
-		if c.Slots < 2 || c.Slots > 1<<16 {
-			return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536",
-				c.Slots)
-		}
+	if len(c.Kasmina) == 0 {
+		return nil
 	}
-	if err := c.checkTraits(); err != nil {
-		return err
-	}
-	if err := c.checkSites(); err != nil {
-		return err
-	}
-	if err := c.checkGrown(); err != nil {
-		return err
-	}
-	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
-	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim,
-		float64(c.SlotWidth))
-	if n := 2*float64(c.Vocab)*dim + float64(c.Layers)*block; n > maxParams {
-		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n,
-			float64(maxParams))
+	switch {
+	case c.Seeds < 1 || c.Dim%c.Seeds != 0:
+		return fmt.Errorf("llm: Config.Seeds is %d, want a divisor of Dim %d", c.Seeds, c.Dim)
+	case c.SlotWidth != 0 && (c.SlotWidth < c.Dim/c.Seeds || c.SlotWidth > MaxField):
+		return fmt.Errorf("llm: Config.SlotWidth is %d, want Dim/Seeds, %d, to %d", c.SlotWidth,
+			c.Dim/c.Seeds, MaxField)
+	case c.Slots < 2 || c.Slots > 1<<16:
+		return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536",
+			c.Slots)
 	}
 	return nil
 }
