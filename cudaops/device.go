@@ -16,6 +16,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
 // ErrNoDevice means that there is no GPU to use: no driver library, no GPU, or none that
@@ -46,7 +47,13 @@ type Device struct {
 	version int
 
 	expected atomic.Int64 // bytes that machines are to take once they have optimisers
+	kernels  run.Launcher // of all machines, so that only the first one loads them
 }
+
+// shared is kernels that their user does not close.
+type shared struct{ run.Launcher }
+
+func (shared) Close() error { return nil }
 
 // DeviceOption is an option of Open.
 type DeviceOption func(*deviceOptions)
@@ -99,17 +106,17 @@ func Open(opts ...DeviceOption) (*Device, error) {
 		}
 		opt(&o)
 	}
-	d, err := o.open()
+	nvidia, err := o.open()
 	if err != nil {
 		return nil, notStarted(err)
 	}
-	devices := d.Devices()
+	devices := nvidia.Devices()
 	if len(devices) == 0 {
 		return nil, fmt.Errorf("cudaops.Open: %w: the driver lists none", ErrNoDevice)
 	}
 	var ctx gpu.Context
 	if o.adopt {
-		if ctx, err = d.Adopt(o.context); err != nil {
+		if ctx, err = nvidia.Adopt(o.context); err != nil {
 			return nil, fmt.Errorf("cudaops.Open: the context %#x: %w", o.context, err)
 		}
 		o.ordinal = ctx.Device().Ordinal
@@ -126,11 +133,13 @@ func Open(opts ...DeviceOption) (*Device, error) {
 				ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
 	}
 	if ctx == nil {
-		if ctx, err = d.Retain(o.ordinal); err != nil {
+		if ctx, err = nvidia.Retain(o.ordinal); err != nil {
 			return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
 		}
 	}
-	return &Device{ctx: &gpu.Observed{Context: ctx}, info: info, version: d.Version()}, nil
+	d := &Device{ctx: &gpu.Observed{Context: ctx}, info: info, version: nvidia.Version()}
+	d.kernels = run.NewLauncher(d.ctx)
+	return d, nil
 }
 
 // errNotOpened is what a zero Device is good for.
@@ -173,7 +182,7 @@ func (d *Device) Close() error {
 	if d.ctx == nil {
 		return fmt.Errorf("cudaops.Device.Close: %w", errNotOpened)
 	}
-	if err := d.ctx.Close(); err != nil {
+	if err := run.Joined(d.kernels.Close(), d.ctx.Close()); err != nil {
 		return fmt.Errorf("cudaops.Device.Close: %s: %w", d.info.Name, err)
 	}
 	return nil

@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/schedule"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/phases"
 )
 
 // Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has
@@ -83,14 +84,15 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if d.ctx == nil {
 		return nil, errNotOpened
 	}
-	config, err := configOf(g, opts)
+	config, err := configOf(d, g, opts)
 	if err != nil {
 		return nil, err
 	}
 	if config.share != nil && config.share.device != d {
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
-	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx},
+	clock := phases.Start()
+	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx, Kept: config.kept.memory()},
 		warnings: warnings{config.logger, map[string]bool{}}}
 	m.runner = &run.Runner{Executor: &run.Executor{Ctx: d.ctx, Stream: config.stream},
 		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}
@@ -102,19 +104,26 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if err := m.open(); err != nil {
 		return nil, err
 	}
+	clock.End("kernels")
 	if err := m.plan(g); err != nil {
 		return nil, err
 	}
+	clock.End("program")
 	if m.config.ranks != nil {
 		m.chooser.Settle()
 	}
-	return m, m.load()
+	if err := m.load(clock); err != nil {
+		return nil, err
+	}
+	clock.End("the rest")
+	config.logger.Debug("cudaops: a machine is made", "in", clock)
+	return m, nil
 }
 
 // configOf gathers the options.
-func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
-	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) {
-		return run.NewLauncher(ctx), nil
+func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
+	config := machineConfig{kernels: func(gpu.Context) (run.Launcher, error) {
+		return shared{d.kernels}, nil
 	}}
 	for _, opt := range opts {
 		if opt == nil {
@@ -123,6 +132,9 @@ func configOf(g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error
 		if err := opt(&config); err != nil {
 			return config, err
 		}
+	}
+	if k := config.kept; k != nil && k.device != d {
+		return config, errors.New("WithKept: what was kept is on another device")
 	}
 	if config.logger == nil {
 		config.logger = slog.Default()
@@ -215,6 +227,7 @@ func hasRoom(m *Machine) (bool, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	p := m.runner.Program
 	need := p.Arena + p.Resident() + momentsToCome(m) + int(m.device.expected.Load())
+	free += uint64(m.memory.Kept.Held())
 	return float64(need)+roomLeft*float64(total) <= float64(free), err
 }
 
@@ -225,7 +238,7 @@ func expect(m *Machine, bytes int) {
 }
 
 // load takes the program's memory and fills what is there from the start.
-func (m *Machine) load() error {
+func (m *Machine) load(clock *phases.Clock) error {
 	p, ctx, x := m.runner.Program, m.device.ctx, m.runner.Executor
 	if err := m.borrow(); err != nil {
 		return err
@@ -233,9 +246,15 @@ func (m *Machine) load() error {
 	if err := m.memory.Fits(p); err != nil {
 		return err
 	}
+	for _, in := range p.Inputs {
+		if k := m.kept(in); k != nil && m.memory.Take(k.Value, in.Array.Buffer.Bytes) {
+			in.Array.Base = k.Value
+		}
+	}
 	if err := m.memory.Place(p, "a run"); err != nil {
 		return err
 	}
+	clock.End("memory")
 	var err error
 	if m.inputs, err = run.NewInputs(x, p, m.config.read); err != nil {
 		return err
@@ -258,9 +277,11 @@ func (m *Machine) load() error {
 			}
 		}
 	}
-	if err := m.inputs.SendConstants(); err != nil {
+	clock.End("inputs and layers")
+	if err := m.inputs.SendConstants(m.kept); err != nil {
 		return err
 	}
+	clock.End("parameters")
 	if p.Scale != nil {
 		if err := setLossScale(m, LossScale{Scale: firstLossScale}); err != nil {
 			return err

@@ -67,11 +67,12 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			"them with gorgonia.Grad")
 	}
 	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Memory: &m.memory,
-		Chooser: m.chooser, Activation: m.options.Activation}, rules, all, maxNorm,
+		Chooser: m.chooser, Activation: m.options.Activation, Kept: m.kept}, rules, all, maxNorm,
 		m.config.ranks)
 	if err != nil {
 		return err
 	}
+	m.config.kept = nil // a later optimiser remembers what it does
 	if m.optimizer = x; x.Shared() {
 		m.runner.Beside = x
 	}

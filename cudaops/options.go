@@ -36,6 +36,7 @@ type machineConfig struct {
 	kernels func(gpu.Context) (run.Launcher, error)
 
 	ranks *update.Ranks // that make updates together; nil for the only one
+	kept  *heritage     // of a machine before; nil for none
 
 	tuning    tune.Mode
 	rules     wayrule.Rules

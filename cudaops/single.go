@@ -32,11 +32,6 @@ type singleOperand struct {
 	shape tensor.Shape
 }
 
-// sharedKernels are kernels that their user does not close.
-type sharedKernels struct{ run.Launcher }
-
-func (sharedKernels) Close() error { return nil }
-
 func newSingleOps(d *Device, launcher func(gpu.Context) (run.Launcher, error)) (_ *singleOps,
 	err error) {
 	s := &singleOps{device: d, launcher: launcher}
@@ -90,7 +85,7 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	}
 	m, err := NewMachine(s.device, g, func(c *machineConfig) error {
 		c.single = s
-		c.kernels = func(gpu.Context) (run.Launcher, error) { return sharedKernels{s.shared}, nil }
+		c.kernels = func(gpu.Context) (run.Launcher, error) { return shared{s.shared}, nil }
 		return nil
 	})
 	if err != nil {

@@ -201,7 +201,7 @@ func (m *Machine) Download() (err error) {
 
 // downloadState copies back what the optimiser remembers.
 func downloadState(m *Machine) error {
-	if x := m.optimizer; x == nil || x.Steps == 0 || x.Shared() {
+	if x := m.optimizer; x == nil || !x.Newer() || x.Shared() {
 		return nil
 	}
 	return stateOf(m, func(p *update.Param, i int) (any, error) {
@@ -216,7 +216,7 @@ func gatherState(m *Machine) error {
 	if x == nil || !x.Shared() {
 		return errors.New("the machine has no optimiser of several ranks: WithRanks makes one")
 	}
-	if x.Steps == 0 {
+	if !x.Newer() {
 		return nil
 	}
 	return stateOf(m, func(p *update.Param, i int) (any, error) {
@@ -236,7 +236,7 @@ func ownState(m *Machine) ([]optim.Part, error) {
 			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})
 		}
 	}
-	if x.Steps == 0 {
+	if !x.Newer() {
 		return parts, nil
 	}
 	return parts, stateOf(m, func(p *update.Param, i int) (any, error) {
@@ -254,9 +254,12 @@ func stateOf(m *Machine, fetch func(p *update.Param, moment int) (any, error)) e
 	x := m.optimizer
 	var state []optim.Tensor
 	for _, p := range x.Params {
-		name := p.Input.Node.Name()
+		name, step := p.Input.Node.Name(), p.Step+int64(x.Steps)
+		if step == 0 {
+			continue // nothing to remember yet
+		}
 		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1},
-			Data: []int64{p.Step + int64(x.Steps)}})
+			Data: []int64{step}})
 		for i, moment := range p.Names() {
 			data, err := fetch(p, i)
 			if err != nil {
@@ -272,4 +275,114 @@ func stateOf(m *Machine, fetch func(p *update.Param, moment int) (any, error)) e
 		return fmt.Errorf("%w: %w", ErrNonFinite, err)
 	}
 	return nil
+}
+
+// Kept is device memory that a machine has left: its parameters and what its optimiser remembered of
+// them. Machines made [WithKept] go on with it. The device must stay open until it is closed.
+type Kept struct {
+	memory *run.Kept
+	device *Device
+}
+
+// CloseKept is Close but for the parameters and what the optimiser remembers of them, which stay on
+// the device. It is for a machine with an optimiser, of a single GPU, whose parameters lie in memory
+// of its own, which no other machine uses: else it changes nothing, and the error says why. After
+// another error everything has been given back.
+func (m *Machine) CloseKept() (_ *Kept, err error) {
+	defer in("CloseKept", &err)
+	if err = made(m); err != nil {
+		return
+	}
+	if err := m.CanKeep(); err != nil {
+		return nil, err
+	}
+	for _, p := range m.optimizer.Params {
+		if m.inputs.Shared(p.Input) {
+			return nil, fmt.Errorf("another machine uses %s (WithParamsOf): close it before",
+				graph.Describe(p.Input.Node))
+		}
+	}
+	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
+		return nil, err
+	}
+	k := run.NewKept(m.device.ctx)
+	m.optimizer.Leave(k, &m.memory)
+	if err := m.Close(); err != nil {
+		return nil, run.Joined(err, k.Close())
+	}
+	return &Kept{k, m.device}, nil
+}
+
+// CanKeep returns an error for a machine that [Machine.CloseKept] is not for.
+func (m *Machine) CanKeep() error {
+	if err := made(m); err != nil {
+		return err
+	}
+	if err := m.runner.State.Open(); err != nil {
+		return err
+	}
+	switch x := m.optimizer; {
+	case x == nil:
+		return errNoOptimizer
+	case x.Shared():
+		return errors.New("the parameters are divided among ranks")
+	}
+	for _, p := range m.optimizer.Params {
+		if !m.memory.Owns(p.Input.Array.Base) {
+			return fmt.Errorf("%s lies in memory of its user's", graph.Describe(p.Input.Node))
+		}
+	}
+	return nil
+}
+
+// Close gives back what no machine has taken over. What was taken is its machine's then.
+func (k *Kept) Close() error {
+	if k == nil || k.memory == nil {
+		return nil
+	}
+	if err := k.memory.Close(); err != nil {
+		return fmt.Errorf("cudaops.Kept.Close: %w", err)
+	}
+	return nil
+}
+
+// heritage is what a machine takes over.
+type heritage struct {
+	*Kept
+	from map[string]string
+}
+
+func (h *heritage) memory() *run.Kept {
+	if h == nil {
+		return nil
+	}
+	return h.Kept.memory
+}
+
+// WithKept has parameters begin with the values, and with what an optimiser remembers, of parameters
+// of a machine that was closed by [Machine.CloseKept]: from has the name there for the name here.
+// Where a value is wanted once its memory is taken over, else it is copied on the device. All other
+// parameters begin with the values of their nodes, and what the optimiser that comes first remembers
+// of them. A machine that is closed before k returns what it has taken to k, as it is then.
+func WithKept(k *Kept, from map[string]string) MachineOption {
+	return func(c *machineConfig) error {
+		if k == nil || k.memory == nil {
+			return errors.New("WithKept: there is nothing that was kept")
+		}
+		c.kept = &heritage{k, from}
+		return nil
+	}
+}
+
+// kept returns what an input begins with, nil if that is its node's value.
+func (m *Machine) kept(in *program.Input) *run.KeptParam {
+	h := m.config.kept
+	if h == nil || in.Part != nil || in.Frozen || !slices.Contains(m.config.Params, in.Node) {
+		return nil
+	}
+	k := h.memory().Param(h.from[in.Node.Name()])
+	if k == nil || k.Len != in.Array.Len() {
+		return nil
+	}
+	return k
 }

@@ -133,6 +133,10 @@ type (
 	// Stepper is an engine that makes the last batch's gradients and the update in one:
 	// [engine.Stepper].
 	Stepper = engine.Stepper
+	// Keeper is an engine that leaves its parameters to the next one: [engine.Keeper].
+	Keeper = engine.Keeper
+	// Kept is what it has left: [engine.Kept].
+	Kept = engine.Kept
 	// LossScale is a loss scale, and how it fared: [engine.LossScale].
 	LossScale = engine.LossScale
 	// Profiler is an engine that times its ops while it trains: [engine.Profiler].

@@ -103,7 +103,7 @@ func (t *Trainer) replant() error {
 // obeySeeds does what seeds ask for.
 func (t *Trainer) obeySeeds(p planting) error {
 	began := time.Now()
-	now, err := t.now()
+	now, err := t.needed(p)
 	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {
 		return err
 	}
@@ -149,6 +149,29 @@ func (t *Trainer) obeySeeds(p planting) error {
 		t.tellReshaped(what, time.Since(began), nil)
 	}
 	return nil
+}
+
+// needed returns the model as it is, on the host what is needed there: all of it before a graft and
+// for who listens to it, and else what is merged.
+func (t *Trainer) needed(p planting) (become.Model, error) {
+	c := t.Model.Config
+	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
+		return t.now()
+	}
+	var prefixes, names []string
+	for _, at := range p.merge {
+		where := t.siteOf(at)
+		if where == blueprints.Weight {
+			prefixes = append(prefixes, c.WeightName(c.Weights[at.Seed]))
+		}
+		prefixes = append(prefixes, arch.SeedPrefix(where, at.Seed))
+	}
+	for _, q := range t.Model.Params {
+		if slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(q.Name, p) }) {
+			names = append(names, q.Name)
+		}
+	}
+	return t.part(names...)
 }
 
 // siteOf is that of a seed's lattice.

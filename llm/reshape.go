@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"maps"
 	"slices"
 	"time"
 
@@ -12,6 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/memory"
+	"github.com/kasmina-go/kasmina/internal/phases"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
@@ -194,8 +197,34 @@ func (t *Trainer) now() (m become.Model, err error) {
 	if err := t.gatherState(); err != nil {
 		return m, err
 	}
-	return become.Model{Config: t.Model.Config, Params: t.Model.Params,
-		Moments: t.Optimizer.State()}, err
+	m = become.Model{Config: t.Model.Config, Params: t.Model.Params, Moments: t.Optimizer.State()}
+	return t.there(m), err
+}
+
+// there notes that a model is what the engine has, where that can leave it to the next one.
+func (t *Trainer) there(m become.Model) become.Model {
+	if k, ok := t.engine.(Keeper); ok && k.CanKeep() {
+		m.From, m.Here = map[string]string{}, map[string]bool{}
+		for _, p := range m.Params {
+			if m.Config.Learns(p.Name) {
+				m.From[p.Name] = p.Name
+			}
+		}
+	}
+	return m
+}
+
+// part returns the model as it is, on the host the named parameters alone where the engine can leave
+// the others to the next one.
+func (t *Trainer) part(names ...string) (become.Model, error) {
+	m := t.there(become.Model{Config: t.Model.Config, Params: t.Model.Params})
+	if m.From == nil {
+		return t.now()
+	}
+	if len(names) == 0 {
+		return m, nil
+	}
+	return m, model.Pull(t.Model, names...)
 }
 
 // graft gives the model the blocks of a seed's blueprint. When that cannot be, as for want of
@@ -320,45 +349,91 @@ func (t *Trainer) canReshape(next Config) error {
 // change makes the model, which is as now returned it, another one, and makes the trainer an engine
 // for that. On an error all is as before, unless it is engine.ErrNone.
 func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
-	m, o, oldScale := t.Model, t.Optimizer, t.lossScale()
-	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
-	put := func(g become.Model, scale *LossScale) error {
-		model.Become(m, g.Config, g.Params)
-		if err := o.Declare(valueGrads(g.Config, g.Params)); err != nil {
-			return err
-		}
-		if err := o.SetState(g.Moments); err != nil {
-			return err
-		}
-		return t.replaceEngine(scale)
-	}
-	closed := t.engine.Close() // before the next one takes memory
-	err := errors.Join(closed, put(next, scale))
-	if err == nil {
-		return nil
-	}
-	if again := put(old, oldScale); again != nil {
+	clock, oldScale := phases.Start(), t.lossScale()
+	make, end, err := t.leave(old)
+	if err != nil {
 		t.engine = engine.None{}
-		return fmt.Errorf("%w: %w; and the one before: %w", engine.ErrNone, err, again)
+		return fmt.Errorf("%w: %w", engine.ErrNone, err)
 	}
+	clock.End("leaving the engine")
+	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
+	put := func(m become.Model, scale *LossScale) error {
+		model.Become(t.Model, m.Config, m.Params)
+		if err := t.Optimizer.Declare(valueGrads(m.Config, m.Params)); err != nil {
+			return err
+		}
+		if err := t.Optimizer.SetState(m.MomentsHere()); err != nil {
+			return err
+		}
+		clock.End("the optimiser")
+		return t.replaceEngine(func() (Engine, error) { return make(m) }, scale)
+	}
+	if err = put(next, scale); err != nil {
+		if again := put(old, oldScale); again != nil {
+			t.engine = engine.None{}
+			err = fmt.Errorf("%w: %w; and the one before: %w", engine.ErrNone, err, again)
+		}
+	}
+	clock.End("the next engine")
+	if left := end(); left != nil {
+		return errors.Join(err, fmt.Errorf("%w: %w", engine.ErrNone, left))
+	}
+	clock.End("what is left")
+	slog.Debug("llm: the model has another engine", "in", clock)
 	return err
 }
 
-// replaceEngine makes an engine for the model as it is.
-func (t *Trainer) replaceEngine(scale *LossScale) error {
+// leave closes the engine, before the next one takes memory. It returns what makes that for a model,
+// and what is to be called in the end.
+func (t *Trainer) leave(old become.Model) (make func(become.Model) (Engine, error), end func() error,
+	err error) {
+	if old.From == nil {
+		closed := t.engine.Close()
+		return func(become.Model) (Engine, error) {
+			if err := closed; err != nil {
+				closed = nil
+				return nil, err
+			}
+			return t.newEngine()
+		}, func() error { return nil }, nil
+	}
+	kept, err := t.engine.(Keeper).Keep()
+	if err != nil {
+		return nil, nil, err
+	}
+	return func(m become.Model) (Engine, error) {
+		e, err := kept.Engine(m.From)
+		if err != nil || len(m.Here) == 0 {
+			return e, err
+		}
+		if err := e.Push(slices.Collect(maps.Keys(m.Here))...); err != nil {
+			return nil, errors.Join(err, e.Close())
+		}
+		return e, nil
+	}, kept.Close, nil
+}
+
+// newEngine makes an engine for the model as it is on the host.
+func (t *Trainer) newEngine() (Engine, error) {
 	build := t.Config.Engine
 	if build == nil {
 		build = CPUEngine()
 	}
+	e, err := build(t.Model, t.Optimizer, t.Config)
+	if err == nil && isNil(e) {
+		err = errors.New("llm: TrainConfig.Engine has returned neither an engine nor an error")
+	}
+	return e, err
+}
+
+// replaceEngine makes an engine for the model as it is.
+func (t *Trainer) replaceEngine(make func() (Engine, error), scale *LossScale) error {
 	held := model.HolderOf(t.Model)
 	model.Hold(t.Model, nil) // parameters are the host's until there is an engine
-	e, err := build(t.Model, t.Optimizer, t.Config)
+	e, err := make()
 	model.Hold(t.Model, held)
-	switch {
-	case err != nil:
+	if err != nil {
 		return err
-	case isNil(e):
-		return errors.New("TrainConfig.Engine has returned neither an engine nor an error")
 	}
 	t.engine, t.learning = e, nil
 	t.note(func(e *Event) {

@@ -280,7 +280,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 	if _, lost := t.engine.(engine.None); !other && !lost {
 		t.apart = t.engine.Push()
 	} else {
-		t.apart = errors.Join(t.engine.Close(), t.replaceEngine(run.LossScale))
+		t.apart = errors.Join(t.engine.Close(), t.replaceEngine(t.newEngine, run.LossScale))
 	}
 	if t.apart != nil {
 		return t.usable()

@@ -185,20 +185,13 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
-	if c.Engine == nil {
-		c.Engine = CPUEngine()
-	}
 	defer model.Take(m)()
 	if err := model.Pull(m); err != nil { // from the trainer that has the model
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
 	var err error
-	if t.engine, err = c.Engine(m, o, c); err != nil {
+	if t.engine, err = t.newEngine(); err != nil {
 		return nil, err
-	}
-	if isNil(t.engine) {
-		return nil, errors.New("llm: NewTrainer: TrainConfig.Engine has returned neither an " +
-			"engine nor an error")
 	}
 	model.Hold(m, holder{t})
 	model.Join(m)

@@ -93,6 +93,26 @@ type Stepper interface {
 	Step(b data.Batch) (loss, norm float64, err error)
 }
 
+// Keeper is an engine that can be closed such that the next one, of the same model as it has become
+// meanwhile, goes on with the parameters where they are.
+type Keeper interface {
+	Engine
+	CanKeep() bool
+	// Keep is Close but for the parameters and what is remembered of them.
+	Keep() (Kept, error)
+}
+
+// Kept is what an engine has left.
+type Kept interface {
+	// Engine makes one like it for the model as it is. From has the parameters whose values, and
+	// what is remembered of them, are those of before: the name of before for the name of now. Of
+	// these nothing is read on the host, and [Engine.Pull] brings them there. All others are as on
+	// the host. After an error what was kept still is.
+	Engine(from map[string]string) (Engine, error)
+	// Close gives back what no engine has taken over.
+	Close() error
+}
+
 // LossScale is a loss scale, and how it fared.
 type LossScale struct {
 	Scale   float64 `json:"scale"`

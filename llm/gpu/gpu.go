@@ -31,15 +31,13 @@ func Engine(device *cudaops.Device, precision cudaops.Precision,
 	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 	error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
-		e, err := newEngine("cuda "+precision.String(), device,
-			append(slices.Clip(opts), cudaops.WithPrecision(precision)), m, o, c)
-		if err != nil {
-			return nil, fmt.Errorf("llm/gpu: %w", err)
+		b := builder{name: "cuda " + precision.String(), device: device,
+			opts:  append(slices.Clip(opts), cudaops.WithPrecision(precision)),
+			model: m, optimizer: o, config: c, scales: precision == cudaops.Float16}
+		if c.Accumulate > 1 {
+			b.training = append(b.training, cudaops.WithAccumulation())
 		}
-		if precision == cudaops.Float16 {
-			return scaler{e}, nil
-		}
-		return e, nil
+		return b.engine()
 	}
 }
 
@@ -51,7 +49,8 @@ type engine struct {
 	limit         float64
 	graph         *llm.Graph
 	machine       *cudaops.Machine
-	changed       bool // the device is ahead of the host
+	changed       bool    // the device is ahead of the host
+	builder       builder // that made it
 }
 
 // scaler is an engine that computes with float16, an llm.Scaler.
@@ -72,26 +71,26 @@ type builder struct {
 	model          *llm.Model
 	optimizer      optim.Optimizer
 	config         llm.TrainConfig
+	scales         bool // the loss
 }
 
-func newEngine(name string, device *cudaops.Device, opts []cudaops.MachineOption, m *llm.Model,
-	o optim.Optimizer, c llm.TrainConfig) (*engine, error) {
-	b := builder{name: name, device: device, opts: opts, model: m, optimizer: o, config: c}
-	if c.Accumulate > 1 {
-		b.training = append(b.training, cudaops.WithAccumulation())
-	}
-	e, err := b.compile()
+// engine makes one, whose machine has more options.
+func (b builder) engine(more ...cudaops.MachineOption) (llm.Engine, error) {
+	e, err := b.compile(more...)
 	if err == nil {
 		err = e.optimize()
 	}
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("llm/gpu: %w", err)
+	}
+	if b.scales {
+		return scaler{e}, nil
 	}
 	return e, nil
 }
 
 // compile makes an engine without an optimiser.
-func (b builder) compile() (*engine, error) {
+func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	if b.model.Dtype() != tensor.Float32 {
 		return nil, fmt.Errorf("the model is of %v, want float32", b.model.Dtype())
 	}
@@ -109,7 +108,8 @@ func (b builder) compile() (*engine, error) {
 	if frozen := g.Frozen(); len(frozen) > 0 {
 		own = append(own, cudaops.WithFrozen(nil, frozen...))
 	}
-	machine, err := cudaops.NewMachine(b.device, g.G, append(own, b.training...)...)
+	own = append(append(own, b.training...), more...)
+	machine, err := cudaops.NewMachine(b.device, g.G, own...)
 	if err != nil {
 		return nil, err
 	}
@@ -117,11 +117,12 @@ func (b builder) compile() (*engine, error) {
 		return cudaops.NewMachine(b.device, g.G, append(slices.Clip(b.opts),
 			cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)
 	}
+	name := b.name
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
-		b.name += ", gradients " + p.String()
+		name += ", gradients " + p.String()
 	}
-	return &engine{b.name, llm.Inference{Model: b.model, Make: beside}, b.optimizer, b.config.Clip,
-		g, machine, false}, nil
+	return &engine{name, llm.Inference{Model: b.model, Make: beside}, b.optimizer, b.config.Clip,
+		g, machine, false, b}, nil
 }
 
 // optimize puts the optimiser on the device. After an error the engine is closed.
@@ -293,6 +294,39 @@ func (e *engine) Forget(param string, from, to int) error {
 
 func (e *engine) Close() error {
 	return errors.Join(e.Inference.Close(), e.machine.Close())
+}
+
+// CanKeep is that of [llm.Keeper].
+func (e *engine) CanKeep() bool { return e.machine.CanKeep() == nil }
+
+// Keep is that of [llm.Keeper].
+func (e *engine) Keep() (llm.Kept, error) {
+	if err := e.Inference.Close(); err != nil {
+		return nil, err
+	}
+	k, err := e.machine.CloseKept()
+	if err != nil {
+		return nil, err
+	}
+	return kept{k, e.builder}, nil
+}
+
+// kept is an llm.Kept.
+type kept struct {
+	*cudaops.Kept
+	builder builder
+}
+
+// Engine is that of [llm.Kept].
+func (k kept) Engine(from map[string]string) (llm.Engine, error) {
+	e, err := k.builder.engine(cudaops.WithKept(k.Kept, from))
+	switch e := e.(type) {
+	case *engine:
+		e.changed = true
+	case scaler:
+		e.changed = true
+	}
+	return e, err
 }
 
 func finite(v gorgonia.Value) bool {

@@ -2,7 +2,9 @@ package gpu_test
 
 import (
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -55,7 +57,7 @@ func siteModel() llm.Config {
 
 // siteTrainer trains it, or another one, on the device, or on the CPU where that is nil.
 func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c llm.Config, steps,
-	batch int) *llm.Trainer {
+	batch int, keeps ...bool) *llm.Trainer {
 	t.Helper()
 	m := must[*llm.Model](t)(llm.NewModel(c, tensor.Float32, 3, state.WithoutGates()))
 	loader := must[*data.Loader](t)(data.NewLoader(newRandomTokens(1<<16, c.Vocab),
@@ -66,6 +68,15 @@ func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c ll
 		Schedule: optim.Constant(1e-3)}
 	if device != nil {
 		config.Engine = gpu.Engine(device, p)
+	}
+	if make := config.Engine; len(keeps) > 0 && !keeps[0] {
+		config.Engine = func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+			e, err := make(m, o, c)
+			if err != nil {
+				return nil, err
+			}
+			return byHost{e.(llm.Stepper)}, nil
+		}
 	}
 	tr := must[*llm.Trainer](t)(llm.NewTrainer(m, loader, o, config))
 	t.Cleanup(func() { require.NoError(t, tr.Close()) })
@@ -80,14 +91,18 @@ func toStage(m *llm.Model, layer int, seeds []int, size int, to state.Stage) err
 		if to == state.Training {
 			c.Action = state.Germinate
 			c.Request = state.GerminationRequest{Kind: blueprints.LoRA, Size: size}
-			if m.Kasmina.Lattice(layer).Site() == blueprints.Stream {
+			switch m.Kasmina.Lattice(layer).Site() {
+			case blueprints.Stream:
 				c.Request.Kind = []blueprints.Kind{blueprints.Attention,
 					blueprints.Perceptron}[seed%2]
+			case blueprints.Depth:
+				c.Request.Kind = blueprints.Stack
 			}
 			all = append(all, c)
 		}
 		c.Action, c.To = state.Move, to
-		if all = append(all, c); to == state.Grafting {
+		all = append(all, c)
+		if to == state.Grafting && m.Kasmina.Lattice(layer).Site() != blueprints.Depth {
 			c.Action, c.Alpha = state.SetAlpha, 0.3
 			all = append(all, c)
 		}
@@ -241,3 +256,83 @@ func TestSitesPace(t *testing.T) {
 }
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+// byHost is an engine whose parameters travel by the host when another one follows.
+type byHost struct{ llm.Stepper }
+
+// TestSwapPace tells how long it takes until a model of 124 million parameters goes on as another
+// one, and where that time goes, with parameters that stay on the device and with such that travel
+// by the host. What a swap takes is told by the steps too: the three behind it, beyond three others.
+func TestSwapPace(t *testing.T) {
+	device := open(t)
+	if testing.Short() {
+		t.Skip("takes minutes")
+	}
+	before := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stdout, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	defer slog.SetDefault(before)
+	c := llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024}.Default()
+	deep, weights, stream := c, c, c
+	deep.Layers, deep.Depth = 3, 1
+	weights.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
+	stream.Streams = []int{5}
+	begin := []state.Stage{state.Training, state.Grafting}
+	last := []state.Stage{state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized}
+	for round := range 3 { // in the first ways are timed
+		for _, keeps := range []bool{true, false} {
+			if round == 0 && !keeps {
+				continue
+			}
+			how := map[bool]string{true: "kept", false: "by the host"}[keeps]
+			swapPace(t, device, how+", depth", deep, blueprints.Depth, keeps,
+				map[int][]state.Stage{8: begin, 16: {state.RolledBack}})
+			swapPace(t, device, how+", 84 weights", weights, blueprints.Weight, keeps,
+				map[int][]state.Stage{8: begin[:1], 16: begin[1:], 24: last})
+			swapPace(t, device, how+", stream", stream, blueprints.Stream, keeps,
+				map[int][]state.Stage{8: begin[:1], 16: begin[1:], 24: last})
+		}
+	}
+}
+
+// swapPace runs a model whose seeds of a site go through stages behind some steps, 8 apart.
+func swapPace(t *testing.T, device *cudaops.Device, name string, c llm.Config, site blueprints.Site,
+	keeps bool, stages map[int][]state.Stage) {
+	t.Helper()
+	tr := siteTrainer(t, device, cudaops.BFloat16, c, 33, 16, keeps)
+	layer, seeds := tr.Model.LayerAt(site), []int{}
+	for i := range c.Seeded(site) {
+		seeds = append(seeds, i)
+	}
+	size := map[blueprints.Site]int{blueprints.Weight: 16, blueprints.Stream: 12,
+		blueprints.Depth: 4}[site]
+	var took []time.Duration
+	last := time.Now()
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.Reshaped {
+			fmt.Printf("swap: %s: %s\n", name, e.Text)
+		}
+		if e.Kind != llm.StepEnd {
+			return nil
+		}
+		took = append(took, time.Since(last))
+		last = time.Now()
+		for _, stage := range stages[e.Step] {
+			if err := toStage(tr.Model, layer, seeds, size, stage); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+	require.Len(t, took, 33)
+	for _, at := range []int{8, 16, 24} {
+		timed := slices.Sorted(slices.Values(took[at+3 : at+8]))
+		var behind time.Duration
+		for _, d := range took[at : at+3] {
+			behind += d
+		}
+		fmt.Printf("swap: %s: behind step %d %.0f ms beyond three steps of %.1f ms\n", name, at,
+			ms(behind-3*timed[2]), ms(timed[2]))
+	}
+	require.NoError(t, tr.Close())
+}

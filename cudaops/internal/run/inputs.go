@@ -80,15 +80,34 @@ func (s *Inputs) Share(in *program.Input, n int) { s.host[in].sharers += n }
 // Shared reports whether another machine uses an input's memory.
 func (s *Inputs) Shared(in *program.Input) bool { return s.host[in].sharers > 0 }
 
-// SendConstants copies the values of constants and parameters to the device.
-func (s *Inputs) SendConstants() error {
-	var all []*program.Input
+// SendConstants copies the values of constants and parameters to the device, but those of
+// parameters that from has: these are copied there, unless they lie in the same place.
+func (s *Inputs) SendConstants(from func(*program.Input) *KeptParam) error {
+	var sent, kept []*program.Input
 	for _, in := range s.All {
-		if in.Constant {
-			all = append(all, in)
+		switch {
+		case from(in) != nil:
+			kept = append(kept, in)
+		case in.Constant:
+			sent = append(sent, in)
 		}
 	}
-	return s.SendSome(all)
+	for _, in := range kept {
+		at := from(in).Value
+		if at != in.Array.Ptr() {
+			if err := s.Ctx.CopyOnDevice(in.Array.Ptr(), at, in.Array.Extent(),
+				s.Stream); err != nil {
+				return err
+			}
+		}
+		if err := s.Refresh(in); err != nil {
+			return err
+		}
+	}
+	if err := s.SendSome(sent); err != nil {
+		return err
+	}
+	return s.Quantize(func(in *program.Input) bool { return slices.Contains(kept, in) })
 }
 
 // SendAll copies the values of all other inputs, ahead of a run.

@@ -11,6 +11,7 @@ import (
 // Memory is what goes back when its user is closed: device memory, pinned memory and events.
 type Memory struct {
 	Ctx    gpu.Context
+	Kept   *Kept           // what some of it may be taken over from; nil for none
 	owned  map[gpu.Ptr]int // bytes of each allocation
 	pinned [][]byte
 	events []gpu.Event
@@ -22,11 +23,15 @@ func (m *Memory) Alloc(bytes int, what string) (gpu.Ptr, error) {
 	if err != nil {
 		return 0, fmt.Errorf("allocating %s for %s: %w", gpu.Size(uint64(bytes)), what, err)
 	}
+	m.own(p, bytes)
+	return p, nil
+}
+
+func (m *Memory) own(p gpu.Ptr, bytes int) {
 	if m.owned == nil {
 		m.owned = map[gpu.Ptr]int{}
 	}
 	m.owned[p] = bytes
-	return p, nil
 }
 
 // Free gives back what Alloc has taken.
@@ -68,6 +73,10 @@ func (m *Memory) Held() (n int) {
 func (m *Memory) Close() error {
 	var errs []error
 	for p := range m.owned {
+		if m.Kept.back(p) {
+			delete(m.owned, p)
+			continue
+		}
 		errs = append(errs, m.Free(p))
 	}
 	for _, b := range m.pinned {
@@ -83,9 +92,11 @@ func (m *Memory) Close() error {
 // Fits returns an error where a program needs more memory than is free.
 func (m *Memory) Fits(p *program.Program) error {
 	need := uint64(p.Arena + p.Resident())
-	if free, _, err := m.Ctx.MemInfo(); err != nil {
+	free, _, err := m.Ctx.MemInfo()
+	if err != nil {
 		return err
-	} else if need > free {
+	}
+	if free += uint64(m.Kept.Held()); need > free {
 		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, "+
 			"%s for a run), and %s are free: %w",
 			gpu.Size(need), gpu.Size(uint64(p.Resident())), gpu.Size(uint64(p.Arena)),
@@ -94,7 +105,7 @@ func (m *Memory) Fits(p *program.Program) error {
 	return nil
 }
 
-// Place takes the memory that a program was planned for.
+// Place takes the memory that a program was planned for, but for resident buffers that have some.
 func (m *Memory) Place(p *program.Program, what string) error {
 	var arena gpu.Ptr
 	var err error
@@ -104,9 +115,13 @@ func (m *Memory) Place(p *program.Program, what string) error {
 		}
 	}
 	for _, b := range p.Buffers {
-		if !b.Resident {
+		switch {
+		case !b.Resident:
 			b.Base = arena.Offset(b.Offset)
-		} else if b.Base, err = m.Alloc(max(1, b.Bytes), "parameters and constants"); err != nil {
+		case b.Base == 0:
+			b.Base, err = m.Alloc(max(1, b.Bytes), "parameters and constants")
+		}
+		if err != nil {
 			return err
 		}
 	}

@@ -5,6 +5,7 @@ package update
 
 import (
 	"bytes"
+	"fmt"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -35,6 +36,8 @@ type Machine struct {
 	Memory     *run.Memory // of the parameters
 	Chooser    *choose.Chooser
 	Activation gpu.DType // what activations are stored as
+	// what a parameter's moments are to begin with, nil where the optimiser knows
+	Kept func(*program.Input) *run.KeptParam
 }
 
 // Param is a parameter and what the optimiser remembers of it, on the device.
@@ -77,6 +80,7 @@ type Optimizer struct {
 	renew      []*program.Call            // copies of parameters that the update does not write
 	share      *share                     // of several ranks; nil for the only one
 	uncaptured bool                       // collectives are enqueued as they are
+	inherited  bool                       // the device knows of moments that the host does not
 }
 
 // Ranks are those that make an update together.
@@ -91,7 +95,8 @@ type Ranks struct {
 // updates this rank's part.
 func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
 	error) {
-	x := &Optimizer{Rules: rules, Params: params, m: m, memory: run.Memory{Ctx: m.Ctx},
+	x := &Optimizer{Rules: rules, Params: params, m: m,
+		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
 		recorded: map[gpu.Ptr]*run.Recording{}}
 	if err := x.prepare(ranks); err != nil {
@@ -194,49 +199,112 @@ func (x *Optimizer) sums() int {
 	return all + 1
 }
 
-// newArray is an array in memory of its own.
-func (x *Optimizer) newArray(t gpu.DType, what string, shape ...int) (*program.Array, error) {
-	a := &program.Array{Buffer: &program.Buffer{Resident: true}, Type: t, Shape: shape}
-	a.Buffer.Bytes = max(1, a.Extent())
+// Newer reports whether the device remembers what the host does not.
+func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.inherited }
+
+// loadState gives the device what the optimiser remembers, or what a machine before has left there.
+func (x *Optimizer) loadState() error {
+	var known map[string]optim.Tensor // asked for when it is needed: it is copied
+	for i, p := range x.Params {
+		if k := x.m.Kept(p.Input); k != nil {
+			if err := x.inherit(p, k); err != nil {
+				return err
+			}
+			continue
+		}
+		if known == nil {
+			known = map[string]optim.Tensor{}
+			for _, t := range x.State() {
+				known[t.Name] = t
+			}
+		}
+		if err := x.remember(i, known); err != nil {
+			return err
+		}
+	}
+	return x.m.Ctx.SyncStream(x.m.Stream)
+}
+
+// newMoment is memory for what is remembered of some elements of a parameter.
+func (x *Optimizer) newMoment(shape ...int) (*program.Array, error) {
+	a := momentAt(0, shape...)
 	var err error
-	a.Base, err = x.memory.Alloc(a.Buffer.Bytes, what)
+	a.Base, err = x.memory.Alloc(a.Buffer.Bytes, "the optimiser's state")
 	return a, err
 }
 
-// loadState copies what the optimiser remembers to the device.
-func (x *Optimizer) loadState() error {
-	ctx, s := x.m.Ctx, x.m.Stream
-	known := map[string]optim.Tensor{}
-	for _, t := range x.State() {
-		known[t.Name] = t
+func momentAt(base gpu.Ptr, shape ...int) *program.Array {
+	a := &program.Array{Buffer: &program.Buffer{Resident: true, Base: base}, Type: gpu.Float32,
+		Shape: shape}
+	a.Buffer.Bytes = max(1, a.Extent())
+	return a
+}
+
+// remember copies what the optimiser remembers of a parameter to the device.
+func (x *Optimizer) remember(i int, known map[string]optim.Tensor) error {
+	ctx, s, p := x.m.Ctx, x.m.Stream, x.Params[i]
+	name, shape := p.Input.Node.Name(), p.Input.Array.Shape
+	from, to := x.Part(i)
+	if x.share != nil {
+		shape = []int{to - from}
 	}
-	for i, p := range x.Params {
-		name := p.Input.Node.Name()
-		from, to := x.Part(i)
-		if t, ok := known[name+".step"]; ok {
-			p.Step = t.Data.([]int64)[0]
+	if t, ok := known[name+".step"]; ok {
+		p.Step = t.Data.([]int64)[0]
+	}
+	for _, moment := range p.Names() {
+		a, err := x.newMoment(shape...)
+		if err != nil {
+			return err
 		}
-		for _, moment := range p.Names() {
-			shape := p.Input.Array.Shape
-			if x.share != nil {
-				shape = []int{to - from}
-			}
-			a, err := x.newArray(gpu.Float32, "the optimiser's state", shape...)
-			if err != nil {
+		p.Moments = append(p.Moments, a)
+		if t, ok := known[name+"."+moment]; ok && from < to {
+			err = ctx.CopyToDevice(a.Ptr(), gpu.Bytes(t.Data.([]float32)[from:to]), s)
+		} else {
+			err = ctx.Memset8(a.Ptr(), 0, a.Buffer.Bytes, s)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// inherit takes over what a machine before remembered of a parameter, or copies it.
+func (x *Optimizer) inherit(p *Param, k *run.KeptParam) error {
+	x.inherited, p.Step = true, k.Step
+	for _, moment := range p.Names() {
+		from, ok := k.Moments[moment]
+		if !ok {
+			return fmt.Errorf("%s has no %s, which another optimiser remembers",
+				p.Input.Node.Name(), moment)
+		}
+		a := momentAt(from, p.Input.Array.Shape...)
+		if !x.memory.Take(from, a.Buffer.Bytes) {
+			var err error
+			if a, err = x.newMoment(p.Input.Array.Shape...); err != nil {
 				return err
 			}
-			p.Moments = append(p.Moments, a)
-			if t, ok := known[name+"."+moment]; ok && from < to {
-				err = ctx.CopyToDevice(a.Ptr(), gpu.Bytes(t.Data.([]float32)[from:to]), s)
-			} else {
-				err = ctx.Memset8(a.Ptr(), 0, a.Buffer.Bytes, s)
-			}
-			if err != nil {
+			if err := x.m.Ctx.CopyOnDevice(a.Ptr(), from, a.Extent(), x.m.Stream); err != nil {
 				return err
 			}
 		}
+		p.Moments = append(p.Moments, a)
 	}
-	return ctx.SyncStream(s)
+	return nil
+}
+
+// Leave hands the parameters, which are in a memory, and their moments to k. The stream is idle.
+func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
+	for _, p := range x.Params {
+		kept := &run.KeptParam{Value: p.Input.Array.Ptr(), Len: p.Input.Array.Len(),
+			Moments: map[string]gpu.Ptr{}, Step: p.Step + int64(x.Steps)}
+		values.Leave(k, kept.Value)
+		for i, moment := range p.Names() {
+			kept.Moments[moment] = p.Moments[i].Ptr()
+			x.memory.Leave(k, p.Moments[i].Ptr())
+		}
+		k.Put(p.Input.Node.Name(), kept)
+	}
 }
 
 // buildTables lays out the parameters for the kernels.

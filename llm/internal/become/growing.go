@@ -6,6 +6,7 @@ package become
 import (
 	"fmt"
 	"hash/fnv"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -24,17 +25,30 @@ type Model struct {
 	Config  arch.Config
 	Params  []graph.Param
 	Moments []optim.Tensor // nobody changes their data
+
+	// From has the parameters that an engine has, with what it remembers of them: their names
+	// there. What is here of these need not be what they are, but for the values of those that are
+	// in Here. It is nil for a model that is here.
+	From map[string]string
+	Here map[string]bool
 }
 
-// Clone returns the model in memory of its own.
+// Clone returns a model that is here, in memory of its own.
 func (m Model) Clone() Model {
-	params := make([]graph.Param, len(m.Params))
-	parallel.Each(len(params), func(i int) {
-		p := m.Params[i]
-		params[i] = graph.Param{Name: p.Name, Value: p.Value.Clone().(*tensor.Dense)}
-	})
-	m.Params = params
+	m.From, m.Here = nil, nil
+	m.Params = m.copies()
 	return m
+}
+
+// copies returns the parameters, those that are here in memory of their own.
+func (m Model) copies() []graph.Param {
+	params := slices.Clone(m.Params)
+	parallel.Each(len(params), func(i int) {
+		if p := &params[i]; !m.elsewhere(p.Name) {
+			p.Value = p.Value.Clone().(*tensor.Dense)
+		}
+	})
+	return params
 }
 
 // param returns the values of a parameter, nil if there is none.
@@ -76,9 +90,13 @@ func (m Model) become(next arch.Config, source func(name string) string,
 	var copies []int
 	for p := range next.Specs() {
 		own, from := graph.Param{Name: p.Name}, source(p.Name)
-		if own.Value = values[from]; own.Value == nil {
+		grown.findAs(p.Name, m, from)
+		switch own.Value = values[from]; {
+		case own.Value == nil:
 			own.Value = graph.NewParam(m.dtype(), p.Shape, fresh(len(grown.Params), p))
-		} else if taken[own.Value] {
+		case taken[own.Value] && grown.elsewhere(p.Name):
+			own.Value = graph.NewParam(m.dtype(), p.Shape, nil)
+		case taken[own.Value]:
 			copies = append(copies, len(grown.Params))
 		}
 		taken[own.Value] = true
@@ -93,6 +111,31 @@ func (m Model) become(next arch.Config, source func(name string) string,
 		p.Value = p.Value.Clone().(*tensor.Dense)
 	})
 	return grown
+}
+
+// findAs notes where a parameter is that is what another model has under a name.
+func (m *Model) findAs(name string, other Model, from string) {
+	at, ok := other.From[from]
+	if !ok {
+		return
+	}
+	if m.From == nil {
+		m.From, m.Here = map[string]string{}, map[string]bool{}
+	}
+	m.From[name] = at
+	if other.Here[from] {
+		m.Here[name] = true
+	}
+}
+
+// elsewhere reports whether an engine has a parameter's values.
+func (m Model) elsewhere(name string) bool { return m.From[name] != "" && !m.Here[name] }
+
+// MomentsHere returns what is remembered of parameters that no engine has.
+func (m Model) MomentsHere() []optim.Tensor {
+	return slices.DeleteFunc(slices.Clone(m.Moments), func(x optim.Tensor) bool {
+		return m.From[x.Name[:strings.LastIndexByte(x.Name, '.')]] != ""
+	})
 }
 
 // same is the source of parameters that keep their names.
@@ -157,6 +200,7 @@ func (m Model) Back(before Model, c arch.Config) Model {
 		if v == nil || !slices.Equal(v.Shape(), p.Shape) {
 			from = p.Name
 			v, kept = now[from], remembered[from]
+			back.findAs(p.Name, m, from)
 		}
 		back.Params = append(back.Params, graph.Param{Name: p.Name, Value: v})
 		for _, x := range kept {
@@ -164,7 +208,8 @@ func (m Model) Back(before Model, c arch.Config) Model {
 			back.Moments = append(back.Moments, x)
 		}
 	}
-	return back.Clone()
+	back.Params = back.copies()
+	return back
 }
 
 // own is the parameters of a blueprint.
@@ -190,10 +235,14 @@ func (m Model) planted(site blueprints.Site, seed int) (o own, err error) {
 	return o, nil
 }
 
-// replace returns the model with other values of a parameter.
+// replace returns the model with other values of a parameter, whose moments stay.
 func (m Model) replace(name string, v *tensor.Dense) Model {
 	m.Params = slices.Clone(m.Params)
 	i := slices.IndexFunc(m.Params, func(p graph.Param) bool { return p.Name == name })
 	m.Params[i].Value = v
+	if m.From != nil {
+		m.Here = maps.Clone(m.Here)
+		m.Here[name] = true
+	}
 	return m
 }
