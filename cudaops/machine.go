@@ -92,7 +92,8 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		return nil, errors.New("WithParamsOf: the other machine is on another device")
 	}
 	clock := phases.Start()
-	m := &Machine{device: d, config: config, memory: run.Memory{Ctx: d.ctx, Kept: config.kept.memory()},
+	m := &Machine{device: d, config: config,
+		memory:   run.Memory{Ctx: d.ctx, Kept: config.kept.memory()},
 		warnings: warnings{config.logger, map[string]bool{}}}
 	m.runner = &run.Runner{Executor: &run.Executor{Ctx: d.ctx, Stream: config.stream},
 		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}

@@ -34,7 +34,8 @@ func (numbers) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// growing trains a model that grows at all sites, and of which some is taken back, on a fake device.
+// growing trains a model that grows at all sites, and of which some is taken back, on a fake
+// device.
 // It returns all that there is of the run. Engines that keep take over what is on the device.
 func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) {
 	t.Helper()
@@ -51,7 +52,8 @@ func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) 
 	config.Engine = engine.Engine(device, cudaops.Float32, fakes)
 	if !keeps {
 		plain := config.Engine
-		config.Engine = func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+		config.Engine = func(m *llm.Model, o optim.Optimizer,
+			c llm.TrainConfig) (llm.Engine, error) {
 			e, err := plain(m, o, c)
 			return waiting{e}, err
 		}

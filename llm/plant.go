@@ -167,7 +167,9 @@ func (t *Trainer) needed(p planting) (become.Model, error) {
 		prefixes = append(prefixes, arch.SeedPrefix(where, at.Seed))
 	}
 	for _, q := range t.Model.Params {
-		if slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(q.Name, p) }) {
+		if slices.ContainsFunc(prefixes, func(prefix string) bool {
+			return strings.HasPrefix(q.Name, prefix)
+		}) {
 			names = append(names, q.Name)
 		}
 	}

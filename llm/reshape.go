@@ -385,8 +385,8 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 
 // leave closes the engine, before the next one takes memory. It returns what makes that for a model,
 // and what is to be called in the end.
-func (t *Trainer) leave(old become.Model) (make func(become.Model) (Engine, error), end func() error,
-	err error) {
+func (t *Trainer) leave(old become.Model) (make func(become.Model) (Engine, error),
+	end func() error, err error) {
 	if old.From == nil {
 		closed := t.engine.Close()
 		return func(become.Model) (Engine, error) {

@@ -70,7 +70,8 @@ func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c ll
 		config.Engine = gpu.Engine(device, p)
 	}
 	if make := config.Engine; len(keeps) > 0 && !keeps[0] {
-		config.Engine = func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+		config.Engine = func(m *llm.Model, o optim.Optimizer,
+			c llm.TrainConfig) (llm.Engine, error) {
 			e, err := make(m, o, c)
 			if err != nil {
 				return nil, err
@@ -269,7 +270,8 @@ func TestSwapPace(t *testing.T) {
 		t.Skip("takes minutes")
 	}
 	before := slog.Default()
-	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stdout, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stdout,
+		&slog.HandlerOptions{Level: slog.LevelDebug})))
 	defer slog.SetDefault(before)
 	c := llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024}.Default()
 	deep, weights, stream := c, c, c
