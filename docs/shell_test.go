@@ -38,7 +38,9 @@ var build = sync.OnceValues(func() (*programs, error) {
 		return p, err
 	}
 	all := strings.Fields(out)
-	if _, err := command("go", append([]string{"build", "-o", folder}, all...)...); err != nil {
+	// without tables for debuggers, which take as long to link as the rest
+	_, err = command("go", append([]string{"build", "-ldflags=-s -w", "-o", folder}, all...)...)
+	if err != nil {
 		return p, err
 	}
 	for _, importPath := range all {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -280,11 +281,21 @@ func (b *builder) differentiate(g *Graph) error {
 	if len(g.Learning) == 0 {
 		return nil // of a frozen model in which nothing is planted yet
 	}
+	hashOnes()
 	if _, err := gorgonia.Grad(cost, g.Learning...); err != nil || b.wanted != nil {
 		return err
 	}
 	return b.measure()
 }
+
+// hashOnes has Gorgonia hash the ones that all its graphs share. It does so when a graph first takes
+// one in, and goroutines that differentiate graphs of their own would race for it.
+var hashOnes = sync.OnceFunc(func() {
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		x := gorgonia.NewScalar(gorgonia.NewGraph(), dt)
+		_, _ = gorgonia.Grad(gorgonia.Must(gorgonia.Square(x)), x)
+	}
+})
 
 // number is a constant of the parameters' type.
 func (b *builder) number(x float64) *gorgonia.Node {

@@ -196,8 +196,12 @@ func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 	return c.fill(Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n},
 		gpu.Stats{Memsets: 1}, []gpu.Ptr{dst},
 		func(m [][]byte) {
-			for i := range m[0] {
-				m[0][i] = v
+			if len(m[0]) == 0 {
+				return
+			}
+			m[0][0] = v
+			for n := 1; n < len(m[0]); n *= 2 { // choices clear caches by many bytes
+				copy(m[0][n:], m[0][:n])
 			}
 		})
 }
