@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -439,6 +440,26 @@ func TestTuning(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "off")
 	if r := tuneProduct(t, path, slowFirst, "Another GPU", full); r.way != 0 || r.timings != 0 {
 		t.Errorf("with KASMINA_TUNE=off: way %d, %d timings", r.way, r.timings)
+	}
+}
+
+// TestTuningUnderLoad wants the way that is the fastest in a long computation, of those that are
+// nearly so in a short one.
+func TestTuningUnderLoad(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "cached")
+	const unit = 10 * time.Microsecond
+	for i, c := range []struct {
+		ways [3]fake.Way
+		want int
+	}{
+		{[3]fake.Way{{Took: 100 * unit, Loaded: 130 * unit}, {Took: 104 * unit, Loaded: 120 * unit},
+			{Took: 200 * unit, Loaded: 90 * unit}}, 1},
+		{[3]fake.Way{{Took: 100 * unit, Loaded: 110 * unit}, {Took: 104 * unit, Loaded: 120 * unit},
+			{Took: 105 * unit, Loaded: 130 * unit}}, 0},
+	} {
+		path := filepath.Join(t.TempDir(), "tune.json")
+		require.Equal(t, c.want, tuneProduct(t, path, c.ways, "Some GPU").way, i)
+		require.Zero(t, tuneProduct(t, path, c.ways, "Some GPU").timings, i)
 	}
 }
 

@@ -137,7 +137,7 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 	g := program.WaysOf(c, program.Whole(c.Params), tuned, ways)
 	g.Plain = len(ways) - 1
 	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...),
-		computes: tuned.Computes()})
+		computes: tuned.Tuning().Computes})
 	if err != nil {
 		return err
 	}
@@ -253,6 +253,9 @@ func (t *Chooser) note(key string, c optime.Choice) (choice int) {
 // timed returns the fastest of some ways: as it is stored, or timed and stored.
 func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s", t.Device.Name, t.Version, j.build, j.Op, j.Shape)
+	if j.computes {
+		key += ", under load"
+	}
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)
 	}

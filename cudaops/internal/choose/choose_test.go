@@ -3,6 +3,7 @@ package choose
 import (
 	"math"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -10,6 +11,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/optime"
@@ -146,7 +151,8 @@ func TestTinyJob(t *testing.T) {
 
 // TestFirstWayAdvance wants another way only where it saves more than tuneGain.
 func TestFirstWayAdvance(t *testing.T) {
-	x := &timer{Chooser: &Chooser{}, j: job{computes: true}}
+	x := &timer{Chooser: &Chooser{}, j: job{computes: true},
+		loaded: make([]time.Duration, 2)}
 	for _, c := range []struct {
 		other time.Duration
 		wins  bool
@@ -225,4 +231,20 @@ func TestDistance(t *testing.T) {
 	require.True(t, math.IsNaN(distance([]float32{nan}, []float32{nan})), "nothing is written")
 	require.Zero(t, distance([]float32{0, 0}, []float32{0, 0}))
 	require.True(t, math.IsInf(distance([]float32{1}, []float32{0}), 1))
+}
+
+// TestTunedNames wants the ops whose ways are chosen to have the names by which docs/ways.md lists
+// them: rules go by these.
+func TestTunedNames(t *testing.T) {
+	page, err := os.ReadFile("../../../docs/ways.md")
+	require.NoError(t, err)
+	seen := map[string]bool{}
+	for _, launch := range []kernel.Tuned{attention.Forward{}, attention.Backward{},
+		normkernel.RMSNorm{}, normkernel.RMSNormBackward{}, gemm.SiLUProduct{},
+		gemm.SiLUProductBackward{}, gemm.RoPEProduct{}, gemm.LinearCrossEntropy{}} {
+		name := launch.Tuning().Op
+		require.Contains(t, string(page), "`"+name+"`")
+		require.False(t, seen[name], name)
+		seen[name] = true
+	}
 }

@@ -27,6 +27,14 @@ const (
 	// tuneFloor is the share of the memory's nominal bandwidth at which there is nothing left to
 	// gain.
 	tuneFloor = 0.95
+	// loadNear is the multiple of the best time within which ways are timed under load too, the
+	// loadMost fastest of them.
+	loadNear, loadMost = 1.06, 3
+	// loadLeast is the time from which on a job is worth that.
+	loadLeast = 30 * time.Microsecond
+	// loadSettle is for how long a way runs before it is timed under load, and loadSpan for how
+	// long it is timed, twice.
+	loadSettle, loadSpan = 20 * time.Millisecond, 15 * time.Millisecond
 )
 
 // tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add
@@ -50,6 +58,7 @@ type timer struct {
 	flushBytes int
 	events     []gpu.Event
 	cold, warm []time.Duration
+	loaded     []time.Duration // 0 of a way that has not been timed under load
 }
 
 // piece is memory that stands for a buffer, from the byte at which the lowest of its operands
@@ -72,6 +81,7 @@ func newTimer(t *Chooser, j job) (*timer, error) {
 	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx},
 		flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
 		cold:       make([]time.Duration, n), warm: make([]time.Duration, n),
+		loaded: make([]time.Duration, n),
 		pieces: map[*program.Buffer]*piece{}}
 	for _, a := range j.Alternatives {
 		x.gather(a.Calls)
@@ -199,10 +209,64 @@ func (x *timer) fastest(ways []int) (int, error) {
 		if err := x.time(live, tuneRounds); err != nil {
 			return 0, err
 		}
+		if live, err = x.underLoad(live); err != nil {
+			return 0, err
+		}
 	}
 	return slices.MinFunc(live, func(i, j int) int {
 		return cmp.Compare(x.key(i, ways[0]), x.key(j, ways[0]))
 	}), nil
+}
+
+// underLoad returns the ways that come near the best, timed as in a long computation, where that may
+// tell them apart. A card's arithmetic is bound by the power that it may draw, and the way that is
+// the fastest for a moment may draw more than others.
+func (x *timer) underLoad(live []int) ([]int, error) {
+	near := slices.Clone(live)
+	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took(i), x.took(j)) })
+	best := x.took(near[0])
+	near = slices.DeleteFunc(near, func(i int) bool {
+		return float64(x.took(i)) > loadNear*float64(best)
+	})
+	near = near[:min(len(near), loadMost)]
+	if !x.j.computes || len(near) < 2 || best < loadLeast {
+		return live, nil
+	}
+	// There and back, so that a card that grows warm treats all alike.
+	turns := slices.Clone(near)
+	slices.Reverse(turns)
+	for _, way := range slices.Concat(near, turns) {
+		took, err := x.timeLoaded(way)
+		if err != nil {
+			return nil, err
+		}
+		x.loaded[way] += took / 2
+	}
+	return near, nil
+}
+
+// timeLoaded returns what a run of a way takes behind others.
+func (x *timer) timeLoaded(way int) (time.Duration, error) {
+	ctx, s := x.x.Ctx, x.x.Stream
+	repeat := func(n int) func() error {
+		return func() error {
+			for range n {
+				if err := x.run(way); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+	}
+	mark := func(i int) func() error { return func() error { return ctx.Record(x.events[i], s) } }
+	runs := func(d time.Duration) int { return int(d/x.cold[way]) + 1 }
+	n := runs(loadSpan)
+	if err := run.InTurn(repeat(runs(loadSettle)), mark(0), repeat(n), mark(1),
+		func() error { return ctx.SyncStream(s) }); err != nil {
+		return 0, err
+	}
+	d, err := ctx.Elapsed(x.events[0], x.events[1])
+	return d / time.Duration(n), err
 }
 
 // key is what a way is chosen by: its time, where the first has a little advance.
@@ -247,6 +311,9 @@ func (x *timer) right(ways []int) ([]int, error) {
 
 // took is the time by which ways are compared.
 func (x *timer) took(way int) time.Duration {
+	if x.loaded[way] > 0 {
+		return x.loaded[way]
+	}
 	if x.isSmall() {
 		return x.warm[way]
 	}

@@ -361,9 +361,15 @@ func (w Way) Of(op string, ways []Way) (Way, error) {
 	return w, nil
 }
 
-// Tuned is a launch that can be done in several ways: what its Way is.
+// Tuned is a launch whose way is chosen by timing.
 type Tuned interface {
-	Shape() string   // for people, and to tell times apart
-	Units() []string // where its kernels are
-	Computes() bool  // arithmetic, not memory, bounds it
+	Shape() string // for people, and to tell times apart
+	Tuning() Tuning
+}
+
+// Tuning is what all launches of one kind have in common where their ways are chosen.
+type Tuning struct {
+	Op       string   // the name among the choices
+	Units    []string // where the kernels are
+	Computes bool     // arithmetic, not memory, bounds it
 }

@@ -55,9 +55,6 @@ func Updates(field string, a *Array) Arg { return Arg{Field: field, Array: a, Ro
 // Uses is an operand that only the op itself has a use for.
 func Uses(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role: Scratch} }
 
-// Name is what choices call the op: the name of its Params' type.
-func (c *Call) Name() string { return reflect.TypeOf(c.Params).Name() }
-
 // Bytes is what the call moves: its operands once, twice what it reads and writes.
 func (c *Call) Bytes() (n float64) {
 	for i, a := range c.Args {

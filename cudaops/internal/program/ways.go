@@ -36,7 +36,8 @@ type Alternative struct {
 
 // WaysOf is a group of one call, with the given parameters, in some ways.
 func WaysOf(c *Call, params any, tuned kernel.Tuned, ways []kernel.Way) Group {
-	g := Group{Op: c.Name(), Shape: tuned.Shape(), Units: tuned.Units()}
+	t := tuned.Tuning()
+	g := Group{Op: t.Op, Shape: tuned.Shape(), Units: t.Units}
 	for _, a := range c.Args {
 		if a.Role == Write || a.Role == Update {
 			g.Results = append(g.Results, a.Array)

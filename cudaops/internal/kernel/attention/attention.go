@@ -433,21 +433,19 @@ func (a Backward) Shape() string {
 	return a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
 }
 
-// Units is that of [Tuned].
-func (a Forward) Units() []string { return attentionUnits }
+// Tuning is that of [kernel.Tuned].
+func (a Forward) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "Attention", Units: attentionUnits, Computes: true}
+}
 
-// Units is that of [Tuned].
-func (a Backward) Units() []string { return attentionUnits }
+// Tuning is that of [kernel.Tuned].
+func (a Backward) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "AttentionBackward", Units: attentionUnits, Computes: true}
+}
 
 var attentionUnits = []string{"attention", "attention_mma", "attention_hopper",
 	"attention_hopper_backward",
 	"attention_hopper_fused", "attention_hopper_fused64"}
-
-// Computes is that of [Tuned].
-func (a Forward) Computes() bool { return true }
-
-// Computes is that of [Tuned].
-func (a Backward) Computes() bool { return true }
 
 // WorkspaceBytes is the size of Stats.
 func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {

@@ -215,17 +215,15 @@ func (a SiLUProductBackward) Shape() string {
 	return fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) + kernel.With(a.KeepsH, "without h")
 }
 
-// Units is that of [Tuned].
-func (a SiLUProduct) Units() []string { return []string{"gemm_hopper", "silu"} }
+// Tuning is that of [kernel.Tuned].
+func (a SiLUProduct) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "SiLUProduct", Units: []string{"gemm_hopper", "silu"}, Computes: true}
+}
 
-// Units is that of [Tuned].
-func (a SiLUProductBackward) Units() []string { return []string{"gemm_hopper", "silu"} }
-
-// Computes is that of [Tuned].
-func (a SiLUProduct) Computes() bool { return true }
-
-// Computes is that of [Tuned].
-func (a SiLUProductBackward) Computes() bool { return true }
+// Tuning is that of [kernel.Tuned].
+func (a SiLUProductBackward) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "SiLUProductBackward", Units: []string{"gemm_hopper", "silu"}, Computes: true}
+}
 
 // Ways lists the ways that take the launch.
 func (a SiLUProduct) Ways(k *kernel.Set) []kernel.Way {

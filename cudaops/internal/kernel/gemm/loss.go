@@ -128,11 +128,10 @@ func (a LinearCrossEntropy) Shape() string {
 	return fmt.Sprintf("%dx%dx%d %v", a.Rows, a.V, a.D, a.Type)
 }
 
-// Units is that of [Tuned].
-func (a LinearCrossEntropy) Units() []string { return []string{"gemm_hopper_loss", "crossentropy"} }
-
-// Computes is that of [Tuned].
-func (a LinearCrossEntropy) Computes() bool { return true }
+// Tuning is that of [kernel.Tuned].
+func (a LinearCrossEntropy) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "LinearCrossEntropy", Units: []string{"gemm_hopper_loss", "crossentropy"}, Computes: true}
+}
 
 // WorkspaceBytes is the size of Workspace.
 func (a LinearCrossEntropy) WorkspaceBytes(d gpu.DeviceInfo) int {

@@ -119,11 +119,10 @@ func (a RoPEProduct) Shape() string {
 		a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
 }
 
-// Units is that of [Tuned].
-func (a RoPEProduct) Units() []string { return []string{"gemm_hopper_rope", "rope"} }
-
-// Computes is that of [Tuned].
-func (a RoPEProduct) Computes() bool { return true }
+// Tuning is that of [kernel.Tuned].
+func (a RoPEProduct) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "RoPEProduct", Units: []string{"gemm_hopper_rope", "rope"}, Computes: true}
+}
 
 // Ways lists the ways that take the launch.
 func (a RoPEProduct) Ways(k *kernel.Set) []kernel.Way {

@@ -423,17 +423,15 @@ func (a RMSNormBackward) Shape() string {
 		kernel.With(a.DX8 != 0, "and float8"))
 }
 
-// Units are where the kernels are.
-func (a RMSNorm) Units() []string { return []string{"norm"} }
+// Tuning is that of [kernel.Tuned].
+func (a RMSNorm) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "RMSNorm", Units: []string{"norm"}, Computes: false}
+}
 
-// Units is that of [Tuned].
-func (a RMSNormBackward) Units() []string { return []string{"norm"} }
-
-// Computes reports whether arithmetic bounds the launch.
-func (a RMSNorm) Computes() bool { return false }
-
-// Computes is that of [Tuned].
-func (a RMSNormBackward) Computes() bool { return false }
+// Tuning is that of [kernel.Tuned].
+func (a RMSNormBackward) Tuning() kernel.Tuning {
+	return kernel.Tuning{Op: "RMSNormBackward", Units: []string{"norm"}, Computes: false}
+}
 
 // WorkspaceBytes is the size of Workspace.
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
