@@ -67,6 +67,11 @@ func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Ca
 	return callback.Checkpoint(access{t}, path, every, opts...)
 }
 
+// MergeAtEnd has the blueprints which learn fully blended in, as those of control.Adapters do,
+// fossilized behind the last step of a run: as the run ends they become a part of the model. Let it
+// stand before callbacks that save.
+func MergeAtEnd(t *Trainer) Callback { return callback.MergeAtEnd(access{t}) }
+
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
 // step, tells the callbacks, and writes the text of the latest sample to the file at path, whose
 // folders it makes, unless that is empty. With an empty prompt a document begins, if the tokenizer

@@ -102,27 +102,3 @@ func (t *Trainer) directions(plant []Planted) (m listen.Model, err error) {
 	}
 	return m, nil
 }
-
-// MergeAtEnd returns a callback that has the blueprints which learn fully blended in, as those of
-// control.Adapters do, fossilized behind the last step of a run: as the run ends they become a part
-// of the model. Let it stand before those that save.
-func MergeAtEnd(t *Trainer) Callback {
-	return func(e Event) error {
-		if e.Kind != StepEnd || !e.Last || t.made() != nil {
-			return nil
-		}
-		var commands []state.Command
-		for layer, r := range t.Model.Kasmina.Report() {
-			for _, s := range r.Seeds {
-				if s.Stage == state.FineTuning {
-					commands = append(commands, state.Command{Action: state.Move, Layer: layer,
-						Seed: s.Seed, To: state.Fossilized, Why: "the run ends"})
-				}
-			}
-		}
-		if len(commands) == 0 {
-			return nil
-		}
-		return t.Model.Kasmina.Do(commands...)
-	}
-}

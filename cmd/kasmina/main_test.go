@@ -7,6 +7,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -192,6 +193,63 @@ func TestTrain(t *testing.T) {
 		require.Len(t, checkpoint, 2) // one of them what the optimiser remembers
 		_, err = kasmina(t, args...)
 		require.ErrorContains(t, err, "-resume goes on")
+	}
+}
+
+// TestTrainAdapters wants LoRA to better the loss, merged into a folder that loads, with no other
+// parameter changed than the linear layers; a run of a given time to end; and options that make no
+// sense to be refused.
+func TestTrainAdapters(t *testing.T) {
+	text := filepath.Join(t.TempDir(), "text")
+	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),
+		0o666))
+	loss := func(dir string) (s score) {
+		out, err := kasmina(t, "eval", "-model", dir, "-data", text, "-seq", "32", "-device", "cpu")
+		require.NoError(t, err)
+		require.NoError(t, json.Unmarshal([]byte(out), &s))
+		return s
+	}
+	weights := func(dir string) map[string][]float32 {
+		m, err := hf.Load(t.Context(), dir)
+		require.NoError(t, err)
+		all := map[string][]float32{}
+		for _, p := range m.Params {
+			all[p.Name] = p.Value.Float32s()
+		}
+		return all
+	}
+	before := weights(tiny)
+	for _, how := range [][]string{{"grow", "-steps", "60"}, {"all", "-steps", "60"},
+		{"random", "-steps", "60"}, {"grow", "-time", "1s"}} {
+		out := filepath.Join(t.TempDir(), "out")
+		_, err := kasmina(t, append([]string{"train", "-model", tiny, "-data", text, "-out", out, "-batch",
+			"2", "-seq", "32", "-lr", "0.01", "-device", "cpu", "-rank", "2", "-adapters"}, how...)...)
+		require.NoError(t, err)
+		require.Less(t, loss(out).Loss, loss(tiny).Loss-0.5, how)
+		after := weights(out)
+		require.Len(t, after, len(before))
+		changed := 0
+		for name, w := range after {
+			if strings.Contains(name, "_proj.weight") {
+				if !slices.Equal(before[name], w) {
+					changed++
+				}
+				continue
+			}
+			require.Equal(t, before[name], w, name)
+		}
+		require.Positive(t, changed)
+	}
+	for line, want := range map[string]string{
+		"-adapters some":         "want grow, all or random",
+		"-adapters all -rank 0":  "-rank is 0",
+		"-adapters all -rank 99": "-rank is 99",
+		"-adapters all -grow 2":  "want one of them",
+		"-time -1s":              "-time is -1s",
+	} {
+		_, err := kasmina(t, append(strings.Fields("train -model "+tiny+" -data "+text+" -seq 32 -out "+
+			filepath.Join(t.TempDir(), "out")), strings.Fields(line)...)...)
+		require.ErrorContains(t, err, want)
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tensorboard"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
@@ -40,6 +41,7 @@ type trainOptions struct {
 	saveEvery int
 	evalEvery int
 	grow      int
+	adapters  adapters
 	resume    bool
 	board     string
 	control   bool
@@ -59,7 +61,8 @@ held out. -out becomes a folder that transformers loads; in its folder run are t
 run, with the optimiser's state, and its log. An interrupt saves a checkpoint, from which -resume goes
 on with the same options. With -gpus it starts a process for each of so many GPUs, which train
 together with the bits of one; processes that torchrun, srun or an operator of Kubernetes starts find
-each other. With -grow the model gets blocks while it trains.`,
+each other. With -grow the model gets blocks while it trains. With -adapters the weights stay as they
+are, and LoRA beside them learn, which are added to them at the end.`,
 		RunE: func(c *cobra.Command, args []string) error {
 			if err := errors.Join(withoutWords(c, args),
 				required(c, "model", "data", "out")); err != nil {
@@ -80,6 +83,8 @@ each other. With -grow the model gets blocks while it trains.`,
 	f.Float64Var(&o.lr, "lr", 1e-4, "`RATE` of learning at its peak")
 	f.IntVar(&o.grow, "grow", 0, "`N` times as many blocks, which the model gets while it "+
 		"trains; 0 for none")
+	o.adapters.flags(c)
+	f.DurationVar(&o.train.Budget.Time, "time", 0, "`TIME` to train for, in place of -steps")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
 		"compute blocks again in the backward pass: less memory, more work")
 	f.IntVar(&o.saveEvery, "save-every", 100,
@@ -120,6 +125,15 @@ func (o *trainOptions) check() error {
 	}
 	if o.grow < 0 || o.grow == 1 {
 		return fmt.Errorf("-grow is %d, want 0, or 2 for twice as many blocks", o.grow)
+	}
+	if err := o.adapters.check(); err != nil {
+		return err
+	}
+	if o.adapters.where != "" && o.grow > 0 {
+		return errAdaptersGrow
+	}
+	if o.train.Budget.Time < 0 {
+		return fmt.Errorf("-time is %v, want at least 0", o.train.Budget.Time)
 	}
 	if o.grow > 0 && o.train.Steps < 100 {
 		return fmt.Errorf("-steps is %d, and -grow takes at least 100", o.train.Steps)
@@ -214,13 +228,11 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	}
 	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithBetas(0.9, 0.95),
 		optim.WithWeightDecay(0.1),
-		optim.WithGroup(optim.NameContains("norm", "bias"), optim.Decay(0)))
+		optim.WithGroup(optim.NameContains("norm", "bias", "kasmina"), optim.Decay(0)))
 	if err != nil {
 		return nil, err
 	}
-	o.train.Schedule, err = optim.WarmupCosine(o.lr, o.lr/10, min(100, o.train.Steps/10),
-		o.train.Steps)
-	if err != nil {
+	if err := o.schedule(); err != nil {
 		return nil, err
 	}
 	o.train.Clip = 1
@@ -232,7 +244,8 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 		if o.grow > 0 {
 			c.Depth = 1
 		}
-	}))
+		o.adapters.config(c)
+	}, o.lattices()...))
 	if err != nil {
 		return nil, err
 	}
@@ -243,7 +256,34 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	if o.grow > 0 {
 		err = t.Grow(llm.Growth{Controller: control.NewDepth(blueprints.Stack, o.grow)})
 	}
-	return t, err
+	o.adapters.seed = o.seed
+	return t, errors.Join(err, o.adapters.grow(t))
+}
+
+// lattices are the options of the model's seeds: adapters pass no gates.
+func (o *trainOptions) lattices() []state.Option {
+	if o.adapters.where == "" {
+		return nil
+	}
+	return []state.Option{state.WithoutGates()}
+}
+
+// warmup is the most steps in which the learning rate rises. At the end a tenth of it is left.
+const warmup = 100
+
+// schedule sets the learning rate's course over the steps or the time.
+func (o *trainOptions) schedule() (err error) {
+	if o.train.Budget.Time == 0 {
+		o.train.Schedule, err = optim.WarmupCosine(o.lr, o.lr/10, min(warmup, o.train.Steps/10),
+			o.train.Steps)
+		return err
+	}
+	o.train.Steps = 0
+	if o.train.Schedule, err = optim.Warmup(o.lr, warmup/5); err != nil {
+		return err
+	}
+	o.train.Annealing, err = optim.CosineAnnealing(0.1)
+	return err
 }
 
 // serve shows the run in a browser until stop is called.
@@ -282,6 +322,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
 		}
 		defer stop()
 	}
+	t.On(llm.MergeAtEnd(t))
 	how := []llm.CheckpointOption{llm.OptimizerApart()}
 	if o.parts {
 		how = append(how, llm.InParts())
@@ -317,6 +358,9 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 		if stop, err = o.serve(c.ErrOrStderr(), t); err != nil {
 			return nil, err
 		}
+	}
+	if o.adapters.where != "" && !o.quiet {
+		t.On(o.adapters.told(t, c))
 	}
 	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName),
 		runlog.On(on.facts())), llm.Evaluate(t, e, o.evalEvery), llm.Ceilings(t))

@@ -1,0 +1,118 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state/control"
+)
+
+// adapters are the options of LoRA in a frozen model.
+type adapters struct {
+	where string // "" for none
+	rank  int
+	seed  uint64 // of random places
+}
+
+// adapterPlaces are the ways to place adapters.
+var adapterPlaces = map[string]control.Where{"grow": control.Unhealthiest,
+	"all": control.AllAtOnce, "random": control.AtRandom}
+
+// adapterLayers are the linear layers that adapters may sit on.
+var adapterLayers = []string{"q", "k", "v", "o", "gate", "up", "down"}
+
+// wider is how many times the rank adapters have in random places: in one of so many.
+const wider = 4
+
+func (a *adapters) flags(c *cobra.Command) {
+	f := c.Flags()
+	f.StringVar(&a.where, "adapters", "", "train LoRA alone, and merge them at the end: `HOW` is grow, "+
+		"to give each layer the\n    \tdirections that its gradient asks for, all, or random, to compare with")
+	f.IntVar(&a.rank, "rank", 8, "`N` of LoRA on all layers; grow and random may have as many parameters")
+}
+
+func (a *adapters) check() error {
+	if _, ok := adapterPlaces[a.where]; !ok && a.where != "" {
+		return fmt.Errorf("-adapters is %.40q, want grow, all or random", a.where)
+	}
+	if a.rank < 1 {
+		return fmt.Errorf("-rank is %d, want at least 1", a.rank)
+	}
+	return nil
+}
+
+// config makes a model one that keeps its weights, with seeds on its linear layers.
+func (a *adapters) config(c *llm.Config) {
+	if a.where == "" {
+		return
+	}
+	c.Weights = c.WeightSites(adapterLayers...)
+	c.Frozen, c.Directed = true, a.where == "grow"
+}
+
+// grow has a trainer plant adapters.
+func (a *adapters) grow(t *llm.Trainer) error {
+	if a.where == "" {
+		return nil
+	}
+	budget, err := a.parameters(t.Model.Config)
+	if err != nil {
+		return fmt.Errorf("-rank is %d: %w", a.rank, err)
+	}
+	by := control.NewAdapters(budget)
+	by.Where, by.Random = adapterPlaces[a.where], a.seed
+	switch a.where {
+	case "all":
+		by.Rank = a.rank
+	case "random":
+		by.Rank = min(wider*a.rank, t.Model.Config.Dim)
+	}
+	return t.Grow(llm.Growth{Controller: by})
+}
+
+// parameters is how many LoRA of the rank have on all layers.
+func (a *adapters) parameters(c llm.Config) (n int, errs error) {
+	for seed := range c.Weights {
+		specs, err := c.SeedParams(llm.Planted{Site: blueprints.Weight, Seed: seed,
+			Kind: blueprints.LoRA.String(), Size: a.rank})
+		if err != nil && errs == nil {
+			errs = err
+		}
+		for _, s := range specs {
+			n += s.Shape[0] * s.Shape[1]
+		}
+	}
+	return n, errs
+}
+
+// describe says what has been planted, for people.
+func (a *adapters) describe(c llm.Config) string {
+	byLayer := map[string]int{}
+	for _, p := range c.Planted {
+		byLayer[c.Weights[p.Seed].Layer] += p.Size
+	}
+	var all []string
+	for _, l := range adapterLayers {
+		all = append(all, fmt.Sprintf("%s %d", l, byLayer[l]))
+	}
+	return fmt.Sprintf("%d adapters, their ranks by layer: %s", len(c.Planted), strings.Join(all, ", "))
+}
+
+var errAdaptersGrow = errors.New("-adapters and -grow are given: want one of them")
+
+// told returns a callback that shows once what has been planted.
+func (a *adapters) told(t *llm.Trainer, c *cobra.Command) llm.Callback {
+	return func(e llm.Event) error {
+		if e.Kind == llm.Reshaped && slices.ContainsFunc(t.Model.Config.Planted,
+			func(p llm.Planted) bool { return p.Kind == blueprints.LoRA.String() }) {
+			fmt.Fprintln(c.ErrOrStderr(), a.describe(t.Model.Config))
+		}
+		return nil
+	}
+}
