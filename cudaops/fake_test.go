@@ -189,7 +189,7 @@ func (k *fakeKernels) launchMore(s gpu.Stream, params any) error {
 	case optimizer.GradSquares:
 		return k.GradSquares(s, p.Squares, p.Table)
 	case optimizer.GradNorm:
-		return k.GradNorm(s, p.Control, p.Squares, p.Count, p.Scale)
+		return k.GradNorm(s, p.Control, p.Squares, p.Count, p.Scale, p.Apart)
 	case optimizer.AdamW:
 		return k.AdamW(s, p.Control, p.Table)
 	case optimizer.MuonDirection:
@@ -737,30 +737,50 @@ func gradientAt(l *fake.Launch, p optimizer.Tensor, n int) []float32 {
 }
 
 // control is the block, and what gradients are multiplied by, which GradNorm leaves in it.
-func control(l *fake.Launch, p gpu.Ptr) (b []byte, c optimizer.Control, multiplier float64) {
+func control(l *fake.Launch, p gpu.Ptr) (b []byte, c optimizer.Control,
+	multiplier func(optimizer.Tensor) float64) {
 	b = fake.Slice[byte](l, p, optimizer.ControlBytes)
-	return b, optimizer.DecodeControl(b), float64(fake32(b[44:]))
+	return b, optimizer.DecodeControl(b), func(t optimizer.Tensor) float64 {
+		if t.Apart {
+			return float64(fake32(b[60:]))
+		}
+		return float64(fake32(b[44:]))
+	}
 }
 
-func (k *fakeKernels) GradNorm(s gpu.Stream, at, squares gpu.Ptr, count int, scale gpu.Ptr) error {
+func (k *fakeKernels) GradNorm(s gpu.Stream, at, squares gpu.Ptr, count int, scale,
+	apart gpu.Ptr) error {
 	return k.launch(s, func(l *fake.Launch) {
 		b, c, _ := control(l, at)
-		var sum float64
-		for _, v := range floatsAt(l, squares, count) {
-			sum += float64(v)
+		var sum, other float64
+		flags := make([]byte, count)
+		if apart != 0 {
+			flags = fake.Slice[byte](l, apart, count)
+		}
+		for i, v := range floatsAt(l, squares, count) {
+			if flags[i] != 0 {
+				other += float64(v)
+			} else {
+				sum += float64(v)
+			}
 		}
 		multiplier := c.GradScale
 		if scale != 0 {
 			multiplier /= float64(floatsAt(l, scale, 1)[0])
 		}
-		norm := float32(math.Sqrt(sum) * multiplier)
-		skipped := uint32(0)
-		if c.SkipNonFinite && norm-norm != 0 {
+		norm, own := float32(math.Sqrt(sum)*multiplier), float32(math.Sqrt(other)*multiplier)
+		skipped, multiplierApart := uint32(0), multiplier
+		if c.SkipNonFinite && (norm-norm != 0 || own-own != 0) {
 			skipped = 1
 		}
 		if c.MaxNorm > 0 {
 			multiplier *= min(1, c.MaxNorm/(float64(norm)+1e-6))
+			multiplierApart *= min(1, c.MaxNorm/(float64(own)+1e-6))
 		}
+		if skipped == 1 {
+			norm += own
+		}
+		binary.LittleEndian.PutUint32(b[60:], math.Float32bits(float32(multiplierApart)))
 		binary.LittleEndian.PutUint32(b[36:], skipped)
 		binary.LittleEndian.PutUint32(b[40:], math.Float32bits(norm))
 		binary.LittleEndian.PutUint32(b[44:], math.Float32bits(float32(multiplier)))
@@ -797,7 +817,7 @@ func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *optimizer.Table) error 
 			p.Step++
 			of := func(x gpu.Ptr) []float32 { return floatsAt(l, x, p.Size) }
 			g := slices.Clone(gradientAt(l, *p, p.Size))
-			array.ScaleBy(g, scale)
+			array.ScaleBy(g, scale(*p))
 			cpuoptimizer.AdamW(of(p.Param), g, of(p.First), of(p.Second),
 				cpuoptimizer.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2,
 					Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
@@ -831,7 +851,7 @@ func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *optimi
 			mu := float32(p.Beta1)
 			var sum float64
 			for i, v := range g {
-				v *= float32(scale)
+				v *= float32(scale(p))
 				m[i] += (1 - mu) * (v - m[i])
 				u[i] = m[i]
 				if nesterov {

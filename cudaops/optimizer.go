@@ -25,7 +25,7 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 
 // SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the
 // device, where [Machine.Update] applies it to the machine's parameters. maxNorm limits the global
-// norm of the gradients; 0 means no limit. An optimiser that the machine had before is let go of,
+// norm of the gradients, and that of those [WithApart]; 0 means no limit. An optimiser that the machine had before is let go of,
 // with what it remembered there, and after an error it has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	defer in("SetOptimizer", &err)
@@ -59,7 +59,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 				g = sum
 			}
 			all = append(all, &update.Param{Input: i, Grad: g,
-				Rule: rules.Rule(i.Node.Name(), i.Node.Shape())})
+				Rule:  rules.Rule(i.Node.Name(), i.Node.Shape()),
+				Apart: slices.Contains(m.config.apart, i.Node)})
 		}
 	}
 	if len(all) == 0 {

@@ -49,18 +49,26 @@ func TestUpdate(t *testing.T) {
 	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
 		t.Run(name+"/fake", func(t *testing.T) {
 			device, _, fakeOption := openFake(t, fake.Config{})
-			testUpdate(t, device, newOptimizer, fakeOption)
+			testUpdate(t, device, newOptimizer, nil, fakeOption)
+		})
+		t.Run(name+"/apart", func(t *testing.T) {
+			device, _, fakeOption := openFake(t, fake.Config{})
+			testUpdate(t, device, newOptimizer, []int{1, 3}, fakeOption)
+		})
+		t.Run(name+"/apart/GPU", func(t *testing.T) {
+			testUpdate(t, openGPU(t), newOptimizer, []int{1, 3})
 		})
 		t.Run(name+"/scaled", func(t *testing.T) {
 			device, _, fakeOption := openFake(t, fake.Config{})
-			testUpdate(t, device, newOptimizer, fakeOption, scaledGradients)
+			testUpdate(t, device, newOptimizer, nil, fakeOption, scaledGradients)
 		})
-		t.Run(name+"/GPU", func(t *testing.T) { testUpdate(t, openGPU(t), newOptimizer) })
+		t.Run(name+"/GPU", func(t *testing.T) { testUpdate(t, openGPU(t), newOptimizer, nil) })
 	}
 }
 
+// testUpdate is TestUpdate with the parameters of the given numbers clipped apart from the others.
 func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimizer, error),
-	opts ...MachineOption) {
+	apart []int, opts ...MachineOption) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	model, b := newBatch(t, llm.ForTraining, seed)
@@ -76,6 +84,15 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
 	defer tape.Close()
 	grads := gorgonia.NodesToValueGrads(same.Params)
+	groups := make([][]gorgonia.ValueGrad, 2)
+	for i, p := range b.Params {
+		if !slices.Contains(apart, i) {
+			groups[0] = append(groups[0], grads[i])
+			continue
+		}
+		groups[1] = append(groups[1], grads[i])
+		opts = append(slices.Clip(opts), WithApart(p))
+	}
 	const limit = 0.5
 	hostStep := func(i uint64, o optim.Optimizer) (loss, norm float64) {
 		same.draw(t, seed+i)
@@ -84,7 +101,10 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 			t.Fatal(err)
 		}
 		loss = float64(same.Loss.Value().Data().(float32))
-		norm, err := autodiff.ClipGlobalNorm(grads, limit)
+		norm, err := autodiff.ClipGlobalNorm(groups[0], limit)
+		if err == nil && len(apart) > 0 {
+			_, err = autodiff.ClipGlobalNorm(groups[1], limit)
+		}
 		if err == nil {
 			err = o.Step(grads)
 		}

@@ -21,6 +21,7 @@ import (
 type machineConfig struct {
 	graph.Asked
 	frozen  gorgonia.Nodes // of Params
+	apart   gorgonia.Nodes // of Params
 	read    run.Reader     // of frozen ones that have no value; nil for none
 	share   *Machine
 	strict  bool
@@ -92,6 +93,16 @@ func WithRounds(n int) MachineOption {
 // kept for [Machine.Value].
 func WithParams(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddParams(params...) }
+}
+
+// WithApart names parameters (see [WithParams]) whose gradients are clipped apart: by a norm of their
+// own, and not in that of the others, which Update returns. So what has been added to a model does
+// not change how the model learns. Where all are apart none is.
+func WithApart(params ...*gorgonia.Node) MachineOption {
+	return func(c *machineConfig) error {
+		c.apart = append(c.apart, params...)
+		return nil
+	}
 }
 
 // WithFrozen names inputs that are parameters, as [WithParams] does, and never change: those of a

@@ -35,9 +35,10 @@ type TrainConfig struct {
 	Batch      int            // sequences in a batch
 	Accumulate int            // batches whose mean gradient makes one step; 0 means 1
 	Schedule   optim.Schedule // learning rate of each step
-	Clip       float64        // limit of the global gradient norm; 0 for none
-	Epoch      int            // steps in an epoch of the Kasmina lattices; 0 means 10
-	Recompute  bool           // save memory: compute each block again for its gradient
+	// limit of the global gradient norm, and of that of all blueprints, which is apart; 0 for none
+	Clip      float64
+	Epoch     int  // steps in an epoch of the Kasmina lattices; 0 means 10
+	Recompute bool // save memory: compute each block again for its gradient
 
 	// Budget, unless it is the zero value, ends the run behind the step with which it is spent.
 	Budget Budget

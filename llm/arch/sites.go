@@ -52,6 +52,13 @@ type Planted struct {
 // seedsPrefix begins the names of the parameters of all blueprints at weights and in the stream.
 const seedsPrefix = "kasmina."
 
+// OfSeeds reports whether a parameter is a blueprint's, on a chunk, at a weight or in the stream, and
+// not the model's own.
+func OfSeeds(param string) bool {
+	return strings.HasPrefix(param, seedsPrefix) || strings.HasSuffix(param, "."+KasminaWeights) ||
+		strings.HasSuffix(param, "."+KasminaScales)
+}
+
 // Learns reports whether a parameter learns: all do, unless the model is frozen.
 func (c Config) Learns(param string) bool {
 	return !c.Frozen || strings.HasPrefix(param, seedsPrefix)

@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/infer"
@@ -35,7 +36,8 @@ type Engine interface {
 	// loss.
 	Gradients(b data.Batch) (loss float64, err error)
 	// Update applies them at the optimiser's learning rate, and returns their global norm before
-	// clipping. After ErrGradients nothing has changed; after ErrOverflow parameters have, and one
+	// clipping: of the model's own parameters, or of those of seeds, which are clipped by a norm of
+	// their own, where nothing else learns. After ErrGradients nothing has changed; after ErrOverflow parameters have, and one
 	// is no longer finite or the norm was not. A [Scaler] may make no update, without an error, and
 	// return a norm that is not finite.
 	Update() (norm float64, err error)
@@ -136,13 +138,15 @@ type CPU struct {
 	train     graph.Runner
 	machine   *cpuops.Machine // train's
 	grads     []gorgonia.ValueGrad
+	groups    [][]gorgonia.ValueGrad // that are clipped apart: the model's own, and those of seeds
 
 	updates int           // so far
 	took    time.Duration // all of them
 }
 
 // NewCPU returns the engine on the CPU for a graph of the model whose gradients are wanted. The
-// global gradient norm is clipped at the limit, 0 for none. Options are for its machine.
+// global gradient norm is clipped at the limit, 0 for none, and apart from it that of the seeds'
+// blueprints. Options are for its machine.
 func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 	opts ...cpuops.Option) (Engine, error) {
 	if m == nil || g == nil || o == nil {
@@ -159,6 +163,7 @@ func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
 	}
+	t.groups = apart(t.grads)
 	if !g.Updates() {
 		return t, nil
 	}
@@ -166,6 +171,23 @@ func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 		return nil, fmt.Errorf("llm: %w", err)
 	}
 	return t, nil
+}
+
+// apart divides parameters into the model's own and those of seeds, without an empty group.
+func apart(all []gorgonia.ValueGrad) (groups [][]gorgonia.ValueGrad) {
+	for _, seeds := range []bool{false, true} {
+		var group []gorgonia.ValueGrad
+		for _, p := range all {
+			n, named := p.(interface{ Name() string })
+			if seeds == (named && arch.OfSeeds(n.Name())) {
+				group = append(group, p)
+			}
+		}
+		if len(group) > 0 {
+			groups = append(groups, group)
+		}
+	}
+	return groups
 }
 
 func (t *CPU) Name() string {
@@ -218,11 +240,17 @@ func (t *CPU) Update() (float64, error) {
 	defer func(from time.Time) {
 		t.updates, t.took = t.updates+1, t.took+time.Since(from)
 	}(time.Now())
-	norm, err := autodiff.ClipGlobalNorm(t.grads, t.limit)
-	if err != nil {
-		return 0, ErrGradients
+	norm := 0.0
+	for i, group := range t.groups {
+		n, err := autodiff.ClipGlobalNorm(group, t.limit)
+		if err != nil {
+			return 0, ErrGradients
+		}
+		if i == 0 {
+			norm = n
+		}
 	}
-	err = t.optimizer.Step(t.grads)
+	err := t.optimizer.Step(t.grads)
 	if errors.Is(err, optim.ErrOverflow) {
 		return norm, ErrOverflow
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/optim"
@@ -105,6 +106,13 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	}
 	own := append(slices.Clip(b.opts), cudaops.WithParams(g.Learning...),
 		cudaops.WithOutputs(g.Outputs()...))
+	var seeds gorgonia.Nodes
+	for _, p := range g.Learning {
+		if arch.OfSeeds(p.Name()) {
+			seeds = append(seeds, p)
+		}
+	}
+	own = append(own, cudaops.WithApart(seeds...))
 	if frozen := g.Frozen(); len(frozen) > 0 {
 		own = append(own, cudaops.WithFrozen(nil, frozen...))
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"unsafe"
 
 	"gorgonia.org/gorgonia"
@@ -18,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/op"
@@ -211,27 +213,35 @@ func (e *engine) Update() (float64, error) {
 		at[i] = e.ats[i] - e.shards[e.team.Rank()]
 	}
 	copyParts(e.parts, at, acc, func(name string) any { return ps[name].Grad }, false)
-	norm, err := e.norm(acc)
+	host, seeds, err := e.norms(acc)
 	if err != nil {
 		return 0, err
 	}
-	if limit := e.config.Clip; limit > 0 {
-		if scale := limit / (norm + 1e-6); scale < 1 {
-			for _, p := range e.parts {
-				switch g := ps[p.Name].Grad.(type) {
-				case []float32:
-					array.ScaleBy(g[p.From:p.To], scale)
-				case []float64:
-					array.ScaleBy(g[p.From:p.To], scale)
-				}
-			}
+	for _, p := range e.parts {
+		norm := host
+		if arch.OfSeeds(p.Name) {
+			norm = seeds
+		}
+		scale := e.config.Clip / (norm + 1e-6)
+		if e.config.Clip == 0 || !(scale < 1) {
+			continue
+		}
+		switch g := ps[p.Name].Grad.(type) {
+		case []float32:
+			array.ScaleBy(g[p.From:p.To], scale)
+		case []float64:
+			array.ScaleBy(g[p.From:p.To], scale)
 		}
 	}
-	return norm, e.updateParts()
+	if !slices.ContainsFunc(e.params, func(s stretch) bool { return !arch.OfSeeds(s.name) }) {
+		host = seeds
+	}
+	return host, e.updateParts()
 }
 
-// norm is that of the whole gradient, of which acc is this rank's shard.
-func (e *engine) norm(acc any) (float64, error) {
+// norms are those of the whole gradient, of which acc is this rank's shard: of the model's own
+// parameters, and of those of seeds, which are clipped apart.
+func (e *engine) norms(acc any) (host, seeds float64, err error) {
 	var own []byte
 	at := 0
 	for _, p := range e.parts {
@@ -250,24 +260,28 @@ func (e *engine) norm(acc any) (float64, error) {
 	}
 	all, err := e.team.exchange(own)
 	if err != nil {
-		return 0, err
+		return 0, 0, err
 	}
-	blocks, sum := bytes.Join(all, nil), 0.0
+	blocks := bytes.Join(all, nil)
 	for _, s := range e.params {
 		var squares float64
 		for range cpu.CeilDiv(s.len, cpu.VectorGrain) {
 			if len(blocks) < 8 {
-				return 0, errors.New("parallel: ranks have divided the model in different ways")
+				return 0, 0, errors.New("parallel: ranks have divided the model in different ways")
 			}
 			squares += math.Float64frombits(binary.LittleEndian.Uint64(blocks))
 			blocks = blocks[8:]
 		}
-		sum += squares
+		if arch.OfSeeds(s.name) {
+			seeds += squares
+		} else {
+			host += squares
+		}
 	}
-	if math.IsNaN(sum) || math.IsInf(sum, 0) {
-		return 0, llm.ErrGradients
+	if sum := host + seeds; math.IsNaN(sum) || math.IsInf(sum, 0) {
+		return 0, 0, llm.ErrGradients
 	}
-	return math.Sqrt(sum), nil
+	return math.Sqrt(host), math.Sqrt(seeds), nil
 }
 
 // What a rank says of its part of an update.

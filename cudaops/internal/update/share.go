@@ -282,7 +282,8 @@ func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
 	r := p.Rule
 	t := optimizer.Tensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(),
 		GradType: p.Grad.Type, Size: p.Grad.Len(),
-		LRScale: r.LRScale, Decay: r.Decay, Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step}
+		LRScale: r.LRScale, Decay: r.Decay, Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step,
+		Apart: p.Apart}
 	if x.share != nil {
 		own, ok := x.share.own(i)
 		if !ok {

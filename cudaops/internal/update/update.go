@@ -47,6 +47,7 @@ type Param struct {
 	Rule    optim.Rule
 	Moments []*program.Array // AdamW: exp_avg and exp_avg_sq; Muon: momentum_buffer
 	Step    int64            // updates before those that the device counts
+	Apart   bool             // its gradient is clipped with those of others that are apart
 }
 
 // Names are what package optim calls the moments.
@@ -72,6 +73,7 @@ type Optimizer struct {
 	staging    []byte           // the same, pinned
 	// of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
 	squares    gpu.Ptr
+	apart      gpu.Ptr // of each of these, whether its gradients are apart; null where none are
 	settings   optimizer.Control
 	loss       []byte                     // pinned, of a step
 	ran        gpu.Event                  // the run before the update is done
@@ -95,6 +97,11 @@ type Ranks struct {
 // updates this rank's part.
 func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
 	error) {
+	if !slices.ContainsFunc(params, func(p *Param) bool { return !p.Apart }) {
+		for _, p := range params { // there is nothing to be apart from
+			p.Apart = false
+		}
+	}
 	x := &Optimizer{Rules: rules, Params: params, m: m,
 		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
@@ -131,6 +138,9 @@ func (x *Optimizer) prepare(ranks *Ranks) (err error) {
 		chunks += x.muon.Chunks
 	}
 	if x.squares, err = x.memory.Alloc(4*chunks, "the optimiser"); err != nil {
+		return err
+	}
+	if err := x.flag(); err != nil {
 		return err
 	}
 	if x.staging, err = x.memory.AllocHost(optimizer.ControlBytes); err != nil {
@@ -514,7 +524,8 @@ func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 // calls are those of an update behind n sums of squares.
 func (x *Optimizer) calls(n int) (calls []*program.Call) {
 	calls = append(calls,
-		newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n},
+		newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n,
+			Apart: x.apart},
 			program.Updates("Scale", x.m.Program.Scale)))
 	if x.adamw != nil {
 		calls = append(calls, newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}))

@@ -27,7 +27,7 @@ template <bool kTwo> struct Step {
   float multiplier, eps;
 
   __device__ __forceinline__ Step(const Control* control, const Update* updates, const Tensor* tensors, int tensor)
-      : t(tensorOf(tensors, tensor)), u(updates[tensor]), multiplier(control->multiplier), eps(control->eps) {}
+      : t(tensorOf(tensors, tensor)), u(updates[tensor]), multiplier(multiplierOf(control, t)), eps(control->eps) {}
 
   // Which products are rounded before they are added is written out, so that a new compiler makes the same bits. Root and division are exact as they stand; __fsqrt_rn and __fdiv_rn cost adamw 0.7 %.
   __device__ __forceinline__ void update(float& p, float g, float& m, float& v) const {

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (control->skipped) return;
   Chunk c = chunks[blockIdx.x];
   const Tensor t = tensorOf(tensors, c.tensor);
-  float gain = updates[c.tensor].gain1, mu = t.beta1, multiplier = control->multiplier, sum = 0;
+  float gain = updates[c.tensor].gain1, mu = t.beta1, multiplier = multiplierOf(control, t), sum = 0;
   auto update = [&](float& m, float g) {
     g *= multiplier;
     m += gain * (g - m);
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float sum = 0;
   for (int i = threadIdx.x; i < t.chunks; i += kThreads) sum += squares[t.firstChunk + i];
   float inverse = 1.0f / (sqrtf(blockReduce<Sum>(sum)) + 1e-7f);
-  float mu = t.beta1, multiplier = control->multiplier;
+  float mu = t.beta1, multiplier = multiplierOf(control, t);
   struct Two {
     Pack<float, 4> m, g;
   };

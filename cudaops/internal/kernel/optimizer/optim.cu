@@ -2,6 +2,8 @@
 //
 //   norm = gradScale/S·sqrt(Σ g²),   multiplier = gradScale/S·min(1, maxNorm/(norm + 1e-6))
 //
+// Some gradients may be apart: they have a norm and a multiplier of their own, and are not in that of the others.
+//
 // S is the loss scale: half as large after a step with a gradient that is not finite, but at least 1, and twice as large after
 // 2000 steps without one. (Micikevicius et al., "Mixed Precision Training", 2018; the figures are those of PyTorch's GradScaler.)
 // It is a power of two, by which nothing is rounded.
@@ -47,25 +49,42 @@ __device__ LossScale after(LossScale s, bool skipped) {
   return {isinf(2 * s.scale) ? s.scale : 2 * s.scale, 0, s.skipped};
 }
 
-// Fills in the control block's second part, and moves the loss scale on; scaling is null where S is 1 for good. Without
-// squares the norm is 0. Launch: one block of 1024 threads.
-extern "C" __global__ void __launch_bounds__(1024)
-    optim_control(Control* control, const float* squares, int count, LossScale* scaling) {
+// The sum of a number of each of 1024 threads, at the first of them.
+__device__ double sumOfBlock(double sum) {
   __shared__ double partial[kWarp];
-  double sum = 0;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < count; i += 1024) sum += squares[i];
 #pragma unroll
   for (int d = kWarp / 2; d > 0; d /= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
+  __syncthreads();
   if (threadIdx.x % kWarp == 0) partial[threadIdx.x / kWarp] = sum;
   __syncthreads();
-  if (threadIdx.x != 0) return;
   sum = 0;
-  for (int i = 0; i < kWarp; i++) sum += partial[i];
-  double scale = control->gradScale / (scaling ? scaling->scale : 1.0f), norm = sqrt(sum) * scale, clip = 1;
-  if (control->maxNorm > 0 && norm == norm) clip = fmin(1.0, control->maxNorm / (norm + 1e-6));  // NaN stays visible
-  control->skipped = control->skipNonFinite && !(norm - norm == 0);
-  control->norm = norm;
-  control->multiplier = scale * clip;
+  if (threadIdx.x == 0) for (int i = 0; i < kWarp; i++) sum += partial[i];
+  return sum;
+}
+
+__device__ double clipped(double maxNorm, double norm) {
+  return maxNorm > 0 && norm == norm ? fmin(1.0, maxNorm / (norm + 1e-6)) : 1;  // NaN stays visible
+}
+
+// Fills in the control block's second part, and moves the loss scale on; scaling is null where S is 1 for good. apart says
+// of each of the squares whether it is of gradients apart; null where none is. Without squares the norm is 0. Of a step that is
+// skipped the norm is that of all. Launch: one block of 1024 threads.
+extern "C" __global__ void __launch_bounds__(1024)
+    optim_control(Control* control, const float* squares, int count, LossScale* scaling, const unsigned char* apart) {
+  double sum = 0, other = 0;
+  if (apart) {
+    for (int i = threadIdx.x; i < count; i += 1024) (apart[i] ? other : sum) += squares[i];
+    other = sumOfBlock(other);
+  } else {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < count; i += 1024) sum += squares[i];
+  }
+  sum = sumOfBlock(sum);
+  if (threadIdx.x != 0) return;
+  double scale = control->gradScale / (scaling ? scaling->scale : 1.0f), norm = sqrt(sum) * scale, own = sqrt(other) * scale;
+  control->skipped = control->skipNonFinite && !(norm - norm == 0 && own - own == 0);
+  control->norm = control->skipped ? norm + own : norm;
+  control->multiplier = scale * clipped(control->maxNorm, norm);
+  control->apart = scale * clipped(control->maxNorm, own);
   if (scaling) control->next = *scaling = after(*scaling, control->skipped);
 }

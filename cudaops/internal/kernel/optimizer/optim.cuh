@@ -20,7 +20,7 @@ struct Tensor {
   int64_t step;       // how many updates there were
   int copyType, gradType, directionType;
   int firstChunk, chunks;
-  int unused;
+  int apart;          // whether its gradient is in the norm of those that are clipped apart
 };
 
 // tensorOf is a tensor of the table. Of addresses that come from memory the compiler has to be told that they are of global memory:
@@ -44,7 +44,7 @@ struct LossScale {
 // Control is what one step has for all tensors. The host sets the first part, the kernels the second.
 struct Control {
   double lr, eps;
-  double maxNorm;      // of the gradients together; 0 for no clipping
+  double maxNorm;      // of the gradients together, and of those apart; 0 for no clipping
   double gradScale;    // what the gradients are multiplied by, besides 1/loss scale
   int skipNonFinite;   // change nothing when a gradient is NaN or infinite
 
@@ -52,8 +52,12 @@ struct Control {
   float norm;          // of the scaled gradients, before clipping
   float multiplier;    // gradScale / loss scale, and what clipping adds to it
   LossScale next;      // for the next step
-  int unused;
+  float apart;         // multiplier of gradients that are clipped apart
 };
+
+__device__ __forceinline__ float multiplierOf(const Control* control, const Tensor& t) {
+  return t.apart ? control->apart : control->multiplier;
+}
 
 // Update is what follows from a tensor's figures and the step's: p ← keep·p − rate·..., root = sqrt(1 − β2ᵗ).
 struct Update {

@@ -33,6 +33,7 @@ type Tensor struct {
 	Decay        float64
 	Beta1, Beta2 float64 // Muon's momentum is Beta1
 	Step         int64   // updates so far
+	Apart        bool    // its gradient is in the norm of those that are clipped apart
 
 	CopyType, GradType, DirectionType gpu.DType
 }
@@ -45,7 +46,7 @@ type deviceTensor struct {
 	step                                                       int64
 	copyType, gradType, directionType                          int32
 	firstChunk, chunks                                         int32
-	_                                                          int32
+	apart                                                      int32
 }
 
 // What optim.cuh says of chunks and updates.
@@ -126,7 +127,7 @@ func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, erro
 			int64(t.Size), t.LRScale,
 			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType),
 			int32(t.DirectionType),
-			int32(at[i]), int32(n), 0}
+			int32(at[i]), int32(n), one(t.Apart)}
 		if at[i] < 0 {
 			continue
 		}
@@ -158,6 +159,14 @@ func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, erro
 		}
 	}
 	return t, nil
+}
+
+// one is 1 for true.
+func one(b bool) int32 {
+	if b {
+		return 1
+	}
+	return 0
 }
 
 // nobody stands for the tensor of a chunk that is of none.
@@ -194,7 +203,7 @@ func (t *Table) Steps(s gpu.Stream) ([]int64, error) {
 // kernels the second.
 type Control struct {
 	LR, Eps       float64
-	MaxNorm       float64 // of all gradients together; 0 for no clipping
+	MaxNorm       float64 // of all gradients together, and of those apart; 0 for no clipping
 	GradScale     float64 // what gradients are multiplied by first, besides 1/loss scale
 	SkipNonFinite bool    // change nothing in a step with a gradient that is NaN or infinite
 
@@ -260,10 +269,11 @@ func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
 // be of several tables, whether the step is skipped, and what clipping multiplies gradients by.
 // With a count of 0 the norm is 0 and nothing is clipped or skipped. scale is a LossScale that the
 // gradients carry: they are divided by it, and it is moved on for the next step; null means that
-// they carry none.
+// they carry none. apart is a byte for each sum, which is not 0 where the sum is of gradients apart;
+// null means that none is.
 func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024),
-		kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale))
+		kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale).Ptr(p.Apart))
 }
 
 // Launch counts a step of all of the table's tensors, works out their figures of this step, by a
@@ -332,8 +342,8 @@ type GradSquares struct {
 
 // GradNorm finishes a control block from Count sums of squares.
 type GradNorm struct {
-	Control, Squares, Scale gpu.Ptr
-	Count                   int
+	Control, Squares, Scale, Apart gpu.Ptr
+	Count                          int
 }
 
 // AdamW updates a table's tensors.
