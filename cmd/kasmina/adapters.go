@@ -15,9 +15,10 @@ import (
 
 // adapters are the options of LoRA in a frozen model.
 type adapters struct {
-	where string // "" for none
-	rank  int
-	seed  uint64 // of random places
+	where    string // "" for none
+	rank     int
+	directed bool
+	seed     uint64 // of random places
 }
 
 // adapterPlaces are the ways to place adapters.
@@ -34,12 +35,17 @@ func (a *adapters) flags(c *cobra.Command) {
 	f := c.Flags()
 	f.StringVar(&a.where, "adapters", "", "train LoRA alone, and merge them at the end: `HOW` is grow, "+
 		"to give each layer the\n    \tdirections that its gradient asks for, all, or random, to compare with")
+	f.BoolVar(&a.directed, "directed", false, "let adapters begin along the gradients of their weights, as those "+
+		"that grow do; else at random")
 	f.IntVar(&a.rank, "rank", 8, "`N` of LoRA on all layers; grow and random may have as many parameters")
 }
 
 func (a *adapters) check() error {
 	if _, ok := adapterPlaces[a.where]; !ok && a.where != "" {
 		return fmt.Errorf("-adapters is %.40q, want grow, all or random", a.where)
+	}
+	if a.directed && a.where == "" {
+		return errors.New("-directed is given, want -adapters too")
 	}
 	if a.rank < 1 {
 		return fmt.Errorf("-rank is %d, want at least 1", a.rank)
@@ -53,7 +59,7 @@ func (a *adapters) config(c *llm.Config) {
 		return
 	}
 	c.Weights = c.WeightSites(adapterLayers...)
-	c.Frozen, c.Directed = true, a.where == "grow"
+	c.Frozen, c.Directed = true, a.directed || a.where == "grow"
 }
 
 // grow has a trainer plant adapters.

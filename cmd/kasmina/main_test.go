@@ -219,7 +219,7 @@ func TestTrainAdapters(t *testing.T) {
 		return all
 	}
 	before := weights(tiny)
-	for _, how := range [][]string{{"grow", "-steps", "60"}, {"all", "-steps", "60"},
+	for _, how := range [][]string{{"grow", "-steps", "60"}, {"all", "-directed", "-steps", "60"},
 		{"random", "-steps", "60"}, {"grow", "-time", "1s"}} {
 		out := filepath.Join(t.TempDir(), "out")
 		_, err := kasmina(t, append([]string{"train", "-model", tiny, "-data", text, "-out", out, "-batch",
@@ -245,6 +245,7 @@ func TestTrainAdapters(t *testing.T) {
 		"-adapters all -rank 0":  "-rank is 0",
 		"-adapters all -rank 99": "-rank is 99",
 		"-adapters all -grow 2":  "want one of them",
+		"-directed":              "want -adapters too",
 		"-time -1s":              "-time is -1s",
 	} {
 		_, err := kasmina(t, append(strings.Fields("train -model "+tiny+" -data "+text+" -seq 32 -out "+
