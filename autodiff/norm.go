@@ -1,6 +1,7 @@
 package autodiff
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -39,12 +40,36 @@ func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
 // finite included, no gradient is changed. (Pascanu, Mikolov and Bengio, "On the difficulty of
 // training recurrent neural networks", 2013.)
 func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {
+	r := readers.Get().(*params.Reader)
+	defer readers.Put(r)
+	return clip(r, grads, limit)
+}
+
+// Clipper is ClipGlobalNorm of the same gradients again and again, for models of which some are
+// clipped apart from others. It is for one goroutine at a time.
+type Clipper struct {
+	grads  []gorgonia.ValueGrad
+	reader params.Reader
+}
+
+// NewClipper returns one for some gradients.
+func NewClipper(grads []gorgonia.ValueGrad) *Clipper { return &Clipper{grads: slices.Clone(grads)} }
+
+// Clip is [ClipGlobalNorm].
+func (c *Clipper) Clip(limit float64) (norm float64, err error) {
+	if c == nil {
+		return 0, errNoClipper
+	}
+	return clip(&c.reader, c.grads, limit)
+}
+
+var errNoClipper = errors.New("autodiff.Clipper: it is nil: NewClipper makes one")
+
+func clip(r *params.Reader, grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {
 	const name = "autodiff.ClipGlobalNorm"
 	if !(limit > 0) {
 		return 0, fmt.Errorf("%s: limit is %v, want a number above 0", name, limit)
 	}
-	r := readers.Get().(*params.Reader)
-	defer readers.Put(r)
 	ps, err := r.Read(grads)
 	if err != nil {
 		return 0, fmt.Errorf("%s: %w", name, err)

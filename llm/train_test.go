@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -499,21 +500,33 @@ func TestEpochs(t *testing.T) {
 	}
 }
 
-// normSpy is an optimiser that keeps the norm of the gradients that it gets.
+// normSpy is an optimiser that keeps the norms of the gradients that it gets: of the model's own,
+// and of those of blueprints.
 type normSpy struct {
 	optim.Optimizer
-	norm float64
+	norm, seeds float64
 }
 
 func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
-	if s.norm, err = autodiff.GlobalNorm(model); err != nil {
+	var groups [2][]gorgonia.ValueGrad
+	for _, p := range model {
+		i := 0
+		if strings.Contains(p.(interface{ Name() string }).Name(), "kasmina") {
+			i = 1
+		}
+		groups[i] = append(groups[i], p)
+	}
+	if s.norm, err = autodiff.GlobalNorm(groups[0]); err != nil {
+		return err
+	}
+	if s.seeds, err = autodiff.GlobalNorm(groups[1]); err != nil {
 		return err
 	}
 	return s.Optimizer.Step(model)
 }
 
-// TestClip wants the optimiser's gradients to have at most the norm Clip, and events to tell the
-// norm before.
+// TestClip wants the optimiser's gradients to have at most the norm Clip, those of blueprints apart
+// from the others, and events to tell the norm of these before.
 func TestClip(t *testing.T) {
 	for _, clip := range []float64{0.01, 1e6, 0} {
 		s := &normSpy{}
@@ -523,13 +536,21 @@ func TestClip(t *testing.T) {
 				return s, err
 			}})
 		tr.On(func(e Event) error {
+			if e.Kind != StepEnd {
+				return nil
+			}
 			want := e.GradNorm
 			if clip > 0 {
 				want = min(want, clip)
 			}
-			if e.Kind == StepEnd && (e.GradNorm < 0.1 || math.Abs(s.norm-want) > 1e-4*want) {
+			if e.GradNorm < 0.1 || math.Abs(s.norm-want) > 1e-4*want {
 				t.Errorf("Clip %v: a gradient of norm %v became one of %v, want %v", clip,
 					e.GradNorm, s.norm, want)
+			}
+			if clip == 0.01 {
+				require.InEpsilon(t, clip, s.seeds, 1e-3)
+			} else {
+				require.Greater(t, s.seeds, 0.1)
 			}
 			return nil
 		})

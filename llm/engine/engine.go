@@ -138,7 +138,7 @@ type CPU struct {
 	train     graph.Runner
 	machine   *cpuops.Machine // train's
 	grads     []gorgonia.ValueGrad
-	groups    [][]gorgonia.ValueGrad // that are clipped apart: the model's own, and those of seeds
+	clippers  []*autodiff.Clipper // of the model's own gradients, and of those of seeds
 
 	updates int           // so far
 	took    time.Duration // all of them
@@ -163,7 +163,7 @@ func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
 	}
-	t.groups = apart(t.grads)
+	t.clippers = apart(t.grads)
 	if !g.Updates() {
 		return t, nil
 	}
@@ -174,7 +174,7 @@ func NewCPU(m *model.Model, g *graph.Graph, o optim.Optimizer, limit float64,
 }
 
 // apart divides parameters into the model's own and those of seeds, without an empty group.
-func apart(all []gorgonia.ValueGrad) (groups [][]gorgonia.ValueGrad) {
+func apart(all []gorgonia.ValueGrad) (groups []*autodiff.Clipper) {
 	for _, seeds := range []bool{false, true} {
 		var group []gorgonia.ValueGrad
 		for _, p := range all {
@@ -184,7 +184,7 @@ func apart(all []gorgonia.ValueGrad) (groups [][]gorgonia.ValueGrad) {
 			}
 		}
 		if len(group) > 0 {
-			groups = append(groups, group)
+			groups = append(groups, autodiff.NewClipper(group))
 		}
 	}
 	return groups
@@ -241,8 +241,8 @@ func (t *CPU) Update() (float64, error) {
 		t.updates, t.took = t.updates+1, t.took+time.Since(from)
 	}(time.Now())
 	norm := 0.0
-	for i, group := range t.groups {
-		n, err := autodiff.ClipGlobalNorm(group, t.limit)
+	for i, c := range t.clippers {
+		n, err := c.Clip(t.limit)
 		if err != nil {
 			return 0, ErrGradients
 		}
