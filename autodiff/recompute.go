@@ -185,6 +185,9 @@ func (o *RecomputeOp) DiffWRT(int) []bool { return o.diff }
 // SymDiff returns the gradients of those inputs, and nil for the others.
 func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
+		return nil, err
+	}
 	grads, err := o.symDiff(inputs, output, grad)
 	if err != nil {
 		return nil, fmt.Errorf("autodiff.Recompute: %w", err)

@@ -1,6 +1,9 @@
 package comm
 
-import "fmt"
+import (
+	"errors"
+	"fmt"
+)
 
 // Leg is a part of a route: bytes that go to a rank, or come from it.
 type Leg struct {
@@ -29,8 +32,12 @@ type Router interface {
 	Route(slot int, sends, receives []Leg) (Route, error)
 }
 
-// NewRoute makes a route of a group: its own, or a Batch of sends and receives.
+// NewRoute makes a route of a group: its own, or a Batch of sends and receives. Without a group, and
+// for legs that it cannot have, it is an error.
 func NewRoute(g Group, slot int, sends, receives []Leg) (Route, error) {
+	if g == nil {
+		return nil, errors.New("comm: NewRoute: the group is nil")
+	}
 	for _, l := range append(append([]Leg{}, sends...), receives...) {
 		if l.Rank < 0 || l.Rank >= g.Size() || l.Rank == g.Rank() || l.Bytes < 1 {
 			return nil, fmt.Errorf("comm: a route with %d bytes for rank %d: want some for "+

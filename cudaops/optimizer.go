@@ -309,6 +309,9 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 // there. All ranks of a machine made [WithRanks] that contribute call it, or none.
 func (m *Machine) Expect(contributors int, first bool) (err error) {
 	defer in("Expect", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	switch {
 	case m.runner.State.Closed():
 		return run.ErrClosed

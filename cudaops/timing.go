@@ -195,6 +195,9 @@ type Ceiling = optime.Ceiling
 // to a GiB of memory that is free. Where the machine multiplies in float8, products are of that.
 func (m *Machine) Ceiling() (c Ceiling, err error) {
 	defer in("Ceiling", &err)
+	if err = made(m); err != nil {
+		return
+	}
 	if err := m.runner.State.Open(); err != nil {
 		return c, err
 	}

@@ -3,9 +3,10 @@ package llm
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/fnv"
+	"hash/maphash"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -213,11 +214,16 @@ func operations(t *testing.T) int64 {
 	return n
 }
 
-// sumOf stands for a model's parameters.
+var turnSeed = maphash.MakeSeed()
+
+// sumOf stands for a model's parameters, of which there are thousands at the end of each step.
 func sumOf(m *Model) uint64 {
-	h := fnv.New64a()
+	var h maphash.Hash
+	h.SetSeed(turnSeed)
+	var all []byte
 	for _, p := range m.Params {
-		fmt.Fprintln(h, bitsOf(p.Value))
+		all, _ = binary.Append(all[:0], binary.LittleEndian, p.Value.Data())
+		h.Write(all)
 	}
 	return h.Sum64()
 }

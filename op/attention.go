@@ -189,6 +189,9 @@ func (o *AttentionOp) DiffWRT(int) []bool { return []bool{true, true, true, fals
 // SymDiff returns the gradients of q, k and v.
 func (o *AttentionOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	b := &AttentionGradOp{Forward: o}
 	grads, err := backward(&b.Base, b, "AttentionGrad", o, append(slices.Clone(in), output, grad),
 		3,

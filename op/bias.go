@@ -46,7 +46,10 @@ func bias[T cpu.Float](_ *BiasOp, y []T, in opbase.Args) error {
 func (o *BiasOp) DiffWRT(int) []bool { return []bool{true, true} }
 
 // SymDiff returns the gradients of x, which is that of the output, and of b.
-func (o *BiasOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *BiasOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	b := &BiasGradOp{}
 	opbase.Init(&b.Base, b, "BiasGrad", "", gorgonia.Nodes{grad}, grad.Dtype(), in[1].Shape(),
 		biasGrad[float32], biasGrad[float64])

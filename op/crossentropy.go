@@ -84,6 +84,9 @@ func (o *CrossEntropyOp) DiffWRT(int) []bool { return []bool{true, false} }
 // SymDiff returns the gradient of the logits.
 func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	b := &CrossEntropyGradOp{Forward: o}
 	inputs := gorgonia.Nodes{in[0], in[1], output, grad}
 	opbase.Init(&b.Base, b, "CrossEntropyGrad", "", inputs, in[0].Dtype(), in[0].Shape(),

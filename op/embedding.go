@@ -58,7 +58,11 @@ func embedding[T cpu.Float](o *EmbeddingOp, y []T, in opbase.Args) error {
 func (o *EmbeddingOp) DiffWRT(int) []bool { return []bool{false, true} }
 
 // SymDiff returns the gradient of the table.
-func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	b := &EmbeddingGradOp{}
 	inputs := gorgonia.Nodes{in[0], grad}
 	opbase.Init(&b.Base, b, "EmbeddingGrad", fmt.Sprint(in[1].Shape()), inputs,

@@ -281,8 +281,16 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	return nil
 }
 
-// Chunk returns C, the number of features that a seed looks after.
-func (o *KasminaOp) Chunk() int { return o.InputShape(0)[1] / o.Lattice.Seeds() }
+// Chunk returns C, the number of features that a seed looks after, 0 of a zero value.
+func (o *KasminaOp) Chunk() int {
+	if !o.made() {
+		return 0
+	}
+	return o.InputShape(0)[1] / o.Lattice.Seeds()
+}
+
+// made reports whether [Kasmina] has made the op.
+func (o *KasminaOp) made() bool { return o.run != nil && o.Lattice != nil && len(o.inputs) > 0 }
 
 func (o *KasminaOp) init() {
 	config := fmt.Sprintf("lattice=%d %+v replaying=%v", o.Lattice.ID(), o.Config, o.Replaying)
@@ -297,14 +305,21 @@ func (o *KasminaOp) DiffWRT(int) []bool { return []bool{true, true, true} }
 // SymDiff returns the gradients of x, weights and scales.
 func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
+		return nil, err
+	}
 	b := &KasminaGradOp{Forward: o}
 	in := gorgonia.Nodes{inputs[0], inputs[1], inputs[2], output, grad}
 	return backward(&b.Base, b, "KasminaGrad", o, in, 3, kasminaGrad[float32], kasminaGrad[float64])
 }
 
 // Replay returns an op that computes the last run of o again, from the same snapshot of the
-// lattice, and adds nothing to the telemetry. It fails when o has not run.
+// lattice, and adds nothing to the telemetry. It fails when o has not run, or is a
+// zero value.
 func (o *KasminaOp) Replay() gorgonia.Op {
+	if !o.made() {
+		return new(KasminaOp)
+	}
 	r := &KasminaOp{Lattice: o.Lattice, Config: o.Config, Replaying: true,
 		inputs: o.inputs, run: o.run}
 	r.init()

@@ -53,7 +53,11 @@ func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
 func (o *LinearOp) DiffWRT(int) []bool { return []bool{true, true} }
 
 // SymDiff returns the gradients of x and w.
-func (o *LinearOp) SymDiff(inputs gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *LinearOp) SymDiff(inputs gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
+		return nil, err
+	}
 	b := &LinearGradOp{}
 	return backward(&b.Base, b, "LinearGrad", o, gorgonia.Nodes{inputs[0], inputs[1], grad}, 2,
 		linearGrad[float32], linearGrad[float64])

@@ -73,6 +73,9 @@ func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, true, f
 // SymDiff returns the gradients of x and w.
 func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	b := &LinearCrossEntropyGradOp{Forward: o}
 	grads, err := backward(&b.Base, b, "LinearCrossEntropyGrad", o,
 		gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 2,

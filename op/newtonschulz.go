@@ -55,6 +55,9 @@ func (o *NewtonSchulzOp) DiffWRT(int) []bool { return []bool{true} }
 // SymDiff returns the gradient of x.
 func (o *NewtonSchulzOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
+		return nil, err
+	}
 	b := &NewtonSchulzGradOp{Forward: o}
 	return backward(&b.Base, b, "NewtonSchulzGrad", o, gorgonia.Nodes{inputs[0], grad}, 1,
 		newtonSchulzGrad[float32], newtonSchulzGrad[float64])

@@ -113,6 +113,9 @@ func (o *RMSNormOp) DiffWRT(int) []bool { return []bool{true, true} }
 // SymDiff returns the gradients of x and of the weight.
 func (o *RMSNormOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
+		return nil, err
+	}
 	b := &RMSNormGradOp{Forward: o}
 	return backward(&b.Base, b, "RMSNormGrad", o,
 		gorgonia.Nodes{inputs[0], inputs[1], output, grad}, 2,

@@ -265,7 +265,11 @@ func rope[T cpu.Float](o *RoPEOp, y []T, in opbase.Args) error {
 func (o *RoPEOp) DiffWRT(int) []bool { return []bool{true} }
 
 // SymDiff returns the gradient of x: the output's gradient, turned back.
-func (o *RoPEOp) SymDiff(_ gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *RoPEOp) SymDiff(inputs gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
+		return nil, err
+	}
 	dx, err := newRoPE(grad, o.Config, !o.Inverse)
 	if err != nil {
 		return nil, err

@@ -99,6 +99,9 @@ func (o *SiLUMLPOp) DiffWRT(int) []bool { return []bool{true, true, true, true} 
 // SymDiff returns the gradients of x, gate, up and down.
 func (o *SiLUMLPOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	b := &SiLUMLPGradOp{Forward: o}
 	b.Owns(&b.da, &b.db)
 	return backward(&b.Base, b, o.gradName(), o, gorgonia.Nodes{in[0], in[1], in[2],

@@ -105,6 +105,9 @@ func (p *Pass) seeds() int {
 // will be given to [Lattice.RecordHealth] and [Lattice.RecordGradient], so p.Watch says which seeds
 // to measure; otherwise it is false for all.
 func (l *Lattice) Begin(p *Pass, record bool) {
+	if p == nil {
+		return
+	}
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	s, n := l.seeds, l.n

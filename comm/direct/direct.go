@@ -1,7 +1,7 @@
 // Package direct has the GPUs of one host write into each other's memory: by their copy engines,
 // beside which kernels run undisturbed, where NCCL's kernels would take multiprocessors from them.
 //
-// A [Group] is another one whose routes ([comm.Route]) are such copies. Ranks tell each other by
+// [New] makes of a group one whose routes ([comm.Route]) are such copies. Ranks tell each other by
 // words in memory how far they are; a stream waits for such a word without a kernel, also in what is
 // captured. A word says that something has arrived, or that its place is free. Whoever waits for it
 // sets it back, so that what is captured can be replayed.
@@ -24,8 +24,8 @@ type Device interface {
 	Do(f func() error) error
 }
 
-// Group is a group whose routes are copies into other ranks' memory.
-type Group struct {
+// group is one whose routes are copies into other ranks' memory.
+type group struct {
 	comm.Group
 	world  *comm.World
 	device Device
@@ -64,23 +64,30 @@ const (
 )
 
 // word is where one lies, of a rank's.
-func (g *Group) word(of comm.Ptr, slot, rank, kind int) comm.Ptr {
+func (g *group) word(of comm.Ptr, slot, rank, kind int) comm.Ptr {
 	return of + comm.Ptr(4*((slot*g.Size()+rank)*wordKinds+kind))
 }
 
-func (g *Group) wordCount() int { return slots * g.Size() * wordKinds }
+func (g *group) wordCount() int { return slots * g.Size() * wordKinds }
 
 // New returns the group with routes of its own where all ranks are on one host and their GPUs reach
 // each other's memory; otherwise the group as it is, and why. All ranks call it, and get the same.
 func New(ctx context.Context, w *comm.World, d Device, of comm.Group) (g comm.Group, why error,
 	err error) {
+	if ctx == nil || w == nil || d == nil || of == nil {
+		return nil, nil, errors.New("direct: New: the context, the world, the device or the group " +
+			"is nil")
+	}
+	if err := w.Err(); err != nil {
+		return nil, nil, err
+	}
 	api, why := load()
 	return newGroup(ctx, w, d, of, api, why)
 }
 
 func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api memory,
 	why error) (comm.Group, error, error) {
-	g := &Group{Group: of, world: w, device: d, api: api,
+	g := &group{Group: of, world: w, device: d, api: api,
 		imported: map[imported]*mapping{}, stop: make(chan struct{})}
 	if why == nil && w.Place().LocalSize != w.Size() {
 		why = errors.New("direct: the ranks are on several hosts")
@@ -159,7 +166,7 @@ func swap[T any](ctx context.Context, w *comm.World, key string, own T) ([]T, er
 }
 
 // open takes the words, all places free, and offers them.
-func (g *Group) open() (o offer, err error) {
+func (g *group) open() (o offer, err error) {
 	err = g.device.Do(func() error {
 		var err error
 		if g.words, err = g.api.Alloc(4 * g.wordCount()); err != nil {
@@ -178,7 +185,7 @@ func (g *Group) open() (o offer, err error) {
 }
 
 // offered is memory of this rank as others find it.
-func (g *Group) offered(p comm.Ptr) (o offer, err error) {
+func (g *group) offered(p comm.Ptr) (o offer, err error) {
 	err = g.device.Do(func() error {
 		base, err := g.api.Allocation(p)
 		if err != nil {
@@ -192,7 +199,7 @@ func (g *Group) offered(p comm.Ptr) (o offer, err error) {
 }
 
 // reach is where memory that a rank offers lies in this process, until leave is called as often.
-func (g *Group) reach(rank int, o offer) (p comm.Ptr, err error) {
+func (g *group) reach(rank int, o offer) (p comm.Ptr, err error) {
 	err = g.device.Do(func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
@@ -213,7 +220,7 @@ func (g *Group) reach(rank int, o offer) (p comm.Ptr, err error) {
 }
 
 // leave gives up what reach has found.
-func (g *Group) leave(rank int, o offer) error {
+func (g *group) leave(rank int, o offer) error {
 	return g.device.Do(func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
@@ -230,7 +237,7 @@ func (g *Group) leave(rank int, o offer) error {
 }
 
 // shut gives back what open and reach have taken.
-func (g *Group) shut() error {
+func (g *group) shut() error {
 	return g.device.Do(func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
@@ -249,14 +256,14 @@ func (g *Group) shut() error {
 
 // Abort ends all work. Streams that wait for a word go on: what they compute is of no use, and Err
 // says so.
-func (g *Group) Abort(cause error) {
+func (g *group) Abort(cause error) {
 	g.Group.Abort(cause)
 	g.aborted.Do(func() { go g.letPass() })
 }
 
 // letPass sets all words, again and again, until the group is closed: each lets a stream pass but
 // one place where it waits.
-func (g *Group) letPass() {
+func (g *group) letPass() {
 	ones := make([]uint32, g.wordCount())
 	for i := range ones {
 		ones[i] = 1
@@ -284,7 +291,7 @@ func (g *Group) letPass() {
 }
 
 // Close frees the group. The other ranks' streams have passed all that reaches this one.
-func (g *Group) Close() error {
+func (g *group) Close() error {
 	g.closed.Do(func() { close(g.stop) })
 	return errors.Join(g.shut(), g.Group.Close())
 }

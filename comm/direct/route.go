@@ -10,7 +10,7 @@ import (
 
 // route is copies into other ranks' memory.
 type route struct {
-	g    *Group
+	g    *group
 	slot int
 	to   []copies // by rank, the next one first, so that not all write to the same
 	from []int    // ranks
@@ -41,10 +41,10 @@ type place struct {
 	At          offer
 }
 
-var _ comm.Router = (*Group)(nil)
+var _ comm.Router = (*group)(nil)
 
 // Route is that of comm.Router.
-func (g *Group) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) {
+func (g *group) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) {
 	if slot < 0 || slot >= slots {
 		return nil, fmt.Errorf("direct: slot %d of a route: want 0 to %d", slot, slots-1)
 	}
@@ -139,7 +139,7 @@ func (r *route) Enqueue(s comm.Stream) error {
 }
 
 // await has a stream wait for a word, and set it back.
-func (g *Group) await(word comm.Ptr, s comm.Stream) error {
+func (g *group) await(word comm.Ptr, s comm.Stream) error {
 	if err := g.api.Wait(word, 1, s); err != nil {
 		return err
 	}

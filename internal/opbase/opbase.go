@@ -121,8 +121,13 @@ func (b *Base) Forward() *Base { return b.forward }
 // Name returns the op's name.
 func (b *Base) Name() string { return b.name }
 
-// InputShape returns the shape of input i. The caller must not change it.
-func (b *Base) InputShape(i int) tensor.Shape { return b.in[i].shape }
+// InputShape returns the shape of input i, nil if there is none. The caller must not change it.
+func (b *Base) InputShape(i int) tensor.Shape {
+	if i < 0 || i >= len(b.in) {
+		return nil
+	}
+	return b.in[i].shape
+}
 
 // Dtype returns the element type of the result.
 func (b *Base) Dtype() tensor.Dtype { return b.out.dt }
@@ -131,8 +136,11 @@ func (b *Base) Dtype() tensor.Dtype { return b.out.dt }
 func (b *Base) Arity() int { return len(b.in) }
 
 // Type returns the op's signature. Every call builds a new one, since Gorgonia recycles what it
-// gets.
+// gets. That of a zero value is nil.
 func (b *Base) Type() hm.Type {
+	if b.self == nil {
+		return nil
+	}
 	ts := make([]hm.Type, 0, len(b.in)+1)
 	for _, in := range b.in {
 		ts = append(ts, in.typ)
@@ -254,10 +262,26 @@ func (b *Base) UsePreallocDo(prealloc gorgonia.Value,
 	return prealloc, nil
 }
 
+// errZero is the error of an op that nobody has made.
+var errZero = errors.New(
+	"the op is a zero value: ops are made by the functions that add them to a graph")
+
+// CheckGradient returns an error unless the nodes given to an op's SymDiff are those of the op: its
+// inputs, its result and the gradient of that.
+func CheckGradient(b *Base, inputs gorgonia.Nodes, output, grad *gorgonia.Node) error {
+	if b.self == nil {
+		return errZero
+	}
+	if len(inputs) != len(b.in) || output == nil || grad == nil || slices.Contains(inputs, nil) {
+		return fmt.Errorf("%s: SymDiff got %d inputs, want %d, and none of them, the output or "+
+			"the gradient may be nil", b.name, len(inputs), len(b.in))
+	}
+	return nil
+}
+
 func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	if b.self == nil {
-		return nil, errors.New(
-			"the op is a zero value: ops are made by the functions that add them to a graph")
+		return nil, errZero
 	}
 	if len(in) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(in), len(b.in))

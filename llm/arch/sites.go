@@ -95,9 +95,15 @@ func (c Config) Sites() (sites []blueprints.Site) {
 	return sites
 }
 
-// BlockOf is the block of a blueprint, or Layers for the head.
+// BlockOf is the block of a blueprint, Layers for the head, and -1 for a seed that there is not.
 func (c Config) BlockOf(p Planted) int {
+	places := len(c.Weights)
+	if p.Site == blueprints.Stream {
+		places = len(c.Streams)
+	}
 	switch {
+	case p.Seed < 0 || p.Seed >= places:
+		return -1
 	case p.Site == blueprints.Stream:
 		return c.Streams[p.Seed]
 	case c.Weights[p.Seed].Layer == headLayer:

@@ -64,6 +64,14 @@ func unlessStopped(t Run, err error) error {
 	return err
 }
 
+// made returns an error for a run that nobody has made.
+func made(t Run) error {
+	if t == nil {
+		return errors.New("the run is nil")
+	}
+	return t.Made()
+}
+
 // due reports whether a callback that acts every so many steps, and after the last one, should act
 // on this event.
 func due(e event.Event, every int) bool {
@@ -103,8 +111,8 @@ func Evaluate(t Run, text *data.Evaluation, every int, opts ...EvaluateOption) e
 		}
 		opt(&c)
 	}
-	if t.Made() != nil {
-		return refuse("Evaluate: %w", t.Made())
+	if made(t) != nil {
+		return refuse("Evaluate: %w", made(t))
 	}
 	for _, text := range []*data.Evaluation{text, c.quick} {
 		if err := t.CanEvaluate(text); err != nil {
@@ -139,7 +147,7 @@ func SampleText(t Run, tok tokenizer.Tokenizer, prompt string, n int, c sampler.
 	switch _, err := sampler.New(c); {
 	case err != nil:
 		return refuse("SampleText: %w", err)
-	case t.Made() != nil || tok == nil:
+	case made(t) != nil || tok == nil:
 		return refuse("SampleText: trainer and tokenizer must not be nil")
 	case len(promptTokens(tok, prompt)) == 0:
 		return refuse("SampleText: the prompt %q makes no token, want at least one", prompt)

@@ -40,8 +40,8 @@ func OptimizerApart() CheckpointOption {
 // are made. A place where it cannot be written ends the run before its first step, and so does a
 // folder that another program has claimed: it is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t Run, path string, every int, opts ...CheckpointOption) event.Callback {
-	if t.Made() != nil {
-		return refuse("Checkpoint: %w", t.Made())
+	if made(t) != nil {
+		return refuse("Checkpoint: %w", made(t))
 	}
 	c := &checkpointer{t: t, path: path, every: every, write: SaveWhole}
 	t.AddSaver()

@@ -19,7 +19,7 @@ import (
 // table. It does nothing for an engine that is no [Profiler] or has timed nothing: engines on CPU
 // and GPU want the option WithMonitor of cpuops and cudaops.
 func Monitor(t Run, w io.Writer, every int) event.Callback {
-	if t.Made() != nil || w == nil {
+	if made(t) != nil || w == nil {
 		return refuse("Monitor: the trainer or the writer is nil")
 	}
 	return func(e event.Event) error {
@@ -43,8 +43,8 @@ func Monitor(t Run, w io.Writer, every int) event.Callback {
 // tells the callbacks of it: see [Measured]. Of several ranks the devices count as alike. It does
 // nothing for an engine that is no [Measurer].
 func Ceilings(t Run) event.Callback {
-	if t.Made() != nil {
-		return refuse("Ceilings: %w", t.Made())
+	if made(t) != nil {
+		return refuse("Ceilings: %w", made(t))
 	}
 	return func(e event.Event) error {
 		m, ok := t.Engine().(engine.Measurer)
@@ -71,7 +71,7 @@ func Ceilings(t Run) event.Callback {
 // [Tracer]. Of a run that ends before, it writes nothing and says so.
 func ProfileStep(t Run, w io.Writer, path string, after int) event.Callback {
 	switch {
-	case t.Made() != nil || w == nil:
+	case made(t) != nil || w == nil:
 		return refuse("ProfileStep: the trainer or the writer is nil")
 	case after < 1:
 		return refuse("ProfileStep: after %d steps, want at least 1", after)
@@ -134,8 +134,8 @@ func writeProfile(p *engine.Profile, w io.Writer, path string) error {
 // [state.WithQuarantine].
 func Scrub(t Run, w io.Writer, period time.Duration) event.Callback {
 	switch {
-	case t.Made() != nil:
-		return refuse("Scrub: %w", t.Made())
+	case made(t) != nil:
+		return refuse("Scrub: %w", made(t))
 	case w == nil:
 		return refuse("Scrub: the writer is nil, want one such as os.Stderr")
 	case period <= 0:

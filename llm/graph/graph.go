@@ -57,10 +57,13 @@ type Graph struct {
 
 // Updates reports whether runs of a ForTraining graph lead to updates: it has gradients, of what
 // learns.
-func (g *Graph) Updates() bool { return len(g.Learning) > 0 && !g.listens }
+func (g *Graph) Updates() bool { return g != nil && len(g.Learning) > 0 && !g.listens }
 
 // Frozen are those of Params whose gradients a ForTraining graph has not.
 func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
+	if g == nil {
+		return nil
+	}
 	for _, p := range g.Params {
 		if !slices.Contains(g.Learning, p) {
 			frozen = append(frozen, p)

@@ -72,9 +72,12 @@ func (b *builder) measure() error {
 }
 
 // Outputs are what is read of a graph that has run: the loss, and what is measured of blueprints;
-// or logits, and for a decoding keys and values.
+// or logits, and for a decoding keys and values. Of no graph it is nothing.
 func (g *Graph) Outputs() gorgonia.Nodes {
-	if g.Kind == ForLogits {
+	switch {
+	case g == nil:
+		return nil
+	case g.Kind == ForLogits:
 		all := gorgonia.Nodes{g.Logits}
 		if g.keeps {
 			all = slices.Concat(all, g.blocks.Keys, g.blocks.Values)
@@ -94,6 +97,9 @@ func (g *Graph) Outputs() gorgonia.Nodes {
 // Figures returns what the last run has measured, by what returns the values of nodes.
 func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all []Figures,
 	err error) {
+	if g == nil || value == nil {
+		return nil, errors.New("llm: Figures: the graph, or what returns the values, is nil")
+	}
 	read := func(n *gorgonia.Node) []float64 {
 		v, e := value(n)
 		if e != nil {

@@ -39,14 +39,24 @@ func Made(m *Model) error {
 //
 // The turn comes before the locks of the lattices, and before a trainer's own.
 
+// Of a model that is nil all of this goes by one that nobody has made.
+func some(m *Model) *Model {
+	if m == nil {
+		return new(Model)
+	}
+	return m
+}
+
 // Take waits for a turn, for what changes no seeds.
 func Take(m *Model) (done func()) {
+	m = some(m)
 	m.turn.Lock()
 	return m.turn.Unlock
 }
 
 // TakeToChange waits for a turn in which seeds change. Listeners hear of it when it is over.
 func TakeToChange(m *Model) (done func()) {
+	m = some(m)
 	tell := m.Kasmina.HoldEvents()
 	m.turn.Lock()
 	return sync.OnceFunc(func() {
@@ -58,35 +68,37 @@ func TakeToChange(m *Model) (done func()) {
 // The following are called in the model's turn.
 
 // Hold makes h the one who has the parameters; nil if they are on the host alone.
-func Hold(m *Model, h Holder) { m.holder = h }
+func Hold(m *Model, h Holder) { some(m).holder = h }
 
 // HolderOf is who has the parameters.
-func HolderOf(m *Model) Holder { return m.holder }
+func HolderOf(m *Model) Holder { return some(m).holder }
 
 // Join counts a trainer of the model, to which the lattices' commands are open from now on.
 func Join(m *Model) {
+	m = some(m)
 	m.trainers++
 	m.Kasmina.Open()
 }
 
 // Leave is the opposite of Join. With the last trainer gone, commands that wait are refused.
 func Leave(m *Model) {
+	m = some(m)
 	if m.trainers--; m.trainers == 0 {
 		m.Kasmina.Close()
 	}
 }
 
 // Trainers is how many trainers of the model are open.
-func Trainers(m *Model) int { return m.trainers }
+func Trainers(m *Model) int { return some(m).trainers }
 
 // Changed notes that parameters have changed.
-func Changed(m *Model) { m.changes.Add(1) }
+func Changed(m *Model) { some(m).changes.Add(1) }
 
 // Changes is how often parameters have changed. It needs no turn.
-func Changes(m *Model) uint64 { return m.changes.Load() }
+func Changes(m *Model) uint64 { return some(m).changes.Load() }
 
 // Shape is how often the blocks have become others.
-func Shape(m *Model) uint64 { return m.shape }
+func Shape(m *Model) uint64 { return some(m).shape }
 
 // Pull makes parameters on the host, those of the given names or all, what they are where somebody
 // has them.
@@ -99,7 +111,7 @@ func Pull(m *Model, params ...string) error {
 
 // mirror is where the parameters are, nil if on the host alone.
 func mirror(m *Model) Mirror {
-	if m.holder == nil {
+	if m == nil || m.holder == nil {
 		return nil
 	}
 	return m.holder.Mirror()

@@ -5,8 +5,11 @@ import (
 	"github.com/kasmina-go/kasmina/llm/graph"
 )
 
-// Become gives a model another configuration and its parameters.
+// Become gives a model, if it is not nil, another configuration and its parameters.
 func Become(m *Model, c arch.Config, params []graph.Param) {
+	if m == nil {
+		return
+	}
 	m.Config, m.Params, m.byName = c, params, make(map[string]int, len(params))
 	for i, p := range params {
 		m.byName[p.Name] = i

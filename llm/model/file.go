@@ -41,6 +41,9 @@ func Finite(data any) bool {
 
 // Tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
 func Tensors(m *Model) ([]safetensors.Tensor, map[string]string, error) {
+	if err := Made(m); err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
+	}
 	if err := Pull(m); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
 	}
@@ -226,11 +229,15 @@ func ContentsIn(ctx context.Context, m *Model, f *modelfile.File,
 	}, nil
 }
 
+// CopyNumbers copies the numbers of a tensor to one of the same type and size, if none is nil.
 func CopyNumbers(to, from *tensor.Dense) {
-	switch x := from.Data().(type) {
-	case []float32:
-		copy(to.Float32s(), x)
-	case []float64:
-		copy(to.Float64s(), x)
+	if to == nil || from == nil || to.Dtype() != from.Dtype() {
+		return
+	}
+	switch from.Dtype() {
+	case tensor.Float32:
+		copy(to.Float32s(), from.Float32s())
+	case tensor.Float64:
+		copy(to.Float64s(), from.Float64s())
 	}
 }

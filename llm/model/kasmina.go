@@ -79,13 +79,29 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 }
 
 // Slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
-// moment.
+// moment. Of a model that nobody has made there are none, and what asks for them gets [ErrZero].
 type Slots struct{ Model *Model }
+
+// check returns an error unless there is a slot.
+func (s Slots) check(layer, slot int) error {
+	if err := Made(s.Model); err != nil {
+		return err
+	}
+	if layers := len(s.Model.Config.Kasmina); layer < 0 || layer >= layers || slot < 0 ||
+		slot >= s.Model.Config.Slots {
+		return fmt.Errorf("llm: %w: slot %d of Kasmina layer %d, want a slot below %d of %d layers",
+			state.ErrArgument, slot, layer, s.Model.Config.Slots, layers)
+	}
+	return nil
+}
 
 // Start draws random weights by the layer, the seed, the slot and the lattice's epoch, so that a
 // resumed run draws the same. The network asks for it with the lattice locked, in which the epoch
 // is known.
 func (s Slots) Start(g state.Germination) (p state.SlotParams, err error) {
+	if err := s.check(g.Layer, g.Slot); err != nil {
+		return p, err
+	}
 	width := s.Model.Config.KasminaWidth()
 	w, a := make([]float64, 2*width), make([]float64, 2)
 	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)),
@@ -99,6 +115,9 @@ func (s Slots) Start(g state.Germination) (p state.SlotParams, err error) {
 
 // Read returns what a slot holds.
 func (s Slots) Read(layer, slot int) (p state.SlotParams, err error) {
+	if err := s.check(layer, slot); err != nil {
+		return p, err
+	}
 	if err := Pull(s.Model, s.names(layer)...); err != nil {
 		return p, err
 	}
@@ -111,8 +130,14 @@ func (s Slots) Read(layer, slot int) (p state.SlotParams, err error) {
 
 // Write sets slots, here and where the parameters are, and drops their momentum there.
 func (s Slots) Write(writes []state.SlotWrite) error {
+	if err := Made(s.Model); err != nil {
+		return err
+	}
 	s.Model.changes.Add(1)
 	for _, w := range writes {
+		if err := s.check(w.Layer, w.Slot); err != nil {
+			return err
+		}
 		if want := s.Model.Config.KasminaWidth(); len(w.Params.Weights) != want || w.Slot < 1 ||
 			w.Slot >= s.Model.Config.Slots {
 			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a "+
@@ -160,6 +185,12 @@ func (s Slots) forget(e Mirror, layer, from, to int) error {
 // update leaves them as they are, bit for bit. Weight decay needs no gradient. It gets the slots of
 // each layer that learned at the last step, nil if that is not known, and returns those that do now.
 func (s Slots) ForgetFrozen(e Mirror, learning [][]bool) ([][]bool, error) {
+	if err := Made(s.Model); err != nil {
+		return nil, err
+	}
+	if e == nil {
+		return nil, errors.New("llm: ForgetFrozen: there is nobody who has the parameters")
+	}
 	known, layers := learning != nil, s.Model.Kasmina.Layers()
 	learning = slices.Grow(learning, layers)[:layers]
 	for layer, l := range s.Model.Kasmina.Lattices() {
@@ -306,5 +337,9 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 }
 
 // Lock and Unlock are called by state.Network.Do.
-func (s Slots) Lock()   { s.Model.turn.Lock() }
-func (s Slots) Unlock() { s.Model.turn.Unlock() }
+func (s Slots) Lock() { some(s.Model).turn.Lock() }
+func (s Slots) Unlock() {
+	if s.Model != nil {
+		s.Model.turn.Unlock()
+	}
+}

@@ -2,6 +2,7 @@ package model
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -12,7 +13,15 @@ import (
 // Fits returns an error if a blueprint cannot grow where a seed sits at a weight or in the stream.
 func (s Slots) Fits(g state.Germination, size int) error {
 	// The network asks with its lattices locked.
-	site := s.Model.Config.Sites()[g.Layer-len(s.Model.Config.Kasmina)]
+	if err := Made(s.Model); err != nil {
+		return err
+	}
+	sites, at := s.Model.Config.Sites(), g.Layer-len(s.Model.Config.Kasmina)
+	if at < 0 || at >= len(sites) {
+		return fmt.Errorf("llm: %w: no seeds at weights, in the stream or at depths are layer %d",
+			state.ErrArgument, g.Layer)
+	}
+	site := sites[at]
 	if site == blueprints.Depth {
 		return nil
 	}

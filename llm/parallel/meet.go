@@ -3,6 +3,7 @@ package parallel
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -47,6 +48,9 @@ func (t *Team) First() bool { return t == nil || t.Rank() == 0 }
 // InTurn calls f at rank 0 first, and then at the others, which find what it has left on the disk.
 // Where f fails at rank 0 it is not called elsewhere. Without a team it calls f.
 func (t *Team) InTurn(f func() error) error {
+	if f == nil {
+		return errors.New("parallel: InTurn: the function is nil")
+	}
 	if t == nil {
 		return f()
 	}

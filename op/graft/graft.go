@@ -135,7 +135,10 @@ func blend[T cpu.Float](o *BlendOp, y []T, in opbase.Args) error {
 func (o *BlendOp) DiffWRT(int) []bool { return []bool{true, true, false} }
 
 // SymDiff returns the gradients of x, which is that of the output, and of t.
-func (o *BlendOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *BlendOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	dt, err := scale(grad, Row{in[2], o.Row}, Backward, o)
 	return gorgonia.Nodes{grad, dt, nil}, err
 }
@@ -197,7 +200,11 @@ func pass[T cpu.Float](_ *IsolateOp, y []T, in opbase.Args) error {
 func (o *IsolateOp) DiffWRT(int) []bool { return []bool{true, false} }
 
 // SymDiff returns the gradient of x.
-func (o *IsolateOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *IsolateOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	dx, err := scale(grad, Row{in[1], o.Row}, o.Control, o)
 	return gorgonia.Nodes{dx, nil}, err
 }
@@ -261,7 +268,11 @@ func AddLowRank[T cpu.Float](y, w, a, b []T, r int, factor float64) {
 func (o *LowRankOp) DiffWRT(int) []bool { return []bool{true, true, true, false} }
 
 // SymDiff returns the gradients of w, which is that of the output, of a and of b.
-func (o *LowRankOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+func (o *LowRankOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
 	b := &LowRankGradOp{Forward: o}
 	inputs := gorgonia.Nodes{in[1], in[2], in[3], grad}
 	shapes := []tensor.Shape{in[1].Shape(), in[2].Shape()}

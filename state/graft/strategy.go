@@ -96,6 +96,30 @@ type Entry struct {
 	Saved Saved
 }
 
+// Name is that of the strategy, empty in an entry without one.
+func (e Entry) Name() string {
+	if e.Strategy == nil {
+		return ""
+	}
+	return e.Strategy.Name()
+}
+
+// Check is that of the strategy; an entry without one makes no sense.
+func (e Entry) Check() error {
+	if e.Strategy == nil {
+		return errors.New("the strategy is nil, want an entry that NewEntry or Load returns")
+	}
+	return e.Strategy.Check()
+}
+
+// Advance is that of the strategy. An entry without one leaves all as it is.
+func (e Entry) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
+	if e.Strategy == nil {
+		return p.Alpha, p.Memory, false
+	}
+	return e.Strategy.Advance(p)
+}
+
 // NewEntry returns an error unless s can be stored and loaded. The strategy in the result is what
 // would be loaded, which the caller cannot change.
 func NewEntry(s Strategy) (entry Entry, err error) {
