@@ -92,7 +92,7 @@ func (c Config) check(in gorgonia.Nodes) error {
 }
 
 // DiffWRT says that there is no gradient.
-func (o *AttentionOp) DiffWRT(inputs int) []bool { return make([]bool, inputs) }
+func (o *AttentionOp) DiffWRT(inputs int) []bool { return make([]bool, max(inputs, 0)) }
 
 // SymDiff refuses.
 func (o *AttentionOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Node) (gorgonia.Nodes,
