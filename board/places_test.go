@@ -19,8 +19,8 @@ import (
 )
 
 // judged is why a controller rolls a seed back.
-const judged = "34 epochs were not enough: the loss is 0.0021 higher with it (0.07 %), and 70 % of " +
-	"the text's batches agree"
+const judged = "34 epochs have not brought what FineTuning asks for: the loss is 0.0021 higher with " +
+	"it (0.07 %), and 70 % of the text's batches agree"
 
 // everywhere feeds the events of a run of 600 steps whose model has seeds at all sites: Kasmina
 // layers, every linear layer of so many blocks, the stream and depth.

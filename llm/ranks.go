@@ -2,6 +2,7 @@ package llm
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -48,11 +49,17 @@ type Parallel interface {
 // losses of a step: the ranks tell each other of these while it goes on.
 type ParallelStepper interface {
 	Parallel
-	// StepBatches is Batches and Update in one, and made says whether the update has been made, or may
-	// have been. Its errors are theirs. With none there has been an update unless a loss is not
-	// finite.
-	StepBatches(n int, next func() (data.Batch, error)) (losses []float64, norm float64, made bool,
-		err error)
+	// StepBatches is Batches and Update in one. Its errors are theirs. With none there has been an
+	// update unless a loss is not finite. Before the update all ranks have heard the words of all.
+	StepBatches(n int, next func() (data.Batch, error), word []byte) (StepResult, error)
+}
+
+// StepResult is what a step of several ranks has come to.
+type StepResult struct {
+	Losses []float64 // of its batches
+	Norm   float64   // of the gradient
+	Made   bool      // the update has been made, or may have been
+	Words  [][]byte  // by rank; nil where they have not agreed on an update
 }
 
 // ranks is the trainer's engine if it is one of several, or nil.
@@ -123,6 +130,74 @@ func firstError(own error, all []string, failed error) error {
 	return nil
 }
 
+// word is what a rank says along with a step, so that others need not be asked behind it.
+type word struct {
+	Stop    string // why it is to stop; empty for no wish
+	Waiting bool   // there are commands
+}
+
+// heard is what ranks have said along with the last step, until it has been acted upon.
+type heard struct {
+	agreed bool // there has been a step that all have agreed on
+	word        // of any
+}
+
+// stopAsked is why this rank has been asked to stop, nil if it has not.
+func (t *Trainer) stopAsked() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.steering.halt != nil {
+		return t.steering.halt
+	}
+	return context.Cause(t.outer)
+}
+
+// say is this rank's word.
+func (t *Trainer) say() ([]byte, error) {
+	t.mu.Lock()
+	asked := t.steering.asked > 0
+	t.mu.Unlock()
+	return json.Marshal(word{textOf(t.stopAsked()), asked || t.Model.Kasmina.Waiting()})
+}
+
+// listenTo takes in the words of all.
+func (t *Trainer) listenTo(words [][]byte) error {
+	t.heard = heard{agreed: words != nil}
+	for r, text := range words {
+		var w word
+		if err := json.Unmarshal(text, &w); err != nil {
+			return fmt.Errorf("llm: the word of rank %d: %w", r, err)
+		}
+		t.heard.Stop = cmp.Or(t.heard.Stop, w.Stop)
+		t.heard.Waiting = t.heard.Waiting || w.Waiting
+	}
+	return nil
+}
+
+// spared reports whether nothing is to be exchanged at the end of a step: nobody has commands, and no
+// epoch has ended, at which controllers give some.
+func (t *Trainer) spared() bool {
+	return t.heard.agreed && !t.heard.Waiting && t.last.Step%t.Config.Epoch != 0 && t.replay() == nil
+}
+
+// unasked reports whether ranks need not meet between two steps: they meet in the next one, and
+// nobody wants to stop. A rank that has failed says so there, where it computes nothing.
+func (t *Trainer) unasked(own error) bool {
+	h := t.heard
+	t.heard = heard{}
+	e, ok := t.engine.(ParallelStepper)
+	if !ok || !h.agreed || h.Stop != "" || t.last.Last {
+		return false
+	}
+	if own == nil {
+		return true
+	}
+	_, _ = e.StepBatches(t.Config.Accumulate, func() (data.Batch, error) {
+		return data.Batch{}, own
+	}, nil) // which is this error, or that of an exchange that is over
+	return false
+}
+
 // behind is what a rank says behind a step or an event.
 type behind struct {
 	Err, Stop string
@@ -132,15 +207,10 @@ type behind struct {
 // do so here.
 func (t *Trainer) between(err error) error {
 	e := t.ranks()
-	if e == nil {
+	if e == nil || t.unasked(err) {
 		return err
 	}
-	t.mu.Lock()
-	outer := t.steering.halt
-	if outer == nil {
-		outer = context.Cause(t.outer)
-	}
-	t.mu.Unlock()
+	outer := t.stopAsked()
 	all, failed := swap(e, "between steps", behind{textOf(err), textOf(outer)})
 	errs := make([]string, len(all))
 	for r, b := range all {
@@ -178,6 +248,9 @@ func (t *Trainer) settle(err error) error {
 			err = t.steer()
 			t.Model.Kasmina.Apply()
 		}
+		return err
+	}
+	if t.spared() {
 		return err
 	}
 	exchange := func(own [][]state.Command) (every [][]state.Command, at int, _ error) {

@@ -66,7 +66,7 @@ func (t *Trainer) Stop(why string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.running && t.steering.halt == nil {
-		t.steering.halt = fmt.Errorf("llm: the run has been stopped: %s: %w", why, context.Canceled)
+		t.steering.halt = halted(why)
 	}
 }
 
@@ -110,6 +110,12 @@ func (t *Trainer) tellNotes() (errs error) {
 	}
 	return errs
 }
+
+// halted is why a run has been stopped.
+type halted string
+
+func (why halted) Error() string { return "llm: the run has been stopped: " + string(why) }
+func (halted) Unwrap() error     { return context.Canceled }
 
 // takeAsked is how many saves this rank has to tell the others of.
 func (t *Trainer) takeAsked() int {

@@ -127,6 +127,7 @@ type Trainer struct {
 	pass     state.Pass       // room for what seeds are asked
 	// of the update that failed, until a Resume: parameters are of no step
 	spoiled error
+	heard   heard // of several ranks
 	torn    error // why the last step lacks its epoch's end, until a Resume
 	closed  bool
 
@@ -722,11 +723,16 @@ func (t *Trainer) finishAll(e ParallelStepper, u *update) (losses []float64, err
 	if err := t.prepare(u.rate); err != nil {
 		return nil, err
 	}
-	losses, u.norm, u.made, err = e.StepBatches(t.Config.Accumulate, t.Loader.Next)
+	own, err := t.say()
+	if err != nil {
+		return nil, err
+	}
+	r, err := e.StepBatches(t.Config.Accumulate, t.Loader.Next, own)
+	u.norm, u.made = r.Norm, r.Made
 	if errors.Is(err, ErrGradients) {
 		u.err, err = err, nil
 	}
-	return losses, err
+	return r.Losses, errors.Join(err, t.listenTo(r.Words))
 }
 
 // prepare makes the optimiser ready for an update.

@@ -265,7 +265,12 @@ func (c *Command) UnmarshalJSON(text []byte) error {
 func kindNamed(name string) (blueprints.Kind, error) {
 	k, ok := blueprints.ByName(name)
 	if !ok {
-		return 0, fmt.Errorf("state: %w: %w %.40q", ErrArgument, blueprints.ErrUnknownKind, name)
+		names := make([]blueprints.Kind, blueprints.Kinds())
+		for k := range names {
+			names[k] = blueprints.Kind(k)
+		}
+		return 0, fmt.Errorf("state: %w: %w %.40q, want one of %v", ErrArgument,
+			blueprints.ErrUnknownKind, name, names)
 	}
 	return k, nil
 }

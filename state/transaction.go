@@ -36,6 +36,14 @@ func (q *queue) take(closing bool) []submission {
 	return taken
 }
 
+// Waiting reports whether commands have been submitted that have not been applied.
+func (n *Network) Waiting() bool {
+	n = n.orNone()
+	n.queue.mu.Lock()
+	defer n.queue.mu.Unlock()
+	return len(n.queue.submitted) > 0
+}
+
 // Submit hands over commands that take effect together at the next [Network.Apply]. The channel,
 // which need not be read, gets nil then, or why they were refused: an ErrClosed when the network is
 // closed, now or before the next Apply. It may be called from any goroutine. The one that calls

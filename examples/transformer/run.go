@@ -214,5 +214,9 @@ func show(t *llm.Trainer, o options, stderr io.Writer) (*board.Board, error) {
 		return nil, errors.Join(fmt.Errorf("-board: %w", err), b.Close())
 	}
 	fmt.Fprintf(stderr, "board     %s\n", url)
+	if o.kasmina && !o.judge {
+		fmt.Fprintln(stderr, "          seeds grow by a timetable; with -judge a controller judges "+
+			"each, and rolls back what does not help")
+	}
 	return b, nil
 }

@@ -170,9 +170,9 @@ func (r ranked) Batches(n int, next func() (data.Batch, error)) ([]float64, erro
 }
 
 // StepBatches is that of [llm.ParallelStepper].
-func (r ranked) StepBatches(n int, next func() (data.Batch, error)) (losses []float64, norm float64,
-	made bool, err error) {
-	return r.team.Step(r.Model, r, n, next)
+func (r ranked) StepBatches(n int, next func() (data.Batch, error), word []byte) (llm.StepResult,
+	error) {
+	return r.team.Step(r.Model, r, n, next, word)
 }
 
 // Compute is that of [parallel.Worker]. In a full round gradients leave beside the run.

@@ -22,6 +22,8 @@
 //  2. Ranks exchange losses, and what the passes have measured of the lattices. All take that in, in
 //     the order of batches: lattices merge moments, never averages, and are the same everywhere. On
 //     GPUs they do so beside 4, having agreed beside 1 that there can be an update ([Team.Step]).
+//     What else they have to tell each other, such as a wish to stop, they say there: between
+//     ordinary steps they do not meet.
 //  3. The norm of the gradient is made of sums over fixed blocks of optim.PartGrain elements. Owners
 //     form those of their blocks, and everyone adds all of them in one order.
 //  4. Each owner clips and updates its shard. Shards end where blocks do, and a matrix of Muon is in

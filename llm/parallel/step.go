@@ -26,6 +26,7 @@ func (r result) unfit() bool { return r.Err != "" || r.Loss-r.Loss != 0 }
 
 // report is what a rank tells the others of a step's batches.
 type report struct {
+	Word     []byte   // for those who train
 	Lattices uint32   // digest, before the step
 	Err      string   // why there can be no step here
 	Unfit    bool     // a batch has come to what no update may be made of
@@ -210,13 +211,13 @@ type Stepper interface {
 
 // Step is Batches and the update in one, as [llm.ParallelStepper] wants. While they compute the last
 // round the ranks agree that there can be an update, and while they make it they exchange losses.
-func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, error)) (
-	losses []float64, norm float64, made bool, err error) {
+func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, error),
+	word []byte) (step llm.StepResult, err error) {
 	t.steps.Add(1)
 	if err := t.progress(); err != nil {
-		return nil, 0, false, err
+		return step, err
 	}
-	own := report{Lattices: m.Kasmina.Digest()}
+	own := report{Lattices: m.Kasmina.Digest(), Word: word}
 	var results []result
 	var measured []state.Measured
 	var started bool
@@ -232,7 +233,7 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 	})
 	defer noted(m)
 	if err != nil {
-		return nil, 0, false, err
+		return step, err
 	}
 	finish := func(loss float64, err error) error {
 		noted(m)
@@ -241,15 +242,21 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 		}
 		all, err := t.reports(report{Lattices: own.Lattices, Results: results})
 		if err == nil {
-			losses, err = take(m, n, all)
+			step.Losses, err = take(m, n, all)
 		}
 		return err
 	}
 	all, err := t.compared(own, errors.Join(loader, failed))
 	unfit := slices.ContainsFunc(all, func(r report) bool { return r.Unfit })
+	if err == nil {
+		for _, r := range all {
+			step.Words = append(step.Words, r.Word)
+		}
+	}
 	if err == nil && !unfit {
-		norm, err = w.Finish(started, func(loss float64) error { return finish(loss, nil) })
-		return losses, norm, true, err
+		step.Made = true
+		step.Norm, err = w.Finish(started, func(loss float64) error { return finish(loss, nil) })
+		return step, err
 	}
 	var loss float64
 	var lost error
@@ -259,5 +266,5 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 	if err == nil {
 		err = finish(loss, lost)
 	}
-	return losses, 0, false, err
+	return step, err
 }

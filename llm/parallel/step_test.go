@@ -66,28 +66,33 @@ func (s *stepping) Finish(started bool, told func(loss float64) error) (float64,
 	return s.Update()
 }
 
-func (s *stepping) StepBatches(n int, next func() (data.Batch, error)) (losses []float64,
-	norm float64, made bool, err error) {
+func (s *stepping) StepBatches(n int, next func() (data.Batch, error), word []byte) (
+	llm.StepResult, error) {
 	if s.steps++; s.steps == 3 && s.fail != nil {
 		next = func() (data.Batch, error) { return data.Batch{}, s.fail }
 	}
-	return s.team.Step(s.model, s, n, next)
+	return s.team.Step(s.model, s, n, next, word)
 }
 
 // stepped trains on so many ranks, whose engines set makes something of, and returns their errors.
 func (s setup) stepped(t *testing.T, size int, set func(rank int, e *stepping)) []error {
 	return on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
-		return s.train(t.Context(), rank, size, func(m *llm.Model, o optim.Optimizer,
-			c llm.TrainConfig) (llm.Engine, error) {
-			e, err := team.Engine(m, o, c)
-			if err != nil {
-				return nil, err
-			}
-			own := &stepping{Parallel: e.(llm.Parallel), Worker: e.(parallel.Worker), team: team,
-				model: m}
-			set(rank, own)
-			return own, nil
-		})
+		return s.trainStepped(t, rank, size, team, set)
+	})
+}
+
+func (s setup) trainStepped(t *testing.T, rank, size int, team *parallel.Team,
+	set func(rank int, e *stepping)) error {
+	return s.train(t.Context(), rank, size, func(m *llm.Model, o optim.Optimizer,
+		c llm.TrainConfig) (llm.Engine, error) {
+		e, err := team.Engine(m, o, c)
+		if err != nil {
+			return nil, err
+		}
+		own := &stepping{Parallel: e.(llm.Parallel), Worker: e.(parallel.Worker), team: team,
+			model: m}
+		set(rank, own)
+		return own, nil
 	})
 }
 
@@ -141,6 +146,44 @@ func TestStepWithoutUpdate(t *testing.T) {
 				require.ErrorContains(t, err, "step 3", "rank %d", r)
 			}
 			require.Equal(t, int64(2*2), finished.Load(), "updates")
+		})
+	}
+}
+
+// TestStepFails: an error of a callback at one rank, and the wish to stop there, end the run of all behind
+// the same step, though ranks meet in steps alone.
+func TestStepFails(t *testing.T) {
+	s := setup{config: small(), steps: 9, accumulate: 2}
+	for name, c := range map[string]struct {
+		set     func(s *setup, rank int)
+		want    string
+		updates int64
+	}{
+		"callback": {func(s *setup, rank int) {
+			s.more = func(tr *llm.Trainer) {
+				tr.On(func(e llm.Event) error {
+					if rank == 1 && e.Kind == llm.StepEnd && e.Step == 4 {
+						return errors.New("the disk is full")
+					}
+					return nil
+				})
+			}
+		}, "the disk is full", 2 * 4},
+		"stop": {func(s *setup, _ int) { s.stop = 4 }, "asked to stop", 2 * 5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var finished atomic.Int64
+			errs := on(t, 2, comm.Options{}, func(rank int, team *parallel.Team) error {
+				own := s
+				c.set(&own, rank)
+				return own.trainStepped(t, rank, 2, team, func(_ int, e *stepping) {
+					e.finished = &finished
+				})
+			})
+			for r, err := range errs {
+				require.ErrorContains(t, err, c.want, "rank %d", r)
+			}
+			require.Equal(t, c.updates, finished.Load(), "updates")
 		})
 	}
 }

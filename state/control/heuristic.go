@@ -288,8 +288,8 @@ func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 	case late && s.Stage == state.Training:
 		return move(state.Cancelled, "it has not learnt")
 	case late && s.Stage >= state.Evaluating:
-		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough: %s",
-			s.EpochsInStage, verdict(s)))
+		return move(state.RolledBack, fmt.Sprintf("%d epochs have not brought what %v asks for: %s",
+			s.EpochsInStage, s.Stage.Next(), verdict(s)))
 	case late:
 		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough for it to get on",
 			s.EpochsInStage))
