@@ -230,8 +230,8 @@ func each(t *testing.T, size int, refuse error, f func(d *device, g comm.Group, 
 		})
 	}
 	wg.Wait()
-	if n := len(h.blocks); n > 0 && !t.Failed() {
-		t.Errorf("%d allocations are left", n)
+	if !t.Failed() {
+		require.Empty(t, h.blocks, "allocations are left")
 	}
 }
 

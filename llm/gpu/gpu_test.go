@@ -5,12 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"gorgonia.org/tensor"
 
@@ -28,9 +29,7 @@ import (
 func must[T any](t *testing.T) func(v T, err error) T {
 	return func(v T, err error) T {
 		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return v
 	}
 }
@@ -42,13 +41,9 @@ func open(t *testing.T) *cudaops.Device {
 	if errors.Is(err, cudaops.ErrNoDevice) {
 		t.Skip("needs an NVIDIA GPU: ", err)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := device.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, device.Close())
 	})
 	return device
 }
@@ -101,9 +96,7 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 	path := filepath.Join(t.TempDir(), "text")
 	text := strings.Repeat("func main() { fmt.Println(\"hello\") }\nif err != nil { return err }\n",
 		100)
-	if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
 	config := llm.Config{Vocab: 256, Dim: 64, Layers: p.layers, Heads: 4, KVHeads: 2, Seq: 32,
 		Kasmina: []int{0, 1}[:p.layers], Seeds: 8,
 		SlotWidth: 53, Depth: p.depth, Traits: p.traits}.Default()
@@ -126,9 +119,7 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 	}
 	trainer := must[*llm.Trainer](t)(llm.NewTrainer(model, loader, optimizer, c))
 	t.Cleanup(func() {
-		if err := trainer.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, trainer.Close())
 	})
 	trainer.On(func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
@@ -172,10 +163,17 @@ func losses(t *testing.T, tr *llm.Trainer) []float64 {
 		}
 		return nil
 	})
-	if err := tr.Run(context.Background()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tr.Run(context.Background()))
 	return all
+}
+
+// requireClose wants losses, step by step, within a tolerance of others.
+func requireClose(t *testing.T, want, got []float64, tolerance float64) {
+	t.Helper()
+	require.Len(t, got, len(want))
+	for i, w := range want {
+		require.InEpsilon(t, w, got[i], tolerance, "step %d of %v, want %v", i+1, got, want)
+	}
 }
 
 // TestSameLosses trains a growing model on CPU and GPU from the same start and wants the same loss
@@ -203,11 +201,7 @@ func TestSameLosses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			want := losses(t, newTrainer(t, nil, 0, c.accumulate, c.muon))
 			got := losses(t, newTrainer(t, device, c.precision, c.accumulate, c.muon))
-			for i, w := range want {
-				if math.Abs(got[i]-w) > c.tolerance*w {
-					t.Errorf("step %d: loss %v, want %v within %g", i+1, got[i], w, c.tolerance)
-				}
-			}
+			requireClose(t, want, got, c.tolerance)
 		})
 	}
 }
@@ -243,11 +237,7 @@ func TestSameLossesOfFamilies(t *testing.T) {
 				p.recompute = precision == cudaops.BFloat16
 				want, got := losses(t, p.trainer(t, nil, 0, 1, false)),
 					losses(t, p.trainer(t, device, precision, 1, false))
-				for i, w := range want {
-					if math.Abs(got[i]-w) > tolerance*w {
-						t.Errorf("step %d: loss %v, want %v within %g", i+1, got[i], w, tolerance)
-					}
-				}
+				requireClose(t, want, got, tolerance)
 			})
 		}
 	}
@@ -288,9 +278,8 @@ func TestSameBits(t *testing.T) {
 				all[i] = losses(t, tr)
 				files[i] = saved(t, tr)
 			}
-			if !slices.Equal(all[0], all[1]) || !bytes.Equal(files[0], files[1]) {
-				t.Errorf("two runs differ:\n%v\n%v", all[0], all[1])
-			}
+			require.Equal(t, all[0], all[1])
+			require.True(t, bytes.Equal(files[0], files[1]), "two runs leave other files")
 		})
 	}
 }
@@ -299,9 +288,7 @@ func TestSameBits(t *testing.T) {
 func saved(t *testing.T, tr *llm.Trainer) []byte {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "end.safetensors")
-	if err := tr.Save(path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tr.Save(path))
 	return must[[]byte](t)(os.ReadFile(path))
 }
 
@@ -325,42 +312,33 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	})
 	losses(t, straight)
 	resumed := newTrainer(t, device, precision, 1, false)
-	if err := resumed.Resume(t.Context(), path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, resumed.Resume(t.Context(), path))
 	losses(t, resumed)
 	text := must[*data.Evaluation](
 		t)(data.NewEvaluation([]byte(strings.Repeat("return fmt.Errorf(\"x\")\n", 20)),
 		tokenizer.Bytes{}, 4, 32))
 	a, _, err := straight.Evaluate(text)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	b, _, err := resumed.Evaluate(text)
-	if err != nil || a != b {
-		t.Errorf("held-out loss %v straight and %v resumed, %v", a, b, err)
-	}
-	if !bytes.Equal(saved(t, straight), saved(t, resumed)) {
-		t.Error("the checkpoints of a straight and a resumed run differ")
-	}
-	if precision == cudaops.Float16 && !bytes.Contains(saved(t, straight), []byte("loss_scale")) {
-		t.Error("the checkpoint has no loss scale")
+	require.NoError(t, err)
+	require.Equal(t, a, b, "held-out loss")
+	require.True(t, bytes.Equal(saved(t, straight), saved(t, resumed)),
+		"the checkpoints of a straight and a resumed run differ")
+	if precision == cudaops.Float16 {
+		require.True(t, bytes.Contains(saved(t, straight), []byte("loss_scale")))
 	}
 	if precision != cudaops.Float32 {
 		return
 	}
 	onCPU := newTrainer(t, nil, 0, 1, false)
-	if err := onCPU.Resume(t.Context(), path); !errors.Is(err, llm.ErrSettings) ||
-		!strings.Contains(err.Error(), `Engine is "cpu" here and "cuda f32" there`) {
-		t.Errorf("a run of the GPU on the CPU: %v", err)
-	}
-	if err := onCPU.Resume(t.Context(), path, llm.WithNewSettings(nil)); err != nil {
-		t.Fatal(err)
-	}
+	err = onCPU.Resume(t.Context(), path)
+	require.ErrorIs(t, err, llm.ErrSettings)
+	require.ErrorContains(t, err, `Engine is "cpu" here and "cuda f32" there`)
+	require.NoError(t, onCPU.Resume(t.Context(), path, llm.WithNewSettings(nil)))
 	losses(t, onCPU)
-	if c, _, err := onCPU.Evaluate(text); err != nil || math.Abs(c-a) > 1e-3*a {
-		t.Errorf("held-out loss %v on the CPU and %v on the GPU, %v", c, a, err)
-	}
+	c, _, err := onCPU.Evaluate(text)
+	require.NoError(t, err)
+	require.InEpsilon(t, a, c, 1e-3, "held-out loss on the CPU")
 }
 
 // TestResumeGradientPrecision wants a run with gradients of float32 to go on with those of
@@ -384,20 +362,15 @@ func TestResumeGradientPrecision(t *testing.T) {
 		second := to.trainer(t, device, cudaops.BFloat16, accumulate, false)
 		err := second.Resume(t.Context(), path)
 		if want != "" {
-			if !errors.Is(err, llm.ErrSettings) || !strings.Contains(err.Error(), want) {
-				t.Errorf("%v, want %q", err, want)
-			}
+			require.ErrorIs(t, err, llm.ErrSettings)
+			require.ErrorContains(t, err, want)
 			err = second.Resume(t.Context(), path, llm.WithNewSettings(nil))
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		rest := losses(t, second)
-		same := slices.Equal(rest, all[len(all)-len(rest):])
-		if last := len(all) - 1; same != (want == "") ||
-			!(math.Abs(rest[len(rest)-1]/all[last]-1) < 0.02) {
-			t.Errorf("the losses are %v, and %v without a break (the same: %v)", rest, all, same)
-		}
+		require.Equal(t, want == "", slices.Equal(rest, all[len(all)-len(rest):]),
+			"the losses are %v, and %v without a break", rest, all)
+		require.InEpsilon(t, all[len(all)-1], rest[len(rest)-1], 0.02)
 	}
 	resume(wide, narrow, 1, `Engine is "cuda bf16, gradients bf16" here and "cuda bf16" there`)
 	resume(narrow, wide, 1, `Engine is "cuda bf16" here and "cuda bf16, gradients bf16" there`)
@@ -423,15 +396,13 @@ func TestProfileStep(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "trace.json")
 	var out bytes.Buffer
 	tr.On(llm.ProfileStep(tr, &out, path, after))
-	if got := losses(t, tr); want != nil && !slices.Equal(got, want) {
-		t.Errorf("losses %v, without a profile %v", got, want)
+	if got := losses(t, tr); want != nil {
+		require.Equal(t, want, got)
 	}
 	trace := must[[]byte](t)(os.ReadFile(path))
 	for _, want := range []string{"traceEvents", fmt.Sprintf("model.layers.%d", p.layers-1),
 		"Kasmina"} {
-		if !bytes.Contains(trace, []byte(want)) {
-			t.Errorf("no %s in the trace", want)
-		}
+		require.True(t, bytes.Contains(trace, []byte(want)), "no %s in the trace", want)
 	}
 	t.Logf("%s", out.String())
 }

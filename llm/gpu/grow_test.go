@@ -4,6 +4,8 @@ import (
 	"math"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
@@ -59,13 +61,9 @@ func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float6
 	})
 	all = losses(t, tr)
 	for _, muted := range []bool{true, false} {
-		if err := tr.Model.Kasmina.Lattice(tr.Model.Kasmina.Layers()-1).Mute(7, muted); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tr.Model.Kasmina.Lattice(tr.Model.Kasmina.Layers()-1).Mute(7, muted))
 		loss, _, err := tr.Evaluate(text)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		worth = loss - worth
 	}
 	return all, -worth
@@ -77,12 +75,7 @@ func TestSameSchedule(t *testing.T) {
 	device := open(t)
 	want, worth := followed(t, nil)
 	got, gpuWorth := followed(t, device)
-	for i, w := range want {
-		if !(math.Abs(got[i]-w) <= 1e-4*w) {
-			t.Errorf("step %d: loss %v, want %v", i+1, got[i], w)
-		}
-	}
-	if worth == 0 || !(math.Abs(gpuWorth-worth) <= 1e-3*math.Abs(worth)+1e-4) {
-		t.Errorf("without seed 7 the loss is %v higher, want %v", gpuWorth, worth)
-	}
+	requireClose(t, want, got, 1e-4)
+	require.NotZero(t, worth)
+	require.InDelta(t, worth, gpuWorth, 1e-3*math.Abs(worth)+1e-4, "worth of seed 7")
 }

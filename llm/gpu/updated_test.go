@@ -6,6 +6,8 @@ import (
 	"math"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 )
@@ -26,15 +28,13 @@ func TestUpdated(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			e := &engine{}
 			norm, err := e.updated(math.Inf(1), c.from)
-			if !errors.Is(err, c.want) || c.want != llm.ErrGradients &&
-				errors.Is(err, llm.ErrGradients) || !math.IsInf(norm, 1) || e.changed != c.changed {
-				t.Errorf("norm %v, changed %v, %v; want %v and %v", norm, e.changed,
-					err, c.changed, c.want)
-			}
+			require.ErrorIs(t, err, c.want)
+			require.Equal(t, c.want == llm.ErrGradients, errors.Is(err, llm.ErrGradients))
+			require.True(t, math.IsInf(norm, 1))
+			require.Equal(t, c.changed, e.changed)
 			e.changed = true // by an update before
-			if e.updated(math.Inf(1), c.from); !e.changed {
-				t.Error("what has changed before is forgotten")
-			}
+			e.updated(math.Inf(1), c.from)
+			require.True(t, e.changed, "what has changed before is forgotten")
 		})
 	}
 }

@@ -25,9 +25,7 @@ import (
 func mustTrainBPE(t testing.TB, text []byte, vocab int) *BPE {
 	t.Helper()
 	b, err := TrainBPE(t.Context(), bytes.NewReader(text), vocab, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return b
 }
 
@@ -97,9 +95,7 @@ func TestTrainBPEMatchesTheDefinition(t *testing.T) {
 		text := texttest.Repetitive(r, 1+r.IntN(3000))
 		const merges = 60
 		b := mustTrainBPE(t, text, 257+merges)
-		if want := naiveBPE(text, merges); !slices.Equal(b.merges, want) {
-			t.Fatalf("of %q\ngot  %v\nwant %v", text, b.merges, want)
-		}
+		require.Equal(t, naiveBPE(text, merges), append([]pair(nil), b.merges...), "of %q", text)
 	}
 }
 
@@ -116,9 +112,8 @@ func TestTrainBPEByHand(t *testing.T) {
 		{"cd ab", nil},                // pairs do not reach over pieces
 		{"ba.ba.ab.ab", []pair{{'.', 'a'}, {'b', 'a'}, {256, 'b'}}}, // of equals the lowest ids
 	} {
-		if b := mustTrainBPE(t, []byte(c.text), 300); !slices.Equal(b.merges, c.want) {
-			t.Errorf("of %q: %v, want %v", c.text, b.merges, c.want)
-		}
+		b := mustTrainBPE(t, []byte(c.text), 300)
+		require.Equal(t, c.want, append([]pair(nil), b.merges...), "of %q", c.text)
 	}
 }
 
@@ -127,24 +122,19 @@ func TestTrainBPEByHand(t *testing.T) {
 func TestTrainBPEIsDeterministic(t *testing.T) {
 	text, _ := texttest.Go(t, 3<<19) // more than a buffer
 	want := mustTrainBPE(t, text, 1000)
-	if want.VocabSize() != 1000 {
-		t.Errorf("the vocabulary is %d, want 1000", want.VocabSize())
-	}
+	require.Equal(t, 1000, want.VocabSize())
 	calls := 0
 	got, err := TrainBPE(t.Context(), iotest.HalfReader(bytes.NewReader(text)), 1000,
 		func(merges, of int) error {
-			if calls++; merges != calls || of != 743 {
-				t.Errorf("progress(%d, %d) in call %d, want of 743", merges, of, calls)
-			}
+			calls++
+			require.Equal(t, []int{calls, 743}, []int{merges, of})
 			return nil
 		})
-	if err != nil || got.Name() != want.Name() || !slices.Equal(got.merges, want.merges) ||
-		calls != 743 {
-		t.Errorf("%v after %d calls: %v, want %v", got.Name(), calls, err, want.Name())
-	}
-	if other := mustTrainBPE(t, text, 999); other.Name() == want.Name() {
-		t.Errorf("two vocabularies are named %s", other.Name())
-	}
+	require.NoError(t, err)
+	require.Equal(t, want.Name(), got.Name())
+	require.Equal(t, want.merges, got.merges)
+	require.Equal(t, 743, calls)
+	require.NotEqual(t, want.Name(), mustTrainBPE(t, text, 999).Name())
 }
 
 func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
@@ -156,12 +146,9 @@ func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
 	var pieces []string
 	err := readPieces(t.Context(), iotest.DataErrReader(bytes.NewReader(text)),
 		cutter{nextPiece, maxPiece}, func(p []byte) { pieces = append(pieces, string(p)) })
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !slices.Equal(pieces, split(text)) {
-		t.Error("the pieces of a stream are not those of the text")
-	}
+	require.NoError(t, err)
+	require.True(t, slices.Equal(pieces, split(text)),
+		"the pieces of a stream are not those of the text")
 }
 
 func TestTrainBPEErrors(t *testing.T) {
@@ -183,14 +170,13 @@ func TestTrainBPEErrors(t *testing.T) {
 			reader = strings.NewReader("text")
 		}
 		_, err := TrainBPE(t.Context(), reader, c.vocab, nil)
-		if err == nil || !strings.Contains(err.Error(), c.want) || !errors.Is(err, c.err) &&
-			c.err != nil {
-			t.Errorf("%s: %v, want %q", c.name, err, c.want)
+		require.ErrorContains(t, err, c.want, c.name)
+		if c.err != nil {
+			require.ErrorIs(t, err, c.err)
 		}
 	}
-	if _, err := TrainBPE(t.Context(), nil, 300, nil); err == nil {
-		t.Error("no reader is no error")
-	}
+	_, err := TrainBPE(t.Context(), nil, 300, nil)
+	require.Error(t, err, "no reader")
 }
 
 func TestPieces(t *testing.T) {
@@ -209,15 +195,12 @@ func TestPieces(t *testing.T) {
 		{"invalid UTF-8", "a\xff\xfeb\xc3 \xe6\x97", "a|\xff\xfe|b|\xc3| \xe6\x97"},
 		{"zeros", "\x00\x00a", "\x00\x00|a"},
 	} {
-		if got := strings.Join(split([]byte(c.text)), "|"); got != c.want {
-			t.Errorf("%s: %q, want %q", c.name, got, c.want)
-		}
+		require.Equal(t, c.want, strings.Join(split([]byte(c.text)), "|"), c.name)
 	}
 	for _, c := range []string{"x", " ", "\n", "-", "é"} {
 		for i, p := range split([]byte(strings.Repeat(c, 1000))) {
-			if len(p) > maxPiece || !utf8.ValidString(p) {
-				t.Errorf("piece %d of many %q has %d bytes: %q", i, c, len(p), p)
-			}
+			require.True(t, len(p) <= maxPiece && utf8.ValidString(p),
+				"piece %d of many %q has %d bytes: %q", i, c, len(p), p)
 		}
 	}
 }
@@ -241,9 +224,7 @@ func TestBPEEncodeMatchesTheDefinition(t *testing.T) {
 	for range 10 {
 		b := mustTrainBPE(t, texttest.Repetitive(r, 5000), 400)
 		text := texttest.Repetitive(r, 2000)
-		if got, want := b.Encode(text), naiveEncode(b, text); !slices.Equal(got, want) {
-			t.Fatalf("of %q\ngot  %v\nwant %v", text, got, want)
-		}
+		require.Equal(t, naiveEncode(b, text), b.Encode(text), "of %q", text)
 	}
 }
 
@@ -264,13 +245,9 @@ func TestBPECacheOverflows(t *testing.T) {
 				want = append(want, int(id))
 			}
 		}
-		if !slices.Equal(got, want) {
-			t.Fatal("the cache gives other tokens")
-		}
-		if n := len(e.cache); n > maxCached || len(e.slab) > 6*n {
-			t.Fatalf("the cache holds %d pieces of %d tokens, want at most %d of 6 each", n,
-				len(e.slab), maxCached)
-		}
+		require.True(t, slices.Equal(got, want), "the cache gives other tokens")
+		require.LessOrEqual(t, len(e.cache), maxCached)
+		require.LessOrEqual(t, len(e.slab), 6*len(e.cache))
 	}
 }
 
@@ -297,20 +274,16 @@ func TestBPECompressesSource(t *testing.T) {
 	text, heldOut := texttest.Go(t, 1<<20)
 	b := mustTrainBPE(t, text, 4096)
 	ids := b.Encode(heldOut)
-	if ratio := float64(len(heldOut)) / float64(len(ids)); ratio < 2.4 {
-		t.Errorf("%.2f bytes a token, want at least 2.4", ratio)
-	}
-	if back, err := b.Decode(ids); err != nil || !bytes.Equal(back, heldOut) {
-		t.Errorf("the text does not come back: %v", err)
-	}
+	require.GreaterOrEqual(t, float64(len(heldOut))/float64(len(ids)), 2.4, "bytes a token")
+	back, err := b.Decode(ids)
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(back, heldOut), "the text does not come back")
 }
 
 func TestBPEDecodeNamesTheBadID(t *testing.T) {
 	b := mustTrainBPE(t, []byte("ab ab"), 400) // 256 is "ab" and 257 the end of a document
-	if b.VocabSize() != 258 || b.EndOfDocument() != 257 {
-		t.Fatalf("a vocabulary of %d with the end at %d, want 258 and 257", b.VocabSize(),
-			b.EndOfDocument())
-	}
+	require.Equal(t, 258, b.VocabSize())
+	require.Equal(t, 257, b.EndOfDocument())
 	for _, c := range []struct {
 		ids  []int
 		want string // the text, or part of the error
@@ -322,12 +295,12 @@ func TestBPEDecodeNamesTheBadID(t *testing.T) {
 		{[]int{'a', 'b', 1 << 40}, "ids[2] is 1099511627776"},
 	} {
 		text, err := b.Decode(c.ids)
-		if strings.Contains(c.want, "ids[") != (err != nil) {
-			t.Errorf("Decode(%v) = %q, %v", c.ids, text, err)
-		} else if err != nil && !strings.Contains(err.Error(), c.want) || err == nil &&
-			string(text) != c.want {
-			t.Errorf("Decode(%v) = %q, %v, want %q", c.ids, text, err, c.want)
+		if strings.Contains(c.want, "ids[") {
+			require.ErrorContains(t, err, c.want)
+			continue
 		}
+		require.NoError(t, err)
+		require.Equal(t, c.want, string(text))
 	}
 }
 
@@ -342,17 +315,13 @@ func FuzzBPE(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		ids := b.Encode(text)
 		for i, id := range ids {
-			if id < 0 || id >= b.EndOfDocument() {
-				t.Fatalf("ids[%d] = %d, want a token with text, less than %d", i, id,
-					b.EndOfDocument())
-			}
+			require.True(t, id >= 0 && id < b.EndOfDocument(),
+				"ids[%d] = %d, want a token with text, less than %d", i, id, b.EndOfDocument())
 		}
-		if back, err := b.Decode(ids); err != nil || !bytes.Equal(back, text) {
-			t.Fatalf("Decode(Encode(%q)) = %q, %v", text, back, err)
-		}
-		if want := naiveEncode(b, text); !slices.Equal(ids, want) {
-			t.Fatalf("Encode(%q) = %v, want %v", text, ids, want)
-		}
+		back, err := b.Decode(ids)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(back, text), "%q came back as %q", text, back)
+		require.Equal(t, naiveEncode(b, text), append([]int(nil), ids...))
 	})
 }
 
@@ -362,43 +331,32 @@ func TestBPESaveAndLoad(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "cache", "text.bpe")
 	for _, vocab := range []int{257, 300} { // the second replaces the first
 		b := mustTrainBPE(t, text, vocab)
-		if err := b.Save(path); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, b.Save(path))
 		back, err := LoadBPE(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if back.Name() != b.Name() || back.VocabSize() != vocab || !slices.Equal(back.Encode(text),
-			b.Encode(text)) {
-			t.Errorf("%s came back as %s", b.Name(), back.Name())
-		}
+		require.NoError(t, err)
+		require.Equal(t, b.Name(), back.Name())
+		require.Equal(t, vocab, back.VocabSize())
+		require.Equal(t, b.Encode(text), back.Encode(text))
 	}
-	if files, err := os.ReadDir(filepath.Dir(path)); err != nil || len(files) != 1 {
-		t.Errorf("beside the file there is more: %v, %v", files, err)
-	}
+	files, err := os.ReadDir(filepath.Dir(path))
+	require.NoError(t, err)
+	require.Len(t, files, 1)
 }
 
 // Any bit that flips and any cut is noticed.
 func TestLoadBPENoticesDamage(t *testing.T) {
 	r := texttest.Rand(t)
 	path := filepath.Join(t.TempDir(), "text.bpe")
-	if err := mustTrainBPE(t, texttest.Repetitive(r, 500), 280).Save(path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, mustTrainBPE(t, texttest.Repetitive(r, 500), 280).Save(path))
 	file, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i := range file {
 		flipped := bytes.Clone(file)
 		flipped[i] ^= 1 << r.IntN(8)
-		if _, err := parseBPE(flipped); err == nil {
-			t.Errorf("%q for %q at byte %d is no error", flipped[i], file[i], i)
-		}
-		if _, err := parseBPE(file[:i]); err == nil {
-			t.Errorf("a file cut at byte %d is no error", i)
-		}
+		_, err := parseBPE(flipped)
+		require.Error(t, err, "%q for %q at byte %d", flipped[i], file[i], i)
+		_, err = parseBPE(file[:i])
+		require.Error(t, err, "cut at byte %d", i)
 	}
 }
 
@@ -439,14 +397,10 @@ func TestLoadBPEErrors(t *testing.T) {
 		{"a long token", signed(long), "merge 7 makes a token of 256 bytes, want at most 128"},
 	} {
 		path := filepath.Join(t.TempDir(), "text.bpe")
-		if err := os.WriteFile(path, c.file, 0o666); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, c.file, 0o666))
 		_, err := LoadBPE(path)
-		if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(),
-			path) {
-			t.Errorf("%s: %v, want %q and the path", c.name, err, c.want)
-		}
+		require.ErrorContains(t, err, c.want, c.name)
+		require.ErrorContains(t, err, path, c.name)
 	}
 }
 
@@ -465,17 +419,16 @@ func TestHugeBPE(t *testing.T) {
 			b.writeLines(&lines)
 			file := signed(lines.String())
 			bounded.Run(t, int64(len(file)), func() {
-				if _, err := parseBPE(file); err != nil && name == "pairs of bytes" && n <= 65536 {
-					t.Error(name, n, err)
+				if _, err := parseBPE(file); name == "pairs of bytes" && n <= 65536 {
+					require.NoError(t, err, n)
 				}
 			})
 		}
 	}
 	file := append([]byte(bpeHeader), bytes.Repeat([]byte("\n"), maxBPEFile-200)...)
 	bounded.Run(t, int64(len(file)), func() {
-		if _, err := parseBPE(file); err == nil {
-			t.Error("lines of nothing are merges")
-		}
+		_, err := parseBPE(file)
+		require.Error(t, err, "lines of nothing are merges")
 	})
 }
 
@@ -494,14 +447,14 @@ func FuzzLoadBPE(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if back, err := b.Decode(b.Encode(text)); err != nil || !bytes.Equal(back, text) {
-			t.Fatalf("Decode(Encode(%q)) = %q, %v", text, back, err)
-		}
-		var again strings.Builder
-		b.writeLines(&again)
-		if again, err := parseBPE(signed(again.String())); err != nil || again.Name() != b.Name() {
-			t.Fatalf("%q does not come back: %v", lines, err)
-		}
+		back, err := b.Decode(b.Encode(text))
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(back, text), "%q came back as %q", text, back)
+		var written strings.Builder
+		b.writeLines(&written)
+		again, err := parseBPE(signed(written.String()))
+		require.NoError(t, err)
+		require.Equal(t, b.Name(), again.Name())
 	})
 }
 
@@ -516,37 +469,31 @@ func TestLoadOrTrainBPE(t *testing.T) {
 		})
 	}
 	first, err := load(300)
-	if err != nil || trained == 0 {
-		t.Fatalf("after %d merges: %v", trained, err)
-	}
+	require.NoError(t, err)
+	require.NotZero(t, trained)
 	merges := trained
 	again, err := load(50304)
-	if err != nil || again.Name() != first.Name() || trained != merges {
-		t.Errorf("the file is not used: %d more merges, %v", trained-merges, err)
-	}
+	require.NoError(t, err)
+	require.Equal(t, first.Name(), again.Name())
+	require.Equal(t, merges, trained, "the file is not used")
 	small := first.VocabSize() - 1
-	if _, err := load(small); err == nil || !strings.Contains(err.Error(),
-		fmt.Sprintf("want at most %d: ask for as many", small)) {
-		t.Errorf("a file with a larger vocabulary: %v", err)
-	}
-	if err := os.WriteFile(path, []byte("notes"), 0o666); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := load(300); err == nil || !strings.Contains(err.Error(), "notes") {
-		t.Errorf("a file of something else: %v", err)
-	}
-	if got, err := os.ReadFile(path); err != nil || string(got) != "notes" {
-		t.Errorf("it was overwritten: %q, %v", got, err)
-	}
+	_, err = load(small)
+	require.ErrorContains(t, err, fmt.Sprintf("want at most %d: ask for as many", small))
+	require.NoError(t, os.WriteFile(path, []byte("notes"), 0o666))
+	_, err = load(300)
+	require.ErrorContains(t, err, "notes")
+	got, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Equal(t, "notes", string(got))
 	trained = 0
 	nowhere := filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(nowhere+"-to-nothing", nowhere); err != nil {
 		t.Skipf("without symbolic links there is no folder here that cannot be made: %v", err)
 	}
 	path = filepath.Join(nowhere, "text.bpe")
-	if _, err := load(300); err == nil || !strings.Contains(err.Error(), nowhere) || trained > 0 {
-		t.Errorf("where it cannot be saved: %v after %d merges", err, trained)
-	}
+	_, err = load(300)
+	require.ErrorContains(t, err, nowhere)
+	require.Zero(t, trained, "merges before it is known that they cannot be saved")
 }
 
 func BenchmarkBPEEncode(b *testing.B) {

@@ -3,8 +3,9 @@ package tokenizer
 import (
 	"bytes"
 	"slices"
-	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 func FuzzBytesRoundTrip(f *testing.F) {
@@ -15,14 +16,11 @@ func FuzzBytesRoundTrip(f *testing.F) {
 		var tok Bytes
 		ids := tok.Encode(text)
 		for i, id := range ids {
-			if id < 0 || id >= tok.VocabSize() {
-				t.Fatalf("ids[%d] = %d, outside the vocabulary", i, id)
-			}
+			require.True(t, id >= 0 && id < tok.VocabSize(), "ids[%d] = %d", i, id)
 		}
 		back, err := tok.Decode(ids)
-		if err != nil || !bytes.Equal(back, text) {
-			t.Fatalf("Decode(Encode(%q)) = %q, %v", text, back, err)
-		}
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(back, text), "%q came back as %q", text, back)
 	})
 }
 
@@ -40,11 +38,9 @@ func FuzzBytesDecode(f *testing.F) {
 			valid = valid && id >= 0 && id < 256
 		}
 		text, err := Bytes{}.Decode(ids)
-		if valid != (err == nil) {
-			t.Fatalf("Decode(%v) = %q, %v", ids, text, err)
-		}
-		if valid && !slices.Equal(Bytes{}.Encode(text), ids) {
-			t.Fatalf("Encode(Decode(%v)) = %v", ids, Bytes{}.Encode(text))
+		require.Equal(t, valid, err == nil, "%v: %v", ids, err)
+		if valid {
+			require.True(t, slices.Equal(Bytes{}.Encode(text), ids), ids)
 		}
 	})
 }
@@ -58,9 +54,7 @@ func TestBytesNamesTheBadID(t *testing.T) {
 		{[]int{256}, "ids[0] is 256"},
 		{[]int{0, 255, 1 << 40}, "ids[2] is 1099511627776"},
 	} {
-		if text, err := (Bytes{}).Decode(c.ids); err == nil || !strings.Contains(err.Error(),
-			c.want) {
-			t.Errorf("Decode(%v) = %q, %v, want an error with %q", c.ids, text, err, c.want)
-		}
+		_, err := Bytes{}.Decode(c.ids)
+		require.ErrorContains(t, err, c.want)
 	}
 }

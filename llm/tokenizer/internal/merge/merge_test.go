@@ -64,14 +64,12 @@ func TestCache(t *testing.T) {
 	var c Cache
 	for i := range 3 * maxCached {
 		piece := fmt.Append(nil, i)
-		if tokens, ok := c.Find(piece); ok {
-			t.Fatalf("%s has the tokens %v before they were added", piece, tokens)
-		}
+		_, ok := c.Find(piece)
+		require.False(t, ok, "%s has tokens before they were added", piece)
 		c.Add(piece, []int32{int32(i), 1})
 		tokens, ok := c.Find(piece)
-		if !ok || !slices.Equal(tokens, []int32{int32(i), 1}) {
-			t.Fatalf("%s has the tokens %v, %v", piece, tokens, ok)
-		}
+		require.True(t, ok)
+		require.Equal(t, []int32{int32(i), 1}, tokens)
 	}
 	require.LessOrEqual(t, len(c.spans), maxCached)
 	long := make([]byte, maxCachedPiece+1)
