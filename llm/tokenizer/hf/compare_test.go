@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -12,6 +13,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/llm/data"
 )
 
 // TestSameAsRust compares with ids of Rust's tokenizers for texts of megabytes and the tokenizers
@@ -36,8 +39,28 @@ func TestSameAsRust(t *testing.T) {
 				compareText(t, tok, filepath.Dir(path), name)
 			}
 			compareLlamaCpp(t, tok, filepath.Dir(path))
+			timeCorpus(t, tok, texts)
 		})
 	}
+}
+
+// timeCorpus times how the texts are made ready for training, on all cores that there are.
+func timeCorpus(t *testing.T, tok *Tokenizer, texts []string) {
+	var size int64
+	var took time.Duration
+	for _, name := range texts {
+		corpus, err := data.Open(name)
+		require.NoError(t, err)
+		begin := time.Now()
+		for _, part := range []*data.Text{corpus.Train, corpus.Validation} {
+			require.NoError(t, data.WriteTokens(t.Context(), filepath.Join(t.TempDir(), "tokens"),
+				part, tok, nil))
+			size += part.Size()
+		}
+		took += time.Since(begin)
+	}
+	t.Logf("%d bytes of all texts are encoded and written at %.1f MB/s on %d cores", size,
+		float64(size)/took.Seconds()/1e6, runtime.GOMAXPROCS(0))
 }
 
 // compareLlamaCpp compares with the files of llama.cpp's vocabulary tests, if the folder has them.

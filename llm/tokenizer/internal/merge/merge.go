@@ -133,8 +133,8 @@ const gone = -1
 // mergeMany is Merge with a queue of the merges that may come next. An entry whose pair is no more
 // is left in it, and dropped when it comes up.
 func (m *Merger) mergeMany(tokens []int32) []int32 {
-	m.symbols = m.symbols[:0]
-	m.queue.clear()
+	m.symbols = slices.Grow(m.symbols[:0], len(tokens))
+	m.queue.clear(len(tokens))
 	for i, id := range tokens {
 		m.symbols = append(m.symbols, symbol{id, int32(i - 1), int32(i + 1)})
 	}

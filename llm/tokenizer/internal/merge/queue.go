@@ -18,8 +18,10 @@ type queue struct {
 	at            int // the next one of sorted
 }
 
-func (q *queue) clear() {
-	*q = queue{sorted: q.sorted[:0], later: q.later[:0], between: q.between[:0]}
+// clear empties the queue, which is to get about so many entries.
+func (q *queue) clear(n int) {
+	*q = queue{sorted: slices.Grow(q.sorted[:0], n), later: slices.Grow(q.later[:0], n),
+		between: q.between[:0]}
 }
 
 func (q *queue) push(e entry) {
