@@ -238,6 +238,7 @@ func (t *traits) allWindowed() {
 
 func readQwen2(o *object, t *traits) {
 	t.biasQKV = true
+	o.only("use_mrope", "false", "it is for pictures")
 	readQwenWindow(o, t)
 }
 
