@@ -120,7 +120,7 @@ func textOf(err error) string {
 // firstError is this rank's error, that of the exchange, or the first of another rank.
 func firstError(own error, all []string, failed error) error {
 	if own != nil || failed != nil {
-		return errors.Join(own, failed)
+		return withNews(own, failed)
 	}
 	for r, text := range all {
 		if text != "" {
@@ -128,6 +128,20 @@ func firstError(own error, all []string, failed error) error {
 		}
 	}
 	return nil
+}
+
+// withNews joins errors but for those whose text is in the ones before: where a rank has died, every
+// exchange from then on ends with the same.
+func withNews(errs ...error) (all error) {
+	for _, err := range errs {
+		switch {
+		case all == nil:
+			all = err
+		case err != nil && !strings.Contains(all.Error(), err.Error()):
+			all = errors.Join(all, err)
+		}
+	}
+	return all
 }
 
 // word is what a rank says along with a step, so that others need not be asked behind it.

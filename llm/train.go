@@ -396,7 +396,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	if err == nil && t.Last().Last {
 		err = t.settleSeeds()
 	}
-	err = errors.Join(err, t.settleInTurn(), t.tellRest())
+	err = withNews(err, t.settleInTurn(), t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 

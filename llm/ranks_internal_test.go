@@ -1,0 +1,22 @@
+package llm
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestWithNews: what an error says already is not said again, and all that is new is.
+func TestWithNews(t *testing.T) {
+	died := errors.New("rank 1 died")
+	step := errors.Join(errors.New("step 7"), died)
+	require.NoError(t, withNews(nil, nil))
+	require.Equal(t, died, withNews(nil, died, died))
+	require.Equal(t, step, withNews(step, died, nil, died))
+	full := errors.New("the disk is full")
+	err := withNews(step, died, full, died)
+	require.EqualError(t, err, step.Error()+"\n"+full.Error())
+	require.ErrorIs(t, err, full)
+	require.ErrorIs(t, err, died)
+}
