@@ -25,7 +25,7 @@ type Place struct {
 	Run string
 	// Secret is what processes prove to know when they join; Run where it is empty.
 	Secret string
-	// Source names who started the process: "torchrun", "Slurm", "Open MPI", "Kubeflow Trainer". It
+	// Source names whose variables say so: "torchrun", "Slurm", "Open MPI", "Kubeflow Trainer". It
 	// is empty for a process that runs alone.
 	Source string
 }
