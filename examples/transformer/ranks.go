@@ -43,7 +43,8 @@ func joinRanks(ctx context.Context, o options, stderr io.Writer) (*comm.World, e
 		return nil, w.Blame(errors.New("-profile and -monitor are for one process"))
 	}
 	if w.Rank() == 0 {
-		fmt.Fprintf(stderr, "ranks     %d processes, by the variables of %s\n", w.Size(), w.Place().Source)
+		fmt.Fprintf(stderr, "ranks     %d processes, by the variables of %s\n", w.Size(),
+			w.Place().Source)
 	}
 	return w, nil
 }
