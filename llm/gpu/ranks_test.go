@@ -126,7 +126,7 @@ func rankRuns() map[string]rankRun {
 func rankOf(role, dir string) (err error) {
 	name, plain := strings.CutPrefix(role, "plain ")
 	run, ok := rankRuns()[name]
-	if !ok {
+	if !ok && name != exchangeRole {
 		return fmt.Errorf("there is no run %q", name)
 	}
 	place, err := comm.FromEnvironment(os.Getenv)
@@ -146,6 +146,9 @@ func rankOf(role, dir string) (err error) {
 	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: run.silence()})
 	if err != nil {
 		return err
+	}
+	if name == exchangeRole {
+		return exchange(ctx, w, device)
 	}
 	team, err := gpu.Join(ctx, w, device)
 	if err != nil {
