@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -604,4 +605,36 @@ func TestReport(t *testing.T) {
 	eval[bool](w, "Lattice.select({layer: 0, seed: 1}); true")
 	w.see("#seed-events li")
 	require.Empty(t, w.complaints(), "the browser's console")
+}
+
+// TestFollowWithoutSeeds wants a controller of a run that has no seeds to be asked once an epoch,
+// and not again and again.
+func TestFollowWithoutSeeds(t *testing.T) {
+	epoch := 0
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		state, reports := "running", strings.HasSuffix(r.URL.Path, "/reports")
+		if !reports {
+			epoch++
+		}
+		switch {
+		case reports:
+			io.WriteString(w, "[]")
+			return
+		case epoch > 4:
+			state = "ended"
+		}
+		fmt.Fprintf(w, `{"state":%q,"epoch":%d}`, state, min(epoch, 2))
+	}))
+	defer server.Close()
+	asked := counted{}
+	require.NoError(t, (&api.Client{URL: server.URL}).Follow(t.Context(), "0", &asked, nil))
+	require.Equal(t, 2, asked.n)
+}
+
+// counted counts how often a controller is asked.
+type counted struct{ n int }
+
+func (c *counted) Decide([]state.Report) []state.Command {
+	c.n++
+	return nil
 }

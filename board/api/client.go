@@ -99,6 +99,7 @@ func (c *Client) Follow(ctx context.Context, run string, controller state.Contro
 		if err != nil {
 			return err
 		}
+		epoch = r.Epoch // of which a run without seeds has no reports
 		for _, r := range reports {
 			epoch = max(epoch, r.Epoch)
 		}

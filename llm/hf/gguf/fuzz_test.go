@@ -1,13 +1,16 @@
 package gguf
 
 import (
+	"encoding/binary"
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
@@ -36,4 +39,57 @@ func FuzzTokenizer(f *testing.F) {
 			_ = addTokenizer(&fields{}, folder, model)
 		})
 	})
+}
+
+// FuzzDescribe reads the head of any file.
+func FuzzDescribe(f *testing.F) {
+	path := filepath.Join(f.TempDir(), "m.gguf")
+	for _, head := range heads() {
+		f.Add(head)
+	}
+	f.Fuzz(func(t *testing.T, head []byte) {
+		require.NoError(t, os.WriteFile(path, head, 0o666))
+		bounded.Run(t, int64(len(head)), func() { _, _ = Describe(path) })
+	})
+}
+
+// heads are beginnings of files.
+func heads() (all [][]byte) {
+	number := func(b []byte, numbers ...uint64) []byte {
+		for _, n := range numbers {
+			b = binary.LittleEndian.AppendUint64(b, n)
+		}
+		return b
+	}
+	begin := func(tensors, fields uint64) []byte {
+		return number(append([]byte("GGUF"), 3, 0, 0, 0), tensors, fields)
+	}
+	kind := func(b []byte, kinds ...uint32) []byte {
+		for _, k := range kinds {
+			b = binary.LittleEndian.AppendUint32(b, k)
+		}
+		return b
+	}
+	// an array of more elements than any file has, of each kind
+	for k := range uint32(14) {
+		all = append(all, number(kind(number(begin(0, 1), 0), kindArray, k), 1<<60))
+	}
+	all = append(all, number(kind(number(kind(number(begin(0, 1), 0), kindArray, kindArray), 1<<59),
+		kindString), 1<<59))
+	field := kind(append(number(begin(1, 1), 1), 'x'), 4, 7)
+	tensor := kind(append(number(field, 1), 'y'), 2) // a matrix
+	return append(all, number(kind(number(tensor, 3, 4), 0), 0))
+}
+
+// TestDescribeHoles reads heads that announce as much as they can, and 40 GB of zeros behind them.
+func TestDescribeHoles(t *testing.T) {
+	for i, head := range append(heads(), nil) {
+		path := texttest.Hole(t, head)
+		begin := time.Now()
+		bounded.Run(t, maxHead, func() {
+			_, err := Describe(path)
+			require.Equal(t, i == len(heads())-1, err == nil, "%d: %v", i, err)
+		})
+		require.Less(t, time.Since(begin), time.Minute)
+	}
 }

@@ -29,23 +29,26 @@ type Tensor struct {
 }
 
 const (
-	maxHead   = 1 << 30 // bytes, of which vocabularies take some millions
+	maxHead   = 64 << 20 // bytes, of which vocabularies take some millions
 	maxText   = 1 << 20
 	maxDims   = 8
 	maxFields = 1 << 16
+
+	leastField  = 8 + 4 + 1     // bytes
+	leastTensor = 8 + 4 + 4 + 8 // bytes
 )
 
-// Describe reads the head of a file.
+// Describe reads the head of a file, of up to 64 MiB.
 func Describe(path string) (*Description, error) {
-	file, _, err := regular.Open(path)
+	file, size, err := regular.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("gguf: %w", err)
 	}
 	defer file.Close()
-	h := &head{r: bufio.NewReader(io.LimitReader(file, maxHead))}
+	h := &head{r: bufio.NewReader(file), left: min(size, maxHead), longer: size > maxHead}
 	d := h.describe()
 	if errors.Is(h.err, io.EOF) || errors.Is(h.err, io.ErrUnexpectedEOF) {
-		h.err = errors.New("it is cut short")
+		h.err = errShort // meanwhile
 	}
 	if h.err != nil {
 		return nil, fmt.Errorf("gguf: %s: %w", path, h.err)
@@ -55,8 +58,30 @@ func Describe(path string) (*Description, error) {
 
 // head reads the head of a file. After an error, which it keeps, it reads zeros.
 type head struct {
-	r   *bufio.Reader
-	err error
+	r      *bufio.Reader
+	left   int64 // bytes that the head may still have
+	longer bool  // the file has more
+	digits [8]byte
+	err    error
+}
+
+var (
+	errShort = errors.New("it is cut short")
+	errLong  = fmt.Errorf("its head has more than %d bytes", maxHead)
+)
+
+// has reports whether n elements of so many bytes can still come.
+func (h *head) has(n uint64, bytes int) bool {
+	if n <= uint64(h.left)/uint64(bytes) {
+		return h.err == nil
+	}
+	if h.err == nil {
+		h.err = errShort
+		if h.longer {
+			h.err = errLong
+		}
+	}
+	return false
 }
 
 func (h *head) fail(format string, args ...any) {
@@ -67,7 +92,8 @@ func (h *head) fail(format string, args ...any) {
 
 func (h *head) describe() *Description {
 	d := &Description{}
-	if magic := h.bytes(4); string(magic) != "GGUF" {
+	var magic [4]byte
+	if h.fill(magic[:]); string(magic[:]) != "GGUF" {
 		h.fail("it begins with %q, want \"GGUF\"", magic)
 	}
 	if v := h.number(4); v != 2 && v != 3 {
@@ -76,6 +102,9 @@ func (h *head) describe() *Description {
 	tensors, fields := h.number(8), h.number(8)
 	if tensors > maxFields || fields > maxFields {
 		h.fail("it announces %d tensors and %d fields, want at most %d", tensors, fields, maxFields)
+	}
+	if h.has(tensors, leastTensor) && h.has(fields, leastField) {
+		d.Fields, d.Tensors = make([]Field, 0, fields), make([]Tensor, 0, tensors)
 	}
 	for range fields {
 		if h.err != nil {
@@ -110,25 +139,37 @@ func (h *head) describe() *Description {
 
 // String is the type's name, or its number.
 func (t Type) String() string {
-	if name, ok := map[Type]string{F32: "f32", F16: "f16", BF16: "bf16", Q80: "q8_0"}[t]; ok {
-		return name
+	switch t {
+	case F32:
+		return "f32"
+	case F16:
+		return "f16"
+	case BF16:
+		return "bf16"
+	case Q80:
+		return "q8_0"
 	}
 	return strconv.Itoa(int(t))
 }
 
-func (h *head) bytes(n int) []byte {
-	b := make([]byte, n)
-	if h.err == nil {
+func (h *head) fill(b []byte) {
+	if h.has(uint64(len(b)), 1) {
+		h.left -= int64(len(b))
 		_, h.err = io.ReadFull(h.r, b)
 	}
-	return b
+}
+
+// skip passes over bytes that has has said are there.
+func (h *head) skip(n int) {
+	h.left -= int64(n)
+	_, h.err = h.r.Discard(n)
 }
 
 // number reads one of so many bytes.
 func (h *head) number(bytes int) uint64 {
-	var all [8]byte
-	copy(all[:], h.bytes(bytes))
-	return binary.LittleEndian.Uint64(all[:])
+	h.digits = [8]byte{}
+	h.fill(h.digits[:bytes])
+	return binary.LittleEndian.Uint64(h.digits[:])
 }
 
 func (h *head) text() string {
@@ -137,11 +178,36 @@ func (h *head) text() string {
 		h.fail("a text has %d bytes, want at most %d", n, maxText)
 		return ""
 	}
-	return string(h.bytes(int(n)))
+	if !h.has(n, 1) {
+		return ""
+	}
+	b := make([]byte, n)
+	h.fill(b)
+	return string(b)
 }
 
 // sizes are the bytes of what has a fixed size, by GGUF's number of the kind.
 var sizes = map[uint32]int{0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+// elements passes over those of an array, in as many arrays as depth says.
+func (h *head) elements(kind uint32, n uint64, depth int) {
+	if size, fixed := sizes[kind]; fixed {
+		if h.has(n, size) {
+			h.skip(int(n) * size)
+		}
+		return
+	}
+	if !h.has(n, 8) { // the length of a text or more
+		return
+	}
+	for i := uint64(0); i < n && h.err == nil; i++ {
+		if kind != kindString {
+			h.value(kind, depth)
+		} else if length := h.number(8); h.has(length, 1) {
+			h.skip(int(length))
+		}
+	}
+}
 
 // value reads one of a kind, as text; depth is how many arrays it is in.
 func (h *head) value(kind uint32, depth int) string {
@@ -151,9 +217,7 @@ func (h *head) value(kind uint32, depth int) string {
 		return h.text()
 	case kind == kindArray && depth < 2:
 		element, n := uint32(h.number(4)), h.number(8)
-		for i := uint64(0); i < n && h.err == nil; i++ {
-			h.value(element, depth+1)
-		}
+		h.elements(element, n, depth+1)
 		return fmt.Sprintf("%d elements", n)
 	case !fixed:
 		h.fail("there is a value of kind %d, which GGUF does not have", kind)
