@@ -31,13 +31,13 @@
 //	acc = (((acc + g₀) + g₁) + …) + gₙ₋₁
 //
 // Round after round this is the sum over m = 0, 1, …, M−1 from left to right, each step rounded
-// once, for every N: on one GPU the same kernel adds one contribution at a time. Three things are
+// once, for every N. On one GPU the same kernel adds one contribution at a time. Three things are
 // needed for it. The sum starts with a copy of the first contribution. Contributions have the type
 // in which they travel on one GPU, too. And no rank adds its own micro-batches before it sends
 // them: that would be another order.
 //
 // Where N does not divide M the last round has fewer contributors: the first M mod N ranks.
 //
-// A round moves (N−1)/N of a gradient out of and into each rank, as a ReduceScatter does; what it
+// A round moves (N−1)/N of a gradient out of and into each rank, as a ReduceScatter does. What it
 // costs beside that is room for N−1 contributions to the owner's shard.
 package comm

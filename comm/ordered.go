@@ -29,7 +29,7 @@ func EvenShards(count, size, multiple int) Shards {
 type Piece struct{ Len, Multiple int }
 
 // CutShards divides a buffer, the pieces one behind the other, among ranks as evenly as the pieces
-// allow: each bound is the place nearest to an even share at which the buffer may be divided.
+// allow. Each bound is the place nearest to an even share at which the buffer may be divided.
 func CutShards(pieces []Piece, size int) Shards {
 	if size < 1 || size > maxRanks {
 		return nil // which Check refuses

@@ -68,7 +68,7 @@ func openStore(p Place, joining, deadline time.Duration) (*store, error) {
 	return s, nil
 }
 
-// listenHost keeps a run of one host from being reached from others; elsewhere MasterAddr may be a
+// listenHost keeps a run of one host from being reached from others. Elsewhere MasterAddr may be a
 // name that only the others see, so that rank 0 listens everywhere.
 func listenHost(master string) string {
 	if ip := net.ParseIP(master); master == "localhost" || ip != nil && ip.IsLoopback() {

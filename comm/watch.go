@@ -7,7 +7,7 @@ import (
 )
 
 // Watch keeps an eye on a group until the context ends. When another rank cannot go on it aborts
-// the group, so that no work waits for a rank that is gone; when the group's own work fails it
+// the group, so that no work waits for a rank that is gone. When the group's own work fails it
 // tells the other ranks. It asks the group every interval, 100 ms where that is 0.
 //
 // Its error is the cause, or nil where the context ended first.

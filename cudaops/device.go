@@ -1,7 +1,7 @@
 // Package cudaops runs Gorgonia graphs on NVIDIA GPUs. It needs NVIDIA's driver, and for matrix
 // products the library cuBLASLt (which comes with the CUDA toolkit and with PyTorch's pip
 // packages): no cgo, no build tag. One binary runs everywhere and finds out when it starts what is
-// there; Open says what is missing, and errors.Is(err, ErrNoDevice) tells a machine without a GPU
+// there. Open says what is missing, and errors.Is(err, ErrNoDevice) tells a machine without a GPU
 // from a fault. The environment variables KASMINA_LIBCUDA, and KASMINA_LIBCUBLASLT name NVIDIA's
 // libraries (a file, or a folder that holds it) where they are in an unusual place. On Windows
 // libraries come from System32 and from below absolute paths in variables such as these and

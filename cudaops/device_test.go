@@ -525,7 +525,7 @@ func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 }
 
-// TestSingleKasmina runs a layer's op and its backward op alone: they go by one snapshot of the
+// TestSingleKasmina runs a layer's op and its backward op alone. They go by one snapshot of the
 // lattice, as in a whole graph, and both their figures reach it.
 func TestSingleKasmina(t *testing.T) {
 	for name, c := range map[string]struct {

@@ -60,7 +60,7 @@ func Example() {
 	fmt.Println(value)
 }
 
-// Training with weights, gradients and optimiser on the GPU: a step sends up its batch, and brings
+// Training with weights, gradients and optimiser on the GPU. A step sends up its batch, and brings
 // down the loss when asked to, which the machine keeps since it is named as an output.
 func ExampleMachine_SetOptimizer() {
 	device, err := cudaops.Open()

@@ -27,7 +27,7 @@ import (
 // gorgonia.NewTapeMachine(g), it can have cudaops.NewMachine(dev, g) instead.
 //
 // The graph is compiled once, into kernel launches over memory that is planned before anything
-// runs. Parameters (see [WithParams]) go up once and stay on the device; other inputs go up before
+// runs. Parameters (see [WithParams]) go up once and stay on the device. Other inputs go up before
 // every run, and results come back when [Machine.Value] asks for them. Where the device has memory
 // to spare, a graph that trains takes some of it to save time, and leaves a tenth free, beside what
 // AdamW will take for this machine and for others on the device that have no optimiser yet. A node

@@ -136,7 +136,7 @@ func openGPU(t testing.TB) *Device {
 }
 
 // TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several
-// batches: the machine runs the first as it is, records the second and replays it from then on.
+// batches. The machine runs the first as it is, records the second and replays it from then on.
 func TestMachineAgreesWithTapeMachine(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})

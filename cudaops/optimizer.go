@@ -83,7 +83,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients
 // of the last run. It waits for the device and returns the global norm of the gradients before
 // clipping. If the norm is not finite, no parameter changes and the error wraps [ErrNonFinite], and
-// [Machine.NonFinite] says where that shows first; but WithPrecision(Float16) it is no error while
+// [Machine.NonFinite] says where that shows first. But WithPrecision(Float16) it is no error while
 // the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After
 // an error of the device the update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
@@ -104,8 +104,8 @@ func refusal(norm float64) error {
 }
 
 // Step is [Machine.Value] of a loss, a node of one float32 that is kept, and [Machine.Update] in
-// one: the device does not wait between the run and the update. If the loss is not finite no
-// parameter changes, which is no error; then the norm is not finite either, and gathered gradients
+// one. The device does not wait between the run and the update. If the loss is not finite no
+// parameter changes, which is no error. Then the norm is not finite either, and gathered gradients
 // are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Step", &err)
@@ -140,7 +140,7 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 }
 
 // StepTogether is [Machine.Step] of a machine made [WithRanks], all of which call it behind the last
-// round of a step: a loss that is not finite at one of them leaves the parameters of all as they
+// round of a step. A loss that is not finite at one of them leaves the parameters of all as they
 // are. The loss is nil at a rank that did not contribute to that round. When the run is over,
 // beside is called with the loss, 0 for none, while the update goes on. An error of it is that of
 // the step, which does not wait for the update then.

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// singleOps computes single ops of a graph that another machine runs, on memory of that machine's:
-// each op is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build
+// singleOps computes single ops of a graph that another machine runs, on memory of that machine's.
+// Each op is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build
 // tag cuda; this file needs no tag, so that its tests need none. Operands are copied on the device,
 // since the other machine's memory moves from run to run and begins anywhere, while what is
 // captured, and the matrix products' plans, go by fixed and aligned addresses.

@@ -146,7 +146,7 @@ type Profile = optime.Profile
 const ProfileSteps = profile.Steps
 
 // StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last
-// ones run with a time stamp after every kernel; all compute the same bits as ever. A step ends
+// ones run with a time stamp after every kernel. All compute the same bits as ever. A step ends
 // with [Machine.Update], in a machine without an optimiser with [Machine.RunAll]. The machine must
 // have run before. Then [Machine.Profile] has the profile.
 func (m *Machine) StartProfile() (err error) {
@@ -207,8 +207,8 @@ func (m *Machine) Ceiling() (c Ceiling, err error) {
 	return m.measured.Ceilings()
 }
 
-// WithMonitor makes the machine time its ops while it runs: one run in every so many is replayed
-// with a time stamp between one call and the next, and computes the same bits; in it the passes of
+// WithMonitor makes the machine time its ops while it runs. One run in every so many is replayed
+// with a time stamp between one call and the next, and computes the same bits. In it the passes of
 // Kasmina layers that measure also run without telemetry, and end each by itself, for what the
 // lattices' reports say of the layer. Where all this would take more than 0.4 % of the time, fewer
 // runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was

@@ -98,7 +98,7 @@ func check(t *testing.T, errs ...error) {
 
 const batch = 2
 
-// newRun returns a small model and what it is trained with on a text, which it writes: the read of
+// newRun returns a small model and what it is trained with on a text, which it writes. The read of
 // a sequence of the given number fails, of 0 none.
 func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, optim.Optimizer) {
 	t.Helper()
@@ -206,7 +206,7 @@ func (r *run) finish() {
 	}
 }
 
-// overflowAt makes the loss of a model finite, and gradients infinite of batches with a token: in
+// overflowAt makes the loss of a model finite, and gradients infinite of batches with a token. In
 // silu(gate) ⊙ up, gate is 0, and up is so large for that token alone that its product with what
 // comes back from down overflows.
 func overflowAt(token int) func(*llm.Model) {

@@ -18,7 +18,7 @@ import (
 )
 
 // Value waits for the device and copies a node's value back. The node must be an input, an output
-// (see [WithOutputs]), the gradient of a parameter, or one that no other node needs: other values
+// (see [WithOutputs]), the gradient of a parameter, or one that no other node needs. Other values
 // give way to later ones during a run. Of a parameter whose float32 values are divided among ranks
 // ([WithRanks]) it is what runs compute with, in a narrower type.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {

@@ -59,10 +59,10 @@ func OptimizerApart() CheckpointOption {
 
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
 // never), at the last step, and when the run is interrupted. After a callback or a step has failed
-// it tries to save the last step, unless that is ErrDiverged: then the file's old contents are
+// it tries to save the last step, unless that is ErrDiverged. Then the file's old contents are
 // better. The file is replaced as a whole: there is always a complete one. Folders that it needs
 // are made. A place where it cannot be written ends the run before its first step, and so does a
-// folder that another program has claimed: it is claimed for the run, as by [ClaimFolder].
+// folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	return callback.Checkpoint(access{t}, path, every, opts...)
 }
@@ -110,7 +110,7 @@ func Ceilings(t *Trainer) Callback {
 	return callback.Ceilings(access{t})
 }
 
-// ProfileStep profiles a step of the run: it begins when that many steps have been made (at least
+// ProfileStep profiles a step of the run. It begins when that many steps have been made (at least
 // 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
 // file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
 // [Tracer]. Of a run that ends before, it writes nothing and says so.

@@ -69,7 +69,7 @@ func (s *beforeStates) UnmarshalJSON(text []byte) error {
 }
 
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
-// refuses, with ErrDiverged, also a model whose loss on the last batch is not finite: the next step
+// refuses, with ErrDiverged, also a model whose loss on the last batch is not finite. The next step
 // would fail, and the file's old contents are better.
 func (t *Trainer) Save(path string) error { return t.saveBy(path, callback.SaveWhole) }
 
@@ -88,14 +88,14 @@ func (t *Trainer) saveBy(path string,
 }
 
 // SaveApart is Save with the optimiser's moments in a file of their own, beside the one at path,
-// which has all else and names it. That file is written last and replaced in one step: a process
+// which has all else and names it. That file is written last and replaced in one step. A process
 // killed at any moment leaves the old pair of files or the new one. [Trainer.Resume] reads both,
 // and [LoadModel] the file at path alone. The same state gives the same bytes.
 func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, callback.SaveApart) }
 
-// SaveParts is Save where several ranks train: each writes its part of what the optimiser
+// SaveParts is Save where several ranks train. Each writes its part of what the optimiser
 // remembers, all at once, to a file beside the one at path. That file has all else, is written last
-// and replaced in one step: a process killed at any moment leaves the old set of files or the new
+// and replaced in one step. A process killed at any moment leaves the old set of files or the new
 // one. [Trainer.Resume] reads the set, on any number of ranks; [LoadModel] needs the file at path
 // alone. All ranks see the same folder. Without other ranks it is Save.
 func (t *Trainer) SaveParts(path string) error {

@@ -652,7 +652,7 @@ func TestCapacityErrors(t *testing.T) {
 	}
 }
 
-// A lattice that was saved before slots had a width of their own takes the model's; one of another
+// A lattice that was saved before slots had a width of their own takes the model's. One of another
 // width, or with a seed whose blueprint does not fit, is refused.
 func TestCapacityOfLattices(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)

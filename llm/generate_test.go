@@ -101,8 +101,8 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 	require.NoError(t, i.Close())
 }
 
-// TestGenerateStopsWithinAnOp wants the context to end the one op that takes nearly all of a pass:
-// a context that ends after a quarter of the pass's processor time leaves much of the rest unspent.
+// TestGenerateStopsWithinAnOp wants the context to end the one op that takes nearly all of a pass.
+// A context that ends after a quarter of the pass's processor time leaves much of the rest unspent.
 func TestGenerateStopsWithinAnOp(t *testing.T) {
 	for name, widen := range map[string]func(*Config){
 		"attention": func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 12000, 8, 1, 8, 1 },
@@ -151,7 +151,7 @@ func TestGenerateStopsWithinAnOp(t *testing.T) {
 	}
 }
 
-// TestGenerateOfAWideWindow wants time and memory to follow the tokens that there are: a file may
+// TestGenerateOfAWideWindow wants time and memory to follow the tokens that there are. A file may
 // name a window of 2²⁴ positions for a model of some bytes. Passes over such a window would take
 // days.
 func TestGenerateOfAWideWindow(t *testing.T) {

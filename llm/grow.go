@@ -23,7 +23,7 @@ import (
 // of a model's seeds.
 type Growth struct {
 	Controller state.Controller
-	// Validation is the text that blueprints are judged by: from Grafting on, a seed's performance
+	// Validation is the text that blueprints are judged by. From Grafting on, a seed's performance
 	// is minus the model's mean loss on it, and that is compared with the loss of the model's twin,
 	// which makes the same steps on the same batches from the same state, without the blueprints
 	// that are being grafted. The stability of such a seed is the share of the text's batches in
@@ -56,7 +56,7 @@ type Growth struct {
 // Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as
 // control.Heuristic does, is refused where the run has fewer.
 //
-// The controller is asked within a step: it may read reports, but call no method of the trainer or
+// The controller is asked within a step. It may read reports, but call no method of the trainer or
 // the model, which would wait for the step's end. The same goes for Refused.
 func (t *Trainer) Grow(g Growth) error {
 	if err := t.made(); err != nil {

@@ -11,7 +11,7 @@ import (
 )
 
 // A frozen model has no gradients of its own weights, by which seeds could tell where they are
-// needed. So before anything is planted it is listened to: the gradients of the weights that seeds
+// needed. So before anything is planted it is listened to. The gradients of the weights that seeds
 // sit on, over the next batches, are formed once, and forgotten. The loader stands where it stood.
 
 // errUnplanted is the error of a step of a frozen model in which nothing could learn.

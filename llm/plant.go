@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A blueprint at a weight or in the stream is planted when its seed begins to train: then it has
+// A blueprint at a weight or in the stream is planted when its seed begins to train. Then it has
 // parameters, and the graph has it. When it is fossilized it becomes a part of the model, and when
 // its life is over it goes, and the model is again what it was before it was grafted. All that
 // happens between two steps, for all seeds together, since the engine is made anew each time.

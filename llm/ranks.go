@@ -24,7 +24,7 @@ import (
 // among them. Package llm/parallel has one.
 //
 // All ranks call Batches, Update, Exchange and Gather in the same order, and a trainer of such an
-// engine sees to it that they decide alike: what is submitted to the lattices of one takes effect
+// engine sees to it that they decide alike. What is submitted to the lattices of one takes effect
 // at all between the same two steps, the controller and the clock of rank 0 hold for all, and where
 // one fails or is asked to stop, all end behind the same step. Rank 0 alone writes checkpoints.
 type Parallel interface {
@@ -46,7 +46,7 @@ type Parallel interface {
 }
 
 // ParallelStepper is an engine of several ranks whose update does not wait on the host for the
-// losses of a step: the ranks tell each other of these while it goes on.
+// losses of a step. The ranks tell each other of these while it goes on.
 type ParallelStepper interface {
 	Parallel
 	// StepBatches is Batches and Update in one. Its errors are theirs. With none there has been an

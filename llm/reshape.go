@@ -123,7 +123,7 @@ func (t *Trainer) reshape() error {
 	return t.replant()
 }
 
-// reshapeDepth makes the model's blocks what the seeds in depth say: from Grafting on a blueprint is
+// reshapeDepth makes the model's blocks what the seeds in depth say. From Grafting on a blueprint is
 // in the model, and a rollback puts the model back to what it was before, moments included.
 func (t *Trainer) reshapeDepth() error {
 	m := t.Model

@@ -25,8 +25,8 @@ import (
 // trainer, so that its continuation would not have the bits of an uninterrupted run.
 var ErrSettings = errors.New("checkpoint of a run with other settings")
 
-// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path;
-// the run then continues as if it had never stopped, bit for bit on processors with the same
+// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path.
+// The run then continues as if it had never stopped, bit for bit on processors with the same
 // instructions. A file that is damaged, of another architecture (ErrArchitecture), of other data
 // (data.ErrChanged), of a run with other settings (ErrSettings: the fields of TrainConfig that
 // matter, Config.KasminaOptions, the schedule, the optimiser and its options, the loader's seed,

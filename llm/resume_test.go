@@ -306,7 +306,7 @@ func savedOn(t *testing.T, text string) string {
 }
 
 // TestResumeOnOtherText wants a run to go on with the same text, whatever its file is called, and
-// other text of the same name and size to be refused unless it is asked for; then as much of the
+// other text of the same name and size to be refused unless it is asked for. Then as much of the
 // run to be kept as is asked for.
 func TestResumeOnOtherText(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())

@@ -23,7 +23,7 @@ import (
 )
 
 // ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer
-// finite. Parameters are those before the step that failed, unless its update overflowed; such ones
+// finite. Parameters are those before the step that failed, unless its update overflowed. Such ones
 // are never saved, and the trainer refuses to go on from them.
 var ErrDiverged = modelfile.ErrDiverged
 
@@ -366,7 +366,7 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 
 // Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which
 // is checked between steps, between the batches of one, which then has not been, and within
-// evaluations and samples: the error is its [context.Cause] then. In every case the callbacks see
+// evaluations and samples. The error is its [context.Cause] then. In every case the callbacks see
 // RunEnd. A trainer does one run at a time, and a later Run goes on with the steps that are left.
 func (t *Trainer) Run(ctx context.Context) error {
 	if err := t.begin(ctx); err != nil {
@@ -488,7 +488,7 @@ func (t *Trainer) stopped() error {
 	return context.Cause(t.context())
 }
 
-// errTakenBack is the end of a step that diverged and has not been: the growth that it came of is
+// errTakenBack is the end of a step that diverged and has not been. The growth that it came of is
 // taken back, and the run goes on.
 var errTakenBack = errors.New("the model's growth has been taken back")
 

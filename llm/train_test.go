@@ -396,7 +396,7 @@ func TestInterrupt(t *testing.T) {
 }
 
 // TestInterruptBetweenCallbacks ends the context at a step's end, before the callbacks that take
-// time: they do nothing more, those behind them see the step, the state is saved, and the run says
+// time. They do nothing more, those behind them see the step, the state is saved, and the run says
 // that it did not do all it should.
 func TestInterruptBetweenCallbacks(t *testing.T) {
 	for _, at := range []int{3, 6} { // in mid-run and at the last step

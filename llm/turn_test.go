@@ -39,7 +39,7 @@ func (g gathering) Gradients(b data.Batch) (float64, error) {
 }
 
 // TestInterruptBetweenBatches wants a context that ends while a step gathers gradients to end the
-// run there, and the checkpoint to be that of the step before: the run that resumes goes as one
+// run there, and the checkpoint to be that of the step before. The run that resumes goes as one
 // that was not interrupted, bit for bit.
 func TestInterruptBetweenBatches(t *testing.T) {
 	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}

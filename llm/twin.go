@@ -53,7 +53,7 @@ type twinState struct {
 	Sum       jsonfloat.Float  `json:"sum,omitempty"`
 }
 
-// tryOut begins, changes or ends a trial, as the stages of the seeds say: from Grafting on a
+// tryOut begins, changes or ends a trial, as the stages of the seeds say. From Grafting on a
 // blueprint is on trial, until it is fossilized or its life is over. It is called between two
 // steps, in the model's turn. Seeds in depth are judged by the run's curve instead: see reshape.
 func (t *Trainer) tryOut() error {

@@ -120,7 +120,7 @@ func (l *Lattice) do(c Command) error {
 		"Quarantine or Load", ErrArgument, c.Action)
 }
 
-// accepts returns an error unless the slot of a seed may be set to parameters of a blueprint: every
+// accepts returns an error unless the slot of a seed may be set to parameters of a blueprint. Every
 // living seed of the slot has that kind, and none is frozen for good. The caller holds the lock.
 func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 	const method = "Load"

@@ -25,7 +25,7 @@ var defaultStrategy = graft.FixedRamp{Ramp: graft.Linear, Epochs: 50, Target: 1}
 
 // RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error
 // that names the seed when the seed is not dormant, or the slot, the kind or the strategy is not
-// valid; then nothing has changed. The parameters of the slot stay as they are. Those that are all
+// valid. Then nothing has changed. The parameters of the slot stay as they are. Those that are all
 // 0 become the kind's identity start when the layer next runs; blueprints.Identity makes any others
 // so, and a [Network] that is given its [Slots] does all of this.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
@@ -138,7 +138,7 @@ func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 }
 
 // Transition moves a seed to another stage. It returns an error wrapping [ErrTransition] when the
-// table of stages does not allow it, or [ErrGate] when a threshold is not met; it names the seed
+// table of stages does not allow it, or [ErrGate] when a threshold is not met. It names the seed
 // and both stages, and nothing has changed.
 //
 // Only [Lattice.RequestGermination] gives a seed a blueprint. [WithoutGates], a seed may become
@@ -188,7 +188,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 }
 
 // growing returns another seed than the given one that is grafted and not yet fossilized, in depth,
-// or −1: what the model was before a graft is kept for one.
+// or −1. What the model was before a graft is kept for one.
 func (l *Lattice) growing(seed int) int {
 	if l.config.Site != blueprints.Depth {
 		return -1

@@ -49,7 +49,7 @@ type Layer struct {
 // Slots are the parameters behind the slots of a network's layers. The network calls them between
 // passes only.
 //
-// Slots that are a [sync.Locker] too are locked by each Do, before the network itself: it waits for
+// Slots that are a [sync.Locker] too are locked by each Do, before the network itself. It waits for
 // the end of a pass that holds their lock. Whoever calls Apply or StepEpoch holds it already.
 type Slots interface {
 	// Start returns the identity start of a blueprint. It changes nothing.
@@ -190,7 +190,7 @@ func (n *Network) Verify() error {
 }
 
 // Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several
-// goroutines at once; one that shall put corrupt seeds into quarantine submits a Quarantine
+// goroutines at once. One that shall put corrupt seeds into quarantine submits a Quarantine
 // command, or leaves it to the end of the epoch of lattices that are made [WithQuarantine].
 func (n *Network) Scrub(ctx context.Context, period time.Duration,
 	found func(layer int, err error)) error {
@@ -317,7 +317,7 @@ func (n *Network) deliver() {
 	}
 }
 
-// HoldEvents keeps the events of the network and its lattices back until tell is called: a caller
+// HoldEvents keeps the events of the network and its lattices back until tell is called. A caller
 // that holds a lock which listeners may want, too, calls tell once it has unlocked it.
 func (n *Network) HoldEvents() (tell func()) {
 	n = n.orNone()

@@ -102,7 +102,7 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 // has seeds already must have as many seeds and features. Kinds of blueprints and strategies are
 // found by their names: a program registers those that it uses before it loads, in any order. It
 // returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is damaged,
-// or [ErrSchema] when a later version of this package wrote it; then nothing has changed. It
+// or [ErrSchema] when a later version of this package wrote it. Then nothing has changed. It
 // implements [encoding.BinaryUnmarshaler].
 func (l *Lattice) UnmarshalBinary(data []byte) error {
 	img, err := parse(data)

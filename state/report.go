@@ -215,7 +215,7 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 
 // History returns the reports of the last passes that measured, the oldest first, as many as
 // [WithHistory] keeps. They hold what is measured in a pass, of the seeds that it has measured, and
-// stage, slot, kind and α (in half precision) at its start; the other fields are zero.
+// stage, slot, kind and α (in half precision) at its start. The other fields are zero.
 func (l *Lattice) History() []Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

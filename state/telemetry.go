@@ -280,7 +280,7 @@ type Measured struct {
 
 // Defer makes passes leave what they measure in m, in the place of the lattice, until it is called
 // with nil. They count as those of the ahead-th batch from now, from 0, and know of the figures
-// before the first alone. Processes that compute the batches of a step side by side do so: each
+// before the first alone. Processes that compute the batches of a step side by side do so. Each
 // then takes in what all have measured, in the order of batches, by [Lattice.Take].
 func (l *Lattice) Defer(m *Measured, ahead int) {
 	l.mu.Lock()

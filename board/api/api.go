@@ -1,4 +1,4 @@
-// Package api has the JSON of a board, under /api/v1, and its client: with it a program in another
+// Package api has the JSON of a board, under /api/v1, and its client. With it a program in another
 // process watches a run and grows its model.
 //
 //	GET  /api/v1/runs                          []Run

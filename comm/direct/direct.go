@@ -2,7 +2,7 @@
 // beside which kernels run undisturbed, where NCCL's kernels would take multiprocessors from them.
 //
 // [New] makes of a group one whose routes ([comm.Route]) are such copies. Ranks tell each other by
-// words in memory how far they are; a stream waits for such a word without a kernel, also in what is
+// words in memory how far they are. A stream waits for such a word without a kernel, also in what is
 // captured. A word says that something has arrived, or that its place is free. Whoever waits for it
 // sets it back, so that what is captured can be replayed.
 package direct

@@ -301,7 +301,7 @@ func TestRoute(t *testing.T) {
 }
 
 // TestRefused: where a rank's GPU cannot share memory, all keep the group that they have, and say
-// why; legs that do not fit are an error.
+// why. Legs that do not fit are an error.
 func TestRefused(t *testing.T) {
 	each(t, 2, errors.New("no peers"), func(_ *device, g comm.Group, why error) {
 		require.ErrorContains(t, why, "rank 1: no peers")

@@ -8,7 +8,7 @@
 // When a process dies the others are asked to end (SIGTERM), and after the grace time they are
 // ended (SIGKILL), with whatever they have started. The [Error] says which process died first, why,
 // and what it said last. Interrupts and requests to end go to all processes, which may save and end
-// in their own time; a second one ends them as a death does.
+// in their own time. A second one ends them as a death does.
 package launch
 
 import (
@@ -268,7 +268,7 @@ func (r *run) ended(p *process) {
 	}
 }
 
-// hearsay is how long the others may go on after a process has ended because another failed: the
+// hearsay is how long the others may go on after a process has ended because another failed. The
 // one that failed may still be writing why.
 const hearsay = 2 * time.Second
 

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// reduceRing reduces the parts of all ranks into dst, as a ring does: the elements are divided into
+// reduceRing reduces the parts of all ranks into dst, as a ring does. The elements are divided into
 // as many blocks as there are ranks, and block b starts at rank b+1 and goes round. So sums depend
 // on the number of ranks, as NCCL's do.
 func reduceRing(dst []byte, parts [][]byte, t comm.Type, op comm.Op) error {

@@ -186,8 +186,8 @@ func TestRefusedBatch(t *testing.T) {
 	require.Equal(t, "start\nAllGather 0x1 0x1 1 1 0x600 (nil)\nend\n", f.notes())
 }
 
-// TestFailures: errors have the call's name and what NCCL says; one that another rank is to blame
-// for is an ErrPeer; after an abort everything fails with the cause.
+// TestFailures: errors have the call's name and what NCCL says. One that another rank is to blame
+// for is an ErrPeer. After an abort everything fails with the cause.
 func TestFailures(t *testing.T) {
 	f := newFake(t)
 	g := groups(t, f)[0]

@@ -3,7 +3,7 @@
 // cuBLASLt.
 //
 // A time is the median of launches between two events. The cache is overwritten before each, since
-// in a model other work stands between a kernel and what it reads; Triton's do_bench does the same,
+// in a model other work stands between a kernel and what it reads. Triton's do_bench does the same,
 // so the times compare with those that it takes of other programs.
 package cudabench
 

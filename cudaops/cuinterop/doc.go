@@ -20,7 +20,7 @@
 //
 // Whoever made a thing destroys it, after those who use it have been closed: first machines, then
 // devices, then the memory, the stream and the context that they were given. A context, a stream or
-// an address that a device or a machine hands out is the lender's: it ends with Close, and must not
+// an address that a device or a machine hands out is the lender's. It ends with Close, and must not
 // be destroyed or freed.
 //
 // # Threads

@@ -51,7 +51,7 @@ type Config struct {
 	Streams []int        `json:"streams,omitempty"`
 	// LoRAAlpha is that of LoRA, whose product is multiplied by LoRAAlpha/rank; 0 means the rank.
 	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
-	// Frozen says that only what is planted at Weights and in Streams learns: the model's own
+	// Frozen says that only what is planted at Weights and in Streams learns. The model's own
 	// parameters keep their bits until something is merged into them.
 	Frozen bool `json:"frozen,omitempty"`
 	// Directed has the rows of A of a LoRA begin along the gradient of its weight: as its right

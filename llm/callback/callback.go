@@ -54,7 +54,7 @@ type Run interface {
 // WriteFunc writes a checkpoint.
 type WriteFunc = func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
 
-// unlessStopped drops an error that only says that the run's context has ended: all callbacks have
+// unlessStopped drops an error that only says that the run's context has ended. All callbacks have
 // to see a step's end before the run is interrupted, those that change the model before the one
 // that saves it.
 func unlessStopped(t Run, err error) error {

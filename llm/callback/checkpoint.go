@@ -35,10 +35,10 @@ func OptimizerApart() CheckpointOption {
 
 // Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
 // never), at the last step, and when the run is interrupted. After a callback or a step has failed
-// it tries to save the last step, unless that is ErrDiverged: then the file's old contents are
+// it tries to save the last step, unless that is ErrDiverged. Then the file's old contents are
 // better. The file is replaced as a whole: there is always a complete one. Folders that it needs
 // are made. A place where it cannot be written ends the run before its first step, and so does a
-// folder that another program has claimed: it is claimed for the run, as by [ClaimFolder].
+// folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t Run, path string, every int, opts ...CheckpointOption) event.Callback {
 	if made(t) != nil {
 		return refuse("Checkpoint: %w", made(t))

@@ -65,7 +65,7 @@ func Ceilings(t Run) event.Callback {
 	}
 }
 
-// ProfileStep profiles a step of the run: it begins when that many steps have been made (at least
+// ProfileStep profiles a step of the run. It begins when that many steps have been made (at least
 // 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
 // file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
 // [Tracer]. Of a run that ends before, it writes nothing and says so.

@@ -4,7 +4,7 @@
 //	         Corpus.HeldOut  →  Text.Sample  →  NewEvaluation
 //
 // A [Corpus] is the text of a file or a folder, split into a part to train on and one held out.
-// [Tokens] are text as ids, from files, from memory or from a [TokenFile]; a [Loader] deals them
+// [Tokens] are text as ids, from files, from memory or from a [TokenFile]. A [Loader] deals them
 // out in a random order that it can take up again, and an [Evaluation] always in the same.
 package data
 
@@ -29,7 +29,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// ErrChanged is wrapped by errors that report text that is no longer what it was: a file of a
+// ErrChanged is wrapped by errors that report text that is no longer what it was. A file of a
 // Corpus that changed or vanished after it was opened, or a LoaderState of other data.
 var ErrChanged = errors.New("the data has changed")
 
@@ -50,7 +50,7 @@ type Corpus struct {
 	HeldOut *Text
 }
 
-// minFilesToSplit is the number of files from which on whole files are held out: with fewer, their
+// minFilesToSplit is the number of files from which on whole files are held out. With fewer, their
 // sizes would make the held-out share a matter of luck.
 const minFilesToSplit = 20
 

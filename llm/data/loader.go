@@ -193,7 +193,7 @@ func (l *Loader) read(batch Batch, s *LoaderState) error {
 }
 
 // advance moves the state past one window and returns the token at which that window starts. The
-// boundaries of an epoch are at shift, shift + Seq, shift + 2 Seq and so on; a shift that would
+// boundaries of an epoch are at shift, shift + Seq, shift + 2 Seq and so on. A shift that would
 // leave no whole window is cut back.
 func (s *LoaderState) advance(tokens int64) int64 {
 	seq := int64(s.Seq)

@@ -366,7 +366,7 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	}
 }
 
-// FuzzLoaderState gives a loader any place: it is refused and nothing has changed, or batches
+// FuzzLoaderState gives a loader any place. It is refused and nothing has changed, or batches
 // follow whose tokens are the text's, and the place after them is one that a loader takes.
 func FuzzLoaderState(f *testing.F) {
 	l := loaderOf(f, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})

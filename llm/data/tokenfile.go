@@ -235,9 +235,9 @@ func (t *TokenFile) EndOfDocument() int { return t.end }
 func (t *TokenFile) Close() error { return t.f.Close() }
 
 // WriteTokens encodes the text on all cores and writes its tokens to the file at path, which it
-// replaces in one step: a process that is killed leaves the old file or the new one. Folders that
+// replaces in one step. A process that is killed leaves the old file or the new one. Folders that
 // path needs are made. Documents are encoded one by one, in portions of up to 1 MiB that end after
-// a newline where there is one; if the tokenizer is a BPE, or has a method EndOfDocument() int as a
+// a newline where there is one. If the tokenizer is a BPE, or has a method EndOfDocument() int as a
 // BPE has, that token follows each. The same text and tokenizer give the same file on any number of
 // cores. Memory for some portions is all that it takes.
 //
@@ -355,7 +355,7 @@ func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int,
 }
 
 // eachPortion calls f for the portions of the text until f returns false or the text cannot be
-// read; then the last portion has the error.
+// read. Then the last portion has the error.
 func eachPortion(text *Text, f func(portion) bool) {
 	for i, end := range text.ends {
 		for at := end - text.docs[i].size; at < end; {

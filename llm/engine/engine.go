@@ -123,8 +123,8 @@ type LossScale struct {
 }
 
 // Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite
-// after every update; that of llm/gpu does not, where it would take another pass over all
-// parameters: there the next loss shows it, and ends the run with ErrDiverged too.
+// after every update. That of llm/gpu does not, where it would take another pass over all
+// parameters. There the next loss shows it, and ends the run with ErrDiverged too.
 var (
 	ErrGradients = errors.New("the gradient norm is not finite")
 	ErrOverflow  = errors.New("the update overflowed")

@@ -342,7 +342,7 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 }
 
 // TestResumeGradientPrecision wants a run with gradients of float32 to go on with those of
-// bfloat16, and back, only where the user asks for it, as they change its bits; where gradients are
+// bfloat16, and back, only where the user asks for it, as they change its bits. Where gradients are
 // gathered they do not.
 func TestResumeGradientPrecision(t *testing.T) {
 	device := open(t)

@@ -51,7 +51,7 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 // the machine keeps them in, and weights as float32.
 //
 // Rank 0 tunes, as opts say (cudaops.WithTuning), and its choices hold for all, which therefore
-// compute with the same kernels; they are on GPUs of one kind. Updates, whose shapes depend on the
+// compute with the same kernels. They are on GPUs of one kind. Updates, whose shapes depend on the
 // number of ranks, and evaluations go by rule. Float16, and Kasmina layers in the Strict mode or
 // with adaptive clipping, are for a single GPU.
 func Parallel(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,

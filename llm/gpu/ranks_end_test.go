@@ -37,7 +37,7 @@ func (s *sign) Write(b []byte) (int, error) {
 }
 
 // TestRanksEnd: where a rank on a GPU is killed in the middle of its work, all processes end within
-// 10 s and say which; where one stops, so they do once the deadline has passed.
+// 10 s and say which. Where one stops, so they do once the deadline has passed.
 func TestRanksEnd(t *testing.T) {
 	gpus(t)
 	self, err := os.Executable()

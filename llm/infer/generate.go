@@ -14,7 +14,7 @@ import (
 
 // Generator draws text from a model, token by token, on the CPU. Each token sees as many of the
 // tokens before it as the model's training sequences were long. Up to that length a token takes a
-// pass over one row, since keys and values are kept; beyond it every token moves the others to
+// pass over one row, since keys and values are kept. Beyond it every token moves the others to
 // other positions, and takes a pass over the whole window.
 //
 // A Generator is for one goroutine at a time. While a trainer runs, each token waits for the end of

@@ -32,7 +32,7 @@ func Made(m *Model) error {
 	return nil
 }
 
-// A model is changed by one goroutine at a time, whose turn it is: a step with all that it changes
+// A model is changed by one goroutine at a time, whose turn it is. A step with all that it changes
 // is one turn, and so is each save, score, sample's token, blueprint and command. A run has no turn
 // while callbacks and listeners are called, so that these may do all of that too, and other
 // goroutines with them.

@@ -18,7 +18,7 @@ import (
 )
 
 // Save writes the model with its lattices to the safetensors file at path, replacing it in one
-// step: a process killed at any moment leaves the old file or the new one. A model with a parameter
+// step. A process killed at any moment leaves the old file or the new one. A model with a parameter
 // that is not finite is refused with modelfile.ErrDiverged, and the old file stays. While a trainer runs, it
 // waits for the end of the present step, and the run for the file.
 func (m *Model) Save(path string) error {
@@ -120,8 +120,8 @@ func ConfigIn(f *modelfile.File) (arch.Config, error) {
 	return c, nil
 }
 
-// Load reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included:
-// what they were made with (gates, telemetry, history) is in the file too. A damaged file is an
+// Load reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included.
+// What they were made with (gates, telemetry, history) is in the file too. A damaged file is an
 // error that says where, and so is one with a parameter that is not finite (modelfile.ErrDiverged) or with
 // tensors that such a model does not have (modelfile.ErrArchitecture). Whatever the file says, memory is
 // taken for what it holds. When the context ends, so does the reading.

@@ -63,7 +63,7 @@ func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 	return install, err
 }
 
-// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina: it sets
+// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina. It sets
 // the slot to the kind's identity start, unless a living seed has it too, and requests germination.
 // Random weights follow from the layer, the seed, the slot and the lattice's epoch. On an error
 // nothing has changed. It is m.Kasmina.Do with one command.
@@ -173,7 +173,7 @@ func (s Slots) Write(writes []state.SlotWrite) error {
 	return err
 }
 
-// forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer: it
+// forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer. It
 // is of other parameters than those that they have now, or would move them on while no seed learns
 // with them.
 func (s Slots) forget(e Mirror, layer, from, to int) error {
@@ -303,7 +303,7 @@ func (m *Model) fileSlots() modelfile.Slots {
 }
 
 // LoadBlueprint sets the slot of a seed's blueprint to what the safetensors file at path holds, as
-// [Model.SaveBlueprint] writes it; other programs may write its numbers as float32 too. While a
+// [Model.SaveBlueprint] writes it. Other programs may write its numbers as float32 too. While a
 // trainer runs it waits for the end of the present step; to go on meanwhile, submit what
 // [Model.ReadBlueprint] returns. On an error nothing has changed: a damaged file, numbers that are
 // not finite, another kind than the seed's or than that of a seed that shares the slot, another

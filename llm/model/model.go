@@ -24,7 +24,7 @@ import (
 // the model's parameters.
 //
 // While a trainer runs, any goroutine may call Save, Germinate, the methods for blueprints and
-// Kasmina.Do and Submit: they wait for the end of the present step. Params and graphs are for
+// Kasmina.Do and Submit. They wait for the end of the present step. Params and graphs are for
 // callbacks alone then.
 type Model struct {
 	Config  arch.Config

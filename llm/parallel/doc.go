@@ -37,13 +37,13 @@
 // # What is equal
 //
 // Parameters, moments and lattices have the same bits for every N, and those of [llm.CPUEngine] at
-// the same M, whose checkpoints go on here and the other way round. One thing sets the two apart:
-// with M above 1, the Strict mode and adaptive clipping of Kasmina layers go by what was measured
+// the same M, whose checkpoints go on here and the other way round. One thing sets the two apart.
+// With M above 1, the Strict mode and adaptive clipping of Kasmina layers go by what was measured
 // up to the step before, not up to the batch before. Such a run has another engine's name.
 //
 // # What fails
 //
 // An error of a batch is that of all ranks. A rank that dies, or whose run ends with an error of
 // its own ([Team.Close]), ends the runs of all with a *comm.RankError that names it, also where
-// they wait for it; so does one that is silent for longer than comm.Options.Deadline.
+// they wait for it. So does one that is silent for longer than comm.Options.Deadline.
 package parallel

@@ -156,7 +156,7 @@ func dirOf(t *testing.T) string {
 }
 
 // TestKilledRanks: where a rank is killed, whenever that is, all processes end within 10 s and say
-// which; no file is damaged, and the run goes on, on another number of ranks, to the bits of one
+// which. No file is damaged, and the run goes on, on another number of ranks, to the bits of one
 // that nobody killed.
 func TestKilledRanks(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {

@@ -154,8 +154,8 @@ func (v *victim) watch(before map[string]bool) {
 }
 
 // TestAimedKills: a rank is killed in the forward pass, in the backward pass, in the update, or at
-// one of the moments of a save that all ranks write together. All end and say which rank it was;
-// the set of files is the old or the new one, from which the run goes on, on another number of
+// one of the moments of a save that all ranks write together. All end and say which rank it was.
+// The set of files is the old or the new one, from which the run goes on, on another number of
 // ranks, to the bits of one that nobody killed.
 func TestAimedKills(t *testing.T) {
 	want := faulty(t.TempDir()).file(t, 0)

@@ -200,7 +200,7 @@ func resultOf(loss float64, measured []state.Measured, err error) result {
 type Stepper interface {
 	Worker
 	// Start puts the gradients of a batch of a round on their way, as Compute makes them, and Wait
-	// waits for them: it returns the loss, and the passes have reported to the lattices.
+	// waits for them. It returns the loss, and the passes have reported to the lattices.
 	Start(b data.Batch, r Round) error
 	Wait() (float64, error)
 	// Finish makes the update behind the last round of a step, in which this rank has started a batch

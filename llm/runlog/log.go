@@ -65,7 +65,7 @@ import (
 //
 // These numbers have four digits. A layer of many seeds takes several lines.
 //
-// A number that is NaN or infinite is null. An existing file is continued: after a resumption its
+// A number that is NaN or infinite is null. An existing file is continued. After a resumption its
 // lines may reach beyond the step of the "start" line, and what follows that line replaces them. A
 // line that a killed process left half written is ended, and readers should pass over it.
 func JSON(path string, opts ...Option) llm.Callback {

@@ -74,8 +74,8 @@ func reference(c Config, logits []float64) []float64 {
 }
 
 // Pearson's chi-square of 20000 draws against the reference, where tokens that are expected less
-// than 20 times count as one: a single draw of what comes once in a hundred runs would outweigh all
-// others. For k cells it is about k-1 with a deviation of sqrt(2(k-1)); the limit of six deviations
+// than 20 times count as one. A single draw of what comes once in a hundred runs would outweigh all
+// others. For k cells it is about k-1 with a deviation of sqrt(2(k-1)). The limit of six deviations
 // and a bit is passed by chance less than once in a million runs.
 func TestSampleDistribution(t *testing.T) {
 	r := texttest.Rand(t)

@@ -272,7 +272,7 @@ func (t *pairTable) slot(p pair) uint64 {
 // which text is cut into pieces: both decide what ids a text gets.
 const bpeHeader = "kasmina bpe 1\n"
 
-// Save writes the encoding to a text file at path, which it replaces in one step: a process that is
+// Save writes the encoding to a text file at path, which it replaces in one step. A process that is
 // killed leaves the old file or the new one. Folders that path needs are made.
 //
 //	kasmina bpe 1        the format
@@ -364,8 +364,8 @@ type Text interface {
 }
 
 // LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up
-// to sample bytes of the text, spread evenly over it, and saves it there; a place where it cannot
-// be saved is an error before that. A file whose vocabulary is larger than vocab is an error; a
+// to sample bytes of the text, spread evenly over it, and saves it there. A place where it cannot
+// be saved is an error before that. A file whose vocabulary is larger than vocab is an error. A
 // smaller one is not, as training ends early on a text with too few pairs. The context ends the
 // training.
 func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample int,

@@ -9,7 +9,7 @@
 //	Inward    the factor on the gradient into the blueprint's input
 //	Learning  the factor on the gradients of its parameters
 //
-// A seed that trains has 0, 1, 0, 1: the output is that of the host, and so is the gradient of what
+// A seed that trains has 0, 1, 0, 1. The output is that of the host, and so is the gradient of what
 // lies before, while the parameters learn as if α were 1. One that is grafted has α, α, 1, 1.
 package graft
 

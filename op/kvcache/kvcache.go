@@ -27,7 +27,7 @@ type Config struct {
 }
 
 // AttentionOp is the op behind [Attention]. On a CPU it holds the keys, turned by their positions,
-// and the values of the positions so far, in memory that grows with them; on a GPU the machine has
+// and the values of the positions so far, in memory that grows with them. On a GPU the machine has
 // them.
 type AttentionOp struct {
 	opbase.Base

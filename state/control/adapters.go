@@ -11,12 +11,12 @@ import (
 )
 
 // Adapters is a controller for a frozen model (llm.Config.Frozen) whose lattices are made
-// state.WithoutGates: before the first step it plants LoRA at weights, within a budget of
+// state.WithoutGates. Before the first step it plants LoRA at weights, within a budget of
 // parameters, and takes them at once to FineTuning, where they learn blended in. That is no jolt, as
 // a LoRA adds nothing at first. It decides nothing after that: they stay until whoever trains has
 // them fossilized, which merges them.
 //
-// Unhealthiest weights get the ranks that their gradients ask for: each singular value σ of a
+// Unhealthiest weights get the ranks that their gradients ask for. Each singular value σ of a
 // gradient is a direction of rank 1 that could be followed, and those of the largest σ²/(in+out), by
 // which the loss falls first for each parameter, are taken until the budget is spent. AllAtOnce is
 // LoRA as it is known, of one Rank everywhere. AtRandom is of that Rank in random places.

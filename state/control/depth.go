@@ -22,7 +22,7 @@ type Depth struct {
 	Begin, End float64
 	// Flat is when it grows: once the loss falls by at most Flat times as much, for each doubling
 	// of what is spent, as it did at its fastest. 0 means 1 over what a step costs once the model
-	// has grown, in steps of before: then one that learns as much from a step as this one did at its
+	// has grown, in steps of before. Then one that learns as much from a step as this one did at its
 	// fastest learns more in the same time.
 	Flat float64
 	// Settle is the share after which a growth is judged, and Patience that after which one that

@@ -20,7 +20,7 @@ import (
 // and recycles their seeds. Make one with [NewHeuristic].
 //
 // At a weight it plants a LoRA, and in the stream a Perceptron, where the gradients of the weight, or
-// of the block in front, are largest for each parameter: such a seed is hungry in the way of chunks,
+// of the block in front, are largest for each parameter. Such a seed is hungry in the way of chunks,
 // and that is all it can be.
 //
 // A chunk is unhealthy by the largest of four ratios, if that is 1 or more:
@@ -33,7 +33,7 @@ import (
 // What it grows there follows. A hungry chunk gets the first of Capacity that the layer's slots are
 // wide enough for, and a dead one a Residual, which can shift it. A silent or spiky one gets an
 // AttentionGate, which can scale its features. Blueprints that are ready in one epoch are grafted
-// together, and no others until these are fossilized or given up: they are judged by what they
+// together, and no others until these are fossilized or given up. They are judged by what they
 // cause together. Each is grafted by DriftControlled where activations
 // drift by more than Drift an epoch, by GradNormGated where the gradient is more than twice what
 // makes a chunk hungry, and else by PerformanceLinked.

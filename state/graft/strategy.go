@@ -37,8 +37,8 @@ type Strategy interface {
 	Name() string
 	Check() error // whether the parameters make sense
 	// Advance returns α for the next epoch, what the strategy wants to remember, and whether α is
-	// where it shall end; then it is not asked again until the next grafting. It is called by
-	// several goroutines at once, for different seeds, while the lattice is locked: it must not
+	// where it shall end. Then it is not asked again until the next grafting. It is called by
+	// several goroutines at once, for different seeds, while the lattice is locked. It must not
 	// call the lattice's methods, which would wait for ever. NaN or a panic is no answer, of which
 	// a StrategyFailed event tells.
 	Advance(Progress) (alpha float64, memory [2]float32, done bool)

@@ -49,7 +49,7 @@ func DefaultThresholds() Thresholds {
 }
 
 // DepthThresholds returns those of lattices whose seeds grow in depth, where blueprints are copies
-// of blocks that have learnt already: they are grafted at once, and judged by the loss that the
+// of blocks that have learnt already. They are grafted at once, and judged by the loss that the
 // model would have had without them. No evaluation fails by a drop alone.
 //
 //	MinEpochs       Evaluating 1, FineTuning 1, else 0
@@ -65,7 +65,7 @@ func DepthThresholds() Thresholds {
 }
 
 // Within returns the thresholds with their MinEpochs cut in proportion, so that those of a whole
-// life, from Training to FineTuning, take at most half of the given epochs: a run of so many can
+// life, from Training to FineTuning, take at most half of the given epochs. A run of so many can
 // then see blueprints become fossilized. Thresholds that do so already stay as they are.
 func (t Thresholds) Within(epochs int) Thresholds {
 	all := 0

@@ -174,7 +174,7 @@ func stageNamed(name string) state.Stage {
 	return state.Dormant
 }
 
-// Silent says that nobody has written the run's log for long: a run that has not told of its end is
+// Silent says that nobody has written the run's log for long. A run that has not told of its end is
 // taken to have been stopped.
 func (r *Run) Silent(silent bool) {
 	r.mu.Lock()

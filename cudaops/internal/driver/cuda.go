@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// proc is a C function. CUDA keeps old signatures under their old names: a function whose signature
+// proc is a C function. CUDA keeps old signatures under their old names. A function whose signature
 // changed goes by a new name with a suffix (_v2), which the headers hide and a caller without
 // headers must know.
 type proc struct {
@@ -108,7 +108,7 @@ func bind(library uintptr, path string, api any) error {
 }
 
 // call is a C call with integers and pointers. The directive keeps what the pointers point to
-// alive, and on the heap, where it does not move; it works only where unsafe.Pointer is converted
+// alive, and on the heap, where it does not move. It works only where unsafe.Pointer is converted
 // in the argument list itself.
 //
 //go:uintptrescapes

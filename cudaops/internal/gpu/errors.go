@@ -79,7 +79,7 @@ func (s Status) Error() string {
 	return fmt.Sprintf("CUresult %d", int32(s))
 }
 
-// Sticky reports whether the status means that the context is lost: every later call on it fails
+// Sticky reports whether the status means that the context is lost. Every later call on it fails
 // too, and only a new process (or a reset of the primary context) helps.
 func (s Status) Sticky() bool {
 	switch s {

@@ -5,7 +5,7 @@
 // All methods of a Context may be called from any goroutine at any time, except that Close must
 // come last.
 //
-// Host memory. A copy between device memory and memory from AllocHost (pinned) is asynchronous: it
+// Host memory. A copy between device memory and memory from AllocHost (pinned) is asynchronous. It
 // returns at once, and the memory must stay untouched until the stream has passed it. A copy with
 // any other Go memory returns when that memory may be reused. Inside a capture only pinned memory
 // is allowed, since every replay reads it or writes it again.
@@ -138,7 +138,7 @@ type Ordering interface {
 	Mark(e Event, s Stream) error
 	SyncEvent(e Event) error
 	// WaitEvent has what the stream is given from now on wait for the event's last recording. Where
-	// that is part of a capture, the stream becomes a part of it too, until the capture ends: by
+	// that is part of a capture, the stream becomes a part of it too, until the capture ends. By
 	// then the stream that is captured must have waited for its work.
 	WaitEvent(s Stream, e Event) error
 	// Await is WaitEvent inside a capture, such that every launch of the graph waits for what was

@@ -92,7 +92,7 @@ type MatmulArgs struct {
 	ScaleA, ScaleB Ptr // float32, as many as the spec's Scaling says
 	Workspace      Ptr
 	WorkspaceSize  int
-	// Zeroed says that the workspace is zero whenever the product begins: in a capture, work in
+	// Zeroed says that the workspace is zero whenever the product begins. In a capture, work in
 	// front of it has set it to zero, and nothing between the two writes there at any launch of the
 	// graph. Where cuBLASLt's way begins with setting workspace to zero, that is then left out of
 	// the graph. Outside a capture it means nothing.

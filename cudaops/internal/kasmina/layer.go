@@ -1,4 +1,4 @@
-// Package kasmina keeps a machine's Kasmina layers in step with their lattices: it sends the
+// Package kasmina keeps a machine's Kasmina layers in step with their lattices. It sends the
 // lattices' state to the device, computes the passes, and gives the lattices what was measured. A
 // runner knows it as an attendant of its runs.
 package kasmina
@@ -336,7 +336,7 @@ func (l *layer) deliver(f *flight) error {
 }
 
 // unlessScaled is the error of a backward pass, but for gradients that are not finite and carry a
-// loss scale above 1: it may have made them so. They count all the same, and the step is skipped.
+// loss scale above 1. It may have made them so. They count all the same, and the step is skipped.
 // At a scale of 1 nothing else can be the cause.
 func unlessScaled(err error, scale float32) error {
 	if scale > 1 && errors.Is(err, op.ErrNonFinite) {

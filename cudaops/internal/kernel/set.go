@@ -1,7 +1,7 @@
 // Package kernel is what the families of CUDA kernels, a folder each, have in common: the Set that
 // loads and launches them, their ways and their binaries. A launch is a structure of its family. It
 // has device pointers and sizes, chooses the variant that fits the type, shape and alignment, and
-// enqueues it; it returns before the work is done. It refuses sizes and types that no kernel takes;
+// enqueues it. It returns before the work is done. It refuses sizes and types that no kernel takes;
 // pointers are the caller's business.
 //
 // Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs
@@ -167,7 +167,7 @@ func (k *Set) Clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
 }
 
 // Overlaps reports whether a kernel may start before its predecessor has ended and then waits for
-// it (overlap.cuh): the binaries of compute capability 9.0 and 10 do, the PTX that other GPUs run
+// it (overlap.cuh). The binaries of compute capability 9.0 and 10 do, the PTX that other GPUs run
 // does not.
 func (k *Set) Overlaps() bool {
 	c := k.Info.Capability()

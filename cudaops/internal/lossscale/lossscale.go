@@ -16,7 +16,7 @@ import (
 )
 
 // Loss scaling. Gradients of activations are often smaller than what float16 holds, so the loss is
-// multiplied by a scale S, a power of two, and with it every gradient; the optimiser divides by S
+// multiplied by a scale S, a power of two, and with it every gradient. The optimiser divides by S
 // again. A step in which a gradient overflows changes nothing but S, which becomes half as large;
 // after 2000 good steps it doubles. (Micikevicius et al., "Mixed Precision Training", 2018; the
 // figures are those of PyTorch's GradScaler.)

@@ -15,11 +15,11 @@ import (
 // With [Float8] linear layers multiply float8: y = x·wᵀ and dx = g·w. Both operands of such a
 // product lie along what is added up, and each of their rows has a factor of its own, by which the
 // sums are multiplied: quantize/NOTES.md explains it. So weights are there twice, as they are and
-// turned, and are made anew when they change; activations are made where they come about, or ahead
+// turned, and are made anew when they change. Activations are made where they come about, or ahead
 // of the first product that takes them. Everything else is as with [BFloat16].
 
 const (
-	// float8Rows is the fewest rows for which a product is of float8: with fewer it takes the time
+	// float8Rows is the fewest rows for which a product is of float8. With fewer it takes the time
 	// to read its weights, and rounding the rows is a kernel more.
 	float8Rows = 128
 	// float8Pack is what the other sizes of a product are multiples of.

@@ -254,7 +254,7 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	return true
 }
 
-// What a kernel does with the result of a product, or one kernel with both: the latter saves a pass
+// What a kernel does with the result of a product, or one kernel with both. The latter saves a pass
 // over memory, the former has the fastest product. The chooser decides.
 
 // fusion is a product and what is done with its result, in one call or in several.

@@ -25,7 +25,7 @@ const (
 )
 
 // outputChunk is how many of the rows the output layer takes at a time. The gradient of its input,
-// of d columns, is a product with few blocks, each of which goes over the whole vocabulary: what
+// of d columns, is a product with few blocks, each of which goes over the whole vocabulary. What
 // counts is how many turns they take on the GPU's multiprocessors in all. Fewer chunks also add
 // less often to the weights' gradient.
 func outputChunk(rows, vocab, d, size, multiprocessors int) int {
@@ -47,7 +47,7 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 }
 
 // lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a
-// loss gradient of 1, or the loss scale in its place: the logits then need to be formed only once.
+// loss gradient of 1, or the loss scale in its place. The logits then need to be formed only once.
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
 	error) {
 	x, w := c.acts(n, in[0], in[1])

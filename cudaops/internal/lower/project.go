@@ -22,7 +22,7 @@ import (
 //	[q | k | v] = x·[Wq; Wk; Wv]ᵀ,  d[Wq; Wk; Wv] = [dq | dk | dv]ᵀ·x,  dx = [dq | dk | dv]·[Wq; Wk; Wv]
 //
 // one product each in place of three and two sums. Attention and RoPE read and write columns of the
-// wide matrices, RoPE in place or, where that is faster, the product in its stead; attention's
+// wide matrices, RoPE in place or, where that is faster, the product in its stead. Attention's
 // gradient turns dq and dk back itself. Biases lie side by side too: one sum adds them, and one
 // forms their gradients.
 

@@ -58,6 +58,6 @@ func linear(n *gorgonia.Node, c lossscale.Carriers) (out, ok bool) {
 	return onHost(n, c)
 }
 
-// onHost is for an op that is not linear: it can be computed all the same if it has no kernel,
+// onHost is for an op that is not linear. It can be computed all the same if it has no kernel,
 // since the host does it without the scale.
 func onHost(n *gorgonia.Node, _ lossscale.Carriers) (bool, bool) { return true, stock(n) == nil }

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// TestArena runs random programs on bytes: a call writes its own number over what it writes, and
+// TestArena runs random programs on bytes. A call writes its own number over what it writes, and
 // wants what it reads to be as it was left.
 func TestArena(t *testing.T) {
 	for seed := range uint64(300) {

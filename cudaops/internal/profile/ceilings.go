@@ -14,7 +14,7 @@ import (
 
 // ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the
 // most that the matrices measure whose product measures its speed. Sides double from firstSide
-// until a product takes ceilingTime, of which what it takes to start one is little: a slow card, or
+// until a product takes ceilingTime, of which what it takes to start one is little. A slow card, or
 // one under a tool that makes kernels slow, is not kept for longer.
 const (
 	ceilingBytes           = 512 << 20

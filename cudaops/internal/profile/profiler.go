@@ -12,7 +12,7 @@ import (
 )
 
 // Profiler times steps: some by events around their pieces, which are what is captured, and then
-// some with a mark after every kernel, of which the last one counts: a capture lets the card rest,
+// some with a mark after every kernel, of which the last one counts. A capture lets the card rest,
 // and then it is faster for a while. A nil one does nothing.
 type Profiler struct {
 	*Machine
@@ -340,7 +340,7 @@ func (p *Profiler) result() (*optime.Profile, error) {
 
 // layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny
 // kernels the times add up to more than it took without marks, since these keep one kernel from
-// starting while the one before it ends: they are then taken to be shorter in proportion.
+// starting while the one before it ends. They are then taken to be shorter in proportion.
 func (p *Profiler) layOut(r *optime.Profile, usual *plainStep,
 	elapsed func(from, to gpu.Event) time.Duration) {
 	var end time.Duration                         // of the last span

@@ -20,7 +20,7 @@ type Input struct {
 	IDs      []IDRange // what the ops that use it ask of it
 }
 
-// Part is the elements From ≤ i < To of an input, where other ranks have the others: what runs read
+// Part is the elements From ≤ i < To of an input, where other ranks have the others. What runs read
 // is its first copy, which is whole.
 type Part struct {
 	*Array

@@ -81,7 +81,7 @@ func (s *Inputs) Share(in *program.Input, n int) { s.host[in].sharers += n }
 func (s *Inputs) Shared(in *program.Input) bool { return s.host[in].sharers > 0 }
 
 // SendConstants copies the values of constants and parameters to the device, but those of
-// parameters that from has: these are copied there, unless they lie in the same place.
+// parameters that from has. These are copied there, unless they lie in the same place.
 func (s *Inputs) SendConstants(from func(*program.Input) *KeptParam) error {
 	var sent, kept []*program.Input
 	for _, in := range s.All {

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// beside is the exchange of gradients on a stream of its own, beside the run that makes them: a
+// beside is the exchange of gradients on a stream of its own, beside the run that makes them. A
 // bucket leaves when its gradients are there, while the run goes on.
 type beside struct {
 	side         run.Executor // on the stream of the exchange

@@ -22,7 +22,7 @@ import (
 // and the owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
 // round by two ranks the update adds the two contributions as it reads them, and there are no sums
 // in memory. The owner's sums
-// of squares, of whole chunks, go to all, so that the norm is added up as on one GPU; then each
+// of squares, of whole chunks, go to all, so that the norm is added up as on one GPU. Then each
 // updates its part, and the parameters come back to all.
 type share struct {
 	group   comm.Group
@@ -254,7 +254,7 @@ func (x *Optimizer) buildSquares() (err error) {
 	return err
 }
 
-// gatherSquares brings n sums of squares to all ranks, of all chunks and of the losses: each is that
+// gatherSquares brings n sums of squares to all ranks, of all chunks and of the losses. Each is that
 // of one rank, and 0 at the others, so that no order of addition matters.
 func (s *share) gatherSquares(squares gpu.Ptr, n int, stream gpu.Stream) error {
 	if s.group.Size() == 1 {

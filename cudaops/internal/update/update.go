@@ -162,7 +162,7 @@ func (x *Optimizer) Updates(in *program.Input) bool {
 	return slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Input == in })
 }
 
-// Bytes is what an update has to move: it reads gradients for their norm, and then these,
+// Bytes is what an update has to move. It reads gradients for their norm, and then these,
 // parameters and moments, and writes the last two and the parameters' copies. Those of float8,
 // which are made of the others, it does not count. Without an optimiser it is 0.
 func (x *Optimizer) Bytes() (n float64) {
@@ -557,7 +557,7 @@ func (x *Optimizer) Close() error {
 }
 
 // togetherLeast is the elements of squares up to which matrices of one shape go through the
-// iteration together: those of one that is larger fill the GPU.
+// iteration together. Those of one that is larger fill the GPU.
 const togetherLeast = 1 << 24
 
 // group is matrices that go through the iteration together.

@@ -154,7 +154,7 @@ func (j Judge) Losses() (losses []float64, err error) {
 	return losses, nil
 }
 
-// worst is the loss from which on a performance is no more told from another: a lattice takes none
+// worst is the loss from which on a performance is no more told from another. A lattice takes none
 // below -worst, and a model that has come to this has diverged.
 const worst = 65504
 

@@ -24,7 +24,7 @@ type Heard struct {
 }
 
 // more is how many directions are followed beyond those that are wanted, and turns how often all are
-// multiplied by Gᵀ·G: the more of both, the nearer they are to the singular vectors.
+// multiplied by Gᵀ·G. The more of both, the nearer they are to the singular vectors.
 const more, turns = 8, 2
 
 // Hear returns what a gradient of out×in numbers asks for, in up to rank directions. The same
@@ -74,7 +74,7 @@ func Hear(gradient []float32, out, in, rank int) (h Heard) {
 }
 
 // orthonormal makes the n columns of x orthogonal to each other and of length 1, each against those
-// before it, twice, as rounding asks for; one that has nothing of its own becomes 0.
+// before it, twice, as rounding asks for. One that has nothing of its own becomes 0.
 func orthonormal(x []float32, rows, n int) {
 	column, other := make([]float64, rows), make([]float64, rows)
 	read := func(c []float64, j int) {

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/listen"
 )
 
-// made returns an out×in matrix with the given singular values, and its right singular vectors:
-// those are the columns of a Householder reflection, in another order than that of their values.
+// made returns an out×in matrix with the given singular values, and its right singular vectors.
+// Those are the columns of a Householder reflection, in another order than that of their values.
 func made(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]float64) {
 	vectors := func(n int) [][]float64 {
 		v, square := make([]float64, n), 0.0

@@ -84,7 +84,7 @@ type Stretch struct {
 }
 
 // SetOf is a set of one part, whose name follows from what it holds and from what the main file says
-// of the run: another state never has the name of a part that is there, and the same state always.
+// of the run. Another state never has the name of a part that is there, and the same state always.
 func SetOf(run string, moments []Stretch) Parts {
 	h := sha256.New()
 	io.WriteString(h, run)

@@ -1,4 +1,4 @@
-// Package settings compares how two runs are set up, one of them as a checkpoint has it: a run goes
+// Package settings compares how two runs are set up, one of them as a checkpoint has it. A run goes
 // on with the same bits only where nothing differs.
 package settings
 

@@ -52,7 +52,7 @@ func readAdded(v value) ([]addedToken, error) {
 }
 
 // addTokens adds tokens to the vocabulary. Rust's tokenizers gives them the ids of the model, or
-// those behind it in turn, whatever the file says: an id that is not that one is an error.
+// those behind it in turn, whatever the file says. An id that is not that one is an error.
 func (m *model) addTokens(added []addedToken) error {
 	known := map[string]bool{}
 	count := 0

@@ -21,7 +21,7 @@ import (
 // A Tokenizer is a [tokenizer.Tokenizer] that a tokenizer.json describes. All methods may be called
 // at the same time.
 //
-// It is lossless except where the file is not: a normalizer such as NFC (Qwen) changes the text
+// It is lossless except where the file is not. A normalizer such as NFC (Qwen) changes the text
 // before it is encoded, and tokens that take the space around them give none back. The text of
 // special tokens comes back from DecodeWhole alone.
 type Tokenizer struct {
@@ -176,7 +176,7 @@ func (t *Tokenizer) read(o *object) error {
 }
 
 // checkStages refuses a Metaspace that asks for the beginning of a text behind a normalizer that
-// puts something there: which piece is the first then depends on offsets.
+// puts something there. Which piece is the first then depends on offsets.
 func (t *Tokenizer) checkStages(stages []stage) error {
 	for _, s := range stages {
 		m, ok := s.(metaspace)

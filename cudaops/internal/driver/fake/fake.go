@@ -1,7 +1,7 @@
 // Package fake is a CUDA without a GPU, for testing what is built on the driver package. Device
 // memory is host memory behind addresses of its own, so that every access is checked against the
-// allocations alive at that moment; new memory is filled with 0xFF bytes (NaN, or −1). A kernel is
-// a Go function registered under its name. Nothing runs before something waits for it: a program
+// allocations alive at that moment. New memory is filled with 0xFF bytes (NaN, or −1). A kernel is
+// a Go function registered under its name. Nothing runs before something waits for it. A program
 // that forgets to wait, or changes pinned memory too early, sees stale or wrong data here as it
 // would on a GPU. Time is a clock that each operation moves by a microsecond.
 package fake

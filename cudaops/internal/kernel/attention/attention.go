@@ -28,7 +28,7 @@ type Geometry struct {
 	// they have not. The backward pass then gives the gradients of what they were before.
 	Cos, Sin gpu.Ptr
 	// Documents is the table that [AttentionDocuments] made of where documents begin that lie one
-	// behind the other in the sequences, null if there are none: a position then sees only those of
+	// behind the other in the sequences, null if there are none. A position then sees only those of
 	// its own document up to itself. It needs Causal. A window is such a table too.
 	Documents gpu.Ptr
 }

@@ -9,7 +9,7 @@ import (
 )
 
 // Bench times both passes. It counts the half of the scores that a causal mask leaves, and what a
-// window leaves of these; a backward pass is two and a half forward ones.
+// window leaves of these. A backward pass is two and a half forward ones.
 func Bench(b *bench.B) {
 	for _, s := range []struct{ batch, heads, seq, dim, window int }{{32, 12, 1024, 64, 0},
 		{16, 16, 2048, 128, 0},

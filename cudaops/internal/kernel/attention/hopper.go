@@ -178,8 +178,8 @@ func (c *attentionCall) hopperArgs(k *kernel.Set, inputs int) (*gpu.Args, error)
 		if err != nil {
 			return nil, err
 		}
-		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210;
-		// after attentionParams that is the next offset, although it is only a multiple of 16.
+		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210.
+		// After attentionParams that is the next offset, although it is only a multiple of 16.
 		a.Struct(m[:], 16)
 	}
 	return a, nil
@@ -241,7 +241,7 @@ func (a Geometry) fusedWorkspace(stats gpu.Ptr) (dq, counters gpu.Ptr, n int) {
 }
 
 // fusedSection is how many heads the fused backward pass works on together at least. What few heads
-// read stays in the cache; but blocks that add to the same dq then run side by side and wait for
+// read stays in the cache. But blocks that add to the same dq then run side by side and wait for
 // each other, which costs more. NOTES.md has the times.
 const fusedSection = 16
 

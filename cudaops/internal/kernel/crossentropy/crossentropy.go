@@ -16,7 +16,7 @@ func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ
-// exp(Logits[r]); it is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the
+// exp(Logits[r]). It is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the
 // logits are replaced by their gradient, Scale[0]·Grad[0]·(exp(Logits − lse) − onehot(target)),
 // where a null Grad counts as 1. All but Logits are float32. The rows may be some of a batch's:
 // Scale is for the batch.

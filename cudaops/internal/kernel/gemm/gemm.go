@@ -54,7 +54,7 @@ func warpShared(columns, stages, warpBytes int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
 }
 
-// float8Least is what the depth of a product of float8 must be more than: with fewer steps a tile
+// float8Least is what the depth of a product of float8 must be more than. With fewer steps a tile
 // than stages the copy engine would bring a tile's factors while others are read.
 const float8Least = (plainStages - 1) * 2 * gemmDepth
 

@@ -10,7 +10,7 @@ import (
 // RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns:
 // X is [Rows, D], Weights [Columns, D], Y [Rows, Columns] and Angles a table of [RoPEAngles]. The
 // product is rounded before it is turned. With Float8 X and Weights are of Float8E4M3, and what
-// their rows are multiplied by, ScaleX [Rows] and ScaleWeights [Columns], is float32: the product
+// their rows are multiplied by, ScaleX [Rows] and ScaleWeights [Columns], is float32. The product
 // is rounded, then multiplied by them and turned.
 type RoPEProduct struct {
 	Y, X, Weights, Angles gpu.Ptr

@@ -147,7 +147,7 @@ type Forward struct {
 
 // Backward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G.
 // DWeights and DScales of slots of no seed that learns become 0. DX may be G, if the layer is one
-// for [Layer.InPlace] and all arrays begin at multiples of 16 bytes: then only what differs is
+// for [Layer.InPlace] and all arrays begin at multiples of 16 bytes. Then only what differs is
 // written.
 type Backward struct {
 	Layer
@@ -160,7 +160,7 @@ type Backward struct {
 	Bad, Clipped gpu.Ptr
 	Workspace    gpu.Ptr // of [BackwardWorkspace] bytes
 	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact
-	// figures by [SumParts]; Workspace and what the layer has beside X are to be kept until then.
+	// figures by [SumParts]. Workspace and what the layer has beside X are to be kept until then.
 	Parts *Parts
 }
 
@@ -213,7 +213,7 @@ func (l Layer) InPlace() bool {
 }
 
 // tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can
-// be no tiles: the threads of a chunk must be a power of two. Forward, layers of more rows take
+// be no tiles. The threads of a chunk must be a power of two. Forward, layers of more rows take
 // narrower tiles, which are more.
 func (l Layer) tileAcross(backward bool) int {
 	chunk, least := max(1, l.Chunk/kernel.Vector(l.Type)), 8

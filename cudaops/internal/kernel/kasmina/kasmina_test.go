@@ -295,7 +295,7 @@ func TestKasminaPivots(t *testing.T) {
 	}
 }
 
-// TestKasminaExtremes has NaN, Inf and very large numbers: those are counted and left out of the
+// TestKasminaExtremes has NaN, Inf and very large numbers. Those are counted and left out of the
 // figures, these evaluated scaled down, and what does not blend keeps its bits.
 func TestKasminaExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)

@@ -18,7 +18,7 @@ import (
 // null.
 //
 // Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
-// rows; Type is then a 16-bit one.
+// rows. Type is then a 16-bit one.
 //
 // Rows are taken from the last to the first, as most kernels write the last ones last, and the
 // cache still holds these. Ascending is for an X whose first rows were written last.
@@ -192,7 +192,7 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 // DW [D] is of type DWType. Workspace is memory of [RMSNormWorkspace] bytes.
 //
 // Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
-// rows; Type is then a 16-bit one.
+// rows. Type is then a 16-bit one.
 //
 // Where Parts is not nil, DW is left to [SumRMSNormParts], which what is written there is for, and
 // the workspace is to be kept until then.

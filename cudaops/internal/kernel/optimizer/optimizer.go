@@ -99,7 +99,7 @@ func NewScattered(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table
 	return layOut(k, append(slices.Clip(tensors), nothing), append(slices.Clip(at), -1), chunks)
 }
 
-// layOut lays out tensors whose chunks begin at some of so many; a negative one stands for all
+// layOut lays out tensors whose chunks begin at some of so many. A negative one stands for all
 // chunks that are nobody's, of which none is within the tensor.
 func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, error) {
 	rows := make([]deviceTensor, len(tensors))
@@ -268,9 +268,9 @@ func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
 // Launch finishes a control block: the norm of the gradients from count sums of squares, which may
 // be of several tables, whether the step is skipped, and what clipping multiplies gradients by.
 // With a count of 0 the norm is 0 and nothing is clipped or skipped. scale is a LossScale that the
-// gradients carry: they are divided by it, and it is moved on for the next step; null means that
-// they carry none. apart is a byte for each sum, which is not 0 where the sum is of gradients apart;
-// null means that none is.
+// gradients carry: they are divided by it, and it is moved on for the next step. Null means that
+// they carry none. apart is a byte for each sum, which is not 0 where the sum is of gradients apart.
+// Null means that none is.
 func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024),
 		kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale).Ptr(p.Apart))

@@ -13,7 +13,7 @@ import (
 //
 // rounded to nearest, ties to even; the quotient is X[r, c] times the inverse of Scale[r]. XStride
 // is the elements from one row of X to the next, 0 means D. A row of zeros has scale 1, and no
-// scale is below 2⁻¹²⁶, whose inverse is still a number. If a row has NaN its Scale is NaN; if it
+// scale is below 2⁻¹²⁶, whose inverse is still a number. If a row has NaN its Scale is NaN. If it
 // has an infinity the Scale is infinite and Y is NaN there: a product of either is NaN. Scale
 // [Rows] is float32, X of Type.
 type Rows struct {

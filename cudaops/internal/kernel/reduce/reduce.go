@@ -17,7 +17,7 @@ const (
 )
 
 // Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for
-// the rows of a matrix, Outer = 1 for its columns, both for all of it; a mean is a sum with a Scale
+// the rows of a matrix, Outer = 1 for its columns, both for all of it. A mean is a sum with a Scale
 // of 1/N. A zero Scale counts as 1. The types are equal, or one of them is float32. Workspace is
 // memory of [ReduceWorkspace] bytes.
 type Reduce struct {
@@ -38,7 +38,7 @@ const (
 )
 
 // parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows
-// are to fill the GPU twice, where eight fit on a multiprocessor; four that reduce columns have as
+// are to fill the GPU twice, where eight fit on a multiprocessor. Four that reduce columns have as
 // much in flight there, and leave less to add up. Behind these come late ones with a fifth of the
 // rows, where that leaves the first four times as many as them.
 func parts(k *kernel.Set, a Reduce) (parts, late int) {

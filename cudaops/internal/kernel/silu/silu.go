@@ -14,7 +14,7 @@ import (
 // elements.
 //
 // Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
-// rows; H may then be null, but for GELU. Type is a 16-bit one.
+// rows. H may then be null, but for GELU. Type is a 16-bit one.
 type Mul struct {
 	H, A, B         gpu.Ptr
 	Rows, F, Stride int
