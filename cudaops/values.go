@@ -171,6 +171,7 @@ func (m *Machine) Download() (err error) {
 	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
 		return err
 	}
+	var all []run.Fetched
 	for _, i := range m.inputs.All {
 		if !slices.Contains(m.config.Params, i.Node) || i.Frozen {
 			continue
@@ -192,22 +193,72 @@ func (m *Machine) Download() (err error) {
 			continue
 		}
 		// others may share this memory
-		if err := m.runner.FetchFloats(i.Array, to.([]float32)); err != nil {
-			return err
+		all = append(all, run.Fetched{From: i.Array, To: to.([]float32)})
+	}
+	moments := map[*program.Array][]float32{}
+	x := m.optimizer
+	remembers := x != nil && x.Newer() && !x.Shared()
+	if remembers {
+		for _, p := range x.Params {
+			for _, a := range p.Moments {
+				moments[a] = make([]float32, a.Len())
+				all = append(all, run.Fetched{From: a, To: moments[a]})
+			}
 		}
 	}
-	return downloadState(m)
+	if err := m.runner.FetchAll(all); err != nil || !remembers {
+		return err
+	}
+	return stateOf(m, func(p *update.Param, i int) (any, error) { return moments[p.Moments[i]], nil })
 }
 
-// downloadState copies back what the optimiser remembers.
-func downloadState(m *Machine) error {
-	if x := m.optimizer; x == nil || !x.Newer() || x.Shared() {
-		return nil
+// DownloadSome copies some parameters, but frozen ones, back into their nodes' values: of one whose
+// float32 values are divided among ranks ([WithRanks]) what runs compute with. It waits for no other
+// rank.
+func (m *Machine) DownloadSome(params ...*gorgonia.Node) (err error) {
+	defer in("DownloadSome", &err)
+	if err = made(m); err != nil {
+		return
 	}
-	return stateOf(m, func(p *update.Param, i int) (any, error) {
-		data := make([]float32, opbase.Size(p.Input.Array.Shape))
-		return data, m.runner.FetchFloats(p.Moments[i], data)
-	})
+	if err := m.runner.State.Open(); err != nil {
+		return err
+	}
+	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
+		return err
+	}
+	var all []run.Fetched
+	for _, p := range params {
+		to, err := memoryOf(m, p)
+		if err != nil {
+			return err
+		}
+		in := m.inputs.Of(p)
+		from := in.Array
+		switch {
+		case in.Frozen:
+			continue
+		case in.Part != nil:
+			from = in.Copies[0].Array
+		}
+		all = append(all, run.Fetched{From: from, To: to})
+	}
+	return m.runner.FetchAll(all)
+}
+
+// memoryOf is that of the value of a parameter's node.
+func memoryOf(m *Machine, p *gorgonia.Node) ([]float32, error) {
+	if !slices.Contains(m.config.Params, p) {
+		return nil, fmt.Errorf("%s is no parameter of the machine", graph.Describe(p))
+	}
+	to, err := params.Memory(p.Value())
+	if err != nil {
+		return nil, fmt.Errorf("%s: its value %w", graph.Describe(p), err)
+	}
+	x, ok := to.([]float32)
+	if !ok {
+		return nil, fmt.Errorf("%s has a value of type %v", graph.Describe(p), p.Dtype())
+	}
+	return x, nil
 }
 
 // gatherState is downloadState of several ranks.

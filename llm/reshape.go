@@ -286,7 +286,7 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 	}
 	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind,
 		s.Size, m.Config.Layers, c.Layers)
-	now, err := t.now()
+	now, err := t.part()
 	if err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}

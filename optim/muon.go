@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
+	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
@@ -271,9 +272,9 @@ func (m *Muon) checkMomentum(e *entry) error {
 	switch x := e.moments[0].(type) {
 	case []float32:
 		most = share * math.MaxFloat32
-		at = slices.IndexFunc(x, func(v float32) bool { return math.Abs(float64(v)) > most })
+		at = parallel.Index(len(x), func(i int) bool { return math.Abs(float64(x[i])) > most })
 	case []float64:
-		at = slices.IndexFunc(x, func(v float64) bool { return math.Abs(v)/rounding > most })
+		at = parallel.Index(len(x), func(i int) bool { return math.Abs(x[i])/rounding > most })
 	}
 	if at < 0 {
 		return nil

@@ -333,16 +333,18 @@ func checkRatio(mean, squares any) error {
 }
 
 func ratioFits[F float32 | float64](mean, squares []F) error {
-	for i, m := range mean {
+	i := parallel.Index(len(mean), func(i int) bool {
 		// Compared as squares: a root for each element takes longer than all else.
-		m, v := float64(m), float64(squares[i])
-		if m*m > largestRatio*largestRatio*max(v, leastMean*leastMean) {
-			return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq "+
-				"of %v: the state is damaged; go on from an older checkpoint", m, i,
-				largestRatio*max(math.Sqrt(v), leastMean), v)
-		}
+		m, v := float64(mean[i]), float64(squares[i])
+		return m*m > largestRatio*largestRatio*max(v, leastMean*leastMean)
+	})
+	if i < 0 {
+		return nil
 	}
-	return nil
+	v := float64(squares[i])
+	return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq of %v: "+
+		"the state is damaged; go on from an older checkpoint", mean[i], i,
+		largestRatio*max(math.Sqrt(v), leastMean), v)
 }
 
 // checkMoment returns an error unless the elements of a moment are such as steps leave: finite, and
@@ -364,9 +366,9 @@ func checkMoment(field string, data any) error {
 func negative(data any) int {
 	switch d := data.(type) {
 	case []float32:
-		return slices.IndexFunc(d, func(x float32) bool { return x < 0 })
+		return parallel.Index(len(d), func(i int) bool { return d[i] < 0 })
 	case []float64:
-		return slices.IndexFunc(d, func(x float64) bool { return x < 0 })
+		return parallel.Index(len(d), func(i int) bool { return d[i] < 0 })
 	}
 	return -1
 }
@@ -406,9 +408,9 @@ func dtypeOf(data any) (tensor.Dtype, int) {
 func clone(data any) any {
 	switch d := data.(type) {
 	case []float32:
-		return slices.Clone(d)
+		return parallel.Clone(d)
 	case []float64:
-		return slices.Clone(d)
+		return parallel.Clone(d)
 	}
 	return data
 }

@@ -3,6 +3,7 @@ package parallel
 
 import (
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 )
@@ -20,4 +21,46 @@ func Each(n int, f func(i int)) {
 		})
 	}
 	wait.Wait()
+}
+
+// chunk is how many elements of a slice are one piece of work.
+const chunk = 1 << 19
+
+// Chunks calls f with all parts lo ≤ i < hi of n elements, as Each does.
+func Chunks(n int, f func(lo, hi int)) {
+	if n <= chunk {
+		f(0, n)
+		return
+	}
+	Each((n+chunk-1)/chunk, func(i int) { f(i*chunk, min(n, (i+1)*chunk)) })
+}
+
+// Clone is slices.Clone.
+func Clone[T any](x []T) []T {
+	if len(x) <= chunk {
+		return slices.Clone(x)
+	}
+	y := make([]T, len(x))
+	Chunks(len(x), func(lo, hi int) { copy(y[lo:hi], x[lo:hi]) })
+	return y
+}
+
+// Index is slices.IndexFunc of the numbers from 0 to n−1.
+func Index(n int, f func(i int) bool) int {
+	var first atomic.Int64
+	first.Store(int64(n))
+	Chunks(n, func(lo, hi int) {
+		for i := lo; i < hi && int64(i) < first.Load(); i++ {
+			if f(i) {
+				for at := first.Load(); int64(i) < at && !first.CompareAndSwap(at, int64(i)); {
+					at = first.Load()
+				}
+				return
+			}
+		}
+	})
+	if at := first.Load(); at < int64(n) {
+		return int(at)
+	}
+	return -1
 }

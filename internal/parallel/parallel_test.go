@@ -17,3 +17,19 @@ func TestEach(t *testing.T) {
 		}
 	}
 }
+
+// TestIndex wants the first number for which a function holds, and clones to be equal.
+func TestIndex(t *testing.T) {
+	for _, n := range []int{0, 3, chunk + 1, 5*chunk + 7} {
+		x := make([]byte, n)
+		require.Equal(t, -1, Index(n, func(i int) bool { return x[i] > 0 }))
+		for _, at := range []int{n - 1, n / 2, 0} {
+			if at < 0 || at >= n {
+				continue
+			}
+			x[at] = 1
+			require.Equal(t, at, Index(n, func(i int) bool { return x[i] > 0 }))
+		}
+		require.Equal(t, x, Clone(x))
+	}
+}

@@ -211,13 +211,16 @@ func (e *engine) Pull(names ...string) error {
 	if !e.changed {
 		return nil
 	}
-	for _, name := range names {
-		if err := e.pull(name); err != nil {
-			return err
-		}
-	}
 	if len(names) > 0 {
-		return nil
+		var nodes gorgonia.Nodes
+		for _, name := range names {
+			i, err := e.find(name)
+			if err != nil {
+				return err
+			}
+			nodes = append(nodes, e.graph.Params[i])
+		}
+		return e.machine.DownloadSome(nodes...)
 	}
 	// moments: parameters have come before them
 	if err := e.machine.Download(); errors.Is(err, cudaops.ErrNonFinite) {
@@ -253,24 +256,6 @@ func (e *engine) Gradient(param string) (any, error) {
 		return nil, err
 	}
 	return v.Data(), nil
-}
-
-// pull fetches a parameter.
-func (e *engine) pull(name string) error {
-	i, err := e.find(name)
-	if err != nil {
-		return err
-	}
-	v, err := e.machine.Value(e.graph.Params[i])
-	if err != nil {
-		return err
-	}
-	x, ok := v.Data().([]float32)
-	if !ok {
-		return fmt.Errorf("parameter %s is a %T", name, v.Data())
-	}
-	copy(e.Model.Params[i].Value.Float32s(), x)
-	return nil
 }
 
 // Push sends the named parameters; without names all, and what the optimiser remembers.

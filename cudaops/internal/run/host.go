@@ -35,7 +35,7 @@ func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype) (gorgonia.Value, error
 // where they are stored as float32.
 func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 	raw := gpu.Bytes(dst)
-	if a.Type != gpu.Float32 || a.Extent() != len(raw) {
+	if !plain(a, dst) {
 		v, err := r.Fetch(a, tensor.Float32)
 		if err != nil {
 			return err

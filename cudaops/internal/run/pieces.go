@@ -163,3 +163,98 @@ func (q *sender) fill(from *source, read Reader) error {
 	}
 	return err
 }
+
+// Fetched is an array, and where its numbers are to be on the host.
+type Fetched struct {
+	From *program.Array
+	To   []float32
+}
+
+// plain reports whether an array's numbers are stored as they are wanted on the host.
+func plain(a *program.Array, to []float32) bool {
+	return a.Type == gpu.Float32 && a.Extent() == 4*len(to)
+}
+
+// inFlight is how many pieces are on their way from the device at once.
+const inFlight = 2
+
+// FetchAll is FetchFloats for many arrays: they travel in pieces, and several goroutines take them
+// out of the pinned memory.
+func (r *Runner) FetchAll(all []Fetched) (err error) {
+	var large []Fetched
+	for _, f := range all {
+		if !plain(f.From, f.To) {
+			if err := r.FetchFloats(f.From, f.To); err != nil {
+				return err
+			}
+		} else if len(f.To) > 0 {
+			large = append(large, f)
+		}
+	}
+	if len(large) == 0 {
+		return nil
+	}
+	memory := Memory{Ctx: r.Ctx}
+	defer func() { err = Joined(err, memory.Close()) }()
+	type landing struct {
+		memory []byte
+		to     []float32
+		event  gpu.Event
+	}
+	free, arrived := make(chan landing, maxPieces), make(chan landing, maxPieces)
+	for range maxPieces {
+		b, err := memory.AllocHost(pieceBytes)
+		if err != nil {
+			return err
+		}
+		e, err := memory.NewEvent(false)
+		if err != nil {
+			return err
+		}
+		free <- landing{memory: b, event: e}
+	}
+	var work sync.WaitGroup
+	for range readers {
+		work.Go(func() {
+			for l := range arrived {
+				copy(l.to, gpu.View[float32](l.memory))
+				free <- l
+			}
+		})
+	}
+	defer work.Wait()
+	defer close(arrived)
+	var flying []landing
+	land := func(left int) error {
+		for len(flying) > left {
+			if err := r.Ctx.SyncEvent(flying[0].event); err != nil {
+				return err
+			}
+			arrived <- flying[0]
+			flying = flying[1:]
+		}
+		return nil
+	}
+	for _, f := range large {
+		for at := 0; at < len(f.To); at += pieceBytes / 4 {
+			l := <-free
+			l.to = f.To[at:min(len(f.To), at+pieceBytes/4)]
+			if err := InTurn(
+				func() error {
+					return r.Ctx.CopyToHost(l.memory[:4*len(l.to)], f.From.Ptr().Offset(4*at), r.Stream)
+				},
+				func() error { return r.Ctx.Record(l.event, r.Stream) }); err != nil {
+				return Joined(err, r.Ctx.SyncStream(r.Stream))
+			}
+			flying = append(flying, l)
+			if err := land(inFlight); err != nil {
+				return err
+			}
+		}
+	}
+	if err := land(0); err != nil {
+		return err
+	}
+	r.State.On(Wait)
+	return nil
+}

@@ -45,10 +45,22 @@ func (m Model) copies() []graph.Param {
 	params := slices.Clone(m.Params)
 	parallel.Each(len(params), func(i int) {
 		if p := &params[i]; !m.elsewhere(p.Name) {
-			p.Value = p.Value.Clone().(*tensor.Dense)
+			p.Value = clone(p.Value)
 		}
 	})
 	return params
+}
+
+// clone returns a tensor in memory of its own.
+func clone(v *tensor.Dense) *tensor.Dense {
+	var numbers any
+	switch x := v.Data().(type) {
+	case []float32:
+		numbers = parallel.Clone(x)
+	case []float64:
+		numbers = parallel.Clone(x)
+	}
+	return tensor.New(tensor.WithShape(v.Shape().Clone()...), tensor.WithBacking(numbers))
 }
 
 // param returns the values of a parameter, nil if there is none.
@@ -108,7 +120,7 @@ func (m Model) become(next arch.Config, source func(name string) string,
 	}
 	parallel.Each(len(copies), func(i int) {
 		p := &grown.Params[copies[i]]
-		p.Value = p.Value.Clone().(*tensor.Dense)
+		p.Value = clone(p.Value)
 	})
 	return grown
 }

@@ -65,14 +65,16 @@ func (m Model) sum(o own, w *tensor.Dense) (*tensor.Dense, error) {
 	if err != nil {
 		return nil, err
 	}
-	var out gorgonia.Value
-	gorgonia.Read(y, &out)
 	machine := gorgonia.NewTapeMachine(g)
 	defer machine.Close()
 	if err := machine.RunAll(); err != nil {
 		return nil, err
 	}
-	return out.(*tensor.Dense).Clone().(*tensor.Dense), nil
+	sum, ok := y.Value().(*tensor.Dense)
+	if !ok {
+		return nil, fmt.Errorf("the sum is a %T", y.Value())
+	}
+	return sum, nil // in memory of its own, which the machine has taken for it
 }
 
 // seedParams is the names of a blueprint's parameters in order, without their prefix.

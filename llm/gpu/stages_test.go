@@ -1,0 +1,188 @@
+package gpu_test
+
+import (
+	"fmt"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// repeated is a text of one word, which a model soon knows.
+type repeated struct{ randomTokens }
+
+func (repeated) ReadTokens(dst []int, offset int64) error {
+	for i := range dst {
+		dst[i] = int(offset+int64(i)) % 7
+	}
+	return nil
+}
+
+// ways are lives of seeds: stages, one behind each step. Of each stage that a blueprint can be taken
+// back in there is one that does.
+var ways = [][]state.Stage{
+	{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning,
+		state.Fossilized},
+	{state.Training, state.Cancelled},
+	{state.Training, state.Culled},
+	{state.Training, state.Grafting, state.RolledBack},
+	{state.Training, state.Grafting, state.Stabilization, state.RolledBack},
+	{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.Culled},
+	{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning,
+		state.RolledBack},
+}
+
+// deepWays are those in depth, where one blueprint lives at a time and its gates ask for epochs.
+var deepWays = map[int][]state.Command{
+	2:  {germinated(0, blueprints.Stack)},
+	3:  {moved(0, state.Training)},
+	4:  {moved(0, state.Grafting)},
+	5:  {moved(0, state.Stabilization)},
+	6:  {moved(0, state.RolledBack)},
+	7:  {germinated(1, blueprints.Interleave), moved(1, state.Training)},
+	8:  {moved(1, state.Cancelled), germinated(2, blueprints.NewBlocks), moved(2, state.Training)},
+	9:  {moved(2, state.Culled), germinated(3, blueprints.Stack), moved(3, state.Training)},
+	10: {moved(3, state.Grafting)},
+	11: {moved(3, state.Stabilization)},
+	12: {moved(3, state.Evaluating)},
+	14: {moved(3, state.FineTuning)},
+	16: {moved(3, state.Fossilized)},
+}
+
+func germinated(seed int, k blueprints.Kind) state.Command {
+	return state.Command{Action: state.Germinate, Seed: seed, Request: state.GerminationRequest{
+		Kind: k, Size: 2}}
+}
+
+func moved(seed int, to state.Stage) state.Command {
+	return state.Command{Action: state.Move, Seed: seed, To: to}
+}
+
+// living gives a run the commands of all lives, and notes the stages in which it is saved.
+func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) {
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.Reshaped {
+			require.NoError(t, e.Err)
+		}
+		if e.Kind != llm.StepEnd {
+			return nil
+		}
+		for layer, l := range tr.Model.Kasmina.Lattices() {
+			var all []state.Command
+			for _, c := range deepWays[e.Step] {
+				if l.Site() == blueprints.Depth {
+					all = append(all, c)
+				}
+			}
+			for seed := range l.Seeds() {
+				if l.Site() == blueprints.Depth || seed >= len(ways) {
+					continue
+				}
+				all = append(all, lifeAt(l.Site(), seed, e.Step-seed%2)...)
+			}
+			for _, c := range all {
+				c.Layer = layer
+				if err := tr.Model.Kasmina.Do(c); err != nil {
+					return fmt.Errorf("step %d: %w", e.Step, err)
+				}
+			}
+			for _, s := range l.Report().Seeds {
+				seen[fmt.Sprint(l.Site(), " ", s.Stage)] = true
+			}
+		}
+		if folder == "" {
+			return nil
+		}
+		return tr.Save(checkpointAt(folder, e.Step))
+	})
+}
+
+// lifeAt is what a seed is told behind a step of its life.
+func lifeAt(site blueprints.Site, seed, step int) (all []state.Command) {
+	kinds := map[blueprints.Site][]blueprints.Kind{
+		blueprints.Chunk: {blueprints.Residual, blueprints.ConvFilter}, blueprints.Weight: {blueprints.LoRA},
+		blueprints.Stream: {blueprints.Attention, blueprints.Perceptron}}[site]
+	switch at := step - 3; {
+	case at == -1:
+		c := germinated(seed, kinds[seed%len(kinds)])
+		if site == blueprints.Chunk {
+			c.Request.Size, c.Request.Slot = 0, 1+seed
+		}
+		return []state.Command{c}
+	case at < 0 || at >= len(ways[seed]):
+		return nil
+	default:
+		all = append(all, moved(seed, ways[seed][at]))
+		if ways[seed][at] == state.Grafting {
+			all = append(all, state.Command{Action: state.SetAlpha, Seed: seed, Alpha: 0.4})
+		}
+		return all
+	}
+}
+
+// stagesTrainer trains a model with seeds at all sites.
+func stagesTrainer(t *testing.T, device *cudaops.Device, steps int) *llm.Trainer {
+	t.Helper()
+	c := llm.Config{Vocab: 32, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 16, Untied: true,
+		Kasmina: []int{0}, Seeds: 8, Depth: 4}.Default()
+	c.Weights = c.WeightSites("q", "k", "up", "down")
+	c.Streams = []int{0, 1, 0, 1, 1, 0, 1}
+	m := must[*llm.Model](t)(llm.NewModel(c, tensor.Float32, 3, state.WithoutGates()))
+	text := repeated{randomTokens{make([]int, 1<<12), c.Vocab}}
+	loader := must[*data.Loader](t)(data.NewLoader(text, data.LoaderConfig{Batch: 2, Seq: c.Seq,
+		Seed: 1}))
+	o := must[*optim.AdamW](t)(optim.NewAdamW(optim.WithGroup(optim.NameContains("kasmina"),
+		optim.Decay(0))))
+	config := llm.TrainConfig{Steps: steps, Batch: 2, Clip: 1, Epoch: 1,
+		Schedule: optim.Constant(3e-3)}
+	if device != nil {
+		config.Engine = gpu.Engine(device, cudaops.BFloat16)
+	}
+	tr := must[*llm.Trainer](t)(llm.NewTrainer(m, loader, o, config))
+	t.Cleanup(func() { require.NoError(t, tr.Close()) })
+	return tr
+}
+
+// TestStagesResume wants a run to be resumed, with the bits that it has without a break, behind
+// checkpoints in which there are seeds of every site in every stage, and to take back from there
+// what can be taken back. It runs on the CPU, and on a GPU where there is one.
+func TestStagesResume(t *testing.T) {
+	for _, where := range []string{"cpu", "gpu"} {
+		t.Run(where, func(t *testing.T) {
+			var device *cudaops.Device
+			if where == "gpu" {
+				device = open(t)
+			}
+			const steps = 18
+			folder, seen := t.TempDir(), map[string]bool{}
+			whole := stagesTrainer(t, device, steps)
+			living(t, whole, folder, seen)
+			require.NoError(t, whole.Run(t.Context()))
+			want := saved(t, whole)
+			for _, site := range []blueprints.Site{blueprints.Chunk, blueprints.Weight,
+				blueprints.Stream, blueprints.Depth} {
+				for stage := state.Dormant; stage <= state.RolledBack; stage++ {
+					if site != blueprints.Depth || stage != state.Dormant {
+						require.True(t, seen[fmt.Sprint(site, " ", stage)], "%v %v", site, stage)
+					}
+				}
+			}
+			for step := 1; step < steps; step++ {
+				tr := stagesTrainer(t, device, steps)
+				require.NoError(t, tr.Resume(t.Context(), checkpointAt(folder, step)))
+				living(t, tr, filepath.Join(t.TempDir()), map[string]bool{})
+				require.NoError(t, tr.Run(t.Context()))
+				require.Equal(t, want, saved(t, tr), "from step %d", step)
+			}
+		})
+	}
+}
