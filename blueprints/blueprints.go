@@ -134,6 +134,9 @@ type Blueprint struct {
 	Homogeneity Homogeneity
 	F32         Arithmetic[float32]
 	F64         Arithmetic[float64]
+	// Graph says that what a blueprint of a chunk computes is a graph, which llm/site.Register adds:
+	// then it has no arithmetic here.
+	Graph bool
 }
 
 // Part is one of the arrays that a slot's weights consist of.
@@ -268,6 +271,11 @@ func check(b *Blueprint) error {
 		return nil
 	case b.Identity == nil:
 		missing = "Identity"
+	case b.Graph && (b.F32.Forward != nil || b.F64.Forward != nil || b.Homogeneity != 0):
+		return fmt.Errorf("blueprints.Register: %w %q: it has a graph, and F32, F64 or "+
+			"Homogeneity beside it: want one of these alone", ErrInvalid, b.Name)
+	case b.Graph:
+		return nil
 	case b.F32.Forward == nil || b.F32.Backward == nil:
 		missing = "Forward or Backward of F32"
 	case b.F64.Forward == nil || b.F64.Backward == nil:
@@ -308,6 +316,15 @@ func ByName(name string) (Kind, bool) {
 
 // Kinds returns how many kinds are registered: the kinds are 0 to Kinds()−1.
 func Kinds() int { return len(*registry.Load()) }
+
+// IsGraph reports whether what a kind of a chunk computes is a graph.
+func IsGraph(k Kind) bool {
+	if int(k) < len(builtin) {
+		return false
+	}
+	b, err := Lookup(k)
+	return err == nil && b.Graph
+}
 
 // KindsAt returns the kinds that grow at a site.
 func KindsAt(site Site) (kinds []Kind) {

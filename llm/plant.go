@@ -10,6 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -92,8 +93,12 @@ func (t *Trainer) settleSeeds() error {
 	return errors.Join(err, t.tellGrowth())
 }
 
-// replant makes the model what the seeds at weights and in the stream ask for.
+// replant makes the model what the seeds at weights and in the stream ask for, and its graph what
+// those of chunks do whose blueprints are graphs.
 func (t *Trainer) replant() error {
+	if err := t.attach(); err != nil {
+		return err
+	}
 	if p := t.asked(); !p.none() {
 		return t.obeySeeds(p)
 	}
@@ -174,6 +179,53 @@ func (t *Trainer) needed(p planting) (become.Model, error) {
 		}
 	}
 	return t.part(names...)
+}
+
+// attach makes the graph one that computes the blueprints of chunks which are graphs. Seeds whose
+// graph cannot be are given up.
+func (t *Trainer) attach() error {
+	all := graph.AttachedTo(t.Model.Kasmina)
+	if slices.Equal(all, t.attached) {
+		return nil
+	}
+	began, w := time.Now(), t.twin
+	m, err := t.part()
+	if err != nil {
+		return err
+	}
+	what := fmt.Sprintf("%d seeds of chunks work with kinds that are graphs", len(all))
+	if _, err := t.Config.Graph(t.Model); err != nil {
+		t.tellReshaped(what, time.Since(began), err)
+		return t.detach(all)
+	}
+	if err := t.change(m, m, t.lossScale()); err != nil {
+		return err
+	}
+	t.twin = w // which is of the same blocks
+	t.tellReshaped(what, time.Since(began), nil)
+	return nil
+}
+
+// detach gives up the seeds of chunks that have come to work with graphs.
+func (t *Trainer) detach(all []graph.Attached) error {
+	for _, a := range all {
+		if slices.Contains(t.attached, a) {
+			continue
+		}
+		l := t.Model.Kasmina.Lattice(a.Layer)
+		stage, err := l.Stage(a.Seed)
+		if err == nil {
+			to := state.Cancelled
+			if stage != state.Training {
+				to = state.RolledBack
+			}
+			err = l.Transition(a.Seed, to)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // siteOf is that of a seed's lattice.

@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/phases"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/model"
@@ -402,6 +403,7 @@ func (t *Trainer) leave(old become.Model) (make func(become.Model) (Engine, erro
 		return nil, nil, err
 	}
 	return func(m become.Model) (Engine, error) {
+		t.attached = graph.AttachedTo(t.Model.Kasmina)
 		e, err := kept.Engine(m.From)
 		if err != nil || len(m.Here) == 0 {
 			return e, err
@@ -419,6 +421,7 @@ func (t *Trainer) newEngine() (Engine, error) {
 	if build == nil {
 		build = CPUEngine()
 	}
+	t.attached = graph.AttachedTo(t.Model.Kasmina)
 	e, err := build(t.Model, t.Optimizer, t.Config)
 	if err == nil && isNil(e) {
 		err = errors.New("llm: TrainConfig.Engine has returned neither an engine nor an error")

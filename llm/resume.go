@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 
 	"gorgonia.org/gorgonia"
@@ -15,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/engine"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/llm/model"
@@ -277,6 +279,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
 	t.noteEnd()
+	other = other || !slices.Equal(t.attached, graph.AttachedTo(t.Model.Kasmina))
 	if _, lost := t.engine.(engine.None); !other && !lost {
 		t.apart = t.engine.Push()
 	} else {

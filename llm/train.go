@@ -14,6 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/event"
+	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/llm/model"
@@ -122,6 +123,7 @@ type Trainer struct {
 	apart    error            // after a failed Resume: why the engine has other parameters
 	before   []*grafted       // while blueprints may be taken back, the oldest first
 	twin     *twin            // while blueprints elsewhere are on trial
+	attached []graph.Attached // seeds of chunks that the engine's graph computes
 	whole    bool             // steps are made that no end of the context shall cut short
 	reshaped []Event          // that are still to be told
 	pass     state.Pass       // room for what seeds are asked

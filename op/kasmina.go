@@ -74,6 +74,7 @@ type KasminaConfig struct {
 	AdaptiveClip    float64 // the same as running mean + AdaptiveClip·σ of those norms; 0 for none
 	StopOnNonFinite bool
 	NoTelemetry     bool
+	Graphs          []int // seeds whose blueprints the graph around the layer computes
 }
 
 // KasminaOption configures a [Kasmina] layer.
@@ -136,6 +137,15 @@ func StopOnNonFinite() KasminaOption {
 func WithoutTelemetry() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.NoTelemetry = true
+		return nil
+	}
+}
+
+// WithGraphs names seeds that work with kinds which are graphs (see package llm/site): whoever builds
+// the graph adds to y what these compute. The layer itself passes their chunks on, and measures them.
+func WithGraphs(seeds ...int) KasminaOption {
+	return func(c *KasminaConfig) error {
+		c.Graphs = slices.Clone(seeds)
 		return nil
 	}
 }

@@ -45,6 +45,9 @@ func (p *KasminaPass) Begin() {
 	p.limits = gradLimits(p.op, p.limits)
 }
 
+// Attached returns an error if a seed works with a kind that is a graph, and nobody computes that.
+func (p *KasminaPass) Attached() error { return p.op.attached(&p.op.run.pass) }
+
 // Leave makes the snapshot that of the op's own last run, for a backward pass that is computed
 // apart from this one.
 func (p *KasminaPass) Leave() {

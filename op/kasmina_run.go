@@ -65,6 +65,9 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 		o.Lattice.Begin(&r.pass, !o.Config.NoTelemetry)
 		r.begun = true
 	}
+	if err := o.attached(&r.pass); err != nil {
+		return err
+	}
 	k, err := kasminaPlan[T](o)
 	if err != nil {
 		return err
@@ -206,10 +209,27 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 func (o *KasminaOp) seed(p *state.Pass, i int) seed.Seed {
 	s := seed.Seed{Kind: p.Kind[i], Slot: p.Slot[i], Blend: p.Stage[i].Blends(),
 		Learn: p.Stage[i].Learns(), Alpha: p.Alpha[i]}
+	if blueprints.IsGraph(s.Kind) { // which is computed elsewhere
+		s = seed.Seed{}
+	}
 	if o.Config.Stability == Strict {
 		s.Low, s.High = clampLimits(p.Input[i])
 	}
 	return s
+}
+
+// attached returns an error if a seed works with a kind that is a graph, and nobody computes that.
+func (o *KasminaOp) attached(p *state.Pass) error {
+	for i, stage := range p.Stage {
+		if (stage.Blends() || stage.Learns()) && blueprints.IsGraph(p.Kind[i]) &&
+			!slices.Contains(o.Config.Graphs, i) {
+			return fmt.Errorf("seed %d: %w %q is a graph, which is not part of the one that runs: "+
+				"llm.Trainer adds it ahead of a step; a graph built by Model.Graph has those of "+
+				"seeds that worked when it was built; a graph of your own needs a kind with "+
+				"arithmetic (blueprints.Register)", i, blueprints.ErrInvalid, p.Kind[i])
+		}
+	}
+	return nil
 }
 
 // startSlots writes the identity start to the slots of active seeds in which all is 0: nobody has

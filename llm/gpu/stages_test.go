@@ -2,10 +2,12 @@ package gpu_test
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -13,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/site"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -26,6 +29,28 @@ func (repeated) ReadTokens(dst []int, offset int64) error {
 	}
 	return nil
 }
+
+// squares is t(x) = x + w·x² of a chunk, as a graph.
+var squares = func() blueprints.Kind {
+	k, err := site.Register(blueprints.Blueprint{Name: "squares", Identity: func(w []float64, _ int,
+		_ *rand.Rand) float64 {
+		clear(w)
+		return 1
+	}}, func(x *gorgonia.Node, params gorgonia.Nodes, _ int) (*gorgonia.Node, error) {
+		s, err := gorgonia.Square(x)
+		if err == nil {
+			s, err = gorgonia.BroadcastHadamardProd(s, params[0], nil, []byte{0})
+		}
+		if err != nil {
+			return nil, err
+		}
+		return gorgonia.Add(x, s)
+	})
+	if err != nil {
+		panic(err)
+	}
+	return k
+}()
 
 // ways are lives of seeds: stages, one behind each step. Of each stage that a blueprint can be taken
 // back in there is one that does.
@@ -107,14 +132,14 @@ func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) 
 }
 
 // lifeAt is what a seed is told behind a step of its life.
-func lifeAt(site blueprints.Site, seed, step int) (all []state.Command) {
-	kinds := map[blueprints.Site][]blueprints.Kind{
-		blueprints.Chunk: {blueprints.Residual, blueprints.ConvFilter}, blueprints.Weight: {blueprints.LoRA},
-		blueprints.Stream: {blueprints.Attention, blueprints.Perceptron}}[site]
+func lifeAt(where blueprints.Site, seed, step int) (all []state.Command) {
+	kinds := map[blueprints.Site][]blueprints.Kind{blueprints.Chunk: {squares, blueprints.ConvFilter},
+		blueprints.Weight: {blueprints.LoRA},
+		blueprints.Stream: {blueprints.Attention, blueprints.Perceptron}}[where]
 	switch at := step - 3; {
 	case at == -1:
 		c := germinated(seed, kinds[seed%len(kinds)])
-		if site == blueprints.Chunk {
+		if where == blueprints.Chunk {
 			c.Request.Size, c.Request.Slot = 0, 1+seed
 		}
 		return []state.Command{c}
@@ -130,7 +155,8 @@ func lifeAt(site blueprints.Site, seed, step int) (all []state.Command) {
 }
 
 // stagesTrainer trains a model with seeds at all sites.
-func stagesTrainer(t *testing.T, device *cudaops.Device, steps int) *llm.Trainer {
+func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
+	steps int) *llm.Trainer {
 	t.Helper()
 	c := llm.Config{Vocab: 32, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 16, Untied: true,
 		Kasmina: []int{0}, Seeds: 8, Depth: 4}.Default()
@@ -145,7 +171,7 @@ func stagesTrainer(t *testing.T, device *cudaops.Device, steps int) *llm.Trainer
 	config := llm.TrainConfig{Steps: steps, Batch: 2, Clip: 1, Epoch: 1,
 		Schedule: optim.Constant(3e-3)}
 	if device != nil {
-		config.Engine = gpu.Engine(device, cudaops.BFloat16)
+		config.Engine = gpu.Engine(device, p)
 	}
 	tr := must[*llm.Trainer](t)(llm.NewTrainer(m, loader, o, config))
 	t.Cleanup(func() { require.NoError(t, tr.Close()) })
@@ -164,7 +190,7 @@ func TestStagesResume(t *testing.T) {
 			}
 			const steps = 18
 			folder, seen := t.TempDir(), map[string]bool{}
-			whole := stagesTrainer(t, device, steps)
+			whole := stagesTrainer(t, device, cudaops.BFloat16, steps)
 			living(t, whole, folder, seen)
 			require.NoError(t, whole.Run(t.Context()))
 			want := saved(t, whole)
@@ -177,7 +203,7 @@ func TestStagesResume(t *testing.T) {
 				}
 			}
 			for step := 1; step < steps; step++ {
-				tr := stagesTrainer(t, device, steps)
+				tr := stagesTrainer(t, device, cudaops.BFloat16, steps)
 				require.NoError(t, tr.Resume(t.Context(), checkpointAt(folder, step)))
 				living(t, tr, filepath.Join(t.TempDir()), map[string]bool{})
 				require.NoError(t, tr.Run(t.Context()))
@@ -185,4 +211,18 @@ func TestStagesResume(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestChunkGraphsOnGPU wants a run with seeds of all sites, of chunks with a kind that is a graph, to
+// have the losses on a GPU that it has on a CPU, without a layer on the host.
+func TestChunkGraphsOnGPU(t *testing.T) {
+	device := open(t)
+	const steps = 18
+	var all [2][]float64
+	for i, d := range []*cudaops.Device{nil, device} {
+		tr := stagesTrainer(t, d, cudaops.Float32, steps)
+		living(t, tr, "", map[string]bool{})
+		all[i] = losses(t, tr)
+	}
+	require.InDeltaSlice(t, all[0], all[1], 1e-4)
 }

@@ -155,7 +155,7 @@ func TestSiteGradients(t *testing.T) {
 }
 
 // withSites gives a configuration seeds on some layers and behind some blocks, all planted.
-func withSites(r *rand.Rand, c llm.Config, own [2]blueprints.Kind) llm.Config {
+func withSites(r *rand.Rand, c llm.Config, own [4]blueprints.Kind) llm.Config {
 	layers := []string{"q", "k", "v", "o", "gate", "up", "down", "head"}
 	for range 1 + r.IntN(4) {
 		s := llm.WeightSite{Block: r.IntN(c.Layers), Layer: layers[r.IntN(len(layers))]}
@@ -201,8 +201,8 @@ func plantSites(t *testing.T, r *rand.Rand, m *llm.Model) {
 	}
 }
 
-// ownKinds registers a kind at a weight, which scales its rows, and one in the stream.
-func ownKinds(t *testing.T) (kinds [2]blueprints.Kind) {
+// ownKinds registers a kind at a weight, which scales its rows, one in the stream, and two of chunks.
+func ownKinds(t *testing.T) (kinds [4]blueprints.Kind) {
 	t.Helper()
 	for i, own := range []struct {
 		blueprints.Blueprint
@@ -225,6 +225,34 @@ func ownKinds(t *testing.T) (kinds [2]blueprints.Kind) {
 			return nil, err
 		}
 		return op.Linear(h, params[1])
+	}}, {blueprints.Blueprint{Name: "Squares of a chunk", Identity: ones},
+		func(x *gorgonia.Node, params gorgonia.Nodes, _ int) (*gorgonia.Node, error) {
+			squares, err := gorgonia.Square(x)
+			if err != nil {
+				return nil, err
+			}
+			w, err := gorgonia.BroadcastHadamardProd(squares, params[0], nil, []byte{0})
+			if err != nil {
+				return nil, err
+			}
+			return gorgonia.Add(x, w)
+		}}, {blueprints.Blueprint{Name: "Bottleneck of a chunk", Identity: ones,
+		Size: func(c, width int) int { return 2 * c },
+		Parts: func(c, n int) []blueprints.Part {
+			return []blueprints.Part{{Name: "down", Shape: []int{1, c}},
+				{Name: "up", Shape: []int{c, 1}}}
+		}}, func(x *gorgonia.Node, params gorgonia.Nodes, _ int) (*gorgonia.Node, error) {
+		h, err := op.Linear(x, params[0])
+		if err != nil {
+			return nil, err
+		}
+		if h, err = gorgonia.Tanh(h); err != nil {
+			return nil, err
+		}
+		if h, err = op.Linear(h, params[1]); err != nil {
+			return nil, err
+		}
+		return gorgonia.Add(x, h)
 	}}} {
 		var ok bool
 		if kinds[i], ok = blueprints.ByName(own.Name); ok { // by a run of this test before
@@ -235,11 +263,21 @@ func ownKinds(t *testing.T) (kinds [2]blueprints.Kind) {
 	return kinds
 }
 
+// ones begins with weights of 1.
+func ones(w []float64, _ int, _ *rand.Rand) float64 {
+	for i := range w {
+		w[i] = 1
+	}
+	return 1
+}
+
 // plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences
 // mean nothing, and takes most of them on to where they are blended in and learn.
 func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
 	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter,
 		blueprints.LowRank, blueprints.ChunkMLP}
+	own := ownKinds(t)
+	kinds = append(kinds, own[2:]...)
 	for _, l := range m.Kasmina.Lattices() {
 		if l.Site() != blueprints.Chunk {
 			continue

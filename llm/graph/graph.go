@@ -334,8 +334,7 @@ func (b *builder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		if after != i {
 			continue
 		}
-		x, err = op.Kasmina(x, b.nodes[p+arch.KasminaWeights], b.nodes[p+arch.KasminaScales],
-			b.Kasmina.Lattice(n), b.Config.KasminaOptions.Options(b.kind == ForTraining)...)
+		x, err = b.kasmina(n, x, b.nodes[p+arch.KasminaWeights], b.nodes[p+arch.KasminaScales])
 		if err != nil {
 			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}

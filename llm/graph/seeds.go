@@ -16,12 +16,13 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// seeds are those of a graph that have something planted at a weight or in the stream. What is not
-// planted is not in the graph.
+// seeds are those of a graph that have something planted at a weight or in the stream, and those of
+// chunks whose blueprints are graphs. What is not planted is not in the graph.
 type seeds struct {
-	controls *gorgonia.Node // [len(planted), graft.Controls]; nil where nothing is planted
+	controls *gorgonia.Node // [len(rows), graft.Controls]; nil where there are none
+	rows     []row          // of what is planted, and then of what is attached
 	planted  []arch.Planted
-	lattices []*state.Lattice // of each
+	attached []Attached
 	pass     state.Pass
 
 	streams gorgonia.Nodes   // what blocks take in, and the last norm
@@ -137,7 +138,13 @@ func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all
 	return all, err
 }
 
-// plant adds the controls of what is planted.
+// row is the seed that a row of the controls is for.
+type row struct {
+	*state.Lattice
+	seed int
+}
+
+// plant adds the controls of what is planted and of what is attached.
 func (b *builder) plant() error {
 	s := &b.out.seeds
 	for _, p := range b.Config.Planted {
@@ -145,13 +152,19 @@ func (b *builder) plant() error {
 		if l == nil || p.Seed >= l.Seeds() {
 			return fmt.Errorf("there is no lattice of site %v with a seed %d", p.Site, p.Seed)
 		}
-		s.planted, s.lattices = append(s.planted, p), append(s.lattices, l)
+		s.planted, s.rows = append(s.planted, p), append(s.rows, row{l, p.Seed})
 	}
-	if len(s.planted) == 0 {
+	if b.Kasmina != nil {
+		s.attached = AttachedTo(b.Kasmina)
+	}
+	for _, a := range s.attached {
+		s.rows = append(s.rows, row{b.Kasmina.Lattice(a.Layer), a.Seed})
+	}
+	if len(s.rows) == 0 {
 		return nil
 	}
 	s.controls = gorgonia.NewMatrix(b.g, b.dtype(),
-		gorgonia.WithShape(len(s.planted), graft.Controls), gorgonia.WithName("controls"))
+		gorgonia.WithShape(len(s.rows), graft.Controls), gorgonia.WithName("controls"))
 	for i, p := range s.planted {
 		if p.Site != blueprints.Weight {
 			continue
@@ -259,19 +272,19 @@ func (s *seeds) steer() error {
 	if s.controls == nil {
 		return nil
 	}
-	n := len(s.planted)
+	n := len(s.rows)
 	values := make([]float64, n*graft.Controls)
 	var read *state.Lattice
-	for i, p := range s.planted {
-		if read != s.lattices[i] { // they come in order of sites
-			read = s.lattices[i]
+	for i, r := range s.rows {
+		if read != r.Lattice { // they come in order of lattices
+			read = r.Lattice
 			read.Begin(&s.pass, false)
 		}
 		c := values[i*graft.Controls:][:graft.Controls]
-		if p.Seed >= len(s.pass.Stage) {
+		if r.seed >= len(s.pass.Stage) {
 			continue
 		}
-		stage, weight := s.pass.Stage[p.Seed], float64(s.pass.Alpha[p.Seed])
+		stage, weight := s.pass.Stage[r.seed], float64(s.pass.Alpha[r.seed])
 		c[graft.Backward] = weight
 		if stage.Blends() {
 			c[graft.Forward], c[graft.Inward] = weight, 1

@@ -4,6 +4,7 @@ package infer
 import (
 	"context"
 	"errors"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -22,6 +23,7 @@ type Inference struct {
 	outline  *graph.Model         // in the place of a Model whose values are elsewhere
 	owner    func() error         // closes what has these, after what is made for graphs
 	shape    uint64               // of the model that what follows is for
+	attached []graph.Attached     // its seeds of chunks that graphs compute
 	losses   map[int]graph.Runner // by batch size
 	decoding *graph.Decoding
 }
@@ -46,9 +48,11 @@ func (i *Inference) parts() (m graph.Model, err error) {
 	case i.Model == nil || len(i.Model.Params) == 0:
 		return m, errNoModel
 	}
-	if i.shape != model.Shape(i.Model) {
+	attached := graph.AttachedTo(i.Model.Kasmina)
+	if i.shape != model.Shape(i.Model) || !slices.Equal(i.attached, attached) {
 		err = i.closeGraphs()
-		i.losses, i.decoding, i.shape = nil, nil, model.Shape(i.Model)
+		i.losses, i.decoding = nil, nil
+		i.shape, i.attached = model.Shape(i.Model), attached
 	}
 	return i.Model.Parts(), err
 }

@@ -22,6 +22,10 @@ import (
 // Build adds what a blueprint of some size computes to a graph. params are its parameters, in the
 // order of blueprints.Blueprint.Parameters.
 //
+// On a chunk x is the chunk [rows, C], of size C, params are the arrays that Parts names of the
+// weights of the seed's slot, and the result is t(x), of x's shape. Its scale plays no part. Of the
+// modes of stability and of clipping of a Kasmina layer a graph knows nothing.
+//
 // In the stream x is the normalised stream [rows, D], and the result what is added to the stream,
 // of the same shape. At a weight x is the weight [out, in], and the result is added to that. What
 // it adds at first should be 0, or nearly so: else the model gets worse as it is grafted.
@@ -32,14 +36,15 @@ var (
 	builds = map[blueprints.Kind]Build{}
 )
 
-// Register adds a blueprint of site Weight or Stream with its graph, and returns its kind. Its
-// errors are those of blueprints.Register.
+// Register adds a blueprint of a chunk, a weight or the stream with its graph, and returns its kind.
+// Its errors are those of blueprints.Register.
 func Register(b blueprints.Blueprint, build Build) (blueprints.Kind, error) {
-	if build == nil || b.Site != blueprints.Weight && b.Site != blueprints.Stream {
+	if build == nil || b.Site == blueprints.Depth {
 		return 0, fmt.Errorf("site.Register: %w %q: it grows at a %v, and its graph is nil: %t; "+
-			"want a graph at a weight or in the stream", blueprints.ErrInvalid, b.Name, b.Site,
-			build == nil)
+			"want a graph on a chunk, at a weight or in the stream", blueprints.ErrInvalid, b.Name,
+			b.Site, build == nil)
 	}
+	b.Graph = b.Site == blueprints.Chunk
 	mu.Lock()
 	defer mu.Unlock()
 	k, err := blueprints.Register(b)

@@ -181,7 +181,7 @@ func (l *layer) begin(pass *op.KasminaPass) error {
 	if l.m.Apart {
 		pass.Leave()
 	}
-	return nil
+	return pass.Attached()
 }
 
 // Before receives what runs have measured, and sends the lattice's state.
