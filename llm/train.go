@@ -522,6 +522,9 @@ func (t *Trainer) step() error {
 	measured := t.measured()
 	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
 	model.Changed(t.Model)
+	for _, l := range t.Model.Kasmina.Lattices() {
+		l.BeginStep(done)
+	}
 	loss, err := t.compute(&u)
 	if err != nil && !u.made {
 		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before),

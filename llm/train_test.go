@@ -42,6 +42,8 @@ type trainerOptions struct {
 	optimizer  func() (optim.Optimizer, error)
 	recompute  bool
 	clip       *float64 // nil for 1
+	dormant    bool     // no seed has begun
+	lattice    []state.Option
 }
 
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
@@ -63,10 +65,10 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	if o.optimizer == nil {
 		o.optimizer = adamW
 	}
-	m, err := NewModel(o.config, o.dt, 7, state.WithoutGates())
+	m, err := NewModel(o.config, o.dt, 7, append(o.lattice, state.WithoutGates())...)
 	fail(err)
 	for layer, l := range m.Kasmina.Lattices() {
-		if l.Site() != blueprints.Chunk {
+		if l.Site() != blueprints.Chunk || o.dormant {
 			continue
 		}
 		kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,

@@ -62,8 +62,9 @@ type Lattice struct {
 	strategies  []graft.Entry
 	ring        ring
 	recorder    recorder
-	deferred    *Measured // where passes leave their figures; nil for here
-	ahead       uint64    // batches between the last one taken in and the one that is measured
+	deferred    *Measured     // where passes leave their figures; nil for here
+	training    atomic.Uint64 // the step of training that blueprints in graphs draw their α for
+	ahead       uint64        // batches between the last one taken in and the one that is measured
 	timing      timing
 	posed       map[int]Stage // what forward passes see in place of seeds' own stages
 	quarantined []Event       // when the lattice was loaded, to be told with the next epoch's end
@@ -201,10 +202,11 @@ func WithQuarantine() Option {
 	}
 }
 
-// WithAlphaNoise blends a blueprint on a chunk, in stage Grafting, with an α that every pass of
-// training draws anew: evenly from (1 − width)·α to (1 + width)·α, at most 1, where α is the
-// schedule's. So the host does not come to depend on the blueprint before the verdict. The default
-// is 0, none.
+// WithAlphaNoise blends a blueprint, in stage Grafting, with an α that is drawn anew: evenly from (1 −
+// width)·α to (1 + width)·α, at most 1, where α is the schedule's. So the host does not come to depend
+// on the blueprint before the verdict. The default is 0, none. On a chunk every pass of training
+// draws, and where what a blueprint computes is part of a model's graph, as at a weight and in the
+// stream, every step. In depth there is no α: new blocks are there as a whole.
 func WithAlphaNoise(width float64) Option {
 	return func(c *config) error {
 		if c.Noise = width; !(width >= 0 && width <= 1) {

@@ -135,6 +135,24 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 	}
 }
 
+// BeginStep says which step of training comes, for [Lattice.Draw].
+func (l *Lattice) BeginStep(step int) { l.training.Store(uint64(step)) }
+
+// Draw has α drawn anew around its schedule for the seeds in Grafting of a pass that Begin has
+// filled: the same step of training draws the same. It is for blueprints that are part of a graph;
+// a Kasmina layer's own passes draw by themselves. See [WithAlphaNoise].
+func (l *Lattice) Draw(p *Pass) {
+	noise, step := l.config.Noise, l.training.Load()
+	if noise == 0 {
+		return
+	}
+	for i, stage := range p.Stage {
+		if stage == Grafting {
+			p.Alpha[i] = float32(graft.Noisy(float64(p.Alpha[i]), noise, i, p.Epoch, step))
+		}
+	}
+}
+
 // RecordHealth takes in what the forward pass p has measured: sample is called for every seed, from
 // several goroutines at once. Non-finite elements are counted always, the rest only when p records.
 func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {

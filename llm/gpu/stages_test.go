@@ -162,7 +162,8 @@ func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
 		Kasmina: []int{0}, Seeds: 8, Depth: 4}.Default()
 	c.Weights = c.WeightSites("q", "k", "up", "down")
 	c.Streams = []int{0, 1, 0, 1, 1, 0, 1}
-	m := must[*llm.Model](t)(llm.NewModel(c, tensor.Float32, 3, state.WithoutGates()))
+	m := must[*llm.Model](t)(llm.NewModel(c, tensor.Float32, 3, state.WithoutGates(),
+		state.WithAlphaNoise(0.5)))
 	text := repeated{randomTokens{make([]int, 1<<12), c.Vocab}}
 	loader := must[*data.Loader](t)(data.NewLoader(text, data.LoaderConfig{Batch: 2, Seq: c.Seq,
 		Seed: 1}))
@@ -180,7 +181,8 @@ func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
 
 // TestStagesResume wants a run to be resumed, with the bits that it has without a break, behind
 // checkpoints in which there are seeds of every site in every stage, and to take back from there
-// what can be taken back. It runs on the CPU, and on a GPU where there is one.
+// what can be taken back. On chunks one kind of two is a graph, and α is drawn around its schedule.
+// It runs on the CPU, and on a GPU where there is one.
 func TestStagesResume(t *testing.T) {
 	for _, where := range []string{"cpu", "gpu"} {
 		t.Run(where, func(t *testing.T) {

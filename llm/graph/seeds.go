@@ -24,6 +24,7 @@ type seeds struct {
 	planted  []arch.Planted
 	attached []Attached
 	pass     state.Pass
+	drawn    bool // α is, around its schedule: the graph is for training
 
 	streams gorgonia.Nodes   // what blocks take in, and the last norm
 	health  gorgonia.Nodes   // of what each takes in; nil but in training
@@ -163,6 +164,7 @@ func (b *builder) plant() error {
 	if len(s.rows) == 0 {
 		return nil
 	}
+	s.drawn = b.kind == ForTraining
 	s.controls = gorgonia.NewMatrix(b.g, b.dtype(),
 		gorgonia.WithShape(len(s.rows), graft.Controls), gorgonia.WithName("controls"))
 	for i, p := range s.planted {
@@ -279,6 +281,9 @@ func (s *seeds) steer() error {
 		if read != r.Lattice { // they come in order of lattices
 			read = r.Lattice
 			read.Begin(&s.pass, false)
+			if s.drawn {
+				read.Draw(&s.pass)
+			}
 		}
 		c := values[i*graft.Controls:][:graft.Controls]
 		if r.seed >= len(s.pass.Stage) {
