@@ -80,6 +80,10 @@ func updateOf(params float64) float64 {
 // moved is the bytes of a parameter that travel in a step: its gradient, and then itself, in bf16.
 const moved = 2 + 2
 
+// addBytes is what adding a contribution in bf16 to a sum moves, an element: two GPUs do so in the
+// update, more of them beside the run.
+const addBytes = 2 + 4 + 4
+
 // pair is a measured line of CLUSTER.md.
 type pair struct{ params, tokens, one, two float64 }
 
@@ -147,7 +151,8 @@ func (m scaled) step(t *testing.T, gpus float64, how manner) float64 {
 		gradients = max(0, gradients-compute*2/3)
 		weights = max(0, weights-compute/3)
 	}
-	return compute + m.update()/gpus + delay + 2*peerDelay*(gpus-1) + gradients + weights
+	adding := params * addBytes / (h100Memory * adamShare)
+	return compute + m.update()/gpus + adding + delay + 2*peerDelay*(gpus-1) + gradients + weights
 }
 
 // short writes a number of tokens/s.
