@@ -47,3 +47,14 @@ func (h Float16) Float64() float64 {
 	}
 	return v
 }
+
+// Narrow returns the bits of the BFloat16 or the Float16 nearest to a finite number, and whether
+// that is finite too.
+func Narrow(x float32, bfloat bool) (bits uint16, fits bool) {
+	if bfloat {
+		b := NewBFloat16(x)
+		return uint16(b), b&0x7f80 != 0x7f80
+	}
+	h := NewFloat16(float64(x))
+	return uint16(h), h&0x7c00 != 0x7c00
+}

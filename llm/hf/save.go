@@ -14,13 +14,13 @@ import (
 
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/internal/become"
-	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
+	"github.com/kasmina-go/kasmina/llm/model"
 )
 
 // tokenizerFiles are those of a folder that belong to its tokenizer.
@@ -108,7 +108,8 @@ func WithSaveProgress(f func(done, of int64)) SaveOption {
 // SavePretrained writes a model as a folder that transformers loads: config.json,
 // generation_config.json, safetensors and the files of a tokenizer. The folder must be new or
 // empty, and appears when it is complete. A model whose seeds change what it computes is refused,
-// since transformers has no such layers; dormant ones leave nothing behind.
+// since transformers has no such layers; dormant ones leave nothing behind. While a trainer runs, it
+// waits for the end of the present step, and the run for the folder.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -129,10 +130,13 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 		return s.err
 	case ctx == nil:
 		return errors.New("the context is nil, want one such as context.Background()")
-	case m == nil || len(m.Params) == 0:
-		return errors.New("the model is nil or its zero value")
 	}
-	m, err = Plain(m)
+	done, err := model.Current(m)
+	if err != nil {
+		return err
+	}
+	defer done()
+	m, err = plain.Of(m)
 	if err != nil {
 		return err
 	}
@@ -211,45 +215,15 @@ func moveInto(dir, from string) error {
 
 // Plain returns a model as other programs know it: with what is fossilized at weights and in the
 // stream as a part of it, in memory of its own then. It returns an error that names a seed which
-// changes what the model computes otherwise.
+// changes what the model computes otherwise. While a trainer runs, it waits for the end of the
+// present step; where the result is m itself, it goes on to change.
 func Plain(m *llm.Model) (*llm.Model, error) {
-	if m == nil || m.Kasmina == nil || len(m.Params) == 0 {
-		return nil, errors.New("the model is nil or its zero value")
+	done, err := model.Current(m)
+	if err != nil {
+		return nil, err
 	}
-	chunks, now := len(m.Config.Kasmina), become.Model{Config: m.Config, Params: m.Params}
-	for layer, r := range m.Kasmina.Report() {
-		for _, seed := range r.Seeds {
-			_, planted := m.Config.PlantedAt(r.Site, seed.Seed)
-			switch {
-			case layer < chunks && seed.Slot != 0 && seed.Alpha != 0:
-				return nil, fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
-					"%.3g, and transformers has no such layer: cull the seed, or save the run "+
-					"with Trainer.Save",
-					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
-			case !planted || seed.Alpha == 0:
-			case seed.Stage != state.Fossilized || !blueprints.Mergeable(seed.Kind):
-				return nil, fmt.Errorf("seed %d of site %v is %v with α %.3g, and its %v is no "+
-					"part of the model: fossilize it, if it can be merged, or roll it back",
-					seed.Seed, r.Site, seed.Stage, seed.Alpha, seed.Kind)
-			default:
-				merged, err := become.Merge(r.Site, seed.Seed, 0, now)
-				if err != nil {
-					return nil, err
-				}
-				now = merged[0]
-			}
-		}
-	}
-	if len(m.Config.Planted) == 0 {
-		return m, nil
-	}
-	values := map[string]*tensor.Dense{}
-	for _, p := range now.Params {
-		values[p.Name] = p.Value
-	}
-	return llm.NewModelFrom(plain(now.Config), m.Dtype(), func(p llm.Param) error {
-		return tensor.Copy(p.Value, values[p.Name])
-	})
+	defer done()
+	return plain.Of(m)
 }
 
 // collect gathers the small files.
@@ -364,7 +338,7 @@ func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
 // shards divides the parameters into files.
 func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int64) {
-	c := plain(m.Config)
+	c := plain.Config(m.Config)
 	var size int64
 	for name, shape := range c.Parameters() {
 		source := s.source(name, shape, m.Param(name))
@@ -379,13 +353,15 @@ func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int6
 	return shards, total
 }
 
-// plain is a configuration without what transformers does not know.
-func plain(c llm.Config) llm.Config {
-	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
-	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
-	c.Frozen, c.Directed = false, false
-	c.KasminaOptions = llm.KasminaOptions{}
-	return c
+// unfit returns a function that reports whether a number is too large for a type.
+func unfit(dtype safetensors.DType) func(float32) bool {
+	return func(x float32) bool {
+		if dtype == safetensors.F32 {
+			return false
+		}
+		_, fits := half.Narrow(x, dtype == safetensors.BF16)
+		return !fits
+	}
 }
 
 // source is a parameter that is converted while it is written.
@@ -409,6 +385,10 @@ func (s *saving) source(name string, shape []int, p *tensor.Dense) safetensors.S
 				}
 				if bad := slices.IndexFunc(small, notFinite); bad >= 0 {
 					return fmt.Errorf("%w: element %d is %v", llm.ErrDiverged, at+bad, small[bad])
+				}
+				if bad := slices.IndexFunc(small, unfit(dtype)); bad >= 0 {
+					return fmt.Errorf("element %d of %s is %v, which %s cannot hold: ask for another "+
+						"type", at+bad, name, small[bad], dtype)
 				}
 				buffer = narrow(buffer[:0], small, dtype)
 				if _, err := w.Write(buffer); err != nil {

@@ -2,6 +2,7 @@ package model
 
 import (
 	"errors"
+	"fmt"
 	"sync"
 )
 
@@ -52,6 +53,32 @@ func Take(m *Model) (done func()) {
 	m = some(m)
 	m.turn.Lock()
 	return m.turn.Unlock
+}
+
+// Current waits for a turn in which the parameters on the host are those that the model has, wherever
+// it is trained. There is an error, and no turn, if nobody has made the model, or its trainer has
+// failed in an update.
+func Current(m *Model) (done func(), err error) {
+	if err := Made(m); err != nil {
+		return nil, err
+	}
+	done = Take(m)
+	if err := settle(m); err != nil {
+		done()
+		return nil, err
+	}
+	return done, nil
+}
+
+// settle is what Current does in its turn.
+func settle(m *Model) error {
+	if err := Pull(m); err != nil {
+		return err
+	}
+	if m.holder != nil && m.holder.Spoiled() != nil {
+		return fmt.Errorf("its trainer's last update failed: %w", m.holder.Spoiled())
+	}
+	return nil
 }
 
 // TakeToChange waits for a turn in which seeds change. Listeners hear of it when it is over.

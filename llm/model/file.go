@@ -44,12 +44,8 @@ func Tensors(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	if err := Made(m); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
 	}
-	if err := Pull(m); err != nil {
+	if err := settle(m); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
-	}
-	if m.holder != nil && m.holder.Spoiled() != nil {
-		return nil, nil, fmt.Errorf("llm: saving the model: its trainer's last update failed: %w",
-			m.holder.Spoiled())
 	}
 	config, err := json.Marshal(m.Config)
 	if err != nil {

@@ -22,6 +22,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
+	"github.com/kasmina-go/kasmina/llm/model"
 )
 
 const (
@@ -72,13 +74,17 @@ func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	switch _, known := fileTypes[t]; {
 	case ctx == nil:
 		return errors.New("the context is nil, want one such as context.Background()")
-	case f == nil || m == nil || len(m.Params) == 0:
-		return errors.New("folder and model must not be nil")
+	case f == nil:
+		return errors.New("the folder is nil, want one that hf.Open returns")
 	case !known:
 		return fmt.Errorf("the type is %d, want F32, F16, BF16 or Q80", t)
 	}
-	m, err := hf.Plain(m)
+	done, err := model.Current(m)
 	if err != nil {
+		return err
+	}
+	defer done()
+	if m, err = plain.Of(m); err != nil {
 		return err
 	}
 	fields, err := fieldsOf(f, m.Config, t)

@@ -55,16 +55,20 @@ func (s source) write(w io.Writer) error {
 			for _, x := range row {
 				b = binary.LittleEndian.AppendUint32(b, math.Float32bits(x))
 			}
-		case F16:
-			for _, x := range row {
-				b = binary.LittleEndian.AppendUint16(b, uint16(half.NewFloat16(float64(x))))
-			}
-		case BF16:
-			for _, x := range row {
-				b = binary.LittleEndian.AppendUint16(b, uint16(half.NewBFloat16(x)))
+		case F16, BF16:
+			for j, x := range row {
+				v, fits := half.Narrow(x, s.dtype == BF16)
+				if !fits {
+					return fmt.Errorf("row %d, column %d is %v, which %v cannot hold: ask for "+
+						"another type", i, j, x, s.dtype)
+				}
+				b = binary.LittleEndian.AppendUint16(b, v)
 			}
 		case Q80:
-			b = appendQ80(b, row)
+			var fits bool
+			if b, fits = appendQ80(b, row); !fits {
+				return fmt.Errorf("row %d has numbers that q8_0 cannot hold: ask for another type", i)
+			}
 		}
 		if _, err := w.Write(b); err != nil {
 			return err
@@ -75,23 +79,31 @@ func (s source) write(w io.Writer) error {
 
 const blockSize = 32 // elements of q8_0 that share a scale
 
-// appendQ80 rounds blocks of a row to whole multiples of a scale, the largest being 127 of them.
-func appendQ80(b []byte, row []float32) []byte {
+// appendQ80 rounds blocks of a row to whole multiples of a scale, the largest being 127 of them. It
+// reports whether the scales are floats of 16 bits.
+func appendQ80(b []byte, row []float32) (_ []byte, fits bool) {
 	for ; len(row) > 0; row = row[blockSize:] {
 		largest := float32(0)
 		for _, x := range row[:blockSize] {
 			largest = max(largest, max(x, -x))
 		}
 		scale, inverse := largest/127, float32(0)
+		v, fits := half.Narrow(scale, false)
+		if !fits {
+			return b, false
+		}
 		if scale > 0 {
 			inverse = 1 / scale
 		}
-		b = binary.LittleEndian.AppendUint16(b, uint16(half.NewFloat16(float64(scale))))
+		if math.IsInf(float64(inverse), 0) { // all is next to 0
+			inverse = 0
+		}
+		b = binary.LittleEndian.AppendUint16(b, v)
 		for _, x := range row[:blockSize] {
 			b = append(b, byte(int8(math.Round(float64(x*inverse)))))
 		}
 	}
-	return b
+	return b, true
 }
 
 // tensorsOf returns the tensors of a model as llama.cpp has them.

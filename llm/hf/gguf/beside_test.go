@@ -1,0 +1,112 @@
+package gguf
+
+import (
+	"bytes"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// away is an engine that has the parameters: on the host the first one is wrong until it is asked
+// for, and while an update goes on.
+type away struct {
+	llm.Engine
+	first  []float32
+	within func() // is called in an update
+}
+
+func (e *away) Pull(params ...string) error {
+	e.first[0] = 0.25
+	return e.Engine.Pull(params...)
+}
+
+func (e *away) Update() (float64, error) {
+	e.first[0] = 77
+	e.within()
+	norm, err := e.Engine.Update()
+	e.first[0] = 77
+	return norm, err
+}
+
+// TestSaveBesideARun wants files for other programs to be those of a model between two steps,
+// wherever that has its parameters.
+func TestSaveBesideARun(t *testing.T) {
+	f, m := load(t, tiny)
+	loader, err := data.NewLoader(zeros{m.Config.Vocab}, data.LoaderConfig{Batch: 1,
+		Seq: m.Config.Seq})
+	require.NoError(t, err)
+	o, err := optim.NewAdamW(optim.WithLR(1e-4))
+	require.NoError(t, err)
+	e, dir := &away{first: m.Params[0].Value.Float32s()}, t.TempDir()
+	file, folder := filepath.Join(dir, "m.gguf"), filepath.Join(dir, "folder")
+	saved := make(chan error, 2)
+	e.within = func() {
+		go func() { saved <- Save(t.Context(), file, f, m, F32, nil) }()
+		go func() { saved <- hf.SavePretrained(t.Context(), folder, m, hf.Like(f)) }()
+		time.Sleep(300 * time.Millisecond) // within which they would be done
+	}
+	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: 1, Batch: 1,
+		Schedule: optim.Constant(1e-4),
+		Engine: func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+			var err error
+			e.Engine, err = llm.CPUEngine()(m, o, c)
+			return e, err
+		}})
+	require.NoError(t, err)
+	defer tr.Close()
+	require.NoError(t, tr.Run(t.Context()))
+	require.NoError(t, <-saved)
+	require.NoError(t, <-saved)
+	_, tensors := read(t, file)
+	require.InDelta(t, 0.25, tensors["token_embd.weight"].values()[0], 0)
+	again, err := hf.Open(folder)
+	require.NoError(t, err)
+	defer again.Close()
+	back, err := again.Load(t.Context())
+	require.NoError(t, err)
+	require.InDelta(t, 0.25, back.Params[0].Value.Float32s()[0], 0)
+}
+
+// zeros are tokens, all 0.
+type zeros struct{ vocab int }
+
+func (z zeros) Len() int64                          { return 1 << 20 }
+func (z zeros) Tokenizer() string                   { return "zeros" }
+func (z zeros) VocabSize() int                      { return z.vocab }
+func (z zeros) ReadTokens(dst []int, _ int64) error { clear(dst); return nil }
+func (z zeros) Fingerprint() string                 { return "zeros" }
+
+// TestTooLarge wants a number that a type cannot hold to be refused, and not to become infinite.
+func TestTooLarge(t *testing.T) {
+	f, m := load(t, tiny)
+	x := m.Params[0].Value.Float32s()
+	for _, c := range []struct {
+		at   float32
+		kind Type
+		name string
+	}{{70000, F16, "float16"}, {3.4e38, BF16, "bfloat16"}, {1e7, Q80, "float16"}} {
+		x[5] = c.at
+		path := filepath.Join(t.TempDir(), "m.gguf")
+		require.ErrorContains(t, Save(t.Context(), path, f, m, c.kind, nil), "cannot hold", c.kind)
+		require.NoFileExists(t, path)
+		dir := filepath.Join(t.TempDir(), "m")
+		require.ErrorContains(t, hf.SavePretrained(t.Context(), dir, m, hf.WithDtype(c.name)),
+			"cannot hold", c.name)
+		require.NoDirExists(t, dir)
+	}
+	b, fits := appendQ80(nil, make([]float32, blockSize))
+	require.True(t, fits)
+	require.Equal(t, bytes.Repeat([]byte{0}, blockSize+2), b)
+	x32 := make([]float32, blockSize)
+	x32[0] = 1e-40 // whose scale has no inverse
+	b, fits = appendQ80(nil, x32)
+	require.True(t, fits)
+	require.Equal(t, bytes.Repeat([]byte{0}, blockSize+2), b)
+}

@@ -1,0 +1,62 @@
+// Package plain makes of a model with seeds one that other programs know.
+package plain
+
+import (
+	"fmt"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/internal/become"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Of returns a model as other programs know it: with what is fossilized at weights and in the
+// stream as a part of it, in memory of its own then. It returns an error that names a seed which
+// changes what the model computes otherwise. It is for the model's turn.
+func Of(m *llm.Model) (*llm.Model, error) {
+	chunks, now := len(m.Config.Kasmina), become.Model{Config: m.Config, Params: m.Params}
+	for layer, r := range m.Kasmina.Report() {
+		for _, seed := range r.Seeds {
+			_, planted := m.Config.PlantedAt(r.Site, seed.Seed)
+			switch {
+			case layer < chunks && seed.Slot != 0 && seed.Alpha != 0:
+				return nil, fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
+					"%.3g, and transformers has no such layer: cull the seed, or save the run "+
+					"with Trainer.Save",
+					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
+			case !planted || seed.Alpha == 0:
+			case seed.Stage != state.Fossilized || !blueprints.Mergeable(seed.Kind):
+				return nil, fmt.Errorf("seed %d of site %v is %v with α %.3g, and its %v is no "+
+					"part of the model: fossilize it, if it can be merged, or roll it back",
+					seed.Seed, r.Site, seed.Stage, seed.Alpha, seed.Kind)
+			default:
+				merged, err := become.Merge(r.Site, seed.Seed, 0, now)
+				if err != nil {
+					return nil, err
+				}
+				now = merged[0]
+			}
+		}
+	}
+	if len(m.Config.Planted) == 0 {
+		return m, nil
+	}
+	values := map[string]*tensor.Dense{}
+	for _, p := range now.Params {
+		values[p.Name] = p.Value
+	}
+	return llm.NewModelFrom(Config(now.Config), m.Dtype(), func(p llm.Param) error {
+		return tensor.Copy(p.Value, values[p.Name])
+	})
+}
+
+// Config is a configuration without what transformers does not know.
+func Config(c llm.Config) llm.Config {
+	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
+	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
+	c.Frozen, c.Directed = false, false
+	c.KasminaOptions = llm.KasminaOptions{}
+	return c
+}
