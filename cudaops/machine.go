@@ -263,6 +263,7 @@ func (m *Machine) load(clock *phases.Clock) error {
 	if m.runner.Returned, err = m.memory.AllocHost(returnedBytes); err != nil {
 		return err
 	}
+	m.runner.Pin = m.memory.AllocHost
 	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner,
 		Strict: m.config.strict, Warn: m.warnings.add,
 		Apart: m.config.single != nil, Sent: m.inputs.Sent, Refresh: m.inputs.Refresh})
@@ -335,8 +336,7 @@ func (m *Machine) borrow() error {
 	return nil
 }
 
-// returnedBytes is the size up to which values come back by way of pinned memory, which for small
-// ones takes less time.
+// returnedBytes is the pinned memory by way of which small values come back, until one is larger.
 const returnedBytes = 4 << 10
 
 // Memory returns the device memory in bytes that the machine holds: parameters and constants,

@@ -70,7 +70,8 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 // Keep copies the keys and values of the first positions, which are outputs of another machine on
 // the device that has run, to where an attention of this machine's graph keeps them: cached is a
 // node of [kvcache.Attention]. Their rows are its keys turned by their positions, and its values, at
-// most as many as it can keep.
+// most as many as it can keep. Where keys and values both are such an attention of the other
+// machine's graph, it is what that keeps.
 func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	values *gorgonia.Node) (err error) {
 	defer in("Keep", &err)
@@ -92,10 +93,14 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	if err := ctx.SyncStream(other.runner.Stream); err != nil {
 		return err
 	}
-	for n, to := range map[*gorgonia.Node]*program.Array{keys: kept.Keys, values: kept.Values} {
-		a, err := lasting(other, n)
-		if err != nil {
-			return err
+	before, again := other.runner.Program.Kept[keys]
+	for i, to := range []*program.Array{kept.Keys, kept.Values} {
+		n := []*gorgonia.Node{keys, values}[i]
+		a := []*program.Array{before.Keys, before.Values}[i]
+		if !again {
+			if a, err = lasting(other, n); err != nil {
+				return err
+			}
 		}
 		if a.Type != to.Type || len(a.Shape) != 2 || a.Shape[1] != to.Shape[1] ||
 			a.Shape[0] > to.Shape[0] || a.Stride != 0 {

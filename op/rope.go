@@ -207,18 +207,20 @@ func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, erro
 	if c.Scaling != nil {
 		config += fmt.Sprintf(" scaling=%+v", *c.Scaling)
 	}
-	fillTables[float32](o)
-	fillTables[float64](o)
 	opbase.Init(&o.Base, o, "RoPE", config, gorgonia.Nodes{x}, x.Dtype(), x.Shape(),
 		rope[float32], rope[float64])
 	return gorgonia.ApplyOp(o, x)
 }
 
-func fillTables[T cpu.Float](o *RoPEOp) {
+// tables returns cosines and sines, which are formed when the op first runs: on a GPU that is never.
+func tables[T cpu.Float](o *RoPEOp) (cos, sin []T) {
 	n := o.Config.Seq * o.Config.HeadDim / 2
-	o.Config.fill(0, o.Config.Seq, func(i int, c, s float64) {
-		opbase.AuxSlice[T](&o.cos, n)[i], opbase.AuxSlice[T](&o.sin, n)[i] = T(c), T(s)
-	})
+	t, have := o.cos.Len()
+	cos, sin = opbase.AuxSlice[T](&o.cos, n), opbase.AuxSlice[T](&o.sin, n)
+	if have != n || t != o.Dtype() {
+		o.Config.fill(0, o.Config.Seq, func(i int, c, s float64) { cos[i], sin[i] = T(c), T(s) })
+	}
+	return cos, sin
 }
 
 // fill calls set with the cosine and sine of the angle of pair i at position from + p, for index
@@ -255,9 +257,8 @@ func (c RoPEConfig) Angles(from, positions int) (cos, sin []float64) {
 
 func rope[T cpu.Float](o *RoPEOp, y []T, in opbase.Args) error {
 	c := o.Config
-	n := c.Seq * c.HeadDim / 2
-	layer.RoPE(y, opbase.Slice[T](in, 0), opbase.AuxSlice[T](&o.cos, n),
-		opbase.AuxSlice[T](&o.sin, n), c.Seq, c.Heads, c.HeadDim, o.Inverse)
+	cos, sin := tables[T](o)
+	layer.RoPE(y, opbase.Slice[T](in, 0), cos, sin, c.Seq, c.Heads, c.HeadDim, o.Inverse)
 	return nil
 }
 

@@ -154,6 +154,10 @@ func (o *trainOptions) checkFolder() error {
 	case o.resume && err != nil:
 		return fmt.Errorf("-resume: %w; without it a run begins", err)
 	case o.resume:
+		if _, err := os.Stat(filepath.Join(o.out, "config.json")); err == nil {
+			return fmt.Errorf("the run of %s has ended: -model %s and another -out train its model "+
+				"further", o.out, o.out)
+		}
 		return hf.Vacant(o.out, runFolder)
 	case err == nil:
 		return fmt.Errorf("%s holds a run: -resume goes on with it, or name another folder", o.out)

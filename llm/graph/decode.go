@@ -25,8 +25,8 @@ type Decoding struct {
 }
 
 // A keeper is a machine that keeps keys and values on a device. Keep takes over those of the first
-// positions from another machine on it, of which they are outputs; cached is the attention to what
-// is kept.
+// positions from another machine on it, of which they are outputs, or both an attention to what is
+// kept there, as cached is here.
 type keeper interface {
 	Keep(cached *gorgonia.Node, from gorgonia.VM, keys, values *gorgonia.Node) error
 }
@@ -34,8 +34,8 @@ type keeper interface {
 const (
 	// smallestWindow is how many positions a GPU computes in the time of one.
 	smallestWindow = 128
-	// fewKept is how many positions a machine keeps at first. Twice as many take a new one, and a
-	// pass over what there is.
+	// fewKept is how many positions a machine keeps at first. More take another one, of twice as
+	// many.
 	fewKept = 1024
 )
 
@@ -96,12 +96,19 @@ func (d *Decoding) renew(r *Runner, opt Option) error {
 	return err
 }
 
-// reserveStep makes the step one that keeps so many positions.
+// reserveStep makes the step one that keeps so many positions, of which it takes over what the one
+// before it kept.
 func (d *Decoding) reserveStep(positions int) error {
 	if positions <= d.capacity() {
 		return nil
 	}
-	return d.renew(&d.step, withPosition(kvcache.Room(max(positions, d.first), d.model.Config.Seq)))
+	before := d.step
+	d.step = Runner{}
+	err := d.renew(&d.step, withPosition(kvcache.Room(max(positions, d.first), d.model.Config.Seq)))
+	if err == nil && len(d.tokens) > 0 {
+		err = d.keep(before.Machine, before.blocks.Cached, before.blocks.Cached)
+	}
+	return errors.Join(err, before.close())
 }
 
 // reserve makes the window one for so many tokens, and the step one for another.
@@ -126,7 +133,11 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 		return nil, errors.New("llm: the context is nil, or the decoder its zero value")
 	}
 	last := len(tokens) - 1
-	if last > 0 && last < d.capacity() && slices.Equal(d.tokens, tokens[:last]) {
+	if last > 0 && last < d.model.Config.Seq && slices.Equal(d.tokens, tokens[:last]) {
+		if err := d.reserveStep(last + 1); err != nil {
+			d.tokens = nil
+			return nil, err
+		}
 		if err := d.step.letToken(tokens[last], last); err != nil {
 			return nil, err
 		}
@@ -144,7 +155,7 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 	if err != nil || len(tokens) == d.model.Config.Seq { // the next token moves the window
 		return logits, err
 	}
-	if err := d.keep(); err != nil {
+	if err := d.keep(d.window.Machine, d.window.blocks.Keys, d.window.blocks.Values); err != nil {
 		return nil, err
 	}
 	d.tokens = slices.Clone(tokens)
@@ -159,26 +170,30 @@ func (g *Graph) letToken(token, position int) error {
 	return gorgonia.Let(g.Position, ids([]int{position}))
 }
 
-// keep takes over the keys and values of the window's run.
-func (d *Decoding) keep() error {
-	keys, values := d.window.blocks.Keys, d.window.blocks.Values
+// keep has the step take over keys and values of another machine, as a keeper does.
+func (d *Decoding) keep(from Machine, keys, values gorgonia.Nodes) error {
 	k, onDevice := d.step.Machine.(keeper)
 	for i, n := range d.step.blocks.Cached {
 		if onDevice {
-			if err := k.Keep(n, d.window.Machine.(gorgonia.VM), keys[i], values[i]); err != nil {
+			if err := k.Keep(n, from.(gorgonia.VM), keys[i], values[i]); err != nil {
 				return err
 			}
 			continue
 		}
-		key, err := d.window.Machine.Value(keys[i])
+		o := n.Op().(*kvcache.AttentionOp)
+		if before, ok := keys[i].Op().(*kvcache.AttentionOp); ok {
+			o.Take(before)
+			continue
+		}
+		key, err := from.Value(keys[i])
 		if err != nil {
 			return err
 		}
-		value, err := d.window.Machine.Value(values[i])
+		value, err := from.Value(values[i])
 		if err != nil {
 			return err
 		}
-		n.Op().(*kvcache.AttentionOp).Fill(key.Data(), value.Data())
+		o.Fill(key.Data(), value.Data())
 	}
 	return nil
 }

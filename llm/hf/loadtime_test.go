@@ -19,6 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/infer"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
 // forget drops files from the system's cache, as far as it lets anyone.
@@ -149,6 +151,10 @@ func TestLoadTime(t *testing.T) {
 		require.Less(t, taken, 4*params*12/10)
 	}
 	device := openGPU(t)
+	small := open(t, "llama2") // for which libraries and kernels are loaded
+	warm, err := gpu.Load(t.Context(), device, cudaops.BFloat16, small.Config, small)
+	require.NoError(t, err)
+	require.NoError(t, warm.Close())
 	read = min(read, timed("reading", func() { readAll(t, files) }))
 	stop := watch(t)
 	free, _, err := device.Memory()
@@ -167,19 +173,29 @@ func TestLoadTime(t *testing.T) {
 	t.Logf("%.2f of reading, and the host took %.0f MiB", s/read, float64(taken)/(1<<20))
 	require.Less(t, s, 1.3*read)
 	require.Less(t, taken, int64(1<<30))
-	next, err := i.Decoder()
+	greedy, err := sampler.New(sampler.Config{})
 	require.NoError(t, err)
-	for _, at := range []int{100, 1000} {
-		tokens := make([]int, at)
-		var begin time.Time
-		for n := range 24 {
-			if n == 4 { // the machine is made and its work recorded
-				begin = time.Now()
-			}
-			_, err := next(t.Context(), tokens)
-			require.NoError(t, err)
-			tokens = append(tokens, n)
+	for _, at := range []int{100, 1000, 4000} {
+		prompt := make([]int, at)
+		for n := range prompt {
+			prompt[n] = 7 * n % f.Config.Vocab
 		}
-		t.Logf("%.0f tokens/s behind %d others", 20/time.Since(begin).Seconds(), at)
+		for _, tokens := range []int{4, 132} { // machines are made and their work recorded by the first
+			begin, n := time.Now(), 0
+			var first time.Duration
+			for _, err := range infer.Draw(f.Config, i.Decoder).Generate(t.Context(), prompt, tokens,
+				greedy) {
+				require.NoError(t, err)
+				if n++; n == 4 {
+					begin = time.Now()
+				} else if n == 1 {
+					first = time.Since(begin)
+				}
+			}
+			if tokens > 4 {
+				t.Logf("behind %d tokens, which take %.1f ms, %.0f tokens/s", at,
+					first.Seconds()*1e3, float64(tokens-4)/time.Since(begin).Seconds())
+			}
+		}
 	}
 }

@@ -107,6 +107,9 @@ func (o *AttentionOp) Fill(keys, values any) {
 	o.values.Lend(values)
 }
 
+// Take takes over what another op keeps, which is not to run any more.
+func (o *AttentionOp) Take(from *AttentionOp) { o.keys, o.values = from.keys, from.values }
+
 // extended returns the memory of a with room for so many elements, the first of which are what it
 // held.
 func extended[T cpu.Float](a *opbase.Aux, elements, room int) []T {

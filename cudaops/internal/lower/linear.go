@@ -23,7 +23,8 @@ func (c *compiler) product(n *gorgonia.Node, y, x, w, add *program.Array) {
 		c.matmul(n, program.Product{D: y, A: x, B: w, TransB: true}.Plus(add))
 		return
 	}
-	call := c.call(n, decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type},
+	call := c.call(n, decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
+		Steady: w.Resident && len(c.Calls) > 0},
 		program.Writes("Y", y), program.Reads("X", x), program.Reads("W", w), program.Reads("C", add))
 	call.FLOPs = 2 * float64(w.Len())
 }

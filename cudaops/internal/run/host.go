@@ -15,8 +15,14 @@ import (
 
 // Fetch waits for the device and copies an array back as a value of type dt.
 func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype) (gorgonia.Value, error) {
+	n := a.Extent()
+	if n > len(r.Returned) && n <= mostReturned && r.Pin != nil {
+		if pinned, err := r.Pin(n); err == nil {
+			r.Returned = pinned
+		}
+	}
 	raw := r.Returned // which for small values takes less time
-	if n := a.Extent(); n <= len(raw) {
+	if n <= len(raw) {
 		raw = raw[:n]
 	} else {
 		raw = make([]byte, n)

@@ -40,6 +40,7 @@ const (
 	threads   = 256
 	elements  = 8
 	leastKeys = 64
+	most      = 64 // slices
 	mostDim   = 32 * elements
 )
 
@@ -56,7 +57,7 @@ func (g Geometry) blocks() int { return kernel.CeilDiv(g.Heads/g.KVHeads, g.toge
 
 // slices is into how many parts positions are divided at most: as many as keep a GPU busy.
 func (g Geometry) slices(d gpu.DeviceInfo) int {
-	return max(1, min(kernel.CeilDiv(g.Capacity, leastKeys),
+	return max(1, min(most, kernel.CeilDiv(g.Capacity, leastKeys),
 		kernel.CeilDiv(2*max(1, d.SMs), g.KVHeads*g.blocks())))
 }
 
@@ -100,5 +101,5 @@ func (a Attention) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "decode_attention",
 		fmt.Sprintf("decode_attention_%d_%d%s", lanes, a.together(), suffix),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.blocks()},
-			Block: gpu.Dim{X: threads}}, kernel.Args().Struct(l.Packed(), 8))
+			Block: gpu.Dim{X: threads}, Overlap: k.Overlaps()}, kernel.Args().Struct(l.Packed(), 8))
 }

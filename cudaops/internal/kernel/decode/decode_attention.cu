@@ -11,10 +11,11 @@
 // these are merged at the end. The block of a head that comes last merges the slices, in their order: the bits repeat. How
 // many slices there are depends on the position alone. So one launch that was captured serves all positions.
 #include "common.cuh"
+#include "overlap.cuh"
 
 constexpr int kThreads = 256, kElements = 8, kTogether = 2;
 constexpr int kLeastKeys = 64;  // of a slice
-constexpr int kMostDim = kWarp * kElements;
+constexpr int kMostSlices = 64;
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Args {
@@ -83,10 +84,13 @@ __device__ __forceinline__ int slicesOf(int n, int most, int* keys) {
 // Launch: kThreads threads, [slices, kvHeads, heads/kvHeads/G rounded up] blocks.
 template <class T, int L, int G> __device__ __forceinline__ void attend(const Args& a) {
   constexpr int workers = kThreads / L, warps = kThreads / kWarp;
-  __shared__ float merged[warps][kMostDim + 2];
+  constexpr int round = G * L > 128 ? 4 : G;  // heads that are merged at once
+  __shared__ float merged[round][warps][L * kElements + 2], shares[G][kMostSlices], sums[G];
   __shared__ bool last;
   const int dim = a.dim, width = a.kvHeads * dim, group = a.heads / a.kvHeads, kv = blockIdx.y;
   const int first = kv * group + blockIdx.z * G, here = min(G, group - int(blockIdx.z) * G);
+  awaitPrevious();
+  releaseNext();
   const int64_t position = *a.position;
   if (position < 0 || position >= a.capacity) return;  // the host refuses it
   const int from = a.window > 0 ? max(0, int(position) + 1 - a.window) : 0, n = int(position) + 1 - from;
@@ -139,28 +143,36 @@ template <class T, int L, int G> __device__ __forceinline__ void attend(const Ar
 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
-  for (int g = 0; g < G; g++) {
+  for (int g = 0; g < G; g++)
 #pragma unroll
     for (int d = L; d < kWarp; d *= 2) s[g].merge(d);
-    if (g >= here) break;
-    if (lane < L) {
-      if (lane == 0) merged[warp][0] = s[g].maximum, merged[warp][1] = s[g].sum;
+  const int64_t part = dim + 2;
 #pragma unroll
-      for (int i = 0; i < kElements; i++)
-        if (at + i < dim) merged[warp][2 + at + i] = s[g].weighted[i];
-    }
+  for (int g0 = 0; g0 < G; g0 += round) {
+    if (g0 > 0) __syncthreads();
+    if (lane < L)
+#pragma unroll
+      for (int g = 0; g < round; g++) {
+        float* to = merged[g][warp];
+        if (lane == 0) to[0] = s[g0 + g].maximum, to[1] = s[g0 + g].sum;
+#pragma unroll
+        for (int i = 0; i < kElements; i++) to[2 + at + i] = s[g0 + g].weighted[i];
+      }
     __syncthreads();
-    float m = -INFINITY, sum = 0;
-    for (int w = 0; w < warps; w++) m = fmaxf(m, merged[w][0]);
-    for (int w = 0; w < warps; w++) sum += merged[w][1] * Softmax::share(merged[w][0], m);
-    float* part = a.parts + (int64_t(first + g) * a.slices + slice) * (dim + 2);
-    if (threadIdx.x == 0) part[0] = m, part[1] = sum;
-    for (int i = threadIdx.x; i < dim; i += kThreads) {
-      float x = 0;
-      for (int w = 0; w < warps; w++) x += merged[w][2 + i] * Softmax::share(merged[w][0], m);
-      part[2 + i] = x;
+    for (int e = threadIdx.x; e < min(round, here - g0) * dim; e += kThreads) {
+      const int g = e / dim, i = e % dim;
+      float m = -INFINITY, sum = 0, x = 0;
+#pragma unroll
+      for (int w = 0; w < warps; w++) m = fmaxf(m, merged[g][w][0]);
+#pragma unroll
+      for (int w = 0; w < warps; w++) {
+        const float share = Softmax::share(merged[g][w][0], m);
+        sum += merged[g][w][1] * share, x += merged[g][w][2 + i] * share;
+      }
+      float* to = a.parts + (int64_t(first + g0 + g) * a.slices + slice) * part;
+      if (i == 0) to[0] = m, to[1] = sum;
+      to[2 + i] = x;
     }
-    __syncthreads();
   }
 
   unsigned* arrived = a.arrived + blockIdx.z * a.kvHeads + kv;
@@ -173,16 +185,27 @@ template <class T, int L, int G> __device__ __forceinline__ void attend(const Ar
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int g = 0; g < here; g++) {
-    const float* part = a.parts + int64_t(first + g) * a.slices * (dim + 2);
+  // Warp g finds what the slices of head g count for.
+  if (warp < here) {
+    const float* of = a.parts + int64_t(first + warp) * a.slices * part;
     float m = -INFINITY, sum = 0;
-    for (int p = 0; p < slices; p++) m = fmaxf(m, __ldcg(part + p * (dim + 2)));
-    for (int p = 0; p < slices; p++) sum += __ldcg(part + p * (dim + 2) + 1) * exp2f(__ldcg(part + p * (dim + 2)) - m);
-    for (int i = threadIdx.x; i < dim; i += kThreads) {
-      float x = 0;
-      for (int p = 0; p < slices; p++) x += __ldcg(part + p * (dim + 2) + 2 + i) * exp2f(__ldcg(part + p * (dim + 2)) - m);
-      static_cast<T*>(a.y)[(first + g) * dim + i] = fromFloat<T>(x / sum);
+    for (int p = lane; p < slices; p += kWarp) m = fmaxf(m, __ldcg(of + p * part));
+    m = warpReduce<Max>(m);
+    for (int p = lane; p < slices; p += kWarp) {
+      const float share = exp2f(__ldcg(of + p * part) - m);
+      shares[warp][p] = share, sum += share * __ldcg(of + p * part + 1);
     }
+    sum = warpReduce<Sum>(sum);
+    if (lane == 0) sums[warp] = sum;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < here * dim; e += kThreads) {
+    const int g = e / dim, i = e % dim;
+    const float* of = a.parts + int64_t(first + g) * a.slices * part + 2 + i;
+    float x = 0;
+#pragma unroll 8
+    for (int p = 0; p < slices; p++) x += shares[g][p] * __ldcg(of + p * part);
+    static_cast<T*>(a.y)[(first + g) * dim + i] = fromFloat<T>(x / sums[g]);
   }
 }
 

@@ -7,31 +7,55 @@
 // order that the shape alone decides.
 #include "common.cuh"
 #include "gate.cuh"
+#include "overlap.cuh"
 
 constexpr int kWarps = 4, kDeep = 8;
 
-// sums adds the products of x with R rows of w, apart elements from each other, to R sums of this lane; N elements an access.
-template <int R, int N, class T> __device__ __forceinline__ void sums(float (&sum)[R], const T* x, const T* w, int64_t apart, int depth) {
-  constexpr int step = kWarp * N, deep = kDeep / R;
-  int at = threadIdx.x % kWarp * N;
-  for (; at + (deep - 1) * step < depth; at += deep * step) {
-    Pack<T, N> row[R][deep];
+// Rows is kDeep accesses of this lane under way, of R rows of w that are apart elements from each other.
+template <class T, int R, int N> struct Rows {
+  static constexpr int kStep = kWarp * N, kEach = kDeep / R;
+  Pack<T, N> row[R][kEach];
+  __device__ __forceinline__ void load(const T* w, int64_t apart) {
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
-      for (int u = 0; u < deep; u++)
+      for (int u = 0; u < kEach; u++)
         if constexpr (N > 1)
-          row[r][u] = loadOnce<N>(w + r * apart + at + u * step);
+          row[r][u] = loadOnce<N>(w + r * apart + u * kStep);
         else
-          row[r][u] = load<N>(w + r * apart + at + u * step);
+          row[r][u] = ::load<N>(w + r * apart + u * kStep);
+  }
+  __device__ __forceinline__ void add(float (&sum)[R], const T* x) const {
 #pragma unroll
-    for (int u = 0; u < deep; u++) {
-      const Pack<T, N> v = load<N>(x + at + u * step);
+    for (int u = 0; u < kEach; u++) {
+      const Pack<T, N> v = ::load<N>(x + u * kStep);
 #pragma unroll
       for (int r = 0; r < R; r++)
 #pragma unroll
         for (int i = 0; i < N; i++) sum[r] += v.get(i) * row[r][u].get(i);
     }
+  }
+};
+
+// sums gives every lane the products of x with R rows of w, N elements an access. If steady, w was there before the kernel
+// ahead of this one began, and the first loads do not wait for its end.
+template <int R, int N, class T>
+__device__ __forceinline__ void sums(float (&sum)[R], const T* x, const T* w, int64_t apart, int depth, bool steady) {
+  using Loads = Rows<T, R, N>;
+  constexpr int step = Loads::kStep, all = Loads::kEach * step;
+  int at = threadIdx.x % kWarp * N;
+  Loads rows;
+  const bool ahead = steady && at + all - step < depth;
+  if (ahead) rows.load(w + at, apart);
+  awaitPrevious();
+  releaseNext();  // so what a kernel finds at its beginning, all but the one ahead of it has finished
+  if (ahead) {
+    rows.add(sum, x + at);
+    at += all;
+  }
+  for (; at + all - step < depth; at += all) {
+    rows.load(w + at, apart);
+    rows.add(sum, x + at);
   }
   for (; at < depth; at += step) {
     const Pack<T, N> v = load<N>(x + at);
@@ -49,30 +73,30 @@ template <int R, int N, class T> __device__ __forceinline__ void sums(float (&su
 __device__ __forceinline__ int rowOf() { return blockIdx.x * kWarps + threadIdx.x / kWarp; }
 
 // c may be null, and y may be c. Launch: kWarps warps, a warp for each of n rows of w.
-template <class T, int N> __device__ __forceinline__ void product(T* y, const T* x, const T* w, const T* c, int n, int depth) {
+template <class T, int N> __device__ __forceinline__ void product(T* y, const T* x, const T* w, const T* c, int n, int depth, bool steady) {
   const int r = rowOf();
   if (r >= n) return;
   float sum[1] = {0};
-  sums<1, N>(sum, x, w + int64_t(r) * depth, 0, depth);
+  sums<1, N>(sum, x, w + int64_t(r) * depth, 0, depth, steady);
   if (threadIdx.x % kWarp == 0) y[r] = fromFloat<T>(c ? sum[0] + toFloat(c[r]) : sum[0]);
 }
 
-template <class T, int N> __device__ __forceinline__ void gated(T* h, const T* x, const T* w, int f, int depth, int isGELU) {
+template <class T, int N> __device__ __forceinline__ void gated(T* h, const T* x, const T* w, int f, int depth, int isGELU, bool steady) {
   const int r = rowOf();
   if (r >= f) return;
   float sum[2] = {0, 0};
-  sums<2, N>(sum, x, w + int64_t(r) * depth, int64_t(f) * depth, depth);
+  sums<2, N>(sum, x, w + int64_t(r) * depth, int64_t(f) * depth, depth, steady);
   if (threadIdx.x % kWarp == 0) h[r] = fromFloat<T>(isGELU ? gateMul<T, true>(sum[0], sum[1]) : gateMul<T, false>(sum[0], sum[1]));
 }
 
 #define DEFINE_ACCESS(T, name, N)                                                                                    \
   extern "C" __global__ void __launch_bounds__(kWarps * kWarp)                                                       \
-      decode_product_##name##_##T(T* y, const T* x, const T* w, const T* c, int n, int depth) {                      \
-    product<T, N>(y, x, w, c, n, depth);                                                                             \
+      decode_product_##name##_##T(T* y, const T* x, const T* w, const T* c, int n, int depth, int steady) {                    \
+    product<T, N>(y, x, w, c, n, depth, steady);                                                                             \
   }                                                                                                                  \
   extern "C" __global__ void __launch_bounds__(kWarps * kWarp)                                                       \
-      decode_gated_##name##_##T(T* h, const T* x, const T* w, int f, int depth, int isGELU) {                        \
-    gated<T, N>(h, x, w, f, depth, isGELU);                                                                          \
+      decode_gated_##name##_##T(T* h, const T* x, const T* w, int f, int depth, int isGELU, int steady) {                      \
+    gated<T, N>(h, x, w, f, depth, isGELU, steady);                                                                          \
   }
 #define DEFINE(T) DEFINE_ACCESS(T, packs, kVec<T>) DEFINE_ACCESS(T, elements, 1)
 FOR_STORAGE_TYPES(DEFINE)

@@ -114,7 +114,8 @@ func TestProducts(t *testing.T) {
 						sums[r] += v * wr[r*c.depth+d]
 					}
 				}
-				p := Product{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Columns: c.rows, D: c.depth, Type: dt}
+				p := Product{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Columns: c.rows, D: c.depth, Type: dt,
+					Steady: i%3 == 0}
 				g.Must(p.Launch(g.Set, g.Stream))
 				g.Near("y", y, sums[:c.rows], kerneltest.Forward(dt))
 				p.C = add.Ptr
@@ -126,7 +127,7 @@ func TestProducts(t *testing.T) {
 				want := make([]float64, c.rows)
 				for _, gelu := range []bool{false, true} {
 					g.Must(Gated{H: h.Ptr, X: x.Ptr, W: w.Ptr, F: c.rows, D: c.depth, GELU: gelu,
-						Type: dt}.Launch(g.Set, g.Stream))
+						Steady: i%3 == 1, Type: dt}.Launch(g.Set, g.Stream))
 					if gelu {
 						layer.GELUMul(want, sums[:c.rows], sums[c.rows:])
 					} else {
@@ -142,6 +143,6 @@ func TestProducts(t *testing.T) {
 func TestFiguresMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_attention.cu",
 		fmt.Sprintf("kThreads = %d, kElements = %d,", threads, elements),
-		fmt.Sprintf("kLeastKeys = %d;", leastKeys))
+		fmt.Sprintf("kLeastKeys = %d;", leastKeys), fmt.Sprintf("kMostSlices = %d;", most))
 	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d,", warps))
 }

@@ -10,6 +10,7 @@ import (
 type Product struct {
 	Y, X, W, C gpu.Ptr
 	Columns, D int
+	Steady     bool // W was there before the launch ahead of this one
 	Type       gpu.DType
 }
 
@@ -19,6 +20,7 @@ type Gated struct {
 	H, X, W gpu.Ptr
 	F, D    int
 	GELU    bool
+	Steady  bool // as in Product
 	Type    gpu.DType
 }
 
@@ -27,14 +29,15 @@ const warps = 4
 
 // Launch launches one kernel.
 func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
-	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.W).Ptr(a.C).Int32(a.Columns).Int32(a.D)
+	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.W).Ptr(a.C).Int32(a.Columns).Int32(a.D).
+		Int32(int(kernel.Bit(a.Steady)))
 	return launch(k, s, "DecodeProduct", "decode_product", a.Columns, a.D, a.Type, a.X, a.W, l)
 }
 
 // Launch launches one kernel.
 func (a Gated) Launch(k *kernel.Set, s gpu.Stream) error {
 	l := kernel.Args().Ptr(a.H).Ptr(a.X).Ptr(a.W).Int32(a.F).Int32(a.D).
-		Int32(int(kernel.Bit(a.GELU)))
+		Int32(int(kernel.Bit(a.GELU))).Int32(int(kernel.Bit(a.Steady)))
 	return launch(k, s, "DecodeGated", "decode_gated", a.F, a.D, a.Type, a.X, a.W, l)
 }
 
@@ -51,6 +54,7 @@ func launch(k *kernel.Set, s gpu.Stream, op, name string, rows, depth int, t gpu
 	if kernel.Packed(t, depth, x, w) {
 		variant = "_packs"
 	}
-	return k.Enqueue(s, "decode_product", name+variant+suffix,
-		kernel.Line(kernel.CeilDiv(rows, warps), 32*warps), l)
+	c := kernel.Line(kernel.CeilDiv(rows, warps), 32*warps)
+	c.Overlap = k.Overlaps()
+	return k.Enqueue(s, "decode_product", name+variant+suffix, c, l)
 }
