@@ -48,8 +48,8 @@ func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth 
 		params[q.Name] = q.Value.Float32s()
 	}
 	require.Equal(t, host["model.embed_tokens.weight"], params["model.embed_tokens.weight"])
-	require.NotEqual(t, host["model.layers.0.mlp.down_proj.weight"],
-		params["model.layers.0.mlp.down_proj.weight"])
+	require.NotEqual(t, host["model.layers.0.self_attn.o_proj.weight"],
+		params["model.layers.0.self_attn.o_proj.weight"])
 	return losses, lines.String(), params
 }
 
