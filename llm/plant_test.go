@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -267,4 +268,35 @@ func TestSitesRefuse(t *testing.T) {
 		change(&c)
 		require.ErrorContains(t, c.Check(), want)
 	}
+}
+
+// TestSeedGrowsInAnotherSize wants a seed whose blueprint was given up to grow again in another size,
+// with either optimiser.
+func TestSeedGrowsInAnotherSize(t *testing.T) {
+	for name, o := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
+		t.Run(name, func(t *testing.T) { growsInAnotherSize(t, o) })
+	}
+}
+
+func growsInAnotherSize(t *testing.T, o func() (optim.Optimizer, error)) {
+	tr := newTrainer(t, trainerOptions{config: sited(), steps: 16, optimizer: o,
+		lattice: []state.Option{state.WithEmbargo(0)}})
+	tr.On(func(e Event) error {
+		if e.Kind == Reshaped {
+			require.NoError(t, e.Err)
+		}
+		if e.Kind != StepEnd {
+			return nil
+		}
+		c := map[int][]state.Command{
+			1:  {germinate(0, blueprints.LoRA, 3), move(0, state.Training)},
+			4:  {move(0, state.Culled)},
+			8:  {{Action: state.Recycle, Seed: 0}},
+			9:  {germinate(0, blueprints.LoRA, 2), move(0, state.Training)},
+			12: {move(0, state.Grafting)},
+		}[e.Step]
+		return tr.Model.Kasmina.Do(tr.at(blueprints.Weight, c...)...)
+	})
+	require.NoError(t, tr.Run(context.Background()))
+	require.Equal(t, 2, tr.Model.Param("kasmina.weight.0.a").Shape()[0])
 }

@@ -359,6 +359,7 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	clock.End("leaving the engine")
 	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
 	put := func(m become.Model, scale *LossScale) error {
+		t.dropGone(m)
 		model.Become(t.Model, m.Config, m.Params)
 		if err := t.Optimizer.Declare(valueGrads(m.Config, m.Params)); err != nil {
 			return err
@@ -382,6 +383,24 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	clock.End("what is left")
 	slog.Debug("llm: the model has another engine", "in", clock)
 	return err
+}
+
+// dropGone has the optimiser forget the parameters of seeds that another model has not, or in other
+// shapes: a seed that grows again may do so in another size.
+func (t *Trainer) dropGone(next become.Model) {
+	o, ok := t.Optimizer.(interface{ Drop(names ...string) })
+	if !ok {
+		return
+	}
+	shapes := map[string]tensor.Shape{}
+	for _, p := range next.Params {
+		shapes[p.Name] = p.Value.Shape()
+	}
+	for _, p := range t.Model.Params {
+		if s, ok := shapes[p.Name]; !ok || !s.Eq(p.Value.Shape()) {
+			o.Drop(p.Name)
+		}
+	}
 }
 
 // leave closes the engine, before the next one takes memory. It returns what makes that for a model,

@@ -116,6 +116,14 @@ func (a *AdamW) Forget(name string, from, to int) error {
 	return nil
 }
 
+// Drop forgets parameters that are no more, names and shapes too. It is part of no interface: a
+// trainer calls it where there is one, before a model grows under the same names in other shapes.
+func (a *AdamW) Drop(names ...string) {
+	if a != nil {
+		a.store.drop(names)
+	}
+}
+
 // State returns each parameter's moments and step count, as "NAME.exp_avg", "NAME.exp_avg_sq" and
 // "NAME.step".
 func (a *AdamW) State() []Tensor { return a.store.state() }

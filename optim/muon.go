@@ -226,6 +226,14 @@ func (m *Muon) Forget(name string, from, to int) error {
 	return nil
 }
 
+// Drop is that of [AdamW.Drop].
+func (m *Muon) Drop(names ...string) {
+	if m != nil && m.rest != nil {
+		m.store.drop(names)
+		m.rest.store.drop(names)
+	}
+}
+
 // State returns each matrix's "NAME.momentum_buffer" and "NAME.step", and AdamW's state of the
 // other parameters.
 func (m *Muon) State() []Tensor {

@@ -198,6 +198,13 @@ func (s *store) forget(name string, from, to int) error {
 	return nil
 }
 
+// drop forgets that there are parameters of some names.
+func (s *store) drop(names []string) {
+	for _, name := range names {
+		delete(s.entries, name)
+	}
+}
+
 // state returns copies of all moments and step counts, in order of names.
 func (s *store) state() []Tensor {
 	var state []Tensor
