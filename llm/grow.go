@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
+	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/op/graft"
 	"github.com/kasmina-go/kasmina/state"
@@ -381,7 +382,7 @@ func (t *Trainer) figures(s Sensor) (all []graph.Figures, err error) {
 	if err := t.agree(err); err != nil {
 		return nil, err
 	}
-	of, err := swap(e, "figures", all)
+	of, err := ranks.Swap(e, "figures", all)
 	if err != nil {
 		return nil, err
 	}

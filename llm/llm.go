@@ -133,6 +133,12 @@ type (
 	// Stepper is an engine that makes the last batch's gradients and the update in one:
 	// [engine.Stepper].
 	Stepper = engine.Stepper
+	// Parallel is an engine of one of several processes: [engine.Parallel].
+	Parallel = engine.Parallel
+	// ParallelStepper is one whose update does not wait for losses: [engine.ParallelStepper].
+	ParallelStepper = engine.ParallelStepper
+	// StepResult is what a step of several processes has come to: [engine.StepResult].
+	StepResult = engine.StepResult
 	// Keeper is an engine that leaves its parameters to the next one: [engine.Keeper].
 	Keeper = engine.Keeper
 	// Kept is what it has left: [engine.Kept].

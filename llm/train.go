@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/op"
@@ -129,7 +130,7 @@ type Trainer struct {
 	pass     state.Pass       // room for what seeds are asked
 	// of the update that failed, until a Resume: parameters are of no step
 	spoiled error
-	heard   heard // of several ranks
+	heard   ranks.Heard
 	torn    error // why the last step lacks its epoch's end, until a Resume
 	closed  bool
 
@@ -398,7 +399,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	if err == nil && t.Last().Last {
 		err = t.settleSeeds()
 	}
-	err = withNews(err, t.settleInTurn(), t.tellRest())
+	err = ranks.WithNews(err, t.settleInTurn(), t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
@@ -737,7 +738,9 @@ func (t *Trainer) finishAll(e ParallelStepper, u *update) (losses []float64, err
 	if errors.Is(err, ErrGradients) {
 		u.err, err = err, nil
 	}
-	return r.Losses, errors.Join(err, t.listenTo(r.Words))
+	var unheard error
+	t.heard, unheard = ranks.Hear(r.Words)
+	return r.Losses, errors.Join(err, unheard)
 }
 
 // prepare makes the optimiser ready for an update.

@@ -1,4 +1,4 @@
-package llm
+package ranks
 
 import (
 	"errors"
@@ -11,11 +11,11 @@ import (
 func TestWithNews(t *testing.T) {
 	died := errors.New("rank 1 died")
 	step := errors.Join(errors.New("step 7"), died)
-	require.NoError(t, withNews(nil, nil))
-	require.Equal(t, died, withNews(nil, died, died))
-	require.Equal(t, step, withNews(step, died, nil, died))
+	require.NoError(t, WithNews(nil, nil))
+	require.Equal(t, died, WithNews(nil, died, died))
+	require.Equal(t, step, WithNews(step, died, nil, died))
 	full := errors.New("the disk is full")
-	err := withNews(step, died, full, died)
+	err := WithNews(step, died, full, died)
 	require.EqualError(t, err, step.Error()+"\n"+full.Error())
 	require.ErrorIs(t, err, full)
 	require.ErrorIs(t, err, died)

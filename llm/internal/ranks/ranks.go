@@ -1,0 +1,207 @@
+// Package ranks has what processes that train together tell each other.
+package ranks
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Ranks are the processes, seen from one.
+type Ranks interface {
+	Rank() int
+	// Exchange hands a value to all ranks, and returns those of all, by rank.
+	Exchange(value []byte) ([][]byte, error)
+}
+
+// Swap hands a value to all ranks as JSON, and returns those of all.
+func Swap[T any](e Ranks, what string, own T) ([]T, error) {
+	text, err := json.Marshal(own)
+	if err != nil {
+		return nil, err
+	}
+	texts, err := e.Exchange(append([]byte(what+"\n"), text...))
+	if err != nil {
+		return nil, err
+	}
+	all := make([]T, len(texts))
+	for r, text := range texts {
+		kind, value, _ := bytes.Cut(text, []byte("\n"))
+		if string(kind) != what {
+			return nil,
+				fmt.Errorf("llm: rank %d exchanges %.40q, rank %d %q: all must do the same "+
+					"steps, saves and growth", r, kind, e.Rank(), what)
+		}
+		if err := json.Unmarshal(value, &all[r]); err != nil {
+			return nil, fmt.Errorf("llm: rank %d exchanges %.40q: %w", r, kind, err)
+		}
+	}
+	return all, nil
+}
+
+// TextOf is an error for other ranks, empty for none.
+func TextOf(err error) string {
+	if err == nil {
+		return ""
+	}
+	return "!" + err.Error()
+}
+
+// FirstError is this rank's error, that of the exchange, or the first of another rank.
+func FirstError(own error, all []string, failed error) error {
+	if own != nil || failed != nil {
+		return WithNews(own, failed)
+	}
+	for r, text := range all {
+		if text != "" {
+			return fmt.Errorf("rank %d: %s", r, strings.TrimPrefix(text, "!"))
+		}
+	}
+	return nil
+}
+
+// WithNews joins errors but for those whose text is in the ones before: where a rank has died, every
+// exchange from then on ends with the same.
+func WithNews(errs ...error) (all error) {
+	for _, err := range errs {
+		switch {
+		case all == nil:
+			all = err
+		case err != nil && !strings.Contains(all.Error(), err.Error()):
+			all = errors.Join(all, err)
+		}
+	}
+	return all
+}
+
+// Word is what a rank says along with a step, so that others need not be asked behind it.
+type Word struct {
+	Stop    string // why it is to stop; empty for no wish
+	Waiting bool   // there are commands
+}
+
+// Heard is what ranks have said along with the last step, until it has been acted upon.
+type Heard struct {
+	Agreed bool // there has been a step that all have agreed on
+	Word        // of any
+}
+
+// Hear takes in the words of all, by rank; there are none where they have not agreed.
+func Hear(words [][]byte) (h Heard, err error) {
+	h.Agreed = words != nil
+	for r, text := range words {
+		var w Word
+		if err := json.Unmarshal(text, &w); err != nil {
+			return h, fmt.Errorf("llm: the word of rank %d: %w", r, err)
+		}
+		h.Stop = cmp.Or(h.Stop, w.Stop)
+		h.Waiting = h.Waiting || w.Waiting
+	}
+	return h, nil
+}
+
+// behind is what a rank says behind a step or an event.
+type behind struct {
+	Err, Stop string
+}
+
+// Between tells of an error and of the wish to stop, nil for none, and returns the wish of any rank,
+// or the first error.
+func Between(e Ranks, err, wish error) (stop, _ error) {
+	all, failed := Swap(e, "between steps", behind{TextOf(err), TextOf(wish)})
+	errs := make([]string, len(all))
+	for r, b := range all {
+		errs[r] = b.Err
+	}
+	if err := FirstError(err, errs, failed); err != nil {
+		return nil, err
+	}
+	if wish != nil {
+		return wish, nil
+	}
+	for r, b := range all {
+		if b.Stop != "" {
+			return fmt.Errorf("%w at rank %d: %s", context.Canceled, r,
+				strings.TrimPrefix(b.Stop, "!")), nil
+		}
+	}
+	return nil, nil
+}
+
+// settled is what a rank says at the end of a step: why it cannot be, or what it was asked to do.
+type settled struct {
+	Err      string
+	Commands [][]state.Command
+	Saves    int // that have been asked for
+}
+
+// Commands hands over a rank's commands, and the saves that it was asked for, or its error. It returns
+// those of all, this rank's from at on.
+func Commands(e Ranks, err error, own [][]state.Command, saves int) (every [][]state.Command, at,
+	allSaves int, _ error) {
+	all, failed := Swap(e, "commands", settled{TextOf(err), portable(own), saves})
+	errs := make([]string, len(all))
+	for r, s := range all {
+		if r == e.Rank() {
+			at = len(every)
+		}
+		errs[r], every, allSaves = s.Err, append(every, s.Commands...), allSaves+s.Saves
+	}
+	return every, at, allSaves, FirstError(err, errs, failed)
+}
+
+// portable are commands as other ranks can read them. One that they cannot, such as with a strategy
+// that no file could hold, is one that is refused everywhere.
+func portable(own [][]state.Command) [][]state.Command {
+	for i, commands := range own {
+		if _, err := json.Marshal(commands); err != nil {
+			own[i] = []state.Command{{Action: state.Move, Layer: -1,
+				Why: "other ranks cannot read it: " + err.Error()}}
+		}
+	}
+	return own
+}
+
+// Stand is what ranks must have in common when a run begins.
+type Stand struct {
+	Step, Steps int
+	Settings    *settings.Settings
+	Loader      data.LoaderState
+	Config      arch.Config
+	Lattices    uint32
+	Params      uint32
+	Documents   bool
+}
+
+// Differences names what is other there.
+func (here Stand) Differences(there Stand) []string {
+	diff := settings.Fields(here.Config, there.Config)
+	diff = append(diff, here.Settings.DifferencesOfRanks(*there.Settings)...)
+	for _, d := range []struct {
+		what string
+		same bool
+	}{
+		{"the text", here.Loader.Data == there.Loader.Data},
+		{"what is known of documents", here.Documents == there.Documents},
+		{"the loader's place", here.Loader == there.Loader ||
+			here.Loader.Data != there.Loader.Data},
+		{"the number of steps made", here.Step == there.Step},
+		{"TrainConfig.Steps", here.Steps == there.Steps},
+		{"the state of the lattices", here.Lattices == there.Lattices},
+		{"the values of the parameters", here.Params == there.Params},
+	} {
+		if !d.same {
+			diff = append(diff, d.what+" is another")
+		}
+	}
+	return diff
+}
