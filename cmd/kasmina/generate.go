@@ -140,13 +140,13 @@ func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) 
 	if g.Sample {
 		s.Temperature, s.TopK, s.TopP = g.Temperature, g.TopK, g.TopP
 	}
-	if o.temperature >= 0 {
+	if o.temperature != -1 {
 		s.Temperature = o.temperature
 	}
-	if o.topK >= 0 {
+	if o.topK != -1 {
 		s.TopK = o.topK
 	}
-	if o.topP >= 0 {
+	if o.topP != -1 {
 		s.TopP = o.topP
 	}
 	if len(g.Ignored) > 0 {

@@ -100,6 +100,11 @@ func TestGenerate(t *testing.T) {
 		"5")
 	require.NoError(t, err)
 	require.NotContains(t, answer, "assistant:")
+	for option, wrong := range map[string]string{"-temperature": "NaN", "-top-p": "-2",
+		"-top-k": "-2"} {
+		_, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", option, wrong)
+		require.ErrorContains(t, err, wrong, option)
+	}
 }
 
 // TestInspect wants every tensor, and what the folder is.
