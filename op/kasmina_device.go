@@ -46,7 +46,12 @@ func (p *KasminaPass) Begin() {
 }
 
 // Attached returns an error if a seed works with a kind that is a graph, and nobody computes that.
-func (p *KasminaPass) Attached() error { return p.op.attached(&p.op.run.pass) }
+func (p *KasminaPass) Attached() error {
+	if p.op == nil {
+		return errZeroPass
+	}
+	return p.op.attached(&p.op.run.pass)
+}
 
 // Leave makes the snapshot that of the op's own last run, for a backward pass that is computed
 // apart from this one.
