@@ -1,6 +1,7 @@
 package graft_test
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -12,11 +13,13 @@ import (
 // halt is a strategy of a user's own, which stops where α is.
 type halt struct{ Reason string }
 
-func (halt) Name() string { return "halt" }
+func (halt) Name() string { return fmt.Sprint("halt", runs) }
 func (halt) Check() error { return nil }
 func (halt) Advance(p graft.Progress) (float64, [2]float32, bool) {
 	return p.Alpha, p.Memory, true
 }
+
+var runs int // of TestRegister in this process, each of which needs a name of its own
 
 // nobody is a strategy without a name.
 type nobody struct{ halt }
@@ -25,10 +28,11 @@ func (nobody) Name() string { return "" }
 
 // TestRegister wants each name once, and types that hold their parameters themselves.
 func TestRegister(t *testing.T) {
+	runs++
 	_, err := graft.NewEntry(halt{"unknown yet"})
 	require.ErrorIs(t, err, graft.ErrUnknown)
 	require.NoError(t, graft.Register[halt]())
-	require.ErrorContains(t, graft.Register[halt](), `"halt" of graft_test.halt is empty or taken`)
+	require.ErrorContains(t, graft.Register[halt](), `" of graft_test.halt is empty or taken`)
 	require.ErrorContains(t, graft.Register[*halt](), "want a type that holds its parameters")
 	require.ErrorContains(t, graft.Register[graft.Strategy](), "want a type that holds")
 	require.ErrorContains(t, graft.Register[nobody](), "is empty or taken")
