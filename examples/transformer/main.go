@@ -1,10 +1,11 @@
-// Command transformer trains a Llama-style language model with Kasmina layers on text: a small one,
-// unless told otherwise. It uses an NVIDIA GPU if there is one, else the CPU.
+// Command transformer trains a Llama-style language model that grows while it trains on text: a
+// small one, unless told otherwise. It uses an NVIDIA GPU if there is one, else the CPU.
 //
 //	go run ./examples/transformer                     # a few minutes on two cores, on the Go source tree
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume             # goes on from the checkpoint in -out
 //	go run ./examples/transformer -resume -prompt 'type ' -sample 1000 # another text from a model that is trained
+//	go run ./examples/transformer -kasmina            # Kasmina layers, whose seeds grow, instead of more blocks
 //	go run ./examples/transformer -board 127.0.0.1:6060 # shows the run in a browser
 //	go run ./examples/transformer -preset 124M        # a larger model, of subwords: for a GPU
 //	go run ./examples/transformer -device cpu -gpus 2 -accumulate 2 # two processes, with the bits of one

@@ -307,6 +307,32 @@ func TestGrow(t *testing.T) {
 		"-layers", "2", "-steps", "70"), io.Discard, io.Discard), "plan at least 80 steps")
 }
 
+// TestGrowthByDefault wants a new run's model to grow, unless it is asked for what a growing model
+// has not, or no growth could end; and such a run to take as long.
+func TestGrowthByDefault(t *testing.T) {
+	type plan struct{ grow, blocks, steps, layers int }
+	for args, want := range map[string]plan{
+		"":                         {2, 2, 1280, 0},
+		"-steps 2000":              {2, 2, 2000, 0},
+		"-layers 6":                {2, 3, 1280, 0},
+		"-grow 4":                  {4, 1, 1280, 0},
+		"-layers 3":                {1, 3, 1040, 3},
+		"-kasmina":                 {1, 4, 1040, 4},
+		"-kasmina=false":           {1, 4, 1040, 0},
+		"-judge":                   {1, 4, 1040, 4},
+		"-seeds 8":                 {1, 4, 1040, 4},
+		"-kasmina -steps 50":       {1, 4, 50, 4},
+		"-steps 99":                {1, 4, 99, 4},
+		"-preset 124M":             {1, 12, 2000, 12},
+		"-preset 124M -grow 4":     {4, 3, 2000, 0},
+		"-preset 124M -steps 1280": {1, 12, 1280, 12},
+	} {
+		o, err := parse(strings.Fields(args), io.Discard)
+		require.NoError(t, err, args)
+		require.Equal(t, want, plan{o.grow, o.model.Layers, o.train.Steps, len(o.model.Kasmina)}, args)
+	}
+}
+
 // TestBadOptions wants an error that names the option or what it sets, and nothing left behind.
 func TestBadOptions(t *testing.T) {
 	data := textFolder(t)

@@ -107,6 +107,8 @@ func parse(args []string, stderr io.Writer) (options, error) {
 		}
 	} else if err := o.apply(f, given); err != nil {
 		return o, err
+	} else {
+		o.chooseGrowth(given)
 	}
 	o.train.Notes = map[string]string{}
 	f.VisitAll(func(f *flag.Flag) {
@@ -142,8 +144,9 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 			"(the optimiser\nbegins anew) or model (both begin anew)")
 	f.Var(&o.resume, "resume",
 		"go on from the checkpoint in -out, or from `FILE` with -resume=FILE, with its options unless given")
-	f.IntVar(&o.train.Steps, "steps", 1040,
-		"optimiser steps in all; learning rate and growth follow them")
+	f.IntVar(&o.train.Steps, "steps", growingSteps,
+		fmt.Sprintf("optimiser steps in all; learning rate and growth follow them (with Kasmina layers %d, which take as long)",
+			layeredSteps))
 	f.TextVar(&o.tune, "tune", cudaops.TuneDefault,
 		"how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	f.IntVar(&o.monitor, "monitor", 0,
@@ -160,12 +163,13 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 		"write event files for TensorBoard too, to the folder tensorboard in -out")
 	f.BoolVar(&o.quiet, "quiet", false, "show no progress and no samples")
 	f.BoolVar(&o.kasmina, "kasmina", true,
-		"put a Kasmina layer after every block and grow its seeds during the run")
+		"put a Kasmina layer after every block and grow its seeds during the run, unless the model grows in depth")
 	f.BoolVar(&o.judge, "judge", false,
 		"let a controller plant blueprints where features are unhealthy, and judge each by held-out text, instead of a\n"+
 			"timetable for all seeds")
-	f.IntVar(&o.grow, "grow", 1,
-		"begin with one in `N` of the blocks, and let the model get the others while it trains, without Kasmina layers")
+	f.IntVar(&o.grow, "grow", 2,
+		"begin with one in `N` of the blocks, and let the model get the others while it trains, without Kasmina layers\n"+
+			"(1 where -kasmina, -judge or -seeds asks for these, with other presets, in less than 100 steps, and for odd -layers)")
 	f.IntVar(&o.model.Seeds, "seeds", 16, "seeds of each Kasmina layer")
 	f.IntVar(&o.model.Layers, "layers", 4, "blocks")
 	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
@@ -210,6 +214,26 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 	return f
 }
 
+// How many steps take the same time in a model that grows from half its blocks, and in one with
+// Kasmina layers.
+const growingSteps, layeredSteps = 1280, 1040
+
+// leastGrowing is how many steps a growth takes at least.
+const leastGrowing = 100
+
+// chooseGrowth decides whether a new run's model grows in depth, where -grow does not say.
+func (o *options) chooseGrowth(given map[string]bool) {
+	if given["grow"] || o.grow == 1 { // or the preset says so
+		return
+	}
+	if given["kasmina"] || given["judge"] || given["seeds"] || o.model.Layers%o.grow != 0 ||
+		o.train.Steps < leastGrowing {
+		if o.grow = 1; !given["steps"] && presets[o.preset]["steps"] == "" {
+			o.train.Steps = layeredSteps
+		}
+	}
+}
+
 // cacheFolder returns where the user's programs keep what can be made again.
 func cacheFolder() string {
 	dir, err := os.UserCacheDir()
@@ -236,6 +260,9 @@ func (o *options) restore(f *flag.FlagSet, given map[string]bool) error {
 	var errs []error
 	f.VisitAll(func(fl *flag.Flag) {
 		was, known := notes[fl.Name]
+		if fl.Name == "grow" && !known {
+			was, known = "1", true // of a run before there was another way
+		}
 		switch {
 		case !known:
 		case slices.Contains(pathOptions, fl.Name):

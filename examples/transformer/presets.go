@@ -31,7 +31,7 @@ var adamwRates = map[string]float64{"small": 3e-3, "124M": 6e-4, "350M": 3e-4, "
 // subwords adds what the presets of large models have in common.
 func subwords(p preset) preset {
 	maps.Copy(p, preset{"vocab": "50257", "optimizer": "adamw", "prompt": "",
-		"sample": "200", "heldout": "1048576",
+		"sample": "200", "heldout": "1048576", "grow": "1",
 		"eval-every": "250", "save-every": "1000"})
 	return p
 }
