@@ -6,7 +6,6 @@ import (
 	"io"
 	"math"
 
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
@@ -15,7 +14,6 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/llm/model"
-	"github.com/kasmina-go/kasmina/op/graft"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -107,6 +105,13 @@ func (t *Trainer) Grow(g Growth) error {
 	}); ok {
 		c.Parameters(t.parametersOf)
 	}
+	if c, ok := g.Controller.(interface {
+		Affords([]state.Report) error
+	}); ok && g.Replay == nil {
+		if err := c.Affords(t.Model.Kasmina.Report()); err != nil {
+			return fmt.Errorf("llm: Grow: %w", err)
+		}
+	}
 	defer model.Take(t.Model)()
 	t.growth = &g
 	return nil
@@ -125,15 +130,9 @@ func (t *Trainer) costOf(kind blueprints.Kind, size int) float64 {
 
 // parametersOf is how many parameters a blueprint would have at a weight or in the stream, 0 where
 // it cannot be.
-func (t *Trainer) parametersOf(layer, seed int, kind blueprints.Kind, size int) (n int) {
-	specs, err := t.Model.Config.SeedParams(Planted{Site: t.Model.Kasmina.Lattice(layer).Site(),
+func (t *Trainer) parametersOf(layer, seed int, kind blueprints.Kind, size int) int {
+	n, _ := t.Model.Config.SeedSize(Planted{Site: t.Model.Kasmina.Lattice(layer).Site(),
 		Seed: seed, Kind: kind.String(), Size: size})
-	if err != nil {
-		return 0
-	}
-	for _, s := range specs {
-		n += tensor.Shape(s.Shape).TotalSize()
-	}
 	return n
 }
 
@@ -361,7 +360,7 @@ func (t *Trainer) sense() error {
 	}
 	for _, l := range t.Model.Kasmina.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
-			if err := t.senseAt(l, all); err != nil {
+			if err := judge.Sense(l, &t.pass, all, t.Model.Config.Dim); err != nil {
 				return err
 			}
 		}
@@ -387,49 +386,4 @@ func (t *Trainer) figures(s Sensor) (all []graph.Figures, err error) {
 		return nil, err
 	}
 	return of[last], nil
-}
-
-// senseAt is sense of one lattice.
-func (t *Trainer) senseAt(l *state.Lattice, all []graph.Figures) error {
-	bySeed, site := map[int]graph.Figures{}, l.Site()
-	for _, f := range all {
-		if f.Site == site {
-			bySeed[f.Seed] = f
-		}
-	}
-	l.Begin(&t.pass, true)
-	err := l.RecordHealth(&t.pass, func(seed int) state.HealthSample {
-		f, ok := bySeed[seed]
-		if !ok {
-			return state.HealthSample{}
-		}
-		return healthOf(f.Health, t.Model.Config.Dim)
-	})
-	if err != nil {
-		return err
-	}
-	return l.RecordGradient(&t.pass, func(seed int) state.GradientSample {
-		f, ok := bySeed[seed]
-		switch {
-		case !ok:
-			return state.GradientSample{}
-		case f.Gradient < 0:
-			return state.GradientSample{NonFinite: 1}
-		}
-		square := f.Gradient * f.Gradient / float64(max(1, f.Params))
-		return state.GradientSample{Norms: state.Moments{Count: 1, Mean: f.Gradient},
-			Gradient: state.Gradient{Norm: f.Gradient, Variance: square}}
-	})
-}
-
-// healthOf is what a lattice takes of figures of activations of so many features.
-func healthOf(f [graft.Figures]float64, features int) state.HealthSample {
-	if f[graft.Variance] < 0 {
-		return state.HealthSample{NonFinite: 1}
-	}
-	h := state.Health{Mean: f[graft.Mean], Variance: f[graft.Variance], Min: f[graft.Min],
-		Max: f[graft.Max], DeadRatio: f[graft.DeadRatio]}
-	h.SNR = math.Abs(h.Mean) / math.Sqrt(h.Variance+graft.DeadBelow)
-	return state.HealthSample{Health: h, Moments: state.Moments{Count: float64(features),
-		Mean: h.Mean, Variance: h.Variance}}
 }

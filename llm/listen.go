@@ -7,7 +7,6 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/internal/listen"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // A frozen model has no gradients of its own weights, by which seeds could tell where they are
@@ -23,7 +22,7 @@ var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing 
 // is to learn.
 func (t *Trainer) plantFirst() error {
 	c := t.Model.Config
-	if !c.Frozen || len(c.Planted) > 0 || t.growth == nil || t.awake() {
+	if !c.Frozen || len(c.Planted) > 0 || t.growth == nil || judge.Awake(t.Model.Kasmina) {
 		return nil
 	}
 	if t.replay() == nil {
@@ -36,18 +35,6 @@ func (t *Trainer) plantFirst() error {
 		return err
 	}
 	return t.carryOut(commands, nil)
-}
-
-// awake reports whether a seed is not dormant.
-func (t *Trainer) awake() bool {
-	for _, r := range t.Model.Kasmina.Report() {
-		for _, s := range r.Seeds {
-			if s.Stage != state.Dormant {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // listen tells the seeds at weights how large the gradients of these are, and the controller what
@@ -64,12 +51,7 @@ func (t *Trainer) listen() error {
 	if by, ok := t.growth.Controller.(interface {
 		Heard(func(layer, seed int) []float64)
 	}); ok {
-		by.Heard(func(at, seed int) []float64 {
-			if at != layer {
-				return nil
-			}
-			return heard.Sigma(seed)
-		})
+		by.Heard(heard.Sigma(layer))
 	}
 	return judge.Measure(t.Model.Kasmina.Lattice(layer), heard.Norms())
 }

@@ -12,6 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -141,5 +144,57 @@ func TestFrozenAlone(t *testing.T) {
 		c := frozen(true)
 		change(&c)
 		require.ErrorContains(t, c.Check(), want)
+	}
+}
+
+// TestBudgets wants budgets that no blueprint fits, sizes that fit nowhere, and epochs that are over
+// before they begin, to be refused with what would be needed; and that much to be enough.
+func TestBudgets(t *testing.T) {
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
+	require.NoError(t, err)
+	stream := tiny()
+	stream.Kasmina, stream.Seeds, stream.Slots, stream.Streams = nil, 0, 0, []int{0, 1}
+	heuristic := func(change func(*control.Heuristic)) state.Controller {
+		h := control.NewHeuristic(4, 1<<20)
+		h.Features = 8
+		change(h)
+		return h
+	}
+	adapters := func(most, rank int, where control.Where) state.Controller {
+		a := control.NewAdapters(most)
+		a.Rank, a.Where = rank, where
+		return a
+	}
+	for name, c := range map[string]struct {
+		config Config
+		by     state.Controller
+		want   string
+	}{
+		"stream": {stream, heuristic(func(h *control.Heuristic) { h.MaxParameters = 399 }),
+			"MaxParameters is 399, and the smallest blueprint that it could plant has 400"},
+		"stream, enough": {stream, heuristic(func(h *control.Heuristic) { h.MaxParameters = 400 }), ""},
+		"stream, wide": {stream, heuristic(func(h *control.Heuristic) { h.Features = 1000 }),
+			"no blueprint of its size fits any of the 2 seeds: lower its Features, 1000"},
+		"epochs": {stream, heuristic(func(h *control.Heuristic) { h.Begin, h.End = 5, 5 }),
+			"End is 5 and Begin is 5"},
+		"nothing": {stream, heuristic(func(h *control.Heuristic) { h.MaxActive = 0 }), ""},
+		"chunks": {tiny(), heuristic(func(h *control.Heuristic) { h.MaxParameters = 4 }),
+			"MaxParameters is 4, and the smallest blueprint that it could plant has 5"},
+		"adapters": {frozen(true), adapters(23, 4, control.Unhealthiest),
+			"MaxParameters is 23, and the smallest blueprint that it could plant has 24"},
+		"adapters, enough": {frozen(true), adapters(24, 4, control.Unhealthiest), ""},
+		"adapters at random": {frozen(true), adapters(24, 4, control.AtRandom),
+			"the smallest blueprint that it could plant has 96"},
+		"adapters of a high rank": {frozen(true), adapters(1e6, 17, control.AllAtOnce),
+			"no blueprint of its size fits any of the 14 seeds: lower its Rank, 17"},
+	} {
+		tr := newTrainer(t, trainerOptions{config: c.config, steps: 1000})
+		err := tr.Grow(Growth{Controller: c.by, Validation: text})
+		if c.want == "" {
+			require.NoError(t, err, name)
+			continue
+		}
+		require.ErrorIs(t, err, state.ErrArgument, name)
+		require.ErrorContains(t, err, c.want, name)
 	}
 }

@@ -2,7 +2,6 @@ package llm
 
 import (
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -150,7 +149,7 @@ func (t *Trainer) obeySeeds(p planting) error {
 	if len(p.grafts) > 0 {
 		t.remember(next, p.grafts...)
 	}
-	if what := t.describe(p); what != "" {
+	if what := become.Describe(p.plant, p.gone, p.merge, t.siteOf); what != "" {
 		t.tellReshaped(what, time.Since(began), nil)
 	}
 	return nil
@@ -302,36 +301,6 @@ func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
 			return errors.Join(cause, err)
 		}
 	}
-	t.tellReshaped(t.describe(p), time.Since(began), cause)
+	t.tellReshaped(become.Describe(p.plant, p.gone, p.merge, t.siteOf), time.Since(began), cause)
 	return nil
-}
-
-// describe says what has become of blueprints.
-func (t *Trainer) describe(p planting) string {
-	var all []string
-	const most = 4 // of which each is named
-	for i, q := range p.plant {
-		if i == most {
-			all = append(all, fmt.Sprintf("%d more planted", len(p.plant)-most))
-			break
-		}
-		what := fmt.Sprintf("%s of size %d planted at seed %d of site %v", q.Kind, q.Size, q.Seed,
-			q.Site)
-		if kind, ok := blueprints.ByName(q.Kind); ok && !blueprints.Mergeable(kind) {
-			what += " (no block computes it, so it can never be merged)"
-		}
-		all = append(all, what)
-	}
-	list := func(what string, seeds []state.Address) {
-		for i, at := range seeds {
-			if i == most {
-				all = append(all, fmt.Sprintf("%d more %s", len(seeds)-most, what))
-				break
-			}
-			all = append(all, fmt.Sprintf("seed %d of site %v %s", at.Seed, t.siteOf(at), what))
-		}
-	}
-	list("taken out", p.gone)
-	list("merged into the model", p.merge)
-	return strings.Join(all, "; ")
 }

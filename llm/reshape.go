@@ -9,7 +9,6 @@ import (
 	"slices"
 	"time"
 
-	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -361,7 +360,7 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	put := func(m become.Model, scale *LossScale) error {
 		t.dropGone(m)
 		model.Become(t.Model, m.Config, m.Params)
-		if err := t.Optimizer.Declare(valueGrads(m.Config, m.Params)); err != nil {
+		if err := t.Optimizer.Declare(become.ValueGrads(m.Config, m.Params)); err != nil {
 			return err
 		}
 		if err := t.Optimizer.SetState(m.MomentsHere()); err != nil {
@@ -462,18 +461,6 @@ func (t *Trainer) replaceEngine(make func() (Engine, error), scale *LossScale) e
 		e.Params, e.Lattices = t.Model.NumParams(), t.Model.Config.Lattices()
 	})
 	return t.setLossScale(scale)
-}
-
-// valueGrads are the parameters that learn, as an optimiser declares them.
-func valueGrads(c Config, params []Param) (all []gorgonia.ValueGrad) {
-	g := gorgonia.NewGraph()
-	for _, p := range params {
-		if !c.Learns(p.Name) {
-			continue
-		}
-		all = append(all, gorgonia.NodeFromAny(g, p.Value, gorgonia.WithName(p.Name)))
-	}
-	return all
 }
 
 // tellReshaped notes what the callbacks hear of behind the step.

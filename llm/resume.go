@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/llm/model"
@@ -100,7 +101,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
-	if err := t.setStates(run, before, valueGrads(c, params), optimizer); err != nil {
+	if err := t.setStates(run, before, become.ValueGrads(c, params), optimizer); err != nil {
 		return f.Errorf("%w", err)
 	}
 	loadModel()

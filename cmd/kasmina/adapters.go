@@ -83,18 +83,16 @@ func (a *adapters) grow(t *llm.Trainer) error {
 }
 
 // parameters is how many LoRA of the rank have on all layers.
-func (a *adapters) parameters(c llm.Config) (n int, errs error) {
+func (a *adapters) parameters(c llm.Config) (all int, err error) {
 	for seed := range c.Weights {
-		specs, err := c.SeedParams(llm.Planted{Site: blueprints.Weight, Seed: seed,
+		n, err := c.SeedSize(llm.Planted{Site: blueprints.Weight, Seed: seed,
 			Kind: blueprints.LoRA.String(), Size: a.rank})
-		if err != nil && errs == nil {
-			errs = err
+		if err != nil {
+			return 0, err
 		}
-		for _, s := range specs {
-			n += s.Shape[0] * s.Shape[1]
-		}
+		all += n
 	}
-	return n, errs
+	return all, nil
 }
 
 // describe says what has been planted, for people.

@@ -225,6 +225,23 @@ func (c Config) SeedParams(p Planted) (all []Spec, err error) {
 	return all, err
 }
 
+// SeedSize is how many parameters a blueprint has, or would have. It returns an error when the
+// blueprint cannot grow there.
+func (c Config) SeedSize(p Planted) (n int, err error) {
+	specs, err := c.SeedParams(p)
+	if err != nil {
+		return 0, err
+	}
+	for _, s := range specs {
+		size := 1
+		for _, d := range s.Shape {
+			size *= d
+		}
+		n += size
+	}
+	return n, nil
+}
+
 // checkSites returns an error unless seeds can sit where Weights and Streams say, and what is
 // planted can be there.
 func (c Config) checkSites() error {

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 
+	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -257,4 +258,16 @@ func (m Model) replace(name string, v *tensor.Dense) Model {
 		m.Here[name] = true
 	}
 	return m
+}
+
+// ValueGrads are the parameters that learn, as an optimiser declares them.
+func ValueGrads(c arch.Config, params []graph.Param) (all []gorgonia.ValueGrad) {
+	g := gorgonia.NewGraph()
+	for _, p := range params {
+		if !c.Learns(p.Name) {
+			continue
+		}
+		all = append(all, gorgonia.NodeFromAny(g, p.Value, gorgonia.WithName(p.Name)))
+	}
+	return all
 }

@@ -115,12 +115,15 @@ func (m Model) Norms() []float64 {
 	return norms
 }
 
-// Sigma is the singular values of the gradient of a seed's weight, the largest first.
-func (m Model) Sigma(seed int) []float64 {
-	if seed < 0 || seed >= len(m.config.Weights) {
-		return nil
+// Sigma returns the singular values of the gradient of a seed's weight, the largest first, for seeds
+// of the layer of weights, which has this number.
+func (m Model) Sigma(weights int) func(layer, seed int) []float64 {
+	return func(layer, seed int) []float64 {
+		if layer != weights || seed < 0 || seed >= len(m.config.Weights) {
+			return nil
+		}
+		return m.of(seed).Sigma
 	}
-	return m.of(seed).Sigma
 }
 
 // Rows are what the first rows of a blueprint begin as: the directions of the gradient, for a LoRA.
