@@ -6,7 +6,6 @@ import (
 	"io"
 	"math"
 
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
