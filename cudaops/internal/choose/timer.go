@@ -29,12 +29,13 @@ const (
 	tuneFloor = 0.95
 	// loadNear is the multiple of the best time within which ways are timed under load too, the
 	// loadMost fastest of them.
-	loadNear, loadMost = 1.06, 3
+	loadNear, loadMost = 1.08, 6
 	// loadLeast is the time from which on a job is worth that.
 	loadLeast = 30 * time.Microsecond
-	// loadSettle is for how long a way runs before it is timed under load, and loadSpan for how
-	// long it is timed, twice.
-	loadSettle, loadSpan = 20 * time.Millisecond, 15 * time.Millisecond
+	// loadHeat is how long a GPU runs before that: an H200 takes 37 ms of products to lower its
+	// clock to what its power allows. Then each way runs for loadSettle, and loadSpan is timed.
+	loadHeat, loadSettle, loadSpan = 30 * time.Millisecond, 15 * time.Millisecond,
+		15 * time.Millisecond
 )
 
 // tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add
@@ -232,21 +233,19 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 	if !x.j.computes || len(near) < 2 || best < loadLeast {
 		return live, nil
 	}
-	// There and back, so that a card that grows warm treats all alike.
-	turns := slices.Clone(near)
-	slices.Reverse(turns)
-	for _, way := range slices.Concat(near, turns) {
-		took, err := x.timeLoaded(way)
-		if err != nil {
+	settle := loadHeat + loadSettle
+	for _, way := range near {
+		var err error
+		if x.loaded[way], err = x.timeLoaded(way, settle); err != nil {
 			return nil, err
 		}
-		x.loaded[way] += took / 2
+		settle = loadSettle
 	}
 	return near, nil
 }
 
-// timeLoaded returns what a run of a way takes behind others.
-func (x *timer) timeLoaded(way int) (time.Duration, error) {
+// timeLoaded returns what a run of a way takes behind others that go on for so long.
+func (x *timer) timeLoaded(way int, settle time.Duration) (time.Duration, error) {
 	ctx, s := x.x.Ctx, x.x.Stream
 	repeat := func(n int) func() error {
 		return func() error {
@@ -261,7 +260,7 @@ func (x *timer) timeLoaded(way int) (time.Duration, error) {
 	mark := func(i int) func() error { return func() error { return ctx.Record(x.events[i], s) } }
 	runs := func(d time.Duration) int { return int(d/x.cold[way]) + 1 }
 	n := runs(loadSpan)
-	if err := run.InTurn(repeat(runs(loadSettle)), mark(0), repeat(n), mark(1),
+	if err := run.InTurn(repeat(runs(settle)), mark(0), repeat(n), mark(1),
 		func() error { return ctx.SyncStream(s) }); err != nil {
 		return 0, err
 	}
