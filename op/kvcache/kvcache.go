@@ -108,7 +108,11 @@ func (o *AttentionOp) Fill(keys, values any) {
 }
 
 // Take takes over what another op keeps, which is not to run any more.
-func (o *AttentionOp) Take(from *AttentionOp) { o.keys, o.values = from.keys, from.values }
+func (o *AttentionOp) Take(from *AttentionOp) {
+	if from != nil {
+		o.keys, o.values = from.keys, from.values
+	}
+}
 
 // extended returns the memory of a with room for so many elements, the first of which are what it
 // held.
