@@ -105,7 +105,7 @@ func (p Place) Check() error {
 }
 
 // Device picks the GPU of the process among those that it sees: the one of its local rank, or the
-// only one, as where Slurm or a container shows each process its own.
+// only one. Slurm or a container may show each process its own.
 func (p Place) Device(visible int) (int, error) {
 	switch {
 	case p.LocalRank < visible:

@@ -16,10 +16,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// With Gorgonia's build tag cuda, every op of this module is a gorgonia.CUDADoer: Gorgonia's own
-// CUDA machines call it with their memory, and here it is computed with the kernels of this
-// package, in the context of the machine's engine. All that is allocated for it lives as long as
-// that context, which Gorgonia destroys.
+// With Gorgonia's build tag cuda, every op of this module is a gorgonia.CUDADoer. Gorgonia's own
+// CUDA machines call it with their memory. Here it is computed with the kernels of this package, in
+// the context of the machine's engine. All that is allocated for it lives as long as that context,
+// which Gorgonia destroys.
 //
 // Results are those of a [Machine] in float32. An op waits for the one before it, and its operands
 // are copied on the device; for speed, run the graph on a Machine.

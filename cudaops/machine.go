@@ -29,7 +29,7 @@ import (
 // The graph is compiled once, into kernel launches over memory that is planned before anything
 // runs. Parameters (see [WithParams]) go up once and stay on the device. Other inputs go up before
 // every run, and results come back when [Machine.Value] asks for them. Where the device has memory
-// to spare, a graph that trains takes some of it to save time, and leaves a tenth free, beside what
+// to spare, a graph that trains takes some of it to save time. It leaves a tenth free, beside what
 // AdamW will take for this machine and for others on the device that have no optimiser yet. A node
 // for which there is no kernel is computed on the host, between two copies, with one warning that
 // names it; [WithStrict] makes that an error.
@@ -218,8 +218,9 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	return p, nil
 }
 
-// roomLeft is the share of the card's memory that saving time must leave free: for machines beside
-// this one, as for evaluation, for what is taken while ways are timed, and for other programs.
+// roomLeft is the share of the card's memory that saving time must leave free. It is for machines
+// beside this one, as for evaluation, for what is taken while ways are timed, and for other
+// programs.
 const roomLeft = 0.1
 
 // hasRoom reports whether the program leaves enough of the device's memory to the optimisers that
@@ -396,8 +397,8 @@ func (m *Machine) RunAll() (err error) {
 }
 
 // arrived has a run wait for parameters that come from other ranks, where it does not do so call by
-// call: where it has marks, where Kasmina layers may change parameters ahead of it, and where the
-// parameters are another machine's.
+// call. That is where it has marks, where Kasmina layers may change parameters ahead of it, and
+// where the parameters are another machine's.
 func (m *Machine) arrived() error {
 	if s := m.config.share; s != nil {
 		return s.optimizer.Arrive(m.runner.Stream)

@@ -322,9 +322,10 @@ func (m *Machine) Expect(contributors int, first bool) (err error) {
 }
 
 // Contribute sends the gradients of the last run to the ranks that own them, where this rank is
-// among the first contributors, and adds what comes to this rank's sums, which are begun anew with
-// first. What has left beside the run (see [Machine.Expect]) is not sent again. Of a machine made [WithRanks] all ranks call it after every round of runs, and
-// [Machine.Update] after the last one of a step.
+// among the first contributors. It adds what comes to this rank's sums, which are begun anew with
+// first. What has left beside the run (see [Machine.Expect]) is not sent again. Of a machine made
+// [WithRanks] all ranks call it after every round of runs, and [Machine.Update] after the last one
+// of a step.
 func (m *Machine) Contribute(contributors int, first bool) (err error) {
 	defer in("Contribute", &err)
 	if err = made(m); err != nil {

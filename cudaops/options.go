@@ -177,13 +177,12 @@ const (
 	// loss, so that gradients stay in that range: [Machine.LossScale]. Gradients that
 	// [Machine.Value] returns are without the scale.
 	Float16
-	// Float8 is BFloat16 but for products of linear layers ([op.Linear] and [op.SiLUMLP], forward
-	// and for the gradient of their input), whose operands it rounds to float8 (E4M3), each row of
+	// Float8 is BFloat16 but for products of linear layers: [op.Linear] and [op.SiLUMLP], forward
+	// and for the gradient of their input. It rounds their operands to float8 (E4M3), each row of
 	// tokens and of weights with a scale of its own. Gradients of weights, the output layer with
-	// its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16, and so are
-	// products with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It
-	// needs compute capability 9.0 and cuBLASLt 12.9: else NewMachine returns
-	// [ErrUnsupportedPrecision].
+	// its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16. So are products
+	// with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It needs
+	// compute capability 9.0 and cuBLASLt 12.9: else NewMachine returns [ErrUnsupportedPrecision].
 	Float8
 )
 
@@ -234,13 +233,13 @@ func WithPrecision(p Precision) MachineOption {
 
 // WithGradientPrecision sets how gradients of weights are kept for [Machine.Update]. The default,
 // Float32, keeps them as they were added up. BFloat16 rounds each sum once, when the product that
-// forms it is done: gradients take half the memory, and a step of a large model, which writes and
-// reads them, less time, for three digits in place of seven in what the optimiser adds to its
-// moments. It goes with the precisions BFloat16 and Float8, and is for gradients that one product
-// of an [op.Linear] or an [op.SiLUMLP] forms and nothing but the update reads: those of other ops,
-// such as the output layer, of weights that serve several, and of nodes that [WithOutputs] names
-// stay float32, and so do all in a machine made [WithAccumulation], which adds them up.
-// [Machine.Value] returns float32 in any case.
+// forms it is done. Gradients take half the memory, and a step of a large model, which writes and
+// reads them, takes less time. What the optimiser adds to its moments then has three digits in
+// place of seven. It goes with the precisions BFloat16 and Float8. It is for gradients that one
+// product of an [op.Linear] or an [op.SiLUMLP] forms and nothing but the update reads. Others stay
+// float32: those of other ops, such as the output layer, of weights that serve several, and of
+// nodes that [WithOutputs] names. So do all in a machine made [WithAccumulation], which adds them
+// up. [Machine.Value] returns float32 in any case.
 func WithGradientPrecision(p Precision) MachineOption {
 	return func(c *machineConfig) error {
 		if p != Float32 && p != BFloat16 {

@@ -224,8 +224,8 @@ func WithMonitor(every int) MachineOption {
 }
 
 // Monitor returns what the ops of a run have taken so far on average, the longest first, with the
-// ways in which they are computed, and under the name Update what the optimiser took. It is empty
-// before the first sample, and without [WithMonitor].
+// ways in which they are computed. What the optimiser took has the name Update. It is empty before
+// the first sample, and without [WithMonitor].
 func (m *Machine) Monitor() (_ []OpTime, err error) {
 	defer in("Monitor", &err)
 	if err = made(m); err != nil {

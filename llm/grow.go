@@ -22,8 +22,8 @@ import (
 type Growth struct {
 	Controller state.Controller
 	// Validation is the text that blueprints are judged by. From Grafting on, a seed's performance
-	// is minus the model's mean loss on it, and that is compared with the loss of the model's twin,
-	// which makes the same steps on the same batches from the same state, without the blueprints
+	// is minus the model's mean loss on it, which is compared with that of the model's twin. The
+	// twin makes the same steps on the same batches from the same state, without the blueprints
 	// that are being grafted. The stability of such a seed is the share of the text's batches in
 	// which the two differ in the direction in which their means do. When those blueprints are
 	// given up, the twin takes the model's place. A seed that trains is tried at full strength: by

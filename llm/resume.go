@@ -30,14 +30,14 @@ var ErrSettings = errors.New("checkpoint of a run with other settings")
 
 // Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path.
 // The run then continues as if it had never stopped, bit for bit on processors with the same
-// instructions. A file that is damaged, of another architecture (ErrArchitecture), of other data
-// (data.ErrChanged), of a run with other settings (ErrSettings: the fields of TrainConfig that
-// matter, Config.KasminaOptions, the schedule, the optimiser and its options, the loader's seed,
-// the tokenizer, the engine, how it grows) or beyond TrainConfig.Steps is an error, after which the
-// trainer is as before. When the engine cannot take what was read, the error says so: model and
-// optimiser are the file's then, which Model.Save can save, and the trainer's Run, Save and
-// Evaluate refuse until a Resume succeeds. When the context ends while the file is read, nothing
-// has changed either. A run that goes on meanwhile goes on from there.
+// instructions. A file is refused that is damaged, of another architecture (ErrArchitecture), of
+// other data (data.ErrChanged), of a run with other settings (ErrSettings) or beyond
+// TrainConfig.Steps. The trainer then is as before. Settings are the fields of TrainConfig that
+// matter, Config.KasminaOptions, the schedule, the optimiser and its options. They are also the
+// loader's seed, the tokenizer, the engine, and how the run grows. When the engine cannot take what
+// was read, the error says so. Model and optimiser are the file's then, which Model.Save can save.
+// The trainer's Run, Save and Evaluate refuse until a Resume succeeds. When the context ends while
+// the file is read, nothing has changed either. A run that goes on meanwhile goes on from there.
 //
 // Grow may be called before or after: where the run grew in another way, or not at all, Resume or
 // Run returns the ErrSettings.
@@ -117,9 +117,9 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	return nil
 }
 
-// runIn reads the state of a run from a file, and returns it if the trainer can go on from there,
-// with the model's configuration, whose blocks may have grown from those that the trainer's began
-// with, and the settings that differ and may.
+// runIn reads the state of a run from a file, and returns it if the trainer can go on from there.
+// It also returns the model's configuration, whose blocks may have grown from those that the
+// trainer's began with, and the settings that differ and may.
 func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []string, error) {
 	c, err := model.ConfigIn(f)
 	if err != nil {

@@ -106,8 +106,8 @@ func (c *TrainConfig) check() error {
 // weights, as optim.NewAdamW does by default: optim.WithGroup(optim.NameContains("kasmina"),
 // optim.Decay(0)) spares them.
 //
-// While Run goes on, any goroutine may call the other methods: Step, Last and On answer at once,
-// all others wait for the end of the present step, and see the model as it is then. What callbacks
+// While Run goes on, any goroutine may call the other methods. Step, Last and On answer at once.
+// All others wait for the end of the present step, and see the model as it is then. What callbacks
 // that are still to be called will change is not in it. Loader and Optimizer are for callbacks
 // alone then.
 type Trainer struct {
@@ -367,10 +367,11 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	return errs
 }
 
-// Run trains until Config.Steps, until a callback or a step fails, or until the context ends, which
-// is checked between steps, between the batches of one, which then has not been, and within
-// evaluations and samples. The error is its [context.Cause] then. In every case the callbacks see
-// RunEnd. A trainer does one run at a time, and a later Run goes on with the steps that are left.
+// Run trains until Config.Steps, until a callback or a step fails, or until the context ends. The
+// context is checked between steps, within evaluations and samples, and between the batches of a
+// step, which then has not been. The error is its [context.Cause] then. In every case the callbacks
+// see RunEnd. A trainer does one run at a time, and a later Run goes on with the steps that are
+// left.
 func (t *Trainer) Run(ctx context.Context) error {
 	if err := t.begin(ctx); err != nil {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)

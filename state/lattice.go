@@ -1,6 +1,6 @@
 // Package state holds the seeds of a Kasmina layer: what each of them is doing, how far it is
-// blended in, what has been measured of its chunk of the activations, and the rules by which it
-// moves from stage to stage.
+// blended in, and what has been measured of its chunk of the activations. It has the rules by which
+// a seed moves from stage to stage.
 //
 // A layer cuts the D features of an activation tensor [rows, D] into S equal chunks of C = D/S, and
 // seed s looks after columns sC to (s+1)C. A [Lattice] keeps all seeds of one layer, one array per
@@ -13,7 +13,7 @@
 // [Lattice.StepEpoch], called once an epoch, moves α. So it goes on until the blueprint is
 // fossilized, or culled and the seed recycled. The table of stages is at [Stage].
 //
-// A [Network] holds the lattices of all layers of a model: commands to it act on several seeds at
+// A [Network] holds the lattices of all layers of a model. Commands to it act on several seeds at
 // once, wait for the end of a step, and bring the parameters of the seeds' slots with them. A
 // [Controller] decides on commands by the network's reports; package control has some.
 package state
@@ -192,8 +192,8 @@ func WithTransitions(n int) Option {
 	}
 }
 
-// WithQuarantine makes a seed that does not match its checksum a new, dormant one when an epoch
-// ends and when the lattice is loaded, which the next epoch's end tells of in a Quarantined event.
+// WithQuarantine makes a seed that does not match its checksum a new, dormant one, when an epoch
+// ends and when the lattice is loaded. The next epoch's end tells of it in a Quarantined event.
 // Without it both are errors wrapping [ErrCorrupt].
 func WithQuarantine() Option {
 	return func(c *config) error {
@@ -202,11 +202,11 @@ func WithQuarantine() Option {
 	}
 }
 
-// WithAlphaNoise blends a blueprint, in stage Grafting, with an α that is drawn anew: evenly from (1 −
-// width)·α to (1 + width)·α, at most 1, where α is the schedule's. So the host does not come to depend
-// on the blueprint before the verdict. The default is 0, none. On a chunk every pass of training
-// draws, and where what a blueprint computes is part of a model's graph, as at a weight and in the
-// stream, every step. In depth there is no α: new blocks are there as a whole.
+// WithAlphaNoise blends a blueprint, in stage Grafting, with an α that is drawn anew. It is drawn
+// evenly from (1 − width)·α to (1 + width)·α, at most 1, where α is the schedule's. So the host does
+// not come to depend on the blueprint before the verdict. The default is 0, none. On a chunk every
+// pass of training draws. Where what a blueprint computes is part of a model's graph, as at a weight
+// and in the stream, every step does. In depth there is no α: new blocks are there as a whole.
 func WithAlphaNoise(width float64) Option {
 	return func(c *config) error {
 		if c.Noise = width; !(width >= 0 && width <= 1) {

@@ -343,9 +343,9 @@ const (
 	keptScales  = "kept_scales"  // float64 [k]
 )
 
-// Arrays returns a copy of the network's complete state as named arrays: those of every lattice
-// (see [Lattice.Arrays]), with the layer's name and a dot before their own, and what is kept of the
-// slots of seeds that are being grafted.
+// Arrays returns a copy of the network's complete state as named arrays. They are those of every
+// lattice (see [Lattice.Arrays]), with the layer's name and a dot before their own, and what is
+// kept of the slots of seeds that are being grafted.
 func (n *Network) Arrays() (all []Array) {
 	n = n.orNone()
 	defer n.lock()()

@@ -9,9 +9,9 @@ import (
 )
 
 // ForGPUs is the job that a program runs in the place of its own work, where it is to start a
-// process a GPU: gpus is what its user asks for, 0 for nothing, and args are its own arguments,
-// which the processes get. On a host of Kubeflow Trainer it is what PET_NPROC_PER_NODE asks for. It
-// is nil where the program does the work: alone, or as one of the processes that this package,
+// process a GPU. gpus is what its user asks for, 0 for nothing. args are its own arguments, which
+// the processes get. On a host of Kubeflow Trainer it is what PET_NPROC_PER_NODE asks for. It is
+// nil where the program does the work: alone, or as one of the processes that this package,
 // torchrun, Slurm or MPI has started.
 func ForGPUs(gpus int, args []string, getenv func(string) string) (*Job, error) {
 	if gpus < 0 {

@@ -1,5 +1,5 @@
-// Package cudabench times this module's CUDA kernels one by one, on random data, and beside them
-// what bounds them on the same card: a copy in device memory and a large matrix product of
+// Package cudabench times this module's CUDA kernels one by one, on random data. Beside them it
+// times what bounds them on the same card: a copy in device memory and a large matrix product of
 // cuBLASLt.
 //
 // A time is the median of launches between two events. The cache is overwritten before each, since

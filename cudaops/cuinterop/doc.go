@@ -1,7 +1,7 @@
-// Package cuinterop joins cudaops with gorgonia.org/cu: contexts, streams and device memory that a
-// program holds through that package are used by a machine as they are, without a copy, and those
-// of a machine are handed out. It needs cgo and CUDA's headers, so its functions exist only with
-// the build tag cu (or Gorgonia's own, cuda); cudaops itself needs neither.
+// Package cuinterop joins cudaops with gorgonia.org/cu. Contexts, streams and device memory that a
+// program holds through that package are used by a machine as they are, without a copy. Those of a
+// machine are handed out. It needs cgo and CUDA's headers, so its functions exist only with the
+// build tag cu (or Gorgonia's own, cuda); cudaops itself needs neither.
 //
 // # Building
 //

@@ -125,8 +125,8 @@ func (w *weights) bytes(c llm.Config) (total int64) {
 	return total
 }
 
-// Read hands the elements of a tensor to put, in order and in pieces, as little-endian numbers of
-// dtype float32, float16 or bfloat16, as they stand in the file: for a device that is to hold
+// Read hands the elements of a tensor to put, in order and in pieces, as they stand in the file:
+// little-endian numbers of dtype float32, float16 or bfloat16. It is for a device that is to hold
 // them without a copy on the host. It may be called from several goroutines. A number that is NaN
 // or infinite is an error that wraps llm.ErrDiverged.
 func (f *Folder) Read(ctx context.Context, name string,

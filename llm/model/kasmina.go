@@ -305,9 +305,10 @@ func (m *Model) fileSlots() modelfile.Slots {
 // LoadBlueprint sets the slot of a seed's blueprint to what the safetensors file at path holds, as
 // [Model.SaveBlueprint] writes it. Other programs may write its numbers as float32 too. While a
 // trainer runs it waits for the end of the present step; to go on meanwhile, submit what
-// [Model.ReadBlueprint] returns. On an error nothing has changed: a damaged file, numbers that are
-// not finite, another kind than the seed's or than that of a seed that shares the slot, another
-// shape than this model's slots hold, or a seed that is dormant or frozen for good.
+// [Model.ReadBlueprint] returns. On an error nothing has changed. Errors are a damaged file,
+// numbers that are not finite, and another shape than this model's slots hold. So is another kind
+// than the seed's or than that of a seed that shares the slot, and a seed that is dormant or frozen
+// for good.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	c, err := m.ReadBlueprint(path, layer, seed)
 	if err != nil {

@@ -40,12 +40,12 @@ type Model struct {
 	shape    uint64        // how often the blocks have become others, on which graphs depend
 }
 
-// New returns a model with fresh parameters of type dt, float32 or float64: normal with
+// New returns a model with fresh parameters of type dt, float32 or float64. They are normal with
 // deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
-// al., "Language Models are Unsupervised Multitask Learners", 2019), norms at 1 or, with
-// NormPlusOne, at 0, biases at 0, and Kasmina slots at the Residual kind's identity. The same seed
-// gives the same parameters. The lattices of the Kasmina layers get the given options; Config.Slots
-// is their number of slots.
+// al., "Language Models are Unsupervised Multitask Learners", 2019). Norms are 1 or, with
+// NormPlusOne, 0, biases are 0, and Kasmina slots are at the Residual kind's identity. The same
+// seed gives the same parameters. The lattices of the Kasmina layers get the given options;
+// Config.Slots is their number of slots.
 func New(c arch.Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	// Each parameter has a stream of its own, so that adding one does not change the others.
 	return newModel(c, dt, func(i int, p arch.Spec) func() float64 {

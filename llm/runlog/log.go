@@ -1,5 +1,5 @@
-// Package runlog tells of a training run, from its events alone: [Progress] to the person who waits
-// for it, [JSON] to a file that programs and people read later, with [Read] or without.
+// Package runlog tells of a training run, from its events alone. [Progress] tells the person who
+// waits for it, [JSON] a file that programs and people read later, with [Read] or without.
 package runlog
 
 import (

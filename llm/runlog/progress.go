@@ -14,11 +14,11 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Progress shows a run to the person who waits for it: a bar with step, loss, tokens per second,
-// time left, the last held-out bits per byte and, where there is room, the seeds that grow by their
-// stages, and the samples. On a terminal the bar is redrawn
-// in place, ten times a second at most. In any other writer, such as a file, it is a line at each
-// evaluation and otherwise every ten seconds.
+// Progress shows a run to the person who waits for it: a bar, and the samples. The bar has step,
+// loss, tokens per second, time left and the last held-out bits per byte. Where there is room it
+// has the seeds that grow, by their stages. On a terminal the bar is redrawn in place, ten times a
+// second at most. In any other writer, such as a file, it is a line at each evaluation and
+// otherwise every ten seconds.
 func Progress(w io.Writer) llm.Callback {
 	p := &progress{w: w, terminal: isTerminal(w)}
 	return func(e llm.Event) error {

@@ -31,8 +31,8 @@ import (
 
 // Events writes an event file of each run to a folder, which it makes. Scalars are train/loss,
 // train/learning_rate, train/gradient_norm, train/tokens_per_second, validation/loss,
-// validation/bits_per_byte and seeds/STAGE, how many seeds are in a stage; texts are sample; and
-// histograms, once an epoch and for each lattice, are lattice/LAYER/alpha, dead_ratio, variance and
+// validation/bits_per_byte and seeds/STAGE, how many seeds are in a stage. The text is sample.
+// Histograms, once an epoch and for each lattice, are lattice/LAYER/alpha, dead_ratio, variance and
 // gradient_norm. A number that is NaN or infinite is left out.
 func Events(folder string) llm.Callback {
 	w := &writer{folder: folder}

@@ -26,9 +26,9 @@ import (
 // A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation
 // of Rare Words with Subword Units", 2016; on bytes as in Radford et al., "Language Models are
 // Unsupervised Multitask Learners", 2019). Text is cut into pieces: about words with the space
-// before them, numbers, punctuation and line ends with indentation. Inside a piece, which starts as
-// its bytes, the pair of neighbouring tokens that training merged first is merged, the leftmost
-// where it occurs twice, until no pair is left that training merged.
+// before them, numbers, punctuation and line ends with indentation. A piece starts as its bytes.
+// Inside it the pair of neighbouring tokens that training merged first is merged, the leftmost
+// where it occurs twice. That goes on until no pair is left that training merged.
 //
 //	ids 0 to 255           the bytes
 //	ids 256 to 255+merges  the merged pairs, in the order in which training found them

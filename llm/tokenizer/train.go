@@ -10,11 +10,11 @@ import (
 	"slices"
 )
 
-// TrainBPE finds the merges that compress the text: again and again, the most frequent pair of
-// neighbouring tokens becomes a token of its own, of equally frequent ones that with the lower ids.
-// It ends at a vocabulary of the given size, 257 to 2^20, or before, when no pair occurs twice. The
-// same text and size give the same encoding, however the reader portions it. Memory grows with the
-// number of different pieces, not with the text.
+// TrainBPE finds the merges that compress the text. Again and again, the most frequent pair of
+// neighbouring tokens becomes a token of its own. Of equally frequent ones it is that with the
+// lower ids. It ends at a vocabulary of the given size, 257 to 2^20, or before, when no pair occurs
+// twice. The same text and size give the same encoding, however the reader portions it. Memory
+// grows with the number of different pieces, not with the text.
 //
 // The function progress is called, if it is not nil, after each merge. An error of it ends the
 // training, and so does the context.

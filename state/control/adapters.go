@@ -17,7 +17,7 @@ import (
 // them fossilized, which merges them.
 //
 // Unhealthiest weights get the ranks that their gradients ask for. Each singular value σ of a
-// gradient is a direction of rank 1 that could be followed, and those of the largest σ²/(in+out), by
+// gradient is a direction of rank 1 that could be followed. Those of the largest σ²/(in+out), by
 // which the loss falls first for each parameter, are taken until the budget is spent. AllAtOnce is
 // LoRA as it is known, of one Rank everywhere. AtRandom is of that Rank in random places.
 //

@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// Heuristic is a controller that germinates the unhealthiest chunks, moves every blueprint on as
-// soon as its gate opens, gives up those that have failed or whose gate stays shut for too long,
+// Heuristic is a controller that germinates the unhealthiest chunks and moves every blueprint on as
+// soon as its gate opens. It gives up those that have failed or whose gate stays shut for too long,
 // and recycles their seeds. Make one with [NewHeuristic].
 //
 // At a weight it plants a LoRA, and in the stream a Perceptron, where the gradients of the weight, or
@@ -100,9 +100,10 @@ const (
 	AllAtOnce    Where = "all"    // all of them at epoch Begin, whatever PerEpoch says
 )
 
-// NewHeuristic returns a controller with the given budgets, Begin 1, no End, PerEpoch a quarter of
-// maxActive, Patience 200, RampEpochs 50, Rank 8, Features 128, Hunger 1, Dead 0.5, Silence 0.1, Spike 30, Drift 0.1, and
-// Capacity ChunkMLP, LowRank, ConvFilter. Its fields may be changed before it is used.
+// NewHeuristic returns a controller with the given budgets, Begin 1, no End and PerEpoch a quarter
+// of maxActive. Patience is 200, RampEpochs 50, Rank 8, Features 128, Hunger 1, Dead 0.5, Silence
+// 0.1, Spike 30 and Drift 0.1. Capacity is ChunkMLP, LowRank, ConvFilter. Its fields may be changed
+// before it is used.
 func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 	return &Heuristic{
 		MaxActive: maxActive, MaxParameters: maxParameters, PerEpoch: max(1, maxActive/4),
@@ -164,7 +165,7 @@ var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: sta
 	state.ErrArgument)
 
 // LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be
-// fossilized, when blueprints are compared every so many epochs; 0 for a lattice
+// fossilized, when blueprints are compared every so many epochs. It is 0 for a lattice
 // [state.WithoutGates], which has no thresholds to meet. The error names a stage that h gives up
 // before its gate can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {

@@ -21,11 +21,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// A set is a checkpoint in several files: the main file, which tells how many parts there are and
-// what they are called, and beside it a file for each rank with its part of the optimiser's
-// moments. The parts are written first, under names that no other set has. The main file takes the
-// place of the one before in one step, and only then the parts before it are removed. So whatever
-// is killed when, the main file is that of a set which is complete.
+// A set is a checkpoint in several files. The main file tells how many parts there are and what
+// they are called. Beside it is a file for each rank with its part of the optimiser's moments. The
+// parts are written first, under names that no other set has. The main file takes the place of the
+// one before in one step, and only then the parts before it are removed. So whatever is killed
+// when, the main file is that of a set which is complete.
 //
 // A part holds stretches of moments, flat, each under OptimizerPrefix, the moment's name, "@" and
 // the element that it begins at. Ranks hold them in order: those of a moment stand one behind the

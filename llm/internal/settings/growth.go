@@ -18,11 +18,11 @@ import (
 // fingerprint.
 const maxControllerOptions = 4 << 10
 
-// GrowthOf returns what a run that grows is compared by when it is resumed: the type of its
-// controller, its exported fields as JSON (beyond 4 KiB their fingerprint, and nothing where JSON
-// cannot write them), after how many epochs blueprints are compared, and the fingerprint of the
-// text that they are compared on. What a controller keeps in fields that JSON leaves out is not
-// compared.
+// GrowthOf returns what a run that grows is compared by when it is resumed. It has the type of the
+// controller and its exported fields as JSON: beyond 4 KiB their fingerprint, and nothing where
+// JSON cannot write them. It also has after how many epochs blueprints are compared, and the
+// fingerprint of the text that they are compared on. What a controller keeps in fields that JSON
+// leaves out is not compared.
 func GrowthOf(controller any, every int, validation string) *Growth {
 	g := &Growth{Controller: fmt.Sprintf("%T", controller), Every: every, Validation: validation}
 	options, err := json.Marshal(controller)

@@ -1,7 +1,7 @@
 // Package hf reads the tokenizer.json of Hugging Face and gives the ids that Rust's tokenizers
-// gives: byte-pair encodings at byte level (GPT-2, Llama 3, Qwen, SmolLM, Mistral's Tekken) and of
-// characters with byte fallback (Llama 2, Mistral, Gemma). What a file asks for and this package
-// does not do is an error that names it.
+// gives. It has byte-pair encodings at byte level (GPT-2, Llama 3, Qwen, SmolLM, Mistral's Tekken)
+// and of characters with byte fallback (Llama 2, Mistral, Gemma). What a file asks for and this
+// package does not do is an error that names it.
 package hf
 
 import (
