@@ -374,7 +374,13 @@ const shim = `set -euo pipefail
 kasmina() { "$BIN/kasmina" "$@"; }
 go() {
 	case "$1 ${2-}" in
-	"run ./"*) "$BIN/$(basename "$2")" "${@:3}" ;;
+	"run ./"*)
+		if [ -x "$BIN/$(basename "$2")" ]; then
+			"$BIN/$(basename "$2")" "${@:3}"
+		else # a program of the document's own
+			command go "$@"
+		fi
+		;;
 	"get "*) command go mod edit -require="$2@v0.0.0" -replace="$2=$MODULE" ;;
 	"mod tidy")
 		command go mod edit -json "$MODULE/go.mod" |
