@@ -806,8 +806,9 @@ func TestTraits(t *testing.T) {
 	t.Run("scaled", func(t *testing.T) { testTraits(t, device, 1e-5, fakeOption, scaledGradients) })
 	t.Run("GPU", func(t *testing.T) { testTraits(t, openGPU(t), 1e-4) })
 	t.Run("float16", func(t *testing.T) { testTraits(t, openGPU(t), 2e-2, WithPrecision(Float16)) })
+	// Norms of heads of four elements can be small, and then multiply what bfloat16 rounds.
 	t.Run("bfloat16", func(t *testing.T) {
-		testTraits(t, openGPU(t), 7e-2, WithPrecision(BFloat16))
+		testTraits(t, openGPU(t), 0.15, WithPrecision(BFloat16))
 	})
 }
 
