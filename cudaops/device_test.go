@@ -40,9 +40,7 @@ func TestOpenFake(t *testing.T) {
 			Memory: 3 << 29, SMs: 66},
 		{Name: "C", Major: 7, Minor: 5}}})
 	d, err := Open(withDriver(f), WithOrdinal(1))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	major, minor := d.ComputeCapability()
 	if d.Name() != "B" || d.Ordinal() != 1 || major != 8 || minor != 9 {
 		t.Errorf("got %s, GPU %d, %d.%d", d.Name(), d.Ordinal(), major, minor)
@@ -53,19 +51,13 @@ func TestOpenFake(t *testing.T) {
 		t.Errorf("String() = %q, want %q", d, want)
 	}
 	p, err := d.ctx.Alloc(1 << 20)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if free, total, err := d.Memory(); err != nil || total != 3<<29 || total-free != 1<<20 {
 		t.Errorf("Memory() = %d, %d, %v", free, total, err)
 	}
-	if err := d.ctx.Free(p); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, d.ctx.Free(p))
 	for range 2 {
-		if err := d.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, d.Close())
 	}
 	if _, _, err := d.Memory(); !errors.Is(err, gpu.ContextIsDestroyed) {
 		t.Errorf("Memory after Close: %v", err)
@@ -164,9 +156,7 @@ func TestOpenHere(t *testing.T) {
 	d, err := Open()
 	if err == nil {
 		t.Log(d)
-		if err := d.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, d.Close())
 		return
 	}
 	if !errors.Is(err, ErrNoDevice) && !errors.Is(err, ErrUnsupportedDevice) {
@@ -220,17 +210,13 @@ func TestInterop(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		owner, f, fakeOption := openFake(t, fake.Config{})
 		adopted, err := Open(withDriver(f), WithContext(owner.Context()))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		testInterop(t, owner, adopted, fakeOption)
 	})
 	t.Run("GPU", func(t *testing.T) {
 		owner := openGPU(t)
 		adopted, err := Open(WithContext(owner.Context()))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		testInterop(t, owner, adopted)
 	})
 }
@@ -246,9 +232,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	for err == nil && stream <= 2 { // the fake driver counts from 1
 		stream, err = h.ctx.NewStream()
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := other.open(t, adopted, append(opts, WithStream(uintptr(stream)))...)
 	if adopted.Context() != owner.Context() || got.Stream() != uintptr(stream) {
 		t.Errorf("context %#x and stream %#x, want %#x and %#x", adopted.Context(), got.Stream(),
@@ -259,9 +243,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	weights := h.place(flat(t, other.weights.Value()))
 	for n, p := range map[*gorgonia.Node]uintptr{other.x: x, other.x.Deriv(): dx,
 		other.weights: weights} {
-		if err := got.Bind(n, p, 4*n.Shape().TotalSize()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, got.Bind(n, p, 4*n.Shape().TotalSize()))
 		if at, bytes, err := got.Address(n); err != nil || at != p ||
 			bytes != 4*n.Shape().TotalSize() {
 			t.Errorf("Address = %#x, %d, %v, want %#x", at, bytes, err, p)
@@ -273,22 +255,14 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 		h.write(x, values)
 		if run == 3 { // the next run shall read it from elsewhere
 			h.write(x, poison)
-			if err := got.Bind(other.x, h.place(values), 4*len(values)); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, got.Bind(other.x, h.place(values), 4*len(values)))
 		}
 		before := adopted.ctx.Stats()
-		if err := got.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		if err := h.ctx.SyncStream(stream); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, got.RunAll())
+		require.NoError(t, h.ctx.SyncStream(stream))
 		sent := adopted.ctx.Stats().Sub(before).ToDevice.Bytes
 		before = owner.ctx.Stats()
-		if err := want.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, want.RunAll())
 		if all := owner.ctx.Stats().Sub(before).ToDevice.Bytes; sent != all-int64(4*len(values)) {
 			t.Errorf("run %d sent %d bytes, want %d, all but x", run, sent,
 				all-int64(4*len(values)))
@@ -299,9 +273,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			{own.scales.Deriv(), other.scales.Deriv()}} {
 			a, errA := want.Value(n.a)
 			b, errB := got.Value(n.b)
-			if err := errors.Join(errA, errB); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(errA, errB))
 			if !slices.Equal(flat(t, a), flat(t, b)) {
 				t.Errorf("run %d: %v differs", run, n.a)
 			}
@@ -311,9 +283,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			}
 		}
 	}
-	if err := errors.Join(got.Close(), adopted.Close()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(got.Close(), adopted.Close()))
 	if _, err := got.RunAll(), got.Bind(other.x, x, 4); err == nil ||
 		!strings.Contains(err.Error(), "closed") {
 		t.Errorf("Bind after Close: %v", err)
@@ -322,12 +292,8 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 		t.Errorf("Address after Close: %v", err)
 	}
 	h.read(dx, 1) // the context, the stream and the memory live on
-	if err := h.ctx.SyncStream(stream); err != nil {
-		t.Error(err)
-	}
-	if err := h.ctx.DestroyStream(stream); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, h.ctx.SyncStream(stream))
+	require.NoError(t, h.ctx.DestroyStream(stream))
 }
 
 func TestInteropRefusals(t *testing.T) {
@@ -369,11 +335,7 @@ func TestInteropRefusals(t *testing.T) {
 			t.Errorf("Bind(%v, %#x, %d) moved x", c.node, c.ptr, c.bytes)
 		}
 	}
-	other, err := NewMachine(device, k.g, fakeOption, WithParamsOf(m))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer other.Close()
+	openMachine(t, device, k.g, fakeOption, WithParamsOf(m))
 	if err := m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()); err == nil ||
 		!strings.Contains(err.Error(), "WithParamsOf") {
 		t.Errorf("a shared parameter: %v", err)
@@ -396,19 +358,13 @@ func newSingleRunner(t *testing.T, device *Device, opts ...MachineOption) *singl
 		return run.NewLauncher(ctx), nil
 	}}
 	for _, o := range opts {
-		if err := o(&config); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, o(&config))
 	}
 	ops, err := newSingleOps(device, config.kernels)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r := &singleRunner{t: t, ops: ops, of: map[*gorgonia.Node]*singleOp{}}
 	memory, err := device.ctx.Alloc(8 << 20)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		for _, l := range r.of {
 			r.ok(l.close())
@@ -502,11 +458,7 @@ func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
 	t.Logf("random seed %d", seed)
 	_, a := newBatch(t, llm.ForTraining, seed)
 	_, b := newBatch(t, llm.ForTraining, seed)
-	m, err := NewMachine(device, a.G, append(opts, WithOutputs(a.Loss))...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m := openMachine(t, device, a.G, append(opts, WithOutputs(a.Loss))...)
 	r := newSingleRunner(t, device, opts...)
 	for step := range uint64(few(3, 2)) {
 		a.draw(t, seed+step)
@@ -578,10 +530,8 @@ func TestSingleRefusals(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := newKasminaGraph(t, 1, nil)
 	r := newSingleRunner(t, device, fakeOption)
-	if err := gorgonia.Let(k.g.ByName("targets")[0],
-		tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, gorgonia.Let(k.g.ByName("targets")[0],
+		tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))))
 	if err := r.run(k.g); err == nil || !strings.Contains(err.Error(), "is 24, want an id") {
 		t.Errorf("a target outside the vocabulary: %v", err)
 	}
@@ -736,9 +686,7 @@ func newLifetime(t *testing.T, newOptimizer func() (optim.Optimizer, error)) *li
 	t.Helper()
 	model, b := newBatch(t, llm.ForTraining, 2)
 	o, err := newOptimizer()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return &lifetime{model: model, batch: b, optimizer: o}
 }
 
@@ -883,9 +831,7 @@ func TestRetry(t *testing.T) {
 	}
 	device, _, fakeOption := openFake(t, fake.Config{})
 	plain := newLifetime(t, newAdamW)
-	if err := errors.Join(plain.open(device, fakeOption), plain.machine.RunAll()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(plain.open(device, fakeOption), plain.machine.RunAll()))
 	want := value(t, plain)
 	for _, call := range []string{"cuMemHostAlloc", "cuEventCreate", "cuEventRecord",
 		"cuEventSynchronize", "cuModuleGetFunction",
@@ -895,9 +841,7 @@ func TestRetry(t *testing.T) {
 		for _, nth := range []int{1, 2 + r.IntN(8)} {
 			device, cuda, fakeOption := openFake(t, fake.Config{})
 			l := newLifetime(t, newAdamW)
-			if err := l.open(device, fakeOption, WithMonitor(2)); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, l.open(device, fakeOption, WithMonitor(2)))
 			cuda.Fail(call, nth, gpu.OutOfMemory)
 			for run := range 5 {
 				err := l.machine.RunAll()
@@ -925,9 +869,7 @@ func TestRetry(t *testing.T) {
 			}
 		}
 	}
-	if err := plain.machine.Close(); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, plain.machine.Close())
 }
 
 // TestOutOfMemory wants an error that says what asked for how much and what is free, and a device
@@ -948,18 +890,12 @@ func TestOutOfMemory(t *testing.T) {
 		wants(t, squareOf(device, 4096, fakeOption), "128.00 MiB", "33.00 MiB are free")
 		// A machine that fits, with an optimiser that does not.
 		l := newLifetime(t, newAdamW)
-		if err := l.open(device, fakeOption); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.open(device, fakeOption))
 		defer l.machine.Close()
 		free, _, err := device.Memory()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		hog, err := device.ctx.Alloc(int(free))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		bigger := newLifetime(t, newMuon)
 		err = l.machine.SetOptimizer(bigger.optimizer, 1)
 		wants(t, err, "SetOptimizer: allocating", "for Muon's directions",
@@ -978,9 +914,7 @@ func TestOutOfMemory(t *testing.T) {
 		before := device.ctx.Stats()
 		wants(t, squareOf(device, 1<<20), "the graph needs 8.00 TiB of device memory", "are free")
 		_, total, err := device.Memory()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		_, err = device.ctx.Alloc(int(total))
 		wants(t, err, gpu.Size(total)+" asked for", "free")
 		if held := device.ctx.Stats().Sub(before); held.DeviceBytes != 0 || held.HostBytes != 0 {
@@ -1039,18 +973,14 @@ func TestLostContext(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, cuda, fakeOption := openFake(t, fake.Config{})
 		l := newLifetime(t, newMuon)
-		if err := errors.Join(l.open(device, fakeOption), l.step(), l.step()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(l.open(device, fakeOption), l.step(), l.step()))
 		cuda.Fail("cuGraphLaunch", 1, gpu.LaunchFailed)
 		l.checkLost(t, device, gpu.LaunchFailed, fakeOption)
 	})
 	t.Run("closed", func(t *testing.T) { // the device before the machine, against the rules
 		device, _, fakeOption := openFake(t, fake.Config{})
 		l := newLifetime(t, newMuon)
-		if err := errors.Join(l.open(device, fakeOption), l.step()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(l.open(device, fakeOption), l.step()))
 		if err := device.Close(); err == nil || !strings.Contains(err.Error(), "still alive") {
 			t.Errorf("closing a device in use: %v", err)
 		}
@@ -1136,9 +1066,7 @@ func TestChild(t *testing.T) {
 		return
 	}
 	device, err := Open()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	l := newLifetime(t, newAdamW)
 	err = l.open(device)
 	if task == "libcublasLt" {
@@ -1150,21 +1078,13 @@ func TestChild(t *testing.T) {
 		t.Log(err)
 		return
 	}
-	if err := errors.Join(err, l.step(), l.step()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(err, l.step(), l.step()))
 	module, err := device.ctx.LoadModule([]byte(faults))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	kernel, err := device.ctx.Function(module, task)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 1}}
-	if err := device.ctx.Launch(kernel, one, l.machine.runner.Stream, new(gpu.Args)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, device.ctx.Launch(kernel, one, l.machine.runner.Stream, new(gpu.Args)))
 	l.checkLost(t, device, 0)
 	t.Log(device.Close())
 }

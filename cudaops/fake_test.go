@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
@@ -67,13 +68,9 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption
 	}}
 	d := fake.New(c)
 	device, err := Open(withDriver(d))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := device.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, device.Close())
 	})
 	return device, d, func(c *machineConfig) error {
 		c.kernels = func(ctx gpu.Context) (run.Launcher, error) {

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -50,26 +51,14 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 		d.inputs = append(d.inputs, n)
 		return n
 	}
-	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return n
-	}
+	must := gorgonia.Must
 	lattice, err := state.NewLattice(seeds, dim, state.WithoutGates())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i := range seeds - 1 {
-		if err := lattice.RequestGermination(i,
-			state.GerminationRequest{Slot: 1 + i%4}); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, lattice.RequestGermination(i,
+			state.GerminationRequest{Slot: 1 + i%4}))
 		for _, s := range []state.Stage{state.Training, state.Grafting}[:i%3] {
-			if err := lattice.Transition(i, s); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, lattice.Transition(i, s))
 		}
 	}
 	x := must(op.Embedding(ids("ids"), input("table", vocab, dim)))
@@ -95,12 +84,8 @@ func TestCUDADoers(t *testing.T) {
 			t.Fatalf("%v is no CUDADoer", n)
 		}
 	}
-	m, err := NewMachine(device, ours.g, WithParams(ours.params...),
+	m := openMachine(t, device, ours.g, WithParams(ours.params...),
 		WithOutputs(ours.loss), WithStrict())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
 	read := make([]gorgonia.Value, len(theirs.params)+1)
 	gorgonia.Read(theirs.loss, &read[0])
 	for i, p := range theirs.params {
@@ -108,22 +93,15 @@ func TestCUDADoers(t *testing.T) {
 	}
 	vm := gorgonia.NewTapeMachine(theirs.g)
 	for step := range 3 {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		if err := vm.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
+		require.NoError(t, vm.RunAll())
 		vm.Reset()
 		results := gorgonia.Nodes{ours.loss}
 		for _, p := range ours.params {
 			results = append(results, p.Deriv())
 		}
 		for i, n := range results {
-			want, err := m.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			want := valueIn(t, m, n)
 			got := flat(t, read[i])
 			if slices.ContainsFunc(got, func(v float32) bool { return math.IsNaN(float64(v)) }) {
 				t.Errorf("step %d: result %d holds NaN", step, i)
@@ -134,7 +112,5 @@ func TestCUDADoers(t *testing.T) {
 		}
 	}
 	t.Log("all compared")
-	if err := vm.Close(); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, vm.Close())
 }

@@ -267,13 +267,7 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 		gorgonia.WithName("targets"),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(k.rows),
 			tensor.WithBacking([]int{1, 7, 22, 0, 9, 5}))))
-	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return n
-	}
+	must := gorgonia.Must
 	var err error
 	if k.lattice, err = state.NewLattice(k.seeds, k.dim,
 		append(opts, state.WithoutGates())...); err != nil {
@@ -283,17 +277,11 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 		state.FineTuning, state.Fossilized}
 	for i := range k.seeds - 1 {
 		request := state.GerminationRequest{Slot: 1 + i%4, Kind: kinds[i%len(kinds)]}
-		if err := k.lattice.RequestGermination(i, request); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, k.lattice.RequestGermination(i, request))
 		for _, s := range path[:min(i, len(path))] {
-			if err := k.lattice.Transition(i, s); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, k.lattice.Transition(i, s))
 			if s == state.Grafting {
-				if err := k.lattice.SetAlpha(i, 0.1+0.1*float64(i)); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, k.lattice.SetAlpha(i, 0.1+0.1*float64(i)))
 			}
 		}
 	}
@@ -315,10 +303,8 @@ func (k *kasminaGraph) draw(t testing.TB, seed uint64, spoil func([]float32)) {
 	if spoil != nil {
 		spoil(x)
 	}
-	if err := gorgonia.Let(k.x, tensor.New(tensor.WithShape(k.rows, k.dim),
-		tensor.WithBacking(x))); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, gorgonia.Let(k.x, tensor.New(tensor.WithShape(k.rows, k.dim),
+		tensor.WithBacking(x))))
 }
 
 // open returns a machine for the graph.
@@ -326,9 +312,7 @@ func (k *kasminaGraph) open(t testing.TB, device *Device, opts ...MachineOption)
 	t.Helper()
 	m, err := NewMachine(device, k.g, append(opts, WithParams(k.weights, k.scales),
 		WithOutputs(k.loss, k.x.Deriv()))...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return m
 }
 
@@ -388,26 +372,19 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 		for _, k := range []*kasminaGraph{a, b} {
 			k.draw(t, seed+step, nil)
 			if step == 3 {
-				if err := k.lattice.SetTelemetry(state.Telemetry{Mode: state.Debug,
-					Reduction: state.MaxOfRows}); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, k.lattice.SetTelemetry(state.Telemetry{Mode: state.Debug,
+					Reduction: state.MaxOfRows}))
 			}
 			if _, err := k.lattice.StepEpoch(state.Metrics{}); err != nil {
 				t.Fatal(err)
 			}
 		}
 		tape.Reset()
-		if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
 		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
 			b.weights.Deriv(), b.scales.Deriv()}) {
-			v, err := m.Value(nodes[i])
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, m, nodes[i])
 			tolerance := 1e-5
 			if i > 1 { // sums over all rows, which both machines round, each in its order
 				tolerance = 1e-4
@@ -480,9 +457,7 @@ func TestKasminaMachineCopies(t *testing.T) {
 	defer m.Close()
 	copies := func() int64 {
 		before := device.ctx.Stats()
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		return device.ctx.Stats().Sub(before).ToDevice.Count
 	}
 	first := copies()
@@ -492,16 +467,12 @@ func TestKasminaMachineCopies(t *testing.T) {
 				"in the first", n, first)
 		}
 	}
-	if err := k.lattice.SetAlpha(2, 0.9); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, k.lattice.SetAlpha(2, 0.9))
 	if n := copies(); n != first {
 		t.Errorf("%d copies to the device in a run in which the lattice has changed, want %d", n,
 			first)
 	}
-	if err := m.runner.Settle(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.runner.Settle())
 	if n := len(k.lattice.History()); n == 0 {
 		t.Error("no report has arrived")
 	}
@@ -513,9 +484,7 @@ func TestKasminaMachineNonFinite(t *testing.T) {
 	m := k.open(t, device, fakeOption)
 	defer m.Close()
 	k.draw(t, 3, func(x []float32) { x[5] = float32(math.NaN()) })
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
 	_, err := m.Value(k.loss)
 	if !errors.Is(err, op.ErrNonFinite) {
 		t.Errorf("the error is %v, want one that wraps op.ErrNonFinite", err)
@@ -541,22 +510,16 @@ var ownKind = sync.OnceValues(func() (blueprints.Kind, error) {
 func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	kind, err := ownKind()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	k := newKasminaGraph(t, 4, nil)
 	m := k.open(t, device, fakeOption, WithStrict())
 	defer m.Close()
-	if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
-		Kind: kind}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
+		Kind: kind}))
 	if err := m.RunAll(); err != nil {
 		t.Errorf("a seed that has only germinated: %v", err)
 	}
-	if err := k.lattice.Transition(k.seeds-1, state.Training); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, k.lattice.Transition(k.seeds-1, state.Training))
 	if err := m.RunAll(); !errors.Is(err, kasmina.ErrKind) {
 		t.Errorf("the error is %v, want one that wraps ErrKind", err)
 	}
@@ -583,25 +546,17 @@ func TestKasminaOnHost(t *testing.T) {
 func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []op.KasminaOption,
 	opts ...MachineOption) {
 	kind, err := ownKind()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
 	graph := func() *kasminaGraph {
 		k := newWideKasminaGraph(t, seed, 13, nil, layer...)
-		if err := k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
-			Kind: kind}); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
+			Kind: kind}))
 		for _, s := range []state.Stage{state.Training, state.Grafting} {
-			if err := k.lattice.Transition(k.seeds-1, s); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, k.lattice.Transition(k.seeds-1, s))
 		}
-		if err := k.lattice.SetAlpha(k.seeds-1, 0.7); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, k.lattice.SetAlpha(k.seeds-1, 0.7))
 		return k
 	}
 	a, b := graph(), graph()
@@ -614,16 +569,11 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 		a.draw(t, seed+step, nil)
 		b.draw(t, seed+step, nil)
 		tape.Reset()
-		if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
 		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
 			b.weights.Deriv(), b.scales.Deriv()}) {
-			v, err := m.Value(nodes[i])
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, m, nodes[i])
 			if d := distance(t, v, want.Value()); !(d < tolerance) {
 				t.Errorf("step %d: value %d differs by %.2g", step, i, d)
 			}
@@ -818,23 +768,17 @@ func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 	c := llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 2, Seq: 33,
 		Kasmina: []int{0, 1}, Seeds: 8}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i, l := range m.Kasmina.Lattices() {
 		for s := 0; s < c.Seeds; s += 2 {
 			r := state.GerminationRequest{Slot: 1 + s, Kind: blueprints.Kind((i + s/2) % 4)}
 			err := errors.Join(m.Germinate(i, s, r), l.Transition(s, state.Training),
 				l.Transition(s, state.Grafting), l.SetAlpha(s, 0.5))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 		}
 	}
 	g, err := m.Graph(llm.ForTraining, 4, opts...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	b := &batch{Graph: g}
 	b.draw(t, seed)
 	return b
@@ -896,14 +840,9 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 		var got [][]float32
 		for step := range uint64(7) {
 			b.draw(t, seed+step)
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.RunAll())
 			for _, p := range b.Params {
-				v, err := m.Value(p.Deriv())
-				if err != nil {
-					t.Fatal(err)
-				}
+				v := valueIn(t, m, p.Deriv())
 				got = append(got, append([]float32(nil), flat(t, v)...))
 			}
 		}
@@ -939,9 +878,7 @@ func TestKasminaReplaced(t *testing.T) {
 	if n := inPlaceTasks(m); n != len(replaced) || len(keep) != 1+n {
 		t.Fatalf("%d tasks are in place, of %d, and %d values kept", n, len(replaced), len(keep))
 	}
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
 	for _, n := range keep {
 		if _, err := m.Value(n); err != nil {
 			t.Error(err)
@@ -968,9 +905,7 @@ func TestKasminaElsewhere(t *testing.T) {
 	b := grafted(t, 1)
 	g := gradientsOfLayers(b.G)[0]
 	twice, err := gorgonia.Add(g, g)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if m := open(b.G, b.Params, b.Loss, twice); inPlaceTasks(m) != 1 {
 		t.Errorf("%d layers are in place, of two of whose gradients one is read by a sum",
 			inPlaceTasks(m))
@@ -1001,9 +936,7 @@ func TestNormsBehindKasmina(t *testing.T) {
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
 		[]MachineOption{fakeOption,
 			withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })})
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
 	// Two in each block, of which the second is of a sum, and a last one.
 	if runs := k.ascending / 2; runs == 0 || k.ascending != 2*runs || k.descending != 3*runs {
 		t.Errorf("%d norms begin with the first rows, %d with the last", k.ascending, k.descending)
@@ -1034,9 +967,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 	y := node("x", rows, d)
 	for i, n := range seeds {
 		l, err := state.NewLattice(n, d, state.WithoutGates(), state.WithTelemetry(telemetry[i]))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for s := range n - 1 {
 			kind := []blueprints.Kind{blueprints.Residual, blueprints.MLPExpansion}[s%2]
 			err := l.RequestGermination(s,
@@ -1047,9 +978,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 					err = errors.Join(err, l.SetAlpha(s, 0.3))
 				}
 			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 		}
 		w, a := node(fmt.Sprintf("w%d", i), slots, d/n), node(fmt.Sprintf("a%d", i), slots)
 		if y, err = op.Kasmina(y, w, a, l); err != nil {
@@ -1065,9 +994,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 	if k.loss, err = op.CrossEntropy(y, target); err == nil {
 		_, err = gorgonia.Grad(k.loss, k.params...)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return k
 }
 
@@ -1096,20 +1023,14 @@ func TestKasminaReports(t *testing.T) {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			a, b := newKasminaChain(t, seed, c.telemetry, seeds),
 				newKasminaChain(t, seed, c.telemetry, seeds)
-			m, err := NewMachine(device, a.loss.Graph(), append(opts, WithParams(a.params...),
+			m := openMachine(t, device, a.loss.Graph(), append(opts, WithParams(a.params...),
 				WithOutputs(a.loss))...)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer m.Close()
 			tape := gorgonia.NewTapeMachine(b.loss.Graph())
 			defer tape.Close()
 			for step := range 5 {
 				tape.Reset()
 				before := device.ctx.Stats()
-				if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 				copies, size := int64(1), 4*all*c.words
 				for _, p := range a.params {
 					// scales, which tell whether anybody has written the slots
@@ -1123,10 +1044,7 @@ func TestKasminaReports(t *testing.T) {
 						down.Count, down.Bytes, copies, size)
 				}
 				for i, p := range a.params {
-					v, err := m.Value(p.Deriv())
-					if err != nil {
-						t.Fatal(err)
-					}
+					v := valueIn(t, m, p.Deriv())
 					if d := distance(t, v, b.params[i].Deriv().Value()); !(d < 1e-4) {
 						t.Errorf("step %d: the gradient of %s differs by %.2g", step, p.Name(), d)
 					}
@@ -1195,9 +1113,7 @@ func TestKasminaTiming(t *testing.T) {
 		for step := range uint64(30) {
 			for i, m := range machines {
 				graphs[i].draw(t, seed+step, func(x []float32) { x[5] = float32(math.NaN()) })
-				if err := m.RunAll(); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, m.RunAll())
 				if _, err := m.Value(graphs[i].loss); err != nil {
 					t.Fatal(err)
 				}
@@ -1207,10 +1123,7 @@ func TestKasminaTiming(t *testing.T) {
 			{graphs[0].weights.Deriv(), graphs[1].weights.Deriv()}} {
 			var bits [2][]float32
 			for i, m := range machines {
-				v, err := m.Value(n[i])
-				if err != nil {
-					t.Fatal(err)
-				}
+				v := valueIn(t, m, n[i])
 				bits[i] = flat(t, v)
 			}
 			for i, v := range bits[0] {

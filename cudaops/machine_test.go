@@ -59,13 +59,9 @@ func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch
 		c.FF = 33
 	}
 	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	g, err := m.Graph(kind, 3)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	b := &batch{Graph: g}
 	b.draw(t, seed)
 	return m, b
@@ -81,10 +77,8 @@ func (b *batch) draw(t testing.TB, seed uint64) {
 		b.ids[i], b.targets[i] = r.IntN(19), r.IntN(19)
 	}
 	for node, x := range map[*gorgonia.Node][]int{b.IDs: b.ids, b.Targets: b.targets} {
-		if err := gorgonia.Let(node, tensor.New(tensor.WithShape(n),
-			tensor.WithBacking(x))); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, gorgonia.Let(node, tensor.New(tensor.WithShape(n),
+			tensor.WithBacking(x))))
 	}
 }
 
@@ -124,15 +118,29 @@ func openGPU(t testing.TB) *Device {
 	if errors.Is(err, ErrNoDevice) {
 		t.Skip("needs an NVIDIA GPU: ", err)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := device.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, device.Close())
 	})
 	return device
+}
+
+// openMachine makes a machine that is closed when the test ends.
+func openMachine(t testing.TB, device *Device, g *gorgonia.ExprGraph,
+	opts ...MachineOption) *Machine {
+	t.Helper()
+	m, err := NewMachine(device, g, opts...)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, m.Close()) })
+	return m
+}
+
+// valueIn is a node's value in a machine.
+func valueIn(t testing.TB, m *Machine, n *gorgonia.Node) gorgonia.Value {
+	t.Helper()
+	v, err := m.Value(n)
+	require.NoError(t, err)
+	return v
 }
 
 // TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several
@@ -162,12 +170,8 @@ func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 	m, b := newBatch(t, llm.ForTraining, seed)
 	var log bytes.Buffer
 	logger := slog.New(slog.NewTextHandler(&log, nil))
-	machine, err := NewMachine(device, b.G, append(opts, withCeilingBytes(1<<14),
+	machine := openMachine(t, device, b.G, append(opts, withCeilingBytes(1<<14),
 		WithParams(b.Params...), WithOutputs(b.Loss), WithLogger(logger))...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
 	_, same := newBatch(t, llm.ForTraining, seed)
 	tape := gorgonia.NewTapeMachine(same.G)
 	defer tape.Close()
@@ -175,18 +179,13 @@ func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 		b.draw(t, seed+step)
 		same.draw(t, seed+step)
 		tape.Reset()
-		if err := errors.Join(machine.RunAll(), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(machine.RunAll(), tape.RunAll()))
 		nodes, want := gorgonia.Nodes{b.Loss}, gorgonia.Nodes{same.Loss}
 		for i, p := range b.Params {
 			nodes, want = append(nodes, p.Deriv()), append(want, same.Params[i].Deriv())
 		}
 		for i, n := range nodes {
-			v, err := machine.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, machine, n)
 			if d := distance(t, v, want[i].Value()); !(d < tolerance) {
 				name := "loss"
 				if i > 0 {
@@ -207,18 +206,12 @@ func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 // profileRuns wants every task's time, the longest first.
 func profileRuns(t *testing.T, machine *Machine) {
 	t.Helper()
-	if err := machine.StartProfile(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.StartProfile())
 	for range ProfileSteps {
-		if err := machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.RunAll())
 	}
 	profile, err := machine.Profile()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	tasks := 0
 	times := profile.Ops()
 	for i, o := range times {
@@ -267,28 +260,14 @@ func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 	if err == nil {
 		z, err = gorgonia.Square(z)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var log bytes.Buffer
-	machine, err := NewMachine(device, g,
+	machine := openMachine(t, device, g,
 		append(opts, WithOutputs(y), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
 	for range 3 {
-		if err := machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		before, err := machine.Value(y)
-		if err != nil {
-			t.Fatal(err)
-		}
-		after, err := machine.Value(z)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.RunAll())
+		before := valueIn(t, machine, y)
+		after := valueIn(t, machine, z)
 		for i, v := range flat(t, before) {
 			if got, want := flat(t, after)[i],
 				(v+1)*(v+1); math.Abs(float64(got-want)) > 1e-5*float64(want) {
@@ -309,13 +288,7 @@ func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 // stockGraph is y = tanh(x·wᵀ) ⊙ x·wᵀ + 2·x·wᵀ, all of which has kernels.
 func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 	t.Helper()
-	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
-		if err != nil {
-			t.Helper()
-			t.Fatal(err)
-		}
-		return n
-	}
+	must := gorgonia.Must
 	g = gorgonia.NewGraph()
 	value := func(n int) []float32 {
 		x := make([]float32, n)
@@ -346,38 +319,25 @@ func TestCapture(t *testing.T) {
 
 func testCapture(t *testing.T, device *Device, opts ...MachineOption) {
 	g, x, y := stockGraph(t)
-	machine, err := NewMachine(device, g, append(opts, WithStrict())...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
+	machine := openMachine(t, device, g, append(opts, WithStrict())...)
 	for step := range 4 {
 		fresh := make([]float32, 15)
 		for i := range fresh {
 			fresh[i] = float32(rand.NormFloat64())
 		}
-		if err := gorgonia.Let(x, tensor.New(tensor.WithShape(3, 5),
-			tensor.WithBacking(fresh))); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, gorgonia.Let(x, tensor.New(tensor.WithShape(3, 5),
+			tensor.WithBacking(fresh))))
 		before := device.ctx.Stats()
-		if err := machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.RunAll())
 		work := device.ctx.Stats().Sub(before)
 		if step > 0 && (work.GraphLaunches != 1 || work.ToHost.Count != 0 ||
 			work.OnDevice.Count != 0) {
 			t.Errorf("step %d: %+v, want one launch of a graph and no copies but those of the "+
 				"inputs", step, work)
 		}
-		got, err := machine.Value(y)
-		if err != nil {
-			t.Fatal(err)
-		}
+		got := valueIn(t, machine, y)
 		tape := gorgonia.NewTapeMachine(g)
-		if err := tape.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tape.RunAll())
 		if d := distance(t, got, y.Value()); !(d < 1e-6) {
 			t.Errorf("step %d: differs by %.2g", step, d)
 		}
@@ -423,15 +383,11 @@ func TestMachineErrors(t *testing.T) {
 		t.Errorf("got %v, want out of memory", err)
 	}
 	m, err := NewMachine(device, g, fakeOption)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := m.Value(y); err == nil || !strings.Contains(err.Error(), "has not run") {
 		t.Errorf("a value before the first run: %v", err)
 	}
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
 	var inner *gorgonia.Node
 	for _, n := range g.AllNodes() {
 		if fmt.Sprint(n.Op()) == "tanh" {
@@ -450,9 +406,7 @@ func TestMachineErrors(t *testing.T) {
 	if _, err := m.Value(x); err != nil {
 		t.Errorf("the value of an input: %v", err)
 	}
-	if err := errors.Join(m.Close(), m.Close()); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, errors.Join(m.Close(), m.Close()))
 	if err := m.RunAll(); err == nil {
 		t.Error("a closed machine runs")
 	}
@@ -487,9 +441,7 @@ func TestArguments(t *testing.T) {
 	g, w, _ := build("w")
 	_, foreign, foreignSum := build("w")
 	owner, err := NewMachine(device, g, fakeOption, WithParams(w), WithLogger(nil))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if owner.config.logger != slog.Default() {
 		t.Error("WithLogger(nil) does not stand for the default")
 	}
@@ -512,60 +464,42 @@ func TestArguments(t *testing.T) {
 	}
 	same, _, _ := build("w")
 	borrower, err := NewMachine(device, same, fakeOption, WithParamsOf(owner))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	memory, err := device.ctx.Alloc(256)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if err := owner.Bind(w, uintptr(memory), 16); err == nil ||
 		!strings.Contains(err.Error(), "another machine") {
 		t.Errorf("binding a parameter that another machine uses: error %v", err)
 	}
-	if err := borrower.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, borrower.Close())
 	if err := owner.Bind(w, uintptr(memory), 16); err != nil {
 		t.Errorf("binding a parameter that another machine has used: %v", err)
 	}
 	if borrower, err = NewMachine(device, same, fakeOption, WithParamsOf(owner)); err != nil {
 		t.Fatal(err)
 	}
-	if err := owner.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, owner.Close())
 	if err := borrower.RunAll(); err == nil || !strings.Contains(err.Error(), "WithParamsOf") {
 		t.Errorf("the parameters' owner is closed: error %v", err)
 	}
-	if err := errors.Join(borrower.Close(), device.ctx.Free(memory)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(borrower.Close(), device.ctx.Free(memory)))
 }
 
 // TestUploadRefused wants an upload of which a value cannot be sent to send none of the others.
 func TestUploadRefused(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
-	if err := l.open(device, fakeOption); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.open(device, fakeOption))
 	defer l.machine.Close()
 	p := l.batch.Params[0]
-	before, err := l.machine.Value(p)
-	if err != nil {
-		t.Fatal(err)
-	}
+	before := valueIn(t, l.machine, p)
 	clear(l.model.Params[0].Value.Float32s())
 	l.batch.ids[2] = 19
 	if err := l.machine.Upload(p, l.batch.IDs); err == nil || !strings.Contains(err.Error(),
 		"cudaops.Machine.Upload: Embedding: ids[2] is 19") {
 		t.Errorf("an id beyond the vocabulary: %v", err)
 	}
-	after, err := l.machine.Value(p)
-	if err != nil {
-		t.Fatal(err)
-	}
+	after := valueIn(t, l.machine, p)
 	if !slices.Equal(flat(t, after), flat(t, before)) {
 		t.Error("the parameter ahead of it was sent")
 	}
@@ -632,18 +566,12 @@ func TestCopiesOfAStep(t *testing.T) {
 func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 	l := newLifetime(t, newMuon)
 	lattice := l.model.Kasmina.Lattice(0)
-	if err := l.model.Germinate(0, 1, state.GerminationRequest{Slot: 1,
-		Kind: blueprints.ConvFilter}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.model.Germinate(0, 1, state.GerminationRequest{Slot: 1,
+		Kind: blueprints.ConvFilter}))
 	for _, s := range []state.Stage{state.Training, state.Grafting} {
-		if err := lattice.Transition(1, s); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, lattice.Transition(1, s))
 	}
-	if err := l.open(device, append(opts, WithStrict())...); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.open(device, append(opts, WithStrict())...))
 	defer l.machine.Close()
 	rows, seeds := int64(l.batch.IDs.Shape()[0]), int64(lattice.Seeds())
 	const loss, control = 4, 64
@@ -678,15 +606,11 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 		// Runs and updates are launched one by one at first and recorded at the second time.
 		for i := range few(4, 3) {
 			if c.set != nil {
-				if err := c.set(); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, c.set())
 			}
 			l.batch.draw(t, uint64(i))
 			before := device.ctx.Stats()
-			if err := l.step(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, l.step())
 			work := device.ctx.Stats().Sub(before)
 			if i > 1 && (work.ToDevice != c.up || work.ToHost != c.down ||
 				work.OnDevice.Count != 0) {
@@ -707,20 +631,14 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 func TestModesAreCapturedApart(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
-	if err := l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Sampling,
-		Every: 2}); err != nil {
-		t.Fatal(err)
-	}
-	if err := l.open(device, fakeOption); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Sampling,
+		Every: 2}))
+	require.NoError(t, l.open(device, fakeOption))
 	defer l.machine.Close()
 	for i := range 10 {
 		l.batch.draw(t, uint64(i))
 		before := device.ctx.Stats()
-		if err := l.step(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.step())
 		if work := device.ctx.Stats().Sub(before); i > 3 && work.GraphLaunches != 2 {
 			t.Errorf("step %d launches %d graphs, want that of the run and that of the update",
 				i, work.GraphLaunches)
@@ -969,9 +887,7 @@ func TestRandomGraphs(t *testing.T) {
 	for round := range few(100, 8) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		b, inputs, params, outputs, err := newRandomGraph(r)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		fill := func() {
 			t.Helper()
 			for _, n := range inputs {
@@ -979,10 +895,8 @@ func TestRandomGraphs(t *testing.T) {
 				for i := range x {
 					x[i] = 0.25 * float32(r.NormFloat64())
 				}
-				if err := gorgonia.Let(n, tensor.New(tensor.WithShape(n.Shape()...),
-					tensor.WithBacking(x))); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, gorgonia.Let(n, tensor.New(tensor.WithShape(n.Shape()...),
+					tensor.WithBacking(x))))
 			}
 		}
 		fill()
@@ -1028,9 +942,7 @@ func TestRandomGraphs(t *testing.T) {
 				}
 			}
 		}
-		if err := errors.Join(m.Close(), every.Close()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(m.Close(), every.Close()))
 	}
 }
 
@@ -1256,23 +1168,14 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 	seen []string) {
 	t.Helper()
 	l := newWideLifetime(t)
-	if err := l.open(device, append(opts, gatesFused)...); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.open(device, append(opts, gatesFused)...))
 	t.Cleanup(func() {
-		if err := l.machine.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, l.machine.Close())
 	})
 	for range 4 {
-		if err := l.step(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.step())
 		for _, n := range append(gorgonia.Nodes{l.batch.Loss}, gradients(l.batch.Params)...) {
-			v, err := l.machine.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, l.machine, n)
 			seen = append(seen, string(gpu.Bytes(flat(t, v))))
 		}
 	}
@@ -1352,9 +1255,7 @@ func TestRoom(t *testing.T) {
 			t.Skip("needs a GPU of compute capability 9.0")
 		}
 		free, total, err := device.Memory()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if free < total-total/10 {
 			t.Skip("needs a GPU that no other process uses")
 		}
@@ -1364,13 +1265,9 @@ func TestRoom(t *testing.T) {
 			t.Fatal(err)
 		}
 		hog, err := device.ctx.Alloc(int(free - total/20))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { // behind the machines
-			if err := device.ctx.Free(hog); err != nil {
-				t.Error(err)
-			}
+			require.NoError(t, device.ctx.Free(hog))
 		})
 		less, got := trainWithGates(t, device, opts...)
 		if !m.runner.Program.Roomy || less.runner.Program.Roomy {
@@ -1396,9 +1293,7 @@ func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOptio
 	b := newLifetime(t, newAdamW).batch
 	m, err := NewMachine(device, b.G, append(opts, gatesFused, WithParamsOf(of),
 		WithOutputs(append(gradients(b.Params), b.Loss)...))...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return m
 }
 
@@ -1407,33 +1302,23 @@ func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOptio
 func TestRoomShared(t *testing.T) {
 	device, _, fakeOption := openFake(t, cardOf(128<<20))
 	l := newLifetime(t, newAdamW)
-	if err := l.open(device, fakeOption, gatesFused); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, l.open(device, fakeOption, gatesFused))
 	free, _, err := device.Memory()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	hog, err := device.ctx.Alloc(int(free) - run.WorkspaceBytes - 4<<20)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	m := newBorrower(t, device, l.machine, fakeOption)
 	if m.runner.Program.Roomy || len(m.borrowed) != len(l.batch.Params) {
 		t.Errorf("spent %v, %d of %d parameters are borrowed", m.runner.Program.Roomy,
 			len(m.borrowed), len(l.batch.Params))
 	}
-	if err := errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)))
 	for _, in := range l.machine.runner.Program.Inputs {
 		if l.machine.inputs.Shared(in) {
 			t.Errorf("%s is still shared", graph.Describe(in.Node))
 		}
 	}
-	if err := l.machine.Close(); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, l.machine.Close())
 }
 
 // TestRoomOfOptimizer wants a machine to leave room for the moments that another one on the device
@@ -1452,9 +1337,7 @@ func TestRoomOfOptimizer(t *testing.T) {
 			b := newLifetime(t, newAdamW).batch
 			m, err := NewMachine(device, b.G, opt, gatesFused,
 				WithParams(b.Params...), WithOutputs(b.Loss))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			return m
 		}},
 	} {
@@ -1492,24 +1375,16 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
 			return nil
 		}, false},
 	} {
-		if err := c.do(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, c.do())
 		free, total, err := device.Memory()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - c.left)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		m := other(t, device, first, fakeOption)
 		if m.runner.Program.Roomy != c.want {
 			t.Errorf("%s: spent %v", c.what, m.runner.Program.Roomy)
 		}
-		if err := errors.Join(m.Close(), device.ctx.Free(hog)); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, errors.Join(m.Close(), device.ctx.Free(hog)))
 	}
 	if before := device.expected.Load(); before != int64(moments) {
 		t.Errorf("%d bytes are expected, want %d", before, moments)
@@ -1534,9 +1409,7 @@ func TestRoomFails(t *testing.T) {
 				if l.machine.runner.Program.Roomy {
 					t.Error("there is room for h")
 				}
-				if err := l.machine.Close(); err != nil {
-					t.Error(err)
-				}
+				require.NoError(t, l.machine.Close())
 				break
 			}
 			met++
@@ -1570,22 +1443,16 @@ func TestRoomRecomputed(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 6, Heads: 2, Seq: 8, FF: 64}.Default()
 	model, err := llm.NewModel(c, gorgonia.Float32, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	g, err := model.Graph(llm.ForTraining, 2, llm.WithRecompute())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	m := newFuseMachine(t, device, g.G, g.Params, gorgonia.Nodes{g.Loss},
 		[]MachineOption{fakeOption, gatesFused})
 	arena := map[bool]int{}
 	for _, roomy := range []bool{false, true} {
 		m.options.Roomy = roomy
 		p, err := compile(m, g.G)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if p.Roomy != roomy {
 			t.Errorf("roomy %v: spent %v", roomy, p.Roomy)
 		}
@@ -1604,17 +1471,11 @@ func newWideLifetime(t *testing.T, how ...llm.GraphOption) *lifetime {
 	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136,
 		Kasmina: []int{1}, Seeds: 6}.Default()
 	model, err := llm.NewModel(c, gorgonia.Float32, 2, state.WithoutGates())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	g, err := model.Graph(llm.ForTraining, 3, how...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	o, err := newAdamW()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	l := &lifetime{model: model, batch: &batch{Graph: g}, optimizer: o}
 	l.batch.draw(t, 2)
 	return l

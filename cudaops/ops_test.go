@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/chewxy/hm"
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -46,9 +47,7 @@ func TestModelIsFused(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	forward := map[string]int{"Embedding": 1, "RMSNorm": 25, "Linear": 24, "RoPE": 12,
 		"Attention": 12, "SiLUMLP": 36, "LinearCrossEntropy": 4}
 	both := maps.Clone(forward)
@@ -61,18 +60,12 @@ func TestModelIsFused(t *testing.T) {
 	check := func(kind llm.GraphKind, want map[string]int, opts ...MachineOption) *Machine {
 		t.Helper()
 		g, err := m.Graph(kind, 2)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		machine, err := NewMachine(device, g.G, append(opts, fakeOption, WithOutputs(g.Loss),
 			WithStrict(), WithParams(g.Params...))...)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() {
-			if err := machine.Close(); err != nil {
-				t.Error(err)
-			}
+			require.NoError(t, machine.Close())
 		})
 		if got := tasksOf(machine); !maps.Equal(got, want) {
 			t.Errorf("kind %v: tasks\n%v, want\n%v", kind, got, want)
@@ -164,13 +157,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 			gorgonia.WithShape(fuseRows),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(fuseRows), tensor.WithBacking(x))))
 	}
-	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return n
-	}
+	must := gorgonia.Must
 	named := map[string]*gorgonia.Node{}
 	table := param("table", fuseVocab, fuseDim)
 	x := must(op.Embedding(ints("ids"), table))
@@ -313,24 +300,14 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 			}
 			same, sameParams, sameKeep := f.graph(t, seed)
 			unfused := newFuseMachine(t, device, same, sameParams, results(same), opts)
-			if err := unfused.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, unfused.RunAll())
 			nodes, want := append(keep, derivatives(params)...),
 				append(sameKeep, derivatives(sameParams)...)
 			for range few(2, 1) {
-				if err := machine.RunAll(); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, machine.RunAll())
 				for i, n := range nodes {
-					v, err := machine.Value(n)
-					if err != nil {
-						t.Fatal(err)
-					}
-					w, err := unfused.Value(want[i])
-					if err != nil {
-						t.Fatal(err)
-					}
+					v := valueIn(t, machine, n)
+					w := valueIn(t, unfused, want[i])
 					d := distance(t, v, w)
 					if n.IsScalar() { // a sum may be near zero, and what it is made of is not
 						d = min(d, math.Abs(float64(flat(t, v)[0]-flat(t, w)[0])))
@@ -350,14 +327,9 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value,
 	tolerance float64) (values []gorgonia.Value) {
 	t.Helper()
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
 	for i, n := range nodes {
-		v, err := m.Value(n)
-		if err != nil {
-			t.Fatal(err)
-		}
+		v := valueIn(t, m, n)
 		if values = append(values, v); others == nil {
 			continue
 		}
@@ -391,9 +363,7 @@ func withGradients(t *testing.T, y, with *gorgonia.Node, in gorgonia.Nodes) gorg
 	t.Helper()
 	grads, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y,
 		with)))), in...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return append(gorgonia.Nodes{y}, grads...)
 }
 
@@ -403,13 +373,9 @@ func newFuseMachine(t *testing.T, device *Device, g *gorgonia.ExprGraph, params,
 	m, err := NewMachine(device, g,
 		append([]MachineOption{WithParams(params...), WithOutputs(keep...), WithStrict()},
 			opts...)...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := m.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, m.Close())
 	})
 	return m
 }
@@ -543,16 +509,13 @@ func runBlocks(t *testing.T, device *Device, seed uint64,
 	var lattices []*state.Lattice
 	for i := range 2 {
 		l, err := state.NewLattice(seeds, d, state.WithoutGates())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for s := range seeds - 1 {
-			if err := errors.Join(l.RequestGermination(s, state.GerminationRequest{Slot: 1 + s,
-				Kind: blueprints.Kind(s)}),
+			require.NoError(t, errors.Join(
+				l.RequestGermination(s, state.GerminationRequest{Slot: 1 + s,
+					Kind: blueprints.Kind(s)}),
 				l.Transition(s, state.Training), l.Transition(s, state.Grafting),
-				l.SetAlpha(s, 0.25)); err != nil {
-				t.Fatal(err)
-			}
+				l.SetAlpha(s, 0.25)))
 		}
 		lattices = append(lattices, l)
 		name := func(s string) string { return fmt.Sprint(s, i) }
@@ -563,34 +526,21 @@ func runBlocks(t *testing.T, device *Device, seed uint64,
 		}
 	}
 	loss, err := gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(x, add("weighting", rows, d))))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := gorgonia.Grad(loss, params...); err != nil {
 		t.Fatal(err)
 	}
-	machine, err := NewMachine(device, g, append(slices.Clone(opts), WithParams(params...),
+	machine := openMachine(t, device, g, append(slices.Clone(opts), WithParams(params...),
 		WithOutputs(loss), WithStrict())...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
 	for range few(3, 2) {
-		if err := machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.RunAll())
 		for _, n := range append(gorgonia.Nodes{loss}, derivatives(params)...) {
-			v, err := machine.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, machine, n)
 			seen = append(seen, fmt.Sprintf("%x", flat(t, v)))
 		}
 		for _, l := range lattices {
 			b, err := l.MarshalBinary()
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			seen = append(seen, string(b))
 		}
 	}
@@ -609,13 +559,9 @@ func deepGraph(t *testing.T, layers, dim, seq, sequences int, opts ...llm.GraphO
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: dim, Layers: layers, Heads: 2, KVHeads: 1, Seq: seq}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	g, err := m.Graph(llm.ForTraining, sequences, opts...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return &batch{Graph: g}
 }
 
@@ -625,12 +571,8 @@ func TestRecomputeMemory(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	arena := func(opts ...llm.GraphOption) int {
 		b := deepGraph(t, 12, 32, 64, 8, opts...)
-		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...),
+		machine := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...),
 			WithOutputs(b.Loss), WithStrict())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer machine.Close()
 		return machine.runner.Program.Arena
 	}
 	all, recomputed := arena(), arena(llm.WithRecompute())
@@ -652,12 +594,8 @@ func TestKeptForBackward(t *testing.T) {
 		Seq: seq}.Default().FF
 	arena := func(layers, sequences int) int {
 		b := deepGraph(t, layers, dim, seq, sequences)
-		machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...),
+		machine := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...),
 			WithOutputs(b.Loss), WithStrict())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer machine.Close()
 		return machine.runner.Program.Arena
 	}
 	const few, many, short, long = 3, 9, 16, 48 // layers, sequences
@@ -689,22 +627,13 @@ func testRecomputeModel(t *testing.T, device *Device, opts ...MachineOption) {
 	values := func(graph ...llm.GraphOption) (all [][]byte) {
 		b := deepGraph(t, few(12, 1), 8, 6, 2, graph...)
 		b.draw(t, 5)
-		machine, err := NewMachine(device, b.G, append(slices.Clone(opts), WithParams(b.Params...),
+		machine := openMachine(t, device, b.G, append(slices.Clone(opts), WithParams(b.Params...),
 			WithOutputs(b.Loss), WithStrict())...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer machine.Close()
 		for range few(3, 1) {
-			if err := machine.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, machine.RunAll())
 		}
 		for _, n := range append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...) {
-			v, err := machine.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, machine, n)
 			all = append(all, fmt.Appendf(nil, "%x", flat(t, v)))
 		}
 		return all
@@ -732,24 +661,13 @@ func TestRecomputeTwice(t *testing.T) {
 		if i > 0 {
 			y, err = gorgonia.ApplyOp(outputs[0].Op(), n)
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		outputs = append(outputs, y)
 	}
-	machine, err := NewMachine(device, g, fakeOption, WithStrict(), WithOutputs(outputs...))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
-	if err := machine.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	machine := openMachine(t, device, g, fakeOption, WithStrict(), WithOutputs(outputs...))
+	require.NoError(t, machine.RunAll())
 	for i, want := range [][]float32{{1, 4}, {9, 16}} {
-		v, err := machine.Value(outputs[i])
-		if err != nil {
-			t.Fatal(err)
-		}
+		v := valueIn(t, machine, outputs[i])
 		if !slices.Equal(flat(t, v), want) {
 			t.Errorf("node %d is %v, want %v", i, v, want)
 		}
@@ -839,25 +757,16 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 	same, sameParams, sameKeep := f.graph(t, seed)
 	m, err := NewMachine(device, g, append(opts, WithStrict(), WithParams(params...),
 		WithOutputs(keep...))...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { m.Close() })
 	tape := gorgonia.NewTapeMachine(same, gorgonia.BindDualValues(sameParams...))
 	defer tape.Close()
-	if err := tape.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tape.RunAll())
 	for range 3 {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		want := append(sameKeep, derivatives(sameParams)...)
 		for i, n := range append(keep, derivatives(params)...) {
-			v, err := m.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, m, n)
 			if d := distance(t, v, want[i].Value()); !(d < tolerance) {
 				t.Errorf("%s differs by %.2g", graph.Describe(n), d)
 			}
@@ -882,11 +791,7 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	m, err := NewMachine(device, g, fakeOption, WithStrict())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m := openMachine(t, device, g, fakeOption, WithStrict())
 	if n := tasksOf(m)["DocumentAttention"]; n != 4 {
 		t.Errorf("%d tasks, want 4", n)
 	}
@@ -897,9 +802,7 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 	run := func(at ...int) error {
 		return errors.Join(gorgonia.Let(starts, tensor.New(tensor.WithBacking(at))), m.RunAll())
 	}
-	if err := run(0, 0, 0, 0, 0, 0); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, run(0, 0, 0, 0, 0, 0))
 	if err := run(0, 0, 2, 2, 2, 2); err == nil || !strings.Contains(err.Error(),
 		"starts[3] is 2, want 0") {
 		t.Errorf("a start of the long sequence alone: %v", err)
@@ -917,9 +820,7 @@ func TestLoneDocuments(t *testing.T) {
 	r := newSingleRunner(t, device, fakeOption)
 	tape := gorgonia.NewTapeMachine(same, gorgonia.BindDualValues(sameParams...))
 	defer tape.Close()
-	if err := errors.Join(r.run(g), tape.RunAll()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(r.run(g), tape.RunAll()))
 	for i, p := range params {
 		got := tensor.New(tensor.WithBacking(r.value(p.Deriv())))
 		if d := distance(t, got, sameParams[i].Deriv().Value()); !(d < 1e-5) {
@@ -944,43 +845,28 @@ func TestDocumentsModel(t *testing.T) {
 			r.IntN(c.Vocab), i%c.Seq/33*33
 	}
 	model, err := llm.NewModel(c, tensor.Float32, seed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	graph := func(opts ...llm.GraphOption) *llm.Graph {
 		g, err := model.Graph(llm.ForTraining, 2, opts...)
 		if err == nil {
 			err = g.Let(batch)
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return g
 	}
 	want := graph()
 	tape := gorgonia.NewTapeMachine(want.G, gorgonia.BindDualValues(want.Params...))
 	defer tape.Close()
-	if err := tape.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tape.RunAll())
 	for name, opts := range map[string][]llm.GraphOption{"plain": nil,
 		"recompute": {llm.WithRecompute()}} {
 		g := graph(opts...)
-		m, err := NewMachine(device, g.G, fakeOption, WithStrict(),
+		m := openMachine(t, device, g.G, fakeOption, WithStrict(),
 			WithParams(g.Params...), WithOutputs(g.Loss))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		nodes := append(gorgonia.Nodes{want.Loss}, derivatives(want.Params)...)
 		for i, n := range append(gorgonia.Nodes{g.Loss}, derivatives(g.Params)...) {
-			v, err := m.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, m, n)
 			if d := distance(t, v, nodes[i].Value()); !(d < 1e-4) {
 				t.Errorf("%s: result %d differs by %.2g", name, i, d)
 			}
@@ -1158,18 +1044,14 @@ func testStock(t *testing.T, device *Device, seed uint64, share int, tolerance f
 func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance float64,
 	opts []MachineOption) {
 	run, err := c.graph(tensor.Float32, !c.constant)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var values [][]float64
 	seen := map[float64]bool{}
 	for _, s := range c.shapes {
 		values = append(values, c.random(r, s, seen))
 	}
 	weights := c.random(r, run.out.Shape(), map[float64]bool{})
-	if err := run.let(values, weights); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, run.let(values, weights))
 	results, names := gorgonia.Nodes{run.out}, []string{"the result"}
 	if !c.constant {
 		for i, n := range run.in {
@@ -1180,27 +1062,16 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 	if strings.HasPrefix(t.Name(), "TestStock/scaled") && !c.constant {
 		opts = append(opts, WithParams(run.in...))
 	}
-	machine, err := NewMachine(device, run.g, opts...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
+	machine := openMachine(t, device, run.g, opts...)
 	if machine.runner.Program.Scale != nil {
-		if err := machine.SetLossScale(LossScale{Scale: 1000}); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.SetLossScale(LossScale{Scale: 1000}))
 	}
 	var got [][]float64
 	for range few(3, 1) { // as it is, recorded, replayed
-		if err := machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.RunAll())
 	}
 	for _, n := range results {
-		v, err := machine.Value(n)
-		if err != nil {
-			t.Fatal(err)
-		}
+		v := valueIn(t, machine, n)
 		got = append(got, wide(t, v))
 	}
 	want := c.reference(t, values, weights)
@@ -1228,17 +1099,13 @@ func (c stockCase) onTape(t *testing.T, run *stockRun, values [][]float64,
 	weights []float64) (all [][]float64) {
 	t.Helper()
 	forward, err := c.graph(tensor.Float32, false)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, r := range []*stockRun{forward, run} {
 		if r == run && c.constant {
 			break
 		}
 		tape := gorgonia.NewTapeMachine(r.g)
-		if err := errors.Join(r.let(values, weights), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(r.let(values, weights), tape.RunAll()))
 		if r == forward {
 			all = append(all, wide(t, r.out.Value()))
 			continue
@@ -1257,16 +1124,12 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 		c.build = c.instead
 	}
 	run, err := c.graph(tensor.Float64, false)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	tape := gorgonia.NewTapeMachine(run.g)
 	defer tape.Close()
 	evaluate := func() (out []float64, loss float64) {
 		tape.Reset()
-		if err := errors.Join(run.let(values, weights), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(run.let(values, weights), tape.RunAll()))
 		out = wide(t, run.out.Value())
 		for i, v := range out {
 			loss += v * weights[i]
@@ -1320,24 +1183,15 @@ func TestStockWithoutCopies(t *testing.T) {
 		outputs gorgonia.Nodes
 		tasks   int
 	}{{nil, 2}, {gorgonia.Nodes{transposed, repeated}, 4}} {
-		machine, err := NewMachine(device, g, fakeOption, WithStrict(), WithOutputs(c.outputs...))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer machine.Close()
+		machine := openMachine(t, device, g, fakeOption, WithStrict(), WithOutputs(c.outputs...))
 		if n := len(machine.runner.Program.Calls); n != c.tasks {
 			t.Errorf("%d tasks, want %d", n, c.tasks)
 		}
 		tape := gorgonia.NewTapeMachine(g)
 		defer tape.Close()
-		if err := errors.Join(machine.RunAll(), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(machine.RunAll(), tape.RunAll()))
 		for _, n := range c.outputs {
-			v, err := machine.Value(n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			v := valueIn(t, machine, n)
 			if want := n.Value().Data(); n == transposed &&
 				!slices.Equal(flat(t, v), want.([]float32)) {
 				t.Errorf("transposed: %v, want %v", v, want)
@@ -1382,28 +1236,17 @@ func TestStockOnHost(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			run, err := c.graph(tensor.Float32, false)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			var values [][]float64
 			for _, s := range c.shapes {
 				values = append(values, c.random(r, s, map[float64]bool{}))
 			}
 			var log bytes.Buffer
-			machine, err := NewMachine(device, run.g, fakeOption,
+			machine := openMachine(t, device, run.g, fakeOption,
 				WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer machine.Close()
-			if err := errors.Join(run.let(values, nil), machine.RunAll(),
-				machine.RunAll()); err != nil {
-				t.Fatal(err)
-			}
-			v, err := machine.Value(run.out)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(run.let(values, nil), machine.RunAll(),
+				machine.RunAll()))
+			v := valueIn(t, machine, run.out)
 			if d := apart(wide(t, v), c.onTape(t, run, values, nil)[0]); !(d < 1e-6) {
 				t.Errorf("differs by %.2g from that of Gorgonia's machine", d)
 			}
@@ -1423,11 +1266,7 @@ func TestBatchedFLOPs(t *testing.T) {
 	b := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 5, 2),
 		gorgonia.WithName("b"))
 	gorgonia.Must(gorgonia.BatchedMatMul(a, b))
-	m, err := NewMachine(device, g, fakeOption)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m := openMachine(t, device, g, fakeOption)
 	if task := m.runner.Program.Calls[0]; len(m.runner.Program.Calls) != 1 ||
 		task.FLOPs != 2*3*4*5*2 || task.Bytes() != 4*3*(4*5+5*2+4*2) {
 		t.Errorf("%d tasks, the first of %v operations and %v bytes", len(m.runner.Program.Calls),
@@ -1616,7 +1455,8 @@ func productCases() []stockCase {
 
 func reductionCases() []stockCase {
 	var cases []stockCase
-	for name, f := range map[string]func(*node, ...int) (*node, error){"Sum": gorgonia.Sum, "Max": gorgonia.Max, "Mean": gorgonia.Mean} {
+	for name, f := range map[string]func(*node, ...int) (*node, error){
+		"Sum": gorgonia.Sum, "Max": gorgonia.Max, "Mean": gorgonia.Mean} {
 		for _, c := range []struct {
 			x    shape
 			axes []int
@@ -1632,7 +1472,8 @@ func reductionCases() []stockCase {
 				build:  func(in nodes) (*node, error) { return f(in[0], c.axes...) }})
 		}
 	}
-	for name, f := range map[string]func(*node, ...int) (*node, error){"SoftMax": gorgonia.SoftMax, "LogSoftMax": gorgonia.LogSoftMax} {
+	for name, f := range map[string]func(*node, ...int) (*node, error){
+		"SoftMax": gorgonia.SoftMax, "LogSoftMax": gorgonia.LogSoftMax} {
 		for _, c := range []struct {
 			x    shape
 			axes []int
@@ -1857,17 +1698,9 @@ func TestScaledScalar(t *testing.T) {
 		if _, err := gorgonia.Grad(cost, w); err != nil {
 			t.Fatal(err)
 		}
-		m, err := NewMachine(device, g, append(opts, WithParams(w))...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		if grads[i], err = m.Value(w.Deriv()); err != nil {
-			t.Fatal(err)
-		}
+		m := openMachine(t, device, g, append(opts, WithParams(w))...)
+		require.NoError(t, m.RunAll())
+		grads[i] = valueIn(t, m, w.Deriv())
 	}
 	if d := distance(t, grads[1], grads[0]); !(d < 1e-6) {
 		t.Errorf("the gradient is %v scaled and %v plain", grads[1], grads[0])
@@ -1889,14 +1722,8 @@ func TestFoldedGradient(t *testing.T) {
 	if head == nil {
 		t.Fatal("the graph has no gradient of the output layer")
 	}
-	m, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	m := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss))
+	require.NoError(t, m.RunAll())
 	if v, err := m.Value(head); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
 		t.Errorf("got %v, %v, want an error that names WithOutputs", v != nil, err)
 	}

@@ -82,13 +82,9 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	model, b := newBatch(t, llm.ForTraining, seed)
 	sameModel, same := newBatch(t, llm.ForTraining, seed)
 	onDevice, err := newOptimizer()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	onHost, err := newOptimizer()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
 	defer tape.Close()
 	grads := gorgonia.NodesToValueGrads(same.Params)
@@ -105,9 +101,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	hostStep := func(i uint64, o optim.Optimizer) (loss, norm float64) {
 		same.draw(t, seed+i)
 		tape.Reset()
-		if err := tape.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tape.RunAll())
 		loss = float64(same.Loss.Value().Data().(float32))
 		norm, err := autodiff.ClipGlobalNorm(groups[0], limit)
 		if err == nil && len(apart) > 0 {
@@ -116,9 +110,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		if err == nil {
 			err = o.Step(grads)
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return loss, norm
 	}
 	// Three steps on the host: what the device starts from is not empty.
@@ -128,43 +120,24 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	for i, p := range sameModel.Params {
 		copy(model.Params[i].Value.Float32s(), p.Value.Float32s())
 	}
-	if err := onDevice.SetState(onHost.State()); err != nil {
-		t.Fatal(err)
-	}
-	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...),
+	require.NoError(t, onDevice.SetState(onHost.State()))
+	machine := openMachine(t, device, b.G, append(opts, WithParams(b.Params...),
 		WithOutputs(b.Loss))...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
-	if err := machine.SetOptimizer(onDevice, limit); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.SetOptimizer(onDevice, limit))
 	for i := uint64(3); i < uint64(few(8, 5)); i++ {
 		rate := 0.01 / float64(i)
-		if err := errors.Join(onHost.SetLR(rate), onDevice.SetLR(rate)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(onHost.SetLR(rate), onDevice.SetLR(rate)))
 		if i == 4 { // of a part of a matrix
 			p := b.Params[1]
-			if err := errors.Join(onHost.Forget(p.Name(), 3, 10),
-				machine.Forget(p, 3, 10)); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(onHost.Forget(p.Name(), 3, 10),
+				machine.Forget(p, 3, 10)))
 		}
 		loss, norm := hostStep(i, onHost)
 		b.draw(t, seed+i)
-		if err := machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		v, err := machine.Value(b.Loss)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.RunAll())
+		v := valueIn(t, machine, b.Loss)
 		gotNorm, err := machine.Update()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if got := float64(v.Data().(float32)); math.Abs(got-loss) > 1e-4*loss ||
 			math.Abs(gotNorm-norm) > 1e-3*norm {
 			t.Errorf("step %d: loss %v and gradient norm %v, want %v and %v", i,
@@ -173,37 +146,22 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	}
 	// A graph that scores the model uses the parameters where they are.
 	score, err := model.Graph(llm.ForLoss, 3)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	scoring := &batch{Graph: score}
 	scoring.draw(t, seed)
-	scorer, err := NewMachine(device, score.G, append(opts, WithParamsOf(machine))...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer scorer.Close()
+	scorer := openMachine(t, device, score.G, append(opts, WithParamsOf(machine))...)
 	if held, all := scorer.Memory(), machine.Memory(); held > all/2+run.WorkspaceBytes {
 		t.Errorf("the scoring machine holds %d bytes beside %d", held, all)
 	}
-	if err := scorer.RunAll(); err != nil {
-		t.Fatal(err)
-	}
-	scored, err := scorer.Value(score.Loss)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, scorer.RunAll())
+	scored := valueIn(t, scorer, score.Loss)
 	same.draw(t, seed)
 	tape.Reset()
-	if err := tape.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, tape.RunAll())
 	if d := distance(t, scored, same.Loss.Value()); !(d < 1e-4) {
 		t.Errorf("the loss of the updated model differs by %.2g", d)
 	}
-	if err := machine.Download(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.Download())
 	for i, p := range model.Params {
 		if d := distance(t, p.Value, sameModel.Params[i].Value); !(d < 1e-4) {
 			t.Errorf("parameter %s differs by %.2g", p.Name, d)
@@ -250,44 +208,28 @@ func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
 	model, b := newBatch(t, llm.ForTraining, seed)
 	sameModel, same := newBatch(t, llm.ForTraining, seed)
 	onDevice, err := newAdamW()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	onHost, err := newAdamW()
-	if err != nil {
-		t.Fatal(err)
-	}
-	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...),
+	require.NoError(t, err)
+	machine := openMachine(t, device, b.G, append(opts, WithParams(b.Params...),
 		WithAccumulation())...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
-	if err := machine.SetOptimizer(onDevice, 0); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.SetOptimizer(onDevice, 0))
 	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
 	defer tape.Close()
 	for step := range uint64(few(6, 4)) {
 		b.draw(t, step)
 		same.draw(t, step)
 		tape.Reset()
-		if err := errors.Join(machine.RunAll(), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(machine.RunAll(), tape.RunAll()))
 		if step%2 == 0 {
 			continue
 		}
 		if _, err := machine.Update(); err != nil {
 			t.Fatal(err)
 		}
-		if err := onHost.Step(gorgonia.NodesToValueGrads(same.Params)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, onHost.Step(gorgonia.NodesToValueGrads(same.Params)))
 	}
-	if err := machine.Download(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.Download())
 	for i, p := range model.Params {
 		if d := distance(t, p.Value, sameModel.Params[i].Value); !(d < 1e-4) {
 			t.Errorf("parameter %s differs by %.2g", p.Name, d)
@@ -301,14 +243,8 @@ func TestUpdateRefuses(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	model, b := newBatch(t, llm.ForTraining, 1)
 	adamw, err := newAdamW()
-	if err != nil {
-		t.Fatal(err)
-	}
-	machine, err := NewMachine(device, b.G, fakeOption, WithParams(b.Params...))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
+	require.NoError(t, err)
+	machine := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...))
 	wants := func(err error, want string) {
 		t.Helper()
 		if err == nil || !strings.Contains(err.Error(), want) {
@@ -320,9 +256,7 @@ func TestUpdateRefuses(t *testing.T) {
 	wants(machine.Forget(b.Params[0], 0, 1), "no optimiser")
 	wants(machine.SetOptimizer(adamw, -1), "maxNorm")
 	wants(machine.SetOptimizer(nil, 0), "no kernels")
-	if err := machine.SetOptimizer(adamw, 1); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.SetOptimizer(adamw, 1))
 	if held := machine.Memory(); machine.SetOptimizer(adamw, 1) != nil || machine.Memory() != held {
 		t.Errorf("an optimiser in the place of another takes %d bytes more", machine.Memory()-held)
 	}
@@ -333,19 +267,13 @@ func TestUpdateRefuses(t *testing.T) {
 	wants(machine.Forget(b.Loss, 0, 1), "no parameter")
 	wants(machine.Forget(nil, 0, 1), "nil")
 	model.Params[2].Value.Float32s()[3] = float32(math.Inf(1))
-	if err := machine.Upload(b.Params[2]); err != nil {
-		t.Fatal(err)
-	}
-	if err := machine.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.Upload(b.Params[2]))
+	require.NoError(t, machine.RunAll())
 	before := append([]float32(nil), model.Params[0].Value.Float32s()...)
 	if _, err := machine.Update(); !errors.Is(err, ErrNonFinite) {
 		t.Errorf("got %v, want ErrNonFinite", err)
 	}
-	if err := machine.Download(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.Download())
 	for i, v := range model.Params[0].Value.Float32s() {
 		if v != before[i] {
 			t.Fatal("an update that was refused has changed a parameter")
@@ -363,9 +291,7 @@ func TestNonFinite(t *testing.T) {
 	for name, opts := range map[string][]MachineOption{"plain": nil,
 		"gathered": {WithAccumulation()}} {
 		l := newLifetime(t, newMuon)
-		if err := l.open(device, append(opts, fakeOption)...); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.open(device, append(opts, fakeOption)...))
 		m := l.machine
 		if _, err := m.NonFinite(); err == nil || !strings.Contains(err.Error(),
 			"cudaops.Machine.NonFinite: the machine has not run") {
@@ -384,24 +310,18 @@ func TestNonFinite(t *testing.T) {
 			})
 			g := m.optimizer.Params[i].Grad
 			bad := gpu.Bytes([]float32{float32(math.Inf(-1))})
-			if err := device.ctx.CopyToDevice(g.Ptr().Offset(g.Extent()-4), bad,
-				m.runner.Stream); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, device.ctx.CopyToDevice(g.Ptr().Offset(g.Extent()-4), bad,
+				m.runner.Stream))
 		}
 		for i, p := range l.batch.Params {
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.RunAll())
 			check("a run", nil)
 			if i == 0 {
 				if _, err := m.Update(); err != nil {
 					t.Fatal(err)
 				}
 				check("after an update that was made", nil)
-				if err := m.RunAll(); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, m.RunAll())
 			}
 			spoil(p)
 			if i > 0 && i+1 < len(l.batch.Params) {
@@ -415,9 +335,7 @@ func TestNonFinite(t *testing.T) {
 			}
 			check("after an update", p)
 		}
-		if err := m.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, m.Close())
 	}
 }
 
@@ -445,9 +363,7 @@ func TestMemory(t *testing.T) {
 			if err == nil {
 				_, err = m.Update()
 			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			check(reflect.TypeOf(o).String())
 		}
 	}
@@ -472,28 +388,15 @@ func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		t.Fatal(err)
 	}
-	m, err := NewMachine(device, g, append(opts, WithParams(w), WithOutputs(loss, vector))...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m := openMachine(t, device, g, append(opts, WithParams(w), WithOutputs(loss, vector))...)
 	o, err := newAdamW()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := m.SetOptimizer(o, 0); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, 0))
 	// steps are launched one by one at first, and replayed later
 	for i, first := range []float32{0, 2, 0, 2, float32(math.NaN()), 1e-3} {
-		before, err := m.Value(w)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := errors.Join(gorgonia.Let(x,
-			tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		before := valueIn(t, m, w)
+		require.NoError(t, errors.Join(gorgonia.Let(x,
+			tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()))
 		value, norm, err := m.Step(gorgonia.Nodes{loss, vector}[i/2%2])
 		after, fetched := m.Value(w)
 		if err != nil || fetched != nil {
@@ -556,34 +459,23 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 				}
 				x, w := input("x"), input("w")
 				y, err := op.NewtonSchulz(x, steps)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				loss := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.HadamardProd(y, w))))
 				if _, err := gorgonia.Grad(loss, x); err != nil {
 					t.Fatal(err)
 				}
-				m, err := NewMachine(device, g,
+				m := openMachine(t, device, g,
 					append(opts, WithParams(x), WithOutputs(y), WithStrict())...)
-				if err != nil {
-					t.Fatal(err)
-				}
-				defer m.Close()
 				tape := gorgonia.NewTapeMachine(g)
 				defer tape.Close()
-				if err := errors.Join(m.RunAll(), m.RunAll(), tape.RunAll()); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), tape.RunAll()))
 				// Gorgonia's machine writes other results over y.
 				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, flat(t, x.Value()), s[0], s[1], steps)
 				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(
 					tensor.WithShape(s...), tensor.WithBacking(want)),
 					x.Deriv(): x.Deriv().Value()} {
-					v, err := m.Value(n)
-					if err != nil {
-						t.Fatal(err)
-					}
+					v := valueIn(t, m, n)
 					if d := distance(t, v, want); !(d < tolerance) {
 						t.Errorf("%v differs by %.2g", n.Op(), d)
 					}
@@ -636,18 +528,12 @@ func TestNewtonSchulzWays(t *testing.T) {
 				g := gorgonia.NewGraph()
 				y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...),
 					tensor.WithBacking(x)), gorgonia.WithName("x")), steps)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				m, err := NewMachine(device, g, append(opts, WithOutputs(y), WithStrict())...)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				err = m.RunAll()
 				v, valueErr := m.Value(y)
-				if err := errors.Join(err, valueErr, m.Close()); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, errors.Join(err, valueErr, m.Close()))
 				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, x, s[0], s[1], steps)
 				d := distance(t, v, tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)))
@@ -681,9 +567,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		x := tensor.New(tensor.WithShape(c.shape...),
 			tensor.WithBacking(tensor.Random(tensor.Float32, opbase.Size(c.shape))))
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var log bytes.Buffer
 		private := func(m *machineConfig) error {
 			m.tuneLeast, m.tunePath = c.least, filepath.Join(t.TempDir(), "tune.json")
@@ -691,16 +575,12 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		}
 		m, err := NewMachine(device, g, fakeOption, private, WithTuning(TuneCached), WithOutputs(y),
 			WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
 			t.Errorf("%v, least %g, rule %q: %+v; %s", c.shape, c.least, c.rule, got, log.String())
 		}
-		if err := m.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, m.Close())
 	}
 }
 
@@ -738,36 +618,22 @@ func TestMuonTogether(t *testing.T) {
 		}
 		newOptimizer := func() optim.Optimizer {
 			o, err := optim.NewMuon(optim.WithLR(0.1))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			return o
 		}
-		m, err := NewMachine(device, g, append(opts, WithParams(params...), WithOutputs(loss))...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
-		if err := m.SetOptimizer(newOptimizer(), 0); err != nil {
-			t.Fatal(err)
-		}
+		m := openMachine(t, device, g, append(opts, WithParams(params...), WithOutputs(loss))...)
+		require.NoError(t, m.SetOptimizer(newOptimizer(), 0))
 		for range 2 {
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.RunAll())
 			if _, err := m.Update(); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if err := m.Download(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.Download())
 		var got []gorgonia.Value
 		for i, p := range params {
 			v, err := gorgonia.CloneValue(p.Value())
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			got = append(got, v)
 			copy(flat(t, p.Value()), start[i])
 		}
@@ -775,10 +641,8 @@ func TestMuonTogether(t *testing.T) {
 		defer tape.Close()
 		for range 2 {
 			tape.Reset()
-			if err := errors.Join(tape.RunAll(),
-				host.Step(gorgonia.NodesToValueGrads(params))); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(tape.RunAll(),
+				host.Step(gorgonia.NodesToValueGrads(params))))
 		}
 		for i, p := range params {
 			if d := distance(t, got[i], p.Value()); !(d < tolerance) {
@@ -825,9 +689,7 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 	if err == nil {
 		_, err = gorgonia.Grad(loss, weights...)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return loss, weights
 }
 
@@ -861,12 +723,8 @@ func TestSums(t *testing.T) {
 	} {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
-			m, err := NewMachine(device, loss.Graph(), append(append(opts, c.opts...),
+			m := openMachine(t, device, loss.Graph(), append(append(opts, c.opts...),
 				WithParams(weights...), WithOutputs(loss))...)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer m.Close()
 			if got := tasksOf(m)["RMSNormWeightGrad"]; got != c.launches {
 				t.Errorf("%d launches, want %d", got, c.launches)
 			}
@@ -876,9 +734,7 @@ func TestSums(t *testing.T) {
 			same, want := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
 			tape := gorgonia.NewTapeMachine(same.Graph())
 			defer tape.Close()
-			if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 			for i, w := range weights {
 				if d := distance(t, gathered(t, m, w), want[i].Deriv().Value()); !(d < 1e-4) {
 					t.Errorf("the gradient of weights %d differs by %.2g", i, d)
@@ -905,9 +761,7 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	} else {
 		v, err = m.Value(p.Deriv())
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return v
 }
 
@@ -917,17 +771,11 @@ func TestKasminaSumsGathered(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
 	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
-	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(),
+	m := openMachine(t, device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(),
 		WithParams(chain.params...))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
 	tape := gorgonia.NewTapeMachine(same.loss.Graph())
 	defer tape.Close()
-	if err := errors.Join(m.RunAll(), tape.RunAll()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 	for i, p := range chain.params {
 		if d := distance(t, gathered(t, m, p), same.params[i].Deriv().Value()); !(d < 1e-4) {
 			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
@@ -949,15 +797,9 @@ func TestKasminaSumsTwice(t *testing.T) {
 	}
 	again, err := layer.Op().(gorgonia.SDOp).SymDiff(graph.Children(layer), layer,
 		gorgonia.Must(gorgonia.Add(g, g)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	m, err := NewMachine(device, chain.loss.Graph(), fakeOption, WithParams(chain.params...),
+	require.NoError(t, err)
+	m := openMachine(t, device, chain.loss.Graph(), fakeOption, WithParams(chain.params...),
 		WithOutputs(again[1]))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
 	if n := tasksOf(m); n["KasminaGrad"] != 2 || n["KasminaWeightGrad"] != 2 {
 		t.Errorf("%v", n)
 	}
@@ -1008,19 +850,13 @@ func TestKasminaSums(t *testing.T) {
 		k, chain := &summing{figures: map[int]int{}, gradients: map[int]int{}},
 			newKasminaChain(t, 1, c.telemetry, seeds)
 		wrap := withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })
-		m, err := NewMachine(device, chain.loss.Graph(),
+		m := openMachine(t, device, chain.loss.Graph(),
 			append(c.opts, fakeOption, WithParams(chain.params...), wrap)...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
 		if n := tasksOf(m); n["KasminaFigures"] != 1 || n["KasminaWeightGrad"] != 1 {
 			t.Errorf("%s: %v", name, n)
 		}
 		for range 5 {
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.RunAll())
 		}
 		figures, gradients := k.figures[c.figures], k.gradients[len(seeds)]
 		if figures < 2 || gradients < 2 { // a run as it is, and a capture
@@ -1092,10 +928,8 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group,
 			}()
 			f(r, d, g, kernels)
 			passed = true
-			if err := errors.Join(w.Barrier(t.Context(), "done"), g.Close(),
-				w.Close()); err != nil {
-				t.Error(err)
-			}
+			require.NoError(t, errors.Join(w.Barrier(t.Context(), "done"), g.Close(),
+				w.Close()))
 		})
 	}
 	wg.Wait()

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -63,13 +64,7 @@ func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 		l.params = append(l.params, n)
 		return n
 	}
-	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return n
-	}
+	must := gorgonia.Must
 	rows := batch * seq
 	x := input("x", 1, rows, d)
 	h := must(op.RMSNorm(x, param("norm1", d), 1e-5))
@@ -97,10 +92,7 @@ func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 func (l *layers) values(t testing.TB, m *Machine) (values []gorgonia.Value) {
 	t.Helper()
 	for _, n := range l.keep {
-		v, err := m.Value(n)
-		if err != nil {
-			t.Fatal(err)
-		}
+		v := valueIn(t, m, n)
 		values = append(values, v)
 	}
 	return values
@@ -114,9 +106,7 @@ func TestFloat8(t *testing.T) {
 	near := func(t *testing.T, l *layers, narrow, plain *Machine, tolerance float64, differs bool) {
 		t.Helper()
 		for _, m := range []*Machine{plain, narrow, narrow} {
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.RunAll())
 		}
 		got, want := l.values(t, narrow), l.values(t, plain)
 		for i, n := range l.keep[1:] {
@@ -233,31 +223,22 @@ func TestFloat8Exactly(t *testing.T) {
 	w, ws := matrix("w", out, in)
 	with, gs := matrix("with", rows, out)
 	y, err := op.Linear(x, w)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, with))))
 	grads, err := gorgonia.Grad(cost, x, w)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	device, _, fakeOption := openFake(t, fake.Config{})
 	for name, params := range map[string]gorgonia.Nodes{"a parameter": {w}, "any weight": nil} {
 		m := newFuseMachine(t, device, g, params, append(gorgonia.Nodes{y}, grads...),
 			[]MachineOption{fakeOption, float8Products})
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		turned := make([]float32, in*out)
 		for i, v := range ws {
 			turned[i%in*out+i/in] = v
 		}
 		for i, want := range [][]float32{roundedProduct(xs, ws, in),
 			roundedProduct(gs, turned, out)} {
-			got, err := m.Value([]*gorgonia.Node{y, grads[0]}[i])
-			if err != nil {
-				t.Fatal(err)
-			}
+			got := valueIn(t, m, []*gorgonia.Node{y, grads[0]}[i])
 			if d := apartBy(flat(t, got), want); !(d < 1e-6) {
 				t.Errorf("%s: product %d differs by %.2g", name, i, d)
 			}
@@ -305,13 +286,9 @@ func float8Model(t testing.TB, kind llm.GraphKind, seed uint64, dim int,
 	c := llm.Config{Vocab: 19, Dim: dim, Layers: 2, Heads: 2, KVHeads: 1, Seq: 65, FF: 3 * dim / 2,
 		Kasmina: []int{0}, Seeds: 4}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	g, err := m.Graph(kind, 2, opts...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	b := &batch{Graph: g}
 	b.draw(t, seed)
 	return m, b
@@ -348,24 +325,15 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	}
 	loss := func(m *Machine, b *batch) float32 {
 		t.Helper()
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		v, err := m.Value(b.Loss)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
+		v := valueIn(t, m, b.Loss)
 		return v.Data().(float32)
 	}
 	model, b := float8Model(t, llm.ForTraining, seed, dim)
 	m := open(b, WithAccumulation())
 	o, err := newOptimizer()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := m.SetOptimizer(o, 1); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, 1))
 	first := loss(m, b)
 	for range 4 { // the later ones are replayed
 		loss(m, b)
@@ -374,16 +342,12 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 		}
 	}
 	last := loss(m, b)
-	if err := m.Download(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.Download())
 	if !(last < first) {
 		t.Errorf("the loss is %v, was %v", last, first)
 	}
 	scoring, err := model.Graph(llm.ForLoss, 2)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	score := &batch{Graph: scoring}
 	score.draw(t, seed)
 	borrower := open(score, WithParamsOf(m))
@@ -404,9 +368,7 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 		i := slices.IndexFunc(fresh.Params, func(q llm.Param) bool { return q.Name == p.Name() })
 		copy(p.Value().Data().([]float32), fresh.Params[i].Value.Float32s())
 	}
-	if err := m.Upload(b.Params...); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.Upload(b.Params...))
 	if got := loss(m, b); got != first {
 		t.Errorf("with the first parameters the loss is %v, was %v", got, first)
 	}
@@ -430,18 +392,14 @@ func TestFloat8Bound(t *testing.T) {
 	m, gate := open(), l.named["gate"]
 	h, numbers := host{t, device.ctx}, gate.Value().Data().([]float32)
 	memory := h.place(numbers)
-	if err := m.Bind(gate, memory, 4*len(numbers)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.Bind(gate, memory, 4*len(numbers)))
 	for range 3 {
 		for i := range numbers {
 			numbers[i] *= -1.5
 		}
 		h.write(memory, numbers)
 		fresh := open()
-		if err := errors.Join(m.RunAll(), fresh.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(m.RunAll(), fresh.RunAll()))
 		got, want := l.values(t, m), l.values(t, fresh)
 		for i, n := range l.keep {
 			if !slices.Equal(flat(t, got[i]), flat(t, want[i])) {
@@ -472,14 +430,10 @@ func TestFloat8UploadFails(t *testing.T) {
 		t.Errorf("an upload whose last copy fails: %v", err)
 	}
 	fresh := open()
-	if err := errors.Join(m.RunAll(), fresh.RunAll()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(m.RunAll(), fresh.RunAll()))
 	got, err := m.Value(b.Loss)
 	want, wantErr := fresh.Value(b.Loss)
-	if err := errors.Join(err, wantErr); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(err, wantErr))
 	if got.Data() != want.Data() {
 		t.Errorf("the loss is %v, that of a machine that was given the values is %v", got, want)
 	}
@@ -494,15 +448,10 @@ func TestFloat8Recomputed(t *testing.T) {
 			_, b := float8Model(t, llm.ForTraining, 3, dim, graph...)
 			m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, opts)
 			for range 3 {
-				if err := m.RunAll(); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, m.RunAll())
 			}
 			for _, n := range append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...) {
-				v, err := m.Value(n)
-				if err != nil {
-					t.Fatal(err)
-				}
+				v := valueIn(t, m, n)
 				results[i] = append(results[i], flat(t, v)...)
 			}
 		}
@@ -538,18 +487,12 @@ func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []flo
 	if err == nil {
 		err = m.SetOptimizer(o, 1)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i := range few(20, 3) {
 		b.draw(t, uint64(i%4))
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		loss, _, err := m.Step(b.Loss)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		losses = append(losses, float32(loss))
 	}
 	return losses
@@ -587,9 +530,7 @@ func TestFloat8Tuned(t *testing.T) {
 	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption,
 		float8Products, withOwnProducts(new(int), &adding), private, WithTuning(TuneCached),
 		WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
 	timed, turned := 0, 0
 	for _, c := range m.Choices() {
 		if c.Op == "Matmul" && strings.Contains(c.Shape, "Scaling:rows") &&
@@ -685,10 +626,7 @@ func narrowed(m *Machine, params gorgonia.Nodes) (names []string) {
 func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32) {
 	t.Helper()
 	for _, n := range nodes {
-		v, err := m.Value(n)
-		if err != nil {
-			t.Fatal(err)
-		}
+		v := valueIn(t, m, n)
 		all = append(all, slices.Clone(flat(t, v)))
 	}
 	return all
@@ -749,17 +687,13 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 	if err == nil {
 		err = m.SetOptimizer(o, 0.01)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if count[gpu.BFloat16] != layers || count[gpu.Float32] != len(b.Params)-layers {
 		t.Errorf("the optimiser's gradients are of %v, want %d of bfloat16 and %d of float32",
 			count, layers, len(b.Params)-layers)
 	}
 	for _, err := range []error{plain.RunAll(), m.RunAll()} {
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 	got, want := numbersOf(t, m, derivatives(b.Params)),
 		numbersOf(t, plain, derivatives(wide.Params))
@@ -790,15 +724,11 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 		}
 	}
 	norm, err := m.Update()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if want := math.Sqrt(squares); !(math.Abs(norm-want) < 1e-5*want) {
 		t.Errorf("the norm is %v, want %v", norm, want)
 	}
-	if err := m.Download(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.Download())
 	gain := map[string]float64{}
 	for _, p := range b.Params {
 		r := o.(update.Rules).Rule(p.Name(), p.Shape())
@@ -908,9 +838,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 		t.Errorf("bfloat16 are %q, want that of a weight which is used once, and whose gradient "+
 			"nobody else reads", got)
 	}
-	if err := m.RunAll(); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, m.RunAll())
 }
 
 // TestGradientPrecisionRecomputed wants blocks that are recomputed to leave the same gradients, of
@@ -942,9 +870,7 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 		if got := narrowed(m, b.Params); !slices.Equal(got, want) || len(want) == 0 {
 			t.Errorf("%d: bfloat16 are %q, want %q", i, got, want)
 		}
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		values[i] = numbersOf(t, m, append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...))
 	}
 	for i, v := range values[0] {
@@ -1026,24 +952,16 @@ func TestLossScale(t *testing.T) {
 
 func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	model, b := newBatch(t, llm.ForTraining, 2)
-	machine, err := NewMachine(device, b.G, append(opts, WithParams(b.Params...),
+	machine := openMachine(t, device, b.G, append(opts, WithParams(b.Params...),
 		WithOutputs(b.Loss))...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer machine.Close()
 	adamw, err := newAdamW()
 	if err == nil {
 		err = machine.SetOptimizer(adamw, 1)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	run := func() {
 		t.Helper()
-		if err := machine.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.RunAll())
 	}
 	scaleIs := func(want LossScale) {
 		t.Helper()
@@ -1053,9 +971,7 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	steps := func() (n int64) {
 		t.Helper()
-		if err := machine.Download(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, machine.Download())
 		for _, s := range adamw.State() {
 			if strings.HasSuffix(s.Name, ".step") {
 				n = s.Data.([]int64)[0]
@@ -1071,9 +987,7 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	weight := model.Params[last].Value.Float32s()
 	old := slices.Clone(weight)
 	weight[0] = float32(math.Inf(1))
-	if err := machine.Upload(b.Params[last]); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.Upload(b.Params[last]))
 	before := slices.Clone(model.Params[0].Value.Float32s())
 	for i := range 3 {
 		run()
@@ -1087,9 +1001,7 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 			"changed", n)
 	}
 	// At 1 there is nothing left that the scale could be to blame for.
-	if err := machine.SetLossScale(LossScale{Scale: 2, Good: 5, Skipped: 3}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, machine.SetLossScale(LossScale{Scale: 2, Good: 5, Skipped: 3}))
 	if _, err := machine.Value(b.Params[0].Deriv()); err == nil ||
 		!strings.Contains(err.Error(), "dropped") {
 		t.Errorf("a gradient that carries the scale of before: %v", err)
@@ -1109,20 +1021,13 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	scaleIs(LossScale{Scale: 1, Skipped: 5})
 
 	copy(weight, old)
-	if err := errors.Join(machine.Upload(b.Params[last]),
-		machine.SetLossScale(LossScale{Scale: 8, Good: 1998, Skipped: 5})); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(machine.Upload(b.Params[last]),
+		machine.SetLossScale(LossScale{Scale: 8, Good: 1998, Skipped: 5})))
 	for i := range 3 {
 		run()
-		g, err := machine.Value(b.Params[1].Deriv())
-		if err != nil {
-			t.Fatal(err)
-		}
+		g := valueIn(t, machine, b.Params[1].Deriv())
 		tape := gorgonia.NewTapeMachine(b.G)
-		if err := errors.Join(machine.Download(), tape.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(machine.Download(), tape.RunAll()))
 		if d := distance(t, g, b.Params[1].Deriv().Value()); !(d < 1e-2) {
 			t.Errorf("a gradient differs by %.2g from that of Gorgonia's machine", d)
 		}
@@ -1170,9 +1075,7 @@ func TestScaledOutputLayer(t *testing.T) {
 		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 4, 2})),
 			gorgonia.WithName("targets"))
 		loss, err := head(x, w, targets)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		cost := gorgonia.Must(gorgonia.Add(gorgonia.Must(gorgonia.Mul(loss,
 			gorgonia.NewConstant(float32(0.3)))), gorgonia.Must(gorgonia.Mean(x))))
 		if _, err := gorgonia.Grad(cost, x, w); err != nil {
@@ -1180,25 +1083,14 @@ func TestScaledOutputLayer(t *testing.T) {
 		}
 		tape := gorgonia.NewTapeMachine(g)
 		defer tape.Close()
-		if err := tape.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, tape.RunAll())
 		for _, way := range []string{"separate", "fused"} {
-			m, err := NewMachine(device, g, fakeOption, WithParams(x, w), scaledGradients,
+			m := openMachine(t, device, g, fakeOption, WithParams(x, w), scaledGradients,
 				WithWays("LinearCrossEntropy="+way))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer m.Close()
 			// No power of two, so that one factor too many or too few shows.
-			if err := errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()))
 			for _, p := range []*gorgonia.Node{x, w} {
-				v, err := m.Value(p.Deriv())
-				if err != nil {
-					t.Fatal(err)
-				}
+				v := valueIn(t, m, p.Deriv())
 				if d := distance(t, v, p.Deriv().Value()); !(d < 1e-5) {
 					t.Errorf("%s, %s: the gradient of %s differs by %.2g", name, way, p.Name(), d)
 				}
@@ -1213,9 +1105,7 @@ func TestScaledOutputLayer(t *testing.T) {
 func TestOverflowInKasmina(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	own, err := ownKind()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i := range 4 {
 		scale, kind := []float64{1, 0x1p127}[i%2], []blueprints.Kind{blueprints.Residual, own}[i/2]
 		g := gorgonia.NewGraph()
@@ -1225,36 +1115,25 @@ func TestOverflowInKasmina(t *testing.T) {
 				tensor.WithBacking(values)), gorgonia.WithName(name))
 		}
 		lattice, err := state.NewLattice(1, 2, state.WithoutGates())
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := errors.Join(lattice.RequestGermination(0, state.GerminationRequest{Slot: 1,
-			Kind: kind}), lattice.Transition(0, state.Training)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
+		require.NoError(t, errors.Join(
+			lattice.RequestGermination(0, state.GerminationRequest{Slot: 1,
+				Kind: kind}), lattice.Transition(0, state.Training)))
 		x, weights := input("x", 1, 2, 3, 4), input("weights", 0, 0, 0, 0)
 		scales := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]float32{1, 1})),
 			gorgonia.WithName("scales"))
 		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 1})),
 			gorgonia.WithName("targets"))
 		y, err := op.Kasmina(x, weights, scales, lattice, op.StopOnNonFinite())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		loss := gorgonia.Must(gorgonia.Mul(gorgonia.Must(op.CrossEntropy(y, targets)),
 			gorgonia.NewConstant(float32(1e20))))
 		if _, err := gorgonia.Grad(loss, x); err != nil {
 			t.Fatal(err)
 		}
-		m, err := NewMachine(device, g, fakeOption, WithParams(x),
+		m := openMachine(t, device, g, fakeOption, WithParams(x),
 			WithOutputs(loss), scaledGradients)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
-		if err := errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()))
 		v, err := m.Value(x.Deriv())
 		if err != nil {
 			t.Errorf("scale %v: %v", scale, err)
@@ -1283,9 +1162,7 @@ func TestLossScaleErrors(t *testing.T) {
 		loss := gorgonia.Must(
 			gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(gorgonia.Must(gorgonia.Square(w)),
 				x))))
-		if err := derive(loss, w); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, derive(loss, w))
 		m, err := NewMachine(device, g, fakeOption, WithParams(w), scaledGradients)
 		if err == nil {
 			t.Cleanup(func() { m.Close() })
@@ -1316,9 +1193,7 @@ func TestLossScaleErrors(t *testing.T) {
 	})
 	wants(err, "not linear in the gradient of the loss")
 	m, err := open(grad)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for want, s := range map[string]LossScale{"Scale is 0.5": {Scale: 0.5},
 		"Scale is NaN": {Scale: math.NaN()}, "Scale is +Inf": {Scale: math.Inf(1)},
 		"Good is -1": {Scale: 1, Good: -1}, "Skipped -2": {Scale: 1, Skipped: -2}} {
@@ -1328,11 +1203,7 @@ func TestLossScaleErrors(t *testing.T) {
 		t.Errorf("after arguments that were refused the scale is %+v", got)
 	}
 	g, _, _ := stockGraph(t)
-	plain, err := NewMachine(device, g, fakeOption, scaledGradients)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer plain.Close()
+	plain := openMachine(t, device, g, fakeOption, scaledGradients)
 	wants(plain.SetLossScale(LossScale{Scale: 2}), "does not scale")
 	if got := plain.LossScale(); got != (LossScale{Scale: 1}) {
 		t.Errorf("a machine without gradients has the scale %+v", got)

@@ -107,17 +107,11 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 				{Family: "plain"}}}
 		return k
 	})
-	m, err := NewMachine(device, g,
+	m := openMachine(t, device, g,
 		append([]MachineOption{fakeOption, private, wrap,
 			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
 	for range 3 {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 	}
 	r := normed{log: log.String(), last: k.ran[len(k.ran)-1], runs: len(k.ran)}
 	if c := m.Choices(); len(c) > 0 {
@@ -214,23 +208,13 @@ func TestTuningOnFullCard(t *testing.T) {
 			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})
 	free, _, err := device.Memory()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	const little = 2 << 10 // less than the cache and the operands that are timed
 	hog, err := device.ctx.Alloc(int(free) - little)
-	if err != nil {
-		t.Fatal(err)
-	}
-	m, err := NewMachine(device, g, fakeOption, private, wrap, WithTuning(TuneCached),
+	require.NoError(t, err)
+	m := openMachine(t, device, g, fakeOption, private, wrap, WithTuning(TuneCached),
 		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	if err := errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)))
 	choices := m.Choices()
 	for _, c := range choices {
 		if c.Way != "wide-4" || c.Source != ByRule {
@@ -268,19 +252,10 @@ func TestHostByRule(t *testing.T) {
 		gorgonia.WithValue(tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{1, 2, 3}))))
 	y := gorgonia.Must(gorgonia.Square(x))
 	var log bytes.Buffer
-	m, err := NewMachine(device, g, fakeOption, WithWays("square*=host"),
+	m := openMachine(t, device, g, fakeOption, WithWays("square*=host"),
 		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
-	v, err := m.Value(y)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
+	v := valueIn(t, m, y)
 	if got := flat(t, v); !slices.Equal(got, []float32{1, 4, 9}) || !m.runner.OnHost() ||
 		!strings.Contains(log.String(), "a rule wants it there") {
 		t.Errorf("got %v, log %s", got, log.String())
@@ -308,16 +283,9 @@ func TestHostByRuleReads(t *testing.T) {
 		sum := gorgonia.Must(gorgonia.BroadcastAdd(square, b, nil, []byte{0}))
 		m, err := NewMachine(device, g, fakeOption, WithWays(rule),
 			WithLogger(slog.New(slog.DiscardHandler)))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
-		v, err := m.Value(sum)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
+		require.NoError(t, m.RunAll())
+		v := valueIn(t, m, sum)
 		if got, want := flat(t, v), []float32{27, 42, 57, 32, 49, 66, 37, 56,
 			75}; !slices.Equal(got, want) {
 			t.Errorf("%s: got %v, want %v", rule, got, want)
@@ -325,9 +293,7 @@ func TestHostByRuleReads(t *testing.T) {
 		if !m.runner.OnHost() {
 			t.Errorf("%s: nothing is computed on the host", rule)
 		}
-		if err := m.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, m.Close())
 	}
 }
 
@@ -371,25 +337,14 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 				tensor.WithBacking(tensor.Range(tensor.Float32, 0, rows*columns)))))
 	}
 	y, err := op.Linear(matrix("x", 6, 4), matrix("w", 5, 4))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var log bytes.Buffer
 	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
-	m, err := NewMachine(device, g,
+	m := openMachine(t, device, g,
 		append([]MachineOption{fakeOption, private,
 			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	if err := m.RunAll(); err != nil {
-		t.Fatal(err)
-	}
-	v, err := m.Value(y)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.RunAll())
+	v := valueIn(t, m, y)
 	r := tuned{log: log.String(), value: flat(t, v), timings: int(device.ctx.Stats().Matmuls) - 1}
 	for _, c := range m.runner.Program.Calls {
 		if p, ok := c.Params.(program.Matmul); ok {
@@ -473,11 +428,7 @@ func TestChoiceWithdrawn(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "off")
 	t.Setenv("KASMINA_WAYS", "")
 	device, _, fakeOption := openFake(t, fake.Config{})
-	m, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithWays("Some=b"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m := openMachine(t, device, gorgonia.NewGraph(), fakeOption, WithWays("Some=b"))
 	for i, c := range []struct {
 		ways []string
 		want int
@@ -526,17 +477,13 @@ func TestTuningIgnores(t *testing.T) {
 	ways := [3]fake.Way{{Took: 9e6}, {Took: 1e6}, {Took: 5e6}}
 	tuneProduct(t, path, ways, "Some GPU", WithTuning(TuneCached))
 	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	from := bytes.LastIndex(b, []byte("{")) // of the choice
 	for name, id := range map[string]string{"text": `"fast"`, "unknown": `{"way": "7"}`,
 		"cut": "{"} {
 		other := filepath.Join(t.TempDir(), "tune.json")
 		damaged := string(b[:from]) + id + "}}"
-		if err := os.WriteFile(other, []byte(damaged), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(other, []byte(damaged), 0o644))
 		r := tuneProduct(t, other, ways, "Some GPU", WithTuning(TuneCached))
 		if r.way != 1 || r.timings < 3 {
 			t.Errorf("%s: way %d, %d timings, want it timed", name, r.way, r.timings)
@@ -665,9 +612,7 @@ func TestProductCounters(t *testing.T) {
 		first := valuesOf(t, m, keep, nil, 0)
 		for i := range 3 + ProfileSteps { // one is captured, and then replayed
 			if i == 3 { // the last ones of a profile are captured with marks, and replayed
-				if err := m.StartProfile(); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, m.StartProfile())
 			}
 			for i, v := range valuesOf(t, m, keep, nil, 0) {
 				if got := distance(t, v, first[i]); got != 0 {
@@ -725,13 +670,7 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 	t.Helper()
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, seed, 2, 1.0/4)
-	must := func(n *gorgonia.Node, err error) *gorgonia.Node {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return n
-	}
+	must := gorgonia.Must
 	rows, wide, narrow := p.batch*p.Seq, p.Heads*p.HeadDim, p.KVHeads*p.HeadDim
 	in := gorgonia.Nodes{matrix("x", rows, p.d), matrix("q", wide, p.d), matrix("k", narrow, p.d),
 		matrix("v", narrow, p.d)}
@@ -873,9 +812,7 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 	in := gorgonia.Nodes{matrix("x", rows, d), matrix("gate", f, d),
 		matrix("up", f, d), matrix("down", d, f)}
 	y, err := op.SiLUMLP(in[0], in[1], in[2], in[3])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
 }
 
@@ -1014,14 +951,10 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 	targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(ids)),
 		gorgonia.WithName("targets"))
 	loss, err := op.LinearCrossEntropy(x, w, targets)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	cost := gorgonia.Must(gorgonia.Mul(loss, gorgonia.NewConstant(float32(0.3))))
 	grads, err := gorgonia.Grad(cost, x, w)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return g, gorgonia.Nodes{w}, append(gorgonia.Nodes{loss}, grads...)
 }
 
@@ -1052,9 +985,7 @@ func TestOutputLayerWays(t *testing.T) {
 			g, _, keep := outputLayer(t, seed, rows, v, d)
 			tape := gorgonia.NewTapeMachine(g)
 			defer tape.Close()
-			if err := tape.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, tape.RunAll())
 			for _, n := range keep {
 				want = append(want, n.Value())
 			}
@@ -1063,14 +994,9 @@ func TestOutputLayerWays(t *testing.T) {
 			g, params, keep := outputLayer(t, seed, rows, v, d)
 			m := newFuseMachine(t, device, g, params, keep,
 				append(opts, WithWays("LinearCrossEntropy="+way)))
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.RunAll())
 			for i, n := range keep {
-				value, err := m.Value(n)
-				if err != nil {
-					t.Fatal(err)
-				}
+				value := valueIn(t, m, n)
 				if len(want) <= i {
 					want = append(want, value)
 				} else if diff := distance(t, value, want[i]); !(diff < tolerance) {
@@ -1121,9 +1047,7 @@ func TestProfile(t *testing.T) {
 	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
 	step := func(m *Machine) {
 		t.Helper()
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		if _, err := m.Update(); err != nil {
 			t.Fatal(err)
 		}
@@ -1136,9 +1060,7 @@ func TestProfile(t *testing.T) {
 	if _, err := m.Profile(); err == nil || !strings.Contains(err.Error(), "StartProfile") {
 		t.Errorf("without StartProfile: %v", err)
 	}
-	if err := m.StartProfile(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.StartProfile())
 	for i := range ProfileSteps {
 		if p, err := m.Profile(); p != nil || err != nil {
 			t.Fatalf("before the last step: %v, %v", p, err)
@@ -1147,12 +1069,8 @@ func TestProfile(t *testing.T) {
 		if i == ProfileSteps-2 {
 			for _, m := range []*Machine{m, plain} {
 				o, err := optim.NewAdamW(optim.WithLR(0.02))
-				if err != nil {
-					t.Fatal(err)
-				}
-				if err := m.SetOptimizer(o, 1); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
+				require.NoError(t, m.SetOptimizer(o, 1))
 			}
 		}
 		step(m)
@@ -1160,9 +1078,7 @@ func TestProfile(t *testing.T) {
 	}
 	launches := device.ctx.Stats().Launches
 	p, err := m.Profile()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if again := device.ctx.Stats().Launches; again != launches {
 		t.Errorf("%d launches for the profile itself", again-launches)
 	}
@@ -1210,18 +1126,12 @@ func TestProfileFloat8(t *testing.T) {
 	_, b := float8Model(t, llm.ForLoss, 3, 32)
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
 		[]MachineOption{fakeOption, float8Products, withCeilingBytes(1 << 14)})
-	if err := errors.Join(m.RunAll(), m.StartProfile()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(m.RunAll(), m.StartProfile()))
 	for range ProfileSteps {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 	}
 	p, err := m.Profile()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	checkProfile(t, m, p, 1)
 	if p.ProductFloat8 <= 0 {
 		t.Fatalf("%v operations a second in float8", p.ProductFloat8)
@@ -1304,9 +1214,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 		t.Errorf("calls %q", calls)
 	}
 	var text bytes.Buffer
-	if err := p.WriteTrace(&text); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.WriteTrace(&text))
 	var trace struct {
 		TraceEvents []struct {
 			Name, Ph string
@@ -1315,9 +1223,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 			Args     map[string]any
 		}
 	}
-	if err := json.Unmarshal(text.Bytes(), &trace); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(text.Bytes(), &trace))
 	kernels := 0
 	for _, e := range trace.TraceEvents {
 		if e.Ph != "X" && e.Ph != "M" || e.Ph == "X" && (e.Ts < 0 || e.Dur < 0 || e.Name == "") {
@@ -1400,50 +1306,32 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	t.Helper()
 	config := llm.Config{Vocab: 24, Dim: 16, Layers: 2, Heads: 2, FF: 24, Seq: 8}.Default()
 	model, err := llm.NewModel(config, tensor.Float32, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var how []llm.GraphOption
 	if recompute {
 		how = append(how, llm.WithRecompute())
 	}
 	g, err := model.Graph(llm.ForTraining, 2, how...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	m, err := NewMachine(device, g.G, append(opts, WithParams(g.Params...),
+	require.NoError(t, err)
+	m := openMachine(t, device, g.G, append(opts, WithParams(g.Params...),
 		WithOutputs(g.Loss), WithStrict())...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
 	o, err := optim.NewMuon(optim.WithLR(0.01))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := m.SetOptimizer(o, 1); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, 1))
 	ids := make([]int, 2*8)
 	for i := range ids {
 		ids[i] = (7*i + 3) % 24
 	}
 	for i := range 2 + ProfileSteps {
 		if i == 2 {
-			if err := m.StartProfile(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.StartProfile())
 		}
 		for _, n := range []*gorgonia.Node{g.IDs, g.Targets} {
-			if err := gorgonia.Let(n, tensor.New(tensor.WithShape(len(ids)),
-				tensor.WithBacking(ids))); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, gorgonia.Let(n, tensor.New(tensor.WithShape(len(ids)),
+				tensor.WithBacking(ids))))
 		}
 		for range runs {
-			if err := m.RunAll(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, m.RunAll())
 			if _, err := m.Value(g.Loss); err != nil {
 				t.Fatal(err)
 			}
@@ -1453,9 +1341,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 		}
 	}
 	p, err := m.Profile()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	checkProfile(t, m, p, runs)
 	if i := slices.IndexFunc(p.Spans, func(s optime.Span) bool {
 		return s.Op == "Update" && s.FLOPs == 0
@@ -1484,13 +1370,9 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 		gorgonia.WithValue(tensor.New(tensor.WithShape(4),
 			tensor.WithBacking([]float32{1, 2, 3, 4}))))
 	n, err := op.RMSNorm(x, scale, 1e-5)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	y, err := op.Linear(n, w)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y)))),
 		w); err != nil {
 		t.Fatal(err)
@@ -1508,17 +1390,11 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	all := append([]MachineOption{fakeOption, private, wrap, WithParams(w),
 		WithLogger(slog.New(slog.NewTextHandler(log, nil)))}, opts...)
 	m, err := NewMachine(device, g, all...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { m.Close() })
 	o, err := optim.NewAdamW(optim.WithLR(0.01))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := m.SetOptimizer(o, 1); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, 1))
 	return m, device
 }
 
@@ -1547,9 +1423,7 @@ func TestMonitor(t *testing.T) {
 	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
 	step := func(m *Machine) {
 		t.Helper()
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		if _, err := m.Update(); err != nil {
 			t.Fatal(err)
 		}
@@ -1617,9 +1491,7 @@ func TestMonitor(t *testing.T) {
 func TestMonitorWithoutOptimizer(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	for range 6 {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		if _, err := m.Update(); err != nil {
 			t.Fatal(err)
 		}
@@ -1649,13 +1521,9 @@ func TestMonitorSampleFails(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	o := m.monitor
 	for !o.Sampling() {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 	}
-	if err := device.ctx.SyncStream(m.runner.Stream); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, device.ctx.SyncStream(m.runner.Stream))
 	context := device.ctx.Context
 	Wrap(device, func(gpu.Context) gpu.Context {
 		return &unread{context, len(m.runner.Program.Calls)}
@@ -1668,9 +1536,7 @@ func TestMonitorSampleFails(t *testing.T) {
 		t.Errorf("%d samples, %v, %v", o.Samples(), times, err)
 	}
 	for range 6 {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 	}
 	if times, err := m.Monitor(); err != nil || len(times) == 0 || o.Samples() == 0 {
 		t.Errorf("%d samples later: %v, %v", o.Samples(), times, err)
@@ -1695,9 +1561,7 @@ func TestMonitorCost(t *testing.T) {
 	norm := &fake.Way{}
 	m, _ := monitored(t, norm, &bytes.Buffer{}, WithMonitor(2))
 	for range 30 {
-		if err := m.RunAll(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.RunAll())
 		norm.Took = 5 * time.Millisecond
 		if m.monitor.Sampling() { // as if the stamps took so much
 			norm.Took = 10 * time.Millisecond

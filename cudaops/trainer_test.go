@@ -91,9 +91,7 @@ func (r *run) lattice() *state.Lattice { return r.Model.Kasmina.Lattice(0) }
 
 func check(t *testing.T, errs ...error) {
 	t.Helper()
-	if err := errors.Join(errs...); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(errs...))
 }
 
 const batch = 2
