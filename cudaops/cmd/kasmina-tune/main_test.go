@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // tool runs the command on a store and returns what it prints.
@@ -23,9 +25,7 @@ func TestCommands(t *testing.T) {
 	exported, store, other := filepath.Join(dir, "in.json"), filepath.Join(dir, "a.json"),
 		filepath.Join(dir, "b.json")
 	const content = `{"Card, RMSNorm 4x4": {"way": "warp-4", "cold_ns": 2500, "warm_ns": 1500}, "Card, Attention": {"way": "mma"}}`
-	if err := os.WriteFile(exported, []byte(content), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(exported, []byte(content), 0o644))
 	if got := tool(t, "-store", store, "import", exported); got != "2 choices added\n" {
 		t.Errorf("import: %q", got)
 	}
@@ -34,9 +34,7 @@ func TestCommands(t *testing.T) {
 		t.Errorf("list: %q", listed)
 	}
 	again := filepath.Join(dir, "out.json")
-	if err := os.WriteFile(again, []byte(tool(t, "-store", store, "-match", "RMSNorm", "export")), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(again, []byte(tool(t, "-store", store, "-match", "RMSNorm", "export")), 0o644))
 	tool(t, "-store", other, "import", again)
 	if got := tool(t, "-store", other, "list"); strings.Count(got, "\n") != 1 || !strings.Contains(listed, got) {
 		t.Errorf("exported, imported and listed: %q", got)

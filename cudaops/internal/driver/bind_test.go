@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
@@ -14,25 +16,19 @@ func TestBind(t *testing.T) {
 	for _, pattern := range []string{"/lib/*-linux-gnu/libc.so.6", "/lib64/libc.so.6",
 		"/usr/lib/libc.so.6"} {
 		files, err := filepath.Glob(pattern)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		found = append(found, files...)
 	}
 	if len(found) == 0 {
 		t.Skip("needs a Linux with the GNU C library")
 	}
 	library, err := sharedlib.Open(found[0])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var api struct {
 		Abs    proc `c:"abs"`
 		Absent proc `c:"cuAbsent_v2" since:"99.0"`
 	}
-	if err := bind(library, found[0], &api); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bind(library, found[0], &api))
 	minus := int32(-7)
 	if r := api.Abs.call(uintptr(uint32(minus))); int32(r) != 7 {
 		t.Errorf("abs(-7) = %d", int32(r))
@@ -62,15 +58,11 @@ func BenchmarkBinding(b *testing.B) {
 		b.Skip("needs an NVIDIA GPU")
 	}
 	ctx, err := d.Retain(0)
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 	defer ctx.Close()
 	c := ctx.(*context)
 	e, err := c.NewEvent(false)
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 	b.Run("set-context", func(b *testing.B) {
 		for range b.N {
 			c.CtxSetCurrent.call(c.handle)
@@ -88,12 +80,8 @@ func BenchmarkBinding(b *testing.B) {
 	})
 	b.Run("query-with-context", func(b *testing.B) {
 		for range b.N {
-			if err := c.call(&c.EventQuery, uintptr(e)); err != nil {
-				b.Fatal(err)
-			}
+			require.NoError(b, c.call(&c.EventQuery, uintptr(e)))
 		}
 	})
-	if err := c.DestroyEvent(e); err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, c.DestroyEvent(e))
 }

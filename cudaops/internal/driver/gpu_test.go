@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
@@ -90,9 +92,7 @@ func BenchmarkCalls(b *testing.B) {
 			for left := b.N; left > 0; left -= 512 { // a full queue would time the GPU instead
 				start := time.Now()
 				for range min(left, 512) {
-					if err := do(); err != nil {
-						b.Fatal(err)
-					}
+					require.NoError(b, do())
 				}
 				spent += time.Since(start)
 				ok(b, c.SyncStream(s))
@@ -107,9 +107,7 @@ func BenchmarkCalls(b *testing.B) {
 	b.Run("parallel-query", func(b *testing.B) {
 		b.RunParallel(func(pb *testing.PB) {
 			for pb.Next() {
-				if err := query(); err != nil {
-					b.Error(err)
-				}
+				require.NoError(b, query())
 			}
 		})
 	})

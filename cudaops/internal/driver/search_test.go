@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
@@ -22,10 +24,8 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib
 	root = t.TempDir()
 	for _, file := range files {
 		path := filepath.Join(root, file)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755),
-			os.WriteFile(path, nil, 0o644)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(os.MkdirAll(filepath.Dir(path), 0o755),
+			os.WriteFile(path, nil, 0o644)))
 	}
 	f = sharedlib.Finder{GOOS: "linux", GOARCH: "amd64",
 		Getenv: func(name string) string { return strings.ReplaceAll(env[name], "~", root) },

@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/internal/allocs"
 )
 
@@ -14,9 +16,7 @@ func TestArgs(t *testing.T) {
 		1).Uint64(7).TensorMap(&TensorMap{9}).Int64(-1)
 	want := []Param{{0, 4}, {8, 8}, {16, 4}, {20, 3}, {24, 8}, {64, 128}, {192, 8}}
 	f := &Function{Name: "k", Params: want}
-	if err := f.Check(&a); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, f.Check(&a))
 	b := a.Packed()
 	if len(b) != 200 || b[0] != 0xFE || b[3] != 0xFF || b[8] != 0x88 || b[15] != 0x11 ||
 		b[20] != 1 || b[24] != 7 || b[64] != 9 {
@@ -35,9 +35,7 @@ func TestArgs(t *testing.T) {
 		"7 arguments given, the kernel takes 0") {
 		t.Error(err)
 	}
-	if err := f.Check(a.Reset()); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, f.Check(a.Reset()))
 	n := allocs.PerRun(100, func() { a.Reset().Ptr(1).Int32(2).Float32(3) })
 	if n != 0 {
 		t.Errorf("%v allocations for reused arguments", n)

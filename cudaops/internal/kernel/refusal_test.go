@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -169,9 +171,7 @@ func TestFaults(t *testing.T) {
 		"cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuLaunchKernel"} {
 		d := fake.New(fake.Config{Images: kerneltest.Kernels})
 		ctx, err := d.Retain(0)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		d.Fail(call, 1, gpu.NotSupported)
 		k := kernel.New(ctx)
 		a := normkernel.RMSNormBackward{Rows: 4096, D: 8192, Type: kerneltest.F16, Workspace: 256}

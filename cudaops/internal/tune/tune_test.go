@@ -7,6 +7,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // reopen is what another process would open.
@@ -32,9 +34,7 @@ func TestStore(t *testing.T) {
 	if s.Get("a", &got, silent(t)) {
 		t.Error("a new store knows a choice")
 	}
-	if err := s.Put(map[string]any{"a": [2]uint64{1, 1<<64 - 1}}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, s.Put(map[string]any{"a": [2]uint64{1, 1<<64 - 1}}))
 	other := reopen(t, path, silent(t))
 	if !other.Get("a", &got, silent(t)) || got != [2]uint64{1, 1<<64 - 1} {
 		t.Errorf("stored %v", got)
@@ -42,9 +42,7 @@ func TestStore(t *testing.T) {
 	if other.Get("b", &got, silent(t)) {
 		t.Error("it has a choice for another key")
 	}
-	if err := other.Put(map[string]any{"b": "x"}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, other.Put(map[string]any{"b": "x"}))
 	if err := s.Put(map[string]any{"c": "y"}); err != nil { // which has not read b
 		t.Fatal(err)
 	}
@@ -67,9 +65,7 @@ func TestDamaged(t *testing.T) {
 		"empty": ""} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "tune.json")
-			if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.WriteFile(path, []byte(content), 0o644))
 			var warnings []string
 			s := Open(path, func(s string) { warnings = append(warnings, s) })
 			if len(warnings) != 1 || !strings.Contains(warnings[0], path) {
@@ -79,19 +75,15 @@ func TestDamaged(t *testing.T) {
 			if s.Get("a", &v, silent(t)) {
 				t.Error("it has a choice")
 			}
-			if err := s.Put(map[string]any{"a": 5}); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, s.Put(map[string]any{"a": 5}))
 			if !reopen(t, path, silent(t)).Get("a", &v, silent(t)) || v != 5 {
 				t.Errorf("stored %d", v)
 			}
 		})
 	}
 	path := filepath.Join(t.TempDir(), "tune.json")
-	if err := os.WriteFile(path, []byte(`{"version":1,"choices":{"a":"text"}}`),
-		0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte(`{"version":1,"choices":{"a":"text"}}`),
+		0o644))
 	warned, v := 0, 0
 	if Open(path, silent(t)).Get("a", &v, func(string) { warned++ }) || warned != 1 {
 		t.Errorf("a choice of another type was taken, or there were %d warnings", warned)
@@ -120,9 +112,7 @@ func TestConcurrent(t *testing.T) {
 	for i := range 8 {
 		all.Go(func() {
 			s := Open(path, silent(t))
-			if err := s.Put(map[string]any{fmt.Sprint(i): i}); err != nil {
-				t.Error(err)
-			}
+			require.NoError(t, s.Put(map[string]any{fmt.Sprint(i): i}))
 		})
 	}
 	all.Wait()
@@ -151,9 +141,7 @@ func TestOverride(t *testing.T) {
 func TestClear(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
 	s := Open(path, silent(t))
-	if err := s.Put(map[string]any{"one, a": 1, "one, b": 2, "two, a": 3}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, s.Put(map[string]any{"one, a": 1, "one, b": 2, "two, a": 3}))
 	n, err := s.Clear(func(key string) bool { return strings.HasPrefix(key, "one") })
 	if err != nil || n != 2 {
 		t.Errorf("cleared %d, %v, want 2", n, err)

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -119,13 +121,9 @@ func TestAttentionPicksVariants(t *testing.T) {
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			for _, dt := range kerneltest.StorageTypes {
 				c.ClearTrace()
-				if err := Attend(k, 0, a, q, p, q, kv, kv, dt); err != nil {
-					t.Fatal(err)
-				}
-				if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv,
-					q, p, dt); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, Attend(k, 0, a, q, p, q, kv, kv, dt))
+				require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv,
+					q, p, dt))
 				unit, size := gpu.unit, "_64"
 				if dim > 64 {
 					size = "_128"
@@ -182,10 +180,8 @@ func TestAttentionWorkspace(t *testing.T) {
 			Causal: true, Variant: HopperFused}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * x.dim}, kernel.Rows{Ptr: p, Stride: 2 * x.dim}
 		c.ClearTrace()
-		if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
-			kerneltest.Bf16); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			kerneltest.Bf16))
 		tiles, zeroed := 4*kernel.CeilDiv(seq, x.tile), 0
 		for _, op := range c.Trace() {
 			if op.Name != "attention_stats_bf16" {
@@ -220,13 +216,9 @@ func TestAttentionFused64(t *testing.T) {
 		for _, table := range []gpu.Ptr{0, p} {
 			a.Documents = table
 			c.ClearTrace()
-			if err := Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16); err != nil {
-				t.Fatal(err)
-			}
-			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
-				kerneltest.Bf16); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+				kerneltest.Bf16))
 			want := []string{"attention_hopper_forward_64_bf16", "attention_stats_bf16",
 				"attention_hopper_backward_fused_64_bf16"}
 			if table != 0 {
@@ -264,17 +256,11 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 				Variant: v, Documents: table}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			c.ClearTrace()
-			if err := (Documents{Table: table, Starts: kernel.Ints{Ptr: p}, Batch: 2,
-				Seq: 100}).Launch(k, 0); err != nil {
-				t.Fatal(err)
-			}
-			if err := Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16); err != nil {
-				t.Fatal(err)
-			}
-			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
-				kerneltest.Bf16); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, (Documents{Table: table, Starts: kernel.Ints{Ptr: p}, Batch: 2,
+				Seq: 100}).Launch(k, 0))
+			require.NoError(t, Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+				kerneltest.Bf16))
 			for _, op := range c.Trace() {
 				if op.Name == "" {
 					continue
@@ -341,10 +327,8 @@ func TestAttentionTurnsBack(t *testing.T) {
 			}
 			c.ClearTrace()
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-			if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
-				kerneltest.Bf16); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+				kerneltest.Bf16))
 			after := 0
 			for _, op := range c.Trace() {
 				if strings.HasPrefix(op.Name, "rope_") {
@@ -374,10 +358,8 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	for _, poison := range []bool{false, true} {
 		gpu.Poison = poison
 		c.ClearTrace()
-		if err := AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
-			kerneltest.Bf16); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			kerneltest.Bf16))
 		trace := c.Trace()
 		fused := slices.IndexFunc(trace, func(op fake.Op) bool {
 			return op.Name == "attention_hopper_backward_fused_128_bf16"

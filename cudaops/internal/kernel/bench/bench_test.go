@@ -14,16 +14,12 @@ func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
 	t.Helper()
 	d := fake.New(fake.Config{AnyKernel: true})
 	ctx, err := d.Retain(0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if s := ctx.Stats(); s.DeviceBytes != 0 || s.HostBytes != 0 {
 			t.Errorf("%d bytes on the device and %d pinned are left", s.DeviceBytes, s.HostBytes)
 		}
-		if err := ctx.Close(); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, ctx.Close())
 	})
 	return ctx, d
 }

@@ -5,6 +5,8 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 func TestBinariesMatchSources(t *testing.T) {
@@ -14,9 +16,7 @@ func TestBinariesMatchSources(t *testing.T) {
 	}
 	for _, name := range names {
 		want, err := sourceHash("..", name, allTargets)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if !bytes.Equal(binaryHash("..", name), want) {
 			t.Errorf("%s.fatbin was not made from these sources for all GPUs: run go generate "+
 				"./cudaops/internal/kernel", name)
@@ -31,20 +31,14 @@ func TestBinariesMatchSources(t *testing.T) {
 func TestHashCoversAllThatMatters(t *testing.T) {
 	dir := t.TempDir()
 	for _, folder := range []string{"family", "include"} {
-		if err := os.Mkdir(filepath.Join(dir, folder), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.Mkdir(filepath.Join(dir, folder), 0o755))
 	}
 	write := func(name, text string) {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644))
 	}
 	hash := func(targets string) string {
 		h, err := sourceHash(dir, "family/a", targets)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return string(h)
 	}
 	write("family/a.cu", "#include \"b.cuh\"\nint a;\n")
@@ -62,9 +56,7 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 	if hash("sm_80") == first {
 		t.Error("what an included file includes does not count")
 	}
-	if err := os.Remove(filepath.Join(dir, "include", "c.cuh")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Remove(filepath.Join(dir, "include", "c.cuh")))
 	if _, err := sourceHash(dir, "family/a", "sm_80"); err == nil {
 		t.Error("no error for a missing file")
 	}

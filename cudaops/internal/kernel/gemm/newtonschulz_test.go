@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
@@ -69,9 +71,7 @@ func TestNewtonSchulzRun(t *testing.T) {
 					}
 					return nil
 				})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				if e := kerneltest.Distance(memory[a.Result()], want); !(e < 1e-5) ||
 					applied != a.Segments() {
 					t.Errorf("%dx%d, %d steps, %d together: differs by %.2g, %d products with x",

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -189,9 +191,7 @@ func TestRoPEProductRefusals(t *testing.T) {
 			t.Errorf("capability %d: the ways are %v", capability, ways)
 		}
 		for _, ok.Way = range ways {
-			if err := ok.Launch(k, 0); err != nil {
-				t.Error(err)
-			}
+			require.NoError(t, ok.Launch(k, 0))
 		}
 		if err := of8(ok).Launch(k, 0); (err == nil) != (len(ways) == 1) {
 			t.Errorf("capability %d, float8: %v", capability, err)

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -128,9 +130,7 @@ func TestKasminaMixing(t *testing.T) {
 	st := Mixing{Seeds: len(seeds), Slots: 4}
 	raw := make([]byte, st.Bytes())
 	for range 2 { // into what the first left
-		if err := st.Encode(raw, func(i int) seed.Seed { return seeds[i] }); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))
 	}
 	words := gpu.View[uint32](raw)
 	if want := []uint32{4, 1, 4, 5, 6, 0, 0, 0}; !slices.Equal(words[:8], want) {

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -376,9 +378,7 @@ func TestKasminaState(t *testing.T) {
 	}
 	encode := func() error { return st.Encode(raw, func(i int) seed.Seed { return seeds[i] }) }
 	for range 2 { // into what the first left
-		if err := encode(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, encode())
 	}
 	words := gpu.View[uint32](raw)
 	if want := []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16,

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -316,14 +318,10 @@ func TestLossScaleMoves(t *testing.T) {
 // TestTableChunks wants a table to tell whose part a chunk is and what it takes on the device.
 func TestTableChunks(t *testing.T) {
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	table, err := NewTable(kernel.New(ctx), []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1},
 		{Size: OptimChunk}, {Size: 3}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var of []int
 	for chunk := range table.Chunks {
 		of = append(of, table.TensorOf(chunk))
@@ -334,9 +332,7 @@ func TestTableChunks(t *testing.T) {
 	if held := ctx.Stats().DeviceBytes; int64(table.Bytes) != held {
 		t.Errorf("the table tells of %d bytes and holds %d", table.Bytes, held)
 	}
-	if err := errors.Join(table.Free(), ctx.Close()); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, errors.Join(table.Free(), ctx.Close()))
 }
 
 // TestNormSameBits wants the norm of gradients to be the same in every bit, run after run.

@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -96,9 +98,7 @@ func TestWeightStrips(t *testing.T) {
 // TestQuantizeTableRefusals wants errors that say which weight is wrong, and how.
 func TestQuantizeTableRefusals(t *testing.T) {
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	k := kernel.New(ctx)
 	good := quantize.Weight{X: 256, Y: 512, Scale: 1024, Rows: 32, D: 16}
 	for want, change := range map[string]func(*quantize.Weight){
@@ -117,7 +117,5 @@ func TestQuantizeTableRefusals(t *testing.T) {
 	if _, err := quantize.NewTable(k, nil); err == nil {
 		t.Error("no weights, and no error")
 	}
-	if err := ctx.Close(); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, ctx.Close())
 }
