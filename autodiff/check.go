@@ -83,7 +83,8 @@ func WithSeed(seed uint64) CheckOption {
 // element contributes, is checked as well.
 //
 // Differences are extrapolated to step zero by Richardson's method, with steps that change until
-// they agree. At a kink, such as relu at exactly 0, there is no derivative. Differences find the
+// they agree. Wide steps, which may lie on a plateau, count where narrow ones do not contradict
+// them. At a kink, such as relu at exactly 0, there is no derivative. Differences find the
 // mean of both sides there, and the report shows a difference where nothing is wrong. Choose values
 // away from kinks.
 func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes,

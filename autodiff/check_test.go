@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -228,6 +229,29 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 				(fmt.Sprint(worst.Index) != "[2 1]" || in.Name != "x") {
 				t.Errorf("the worst element is %s of %s, want [2 1] of x", worst.At(), in.Name)
 			}
+		})
+	}
+}
+
+// TestCheckGradientsBesideAPlateau checks elements that saturate at a tenth of the first step, and
+// add so little to the cost that rounding hides them at narrow steps: where wide steps find nothing
+// more, a right derivative is right, and one that is wrongly zero is wrong.
+func TestCheckGradientsBesideAPlateau(t *testing.T) {
+	for name, gradient := range map[string]func(i int, x, g float64) float64{
+		"right": right,
+		"zero":  func(int, float64, float64) float64 { return 0 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := gorgonia.NewGraph()
+			x := holding(g, "x", []float64{1e-3, -2e-3}, 2)
+			y := square(x, gradient) // x² / (x² + 10⁻⁶)
+			y = must(gorgonia.HadamardDiv(y, must(gorgonia.Add(y,
+				gorgonia.NewConstant(1e-6)))))
+			y = must(gorgonia.Mul(gorgonia.NewConstant(1e-7), must(gorgonia.Sum(y))))
+			report, err := autodiff.CheckGradients(
+				must(gorgonia.Add(y, gorgonia.NewConstant(3.0))), gorgonia.Nodes{x})
+			require.NoError(t, err)
+			require.Equal(t, name == "right", report.OK(1e-6), "%v", report)
 		})
 	}
 }
