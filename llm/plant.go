@@ -3,11 +3,13 @@ package llm
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/phases"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
@@ -107,18 +109,22 @@ func (t *Trainer) replant() error {
 
 // obeySeeds does what seeds ask for.
 func (t *Trainer) obeySeeds(p planting) error {
-	began := time.Now()
+	began, clock := time.Now(), phases.Start()
 	now, err := t.needed(p)
+	clock.End("what is needed on the host")
 	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {
 		return err
 	}
-	next, others, scale := now, t.others(), t.lossScale()
 	for _, at := range p.merge {
-		t.decided(at)
-		if next, err = t.merged(next, others, at); err != nil {
+		t.decided(at) // first: what the model was before these alone is needed no more
+	}
+	next, others, scale := now, t.others(), t.lossScale()
+	for _, where := range []blueprints.Site{blueprints.Weight, blueprints.Stream} {
+		if next, err = t.merged(next, others, where, p.merge); err != nil {
 			return err
 		}
 	}
+	clock.End("merging")
 	if back := t.oldest(p.gone); back != nil {
 		next, scale = next.Back(back.Model, next.Config), back.scale
 		t.wentBack(back)
@@ -147,9 +153,12 @@ func (t *Trainer) obeySeeds(p planting) error {
 		}
 		t.twin = w.with(p.plant, t.last.Step)
 	}
+	clock.End("planting and the engine")
 	if len(p.grafts) > 0 {
 		t.remember(next, p.grafts...)
 	}
+	clock.End("what is kept")
+	slog.Debug("llm: seeds have got their way", "in", clock)
 	if what := become.Describe(p.plant, p.gone, p.merge, t.siteOf); what != "" {
 		t.tellReshaped(what, time.Since(began), nil)
 	}
@@ -255,21 +264,27 @@ func (t *Trainer) others() (all []*become.Model) {
 	return all
 }
 
-// merged makes a fossilized blueprint a part of the model, and of the others.
-func (t *Trainer) merged(next become.Model, others []*become.Model,
-	at state.Address) (become.Model, error) {
-	before := make([]become.Model, len(others))
-	for i, m := range others {
-		before[i] = *m
+// merged makes the fossilized blueprints of a site a part of the model, and of the others.
+func (t *Trainer) merged(next become.Model, others []*become.Model, where blueprints.Site,
+	all []state.Address) (become.Model, error) {
+	var seeds []int
+	for _, at := range all {
+		if t.siteOf(at) == where {
+			seeds = append(seeds, at.Seed)
+		}
 	}
-	all, err := become.Merge(t.siteOf(at), at.Seed, t.last.Step, next, before...)
+	models := make([]become.Model, len(others))
+	for i, m := range others {
+		models[i] = *m
+	}
+	models, err := become.Merge(where, seeds, t.last.Step, next, models...)
 	if err != nil {
 		return next, err
 	}
 	for i, m := range others {
-		*m = all[1+i]
+		*m = models[1+i]
 	}
-	return all[0], nil
+	return models[0], nil
 }
 
 // with returns the twin of a model in which blueprints have been planted.

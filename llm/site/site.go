@@ -29,6 +29,8 @@ import (
 // In the stream x is the normalised stream [rows, D], and the result what is added to the stream,
 // of the same shape. At a weight x is the weight [out, in], and the result is added to that. What
 // it adds at first should be 0, or nearly so: else the model gets worse as it is grafted.
+//
+// Several goroutines may call a Build at once.
 type Build func(x *gorgonia.Node, params gorgonia.Nodes, size int) (*gorgonia.Node, error)
 
 var (

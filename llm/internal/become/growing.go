@@ -248,14 +248,18 @@ func (m Model) planted(site blueprints.Site, seed int) (o own, err error) {
 	return o, nil
 }
 
-// replace returns the model with other values of a parameter, whose moments stay.
-func (m Model) replace(name string, v *tensor.Dense) Model {
+// replace returns the model with values of other tensors for the parameters of some names, whose
+// moments stay.
+func (m Model) replace(values map[string]*tensor.Dense, names []string) Model {
 	m.Params = slices.Clone(m.Params)
-	i := slices.IndexFunc(m.Params, func(p graph.Param) bool { return p.Name == name })
-	m.Params[i].Value = v
+	for i := range m.Params {
+		m.Params[i].Value = values[m.Params[i].Name]
+	}
 	if m.From != nil {
 		m.Here = maps.Clone(m.Here)
-		m.Here[name] = true
+		for _, name := range names {
+			m.Here[name] = true
+		}
 	}
 	return m
 }

@@ -1,50 +1,94 @@
 package become
 
 import (
+	"errors"
 	"fmt"
+	"maps"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/site"
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
-// Merge returns the models in which what the blueprint of a seed of now has become is a part of the
-// model, and the blueprint gone: of now itself first, and of what it was at some times before.
+// Merge returns the models in which what the blueprints of some seeds of now have become is a part of
+// the model, and the blueprints gone: of now itself first, and of what it was at some times before.
 // At a weight that is the sum of both, with the bits that the CPU computes with. In the stream it is
 // a block of the configuration, which is the identity but for what the blueprint does.
-func Merge(at blueprints.Site, seed, step int, now Model, before ...Model) ([]Model, error) {
-	o, err := now.planted(at, seed)
-	if err != nil {
-		return nil, err
-	}
+func Merge(at blueprints.Site, seeds []int, step int, now Model, before ...Model) ([]Model, error) {
 	merged := append([]Model{now}, before...)
-	for i, m := range merged {
-		if at == blueprints.Weight {
-			merged[i], err = m.addTo(o)
-		} else {
-			merged[i], err = m.block(o, step)
+	if len(seeds) == 0 {
+		return merged, nil
+	}
+	var err error
+	if at == blueprints.Weight {
+		var all []own
+		for _, seed := range seeds {
+			o, err := now.planted(at, seed)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, o)
 		}
+		for i, m := range merged {
+			if merged[i], err = m.add(all); err != nil {
+				return nil, err
+			}
+		}
+		return merged, nil
+	}
+	for _, seed := range seeds {
+		o, err := merged[0].planted(at, seed)
 		if err != nil {
-			return nil, fmt.Errorf("merging the %v of seed %d of site %v: %w", o.kind, seed, at, err)
+			return nil, err
+		}
+		for i, m := range merged {
+			if merged[i], err = m.block(o, step); err != nil {
+				return nil, o.notMerged(err)
+			}
 		}
 	}
 	return merged, nil
 }
 
-// addTo adds what a blueprint adds to its weight.
-func (m Model) addTo(o own) (Model, error) {
-	name := m.Config.WeightName(m.Config.Weights[o.Seed])
-	w := m.param(name)
-	sum, err := m.sum(o, w)
-	if err != nil {
+func (o own) notMerged(err error) error {
+	return fmt.Errorf("merging the %v of seed %d of site %v: %w", o.kind, o.Seed, o.Site, err)
+}
+
+// add adds what blueprints add to their weights, and takes them out. Weights are added to side by
+// side, and by the blueprints of one weight in turn.
+func (m Model) add(all []own) (Model, error) {
+	by, c := map[string][]own{}, m.Config
+	for _, o := range all {
+		name := m.Config.WeightName(m.Config.Weights[o.Seed])
+		by[name] = append(by[name], o)
+		c = c.Uproot(o.Site, o.Seed)
+	}
+	names := slices.Sorted(maps.Keys(by))
+	values, errs := m.values(), make([]error, len(names))
+	sums := make([]*tensor.Dense, len(names))
+	parallel.Each(len(names), func(i int) {
+		sums[i] = values[names[i]]
+		for _, o := range by[names[i]] {
+			if sums[i], errs[i] = m.sum(o, sums[i]); errs[i] != nil {
+				errs[i] = o.notMerged(errs[i])
+				return
+			}
+		}
+	})
+	if err := errors.Join(errs...); err != nil {
 		return m, err
 	}
-	return m.replace(name, sum).Uproot(o.Site, o.Seed), nil
+	for i, name := range names {
+		values[name] = sums[i]
+	}
+	return m.replace(values, names).become(c, same, nil), nil
 }
 
 // sum computes the graph of a weight with its blueprint at full strength.

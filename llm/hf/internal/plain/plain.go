@@ -18,6 +18,7 @@ import (
 func Of(m *llm.Model) (*llm.Model, error) {
 	chunks, now := len(m.Config.Kasmina), become.Model{Config: m.Config, Params: m.Params}
 	for layer, r := range m.Kasmina.Report() {
+		var ripe []int
 		for _, seed := range r.Seeds {
 			_, planted := m.Config.PlantedAt(r.Site, seed.Seed)
 			switch {
@@ -32,13 +33,14 @@ func Of(m *llm.Model) (*llm.Model, error) {
 					"part of the model: fossilize it, if it can be merged, or roll it back",
 					seed.Seed, r.Site, seed.Stage, seed.Alpha, seed.Kind)
 			default:
-				merged, err := become.Merge(r.Site, seed.Seed, 0, now)
-				if err != nil {
-					return nil, err
-				}
-				now = merged[0]
+				ripe = append(ripe, seed.Seed)
 			}
 		}
+		merged, err := become.Merge(r.Site, ripe, 0, now)
+		if err != nil {
+			return nil, err
+		}
+		now = merged[0]
 	}
 	if len(m.Config.Planted) == 0 {
 		return m, nil
