@@ -32,55 +32,29 @@ type RMSNorm struct {
 	Way                          kernel.Way
 }
 
-// across is the threads that hold a row, so many packs of 16 bytes each.
-func (a RMSNorm) across(packs int) int {
-	return kernel.CeilDiv(a.D, 32*packs*kernel.Vector(a.Type)) * 32
-}
-
-var heldPacks = map[string]int{"held1": 1, "held2": 2, "held4": 4}
-
-// heldWays lists the ways to hold rows in registers, with so many packs a thread and so many rows a
-// block. What is best without a residual, two packs, would be too much in flight with one.
-func (a RMSNorm) heldWays() (ways []kernel.Way) {
-	families := []string{"held2", "held1", "held4"}
+// held is how threads hold rows in registers: the zero shape where rows are not aligned or too long.
+// What is best without a residual, two packs, would be too much in flight with one.
+func (a RMSNorm) held() (h quantize.HeldShape) {
+	if !kernel.Packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) ||
+		!quantize.Float8Packs(a.Type, a.Y8) {
+		return h
+	}
 	if a.Residual != 0 {
-		families = []string{"held1", "held2", "held4"}
+		return quantize.BestShape(a.D, a.Type, 1, 2, 4)
 	}
-	for _, family := range families {
-		packs := heldPacks[family]
-		across := a.across(packs)
-		// too few threads, or more packs than there are
-		if across > quantize.HeldThreads || packs > 1 && a.across(packs/2) == 32 {
-			continue
-		}
-		usual := max(1, 128/across)
-		if a.Residual == 0 && across > 128 {
-			usual = max(1, quantize.HeldThreads/across)
-		}
-		ways = append(ways, kernel.Way{Family: family, Size: usual})
-		if len(ways) > 1 {
-			continue
-		}
-		for _, rows := range []int{1, 2, 4} {
-			if rows != usual && 64 <= rows*across && rows*across <= quantize.HeldThreads {
-				ways = append(ways, kernel.Way{Family: family, Size: rows})
-			}
-		}
+	if h = quantize.BestShape(a.D, a.Type, 2, 1, 4); h.Across > 128 {
+		h.Rows = max(1, quantize.HeldThreads/h.Across)
 	}
-	return ways
+	return h
 }
 
-// RMSNormWays lists the ways that take the arguments, the one that should be fastest first: rows
-// held in registers, and a block a row.
-func RMSNormWays(k *kernel.Set, a RMSNorm) (ways []kernel.Way, err error) {
-	if _, err := kernel.Suffix("RMSNorm", a.Type); err != nil {
-		return nil, err
+// Ways lists the ways that take the launch, the one that should be fastest first: rows held in
+// registers, and a block a row.
+func (a RMSNorm) Ways(*kernel.Set) (ways []kernel.Way) {
+	if h := a.held(); h.Packs > 0 {
+		ways = append(ways, kernel.Way{Family: fmt.Sprint("held", h.Packs), Size: h.Rows})
 	}
-	if kernel.Packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) &&
-		quantize.Float8Packs(a.Type, a.Y8) {
-		ways = a.heldWays()
-	}
-	return append(ways, kernel.Way{Family: "any"}), nil
+	return append(ways, kernel.Way{Family: "any"})
 }
 
 // Launch launches one kernel, or a second one for Y8 where a row is a block's.
@@ -99,11 +73,7 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	ways, err := RMSNormWays(k, a)
-	if err != nil {
-		return err
-	}
-	w, err := a.Way.Of("RMSNorm", ways)
+	w, err := a.Way.Of("RMSNorm", a.Ways(k))
 	if err != nil {
 		return err
 	}
@@ -126,31 +96,23 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	if a.Residual != 0 {
 		name = "rmsnorm_add_" + w.Family + suf
 	}
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, w.Size)},
-		Block: gpu.Dim{X: a.across(heldPacks[w.Family]), Y: w.Size}}
 	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)).Int32(int(kernel.Bit(a.Ascending)))
-	return k.Enqueue(s, "norm", name, c, l)
+	return k.Enqueue(s, "norm", name, a.held().Over(a.Rows), l)
 }
 
 // walkStages is the rows on their way of each group of threads that walks down them, kStages of
 // norm.cu.
 const walkStages = 3
 
-// walk is the launch of the backward kernel, which walks down the rows with at most so many blocks
-// a multiprocessor, if it takes the arguments and the GPU has room for so many rows.
-func walk(k *kernel.Set, a RMSNormBackward, suf string, most int) (c gpu.LaunchConfig,
-	fits bool, err error) {
+// walk is a block of the backward kernel whose blocks walk down the rows, if it takes the arguments
+// and the GPU has room for so many rows.
+func walk(k *kernel.Set, a RMSNormBackward) (c gpu.LaunchConfig, fits bool) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
 	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down},
 		Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
-	if !a.packed() || across > 1024 ||
-		c.Shared > k.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
-		return c, false, nil
-	}
-	blocks, err := k.Resident("norm", a.kernel("rmsnorm_backward")+suf, across*down, c.Shared)
-	c.Grid.X = min(blocks, most*k.Info.SMs, kernel.CeilDiv(a.Rows, down), normParts(k, a.D, a.Type))
-	return c, true, err
+	return c, a.packed() && across <= 1024 &&
+		c.Shared <= k.Info.SharedPerBlock-1024 // beside what the kernel itself declares
 }
 
 // ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a
@@ -307,32 +269,18 @@ func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return addParts(k, s, []RMSNormParts{left})
 }
 
-// RMSNormBackwardWays lists the ways that take the arguments, the one that should be fastest first.
-// In some, warps or pairs of them take rows of their own. For longer rows, blocks walk down them,
-// as many a multiprocessor as there is room for or fewer. In the last, each row has a block.
-// Walking is no way for short rows, since a tuner that times single launches cannot tell the two
-// apart, and in training, at a lower clock, walking falls behind.
-func RMSNormBackwardWays(k *kernel.Set, a RMSNormBackward) (ways []kernel.Way, err error) {
-	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
-	if err != nil {
-		return nil, err
-	}
+// Ways lists the ways that take the launch, the one that should be fastest first. In some, warps or
+// pairs of them take rows of their own. For longer rows, blocks walk down them. In the last, each
+// row has a block.
+func (a RMSNormBackward) Ways(k *kernel.Set) []kernel.Way {
 	plain := kernel.Way{Family: "any"}
 	if _, _, fits := own(k, a); fits {
-		return []kernel.Way{{Family: "own"}, plain}, nil
+		return []kernel.Way{{Family: "own"}, plain}
 	}
-	grid := 0
-	for _, blocks := range []int{normBlocks, 2, 1} {
-		c, fits, err := walk(k, a, suf, blocks)
-		if err != nil {
-			return nil, err
-		}
-		if fits && c.Grid.X != grid { // else it is the same launch
-			ways = append(ways, kernel.Way{Family: "rows", Size: blocks})
-			grid = c.Grid.X
-		}
+	if _, fits := walk(k, a); fits {
+		return []kernel.Way{{Family: "rows"}, plain}
 	}
-	return append(ways, plain), nil
+	return []kernel.Way{plain}
 }
 
 // arrays is how many are read.
@@ -345,11 +293,7 @@ func (a RMSNormBackward) arrays() int {
 
 // normBackward computes DX and returns how many rows of partial sums it left.
 func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
-	ways, err := RMSNormBackwardWays(k, a)
-	if err != nil {
-		return 0, err
-	}
-	w, err := a.Way.Of("RMSNormBackward", ways)
+	w, err := a.Way.Of("RMSNormBackward", a.Ways(k))
 	if err != nil {
 		return 0, err
 	}
@@ -361,8 +305,13 @@ func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (i
 		var name string
 		name, c, _ = own(k, a)
 		symbol += name
-	} else if c, _, err = walk(k, a, suf, w.Size); err != nil {
-		return 0, err
+	} else {
+		c, _ = walk(k, a)
+		blocks, err := k.Resident("norm", a.kernel(symbol)+suf, c.Block.Count(), c.Shared)
+		if err != nil {
+			return 0, err
+		}
+		c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, c.Block.Y), normParts(k, a.D, a.Type))
 	}
 	l := kernel.Args()
 	if a.DX8 != 0 {
@@ -436,18 +385,6 @@ func (a RMSNormBackward) Tuning() kernel.Tuning {
 // WorkspaceBytes is the size of Workspace.
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return RMSNormWorkspace(kernel.Sized(d), a.D, a.Type)
-}
-
-// Ways lists the ways that take the launch.
-func (a RMSNorm) Ways(k *kernel.Set) []kernel.Way {
-	ways, _ := RMSNormWays(k, a) // an error comes back from the launch
-	return ways
-}
-
-// Ways lists the ways that take the launch.
-func (a RMSNormBackward) Ways(k *kernel.Set) []kernel.Way {
-	ways, _ := RMSNormBackwardWays(k, a)
-	return ways
 }
 
 // Launch enqueues it.

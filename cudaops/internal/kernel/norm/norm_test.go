@@ -51,8 +51,7 @@ func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew i
 		}
 		xr = kerneltest.Decode(kerneltest.Encode(xr, dt), dt)
 	}
-	ways, err := RMSNormWays(g.Set, a)
-	g.Must(err)
+	ways := a.Ways(g.Set)
 	a.Way = ways[way]
 	g.Must(a.Launch(g.Set, g.Stream))
 	wantY, wantR := make([]float64, rows*d), make([]float64, rows)
@@ -115,8 +114,7 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 			wantX[i] += v
 		}
 	}
-	ways, err := RMSNormBackwardWays(g.Set, a)
-	g.Must(err)
+	ways := a.Ways(g.Set)
 	a.Way = ways[way]
 	g.Must(a.Launch(g.Set, g.Stream))
 	g.Near("dx", dx, wantX, kerneltest.Backward(dt))

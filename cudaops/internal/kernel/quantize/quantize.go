@@ -25,7 +25,8 @@ type Rows struct {
 
 // Launch launches one kernel.
 func (a Rows) Launch(k *kernel.Set, s gpu.Stream) error {
-	if _, err := kernel.Suffix("Quantize", a.Type); err != nil {
+	suf, err := kernel.Suffix("Quantize", a.Type)
+	if err != nil {
 		return err
 	}
 	if empty, err := kernel.CheckInts("Quantize", a.Rows, a.D); empty || err != nil {
@@ -40,53 +41,50 @@ func (a Rows) Launch(k *kernel.Set, s gpu.Stream) error {
 	var shape HeldShape
 	if kernel.Packed(a.Type, a.D, a.X) && a.XStride%kernel.Vector(a.Type) == 0 &&
 		Float8Packs(a.Type, a.Y) {
-		shape = BestShape(a.D, a.Type)
+		shape = BestShape(a.D, a.Type, RowPacks...)
 	}
-	return Quantize(k, s, a, shape)
+	return shape.Enqueue(k, s, "quantize", suf, a.Rows, a.D,
+		kernel.Args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X), a.XStride)
 }
 
-// Quantize has blocks of a shape, or for none takes the kernel for any row.
-func Quantize(k *kernel.Set, s gpu.Stream, a Rows, shape HeldShape) error {
-	suf, err := kernel.Suffix("Quantize", a.Type)
-	if err != nil {
-		return err
-	}
-	l := kernel.Args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X)
-	if shape == (HeldShape{}) {
-		l.Int32(a.D).Int64(int64(a.XStride))
-		return k.Enqueue(s, "quantize", "quantize_any"+suf,
-			kernel.Line(a.Rows, kernel.RowThreads(a.D)), l)
-	}
-	l.Int64(int64(a.Rows)).Int32(a.D).Int64(int64(a.XStride))
-	return k.Enqueue(s, "quantize", fmt.Sprint("quantize_held", shape.Packs, suf),
-		shape.Over(a.Rows), l)
-}
+// RowPacks are the packs a thread that rows are rounded with, the fastest first.
+var RowPacks = []int{2, 1, 4}
 
 // HeldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread,
 // threads across a row, and rows.
 type HeldShape struct{ Packs, Across, Rows int }
 
-// HeldShapes lists the shapes for rows of d elements, which are whole packs, the fastest first: one
-// pack a thread is for short rows, as all threads of a row compute its scale, and four for long
-// ones.
-func HeldShapes(d int, t gpu.DType) (shapes []HeldShape) {
-	for _, packs := range []int{2, 1, 4} {
-		across := kernel.CeilDiv(d, 32*packs*kernel.Vector(t)) * 32
-		// too few threads, or more packs than there are
-		if across > HeldThreads || packs > 1 && d <= 32*kernel.Vector(t)*packs/2 {
-			continue
+// BestShape is the fastest shape for rows of d elements, which are whole packs: the first of some
+// numbers of packs a thread that fits, none where rows are too long. One pack is for short rows, as
+// all threads of a row compute its scale, and four for long ones.
+func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
+	for _, n := range packs {
+		across := kernel.CeilDiv(d, 32*n*kernel.Vector(t)) * 32
+		// else too few threads, or more packs than there are
+		if across <= HeldThreads && (n == 1 || d > 32*kernel.Vector(t)*n/2) {
+			return HeldShape{n, across, max(1, 128/across)}
 		}
-		shapes = append(shapes, HeldShape{packs, across, max(1, 128/across)})
-	}
-	return shapes
-}
-
-// BestShape is the first of the shapes, or none where rows are too long.
-func BestShape(d int, t gpu.DType) HeldShape {
-	if shapes := HeldShapes(d, t); len(shapes) > 0 {
-		return shapes[0]
 	}
 	return HeldShape{}
+}
+
+// Enqueue launches a kernel over rows that may be held in registers: of a shape, with the elements
+// from one row to the next in some arrays, or for no shape the one for any row.
+func (h HeldShape) Enqueue(k *kernel.Set, s gpu.Stream, name, suf string, rows, d int, l *gpu.Args,
+	strides ...int) error {
+	c := kernel.Line(rows, kernel.RowThreads(d))
+	if h.Packs > 0 {
+		c = h.Over(rows)
+		l.Int64(int64(rows))
+	}
+	l.Int32(d)
+	for _, stride := range strides {
+		l.Int64(int64(stride))
+	}
+	if h.Packs == 0 {
+		return k.Enqueue(s, "quantize", name+"_any"+suf, c, l)
+	}
+	return k.Enqueue(s, "quantize", fmt.Sprint(name, "_held", h.Packs, suf), c, l)
 }
 
 func (h HeldShape) Over(rows int) gpu.LaunchConfig {

@@ -163,16 +163,6 @@ func TestQuantize(t *testing.T) {
 					XStride: stride, Type: dt}
 				g.Must(a.Launch(g.Set, g.Stream))
 				rows8(g, "rows", y, scale, xr)
-				if d%8 != 0 || x.Ptr%16 != 0 {
-					return
-				}
-				a.XStride = max(stride, d)
-				for _, h := range quantize.HeldShapes(d, dt) {
-					y, scale := rows8Alloc(g, rows, d, 0)
-					a.Y, a.Scale = y.Ptr, scale.Ptr
-					g.Must(quantize.Quantize(g.Set, g.Stream, a, h))
-					rows8(g, fmt.Sprint(h), y, scale, xr)
-				}
 			})
 		}
 	}
@@ -272,8 +262,7 @@ func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, 
 			y8, scale := rows8Alloc(g, rows, d, 0)
 			a.Y8, a.Scale8, outputs = y8.Ptr, scale.Ptr, append(outputs, y8, scale)
 		}
-		ways, err := norm.RMSNormWays(g.Set, a)
-		g.Must(err)
+		ways := a.Ways(g.Set)
 		a.Way, count = ways[way], len(ways)
 		g.Must(a.Launch(g.Set, g.Stream))
 		return outputs
@@ -317,11 +306,6 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 	if add {
 		base.Add = x.Ptr
 	}
-	ways := func(a norm.RMSNormBackward) []kernel.Way {
-		all, err := norm.RMSNormBackwardWays(g.Set, a)
-		g.Must(err)
-		return all
-	}
 	run := func(way kernel.Way, float8 bool) (outputs []*kerneltest.Buffer) {
 		dx, dw := g.Alloc(rows*d, dt, skew), g.Alloc(d, kerneltest.F32, 0)
 		a := base
@@ -331,7 +315,7 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 			dx8, scale := rows8Alloc(g, rows, d, 0)
 			a.DX8, a.Scale8, outputs = dx8.Ptr, scale.Ptr, append(outputs, dx8, scale)
 		}
-		all := ways(a)
+		all := a.Ways(g.Set)
 		// a kernel of fewer registers may have room for other numbers of blocks
 		if a.Way = way; !slices.Contains(all, way) {
 			a.Way = all[slices.IndexFunc(all, func(w kernel.Way) bool {
@@ -341,7 +325,7 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 		g.Must(a.Launch(g.Set, g.Stream))
 		return outputs
 	}
-	for _, way := range ways(base) {
+	for _, way := range base.Ways(g.Set) {
 		plain, fused := run(way, false), run(way, true)
 		sameBits(g, fmt.Sprint(way, ": dx"), fused[0], plain[0])
 		// perhaps of other blocks' sums
@@ -372,51 +356,33 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 	h := g.Alloc(n, dt, skew)
 	a := silu.Mul{H: h.Ptr, A: ab.Ptr, B: beside(ab.Ptr), Rows: rows, F: f, Stride: 2 * f, Type: dt}
 	g.Must(a.Launch(g.Set, g.Stream))
-	check := func(what string, launch func() error) {
-		h8, scale := rows8Alloc(g, rows, f, 0)
-		again := g.Alloc(n, dt, skew)
-		a.H, a.H8, a.Scale8 = again.Ptr, h8.Ptr, scale.Ptr
-		g.Must(launch())
-		sameBits(g, what+" h", again, h)
-		separate(g, what+" h", h8, scale, h, f, 0)
-		g.Must(g.Ctx.Memset8(h8.Ptr, 0xff, h8.Bytes(), g.Stream))
-		a.H = 0
-		g.Must(launch())
-		separate(g, what+" h that is not written", h8, scale, h, f, 0)
-	}
-	check("default", func() error { return a.Launch(g.Set, g.Stream) })
+	h8, scales := rows8Alloc(g, rows, f, 0)
+	out := g.Alloc(n, dt, skew)
+	a.H, a.H8, a.Scale8 = out.Ptr, h8.Ptr, scales.Ptr
+	g.Must(a.Launch(g.Set, g.Stream))
+	sameBits(g, "h", out, h)
+	separate(g, "h", h8, scales, h, f, 0)
+	g.Must(g.Ctx.Memset8(h8.Ptr, 0xff, h8.Bytes(), g.Stream))
+	a.H = 0
+	g.Must(a.Launch(g.Set, g.Stream))
+	separate(g, "h that is not written", h8, scales, h, f, 0)
 
 	wantH, want := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
 	b := silu.MulBackward{H: wantH.Ptr, DA: want.Ptr, DB: beside(want.Ptr), DH: dh.Ptr, A: ab.Ptr,
 		B: beside(ab.Ptr), Rows: rows, F: f,
 		Stride: 2 * f, GradStride: 2 * f, Type: dt}
 	g.Must(b.Launch(g.Set, g.Stream))
-	checkBackward := func(what string, launch func() error) {
-		dab8, scale := rows8Alloc(g, rows, 2*f, 0)
-		again, dab := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
-		b.H, b.DA, b.DB, b.DAB8, b.Scale8 = again.Ptr, dab.Ptr, beside(dab.Ptr), dab8.Ptr, scale.Ptr
-		g.Must(launch())
-		sameBits(g, what+" h again", again, wantH)
-		sameBits(g, what+" da, db", dab, want)
-		separate(g, what+" da, db", dab8, scale, want, 2*f, 0)
-	}
-	checkBackward("default", func() error { return b.Launch(g.Set, g.Stream) })
+	dab8, scale := rows8Alloc(g, rows, 2*f, 0)
+	again, dab := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
+	b.H, b.DA, b.DB, b.DAB8, b.Scale8 = again.Ptr, dab.Ptr, beside(dab.Ptr), dab8.Ptr, scale.Ptr
+	g.Must(b.Launch(g.Set, g.Stream))
+	sameBits(g, "h again", again, wantH)
+	sameBits(g, "da, db", dab, want)
+	separate(g, "da, db", dab8, scale, want, 2*f, 0)
 
 	if f%8 != 0 || skew != 0 {
 		return
 	}
-	for _, shape := range quantize.HeldShapes(f, dt) {
-		check(fmt.Sprint(shape), func() error {
-			return silu.SiluMulFloat8(g.Set, g.Stream, a, shape)
-		})
-		checkBackward(fmt.Sprint(shape), func() error {
-			return silu.SiluMulBackwardFloat8(g.Set, g.Stream, b, shape)
-		})
-	}
-	check("any row", func() error {
-		return silu.SiluMulFloat8(g.Set, g.Stream, a, quantize.HeldShape{})
-	})
-
 	b.H, b.DA, b.DB = 0, ab.Ptr, beside(ab.Ptr) // in place
 	g.Must(b.Launch(g.Set, g.Stream))
 	sameBits(g, "da, db in place", ab, want)

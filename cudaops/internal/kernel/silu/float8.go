@@ -27,29 +27,17 @@ func (a Mul) float8(k *kernel.Set, s gpu.Stream) error {
 		}
 		return rows.Launch(k, s)
 	}
-	var shape quantize.HeldShape
-	if kernel.Packed(a.Type, a.F, a.H, a.A, a.B) && a.Stride%kernel.Vector(a.Type) == 0 &&
-		quantize.Float8Packs(a.Type, a.H8) {
-		shape = quantize.BestShape(a.F, a.Type)
-	}
-	return SiluMulFloat8(k, s, a, shape)
-}
-
-// SiluMulFloat8 has blocks of a shape, or for none takes the kernel for any row.
-func SiluMulFloat8(k *kernel.Set, s gpu.Stream, a Mul, shape quantize.HeldShape) error {
 	suf, err := kernel.Suffix("SiLUMul", a.Type)
 	if err != nil {
 		return err
 	}
-	l := kernel.Args().Ptr(a.H8).Ptr(a.Scale8).Ptr(a.H).Ptr(a.A).Ptr(a.B)
-	if shape == (quantize.HeldShape{}) {
-		l.Int32(a.F).Int64(int64(a.Stride))
-		return k.Enqueue(s, "quantize", "silu_mul_any"+suf,
-			kernel.Line(a.Rows, kernel.RowThreads(a.F)), l)
+	var shape quantize.HeldShape
+	if kernel.Packed(a.Type, a.F, a.H, a.A, a.B) && a.Stride%kernel.Vector(a.Type) == 0 &&
+		quantize.Float8Packs(a.Type, a.H8) {
+		shape = quantize.BestShape(a.F, a.Type, quantize.RowPacks...)
 	}
-	l.Int64(int64(a.Rows)).Int32(a.F).Int64(int64(a.Stride))
-	return k.Enqueue(s, "quantize", fmt.Sprint("silu_mul_held", shape.Packs, suf),
-		shape.Over(a.Rows), l)
+	return shape.Enqueue(k, s, "silu_mul", suf, a.Rows, a.F,
+		kernel.Args().Ptr(a.H8).Ptr(a.Scale8).Ptr(a.H).Ptr(a.A).Ptr(a.B), a.Stride)
 }
 
 // float8 is MulBackward where rows are stored as float8 too.
@@ -67,15 +55,9 @@ func (a MulBackward) float8(k *kernel.Set, s gpu.Stream) error {
 	var shape quantize.HeldShape
 	if !a.GELU && kernel.Packed(a.Type, a.F, a.H, a.DA, a.DH, a.A, a.B) && a.Stride%v == 0 &&
 		a.GradStride%v == 0 && quantize.Float8Packs(a.Type, a.DAB8) {
-		shape = quantize.BestShape(a.F, a.Type)
+		shape = quantize.BestShape(a.F, a.Type, quantize.RowPacks...)
 	}
-	return SiluMulBackwardFloat8(k, s, a, shape)
-}
-
-// SiluMulBackwardFloat8 has blocks of a shape, or for none launches two kernels.
-func SiluMulBackwardFloat8(k *kernel.Set, s gpu.Stream, a MulBackward,
-	shape quantize.HeldShape) error {
-	if shape == (quantize.HeldShape{}) {
+	if shape.Packs == 0 {
 		rows := quantize.Rows{Y: a.DAB8, Scale: a.Scale8, X: a.DA, Rows: a.Rows, D: 2 * a.F,
 			XStride: a.GradStride, Type: a.Type}
 		a.DAB8, a.Scale8 = 0, 0
@@ -88,11 +70,9 @@ func SiluMulBackwardFloat8(k *kernel.Set, s gpu.Stream, a MulBackward,
 	if err != nil {
 		return err
 	}
-	l := kernel.Args().Ptr(a.DAB8).Ptr(a.Scale8).Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(
-		a.DH).Ptr(a.A).Ptr(a.B)
-	l.Int64(int64(a.Rows)).Int32(a.F).Int64(int64(a.Stride)).Int64(int64(a.GradStride))
-	return k.Enqueue(s, "quantize", fmt.Sprint("silu_mul_backward_held", shape.Packs, suf),
-		shape.Over(a.Rows), l)
+	return shape.Enqueue(k, s, "silu_mul_backward", suf, a.Rows, a.F,
+		kernel.Args().Ptr(a.DAB8).Ptr(a.Scale8).Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(a.DH).Ptr(a.A).
+			Ptr(a.B), a.Stride, a.GradStride)
 }
 
 // checkGate refuses sizes that no kernel takes, and sets a stride of 0 to what it means.
