@@ -64,7 +64,7 @@ func WithStream(handle uintptr) MachineOption {
 // memory must order its work by it: on the stream itself, with an event, or by waiting. It is valid
 // until Close, if the machine made it.
 func (m *Machine) Stream() uintptr {
-	if made(m) != nil {
+	if m.runner == nil {
 		return 0
 	}
 	return uintptr(m.runner.Stream)
@@ -78,7 +78,7 @@ func (m *Machine) Stream() uintptr {
 // multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
 	defer in("Address", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	a, err := m.whole(n)
@@ -116,7 +116,7 @@ func (m *Machine) whole(n *gorgonia.Node) (*program.Array, error) {
 // sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	defer in("Bind", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	a, err := m.whole(n)

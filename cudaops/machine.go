@@ -62,12 +62,12 @@ func in(method string, err *error) {
 	}
 }
 
-// made refuses a machine that nobody has made.
-func made(m *Machine) error {
+// usable refuses a machine that nobody has made, and one that is closed.
+func usable(m *Machine) error {
 	if m.runner == nil {
 		return errors.New("the machine is a zero value: make one with cudaops.NewMachine")
 	}
-	return nil
+	return m.runner.State.Open()
 }
 
 // NewMachine compiles the graph for the device, allocates its memory and copies the parameters
@@ -286,7 +286,7 @@ func (m *Machine) load(clock *phases.Clock) error {
 	}
 	clock.End("parameters")
 	if p.Scale != nil {
-		if err := setLossScale(m, LossScale{Scale: firstLossScale}); err != nil {
+		if err := m.SetLossScale(LossScale{Scale: firstLossScale}); err != nil {
 			return err
 		}
 	}
@@ -348,11 +348,8 @@ func (m *Machine) Memory() int { return m.memory.Held() + m.inputs.Held() + m.op
 // waits for it. An error on the device may show in a later call.
 func (m *Machine) RunAll() (err error) {
 	defer in("RunAll", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return err
 	}
 	if s := m.config.share; s != nil && s.runner.State.Closed() {
 		return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")

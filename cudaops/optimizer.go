@@ -29,13 +29,11 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 // with what it remembered there, and after an error it has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	defer in("SetOptimizer", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	rules, ok := o.(update.Rules)
 	switch v := reflect.ValueOf(o); {
-	case m.runner.State.Closed():
-		return run.ErrClosed
 	case ok && v.Kind() == reflect.Pointer && v.IsNil():
 		return fmt.Errorf("the optimiser is a nil %T", o)
 	case !ok:
@@ -88,7 +86,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 // an error of the device the update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
 	defer in("Update", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	norm, refused, err := applyUpdate(m, nil, nil)
@@ -109,29 +107,38 @@ func refusal(norm float64) error {
 // are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Step", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	a, err := lossOf(m, loss)
 	if err != nil {
 		return 0, 0, err
 	}
-	p := m.runner.Program
-	by := a
-	if p.Scale != nil { // which is not to change for a loss that is not finite
-		if value, err = lossValue(m, loss); err != nil {
-			return 0, 0, err
-		}
-		if value-value != 0 {
-			return value, math.NaN(), m.runner.Settle()
-		}
-		by = nil
+	if m.runner.Program.Scale == nil {
+		return stepBy(m, a, nil)
 	}
+	// which is not to change for a loss that is not finite
+	if value, err = lossValue(m, loss); err != nil {
+		return 0, 0, err
+	}
+	if value-value != 0 {
+		return value, math.NaN(), m.runner.Settle()
+	}
+	_, norm, err = stepBy(m, nil, nil)
+	return value, norm, err
+}
+
+// stepBy is an update by a loss, 0 for none, with which beside is called when the run is over.
+func stepBy(m *Machine, by *program.Array, beside func(float64) error) (value, norm float64,
+	err error) {
 	norm, refused, err := applyUpdate(m, by, func() error {
 		if by != nil {
 			value = float64(m.optimizer.Loss())
 		}
-		return nil
+		if beside == nil {
+			return nil
+		}
+		return beside(value)
 	})
 	if refused && value-value == 0 {
 		err = run.Joined(refusal(norm), err)
@@ -147,7 +154,7 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 func (m *Machine) StepTogether(loss *gorgonia.Node, beside func(loss float64) error) (norm float64,
 	err error) {
 	defer in("StepTogether", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	switch {
@@ -162,16 +169,7 @@ func (m *Machine) StepTogether(loss *gorgonia.Node, beside func(loss float64) er
 			return 0, err
 		}
 	}
-	value := 0.0
-	norm, refused, err := applyUpdate(m, by, func() error {
-		if by != nil {
-			value = float64(m.optimizer.Loss())
-		}
-		return beside(value)
-	})
-	if refused && value-value == 0 {
-		err = run.Joined(refusal(norm), err)
-	}
+	_, norm, err = stepBy(m, by, beside)
 	return norm, err
 }
 
@@ -254,8 +252,6 @@ func enqueueUpdate(m *Machine, loss *program.Array) error {
 // updatable returns an error where there can be no gradients for an optimiser.
 func updatable(m *Machine) error {
 	switch {
-	case m.runner.State.Closed():
-		return run.ErrClosed
 	case m.optimizer == nil:
 		return errNoOptimizer
 	case !m.runner.State.Ran():
@@ -270,12 +266,10 @@ var errNoOptimizer = errors.New("the machine has no optimiser: give it one with 
 // to, in row-major order, of a parameter, beside the count of its steps.
 func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	defer in("Forget", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	switch {
-	case m.runner.State.Closed():
-		return run.ErrClosed
 	case m.optimizer == nil:
 		return errNoOptimizer
 	case param == nil:
@@ -309,12 +303,10 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 // there. All ranks of a machine made [WithRanks] that contribute call it, or none.
 func (m *Machine) Expect(contributors int, first bool) (err error) {
 	defer in("Expect", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	switch {
-	case m.runner.State.Closed():
-		return run.ErrClosed
 	case m.optimizer == nil:
 		return errNoOptimizer
 	}
@@ -328,12 +320,10 @@ func (m *Machine) Expect(contributors int, first bool) (err error) {
 // of a step.
 func (m *Machine) Contribute(contributors int, first bool) (err error) {
 	defer in("Contribute", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	switch {
-	case m.runner.State.Closed():
-		return run.ErrClosed
 	case m.optimizer == nil:
 		return errNoOptimizer
 	case !m.runner.State.Ran() && contributors > 0 && m.config.ranks != nil &&
@@ -343,42 +333,12 @@ func (m *Machine) Contribute(contributors int, first bool) (err error) {
 	return m.optimizer.Contribute(contributors, first)
 }
 
-// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks
-// of a machine made [WithRanks] must call it. [Machine.Download] leaves the optimiser alone there.
-func (m *Machine) GatherState() (err error) {
-	defer in("GatherState", &err)
-	if err = made(m); err != nil {
-		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return err
-	}
-	return gatherState(m)
-}
-
-// DownloadOwn brings what this rank's GPU remembers into the optimiser, of a machine made
-// [WithRanks], and returns the parts that it has: elsewhere the optimiser's moments are zeros then.
-// It waits for no other rank.
-func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
-	defer in("DownloadOwn", &err)
-	if err = made(m); err != nil {
-		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return nil, err
-	}
-	return ownState(m)
-}
-
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
 // last update.
 func (m *Machine) DropGradients() (err error) {
 	defer in("DropGradients", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return err
 	}
 	return update.ClearSums(m.runner)
 }
@@ -389,7 +349,7 @@ func (m *Machine) DropGradients() (err error) {
 // would apply: with [WithAccumulation] at the sums. It waits for the device.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	defer in("NonFinite", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	if err := updatable(m); err != nil {
@@ -420,7 +380,7 @@ const firstLossScale = 1 << 16
 
 // LossScale returns the loss scale as of the last update; it is 1 in a machine that does not scale.
 func (m *Machine) LossScale() LossScale {
-	if made(m) != nil {
+	if m.runner == nil {
 		return LossScale{}
 	}
 	s := m.runner.Scale.Now
@@ -431,19 +391,13 @@ func (m *Machine) LossScale() LossScale {
 // that the machine holds were made with the old one, and are dropped.
 func (m *Machine) SetLossScale(s LossScale) (err error) {
 	defer in("SetLossScale", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
-	return setLossScale(m, s)
-}
-
-func setLossScale(m *Machine, s LossScale) error {
 	scale := optimizer.LossScale{Scale: float32(s.Scale), Good: int32(s.Good),
 		Skipped: int32(s.Skipped)}
 	at := m.runner.Program.Scale
 	switch {
-	case m.runner.State.Closed():
-		return run.ErrClosed
 	case at == nil:
 		return errors.New("the machine does not scale: it has another precision than Float16, or " +
 			"a graph without gradients")

@@ -102,7 +102,7 @@ const (
 
 // Choices returns what the machine has chosen so far, in that order.
 func (m *Machine) Choices() []Choice {
-	if made(m) != nil {
+	if m.runner == nil {
 		return nil
 	}
 	return m.chooser.Made()
@@ -151,11 +151,8 @@ const ProfileSteps = profile.Steps
 // have run before. Then [Machine.Profile] has the profile.
 func (m *Machine) StartProfile() (err error) {
 	defer in("StartProfile", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return err
 	}
 	if !m.runner.State.Ran() {
 		return errors.New("the machine has not run: profile it after a few steps")
@@ -172,12 +169,10 @@ func (m *Machine) StartProfile() (err error) {
 // that is free.
 func (m *Machine) Profile() (_ *Profile, err error) {
 	defer in("Profile", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	switch p := m.profiler; {
-	case m.runner.State.Closed():
-		return nil, run.ErrClosed
 	case p == nil:
 		return nil, errors.New("no profile was begun with StartProfile")
 	case !p.Done():
@@ -195,11 +190,8 @@ type Ceiling = optime.Ceiling
 // to a GiB of memory that is free. Where the machine multiplies in float8, products are of that.
 func (m *Machine) Ceiling() (c Ceiling, err error) {
 	defer in("Ceiling", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return c, err
 	}
 	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
 		return c, err
@@ -228,11 +220,11 @@ func WithMonitor(every int) MachineOption {
 // the first sample, and without [WithMonitor].
 func (m *Machine) Monitor() (_ []OpTime, err error) {
 	defer in("Monitor", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
-	if err := m.runner.State.Open(); err != nil || m.monitor == nil {
-		return nil, err
+	if m.monitor == nil {
+		return nil, nil
 	}
 	return m.monitor.Times(m.optimizer.Bytes())
 }

@@ -23,7 +23,7 @@ import (
 // ([WithRanks]) it is what runs compute with, in a narrower type.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Value", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	if v, err = valueOf(m, n); err == nil {
@@ -75,14 +75,14 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	values *gorgonia.Node) (err error) {
 	defer in("Keep", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
 	}
 	other, ok := from.(*Machine)
-	if !ok || made(other) != nil || other.device != m.device {
+	if !ok || other.runner == nil || other.device != m.device {
 		return fmt.Errorf("from is a %T, want a machine on the same device", from)
 	}
-	if err := run.Joined(m.runner.State.Open(), other.runner.State.Open()); err != nil {
+	if err := other.runner.State.Open(); err != nil {
 		return err
 	}
 	kept, ok := m.runner.Program.Kept[cached]
@@ -138,11 +138,8 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 // one of them has no value that can be sent, none is copied.
 func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	defer in("Upload", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return err
 	}
 	if err := run.Joined(m.optimizer.Arrive(m.runner.Stream),
 		m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
@@ -167,11 +164,8 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 // [WithRanks] must call it.
 func (m *Machine) Download() (err error) {
 	defer in("Download", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return err
 	}
 	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
 		return err
@@ -181,9 +175,9 @@ func (m *Machine) Download() (err error) {
 		if !slices.Contains(m.config.Params, i.Node) || i.Frozen {
 			continue
 		}
-		to, err := params.Memory(i.Node.Value())
+		to, err := memoryOf(m, i.Node)
 		if err != nil {
-			return fmt.Errorf("%s: its value %w", graph.Describe(i.Node), err)
+			return err
 		}
 		if i.Part != nil && m.optimizer == nil {
 			return errNoOptimizer
@@ -194,11 +188,11 @@ func (m *Machine) Download() (err error) {
 			if err != nil {
 				return err
 			}
-			copy(to.([]float32), whole)
+			copy(to, whole)
 			continue
 		}
 		// others may share this memory
-		all = append(all, run.Fetched{From: i.Array, To: to.([]float32)})
+		all = append(all, run.Fetched{From: i.Array, To: to})
 	}
 	moments := map[*program.Array][]float32{}
 	x := m.optimizer
@@ -222,11 +216,8 @@ func (m *Machine) Download() (err error) {
 // rank.
 func (m *Machine) DownloadSome(params ...*gorgonia.Node) (err error) {
 	defer in("DownloadSome", &err)
-	if err = made(m); err != nil {
+	if err = usable(m); err != nil {
 		return
-	}
-	if err := m.runner.State.Open(); err != nil {
-		return err
 	}
 	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
 		return err
@@ -266,11 +257,18 @@ func memoryOf(m *Machine, p *gorgonia.Node) ([]float32, error) {
 	return x, nil
 }
 
-// gatherState is downloadState of several ranks.
-func gatherState(m *Machine) error {
+var errNoRanks = errors.New("the machine has no optimiser of several ranks: WithRanks makes one")
+
+// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks
+// of a machine made [WithRanks] must call it. [Machine.Download] leaves the optimiser alone there.
+func (m *Machine) GatherState() (err error) {
+	defer in("GatherState", &err)
+	if err = usable(m); err != nil {
+		return
+	}
 	x := m.optimizer
 	if x == nil || !x.Shared() {
-		return errors.New("the machine has no optimiser of several ranks: WithRanks makes one")
+		return errNoRanks
 	}
 	if !x.Newer() {
 		return nil
@@ -280,13 +278,18 @@ func gatherState(m *Machine) error {
 	})
 }
 
-// ownState is gatherState of this rank's parts alone.
-func ownState(m *Machine) ([]optim.Part, error) {
+// DownloadOwn brings what this rank's GPU remembers into the optimiser, of a machine made
+// [WithRanks], and returns the parts that it has: elsewhere the optimiser's moments are zeros then.
+// It waits for no other rank.
+func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
+	defer in("DownloadOwn", &err)
+	if err = usable(m); err != nil {
+		return
+	}
 	x := m.optimizer
 	if x == nil || !x.Shared() {
-		return nil, errors.New("the machine has no optimiser of several ranks: WithRanks makes one")
+		return nil, errNoRanks
 	}
-	var parts []optim.Part
 	for i, p := range x.Params {
 		if from, to := x.Part(i); from < to {
 			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})
@@ -346,9 +349,6 @@ type Kept struct {
 // another error everything has been given back.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
 	defer in("CloseKept", &err)
-	if err = made(m); err != nil {
-		return
-	}
 	if err := m.CanKeep(); err != nil {
 		return nil, err
 	}
@@ -371,10 +371,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 
 // CanKeep returns an error for a machine that [Machine.CloseKept] is not for.
 func (m *Machine) CanKeep() error {
-	if err := made(m); err != nil {
-		return err
-	}
-	if err := m.runner.State.Open(); err != nil {
+	if err := usable(m); err != nil {
 		return err
 	}
 	switch x := m.optimizer; {
