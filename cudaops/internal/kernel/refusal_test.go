@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -27,9 +28,9 @@ import (
 )
 
 func TestRefusals(t *testing.T) {
-	k, ctx := kerneltest.FakeKernels(t)
+	k, ctx := fakeKernels(t)
 	const s, huge, fp8 = gpu.Stream(0), 1 << 31, gpu.Float8E4M3
-	seven := kerneltest.Contiguous(slices.Repeat([]int{2}, 7))
+	seven := tensor.Shape(slices.Repeat([]int{2}, 7)).CalcStrides()
 	table := func(tensors ...optimizer.Tensor) error {
 		_, err := optimizer.NewTable(k, tensors)
 		return err
@@ -138,7 +139,7 @@ func backwards(s []int) []int {
 
 // TestNothingToDo gives empty arrays, for which no kernel may be launched.
 func TestNothingToDo(t *testing.T) {
-	k, ctx := kerneltest.FakeKernels(t)
+	k, ctx := fakeKernels(t)
 	const s = gpu.Stream(0)
 	for what, err := range map[string]error{
 		"Fill": elementwise.Fill(k, s, 0, 0, 0, kerneltest.F32),
@@ -187,7 +188,7 @@ func TestFaults(t *testing.T) {
 // TestFloat8Launches counts kernels: one where rows are held in registers, and for rows of any
 // length the one that stores them as float8 behind the op's own.
 func TestFloat8Launches(t *testing.T) {
-	k, ctx := kerneltest.FakeKernels(t)
+	k, ctx := fakeKernels(t)
 	for _, d := range []int{768, 1024, 2048, 2304, 2816, 3072, 5632, 6144, 7, 20000} {
 		held := d%8 == 0 && d <= 16384
 		norm := normkernel.RMSNorm{Rows: 5, D: d, Type: kerneltest.Bf16, Y8: 256, Scale8: 256}
@@ -221,4 +222,14 @@ func TestFloat8Launches(t *testing.T) {
 			}
 		}
 	}
+}
+
+// fakeKernels launches on a fake GPU, where the kernels of the binaries exist and do nothing.
+func fakeKernels(t *testing.T) (*kernel.Set, gpu.Context) {
+	t.Helper()
+	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
+	require.NoError(t, err)
+	k := kernel.New(ctx)
+	t.Cleanup(func() { require.NoError(t, k.Close()) })
+	return k, ctx
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 var (
@@ -241,9 +242,9 @@ func Encode(x []float64, t gpu.DType) []byte {
 		case F32:
 			raw = binary.LittleEndian.AppendUint32(raw, math.Float32bits(float32(v)))
 		case Bf16:
-			raw = binary.LittleEndian.AppendUint16(raw, ToBF16(float32(v)))
+			raw = binary.LittleEndian.AppendUint16(raw, uint16(half.NewBFloat16(float32(v))))
 		case F16:
-			raw = binary.LittleEndian.AppendUint16(raw, ToF16(v))
+			raw = binary.LittleEndian.AppendUint16(raw, uint16(half.NewFloat16(v)))
 		case gpu.Float8E4M3:
 			raw = append(raw, gpu.E4M3(float32(v)))
 		}
@@ -258,53 +259,14 @@ func Decode(raw []byte, t gpu.DType) []float64 {
 		case F32:
 			x[i] = float64(math.Float32frombits(binary.LittleEndian.Uint32(raw[4*i:])))
 		case Bf16:
-			x[i] =
-				float64(math.Float32frombits(uint32(binary.LittleEndian.Uint16(raw[2*i:])) << 16))
+			x[i] = float64(half.BFloat16(binary.LittleEndian.Uint16(raw[2*i:])).Float32())
 		case F16:
-			x[i] = FromF16(binary.LittleEndian.Uint16(raw[2*i:]))
+			x[i] = half.Float16(binary.LittleEndian.Uint16(raw[2*i:])).Float64()
 		case gpu.Float8E4M3:
 			x[i] = float64(gpu.FromE4M3(raw[i]))
 		}
 	}
 	return x
-}
-
-func ToBF16(v float32) uint16 {
-	b := math.Float32bits(v)
-	if v != v {
-		return 0x7fff
-	}
-	return uint16((b + 0x7fff + b>>16&1) >> 16)
-}
-
-func ToF16(v float64) uint16 {
-	sign := uint16(math.Float64bits(v) >> 48 & 0x8000)
-	switch v = math.Abs(v); {
-	case v != v:
-		return 0x7fff
-	case v >= 65520:
-		return sign | 0x7c00
-	case v < 0x1p-14:
-		return sign | uint16(math.RoundToEven(v*0x1p24))
-	}
-	frac, exp := math.Frexp(v) // frac in [½, 1)
-	// the leading bit counts towards the exponent
-	return sign + uint16(exp+13)<<10 + uint16(math.RoundToEven(frac*2048))
-}
-
-func FromF16(h uint16) float64 {
-	sign := 1 - 2*float64(h>>15)
-	exp, frac := int(h>>10&31), float64(h&1023)
-	switch exp {
-	case 0:
-		return sign * frac * 0x1p-24
-	case 31:
-		if frac != 0 {
-			return math.NaN()
-		}
-		return sign * math.Inf(1)
-	}
-	return sign * math.Ldexp(1024+frac, exp-25)
 }
 
 // Classes is random targets below v, about one in eight of them negative, the first one not.
@@ -335,33 +297,6 @@ func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set,
 		t.Fatal(err)
 	}
 	return kernel.New(c), c.(*fake.Context), p
-}
-
-// FakeKernels launches on a fake GPU, where the kernels of the binaries exist and do nothing.
-func FakeKernels(t *testing.T) (*kernel.Set, gpu.Context) {
-	t.Helper()
-	ctx, err := fake.New(fake.Config{Images: Kernels}).Retain(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	k := kernel.New(ctx)
-	t.Cleanup(func() {
-		if err := k.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return k, ctx
-}
-
-// Contiguous is the strides of a tensor without gaps.
-func Contiguous(dims []int) []int {
-	s := make([]int, len(dims))
-	n := 1
-	for i := len(dims) - 1; i >= 0; i-- {
-		s[i] = n
-		n *= dims[i]
-	}
-	return s
 }
 
 // Source is a source of the family under test, in whose folder tests run.

@@ -5,6 +5,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"gorgonia.org/tensor"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
@@ -47,21 +49,21 @@ func TestCopy(t *testing.T) {
 			})
 		}
 	}
-	check("plain", []int{7, 9, 5}, kerneltest.Contiguous([]int{7, 9, 5}),
-		kerneltest.Contiguous([]int{7, 9, 5}), 0)
-	check("transpose", []int{100, 77}, kerneltest.Contiguous([]int{100, 77}), []int{1, 100}, 1)
-	check("whole tiles", []int{2, 128, 192}, kerneltest.Contiguous([]int{2, 128, 192}),
+	check("plain", []int{7, 9, 5}, tensor.Shape([]int{7, 9, 5}).CalcStrides(),
+		tensor.Shape([]int{7, 9, 5}).CalcStrides(), 0)
+	check("transpose", []int{100, 77}, tensor.Shape([]int{100, 77}).CalcStrides(), []int{1, 100}, 1)
+	check("whole tiles", []int{2, 128, 192}, tensor.Shape([]int{2, 128, 192}).CalcStrides(),
 		[]int{128 * 192, 1, 128}, 0)
-	check("whole tiles at odd addresses", []int{128, 128}, kerneltest.Contiguous([]int{128, 128}),
+	check("whole tiles at odd addresses", []int{128, 128}, tensor.Shape([]int{128, 128}).CalcStrides(),
 		[]int{1, 128}, 1)
-	check("small transpose", []int{5, 3}, kerneltest.Contiguous([]int{5, 3}), []int{1, 5}, 0)
-	check("heads", []int{3, 4, 33, 16}, kerneltest.Contiguous([]int{3, 4, 33, 16}),
+	check("small transpose", []int{5, 3}, tensor.Shape([]int{5, 3}).CalcStrides(), []int{1, 5}, 0)
+	check("heads", []int{3, 4, 33, 16}, tensor.Shape([]int{3, 4, 33, 16}).CalcStrides(),
 		[]int{33 * 64, 16, 64, 1}, 0)
-	check("slice", []int{10, 24}, kerneltest.Contiguous([]int{10, 24}), []int{56, 1}, 1)
-	check("concat", []int{10, 24}, []int{64, 1}, kerneltest.Contiguous([]int{10, 24}), 0)
-	check("repeat", []int{6, 8, 12}, kerneltest.Contiguous([]int{6, 8, 12}), []int{12, 0, 1}, 0)
-	check("row everywhere", []int{9, 100}, kerneltest.Contiguous([]int{9, 100}), []int{0, 1}, 0)
-	check("column everywhere", []int{9, 100}, kerneltest.Contiguous([]int{9, 100}), []int{1, 0}, 0)
+	check("slice", []int{10, 24}, tensor.Shape([]int{10, 24}).CalcStrides(), []int{56, 1}, 1)
+	check("concat", []int{10, 24}, []int{64, 1}, tensor.Shape([]int{10, 24}).CalcStrides(), 0)
+	check("repeat", []int{6, 8, 12}, tensor.Shape([]int{6, 8, 12}).CalcStrides(), []int{12, 0, 1}, 0)
+	check("row everywhere", []int{9, 100}, tensor.Shape([]int{9, 100}).CalcStrides(), []int{0, 1}, 0)
+	check("column everywhere", []int{9, 100}, tensor.Shape([]int{9, 100}).CalcStrides(), []int{1, 0}, 0)
 	check("every third", []int{50}, []int{1}, []int{3}, 0)
 	check("one", []int{1, 1}, []int{5, 1}, []int{9, 4}, 0)
 	for range 30 { // any permutation
@@ -74,10 +76,10 @@ func TestCopy(t *testing.T) {
 		for i, o := range order {
 			shuffled[i] = dims[o]
 		}
-		for i, s := range kerneltest.Contiguous(shuffled) {
+		for i, s := range tensor.Shape(shuffled).CalcStrides() {
 			xs[order[i]] = s
 		}
-		check(fmt.Sprintf("%v in order %v", dims, order), dims, kerneltest.Contiguous(dims), xs,
+		check(fmt.Sprintf("%v in order %v", dims, order), dims, tensor.Shape(dims).CalcStrides(), xs,
 			g.Rand.IntN(2))
 	}
 }
