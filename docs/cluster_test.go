@@ -3,10 +3,12 @@ package docs_test
 import (
 	"encoding/json"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -27,6 +29,15 @@ func clusterText(t *testing.T) (data string, small []string) {
 			"-dim 16 -layers 1 -heads 2 -seq 16 -batch 2 -seeds 4 -sample 10 -heldout 200")
 }
 
+// freePort returns one that nobody listens at now.
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, l.Close())
+	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
+}
+
 // onePlain trains in one process, and returns its checkpoint's bytes.
 func onePlain(t *testing.T, program, data string, args ...string) []byte {
 	t.Helper()
@@ -45,7 +56,7 @@ func onePlain(t *testing.T, program, data string, args ...string) []byte {
 const fakeSrun = `#!/bin/bash
 set -e
 [ "$1" = --kill-on-bad-exit=1 ] && shift
-export SLURM_JOB_ID=77 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NODELIST=localhost \
+export SLURM_JOB_ID=$JOB SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$TASKS SLURM_STEP_NODELIST=localhost \
   SLURM_STEP_TASKS_PER_NODE=$TASKS SLURM_NODEID=0
 pids=()
 for r in $(seq 0 $((TASKS - 1))); do
@@ -71,8 +82,8 @@ func TestSlurmScript(t *testing.T) {
 	submit := func(args ...string) string {
 		c := exec.Command("bash", append([]string{script}, args...)...)
 		c.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"), "TASKS="+string(tasks[1]),
-			"PROGRAM="+program,
-			"DATA="+data, "OUT="+out, "DEVICE=cpu")
+			"PROGRAM="+program, "DATA="+data, "OUT="+out, "DEVICE=cpu",
+			"JOB="+strconv.Itoa(os.Getpid())) // ranks meet by the job's number, so each has its own
 		said, err := c.CombinedOutput()
 		require.NoError(t, err, "%s", said)
 		return string(said)
@@ -109,7 +120,7 @@ func TestTrainJob(t *testing.T) {
 	c := exec.Command(filepath.Join(p.folder, "transformer"), append(args, small...)...)
 	c.Env = append(os.Environ(), "PET_NNODES="+field("numNodes"), "PET_NPROC_PER_NODE="+
 		field("numProcPerNode"), "PET_NODE_RANK=0",
-		"PET_MASTER_ADDR=127.0.0.1", "PET_MASTER_PORT=29480")
+		"PET_MASTER_ADDR=127.0.0.1", "PET_MASTER_PORT="+freePort(t))
 	said, err := c.CombinedOutput()
 	require.NoError(t, err, "%s", said)
 	require.Contains(t, string(said), "ranks     "+field("numProcPerNode")+" processes")
