@@ -47,9 +47,7 @@ func TestOpenFake(t *testing.T) {
 	}
 	const want = "B (GPU 1, compute capability 8.9, 1.50 GiB, 66 multiprocessors, driver for " +
 		"CUDA 13.0)"
-	if d.String() != want {
-		t.Errorf("String() = %q, want %q", d, want)
-	}
+	require.Equal(t, want, d.String())
 	p, err := d.ctx.Alloc(1 << 20)
 	require.NoError(t, err)
 	if free, total, err := d.Memory(); err != nil || total != 3<<29 || total-free != 1<<20 {
@@ -88,13 +86,9 @@ func TestZeroDevice(t *testing.T) {
 	_, machine := NewMachine(&d, g)
 	for name, err := range map[string]error{"Memory": memory,
 		"NewMachine": machine, "Close": d.Close()} {
-		if !errors.Is(err, errNotOpened) {
-			t.Errorf("%s: %v", name, err)
-		}
+		require.ErrorIs(t, err, errNotOpened, name)
 	}
-	if d.Context() != 0 {
-		t.Error("it has a context")
-	}
+	require.Zero(t, d.Context(), "it has a context")
 }
 
 // TestZeroMachine wants a machine that nobody has made to say who makes it.
@@ -145,9 +139,8 @@ func TestOpenWithout(t *testing.T) {
 	} {
 		open := func(o *deviceOptions) { o.open = func() (gpu.Driver, error) { return nil, c.err } }
 		_, err := Open(open)
-		if errors.Is(err, ErrNoDevice) != c.noDevice || !strings.Contains(err.Error(), c.say) {
-			t.Errorf("%v: got %v", c.err, err)
-		}
+		require.Equal(t, c.noDevice, errors.Is(err, ErrNoDevice), c.err)
+		require.ErrorContains(t, err, c.say, c.err)
 	}
 }
 
@@ -234,10 +227,8 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	}
 	require.NoError(t, err)
 	got := other.open(t, adopted, append(opts, WithStream(uintptr(stream)))...)
-	if adopted.Context() != owner.Context() || got.Stream() != uintptr(stream) {
-		t.Errorf("context %#x and stream %#x, want %#x and %#x", adopted.Context(), got.Stream(),
-			owner.Context(), stream)
-	}
+	require.Equal(t, owner.Context(), adopted.Context())
+	require.Equal(t, uintptr(stream), got.Stream())
 	poison := slices.Repeat([]float32{float32(math.NaN())}, other.rows*other.dim)
 	x, dx := h.place(poison), h.place(poison)
 	weights := h.place(flat(t, other.weights.Value()))
@@ -263,10 +254,8 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 		sent := adopted.ctx.Stats().Sub(before).ToDevice.Bytes
 		before = owner.ctx.Stats()
 		require.NoError(t, want.RunAll())
-		if all := owner.ctx.Stats().Sub(before).ToDevice.Bytes; sent != all-int64(4*len(values)) {
-			t.Errorf("run %d sent %d bytes, want %d, all but x", run, sent,
-				all-int64(4*len(values)))
-		}
+		require.Equal(t, owner.ctx.Stats().Sub(before).ToDevice.Bytes-int64(4*len(values)), sent,
+			run)
 		for _, n := range []struct{ a, b *gorgonia.Node }{{own.loss, other.loss},
 			{own.x.Deriv(), other.x.Deriv()},
 			{own.weights.Deriv(), other.weights.Deriv()},
@@ -274,9 +263,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			a, errA := want.Value(n.a)
 			b, errB := got.Value(n.b)
 			require.NoError(t, errors.Join(errA, errB))
-			if !slices.Equal(flat(t, a), flat(t, b)) {
-				t.Errorf("run %d: %v differs", run, n.a)
-			}
+			require.Equal(t, flat(t, b), flat(t, a), "run %d: %v differs", run, n.a)
 			if n.b == other.x.Deriv() && !slices.Equal(h.read(dx, other.rows*other.dim),
 				flat(t, a)) {
 				t.Errorf("run %d: the gradient of x is not in the memory it was bound to", run)
@@ -327,19 +314,14 @@ func TestInteropRefusals(t *testing.T) {
 		{gorgonia.NewScalar(gorgonia.NewGraph(), tensor.Float32), p, 4, "not part of the graph"},
 	} {
 		was, _, _ := m.Address(k.x)
-		if err := m.Bind(c.node, c.ptr, c.bytes); err == nil ||
-			!strings.Contains(err.Error(), c.want) {
-			t.Errorf("Bind(%v, %#x, %d) = %v, want %q", c.node, c.ptr, c.bytes, err, c.want)
-		}
+		require.ErrorContains(t, m.Bind(c.node, c.ptr, c.bytes), c.want, "%v, %v, %v", c.node,
+			c.ptr, c.bytes)
 		if is, _, _ := m.Address(k.x); is != was {
 			t.Errorf("Bind(%v, %#x, %d) moved x", c.node, c.ptr, c.bytes)
 		}
 	}
 	openMachine(t, device, k.g, fakeOption, WithParamsOf(m))
-	if err := m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()); err == nil ||
-		!strings.Contains(err.Error(), "WithParamsOf") {
-		t.Errorf("a shared parameter: %v", err)
-	}
+	require.ErrorContains(t, m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()), "WithParamsOf")
 }
 
 // singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in
@@ -470,9 +452,7 @@ func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
 			r.ok(err)
 			got := tensor.New(tensor.WithShape(p.Shape()...),
 				tensor.WithBacking(r.value(b.Params[i].Deriv())))
-			if d := distance(t, got, want); !(d < 1e-5) {
-				t.Errorf("step %d: the gradient of %s differs by %g", step, p.Name(), d)
-			}
+			require.Less(t, distance(t, got, want), 1e-5, "%v, %v", step, p.Name())
 		}
 	}
 }
@@ -518,9 +498,8 @@ func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOpt
 		for i, n := range []*gorgonia.Node{a.x, a.weights, a.scales} {
 			want, err := m.Value(n.Deriv())
 			r.ok(err)
-			if got := r.value(theirs[i].Deriv()); !slices.Equal(got, flat(t, want)) {
-				t.Errorf("step %d: the gradient of %s differs", step, n.Name())
-			}
+			require.Equal(t, flat(t, want), r.value(theirs[i].Deriv()),
+				"step %d: the gradient of %s differs", step, n.Name())
 		}
 	}
 	sameReports(t, "in the end", b.lattice.Report(), a.lattice.Report())
@@ -532,9 +511,7 @@ func TestSingleRefusals(t *testing.T) {
 	r := newSingleRunner(t, device, fakeOption)
 	require.NoError(t, gorgonia.Let(k.g.ByName("targets")[0],
 		tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))))
-	if err := r.run(k.g); err == nil || !strings.Contains(err.Error(), "is 24, want an id") {
-		t.Errorf("a target outside the vocabulary: %v", err)
-	}
+	require.ErrorContains(t, r.run(k.g), "is 24, want an id")
 	fresh := newKasminaGraph(t, 2, nil)
 	for _, n := range fresh.g.AllNodes() {
 		if o, ok := n.Op().(*op.KasminaGradOp); ok {
@@ -547,10 +524,7 @@ func TestSingleRefusals(t *testing.T) {
 			l, err := r.ops.open(o, operands)
 			r.ok(err)
 			defer l.close()
-			if err := l.run(from, r.next); err == nil || !strings.Contains(err.Error(),
-				"forward pass has not run") {
-				t.Errorf("a backward op alone: %v", err)
-			}
+			require.ErrorContains(t, l.run(from, r.next), "forward pass has not run")
 		}
 	}
 }
@@ -781,18 +755,13 @@ func TestEveryCallFails(t *testing.T) {
 					break // there are no more of them
 				}
 				met++
-				if !errors.Is(err, status) || !strings.Contains(err.Error(), call) ||
-					!strings.HasPrefix(err.Error(), "cudaops.") {
-					t.Errorf("call %d: the error is %v", nth, err)
-				}
+				require.ErrorIs(t, err, status, nth)
+				require.ErrorContains(t, err, call, nth)
+				require.True(t, strings.HasPrefix(err.Error(), "cudaops."), nth)
 				if l.machine != nil {
-					if err := l.machine.Close(); err != nil {
-						t.Errorf("call %d: Close: %v", nth, err)
-					}
+					require.NoError(t, l.machine.Close(), nth)
 				}
-				if left := device.ctx.Context.(*fake.Context).Leaks(); len(left) > 0 {
-					t.Errorf("call %d leaves %v", nth, left)
-				}
+				require.Empty(t, device.ctx.Context.(*fake.Context).Leaks(), nth)
 				if nth > 1 { // the device is as it was
 					continue
 				}
@@ -802,9 +771,7 @@ func TestEveryCallFails(t *testing.T) {
 					t.Errorf("the next machine: %v", err)
 				}
 			}
-			if met == 0 {
-				t.Error("the machine never makes this call")
-			}
+			require.NotZero(t, met, "the machine never makes this call")
 		})
 	}
 }
@@ -822,9 +789,7 @@ func TestRetry(t *testing.T) {
 			if err == nil {
 				return flat(t, v)[0]
 			}
-			if !errors.Is(err, gpu.OutOfMemory) {
-				t.Fatal(err)
-			}
+			require.ErrorIs(t, err, gpu.OutOfMemory)
 		}
 		t.Fatal("it goes on failing")
 		return 0
@@ -846,22 +811,15 @@ func TestRetry(t *testing.T) {
 			for run := range 5 {
 				err := l.machine.RunAll()
 				for try := 0; err != nil && try < 3; try++ {
-					if !errors.Is(err, gpu.OutOfMemory) {
-						t.Fatalf("%s, call %d: %v", call, nth, err)
-					}
+					require.ErrorIs(t, err, gpu.OutOfMemory, "%s, call %d: %v", call, nth, err)
 					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues &&
 						run == 0 && l.machine.runner.Now().Loaded {
 						t.Fatalf("%s, call %d: what a capture needs counts as loaded", call, nth)
 					}
 					err = l.machine.RunAll()
 				}
-				if err != nil {
-					t.Fatalf("%s, call %d: %v", call, nth, err)
-				}
-				if got := value(t, l); got != want {
-					t.Errorf("%s, call %d: the loss of run %d is %v, want %v",
-						call, nth, run, got, want)
-				}
+				require.NoError(t, err, "%s, call %d: %v", call, nth, err)
+				require.Equal(t, want, value(t, l), "%v, %v, %v", call, nth, run)
 			}
 			// which may meet the call
 			if err := l.machine.Close(); err != nil && !errors.Is(err, gpu.OutOfMemory) {
@@ -878,9 +836,8 @@ func TestOutOfMemory(t *testing.T) {
 	wants := func(t *testing.T, err error, say ...string) {
 		t.Helper()
 		for _, s := range say {
-			if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(err.Error(), s) {
-				t.Errorf("got %v, want one that says %q", err, s)
-			}
+			require.ErrorIs(t, err, gpu.OutOfMemory)
+			require.ErrorContains(t, err, s)
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
@@ -904,10 +861,8 @@ func TestOutOfMemory(t *testing.T) {
 			!strings.Contains(err.Error(), "no optimiser") {
 			t.Errorf("an update after an optimiser that did not fit: %v", err)
 		}
-		if err := errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1),
-			l.step()); err != nil {
-			t.Errorf("with room again: %v", err)
-		}
+		require.NoError(t,
+			errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1), l.step()))
 	})
 	t.Run("GPU", func(t *testing.T) {
 		device := openGPU(t)
@@ -922,9 +877,7 @@ func TestOutOfMemory(t *testing.T) {
 				held.DeviceBytes, held.HostBytes)
 		}
 		l := newLifetime(t, newAdamW)
-		if err := errors.Join(l.open(device), l.step(), l.machine.Close()); err != nil {
-			t.Errorf("a machine that fits: %v", err)
-		}
+		require.NoError(t, errors.Join(l.open(device), l.step(), l.machine.Close()))
 	})
 }
 
@@ -949,15 +902,10 @@ func TestLibrariesMissing(t *testing.T) {
 	l := newLifetime(t, newAdamW)
 	err := l.open(device, fakeOption)
 	var missing *gpu.NotFoundError
-	if !errors.As(err, &missing) || !strings.Contains(err.Error(), missing.Error()) {
-		t.Errorf("without cuBLASLt: %v", err)
-	}
-	if left := device.ctx.Context.(*fake.Context).Leaks(); len(left) > 0 {
-		t.Errorf("%v are left", left)
-	}
-	if err := squareOf(device, 8, fakeOption); err != nil {
-		t.Errorf("a graph without products: %v", err)
-	}
+	require.True(t, errors.As(err, &missing))
+	require.ErrorContains(t, err, missing.Error())
+	require.Empty(t, device.ctx.Context.(*fake.Context).Leaks())
+	require.NoError(t, squareOf(device, 8, fakeOption))
 	t.Run("libcuda", func(t *testing.T) {
 		runChild(t, "libcuda", "KASMINA_LIBCUDA="+t.TempDir())
 	})
@@ -981,9 +929,7 @@ func TestLostContext(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		l := newLifetime(t, newMuon)
 		require.NoError(t, errors.Join(l.open(device, fakeOption), l.step()))
-		if err := device.Close(); err == nil || !strings.Contains(err.Error(), "still alive") {
-			t.Errorf("closing a device in use: %v", err)
-		}
+		require.ErrorContains(t, device.Close(), "still alive")
 		l.checkLost(t, device, gpu.ContextIsDestroyed, fakeOption)
 	})
 	for _, fault := range []string{"trap", "poke"} {
@@ -1016,13 +962,9 @@ func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
 	_, err := NewMachine(device, l.batch.G, opts...)
 	check("NewMachine", err)
 	check("Close", l.machine.Close())
-	if err := l.machine.Close(); err != nil {
-		t.Errorf("a second Close: %v", err)
-	}
+	require.NoError(t, l.machine.Close())
 	for _, c := range l.calls() {
-		if err := c.make(); err == nil || !strings.Contains(err.Error(), "closed") {
-			t.Errorf("%s on a closed machine: %v", c.name, err)
-		}
+		require.ErrorContains(t, c.make(), "closed", c.name)
 	}
 }
 
@@ -1045,9 +987,8 @@ func runChild(t *testing.T, task string, env ...string) {
 	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestChild$", "-test.v")
 	cmd.Env = append(append(os.Environ(), child+"="+task), env...)
 	out, err := cmd.CombinedOutput()
-	if err != nil || !strings.Contains(string(out), "--- PASS: TestChild") {
-		t.Errorf("%v", err)
-	}
+	require.NoError(t, err)
+	require.Contains(t, string(out), "--- PASS: TestChild")
 	t.Logf("%s", out)
 }
 
@@ -1058,10 +999,8 @@ func TestChild(t *testing.T) {
 		return // this is no child
 	case "libcuda":
 		_, err := Open()
-		if !errors.Is(err, ErrNoDevice) || !strings.Contains(fmt.Sprint(err),
-			os.Getenv("KASMINA_LIBCUDA")) {
-			t.Errorf("got %v, want ErrNoDevice and where was searched", err)
-		}
+		require.ErrorIs(t, err, ErrNoDevice)
+		require.Contains(t, fmt.Sprint(err), os.Getenv("KASMINA_LIBCUDA"))
 		t.Log(err)
 		return
 	}
@@ -1071,10 +1010,8 @@ func TestChild(t *testing.T) {
 	err = l.open(device)
 	if task == "libcublasLt" {
 		var missing *gpu.NotFoundError
-		if !errors.As(err, &missing) || !strings.Contains(err.Error(),
-			os.Getenv("KASMINA_LIBCUBLASLT")) {
-			t.Errorf("got %v, want where was searched", err)
-		}
+		require.True(t, errors.As(err, &missing))
+		require.ErrorContains(t, err, os.Getenv("KASMINA_LIBCUBLASLT"))
 		t.Log(err)
 		return
 	}

@@ -389,9 +389,7 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 			if i > 1 { // sums over all rows, which both machines round, each in its order
 				tolerance = 1e-4
 			}
-			if d := distance(t, v, want.Value()); !(d < tolerance) {
-				t.Errorf("step %d: value %d differs by %.2g", step, i, d)
-			}
+			require.Less(t, distance(t, v, want.Value()), tolerance, "%v, %v", step, i)
 		}
 		sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
 	}
@@ -402,9 +400,7 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 // lattice keeps as float16.
 func sameReports(t testing.TB, at string, got, want any) {
 	t.Helper()
-	if where := differs(reflect.ValueOf(got), reflect.ValueOf(want), at); where != "" {
-		t.Errorf("the reports differ: %s", where)
-	}
+	require.Empty(t, differs(reflect.ValueOf(got), reflect.ValueOf(want), at))
 }
 
 func differs(a, b reflect.Value, at string) string {
@@ -462,20 +458,12 @@ func TestKasminaMachineCopies(t *testing.T) {
 	}
 	first := copies()
 	for range 3 {
-		if n := copies(); n != first-1 {
-			t.Errorf("%d copies to the device in a run in which the lattice has not changed, %d "+
-				"in the first", n, first)
-		}
+		require.Equal(t, first-1, copies())
 	}
 	require.NoError(t, k.lattice.SetAlpha(2, 0.9))
-	if n := copies(); n != first {
-		t.Errorf("%d copies to the device in a run in which the lattice has changed, want %d", n,
-			first)
-	}
+	require.Equal(t, first, copies())
 	require.NoError(t, m.runner.Settle())
-	if n := len(k.lattice.History()); n == 0 {
-		t.Error("no report has arrived")
-	}
+	require.NotEmpty(t, k.lattice.History(), "no report has arrived")
 }
 
 func TestKasminaMachineNonFinite(t *testing.T) {
@@ -486,9 +474,7 @@ func TestKasminaMachineNonFinite(t *testing.T) {
 	k.draw(t, 3, func(x []float32) { x[5] = float32(math.NaN()) })
 	require.NoError(t, m.RunAll())
 	_, err := m.Value(k.loss)
-	if !errors.Is(err, op.ErrNonFinite) {
-		t.Errorf("the error is %v, want one that wraps op.ErrNonFinite", err)
-	}
+	require.ErrorIs(t, err, op.ErrNonFinite)
 	if _, err := m.Value(k.loss); err != nil {
 		t.Errorf("it is reported twice: %v", err)
 	}
@@ -516,13 +502,9 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	defer m.Close()
 	require.NoError(t, k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
 		Kind: kind}))
-	if err := m.RunAll(); err != nil {
-		t.Errorf("a seed that has only germinated: %v", err)
-	}
+	require.NoError(t, m.RunAll())
 	require.NoError(t, k.lattice.Transition(k.seeds-1, state.Training))
-	if err := m.RunAll(); !errors.Is(err, kasmina.ErrKind) {
-		t.Errorf("the error is %v, want one that wraps ErrKind", err)
-	}
+	require.ErrorIs(t, m.RunAll(), kasmina.ErrKind)
 }
 
 // TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph
@@ -574,9 +556,7 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
 			b.weights.Deriv(), b.scales.Deriv()}) {
 			v := valueIn(t, m, nodes[i])
-			if d := distance(t, v, want.Value()); !(d < tolerance) {
-				t.Errorf("step %d: value %d differs by %.2g", step, i, d)
-			}
+			require.Less(t, distance(t, v, want.Value()), tolerance, "%v, %v", step, i)
 		}
 		if tolerance < 1e-4 {
 			sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
@@ -588,10 +568,8 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 		t.Errorf("%d warnings, want one that names the kind: %s", n, text)
 	}
 	_, err = NewMachine(device, a.g, append(opts, WithStrict(), WithParams(a.weights, a.scales))...)
-	if err == nil || !strings.Contains(err.Error(), "Kasmina") || !strings.Contains(err.Error(),
-		"the kind has no kernel, and WithStrict forbids") {
-		t.Errorf("got %v, want an error that names the op and why", err)
-	}
+	require.ErrorContains(t, err, "Kasmina")
+	require.ErrorContains(t, err, "the kind has no kernel, and WithStrict forbids")
 }
 
 // Slots of zeros become the same identity starts on a device as on a CPU, when a seed begins to
@@ -834,9 +812,7 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 		b := grafted(t, seed)
 		m := newFuseMachine(t, device, b.G, b.Params,
 			append(gorgonia.Nodes{b.Loss}, w.kept(b.G)...), append(w.opts, opts...))
-		if n := inPlaceTasks(m); n != w.want {
-			t.Errorf("%s: %d tasks are in place, want %d", w.name, n, w.want)
-		}
+		require.Equal(t, w.want, inPlaceTasks(m), w.name)
 		var got [][]float32
 		for step := range uint64(7) {
 			b.draw(t, seed+step)
@@ -899,17 +875,12 @@ func TestKasminaElsewhere(t *testing.T) {
 		return newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption})
 	}
 	k := newKasminaGraph(t, 1, nil)
-	if m := open(k.g, gorgonia.Nodes{k.weights, k.scales}, k.loss); inPlaceTasks(m) > 0 {
-		t.Error("chunks of 3 columns are in place")
-	}
+	require.LessOrEqual(t, inPlaceTasks(open(k.g, gorgonia.Nodes{k.weights, k.scales}, k.loss)), 0)
 	b := grafted(t, 1)
 	g := gradientsOfLayers(b.G)[0]
 	twice, err := gorgonia.Add(g, g)
 	require.NoError(t, err)
-	if m := open(b.G, b.Params, b.Loss, twice); inPlaceTasks(m) != 1 {
-		t.Errorf("%d layers are in place, of two of whose gradients one is read by a sum",
-			inPlaceTasks(m))
-	}
+	require.Equal(t, 1, inPlaceTasks(open(b.G, b.Params, b.Loss, twice)))
 }
 
 // directions counts norms by the end of their input that they begin with.
@@ -1045,9 +1016,8 @@ func TestKasminaReports(t *testing.T) {
 				}
 				for i, p := range a.params {
 					v := valueIn(t, m, p.Deriv())
-					if d := distance(t, v, b.params[i].Deriv().Value()); !(d < 1e-4) {
-						t.Errorf("step %d: the gradient of %s differs by %.2g", step, p.Name(), d)
-					}
+					require.Less(t, distance(t, v, b.params[i].Deriv().Value()), 1e-4, "%v, %v",
+						step, p.Name())
 				}
 			}
 			for i, l := range a.lattices {
@@ -1127,9 +1097,7 @@ func TestKasminaTiming(t *testing.T) {
 				bits[i] = flat(t, v)
 			}
 			for i, v := range bits[0] {
-				if math.Float32bits(v) != math.Float32bits(bits[1][i]) {
-					t.Fatalf("%v: element %d is %v, with a monitor %v", n[0], i, v, bits[1][i])
-				}
+				require.Equal(t, math.Float32bits(bits[1][i]), math.Float32bits(v), n[0])
 			}
 		}
 		plain, timed := graphs[0].lattice.Report(), graphs[1].lattice.Report()
@@ -1138,9 +1106,7 @@ func TestKasminaTiming(t *testing.T) {
 			t.Errorf("%v: without a monitor: %+v", mode, plain.Layer)
 		}
 		if l := timed.Layer; mode == state.Off {
-			if l.Timed != 0 {
-				t.Errorf("without telemetry: %+v", l)
-			}
+			require.Zero(t, l.Timed)
 			continue
 		}
 		k := graphs[1]

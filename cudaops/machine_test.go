@@ -198,9 +198,7 @@ func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 	if !testing.Short() {
 		profileRuns(t, machine)
 	}
-	if log.Len() > 0 {
-		t.Errorf("warnings: %s", log.String())
-	}
+	require.Zero(t, log.Len(), log.String())
 }
 
 // profileRuns wants every task's time, the longest first.
@@ -222,9 +220,7 @@ func profileRuns(t *testing.T, machine *Machine) {
 			t.Errorf("%s took %v, after %v", o.Op, o.Time, times[max(0, i-1)])
 		}
 	}
-	if tasks != len(machine.runner.Program.Calls) {
-		t.Errorf("the profile has %d tasks of %d", tasks, len(machine.runner.Program.Calls))
-	}
+	require.Equal(t, len(machine.runner.Program.Calls), tasks)
 }
 
 // plusOneOp is an op that the machine does not know.
@@ -275,10 +271,8 @@ func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 			}
 		}
 	}
-	if n := strings.Count(log.String(), "\n"); n != 1 ||
-		!strings.Contains(log.String(), "PlusOne") {
-		t.Errorf("%d warnings, want one that names the op: %s", n, log.String())
-	}
+	require.Equal(t, 1, strings.Count(log.String(), "\n"))
+	require.Contains(t, log.String(), "PlusOne")
 	if _, err := NewMachine(device, x.Graph(), append(opts, WithStrict())...); err == nil ||
 		!strings.Contains(err.Error(), "PlusOne") {
 		t.Errorf("got %v, want an error that names the op", err)
@@ -338,9 +332,7 @@ func testCapture(t *testing.T, device *Device, opts ...MachineOption) {
 		got := valueIn(t, machine, y)
 		tape := gorgonia.NewTapeMachine(g)
 		require.NoError(t, tape.RunAll())
-		if d := distance(t, got, y.Value()); !(d < 1e-6) {
-			t.Errorf("step %d: differs by %.2g", step, d)
-		}
+		require.Less(t, distance(t, got, y.Value()), 1e-6, step)
 		tape.Close()
 	}
 }
@@ -372,9 +364,7 @@ func TestMachineErrors(t *testing.T) {
 		{doubleErr, "float64"},
 		{nilErr, "nil"},
 	} {
-		if c.err == nil || !strings.Contains(c.err.Error(), c.want) {
-			t.Errorf("got %v, want an error that says %q", c.err, c.want)
-		}
+		require.ErrorContains(t, c.err, c.want)
 	}
 	g, x, y := stockGraph(t)
 	fakeDriver.Fail("cuMemAlloc_v2", 1, gpu.OutOfMemory)
@@ -400,16 +390,12 @@ func TestMachineErrors(t *testing.T) {
 	if _, err := m.Value(b.Loss); err == nil {
 		t.Error("the value of a node of another graph is no error")
 	}
-	if err := m.Upload(y); err == nil || !strings.Contains(err.Error(), "no input") {
-		t.Errorf("an upload of what is no input: %v", err)
-	}
+	require.ErrorContains(t, m.Upload(y), "no input")
 	if _, err := m.Value(x); err != nil {
 		t.Errorf("the value of an input: %v", err)
 	}
 	require.NoError(t, errors.Join(m.Close(), m.Close()))
-	if err := m.RunAll(); err == nil {
-		t.Error("a closed machine runs")
-	}
+	require.Error(t, m.RunAll(), "a closed machine runs")
 }
 
 // TestTooLarge wants a graph that does not fit to be refused before anything is allocated for it.
@@ -424,9 +410,8 @@ func TestTooLarge(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err := NewMachine(device, g, fakeOption)
-	if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(fmt.Sprint(err), "128.00 MiB") {
-		t.Errorf("got %v, want an error that says how much is needed", err)
-	}
+	require.ErrorIs(t, err, gpu.OutOfMemory)
+	require.Contains(t, fmt.Sprint(err), "128.00 MiB")
 }
 
 // TestArguments gives every function what it must refuse, by an error that says what it is.
@@ -442,9 +427,7 @@ func TestArguments(t *testing.T) {
 	_, foreign, foreignSum := build("w")
 	owner, err := NewMachine(device, g, fakeOption, WithParams(w), WithLogger(nil))
 	require.NoError(t, err)
-	if owner.config.logger != slog.Default() {
-		t.Error("WithLogger(nil) does not stand for the default")
-	}
+	require.Same(t, slog.Default(), owner.config.logger)
 	other, _, _ := build("v")
 	for want, err := range map[string]error{
 		"WithOutputs: node": make1(device, g, fakeOption,
@@ -458,30 +441,21 @@ func TestArguments(t *testing.T) {
 		"the optimiser is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
 		"cudaops.Open: an option is nil":      open1(nil),
 	} {
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want an error with %q", err, want)
-		}
+		require.ErrorContains(t, err, want)
 	}
 	same, _, _ := build("w")
 	borrower, err := NewMachine(device, same, fakeOption, WithParamsOf(owner))
 	require.NoError(t, err)
 	memory, err := device.ctx.Alloc(256)
 	require.NoError(t, err)
-	if err := owner.Bind(w, uintptr(memory), 16); err == nil ||
-		!strings.Contains(err.Error(), "another machine") {
-		t.Errorf("binding a parameter that another machine uses: error %v", err)
-	}
+	require.ErrorContains(t, owner.Bind(w, uintptr(memory), 16), "another machine")
 	require.NoError(t, borrower.Close())
-	if err := owner.Bind(w, uintptr(memory), 16); err != nil {
-		t.Errorf("binding a parameter that another machine has used: %v", err)
-	}
+	require.NoError(t, owner.Bind(w, uintptr(memory), 16))
 	if borrower, err = NewMachine(device, same, fakeOption, WithParamsOf(owner)); err != nil {
 		t.Fatal(err)
 	}
 	require.NoError(t, owner.Close())
-	if err := borrower.RunAll(); err == nil || !strings.Contains(err.Error(), "WithParamsOf") {
-		t.Errorf("the parameters' owner is closed: error %v", err)
-	}
+	require.ErrorContains(t, borrower.RunAll(), "WithParamsOf")
 	require.NoError(t, errors.Join(borrower.Close(), device.ctx.Free(memory)))
 }
 
@@ -495,14 +469,10 @@ func TestUploadRefused(t *testing.T) {
 	before := valueIn(t, l.machine, p)
 	clear(l.model.Params[0].Value.Float32s())
 	l.batch.ids[2] = 19
-	if err := l.machine.Upload(p, l.batch.IDs); err == nil || !strings.Contains(err.Error(),
-		"cudaops.Machine.Upload: Embedding: ids[2] is 19") {
-		t.Errorf("an id beyond the vocabulary: %v", err)
-	}
+	require.ErrorContains(t, l.machine.Upload(p, l.batch.IDs),
+		"cudaops.Machine.Upload: Embedding: ids[2] is 19")
 	after := valueIn(t, l.machine, p)
-	if !slices.Equal(flat(t, after), flat(t, before)) {
-		t.Error("the parameter ahead of it was sent")
-	}
+	require.Equal(t, flat(t, before), flat(t, after), "the parameter ahead of it was sent")
 }
 
 // wrapped is an optimiser that is no pointer.
@@ -528,15 +498,12 @@ func TestPrecisionText(t *testing.T) {
 		var parsed Precision
 		flags := flag.NewFlagSet("", flag.ContinueOnError)
 		flags.TextVar(&parsed, "precision", Float32, "")
-		if err := flags.Parse([]string{"-precision", want}); err != nil || parsed != p {
-			t.Errorf("-precision %s is %v, %v", want, parsed, err)
-		}
+		require.NoError(t, flags.Parse([]string{"-precision", want}), want)
+		require.Equal(t, p, parsed, want)
 	}
 	p := BFloat16
-	if err := p.UnmarshalText([]byte("fp8")); err == nil || !strings.Contains(err.Error(),
-		`"fp8"`) || p != BFloat16 {
-		t.Errorf("%v, %v", p, err)
-	}
+	require.ErrorContains(t, p.UnmarshalText([]byte("fp8")), `"fp8"`)
+	require.Equal(t, BFloat16, p)
 	if _, err := Precision(9).MarshalText(); err == nil || Precision(9).String() != "Precision(9)" {
 		t.Errorf("%v, %v", Precision(9), err)
 	}
@@ -644,9 +611,7 @@ func TestModesAreCapturedApart(t *testing.T) {
 				i, work.GraphLaunches)
 		}
 	}
-	if n := l.machine.runner.Recordings(); n != 2 {
-		t.Errorf("%d kinds of runs are captured, want 2", n)
-	}
+	require.Equal(t, 2, l.machine.runner.Recordings())
 }
 
 // randomGraph is a graph of random ops over matrices [8, 8], which are also two sequences of four
@@ -910,13 +875,9 @@ func TestRandomGraphs(t *testing.T) {
 		host := WithWays(rules[r.IntN(len(rules)):][:r.IntN(2)]...)
 		m, err := NewMachine(device, b.g, append(opts, WithOutputs(outputs...), host,
 			WithLogger(slog.New(slog.DiscardHandler)))...)
-		if err != nil {
-			t.Fatalf("round %d: %v", round, err)
-		}
+		require.NoError(t, err, round)
 		every, err := NewMachine(device, b.g, append(opts, WithOutputs(results(b.g)...))...)
-		if err != nil {
-			t.Fatalf("round %d: %v", round, err)
-		}
+		require.NoError(t, err, round)
 		for run := range 3 { // the second is captured, the third replayed
 			fill()
 			if err := errors.Join(m.Upload(params...), every.Upload(params...), m.RunAll(),
@@ -926,9 +887,7 @@ func TestRandomGraphs(t *testing.T) {
 			for _, n := range outputs {
 				got, err := m.Value(n)
 				want, wantErr := every.Value(n)
-				if err := errors.Join(err, wantErr); err != nil {
-					t.Fatalf("round %d, run %d: %v", round, run, err)
-				}
+				require.NoError(t, errors.Join(err, wantErr), "%v, %v", round, run)
 				x, y := flat(t, got), flat(t, want)
 				largest := max(slices.Max(y), -slices.Min(y))
 				// long chains make much of rounding, and some gradients are nothing but what it
@@ -1218,16 +1177,11 @@ func TestRoom(t *testing.T) {
 			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed,
 				m.runner.Program.Roomy)
 		}
-		if less := m.Memory() < held; less == c.spent {
-			t.Errorf("%s: the machine holds %d bytes, with h %d", c.what, m.Memory(), held)
-		}
+		require.NotEqual(t, c.spent, m.Memory() < held, "%s: the machine holds %d bytes, with h %d",
+			c.what, m.Memory(), held)
 		// the reports, a layer, and what starts its slots
-		if n := len(m.runner.Attendants); n != 3 {
-			t.Errorf("%s: %d attend runs", c.what, n)
-		}
-		if !slices.Equal(want, got) {
-			t.Errorf("%s: losses or gradients differ", c.what)
-		}
+		require.Equal(t, 3, len(m.runner.Attendants), c.what)
+		require.Equal(t, got, want, c.what)
 	}
 	// Nothing is timed again for a second plan.
 	private := func(c *machineConfig) error {
@@ -1243,9 +1197,7 @@ func TestRoom(t *testing.T) {
 			}
 		}
 	}
-	if products == 0 {
-		t.Error("the choices lack those of products")
-	}
+	require.NotZero(t, products, "the choices lack those of products")
 	if kept, _ := keepsH(m); kept > 0 {
 		t.Error("the choices are those of a plan that was dropped")
 	}
@@ -1270,13 +1222,9 @@ func TestRoom(t *testing.T) {
 			require.NoError(t, device.ctx.Free(hog))
 		})
 		less, got := trainWithGates(t, device, opts...)
-		if !m.runner.Program.Roomy || less.runner.Program.Roomy {
-			t.Errorf("spent %v on an empty card, %v on a full one", m.runner.Program.Roomy,
-				less.runner.Program.Roomy)
-		}
-		if !slices.Equal(want, got) {
-			t.Error("losses or gradients differ")
-		}
+		require.True(t, m.runner.Program.Roomy)
+		require.False(t, less.runner.Program.Roomy)
+		require.Equal(t, got, want, "losses or gradients differ")
 	})
 }
 
@@ -1308,15 +1256,11 @@ func TestRoomShared(t *testing.T) {
 	hog, err := device.ctx.Alloc(int(free) - run.WorkspaceBytes - 4<<20)
 	require.NoError(t, err)
 	m := newBorrower(t, device, l.machine, fakeOption)
-	if m.runner.Program.Roomy || len(m.borrowed) != len(l.batch.Params) {
-		t.Errorf("spent %v, %d of %d parameters are borrowed", m.runner.Program.Roomy,
-			len(m.borrowed), len(l.batch.Params))
-	}
+	require.False(t, m.runner.Program.Roomy)
+	require.Len(t, m.borrowed, len(l.batch.Params))
 	require.NoError(t, errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)))
 	for _, in := range l.machine.runner.Program.Inputs {
-		if l.machine.inputs.Shared(in) {
-			t.Errorf("%s is still shared", graph.Describe(in.Node))
-		}
+		require.False(t, l.machine.inputs.Shared(in), graph.Describe(in.Node))
 	}
 	require.NoError(t, l.machine.Close())
 }
@@ -1381,17 +1325,12 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
 		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - c.left)
 		require.NoError(t, err)
 		m := other(t, device, first, fakeOption)
-		if m.runner.Program.Roomy != c.want {
-			t.Errorf("%s: spent %v", c.what, m.runner.Program.Roomy)
-		}
+		require.Equal(t, c.want, m.runner.Program.Roomy, c.what)
 		require.NoError(t, errors.Join(m.Close(), device.ctx.Free(hog)))
 	}
-	if before := device.expected.Load(); before != int64(moments) {
-		t.Errorf("%d bytes are expected, want %d", before, moments)
-	}
-	if err := first.Close(); err != nil || device.expected.Load() != 0 {
-		t.Errorf("%d bytes are expected of closed machines, error %v", device.expected.Load(), err)
-	}
+	require.Equal(t, int64(moments), device.expected.Load())
+	require.NoError(t, first.Close())
+	require.Zero(t, device.expected.Load())
 }
 
 // TestRoomFails wants errors between one plan and the next to leave nothing behind.
@@ -1406,35 +1345,26 @@ func TestRoomFails(t *testing.T) {
 			cuda.Fail(call, nth, gpu.OutOfMemory)
 			err := l.open(device, fakeOption, gatesFused)
 			if err == nil {
-				if l.machine.runner.Program.Roomy {
-					t.Error("there is room for h")
-				}
+				require.False(t, l.machine.runner.Program.Roomy, "there is room for h")
 				require.NoError(t, l.machine.Close())
 				break
 			}
 			met++
-			if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(err.Error(), call) {
-				t.Errorf("%s, call %d: the error is %v", call, nth, err)
-			}
+			require.ErrorIs(t, err, gpu.OutOfMemory, nth)
+			require.ErrorContains(t, err, call, nth)
 			if l.machine != nil {
-				if err := l.machine.Close(); err != nil {
-					t.Errorf("%s, call %d: Close: %v", call, nth, err)
-				}
+				require.NoError(t, l.machine.Close(), "%v, %v", call, nth)
 			}
-			if left := device.ctx.Context.(*fake.Context).Leaks(); len(left) > 0 {
-				t.Errorf("%s, call %d leaves %v", call, nth, left)
-			}
+			require.Empty(t, device.ctx.Context.(*fake.Context).Leaks(), "%v, %v",
+				call, nth)
 		}
-		if met < 2 {
-			t.Errorf("%s: the machine makes this call %d times", call, met)
-		}
+		require.GreaterOrEqual(t, met, 2, call)
 	}
 	// The error of a graph that fits in no way has the figures of the plan that needs least.
 	device, _, fakeOption := openFake(t, cardOf(run.WorkspaceBytes+1<<10))
 	err := newLifetime(t, newAdamW).open(device, fakeOption, gatesFused)
-	if !errors.Is(err, gpu.OutOfMemory) || !strings.Contains(err.Error(), "1.00 KiB are free") {
-		t.Errorf("the error is %v", err)
-	}
+	require.ErrorIs(t, err, gpu.OutOfMemory)
+	require.ErrorContains(t, err, "1.00 KiB are free")
 }
 
 // TestRoomRecomputed wants blocks that are computed again to keep h no longer than for their own
@@ -1453,15 +1383,10 @@ func TestRoomRecomputed(t *testing.T) {
 		m.options.Roomy = roomy
 		p, err := compile(m, g.G)
 		require.NoError(t, err)
-		if p.Roomy != roomy {
-			t.Errorf("roomy %v: spent %v", roomy, p.Roomy)
-		}
+		require.Equal(t, roomy, p.Roomy)
 		arena[roomy] = p.Arena
 	}
-	if h := 2 * c.Seq * c.FF * 4; arena[true] > arena[false]+h {
-		t.Errorf("a run takes %d bytes, and %d without room: the difference is more than one h, %d",
-			arena[true], arena[false], h)
-	}
+	require.LessOrEqual(t, arena[true], arena[false]+2*c.Seq*c.FF*4)
 	t.Log(arena)
 }
 

@@ -67,9 +67,7 @@ func TestModelIsFused(t *testing.T) {
 		t.Cleanup(func() {
 			require.NoError(t, machine.Close())
 		})
-		if got := tasksOf(machine); !maps.Equal(got, want) {
-			t.Errorf("kind %v: tasks\n%v, want\n%v", kind, got, want)
-		}
+		require.Equal(t, want, tasksOf(machine), kind)
 		return machine
 	}
 	training := check(llm.ForTraining, both)
@@ -294,9 +292,7 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 				if other, ok := f.want[op]; ok {
 					n = other
 				}
-				if got[op] != n {
-					t.Errorf("%d tasks of %s, want %d", got[op], op, n)
-				}
+				require.Equal(t, n, got[op])
 			}
 			same, sameParams, sameKeep := f.graph(t, seed)
 			unfused := newFuseMachine(t, device, same, sameParams, results(same), opts)
@@ -312,9 +308,7 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 					if n.IsScalar() { // a sum may be near zero, and what it is made of is not
 						d = min(d, math.Abs(float64(flat(t, v)[0]-flat(t, w)[0])))
 					}
-					if !(d < tolerance) {
-						t.Errorf("%s differs by %.2g", graph.Describe(n), d)
-					}
+					require.Less(t, d, tolerance, graph.Describe(n))
 				}
 			}
 		})
@@ -333,9 +327,7 @@ func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.
 		if values = append(values, v); others == nil {
 			continue
 		}
-		if diff := distance(t, v, others[i]); !(diff < tolerance) {
-			t.Errorf("value %d differs by %.2g", i, diff)
-		}
+		require.Less(t, distance(t, v, others[i]), tolerance)
 	}
 	if others != nil {
 		return others
@@ -577,10 +569,7 @@ func TestRecomputeMemory(t *testing.T) {
 	}
 	all, recomputed := arena(), arena(llm.WithRecompute())
 	t.Logf("%d KiB for a run, %d KiB with recomputed blocks", all>>10, recomputed>>10)
-	if 4*recomputed > all {
-		t.Errorf("recomputed blocks need %d bytes for a run, more than a quarter of %d", recomputed,
-			all)
-	}
+	require.LessOrEqual(t, 4*recomputed, all)
 }
 
 // TestKeptForBackward wants a block to keep no more for its backward pass than that needs, in
@@ -602,9 +591,7 @@ func TestKeptForBackward(t *testing.T) {
 	more := arena(many, long) - arena(few, long) - arena(many, short) + arena(few, short)
 	got := float64(more) / float64((many-few)*(long-short)*seq)
 	want := float64(4 * (2*ff + (heads+2*kv)*dim/heads + dim + 4*dim + 2 + heads))
-	if !(got < 1.01*want) {
-		t.Errorf("a block keeps %.1f bytes of a token, want %.1f", got, want)
-	}
+	require.Less(t, got, 1.01*want)
 }
 
 // TestRecomputeModel trains on a graph with recomputed blocks and on one without: the same bits.
@@ -640,9 +627,7 @@ func testRecomputeModel(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	want, got := values(), values(llm.WithRecompute())
 	for i := range want {
-		if !bytes.Equal(want[i], got[i]) {
-			t.Errorf("result %d of %d differs", i, len(want))
-		}
+		require.Equal(t, got[i], want[i])
 	}
 }
 
@@ -668,9 +653,7 @@ func TestRecomputeTwice(t *testing.T) {
 	require.NoError(t, machine.RunAll())
 	for i, want := range [][]float32{{1, 4}, {9, 16}} {
 		v := valueIn(t, machine, outputs[i])
-		if !slices.Equal(flat(t, v), want) {
-			t.Errorf("node %d is %v, want %v", i, v, want)
-		}
+		require.Equal(t, want, flat(t, v))
 	}
 }
 
@@ -709,10 +692,8 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 	}{{[]int{0, 0, 0, 0, 2, 2}, "starts[4] is 2"}, {[]int{0, 1, 0, 0, 0, 0}, "starts[2] is 0"},
 		{[]int{0, 0, 0, -1, 0, 0}, "starts[3] is -1"}} {
 		value := tensor.New(tensor.WithBacking(bad.starts))
-		if err := errors.Join(gorgonia.Let(starts, value), m.RunAll()); err == nil ||
-			!strings.Contains(err.Error(), bad.why) {
-			t.Errorf("documents that start at %v: %v, want %q", bad.starts, err, bad.why)
-		}
+		require.ErrorContains(t, errors.Join(gorgonia.Let(starts, value), m.RunAll()), bad.why,
+			bad.starts)
 	}
 }
 
@@ -767,9 +748,7 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 		want := append(sameKeep, derivatives(sameParams)...)
 		for i, n := range append(keep, derivatives(params)...) {
 			v := valueIn(t, m, n)
-			if d := distance(t, v, want[i].Value()); !(d < tolerance) {
-				t.Errorf("%s differs by %.2g", graph.Describe(n), d)
-			}
+			require.Less(t, distance(t, v, want[i].Value()), tolerance, graph.Describe(n))
 		}
 	}
 	return m, keep
@@ -792,21 +771,13 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 		}
 	}
 	m := openMachine(t, device, g, fakeOption, WithStrict())
-	if n := tasksOf(m)["DocumentAttention"]; n != 4 {
-		t.Errorf("%d tasks, want 4", n)
-	}
-	if err := m.Bind(starts, 1<<20, 8*rows); err == nil || !strings.Contains(err.Error(),
-		"holds starts of DocumentAttention") {
-		t.Errorf("bound to memory: %v", err)
-	}
+	require.Equal(t, 4, tasksOf(m)["DocumentAttention"])
+	require.ErrorContains(t, m.Bind(starts, 1<<20, 8*rows), "holds starts of DocumentAttention")
 	run := func(at ...int) error {
 		return errors.Join(gorgonia.Let(starts, tensor.New(tensor.WithBacking(at))), m.RunAll())
 	}
 	require.NoError(t, run(0, 0, 0, 0, 0, 0))
-	if err := run(0, 0, 2, 2, 2, 2); err == nil || !strings.Contains(err.Error(),
-		"starts[3] is 2, want 0") {
-		t.Errorf("a start of the long sequence alone: %v", err)
-	}
+	require.ErrorContains(t, run(0, 0, 2, 2, 2, 2), "starts[3] is 2, want 0")
 }
 
 // TestLoneDocuments runs every op of such a graph alone.
@@ -823,9 +794,7 @@ func TestLoneDocuments(t *testing.T) {
 	require.NoError(t, errors.Join(r.run(g), tape.RunAll()))
 	for i, p := range params {
 		got := tensor.New(tensor.WithBacking(r.value(p.Deriv())))
-		if d := distance(t, got, sameParams[i].Deriv().Value()); !(d < 1e-5) {
-			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
-		}
+		require.Less(t, distance(t, got, sameParams[i].Deriv().Value()), 1e-5, p.Name())
 	}
 }
 
@@ -867,9 +836,7 @@ func TestDocumentsModel(t *testing.T) {
 		nodes := append(gorgonia.Nodes{want.Loss}, derivatives(want.Params)...)
 		for i, n := range append(gorgonia.Nodes{g.Loss}, derivatives(g.Params)...) {
 			v := valueIn(t, m, n)
-			if d := distance(t, v, nodes[i].Value()); !(d < 1e-4) {
-				t.Errorf("%s: result %d differs by %.2g", name, i, d)
-			}
+			require.Less(t, distance(t, v, nodes[i].Value()), 1e-4, "%v, %v", name, i)
 		}
 	}
 }
@@ -967,9 +934,7 @@ func (c stockCase) random(r *rand.Rand, s shape, seen map[float64]bool) []float6
 
 func wide(t testing.TB, v gorgonia.Value) []float64 {
 	t.Helper()
-	if v == nil {
-		t.Fatal("no value")
-	}
+	require.NotNil(t, v, "no value")
 	switch x := v.Data().(type) {
 	case []float64:
 		return slices.Clone(x)
@@ -1079,17 +1044,13 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 		if i > 0 && c.badDiff {
 			break
 		}
-		if d := apart(got[i], want[i]); !(d < tolerance*5) {
-			t.Errorf("%s differs by %.2g from that in float64\n%v\n%v", name, d, got[i], want[i])
-		}
+		require.Less(t, apart(got[i], want[i]), tolerance*5, "%v, %v, %v", name, got[i], want[i])
 	}
 	if c.instead != nil {
 		return
 	}
 	for i, v := range c.onTape(t, run, values, weights) {
-		if d := apart(got[i], v); !(d < tolerance) {
-			t.Errorf("%s differs by %.2g from that of Gorgonia's machine", names[i], d)
-		}
+		require.Less(t, apart(got[i], v), tolerance, names[i])
 	}
 }
 
@@ -1184,9 +1145,7 @@ func TestStockWithoutCopies(t *testing.T) {
 		tasks   int
 	}{{nil, 2}, {gorgonia.Nodes{transposed, repeated}, 4}} {
 		machine := openMachine(t, device, g, fakeOption, WithStrict(), WithOutputs(c.outputs...))
-		if n := len(machine.runner.Program.Calls); n != c.tasks {
-			t.Errorf("%d tasks, want %d", n, c.tasks)
-		}
+		require.Equal(t, c.tasks, len(machine.runner.Program.Calls))
 		tape := gorgonia.NewTapeMachine(g)
 		defer tape.Close()
 		require.NoError(t, errors.Join(machine.RunAll(), tape.RunAll()))
@@ -1247,12 +1206,8 @@ func TestStockOnHost(t *testing.T) {
 			require.NoError(t, errors.Join(run.let(values, nil), machine.RunAll(),
 				machine.RunAll()))
 			v := valueIn(t, machine, run.out)
-			if d := apart(wide(t, v), c.onTape(t, run, values, nil)[0]); !(d < 1e-6) {
-				t.Errorf("differs by %.2g from that of Gorgonia's machine", d)
-			}
-			if strings.Count(log.String(), "no kernel") != 1 {
-				t.Errorf("want one warning, got %q", log.String())
-			}
+			require.Less(t, apart(wide(t, v), c.onTape(t, run, values, nil)[0]), 1e-6)
+			require.Equal(t, 1, strings.Count(log.String(), "no kernel"))
 		})
 	}
 }
@@ -1702,9 +1657,8 @@ func TestScaledScalar(t *testing.T) {
 		require.NoError(t, m.RunAll())
 		grads[i] = valueIn(t, m, w.Deriv())
 	}
-	if d := distance(t, grads[1], grads[0]); !(d < 1e-6) {
-		t.Errorf("the gradient is %v scaled and %v plain", grads[1], grads[0])
-	}
+	require.Less(t, distance(t, grads[1], grads[0]), 1e-6, "the gradient is %v scaled and %v plain",
+		grads[1], grads[0])
 }
 
 // TestFoldedGradient wants no value of the output layer's gradient where the table's has been added
@@ -1719,9 +1673,7 @@ func TestFoldedGradient(t *testing.T) {
 			head = n
 		}
 	}
-	if head == nil {
-		t.Fatal("the graph has no gradient of the output layer")
-	}
+	require.NotNil(t, head, "the graph has no gradient of the output layer")
 	m := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss))
 	require.NoError(t, m.RunAll())
 	if v, err := m.Value(head); err == nil || !strings.Contains(err.Error(), "WithOutputs") {

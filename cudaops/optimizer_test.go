@@ -138,11 +138,8 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		v := valueIn(t, machine, b.Loss)
 		gotNorm, err := machine.Update()
 		require.NoError(t, err)
-		if got := float64(v.Data().(float32)); math.Abs(got-loss) > 1e-4*loss ||
-			math.Abs(gotNorm-norm) > 1e-3*norm {
-			t.Errorf("step %d: loss %v and gradient norm %v, want %v and %v", i,
-				got, gotNorm, loss, norm)
-		}
+		require.LessOrEqual(t, math.Abs(float64(v.Data().(float32))-loss), 1e-4*loss, i)
+		require.LessOrEqual(t, math.Abs(gotNorm-norm), 1e-3*norm, i)
 	}
 	// A graph that scores the model uses the parameters where they are.
 	score, err := model.Graph(llm.ForLoss, 3)
@@ -158,30 +155,22 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	same.draw(t, seed)
 	tape.Reset()
 	require.NoError(t, tape.RunAll())
-	if d := distance(t, scored, same.Loss.Value()); !(d < 1e-4) {
-		t.Errorf("the loss of the updated model differs by %.2g", d)
-	}
+	require.Less(t, distance(t, scored, same.Loss.Value()), 1e-4)
 	require.NoError(t, machine.Download())
 	for i, p := range model.Params {
-		if d := distance(t, p.Value, sameModel.Params[i].Value); !(d < 1e-4) {
-			t.Errorf("parameter %s differs by %.2g", p.Name, d)
-		}
+		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), 1e-4, p.Name)
 	}
 	got, want := onDevice.State(), onHost.State()
-	if len(got) != len(want) {
-		t.Fatalf("the optimiser remembers %d tensors, want %d", len(got), len(want))
-	}
+	require.Len(t, got, len(want))
 	for i, w := range want {
 		g := got[i]
 		if steps, ok := w.Data.([]int64); ok {
-			if g.Name != w.Name || g.Data.([]int64)[0] != steps[0] {
-				t.Errorf("%s: %v, want %s: %v", g.Name, g.Data, w.Name, steps)
-			}
+			require.Equal(t, w.Name, g.Name)
+			require.Equal(t, steps[0], g.Data.([]int64)[0])
 			continue
 		}
-		if d := distance(t, asTensor(g), asTensor(w)); g.Name != w.Name || !(d < 1e-3) {
-			t.Errorf("%s differs from %s by %.2g", g.Name, w.Name, d)
-		}
+		require.Equal(t, w.Name, g.Name)
+		require.Less(t, distance(t, asTensor(g), asTensor(w)), 1e-3)
 	}
 }
 
@@ -231,9 +220,7 @@ func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	require.NoError(t, machine.Download())
 	for i, p := range model.Params {
-		if d := distance(t, p.Value, sameModel.Params[i].Value); !(d < 1e-4) {
-			t.Errorf("parameter %s differs by %.2g", p.Name, d)
-		}
+		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), 1e-4, p.Name)
 	}
 }
 
@@ -247,9 +234,7 @@ func TestUpdateRefuses(t *testing.T) {
 	machine := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...))
 	wants := func(err error, want string) {
 		t.Helper()
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want an error that says %q", err, want)
-		}
+		require.ErrorContains(t, err, want)
 	}
 	_, err = machine.Update()
 	wants(err, "no optimiser")
@@ -257,9 +242,9 @@ func TestUpdateRefuses(t *testing.T) {
 	wants(machine.SetOptimizer(adamw, -1), "maxNorm")
 	wants(machine.SetOptimizer(nil, 0), "no kernels")
 	require.NoError(t, machine.SetOptimizer(adamw, 1))
-	if held := machine.Memory(); machine.SetOptimizer(adamw, 1) != nil || machine.Memory() != held {
-		t.Errorf("an optimiser in the place of another takes %d bytes more", machine.Memory()-held)
-	}
+	held := machine.Memory()
+	require.NoError(t, machine.SetOptimizer(adamw, 1))
+	require.Equal(t, held, machine.Memory(), "an optimiser takes the place of another")
 	_, err = machine.Update()
 	wants(err, "has not run")
 	wants(machine.Forget(b.Params[0], 2, 1), "elements 2 to 1")
@@ -275,13 +260,9 @@ func TestUpdateRefuses(t *testing.T) {
 	}
 	require.NoError(t, machine.Download())
 	for i, v := range model.Params[0].Value.Float32s() {
-		if v != before[i] {
-			t.Fatal("an update that was refused has changed a parameter")
-		}
+		require.Equal(t, before[i], v, "an update that was refused has changed a parameter")
 	}
-	if s := adamw.State(); len(s) != 0 {
-		t.Errorf("an update that was refused is remembered: %v", s)
-	}
+	require.Empty(t, adamw.State())
 }
 
 // TestNonFinite wants each parameter's gradient to be found that is not finite, ahead of an update
@@ -403,11 +384,9 @@ func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
 			t.Fatal(err, fetched)
 		}
 		finite := first*3e38-first*3e38 == 0
-		if moved := !slices.Equal(flat(t, before), flat(t, after)); moved != finite ||
-			(value-value == 0) != finite || (norm-norm == 0) != finite {
-			t.Errorf("step %d: loss %v, norm %v, and the parameters change: %v",
-				i, value, norm, moved)
-		}
+		require.Equal(t, finite, !slices.Equal(flat(t, before), flat(t, after)))
+		require.Equal(t, finite, value-value == 0)
+		require.Equal(t, finite, norm-norm == 0)
 		v, err := m.Value(loss)
 		if err != nil || math.Float32bits(flat(t, v)[0]) != math.Float32bits(float32(value)) &&
 			value == value {
@@ -476,9 +455,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 					tensor.WithShape(s...), tensor.WithBacking(want)),
 					x.Deriv(): x.Deriv().Value()} {
 					v := valueIn(t, m, n)
-					if d := distance(t, v, want); !(d < tolerance) {
-						t.Errorf("%v differs by %.2g", n.Op(), d)
-					}
+					require.Less(t, distance(t, v, want), tolerance, n.Op())
 				}
 			})
 		}
@@ -645,13 +622,9 @@ func TestMuonTogether(t *testing.T) {
 				host.Step(gorgonia.NodesToValueGrads(params))))
 		}
 		for i, p := range params {
-			if d := distance(t, got[i], p.Value()); !(d < tolerance) {
-				t.Errorf("%v differs by %.2g", p.Shape(), d)
-			}
+			require.Less(t, distance(t, got[i], p.Value()), tolerance, p.Shape())
 		}
-		if !chose(m, way) {
-			t.Errorf("choices %+v", m.Choices())
-		}
+		require.True(t, chose(m, way), m.Choices())
 	})
 }
 
@@ -725,9 +698,7 @@ func TestSums(t *testing.T) {
 			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
 			m := openMachine(t, device, loss.Graph(), append(append(opts, c.opts...),
 				WithParams(weights...), WithOutputs(loss))...)
-			if got := tasksOf(m)["RMSNormWeightGrad"]; got != c.launches {
-				t.Errorf("%d launches, want %d", got, c.launches)
-			}
+			require.Equal(t, c.launches, tasksOf(m)["RMSNormWeightGrad"])
 			if c.compiled {
 				return
 			}
@@ -736,9 +707,7 @@ func TestSums(t *testing.T) {
 			defer tape.Close()
 			require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 			for i, w := range weights {
-				if d := distance(t, gathered(t, m, w), want[i].Deriv().Value()); !(d < 1e-4) {
-					t.Errorf("the gradient of weights %d differs by %.2g", i, d)
-				}
+				require.Less(t, distance(t, gathered(t, m, w), want[i].Deriv().Value()), 1e-4, i)
 			}
 		}
 		t.Run(c.name+"/fake", func(t *testing.T) {
@@ -777,9 +746,8 @@ func TestKasminaSumsGathered(t *testing.T) {
 	defer tape.Close()
 	require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 	for i, p := range chain.params {
-		if d := distance(t, gathered(t, m, p), same.params[i].Deriv().Value()); !(d < 1e-4) {
-			t.Errorf("the gradient of %s differs by %.2g", p.Name(), d)
-		}
+		require.Less(t, distance(t, gathered(t, m, p), same.params[i].Deriv().Value()), 1e-4,
+			p.Name())
 	}
 }
 
@@ -866,14 +834,10 @@ func TestKasminaSums(t *testing.T) {
 		var apart [2]int
 		if c.opts != nil {
 			apart = [2]int{k.figures[0], k.gradients[0]}
-			if apart != [2]int{1, 1} {
-				t.Errorf("%s: launches for nothing: %v", name, apart)
-			}
+			require.Equal(t, [2]int{1, 1}, apart, name)
 		}
-		if n := len(k.figures) + len(k.gradients); n != 2+apart[0]+apart[1] {
-			t.Errorf("%s: launches for other numbers of passes: %v, %v", name,
-				k.figures, k.gradients)
-		}
+		require.Equal(t, 2+apart[0]+apart[1], len(k.figures)+len(k.gradients),
+			"%s: launches for other numbers of passes: %v, %v", name, k.figures, k.gradients)
 	}
 }
 
@@ -1070,9 +1034,7 @@ func TestRanksLossThatIsNone(t *testing.T) {
 				require.NoError(t, err)
 			}
 			require.NoError(t, errors.Join(m.GatherState(), m.Download()))
-			if changed := fmt.Sprint(nodes[0].Value()) != before; changed != (i == 2) {
-				t.Errorf("rank %d, step %d: the parameters have changed: %v", rank, i, changed)
-			}
+			require.Equal(t, i == 2, fmt.Sprint(nodes[0].Value()) != before, rank)
 		}
 		if rank == 0 {
 			_, err = m.StepTogether(loss, nil)
@@ -1156,9 +1118,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 			if how.together {
 				update = func() (float64, error) {
 					return m.StepTogether(loss, func(l float64) error {
-						if !(l > 1) {
-							t.Errorf("the loss is %v", l)
-						}
+						require.Greater(t, l, 1.0)
 						return nil
 					})
 				}

@@ -217,9 +217,8 @@ func TestTuningOnFullCard(t *testing.T) {
 	require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)))
 	choices := m.Choices()
 	for _, c := range choices {
-		if c.Way != "wide-4" || c.Source != ByRule {
-			t.Errorf("%+v", c)
-		}
+		require.Equal(t, "wide-4", c.Way)
+		require.Equal(t, ByRule, c.Source)
 	}
 	told := log.String()
 	if len(choices) != 2 || strings.Count(told, "\n") != 1 || !strings.Contains(told, "harmless") ||
@@ -256,10 +255,9 @@ func TestHostByRule(t *testing.T) {
 		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	require.NoError(t, m.RunAll())
 	v := valueIn(t, m, y)
-	if got := flat(t, v); !slices.Equal(got, []float32{1, 4, 9}) || !m.runner.OnHost() ||
-		!strings.Contains(log.String(), "a rule wants it there") {
-		t.Errorf("got %v, log %s", got, log.String())
-	}
+	require.Equal(t, []float32{1, 4, 9}, flat(t, v))
+	require.True(t, m.runner.OnHost())
+	require.Contains(t, log.String(), "a rule wants it there")
 	if _, err := NewMachine(device, g, fakeOption, WithWays("square*=host"),
 		WithStrict()); err == nil {
 		t.Error("WithStrict allows it")
@@ -290,9 +288,7 @@ func TestHostByRuleReads(t *testing.T) {
 			75}; !slices.Equal(got, want) {
 			t.Errorf("%s: got %v, want %v", rule, got, want)
 		}
-		if !m.runner.OnHost() {
-			t.Errorf("%s: nothing is computed on the host", rule)
-		}
+		require.True(t, m.runner.OnHost(), rule)
 		require.NoError(t, m.Close())
 	}
 }
@@ -305,9 +301,7 @@ func TestTuningText(t *testing.T) {
 			t.Errorf("%s became %d, %v, want %d", text, got, err, want)
 		}
 	}
-	if err := new(Tuning).UnmarshalText([]byte("fast")); err == nil {
-		t.Error("fast is taken for a tuning")
-	}
+	require.Error(t, new(Tuning).UnmarshalText([]byte("fast")), "fast is taken for a tuning")
 }
 
 // tuned is what a machine that tunes one product of 6×5×4 did.
@@ -368,28 +362,22 @@ func TestTuning(t *testing.T) {
 		t.Errorf("Float32 without an option: way %d, %d timings, want no tuning", r.way, r.timings)
 	}
 	first := tuneProduct(t, path, slowFirst, card, cached)
-	if first.way != 1 || first.timings < 3 || first.log != "" {
-		t.Errorf("the first time: way %d, %d timings, want way 1 after at least 3\n%s", first.way,
-			first.timings, first.log)
-	}
+	require.Equal(t, 1, first.way)
+	require.GreaterOrEqual(t, first.timings, 3)
+	require.Empty(t, first.log)
 	if b, err := os.ReadFile(path); err != nil || !strings.Contains(string(b), card) ||
 		!strings.Contains(string(b), "cuBLASLt 130000") {
 		t.Errorf("stored: %s, %v", b, err)
 	}
 	second := tuneProduct(t, path, fastFirst, card, cached)
-	if second.way != 1 || second.timings != 0 {
-		t.Errorf("the second time: way %d, %d timings, want what is stored and no more timings",
-			second.way, second.timings)
-	}
+	require.Equal(t, 1, second.way)
+	require.Zero(t, second.timings)
 	for i, v := range second.value {
-		if v != first.value[i] {
-			t.Fatal("other bits with the same choice")
-		}
+		require.Equal(t, first.value[i], v, "other bits with the same choice")
 	}
 	third := tuneProduct(t, path, fastFirst, card, full)
-	if third.way != 0 || third.timings < 3 {
-		t.Errorf("TuneFull: way %d, %d timings, want way 0, timed anew", third.way, third.timings)
-	}
+	require.Zero(t, third.way)
+	require.GreaterOrEqual(t, third.timings, 3)
 	if r := tuneProduct(t, path, slowFirst, card, cached); r.way != 0 || r.timings != 0 {
 		t.Errorf("after TuneFull: way %d, %d timings, want the new choice", r.way, r.timings)
 	}
@@ -458,14 +446,11 @@ func TestTuningDrops(t *testing.T) {
 	} {
 		r := tuneProduct(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "Some GPU",
 			WithTuning(TuneCached))
-		if r.way != c.way || !strings.Contains(r.log, c.warning) ||
-			(c.warning == "") == strings.Contains(r.log, "WARN") {
-			t.Errorf("case %d: way %d, want %d; log %q", i, r.way, c.way, r.log)
-		}
+		require.Equal(t, c.way, r.way)
+		require.Contains(t, r.log, c.warning)
+		require.NotEqual(t, strings.Contains(r.log, "WARN"), (c.warning == ""))
 		for j, v := range r.value {
-			if v != want[j] {
-				t.Fatalf("case %d: element %d is %v, want %v", i, j, v, want[j])
-			}
+			require.Equal(t, want[j], v, i)
 		}
 	}
 }
@@ -485,12 +470,9 @@ func TestTuningIgnores(t *testing.T) {
 		damaged := string(b[:from]) + id + "}}"
 		require.NoError(t, os.WriteFile(other, []byte(damaged), 0o644))
 		r := tuneProduct(t, other, ways, "Some GPU", WithTuning(TuneCached))
-		if r.way != 1 || r.timings < 3 {
-			t.Errorf("%s: way %d, %d timings, want it timed", name, r.way, r.timings)
-		}
-		if warned := strings.Contains(r.log, "ignored"); warned != (name != "unknown") {
-			t.Errorf("%s: log %q", name, r.log)
-		}
+		require.Equal(t, 1, r.way, name)
+		require.GreaterOrEqual(t, r.timings, 3, name)
+		require.Equal(t, name != "unknown", strings.Contains(r.log, "ignored"), r.log)
 	}
 }
 
@@ -517,9 +499,8 @@ func TestChoicesOfAnother(t *testing.T) {
 	ways := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 	path := filepath.Join(t.TempDir(), "tune.json")
 	timed := tuneNorm(t, path, [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}, "a")
-	if timed.Way != "wide-1" || timed.Source != Measured {
-		t.Fatalf("timed: %+v", timed)
-	}
+	require.Equal(t, "wide-1", timed.Way)
+	require.Equal(t, Measured, timed.Source)
 	r := tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}))
 	if r.Way != "wide-1" || r.last != r.Way || r.Source != Stored || r.runs != 2 || r.log != "" {
 		t.Errorf("taken over: %+v", r)
@@ -530,9 +511,8 @@ func TestChoicesOfAnother(t *testing.T) {
 	}
 	r = tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}),
 		WithWays("RMSNorm=wide-1"))
-	if r.Way != "wide-1" || r.Source != Forced {
-		t.Errorf("the same by rule: %+v", r)
-	}
+	require.Equal(t, "wide-1", r.Way)
+	require.Equal(t, Forced, r.Source)
 	device, _, fakeOption := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	x := randomMatrices(g, 1, 3, 1)("x", 6, 5)
@@ -547,10 +527,8 @@ func TestChoicesOfAnother(t *testing.T) {
 			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})
 	_, err := NewMachine(device, g, fakeOption, wrap, WithChoices([]Choice{timed.Choice}))
-	if err == nil || !strings.Contains(err.Error(), "the same kind of GPU") ||
-		!strings.Contains(err.Error(), timed.Shape) {
-		t.Errorf("a way that is not there: %v", err)
-	}
+	require.ErrorContains(t, err, "the same kind of GPU")
+	require.ErrorContains(t, err, timed.Shape)
 }
 
 // ownProducts is kernels that have a way of their own to multiply, and how often each is launched.
@@ -615,9 +593,7 @@ func TestProductCounters(t *testing.T) {
 				require.NoError(t, m.StartProfile())
 			}
 			for i, v := range valuesOf(t, m, keep, nil, 0) {
-				if got := distance(t, v, first[i]); got != 0 {
-					t.Errorf("value %d differs by %.2g", i, got)
-				}
+				require.Zero(t, distance(t, v, first[i]), i)
 			}
 		}
 		return m
@@ -718,9 +694,7 @@ func TestProjectionWays(t *testing.T) {
 				t.Errorf("%s: the way is %q", way, got)
 			}
 			want := map[bool]int{false: 1}[fused]
-			if got := tasksOf(m)["RoPE"]; got != want {
-				t.Errorf("%s: %d tasks of RoPE, want %d", way, got, want)
-			}
+			require.Equal(t, want, tasksOf(m)["RoPE"], way)
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
@@ -749,9 +723,7 @@ func TestProjectionNeedsQueries(t *testing.T) {
 		g, params, keep := p.graph(t, 1, keepQueries)
 		m := newFuseMachine(t, device, g, params, keep,
 			[]MachineOption{fakeOption, WithWays("RoPEProduct=fused")})
-		if way := ropeWay(m); (way == "") != keepQueries {
-			t.Errorf("queries kept %v: the way is %q", keepQueries, way)
-		}
+		require.Equal(t, keepQueries, ropeWay(m) == "")
 	}
 }
 
@@ -780,9 +752,8 @@ func TestProjectionTuned(t *testing.T) {
 				}
 			}
 		}
-		if timed != want || strings.Contains(log.String(), "RoPEProduct") {
-			t.Errorf("least %g: %d timed, want %d; log %q", least, timed, want, log.String())
-		}
+		require.Equal(t, want, timed, least)
+		require.NotContains(t, log.String(), "RoPEProduct", least)
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -876,9 +847,7 @@ func TestPerceptronTuned(t *testing.T) {
 				}
 			}
 		}
-		if want := map[float64]int{1: 2, 1e9: 0}[least]; timed != want {
-			t.Errorf("least %g: %d pairs timed, want %d; %s", least, timed, want, log.String())
-		}
+		require.Equal(t, map[float64]int{1: 2, 1e9: 0}[least], timed, "%v, %v", least, log.String())
 	}
 }
 
@@ -1052,9 +1021,7 @@ func TestProfile(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := m.StartProfile(); err == nil || !strings.Contains(err.Error(), "has not run") {
-		t.Errorf("before the first run: %v", err)
-	}
+	require.ErrorContains(t, m.StartProfile(), "has not run")
 	step(m)
 	step(plain)
 	if _, err := m.Profile(); err == nil || !strings.Contains(err.Error(), "StartProfile") {
@@ -1079,9 +1046,7 @@ func TestProfile(t *testing.T) {
 	launches := device.ctx.Stats().Launches
 	p, err := m.Profile()
 	require.NoError(t, err)
-	if again := device.ctx.Stats().Launches; again != launches {
-		t.Errorf("%d launches for the profile itself", again-launches)
-	}
+	require.Equal(t, launches, device.ctx.Stats().Launches)
 	checkProfile(t, m, p, 1)
 	first := p.Ops()[0]
 	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond ||
@@ -1092,14 +1057,11 @@ func TestProfile(t *testing.T) {
 	for _, s := range p.Spans {
 		if s.Op == "Linear" {
 			layers = append(layers, s.Layer)
-			if s.FLOPs != 2*6*5*4 || !strings.HasPrefix(s.Kernel, "cublasLt 6x5x4 nt float32") {
-				t.Errorf("the product: %+v", s)
-			}
+			require.Equal(t, 2*6*5*4.0, s.FLOPs)
+			require.True(t, strings.HasPrefix(s.Kernel, "cublasLt 6x5x4 nt float32"))
 		}
 	}
-	if !slices.Equal(layers, []string{"w"}) {
-		t.Errorf("layers of linear layers: %q", layers)
-	}
+	require.Equal(t, []string{"w"}, layers)
 	if kernels, graphs := p.Busy(); !(kernels > 0.5 && kernels <= graphs*(1+1e-9) && graphs <= 1) {
 		t.Errorf("busy %v, %v", kernels, graphs)
 	}
@@ -1115,9 +1077,7 @@ func TestProfile(t *testing.T) {
 	if errA != nil || errB != nil {
 		t.Fatal(errA, errB)
 	}
-	if !slices.Equal(flat(t, a), flat(t, b)) {
-		t.Errorf("weights %v, without a profile %v", flat(t, a), flat(t, b))
-	}
+	require.Equal(t, flat(t, b), flat(t, a))
 }
 
 // TestProfileFloat8 wants products of float8, and no others, to be measured by a product of float8.
@@ -1133,9 +1093,7 @@ func TestProfileFloat8(t *testing.T) {
 	p, err := m.Profile()
 	require.NoError(t, err)
 	checkProfile(t, m, p, 1)
-	if p.ProductFloat8 <= 0 {
-		t.Fatalf("%v operations a second in float8", p.ProductFloat8)
-	}
+	require.Greater(t, p.ProductFloat8, 0.0)
 	p.ProductFloat8 *= 3 // the fake driver's products take the same time in all types
 	p.SetShares()
 	narrow, wide := 0, 0
@@ -1155,12 +1113,9 @@ func TestProfileFloat8(t *testing.T) {
 			t.Errorf("%s: the share is %v, want %v", s.Kernel, s.Share, want)
 		}
 	}
-	if narrow == 0 || wide == 0 {
-		t.Errorf("%d products of float8 and %d others", narrow, wide)
-	}
-	if !strings.Contains(p.Table(), "in float8, measured now") {
-		t.Errorf("the table: %s", p.Table())
-	}
+	require.NotZero(t, narrow)
+	require.NotZero(t, wide)
+	require.Contains(t, p.Table(), "in float8, measured now")
 }
 
 // TestCeiling wants what a card reaches measured before the first run and between runs, whose
@@ -1198,10 +1153,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 			tasks[s.Task] = true
 		}
 	}
-	if len(tasks) != runs*len(m.runner.Program.Calls) {
-		t.Errorf("%d tasks in %d runs, the program has %d", len(tasks), runs,
-			len(m.runner.Program.Calls))
-	}
+	require.Len(t, tasks, runs*len(m.runner.Program.Calls))
 	if p.Period <= 0 || p.Graphs <= 0 || p.Copy <= 0 || p.Product <= 0 || p.Device == "" {
 		t.Errorf("the profile: period %v, graphs %v, ceilings %v and %v, device %q", p.Period,
 			p.Graphs, p.Copy, p.Product, p.Device)
@@ -1210,9 +1162,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	for _, h := range p.Host {
 		calls = append(calls, h.Name)
 	}
-	if !slices.Contains(calls, "RunAll") {
-		t.Errorf("calls %q", calls)
-	}
+	require.True(t, slices.Contains(calls, "RunAll"))
 	var text bytes.Buffer
 	require.NoError(t, p.WriteTrace(&text))
 	var trace struct {
@@ -1238,14 +1188,10 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 			}
 		}
 	}
-	if kernels != len(p.Spans) {
-		t.Errorf("%d events of %d spans", kernels, len(p.Spans))
-	}
+	require.Equal(t, len(p.Spans), kernels)
 	table := p.Table()
 	for _, o := range p.Ops() {
-		if !strings.Contains(table, o.Op) {
-			t.Errorf("no %s in the table:\n%s", o.Op, table)
-		}
+		require.Contains(t, table, o.Op)
 	}
 }
 
@@ -1264,18 +1210,13 @@ func TestProfileLayers(t *testing.T) {
 		for _, op := range []string{"Attention", "AttentionGrad", "RoPE", "SiLUMLP", "SiLUMLPGrad",
 			"LinearGrad", "RMSNormGrad"} {
 			for _, layer := range []string{"model.layers.0", "model.layers.1"} {
-				if count[op][layer] == 0 {
-					t.Errorf("recompute %v: no %s in %s: %v", recompute, op, layer, count[op])
-				}
+				require.NotZero(t, count[op][layer], recompute)
 			}
-			if n := count[op]["model.layers.0"]; n != count[op]["model.layers.1"] {
-				t.Errorf("recompute %v: %s: %v", recompute, op, count[op])
-			}
+			require.Equal(t, count[op]["model.layers.1"], count[op]["model.layers.0"], recompute)
 		}
-		if count["LinearCrossEntropy"]["model.embed_tokens"] == 0 || count["Update"][""] == 0 ||
-			count["Copies"][""] == 0 {
-			t.Errorf("recompute %v: %v", recompute, count)
-		}
+		require.NotZero(t, count["LinearCrossEntropy"]["model.embed_tokens"], recompute)
+		require.NotZero(t, count["Update"][""], recompute)
+		require.NotZero(t, count["Copies"][""], recompute)
 	}
 }
 
@@ -1436,12 +1377,10 @@ func TestMonitor(t *testing.T) {
 		step(plain)
 	}
 	times, err := m.Monitor()
-	if err != nil || len(times) == 0 {
-		t.Fatalf("%v, %v", times, err)
-	}
-	if m.monitor.Samples() < 3 || m.monitor.Samples() > 5 {
-		t.Errorf("%d samples in 14 runs, want one in 4", m.monitor.Samples())
-	}
+	require.NoError(t, err)
+	require.NotEmpty(t, times)
+	require.GreaterOrEqual(t, m.monitor.Samples(), 3)
+	require.LessOrEqual(t, m.monitor.Samples(), 5)
 	first := times[0]
 	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond ||
 		first.Time > 4*time.Millisecond || first.Bytes != 4*(2*24+4+6) ||
@@ -1450,9 +1389,7 @@ func TestMonitor(t *testing.T) {
 	}
 	table := Table(times)
 	for _, want := range []string{"Linear", "Update", "RMSNorm", "fast", "GB/s"} {
-		if !strings.Contains(table, want) {
-			t.Errorf("no %s in the table:\n%s", want, table)
-		}
+		require.Contains(t, table, want)
 	}
 	for _, o := range times {
 		if o.Op == "Linear" && o.FLOPs != 2*6*5*4 {
@@ -1462,9 +1399,7 @@ func TestMonitor(t *testing.T) {
 			t.Errorf("the update: %+v", o)
 		}
 	}
-	if log.Len() > 0 {
-		t.Errorf("warnings: %s", log.String())
-	}
+	require.Zero(t, log.Len(), log.String())
 	w := m.config.Params[0]
 	a, errA := m.Value(w)
 	b, errB := plain.Value(plain.config.Params[0])
@@ -1472,9 +1407,7 @@ func TestMonitor(t *testing.T) {
 		t.Fatal(errA, errB)
 	}
 	for i, v := range flat(t, a) {
-		if v != flat(t, b)[i] {
-			t.Fatalf("element %d of the weights is %v, without the monitor %v", i, v, flat(t, b)[i])
-		}
+		require.Equal(t, flat(t, b)[i], v)
 	}
 	norm.Took = 9 * time.Millisecond
 	for range 16 {
@@ -1498,9 +1431,7 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	}
 	context := device.ctx.Context
 	Wrap(device, func(gpu.Context) gpu.Context { return full{context} })
-	if err := m.SetOptimizer(m.optimizer.Rules, 1); !errors.Is(err, gpu.OutOfMemory) {
-		t.Errorf("an optimiser without room: %v", err)
-	}
+	require.ErrorIs(t, m.SetOptimizer(m.optimizer.Rules, 1), gpu.OutOfMemory)
 	Wrap(device, func(gpu.Context) gpu.Context { return context })
 	times, err := m.Monitor()
 	if i := slices.IndexFunc(times, func(o OpTime) bool {
@@ -1570,9 +1501,8 @@ func TestMonitorCost(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if m.monitor.Samples() == 0 || m.monitor.Every() < 100 {
-		t.Errorf("%d samples, one in %d", m.monitor.Samples(), m.monitor.Every())
-	}
+	require.NotZero(t, m.monitor.Samples())
+	require.GreaterOrEqual(t, m.monitor.Every(), 100)
 	device, _, fakeOption := openFake(t, fake.Config{})
 	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithMonitor(1)); err == nil ||
 		!strings.Contains(err.Error(), "at least 2") {

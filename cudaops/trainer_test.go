@@ -308,9 +308,7 @@ func TestTrainerSteps(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			want, _ := s.train(t, false)
 			got, steps := s.train(t, true)
-			if steps == 0 {
-				t.Errorf("no step is made in one call: %.200s", want.log)
-			}
+			require.NotZero(t, steps, want.log)
 			for i, line := range want.log {
 				if i >= len(got.log) || strings.ReplaceAll(got.log[i], got.folder,
 					"") != strings.ReplaceAll(line, want.folder, "") {
@@ -359,9 +357,7 @@ func TestTrainersInTurn(t *testing.T) {
 					r.note("loss %x, held-out loss %x", e.Loss, loss)
 					return err
 				})
-				if err := all[i].Run(ctx); !errors.Is(err, context.Canceled) {
-					t.Fatalf("%s: the run ends with %v", name, err)
-				}
+				require.ErrorIs(t, all[i].Run(ctx), context.Canceled, name)
 			}
 			check(t, all[1].Close())
 			r.Trainer = all[0]
@@ -370,9 +366,7 @@ func TestTrainersInTurn(t *testing.T) {
 		}
 		want, got := turns(0, 0, 0), turns(0, 1, 0)
 		for i := range want {
-			if want[i] != got[i] {
-				t.Fatalf("%s: two trainers make %.100s, one %.100s", name, got[i], want[i])
-			}
+			require.Equal(t, got[i], want[i], name)
 		}
 	}
 }

@@ -14,9 +14,7 @@ import (
 func tool(t *testing.T, args ...string) string {
 	t.Helper()
 	var out, errs bytes.Buffer
-	if err := run(args, &out, &errs); err != nil {
-		t.Fatalf("%v: %v\n%s", args, err, errs.String())
-	}
+	require.NoError(t, run(args, &out, &errs), "%v, %v", args, errs.String())
 	return out.String()
 }
 
@@ -26,9 +24,7 @@ func TestCommands(t *testing.T) {
 		filepath.Join(dir, "b.json")
 	const content = `{"Card, RMSNorm 4x4": {"way": "warp-4", "cold_ns": 2500, "warm_ns": 1500}, "Card, Attention": {"way": "mma"}}`
 	require.NoError(t, os.WriteFile(exported, []byte(content), 0o644))
-	if got := tool(t, "-store", store, "import", exported); got != "2 choices added\n" {
-		t.Errorf("import: %q", got)
-	}
+	require.Equal(t, "2 choices added\n", tool(t, "-store", store, "import", exported))
 	listed := tool(t, "-store", store, "list")
 	if strings.Count(listed, "\n") != 2 || !strings.Contains(listed, "warp-4") || !strings.Contains(listed, "2.5µs") {
 		t.Errorf("list: %q", listed)
@@ -39,15 +35,11 @@ func TestCommands(t *testing.T) {
 	if got := tool(t, "-store", other, "list"); strings.Count(got, "\n") != 1 || !strings.Contains(listed, got) {
 		t.Errorf("exported, imported and listed: %q", got)
 	}
-	if got := tool(t, "-store", filepath.Join(dir, "c.json"), "-match", "RMSNorm", "import", exported); got != "1 choices added\n" {
-		t.Errorf("import of some: %q", got)
-	}
-	if got := tool(t, "-store", store, "-match", "Linear", "list"); got != "none of the 2 choices that are stored matches\n" {
-		t.Errorf("list of what is not there: %q", got)
-	}
-	if got := tool(t, "-store", store, "-match", "RMSNorm", "clear"); got != "1 choices cleared\n" {
-		t.Errorf("clear: %q", got)
-	}
+	require.Equal(t, "1 choices added\n",
+		tool(t, "-store", filepath.Join(dir, "c.json"), "-match", "RMSNorm", "import", exported))
+	require.Equal(t, "none of the 2 choices that are stored matches\n",
+		tool(t, "-store", store, "-match", "Linear", "list"))
+	require.Equal(t, "1 choices cleared\n", tool(t, "-store", store, "-match", "RMSNorm", "clear"))
 	if got := tool(t, "-store", store, "list"); strings.Contains(got, "RMSNorm") || !strings.Contains(got, "Attention") {
 		t.Errorf("after clear: %q", got)
 	}
@@ -57,8 +49,6 @@ func TestRefused(t *testing.T) {
 	store := filepath.Join(t.TempDir(), "a.json")
 	for _, args := range [][]string{{}, {"sort"}, {"list", "export"}, {"list", "-match", "x"}, {"import"}, {"import", store}} {
 		var out, errs bytes.Buffer
-		if err := run(append([]string{"-store", store}, args...), &out, &errs); err == nil {
-			t.Errorf("%v: no error", args)
-		}
+		require.Error(t, run(append([]string{"-store", store}, args...), &out, &errs), args)
 	}
 }

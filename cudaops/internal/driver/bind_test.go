@@ -30,12 +30,8 @@ func TestBind(t *testing.T) {
 	}
 	require.NoError(t, bind(library, found[0], &api))
 	minus := int32(-7)
-	if r := api.Abs.call(uintptr(uint32(minus))); int32(r) != 7 {
-		t.Errorf("abs(-7) = %d", int32(r))
-	}
-	if api.Absent != (proc{0, "cuAbsent", "99.0"}) {
-		t.Errorf("absent: %+v", api.Absent)
-	}
+	require.Equal(t, int32(7), int32(api.Abs.call(uintptr(uint32(minus)))))
+	require.Equal(t, proc{0, "cuAbsent", "99.0"}, api.Absent)
 
 	t.Setenv(cudaVariable, found[0])
 	bound.Lock()

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
@@ -30,9 +32,7 @@ func TestDevice(t *testing.T) {
 		if free == 0 || free > total || total > d.Memory+d.Memory/50 {
 			t.Errorf("%d of %d bytes free on a GPU of %d", free, total, d.Memory)
 		}
-		if r.Handle() == 0 {
-			t.Error("no handle")
-		}
+		require.NotZero(t, r.Handle(), "no handle")
 	})
 }
 
@@ -56,14 +56,10 @@ func TestCopies(t *testing.T) {
 				ok(t, r.CopyOnDevice(b.Offset(5), a, n, s))
 				ok(t, r.CopyToHost(out, b.Offset(5), s))
 				ok(t, r.SyncStream(s))
-				if !bytes.Equal(in, out) {
-					t.Errorf("%d bytes, pinned %v: other bytes came back", n, pinned)
-				}
+				require.Equal(t, out, in, pinned)
 				head := make([]byte, 5)
 				ok(t, r.CopyToHost(head, b, s)) // waits, as the memory is not pinned
-				if !bytes.Equal(head, bytes.Repeat([]byte{0xA5}, 5)) {
-					t.Errorf("%d bytes: % x before the copy", n, head)
-				}
+				require.Equal(t, bytes.Repeat([]byte{0xA5}, 5), head, n)
 				work, bytes := r.Stats().Sub(before), int64(n)
 				want := gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: bytes},
 					ToHost:   gpu.Copies{Count: 2, Bytes: bytes + 5},
@@ -72,9 +68,7 @@ func TestCopies(t *testing.T) {
 				if pinned {
 					want.HostBytes = 2 * bytes
 				}
-				if work != want {
-					t.Errorf("%d bytes: counted %+v, want %+v", n, work, want)
-				}
+				require.Equal(t, want, work)
 				ok(t, errors.Join(r.Free(a), r.Free(b)))
 				if pinned {
 					ok(t, errors.Join(r.FreeHost(in), r.FreeHost(out)))
@@ -88,9 +82,7 @@ func TestCopies(t *testing.T) {
 		ok(t, r.Memset32(p, 0xDEADBEEF, 1001, s))
 		words := make([]uint32, 1001)
 		ok(t, r.CopyToHost(gpu.Bytes(words), p, s))
-		if slices.ContainsFunc(words, func(w uint32) bool { return w != 0xDEADBEEF }) {
-			t.Error("Memset32 left other words")
-		}
+		require.False(t, slices.ContainsFunc(words, func(w uint32) bool { return w != 0xDEADBEEF }))
 		ok(t, errors.Join(r.CopyToDevice(p, nil, s), r.CopyToHost(nil, p, s),
 			r.CopyOnDevice(p, p, 0, s),
 			r.Memset8(p, 0, 0, s), r.Memset32(p, 0, 0, s)))
@@ -101,9 +93,7 @@ func TestCopies(t *testing.T) {
 			"odd word": r.Memset32(p+1, 0, 1, s), "past the end": r.CopyToDevice(p,
 				make([]byte, 1<<26), s),
 		} {
-			if !errors.Is(err, gpu.InvalidValue) {
-				t.Errorf("%s: %v", name, err)
-			}
+			require.ErrorIs(t, err, gpu.InvalidValue, name)
 		}
 		ok(t, errors.Join(r.Free(p), r.Free(0), r.DestroyStream(s)))
 	})
@@ -124,9 +114,7 @@ func TestOutOfMemory(t *testing.T) {
 		for _, s := range []string{"cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY (2)",
 			gpu.Size(2*total) + " asked for",
 			"of " + gpu.Size(total) + " free"} {
-			if !strings.Contains(err.Error(), s) {
-				t.Errorf("%q lacks %q", err, s)
-			}
+			require.ErrorContains(t, err, s)
 		}
 		ok(t, r.Free(r.alloc(t, 1<<20))) // the context is well
 	})
@@ -151,13 +139,9 @@ func TestLaunch(t *testing.T) {
 			y := make([]float32, n+1)
 			ok(t, r.CopyToHost(gpu.Bytes(y), py, s))
 			for i := range n {
-				if want := float32(math.FMA(float64(b[i]), -2.5, float64(a[i]))); y[i] != want {
-					t.Fatalf("n = %d: y[%d] = %v, want %v", n, i, y[i], want)
-				}
+				require.Equal(t, float32(math.FMA(float64(b[i]), -2.5, float64(a[i]))), y[i])
 			}
-			if y[n] == y[n] {
-				t.Errorf("n = %d: wrote past the end", n)
-			}
+			require.True(t, math.IsNaN(float64(y[n])))
 			ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(py)))
 		}
 		if blocks := must[int](t)(r.Occupancy(axpy, 1024, 0)); blocks < 1 || blocks > 2 {
@@ -171,9 +155,8 @@ func TestLaunch(t *testing.T) {
 			}
 		}
 		_, err := r.Function(m, "absent")
-		if !errors.Is(err, gpu.NotFound) || !strings.Contains(err.Error(), "absent") {
-			t.Errorf("absent kernel: %v", err)
-		}
+		require.ErrorIs(t, err, gpu.NotFound)
+		require.ErrorContains(t, err, "absent")
 		if _, err := r.LoadModule(nil); !errors.Is(err, gpu.InvalidImage) {
 			t.Errorf("empty image: %v", err)
 		}
@@ -196,9 +179,7 @@ func TestLaunch(t *testing.T) {
 		ok(t, r.AllowShared(axpy, 100<<10))
 		one.Shared = 100 << 10
 		ok(t, r.Launch(axpy, one, s, args))
-		if err := r.AllowShared(axpy, 1<<20); !errors.Is(err, gpu.InvalidValue) {
-			t.Errorf("1 MiB of shared memory: %v", err)
-		}
+		require.ErrorIs(t, r.AllowShared(axpy, 1<<20), gpu.InvalidValue)
 		if axpy.Params != nil {
 			t.Logf("parameters: %v", axpy.Params)
 			for _, bad := range []*gpu.Args{new(gpu.Args).Ptr(0),
@@ -225,9 +206,7 @@ func TestCluster(t *testing.T) {
 		ok(t, r.Launch(r.kernel(t, m, "cluster_rank"), c, 0, new(gpu.Args).Ptr(p)))
 		got := make([]uint32, 12)
 		ok(t, r.CopyToHost(gpu.Bytes(got), p, 0))
-		if want := []uint32{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}; !slices.Equal(got, want) {
-			t.Errorf("ranks %v, want %v", got, want)
-		}
+		require.Equal(t, []uint32{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}, got)
 
 		tensor := gpu.TiledTensor{Type: gpu.BFloat16, Address: p, Dims: []uint64{8, 3},
 			Strides: []uint64{16},
@@ -267,9 +246,7 @@ func TestOrder(t *testing.T) {
 		const n = 16 << 20
 		a, b := r.alloc(t, n), r.alloc(t, n)
 		out := must[[]byte](t)(r.AllocHost(n))
-		if done := must[bool](t)(r.EventDone(mid)); !done {
-			t.Error("an event never recorded is not done")
-		}
+		require.True(t, must[bool](t)(r.EventDone(mid)), "an event never recorded is not done")
 		ok(t, errors.Join(r.Record(start, s), r.Memset8(a, 1, n, s),
 			r.Memset8(a, 2, n, s), r.Record(mid, s),
 			r.CopyOnDevice(b, a, n, s), r.Memset8(a, 3, n, s),
@@ -283,9 +260,7 @@ func TestOrder(t *testing.T) {
 			t.Error("work was done before anything waited")
 		}
 		ok(t, r.SyncEvent(end))
-		if slices.ContainsFunc(out, func(v byte) bool { return v != 2 }) {
-			t.Error("the work was not done in order")
-		}
+		require.False(t, slices.ContainsFunc(out, func(v byte) bool { return v != 2 }))
 		elapsed := must[time.Duration](t)(r.Elapsed(start, end))
 		if elapsed <= 0 || elapsed > 10*time.Second {
 			t.Errorf("elapsed %v", elapsed)
@@ -324,44 +299,32 @@ func TestCapture(t *testing.T) {
 		}
 		ok(t, r.CopyToHost(out, z, s))
 		g := must[*gpu.Graph](t)(r.EndCapture(s))
-		if g.Nodes != 4 {
-			t.Errorf("%d nodes, want 4", g.Nodes)
-		}
-		if now := r.Stats(); now != before {
-			t.Errorf("the capture itself counted: %+v", now.Sub(before))
-		}
+		require.Equal(t, 4, g.Nodes)
+		require.Equal(t, before, r.Stats())
 		for range 3 {
 			v := gpu.View[float32](in)
 			copy(v, r.floats(n))
 			ok(t, errors.Join(r.LaunchGraph(g, s), r.SyncStream(s)))
 			for i, got := range gpu.View[float32](out) {
 				inner := float32(math.FMA(float64(v[i]), 2, float64(v[i])))
-				if want := inner + v[i]; got != want {
-					t.Fatalf("out[%d] = %v, want %v", i, got, want)
-				}
+				require.Equal(t, inner+v[i], got, i)
 			}
 		}
 		copies := gpu.Copies{Count: 3, Bytes: 3 * 4 * n}
 		want := gpu.Stats{ToDevice: copies, ToHost: copies, Launches: 6, GraphLaunches: 3}
-		if got := r.Stats().Sub(before); got != want {
-			t.Errorf("counted %+v, want %+v", got, want)
-		}
+		require.Equal(t, want, r.Stats().Sub(before))
 		ok(t, r.DestroyGraph(g))
 
 		// Waiting spoils a capture.
 		ok(t, errors.Join(r.BeginCapture(s), r.Memset8(y, 0, n, s)))
-		if err := r.SyncStream(s); !errors.Is(err, gpu.CaptureUnsupported) {
-			t.Errorf("waiting inside a capture: %v", err)
-		}
+		require.ErrorIs(t, r.SyncStream(s), gpu.CaptureUnsupported)
 		if _, err := r.EndCapture(s); !errors.Is(err, gpu.CaptureInvalidated) {
 			t.Errorf("spoilt capture: %v", err)
 		}
 		if _, err := r.EndCapture(s); err == nil {
 			t.Error("ended a capture that was not begun")
 		}
-		if got := r.Stats().Sub(before); got != want {
-			t.Errorf("failed captures counted: %+v", got)
-		}
+		require.Equal(t, want, r.Stats().Sub(before))
 		// The stream still works.
 		ok(t, errors.Join(r.Memset8(y, 0, n, s), r.Synchronize()))
 		ok(t, errors.Join(r.DestroyStream(s), r.Free(x), r.Free(y), r.Free(z), r.FreeHost(in),
@@ -432,17 +395,13 @@ func TestAdopt(t *testing.T) {
 		own := must[gpu.Context](t)(d.Retain(0))
 		p := must[gpu.Ptr](t)(own.Alloc(8))
 		other := must[gpu.Context](t)(d.Adopt(own.Handle()))
-		if other.Device() != own.Device() {
-			t.Errorf("adopted %+v, want %+v", other.Device(), own.Device())
-		}
+		require.Equal(t, own.Device(), other.Device())
 		v := []uint64{1234567890123}
 		ok(t, other.CopyToDevice(p, gpu.Bytes(v), 0))
 		ok(t, other.Close())
 		got := []uint64{0}
 		ok(t, own.CopyToHost(gpu.Bytes(got), p, 0))
-		if got[0] != v[0] {
-			t.Errorf("got %d", got[0])
-		}
+		require.Equal(t, v[0], got[0])
 		ok(t, errors.Join(own.Free(p), own.Close()))
 	}
 	each(t, func(t *testing.T, r *rig) {

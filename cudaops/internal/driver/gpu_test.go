@@ -18,10 +18,9 @@ import (
 func TestBadPTX(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	_, err := c.LoadModule([]byte(strings.Replace(ptx, "fma.rn.f32", "fma.rn.f33", 1)))
-	if !errors.Is(err, gpu.InvalidPTX) || !strings.Contains(err.Error(), "line 28") ||
-		!strings.Contains(err.Error(), "fma") {
-		t.Errorf("the compiler's log is missing: %v", err)
-	}
+	require.ErrorIs(t, err, gpu.InvalidPTX)
+	require.ErrorContains(t, err, "line 28")
+	require.ErrorContains(t, err, "fma")
 	t.Log(err)
 	if _, err := c.LoadModule([]byte("not a module")); err == nil {
 		t.Error("loaded nonsense")
@@ -47,9 +46,8 @@ func TestFault(t *testing.T) {
 		cmd := exec.Command(os.Args[0], "-test.run=^TestFault$/^gpu$", "-test.v")
 		cmd.Env = append(os.Environ(), variable+"=1")
 		out, err := cmd.CombinedOutput()
-		if err != nil || !strings.Contains(string(out), "--- PASS: TestFault/gpu") {
-			t.Errorf("%v", err)
-		}
+		require.NoError(t, err)
+		require.Contains(t, string(out), "--- PASS: TestFault/gpu")
 		t.Logf("%s", out)
 	})
 }

@@ -5,8 +5,9 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/half"
@@ -335,18 +336,14 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	case c.D == gpu.Float16:
 		tolerance = 5e-4
 	}
-	if len(p.Algos()) == 0 {
-		t.Fatal("no algorithm")
-	}
+	require.NotEmpty(t, p.Algos(), "no algorithm")
 	for i := range p.Algos() {
 		ok(t, r.CopyToDevice(args.D, d.bytes, 0))
 		ok(t, p.Run(i, args, 0))
 		got := make([]byte, len(d.bytes))
 		ok(t, r.CopyToHost(got, args.D, 0))
-		if e := relative(values(c.D, got), want); !(e <= tolerance) {
-			t.Errorf("algorithm %d of %d: error %.2g, want at most %.2g", i,
-				len(p.Algos()), e, tolerance)
-		}
+		require.LessOrEqual(t, relative(values(c.D, got), want), tolerance, "%v, %v", i,
+			len(p.Algos()))
 	}
 	bad := args
 	bad.WorkspaceSize = -1
@@ -354,9 +351,8 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	half.ScaleA, half.ScaleB = args.A, 0
 	for what, err := range map[string]error{"algorithm 99": p.Run(99, args, 0),
 		"workspace": p.Run(0, bad, 0), "scales": p.Run(0, half, 0)} {
-		if !errors.Is(err, gpu.BlasInvalidValue) || !strings.Contains(err.Error(), what) {
-			t.Errorf("%s: %v", what, err)
-		}
+		require.ErrorIs(t, err, gpu.BlasInvalidValue)
+		require.ErrorContains(t, err, what)
 	}
 	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(psa), r.Free(psb), r.Free(work),
 		p.Close()))
@@ -393,9 +389,7 @@ func TestPoison(t *testing.T) {
 			ok(t, r.CopyToDevice(d, gpu.Bytes(in), 0))
 			memsets := r.Stats().Memsets
 			ok(t, p.Run(0, args, 0))
-			if got := r.Stats().Memsets; got != memsets {
-				t.Errorf("%d memsets are counted", got-memsets)
-			}
+			require.Equal(t, memsets, r.Stats().Memsets)
 			ok(t, r.CopyToHost(gpu.Bytes(out), d, 0))
 			for i, v := range out {
 				if v == v {

@@ -78,15 +78,12 @@ func TestSearchOrder(t *testing.T) {
 		"usr/lib/python3.10/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
 	}
 	got, tried := candidates(f, root, 13)
-	if !slices.Equal(got, want) {
-		t.Errorf("tried\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
-	}
+	require.Equal(t, want, got, "tried\n  %s\nwant\n  %s", strings.Join(got, "\n  "),
+		strings.Join(want, "\n  "))
 	text := (&gpu.NotFoundError{Library: "the library", Tried: tried, Help: "Install it."}).Error()
 	for _, s := range []string{"the library was not found. Install it.", "Searched, in this order:",
 		"ld/libcublasLt.so.13: refused", "/opt/cuda/lib64/libcublasLt.so.1[0-9]: no such file"} {
-		if !strings.Contains(text, s) {
-			t.Errorf("the message lacks %q:\n%s", s, text)
-		}
+		require.Contains(t, text, s)
 	}
 
 	// A driver for CUDA 12 cannot run what was made for 13.
@@ -113,14 +110,11 @@ func TestSearchOverride(t *testing.T) {
 			"own/libcublasLt.so.12",
 			"ld/libcublasLt.so.12")
 		got, tried := candidates(f, root, 13)
-		if strings.Join(got, " ") != want || len(tried) != 1 {
-			t.Errorf("%s: tried %v, %v, want %q alone", value, got, tried, want)
-		}
+		require.Equal(t, want, strings.Join(got, " "), value)
+		require.Len(t, tried, 1, value)
 	}
 	f, _ := finderAt(t, map[string]string{cudaVariable: "libmine.so"})
-	if got := cudaPlaces(f); !slices.Equal(got, []sharedlib.Place{"./libmine.so"}) {
-		t.Errorf("a bare name: %v", got)
-	}
+	require.Equal(t, []sharedlib.Place{"./libmine.so"}, cudaPlaces(f))
 }
 
 func TestSearchSystems(t *testing.T) {
@@ -132,9 +126,7 @@ func TestSearchSystems(t *testing.T) {
 		if want == "" && len(got) != 0 || want != "" && got[0] != sharedlib.Place(want) {
 			t.Errorf("%s: %v", goos, got)
 		}
-		if blas := blasPlaces(f); (len(blas) == 0) != (goos == "darwin") {
-			t.Errorf("%s: %v", goos, blas)
-		}
+		require.Equal(t, goos == "darwin", (len(blasPlaces(f)) == 0))
 	}
 }
 
@@ -153,9 +145,8 @@ func TestSearchWindows(t *testing.T) {
 	f.LookPath = func(string) (string, error) { return `C:\planted\Scripts\python.exe`, nil }
 	places := slices.Concat(cudaPlaces(f), blasPlaces(f))
 	for _, p := range places {
-		if strings.Contains(string(p), "planted") || !f.Trusts(p) {
-			t.Errorf("%s is searched", p)
-		}
+		require.NotContains(t, string(p), "planted")
+		require.True(t, f.Trusts(p))
 	}
 	for _, want := range []string{`C:\Program Files`, `D:\cuda`, `\\server\conda`} {
 		if !slices.ContainsFunc(places, func(p sharedlib.Place) bool {
@@ -193,8 +184,7 @@ func TestLoadStops(t *testing.T) {
 		}
 		return path, nil
 	})
-	if want := filepath.Join(root, "b/libcublasLt.so.12"); got != want ||
-		len(asked) != 2 || tried != nil {
-		t.Errorf("took %q after %v (%v), want %q", got, asked, tried, want)
-	}
+	require.Equal(t, filepath.Join(root, "b/libcublasLt.so.12"), got)
+	require.Len(t, asked, 2)
+	require.Nil(t, tried)
 }

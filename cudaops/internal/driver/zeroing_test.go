@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
@@ -72,9 +74,7 @@ func TestZeroedWorkspace(t *testing.T) {
 					}
 				}
 				want := results(plain)
-				if !bytes.Equal(want[:size], want[size:]) {
-					t.Errorf("%s: two products differ", name)
-				}
+				require.Equal(t, want[size:], want[:size], name)
 				for launch := range 3 {
 					if !bytes.Equal(results(without), want) {
 						t.Errorf("%s: launch %d differs from the product that sets its workspace "+

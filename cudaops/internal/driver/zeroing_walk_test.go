@@ -7,6 +7,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/ebitengine/purego"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -193,9 +195,7 @@ func TestZeroingNodes(t *testing.T) {
 				want.before[4] = want.before[3]
 				delete(want.before, 3)
 			}
-			if fmt.Sprint(g.before) != fmt.Sprint(want.before) {
-				t.Errorf("the graph is %v, want %v", g.before, want.before)
-			}
+			require.Equal(t, fmt.Sprint(want.before), fmt.Sprint(g.before))
 		})
 	}
 

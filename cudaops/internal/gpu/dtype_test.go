@@ -4,6 +4,8 @@ import (
 	"math"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
@@ -12,22 +14,17 @@ import (
 func TestE4M3(t *testing.T) {
 	for b, want := range map[byte]float32{0: 0, 1: 1. / 512, 8: 1. / 64, 0x38: 1,
 		0x7e: gpu.Float8Max, 0xb8: -1} {
-		if got := gpu.FromE4M3(b); got != want {
-			t.Errorf("%#02x is %v, want %v", b, got, want)
-		}
+		require.Equal(t, want, gpu.FromE4M3(b), b)
 	}
 	for i := range 256 {
 		b := byte(i)
 		v := gpu.FromE4M3(b)
 		if b&0x7f == 0x7f {
-			if v == v || gpu.E4M3(v)&0x7f != 0x7f {
-				t.Errorf("%#02x is %v, want NaN", b, v)
-			}
+			require.True(t, math.IsNaN(float64(v)), b)
+			require.Equal(t, byte(0x7f), gpu.E4M3(v)&0x7f, b)
 			continue
 		}
-		if got := gpu.E4M3(v); got != b {
-			t.Errorf("%v becomes %#02x, want %#02x", v, got, b)
-		}
+		require.Equal(t, b, gpu.E4M3(v), v)
 		if b&0x7f == 0x7e {
 			continue
 		}
@@ -36,15 +33,11 @@ func TestE4M3(t *testing.T) {
 		for x, want := range map[float32]byte{
 			middle: even, math.Nextafter32(middle, v): b, math.Nextafter32(middle, next): b + 1,
 		} {
-			if got := gpu.E4M3(x); got != want {
-				t.Errorf("%v becomes %#02x, want %#02x", x, got, want)
-			}
+			require.Equal(t, want, gpu.E4M3(x), x)
 		}
 	}
 	for x, want := range map[float32]byte{449: 0x7e, -1e30: 0xfe, float32(math.Inf(1)): 0x7e,
 		1e-30: 0} {
-		if got := gpu.E4M3(x); got != want {
-			t.Errorf("%v becomes %#02x, want %#02x", x, got, want)
-		}
+		require.Equal(t, want, gpu.E4M3(x), x)
 	}
 }

@@ -31,15 +31,10 @@ func TestArgs(t *testing.T) {
 		t.Error(err)
 	}
 	f.Params = []Param{}
-	if err := f.Check(&a); err == nil || !strings.Contains(err.Error(),
-		"7 arguments given, the kernel takes 0") {
-		t.Error(err)
-	}
+	require.ErrorContains(t, f.Check(&a), "7 arguments given, the kernel takes 0")
 	require.NoError(t, f.Check(a.Reset()))
 	n := allocs.PerRun(100, func() { a.Reset().Ptr(1).Int32(2).Float32(3) })
-	if n != 0 {
-		t.Errorf("%v allocations for reused arguments", n)
-	}
+	require.Zero(t, n)
 }
 
 // memory stays where it is, as pinned memory does; a slice that does not escape moves when its
@@ -57,16 +52,12 @@ func TestPinned(t *testing.T) {
 	}{{a, true}, {b, true}, {b[3:7], true}, {memory[9:12], false}, {memory[49:51], false},
 		{memory[50:60], false},
 		{memory[:5], false}, {memory[15:25], false}} {
-		if got := l.Pinned(c.b); got != c.want {
-			t.Errorf("Pinned at %d = %v", cap(memory)-cap(c.b), got)
-		}
+		require.Equal(t, c.want, l.Pinned(c.b), cap(memory)-cap(c.b))
 	}
 	if l.Unpin(b[1:]) || !l.Unpin(b) || l.Unpin(b) || l.Unpin(nil) || l.Pinned(b) || !l.Pinned(a) {
 		t.Error("Unpin takes exactly what Pin got")
 	}
-	if s := l.Stats(); s.HostBytes != 10 {
-		t.Errorf("%d bytes pinned, want 10", s.HostBytes)
-	}
+	require.Equal(t, int64(10), l.Stats().HostBytes)
 }
 
 func TestErrors(t *testing.T) {
@@ -77,26 +68,18 @@ func TestErrors(t *testing.T) {
 	}
 	for s, want := range map[Status]string{Success: "CUDA_SUCCESS", 12345: "CUresult 12345",
 		IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
-		if s.Error() != want {
-			t.Errorf("%d is %q, want %q", int32(s), s.Error(), want)
-		}
+		require.Equal(t, want, s.Error(), int32(s))
 	}
 	err := error(NewBlasError("cublasLtCreate", BlasNotInitialized, ""))
-	if err.Error() != "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)" ||
-		!errors.Is(err, BlasNotInitialized) ||
-		errors.Is(err, InvalidValue) {
-		t.Error(err)
-	}
+	require.Equal(t, "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)", err.Error())
+	require.ErrorIs(t, err, BlasNotInitialized)
+	require.False(t, errors.Is(err, InvalidValue))
 	for _, s := range []Status{InvalidValue, OutOfMemory, LaunchOutOfResources,
 		NotReady, CaptureUnmatched} {
-		if s.Sticky() {
-			t.Errorf("%v loses no context", s)
-		}
+		require.False(t, s.Sticky())
 	}
 	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1536: "1.50 KiB",
 		1 << 60: "1.00 EiB"} {
-		if got := Size(n); got != want {
-			t.Errorf("Size(%d) = %q, want %q", n, got, want)
-		}
+		require.Equal(t, want, Size(n))
 	}
 }

@@ -1,8 +1,9 @@
 package kernel_test
 
 import (
-	"slices"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
@@ -56,9 +57,7 @@ func TestSameBits(t *testing.T) {
 	first := run()
 	for range 5 {
 		for i, again := range run() {
-			if !slices.Equal(first[i], again) {
-				t.Errorf("result %d differs from run to run", i)
-			}
+			require.Equal(t, again, first[i])
 		}
 	}
 }

@@ -2,7 +2,6 @@ package kernel_test
 
 import (
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -119,16 +118,10 @@ func TestRefusals(t *testing.T) {
 		"kernels.NewTable: elements are of type float8e4m3": table(optimizer.Tensor{Size: 1,
 			GradType: fp8}),
 	} {
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want %s", err, want)
-		}
+		require.ErrorContains(t, err, want)
 	}
-	if n := ctx.Stats().Launches; n != 0 {
-		t.Errorf("%d kernels were launched", n)
-	}
-	if n := ctx.Stats().DeviceBytes; n != 0 {
-		t.Errorf("%d bytes are still allocated", n)
-	}
+	require.Zero(t, ctx.Stats().Launches)
+	require.Zero(t, ctx.Stats().DeviceBytes)
 }
 
 func backwards(s []int) []int {
@@ -157,13 +150,9 @@ func TestNothingToDo(t *testing.T) {
 		"Copy": layout.Copy{Dims: []int{3, 0}, YStrides: []int{1, 1}, XStrides: []int{1, 1},
 			Size: 4}.Launch(k, s),
 	} {
-		if err != nil {
-			t.Errorf("%s: %v", what, err)
-		}
+		require.NoError(t, err, what)
 	}
-	if n := ctx.Stats().Launches; n != 0 {
-		t.Errorf("%d kernels were launched", n)
-	}
+	require.Zero(t, ctx.Stats().Launches)
 }
 
 // TestFaults has the driver fail in every call that a launch makes.
@@ -176,12 +165,8 @@ func TestFaults(t *testing.T) {
 		d.Fail(call, 1, gpu.NotSupported)
 		k := kernel.New(ctx)
 		a := normkernel.RMSNormBackward{Rows: 4096, D: 8192, Type: kerneltest.F16, Workspace: 256}
-		if err := a.Launch(k, 0); err == nil || !strings.Contains(err.Error(), call) {
-			t.Errorf("%s fails: got %v", call, err)
-		}
-		if err := a.Launch(k, 0); err != nil {
-			t.Errorf("after %s failed once: %v", call, err)
-		}
+		require.ErrorContains(t, a.Launch(k, 0), call)
+		require.NoError(t, a.Launch(k, 0), call)
 	}
 }
 
@@ -214,12 +199,8 @@ func TestFloat8Launches(t *testing.T) {
 				want = c.held
 			}
 			before := ctx.Stats().Launches
-			if err := c.launch(); err != nil {
-				t.Errorf("%s, %d columns: %v", what, d, err)
-			}
-			if n := ctx.Stats().Launches - before; int(n) != want {
-				t.Errorf("%s, %d columns: %d kernels, want %d", what, d, n, want)
-			}
+			require.NoError(t, c.launch(), "%v, %v", what, d)
+			require.Equal(t, want, int(ctx.Stats().Launches-before), "%v, %v", what, d)
 		}
 	}
 }

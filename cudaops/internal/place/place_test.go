@@ -59,9 +59,7 @@ func play(t *testing.T, p *program.Program, kept []*program.Array) {
 			return
 		}
 		for _, v := range arena[b.Offset:][:b.Bytes] {
-			if v != left[b] {
-				t.Fatalf("call %d overwrites what call %d left", v, left[b])
-			}
+			require.Equal(t, left[b], v)
 		}
 	}
 	for i, c := range p.Calls {

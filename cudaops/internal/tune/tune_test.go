@@ -27,21 +27,14 @@ func silent(t *testing.T) func(string) {
 func TestStore(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "new", "tune.json")
 	s := Open(path, silent(t))
-	if Open(path, silent(t)) != s {
-		t.Error("two stores for one file in a process")
-	}
+	require.Same(t, s, Open(path, silent(t)), "two stores for one file in a process")
 	var got [2]uint64
-	if s.Get("a", &got, silent(t)) {
-		t.Error("a new store knows a choice")
-	}
+	require.False(t, s.Get("a", &got, silent(t)), "a new store knows a choice")
 	require.NoError(t, s.Put(map[string]any{"a": [2]uint64{1, 1<<64 - 1}}))
 	other := reopen(t, path, silent(t))
-	if !other.Get("a", &got, silent(t)) || got != [2]uint64{1, 1<<64 - 1} {
-		t.Errorf("stored %v", got)
-	}
-	if other.Get("b", &got, silent(t)) {
-		t.Error("it has a choice for another key")
-	}
+	require.True(t, other.Get("a", &got, silent(t)))
+	require.Equal(t, [2]uint64{1, 1<<64 - 1}, got)
+	require.False(t, other.Get("b", &got, silent(t)), "it has a choice for another key")
 	require.NoError(t, other.Put(map[string]any{"b": "x"}))
 	if err := s.Put(map[string]any{"c": "y"}); err != nil { // which has not read b
 		t.Fatal(err)
@@ -53,9 +46,8 @@ func TestStore(t *testing.T) {
 		}
 	}
 	left, err := os.ReadDir(filepath.Dir(path))
-	if err != nil || len(left) != 1 {
-		t.Errorf("left over: %v, %v", left, err)
-	}
+	require.NoError(t, err)
+	require.Len(t, left, 1)
 }
 
 // TestDamaged wants a warning, an empty store, and a good one after the next choice.
@@ -68,26 +60,21 @@ func TestDamaged(t *testing.T) {
 			require.NoError(t, os.WriteFile(path, []byte(content), 0o644))
 			var warnings []string
 			s := Open(path, func(s string) { warnings = append(warnings, s) })
-			if len(warnings) != 1 || !strings.Contains(warnings[0], path) {
-				t.Errorf("warnings: %q", warnings)
-			}
+			require.Len(t, warnings, 1)
+			require.Contains(t, warnings[0], path)
 			var v int
-			if s.Get("a", &v, silent(t)) {
-				t.Error("it has a choice")
-			}
+			require.False(t, s.Get("a", &v, silent(t)), "it has a choice")
 			require.NoError(t, s.Put(map[string]any{"a": 5}))
-			if !reopen(t, path, silent(t)).Get("a", &v, silent(t)) || v != 5 {
-				t.Errorf("stored %d", v)
-			}
+			require.True(t, reopen(t, path, silent(t)).Get("a", &v, silent(t)))
+			require.Equal(t, 5, v)
 		})
 	}
 	path := filepath.Join(t.TempDir(), "tune.json")
 	require.NoError(t, os.WriteFile(path, []byte(`{"version":1,"choices":{"a":"text"}}`),
 		0o644))
 	warned, v := 0, 0
-	if Open(path, silent(t)).Get("a", &v, func(string) { warned++ }) || warned != 1 {
-		t.Errorf("a choice of another type was taken, or there were %d warnings", warned)
-	}
+	require.False(t, Open(path, silent(t)).Get("a", &v, func(string) { warned++ }))
+	require.Equal(t, 1, warned)
 }
 
 // TestUnwritable wants an error, and the choice remembered.
@@ -98,9 +85,8 @@ func TestUnwritable(t *testing.T) {
 	}
 	warned := 0
 	s := Open(path, func(string) { warned++ })
-	if err := s.Put(map[string]any{"a": 5}); err == nil || warned != 1 {
-		t.Errorf("error %v, %d warnings", err, warned)
-	}
+	require.Error(t, s.Put(map[string]any{"a": 5}))
+	require.Equal(t, 1, warned)
 	if v := 0; !s.Get("a", &v, silent(t)) || v != 5 {
 		t.Errorf("remembered %d", v)
 	}
@@ -143,11 +129,9 @@ func TestClear(t *testing.T) {
 	s := Open(path, silent(t))
 	require.NoError(t, s.Put(map[string]any{"one, a": 1, "one, b": 2, "two, a": 3}))
 	n, err := s.Clear(func(key string) bool { return strings.HasPrefix(key, "one") })
-	if err != nil || n != 2 {
-		t.Errorf("cleared %d, %v, want 2", n, err)
-	}
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
 	left := reopen(t, path, silent(t)).All()
-	if len(left) != 1 || string(left["two, a"]) != "3" {
-		t.Errorf("left: %s", left)
-	}
+	require.Len(t, left, 1)
+	require.Equal(t, "3", string(left["two, a"]))
 }

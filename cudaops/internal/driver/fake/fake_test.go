@@ -43,29 +43,21 @@ func TestInjectedFailures(t *testing.T) {
 		got = append(got, err)
 	}
 	for i, want := range []error{nil, nil, gpu.OutOfMemory, gpu.InvalidValue, nil} {
-		if !errors.Is(got[i], want) {
-			t.Errorf("call %d: %v, want %v", i+1, got[i], want)
-		}
+		require.ErrorIs(t, got[i], want, i+1)
 	}
 	blas := get[gpu.Blas](t)(c.Blas())
 	plan := get[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: 1, N: 1, K: 1}, 0, 3))
 	d.Fail("cublasLtMatmul", 1, gpu.BlasNotSupported)
-	if err := plan.Run(0, gpu.MatmulArgs{}, 0); !errors.Is(err, gpu.BlasNotSupported) {
-		t.Error(err)
-	}
+	require.ErrorIs(t, plan.Run(0, gpu.MatmulArgs{}, 0), gpu.BlasNotSupported)
 	d.Fail("cuStreamSynchronize", 1, gpu.LaunchFailed)
 	for _, err := range []error{c.SyncStream(0), c.SyncStream(0), c.Memset8(0, 0, 1, 0)} {
-		if !errors.Is(err, gpu.LaunchFailed) {
-			t.Errorf("a sticky failure stays: %v", err)
-		}
+		require.ErrorIs(t, err, gpu.LaunchFailed)
 	}
 }
 
 func TestLeaks(t *testing.T) {
 	_, c := open(t, Config{AnyKernel: true})
-	if left := c.Leaks(); len(left) != 0 {
-		t.Errorf("at the start: %v", left)
-	}
+	require.Empty(t, c.Leaks())
 	get[gpu.Ptr](t)(c.Alloc(123))
 	get[[]byte](t)(c.AllocHost(45))
 	s := get[gpu.Stream](t)(c.NewStream())
@@ -78,9 +70,7 @@ func TestLeaks(t *testing.T) {
 	for _, s := range []string{"123 bytes of device", "45 bytes of pinned", "1 streams", "1 events",
 		"1 modules", "1 graphs",
 		"1 matmul plans"} {
-		if err == nil || !strings.Contains(err.Error(), s) {
-			t.Errorf("%v lacks %q", err, s)
-		}
+		require.ErrorContains(t, err, s)
 	}
 }
 
@@ -90,24 +80,16 @@ func TestNothingRunsEarly(t *testing.T) {
 	p := get[gpu.Ptr](t)(c.Alloc(4))
 	fresh := []float32{0}
 	check(t, c.CopyToHost(gpu.Bytes(fresh), p, 0))
-	if fresh[0] == fresh[0] {
-		t.Errorf("new memory holds %v, want NaN", fresh[0])
-	}
+	require.True(t, fresh[0] != fresh[0])
 	in, out := get[[]byte](t)(c.AllocHost(4)), get[[]byte](t)(c.AllocHost(4))
 	in[0] = 1
 	check(t, c.CopyToDevice(p, in, 0), c.CopyToHost(out, p, 0))
 	in[0] = 2 // too early: the copy is still to come
-	if out[0] != 0 {
-		t.Error("the copy ran before anything waited for it")
-	}
+	require.Zero(t, out[0], "the copy ran before anything waited for it")
 	check(t, c.SyncStream(0))
-	if out[0] != 2 {
-		t.Errorf("got %d, want the changed 2", out[0])
-	}
+	require.Equal(t, byte(2), out[0])
 	check(t, c.Free(p), c.FreeHost(in))
-	if in[0] != 0xDD {
-		t.Error("freed pinned memory keeps its content")
-	}
+	require.Equal(t, byte(0xDD), in[0], "freed pinned memory keeps its content")
 }
 
 func TestStrayAccess(t *testing.T) {
@@ -159,9 +141,7 @@ func TestReplayAfterFree(t *testing.T) {
 		t.Errorf("freed memory: %v", err)
 	}
 	q := get[gpu.Ptr](t)(c.Alloc(8))
-	if q == p {
-		t.Error("an address was used again")
-	}
+	require.NotEqual(t, p, q, "an address was used again")
 	check(t, c.LaunchGraph(g, s))
 	if err := c.SyncStream(s); !errors.Is(err, gpu.IllegalAddress) ||
 		!strings.Contains(err.Error(), "was freed") {
@@ -191,9 +171,8 @@ func TestTraceAndClock(t *testing.T) {
 	check(t, c.SyncStream(s))
 	// A millisecond, and one microsecond each for the memset, the graph launch and the other
 	// kernel.
-	if d := get[time.Duration](t)(c.Elapsed(from, to)); d != time.Millisecond+3*time.Microsecond {
-		t.Errorf("elapsed %v", d)
-	}
+	require.Equal(t, time.Millisecond+3*time.Microsecond,
+		get[time.Duration](t)(c.Elapsed(from, to)))
 	var got []string
 	for _, o := range c.Trace() {
 		line := o.Call + " " + o.Name
@@ -208,9 +187,7 @@ func TestTraceAndClock(t *testing.T) {
 		t.Errorf("trace %q, want %q", got, want)
 	}
 	c.ClearTrace()
-	if len(c.Trace()) != 0 {
-		t.Error("not cleared")
-	}
+	require.Empty(t, c.Trace(), "not cleared")
 }
 
 func TestPlanningIsFree(t *testing.T) {
@@ -241,20 +218,15 @@ func TestWaitEvent(t *testing.T) {
 	check(t, c.WaitEvent(b, fork)) // never recorded: nothing to wait for
 	check(t, c.Memset8(p, 1, 4, a), c.Record(fork, a), c.WaitEvent(b, fork), c.CopyToHost(out, p, b),
 		c.SyncStream(b))
-	if out[0] != 1 {
-		t.Errorf("the copy ran before what it waits for: %d", out[0])
-	}
+	require.Equal(t, byte(1), out[0])
 	before := c.Stats()
 	check(t, c.BeginCapture(a), c.Memset8(p, 2, 4, a), c.Record(fork, a), c.WaitEvent(b, fork),
 		c.CopyToHost(out, p, b), c.Record(join, b), c.WaitEvent(a, join), c.Memset8(p, 3, 4, a))
 	g := get[*gpu.Graph](t)(c.EndCapture(a))
-	if work := c.Stats().Sub(before); work.ToHost.Count != 0 || g.Work.ToHost.Count != 1 {
-		t.Errorf("a copy on a joined stream counts at once: %+v", work)
-	}
+	require.Zero(t, c.Stats().Sub(before).ToHost.Count)
+	require.Equal(t, int64(1), g.Work.ToHost.Count)
 	check(t, c.LaunchGraph(g, a), c.SyncStream(a))
-	if out[0] != 2 {
-		t.Errorf("got %d, want the 2 that is there between", out[0])
-	}
+	require.Equal(t, byte(2), out[0])
 	check(t, c.Memset8(p, 1, 4, b), c.SyncStream(b)) // it has left the capture
 	for name, test := range map[string]struct {
 		work func() error
@@ -273,8 +245,6 @@ func TestWaitEvent(t *testing.T) {
 		}
 	}
 	check(t, c.Record(join, b), c.BeginCapture(a))
-	if err := c.WaitEvent(a, join); !errors.Is(err, gpu.CaptureIsolation) {
-		t.Errorf("waiting in a capture for what is outside: %v", err)
-	}
+	require.ErrorIs(t, c.WaitEvent(a, join), gpu.CaptureIsolation)
 	c.EndCapture(a) // which fails
 }

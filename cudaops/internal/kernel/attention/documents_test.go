@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -53,9 +55,8 @@ func TestAttentionWindowsTable(t *testing.T) {
 		for j, start := range c.starts {
 			want.starts = append(want.starts, max(start, int32(j%seq-c.window+1)))
 		}
-		if got := table(c); !slices.Equal(got, table(want)) {
-			t.Errorf("seq %d, window %d: other bounds than of starts", seq, c.window)
-		}
+		require.Equal(t, table(want), table(c), "seq %d, window %d: other bounds than of starts",
+			seq, c.window)
 		if i%2 > 0 {
 			continue
 		}
@@ -64,10 +65,8 @@ func TestAttentionWindowsTable(t *testing.T) {
 			g.Stream))
 		raw := make([]byte, DocumentsBytes(c.Batch, seq))
 		g.Must(g.Ctx.CopyToHost(raw, alone.Ptr, g.Stream))
-		if !slices.Equal(gpu.View[int32](raw), table(want)) {
-			t.Errorf("seq %d, window %d without documents: other bounds than of starts", seq,
-				c.window)
-		}
+		require.Equal(t, table(want), gpu.View[int32](raw),
+			"seq %d, window %d without documents: other bounds than of starts", seq, c.window)
 	}
 }
 

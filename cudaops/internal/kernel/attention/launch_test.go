@@ -22,9 +22,7 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 		read("attention_hopper_backward")+read("attention_hopper_fused")+
 		read("attention_hopper_fused64")
 	contains := func(source, want string) {
-		if !strings.Contains(source, want) {
-			t.Errorf("no %q", want)
-		}
+		require.Contains(t, source, want)
 	}
 	containsHopper := func(name string, dim int, h hopperShape) {
 		contains(hopper, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, %d>;", name, dim, dim,
@@ -69,10 +67,8 @@ func TestAttentionSections(t *testing.T) {
 			}
 			even := max(float64(heads*tiles*(tiles+1+around))/float64(k.Info.SMs),
 				float64(2*tiles+around))
-			if longest := out.longest(heads, tiles, n, k.Info.SMs); float64(longest) > 1.04*even {
-				t.Errorf("%+v, %v: in sections of %d heads the longest work is %d, on average it "+
-					"is %.0f", a, out, n, longest, even)
-			}
+			require.LessOrEqual(t, float64(out.longest(heads, tiles, n, k.Info.SMs)), 1.04*even,
+				out)
 		}
 	}
 }
@@ -101,9 +97,7 @@ func TestAttentionSectionWays(t *testing.T) {
 			K: kv, V: kv, Y: q, Type: kerneltest.Bf16}).Ways(k) {
 			got = append(got, w.String())
 		}
-		if !slices.Equal(got, c.want) {
-			t.Errorf("%+v: the ways are %q", c, got)
-		}
+		require.Equal(t, c.want, got)
 	}
 }
 
@@ -151,19 +145,14 @@ func TestAttentionPicksVariants(t *testing.T) {
 						t.Fatalf("capability %d, head dimension %d: launch %d is %s, want %q",
 							gpu.capability, dim, i, op.Name, want)
 					}
-					if rounds := strings.Contains(op.Name,
-						"_backward_round"); op.Config.Overlap != rounds {
-						t.Errorf("%s may start before the kernel ahead has ended: %v, want %v",
-							op.Name, op.Config.Overlap, rounds)
-					}
+					require.Equal(t, strings.Contains(op.Name, "_backward_round"),
+						op.Config.Overlap, op.Name)
 					if op.Config.Shared > gpu.shared {
 						t.Errorf("%s takes %d bytes of shared memory, capability %d has %d",
 							op.Name, op.Config.Shared, gpu.capability, gpu.shared)
 					}
 				}
-				if n := len(launches); n != len(want) {
-					t.Errorf("%d launches, want %q", n, want)
-				}
+				require.Equal(t, len(want), len(launches))
 			}
 		}
 	}
@@ -189,16 +178,10 @@ func TestAttentionWorkspace(t *testing.T) {
 			}
 			at := gpu.Ptr(binary.LittleEndian.Uint64(op.Args[len(op.Args)-12:]))
 			zeroed = int(binary.LittleEndian.Uint32(op.Args[len(op.Args)-4:]))
-			if int(at-p)+4*zeroed != StatsBytes(k, a, kerneltest.Bf16) ||
-				zeroed > op.Config.Grid.X*op.Config.Block.X {
-				t.Errorf("seq %d: %d counters from %d on are zeroed by %v, the workspace has %d "+
-					"bytes", seq, zeroed, at-p, op.Config,
-					StatsBytes(k, a, kerneltest.Bf16))
-			}
+			require.Equal(t, StatsBytes(k, a, kerneltest.Bf16), int(at-p)+4*zeroed, seq)
+			require.LessOrEqual(t, zeroed, op.Config.Grid.X*op.Config.Block.X, seq)
 		}
-		if zeroed != tiles+1 {
-			t.Errorf("seq %d: %d counters are zeroed for %d tiles", seq, zeroed, tiles)
-		}
+		require.Equal(t, tiles+1, zeroed, seq)
 	}
 }
 
@@ -210,9 +193,7 @@ func TestAttentionFused64(t *testing.T) {
 		a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim,
 			Causal: true, Variant: HopperFused}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-		if !slices.Contains(Variants(k, a, kerneltest.Bf16, q, kv), a.Variant) {
-			t.Errorf("head dimension %d: %v is not among the variants", dim, a.Variant)
-		}
+		require.True(t, slices.Contains(Variants(k, a, kerneltest.Bf16, q, kv), a.Variant), dim)
 		for _, table := range []gpu.Ptr{0, p} {
 			a.Documents = table
 			c.ClearTrace()
@@ -231,13 +212,9 @@ func TestAttentionFused64(t *testing.T) {
 					continue
 				}
 				launches = append(launches, op.Name)
-				if op.Config.Shared > 227<<10 {
-					t.Errorf("%s takes %d bytes of shared memory", op.Name, op.Config.Shared)
-				}
+				require.LessOrEqual(t, op.Config.Shared, 227<<10, op.Name)
 			}
-			if !slices.Equal(launches, want) {
-				t.Errorf("head dimension %d: launches %q, want %q", dim, launches, want)
-			}
+			require.Equal(t, want, launches, dim)
 		}
 	}
 }
@@ -267,12 +244,9 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 				}
 				reads := strings.Contains(op.Name, "forward") || strings.Contains(op.Name,
 					"backward") && !strings.Contains(op.Name, "round")
-				if reads != strings.HasSuffix(op.Name, "_documents_bf16") {
-					t.Errorf("%v, head dimension %d: launches %s", v, dim, op.Name)
-				}
-				if op.Config.Shared > 227<<10 {
-					t.Errorf("%s takes %d bytes of shared memory", op.Name, op.Config.Shared)
-				}
+				require.Equal(t, strings.HasSuffix(op.Name, "_documents_bf16"), reads,
+					"%v, head dimension %d: launches %s", v, dim, op.Name)
+				require.LessOrEqual(t, op.Config.Shared, 227<<10, op.Name)
 			}
 		}
 	}
@@ -304,15 +278,11 @@ func TestAttentionRefusals(t *testing.T) {
 	} {
 		a, y, dt := ok, out, kerneltest.Bf16
 		change(&a, &y, &dt)
-		if err := Attend(k, 0, a, y, p, row, row, row, dt); err == nil {
-			t.Errorf("%s: no error", what)
-		}
+		require.Error(t, Attend(k, 0, a, y, p, row, row, row, dt), what)
 	}
 	ok.Batch = 0
-	if err := Attend(k, 0, ok, out, p, row, row, row, kerneltest.Bf16); err != nil ||
-		len(c.Trace()) != 0 {
-		t.Errorf("nothing to do: %v, %v", err, c.Trace())
-	}
+	require.NoError(t, Attend(k, 0, ok, out, p, row, row, row, kerneltest.Bf16))
+	require.Empty(t, c.Trace())
 }
 
 // TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's

@@ -41,12 +41,8 @@ func TestMedian(t *testing.T) {
 			ctx.Memset8(p, 2, 256, b.Stream))
 	})
 	b.close()
-	if b.Err != nil {
-		t.Fatal(b.Err)
-	}
-	if launches < 500 {
-		t.Errorf("%d launches of a microsecond, want at least 500", launches)
-	}
+	require.NoError(t, b.Err)
+	require.GreaterOrEqual(t, launches, 500)
 	if more := (got.Time - one).Microseconds(); one <= 0 || more != 2 {
 		t.Errorf("one memset takes %v and three %v, want 2 µs more", one, got.Time)
 	}

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"os"
 	"path/filepath"
 	"testing"
@@ -11,21 +10,15 @@ import (
 
 func TestBinariesMatchSources(t *testing.T) {
 	names, err := units("..")
-	if err != nil || len(names) == 0 {
-		t.Fatalf("units: %v, %v", names, err)
-	}
+	require.NoError(t, err)
+	require.NotEmpty(t, names)
 	for _, name := range names {
 		want, err := sourceHash("..", name, allTargets)
 		require.NoError(t, err)
-		if !bytes.Equal(binaryHash("..", name), want) {
-			t.Errorf("%s.fatbin was not made from these sources for all GPUs: run go generate "+
-				"./cudaops/internal/kernel", name)
-		}
+		require.Equal(t, want, binaryHash("..", name))
 	}
 	fatbins, _ := filepath.Glob("../*/*.fatbin")
-	if len(fatbins) != len(names) {
-		t.Errorf("%d .fatbin files for %d .cu files", len(fatbins), len(names))
-	}
+	require.Len(t, fatbins, len(names))
 }
 
 func TestHashCoversAllThatMatters(t *testing.T) {
@@ -45,17 +38,11 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 	write("family/b.cuh", "#include <stdint.h>\n# include \"c.cuh\"\n")
 	write("include/c.cuh", "#pragma once\n")
 	first := hash("sm_80")
-	if hash("sm_90a") == first {
-		t.Error("the targets do not count")
-	}
+	require.NotEqual(t, first, hash("sm_90a"), "the targets do not count")
 	write("family/a.cu", "#include \"b.cuh\"\r\nint a;\r\n")
-	if hash("sm_80") != first {
-		t.Error("line endings count")
-	}
+	require.Equal(t, first, hash("sm_80"), "line endings count")
 	write("include/c.cuh", "#pragma once\nint c;\n")
-	if hash("sm_80") == first {
-		t.Error("what an included file includes does not count")
-	}
+	require.NotEqual(t, first, hash("sm_80"), "what an included file includes does not count")
 	require.NoError(t, os.Remove(filepath.Join(dir, "include", "c.cuh")))
 	if _, err := sourceHash(dir, "family/a", "sm_80"); err == nil {
 		t.Error("no error for a missing file")

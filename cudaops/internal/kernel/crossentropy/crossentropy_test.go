@@ -5,6 +5,8 @@ import (
 	"math"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpucrossentropy "github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
@@ -62,9 +64,7 @@ func TestCrossEntropy(t *testing.T) {
 				again := g.Bufs[len(g.Bufs)-1]
 				g.Must(a.Launch(g.Set, g.Stream)) // in place
 				check("gradient in place", logits)
-				if d := kerneltest.Distance(g.Read(again), g.Read(losses)); d != 0 {
-					t.Errorf("losses with and without gradient differ by %g", d)
-				}
+				require.Zero(t, kerneltest.Distance(g.Read(again), g.Read(losses)))
 			})
 		}
 	}
@@ -87,9 +87,7 @@ func TestCrossEntropyExtremes(t *testing.T) {
 		g.Must(Forward{Logits: logits.Ptr, Losses: losses.Ptr,
 			Targets: kernel.Ints{Ptr: g.UploadInts(targets, 4)}, Rows: len(rows), V: 3,
 			Type: dt}.Launch(g.Set, g.Stream))
-		if got := g.Read(losses); !(kerneltest.Distance(got, want) < 5e-3) {
-			t.Errorf("%v: losses %v, want %v", dt, got, want)
-		}
+		require.Less(t, kerneltest.Distance(g.Read(losses), want), 5e-3, dt)
 	}
 }
 
@@ -112,14 +110,10 @@ func TestCrossEntropyRows(t *testing.T) {
 			}
 			g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
 				Rows: rows}.Launch(g.Set, g.Stream))
-			if got := g.Read(mean)[0]; !(math.Abs(got-sum*want) <= 1e-6*size*want) {
-				t.Errorf("%d rows: mean %v, want %v", rows, got, sum*want)
-			}
+			require.LessOrEqual(t, math.Abs(g.Read(mean)[0]-sum*want), 1e-6*size*want, rows)
 			g.Must(Mean{Mean: again.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
 				Rows: rows}.Launch(g.Set, g.Stream))
-			if kerneltest.Distance(g.Read(again), g.Read(mean)) != 0 {
-				t.Errorf("%d rows: two runs give different bits", rows)
-			}
+			require.Zero(t, kerneltest.Distance(g.Read(again), g.Read(mean)), rows)
 		})
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"math"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -55,9 +57,7 @@ func TestEmbedding(t *testing.T) {
 				g.Near("added gradient", dt, grad, kerneltest.Backward(tt))
 				a.Accumulate = false
 				g.Must(a.Launch(g.Set, g.Stream))
-				if kerneltest.Distance(g.Read(dt), first) != 0 {
-					t.Error("two runs give different bits")
-				}
+				require.Zero(t, kerneltest.Distance(g.Read(dt), first))
 			})
 		}
 	}

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -133,9 +135,8 @@ func TestSiLUProductRefusals(t *testing.T) {
 			change(&a)
 			back := SiLUProductBackward{H: a.H, DAB: p, G: a.X, Down: p, AB: p, Rows: a.Rows,
 				F: a.F, D: a.D, Type: a.Type, Way: a.Way}
-			if a.Launch(k, 0) == nil || back.Launch(k, 0) == nil {
-				t.Errorf("capability %d, %s: no error", capability, what)
-			}
+			require.Error(t, a.Launch(k, 0), "capability %d, %s: no error", capability, what)
+			require.Error(t, back.Launch(k, 0), "capability %d, %s: no error", capability, what)
 			if back.H = 0; what != "aligned" && back.Launch(k, 0) == nil {
 				t.Errorf("capability %d, %s: no error without h", capability, what)
 			}

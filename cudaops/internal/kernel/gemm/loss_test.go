@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
@@ -158,10 +160,9 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 				t.Errorf("row %d: loss %g, gradient %g, want NaN", r, losses[r], row[0])
 			}
 		case r == 73 || r == 74:
-			if losses[r] != 0 || slices.ContainsFunc(row, func(v float64) bool { return v != 0 }) {
-				t.Errorf("row %d without target: loss %g, gradient %g, want 0", r, losses[r],
-					row[0])
-			}
+			require.Zero(t, losses[r], row[0])
+			require.False(t, slices.ContainsFunc(row, func(v float64) bool { return v != 0 }),
+				row[0])
 		case !(math.Abs(losses[r]-want[r]) <= 1e-3*(1+math.Abs(want[r]))) ||
 			want[r] > 1 &&
 				!(kerneltest.Distance(row, wantRow) < 2*kerneltest.Backward(kerneltest.Bf16)):
@@ -188,25 +189,18 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 		} {
 			a := ok
 			change(&a)
-			if a.Launch(k, 0) == nil {
-				t.Errorf("capability %d, %s: no error", capability, what)
-			}
+			require.Error(t, a.Launch(k, 0), "capability %d, %s: no error", capability, what)
 		}
 		for what, refused := range map[string]error{"d": ScaleRows{X: p, Factors: p, Rows: 3,
 			D: 12}.Launch(k, 0), "x": ScaleRows{X: p + 8, Factors: p, Rows: 3,
 			D: 16}.Launch(k, 0)} {
-			if refused == nil {
-				t.Errorf("ScaleRows, %s: no error", what)
-			}
+			require.Error(t, refused, what)
 		}
 		c.ClearTrace()
 		takes := len(LinearCrossEntropyWays(k, ok.LinearCrossEntropyShape, kerneltest.Bf16)) == 1
-		if takes != (capability == 90) || takes != (ok.Launch(k, 0) == nil) {
-			t.Errorf("capability %d: takes it: %v", capability, takes)
-		}
-		if LinearCrossEntropyWays(k, ok.LinearCrossEntropyShape, kerneltest.F16) != nil {
-			t.Error("there is a way for float16")
-		}
+		require.Equal(t, capability == 90, takes)
+		require.Equal(t, (ok.Launch(k, 0) == nil), takes)
+		require.Nil(t, LinearCrossEntropyWays(k, ok.LinearCrossEntropyShape, kerneltest.F16))
 		launched := 0
 		for _, op := range c.Trace() {
 			if op.Name == "" {
@@ -216,8 +210,6 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}
-		if want := map[bool]int{true: 3}[takes]; launched != want {
-			t.Errorf("capability %d: %d launches, want %d", capability, launched, want)
-		}
+		require.Equal(t, map[bool]int{true: 3}[takes], launched, capability)
 	}
 }

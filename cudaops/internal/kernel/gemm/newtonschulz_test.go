@@ -72,11 +72,10 @@ func TestNewtonSchulzRun(t *testing.T) {
 					return nil
 				})
 				require.NoError(t, err)
-				if e := kerneltest.Distance(memory[a.Result()], want); !(e < 1e-5) ||
-					applied != a.Segments() {
-					t.Errorf("%dx%d, %d steps, %d together: differs by %.2g, %d products with x",
-						rows, columns, steps, together, e, applied)
-				}
+				require.Less(t, kerneltest.Distance(memory[a.Result()], want), 1e-5,
+					"%v, %v, %v, %v", rows, columns, steps, together)
+				require.Equal(t, a.Segments(), applied, "%v, %v, %v, %v", rows, columns, steps,
+					together)
 			}
 		}
 	}

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -37,20 +39,15 @@ func TestProductRefusals(t *testing.T) {
 		} {
 			a := ok
 			change(&a)
-			if a.Launch(k, 0) == nil {
-				t.Errorf("capability %d, %s: no error", capability, what)
-			}
+			require.Error(t, a.Launch(k, 0), "capability %d, %s: no error", capability, what)
 		}
 		c.ClearTrace()
 		takes := len(ProductWays(k, ok.ProductShape, kerneltest.Bf16)) == 1
-		if takes != (capability == 90) {
-			t.Errorf("capability %d: takes it: %v", capability, takes)
-		}
+		require.Equal(t, capability == 90, takes)
 		names := map[string]bool{}
 		for _, ok.C = range []gpu.Ptr{0, p} {
-			if takes != (ok.Launch(k, 0) == nil) {
-				t.Errorf("capability %d: takes %+v: %v", capability, ok, !takes)
-			}
+			require.Equal(t, (ok.Launch(k, 0) == nil), takes, "capability %d: takes %+v: %v",
+				capability, ok, !takes)
 		}
 		for _, op := range c.Trace() {
 			if op.Name == "" {
@@ -61,13 +58,9 @@ func TestProductRefusals(t *testing.T) {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}
-		if want := map[bool]int{true: 2}[takes]; len(names) != want {
-			t.Errorf("capability %d: launched %v, want %d kernels", capability, names, want)
-		}
+		require.Len(t, names, map[bool]int{true: 2}[takes], capability)
 		ok.Rows = 0
-		if err := ok.Launch(k, 0); err != nil {
-			t.Errorf("no rows: %v", err)
-		}
+		require.NoError(t, ok.Launch(k, 0))
 	}
 }
 

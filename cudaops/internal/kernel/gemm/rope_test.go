@@ -140,10 +140,7 @@ func TestRoPEAngles(t *testing.T) {
 
 func TestRoPEProductRefusals(t *testing.T) {
 	for _, dim := range []int{64, 128} {
-		if steps := float8Least/(2*gemmDepth) + 1; turnedTiles[dim].stages > steps {
-			t.Errorf("heads of %d: a tile of float8 may have %d steps, fewer than the %d stages",
-				dim, steps, turnedTiles[dim].stages)
-		}
+		require.LessOrEqual(t, turnedTiles[dim].stages, float8Least/(2*gemmDepth)+1)
 	}
 	for _, capability := range []int{89, 90} {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
@@ -181,21 +178,15 @@ func TestRoPEProductRefusals(t *testing.T) {
 		} {
 			a := ok
 			change(&a)
-			if a.Launch(k, 0) == nil {
-				t.Errorf("capability %d, %s: no error", capability, what)
-			}
+			require.Error(t, a.Launch(k, 0), "capability %d, %s: no error", capability, what)
 		}
 		c.ClearTrace()
 		ways := RoPEProductWays(k, ok.RoPEProductShape, kerneltest.Bf16)
-		if takes := len(ways) == 1; takes != (capability == 90) {
-			t.Errorf("capability %d: the ways are %v", capability, ways)
-		}
+		require.Equal(t, capability == 90, len(ways) == 1, ways)
 		for _, ok.Way = range ways {
 			require.NoError(t, ok.Launch(k, 0))
 		}
-		if err := of8(ok).Launch(k, 0); (err == nil) != (len(ways) == 1) {
-			t.Errorf("capability %d, float8: %v", capability, err)
-		}
+		require.Equal(t, (len(ways) == 1), (of8(ok).Launch(k, 0) == nil), capability)
 		launched := 0
 		for _, op := range c.Trace() {
 			if op.Name == "" {
@@ -206,13 +197,9 @@ func TestRoPEProductRefusals(t *testing.T) {
 				t.Errorf("launched with %v", op.Config)
 			}
 		}
-		if launched != 2*len(ways) {
-			t.Errorf("capability %d: %d launches in the ways %v", capability, launched, ways)
-		}
+		require.Equal(t, 2*len(ways), launched, capability)
 		empty := ok
 		empty.Rows = 0
-		if err := empty.Launch(k, 0); err != nil {
-			t.Errorf("no rows: %v", err)
-		}
+		require.NoError(t, empty.Launch(k, 0))
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
@@ -139,19 +141,12 @@ func TestSymmetricRefusals(t *testing.T) {
 		} {
 			a := ok
 			change(&a)
-			if a.Launch(k, 0) == nil {
-				t.Errorf("capability %d, %s: no error", capability, what)
-			}
+			require.Error(t, a.Launch(k, 0), "capability %d, %s: no error", capability, what)
 		}
-		if takes := TakesSymmetric(k, ok.SymmetricShape,
-			kerneltest.F16); takes != (capability == 90) {
-			t.Errorf("capability %d: takes it: %v", capability, takes)
-		}
+		require.Equal(t, capability == 90, TakesSymmetric(k, ok.SymmetricShape, kerneltest.F16))
 		c.ClearTrace()
 		for _, ok.Tall = range []bool{false, true} {
-			if err := ok.Launch(k, 0); (err == nil) != (capability == 90) {
-				t.Errorf("capability %d: error %v", capability, err)
-			}
+			require.Equal(t, capability == 90, ok.Launch(k, 0) == nil)
 		}
 		for _, op := range c.Trace() {
 			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X != 2 ||
@@ -161,8 +156,6 @@ func TestSymmetricRefusals(t *testing.T) {
 		}
 		empty := ok
 		empty.Batch = 0
-		if err := empty.Launch(k, 0); err != nil {
-			t.Errorf("no matrices: %v", err)
-		}
+		require.NoError(t, empty.Launch(k, 0))
 	}
 }

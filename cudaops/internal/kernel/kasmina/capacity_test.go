@@ -133,18 +133,12 @@ func TestKasminaMixing(t *testing.T) {
 		require.NoError(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))
 	}
 	words := gpu.View[uint32](raw)
-	if want := []uint32{4, 1, 4, 5, 6, 0, 0, 0}; !slices.Equal(words[:8], want) {
-		t.Errorf("the list is %v, want %v", words[:8], want)
-	}
+	require.Equal(t, []uint32{4, 1, 4, 5, 6, 0, 0, 0}, words[:8])
 	if want := []uint32{5 | 3<<8 | 3<<16, 4 | 2<<8 | 1<<16, 5 | 1<<8 | 3<<16,
 		5 | 2<<8 | 3<<16}; !slices.Equal(words[8:12], want) {
 		t.Errorf("words are %x, want %x", words[8:12], want)
 	}
-	if want := []uint32{0, 0, 1, 1, 3, 1, 0, 3}; !slices.Equal(words[15:23], want) {
-		t.Errorf("seeds by slot are %v, want %v", words[15:23], want)
-	}
+	require.Equal(t, []uint32{0, 0, 1, 1, 3, 1, 0, 3}, words[15:23])
 	seeds[1].Slot = 4
-	if err := st.Encode(raw, func(i int) seed.Seed { return seeds[i] }); err == nil {
-		t.Error("no error for a slot that does not exist")
-	}
+	require.Error(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -119,9 +118,7 @@ func TestKasminaGrid(t *testing.T) {
 			if use.backward {
 				space = BackwardWorkspace(k, l, use.clip)
 			}
-			if s := g.scratch(l, 0); s.bytes > space {
-				t.Fatalf("%+v %+v: %d bytes of workspace, of %d", l, g, s.bytes, space)
-			}
+			require.LessOrEqual(t, g.scratch(l, 0).bytes, space, "%v, %v", l, g)
 			if g.across*g.down > kasminaThreads || g.chunks == 0 &&
 				g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
 				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
@@ -174,9 +171,8 @@ func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
 		}
 	}
 	for i, n := range times {
-		if n != g.down {
-			t.Fatalf("%+v %+v: column %d has %d threads, want %d", l, g, i*g.perThread, n, g.down)
-		}
+		require.Equal(t, g.down, n, "%+v %+v: column %d has %d threads, want %d", l, g,
+			i*g.perThread, n, g.down)
 	}
 }
 
@@ -208,9 +204,7 @@ func TestKasminaLateBlocks(t *testing.T) {
 				r := newKasmina(g, c, nil)
 				grid := newKasminaGrid(g.Set, r.layer, Plain, c.blocks, true,
 					kasminaUse{telemetry: c.telemetry})
-				if grid.late == 0 {
-					t.Errorf("no blocks come late: %+v", grid)
-				}
+				require.NotZero(t, grid.late)
 				r.check()
 			})
 		}
@@ -381,17 +375,11 @@ func TestKasminaState(t *testing.T) {
 		require.NoError(t, encode())
 	}
 	words := gpu.View[uint32](raw)
-	if want := []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16,
-		0}; !slices.Equal(words[:5], want) {
-		t.Errorf("words are %x, want %x", words[:5], want)
-	}
-	if want := []uint32{0, 0, 1, 1, 3, 2, 0, 3}; !slices.Equal(words[25:33], want) {
-		t.Errorf("seeds by slot are %v, want %v", words[25:33], want)
-	}
+	require.Equal(t, []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16, 0},
+		words[:5])
+	require.Equal(t, []uint32{0, 0, 1, 1, 3, 2, 0, 3}, words[25:33])
 	seeds[4].Blend = true
-	if err := encode(); !errors.Is(err, ErrKind) {
-		t.Errorf("an unknown kind: %v", err)
-	}
+	require.ErrorIs(t, encode(), ErrKind)
 	seeds[4] = seed.Seed{Slot: 4, Blend: true}
 	if err := encode(); err == nil || errors.Is(err, ErrKind) {
 		t.Errorf("an unknown slot: %v", err)
@@ -412,9 +400,7 @@ func TestKasminaRefusals(t *testing.T) {
 	} {
 		f := Forward{Layer: l}
 		change(&f)
-		if f.Launch(g.Set, g.Stream) == nil {
-			t.Errorf("%s: no error", what)
-		}
+		require.Error(t, f.Launch(g.Set, g.Stream), what)
 	}
 	for what, change := range map[string]func(*Backward){
 		"chunk in place":     func(b *Backward) { b.Chunk = 3 },
@@ -423,9 +409,7 @@ func TestKasminaRefusals(t *testing.T) {
 	} {
 		b := Backward{Layer: l}
 		change(&b)
-		if b.Launch(g.Set, g.Stream) == nil {
-			t.Errorf("%s: no error", what)
-		}
+		require.Error(t, b.Launch(g.Set, g.Stream), what)
 	}
 	if (WideBackward{Backward: Backward{Layer: l}, Wide: Wide{Width: 8}}).Launch(g.Set,
 		g.Stream) == nil {

@@ -1,8 +1,9 @@
 package kasmina
 
 import (
-	"slices"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
@@ -52,13 +53,10 @@ func TestKasminaEndsTogether(t *testing.T) {
 		g.Must(f.Launch(g.Set, g.Stream))
 		g.Must(b.Launch(g.Set, g.Stream))
 		records, parts = append(records, *f.Records), append(parts, *b.Parts)
-		if later := f.Records.Seeds > 0; later != (c.rows > 64 && c.telemetry &&
-			c.reduction == seed.Exact || c.rows == 3) {
-			t.Errorf("%v: %d seeds are left to be merged", c, f.Records.Seeds)
-		}
-		if later := b.Parts.Units > 0; later != (c.chunk != 520 && c.reduction == seed.Exact) {
-			t.Errorf("%v: %d units are left to be added up", c, b.Parts.Units)
-		}
+		require.Equal(t, (c.rows > 64 && c.telemetry && c.reduction == seed.Exact || c.rows == 3),
+			f.Records.Seeds > 0, f.Records.Seeds)
+		require.Equal(t, c.chunk != 520 && c.reduction == seed.Exact, b.Parts.Units > 0,
+			b.Parts.Units)
 	}
 	g.Must(mergeRecords(g.Set, g.Stream, append(records, Records{})))
 	g.Must(addParts(g.Set, g.Stream, append(parts, Parts{})))
@@ -67,9 +65,7 @@ func TestKasminaEndsTogether(t *testing.T) {
 			if j < 2 && !r.telemetry { // no figures: what was there
 				continue
 			}
-			if !slices.Equal(got, want[i][j]) {
-				t.Errorf("%v: result %d differs", r.kasminaCase, j)
-			}
+			require.Equal(t, want[i][j], got, r.kasminaCase)
 		}
 	}
 }

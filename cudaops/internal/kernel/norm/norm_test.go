@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
@@ -155,9 +157,7 @@ func TestRMSNormPartsTogether(t *testing.T) {
 	left = append(left, RMSNormParts{}) // of a pass over no rows
 	g.Must(addParts(g.Set, g.Stream, left))
 	for i, dw := range sums {
-		if got := g.Read(dw); !slices.Equal(got, want[i]) {
-			t.Errorf("weights %d, of %d: their gradient differs", i, len(got))
-		}
+		require.Equal(t, want[i], g.Read(dw))
 	}
 }
 

@@ -1,11 +1,9 @@
 package optimizer
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -215,9 +213,7 @@ func TestStepWithNaNIsSkipped(t *testing.T) {
 		}
 		steps, err := table.Steps(g.Stream)
 		g.Must(err)
-		if (steps[0] == 0) != skip {
-			t.Errorf("steps %v", steps)
-		}
+		require.Equal(t, skip, steps[0] == 0)
 		if skip {
 			for _, q := range qs {
 				g.Near("parameter", q.p, q.rp, 0)
@@ -304,10 +300,9 @@ func TestLossScaleMoves(t *testing.T) {
 		got := readControl(g, control)
 		left := make([]byte, LossScaleBytes)
 		g.Must(g.Ctx.CopyToHost(left, scale, g.Stream))
-		if got.Next != c.want || !bytes.Equal(left, c.want.Bytes()) || got.Skipped != c.skipped {
-			t.Errorf("after %+v the block is %+v and the scale % x, want %+v",
-				c.from, got, left, c.want)
-		}
+		require.Equal(t, c.want, got.Next, c.from)
+		require.Equal(t, c.want.Bytes(), left, c.from)
+		require.Equal(t, c.skipped, got.Skipped, c.from)
 		if want := norm / float64(c.from.Scale); !c.skipped &&
 			math.Abs(float64(got.Norm)-want) > 1e-6*want {
 			t.Errorf("the norm is %v, want %v", got.Norm, want)
@@ -326,12 +321,8 @@ func TestTableChunks(t *testing.T) {
 	for chunk := range table.Chunks {
 		of = append(of, table.TensorOf(chunk))
 	}
-	if want := []int{0, 1, 1, 1, 2, 3}; !slices.Equal(of, want) {
-		t.Errorf("the chunks are of the tensors %v, want %v", of, want)
-	}
-	if held := ctx.Stats().DeviceBytes; int64(table.Bytes) != held {
-		t.Errorf("the table tells of %d bytes and holds %d", table.Bytes, held)
-	}
+	require.Equal(t, []int{0, 1, 1, 1, 2, 3}, of)
+	require.Equal(t, ctx.Stats().DeviceBytes, int64(table.Bytes))
 	require.NoError(t, errors.Join(table.Free(), ctx.Close()))
 }
 
@@ -348,9 +339,7 @@ func TestNormSameBits(t *testing.T) {
 			Scale: 0}.Launch(g.Set, g.Stream))
 		norms[float32(readControl(g, control).Norm)] = true
 	}
-	if len(norms) != 1 {
-		t.Errorf("norms %v", norms)
-	}
+	require.Len(t, norms, 1)
 }
 
 // TestScattered wants the sums of squares of chunks that stand among others' to be those of a table
@@ -385,8 +374,7 @@ func TestScattered(t *testing.T) {
 		case i == before+own+between:
 			want, of = float64(one[own]), 1
 		}
-		if all[i] != want || scattered.TensorOf(i) != of {
-			t.Errorf("chunk %d of tensor %d: %v, want %v", i, scattered.TensorOf(i), all[i], want)
-		}
+		require.Equal(t, want, all[i])
+		require.Equal(t, of, scattered.TensorOf(i))
 	}
 }

@@ -72,10 +72,7 @@ func TestWeightStrips(t *testing.T) {
 		of, seen := strip, looked
 		if of.Weight &^= quantize.WeightRounds; of != strip {
 			seen = rounded
-			if left[of.Weight] != 0 {
-				t.Fatalf("strip %d rounds weight %d before %d others have looked for its largest "+
-					"numbers", at, of.Weight, left[of.Weight])
-			}
+			require.Zero(t, left[of.Weight], at)
 		} else {
 			left[of.Weight]--
 		}
@@ -89,10 +86,8 @@ func TestWeightStrips(t *testing.T) {
 	for _, w := range weights {
 		want += strips(w)
 	}
-	if len(looked) != want || len(rounded) != want {
-		t.Errorf("%d strips are looked at and %d rounded, want %d each", len(looked), len(rounded),
-			want)
-	}
+	require.Len(t, looked, want)
+	require.Len(t, rounded, want)
 }
 
 // TestQuantizeTableRefusals wants errors that say which weight is wrong, and how.
