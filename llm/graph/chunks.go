@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/site"
@@ -147,7 +148,12 @@ func slotParams(a Attached, weights *gorgonia.Node, r graft.Row, c int) (gorgoni
 			size *= d
 		}
 		v, err := gorgonia.Slice(flat, gorgonia.S(at, at+size))
-		if err == nil {
+		if err == nil && size == 1 {
+			// One element is a number. Gorgonia cannot add up gradients of it that are tensors, as
+			// seeds that share a slot have.
+			v, err = gorgonia.Reshape(v, []int{1})
+		}
+		if err == nil && !v.Shape().Eq(tensor.Shape(p.Shape)) {
 			v, err = gorgonia.Reshape(v, p.Shape)
 		}
 		if err != nil {

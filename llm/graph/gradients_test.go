@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -152,6 +153,27 @@ func TestSiteGradients(t *testing.T) {
 			checkModel(t, r, m)
 		})
 	}
+}
+
+// TestGradientsOfOneElement has two seeds, each one feature wide, grow graphs from one slot: the
+// gradients of its first weight, which both read, add up.
+func TestGradientsOfOneElement(t *testing.T) {
+	r := rand.New(rand.NewPCG(rand.Uint64(), 0))
+	own := ownKinds(t)
+	m := must(llm.NewModel(llm.Config{Vocab: 5, Dim: 2, Layers: 1, Heads: 1, KVHeads: 1, HeadDim: 2,
+		FF: 3, Seq: 2, Kasmina: []int{0}, Seeds: 2, SlotWidth: 2}.Default(), tensor.Float64, r.Uint64(),
+		state.WithoutGates()))
+	for _, l := range m.Kasmina.Lattices() {
+		for seed, kind := range own[2:] {
+			require.NoError(t, l.RequestGermination(seed,
+				state.GerminationRequest{Slot: 1, Kind: kind}))
+			for stage := state.Training; stage <= state.Grafting; stage++ {
+				require.NoError(t, l.Transition(seed, stage))
+			}
+			require.NoError(t, l.SetAlpha(seed, 0.5))
+		}
+	}
+	checkModel(t, r, m)
 }
 
 // withSites gives a configuration seeds on some layers and behind some blocks, all planted.
