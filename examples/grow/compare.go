@@ -22,6 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // experiment is what all its runs share.
@@ -134,8 +135,11 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 // grow lets a trainer follow the controller or a record, and opens the record of what they decide.
 func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error) {
 	g := llm.Growth{Controller: e.controller}
-	if e.site != "depth" {
+	if e.elsewhere() {
 		g.Controller, g.Validation, g.Every = e.seedController(t), e.text.validation, 4
+		if e.grows("depth") { // whose curve needs a point an epoch
+			g.Controller, g.Every = control.Together(e.controller, g.Controller), 1
+		}
 	}
 	if replay != "" {
 		f, err := os.Open(replay)
@@ -231,19 +235,21 @@ func (e *experiment) epochs() int {
 
 // seed puts seeds where the model shall grow.
 func (e *experiment) seed(c *llm.Config) {
+	if e.grows("depth") {
+		c.Layers, c.Depth = e.from, 1
+	}
 	blocks := make([]int, c.Layers)
 	for i := range blocks {
 		blocks[i] = i
 	}
-	switch e.site {
-	case "chunk":
+	if e.grows("chunk") {
 		c.Kasmina, c.Seeds, c.Slots, c.SlotWidth = blocks, chunks, chunks+1, 4*c.Dim/chunks
-	case "weight":
+	}
+	if e.grows("weight") {
 		c.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
-	case "stream":
+	}
+	if e.grows("stream") {
 		c.Streams = blocks
-	default:
-		c.Layers, c.Depth = e.from, 1
 	}
 }
 
@@ -261,7 +267,7 @@ func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer,
 	c, opts := e.model, []state.Option{}
 	if grown {
 		e.seed(&c)
-		if e.site != "depth" {
+		if e.elsewhere() {
 			opts = append(opts, state.WithThresholds(state.DefaultThresholds().Within(e.epochs())))
 		}
 	}

@@ -45,7 +45,7 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	fmt.Fprintf(w, "data      %s: %.1f million tokens to train on\n", path,
 		float64(c.tokens.Len())/1e6)
 	more := 0
-	if o.site != "depth" {
+	if o.elsewhere() {
 		more = validationText
 	}
 	held, err := text.HeldOut.Sample(int(o.heldOut) + more)

@@ -103,7 +103,8 @@ func TestRun(t *testing.T) {
 
 // TestSites wants a model to grow at every site, in places of every kind.
 func TestSites(t *testing.T) {
-	for site, where := range map[string]string{"chunk": "", "weight": "random", "stream": "all"} {
+	for site, where := range map[string]string{"chunk": "", "weight": "random", "stream": "all",
+		"depth,stream": ""} {
 		var stdout, stderr strings.Builder
 		out := t.TempDir()
 		require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "1", "-only", "grown", "-site",
@@ -137,7 +138,7 @@ func TestBadOptions(t *testing.T) {
 		"-from is 4, want 1 to 3":   {"-from", "4"},
 		"want a multiple of -from":  {"-from", "3"},
 		"-kind is":                  {"-kind", "tall"},
-		"-site is":                  {"-site", "roof"},
+		"-site is":                  {"-site", "depth,roof"},
 		"-site chunk wants -tokens": {"-site", "chunk"},
 		"Where is":                  {"-where", "here"},
 		"-tokens and -flops":        {"-tokens", "9", "-flops", "9"},

@@ -35,13 +35,14 @@ type options struct {
 	grownShare                               float64    // of it, that a grown run may spend
 	evaluations                              int        // in a run, about
 	seed                                     uint64
-	site, kind                               string
+	sites                                    []string // where it grows
+	kind                                     string
 	controller                               *control.Depth
 	seeds                                    *control.Heuristic // elsewhere than in depth
 }
 
 func parse(args []string, stderr io.Writer) (o options, err error) {
-	var rates string
+	var rates, sites string
 	o.controller, o.seeds = control.NewDepth(blueprints.Stack, 1), control.NewHeuristic(16, 1<<20)
 	f := flag.NewFlagSet("grow", flag.ContinueOnError)
 	f.SetOutput(stderr)
@@ -73,7 +74,8 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.IntVar(&o.model.Layers, "layers", 4,
 		"blocks of the static model, and of the grown one at its end")
 	f.IntVar(&o.from, "from", 2, "blocks that the grown model begins with")
-	f.StringVar(&o.site, "site", "depth", "where it grows: depth, or, with -tokens, chunk, weight or stream")
+	f.StringVar(&sites, "site", "depth", "where it grows: depth, or, with -tokens or -flops, "+
+		"chunk, weight or stream,\nor several with commas between")
 	f.StringVar((*string)(&o.seeds.Where), "where", "",
 		"elsewhere than in depth: seeds that are planted in, random or all (default: those in need)")
 	f.IntVar(&o.seeds.MaxActive, "active", o.seeds.MaxActive,
@@ -113,6 +115,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		}
 		o.rates = append(o.rates, lr)
 	}
+	o.sites = strings.Split(sites, ",")
 	return o, o.finish(f.Args())
 }
 
@@ -138,10 +141,12 @@ func (o *options) finish(rest []string) error {
 		{o.heldOut >= 2, fmt.Sprintf("-heldout is %d, want at least 2", o.heldOut)},
 		{o.vocab == 0 || o.vocab >= 257,
 			fmt.Sprintf("-vocab is %d, want 0, or at least 257", o.vocab)},
-		{slices.Contains([]string{"depth", "chunk", "weight", "stream"}, o.site),
-			fmt.Sprintf("-site is %q, want depth, chunk, weight or stream", o.site)},
-		{o.site == "depth" || o.budget.Tokens > 0,
-			fmt.Sprintf("-site %s wants -tokens: seeds live for epochs", o.site)},
+		{!slices.ContainsFunc(o.sites, func(s string) bool {
+			return !slices.Contains([]string{"depth", "chunk", "weight", "stream"}, s)
+		}), fmt.Sprintf("-site is %q, want depth, chunk, weight or stream", o.sites)},
+		{!o.elsewhere() || o.budget.Tokens > 0 || o.budget.FLOPs > 0,
+			fmt.Sprintf("-site %s wants -tokens or -flops: seeds live for epochs",
+				strings.Join(o.sites, ","))},
 		{1 <= o.from && o.from < o.model.Layers,
 			fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device),
@@ -171,14 +176,22 @@ func (o *options) finish(rest []string) error {
 	if err := errors.Join(o.model.Check(), o.controller.Check(), o.seeds.Check()); err != nil {
 		return err
 	}
-	epochs := 100.0 // of which a growth takes some 80
-	if o.site != "depth" {
-		epochs = 40 // comparisons take longer than the steps between them
+	epochs := 40.0 // comparisons elsewhere than in depth take longer than the steps between them
+	if o.grows("depth") {
+		epochs = 100 // of which a growth takes some 80
 	}
 	if steps := o.steps(); steps > 0 {
 		o.epoch = max(1, min(o.epoch, int(steps/epochs)))
 	}
 	return nil
+}
+
+// grows reports whether models grow at a site.
+func (o *options) grows(site string) bool { return slices.Contains(o.sites, site) }
+
+// elsewhere reports whether models grow elsewhere than in depth.
+func (o *options) elsewhere() bool {
+	return o.grows("chunk") || o.grows("weight") || o.grows("stream")
 }
 
 // steps is how many a static run has, 0 where its time does not tell.

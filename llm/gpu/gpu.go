@@ -84,7 +84,7 @@ func (b builder) engine(more ...cudaops.MachineOption) (llm.Engine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: %w", err)
 	}
-	if b.scales {
+	if b.scales && e.graph.Updates() { // a frozen model may have nothing yet that learns
 		return scaler{e}, nil
 	}
 	return e, nil

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -15,40 +14,18 @@ func DryRun(c state.Controller, w io.Writer) state.Controller {
 	if w == nil {
 		w = io.Discard
 	}
-	return dryRun{c, w}
+	return dryRun{together{c}, w}
 }
 
+// dryRun hears what its controller is to hear.
 type dryRun struct {
-	state.Controller
+	together
 	w io.Writer
 }
 
-// Check is what a trainer's Grow asks before a run: it is the controller's own.
-func (d dryRun) Check() error {
-	if d.Controller == nil {
-		return fmt.Errorf("control.DryRun: %w: the controller is nil, want one such as "+
-			"NewHeuristic returns", state.ErrArgument)
-	}
-	if c, ok := d.Controller.(interface{ Check() error }); ok {
-		return c.Check()
-	}
-	return nil
-}
-
-// Costs hands on what the controller is told of the cost of steps.
-func (d dryRun) Costs(of func(kind blueprints.Kind, size int) float64) {
-	if c, ok := d.Controller.(interface {
-		Costs(func(blueprints.Kind, int) float64)
-	}); ok {
-		c.Costs(of)
-	}
-}
-
+// Decide writes what the controller would do.
 func (d dryRun) Decide(reports []state.Report) []state.Command {
-	if d.Controller == nil {
-		return nil
-	}
-	for _, c := range d.Controller.Decide(reports) {
+	for _, c := range d.together.Decide(reports) {
 		fmt.Fprintf(d.w, "would do: %v\n", c)
 	}
 	return nil

@@ -336,6 +336,50 @@ func TestDryRunChecks(t *testing.T) {
 	}
 }
 
+// TestTogether wants several controllers to decide as each would alone, to hear what each is to
+// hear, and to be refused where one of them would be.
+func TestTogether(t *testing.T) {
+	depth, seeds := control.NewDepth(blueprints.Stack, 2), control.NewHeuristic(1, 100)
+	both := control.Together(depth, seeds)
+	require.Implements(t, (*interface{ Check() error })(nil), both)
+	require.NoError(t, both.(interface{ Check() error }).Check())
+	unwell := healthy()
+	unwell.Seeds[1].Health.DeadRatio = 1
+	late := state.Report{Site: blueprints.Depth, Seeds: make([]state.SeedReport, 1)}
+	for i := range 9 {
+		late.Curve = append(late.Curve, state.Point{Epoch: i, Share: 0.06 * float64(i+1), Loss: 1})
+	}
+	late.Curve[8].Share = depth.End
+	reports := []state.Report{unwell, late}
+	want := append(depth.Decide(reports), seeds.Decide(reports)...)
+	require.Len(t, want, 4)
+	require.Equal(t, want, both.Decide(reports))
+
+	planner := both.(interface {
+		LeastEpochs(*state.Lattice, int) (int, error)
+	})
+	l, err := state.NewLattice(2, 4)
+	require.NoError(t, err)
+	n, err := planner.LeastEpochs(l, 1)
+	require.NoError(t, err)
+	alone, err := seeds.LeastEpochs(l, 1)
+	require.NoError(t, err)
+	require.Equal(t, alone, n)
+
+	asked := 0
+	both.(interface {
+		Parameters(func(layer, seed int, kind blueprints.Kind, size int) int)
+	}).Parameters(func(int, int, blueprints.Kind, int) int { asked++; return 101 })
+	err = both.(interface{ Affords([]state.Report) error }).Affords([]state.Report{
+		{Site: blueprints.Stream, Seeds: make([]state.SeedReport, 1)}})
+	require.ErrorIs(t, err, state.ErrArgument)
+	require.Positive(t, asked)
+	for _, c := range []state.Controller{control.Together(), control.Together(depth, nil),
+		control.Together(depth, &control.Heuristic{})} {
+		require.ErrorIs(t, c.(interface{ Check() error }).Check(), state.ErrArgument)
+	}
+}
+
 // TestEmptyDryRun wants no panic where a dry run is given nothing.
 func TestEmptyDryRun(t *testing.T) {
 	require.Empty(t, control.DryRun(nil, nil).Decide([]state.Report{{}}))
