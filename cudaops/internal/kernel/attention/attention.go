@@ -42,8 +42,7 @@ const (
 	Plain         // float32 arithmetic, any argument
 	// tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
 	MMA
-	Hopper      // the same on compute capability 9.0 with its own instructions
-	HopperFused // the same, with a backward pass in one kernel at any HeadDim
+	Hopper // the same on compute capability 9.0 with its own instructions
 	attentionVariants
 )
 
@@ -51,7 +50,7 @@ func (v Variant) String() string {
 	if v < 0 || v >= attentionVariants {
 		return fmt.Sprintf("AttentionVariant(%d)", int(v))
 	}
-	return [...]string{"auto", "plain", "mma", "hopper", "hopper-fused"}[v]
+	return [...]string{"auto", "plain", "mma", "hopper"}[v]
 }
 
 // attentionParams is attention::Params of attention.cuh.
@@ -147,10 +146,8 @@ func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.R
 	p.set(&p.dk, &p.dkStride, dk)
 	p.set(&p.dv, &p.dvStride, dv)
 	p.lse, p.stats = lse, stats
-	if !c.hopper() || c.Fused() { // otherwise the first kernel forms the statistics
-		if err := c.launchStatistics(k, s); err != nil {
-			return err
-		}
+	if err := c.launchStatistics(k, s); err != nil {
+		return err
 	}
 	if err := c.launchBackward(k, s); err != nil || a.Cos == 0 || c.turnsBack() {
 		return err
@@ -170,7 +167,7 @@ func (c *attentionCall) launchStatistics(k *kernel.Set, s gpu.Stream) error {
 	l := kernel.Line(c.Batch*c.Heads*c.statsRows()/attentionStatsTile, 256)
 	var counters gpu.Ptr
 	var n int
-	if c.Fused() {
+	if c.Variant == Hopper {
 		_, counters, n = c.fusedWorkspace(c.params.stats)
 	}
 	return k.Enqueue(s, "attention", "attention_stats"+c.suffix, l,
@@ -178,7 +175,7 @@ func (c *attentionCall) launchStatistics(k *kernel.Set, s gpu.Stream) error {
 }
 
 func (c *attentionCall) launchBackward(k *kernel.Set, s gpu.Stream) error {
-	if c.Fused() {
+	if c.Variant == Hopper {
 		return c.launchFused(k, s)
 	}
 	if err := c.launch(k, s, attentionBackwardQ); err != nil {
@@ -189,7 +186,7 @@ func (c *attentionCall) launchBackward(k *kernel.Set, s gpu.Stream) error {
 
 // turnsBack reports whether the variant's kernels can turn gradients back.
 func (c *attentionCall) turnsBack() bool {
-	return c.hopper() && c.HeadDim == c.hopperDim()
+	return c.Variant == Hopper && c.HeadDim == c.hopperDim()
 }
 
 // operand is Rows with what they must hold.
@@ -267,7 +264,7 @@ func attention(k *kernel.Set, op string, a Geometry, t gpu.DType, queries,
 				"a multiple of 8 up to 128, pointers and strides aligned to 16 bytes and a "+
 				"positive scale; given %v and %+v",
 				op, v, t, a)
-	case (v == Hopper || v == HopperFused) && !hopper:
+	case v == Hopper && !hopper:
 		return nil,
 			fmt.Errorf("kernels.%s: the variant %v runs on compute capability 9.0, this GPU has "+
 				"%.1f", op, v,
@@ -324,11 +321,8 @@ func (c *attentionCall) launch(k *kernel.Set, s gpu.Stream, pass attentionPass) 
 		return c.run(k, s, "attention", "attention_plain"+name, l,
 			kernel.Args().Struct(c.params.bytes(), 8))
 	}
-	if c.hopper() {
-		h := hopperShapes[c.hopperDim()][pass]
-		c.params.section = int32(c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers),
-			others, inTurns))
-		return c.launchHopper(k, s, pass, c.hopperDim(), h)
+	if c.Variant == Hopper { // whose backward pass is another
+		return c.launchHopper(k, s, heads, others)
 	}
 	dim := 64
 	if c.HeadDim > 64 {
@@ -444,7 +438,6 @@ func (a Backward) Tuning() kernel.Tuning {
 }
 
 var attentionUnits = []string{"attention", "attention_mma", "attention_hopper",
-	"attention_hopper_backward",
 	"attention_hopper_fused", "attention_hopper_fused64"}
 
 // WorkspaceBytes is the size of Stats.
@@ -462,9 +455,6 @@ func Variants(k *kernel.Set, a Geometry, t gpu.DType, rows ...kernel.Rows) []Var
 	variants = []Variant{MMA, Plain}
 	if k.Info.Capability() == 90 {
 		variants = []Variant{Hopper, MMA, Plain}
-		if a.HeadDim <= 64 { // above, Hopper is the same
-			variants = slices.Insert(variants, 1, HopperFused)
-		}
 	}
 	return variants
 }
@@ -491,9 +481,7 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 // Ways lists the ways that take the launch.
 func (a Forward) Ways(k *kernel.Set) (ways []kernel.Way) {
 	for _, v := range Variants(k, a.shape(), a.Type, a.Y, a.Q, a.K, a.V) {
-		if v != HopperFused { // whose forward pass is Hopper's
-			ways = append(ways, kernel.Way{Family: v.String()})
-		}
+		ways = append(ways, kernel.Way{Family: v.String()})
 	}
 	return ways
 }
@@ -506,7 +494,7 @@ var sections = []int{8, 24, 48}
 func (a Backward) bySection(k *kernel.Set, w kernel.Way) (ways []kernel.Way) {
 	ways = []kernel.Way{w}
 	c := attentionCall{Geometry: a.by(w), dtype: a.Type}
-	if !a.Causal || !c.Fused() {
+	if !a.Causal || c.Variant != Hopper {
 		return ways
 	}
 	heads := a.Batch * a.KVHeads

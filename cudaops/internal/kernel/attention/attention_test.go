@@ -214,9 +214,6 @@ func attentionCases(short bool) []attentionCase {
 					if t != kerneltest.F32 {
 						add(MMA, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
 						add(Hopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
-						if d <= 64 {
-							add(HopperFused, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
-						}
 					}
 					if short && (n != 65 || j != s || causal != (s == 0)) {
 						continue
@@ -232,7 +229,7 @@ func attentionCases(short bool) []attentionCase {
 	if short {
 		return cases
 	}
-	for _, v := range []Variant{HopperFused, Hopper, MMA, Plain} {
+	for _, v := range []Variant{Hopper, MMA, Plain} {
 		add(v, kerneltest.Bf16, 1, 1000, 3, 1, 64, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 4, 2, 128, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 2, 2, 128, false, false, 0)
@@ -244,7 +241,7 @@ func attentionCases(short bool) []attentionCase {
 
 // runs reports whether the GPU has what the variant needs.
 func runs(g *kerneltest.Rig, v Variant) bool {
-	return g.Ctx.Device().Capability() == 90 || v != Hopper && v != HopperFused
+	return g.Ctx.Device().Capability() == 90 || v != Hopper
 }
 
 func TestAttention(t *testing.T) {
@@ -279,9 +276,9 @@ func TestAttentionRepeatsBits(t *testing.T) {
 		{Seq: kerneltest.Few(321, 70), HeadDim: 64, Causal: true, Variant: Plain},
 		{Seq: 321, HeadDim: 64, Causal: true, Variant: MMA},
 		{Seq: 321, HeadDim: 64, Causal: true},
-		{Seq: 2600, HeadDim: 64, Causal: true, Variant: HopperFused},
-		{Seq: 2601, HeadDim: 64, Causal: true, Variant: HopperFused},
-		{Seq: 700, HeadDim: 64, Variant: HopperFused},
+		{Seq: 2600, HeadDim: 64, Causal: true},
+		{Seq: 2601, HeadDim: 64, Causal: true},
+		{Seq: 700, HeadDim: 64},
 		{Seq: 2600, HeadDim: 128, Causal: true},
 		{Seq: 2501, HeadDim: 128, Causal: true},
 		{Seq: 320, HeadDim: 64, Causal: true},

@@ -11,15 +11,14 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// hopperShape is a Shape of attention_hopper.cu or attention_hopper_backward.cu.
+// hopperShape is a Shape of attention_hopper.cu, or of the fused backward pass.
 type hopperShape struct{ workers, loop, turns, stages int }
 
-// hopperShapes are by the head dimension that they are made for, then by pass; the backward passes
-// above 64 are fused.
-var hopperShapes = map[int][]hopperShape{
-	64:  {{3, 128, 2, 3}, {2, 128, 2, 3}, {2, 64, 2, 6}},
-	96:  {{2, 128, 2, 3}},
-	128: {{2, 128, 2, 2}},
+// hopperShapes are by the head dimension that they are made for.
+var hopperShapes = map[int]hopperShape{
+	64:  {3, 128, 2, 3},
+	96:  {2, 128, 2, 3},
+	128: {2, 128, 2, 2},
 }
 
 // fusedShapes are those of attention_hopper_fused.cu and attention_hopper_fused64.cu.
@@ -40,19 +39,11 @@ func (a Geometry) hopperDim() int {
 	return 128
 }
 
-// shared is the shared memory of a block: its own tiles and results, the stages, and the barriers.
-func (h hopperShape) shared(pass attentionPass, dim int) int {
-	own, rings, stats := 2, 1, 0
-	switch pass {
-	case attentionForward:
-		own, rings = 1, 2
-	case attentionBackwardQ:
-		own = 3
-	case attentionBackwardKV:
-		stats = 8 * h.loop
-	}
-	rows := (own*h.turns+1)*64*h.workers + 2*h.loop*h.stages
-	return 2*dim*rows + h.stages*(stats+16*rings) + 16*h.turns
+// shared is the shared memory of a block of the forward pass: its own tiles and results, the stages,
+// and the barriers.
+func (h hopperShape) shared(dim int) int {
+	rows := (h.turns+1)*64*h.workers + 2*h.loop*h.stages
+	return 2*dim*rows + 32*h.stages + 16*h.turns
 }
 
 // sharedFused is the same for the fused backward pass: k and v, the stages with their statistics,
@@ -70,26 +61,22 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 56
 }
 
-func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, pass attentionPass, dim int,
-	h hopperShape) error {
-	unit, inputs := "attention_hopper", 3
-	if pass != attentionForward {
-		unit, inputs = "attention_hopper_backward", 5
-	}
-	a, err := c.hopperArgs(k, inputs)
+// launchHopper is the forward pass over some heads.
+func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, heads, others int) error {
+	dim := c.hopperDim()
+	h := hopperShapes[dim]
+	c.params.section = int32(c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers), others,
+		inTurns))
+	a, err := c.hopperArgs(k, 3)
 	if err != nil {
 		return err
 	}
-	if pass != attentionForward {
-		c.addAngles(a)
-	}
 	l := kernel.Line(k.Info.SMs, 128*(h.workers+1))
-	l.Shared = h.shared(pass, dim)
+	l.Shared = h.shared(dim)
 	if c.Documents != 0 {
 		l.Shared += 16 * h.turns
 	}
-	return c.run(k, s, unit, fmt.Sprintf("attention_hopper_%s_%d", attentionPassNames[pass], dim),
-		l, a)
+	return c.run(k, s, "attention_hopper", fmt.Sprintf("attention_hopper_forward_%d", dim), l, a)
 }
 
 // evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
@@ -163,7 +150,7 @@ func (o handOut) longest(heads, tiles, section, sms int) int {
 	return slices.Max(busy)
 }
 
-// hopperArgs are the parameters and descriptors of the first few of q, k, v, g and y.
+// hopperArgs are the parameters and descriptors of the first few of q, k, v and g.
 func (c *attentionCall) hopperArgs(k *kernel.Set, inputs int) (*gpu.Args, error) {
 	p := c.params
 	a := kernel.Args().Struct(p.bytes(), 8)
@@ -172,8 +159,7 @@ func (c *attentionCall) hopperArgs(k *kernel.Set, inputs int) (*gpu.Args, error)
 		stride int64
 		heads  int
 	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads},
-		{p.g, p.gStride, c.Heads},
-		{p.y, p.yStride, c.Heads}}[:inputs] {
+		{p.g, p.gStride, c.Heads}}[:inputs] {
 		m, err := c.tensorMap(k, o.ptr, int(o.stride), o.heads)
 		if err != nil {
 			return nil, err
@@ -211,17 +197,6 @@ func (c *attentionCall) tensorMap(k *kernel.Set, p gpu.Ptr, stride, heads int) (
 		Swizzle:   swizzle,
 		Promotion: 256,
 	})
-}
-
-// hopper reports whether the variant is one of those for compute capability 9.0.
-func (a Geometry) hopper() bool {
-	return a.Variant == Hopper || a.Variant == HopperFused
-}
-
-// Fused reports whether the variant, which must not be Auto, forms all three gradients in one
-// kernel.
-func (a Geometry) Fused() bool {
-	return a.Variant == HopperFused || a.Variant == Hopper && a.HeadDim > 64
 }
 
 // fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in

@@ -19,8 +19,7 @@ import (
 func TestAttentionShapesMatchSources(t *testing.T) {
 	read := func(unit string) string { return kerneltest.Source(t, unit+".cu") }
 	mma, hopper := read("attention_mma"), read("attention_hopper")+
-		read("attention_hopper_backward")+read("attention_hopper_fused")+
-		read("attention_hopper_fused64")
+		read("attention_hopper_fused")+read("attention_hopper_fused64")
 	contains := func(source, want string) {
 		require.Contains(t, source, want)
 	}
@@ -35,14 +34,10 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 			contains(mma, fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, ", name, dim, dim, warps,
 				m.own/warps/16, m.loop))
 		}
-		for dim, shapes := range hopperShapes {
-			if pass < len(shapes) {
-				containsHopper(name, dim, shapes[pass])
-			}
-		}
 	}
-	for dim, shape := range fusedShapes {
-		containsHopper("Fused", dim, shape)
+	for dim, shape := range hopperShapes {
+		containsHopper("Forward", dim, shape)
+		containsHopper("Fused", dim, fusedShapes[dim])
 	}
 }
 
@@ -83,9 +78,8 @@ func TestAttentionSectionWays(t *testing.T) {
 	}{
 		{4, 4096, 16, 8, 128, true, []string{"hopper", "hopper-8", "hopper-24", "mma",
 			"plain"}},
-		{2, 4096, 32, 8, 64, true, []string{"hopper", "hopper-fused", "hopper-fused-8",
-			"mma", "plain"}},
-		{32, 1024, 12, 12, 64, true, []string{"hopper", "hopper-fused", "mma", "plain"}},
+		{2, 4096, 32, 8, 64, true, []string{"hopper", "hopper-8", "mma", "plain"}},
+		{32, 1024, 12, 12, 64, true, []string{"hopper", "mma", "plain"}},
 		{1, 1024, 4, 2, 128, true, []string{"hopper", "mma", "plain"}},
 		{4, 4096, 16, 8, 128, false, []string{"hopper", "mma", "plain"}},
 	} {
@@ -131,11 +125,9 @@ func TestAttentionPicksVariants(t *testing.T) {
 				suf, _ := kernel.Suffix("", dt)
 				want := []string{unit + "_forward" + size, "attention_stats", unit + "_backward_q" +
 					size, unit + "_backward_kv" + size}
-				if unit == "attention_hopper" && dim <= 64 {
-					want = slices.Delete(want, 1, 2)
-				} else if unit == "attention_hopper" {
+				if unit == "attention_hopper" {
 					want = []string{want[0], want[1], unit + "_backward_fused" + size,
-						unit + "_backward_round" + size}
+						unit + "_backward_round" + size}[:4-int(kernel.Bit(dim <= 64))]
 				}
 				launches := slices.DeleteFunc(c.Trace(), func(op fake.Op) bool {
 					return op.Name == ""
@@ -166,7 +158,7 @@ func TestAttentionWorkspace(t *testing.T) {
 		{129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
 		seq := x.seq
 		a := Geometry{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim,
-			Causal: true, Variant: HopperFused}
+			Causal: true, Variant: Hopper}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * x.dim}, kernel.Rows{Ptr: p, Stride: 2 * x.dim}
 		c.ClearTrace()
 		require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
@@ -191,7 +183,7 @@ func TestAttentionFused64(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64} {
 		a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim,
-			Causal: true, Variant: HopperFused}
+			Causal: true, Variant: Hopper}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 		require.True(t, slices.Contains(Variants(k, a, kerneltest.Bf16, q, kv), a.Variant), dim)
 		for _, table := range []gpu.Ptr{0, p} {
