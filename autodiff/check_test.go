@@ -233,9 +233,9 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 	}
 }
 
-// TestCheckGradientsBesideAPlateau checks elements that saturate at a tenth of the first step, and
-// add so little to the cost that rounding hides them at narrow steps: where wide steps find nothing
-// more, a right derivative is right, and one that is wrongly zero is wrong.
+// TestCheckGradientsBesideAPlateau checks elements that saturate at a tenth of the first step. They
+// add so little to the cost that rounding hides them at narrow steps, and wide ones find nothing. A
+// right derivative is still right, and one that is wrongly zero is wrong.
 func TestCheckGradientsBesideAPlateau(t *testing.T) {
 	for name, gradient := range map[string]func(i int, x, g float64) float64{
 		"right": right,

@@ -116,7 +116,7 @@ func extrapolate(steps []difference) []estimate {
 }
 
 // against returns e with the error that the narrowest step leaves it, and whether that step is for
-// it. Their difference is due to rounding, of which a wider step has less, or else e is no estimate
+// it. Rounding, of which a wider step has less, can explain their difference. Else e is no estimate
 // at all: far out on a plateau, steps agree with each other too.
 func (e estimate) against(probe difference,
 	goal func(d float64) float64) (estimate, bool) {
@@ -127,11 +127,11 @@ func (e estimate) against(probe difference,
 
 // choose returns the estimate that errs least, and its error, going from narrow steps to wide ones.
 //
-// Rounding errors of D fall as 1/h and other errors rise with h. So an estimate that claims less
-// error than narrower steps allow agrees with its neighbours by chance, or lies on a plateau, where
-// f has left what happens at 0 behind. Its error is taken to be what they allow. An estimate that
-// contradicts the best of narrower steps is passed over, however small its error seems. (Lepski,
-// "On a problem of adaptive estimation in Gaussian white noise", 1990.)
+// Rounding errors of D fall as 1/h and other errors rise with h. So an estimate may claim less
+// error than narrower steps allow. It then agrees with its neighbours by chance, or lies on a
+// plateau, which what happens at 0 does not reach. Its error is taken to be what they allow. An
+// estimate that contradicts the best of narrower steps is passed over, however small its error
+// seems. (Lepski, "On a problem of adaptive estimation in Gaussian white noise", 1990.)
 func choose(steps []difference) (best, spread float64) {
 	all := extrapolate(steps)
 	if len(all) == 0 {

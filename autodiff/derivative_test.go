@@ -52,7 +52,7 @@ func TestDerivative(t *testing.T) {
 }
 
 // TestDerivativeOfMany draws functions whose scale lies anywhere between the narrowest steps and
-// the widest ones, beside a cost of some size, as they are met behind norms and gates.
+// the widest ones. They stand beside a cost of some size, as behind norms and gates.
 func TestDerivativeOfMany(t *testing.T) {
 	type function func(t float64) float64
 	type span func(low, high float64) float64

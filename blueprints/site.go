@@ -106,7 +106,8 @@ func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 }
 
 // Mergeable reports whether what a kind has grown becomes a part of a plain model once it is
-// fossilized: sums of weights, and blocks as the model's own. All else stays beside these.
+// fossilized. Those are sums of weights, and blocks as the model's own. All else stays beside
+// these.
 func Mergeable(k Kind) bool {
 	b, err := Lookup(k)
 	return err == nil && (b.Site == Weight || b.Site == Depth || k == Attention || k == Perceptron)

@@ -1,5 +1,5 @@
-// Package board shows training runs in a browser while they go on: curves, the lattice of seeds and
-// what happens to them, samples, and Prometheus' metrics.
+// Package board shows training runs in a browser while they go on: curves, the lattice of seeds,
+// samples, and Prometheus' metrics.
 //
 //	b, err := board.Attach(trainer)
 //	...

@@ -460,8 +460,8 @@ func (p *planter) Decide(reports []state.Report) []state.Command {
 	return nil
 }
 
-// TestClient wants a controller in another process to grow a model: to see the reports that one
-// inside sees, and what it commands to happen, in the record too.
+// TestClient wants a controller in another process to grow a model. It sees the reports that one
+// inside sees, and what it commands happens, in the record too.
 func TestClient(t *testing.T) {
 	tr := newTrainer(t, 150, 4)
 	paced(tr, 10*time.Millisecond)
@@ -518,8 +518,8 @@ func logged(t *testing.T, name string, steps int) string {
 	return folder
 }
 
-// TestLogs wants the logs of runs to show what the runs were, one that goes on included, and what
-// differs in their settings; and lines that are no records to do no harm.
+// TestLogs wants the logs of runs, one that goes on included, to show what the runs were and what
+// differs in their settings. Lines that are no records do no harm.
 func TestLogs(t *testing.T) {
 	one, two := logged(t, "one", 6), logged(t, "two", 9)
 	b, err := board.Logs([]string{one, filepath.Join(two, "log.jsonl")})

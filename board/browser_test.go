@@ -166,8 +166,8 @@ func paced(tr *llm.Trainer, step time.Duration) {
 	})
 }
 
-// TestPage wants the page to load, where -timing asks for that within a second, to show the first
-// chart before the second step, and seeds with the reasons of what happens to them, and to be
+// TestPage wants the page to load, within a second where -timing asks for that. The first chart is
+// there before the second step, and seeds with the reasons of what happens to them. It is
 // accessible on every width, in light and dark.
 func TestPage(t *testing.T) {
 	w := browser(t)
@@ -227,8 +227,8 @@ func TestPage(t *testing.T) {
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
-// TestSteering wants a person to germinate a seed on the page and to see it in the lattice, and the
-// run to stop when asked to.
+// TestSteering wants a person to germinate a seed on the page and to see it in the lattice. The run
+// stops when asked to.
 func TestSteering(t *testing.T) {
 	w := browser(t)
 	tr := newTrainer(t, 4000, 16)

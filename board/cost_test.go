@@ -157,9 +157,9 @@ func (m *turns) next() error {
 var errDone = errors.New("the benchmark is over")
 
 // BenchmarkStep is what a board costs a step of training: steps without one, with one, and with 20
-// viewers in another process take turns. An iteration is a turn of each. As metrics it reports the
-// medians of a step's time, the mean differences of turns to those without a board in percent, each
-// with its standard error, and what the training goroutine itself pays for the events of a step.
+// viewers in another process take turns. An iteration is a turn of each. Metrics are the medians of
+// a step's time, and the mean differences to turns without a board, in percent, with their standard
+// errors. The last one is what the training goroutine itself pays for the events of a step.
 func BenchmarkStep(b *testing.B) {
 	b.Run("cpu", func(b *testing.B) { cost(b, nil) })
 	b.Run("gpu", func(b *testing.B) {

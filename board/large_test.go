@@ -51,8 +51,8 @@ func large(t testing.TB, run *store.Run, steps, seeds int) {
 	run.Take(e)
 }
 
-// TestLarge wants the page of a run of 10,000 steps and 50,000 seeds to stay below 200 MB and to
-// draw 30 frames a second, where -timing asks for that, while the lattice is moved.
+// TestLarge wants the page of a run of 10,000 steps and 50,000 seeds to stay below 200 MB. Where
+// -timing asks for that, it draws 30 frames a second while the lattice is moved.
 func TestLarge(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes seconds")
@@ -102,8 +102,8 @@ func TestLarge(t *testing.T) {
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
-// renderer is the memory, in MB, of the largest process of a page that this one has started: its own
-// and its part of what it shares. It is not known where there is no /proc.
+// renderer is the memory, in MB, of the largest process of a page that this one has started. It
+// counts its own and its part of what it shares. It is not known where there is no /proc.
 func renderer(t *testing.T) (mb float64, ok bool) {
 	field := func(file, name string) (n float64) {
 		text, _ := os.ReadFile(file) // of a process that may have ended

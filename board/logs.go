@@ -130,8 +130,8 @@ func (l *log) follow(closing <-chan struct{}) {
 	}
 }
 
-// Report writes a run, by its folder or its log, as one page of HTML that needs nothing else:
-// curves, the lattice over time, settings and samples.
+// Report writes a run, by its folder or its log, as one page of HTML that needs nothing else. It
+// shows curves, the lattice over time, settings and samples.
 func Report(w io.Writer, path string) error {
 	l, err := openLog(path, "0")
 	if err != nil {

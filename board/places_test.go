@@ -22,8 +22,8 @@ import (
 const judged = "34 epochs have not brought what FineTuning asks for: the loss is 0.0021 higher with " +
 	"it (0.07 %), and 70 % of the text's batches agree"
 
-// everywhere feeds the events of a run of 600 steps whose model has seeds at all sites: Kasmina
-// layers, every linear layer of so many blocks, the stream and depth.
+// everywhere feeds the events of a run of 600 steps whose model has seeds at all sites. These are
+// Kasmina layers, every linear layer of so many blocks, the stream and depth.
 func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 	t.Helper()
 	r := texttest.Rand(t)
@@ -92,8 +92,9 @@ func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 	run.Take(e)
 }
 
-// TestEverywhere wants seeds of all sites to be found and named on the page, thousands of them too,
-// with the reasons of what became of them, and what names and samples hold shown as it is.
+// TestEverywhere wants seeds of all sites, thousands of them too, to be found and named on the
+// page. It shows the reasons of what became of them. Names and samples are shown as they are,
+// whatever they hold.
 func TestEverywhere(t *testing.T) {
 	w := browser(t)
 	b, err := board.New()

@@ -17,7 +17,7 @@ import (
 )
 
 // BenchmarkServed is the time of processors that 20 viewers in another process take from a run, by
-// its steps a second: an iteration is seconds of the run with them, and as many without. A tenth of
+// its steps a second. An iteration is seconds of the run with them, and as many without. A tenth of
 // a percent of two cores is 2 ms of a second.
 func BenchmarkServed(b *testing.B) {
 	for _, steps := range []int{2, 20} {

@@ -15,10 +15,10 @@
 // NaN payloads and signs of zeros included. Max and Min have one result, apart from NaN. Sums of
 // integers have one result too.
 //
-// Sums of floating-point numbers depend on their order, and the order of AllReduce and
-// ReduceScatter depends on the number of ranks, on the length and on the way that NCCL takes. Two
-// runs on the same ranks may agree; runs on 2 and 4 ranks do not. Package loopback, too, adds in an
-// order that depends on the number of ranks, so that tests notice who relies on it.
+// Sums of floating-point numbers depend on their order. That of AllReduce and ReduceScatter depends
+// on the number of ranks, on the length and on the way that NCCL takes. Two runs on the same ranks
+// may agree; runs on 2 and 4 ranks do not. Package loopback, too, adds in an order that depends on
+// the number of ranks, so that tests notice who relies on it.
 //
 // # Sums in order
 //

@@ -24,7 +24,7 @@ func EvenShards(count, size, multiple int) Shards {
 	return s
 }
 
-// Piece is a stretch of a buffer that may be divided at multiples of Multiple elements from its
+// Piece is a stretch of a buffer. It may be divided at multiples of Multiple elements from its
 // start, or where that is 0 not at all.
 type Piece struct{ Len, Multiple int }
 

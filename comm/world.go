@@ -241,8 +241,8 @@ func (w *World) Done() <-chan struct{} {
 	return w.done
 }
 
-// Err says why the run cannot go on: a *[RankError] for another rank, the error given to Fail for
-// this one, [ErrClosed] after Close; nil while it can.
+// Err says why the run cannot go on; nil while it can. It is a *[RankError] for another rank, the
+// error given to Fail for this one, [ErrClosed] after Close.
 func (w *World) Err() error {
 	if !w.made() {
 		return errZero

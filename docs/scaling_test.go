@@ -80,7 +80,7 @@ func updateOf(params float64) float64 {
 // moved is the bytes of a parameter that travel in a step: its gradient, and then itself, in bf16.
 const moved = 2 + 2
 
-// addBytes is what adding a contribution in bf16 to a sum moves, an element: two GPUs do so in the
+// addBytes is what adding a contribution in bf16 to a sum moves, an element. Two GPUs do so in the
 // update, more of them beside the run.
 const addBytes = 2 + 4 + 4
 
@@ -111,8 +111,8 @@ func pairs(t *testing.T) (all []pair) {
 }
 
 // fit is the delay of a step, and the bytes a second of an exchange over NVLink, that the measured
-// lines are nearest to: a line through what two GPUs take longer than one, the half of the update
-// that each saves being added.
+// lines are nearest to. It is a line through what two GPUs take longer than one, with the half of
+// the update that each saves added.
 func fit(t *testing.T) (delay, speed float64) {
 	var n, sx, sy, sxx, sxy float64
 	for _, p := range pairs(t) {

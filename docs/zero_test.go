@@ -22,9 +22,8 @@ var exempt = map[string]string{
 }
 
 // TestZeroArguments calls every exported function of every public package, and every method of a
-// zero value of every type, with arguments that are zero values, then with pointers to some and
-// ones, and then with what is negative. Nothing panics, and nothing hangs: what cannot be done is an
-// error, or nothing.
+// zero value of every type. Arguments are zero values, then pointers to some and ones, and then
+// what is negative. Nothing panics, and nothing hangs: what cannot be done is an error, or nothing.
 func TestZeroArguments(t *testing.T) {
 	p, err := load()
 	require.NoError(t, err)

@@ -39,9 +39,9 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 	return callback.Evaluate(access{t}, text, every, opts...)
 }
 
-// InBackground writes a checkpoint while the run goes on, if there is a step to come, from a copy
-// of everything in it that takes memory until the file is complete. Its Saved event has the step
-// that was saved, and comes after a later one.
+// InBackground writes a checkpoint while the run goes on, if there is a step to come. It writes
+// from a copy of everything in it that takes memory until the file is complete. Its Saved event has
+// the step that was saved, and comes after a later one.
 func InBackground() CheckpointOption {
 	return callback.InBackground()
 }
@@ -57,23 +57,23 @@ func OptimizerApart() CheckpointOption {
 	return callback.OptimizerApart()
 }
 
-// Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
-// never), at the last step, and when the run is interrupted. After a callback or a step has failed
-// it tries to save the last step, unless that is ErrDiverged. Then the file's old contents are
-// better. The file is replaced as a whole: there is always a complete one. Folders that it needs
-// are made. A place where it cannot be written ends the run before its first step, and so does a
-// folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
+// Checkpoint saves everything needed to go on to the file at path. It does so every so many steps
+// (0 for never), at the last step, and when the run is interrupted. After a callback or a step has
+// failed it tries to save the last step, unless that is ErrDiverged. Then the file's old contents
+// are better. The file is replaced as a whole: there is always a complete one. Folders that it
+// needs are made. A place where it cannot be written ends the run before its first step, and so
+// does a folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	return callback.Checkpoint(access{t}, path, every, opts...)
 }
 
 // MergeAtEnd has the blueprints which learn fully blended in, as those of control.Adapters do,
-// fossilized behind the last step of a run: as the run ends they become a part of the model. Let it
+// fossilized behind the last step of a run. As the run ends they become a part of the model. Let it
 // stand before callbacks that save.
 func MergeAtEnd(t *Trainer) Callback { return callback.MergeAtEnd(access{t}) }
 
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
-// step, tells the callbacks, and writes the text of the latest sample to the file at path, whose
+// step, and tells the callbacks. It writes the text of the latest sample to the file at path, whose
 // folders it makes, unless that is empty. With an empty prompt a document begins, if the tokenizer
 // is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the tokenizer's
 // vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be
@@ -84,7 +84,7 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 }
 
 // ClaimFolder makes an output folder, which must exist, this program's until release is called or
-// the program ends, so that no two programs write one run's files: to all others it is an
+// the program ends. So no two programs write one run's files: to all others it is an
 // ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
 // is the program's until all have released it. A run with a [Checkpoint] claims its folder by
 // itself; a program that reads or writes there before the run claims it first.
@@ -95,10 +95,10 @@ func ClaimFolder(dir string) (release func() error, err error) {
 	return callback.ClaimFolder(dir)
 }
 
-// Monitor tells the callbacks every so many steps (0 for never), and after the last one, what the
-// ops of the trainer's engine take, as a Profiled event, and at the end of the run prints them as a
-// table. It does nothing for an engine that is no [Profiler] or has timed nothing: engines on CPU
-// and GPU want the option WithMonitor of cpuops and cudaops.
+// Monitor tells the callbacks what the ops of the trainer's engine take, as a Profiled event. It
+// does so every so many steps (0 for never) and after the last one. At the end of the run it prints
+// them as a table. It does nothing for an engine that is no [Profiler] or has timed nothing.
+// Engines on CPU and GPU want the option WithMonitor of cpuops and cudaops.
 func Monitor(t *Trainer, w io.Writer, every int) Callback {
 	return callback.Monitor(access{t}, w, every)
 }
@@ -111,7 +111,7 @@ func Ceilings(t *Trainer) Callback {
 }
 
 // ProfileStep profiles a step of the run. It begins when that many steps have been made (at least
-// 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
+// 1), which load kernels and warm the GPU up. It writes the trace (see [Profile.WriteTrace]) to the
 // file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
 // [Tracer]. Of a run that ends before, it writes nothing and says so.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
@@ -120,9 +120,9 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 
 // Scrub verifies the checksums of all seeds when a run begins, and then once every period while it
 // goes on. What it finds it writes to w, a line for each layer or part of a large one, and tells
-// the callbacks of (Corrupted), both behind the next step and once. It changes nothing: a corrupt
-// seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made with
-// [state.WithQuarantine].
+// the callbacks of (Corrupted). Both happen behind the next step and once. It changes nothing: a
+// corrupt seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made
+// with [state.WithQuarantine].
 func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 	return callback.Scrub(access{t}, w, period)
 }

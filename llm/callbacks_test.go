@@ -78,8 +78,6 @@ func TestMonitor(t *testing.T) {
 	}
 }
 
-// TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update,
-// and the ways once a run.
 // measurer has a ceiling.
 type measurer struct{ Engine }
 
@@ -111,6 +109,8 @@ func TestCeilings(t *testing.T) {
 	require.ErrorContains(t, Ceilings(nil)(Event{Kind: RunStart}), "Ceilings")
 }
 
+// TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update.
+// The ways are there once a run.
 func TestMonitorOnCPU(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
@@ -305,7 +305,7 @@ func TestEventKindNames(t *testing.T) {
 }
 
 // TestEpochEnd wants callbacks to be told, once an epoch and before the step's end, how all seeds
-// are and what has happened to them since, and of what happens behind the last epoch when the run
+// are and what has happened to them since. What happens behind the last epoch is told when the run
 // ends.
 func TestEpochEnd(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7}) // in epochs of 3
@@ -373,9 +373,10 @@ func TestNoEpochEnd(t *testing.T) {
 }
 
 // BenchmarkTelemetry measures training steps of the model that examples/transformer trains by
-// default: without telemetry, with all of it, and with that of every fourth step, in turn, and by
-// how much the last two take longer. Of every round it forms the ratios, of the time by the clock
-// and of the processor's time, in which other programs show less, and reports the median.
+// default. Steps go without telemetry, with all of it, and with that of every fourth step, in turn.
+// It reports by how much the last two take longer. Of every round it forms the ratios, and reports
+// their median. They are of the time by the clock and of the processor's time, in which other
+// programs show less.
 func BenchmarkTelemetry(b *testing.B) {
 	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{0, 1, 2, 3},
 		Seeds: 16}

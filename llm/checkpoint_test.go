@@ -150,8 +150,8 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// TestKillWhileSaving kills a training process that saves after every step, in turn at a random
-// moment and soon after it has begun a file, and each time wants a checkpoint that the next process
+// TestKillWhileSaving kills a training process that saves after every step, at a random moment and
+// soon after it has begun a file, in turn. Each time it wants a checkpoint that the next process
 // resumes from.
 func TestKillWhileSaving(t *testing.T) {
 	kills := 60
@@ -506,7 +506,7 @@ func stateOf(t testing.TB, tr *Trainer) string {
 }
 
 // TestNumbersThatAreNone wants files whose numbers no run can have, under checksums that are right,
-// to be refused with what and where, and nothing to have changed.
+// to be refused. The error says what and where, and nothing has changed.
 func TestNumbersThatAreNone(t *testing.T) {
 	const weight = "model.layers.0.mlp.up_proj.weight"
 	edit := func(name string, at int, v float32) func(map[string]safetensors.Tensor,
@@ -741,7 +741,7 @@ func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 	}
 }
 
-// inParts saves a checkpoint with some moments in two files beside it, and returns the path of the
+// inParts saves a checkpoint with some moments in two files beside it. It returns the path of the
 // second, which has the other half of each.
 func inParts(t testing.TB, path string, tensors []safetensors.Tensor, metadata map[string]string,
 	moments []safetensors.Tensor) (second string) {
@@ -860,8 +860,8 @@ func FuzzBlueprint(f *testing.F) {
 
 func errorOf(_ any, err error) error { return err }
 
-// TestBackgroundCheckpoint wants each file that was written while a growing model went on training
-// to be, byte for byte, the one that is written between steps.
+// TestBackgroundCheckpoint writes files while a growing model goes on training. It wants each to be
+// the one that is written between steps, byte for byte.
 func TestBackgroundCheckpoint(t *testing.T) {
 	files := func(opts ...CheckpointOption) map[int][]byte {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 11})
@@ -924,7 +924,7 @@ func folder(t *testing.T, dir string) map[string][]byte {
 }
 
 // TestOptimizerApart wants a checkpoint whose optimiser's moments are in a file of their own to go
-// on bit by bit, a model to be had without that file, and the file to go with the checkpoint.
+// on bit by bit. A model is had without that file, and the file goes with the checkpoint.
 func TestOptimizerApart(t *testing.T) {
 	for name, optimizer := range optimizers {
 		t.Run(name, func(t *testing.T) {

@@ -228,8 +228,8 @@ func TestKasminaOptionsTakeEffect(t *testing.T) {
 	}
 }
 
-// TestStopOnNonFinite wants a run to end where a layer first meets what is not finite, by the seed,
-// and to end by its loss without the option.
+// TestStopOnNonFinite wants a run to end where a layer first meets what is not finite, by the seed.
+// Without the option it ends by its loss.
 func TestStopOnNonFinite(t *testing.T) {
 	for _, stop := range []bool{false, true} {
 		path := filepath.Join(t.TempDir(), "run.safetensors")
@@ -257,9 +257,9 @@ func TestStopOnNonFinite(t *testing.T) {
 	}
 }
 
-// TestKasminaOptionsOfCheckpoints wants options to be saved with a model, a run that goes on with
-// others to be refused by name unless the caller asks for it, and a file from before there were any
-// to have none.
+// TestKasminaOptionsOfCheckpoints wants options to be saved with a model. A run that goes on with
+// others is refused by name unless the caller asks for it. A file from before there were any has
+// none.
 func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	options := KasminaOptions{Stability: op.Strict, Epsilon: 1e-6, GradClip: 3,
@@ -339,8 +339,8 @@ func TestBadKasminaOptions(t *testing.T) {
 	}
 }
 
-// A blueprint that one run has trained goes on, bit for bit, in a slot of another one that trains,
-// sent there from another goroutine with the command that germinates the seed.
+// A blueprint that one run has trained goes on, bit for bit, in a slot of another one that trains.
+// Another goroutine sends it there with the command that germinates the seed.
 func TestBlueprintMovesBetweenRuns(t *testing.T) {
 	dir := t.TempDir()
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
@@ -747,8 +747,8 @@ func TestTraitErrors(t *testing.T) {
 	}
 }
 
-// TestTraitsDecode wants the logits of cached keys and values to be those of whole windows, for
-// blocks with windows and without RoPE, across the edge of Config.Seq too.
+// TestTraitsDecode wants the logits of cached keys and values to be those of whole windows. Blocks
+// have windows and no RoPE, across the edge of Config.Seq too.
 func TestTraitsDecode(t *testing.T) {
 	r := texttest.Rand(t)
 	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 2e-5,

@@ -96,8 +96,8 @@ func grownBy(t *testing.T, tr *Trainer, seed int, k blueprints.Kind, size int) {
 	require.NoError(t, tr.inTurn(tr.reshape))
 }
 
-// TestStackCopies wants a growth to leave parameters, moments, loader and lattices as they are, and
-// to give copies the values and the moments of what they are copies of.
+// TestStackCopies wants a growth to leave parameters, moments, loader and lattices as they are.
+// Copies have the values and the moments of what they are copies of.
 func TestStackCopies(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -137,7 +137,7 @@ func TestStackCopies(t *testing.T) {
 }
 
 // TestGrownIsAPlainModel wants a model that has grown to train on with the bits of one that was
-// made with its blocks, and to be saved, loaded and sampled from as such.
+// made with its blocks. It is saved, loaded and sampled from as such.
 func TestGrownIsAPlainModel(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
 	g, err := NewGenerator(tr.Model)
@@ -234,8 +234,8 @@ func TestRollbackOfDepth(t *testing.T) {
 	require.NoError(t, tr.Run(context.Background()))
 }
 
-// TestResumeWhileGrowing wants a run that grows, is fossilized, grows again and is rolled back to
-// be resumed behind any of its steps with the bits of the run that was never interrupted.
+// TestResumeWhileGrowing has a run grow, be fossilized, grow again and be rolled back. It wants it
+// to be resumed behind any of its steps with the bits of the run that was never interrupted.
 func TestResumeWhileGrowing(t *testing.T) {
 	const steps = 14
 	commands := depthCommands{
@@ -282,8 +282,8 @@ func TestResumeWhileGrowing(t *testing.T) {
 	}
 }
 
-// TestForgedBefore wants a checkpoint to be refused with which a rollback could not be, or that
-// counts what no run has spent, and nothing to have changed.
+// TestForgedBefore wants a checkpoint to be refused that a rollback could not use, or that counts
+// what no run has spent. Nothing has changed then.
 func TestForgedBefore(t *testing.T) {
 	options := trainerOptions{config: deep(), steps: 9}
 	tr := newTrainer(t, options)
@@ -432,8 +432,8 @@ func quickDepth() *control.Depth {
 	return d
 }
 
-// TestReplay wants a run on a budget of time, which grows when its controller sees fit, to be
-// repeated bit for bit by its record, however slow the machine is.
+// TestReplay has a run on a budget of time grow when its controller sees fit. Its record repeats it
+// bit for bit, however slow the machine is.
 func TestReplay(t *testing.T) {
 	var record bytes.Buffer
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
@@ -527,8 +527,8 @@ func TestControllerGrows(t *testing.T) {
 	require.ErrorContains(t, short.Grow(Growth{Controller: quickDepth()}), "plan at least")
 }
 
-// TestDivergedGrowth wants a growth with which the loss is no longer finite to be taken back, and
-// the run to go on with the bits of one that never grew.
+// TestDivergedGrowth wants a growth with which the loss is no longer finite to be taken back. The
+// run goes on with the bits of one that never grew.
 func TestDivergedGrowth(t *testing.T) {
 	c := deep()
 	c.Kasmina, c.Seeds, c.Slots = nil, 0, 0

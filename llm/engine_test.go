@@ -22,8 +22,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestAllocations wants a steady training step on the CPU, gradients, clipping and update, not to
-// allocate more for a larger model, with Kasmina layers in every block.
+// TestAllocations wants a steady training step on the CPU not to allocate more for a larger model.
+// The step is gradients, clipping and update, with Kasmina layers in every block.
 func TestAllocations(t *testing.T) {
 	if testing.Short() {
 		t.Skip("counting allocations needs a process without the race detector")
@@ -104,8 +104,8 @@ func (m *mirrored) Push(params ...string) error {
 	return m.fail
 }
 
-// TestSlotsReachTheEngine wants an engine to hear of the slots that commands write, once a layer,
-// and where it cannot take them those on the host to be as before.
+// TestSlotsReachTheEngine wants an engine to hear of the slots that commands write, once a layer.
+// Where it cannot take them, those on the host are as before.
 func TestSlotsReachTheEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	m, e := tr.Model, &mirrored{Engine: tr.engine}
@@ -138,7 +138,7 @@ func TestSlotsReachTheEngine(t *testing.T) {
 }
 
 // TestResumeThatTheEngineCannotTake wants a trainer whose engine has not taken a checkpoint to say
-// so, to do nothing with it, to leave the model the file's, whatever the engine has, and to go on
+// so, and to do nothing with it. The model is the file's, whatever the engine has, and it goes on
 // once a Resume has succeeded.
 func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
@@ -206,8 +206,8 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 }
 
 // TestAnotherTrainer wants a model's next trainer to begin with what the one before has made of the
-// model, wherever that is, and that one to go on when its engine has taken what the other has made
-// of it, and not before, until it is closed.
+// model, wherever that is. The one before goes on only when its engine has taken what the other
+// made of the model, until it is closed.
 func TestAnotherTrainer(t *testing.T) {
 	first := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
 	e := &mirrored{Engine: first.engine}
@@ -273,8 +273,8 @@ func blocks(n int) []int {
 	return all
 }
 
-// TestDivergedIsNotSaved saves after every step, breaks the model in different ways after step 5,
-// and wants an error and the checkpoint of the last good step.
+// TestDivergedIsNotSaved saves after every step, and breaks the model in different ways after step
+// 5. It wants an error and the checkpoint of the last good step.
 func TestDivergedIsNotSaved(t *testing.T) {
 	const name = "model.layers.1.mlp.up_proj.weight"
 	at5 := func(f func(*Trainer) error) func(*Trainer) {
@@ -379,9 +379,9 @@ func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
 	return loss, norm, err
 }
 
-// TestUpdateOverflowed wants a run to end as one that has diverged where parameters have been
-// updated with gradients that are not finite, the checkpoint before to stay, and the trainer to do
-// nothing with these parameters, also if they are all finite, until it goes on from the checkpoint.
+// TestUpdateOverflowed wants a run to end as one that has diverged where an update took gradients
+// that are not finite. The checkpoint before stays. The trainer does nothing with these parameters,
+// also if they are all finite, until it goes on from the checkpoint.
 func TestUpdateOverflowed(t *testing.T) {
 	for what, value := range map[string]float32{"a parameter that is not " +
 		"finite": float32(math.NaN()), "finite parameters": 0.5} {
@@ -480,8 +480,8 @@ func scale(tr *Trainer) *scaling {
 	return s
 }
 
-// TestScaler wants a skipped update to be no error, and the loss scale to be saved and resumed; one
-// that the engine refuses to leave the trainer as it was.
+// TestScaler wants a skipped update to be no error, and the loss scale to be saved and resumed. One
+// that the engine refuses leaves the trainer as it was.
 func TestScaler(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})

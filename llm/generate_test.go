@@ -231,8 +231,9 @@ func apartBy(t *testing.T, x, y any) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// TestDecoding wants the logits of a sequence that grows to be those of the whole window: of a
-// prompt and token by token, in the window and beyond it, of other sequences, and after training.
+// TestDecoding wants the logits of a sequence that grows to be those of the whole window. That
+// holds for a prompt and token by token, in the window and beyond it, for other sequences, and
+// after training.
 func TestDecoding(t *testing.T) {
 	r := texttest.Rand(t)
 	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 1e-5,
@@ -399,7 +400,7 @@ func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int)
 }
 
 // TestPaddedVocabulary draws much from a model that has learnt nearly nothing, and two thirds of
-// whose vocabulary stand for no text, after a prompt and from the start of a document.
+// whose vocabulary stand for no text. It draws after a prompt and from the start of a document.
 func TestPaddedVocabulary(t *testing.T) {
 	text := numberedText(t)
 	bpe := trainBPE(t, 1, 270)
@@ -555,7 +556,7 @@ func TestDocumentsApart(t *testing.T) {
 }
 
 // TestDocumentsOff wants the bits of a model that looks at no documents from one whose sequences
-// are one document each, and a configuration that is stored as before.
+// are one document each. Its configuration is stored as before.
 func TestDocumentsOff(t *testing.T) {
 	r := texttest.Rand(t)
 	off := tiny()

@@ -25,9 +25,9 @@ type Growth struct {
 	// is minus the model's mean loss on it, which is compared with that of the model's twin. The
 	// twin makes the same steps on the same batches from the same state, without the blueprints
 	// that are being grafted. The stability of such a seed is the share of the text's batches in
-	// which the two differ in the direction in which their means do. When those blueprints are
-	// given up, the twin takes the model's place. A seed that trains is tried at full strength: by
-	// how much the loss rises with it is its training error.
+	// which the two differ in the direction in which their means do. When those blueprints are given
+	// up, the twin takes the model's place. A seed that trains is tried at full strength: by how
+	// much the loss rises with it is its training error.
 	//
 	// The curve of a seed in depth is that of the loss on this text too. Without one, which is for
 	// models that grow in depth alone, it is the training loss: right for runs that repeat no text.
@@ -242,8 +242,8 @@ func (t *Trainer) carryOut(commands []state.Command, mean *jsonfloat.Float) erro
 	return nil
 }
 
-// measureSites tells the seeds at weights and in the stream how large the gradients are of what they
-// sit on, in epochs in which a comparison is due.
+// measureSites tells the seeds at weights and in the stream how large the gradients are of what
+// they sit on. It does so in epochs in which a comparison is due.
 func (t *Trainer) measureSites() error {
 	g, c, n := t.growth, t.Model.Config, t.Model.Kasmina
 	if g == nil || c.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%g.Every != 0 {

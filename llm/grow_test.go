@@ -50,8 +50,8 @@ func growing(t *testing.T, tr *Trainer) *[]string {
 	return &events
 }
 
-// TestGrowResumes wants a run with a controller that is interrupted and resumed, several times, to
-// go as one that is not: the same decisions, bit for bit the same model.
+// TestGrowResumes has a run with a controller interrupted and resumed, several times. It wants the
+// decisions of one that is not, and bit for bit the same model.
 func TestGrowResumes(t *testing.T) {
 	const steps = 45
 	c := tiny()
@@ -235,8 +235,8 @@ func TestGrowErrors(t *testing.T) {
 }
 
 // TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and
-// without it, one that trains by how much that rises with its blueprint at full strength, and
-// others by the loss alone; and all seeds to be as before afterwards.
+// without it. One that trains is judged by how much that rises with its blueprint at full strength,
+// and others by the loss alone. All seeds are as before afterwards.
 func TestJudge(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 	growing(t, tr)
@@ -314,9 +314,9 @@ type lossy struct {
 
 func (l lossy) Loss(data.Batch) (float64, error) { return l.loss, nil }
 
-// TestGrowThroughHugeLosses wants a model that a held-out text tells nothing good of to be no
-// reason for a run to end, nor for a seed to be judged better than with a loss that is finite. One
-// that is not finite is a reason for the governor to take back what has been grafted.
+// TestGrowThroughHugeLosses has a model of which a held-out text tells nothing good. It wants no
+// run to end by that, and no seed to be judged better than with a finite loss. One that is not
+// finite is a reason for the governor to take back what has been grafted.
 func TestGrowThroughHugeLosses(t *testing.T) {
 	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
@@ -366,7 +366,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 }
 
 // TestGrowHasTime wants thresholds that cannot be met in the planned steps to be refused, with what
-// would be needed, and a run that follows the advice to graft a blueprint in no more steps.
+// would be needed. A run that follows the advice grafts a blueprint in no more steps.
 func TestGrowHasTime(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -423,8 +423,8 @@ var withoutDecay = map[string]func() (optim.Optimizer, error){
 }
 
 // TestFrozenSlots wants a slot to keep its bits from the step on at which its last seed ceases to
-// learn, however it does: no momentum moves it. A run that is resumed from just before goes on with
-// the same bits.
+// learn. However that comes about, no momentum moves it. A run that is resumed from just before
+// goes on with the same bits.
 func TestFrozenSlots(t *testing.T) {
 	const layer, seed, slot, frozenAt, steps = 1, 1, 1, 5, 12
 	for name, optimizer := range withoutDecay {

@@ -264,7 +264,7 @@ func TestHostileConfig(t *testing.T) {
 }
 
 // TestLatticeOfOtherSlots wants the number of slots that a lattice's header states to be the
-// model's, whose weights a seed of a slot beyond them would be looked up in.
+// model's. A seed of a slot beyond them would be looked up outside the weights.
 func TestLatticeOfOtherSlots(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	l, err := state.NewLattice(2, 4, state.WithSlots(9))

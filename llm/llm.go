@@ -22,8 +22,8 @@
 //
 // A [Model] is parameters and seed lattices; [Model.Graph] lays them out as a Gorgonia graph, as
 // often as needed. The [Trainer] only steps: what a run shows, measures and saves is up to
-// callbacks, and a program adds its own. The same seeds give the same bits on any number of cores,
-// and a run that was killed goes on from its checkpoint as if nothing had happened.
+// callbacks, and a program adds its own. The same seeds give the same bits on any number of cores.
+// A run that was killed goes on from its checkpoint as if nothing had happened.
 package llm
 
 import (
@@ -170,7 +170,7 @@ var (
 )
 
 // CPUEngine returns what makes the engine of a trainer on the CPU, as TrainConfig.Engine does where
-// it is nil, with options for the machine that trains, such as cpuops.WithMonitor.
+// it is nil. Its options are for the machine that trains, such as cpuops.WithMonitor.
 func CPUEngine(opts ...cpuops.Option) func(*Model, optim.Optimizer, TrainConfig) (Engine, error) {
 	return func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		g, err := c.Graph(m)

@@ -18,9 +18,9 @@ import (
 )
 
 // A blueprint at a weight or in the stream is planted when its seed begins to train. Then it has
-// parameters, and the graph has it. When it is fossilized it becomes a part of the model, and when
-// its life is over it goes, and the model is again what it was before it was grafted. All that
-// happens between two steps, for all seeds together, since the engine is made anew each time.
+// parameters, and the graph has it. When it is fossilized it becomes a part of the model. When its
+// life is over it goes, and the model is again what it was before it was grafted. All that happens
+// between two steps, for all seeds together, since the engine is made anew each time.
 
 // planting is what the seeds at weights and in the stream ask for.
 type planting struct {
@@ -95,8 +95,8 @@ func (t *Trainer) settleSeeds() error {
 	return errors.Join(err, t.tellGrowth())
 }
 
-// replant makes the model what the seeds at weights and in the stream ask for, and its graph what
-// those of chunks do whose blueprints are graphs.
+// replant makes the model what the seeds at weights and in the stream ask for. It makes its graph
+// what those of chunks ask for whose blueprints are graphs.
 func (t *Trainer) replant() error {
 	if err := t.attach(); err != nil {
 		return err
@@ -165,8 +165,8 @@ func (t *Trainer) obeySeeds(p planting) error {
 	return nil
 }
 
-// needed returns the model as it is, on the host what is needed there: all of it before a graft and
-// for who listens to it, and else what is merged.
+// needed returns the model as it is, with what is needed on the host there. That is all of it
+// before a graft and for who listens to it, and else what is merged.
 func (t *Trainer) needed(p planting) (become.Model, error) {
 	c := t.Model.Config
 	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
@@ -252,8 +252,8 @@ func (t *Trainer) oldest(seeds []state.Address) *grafted {
 	return nil
 }
 
-// others returns what else than the model follows what is decided for good: what the model was
-// before grafts that may be taken back, and its twin.
+// others returns what else than the model follows what is decided for good. It is what the model
+// was before grafts that may be taken back, and its twin.
 func (t *Trainer) others() (all []*become.Model) {
 	for _, b := range t.before {
 		all = append(all, &b.Model)

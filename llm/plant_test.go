@@ -86,9 +86,9 @@ func together(site blueprints.Site, all ...map[int][]state.Command) siteCommands
 	return s
 }
 
-// TestSitesResume wants a run whose seeds go through every stage at weights and in the stream, to
-// the end and back, to be resumed behind any of its steps with the bits of the run that was never
-// interrupted.
+// TestSitesResume has seeds go through every stage at weights and in the stream, to the end and
+// back. It wants the run to be resumed behind any of its steps with the bits of the run that was
+// never interrupted.
 func TestSitesResume(t *testing.T) {
 	for name, commands := range map[string]siteCommands{
 		"weight": together(blueprints.Weight, lives(0, blueprints.LoRA, 3, 1, state.Fossilized),
@@ -127,7 +127,7 @@ func TestSitesResume(t *testing.T) {
 }
 
 // TestSitesBesideDepth wants seeds at weights and in the stream to live on while the model grows in
-// depth, for good or until that is taken back, and each run to be resumed behind any step.
+// depth. It does so for good or until that is taken back. Each run is resumed behind any step.
 func TestSitesBesideDepth(t *testing.T) {
 	for _, last := range []state.Stage{state.Fossilized, state.RolledBack} {
 		t.Run(last.String(), func(t *testing.T) {
@@ -180,8 +180,8 @@ func TestSitesBesideDepth(t *testing.T) {
 	}
 }
 
-// TestIsolation wants blueprints that are dormant to be in no graph, and those that train to leave
-// the host's steps as they are, bit for bit, while their own parameters change.
+// TestIsolation wants blueprints that are dormant to be in no graph. Those that train leave the
+// host's steps as they are, bit for bit, while their own parameters change.
 func TestIsolation(t *testing.T) {
 	unclipped := 0.0
 	run := func(c Config, commands siteCommands) *Trainer {
@@ -358,7 +358,7 @@ func squareOf[T blueprints.Float]() blueprints.Arithmetic[T] {
 		}}
 }
 
-// squared trains a model in which seeds of chunks live with a kind, two of them in one slot, and
+// squared trains a model in which seeds of chunks live with a kind, two of them in one slot. It
 // returns its losses and what the lattice has measured of the chunks.
 func squared(t *testing.T, kind blueprints.Kind, opts ...state.Option) (losses []float64,
 	report state.Report) {
@@ -401,8 +401,8 @@ func squared(t *testing.T, kind blueprints.Kind, opts ...state.Option) (losses [
 	return losses, tr.Model.Kasmina.Report()[0]
 }
 
-// TestChunkGraphs wants a kind of chunks that is a graph to do what the same kind does as arithmetic:
-// to the losses, and to what is measured.
+// TestChunkGraphs wants a kind of chunks that is a graph to do what the same kind does as
+// arithmetic. It looks at the losses, and at what is measured.
 func TestChunkGraphs(t *testing.T) {
 	want, wanted := squared(t, squareKind(t, "square, arithmetic", false))
 	got, measured := squared(t, squareKind(t, "square, graph", true))
@@ -422,8 +422,8 @@ func TestChunkGraphs(t *testing.T) {
 	require.NotEqual(t, got, noisy)
 }
 
-// TestChunkGraphsThatCannotBe wants a graph that fails, and one that gives another shape, to cost the
-// seed and not the run, and a kind that is a graph to be refused where no graph has it.
+// TestChunkGraphsThatCannotBe wants a graph that fails, and one that gives another shape, to cost
+// the seed and not the run. A kind that is a graph is refused where no graph has it.
 func TestChunkGraphsThatCannotBe(t *testing.T) {
 	for name, build := range map[string]site.Build{
 		"fails": func(*gorgonia.Node, gorgonia.Nodes, int) (*gorgonia.Node, error) {

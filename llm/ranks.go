@@ -56,8 +56,8 @@ func (t *Trainer) say() ([]byte, error) {
 		Waiting: asked || t.Model.Kasmina.Waiting()})
 }
 
-// spared reports whether nothing is to be exchanged at the end of a step: nobody has commands, and no
-// epoch has ended, at which controllers give some.
+// spared reports whether nothing is to be exchanged at the end of a step. Then nobody has commands,
+// and no epoch has ended, at which controllers give some.
 func (t *Trainer) spared() bool {
 	return t.heard.Agreed && !t.heard.Waiting && t.last.Step%t.Config.Epoch != 0 && t.replay() == nil
 }

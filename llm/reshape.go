@@ -385,7 +385,7 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 }
 
 // dropGone has the optimiser forget the parameters of seeds that another model has not, or in other
-// shapes: a seed that grows again may do so in another size.
+// shapes. A seed that grows again may do so in another size.
 func (t *Trainer) dropGone(next become.Model) {
 	o, ok := t.Optimizer.(interface{ Drop(names ...string) })
 	if !ok {

@@ -25,7 +25,7 @@ import (
 )
 
 // ErrSettings is wrapped by the error of a checkpoint whose run was set up in another way than the
-// trainer, so that its continuation would not have the bits of an uninterrupted run.
+// trainer. Its continuation would not have the bits of an uninterrupted run.
 var ErrSettings = errors.New("checkpoint of a run with other settings")
 
 // Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path.
@@ -410,9 +410,9 @@ type Keep struct {
 }
 
 // WithNewData goes on with the data of the trainer's loader, also where it is not that of the run
-// that wrote the checkpoint, instead of refusing it with data.ErrChanged. The loader begins at the
-// start of that data, and losses on the text before are forgotten. It goes with WithNewSettings,
-// for a schedule of its own, say.
+// that wrote the checkpoint. Without it such data is refused with data.ErrChanged. The loader
+// begins at the start of that data, and losses on the text before are forgotten. It goes with
+// WithNewSettings, for a schedule of its own, say.
 func WithNewData(keep Keep) ResumeOption {
 	return func(r *resumption) { r.newData = &keep }
 }

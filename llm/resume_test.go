@@ -48,7 +48,7 @@ type abacus struct{ Engine }
 func (abacus) Name() string { return "abacus" }
 
 // TestResumeWithOtherSettings wants each setting that decides the bits of a run to be refused by
-// name, with both values, unless the caller asks for it, who is then told the same.
+// name, with both values. Who asks for it is not refused, and told the same.
 func TestResumeWithOtherSettings(t *testing.T) {
 	path := checkpointAt5(t)
 	adamW := func(opts ...optim.AdamWOption) func(*testing.T, *Trainer) {
@@ -119,8 +119,8 @@ func TestResumeWithOtherSettings(t *testing.T) {
 	}
 }
 
-// TestResumeWithMoreSteps wants a run that has ended to go on: as if it had been planned so where
-// nothing depends on Steps, and by consent where the schedule does.
+// TestResumeWithMoreSteps wants a run that has ended to go on. Where nothing depends on Steps it
+// goes on as if it had been planned so, and by consent where the schedule does.
 func TestResumeWithMoreSteps(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	cosine := func(steps int) optim.Schedule {
@@ -305,9 +305,9 @@ func savedOn(t *testing.T, text string) string {
 	return path
 }
 
-// TestResumeOnOtherText wants a run to go on with the same text, whatever its file is called, and
-// other text of the same name and size to be refused unless it is asked for. Then as much of the
-// run to be kept as is asked for.
+// TestResumeOnOtherText wants a run to go on with the same text, whatever its file is called. Other
+// text of the same name and size is refused unless it is asked for. Then as much of the run to be
+// kept as is asked for.
 func TestResumeOnOtherText(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	one, two := strings.Repeat("all of one text. ", 60), strings.Repeat("all of two text. ", 60)
@@ -352,7 +352,7 @@ func updates(o optim.Optimizer) (n int64) {
 }
 
 // TestResumeGrowth wants a run that grew to go on growing in the same way only, unless other
-// settings are asked for, whether Grow is called before Resume or after.
+// settings are asked for. It does not matter whether Grow is called before Resume or after.
 func TestResumeGrowth(t *testing.T) {
 	validation := func(text string, batch int) *data.Evaluation {
 		e, err := data.NewEvaluation([]byte(text), tokenizer.Bytes{}, batch, tiny().Seq)
@@ -440,7 +440,7 @@ func TestResumeGrowth(t *testing.T) {
 }
 
 // TestGrowthIsNotForgotten wants a run that was resumed to be told from one that grows in another
-// way, also where Grow is called a second time, and by what is saved before it has gone on.
+// way. So it is where Grow is called a second time, and by what is saved before it has gone on.
 func TestGrowthIsNotForgotten(t *testing.T) {
 	validation, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)

@@ -41,8 +41,8 @@ var (
 // epoch. The channel, which need not be read, gets nil then, or why they were refused.
 //
 // Unlike commands that are submitted to Model.Kasmina, they are in Growth.Record, each with its
-// Why, so that a run that follows the record takes the same way. Where several ranks train they are
-// as submitted.
+// Why. So a run that follows the record takes the same way. Where several ranks train they are as
+// submitted.
 func (t *Trainer) Steer(commands ...state.Command) <-chan error {
 	done := make(chan error, 1)
 	if err := t.made(); err != nil {
@@ -62,9 +62,9 @@ func (t *Trainer) Steer(commands ...state.Command) <-chan error {
 	return done
 }
 
-// Stop ends the run as the end of its context does, mostly behind the present step: callbacks see
-// Interrupted, and the error of Run says why, and is a context.Canceled. It does nothing if no run
-// goes on.
+// Stop ends the run as the end of its context does, mostly behind the present step. Callbacks see
+// Interrupted. The error of Run says why, and is a context.Canceled. It does nothing if no run goes
+// on.
 func (t *Trainer) Stop(why string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -92,8 +92,8 @@ func (t *Trainer) SaveSoon() error {
 	return nil
 }
 
-// Note has the callbacks hear of a text behind the present step, as [Noted]: of what somebody beside
-// the run has asked for, so that logs tell of it. It does nothing if no run goes on.
+// Note has the callbacks hear of a text behind the present step, as [Noted]. It is what somebody
+// beside the run has asked for, so that logs tell of it. It does nothing if no run goes on.
 func (t *Trainer) Note(text string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -229,8 +229,8 @@ func (t *Trainer) plantFirst() error {
 	return t.carryOut(commands, nil)
 }
 
-// listen tells the seeds at weights how large the gradients of these are, and the controller what
-// else they ask for, if it wants to know.
+// listen tells the seeds at weights how large the gradients of these are. It tells the controller
+// what else they ask for, if it wants to know.
 func (t *Trainer) listen() error {
 	layer := t.Model.LayerAt(blueprints.Weight)
 	if layer < 0 {

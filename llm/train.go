@@ -44,7 +44,7 @@ type TrainConfig struct {
 
 	// Budget, unless it is the zero value, ends the run behind the step with which it is spent.
 	Budget Budget
-	// Annealing is for a run with a Budget: the learning rate is that of Schedule times that of
+	// Annealing is for a run with a Budget. The learning rate is that of Schedule times that of
 	// Annealing at the share that is spent; nil for 1.
 	Annealing optim.Annealing
 
@@ -103,7 +103,7 @@ func (c *TrainConfig) check() error {
 // ends.
 //
 // A step leaves blueprints with which no seed learns as they are, unless the optimiser decays
-// weights, as optim.NewAdamW does by default: optim.WithGroup(optim.NameContains("kasmina"),
+// weights, as optim.NewAdamW does by default. optim.WithGroup(optim.NameContains("kasmina"),
 // optim.Decay(0)) spares them.
 //
 // While Run goes on, any goroutine may call the other methods. Step, Last and On answer at once.

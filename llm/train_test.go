@@ -318,8 +318,8 @@ func sameBits(a, b any) bool {
 	return false
 }
 
-// TestNaN poisons a parameter in mid-run: training stops, says at which step and where, keeps the
-// parameters of the last step, and the last good checkpoint stays.
+// TestNaN poisons a parameter in mid-run. Training stops, says at which step and where, and keeps
+// the parameters of the last step. The last good checkpoint stays.
 func TestNaN(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
@@ -398,7 +398,7 @@ func TestInterrupt(t *testing.T) {
 }
 
 // TestInterruptBetweenCallbacks ends the context at a step's end, before the callbacks that take
-// time. They do nothing more, those behind them see the step, the state is saved, and the run says
+// time. They do nothing more, those behind them see the step, and the state is saved. The run says
 // that it did not do all it should.
 func TestInterruptBetweenCallbacks(t *testing.T) {
 	for _, at := range []int{3, 6} { // in mid-run and at the last step
@@ -528,7 +528,7 @@ func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
 }
 
 // TestClip wants the optimiser's gradients to have at most the norm Clip, those of blueprints apart
-// from the others, and events to tell the norm of these before.
+// from the others. Events tell the norm of these before.
 func TestClip(t *testing.T) {
 	for _, clip := range []float64{0.01, 1e6, 0} {
 		s := &normSpy{}

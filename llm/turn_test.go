@@ -41,8 +41,8 @@ func (g gathering) Gradients(b data.Batch) (float64, error) {
 }
 
 // TestInterruptBetweenBatches wants a context that ends while a step gathers gradients to end the
-// run there, and the checkpoint to be that of the step before. The run that resumes goes as one
-// that was not interrupted, bit for bit.
+// run there. The checkpoint is that of the step before. The run that resumes goes as one that was
+// not interrupted, bit for bit.
 func TestInterruptBetweenBatches(t *testing.T) {
 	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}
 	straight, first, second := newTrainer(t, o), newTrainer(t, o), newTrainer(t, o)
@@ -68,7 +68,7 @@ func TestInterruptBetweenBatches(t *testing.T) {
 }
 
 // TestLastCheckpoint wants a run that a callback ends to leave a checkpoint of its last step, with
-// the first error first, and one with nothing new or nothing sound to leave the file alone.
+// the first error first. One with nothing new or nothing sound leaves the file alone.
 func TestLastCheckpoint(t *testing.T) {
 	full := errors.New("the disk is full")
 	for name, c := range map[string]struct {
@@ -180,8 +180,8 @@ func TestTurns(t *testing.T) {
 	require.NoError(t, os.Remove(path))
 }
 
-// TestClosedTrainerAnswers wants commands of a model that no trainer is left to run to be answered,
-// and a run of a trainer that is closed meanwhile to end.
+// TestClosedTrainerAnswers wants commands of a model that no trainer is left to run to be answered.
+// A run of a trainer that is closed meanwhile ends.
 func TestClosedTrainerAnswers(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 	plant := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4,
@@ -387,7 +387,7 @@ type never struct{}
 func (never) Decide([]state.Report) []state.Command { return nil }
 
 // TestSteer wants commands from beside a run to take effect behind a step, also between the ends of
-// epochs, and callbacks to hear of them; and a run that follows the record to have the same bits.
+// epochs. Callbacks hear of them, and a run that follows the record has the same bits.
 func TestSteer(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -522,9 +522,9 @@ func hostBits(t *testing.T, tr *Trainer) map[string]uint32 {
 	return all
 }
 
-// TestAdapters wants LoRA to learn in a frozen model that keeps its bits, by each way to place them;
-// the run to be resumed behind any of its steps, and to be replayed by its record, with the bits of
-// the run that was never interrupted; and all to be merged at its end.
+// TestAdapters wants LoRA to learn in a frozen model that keeps its bits, by each way to place
+// them. The run is resumed behind any of its steps, and replayed by its record, with the bits of
+// the run that was never interrupted. All are merged at its end.
 func TestAdapters(t *testing.T) {
 	for _, where := range []control.Where{control.Unhealthiest, control.AtRandom, control.AllAtOnce} {
 		t.Run("where "+string(where), func(t *testing.T) {
@@ -630,8 +630,8 @@ func TestFrozenAlone(t *testing.T) {
 	}
 }
 
-// TestBudgets wants budgets that no blueprint fits, sizes that fit nowhere, and epochs that are over
-// before they begin, to be refused with what would be needed; and that much to be enough.
+// TestBudgets has budgets that no blueprint fits, sizes that fit nowhere, and epochs that are over
+// before they begin. It wants them refused with what would be needed; that much is enough.
 func TestBudgets(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)

@@ -25,10 +25,10 @@ type branch struct {
 	scale        *LossScale
 }
 
-// twin is the model as it would be without the blueprints that are on trial. It begins as a copy,
-// just before the first of them is blended in, and makes the same steps on the same batches without
-// them. So what differs between the two is what the blueprints cause, however the model adapts to
-// them. When they are given up, the twin takes the model's place: it never met them.
+// It begins as a copy, just before the first of them is blended in. It makes the same steps on the
+// same batches without them. So what differs between the two is what the blueprints cause, however
+// the model adapts to them. When they are given up, the twin takes the model's place: it never met
+// them.
 //
 // Its steps are made in one go, before a comparison.
 type twin struct {

@@ -86,8 +86,8 @@ func withBadFilter(t *testing.T, random uint64, plantedAt int,
 
 const noEpoch = 1 << 20
 
-// TestBadFilter wants a deliberately bad blueprint to be rolled back, whatever the random seed, and
-// the run to end as one that never met it, within 1 %: with gradients that are clipped, too.
+// TestBadFilter wants a deliberately bad blueprint to be rolled back, whatever the random seed,
+// also with gradients that are clipped. The run ends as one that never met it, within 1 %.
 func TestBadFilter(t *testing.T) {
 	randoms := uint64(10)
 	if testing.Short() {
@@ -193,7 +193,7 @@ func sitesGrow(t *testing.T, g Growth) *Trainer {
 }
 
 // TestHeuristicGrowsSites wants a Heuristic to plant where the gradients are largest at weights and
-// in the stream, and the run to be repeated by its record, bit for bit.
+// in the stream. Its record repeats the run, bit for bit.
 func TestHeuristicGrowsSites(t *testing.T) {
 	h := control.NewHeuristic(3, 4000)
 	h.Rank, h.Features, h.Patience, h.RampEpochs, h.PerEpoch = 2, 8, 12, 2, 3

@@ -28,7 +28,7 @@ type RoPEConfig struct {
 //   - linear: Factor alone slows every pair by it (Chen et al., "Extending Context Window of Large
 //     Language Models via Position Interpolation", 2023);
 //   - that of Llama 3.1, with HighFreq: a pair that turns at least HighFreq times over Original
-//     positions keeps its frequency, one that turns at most LowFreq times is slowed by Factor, and
+//     positions keeps its frequency. One that turns at most LowFreq times is slowed by Factor, and
 //     between the two the frequency is interpolated;
 //   - YaRN, with BetaFast: the same between the pairs, counted as real numbers, that turn BetaFast and
 //     BetaSlow times, the interpolation being linear in the pair. Magnitude then multiplies cosines
@@ -223,8 +223,8 @@ func tables[T cpu.Float](o *RoPEOp) (cos, sin []T) {
 	return cos, sin
 }
 
-// fill calls set with the cosine and sine of the angle of pair i at position from + p, for index
-// p·HeadDim/2 + i, of so many positions.
+// fill calls set with the cosine and sine of the angle of pair i at position from + p. It does so
+// for index p·HeadDim/2 + i, of so many positions.
 func (c RoPEConfig) fill(from, positions int, set func(index int, cos, sin float64)) {
 	h, m := c.HeadDim/2, c.magnitude()
 	for i := range h {

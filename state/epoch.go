@@ -25,9 +25,9 @@ type Metrics struct {
 // SeedMetrics reports on one seed.
 type SeedMetrics struct {
 	Seed int
-	// TrainingError is that of the seed's own objective, the lower the better: of a seed that
-	// trains, by how much the model's loss rises when its blueprint works at full strength (see
-	// [Lattice.Probe]). NaN leaves it as it was.
+	// TrainingError is that of the seed's own objective, the lower the better. Of a seed that
+	// trains it is by how much the model's loss rises when its blueprint works at full strength
+	// (see [Lattice.Probe]). NaN leaves it as it was.
 	TrainingError float64
 	// Parameters are the blueprint's weights and scale as they are now, nil when they are not
 	// reported. A [Network] that is given its [Slots] fills them in for seeds that train.
@@ -44,8 +44,8 @@ type SeedMetrics struct {
 	Errors    int     // ... and how many of them failed
 }
 
-// StepEpoch ends an epoch: it takes in the metrics, counts the epoch, moves the α of every seed
-// that is being grafted, and returns what became possible or went wrong, ordered by seed. It makes
+// StepEpoch ends an epoch. It takes in the metrics, counts the epoch, and moves the α of every seed
+// that is being grafted. It returns what became possible or went wrong, ordered by seed. It makes
 // no transitions itself: those are decisions. On metrics that are not valid, and on a corrupt seed
 // unless the lattice is made [WithQuarantine], it returns an error and changes nothing.
 func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
@@ -399,8 +399,8 @@ func (e Event) String() string {
 
 // Listen makes f hear of every event from now on, until stop is called: those that StepEpoch
 // returns, and every transition, whoever makes it. Events come in the order in which they happened,
-// one at a time, on the goroutine of a method that changes the lattice, which waits for f. f may
-// use the lattice; what that causes is told when f has returned.
+// one at a time. They come on the goroutine of a method that changes the lattice, which waits for
+// f. f may use the lattice; what that causes is told when f has returned.
 func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)

@@ -43,8 +43,8 @@ func (l *Lattice) checkIntact(method string, seed int) error {
 }
 
 // Verify recomputes all checksums. It returns an error wrapping [ErrCorrupt] that names the first
-// seed whose fields do not match its checksum, the field and its bit if a single one has flipped,
-// and how many such seeds there are.
+// seed whose fields do not match its checksum. The error has the field and its bit if a single one
+// has flipped, and how many such seeds there are.
 func (l *Lattice) Verify() error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

@@ -1,9 +1,9 @@
-// Package state holds the seeds of a Kasmina layer: what each of them is doing, how far it is
-// blended in, and what has been measured of its chunk of the activations. It has the rules by which
-// a seed moves from stage to stage.
+// Package state holds the seeds of a Kasmina layer. It knows what each of them is doing, how far it
+// is blended in, and what has been measured of its chunk of the activations. It has the rules by
+// which a seed moves from stage to stage.
 //
-// A layer cuts the D features of an activation tensor [rows, D] into S equal chunks of C = D/S, and
-// seed s looks after columns sC to (s+1)C. A [Lattice] keeps all seeds of one layer, one array per
+// A layer cuts the D features of an activation tensor [rows, D] into S equal chunks of C = D/S.
+// Seed s looks after columns sC to (s+1)C. A [Lattice] keeps all seeds of one layer, one array per
 // field, each seed under a checksum that every change renews. It may be used from any number of
 // goroutines: a controller can send commands while a graph runs. A forward pass takes what it needs
 // from it at its start, so a command takes effect at the next pass.
@@ -14,7 +14,7 @@
 // fossilized, or culled and the seed recycled. The table of stages is at [Stage].
 //
 // A [Network] holds the lattices of all layers of a model. Commands to it act on several seeds at
-// once, wait for the end of a step, and bring the parameters of the seeds' slots with them. A
+// once and wait for the end of a step. They bring the parameters of the seeds' slots with them. A
 // [Controller] decides on commands by the network's reports; package control has some.
 package state
 
@@ -122,9 +122,9 @@ func WithEmbargo(epochs int) Option {
 	}
 }
 
-// WithRenormalization sets after how many epochs a seed's running statistics, which weigh all
-// passes alike, are cut back to the weight of one pass, so that they follow the present. The
-// default is 16.
+// WithRenormalization sets after how many epochs a seed's running statistics are cut back to the
+// weight of one pass. They weigh all passes alike, and would not follow the present. The default is
+// 16.
 func WithRenormalization(epochs int) Option {
 	return func(c *config) error {
 		c.Renormalize = epochs
@@ -134,7 +134,7 @@ func WithRenormalization(epochs int) Option {
 
 // At makes the lattice one of seeds that grow elsewhere than on chunks. Such seeds have no slots
 // and no features: hidden is their number. In depth all of them grow the one stack of a model's
-// blocks, one after the other, and [DepthThresholds] take the place of the default ones. At a
+// blocks, one after the other. There [DepthThresholds] take the place of the default ones. At a
 // weight and in the stream each has a place of its own, and parameters of its own from Training on.
 func At(site blueprints.Site) Option {
 	return func(c *config) error {
@@ -146,9 +146,9 @@ func At(site blueprints.Site) Option {
 	}
 }
 
-// WithSlots tells the lattice how many slots the layer's weights have, slot 0 ("none") included, so
-// that a request for one that does not exist fails at once. Without it such a request fails when
-// the graph runs.
+// WithSlots tells the lattice how many slots the layer's weights have, slot 0 ("none") included. So
+// a request for one that does not exist fails at once. Without it such a request fails when the
+// graph runs.
 func WithSlots(slots int) Option {
 	return func(c *config) error {
 		c.Slots = slots
@@ -157,8 +157,8 @@ func WithSlots(slots int) Option {
 }
 
 // WithWidth tells the lattice how many weights a slot has, the number of columns of the layer's
-// weights, so that a request for a blueprint that needs more fails at once. Without it such a
-// request fails when the graph runs.
+// weights. So a request for a blueprint that needs more fails at once. Without it such a request
+// fails when the graph runs.
 func WithWidth(weights int) Option {
 	return func(c *config) error {
 		c.Width = weights
@@ -320,8 +320,8 @@ func (l *Lattice) Width() int {
 	return l.config.Width
 }
 
-// Fits returns an error, which wraps [blueprints.ErrWidth] and names the seed, if a seed has a
-// blueprint that needs more than the given number of weights a slot.
+// Fits returns an error if a seed has a blueprint that needs more than the given number of weights
+// a slot. It wraps [blueprints.ErrWidth] and names the seed.
 func (l *Lattice) Fits(width int) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

@@ -26,7 +26,7 @@ var defaultStrategy = graft.FixedRamp{Ramp: graft.Linear, Epochs: 50, Target: 1}
 // RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error
 // that names the seed when the seed is not dormant, or the slot, the kind or the strategy is not
 // valid. Then nothing has changed. The parameters of the slot stay as they are. Those that are all
-// 0 become the kind's identity start when the layer next runs; blueprints.Identity makes any others
+// 0 become the kind's identity start when the layer next runs. blueprints.Identity makes any others
 // so, and a [Network] that is given its [Slots] does all of this.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()

@@ -804,8 +804,8 @@ func TestThresholds(t *testing.T) {
 }
 
 // TestGateLooksAtTheBlueprint wants seeds whose own parameters do not learn to stay out of
-// grafting, whatever the host's loss and their chunk's gradient, and those that learn and do no
-// harm, or ever less, to pass.
+// grafting, whatever the host's loss and their chunk's gradient. Those that learn and do no harm,
+// or ever less, pass.
 func TestGateLooksAtTheBlueprint(t *testing.T) {
 	thresholds := state.DefaultThresholds()
 	thresholds.MinEpochs[state.Training] = 3

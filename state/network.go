@@ -191,7 +191,7 @@ func (n *Network) Verify() error {
 
 // Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several
 // goroutines at once. One that shall put corrupt seeds into quarantine submits a Quarantine
-// command, or leaves it to the end of the epoch of lattices that are made [WithQuarantine].
+// command. Or it leaves that to the end of the epoch of lattices that are made [WithQuarantine].
 func (n *Network) Scrub(ctx context.Context, period time.Duration,
 	found func(layer int, err error)) error {
 	n = n.orNone()
@@ -335,8 +335,8 @@ func (n *Network) hold(more int) {
 	}
 }
 
-// Beside the arrays of its lattice, a layer in which seeds are being grafted has these: the seeds,
-// one after the other, and the parameters that their slots had when grafting began.
+// A layer in which seeds are being grafted has more than the arrays of its lattice. It has the
+// seeds, one after the other, and the parameters that their slots had when grafting began.
 const (
 	keptSeeds   = "kept_seeds"   // uint32 [k]
 	keptWeights = "kept_weights" // float64 [k, weights]
@@ -344,8 +344,8 @@ const (
 )
 
 // Arrays returns a copy of the network's complete state as named arrays. They are those of every
-// lattice (see [Lattice.Arrays]), with the layer's name and a dot before their own, and what is
-// kept of the slots of seeds that are being grafted.
+// lattice (see [Lattice.Arrays]), with the layer's name and a dot before their own. What is kept of
+// the slots of seeds that are being grafted is among them.
 func (n *Network) Arrays() (all []Array) {
 	n = n.orNone()
 	defer n.lock()()

@@ -101,9 +101,9 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 // UnmarshalBinary replaces the lattice's contents by what MarshalBinary returned. A lattice that
 // has seeds already must have as many seeds and features. Kinds of blueprints and strategies are
 // found by their names: a program registers those that it uses before it loads, in any order. It
-// returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is damaged,
-// or [ErrSchema] when a later version of this package wrote it. Then nothing has changed. It
-// implements [encoding.BinaryUnmarshaler].
+// returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is damaged.
+// When a later version of this package wrote it, the error wraps [ErrSchema]. Then nothing has
+// changed. It implements [encoding.BinaryUnmarshaler].
 func (l *Lattice) UnmarshalBinary(data []byte) error {
 	img, err := parse(data)
 	if err != nil {
@@ -379,8 +379,8 @@ func (img *image) checkSeed(i int) error {
 	return s.checkOpen(i)
 }
 
-// checkOpen checks the figures of a seed that need not be finite: those that overflow in float32,
-// and those that are NaN until they are reported.
+// checkOpen checks the figures of a seed that need not be finite. These are those that overflow in
+// float32, and those that are NaN until they are reported.
 func (s *seedState) checkOpen(i int) error {
 	for _, f := range []struct {
 		name  string
@@ -416,8 +416,8 @@ type Array struct {
 // headerName is the array that holds the header.
 const headerName = "header"
 
-// Arrays returns a copy of the lattice's complete state as named arrays: one for each field of the
-// seeds, and "header", a vector of bytes, with all else. The zero Lattice has none.
+// Arrays returns a copy of the lattice's complete state as named arrays. There is one for each
+// field of the seeds, and "header", a vector of bytes, with all else. The zero Lattice has none.
 func (l *Lattice) Arrays() []Array {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -515,8 +515,8 @@ func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 }
 
 // migrate moves the stored arrays into s. Data of this schema must have exactly the fields of s. In
-// data of an older one, fields that it did not have keep the value of a new seed, and fields that
-// are no more are dropped.
+// data of an older one, fields that it did not have keep the value of a new seed. Fields that are
+// no more are dropped.
 func (h *header) migrate(s *seedState, stored []columns.Column) error {
 	byName := map[string]columns.Column{}
 	for _, c := range stored {

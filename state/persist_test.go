@@ -556,8 +556,8 @@ func TestForged(t *testing.T) {
 	}
 }
 
-// TestOverflowingFigures wants figures that overflow neither to become limits by which later passes
-// go, nor to keep a lattice that has met them from being loaded.
+// TestOverflowingFigures wants figures that overflow not to become limits by which later passes go.
+// Nor do they keep a lattice that has met them from being loaded.
 func TestOverflowingFigures(t *testing.T) {
 	l, err := NewLattice(1, 4)
 	require.NoError(t, err)

@@ -136,8 +136,8 @@ func (s *seedState) gradient(i int) Gradient {
 		Max: fromBFloat16(s.gradMax[i])}
 }
 
-// ring keeps the telemetry of the last passes in the form in which it is transported: one array per
-// field, normal figures as bfloat16 and α as Float16. It is not saved with the lattice.
+// ring keeps the telemetry of the last passes in the form in which it is transported. It has one
+// array per field, normal figures as bfloat16 and α as Float16. It is not saved with the lattice.
 type ring struct {
 	frames []frame // oldest first once full, from next on
 	next   int
@@ -214,8 +214,9 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 }
 
 // History returns the reports of the last passes that measured, the oldest first, as many as
-// [WithHistory] keeps. They hold what is measured in a pass, of the seeds that it has measured, and
-// stage, slot, kind and α (in half precision) at its start. The other fields are zero.
+// [WithHistory] keeps. They hold what is measured in a pass, of the seeds that it has measured.
+// They also hold stage, slot, kind and α (in half precision) at its start. The other fields are
+// zero.
 func (l *Lattice) History() []Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

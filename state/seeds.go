@@ -13,7 +13,7 @@ import (
 const Schema = 4
 
 // seedState holds all seeds, one array per field. Figures of 16 bits are stored as their bits.
-// Those of the normal tier are bfloat16: KASMINA's float16 would do for activations near 1, but the
+// Those of the normal tier are bfloat16. KASMINA's float16 would do for activations near 1, but the
 // variance of a gradient underflows in it at the sizes of real models.
 type seedState struct {
 	stage         []uint8
@@ -40,8 +40,8 @@ type seedState struct {
 	gradMax      []uint16 // bfloat16
 
 	// Moments of the input chunk, in full precision because clamps and drift depend on differences
-	// of them: of the last pass; merged over passes, with their weight in elements; and the merged
-	// ones as the last epoch ended.
+	// of them. They are of the last pass; merged over passes, with their weight in elements; and
+	// the merged ones as the last epoch ended.
 	stepMean, stepVariance, stepCount []float64
 	runMean, runVariance, runCount    []float64
 	epochMean, epochVariance          []float64

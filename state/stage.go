@@ -46,8 +46,9 @@ func (l *Lattice) Thresholds() (t Thresholds, gated bool) {
 }
 
 // Shortfall returns what keeps a seed from the next stage of its life, [Stage.Next]: the condition
-// of its gate that is not met. It is zero where the gate is open, and where there is none: without
-// gates, without a blueprint, and where the seed is Fossilized or its blueprint's life is over.
+// of its gate that is not met. It is zero where the gate is open, and where there is none. There is
+// none without gates, without a blueprint, and where the seed is Fossilized or its blueprint's life
+// is over.
 func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

@@ -216,9 +216,9 @@ func reloaded(t testing.TB, l *state.Lattice) *state.Lattice {
 	return &copied
 }
 
-// The end of a ramp is told of in the epoch in which it ends and in no other: also where the last
-// epochs are too short to raise a float32, where α has been there since it was set by hand, and
-// across files.
+// The end of a ramp is told of in the epoch in which it ends and in no other. That holds where the
+// last epochs are too short to raise a float32, and where α has been there since it was set by
+// hand. It holds across files too.
 func TestRampFinishedIsToldOnce(t *testing.T) {
 	for _, c := range []struct {
 		ramp  graft.FixedRamp
@@ -402,8 +402,8 @@ func TestPanickingStrategy(t *testing.T) {
 }
 
 // TestScoresInIntervals wants a ramp that speeds up with the score to end about when it does with a
-// score every epoch, however many epochs pass from one to the next, and not to take an old score
-// for one that has not improved.
+// score every epoch. It does not matter how many epochs pass from one to the next. An old score is
+// not taken for one that has not improved.
 func TestScoresInIntervals(t *testing.T) {
 	ends := func(every int, improves bool) (epochs int) {
 		l := lattice(t, 2, 4, state.WithoutGates())
@@ -439,7 +439,7 @@ func TestScoresInIntervals(t *testing.T) {
 }
 
 // TestAlphaNoise wants the α of passes that train to be drawn around the schedule's while a seed is
-// grafted, the same in a lattice that was loaded, and to be the schedule's in all other passes.
+// grafted. It is the same in a lattice that was loaded, and the schedule's in all other passes.
 func TestAlphaNoise(t *testing.T) {
 	l, err := state.NewLattice(3, 6, state.WithoutGates(), state.WithAlphaNoise(0.5))
 	require.NoError(t, err)

@@ -71,9 +71,10 @@ func (l *Lattice) Telemetry() Telemetry {
 	return l.config.Telemetry
 }
 
-// Pass is what a forward pass, and the backward pass that belongs to it, know of the lattice: a
-// copy, taken at the start of the forward pass, that later commands do not change. Slices have one
-// element for each seed. It is for those who execute the layer; the others use [Lattice.Report].
+// Pass is what a forward pass, and the backward pass that belongs to it, know of the lattice. It is
+// a copy, taken at the start of the forward pass, that later commands do not change. Slices have
+// one element for each seed. It is for those who execute the layer; the others use
+// [Lattice.Report].
 type Pass struct {
 	Record    bool      // whether the passes leave their figures in the lattice
 	Telemetry Telemetry // in force at the start
@@ -139,7 +140,7 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 func (l *Lattice) BeginStep(step int) { l.training.Store(uint64(step)) }
 
 // Draw has α drawn anew around its schedule for the seeds in Grafting of a pass that Begin has
-// filled: the same step of training draws the same. It is for blueprints that are part of a graph;
+// filled. The same step of training draws the same. It is for blueprints that are part of a graph;
 // a Kasmina layer's own passes draw by themselves. See [WithAlphaNoise].
 func (l *Lattice) Draw(p *Pass) {
 	noise, step := l.config.Noise, l.training.Load()
@@ -391,7 +392,7 @@ func (n *Network) Obey(c Command) error {
 
 // ApplyShared is [Network.Apply] of several processes with the same model: what was submitted to
 // any of them is carried out at each. exchange hands over the commands that were submitted here,
-// and returns those of all processes in an order that all have; at is the place of its own among
+// and returns those of all processes in an order that all have. at is the place of its own among
 // them. Its error is the answer to those who have submitted something, and is returned.
 func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 	at int, err error)) error {

@@ -336,9 +336,10 @@ func TestDrift(t *testing.T) {
 	}
 }
 
-// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms of a
-// processor of 2.6 GHz that has nothing else to do. Other programs take caches and a core's other
-// thread from both, so it is held against a loop that takes as long there, beside each try.
+// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms. That
+// holds for a processor of 2.6 GHz that has nothing else to do. Other programs take caches and a
+// core's other thread from both. So it is held against a loop that takes as long there, beside each
+// try.
 func TestEpochOf100000Seeds(t *testing.T) {
 	n := 100_000
 	if testing.Short() {
@@ -373,7 +374,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 }
 
 // yardstick returns how long a processor needs to read, multiply and write rounds blocks of 4096
-// numbers of room, one block after the other: 100 ms for 16,667 of them at 2.6 GHz.
+// numbers of room, one block after the other. 16,667 of them take 100 ms at 2.6 GHz.
 func yardstick(t testing.TB, room []uint64, rounds int) time.Duration {
 	start := processor.Time(t)
 	const block = 1 << 12
@@ -521,8 +522,8 @@ func TestCraftedPass(t *testing.T) {
 	}), state.ErrArgument)
 }
 
-// TestTakenFiguresAreThoseOfPasses: batches whose passes leave their figures elsewhere, and which
-// are taken in later in order, make the lattice that the passes themselves would have made.
+// TestTakenFiguresAreThoseOfPasses has passes leave their figures elsewhere, which are taken in
+// later in order. They make the lattice that the passes themselves would have made.
 func TestTakenFiguresAreThoseOfPasses(t *testing.T) {
 	const seeds, batches = 70, 5
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))

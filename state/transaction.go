@@ -45,10 +45,10 @@ func (n *Network) Waiting() bool {
 }
 
 // Submit hands over commands that take effect together at the next [Network.Apply]. The channel,
-// which need not be read, gets nil then, or why they were refused: an ErrClosed when the network is
-// closed, now or before the next Apply. It may be called from any goroutine. The one that calls
-// Apply, such as that of a trainer's callbacks, would wait for the channel without end, and has
-// [Network.Do]. A network without layers answers at once.
+// which need not be read, gets nil then, or why they were refused. It is an ErrClosed when the
+// network is closed, now or before the next Apply. It may be called from any goroutine. The one
+// that calls Apply, such as that of a trainer's callbacks, would wait for the channel without end,
+// and has [Network.Do]. A network without layers answers at once.
 func (n *Network) Submit(commands ...Command) <-chan error {
 	n = n.orNone()
 	done := make(chan error, 1)

@@ -70,7 +70,7 @@ func (c *Client) Stop(ctx context.Context, run, why string) error {
 	return c.call(ctx, "POST", "runs/"+url.PathEscape(run)+"/stop", Request{c.Who, why}, nil)
 }
 
-// Follow lets a controller grow the run's model, from this process: whenever an epoch has ended it
+// Follow lets a controller grow the run's model, from this process. Whenever an epoch has ended it
 // is asked, and each of its commands takes effect or is refused by itself. refused, if it is not
 // nil, hears of those. Follow returns nil when the run has ended.
 func (c *Client) Follow(ctx context.Context, run string, controller state.Controller,

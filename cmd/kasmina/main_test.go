@@ -201,9 +201,9 @@ func TestTrain(t *testing.T) {
 	}
 }
 
-// TestTrainAdapters wants LoRA to better the loss, merged into a folder that loads, with no other
-// parameter changed than the linear layers; a run of a given time to end; and options that make no
-// sense to be refused.
+// TestTrainAdapters wants LoRA to better the loss, merged into a folder that loads, with no
+// parameters changed but the linear layers'. A run of a given time ends, and options that make no
+// sense are refused.
 func TestTrainAdapters(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),

@@ -115,7 +115,7 @@ func tokenizerOf(dir string, vocab int) (*tokenizers.Tokenizer, error) {
 }
 
 // inference loads the model of a folder for sequences of so many tokens, with a bar, and computes
-// with it: on a device, which alone has its weights then, or on the CPU where that is nil.
+// with it. On a device, that alone has its weights then; nil is the CPU.
 func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
 	if device == nil {

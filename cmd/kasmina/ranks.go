@@ -22,8 +22,9 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// launchRanks starts a process a GPU where that is this one's part: of train, with -gpus, and on a
-// node of Kubeflow Trainer with several GPUs. What is wrong with other options is told later.
+// launchRanks starts a process a GPU where that is this one's part. So it is for train with -gpus,
+// and on a node of Kubeflow Trainer with several GPUs. What is wrong with other options is told
+// later.
 func launchRanks(args []string, stdout, stderr io.Writer) (launched bool, err error) {
 	root := newRoot()
 	c, rest, err := root.Find(twoDashes(root, args))

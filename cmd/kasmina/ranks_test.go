@@ -117,7 +117,7 @@ func sameRun(t *testing.T, want, got string) {
 }
 
 // TestTrainGPUs wants several processes to leave what one does, bit for bit, and to say who says
-// what; and, interrupted, to go on as another number of processes.
+// what. Interrupted, they go on as another number of processes.
 func TestTrainGPUs(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows does not let a process interrupt another")

@@ -1,5 +1,5 @@
-// Package direct has the GPUs of one host write into each other's memory: by their copy engines,
-// beside which kernels run undisturbed, where NCCL's kernels would take multiprocessors from them.
+// Package direct has the GPUs of one host write into each other's memory. Their copy engines do so,
+// beside which kernels run undisturbed; NCCL's kernels would take multiprocessors from them.
 //
 // [New] makes of a group one whose routes ([comm.Route]) are such copies. Ranks tell each other by
 // words in memory how far they are. A stream waits for such a word without a kernel, also in what is
@@ -71,7 +71,8 @@ func (g *group) word(of comm.Ptr, slot, rank, kind int) comm.Ptr {
 func (g *group) wordCount() int { return slots * g.Size() * wordKinds }
 
 // New returns the group with routes of its own where all ranks are on one host and their GPUs reach
-// each other's memory; otherwise the group as it is, and why. All ranks call it, and get the same.
+// each other's memory. Otherwise it returns the group as it is, and why. All ranks call it, and get
+// the same.
 func New(ctx context.Context, w *comm.World, d Device, of comm.Group) (g comm.Group, why error,
 	err error) {
 	if ctx == nil || w == nil || d == nil || of == nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// host is the memory of all GPUs of a host, and their streams: work of one stream is done in order,
+// host is the memory of all GPUs of a host, and their streams. Work of one stream is done in order,
 // that of several at any time.
 type host struct {
 	mu     sync.Mutex
@@ -236,7 +236,7 @@ func each(t *testing.T, size int, refuse error, f func(d *device, g comm.Group, 
 }
 
 // TestRoute: what ranks send arrives, round after round, in places that several routes take in
-// turn, and never before the one who takes it is done with what came before.
+// turn. It never arrives before the one who takes it is done with what came before.
 func TestRoute(t *testing.T) {
 	const size, routes, turns, rounds, bytes = 3, 4, 2, 6, 64
 	each(t, size, nil, func(d *device, g comm.Group, why error) {

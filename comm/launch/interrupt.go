@@ -33,7 +33,7 @@ func UntilInterrupt(w io.Writer) context.Context {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
 	context.AfterFunc(ctx, func() {
-		// A terminal that closes sends SIGHUP twice, through its shell and when that ends, and each
+		// A terminal that closes sends SIGHUP twice, through its shell and when that ends. Each
 		// line to a pipe without a reader is a SIGPIPE.
 		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
 		stop() // the next interrupt does what it does to other programs

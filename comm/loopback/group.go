@@ -1,9 +1,9 @@
 // Package loopback is a [comm.Group] over TCP between processes of one host, or goroutines of one
-// process: for tests on any number of ranks without a GPU.
+// process. Tests run on it with any number of ranks without a GPU.
 //
 // It does what NCCL does, at a thousandth of the speed. Work runs on streams, sends and receives
 // that do not meet wait, and sums depend on the number of ranks. A rank that is gone makes work
-// fail later, when [Group.Err] says so. It is stricter in one thing: ranks that call different
+// fail later, when [Group.Err] says so. It is stricter in one thing. Ranks that call different
 // collectives get an error that says which, where NCCL waits for ever or mixes up data.
 package loopback
 

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// hardFloat32 draws any bits: NaNs with payloads, quiet or not, infinities, both zeros, numbers too
-// small to be normal, and now and then large ones that cancel.
+// hardFloat32 draws any bits: NaNs with payloads, infinities, both zeros and numbers too small to
+// be normal. Now and then it draws large ones that cancel.
 func hardFloat32(rng *rand.Rand) uint32 {
 	switch rng.IntN(12) {
 	case 0:
@@ -144,7 +144,7 @@ func TestOrderedSumIsThePlainSum(t *testing.T) {
 }
 
 // TestReductionsDependOnRanks: AllReduce of the same numbers differs from one number of ranks to
-// another, so that the test above would notice an ordered sum that is none.
+// another. So the test above would notice an ordered sum that is none.
 func TestReductionsDependOnRanks(t *testing.T) {
 	rng := newRand(t)
 	const count = 1000

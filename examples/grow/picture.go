@@ -21,7 +21,7 @@ var (
 	trialColor  = color.RGBA{140, 198, 140, 255}
 )
 
-// drawComparison makes a picture of a comparison: the held-out losses over the time, and below them
+// drawComparison makes a picture of a comparison: the held-out losses over the time. Below them are
 // the grown model's blocks, each as a bar from when it is there.
 func drawComparison(path string, c comparison) error {
 	losses, blocks := plot.New(), plot.New()

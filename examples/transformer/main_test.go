@@ -307,8 +307,8 @@ func TestGrow(t *testing.T) {
 		"-layers", "2", "-steps", "70"), io.Discard, io.Discard), "plan at least 80 steps")
 }
 
-// TestGrowthByDefault wants a new run's model to grow, unless it is asked for what a growing model
-// has not, or no growth could end; and such a run to take as long.
+// TestGrowthByDefault wants a new run's model to grow, and such a run to take as long. It does not
+// grow where it is asked for what a growing model has not, or no growth could end.
 func TestGrowthByDefault(t *testing.T) {
 	type plan struct{ grow, blocks, steps, layers int }
 	for args, want := range map[string]plan{

@@ -266,8 +266,8 @@ func (b *Base) UsePreallocDo(prealloc gorgonia.Value,
 var errZero = errors.New(
 	"the op is a zero value: ops are made by the functions that add them to a graph")
 
-// CheckGradient returns an error unless the nodes given to an op's SymDiff are those of the op: its
-// inputs, its result and the gradient of that.
+// CheckGradient returns an error unless the nodes given to an op's SymDiff are those of the op.
+// They are its inputs, its result and the gradient of that.
 func CheckGradient(b *Base, inputs gorgonia.Nodes, output, grad *gorgonia.Node) error {
 	if b.self == nil {
 		return errZero

@@ -16,8 +16,8 @@ type OpTime struct {
 	// the multiplications and additions of matrix products and attention.
 	Bytes float64 `json:"bytes,omitempty"`
 	FLOPs float64 `json:"flops,omitempty"`
-	// Ways are those that were chosen among several. Tuned is what the tasks took when they were
-	// tuned, of those that were (of a monitor alone).
+	// Ways are those that were chosen among several. Tuned is what the tasks took that were tuned,
+	// when they were (of a monitor alone).
 	Ways  []string      `json:"ways,omitempty"`
 	Tuned time.Duration `json:"tuned_ns,omitempty"`
 }

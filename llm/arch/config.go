@@ -12,7 +12,7 @@ import (
 )
 
 // Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a
-// residual stream, with RMSNorm before each, rotary positions, and Kasmina layers after chosen
+// residual stream. It has RMSNorm before each, rotary positions, and Kasmina layers after chosen
 // blocks. [Traits] are what other families have beyond Llama 2. It is stored with every checkpoint.
 type Config struct {
 	Vocab   int     `json:"vocab"`             // token ids are 0 to Vocab−1
@@ -44,9 +44,9 @@ type Config struct {
 	// Kasmina layers. See llm.Trainer.Run for when it
 	// changes the model.
 	Depth int `json:"depth,omitempty"`
-	// Weights are linear layers on each of which a seed sits, and Streams blocks, from 0, behind each
-	// of which one sits in the residual stream. A place may be named several times. Each list has a
-	// lattice of its own, behind those of the Kasmina layers and before that of depth.
+	// Weights are linear layers on each of which a seed sits. Streams are blocks, from 0, behind
+	// each of which one sits in the residual stream. A place may be named several times. Each list
+	// has a lattice of its own, behind those of the Kasmina layers and before that of depth.
 	Weights []WeightSite `json:"weights,omitempty"`
 	Streams []int        `json:"streams,omitempty"`
 	// LoRAAlpha is that of LoRA, whose product is multiplied by LoRAAlpha/rank; 0 means the rank.
@@ -54,8 +54,9 @@ type Config struct {
 	// Frozen says that only what is planted at Weights and in Streams learns. The model's own
 	// parameters keep their bits until something is merged into them.
 	Frozen bool `json:"frozen,omitempty"`
-	// Directed has the rows of A of a LoRA begin along the gradient of its weight: as its right
-	// singular vectors of the largest singular values, instead of at random. It is for frozen models.
+	// Directed has the rows of A of a LoRA begin along the gradient of its weight, instead of at
+	// random. They are its right singular vectors of the largest singular values. It is for frozen
+	// models.
 	Directed bool `json:"directed,omitempty"`
 	// Planted are the blueprints at these places, and Grown is how the model came to its blocks.
 	// The trainer writes both.
@@ -91,7 +92,7 @@ type KasminaOptions struct {
 	// AdaptiveClip is as op.WithAdaptiveGradClip, 0 for none. It excludes GradClip.
 	AdaptiveClip float64 `json:"adaptive_clip,omitempty"`
 	// StopOnNonFinite ends a run at a step of training in which a layer meets NaN or Inf, as
-	// op.StopOnNonFinite does, with an error that wraps op.ErrNonFinite and llm.ErrDiverged.
+	// op.StopOnNonFinite does. The error wraps op.ErrNonFinite and llm.ErrDiverged.
 	StopOnNonFinite bool `json:"stop_on_non_finite,omitempty"`
 }
 
@@ -147,9 +148,9 @@ func (c Config) KasminaWidth() int {
 	return max(c.SlotWidth, c.Dim/c.Seeds)
 }
 
-// Default fills in what c leaves at zero and can be derived: KVHeads, HeadDim (Dim/Heads, where
-// that is whole), FF (8/3·Dim, rounded up to 32), Base, Eps and, if there are Kasmina layers, Slots
-// (Seeds + 1: one for each seed, and slot 0, which means none).
+// Default fills in what c leaves at zero and can be derived. That is KVHeads, HeadDim (Dim/Heads,
+// where that is whole), FF (8/3·Dim, rounded up to 32), Base and Eps. If there are Kasmina layers,
+// it fills in Slots too: Seeds + 1, one for each seed, and slot 0, which means none.
 func (c Config) Default() Config {
 	set := func(v *int, to int) {
 		if *v == 0 {

@@ -121,12 +121,12 @@ const (
 // BlockPrefix begins the names of the parameters of block i.
 func BlockPrefix(i int) string { return fmt.Sprintf("%s%d.", BlocksPrefix, i) }
 
-// FLOPs returns the floating-point operations of training on a token, forward and backward: six for
-// each weight of a product, the output layer's included, and for causal attention six a feature of
-// its heads for each position of the sequence, in each block. Of a window W in a sequence of S it
-// is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language Models", 2020.) What
-// is planted in the stream counts alike. At a weight the operations are those of a step, whatever
-// its tokens, and are not counted.
+// FLOPs returns the floating-point operations of training on a token, forward and backward. They
+// are six for each weight of a product, the output layer's included. Causal attention takes six a
+// feature of its heads for each position of the sequence, in each block. Of a window W in a
+// sequence of S it is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language
+// Models", 2020.) What is planted in the stream counts alike. At a weight the operations are those
+// of a step, whatever its tokens, and are not counted.
 func (c Config) FLOPs() float64 {
 	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
 	block := float64(c.Dim) * (2*heads + 2*kv + 3*float64(c.FF))

@@ -1,5 +1,5 @@
-// Package baseline says how well text can be predicted without a neural network, in bits per byte:
-// by counts of three bytes in a row, and by gzip. A model that does no better has learnt little.
+// Package baseline says how well text can be predicted without a neural network, in bits per byte.
+// It counts three bytes in a row, or uses gzip. A model that does no better has learnt little.
 package baseline
 
 import (
@@ -32,8 +32,8 @@ type Order2 struct {
 }
 
 // TrainOrder2 counts all bytes of r. After each MiB it calls progress, unless that is nil, with the
-// bytes read so far, and looks whether the context has ended, whose cause is the error then. Counts
-// are 32 bits wide and stop growing when full.
+// bytes read so far. It also looks whether the context has ended, whose cause is the error then.
+// Counts are 32 bits wide and stop growing when full.
 func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*Order2, error) {
 	switch {
 	case ctx == nil:
@@ -118,7 +118,7 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	return p
 }
 
-// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text but the first, which is only
+// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text but the first. That is only
 // ever a context, as it is for a language model. The second byte is predicted as if the first had
 // come twice. It ends with the context, whose cause is the error then.
 func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) {

@@ -78,7 +78,7 @@ func TestOrder2MatchesTheFormula(t *testing.T) {
 }
 
 // A source in which the two last bytes choose one of four equally likely next bytes has an entropy
-// of 2 bits, which the model reaches and an order-1 model (3.9 bits here) does not.
+// of 2 bits. The model reaches it, and an order-1 model (3.9 bits here) does not.
 func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 	r := texttest.Rand(t)
 	text := []byte{0, 0}

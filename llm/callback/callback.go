@@ -137,7 +137,7 @@ func Evaluate(t Run, text *data.Evaluation, every int, opts ...EvaluateOption) e
 }
 
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
-// step, tells the callbacks, and writes the text of the latest sample to the file at path, whose
+// step, and tells the callbacks. It writes the text of the latest sample to the file at path, whose
 // folders it makes, unless that is empty. With an empty prompt a document begins, if the tokenizer
 // is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the tokenizer's
 // vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be

@@ -19,9 +19,9 @@ import (
 // A CheckpointOption changes what Checkpoint does.
 type CheckpointOption func(*checkpointer)
 
-// InBackground writes a checkpoint while the run goes on, if there is a step to come, from a copy
-// of everything in it that takes memory until the file is complete. Its Saved event has the step
-// that was saved, and comes after a later one.
+// InBackground writes a checkpoint while the run goes on, if there is a step to come. It writes
+// from a copy of everything in it that takes memory until the file is complete. Its Saved event has
+// the step that was saved, and comes after a later one.
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
 // InParts lets several ranks write a checkpoint together, a file each: see [Trainer.SaveParts]. The
@@ -33,12 +33,12 @@ func OptimizerApart() CheckpointOption {
 	return func(c *checkpointer) { c.write = SaveApart }
 }
 
-// Checkpoint saves everything needed to go on, to the file at path, every so many steps (0 for
-// never), at the last step, and when the run is interrupted. After a callback or a step has failed
-// it tries to save the last step, unless that is ErrDiverged. Then the file's old contents are
-// better. The file is replaced as a whole: there is always a complete one. Folders that it needs
-// are made. A place where it cannot be written ends the run before its first step, and so does a
-// folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
+// Checkpoint saves everything needed to go on to the file at path. It does so every so many steps
+// (0 for never), at the last step, and when the run is interrupted. After a callback or a step has
+// failed it tries to save the last step, unless that is ErrDiverged. Then the file's old contents
+// are better. The file is replaced as a whole: there is always a complete one. Folders that it
+// needs are made. A place where it cannot be written ends the run before its first step, and so
+// does a folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
 func Checkpoint(t Run, path string, every int, opts ...CheckpointOption) event.Callback {
 	if made(t) != nil {
 		return refuse("Checkpoint: %w", made(t))
@@ -205,7 +205,7 @@ func (c *checkpointer) saved(step int) error {
 var ErrFolderInUse = folderlock.ErrInUse
 
 // ClaimFolder makes an output folder, which must exist, this program's until release is called or
-// the program ends, so that no two programs write one run's files: to all others it is an
+// the program ends. So no two programs write one run's files: to all others it is an
 // ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
 // is the program's until all have released it. A run with a [Checkpoint] claims its folder by
 // itself; a program that reads or writes there before the run claims it first.

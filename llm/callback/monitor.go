@@ -14,10 +14,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/scrub"
 )
 
-// Monitor tells the callbacks every so many steps (0 for never), and after the last one, what the
-// ops of the trainer's engine take, as a Profiled event, and at the end of the run prints them as a
-// table. It does nothing for an engine that is no [Profiler] or has timed nothing: engines on CPU
-// and GPU want the option WithMonitor of cpuops and cudaops.
+// Monitor tells the callbacks what the ops of the trainer's engine take, as a Profiled event. It
+// does so every so many steps (0 for never) and after the last one. At the end of the run it prints
+// them as a table. It does nothing for an engine that is no [Profiler] or has timed nothing.
+// Engines on CPU and GPU want the option WithMonitor of cpuops and cudaops.
 func Monitor(t Run, w io.Writer, every int) event.Callback {
 	if made(t) != nil || w == nil {
 		return refuse("Monitor: the trainer or the writer is nil")
@@ -66,7 +66,7 @@ func Ceilings(t Run) event.Callback {
 }
 
 // ProfileStep profiles a step of the run. It begins when that many steps have been made (at least
-// 1), which load kernels and warm the GPU up, writes the trace (see [Profile.WriteTrace]) to the
+// 1), which load kernels and warm the GPU up. It writes the trace (see [Profile.WriteTrace]) to the
 // file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
 // [Tracer]. Of a run that ends before, it writes nothing and says so.
 func ProfileStep(t Run, w io.Writer, path string, after int) event.Callback {
@@ -129,9 +129,9 @@ func writeProfile(p *engine.Profile, w io.Writer, path string) error {
 
 // Scrub verifies the checksums of all seeds when a run begins, and then once every period while it
 // goes on. What it finds it writes to w, a line for each layer or part of a large one, and tells
-// the callbacks of (Corrupted), both behind the next step and once. It changes nothing: a corrupt
-// seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made with
-// [state.WithQuarantine].
+// the callbacks of (Corrupted). Both happen behind the next step and once. It changes nothing: a
+// corrupt seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made
+// with [state.WithQuarantine].
 func Scrub(t Run, w io.Writer, period time.Duration) event.Callback {
 	switch {
 	case made(t) != nil:

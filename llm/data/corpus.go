@@ -33,14 +33,15 @@ import (
 // Corpus that changed or vanished after it was opened, or a LoaderState of other data.
 var ErrChanged = errors.New("the data has changed")
 
-// A Corpus is the text of a file or of the files of a folder, split into one part to train on and
-// one held out. Only a table of the files is kept in memory; their bytes are read when asked for.
+// A Corpus is the text of a file or of the files of a folder. It is split into one part to train on
+// and one held out. Only a table of the files is kept in memory; their bytes are read when asked
+// for.
 //
-// The split depends on the files' paths relative to the folder, their number and the split seed, on
-// nothing else, so that it is the same in every run and on every machine:
-//   - 20 files and more are split by file. A file is held out when a hash of the seed and its path,
-//     taken as a number in [0, 1), is less than the held-out share. The file with the least hash
-//     always is. New files leave the others where they are.
+// The split depends on the files' paths relative to the folder, their number and the split seed. So
+// it is the same in every run and on every machine:
+//   - 20 files and more are split by file. A hash of the seed and a file's path is taken as a
+//     number in [0, 1). A file is held out when that is less than the held-out share. The file with
+//     the least hash always is. New files leave the others where they are.
 //   - Of fewer files, each is cut: its last bytes are held out.
 //
 // In both parts the files lie in an order drawn from the seed, so that the first bytes are a fair
@@ -103,8 +104,8 @@ func WithSplitSeed(seed uint64) Option {
 }
 
 // WithMaxBytes takes about n bytes only, the held-out share of them from the held-out part and the
-// rest from the part to train on: in both, the first files in the order drawn from the seed, the
-// last of them cut short.
+// rest from the part to train on. From both it takes the first files in the order drawn from the
+// seed, the last of them cut short.
 func WithMaxBytes(n int64) Option {
 	return func(c *config) error {
 		if n < 2 {
@@ -115,10 +116,10 @@ func WithMaxBytes(n int64) Option {
 	}
 }
 
-// Open finds the text at path, a file or a folder. A folder is searched with all folders in it, but
-// files and folders whose names start with a dot are passed over, and so are symbolic links (path
-// itself may be one), empty files and binary ones: those with a zero byte among the first 8192. A
-// file that is named directly is always taken.
+// Open finds the text at path, a file or a folder. A folder is searched with all folders in it.
+// Files and folders whose names start with a dot are passed over, and so are symbolic links (path
+// itself may be one). Empty files and binary ones, with a zero byte among the first 8192, are
+// passed over too. A file that is named directly is always taken.
 //
 // It is an error when path does not exist, something in it cannot be read, or no text is found.
 func Open(path string, options ...Option) (*Corpus, error) {

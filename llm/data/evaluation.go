@@ -40,9 +40,9 @@ func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evalu
 }
 
 // NewDocumentEvaluation is NewEvaluation of several documents, or parts of such, for a model with
-// Config.Documents: batches say where they start. They are encoded one by one, and if the tokenizer
-// is a BPE, or has a method EndOfDocument() int as a BPE has, that token follows each and is a
-// target too.
+// Config.Documents: batches say where they start. They are encoded one by one. If the tokenizer is
+// a BPE, or has a method EndOfDocument() int as a BPE has, that token follows each and is a target
+// too.
 func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer,
 	batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)
@@ -78,8 +78,8 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	return e, nil
 }
 
-// add appends a document's tokens, and if documents are to be kept apart where it begins: with the
-// token that ends the one before, as in a Batch.
+// add appends a document's tokens. If documents are to be kept apart, it also notes where it
+// begins: with the token that ends the one before, as in a Batch.
 func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 	ids := tok.Encode(text)
 	if !apart {
@@ -138,8 +138,9 @@ func (e *Evaluation) Batches() iter.Seq[Batch] {
 	}
 }
 
-// Score turns the sum of the losses of all targets, in nats, into the mean loss in nats per token
-// and bits per byte: sum / (ln 2 · bytes). A batch adds its mean loss times its Count to the sum.
+// Score turns the sum of the losses of all targets, in nats, into two figures. They are the mean
+// loss in nats per token, and bits per byte: sum / (ln 2 · bytes). A batch adds its mean loss times
+// its Count to the sum.
 func (e *Evaluation) Score(sum float64) (loss, bitsPerByte float64) {
 	return sum / float64(e.Tokens()), sum / math.Ln2 / float64(e.Bytes())
 }

@@ -32,15 +32,15 @@ type fingerprinted struct {
 	value string
 }
 
-// Fingerprint returns 64 hexadecimal digits that stand for what the text says: a SHA-256 over the
-// bytes of its documents, in order, and where each ends. Names and folders do not count. It reads
-// the whole text once, on all cores. The result is kept in the user's cache folder, under the
-// files' paths, sizes and times, so that it is known at once while they stay as they are.
+// Fingerprint returns 64 hexadecimal digits that stand for what the text says. They are a SHA-256
+// over the bytes of its documents, in order, and where each ends. Names and folders do not count.
+// It reads the whole text once, on all cores. The result is kept in the user's cache folder, under
+// the files' paths, sizes and times. It is known at once while they stay as they are.
 //
-// The function progress is called, if it is not nil, with the number of bytes that are read and of
-// those there are; never where the fingerprint is known. An error of it ends the work. Other errors
-// are that of a file that cannot be read or has changed (ErrChanged), and why the context
-// ended. Fingerprint may be called by several goroutines at once.
+// If it is not nil, the function progress is called with the number of bytes that are read and of
+// those there are. It is never called where the fingerprint is known. An error of it ends the work.
+// Other errors are that of a file that cannot be read or has changed (ErrChanged), and why the
+// context ended. Fingerprint may be called by several goroutines at once.
 func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) error) (
 	string, error) {
 	if ctx == nil {
@@ -170,7 +170,7 @@ func (t *Text) file(d document) string {
 }
 
 // fingerprintSettle is how old a file must be for its times to tell that it has not been written
-// again: file systems count in steps of up to two seconds.
+// again. File systems count in steps of up to two seconds.
 var fingerprintSettle = 3 * time.Second
 
 // settled reports whether all files had their times long before the given moment.

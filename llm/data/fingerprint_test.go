@@ -64,7 +64,7 @@ func TestFingerprintPieces(t *testing.T) {
 }
 
 // TestFingerprintProgress wants to be told of every byte once, and an error of who is told to end
-// the work; and no panic of what is no text or no context.
+// the work. What is no text or no context makes no panic.
 func TestFingerprintProgress(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train

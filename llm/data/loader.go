@@ -17,8 +17,8 @@ type Batch struct {
 	Count           int // targets that count
 
 	// Starts [batch, seq] is the position in its sequence at which the document of each token
-	// begins, or 0 where that lies before the sequence; nil where nobody knows of documents. The
-	// token that ends a document counts to the next one: that begins with it, as it does in
+	// begins. It is 0 where that lies before the sequence, and nil where nobody knows of documents.
+	// The token that ends a document counts to the next one: that begins with it, as it does in
 	// SampleText. Targets know no borders.
 	Starts []int
 }
@@ -41,8 +41,8 @@ type LoaderState struct {
 
 // A Loader deals out batches of a text without end, in an order that depends on the seed alone. For
 // each epoch the text is cut into windows of Seq tokens, at boundaries that move from epoch to
-// epoch, and these are taken in a random order that needs no table of them. While a batch is in
-// use, the next one is being read. A Loader is for one goroutine at a time.
+// epoch. They are taken in a random order that needs no table of them. While a batch is in use, the
+// next one is being read. A Loader is for one goroutine at a time.
 type Loader struct {
 	tokens Tokens
 	config LoaderConfig
@@ -64,8 +64,7 @@ type readAhead struct {
 }
 
 // NewLoader returns a Loader at the start of its first epoch. It is an error when the tokens do not
-// suffice for one sequence and the target of its last token, and when a batch has more than 2²⁶
-// tokens.
+// suffice for one sequence and the target of its last token. So is a batch of more than 2²⁶ tokens.
 func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
 		return nil, fmt.Errorf("data: NewLoader: the tokens are nil")
@@ -118,8 +117,8 @@ func newBatch(n int) Batch {
 // it. The window's tokens stand at the given offset.
 type documentStarts func(starts, window []int, offset int64)
 
-// startsOf returns how to find the documents among tokens that end each with a token of its own, or
-// are bytes of files; nil for others.
+// startsOf returns how to find the documents among tokens, where each ends with a token of its own
+// or tokens are bytes of files. It is nil for others.
 func startsOf(t Tokens) documentStarts {
 	if b, ok := t.(byteTokens); ok {
 		return b.starts
@@ -285,9 +284,10 @@ func (l *Loader) SetState(s LoaderState) error {
 	return nil
 }
 
-// permute returns the image of i under a pseudorandom permutation of [0, n): a Feistel network of
-// four rounds over the least even number of bits that hold n-1, applied again while the result lies
-// outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+// permute returns the image of i under a pseudorandom permutation of [0, n). It is a Feistel
+// network of four rounds over the least even number of bits that hold n-1. It is applied again
+// while the result lies outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite
+// domains", 2002).
 func permute(i, n, key uint64) uint64 {
 	half := (bits.Len64(n-1) + 1) / 2
 	mask := uint64(1)<<half - 1

@@ -61,9 +61,9 @@ func TestPermuteIsABijection(t *testing.T) {
 	}
 }
 
-// Over many keys every place goes everywhere equally often: Pearson's chi-square with 99 cells
-// around 99, which a uniform permutation exceeds 175 by with a probability of 4e-6. A place that
-// does is tried again.
+// Over many keys every place goes everywhere equally often. The test is Pearson's chi-square with
+// 99 cells around 99, which a uniform permutation exceeds 175 by with a probability of 4e-6. A
+// place that does is tried again.
 func TestPermuteIsUniform(t *testing.T) {
 	r := texttest.Rand(t)
 	const n, trials = 100, 20000
@@ -167,8 +167,8 @@ func TestLoaderOrder(t *testing.T) {
 	}
 }
 
-// A loader that is set to a saved state continues as the one that was saved, in the middle of an
-// epoch or at its end, while reading ahead or not.
+// A loader that is set to a saved state continues as the one that was saved. So it does in the
+// middle of an epoch or at its end, while reading ahead or not.
 func TestLoaderResumes(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 30 {
@@ -367,7 +367,7 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 }
 
 // FuzzLoaderState gives a loader any place. It is refused and nothing has changed, or batches
-// follow whose tokens are the text's, and the place after them is one that a loader takes.
+// follow whose tokens are the text's. The place after them is one that a loader takes.
 func FuzzLoaderState(f *testing.F) {
 	l := loaderOf(f, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})
 	whole, err := json.Marshal(l.State())

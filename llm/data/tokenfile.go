@@ -241,8 +241,8 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 // BPE has, that token follows each. The same text and tokenizer give the same file on any number of
 // cores. Memory for some portions is all that it takes.
 //
-// The function progress is called, if it is not nil, with the number of bytes of the text that are
-// encoded and of those there are. An error of it ends the work, and so does the context.
+// If it is not nil, the function progress is called with the bytes of the text that are encoded and
+// those there are. An error of it ends the work, and so does the context.
 func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
 	progress func(bytes, of int64) error) error {
 	if ctx == nil {

@@ -30,8 +30,8 @@ type Tokens interface {
 
 // Tokenize returns a text's tokens. With a tokenizer.Bytes they are read from the text's files when
 // asked for. Any other tokenizer encodes the whole text now, in pieces of up to 1 MiB that end
-// after a newline where there is one, and its tokens are kept in memory at four bytes each. It
-// takes the text's fingerprint, which after [Text.Fingerprint] is known. The context ends the work.
+// after a newline where there is one. Its tokens are kept in memory at four bytes each. It takes
+// the text's fingerprint, which after [Text.Fingerprint] is known. The context ends the work.
 func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", errNoContext)

@@ -25,9 +25,9 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Engine computes what a trainer asks for: the CPU's in the model's own memory, another machine's
-// with copies of the parameters and of what the optimiser remembers. Package llm/gpu has one for
-// NVIDIA GPUs. A trainer calls its methods one at a time.
+// Engine computes what a trainer asks for. The CPU's does so in the model's own memory, another
+// machine's with copies of the parameters and of what the optimiser remembers. Package llm/gpu has
+// one for NVIDIA GPUs. A trainer calls its methods one at a time.
 type Engine interface {
 	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other
 	// bits under another name.
@@ -36,10 +36,10 @@ type Engine interface {
 	// loss.
 	Gradients(b data.Batch) (loss float64, err error)
 	// Update applies them at the optimiser's learning rate, and returns their global norm before
-	// clipping: of the model's own parameters, or of those of seeds, which are clipped by a norm of
-	// their own, where nothing else learns. After ErrGradients nothing has changed; after ErrOverflow parameters have, and one
-	// is no longer finite or the norm was not. A [Scaler] may make no update, without an error, and
-	// return a norm that is not finite.
+	// clipping. That is of the model's own parameters. Where nothing else learns it is of those of
+	// seeds, which are clipped by a norm of their own. After ErrGradients nothing has changed;
+	// after ErrOverflow parameters have, and one is no longer finite or the norm was not. A
+	// [Scaler] may make no update, without an error, and return a norm that is not finite.
 	Update() (norm float64, err error)
 	// Drop forgets the gradients gathered so far.
 	Drop() error
@@ -82,7 +82,7 @@ type Sensor interface {
 type Listener interface {
 	Engine
 	// Gradient returns that of a parameter for the batch whose gradients were computed since the
-	// last Drop: a []float32 or a []float64, which nobody may keep.
+	// last Drop. It is a []float32 or a []float64, which nobody may keep.
 	Gradient(param string) (any, error)
 }
 
@@ -95,8 +95,8 @@ type Stepper interface {
 	Step(b data.Batch) (loss, norm float64, err error)
 }
 
-// Keeper is an engine that can be closed such that the next one, of the same model as it has become
-// meanwhile, goes on with the parameters where they are.
+// Keeper is an engine that can be closed such that the next one goes on with the parameters where
+// they are. The next one has the same model as it has become meanwhile.
 type Keeper interface {
 	Engine
 	CanKeep() bool

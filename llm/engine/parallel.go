@@ -5,14 +5,14 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Parallel is an engine that trains a model together with those of other processes, its ranks, each
-// of which has the same model, data, settings and callbacks. The batches of a step are divided
-// among them. Package llm/parallel has one.
+// Parallel is an engine that trains a model together with those of other processes, its ranks. Each
+// has the same model, data, settings and callbacks. The batches of a step are divided among them.
+// Package llm/parallel has one.
 //
-// All ranks call Batches, Update, Exchange and Gather in the same order, and a trainer of such an
+// All ranks call Batches, Update, Exchange and Gather in the same order. A trainer of such an
 // engine sees to it that they decide alike. What is submitted to the lattices of one takes effect
-// at all between the same two steps, the controller and the clock of rank 0 hold for all, and where
-// one fails or is asked to stop, all end behind the same step. Rank 0 alone writes checkpoints.
+// at all between the same two steps. The controller and the clock of rank 0 hold for all. Where one
+// fails or is asked to stop, all end behind the same step. Rank 0 alone writes checkpoints.
 type Parallel interface {
 	Engine
 	// Rank counts from 0 to Ranks−1.
@@ -25,7 +25,7 @@ type Parallel interface {
 	Exchange(value []byte) ([][]byte, error)
 	// Gather makes the optimiser's state on this host that of the whole model.
 	Gather() error
-	// Own makes the optimiser's state on this host right in the parts that this rank updates, and
+	// Own makes the optimiser's state on this host right in the parts that this rank updates. It
 	// returns those, in the order in which all ranks' parts stand one behind the other. It waits
 	// for no other rank. The optimiser is an [optim.Partial].
 	Own() ([]optim.Part, error)

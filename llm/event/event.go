@@ -1,5 +1,6 @@
-// Package event holds what a training run tells and decides: the events that its callbacks see, the
-// budget that it spends, the record of its growth. Package llm has these types under its own name.
+// Package event holds what a training run tells and decides. That is the events that its callbacks
+// see, the budget that it spends, the record of its growth. Package llm has these types under its
+// own name.
 package event
 
 import (
@@ -72,9 +73,9 @@ type Event struct {
 	Ceiling  optime.Ceiling // of the devices together; 0 before Measured
 	Lattices []arch.Lattice // of the model: where its seeds are
 
-	// Reports are those of the Kasmina layers, of an EpochEnd: an epoch of their lattices has
-	// ended, somebody has steered the seeds (Trainer.Steer), or a run has ended (before its RunEnd)
-	// in which more has happened to seeds since.
+	// Reports are those of the Kasmina layers, of an EpochEnd. There is one when an epoch of their
+	// lattices has ended or somebody has steered the seeds (Trainer.Steer). There is one too before
+	// the RunEnd of a run in which more has happened to seeds since.
 	Reports []state.Report
 	// SeedEvents are what has happened to seeds since the EpochEnd before, or since the run began.
 	SeedEvents []state.Event
@@ -86,5 +87,5 @@ type Event struct {
 
 // A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates,
 // saves. Callbacks run in the order in which they were added, on the training goroutine, between
-// steps, and may call all methods of the trainer and its model but Run. An error ends the run.
+// steps. They may call all methods of the trainer and its model but Run. An error ends the run.
 type Callback func(Event) error

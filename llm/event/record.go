@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Decision is a line of a record of growth: a command that a controller gave, or the share of the
-// budget that the run's steps had come to see, where that changed.
+// Decision is a line of a record of growth. It is a command that a controller gave, or the share of
+// the budget that the run's steps had come to see, where that changed.
 type Decision struct {
 	Step  int     `json:"step"` // steps that had been made
 	Share float64 `json:"share"`

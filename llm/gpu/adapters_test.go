@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// adapters trains LoRA in a frozen model, on a device or on the CPU, and returns the losses, the
+// adapters trains LoRA in a frozen model, on a device or on the CPU. It returns the losses, the
 // record of what was planted, and the parameters at the end.
 func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth llm.Growth,
 	save string) (losses []float64, record string, params map[string][]float32) {
@@ -54,7 +54,7 @@ func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth 
 }
 
 // TestAdaptersOnGPU wants LoRA in a frozen model to be planted where the CPU plants them, and to
-// learn as there; and the bits of a run to come again, in each precision.
+// learn as there. The bits of a run come again, in each precision.
 func TestAdaptersOnGPU(t *testing.T) {
 	device := open(t)
 	dir := t.TempDir()

@@ -75,8 +75,8 @@ func TestDepthOnGPU(t *testing.T) {
 	}
 }
 
-// TestDepthResumesOnGPU wants a run that grows in depth on a GPU to be resumed behind any step with
-// the bits of one that was never interrupted, in every precision.
+// TestDepthResumesOnGPU has a run grow in depth on a GPU, in every precision. It is resumed behind
+// any step with the bits of one that was never interrupted.
 func TestDepthResumesOnGPU(t *testing.T) {
 	device := open(t)
 	for _, precision := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16,

@@ -18,9 +18,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// TestRanksExchange tells how long what a step exchanges takes alone, gradients and weights in bf16,
-// by the routes of package comm/direct, by the same sends and receives of NCCL, and by the
-// collectives that NCCL has for it.
+// TestRanksExchange tells how long what a step exchanges takes alone, gradients and weights in
+// bf16. It goes by the routes of package comm/direct, by the same sends and receives of NCCL, and
+// by NCCL's collectives for it.
 func TestRanksExchange(t *testing.T) {
 	most := gpus(t)
 	if testing.Short() {

@@ -25,7 +25,7 @@ import (
 )
 
 // Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's
-// state live there, as float32 whatever the precision, and come back when a checkpoint is saved,
+// state live there, as float32 whatever the precision. They come back when a checkpoint is saved,
 // when another trainer has the model, and when the trainer is closed. The device must stay open
 // until then. Options, such as that of tuning, are for all machines that the engine makes.
 func Engine(device *cudaops.Device, precision cudaops.Precision,

@@ -52,9 +52,10 @@ func open(t *testing.T) *cudaops.Device {
 var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP,
 	blueprints.MLPExpansion, blueprints.ConvFilter}
 
-// plan is the size of a run: the model's blocks, the sequences in a batch, the steps, after how
-// many steps another seed is grafted in, or 0 for all after the first, and the step after which
-// seed 6 goes on with what seed 0 has learned; and options of the engine's machines.
+// plan is the size of a run: the model's blocks, the sequences in a batch, the steps, and options
+// of the engine's machines. It also says after how many steps another seed is grafted in, 0 for all
+// after the first. In the end it names the step after which seed 6 goes on with what seed 0 has
+// learned.
 type plan struct {
 	layers, batch, steps, graft, load int
 	options                           []cudaops.MachineOption
@@ -82,8 +83,8 @@ func (p plan) grafted(step int) (seeds []int) {
 	return seeds
 }
 
-// newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil,
-// whose seeds are grafted in during the run as planned.
+// newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil. Its
+// seeds are grafted in during the run as planned.
 func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int,
 	muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
@@ -293,7 +294,7 @@ func saved(t *testing.T, tr *llm.Trainer) []byte {
 }
 
 // TestResumeOnGPU wants steps to give the same bits as half of them, a checkpoint and the others by
-// another trainer, and what is measured and drawn from the model to agree with the CPU.
+// another trainer. What is measured and drawn from the model agrees with the CPU.
 func TestResumeOnGPU(t *testing.T) {
 	device := open(t)
 	for name, p := range precisions(device) {
@@ -341,8 +342,8 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	require.InEpsilon(t, a, c, 1e-3, "held-out loss on the CPU")
 }
 
-// TestResumeGradientPrecision wants a run with gradients of float32 to go on with those of
-// bfloat16, and back, only where the user asks for it, as they change its bits. Where gradients are
+// TestResumeGradientPrecision has a run with gradients of float32 go on with those of bfloat16, and
+// back. It does so only where the user asks for it, as they change its bits. Where gradients are
 // gathered they do not.
 func TestResumeGradientPrecision(t *testing.T) {
 	device := open(t)

@@ -37,8 +37,8 @@ func pace() int {
 	return 1
 }
 
-// followed is the losses of a run under the schedule, and how much worse the model is at its end
-// without seed 7 of the last layer.
+// followed is the losses of a run under the schedule. It also tells how much worse the model is at
+// its end without seed 7 of the last layer.
 func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
 	t.Helper()
 	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))
@@ -70,7 +70,7 @@ func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float6
 }
 
 // TestSameSchedule wants a schedule of commands, a rollback among them, to give the same losses on
-// CPU and GPU, and a muted seed to make the same difference.
+// CPU and GPU. A muted seed makes the same difference.
 func TestSameSchedule(t *testing.T) {
 	device := open(t)
 	want, worth := followed(t, nil)

@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/infer"
 )
 
-// Weights have the parameters of a model by name, as hf.Folder does: Read hands their elements to
+// Weights have the parameters of a model by name, as hf.Folder does. Read hands their elements to
 // put, in order and in pieces, as little-endian numbers of dtype float32, float16 or bfloat16. It
 // is called from several goroutines.
 type Weights interface {

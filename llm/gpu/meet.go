@@ -22,9 +22,9 @@ func Ordinal(w *comm.World) (int, error) {
 	return w.Place().Device(visible)
 }
 
-// Team connects the processes of a world by their GPUs ([Join]) or, where the device is nil, by
-// their CPUs (parallel.Join), which then are of one host. Without a world there is no team. All
-// must call it, and compute on the same kind of device.
+// Team connects the processes of a world by their GPUs ([Join]). Where the device is nil it
+// connects them by their CPUs (parallel.Join), which then are of one host. Without a world there is
+// no team. All must call it, and compute on the same kind of device.
 func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
 	if w == nil {
 		return nil, nil

@@ -370,8 +370,8 @@ func TestRanksPace(t *testing.T) {
 var large = flag.Bool("large", false, "train an 8B model on all GPUs, which takes minutes")
 
 // TestRanksLarge tells how fast the shape of Llama 3.1 8B trains in full on all GPUs together, with
-// 2 × 4096 tokens a GPU, and what it takes of their memory: some 115 GB of each of two GPUs, or 95 GB
-// where blocks are computed again in the backward pass.
+// 2 × 4096 tokens a GPU. It also tells what that takes of their memory. On two GPUs that is some
+// 115 GB of each, or 95 GB where the backward pass computes blocks again.
 func TestRanksLarge(t *testing.T) {
 	if !*large {
 		t.Skip("takes minutes and hundreds of GB: -large")

@@ -145,8 +145,8 @@ func life(tr *llm.Trainer, folder string) {
 	})
 }
 
-// TestSitesOnGPU wants blueprints at weights and in the stream to have, through their whole life on
-// a GPU, the losses that they have on a CPU.
+// TestSitesOnGPU has blueprints at weights and in the stream live their whole life on a GPU. It
+// wants the losses that they have on a CPU.
 func TestSitesOnGPU(t *testing.T) {
 	device := open(t)
 	for p, tolerance := range map[cudaops.Precision]float64{cudaops.Float32: 1e-4,
@@ -189,7 +189,7 @@ func TestSitesResumeOnGPU(t *testing.T) {
 }
 
 // TestSitesPace tells what seeds at weights and in the stream cost a step of a model of 124 million
-// parameters, and how long it takes to plant and to merge them.
+// parameters. It also tells how long it takes to plant and to merge them.
 func TestSitesPace(t *testing.T) {
 	device := open(t)
 	if testing.Short() {
@@ -262,8 +262,8 @@ func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond)
 type byHost struct{ llm.Stepper }
 
 // TestSwapPace tells how long it takes until a model of 124 million parameters goes on as another
-// one, and where that time goes, with parameters that stay on the device and with such that travel
-// by the host. What a swap takes is told by the steps too: the three behind it, beyond three others.
+// one, and where that time goes. Parameters stay on the device or travel by the host. What a swap
+// takes is told by the steps too: the three behind it, beyond three others.
 func TestSwapPace(t *testing.T) {
 	device := open(t)
 	if testing.Short() {

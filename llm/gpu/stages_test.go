@@ -179,10 +179,10 @@ func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
 	return tr
 }
 
-// TestStagesResume wants a run to be resumed, with the bits that it has without a break, behind
-// checkpoints in which there are seeds of every site in every stage, and to take back from there
-// what can be taken back. On chunks one kind of two is a graph, and α is drawn around its schedule.
-// It runs on the CPU, and on a GPU where there is one.
+// TestStagesResume has checkpoints in which there are seeds of every site in every stage. It wants
+// a run to be resumed behind them with the bits that it has without a break. From there it takes
+// back what can be taken back. On chunks one kind of two is a graph, and α is drawn around its
+// schedule. It runs on the CPU, and on a GPU where there is one.
 func TestStagesResume(t *testing.T) {
 	for _, where := range []string{"cpu", "gpu"} {
 		t.Run(where, func(t *testing.T) {
@@ -215,8 +215,8 @@ func TestStagesResume(t *testing.T) {
 	}
 }
 
-// TestChunkGraphsOnGPU wants a run with seeds of all sites, of chunks with a kind that is a graph, to
-// have the losses on a GPU that it has on a CPU, without a layer on the host.
+// TestChunkGraphsOnGPU has seeds of all sites, those of chunks with a kind that is a graph. It
+// wants the losses on a GPU that the run has on a CPU, without a layer on the host.
 func TestChunkGraphsOnGPU(t *testing.T) {
 	device := open(t)
 	const steps = 18

@@ -11,10 +11,10 @@ import (
 
 // Decoding computes logits for a sequence that grows by one token at a time. It keeps the keys and
 // values of the tokens before, and so takes a pass over one row for another token. Where there are
-// none to go on from, at first and when a token has left the window, which moves all others to
-// other positions, it takes a pass over a window that holds the tokens. Time and memory are those
-// of the tokens that there are: Config.Seq may be much larger.
-// It is for one goroutine at a time.
+// none to go on from, it takes a pass over a window that holds the tokens. That is so at first and
+// when a token has left the window, which moves all others to other positions. Time and memory are
+// those of the tokens that there are: Config.Seq may be much larger. It is for one goroutine at a
+// time.
 type Decoding struct {
 	model        Model
 	make         func(*Graph) (Machine, error)
@@ -25,8 +25,8 @@ type Decoding struct {
 }
 
 // A keeper is a machine that keeps keys and values on a device. Keep takes over those of the first
-// positions from another machine on it, of which they are outputs, or both an attention to what is
-// kept there, as cached is here.
+// positions from another machine. They are its outputs, or both are an attention to what is kept
+// there, as cached is here.
 type keeper interface {
 	Keep(cached *gorgonia.Node, from gorgonia.VM, keys, values *gorgonia.Node) error
 }

@@ -97,10 +97,10 @@ func randomBatch(r *rand.Rand, c llm.Config, sequences int) data.Batch {
 	return b
 }
 
-// TestGradients compares the gradients of models of any shape, with grouped queries, documents,
-// tied and untied output layers, any traits of published families and seeds in every stage in which
-// they are derivatives of the loss, with central differences; and those of batches that make one
-// step, computed again or not, with their mean.
+// TestGradients compares the gradients of models of any shape with central differences. They have
+// grouped queries, documents, tied and untied output layers, and any traits of published families.
+// Seeds are in every stage in which gradients are derivatives of the loss. Those of batches that
+// make one step, computed again or not, are compared with their mean.
 func TestGradients(t *testing.T) {
 	models := 4
 	if testing.Short() {
@@ -294,7 +294,7 @@ func ones(w []float64, _ int, _ *rand.Rand) float64 {
 }
 
 // plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences
-// mean nothing, and takes most of them on to where they are blended in and learn.
+// mean nothing. It takes most of them on to where they are blended in and learn.
 func plant(t *testing.T, r *rand.Rand, m *llm.Model) {
 	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter,
 		blueprints.LowRank, blueprints.ChunkMLP}

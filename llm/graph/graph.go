@@ -40,8 +40,8 @@ type Graph struct {
 	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
 	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
 	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted, ForLogits
-	// int [1], the position of the only token of a graph ForLogits that keeps the keys and values of
-	// those before it; nil for others, which have Rows
+	// int [1], the position of the only token of a graph ForLogits that keeps the keys and values
+	// of those before it. It is nil for others, which have Rows
 	Position *gorgonia.Node
 	Logits   *gorgonia.Node // [Batch, Vocab], ForLogits
 	Params   gorgonia.Nodes // one for each of the model's Params
@@ -76,7 +76,7 @@ func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
 type Option func(*builder)
 
 // WithRecompute makes the backward pass of a ForTraining graph compute each block again from its
-// input instead of keeping what is inside: less memory for about a third more work.
+// input instead of keeping what is inside. That takes less memory, for about a third more work.
 func WithRecompute() Option { return func(b *builder) { b.recompute = true } }
 
 // WithLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
@@ -125,7 +125,7 @@ type Param struct {
 	Value *tensor.Dense
 }
 
-// Outline is a model whose values are elsewhere, such as on a device alone: the parameters of its
+// Outline is a model whose values are elsewhere, such as on a device alone. The parameters of its
 // graphs have names and shapes, and no values. It has no seeds.
 func Outline(c arch.Config) Model {
 	m := Model{Config: c}

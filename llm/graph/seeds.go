@@ -73,8 +73,8 @@ func (b *builder) measure() error {
 	return nil
 }
 
-// Outputs are what is read of a graph that has run: the loss, and what is measured of blueprints;
-// or logits, and for a decoding keys and values. Of no graph it is nothing.
+// Outputs are what is read of a graph that has run. They are the loss, and what is measured of
+// blueprints; or logits, and for a decoding keys and values. Of no graph it is nothing.
 func (g *Graph) Outputs() gorgonia.Nodes {
 	switch {
 	case g == nil:

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
 )
 
-// config is the config.json of a model: that of the folder it is like, as far as it describes the
-// model, or one of its own.
+// config is the config.json of a model. It is that of the folder it is like, as far as it describes
+// the model, or one of its own.
 func (s *saving) config(c llm.Config) ([]byte, error) {
 	if s.like == nil {
 		return s.ownConfig(plain.Config(c))

@@ -52,8 +52,8 @@ func readBF16(t *testing.T) (all map[string]bf16) {
 	return all
 }
 
-// TestOnGPU wants logits and losses of a GPU in float32 to be those of transformers, and in
-// bfloat16 to be no farther off than those of transformers itself.
+// TestOnGPU wants logits and losses of a GPU in float32 to be those of transformers. In bfloat16
+// they are no farther off than those of transformers itself.
 func TestOnGPU(t *testing.T) {
 	device, theirs := openGPU(t), readBF16(t)
 	for _, folder := range folders {
@@ -106,8 +106,8 @@ func TestLoadOnGPU(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
-// TestTextOnGPU wants the likeliest text of a GPU, which keeps keys and values, to be the CPU's: from
-// a short prompt to behind the end of the window, and from a long one.
+// TestTextOnGPU wants the likeliest text of a GPU, which keeps keys and values, to be the CPU's. It
+// goes from a short prompt to behind the end of the window, and from a long one.
 func TestTextOnGPU(t *testing.T) {
 	device := openGPU(t)
 	for _, folder := range folders {

@@ -38,7 +38,7 @@ type Folder struct {
 	weights    *weights
 }
 
-// Open reads config.json, generation_config.json and the headers of the weights, and checks that
+// Open reads config.json, generation_config.json and the headers of the weights. It checks that
 // every tensor is there which the configuration asks for, in its shape, once, and none beside.
 func Open(dir string) (*Folder, error) {
 	f := &Folder{Dir: dir}

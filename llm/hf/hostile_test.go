@@ -395,8 +395,8 @@ func TestWiden(t *testing.T) {
 	}
 }
 
-// TestLargeTensor wants one that several goroutines read to be that of the file, and a number that
-// is not finite to be found at its place.
+// TestLargeTensor wants one that several goroutines read to be that of the file. A number that is
+// not finite is found at its place.
 func TestLargeTensor(t *testing.T) {
 	const vocab, dim = 300_000, 64
 	dir := copyOf(t, "llama2")

@@ -28,7 +28,7 @@ type loading struct {
 }
 
 // WithConfig lets change alter the configuration before the model is made, in what weights do not
-// depend on: Seq, Documents, and Kasmina layers to grow, which start as the identity.
+// depend on. That is Seq, Documents, and Kasmina layers to grow, which start as the identity.
 func WithConfig(change func(*llm.Config), lattice ...state.Option) LoadOption {
 	return func(l *loading) { l.change, l.lattice = change, lattice }
 }
@@ -125,10 +125,10 @@ func (w *weights) bytes(c llm.Config) (total int64) {
 	return total
 }
 
-// Read hands the elements of a tensor to put, in order and in pieces, as they stand in the file:
-// little-endian numbers of dtype float32, float16 or bfloat16. It is for a device that is to hold
-// them without a copy on the host. It may be called from several goroutines. A number that is NaN
-// or infinite is an error that wraps llm.ErrDiverged.
+// Read hands the elements of a tensor to put, in order and in pieces, as they stand in the file.
+// They are little-endian numbers of dtype float32, float16 or bfloat16. It is for a device that is
+// to hold them without a copy on the host. It may be called from several goroutines. A number that
+// is NaN or infinite is an error that wraps llm.ErrDiverged.
 func (f *Folder) Read(ctx context.Context, name string,
 	put func(part []byte, dtype string) error) error {
 	if ctx == nil || put == nil || f.weights == nil {

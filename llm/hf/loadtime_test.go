@@ -109,8 +109,8 @@ func watch(t *testing.T) (stop func() int64) {
 }
 
 // TestLoadTime wants the folder KASMINA_MODEL to be loaded within 1.3 of the time that reading its
-// files takes, and with less than 1.2 times the memory that is kept: on the host, unless
-// KASMINA_DEVICE is cuda, and on a GPU in bfloat16.
+// files takes. It takes less than 1.2 times the memory that is kept. It loads onto the host, and in
+// bfloat16 onto a GPU where KASMINA_DEVICE is cuda.
 func TestLoadTime(t *testing.T) {
 	dir := os.Getenv("KASMINA_MODEL")
 	if dir == "" {

@@ -8,7 +8,8 @@ import (
 )
 
 // readRope reads the angles of full attention and, for families that have other ones there, of
-// layers with a window: from rope_parameters, or from rope_theta and rope_scaling in older files.
+// layers with a window. It takes them from rope_parameters, or from rope_theta and rope_scaling in
+// older files.
 func readRope(o *object, f family, positions int) (full, local rope) {
 	full = rope{theta: o.float("rope_theta", f.theta), kind: "default"}
 	local = rope{theta: f.localTheta, kind: "default"}

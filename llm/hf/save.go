@@ -213,10 +213,10 @@ func moveInto(dir, from string) error {
 	return nil
 }
 
-// Plain returns a model as other programs know it: with what is fossilized at weights and in the
-// stream as a part of it, in memory of its own then. It returns an error that names a seed which
-// changes what the model computes otherwise. While a trainer runs, it waits for the end of the
-// present step; where the result is m itself, it goes on to change.
+// Plain returns a model as other programs know it. What is fossilized at weights and in the stream
+// is a part of it, in memory of its own then. It returns an error that names a seed which changes
+// what the model computes otherwise. While a trainer runs, it waits for the end of the present
+// step; where the result is m itself, it goes on to change.
 func Plain(m *llm.Model) (*llm.Model, error) {
 	done, err := model.Current(m)
 	if err != nil {

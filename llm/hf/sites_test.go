@@ -68,8 +68,8 @@ func logits(t *testing.T, m *llm.Model) []float32 {
 	return append([]float32(nil), x.([]float32)...)
 }
 
-// TestMergedLoads wants models of every family, grown at weights and in the stream, to become plain
-// ones with the logits that the grown ones have, and one of Llama's to be saved and loaded as such.
+// TestMergedLoads has models of every family grow at weights and in the stream. They become plain
+// ones with the logits of the grown ones, and one of Llama's is saved and loaded as such.
 func TestMergedLoads(t *testing.T) {
 	base := llm.Config{Vocab: 40, Dim: 24, Layers: 2, Heads: 4, KVHeads: 2, HeadDim: 6, FF: 32,
 		Seq: 16}

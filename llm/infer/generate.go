@@ -94,7 +94,7 @@ func (g *Generator) Close() error {
 //		...
 //	}
 //
-// An error is the last that it yields, and so is the end of the context, which it looks for within
+// An error is the last that it yields, and so is the end of the context. It looks for that within
 // the passes over the model too. When the model changes between two tokens, the next one is drawn
 // from the changed model.
 func (g *Generator) Generate(ctx context.Context, prompt []int, n int,

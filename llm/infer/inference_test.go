@@ -14,9 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/model"
 )
 
-// TestWindows wants machines of others, whose windows are of other sizes, to have the logits that
-// the CPU's have, of any number of tokens, with few and then many and the other way round, and to
-// be closed when they are too small.
+// TestWindows has machines of others, whose windows are of other sizes. It wants their logits to be
+// those of the CPU's, of any number of tokens, few and then many and the other way round. Machines
+// that are too small are closed.
 func TestWindows(t *testing.T) {
 	c := arch.Config{Vocab: 19, Dim: 8, Layers: 1, Heads: 2, Seq: 300}.Default()
 	m, err := model.New(c, tensor.Float32, 1)

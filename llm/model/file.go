@@ -116,11 +116,11 @@ func ConfigIn(f *modelfile.File) (arch.Config, error) {
 	return c, nil
 }
 
-// Load reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included.
-// What they were made with (gates, telemetry, history) is in the file too. A damaged file is an
-// error that says where, and so is one with a parameter that is not finite (modelfile.ErrDiverged) or with
-// tensors that such a model does not have (modelfile.ErrArchitecture). Whatever the file says, memory is
-// taken for what it holds. When the context ends, so does the reading.
+// Load reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included. What
+// they were made with (gates, telemetry, history) is in the file too. A damaged file is an error
+// that says where. So is one with a parameter that is not finite (modelfile.ErrDiverged) or with
+// tensors that such a model does not have (modelfile.ErrArchitecture). Whatever the file says,
+// memory is taken for what it holds. When the context ends, so does the reading.
 func Load(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", ErrNoContext)

@@ -181,9 +181,9 @@ func (s Slots) forget(e Mirror, layer, from, to int) error {
 	return errors.Join(e.Forget(names[0], from*width, to*width), e.Forget(names[1], from, to))
 }
 
-// ForgetFrozen drops the momentum of the slots with which no seed learns any more, so that an
-// update leaves them as they are, bit for bit. Weight decay needs no gradient. It gets the slots of
-// each layer that learned at the last step, nil if that is not known, and returns those that do now.
+// ForgetFrozen drops the momentum of the slots with which no seed learns any more. So an update
+// leaves them as they are, bit for bit. Weight decay needs no gradient. It gets the slots of each
+// layer that learned at the last step, nil if that is not known, and returns those that do now.
 func (s Slots) ForgetFrozen(e Mirror, learning [][]bool) ([][]bool, error) {
 	if err := Made(s.Model); err != nil {
 		return nil, err
@@ -264,9 +264,9 @@ func writeSlot[T float32 | float64](weights, scales []T, slot int, p state.SlotP
 }
 
 // SaveBlueprint writes the blueprint of a seed of a Kasmina layer, counted as in Config.Kasmina, to
-// the safetensors file at path: the weights and the scale of its slot as they are now. It is an
-// error when the seed has none, or its blueprint's life is over. While a trainer runs it waits for
-// the end of the present step.
+// the safetensors file at path. It holds the weights and the scale of its slot as they are now. It
+// is an error when the seed has none, or its blueprint's life is over. While a trainer runs it
+// waits for the end of the present step.
 func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	fail := func(err error) error {
 		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
@@ -307,8 +307,8 @@ func (m *Model) fileSlots() modelfile.Slots {
 // trainer runs it waits for the end of the present step; to go on meanwhile, submit what
 // [Model.ReadBlueprint] returns. On an error nothing has changed. Errors are a damaged file,
 // numbers that are not finite, and another shape than this model's slots hold. So is another kind
-// than the seed's or than that of a seed that shares the slot, and a seed that is dormant or frozen
-// for good.
+// than the seed's, or than that of a seed that shares the slot. A seed that is dormant or frozen
+// for good is refused, too.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	c, err := m.ReadBlueprint(path, layer, seed)
 	if err != nil {
@@ -321,8 +321,8 @@ func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 }
 
 // ReadBlueprint reads the file that [Model.LoadBlueprint] does and returns the command that sets a
-// seed's slot to it, for m.Kasmina.Submit, alone or behind the command that germinates the seed,
-// while training runs.
+// seed's slot to it. It is for m.Kasmina.Submit while training runs, alone or behind the command
+// that germinates the seed.
 func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, err error) {
 	if err := Made(m); err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)

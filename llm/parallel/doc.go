@@ -16,9 +16,10 @@
 // out all of them, which costs little, so that all loaders stand at the same place. Rank m mod N
 // computes batch m.
 //
-//  1. After each round of N batches every rank sends to each owner the owner's shard of its gradient,
-//     while it computes its next batch. The owner adds in the order of batches (comm.OrderedSum): the
-//     gradients of a step have the bits of a run that accumulates M batches on one rank.
+//  1. After each round of N batches every rank sends to each owner the owner's shard of its
+//     gradient, while it computes its next batch. The owner adds in the order of batches
+//     (comm.OrderedSum). So the gradients of a step have the bits of a run that accumulates M
+//     batches on one rank.
 //  2. Ranks exchange losses, and what the passes have measured of the lattices. All take that in, in
 //     the order of batches: lattices merge moments, never averages, and are the same everywhere. On
 //     GPUs they do so beside 4, having agreed beside 1 that there can be an update ([Team.Step]).
@@ -30,20 +31,21 @@
 //     one shard, so each element is computed as on one rank.
 //  5. New weights come back to all.
 //
-// This is ZeRO's stage 2: beside the weights, a rank holds the sums of gradients of its shard, and
+// This is ZeRO's stage 2. Beside the weights, a rank holds the sums of gradients of its shard, and
 // uses the moments of its shard alone. (Rajbhandari et al., "ZeRO: Memory optimizations toward
 // training trillion parameter models", 2020.)
 //
 // # What is equal
 //
-// Parameters, moments and lattices have the same bits for every N, and those of [llm.CPUEngine] at
-// the same M, whose checkpoints go on here and the other way round. One thing sets the two apart.
-// With M above 1, the Strict mode and adaptive clipping of Kasmina layers go by what was measured
-// up to the step before, not up to the batch before. Such a run has another engine's name.
+// Parameters, moments and lattices have the same bits for every N. They are those of
+// [llm.CPUEngine] at the same M, whose checkpoints go on here and the other way round. One thing
+// sets the two apart. With M above 1, the Strict mode and adaptive clipping of Kasmina layers go by
+// what was measured up to the step before. The batch before does not count yet. Such a run has
+// another engine's name.
 //
 // # What fails
 //
-// An error of a batch is that of all ranks. A rank that dies, or whose run ends with an error of
-// its own ([Team.Close]), ends the runs of all with a *comm.RankError that names it, also where
-// they wait for it. So does one that is silent for longer than comm.Options.Deadline.
+// An error of a batch is that of all ranks. A rank may die, or its run end with an error of its own
+// ([Team.Close]). It ends the runs of all with a *comm.RankError that names it, also where they
+// wait for it. So does one that is silent for longer than comm.Options.Deadline.
 package parallel

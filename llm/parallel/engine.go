@@ -239,8 +239,8 @@ func (e *engine) Update() (float64, error) {
 	return host, e.updateParts()
 }
 
-// norms are those of the whole gradient, of which acc is this rank's shard: of the model's own
-// parameters, and of those of seeds, which are clipped apart.
+// norms are those of the whole gradient, of which acc is this rank's shard. One is of the model's
+// own parameters, the other of those of seeds, which are clipped apart.
 func (e *engine) norms(acc any) (host, seeds float64, err error) {
 	var own []byte
 	at := 0

@@ -125,7 +125,7 @@ func (v *victim) beside() map[string]bool {
 	return names
 }
 
-// watch dies when the save has come to its moment: a part, all parts or the main file are being
+// watch dies when the save has come to its moment. A part, all parts or the main file are being
 // written, or the main file is there and what was before it is being removed.
 func (v *victim) watch(before map[string]bool) {
 	was, _ := os.Stat(v.path)
@@ -153,10 +153,10 @@ func (v *victim) watch(before map[string]bool) {
 	}
 }
 
-// TestAimedKills: a rank is killed in the forward pass, in the backward pass, in the update, or at
-// one of the moments of a save that all ranks write together. All end and say which rank it was.
-// The set of files is the old or the new one, from which the run goes on, on another number of
-// ranks, to the bits of one that nobody killed.
+// TestAimedKills kills a rank in the forward pass, in the backward pass or in the update. Or it
+// kills it at one of the moments of a save that all ranks write together. All end and say which
+// rank it was. The set of files is the old or the new one. From it the run goes on, on another
+// number of ranks, to the bits of one that nobody killed.
 func TestAimedKills(t *testing.T) {
 	want := faulty(t.TempDir()).file(t, 0)
 	r := rand.New(rand.NewPCG(rand.Uint64(), 2))

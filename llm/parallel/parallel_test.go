@@ -276,7 +276,7 @@ func (s setup) file(t *testing.T, size int) []byte {
 }
 
 // TestSameBits: parameters, moments, lattices, and all else that a checkpoint holds, are the same
-// on 1, 2, 3, 4 and 8 ranks as on one process that accumulates the same batches.
+// on 1, 2, 3, 4 and 8 ranks. They are those of one process that accumulates the same batches.
 func TestSameBits(t *testing.T) {
 	plain := llm.Config{Vocab: 1100, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default()
 	strict := small()
@@ -368,9 +368,8 @@ func mustHaveGrown(t *testing.T, file []byte) {
 	require.Greater(t, blending, 1)
 }
 
-// TestLimitsOfTheStepBefore: where what is measured of a batch would change the next one's
-// gradients, batches go by the step before, on any number of ranks, and the engine has another
-// name.
+// TestLimitsOfTheStepBefore: what is measured of a batch may change the next one's gradients.
+// Batches go by the step before then, on any number of ranks, and the engine has another name.
 func TestLimitsOfTheStepBefore(t *testing.T) {
 	s := setup{config: small(), steps: 12, accumulate: 3, commands: true}
 	s.config.KasminaOptions.Stability = op.Strict
@@ -385,8 +384,8 @@ func TestLimitsOfTheStepBefore(t *testing.T) {
 	require.ErrorIs(t, s.run(t, 0), llm.ErrSettings)
 }
 
-// TestResumesOnAnyNumber: a run goes on from a checkpoint, and ends with the bits of one that was
-// never interrupted, on any number of ranks, whatever number wrote it.
+// TestResumesOnAnyNumber: a run goes on from a checkpoint on any number of ranks, whatever number
+// wrote it. It ends with the bits of one that was never interrupted.
 func TestResumesOnAnyNumber(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true},

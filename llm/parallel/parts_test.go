@@ -35,7 +35,7 @@ func beside(t *testing.T, path string) (names []string) {
 }
 
 // TestParts: a checkpoint that ranks have written together holds what one process would have
-// written, goes on on any number of ranks, and is the only one in its folder.
+// written. It goes on on any number of ranks, and is the only one in its folder.
 func TestParts(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW": {config: small(), steps: 8, accumulate: 4, every: 2},
@@ -93,7 +93,7 @@ func TestPartsTidy(t *testing.T) {
 }
 
 // TestDamagedParts: a set of files that is not complete or not sound is refused, with what is wrong
-// and where, and the trainer is as before.
+// and where. The trainer is as before.
 func TestDamagedParts(t *testing.T) {
 	s := setup{config: small(), steps: 2, accumulate: 2, parts: true}
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")

@@ -23,7 +23,7 @@ import (
 )
 
 // TestBoardSteersAllRanks: what a person asks for on rank 0's board takes effect at all ranks
-// between the same two steps: a blueprint, a checkpoint, and the end of the run.
+// between the same two steps. It is a blueprint, a checkpoint, and the end of the run.
 func TestBoardSteersAllRanks(t *testing.T) {
 	const size = 3
 	s := setup{config: small(), steps: 1 << 20, accumulate: 3,

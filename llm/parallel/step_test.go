@@ -96,8 +96,8 @@ func (s setup) trainStepped(t *testing.T, rank, size int, team *parallel.Team,
 	})
 }
 
-// TestStepSameBits: where updates do not wait for losses, on numbers of ranks that divide the batches
-// of a step and that do not, the bits are those of one process.
+// TestStepSameBits: where updates do not wait for losses, the bits are those of one process. The
+// number of ranks divides the batches of a step or does not.
 func TestStepSameBits(t *testing.T) {
 	s := setup{config: small(), steps: 6, accumulate: 3, grow: true, commands: true}
 	want := s.file(t, 0)
@@ -115,8 +115,8 @@ func TestStepSameBits(t *testing.T) {
 	}
 }
 
-// TestStepWithoutUpdate: where a rank has no batch, or an earlier round of a step has a loss that is
-// not finite, no rank makes an update, and all end with the cause.
+// TestStepWithoutUpdate: a rank has no batch, or an earlier round of a step has a loss that is not
+// finite. No rank makes an update then, and all end with the cause.
 func TestStepWithoutUpdate(t *testing.T) {
 	s := setup{config: small(), steps: 6, accumulate: 4}
 	for name, c := range map[string]struct {
@@ -150,8 +150,8 @@ func TestStepWithoutUpdate(t *testing.T) {
 	}
 }
 
-// TestStepFails: an error of a callback at one rank, and the wish to stop there, end the run of all behind
-// the same step, though ranks meet in steps alone.
+// TestStepFails: an error of a callback at one rank, and the wish to stop there, end the run of
+// all. They end behind the same step, though ranks meet in steps alone.
 func TestStepFails(t *testing.T) {
 	s := setup{config: small(), steps: 9, accumulate: 2}
 	for name, c := range map[string]struct {

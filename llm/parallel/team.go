@@ -60,9 +60,9 @@ func newTeam(w *comm.World, g comm.Group, host *loopback.Host) *Team {
 	return t
 }
 
-// report tells rank 0 that this rank is alive while it waits for others, so that the one that is
-// waited for is the one that is silent. It does so for a few deadlines: should all wait for each
-// other, the run must end, too.
+// report tells rank 0 that this rank is alive while it waits for others. So the one that is waited
+// for is the one that is silent. It does so for a few deadlines: should all wait for each other,
+// the run must end, too.
 func (t *Team) report(ctx context.Context, deadline time.Duration) {
 	tick := time.NewTicker(deadline / 5)
 	defer tick.Stop()

@@ -32,10 +32,10 @@ func WithLogSteps() CurveOption {
 
 // LossCurve draws the losses of a run over its steps as a PNG picture at path, whose folders it
 // makes. There are the training loss as it was (thin) and smoothed, and the held-out loss, all in
-// bits per token. The picture is drawn anew at each evaluation and at the end, and a reader of the
-// file sees the old one or the new one, never a part. When a run is resumed, the points before are
-// taken from the log that runlog.JSON wrote to logPath. With "" the curve begins where this process
-// does. A place where it cannot be written ends the run before its first step.
+// bits per token. The picture is drawn anew at each evaluation and at the end. A reader of the file
+// sees the old one or the new one, never a part. When a run is resumed, the points before are taken
+// from the log that runlog.JSON wrote to logPath. With "" the curve begins where this process does.
+// A place where it cannot be written ends the run before its first step.
 func LossCurve(path, logPath string, options ...CurveOption) llm.Callback {
 	var c lossCurve
 	for _, o := range options {

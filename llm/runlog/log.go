@@ -50,7 +50,7 @@ import (
 //	failed  error
 //	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
 //
-// In an "epoch" line epoch is how many epochs of the lattices have ended, layer the place of a
+// In an "epoch" line epoch is how many epochs of the lattices have ended. layer is the place of a
 // layer in llm.Config.Kasmina, from 0, and each of the states has:
 //
 //	seed    its number in the layer, from 0
@@ -111,9 +111,9 @@ type Option func(*config)
 
 type config struct{ machine map[string]string }
 
-// On has the start line tell, as "machine", what the run is computed on: the version of Go, the
-// system, the processor's cores, and the given facts, such as device and precision. Pages of a run
-// show them beside its settings.
+// On has the start line tell, as "machine", what the run is computed on. It tells the version of
+// Go, the system, the processor's cores, and the given facts, such as device and precision. Pages
+// of a run show them beside its settings.
 func On(facts map[string]string) Option {
 	return func(c *config) {
 		c.machine = map[string]string{"go": runtime.Version(),

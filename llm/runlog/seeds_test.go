@@ -26,8 +26,8 @@ func records(t *testing.T, path string) (all []Record) {
 	return all
 }
 
-// TestEpochLines wants each seed of each layer once, with what it does, its health and its events,
-// in lines that Read takes, however many seeds there are.
+// TestEpochLines wants each seed of each layer once, with what it does, its health and its events.
+// Read takes the lines, however many seeds there are.
 func TestEpochLines(t *testing.T) {
 	const many = 3*lineSeeds + 1
 	epoch := eventtest.Run(4, 5)[1]

@@ -96,7 +96,7 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	return s.draw(s.keep()), nil
 }
 
-// add takes in a choice, of all the most probable ones, which stay a heap once they are the most
+// add takes in a choice, of all the most probable ones. They stay a heap once they are the most
 // that are wanted: none is more probable than choice (i-1)/2 of the others. Later ids lose ties.
 func (s *Sampler) add(c choice, most int) {
 	if len(s.choices) < most {

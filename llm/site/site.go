@@ -1,5 +1,5 @@
 // Package site has the blueprints that grow at a weight or in the residual stream as graphs, which
-// every machine compiles: those of package blueprints, and a user's own.
+// every machine compiles. They are those of package blueprints, and a user's own.
 //
 //	kind, err := site.Register(blueprints.Blueprint{Name: "Shift", Site: blueprints.Stream,
 //		Parameters: parameters}, build)
@@ -22,7 +22,7 @@ import (
 // Build adds what a blueprint of some size computes to a graph. params are its parameters, in the
 // order of blueprints.Blueprint.Parameters.
 //
-// On a chunk x is the chunk [rows, C], of size C, params are the arrays that Parts names of the
+// On a chunk x is the chunk [rows, C], of size C. params are the arrays that Parts names of the
 // weights of the seed's slot, and the result is t(x), of x's shape. Its scale plays no part. Of the
 // modes of stability and of clipping of a Kasmina layer a graph knows nothing.
 //

@@ -53,8 +53,8 @@ type pair struct{ left, right int32 }
 const maxVocab = 1 << 20
 
 // newBPE returns the encoding with the given merges. It is an error when one of them names a token
-// that does not yet exist, makes one that is longer than any piece, or occurs twice: training never
-// does that.
+// that does not yet exist, makes one longer than any piece, or occurs twice. Training never does
+// that.
 func newBPE(merges []pair) (*BPE, error) {
 	b := &BPE{merges: merges, merged: newPairTable(merges)}
 	sizes := make([]uint8, 256+len(merges)) // of the tokens, in bytes
@@ -152,8 +152,8 @@ func (b *BPE) Decode(ids []int) ([]byte, error) {
 	return text, nil
 }
 
-// A bpeEncoder is what one goroutine needs to encode: the tokens of the pieces that it met, since
-// most of a text is a few pieces many times over, and working memory.
+// A bpeEncoder is what one goroutine needs to encode: working memory, and the tokens of the pieces
+// that it met. Most of a text is a few pieces many times over.
 type bpeEncoder struct {
 	bpe   *BPE
 	cache map[string]span

@@ -1,4 +1,4 @@
-// Package tokenizer turns text into token ids and back: [Bytes] one byte each, a [BPE] by a
+// Package tokenizer turns text into token ids and back. [Bytes] is one byte each. A [BPE] is a
 // byte-level byte-pair encoding, which it also trains, saves and loads. All are lossless. It knows
 // nothing of models or of where text comes from.
 package tokenizer

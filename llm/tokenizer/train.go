@@ -150,8 +150,8 @@ func newBPETrainer(ctx context.Context, text io.Reader, cut cutter) (*bpeTrainer
 	return t, nil
 }
 
-// readPieces calls f for the pieces of the text, which it reads in portions. Since a piece depends
-// on so many bytes at most, they are those of the whole text when less than that waits for the next
+// readPieces calls f for the pieces of the text, which it reads in portions. A piece depends on so
+// many bytes at most. So they are those of the whole text when less than that waits for the next
 // portion.
 func readPieces(ctx context.Context, text io.Reader, cut cutter, f func(piece []byte)) error {
 	buffer := make([]byte, 1<<20)

@@ -223,8 +223,8 @@ type LowRankOp struct {
 //
 // w and y are [out, in], b is [out, r], a is [r, in]. With a Forward of 0, y is w whatever a and b
 // are. (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. The sum of the
-// weights takes out·in·r operations, where x·aᵀ·bᵀ takes rows·(in+out)·r; and where the weight
-// learns too, its gradient is there for those of a and b.)
+// weights takes out·in·r operations, where x·aᵀ·bᵀ takes rows·(in+out)·r. Where the weight learns
+// too, its gradient is there for those of a and b.)
 func LowRank(w, a, b *gorgonia.Node, r Row, scale float64) (*gorgonia.Node, error) {
 	const name = "LowRank"
 	if err := r.check(name, w, a, b); err != nil {
@@ -253,7 +253,7 @@ func lowRank[T cpu.Float](o *LowRankOp, y []T, in opbase.Args) error {
 	return nil
 }
 
-// AddLowRank writes y = w + factor·b·a, for a of r rows, as the op does: merging a blueprint into
+// AddLowRank writes y = w + factor·b·a, for a of r rows, as the op does. Merging a blueprint into
 // its weight gives the bits that it had beside it.
 func AddLowRank[T cpu.Float](y, w, a, b []T, r int, factor float64) {
 	copy(y, w)

@@ -165,8 +165,8 @@ func turn[T cpu.Float](o *AttentionOp, q, k, keys []T, position int) []T {
 // least is how many rows there are at least: for fewer, a pass takes hardly less time.
 const least = 16
 
-// Room is the number of rows for so many tokens: a power of two, so that few windows are built as
-// texts get longer, and at most the given number.
+// Room is the number of rows for so many tokens, at most the given number. It is a power of two, so
+// that few windows are built as texts get longer.
 func Room(tokens, most int) int {
 	rows := least
 	for rows < tokens {

@@ -12,7 +12,7 @@ import (
 
 // Adapters is a controller for a frozen model (llm.Config.Frozen) whose lattices are made
 // state.WithoutGates. Before the first step it plants LoRA at weights, within a budget of
-// parameters, and takes them at once to FineTuning, where they learn blended in. That is no jolt, as
+// parameters. It takes them at once to FineTuning, where they learn blended in. That is no jolt, as
 // a LoRA adds nothing at first. It decides nothing after that: they stay until whoever trains has
 // them fossilized, which merges them.
 //

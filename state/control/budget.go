@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Affords returns an error if a controller that may plant never could, in a network of such reports:
-// since its budget is too small for a single blueprint, none of its size fits anywhere, or its
+// Affords returns an error if a controller that may plant never could, in a network of such
+// reports. Its budget is too small for a single blueprint, none of its size fits anywhere, or its
 // epochs are over before they begin. A trainer calls it, behind Parameters.
 func (h *Heuristic) Affords(reports []state.Report) error {
 	if h == nil || h.MaxActive == 0 || h.MaxParameters == 0 {

@@ -20,10 +20,10 @@ type Depth struct {
 	Growths int
 	// Begin and End are the shares between which it may begin to grow. At End it grows in any case.
 	Begin, End float64
-	// Flat is when it grows: once the loss falls by at most Flat times as much, for each doubling
+	// Flat is when it grows. The loss then falls by at most Flat times as much, for each doubling
 	// of what is spent, as it did at its fastest. 0 means 1 over what a step costs once the model
-	// has grown, in steps of before. Then one that learns as much from a step as this one did at its
-	// fastest learns more in the same time.
+	// has grown, in steps of before. Then one that learns as much from a step as this one did at
+	// its fastest learns more in the same time.
 	Flat float64
 	// Settle is the share after which a growth is judged, and Patience that after which one that
 	// does not pay is rolled back.
@@ -32,8 +32,8 @@ type Depth struct {
 	cost func(kind blueprints.Kind, size int) float64
 }
 
-// Costs tells the controller what a step costs once the model has grown by a kind and a size, in
-// steps of the model as it is. A trainer calls it.
+// Costs tells the controller what a step costs once the model has grown by a kind and a size. It
+// counts in steps of the model as it is. A trainer calls it.
 func (d *Depth) Costs(of func(kind blueprints.Kind, size int) float64) {
 	if d != nil {
 		d.cost = of
@@ -91,9 +91,9 @@ func (d *Depth) Check() error {
 // to tell how the loss falls.
 const leastPoints = 8
 
-// LeastEpochs returns the fewest epochs that a run needs for a growth that can be judged: as many
-// before Begin, and while it settles, as it takes to tell how the loss falls. The curve has a point
-// every so many epochs.
+// LeastEpochs returns the fewest epochs that a run needs for a growth that can be judged. As many
+// as it takes to tell how the loss falls lie before Begin, and while it settles. The curve has a
+// point every so many epochs.
 func (d *Depth) LeastEpochs(l *state.Lattice, every int) (int, error) {
 	if err := d.Check(); err != nil {
 		return 0, err

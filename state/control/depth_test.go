@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// grownAt returns the share of its budget at which a run of 200 epochs, whose loss falls as the
-// given function says, begins to grow; 1 for never.
+// grownAt returns the share of its budget at which a run of 200 epochs begins to grow; 1 for never.
+// Its loss falls as the given function says.
 func grownAt(d *control.Depth, loss func(share float64) float64) float64 {
 	r := state.Report{Site: blueprints.Depth, Seeds: make([]state.SeedReport, 1)}
 	for epoch := 1; epoch <= 200; epoch++ {

@@ -14,7 +14,7 @@ import (
 // for a while then.
 type Governor struct {
 	// Harm is by how much the loss may be higher than that of the model without the blueprints, in
-	// nats a token, and Sure of which share of the text's batches that must be so.
+	// nats a token. Sure is of which share of the text's batches that must be so.
 	Harm, Sure float64
 	// Norm is how many times as large as without them the gradients may be, by their global norm.
 	Norm float64
@@ -42,8 +42,8 @@ func (g *Governor) Check() error {
 	return errors.Join(errs...)
 }
 
-// Trial is what blueprints cause that have been grafted and are not yet fossilized: the model beside
-// one that has made the same steps without them.
+// Trial is what blueprints cause that have been grafted and are not yet fossilized. It is the model
+// beside one that has made the same steps without them.
 type Trial struct {
 	Seeds []state.Address
 	// by how much the loss is higher with them, and of which share of the text's batches that is so
@@ -69,8 +69,8 @@ func (g *Governor) wrong(t Trial) string {
 	return ""
 }
 
-// Govern returns what shall be done in the place of a controller's commands: these, and if the trial
-// has gone wrong first of all the rollback of its blueprints.
+// Govern returns what shall be done in the place of a controller's commands. It is these, and if
+// the trial has gone wrong first of all the rollback of its blueprints.
 func (g *Governor) Govern(t Trial, commands []state.Command) []state.Command {
 	why := g.wrong(t)
 	if why == "" {

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// TestGovernor wants a governor to leave a controller's commands as they are while all goes well,
-// and to take back what has gone wrong, whatever the controller wants with it.
+// TestGovernor wants a governor to leave a controller's commands as they are while all goes well.
+// It takes back what has gone wrong, whatever the controller wants with it.
 func TestGovernor(t *testing.T) {
 	trial := control.Trial{Seeds: []state.Address{{Layer: 1, Seed: 2}, {Seed: 3}}, Harm: 0.04,
 		Agree: 1, Norm: 5, Without: 1}

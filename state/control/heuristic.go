@@ -19,9 +19,9 @@ import (
 // soon as its gate opens. It gives up those that have failed or whose gate stays shut for too long,
 // and recycles their seeds. Make one with [NewHeuristic].
 //
-// At a weight it plants a LoRA, and in the stream a Perceptron, where the gradients of the weight, or
-// of the block in front, are largest for each parameter. Such a seed is hungry in the way of chunks,
-// and that is all it can be.
+// At a weight it plants a LoRA, and in the stream a Perceptron. It does so where the gradients of
+// the weight, or of the block in front, are largest for each parameter. Such a seed is hungry in
+// the way of chunks, and that is all it can be.
 //
 // A chunk is unhealthy by the largest of four ratios, if that is 1 or more:
 //
@@ -31,12 +31,12 @@ import (
 //	spiky     largest deviation from its mean / (Spike × its standard deviation)
 //
 // What it grows there follows. A hungry chunk gets the first of Capacity that the layer's slots are
-// wide enough for, and a dead one a Residual, which can shift it. A silent or spiky one gets an
+// wide enough for. A dead one gets a Residual, which can shift it. A silent or spiky one gets an
 // AttentionGate, which can scale its features. Blueprints that are ready in one epoch are grafted
 // together, and no others until these are fossilized or given up. They are judged by what they
-// cause together. Each is grafted by DriftControlled where activations
-// drift by more than Drift an epoch, by GradNormGated where the gradient is more than twice what
-// makes a chunk hungry, and else by PerformanceLinked.
+// cause together. Each is grafted by DriftControlled where activations drift by more than Drift an
+// epoch. Where the gradient is more than twice what makes a chunk hungry it is grafted by
+// GradNormGated, and else by PerformanceLinked.
 //
 // A Heuristic is for one goroutine at a time.
 type Heuristic struct {
@@ -61,7 +61,7 @@ type Heuristic struct {
 }
 
 // Parameters tells the controller how many parameters a blueprint would have at a weight or in the
-// stream, for MaxParameters; 0 is for one that cannot be. A trainer calls it.
+// stream, for MaxParameters. 0 is for one that cannot be. A trainer calls it.
 func (h *Heuristic) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
 	if h != nil {
 		h.parameters = of
@@ -165,7 +165,7 @@ var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: sta
 	state.ErrArgument)
 
 // LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be
-// fossilized, when blueprints are compared every so many epochs. It is 0 for a lattice
+// fossilized. Blueprints are compared every so many epochs. It is 0 for a lattice
 // [state.WithoutGates], which has no thresholds to meet. The error names a stage that h gives up
 // before its gate can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {

@@ -336,8 +336,8 @@ func TestDryRunChecks(t *testing.T) {
 	}
 }
 
-// TestTogether wants several controllers to decide as each would alone, to hear what each is to
-// hear, and to be refused where one of them would be.
+// TestTogether wants several controllers to decide as each would alone, and to hear what each is to
+// hear. They are refused where one of them would be.
 func TestTogether(t *testing.T) {
 	depth, seeds := control.NewDepth(blueprints.Stack, 2), control.NewHeuristic(1, 100)
 	both := control.Together(depth, seeds)

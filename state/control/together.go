@@ -9,10 +9,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Together returns a controller that does what several do, each at its own sites: a [Depth] for
-// blocks and a [Heuristic] for the other seeds, say. They are asked in order, and see the same
-// reports. Of two that decide on one seed the second one's commands are refused, as a rule. For
-// Config.Frozen an [Adapters] decides by itself, which wants to hear of gradients.
+// Together returns a controller that does what several do, each at its own sites. They may be a
+// [Depth] for blocks and a [Heuristic] for the other seeds. They are asked in order, and see the
+// same reports. Of two that decide on one seed the second one's commands are refused, as a rule.
+// For Config.Frozen an [Adapters] decides by itself, which wants to hear of gradients.
 func Together(all ...state.Controller) state.Controller {
 	return together(slices.Clone(all))
 }

@@ -25,8 +25,8 @@ type FixedRamp struct {
 // Name returns "FixedRamp".
 func (FixedRamp) Name() string { return "FixedRamp" }
 
-// Check returns an error unless Ramp is known, Epochs is from 1 to 65535, as far as a lattice
-// counts, and Target is in (0, 1].
+// Check returns an error unless Ramp is known and Target is in (0, 1]. Epochs are from 1 to 65535,
+// as far as a lattice counts.
 func (s FixedRamp) Check() error {
 	if s.Ramp > Sigmoid {
 		return fmt.Errorf("FixedRamp: Ramp is %d, want Linear, Cosine or Sigmoid", s.Ramp)
@@ -63,8 +63,8 @@ type PerformanceLinked struct {
 // Name returns "PerformanceLinked".
 func (PerformanceLinked) Name() string { return "PerformanceLinked" }
 
-// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], Gain at least 0 and
-// MaxSpeed at least 1, both finite.
+// Check returns an error unless Epochs is from 1 to 65535 and Target in (0, 1]. Gain is at least 0
+// and MaxSpeed at least 1, both finite.
 func (s PerformanceLinked) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
@@ -140,7 +140,7 @@ func (s DriftControlled) Advance(p Progress) (alpha float64, memory [2]float32, 
 }
 
 // GradNormGated takes one step in every epoch at whose end the norm of the chunk's gradient is from
-// Low to High, and none in the others.
+// Low to High. In the others it takes none.
 type GradNormGated struct {
 	Epochs int     `json:"epochs"` // inside the band
 	Target float64 `json:"target"`

@@ -31,8 +31,8 @@ type Progress struct {
 //
 // The fields of a strategy are its parameters. It is saved as its name and its JSON, and read back
 // as the type that [Register] has for the name. The lattice works with what it reads back, and
-// refuses a strategy that comes back as something else, because a parameter is in an unexported
-// field for example.
+// refuses a strategy that comes back as something else. A parameter in an unexported field is lost,
+// for example.
 type Strategy interface {
 	Name() string
 	Check() error // whether the parameters make sense

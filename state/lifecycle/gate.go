@@ -64,9 +64,9 @@ func DepthThresholds() Thresholds {
 	return t
 }
 
-// Within returns the thresholds with their MinEpochs cut in proportion, so that those of a whole
-// life, from Training to FineTuning, take at most half of the given epochs. A run of so many can
-// then see blueprints become fossilized. Thresholds that do so already stay as they are.
+// Within returns the thresholds with their MinEpochs cut in proportion. Those of a whole life, from
+// Training to FineTuning, take at most half of the given epochs. A run of so many can then see
+// blueprints become fossilized. Thresholds that do so already stay as they are.
 func (t Thresholds) Within(epochs int) Thresholds {
 	all := 0
 	for stage := Training; stage <= FineTuning; stage++ {

@@ -107,8 +107,8 @@ func (s Stage) Learns() bool {
 // Ended reports whether the blueprint's life is over, so that only recycling leads on.
 func (s Stage) Ended() bool { return s == Culled || s == Cancelled || s == RolledBack }
 
-// Weight is the α with which the arithmetic of the stage blends, given the seed's own: of the
-// output, or in Training, where the output is x, of the gradients of weights and scale.
+// Weight is the α with which the arithmetic of the stage blends, given the seed's own. It blends
+// the output or, in Training, where the output is x, the gradients of weights and scale.
 func (s Stage) Weight(alpha float32) float32 {
 	switch s {
 	case Training, FineTuning, Fossilized:

@@ -70,7 +70,7 @@ func (c Config) Check() error {
 }
 
 // Watches reports whether a seed's figures are collected in the given pass. The sampled seeds of
-// one pass are spread evenly over the lattice, and move on by one share from pass to pass, so that
+// one pass are spread evenly over the lattice. They move on by one share from pass to pass, so that
 // all get their turn.
 func (c Config) Watches(seed int, step uint64) bool {
 	switch c.Mode {
@@ -156,8 +156,8 @@ type GradientSample struct {
 	Clipped   int // rows whose gradient was clipped
 }
 
-// Drift is the relative change of a chunk's moments: the change of its root mean square or of its
-// mean, whichever is larger, relative to the former root mean square.
+// Drift is the relative change of a chunk's moments. It is the change of its root mean square or of
+// its mean, whichever is larger, relative to the former root mean square.
 func Drift(mean0, variance0, mean1, variance1 float64) float64 {
 	rms0, rms1 := math.Sqrt(mean0*mean0+variance0), math.Sqrt(mean1*mean1+variance1)
 	if rms0 == 0 {

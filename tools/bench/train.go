@@ -30,8 +30,8 @@ type size struct {
 	published bool // the shape of a model that is, which the group of these trains
 }
 
-// sizes are models of Llama 2's blocks, and the shapes of published ones: Llama-3.2-1B, Qwen3-1.7B,
-// and the first six blocks of Mistral-7B, in sequences that are longer than its window.
+// sizes are models of Llama 2's blocks, and the shapes of published ones. Those are Llama-3.2-1B,
+// Qwen3-1.7B, and the first six blocks of Mistral-7B, in sequences that are longer than its window.
 var sizes = []size{
 	{"llama124M", llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024},
 		32, false},

@@ -1,5 +1,5 @@
-// Package nvml reads what the GPUs of this computer draw and hold, by NVIDIA's management library,
-// which comes with the driver and is looked for when it is needed.
+// Package nvml reads what the GPUs of this computer draw and hold, by NVIDIA's management library.
+// It comes with the driver and is looked for when it is needed.
 package nvml
 
 import (

@@ -42,8 +42,8 @@ func seen(t *testing.T, news string, steps *[]float64) {
 	}
 }
 
-// TestNews wants viewers that ask at their own pace to see the same points, also when a run of many
-// steps has been thinned, and each point once.
+// TestNews wants viewers that ask at their own pace to see the same points, each once. So it is
+// when a run of many steps has been thinned.
 func TestNews(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	r.Take(llm.Event{Kind: llm.RunStart, Steps: math.MaxInt32})

@@ -1,5 +1,5 @@
-// Package store keeps what a board knows of its runs: copies, so that who reads them never waits
-// for a run, nor a run for them.
+// Package store keeps what a board knows of its runs. It holds copies, so that who reads them never
+// waits for a run, nor a run for them.
 package store
 
 import (

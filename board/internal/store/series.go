@@ -13,7 +13,8 @@ const maxPoints = 1 << 14
 type point struct{ step, time, loss, rate, norm, speed float64 }
 
 // steps are the points of a run. Once they are maxPoints, each two become one, and from then on
-// each stands for twice as many steps: their mean loss and gradient norm, and the last of all else.
+// each stands for twice as many steps. It has their mean loss and gradient norm, and the last of
+// all else.
 type steps struct {
 	points  []point
 	stride  int // steps of a point

@@ -1,6 +1,6 @@
-// Command vendored fetches the chart library of the page, with its licence, as npm has it, and the
-// rules of accessibility that a test holds the page to. go generate runs it in the folder of
-// package board. A change of a version is a change here, of the sums below with it.
+// Command vendored fetches the chart library of the page, with its licence, as npm has it. It also
+// fetches the rules of accessibility that a test holds the page to. go generate runs it in the
+// folder of package board. A change of a version is a change here, of the sums below with it.
 package main
 
 import (

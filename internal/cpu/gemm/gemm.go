@@ -434,9 +434,9 @@ func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
 	}
 }
 
-// next is what to fetch while a tile is computed: m rows of A from row i on, at columns from p on,
-// in a block of rows i0 to i1. It is the rows below. Behind the last ones it is those of the block
-// at the next columns, and where the block ends those of the next one.
+// next is what to fetch while a tile is computed. It is m rows of A from row i on, at columns from
+// p on, in a block of rows i0 to i1. It is the rows below. Behind the last ones it is those of the
+// block at the next columns, and where the block ends those of the next one.
 func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	const line = 64
 	if i += m; i >= i1 {

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// away is an engine that has the parameters: on the host the first one is wrong until it is asked
+// away is an engine that has the parameters. On the host the first one is wrong until it is asked
 // for, and while an update goes on.
 type away struct {
 	llm.Engine

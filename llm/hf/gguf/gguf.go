@@ -1,5 +1,6 @@
-// Package gguf writes models as GGUF files, which llama.cpp runs: those of the families Llama,
-// Mistral without a window, Qwen 2 and Qwen 3, with byte-level tokenizers and chat templates.
+// Package gguf writes models as GGUF files, which llama.cpp runs. They are those of the families
+// Llama, Mistral without a window, Qwen 2 and Qwen 3, with byte-level tokenizers and chat
+// templates.
 //
 //	file   = "GGUF" ‖ version 3 ‖ number of tensors ‖ number of fields ‖ fields ‖ tensor infos ‖ data
 //

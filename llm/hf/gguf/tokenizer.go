@@ -40,7 +40,7 @@ type file struct {
 }
 
 // splitters are the names that llama.cpp has for splitting patterns, which it does not read from
-// the file: by the pattern, or by the type of a pre-tokenizer without one.
+// the file. They are by the pattern, or by the type of a pre-tokenizer without one.
 var splitters = map[string]string{
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}` + rest: "llama-bpe",
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}` + rest:      "qwen2",

@@ -17,10 +17,10 @@ import (
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
-// Merge returns the models in which what the blueprints of some seeds of now have become is a part of
-// the model, and the blueprints gone: of now itself first, and of what it was at some times before.
-// At a weight that is the sum of both, with the bits that the CPU computes with. In the stream it is
-// a block of the configuration, which is the identity but for what the blueprint does.
+// Merge returns the models in which what the blueprints of some seeds of now have become is a part.
+// The blueprints are gone. now itself comes first, and then what it was at some times before. At a
+// weight that is the sum of both, with the bits that the CPU computes with. In the stream it is a
+// block of the configuration, which is the identity but for what the blueprint does.
 func Merge(at blueprints.Site, seeds []int, step int, now Model, before ...Model) ([]Model, error) {
 	merged := append([]Model{now}, before...)
 	if len(seeds) == 0 {
@@ -138,8 +138,8 @@ func fullStrength(dt tensor.Dtype) *tensor.Dense {
 }
 
 // block makes a blueprint of the stream a block. Its parameters are the first rows of the block's,
-// and the first columns of those that write to the stream. Other rows start as those of a new block,
-// and other columns at 0, so that the block may go on to learn with all it has.
+// and the first columns of those that write to the stream. Other rows start as those of a new
+// block, and other columns at 0. So the block may go on to learn with all it has.
 func (m Model) block(o own, step int) (Model, error) {
 	if !blueprints.Mergeable(o.kind) {
 		return m, fmt.Errorf("no block of the model computes it")

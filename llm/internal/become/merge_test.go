@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/become"
 )
 
-// TestMerge wants blueprints that are merged together to give the bits of such that are merged one
-// after the other, in the model and in what it was before; two of them sit on one weight.
+// TestMerge has blueprints merged together, two of them on one weight. It wants the bits of such
+// that are merged one after the other, in the model and in what it was before.
 func TestMerge(t *testing.T) {
 	c := llm.Config{Vocab: 32, Dim: 16, Layers: 2, Heads: 2, Seq: 8}.Default()
 	c.Weights = append(c.WeightSites("q", "down"), c.WeightSites("q")[0])

@@ -1,5 +1,5 @@
-// Package block builds one block of a decoder as a graph: attention and a gated perceptron around a
-// residual stream, as Llama has them and the families that followed it.
+// Package block builds one block of a decoder as a graph, as Llama has it and the families that
+// followed it. A block is attention and a gated perceptron around a residual stream.
 package block
 
 import (
@@ -92,8 +92,8 @@ func (s Shape) All() []Param {
 	return all
 }
 
-// Half returns the parameters of attention and what is around it, or of the perceptron: all that a
-// block adds to the residual stream by the one or the other.
+// Half returns the parameters of attention and what is around it, or of the perceptron. They are
+// all that a block adds to the residual stream by the one or the other.
 func (s Shape) Half(attention bool) (half []Param) {
 	for _, p := range s.All() {
 		own := p.Name == "input_layernorm.weight" || strings.HasPrefix(p.Name, "self_attn.") ||
@@ -118,8 +118,8 @@ type Builder struct {
 	Shape
 	Seq int // positions of a sequence
 
-	// Position, unless it is nil, is that of the only token that the graph computes, at most
-	// Seq - 1: attention is that to kept keys and values.
+	// Position, unless it is nil, is that of the only token that the graph computes, at most Seq -
+	// 1. Attention is that to kept keys and values then.
 	Position *gorgonia.Node
 
 	// of the blocks built so far: keys and values, or with a Position the attentions that keep them
@@ -271,7 +271,7 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 }
 
 // project computes queries or keys: a linear layer, a norm of each head and the rotation by
-// position, of which the two latter may be none. Attention to kept keys turns them itself.
+// position. The two latter may be none. Attention to kept keys turns them itself.
 func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgonia.Node {
 	y := p.linear(h, name)
 	if p.QKNorm {

@@ -12,10 +12,11 @@ import (
 // half as much again told losses that no model came to, and good growths were taken back.
 const horizon = 1.15
 
-// Depth returns what is known of a seed in depth that is being evaluated: the loss of the run now,
-// and the one that it would have soon behind the growth if the model had not grown, which
-// [curve.Fit] tells from the curve before. Where the curve follows no law yet it is the last loss
-// before: then a growth has to show that it does no harm. ok is false where there is no curve.
+// Depth returns what is known of a seed in depth that is being evaluated. It is the loss of the run
+// now, and the one that it would have soon behind the growth if the model had not grown.
+// [curve.Fit] tells the latter from the curve before. Where the curve follows no law yet it is the
+// last loss before: then a growth has to show that it does no harm. ok is false where there is no
+// curve.
 func Depth(points []state.Point, past []state.Transition, seed int) (m state.SeedMetrics, ok bool) {
 	grafted, evaluated := -1, -1
 	for _, p := range past { // the latest first

@@ -19,7 +19,7 @@ type Judge struct {
 	Loss  func(data.Batch) (float64, error) // of the model as it is
 
 	// Trial are the seeds beside which the model has a twin, which has learnt without them from the
-	// start, and Without its losses on the batches of the text; a single one that is not finite
+	// start. Without is its losses on the batches of the text; a single one that is not finite
 	// where it has diverged.
 	Trial   []state.Address
 	Without []float64
@@ -35,7 +35,7 @@ type Verdict struct {
 }
 
 // Add measures the model with all seeds, with each of those that train, and without each of those
-// that are being evaluated, and adds what it finds to the metrics of their layers. Seeds on trial
+// that are being evaluated. It adds what it finds to the metrics of their layers. Seeds on trial
 // are compared in every stage, with the model's twin; others, in Evaluating and FineTuning, with
 // the model in which they are muted. verdict is nil without a trial.
 func (j Judge) Add(metrics []state.Metrics) (verdict *Verdict, err error) {
@@ -158,8 +158,8 @@ func (j Judge) Losses() (losses []float64, err error) {
 // below -worst, and a model that has come to this has diverged.
 const worst = 65504
 
-// mean returns minus the mean of those losses that are finite here and in others, or minus the
-// worst if that is worse or there are none, and how many are not finite here.
+// mean returns minus the mean of those losses that are finite here and in others. It is minus the
+// worst if that is worse or there are none. The second result is how many are not finite here.
 func mean(losses, others []float64) (performance float64, bad int) {
 	n := 0
 	for i, l := range losses {

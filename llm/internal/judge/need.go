@@ -11,7 +11,7 @@ import (
 )
 
 // Needs returns, for each seed at a weight or in the stream, how large the gradients are of what it
-// sits on, for each parameter of it:
+// sits on. They are taken for each parameter of it:
 //
 //	sqrt(Σ g²/n)
 //

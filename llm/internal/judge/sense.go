@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Sense has a lattice of weights or of the stream take in what has been measured of its blueprints,
-// in a model of so many features. pass is room for what it asks.
+// Sense has a lattice of weights or of the stream take in what has been measured of its blueprints.
+// The model has so many features. pass is room for what it asks.
 func Sense(l *state.Lattice, pass *state.Pass, all []graph.Figures, features int) error {
 	bySeed, site := map[int]graph.Figures{}, l.Site()
 	for _, f := range all {

@@ -1,12 +1,11 @@
-// Package listen finds what the gradient of a weight asks of a blueprint that grows there: how much
-// there is to gain, and in which directions.
+// Package listen finds what the gradient of a weight asks of a blueprint that grows there. It says
+// how much there is to gain, and in which directions.
 //
-// A blueprint of rank r changes its weight by B·A. Of all changes of that rank, the one that lowers
-// the loss fastest for its size is the sum of the r largest σ·u·vᵀ in the singular value
-// decomposition of the gradient, G = Σ σ·u·vᵀ. So the rows of A begin as the v of the largest σ, and
-// B, which begins at 0, finds the u in its first step. (Wang, Yu and Li, "LoRA-GA: Low-Rank
-// Adaptation with Gradient Approximation", 2024, begin with both, and change the weight to make up
-// for that.)
+// A blueprint of rank r changes its weight by B·A. One change of that rank lowers the loss fastest
+// for its size. It is the sum of the r largest σ·u·vᵀ in the singular value decomposition of the
+// gradient, G = Σ σ·u·vᵀ. So the rows of A begin as the v of the largest σ. B, which begins at 0,
+// finds the u in its first step. (Wang, Yu and Li, "LoRA-GA: Low-Rank Adaptation with Gradient
+// Approximation", 2024, begin with both, and change the weight to make up for that.)
 package listen
 
 import (

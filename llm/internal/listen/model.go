@@ -115,8 +115,8 @@ func (m Model) Norms() []float64 {
 	return norms
 }
 
-// Sigma returns the singular values of the gradient of a seed's weight, the largest first, for seeds
-// of the layer of weights, which has this number.
+// Sigma returns the singular values of the gradient of a seed's weight, the largest first. It is
+// for seeds of the layer of weights that has this number.
 func (m Model) Sigma(weights int) func(layer, seed int) []float64 {
 	return func(layer, seed int) []float64 {
 		if layer != weights || seed < 0 || seed >= len(m.config.Weights) {

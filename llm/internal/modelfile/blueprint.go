@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A blueprint's file holds the arrays of blueprints.Parts, "scale" of shape [1], and in its
-// metadata the name of the kind and the number of features of a chunk.
+// A blueprint's file holds the arrays of blueprints.Parts, and "scale" of shape [1]. Its metadata
+// has the name of the kind and the number of features of a chunk.
 const (
 	KindKey  = "kasmina.blueprint"
 	ChunkKey = "kasmina.chunk"

@@ -128,8 +128,8 @@ func (p Parts) SavePart(path string, rank int, stretches []Stretch) error {
 		map[string]string{"format": "pt", PartsKey: string(text)})
 }
 
-// Tidy removes the parts of other sets than this one beside a main file that has been written, and
-// what writers that were killed have left of them. The zero Parts are those of no set.
+// Tidy removes the parts of other sets than this one beside a main file that has been written. It
+// also removes what writers that were killed have left of them. The zero Parts are those of no set.
 func (p Parts) Tidy(path string) error {
 	path = resolved(path)
 	parts := regexp.MustCompile(`^\.?` + regexp.QuoteMeta(filepath.Base(path)) +
@@ -158,8 +158,8 @@ type Moment struct {
 	Data  any
 }
 
-// Moments reads what the parts of a file hold, for a model of parameters of some names and shapes;
-// nothing of a file that has no parts.
+// Moments reads what the parts of a file hold, for a model of parameters of some names and shapes.
+// It reads nothing of a file that has no parts.
 func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 	if _, ok := f.Metadata[PartsKey]; !ok {
 		return nil, nil

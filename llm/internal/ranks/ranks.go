@@ -69,8 +69,8 @@ func FirstError(own error, all []string, failed error) error {
 	return nil
 }
 
-// WithNews joins errors but for those whose text is in the ones before: where a rank has died, every
-// exchange from then on ends with the same.
+// WithNews joins errors but for those whose text is in the ones before. Where a rank has died,
+// every exchange from then on ends with the same.
 func WithNews(errs ...error) (all error) {
 	for _, err := range errs {
 		switch {

@@ -1,4 +1,4 @@
-// Package chat writes conversations as models were trained on them, by the chat template of
+// Package chat writes conversations as models were trained on them. It goes by the chat template of
 // Hugging Face that lies beside a model: a text of the template language Jinja.
 package chat
 

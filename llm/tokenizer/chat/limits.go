@@ -12,9 +12,9 @@ import (
 	"github.com/nikolalohinski/gonja/v2/exec"
 )
 
-// A template comes with a model that anybody may have made, and the engine would follow it into
-// loops without end, macros that call themselves and texts larger than the memory. So what a
-// template may say is listed here, and whatever it calls looks at the limits.
+// A template comes with a model that anybody may have made. The engine would follow it into loops
+// without end, macros that call themselves and texts larger than the memory. So what a template may
+// say is listed here, and whatever it calls looks at the limits.
 const (
 	maxTag      = 1 << 14 // bytes of a tag; the longest known has 6,000
 	maxWords    = 1000    // names, numbers and signs of a tag; 72 known

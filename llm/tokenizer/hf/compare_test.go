@@ -17,8 +17,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// TestSameAsRust compares with ids of Rust's tokenizers for texts of megabytes and the tokenizers
-// of published models, which compare.py and fetch.sh put into the folder KASMINA_TOKENIZERS.
+// TestSameAsRust compares with ids of Rust's tokenizers, for texts of megabytes and the tokenizers
+// of published models. compare.py and fetch.sh put them into the folder KASMINA_TOKENIZERS.
 func TestSameAsRust(t *testing.T) {
 	folder := os.Getenv("KASMINA_TOKENIZERS")
 	if folder == "" {

@@ -125,8 +125,8 @@ func (t *Tokenizer) NewDecoder(skipSpecial bool) *Decoder {
 }
 
 // Next returns the bytes that an id adds to the text, valid until the next call. It holds back the
-// bytes of a character of which some are missing, so that the parts that it returns are valid UTF-8
-// if the text is. An id that stands for no token is an error, and changes nothing.
+// bytes of a character of which some are missing. So the parts that it returns are valid UTF-8 if
+// the text is. An id that stands for no token is an error, and changes nothing.
 func (d *Decoder) Next(id int) ([]byte, error) {
 	if err := d.t.check(id); err != nil {
 		return nil, fmt.Errorf("hf: Decoder.Next: %w", err)

@@ -80,9 +80,9 @@ func (m *model) character(c []byte) int32 {
 }
 
 // appendSymbols appends the tokens that a piece starts as: those of its characters. One without a
-// token is the tokens <0xNN> of its bytes if there are all of them, else the unknown token, which
-// waits for the next character that has one, else nothing. A byte-level encoding has no characters
-// but bytes.
+// token is the tokens <0xNN> of its bytes if there are all of them. Else it is the unknown token,
+// which waits for the next character that has one, else nothing. A byte-level encoding has no
+// characters but bytes.
 func (m *model) appendSymbols(tokens []int32, piece []byte) []int32 {
 	waiting := false // an unknown token
 	for at := 0; at < len(piece); {

@@ -238,8 +238,8 @@ func (v value) appendText(text []byte) ([]byte, error) {
 	return text, nil
 }
 
-// escapedRune returns the character that \uXXXX stands for, or two of them for one beyond U+FFFF,
-// and the length of what is written, 0 if it is wrong.
+// escapedRune returns the character that \uXXXX stands for, or two of them for one beyond U+FFFF.
+// The second result is the length of what is written, 0 if it is wrong.
 func (v value) escapedRune(at int) (rune, int) {
 	hex := func(at int) rune {
 		if at+6 > len(v) || v[at] != '\\' || v[at+1] != 'u' {

@@ -12,7 +12,7 @@ import (
 
 // nfc is Unicode's normalization form C: characters are decomposed, marks put in order, and
 // composed again. Package norm, whose tables it uses, joins runs of more than 30 marks in another
-// way, takes some characters beyond U+FFFF for others, and knows newer marks than Rust's
+// way. It takes some characters beyond U+FFFF for others, and knows newer marks than Rust's
 // tokenizers.
 type nfc struct{}
 

@@ -44,7 +44,7 @@ func findPattern(pattern string) (finder, error) {
 const maxPattern = 4096 // bytes
 
 // portable returns a pattern in which categories such as \p{L} are the characters that Oniguruma
-// has in them, or an error that names what is not supported.
+// has in them. Else it returns an error that names what is not supported.
 func portable(pattern string) (string, error) {
 	if len(pattern) > maxPattern {
 		return "", fmt.Errorf("the pattern has %d bytes, want at most %d", len(pattern), maxPattern)

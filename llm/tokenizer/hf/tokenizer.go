@@ -396,8 +396,9 @@ func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
 	return ids
 }
 
-// Decode returns the bytes of the tokens, of special ones none: decode(ids) of Rust's tokenizers,
-// except that bytes that are not UTF-8 stay what they are. A Decoder does so as the ids come.
+// Decode returns the bytes of the tokens, of special ones none. It is decode(ids) of Rust's
+// tokenizers, except that bytes that are not UTF-8 stay what they are. A Decoder does so as the ids
+// come.
 func (t *Tokenizer) Decode(ids []int) ([]byte, error) { return t.decode("Decode", ids, true) }
 
 // DecodeWhole is Decode with special tokens as the file writes them.

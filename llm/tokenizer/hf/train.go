@@ -21,8 +21,8 @@ var patterns = map[string]string{"gpt2": split.GPT2, "llama3": split.Llama3, "qw
 // EndOfText is the special token that Train adds behind all others.
 const EndOfText = "<|endoftext|>"
 
-// Train learns a byte-level encoding of a text, as [tokenizer.TrainBPE] does, of pieces that the
-// pattern of a published model cuts: gpt2, llama3, qwen2, tekken or gpt4o. It returns a
+// Train learns a byte-level encoding of a text, as [tokenizer.TrainBPE] does. The pattern of a
+// published model cuts the pieces: gpt2, llama3, qwen2, tekken or gpt4o. It returns a
 // tokenizer.json, which [Parse] and Rust's tokenizers read, and the tokenizer_config.json beside
 // it.
 //

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Block is how many rows are gathered at a time for their checksums: enough to make a loop over one
-// column worth its start, few enough to stay in the first-level cache.
+// Block is how many rows are gathered at a time for their checksums. They are enough to make a loop
+// over one column worth its start, few enough to stay in the first-level cache.
 const Block = 64
 
 // Checksums computes the CRC-32 of a table's rows: of the row's number and its elements. Several
@@ -107,7 +107,7 @@ func (c *Checksums) All(crc []uint32) []Fault {
 	return slices.Concat(spans...)
 }
 
-// Locate says which bit of a row has flipped, if a single one has: CRC-32 is linear, and gives
+// Locate says which bit of a row has flipped, if a single one has. CRC-32 is linear, and gives
 // every bit of a message as short as this a syndrome of its own.
 func (c *Checksums) Locate(syndrome uint32) string {
 	for bit := range 32 {

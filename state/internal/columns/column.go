@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// Column is a column of a table: its name, as files have it, and a pointer to its array, which is a
+// Column is a column of a table: its name, as files have it, and a pointer to its array. That is a
 // []uint8, []uint16, []uint32, []uint64, []float32 or []float64.
 type Column struct {
 	Name  string

@@ -7,7 +7,7 @@ import (
 )
 
 // TestOutbox wants listeners to hear of all events in order, of one that a listener adds behind the
-// others, and of nothing that is held back.
+// others. They hear of nothing that is held back.
 func TestOutbox(t *testing.T) {
 	var box, network Outbox[int]
 	box.Relay(&network, func(e *int) { *e += 100 })

@@ -12,9 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Of returns a model as other programs know it: with what is fossilized at weights and in the
-// stream as a part of it, in memory of its own then. It returns an error that names a seed which
-// changes what the model computes otherwise. It is for the model's turn.
+// Of returns a model as other programs know it. What is fossilized at weights and in the stream is
+// a part of it, in memory of its own then. It returns an error that names a seed which changes what
+// the model computes otherwise. It is for the model's turn.
 func Of(m *llm.Model) (*llm.Model, error) {
 	chunks, now := len(m.Config.Kasmina), become.Model{Config: m.Config, Params: m.Params}
 	for layer, r := range m.Kasmina.Report() {

@@ -2,8 +2,8 @@ package merge
 
 import "slices"
 
-// An entry is a merge that may come next: its rank, and below that where it is, so that the least
-// entry is the next one.
+// An entry is a merge that may come next. It is its rank, and below that where it is, so that the
+// least entry is the next one.
 type entry uint64
 
 func (e entry) rank() int32 { return int32(e >> 32) }

@@ -87,7 +87,7 @@ func classOf(r rune, category string) class {
 func (t *classTable) bits(r rune) uint8 { return t.pages[r/pageSize][r%pageSize] }
 
 // Category returns the first and last of the characters of a general category, such as "Lu", or of
-// all whose names begin with "L", ascending, or false if there is none of that name.
+// all whose names begin with "L". They ascend; it returns false if there is none of that name.
 func Category(name string) (ranges [][2]rune, ok bool) {
 	if name == "" || name[0] == 'C' {
 		return nil, false

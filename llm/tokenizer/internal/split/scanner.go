@@ -61,8 +61,8 @@ func NewScanner(pattern string) (*Scanner, bool) {
 }
 
 // Next returns the length of the first piece of a text that is not empty. A byte that is not UTF-8
-// counts as a symbol. The time of all pieces of a text is proportional to its length, except that
-// white space behind each of its line ends may be read twice.
+// counts as a symbol. The time of all pieces of a text is proportional to its length. Only white
+// space behind each of its line ends may be read twice.
 func (s *Scanner) Next(text []byte) int {
 	switch {
 	case s.family.gpt2:
@@ -203,8 +203,8 @@ func (s *Scanner) symbolRun(text []byte, at int) int {
 	return at
 }
 
-// spaces returns where the white space that a text begins with ends, where its last character
-// begins, and where its last line end ends, 0 if there is none.
+// spaces returns where the white space that a text begins with ends, and where its last character
+// begins. It also returns where its last line end ends, 0 if there is none.
 func (s *Scanner) spaces(text []byte) (end, last, lines int) {
 	for end < len(text) {
 		c, n := s.classes.at(text[end:])
