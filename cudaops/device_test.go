@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -119,9 +118,7 @@ func TestZeroMachine(t *testing.T) {
 
 func TestOpenWithout(t *testing.T) {
 	none := fake.New(fake.Config{Devices: []gpu.DeviceInfo{}})
-	if _, err := Open(withDriver(none)); !errors.Is(err, ErrNoDevice) {
-		t.Errorf("no GPU listed: %v", err)
-	}
+	require.ErrorIs(t, errOf(Open(withDriver(none))), ErrNoDevice)
 	for _, c := range []struct {
 		err      error
 		noDevice bool
@@ -215,8 +212,7 @@ func TestInterop(t *testing.T) {
 }
 
 func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	own, other := newKasminaGraph(t, seed, nil), newKasminaGraph(t, seed, nil)
 	want := own.open(t, owner, opts...)
 	defer want.Close()
@@ -285,15 +281,11 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 
 func TestInteropRefusals(t *testing.T) {
 	device, f, fakeOption := openFake(t, fake.Config{})
-	if _, err := Open(withDriver(f), WithContext(99)); !errors.Is(err, gpu.InvalidContext) {
-		t.Errorf("an unknown context: %v", err)
-	}
+	require.ErrorIs(t, errOf(Open(withDriver(f), WithContext(99))), gpu.InvalidContext)
 	k := newKasminaGraph(t, 1, nil)
 	for _, s := range []uintptr{0, 1, 2} {
-		if _, err := NewMachine(device, k.g, fakeOption, WithStream(s)); err == nil ||
-			!strings.Contains(err.Error(), "default stream") {
-			t.Errorf("stream %d: %v", s, err)
-		}
+		require.ErrorContains(t, errOf(NewMachine(device, k.g, fakeOption, WithStream(s))),
+			"default stream")
 	}
 	m := k.open(t, device, fakeOption)
 	defer m.Close()
@@ -428,16 +420,11 @@ func (r *singleRunner) value(n *gorgonia.Node) []float32 {
 // TestSingleOps runs every op of a model's training step alone, several times, and wants the whole
 // graph's gradients.
 func TestSingleOps(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testLoneModel(t, device, fakeOption)
-	})
-	t.Run("GPU", func(t *testing.T) { testLoneModel(t, openGPU(t)) })
+	onEach(t, testLoneModel, exactly("fake", "float32"))
 }
 
-func testLoneModel(t *testing.T, device *Device, opts ...MachineOption) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+func testLoneModel(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
+	seed := randomSeed(t)
 	_, a := newBatch(t, llm.ForTraining, seed)
 	_, b := newBatch(t, llm.ForTraining, seed)
 	m := openMachine(t, device, a.G, append(opts, WithOutputs(a.Loss))...)
@@ -477,8 +464,7 @@ func TestSingleKasmina(t *testing.T) {
 
 func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOption) {
 	device, _, fakeOption := openFake(t, fake.Config{})
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	a, b := newKasminaGraph(t, seed, lattice, layer...), newKasminaGraph(t, seed, lattice, layer...)
 	m := a.open(t, device, fakeOption)
 	defer m.Close()
@@ -591,7 +577,7 @@ func TestModelFitsBinaries(t *testing.T) {
 				}{{grafted(t, 1), newAdamW}, {larger, newMuon}} {
 					m, err := NewMachine(device, of.G, WithPrecision(p), WithParams(of.Params...),
 						WithOutputs(of.Loss), timed,
-						WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+						logTo(&log))
 					require.NoError(t, err)
 					rule, err := of.newOptimizer()
 					require.NoError(t, err)
@@ -719,8 +705,7 @@ func (l *lifetime) profile() error {
 // the life of a machine, and wants an error that names it, nothing to be left behind, and the
 // device to serve the next machine.
 func TestEveryCallFails(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 6))
 	for _, call := range []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo", "cuStreamCreate",
 		"cuEventCreate", "cuEventRecord",
@@ -779,8 +764,7 @@ func TestEveryCallFails(t *testing.T) {
 // TestRetry makes calls of CUDA fail in a machine's runs, and wants the same machine to compute
 // what it should when it is asked again.
 func TestRetry(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 7))
 	value := func(t *testing.T, l *lifetime) float32 {
 		t.Helper()
@@ -857,10 +841,7 @@ func TestOutOfMemory(t *testing.T) {
 		err = l.machine.SetOptimizer(bigger.optimizer, 1)
 		wants(t, err, "SetOptimizer: allocating", "for Muon's directions",
 			"asked for", "of 33.00 MiB free")
-		if _, err := l.machine.Update(); err == nil ||
-			!strings.Contains(err.Error(), "no optimiser") {
-			t.Errorf("an update after an optimiser that did not fit: %v", err)
-		}
+		require.ErrorContains(t, errOf(l.machine.Update()), "no optimiser")
 		require.NoError(t,
 			errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1), l.step()))
 	})

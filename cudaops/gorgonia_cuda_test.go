@@ -66,9 +66,7 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 	x = must(op.Kasmina(x, input("weights", 6, chunk), input("scales", 6), lattice))
 	x = must(op.SiLUMLP(x, input("gate", 40, dim), input("up", 40, dim), input("down", dim, 40)))
 	d.loss = must(op.LinearCrossEntropy(x, input("head", vocab, dim), ids("targets")))
-	if _, err := gorgonia.Grad(d.loss, d.params...); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(gorgonia.Grad(d.loss, d.params...)))
 	return d
 }
 
@@ -76,8 +74,7 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 // moves itself, and on ours.
 func TestCUDADoers(t *testing.T) {
 	device := openGPU(t)
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	ours, theirs := newDoerGraph(t, seed), newDoerGraph(t, seed)
 	for _, n := range theirs.g.AllNodes() {
 		if _, ok := n.Op().(gorgonia.CUDADoer); n.Op() != nil && !graph.IsConstant(n) && !ok {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"math/rand/v2"
 	"reflect"
@@ -245,28 +244,11 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 	}
 	k.dim = k.seeds * k.chunk
 	r := rand.New(rand.NewPCG(seed, 7))
-	values := func(n int) []float32 {
-		x := make([]float32, n)
-		for i := range x {
-			x[i] = float32(r.NormFloat64())
-		}
-		return x
-	}
-	matrix := func(name string, rows, cols int) *gorgonia.Node {
-		return gorgonia.NewMatrix(k.g, tensor.Float32, gorgonia.WithShape(rows, cols),
-			gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, cols),
-				tensor.WithBacking(values(rows*cols)))))
-	}
-	k.x, k.weights = matrix("x", k.rows, k.dim), matrix("weights", kasminaTestSlots, width)
-	k.scales = gorgonia.NewVector(k.g, tensor.Float32, gorgonia.WithShape(kasminaTestSlots),
-		gorgonia.WithName("scales"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(kasminaTestSlots),
-			tensor.WithBacking(values(kasminaTestSlots)))))
-	target := gorgonia.NewVector(k.g, tensor.Int, gorgonia.WithShape(k.rows),
-		gorgonia.WithName("targets"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(k.rows),
-			tensor.WithBacking([]int{1, 7, 22, 0, 9, 5}))))
+	k.x = randomNode(k.g, r, 1, "x", k.rows, k.dim)
+	k.weights = randomNode(k.g, r, 1, "weights", kasminaTestSlots, width)
+	k.scales = randomNode(k.g, r, 1, "scales", kasminaTestSlots)
+	target := gorgonia.NodeFromAny(k.g, tensor.New(tensor.WithBacking([]int{1, 7, 22, 0, 9, 5})),
+		gorgonia.WithName("targets"))
 	must := gorgonia.Must
 	var err error
 	if k.lattice, err = state.NewLattice(k.seeds, k.dim,
@@ -287,9 +269,7 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 	}
 	y := must(op.Kasmina(k.x, k.weights, k.scales, k.lattice, layer...))
 	k.loss = must(op.CrossEntropy(y, target))
-	if _, err := gorgonia.Grad(k.loss, k.x, k.weights, k.scales); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(gorgonia.Grad(k.loss, k.x, k.weights, k.scales)))
 	return k
 }
 
@@ -360,14 +340,12 @@ func TestKasminaMachine(t *testing.T) {
 func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Option,
 	layer []op.KasminaOption, opts ...MachineOption) {
 	t.Helper()
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	a, b := newWideKasminaGraph(t, seed, width, lattice, layer...),
 		newWideKasminaGraph(t, seed, width, lattice, layer...)
 	m := a.open(t, device, opts...)
 	defer m.Close()
-	tape := gorgonia.NewTapeMachine(b.g)
-	defer tape.Close()
+	tape := tapeMachine(t, b.g)
 	for step := range uint64(few(7, 5)) {
 		for _, k := range []*kasminaGraph{a, b} {
 			k.draw(t, seed+step, nil)
@@ -375,9 +353,7 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 				require.NoError(t, k.lattice.SetTelemetry(state.Telemetry{Mode: state.Debug,
 					Reduction: state.MaxOfRows}))
 			}
-			if _, err := k.lattice.StepEpoch(state.Metrics{}); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errOf(k.lattice.StepEpoch(state.Metrics{})))
 		}
 		tape.Reset()
 		require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
@@ -475,9 +451,7 @@ func TestKasminaMachineNonFinite(t *testing.T) {
 	require.NoError(t, m.RunAll())
 	_, err := m.Value(k.loss)
 	require.ErrorIs(t, err, op.ErrNonFinite)
-	if _, err := m.Value(k.loss); err != nil {
-		t.Errorf("it is reported twice: %v", err)
-	}
+	require.NoError(t, errOf(m.Value(k.loss)))
 }
 
 // ownKind is a registered blueprint, which has no kernel.
@@ -529,8 +503,7 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 	opts ...MachineOption) {
 	kind, err := ownKind()
 	require.NoError(t, err)
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	graph := func() *kasminaGraph {
 		k := newWideKasminaGraph(t, seed, 13, nil, layer...)
 		require.NoError(t, k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
@@ -543,10 +516,9 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 	}
 	a, b := graph(), graph()
 	var log bytes.Buffer
-	m := a.open(t, device, append(opts, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
+	m := a.open(t, device, append(opts, logTo(&log))...)
 	defer m.Close()
-	tape := gorgonia.NewTapeMachine(b.g)
-	defer tape.Close()
+	tape := tapeMachine(t, b.g)
 	for step := range uint64(3) {
 		a.draw(t, seed+step, nil)
 		b.draw(t, seed+step, nil)
@@ -576,18 +548,13 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 // compute with them, whether weights and scales are parameters there, another machine's, or sent
 // before every run, and if the layer is computed on the host.
 func TestKasminaFreshWeights(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testFreshWeights(t, device, 1e-5, fakeOption)
-	})
-	t.Run("GPU", func(t *testing.T) { testFreshWeights(t, openGPU(t), 1e-5) })
+	onEach(t, testFreshWeights, map[string]float64{"fake": 1e-5, "float32": 1e-5})
 }
 
 func testFreshWeights(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	own, err := ownKind()
 	require.NoError(t, err)
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	for _, kind := range []blueprints.Kind{blueprints.AttentionGate, blueprints.LowRank, own} {
 		for _, params := range []bool{true, false} {
 			a, b := freshGraph(t, seed, kind), freshGraph(t, seed, kind)
@@ -700,15 +667,13 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 	opts ...MachineOption) {
 	kind, err := ownKind()
 	require.NoError(t, err)
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	a, b := newWideKasminaGraph(t, seed, width, nil, layer...),
 		newWideKasminaGraph(t, seed, width, nil, layer...)
 	var log bytes.Buffer
-	m := a.open(t, device, append(opts, WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
+	m := a.open(t, device, append(opts, logTo(&log))...)
 	defer m.Close()
-	tape := gorgonia.NewTapeMachine(b.g)
-	defer tape.Close()
+	tape := tapeMachine(t, b.g)
 	for _, c := range ownLife {
 		for step := range uint64(3) {
 			at := fmt.Sprintf("%v, step %d", c.to, step)
@@ -797,8 +762,7 @@ func TestKasminaInPlace(t *testing.T) {
 
 func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 	t.Helper()
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	type way struct {
 		name string
 		kept func(*gorgonia.ExprGraph) gorgonia.Nodes
@@ -818,8 +782,7 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 			b.draw(t, seed+step)
 			require.NoError(t, m.RunAll())
 			for _, p := range b.Params {
-				v := valueIn(t, m, p.Deriv())
-				got = append(got, append([]float32(nil), flat(t, v)...))
+				got = append(got, append([]float32(nil), flat(t, valueIn(t, m, p.Deriv()))...))
 			}
 		}
 		if want == nil {
@@ -856,9 +819,7 @@ func TestKasminaReplaced(t *testing.T) {
 	}
 	require.NoError(t, m.RunAll())
 	for _, n := range keep {
-		if _, err := m.Value(n); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, errOf(m.Value(n)))
 	}
 	for _, n := range replaced {
 		if v, err := m.Value(n); err == nil {
@@ -926,16 +887,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 	t.Helper()
 	const rows, d, slots = 6, 24, 4
 	k, g, r := &kasminaChain{}, gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 5))
-	node := func(name string, shape ...int) *gorgonia.Node {
-		x := make([]float32, tensor.Shape(shape).TotalSize())
-		for i := range x {
-			x[i] = float32(r.NormFloat64())
-		}
-		return gorgonia.NewTensor(g, tensor.Float32, len(shape), gorgonia.WithShape(shape...),
-			gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))))
-	}
-	y := node("x", rows, d)
+	y := randomNode(g, r, 1, "x", rows, d)
 	for i, n := range seeds {
 		l, err := state.NewLattice(n, d, state.WithoutGates(), state.WithTelemetry(telemetry[i]))
 		require.NoError(t, err)
@@ -951,16 +903,15 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 			}
 			require.NoError(t, err)
 		}
-		w, a := node(fmt.Sprintf("w%d", i), slots, d/n), node(fmt.Sprintf("a%d", i), slots)
+		w := randomNode(g, r, 1, fmt.Sprintf("w%d", i), slots, d/n)
+		a := randomNode(g, r, 1, fmt.Sprintf("a%d", i), slots)
 		if y, err = op.Kasmina(y, w, a, l); err != nil {
 			t.Fatal(err)
 		}
 		k.params, k.lattices = append(k.params, w, a), append(k.lattices, l)
 	}
-	target := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(rows),
-		gorgonia.WithName("target"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(rows),
-			tensor.WithBacking([]int{3, 1, 4, 1, 5, 9}))))
+	target := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{3, 1, 4, 1, 5, 9})),
+		gorgonia.WithName("target"))
 	var err error
 	if k.loss, err = op.CrossEntropy(y, target); err == nil {
 		_, err = gorgonia.Grad(k.loss, k.params...)
@@ -973,8 +924,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 // they measure asks for, and each to hear of itself: gradients and reports as those of a tape
 // machine.
 func TestKasminaReports(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	off, production := state.Telemetry{Mode: state.Off}, state.Telemetry{Mode: state.Production}
 	debug, sampled := state.Telemetry{Mode: state.Debug},
 		state.Telemetry{Mode: state.Sampling, Every: 2}
@@ -996,8 +946,7 @@ func TestKasminaReports(t *testing.T) {
 				newKasminaChain(t, seed, c.telemetry, seeds)
 			m := openMachine(t, device, a.loss.Graph(), append(opts, WithParams(a.params...),
 				WithOutputs(a.loss))...)
-			tape := gorgonia.NewTapeMachine(b.loss.Graph())
-			defer tape.Close()
+			tape := tapeMachine(t, b.loss.Graph())
 			for step := range 5 {
 				tape.Reset()
 				before := device.ctx.Stats()
@@ -1063,8 +1012,7 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 // TestKasminaTiming wants a machine with a monitor to tell the lattice what its passes take and
 // what telemetry costs, and all else to be as without: the same bits, figures and counts.
 func TestKasminaTiming(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	for _, mode := range []state.TelemetryMode{state.Production, state.Off} {
 		opts := []state.Option{state.WithTelemetry(state.Telemetry{Mode: mode})}
 		var graphs [2]*kasminaGraph
@@ -1084,17 +1032,14 @@ func TestKasminaTiming(t *testing.T) {
 			for i, m := range machines {
 				graphs[i].draw(t, seed+step, func(x []float32) { x[5] = float32(math.NaN()) })
 				require.NoError(t, m.RunAll())
-				if _, err := m.Value(graphs[i].loss); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, errOf(m.Value(graphs[i].loss)))
 			}
 		}
 		for _, n := range [][2]*node{{graphs[0].x.Deriv(), graphs[1].x.Deriv()},
 			{graphs[0].weights.Deriv(), graphs[1].weights.Deriv()}} {
 			var bits [2][]float32
 			for i, m := range machines {
-				v := valueIn(t, m, n[i])
-				bits[i] = flat(t, v)
+				bits[i] = flat(t, valueIn(t, m, n[i]))
 			}
 			for i, v := range bits[0] {
 				require.Equal(t, math.Float32bits(bits[1][i]), math.Float32bits(v), n[0])

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"log/slog"
 	"math"
 	"math/rand/v2"
@@ -135,6 +136,77 @@ func openMachine(t testing.TB, device *Device, g *gorgonia.ExprGraph,
 	return m
 }
 
+// randomNode is an input of normal numbers.
+func randomNode(g *gorgonia.ExprGraph, r *rand.Rand, deviation float64, name string,
+	s ...int) *gorgonia.Node {
+	x := make([]float32, opbase.Size(s))
+	for i := range x {
+		x[i] = float32(deviation * r.NormFloat64())
+	}
+	return gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name),
+		gorgonia.WithShape(s...),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
+}
+
+// places are where tests run: on the fake driver, and on a GPU that stores activations in a type.
+var places = map[string][]MachineOption{"fake": nil, "scaled": {scaledGradients}, "float32": nil,
+	"float16": {WithPrecision(Float16)}, "bfloat16": {WithPrecision(BFloat16)}}
+
+// onEach runs a test in some of the places, and tells it how far numbers may be off there.
+func onEach(t *testing.T, test func(t *testing.T, device *Device, tolerance float64,
+	opts ...MachineOption), tolerances map[string]float64) {
+	for name, tolerance := range tolerances {
+		t.Run(name, func(t *testing.T) {
+			if name == "fake" || name == "scaled" {
+				device, _, kernels := openFake(t, fake.Config{})
+				test(t, device, tolerance, append([]MachineOption{kernels}, places[name]...)...)
+				return
+			}
+			test(t, openGPU(t), tolerance, slices.Clone(places[name])...)
+		})
+	}
+}
+
+// exactly is places whose tests know how exact their numbers are.
+func exactly(names ...string) map[string]float64 {
+	tolerances := map[string]float64{}
+	for _, name := range names {
+		tolerances[name] = 0
+	}
+	return tolerances
+}
+
+// randomSeed is a seed that the test tells of.
+func randomSeed(t testing.TB) uint64 {
+	t.Helper()
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	return seed
+}
+
+// errOf is the error of a function of which nothing else is wanted.
+func errOf(_ any, err error) error { return err }
+
+// tapeMachine is Gorgonia's machine, which is closed when the test ends.
+func tapeMachine(t testing.TB, g *gorgonia.ExprGraph, opts ...gorgonia.VMOpt) gorgonia.VM {
+	tape := gorgonia.NewTapeMachine(g, opts...)
+	t.Cleanup(func() { require.NoError(t, tape.Close()) })
+	return tape
+}
+
+// logTo has a machine write its log into a text.
+func logTo(w io.Writer) MachineOption { return WithLogger(slog.New(slog.NewTextHandler(w, nil))) }
+
+// optimize gives a machine an optimiser.
+func optimize(t testing.TB, m *Machine, newOptimizer func() (optim.Optimizer, error),
+	maxNorm float64) optim.Optimizer {
+	t.Helper()
+	o, err := newOptimizer()
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, maxNorm))
+	return o
+}
+
 // valueIn is a node's value in a machine.
 func valueIn(t testing.TB, m *Machine, n *gorgonia.Node) gorgonia.Value {
 	t.Helper()
@@ -146,35 +218,20 @@ func valueIn(t testing.TB, m *Machine, n *gorgonia.Node) gorgonia.Value {
 // TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several
 // batches. The machine runs the first as it is, records the second and replays it from then on.
 func TestMachineAgreesWithTapeMachine(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testAgainstTapeMachine(t, device, 1e-5, fakeOption)
-	})
-	t.Run("float32", func(t *testing.T) { testAgainstTapeMachine(t, openGPU(t), 1e-4) })
-	t.Run("scaled", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testAgainstTapeMachine(t, device, 1e-5, fakeOption, scaledGradients)
-	})
-	t.Run("bfloat16", func(t *testing.T) {
-		testAgainstTapeMachine(t, openGPU(t), 3e-2, WithPrecision(BFloat16))
-	})
-	t.Run("float16", func(t *testing.T) {
-		testAgainstTapeMachine(t, openGPU(t), 5e-3, WithPrecision(Float16))
-	})
+	onEach(t, testAgainstTapeMachine, map[string]float64{
+		"fake": 1e-5, "float32": 1e-4, "scaled": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})
 }
 
 func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 	opts ...MachineOption) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	m, b := newBatch(t, llm.ForTraining, seed)
 	var log bytes.Buffer
 	logger := slog.New(slog.NewTextHandler(&log, nil))
 	machine := openMachine(t, device, b.G, append(opts, withCeilingBytes(1<<14),
 		WithParams(b.Params...), WithOutputs(b.Loss), WithLogger(logger))...)
 	_, same := newBatch(t, llm.ForTraining, seed)
-	tape := gorgonia.NewTapeMachine(same.G)
-	defer tape.Close()
+	tape := tapeMachine(t, same.G)
 	for step := range uint64(few(4, 2)) {
 		b.draw(t, seed+step)
 		same.draw(t, seed+step)
@@ -243,14 +300,10 @@ func computePlusOne[T float32 | float64](_ *plusOneOp, y []T, in opbase.Args) er
 // TestUnknownOp wants an op without a kernel to be computed on the host, with one warning, or to be
 // refused by name.
 func TestUnknownOp(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testUnknownOp(t, device, fakeOption)
-	})
-	t.Run("GPU", func(t *testing.T) { testUnknownOp(t, openGPU(t)) })
+	onEach(t, testUnknownOp, exactly("fake", "float32"))
 }
 
-func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
+func testUnknownOp(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	g, x, y := stockGraph(t)
 	z, err := plusOne(y)
 	if err == nil {
@@ -259,7 +312,7 @@ func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 	require.NoError(t, err)
 	var log bytes.Buffer
 	machine := openMachine(t, device, g,
-		append(opts, WithOutputs(y), WithLogger(slog.New(slog.NewTextHandler(&log, nil))))...)
+		append(opts, WithOutputs(y), logTo(&log))...)
 	for range 3 {
 		require.NoError(t, machine.RunAll())
 		before := valueIn(t, machine, y)
@@ -273,10 +326,8 @@ func testUnknownOp(t *testing.T, device *Device, opts ...MachineOption) {
 	}
 	require.Equal(t, 1, strings.Count(log.String(), "\n"))
 	require.Contains(t, log.String(), "PlusOne")
-	if _, err := NewMachine(device, x.Graph(), append(opts, WithStrict())...); err == nil ||
-		!strings.Contains(err.Error(), "PlusOne") {
-		t.Errorf("got %v, want an error that names the op", err)
-	}
+	require.ErrorContains(t, errOf(NewMachine(device, x.Graph(), append(opts, WithStrict())...)),
+		"PlusOne")
 }
 
 // stockGraph is y = tanh(x·wᵀ) ⊙ x·wᵀ + 2·x·wᵀ, all of which has kernels.
@@ -284,17 +335,9 @@ func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 	t.Helper()
 	must := gorgonia.Must
 	g = gorgonia.NewGraph()
-	value := func(n int) []float32 {
-		x := make([]float32, n)
-		for i := range x {
-			x[i] = float32(rand.NormFloat64())
-		}
-		return x
-	}
-	x = gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(3, 5), tensor.WithBacking(value(15))),
-		gorgonia.WithName("x"))
-	w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5, 4), tensor.WithBacking(value(20))),
-		gorgonia.WithName("w"))
+	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	x = randomNode(g, r, 1, "x", 3, 5)
+	w := randomNode(g, r, 1, "w", 5, 4)
 	h := must(gorgonia.Mul(x, w))
 	two := must(gorgonia.Mul(h, gorgonia.NewConstant(float32(2))))
 	y = must(gorgonia.Add(must(gorgonia.HadamardProd(must(gorgonia.Tanh(h)), h)), two))
@@ -304,14 +347,10 @@ func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 // TestCapture wants a graph without host nodes to be recorded at the second run, and nothing but
 // inputs to be copied.
 func TestCapture(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testCapture(t, device, fakeOption)
-	})
-	t.Run("GPU", func(t *testing.T) { testCapture(t, openGPU(t)) })
+	onEach(t, testCapture, exactly("fake", "float32"))
 }
 
-func testCapture(t *testing.T, device *Device, opts ...MachineOption) {
+func testCapture(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	g, x, y := stockGraph(t)
 	machine := openMachine(t, device, g, append(opts, WithStrict())...)
 	for step := range 4 {
@@ -350,9 +389,7 @@ func TestMachineErrors(t *testing.T) {
 	double := gorgonia.NewGraph()
 	gorgonia.NodeFromAny(double, tensor.New(tensor.WithShape(2),
 		tensor.WithBacking([]float64{1, 2})), gorgonia.WithName("x"))
-	if _, err := gorgonia.Square(double.AllNodes()[0]); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(gorgonia.Square(double.AllNodes()[0])))
 	_, doubleErr := NewMachine(device, double, fakeOption)
 	_, nilErr := NewMachine(nil, b.G)
 	for _, c := range []struct {
@@ -369,14 +406,10 @@ func TestMachineErrors(t *testing.T) {
 	g, x, y := stockGraph(t)
 	fakeDriver.Fail("cuMemAlloc_v2", 1, gpu.OutOfMemory)
 	fakeDriver.Fail("cuMemAlloc", 1, gpu.OutOfMemory)
-	if _, err := NewMachine(device, g, fakeOption); !errors.Is(err, gpu.OutOfMemory) {
-		t.Errorf("got %v, want out of memory", err)
-	}
+	require.ErrorIs(t, errOf(NewMachine(device, g, fakeOption)), gpu.OutOfMemory)
 	m, err := NewMachine(device, g, fakeOption)
 	require.NoError(t, err)
-	if _, err := m.Value(y); err == nil || !strings.Contains(err.Error(), "has not run") {
-		t.Errorf("a value before the first run: %v", err)
-	}
+	require.ErrorContains(t, errOf(m.Value(y)), "has not run")
 	require.NoError(t, m.RunAll())
 	var inner *gorgonia.Node
 	for _, n := range g.AllNodes() {
@@ -384,16 +417,10 @@ func TestMachineErrors(t *testing.T) {
 			inner = n
 		}
 	}
-	if _, err := m.Value(inner); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
-		t.Errorf("a value that is not kept: %v", err)
-	}
-	if _, err := m.Value(b.Loss); err == nil {
-		t.Error("the value of a node of another graph is no error")
-	}
+	require.ErrorContains(t, errOf(m.Value(inner)), "WithOutputs")
+	require.Error(t, errOf(m.Value(b.Loss)), "the value of a node of another graph is no error")
 	require.ErrorContains(t, m.Upload(y), "no input")
-	if _, err := m.Value(x); err != nil {
-		t.Errorf("the value of an input: %v", err)
-	}
+	require.NoError(t, errOf(m.Value(x)))
 	require.NoError(t, errors.Join(m.Close(), m.Close()))
 	require.Error(t, m.RunAll(), "a closed machine runs")
 }
@@ -406,9 +433,7 @@ func TestTooLarge(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4096, 4096),
 		gorgonia.WithName("x"))
-	if _, err := gorgonia.Square(x); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(gorgonia.Square(x)))
 	_, err := NewMachine(device, g, fakeOption)
 	require.ErrorIs(t, err, gpu.OutOfMemory)
 	require.Contains(t, fmt.Sprint(err), "128.00 MiB")
@@ -504,9 +529,8 @@ func TestPrecisionText(t *testing.T) {
 	p := BFloat16
 	require.ErrorContains(t, p.UnmarshalText([]byte("fp8")), `"fp8"`)
 	require.Equal(t, BFloat16, p)
-	if _, err := Precision(9).MarshalText(); err == nil || Precision(9).String() != "Precision(9)" {
-		t.Errorf("%v, %v", Precision(9), err)
-	}
+	require.Error(t, errOf(Precision(9).MarshalText()))
+	require.Equal(t, "Precision(9)", Precision(9).String())
 }
 
 // TestCopiesOfAStep counts what goes between host and device in the steps of a growing model: ids
@@ -846,8 +870,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 // the same ones of which every node is asked for, so that each is computed by itself and keeps its
 // memory.
 func TestRandomGraphs(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 8))
 	for round := range few(100, 8) {
 		device, _, fakeOption := openFake(t, fake.Config{})
@@ -953,15 +976,10 @@ func valueless(t *testing.T, m *llm.Model, kind llm.GraphKind, p Precision) (*ll
 // TestFrozen wants frozen parameters to give the same bits in less memory, from values and from
 // what is read, in one type and another, and another machine to share them.
 func TestFrozen(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testFrozen(t, device, fakeOption)
-	})
-	t.Run("float32", func(t *testing.T) { testFrozen(t, openGPU(t)) })
-	t.Run("bfloat16", func(t *testing.T) { testFrozen(t, openGPU(t), WithPrecision(BFloat16)) })
+	onEach(t, testFrozen, exactly("fake", "float32", "bfloat16"))
 }
 
-func testFrozen(t *testing.T, device *Device, opts ...MachineOption) {
+func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	for _, untied := range []bool{false, true} {
 		c := llm.Config{Vocab: 24, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 8,
 			Untied: untied, Traits: llm.Traits{QKNorm: untied, QKVBias: !untied}}.Default()
@@ -1088,9 +1106,13 @@ func TestDecoding(t *testing.T) {
 				require.NoError(t, err)
 				require.InDeltaSlice(t, want, got, 1e-5, n)
 			}
-			require.ErrorContains(t, attention.Keep(cached, nil, nil, nil), "want a machine on the same")
-			require.ErrorContains(t, attention.Keep(nil, attention, nil, nil), "no attention")
-			require.ErrorContains(t, attention.Keep(cached, attention, nil, nil), "not part of the graph")
+			for want, err := range map[string]error{
+				"want a machine on the same": attention.Keep(cached, nil, nil, nil),
+				"no attention":               attention.Keep(nil, attention, nil, nil),
+				"not part of the graph":      attention.Keep(cached, attention, nil, nil),
+			} {
+				require.ErrorContains(t, err, want)
+			}
 		})
 	}
 }
@@ -1184,10 +1206,7 @@ func TestRoom(t *testing.T) {
 		require.Equal(t, got, want, c.what)
 	}
 	// Nothing is timed again for a second plan.
-	private := func(c *machineConfig) error {
-		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
-		return nil
-	}
+	private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
 	m, _ = train(t, least-64, private, WithTuning(TuneCached))
 	products := 0
 	for _, c := range m.Choices() {

@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"math/rand/v2"
 	"net"
@@ -50,11 +49,13 @@ func newMuon() (optim.Optimizer, error) {
 		optim.WithAdamW(optim.WithLR(0.003)))
 }
 
+var optimizers = map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon}
+
 // TestUpdate trains a model on both machines, each with an optimiser of its own, moving what is
 // known in mid-run from the host to the device, and wants the same losses, parameters and optimiser
 // states.
 func TestUpdate(t *testing.T) {
-	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
+	for name, newOptimizer := range optimizers {
 		t.Run(name+"/fake", func(t *testing.T) {
 			device, _, fakeOption := openFake(t, fake.Config{})
 			testUpdate(t, device, newOptimizer, nil, fakeOption)
@@ -77,16 +78,14 @@ func TestUpdate(t *testing.T) {
 // testUpdate is TestUpdate with the parameters of the given numbers clipped apart from the others.
 func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimizer, error),
 	apart []int, opts ...MachineOption) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	model, b := newBatch(t, llm.ForTraining, seed)
 	sameModel, same := newBatch(t, llm.ForTraining, seed)
 	onDevice, err := newOptimizer()
 	require.NoError(t, err)
 	onHost, err := newOptimizer()
 	require.NoError(t, err)
-	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
-	defer tape.Close()
+	tape := tapeMachine(t, same.G, gorgonia.BindDualValues(same.Params...))
 	grads := gorgonia.NodesToValueGrads(same.Params)
 	groups := make([][]gorgonia.ValueGrad, 2)
 	for i, p := range b.Params {
@@ -181,18 +180,10 @@ func asTensor(s optim.Tensor) *tensor.Dense {
 // TestAccumulation wants the gradients of two runs to add up to the update of their sum, and the
 // next update to begin anew.
 func TestAccumulation(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testAccumulation(t, device, fakeOption)
-	})
-	t.Run("scaled", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testAccumulation(t, device, fakeOption, scaledGradients)
-	})
-	t.Run("GPU", func(t *testing.T) { testAccumulation(t, openGPU(t)) })
+	onEach(t, testAccumulation, exactly("fake", "scaled", "float32"))
 }
 
-func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
+func testAccumulation(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	const seed = 4
 	model, b := newBatch(t, llm.ForTraining, seed)
 	sameModel, same := newBatch(t, llm.ForTraining, seed)
@@ -203,8 +194,7 @@ func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
 	machine := openMachine(t, device, b.G, append(opts, WithParams(b.Params...),
 		WithAccumulation())...)
 	require.NoError(t, machine.SetOptimizer(onDevice, 0))
-	tape := gorgonia.NewTapeMachine(same.G, gorgonia.BindDualValues(same.Params...))
-	defer tape.Close()
+	tape := tapeMachine(t, same.G, gorgonia.BindDualValues(same.Params...))
 	for step := range uint64(few(6, 4)) {
 		b.draw(t, step)
 		same.draw(t, step)
@@ -213,9 +203,7 @@ func testAccumulation(t *testing.T, device *Device, opts ...MachineOption) {
 		if step%2 == 0 {
 			continue
 		}
-		if _, err := machine.Update(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(machine.Update()))
 		require.NoError(t, onHost.Step(gorgonia.NodesToValueGrads(same.Params)))
 	}
 	require.NoError(t, machine.Download())
@@ -255,9 +243,7 @@ func TestUpdateRefuses(t *testing.T) {
 	require.NoError(t, machine.Upload(b.Params[2]))
 	require.NoError(t, machine.RunAll())
 	before := append([]float32(nil), model.Params[0].Value.Float32s()...)
-	if _, err := machine.Update(); !errors.Is(err, ErrNonFinite) {
-		t.Errorf("got %v, want ErrNonFinite", err)
-	}
+	require.ErrorIs(t, errOf(machine.Update()), ErrNonFinite)
 	require.NoError(t, machine.Download())
 	for i, v := range model.Params[0].Value.Float32s() {
 		require.Equal(t, before[i], v, "an update that was refused has changed a parameter")
@@ -274,10 +260,8 @@ func TestNonFinite(t *testing.T) {
 		l := newLifetime(t, newMuon)
 		require.NoError(t, l.open(device, append(opts, fakeOption)...))
 		m := l.machine
-		if _, err := m.NonFinite(); err == nil || !strings.Contains(err.Error(),
-			"cudaops.Machine.NonFinite: the machine has not run") {
-			t.Errorf("%s: before a run: %v", name, err)
-		}
+		require.ErrorContains(t, errOf(m.NonFinite()),
+			"cudaops.Machine.NonFinite: the machine has not run", name)
 		check := func(what string, want *gorgonia.Node) {
 			t.Helper()
 			if got, err := m.NonFinite(); got != want || err != nil {
@@ -298,9 +282,7 @@ func TestNonFinite(t *testing.T) {
 			require.NoError(t, m.RunAll())
 			check("a run", nil)
 			if i == 0 {
-				if _, err := m.Update(); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, errOf(m.Update()))
 				check("after an update that was made", nil)
 				require.NoError(t, m.RunAll())
 			}
@@ -311,9 +293,7 @@ func TestNonFinite(t *testing.T) {
 			if i%2 == 0 {
 				check("ahead of an update", p)
 			}
-			if _, err := m.Update(); !errors.Is(err, ErrNonFinite) {
-				t.Errorf("%s: the update: %v", name, err)
-			}
+			require.ErrorIs(t, errOf(m.Update()), ErrNonFinite, name)
 			check("after an update", p)
 		}
 		require.NoError(t, m.Close())
@@ -353,26 +333,19 @@ func TestMemory(t *testing.T) {
 // TestStepLoss wants a step whose loss is infinite to change nothing, though its gradients are
 // finite, and that after it to be made.
 func TestStepLoss(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
-	t.Run("fake", func(t *testing.T) { testStepLoss(t, device, fakeOption) })
-	t.Run("scaled", func(t *testing.T) { testStepLoss(t, device, fakeOption, scaledGradients) })
-	t.Run("GPU", func(t *testing.T) { testStepLoss(t, openGPU(t)) })
+	onEach(t, testStepLoss, exactly("fake", "scaled", "float32"))
 }
 
-func testStepLoss(t *testing.T, device *Device, opts ...MachineOption) {
+func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	g := gorgonia.NewGraph()
 	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("w"), gorgonia.WithShape(3),
 		gorgonia.WithValue(tensor.New(tensor.WithBacking([]float32{3e38, 1, 2}))))
 	x := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(3))
 	loss := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(w, x))))
 	vector := gorgonia.Must(gorgonia.Reshape(loss, tensor.Shape{1}))
-	if _, err := gorgonia.Grad(loss, w); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(gorgonia.Grad(loss, w)))
 	m := openMachine(t, device, g, append(opts, WithParams(w), WithOutputs(loss, vector))...)
-	o, err := newAdamW()
-	require.NoError(t, err)
-	require.NoError(t, m.SetOptimizer(o, 0))
+	optimize(t, m, newAdamW, 0)
 	// steps are launched one by one at first, and replayed later
 	for i, first := range []float32{0, 2, 0, 2, float32(math.NaN()), 1e-3} {
 		before := valueIn(t, m, w)
@@ -421,32 +394,20 @@ func TestNewtonSchulz(t *testing.T) {
 
 func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 	opts ...MachineOption) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, s := range []shape{{1, 9}, {7, 13}, {13, 7}, {11, 11}, {65, 33}} {
 		for steps := 1; steps <= most; steps++ {
 			t.Run(fmt.Sprint(s, " ", steps), func(t *testing.T) {
 				g := gorgonia.NewGraph()
-				input := func(name string) *gorgonia.Node {
-					values := make([]float32, opbase.Size(s))
-					for i := range values {
-						values[i] = float32(r.NormFloat64())
-					}
-					return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...),
-						tensor.WithBacking(values)), gorgonia.WithName(name))
-				}
-				x, w := input("x"), input("w")
+				x, w := randomNode(g, r, 1, "x", s...), randomNode(g, r, 1, "w", s...)
 				y, err := op.NewtonSchulz(x, steps)
 				require.NoError(t, err)
 				loss := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.HadamardProd(y, w))))
-				if _, err := gorgonia.Grad(loss, x); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, errOf(gorgonia.Grad(loss, x)))
 				m := openMachine(t, device, g,
 					append(opts, WithParams(x), WithOutputs(y), WithStrict())...)
-				tape := gorgonia.NewTapeMachine(g)
-				defer tape.Close()
+				tape := tapeMachine(t, g)
 				require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), tape.RunAll()))
 				// Gorgonia's machine writes other results over y.
 				want := make([]float32, opbase.Size(s))
@@ -493,8 +454,7 @@ func chose(m *Machine, way string) bool {
 func TestNewtonSchulzWays(t *testing.T) {
 	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64,
 		opts ...MachineOption) {
-		seed := rand.Uint64()
-		t.Logf("random seed %d", seed)
+		seed := randomSeed(t)
 		r := rand.New(rand.NewPCG(seed, 1))
 		for _, s := range []shape{{8, 24}, {16, 72}, {72, 16}, {136, 136}, {24, 1000}} {
 			for steps := 1; steps <= few(7, 5); steps++ {
@@ -546,12 +506,9 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
 		require.NoError(t, err)
 		var log bytes.Buffer
-		private := func(m *machineConfig) error {
-			m.tuneLeast, m.tunePath = c.least, filepath.Join(t.TempDir(), "tune.json")
-			return nil
-		}
+		private := timedFrom(c.least, filepath.Join(t.TempDir(), "tune.json"))
 		m, err := NewMachine(device, g, fakeOption, private, WithTuning(TuneCached), WithOutputs(y),
-			WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+			logTo(&log))
 		require.NoError(t, err)
 		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
@@ -566,33 +523,22 @@ func TestNewtonSchulzTuned(t *testing.T) {
 func TestMuonTogether(t *testing.T) {
 	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64,
 		opts ...MachineOption) {
-		seed := rand.Uint64()
-		t.Logf("random seed %d", seed)
+		seed := randomSeed(t)
 		r := rand.New(rand.NewPCG(seed, 1))
 		g := gorgonia.NewGraph()
 		var params, terms gorgonia.Nodes
 		var start [][]float32
 		for i, s := range []shape{{16, 40}, {5, 7}, {16, 40}, {40, 16}, {24, 24},
 			{16, 40}, {5, 7}, {40, 16}} {
-			input := func(name string) *gorgonia.Node {
-				x := make([]float32, opbase.Size(s))
-				for i := range x {
-					x[i] = float32(r.NormFloat64())
-				}
-				return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...),
-					tensor.WithBacking(x)), gorgonia.WithName(name))
-			}
-			w := input(fmt.Sprint("w", i))
+			w := randomNode(g, r, 1, fmt.Sprint("w", i), s...)
 			params = append(params, w)
 			start = append(start, slices.Clone(flat(t, w.Value())))
 			terms = append(terms,
 				gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(w,
-					input(fmt.Sprint("c", i)))))))
+					randomNode(g, r, 1, fmt.Sprint("c", i), s...))))))
 		}
 		loss := gorgonia.Must(gorgonia.ReduceAdd(terms))
-		if _, err := gorgonia.Grad(loss, params...); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(gorgonia.Grad(loss, params...)))
 		newOptimizer := func() optim.Optimizer {
 			o, err := optim.NewMuon(optim.WithLR(0.1))
 			require.NoError(t, err)
@@ -602,9 +548,7 @@ func TestMuonTogether(t *testing.T) {
 		require.NoError(t, m.SetOptimizer(newOptimizer(), 0))
 		for range 2 {
 			require.NoError(t, m.RunAll())
-			if _, err := m.Update(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errOf(m.Update()))
 		}
 		require.NoError(t, m.Download())
 		var got []gorgonia.Value
@@ -634,35 +578,17 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 	weights gorgonia.Nodes) {
 	t.Helper()
 	g, r := gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 3))
-	values := func(shape ...int) gorgonia.NodeConsOpt {
-		x := make([]float32, tensor.Shape(shape).TotalSize())
-		for i := range x {
-			x[i] = float32(r.NormFloat64())
-		}
-		return gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)))
-	}
-	y := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, d),
-		gorgonia.WithName("x"), values(rows, d))
+	y := randomNode(g, r, 1, "x", rows, d)
 	for i := range norms {
 		if i == 0 || !shared {
-			weights = append(weights, gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(d),
-				gorgonia.WithName(fmt.Sprintf("w%d", i)),
-				values(d)))
+			weights = append(weights, randomNode(g, r, 1, fmt.Sprintf("w%d", i), d))
 		}
-		var err error
-		if y, err = op.RMSNorm(y, weights[len(weights)-1], 1e-5); err != nil {
-			t.Fatal(err)
-		}
+		y = gorgonia.Must(op.RMSNorm(y, weights[len(weights)-1], 1e-5))
 	}
-	target := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(rows),
-		gorgonia.WithName("target"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(rows),
-			tensor.WithBacking(make([]int, rows)))))
-	loss, err := op.CrossEntropy(y, target)
-	if err == nil {
-		_, err = gorgonia.Grad(loss, weights...)
-	}
-	require.NoError(t, err)
+	target := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(make([]int, rows))),
+		gorgonia.WithName("target"))
+	loss = gorgonia.Must(op.CrossEntropy(y, target))
+	require.NoError(t, errOf(gorgonia.Grad(loss, weights...)))
 	return loss, weights
 }
 
@@ -672,8 +598,7 @@ const partsMemory = 64 << 20
 // TestSums wants what passes leave in parts to be added up together, but before a result is needed
 // and without keeping too much, and the gradients of a tape machine.
 func TestSums(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	// whose parts take so many bytes a column
 	pass := norm.RMSNormBackward{D: 1 << 20, Type: gpu.Float32}
 	each := pass.WorkspaceBytes(fake.New(fake.Config{}).Devices()[0]) / pass.D
@@ -703,8 +628,7 @@ func TestSums(t *testing.T) {
 				return
 			}
 			same, want := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
-			tape := gorgonia.NewTapeMachine(same.Graph())
-			defer tape.Close()
+			tape := tapeMachine(t, same.Graph())
 			require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 			for i, w := range weights {
 				require.Less(t, distance(t, gathered(t, m, w), want[i].Deriv().Value()), 1e-4, i)
@@ -742,8 +666,7 @@ func TestKasminaSumsGathered(t *testing.T) {
 	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
 	m := openMachine(t, device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(),
 		WithParams(chain.params...))
-	tape := gorgonia.NewTapeMachine(same.loss.Graph())
-	defer tape.Close()
+	tape := tapeMachine(t, same.loss.Graph())
 	require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 	for i, p := range chain.params {
 		require.Less(t, distance(t, gathered(t, m, p), same.params[i].Deriv().Value()), 1e-4,
@@ -912,29 +835,19 @@ func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgo
 	r := rand.New(rand.NewPCG(3, 4))
 	g := gorgonia.NewGraph()
 	param := func(name string, shape ...int) *gorgonia.Node {
-		data := make([]float32, tensor.Shape(shape).TotalSize())
-		for i := range data {
-			data[i] = float32(r.NormFloat64()) / 8
-		}
-		n := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...),
-			tensor.WithBacking(data)), gorgonia.WithName(name))
-		params = append(params, n)
-		return n
+		params = append(params, randomNode(g, r, 1.0/8, name, shape...))
+		return params[len(params)-1]
 	}
 	x = gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(6, 64), gorgonia.WithName("x"))
 	targets = gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(6),
 		gorgonia.WithName("targets"))
-	try := func(n *gorgonia.Node, err error) *gorgonia.Node {
-		require.NoError(t, err)
-		return n
-	}
+	try := gorgonia.Must
 	y := try(op.Linear(x, param("a", 48, 64)))
 	y = try(op.Linear(y, param("b", 64, 48)))
 	y = try(op.SiLUMLP(y, param("gate", 32, 64), param("up", 32, 64), param("down", 64, 32)))
 	y = try(op.RMSNorm(y, param("norm", 64), 1e-5))
 	loss = try(op.LinearCrossEntropy(y, param("head", 600, 64), targets))
-	_, err := gorgonia.Grad(loss, params...)
-	require.NoError(t, err)
+	require.NoError(t, errOf(gorgonia.Grad(loss, params...)))
 	return loss, x, targets, params
 }
 
@@ -1002,9 +915,7 @@ func TestRanksLossThatIsNone(t *testing.T) {
 			WithRanks(g), WithRounds(1), notCaptured)
 		require.NoError(t, err)
 		defer m.Close()
-		o, err := newAdamW()
-		require.NoError(t, err)
-		require.NoError(t, m.SetOptimizer(o, 0.1))
+		optimize(t, m, newAdamW, 0.1)
 		before := fmt.Sprint(nodes[0].Value())
 		for i := range 3 {
 			in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
@@ -1081,9 +992,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 		if batches%size == 0 {
 			options = append(options, WithRounds(batches/size))
 		}
-		m, err := NewMachine(d, loss.Graph(), options...)
-		require.NoError(t, err)
-		defer m.Close()
+		m := openMachine(t, d, loss.Graph(), options...)
 		require.NoError(t, m.SetOptimizer(o, 0.1))
 		divided := 0
 		for _, in := range m.inputs.All {
@@ -1180,9 +1089,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 		WithRanks(g), small)
 	require.NoError(t, err)
 	defer m.Close()
-	o, err := newAdamW()
-	require.NoError(t, err)
-	require.NoError(t, m.SetOptimizer(o, 0.1))
+	optimize(t, m, newAdamW, 0.1)
 	g.asked = func(s comm.Stream) {
 		require.NotEqual(t, comm.Stream(m.Stream()), s)
 		at = append(at, launches())
@@ -1259,7 +1166,7 @@ func TestRanksChoices(t *testing.T) {
 			return &normWays{Launcher: k, fake: fakeOf(k),
 				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}}, ways: took}
 		})
-		private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
+		private := timedFrom(1, path)
 		m, err := NewMachine(d, loss.Graph(), append(tuned, kernels, wrap, private,
 			WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)...)
 		require.NoError(t, err)
@@ -1345,9 +1252,7 @@ func TestRanksDivided(t *testing.T) {
 		require.NotZero(t, divided)
 
 		other, otherX, otherTargets, _ := ranked(t)
-		beside, err := NewMachine(d, other.Graph(), kernels, WithParamsOf(m), WithOutputs(other))
-		require.NoError(t, err)
-		defer beside.Close()
+		beside := openMachine(t, d, other.Graph(), kernels, WithParamsOf(m), WithOutputs(other))
 		in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
 		for i := range in.Float32s() {
 			in.Float32s()[i] = float32(i%7) - 3
@@ -1381,9 +1286,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 		WithRanks(g))
 	require.NoError(t, err)
 	defer m.Close()
-	o, err := newAdamW()
-	require.NoError(t, err)
-	require.NoError(t, m.SetOptimizer(o, 0.1))
+	optimize(t, m, newAdamW, 0.1)
 	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),
 		tensor.Of(tensor.Float32))), gorgonia.Let(targets, tensor.New(tensor.WithShape(6),
 		tensor.Of(tensor.Int)))))

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"log/slog"
 	"maps"
 	"math"
 	"math/rand/v2"
@@ -25,7 +24,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -49,15 +47,8 @@ func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 	l := &layers{g: gorgonia.NewGraph(), named: map[string]*gorgonia.Node{}}
 	r := rand.New(rand.NewPCG(seed, 9))
 	input := func(name string, scale float64, s ...int) *gorgonia.Node {
-		x := make([]float32, opbase.Size(s))
-		for i := range x {
-			x[i] = float32(scale * r.NormFloat64())
-		}
-		n := gorgonia.NewTensor(l.g, tensor.Float32, len(s), gorgonia.WithName(name),
-			gorgonia.WithShape(s...),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
-		l.named[name] = n
-		return n
+		l.named[name] = randomNode(l.g, r, scale, name, s...)
+		return l.named[name]
 	}
 	param := func(name string, s ...int) *gorgonia.Node {
 		n := input(name, 0.7/math.Sqrt(float64(s[len(s)-1])), s...)
@@ -81,9 +72,7 @@ func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 		must(op.SiLUMLP(h, param("gate", f, d), param("up", f, d), param("down", d, f)))))
 	y = must(op.RMSNorm(y, param("norm3", d), 1e-5))
 	cost := must(gorgonia.Sum(must(gorgonia.HadamardProd(y, input("with", 0.1, rows, d)))))
-	if _, err := gorgonia.Grad(cost, l.params...); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(gorgonia.Grad(cost, l.params...)))
 	l.named["y"] = y
 	l.keep = append(gorgonia.Nodes{cost, y}, derivatives(l.params)...)
 	return l
@@ -101,8 +90,7 @@ func (l *layers) values(t testing.TB, m *Machine) (values []gorgonia.Value) {
 // TestFloat8 wants what float8 makes of a block to be near to what float32 does, and its tasks
 // those that the sizes allow.
 func TestFloat8(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	near := func(t *testing.T, l *layers, narrow, plain *Machine, tolerance float64, differs bool) {
 		t.Helper()
 		for _, m := range []*Machine{plain, narrow, narrow} {
@@ -199,8 +187,7 @@ func openGPUFloat8(t *testing.T) *Device {
 // factors of rows.
 func TestFloat8Exactly(t *testing.T) {
 	const rows, in, out = 131, 48, 32
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	r, g := rand.New(rand.NewPCG(seed, 1)), gorgonia.NewGraph()
 	matrix := func(name string, rows, columns int) (*gorgonia.Node, []float32) {
 		x := make([]float32, rows*columns)
@@ -288,7 +275,7 @@ func float8Model(t testing.TB, kind llm.GraphKind, seed uint64, dim int,
 // TestFloat8Weights wants a machine that has updated its parameters, or got others, to compute what
 // one does that begins with these, and one that shares them too, without weights of its own.
 func TestFloat8Weights(t *testing.T) {
-	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
+	for name, newOptimizer := range optimizers {
 		t.Run(name, func(t *testing.T) {
 			if name == "Muon" && testing.Short() {
 				t.Skip("takes long under the race detector, and differs from AdamW in what " +
@@ -322,15 +309,11 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	}
 	model, b := float8Model(t, llm.ForTraining, seed, dim)
 	m := open(b, WithAccumulation())
-	o, err := newOptimizer()
-	require.NoError(t, err)
-	require.NoError(t, m.SetOptimizer(o, 1))
+	optimize(t, m, newOptimizer, 1)
 	first := loss(m, b)
 	for range 4 { // the later ones are replayed
 		loss(m, b)
-		if _, err := m.Update(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(m.Update()))
 	}
 	last := loss(m, b)
 	require.NoError(t, m.Download())
@@ -429,8 +412,7 @@ func TestFloat8Recomputed(t *testing.T) {
 				require.NoError(t, m.RunAll())
 			}
 			for _, n := range append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...) {
-				v := valueIn(t, m, n)
-				results[i] = append(results[i], flat(t, v)...)
+				results[i] = append(results[i], flat(t, valueIn(t, m, n))...)
 			}
 		}
 		require.Equal(t, results[1], results[0], apartBy(results[1], results[0]))
@@ -459,11 +441,7 @@ func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []flo
 	t.Helper()
 	_, b := float8Model(t, llm.ForTraining, 8, few(256, 128))
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, opts)
-	o, err := newAdamW()
-	if err == nil {
-		err = m.SetOptimizer(o, 1)
-	}
-	require.NoError(t, err)
+	optimize(t, m, newAdamW, 1)
 	for i := range few(20, 3) {
 		b.draw(t, uint64(i%4))
 		require.NoError(t, m.RunAll())
@@ -497,13 +475,10 @@ func TestFloat8Tuned(t *testing.T) {
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	var log bytes.Buffer
 	adding := 0
-	private := func(c *machineConfig) error {
-		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
-		return nil
-	}
+	private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
 	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption,
 		float8Products, withOwnProducts(new(int), &adding), private, WithTuning(TuneCached),
-		WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
+		logTo(&log)})
 	require.NoError(t, m.RunAll())
 	timed, turned := 0, 0
 	for _, c := range m.Choices() {
@@ -598,8 +573,7 @@ func narrowed(m *Machine, params gorgonia.Nodes) (names []string) {
 func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32) {
 	t.Helper()
 	for _, n := range nodes {
-		v := valueIn(t, m, n)
-		all = append(all, slices.Clone(flat(t, v)))
+		all = append(all, slices.Clone(flat(t, valueIn(t, m, n))))
 	}
 	return all
 }
@@ -607,7 +581,7 @@ func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32)
 // TestGradientPrecision wants the gradients of weights, and of nothing else, to be those of float32
 // rounded to bfloat16, and an update to read them so.
 func TestGradientPrecision(t *testing.T) {
-	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon} {
+	for name, newOptimizer := range optimizers {
 		t.Run(name+"/fake", func(t *testing.T) {
 			for seed := range uint64(2) { // one of them with weights that begin within 16 bytes
 				device, _, fakeOption := openFake(t, fake.Config{})
@@ -649,11 +623,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 		require.Equal(t, want, m.runner.Program.Values[p.Deriv()].Type, p.Name())
 	}
 	require.Equal(t, BFloat16, m.GradientPrecision())
-	o, err := newOptimizer()
-	if err == nil {
-		err = m.SetOptimizer(o, 0.01)
-	}
-	require.NoError(t, err)
+	o := optimize(t, m, newOptimizer, 0.01)
 	require.Equal(t, layers, count[gpu.BFloat16])
 	require.Equal(t, len(b.Params)-layers, count[gpu.Float32])
 	for _, err := range []error{plain.RunAll(), m.RunAll()} {
@@ -784,9 +754,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 		y = gorgonia.Must(op.Linear(y, w))
 	}
 	params := gorgonia.Nodes{once, twice, squared}
-	if _, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(y)), params...); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(y)), params...)))
 	gorgonia.Must(gorgonia.Square(squared.Deriv()))
 	m := newFuseMachine(t, device, g, params, nil, []MachineOption{fakeOption, narrowGradients})
 	require.Equal(t, []string{"once"}, narrowed(m, params))
@@ -900,11 +868,7 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	model, b := newBatch(t, llm.ForTraining, 2)
 	machine := openMachine(t, device, b.G, append(opts, WithParams(b.Params...),
 		WithOutputs(b.Loss))...)
-	adamw, err := newAdamW()
-	if err == nil {
-		err = machine.SetOptimizer(adamw, 1)
-	}
-	require.NoError(t, err)
+	adamw := optimize(t, machine, newAdamW, 1)
 	run := func() {
 		t.Helper()
 		require.NoError(t, machine.RunAll())
@@ -944,22 +908,12 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 	require.Equal(t, model.Params[0].Value.Float32s(), before)
 	// At 1 there is nothing left that the scale could be to blame for.
 	require.NoError(t, machine.SetLossScale(LossScale{Scale: 2, Good: 5, Skipped: 3}))
-	if _, err := machine.Value(b.Params[0].Deriv()); err == nil ||
-		!strings.Contains(err.Error(), "dropped") {
-		t.Errorf("a gradient that carries the scale of before: %v", err)
-	}
-	if _, err := machine.Update(); err == nil || !strings.Contains(err.Error(),
-		"run the machine again") {
-		t.Errorf("an update with gradients that carry the scale of before: %v", err)
-	}
+	require.ErrorContains(t, errOf(machine.Value(b.Params[0].Deriv())), "dropped")
+	require.ErrorContains(t, errOf(machine.Update()), "run the machine again")
 	run()
-	if _, err := machine.Update(); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, errOf(machine.Update()))
 	run()
-	if _, err := machine.Update(); !errors.Is(err, ErrNonFinite) {
-		t.Errorf("at a scale of 1: %v, want ErrNonFinite", err)
-	}
+	require.ErrorIs(t, errOf(machine.Update()), ErrNonFinite)
 	scaleIs(LossScale{Scale: 1, Skipped: 5})
 
 	copy(weight, old)
@@ -972,9 +926,7 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 		require.NoError(t, errors.Join(machine.Download(), tape.RunAll()))
 		require.Less(t, distance(t, g, b.Params[1].Deriv().Value()), 1e-2)
 		tape.Close()
-		if _, err := machine.Update(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(machine.Update()))
 		scaleIs([]LossScale{{8, 1999, 5}, {16, 0, 5}, {16, 1, 5}}[i])
 	}
 	require.Equal(t, int64(3), steps())
@@ -1001,26 +953,16 @@ func TestScaledOutputLayer(t *testing.T) {
 		},
 	} {
 		g := gorgonia.NewGraph()
-		input := func(name string, s shape) *gorgonia.Node {
-			values := make([]float32, opbase.Size(s))
-			for i := range values {
-				values[i] = float32(rand.NormFloat64())
-			}
-			return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(s...),
-				tensor.WithBacking(values)), gorgonia.WithName(name))
-		}
-		x, w := input("x", shape{3, 4}), input("w", shape{5, 4})
+		r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+		x, w := randomNode(g, r, 1, "x", 3, 4), randomNode(g, r, 1, "w", 5, 4)
 		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 4, 2})),
 			gorgonia.WithName("targets"))
 		loss, err := head(x, w, targets)
 		require.NoError(t, err)
 		cost := gorgonia.Must(gorgonia.Add(gorgonia.Must(gorgonia.Mul(loss,
 			gorgonia.NewConstant(float32(0.3)))), gorgonia.Must(gorgonia.Mean(x))))
-		if _, err := gorgonia.Grad(cost, x, w); err != nil {
-			t.Fatal(err)
-		}
-		tape := gorgonia.NewTapeMachine(g)
-		defer tape.Close()
+		require.NoError(t, errOf(gorgonia.Grad(cost, x, w)))
+		tape := tapeMachine(t, g)
 		require.NoError(t, tape.RunAll())
 		for _, way := range []string{"separate", "fused"} {
 			m := openMachine(t, device, g, fakeOption, WithParams(x, w), scaledGradients,
@@ -1065,9 +1007,7 @@ func TestOverflowInKasmina(t *testing.T) {
 		require.NoError(t, err)
 		loss := gorgonia.Must(gorgonia.Mul(gorgonia.Must(op.CrossEntropy(y, targets)),
 			gorgonia.NewConstant(float32(1e20))))
-		if _, err := gorgonia.Grad(loss, x); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(gorgonia.Grad(loss, x)))
 		m := openMachine(t, device, g, fakeOption, WithParams(x),
 			WithOutputs(loss), scaledGradients)
 		require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()))

@@ -95,12 +95,10 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(5),
 			tensor.WithBacking([]float32{1, 2, 3, 4, 5}))))
-	if _, err := op.RMSNorm(x, w, 1e-5); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(op.RMSNorm(x, w, 1e-5)))
 	var log bytes.Buffer
 	var k *normWays
-	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
+	private := timedFrom(1, path)
 	wrap := withKernels(func(inner run.Launcher) run.Launcher {
 		k = &normWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
@@ -109,7 +107,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	})
 	m := openMachine(t, device, g,
 		append([]MachineOption{fakeOption, private, wrap,
-			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
+			logTo(&log)}, opts...)...)
 	for range 3 {
 		require.NoError(t, m.RunAll())
 	}
@@ -118,6 +116,14 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 		r.Choice = c[0]
 	}
 	return r
+}
+
+// timedFrom has ops timed that take so many operations at least, and what is chosen kept in a file.
+func timedFrom(least float64, path string) MachineOption {
+	return func(c *machineConfig) error {
+		c.tuneLeast, c.tunePath = least, path
+		return nil
+	}
 }
 
 func TestTuningKernels(t *testing.T) {
@@ -193,9 +199,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	for i := range 2 {
 		w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5),
 			gorgonia.WithName(fmt.Sprint("w", i)), gorgonia.WithInit(gorgonia.Ones()))
-		if _, err := op.RMSNorm(matrix(fmt.Sprint("x", i), 6+i, 5), w, 1e-5); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(op.RMSNorm(matrix(fmt.Sprint("x", i), 6+i, 5), w, 1e-5)))
 	}
 	var log bytes.Buffer
 	private := func(c *machineConfig) error {
@@ -213,7 +217,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	hog, err := device.ctx.Alloc(int(free) - little)
 	require.NoError(t, err)
 	m := openMachine(t, device, g, fakeOption, private, wrap, WithTuning(TuneCached),
-		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+		logTo(&log))
 	require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)))
 	choices := m.Choices()
 	for _, c := range choices {
@@ -236,10 +240,8 @@ func TestWaysRefused(t *testing.T) {
 		}
 	}
 	t.Setenv("KASMINA_WAYS", "RMSNorm")
-	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption); err == nil ||
-		!strings.Contains(err.Error(), "KASMINA_WAYS") {
-		t.Errorf("environment: error %v", err)
-	}
+	require.ErrorContains(t, errOf(NewMachine(device, gorgonia.NewGraph(), fakeOption)),
+		"KASMINA_WAYS")
 }
 
 // TestHostByRule wants an op that has a kernel to be computed on the host where a rule wants it
@@ -252,10 +254,9 @@ func TestHostByRule(t *testing.T) {
 	y := gorgonia.Must(gorgonia.Square(x))
 	var log bytes.Buffer
 	m := openMachine(t, device, g, fakeOption, WithWays("square*=host"),
-		WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+		logTo(&log))
 	require.NoError(t, m.RunAll())
-	v := valueIn(t, m, y)
-	require.Equal(t, []float32{1, 4, 9}, flat(t, v))
+	require.Equal(t, []float32{1, 4, 9}, flat(t, valueIn(t, m, y)))
 	require.True(t, m.runner.OnHost())
 	require.Contains(t, log.String(), "a rule wants it there")
 	if _, err := NewMachine(device, g, fakeOption, WithWays("square*=host"),
@@ -283,8 +284,7 @@ func TestHostByRuleReads(t *testing.T) {
 			WithLogger(slog.New(slog.DiscardHandler)))
 		require.NoError(t, err)
 		require.NoError(t, m.RunAll())
-		v := valueIn(t, m, sum)
-		if got, want := flat(t, v), []float32{27, 42, 57, 32, 49, 66, 37, 56,
+		if got, want := flat(t, valueIn(t, m, sum)), []float32{27, 42, 57, 32, 49, 66, 37, 56,
 			75}; !slices.Equal(got, want) {
 			t.Errorf("%s: got %v, want %v", rule, got, want)
 		}
@@ -333,13 +333,13 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 	y, err := op.Linear(matrix("x", 6, 4), matrix("w", 5, 4))
 	require.NoError(t, err)
 	var log bytes.Buffer
-	private := func(c *machineConfig) error { c.tuneLeast, c.tunePath = 1, path; return nil }
+	private := timedFrom(1, path)
 	m := openMachine(t, device, g,
 		append([]MachineOption{fakeOption, private,
-			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))}, opts...)...)
+			logTo(&log)}, opts...)...)
 	require.NoError(t, m.RunAll())
-	v := valueIn(t, m, y)
-	r := tuned{log: log.String(), value: flat(t, v), timings: int(device.ctx.Stats().Matmuls) - 1}
+	r := tuned{log: log.String(), value: flat(t, valueIn(t, m, y)),
+		timings: int(device.ctx.Stats().Matmuls) - 1}
 	for _, c := range m.runner.Program.Calls {
 		if p, ok := c.Params.(program.Matmul); ok {
 			r.way = m.runner.Products.Find(p).Way
@@ -478,7 +478,8 @@ func TestTuningIgnores(t *testing.T) {
 
 func TestTuningOptions(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
-	for name, f := range map[string]func(){"option": func() {}, "environment": func() { t.Setenv("KASMINA_TUNE", "sometimes") }} {
+	for name, f := range map[string]func(){"option": func() {},
+		"environment": func() { t.Setenv("KASMINA_TUNE", "sometimes") }} {
 		f()
 		opts := []MachineOption{fakeOption}
 		if name == "option" {
@@ -518,9 +519,7 @@ func TestChoicesOfAnother(t *testing.T) {
 	x := randomMatrices(g, 1, 3, 1)("x", 6, 5)
 	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
 		gorgonia.WithInit(gorgonia.Ones()))
-	if _, err := op.RMSNorm(x, w, 1e-5); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errOf(op.RMSNorm(x, w, 1e-5)))
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
 		return &normWays{Launcher: k, fake: fakeOf(k),
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
@@ -602,10 +601,7 @@ func TestProductCounters(t *testing.T) {
 		slow := fake.Way{Took: time.Second}
 		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{slow, {}, slow},
 			Devices: smallCache("GPU")})
-		private := func(c *machineConfig) error {
-			c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
-			return nil
-		}
+		private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
 		for _, opt := range []MachineOption{func(*machineConfig) error {
 			return nil
 		}, WithMonitor(2)} {
@@ -678,8 +674,7 @@ func ropeWay(m *Machine) string {
 func TestProjectionWays(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, p projected, tolerance float64, fuses bool,
 		opts ...MachineOption) {
 		t.Helper()
@@ -737,13 +732,10 @@ func TestProjectionTuned(t *testing.T) {
 		t.Helper()
 		var log strings.Builder
 		g, params, keep := p.graph(t, 1, false)
-		private := func(c *machineConfig) error {
-			c.tuneLeast, c.tunePath = least, filepath.Join(t.TempDir(), "tune.json")
-			return nil
-		}
+		private := timedFrom(least, filepath.Join(t.TempDir(), "tune.json"))
 		m := newFuseMachine(t, device, g, params, keep,
 			append(opts, private, WithTuning(TuneCached),
-				WithLogger(slog.New(slog.NewTextHandler(&log, nil)))))
+				logTo(&log)))
 		timed := 0
 		for _, c := range m.Choices() {
 			if c.Op == "RoPEProduct" {
@@ -792,8 +784,7 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 func TestPerceptronWays(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, fuses bool,
 		opts ...MachineOption) {
 		var values []gorgonia.Value
@@ -832,13 +823,10 @@ func TestPerceptronTuned(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g, params, keep := perceptronGraph(t, 1, 6, 7, 5)
 		var log bytes.Buffer
-		private := func(c *machineConfig) error {
-			c.tuneLeast, c.tunePath = least, filepath.Join(t.TempDir(), "tune.json")
-			return nil
-		}
+		private := timedFrom(least, filepath.Join(t.TempDir(), "tune.json"))
 		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, private,
 			WithTuning(TuneCached),
-			WithLogger(slog.New(slog.NewTextHandler(&log, nil)))})
+			logTo(&log)})
 		timed := 0
 		for _, c := range m.Choices() {
 			if c.Op == "SiLUProduct" || c.Op == "SiLUProductBackward" {
@@ -901,14 +889,6 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 0))
 	g = gorgonia.NewGraph()
-	matrix := func(name string, rows int, deviation float32) *gorgonia.Node {
-		values := make([]float32, rows*d)
-		for i := range values {
-			values[i] = deviation * float32(r.NormFloat64())
-		}
-		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(rows, d),
-			tensor.WithBacking(values)), gorgonia.WithName(name))
-	}
 	ids := make([]int, rows)
 	for i := range ids {
 		if ids[i] = r.IntN(v); r.IntN(8) == 0 {
@@ -916,7 +896,7 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 		}
 	}
 	ids[0] = v - 1
-	x, w := matrix("x", rows, 0.1), matrix("w", v, 1)
+	x, w := randomNode(g, r, 0.1, "x", rows, d), randomNode(g, r, 1, "w", v, d)
 	targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(ids)),
 		gorgonia.WithName("targets"))
 	loss, err := op.LinearCrossEntropy(x, w, targets)
@@ -944,16 +924,14 @@ func headWay(m *Machine) string {
 func TestOutputLayerWays(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_WAYS", "")
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, v, d int, tolerance float64, reference,
 		fuses bool, opts ...MachineOption) {
 		t.Helper()
 		var want []gorgonia.Value
 		if reference {
 			g, _, keep := outputLayer(t, seed, rows, v, d)
-			tape := gorgonia.NewTapeMachine(g)
-			defer tape.Close()
+			tape := tapeMachine(t, g)
 			require.NoError(t, tape.RunAll())
 			for _, n := range keep {
 				want = append(want, n.Value())
@@ -1017,16 +995,12 @@ func TestProfile(t *testing.T) {
 	step := func(m *Machine) {
 		t.Helper()
 		require.NoError(t, m.RunAll())
-		if _, err := m.Update(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(m.Update()))
 	}
 	require.ErrorContains(t, m.StartProfile(), "has not run")
 	step(m)
 	step(plain)
-	if _, err := m.Profile(); err == nil || !strings.Contains(err.Error(), "StartProfile") {
-		t.Errorf("without StartProfile: %v", err)
-	}
+	require.ErrorContains(t, errOf(m.Profile()), "StartProfile")
 	require.NoError(t, m.StartProfile())
 	for i := range ProfileSteps {
 		if p, err := m.Profile(); p != nil || err != nil {
@@ -1273,13 +1247,9 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 		}
 		for range runs {
 			require.NoError(t, m.RunAll())
-			if _, err := m.Value(g.Loss); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errOf(m.Value(g.Loss)))
 		}
-		if _, err := m.Update(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(m.Update()))
 	}
 	p, err := m.Profile()
 	require.NoError(t, err)
@@ -1314,14 +1284,9 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	require.NoError(t, err)
 	y, err := op.Linear(n, w)
 	require.NoError(t, err)
-	if _, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y)))),
-		w); err != nil {
-		t.Fatal(err)
-	}
-	private := func(c *machineConfig) error {
-		c.tuneLeast, c.tunePath = 1, filepath.Join(t.TempDir(), "tune.json")
-		return nil
-	}
+	sum := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y))))
+	require.NoError(t, errOf(gorgonia.Grad(sum, w)))
+	private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
 		slow := fake.Way{Took: 40 * time.Millisecond}
 		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k),
@@ -1329,7 +1294,7 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 			ways:  []fake.Way{{}, slow}}, norm}
 	})
 	all := append([]MachineOption{fakeOption, private, wrap, WithParams(w),
-		WithLogger(slog.New(slog.NewTextHandler(log, nil)))}, opts...)
+		logTo(log)}, opts...)
 	m, err := NewMachine(device, g, all...)
 	require.NoError(t, err)
 	t.Cleanup(func() { m.Close() })
@@ -1365,9 +1330,7 @@ func TestMonitor(t *testing.T) {
 	step := func(m *Machine) {
 		t.Helper()
 		require.NoError(t, m.RunAll())
-		if _, err := m.Update(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(m.Update()))
 	}
 	if times, err := m.Monitor(); err != nil || len(times) != 0 {
 		t.Errorf("before any run: %v, %v", times, err)
@@ -1425,9 +1388,7 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	for range 6 {
 		require.NoError(t, m.RunAll())
-		if _, err := m.Update(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(m.Update()))
 	}
 	context := device.ctx.Context
 	Wrap(device, func(gpu.Context) gpu.Context { return full{context} })
@@ -1459,9 +1420,7 @@ func TestMonitorSampleFails(t *testing.T) {
 	Wrap(device, func(gpu.Context) gpu.Context {
 		return &unread{context, len(m.runner.Program.Calls)}
 	})
-	if _, err := m.Monitor(); !errors.Is(err, gpu.LaunchFailed) {
-		t.Fatalf("a time that cannot be read: %v", err)
-	}
+	require.ErrorIs(t, errOf(m.Monitor()), gpu.LaunchFailed)
 	Wrap(device, func(gpu.Context) gpu.Context { return context })
 	if times, err := m.Monitor(); len(times) != 0 || err != nil || o.Samples() != 0 {
 		t.Errorf("%d samples, %v, %v", o.Samples(), times, err)
@@ -1504,8 +1463,6 @@ func TestMonitorCost(t *testing.T) {
 	require.NotZero(t, m.monitor.Samples())
 	require.GreaterOrEqual(t, m.monitor.Every(), 100)
 	device, _, fakeOption := openFake(t, fake.Config{})
-	if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption, WithMonitor(1)); err == nil ||
-		!strings.Contains(err.Error(), "at least 2") {
-		t.Errorf("WithMonitor(1): %v", err)
-	}
+	require.ErrorContains(t,
+		errOf(NewMachine(device, gorgonia.NewGraph(), fakeOption, WithMonitor(1))), "at least 2")
 }
