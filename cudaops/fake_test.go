@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -47,6 +48,8 @@ type fakeKernels struct {
 	ctx  gpu.Context
 	call *gpu.Function
 
+	computes map[reflect.Type]func(*fake.Launch, any)
+
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
 
@@ -58,7 +61,10 @@ type fakeKernels struct {
 // fakeKernels.
 func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption) {
 	t.Helper()
-	k := &fakeKernels{}
+	k := &fakeKernels{computes: map[reflect.Type]func(*fake.Launch, any){}}
+	for _, c := range k.all() {
+		k.computes[c.of] = c.do
+	}
 	c.Kernels = map[string]fake.Kernel{"call": func(l *fake.Launch) {
 		i := l.Int32()
 		k.mu.Lock()
@@ -105,151 +111,89 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 // Launch does what a structure says.
 func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	switch p := params.(type) {
-	case elementwise.Unary:
-		return k.Unary(s, p.Op, p.Y, p.X, p.P, p.N, p.Type)
-	case elementwise.Binary:
-		return k.Binary(s, p.Op, p.Y, p.A, p.B, p.N, p.Type)
-	case elementwise.Cast:
-		return k.Cast(s, p.Y, p.YType, p.X, p.XType, p.N)
-	case elementwise.Axpby:
-		return k.Axpby(s, p.Y, p.YType, p.Alpha, p.X, p.XType, p.Beta, p.N)
-	case softmax.Forward:
-		return k.Softmax(s, p.Y, p.X, p.Rows, p.N, p.Type)
-	case softmax.Backward:
-		return k.SoftmaxBackward(s, p.DX, p.G, p.Y, p.Rows, p.N, p.Type)
-	case attention.Forward:
-		return k.Attention(s, p.Geometry, p.Y, p.LSE, p.Q, p.K, p.V, p.Type)
-	case attention.Backward:
-		return k.AttentionBackward(s, p.Geometry, p.DQ, p.DK, p.DV, p.Stats, p.G, p.Q, p.K,
-			p.V, p.Y, p.LSE, p.Type)
-	case attention.Documents:
-		return k.AttentionDocuments(s, p)
-	case crossentropy.Scale:
-		return k.CrossEntropyScale(s, p.Scale, p.Targets, p.Rows)
-	case crossentropy.Forward:
-		return k.CrossEntropy(s, p)
-	case crossentropy.Mean:
-		return k.CrossEntropyMean(s, p.Mean, p.Losses, p.Scale, p.Rows)
-	case crossentropy.Backward:
-		return k.CrossEntropyBackward(s, p.Out, p.Forward)
-	case normkernel.RMSNorm:
-		return k.RMSNorm(s, p)
 	case normkernel.RMSNormBackward:
-		return k.RMSNormBackward(s, p)
+		params = leftInParts(p)
 	case normkernel.SumRMSNormParts:
-		return k.AddRMSNormParts(s, values(p.All))
-	case rope.Rotate:
-		return k.RoPE(s, p)
-	case embedding.Forward:
-		return k.Embedding(s, p)
-	case embedding.Backward:
-		return k.EmbeddingBackward(s, p)
-	case reduce.Reduce:
-		return k.Reduce(s, p)
-	case layout.Copy:
-		return k.Copy(s, p)
-	case silu.Mul:
-		return k.SiLUMul(s, p)
-	case silu.MulBackward:
-		return k.SiLUMulBackward(s, p)
-	}
-	return k.launchMore(s, params)
-}
-
-// launchMore is Launch for products, optimisers and Kasmina layers.
-func (k *fakeKernels) launchMore(s gpu.Stream, params any) error {
-	switch p := params.(type) {
-	case gemm.SiLUProduct:
-		return k.SiLUProduct(s, p)
-	case gemm.SiLUProductBackward:
-		return k.SiLUProductBackward(s, p)
-	case gemm.RoPEProduct:
-		return k.RoPEProduct(s, p)
-	case gemm.LinearCrossEntropy:
-		return k.LinearCrossEntropy(s, p)
-	case gemm.ScaleRows:
-		return k.ScaleRows(s, p.X, p.Factors, p.Rows, p.D)
-	case gemm.Product:
-		return k.Product(s, p)
-	case quantize.Rows:
-		return k.Quantize(s, p)
-	case quantize.Columns:
-		return k.QuantizeColumns(s, p)
-	case quantize.Weights:
-		return k.QuantizeWeights(s, p.Table)
-	case normalize.Forward:
-		return k.Normalize(s, p)
-	case normalize.Backward:
-		return k.NormalizeBackward(s, p)
-	case gemm.Symmetric:
-		return k.Symmetric(s, p)
-	case optimizer.GradSquares:
-		return k.GradSquares(s, p.Squares, p.Table)
-	case optimizer.GradNorm:
-		return k.GradNorm(s, p.Control, p.Squares, p.Count, p.Scale, p.Apart)
-	case optimizer.AdamW:
-		return k.AdamW(s, p.Control, p.Table)
-	case optimizer.MuonDirection:
-		return k.MuonDirection(s, p.Control, p.Squares, p.Table, p.Nesterov)
-	case optimizer.MuonApply:
-		return k.MuonApply(s, p.Control, p.Table)
-	case decode.Attention:
-		return k.DecodeAttention(s, p)
-	case decode.Product:
-		return k.DecodeProduct(s, p)
-	case decode.Gated:
-		return k.DecodeGated(s, p)
-	case kasmina.Forward:
-		return k.KasminaForward(s, p)
-	case kasmina.Backward:
-		return k.KasminaBackward(s, p)
-	case kasmina.WideForward:
-		return k.KasminaWideForward(s, p.Forward, p.Wide)
-	case kasmina.WideBackward:
-		return k.KasminaWideBackward(s, p.Backward, p.Wide)
+		params = normkernel.SumRMSNormParts{All: copied(p.All)}
 	case kasmina.MergeRecords:
-		return k.MergeKasminaRecords(s, values(p.All))
+		params = kasmina.MergeRecords{All: copied(p.All)}
 	case kasmina.SumParts:
-		return k.AddKasminaParts(s, values(p.All))
+		params = kasmina.SumParts{All: copied(p.All)}
+	case kasmina.Forward:
+		params = kasmina.WideForward{Forward: forwardLeft(p)}
+	case kasmina.Backward:
+		params = kasmina.WideBackward{Backward: backwardLeft(p, false)}
+	case kasmina.WideForward:
+		p.Forward = forwardLeft(p.Forward)
+		params = p
+	case kasmina.WideBackward:
+		p.Backward = backwardLeft(p.Backward, true)
+		params = p
 	}
-	return fmt.Errorf("the fake has no %T", params)
+	compute, ok := k.computes[reflect.TypeOf(params)]
+	if !ok {
+		return fmt.Errorf("the fake has no %T", params)
+	}
+	return k.launch(s, func(l *fake.Launch) { compute(l, params) })
 }
 
-func values[T any](all []*T) []T {
-	v := make([]T, len(all))
+// copied is what is left when a launch is made, whatever comes there before it is computed.
+func copied[T any](all []*T) []*T {
+	now := make([]*T, len(all))
 	for i, p := range all {
-		v[i] = *p
+		v := *p
+		now[i] = &v
 	}
-	return v
+	return now
+}
+
+// compute is what a launch of one type does.
+type compute struct {
+	of reflect.Type
+	do func(*fake.Launch, any)
+}
+
+func of[T any](f func(*fake.Launch, T)) compute {
+	return compute{reflect.TypeFor[T](), func(l *fake.Launch, params any) { f(l, params.(T)) }}
+}
+
+// all is every launch that the fake has.
+func (k *fakeKernels) all() []compute {
+	return []compute{
+		of(k.Unary), of(k.Binary), of(k.Cast), of(k.Axpby), of(k.Reduce), of(k.Copy),
+		of(k.Softmax), of(k.SoftmaxBackward), of(k.Normalize), of(k.NormalizeBackward),
+		of(k.RMSNorm), of(k.RMSNormBackward), of(k.AddRMSNormParts), of(k.RoPE),
+		of(k.Attention), of(k.AttentionBackward), of(k.AttentionDocuments),
+		of(k.Embedding), of(k.EmbeddingBackward), of(k.SiLUMul), of(k.SiLUMulBackward),
+		of(k.CrossEntropyScale), of(k.CrossEntropy), of(k.CrossEntropyMean),
+		of(k.CrossEntropyBackward), of(k.LinearCrossEntropy), of(k.ScaleRows),
+		of(k.SiLUProduct), of(k.SiLUProductBackward), of(k.RoPEProduct), of(k.Product),
+		of(k.Symmetric), of(k.Quantize), of(k.QuantizeColumns), of(k.QuantizeWeights),
+		of(k.GradSquares), of(k.GradNorm), of(k.AdamW), of(k.MuonDirection), of(k.MuonApply),
+		of(k.DecodeAttention), of(k.DecodeProduct), of(k.DecodeGated),
+		of(k.KasminaForward), of(k.KasminaBackward), of(k.MergeKasminaRecords),
+		of(k.AddKasminaParts),
+	}
 }
 
 // Ways are those of the kernels that the fake has.
 func (k *fakeKernels) Ways(params any) []kernel.Way {
 	switch p := params.(type) {
-	case gemm.SiLUProduct:
-		return k.SiLUProductWays(p.Rows, p.F, p.D, p.Type)
-	case gemm.SiLUProductBackward:
-		return k.SiLUProductWays(p.Rows, p.F, p.D, p.Type)
-	case gemm.RoPEProduct:
-		return k.RoPEProductWays(p.RoPEProductShape, p.Type)
-	case gemm.LinearCrossEntropy:
-		return k.LinearCrossEntropyWays(p.LinearCrossEntropyShape, p.Type)
+	case gemm.SiLUProduct, gemm.SiLUProductBackward, gemm.RoPEProduct, gemm.LinearCrossEntropy:
+		return []kernel.Way{{Family: "fused"}}
 	case gemm.Symmetric:
-		if k.TakesSymmetric(p.SymmetricShape, p.Type) {
+		if p.N%8 == 0 && p.Depth%8 == 0 {
 			return []kernel.Way{{Family: "half"}}
 		}
 	}
 	return nil
 }
 
-func (k *fakeKernels) Unary(s gpu.Stream, op elementwise.UnaryOp, y, x gpu.Ptr, p float64,
-	n int, _ gpu.DType) error {
-	return k.launch(s, func(l *fake.Launch) {
-		out, in := fake.Slice[float32](l, y, n), fake.Slice[float32](l, x, n)
-		for i, v := range in {
-			out[i] = float32(unaryReference(op, float64(v), p))
-		}
-	})
+func (k *fakeKernels) Unary(l *fake.Launch, a elementwise.Unary) {
+	out, in := fake.Slice[float32](l, a.Y, a.N), fake.Slice[float32](l, a.X, a.N)
+	for i, v := range in {
+		out[i] = float32(unaryReference(a.Op, float64(v), a.P))
+	}
 }
 
 func unaryReference(op elementwise.UnaryOp, v, p float64) float64 {
@@ -349,79 +293,69 @@ func binaryReference(op elementwise.BinaryOp, a, b float64) float64 {
 	return math.NaN()
 }
 
-func (k *fakeKernels) Binary(s gpu.Stream, op elementwise.BinaryOp, y gpu.Ptr, a,
-	b elementwise.Operand, n int, _ gpu.DType) error {
-	return k.launch(s, func(l *fake.Launch) {
-		out := fake.Slice[float32](l, y, n)
-		element := func(o elementwise.Operand) func(int) float32 {
-			period := n
-			if o.Period != 0 {
-				period = o.Period
-			}
-			x := fake.Slice[float32](l, o.Ptr, period)
-			return func(i int) float32 { return x[i/max(1, o.Repeat)%period] }
+func (k *fakeKernels) Binary(l *fake.Launch, a elementwise.Binary) {
+	out := fake.Slice[float32](l, a.Y, a.N)
+	element := func(o elementwise.Operand) func(int) float32 {
+		period := a.N
+		if o.Period != 0 {
+			period = o.Period
 		}
-		x, z := element(a), element(b)
-		for i := range out {
-			out[i] = float32(binaryReference(op, float64(x(i)), float64(z(i))))
-		}
-	})
+		x := fake.Slice[float32](l, o.Ptr, period)
+		return func(i int) float32 { return x[i/max(1, o.Repeat)%period] }
+	}
+	x, z := element(a.A), element(a.B)
+	for i := range out {
+		out[i] = float32(binaryReference(a.Op, float64(x(i)), float64(z(i))))
+	}
 }
 
-func (k *fakeKernels) Softmax(s gpu.Stream, y, x gpu.Ptr, rows, n int, _ gpu.DType) error {
-	return k.launch(s, func(l *fake.Launch) {
-		in, out := floatsAt(l, x, rows*n), floatsAt(l, y, rows*n)
-		for r := range rows {
-			largest, sum := slices.Max(in[r*n:][:n]), 0.0
-			for _, v := range in[r*n:][:n] {
-				sum += math.Exp(float64(v - largest))
-			}
-			for i := r * n; i < r*n+n; i++ {
-				out[i] = float32(math.Exp(float64(in[i]-largest)) / sum)
-			}
+func (k *fakeKernels) Softmax(l *fake.Launch, a softmax.Forward) {
+	in, out := floatsAt(l, a.X, a.Rows*a.N), floatsAt(l, a.Y, a.Rows*a.N)
+	for r := range a.Rows {
+		largest, sum := slices.Max(in[r*a.N:][:a.N]), 0.0
+		for _, v := range in[r*a.N:][:a.N] {
+			sum += math.Exp(float64(v - largest))
 		}
-	})
+		for i := r * a.N; i < r*a.N+a.N; i++ {
+			out[i] = float32(math.Exp(float64(in[i]-largest)) / sum)
+		}
+	}
 }
 
-func (k *fakeKernels) SoftmaxBackward(s gpu.Stream, dx, g, y gpu.Ptr, rows,
-	n int, _ gpu.DType) error {
-	return k.launch(s, func(l *fake.Launch) {
-		up, out, d := floatsAt(l, g, rows*n), floatsAt(l, y, rows*n), floatsAt(l, dx, rows*n)
-		for r := range rows {
-			dot := 0.0
-			for i := r * n; i < r*n+n; i++ {
-				dot += float64(up[i] * out[i])
-			}
-			for i := r * n; i < r*n+n; i++ {
-				d[i] = out[i] * (up[i] - float32(dot))
-			}
+func (k *fakeKernels) SoftmaxBackward(l *fake.Launch, a softmax.Backward) {
+	up, out, d := floatsAt(l, a.G, a.Rows*a.N), floatsAt(l, a.Y, a.Rows*a.N), floatsAt(l, a.DX, a.Rows*a.N)
+	for r := range a.Rows {
+		dot := 0.0
+		for i := r * a.N; i < r*a.N+a.N; i++ {
+			dot += float64(up[i] * out[i])
 		}
-	})
+		for i := r * a.N; i < r*a.N+a.N; i++ {
+			d[i] = out[i] * (up[i] - float32(dot))
+		}
+	}
 }
 
-func (k *fakeKernels) Copy(s gpu.Stream, a layout.Copy) error {
-	return k.launch(s, func(l *fake.Launch) {
-		extent := func(strides []int) int {
-			last := 0
-			for i, d := range a.Dims {
-				last += (d - 1) * strides[i]
-			}
-			return (last + 1) * a.Size
+func (k *fakeKernels) Copy(l *fake.Launch, a layout.Copy) {
+	extent := func(strides []int) int {
+		last := 0
+		for i, d := range a.Dims {
+			last += (d - 1) * strides[i]
 		}
-		y, x := fake.Slice[byte](l, a.Y, extent(a.YStrides)),
-			fake.Slice[byte](l, a.X, extent(a.XStrides))
-		var walk func(dim, to, from int)
-		walk = func(dim, to, from int) {
-			if dim == len(a.Dims) {
-				copy(y[to*a.Size:][:a.Size], x[from*a.Size:])
-				return
-			}
-			for i := range a.Dims[dim] {
-				walk(dim+1, to+i*a.YStrides[dim], from+i*a.XStrides[dim])
-			}
+		return (last + 1) * a.Size
+	}
+	y, x := fake.Slice[byte](l, a.Y, extent(a.YStrides)),
+		fake.Slice[byte](l, a.X, extent(a.XStrides))
+	var walk func(dim, to, from int)
+	walk = func(dim, to, from int) {
+		if dim == len(a.Dims) {
+			copy(y[to*a.Size:][:a.Size], x[from*a.Size:])
+			return
 		}
-		walk(0, 0, 0)
-	})
+		for i := range a.Dims[dim] {
+			walk(dim+1, to+i*a.YStrides[dim], from+i*a.XStrides[dim])
+		}
+	}
+	walk(0, 0, 0)
 }
 
 func floatsAt(l *fake.Launch, p gpu.Ptr, n int) []float32 { return fake.Slice[float32](l, p, n) }
@@ -434,107 +368,81 @@ func intsAt(l *fake.Launch, p kernel.Ints, n int) []int {
 	return ids
 }
 
-func (k *fakeKernels) Cast(s gpu.Stream, y gpu.Ptr, yt gpu.DType, x gpu.Ptr,
-	xt gpu.DType, n int) error {
-	if yt == xt {
-		return k.launch(s, func(l *fake.Launch) {
-			copy(fake.Slice[byte](l, y, n*yt.Size()), fake.Slice[byte](l, x, n*xt.Size()))
-		})
+func (k *fakeKernels) Cast(l *fake.Launch, a elementwise.Cast) {
+	if a.YType == a.XType {
+		n := a.N * a.YType.Size()
+		copy(fake.Slice[byte](l, a.Y, n), fake.Slice[byte](l, a.X, n))
+		return
 	}
-	return k.launch(s, func(l *fake.Launch) { copy(floatsAt(l, y, n), floatsAt(l, x, n)) })
+	copy(floatsAt(l, a.Y, a.N), floatsAt(l, a.X, a.N))
 }
 
-func (k *fakeKernels) Axpby(s gpu.Stream, y gpu.Ptr, yt gpu.DType, alpha float64, x gpu.Ptr,
-	xt gpu.DType, beta float64, n int) error {
-	return k.launch(s, func(l *fake.Launch) {
-		out := floatsAt(l, y, n)
-		for i, v := range floatsAt(l, x, n) {
-			if beta == 0 { // out may hold anything
-				out[i] = float32(alpha) * v
-				continue
-			}
-			out[i] = float32(alpha)*v + float32(beta)*out[i]
+func (k *fakeKernels) Axpby(l *fake.Launch, a elementwise.Axpby) {
+	out := floatsAt(l, a.Y, a.N)
+	for i, v := range floatsAt(l, a.X, a.N) {
+		if a.Beta == 0 { // out may hold anything
+			out[i] = float32(a.Alpha) * v
+			continue
 		}
-	})
+		out[i] = float32(a.Alpha)*v + float32(a.Beta)*out[i]
+	}
 }
 
-func (k *fakeKernels) RMSNorm(s gpu.Stream, a normkernel.RMSNorm) error {
-	return k.launch(s, func(l *fake.Launch) {
-		n := a.Rows * a.D
-		x := floatsAt(l, a.X, n)
-		if a.Residual != 0 {
-			sum, residual := floatsAt(l, a.Sum, n), floatsAt(l, a.Residual, n)
-			for i, v := range x {
-				sum[i] = v + residual[i]
-			}
-			x = sum
+func (k *fakeKernels) RMSNorm(l *fake.Launch, a normkernel.RMSNorm) {
+	n := a.Rows * a.D
+	x := floatsAt(l, a.X, n)
+	if a.Residual != 0 {
+		sum, residual := floatsAt(l, a.Sum, n), floatsAt(l, a.Residual, n)
+		for i, v := range x {
+			sum[i] = v + residual[i]
 		}
-		layer.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x,
-			floatsAt(l, a.W, a.D), a.Eps)
-		float8At(l, a.Y8, a.Scale8, rowsAt(l, a.Y, a.Rows, a.D, 0))
-	})
-}
-
-func (k *fakeKernels) RMSNormWays(normkernel.RMSNorm) ([]kernel.Way, error) { return nil, nil }
-
-func (k *fakeKernels) RMSNormBackwardWays(normkernel.RMSNormBackward) ([]kernel.Way, error) {
-	return nil, nil
-}
-
-func (k *fakeKernels) AttentionVariants(attention.Geometry, gpu.DType,
-	...kernel.Rows) []attention.Variant {
-	return nil
+		x = sum
+	}
+	layer.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x,
+		floatsAt(l, a.W, a.D), a.Eps)
+	float8At(l, a.Y8, a.Scale8, rowsAt(l, a.Y, a.Rows, a.D, 0))
 }
 
 func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
 
-func (k *fakeKernels) RMSNormWorkspace(d int, _ gpu.DType) int { return 4 * d }
-
-func (k *fakeKernels) AddRMSNormParts(s gpu.Stream, left []normkernel.RMSNormParts) error {
-	return k.launch(s, func(l *fake.Launch) {
-		for _, p := range left {
-			copy(floatsAt(l, p.DW, p.D), floatsAt(l, p.Partial, p.D))
-		}
-	})
+func (k *fakeKernels) AddRMSNormParts(l *fake.Launch, a normkernel.SumRMSNormParts) {
+	for _, p := range a.All {
+		copy(floatsAt(l, p.DW, p.D), floatsAt(l, p.Partial, p.D))
+	}
 }
 
-func (k *fakeKernels) AttentionStatsBytes(a attention.Geometry, _ gpu.DType) int {
-	return 8 * a.Batch * a.Heads * a.Seq
-}
-
-func (k *fakeKernels) RMSNormBackward(s gpu.Stream, a normkernel.RMSNormBackward) error {
-	dw := a.DW
+// leftInParts has the gradient of weights left where a later launch finds it.
+func leftInParts(a normkernel.RMSNormBackward) normkernel.RMSNormBackward {
 	if a.Parts != nil {
-		dw = a.Workspace
 		*a.Parts = normkernel.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1,
 			D: a.D, Type: a.DWType}
+		a.DW = a.Workspace
 	}
-	return k.launch(s, func(l *fake.Launch) {
-		n := a.Rows * a.D
-		floatsAt(l, a.Workspace, a.D)
-		layer.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, dw, a.D), floatsAt(l, a.G, n),
-			floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
-			floatsAt(l, a.Rstd, a.Rows))
-		if a.Add != 0 {
-			dx := floatsAt(l, a.DX, n)
-			for i, v := range floatsAt(l, a.Add, n) {
-				dx[i] += v
-			}
-		}
-		float8At(l, a.DX8, a.Scale8, rowsAt(l, a.DX, a.Rows, a.D, 0))
-	})
+	return a
 }
 
-func (k *fakeKernels) RoPE(s gpu.Stream, a rope.Rotate) error {
-	return k.launch(s, func(l *fake.Launch) {
-		width, h := a.Heads*a.HeadDim, a.HeadDim/2
-		cos, sin := floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
-		y, x := rowsAt(l, a.Y, a.Rows, width, a.YStride), rowsAt(l, a.X, a.Rows, width, a.XStride)
-		for i := range y {
-			at := i % a.Seq * h
-			layer.RoPE(y[i], x[i], cos[at:], sin[at:], 1, a.Heads, a.HeadDim, a.Inverse)
+func (k *fakeKernels) RMSNormBackward(l *fake.Launch, a normkernel.RMSNormBackward) {
+	n := a.Rows * a.D
+	floatsAt(l, a.Workspace, a.D)
+	layer.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, a.DW, a.D), floatsAt(l, a.G, n),
+		floatsAt(l, a.X, n), floatsAt(l, a.W, a.D), floatsAt(l, a.Rstd, a.Rows))
+	if a.Add != 0 {
+		dx := floatsAt(l, a.DX, n)
+		for i, v := range floatsAt(l, a.Add, n) {
+			dx[i] += v
 		}
-	})
+	}
+	float8At(l, a.DX8, a.Scale8, rowsAt(l, a.DX, a.Rows, a.D, 0))
+}
+
+func (k *fakeKernels) RoPE(l *fake.Launch, a rope.Rotate) {
+	width, h := a.Heads*a.HeadDim, a.HeadDim/2
+	cos, sin := floatsAt(l, a.Cos, a.Seq*h), floatsAt(l, a.Sin, a.Seq*h)
+	y, x := rowsAt(l, a.Y, a.Rows, width, a.YStride), rowsAt(l, a.X, a.Rows, width, a.XStride)
+	for i := range y {
+		at := i % a.Seq * h
+		layer.RoPE(y[i], x[i], cos[at:], sin[at:], 1, a.Heads, a.HeadDim, a.Inverse)
+	}
 }
 
 // rowsAt is rows of f floats that lie stride apart, 0 for no gaps.
@@ -549,91 +457,78 @@ func rowsAt(l *fake.Launch, p gpu.Ptr, rows, f, stride int) [][]float32 {
 	return r
 }
 
-func (k *fakeKernels) SiLUMul(s gpu.Stream, a silu.Mul) error {
-	return k.launch(s, func(l *fake.Launch) {
-		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
-		h := make([][]float32, a.Rows)
-		for i := range h {
-			h[i] = make([]float32, a.F)
-		}
-		if a.H != 0 {
-			h = rowsAt(l, a.H, a.Rows, a.F, 0)
-		}
-		mul := layer.SiLUMul[float32]
-		if a.GELU {
-			mul = layer.GELUMul[float32]
-		}
-		for i := range h {
-			mul(h[i], x[i], y[i])
-		}
-		float8At(l, a.H8, a.Scale8, h)
-	})
+func (k *fakeKernels) SiLUMul(l *fake.Launch, a silu.Mul) {
+	x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
+	h := make([][]float32, a.Rows)
+	for i := range h {
+		h[i] = make([]float32, a.F)
+	}
+	if a.H != 0 {
+		h = rowsAt(l, a.H, a.Rows, a.F, 0)
+	}
+	mul := layer.SiLUMul[float32]
+	if a.GELU {
+		mul = layer.GELUMul[float32]
+	}
+	for i := range h {
+		mul(h[i], x[i], y[i])
+	}
+	float8At(l, a.H8, a.Scale8, h)
 }
 
-func (k *fakeKernels) SiLUMulBackward(s gpu.Stream, a silu.MulBackward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
-		x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
-		dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride),
-			rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
-		backward := layer.SiLUMulBackward[float32]
-		if a.GELU {
-			backward = layer.GELUMulBackward[float32]
-		}
-		for i := range h {
-			backward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
-		}
-		float8At(l, a.DAB8, a.Scale8, sideBySide(dx, dy))
-	})
+func (k *fakeKernels) SiLUMulBackward(l *fake.Launch, a silu.MulBackward) {
+	h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
+	x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
+	dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride),
+		rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
+	backward := layer.SiLUMulBackward[float32]
+	if a.GELU {
+		backward = layer.GELUMulBackward[float32]
+	}
+	for i := range h {
+		backward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
+	}
+	float8At(l, a.DAB8, a.Scale8, sideBySide(dx, dy))
 }
 
-func (k *fakeKernels) Embedding(s gpu.Stream, a embedding.Forward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		layer.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows),
-			floatsAt(l, a.Table, a.Vocab*a.D), a.D)
-	})
+func (k *fakeKernels) Embedding(l *fake.Launch, a embedding.Forward) {
+	layer.Embedding(floatsAt(l, a.Y, a.Rows*a.D), intsAt(l, a.IDs, a.Rows),
+		floatsAt(l, a.Table, a.Vocab*a.D), a.D)
 }
 
-func (k *fakeKernels) EmbeddingBackward(s gpu.Stream, a embedding.Backward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		fake.Slice[byte](l, a.Workspace, embedding.Workspace(a.Rows, a.Vocab, a.D))
-		dt := floatsAt(l, a.DT, a.Vocab*a.D)
-		old := slices.Clone(dt)
-		layer.EmbeddingBackward(dt, intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
-		if a.Accumulate {
-			for i, v := range old {
-				dt[i] += v
-			}
+func (k *fakeKernels) EmbeddingBackward(l *fake.Launch, a embedding.Backward) {
+	fake.Slice[byte](l, a.Workspace, embedding.Workspace(a.Rows, a.Vocab, a.D))
+	dt := floatsAt(l, a.DT, a.Vocab*a.D)
+	old := slices.Clone(dt)
+	layer.EmbeddingBackward(dt, intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)
+	if a.Accumulate {
+		for i, v := range old {
+			dt[i] += v
 		}
-	})
+	}
 }
 
-func (k *fakeKernels) CrossEntropyScale(s gpu.Stream, scale gpu.Ptr,
-	targets kernel.Ints, rows int) error {
-	return k.launch(s, func(l *fake.Launch) {
-		floatsAt(l, scale, 1)[0] = 1 / float32(cpucrossentropy.Targets(intsAt(l, targets, rows)))
-	})
+func (k *fakeKernels) CrossEntropyScale(l *fake.Launch, a crossentropy.Scale) {
+	floatsAt(l, a.Scale, 1)[0] = 1 / float32(cpucrossentropy.Targets(intsAt(l, a.Targets, a.Rows)))
 }
 
-func (k *fakeKernels) CrossEntropy(s gpu.Stream, a crossentropy.Forward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		logits, losses, targets := floatsAt(l, a.Logits, a.Rows*a.V), floatsAt(l, a.Losses, a.Rows),
-			intsAt(l, a.Targets, a.Rows)
-		lse := make([]float32, a.Rows)
-		if a.LSE != 0 {
-			lse = floatsAt(l, a.LSE, a.Rows)
+func (k *fakeKernels) CrossEntropy(l *fake.Launch, a crossentropy.Forward) {
+	logits, losses, targets := floatsAt(l, a.Logits, a.Rows*a.V), floatsAt(l, a.Losses, a.Rows),
+		intsAt(l, a.Targets, a.Rows)
+	lse := make([]float32, a.Rows)
+	if a.LSE != 0 {
+		lse = floatsAt(l, a.LSE, a.Rows)
+	}
+	for r, target := range targets {
+		losses[r] = 0
+		if row := logits[r*a.V:][:a.V]; target >= 0 {
+			losses[r] = float32(cpucrossentropy.Forward(lse[r:r+1], row, targets[r:r+1], a.V))
 		}
-		for r, target := range targets {
-			losses[r] = 0
-			if row := logits[r*a.V:][:a.V]; target >= 0 {
-				losses[r] = float32(cpucrossentropy.Forward(lse[r:r+1], row, targets[r:r+1], a.V))
-			}
-		}
-		if a.Scale != 0 {
-			cpucrossentropy.Backward(logits, logits, lse, targets, a.V,
-				floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
-		}
-	})
+	}
+	if a.Scale != 0 {
+		cpucrossentropy.Backward(logits, logits, lse, targets, a.V,
+			floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
+	}
 }
 
 func upstream(l *fake.Launch, a crossentropy.Forward) float32 {
@@ -643,24 +538,19 @@ func upstream(l *fake.Launch, a crossentropy.Forward) float32 {
 	return floatsAt(l, a.Grad, 1)[0]
 }
 
-func (k *fakeKernels) CrossEntropyMean(s gpu.Stream, mean, losses, scale gpu.Ptr, rows int) error {
-	return k.launch(s, func(l *fake.Launch) {
-		var sum float32
-		for _, v := range floatsAt(l, losses, rows) {
-			sum += v
-		}
-		floatsAt(l, mean, 1)[0] = sum * floatsAt(l, scale, 1)[0]
-	})
+func (k *fakeKernels) CrossEntropyMean(l *fake.Launch, a crossentropy.Mean) {
+	var sum float32
+	for _, v := range floatsAt(l, a.Losses, a.Rows) {
+		sum += v
+	}
+	floatsAt(l, a.Mean, 1)[0] = sum * floatsAt(l, a.Scale, 1)[0]
 }
 
-func (k *fakeKernels) CrossEntropyBackward(s gpu.Stream, out gpu.Ptr,
-	a crossentropy.Forward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		n := a.Rows * a.V
-		cpucrossentropy.Backward(floatsAt(l, out, n), floatsAt(l, a.Logits, n),
-			floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
-			floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
-	})
+func (k *fakeKernels) CrossEntropyBackward(l *fake.Launch, a crossentropy.Backward) {
+	n := a.Rows * a.V
+	cpucrossentropy.Backward(floatsAt(l, a.Out, n), floatsAt(l, a.Logits, n),
+		floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
+		floatsAt(l, a.Scale, 1)[0]*upstream(l, a.Forward))
 }
 
 // NewTable remembers the tensors, whose steps the fake counts.
@@ -689,27 +579,25 @@ func (k *fakeKernels) remembered(t *optimizer.Table, tensors []optimizer.Tensor,
 	return t, err
 }
 
-func (k *fakeKernels) GradSquares(s gpu.Stream, squares gpu.Ptr, t *optimizer.Table) error {
-	return k.launch(s, func(l *fake.Launch) {
-		out := floatsAt(l, squares, t.Chunks)
-		clear(out)
-		first := 0 // chunk of the tensor
-		for chunk := range t.Chunks {
-			i := t.TensorOf(chunk)
-			if chunk > 0 && t.TensorOf(chunk-1) != i {
-				first = chunk
-			}
-			if i < 0 {
-				continue
-			}
-			p := k.tables[t][i]
-			from := (chunk - first) * optimizer.OptimChunk
-			for _, g := range gradientAt(l, p,
-				p.Size)[from:min(from+optimizer.OptimChunk, p.Size)] {
-				out[chunk] += g * g
-			}
+func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {
+	out := floatsAt(l, a.Squares, a.Table.Chunks)
+	clear(out)
+	first := 0 // chunk of the tensor
+	for chunk := range a.Table.Chunks {
+		i := a.Table.TensorOf(chunk)
+		if chunk > 0 && a.Table.TensorOf(chunk-1) != i {
+			first = chunk
 		}
-	})
+		if i < 0 {
+			continue
+		}
+		p := k.tables[a.Table][i]
+		from := (chunk - first) * optimizer.OptimChunk
+		for _, g := range gradientAt(l, p,
+			p.Size)[from:min(from+optimizer.OptimChunk, p.Size)] {
+			out[chunk] += g * g
+		}
+	}
 }
 
 // gradientAt is the first n elements of a gradient: those of float32, or a copy of others.
@@ -745,46 +633,43 @@ func control(l *fake.Launch, p gpu.Ptr) (b []byte, c optimizer.Control,
 	}
 }
 
-func (k *fakeKernels) GradNorm(s gpu.Stream, at, squares gpu.Ptr, count int, scale,
-	apart gpu.Ptr) error {
-	return k.launch(s, func(l *fake.Launch) {
-		b, c, _ := control(l, at)
-		var sum, other float64
-		flags := make([]byte, count)
-		if apart != 0 {
-			flags = fake.Slice[byte](l, apart, count)
+func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
+	b, c, _ := control(l, a.Control)
+	var sum, other float64
+	flags := make([]byte, a.Count)
+	if a.Apart != 0 {
+		flags = fake.Slice[byte](l, a.Apart, a.Count)
+	}
+	for i, v := range floatsAt(l, a.Squares, a.Count) {
+		if flags[i] != 0 {
+			other += float64(v)
+		} else {
+			sum += float64(v)
 		}
-		for i, v := range floatsAt(l, squares, count) {
-			if flags[i] != 0 {
-				other += float64(v)
-			} else {
-				sum += float64(v)
-			}
-		}
-		multiplier := c.GradScale
-		if scale != 0 {
-			multiplier /= float64(floatsAt(l, scale, 1)[0])
-		}
-		norm, own := float32(math.Sqrt(sum)*multiplier), float32(math.Sqrt(other)*multiplier)
-		skipped, multiplierApart := uint32(0), multiplier
-		if c.SkipNonFinite && (norm-norm != 0 || own-own != 0) {
-			skipped = 1
-		}
-		if c.MaxNorm > 0 {
-			multiplier *= min(1, c.MaxNorm/(float64(norm)+1e-6))
-			multiplierApart *= min(1, c.MaxNorm/(float64(own)+1e-6))
-		}
-		if skipped == 1 {
-			norm += own
-		}
-		binary.LittleEndian.PutUint32(b[60:], math.Float32bits(float32(multiplierApart)))
-		binary.LittleEndian.PutUint32(b[36:], skipped)
-		binary.LittleEndian.PutUint32(b[40:], math.Float32bits(norm))
-		binary.LittleEndian.PutUint32(b[44:], math.Float32bits(float32(multiplier)))
-		if scale != 0 {
-			copy(b[48:], moveOn(fake.Slice[byte](l, scale, optimizer.LossScaleBytes), skipped == 1))
-		}
-	})
+	}
+	multiplier := c.GradScale
+	if a.Scale != 0 {
+		multiplier /= float64(floatsAt(l, a.Scale, 1)[0])
+	}
+	norm, own := float32(math.Sqrt(sum)*multiplier), float32(math.Sqrt(other)*multiplier)
+	skipped, multiplierApart := uint32(0), multiplier
+	if c.SkipNonFinite && (norm-norm != 0 || own-own != 0) {
+		skipped = 1
+	}
+	if c.MaxNorm > 0 {
+		multiplier *= min(1, c.MaxNorm/(float64(norm)+1e-6))
+		multiplierApart *= min(1, c.MaxNorm/(float64(own)+1e-6))
+	}
+	if skipped == 1 {
+		norm += own
+	}
+	binary.LittleEndian.PutUint32(b[60:], math.Float32bits(float32(multiplierApart)))
+	binary.LittleEndian.PutUint32(b[36:], skipped)
+	binary.LittleEndian.PutUint32(b[40:], math.Float32bits(norm))
+	binary.LittleEndian.PutUint32(b[44:], math.Float32bits(float32(multiplier)))
+	if a.Scale != 0 {
+		copy(b[48:], moveOn(fake.Slice[byte](l, a.Scale, optimizer.LossScaleBytes), skipped == 1))
+	}
 }
 
 // moveOn changes a loss scale by the rule.
@@ -803,26 +688,24 @@ func moveOn(at []byte, skipped bool) []byte {
 
 func fake32(b []byte) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(b)) }
 
-func (k *fakeKernels) AdamW(s gpu.Stream, at gpu.Ptr, t *optimizer.Table) error {
-	return k.launch(s, func(l *fake.Launch) {
-		_, c, scale := control(l, at)
-		if c.Skipped {
-			return
+func (k *fakeKernels) AdamW(l *fake.Launch, a optimizer.AdamW) {
+	_, c, scale := control(l, a.Control)
+	if c.Skipped {
+		return
+	}
+	for i := range k.tables[a.Table] {
+		p := &k.tables[a.Table][i]
+		p.Step++
+		of := func(x gpu.Ptr) []float32 { return floatsAt(l, x, p.Size) }
+		g := slices.Clone(gradientAt(l, *p, p.Size))
+		array.ScaleBy(g, scale(*p))
+		cpuoptimizer.AdamW(of(p.Param), g, of(p.First), of(p.Second),
+			cpuoptimizer.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2,
+				Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
+		if p.Copy != 0 {
+			copy(of(p.Copy), of(p.Param))
 		}
-		for i := range k.tables[t] {
-			p := &k.tables[t][i]
-			p.Step++
-			of := func(x gpu.Ptr) []float32 { return floatsAt(l, x, p.Size) }
-			g := slices.Clone(gradientAt(l, *p, p.Size))
-			array.ScaleBy(g, scale(*p))
-			cpuoptimizer.AdamW(of(p.Param), g, of(p.First), of(p.Second),
-				cpuoptimizer.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2,
-					Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
-			if p.Copy != 0 {
-				copy(of(p.Copy), of(p.Param))
-			}
-		}
-	})
+	}
 }
 
 func writeCopy(l *fake.Launch, p optimizer.Tensor) {
@@ -831,156 +714,136 @@ func writeCopy(l *fake.Launch, p optimizer.Tensor) {
 	}
 }
 
-func (k *fakeKernels) MuonDirection(s gpu.Stream, at, squares gpu.Ptr, t *optimizer.Table,
-	nesterov bool) error {
-	return k.launch(s, func(l *fake.Launch) {
-		_, c, scale := control(l, at)
-		if c.Skipped {
-			return
+func (k *fakeKernels) MuonDirection(l *fake.Launch, a optimizer.MuonDirection) {
+	_, c, scale := control(l, a.Control)
+	if c.Skipped {
+		return
+	}
+	workspace := floatsAt(l, a.Squares, a.Table.Chunks)
+	for i := range workspace {
+		workspace[i] = float32(math.NaN())
+	}
+	for _, p := range k.tables[a.Table] {
+		g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.First, p.Size),
+			floatsAt(l, p.Direction, p.Size)
+		mu := float32(p.Beta1)
+		var sum float64
+		for i, v := range g {
+			v *= float32(scale(p))
+			m[i] += (1 - mu) * (v - m[i])
+			u[i] = m[i]
+			if a.Nesterov {
+				u[i] = v + mu*(m[i]-v)
+			}
+			sum += float64(u[i]) * float64(u[i])
 		}
-		workspace := floatsAt(l, squares, t.Chunks)
-		for i := range workspace {
-			workspace[i] = float32(math.NaN())
+		array.ScaleBy(u, 1/(math.Sqrt(sum)+1e-7))
+	}
+}
+
+func (k *fakeKernels) MuonApply(l *fake.Launch, a optimizer.MuonApply) {
+	_, c, _ := control(l, a.Control)
+	if c.Skipped {
+		return
+	}
+	for _, p := range k.tables[a.Table] {
+		w, r := floatsAt(l, p.Param, p.Size), floatsAt(l, p.Result, p.Size)
+		lr := c.LR * p.LRScale
+		for i, v := range r {
+			w[i] = float32(1-lr*p.Decay)*w[i] - float32(lr*p.ShapeScale)*v
 		}
-		for _, p := range k.tables[t] {
-			g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.First, p.Size),
-				floatsAt(l, p.Direction, p.Size)
-			mu := float32(p.Beta1)
-			var sum float64
-			for i, v := range g {
-				v *= float32(scale(p))
-				m[i] += (1 - mu) * (v - m[i])
-				u[i] = m[i]
-				if nesterov {
-					u[i] = v + mu*(m[i]-v)
+		writeCopy(l, p)
+	}
+}
+
+func (k *fakeKernels) Reduce(l *fake.Launch, a reduce.Reduce) {
+	x, y := floatsAt(l, a.X, a.Outer*a.N*a.Inner), floatsAt(l, a.Y, a.Outer*a.Inner)
+	for o := range a.Outer {
+		for i := range a.Inner {
+			r := x[o*a.N*a.Inner+i]
+			for j := 1; j < a.N; j++ {
+				v := x[(o*a.N+j)*a.Inner+i]
+				if a.Op == reduce.Max {
+					r = max(r, v)
+				} else {
+					r += v
 				}
-				sum += float64(u[i]) * float64(u[i])
 			}
-			array.ScaleBy(u, 1/(math.Sqrt(sum)+1e-7))
-		}
-	})
-}
-
-func (k *fakeKernels) MuonApply(s gpu.Stream, at gpu.Ptr, t *optimizer.Table) error {
-	return k.launch(s, func(l *fake.Launch) {
-		_, c, _ := control(l, at)
-		if c.Skipped {
-			return
-		}
-		for _, p := range k.tables[t] {
-			w, r := floatsAt(l, p.Param, p.Size), floatsAt(l, p.Result, p.Size)
-			lr := c.LR * p.LRScale
-			for i, v := range r {
-				w[i] = float32(1-lr*p.Decay)*w[i] - float32(lr*p.ShapeScale)*v
+			if a.Scale != 0 {
+				r *= float32(a.Scale)
 			}
-			writeCopy(l, p)
+			y[o*a.Inner+i] = r
 		}
-	})
+	}
 }
 
-func (k *fakeKernels) ReduceWorkspace(reduce.Reduce) int { return 4 }
-
-func (k *fakeKernels) Reduce(s gpu.Stream, a reduce.Reduce) error {
-	return k.launch(s, func(l *fake.Launch) {
-		x, y := floatsAt(l, a.X, a.Outer*a.N*a.Inner), floatsAt(l, a.Y, a.Outer*a.Inner)
-		for o := range a.Outer {
-			for i := range a.Inner {
-				r := x[o*a.N*a.Inner+i]
-				for j := 1; j < a.N; j++ {
-					v := x[(o*a.N+j)*a.Inner+i]
-					if a.Op == reduce.Max {
-						r = max(r, v)
-					} else {
-						r += v
-					}
-				}
-				if a.Scale != 0 {
-					r *= float32(a.Scale)
-				}
-				y[o*a.Inner+i] = r
-			}
-		}
-	})
+func (k *fakeKernels) Attention(l *fake.Launch, p attention.Forward) {
+	a := p.Geometry
+	out := denseRows(l, a, a.Heads, p.Y)
+	cpuattention.Forward(out, floatsAt(l, p.LSE, a.Batch*a.Heads*a.Seq),
+		denseRows(l, a, a.Heads, p.Q), denseRows(l, a, a.KVHeads, p.K),
+		denseRows(l, a, a.KVHeads, p.V), cpuShape(l, a))
+	spreadRows(l, a, a.Heads, p.Y, out)
 }
 
-func (k *fakeKernels) Attention(s gpu.Stream, a attention.Geometry, y kernel.Rows, lse gpu.Ptr, q,
-	key, v kernel.Rows, _ gpu.DType) error {
-	return k.launch(s, func(l *fake.Launch) {
-		out := denseRows(l, a, a.Heads, y)
-		cpuattention.Forward(out, fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq),
-			denseRows(l, a, a.Heads, q), denseRows(l, a, a.KVHeads, key),
-			denseRows(l, a, a.KVHeads, v), cpuShape(l, a))
-		spreadRows(l, a, a.Heads, y, out)
-	})
+func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
+	a := p.Geometry
+	rows := func(heads int, r kernel.Rows) []float32 { return denseRows(l, a, heads, r) }
+	dq, dk, dv := rows(a.Heads, p.DQ), rows(a.KVHeads, p.DK), rows(a.KVHeads, p.DV)
+	cpuattention.Backward(dq, dk, dv, rows(a.Heads, p.G), rows(a.Heads, p.Q),
+		rows(a.KVHeads, p.K), rows(a.KVHeads, p.V), rows(a.Heads, p.Y),
+		floatsAt(l, p.LSE, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
+	if a.Cos != 0 {
+		cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
+		layer.RoPE(dq, dq, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
+		layer.RoPE(dk, dk, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
+	}
+	spreadRows(l, a, a.Heads, p.DQ, dq)
+	spreadRows(l, a, a.KVHeads, p.DK, dk)
+	spreadRows(l, a, a.KVHeads, p.DV, dv)
 }
 
-func (k *fakeKernels) AttentionBackward(s gpu.Stream, a attention.Geometry, dq, dk, dv kernel.Rows,
-	stats gpu.Ptr, g, q, key, v, y kernel.Rows,
-	lse gpu.Ptr, _ gpu.DType) error {
-	return k.launch(s, func(l *fake.Launch) {
-		rows := func(heads int, r kernel.Rows) []float32 { return denseRows(l, a, heads, r) }
-		outQ, outK, outV := rows(a.Heads, dq), rows(a.KVHeads, dk), rows(a.KVHeads, dv)
-		cpuattention.Backward(outQ, outK, outV, rows(a.Heads, g), rows(a.Heads, q),
-			rows(a.KVHeads, key), rows(a.KVHeads, v), rows(a.Heads, y),
-			fake.Slice[float32](l, lse, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
-		if a.Cos != 0 {
-			cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
-			layer.RoPE(outQ, outQ, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
-			layer.RoPE(outK, outK, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
+func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {
+	p, qd, kd := int(fake.Slice[int64](l, a.Position, 1)[0]), a.Heads*a.HeadDim,
+		a.KVHeads*a.HeadDim
+	keys, values := floatsAt(l, a.Keys, a.Capacity*kd), floatsAt(l, a.Values, a.Capacity*kd)
+	fake.Slice[byte](l, a.Parts, a.PartsBytes(gpu.DeviceInfo{SMs: 1}))
+	for _, n := range fake.Slice[uint32](l, a.Arrived, a.Counters()) {
+		if n != 0 {
+			panic("counters are not zero")
 		}
-		spreadRows(l, a, a.Heads, dq, outQ)
-		spreadRows(l, a, a.KVHeads, dk, outK)
-		spreadRows(l, a, a.KVHeads, dv, outV)
-	})
+	}
+	q, key := slices.Clone(floatsAt(l, a.Q, qd)), keys[p*kd:][:kd]
+	copy(key, floatsAt(l, a.K, kd))
+	copy(values[p*kd:], floatsAt(l, a.V, kd))
+	if a.Cos != 0 {
+		half := a.HeadDim / 2
+		cos, sin := floatsAt(l, a.Cos, a.Capacity*half)[p*half:][:half],
+			floatsAt(l, a.Sin, a.Capacity*half)[p*half:][:half]
+		layer.RoPE(q, q, cos, sin, 1, a.Heads, a.HeadDim, false)
+		layer.RoPE(key, key, cos, sin, 1, a.KVHeads, a.HeadDim, false)
+	}
+	cpuattention.At(floatsAt(l, a.Y, qd), q, keys, values, p, cpuattention.Shape{Heads: a.Heads,
+		KVHeads: a.KVHeads, HeadDim: a.HeadDim, Scale: a.Scale, Window: a.Window})
 }
 
-func (k *fakeKernels) DecodeAttention(s gpu.Stream, a decode.Attention) error {
-	return k.launch(s, func(l *fake.Launch) {
-		p, qd, kd := int(fake.Slice[int64](l, a.Position, 1)[0]), a.Heads*a.HeadDim,
-			a.KVHeads*a.HeadDim
-		keys, values := floatsAt(l, a.Keys, a.Capacity*kd), floatsAt(l, a.Values, a.Capacity*kd)
-		fake.Slice[byte](l, a.Parts, a.PartsBytes(gpu.DeviceInfo{SMs: 1}))
-		for _, n := range fake.Slice[uint32](l, a.Arrived, a.Counters()) {
-			if n != 0 {
-				panic("counters are not zero")
-			}
+func (k *fakeKernels) DecodeProduct(l *fake.Launch, a decode.Product) {
+	y := rowProduct(l, a.X, a.W, a.Columns, a.D)
+	if a.C != 0 {
+		for i, c := range floatsAt(l, a.C, a.Columns) {
+			y[i] += c
 		}
-		q, key := slices.Clone(floatsAt(l, a.Q, qd)), keys[p*kd:][:kd]
-		copy(key, floatsAt(l, a.K, kd))
-		copy(values[p*kd:], floatsAt(l, a.V, kd))
-		if a.Cos != 0 {
-			half := a.HeadDim / 2
-			cos, sin := floatsAt(l, a.Cos, a.Capacity*half)[p*half:][:half],
-				floatsAt(l, a.Sin, a.Capacity*half)[p*half:][:half]
-			layer.RoPE(q, q, cos, sin, 1, a.Heads, a.HeadDim, false)
-			layer.RoPE(key, key, cos, sin, 1, a.KVHeads, a.HeadDim, false)
-		}
-		cpuattention.At(floatsAt(l, a.Y, qd), q, keys, values, p, cpuattention.Shape{Heads: a.Heads,
-			KVHeads: a.KVHeads, HeadDim: a.HeadDim, Scale: a.Scale, Window: a.Window})
-	})
+	}
+	copy(floatsAt(l, a.Y, a.Columns), y)
 }
 
-func (k *fakeKernels) DecodeProduct(s gpu.Stream, a decode.Product) error {
-	return k.launch(s, func(l *fake.Launch) {
-		y := rowProduct(l, a.X, a.W, a.Columns, a.D)
-		if a.C != 0 {
-			for i, c := range floatsAt(l, a.C, a.Columns) {
-				y[i] += c
-			}
-		}
-		copy(floatsAt(l, a.Y, a.Columns), y)
-	})
-}
-
-func (k *fakeKernels) DecodeGated(s gpu.Stream, a decode.Gated) error {
-	return k.launch(s, func(l *fake.Launch) {
-		y, h := rowProduct(l, a.X, a.W, 2*a.F, a.D), floatsAt(l, a.H, a.F)
-		if a.GELU {
-			layer.GELUMul(h, y[:a.F], y[a.F:])
-		} else {
-			layer.SiLUMul(h, y[:a.F], y[a.F:])
-		}
-	})
+func (k *fakeKernels) DecodeGated(l *fake.Launch, a decode.Gated) {
+	y, h := rowProduct(l, a.X, a.W, 2*a.F, a.D), floatsAt(l, a.H, a.F)
+	if a.GELU {
+		layer.GELUMul(h, y[:a.F], y[a.F:])
+	} else {
+		layer.SiLUMul(h, y[:a.F], y[a.F:])
+	}
 }
 
 // rowProduct is x·wᵀ of one row.
@@ -1019,73 +882,61 @@ func cpuShape(l *fake.Launch, a attention.Geometry) cpuattention.Shape {
 }
 
 // AttentionDocuments leaves the ends out, which are the kernels' alone.
-func (k *fakeKernels) AttentionDocuments(s gpu.Stream, a attention.Documents) error {
-	return k.launch(s, func(l *fake.Launch) {
-		to := fake.Slice[int32](l, a.Table, attention.DocumentsBytes(a.Batch, a.Seq)/4)
-		for i := range a.Batch * a.Seq {
-			start := int64(0)
-			if a.Starts.Ptr != 0 {
-				start = fake.Slice[int64](l, a.Starts.Ptr, a.Batch*a.Seq)[i]
-			}
-			if a.Window > 0 {
-				start = max(start, int64(i%a.Seq-a.Window+1))
-			}
-			to[i] = int32(start)
+func (k *fakeKernels) AttentionDocuments(l *fake.Launch, a attention.Documents) {
+	to := fake.Slice[int32](l, a.Table, attention.DocumentsBytes(a.Batch, a.Seq)/4)
+	for i := range a.Batch * a.Seq {
+		start := int64(0)
+		if a.Starts.Ptr != 0 {
+			start = fake.Slice[int64](l, a.Starts.Ptr, a.Batch*a.Seq)[i]
 		}
-	})
+		if a.Window > 0 {
+			start = max(start, int64(i%a.Seq-a.Window+1))
+		}
+		to[i] = int32(start)
+	}
 }
 
-func (k *fakeKernels) Normalize(s gpu.Stream, a normalize.Forward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
-		x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
-		r := float32(1 / (math.Sqrt(array.SumSquares(x)) + 1e-7))
-		for i, v := range x {
-			y[i] = v * r
-		}
-	})
+func (k *fakeKernels) Normalize(l *fake.Launch, a normalize.Forward) {
+	floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
+	x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
+	r := float32(1 / (math.Sqrt(array.SumSquares(x)) + 1e-7))
+	for i, v := range x {
+		y[i] = v * r
+	}
 }
 
-func (k *fakeKernels) TakesSymmetric(a gemm.SymmetricShape, _ gpu.DType) bool {
-	return a.N%8 == 0 && a.Depth%8 == 0
+func (k *fakeKernels) Symmetric(l *fake.Launch, a gemm.Symmetric) {
+	n, part, stride := a.N, a.N*a.Depth, a.Depth
+	if a.Tall {
+		stride = n
+	}
+	for b := range a.Batch {
+		left, right := floatsAt(l, a.Left.Offset(4*b*part), part),
+			floatsAt(l, a.Right.Offset(4*b*part), part)
+		d := floatsAt(l, a.D.Offset(4*b*n*n), n*n)
+		clear(d)
+		if a.C != 0 {
+			copy(d, floatsAt(l, a.C.Offset(4*b*n*n), n*n))
+		}
+		cpugemm.Mul(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride,
+			right, stride, a.Beta, d, n)
+		for i := range n {
+			d[i*n+i] += a.Delta
+		}
+	}
 }
 
-func (k *fakeKernels) Symmetric(s gpu.Stream, a gemm.Symmetric) error {
-	return k.launch(s, func(l *fake.Launch) {
-		n, part, stride := a.N, a.N*a.Depth, a.Depth
-		if a.Tall {
-			stride = n
-		}
-		for b := range a.Batch {
-			left, right := floatsAt(l, a.Left.Offset(4*b*part), part),
-				floatsAt(l, a.Right.Offset(4*b*part), part)
-			d := floatsAt(l, a.D.Offset(4*b*n*n), n*n)
-			clear(d)
-			if a.C != 0 {
-				copy(d, floatsAt(l, a.C.Offset(4*b*n*n), n*n))
-			}
-			cpugemm.Mul(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride,
-				right, stride, a.Beta, d, n)
-			for i := range n {
-				d[i*n+i] += a.Delta
-			}
-		}
-	})
-}
-
-func (k *fakeKernels) NormalizeBackward(s gpu.Stream, a normalize.Backward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
-		x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
-		norm, dot := math.Sqrt(array.SumSquares(x)), 0.0
-		for i, v := range x {
-			dot += float64(v) * float64(g[i])
-		}
-		r := norm + 1e-7
-		for i, v := range x {
-			dx[i] = float32(float64(g[i])/r - float64(v)*dot/(r*r*norm))
-		}
-	})
+func (k *fakeKernels) NormalizeBackward(l *fake.Launch, a normalize.Backward) {
+	floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
+	x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
+	norm, dot := math.Sqrt(array.SumSquares(x)), 0.0
+	for i, v := range x {
+		dot += float64(v) * float64(g[i])
+	}
+	r := norm + 1e-7
+	for i, v := range x {
+		dx[i] = float32(float64(g[i])/r - float64(v)*dot/(r*r*norm))
+	}
 }
 
 // float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do
@@ -1124,19 +975,13 @@ func float8At(l *fake.Launch, y, scale gpu.Ptr, x [][]float32) {
 	}
 }
 
-func (k *fakeKernels) Quantize(s gpu.Stream, a quantize.Rows) error {
-	return k.launch(s, func(l *fake.Launch) {
-		float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride))
-	})
+func (k *fakeKernels) Quantize(l *fake.Launch, a quantize.Rows) {
+	float8At(l, a.Y, a.Scale, rowsAt(l, a.X, a.Rows, a.D, a.XStride))
 }
 
-func (k *fakeKernels) QuantizeColumnsWorkspace(rows, d int) int { return 4 * d }
-
-func (k *fakeKernels) QuantizeColumns(s gpu.Stream, a quantize.Columns) error {
-	return k.launch(s, func(l *fake.Launch) {
-		copy(floatsAt(l, a.Workspace, a.D), make([]float32, a.D))
-		float8At(l, a.Y, a.Scale, columnsAt(l, a.X, a.Rows, a.D))
-	})
+func (k *fakeKernels) QuantizeColumns(l *fake.Launch, a quantize.Columns) {
+	copy(floatsAt(l, a.Workspace, a.D), make([]float32, a.D))
+	float8At(l, a.Y, a.Scale, columnsAt(l, a.X, a.Rows, a.D))
 }
 
 func (k *fakeKernels) NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error) {
@@ -1152,13 +997,11 @@ func (k *fakeKernels) NewQuantizeTable(weights []quantize.Weight) (*quantize.Tab
 	return t, err
 }
 
-func (k *fakeKernels) QuantizeWeights(s gpu.Stream, t *quantize.Table) error {
-	return k.launch(s, func(l *fake.Launch) {
-		for _, w := range k.weights[t] {
-			float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))
-			float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, w.Rows, w.D))
-		}
-	})
+func (k *fakeKernels) QuantizeWeights(l *fake.Launch, a quantize.Weights) {
+	for _, w := range k.weights[a.Table] {
+		float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))
+		float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, w.Rows, w.D))
+	}
 }
 
 // columnsAt returns the columns of a matrix.
@@ -1192,78 +1035,60 @@ func operandAt(l *fake.Launch, p, scale gpu.Ptr, rows, d int) []float32 {
 
 // The products of this module's own of fakeKernels.
 
-func (k *fakeKernels) SiLUProductWays(int, int, int, gpu.DType) []kernel.Way {
-	return []kernel.Way{{Family: "fused"}}
+func (k *fakeKernels) SiLUProduct(l *fake.Launch, a gemm.SiLUProduct) {
+	ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
+	cpugemm.Mul(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D,
+		floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
+	for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
+		layer.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
+	}
 }
 
-func (k *fakeKernels) SiLUProduct(s gpu.Stream, a gemm.SiLUProduct) error {
-	return k.launch(s, func(l *fake.Launch) {
-		ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
-		cpugemm.Mul(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D,
-			floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
-		for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
-			layer.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
-		}
-	})
+func (k *fakeKernels) SiLUProductBackward(l *fake.Launch, a gemm.SiLUProductBackward) {
+	dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F),
+		floatsAt(l, a.DAB, 2*a.Rows*a.F)
+	cpugemm.Mul(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D,
+		floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
+	h := make([]float32, a.Rows*a.F)
+	if a.H != 0 {
+		h = floatsAt(l, a.H, len(h))
+	}
+	for i := range a.Rows {
+		left, right := 2*i*a.F, (2*i+1)*a.F
+		layer.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F],
+			dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
+	}
 }
 
-func (k *fakeKernels) SiLUProductBackward(s gpu.Stream, a gemm.SiLUProductBackward) error {
-	return k.launch(s, func(l *fake.Launch) {
-		dh, ab, dab := make([]float32, a.Rows*a.F), floatsAt(l, a.AB, 2*a.Rows*a.F),
-			floatsAt(l, a.DAB, 2*a.Rows*a.F)
-		cpugemm.Mul(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D,
-			floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
-		h := make([]float32, a.Rows*a.F)
-		if a.H != 0 {
-			h = floatsAt(l, a.H, len(h))
-		}
-		for i := range a.Rows {
-			left, right := 2*i*a.F, (2*i+1)*a.F
-			layer.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F],
-				dh[i*a.F:][:a.F], ab[left:][:a.F], ab[right:][:a.F])
-		}
-	})
+func (k *fakeKernels) RoPEProduct(l *fake.Launch, a gemm.RoPEProduct) {
+	h := a.HeadDim / 2
+	y, table := floatsAt(l, a.Y, a.Rows*a.Columns),
+		floatsAt(l, a.Angles, gemm.RoPEAnglesLen(a.Seq, h))
+	cos, sin := make([]float32, a.Seq*h), make([]float32, a.Seq*h)
+	for i := range cos {
+		at := gemm.RoPEAngleAt(i/h, i%h, h)
+		cos[i], sin[i] = table[at], table[at+2]
+	}
+	cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
+		operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+		operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
+	for i := range a.Rows {
+		turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
+		layer.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
+	}
 }
 
-func (k *fakeKernels) RoPEProductWays(gemm.RoPEProductShape, gpu.DType) []kernel.Way {
-	return []kernel.Way{{Family: "fused"}}
-}
-
-func (k *fakeKernels) RoPEProduct(s gpu.Stream, a gemm.RoPEProduct) error {
-	return k.launch(s, func(l *fake.Launch) {
-		h := a.HeadDim / 2
-		y, table := floatsAt(l, a.Y, a.Rows*a.Columns),
-			floatsAt(l, a.Angles, gemm.RoPEAnglesLen(a.Seq, h))
-		cos, sin := make([]float32, a.Seq*h), make([]float32, a.Seq*h)
-		for i := range cos {
-			at := gemm.RoPEAngleAt(i/h, i%h, h)
-			cos[i], sin[i] = table[at], table[at+2]
-		}
-		cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
-			operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
-			operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
-		for i := range a.Rows {
-			turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
-			layer.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
-		}
-	})
-}
-
-func (k *fakeKernels) ProductWays(gemm.ProductShape, gpu.DType) []kernel.Way { return nil }
-
-func (k *fakeKernels) Product(s gpu.Stream, a gemm.Product) error {
-	return k.launch(s, func(l *fake.Launch) {
-		y, c := floatsAt(l, a.Y, a.Rows*a.Columns), make([]float32, a.Rows*a.Columns)
-		if a.C != 0 {
-			copy(c, floatsAt(l, a.C, len(c)))
-		}
-		cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
-			operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
-			operandAt(l, a.W, a.ScaleW, a.Columns, a.D), a.D, 0, y, a.Columns)
-		for i, v := range c {
-			y[i] += v
-		}
-	})
+func (k *fakeKernels) Product(l *fake.Launch, a gemm.Product) {
+	y, c := floatsAt(l, a.Y, a.Rows*a.Columns), make([]float32, a.Rows*a.Columns)
+	if a.C != 0 {
+		copy(c, floatsAt(l, a.C, len(c)))
+	}
+	cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
+		operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
+		operandAt(l, a.W, a.ScaleW, a.Columns, a.D), a.D, 0, y, a.Columns)
+	for i, v := range c {
+		y[i] += v
+	}
 }
 
 // withKernels has a machine's kernels be what wrap makes of them.

@@ -34,51 +34,34 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// What fake passes leave is the results themselves, in their workspace.
-func (k *fakeKernels) KasminaForwardWorkspace(l kasmina.Layer) int {
-	return 4 * kasmina.ForwardFigures * l.State.Seeds
+func (k *fakeKernels) MergeKasminaRecords(l *fake.Launch, a kasmina.MergeRecords) {
+	for _, r := range a.All {
+		n := kasmina.ForwardFigures * r.Seeds
+		copy(floatsAt(l, r.Figures, n), floatsAt(l, r.Records, n))
+	}
 }
 
-func (k *fakeKernels) KasminaBackwardWorkspace(l kasmina.Layer, _ bool) int {
-	return 4 * (kasmina.BackwardFigures*l.State.Seeds + l.State.Slots*(l.Chunk+1))
-}
-
-func (k *fakeKernels) MergeKasminaRecords(s gpu.Stream, left []kasmina.Records) error {
-	return k.launch(s, func(l *fake.Launch) {
-		for _, r := range left {
-			n := kasmina.ForwardFigures * r.Seeds
-			copy(floatsAt(l, r.Figures, n), floatsAt(l, r.Records, n))
+func (k *fakeKernels) AddKasminaParts(l *fake.Launch, a kasmina.SumParts) {
+	for _, p := range a.All {
+		if p.Units == 0 {
+			continue
 		}
-	})
-}
-
-func (k *fakeKernels) AddKasminaParts(s gpu.Stream, left []kasmina.Parts) error {
-	return k.launch(s, func(l *fake.Launch) {
-		for _, p := range left {
-			if p.Units == 0 {
-				continue
-			}
-			n, slots := kasmina.BackwardFigures*p.Layer.State.Seeds, p.Layer.State.Slots
-			sums := floatsAt(l, p.Total, slots*(p.Layer.Chunk+1))
-			copy(floatsAt(l, p.DWeights, slots*p.Layer.Chunk), sums)
-			copy(floatsAt(l, p.DScales, slots), sums[slots*p.Layer.Chunk:])
-			if p.Figures != 0 {
-				copy(floatsAt(l, p.Figures, n), floatsAt(l, p.Records, n))
-			}
+		n, slots := kasmina.BackwardFigures*p.Layer.State.Seeds, p.Layer.State.Slots
+		sums := floatsAt(l, p.Total, slots*(p.Layer.Chunk+1))
+		copy(floatsAt(l, p.DWeights, slots*p.Layer.Chunk), sums)
+		copy(floatsAt(l, p.DScales, slots), sums[slots*p.Layer.Chunk:])
+		if p.Figures != 0 {
+			copy(floatsAt(l, p.Figures, n), floatsAt(l, p.Records, n))
 		}
-	})
-}
-
-func (k *fakeKernels) KasminaWideWorkspace(kasmina.Layer, kasmina.Wide, bool) int {
-	return 4
+	}
 }
 
 // kasminaPlan reads the state of a layer from the device.
-func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide,
+func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide kasmina.Wide,
 	r seed.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
 	n, width := k.State.Seeds, k.Chunk
 	words := slices.Clone(fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4))
-	if wide != nil {
+	if wide.Width > 0 {
 		width = wide.Width
 		list := fake.Slice[uint32](l, wide.Mixing.Ptr, wide.Mixing.Bytes()/4)
 		for i := range list[0] {
@@ -112,15 +95,8 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide *kasmina.Wide,
 		floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
 
-func (k *fakeKernels) KasminaForward(s gpu.Stream, f kasmina.Forward) error {
-	return k.kasminaForward(s, f, nil)
-}
-
-func (k *fakeKernels) KasminaWideForward(s gpu.Stream, f kasmina.Forward, w kasmina.Wide) error {
-	return k.kasminaForward(s, f, &w)
-}
-
-func (k *fakeKernels) kasminaForward(s gpu.Stream, f kasmina.Forward, wide *kasmina.Wide) error {
+// forwardLeft has what a pass measures left where a later launch finds it.
+func forwardLeft(f kasmina.Forward) kasmina.Forward {
 	if f.Records != nil {
 		*f.Records = kasmina.Records{}
 		if f.Telemetry && f.Reduction == seed.Exact {
@@ -129,47 +105,42 @@ func (k *fakeKernels) kasminaForward(s gpu.Stream, f kasmina.Forward, wide *kasm
 			f.Figures = f.Workspace
 		}
 	}
-	return k.launch(s, func(l *fake.Launch) {
-		p, in := kasminaPlan(l, f.Layer, wide, f.Reduction)
-		p.Limit = nil
-		p.Forward(floatsAt(l, f.Y, len(in[0])), in[0], in[1], in[2])
-		n := p.Seeds
-		bad := fake.Slice[uint32](l, f.Bad, n)
-		for i := range p.Figures {
-			bad[i] += uint32(p.Figures[i].Bad)
-		}
-		if !f.Telemetry {
-			return
-		}
-		out := floatsAt(l, f.Figures, kasmina.ForwardFigures*n)
-		for i := range p.Figures {
-			m := p.Figures[i].Moments
-			h := p.Figures[i].Health(p.Reduce, p.Eps)
-			for j, v := range append(h[:], m.Mean, m.Variance()) {
-				out[j*n+i] = float32(v)
-			}
-		}
-		if f.Histogram != 0 {
-			bins := fake.Slice[uint32](l, f.Histogram, kasmina.Bins*n)
-			for i, h := range p.Exponents(in[0]) {
-				copy(bins[i*kasmina.Bins:], h[:])
-			}
-		}
-	})
+	return f
 }
 
-func (k *fakeKernels) KasminaBackward(s gpu.Stream, b kasmina.Backward) error {
-	return k.kasminaBackward(s, b, nil)
+func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.WideForward) {
+	p, in := kasminaPlan(l, f.Layer, f.Wide, f.Reduction)
+	p.Limit = nil
+	p.Forward(floatsAt(l, f.Y, len(in[0])), in[0], in[1], in[2])
+	n := p.Seeds
+	bad := fake.Slice[uint32](l, f.Bad, n)
+	for i := range p.Figures {
+		bad[i] += uint32(p.Figures[i].Bad)
+	}
+	if !f.Telemetry {
+		return
+	}
+	out := floatsAt(l, f.Figures, kasmina.ForwardFigures*n)
+	for i := range p.Figures {
+		m := p.Figures[i].Moments
+		h := p.Figures[i].Health(p.Reduce, p.Eps)
+		for j, v := range append(h[:], m.Mean, m.Variance()) {
+			out[j*n+i] = float32(v)
+		}
+	}
+	if f.Histogram != 0 {
+		bins := fake.Slice[uint32](l, f.Histogram, kasmina.Bins*n)
+		for i, h := range p.Exponents(in[0]) {
+			copy(bins[i*kasmina.Bins:], h[:])
+		}
+	}
 }
 
-func (k *fakeKernels) KasminaWideBackward(s gpu.Stream, b kasmina.Backward, w kasmina.Wide) error {
-	return k.kasminaBackward(s, b, &w)
-}
-
-func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kasmina.Backward, wide *kasmina.Wide) error {
+// backwardLeft likewise, but for wide slots, whose gradients the pass itself adds up.
+func backwardLeft(b kasmina.Backward, wide bool) kasmina.Backward {
 	if b.Parts != nil {
 		*b.Parts = kasmina.Parts{}
-		if wide == nil && (!b.Telemetry || b.Reduction == seed.Exact) {
+		if !wide && (!b.Telemetry || b.Reduction == seed.Exact) {
 			seeds, slots := b.State.Seeds, b.State.Slots
 			left := kasmina.Parts{Layer: b.Layer, DWeights: b.DWeights,
 				DScales: b.DScales, Units: seeds,
@@ -182,35 +153,37 @@ func (k *fakeKernels) kasminaBackward(s gpu.Stream, b kasmina.Backward, wide *ka
 			*b.Parts = left
 		}
 	}
-	return k.launch(s, func(l *fake.Launch) {
-		p, in := kasminaPlan(l, b.Layer, wide, b.Reduction)
-		if !b.Clip {
-			p.Limit = nil
+	return b
+}
+
+func (k *fakeKernels) KasminaBackward(l *fake.Launch, b kasmina.WideBackward) {
+	p, in := kasminaPlan(l, b.Layer, b.Wide, b.Reduction)
+	if !b.Clip {
+		p.Limit = nil
+	}
+	g := floatsAt(l, b.G, len(in[0]))
+	if b.DX == b.G {
+		g = slices.Clone(g)
+	}
+	p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])),
+		floatsAt(l, b.DScales, len(in[2])), g, in[0], in[1], in[2])
+	n := p.Seeds
+	bad, clipped := fake.Slice[uint32](l, b.Bad, n), fake.Slice[uint32](l, b.Clipped, n)
+	for i := range p.Figures {
+		bad[i] += uint32(p.Figures[i].Bad)
+		clipped[i] += uint32(p.Figures[i].Clipped)
+	}
+	if !b.Telemetry {
+		return
+	}
+	out := floatsAt(l, b.Figures, kasmina.BackwardFigures*n)
+	for i := range p.Figures {
+		m := p.Figures[i].Norms
+		g := p.Figures[i].Gradient(p.Reduce)
+		for j, v := range append(g[:], m.Mean, m.Variance(), m.N) {
+			out[j*n+i] = float32(v)
 		}
-		g := floatsAt(l, b.G, len(in[0]))
-		if b.DX == b.G {
-			g = slices.Clone(g)
-		}
-		p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])),
-			floatsAt(l, b.DScales, len(in[2])), g, in[0], in[1], in[2])
-		n := p.Seeds
-		bad, clipped := fake.Slice[uint32](l, b.Bad, n), fake.Slice[uint32](l, b.Clipped, n)
-		for i := range p.Figures {
-			bad[i] += uint32(p.Figures[i].Bad)
-			clipped[i] += uint32(p.Figures[i].Clipped)
-		}
-		if !b.Telemetry {
-			return
-		}
-		out := floatsAt(l, b.Figures, kasmina.BackwardFigures*n)
-		for i := range p.Figures {
-			m := p.Figures[i].Norms
-			g := p.Figures[i].Gradient(p.Reduce)
-			for j, v := range append(g[:], m.Mean, m.Variance(), m.N) {
-				out[j*n+i] = float32(v)
-			}
-		}
-	})
+	}
 }
 
 // kasminaGraph is the cross-entropy of a Kasmina layer y of x, whose lattice has seeds in many
@@ -247,8 +220,7 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 	k.x = randomNode(k.g, r, 1, "x", k.rows, k.dim)
 	k.weights = randomNode(k.g, r, 1, "weights", kasminaTestSlots, width)
 	k.scales = randomNode(k.g, r, 1, "scales", kasminaTestSlots)
-	target := gorgonia.NodeFromAny(k.g, tensor.New(tensor.WithBacking([]int{1, 7, 22, 0, 9, 5})),
-		gorgonia.WithName("targets"))
+	target := intNode(k.g, "targets", []int{1, 7, 22, 0, 9, 5})
 	must := gorgonia.Must
 	var err error
 	if k.lattice, err = state.NewLattice(k.seeds, k.dim,
@@ -910,8 +882,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 		}
 		k.params, k.lattices = append(k.params, w, a), append(k.lattices, l)
 	}
-	target := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{3, 1, 4, 1, 5, 9})),
-		gorgonia.WithName("target"))
+	target := intNode(g, "target", []int{3, 1, 4, 1, 5, 9})
 	var err error
 	if k.loss, err = op.CrossEntropy(y, target); err == nil {
 		_, err = gorgonia.Grad(k.loss, k.params...)

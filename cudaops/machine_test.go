@@ -148,6 +148,13 @@ func randomNode(g *gorgonia.ExprGraph, r *rand.Rand, deviation float64, name str
 		gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
 }
 
+// intNode is an input of ids.
+func intNode(g *gorgonia.ExprGraph, name string, ids []int) *gorgonia.Node {
+	return gorgonia.NewVector(g, tensor.Int, gorgonia.WithName(name),
+		gorgonia.WithShape(len(ids)),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(len(ids)), tensor.WithBacking(ids))))
+}
+
 // places are where tests run: on the fake driver, and on a GPU that stores activations in a type.
 var places = map[string][]MachineOption{"fake": nil, "scaled": {scaledGradients}, "float32": nil,
 	"float16": {WithPrecision(Float16)}, "bfloat16": {WithPrecision(BFloat16)}}
@@ -816,8 +823,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 		for j := range values {
 			values[j] = r.IntN(vocab)
 		}
-		ids[i] = gorgonia.NewVector(b.g, tensor.Int, gorgonia.WithShape(d), gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(d), tensor.WithBacking(values))))
+		ids[i] = intNode(b.g, name, values)
 	}
 	table, x := input("table", vocab, d), input("x", d, d)
 	b.norm, b.bias = input("norm", d), input("bias", d)

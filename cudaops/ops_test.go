@@ -143,9 +143,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 		for i := range x[1:] {
 			x[i+1] = (x[i] + 1 + r.IntN(fuseVocab-1)) % fuseVocab
 		}
-		return gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName(name),
-			gorgonia.WithShape(fuseRows),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(fuseRows), tensor.WithBacking(x))))
+		return intNode(g, name, x)
 	}
 	must := gorgonia.Must
 	named := map[string]*gorgonia.Node{}
@@ -183,9 +181,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 		return op.Attention(named["q"], named["k"], named["v"], c)
 	}
 	if f.starts != nil {
-		starts := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithName("starts"),
-			gorgonia.WithShape(fuseRows),
-			gorgonia.WithValue(tensor.New(tensor.WithBacking(f.starts))))
+		starts := intNode(g, "starts", f.starts)
 		attend = func() (*gorgonia.Node, error) {
 			return op.DocumentAttention(named["q"], named["k"], named["v"], starts, c)
 		}

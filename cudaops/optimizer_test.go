@@ -585,8 +585,7 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 		}
 		y = gorgonia.Must(op.RMSNorm(y, weights[len(weights)-1], 1e-5))
 	}
-	target := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(make([]int, rows))),
-		gorgonia.WithName("target"))
+	target := intNode(g, "target", make([]int, rows))
 	loss = gorgonia.Must(op.CrossEntropy(y, target))
 	require.NoError(t, errOf(gorgonia.Grad(loss, weights...)))
 	return loss, weights
@@ -705,16 +704,16 @@ type summing struct {
 func (k *summing) Launch(s gpu.Stream, params any) error {
 	switch p := params.(type) {
 	case kasmina.MergeRecords:
-		k.figures[len(p.All)-count(values(p.All), kasmina.Records{})]++
+		k.figures[len(p.All)-count(p.All, kasmina.Records{})]++
 	case kasmina.SumParts:
-		k.gradients[len(p.All)-count(values(p.All), kasmina.Parts{})]++
+		k.gradients[len(p.All)-count(p.All, kasmina.Parts{})]++
 	}
 	return k.Launcher.Launch(s, params)
 }
 
-func count[E comparable](all []E, e E) (n int) {
+func count[E comparable](all []*E, e E) (n int) {
 	for _, a := range all {
-		if a == e {
+		if *a == e {
 			n++
 		}
 	}

@@ -955,8 +955,7 @@ func TestScaledOutputLayer(t *testing.T) {
 		g := gorgonia.NewGraph()
 		r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 		x, w := randomNode(g, r, 1, "x", 3, 4), randomNode(g, r, 1, "w", 5, 4)
-		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 4, 2})),
-			gorgonia.WithName("targets"))
+		targets := intNode(g, "targets", []int{0, 4, 2})
 		loss, err := head(x, w, targets)
 		require.NoError(t, err)
 		cost := gorgonia.Must(gorgonia.Add(gorgonia.Must(gorgonia.Mul(loss,
@@ -1001,8 +1000,7 @@ func TestOverflowInKasmina(t *testing.T) {
 		x, weights := input("x", 1, 2, 3, 4), input("weights", 0, 0, 0, 0)
 		scales := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]float32{1, 1})),
 			gorgonia.WithName("scales"))
-		targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]int{0, 1})),
-			gorgonia.WithName("targets"))
+		targets := intNode(g, "targets", []int{0, 1})
 		y, err := op.Kasmina(x, weights, scales, lattice, op.StopOnNonFinite())
 		require.NoError(t, err)
 		loss := gorgonia.Must(gorgonia.Mul(gorgonia.Must(op.CrossEntropy(y, targets)),

@@ -843,43 +843,35 @@ func (k *fakeKernels) LinearCrossEntropyWays(gemm.LinearCrossEntropyShape, gpu.D
 	return []kernel.Way{{Family: "fused"}}
 }
 
-func (k *fakeKernels) LinearCrossEntropyWorkspace(a gemm.LinearCrossEntropyShape) int {
-	return 4 * a.Rows
+func (k *fakeKernels) LinearCrossEntropy(l *fake.Launch, a gemm.LinearCrossEntropy) {
+	fake.Slice[byte](l, a.Workspace, 4*a.Rows)
+	x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l,
+		crossentropy.Forward{Grad: a.Grad})
+	terms, scaled := floatsAt(l, a.Terms, a.Rows*a.V), floatsAt(l, a.Scaled, a.Rows*a.D)
+	losses, factors := floatsAt(l, a.Losses, a.Rows), floatsAt(l, a.Factors, a.Rows)
+	cpugemm.Mul(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0,
+		terms, a.V)
+	for r, target := range intsAt(l, a.Targets, a.Rows) {
+		row := terms[r*a.V:][:a.V]
+		losses[r], factors[r] = 0, 0
+		if target < 0 {
+			clear(row)
+		} else {
+			z := vec.ExpSub(row, row, row[target])
+			losses[r], factors[r] = float32(math.Log(float64(z))), scale/z
+			row[target] -= z
+		}
+		for i := range a.D {
+			scaled[r*a.D+i] = factors[r] * x[r*a.D+i]
+		}
+	}
 }
 
-func (k *fakeKernels) LinearCrossEntropy(s gpu.Stream, a gemm.LinearCrossEntropy) error {
-	return k.launch(s, func(l *fake.Launch) {
-		fake.Slice[byte](l, a.Workspace, 4*a.Rows)
-		x, scale := floatsAt(l, a.X, a.Rows*a.D), floatsAt(l, a.Scale, 1)[0]*upstream(l,
-			crossentropy.Forward{Grad: a.Grad})
-		terms, scaled := floatsAt(l, a.Terms, a.Rows*a.V), floatsAt(l, a.Scaled, a.Rows*a.D)
-		losses, factors := floatsAt(l, a.Losses, a.Rows), floatsAt(l, a.Factors, a.Rows)
-		cpugemm.Mul(false, true, a.Rows, a.V, a.D, 1, x, a.D, floatsAt(l, a.W, a.V*a.D), a.D, 0,
-			terms, a.V)
-		for r, target := range intsAt(l, a.Targets, a.Rows) {
-			row := terms[r*a.V:][:a.V]
-			losses[r], factors[r] = 0, 0
-			if target < 0 {
-				clear(row)
-			} else {
-				z := vec.ExpSub(row, row, row[target])
-				losses[r], factors[r] = float32(math.Log(float64(z))), scale/z
-				row[target] -= z
-			}
-			for i := range a.D {
-				scaled[r*a.D+i] = factors[r] * x[r*a.D+i]
-			}
-		}
-	})
-}
-
-func (k *fakeKernels) ScaleRows(s gpu.Stream, x, factors gpu.Ptr, rows, d int) error {
-	return k.launch(s, func(l *fake.Launch) {
-		f := floatsAt(l, factors, rows)
-		for i := range floatsAt(l, x, rows*d) {
-			floatsAt(l, x, rows*d)[i] *= f[i/d]
-		}
-	})
+func (k *fakeKernels) ScaleRows(l *fake.Launch, a gemm.ScaleRows) {
+	f := floatsAt(l, a.Factors, a.Rows)
+	for i := range floatsAt(l, a.X, a.Rows*a.D) {
+		floatsAt(l, a.X, a.Rows*a.D)[i] *= f[i/a.D]
+	}
 }
 
 // outputLayer is a graph of an output layer with its loss: x [rows, d], w [v, d] and targets, of
@@ -897,8 +889,7 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 	}
 	ids[0] = v - 1
 	x, w := randomNode(g, r, 0.1, "x", rows, d), randomNode(g, r, 1, "w", v, d)
-	targets := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking(ids)),
-		gorgonia.WithName("targets"))
+	targets := intNode(g, "targets", ids)
 	loss, err := op.LinearCrossEntropy(x, w, targets)
 	require.NoError(t, err)
 	cost := gorgonia.Must(gorgonia.Mul(loss, gorgonia.NewConstant(float32(0.3))))

@@ -102,9 +102,7 @@ func TestMatmul(t *testing.T) {
 			"overlap": {M: 2, N: 2, K: 2, Batch: 2, StrideA: 4, StrideB: 4, StrideD: 3},
 			"align":   {M: 2, N: 2, K: 2, Align: 3},
 		} {
-			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasInvalidValue) {
-				t.Errorf("%s: %v", name, err)
-			}
+			require.ErrorIs(t, second(blas.Plan(c, 0, 1)), gpu.BlasInvalidValue, name)
 		}
 	})
 }
@@ -141,9 +139,7 @@ func TestMatmulFloat8(t *testing.T) {
 			"not batched": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows,
 				Batch: 2, StrideD: 256},
 		} {
-			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasInvalidValue) {
-				t.Errorf("%s: %v", name, err)
-			}
+			require.ErrorIs(t, second(blas.Plan(c, 0, 1)), gpu.BlasInvalidValue, name)
 		}
 		for name, c := range map[string]gpu.MatmulSpec{
 			"A along M": {M: 16, N: 16, K: 16, TransA: true, TransB: true, A: f8, B: f8,
@@ -156,9 +152,7 @@ func TestMatmulFloat8(t *testing.T) {
 			"8 bytes apart": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16,
 				Scaling: rows, Align: 8},
 		} {
-			if _, err := blas.Plan(c, 0, 1); !errors.Is(err, gpu.BlasNotSupported) {
-				t.Errorf("%s: %v", name, err)
-			}
+			require.ErrorIs(t, second(blas.Plan(c, 0, 1)), gpu.BlasNotSupported, name)
 		}
 	})
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -117,6 +118,36 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 	return a, b
 }
 
+// refuses wants a launch refused after each change.
+func refuses[T interface {
+	Launch(*kernel.Set, gpu.Stream) error
+}](t *testing.T, k *kernel.Set, ok T, changes map[string]func(*T)) {
+	t.Helper()
+	for what, change := range changes {
+		a := ok
+		change(&a)
+		require.Error(t, a.Launch(k, 0), "capability %d, %s", k.Info.Capability(), what)
+	}
+}
+
+// launched is the launches of a trace by kernel. Each must fit a multiprocessor's shared memory,
+// and its grid clusters of so many blocks at least.
+func launched(t *testing.T, c *fake.Context, cluster int) map[string][]gpu.LaunchConfig {
+	t.Helper()
+	names := map[string][]gpu.LaunchConfig{}
+	for _, op := range c.Trace() {
+		if op.Name == "" {
+			continue
+		}
+		names[op.Name] = append(names[op.Name], op.Config)
+		if op.Config.Shared > 227<<10 || op.Config.Cluster.X < cluster ||
+			cluster > 0 && op.Config.Grid.X%op.Config.Cluster.X != 0 {
+			t.Errorf("launched with %v", op.Config)
+		}
+	}
+	return names
+}
+
 func TestSiLUProductRefusals(t *testing.T) {
 	for _, capability := range []int{89, 90} {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
@@ -145,12 +176,7 @@ func TestSiLUProductRefusals(t *testing.T) {
 			(capability == 90) || (ok.Launch(k, 0) == nil) != takes {
 			t.Errorf("capability %d: takes it: %v", capability, takes)
 		}
-		for _, op := range c.Trace() {
-			if op.Name != "" && (op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 ||
-				op.Config.Grid.X%op.Config.Cluster.X != 0) {
-				t.Errorf("launched with %v", op.Config)
-			}
-		}
+		launched(t, c, 2)
 	}
 }
 

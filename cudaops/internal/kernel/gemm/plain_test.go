@@ -12,7 +12,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
-	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 // TestProductRefusals wants arguments that the kernel does not take to be refused, and others to be
@@ -22,7 +21,7 @@ func TestProductRefusals(t *testing.T) {
 		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
 		ok := Product{Y: p, X: p, W: p, C: p, ScaleX: p, ScaleW: p, Type: kerneltest.Bf16,
 			ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400}}
-		for what, change := range map[string]func(a *Product){
+		refuses(t, k, ok, map[string]func(a *Product){
 			"columns":         func(a *Product) { a.Columns = 264 },
 			"d":               func(a *Product) { a.D = 408 },
 			"a small d":       func(a *Product) { a.D = 384 },
@@ -36,29 +35,15 @@ func TestProductRefusals(t *testing.T) {
 			"no factors":      func(a *Product) { a.ScaleX = 0 },
 			"no factors of W": func(a *Product) { a.ScaleW = 0 },
 			"factors":         func(a *Product) { a.ScaleW += 4 },
-		} {
-			a := ok
-			change(&a)
-			require.Error(t, a.Launch(k, 0), "capability %d, %s: no error", capability, what)
-		}
+		})
 		c.ClearTrace()
 		takes := len(ProductWays(k, ok.ProductShape, kerneltest.Bf16)) == 1
 		require.Equal(t, capability == 90, takes)
-		names := map[string]bool{}
 		for _, ok.C = range []gpu.Ptr{0, p} {
-			require.Equal(t, (ok.Launch(k, 0) == nil), takes, "capability %d: takes %+v: %v",
+			require.Equal(t, ok.Launch(k, 0) == nil, takes, "capability %d: takes %+v: %v",
 				capability, ok, !takes)
 		}
-		for _, op := range c.Trace() {
-			if op.Name == "" {
-				continue
-			}
-			if names[op.Name] = true; op.Config.Shared > 227<<10 || op.Config.Cluster.X < 2 ||
-				op.Config.Grid.X%op.Config.Cluster.X != 0 {
-				t.Errorf("launched with %v", op.Config)
-			}
-		}
-		require.Len(t, names, map[bool]int{true: 2}[takes], capability)
+		require.Len(t, launched(t, c, 2), map[bool]int{true: 2}[takes], capability)
 		ok.Rows = 0
 		require.NoError(t, ok.Launch(k, 0))
 	}
@@ -173,21 +158,7 @@ func TestRoPEProductFloat8(t *testing.T) {
 			var w, x []float64
 			a.X, a.ScaleX, x = matrix8(g, a.Rows, a.D)
 			a.Weights, a.ScaleWeights, w = matrix8(g, a.Columns, a.D)
-			angles := make([]float64, a.Seq*a.HeadDim/2)
-			cosines, sines := slices.Clone(angles), slices.Clone(angles)
-			for i := range angles {
-				sines[i], cosines[i] = math.Sincos(2 * math.Pi * g.Rand.Float64())
-			}
-			_, cr := g.Upload(cosines, kerneltest.F32, 0)
-			_, sr := g.Upload(sines, kerneltest.F32, 0)
-			a.Angles = ropeAngles(g, cr, sr, a.HeadDim/2)
-			want := make([]float64, a.Rows*a.Columns)
-			cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1, x, a.D, w, a.D, 0, want, a.Columns)
-			for r := range a.Rows {
-				row, at := want[r*a.Columns:][:a.Turned], r%a.Seq*a.HeadDim/2
-				layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1,
-					a.Turned/a.HeadDim, a.HeadDim, false)
-			}
+			_, _, want := turnedProduct(g, &a, x, w)
 			ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
 			if len(ways) == 0 {
 				g.Fatal("no way takes it")
