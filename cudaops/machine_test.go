@@ -143,6 +143,16 @@ func randomNode(g *gorgonia.ExprGraph, r *rand.Rand, deviation float64, name str
 	for i := range x {
 		x[i] = float32(deviation * r.NormFloat64())
 	}
+	return floatNode(g, name, x, s...)
+}
+
+// rangeNode is an input of 0, 1, 2 and so on.
+func rangeNode(g *gorgonia.ExprGraph, name string, s ...int) *gorgonia.Node {
+	return floatNode(g, name, tensor.Range(tensor.Float32, 0, opbase.Size(s)).([]float32), s...)
+}
+
+// floatNode is an input of these numbers.
+func floatNode(g *gorgonia.ExprGraph, name string, x []float32, s ...int) *gorgonia.Node {
 	return gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name),
 		gorgonia.WithShape(s...),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
@@ -451,8 +461,7 @@ func TestArguments(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	build := func(name string) (*gorgonia.ExprGraph, *gorgonia.Node, *gorgonia.Node) {
 		g := gorgonia.NewGraph()
-		w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(2, 2),
-			tensor.WithBacking([]float32{1, 2, 3, 4})), gorgonia.WithName(name))
+		w := floatNode(g, name, []float32{1, 2, 3, 4}, 2, 2)
 		return g, w, gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(w))))
 	}
 	g, w, _ := build("w")
@@ -1172,8 +1181,7 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 // TestRoom wants memory taken to save time up to where too little would be left, and the same bits
 // with and without.
 func TestRoom(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	train := func(t *testing.T, bytes int, opts ...MachineOption) (*Machine, []string) {
 		t.Helper()
 		device, _, fakeOption := openFake(t, cardOf(bytes))

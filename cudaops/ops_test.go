@@ -1554,8 +1554,7 @@ func TestScaledScalar(t *testing.T) {
 	var grads [2]gorgonia.Value
 	for i, opts := range [][]MachineOption{{fakeOption}, {fakeOption, scaledGradients}} {
 		g := gorgonia.NewGraph()
-		w := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(2, 2),
-			tensor.WithBacking([]float32{1, 2, 3, 4})), gorgonia.WithName("w"))
+		w := floatNode(g, "w", []float32{1, 2, 3, 4}, 2, 2)
 		s := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(w))))
 		cost := gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.ApplyOp(passOn{}, s))))
 		require.NoError(t, errOf(gorgonia.Grad(cost, w)))

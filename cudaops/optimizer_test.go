@@ -427,8 +427,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 // where only Hopper has them all.
 func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way string,
 	tolerance float64, opts ...MachineOption)) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	for _, way := range []string{"products", "symmetric", "gram"} {
 		rule := WithWays("NewtonSchulz=" + way)
 		t.Run("fake/"+way, func(t *testing.T) {
@@ -1145,8 +1144,7 @@ func TestRanksRemember(t *testing.T) {
 // TestRanksChoices: what rank 0 has timed holds at other ranks, where other ways would be faster,
 // and the update, which differs from rank to rank, is not timed anywhere.
 func TestRanksChoices(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	const size = 3
 	chosen := make(chan []Choice, size)
 	all := make([][]Choice, size)

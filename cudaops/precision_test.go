@@ -469,8 +469,7 @@ func narrowTrains(t *testing.T, wide, narrow, again []float32) {
 // with a matrix added, and those of norms with their float8; and RoPE's product to be another than
 // that of the type in which its result is stored.
 func TestFloat8Tuned(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	var log bytes.Buffer

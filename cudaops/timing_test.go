@@ -89,12 +89,8 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	t.Helper()
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(6, 5), gorgonia.WithName("x"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(6, 5),
-			tensor.WithBacking(tensor.Range(tensor.Float32, 0, 30)))))
-	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(5),
-			tensor.WithBacking([]float32{1, 2, 3, 4, 5}))))
+	x := rangeNode(g, "x", 6, 5)
+	w := floatNode(g, "w", []float32{1, 2, 3, 4, 5}, 5)
 	require.NoError(t, errOf(op.RMSNorm(x, w, 1e-5)))
 	var log bytes.Buffer
 	var k *normWays
@@ -118,6 +114,12 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	return r
 }
 
+// ownChoices lets no variable say how machines choose.
+func ownChoices(t *testing.T) {
+	t.Setenv("KASMINA_TUNE", "")
+	t.Setenv("KASMINA_WAYS", "")
+}
+
 // timedFrom has ops timed that take so many operations at least, and what is chosen kept in a file.
 func timedFrom(least float64, path string) MachineOption {
 	return func(c *machineConfig) error {
@@ -127,8 +129,7 @@ func timedFrom(least float64, path string) MachineOption {
 }
 
 func TestTuningKernels(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	path := filepath.Join(t.TempDir(), "tune.json")
 	cached := WithTuning(TuneCached)
 	secondBest := [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
@@ -191,8 +192,7 @@ func TestTuningKernels(t *testing.T) {
 // TestTuningOnFullCard wants a card that has no memory left to time in to be told of once, as the
 // harmless thing that it is, and ops to be computed by the rule of thumb.
 func TestTuningOnFullCard(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, 1, 3, 1)
@@ -249,8 +249,7 @@ func TestWaysRefused(t *testing.T) {
 func TestHostByRule(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
-	x := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(3), gorgonia.WithName("x"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{1, 2, 3}))))
+	x := floatNode(g, "x", []float32{1, 2, 3}, 3)
 	y := gorgonia.Must(gorgonia.Square(x))
 	var log bytes.Buffer
 	m := openMachine(t, device, g, fakeOption, WithWays("square*=host"),
@@ -272,12 +271,8 @@ func TestHostByRuleReads(t *testing.T) {
 	for _, rule := range []string{"A × B=host", "+ *=host"} {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		g := gorgonia.NewGraph()
-		a := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("a"),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(2, 3),
-				tensor.WithBacking([]float32{1, 2, 3, 4, 5, 6}))))
-		b := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(3), gorgonia.WithName("b"),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(3),
-				tensor.WithBacking([]float32{10, 20, 30}))))
+		a := floatNode(g, "a", []float32{1, 2, 3, 4, 5, 6}, 2, 3)
+		b := floatNode(g, "b", []float32{10, 20, 30}, 3)
 		square := gorgonia.Must(gorgonia.Mul(gorgonia.Must(gorgonia.Transpose(a, 1, 0)), a))
 		sum := gorgonia.Must(gorgonia.BroadcastAdd(square, b, nil, []byte{0}))
 		m, err := NewMachine(device, g, fakeOption, WithWays(rule),
@@ -324,13 +319,7 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 	t.Helper()
 	device, _, fakeOption := openFake(t, fake.Config{Ways: ways, Devices: smallCache(name)})
 	g := gorgonia.NewGraph()
-	matrix := func(name string, rows, columns int) *gorgonia.Node {
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, columns),
-			gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns),
-				tensor.WithBacking(tensor.Range(tensor.Float32, 0, rows*columns)))))
-	}
-	y, err := op.Linear(matrix("x", 6, 4), matrix("w", 5, 4))
+	y, err := op.Linear(rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4))
 	require.NoError(t, err)
 	var log bytes.Buffer
 	private := timedFrom(1, path)
@@ -581,8 +570,7 @@ func withOwnProducts(plain, adding *int) MachineOption {
 // does, where products find their workspaces zero instead of setting them to zero, and each to have
 // workspace for itself.
 func TestProductCounters(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	check := func(t *testing.T, device *Device, rows, f, d int, opts ...MachineOption) *Machine {
 		g, params, keep := residualGraph(t, rand.Uint64(), rows, f, d)
 		m := newFuseMachine(t, device, g, params, keep, opts)
@@ -672,8 +660,7 @@ func ropeWay(m *Machine) string {
 // TestProjectionWays wants the same attention and gradients, whether one kernel multiplies and
 // turns or not.
 func TestProjectionWays(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, p projected, tolerance float64, fuses bool,
 		opts ...MachineOption) {
@@ -725,8 +712,7 @@ func TestProjectionNeedsQueries(t *testing.T) {
 // TestProjectionTuned wants products that are worth timing timed with what turns their results, and
 // no others, and all ways to give the same in the timer's memory as well.
 func TestProjectionTuned(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	check := func(t *testing.T, device *Device, p projected, least float64, want int,
 		opts ...MachineOption) {
 		t.Helper()
@@ -782,8 +768,7 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 // TestPerceptronWays wants the same values of a product and a gate, whether one kernel computes
 // both or not.
 func TestPerceptronWays(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, fuses bool,
 		opts ...MachineOption) {
@@ -817,8 +802,7 @@ func TestPerceptronWays(t *testing.T) {
 
 // TestPerceptronTuned wants products that are worth timing timed with their gates, and no others.
 func TestPerceptronTuned(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	for _, least := range []float64{1, 1e9} {
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g, params, keep := perceptronGraph(t, 1, 6, 7, 5)
@@ -913,8 +897,7 @@ func headWay(m *Machine) string {
 // logits forms the gradient or the exponentials come with the product; of a batch that is too large
 // for that machine, those of the first way.
 func TestOutputLayerWays(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, v, d int, tolerance float64, reference,
 		fuses bool, opts ...MachineOption) {
@@ -977,8 +960,7 @@ func withCeilingBytes(n int) MachineOption {
 
 // TestProfile profiles a machine whose norm takes 3 ms, and one that does not profile beside it.
 func TestProfile(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	norm := &fake.Way{Took: 3 * time.Millisecond}
 	m, device := monitored(t, norm, &bytes.Buffer{}, withCeilingBytes(1<<14),
 		WithTuning(TuneCached), WithMonitor(3))
@@ -1260,17 +1242,8 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	t.Helper()
 	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
-	matrix := func(name string, rows, columns int) *gorgonia.Node {
-		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(rows, columns),
-			gorgonia.WithName(name),
-			gorgonia.WithValue(tensor.New(tensor.WithShape(rows, columns),
-				tensor.WithBacking(tensor.Range(tensor.Float32, 0, rows*columns)))))
-	}
-	x, w := matrix("x", 6, 4), matrix("w", 5, 4)
-	scale := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(4),
-		gorgonia.WithName("scale"),
-		gorgonia.WithValue(tensor.New(tensor.WithShape(4),
-			tensor.WithBacking([]float32{1, 2, 3, 4}))))
+	x, w := rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4)
+	scale := floatNode(g, "scale", []float32{1, 2, 3, 4}, 4)
 	n, err := op.RMSNorm(x, scale, 1e-5)
 	require.NoError(t, err)
 	y, err := op.Linear(n, w)
@@ -1312,8 +1285,7 @@ func (k *slowNorm) Launch(s gpu.Stream, params any) error {
 }
 
 func TestMonitor(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	ownChoices(t)
 	norm := &fake.Way{Took: 3 * time.Millisecond}
 	var log bytes.Buffer
 	m, _ := monitored(t, norm, &log, WithTuning(TuneCached), WithMonitor(4))
