@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"os"
 
 	"github.com/spf13/cobra"
 
@@ -33,7 +34,7 @@ its type and its bytes. With -gguf it becomes one file, which llama.cpp runs.`,
 		}}
 	o.modelFlag(c)
 	f := c.Flags()
-	f.StringVar(&o.out, "out", "", "`NEW` folder, or file with -gguf")
+	f.StringVar(&o.out, "out", "", "`NEW` folder, or new file with -gguf")
 	f.StringVar(&o.gguf, "gguf", "", "`TYPE` of the weights in a GGUF file: f32, f16, bf16 or q8_0")
 	f.StringVar(&o.precision, "precision", "", "`TYPE` of the weights: f32, f16 or bf16")
 	f.Float64Var(&o.shard, "shard", 5, "`GIB` that a file of weights has at most")
@@ -57,6 +58,9 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		}
 		if o.precision != "" {
 			return errors.New("-gguf has the type of the weights: leave -precision out")
+		}
+		if _, err := os.Lstat(o.out); err == nil {
+			return fmt.Errorf("-out: %s exists: name a new file, or remove that one", o.out)
 		}
 	}
 	f, err := hf.Open(o.model)

@@ -90,7 +90,7 @@ func twoDashes(root *cobra.Command, args []string) []string {
 func usage(c *cobra.Command) error {
 	w := c.OutOrStderr()
 	if c.HasAvailableSubCommands() {
-		fmt.Fprintf(w, "\nUsage: %s COMMAND [options]\n\n", c.CommandPath())
+		fmt.Fprintf(w, "Usage: %s COMMAND [options]\n\n", c.CommandPath())
 		for _, sub := range c.Commands() {
 			if sub.IsAvailableCommand() {
 				fmt.Fprintf(w, "  %-12s%s\n", sub.Name(), sub.Short)
@@ -99,7 +99,7 @@ func usage(c *cobra.Command) error {
 		fmt.Fprintf(w, "\n%s COMMAND -help lists its options.\n", c.CommandPath())
 		return nil
 	}
-	fmt.Fprintf(w, "\nUsage: kasmina %s\n\n", c.Use)
+	fmt.Fprintf(w, "Usage: kasmina %s\n\n", c.Use)
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if f.Hidden {
 			return

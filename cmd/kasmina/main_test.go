@@ -156,6 +156,11 @@ func TestConvert(t *testing.T) {
 	head, err := os.ReadFile(file)
 	require.NoError(t, err)
 	require.Equal(t, "GGUF", string(head[:4]))
+	_, err = kasmina(t, "convert", "-model", tiny, "-out", file, "-gguf", "f32")
+	require.ErrorContains(t, err, "exists: name a new file, or remove that one")
+	same, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, head, same)
 	other := filepath.Join(t.TempDir(), "f16")
 	_, err = kasmina(t, "convert", "-model", tiny, "-out", other, "-precision", "f16")
 	require.NoError(t, err)
@@ -255,6 +260,8 @@ func TestTrainAdapters(t *testing.T) {
 		"-adapters all -grow 2":  "want one of them",
 		"-directed":              "want -adapters too",
 		"-time -1s":              "-time is -1s",
+		"-save-every -1":         "-save-every is -1",
+		"-eval-every -1":         "-eval-every -1, want at least 0",
 	} {
 		_, err := kasmina(t, append(strings.Fields("train -model "+tiny+" -data "+text+" -seq 32 -out "+
 			filepath.Join(t.TempDir(), "out")), strings.Fields(line)...)...)

@@ -141,6 +141,10 @@ func (o *trainOptions) check() error {
 	if !(o.lr > 0) {
 		return fmt.Errorf("-lr is %v, want more than 0", o.lr)
 	}
+	if o.saveEvery < 0 || o.evalEvery < 0 {
+		return fmt.Errorf("-save-every is %d and -eval-every %d, want at least 0", o.saveEvery,
+			o.evalEvery)
+	}
 	if o.gpus < 0 {
 		return fmt.Errorf("-gpus is %d, want at least 1", o.gpus)
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -142,7 +143,7 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 		}
 	}
 	if replay != "" {
-		f, err := os.Open(replay)
+		f, _, err := regular.Open(replay)
 		if err != nil {
 			return nil, err
 		}

@@ -18,6 +18,8 @@ func TestPipe(t *testing.T) {
 	require.NoError(t, syscall.Mkfifo(path, 0o666))
 	_, _, err := Open(path)
 	require.ErrorContains(t, err, "is a named pipe, want a regular file")
+	_, _, err = Append(path)
+	require.ErrorContains(t, err, "is a named pipe, want a regular file")
 	f, err := os.OpenFile(path, os.O_RDONLY|nonBlocking, 0)
 	require.NoError(t, err)
 	require.NoError(t, f.Close())

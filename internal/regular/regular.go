@@ -39,6 +39,32 @@ func Open(path string) (*os.File, int64, error) {
 	return f, info.Size(), nil
 }
 
+// Append opens the regular file at path, or a symbolic link to one, for reading and for writing at
+// its end, and returns its size. It makes the file where there is none. Anything else is an error
+// that says what it is: a named pipe would wait for somebody to read what is written.
+func Append(path string) (*os.File, int64, error) {
+	if path == "" {
+		return nil, 0, errors.New(`the path is "", want that of a file`)
+	}
+	if info, err := os.Stat(path); err == nil {
+		if err := check(path, info); err != nil {
+			return nil, 0, err
+		}
+	}
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND|nonBlocking, 0o666)
+	if err != nil {
+		return nil, 0, err
+	}
+	info, err := f.Stat()
+	if err == nil {
+		err = check(path, info)
+	}
+	if err != nil {
+		return nil, 0, errors.Join(err, f.Close())
+	}
+	return f, info.Size(), nil
+}
+
 // Read returns the contents of the regular file at path. A file of more than limit bytes is an
 // error; what says how much there ought to be, such as "a byte-pair encoding has".
 func Read(path string, limit int64, what string) ([]byte, error) {

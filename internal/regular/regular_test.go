@@ -56,3 +56,23 @@ func TestDevices(t *testing.T) {
 		require.ErrorContains(t, err, path+" is a device, want a regular file")
 	}
 }
+
+// TestAppend continues a file, makes one, and refuses what is none.
+func TestAppend(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log")
+	for i, line := range []string{"a", "b"} {
+		f, size, err := Append(path)
+		require.NoError(t, err)
+		require.Equal(t, int64(i), size)
+		_, err = f.WriteString(line)
+		require.NoError(t, err)
+		require.NoError(t, f.Close())
+	}
+	b, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Equal(t, "ab", string(b))
+	_, _, err = Append(t.TempDir())
+	require.ErrorContains(t, err, "is a folder, want a regular file")
+	_, _, err = Append("")
+	require.ErrorContains(t, err, `the path is "", want that of a file`)
+}

@@ -2,9 +2,9 @@ package graph
 
 import (
 	"fmt"
+	"slices"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/site"
@@ -153,7 +153,7 @@ func slotParams(a Attached, weights *gorgonia.Node, r graft.Row, c int) (gorgoni
 			// seeds that share a slot have.
 			v, err = gorgonia.Reshape(v, []int{1})
 		}
-		if err == nil && !v.Shape().Eq(tensor.Shape(p.Shape)) {
+		if err == nil && !slices.Equal(v.Shape(), p.Shape) { // Shape.Eq takes [5] for [1, 5]
 			v, err = gorgonia.Reshape(v, p.Shape)
 		}
 		if err != nil {

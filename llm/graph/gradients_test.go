@@ -155,25 +155,27 @@ func TestSiteGradients(t *testing.T) {
 	}
 }
 
-// TestGradientsOfOneElement has two seeds, each one feature wide, grow graphs from one slot: the
-// gradients of its first weight, which both read, add up.
-func TestGradientsOfOneElement(t *testing.T) {
-	r := rand.New(rand.NewPCG(rand.Uint64(), 0))
+// TestGradientsOfSharedSlots has two seeds grow graphs from one slot: the gradients of weights that
+// both read add up, also where a seed is one feature wide and an array is one element.
+func TestGradientsOfSharedSlots(t *testing.T) {
 	own := ownKinds(t)
-	m := must(llm.NewModel(llm.Config{Vocab: 5, Dim: 2, Layers: 1, Heads: 1, KVHeads: 1, HeadDim: 2,
-		FF: 3, Seq: 2, Kasmina: []int{0}, Seeds: 2, SlotWidth: 2}.Default(), tensor.Float64, r.Uint64(),
-		state.WithoutGates()))
-	for _, l := range m.Kasmina.Lattices() {
-		for seed, kind := range own[2:] {
-			require.NoError(t, l.RequestGermination(seed,
-				state.GerminationRequest{Slot: 1, Kind: kind}))
-			for stage := state.Training; stage <= state.Grafting; stage++ {
-				require.NoError(t, l.Transition(seed, stage))
+	for _, width := range []int{1, 5} {
+		r := rand.New(rand.NewPCG(rand.Uint64(), 0))
+		m := must(llm.NewModel(llm.Config{Vocab: 5, Dim: 2 * width, Layers: 1, Heads: 1, KVHeads: 1,
+			HeadDim: 2, FF: 3, Seq: 2, Kasmina: []int{0}, Seeds: 2,
+			SlotWidth: 2 * width}.Default(), tensor.Float64, r.Uint64(), state.WithoutGates()))
+		for _, l := range m.Kasmina.Lattices() {
+			for seed, kind := range own[2:] {
+				require.NoError(t, l.RequestGermination(seed,
+					state.GerminationRequest{Slot: 1, Kind: kind}))
+				for stage := state.Training; stage <= state.Grafting; stage++ {
+					require.NoError(t, l.Transition(seed, stage))
+				}
+				require.NoError(t, l.SetAlpha(seed, 0.5))
 			}
-			require.NoError(t, l.SetAlpha(seed, 0.5))
 		}
+		checkModel(t, r, m)
 	}
-	checkModel(t, r, m)
 }
 
 // withSites gives a configuration seeds on some layers and behind some blocks, all planted.

@@ -150,16 +150,13 @@ func openLog(path string) (*os.File, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o666)
-	if err != nil {
-		return nil, err
+	f, size, err := regular.Append(path)
+	if err != nil || size == 0 {
+		return f, err
 	}
-	info, err := f.Stat()
-	if err == nil && info.Size() > 0 {
-		last := make([]byte, 1)
-		if _, err = f.ReadAt(last, info.Size()-1); err == nil && last[0] != '\n' {
-			_, err = f.Write([]byte{'\n'})
-		}
+	last := make([]byte, 1)
+	if _, err = f.ReadAt(last, size-1); err == nil && last[0] != '\n' {
+		_, err = f.Write([]byte{'\n'})
 	}
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
