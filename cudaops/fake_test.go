@@ -497,7 +497,7 @@ func (k *fakeKernels) Embedding(l *fake.Launch, a embedding.Forward) {
 }
 
 func (k *fakeKernels) EmbeddingBackward(l *fake.Launch, a embedding.Backward) {
-	fake.Slice[byte](l, a.Workspace, embedding.Workspace(a.Rows, a.Vocab, a.D))
+	fake.Slice[byte](l, a.Workspace, a.WorkspaceBytes(gpu.DeviceInfo{}))
 	dt := floatsAt(l, a.DT, a.Vocab*a.D)
 	old := slices.Clone(dt)
 	layer.EmbeddingBackward(dt, intsAt(l, a.IDs, a.Rows), floatsAt(l, a.G, a.Rows*a.D), a.D)

@@ -166,16 +166,14 @@ func Open() (gpu.Driver, error) {
 }
 
 func (c *cuda) start() error {
-	if err := c.check(&c.Init, c.Init.call(0)); err != nil {
+	if err := c.do(&c.Init, 0); err != nil {
 		return noDevice(err)
 	}
 	var version, count int32
-	if err := c.check(&c.DriverGetVersion,
-		c.DriverGetVersion.call(uintptr(unsafe.Pointer(&version)))); err != nil {
+	if err := c.do(&c.DriverGetVersion, uintptr(unsafe.Pointer(&version))); err != nil {
 		return err
 	}
-	if err := c.check(&c.DeviceGetCount,
-		c.DeviceGetCount.call(uintptr(unsafe.Pointer(&count)))); err != nil {
+	if err := c.do(&c.DeviceGetCount, uintptr(unsafe.Pointer(&count))); err != nil {
 		return noDevice(err)
 	}
 	if count == 0 {
@@ -219,20 +217,17 @@ func (c *cuda) describe(ordinal int) (gpu.DeviceInfo, error) {
 	var uuid [16]byte
 	var memory uintptr
 	name := make([]byte, 256)
-	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)),
-		uintptr(ordinal))); err != nil {
+	if err := c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(ordinal)); err != nil {
 		return d, err
 	}
-	r := c.DeviceGetName.call(uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)), uintptr(dev))
-	if err := c.check(&c.DeviceGetName, r); err != nil {
+	if err := c.do(&c.DeviceGetName, uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)),
+		uintptr(dev)); err != nil {
 		return d, err
 	}
-	r = c.DeviceGetUuid.call(uintptr(unsafe.Pointer(&uuid)), uintptr(dev))
-	if err := c.check(&c.DeviceGetUuid, r); err != nil {
+	if err := c.do(&c.DeviceGetUuid, uintptr(unsafe.Pointer(&uuid)), uintptr(dev)); err != nil {
 		return d, err
 	}
-	r = c.DeviceTotalMem.call(uintptr(unsafe.Pointer(&memory)), uintptr(dev))
-	if err := c.check(&c.DeviceTotalMem, r); err != nil {
+	if err := c.do(&c.DeviceTotalMem, uintptr(unsafe.Pointer(&memory)), uintptr(dev)); err != nil {
 		return d, err
 	}
 	d.Name, _, _ = strings.Cut(string(name), "\x00")
@@ -249,15 +244,19 @@ func (c *cuda) describe(ordinal int) (gpu.DeviceInfo, error) {
 		{37, &d.MemoryBusBits},
 	} {
 		var v int32
-		r := c.DeviceGetAttribute.call(uintptr(unsafe.Pointer(&v)),
-			uintptr(a.attribute), uintptr(dev))
-		if err := c.check(&c.DeviceGetAttribute, r); err != nil {
+		if err := c.do(&c.DeviceGetAttribute, uintptr(unsafe.Pointer(&v)), uintptr(a.attribute),
+			uintptr(dev)); err != nil {
 			return d, err
 		}
 		*a.to = int(v)
 	}
 	return d, nil
 }
+
+// do is a call that may fail. See [proc.call] for the directive.
+//
+//go:uintptrescapes
+func (c *cuda) do(p *proc, args ...uintptr) error { return c.check(p, p.call(args...)) }
 
 // check turns a returned CUresult into an error with the driver's own name and description of it.
 func (c *cuda) check(p *proc, result uintptr) error {
@@ -300,16 +299,15 @@ func (c *cuda) Retain(ordinal int) (gpu.Context, error) {
 	}
 	var dev int32
 	var handle uintptr
-	if err := c.check(&c.DeviceGet, c.DeviceGet.call(uintptr(unsafe.Pointer(&dev)),
-		uintptr(ordinal))); err != nil {
+	if err := c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(ordinal)); err != nil {
 		return nil, err
 	}
-	r := c.PrimaryCtxRetain.call(uintptr(unsafe.Pointer(&handle)), uintptr(dev))
-	if err := c.check(&c.PrimaryCtxRetain, r); err != nil {
+	if err := c.do(&c.PrimaryCtxRetain, uintptr(unsafe.Pointer(&handle)),
+		uintptr(dev)); err != nil {
 		return nil, err
 	}
 	release := func() error {
-		return c.check(&c.PrimaryCtxRelease, c.PrimaryCtxRelease.call(uintptr(dev)))
+		return c.do(&c.PrimaryCtxRelease, uintptr(dev))
 	}
 	return &context{cuda: c, handle: handle, info: c.devices[ordinal], release: release}, nil
 }
@@ -322,8 +320,7 @@ func (c *cuda) Adopt(handle uintptr) (gpu.Context, error) {
 	}
 	for ordinal, info := range c.devices {
 		var d int32
-		r := c.DeviceGet.call(uintptr(unsafe.Pointer(&d)), uintptr(ordinal))
-		if err := c.check(&c.DeviceGet, r); err != nil {
+		if err := c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&d)), uintptr(ordinal)); err != nil {
 			return nil, err
 		}
 		if d == dev {

@@ -22,12 +22,13 @@ func TestSameBits(t *testing.T) {
 	w, _ := g.Normal(d, kerneltest.F32, 0)
 	rstd, _ := g.Normal(rows, kerneltest.F32, 0)
 	dx, dw, work := g.Alloc(n, kerneltest.Bf16, 0), g.Alloc(d, kerneltest.F32, 0),
-		g.Alloc(normkernel.RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4, kerneltest.F32, 0)
+		g.Alloc(normkernel.RMSNormBackward{D: d, Type: kerneltest.Bf16}.WorkspaceBytes(g.Info)/4,
+			kerneltest.F32, 0)
 	sum := reduce.Reduce{Op: reduce.Sum, X: x.Ptr, Outer: 1, N: n, Inner: 1, XType: kerneltest.Bf16}
 	columns := reduce.Reduce{Op: reduce.Sum, X: x.Ptr, Outer: 1, N: rows, Inner: d,
 		XType: kerneltest.Bf16}
-	parts := g.Alloc(max(reduce.ReduceWorkspace(g.Set, sum),
-		reduce.ReduceWorkspace(g.Set, columns))/4, kerneltest.F32, 0)
+	parts := g.Alloc(max(sum.WorkspaceBytes(g.Info),
+		columns.WorkspaceBytes(g.Info))/4, kerneltest.F32, 0)
 	one, many := g.Alloc(1, kerneltest.F32, 0), g.Alloc(d, kerneltest.F32, 0)
 	sum.Y, sum.Workspace, columns.Y, columns.Workspace = one.Ptr, parts.Ptr, many.Ptr, parts.Ptr
 	targets := kernel.Ints{Ptr: g.UploadInts(g.Classes(rows, d), 4)}

@@ -31,9 +31,12 @@ import (
 func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
 	switch n.Op().(type) {
 	case *op.RMSNormGradOp:
-		return c.fuseNormGrad(n), nil
+		return c.fuseGrad(n, c.normGrad), nil
 	case *op.LinearGradOp:
-		return c.fuseLinearGrad(n), nil
+		return c.fuseGrad(n, func(n *gorgonia.Node, in []*program.Array,
+			add *program.Array, _ *gorgonia.Node) *program.Array {
+			return c.linearGrad(n, in, add)
+		}), nil
 	case *op.LinearOp:
 		if fused, err := c.fuseProjections(n); fused || err != nil {
 			return fused, err
@@ -198,8 +201,10 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	return true
 }
 
-// fuseNormGrad lowers the gradients n of a norm, and the sum of the one of its input and another.
-func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
+// fuseGrad lowers the gradients n of a norm or of a linear layer, and the sum of the one of its input
+// and another. Queries, keys and values that have norms or biases are such linear layers.
+func (c *compiler) fuseGrad(n *gorgonia.Node, lower func(n *gorgonia.Node, in []*program.Array,
+	add *program.Array, sum *gorgonia.Node) *program.Array) bool {
 	dx := c.partOf(n, 0)
 	if dx == nil {
 		return false
@@ -209,24 +214,7 @@ func (c *compiler) fuseNormGrad(n *gorgonia.Node) bool {
 	if add == nil {
 		return false
 	}
-	grads := c.normGrad(n, c.operands(n), add, sum)
-	c.Values[n], c.Values[sum], c.Values[dx] = grads, grads.Parts[0], folded(dx)
-	return true
-}
-
-// fuseLinearGrad lowers the gradients n of a linear layer, and the sum of the one of its input and
-// another, as of queries, keys and values that have norms or biases.
-func (c *compiler) fuseLinearGrad(n *gorgonia.Node) bool {
-	dx := c.partOf(n, 0)
-	if dx == nil {
-		return false
-	}
-	sum := c.sole(dx)
-	add := c.activation(other(sum, dx))
-	if add == nil {
-		return false
-	}
-	grads := c.linearGrad(n, c.operands(n), add)
+	grads := lower(n, c.operands(n), add, sum)
 	c.Values[n], c.Values[sum], c.Values[dx] = grads, grads.Parts[0], folded(dx)
 	return true
 }

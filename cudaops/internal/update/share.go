@@ -298,19 +298,3 @@ func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
 	}
 	return t, true
 }
-
-// squaresAt are where the sums of squares begin of AdamW's chunks and of Muon's, and how many there
-// are at all ranks.
-func (x *Optimizer) squaresAt() (adamw, muon, all int) {
-	if s := x.share; s != nil {
-		return 0, 0, s.squares.Chunks
-	}
-	if x.adamw != nil {
-		muon = x.adamw.Chunks
-	}
-	all = muon
-	if x.muon != nil {
-		all += x.muon.Chunks
-	}
-	return 0, muon, all
-}

@@ -205,8 +205,8 @@ func (x *Optimizer) tables() []*optimizer.Table {
 
 // sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
 func (x *Optimizer) sums() int {
-	_, _, all := x.squaresAt()
-	return all + 1
+	_, n := x.squared()
+	return n + 1
 }
 
 // Newer reports whether the device remembers what the host does not.
@@ -505,20 +505,25 @@ func newCall(params any, args ...program.Arg) *program.Call {
 
 // squareCalls form the sums of the gradients' squares, and tell how many there are, at all ranks.
 func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
-	adamw, muon, n := x.squaresAt()
-	if x.share != nil {
-		return []*program.Call{newCall(optimizer.GradSquares{Squares: x.squares,
-			Table: x.share.squares})}, n
-	}
-	if x.adamw != nil {
-		calls = append(calls,
-			newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * adamw), Table: x.adamw}))
-	}
-	if x.muon != nil {
-		calls = append(calls,
-			newCall(optimizer.GradSquares{Squares: x.squares.Offset(4 * muon), Table: x.muon}))
+	all, n := x.squared()
+	for _, s := range all {
+		calls = append(calls, newCall(s))
 	}
 	return calls, n
+}
+
+// squared are the launches that form the sums of squares, one behind the other, and how many sums
+// there are at all ranks.
+func (x *Optimizer) squared() (all []optimizer.GradSquares, n int) {
+	tables := x.tables()
+	if x.share != nil {
+		tables = []*optimizer.Table{x.share.squares}
+	}
+	for _, t := range tables {
+		all = append(all, optimizer.GradSquares{Squares: x.squares.Offset(4 * n), Table: t})
+		n += t.Chunks
+	}
+	return all, n
 }
 
 // calls are those of an update behind n sums of squares.
@@ -636,39 +641,25 @@ func (x *Optimizer) placeIterations(groups []group) error {
 // NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so
 // large that its square is: with other ranks, of those that this rank has a part of.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
-	if !x.m.State.Looked() {
-		calls, _ := x.squareCalls()
-		if err := x.m.Calls(calls); err != nil {
-			return nil, err
-		}
-	}
 	bad := map[*gorgonia.Node]bool{}
-	note := func(t *optimizer.Table, at int, of []*Param) error {
-		squares := make([]float32, t.Chunks)
-		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares.Offset(4*at),
-			x.m.Stream); err != nil {
-			return err
-		}
-		for chunk, v := range squares {
-			if i := t.TensorOf(chunk); v-v != 0 && i >= 0 {
-				bad[of[i].Input.Node] = true
+	all, _ := x.squared()
+	for _, s := range all {
+		if !x.m.State.Looked() {
+			if err := x.m.Launch(s); err != nil {
+				return nil, err
 			}
 		}
-		return nil
-	}
-	if s := x.share; s != nil {
-		return bad, note(s.squares, 0, x.ofTable(func(*Param) bool { return true }))
-	}
-	adamw, muon, _ := x.squaresAt()
-	for _, t := range x.tables() {
-		at := adamw
-		if t == x.muon {
-			at = muon
-		}
-		if err := note(t, at, x.ofTable(func(p *Param) bool {
-			return p.Rule.Muon == (t == x.muon)
-		})); err != nil {
+		squares := make([]float32, s.Table.Chunks)
+		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), s.Squares, x.m.Stream); err != nil {
 			return nil, err
+		}
+		of := x.ofTable(func(p *Param) bool {
+			return x.share != nil || p.Rule.Muon == (s.Table == x.muon)
+		})
+		for chunk, v := range squares {
+			if i := s.Table.TensorOf(chunk); v-v != 0 && i >= 0 {
+				bad[of[i].Input.Node] = true
+			}
 		}
 	}
 	return bad, nil

@@ -90,17 +90,16 @@ func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
 		kernel.Args().Ptr(p.Table).Ptr(p.Starts.Ptr).Int32(p.Seq).Int32(min(p.Window, p.Seq)))
 }
 
-// Attend computes y and lse. Strides may be those of a matrix in which q, k and v lie side by side.
-func Attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr, q,
-	key, value kernel.Rows,
-	t gpu.DType) error {
-	c, err := attention(k, "Attention", a, t, a.queryRows(q, y), a.keyRows(key, value))
+// Launch enqueues the forward pass. Strides may be those of a matrix in which Q, K and V lie side
+// by side.
+func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
+	g := a.by(a.Way)
+	c, err := attention(k, "Attention", g, a.Type, g.queryRows(a.Q, a.Y), g.keyRows(a.K, a.V))
 	if c == nil || err != nil {
 		return err
 	}
-	p := c.params
-	p.setForward(q, key, value, y)
-	p.lse = lse
+	c.params.setForward(a.Q, a.K, a.V, a.Y)
+	c.params.lse = a.LSE
 	return c.launch(k, s, attentionForward)
 }
 
@@ -115,11 +114,11 @@ func (p *attentionParams) setForward(q, key, value, y kernel.Rows) {
 // attentionStatsTile is kStatsTile of attention.cuh.
 const attentionStatsTile = 128
 
-// StatsBytes is the size of the workspace that Backward needs: two statistics of every query and,
-// where one kernel forms all gradients, dq in float32 and a counter for every tile of it.
-func StatsBytes(k *kernel.Set, a Geometry, t gpu.DType) int {
+// WorkspaceBytes is the size of Stats: two statistics of every query and, where one kernel forms
+// all gradients, dq in float32 and a counter for every tile of it.
+func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	n := 8 * a.Batch * a.Heads * a.statsRows()
-	if t.Size() == 2 && a.HeadDim <= 128 && k.Info.Capability() == 90 {
+	if a.Type.Size() == 2 && a.HeadDim <= 128 && d.Capability() == 90 {
 		sums, bytes := a.fusedSums()
 		n += sums*(bytes+4) + 4
 	}
@@ -130,22 +129,22 @@ func (a Geometry) statsRows() int {
 	return kernel.CeilDiv(a.Seq, attentionStatsTile) * attentionStatsTile
 }
 
-// AttendBackward computes the gradients of q, k and v from that of y, g, and the forward pass's y
-// and lse. stats is a workspace of [StatsBytes], aligned to 256.
-func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr,
-	g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
-	c, err := attention(k, "AttentionBackward", a, t, a.queryRows(dq, g, q, y),
-		a.keyRows(dk, dv, key, value))
+// Launch enqueues the backward pass: the gradients of Q, K and V from that of Y, G, and the forward
+// pass's Y and LSE. Stats is aligned to 256.
+func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+	geo := a.by(a.Way)
+	c, err := attention(k, "AttentionBackward", geo, a.Type, geo.queryRows(a.DQ, a.G, a.Q, a.Y),
+		geo.keyRows(a.DK, a.DV, a.K, a.V))
 	if c == nil || err != nil {
 		return err
 	}
 	p := c.params
-	p.setForward(q, key, value, y)
-	p.set(&p.g, &p.gStride, g)
-	p.set(&p.dq, &p.dqStride, dq)
-	p.set(&p.dk, &p.dkStride, dk)
-	p.set(&p.dv, &p.dvStride, dv)
-	p.lse, p.stats = lse, stats
+	p.setForward(a.Q, a.K, a.V, a.Y)
+	p.set(&p.g, &p.gStride, a.G)
+	p.set(&p.dq, &p.dqStride, a.DQ)
+	p.set(&p.dk, &p.dkStride, a.DK)
+	p.set(&p.dv, &p.dvStride, a.DV)
+	p.lse, p.stats = a.LSE, a.Stats
 	if err := c.launchStatistics(k, s); err != nil {
 		return err
 	}
@@ -155,12 +154,12 @@ func AttendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.R
 	turn := func(d kernel.Rows, heads int) error {
 		return rope.Rotate{Y: d.Ptr, X: d.Ptr, Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq,
 			Seq: a.Seq, Heads: heads, HeadDim: a.HeadDim,
-			XStride: d.Stride, YStride: d.Stride, Inverse: true, Type: t}.Launch(k, s)
+			XStride: d.Stride, YStride: d.Stride, Inverse: true, Type: a.Type}.Launch(k, s)
 	}
-	if err := turn(dq, a.Heads); err != nil {
+	if err := turn(a.DQ, a.Heads); err != nil {
 		return err
 	}
-	return turn(dk, a.KVHeads)
+	return turn(a.DK, a.KVHeads)
 }
 
 func (c *attentionCall) launchStatistics(k *kernel.Set, s gpu.Stream) error {
@@ -394,15 +393,11 @@ func variantOf(w kernel.Way) Variant {
 	return Auto
 }
 
-// shape is that of [Tuned].
-func (a Forward) shape() Geometry { return a.by(a.Way) }
-
-// shape is that of [Tuned].
-func (a Backward) shape() Geometry { return a.by(a.Way) }
-
-// by is the attention computed in a way, whose size is a section.
+// by is the attention computed in a way, whose size is a section; no way leaves it as it is.
 func (a Geometry) by(w kernel.Way) Geometry {
-	a.Variant, a.Section = variantOf(w), w.Size
+	if w != (kernel.Way{}) {
+		a.Variant, a.Section = variantOf(w), w.Size
+	}
 	return a
 }
 
@@ -440,11 +435,6 @@ func (a Backward) Tuning() kernel.Tuning {
 var attentionUnits = []string{"attention", "attention_mma", "attention_hopper",
 	"attention_hopper_fused", "attention_hopper_fused64"}
 
-// WorkspaceBytes is the size of Stats.
-func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return StatsBytes(kernel.Sized(d), a.Geometry, a.Type)
-}
-
 // Variants lists the variants that take the arguments, of which rows are all matrices, the fastest
 // first.
 func Variants(k *kernel.Set, a Geometry, t gpu.DType, rows ...kernel.Rows) []Variant {
@@ -467,20 +457,9 @@ func (a Geometry) tensorCores(t gpu.DType, rows []kernel.Rows) bool {
 		})
 }
 
-// Launch enqueues the forward pass.
-func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return Attend(k, s, a.shape(), a.Y, a.LSE, a.Q, a.K, a.V, a.Type)
-}
-
-// Launch enqueues the backward pass.
-func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return AttendBackward(k, s, a.shape(), a.DQ, a.DK, a.DV, a.Stats, a.G, a.Q, a.K,
-		a.V, a.Y, a.LSE, a.Type)
-}
-
 // Ways lists the ways that take the launch.
 func (a Forward) Ways(k *kernel.Set) (ways []kernel.Way) {
-	for _, v := range Variants(k, a.shape(), a.Type, a.Y, a.Q, a.K, a.V) {
+	for _, v := range Variants(k, a.Geometry, a.Type, a.Y, a.Q, a.K, a.V) {
 		ways = append(ways, kernel.Way{Family: v.String()})
 	}
 	return ways
@@ -511,7 +490,7 @@ func (a Backward) bySection(k *kernel.Set, w kernel.Way) (ways []kernel.Way) {
 
 // Ways lists the ways that take the launch.
 func (a Backward) Ways(k *kernel.Set) (ways []kernel.Way) {
-	for _, v := range Variants(k, a.shape(), a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y) {
+	for _, v := range Variants(k, a.Geometry, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y) {
 		ways = append(ways, a.bySection(k, kernel.Way{Family: v.String()})...)
 	}
 	return ways

@@ -128,7 +128,7 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	out := c.matrices(g, 8, queryWidth)[0]
 	grad := c.matrices(g, 8, queryWidth)[0]
 	lse, stats := g.Alloc(rows*c.Heads, kerneltest.F32, 0),
-		g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
+		g.Alloc(Backward{Geometry: c.Geometry, Type: c.dtype}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
 
 	a := c.Geometry
@@ -140,10 +140,10 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
 	}
 	a.Documents = c.documents(g)
-	g.Must(Attend(g.Set, g.Stream, a, out.Rows, lse.Ptr, in[0].Rows,
+	g.Must(attend(g.Set, g.Stream, a, out.Rows, lse.Ptr, in[0].Rows,
 		in[1].Rows, in[2].Rows, c.dtype))
 	if both {
-		g.Must(AttendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+		g.Must(attendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			grad.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, out.Rows, lse.Ptr, c.dtype))
 	}
@@ -339,7 +339,7 @@ func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
 	}
 	r := attentionRun{y: y.buf, dq: d[0].buf, dk: d[1].buf, dv: d[2].buf}
 	lse, stats := g.Alloc(c.Batch*c.Seq*c.Heads, kerneltest.F32, 0),
-		g.Alloc(StatsBytes(g.Set, c.Geometry, c.dtype)/4, kerneltest.F32, 0)
+		g.Alloc(Backward{Geometry: c.Geometry, Type: c.dtype}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	a := &c.Geometry
 	r.shape = a
 	if c.turned {
@@ -349,11 +349,11 @@ func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
 	}
 	a.Documents = c.documents(g)
 	r.forward = func() {
-		g.Must(Attend(g.Set, g.Stream, *a, y.Rows, lse.Ptr, in[0].Rows,
+		g.Must(attend(g.Set, g.Stream, *a, y.Rows, lse.Ptr, in[0].Rows,
 			in[1].Rows, in[2].Rows, c.dtype))
 	}
 	r.backward = func() {
-		g.Must(AttendBackward(g.Set, g.Stream, *a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+		g.Must(attendBackward(g.Set, g.Stream, *a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			dy.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, y.Rows, lse.Ptr, c.dtype))
 	}

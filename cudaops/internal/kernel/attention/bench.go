@@ -23,10 +23,10 @@ func Bench(b *bench.B) {
 		for i := range in {
 			in[i], out[i] = rows(b.Normal(n, gpu.BFloat16)), rows(b.Alloc(n, gpu.BFloat16))
 		}
-		q, k, v, g := in[0], in[1], in[2], in[3]
-		y, dq, dk, dv := out[0], out[1], out[2], out[3]
-		lse, stats := b.Alloc(s.batch*s.heads*s.seq, gpu.Float32),
-			b.Alloc(StatsBytes(b.Set, shape, gpu.BFloat16)/4, gpu.Float32)
+		back := Backward{Geometry: shape, DQ: out[1], DK: out[2], DV: out[3], G: in[3], Q: in[0],
+			K: in[1], V: in[2], Y: out[0], LSE: b.Alloc(s.batch*s.heads*s.seq, gpu.Float32),
+			Type: gpu.BFloat16}
+		back.Stats = b.Alloc(back.WorkspaceBytes(b.Info)/4, gpu.Float32)
 		flops := 2 * float64(n) * float64(s.seq)
 		name := func(pass string) string {
 			name := fmt.Sprintf("attn_causal_%s_b%dh%ds%dd%d", pass, s.batch, s.heads, s.seq, s.dim)
@@ -38,18 +38,18 @@ func Bench(b *bench.B) {
 		if s.window > 0 {
 			share := float64(s.window) / float64(s.seq)
 			flops *= share * (2 - share)
-			shape.Documents = b.Alloc(DocumentsBytes(s.batch, s.seq)/4, gpu.Float32)
+			back.Documents = b.Alloc(DocumentsBytes(s.batch, s.seq)/4, gpu.Float32)
 			if b.Err == nil {
-				b.Do(Documents{Table: shape.Documents, Batch: s.batch, Seq: s.seq,
+				b.Do(Documents{Table: back.Documents, Batch: s.batch, Seq: s.seq,
 					Window: s.window}.Launch(b.Set, b.Stream))
 			}
 		}
 		b.Time(bench.Measurement{Name: name("fwd"), FLOPs: flops}, func() error {
-			return Attend(b.Set, b.Stream, shape, y, lse, q, k, v, gpu.BFloat16)
+			return Forward{Geometry: back.Geometry, Y: back.Y, Q: back.Q, K: back.K, V: back.V,
+				LSE: back.LSE, Type: back.Type}.Launch(b.Set, b.Stream)
 		})
 		b.Time(bench.Measurement{Name: name("bwd"), FLOPs: 2.5 * flops}, func() error {
-			return AttendBackward(b.Set, b.Stream, shape, dq, dk, dv, stats, g, q, k,
-				v, y, lse, gpu.BFloat16)
+			return back.Launch(b.Set, b.Stream)
 		})
 		b.Free()
 	}

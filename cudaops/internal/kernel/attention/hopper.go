@@ -39,8 +39,8 @@ func (a Geometry) hopperDim() int {
 	return 128
 }
 
-// shared is the shared memory of a block of the forward pass: its own tiles and results, the stages,
-// and the barriers.
+// shared is the shared memory of a block of the forward pass: its own tiles and results, the
+// stages, and the barriers.
 func (h hopperShape) shared(dim int) int {
 	rows := (h.turns+1)*64*h.workers + 2*h.loop*h.stages
 	return 2*dim*rows + 32*h.stages + 16*h.turns

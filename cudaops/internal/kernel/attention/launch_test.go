@@ -109,8 +109,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			for _, dt := range kerneltest.StorageTypes {
 				c.ClearTrace()
-				require.NoError(t, Attend(k, 0, a, q, p, q, kv, kv, dt))
-				require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv,
+				require.NoError(t, attend(k, 0, a, q, p, q, kv, kv, dt))
+				require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv,
 					q, p, dt))
 				unit, size := gpu.unit, "_64"
 				if dim > 64 {
@@ -161,7 +161,7 @@ func TestAttentionWorkspace(t *testing.T) {
 			Causal: true, Variant: Hopper}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * x.dim}, kernel.Rows{Ptr: p, Stride: 2 * x.dim}
 		c.ClearTrace()
-		require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+		require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
 		tiles, zeroed := 4*kernel.CeilDiv(seq, x.tile), 0
 		for _, op := range c.Trace() {
@@ -170,7 +170,8 @@ func TestAttentionWorkspace(t *testing.T) {
 			}
 			at := gpu.Ptr(binary.LittleEndian.Uint64(op.Args[len(op.Args)-12:]))
 			zeroed = int(binary.LittleEndian.Uint32(op.Args[len(op.Args)-4:]))
-			require.Equal(t, StatsBytes(k, a, kerneltest.Bf16), int(at-p)+4*zeroed, seq)
+			back := Backward{Geometry: a, Type: kerneltest.Bf16}
+			require.Equal(t, back.WorkspaceBytes(k.Info), int(at-p)+4*zeroed, seq)
 			require.LessOrEqual(t, zeroed, op.Config.Grid.X*op.Config.Block.X, seq)
 		}
 		require.Equal(t, tiles+1, zeroed, seq)
@@ -189,8 +190,8 @@ func TestAttentionFused64(t *testing.T) {
 		for _, table := range []gpu.Ptr{0, p} {
 			a.Documents = table
 			c.ClearTrace()
-			require.NoError(t, Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
-			require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			want := []string{"attention_hopper_forward_64_bf16", "attention_stats_bf16",
 				"attention_hopper_backward_fused_64_bf16"}
@@ -227,8 +228,8 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 			c.ClearTrace()
 			require.NoError(t, (Documents{Table: table, Starts: kernel.Ints{Ptr: p}, Batch: 2,
 				Seq: 100}).Launch(k, 0))
-			require.NoError(t, Attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
-			require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			for _, op := range c.Trace() {
 				if op.Name == "" {
@@ -270,10 +271,10 @@ func TestAttentionRefusals(t *testing.T) {
 	} {
 		a, y, dt := ok, out, kerneltest.Bf16
 		change(&a, &y, &dt)
-		require.Error(t, Attend(k, 0, a, y, p, row, row, row, dt), what)
+		require.Error(t, attend(k, 0, a, y, p, row, row, row, dt), what)
 	}
 	ok.Batch = 0
-	require.NoError(t, Attend(k, 0, ok, out, p, row, row, row, kerneltest.Bf16))
+	require.NoError(t, attend(k, 0, ok, out, p, row, row, row, kerneltest.Bf16))
 	require.Empty(t, c.Trace())
 }
 
@@ -289,7 +290,7 @@ func TestAttentionTurnsBack(t *testing.T) {
 			}
 			c.ClearTrace()
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-			require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			after := 0
 			for _, op := range c.Trace() {
@@ -320,7 +321,7 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	for _, poison := range []bool{false, true} {
 		gpu.Poison = poison
 		c.ClearTrace()
-		require.NoError(t, AttendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+		require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
 		trace := c.Trace()
 		fused := slices.IndexFunc(trace, func(op fake.Op) bool {
@@ -335,4 +336,17 @@ func TestAttentionPoisonsSums(t *testing.T) {
 			t.Errorf("%d bytes are poisoned, want %d", trace[filled].Bytes, tiles*bytes)
 		}
 	}
+}
+
+// attend is the forward pass.
+func attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr, q, key,
+	value kernel.Rows, t gpu.DType) error {
+	return Forward{Geometry: a, Y: y, Q: q, K: key, V: value, LSE: lse, Type: t}.Launch(k, s)
+}
+
+// attendBackward is the backward pass.
+func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr,
+	g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
+	return Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value, Y: y,
+		Stats: stats, LSE: lse, Type: t}.Launch(k, s)
 }

@@ -11,7 +11,7 @@ func Bench(b *bench.B) {
 	table, g, ids := b.Normal(vocab*d, gpu.BFloat16), b.Normal(rows*d, gpu.BFloat16),
 		b.IDs(rows, vocab)
 	y, dt, workspace := b.Alloc(rows*d, gpu.BFloat16), b.Alloc(vocab*d, gpu.Float32),
-		b.Alloc(Workspace(rows, vocab, d)/4, gpu.Float32)
+		b.Alloc(Backward{Rows: rows, Vocab: vocab, D: d}.WorkspaceBytes(b.Info)/4, gpu.Float32)
 	b.Time(bench.Measurement{Name: "embedding_fwd_32768x50304x768", Bytes: 2 * 2 * rows * d},
 		func() error {
 			return Forward{Y: y, IDs: ids, Table: table, Rows: rows, Vocab: vocab,

@@ -43,7 +43,7 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 
 // Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with
 // Accumulate, in the order of the rows and in float32. Ids outside [0, Vocab) do not count. The
-// types are equal, or DT is float32. Workspace is memory of [Workspace] bytes.
+// types are equal, or DT is float32. Workspace is memory of WorkspaceBytes.
 type Backward struct {
 	DT             gpu.Ptr
 	IDs            kernel.Ints
@@ -66,9 +66,9 @@ func partsOf(rows, vocab, d int) embeddingParts {
 	return embeddingParts{ids, ids, list, list, sums, sums}
 }
 
-// Workspace is the bytes of workspace that an Backward takes.
-func Workspace(rows, vocab, d int) int {
-	p := partsOf(rows, vocab, d)
+// WorkspaceBytes is the size of Workspace.
+func (a Backward) WorkspaceBytes(gpu.DeviceInfo) int {
+	p := partsOf(a.Rows, a.Vocab, a.D)
 	return p.starts + p.cursors + p.members + p.sorted + p.heads + p.tails
 }
 
@@ -151,9 +151,4 @@ func sumGroups(k *kernel.Set, s gpu.Stream, a Backward, types string) error {
 		}
 	}
 	return nil
-}
-
-// WorkspaceBytes is the size of Workspace.
-func (a Backward) WorkspaceBytes(gpu.DeviceInfo) int {
-	return Workspace(a.Rows, a.Vocab, a.D)
 }

@@ -42,7 +42,8 @@ func TestEmbedding(t *testing.T) {
 				grad := make([]float64, c.vocab*c.d)
 				layer.EmbeddingBackward(grad, ids, gr, c.d)
 				dt := g.Alloc(c.vocab*c.d, tt, i%2)
-				work := g.Alloc(Workspace(c.rows, c.vocab, c.d)/4, kerneltest.F32, 0)
+				work := g.Alloc(Backward{Rows: c.rows, Vocab: c.vocab,
+					D: c.d}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 				a := Backward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab,
 					D: c.d, DTType: tt, GType: yt,
 					Workspace: work.Ptr}
@@ -68,7 +69,7 @@ func TestEmbeddingUnknownIDs(t *testing.T) {
 	ids := kernel.Ints{Ptr: g.UploadInts([]int{0, -1, 2, 1, 1 << 30}, 4)}
 	table, tr := g.Normal(2*3, kerneltest.F32, 0)
 	y, dt, work := g.Alloc(5*3, kerneltest.F32, 0), g.Alloc(2*3, kerneltest.F32, 0),
-		g.Alloc(Workspace(5, 2, 3)/4, kerneltest.F32, 0)
+		g.Alloc(Backward{Rows: 5, Vocab: 2, D: 3}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	g.Must(Forward{Y: y.Ptr, IDs: ids, Table: table.Ptr, Rows: 5, Vocab: 2,
 		D: 3}.Launch(g.Set, g.Stream))
 	nan := math.NaN()

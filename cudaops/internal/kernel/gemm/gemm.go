@@ -29,10 +29,10 @@ type SiLUProductBackward struct {
 	Way                 kernel.Way
 }
 
-// SiLUProductWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at
+// gateWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at
 // addresses that are multiples of 16, or none: Hopper has one for two-byte types where F and D are
 // multiples of 8.
-func SiLUProductWays(k *kernel.Set, rows, f, d int, t gpu.DType) []kernel.Way {
+func gateWays(k *kernel.Set, rows, f, d int, t gpu.DType) []kernel.Way {
 	const limit = 1 << 30
 	if k.Info.Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 ||
 		max(rows, f, d) > limit {
@@ -114,7 +114,7 @@ type gateCall struct {
 }
 
 func (c gateCall) launch(k *kernel.Set, s gpu.Stream, matrices []gemmMatrix) error {
-	ways := SiLUProductWays(k, c.rows, c.f, c.d, c.dtype)
+	ways := gateWays(k, c.rows, c.f, c.d, c.dtype)
 	if empty, err := kernel.CheckSizes(c.op, c.rows, c.f, c.d); err != nil || empty {
 		return err
 	}
@@ -227,10 +227,10 @@ func (a SiLUProductBackward) Tuning() kernel.Tuning {
 
 // Ways lists the ways that take the launch.
 func (a SiLUProduct) Ways(k *kernel.Set) []kernel.Way {
-	return SiLUProductWays(k, a.Rows, a.F, a.D, a.Type)
+	return gateWays(k, a.Rows, a.F, a.D, a.Type)
 }
 
 // Ways lists the ways that take the launch.
 func (a SiLUProductBackward) Ways(k *kernel.Set) []kernel.Way {
-	return SiLUProductWays(k, a.Rows, a.F, a.D, a.Type)
+	return gateWays(k, a.Rows, a.F, a.D, a.Type)
 }

@@ -172,7 +172,7 @@ func TestSiLUProductRefusals(t *testing.T) {
 				t.Errorf("capability %d, %s: no error without h", capability, what)
 			}
 		}
-		if takes := len(SiLUProductWays(k, 3, 8, 16, kerneltest.Bf16)) > 0; takes !=
+		if takes := len(gateWays(k, 3, 8, 16, kerneltest.Bf16)) > 0; takes !=
 			(capability == 90) || (ok.Launch(k, 0) == nil) != takes {
 			t.Errorf("capability %d: takes it: %v", capability, takes)
 		}

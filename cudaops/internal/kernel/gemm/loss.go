@@ -24,7 +24,7 @@ type LinearCrossEntropy struct {
 	X, W                           gpu.Ptr
 	Targets                        kernel.Ints
 	Scale, Grad                    gpu.Ptr
-	Workspace                      gpu.Ptr // of LinearCrossEntropyWorkspace bytes
+	Workspace                      gpu.Ptr // of WorkspaceBytes
 	LinearCrossEntropyShape
 	Type gpu.DType // of the matrices: bfloat16
 	Way  kernel.Way
@@ -41,20 +41,15 @@ const (
 	lossRows, lossWarps                               = 32, 8
 )
 
-// LinearCrossEntropyWays lists the ways to compute LinearCrossEntropy, or none: Hopper has one for
-// bfloat16 where V and D are multiples of 8, and addresses are multiples of 16.
-func LinearCrossEntropyWays(k *kernel.Set, a LinearCrossEntropyShape, t gpu.DType) []kernel.Way {
+// Ways lists the ways that take the launch, or none: Hopper has one for bfloat16 where V and D are
+// multiples of 8, and addresses are multiples of 16.
+func (a LinearCrossEntropy) Ways(k *kernel.Set) []kernel.Way {
 	const limit = 1 << 30
-	if k.Info.Capability() != 90 || t != gpu.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
+	if k.Info.Capability() != 90 || a.Type != gpu.BFloat16 || a.V%8 != 0 || a.D%8 != 0 ||
 		min(a.Rows, a.V, a.D) < 1 || max(a.Rows, a.V, a.D) > limit {
 		return nil
 	}
 	return []kernel.Way{{Family: "fused"}}
-}
-
-// LinearCrossEntropyWorkspace is the bytes that LinearCrossEntropy works in.
-func LinearCrossEntropyWorkspace(k *kernel.Set, a LinearCrossEntropyShape) int {
-	return 4 * a.Rows * (1 + kernel.CeilDiv(a.V, lossColumns))
 }
 
 // Launch launches three kernels.
@@ -63,7 +58,7 @@ func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckInts(op, a.Rows, a.V, a.D); err != nil || empty {
 		return err
 	}
-	ways := LinearCrossEntropyWays(k, a.LinearCrossEntropyShape, a.Type)
+	ways := a.Ways(k)
 	if len(ways) == 0 || !kernel.Aligned(a.Terms, a.Scaled, a.X, a.W) {
 		return fmt.Errorf("kernels.%s: got %+v, want compute capability 9.0, V and D multiples "+
 			"of 8, and addresses that are multiples of 16",
@@ -134,11 +129,6 @@ func (a LinearCrossEntropy) Tuning() kernel.Tuning {
 }
 
 // WorkspaceBytes is the size of Workspace.
-func (a LinearCrossEntropy) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return LinearCrossEntropyWorkspace(kernel.Sized(d), a.LinearCrossEntropyShape)
-}
-
-// Ways lists the ways that take the launch.
-func (a LinearCrossEntropy) Ways(k *kernel.Set) []kernel.Way {
-	return LinearCrossEntropyWays(k, a.LinearCrossEntropyShape, a.Type)
+func (a LinearCrossEntropy) WorkspaceBytes(gpu.DeviceInfo) int {
+	return 4 * a.Rows * (1 + kernel.CeilDiv(a.V, lossColumns))
 }

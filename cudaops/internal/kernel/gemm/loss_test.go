@@ -52,8 +52,9 @@ func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int,
 		Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
 		Targets: kernel.Ints{Ptr: g.UploadInts(ids, size), Wide: wide}, Scale: scale.Ptr,
 		Grad: grad.Ptr, LinearCrossEntropyShape: s,
-		Workspace: g.Alloc(LinearCrossEntropyWorkspace(g.Set, s)/4, kerneltest.F32, 0).Ptr,
-		Type:      kerneltest.Bf16}
+		Workspace: g.Alloc(LinearCrossEntropy{LinearCrossEntropyShape: s}.WorkspaceBytes(g.Info)/4,
+			kerneltest.F32, 0).Ptr,
+		Type: kerneltest.Bf16}
 	return l
 }
 
@@ -193,10 +194,12 @@ func TestLinearCrossEntropyRefusals(t *testing.T) {
 			require.Error(t, refused, what)
 		}
 		c.ClearTrace()
-		takes := len(LinearCrossEntropyWays(k, ok.LinearCrossEntropyShape, kerneltest.Bf16)) == 1
+		takes := len(ok.Ways(k)) == 1
 		require.Equal(t, capability == 90, takes)
 		require.Equal(t, (ok.Launch(k, 0) == nil), takes)
-		require.Nil(t, LinearCrossEntropyWays(k, ok.LinearCrossEntropyShape, kerneltest.F16))
+		half := ok
+		half.Type = kerneltest.F16
+		require.Nil(t, half.Ways(k))
 		count := 0
 		for _, n := range launched(t, c, 0) {
 			count += len(n)

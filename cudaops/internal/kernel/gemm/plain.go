@@ -25,14 +25,14 @@ type ProductShape struct{ Rows, Columns, D int }
 // panels.
 const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 
-// ProductWays lists the ways to compute Product at addresses that are multiples of 16, or none.
+// Ways lists the ways that take the launch at addresses that are multiples of 16, or none.
 // Hopper has one for results of BFloat16, where Columns and D are multiples of 16 and D is more
 // than 384. The number is the columns of a tile.
-func ProductWays(k *kernel.Set, a ProductShape, t gpu.DType) []kernel.Way {
+func (a Product) Ways(k *kernel.Set) []kernel.Way {
 	const limit = 1 << 30
 	if k.Info.Capability() != 90 || min(a.Rows, a.Columns, a.D) < 1 ||
 		max(a.Rows, a.Columns, a.D) > limit ||
-		!float8Product(a.Columns, a.D, t) {
+		!float8Product(a.Columns, a.D, a.Type) {
 		return nil
 	}
 	return []kernel.Way{{Family: "hopper", Size: plainColumns}}
@@ -44,7 +44,7 @@ func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckSizes(op, a.Rows, a.Columns, a.D); err != nil || empty {
 		return err
 	}
-	ways := ProductWays(k, a.ProductShape, a.Type)
+	ways := a.Ways(k)
 	if len(ways) == 0 || !kernel.Aligned(a.Y, a.X, a.W, a.C, a.ScaleX, a.ScaleW) ||
 		a.ScaleX == 0 || a.ScaleW == 0 {
 		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, bfloat16, "+
@@ -78,6 +78,3 @@ func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
 			[3]uint32{gemmDepth, plainColumns / gemmCluster, 1}}, result, added}
 	return g.launch(k, s)
 }
-
-// Ways lists the ways that take the launch.
-func (a Product) Ways(k *kernel.Set) []kernel.Way { return ProductWays(k, a.ProductShape, a.Type) }

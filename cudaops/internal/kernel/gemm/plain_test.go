@@ -37,7 +37,7 @@ func TestProductRefusals(t *testing.T) {
 			"factors":         func(a *Product) { a.ScaleW += 4 },
 		})
 		c.ClearTrace()
-		takes := len(ProductWays(k, ok.ProductShape, kerneltest.Bf16)) == 1
+		takes := len(ok.Ways(k)) == 1
 		require.Equal(t, capability == 90, takes)
 		for _, ok.C = range []gpu.Ptr{0, p} {
 			require.Equal(t, ok.Launch(k, 0) == nil, takes, "capability %d: takes %+v: %v",
@@ -97,7 +97,7 @@ func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
 		plus[i] += v
 	}
 	a := Product{X: x, W: w, ScaleX: xs, ScaleW: ws, ProductShape: s, Type: kerneltest.Bf16}
-	ways := ProductWays(g.Set, s, kerneltest.Bf16)
+	ways := Product{ProductShape: s, Type: kerneltest.Bf16}.Ways(g.Set)
 	if len(ways) == 0 {
 		g.Fatal("no way takes it")
 	}
@@ -159,7 +159,7 @@ func TestRoPEProductFloat8(t *testing.T) {
 			a.X, a.ScaleX, x = matrix8(g, a.Rows, a.D)
 			a.Weights, a.ScaleWeights, w = matrix8(g, a.Columns, a.D)
 			_, _, want := turnedProduct(g, &a, x, w)
-			ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
+			ways := a.Ways(g.Set)
 			if len(ways) == 0 {
 				g.Fatal("no way takes it")
 			}

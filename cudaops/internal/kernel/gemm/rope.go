@@ -45,19 +45,19 @@ func RoPEAngleAt(position, pair, h int) int {
 	return 16*((position/8*kernel.CeilDiv(h, 8)+pair/8)*8+position%8) + pair%8/2*4 + pair%2
 }
 
-// RoPEProductWays lists the ways to compute RoPEProduct at addresses that are multiples of 16.
+// Ways lists the ways that take the launch at addresses that are multiples of 16, or none.
 // Hopper has one for two-byte types. There D and Columns must be multiples of 8, and heads must
 // have 64, 96 or 128 features. With Float8 the type must be BFloat16. D and Columns must then be
 // multiples of 16, D must exceed 384, and heads must have 64 or 128 features.
-func RoPEProductWays(k *kernel.Set, a RoPEProductShape, t gpu.DType) []kernel.Way {
+func (a RoPEProduct) Ways(k *kernel.Set) []kernel.Way {
 	const limit = 1 << 30
 	tile := turnedTiles[a.HeadDim]
-	if tile.columns == 0 || k.Info.Capability() != 90 || t.Size() != 2 || a.Turned < 0 ||
+	if tile.columns == 0 || k.Info.Capability() != 90 || a.Type.Size() != 2 || a.Turned < 0 ||
 		a.Turned%a.HeadDim != 0 ||
 		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 ||
 		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D,
 		a.Seq*a.HeadDim) > limit ||
-		a.Float8 && !(a.HeadDim != 96 && float8Product(a.Columns, a.D, t)) {
+		a.Float8 && !(a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)) {
 		return nil
 	}
 	return []kernel.Way{{Family: "fused"}}
@@ -75,7 +75,7 @@ func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 	if empty, err := kernel.CheckSizes(op, a.Rows, a.Columns, a.D); err != nil || empty {
 		return err
 	}
-	ways := RoPEProductWays(k, a.RoPEProductShape, a.Type)
+	ways := a.Ways(k)
 	if len(ways) == 0 || !kernel.Aligned(a.Angles, a.ScaleX, a.ScaleWeights) ||
 		a.Float8 != (a.ScaleX != 0) || a.Float8 != (a.ScaleWeights != 0) {
 		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns "+
@@ -122,9 +122,4 @@ func (a RoPEProduct) Shape() string {
 // Tuning is that of [kernel.Tuned].
 func (a RoPEProduct) Tuning() kernel.Tuning {
 	return kernel.Tuning{Op: "RoPEProduct", Units: []string{"gemm_hopper_rope", "rope"}, Computes: true}
-}
-
-// Ways lists the ways that take the launch.
-func (a RoPEProduct) Ways(k *kernel.Set) []kernel.Way {
-	return RoPEProductWays(k, a.RoPEProductShape, a.Type)
 }

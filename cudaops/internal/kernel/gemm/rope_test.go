@@ -52,7 +52,7 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 	w, wr := scaledNormal(g, a.Columns*a.D, a.D, a.Type)
 	a.X, a.Weights = x.Ptr, w.Ptr
 	cos, sin, want := turnedProduct(g, &a, xr, wr)
-	ways := RoPEProductWays(g.Set, a.RoPEProductShape, a.Type)
+	ways := a.Ways(g.Set)
 	if len(ways) == 0 {
 		g.Fatal("no way takes it")
 	}
@@ -181,7 +181,7 @@ func TestRoPEProductRefusals(t *testing.T) {
 			"float8, type": func(a *RoPEProduct) { *a = of8(*a); a.Type = kerneltest.F16 },
 		})
 		c.ClearTrace()
-		ways := RoPEProductWays(k, ok.RoPEProductShape, kerneltest.Bf16)
+		ways := ok.Ways(k)
 		require.Equal(t, capability == 90, len(ways) == 1, ways)
 		for _, ok.Way = range ways {
 			require.NoError(t, ok.Launch(k, 0))

@@ -52,8 +52,8 @@ func newBenchLayer(b *bench.B, rows, seeds int, stages bool) *benchLayer {
 	l.health, l.gradient = b.Alloc(ForwardFigures*seeds, gpu.Float32),
 		b.Alloc(BackwardFigures*seeds, gpu.Float32)
 	l.bad = b.Floats(make([]float32, 3*seeds))
-	l.forwardWork = b.Alloc(ForwardWorkspace(b.Set, l.Layer)/4, gpu.Float32)
-	l.backWork = b.Alloc(BackwardWorkspace(b.Set, l.Layer, false)/4, gpu.Float32)
+	l.forwardWork = b.Alloc(Forward{Layer: l.Layer}.WorkspaceBytes(b.Info)/4, gpu.Float32)
+	l.backWork = b.Alloc(Backward{Layer: l.Layer}.WorkspaceBytes(b.Info)/4, gpu.Float32)
 	return l
 }
 

@@ -58,7 +58,7 @@ func (k Mixing) Encode(dst []byte, at func(i int) seed.Seed) error {
 type Wide struct {
 	Mixing    Mixing
 	Width     int
-	Workspace gpu.Ptr // of [WideWorkspace] bytes
+	Workspace gpu.Ptr // of WorkspaceBytes
 }
 
 // What kasmina_capacity.cu is written with, and how much memory it gets.
@@ -135,9 +135,9 @@ func (g mixGrid) scratch(l Layer, at gpu.Ptr, backward bool) (s mixScratch, byte
 	return s, int(c.at - at)
 }
 
-// WideWorkspace is the bytes of workspace that a pass takes beside that of the layer.
-func WideWorkspace(k *kernel.Set, l Layer, w Wide, backward bool) int {
-	_, bytes := newMixGrid(k, l, w, mixArrays(backward)).scratch(l, 0, backward)
+// workspace is the bytes of workspace that a pass takes beside that of the layer.
+func (w Wide) workspace(d gpu.DeviceInfo, l Layer, backward bool) int {
+	_, bytes := newMixGrid(kernel.Sized(d), l, w, mixArrays(backward)).scratch(l, 0, backward)
 	return bytes
 }
 
@@ -278,10 +278,10 @@ type WideBackward struct {
 
 // WorkspaceBytes is the size of Wide's Workspace.
 func (f WideForward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return WideWorkspace(kernel.Sized(d), f.Layer, f.Wide, false)
+	return f.Wide.workspace(d, f.Layer, false)
 }
 
 // WorkspaceBytes is the size of Wide's Workspace.
 func (b WideBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return WideWorkspace(kernel.Sized(d), b.Layer, b.Wide, true)
+	return b.Wide.workspace(d, b.Layer, true)
 }

@@ -25,7 +25,7 @@ func (r *kasminaRun) widen() {
 	list.Ptr = b.Ptr
 	for i := range r.wide {
 		w := Wide{Mixing: list, Width: r.width}
-		w.Workspace = r.Alloc(WideWorkspace(r.Set, r.layer, w, i == 1)/4, kerneltest.F32, 0).Ptr
+		w.Workspace = r.Alloc(w.workspace(r.Info, r.layer, i == 1)/4, kerneltest.F32, 0).Ptr
 		r.wide[i] = w
 	}
 }

@@ -280,17 +280,17 @@ func (g kasminaGrid) scratch(l Layer, at gpu.Ptr) (s kasminaScratch) {
 	return s
 }
 
-// ForwardWorkspace is the bytes of workspace that a forward pass takes, whatever its family.
-func ForwardWorkspace(k *kernel.Set, l Layer) int {
-	return kasminaWorkspace(k, l, kasminaUse{telemetry: true})
+// WorkspaceBytes is the size of Workspace, whatever the family.
+func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	return kasminaWorkspace(kernel.Sized(d), f.Layer, kasminaUse{telemetry: true})
 }
 
-// BackwardWorkspace is the bytes of workspace that a backward pass takes, whatever its family.
-func BackwardWorkspace(k *kernel.Set, l Layer, clip bool) int {
-	u := kasminaUse{backward: true, clip: clip}
-	quiet := kasminaWorkspace(k, l, u)
+// WorkspaceBytes is the size of Workspace, whatever the family.
+func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
+	u, k := kasminaUse{backward: true, clip: b.Clip}, kernel.Sized(d)
+	quiet := kasminaWorkspace(k, b.Layer, u)
 	u.telemetry = true
-	return max(quiet, kasminaWorkspace(k, l, u))
+	return max(quiet, kasminaWorkspace(k, b.Layer, u))
 }
 
 func kasminaWorkspace(k *kernel.Set, l Layer, use kasminaUse) (bytes int) {
@@ -303,14 +303,4 @@ func kasminaWorkspace(k *kernel.Set, l Layer, use kasminaUse) (bytes int) {
 		}
 	}
 	return bytes
-}
-
-// WorkspaceBytes is the size of Workspace.
-func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return ForwardWorkspace(kernel.Sized(d), f.Layer)
-}
-
-// WorkspaceBytes is the size of Workspace.
-func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return BackwardWorkspace(kernel.Sized(d), b.Layer, b.Clip)
 }

@@ -139,7 +139,7 @@ type Forward struct {
 	Figures   gpu.Ptr // [ForwardFigures, Seeds] of float32
 	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram gpu.Ptr // [Seeds, Bins] of uint32, or null
-	Workspace gpu.Ptr // of [ForwardWorkspace] bytes
+	Workspace gpu.Ptr // of WorkspaceBytes
 	// Records, unless it is nil, is told what remains to be done for exact figures by
 	// [MergeRecords]; Workspace is to be kept until then.
 	Records *Records
@@ -158,7 +158,7 @@ type Backward struct {
 	Figures                  gpu.Ptr // [BackwardFigures, Seeds] of float32
 	// [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Bad, Clipped gpu.Ptr
-	Workspace    gpu.Ptr // of [BackwardWorkspace] bytes
+	Workspace    gpu.Ptr // of WorkspaceBytes
 	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact
 	// figures by [SumParts]. Workspace and what the layer has beside X are to be kept until then.
 	Parts *Parts

@@ -114,9 +114,9 @@ func TestKasminaGrid(t *testing.T) {
 		}
 		for _, f := range families {
 			g := newKasminaGrid(k, l, f, 1+rand.IntN(kasminaBlocks*k.Info.SMs), aligned, use)
-			space := ForwardWorkspace(k, l)
+			space := Forward{Layer: l}.WorkspaceBytes(k.Info)
 			if use.backward {
-				space = BackwardWorkspace(k, l, use.clip)
+				space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(k.Info)
 			}
 			require.LessOrEqual(t, g.scratch(l, 0).bytes, space, "%v, %v", l, g)
 			if g.across*g.down > kasminaThreads || g.chunks == 0 &&

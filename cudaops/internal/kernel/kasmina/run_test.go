@@ -146,8 +146,9 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 	r.counts = g.Alloc(3*c.seeds, kerneltest.F32, 0)
 	r.bins = g.Alloc(Bins*c.seeds, kerneltest.F32, 0)
 	g.Must(g.Ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, g.Stream))
-	r.forwardSpace = g.Alloc(ForwardWorkspace(g.Set, r.layer)/4, kerneltest.F32, 0)
-	r.backwardSpace = g.Alloc(BackwardWorkspace(g.Set, r.layer, c.clip)/4, kerneltest.F32, 0)
+	r.forwardSpace = g.Alloc(Forward{Layer: r.layer}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
+	r.backwardSpace = g.Alloc(Backward{Layer: r.layer, Clip: c.clip}.WorkspaceBytes(g.Info)/4,
+		kerneltest.F32, 0)
 	if c.width > 0 {
 		r.widen()
 	}

@@ -21,7 +21,7 @@ func benchRMSNorm(b *bench.B, rows, d int) {
 		b.Normal(d, gpu.Float32)
 	y, rstd, dx, dw := b.Alloc(rows*d, gpu.BFloat16), b.Alloc(rows, gpu.Float32),
 		b.Alloc(rows*d, gpu.BFloat16), b.Alloc(d, gpu.Float32)
-	workspace := b.Alloc(RMSNormWorkspace(b.Set, d, gpu.BFloat16)/4, gpu.Float32)
+	workspace := b.Alloc(RMSNormBackward{D: d, Type: gpu.BFloat16}.WorkspaceBytes(b.Info)/4, gpu.Float32)
 	b.Time(bench.Measurement{Name: "rmsnorm_fwd_" + shape, Bytes: 2 * size}, func() error {
 		return RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5,
 			Type: gpu.BFloat16}.Launch(b.Set, b.Stream)

@@ -232,10 +232,6 @@ func normParts(k *kernel.Set, d int, t gpu.DType) int {
 	return normBlocks * k.Info.SMs
 }
 
-// RMSNormWorkspace is the bytes of workspace that a backward pass over rows of d elements of a type
-// takes.
-func RMSNormWorkspace(k *kernel.Set, d int, t gpu.DType) int { return 4 * d * normParts(k, d, t) }
-
 // Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one
 // that adds them up, unless they are left.
 func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
@@ -384,7 +380,7 @@ func (a RMSNormBackward) Tuning() kernel.Tuning {
 
 // WorkspaceBytes is the size of Workspace.
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return RMSNormWorkspace(kernel.Sized(d), a.D, a.Type)
+	return 4 * a.D * normParts(kernel.Sized(d), a.D, a.Type)
 }
 
 // Launch enqueues it.

@@ -105,7 +105,7 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 	if same {
 		dwType = dt
 	}
-	work := g.Alloc(RMSNormWorkspace(g.Set, d, dt)/4, kerneltest.F32, 0)
+	work := g.Alloc(RMSNormBackward{D: d, Type: dt}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	dx, dw := g.Alloc(rows*d, dt, skew), g.Alloc(d, dwType, 0)
 	a := RMSNormBackward{DX: dx.Ptr, DW: dw.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
 		Rows: rows, D: d, Type: dt, DWType: dwType, Workspace: work.Ptr}
@@ -141,7 +141,7 @@ func TestRMSNormPartsTogether(t *testing.T) {
 		a := RMSNormBackward{DX: g.Alloc(rows*d, kerneltest.Bf16, 0).Ptr, G: dy.Ptr, X: x.Ptr,
 			W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16,
 			DWType: kerneltest.F32,
-			Workspace: g.Alloc(RMSNormWorkspace(g.Set, d, kerneltest.Bf16)/4,
+			Workspace: g.Alloc(RMSNormBackward{D: d, Type: kerneltest.Bf16}.WorkspaceBytes(g.Info)/4,
 				kerneltest.F32, 0).Ptr}
 		if i%11 == 0 {
 			a.DWType = kerneltest.Bf16

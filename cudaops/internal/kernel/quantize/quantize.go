@@ -135,11 +135,6 @@ func columnSections(k *kernel.Set, rows, d int) int {
 		2*k.Info.SMs/max(1, kernel.CeilDiv(d, largestColumns))))
 }
 
-// QuantizeColumnsWorkspace is the bytes of workspace that [QuantizeColumns] takes.
-func QuantizeColumnsWorkspace(k *kernel.Set, rows, d int) int {
-	return 4 * d * columnSections(k, rows, d)
-}
-
 // Launch launches two kernels.
 func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
 	suf, err := kernel.Suffix("QuantizeColumns", a.Type)
@@ -169,7 +164,7 @@ func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
 
 // WorkspaceBytes is the size of Workspace.
 func (a Columns) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return QuantizeColumnsWorkspace(kernel.Sized(d), a.Rows, a.D)
+	return 4 * a.D * columnSections(kernel.Sized(d), a.Rows, a.D)
 }
 
 // HeldThreads is the most threads of a block that holds rows in registers.

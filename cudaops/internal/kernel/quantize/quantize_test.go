@@ -189,7 +189,7 @@ func TestQuantizeColumns(t *testing.T) {
 					}
 				}
 				y, scale := rows8Alloc(g, d, rows, i%3)
-				work := g.Alloc(quantize.QuantizeColumnsWorkspace(g.Set, rows, d)/4, kerneltest.F32,
+				work := g.Alloc(quantize.Columns{Rows: rows, D: d}.WorkspaceBytes(g.Info)/4, kerneltest.F32,
 					0)
 				g.Must(quantize.Columns{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Workspace: work.Ptr,
 					Rows: rows, D: d, Type: dt}.Launch(g.Set, g.Stream))
@@ -302,7 +302,8 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 	rstd, _ := g.Normal(rows, kerneltest.F32, 0)
 	base := norm.RMSNormBackward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, W: w.Ptr, Rstd: rstd.Ptr,
 		Rows: rows, D: d, Type: dt,
-		Workspace: g.Alloc(norm.RMSNormWorkspace(g.Set, d, dt)/4, kerneltest.F32, 0).Ptr}
+		Workspace: g.Alloc(norm.RMSNormBackward{D: d, Type: dt}.WorkspaceBytes(g.Info)/4,
+			kerneltest.F32, 0).Ptr}
 	if add {
 		base.Add = x.Ptr
 	}

@@ -19,7 +19,7 @@ func Bench(b *bench.B) {
 	} {
 		a := r.Reduce
 		a.Op, a.Y, a.X, a.YType, a.XType = Sum, y, x, gpu.Float32, gpu.BFloat16
-		a.Workspace = b.Alloc(ReduceWorkspace(b.Set, a)/4, gpu.Float32)
+		a.Workspace = b.Alloc(a.WorkspaceBytes(b.Info)/4, gpu.Float32)
 		b.Time(bench.Measurement{Name: r.name, Bytes: 2 * rows * n}, func() error {
 			return a.Launch(b.Set, b.Stream)
 		})

@@ -53,12 +53,12 @@ func parts(k *kernel.Set, a Reduce) (parts, late int) {
 	return parts + late, late
 }
 
-// ReduceWorkspace is the bytes of workspace that a reduction takes; it may be 0.
-func ReduceWorkspace(k *kernel.Set, a Reduce) int {
+// WorkspaceBytes is the size of Workspace; it may be 0.
+func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int {
 	if a.Outer < 1 || a.N < 1 || a.Inner < 1 {
 		return 0
 	}
-	if p, _ := parts(k, a); p > 1 {
+	if p, _ := parts(kernel.Sized(d), a); p > 1 {
 		return 4 * a.Outer * p * a.Inner
 	}
 	return 0
@@ -135,6 +135,3 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c,
 		l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
 }
-
-// WorkspaceBytes is the size of Workspace.
-func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int { return ReduceWorkspace(kernel.Sized(d), a) }

@@ -36,7 +36,7 @@ func TestReduce(t *testing.T) {
 						if op == Sum {
 							a.Scale = 1 / float64(n)
 						}
-						a.Workspace = g.Alloc(ReduceWorkspace(g.Set, a)/4, kerneltest.F32, 0).Ptr
+						a.Workspace = g.Alloc(a.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0).Ptr
 						g.Must(a.Launch(g.Set, g.Stream))
 						want := make([]float64, outer*inner)
 						for o := range outer {
@@ -71,7 +71,7 @@ func TestMaxKeepsNaN(t *testing.T) {
 		in, _ := g.Upload(x, kerneltest.F32, 0)
 		y := g.Alloc(inner, kerneltest.F32, 0)
 		a := Reduce{Op: Max, Y: y.Ptr, X: in.Ptr, Outer: 1, N: 5000, Inner: inner}
-		a.Workspace = g.Alloc(ReduceWorkspace(g.Set, a)/4+1, kerneltest.F32, 0).Ptr
+		a.Workspace = g.Alloc(a.WorkspaceBytes(g.Info)/4+1, kerneltest.F32, 0).Ptr
 		g.Must(a.Launch(g.Set, g.Stream))
 		if got := g.Read(y); !math.IsNaN(got[0]) || inner > 1 && got[1] != 0 {
 			t.Errorf("the maximum is %v", got)
