@@ -11,9 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
-// Other CUDA libraries in the same process take part through plain handles: a CUcontext, a CUstream
-// and a CUdeviceptr, each as the number that it is in C. The package cuinterop gives them the types
-// of gorgonia.org/cu.
+// Other CUDA libraries in the same process take part through plain handles. These are a CUcontext,
+// a CUstream and a CUdeviceptr, each as the number that it is in C. The package cuinterop gives
+// them the types of gorgonia.org/cu.
 
 // WithContext makes Open use a context that the program made elsewhere, and with it that context's
 // GPU, whatever [WithOrdinal] says: handle is a CUcontext. [Device.Close] leaves it alone; it must
@@ -35,8 +35,8 @@ func (d *Device) Context() uintptr {
 	return d.ctx.Handle()
 }
 
-// Do runs f on a thread on which the device's context is current, for other libraries that work in
-// the current context, as NCCL does (package comm/nccl).
+// Do runs f on a thread on which the device's context is current. That is for other libraries that
+// work in the current context, as NCCL does (package comm/nccl).
 func (d *Device) Do(f func() error) error {
 	if d.ctx == nil {
 		return fmt.Errorf("cudaops.Device.Do: %w", errNotOpened)
@@ -70,10 +70,10 @@ func (m *Machine) Stream() uintptr {
 	return uintptr(m.runner.Stream)
 }
 
-// Address is the CUdeviceptr at which a node's value lies, and the bytes it takes: float32 and
-// bfloat16 as the machine's [Precision] and [WithGradientPrecision] have it, integers as int64, in
-// row-major order. The node must be one that [Machine.Value] takes. The memory remains the
-// machine's. It is valid until Close, or the next [Machine.Bind] of the node, and holds what the
+// Address is the CUdeviceptr at which a node's value lies, and the bytes it takes. Elements are
+// float32 and bfloat16 as the machine's [Precision] and [WithGradientPrecision] have it, integers
+// int64, in row-major order. The node must be one that [Machine.Value] takes. The memory remains
+// the machine's. It is valid until Close, or the next [Machine.Bind] of the node. It holds what the
 // last run left once the machine's stream has come to its end. With [Float16], gradients lie there
 // multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
@@ -101,9 +101,9 @@ func (m *Machine) whole(n *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-// Bind makes a node's value lie in device memory that the program holds, from the next run on: ptr
-// is a CUdeviceptr that is a multiple of 256, as cuMemAlloc's are, and bytes must be what
-// [Machine.Address] says the value takes. The node is
+// Bind makes a node's value lie in device memory that the program holds, from the next run on. The
+// address ptr is a CUdeviceptr that is a multiple of 256, as cuMemAlloc's are. The bytes must be
+// what [Machine.Address] says the value takes. The node is
 //
 //   - an input: runs read the memory as it is then, and no longer the value that gorgonia.Let gave the node;
 //   - a parameter: the same, and [Machine.Update] writes it, so it must hold the parameter's value before the next run.

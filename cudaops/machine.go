@@ -224,7 +224,8 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 const roomLeft = 0.1
 
 // hasRoom reports whether the program leaves enough of the device's memory to the optimisers that
-// are still to come, the machine's and those of others on the device, and to what roomLeft is for.
+// are still to come and to what roomLeft is for. The optimisers are the machine's and those of
+// others on the device.
 func hasRoom(m *Machine) (bool, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	p := m.runner.Program

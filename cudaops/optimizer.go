@@ -24,9 +24,10 @@ import (
 var ErrNonFinite = errors.New("the gradients are not finite")
 
 // SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the
-// device, where [Machine.Update] applies it to the machine's parameters. maxNorm limits the global
-// norm of the gradients, and that of those [WithApart]; 0 means no limit. An optimiser that the machine had before is let go of,
-// with what it remembered there, and after an error it has none.
+// device. There [Machine.Update] applies it to the machine's parameters. The limit maxNorm is of
+// the global norm of the gradients, and of that of those [WithApart]; 0 means none. An optimiser
+// that the machine had before is let go of, with what it remembered there, and after an error it
+// has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	defer in("SetOptimizer", &err)
 	if err = usable(m); err != nil {
@@ -262,8 +263,8 @@ func updatable(m *Machine) error {
 
 var errNoOptimizer = errors.New("the machine has no optimiser: give it one with SetOptimizer")
 
-// Forget makes zero what the machine's optimiser remembers on the device of the elements from ≤ i <
-// to, in row-major order, of a parameter, beside the count of its steps.
+// Forget makes zero what the machine's optimiser remembers on the device of a parameter's elements
+// from ≤ i < to, in row-major order. The count of its steps stays.
 func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	defer in("Forget", &err)
 	if err = usable(m); err != nil {
@@ -298,9 +299,9 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	return nil
 }
 
-// Expect says, ahead of a run, in which round it is: how many ranks contribute to it, and whether it
-// is the first of a step. Where all do, the gradients leave beside the run, each as soon as it is
-// there. All ranks of a machine made [WithRanks] that contribute call it, or none.
+// Expect says, ahead of a run, in which round it is. It tells how many ranks contribute to it, and
+// whether it is the first of a step. Where all do, the gradients leave beside the run, each as soon
+// as it is there. All ranks of a machine made [WithRanks] that contribute call it, or none.
 func (m *Machine) Expect(contributors int, first bool) (err error) {
 	defer in("Expect", &err)
 	if err = usable(m); err != nil {
@@ -343,10 +344,10 @@ func (m *Machine) DropGradients() (err error) {
 	return update.ClearSums(m.runner)
 }
 
-// NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or so
-// large that its square is, nil if there is none. It looks at the gradients of the last
-// [Machine.Update], whether that was made or not, and after another run at those that the next one
-// would apply: with [WithAccumulation] at the sums. It waits for the device.
+// NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or of
+// an infinite square, nil if there is none. It looks at the gradients of the last [Machine.Update],
+// whether that was made or not. After another run it looks at those that the next one would apply:
+// with [WithAccumulation] at the sums. It waits for the device.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	defer in("NonFinite", &err)
 	if err = usable(m); err != nil {

@@ -58,8 +58,8 @@ type MachineOption func(*machineConfig) error
 // The group's device is the machine's. What collectives do is captured with the update.
 //
 // The bits of an update do not depend on the number of ranks, where all compute the graph in the
-// same ways: without tuning, or with the choices of one of them ([WithChoices]). Updates are not
-// tuned, since each rank updates something else.
+// same ways. They do without tuning, or with the choices of one of them ([WithChoices]). Updates
+// are not tuned, since each rank updates something else.
 func WithRanks(group comm.Group) MachineOption {
 	return func(c *machineConfig) error {
 		if group == nil {
@@ -70,9 +70,9 @@ func WithRanks(group comm.Group) MachineOption {
 	}
 }
 
-// WithRounds says, behind [WithRanks], that a step of the machine is so many rounds of all ranks. Of a
-// step that is one round by two of them an update of AdamW reads both contributions, where there would
-// be sums of them in memory.
+// WithRounds says, behind [WithRanks], that a step of the machine is so many rounds of all ranks.
+// Of a step that is one round by two of them an update of AdamW reads both contributions. Else
+// there would be sums of them in memory.
 func WithRounds(n int) MachineOption {
 	return func(c *machineConfig) error {
 		switch {
@@ -95,9 +95,9 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddParams(params...) }
 }
 
-// WithApart names parameters (see [WithParams]) whose gradients are clipped apart: by a norm of their
-// own, and not in that of the others, which Update returns. So what has been added to a model does
-// not change how the model learns. Where all are apart none is.
+// WithApart names parameters (see [WithParams]) whose gradients are clipped apart. They have a norm
+// of their own, and are not in that of the others, which Update returns. So what has been added to
+// a model does not change how the model learns. Where all are apart none is.
 func WithApart(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
 		c.apart = append(c.apart, params...)
@@ -105,13 +105,13 @@ func WithApart(params ...*gorgonia.Node) MachineOption {
 	}
 }
 
-// WithFrozen names inputs that are parameters, as [WithParams] does, and never change: those of a
-// model that answers, or of a base under what is trained. One that ops read as activations alone,
-// as matrices are, is kept in that type, without a float32 master: two bytes each in BFloat16.
-// [Machine.Value] returns what is kept. A node needs no value where read has it: read hands its
-// elements to put, in order and in pieces of any size, as little-endian numbers of type Float32,
-// Float16 or BFloat16. NewMachine calls read for several nodes at once, and its error is
-// NewMachine's.
+// WithFrozen names inputs that are parameters, as [WithParams] does, and never change. They are
+// those of a model that answers, or of a base under what is trained. One that ops read as
+// activations alone, as matrices are, is kept in that type, without a float32 master: two bytes
+// each in BFloat16. [Machine.Value] returns what is kept. A node needs no value where read has it.
+// It hands its elements to put, in order and in pieces of any size, as little-endian numbers of
+// type Float32, Float16 or BFloat16. NewMachine calls read for several nodes at once, and its error
+// is NewMachine's.
 func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) error) error,
 	params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
@@ -135,9 +135,9 @@ var storedAs = map[Precision]gpu.DType{Float32: gpu.Float32, Float16: gpu.Float1
 	BFloat16: gpu.BFloat16}
 
 // WithParamsOf makes inputs that have the name and shape of another machine's parameters use its
-// memory, without a copy: a graph that evaluates a model, beside the one that trains it. The other
-// machine must be on the same device and be closed later. Runs of the two must not overlap: have a
-// value of one before running the other.
+// memory, without a copy. That is for a graph that evaluates a model, beside the one that trains
+// it. The other machine must be on the same device and be closed later. Runs of the two must not
+// overlap: have a value of one before running the other.
 func WithParamsOf(other *Machine) MachineOption {
 	return func(c *machineConfig) error {
 		if other == nil || other.runner.State.Closed() {
@@ -282,8 +282,8 @@ func (c *machineConfig) narrowGradients() error {
 	return nil
 }
 
-// float8Blas is the first cuBLASLt that has a factor for each row, float8Capability the first GPU,
-// and float8Side the sides of a product that is tried.
+// float8Blas is the first cuBLASLt that has a factor for each row, and float8Capability the first
+// GPU. The sides of a product that is tried are float8Side.
 const float8Blas, float8Capability, float8Side = 120900, 90, 128
 
 // checkFloat8 returns an error where the card or its library has no products of float8 with a

@@ -17,8 +17,8 @@ import (
 // singleOps computes single ops of a graph that another machine runs, on memory of that machine's.
 // Each op is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build
 // tag cuda; this file needs no tag, so that its tests need none. Operands are copied on the device,
-// since the other machine's memory moves from run to run and begins anywhere, while what is
-// captured, and the matrix products' plans, go by fixed and aligned addresses.
+// since the other machine's memory moves from run to run and begins anywhere. What is captured, and
+// the matrix products' plans, go by fixed and aligned addresses.
 type singleOps struct {
 	device    *Device
 	launcher  func(gpu.Context) (run.Launcher, error)

@@ -14,14 +14,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
-// Tuning says how a machine finds the fastest of several ways to compute something: those that
-// cuBLASLt has for a matrix product, and the families of kernels that a norm, attention or a
-// Kasmina layer has. Another way may add in another order: only with the same ways do two machines
-// compute the same bits.
+// Tuning says how a machine finds the fastest of several ways to compute something. They are those
+// that cuBLASLt has for a matrix product, and the kernels that attention or a norm has. Another way
+// may add in another order: only with the same ways do two machines compute the same bits.
 type Tuning uint8
 
 // The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache
-// directory, by card, driver, build of the kernels or version of cuBLASLt, op, shape and types.
+// directory. It goes by card, driver, build of the kernels or version of cuBLASLt, op, shape and
+// types.
 const (
 	TuneDefault = Tuning(tune.Default) // TuneOff with the precision Float32, else TuneCached
 	// time nothing, take what cuBLASLt proposes first and what a rule of thumb says
@@ -44,7 +44,7 @@ func (t *Tuning) UnmarshalText(text []byte) error {
 
 // WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has
 // precedence. Timing takes about a second for a small model, and ten to fifteen for one that fills
-// the card: of products at NewMachine and [Machine.SetOptimizer], of other ops in the first run.
+// the card. Products are timed at NewMachine and [Machine.SetOptimizer], and so are other ops.
 func WithTuning(t Tuning) MachineOption {
 	return func(c *machineConfig) error {
 		if t > TuneFull {
@@ -186,8 +186,9 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 // Ceiling is what the card reaches at best, as measured.
 type Ceiling = optime.Ceiling
 
-// Ceiling measures what the card reaches at best, between two runs: in a fraction of a second, on up
-// to a GiB of memory that is free. Where the machine multiplies in float8, products are of that.
+// Ceiling measures what the card reaches at best, between two runs. It takes a fraction of a
+// second, and up to a GiB of memory that is free. Where the machine multiplies in float8, products
+// are of that.
 func (m *Machine) Ceiling() (c Ceiling, err error) {
 	defer in("Ceiling", &err)
 	if err = usable(m); err != nil {
@@ -201,10 +202,10 @@ func (m *Machine) Ceiling() (c Ceiling, err error) {
 
 // WithMonitor makes the machine time its ops while it runs. One run in every so many is replayed
 // with a time stamp between one call and the next, and computes the same bits. In it the passes of
-// Kasmina layers that measure also run without telemetry, and end each by itself, for what the
-// lattices' reports say of the layer. Where all this would take more than 0.4 % of the time, fewer
-// runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when it was
-// tuned is logged as a warning.
+// Kasmina layers that measure also run without telemetry, and end each by itself. The lattices'
+// reports then say what the layer takes. Where all this would take more than 0.4 % of the time,
+// fewer runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when
+// it was tuned is logged as a warning.
 func WithMonitor(every int) MachineOption {
 	return func(c *machineConfig) error {
 		if every < 2 {

@@ -67,10 +67,10 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	return v, nil
 }
 
-// Keep copies the keys and values of the first positions, which are outputs of another machine on
-// the device that has run, to where an attention of this machine's graph keeps them: cached is a
-// node of [kvcache.Attention]. Their rows are its keys turned by their positions, and its values, at
-// most as many as it can keep. Where keys and values both are such an attention of the other
+// Keep copies the keys and values of the first positions to where an attention of this machine's
+// graph keeps them. They are outputs of another machine on the device that has run. The node cached
+// is one of [kvcache.Attention]. Their rows are its keys turned by their positions, and its values,
+// at most as many as it can keep. Where keys and values both are such an attention of the other
 // machine's graph, it is what that keeps.
 func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	values *gorgonia.Node) (err error) {
@@ -160,8 +160,8 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 }
 
 // Download waits for the device and copies the parameters, but frozen ones, back into their nodes'
-// values and, if there is an optimiser, what it remembers into that. All ranks of a machine made
-// [WithRanks] must call it.
+// values. What an optimiser remembers it copies into that. All ranks of a machine made [WithRanks]
+// must call it.
 func (m *Machine) Download() (err error) {
 	defer in("Download", &err)
 	if err = usable(m); err != nil {
@@ -211,9 +211,9 @@ func (m *Machine) Download() (err error) {
 	return stateOf(m, func(p *update.Param, i int) (any, error) { return moments[p.Moments[i]], nil })
 }
 
-// DownloadSome copies some parameters, but frozen ones, back into their nodes' values: of one whose
-// float32 values are divided among ranks ([WithRanks]) what runs compute with. It waits for no other
-// rank.
+// DownloadSome copies some parameters, but frozen ones, back into their nodes' values. Of one whose
+// float32 values are divided among ranks ([WithRanks]) that is what runs compute with. It waits for
+// no other rank.
 func (m *Machine) DownloadSome(params ...*gorgonia.Node) (err error) {
 	defer in("DownloadSome", &err)
 	if err = usable(m); err != nil {
@@ -279,7 +279,7 @@ func (m *Machine) GatherState() (err error) {
 }
 
 // DownloadOwn brings what this rank's GPU remembers into the optimiser, of a machine made
-// [WithRanks], and returns the parts that it has: elsewhere the optimiser's moments are zeros then.
+// [WithRanks], and returns the parts that it has. Elsewhere the optimiser's moments are zeros then.
 // It waits for no other rank.
 func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
 	defer in("DownloadOwn", &err)
@@ -344,9 +344,9 @@ type Kept struct {
 }
 
 // CloseKept is Close but for the parameters and what the optimiser remembers of them, which stay on
-// the device. It is for a machine with an optimiser, of a single GPU, whose parameters lie in memory
-// of its own, which no other machine uses: else it changes nothing, and the error says why. After
-// another error everything has been given back.
+// the device. It is for a machine with an optimiser, of a single GPU, whose parameters lie in
+// memory of its own, which no other machine uses. Else it changes nothing, and the error says why.
+// After another error everything has been given back.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
 	defer in("CloseKept", &err)
 	if err := m.CanKeep(); err != nil {
@@ -412,11 +412,12 @@ func (h *heritage) memory() *run.Kept {
 	return h.Kept.memory
 }
 
-// WithKept has parameters begin with the values, and with what an optimiser remembers, of parameters
-// of a machine that was closed by [Machine.CloseKept]: from has the name there for the name here.
-// Where a value is wanted once its memory is taken over, else it is copied on the device. All other
-// parameters begin with the values of their nodes, and what the optimiser that comes first remembers
-// of them. A machine that is closed before k returns what it has taken to k, as it is then.
+// WithKept has parameters begin with the values, and with what an optimiser remembers, of
+// parameters of a machine that was closed by [Machine.CloseKept]. The map from has the name there
+// for the name here. Where a value is wanted once its memory is taken over, else it is copied on
+// the device. All other parameters begin with the values of their nodes, and what the optimiser
+// that comes first remembers of them. A machine that is closed before k returns what it has taken
+// to k, as it is then.
 func WithKept(k *Kept, from map[string]string) MachineOption {
 	return func(c *machineConfig) error {
 		if k == nil || k.memory == nil {

@@ -21,7 +21,8 @@ func Adopt(ctx cu.CUContext, opts ...cudaops.DeviceOption) (*cudaops.Device, err
 func Context(d *cudaops.Device) cu.CUContext { return cuhandle.Context(d.Context()) }
 
 // WithStream makes a machine put its work on a stream that the program made in the device's
-// context; see [cudaops.WithStream]. cu.NoStream, whose work cannot be captured, is an error.
+// context: see [cudaops.WithStream]. The default stream cu.NoStream, whose work cannot be captured,
+// is an error.
 func WithStream(s cu.Stream) cudaops.MachineOption {
 	return cudaops.WithStream(cuhandle.OfStream(s))
 }

@@ -18,16 +18,16 @@
 //
 // # Ownership
 //
-// Whoever made a thing destroys it, after those who use it have been closed: first machines, then
-// devices, then the memory, the stream and the context that they were given. A context, a stream or
-// an address that a device or a machine hands out is the lender's. It ends with Close, and must not
-// be destroyed or freed.
+// Whoever made a thing destroys it, after those who use it have been closed. The order is: first
+// machines, then devices, then the memory, the stream and the context that they were given. A
+// context, a stream or an address that a device or a machine hands out is the lender's. It ends
+// with Close, and must not be destroyed or freed.
 //
 // # Threads
 //
 // CUDA's current context belongs to an OS thread. Functions of cudaops may be called from any
 // goroutine: each call makes the device's context current on its thread, and leaves it so.
-// Functions of gorgonia.org/cu work in the context that is current, so they need a goroutine that
+// Functions of gorgonia.org/cu work in the context that is current. So they need a goroutine that
 // is locked to its thread, as cu.CUContext.Lock or cu.Ctx.Do give it. Where such a goroutine calls
 // cudaops on a device of another context, it must make its own current again with
 // cu.SetCurrentContext.
@@ -35,6 +35,6 @@
 // # Order
 //
 // A machine works on a stream of its own or on the one that [WithStream] gives it. What is done
-// with its memory must be ordered by that stream: put on it, or tied to it by an event, or preceded
-// by waiting for it.
+// with its memory must be ordered by that stream. It is put on it, or tied to it by an event, or
+// preceded by waiting for it.
 package cuinterop

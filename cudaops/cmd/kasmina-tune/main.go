@@ -1,5 +1,5 @@
-// Command kasmina-tune shows and clears what tuning has stored: for each card, driver, build, op
-// and shape the way that was the fastest, and what it took.
+// Command kasmina-tune shows and clears what tuning has stored. For each card, driver, build, op
+// and shape that is the fastest way, and what it took.
 //
 //	go run ./cudaops/cmd/kasmina-tune list              # a line each
 //	go run ./cudaops/cmd/kasmina-tune export > a.json   # the store itself, to keep or for another computer with such a card

@@ -1,7 +1,7 @@
-// Package choose decides how each call of a program is computed, where there are several ways: by
-// rules that users give, by what was stored, or by timing all ways on operands made up for that. Of
-// the passes it alone asks the device, by way of an executor; it changes nothing of a call but its
-// way.
+// Package choose decides how each call of a program is computed, where there are several ways. It
+// goes by rules that users give, by what was stored, or by timing all ways on operands made up for
+// that. Of the passes it alone asks the device, by way of an executor; it changes nothing of a call
+// but its way.
 package choose
 
 import (
@@ -146,7 +146,7 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 }
 
 // littleWorkspace is the most that a product gets for itself, so that all of it is set to zero once
-// a run: counters, which cuBLASLt would set to zero in front of each product.
+// a run. It holds counters, which cuBLASLt would set to zero in front of each product.
 const littleWorkspace = 1 << 10
 
 // hasNone reports whether a call has an operand without elements.

@@ -149,8 +149,8 @@ func (x *timer) address(a *program.Array) gpu.Ptr {
 	return p.at.Offset(a.At - p.from)
 }
 
-// fill puts into a piece what is to be read there: what its buffer holds, zeros where integers are,
-// and else random numbers, some, again and again.
+// fill puts into a piece what is to be read there. That is what its buffer holds, zeros where
+// integers are, and else some random numbers, again and again.
 func (x *timer) fill(p *piece, seed uint64) error {
 	ctx, s := x.x.Ctx, x.x.Stream
 	switch {
@@ -219,8 +219,8 @@ func (x *timer) fastest(ways []int) (int, error) {
 	}), nil
 }
 
-// underLoad returns the ways that come near the best, timed as in a long computation, where that may
-// tell them apart. A card's arithmetic is bound by the power that it may draw, and the way that is
+// underLoad returns the ways that come near the best, timed as in a long computation, where that
+// may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
 // the fastest for a moment may draw more than others.
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near := slices.Clone(live)
@@ -276,9 +276,9 @@ func (x *timer) key(way, first int) float64 {
 	return float64(x.took(way))
 }
 
-// right returns those of some ways that work, and whose result is that of the plain way or, where
-// that fails itself, of the first that works. The run also loads the kernels. A fault that loses
-// the context is an error.
+// right returns those of some ways that work, and whose result is that of the plain way. Where that
+// fails itself, the first that works takes its place. The run also loads the kernels. A fault that
+// loses the context is an error.
 func (x *timer) right(ways []int) ([]int, error) {
 	plain := x.j.Plain
 	var want [][]float32

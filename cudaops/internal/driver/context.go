@@ -3,9 +3,9 @@
 //
 // Threads. CUDA keeps a current context for each OS thread, and goroutines move between threads.
 // Every call therefore locks its goroutine to the thread, makes its context current, calls, and
-// unlocks. Setting the context costs about as much as one trivial driver call, far less than
-// handing the call to a dedicated thread and waiting for it, and a call that blocks blocks nobody
-// else.
+// unlocks. Setting the context costs about as much as one trivial driver call. That is far less
+// than handing the call to a dedicated thread and waiting for it, and a call that blocks blocks
+// nobody else.
 package driver
 
 import (

@@ -345,8 +345,7 @@ func (p *blasPlan) poison(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	return nil
 }
 
-// fill fills rows of so many bytes, each at a distance of pitch bytes from the one before it, with
-// NaN of any of the types.
+// fill fills rows of so many bytes, pitch bytes from one to the next, with NaN of any of the types.
 func (p *blasPlan) fill(at gpu.Ptr, pitch, bytes, rows int, s gpu.Stream) error {
 	c := p.b.ctx
 	if pitch == bytes { // as one row, for each of which initcheck takes long

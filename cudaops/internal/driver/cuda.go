@@ -131,7 +131,7 @@ var bound struct {
 }
 
 // Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there
-// is no such library, and has the status NoDevice when there is no GPU that this process may use.
+// is no such library. It has the status NoDevice when there is no GPU that this process may use.
 // The library stays loaded.
 func Open() (gpu.Driver, error) {
 	bound.Lock()

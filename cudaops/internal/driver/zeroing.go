@@ -8,14 +8,14 @@ import (
 )
 
 // Many of cuBLASLt's kernels count in a few bytes of workspace, which the library sets to zero in
-// front of each: in a captured graph a memset node for each product, of about 2 µs. Where one
-// memset at the graph's beginning has done that for all (MatmulArgs.Zeroed), such a node changes
-// nothing, and is taken out. What the node is and where it stands is read from the captured graph;
-// of the library nothing is assumed. Any answer that is not the expected one, also that of a driver
-// without these functions, leaves the graph as it was captured, which is right too.
+// front of each. In a captured graph that is a memset node of about 2 µs for each product. Where
+// one memset at the graph's beginning has done that for all (MatmulArgs.Zeroed), such a node
+// changes nothing, and is taken out. What the node is and where it stands is read from the captured
+// graph; of the library nothing is assumed. Any answer that is not the expected one leaves the
+// graph as it was captured, which is right too. So does a driver without these functions.
 
-// noteZeroing returns what notes, of the work captured on a stream in between, the node that sets
-// some memory to zero first of all, if there is one: the graph can do without.
+// noteZeroing returns what looks at the work captured on a stream in between. If that sets some
+// memory to zero first of all, the node is noted: the graph can do without.
 func (c *context) noteZeroing(s gpu.Stream, memory gpu.Ptr, bytes int) func() {
 	from := c.front(s)
 	if len(from) == 0 {
@@ -58,8 +58,8 @@ func (c *context) neighbours(p *proc, node uintptr) ([]uintptr, error) {
 	return nodes[:n], err
 }
 
-// zeroing returns the node that sets bytes within some memory to zero and is the first of those
-// captured between two fronts, which must be a chain; 0 if there is none. As the first, it finds
+// zeroing returns the node that sets bytes within some memory to zero, 0 if there is none. It is
+// the first of those captured between two fronts, which must be a chain. As the first, it finds
 // what was there before the chain.
 func (c *context) zeroing(from, to []uintptr, memory gpu.Ptr, bytes int) uintptr {
 	const most = 8 // nodes of a product
@@ -115,8 +115,8 @@ func (p memsetParams) within(memory gpu.Ptr, bytes int) bool {
 		uint64(p.width)*uint64(p.size) <= uint64(bytes)-uint64(p.dst-memory)
 }
 
-// takeOut has the node that waits for a node of a graph, if it is a single one, wait for what that
-// has waited for, and destroys that.
+// takeOut destroys a node of a graph for which a single other one waits. That waits for what the
+// node has waited for then.
 func (c *context) takeOut(graph, node uintptr) {
 	before, err := c.neighbours(&c.GraphDependencies, node)
 	if err != nil || len(before) == 0 {

@@ -40,8 +40,8 @@ const (
 func (s Scaling) String() string { return [...]string{"unscaled", "rows"}[s] }
 
 // E4M3 rounds to the nearest Float8E4M3, ties to even, and what is beyond its largest number to
-// that. It has 1 bit of sign, 4 of exponent with a bias of 7 and 3 of mantissa, no infinity, and
-// NaN where all bits but the sign are set.
+// that. It has 1 bit of sign, 4 of exponent with a bias of 7 and 3 of mantissa. It has no infinity,
+// and NaN where all bits but the sign are set.
 func E4M3(v float32) byte {
 	sign := byte(math.Float32bits(v) >> 24 & 0x80)
 	x := math.Abs(float64(v))

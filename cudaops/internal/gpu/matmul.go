@@ -11,8 +11,8 @@ import (
 //
 // with op(A) [M, K], op(B) [K, N], C and D [M, N]. Zero values mean: no transposition, rows without
 // gaps, one product, pointers aligned to 256 bytes, operands that are not scaled. Sums are in
-// float32 always. cuBLASLt multiplies float8 only where both operands lie along K (TransB alone), K
-// is a multiple of 16 and N of 8, and all is aligned to 16 bytes.
+// float32 always. Float8 is multiplied by cuBLASLt only where both operands lie along K (TransB
+// alone). K is a multiple of 16 then and N of 8, and all is aligned to 16 bytes.
 type MatmulSpec struct {
 	M, N, K        int
 	TransA, TransB bool  // A is stored as [K, M], B as [N, K]
@@ -93,7 +93,7 @@ type MatmulArgs struct {
 	Workspace      Ptr
 	WorkspaceSize  int
 	// Zeroed says that the workspace is zero whenever the product begins. In a capture, work in
-	// front of it has set it to zero, and nothing between the two writes there at any launch of the
+	// front of it has set it to zero. Nothing between the two writes there at any launch of the
 	// graph. Where cuBLASLt's way begins with setting workspace to zero, that is then left out of
 	// the graph. Outside a capture it means nothing.
 	Zeroed bool
@@ -108,9 +108,9 @@ type Algo struct {
 // Blas is cuBLASLt.
 type Blas interface {
 	Version() int // 10000·major + 100·minor + patch
-	// Plan prepares a product and asks for up to want ways to compute it within a workspace of at
-	// most that many bytes, the one thought fastest first. None at all is an error with the status
-	// BlasNotSupported.
+	// Plan prepares a product and asks for up to want ways to compute it, the one thought fastest
+	// first. They have a workspace of at most that many bytes. None at all is an error with the
+	// status BlasNotSupported.
 	Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error)
 }
 
@@ -148,11 +148,11 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 }
 
 // Poison has what a product or a kernel of the copy engine is about to write filled with NaN, on
-// its stream: D, where nothing of it is read, and what cuBLASLt needs of its workspace, and what
-// this module's kernels for Hopper store with the engine (package kernels). What the writer leaves
-// out then shows in what is computed from it, and so does a product that reads where it writes. It
-// is for tests, which set it or the environment variable KASMINA_POISON. Under compute-sanitizer's
-// initcheck it takes the place of the tool's own bookkeeping, which does not see what the copy
+// its stream. That is D, where nothing of it is read, and what cuBLASLt needs of its workspace. It
+// is also what this module's kernels for Hopper store with the engine. What the writer leaves out
+// then shows in what is computed from it, and so does a product that reads where it writes. It is
+// for tests, which set it or the environment variable KASMINA_POISON. Under compute-sanitizer's
+// initcheck it takes the place of the tool's own bookkeeping. That does not see what the copy
 // engine stores, and reports every later read of it. Products' memsets are not in the statistics.
 var Poison = os.Getenv("KASMINA_POISON") != ""
 

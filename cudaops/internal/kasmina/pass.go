@@ -164,7 +164,7 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 
 // A Kasmina layer on the host. A kind of blueprint that somebody has registered has no kernel.
 // While a seed of a layer works with such a kind, the op itself computes the layer's passes,
-// between two copies, and tells the lattice what it measures. Ahead of each run the layer's state
+// between two copies. It tells the lattice what it measures. Ahead of each run the layer's state
 // decides: with the last such seed gone, the layer is back on the device. What was captured of runs
 // there waits for that, since runs that the host takes part in cannot be captured.
 
@@ -187,9 +187,9 @@ func (l *layer) choose(err error) error {
 	return nil
 }
 
-// passOnHost computes a node of a layer with its op, from what it reads (nil where it only comes
-// behind that) to the parts of its result. As all that is computed on the host it sees gradients
-// without the loss scale.
+// passOnHost computes a node of a layer with its op, from what it reads to the parts of its result.
+// What it only comes behind is nil. As all that is computed on the host it sees gradients without
+// the loss scale.
 func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
 	args := make(opbase.Args, len(in))
 	for i, a := range in {

@@ -1,8 +1,8 @@
-// Package kernel is what the families of CUDA kernels, a folder each, have in common: the Set that
-// loads and launches them, their ways and their binaries. A launch is a structure of its family. It
-// has device pointers and sizes, chooses the variant that fits the type, shape and alignment, and
-// enqueues it. It returns before the work is done. It refuses sizes and types that no kernel takes;
-// pointers are the caller's business.
+// Package kernel is what the families of CUDA kernels, a folder each, have in common. That is the
+// Set that loads and launches them, their ways and their binaries. A launch is a structure of its
+// family. It has device pointers and sizes, chooses the variant that fits the type, shape and
+// alignment, and enqueues it. It returns before the work is done. It refuses sizes and types that
+// no kernel takes; pointers are the caller's business.
 //
 // Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs
 // give the same bits on every run on one model of GPU.
@@ -198,8 +198,8 @@ func Packed(t gpu.DType, n int, ps ...gpu.Ptr) bool { return n%Vector(t) == 0 &&
 // RowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
 func RowThreads(d int) int { return min(512, CeilDiv(d, 32)*32) }
 
-// LongRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does:
-// whole warps, at most 512, with four accesses each where the row is short.
+// LongRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does.
+// They are whole warps, at most 512, with four accesses each where the row is short.
 func LongRowThreads(n int, t gpu.DType) int { return min(512, CeilDiv(n, 4*32*Vector(t))*32) }
 
 func Args() *gpu.Args { return new(gpu.Args) }
@@ -335,8 +335,8 @@ func Values[T any](all []*T) []T {
 	return v
 }
 
-// Way is one of the implementations of an op: a family of kernels and, where that can be chosen,
-// how many warps or blocks it works with. The zero Way is the one that should be fastest.
+// Way is one of the implementations of an op: a family of kernels. Where that can be chosen it also
+// says how many warps or blocks work. The zero Way is the one that should be fastest.
 type Way struct {
 	Family string
 	Size   int

@@ -15,17 +15,17 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Loss scaling. Gradients of activations are often smaller than what float16 holds, so the loss is
+// Loss scaling. Gradients of activations are often smaller than what float16 holds. So the loss is
 // multiplied by a scale S, a power of two, and with it every gradient. The optimiser divides by S
 // again. A step in which a gradient overflows changes nothing but S, which becomes half as large;
-// after 2000 good steps it doubles. (Micikevicius et al., "Mixed Precision Training", 2018; the
-// figures are those of PyTorch's GradScaler.)
+// after 2000 good steps it doubles. That is from Micikevicius et al., "Mixed Precision Training",
+// 2018, and the figures are those of PyTorch's GradScaler.
 //
-// gorgonia.Grad begins with the constant 1 as the gradient of the loss. S takes its place: in
-// device memory, where the optimiser's kernels change it, so that neither a captured run nor a
-// captured update knows its value. Everything derived from the loss is linear in that gradient.
-// [Follow] follows it through the graph, which shows what carries S, and that nothing
-// multiplies S by itself or adds what does not carry it.
+// gorgonia.Grad begins with the constant 1 as the gradient of the loss. S takes its place, in
+// device memory, where the optimiser's kernels change it. So neither a captured run nor a captured
+// update knows its value. Everything derived from the loss is linear in that gradient. [Follow]
+// follows it through the graph, which shows what carries S, and that nothing multiplies S by itself
+// or adds what does not carry it.
 
 // Follow follows the gradient of the loss through the graph; without gradients of parameters it
 // is nil.

@@ -41,8 +41,8 @@ func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
 		program.Writes("Y", b), program.Reads("X", a))
 }
 
-// as returns a's values in another type: a itself, or a copy that is made once, or for a parameter
-// one that is kept beside it and renewed with it.
+// as returns a's values in another type: a itself, or a copy that is made once. For a parameter the
+// copy is kept beside it and renewed with it.
 func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.Array {
 	if a.Type == t {
 		return a
@@ -130,8 +130,8 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 	return s
 }
 
-// adjacent returns the stack that matrices of a type are already, as frozen parameters of the
-// program that owns them may be; nil if they are none.
+// adjacent returns the stack that matrices of a type are already, nil if they are none. Frozen
+// parameters of the program that owns them may be one.
 func adjacent(all []*program.Array, t gpu.DType) *program.Array {
 	rows, at := 0, all[0].At
 	for _, a := range all {

@@ -137,7 +137,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 }
 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask
-// leaves half, and a window of w of n keys w/n·(2 − w/n) of that.
+// leaves half. A window of w of n keys leaves w/n·(2 − w/n) of that.
 func attentionFLOPs(s attention.Geometry, window, products int) float64 {
 	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) *
 		float64(s.Seq) * float64(s.HeadDim)

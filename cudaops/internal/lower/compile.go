@@ -1,6 +1,6 @@
 // Package lower turns a Gorgonia graph into a program: each node into calls, by a table of the ops'
-// types, or several nodes together where that takes fewer passes over memory. It knows no device
-// but what describes it.
+// types. Several nodes become calls together where that takes fewer passes over memory. It knows no
+// device but what describes it.
 package lower
 
 import (

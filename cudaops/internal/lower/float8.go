@@ -13,8 +13,8 @@ import (
 )
 
 // With [Float8] linear layers multiply float8: y = x·wᵀ and dx = g·w. Both operands of such a
-// product lie along what is added up, and each of their rows has a factor of its own, by which the
-// sums are multiplied: quantize/NOTES.md explains it. So weights are there twice, as they are and
+// product lie along what is added up. Each of their rows has a factor of its own, by which the sums
+// are multiplied: quantize/NOTES.md explains it. So weights are there twice, as they are and
 // turned, and are made anew when they change. Activations are made where they come about, or ahead
 // of the first product that takes them. Everything else is as with [BFloat16].
 

@@ -143,8 +143,8 @@ func (c *compiler) lastUse(n *gorgonia.Node, i int, a *program.Array) bool {
 	return true
 }
 
-// onlyGives reports whether v is the gradients of a norm, of which that of its input is the value
-// of the given node, or was added to another one there.
+// onlyGives reports whether v is the gradients of a norm, of which the given node has that of its
+// input. It may have been added to another one there.
 func (c *compiler) onlyGives(v, to *gorgonia.Node) bool {
 	return isOp[*op.RMSNormGradOp](v) && !slices.ContainsFunc(c.users[v],
 		func(u *gorgonia.Node) bool {

@@ -62,8 +62,8 @@ func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	return packed(c.times(n, da, k), c.times(n, db, k)), nil
 }
 
-// grownWeight lowers a weight with what seeds have grown on it ahead of its turn, so that products
-// which take several weights at once find it.
+// grownWeight lowers a weight with what seeds have grown on it ahead of its turn. So products which
+// take several weights at once find it.
 func (c *compiler) grownWeight(n *gorgonia.Node) error {
 	if !isOp[*graft.LowRankOp](n) {
 		return nil

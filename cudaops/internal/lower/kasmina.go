@@ -137,7 +137,7 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 }
 
 // inPlace reports whether the backward pass, of node n, can leave the gradient of x where that of
-// y, g, is. x of an input may begin anywhere.
+// y, g, is. The x of an input may begin anywhere.
 func (c *compiler) inPlace(l *program.KasminaLayer, n *gorgonia.Node, x, g *program.Array) bool {
 	return !l.Wide() && l.Shape().InPlace() && c.lastUse(n, 4, g) && !x.Resident &&
 		x.Buffer != g.Buffer &&

@@ -15,9 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// logitBytes is the most of the logits that the fused output layer holds at a time, and twice that
-// of a model of up to narrowFeatures. Large enough for a full GPU, small beside the activations of
-// a model with such a vocabulary. With twice as much a step takes 1 % less time at 768 and 1024
+// logitBytes is the most of the logits that the fused output layer holds at a time. Of a model of
+// up to narrowFeatures it is twice that. Large enough for a full GPU, small beside the activations
+// of a model with such a vocabulary. With twice as much a step takes 1 % less time at 768 and 1024
 // features, and as much at 2048 (H200).
 const (
 	logitBytes     = 600 << 20

@@ -12,10 +12,10 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// gated is what SiLUMLP's forward pass leaves: x·gateᵀ and x·upᵀ side by side in the rows of ab
-// [rows, 2F], and the weights of both, one above the other [2F, D]. It also has h = silu(x·gateᵀ) ⊙
-// x·upᵀ. This is nil in float8, and need not be kept: the backward pass can form it. With gelu the
-// gate is that of GELUMLP, which no product takes in.
+// gated is what SiLUMLP's forward pass leaves. It has x·gateᵀ and x·upᵀ side by side in the rows of
+// ab [rows, 2F]. The weights of both are one above the other [2F, D]. It also has h = silu(x·gateᵀ)
+// ⊙ x·upᵀ. This is nil in float8, and need not be kept: the backward pass can form it. With gelu
+// the gate is that of GELUMLP, which no product takes in.
 type gated struct {
 	ab, weights, h *program.Array
 	gelu           bool
@@ -140,8 +140,9 @@ func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Ar
 		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
 }
 
-// gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h: formed again,
-// or where memory may be spent, and one kernel does all of it, that of the forward pass.
+// gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h, which is
+// formed again. Where memory may be spent, and one kernel does all of it, it is that of the forward
+// pass.
 func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) (*program.Array,
 	error) {
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type

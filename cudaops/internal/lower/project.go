@@ -35,8 +35,9 @@ type projections struct {
 }
 
 // projections returns how the first three inputs of an attention, or of its gradient, come about,
-// nil if not like this. o is nil for attention to what is kept, which turns them itself. Nobody but the attention and its gradient may use them, as no other op
-// knows matrices whose rows have gaps.
+// nil if not like this. The op o is nil for attention to what is kept, which turns them itself.
+// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows
+// have gaps.
 func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
 	p := &projections{}
 	byAttention := func(u *gorgonia.Node) bool {
@@ -95,7 +96,7 @@ func sameRotation(a, b *gorgonia.Node) bool {
 }
 
 // place returns the columns of the queries, keys and values in a matrix that holds them side by
-// side, and those of the first two together.
+// side. It also returns those of the first two together.
 func (p *projections) place(wide *program.Array) (parts [3]*program.Array, both *program.Array) {
 	at := 0
 	for i, n := range p.linear {
@@ -371,8 +372,8 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 	return y, nil
 }
 
-// rotate is the rotation of all heads in the rows of x, which node n is of, or is of some of. y may
-// be x.
+// rotate is the rotation of all heads in the rows of x, which node n is of, or is of some of. The
+// result y may be x.
 func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	o := n.Op().(*op.RoPEOp)
 	t := c.rotation(o.Config)
@@ -387,8 +388,8 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 		program.Reads("Sin", t.sin))
 }
 
-// rotationTables are the cosines and sines of a rotation, which ops with the same angles share,
-// and, where a product turns its results, both in the order of that.
+// rotationTables are the cosines and sines of a rotation, which ops with the same angles share.
+// Where a product turns its results they have both in the order of that.
 type rotationTables struct{ cos, sin, angles *program.Array }
 
 func (c *compiler) rotation(o op.RoPEConfig) *rotationTables {

@@ -10,7 +10,7 @@ import (
 )
 
 // The graph within a RecomputeOp is lowered as if it stood in the op's place. Nothing of it but the
-// result is used outside, so the memory of what is in between serves other nodes as soon as the
+// result is used outside. So the memory of what is in between serves other nodes as soon as the
 // result is there. The graph within its backward op has nodes of its own, which compute all that
 // again.
 

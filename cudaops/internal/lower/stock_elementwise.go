@@ -94,8 +94,8 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwisekernel.BinaryOp, y *progr
 	return y
 }
 
-// binary computes elementwise. An operand of one element goes with every element of the other, and
-// one that a node repeats is read as often from what the node repeats. Where the operands' types
+// binary computes elementwise. An operand of one element goes with every element of the other. One
+// that a node repeats is read as often from what the node repeats. Where the operands' types
 // differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not
 // widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *program.Array) (*program.Array, error) {

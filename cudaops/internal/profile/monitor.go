@@ -1,6 +1,6 @@
-// Package profile measures where the time of runs goes: a monitor now and then, in the background,
-// and a profiler of a few steps, kernel by kernel. Both enqueue the program's calls with marks
-// between them, and change no result.
+// Package profile measures where the time of runs goes. A monitor does so now and then, in the
+// background, and a profiler of a few steps, kernel by kernel. Both enqueue the program's calls
+// with marks between them, and change no result.
 package profile
 
 import (
@@ -22,8 +22,8 @@ import (
 const (
 	// monitorShare is how much of the time the monitor may take.
 	monitorShare = 0.004
-	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted,
-	// if it is also more than monitorNoise above it, in monitorTimes samples on end.
+	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted.
+	// It must also be more than monitorNoise above it, in monitorTimes samples on end.
 	monitorDrift, monitorNoise, monitorTimes = 1.5, 10 * time.Microsecond, 3
 )
 
@@ -317,8 +317,8 @@ func (o *Monitor) Updating(enqueue func() error) error {
 }
 
 // Times returns what the ops of a run have taken so far on average, the longest first, with the
-// ways in which they are computed, and under the name Update what the optimiser took, which moves
-// so many bytes. It is empty before the first sample.
+// ways in which they are computed. Under the name Update is what the optimiser took, which moves so
+// many bytes. It is empty before the first sample.
 func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	if err := o.collect(); err != nil || o.samples == 0 {
 		return nil, err

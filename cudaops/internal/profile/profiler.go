@@ -11,9 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// Profiler times steps: some by events around their pieces, which are what is captured, and then
-// some with a mark after every kernel, of which the last one counts. A capture lets the card rest,
-// and then it is faster for a while. A nil one does nothing.
+// Profiler times steps. Some it times by events around their pieces, which are what is captured.
+// Then some have a mark after every kernel, of which the last one counts. A capture lets the card
+// rest, and then it is faster for a while. A nil one does nothing.
 type Profiler struct {
 	*Machine
 	begun  int // steps
@@ -35,7 +35,7 @@ type Profiler struct {
 }
 
 // plainSteps is how many steps a profile times as they are, beside one more before these, which is
-// not looked at; markedSteps is how many have marks.
+// not looked at. Of these markedSteps is how many have marks.
 const plainSteps, markedSteps = 7, 4
 
 // Steps is how many steps a profile takes.
@@ -339,8 +339,8 @@ func (p *Profiler) result() (*optime.Profile, error) {
 }
 
 // layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny
-// kernels the times add up to more than it took without marks, since these keep one kernel from
-// starting while the one before it ends. They are then taken to be shorter in proportion.
+// kernels the times add up to more than it took without marks. These keep one kernel from starting
+// while the one before it ends. They are then taken to be shorter in proportion.
 func (p *Profiler) layOut(r *optime.Profile, usual *plainStep,
 	elapsed func(from, to gpu.Event) time.Duration) {
 	var end time.Duration                         // of the last span

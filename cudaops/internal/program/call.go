@@ -89,8 +89,8 @@ func (c *Call) Touches(b *Buffer) bool {
 	return false
 }
 
-// Bind returns a launch with what address says of the call's operands in the fields that name them:
-// an address, or a structure that holds one as Ptr and perhaps a Stride of rows.
+// Bind returns a launch with what address says of the call's operands in the fields that name them.
+// A field is an address, or a structure that holds one as Ptr and perhaps a Stride of rows.
 func (c *Call) Bind(params any, address func(*Array) gpu.Ptr) any {
 	bound := reflect.New(reflect.TypeOf(params)).Elem()
 	bound.Set(reflect.ValueOf(params))

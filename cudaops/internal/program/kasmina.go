@@ -53,8 +53,8 @@ func (l *KasminaLayer) Shape() kasmina.Layer {
 	}
 }
 
-// KasminaPass is the Params of a pass of a layer. What it measures changes from run to run, and so
-// does where it is computed: on the host while a seed has a kind without a kernel.
+// KasminaPass is the Params of a pass of a layer. What it measures changes from run to run. So does
+// where it is computed: on the host while a seed has a kind without a kernel.
 type KasminaPass struct {
 	Layer   *KasminaLayer
 	Node    *gorgonia.Node
@@ -83,8 +83,9 @@ type HostOp struct {
 	Out  *Array
 }
 
-// Where the arrays of a report begin, in words for each seed: counts of non-finite x and g, of
-// clipped rows, and of what a replay counts, which nobody reads; figures; histograms.
+// Where the arrays of a report begin, in words for each seed. There are counts of non-finite x and
+// g, of clipped rows, and of what a replay counts, which nobody reads. Then come figures and
+// histograms.
 const (
 	KasminaBadX = iota
 	KasminaBadG

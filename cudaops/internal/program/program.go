@@ -1,5 +1,6 @@
-// Package program is a graph as calls over buffers: plain data, which the passes of the machine
-// make (package lower), order (schedule), give memory (place), choose ways for (choose) and run.
+// Package program is a graph as calls over buffers: plain data. The passes of the machine make it
+// (package lower), order it (schedule), give it memory (place), choose ways for it (choose) and run
+// it.
 package program
 
 import (
@@ -42,8 +43,8 @@ type Kept struct{ Keys, Values *Array }
 // Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest ways ask for.
 const Alignment = 256
 
-// Buffer is a piece of device memory: in the arena for the calls of a run that need it, or
-// resident, with an allocation of its own, for as long as the machine lives.
+// Buffer is a piece of device memory. It is in the arena for the calls of a run that need it. Or it
+// is resident, with an allocation of its own, for as long as the machine lives.
 type Buffer struct {
 	plan.Interval
 	Resident bool
@@ -58,7 +59,7 @@ func (p *Program) NewBuffer(bytes int, resident bool) *Buffer {
 	return b
 }
 
-// Narrow has the frozen inputs that are read in one other type alone kept in that: their float32
+// Narrow has the frozen inputs that are read in one other type alone kept in that. Their float32
 // goes, unless it is among those that are kept.
 func (p *Program) Narrow(kept func(*gorgonia.Node) bool) {
 	read := map[*Buffer]bool{}

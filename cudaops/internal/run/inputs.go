@@ -255,7 +255,7 @@ func (s *Inputs) Refresh(in *program.Input) error {
 }
 
 // Quantize makes the float8 of weights anew if some of the inputs are among those that they are
-// made of, whose copies in other types are new already. It is one pass over all of them, which
+// made of. Their copies in other types are new already. It is one pass over all of them, which
 // takes little more than one over a few.
 func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	if !slices.ContainsFunc(s.weights, func(w *program.QuantizedWeight) bool {

@@ -72,8 +72,8 @@ func (x *Products) Find(m program.Matmul) *Plan {
 	return nil
 }
 
-// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own: for
-// its addend, or for all of them.
+// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own. It
+// does so for its addend, or for all of them.
 func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way, forAll bool) (*Plan, error) {
 	if x.Workspace == 0 {
 		var err error

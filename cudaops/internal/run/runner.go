@@ -70,8 +70,8 @@ type Runner struct {
 	due      bool                  // the run under way has work beside it
 }
 
-// mostReturned is the size up to which values come back by way of pinned memory: that of the logits
-// of a token, which come back for each.
+// mostReturned is the size up to which values come back by way of pinned memory. The logits of a
+// token have it, which come back for each.
 const mostReturned = 1 << 20
 
 // Recording is what was captured of runs, or of updates, that do the same work.
@@ -86,7 +86,7 @@ type Recording struct {
 const recordings = 16
 
 // Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of
-// time: capture says that the run's work can be captured.
+// time. The argument capture says that the run's work can be captured.
 func (r *Runner) Compute(observe func(capture bool, run func() error) error) error {
 	defer r.State.On(Run)
 	r.Scale.Carried = r.Scale.Now.Scale
@@ -186,8 +186,8 @@ func (r *Runner) Enqueue() error {
 	return r.Beside.Join()
 }
 
-// Zero sets to zero what a program's calls expect to be so: in what is captured, since that alone
-// can do without other work for it.
+// Zero sets to zero what a program's calls expect to be so. It does so in what is captured, since
+// that alone can do without other work for it.
 func (r *Runner) Zero(p *program.Program) error {
 	z := p.Zeros
 	if z == nil || !r.State.capturing {

@@ -12,8 +12,8 @@ import (
 // partsMemory is how many bytes of parts, of one kind, may be kept while other calls run.
 const partsMemory = 64 << 20
 
-// Joinable is the Params of a call that can do the work of others of its type too: the small launch
-// that adds up what a pass over many rows has left in parts.
+// Joinable is the Params of a call that can do the work of others of its type too. It is the small
+// launch that adds up what a pass over many rows has left in parts.
 type Joinable interface {
 	// Join returns one launch for both.
 	Join(other any) (joined any, ok bool)
@@ -26,9 +26,9 @@ type waiting struct {
 	count int
 }
 
-// JoinSums puts calls that can be joined off, and makes them as one: when another call touches one
-// of their results, when they keep too much memory, and at the latest at the end of the program.
-// Nothing else waits for them.
+// JoinSums puts calls that can be joined off, and makes them as one. It does so when another call
+// touches one of their results, when they keep too much memory, and at the program's end at the
+// latest. Nothing else waits for them.
 func JoinSums(p *program.Program) {
 	j := joiner{kinds: map[reflect.Type]*waiting{}}
 	for _, c := range p.Calls {

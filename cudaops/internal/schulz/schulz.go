@@ -51,8 +51,8 @@ func (s step) next(y, x *program.Array) []program.Product {
 	return append(s.squares(x), s.apply(y, s.poly, x, x, nsA, false))
 }
 
-// The ways to compute the iteration: with products alone, with products of half of what is
-// symmetric, and with several steps between products with X (see [gemm.NewtonSchulz]).
+// The ways to compute the iteration. There are products alone, products of half of what is
+// symmetric, and several steps between products with X (see [gemm.NewtonSchulz]).
 const (
 	byProducts = "products"
 	bySymmetry = "symmetric"

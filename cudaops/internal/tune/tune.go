@@ -1,8 +1,8 @@
-// Package tune remembers which of several ways to compute something was the fastest: on disk, so
-// that a second start of a program times nothing and, as another way gives other roundings,
-// computes the same bits.
+// Package tune remembers which of several ways to compute something was the fastest. It does so on
+// disk, so that a second start of a program times nothing. As another way gives other roundings, it
+// computes the same bits too.
 //
-// A key names everything that the choice depends on (card, driver, library, op, shape, types), so
+// A key names everything that the choice depends on (card, driver, library, op, shape, types). So
 // entries that were made under other circumstances lie beside each other and are simply not asked
 // for.
 package tune

@@ -191,9 +191,9 @@ func (x *Optimizer) letBucketsGo() error {
 	return nil
 }
 
-// Contribute enqueues the sending of the last run's gradients, where this rank is among the first
-// contributors, to their owners, and the adding of what comes, unless that went along with the run.
-// It is what all ranks do after every round.
+// Contribute enqueues the sending of the last run's gradients to their owners, where this rank is
+// among the first contributors. It also enqueues the adding of what comes, unless that went along
+// with the run. It is what all ranks do after every round.
 func (x *Optimizer) Contribute(contributors int, first bool) error {
 	s := x.share
 	if s == nil {
@@ -271,7 +271,7 @@ var commTypes = map[gpu.DType]comm.Type{gpu.Float32: comm.Float32, gpu.BFloat16:
 
 func ptr(p gpu.Ptr) comm.Ptr { return comm.Ptr(p) }
 
-// exchange sends and receives the gradients of a bucket, all at once, and returns where the
+// exchange sends and receives the gradients of a bucket, all at once. It returns where the
 // contributions to this rank's parts lie, by part, in the order of ranks. Its own stay where they
 // are.
 func (x *Optimizer) exchange(b *bucket, contributors int,

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// load is parameters that come back together from those who have updated them: beside the next run,
-// which waits for them where it first reads one.
+// load is parameters that come back together from those who have updated them. They come beside the
+// next run, which waits for them where it first reads one.
 type load struct {
 	first  int   // that call
 	params []int // numbers
@@ -21,8 +21,8 @@ type load struct {
 	home   gpu.Event // they are there
 }
 
-// arrange puts the parameters in loads, gives what comes from others a place in one piece of memory,
-// and makes the routes by which it comes.
+// arrange puts the parameters in loads, and gives what comes from others a place in one piece of
+// memory. It makes the routes by which that comes.
 func (x *Optimizer) arrange() error {
 	s := x.share
 	if s.group.Size() == 1 {

@@ -14,16 +14,15 @@ import (
 )
 
 // share is a rank's part of an update that several make. Gradients travel in buckets, each of those
-// that a run is done with about the same time, and each bucket is divided among all ranks, so that
-// all send and receive at any time. What AdamW updates is divided at multiples of a table's chunk,
-// what Muon updates not at all.
+// that a run is done with about the same time. Each bucket is divided among all ranks, so that all
+// send and receive at any time. What AdamW updates is divided at multiples of a table's chunk, what
+// Muon updates not at all.
 //
-// In each round of micro-batches every rank sends each owner what it has of the owner's gradients,
-// and the owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
-// round by two ranks the update adds the two contributions as it reads them, and there are no sums
-// in memory. The owner's sums
-// of squares, of whole chunks, go to all, so that the norm is added up as on one GPU. Then each
-// updates its part, and the parameters come back to all.
+// In each round of micro-batches every rank sends each owner what it has of the owner's gradients.
+// The owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
+// round by two ranks the update adds the two contributions as it reads them. There are no sums in
+// memory then. The owner's sums of squares, of whole chunks, go to all, so that the norm is added
+// up as on one GPU. Then each updates its part, and the parameters come back to all.
 type share struct {
 	group   comm.Group
 	buckets []*bucket
@@ -62,8 +61,8 @@ func (p part) len() int { return p.to - p.from }
 
 const (
 	accAlign = 64 // elements: every part begins where vectors may
-	// bucketBytes is what a bucket has at least, but for the last: enough to use a link well, and
-	// little enough for the first to leave soon.
+	// bucketBytes is what a bucket has at least, but for the last. It is enough to use a link well,
+	// and little enough for the first to leave soon.
 	bucketBytes = 32 << 20
 	// slots is how many buckets there is room for, where they are added up beside the run: one may
 	// arrive while another is added.

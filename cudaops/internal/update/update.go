@@ -353,10 +353,9 @@ func (x *Optimizer) buildTables() error {
 	return err
 }
 
-// Enqueue puts an update at the learning rate lr on its way, with what brings its result back:
-// without a loss, or such that a loss that is not finite keeps the parameters as they are, and its
-// value comes back too. Around enqueues the update's calls, which it is given with whether they can
-// be captured.
+// Enqueue puts an update at the learning rate lr on its way, with what brings its result back. With
+// a loss that is not finite the parameters stay as they are, and its value comes back too. Around
+// enqueues the update's calls, which it is given with whether they can be captured.
 func (x *Optimizer) Enqueue(loss *program.Array,
 	around func(capture bool, run, plain func() error) error) error {
 	ctx, s := x.m.Ctx, x.m.Stream
@@ -573,7 +572,7 @@ type group struct {
 }
 
 // orthogonalise gives Muon's matrices places for their directions, and adds the iterations that
-// turn these into updates: one for matrices of one shape, where they are small.
+// turn these into updates. There is one for matrices of one shape, where they are small.
 func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) error {
 	type kind struct{ rows, columns, iterations int }
 	alike := map[kind][]*optimizer.Tensor{}
@@ -609,7 +608,7 @@ func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) e
 }
 
 // placeIterations gives the iterations memory, between the call that writes their matrices and the
-// one that reads their results, for which the first and the last call stand.
+// one that reads their results. The first and the last call stand for these two.
 func (x *Optimizer) placeIterations(groups []group) error {
 	p := x.iterations
 	before, after := newCall(nil), newCall(nil)
@@ -639,7 +638,7 @@ func (x *Optimizer) placeIterations(groups []group) error {
 }
 
 // NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so
-// large that its square is: with other ranks, of those that this rank has a part of.
+// large that its square is. With other ranks they are of those that this rank has a part of.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 	bad := map[*gorgonia.Node]bool{}
 	all, _ := x.squared()

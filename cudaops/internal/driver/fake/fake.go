@@ -71,8 +71,8 @@ func New(c Config) *Driver {
 	return &Driver{config: c}
 }
 
-// Fail makes the nth call from now of a function of CUDA or cuBLASLt, named as in the manual, fail
-// with a Status or a BlasStatus. A sticky status loses the context.
+// Fail makes the nth call from now of a function fail with a Status or a BlasStatus. Functions of
+// CUDA and cuBLASLt are named as in the manual. A sticky status loses the context.
 func (d *Driver) Fail(call string, nth int, code error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -10,7 +10,7 @@ import (
 )
 
 // block is a piece of device memory. Addresses are never used twice, so that a stale one is always
-// noticed, and blocks lie apart, so that running over the end of one is.
+// noticed. Blocks lie apart, so that running over the end of one is noticed too.
 type block struct {
 	base  gpu.Ptr
 	size  int

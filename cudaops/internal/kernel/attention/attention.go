@@ -15,9 +15,9 @@ import (
 //
 //	y = softmax(Scale·q·kᵀ)·v,  lse = log Σ exp(Scale·q·kᵀ)
 //
-// for every sequence and query head on its own; query head h reads key-value head
-// h/(Heads/KVHeads). q, y and their gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs
-// [Batch·Seq, KVHeads·HeadDim]; lse is [Batch, Heads, Seq] of float32.
+// for every sequence and query head on its own. Query head h reads key-value head
+// h/(Heads/KVHeads). Queries, y and their gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs
+// [Batch·Seq, KVHeads·HeadDim]. The log-sum-exp lse is [Batch, Heads, Seq] of float32.
 type Geometry struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
 	Causal                              bool    // a position sees itself and those before it
@@ -114,8 +114,8 @@ func (p *attentionParams) setForward(q, key, value, y kernel.Rows) {
 // attentionStatsTile is kStatsTile of attention.cuh.
 const attentionStatsTile = 128
 
-// WorkspaceBytes is the size of Stats: two statistics of every query and, where one kernel forms
-// all gradients, dq in float32 and a counter for every tile of it.
+// WorkspaceBytes is the size of Stats: two statistics of every query. Where one kernel forms all
+// gradients it also has dq in float32 and a counter for every tile of it.
 func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	n := 8 * a.Batch * a.Heads * a.statsRows()
 	if a.Type.Size() == 2 && a.HeadDim <= 128 && d.Capability() == 90 {

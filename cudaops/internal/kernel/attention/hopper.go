@@ -46,9 +46,9 @@ func (h hopperShape) shared(dim int) int {
 	return 2*dim*rows + 32*h.stages + 16*h.turns
 }
 
-// sharedFused is the same for the fused backward pass: k and v, the stages with their statistics,
-// two ds, dq, with documents the last query of each key, and the barriers. At 64 there are three ds
-// and two dq, and results have a place.
+// sharedFused is the same for the fused backward pass. It has k and v, the stages with their
+// statistics, two ds, dq and the barriers, and with documents the last query of each key. At 64
+// there are three ds and two dq, and results have a place.
 func (h hopperShape) sharedFused(dim int, documents bool) int {
 	own := 64 * h.workers
 	if dim == 64 {
@@ -80,8 +80,8 @@ func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, heads, others 
 }
 
 // evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
-// least to do: the number of heads, at most section and at least half of it, for which the given
-// hand-out ends first.
+// least to do. Of the numbers of heads from half of section to all of it, it is the one for which
+// the given hand-out ends first.
 func (c *attentionCall) evenSection(k *kernel.Set, heads, tiles, others int, out handOut) int {
 	if c.Section > 0 {
 		return min(c.Section, heads)
@@ -124,8 +124,8 @@ const (
 	onDemand                // whoever is done takes the next
 )
 
-// longest is how long the busiest multiprocessor works, when the first tile of a head takes as long
-// as there are tiles and the last 1, and the work around the loop, where that matters, a half.
+// longest is how long the busiest multiprocessor works. The first tile of a head takes as long as
+// there are tiles, and the last 1. The work around the loop takes a half, where that matters.
 func (o handOut) longest(heads, tiles, section, sms int) int {
 	busy := make([]int, sms) // in order on demand: the first is the first to be done
 	for first, work := 0, 0; first < heads; first += section {
@@ -230,8 +230,8 @@ func (c *attentionCall) sectionOfFused(k *kernel.Set, tiles int) int {
 	return c.evenSection(k, heads, tiles, c.sharers(), onDemand)
 }
 
-// sharers is how many times the keys' bytes the blocks of a head share: its q and g and, in as many
-// bytes again, the sums of its dq.
+// sharers is how many times the keys' bytes the blocks of a head share. They share its q and g and,
+// in as many bytes again, the sums of its dq.
 func (c *attentionCall) sharers() int { return 2 * c.Heads / c.KVHeads }
 
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how

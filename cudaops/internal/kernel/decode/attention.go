@@ -16,8 +16,8 @@ import (
 //	Keys[p] = turned(K),  Values[p] = V,  Y = softmax(Scale·turned(Q)·Keysᵀ)·Values
 //
 // for every query head h, which reads key-value head h/(Heads/KVHeads), over the positions up to p,
-// or the last Window of them. turned is RoPE's rotation by tables [Capacity, HeadDim/2], or nothing
-// where these are null.
+// or the last Window of them. What is turned has RoPE's rotation by tables [Capacity, HeadDim/2],
+// or nothing where these are null.
 type Attention struct {
 	Geometry
 	Y, Q, K, V, Keys, Values gpu.Ptr

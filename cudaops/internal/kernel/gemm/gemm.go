@@ -42,7 +42,7 @@ func gateWays(k *kernel.Set, rows, f, d int, t gpu.DType) []kernel.Way {
 }
 
 // The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and
-// the rows of clusters in a section; and of gemm_hopper.cu: the columns of a tile, the stages, the
+// the rows of clusters in a section. Of gemm_hopper.cu: the columns of a tile, the stages, the
 // bytes of a warp's panels, and the parts in which gate and up come.
 const (
 	gemmRows, gemmDepth, gemmCluster, gemmSection     = 128, 64, 2, 8
@@ -58,8 +58,8 @@ func warpShared(columns, stages, warpBytes int) int {
 // than stages the copy engine would bring a tile's factors while others are read.
 const float8Least = (plainStages - 1) * 2 * gemmDepth
 
-// float8Product reports whether a kernel that is built on gemm_hopper.cuh takes a product of float8
-// of so many columns and that depth, with results of type t.
+// float8Product reports whether kernels built on gemm_hopper.cuh take a product of float8 of so
+// many columns and that depth, with results of type t.
 func float8Product(columns, d int, t gpu.DType) bool {
 	return columns%16 == 0 && d%16 == 0 && d > float8Least && t == gpu.BFloat16
 }
@@ -103,8 +103,8 @@ func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return c.launch(k, s, matrices)
 }
 
-// gateCall is a launch of gemm_hopper.cu, which reads ab, if that is not null, and has the copy
-// engine store [Rows, 2F] and, if that is not null, h.
+// gateCall is a launch of gemm_hopper.cu. It reads ab, and has the copy engine store [Rows, 2F] and
+// h. The first and the last may be null.
 type gateCall struct {
 	op, symbol    string
 	rows, f, d    int
@@ -153,7 +153,7 @@ type gemmLaunch struct {
 	elements        int
 }
 
-// gemmMatrix is a matrix that the copy engine moves in boxes: its extents, innermost first, and
+// gemmMatrix is a matrix that the copy engine moves in boxes. It has extents, innermost first, and
 // elements from one index of the outer ones to the next.
 type gemmMatrix struct {
 	ptr     gpu.Ptr

@@ -8,17 +8,17 @@ import (
 )
 
 // LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [CrossEntropy] does, and what the
-// gradients of X and W are products of, without ever storing logits: with Z[r] = Σ_i exp(logits[r,
-// i] − logits[r, Targets[r]]),
+// gradients of X and W are products of. Logits are never stored. With Z[r] = Σ_i exp(logits[r, i] −
+// logits[r, Targets[r]]),
 //
 //	Losses[r] = log Z[r],  Terms[r, i] = exp(logits[r, i] − logits[r, Targets[r]]) − Z[r]·[i = Targets[r]]
 //	Factors[r] = Scale[0]·Grad[0] / Z[r],  Scaled[r] = Factors[r]·X[r]
 //	dX[r] = Factors[r]·(Terms·W)[r],  dW = Termsᵀ·Scaled
 //
 // where a null Grad counts as 1. Of a row whose target is below 0 all four are 0. Rows whose Z
-// would be too large for that have the gradient of the logits without its scale in place of terms,
-// and the scale as their factor. X and Scaled are [Rows, D], W [V, D] and Terms [Rows, V],
-// bfloat16; all others are float32. The rows may be some of a batch's: Scale is for the batch.
+// would be too large for that have the gradient of the logits without its scale in place of terms.
+// The scale is their factor. X and Scaled are [Rows, D], W [V, D] and Terms [Rows, V], bfloat16;
+// all others are float32. The rows may be some of a batch's: Scale is for the batch.
 type LinearCrossEntropy struct {
 	Terms, Scaled, Factors, Losses gpu.Ptr
 	X, W                           gpu.Ptr
@@ -33,9 +33,8 @@ type LinearCrossEntropy struct {
 // LinearCrossEntropyShape is the sizes of a LinearCrossEntropy.
 type LinearCrossEntropyShape struct{ Rows, V, D int }
 
-// The shape of gemm_hopper_loss.cu: the columns of a tile, the stages, the parts in which a tile is
-// brought to memory, the bytes of a warp's panel, and the rows of a block and its warps in the
-// other kernels.
+// The shape of gemm_hopper_loss.cu: a tile's columns, stages and parts in which it is brought to
+// memory, and the bytes of a warp's panel. Of the other kernels: the rows of a block and its warps.
 const (
 	lossColumns, lossStages, lossParts, lossTermBytes = 256, 4, 8, 16 * 128
 	lossRows, lossWarps                               = 32, 8

@@ -11,15 +11,15 @@ import (
 //
 //	Steps times:  A = X·Xᵀ,  P = a·I + b·A + c·A²,  X ← P·X
 //
-// or for tall matrices A = Xᵀ·X, X ← X·P. All that is made of A commutes, so the next A can be had
+// or for tall matrices A = Xᵀ·X, X ← X·P. All that is made of A commutes. So the next A can be had
 // without X, as P·A·P, and X is multiplied by the product of the P:
 //
 //	A = X·Xᵀ,  Q = I;   Together times:  P = a·I + b·A + c·A²,  Q ← Q·P,  A ← P·A·P;   X ← Q·X
 //
-// which for wide matrices takes less, since these products are of small squares. (The identity is
-// behind Jack Zhang, Noah Amsel, Berlin Chen, Tri Dao, "Gram Newton-Schulz", 2026.) What rounding
+// which for wide matrices takes less, since these products are of small squares. The identity is
+// behind Jack Zhang, Noah Amsel, Berlin Chen, Tri Dao, "Gram Newton-Schulz", 2026. What rounding
 // makes of the eigenvalues of A next to 0 grows like a² with every step, a² ≈ 12, until A is formed
-// anew: up to three steps go together.
+// anew. So up to three steps go together.
 //
 // Of types of 16 bits float16 is the one: numbers are at most some tens, and bfloat16 is eight
 // times as coarse.

@@ -27,7 +27,7 @@ type RoPEProductShape struct {
 }
 
 // RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h
-// features, in the order in which gemm_hopper_rope.cu asks for them.
+// features. Their order is that in which gemm_hopper_rope.cu asks for them.
 func RoPEAngles(cos, sin []float32, h int) []float32 {
 	table := make([]float32, RoPEAnglesLen(len(cos)/h, h))
 	for i := range cos {

@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Bench times layers in which each seed has a slot of its own and the four kinds take turns: all
-// seeds in grafting, or ("stages") all stages in turn; with exact telemetry or without.
+// Bench times layers in which each seed has a slot of its own and the four kinds take turns. All
+// seeds are in grafting or, with "stages", in all stages in turn; with exact telemetry or without.
 func Bench(b *bench.B) {
 	for _, s := range []struct{ rows, seeds int }{{32768, 1024}, {1024, 1000}, {64, 1000}} {
 		for _, stages := range []bool{false, true} {

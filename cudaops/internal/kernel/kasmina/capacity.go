@@ -52,7 +52,7 @@ func (k Mixing) Encode(dst []byte, at func(i int) seed.Seed) error {
 	return nil
 }
 
-// Wide is what a layer has whose slots are wider than its chunks: weights [Slots, Width] of
+// Wide is what a layer has whose slots are wider than its chunks. Its weights are [Slots, Width] of
 // float32, instead of those of its Layer, and dweights likewise. Seeds that mix are in its list,
 // and are dormant in the layer's state.
 type Wide struct {

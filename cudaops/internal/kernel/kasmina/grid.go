@@ -43,8 +43,8 @@ type kasminaGrid struct {
 	rows         kasminaRows
 }
 
-// kasminaRows is how a layer is cut up for kasmina_rows.cu: lanes share a row of a chunk, and a
-// block has seeds across and parts of the rows down.
+// kasminaRows is how a layer is cut up for kasmina_rows.cu. Lanes share a row of a chunk. A block
+// has seeds across and parts of the rows down.
 type kasminaRows struct{ lanes, across, down, tiles, blocks int }
 
 func (r kasminaRows) parts() int { return r.blocks * r.down }
@@ -66,12 +66,12 @@ type kasminaUse struct{ backward, telemetry, clip, inPlace bool }
 // records is whether the lanes leave something to merge.
 func (u kasminaUse) records() bool { return u.backward || u.telemetry }
 
-// joined is whether the threads of a chunk are to be of one warp: as norms of its rows are wanted,
-// or as each of them must have read what the others replace.
+// joined is whether the threads of a chunk are to be of one warp. They are where norms of its rows
+// are wanted, or where each of them must have read what the others replace.
 func (u kasminaUse) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
 
-// prepares is whether a kernel of its own has to prepare the softmax of slots: where a chunk is so
-// many threads' that each of them going through all of a slot's weights would take longer.
+// prepares is whether a kernel of its own has to prepare the softmax of slots. It does where a
+// chunk is so many threads' that each going through all of a slot's weights would take longer.
 func (g kasminaGrid) prepares(l Layer) bool { return l.Chunk/g.perThread > 32 }
 
 // shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes
@@ -153,8 +153,8 @@ func newKasminaGrid(k *kernel.Set, l Layer, f Family, blocks int, aligned bool,
 }
 
 // spreadLate has blocks that start late take the last batches of a long layer, so that they even
-// out what multiprocessors differ in speed: most in runs, and those that end the pass in runs of
-// half the length. The beginning of a block costs a pass that reads two arrays more; without
+// out what multiprocessors differ in speed. Most take runs, and those that end the pass take runs
+// of half the length. The beginning of a block costs a pass that reads two arrays more; without
 // records, which each lane adds to, more and shorter runs pay.
 func (g *kasminaGrid) spreadLate(l Layer, batches int) {
 	percent, rows, ending := 35, 40, 14
@@ -196,9 +196,10 @@ func (g *kasminaGrid) spread(l Layer) int {
 // are those of one seed in several batches, so that a warp does no more than that seed needs. No
 // chunk crosses from one warp to the next: with 6 threads a chunk, 30 of a warp have work. It does
 // not where chunks are so small that a warp's accesses would be scattered, nor where more threads
-// would be idle, unless those of a chunk are to be of one warp and are no power of two. Forward,
-// where there is less to leave out, rows that warps read in one piece are worth more. A block has
-// the least number of seeds with 256 bytes of a row, or fewer if that would leave threads idle.
+// would be idle. Those of a chunk that are to be of one warp and are no power of two are excepted.
+// Forward, where there is less to leave out, rows that warps read in one piece are worth more. A
+// block has the least number of seeds with 256 bytes of a row, or fewer if that would leave threads
+// idle.
 func (g *kasminaGrid) pack(l Layer) {
 	sharing := l.Chunk / g.perThread
 	if !g.use.backward || g.family == Tile || sharing > 32 {
@@ -222,8 +223,8 @@ func (g *kasminaGrid) pack(l Layer) {
 
 // acrossOf is how many threads of a block, a power of two, have different columns, of so many that
 // a row takes. Where lanes leave records they are a warp's, so that a block has many lanes and
-// merges most of the records by itself; else as many as possible, of which few are idle. With few
-// batches there are more, to keep all warps busy.
+// merges most of the records by itself. Else they are as many as possible, of which few are idle.
+// With few batches there are more, to keep all warps busy.
 func (g *kasminaGrid) acrossOf(threads, batches int) int {
 	n := min(kasminaThreads, powerOfTwo(threads))
 	for n > 32 && (g.use.records() || 8*(kernel.CeilDiv(threads, n)*n-threads) > threads) {

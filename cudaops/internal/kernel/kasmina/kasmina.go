@@ -365,9 +365,9 @@ func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms 
 		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), a)
 }
 
-// Launch launches a kernel for Y and records of figures, and with telemetry one that merges them,
-// unless the family does that at once or it is left; a tiny one before them where a chunk is more
-// than 32 threads'.
+// Launch launches a kernel for Y and records of figures. With telemetry another one merges them,
+// unless the family does that at once or it is left. A tiny one comes before them where a chunk is
+// more than 32 threads'.
 func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if f.Records != nil {
 		*f.Records = Records{}

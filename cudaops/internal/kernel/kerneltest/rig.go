@@ -27,8 +27,8 @@ var (
 	StorageTypes = []gpu.DType{F32, Bf16, F16}
 )
 
-// Few is n, and less in short mode: compute-sanitizer's racecheck takes a second for a tile of the
-// plain kernels of attention, and tens of milliseconds for any launch.
+// Few is n, and less in short mode. Compute-sanitizer's racecheck takes a second for a tile of
+// attention's plain kernels, and tens of milliseconds for any launch.
 func Few(n, short int) int {
 	if testing.Short() {
 		return short

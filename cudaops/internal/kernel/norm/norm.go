@@ -104,8 +104,8 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 // norm.cu.
 const walkStages = 3
 
-// walk is a block of the backward kernel whose blocks walk down the rows, if it takes the arguments
-// and the GPU has room for so many rows.
+// walk is a block of the backward kernel whose blocks walk down the rows. It fits if the kernel
+// takes the arguments and the GPU has room for so many rows.
 func walk(k *kernel.Set, a RMSNormBackward) (c gpu.LaunchConfig, fits bool) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
@@ -116,15 +116,15 @@ func walk(k *kernel.Set, a RMSNormBackward) (c gpu.LaunchConfig, fits bool) {
 }
 
 // ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a
-// lane holds: kOwn of norm.cu.
+// lane holds. It is kOwn of norm.cu.
 var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 
 // ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
 const ownStages = 2
 
 // own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of
-// two, and what the kernel is called behind rmsnorm_backward, if it takes the arguments and the GPU
-// has room for so many rows.
+// two. The name is what the kernel is called behind rmsnorm_backward. It fits if the kernel takes
+// the arguments and the GPU has room for so many rows.
 func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fits bool) {
 	packs, across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)), 1
 	name = "_own"
@@ -156,8 +156,8 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 // Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
 // rows. Type is then a 16-bit one.
 //
-// Where Parts is not nil, DW is left to [SumRMSNormParts], which what is written there is for, and
-// the workspace is to be kept until then.
+// Where Parts is not nil, DW is left to [SumRMSNormParts], for which this is written there. The
+// workspace is to be kept until then.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
 	Rows, D                    int
@@ -223,8 +223,8 @@ func (a RMSNormBackward) kernel(name string) string {
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
 const normBlocks = 4
 
-// normParts is how many partial sums a backward pass over rows of d elements leaves at most: one a
-// multiprocessor where warps may take rows of their own, since these are kept for long.
+// normParts is how many partial sums a backward pass over rows of d elements leaves at most. It is
+// one a multiprocessor where warps may take rows of their own, since these are kept for long.
 func normParts(k *kernel.Set, d int, t gpu.DType) int {
 	if n := kernel.Vector(t); d%n == 0 && kernel.CeilDiv(d, 32*n) <= 2*len(ownWarps) {
 		return k.Info.SMs
@@ -232,8 +232,8 @@ func normParts(k *kernel.Set, d int, t gpu.DType) int {
 	return normBlocks * k.Info.SMs
 }
 
-// Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's, and one
-// that adds them up, unless they are left.
+// Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's. Another
+// one adds them up, unless they are left.
 func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
 	if err != nil {

@@ -213,8 +213,8 @@ type Control struct {
 }
 
 // LossScale is what a loss is multiplied by, so that float16 holds its gradients, and how that
-// fared: the steps since it was last changed, and those that a gradient which was not finite made
-// void. On the device it takes LossScaleBytes.
+// fared. It counts the steps since it was last changed, and those that a gradient which was not
+// finite made void. On the device it takes LossScaleBytes.
 type LossScale struct {
 	Scale         float32
 	Good, Skipped int32
@@ -265,20 +265,19 @@ func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
 		kernel.Args().Ptr(p.Squares).Ptr(p.Table.tensors).Ptr(p.Table.chunks))
 }
 
-// Launch finishes a control block: the norm of the gradients from count sums of squares, which may
-// be of several tables, whether the step is skipped, and what clipping multiplies gradients by.
-// With a count of 0 the norm is 0 and nothing is clipped or skipped. scale is a LossScale that the
-// gradients carry: they are divided by it, and it is moved on for the next step. Null means that
-// they carry none. apart is a byte for each sum, which is not 0 where the sum is of gradients apart.
-// Null means that none is.
+// Launch finishes a control block. It gets the norm of the gradients from count sums of squares,
+// which may be of several tables. It gets whether the step is skipped, and what clipping multiplies
+// gradients by. With a count of 0 the norm is 0 and nothing is clipped or skipped. Scale is a
+// LossScale that the gradients carry: they are divided by it, and it is moved on for the next step.
+// Null means that they carry none. apart is a byte for each sum, which is not 0 where the sum is of
+// gradients apart. Null means that none is.
 func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024),
 		kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale).Ptr(p.Apart))
 }
 
-// Launch counts a step of all of the table's tensors, works out their figures of this step, by a
-// control block that GradNorm has finished, and updates parameters, moments and copies. Two
-// kernels.
+// Launch counts a step of all of the table's tensors. By a control block that GradNorm has finished
+// it works out their figures of this step, and updates parameters, moments and copies. Two kernels.
 func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := begin(k, s, "adamw", p.Control, p.Table); err != nil {
 		return err
@@ -306,8 +305,8 @@ func (t *Table) args(control gpu.Ptr) *gpu.Args {
 	return kernel.Args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Ptr(t.chunks)
 }
 
-// Launch updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction, where u
-// is the momentum or, with nesterov, the gradient advanced by it. squares is workspace of t.Chunks
+// Launch updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction. Here u
+// is the momentum or, with nesterov, the gradient advanced by it. Squares is workspace of t.Chunks
 // float32. Three kernels.
 func (p MuonDirection) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := begin(k, s, "muon", p.Control, p.Table); err != nil {

@@ -54,9 +54,9 @@ var RowPacks = []int{2, 1, 4}
 // threads across a row, and rows.
 type HeldShape struct{ Packs, Across, Rows int }
 
-// BestShape is the fastest shape for rows of d elements, which are whole packs: the first of some
-// numbers of packs a thread that fits, none where rows are too long. One pack is for short rows, as
-// all threads of a row compute its scale, and four for long ones.
+// BestShape is the fastest shape for rows of d elements, which are whole packs. It is of the first
+// of some numbers of packs a thread that fits, none where rows are too long. One pack is for short
+// rows, as all threads of a row compute its scale, and four for long ones.
 func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
 	for _, n := range packs {
 		across := kernel.CeilDiv(d, 32*n*kernel.Vector(t)) * 32
@@ -68,8 +68,8 @@ func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
 	return HeldShape{}
 }
 
-// Enqueue launches a kernel over rows that may be held in registers: of a shape, with the elements
-// from one row to the next in some arrays, or for no shape the one for any row.
+// Enqueue launches a kernel over rows that may be held in registers: that of a shape, or for no
+// shape the one for any row. Strides are the elements from one row to the next in some arrays.
 func (h HeldShape) Enqueue(k *kernel.Set, s gpu.Stream, name, suf string, rows, d int, l *gpu.Args,
 	strides ...int) error {
 	c := kernel.Line(rows, kernel.RowThreads(d))
@@ -124,8 +124,8 @@ type Columns struct {
 	Type                   gpu.DType
 }
 
-// The columns of a block that looks for the largest, those and the rows of a tile that is turned
-// round, and the threads of either: as in quantize.cu.
+// As in quantize.cu: the columns of a block that looks for the largest. Of a tile that is turned
+// round: columns and rows. Then the threads of either.
 const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 
 // columnSections is the parts of the rows of which the largest are found at once: two blocks a

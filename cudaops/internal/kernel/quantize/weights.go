@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Weight is a bfloat16 matrix X [Rows, D], where its rows are to be as float8, Y and Scale as of
-// [Rows], and where its columns, Turned and TurnedScale as Y and Scale of [Columns], both of which
-// may be null. Rows and D are multiples of 16, and so are addresses.
+// Weight is a bfloat16 matrix X [Rows, D]. Its rows are to be in Y and Scale as float8, as of
+// [Rows]. Its columns are to be in Turned and TurnedScale, as of [Columns], both of which may be
+// null. Rows and D are multiples of 16, and so are addresses.
 type Weight struct {
 	X, Y, Scale, Turned, TurnedScale gpu.Ptr
 	Rows, D                          int
@@ -108,8 +108,8 @@ type WeightStrip struct {
 
 const WeightRounds = 1 << 31
 
-// WeightStrips lists the strips of all weights: those that round a weight behind those that look
-// for its largest numbers, which the kernel relies on, and for the first few of the next one's.
+// WeightStrips lists the strips of all weights. Those that round a weight come behind those that
+// look for its largest numbers, and for the first few of the next one's. The kernel relies on that.
 func WeightStrips(weights []Weight) (strips []WeightStrip) {
 	lead := 0 // how many of this weight's are in the list already
 	for i := range weights {

@@ -28,8 +28,9 @@ type Reduce struct {
 	YType, XType    gpu.DType
 }
 
-// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU;
-// columnPart the rows, and columnRun those of a block that comes late, kRun of reduce.cu.
+// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU.
+// Of columns, columnPart is the rows, and columnRun those of a block that comes late, kRun of
+// reduce.cu.
 const (
 	rowPart    = 1 << 15
 	columnPart = 64

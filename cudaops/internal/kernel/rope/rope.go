@@ -10,8 +10,8 @@ import (
 // Rotate turns the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows,
 // Heads·HeadDim]. The cosine and sine of the angle stand at [position·h + i] of the float32 tables,
 // position = row mod Seq. With Inverse it turns them back, which is the gradient. Y may be X.
-// XStride and YStride are the elements from one row to the next, 0 for no gaps, so that a tensor
-// may be part of a wider one.
+// XStride and YStride are the elements from one row to the next, 0 for no gaps. So a tensor may be
+// part of a wider one.
 type Rotate struct {
 	Y, X, Cos, Sin      gpu.Ptr
 	Rows                int

@@ -36,8 +36,8 @@ func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and
-// H again unless it is null; with GELU, those of that. DA may be the memory of A or DH, and DB that
-// of B. Stride is as in [Mul], GradStride the same for DA and DB.
+// H again unless it is null. With GELU they are the gradients of that. DA may be the memory of A or
+// DH, and DB that of B. Stride is as in [Mul], GradStride the same for DA and DB.
 //
 // Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8
 // [Rows] as [Quantize] stores them. Then DB is DA + F elements, GradStride at least 2·F, and Type a

@@ -14,7 +14,7 @@ func (p Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // Launch computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Forward and its
-// gradient g. dx may be either of them.
+// gradient g. The memory of dx may be that of either.
 func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return softmax(k, s, "SoftmaxBackward", "softmax_backward", []gpu.Ptr{p.DX, p.G, p.Y}, p.Rows,
 		p.N, p.Type)
