@@ -187,3 +187,36 @@ func (d *Device) Close() error {
 	}
 	return nil
 }
+
+// Other CUDA libraries in the same process take part through plain handles. These are a CUcontext,
+// a CUstream and a CUdeviceptr, each as the number that it is in C. The package cuinterop gives
+// them the types of gorgonia.org/cu.
+
+// WithContext makes Open use a context that the program made elsewhere, and with it that context's
+// GPU, whatever [WithOrdinal] says: handle is a CUcontext. [Device.Close] leaves it alone; it must
+// outlive the Device, and whoever made it destroys it.
+//
+// The package makes the context current on the calling thread for the length of each call, and
+// leaves it so. A goroutine that locked its thread to work in another context must make that one
+// current again after calling into this package.
+func WithContext(handle uintptr) DeviceOption {
+	return func(o *deviceOptions) { o.adopt, o.context = true, handle }
+}
+
+// Context is the CUcontext in which the device's work is done, for other libraries to share. It is
+// valid until Close.
+func (d *Device) Context() uintptr {
+	if d.ctx == nil {
+		return 0
+	}
+	return d.ctx.Handle()
+}
+
+// Do runs f on a thread on which the device's context is current. That is for other libraries that
+// work in the current context, as NCCL does (package comm/nccl).
+func (d *Device) Do(f func() error) error {
+	if d.ctx == nil {
+		return fmt.Errorf("cudaops.Device.Do: %w", errNotOpened)
+	}
+	return d.ctx.Do(f)
+}

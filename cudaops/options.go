@@ -154,6 +154,22 @@ func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddOutputs(outputs...) }
 }
 
+// WithStream makes a machine put all its work on a stream that the program made elsewhere, in the
+// device's context: handle is a CUstream. What was put there before a run is done before it, and
+// what is put there after it sees its results. It must not be one of the default streams, whose
+// work cannot be captured. The machine does not destroy it; it must outlive the machine.
+func WithStream(handle uintptr) MachineOption {
+	return func(c *machineConfig) error {
+		const perThread = 2 // CU_STREAM_PER_THREAD; 0 and 1 are the stream that all threads share
+		if handle <= perThread {
+			return fmt.Errorf("WithStream: got %d, a default stream, whose work cannot be "+
+				"captured; make one with cuStreamCreate", handle)
+		}
+		c.stream = gpu.Stream(handle)
+		return nil
+	}
+}
+
 // WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the
 // host.
 func WithStrict() MachineOption {
