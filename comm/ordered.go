@@ -98,10 +98,10 @@ func (s Shards) Check(size int) error {
 //	acc[i] = (((acc[i] + parts[0][i]) + parts[1][i]) + …)
 //
 // for count elements, each sum rounded to float32. acc is float32, the parts are of type t; of
-// float64 parts sums are float64. With first, acc[i] starts as parts[0][i] itself: not as
+// float64 parts sums are float64. With overwrite, acc[i] starts as parts[0][i] itself: not as
 // 0 + parts[0][i], which would lose the sign of −0.
 type Adder interface {
-	AddInOrder(acc Ptr, parts []Ptr, first bool, count int, t Type, s Stream) error
+	AddInOrder(acc Ptr, parts []Ptr, overwrite bool, count int, t Type, s Stream) error
 }
 
 // OrderedSum adds the contributions of micro-batches, in the order of the micro-batches, at the
@@ -145,9 +145,9 @@ func (o OrderedSum) Check() error {
 }
 
 // Add adds one round: a micro-batch of each of the first contributors ranks, in the order of ranks.
-// contribution is this rank's, Shards.Count() elements; acc is the sum of this rank's shard. first
-// says that this is the first round, which overwrites acc.
-func (o OrderedSum) Add(acc, contribution Ptr, contributors int, first bool, s Stream) error {
+// contribution is this rank's, Shards.Count() elements; acc is the sum of this rank's shard. The
+// first round overwrites acc.
+func (o OrderedSum) Add(acc, contribution Ptr, contributors int, overwrite bool, s Stream) error {
 	if err := o.Check(); err != nil {
 		return err
 	}
@@ -160,7 +160,7 @@ func (o OrderedSum) Add(acc, contribution Ptr, contributors int, first bool, s S
 	if err != nil || len(parts) == 0 {
 		return err
 	}
-	return o.Adder.AddInOrder(acc, parts, first, o.Shards.Len(o.Group.Rank()), o.Type, s)
+	return o.Adder.AddInOrder(acc, parts, overwrite, o.Shards.Len(o.Group.Rank()), o.Type, s)
 }
 
 // exchange sends each owner its shard, and returns where the contributions to this rank's lie, by

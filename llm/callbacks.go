@@ -141,7 +141,7 @@ func (a access) Stopped() error                           { return a.stopped() }
 func (a access) CanEvaluate(text *data.Evaluation) error  { return a.canEvaluate(text) }
 func (a access) Decoder() (infer.Logits, error)           { return a.decoder() }
 func (a access) Parallel() bool                           { return a.ranks() != nil }
-func (a access) First() bool                              { return a.first() }
+func (a access) Writes() bool                             { return a.writes() }
 func (a access) Agree(err error) error                    { return a.agree(err) }
 func (a access) Saves() int                               { return a.saves() }
 

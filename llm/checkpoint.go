@@ -81,7 +81,7 @@ func (t *Trainer) saveBy(path string,
 	}
 	defer model.Take(t.Model)()
 	tensors, metadata, err := t.snapshot()
-	if err == nil && t.first() {
+	if err == nil && t.writes() {
 		err = write(path, tensors, metadata)
 	}
 	return t.agree(err)
@@ -122,7 +122,7 @@ func (t *Trainer) saveParts(path string, e Parallel) error {
 		}
 		return counts, set.SavePart(path, e.Rank(), stretches)
 	})
-	if err = t.agree(err); err != nil || !t.first() {
+	if err = t.agree(err); err != nil || !t.writes() {
 		return err
 	}
 	text, err := json.Marshal(set)
@@ -181,7 +181,7 @@ func notFinite(name string) error {
 func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
 	defer model.Take(t.Model)()
 	tensors, metadata, err := t.snapshot()
-	if t.first() {
+	if t.writes() {
 		copyTensors(tensors)
 	}
 	return tensors, metadata, t.agree(err)

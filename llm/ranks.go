@@ -21,8 +21,8 @@ func (t *Trainer) ranks() Parallel {
 	return e
 }
 
-// first reports whether this process is the only one, or rank 0, which writes.
-func (t *Trainer) first() bool {
+// writes reports whether this process is the only one, or rank 0, which writes.
+func (t *Trainer) writes() bool {
 	e := t.ranks()
 	return e == nil || e.Rank() == 0
 }

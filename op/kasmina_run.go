@@ -149,9 +149,9 @@ const timedEvery = 128
 
 // passCost is what a pass that is timed has cost so far.
 type passCost struct {
-	bare  time.Duration // without telemetry; 0 when the pass is not timed
-	start time.Time     // with it
-	bytes int
+	kernel time.Duration // without telemetry; 0 when the pass is not timed
+	start  time.Time     // with it
+	bytes  int
 }
 
 // timed is called when all is ready to run but the list of what to measure. When the pass is one to
@@ -171,8 +171,8 @@ func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) passCost {
 
 // record tells the lattice, once the pass is over, how much longer it took with telemetry.
 func (c passCost) record(o *KasminaOp) {
-	if c.bare > 0 {
-		o.Lattice.RecordTiming(state.Timing{Kernel: c.bare, Telemetry: time.Since(c.start) - c.bare,
+	if c.kernel > 0 {
+		o.Lattice.RecordTiming(state.Timing{Kernel: c.kernel, Telemetry: time.Since(c.start) - c.kernel,
 			Bytes: int64(c.bytes)})
 	}
 }

@@ -181,7 +181,7 @@ func TestStepRefuses(t *testing.T) {
 	nameless := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64,
 		gorgonia.WithValue(matrix([]float64{1}, 1)),
 		gorgonia.WithGrad(matrix([]float64{1}, 1)))
-	bare := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithName("w"),
+	alone := gorgonia.NewVector(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithName("w"),
 		gorgonia.WithValue(matrix([]float64{1}, 1)))
 	ints := &param{"w", tensor.New(tensor.WithBacking([]int{1, 2})),
 		tensor.New(tensor.WithBacking([]int{1, 2}))}
@@ -197,7 +197,7 @@ func TestStepRefuses(t *testing.T) {
 		{"node without name", []gorgonia.ValueGrad{fine, nameless}, "parameter #1 has no name"},
 		{"no gradient", model(fine, &param{"w", matrix([]float64{1}, 1), nil}),
 			`"w": has no gradient`},
-		{"node without gradient", []gorgonia.ValueGrad{fine, bare},
+		{"node without gradient", []gorgonia.ValueGrad{fine, alone},
 			`"w": has no gradient: run a machine made with gorgonia.BindDualValues`},
 		{"no value", model(fine, &param{"w", nil, matrix([]float64{1}, 1)}), `"w": has no value`},
 		{"nil", append(model(fine), nil), "is nil"},

@@ -587,10 +587,10 @@ func (s *lockedSlots) Write(w []state.SlotWrite) error {
 
 // TestSlotsWithALock wants Do to hold the slots' lock, and no listener to be called under it.
 func TestSlotsWithALock(t *testing.T) {
-	bare, m := network(t)
+	layers, m := network(t)
 	s := &lockedSlots{Slots: m, t: t}
-	n, err := state.NewNetwork(s, state.Layer{Name: "0", Lattice: bare.Lattice(0)},
-		state.Layer{Name: "1", Lattice: bare.Lattice(1)})
+	n, err := state.NewNetwork(s, state.Layer{Name: "0", Lattice: layers.Lattice(0)},
+		state.Layer{Name: "1", Lattice: layers.Lattice(1)})
 	require.NoError(t, err)
 	heard := false
 	_, err = n.Listen(func(state.Event) {
@@ -654,13 +654,13 @@ func TestLoadIntoSlots(t *testing.T) {
 	if err := n.Do(load(3, conv, 1, 1, 2)); !errors.Is(err, m.fail) {
 		t.Errorf("got %v, want %v", err, m.fail)
 	}
-	bare, err := state.NewNetwork(nil,
+	slotless, err := state.NewNetwork(nil,
 		state.Layer{Name: "a", Lattice: lattice(t, 2, 4, state.WithoutGates())})
 	if err != nil {
 		t.Fatal(err)
 	}
-	do(t, bare, germinate(0, 0, 1))
-	if err := bare.Do(state.Command{Action: state.Load, Kind: conv,
+	do(t, slotless, germinate(0, 0, 1))
+	if err := slotless.Do(state.Command{Action: state.Load, Kind: conv,
 		Params: state.SlotParams{Weights: []float64{1, 2}}}); !errors.Is(err, state.ErrArgument) {
 		t.Errorf("a network without slots: %v", err)
 	}

@@ -405,7 +405,7 @@ func TestPanickingStrategy(t *testing.T) {
 // score every epoch. It does not matter how many epochs pass from one to the next. An old score is
 // not taken for one that has not improved.
 func TestScoresInIntervals(t *testing.T) {
-	ends := func(every int, improves bool) (epochs int) {
+	epochsOf := func(every int, improves bool) (epochs int) {
 		l := lattice(t, 2, 4, state.WithoutGates())
 		require.NoError(t, l.RequestGermination(1, state.GerminationRequest{Slot: 1,
 			Strategy: graft.PerformanceLinked{Epochs: 200, Target: 1, Gain: 0.05, MaxSpeed: 5}}))
@@ -428,12 +428,12 @@ func TestScoresInIntervals(t *testing.T) {
 			}
 		}
 	}
-	often := ends(1, true)
+	often := epochsOf(1, true)
 	require.Less(t, often, 100)
 	for _, every := range []int{2, 5, 10} {
-		require.InDelta(t, often, ends(every, true), float64(every)+1, "a score every %d epochs",
+		require.InDelta(t, often, epochsOf(every, true), float64(every)+1, "a score every %d epochs",
 			every)
-		require.Equal(t, 200, ends(every, false), "a score every %d epochs that stays the same",
+		require.Equal(t, 200, epochsOf(every, false), "a score every %d epochs that stays the same",
 			every)
 	}
 }

@@ -103,8 +103,8 @@ func (m machines) engine() func(*llm.Model, optim.Optimizer, llm.TrainConfig) (l
 	return nil
 }
 
-// first calls f at rank 0 alone, and returns its error everywhere.
-func (m machines) first(f func() error) (err error) {
+// atFirst calls f at rank 0 alone, and returns its error everywhere.
+func (m machines) atFirst(f func() error) (err error) {
 	if m.team.First() {
 		err = f()
 	}

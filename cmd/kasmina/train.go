@@ -185,7 +185,7 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 		c.SetErr(io.Discard)
 	}
 	// Rank 0 makes the folder when all have passed this.
-	if err := m.first(o.checkFolder); err != nil {
+	if err := m.atFirst(o.checkFolder); err != nil {
 		return err
 	}
 	f, err := hf.Open(o.model)

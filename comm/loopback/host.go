@@ -150,7 +150,7 @@ func (h *Host) Sync(s comm.Stream) error {
 }
 
 // AddInOrder is [comm.Adder] on a stream.
-func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, first bool, count int, t comm.Type,
+func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, overwrite bool, count int, t comm.Type,
 	s comm.Stream) error {
 	parts = slices.Clone(parts)
 	return h.Enqueue(s, func() error {
@@ -164,8 +164,8 @@ func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, first bool, count int,
 				return err
 			}
 			if t == comm.Float64 {
-				addFloat64(sum, data, first && i == 0)
-			} else if err := addFloat32(sum, data, t, first && i == 0); err != nil {
+				addFloat64(sum, data, overwrite && i == 0)
+			} else if err := addFloat32(sum, data, t, overwrite && i == 0); err != nil {
 				return err
 			}
 		}

@@ -41,7 +41,7 @@ type Run interface {
 
 	Ranks() int     // 1 without others
 	Parallel() bool // whether there may be others
-	First() bool    // whether this one writes
+	Writes() bool   // whether this process does: it is the only one, or rank 0
 	Agree(err error) error
 
 	AddSaver()  // a callback that saves

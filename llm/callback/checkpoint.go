@@ -119,7 +119,7 @@ func (c *checkpointer) save(step int) error {
 
 // begin makes the file's folders, finds out whether it can be written, and claims its folder.
 func (c *checkpointer) begin() error {
-	if !c.t.First() {
+	if !c.t.Writes() {
 		return nil
 	}
 	there, err := os.Stat(c.path)
@@ -158,7 +158,7 @@ func (c *checkpointer) saveBeside(step int) error {
 		return err
 	}
 	c.step, c.written = step, make(chan error, 1)
-	if !c.t.First() {
+	if !c.t.Writes() {
 		c.written <- nil
 		return nil
 	}

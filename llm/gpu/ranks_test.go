@@ -83,12 +83,12 @@ func rankRuns() map[string]rankRun {
 	large := llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816,
 		Seq: 1024}.Default()
 	wide := llm.Config{Vocab: 50304, Dim: 2048, Layers: 16, Heads: 16, FF: 5632, Seq: 2048}.Default()
-	bare := llm.Config{Vocab: 1088, Dim: 512, Layers: 6, Heads: 4, Seq: 128}.Default()
+	plain := llm.Config{Vocab: 1088, Dim: 512, Layers: 6, Heads: 4, Seq: 128}.Default()
 	runs := map[string]rankRun{
-		"no layers": {config: bare, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4},
+		"no layers": {config: plain, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4},
 		"adamw bf16": {config: small, precision: cudaops.BFloat16, steps: 50,
 			batch: 4, accumulate: 4},
-		"one round": {config: bare, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 2},
+		"one round": {config: plain, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 2},
 		"one round, bf16 gradients": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
 			accumulate: 2, gradients: cudaops.BFloat16, grow: true},
 		"muon bf16": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,

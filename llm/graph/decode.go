@@ -19,7 +19,7 @@ type Decoding struct {
 	model        Model
 	make         func(*Graph) (Machine, error)
 	least        int    // rows of a window
-	first        int    // positions that are kept at first
+	initial      int    // positions that are kept at first
 	window, step Runner // without machines before there are any
 	tokens       []int  // whose keys and values are kept
 }
@@ -42,9 +42,9 @@ const (
 // NewDecoding returns a decoding of a model as it is at each call, on machines that make makes: each
 // must have [Graph.Outputs] as outputs. Without make they are on the CPU.
 func NewDecoding(m Model, make func(*Graph) (Machine, error)) (*Decoding, error) {
-	d := &Decoding{model: m, make: make, least: smallestWindow, first: fewKept}
+	d := &Decoding{model: m, make: make, least: smallestWindow, initial: fewKept}
 	if make == nil {
-		d.least, d.first = 1, m.Config.Seq // an op's memory grows
+		d.least, d.initial = 1, m.Config.Seq // an op's memory grows
 		d.make = func(g *Graph) (Machine, error) {
 			r, err := OnCPU(g, g.Outputs()...)
 			return r.Machine, err
@@ -104,7 +104,7 @@ func (d *Decoding) reserveStep(positions int) error {
 	}
 	before := d.step
 	d.step = Runner{}
-	err := d.renew(&d.step, withPosition(kvcache.Room(max(positions, d.first), d.model.Config.Seq)))
+	err := d.renew(&d.step, withPosition(kvcache.Room(max(positions, d.initial), d.model.Config.Seq)))
 	if err == nil && len(d.tokens) > 0 {
 		err = d.keep(before.Machine, before.blocks.Cached, before.blocks.Cached)
 	}

@@ -283,11 +283,11 @@ func TestSampleOutsideVocab(t *testing.T) {
 				logits[i] = []float64{1e300, math.NaN(), math.Inf(1), math.Inf(-1), 1}[r.IntN(5)]
 			}
 		}
-		bare := mustSampler(t, c)
+		unmasked := mustSampler(t, c)
 		c.Vocab = n
 		masked := mustSampler(t, c)
 		for range 5 {
-			if got, want := mustDraw(t, masked, logits), mustDraw(t, bare,
+			if got, want := mustDraw(t, masked, logits), mustDraw(t, unmasked,
 				logits[:n]); got != want {
 				t.Fatalf("%+v: token %d of %v, want %d", c, got, logits, want)
 			}

@@ -215,11 +215,11 @@ func (m *matrix[T]) from(j int) []T {
 func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq int, s Shape) {
 	dh := s.HeadDim
 	_, keys := s.keys(i0, nq)
-	first, _ := s.keys(i0/queryStrip*queryStrip, nq) // of a single row the tiles of its strip
+	firstKey, _ := s.keys(i0/queryStrip*queryStrip, nq) // of a single row the tiles of its strip
 	for i := range nq {
 		t.m[i], t.l[i] = T(math.Inf(-1)), 0
 	}
-	for j0 := first; j0 < keys && !s.Stop.Asked(); j0 += keyTile {
+	for j0 := firstKey; j0 < keys && !s.Stop.Asked(); j0 += keyTile {
 		nk := min(keyTile, keys-j0)
 		gemm.MulSerial(false, kt.trans, nq, nk, dh, T(s.Scale), q, qd, kt.from(j0),
 			kt.stride, 0, t.p, scoreStride)
@@ -233,7 +233,7 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 			}
 			m := max(t.m[i], vec.Max(p))
 			sum := vec.ExpSub(p, p, m)
-			if m != t.m[i] && j0 > first {
+			if m != t.m[i] && j0 > firstKey {
 				c := T(math.Exp(float64(t.m[i] - m)))
 				t.l[i] *= c
 				vec.Scale(y[i*qd:][:dh], c)
@@ -242,7 +242,7 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 			t.l[i] += sum
 		}
 		gemm.MulSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd,
-			unless[T](j0 == first), y, qd)
+			unless[T](j0 == firstKey), y, qd)
 	}
 	for i := range nq {
 		vec.Scale(y[i*qd:][:dh], 1/t.l[i])
@@ -272,7 +272,7 @@ type headGradient[T cpu.Float] struct {
 	dq, dk, dv, g, q, k, v, y, lse []T
 	kt, vt                         []T  // transposes of k and v
 	qd, kd, stride                 int  // strides of queries, of keys, and of kt and vt
-	first                          bool // nothing has been added to dk and dv yet
+	unset                          bool // nothing has been added to dk and dv yet
 	Shape
 }
 
@@ -307,11 +307,11 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 			at := (i0 + i) * h.qd
 			t.d[i] = vec.Dot(h.g[at:][:h.HeadDim], h.y[at:][:h.HeadDim])
 		}
-		first, keys := h.keys(i0, nq)
-		for j0 := first; j0 < keys; j0 += keyTile {
+		firstKey, keys := h.keys(i0, nq)
+		for j0 := firstKey; j0 < keys; j0 += keyTile {
 			nk := min(keyTile, keys-j0)
 			for r := 0; r < nq; r += queryStrip {
-				t.queryGradient(h, i0, r, min(queryStrip, nq-r), j0, nk, j0 == first)
+				t.queryGradient(h, i0, r, min(queryStrip, nq-r), j0, nk, j0 == firstKey)
 			}
 			t.keyGradients(h, i0, nq, j0, nk)
 		}
@@ -321,7 +321,7 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 // queryGradient computes P and dS for a strip of n queries and nk keys. The first query is number r
 // of the tile that begins with position i0. The keys begin at position j0 and go as far as the last
 // query sees. It adds what they give to dq, or sets dq to it if these keys are the first.
-func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first bool) {
+func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, overwrite bool) {
 	lo, _ := h.seen(i0+r, j0, nk)
 	_, hi := h.seen(i0+r+n-1, j0, nk)
 	at := (i0 + r) * h.qd
@@ -347,8 +347,8 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, first
 	case lo < hi:
 		gemm.MulSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:],
 			scoreStride, h.k[(j0+lo)*h.kd:], h.kd,
-			unless[T](first), h.dq[at:], h.qd)
-	case first: // of the strip's documents, the next keys are the first
+			unless[T](overwrite), h.dq[at:], h.qd)
+	case overwrite: // of the strip's documents, the next keys are the first
 		for i := range n {
 			clear(h.dq[at+i*h.qd:][:h.HeadDim])
 		}
@@ -368,7 +368,7 @@ func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 			r, unseen = past/queryStrip*queryStrip, true
 			m = min(m, r+queryStrip-past)
 		}
-		at, to, p, beta := (i0+r)*h.qd, (j0+c)*h.kd, r*scoreStride+c, unless[T](h.first && unseen)
+		at, to, p, beta := (i0+r)*h.qd, (j0+c)*h.kd, r*scoreStride+c, unless[T](h.unset && unseen)
 		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, 1, t.p[p:], scoreStride, h.g[at:], h.qd,
 			beta, h.dv[to:], h.kd)
 		gemm.MulSerial(true, false, m, h.HeadDim, nq-r, T(h.Scale), t.dp[p:], scoreStride, h.q[at:],
@@ -377,8 +377,8 @@ func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 }
 
 // unless is the beta of a product that adds to what is there, unless it is the first.
-func unless[T cpu.Float](first bool) T {
-	if first {
+func unless[T cpu.Float](overwrite bool) T {
+	if overwrite {
 		return 0
 	}
 	return 1

@@ -115,11 +115,11 @@ func (t *file) splitter() (string, error) {
 	if err := json.Unmarshal(t.PreTokenizer, &all); err != nil {
 		return "", fmt.Errorf("tokenizer.json: pre_tokenizer: %w", err)
 	}
-	first := all.stage
+	splits := all.stage
 	if len(all.Pretokenizers) > 0 {
-		first = all.Pretokenizers[0]
+		splits = all.Pretokenizers[0]
 	}
-	if name, ok := splitters[cmp.Or(first.Pattern.Regex, first.Type)]; ok {
+	if name, ok := splitters[cmp.Or(splits.Pattern.Regex, splits.Type)]; ok {
 		return name, nil
 	}
 	return "", fmt.Errorf("tokenizer.json: llama.cpp has no name for the pre_tokenizer %.300s",

@@ -98,7 +98,7 @@ func (m *model) addTokens(added []addedToken) error {
 type matcher struct {
 	begins [256]bool             // whether a token begins with a byte
 	next   map[edge]int32        // the nodes of a trie
-	ends   map[int32]*addedToken // by node
+	tokens map[int32]*addedToken // by node
 }
 
 type edge struct {
@@ -107,7 +107,7 @@ type edge struct {
 }
 
 func newMatcher() *matcher {
-	return &matcher{next: map[edge]int32{}, ends: map[int32]*addedToken{}}
+	return &matcher{next: map[edge]int32{}, tokens: map[int32]*addedToken{}}
 }
 
 // add enters a token, which is found where the text has the pattern.
@@ -125,10 +125,10 @@ func (m *matcher) add(t *addedToken, pattern []byte) error {
 		}
 		node = n
 	}
-	if other := m.ends[node]; other != nil {
+	if other := m.tokens[node]; other != nil {
 		return fmt.Errorf("it is found where %.60q is", other.content)
 	}
-	m.ends[node] = t
+	m.tokens[node] = t
 	return nil
 }
 
@@ -145,7 +145,7 @@ func (m *matcher) find(text []byte, at int) (t *addedToken, from, to int) {
 				break
 			}
 			node = n
-			if found := m.ends[node]; found != nil {
+			if found := m.tokens[node]; found != nil {
 				t, to = found, end+1
 			}
 		}

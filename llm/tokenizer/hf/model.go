@@ -227,23 +227,23 @@ func mergeOf(v value, text []byte) (left, right []byte, err error) {
 		}
 		return left, right, nil
 	}
-	ends := make([]int, 0, 2)
+	cuts := make([]int, 0, 2)
 	err = v.elements(func(i int, element value) error {
 		if i == 2 {
 			return errors.New("it has more than two tokens")
 		}
 		var err error
 		text, err = element.appendText(text)
-		ends = append(ends, len(text))
+		cuts = append(cuts, len(text))
 		return err
 	})
-	if err == nil && len(ends) != 2 {
+	if err == nil && len(cuts) != 2 {
 		err = fmt.Errorf("it is %s, want two tokens", v.short())
 	}
 	if err != nil {
 		return nil, nil, err
 	}
-	return text[:ends[0]], text[ends[0]:], nil
+	return text[:cuts[0]], text[cuts[0]:], nil
 }
 
 // mergeToken returns the id of a token that a merge is of or makes.
