@@ -25,7 +25,7 @@ type Growth struct {
 	// is minus the model's mean loss on it, which is compared with that of the model's twin. The
 	// twin makes the same steps on the same batches from the same state, without the blueprints
 	// that are being grafted. The stability of such a seed is the share of the text's batches in
-	// which the two differ in the direction in which their means do. When those blueprints are given
+	// which the two differ as their means do, by sign. When those blueprints are given
 	// up, the twin takes the model's place. A seed that trains is tried at full strength: by how
 	// much the loss rises with it is its training error.
 	//

@@ -155,7 +155,7 @@ func TestSiteGradients(t *testing.T) {
 	}
 }
 
-// TestGradientsOfSharedSlots has two seeds grow graphs from one slot: the gradients of weights that
+// TestGradientsOfSharedSlots has two seeds grow graphs from one slot. The gradients of weights that
 // both read add up, also where a seed is one feature wide and an array is one element.
 func TestGradientsOfSharedSlots(t *testing.T) {
 	own := ownKinds(t)
