@@ -20,6 +20,9 @@ type Route interface {
 	// Release says that what came may be overwritten once the stream has come to this point. It
 	// follows every Enqueue.
 	Release(s Stream) error
+	// Hold is for a route whose places serve for something else between exchanges: Release comes
+	// ahead of every Enqueue then, where they are free. All ranks call it ahead of the first.
+	Hold() error
 	// Close ends the route, whose memory may be given back then. All ranks call it, when their
 	// streams have passed what was enqueued.
 	Close() error
@@ -73,4 +76,5 @@ func (b batched) Enqueue(s Stream) error {
 }
 
 func (b batched) Release(Stream) error { return nil }
+func (b batched) Hold() error          { return nil }
 func (b batched) Close() error         { return nil }

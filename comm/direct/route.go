@@ -15,6 +15,7 @@ type route struct {
 	to   []copies // by rank, the next one first, so that not all write to the same
 	from []int    // ranks
 	used []used
+	held bool // places are free from a Release to the next Enqueue alone
 }
 
 // used is memory of another rank that a route reaches.
@@ -166,9 +167,34 @@ func (r *route) do(f func() error) error {
 	return r.g.device.Do(f)
 }
 
+func (r *route) Hold() error {
+	r.held = true
+	if err := r.setFree(0); err != nil {
+		return r.g.world.Blame(err)
+	}
+	_, err := swap(context.Background(), r.g.world, "route", struct{}{})
+	return err
+}
+
+// setFree says to this rank whether the places that it writes to are free, as no stream waits.
+func (r *route) setFree(v uint32) error {
+	g := r.g
+	return r.do(func() error {
+		for _, c := range r.to {
+			if err := g.api.Fill(g.word(g.words, r.slot, c.rank, free), []uint32{v}); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
 // Close gives up other ranks' memory, and returns when all have.
 func (r *route) Close() error {
 	var errs []error
+	if r.held && r.g.Err() == nil { // for the next route of the slot
+		errs = append(errs, r.setFree(1))
+	}
 	for _, u := range r.used {
 		errs = append(errs, r.g.leave(u.rank, u.at))
 	}

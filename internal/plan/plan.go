@@ -11,7 +11,7 @@ import (
 // Interval is a piece of memory that is needed from step First to step Last, both included.
 type Interval struct {
 	Bytes, First, Last int
-	Offset             int // set by Pack
+	Offset             int // set by Pack and Fit
 }
 
 // Align rounds bytes up to a multiple of the alignment.
@@ -29,23 +29,34 @@ func Pack(all []*Interval, alignment int) (total int) {
 	})
 	var placed []*Interval // by offset
 	for _, v := range order {
-		v.Offset = 0
-		for _, p := range placed {
-			if p.Last < v.First || v.Last < p.First {
-				continue
-			}
-			if v.Offset+Align(v.Bytes, alignment) <= p.Offset {
-				break
-			}
-			v.Offset = max(v.Offset, p.Offset+Align(p.Bytes, alignment))
-		}
-		i, _ := slices.BinarySearchFunc(placed, v.Offset, func(p *Interval, offset int) int {
-			return cmp.Compare(p.Offset, offset)
-		})
-		placed = slices.Insert(placed, i, v)
+		Fit(v, placed, alignment)
+		placed = Insert(placed, v)
 		total = max(total, v.Offset+Align(v.Bytes, alignment))
 	}
 	return total
+}
+
+// Fit gives an interval the lowest offset that is free of others, which are in the order of their
+// offsets, for as long as it is needed.
+func Fit(v *Interval, placed []*Interval, alignment int) {
+	v.Offset = 0
+	for _, p := range placed {
+		if p.Last < v.First || v.Last < p.First {
+			continue
+		}
+		if v.Offset+Align(v.Bytes, alignment) <= p.Offset {
+			break
+		}
+		v.Offset = max(v.Offset, p.Offset+Align(p.Bytes, alignment))
+	}
+}
+
+// Insert adds an interval to others, which are in the order of their offsets.
+func Insert(placed []*Interval, v *Interval) []*Interval {
+	i, _ := slices.BinarySearchFunc(placed, v.Offset, func(p *Interval, offset int) int {
+		return cmp.Compare(p.Offset, offset)
+	})
+	return slices.Insert(placed, i, v)
 }
 
 // Peak returns the most memory that the intervals need at any one step: a lower bound of what Pack

@@ -51,8 +51,7 @@ func (x *Optimizer) open() (err error) {
 func (x *Optimizer) connect(b *bucket) (err error) {
 	s, me := x.share, x.share.group.Rank()
 	var sends, receives []comm.Leg
-	at := s.staging.Offset(b.at)
-	mine := b.parts[me]
+	places, mine := b.places, b.parts[me]
 	b.staged = make([][]gpu.Ptr, len(mine))
 	for r := range s.group.Size() {
 		if r != me {
@@ -65,13 +64,14 @@ func (x *Optimizer) connect(b *bucket) (err error) {
 				b.staged[i] = append(b.staged[i], x.gradient(p))
 				continue
 			}
-			receives = append(receives, comm.Leg{Rank: r, At: ptr(at), Bytes: x.bytes(p)})
-			b.staged[i] = append(b.staged[i], at)
-			at = at.Offset(x.stagingBytes(p))
+			receives = append(receives, comm.Leg{Rank: r, At: ptr(places[0]), Bytes: x.bytes(p)})
+			b.staged[i], places = append(b.staged[i], places[0]), places[1:]
 		}
 	}
-	b.route, err = comm.NewRoute(s.group, b.slot, sends, receives)
-	return err
+	if b.route, err = comm.NewRoute(s.group, b.slot, sends, receives); err != nil || !s.two {
+		return err
+	}
+	return b.route.Hold()
 }
 
 // bytes is those of a part's gradient.
@@ -112,9 +112,6 @@ func (x *Optimizer) Expect(contributors int, first bool) error {
 		return errNotShared
 	}
 	s.sent, s.expected = false, round{}
-	if err := x.letGo(); err != nil {
-		return err
-	}
 	if contributors == s.group.Size() && contributors > 1 {
 		s.expected = round{contributors, first}
 	}
@@ -169,26 +166,7 @@ func (x *Optimizer) Join() error {
 // Done notes that the run's gradients have left.
 func (x *Optimizer) Done() {
 	s := x.share
-	s.sent, s.held, s.expected = true, s.two, round{}
-}
-
-// letGo tells the other rank that what it has sent may be overwritten, where no update has read it.
-func (x *Optimizer) letGo() error {
-	s := x.share
-	if !s.held {
-		return nil
-	}
-	s.held = false
-	return x.letBucketsGo()
-}
-
-func (x *Optimizer) letBucketsGo() error {
-	for _, b := range x.share.buckets {
-		if err := b.route.Release(comm.Stream(x.m.Stream)); err != nil {
-			return err
-		}
-	}
-	return nil
+	s.sent, s.expected = true, round{}
 }
 
 // Contribute enqueues the sending of the last run's gradients to their owners, where this rank is
@@ -211,10 +189,6 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		s.sent = false
 		return nil
 	}
-	if err := x.letGo(); err != nil {
-		return err
-	}
-	s.held = s.two
 	k := round{contributors, first}
 	if s.rounds[k] == nil {
 		s.rounds[k] = new(run.Recording)
@@ -239,17 +213,23 @@ func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
 
 // send exchanges the gradients of a bucket, and adds those of this rank.
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
-	all := b.route != nil && r.contributors == x.share.group.Size()
-	if all {
-		if err := b.route.Enqueue(comm.Stream(on.Stream)); err != nil || x.share.two {
+	at := comm.Stream(on.Stream)
+	if x.share.two { // what comes may lie where the passes have been
+		if err := b.route.Release(at); err != nil {
+			return err
+		}
+		return b.route.Enqueue(at)
+	}
+	if b.route != nil && r.contributors == x.share.group.Size() {
+		if err := b.route.Enqueue(at); err != nil {
 			return err
 		}
 		if err := x.add(b, b.staged, r.first, on); err != nil {
 			return err
 		}
-		return b.route.Release(comm.Stream(on.Stream))
+		return b.route.Release(at)
 	}
-	staged, err := x.exchange(b, r.contributors, comm.Stream(on.Stream))
+	staged, err := x.exchange(b, r.contributors, at)
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
 // share is a rank's part of an update that several make. Gradients travel in buckets, each of those
@@ -28,9 +29,8 @@ type share struct {
 	buckets []*bucket
 	mine    []part  // of this rank, of all buckets
 	two     bool    // the update adds the contributions of two ranks
-	held    bool    // contributions have come that no update has read, where it adds them
 	acc     gpu.Ptr // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
-	staging gpu.Ptr // what comes from other ranks: of all buckets if the update adds it, else of a few
+	staging gpu.Ptr // what comes from other ranks: of a few buckets, or what the arena has no room for
 	room    int     // bytes of staging for one bucket
 	slots   int     // of routes of buckets
 	loads   []*load // in which parameters come back
@@ -45,7 +45,7 @@ type bucket struct {
 	ready  int         // the call of a run behind which all of them are there
 	params []int       // numbers
 	slot   int         // of its route
-	at     int         // of staging, in bytes
+	places []gpu.Ptr   // of this rank's parts, where those of the next rank come, and so on
 	parts  [][]part    // by rank
 	staged [][]gpu.Ptr // of this rank's parts, where all contributions lie, in the order of ranks
 	route  comm.Route  // of a round to which all ranks contribute
@@ -162,27 +162,67 @@ func (x *Optimizer) cut(b *bucket) [][]part {
 // takeRoom allocates the sums, and room for what comes from other ranks.
 func (x *Optimizer) takeRoom(sums int) (err error) {
 	s := x.share
-	all := 0
-	for i, b := range s.buckets {
+	if s.two {
+		s.slots = len(s.buckets)
+		return x.lodge()
+	}
+	s.slots = min(slots, len(s.buckets))
+	if s.acc, err = x.memory.Alloc(4*max(1, sums), "the sums of gradients"); err != nil {
+		return err
+	}
+	for _, b := range s.buckets {
 		bytes := 0
 		for _, p := range b.parts[s.group.Rank()] {
 			bytes += x.stagingBytes(p)
 		}
-		b.slot, b.at = i, all
-		all += bytes
 		s.room = max(s.room, bytes*(s.group.Size()-1))
 	}
-	s.slots = len(s.buckets)
-	if !s.two {
-		for i, b := range s.buckets {
-			b.slot, b.at = i%slots, i%slots*s.room
-		}
-		s.slots, all = slots, slots*s.room
-		if s.acc, err = x.memory.Alloc(4*max(1, sums), "the sums of gradients"); err != nil {
-			return err
+	s.staging, err = x.memory.Alloc(max(1, s.slots*s.room), "gradients of other ranks")
+	for i, b := range s.buckets {
+		b.slot = i % s.slots
+		at := s.staging.Offset(b.slot * s.room)
+		for range s.group.Size() - 1 {
+			for _, p := range b.parts[s.group.Rank()] {
+				b.places = append(b.places, at)
+				at = at.Offset(x.stagingBytes(p))
+			}
 		}
 	}
-	s.staging, err = x.memory.Alloc(max(1, all), "gradients of other ranks")
+	return err
+}
+
+// lodge gives what comes from the other rank room in the run's arena, where no later call needs
+// that: the passes are done with most of it when gradients leave. What does not fit has memory of
+// its own.
+func (x *Optimizer) lodge() (err error) {
+	s, p := x.share, x.m.Program
+	var arena gpu.Ptr
+	var placed []*plan.Interval
+	for _, b := range p.Buffers {
+		if !b.Resident && b.First >= 0 {
+			arena, placed = b.Base-gpu.Ptr(b.Offset), plan.Insert(placed, &b.Interval)
+		}
+	}
+	outside := 0
+	var rest []*gpu.Ptr
+	for i, b := range s.buckets {
+		b.slot = i
+		mine := b.parts[s.group.Rank()]
+		b.places = make([]gpu.Ptr, len(mine))
+		for j, own := range mine {
+			v := &plan.Interval{Bytes: x.stagingBytes(own), First: b.ready + 1, Last: len(p.Calls)}
+			if plan.Fit(v, placed, program.Alignment); v.Offset+v.Bytes <= p.Arena {
+				placed, b.places[j] = plan.Insert(placed, v), arena.Offset(v.Offset)
+				continue
+			}
+			b.places[j], rest = gpu.Ptr(outside), append(rest, &b.places[j])
+			outside += v.Bytes
+		}
+	}
+	s.staging, err = x.memory.Alloc(max(1, outside), "gradients of other ranks")
+	for _, at := range rest {
+		*at += s.staging
+	}
 	return err
 }
 

@@ -385,9 +385,6 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	if err := x.release(); err != nil {
 		return err
 	}
-	if x.share != nil {
-		x.share.held = false
-	}
 	plain := func() error { return x.launch(loss) }
 	if err := around(r.Loaded && !x.uncaptured, func() error {
 		return x.replay(r, plain)
@@ -469,12 +466,6 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 		},
 		func() error { return x.share.gatherSquares(x.squares, n+1, x.m.Stream) },
 		func() error { return x.m.Calls(x.calls(n + 1)) },
-		func() error {
-			if !x.share.two {
-				return nil
-			}
-			return x.letBucketsGo()
-		},
 		func() error {
 			if x.hides() {
 				return nil
