@@ -7,6 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
@@ -15,9 +16,10 @@ import (
 type beside struct {
 	side         run.Executor // on the stream of the exchange
 	fork, joined gpu.Event
-	expected     round // of the next run; with no contributors nothing goes along with it
-	left         int   // buckets that have left in the run that is being enqueued
-	sent         bool  // the last run's gradients have left, and been added
+	most         gpu.Event // all buckets but the last are there
+	expected     round     // of the next run; with no contributors nothing goes along with it
+	left         int       // buckets that have left in the run that is being enqueued
+	sent         bool      // the last run's gradients have left, and been added
 }
 
 // round is a kind of round, captured apart.
@@ -34,6 +36,9 @@ func (x *Optimizer) open() (err error) {
 		return err
 	}
 	if s.fork, err = x.memory.NewEvent(false); err != nil {
+		return err
+	}
+	if s.most, err = x.memory.NewEvent(false); err != nil {
 		return err
 	}
 	if s.joined, err = x.memory.NewEvent(false); err != nil || s.group.Size() == 1 {
@@ -95,8 +100,8 @@ func (x *Optimizer) shut() error {
 		}
 	}
 	errs = append(errs, x.m.Ctx.DestroyStream(s.side.Stream))
-	if s.squares != nil {
-		errs = append(errs, s.squares.Free())
+	for _, t := range s.squareTables() {
+		errs = append(errs, t.Free())
 	}
 	for _, r := range s.rounds {
 		errs = append(errs, r.Drop(x.m.Ctx))
@@ -122,6 +127,7 @@ var errNotShared = errors.New("the optimiser is not one of several ranks'")
 
 // Due is that of run.Beside.
 func (x *Optimizer) Due() (kind byte, captured bool) {
+	x.share.formed = false
 	switch r := x.share.expected; {
 	case r.contributors == 0:
 		return 0, true
@@ -138,6 +144,11 @@ func (x *Optimizer) Behind(call int) error {
 		s.left = 0
 	}
 	for ; s.left < len(s.buckets) && s.buckets[s.left].ready <= call; s.left++ {
+		if s.early != nil && s.left == len(s.buckets)-1 {
+			if err := x.m.Ctx.Record(s.most, s.side.Stream); err != nil {
+				return err
+			}
+		}
 		if err := x.leave(s.buckets[s.left]); err != nil {
 			return err
 		}
@@ -154,9 +165,19 @@ func (x *Optimizer) leave(b *bucket) error {
 		func() error { return x.send(b, s.expected, &s.side) })
 }
 
-// Join has the machine's stream wait for the exchange.
+// Join has the machine's stream wait for the exchange, and form squares while the last bucket is on
+// its way.
 func (x *Optimizer) Join() error {
 	s := x.share
+	if s.early != nil {
+		if err := run.InTurn(
+			func() error { return x.m.Ctx.WaitEvent(x.m.Stream, s.most) },
+			func() error {
+				return x.m.Launch(optimizer.GradSquares{Squares: x.squares, Table: s.early})
+			}); err != nil {
+			return err
+		}
+	}
 	if err := x.m.Ctx.Record(s.joined, s.side.Stream); err != nil {
 		return err
 	}
@@ -167,6 +188,7 @@ func (x *Optimizer) Join() error {
 func (x *Optimizer) Done() {
 	s := x.share
 	s.sent, s.expected = true, round{}
+	s.formed = s.early != nil
 }
 
 // Contribute enqueues the sending of the last run's gradients to their owners, where this rank is
@@ -189,6 +211,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		s.sent = false
 		return nil
 	}
+	s.formed = false
 	k := round{contributors, first}
 	if s.rounds[k] == nil {
 		s.rounds[k] = new(run.Recording)

@@ -33,9 +33,13 @@ type share struct {
 	staging gpu.Ptr // what comes from other ranks: of a few buckets, or what the arena has no room for
 	room    int     // bytes of staging for one bucket
 	slots   int     // of routes of buckets
+	least   int     // bytes of what travels together
 	loads   []*load // in which parameters come back
 	rounds  map[round]*run.Recording
 	squares *optimizer.Table // chunks of all parameters, in their order; this rank's are not nobody's
+	early   *optimizer.Table // the same without those of the last bucket; nil for none
+	late    []lateSquares    // of the last bucket
+	formed  bool             // the last run has formed those of early
 
 	beside
 }
@@ -84,11 +88,12 @@ func (x *Optimizer) divide(r Ranks) error {
 		total += p.Grad.Extent()
 		s.two = s.two && !p.Rule.Muon
 	}
-	least := cmp.Or(r.Bucket, bucketBytes)
-	if s.two {
-		least = max(least, total/mostHeld)
+	s.least = cmp.Or(r.Bucket, bucketBytes)
+	if least := s.least; s.two {
+		s.buckets = x.fill(max(least, total/mostHeld))
+	} else {
+		s.buckets = x.fill(least)
 	}
-	s.buckets = x.fill(least)
 	acc := 0
 	for _, b := range s.buckets {
 		b.parts = x.cut(b)
@@ -273,24 +278,67 @@ func (s *share) of(param int) (all []part) {
 	return all
 }
 
+// lateSquares are chunks of a part of the last bucket, and the first one's place among all.
+type lateSquares struct {
+	table *optimizer.Table
+	at    int
+}
+
 // buildSquares lays out all chunks for their sums of squares, in an order that does not depend on
-// the number of ranks.
+// the number of ranks. Where the update adds contributions, the squares of those that have come are
+// formed while the last bucket is on its way.
 func (x *Optimizer) buildSquares() (err error) {
 	s := x.share
-	var tensors []optimizer.Tensor
-	var at []int
+	last, beside := s.buckets[len(s.buckets)-1], s.two && len(s.buckets) > 1
+	var all, early []optimizer.Tensor
+	var allAt, earlyAt []int
 	chunks := 0
 	for i, p := range x.Params {
 		if own, ok := s.own(i); ok {
 			t := optimizer.Tensor{Size: own.len()}
 			x.summed(own, &t)
-			tensors = append(tensors, t)
-			at = append(at, chunks+own.from/optimizer.OptimChunk)
+			at := chunks + own.from/optimizer.OptimChunk
+			all, allAt = append(all, t), append(allAt, at)
+			if !slices.Contains(last.params, i) {
+				early, earlyAt = append(early, t), append(earlyAt, at)
+			} else if beside {
+				table, err := x.m.Kernels.NewTable([]optimizer.Tensor{t})
+				if err != nil {
+					return err
+				}
+				s.late = append(s.late, lateSquares{table, at})
+			}
 		}
 		chunks += kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
 	}
-	s.squares, err = x.m.Kernels.NewScattered(tensors, at, chunks)
+	if s.squares, err = x.m.Kernels.NewScattered(all, allAt, chunks); err != nil || !beside {
+		return err
+	}
+	s.early, err = x.m.Kernels.NewScattered(early, earlyAt, chunks)
 	return err
+}
+
+// squareTables are the tables of squares alone.
+func (s *share) squareTables() (all []*optimizer.Table) {
+	for _, t := range []*optimizer.Table{s.squares, s.early} {
+		if t != nil {
+			all = append(all, t)
+		}
+	}
+	for _, l := range s.late {
+		all = append(all, l.table)
+	}
+	return all
+}
+
+// lateSquares are the launches that form the squares of this rank's gradients which a run has not
+// formed.
+func (x *Optimizer) lateSquares() (all []optimizer.GradSquares) {
+	for _, l := range x.share.late {
+		all = append(all, optimizer.GradSquares{Squares: x.squares.Offset(4 * l.at),
+			Table: l.table})
+	}
+	return all
 }
 
 // gatherSquares brings n sums of squares to all ranks, of all chunks and of the losses. Each is that

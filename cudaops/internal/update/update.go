@@ -67,6 +67,7 @@ type Optimizer struct {
 	m          Machine
 	memory     run.Memory
 	adamw      *optimizer.Table
+	ahead      *optimizer.Table // of AdamW too, updated before the others; nil for none
 	muon       *optimizer.Table
 	iterations *program.Program // of Muon
 	control    gpu.Ptr          // optimizer.Control
@@ -75,14 +76,20 @@ type Optimizer struct {
 	squares    gpu.Ptr
 	apart      gpu.Ptr // of each of these, whether its gradients are apart; null where none are
 	settings   optimizer.Control
-	loss       []byte                     // pinned, of a step
-	ran        gpu.Event                  // the run before the update is done
-	done       gpu.Event                  // the control block is back
-	recorded   map[gpu.Ptr]*run.Recording // by the loss that the update looks at; 0 for none
-	renew      []*program.Call            // copies of parameters that the update does not write
-	share      *share                     // of several ranks; nil for the only one
-	uncaptured bool                       // collectives are enqueued as they are
-	inherited  bool                       // the device knows of moments that the host does not
+	loss       []byte    // pinned, of a step
+	ran        gpu.Event // the run before the update is done
+	done       gpu.Event // the control block is back
+	recorded   map[kind]*run.Recording
+	renew      []*program.Call // copies of parameters that the update does not write
+	share      *share          // of several ranks; nil for the only one
+	uncaptured bool            // collectives are enqueued as they are
+	inherited  bool            // the device knows of moments that the host does not
+}
+
+// kind is one of updates that are captured apart.
+type kind struct {
+	loss   gpu.Ptr // that the update looks at; 0 for none
+	formed bool    // the run before it has formed squares: see share.formed
 }
 
 // Ranks are those that make an update together.
@@ -105,7 +112,7 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 	x := &Optimizer{Rules: rules, Params: params, m: m,
 		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
-		recorded: map[gpu.Ptr]*run.Recording{}}
+		recorded: map[kind]*run.Recording{}}
 	if err := x.prepare(ranks); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
@@ -188,7 +195,9 @@ func (x *Optimizer) Held() int {
 	}
 	n := x.memory.Held()
 	if x.share != nil {
-		n += x.share.squares.Bytes
+		for _, t := range x.share.squareTables() {
+			n += t.Bytes
+		}
 	}
 	for _, t := range x.tables() {
 		n += t.Bytes
@@ -198,7 +207,7 @@ func (x *Optimizer) Held() int {
 
 // tables are those of AdamW's and of Muon's parameters, where there are any.
 func (x *Optimizer) tables() []*optimizer.Table {
-	return slices.DeleteFunc([]*optimizer.Table{x.adamw, x.muon}, func(t *optimizer.Table) bool {
+	return slices.DeleteFunc([]*optimizer.Table{x.ahead, x.adamw, x.muon}, func(t *optimizer.Table) bool {
 		return t == nil
 	})
 }
@@ -320,6 +329,7 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 // buildTables lays out the parameters for the kernels.
 func (x *Optimizer) buildTables() error {
 	var adamw, muon []optimizer.Tensor
+	var of []int          // the numbers of adamw's
 	var matrices []*Param // of muon
 	for i, p := range x.Params {
 		r := p.Rule
@@ -332,7 +342,7 @@ func (x *Optimizer) buildTables() error {
 			continue
 		}
 		if !r.Muon {
-			adamw = append(adamw, t)
+			adamw, of = append(adamw, t), append(of, i)
 			continue
 		}
 		t.ShapeScale = r.ShapeScale
@@ -341,6 +351,12 @@ func (x *Optimizer) buildTables() error {
 	err := x.orthogonalise(muon, matrices)
 	if err != nil {
 		return err
+	}
+	first, adamw := x.leading(adamw, of)
+	if len(first) > 0 {
+		if x.ahead, err = x.m.Kernels.NewTable(first); err != nil {
+			return err
+		}
 	}
 	if len(adamw) > 0 {
 		if x.adamw, err = x.m.Kernels.NewTable(adamw); err != nil {
@@ -367,9 +383,12 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 			return err
 		}
 	}
-	var key gpu.Ptr
+	var key kind
+	if x.share != nil {
+		key.formed = x.share.formed
+	}
 	if loss != nil {
-		key = loss.Ptr()
+		key.loss = loss.Ptr()
 		if err := ctx.CopyToHost(x.loss, loss.Ptr(), s); err != nil {
 			return err
 		}
@@ -454,7 +473,7 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 		if loss != nil {
 			n++
 		}
-		return x.m.Calls(append(squares, x.calls(n)...))
+		return x.m.Calls(append(append(squares, x.norm(n)), x.applying()...))
 	}
 	return run.InTurn(
 		func() error { return x.m.Calls(squares) },
@@ -465,10 +484,12 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 			return x.m.Launch(program.Zero{Ptr: x.squares.Offset(4 * n), Bytes: 4})
 		},
 		func() error { return x.share.gatherSquares(x.squares, n+1, x.m.Stream) },
-		func() error { return x.m.Calls(x.calls(n + 1)) },
+		func() error { return x.m.Call(x.norm(n + 1)) },
+		x.updateAhead,
+		func() error { return x.m.Calls(x.applying()) },
 		func() error {
 			if x.hides() {
-				return nil
+				return x.awaitAhead()
 			}
 			return x.gatherAtOnce()
 		})
@@ -496,6 +517,9 @@ func newCall(params any, args ...program.Arg) *program.Call {
 // squareCalls form the sums of the gradients' squares, and tell how many there are, at all ranks.
 func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 	all, n := x.squared()
+	if x.share != nil && x.share.formed {
+		all = x.lateSquares()
+	}
 	for _, s := range all {
 		calls = append(calls, newCall(s))
 	}
@@ -516,12 +540,14 @@ func (x *Optimizer) squared() (all []optimizer.GradSquares, n int) {
 	return all, n
 }
 
-// calls are those of an update behind n sums of squares.
-func (x *Optimizer) calls(n int) (calls []*program.Call) {
-	calls = append(calls,
-		newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n,
-			Apart: x.apart},
-			program.Updates("Scale", x.m.Program.Scale)))
+// norm is the call that makes the gradients' norm of n sums of squares.
+func (x *Optimizer) norm(n int) *program.Call {
+	return newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n,
+		Apart: x.apart}, program.Updates("Scale", x.m.Program.Scale))
+}
+
+// applying are the calls of an update behind the norm, but for what is ahead.
+func (x *Optimizer) applying() (calls []*program.Call) {
 	if x.adamw != nil {
 		calls = append(calls, newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}))
 	}
