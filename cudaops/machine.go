@@ -182,22 +182,25 @@ func (m *Machine) open() (err error) {
 }
 
 // plan compiles the graph: to a program that saves time with memory, or where that would leave too
-// little to one that does without.
+// little to one that does so with less of it, or does without.
 func (m *Machine) plan(g *gorgonia.ExprGraph) (err error) {
-	m.options.Roomy = true
-	if m.runner.Program, err = compile(m, g); err != nil || !m.runner.Program.Roomy {
-		return err
+	m.options.Roomy, m.options.Room = true, 0
+	for {
+		if m.runner.Program, err = compile(m, g); err != nil || !m.runner.Program.Roomy {
+			return err
+		}
+		lacks, err := lacking(m)
+		if lacks <= 0 || err != nil {
+			return err
+		}
+		if err := m.runner.Products.Forget(); err != nil {
+			return err
+		}
+		m.chooser.Again()
+		room := m.runner.Program.Spent - lacks
+		m.options.Roomy = m.config.limit > 0 && m.options.Room == 0 && room > 0
+		m.options.Room = room
 	}
-	if room, err := hasRoom(m); room || err != nil {
-		return err
-	}
-	if err := m.runner.Products.Forget(); err != nil {
-		return err
-	}
-	m.chooser.Again()
-	m.options.Roomy = false
-	m.runner.Program, err = compile(m, g)
-	return err
 }
 
 // compile makes a program of a graph: in passes, of which only the choice of ways knows the device.
@@ -223,15 +226,34 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 // programs.
 const roomLeft = 0.1
 
-// hasRoom reports whether the program leaves enough of the device's memory to the optimisers that
-// are still to come and to what roomLeft is for. The optimisers are the machine's and those of
-// others on the device.
-func hasRoom(m *Machine) (bool, error) {
+// lacking is how many bytes the program takes too many. It is to leave enough of the device's memory
+// to the optimisers that are still to come and to what roomLeft is for, and to stay within what
+// WithMemory says. The optimisers are the machine's and those of others on the device.
+func lacking(m *Machine) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	p := m.runner.Program
-	need := p.Arena + p.Resident() + momentsToCome(m) + int(m.device.expected.Load())
-	free += uint64(m.memory.Kept.Held())
-	return float64(need)+roomLeft*float64(total) <= float64(free), err
+	own := p.Arena + p.Resident() + momentsToCome(m)
+	lacks := own + int(m.device.expected.Load()) + int(roomLeft*float64(total)) -
+		int(free) - m.memory.Kept.Held()
+	if m.config.limit > 0 {
+		lacks = max(lacks, own-toDivide(m)-m.config.limit)
+	}
+	return lacks, err
+}
+
+// toDivide is about the bytes of parameters that the machine gives back when its optimiser has
+// divided them among ranks.
+func toDivide(m *Machine) (bytes int) {
+	r := m.config.ranks
+	if r == nil {
+		return 0
+	}
+	for _, in := range m.runner.Program.Inputs {
+		if gradientOf(m, in) != nil && len(in.Copies) > 0 {
+			bytes += in.Array.Extent() - in.Array.Extent()/r.Group.Size()
+		}
+	}
+	return bytes
 }
 
 // expect tells machines that are made later how much memory this one is still to take.

@@ -46,6 +46,7 @@ type machineConfig struct {
 	tunePath  string   // of the stored choices; "" for the user's
 	given     []Choice // of another machine; nil for none
 
+	limit        int // bytes within which the machine saves time with memory; 0 for the device's
 	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
 }
 
@@ -166,6 +167,19 @@ func WithStream(handle uintptr) MachineOption {
 				"captured; make one with cuStreamCreate", handle)
 		}
 		c.stream = gpu.Stream(handle)
+		return nil
+	}
+}
+
+// WithMemory has the machine spend memory to save time only as far as it takes no more than so many
+// bytes of the device with it, counting the moments of AdamW. What it cannot do without it takes in
+// any case. The default is what leaves the device some memory: see [Machine].
+func WithMemory(bytes int) MachineOption {
+	return func(c *machineConfig) error {
+		if bytes < 1 {
+			return fmt.Errorf("WithMemory: got %d bytes, want at least 1", bytes)
+		}
+		c.limit = bytes
 		return nil
 	}
 }

@@ -74,6 +74,16 @@ type rankRun struct {
 	pace       bool // tells tokens a second, and saves nothing
 	gradients  cudaops.Precision
 	recompute  bool
+	memory     int // bytes: see cudaops.WithMemory; 0 for any number
+}
+
+// options are those of the machines.
+func (r rankRun) options() []cudaops.MachineOption {
+	o := []cudaops.MachineOption{cudaops.WithGradientPrecision(r.gradients)}
+	if r.memory > 0 {
+		o = append(o, cudaops.WithMemory(r.memory))
+	}
+	return o
 }
 
 func rankRuns() map[string]rankRun {
@@ -109,6 +119,8 @@ func rankRuns() map[string]rankRun {
 	whole := rankRun{config: llama, precision: cudaops.BFloat16, steps: 9, batch: 2, pace: true,
 		gradients: cudaops.BFloat16}
 	runs["8B"] = whole
+	whole.memory = 93<<30 + 512<<20 // the driver and NCCL take more
+	runs["8B in 95 GiB"] = whole
 	whole.recompute = true
 	runs["8B, recomputed"] = whole
 	for name, r := range map[string]rankRun{"124M": {config: gpt, batch: 32, steps: 40},
@@ -141,7 +153,7 @@ func rankOf(role, dir string) (err error) {
 	ctx := context.Background()
 	if plain {
 		return run.train(ctx, place, device, dir, gpu.Engine(device, run.precision,
-			cudaops.WithGradientPrecision(run.gradients)))
+			run.options()...))
 	}
 	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: run.silence()})
 	if err != nil {
@@ -156,7 +168,7 @@ func rankOf(role, dir string) (err error) {
 	}
 	defer func() { err = errors.Join(err, team.Close(err)) }()
 	return run.train(ctx, place, device, dir, gpu.Parallel(device, run.precision, team,
-		cudaops.WithGradientPrecision(run.gradients)))
+		run.options()...))
 }
 
 func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.Device, dir string,
@@ -376,7 +388,7 @@ func TestRanksLarge(t *testing.T) {
 	if !*large {
 		t.Skip("takes minutes and hundreds of GB: -large")
 	}
-	for _, name := range []string{"8B", "8B, recomputed"} {
+	for _, name := range []string{"8B", "8B in 95 GiB", "8B, recomputed"} {
 		t.Run(name, func(t *testing.T) {
 			said, _ := launched(t, name, gpus(t))
 			t.Log(said)

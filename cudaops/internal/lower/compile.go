@@ -30,6 +30,7 @@ type Options struct {
 	Accumulate bool      // gradients add up from run to run
 	Strict     bool      // a node without a kernel is an error
 	Roomy      bool      // memory may be spent to save time
+	Room       int       // so many bytes at most; 0 for any number
 	Timed      bool      // passes of Kasmina layers also run without telemetry, which takes memory
 
 	Shared       *program.Program // whose parameters are used; nil for none

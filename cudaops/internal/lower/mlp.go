@@ -160,7 +160,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		c.Calls = append(c.Calls, several...)
 		return h, nil
 	}
-	keeps := c.o.Roomy && s.h != nil
+	keeps := c.o.Roomy && s.h != nil && (c.o.Room == 0 || c.Program.Spent+s.h.Extent() <= c.o.Room)
 	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab),
 		program.Reads("G", g),
 		program.Reads("Down", down)}
@@ -171,6 +171,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	fused, err := c.either(fusion{one: c.fusedCall(n, p, one, args...), several: several})
 	if fused && keeps {
 		c.Program.Roomy, h = true, s.h
+		c.Program.Spent += h.Extent()
 	}
 	return h, err
 }

@@ -35,6 +35,7 @@ type Program struct {
 
 	Arena int  // bytes of all buffers that are not resident
 	Roomy bool // some memory saves time, and could be done without
+	Spent int  // bytes of that
 }
 
 // Kept is the keys and values of the positions so far, by rows, which live as long as the machine.

@@ -16,7 +16,7 @@ import (
 type beside struct {
 	side         run.Executor // on the stream of the exchange
 	fork, joined gpu.Event
-	most         gpu.Event // all buckets but the last are there
+	most         gpu.Event // all buckets but the last ones are there
 	expected     round     // of the next run; with no contributors nothing goes along with it
 	left         int       // buckets that have left in the run that is being enqueued
 	sent         bool      // the last run's gradients have left, and been added
@@ -144,7 +144,7 @@ func (x *Optimizer) Behind(call int) error {
 		s.left = 0
 	}
 	for ; s.left < len(s.buckets) && s.buckets[s.left].ready <= call; s.left++ {
-		if s.early != nil && s.left == len(s.buckets)-1 {
+		if s.early != nil && s.left == s.tail {
 			if err := x.m.Ctx.Record(s.most, s.side.Stream); err != nil {
 				return err
 			}
@@ -165,8 +165,8 @@ func (x *Optimizer) leave(b *bucket) error {
 		func() error { return x.send(b, s.expected, &s.side) })
 }
 
-// Join has the machine's stream wait for the exchange, and form squares while the last bucket is on
-// its way.
+// Join has the machine's stream wait for the exchange, and form squares while the last buckets are
+// on their way.
 func (x *Optimizer) Join() error {
 	s := x.share
 	if s.early != nil {

@@ -37,8 +37,9 @@ type share struct {
 	loads   []*load // in which parameters come back
 	rounds  map[round]*run.Recording
 	squares *optimizer.Table // chunks of all parameters, in their order; this rank's are not nobody's
-	early   *optimizer.Table // the same without those of the last bucket; nil for none
-	late    []lateSquares    // of the last bucket
+	early   *optimizer.Table // the same without those of the last buckets; nil for none
+	late    []lateSquares    // of the last buckets
+	tail    int              // the first of these
 	formed  bool             // the last run has formed those of early
 
 	beside
@@ -48,6 +49,7 @@ type share struct {
 type bucket struct {
 	ready  int         // the call of a run behind which all of them are there
 	params []int       // numbers
+	bytes  int         // of their gradients
 	slot   int         // of its route
 	places []gpu.Ptr   // of this rank's parts, where those of the next rank come, and so on
 	parts  [][]part    // by rank
@@ -108,21 +110,21 @@ func (x *Optimizer) divide(r Ranks) error {
 }
 
 // fill puts the parameters in buckets of so many bytes at least, in the order in which a run is
-// done with their gradients.
+// done with their gradients. One that is as large as two begins a bucket, so that others do not wait
+// for it.
 func (x *Optimizer) fill(least int) (all []*bucket) {
 	ready, order := make([]int, len(x.Params)), make([]int, len(x.Params))
 	for i, p := range x.Params {
 		order[i], ready[i] = i, lastWrite(x.m.Program, p.Grad)
 	}
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(ready[a], ready[b]) })
-	bytes := least
 	for _, i := range order {
-		if bytes >= least {
-			all, bytes = append(all, &bucket{}), 0
+		n := x.Params[i].Grad.Extent()
+		if len(all) == 0 || all[len(all)-1].bytes >= least || n >= 2*least {
+			all = append(all, &bucket{})
 		}
 		b := all[len(all)-1]
-		b.params, b.ready = append(b.params, i), ready[i]
-		bytes += x.Params[i].Grad.Extent()
+		b.params, b.ready, b.bytes = append(b.params, i), ready[i], b.bytes+n
 	}
 	return all
 }
@@ -278,7 +280,7 @@ func (s *share) of(param int) (all []part) {
 	return all
 }
 
-// lateSquares are chunks of a part of the last bucket, and the first one's place among all.
+// lateSquares are chunks of a part of the last buckets, and the first one's place among all.
 type lateSquares struct {
 	table *optimizer.Table
 	at    int
@@ -286,10 +288,17 @@ type lateSquares struct {
 
 // buildSquares lays out all chunks for their sums of squares, in an order that does not depend on
 // the number of ranks. Where the update adds contributions, the squares of those that have come are
-// formed while the last bucket is on its way.
+// formed while the last are on their way: a bucket of full size, and what is behind it.
 func (x *Optimizer) buildSquares() (err error) {
 	s := x.share
-	last, beside := s.buckets[len(s.buckets)-1], s.two && len(s.buckets) > 1
+	var last []int // parameters
+	for s.tail = len(s.buckets) - 1; s.tail > 0; s.tail-- {
+		last = append(last, s.buckets[s.tail].params...)
+		if s.buckets[s.tail].bytes >= s.least {
+			break
+		}
+	}
+	beside := s.two && s.tail > 0
 	var all, early []optimizer.Tensor
 	var allAt, earlyAt []int
 	chunks := 0
@@ -299,7 +308,7 @@ func (x *Optimizer) buildSquares() (err error) {
 			x.summed(own, &t)
 			at := chunks + own.from/optimizer.OptimChunk
 			all, allAt = append(all, t), append(allAt, at)
-			if !slices.Contains(last.params, i) {
+			if !slices.Contains(last, i) {
 				early, earlyAt = append(early, t), append(earlyAt, at)
 			} else if beside {
 				table, err := x.m.Kernels.NewTable([]optimizer.Tensor{t})
