@@ -1200,7 +1200,19 @@ func TestRoom(t *testing.T) {
 		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed,
 			m.runner.Program.Roomy)
 	}
-	held := m.Memory()
+	held, spent := m.Memory(), m.runner.Program.Spent
+	for what, c := range map[string]struct{ limit, kept, formed int }{
+		"for all": {need, 1, 0}, "for some": {need - 1, 1, 1}, "for none": {need - spent, 0, 1}} {
+		m, got := train(t, plenty, WithMemory(c.limit))
+		kept, formed := keepsH(m)
+		if kept != c.kept || formed != c.formed || !slices.Equal(want, got) {
+			t.Errorf("memory %s: there are perceptrons without h %d, with %d, equal bits %v", what,
+				kept, formed, slices.Equal(want, got))
+		}
+		if m.Memory()-m.runner.Program.Arena > held-need+c.limit {
+			t.Errorf("memory %s: the machine holds %d bytes", what, m.Memory())
+		}
+	}
 	for _, c := range []struct {
 		what  string
 		bytes int

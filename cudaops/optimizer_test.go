@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -830,14 +831,21 @@ func notCaptured(c *machineConfig) error {
 func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgonia.Node,
 	params gorgonia.Nodes) {
 	t.Helper()
+	return rankedRows(t, 6)
+}
+
+// rankedRows is ranked for so many rows.
+func rankedRows(t *testing.T, rows int) (loss *gorgonia.Node, x *gorgonia.Node,
+	targets *gorgonia.Node, params gorgonia.Nodes) {
+	t.Helper()
 	r := rand.New(rand.NewPCG(3, 4))
 	g := gorgonia.NewGraph()
 	param := func(name string, shape ...int) *gorgonia.Node {
 		params = append(params, randomNode(g, r, 1.0/8, name, shape...))
 		return params[len(params)-1]
 	}
-	x = gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(6, 64), gorgonia.WithName("x"))
-	targets = gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(6),
+	x = gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(rows, 64), gorgonia.WithName("x"))
+	targets = gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(rows),
 		gorgonia.WithName("targets"))
 	try := gorgonia.Must
 	y := try(op.Linear(x, param("a", 48, 64)))
@@ -894,11 +902,14 @@ func TestRanksOneRound(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }} {
 		t.Run(name, func(t *testing.T) {
-			want := trainRanksText(trainRanks(t, make, 1, stepped{batches: 2}, nil, nil, 4))
-			for _, how := range []stepped{{2, false, false}, {2, true, false}, {2, false, true},
-				{2, true, true}} {
-				requireSame(t, want, trainRanksText(trainRanks(t, make, 2, how, nil, nil, 4)),
-					"%+v", how)
+			for _, rows := range []int{6, 600} { // where the arena has no room, and where it has
+				one := stepped{batches: 2, rows: rows}
+				want := trainRanksText(trainRanks(t, make, 1, one, nil, nil, 3))
+				for _, how := range []stepped{one, {2, true, false, rows}, {2, false, true, rows},
+					{2, true, true, rows}} {
+					requireSame(t, want, trainRanksText(trainRanks(t, make, 2, how, nil, nil, 3)),
+						"%+v", how)
+				}
 			}
 		})
 	}
@@ -968,6 +979,7 @@ type stepped struct {
 	batches  int
 	beside   bool // gradients leave beside the runs
 	together bool // the update does not wait for the losses
+	rows     int  // of a batch; 0 for 6
 }
 
 // trainRanks makes updates on a number of ranks, and returns what rank 0 has in the end.
@@ -975,9 +987,9 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 	state []optim.Tensor, values []*tensor.Dense,
 	steps int) (after []optim.Tensor, params []*tensor.Dense) {
 	t.Helper()
-	batches := how.batches
+	batches, rows := how.batches, cmp.Or(how.rows, 6)
 	eachRank(t, size, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
-		loss, x, targets, nodes := ranked(t)
+		loss, x, targets, nodes := rankedRows(t, rows)
 		for i, v := range values {
 			copy(nodes[i].Value().Data().([]float32), v.Float32s())
 		}
@@ -1002,8 +1014,8 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 		r := rand.New(rand.NewPCG(uint64(len(state)), 9))
 		for range steps {
 			for b := range batches {
-				in, ids := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32)),
-					tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))
+				in, ids := tensor.New(tensor.WithShape(rows, 64), tensor.Of(tensor.Float32)),
+					tensor.New(tensor.WithShape(rows), tensor.Of(tensor.Int))
 				for i := range in.Float32s() {
 					in.Float32s()[i] = float32(r.NormFloat64())
 				}
@@ -1111,6 +1123,56 @@ func TestRanksExchangeBeside(t *testing.T) {
 	g.asked = func(s comm.Stream) { at = append(at, 0) }
 	require.NoError(t, errors.Join(m.RunAll(), m.Contribute(2, true)))
 	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
+}
+
+// TestRanksPlaces: what comes from the other of two ranks in a step of one round lies in the arena of
+// the run, where no gradient lies nor what a later call needs. Nothing of it comes before the run is
+// that far, and the weights that a run reads first leave within the update.
+func TestRanksPlaces(t *testing.T) {
+	const rows = 600 // whose activations take more than gradients
+	d, _, kernels := openFake(t, fake.Config{})
+	loss, x, targets, nodes := rankedRows(t, rows)
+	g := &silent{asked: func(comm.Stream) {}}
+	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
+	m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+		WithRanks(g), WithRounds(1), small)
+	require.NoError(t, err)
+	defer m.Close()
+	o, err := newAdamW()
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, 0.1))
+	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(rows, 64),
+		tensor.Of(tensor.Float32))), gorgonia.Let(targets, tensor.New(tensor.WithShape(rows),
+		tensor.Of(tensor.Int)))))
+	p := m.runner.Program
+	within, came := 0, 0
+	calls := len(p.Calls) // that are behind what comes
+	g.received = func(at comm.Ptr, bytes int, _ comm.Stream) {
+		came++
+		from, to := int(at), int(at)+bytes
+		for _, b := range p.Buffers {
+			if b.Resident || b.First < 0 {
+				continue
+			}
+			if arena := int(b.Base) - b.Offset; from >= arena && to <= arena+p.Arena {
+				within++
+				break
+			}
+		}
+		for _, b := range p.Buffers {
+			if !b.Resident && b.Last == calls && from < int(b.Base)+b.Bytes && int(b.Base) < to {
+				t.Errorf("%d bytes come to what is to last: a buffer of %d", bytes, b.Bytes)
+			}
+		}
+	}
+	for i := range 3 { // as it is, captured, replayed
+		within, came = 0, 0
+		require.NoError(t, errors.Join(m.Expect(2, true), m.RunAll(), m.Contribute(2, true)))
+		require.Equal(t, i < 2, came > 0)
+		require.Equal(t, i < 2, within > 0, "%d come, none to the arena", came)
+		_, err := m.Update()
+		require.NoError(t, err)
+	}
 }
 
 // TestRanksRemember: each rank holds the moments of its part alone.

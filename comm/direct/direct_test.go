@@ -300,6 +300,56 @@ func TestRoute(t *testing.T) {
 	})
 }
 
+// TestHold: what is sent to places that are held comes no sooner than they are free, the first time
+// too, and the next route of the slot begins with places that are free.
+func TestHold(t *testing.T) {
+	const rounds, bytes, s = 3, 64, comm.Stream(7)
+	each(t, 2, nil, func(d *device, g comm.Group, why error) {
+		require.NoError(t, why)
+		p, err := d.Alloc(2 * bytes)
+		require.NoError(t, err)
+		other, place := 1-g.Rank(), p+bytes
+		legs := func() (comm.Route, error) {
+			return comm.NewRoute(g, 5, []comm.Leg{{Rank: other, At: p, Bytes: bytes}},
+				[]comm.Leg{{Rank: other, At: place, Bytes: bytes}})
+		}
+		route, err := legs()
+		require.NoError(t, err)
+		require.NoError(t, route.Hold())
+		fill := func(at comm.Ptr, v byte) {
+			require.NoError(t, d.locked(s, func() {
+				for i := range bytes {
+					d.at(at+comm.Ptr(i), 1)[0] = v
+				}
+			}))
+		}
+		is := func(want byte) {
+			var got byte
+			require.NoError(t, d.locked(s, func() { got = d.at(place, 1)[0] }))
+			d.sync(s)
+			require.Equal(t, want, got)
+		}
+		for i := range byte(rounds) {
+			fill(p, 10+i)
+			fill(place, 1) // what lies there for something else
+			if g.Rank() == 1 {
+				d.sync(s)
+				time.Sleep(30 * time.Millisecond) // in which rank 0 could write
+				is(1)
+			}
+			require.NoError(t, errors.Join(route.Release(s), route.Enqueue(s)))
+			is(10 + i)
+		}
+		require.NoError(t, route.Close())
+		route, err = legs()
+		require.NoError(t, err)
+		fill(p, 40)
+		require.NoError(t, errors.Join(route.Enqueue(s), route.Release(s)))
+		is(40)
+		require.NoError(t, errors.Join(route.Close(), d.Free(p)))
+	})
+}
+
 // TestRefused: where a rank's GPU cannot share memory, all keep the group that they have, and say
 // why. Legs that do not fit are an error.
 func TestRefused(t *testing.T) {
