@@ -289,10 +289,12 @@ func TestFailureIsTold(t *testing.T) {
 // TestRankZeroDies: without the store the others still learn who is gone.
 func TestRankZeroDies(t *testing.T) {
 	all := worlds(t, 3, Options{})
+	all[0].store.mu.Lock() // one that is gone tells nobody of a wire that is closed before theirs
 	for _, seat := range all[0].store.seats {
 		seat.wire.Conn.(*net.TCPConn).SetLinger(0)
 		seat.wire.Close()
 	}
+	all[0].store.mu.Unlock()
 	for _, w := range all[1:] {
 		err := w.Barrier(t.Context(), "b")
 		var e *RankError
