@@ -231,7 +231,8 @@ func (x *Optimizer) gather() error {
 // leading divides AdamW's tensors, of parameters of those numbers: first those of the first load,
 // which leave while the others are updated, since a run waits for them where it begins; then the
 // others. Where it cannot be so there are no first ones.
-func (x *Optimizer) leading(tensors []optimizer.Tensor, of []int) (first, others []optimizer.Tensor) {
+func (x *Optimizer) leading(tensors []optimizer.Tensor, of []int) (first,
+	others []optimizer.Tensor) {
 	if !x.hides() || len(x.share.loads) < 2 {
 		return nil, tensors
 	}

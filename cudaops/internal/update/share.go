@@ -22,8 +22,9 @@ import (
 // In each round of micro-batches every rank sends each owner what it has of the owner's gradients.
 // The owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
 // round by two ranks the update adds the two contributions as it reads them. There are no sums in
-// memory then. The owner's sums of squares, of whole chunks, go to all, so that the norm is added
-// up as on one GPU. Then each updates its part, and the parameters come back to all.
+// memory then, and what comes from the other lies in the arena of the run. The owner's sums of
+// squares, of whole chunks, go to all, so that the norm is added up as on one GPU. Then each updates
+// its part, and the parameters come back to all.
 type share struct {
 	group   comm.Group
 	buckets []*bucket
@@ -91,11 +92,11 @@ func (x *Optimizer) divide(r Ranks) error {
 		s.two = s.two && !p.Rule.Muon
 	}
 	s.least = cmp.Or(r.Bucket, bucketBytes)
-	if least := s.least; s.two {
-		s.buckets = x.fill(max(least, total/mostHeld))
-	} else {
-		s.buckets = x.fill(least)
+	least := s.least
+	if s.two {
+		least = max(least, total/mostHeld)
 	}
+	s.buckets = x.fill(least)
 	acc := 0
 	for _, b := range s.buckets {
 		b.parts = x.cut(b)

@@ -207,9 +207,8 @@ func (x *Optimizer) Held() int {
 
 // tables are those of AdamW's and of Muon's parameters, where there are any.
 func (x *Optimizer) tables() []*optimizer.Table {
-	return slices.DeleteFunc([]*optimizer.Table{x.ahead, x.adamw, x.muon}, func(t *optimizer.Table) bool {
-		return t == nil
-	})
+	all := []*optimizer.Table{x.ahead, x.adamw, x.muon}
+	return slices.DeleteFunc(all, func(t *optimizer.Table) bool { return t == nil })
 }
 
 // sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
