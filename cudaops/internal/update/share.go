@@ -341,9 +341,9 @@ func (s *share) squareTables() (all []*optimizer.Table) {
 	return all
 }
 
-// lateSquares are the launches that form the squares of this rank's gradients which a run has not
+// unformed are the launches that form the squares of this rank's gradients which a run has not
 // formed.
-func (x *Optimizer) lateSquares() (all []optimizer.GradSquares) {
+func (x *Optimizer) unformed() (all []optimizer.GradSquares) {
 	for _, l := range x.share.late {
 		all = append(all, optimizer.GradSquares{Squares: x.squares.Offset(4 * l.at),
 			Table: l.table})

@@ -517,7 +517,7 @@ func newCall(params any, args ...program.Arg) *program.Call {
 func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
 	all, n := x.squared()
 	if x.share != nil && x.share.formed {
-		all = x.lateSquares()
+		all = x.unformed()
 	}
 	for _, s := range all {
 		calls = append(calls, newCall(s))
