@@ -887,7 +887,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 func TestRandomGraphs(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 8))
-	for round := range few(100, 8) {
+	for round := range few(50, 8) { // other graphs in each run
 		device, _, fakeOption := openFake(t, fake.Config{})
 		b, inputs, params, outputs, err := newRandomGraph(r)
 		require.NoError(t, err)

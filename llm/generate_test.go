@@ -105,9 +105,9 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 // A context that ends after a quarter of the pass's processor time leaves much of the rest unspent.
 func TestGenerateStopsWithinAnOp(t *testing.T) {
 	for name, widen := range map[string]func(*Config){
-		"attention": func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 12000, 8, 1, 8, 1 },
+		"attention": func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 8000, 8, 1, 8, 1 },
 		"SiLUMLP": func(c *Config) {
-			c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 1024, 512, 1, 2, 16384
+			c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 1024, 512, 1, 2, 8192
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -120,10 +120,8 @@ func TestGenerateStopsWithinAnOp(t *testing.T) {
 				_, err := collect(g.Generate(ctx, prompt, 1, s))
 				return processor.Time(t) - start, err
 			}
-			for range 2 { // which allocate
-				_, err := pass(t.Context())
-				require.NoError(t, err)
-			}
+			_, err := pass(t.Context()) // which allocates
+			require.NoError(t, err)
 			least := 1.
 			for range 7 { // the system may let the goroutine that cancels wait
 				whole, err := pass(t.Context())

@@ -327,9 +327,8 @@ func TestGradients(t *testing.T) {
 			var grads [2][]gorgonia.Value
 			weights := normal(r, len(c.want()))
 			// Elements to move one by one, beside a direction to which all elements contribute.
-			samples := 200
-			switch {
-			case testing.Short():
+			samples := 60 // others in each run
+			if testing.Short() {
 				samples = 10
 			}
 			if rows := len(weights) / 4; rows > 100 {

@@ -49,8 +49,8 @@ type mode struct {
 
 var modes = []mode{{op.Fast, 1}, {op.Adaptive, 1}, {op.Adaptive, 1 << 22}, {op.Strict, 1}}
 
-// kasminaChecks returns a check for each stage and kind, each in all stability modes.
-func kasminaChecks() []check {
+// kasminaChecks returns a check for each stage and kind, each in some stability modes.
+func kasminaChecks(modes []mode) []check {
 	var checks []check
 	for stage := state.Dormant; stage <= state.RolledBack; stage++ {
 		for _, kind := range blueprints.KindsAt(blueprints.Chunk) {

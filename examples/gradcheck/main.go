@@ -34,7 +34,7 @@ func main() {
 	case !(*tol > 0):
 		log.Fatalf("gradcheck: -tol is %g, want a number above 0", *tol)
 	}
-	ok, err := run(os.Stdout, append(opChecks(), kasminaChecks()...), *seed, *tol)
+	ok, err := run(os.Stdout, append(opChecks(), kasminaChecks(modes)...), *seed, *tol)
 	if err != nil {
 		log.Fatalf("gradcheck: %v", err)
 	}

@@ -102,7 +102,7 @@ func randomBatch(r *rand.Rand, c llm.Config, sequences int) data.Batch {
 // Seeds are in every stage in which gradients are derivatives of the loss. Those of batches that
 // make one step, computed again or not, are compared with their mean.
 func TestGradients(t *testing.T) {
-	models := 4
+	models := 3 // others in each run
 	if testing.Short() {
 		models = 1
 	}
@@ -129,7 +129,7 @@ func TestGradients(t *testing.T) {
 // TestSiteGradients is TestGradients for blueprints at weights and in the stream, a user's own
 // among them.
 func TestSiteGradients(t *testing.T) {
-	models := 6
+	models := 3 // others in each run
 	if testing.Short() {
 		models = 2
 	}
