@@ -2,8 +2,12 @@ package cudaops
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
+	"io"
+	"log/slog"
 	"math"
+	"math/rand/v2"
 	"reflect"
 	"slices"
 	"strings"
@@ -12,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -39,6 +44,10 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // fakeKernels does in Go, on the fake driver's memory and in its streams' order, what the kernels
@@ -1138,4 +1147,201 @@ func OpenFake(t testing.TB) (*Device, MachineOption) {
 // Wrap puts something around a device's context.
 func Wrap(d *Device, around func(gpu.Context) gpu.Context) {
 	d.ctx.Context = around(d.ctx.Context)
+}
+
+// batch is a model's graph and inputs for it.
+type batch struct {
+	*llm.Graph
+	ids, targets []int
+}
+
+// few is n, and less in short mode: where compute-sanitizer watches a GPU, a launch takes it tens
+// of milliseconds.
+func few(n, short int) int {
+	if testing.Short() {
+		return short
+	}
+	return n
+}
+
+// newBatch is the graph of a small model. Odd seeds give it a perceptron of an odd size, whose
+// matrices begin anywhere.
+func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch) {
+	t.Helper()
+	c := llm.Config{Vocab: 19, Dim: 18, Layers: few(2, 1), Heads: 3, KVHeads: 1, Seq: 6, FF: 64,
+		Kasmina: []int{0}, Seeds: 6}.Default()
+	if seed%2 == 1 {
+		c.FF = 33
+	}
+	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
+	require.NoError(t, err)
+	g, err := m.Graph(kind, 3)
+	require.NoError(t, err)
+	b := &batch{Graph: g}
+	b.draw(t, seed)
+	return m, b
+}
+
+// draw gives the graph other ids and targets.
+func (b *batch) draw(t testing.TB, seed uint64) {
+	t.Helper()
+	r := rand.New(rand.NewPCG(seed, 3))
+	n := b.IDs.Shape()[0]
+	b.ids, b.targets = make([]int, n), make([]int, n)
+	for i := range n {
+		b.ids[i], b.targets[i] = r.IntN(19), r.IntN(19)
+	}
+	for node, x := range map[*gorgonia.Node][]int{b.IDs: b.ids, b.Targets: b.targets} {
+		require.NoError(t, gorgonia.Let(node, tensor.New(tensor.WithShape(n),
+			tensor.WithBacking(x))))
+	}
+}
+
+func distance(t testing.TB, got, want gorgonia.Value) float64 {
+	t.Helper()
+	a, b := flat(t, got), flat(t, want)
+	if len(a) != len(b) {
+		return math.Inf(1)
+	}
+	var diff, norm float64
+	for i := range a {
+		diff += float64(a[i]-b[i]) * float64(a[i]-b[i])
+		norm += float64(b[i]) * float64(b[i])
+	}
+	if diff == 0 {
+		return 0
+	}
+	return math.Sqrt(diff / norm)
+}
+
+func flat(t testing.TB, v gorgonia.Value) []float32 {
+	t.Helper()
+	switch x := v.Data().(type) {
+	case []float32:
+		return x
+	case float32:
+		return []float32{x}
+	}
+	t.Fatalf("a value of type %T", v.Data())
+	return nil
+}
+
+// openGPU returns the GPU, and skips the test where there is none.
+func openGPU(t testing.TB) *Device {
+	t.Helper()
+	device, err := Open()
+	if errors.Is(err, ErrNoDevice) {
+		t.Skip("needs an NVIDIA GPU: ", err)
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, device.Close())
+	})
+	return device
+}
+
+// openMachine makes a machine that is closed when the test ends.
+func openMachine(t testing.TB, device *Device, g *gorgonia.ExprGraph,
+	opts ...MachineOption) *Machine {
+	t.Helper()
+	m, err := NewMachine(device, g, opts...)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, m.Close()) })
+	return m
+}
+
+// randomNode is an input of normal numbers.
+func randomNode(g *gorgonia.ExprGraph, r *rand.Rand, deviation float64, name string,
+	s ...int) *gorgonia.Node {
+	x := make([]float32, opbase.Size(s))
+	for i := range x {
+		x[i] = float32(deviation * r.NormFloat64())
+	}
+	return floatNode(g, name, x, s...)
+}
+
+// rangeNode is an input of 0, 1, 2 and so on.
+func rangeNode(g *gorgonia.ExprGraph, name string, s ...int) *gorgonia.Node {
+	return floatNode(g, name, tensor.Range(tensor.Float32, 0, opbase.Size(s)).([]float32), s...)
+}
+
+// floatNode is an input of these numbers.
+func floatNode(g *gorgonia.ExprGraph, name string, x []float32, s ...int) *gorgonia.Node {
+	return gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name),
+		gorgonia.WithShape(s...),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
+}
+
+// intNode is an input of ids.
+func intNode(g *gorgonia.ExprGraph, name string, ids []int) *gorgonia.Node {
+	return gorgonia.NewVector(g, tensor.Int, gorgonia.WithName(name),
+		gorgonia.WithShape(len(ids)),
+		gorgonia.WithValue(tensor.New(tensor.WithShape(len(ids)), tensor.WithBacking(ids))))
+}
+
+// places are where tests run: on the fake driver, and on a GPU that stores activations in a type.
+var places = map[string][]MachineOption{"fake": nil, "scaled": {scaledGradients}, "float32": nil,
+	"float16": {WithPrecision(Float16)}, "bfloat16": {WithPrecision(BFloat16)}}
+
+// onEach runs a test in some of the places, and tells it how far numbers may be off there.
+func onEach(t *testing.T, test func(t *testing.T, device *Device, tolerance float64,
+	opts ...MachineOption), tolerances map[string]float64) {
+	for name, tolerance := range tolerances {
+		t.Run(name, func(t *testing.T) {
+			if name == "fake" || name == "scaled" {
+				device, _, kernels := openFake(t, fake.Config{})
+				test(t, device, tolerance, append([]MachineOption{kernels}, places[name]...)...)
+				return
+			}
+			test(t, openGPU(t), tolerance, slices.Clone(places[name])...)
+		})
+	}
+}
+
+// exactly is places whose tests know how exact their numbers are.
+func exactly(names ...string) map[string]float64 {
+	tolerances := map[string]float64{}
+	for _, name := range names {
+		tolerances[name] = 0
+	}
+	return tolerances
+}
+
+// randomSeed is a seed that the test tells of.
+func randomSeed(t testing.TB) uint64 {
+	t.Helper()
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	return seed
+}
+
+// errOf is the error of a function of which nothing else is wanted.
+func errOf(_ any, err error) error { return err }
+
+// tapeMachine is Gorgonia's machine, which is closed when the test ends.
+func tapeMachine(t testing.TB, g *gorgonia.ExprGraph, opts ...gorgonia.VMOpt) gorgonia.VM {
+	tape := gorgonia.NewTapeMachine(g, opts...)
+	t.Cleanup(func() { require.NoError(t, tape.Close()) })
+	return tape
+}
+
+// logTo has a machine write its log into a text.
+func logTo(w io.Writer) MachineOption { return WithLogger(slog.New(slog.NewTextHandler(w, nil))) }
+
+// optimize gives a machine an optimiser.
+func optimize(t testing.TB, m *Machine, newOptimizer func() (optim.Optimizer, error),
+	maxNorm float64) optim.Optimizer {
+	t.Helper()
+	o, err := newOptimizer()
+	require.NoError(t, err)
+	require.NoError(t, m.SetOptimizer(o, maxNorm))
+	return o
+}
+
+// valueIn is a node's value in a machine.
+func valueIn(t testing.TB, m *Machine, n *gorgonia.Node) gorgonia.Value {
+	t.Helper()
+	v, err := m.Value(n)
+	require.NoError(t, err)
+	return v
 }

@@ -22,6 +22,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/loopback"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
@@ -29,6 +30,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	tables "github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
@@ -1377,4 +1379,552 @@ func TestRanksWeightsBeside(t *testing.T) {
 	_, err = m.Value(nodes[0])
 	require.NoError(t, err)
 	require.True(t, arrived(), "a parameter is fetched before it is there")
+}
+
+// narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which
+// fakeKernels do not know.
+func narrowGradients(c *machineConfig) error {
+	c.narrow = gpu.BFloat16
+	return nil
+}
+
+// brain is x rounded to bfloat16, to even.
+func brain(x float32) float32 {
+	b := math.Float32bits(x)
+	return math.Float32frombits((b + 0x7fff + b>>16&1) &^ 0xffff)
+}
+
+// tableTypes counts the types of gradients in optimisers' tables.
+type tableTypes struct {
+	run.Launcher
+	count map[gpu.DType]int
+}
+
+func (k tableTypes) NewTable(tensors []tables.Tensor) (*tables.Table, error) {
+	for _, t := range tensors {
+		k.count[t.GradType]++
+	}
+	return k.Launcher.NewTable(tensors)
+}
+
+func countTypes(count map[gpu.DType]int) MachineOption {
+	return withKernels(func(k run.Launcher) run.Launcher { return tableTypes{k, count} })
+}
+
+// ofLayer reports whether a model's parameter is the weights of a linear layer or of a perceptron.
+func ofLayer(name string) bool { return strings.HasSuffix(name, "_proj.weight") }
+
+// narrowed is the names of parameters whose gradients a machine keeps in bfloat16.
+func narrowed(m *Machine, params gorgonia.Nodes) (names []string) {
+	for _, p := range params {
+		if m.runner.Program.Values[p.Deriv()].Type == gpu.BFloat16 {
+			names = append(names, p.Name())
+		}
+	}
+	return names
+}
+
+// numbersOf is the values of nodes, one behind the other in each.
+func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32) {
+	t.Helper()
+	for _, n := range nodes {
+		all = append(all, slices.Clone(flat(t, valueIn(t, m, n))))
+	}
+	return all
+}
+
+// TestGradientPrecision wants the gradients of weights, and of nothing else, to be those of float32
+// rounded to bfloat16, and an update to read them so.
+func TestGradientPrecision(t *testing.T) {
+	for name, newOptimizer := range optimizers {
+		t.Run(name+"/fake", func(t *testing.T) {
+			for seed := range uint64(2) { // one of them with weights that begin within 16 bytes
+				device, _, fakeOption := openFake(t, fake.Config{})
+				testGradientPrecision(t, device, seed, newOptimizer, 0, narrowGradients, fakeOption)
+			}
+		})
+		for _, p := range []Precision{BFloat16, Float8} {
+			t.Run(fmt.Sprintf("%s/GPU %v", name, p), func(t *testing.T) {
+				device := openGPU(t)
+				if p == Float8 {
+					device = openGPUFloat8(t)
+				}
+				// Products add up in another order where their results are of another type.
+				testGradientPrecision(t, device, rand.Uint64(), newOptimizer, 1e-3,
+					WithGradientPrecision(BFloat16), WithPrecision(p), WithTuning(TuneOff))
+			})
+		}
+	}
+}
+
+func testGradientPrecision(t *testing.T, device *Device, seed uint64,
+	newOptimizer func() (optim.Optimizer, error), tolerance float64,
+	narrow MachineOption, opts ...MachineOption) {
+	t.Logf("random seed %d", seed)
+	_, wide := newBatch(t, llm.ForTraining, seed)
+	_, b := newBatch(t, llm.ForTraining, seed)
+	count := map[gpu.DType]int{}
+	plain := newFuseMachine(t, device, wide.G, wide.Params, gorgonia.Nodes{wide.Loss}, opts)
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
+		append(slices.Clone(opts), countTypes(count), narrow))
+	require.Empty(t, narrowed(plain, wide.Params))
+	require.Equal(t, Float32, plain.GradientPrecision())
+	layers := 0
+	for _, p := range b.Params {
+		want := gpu.Float32
+		if ofLayer(p.Name()) {
+			want, layers = gpu.BFloat16, layers+1
+		}
+		require.Equal(t, want, m.runner.Program.Values[p.Deriv()].Type, p.Name())
+	}
+	require.Equal(t, BFloat16, m.GradientPrecision())
+	o := optimize(t, m, newOptimizer, 0.01)
+	require.Equal(t, layers, count[gpu.BFloat16])
+	require.Equal(t, len(b.Params)-layers, count[gpu.Float32])
+	for _, err := range []error{plain.RunAll(), m.RunAll()} {
+		require.NoError(t, err)
+	}
+	got, want := numbersOf(t, m, derivatives(b.Params)),
+		numbersOf(t, plain, derivatives(wide.Params))
+	var squares float64
+	for i, p := range b.Params {
+		var largest float64
+		for _, v := range want[i] {
+			largest = max(largest, math.Abs(float64(v)))
+		}
+		for j, v := range got[i] {
+			squares += float64(v) * float64(v)
+			w := want[i][j]
+			if ofLayer(p.Name()) {
+				require.Equal(t, brain(v), v, "%s: element %d is %v, which bfloat16 does not have",
+					p.Name(), j, v)
+				if tolerance == 0 {
+					w = brain(w)
+				}
+			}
+			apart := math.Abs(float64(v) - float64(w))
+			if ofLayer(p.Name()) && tolerance > 0 {
+				apart -= math.Abs(float64(w)) / 256
+			}
+			require.LessOrEqual(t, apart, tolerance*largest, "%s: element %d is %v, want %v",
+				p.Name(), j, v, w)
+		}
+	}
+	norm, err := m.Update()
+	require.NoError(t, err)
+	if want := math.Sqrt(squares); !(math.Abs(norm-want) < 1e-5*want) {
+		t.Errorf("the norm is %v, want %v", norm, want)
+	}
+	require.NoError(t, m.Download())
+	gain := map[string]float64{}
+	for _, p := range b.Params {
+		r := o.(update.Rules).Rule(p.Name(), p.Shape())
+		gain[p.Name()+".exp_avg"], gain[p.Name()+".momentum_buffer"] = 1-r.Beta1, 1-r.Beta1
+	}
+	seen := 0
+	for _, s := range o.State() {
+		i := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool {
+			return strings.HasPrefix(s.Name, p.Name()+".")
+		})
+		times := gain[s.Name] * min(1, 0.01/(norm+1e-6))
+		if times == 0 {
+			continue
+		}
+		seen++
+		for j, v := range s.Data.([]float32) {
+			if w := times * float64(got[i][j]); !(math.Abs(float64(v)-w) <= 1e-5*math.Abs(w)+
+				1e-12) {
+				t.Fatalf("%s: element %d is %v, want %v", s.Name, j, v, w)
+			}
+		}
+	}
+	require.Equal(t, len(b.Params), seen)
+}
+
+// TestGradientPrecisionElsewhere wants gradients that others read than an update of one run, or
+// that no one product forms, to stay float32, and those of all in one product if one of them does.
+func TestGradientPrecisionElsewhere(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	_, b := newBatch(t, llm.ForTraining, 2)
+	named := func(part string) *gorgonia.Node {
+		i := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool {
+			return strings.Contains(p.Name(), part)
+		})
+		return b.Params[i]
+	}
+	var all []string
+	for _, p := range b.Params {
+		if ofLayer(p.Name()) {
+			all = append(all, p.Name())
+		}
+	}
+	without := func(parts ...string) []string {
+		return slices.DeleteFunc(slices.Clone(all), func(name string) bool {
+			return slices.ContainsFunc(parts, func(part string) bool {
+				return strings.Contains(name, part)
+			})
+		})
+	}
+	others := func(part string) gorgonia.Nodes {
+		return slices.DeleteFunc(slices.Clone(b.Params), func(p *gorgonia.Node) bool {
+			return p == named(part)
+		})
+	}
+	for name, c := range map[string]struct {
+		params gorgonia.Nodes
+		opts   []MachineOption
+		want   []string
+	}{
+		"as it is": {b.Params, nil, all},
+		"gathered": {b.Params, []MachineOption{WithAccumulation()}, nil},
+		"asked for k": {b.Params, []MachineOption{WithOutputs(named("0.self_attn.k").Deriv())},
+			without("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")},
+		"asked for up": {b.Params, []MachineOption{WithOutputs(named("0.mlp.up").Deriv())},
+			without("0.mlp.gate", "0.mlp.up")},
+		"asked for down": {b.Params, []MachineOption{WithOutputs(named("0.mlp.down").Deriv())},
+			without("0.mlp.down")},
+		"no parameter o": {others("0.self_attn.o"), nil, without("0.self_attn.o")},
+		"no parameter v": {others("0.self_attn.v"), nil,
+			without("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")},
+		"without a choice": {b.Params, []MachineOption{func(c *machineConfig) error {
+			c.narrow = gpu.Float32
+			return nil
+		}}, nil},
+	} {
+		m := newFuseMachine(t, device, b.G, c.params, gorgonia.Nodes{b.Loss},
+			append([]MachineOption{fakeOption, narrowGradients}, c.opts...))
+		require.Equal(t, c.want, narrowed(m, b.Params), name)
+		require.Equal(t, map[bool]Precision{false: Float32, true: BFloat16}[c.want != nil],
+			m.GradientPrecision(), name)
+	}
+
+	g := gorgonia.NewGraph()
+	matrix := func(name string) *gorgonia.Node {
+		return gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4, 4),
+			gorgonia.WithName(name), gorgonia.WithInit(gorgonia.Gaussian(0, 1)))
+	}
+	x, once, twice, squared := matrix("x"), matrix("once"), matrix("twice"), matrix("squared")
+	y := x
+	for _, w := range []*gorgonia.Node{once, twice, squared, twice} {
+		y = gorgonia.Must(op.Linear(y, w))
+	}
+	params := gorgonia.Nodes{once, twice, squared}
+	require.NoError(t, errOf(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(y)), params...)))
+	gorgonia.Must(gorgonia.Square(squared.Deriv()))
+	m := newFuseMachine(t, device, g, params, nil, []MachineOption{fakeOption, narrowGradients})
+	require.Equal(t, []string{"once"}, narrowed(m, params))
+	require.NoError(t, m.RunAll())
+}
+
+// TestGradientPrecisionRecomputed wants blocks that are recomputed to leave the same gradients, of
+// the same types, and within them too float32 where it is asked for.
+func TestGradientPrecisionRecomputed(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	var values [2][][]float32
+	for i, graph := range [][]llm.GraphOption{nil, {llm.WithRecompute()}} {
+		b := deepGraph(t, 2, 32, 6, 3, graph...)
+		b.draw(t, 5)
+		k := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool {
+			return strings.Contains(p.Name(), "1.self_attn.k_proj")
+		})
+		down := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool {
+			return strings.Contains(p.Name(), "0.mlp.down_proj")
+		})
+		gorgonia.Must(gorgonia.Square(b.Params[down].Deriv())) // read by another node
+		wide := []string{"1.self_attn.q", "1.self_attn.k", "1.self_attn.v", "0.mlp.down"}
+		var want []string
+		for _, p := range b.Params {
+			if ofLayer(p.Name()) && !slices.ContainsFunc(wide, func(s string) bool {
+				return strings.Contains(p.Name(), s)
+			}) {
+				want = append(want, p.Name())
+			}
+		}
+		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss, b.Params[k].Deriv()},
+			[]MachineOption{fakeOption, narrowGradients})
+		require.Equal(t, want, narrowed(m, b.Params))
+		require.NotEmpty(t, want)
+		require.NoError(t, m.RunAll())
+		values[i] = numbersOf(t, m, append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...))
+	}
+	for i, v := range values[0] {
+		require.Equal(t, values[1][i], v, apartBy(values[1][i], v))
+	}
+}
+
+// TestGradientPrecisionMemory wants them to take half the memory: most of that of a model with few
+// tokens.
+func TestGradientPrecisionMemory(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	arena := func(opts ...MachineOption) int {
+		b := deepGraph(t, 4, 96, 4, 1)
+		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
+			append(opts, fakeOption)).runner.Program.Arena
+	}
+	wide, narrow := arena(), arena(narrowGradients)
+	t.Logf("%d KiB for a run, %d KiB with gradients of bfloat16", wide>>10, narrow>>10)
+	require.LessOrEqual(t, narrow, wide*5/8)
+}
+
+// TestGradientPrecisionRefused wants an error that says with what it goes.
+func TestGradientPrecisionRefused(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	g := gorgonia.NewGraph()
+	gorgonia.Must(gorgonia.Square(gorgonia.NewScalar(g, tensor.Float32, gorgonia.WithName("x"))))
+	for _, c := range []struct {
+		want string
+		opts []MachineOption
+	}{
+		{"", []MachineOption{WithGradientPrecision(BFloat16), WithPrecision(BFloat16)}},
+		{"", []MachineOption{WithPrecision(Float8), WithGradientPrecision(BFloat16)}},
+		{"", []MachineOption{WithPrecision(Float16), WithGradientPrecision(Float32)}},
+		{"WithGradientPrecision(bf16) goes with the precisions BFloat16 and Float8, and " +
+			"WithPrecision has f16", []MachineOption{WithGradientPrecision(BFloat16),
+			WithPrecision(Float16)}},
+		{"WithGradientPrecision(bf16) goes with the precisions BFloat16 and Float8, and " +
+			"WithPrecision has f32", []MachineOption{WithGradientPrecision(BFloat16)}},
+		{"WithGradientPrecision: got f16, want Float32 or BFloat16",
+			[]MachineOption{WithPrecision(Float16), WithGradientPrecision(Float16)}},
+		{"WithGradientPrecision: got f8, want", []MachineOption{WithPrecision(Float8),
+			WithGradientPrecision(Float8)}},
+	} {
+		m, err := NewMachine(device, g, append(c.opts, fakeOption)...)
+		if err == nil {
+			err = m.Close()
+		}
+		if c.want == "" && err != nil || c.want != "" &&
+			(err == nil || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("error %v, want %q", err, c.want)
+		}
+	}
+}
+
+// TestGradientPrecisionTrains trains twice with gradients of bfloat16 and once with those of
+// float32: the same bits, and nearly the same loss.
+func TestGradientPrecisionTrains(t *testing.T) {
+	device := openGPU(t)
+	train := func(p Precision) []float32 {
+		return lossesOf(t, device, WithPrecision(BFloat16), WithGradientPrecision(p))
+	}
+	narrowTrains(t, train(Float32), train(BFloat16), train(BFloat16))
+}
+
+// TestLossScale wants gradients without the scale, a step that overflows to change nothing but the
+// scale, and the scale to move by its rule.
+func TestLossScale(t *testing.T) {
+	t.Run("fake", func(t *testing.T) {
+		device, _, fakeOption := openFake(t, fake.Config{})
+		testLossScale(t, device, fakeOption, scaledGradients)
+	})
+	t.Run("GPU", func(t *testing.T) { testLossScale(t, openGPU(t), WithPrecision(Float16)) })
+}
+
+func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
+	model, b := newBatch(t, llm.ForTraining, 2)
+	machine := openMachine(t, device, b.G, append(opts, WithParams(b.Params...),
+		WithOutputs(b.Loss))...)
+	adamw := optimize(t, machine, newAdamW, 1)
+	run := func() {
+		t.Helper()
+		require.NoError(t, machine.RunAll())
+	}
+	scaleIs := func(want LossScale) {
+		t.Helper()
+		require.Equal(t, want, machine.LossScale())
+	}
+	steps := func() (n int64) {
+		t.Helper()
+		require.NoError(t, machine.Download())
+		for _, s := range adamw.State() {
+			if strings.HasSuffix(s.Name, ".step") {
+				n = s.Data.([]int64)[0]
+			}
+		}
+		return n
+	}
+	scaleIs(LossScale{Scale: 1 << 16})
+
+	// A gradient that cannot be told from infinity. The scale is halved as often as the step is
+	// repeated.
+	last := len(b.Params) - 1
+	weight := model.Params[last].Value.Float32s()
+	old := slices.Clone(weight)
+	weight[0] = float32(math.Inf(1))
+	require.NoError(t, machine.Upload(b.Params[last]))
+	before := slices.Clone(model.Params[0].Value.Float32s())
+	for i := range 3 {
+		run()
+		if norm, err := machine.Update(); err != nil || norm-norm == 0 {
+			t.Errorf("a step that overflows: norm %v, %v", norm, err)
+		}
+		scaleIs(LossScale{Scale: math.Ldexp(1, 15-i), Skipped: i + 1})
+	}
+	require.Zero(t, steps())
+	require.Equal(t, model.Params[0].Value.Float32s(), before)
+	// At 1 there is nothing left that the scale could be to blame for.
+	require.NoError(t, machine.SetLossScale(LossScale{Scale: 2, Good: 5, Skipped: 3}))
+	require.ErrorContains(t, errOf(machine.Value(b.Params[0].Deriv())), "dropped")
+	require.ErrorContains(t, errOf(machine.Update()), "run the machine again")
+	run()
+	require.NoError(t, errOf(machine.Update()))
+	run()
+	require.ErrorIs(t, errOf(machine.Update()), ErrNonFinite)
+	scaleIs(LossScale{Scale: 1, Skipped: 5})
+
+	copy(weight, old)
+	require.NoError(t, errors.Join(machine.Upload(b.Params[last]),
+		machine.SetLossScale(LossScale{Scale: 8, Good: 1998, Skipped: 5})))
+	for i := range 3 {
+		run()
+		g := valueIn(t, machine, b.Params[1].Deriv())
+		tape := gorgonia.NewTapeMachine(b.G)
+		require.NoError(t, errors.Join(machine.Download(), tape.RunAll()))
+		require.Less(t, distance(t, g, b.Params[1].Deriv().Value()), 1e-2)
+		tape.Close()
+		require.NoError(t, errOf(machine.Update()))
+		scaleIs([]LossScale{{8, 1999, 5}, {16, 0, 5}, {16, 1, 5}}[i])
+	}
+	require.Equal(t, int64(3), steps())
+}
+
+// TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is
+// not the scale itself, and such as are computed again for their gradient.
+func TestScaledOutputLayer(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	for name, head := range map[string]func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error){
+		"fused": op.LinearCrossEntropy,
+		"separate": func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+			logits, err := op.Linear(x, w)
+			if err != nil {
+				return nil, err
+			}
+			return op.CrossEntropy(logits, targets)
+		},
+		"recomputed": func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+			return autodiff.Recompute(gorgonia.Nodes{x, w, targets},
+				func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+					return op.LinearCrossEntropy(in[0], in[1], in[2])
+				})
+		},
+	} {
+		g := gorgonia.NewGraph()
+		r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+		x, w := randomNode(g, r, 1, "x", 3, 4), randomNode(g, r, 1, "w", 5, 4)
+		targets := intNode(g, "targets", []int{0, 4, 2})
+		loss, err := head(x, w, targets)
+		require.NoError(t, err)
+		cost := gorgonia.Must(gorgonia.Add(gorgonia.Must(gorgonia.Mul(loss,
+			gorgonia.NewConstant(float32(0.3)))), gorgonia.Must(gorgonia.Mean(x))))
+		require.NoError(t, errOf(gorgonia.Grad(cost, x, w)))
+		tape := tapeMachine(t, g)
+		require.NoError(t, tape.RunAll())
+		for _, way := range []string{"separate", "fused"} {
+			m := openMachine(t, device, g, fakeOption, WithParams(x, w), scaledGradients,
+				WithWays("LinearCrossEntropy="+way))
+			// No power of two, so that one factor too many or too few shows.
+			require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()))
+			for _, p := range []*gorgonia.Node{x, w} {
+				v := valueIn(t, m, p.Deriv())
+				require.Less(t, distance(t, v, p.Deriv().Value()), 1e-5, "%v, %v, %v", name, way,
+					p.Name())
+			}
+		}
+	}
+}
+
+// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its
+// scale has made infinite, but to count it all the same: on the device and, with a blueprint that
+// has no kernel, on the host.
+func TestOverflowInKasmina(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	own, err := ownKind()
+	require.NoError(t, err)
+	for i := range 4 {
+		scale, kind := []float64{1, 0x1p127}[i%2], []blueprints.Kind{blueprints.Residual, own}[i/2]
+		g := gorgonia.NewGraph()
+		input := func(name string, values ...float32) *gorgonia.Node {
+			shape := tensor.Shape{len(values) / 2, 2}
+			return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...),
+				tensor.WithBacking(values)), gorgonia.WithName(name))
+		}
+		lattice, err := state.NewLattice(1, 2, state.WithoutGates())
+		require.NoError(t, err)
+		require.NoError(t, errors.Join(
+			lattice.RequestGermination(0, state.GerminationRequest{Slot: 1,
+				Kind: kind}), lattice.Transition(0, state.Training)))
+		x, weights := input("x", 1, 2, 3, 4), input("weights", 0, 0, 0, 0)
+		scales := gorgonia.NodeFromAny(g, tensor.New(tensor.WithBacking([]float32{1, 1})),
+			gorgonia.WithName("scales"))
+		targets := intNode(g, "targets", []int{0, 1})
+		y, err := op.Kasmina(x, weights, scales, lattice, op.StopOnNonFinite())
+		require.NoError(t, err)
+		loss := gorgonia.Must(gorgonia.Mul(gorgonia.Must(op.CrossEntropy(y, targets)),
+			gorgonia.NewConstant(float32(1e20))))
+		require.NoError(t, errOf(gorgonia.Grad(loss, x)))
+		m := openMachine(t, device, g, fakeOption, WithParams(x),
+			WithOutputs(loss), scaledGradients)
+		require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()))
+		v, err := m.Value(x.Deriv())
+		if err != nil {
+			t.Errorf("scale %v: %v", scale, err)
+			continue
+		}
+		require.Equal(t, scale == 1, flat(t, v)[0]-flat(t, v)[0] == 0, v)
+		require.Equal(t, scale > 1, lattice.Report().Seeds[0].NonFiniteG > 0, kind)
+	}
+}
+
+// TestLossScaleErrors wants graphs in which the scale has no place to be refused, and arguments
+// that are none.
+func TestLossScaleErrors(t *testing.T) {
+	device, _, fakeOption := openFake(t, fake.Config{})
+	// open returns a machine for Σ w² ⊙ x, derived by derive.
+	open := func(derive func(loss, w *gorgonia.Node) error) (*Machine, error) {
+		g := gorgonia.NewGraph()
+		value := tensor.New(tensor.WithShape(3), tensor.WithBacking([]float32{1, 2, 3}))
+		w := gorgonia.NodeFromAny(g, value, gorgonia.WithName("w"))
+		x := gorgonia.NodeFromAny(g, value, gorgonia.WithName("x"))
+		loss := gorgonia.Must(
+			gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(gorgonia.Must(gorgonia.Square(w)),
+				x))))
+		require.NoError(t, derive(loss, w))
+		m, err := NewMachine(device, g, fakeOption, WithParams(w), scaledGradients)
+		if err == nil {
+			t.Cleanup(func() { m.Close() })
+		}
+		return m, err
+	}
+	grad := func(loss, w *gorgonia.Node) error { _, err := gorgonia.Grad(loss, w); return err }
+	wants := func(err error, want string) {
+		t.Helper()
+		require.ErrorContains(t, err, want)
+	}
+	_, err := open(func(loss, w *gorgonia.Node) error {
+		up := gorgonia.NewScalar(loss.Graph(), tensor.Float32, gorgonia.WithName("up"),
+			gorgonia.WithValue(float32(2)))
+		_, err := gorgonia.Backpropagate(gorgonia.Nodes{loss},
+			gorgonia.Nodes{up}, gorgonia.Nodes{w})
+		return err
+	})
+	wants(err, "derive the parameters with gorgonia.Grad")
+	_, err = open(func(loss, w *gorgonia.Node) error {
+		if err := grad(loss, w); err != nil {
+			return err
+		}
+		_, err := gorgonia.Square(w.Deriv())
+		return err
+	})
+	wants(err, "not linear in the gradient of the loss")
+	m, err := open(grad)
+	require.NoError(t, err)
+	for want, s := range map[string]LossScale{"Scale is 0.5": {Scale: 0.5},
+		"Scale is NaN": {Scale: math.NaN()}, "Scale is +Inf": {Scale: math.Inf(1)},
+		"Good is -1": {Scale: 1, Good: -1}, "Skipped -2": {Scale: 1, Skipped: -2}} {
+		wants(m.SetLossScale(s), want)
+	}
+	require.Equal(t, LossScale{Scale: firstLossScale}, m.LossScale())
+	g, _, _ := stockGraph(t)
+	plain := openMachine(t, device, g, fakeOption, scaledGradients)
+	wants(plain.SetLossScale(LossScale{Scale: 2}), "does not scale")
+	require.Equal(t, LossScale{Scale: 1}, plain.LossScale())
 }
