@@ -201,66 +201,39 @@ func (k *fakeKernels) Ways(params any) []kernel.Way {
 func (k *fakeKernels) Unary(l *fake.Launch, a elementwise.Unary) {
 	out, in := fake.Slice[float32](l, a.Y, a.N), fake.Slice[float32](l, a.X, a.N)
 	for i, v := range in {
-		out[i] = float32(unaryReference(a.Op, float64(v), a.P))
+		out[i] = float32(unaryOps[a.Op](float64(v), a.P))
 	}
 }
 
-func unaryReference(op elementwise.UnaryOp, v, p float64) float64 {
-	switch op {
-	case elementwise.Neg:
-		return -v
-	case elementwise.Abs:
-		return math.Abs(v)
-	case elementwise.Square:
-		return v * v
-	case elementwise.Cube:
-		return v * v * v
-	case elementwise.Sqrt:
-		return math.Sqrt(v)
-	case elementwise.Inverse:
-		return 1 / v
-	case elementwise.InverseSqrt:
-		return 1 / math.Sqrt(v)
-	case elementwise.Exp:
-		return math.Exp(v)
-	case elementwise.Expm1:
-		return math.Expm1(v)
-	case elementwise.Log:
-		return math.Log(v)
-	case elementwise.Log1p:
-		return math.Log1p(v)
-	case elementwise.Log2:
-		return math.Log2(v)
-	case elementwise.Tanh:
-		return math.Tanh(v)
-	case elementwise.Sigmoid:
-		return 1 / (1 + math.Exp(-v))
-	case elementwise.Softplus:
-		return math.Log1p(math.Exp(v))
-	case elementwise.Sin:
-		return math.Sin(v)
-	case elementwise.Cos:
-		return math.Cos(v)
-	case elementwise.Ceil:
-		return math.Ceil(v)
-	case elementwise.Floor:
-		return math.Floor(v)
-	case elementwise.Sign:
-		return truth(v > 0) - truth(v < 0)
-	case elementwise.AddScalar:
-		return v + p
-	case elementwise.MulScalar:
-		return v * p
-	case elementwise.SubFrom:
-		return p - v
-	case elementwise.DivideInto:
-		return p / v
-	case elementwise.PowScalar:
-		return math.Pow(v, p)
-	case elementwise.PowOf:
-		return math.Pow(p, v)
-	}
-	return math.NaN() // the tests use no others
+// unaryOps is what elementwise ops do with a number, and a parameter of theirs.
+var unaryOps = map[elementwise.UnaryOp]func(v, p float64) float64{
+	elementwise.Identity:    func(v, p float64) float64 { return v },
+	elementwise.Neg:         func(v, p float64) float64 { return -v },
+	elementwise.Abs:         func(v, p float64) float64 { return math.Abs(v) },
+	elementwise.Square:      func(v, p float64) float64 { return v * v },
+	elementwise.Cube:        func(v, p float64) float64 { return v * v * v },
+	elementwise.Sqrt:        func(v, p float64) float64 { return math.Sqrt(v) },
+	elementwise.Inverse:     func(v, p float64) float64 { return 1 / v },
+	elementwise.InverseSqrt: func(v, p float64) float64 { return 1 / math.Sqrt(v) },
+	elementwise.Exp:         func(v, p float64) float64 { return math.Exp(v) },
+	elementwise.Expm1:       func(v, p float64) float64 { return math.Expm1(v) },
+	elementwise.Log:         func(v, p float64) float64 { return math.Log(v) },
+	elementwise.Log1p:       func(v, p float64) float64 { return math.Log1p(v) },
+	elementwise.Log2:        func(v, p float64) float64 { return math.Log2(v) },
+	elementwise.Tanh:        func(v, p float64) float64 { return math.Tanh(v) },
+	elementwise.Sigmoid:     func(v, p float64) float64 { return 1 / (1 + math.Exp(-v)) },
+	elementwise.Softplus:    func(v, p float64) float64 { return math.Log1p(math.Exp(v)) },
+	elementwise.Sin:         func(v, p float64) float64 { return math.Sin(v) },
+	elementwise.Cos:         func(v, p float64) float64 { return math.Cos(v) },
+	elementwise.Ceil:        func(v, p float64) float64 { return math.Ceil(v) },
+	elementwise.Floor:       func(v, p float64) float64 { return math.Floor(v) },
+	elementwise.Sign:        func(v, p float64) float64 { return truth(v > 0) - truth(v < 0) },
+	elementwise.AddScalar:   func(v, p float64) float64 { return v + p },
+	elementwise.MulScalar:   func(v, p float64) float64 { return v * p },
+	elementwise.SubFrom:     func(v, p float64) float64 { return p - v },
+	elementwise.DivideInto:  func(v, p float64) float64 { return p / v },
+	elementwise.PowScalar:   func(v, p float64) float64 { return math.Pow(v, p) },
+	elementwise.PowOf:       func(v, p float64) float64 { return math.Pow(p, v) },
 }
 
 func truth(b bool) float64 {
@@ -270,36 +243,21 @@ func truth(b bool) float64 {
 	return 0
 }
 
-func binaryReference(op elementwise.BinaryOp, a, b float64) float64 {
-	switch op {
-	case elementwise.Add:
-		return a + b
-	case elementwise.Sub:
-		return a - b
-	case elementwise.Mul:
-		return a * b
-	case elementwise.Div:
-		return a / b
-	case elementwise.Pow:
-		return math.Pow(a, b)
-	case elementwise.Maximum:
-		return math.Max(a, b)
-	case elementwise.Minimum:
-		return math.Min(a, b)
-	case elementwise.Less:
-		return truth(a < b)
-	case elementwise.LessEqual:
-		return truth(a <= b)
-	case elementwise.Greater:
-		return truth(a > b)
-	case elementwise.GreaterEqual:
-		return truth(a >= b)
-	case elementwise.Equal:
-		return truth(a == b)
-	case elementwise.NotEqual:
-		return truth(a != b)
-	}
-	return math.NaN()
+// binaryOps is what they do with two.
+var binaryOps = map[elementwise.BinaryOp]func(a, b float64) float64{
+	elementwise.Add:          func(a, b float64) float64 { return a + b },
+	elementwise.Sub:          func(a, b float64) float64 { return a - b },
+	elementwise.Mul:          func(a, b float64) float64 { return a * b },
+	elementwise.Div:          func(a, b float64) float64 { return a / b },
+	elementwise.Pow:          math.Pow,
+	elementwise.Maximum:      math.Max,
+	elementwise.Minimum:      math.Min,
+	elementwise.Less:         func(a, b float64) float64 { return truth(a < b) },
+	elementwise.LessEqual:    func(a, b float64) float64 { return truth(a <= b) },
+	elementwise.Greater:      func(a, b float64) float64 { return truth(a > b) },
+	elementwise.GreaterEqual: func(a, b float64) float64 { return truth(a >= b) },
+	elementwise.Equal:        func(a, b float64) float64 { return truth(a == b) },
+	elementwise.NotEqual:     func(a, b float64) float64 { return truth(a != b) },
 }
 
 func (k *fakeKernels) Binary(l *fake.Launch, a elementwise.Binary) {
@@ -314,7 +272,7 @@ func (k *fakeKernels) Binary(l *fake.Launch, a elementwise.Binary) {
 	}
 	x, z := element(a.A), element(a.B)
 	for i := range out {
-		out[i] = float32(binaryReference(a.Op, float64(x(i)), float64(z(i))))
+		out[i] = float32(binaryOps[a.Op](float64(x(i)), float64(z(i))))
 	}
 }
 
@@ -332,7 +290,8 @@ func (k *fakeKernels) Softmax(l *fake.Launch, a softmax.Forward) {
 }
 
 func (k *fakeKernels) SoftmaxBackward(l *fake.Launch, a softmax.Backward) {
-	up, out, d := floatsAt(l, a.G, a.Rows*a.N), floatsAt(l, a.Y, a.Rows*a.N), floatsAt(l, a.DX, a.Rows*a.N)
+	size := a.Rows * a.N
+	up, out, d := floatsAt(l, a.G, size), floatsAt(l, a.Y, size), floatsAt(l, a.DX, size)
 	for r := range a.Rows {
 		dot := 0.0
 		for i := r * a.N; i < r*a.N+a.N; i++ {
@@ -1336,6 +1295,13 @@ func optimize(t testing.TB, m *Machine, newOptimizer func() (optim.Optimizer, er
 	require.NoError(t, err)
 	require.NoError(t, m.SetOptimizer(o, maxNorm))
 	return o
+}
+
+// step is a run and an update.
+func step(t testing.TB, m *Machine) {
+	t.Helper()
+	require.NoError(t, m.RunAll())
+	require.NoError(t, errOf(m.Update()))
 }
 
 // valueIn is a node's value in a machine.

@@ -329,19 +329,24 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 		}
 		tape.Reset()
 		require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
-		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
-		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
-			b.weights.Deriv(), b.scales.Deriv()}) {
-			v := valueIn(t, m, nodes[i])
-			tolerance := 1e-5
-			if i > 1 { // sums over all rows, which both machines round, each in its order
-				tolerance = 1e-4
-			}
-			require.Less(t, distance(t, v, want.Value()), tolerance, "%v, %v", step, i)
-		}
+		// gradients of slots are sums over all rows, which both machines round, each in its order
+		sameAsTape(t, m, a, b, 1e-5, 1e-4)
 		sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
 	}
 	sameReports(t, "history", a.lattice.History(), b.lattice.History())
+}
+
+// sameAsTape wants the loss and the gradients of a graph on a machine to be those of the same one on
+// Gorgonia's, as far as x and slots go.
+func sameAsTape(t *testing.T, m *Machine, a, b *kasminaGraph, x, slots float64) {
+	t.Helper()
+	of := func(k *kasminaGraph) gorgonia.Nodes {
+		return gorgonia.Nodes{k.loss, k.x.Deriv(), k.weights.Deriv(), k.scales.Deriv()}
+	}
+	for i, n := range of(a) {
+		tolerance := []float64{x, x, slots, slots}[i]
+		require.Less(t, distance(t, valueIn(t, m, n), of(b)[i].Value()), tolerance, i)
+	}
 }
 
 // sameReports compares every number, whatever the structure, up to the precision of what the
@@ -392,28 +397,6 @@ func differs(a, b reflect.Value, at string) string {
 	return ""
 }
 
-// TestKasminaMachineCopies shows that the lattice's state goes up when it has changed, and only
-// then, and that no run waits for a report.
-func TestKasminaMachineCopies(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
-	k := newKasminaGraph(t, 1, nil)
-	m := k.open(t, device, fakeOption, WithStrict())
-	defer m.Close()
-	copies := func() int64 {
-		before := device.ctx.Stats()
-		require.NoError(t, m.RunAll())
-		return device.ctx.Stats().Sub(before).ToDevice.Count
-	}
-	first := copies()
-	for range 3 {
-		require.Equal(t, first-1, copies())
-	}
-	require.NoError(t, k.lattice.SetAlpha(2, 0.9))
-	require.Equal(t, first, copies())
-	require.NoError(t, m.runner.Settle())
-	require.NotEmpty(t, k.lattice.History(), "no report has arrived")
-}
-
 func TestKasminaMachineNonFinite(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
 	k := newKasminaGraph(t, 2, nil, op.StopOnNonFinite())
@@ -436,6 +419,9 @@ var ownKind = sync.OnceValues(func() (blueprints.Kind, error) {
 	own.Name = "machine test's own"
 	return blueprints.Register(own)
 })
+
+// OwnKind is ownKind for tests in the other package of this folder.
+func OwnKind() (blueprints.Kind, error) { return ownKind() }
 
 // TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered
 // before, and must not be computed on the host.
@@ -478,12 +464,7 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 	seed := randomSeed(t)
 	graph := func() *kasminaGraph {
 		k := newWideKasminaGraph(t, seed, 13, nil, layer...)
-		require.NoError(t, k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
-			Kind: kind}))
-		for _, s := range []state.Stage{state.Training, state.Grafting} {
-			require.NoError(t, k.lattice.Transition(k.seeds-1, s))
-		}
-		require.NoError(t, k.lattice.SetAlpha(k.seeds-1, 0.7))
+		k.germinate(t, kind)
 		return k
 	}
 	a, b := graph(), graph()
@@ -496,12 +477,7 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 		b.draw(t, seed+step, nil)
 		tape.Reset()
 		require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
-		nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
-		for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
-			b.weights.Deriv(), b.scales.Deriv()}) {
-			v := valueIn(t, m, nodes[i])
-			require.Less(t, distance(t, v, want.Value()), tolerance, "%v, %v", step, i)
-		}
+		sameAsTape(t, m, a, b, tolerance, tolerance)
 		if tolerance < 1e-4 {
 			sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
 		}
@@ -549,8 +525,7 @@ func testFreshWeights(t *testing.T, device *Device, tolerance float64, opts ...M
 				require.NoError(t, m.RunAll())
 				require.NoError(t, tape.RunAll())
 				for i, n := range []*gorgonia.Node{a.loss, a.x.Deriv(), a.weights.Deriv()} {
-					got, err := m.Value(n)
-					require.NoError(t, err)
+					got := valueIn(t, m, n)
 					want := []*gorgonia.Node{b.loss, b.x.Deriv(), b.weights.Deriv()}[i].Value()
 					require.Less(t, distance(t, got, want), tolerance,
 						"%v, parameters %v, step %d, value %d",
@@ -661,13 +636,7 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 			captured := device.ctx.Stats().Sub(before).GraphLaunches > 0
 			require.Equal(t, c.onHost, m.runner.OnHost(), at)
 			require.Equal(t, !c.onHost && (step > 0 || c.to != state.Dormant), captured, at)
-			nodes := gorgonia.Nodes{a.loss, a.x.Deriv(), a.weights.Deriv(), a.scales.Deriv()}
-			for i, want := range (gorgonia.Nodes{b.loss, b.x.Deriv(),
-				b.weights.Deriv(), b.scales.Deriv()}) {
-				v, err := m.Value(nodes[i])
-				require.NoError(t, err)
-				require.Less(t, distance(t, v, want.Value()), 1e-4, "%s: value %d", at, i)
-			}
+			sameAsTape(t, m, a, b, 1e-4, 1e-4)
 			sameReports(t, at, a.lattice.Report(), b.lattice.Report())
 		}
 	}
@@ -935,9 +904,8 @@ func TestKasminaReports(t *testing.T) {
 						down.Count, down.Bytes, copies, size)
 				}
 				for i, p := range a.params {
-					v := valueIn(t, m, p.Deriv())
-					require.Less(t, distance(t, v, b.params[i].Deriv().Value()), 1e-4, "%v, %v",
-						step, p.Name())
+					require.Less(t, distance(t, valueIn(t, m, p.Deriv()),
+						b.params[i].Deriv().Value()), 1e-4, "%v, %v", step, p.Name())
 				}
 			}
 			for i, l := range a.lattices {

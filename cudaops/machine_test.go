@@ -78,32 +78,7 @@ func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 			}
 		}
 	}
-	if !testing.Short() {
-		profileRuns(t, machine)
-	}
 	require.Zero(t, log.Len(), log.String())
-}
-
-// profileRuns wants every task's time, the longest first.
-func profileRuns(t *testing.T, machine *Machine) {
-	t.Helper()
-	require.NoError(t, machine.StartProfile())
-	for range ProfileSteps {
-		require.NoError(t, machine.RunAll())
-	}
-	profile, err := machine.Profile()
-	require.NoError(t, err)
-	tasks := 0
-	times := profile.Ops()
-	for i, o := range times {
-		if o.Op != "Copies" && o.Op != "Workspaces" { // which are no tasks of the program
-			tasks += o.Tasks
-		}
-		if i > 0 && o.Time > times[i-1].Time {
-			t.Errorf("%s took %v, after %v", o.Op, o.Time, times[max(0, i-1)])
-		}
-	}
-	require.Equal(t, len(machine.runner.Program.Calls), tasks)
 }
 
 // plusOneOp is an op that the machine does not know.
@@ -251,20 +226,6 @@ func TestMachineErrors(t *testing.T) {
 	require.Error(t, m.RunAll(), "a closed machine runs")
 }
 
-// TestTooLarge wants a graph that does not fit to be refused before anything is allocated for it.
-func TestTooLarge(t *testing.T) {
-	device, _, fakeOption := openFake(t,
-		fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9,
-			Memory: 33 << 20, SMs: 1}}})
-	g := gorgonia.NewGraph()
-	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(4096, 4096),
-		gorgonia.WithName("x"))
-	require.NoError(t, errOf(gorgonia.Square(x)))
-	_, err := NewMachine(device, g, fakeOption)
-	require.ErrorIs(t, err, gpu.OutOfMemory)
-	require.Contains(t, fmt.Sprint(err), "128.00 MiB")
-}
-
 // TestArguments gives every function what it must refuse, by an error that says what it is.
 func TestArguments(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
@@ -280,16 +241,15 @@ func TestArguments(t *testing.T) {
 	require.Same(t, slog.Default(), owner.config.logger)
 	other, _, _ := build("v")
 	for want, err := range map[string]error{
-		"WithOutputs: node": make1(device, g, fakeOption,
-			WithOutputs(foreignSum)),
-		"WithParams: input w": make1(device, g, fakeOption, WithParams(foreign)),
-		"an option is nil":    make1(device, g, fakeOption, nil),
-		"WithParamsOf: no input has name": make1(device, other,
-			fakeOption, WithParamsOf(owner)),
+		"WithOutputs: node":   errOf(NewMachine(device, g, fakeOption, WithOutputs(foreignSum))),
+		"WithParams: input w": errOf(NewMachine(device, g, fakeOption, WithParams(foreign))),
+		"an option is nil":    errOf(NewMachine(device, g, fakeOption, nil)),
+		"WithParamsOf: no input has name": errOf(NewMachine(device, other, fakeOption,
+			WithParamsOf(owner))),
 		"a node is nil":                       owner.Upload(nil),
 		"no parameter has a gradient":         owner.SetOptimizer(wrapped{new(optim.AdamW)}, 1),
 		"the optimiser is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
-		"cudaops.Open: an option is nil":      open1(nil),
+		"cudaops.Open: an option is nil":      errOf(Open(nil)),
 	} {
 		require.ErrorContains(t, err, want)
 	}
@@ -327,16 +287,6 @@ func TestUploadRefused(t *testing.T) {
 
 // wrapped is an optimiser that is no pointer.
 type wrapped struct{ *optim.AdamW }
-
-func make1(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) error {
-	_, err := NewMachine(d, g, opts...)
-	return err
-}
-
-func open1(opt DeviceOption) error {
-	_, err := Open(opt)
-	return err
-}
 
 func TestPrecisionText(t *testing.T) {
 	for want, p := range map[string]Precision{"f32": Float32, "bf16": BFloat16,
@@ -757,8 +707,7 @@ func logitsOf(t *testing.T, m *Machine, g *llm.Graph) []float32 {
 	t.Helper()
 	require.NoError(t, g.LetTokens([]int{3, 1, 4, 1, 5}))
 	require.NoError(t, m.RunAll())
-	v, err := m.Value(g.Logits)
-	require.NoError(t, err)
+	v := valueIn(t, m, g.Logits)
 	return v.Data().([]float32)
 }
 
@@ -831,8 +780,7 @@ func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 			require.Less(t, of.Memory(), plain.Memory())
 		}
 		for i := range m.Params {
-			v, err := of.Value(g.Params[i])
-			require.NoError(t, err)
+			v := valueIn(t, of, g.Params[i])
 			require.Equal(t, m.Params[i].Value.Data(), v.Data())
 		}
 		require.NoError(t, of.Download())
@@ -877,10 +825,11 @@ func TestFrozenErrors(t *testing.T) {
 		require.ErrorContains(t, err, want)
 	}
 	g, _ := valueless(t, m, llm.ForLogits, Float32)
-	_, err = NewMachine(device, g.G, fakeOption, WithFrozen(nil, g.Params...))
-	require.ErrorContains(t, err, "has no value")
-	_, err = NewMachine(device, g.G, fakeOption, WithFrozen(nil, g.Logits))
-	require.ErrorContains(t, err, "is no input")
+	for want, params := range map[string]gorgonia.Nodes{"has no value": g.Params,
+		"is no input": {g.Logits}} {
+		require.ErrorContains(t, errOf(NewMachine(device, g.G, fakeOption,
+			WithFrozen(nil, params...))), want)
+	}
 }
 
 // TestDecoding wants machines that keep keys and values to have the logits that the CPU has, of
@@ -1041,8 +990,7 @@ func TestRoom(t *testing.T) {
 		require.Equal(t, got, want, c.what)
 	}
 	// Nothing is timed again for a second plan.
-	private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
-	m, _ = train(t, least-64, private, WithTuning(TuneCached))
+	m, _ = train(t, least-64, timedAlone(t, 1), WithTuning(TuneCached))
 	products := 0
 	for _, c := range m.Choices() {
 		if c.Op == "Matmul" {
@@ -1320,18 +1268,17 @@ func TestZeroDevice(t *testing.T) {
 // TestZeroMachine wants a machine that nobody has made to say who makes it.
 func TestZeroMachine(t *testing.T) {
 	var m Machine
-	second := func(_ any, err error) error { return err }
 	_, _, address := m.Address(nil)
 	_, _, step := m.Step(nil)
 	for name, err := range map[string]error{"Address": address, "Step": step,
 		"Bind": m.Bind(nil, 0, 0), "RunAll": m.RunAll(), "SetOptimizer": m.SetOptimizer(nil, 0),
-		"Update": second(m.Update()), "Forget": m.Forget(nil, 0, 0),
+		"Update": errOf(m.Update()), "Forget": m.Forget(nil, 0, 0),
 		"Contribute": m.Contribute(1, true), "GatherState": m.GatherState(),
-		"DownloadOwn": second(m.DownloadOwn()), "DropGradients": m.DropGradients(),
-		"NonFinite":    second(m.NonFinite()),
+		"DownloadOwn": errOf(m.DownloadOwn()), "DropGradients": m.DropGradients(),
+		"NonFinite":    errOf(m.NonFinite()),
 		"SetLossScale": m.SetLossScale(LossScale{}), "StartProfile": m.StartProfile(),
-		"Profile": second(m.Profile()), "Monitor": second(m.Monitor()),
-		"Value": second(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
+		"Profile": errOf(m.Profile()), "Monitor": errOf(m.Monitor()),
+		"Value": errOf(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
 		require.ErrorContains(t, err, "Machine."+name+": the machine is a zero value")
 	}
 	require.Zero(t, m.Memory())
@@ -1392,31 +1339,21 @@ type host struct {
 func (h host) place(values []float32) uintptr {
 	h.t.Helper()
 	p, err := h.ctx.Alloc(4 * len(values))
-	if err != nil {
-		h.t.Fatal(err)
-	}
-	h.t.Cleanup(func() {
-		if err := h.ctx.Free(p); err != nil {
-			h.t.Error(err)
-		}
-	})
+	require.NoError(h.t, err)
+	h.t.Cleanup(func() { require.NoError(h.t, h.ctx.Free(p)) })
 	h.write(uintptr(p), values)
 	return uintptr(p)
 }
 
 func (h host) write(p uintptr, values []float32) {
 	h.t.Helper()
-	if err := h.ctx.CopyToDevice(gpu.Ptr(p), gpu.Bytes(values), 0); err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, h.ctx.CopyToDevice(gpu.Ptr(p), gpu.Bytes(values), 0))
 }
 
 func (h host) read(p uintptr, n int) []float32 {
 	h.t.Helper()
 	values := make([]float32, n)
-	if err := h.ctx.CopyToHost(gpu.Bytes(values), gpu.Ptr(p), 0); err != nil {
-		h.t.Fatal(err)
-	}
+	require.NoError(h.t, h.ctx.CopyToHost(gpu.Bytes(values), gpu.Ptr(p), 0))
 	return values
 }
 
@@ -2195,7 +2132,7 @@ func runChild(t *testing.T, task string, env ...string) {
 	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestChild$", "-test.v")
 	cmd.Env = append(append(os.Environ(), child+"="+task), env...)
 	out, err := cmd.CombinedOutput()
-	require.NoError(t, err)
+	require.NoError(t, err, string(out))
 	require.Contains(t, string(out), "--- PASS: TestChild")
 	t.Logf("%s", out)
 }

@@ -8,7 +8,6 @@ import (
 	"maps"
 	"math"
 	"math/rand/v2"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -25,7 +24,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -676,8 +674,8 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 		require.NoError(t, m.RunAll())
 		want := append(sameKeep, derivatives(sameParams)...)
 		for i, n := range append(keep, derivatives(params)...) {
-			v := valueIn(t, m, n)
-			require.Less(t, distance(t, v, want[i].Value()), tolerance, graph.Describe(n))
+			require.Less(t, distance(t, valueIn(t, m, n), want[i].Value()), tolerance,
+				graph.Describe(n))
 		}
 	}
 	return m, keep
@@ -721,47 +719,6 @@ func TestLoneDocuments(t *testing.T) {
 	for i, p := range params {
 		got := tensor.New(tensor.WithBacking(r.value(p.Deriv())))
 		require.Less(t, distance(t, got, sameParams[i].Deriv().Value()), 1e-5, p.Name())
-	}
-}
-
-// TestDocumentsModel wants the gradients of a model whose attention keeps documents apart to be
-// those of Gorgonia's machine, also where blocks are computed again.
-func TestDocumentsModel(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
-	seed := randomSeed(t)
-	c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 70,
-		Documents: true}.Default()
-	batch := data.Batch{Inputs: make([]int, 2*c.Seq), Targets: make([]int, 2*c.Seq),
-		Starts: make([]int, 2*c.Seq)}
-	r := rand.New(rand.NewPCG(seed, 1))
-	for i := range batch.Inputs {
-		batch.Inputs[i], batch.Targets[i], batch.Starts[i] = r.IntN(c.Vocab),
-			r.IntN(c.Vocab), i%c.Seq/33*33
-	}
-	model, err := llm.NewModel(c, tensor.Float32, seed)
-	require.NoError(t, err)
-	graph := func(opts ...llm.GraphOption) *llm.Graph {
-		g, err := model.Graph(llm.ForTraining, 2, opts...)
-		if err == nil {
-			err = g.Let(batch)
-		}
-		require.NoError(t, err)
-		return g
-	}
-	want := graph()
-	tape := tapeMachine(t, want.G, gorgonia.BindDualValues(want.Params...))
-	require.NoError(t, tape.RunAll())
-	for name, opts := range map[string][]llm.GraphOption{"plain": nil,
-		"recompute": {llm.WithRecompute()}} {
-		g := graph(opts...)
-		m := openMachine(t, device, g.G, fakeOption, WithStrict(),
-			WithParams(g.Params...), WithOutputs(g.Loss))
-		require.NoError(t, m.RunAll())
-		nodes := append(gorgonia.Nodes{want.Loss}, derivatives(want.Params)...)
-		for i, n := range append(gorgonia.Nodes{g.Loss}, derivatives(g.Params)...) {
-			v := valueIn(t, m, n)
-			require.Less(t, distance(t, v, nodes[i].Value()), 1e-4, "%v, %v", name, i)
-		}
 	}
 }
 
@@ -1986,12 +1943,17 @@ func TestFloat8Recomputed(t *testing.T) {
 	})
 }
 
-// TestFloat8Trains trains twice with float8 and once with bfloat16: the same bits, and nearly the
-// same loss.
+// TestFloat8Trains trains twice with float8, or with gradients of bfloat16, and once with more
+// digits: the same bits, and nearly the same loss.
 func TestFloat8Trains(t *testing.T) {
-	device := openGPUFloat8(t)
-	train := func(p Precision) []float32 { return lossesOf(t, device, WithPrecision(p)) }
-	narrowTrains(t, train(BFloat16), train(Float8), train(Float8))
+	t.Run("products", func(t *testing.T) {
+		narrowTrains(t, openGPUFloat8(t), []MachineOption{WithPrecision(BFloat16)},
+			[]MachineOption{WithPrecision(Float8)})
+	})
+	t.Run("gradients", func(t *testing.T) {
+		narrowTrains(t, openGPU(t), []MachineOption{WithPrecision(BFloat16)},
+			[]MachineOption{WithPrecision(BFloat16), WithGradientPrecision(BFloat16)})
+	})
 }
 
 // lossesOf trains a model of bfloat16 or float8 for some steps.
@@ -2012,9 +1974,10 @@ func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []flo
 
 // narrowTrains wants losses in fewer digits to end near those in more, not to be them, and to be
 // the same in two runs.
-func narrowTrains(t *testing.T, wide, narrow, again []float32) {
+func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 	t.Helper()
-	require.Equal(t, again, narrow)
+	wide, narrow := lossesOf(t, device, more...), lossesOf(t, device, fewer...)
+	require.Equal(t, lossesOf(t, device, fewer...), narrow)
 	last := len(wide) - 1
 	t.Logf("losses %v and %v", narrow[last], wide[last])
 	if d := narrow[last]/wide[last] - 1; !(math.Abs(float64(d)) < 0.02) ||
@@ -2032,10 +1995,9 @@ func TestFloat8Tuned(t *testing.T) {
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	var log bytes.Buffer
 	adding := 0
-	private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
 	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption,
-		float8Products, withOwnProducts(new(int), &adding), private, WithTuning(TuneCached),
-		logTo(&log)})
+		float8Products, withOwnProducts(new(int), &adding), timedAlone(t, 1),
+		WithTuning(TuneCached), logTo(&log)})
 	require.NoError(t, m.RunAll())
 	timed, turned := 0, 0
 	for _, c := range m.Choices() {

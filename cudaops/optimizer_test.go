@@ -248,9 +248,7 @@ func TestUpdateRefuses(t *testing.T) {
 	before := append([]float32(nil), model.Params[0].Value.Float32s()...)
 	require.ErrorIs(t, errOf(machine.Update()), ErrNonFinite)
 	require.NoError(t, machine.Download())
-	for i, v := range model.Params[0].Value.Float32s() {
-		require.Equal(t, before[i], v, "an update that was refused has changed a parameter")
-	}
+	require.Equal(t, before, model.Params[0].Value.Float32s(), "an update that was refused has changed a parameter")
 	require.Empty(t, adamw.State())
 }
 
@@ -418,8 +416,7 @@ func testNewtonSchulz(t *testing.T, device *Device, most int, tolerance float64,
 				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(
 					tensor.WithShape(s...), tensor.WithBacking(want)),
 					x.Deriv(): x.Deriv().Value()} {
-					v := valueIn(t, m, n)
-					require.Less(t, distance(t, v, want), tolerance, n.Op())
+					require.Less(t, distance(t, valueIn(t, m, n), want), tolerance, n.Op())
 				}
 			})
 		}
@@ -447,12 +444,6 @@ func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way str
 	}
 }
 
-func chose(m *Machine, way string) bool {
-	return slices.ContainsFunc(m.Choices(), func(c Choice) bool {
-		return c.Op == "NewtonSchulz" && c.Way == way
-	})
-}
-
 func TestNewtonSchulzWays(t *testing.T) {
 	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64,
 		opts ...MachineOption) {
@@ -476,7 +467,7 @@ func TestNewtonSchulzWays(t *testing.T) {
 				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, x, s[0], s[1], steps)
 				d := distance(t, v, tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)))
-				if !(d < tolerance) || !chose(m, way) {
+				if !(d < tolerance) || wayOf(m, "NewtonSchulz") != way {
 					t.Errorf("%v, %d steps: differs by %.2g; choices %+v", s, steps, d, m.Choices())
 				}
 			}
@@ -508,15 +499,12 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
 		require.NoError(t, err)
 		var log bytes.Buffer
-		private := timedFrom(c.least, filepath.Join(t.TempDir(), "tune.json"))
-		m, err := NewMachine(device, g, fakeOption, private, WithTuning(TuneCached), WithOutputs(y),
-			logTo(&log))
-		require.NoError(t, err)
+		m := openMachine(t, device, g, fakeOption, timedAlone(t, c.least),
+			WithTuning(TuneCached), WithOutputs(y), logTo(&log))
 		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
 			t.Errorf("%v, least %g, rule %q: %+v; %s", c.shape, c.least, c.rule, got, log.String())
 		}
-		require.NoError(t, m.Close())
 	}
 }
 
@@ -549,8 +537,7 @@ func TestMuonTogether(t *testing.T) {
 		m := openMachine(t, device, g, append(opts, WithParams(params...), WithOutputs(loss))...)
 		require.NoError(t, m.SetOptimizer(newOptimizer(), 0))
 		for range 2 {
-			require.NoError(t, m.RunAll())
-			require.NoError(t, errOf(m.Update()))
+			step(t, m)
 		}
 		require.NoError(t, m.Download())
 		var got []gorgonia.Value
@@ -570,7 +557,7 @@ func TestMuonTogether(t *testing.T) {
 		for i, p := range params {
 			require.Less(t, distance(t, got[i], p.Value()), tolerance, p.Shape())
 		}
-		require.True(t, chose(m, way), m.Choices())
+		require.Equal(t, way, wayOf(m, "NewtonSchulz"))
 	})
 }
 
@@ -859,6 +846,15 @@ func rankedRows(t *testing.T, rows int) (loss *gorgonia.Node, x *gorgonia.Node,
 	return loss, x, targets, params
 }
 
+// rankedMachine is a machine of one rank, which its goroutine closes.
+func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia.Nodes,
+	opts ...MachineOption) *Machine {
+	t.Helper()
+	m, err := NewMachine(d, loss.Graph(), append(opts, WithParams(params...), WithOutputs(loss))...)
+	require.NoError(t, err)
+	return m
+}
+
 // TestRanks: where gradients leave beside the runs that make them and where they do so behind these,
 // several GPUs have the parameters and moments of one, after updates of the same
 // micro-batches, and go on from what the optimiser remembers on any number of them.
@@ -922,9 +918,7 @@ func TestRanksOneRound(t *testing.T) {
 func TestRanksLossThatIsNone(t *testing.T) {
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
 		loss, x, targets, nodes := ranked(t)
-		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
-			WithRanks(g), WithRounds(1), notCaptured)
-		require.NoError(t, err)
+		m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), WithRounds(1), notCaptured)
 		defer m.Close()
 		optimize(t, m, newAdamW, 0.1)
 		before := fmt.Sprint(nodes[0].Value())
@@ -959,8 +953,7 @@ func TestRanksLossThatIsNone(t *testing.T) {
 			require.Equal(t, i == 2, fmt.Sprint(nodes[0].Value()) != before, rank)
 		}
 		if rank == 0 {
-			_, err = m.StepTogether(loss, nil)
-			require.ErrorContains(t, err, "nil")
+			require.ErrorContains(t, errOf(m.StepTogether(loss, nil)), "nil")
 			require.ErrorContains(t, m.Contribute(1, true), "one round of two ranks")
 		}
 	})
@@ -1097,9 +1090,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 	launches := func() int64 { return int64(len(d.ctx.Context.(*fake.Context).Trace())) }
 	g := &silent{}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
-	m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
-		WithRanks(g), small)
-	require.NoError(t, err)
+	m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), small)
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
 	g.asked = func(s comm.Stream) {
@@ -1185,9 +1176,7 @@ func TestRanksRemember(t *testing.T) {
 		loss, _, _, nodes := ranked(t)
 		o, err := newAdamW()
 		require.NoError(t, err)
-		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
-			WithRanks(g), notCaptured)
-		require.NoError(t, err)
+		m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), notCaptured)
 		defer m.Close()
 		require.ErrorContains(t, m.Contribute(1, true), "no optimiser")
 		require.NoError(t, m.SetOptimizer(o, 0))
@@ -1227,8 +1216,7 @@ func TestRanksChoices(t *testing.T) {
 			return &normWays{Launcher: k, fake: fakeOf(k),
 				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}}, ways: took}
 		})
-		private := timedFrom(1, path)
-		m, err := NewMachine(d, loss.Graph(), append(tuned, kernels, wrap, private,
+		m, err := NewMachine(d, loss.Graph(), append(tuned, kernels, wrap, timedFrom(1, path),
 			WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)...)
 		require.NoError(t, err)
 		defer m.Close()
@@ -1273,9 +1261,7 @@ func TestRanksDivided(t *testing.T) {
 	var whole, held int // bytes of parameters, at all ranks
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
 		loss, x, targets, nodes := ranked(t)
-		m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
-			WithRanks(g), notCaptured)
-		require.NoError(t, err)
+		m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), notCaptured)
 		defer m.Close()
 		before := m.memory.Held()
 		o, err := newAdamW()
@@ -1302,8 +1288,7 @@ func TestRanksDivided(t *testing.T) {
 		divided := 0
 		for i, n := range nodes {
 			require.Equal(t, want[i], n.Value().Data().([]float32), n.Name())
-			v, err := m.Value(n)
-			require.NoError(t, err)
+			v := valueIn(t, m, n)
 			require.Equal(t, want[i], v.Data().([]float32), n.Name())
 			if _, _, err := m.Address(n); err != nil {
 				require.ErrorContains(t, err, "divided among ranks")
@@ -1321,10 +1306,8 @@ func TestRanksDivided(t *testing.T) {
 		ids := tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))
 		require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
 			gorgonia.Let(otherX, in), gorgonia.Let(otherTargets, ids), m.RunAll(), beside.RunAll()))
-		a, err := m.Value(loss)
-		require.NoError(t, err)
-		b, err := beside.Value(other)
-		require.NoError(t, err)
+		a := valueIn(t, m, loss)
+		b := valueIn(t, beside, other)
 		require.Equal(t, a.Data(), b.Data())
 	})
 	require.Less(t, held, whole)
@@ -1343,9 +1326,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 		came = append(came, gpu.Ptr(p))
 		require.NoError(t, memory.Memset8(gpu.Ptr(p), with, bytes, gpu.Stream(s)))
 	}
-	m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
-		WithRanks(g))
-	require.NoError(t, err)
+	m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g))
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
 	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),
@@ -1365,19 +1346,15 @@ func TestRanksWeightsBeside(t *testing.T) {
 	for i := range 4 {
 		require.NoError(t, errors.Join(m.RunAll(), m.Contribute(2, true)))
 		came, with = nil, byte(0x30+i)
-		_, err := m.Update()
-		require.NoError(t, err)
+		require.NoError(t, errOf(m.Update()))
 		require.False(t, arrived(), "update %d has waited", i)
 		require.NoError(t, m.RunAll())
-		_, err = m.Value(loss)
-		require.NoError(t, err)
+		require.NoError(t, errOf(m.Value(loss)))
 		require.True(t, arrived(), "run %d has not waited", i)
 	}
 	came, with = nil, 1
-	_, err = m.Update()
-	require.NoError(t, err)
-	_, err = m.Value(nodes[0])
-	require.NoError(t, err)
+	require.NoError(t, errOf(m.Update()))
+	require.NoError(t, errOf(m.Value(nodes[0])))
 	require.True(t, arrived(), "a parameter is fetched before it is there")
 }
 
@@ -1699,16 +1676,6 @@ func TestGradientPrecisionRefused(t *testing.T) {
 	}
 }
 
-// TestGradientPrecisionTrains trains twice with gradients of bfloat16 and once with those of
-// float32: the same bits, and nearly the same loss.
-func TestGradientPrecisionTrains(t *testing.T) {
-	device := openGPU(t)
-	train := func(p Precision) []float32 {
-		return lossesOf(t, device, WithPrecision(BFloat16), WithGradientPrecision(p))
-	}
-	narrowTrains(t, train(Float32), train(BFloat16), train(BFloat16))
-}
-
 // TestLossScale wants gradients without the scale, a step that overflows to change nothing but the
 // scale, and the scale to move by its rule.
 func TestLossScale(t *testing.T) {
@@ -1824,9 +1791,8 @@ func TestScaledOutputLayer(t *testing.T) {
 			// No power of two, so that one factor too many or too few shows.
 			require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()))
 			for _, p := range []*gorgonia.Node{x, w} {
-				v := valueIn(t, m, p.Deriv())
-				require.Less(t, distance(t, v, p.Deriv().Value()), 1e-5, "%v, %v, %v", name, way,
-					p.Name())
+				require.Less(t, distance(t, valueIn(t, m, p.Deriv()), p.Deriv().Value()), 1e-5,
+					"%v, %v, %v", name, way, p.Name())
 			}
 		}
 	}

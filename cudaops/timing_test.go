@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -94,7 +93,6 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	require.NoError(t, errOf(op.RMSNorm(x, w, 1e-5)))
 	var log bytes.Buffer
 	var k *normWays
-	private := timedFrom(1, path)
 	wrap := withKernels(func(inner run.Launcher) run.Launcher {
 		k = &normWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
@@ -102,7 +100,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 		return k
 	})
 	m := openMachine(t, device, g,
-		append([]MachineOption{fakeOption, private, wrap,
+		append([]MachineOption{fakeOption, timedFrom(1, path), wrap,
 			logTo(&log)}, opts...)...)
 	for range 3 {
 		require.NoError(t, m.RunAll())
@@ -126,6 +124,11 @@ func timedFrom(least float64, path string) MachineOption {
 		c.tuneLeast, c.tunePath = least, path
 		return nil
 	}
+}
+
+// timedAlone is timedFrom with a file that nothing else knows.
+func timedAlone(t *testing.T, least float64) MachineOption {
+	return timedFrom(least, filepath.Join(t.TempDir(), "tune.json"))
 }
 
 func TestTuningKernels(t *testing.T) {
@@ -231,43 +234,30 @@ func TestTuningOnFullCard(t *testing.T) {
 	}
 }
 
-func TestWaysRefused(t *testing.T) {
+// TestChoicesRefused wants rules and tunings that are none refused, as options and in the
+// environment.
+func TestChoicesRefused(t *testing.T) {
 	device, _, fakeOption := openFake(t, fake.Config{})
+	refused := func(want string, opts ...MachineOption) {
+		t.Helper()
+		require.ErrorContains(t, errOf(NewMachine(device, gorgonia.NewGraph(),
+			append(opts, fakeOption)...)), want)
+	}
 	for _, rule := range []string{"", "RMSNorm", "=plain", "RMSNorm=", "RMSNorm=[", "[=plain"} {
-		if _, err := NewMachine(device, gorgonia.NewGraph(), fakeOption,
-			WithWays(rule)); err == nil || !strings.Contains(err.Error(), "want OP=WAY") {
-			t.Errorf("WithWays(%q): error %v", rule, err)
-		}
+		refused("want OP=WAY", WithWays(rule))
 	}
+	refused("TuneOff", WithTuning(7))
 	t.Setenv("KASMINA_WAYS", "RMSNorm")
-	require.ErrorContains(t, errOf(NewMachine(device, gorgonia.NewGraph(), fakeOption)),
-		"KASMINA_WAYS")
+	refused("KASMINA_WAYS")
+	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_TUNE", "sometimes")
+	refused("off")
 }
 
-// TestHostByRule wants an op that has a kernel to be computed on the host where a rule wants it
-// there.
+// TestHostByRule wants an op that a rule puts on the host to be computed there, and to find its
+// operands, also those that kernels would read from what they were made of: the transpose of a
+// matrix, and a vector repeated for each row.
 func TestHostByRule(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
-	g := gorgonia.NewGraph()
-	x := floatNode(g, "x", []float32{1, 2, 3}, 3)
-	y := gorgonia.Must(gorgonia.Square(x))
-	var log bytes.Buffer
-	m := openMachine(t, device, g, fakeOption, WithWays("square*=host"),
-		logTo(&log))
-	require.NoError(t, m.RunAll())
-	require.Equal(t, []float32{1, 4, 9}, flat(t, valueIn(t, m, y)))
-	require.True(t, m.runner.OnHost())
-	require.Contains(t, log.String(), "a rule wants it there")
-	if _, err := NewMachine(device, g, fakeOption, WithWays("square*=host"),
-		WithStrict()); err == nil {
-		t.Error("WithStrict allows it")
-	}
-}
-
-// TestHostByRuleReads wants an op that a rule puts on the host to find its operands, also those
-// that kernels would read from what they were made of: the transpose of a matrix, and a vector
-// repeated for each row.
-func TestHostByRuleReads(t *testing.T) {
 	for _, rule := range []string{"A × B=host", "+ *=host"} {
 		device, _, fakeOption := openFake(t, fake.Config{})
 		g := gorgonia.NewGraph()
@@ -275,16 +265,13 @@ func TestHostByRuleReads(t *testing.T) {
 		b := floatNode(g, "b", []float32{10, 20, 30}, 3)
 		square := gorgonia.Must(gorgonia.Mul(gorgonia.Must(gorgonia.Transpose(a, 1, 0)), a))
 		sum := gorgonia.Must(gorgonia.BroadcastAdd(square, b, nil, []byte{0}))
-		m, err := NewMachine(device, g, fakeOption, WithWays(rule),
-			WithLogger(slog.New(slog.DiscardHandler)))
-		require.NoError(t, err)
+		var log bytes.Buffer
+		m := openMachine(t, device, g, fakeOption, WithWays(rule), logTo(&log))
 		require.NoError(t, m.RunAll())
-		if got, want := flat(t, valueIn(t, m, sum)), []float32{27, 42, 57, 32, 49, 66, 37, 56,
-			75}; !slices.Equal(got, want) {
-			t.Errorf("%s: got %v, want %v", rule, got, want)
-		}
+		require.Equal(t, []float32{27, 42, 57, 32, 49, 66, 37, 56, 75}, flat(t, valueIn(t, m, sum)))
 		require.True(t, m.runner.OnHost(), rule)
-		require.NoError(t, m.Close())
+		require.Contains(t, log.String(), "a rule wants it there")
+		require.Error(t, errOf(NewMachine(device, g, fakeOption, WithWays(rule), WithStrict())))
 	}
 }
 
@@ -322,9 +309,8 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 	y, err := op.Linear(rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4))
 	require.NoError(t, err)
 	var log bytes.Buffer
-	private := timedFrom(1, path)
 	m := openMachine(t, device, g,
-		append([]MachineOption{fakeOption, private,
+		append([]MachineOption{fakeOption, timedFrom(1, path),
 			logTo(&log)}, opts...)...)
 	require.NoError(t, m.RunAll())
 	r := tuned{log: log.String(), value: flat(t, valueIn(t, m, y)),
@@ -361,9 +347,7 @@ func TestTuning(t *testing.T) {
 	second := tuneProduct(t, path, fastFirst, card, cached)
 	require.Equal(t, 1, second.way)
 	require.Zero(t, second.timings)
-	for i, v := range second.value {
-		require.Equal(t, first.value[i], v, "other bits with the same choice")
-	}
+	require.Equal(t, first.value, second.value, "other bits with the same choice")
 	third := tuneProduct(t, path, fastFirst, card, full)
 	require.Zero(t, third.way)
 	require.GreaterOrEqual(t, third.timings, 3)
@@ -438,9 +422,7 @@ func TestTuningDrops(t *testing.T) {
 		require.Equal(t, c.way, r.way)
 		require.Contains(t, r.log, c.warning)
 		require.NotEqual(t, strings.Contains(r.log, "WARN"), (c.warning == ""))
-		for j, v := range r.value {
-			require.Equal(t, want[j], v, i)
-		}
+		require.Equal(t, want, r.value, i)
 	}
 }
 
@@ -462,22 +444,6 @@ func TestTuningIgnores(t *testing.T) {
 		require.Equal(t, 1, r.way, name)
 		require.GreaterOrEqual(t, r.timings, 3, name)
 		require.Equal(t, name != "unknown", strings.Contains(r.log, "ignored"), r.log)
-	}
-}
-
-func TestTuningOptions(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
-	for name, f := range map[string]func(){"option": func() {},
-		"environment": func() { t.Setenv("KASMINA_TUNE", "sometimes") }} {
-		f()
-		opts := []MachineOption{fakeOption}
-		if name == "option" {
-			opts = append(opts, WithTuning(7))
-		}
-		if _, err := NewMachine(device, gorgonia.NewGraph(), opts...); err == nil ||
-			!strings.Contains(err.Error(), "off") && !strings.Contains(err.Error(), "TuneOff") {
-			t.Errorf("%s: error %v", name, err)
-		}
 	}
 }
 
@@ -589,11 +555,10 @@ func TestProductCounters(t *testing.T) {
 		slow := fake.Way{Took: time.Second}
 		device, _, fakeOption := openFake(t, fake.Config{Ways: [3]fake.Way{slow, {}, slow},
 			Devices: smallCache("GPU")})
-		private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
 		for _, opt := range []MachineOption{func(*machineConfig) error {
 			return nil
 		}, WithMonitor(2)} {
-			m := check(t, device, 6, 7, 5, fakeOption, private, WithTuning(TuneCached), opt)
+			m := check(t, device, 6, 7, 5, fakeOption, timedAlone(t, 1), WithTuning(TuneCached), opt)
 			products := 0
 			for _, task := range m.runner.Program.Calls {
 				if task.FLOPs > 0 {
@@ -646,15 +611,27 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 	return g, in[1:], keep
 }
 
-// ropeWay is the way in which a machine has chosen to compute products whose results are turned, ""
-// if it has none.
-func ropeWay(m *Machine) string {
+// wayOf is the way in which a machine has chosen to compute an op, "" if it has not.
+func wayOf(m *Machine, op string) string {
 	for _, c := range m.Choices() {
-		if c.Op == "RoPEProduct" {
+		if c.Op == op {
 			return c.Way
 		}
 	}
 	return ""
+}
+
+// timedPairs counts the ops of one or two launches that a machine has timed, both.
+func timedPairs(t *testing.T, m *Machine, ops ...string) (n int) {
+	t.Helper()
+	for _, c := range m.Choices() {
+		if slices.Contains(ops, c.Op) {
+			require.Equal(t, Measured, c.Source, c)
+			require.Equal(t, 2, c.Of, c)
+			n++
+		}
+	}
+	return n
 }
 
 // TestProjectionWays wants the same attention and gradients, whether one kernel multiplies and
@@ -672,7 +649,7 @@ func TestProjectionWays(t *testing.T) {
 				append(opts, WithWays("RoPEProduct="+way)))
 			values = valuesOf(t, m, keep, values, tolerance)
 			fused := i > 0 && fuses
-			if got := ropeWay(m); fused && got != way {
+			if got := wayOf(m, "RoPEProduct"); fused && got != way {
 				t.Errorf("%s: the way is %q", way, got)
 			}
 			want := map[bool]int{false: 1}[fused]
@@ -705,7 +682,7 @@ func TestProjectionNeedsQueries(t *testing.T) {
 		g, params, keep := p.graph(t, 1, keepQueries)
 		m := newFuseMachine(t, device, g, params, keep,
 			[]MachineOption{fakeOption, WithWays("RoPEProduct=fused")})
-		require.Equal(t, keepQueries, ropeWay(m) == "")
+		require.Equal(t, keepQueries, wayOf(m, "RoPEProduct") == "")
 	}
 }
 
@@ -718,19 +695,10 @@ func TestProjectionTuned(t *testing.T) {
 		t.Helper()
 		var log strings.Builder
 		g, params, keep := p.graph(t, 1, false)
-		private := timedFrom(least, filepath.Join(t.TempDir(), "tune.json"))
 		m := newFuseMachine(t, device, g, params, keep,
-			append(opts, private, WithTuning(TuneCached),
+			append(opts, timedAlone(t, least), WithTuning(TuneCached),
 				logTo(&log)))
-		timed := 0
-		for _, c := range m.Choices() {
-			if c.Op == "RoPEProduct" {
-				if timed++; c.Source != Measured || c.Of != 2 {
-					t.Errorf("%+v", c)
-				}
-			}
-		}
-		require.Equal(t, want, timed, least)
+		require.Equal(t, want, timedPairs(t, m, "RoPEProduct"), least)
 		require.NotContains(t, log.String(), "RoPEProduct", least)
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
@@ -807,24 +775,11 @@ func TestPerceptronTuned(t *testing.T) {
 		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g, params, keep := perceptronGraph(t, 1, 6, 7, 5)
 		var log bytes.Buffer
-		private := timedFrom(least, filepath.Join(t.TempDir(), "tune.json"))
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption, private,
-			WithTuning(TuneCached),
-			logTo(&log)})
-		timed := 0
-		for _, c := range m.Choices() {
-			if c.Op == "SiLUProduct" || c.Op == "SiLUProductBackward" {
-				if timed++; c.Source != Measured || c.Of != 2 {
-					t.Errorf("%+v", c)
-				}
-			}
-		}
-		require.Equal(t, map[float64]int{1: 2, 1e9: 0}[least], timed, "%v, %v", least, log.String())
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption,
+			timedAlone(t, least), WithTuning(TuneCached), logTo(&log)})
+		require.Equal(t, map[float64]int{1: 2, 1e9: 0}[least],
+			timedPairs(t, m, "SiLUProduct", "SiLUProductBackward"), "%v, %v", least, log.String())
 	}
-}
-
-func (k *fakeKernels) LinearCrossEntropyWays(gemm.LinearCrossEntropyShape, gpu.DType) []kernel.Way {
-	return []kernel.Way{{Family: "fused"}}
 }
 
 func (k *fakeKernels) LinearCrossEntropy(l *fake.Launch, a gemm.LinearCrossEntropy) {
@@ -882,17 +837,6 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 	return g, gorgonia.Nodes{w}, append(gorgonia.Nodes{loss}, grads...)
 }
 
-// headWay is the way in which a machine has chosen to compute the output layer, "" if there was no
-// choice.
-func headWay(m *Machine) string {
-	for _, c := range m.Choices() {
-		if c.Op == "LinearCrossEntropy" {
-			return c.Way
-		}
-	}
-	return ""
-}
-
 // TestOutputLayerWays wants the loss and the gradients of Gorgonia's machine, whether a pass over
 // logits forms the gradient or the exponentials come with the product; of a batch that is too large
 // for that machine, those of the first way.
@@ -924,7 +868,7 @@ func TestOutputLayerWays(t *testing.T) {
 					t.Errorf("%s: value %d differs by %.2g", way, i, diff)
 				}
 			}
-			if got := headWay(m); fuses && got != way || !fuses && got != "" {
+			if got := wayOf(m, "LinearCrossEntropy"); fuses && got != way || !fuses && got != "" {
 				t.Errorf("%s: the way is %q", way, got)
 			}
 		}
@@ -965,14 +909,9 @@ func TestProfile(t *testing.T) {
 	m, device := monitored(t, norm, &bytes.Buffer{}, withCeilingBytes(1<<14),
 		WithTuning(TuneCached), WithMonitor(3))
 	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
-	step := func(m *Machine) {
-		t.Helper()
-		require.NoError(t, m.RunAll())
-		require.NoError(t, errOf(m.Update()))
-	}
 	require.ErrorContains(t, m.StartProfile(), "has not run")
-	step(m)
-	step(plain)
+	step(t, m)
+	step(t, plain)
 	require.ErrorContains(t, errOf(m.Profile()), "StartProfile")
 	require.NoError(t, m.StartProfile())
 	for i := range ProfileSteps {
@@ -982,13 +921,11 @@ func TestProfile(t *testing.T) {
 		// amid those with marks, which must not go on with what is captured of the old one
 		if i == ProfileSteps-2 {
 			for _, m := range []*Machine{m, plain} {
-				o, err := optim.NewAdamW(optim.WithLR(0.02))
-				require.NoError(t, err)
-				require.NoError(t, m.SetOptimizer(o, 1))
+				optimize(t, m, newAdamW, 1)
 			}
 		}
-		step(m)
-		step(plain)
+		step(t, m)
+		step(t, plain)
 	}
 	launches := device.ctx.Stats().Launches
 	p, err := m.Profile()
@@ -1013,8 +950,8 @@ func TestProfile(t *testing.T) {
 		t.Errorf("busy %v, %v", kernels, graphs)
 	}
 	for range 4 { // and the monitor goes on
-		step(m)
-		step(plain)
+		step(t, m)
+		step(t, plain)
 	}
 	if times, err := m.Monitor(); err != nil || len(times) == 0 {
 		t.Errorf("the monitor after the profile: %v, %v", times, err)
@@ -1076,9 +1013,7 @@ func TestCeiling(t *testing.T) {
 		require.Greater(t, c.Copy, 0.0)
 		require.Greater(t, c.Product, 0.0)
 		require.NotEmpty(t, c.Type)
-		require.NoError(t, m.RunAll())
-		_, err = m.Update()
-		require.NoError(t, err)
+		step(t, m)
 	}
 	require.NoError(t, m.Close())
 	_, err := m.Ceiling()
@@ -1137,7 +1072,8 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	}
 	require.Equal(t, len(p.Spans), kernels)
 	table := p.Table()
-	for _, o := range p.Ops() {
+	for i, o := range p.Ops() { // the longest first
+		require.LessOrEqual(t, o.Time, p.Ops()[max(0, i-1)].Time)
 		require.Contains(t, table, o.Op)
 	}
 }
@@ -1250,21 +1186,18 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	require.NoError(t, err)
 	sum := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y))))
 	require.NoError(t, errOf(gorgonia.Grad(sum, w)))
-	private := timedFrom(1, filepath.Join(t.TempDir(), "tune.json"))
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
 		slow := fake.Way{Took: 40 * time.Millisecond}
 		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k),
 			names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
 			ways:  []fake.Way{{}, slow}}, norm}
 	})
-	all := append([]MachineOption{fakeOption, private, wrap, WithParams(w),
+	all := append([]MachineOption{fakeOption, timedAlone(t, 1), wrap, WithParams(w),
 		logTo(log)}, opts...)
 	m, err := NewMachine(device, g, all...)
 	require.NoError(t, err)
 	t.Cleanup(func() { m.Close() })
-	o, err := optim.NewAdamW(optim.WithLR(0.01))
-	require.NoError(t, err)
-	require.NoError(t, m.SetOptimizer(o, 1))
+	optimize(t, m, newAdamW, 1)
 	return m, device
 }
 
@@ -1290,17 +1223,12 @@ func TestMonitor(t *testing.T) {
 	var log bytes.Buffer
 	m, _ := monitored(t, norm, &log, WithTuning(TuneCached), WithMonitor(4))
 	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
-	step := func(m *Machine) {
-		t.Helper()
-		require.NoError(t, m.RunAll())
-		require.NoError(t, errOf(m.Update()))
-	}
 	if times, err := m.Monitor(); err != nil || len(times) != 0 {
 		t.Errorf("before any run: %v, %v", times, err)
 	}
 	for range 14 {
-		step(m)
-		step(plain)
+		step(t, m)
+		step(t, plain)
 	}
 	times, err := m.Monitor()
 	require.NoError(t, err)
@@ -1337,7 +1265,7 @@ func TestMonitor(t *testing.T) {
 	}
 	norm.Took = 9 * time.Millisecond
 	for range 16 {
-		step(m)
+		step(t, m)
 	}
 	if text := log.String(); strings.Count(text, "when it was tuned") != 1 ||
 		!strings.Contains(text, "RMSNorm") {
@@ -1350,8 +1278,7 @@ func TestMonitor(t *testing.T) {
 func TestMonitorWithoutOptimizer(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	for range 6 {
-		require.NoError(t, m.RunAll())
-		require.NoError(t, errOf(m.Update()))
+		step(t, m)
 	}
 	context := device.ctx.Context
 	Wrap(device, func(gpu.Context) gpu.Context { return full{context} })

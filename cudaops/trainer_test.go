@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -396,21 +395,10 @@ func TestTrainerTellsWays(t *testing.T) {
 	}
 }
 
-// trainersKind is a registered blueprint, which has no kernel.
-var trainersKind = sync.OnceValues(func() (blueprints.Kind, error) {
-	b, err := blueprints.Lookup(blueprints.ConvFilter)
-	if err != nil {
-		return 0, err
-	}
-	own := *b
-	own.Name = "trainer test's own"
-	return blueprints.Register(own)
-})
-
 // TestTrainerOwnKind wants a run in which a registered kind germinates, trains, grafts and goes to
 // have the losses on a GPU that it has on a CPU.
 func TestTrainerOwnKind(t *testing.T) {
-	kind, err := trainersKind()
+	kind, err := cudaops.OwnKind()
 	require.NoError(t, err)
 	life := map[int][]state.Command{
 		2: {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 3, Kind: kind}},
@@ -501,7 +489,7 @@ func TestFamilies(t *testing.T) {
 			t.Run(fmt.Sprint(name, variant), func(t *testing.T) {
 				c := llm.Config{Vocab: 19, Dim: 12, Layers: 2, Heads: 4, KVHeads: 2,
 					HeadDim: 4, FF: 10, Seq: 12,
-					Documents: variant == 1, Traits: traits}.Default()
+					Documents: variant > 0, Traits: traits}.Default()
 				device, fakes := cudaops.OpenFake(t)
 				want := familyLosses(t, c, variant == 2, llm.CPUEngine())
 				got := familyLosses(t, c, variant == 2, engine.Engine(device, cudaops.Float32,

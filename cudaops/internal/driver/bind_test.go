@@ -45,39 +45,3 @@ func TestBind(t *testing.T) {
 		t.Error(err)
 	}
 }
-
-// BenchmarkBinding takes one call apart: purego's call of a trivial function, and the same with the
-// context set.
-func BenchmarkBinding(b *testing.B) {
-	d, err := Open()
-	if err != nil {
-		b.Skip("needs an NVIDIA GPU")
-	}
-	ctx, err := d.Retain(0)
-	require.NoError(b, err)
-	defer ctx.Close()
-	c := ctx.(*context)
-	e, err := c.NewEvent(false)
-	require.NoError(b, err)
-	b.Run("set-context", func(b *testing.B) {
-		for range b.N {
-			c.CtxSetCurrent.call(c.handle)
-		}
-	})
-	b.Run("query-without-context", func(b *testing.B) {
-		if err := c.on(func() error {
-			for range b.N {
-				c.EventQuery.call(uintptr(e))
-			}
-			return nil
-		}); err != nil {
-			b.Fatal(err)
-		}
-	})
-	b.Run("query-with-context", func(b *testing.B) {
-		for range b.N {
-			require.NoError(b, c.call(&c.EventQuery, uintptr(e)))
-		}
-	})
-	require.NoError(b, c.DestroyEvent(e))
-}

@@ -4,10 +4,8 @@ import (
 	"errors"
 	"os"
 	"os/exec"
-	"runtime"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -46,7 +44,7 @@ func TestFault(t *testing.T) {
 		cmd := exec.Command(os.Args[0], "-test.run=^TestFault$/^gpu$", "-test.v")
 		cmd.Env = append(os.Environ(), variable+"=1")
 		out, err := cmd.CombinedOutput()
-		require.NoError(t, err)
+		require.NoError(t, err, string(out))
 		require.Contains(t, string(out), "--- PASS: TestFault/gpu")
 		t.Logf("%s", out)
 	})
@@ -66,64 +64,4 @@ func testFault(t *testing.T, c gpu.Context) {
 		}
 		t.Log(err)
 	}
-}
-
-// The benchmarks say what a call costs, and what the alternatives would.
-func BenchmarkCalls(b *testing.B) {
-	c := must[gpu.Context](b)(needGPU(b).Retain(0))
-	m := must[gpu.Module](b)(c.LoadModule([]byte(ptx)))
-	f := must[*gpu.Function](b)(c.Function(m, "axpy"))
-	s := must[gpu.Stream](b)(c.NewStream())
-	e := must[gpu.Event](b)(c.NewEvent(false))
-	args := new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Float32(1).Int32(0)
-	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 32}}
-	launch := func() error { return c.Launch(f, one, s, args) }
-	ok(b, errors.Join(c.BeginCapture(s)))
-	for range 100 {
-		ok(b, launch())
-	}
-	g := must[*gpu.Graph](b)(c.EndCapture(s))
-
-	loop := func(do func() error) func(b *testing.B) {
-		return func(b *testing.B) {
-			var spent time.Duration
-			for left := b.N; left > 0; left -= 512 { // a full queue would time the GPU instead
-				start := time.Now()
-				for range min(left, 512) {
-					require.NoError(b, do())
-				}
-				spent += time.Since(start)
-				ok(b, c.SyncStream(s))
-			}
-			b.ReportMetric(float64(spent.Nanoseconds())/float64(b.N), "ns/call")
-		}
-	}
-	query := func() error { _, err := c.EventDone(e); return err }
-	b.Run("query", loop(query))
-	b.Run("launch", loop(launch))
-	b.Run("launch-graph-of-100", loop(func() error { return c.LaunchGraph(g, s) }))
-	b.Run("parallel-query", func(b *testing.B) {
-		b.RunParallel(func(pb *testing.PB) {
-			for pb.Next() {
-				require.NoError(b, query())
-			}
-		})
-	})
-
-	// The alternative: one thread that makes all calls.
-	calls, results := make(chan func() error), make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		for do := range calls {
-			results <- do()
-		}
-	}()
-	handOver := func(do func() error) func() error {
-		return func() error { calls <- do; return <-results }
-	}
-	b.Run("query-on-dedicated-thread", loop(handOver(query)))
-	b.Run("launch-on-dedicated-thread", loop(handOver(launch)))
-	close(calls)
-	ok(b, errors.Join(c.DestroyGraph(g), c.DestroyEvent(e), c.DestroyStream(s),
-		c.UnloadModule(m), c.Close()))
 }
