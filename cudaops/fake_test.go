@@ -208,6 +208,7 @@ func (k *fakeKernels) Unary(l *fake.Launch, a elementwise.Unary) {
 // unaryOps is what elementwise ops do with a number, and a parameter of theirs.
 var unaryOps = map[elementwise.UnaryOp]func(v, p float64) float64{
 	elementwise.Identity:    func(v, p float64) float64 { return v },
+	elementwise.Step:        func(v, p float64) float64 { return truth(v > 0) },
 	elementwise.Neg:         func(v, p float64) float64 { return -v },
 	elementwise.Abs:         func(v, p float64) float64 { return math.Abs(v) },
 	elementwise.Square:      func(v, p float64) float64 { return v * v },
