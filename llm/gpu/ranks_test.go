@@ -383,7 +383,7 @@ var large = flag.Bool("large", false, "train an 8B model on all GPUs, which take
 
 // TestRanksLarge tells how fast the shape of Llama 3.1 8B trains in full on all GPUs together, with
 // 2 × 4096 tokens a GPU. It also tells what that takes of their memory. On two GPUs that is some
-// 115 GB of each, or 95 GB where the backward pass computes blocks again.
+// 108 GB of each, and less where memory is limited or the backward pass computes blocks again.
 func TestRanksLarge(t *testing.T) {
 	if !*large {
 		t.Skip("takes minutes and hundreds of GB: -large")
