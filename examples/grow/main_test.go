@@ -66,7 +66,9 @@ func lastLine(t *testing.T, stdout string) (l last) {
 func TestRun(t *testing.T) {
 	out := t.TempDir()
 	var stdout, stderr strings.Builder
-	require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "2"), &stdout, &stderr), &stderr)
+	// tokens, since in so little time a busy machine grows no model
+	require.NoError(t, run(t.Context(), tiny(t, out, "-runs", "2", "-tokens", "9600"), &stdout,
+		&stderr), &stderr)
 	l := lastLine(t, stdout.String())
 	require.Equal(t, []uint64{1, 2}, l.Seeds)
 	told := strings.Count(stderr.String(), "Stack of size 2, 2 blocks to 4")
@@ -75,7 +77,7 @@ func TestRun(t *testing.T) {
 		require.Equal(t, l.Parameters, l.Become)
 	}
 	require.Len(t, l.Share, 2)
-	require.GreaterOrEqual(t, l.Seconds, 0.6)
+	require.Positive(t, l.Seconds)
 	for i := range 2 {
 		require.Less(t, l.Static[i], math.Log(256))
 		require.Less(t, l.Grown[i], math.Log(256))
