@@ -900,14 +900,15 @@ func TestRanksOneRound(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }} {
 		t.Run(name, func(t *testing.T) {
-			for _, rows := range []int{6, 600} { // where the arena has no room, and where it has
-				one := stepped{batches: 2, rows: rows}
-				want := trainRanksText(trainRanks(t, make, 1, one, nil, nil, 3))
-				for _, how := range []stepped{one, {2, true, false, rows}, {2, false, true, rows},
-					{2, true, true, rows}} {
-					requireSame(t, want, trainRanksText(trainRanks(t, make, 2, how, nil, nil, 3)),
-						"%+v", how)
+			for _, how := range []stepped{{2, false, false, 6}, {2, true, false, 6},
+				{2, false, true, 6}, {2, true, true, 6}, {2, true, true, 600}} {
+				if how.rows == 600 && testing.Short() { // the arena has room for what comes
+					continue
 				}
+				want := trainRanksText(trainRanks(t, make, 1, stepped{batches: 2, rows: how.rows},
+					nil, nil, 3))
+				requireSame(t, want, trainRanksText(trainRanks(t, make, 2, how, nil, nil, 3)),
+					"%+v", how)
 			}
 		})
 	}
