@@ -4,7 +4,6 @@ package plan
 
 import (
 	"cmp"
-	"maps"
 	"slices"
 )
 
@@ -57,20 +56,4 @@ func Insert(placed []*Interval, v *Interval) []*Interval {
 		return cmp.Compare(p.Offset, offset)
 	})
 	return slices.Insert(placed, i, v)
-}
-
-// Peak returns the most memory that the intervals need at any one step: a lower bound of what Pack
-// can reach.
-func Peak(all []*Interval, alignment int) int {
-	steps := map[int]int{}
-	for _, v := range all {
-		steps[v.First] += Align(v.Bytes, alignment)
-		steps[v.Last+1] -= Align(v.Bytes, alignment)
-	}
-	most, now := 0, 0
-	for _, s := range slices.Sorted(maps.Keys(steps)) {
-		now += steps[s]
-		most = max(most, now)
-	}
-	return most
 }

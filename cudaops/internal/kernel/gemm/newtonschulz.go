@@ -64,9 +64,6 @@ func NewtonSchulzTogether(rows, columns int) int {
 // Segments is how often X is formed.
 func (a NewtonSchulz) Segments() int { return kernel.CeilDiv(a.Steps, a.Together) }
 
-// Result is where the last X is.
-func (a NewtonSchulz) Result() gpu.Ptr { return a.X[a.Segments()%2] }
-
 // Run has the squares multiplied by symmetric, and X by apply: y = q·x, or x·q for a tall x.
 func (a NewtonSchulz) Run(symmetric func(Symmetric) error,
 	apply func(y, q, x gpu.Ptr) error) error {
