@@ -259,8 +259,7 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)
 	}
-	var s tune.Choice
-	if t.Mode == tune.Cached && t.store.Get(key, &s, t.Warn) {
+	if s, ok := t.store.Get(key); ok && t.Mode == tune.Cached {
 		if way := slices.Index(j.names(), s.Way); slices.Contains(left, way) {
 			c.Source, c.Cold, c.Warm = optime.Stored, s.Cold, s.Warm
 			return way, nil
@@ -281,8 +280,8 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 		return left[0], nil
 	}
 	c.Source, c.Cold, c.Warm = optime.Measured, x.cold[way], x.warm[way]
-	if err := t.store.Put(map[string]any{key: tune.Choice{Way: j.names()[way], Cold: c.Cold,
-		Warm: c.Warm}}); err != nil {
+	stored := tune.Choice{Way: j.names()[way], Cold: c.Cold, Warm: c.Warm}
+	if err := t.store.Put(key, stored); err != nil {
 		t.Warn(err.Error())
 	}
 	return way, nil

@@ -111,12 +111,14 @@ func TestStoredChoice(t *testing.T) {
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
 	store := tune.Open(c.Path, func(message string) { t.Error(message) })
 	const key = "card, CUDA 13000, build, Norm [3, 5]"
-	require.NoError(t, store.Put(map[string]any{
-		key: tune.Choice{Way: "narrow", Cold: 3 * time.Microsecond,
+	for added, choice := range map[string]tune.Choice{
+		"": {Way: "narrow", Cold: 3 * time.Microsecond,
 			Warm: 2 * time.Microsecond},
-		key + ", of [0 2]": tune.Choice{Way: "plain"},
-		key + ", of [0 1]": tune.Choice{Way: "wide"},
-	}))
+		", of [0 2]": {Way: "plain"},
+		", of [0 1]": {Way: "wide"},
+	} {
+		require.NoError(t, store.Put(key+added, choice))
+	}
 
 	chooser, _ := newTestChooser(t, c)
 	way, choice, err := chooser.choose(norm("[3, 5]"))

@@ -13,7 +13,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -120,12 +119,19 @@ func Open(path string, warn func(string)) *Store {
 // Limits of a file, a hundred models' worth: a choice has some hundred bytes, and a model some
 // dozens of them.
 const (
-	MaxFile    = 16 << 20 // bytes
+	maxFile    = 16 << 20 // bytes
 	maxChoices = 1 << 14
 )
 
-// Choices are choices by their keys, as JSON.
-type Choices map[string]json.RawMessage
+// Choices are choices by their keys.
+type Choices map[string]Choice
+
+// Choice is what is stored for a key: the fastest way, and what it took with cold and warm caches.
+type Choice struct {
+	Way  string        `json:"way"`
+	Cold time.Duration `json:"cold_ns"`
+	Warm time.Duration `json:"warm_ns"`
+}
 
 // UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may
 // have.
@@ -143,7 +149,7 @@ func (c *Choices) UnmarshalJSON(b []byte) error {
 		if len(*c) == maxChoices {
 			return fmt.Errorf("it has more than %d choices", maxChoices)
 		}
-		var choice json.RawMessage
+		var choice Choice
 		if err := d.Decode(&choice); err != nil {
 			return err
 		}
@@ -154,116 +160,64 @@ func (c *Choices) UnmarshalJSON(b []byte) error {
 
 // read returns a file's choices, none where there is no file.
 func read(path string) (Choices, error) {
-	b, err := regular.Read(path, MaxFile, "a file of choices has")
+	f := file{Choices: Choices{}}
+	b, err := regular.Read(path, maxFile, "a file of choices has")
 	if errors.Is(err, fs.ErrNotExist) {
-		return Choices{}, nil
+		return f.Choices, nil
 	}
 	if err != nil {
 		return nil, err
 	}
-	var f file
 	if err := json.Unmarshal(b, &f); err != nil {
 		return nil, fmt.Errorf("it is damaged: %w", err)
 	}
 	if f.Version != version {
 		return nil, fmt.Errorf("it is of version %d, want %d", f.Version, version)
 	}
-	if f.Choices == nil {
-		f.Choices = Choices{}
-	}
 	return f.Choices, nil
 }
 
-// Choice is what is stored for a key: the fastest way, and what it took with cold and warm caches.
-type Choice struct {
-	Way  string        `json:"way"`
-	Cold time.Duration `json:"cold_ns"`
-	Warm time.Duration `json:"warm_ns"`
-}
-
-// Get reads the choice stored for a key into choice and reports whether there is one. One that is
-// not of choice's type is as good as none, and warn is told so.
-func (s *Store) Get(key string, choice any, warn func(string)) bool {
-	s.mu.Lock()
-	b, ok := s.choices[key]
-	s.mu.Unlock()
-	if !ok {
-		return false
-	}
-	if err := json.Unmarshal(b, choice); err != nil {
-		warn(fmt.Sprintf("the choice stored for %s is ignored: %v", key, err))
-		return false
-	}
-	return true
-}
-
-// Put stores choices by their keys. The file changes at once or, on an error, not at all; what
-// another process has stored there meanwhile stays. After an error this process still remembers
-// them.
-func (s *Store) Put(choices map[string]any) error {
+// Get returns the choice stored for a key, and reports whether there is one.
+func (s *Store) Get(key string) (Choice, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for key, choice := range choices {
-		b, err := json.Marshal(choice)
-		if err != nil {
-			return fmt.Errorf("tune: the choice for %s: %w", key, err)
-		}
-		s.choices[key] = b
-	}
+	c, ok := s.choices[key]
+	return c, ok
+}
+
+// Put stores a choice. The file changes at once or, on an error, not at all; what another process
+// has stored there meanwhile stays. After an error this process still remembers the choice.
+func (s *Store) Put(key string, c Choice) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.choices[key] = c
 	if s.path == "" {
 		return nil
 	}
 	if theirs, err := read(s.path); err == nil {
-		for key, b := range theirs {
-			if s.choices[key] == nil {
-				s.choices[key] = b
+		for key, c := range theirs {
+			if _, ok := s.choices[key]; !ok {
+				s.choices[key] = c
 			}
 		}
 	}
 	if err := s.write(); err != nil {
-		return fmt.Errorf("tune: storing choices: %w", err)
+		return fmt.Errorf("tune: storing choices in %s: %w", s.path, err)
 	}
 	return nil
-}
-
-// All returns every choice, as JSON, by its key.
-func (s *Store) All() Choices {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return maps.Clone(s.choices)
-}
-
-// Clear forgets the choices whose keys match, on disk too, and returns how many they were.
-func (s *Store) Clear(match func(key string) bool) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	before := maps.Clone(s.choices)
-	maps.DeleteFunc(s.choices, func(key string, _ json.RawMessage) bool { return match(key) })
-	gone := len(before) - len(s.choices)
-	if gone == 0 || s.path == "" {
-		return gone, nil
-	}
-	if err := s.write(); err != nil {
-		s.choices = before
-		return 0, fmt.Errorf("tune: clearing choices: %w", err)
-	}
-	return gone, nil
 }
 
 // write replaces the file by one that is complete.
 func (s *Store) write() error {
 	if len(s.choices) > maxChoices {
-		return fmt.Errorf("there are %d choices, and a file has %d at most: clear those that are "+
-			"no longer asked for", len(s.choices), maxChoices)
+		return fmt.Errorf("there are %d, and a file has %d at most: delete it, so that what is "+
+			"asked for is timed anew", len(s.choices), maxChoices)
 	}
 	b, err := json.MarshalIndent(file{version, s.choices}, "", "\t")
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(filepath.Dir(s.path), 0o755); err != nil {
-		return err
-	}
-	return atomicfile.Write(s.path, func(f *os.File) error {
+	return atomicfile.WriteMkdir(s.path, func(f *os.File) error {
 		_, err := f.Write(b)
 		return err
 	})

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 	"testing"
 
@@ -28,22 +27,21 @@ func TestStore(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "new", "tune.json")
 	s := Open(path, silent(t))
 	require.Same(t, s, Open(path, silent(t)), "two stores for one file in a process")
-	var got [2]uint64
-	require.False(t, s.Get("a", &got, silent(t)), "a new store knows a choice")
-	require.NoError(t, s.Put(map[string]any{"a": [2]uint64{1, 1<<64 - 1}}))
+	_, ok := s.Get("a")
+	require.False(t, ok, "a new store knows a choice")
+	require.NoError(t, s.Put("a", Choice{"x", 1, 1<<63 - 1}))
 	other := reopen(t, path, silent(t))
-	require.True(t, other.Get("a", &got, silent(t)))
-	require.Equal(t, [2]uint64{1, 1<<64 - 1}, got)
-	require.False(t, other.Get("b", &got, silent(t)), "it has a choice for another key")
-	require.NoError(t, other.Put(map[string]any{"b": "x"}))
-	if err := s.Put(map[string]any{"c": "y"}); err != nil { // which has not read b
-		t.Fatal(err)
-	}
+	got, ok := other.Get("a")
+	require.True(t, ok)
+	require.Equal(t, Choice{"x", 1, 1<<63 - 1}, got)
+	_, ok = other.Get("b")
+	require.False(t, ok, "it has a choice for another key")
+	require.NoError(t, other.Put("b", Choice{Way: "b"}))
+	require.NoError(t, s.Put("c", Choice{Way: "c"}), "it has not read b")
 	third := reopen(t, path, silent(t))
 	for _, key := range []string{"b", "c"} {
-		if text := ""; !third.Get(key, &text, silent(t)) || text == "" {
-			t.Errorf("%s is lost", key)
-		}
+		got, _ := third.Get(key)
+		require.Equal(t, key, got.Way)
 	}
 	left, err := os.ReadDir(filepath.Dir(path))
 	require.NoError(t, err)
@@ -53,8 +51,9 @@ func TestStore(t *testing.T) {
 // TestDamaged wants a warning, an empty store, and a good one after the next choice.
 func TestDamaged(t *testing.T) {
 	for name, content := range map[string]string{"text": "choices",
-		"cut": `{"version":1,"choices":{"a":[1`, "version": `{"version":2,"choices":{"a":1}}`,
-		"empty": ""} {
+		"cut": `{"version":1,"choices":{"a":{`, "empty": "", "none": "{}",
+		"version": `{"version":2,"choices":{"a":{}}}`, "list": `{"version":1,"choices":[]}`,
+		"type": `{"version":1,"choices":{"a":{},"b":"text"}}`} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "tune.json")
 			require.NoError(t, os.WriteFile(path, []byte(content), 0o644))
@@ -62,34 +61,25 @@ func TestDamaged(t *testing.T) {
 			s := Open(path, func(s string) { warnings = append(warnings, s) })
 			require.Len(t, warnings, 1)
 			require.Contains(t, warnings[0], path)
-			var v int
-			require.False(t, s.Get("a", &v, silent(t)), "it has a choice")
-			require.NoError(t, s.Put(map[string]any{"a": 5}))
-			require.True(t, reopen(t, path, silent(t)).Get("a", &v, silent(t)))
-			require.Equal(t, 5, v)
+			_, ok := s.Get("a")
+			require.False(t, ok, "it has a choice")
+			require.NoError(t, s.Put("a", Choice{Cold: 5}))
+			got, _ := reopen(t, path, silent(t)).Get("a")
+			require.Equal(t, Choice{Cold: 5}, got)
 		})
 	}
-	path := filepath.Join(t.TempDir(), "tune.json")
-	require.NoError(t, os.WriteFile(path, []byte(`{"version":1,"choices":{"a":"text"}}`),
-		0o644))
-	warned, v := 0, 0
-	require.False(t, Open(path, silent(t)).Get("a", &v, func(string) { warned++ }))
-	require.Equal(t, 1, warned)
 }
 
 // TestUnwritable wants an error, and the choice remembered.
 func TestUnwritable(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
-	if err := os.MkdirAll(path, 0o755); err != nil { // a folder in its place
-		t.Fatal(err)
-	}
+	require.NoError(t, os.MkdirAll(path, 0o755), "a folder in its place")
 	warned := 0
 	s := Open(path, func(string) { warned++ })
-	require.Error(t, s.Put(map[string]any{"a": 5}))
+	require.Error(t, s.Put("a", Choice{Cold: 5}))
 	require.Equal(t, 1, warned)
-	if v := 0; !s.Get("a", &v, silent(t)) || v != 5 {
-		t.Errorf("remembered %d", v)
-	}
+	got, _ := s.Get("a")
+	require.Equal(t, Choice{Cold: 5}, got)
 }
 
 func TestConcurrent(t *testing.T) {
@@ -97,16 +87,14 @@ func TestConcurrent(t *testing.T) {
 	var all sync.WaitGroup
 	for i := range 8 {
 		all.Go(func() {
-			s := Open(path, silent(t))
-			require.NoError(t, s.Put(map[string]any{fmt.Sprint(i): i}))
+			require.NoError(t, Open(path, silent(t)).Put(fmt.Sprint(i), Choice{Way: fmt.Sprint(i)}))
 		})
 	}
 	all.Wait()
 	s := reopen(t, path, silent(t))
 	for i := range 8 {
-		if v := -1; !s.Get(fmt.Sprint(i), &v, silent(t)) || v != i {
-			t.Errorf("choice %d is %d", i, v)
-		}
+		got, _ := s.Get(fmt.Sprint(i))
+		require.Equal(t, fmt.Sprint(i), got.Way)
 	}
 }
 
@@ -114,24 +102,11 @@ func TestOverride(t *testing.T) {
 	for value, want := range map[string]Mode{"": Cached, "off": Off,
 		"FULL": Full, "cached": Cached} {
 		t.Setenv(Variable, value)
-		if m, err := Override(Cached); err != nil || m != want {
-			t.Errorf("%q gives %v, %v, want %v", value, m, err, want)
-		}
+		m, err := Override(Cached)
+		require.NoError(t, err)
+		require.Equal(t, want, m)
 	}
 	t.Setenv(Variable, "yes")
-	if _, err := Override(Off); err == nil || !strings.Contains(err.Error(), Variable) {
-		t.Errorf("error %v", err)
-	}
-}
-
-func TestClear(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "tune.json")
-	s := Open(path, silent(t))
-	require.NoError(t, s.Put(map[string]any{"one, a": 1, "one, b": 2, "two, a": 3}))
-	n, err := s.Clear(func(key string) bool { return strings.HasPrefix(key, "one") })
-	require.NoError(t, err)
-	require.Equal(t, 2, n)
-	left := reopen(t, path, silent(t)).All()
-	require.Len(t, left, 1)
-	require.Equal(t, "3", string(left["two, a"]))
+	_, err := Override(Off)
+	require.ErrorContains(t, err, Variable)
 }
