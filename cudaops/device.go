@@ -42,7 +42,7 @@ const minMajor, minMinor = 8, 0
 
 // Device is a GPU in use, from Open to Close. Its methods may be called from any goroutine.
 type Device struct {
-	ctx     *gpu.Observed
+	ctx     gpu.Context
 	info    gpu.DeviceInfo
 	version int
 
@@ -137,7 +137,7 @@ func Open(opts ...DeviceOption) (*Device, error) {
 			return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
 		}
 	}
-	d := &Device{ctx: &gpu.Observed{Context: ctx}, info: info, version: nvidia.Version()}
+	d := &Device{ctx: ctx, info: info, version: nvidia.Version()}
 	d.kernels = run.NewLauncher(d.ctx)
 	return d, nil
 }

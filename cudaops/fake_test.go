@@ -1104,11 +1104,6 @@ func OpenFake(t testing.TB) (*Device, MachineOption) {
 	return device, option
 }
 
-// Wrap puts something around a device's context.
-func Wrap(d *Device, around func(gpu.Context) gpu.Context) {
-	d.ctx.Context = around(d.ctx.Context)
-}
-
 // batch is a model's graph and inputs for it.
 type batch struct {
 	*llm.Graph

@@ -618,6 +618,7 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 	a, b := newWideKasminaGraph(t, seed, width, nil, layer...),
 		newWideKasminaGraph(t, seed, width, nil, layer...)
 	var log bytes.Buffer
+	counter := counting(device)
 	m := a.open(t, device, append(opts, logTo(&log))...)
 	defer m.Close()
 	tape := tapeMachine(t, b.g)
@@ -631,9 +632,9 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 				}
 			}
 			tape.Reset()
-			before := device.ctx.Stats()
+			counter.take()
 			require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()), at)
-			captured := device.ctx.Stats().Sub(before).GraphLaunches > 0
+			captured := counter.take().graphs > 0
 			require.Equal(t, c.onHost, m.runner.OnHost(), at)
 			require.Equal(t, !c.onHost && (step > 0 || c.to != state.Dormant), captured, at)
 			sameAsTape(t, m, a, b, 1e-4, 1e-4)
@@ -884,25 +885,22 @@ func TestKasminaReports(t *testing.T) {
 		check := func(t *testing.T, device *Device, opts ...MachineOption) {
 			a, b := newKasminaChain(t, seed, c.telemetry, seeds),
 				newKasminaChain(t, seed, c.telemetry, seeds)
+			counter := counting(device)
 			m := openMachine(t, device, a.loss.Graph(), append(opts, WithParams(a.params...),
 				WithOutputs(a.loss))...)
 			tape := tapeMachine(t, b.loss.Graph())
 			for step := range 5 {
 				tape.Reset()
-				before := device.ctx.Stats()
+				counter.take()
 				require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
-				copies, size := int64(1), 4*all*c.words
+				want := copies{1, 4 * all * c.words}
 				for _, p := range a.params {
 					// scales, which tell whether anybody has written the slots
 					if step == 0 && p.Dims() == 1 {
-						copies, size = copies+1, size+int64(4*p.Shape().TotalSize())
+						want.add(copies{1, int64(4 * p.Shape().TotalSize())})
 					}
 				}
-				if down := device.ctx.Stats().Sub(before).ToHost; int64(down.Count) != copies ||
-					down.Bytes != size {
-					t.Errorf("step %d: %d copies to the host of %d bytes, want %d of %d", step,
-						down.Count, down.Bytes, copies, size)
-				}
+				require.Equal(t, want, counter.take().down, step)
 				for i, p := range a.params {
 					require.Less(t, distance(t, valueIn(t, m, p.Deriv()),
 						b.params[i].Deriv().Value()), 1e-4, "%v, %v", step, p.Name())

@@ -306,15 +306,16 @@ func TestMemory(t *testing.T) {
 	for name, opts := range map[string][]MachineOption{"plain": nil, "float8": {float8Products},
 		"gathered": {WithAccumulation()}, "scaled": {scaledGradients}} {
 		device, _, fakeOption := openFake(t, fake.Config{})
-		before := device.ctx.Stats().DeviceBytes
+		before, _, err := device.Memory()
+		require.NoError(t, err)
 		_, b := float8Model(t, llm.ForTraining, 3, 32)
 		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
 			append([]MachineOption{fakeOption}, opts...))
 		check := func(what string) {
 			t.Helper()
-			if held, told := int(device.ctx.Stats().DeviceBytes-before), m.Memory(); held != told {
-				t.Errorf("%s, %s: it holds %d bytes and tells of %d", name, what, held, told)
-			}
+			free, _, err := device.Memory()
+			require.NoError(t, err)
+			require.Equal(t, int(before-free), m.Memory(), "%s, %s", name, what)
 		}
 		check("without an optimiser")
 		for _, newOptimizer := range []func() (optim.Optimizer, error){newMuon, newAdamW} {
@@ -754,9 +755,9 @@ func TestKasminaSums(t *testing.T) {
 
 // fakeMemory lets collectives over loopback work in a fake driver's memory, in the place of NCCL:
 // when all that was enqueued before is done.
-type fakeMemory struct{ ctx *gpu.Observed }
+type fakeMemory struct{ ctx gpu.Context }
 
-func (f fakeMemory) device() *fake.Context { return f.ctx.Context.(*fake.Context) }
+func (f fakeMemory) device() *fake.Context { return f.ctx.(*fake.Context) }
 
 func (f fakeMemory) Alloc(bytes int) (comm.Ptr, error) {
 	p, err := f.device().Alloc(bytes)
@@ -934,7 +935,7 @@ func TestRanksLossThatIsNone(t *testing.T) {
 			spoil := i < 2 && i == rank
 			if spoil {
 				at := m.runner.Program.Values[loss].Ptr()
-				b, err := d.ctx.Context.(*fake.Context).Bytes(at, 4)
+				b, err := d.ctx.(*fake.Context).Bytes(at, 4)
 				require.NoError(t, err)
 				binary.LittleEndian.PutUint32(b, math.Float32bits(float32(math.NaN())))
 			}
@@ -1088,7 +1089,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 	d, _, kernels := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
 	var at []int64 // launches before each bucket's
-	launches := func() int64 { return int64(len(d.ctx.Context.(*fake.Context).Trace())) }
+	launches := func() int64 { return int64(len(d.ctx.(*fake.Context).Trace())) }
 	g := &silent{}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
 	m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), small)
@@ -1319,7 +1320,7 @@ func TestRanksDivided(t *testing.T) {
 func TestRanksWeightsBeside(t *testing.T) {
 	d, _, kernels := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
-	memory := d.ctx.Context.(*fake.Context)
+	memory := d.ctx.(*fake.Context)
 	var came []gpu.Ptr
 	var with byte
 	g := &silent{asked: func(comm.Stream) {}}

@@ -104,7 +104,7 @@ func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >=
 // Program chooses for every call of a program.
 func (t *Chooser) Program(p *program.Program) error {
 	for _, c := range p.Calls {
-		if err := t.call(p, c); err != nil {
+		if err := t.call(c); err != nil {
 			return fmt.Errorf("%s: %w", c.Node, err)
 		}
 	}
@@ -112,18 +112,13 @@ func (t *Chooser) Program(p *program.Program) error {
 }
 
 // call chooses for a call.
-func (t *Chooser) call(p *program.Program, c *program.Call) error {
+func (t *Chooser) call(c *program.Call) error {
 	if m, ok := c.Params.(program.Matmul); ok {
 		plan, err := t.product(&m)
 		if err != nil {
 			return err
 		}
-		c.Choice = plan.Choice
-		if n := plan.WorkspaceBytes(); n > 0 && n <= littleWorkspace {
-			m.WorkspaceBytes = n
-			c.Args = append(c.Args, program.Reads("Workspace", p.NewZeros(n)))
-		}
-		c.Params = m
+		c.Params, c.Choice = m, plan.Choice
 		return nil
 	}
 	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != 0 || hasNone(c) {
@@ -144,10 +139,6 @@ func (t *Chooser) call(p *program.Program, c *program.Call) error {
 	c.Params, c.Choice = program.WithWay(c.Params, ways[way]), choice
 	return nil
 }
-
-// littleWorkspace is the most that a product gets for itself, so that all of it is set to zero once
-// a run. It holds counters, which cuBLASLt would set to zero in front of each product.
-const littleWorkspace = 1 << 10
 
 // hasNone reports whether a call has an operand without elements.
 func hasNone(c *program.Call) bool {

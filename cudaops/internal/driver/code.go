@@ -1,9 +1,7 @@
 package driver
 
 import (
-	"bytes"
 	"errors"
-	"math"
 	"runtime"
 	"sync"
 	"unsafe"
@@ -11,34 +9,16 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// jit is the option block of a module load: it asks for the compiler's error log.
-type jit struct {
-	options [2]uint32
-	values  [2]uintptr
-	log     [16 << 10]byte
-}
-
 func (c *context) LoadModule(image []byte) (gpu.Module, error) {
 	if len(image) == 0 {
-		return 0, gpu.NewError("cuModuleLoadDataEx", gpu.InvalidImage, "", "the image is empty")
+		return 0, gpu.NewError("cuModuleLoadData", gpu.InvalidImage, "", "the image is empty")
 	}
 	// The copy is aligned to 8 bytes, as fat binaries must be, and ends in a zero, as PTX must.
 	aligned := make([]uint64, len(image)/8+1)
 	copy(gpu.Bytes(aligned), image)
-	const errorLogBuffer, errorLogBufferBytes = 5, 6
-	j := new(jit)
-	j.options = [2]uint32{errorLogBuffer, errorLogBufferBytes}
-	j.values = [2]uintptr{uintptr(unsafe.Pointer(&j.log)), unsafe.Sizeof(j.log)}
 	var m gpu.Module
-	err := c.call(&c.ModuleLoadDataEx, uintptr(unsafe.Pointer(&m)),
-		uintptr(unsafe.Pointer(&aligned[0])),
-		uintptr(len(j.options)), uintptr(unsafe.Pointer(&j.options)),
-		uintptr(unsafe.Pointer(&j.values)))
-	var e *gpu.Error
-	if errors.As(err, &e) {
-		log, _, _ := bytes.Cut(j.log[:], []byte{0})
-		e.Detail = string(bytes.TrimSpace(log))
-	}
+	err := c.call(&c.ModuleLoadData, uintptr(unsafe.Pointer(&m)),
+		uintptr(unsafe.Pointer(&aligned[0])))
 	return m, err
 }
 
@@ -50,45 +30,36 @@ func (c *context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	err := c.call(&c.ModuleGetFunction, uintptr(unsafe.Pointer(&f.Handle)), uintptr(m),
 		uintptr(unsafe.Pointer(&cname[0])))
 	if err != nil {
-		var e *gpu.Error
-		if errors.As(err, &e) {
-			e.Detail = "kernel " + name
-		}
-		return nil, err
+		return nil, inDetail(err, "kernel "+name)
 	}
 	f.Params, err = c.params(f.Handle)
 	return f, err
 }
 
-// params asks for the layout of a kernel's parameters. Before CUDA 13.2 their number is known only
-// from the first refusal, which compute-sanitizer lists as an API error unless it is told
-// --report-api-errors no.
+// inDetail adds to an error of the driver what it is about.
+func inDetail(err error, detail string) error {
+	var e *gpu.Error
+	if errors.As(err, &e) {
+		e.Detail += detail
+	}
+	return err
+}
+
+// params asks for the layout of a kernel's parameters. Their number is known from the first
+// refusal, which compute-sanitizer lists as an API error unless it is told --report-api-errors no.
 func (c *context) params(function uintptr) ([]gpu.Param, error) {
-	if c.FuncGetParamInfo.addr == 0 {
-		return nil, nil
-	}
-	count := math.MaxInt
-	counted := c.FuncGetParamCount.addr != 0
-	if counted {
-		if err := c.call(&c.FuncGetParamCount, function,
-			uintptr(unsafe.Pointer(&count))); err != nil {
-			return nil, err
-		}
-	}
-	params := []gpu.Param{}
-	for i := range count {
+	for params := []gpu.Param{}; ; {
 		var p gpu.Param
-		err := c.call(&c.FuncGetParamInfo, function, uintptr(i), uintptr(unsafe.Pointer(&p.Offset)),
-			uintptr(unsafe.Pointer(&p.Size)))
-		if !counted && errors.Is(err, gpu.InvalidValue) {
-			break
+		err := c.call(&c.FuncGetParamInfo, function, uintptr(len(params)),
+			uintptr(unsafe.Pointer(&p.Offset)), uintptr(unsafe.Pointer(&p.Size)))
+		if errors.Is(err, gpu.InvalidValue) {
+			return params, nil
 		}
 		if err != nil {
 			return nil, err
 		}
 		params = append(params, p)
 	}
-	return params, nil
 }
 
 func (c *context) AllowShared(f *gpu.Function, bytes int) error {
@@ -141,34 +112,16 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 	frame.size = uintptr(len(frame.args))
 	frame.extra = [5]uintptr{1, uintptr(unsafe.Pointer(unsafe.SliceData(frame.args))), 2,
 		uintptr(unsafe.Pointer(&frame.size)), 0}
-	grid, block := l.Grid.Ones(), l.Block.Ones()
-	var err error
-	if l.Extended() {
-		err = c.launchEx(f, l, s, frame)
-	} else {
-		err = c.call(&c.LaunchKernel, f.Handle, uintptr(grid.X), uintptr(grid.Y),
-			uintptr(grid.Z), uintptr(block.X),
-			uintptr(block.Y), uintptr(block.Z), uintptr(l.Shared), uintptr(s), 0,
+	frame.set(l, s)
+	err := c.Watch(s, gpu.Work{Name: f.Name}, func() error {
+		return c.call(&c.LaunchKernel, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
 			uintptr(unsafe.Pointer(&frame.extra)))
-	}
+	})
 	runtime.KeepAlive(frame)
 	if err != nil {
-		var e *gpu.Error
-		if errors.As(err, &e) {
-			e.Call += "(" + f.Name + ")"
-			e.Detail += l.String()
-		}
-		return err
+		return inDetail(err, "kernel "+f.Name+", "+l.String())
 	}
-	c.ledger.Add(s, gpu.Stats{Launches: 1})
 	return nil
-}
-
-func (c *context) launchEx(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream,
-	frame *launchFrame) error {
-	frame.set(l, s)
-	return c.call(&c.LaunchKernelEx, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
-		uintptr(unsafe.Pointer(&frame.extra)))
 }
 
 func (c *context) OccupancyClusters(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
@@ -225,41 +178,25 @@ var tensorMapTypes = map[gpu.DType]uintptr{gpu.Float32: 7, gpu.Float16: 6,
 
 func (c *context) BeginCapture(s gpu.Stream) error {
 	const relaxed = 2 // the other modes tie a capture to one thread
-	if err := c.call(&c.StreamBeginCapture, uintptr(s), relaxed); err != nil {
-		return err
-	}
-	c.ledger.BeginCapture(s)
-	return nil
+	return c.call(&c.StreamBeginCapture, uintptr(s), relaxed)
 }
 
 func (c *context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
-	work, surplus := c.ledger.EndCapture(s)
-	g := &gpu.Graph{Work: work}
-	var graph, nodes uintptr
+	g := new(gpu.Graph)
+	var graph uintptr
 	if err := c.call(&c.StreamEndCapture, uintptr(s), uintptr(unsafe.Pointer(&graph))); err != nil {
 		return nil, err
 	}
-	for _, node := range surplus {
-		c.takeOut(graph, node)
-	}
-	err := c.call(&c.GraphGetNodes, graph, 0, uintptr(unsafe.Pointer(&nodes)))
-	if err == nil {
-		err = c.call(&c.GraphInstantiate, uintptr(unsafe.Pointer(&g.Handle)), graph, 0)
-	}
-	g.Nodes = int(nodes)
-	if err := errors.Join(err, c.call(&c.cudaAPI.GraphDestroy, graph)); err != nil {
+	if err := errors.Join(
+		c.call(&c.GraphInstantiate, uintptr(unsafe.Pointer(&g.Handle)), graph, 0),
+		c.call(&c.cudaAPI.GraphDestroy, graph)); err != nil {
 		return nil, err
 	}
-	g.Work.GraphLaunches++
 	return g, nil
 }
 
 func (c *context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
-	if err := c.call(&c.GraphLaunch, g.Handle, uintptr(s)); err != nil {
-		return err
-	}
-	c.ledger.Add(s, g.Work)
-	return nil
+	return c.call(&c.GraphLaunch, g.Handle, uintptr(s))
 }
 
 func (c *context) DestroyGraph(g *gpu.Graph) error { return c.call(&c.GraphExecDestroy, g.Handle) }

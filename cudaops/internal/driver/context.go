@@ -27,7 +27,8 @@ type context struct {
 	info    gpu.DeviceInfo
 	release func() error
 	closed  atomic.Bool
-	ledger  gpu.Ledger
+	pinned  gpu.Pinned
+	gpu.Observers
 
 	blasLock sync.Mutex
 	blas     *cublasLt
@@ -51,10 +52,6 @@ func (c *context) on(f func() error) error {
 //
 //go:uintptrescapes
 func (c *context) call(p *proc, args ...uintptr) error {
-	if p.addr == 0 {
-		return gpu.NewError(p.name, gpu.NotSupported, "",
-			"needs a driver for CUDA "+p.since+" or later")
-	}
 	return c.on(func() error { return c.check(p, p.call(args...)) })
 }
 
@@ -63,8 +60,6 @@ func (c *context) Handle() uintptr        { return c.handle }
 
 // Do is for libraries that work in the current context.
 func (c *context) Do(f func() error) error { return c.on(f) }
-
-func (c *context) Stats() gpu.Stats { return c.ledger.Stats() }
 
 func (c *context) Close() error {
 	if c.closed.Load() {
@@ -80,31 +75,20 @@ func (c *context) Close() error {
 
 func (c *context) Alloc(bytes int) (gpu.Ptr, error) {
 	var p gpu.Ptr
-	if bytes <= 0 {
-		return 0, gpu.NewError("cuMemAlloc", gpu.InvalidValue, "",
-			fmt.Sprintf("%d bytes asked for", bytes))
-	}
-	if err := c.call(&c.MemAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes)); err != nil {
-		if errors.Is(err, gpu.OutOfMemory) {
-			if free, total, infoErr := c.MemInfo(); infoErr == nil {
-				return 0, gpu.NewOutOfMemory(bytes, free, total)
-			}
+	err := c.call(&c.MemAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes))
+	if errors.Is(err, gpu.OutOfMemory) {
+		if free, total, infoErr := c.MemInfo(); infoErr == nil {
+			return 0, gpu.NewOutOfMemory(bytes, free, total)
 		}
-		return 0, err
 	}
-	c.ledger.Allocated(p, bytes)
-	return p, nil
+	return p, err
 }
 
 func (c *context) Free(p gpu.Ptr) error {
 	if p == 0 {
 		return nil
 	}
-	if err := c.call(&c.MemFree, uintptr(p)); err != nil {
-		return err
-	}
-	c.ledger.Freed(p)
-	return nil
+	return c.call(&c.MemFree, uintptr(p))
 }
 
 func (c *context) AllocHost(bytes int) ([]byte, error) {
@@ -119,12 +103,12 @@ func (c *context) AllocHost(bytes int) ([]byte, error) {
 		return nil, fmt.Errorf("%s of pinned host memory: %w", gpu.Size(uint64(bytes)), err)
 	}
 	b := unsafe.Slice(p, bytes)
-	c.ledger.Pin(b)
+	c.pinned.Add(b)
 	return b, nil
 }
 
 func (c *context) FreeHost(b []byte) error {
-	if !c.ledger.Unpin(b) {
+	if !c.pinned.Remove(b) {
 		return gpu.NewError("cuMemFreeHost", gpu.InvalidValue, "",
 			"not a slice that AllocHost returned")
 	}
@@ -137,102 +121,65 @@ func (c *context) MemInfo() (free, total uint64, err error) {
 }
 
 func (c *context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
-	if len(src) == 0 {
-		return nil
-	}
-	async, err := c.ledger.CheckHost("cuMemcpyHtoDAsync", src, s)
-	if err != nil {
-		return err
-	}
-	err = c.call(&c.MemcpyHtoDAsync, uintptr(dst), uintptr(unsafe.Pointer(&src[0])),
-		uintptr(len(src)), uintptr(s))
-	return c.copied(err, async, s,
-		gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: int64(len(src))}})
+	return c.enqueue("copy to the device", len(src), src, s, &c.MemcpyHtoDAsync, uintptr(dst),
+		uintptr(unsafe.Pointer(unsafe.SliceData(src))), uintptr(len(src)), uintptr(s))
 }
 
 func (c *context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
-	if len(dst) == 0 {
-		return nil
-	}
-	async, err := c.ledger.CheckHost("cuMemcpyDtoHAsync", dst, s)
-	if err != nil {
-		return err
-	}
-	err = c.call(&c.MemcpyDtoHAsync, uintptr(unsafe.Pointer(&dst[0])), uintptr(src),
-		uintptr(len(dst)), uintptr(s))
-	return c.copied(err, async, s, gpu.Stats{ToHost: gpu.Copies{Count: 1, Bytes: int64(len(dst))}})
-}
-
-// copied counts a copy and waits for it when the memory is Go's own: CUDA promises only on some
-// machines that it has finished with such memory by then, and the garbage collector may take it
-// away.
-func (c *context) copied(err error, async bool, s gpu.Stream, work gpu.Stats) error {
-	if err != nil {
-		return err
-	}
-	c.ledger.Add(s, work)
-	if async {
-		return nil
-	}
-	return c.SyncStream(s)
+	return c.enqueue("copy to the host", len(dst), dst, s, &c.MemcpyDtoHAsync,
+		uintptr(unsafe.Pointer(unsafe.SliceData(dst))), uintptr(src), uintptr(len(dst)), uintptr(s))
 }
 
 func (c *context) CopyOnDevice(dst, src gpu.Ptr, bytes int, s gpu.Stream) error {
-	return c.enqueue(bytes, s, gpu.Stats{OnDevice: gpu.Copies{Count: 1, Bytes: int64(bytes)}},
-		&c.MemcpyDtoDAsync, uintptr(dst), uintptr(src),
-		uintptr(bytes), uintptr(s))
+	return c.enqueue("copy on the device", bytes, nil, s, &c.MemcpyDtoDAsync, uintptr(dst),
+		uintptr(src), uintptr(bytes), uintptr(s))
 }
 
 func (c *context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
-	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD8Async, uintptr(dst), uintptr(v),
-		uintptr(n), uintptr(s))
+	return c.enqueue("memset", n, nil, s, &c.MemsetD8Async, uintptr(dst), uintptr(v), uintptr(n),
+		uintptr(s))
 }
 
-func (c *context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
-	return c.enqueue(n, s, gpu.Stats{Memsets: 1}, &c.MemsetD32Async, uintptr(dst), uintptr(v),
-		uintptr(n), uintptr(s))
-}
-
-// enqueue is a call that puts n bytes or words of work on a stream.
-func (c *context) enqueue(n int, s gpu.Stream, work gpu.Stats, p *proc, args ...uintptr) error {
-	if n < 0 {
-		return gpu.NewError(p.name, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", n))
-	}
+// enqueue puts n bytes of work on a stream. It waits for a copy when the host memory is Go's own:
+// CUDA promises only on some machines that it has finished with such memory by then, and the
+// garbage collector may take it away. See [proc.call] for the directive.
+//
+//go:uintptrescapes
+func (c *context) enqueue(what string, n int, host []byte, s gpu.Stream, p *proc,
+	args ...uintptr) error {
 	if n == 0 {
 		return nil
 	}
-	if err := c.call(p, args...); err != nil {
-		return err
-	}
-	c.ledger.Add(s, work)
-	return nil
+	return c.Watch(s, gpu.Work{Name: what}, func() error {
+		if err := c.call(p, args...); err != nil || host == nil || c.pinned.Has(host) {
+			return err
+		}
+		return c.SyncStream(s)
+	})
 }
 
 // a stream is independent of the default stream, which other libraries in the process may use
 const nonBlocking = 1
 
-func (c *context) NewStream() (gpu.Stream, error) {
-	var s gpu.Stream
-	err := c.call(&c.StreamCreate, uintptr(unsafe.Pointer(&s)), nonBlocking)
-	return s, err
-}
+func (c *context) NewStream() (gpu.Stream, error) { return c.newStream(0) }
 
 func (c *context) NewUrgentStream() (gpu.Stream, error) {
 	var least, most int32
-	var s gpu.Stream
-	err := c.call(&c.StreamPriority, uintptr(unsafe.Pointer(&least)),
-		uintptr(unsafe.Pointer(&most)))
-	if err == nil {
-		err = c.call(&c.StreamCreateWith, uintptr(unsafe.Pointer(&s)), nonBlocking, uintptr(most))
+	if err := c.call(&c.StreamPriority, uintptr(unsafe.Pointer(&least)),
+		uintptr(unsafe.Pointer(&most))); err != nil {
+		return 0, err
 	}
+	return c.newStream(most)
+}
+
+func (c *context) newStream(priority int32) (s gpu.Stream, err error) {
+	err = c.call(&c.StreamCreate, uintptr(unsafe.Pointer(&s)), nonBlocking, uintptr(priority))
 	return s, err
 }
 
 func (c *context) DestroyStream(s gpu.Stream) error { return c.call(&c.StreamDestroy, uintptr(s)) }
-func (c *context) SyncStream(s gpu.Stream) error {
-	return c.call(&c.StreamSynchronize, uintptr(s))
-}
-func (c *context) Synchronize() error { return c.call(&c.CtxSynchronize) }
+func (c *context) SyncStream(s gpu.Stream) error    { return c.call(&c.StreamSynchronize, uintptr(s)) }
+func (c *context) Synchronize() error               { return c.call(&c.CtxSynchronize) }
 
 func (c *context) NewEvent(timing bool) (gpu.Event, error) {
 	flags := uintptr(2) // without timing, which is cheaper
@@ -256,11 +203,7 @@ func (c *context) EventDone(e gpu.Event) (bool, error) {
 }
 
 func (c *context) Record(e gpu.Event, s gpu.Stream) error {
-	err := c.call(&c.EventRecord, uintptr(e), uintptr(s))
-	if err == nil {
-		c.ledger.Record(e, s)
-	}
-	return err
+	return c.call(&c.EventRecord, uintptr(e), uintptr(s))
 }
 
 func (c *context) Await(s gpu.Stream, e gpu.Event) error {
@@ -269,11 +212,7 @@ func (c *context) Await(s gpu.Stream, e gpu.Event) error {
 }
 
 func (c *context) WaitEvent(s gpu.Stream, e gpu.Event) error {
-	err := c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
-	if err == nil {
-		c.ledger.Wait(s, e)
-	}
-	return err
+	return c.call(&c.StreamWaitEvent, uintptr(s), uintptr(e), 0)
 }
 
 func (c *context) Mark(e gpu.Event, s gpu.Stream) error {

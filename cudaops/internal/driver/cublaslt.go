@@ -3,7 +3,6 @@ package driver
 import (
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"unsafe"
 
@@ -46,12 +45,8 @@ func (c *context) Blas() (gpu.Blas, error) {
 	f := sharedlib.Host()
 	b, tried := sharedlib.Load(f, blasPlaces(f), c.version/1000,
 		func(path string) (*cublasLt, error) {
-			library, err := sharedlib.Open(path)
-			if err != nil {
-				return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
-			}
 			b := &cublasLt{ctx: c}
-			if err := bind(library, path, &b.blasAPI); err != nil {
+			if err := bind(path, &b.blasAPI); err != nil {
 				return nil, err
 			}
 			b.version = int(b.GetVersion.call())
@@ -90,6 +85,7 @@ func (b *cublasLt) close() error { return b.call(&b.Destroy, b.handle) }
 type blasPlan struct {
 	b     *cublasLt
 	spec  gpu.MatmulSpec
+	work  gpu.Work
 	algos []gpu.Algo
 
 	mu                        sync.Mutex // guards desc's pointers and the scalars
@@ -126,7 +122,7 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 	if err != nil {
 		return nil, err
 	}
-	p := &blasPlan{b: b, spec: m}
+	p := &blasPlan{b: b, spec: m, work: m.Work()}
 	if err = p.describe(); err == nil {
 		err = p.search(workspace, want)
 	}
@@ -294,21 +290,17 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 		}
 	}
 	p.alpha, p.beta = a.Alpha, a.Beta
-	noted := func() {}
-	if a.Zeroed && !gpu.Poison { // which fills the workspace just before
-		noted = b.ctx.noteZeroing(s, a.Workspace, a.WorkspaceSize)
-	}
-	err := b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B),
-		p.layoutB, uintptr(a.A),
-		p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD,
-		uintptr(a.D), p.layoutD,
-		uintptr(unsafe.Pointer(&p.found[algo].algo)), uintptr(a.Workspace),
-		uintptr(a.WorkspaceSize), uintptr(s))
+	err := b.ctx.Watch(s, p.work, func() error {
+		return b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B),
+			p.layoutB, uintptr(a.A),
+			p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD,
+			uintptr(a.D), p.layoutD,
+			uintptr(unsafe.Pointer(&p.found[algo].algo)), uintptr(a.Workspace),
+			uintptr(a.WorkspaceSize), uintptr(s))
+	})
 	if err != nil {
 		return fmt.Errorf("matmul %+v: %w", p.spec, err)
 	}
-	b.ctx.ledger.Add(s, gpu.Stats{Matmuls: 1})
-	noted()
 	return nil
 }
 

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"reflect"
 	"strings"
 	"sync"
 	"unsafe"
@@ -19,12 +18,12 @@ import (
 // changed goes by a new name with a suffix (_v2), which the headers hide and a caller without
 // headers must know.
 type proc struct {
-	addr  uintptr
-	name  string // without the suffix, as the manual has it
-	since string // the first CUDA version that has it, for functions that may be absent
+	addr uintptr
+	name string // without the suffix, as the manual has it
 }
 
-// cudaAPI is what is used of libcuda; the tags are the names of the symbols.
+// cudaAPI is what is used of libcuda; the tags are the names of the symbols. Drivers for CUDA 13,
+// which the kernels' binaries need, have all of them.
 type cudaAPI struct {
 	GetErrorName       proc `c:"cuGetErrorName"`
 	GetErrorString     proc `c:"cuGetErrorString"`
@@ -50,11 +49,9 @@ type cudaAPI struct {
 	MemcpyDtoHAsync    proc `c:"cuMemcpyDtoHAsync_v2"`
 	MemcpyDtoDAsync    proc `c:"cuMemcpyDtoDAsync_v2"`
 	MemsetD8Async      proc `c:"cuMemsetD8Async"`
-	MemsetD32Async     proc `c:"cuMemsetD32Async"`
-	MemsetD2D8Async    proc `c:"cuMemsetD2D8Async" since:"3.2"`
-	StreamCreate       proc `c:"cuStreamCreate"`
+	MemsetD2D8Async    proc `c:"cuMemsetD2D8Async"`
 	StreamPriority     proc `c:"cuCtxGetStreamPriorityRange"`
-	StreamCreateWith   proc `c:"cuStreamCreateWithPriority"`
+	StreamCreate       proc `c:"cuStreamCreateWithPriority"`
 	StreamWaitEvent    proc `c:"cuStreamWaitEvent"`
 	StreamDestroy      proc `c:"cuStreamDestroy_v2"`
 	StreamSynchronize  proc `c:"cuStreamSynchronize"`
@@ -65,44 +62,35 @@ type cudaAPI struct {
 	EventSynchronize   proc `c:"cuEventSynchronize"`
 	EventQuery         proc `c:"cuEventQuery"`
 	EventElapsedTime   proc `c:"cuEventElapsedTime"`
-	ModuleLoadDataEx   proc `c:"cuModuleLoadDataEx"`
+	ModuleLoadData     proc `c:"cuModuleLoadData"`
 	ModuleUnload       proc `c:"cuModuleUnload"`
 	ModuleGetFunction  proc `c:"cuModuleGetFunction"`
 	FuncSetAttribute   proc `c:"cuFuncSetAttribute"`
-	FuncGetParamInfo   proc `c:"cuFuncGetParamInfo" since:"12.4"`
-	FuncGetParamCount  proc `c:"cuFuncGetParamCount" since:"13.2"`
+	FuncGetParamInfo   proc `c:"cuFuncGetParamInfo"`
 	Occupancy          proc `c:"cuOccupancyMaxActiveBlocksPerMultiprocessor"`
-	OccupancyClusters  proc `c:"cuOccupancyMaxActiveClusters" since:"11.8"`
-	LaunchKernel       proc `c:"cuLaunchKernel"`
-	LaunchKernelEx     proc `c:"cuLaunchKernelEx" since:"11.8"`
-	TensorMapEncode    proc `c:"cuTensorMapEncodeTiled" since:"12.0"`
+	OccupancyClusters  proc `c:"cuOccupancyMaxActiveClusters"`
+	LaunchKernel       proc `c:"cuLaunchKernelEx"`
+	TensorMapEncode    proc `c:"cuTensorMapEncodeTiled"`
 	StreamBeginCapture proc `c:"cuStreamBeginCapture_v2"`
 	StreamEndCapture   proc `c:"cuStreamEndCapture"`
-	StreamCaptureInfo  proc `c:"cuStreamGetCaptureInfo_v2" since:"11.3"`
-	GraphGetNodes      proc `c:"cuGraphGetNodes"`
-	GraphNodeType      proc `c:"cuGraphNodeGetType" since:"10.0"`
-	GraphMemsetParams  proc `c:"cuGraphMemsetNodeGetParams" since:"10.0"`
-	GraphDependencies  proc `c:"cuGraphNodeGetDependencies" since:"10.0"`
-	GraphDependents    proc `c:"cuGraphNodeGetDependentNodes" since:"10.0"`
-	GraphAddEdges      proc `c:"cuGraphAddDependencies" since:"10.0"`
-	GraphDestroyNode   proc `c:"cuGraphDestroyNode" since:"10.0"`
 	GraphInstantiate   proc `c:"cuGraphInstantiateWithFlags"`
 	GraphLaunch        proc `c:"cuGraphLaunch"`
 	GraphExecDestroy   proc `c:"cuGraphExecDestroy"`
 	GraphDestroy       proc `c:"cuGraphDestroy"`
 }
 
-// bind fills a struct of procs from a library.
-func bind(library uintptr, path string, api any) error {
-	v := reflect.ValueOf(api).Elem()
-	for i := range v.NumField() {
-		tag := v.Type().Field(i).Tag
-		symbol, since := tag.Get("c"), tag.Get("since")
+// bind fills a struct of procs from the library at a path.
+func bind(path string, api any) error {
+	library, err := sharedlib.Open(path)
+	if err != nil {
+		return errors.New(strings.TrimPrefix(err.Error(), path+": "))
+	}
+	for symbol, field := range sharedlib.Functions(api) {
 		addr, err := sharedlib.Lookup(library, symbol)
-		if err != nil && since == "" {
+		if err != nil {
 			return fmt.Errorf("%s has no %s: it is too old", path, symbol)
 		}
-		v.Field(i).Set(reflect.ValueOf(proc{addr, strings.TrimSuffix(symbol, "_v2"), since}))
+		*field.(*proc) = proc{addr, strings.TrimSuffix(symbol, "_v2")}
 	}
 	return nil
 }
@@ -120,7 +108,6 @@ func (p *proc) call(args ...uintptr) uintptr {
 // cuda is the real driver.
 type cuda struct {
 	cudaAPI
-	path    string
 	version int
 	devices []gpu.DeviceInfo
 }
@@ -141,12 +128,8 @@ func Open() (gpu.Driver, error) {
 	}
 	f := sharedlib.Host()
 	c, tried := sharedlib.Load(f, cudaPlaces(f), 0, func(path string) (*cuda, error) {
-		library, err := sharedlib.Open(path)
-		if err != nil {
-			return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
-		}
-		c := &cuda{path: path}
-		return c, bind(library, path, &c.cudaAPI)
+		c := &cuda{}
+		return c, bind(path, &c.cudaAPI)
 	})
 	if c == nil {
 		help := "It comes with NVIDIA's display driver: install that, or give a container access " +

@@ -17,14 +17,10 @@ func TestBadPTX(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	_, err := c.LoadModule([]byte(strings.Replace(ptx, "fma.rn.f32", "fma.rn.f33", 1)))
 	require.ErrorIs(t, err, gpu.InvalidPTX)
-	require.ErrorContains(t, err, "line 28")
-	require.ErrorContains(t, err, "fma")
 	t.Log(err)
-	if _, err := c.LoadModule([]byte("not a module")); err == nil {
-		t.Error("loaded nonsense")
-	} else {
-		t.Log(err)
-	}
+	_, err = c.LoadModule([]byte("not a module"))
+	require.Error(t, err)
+	t.Log(err)
 	ok(t, c.Close())
 }
 

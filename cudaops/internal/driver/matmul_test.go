@@ -381,9 +381,7 @@ func TestPoison(t *testing.T) {
 		for _, args := range []gpu.MatmulArgs{{Alpha: 1, A: a, B: d, D: d},
 			{Alpha: 1, Beta: 1, A: a, B: d, C: a, D: d}} {
 			ok(t, r.CopyToDevice(d, gpu.Bytes(in), 0))
-			memsets := r.Stats().Memsets
 			ok(t, p.Run(0, args, 0))
-			require.Equal(t, memsets, r.Stats().Memsets)
 			ok(t, r.CopyToHost(gpu.Bytes(out), d, 0))
 			for i, v := range out {
 				if v == v {

@@ -19,23 +19,13 @@ const (
 	InvalidDevice        Status = 101
 	InvalidImage         Status = 200
 	InvalidContext       Status = 201
-	ECCUncorrectable     Status = 214
 	InvalidPTX           Status = 218
-	NVLinkUncorrectable  Status = 220
-	Contained            Status = 226
 	InvalidHandle        Status = 400
 	NotFound             Status = 500
 	NotReady             Status = 600
 	IllegalAddress       Status = 700
-	LaunchOutOfResources Status = 701
-	LaunchTimeout        Status = 702
 	ContextIsDestroyed   Status = 709
-	Assert               Status = 710
-	HardwareStackError   Status = 714
-	IllegalInstruction   Status = 715
 	MisalignedAddress    Status = 716
-	InvalidAddressSpace  Status = 717
-	InvalidPC            Status = 718
 	LaunchFailed         Status = 719
 	NotSupported         Status = 801
 	SystemDriverMismatch Status = 803
@@ -47,25 +37,21 @@ const (
 	CapturedEvent        Status = 907
 )
 
+// statusNames are those of statuses that errors are made of without asking the driver.
 var statusNames = map[Status]string{
 	InvalidValue: "INVALID_VALUE", OutOfMemory: "OUT_OF_MEMORY",
 	StubLibrary: "STUB_LIBRARY", NoDevice: "NO_DEVICE", InvalidDevice: "INVALID_DEVICE",
 	InvalidImage: "INVALID_IMAGE", InvalidContext: "INVALID_CONTEXT",
-	ECCUncorrectable: "ECC_UNCORRECTABLE", InvalidPTX: "INVALID_PTX",
-	NVLinkUncorrectable: "NVLINK_UNCORRECTABLE", Contained: "CONTAINED",
-	InvalidHandle: "INVALID_HANDLE",
-	NotFound:      "NOT_FOUND", NotReady: "NOT_READY", IllegalAddress: "ILLEGAL_ADDRESS",
-	LaunchOutOfResources: "LAUNCH_OUT_OF_RESOURCES", LaunchTimeout: "LAUNCH_TIMEOUT",
-	ContextIsDestroyed: "CONTEXT_IS_DESTROYED", Assert: "ASSERT",
-	MisalignedAddress: "MISALIGNED_ADDRESS",
-	LaunchFailed:      "LAUNCH_FAILED", NotSupported: "NOT_SUPPORTED",
-	SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
-	CaptureUnsupported:   "STREAM_CAPTURE_UNSUPPORTED",
-	CaptureInvalidated:   "STREAM_CAPTURE_INVALIDATED",
-	CaptureUnmatched:     "STREAM_CAPTURE_UNMATCHED",
-	CaptureUnjoined:      "STREAM_CAPTURE_UNJOINED",
-	CaptureIsolation:     "STREAM_CAPTURE_ISOLATION",
-	CapturedEvent:        "CAPTURED_EVENT",
+	InvalidHandle: "INVALID_HANDLE", NotFound: "NOT_FOUND", NotReady: "NOT_READY",
+	IllegalAddress: "ILLEGAL_ADDRESS", ContextIsDestroyed: "CONTEXT_IS_DESTROYED",
+	MisalignedAddress: "MISALIGNED_ADDRESS", LaunchFailed: "LAUNCH_FAILED",
+	NotSupported: "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
+	CaptureUnsupported: "STREAM_CAPTURE_UNSUPPORTED",
+	CaptureInvalidated: "STREAM_CAPTURE_INVALIDATED",
+	CaptureUnmatched:   "STREAM_CAPTURE_UNMATCHED",
+	CaptureUnjoined:    "STREAM_CAPTURE_UNJOINED",
+	CaptureIsolation:   "STREAM_CAPTURE_ISOLATION",
+	CapturedEvent:      "CAPTURED_EVENT",
 }
 
 // Error is CUDA's name of the status, as far as this package knows it.
@@ -83,10 +69,9 @@ func (s Status) Error() string {
 // too, and only a new process (or a reset of the primary context) helps.
 func (s Status) Sticky() bool {
 	switch s {
-	case ECCUncorrectable, NVLinkUncorrectable, Contained, IllegalAddress, LaunchTimeout,
-		ContextIsDestroyed, Assert,
-		HardwareStackError, IllegalInstruction, MisalignedAddress, InvalidAddressSpace,
-		InvalidPC, LaunchFailed:
+	case 214, 220, 226, // memory or NVLink uncorrectable, an error contained
+		702, 710, 714, 715, 717, 718, // a timeout, an assertion, and faults of instructions
+		IllegalAddress, ContextIsDestroyed, MisalignedAddress, LaunchFailed:
 		return true
 	}
 	return false
@@ -142,14 +127,7 @@ func NewOutOfMemory(asked int, free, total uint64) *Error {
 }
 
 func (e *Error) Error() string {
-	var number int32
-	switch c := e.Code.(type) {
-	case Status:
-		number = int32(c)
-	case BlasStatus:
-		number = int32(c)
-	}
-	msg := fmt.Sprintf("%s: %s (%d)", e.Call, e.Name, number)
+	msg := fmt.Sprintf("%s: %s (%d)", e.Call, e.Name, e.Code)
 	for _, s := range []string{e.Text, e.Detail} {
 		if s != "" {
 			msg += ": " + s

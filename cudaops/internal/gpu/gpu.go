@@ -67,11 +67,7 @@ type (
 )
 
 // Graph is a captured and instantiated sequence of work, ready to be launched again and again.
-type Graph struct {
-	Handle uintptr
-	Nodes  int
-	Work   Stats // what one launch adds to the context's statistics
-}
+type Graph struct{ Handle uintptr }
 
 // Context is a GPU's context: all that is done with a GPU is done through it. Every method that
 // names a stream only enqueues work there, unless it says otherwise. Errors are *[Error], for which
@@ -82,9 +78,8 @@ type Context interface {
 	Handle() uintptr
 	// Do runs f on a thread on which the context is current.
 	Do(f func() error) error
-	// Stats counts the work given to this context so far; work inside a capture counts when the
-	// graph is launched.
-	Stats() Stats
+	// Observe sets who is told of a stream's work from now on; nil for nobody. See [Observers].
+	Observe(s Stream, o Observer)
 	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a
 	// *NotFoundError when it is missing.
 	Blas() (Blas, error)
@@ -113,9 +108,7 @@ type Memory interface {
 	CopyToDevice(dst Ptr, src []byte, s Stream) error
 	CopyToHost(dst []byte, src Ptr, s Stream) error
 	CopyOnDevice(dst, src Ptr, bytes int, s Stream) error
-	// Memset8 sets n bytes, Memset32 n words of four bytes.
 	Memset8(dst Ptr, v byte, n int, s Stream) error
-	Memset32(dst Ptr, v uint32, n int, s Stream) error
 }
 
 // Ordering is streams, which run their work in order, and events, which tell how far they are and
@@ -176,34 +169,6 @@ type Capture interface {
 	EndCapture(s Stream) (*Graph, error)
 	LaunchGraph(g *Graph, s Stream) error
 	DestroyGraph(g *Graph) error
-}
-
-// Copies is a number of copies and their bytes.
-type Copies struct{ Count, Bytes int64 }
-
-// Stats counts work. DeviceBytes and HostBytes are what is allocated now, in device and in pinned
-// memory.
-type Stats struct {
-	ToDevice, ToHost, OnDevice                Copies
-	Memsets, Launches, Matmuls, GraphLaunches int64
-	DeviceBytes, HostBytes                    int64
-}
-
-// Sub is the difference s − o, for counting over a stretch of work.
-func (s Stats) Sub(o Stats) Stats { return s.plus(o, -1) }
-
-func (s Stats) plus(o Stats, sign int64) Stats {
-	add := func(a *Copies, b Copies) { a.Count += sign * b.Count; a.Bytes += sign * b.Bytes }
-	add(&s.ToDevice, o.ToDevice)
-	add(&s.ToHost, o.ToHost)
-	add(&s.OnDevice, o.OnDevice)
-	s.Memsets += sign * o.Memsets
-	s.Launches += sign * o.Launches
-	s.Matmuls += sign * o.Matmuls
-	s.GraphLaunches += sign * o.GraphLaunches
-	s.DeviceBytes += sign * o.DeviceBytes
-	s.HostBytes += sign * o.HostBytes
-	return s
 }
 
 // Bytes is the memory of a slice of numbers, and View is its inverse: neither copies.

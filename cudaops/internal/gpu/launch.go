@@ -11,8 +11,7 @@ import (
 type Function struct {
 	Name   string
 	Handle uintptr
-	// the layout of its parameters; nil where the driver cannot tell (before CUDA 12.4)
-	Params []Param
+	Params []Param // the layout of its parameters; nil where a fake cannot tell
 }
 
 // Param is where a parameter lies among a kernel's parameters, in bytes.
@@ -45,9 +44,6 @@ type LaunchConfig struct {
 	// itself wait (griddepcontrol.wait) before touching what the predecessor wrote.
 	Overlap bool
 }
-
-// Extended reports whether the launch takes attributes.
-func (c LaunchConfig) Extended() bool { return c.Cluster != Dim{} || c.Overlap }
 
 func (c LaunchConfig) String() string {
 	g, b := c.Grid.Ones(), c.Block.Ones()

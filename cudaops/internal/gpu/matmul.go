@@ -85,6 +85,17 @@ func (m MatmulSpec) FLOPs() float64 {
 	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
 }
 
+// Work is a batch of products as an [Observer] sees it.
+func (m MatmulSpec) Work() Work {
+	letters := map[bool]string{false: "n", true: "t"} // as BLAS writes transpositions
+	name := fmt.Sprintf("cublasLt %dx%dx%d %s%s %v", m.M, m.N, m.K, letters[m.TransA],
+		letters[m.TransB], m.D)
+	if m.Batch > 1 {
+		name += fmt.Sprintf(" x%d", m.Batch)
+	}
+	return Work{name, m.FLOPs()}
+}
+
 // MatmulArgs is the operands of one run. C may be zero, which means D.
 type MatmulArgs struct {
 	Alpha, Beta    float32
@@ -92,11 +103,6 @@ type MatmulArgs struct {
 	ScaleA, ScaleB Ptr // float32, as many as the spec's Scaling says
 	Workspace      Ptr
 	WorkspaceSize  int
-	// Zeroed says that the workspace is zero whenever the product begins. In a capture, work in
-	// front of it has set it to zero. Nothing between the two writes there at any launch of the
-	// graph. Where cuBLASLt's way begins with setting workspace to zero, that is then left out of
-	// the graph. Outside a capture it means nothing.
-	Zeroed bool
 }
 
 // Algo is a way to compute a product.
@@ -153,7 +159,7 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 // then shows in what is computed from it, and so does a product that reads where it writes. It is
 // for tests, which set it or the environment variable KASMINA_POISON. Under compute-sanitizer's
 // initcheck it takes the place of the tool's own bookkeeping. That does not see what the copy
-// engine stores, and reports every later read of it. Products' memsets are not in the statistics.
+// engine stores, and reports every later read of it.
 var Poison = os.Getenv("KASMINA_POISON") != ""
 
 // Overwrites reports whether all that D holds before is lost.

@@ -38,7 +38,7 @@ func (r *reports) Before() (err error) {
 		}
 	}
 	if err == nil {
-		err = ctx.Memset32(r.memory.Ptr(), 0, r.memory.Len(), r.m.Stream)
+		err = ctx.Memset8(r.memory.Ptr(), 0, r.memory.Extent(), r.m.Stream)
 	}
 	r.opened = err == nil
 	return err

@@ -120,8 +120,10 @@ func TestRefusals(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, want)
 	}
-	require.Zero(t, ctx.Stats().Launches)
-	require.Zero(t, ctx.Stats().DeviceBytes)
+	require.Empty(t, ctx.Trace())
+	free, total, err := ctx.MemInfo()
+	require.NoError(t, err)
+	require.Equal(t, total, free)
 }
 
 func backwards(s []int) []int {
@@ -152,12 +154,12 @@ func TestNothingToDo(t *testing.T) {
 	} {
 		require.NoError(t, err, what)
 	}
-	require.Zero(t, ctx.Stats().Launches)
+	require.Empty(t, ctx.Trace())
 }
 
 // TestFaults has the driver fail in every call that a launch makes.
 func TestFaults(t *testing.T) {
-	for _, call := range []string{"cuModuleLoadDataEx", "cuModuleGetFunction", "cuFuncSetAttribute",
+	for _, call := range []string{"cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute",
 		"cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuLaunchKernel"} {
 		d := fake.New(fake.Config{Images: kerneltest.Kernels})
 		ctx, err := d.Retain(0)
@@ -198,19 +200,19 @@ func TestFloat8Launches(t *testing.T) {
 			if held {
 				want = c.held
 			}
-			before := ctx.Stats().Launches
+			ctx.ClearTrace()
 			require.NoError(t, c.launch(), "%v, %v", what, d)
-			require.Equal(t, want, int(ctx.Stats().Launches-before), "%v, %v", what, d)
+			require.Len(t, ctx.Trace(), want, "%v, %v", what, d)
 		}
 	}
 }
 
 // fakeKernels launches on a fake GPU, where the kernels of the binaries exist and do nothing.
-func fakeKernels(t *testing.T) (*kernel.Set, gpu.Context) {
+func fakeKernels(t *testing.T) (*kernel.Set, *fake.Context) {
 	t.Helper()
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
 	require.NoError(t, err)
 	k := kernel.New(ctx)
 	t.Cleanup(func() { require.NoError(t, k.Close()) })
-	return k, ctx
+	return k, ctx.(*fake.Context)
 }

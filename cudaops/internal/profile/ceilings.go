@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
@@ -118,7 +119,8 @@ func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took 
 		spec.Scaling, spec.FastAccumulation = gpu.ScaledRows, true
 		args.ScaleA = operands.Offset(2 * size) // where the larger type would have operands
 		args.ScaleB = args.ScaleA
-		if err := ctx.Memset32(args.ScaleA, math.Float32bits(1), side, m.Stream); err != nil {
+		ones := gpu.Bytes(slices.Repeat([]float32{1}, side))
+		if err := ctx.CopyToDevice(args.ScaleA, ones, m.Stream); err != nil {
 			return 0, err
 		}
 	}

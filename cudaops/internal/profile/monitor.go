@@ -188,7 +188,7 @@ func (o *Monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
 
 // enqueue enqueues the calls with marks between them, and notes how each is computed.
 func (o *Monitor) enqueue(mark func(gpu.Event, gpu.Stream) error) error {
-	if err := errors.Join(o.Zero(o.Program), mark(o.marks[0], o.Stream)); err != nil {
+	if err := mark(o.marks[0], o.Stream); err != nil {
 		return err
 	}
 	for i, c := range o.Program.Calls {

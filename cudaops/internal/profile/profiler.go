@@ -251,12 +251,6 @@ func (p *Profiler) doing(t markedTask) {
 
 // Marked enqueues the program.
 func (p *Profiler) Marked() error {
-	if z := p.Program.Zeros; z != nil {
-		p.doing(markedTask{op: "Workspaces", bytes: float64(z.Extent())})
-		if err := p.Zero(p.Program); err != nil {
-			return err
-		}
-	}
 	for _, c := range p.Program.Calls {
 		t := markedTask{op: c.Op, layer: c.Layer, bytes: c.Bytes(),
 			flops: c.FLOPs, float8: c.Float8}

@@ -141,8 +141,6 @@ type Matmul struct {
 	Alpha, Beta    float32
 	A, B, C, D     gpu.Ptr
 	ScaleA, ScaleB gpu.Ptr
-	Workspace      gpu.Ptr // that is zero when a run begins; null for that of all products
-	WorkspaceBytes int
 }
 
 // Addend is what a product adds to its sums.
@@ -169,6 +167,5 @@ func (m Matmul) Added() Addend {
 // Operands is the product's operands as cuBLASLt takes them.
 func (m Matmul) Operands() gpu.MatmulArgs {
 	return gpu.MatmulArgs{Alpha: m.Alpha, Beta: m.Beta, A: m.A, B: m.B, C: cmp.Or(m.C, m.D), D: m.D,
-		ScaleA: m.ScaleA, ScaleB: m.ScaleB, Workspace: m.Workspace, WorkspaceSize: m.WorkspaceBytes,
-		Zeroed: m.Workspace != 0}
+		ScaleA: m.ScaleA, ScaleB: m.ScaleB}
 }

@@ -54,14 +54,3 @@ func TestCallBytes(t *testing.T) {
 	require.False(t, c.Touches(p.NewArray(gpu.Float32, 1).Buffer))
 	require.True(t, (&Call{Args: []Arg{Reads("", packed)}}).Touches(a.Buffer))
 }
-
-// TestZeros wants pieces of one buffer, apart from each other, that begin where any kernel takes
-// them.
-func TestZeros(t *testing.T) {
-	p := &Program{}
-	a, b := p.NewZeros(5), p.NewZeros(700)
-	require.Same(t, a.Buffer, b.Buffer)
-	require.Equal(t, []int{0, Alignment}, []int{a.At, b.At})
-	require.Equal(t, 4*Alignment, p.Zeros.Bytes)
-	require.Equal(t, 4*Alignment, p.Resident())
-}

@@ -23,7 +23,6 @@ type Program struct {
 	Sums     map[*gorgonia.Node]*Array // of the gradients of parameters, where runs add up
 	Weights  []*QuantizedWeight
 	Kept     map[*gorgonia.Node]Kept // of attentions to what is kept
-	Zeros    *Array                  // what is zero when a run begins; nil where no call asks for it
 
 	// optimizer.LossScale, whose first number is the loss scale; nil where there is none
 	Scale   *Array
@@ -96,20 +95,6 @@ func (p *Program) NewResident(t gpu.DType, shape ...int) *Array {
 func (p *Program) NewConstant(data []float32) *Array {
 	a := p.NewResident(gpu.Float32, len(data))
 	a.Data = data
-	return a
-}
-
-// NewZeros returns bytes that are zero when a run begins, for one call, which may leave anything
-// there.
-func (p *Program) NewZeros(bytes int) *Array {
-	if p.Zeros == nil {
-		p.Zeros = &Array{Buffer: p.NewBuffer(0, true), Type: gpu.Float8E4M3, Shape: []int{0}}
-		p.Zeros.Bytes = 0
-	}
-	z := p.Zeros
-	a := &Array{Buffer: z.Buffer, At: z.Bytes, Type: gpu.Float8E4M3, Shape: []int{bytes}}
-	z.Bytes += plan.Align(bytes, Alignment)
-	z.Shape[0] = z.Bytes
 	return a
 }
 

@@ -13,7 +13,7 @@ import (
 
 // Executor enqueues launches on a stream.
 type Executor struct {
-	Ctx      *gpu.Observed
+	Ctx      gpu.Context
 	Stream   gpu.Stream
 	Kernels  Launcher
 	Products *Products

@@ -53,14 +53,6 @@ func (p *Plan) Ways() []string {
 	return names
 }
 
-// WorkspaceBytes is what the chosen way needs.
-func (p *Plan) WorkspaceBytes() int {
-	if p.Way >= len(p.BLAS) {
-		return 0
-	}
-	return p.Algos()[p.Way].Workspace
-}
-
 // Find returns the plan of a product, whose Spec is a normal one, if it was made.
 func (x *Products) Find(m program.Matmul) *Plan {
 	if p := x.plans[planKey{m.Spec, m.Added()}]; p != nil {
@@ -116,9 +108,7 @@ func (x *Products) run(m program.Matmul, s gpu.Stream) error {
 func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error {
 	a := m.Operands()
 	if way < len(p.BLAS) {
-		if a.Workspace == 0 {
-			a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
-		}
+		a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
 		return p.Run(way, a, s)
 	}
 	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A,

@@ -160,9 +160,6 @@ func (r *Runner) Replay(rec *Recording, enqueue func() error) error {
 
 // Enqueue enqueues all calls.
 func (r *Runner) Enqueue() error {
-	if err := r.Zero(r.Program); err != nil {
-		return err
-	}
 	if r.Beside == nil {
 		return r.Calls(r.Program.Calls)
 	}
@@ -184,16 +181,6 @@ func (r *Runner) Enqueue() error {
 		return nil
 	}
 	return r.Beside.Join()
-}
-
-// Zero sets to zero what a program's calls expect to be so. It does so in what is captured, since
-// that alone can do without other work for it.
-func (r *Runner) Zero(p *program.Program) error {
-	z := p.Zeros
-	if z == nil || !r.State.capturing {
-		return nil
-	}
-	return r.Ctx.Memset8(z.Ptr(), 0, z.Extent(), r.Stream)
 }
 
 // Capture records what is enqueued as a graph.

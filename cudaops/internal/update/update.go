@@ -441,9 +441,6 @@ func (x *Optimizer) Wait() (optimizer.Control, error) {
 
 // launch launches an update's calls.
 func (x *Optimizer) launch(loss *program.Array) error {
-	if err := x.m.Zero(x.iterations); err != nil {
-		return err
-	}
 	if err := x.updateParams(loss); err != nil {
 		return err
 	}

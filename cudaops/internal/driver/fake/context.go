@@ -19,20 +19,24 @@ type Context struct {
 	info   gpu.DeviceInfo
 	handle uintptr
 
-	mu      sync.Mutex
-	ledger  gpu.Ledger
-	closed  bool
-	lost    *gpu.Error // the fault after which every call fails
-	blocks  []*block
-	clock   time.Duration
-	next    uintptr // the last handle given out
-	streams map[gpu.Stream]*stream
-	events  map[gpu.Event]*event
-	modules map[gpu.Module]module
-	shared  map[uintptr]int // of a function: the most dynamic shared memory it may use
-	graphs  map[uintptr]*capture
-	plans   int
-	trace   []Op
+	gpu.Observers
+	pinned gpu.Pinned
+
+	mu     sync.Mutex
+	closed bool
+	lost   *gpu.Error // the fault after which every call fails
+	blocks []*block
+	// bytes of pinned memory
+	pinnedBytes int
+	clock       time.Duration
+	next        uintptr // the last handle given out
+	streams     map[gpu.Stream]*stream
+	events      map[gpu.Event]*event
+	modules     map[gpu.Module]module
+	shared      map[uintptr]int // of a function: the most dynamic shared memory it may use
+	graphs      map[uintptr]*capture
+	plans       int
+	trace       []Op
 }
 
 func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
@@ -80,6 +84,11 @@ func (c *Context) locked(call string, do func() error) error {
 	return do()
 }
 
+// watched gives a stream work before its observer's eyes.
+func (c *Context) watched(w gpu.Work, s gpu.Stream, call string, do func() error) error {
+	return c.Watch(s, w, func() error { return c.locked(call, do) })
+}
+
 // asked is locked for a call with a result.
 func asked[T any](c *Context, call string, do func() (T, error)) (v T, err error) {
 	err = c.locked(call, func() error {
@@ -103,9 +112,6 @@ func (c *Context) Handle() uintptr { return c.handle }
 // Do runs f.
 func (c *Context) Do(f func() error) error { return f() }
 
-// Stats counts as a real context does.
-func (c *Context) Stats() gpu.Stats { return c.ledger.Stats() }
-
 // Close closes the context and reports what was left alive, unless that was lost with the context.
 func (c *Context) Close() error {
 	c.mu.Lock()
@@ -125,7 +131,7 @@ type module map[string][]gpu.Param
 
 // LoadModule takes any image that Config.Images can read, or any without that.
 func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
-	const call = "cuModuleLoadDataEx"
+	const call = "cuModuleLoadData"
 	return asked(c, call, func() (gpu.Module, error) {
 		if len(image) == 0 {
 			return 0, gpu.NewError(call, gpu.InvalidImage, "", "the image is empty")
@@ -207,7 +213,7 @@ func (c *Context) perSM(threads, shared int) int {
 
 // Launch checks the shape against the GPU's limits and enqueues the Go function.
 func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
-	return c.locked("cuLaunchKernel", func() error {
+	return c.watched(gpu.Work{Name: f.Name}, s, "cuLaunchKernel", func() error {
 		if err := f.Check(a); err != nil {
 			return err
 		}
@@ -218,7 +224,7 @@ func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 		kernel := c.driver.config.Kernels[f.Name]
 		args := append([]byte(nil), a.Packed()...)
 		return c.issue(Op{Call: "cuLaunchKernel", Name: f.Name, Stream: s, Config: l, Args: args},
-			gpu.Stats{Launches: 1}, func() error { return c.run(kernel, call, l, args) })
+			func() error { return c.run(kernel, call, l, args) })
 	})
 }
 

@@ -179,16 +179,13 @@ func (c *Context) leaks() []string {
 				b.size, uint64(b.base)))
 		}
 	}
-	if n := c.ledger.Stats().HostBytes; n > 0 {
-		found = append(found, fmt.Sprintf("%d bytes of pinned host memory", n))
-	}
 	for _, k := range []struct {
 		n    int
 		what string
 	}{
 		{len(c.streams) - 1, "streams"}, {len(c.events), "events"}, {len(c.modules), "modules"},
 		{len(c.graphs), "graphs"},
-		{c.plans, "matmul plans"},
+		{c.plans, "matmul plans"}, {c.pinnedBytes, "bytes of pinned host memory"},
 	} {
 		if k.n > 0 {
 			found = append(found, fmt.Sprintf("%d %s", k.n, k.what))

@@ -1,11 +1,11 @@
 package fake
 
 import (
+	"bytes"
 	"cmp"
-	"math"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 )
 
 type blas struct{ c *Context }
@@ -76,7 +76,7 @@ func (p *plan) Close() error {
 func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	c := p.c
 	const call = "cublasLtMatmul"
-	return c.locked(call, func() error {
+	return c.watched(p.spec.Work(), s, call, func() error {
 		if err := p.spec.Check(p.algos, algo, a); err != nil {
 			return err
 		}
@@ -88,12 +88,7 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 		if way.Wrong {
 			a.Alpha *= 2
 		}
-		st, err := c.stream(call, s)
-		if err != nil {
-			return err
-		}
-		a.Zeroed = a.Zeroed && st.capture != nil
-		return c.issue(Op{Call: call, Stream: s, Dst: a.D}, gpu.Stats{Matmuls: 1}, func() error {
+		return c.issue(Op{Call: call, Stream: s, Dst: a.D}, func() error {
 			return c.run(func(l *Launch) {
 				l.Took = way.Took
 				if p.lately != algo {
@@ -105,66 +100,48 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 				if c.driver.config.Images != nil {
 					return
 				}
+				Slice[byte](l, a.Workspace, p.algos[algo].Workspace)
 				p.compute(l, a)
-				if p.algos[algo].Workspace > 0 && !p.counts(l, a) {
-					p.spoil(l, a)
-				}
 			}, call, gpu.LaunchConfig{}, nil)
 		})
 	})
 }
 
-// counts counts the run in the workspace, from zero, where it sets the counter unless that has been
-// done. It reports whether it began there.
-func (p *plan) counts(l *Launch, a gpu.MatmulArgs) bool {
-	counter := Slice[uint32](l, a.Workspace, 1)
-	if !a.Zeroed {
-		counter[0] = 0
-	}
-	counter[0]++
-	return counter[0] == 1
-}
-
-// spoil fills D with NaN.
-func (p *plan) spoil(l *Launch, a gpu.MatmulArgs) {
-	for i := range p.spec.Batch {
-		view(l, a.D.Offset(i*p.spec.StrideD*p.spec.D.Size()), p.spec.D, p.spec.LDD, p.spec.M,
-			p.spec.N).fill(p.spec.M, p.spec.N, math.NaN())
-	}
-}
-
 // compute is the definition of MatmulSpec, sum by sum.
 func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
+	rowsA, colsA, rowsB, colsB := m.Stored()
+	scaleA, scaleB := factors(l, m.Scaling, a.ScaleA, m.M), factors(l, m.Scaling, a.ScaleB, m.N)
 	for i := range m.Batch {
-		at := func(base gpu.Ptr, t gpu.DType, stride, ld, rows, cols int) matrix {
-			return view(l, base.Offset(i*stride*t.Size()), t, ld, rows, cols)
+		rows := func(base gpu.Ptr, t gpu.DType, stride, ld, rows, cols int) [][]byte {
+			return rowsAt(l, base.Offset(i*stride*t.Size()), ld*t.Size(), rows, cols*t.Size())
 		}
-		rowsA, colsA, rowsB, colsB := m.Stored()
-		A, B := at(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA),
-			at(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB)
-		D := at(a.D, m.D, m.StrideD, m.LDD, m.M, m.N)
-		var C matrix
-		if a.Beta != 0 {
-			C = at(a.C, m.D, m.StrideD, m.LDD, m.M, m.N)
-		}
+		d := rows(a.D, m.D, m.StrideD, m.LDD, m.M, m.N)
 		if gpu.Poison && a.Overwrites() {
-			D.fill(m.M, m.N, math.NaN())
+			for _, row := range d {
+				copy(row, bytes.Repeat([]byte{0xff}, len(row)))
+			}
 		}
-		scaleA, scaleB := factors(l, m.Scaling, a.ScaleA, m.M), factors(l, m.Scaling, a.ScaleB, m.N)
-		left, right := A.rows(m.TransA, m.M, m.K), B.rows(!m.TransB, m.N, m.K)
-		for r := range m.M {
-			for col := range m.N {
-				sum, column := 0.0, right[col*m.K:][:m.K]
-				for k, v := range left[r*m.K:][:m.K] {
+		left := numbers(rows(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA), m.A, m.TransA)
+		right := numbers(rows(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB), m.B, !m.TransB)
+		var added [][]float64
+		if a.Beta != 0 {
+			added = numbers(rows(a.C, m.D, m.StrideD, m.LDD, m.M, m.N), m.D, false)
+		}
+		sums := make([]float32, m.N)
+		for r, row := range d {
+			for col := range sums {
+				sum, column := 0.0, right[col]
+				for k, v := range left[r] {
 					sum += v * column[k]
 				}
 				sum *= float64(a.Alpha) * scaleA(r) * scaleB(col)
 				if a.Beta != 0 {
-					sum += float64(a.Beta) * C.of(false, r, col)
+					sum += float64(a.Beta) * added[r][col]
 				}
-				D.set(r, col, sum)
+				sums[col] = float32(sum)
 			}
+			value.EncodeFloats(row, m.D, sums)
 		}
 	}
 }
@@ -178,68 +155,33 @@ func factors(l *Launch, s gpu.Scaling, at gpu.Ptr, n int) func(int) float64 {
 	return func(i int) float64 { return float64(each[i]) }
 }
 
-// matrix is a stored matrix of any element type.
-type matrix struct {
-	t   gpu.DType
-	ld  int
-	f32 []float32
-	u16 []uint16
-	u8  []uint8
+// rowsAt is the rows of a matrix, pitch bytes from one to the next.
+func rowsAt(l *Launch, p gpu.Ptr, pitch, rows, bytes int) [][]byte {
+	all := Slice[byte](l, p, (rows-1)*pitch+bytes)
+	found := make([][]byte, rows)
+	for r := range found {
+		found[r] = all[r*pitch:][:bytes]
+	}
+	return found
 }
 
-func view(l *Launch, p gpu.Ptr, t gpu.DType, ld, rows, cols int) matrix {
-	n := (rows-1)*ld + cols
-	if t == gpu.Float32 {
-		return matrix{t: t, ld: ld, f32: Slice[float32](l, p, n)}
+// numbers decodes a matrix, and transposes it where asked for.
+func numbers(rows [][]byte, t gpu.DType, transpose bool) [][]float64 {
+	cols := len(rows[0]) / t.Size()
+	m := make([][]float64, len(rows))
+	if transpose {
+		m = make([][]float64, cols)
 	}
-	if t == gpu.Float8E4M3 {
-		return matrix{t: t, ld: ld, u8: Slice[uint8](l, p, n)}
-	}
-	return matrix{t: t, ld: ld, u16: Slice[uint16](l, p, n)}
-}
-
-func (m matrix) of(transposed bool, r, c int) float64 {
-	if transposed {
-		r, c = c, r
-	}
-	switch i := r*m.ld + c; m.t {
-	case gpu.Float32:
-		return float64(m.f32[i])
-	case gpu.BFloat16:
-		return float64(half.BFloat16(m.u16[i]).Float32())
-	case gpu.Float8E4M3:
-		return float64(gpu.FromE4M3(m.u8[i]))
-	default:
-		return half.Float16(m.u16[i]).Float64()
-	}
-}
-
-// rows returns the rows of a matrix, or of its transpose, one behind the other.
-func (m matrix) rows(transposed bool, rows, cols int) []float64 {
-	all := make([]float64, 0, rows*cols)
+	row := make([]float32, cols)
 	for r := range rows {
-		for c := range cols {
-			all = append(all, m.of(transposed, r, c))
+		value.DecodeFloats(row, t, rows[r])
+		for c, v := range row {
+			if transpose {
+				m[c] = append(m[c], float64(v))
+			} else {
+				m[r] = append(m[r], float64(v))
+			}
 		}
 	}
-	return all
-}
-
-func (m matrix) set(r, c int, v float64) {
-	switch i := r*m.ld + c; m.t {
-	case gpu.Float32:
-		m.f32[i] = float32(v)
-	case gpu.BFloat16:
-		m.u16[i] = uint16(half.NewBFloat16(float32(v)))
-	default:
-		m.u16[i] = uint16(half.NewFloat16(v))
-	}
-}
-
-func (m matrix) fill(rows, cols int, v float64) {
-	for r := range rows {
-		for c := range cols {
-			m.set(r, c, v)
-		}
-	}
+	return m
 }

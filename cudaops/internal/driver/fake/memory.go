@@ -86,7 +86,6 @@ func (c *Context) Alloc(n int) (gpu.Ptr, error) {
 			base = (last.base + gpu.Ptr(last.size) + gap + alignment - 1) &^ (alignment - 1)
 		}
 		c.blocks = append(c.blocks, &block{base: base, size: n})
-		c.ledger.Allocated(base, n)
 		return base, nil
 	})
 }
@@ -104,7 +103,6 @@ func (c *Context) Free(p gpu.Ptr) error {
 		for _, b := range c.blocks {
 			if b.base == p && !b.freed {
 				b.freed, b.data = true, nil
-				c.ledger.Freed(p)
 				return nil
 			}
 		}
@@ -122,7 +120,8 @@ func (c *Context) AllocHost(n int) ([]byte, error) {
 				fmt.Sprintf("%d bytes asked for", n))
 		}
 		b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
-		c.ledger.Pin(b)
+		c.pinned.Add(b)
+		c.pinnedBytes += n
 		return b, nil
 	})
 }
@@ -131,9 +130,10 @@ func (c *Context) AllocHost(n int) ([]byte, error) {
 func (c *Context) FreeHost(b []byte) error {
 	const call = "cuMemFreeHost"
 	return c.locked(call, func() error {
-		if !c.ledger.Unpin(b) {
+		if !c.pinned.Remove(b) {
 			return gpu.NewError(call, gpu.InvalidValue, "", "not a slice that AllocHost returned")
 		}
+		c.pinnedBytes -= len(b)
 		for i := range b {
 			b[i] = 0xDD
 		}
@@ -151,91 +151,41 @@ func (c *Context) MemInfo() (free, total uint64, err error) {
 
 // CopyToDevice copies when the stream gets there; with memory that is not pinned it waits for that.
 func (c *Context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
-	work := gpu.Stats{ToDevice: gpu.Copies{Count: 1, Bytes: int64(len(src))}}
-	return c.copyHost(Op{Call: "cuMemcpyHtoDAsync", Stream: s, Dst: dst, Bytes: len(src)}, src, dst,
-		work,
-		func(device []byte) { copy(device, src) })
+	o := Op{Call: "cuMemcpyHtoDAsync", Stream: s, Dst: dst, Bytes: len(src)}
+	return c.access("copy to the device", o, src, func(m [][]byte) { copy(m[0], src) }, dst)
 }
 
 // CopyToHost is the other direction.
 func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
-	work := gpu.Stats{ToHost: gpu.Copies{Count: 1, Bytes: int64(len(dst))}}
-	return c.copyHost(Op{Call: "cuMemcpyDtoHAsync", Stream: s, Src: src, Bytes: len(dst)}, dst, src,
-		work,
-		func(device []byte) { copy(dst, device) })
-}
-
-func (c *Context) copyHost(o Op, host []byte, p gpu.Ptr, work gpu.Stats,
-	do func(device []byte)) error {
-	if o.Bytes == 0 {
-		return nil
-	}
-	return c.locked(o.Call, func() error {
-		async, err := c.ledger.CheckHost(o.Call, host, o.Stream)
-		if err != nil {
-			return err
-		}
-		if err := c.enqueue(o, work, []gpu.Ptr{p}, func(m [][]byte) {
-			do(m[0])
-		}); err != nil || async {
-			return err
-		}
-		return c.drain(o.Call, c.streams[o.Stream])
-	})
+	o := Op{Call: "cuMemcpyDtoHAsync", Stream: s, Src: src, Bytes: len(dst)}
+	return c.access("copy to the host", o, dst, func(m [][]byte) { copy(dst, m[0]) }, src)
 }
 
 // CopyOnDevice copies when the stream gets there.
 func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
-	return c.fill(Op{Call: "cuMemcpyDtoDAsync", Stream: s, Dst: dst, Src: src, Bytes: n},
-		gpu.Stats{OnDevice: gpu.Copies{Count: 1, Bytes: int64(n)}}, []gpu.Ptr{dst, src},
-		func(m [][]byte) { copy(m[0], m[1]) })
+	o := Op{Call: "cuMemcpyDtoDAsync", Stream: s, Dst: dst, Src: src, Bytes: n}
+	return c.access("copy on the device", o, nil, func(m [][]byte) { copy(m[0], m[1]) }, dst, src)
 }
 
 // Memset8 sets bytes.
 func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
-	return c.fill(Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n},
-		gpu.Stats{Memsets: 1}, []gpu.Ptr{dst},
-		func(m [][]byte) {
-			if len(m[0]) == 0 {
-				return
-			}
-			m[0][0] = v
-			for n := 1; n < len(m[0]); n *= 2 { // choices clear caches by many bytes
-				copy(m[0][n:], m[0][:n])
-			}
-		})
+	o := Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n}
+	return c.access("memset", o, nil, func(m [][]byte) {
+		m[0][0] = v
+		for n := 1; n < len(m[0]); n *= 2 { // choices clear caches by many bytes
+			copy(m[0][n:], m[0][:n])
+		}
+	}, dst)
 }
 
-// Memset32 sets words; the address must be a multiple of 4.
-func (c *Context) Memset32(dst gpu.Ptr, v uint32, n int, s gpu.Stream) error {
-	if dst%4 != 0 {
-		return gpu.NewError("cuMemsetD32Async", gpu.InvalidValue, "",
-			"the address is not a multiple of 4")
-	}
-	return c.fill(Op{Call: "cuMemsetD32Async", Stream: s, Dst: dst, Bytes: 4 * n},
-		gpu.Stats{Memsets: 1},
-		[]gpu.Ptr{dst}, func(m [][]byte) {
-			words := gpu.View[uint32](m[0])
-			for i := range words {
-				words[i] = v
-			}
-		})
-}
-
-func (c *Context) fill(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) error {
-	if o.Bytes < 0 {
-		return gpu.NewError(o.Call, gpu.InvalidValue, "",
-			fmt.Sprintf("negative length %d", o.Bytes))
-	}
+// access puts work on o.Bytes of memory at each address on a stream, and waits for it where host
+// memory is not pinned. The memory is checked now, as the driver does for copies, and again when
+// the work runs, since a graph may run it long after.
+func (c *Context) access(name string, o Op, host []byte, do func(m [][]byte),
+	at ...gpu.Ptr) error {
 	if o.Bytes == 0 {
 		return nil
 	}
-	return c.locked(o.Call, func() error { return c.enqueue(o, work, at, do) })
-}
-
-// enqueue puts work on o.Bytes of memory at each address on a stream. The memory is checked now, as
-// the driver does for copies, and again when the work runs, since a graph may run it long after.
-func (c *Context) enqueue(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte)) error {
 	resolve := func(s gpu.Status) ([][]byte, error) {
 		m := make([][]byte, len(at))
 		for i, p := range at {
@@ -246,14 +196,20 @@ func (c *Context) enqueue(o Op, work gpu.Stats, at []gpu.Ptr, do func(m [][]byte
 		}
 		return m, nil
 	}
-	if _, err := resolve(gpu.InvalidValue); err != nil {
-		return err
-	}
-	return c.issue(o, work, func() error {
-		m, err := resolve(gpu.IllegalAddress)
-		if err == nil {
-			do(m)
+	return c.watched(gpu.Work{Name: name}, o.Stream, o.Call, func() error {
+		if _, err := resolve(gpu.InvalidValue); err != nil {
+			return err
 		}
-		return err
+		err := c.issue(o, func() error {
+			m, err := resolve(gpu.IllegalAddress)
+			if err == nil {
+				do(m)
+			}
+			return err
+		})
+		if err != nil || host == nil || c.pinned.Has(host) {
+			return err
+		}
+		return c.wait(o.Call, o.Stream)
 	})
 }

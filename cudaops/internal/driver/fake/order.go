@@ -45,15 +45,14 @@ type mark struct {
 	behind   int      // how much of a joined stream's work was captured before it
 }
 
-// issue traces, counts and enqueues work, or records it.
-func (c *Context) issue(o Op, work gpu.Stats, do op) error {
+// issue traces and enqueues work, or records it.
+func (c *Context) issue(o Op, do op) error {
 	s, err := c.stream(o.Call, o.Stream)
 	if err != nil {
 		return err
 	}
 	o.Captured = s.capture != nil
 	c.trace = append(c.trace, o)
-	c.ledger.Add(o.Stream, work)
 	s.push(func() error {
 		c.clock += time.Microsecond
 		return do()
@@ -133,39 +132,36 @@ func (c *Context) NewStream() (gpu.Stream, error) {
 // NewUrgentStream makes a stream: the fake's have no priorities.
 func (c *Context) NewUrgentStream() (gpu.Stream, error) { return c.NewStream() }
 
-// waits makes a call that waits for a stream, which spoils a capture, and runs the stream's work.
-func (c *Context) waits(call string, s gpu.Stream, before func() error) error {
-	return c.locked(call, func() error {
-		st, err := c.stream(call, s)
-		if err != nil {
-			return err
-		}
-		if st.capture != nil {
-			st.capture.invalid = true
-			return gpu.NewError(call, gpu.CaptureUnsupported, "", "the stream is being captured")
-		}
-		if err := before(); err != nil {
-			return err
-		}
-		return c.drain(call, st)
-	})
+// wait runs a stream's work, which is not allowed in a capture and spoils it.
+func (c *Context) wait(call string, s gpu.Stream) error {
+	st, err := c.stream(call, s)
+	if err != nil {
+		return err
+	}
+	if st.capture != nil {
+		st.capture.invalid = true
+		return gpu.NewError(call, gpu.CaptureUnsupported, "", "the stream is being captured")
+	}
+	return c.drain(call, st)
 }
 
 // DestroyStream runs what is left and forgets the stream.
 func (c *Context) DestroyStream(s gpu.Stream) error {
 	const call = "cuStreamDestroy"
-	return c.waits(call, s, func() error {
+	return c.locked(call, func() error {
 		if s == 0 {
 			return gpu.NewError(call, gpu.InvalidHandle, "", "the default stream")
 		}
+		err := c.wait(call, s)
 		delete(c.streams, s)
-		return nil
+		return err
 	})
 }
 
 // SyncStream runs a stream's work.
 func (c *Context) SyncStream(s gpu.Stream) error {
-	return c.waits("cuStreamSynchronize", s, func() error { return nil })
+	const call = "cuStreamSynchronize"
+	return c.locked(call, func() error { return c.wait(call, s) })
 }
 
 // Synchronize runs everything.
@@ -211,7 +207,6 @@ func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 		}
 		m := &mark{stream: st, captured: st.capture}
 		ev.mark = m
-		c.ledger.Record(e, s)
 		if m.captured != nil {
 			m.behind = st.capture.given[st]
 		} else {
@@ -293,7 +288,6 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 				"the event was last recorded inside another capture")
 		case st.capture == nil:
 			st.capture = m.captured
-			c.ledger.Wait(s, e)
 		case st == m.captured.origin && m.behind > 0:
 			m.captured.awaited[m.stream] = m.behind
 		}
@@ -374,7 +368,6 @@ func (c *Context) BeginCapture(s gpu.Stream) error {
 		}
 		st.capture = &capture{origin: st, given: map[*stream]int{},
 			awaited: map[*stream]int{}}
-		c.ledger.BeginCapture(s)
 		return nil
 	})
 }
@@ -393,7 +386,6 @@ func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 		return nil, gpu.NewError(call, gpu.CaptureUnmatched, "",
 			"no capture was begun on the stream")
 	}
-	work, _ := c.ledger.EndCapture(s)
 	for _, joined := range c.streams {
 		if joined.capture == k {
 			joined.capture = nil
@@ -413,8 +405,7 @@ func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
 	if err := c.begin("cuGraphInstantiateWithFlags"); err != nil {
 		return nil, err
 	}
-	work.GraphLaunches++
-	g := &gpu.Graph{Handle: c.handleFor(), Nodes: len(k.ops), Work: work}
+	g := &gpu.Graph{Handle: c.handleFor()}
 	c.graphs[g.Handle] = k
 	return g, nil
 }
@@ -437,7 +428,7 @@ func (c *Context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
 		for i, ev := range k.external {
 			marks[i] = ev.mark
 		}
-		return c.issue(Op{Call: call, Stream: s}, g.Work, func() error {
+		return c.issue(Op{Call: call, Stream: s}, func() error {
 			k.marks = marks
 			for _, do := range k.ops {
 				if err := do(); err != nil {

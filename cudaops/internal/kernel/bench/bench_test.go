@@ -16,10 +16,7 @@ func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
 	ctx, err := d.Retain(0)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if s := ctx.Stats(); s.DeviceBytes != 0 || s.HostBytes != 0 {
-			t.Errorf("%d bytes on the device and %d pinned are left", s.DeviceBytes, s.HostBytes)
-		}
-		require.NoError(t, ctx.Close())
+		require.NoError(t, ctx.Close()) // which nothing may outlive
 	})
 	return ctx, d
 }

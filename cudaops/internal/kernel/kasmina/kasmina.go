@@ -406,7 +406,7 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 func (p *kasminaPass) histogram(bins gpu.Ptr) error {
-	if err := p.Ctx.Memset32(bins, 0, Bins*p.State.Seeds, p.Stream); err != nil {
+	if err := p.Ctx.Memset8(bins, 0, 4*Bins*p.State.Seeds, p.Stream); err != nil {
 		return err
 	}
 	tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)

@@ -325,7 +325,7 @@ func TestKasminaExtremes(t *testing.T) {
 				})
 				r.refer()
 				for _, f := range Families(g.Set, r.layer, true, true) {
-					r.Must(r.Ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, r.Stream))
+					r.Must(r.Ctx.Memset8(r.counts.Ptr, 0, 4*3*c.seeds, r.Stream))
 					r.forwardFamily, r.backwardFamily = f, f
 					r.launchForward()
 					r.launchBackward()

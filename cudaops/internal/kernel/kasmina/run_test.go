@@ -145,7 +145,7 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 		g.Alloc(BackwardFigures*c.seeds, kerneltest.F32, 0)
 	r.counts = g.Alloc(3*c.seeds, kerneltest.F32, 0)
 	r.bins = g.Alloc(Bins*c.seeds, kerneltest.F32, 0)
-	g.Must(g.Ctx.Memset32(r.counts.Ptr, 0, 3*c.seeds, g.Stream))
+	g.Must(g.Ctx.Memset8(r.counts.Ptr, 0, 4*3*c.seeds, g.Stream))
 	r.forwardSpace = g.Alloc(Forward{Layer: r.layer}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	r.backwardSpace = g.Alloc(Backward{Layer: r.layer, Clip: c.clip}.WorkspaceBytes(g.Info)/4,
 		kerneltest.F32, 0)
@@ -357,7 +357,7 @@ func (r *kasminaRun) checkFamily() {
 			r.Must(r.Ctx.Memset8(b.Ptr, with, b.Bytes(), r.Stream))
 		}
 	}
-	r.Must(r.Ctx.Memset32(r.counts.Ptr, 0, 3*r.seeds, r.Stream))
+	r.Must(r.Ctx.Memset8(r.counts.Ptr, 0, 4*3*r.seeds, r.Stream))
 	poison(0xff)
 	r.launchForward()
 	r.launchBackward()
