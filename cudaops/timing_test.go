@@ -527,20 +527,6 @@ func (o ownProducts) Launch(s gpu.Stream, params any) error {
 	return o.Launcher.Launch(s, params)
 }
 
-// residualGraph is h = x·vᵀ, y = h + (h·uᵀ)·wᵀ of random numbers with its gradients.
-func residualGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph,
-	gorgonia.Nodes, gorgonia.Nodes) {
-	t.Helper()
-	g := gorgonia.NewGraph()
-	matrix := randomMatrices(g, seed, 3, 1.0/8)
-	in := gorgonia.Nodes{matrix("x", rows, d), matrix("v", d, d),
-		matrix("u", f, d), matrix("w", d, f)}
-	h := gorgonia.Must(op.Linear(in[0], in[1]))
-	y := gorgonia.Must(gorgonia.Add(h,
-		gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
-	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
-}
-
 // withOwnProducts has the machine's kernels be [ownProducts].
 func withOwnProducts(plain, adding *int) MachineOption {
 	return withKernels(func(k run.Launcher) run.Launcher { return ownProducts{k, plain, adding} })
