@@ -1840,8 +1840,8 @@ func TestKasminaFitsBinaries(t *testing.T) {
 func TestStockFitsBinaries(t *testing.T) {
 	for _, p := range []Precision{Float32, BFloat16} {
 		t.Run(fmt.Sprint(p), func(t *testing.T) {
-			device, r := openBinaries(t, cards[hopper]), rand.New(rand.NewPCG(1, 1))
-			for _, c := range stockCases(r) {
+			device := openBinaries(t, cards[hopper])
+			for _, c := range stockCases() {
 				graph, err := c.graph(tensor.Float32, !c.constant)
 				require.NoError(t, err)
 				results := gorgonia.Nodes{graph.out}

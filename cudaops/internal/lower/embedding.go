@@ -12,16 +12,11 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 	ids, table := in[0], c.act(n, in[1])
 	c.bound(ids, program.IDRange{Op: "Embedding", Argument: "ids", Vocab: table.Shape[0]})
 	y := c.NewArray(table.Type, n.Shape()...)
-	c.embed(n, y, ids, table)
-	return y, nil
-}
-
-// embed adds the look-up of rows of a table.
-func (c *compiler) embed(n *gorgonia.Node, y, ids, table *program.Array) {
 	c.call(n, embedding.Forward{IDs: ints(), Rows: y.Shape[0],
 		Vocab: table.Shape[0], D: table.Shape[1],
 		Type: y.Type, TableType: table.Type},
 		program.Reads("IDs", ids), program.Reads("Table", table), program.Writes("Y", y))
+	return y, nil
 }
 
 func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,

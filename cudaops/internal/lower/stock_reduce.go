@@ -9,7 +9,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	softmaxkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -74,7 +73,7 @@ func (c *compiler) reduceMiddle(n *gorgonia.Node, r reducekernel.Reduction, x *p
 	return y
 }
 
-// stockSoftmax lowers SoftMax and LogSoftMax, and their gradients, whose inputs are x, y and the
+// stockSoftmax lowers SoftMax along the last axis, and its gradient, whose inputs are x, y and the
 // gradient of y.
 func stockSoftmax(n *gorgonia.Node) lowering {
 	var axis int
@@ -82,106 +81,29 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
 	_, config, _ := strings.Cut(name, "{")
 	x := graph.Children(n)[0].Shape()
-	if _, err := fmt.Sscanf(config, "%d, %t}", &axis, &log); err != nil || !floats(n) ||
-		len(x) == 0 || axis >= len(x) ||
+	last := len(x) - 1
+	if _, err := fmt.Sscanf(config, "%d, %t}", &axis, &log); err != nil || log || !floats(n) ||
+		last < 0 || axis >= 0 && axis != last || axis < 0 && x.IsColVec() || // as Gorgonia does it
 		!slices.Equal(x, n.Shape()) {
 		return nil
 	}
-	if axis < 0 {
-		axis = len(x) - 1
-		if x.IsColVec() { // as Gorgonia does it
-			axis = 0
+	rows := func(a *program.Array) *program.Array {
+		return a.View(0, opbase.Size(x[:last]), x[last])
+	}
+	if strings.HasPrefix(name, "SoftmaxDiff") {
+		return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+			y, g := rows(in[1]), rows(c.as(n, in[2], in[1].Type))
+			dx := c.like(y)
+			c.call(n, softmaxkernel.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
+				program.Reads("Y", y), program.Reads("G", g), program.Writes("DX", dx))
+			return dx.View(0, n.Shape()...), nil
 		}
 	}
-	gradient := strings.HasPrefix(name, "SoftmaxDiff")
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-		outer, along, inner := around(x, axis)
-		e := in[0].Type
-		if gradient {
-			e = in[1].Type
-		}
-		var rows []*program.Array // the operands with the axis innermost
-		for _, a := range in {
-			rows = append(rows, c.inward(n, c.as(n, a, e), outer, along, inner))
-		}
-		var y *program.Array
-		switch {
-		case log && gradient:
-			y = c.logSoftmaxGrad(n, rows[1], rows[2])
-		case log:
-			y = c.logSoftmax(n, rows[0])
-		case gradient:
-			y = c.softmaxGrad(n, rows[1], rows[2])
-		default:
-			y = c.softmax(n, rows[0])
-		}
-		return c.outward(n, y, outer, along, inner).View(0, n.Shape()...), nil
+		a := rows(in[0])
+		y := c.like(a)
+		c.call(n, softmaxkernel.Forward{Rows: a.Shape[0], N: a.Shape[1], Type: a.Type},
+			program.Reads("X", a), program.Writes("Y", y))
+		return y.View(0, n.Shape()...), nil
 	}
-}
-
-// inward returns x [outer, n, inner] as rows [outer·inner, n].
-func (c *compiler) inward(node *gorgonia.Node, x *program.Array, outer, n,
-	inner int) *program.Array {
-	if inner == 1 {
-		return x.View(0, outer, n)
-	}
-	y := c.NewArray(x.Type, outer*inner, n)
-	c.move(node, y, x, dimension{outer, n * inner, n * inner}, dimension{inner, n, 1},
-		dimension{n, 1, inner})
-	return y
-}
-
-// outward is the inverse of inward.
-func (c *compiler) outward(node *gorgonia.Node, x *program.Array, outer, n,
-	inner int) *program.Array {
-	if inner == 1 {
-		return x
-	}
-	y := c.NewArray(x.Type, outer, n, inner)
-	c.move(node, y, x, dimension{outer, n * inner, n * inner}, dimension{n, inner, 1},
-		dimension{inner, 1, n})
-	return y
-}
-
-func (c *compiler) softmax(n *gorgonia.Node, x *program.Array) *program.Array {
-	y := c.like(x)
-	c.call(n, softmaxkernel.Forward{Rows: x.Shape[0], N: x.Shape[1], Type: x.Type},
-		program.Reads("X", x), program.Writes("Y", y))
-	return y
-}
-
-func (c *compiler) softmaxGrad(n *gorgonia.Node, y, g *program.Array) *program.Array {
-	dx := c.like(y)
-	c.call(n, softmaxkernel.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
-		program.Reads("Y", y), program.Reads("G", g), program.Writes("DX", dx))
-	return dx
-}
-
-// logSoftmax is x − max − log Σ exp(x − max) for each row, in float32.
-func (c *compiler) logSoftmax(n *gorgonia.Node, x *program.Array) *program.Array {
-	wide := c.as(n, x, gpu.Float32)
-	shifted := c.perRow(n, elementwise.Sub, wide, c.reduce(n, reducekernel.Max, wide, []int{1}))
-	sum := c.reduce(n, reducekernel.Sum, c.apply(n, elementwise.Exp, shifted), []int{1})
-	return c.as(n, c.perRow(n, elementwise.Sub, shifted, c.apply(n, elementwise.Log, sum)), x.Type)
-}
-
-// logSoftmaxGrad is g − exp(y)·Σg for each row, in float32.
-func (c *compiler) logSoftmaxGrad(n *gorgonia.Node, y, g *program.Array) *program.Array {
-	wide, up := c.as(n, y, gpu.Float32), c.as(n, g, gpu.Float32)
-	share := c.perRow(n, elementwise.Mul, c.apply(n, elementwise.Exp, wide),
-		c.reduce(n, reducekernel.Sum, up, []int{1}))
-	dx := c.map2(n, elementwise.Sub, c.like(up), repeated{Array: up}, repeated{Array: share})
-	return c.as(n, dx, y.Type)
-}
-
-// apply computes a function of every element.
-func (c *compiler) apply(n *gorgonia.Node, f elementwise.UnaryOp, x *program.Array) *program.Array {
-	return c.map1(n, f, c.like(x), x, 0)
-}
-
-// perRow computes a function of every element and the number that belongs to its row.
-func (c *compiler) perRow(n *gorgonia.Node, f elementwise.BinaryOp, x,
-	numbers *program.Array) *program.Array {
-	return c.map2(n, f, c.like(x), repeated{Array: x},
-		repeated{numbers, spread{x.Shape[1], x.Shape[0]}})
 }
