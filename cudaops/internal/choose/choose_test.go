@@ -198,21 +198,6 @@ func TestGather(t *testing.T) {
 	require.Zero(t, x.address(documents))
 }
 
-// TestFloor wants the time that memory needs, and none where arithmetic or the cache decides.
-func TestFloor(t *testing.T) {
-	device := gpu.DeviceInfo{L2: 1 << 20, MemoryClock: 2_000_000, MemoryBusBits: 4096} // 2.048 TB/s
-	read, untouched := &piece{to: 1 << 30, random: true}, &piece{to: 1 << 30}
-	x := &timer{Chooser: &Chooser{Config: Config{Device: device}},
-		pieces: map[*program.Buffer]*piece{{}: read, {}: untouched}}
-	seconds := float64(int(1)<<30) / 2.048e12 / tuneFloor
-	require.InDelta(t, seconds, x.floor().Seconds(), 1e-8)
-	x.j.computes = true
-	require.Zero(t, x.floor())
-	x.j.computes = false
-	x.Device.L2 = 8 << 30
-	require.Zero(t, x.floor())
-}
-
 // TestDistance holds the distance of results to its definition, and to the numbers that a gap
 // between rows leaves.
 func TestDistance(t *testing.T) {

@@ -24,9 +24,6 @@ const (
 	tuneGain = 0.01
 	// tuneHopeless is the multiple of the best time beyond which a way is timed only once.
 	tuneHopeless = 1.5
-	// tuneFloor is the share of the memory's nominal bandwidth at which there is nothing left to
-	// gain.
-	tuneFloor = 0.95
 	// loadNear is the multiple of the best time within which ways are timed under load too, the
 	// loadMost fastest of them.
 	loadNear, loadMost = 1.08, 6
@@ -206,7 +203,7 @@ func (x *timer) fastest(ways []int) (int, error) {
 	live = slices.DeleteFunc(live, func(i int) bool {
 		return float64(x.took(i)) > tuneHopeless*float64(best)
 	})
-	if len(live) > 1 && best > x.floor() {
+	if len(live) > 1 {
 		if err := x.time(live, tuneRounds); err != nil {
 			return 0, err
 		}
@@ -313,27 +310,7 @@ func (x *timer) took(way int) time.Duration {
 	if x.loaded[way] > 0 {
 		return x.loaded[way]
 	}
-	if x.isSmall() {
-		return x.warm[way]
-	}
 	return x.cold[way]
-}
-
-// floor is the least time in which arguments that are not in the cache can move, so that to look on
-// is in vain.
-func (x *timer) floor() time.Duration {
-	d := x.Device
-	perSecond := 2 * 1e3 * float64(d.MemoryClock) * float64(d.MemoryBusBits) / 8
-	if x.isSmall() || x.j.computes || perSecond == 0 {
-		return 0
-	}
-	bytes := 0
-	for _, p := range x.pieces {
-		if p.random || slices.Contains(x.results, p) {
-			bytes += p.bytes()
-		}
-	}
-	return time.Duration(float64(bytes) / (tuneFloor * perSecond) * 1e9)
 }
 
 // run enqueues the job in some way.
@@ -463,14 +440,4 @@ func distance(x, y []float32) float64 {
 		return 0
 	}
 	return math.Sqrt(diff / norm)
-}
-
-// isSmall reports whether what a job works on is in the cache when it runs, since the work before
-// it has left it there.
-func (x *timer) isSmall() bool {
-	bytes := 0
-	for _, p := range x.pieces {
-		bytes += p.bytes()
-	}
-	return !x.j.computes && bytes <= x.Device.L2/2
 }

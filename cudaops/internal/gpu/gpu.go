@@ -46,8 +46,6 @@ type DeviceInfo struct {
 	RegistersPerSM int
 	ThreadsPerSM   int
 	Clock          int
-	MemoryClock    int
-	MemoryBusBits  int
 }
 
 // Capability is the compute capability as nvcc writes it: 90 for 9.0.

@@ -16,13 +16,6 @@ import (
 // type. Weights of norms, losses, what a forward op leaves for its backward op, and gradients of
 // parameters are float32, but for what weightGradient is for.
 
-// converted is an array in another type.
-type converted struct {
-	*program.Buffer
-	at, len int
-	to      gpu.DType
-}
-
 // packed is a result that consists of several arrays.
 func packed(parts ...*program.Array) *program.Array { return &program.Array{Parts: parts} }
 
@@ -47,26 +40,19 @@ func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.
 	if a.Type == t {
 		return a
 	}
-	key := converted{a.Buffer, a.At, a.Len(), t}
-	if b := c.copies[key]; b != nil {
+	key := program.Converted{Buffer: a.Buffer, At: a.At, Len: a.Len(), To: t}
+	if b := c.Copies[key]; b != nil {
 		return b.View(0, a.Shape...)
 	}
-	in := c.inputOf[a.Buffer]
-	if in != nil && c.o.shares(in) {
-		for _, s := range in.Copies {
-			if s.Type == t && s.Len() == a.Len() {
-				return s.View(0, a.Shape...)
-			}
-		}
-	} else if in != nil && in.Constant {
+	if in := c.inputOf[a.Buffer]; in != nil && in.Constant && !c.o.shares(in) {
 		b := c.NewResident(t, a.Shape...)
 		in.Copies = append(in.Copies, program.Copy{Array: b, Renew: c.cast(n, b, a)})
-		c.copies[key], c.sources[b.Buffer] = b, []*program.Input{in}
+		c.Copies[key], c.sources[b.Buffer] = b, []*program.Input{in}
 		return b
 	}
 	b := c.NewArray(t, a.Shape...)
 	c.Add(c.cast(n, b, a))
-	c.copies[key] = b
+	c.Copies[key] = b
 	return b
 }
 
@@ -80,42 +66,36 @@ func (c *compiler) acts(n *gorgonia.Node, a, b *program.Array) (*program.Array, 
 	return c.act(n, a), c.act(n, b)
 }
 
-// stacked is the matrices of a stack, at most three.
-type stacked [3]converted
-
 // stack returns matrices of as many columns as activations, one above the other, so that one
 // product serves all. Of parameters the stack is kept, and renewed with them; of others it is made
 // in every run.
 func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array {
-	var key stacked
+	var key program.Stack
 	var inputs []*program.Input
 	rows, kept := 0, true
 	for i, a := range all {
-		key[i] = converted{a.Buffer, a.At, a.Len(), a.Type}
+		key[i] = program.Converted{Buffer: a.Buffer, At: a.At, Len: a.Len(), To: a.Type}
 		in := c.inputOf[a.Buffer]
 		inputs = append(inputs, in)
 		rows += a.Shape[0]
 		kept = kept && in != nil && in.Constant && !c.o.shares(in)
 	}
-	if s := c.stacks[key]; s != nil {
+	if s := c.Stacks[key]; s != nil {
 		return s
 	}
 	t := c.o.Activation
-	s := adjacent(all, t)
-	if s == nil {
-		s = c.sharedStack(inputs, all, t)
-	}
-	if s != nil {
-		c.stacks[key] = s
+	if s := adjacent(all, t); s != nil {
 		return s
 	}
+	place := c.NewArray
 	if kept {
-		s = c.NewResident(t, rows, all[0].Shape[1])
-		c.sources[s.Buffer] = inputs
-	} else {
-		s = c.NewArray(t, rows, all[0].Shape[1])
+		place = c.NewResident
 	}
-	c.stacks[key] = s
+	s := place(t, rows, all[0].Shape[1])
+	if kept {
+		c.sources[s.Buffer] = inputs
+	}
+	c.Stacks[key] = s
 	at := 0
 	for i, a := range all {
 		to := s.View(at, a.Shape...)
@@ -142,32 +122,6 @@ func adjacent(all []*program.Array, t gpu.DType) *program.Array {
 		at += a.Extent()
 	}
 	return all[0].View(0, rows, all[0].Shape[1])
-}
-
-// sharedStack returns the stack of parameters that the program they belong to keeps, nil if there
-// is none.
-func (c *compiler) sharedStack(inputs []*program.Input, all []*program.Array,
-	t gpu.DType) *program.Array {
-	var top *program.Array
-	rows, at := 0, 0
-	for i, in := range inputs {
-		if in == nil || !c.o.shares(in) {
-			return nil
-		}
-		j := slices.IndexFunc(in.Copies, func(s program.Copy) bool {
-			return s.Type == t && s.Len() == all[i].Len() &&
-				(i == 0 || s.Buffer == top.Buffer && s.At == top.At+at*t.Size())
-		})
-		if j < 0 {
-			return nil
-		}
-		if i == 0 {
-			top = in.Copies[j].Array
-		}
-		rows += all[i].Shape[0]
-		at += all[i].Len()
-	}
-	return top.View(0, rows, all[0].Shape[1])
 }
 
 // aligned returns a, or a copy of it where it begins at an address that optimisers do not take.

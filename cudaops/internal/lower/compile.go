@@ -50,30 +50,27 @@ type compiler struct {
 	kept  map[*gorgonia.Node]bool
 	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
 
-	inputOf   map[*program.Buffer]*program.Input
-	copies    map[converted]*program.Array
-	quantized map[program.QuantizedKey]program.Quantized
+	inputOf map[*program.Buffer]*program.Input
 	// what parameters and constants, and copies and stacks of them, are made of
 	sources   map[*program.Buffer][]*program.Input
-	stacks    map[stacked]*program.Array
 	rotations map[rotation]*rotationTables
 	documents map[packing]*program.Array
-	gradients map[gorgonia.Op]int     // backward ops that the graph has of a forward op
-	updating  map[*gorgonia.Node]bool // gradients of parameters that nobody asks for but an update
+	projected map[*gorgonia.Node]*projections // by their linear functions, and by the queries
+	gradients map[gorgonia.Op]int             // backward ops that the graph has of a forward op
+	updating  map[*gorgonia.Node]bool         // gradients of parameters that nobody asks for but an update
 	layers    graph.Layers
 }
 
 func newCompiler(o Options) *compiler {
-	return &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{}},
+	return &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{},
+		Made: o.Shared.Borrow()},
 		saved: map[gorgonia.Op]any{}, kept: map[*gorgonia.Node]bool{},
 		users:     map[*gorgonia.Node]gorgonia.Nodes{},
 		inputOf:   map[*program.Buffer]*program.Input{},
-		copies:    map[converted]*program.Array{},
-		quantized: map[program.QuantizedKey]program.Quantized{},
 		sources:   map[*program.Buffer][]*program.Input{},
-		stacks:    map[stacked]*program.Array{},
 		rotations: map[rotation]*rotationTables{},
 		documents: map[packing]*program.Array{},
+		projected: map[*gorgonia.Node]*projections{},
 		gradients: map[gorgonia.Op]int{},
 		layers: graph.Layers{IsParam: func(n *gorgonia.Node) bool {
 			return slices.Contains(o.Params, n) || o.sharedParam(n) != nil
@@ -123,6 +120,11 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 		}
 		for _, child := range graph.Children(n) {
 			c.users[child] = append(c.users[child], n)
+		}
+	}
+	for _, n := range sorted {
+		if attends(n) {
+			c.project(n)
 		}
 	}
 	c.layers.Add(sorted)

@@ -63,14 +63,14 @@ func (c *compiler) newQuantized(rows, columns int) program.Quantized {
 // quantize returns the rows of x, which are made once.
 func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantized {
 	key := program.KeyOf(x, false)
-	if q, ok := c.quantized[key]; ok {
+	if q, ok := c.Quantized[key]; ok {
 		return q
 	}
 	q := c.newQuantized(x.Shape[0], x.Shape[1])
 	c.call(n, quantizekernel.Rows{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
 		program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
 		program.Reads("X", x)).Op = "Quantize"
-	c.quantized[key] = q
+	c.Quantized[key] = q
 	return q
 }
 
@@ -79,24 +79,22 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantize
 func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array,
 	turned bool) program.Quantized {
 	key := program.KeyOf(w, turned)
-	if q, ok := c.quantized[key]; ok {
+	if q, ok := c.Quantized[key]; ok {
 		return q
 	}
 	of := c.sources[w.Buffer]
 	kept := len(of) > 0 && !slices.ContainsFunc(of, func(in *program.Input) bool {
 		return !in.Constant || c.o.shares(in)
 	})
-	switch q, shared := c.o.Shared.Quantized(key); {
-	case shared:
-		c.quantized[key] = q
+	switch {
 	case kept:
-		c.quantized[key] = c.keepWeight(w, of, turned)
+		c.Quantized[key] = c.keepWeight(w, of, turned)
 	case turned:
-		c.quantized[key] = c.quantizeColumns(n, w)
+		c.Quantized[key] = c.quantizeColumns(n, w)
 	default:
 		return c.quantize(n, w)
 	}
-	return c.quantized[key]
+	return c.Quantized[key]
 }
 
 // quantizeColumns adds what makes rows of the columns of w.
@@ -167,6 +165,6 @@ func (c *compiler) quantizing(a *program.Array, wanted bool) program.Quantized {
 		return program.Quantized{}
 	}
 	q := c.newQuantized(a.Shape[0], a.Shape[1])
-	c.quantized[program.KeyOf(a, false)] = q
+	c.Quantized[program.KeyOf(a, false)] = q
 	return q
 }

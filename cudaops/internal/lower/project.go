@@ -34,46 +34,48 @@ type projections struct {
 	turned [2]*gorgonia.Node // queries and keys; nil where nothing turns them
 }
 
-// projections returns how the first three inputs of an attention, or of its gradient, come about,
-// nil if not like this. The op o is nil for attention to what is kept, which turns them itself.
-// Nobody but the attention and its gradient may use them, as no other op knows matrices whose rows
-// have gaps.
-func (c *compiler) projections(n *gorgonia.Node, o *op.AttentionOp) *projections {
-	p := &projections{}
+// project finds the projections of an attention, n, and notes them by their linear functions and by
+// the queries. Nobody but the attention and its gradient may use them, as no other op knows
+// matrices whose rows have gaps.
+func (c *compiler) project(n *gorgonia.Node) {
+	o, _ := n.Op().(*op.AttentionOp) // nil for attention to what is kept, which turns them itself
+	p, queries := &projections{}, graph.Children(n)[0]
 	byAttention := func(u *gorgonia.Node) bool {
 		return attends(u) || isOp[*op.AttentionGradOp](u)
 	}
 	for i, n := range graph.Children(n)[:3] {
 		if !c.onlyUsedBy(n, byAttention) {
-			return nil
+			return
 		}
-		if r, ok := n.Op().(*op.RoPEOp); ok && i < 2 && !r.Inverse && o != nil &&
-			r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim {
-			p.turned[i] = n
-			turned := n
-			n = graph.Children(n)[0]
-			if !c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == turned }) {
-				return nil
+		for !isOp[*op.LinearOp](n) {
+			r, turns := n.Op().(*op.RoPEOp)
+			switch {
+			case turns && i < 2 && p.turned[i] == nil && p.bias[i] == nil && !r.Inverse &&
+				o != nil && r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim:
+				p.turned[i] = n
+			case isOp[*op.BiasOp](n) && p.bias[i] == nil:
+				p.bias[i] = n
+			default:
+				return
+			}
+			above := n
+			if n = graph.Children(n)[0]; c.sole(n) != above {
+				return
 			}
 		}
-		if isOp[*op.BiasOp](n) {
-			p.bias[i] = n
-			biased := n
-			n = graph.Children(n)[0]
-			if !c.onlyUsedBy(n, func(u *gorgonia.Node) bool { return u == biased }) {
-				return nil
-			}
-		}
-		if !isOp[*op.LinearOp](n) || (p.bias[i] == nil) != (p.bias[0] == nil) ||
-			slices.Contains(p.linear[:i], n) || i > 0 && graph.Children(n)[0] != p.x {
-			return nil
+		if (p.bias[i] == nil) != (p.bias[0] == nil) || slices.Contains(p.linear[:i], n) ||
+			i > 0 && graph.Children(n)[0] != p.x {
+			return
 		}
 		p.x, p.linear[i] = graph.Children(n)[0], n
 	}
 	if !sameRotation(p.turned[0], p.turned[1]) {
-		return nil
+		return
 	}
-	return p
+	c.projected[queries] = p
+	for _, l := range p.linear {
+		c.projected[l] = p
+	}
 }
 
 // attends reports whether a node is an attention.
@@ -119,49 +121,24 @@ func (p *projections) width() (n int) {
 
 // fuseProjections lowers the linear function n with the others of its attention.
 func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
-	at := n
-	for range 3 { // past a bias and RoPE, to the attention
-		i := slices.IndexFunc(c.users[at], func(u *gorgonia.Node) bool {
-			return attends(u) || isOp[*op.RoPEOp](u) || isOp[*op.BiasOp](u)
-		})
-		if i < 0 {
-			return false, nil
-		}
-		if at = c.users[at][i]; attends(at) {
-			break
-		}
-	}
-	if !attends(at) {
-		return false, nil
-	}
-	o, _ := at.Op().(*op.AttentionOp)
-	p := c.projections(at, o)
-	if p == nil || !slices.Contains(p.linear[:], n) {
+	p := c.projected[n]
+	if p == nil {
 		return false, nil
 	}
 	var weights, biases []*program.Array
 	for i, l := range p.linear {
-		w := c.there(graph.Children(l)[1])
-		if w == nil {
-			return false, nil
+		weights = append(weights, c.there(graph.Children(l)[1]))
+		if p.bias[i] != nil {
+			biases = append(biases, c.there(graph.Children(p.bias[i])[1]))
 		}
-		weights = append(weights, w)
-		if p.bias[i] == nil {
-			continue
-		}
-		b := c.there(graph.Children(p.bias[i])[1])
-		if b == nil {
-			return false, nil
-		}
-		biases = append(biases, b.View(0, b.Len(), 1))
+	}
+	if slices.Contains(slices.Concat(weights, biases), nil) {
+		return false, nil
 	}
 	x := c.act(n, c.Values[p.x])
 	wide := c.NewArray(x.Type, x.Shape[0], p.width())
 	parts, both := p.place(wide)
-	if len(biases) > 0 {
-		c.projectBiased(n, p.turned[0], wide, both, x, c.stack(n, weights...),
-			c.stack(n, biases...))
-	} else if err := c.project(n, p.turned[0], wide, both, x, c.stack(n, weights...)); err != nil {
+	if err := c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases); err != nil {
 		return false, err
 	}
 	for i, l := range p.linear {
@@ -176,10 +153,25 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	return true, nil
 }
 
-// project adds wide = x·weightsᵀ, whose columns both are turned as the node turned has it, unless
-// that is nil.
-func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *program.Array) error {
-	if turned == nil {
+// projectAll adds wide = x·weightsᵀ, plus biases if there are any. Its columns both are turned if
+// queries and keys are.
+func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
+	weights *program.Array, biases []*program.Array) error {
+	turned := p.turned[0]
+	switch {
+	case len(biases) > 0:
+		for i, b := range biases {
+			biases[i] = b.View(0, b.Len(), 1)
+		}
+		y, all := c.like(wide), c.stack(n, biases...)
+		c.linearProduct(n, y, x, weights, nil)
+		c.map2(n, elementwise.Add, wide, repeated{Array: y},
+			repeated{all, spread{repeat: 1, period: all.Len()}})
+		if turned != nil {
+			c.Add(c.rotate(turned, both, both))
+		}
+		return nil
+	case turned == nil:
 		c.linearProduct(n, wide, x, weights, nil)
 		return nil
 	}
@@ -188,34 +180,23 @@ func (c *compiler) project(n, turned *gorgonia.Node, wide, both, x, weights *pro
 		Turned: both.Shape[1],
 		Seq:    o.Config.Seq, HeadDim: o.Config.HeadDim,
 		Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
-	p := program.Product{D: wide, A: x, B: weights, TransB: true}
+	product := program.Product{D: wide, A: x, B: weights, TransB: true}
 	if s.Float8 {
-		p = float8Product(wide, c.quantize(n, x), c.quantizeWeight(n, weights, false))
+		product = float8Product(wide, c.quantize(n, x), c.quantizeWeight(n, weights, false))
 	}
-	several := []*program.Call{c.newProduct(n, p), c.rotate(turned, both, both)}
+	several := []*program.Call{c.newProduct(n, product), c.rotate(turned, both, both)}
 	one := gemm.RoPEProduct{RoPEProductShape: s, Type: x.Type}
 	if len(c.o.Ways(one)) == 0 {
 		c.Calls = append(c.Calls, several...)
 		return nil
 	}
 	_, err := c.either(fusion{several: several,
-		one: c.fusedCall(n, p, one, program.Writes("Y", wide),
-			program.Reads("X", p.A), program.Reads("Weights", p.B),
-			program.Reads("ScaleX", p.ScaleA),
-			program.Reads("ScaleWeights", p.ScaleB), program.Reads("Angles", c.angles(o).angles))})
+		one: c.fusedCall(n, product, one, program.Writes("Y", wide),
+			program.Reads("X", product.A), program.Reads("Weights", product.B),
+			program.Reads("ScaleX", product.ScaleA),
+			program.Reads("ScaleWeights", product.ScaleB),
+			program.Reads("Angles", c.angles(o).angles))})
 	return err
-}
-
-// projectBiased is project for wide = x·weightsᵀ + biases, in calls of their own.
-func (c *compiler) projectBiased(n, turned *gorgonia.Node, wide, both, x, weights,
-	biases *program.Array) {
-	y := c.like(wide)
-	c.linearProduct(n, y, x, weights, nil)
-	c.map2(n, elementwise.Add, wide, repeated{Array: y},
-		repeated{biases, spread{repeat: 1, period: biases.Len()}})
-	if turned != nil {
-		c.Add(c.rotate(turned, both, both))
-	}
 }
 
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.
@@ -234,9 +215,6 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 	for i, l := range p.linear {
 		d := c.partOf(n, offset)
 		offset += opbase.Size(l.Shape())
-		if d == nil {
-			return nil
-		}
 		g.parts[i] = d
 		if i < 2 && p.turned[i] != nil {
 			if d = c.sole(d); d == nil {
@@ -248,69 +226,42 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 			}
 			g.turned[i] = d
 		}
-		back := c.sole(d)
-		if p.bias[i] != nil {
-			back, g.bias[i] = c.both(d)
+		want := graph.Children(l)
+		for _, u := range c.users[d] {
+			switch in := graph.Children(u); {
+			case isOp[*op.LinearGradOp](u) && in[0] == p.x && in[1] == want[1] && in[2] == d &&
+				(g.linear[i] == nil || g.linear[i] == u):
+				g.linear[i] = u
+			case isOp[*op.BiasGradOp](u) && p.bias[i] != nil &&
+				(g.bias[i] == nil || g.bias[i] == u):
+				g.bias[i] = u
+			default:
+				return nil
+			}
 		}
-		if back == nil || !isOp[*op.LinearGradOp](back) {
+		dx := c.partOf(g.linear[i], 0)
+		if dx == nil || c.kept[d] || (p.bias[i] == nil) != (g.bias[i] == nil) {
 			return nil
 		}
-		in, want := graph.Children(back), graph.Children(l)
-		if in[0] != p.x || in[1] != want[1] || in[2] != d {
-			return nil
-		}
-		dx := c.partOf(back, 0)
-		if dx == nil {
-			return nil
-		}
-		g.linear[i], g.dx = back, append(g.dx, dx)
+		g.dx = append(g.dx, dx)
 	}
-	for rest := slices.Clone(g.dx); len(rest) > 1; {
-		i := slices.IndexFunc(rest, func(n *gorgonia.Node) bool {
-			return slices.Contains(rest, other(c.sole(n), n))
-		})
-		if i < 0 {
-			return nil
-		}
-		sum := c.sole(rest[i])
-		second := other(sum, rest[i])
-		if c.sole(second) != sum {
-			return nil
-		}
-		g.dx = append(g.dx, sum)
-		rest = append(slices.DeleteFunc(rest, func(n *gorgonia.Node) bool {
-			return other(sum, n) != nil
-		}), sum)
-	}
-	return g
-}
-
-// both returns the gradients of a linear layer and of the bias behind it, which alone use d, nil if
-// there are others or none.
-func (c *compiler) both(d *gorgonia.Node) (linear, bias *gorgonia.Node) {
-	if !c.onlyUsedBy(d, func(u *gorgonia.Node) bool {
-		return isOp[*op.LinearGradOp](u) || isOp[*op.BiasGradOp](u)
-	}) ||
-		len(c.users[d]) != 2 {
-		return nil, nil
-	}
-	for _, u := range c.users[d] {
-		if isOp[*op.BiasGradOp](u) {
-			bias = u
-		} else {
-			linear = u
+	for i, third := range g.dx {
+		first, second := g.dx[(i+1)%3], g.dx[(i+2)%3]
+		two := c.sole(first)
+		all := c.sole(two)
+		if other(two, first) == second && c.sole(second) == two &&
+			other(all, two) == third && c.sole(third) == all {
+			g.dx = append(g.dx, two, all)
+			return g
 		}
 	}
-	if bias == nil {
-		return nil, nil
-	}
-	return linear, bias
+	return nil
 }
 
 // fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its
 // inputs are.
 func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
-	p := c.projections(n, n.Op().(*op.AttentionGradOp).Forward)
+	p := c.projected[graph.Children(n)[0]]
 	if p == nil || c.Values[p.linear[0]].Stride == 0 {
 		return false, nil
 	}

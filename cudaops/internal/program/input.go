@@ -2,9 +2,11 @@ package program
 
 import (
 	"fmt"
+	"maps"
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -104,20 +106,36 @@ type QuantizedWeight struct {
 	Rows, Turned Quantized
 }
 
-// Quantized returns what the program keeps of a matrix, if it does. No program is nil.
-func (p *Program) Quantized(key QuantizedKey) (q Quantized, ok bool) {
+// Made is what calls have made of arrays, so that it is made once: of parameters and constants it is
+// resident, and programs that borrow them use it too.
+type Made struct {
+	Copies    map[Converted]*Array
+	Stacks    map[Stack]*Array
+	Quantized map[QuantizedKey]Quantized
+}
+
+// Converted is an array in another type.
+type Converted struct {
+	*Buffer
+	At, Len int
+	To      gpu.DType
+}
+
+// Stack is matrices one above the other, at most three.
+type Stack [3]Converted
+
+// Borrow returns what is made of parameters. No program has none.
+func (p *Program) Borrow() Made {
+	m := Made{map[Converted]*Array{}, map[Stack]*Array{}, map[QuantizedKey]Quantized{}}
 	if p == nil {
-		return q, false
+		return m
 	}
-	for _, w := range p.Weights {
-		if q = w.Rows; key.Turned {
-			q = w.Turned
-		}
-		if KeyOf(w.Array, key.Turned) == key && q.Values != nil {
-			return q, true
-		}
-	}
-	return q, false
+	m = Made{maps.Clone(p.Copies), maps.Clone(p.Stacks), maps.Clone(p.Quantized)}
+	inArena := func(a *Array) bool { return !a.Resident }
+	maps.DeleteFunc(m.Copies, func(_ Converted, a *Array) bool { return inArena(a) })
+	maps.DeleteFunc(m.Stacks, func(_ Stack, a *Array) bool { return inArena(a) })
+	maps.DeleteFunc(m.Quantized, func(_ QuantizedKey, q Quantized) bool { return inArena(q.Values) })
+	return m
 }
 
 // Scaling is where the loss scale takes the place of the loss's gradient, and which nodes carry it.
