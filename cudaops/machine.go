@@ -288,7 +288,7 @@ func (m *Machine) load(clock *phases.Clock) error {
 		return err
 	}
 	m.runner.Pin = m.memory.AllocHost
-	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner,
+	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Memory: &m.memory,
 		Strict: m.config.strict, Warn: m.warnings.add,
 		Apart: m.config.single != nil, Sent: m.inputs.Sent, Refresh: m.inputs.Refresh})
 	if err != nil {
@@ -462,9 +462,6 @@ func (m *Machine) Close() (err error) {
 		closing(ctx.SyncStream(x.Stream))
 	}
 	closing(m.runner.Settle())
-	for _, a := range m.runner.Attendants {
-		closing(a.Close())
-	}
 	closing(m.runner.Drop())
 	if m.monitor != nil {
 		closing(m.monitor.Close())

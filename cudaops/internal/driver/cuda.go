@@ -223,7 +223,7 @@ func (c *cuda) describe(ordinal int) (gpu.DeviceInfo, error) {
 	}{
 		{75, &d.Major}, {76, &d.Minor}, {16, &d.SMs}, {38, &d.L2},
 		{97, &d.SharedPerBlock}, {81, &d.SharedPerSM},
-		{82, &d.RegistersPerSM}, {39, &d.ThreadsPerSM}, {13, &d.Clock},
+		{82, &d.RegistersPerSM}, {39, &d.ThreadsPerSM},
 	} {
 		var v int32
 		if err := c.do(&c.DeviceGetAttribute, uintptr(unsafe.Pointer(&v)), uintptr(a.attribute),

@@ -45,7 +45,6 @@ type DeviceInfo struct {
 	SharedPerSM    int
 	RegistersPerSM int
 	ThreadsPerSM   int
-	Clock          int
 }
 
 // Capability is the compute capability as nvcc writes it: 90 for 9.0.

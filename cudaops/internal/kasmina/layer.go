@@ -22,6 +22,7 @@ import (
 // Machine is what the layers need of theirs.
 type Machine struct {
 	*run.Runner
+	Memory *run.Memory
 	Strict bool                 // a kind of blueprint without a kernel is an error
 	Apart  bool                 // op and backward op are in graphs of their own
 	Warn   func(message string) // once for each message
@@ -45,7 +46,6 @@ type layer struct {
 	hosted     bool   // the run under way computes the layer on the host: see choose
 	next, last []byte // the state as encoded for the run, and as the device has it
 	staging    []byte
-	opened     bool // all that the machine has not allocated is there
 	flights    [2]flight
 	counts     []uint32 // as last seen
 }
@@ -79,12 +79,21 @@ func New(m *Machine) (*Layers, error) {
 	if p.Reports == nil {
 		return ls, nil
 	}
-	r := &reports{m: m, owned: run.Memory{Ctx: m.Ctx}, memory: p.Reports, seeds: p.Reports.Shape[1]}
+	r, err := newReports(m, p.Reports)
+	if err != nil {
+		return nil, err
+	}
 	m.Attendants = append(m.Attendants, r)
 	for _, k := range p.Kasmina {
 		l := &layer{KasminaLayer: k, m: m, reports: r,
 			next:   gpu.Bytes(make([]uint32, k.State.Len())),
 			counts: make([]uint32, program.KasminaHealth*k.Seeds)}
+		if l.staging, err = m.Memory.AllocHost(len(l.next)); err != nil {
+			return nil, err
+		}
+		for i := range l.flights {
+			l.flights[i] = flight{pass: k.Op.NewPass(), report: r.host[i], arrived: r.arrived[i]}
+		}
 		pass := k.Op.NewPass()
 		pass.Begin()
 		if err := l.choose(l.encode(pass)); err != nil {
@@ -157,20 +166,6 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], at)
 }
 
-// open takes what the layer needs beside the arrays that the machine has allocated. After an error
-// it goes on with what is lacking.
-func (l *layer) open() (err error) {
-	if l.staging == nil {
-		l.staging, err = l.reports.owned.AllocHost(len(l.next))
-	}
-	for i := range l.flights {
-		f := &l.flights[i]
-		f.pass, f.report, f.arrived = l.Op.NewPass(), l.reports.host[i], l.reports.arrived[i]
-	}
-	l.opened = err == nil
-	return err
-}
-
 // begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op
 // serves both.
 func (l *layer) begin(pass *op.KasminaPass) error {
@@ -186,16 +181,11 @@ func (l *layer) begin(pass *op.KasminaPass) error {
 
 // Before receives what runs have measured, and sends the lattice's state.
 func (l *layer) Before() error {
-	if !l.opened {
-		if err := l.open(); err != nil {
-			return err
-		}
-	}
-	f := &l.flights[l.reports.runs%2]
+	f, last := &l.flights[l.reports.next], l.lastFlight()
 	if err := l.receive(f, true); err != nil { // two runs ago
 		return err
 	}
-	if err := l.receive(l.flight(), f.pass.NeedsLast()); err != nil {
+	if err := l.receive(last, f.pass.NeedsLast()); err != nil {
 		return err
 	}
 	if err := l.begin(f.pass); err != nil {
@@ -207,7 +197,7 @@ func (l *layer) Before() error {
 	f.scale = l.m.Scale.Now.Scale
 	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
 		f.mode, l.mode = mode{}, mode{}
-		return l.receive(l.flight(), true)
+		return l.receive(last, true)
 	}
 	ctx := l.m.Ctx
 	if !bytes.Equal(l.next, l.last) {
@@ -232,8 +222,8 @@ func modeOf(pass *op.KasminaPass) (m mode) {
 	return m
 }
 
-// flight is that of the last run.
-func (l *layer) flight() *flight { return &l.flights[(l.reports.runs+1)%2] }
+// lastFlight is that of the last run.
+func (l *layer) lastFlight() *flight { return &l.flights[1-l.reports.next] }
 
 // AppendMode adds what the run measures, and where.
 func (l *layer) AppendMode(b []byte) []byte {
@@ -252,13 +242,14 @@ func (l *layer) AppendMode(b []byte) []byte {
 
 // After comes behind that of the reports.
 func (l *layer) After() error {
-	l.flight().busy = !l.hosted
+	l.lastFlight().busy = !l.hosted
 	return nil
 }
 
 // Settle receives what the last runs have measured.
 func (l *layer) Settle() error {
-	return errors.Join(l.receive(&l.flights[l.reports.runs%2], true), l.receive(l.flight(), true))
+	before := &l.flights[l.reports.next]
+	return errors.Join(l.receive(before, true), l.receive(l.lastFlight(), true))
 }
 
 // receive gives the lattice what a run has measured, if it has arrived or shall be waited for.

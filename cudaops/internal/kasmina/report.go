@@ -11,42 +11,31 @@ import (
 type reports struct {
 	run.Idle
 	m       *Machine
-	owned   run.Memory // pinned memory and events, also of the layers
 	layers  []*layer
 	seeds   int            // of all layers
 	memory  *program.Array // for each array of a report in turn what the layers have of it
 	host    [2][]byte      // pinned, for a run and the one before it
 	arrived [2]gpu.Event   // when the host has them
-	opened  bool
-	runs    int
-	flight  int // of the run under way, among the two
+	next    int            // of the run under way or to come, among the two
 }
 
-// Before takes what the machine has not allocated. After an error it goes on with what is lacking.
-func (r *reports) Before() (err error) {
-	r.flight = r.runs % 2
-	if r.opened {
-		return nil
-	}
-	ctx := r.m.Ctx
+// newReports takes memory for the reports of a program.
+func newReports(m *Machine, a *program.Array) (r *reports, err error) {
+	r = &reports{m: m, memory: a, seeds: a.Shape[1]}
 	for i := range r.host {
-		if err == nil && r.host[i] == nil {
-			r.host[i], err = r.owned.AllocHost(r.memory.Extent())
+		if r.host[i], err = m.Memory.AllocHost(a.Extent()); err != nil {
+			return nil, err
 		}
-		if err == nil && r.arrived[i] == 0 {
-			r.arrived[i], err = r.owned.NewEvent(false)
+		if r.arrived[i], err = m.Memory.NewEvent(false); err != nil {
+			return nil, err
 		}
 	}
-	if err == nil {
-		err = ctx.Memset8(r.memory.Ptr(), 0, r.memory.Extent(), r.m.Stream)
-	}
-	r.opened = err == nil
-	return err
+	return r, m.Ctx.Memset8(a.Ptr(), 0, a.Extent(), m.Stream)
 }
 
 // After copies the report of a run to where the layers expect it.
 func (r *reports) After() error {
-	ctx, i, words := r.m.Ctx, r.flight, program.KasminaHealth
+	ctx, i, words := r.m.Ctx, r.next, program.KasminaHealth
 	for _, l := range r.layers {
 		if l.mode.telemetry {
 			words = max(words, program.KasminaBins)
@@ -55,10 +44,7 @@ func (r *reports) After() error {
 			words = program.KasminaWords
 		}
 	}
-	r.runs++
+	r.next = 1 - r.next
 	return run.Joined(ctx.CopyToHost(r.host[i][:4*words*r.seeds], r.memory.Ptr(), r.m.Stream),
 		ctx.Record(r.arrived[i], r.m.Stream))
 }
-
-// Close gives back memory.
-func (r *reports) Close() error { return r.owned.Close() }

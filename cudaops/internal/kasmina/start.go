@@ -42,7 +42,7 @@ func (s *start) Before() error {
 				scales, err = s.read(s.OfScales, s.Scales, 0, len(s.used))
 			}
 			if err == nil && scales[slot] == 0 {
-				err = s.fill(seed, slot)
+				err = s.fill(seed, slot, scales[slot:slot+1])
 			}
 			if err != nil {
 				return fmt.Errorf("%v: seed %d: %w", s.Op, seed, err)
@@ -55,51 +55,43 @@ func (s *start) Before() error {
 }
 
 // fill writes a slot whose scale is 0, if there is nothing in it.
-func (s *start) fill(seed, slot int) error {
+func (s *start) fill(seed, slot int, scale []float32) error {
 	width := s.Weights.Len() / s.Scales.Len()
 	w, err := s.read(s.OfWeights, s.Weights, slot*width, width)
 	if err != nil {
 		return err
 	}
-	a := []float32{0}
-	started, err := s.Op.Start(s.pass.Kind[seed], seed, slot, w, a)
-	if err != nil || !started {
+	if started, err := s.Op.Start(s.pass.Kind[seed], seed, slot, w, scale); err != nil || !started {
 		return err
 	}
-	if err := s.write(s.OfWeights, s.Weights, slot*width, w); err != nil {
-		return err
-	}
-	return s.write(s.OfScales, s.Scales, slot, a)
+	return run.InTurn(
+		func() error { return s.write(s.OfWeights, s.Weights, slot*width, w) },
+		func() error { return s.write(s.OfScales, s.Scales, slot, scale) })
 }
 
-// read returns n elements of an input, from the one that is given, where they are now.
+// read returns n elements of an input, from the one that is given, as they are now. Of a value that
+// is sent before every run they are its own memory.
 func (s *start) read(in *program.Input, a *program.Array, from, n int) ([]float32, error) {
-	x := make([]float32, n)
 	if s.m.Sent(in) {
 		value, err := hostMemory(in)
 		if err != nil {
 			return nil, err
 		}
-		copy(x, value[from:])
-		return x, nil
+		return value[from : from+n], nil
 	}
-	ctx := s.m.Ctx
+	x, ctx := make([]float32, n), s.m.Ctx
 	if err := ctx.CopyToHost(gpu.Bytes(x), a.Ptr().Offset(4*from), s.m.Stream); err != nil {
 		return nil, err
 	}
 	return x, ctx.SyncStream(s.m.Stream)
 }
 
-// write is read the other way round.
+// write sends elements that read has returned to where they are from.
 func (s *start) write(in *program.Input, a *program.Array, from int, x []float32) error {
-	if s.m.Sent(in) {
-		value, err := hostMemory(in)
-		if err == nil {
-			copy(value[from:], x)
-		}
-		return err
-	}
 	ctx := s.m.Ctx
+	if s.m.Sent(in) {
+		return nil
+	}
 	if err := ctx.CopyToDevice(a.Ptr().Offset(4*from), gpu.Bytes(x), s.m.Stream); err != nil {
 		return err
 	}

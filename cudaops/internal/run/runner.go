@@ -20,7 +20,6 @@ type Attendant interface {
 	Before() error // ahead of a run, when the last one's inputs have left their staging memory
 	After() error  // when a run's work is on its way, to bring back what it leaves
 	Settle() error // all that was asked for is done: take in what came back
-	Close() error
 }
 
 // Beside is work on another stream that goes along with the calls of a run, such as an exchange
@@ -43,7 +42,6 @@ func (Idle) OnHost() bool               { return false }
 func (Idle) Before() error              { return nil }
 func (Idle) After() error               { return nil }
 func (Idle) Settle() error              { return nil }
-func (Idle) Close() error               { return nil }
 
 // Scale is the loss scale of a machine.
 type Scale struct {
