@@ -157,6 +157,7 @@ func (m *Machine) open() (err error) {
 	if m.sent, err = m.memory.NewEvent(false); err != nil {
 		return err
 	}
+	x.Pieces = &run.Pieces{Alloc: m.memory.AllocHost}
 	x.Products = &run.Products{Kernels: x.Kernels, Ctx: ctx, Alloc: m.memory.Alloc}
 	if m.config.single != nil {
 		x.Products.Workspace = m.config.single.workspace
@@ -284,10 +285,6 @@ func (m *Machine) load(clock *phases.Clock) error {
 	if m.inputs, err = run.NewInputs(x, p, m.config.read); err != nil {
 		return err
 	}
-	if m.runner.Returned, err = m.memory.AllocHost(returnedBytes); err != nil {
-		return err
-	}
-	m.runner.Pin = m.memory.AllocHost
 	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Memory: &m.memory,
 		Strict: m.config.strict, Warn: m.warnings.add,
 		Apart: m.config.single != nil, Sent: m.inputs.Sent, Refresh: m.inputs.Refresh})
@@ -359,9 +356,6 @@ func (m *Machine) borrow() error {
 	m.borrowed = p.Borrowed
 	return nil
 }
-
-// returnedBytes is the pinned memory by way of which small values come back, until one is larger.
-const returnedBytes = 4 << 10
 
 // Memory returns the device memory in bytes that the machine holds: parameters and constants,
 // everything a run needs, the optimiser's state and workspace.

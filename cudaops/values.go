@@ -168,48 +168,28 @@ func (m *Machine) Download() (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
-		return err
-	}
-	var all []run.Fetched
-	for _, i := range m.inputs.All {
-		if !slices.Contains(m.config.Params, i.Node) || i.Frozen {
-			continue
+	x := m.optimizer
+	if err := m.download(m.config.Params, func(i *program.Input, to []float32) error {
+		if i.Part == nil {
+			return m.runner.FetchFloats(i.Array, to)
 		}
-		to, err := memoryOf(m, i.Node)
-		if err != nil {
-			return err
-		}
-		if i.Part != nil && m.optimizer == nil {
+		if x == nil {
 			return errNoOptimizer
 		}
-		if i.Part != nil {
-			whole, err := m.optimizer.Whole(slices.IndexFunc(m.optimizer.Params,
-				func(p *update.Param) bool { return p.Input == i }))
-			if err != nil {
-				return err
-			}
-			copy(to, whole)
-			continue
-		}
-		// others may share this memory
-		all = append(all, run.Fetched{From: i.Array, To: to})
-	}
-	moments := map[*program.Array][]float32{}
-	x := m.optimizer
-	remembers := x != nil && x.Newer() && !x.Shared()
-	if remembers {
-		for _, p := range x.Params {
-			for _, a := range p.Moments {
-				moments[a] = make([]float32, a.Len())
-				all = append(all, run.Fetched{From: a, To: moments[a]})
-			}
-		}
-	}
-	if err := m.runner.FetchAll(all); err != nil || !remembers {
+		whole, err := x.Whole(slices.IndexFunc(x.Params,
+			func(p *update.Param) bool { return p.Input == i }))
+		copy(to, whole)
+		return err
+	}); err != nil {
 		return err
 	}
-	return stateOf(m, func(p *update.Param, i int) (any, error) { return moments[p.Moments[i]], nil })
+	if x == nil || !x.Newer() || x.Shared() {
+		return nil
+	}
+	return stateOf(m, func(p *update.Param, i int) (any, error) {
+		data := make([]float32, p.Moments[i].Len())
+		return data, m.runner.FetchFloats(p.Moments[i], data)
+	})
 }
 
 // DownloadSome copies some parameters, but frozen ones, back into their nodes' values. Of one whose
@@ -220,26 +200,40 @@ func (m *Machine) DownloadSome(params ...*gorgonia.Node) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
-		return err
-	}
-	var all []run.Fetched
-	for _, p := range params {
+	return m.download(params, func(i *program.Input, to []float32) error {
+		if i.Part != nil {
+			return m.runner.FetchFloats(i.Copies[0].Array, to)
+		}
+		return m.runner.FetchFloats(i.Array, to)
+	})
+}
+
+// download has fetch copy parameters, but frozen ones, to the memory of their values, if all have
+// some.
+func (m *Machine) download(all gorgonia.Nodes,
+	fetch func(i *program.Input, to []float32) error) error {
+	var inputs []*program.Input
+	var memory [][]float32
+	for _, p := range all {
+		i := m.inputs.Of(p)
+		if i != nil && i.Frozen {
+			continue
+		}
 		to, err := memoryOf(m, p)
 		if err != nil {
 			return err
 		}
-		in := m.inputs.Of(p)
-		from := in.Array
-		switch {
-		case in.Frozen:
-			continue
-		case in.Part != nil:
-			from = in.Copies[0].Array
-		}
-		all = append(all, run.Fetched{From: from, To: to})
+		inputs, memory = append(inputs, i), append(memory, to)
 	}
-	return m.runner.FetchAll(all)
+	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
+		return err
+	}
+	for k, i := range inputs {
+		if err := fetch(i, memory[k]); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // memoryOf is that of the value of a parameter's node.

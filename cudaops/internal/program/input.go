@@ -29,7 +29,8 @@ type Part struct {
 	From, To int
 }
 
-// Copy is a parameter in another type, and the call that makes it from the parameter.
+// Copy is a parameter in another type, and the call that makes it from the parameter, or from its
+// first copy where there is but a part of that. Renew of such a first copy is nil.
 type Copy struct {
 	*Array
 	Renew *Call

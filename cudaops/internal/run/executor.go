@@ -17,6 +17,7 @@ type Executor struct {
 	Stream   gpu.Stream
 	Kernels  Launcher
 	Products *Products
+	Pieces   *Pieces // of values on their way
 
 	// Host computes on the host, and Pass a pass of a Kasmina layer, which finishes its sums itself
 	// if whole. They are nil where a program has no such calls.

@@ -16,21 +16,17 @@ import (
 // Fetch waits for the device and copies an array back as a value of type dt.
 func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype) (gorgonia.Value, error) {
 	n := a.Extent()
-	if n > len(r.Returned) && n <= mostReturned && r.Pin != nil {
-		if pinned, err := r.Pin(n); err == nil {
-			r.Returned = pinned
-		}
-	}
-	raw := r.Returned // which for small values takes less time
-	if n <= len(raw) {
-		raw = raw[:n]
-	} else {
-		raw = make([]byte, n)
-	}
-	if err := r.Ctx.CopyToHost(raw, a.Ptr(), r.Stream); err != nil {
+	raw, err := r.Pieces.of(0, min(n, pieceBytes))
+	if err != nil {
 		return nil, err
 	}
-	if err := r.Ctx.SyncStream(r.Stream); err != nil {
+	if n <= len(raw) { // the logits of a token, which come back for each, or a loss
+		err = r.land(raw, a.Ptr())
+	} else {
+		raw = make([]byte, n)
+		err = r.bring(raw, a.Ptr())
+	}
+	if err != nil {
 		return nil, err
 	}
 	r.State.On(Wait)
@@ -40,26 +36,18 @@ func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype) (gorgonia.Value, error
 // FetchFloats copies the numbers of an array to dst, which has room for all, without a copy between
 // where they are stored as float32.
 func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
-	raw := gpu.Bytes(dst)
-	if !plain(a, dst) {
-		v, err := r.Fetch(a, tensor.Float32)
-		if err != nil {
-			return err
-		}
-		from, err := opbase.Flat(v)
-		if err == nil {
-			copy(dst, from.([]float32))
-		}
+	if a.Type == gpu.Float32 && a.Extent() == 4*len(dst) {
+		return r.bring(gpu.Bytes(dst), a.Ptr())
+	}
+	v, err := r.Fetch(a, tensor.Float32)
+	if err != nil {
 		return err
 	}
-	if err := r.Ctx.CopyToHost(raw, a.Ptr(), r.Stream); err != nil {
-		return err
+	from, err := opbase.Flat(v)
+	if err == nil {
+		copy(dst, from.([]float32))
 	}
-	if err := r.Ctx.SyncStream(r.Stream); err != nil {
-		return err
-	}
-	r.State.On(Wait)
-	return nil
+	return err
 }
 
 // HostOperand is what the host is given of input i of a node, which is a: without the loss scale.

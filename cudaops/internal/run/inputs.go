@@ -138,7 +138,7 @@ func (s *Inputs) Send(in *program.Input) error {
 // SendSome copies the values of some inputs, none of them if one has no value that can be sent, and
 // waits.
 func (s *Inputs) SendSome(inputs []*program.Input) error {
-	var large, parts []*source
+	var large []source
 	for _, in := range inputs {
 		if !inPieces(in) {
 			if err := s.stage(in); err != nil {
@@ -146,24 +146,14 @@ func (s *Inputs) SendSome(inputs []*program.Input) error {
 			}
 			continue
 		}
-		from, err := s.sourceOf(in)
+		from, err := s.sourcesOf(in)
 		if err != nil {
 			return err
 		}
-		if in.Part != nil {
-			parts = append(parts, from)
-		} else {
-			large = append(large, from)
-		}
+		large = append(large, from...)
 	}
 	err := s.sendPieces(large)
-	for i := 0; i < len(parts) && err == nil; i++ {
-		err = s.sendPart(parts[i])
-	}
 	for i := 0; i < len(inputs) && err == nil; i++ {
-		if inputs[i].Part != nil {
-			continue // whose copies are new
-		}
 		if inPieces(inputs[i]) {
 			err = s.Refresh(inputs[i])
 		} else {
@@ -223,30 +213,12 @@ func (s *Inputs) transmit(in *program.Input) error {
 	return s.Refresh(in)
 }
 
-// sendPart is SendSome for an input of which there is a part alone: the whole is there for as long
-// as its copies take.
-func (s *Inputs) sendPart(from *source) error {
-	in := from.Input
-	whole, err := s.memory.Alloc(in.Array.Extent(), "a parameter on its way")
-	if err != nil {
-		return err
-	}
-	in.Array.Base = whole
-	defer func() { in.Array.Base = 0 }()
-	size := in.Array.Type.Size()
-	err = InTurn(
-		func() error { return s.sendPieces([]*source{from}) },
-		func() error { return s.Refresh(in) },
-		func() error {
-			return s.Ctx.CopyOnDevice(in.Part.Ptr(), whole.Offset(in.Part.From*size),
-				(in.Part.To-in.Part.From)*size, s.Stream)
-		})
-	return Joined(err, s.Ctx.SyncStream(s.Stream), s.memory.Free(whole))
-}
-
 // Refresh makes an input's copies in other types again.
 func (s *Inputs) Refresh(in *program.Input) error {
 	for _, c := range in.Copies {
+		if c.Renew == nil {
+			continue
+		}
 		if err := s.Call(c.Renew); err != nil {
 			return err
 		}

@@ -1,7 +1,7 @@
 package run
 
 import (
-	"errors"
+	"cmp"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -12,18 +12,58 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Constants and parameters travel in pieces, through pinned memory that all share: several
-// goroutines read and convert, one copies to the device. So they take no memory of their size on
-// the host, and loading a model takes little longer than reading it.
+// What is large travels in pieces: several goroutines read and convert, each by way of pinned
+// memory of its own. So constants and parameters take no memory of their size on the host, and
+// loading a model takes little longer than reading it.
 
 const (
-	pieceBytes = 4 << 20
-	maxPieces  = 8 // at once
-	readers    = 4 // goroutines
+	pieceBytes = 1 << 20
+	carriers   = 4 // goroutines
 )
+
+// Pieces is the pinned memory by way of which values travel. Each carrier's is as large as the
+// largest piece so far, and stays.
+type Pieces struct {
+	Alloc  func(bytes int) ([]byte, error)
+	pinned [carriers][]byte
+}
+
+// of is a carrier's memory for some bytes.
+func (p *Pieces) of(carrier, bytes int) ([]byte, error) {
+	if have := p.pinned[carrier]; len(have) < bytes {
+		b, err := p.Alloc(min(max(bytes, 2*len(have)), pieceBytes))
+		if err != nil {
+			return nil, err
+		}
+		p.pinned[carrier] = b
+	}
+	return p.pinned[carrier][:bytes], nil
+}
+
+// carry does n pieces of work, by several goroutines, each with so many bytes of pinned memory.
+// Where one fails no other is begun.
+func (p *Pieces) carry(n, bytes int, work func(i int, pinned []byte) error) error {
+	var all sync.WaitGroup
+	var begun atomic.Int64
+	errs := make([]error, n+1) // the last of memory
+	for c := range min(carriers, n) {
+		var pinned []byte
+		if pinned, errs[n] = p.of(c, bytes); errs[n] != nil {
+			break
+		}
+		all.Go(func() {
+			for i := begun.Add(1) - 1; i < int64(n); i = begun.Add(1) - 1 {
+				if errs[i] = work(int(i), pinned); errs[i] != nil {
+					begun.Store(int64(n))
+				}
+			}
+		})
+	}
+	all.Wait()
+	return cmp.Or(errs...)
+}
 
 // Reader hands the elements of an input to put, in order and in pieces of any size, as they lie in
 // memory in a type.
@@ -34,17 +74,19 @@ func inPieces(in *program.Input) bool {
 	return in.Constant && len(in.IDs) == 0 && in.Array.Type != gpu.Int64
 }
 
-// source is where the elements of an input come from.
+// source is where the elements of an array come from.
 type source struct {
-	*program.Input
+	*program.Array
+	node   *gorgonia.Node
 	floats []float32 // nil where the reader has them
 }
 
-// sourceOf returns an input's, if its value can be sent.
-func (s *Inputs) sourceOf(in *program.Input) (*source, error) {
+// sourcesOf returns an input's, if its value can be sent: of one of which there is a part alone that
+// and the whole in the type of the first copy.
+func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
 	v := in.Node.Value()
 	if v == nil && in.Frozen && s.read != nil {
-		return &source{Input: in}, nil
+		return []source{{in.Array, in.Node, nil}}, nil
 	}
 	if v == nil {
 		return nil, noValue(in)
@@ -53,208 +95,77 @@ func (s *Inputs) sourceOf(in *program.Input) (*source, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
 	}
-	return &source{in, x}, nil
+	if in.Part == nil {
+		return []source{{in.Array, in.Node, x}}, nil
+	}
+	return []source{{in.Part.Array, in.Node, x[in.Part.From:in.Part.To]},
+		{in.Copies[0].Array, in.Node, x}}, nil
 }
 
-// piece is part of an input in pinned memory.
-type piece struct {
-	to     gpu.Ptr
-	memory []byte
-	bytes  int
-}
-
-// sender is what the goroutines share.
-type sender struct {
-	free   chan []byte // pinned memory
-	filled chan piece
-	failed atomic.Bool // nobody needs more pieces
-}
-
-var errStopped = errors.New("another input could not be sent")
-
-// sendPieces copies inputs to the device.
-func (s *Inputs) sendPieces(all []*source) error {
-	most := 0
+// sendPieces copies to the device.
+func (s *Inputs) sendPieces(all []source) error {
+	most := 1
 	for _, from := range all {
-		most = max(most, from.Array.Extent())
+		most = min(max(most, from.Extent()), pieceBytes)
 	}
-	if most == 0 {
+	return s.Pieces.carry(len(all), most, func(i int, pinned []byte) error {
+		if err := s.send(all[i], pinned); err != nil {
+			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
+		}
 		return nil
-	}
-	memory := Memory{Ctx: s.Ctx}
-	q := &sender{free: make(chan []byte, maxPieces), filled: make(chan piece)}
-	for range maxPieces {
-		b, err := memory.AllocHost(min(most, pieceBytes))
-		if err != nil {
-			return errors.Join(err, memory.Close())
-		}
-		q.free <- b
-		if len(all) == 1 && most <= pieceBytes {
-			break
-		}
-	}
-	errs := make([]error, len(all))
-	var next atomic.Int64
-	var work sync.WaitGroup
-	for range min(readers, len(all)) {
-		work.Go(func() {
-			for i := next.Add(1) - 1; i < int64(len(all)); i = next.Add(1) - 1 {
-				if err := q.fill(all[i], s.read); err != nil {
-					q.failed.Store(true)
-					errs[i] = fmt.Errorf("%s: %w", graph.Describe(all[i].Node), err)
-				}
-			}
-		})
-	}
-	go func() {
-		work.Wait()
-		close(q.filled)
-	}()
-	var err error
-	for p := range q.filled {
-		if err == nil {
-			err = errors.Join(s.Ctx.CopyToDevice(p.to, p.memory[:p.bytes], s.Stream),
-				s.Ctx.SyncStream(s.Stream))
-			q.failed.Store(q.failed.Load() || err != nil)
-		}
-		q.free <- p.memory
-	}
-	for _, e := range errs { // the first that is none of others
-		if err == nil && !errors.Is(e, errStopped) {
-			err = e
-		}
-	}
-	return Joined(err, memory.Close())
+	})
 }
 
-// fill makes the pieces of an input.
-func (q *sender) fill(from *source, read Reader) error {
-	t, at := from.Array.Type, 0
+// send copies an array to the device by way of pinned memory.
+func (s *Inputs) send(from source, pinned []byte) error {
+	t, at := from.Type, 0
 	put := func(part []byte, stored gpu.DType) error {
 		for len(part) > 0 {
-			if q.failed.Load() {
-				return errStopped
-			}
-			if at == from.Array.Len() {
+			if at == from.Len() {
 				return fmt.Errorf("there are more than its %d elements", at)
 			}
-			p := piece{to: from.Array.Ptr().Offset(at * t.Size()), memory: <-q.free}
-			n := min(len(part)/stored.Size(), len(p.memory)/t.Size(), from.Array.Len()-at)
+			n := min(len(part)/stored.Size(), len(pinned)/t.Size(), from.Len()-at)
 			if n == 0 {
-				q.free <- p.memory
 				return fmt.Errorf("a piece of %d bytes is no number of elements of type %v",
 					len(part), stored)
 			}
-			value.Convert(p.memory, t, part[:n*stored.Size()], stored)
-			p.bytes = n * t.Size()
-			q.filled <- p
+			value.Convert(pinned, t, part[:n*stored.Size()], stored)
+			if err := Joined(s.Ctx.CopyToDevice(from.Ptr().Offset(at*t.Size()), pinned[:n*t.Size()],
+				s.Stream), s.Ctx.SyncStream(s.Stream)); err != nil {
+				return err
+			}
 			part, at = part[n*stored.Size():], at+n
 		}
 		return nil
 	}
-	var err error
 	if from.floats != nil {
-		err = put(gpu.Bytes(from.floats), gpu.Float32)
-	} else {
-		err = read(from.Node, put)
+		return put(gpu.Bytes(from.floats), gpu.Float32)
 	}
-	if err == nil && at < from.Array.Len() {
-		err = fmt.Errorf("there are %d elements of %d", at, opbase.Size(from.Array.Shape))
+	err := s.read(from.node, put)
+	if err == nil && at < from.Len() {
+		err = fmt.Errorf("there are %d elements of %d", at, from.Len())
 	}
 	return err
 }
 
-// Fetched is an array, and where its numbers are to be on the host.
-type Fetched struct {
-	From *program.Array
-	To   []float32
-}
-
-// plain reports whether an array's numbers are stored as they are wanted on the host.
-func plain(a *program.Array, to []float32) bool {
-	return a.Type == gpu.Float32 && a.Extent() == 4*len(to)
-}
-
-// inFlight is how many pieces are on their way from the device at once.
-const inFlight = 2
-
-// FetchAll is FetchFloats for many arrays: they travel in pieces, and several goroutines take them
-// out of the pinned memory.
-func (r *Runner) FetchAll(all []Fetched) (err error) {
-	var large []Fetched
-	for _, f := range all {
-		if !plain(f.From, f.To) {
-			if err := r.FetchFloats(f.From, f.To); err != nil {
-				return err
-			}
-		} else if len(f.To) > 0 {
-			large = append(large, f)
+// bring waits for the device and copies to dst what lies at an address there.
+func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
+	n := (len(dst) + pieceBytes - 1) / pieceBytes
+	err := r.Pieces.carry(n, min(len(dst), pieceBytes), func(i int, pinned []byte) error {
+		to := dst[i*pieceBytes : min(len(dst), (i+1)*pieceBytes)]
+		err := r.land(pinned[:len(to)], from.Offset(i*pieceBytes))
+		if err == nil {
+			copy(to, pinned)
 		}
-	}
-	if len(large) == 0 {
-		return nil
-	}
-	memory := Memory{Ctx: r.Ctx}
-	defer func() { err = Joined(err, memory.Close()) }()
-	type landing struct {
-		memory []byte
-		to     []float32
-		event  gpu.Event
-	}
-	free, arrived := make(chan landing, maxPieces), make(chan landing, maxPieces)
-	for range maxPieces {
-		b, err := memory.AllocHost(pieceBytes)
-		if err != nil {
-			return err
-		}
-		e, err := memory.NewEvent(false)
-		if err != nil {
-			return err
-		}
-		free <- landing{memory: b, event: e}
-	}
-	var work sync.WaitGroup
-	for range readers {
-		work.Go(func() {
-			for l := range arrived {
-				copy(l.to, gpu.View[float32](l.memory))
-				free <- l
-			}
-		})
-	}
-	defer work.Wait()
-	defer close(arrived)
-	var flying []landing
-	land := func(left int) error {
-		for len(flying) > left {
-			if err := r.Ctx.SyncEvent(flying[0].event); err != nil {
-				return err
-			}
-			arrived <- flying[0]
-			flying = flying[1:]
-		}
-		return nil
-	}
-	for _, f := range large {
-		for at := 0; at < len(f.To); at += pieceBytes / 4 {
-			l := <-free
-			l.to = f.To[at:min(len(f.To), at+pieceBytes/4)]
-			if err := InTurn(
-				func() error {
-					return r.Ctx.CopyToHost(l.memory[:4*len(l.to)], f.From.Ptr().Offset(4*at), r.Stream)
-				},
-				func() error { return r.Ctx.Record(l.event, r.Stream) }); err != nil {
-				return Joined(err, r.Ctx.SyncStream(r.Stream))
-			}
-			flying = append(flying, l)
-			if err := land(inFlight); err != nil {
-				return err
-			}
-		}
-	}
-	if err := land(0); err != nil {
 		return err
+	})
+	if err == nil {
+		r.State.On(Wait)
 	}
-	r.State.On(Wait)
-	return nil
+	return err
+}
+
+// land copies to pinned memory, and waits.
+func (r *Runner) land(pinned []byte, from gpu.Ptr) error {
+	return Joined(r.Ctx.CopyToHost(pinned, from, r.Stream), r.Ctx.SyncStream(r.Stream))
 }

@@ -60,17 +60,10 @@ type Runner struct {
 	State      State
 	Scale      Scale
 
-	Returned []byte                      // pinned, for values that come back
-	Pin      func(n int) ([]byte, error) // takes more of it, for larger ones
-
 	recorded map[string]*Recording // by what the attendants do
 	now      *Recording            // that of the run under way, or of the last one
 	due      bool                  // the run under way has work beside it
 }
-
-// mostReturned is the size up to which values come back by way of pinned memory. The logits of a
-// token have it, which come back for each.
-const mostReturned = 1 << 20
 
 // Recording is what was captured of runs, or of updates, that do the same work.
 type Recording struct {

@@ -69,8 +69,12 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	if err := x.m.Ctx.SyncStream(x.m.Stream); err != nil {
 		return err
 	}
-	whole := in.Array.Base
-	in.Part, in.Array.Base = part, 0
+	whole, first := in.Array.Base, in.Copies[0].Array
+	in.Part, in.Array.Base, in.Copies[0].Renew = part, 0, nil
+	for i, c := range in.Copies[1:] {
+		in.Copies[i+1].Renew = newCall(elementwise.Cast{YType: c.Type, XType: first.Type,
+			N: first.Len()}, program.Writes("Y", c.Array), program.Reads("X", first))
+	}
 	return x.m.Memory.Free(whole)
 }
 
@@ -98,10 +102,6 @@ func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 		switch {
 		case part != nil && i == 0:
 			t.Copy, t.CopyType = c.Ptr().Offset(part.From*c.Type.Size()), c.Type
-		case part != nil:
-			first := p.Input.Copies[0].Array
-			x.renew = append(x.renew, newCall(elementwise.Cast{YType: c.Type, XType: first.Type,
-				N: first.Len()}, program.Writes("Y", c.Array), program.Reads("X", first)))
 		case x.share == nil && t.Copy == 0 && c.At%program.VectorBytes == 0:
 			t.Copy, t.CopyType = c.Ptr(), c.Type // written along with the parameter
 		default:
