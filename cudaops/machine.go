@@ -93,7 +93,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	}
 	clock := phases.Start()
 	m := &Machine{device: d, config: config,
-		memory:   run.Memory{Ctx: d.ctx, Kept: config.kept.memory()},
+		memory:   run.Memory{Ctx: d.ctx, Kept: config.kept.memory},
 		warnings: warnings{config.logger, map[string]bool{}}}
 	m.runner = &run.Runner{Executor: &run.Executor{Ctx: d.ctx, Stream: config.stream},
 		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}
@@ -125,7 +125,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
 	config := machineConfig{kernels: func(gpu.Context) (run.Launcher, error) {
 		return shared{d.kernels}, nil
-	}}
+	}, kept: &Kept{run.NewKept(d.ctx), d}}
 	for _, opt := range opts {
 		if opt == nil {
 			return config, errors.New("an option is nil")
@@ -134,7 +134,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 			return config, err
 		}
 	}
-	if k := config.kept; k != nil && k.device != d {
+	if k := config.kept; k.device != d {
 		return config, errors.New("WithKept: what was kept is on another device")
 	}
 	if config.logger == nil {

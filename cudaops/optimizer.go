@@ -72,7 +72,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if err != nil {
 		return err
 	}
-	m.config.kept = nil // a later optimiser remembers what it does
+	m.config.inherits = nil // a later optimiser remembers what it does
 	if m.optimizer = x; x.Shared() {
 		m.runner.Beside = x
 	}

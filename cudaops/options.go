@@ -37,7 +37,9 @@ type machineConfig struct {
 	kernels func(gpu.Context) (run.Launcher, error)
 
 	ranks *update.Ranks // that make updates together; nil for the only one
-	kept  *heritage     // of a machine before; nil for none
+	kept  *Kept         // of a machine before
+	// its names of parameters, by those here
+	inherits map[string]string
 
 	tuning    tune.Mode
 	rules     wayrule.Rules

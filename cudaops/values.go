@@ -394,19 +394,6 @@ func (k *Kept) Close() error {
 	return nil
 }
 
-// heritage is what a machine takes over.
-type heritage struct {
-	*Kept
-	from map[string]string
-}
-
-func (h *heritage) memory() *run.Kept {
-	if h == nil {
-		return nil
-	}
-	return h.Kept.memory
-}
-
 // WithKept has parameters begin with the values, and with what an optimiser remembers, of
 // parameters of a machine that was closed by [Machine.CloseKept]. The map from has the name there
 // for the name here. Where a value is wanted once its memory is taken over, else it is copied on
@@ -418,18 +405,17 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 		if k == nil || k.memory == nil {
 			return errors.New("WithKept: there is nothing that was kept")
 		}
-		c.kept = &heritage{k, from}
+		c.kept, c.inherits = k, from
 		return nil
 	}
 }
 
 // kept returns what an input begins with, nil if that is its node's value.
 func (m *Machine) kept(in *program.Input) *run.KeptParam {
-	h := m.config.kept
-	if h == nil || in.Part != nil || in.Frozen || !slices.Contains(m.config.Params, in.Node) {
+	if in.Part != nil || in.Frozen || !slices.Contains(m.config.Params, in.Node) {
 		return nil
 	}
-	k := h.memory().Param(h.from[in.Node.Name()])
+	k := m.config.kept.memory.Params[m.config.inherits[in.Node.Name()]]
 	if k == nil || k.Len != in.Array.Len() {
 		return nil
 	}

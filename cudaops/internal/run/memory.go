@@ -37,6 +37,9 @@ func (m *Memory) own(p gpu.Ptr, bytes int) {
 // Free gives back what Alloc has taken.
 func (m *Memory) Free(p gpu.Ptr) error {
 	delete(m.owned, p)
+	if m.Kept != nil {
+		delete(m.Kept.taken, p)
+	}
 	return m.Ctx.Free(p)
 }
 
@@ -73,8 +76,9 @@ func (m *Memory) Held() (n int) {
 func (m *Memory) Close() error {
 	var errs []error
 	for p := range m.owned {
-		if m.Kept.back(p) {
-			delete(m.owned, p)
+		if k := m.Kept; k != nil && k.taken[p] {
+			delete(k.taken, p)
+			m.Leave(k, p)
 			continue
 		}
 		errs = append(errs, m.Free(p))

@@ -224,20 +224,30 @@ func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.inherited }
 func (x *Optimizer) loadState() error {
 	var known map[string]optim.Tensor // asked for when it is needed: it is copied
 	for i, p := range x.Params {
-		if k := x.m.Kept(p.Input); k != nil {
-			if err := x.inherit(p, k); err != nil {
-				return err
-			}
-			continue
-		}
-		if known == nil {
+		kept := x.m.Kept(p.Input)
+		if kept != nil {
+			x.inherited, p.Step = true, kept.Step
+		} else if known == nil {
 			known = map[string]optim.Tensor{}
 			for _, t := range x.State() {
 				known[t.Name] = t
 			}
 		}
-		if err := x.remember(i, known); err != nil {
-			return err
+		if t, ok := known[p.Input.Node.Name()+".step"]; ok && kept == nil {
+			p.Step = t.Data.([]int64)[0]
+		}
+		for _, moment := range p.Names() {
+			var a *program.Array
+			var err error
+			if kept != nil {
+				a, err = x.inherit(p, kept, moment)
+			} else {
+				a, err = x.remember(i, known[p.Input.Node.Name()+"."+moment])
+			}
+			if err != nil {
+				return err
+			}
+			p.Moments = append(p.Moments, a)
 		}
 	}
 	return x.m.Ctx.SyncStream(x.m.Stream)
@@ -258,57 +268,41 @@ func momentAt(base gpu.Ptr, shape ...int) *program.Array {
 	return a
 }
 
-// remember copies what the optimiser remembers of a parameter to the device.
-func (x *Optimizer) remember(i int, known map[string]optim.Tensor) error {
-	ctx, s, p := x.m.Ctx, x.m.Stream, x.Params[i]
-	name, shape := p.Input.Node.Name(), p.Input.Array.Shape
+// remember copies what the optimiser knows of a moment of this rank's part of a parameter to the
+// device.
+func (x *Optimizer) remember(i int, known optim.Tensor) (*program.Array, error) {
+	shape := x.Params[i].Input.Array.Shape
 	from, to := x.Part(i)
 	if x.share != nil {
 		shape = []int{to - from}
 	}
-	if t, ok := known[name+".step"]; ok {
-		p.Step = t.Data.([]int64)[0]
+	a, err := x.newMoment(shape...)
+	switch data, ok := known.Data.([]float32); {
+	case err != nil:
+	case ok && from < to:
+		err = x.m.Ctx.CopyToDevice(a.Ptr(), gpu.Bytes(data[from:to]), x.m.Stream)
+	default:
+		err = x.m.Ctx.Memset8(a.Ptr(), 0, a.Buffer.Bytes, x.m.Stream)
 	}
-	for _, moment := range p.Names() {
-		a, err := x.newMoment(shape...)
-		if err != nil {
-			return err
-		}
-		p.Moments = append(p.Moments, a)
-		if t, ok := known[name+"."+moment]; ok && from < to {
-			err = ctx.CopyToDevice(a.Ptr(), gpu.Bytes(t.Data.([]float32)[from:to]), s)
-		} else {
-			err = ctx.Memset8(a.Ptr(), 0, a.Buffer.Bytes, s)
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	return a, err
 }
 
 // inherit takes over what a machine before remembered of a parameter, or copies it.
-func (x *Optimizer) inherit(p *Param, k *run.KeptParam) error {
-	x.inherited, p.Step = true, k.Step
-	for _, moment := range p.Names() {
-		from, ok := k.Moments[moment]
-		if !ok {
-			return fmt.Errorf("%s has no %s, which another optimiser remembers",
-				p.Input.Node.Name(), moment)
-		}
-		a := momentAt(from, p.Input.Array.Shape...)
-		if !x.memory.Take(from, a.Buffer.Bytes) {
-			var err error
-			if a, err = x.newMoment(p.Input.Array.Shape...); err != nil {
-				return err
-			}
-			if err := x.m.Ctx.CopyOnDevice(a.Ptr(), from, a.Extent(), x.m.Stream); err != nil {
-				return err
-			}
-		}
-		p.Moments = append(p.Moments, a)
+func (x *Optimizer) inherit(p *Param, k *run.KeptParam, moment string) (*program.Array, error) {
+	from, ok := k.Moments[moment]
+	if !ok {
+		return nil, fmt.Errorf("%s has no %s, which another optimiser remembers",
+			p.Input.Node.Name(), moment)
 	}
-	return nil
+	a := momentAt(from, p.Input.Array.Shape...)
+	if x.memory.Take(from, a.Buffer.Bytes) {
+		return a, nil
+	}
+	a, err := x.newMoment(p.Input.Array.Shape...)
+	if err == nil {
+		err = x.m.Ctx.CopyOnDevice(a.Ptr(), from, a.Extent(), x.m.Stream)
+	}
+	return a, err
 }
 
 // Leave hands the parameters, which are in a memory, and their moments to k. The stream is idle.
@@ -321,7 +315,7 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 			kept.Moments[moment] = p.Moments[i].Ptr()
 			x.memory.Leave(k, p.Moments[i].Ptr())
 		}
-		k.Put(p.Input.Node.Name(), kept)
+		k.Params[p.Input.Node.Name()] = kept
 	}
 }
 
