@@ -14,23 +14,13 @@ func (x *Optimizer) flag() (err error) {
 		return nil
 	}
 	flags := make([]byte, 0, x.sums())
-	add := func(p *Param, chunks int) {
+	for _, p := range x.Params {
 		flag := byte(0)
 		if p.Apart {
 			flag = 1
 		}
-		flags = append(flags, slices.Repeat([]byte{flag}, chunks)...)
-	}
-	if x.share != nil {
-		for _, p := range x.Params {
-			add(p, kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk))
-		}
-	} else {
-		for _, muon := range []bool{false, true} {
-			for _, p := range x.ofTable(func(p *Param) bool { return p.Rule.Muon == muon }) {
-				add(p, kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk))
-			}
-		}
+		flags = append(flags,
+			slices.Repeat([]byte{flag}, kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk))...)
 	}
 	flags = append(flags, 0)
 	if x.apart, err = x.memory.Alloc(len(flags), "the optimiser"); err != nil {

@@ -100,9 +100,6 @@ func (x *Optimizer) shut() error {
 		}
 	}
 	errs = append(errs, x.m.Ctx.DestroyStream(s.side.Stream))
-	for _, t := range s.squareTables() {
-		errs = append(errs, t.Free())
-	}
 	for _, r := range s.rounds {
 		errs = append(errs, r.Drop(x.m.Ctx))
 	}

@@ -284,8 +284,12 @@ func (x *Optimizer) awaitAhead() error {
 	return x.m.Ctx.WaitEvent(x.m.Stream, x.share.joined)
 }
 
-// gatherAtOnce brings the parameters to all ranks, as a part of the update.
-func (x *Optimizer) gatherAtOnce() error {
+// bringHome brings the parameters to all ranks as a part of the update, or, where they come beside
+// the next run, those that are ahead.
+func (x *Optimizer) bringHome() error {
+	if x.share == nil || x.hides() {
+		return x.awaitAhead()
+	}
 	for _, l := range x.share.loads {
 		if err := l.route.Enqueue(comm.Stream(x.m.Stream)); err != nil {
 			return err

@@ -37,8 +37,7 @@ type share struct {
 	least   int     // bytes of what travels together
 	loads   []*load // in which parameters come back
 	rounds  map[round]*run.Recording
-	squares *optimizer.Table // chunks of all parameters, in their order; this rank's are not nobody's
-	early   *optimizer.Table // the same without those of the last buckets; nil for none
+	early   *optimizer.Table // of all squares but those of the last buckets; nil for none
 	late    []lateSquares    // of the last buckets
 	tail    int              // the first of these
 	formed  bool             // the last run has formed those of early
@@ -321,19 +320,17 @@ func (x *Optimizer) buildSquares() (err error) {
 		}
 		chunks += kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
 	}
-	if s.squares, err = x.m.Kernels.NewScattered(all, allAt, chunks); err != nil || !beside {
+	if x.all, err = x.m.Kernels.NewScattered(all, allAt, chunks); err != nil || !beside {
 		return err
 	}
 	s.early, err = x.m.Kernels.NewScattered(early, earlyAt, chunks)
 	return err
 }
 
-// squareTables are the tables of squares alone.
+// squareTables are the tables of some squares.
 func (s *share) squareTables() (all []*optimizer.Table) {
-	for _, t := range []*optimizer.Table{s.squares, s.early} {
-		if t != nil {
-			all = append(all, t)
-		}
+	if s.early != nil {
+		all = append(all, s.early)
 	}
 	for _, l := range s.late {
 		all = append(all, l.table)
@@ -351,14 +348,15 @@ func (x *Optimizer) unformed() (all []optimizer.GradSquares) {
 	return all
 }
 
-// gatherSquares brings n sums of squares to all ranks, of all chunks and of the losses. Each is that
-// of one rank, and 0 at the others, so that no order of addition matters.
-func (s *share) gatherSquares(squares gpu.Ptr, n int, stream gpu.Stream) error {
-	if s.group.Size() == 1 {
+// gatherSquares brings the sums of squares to all ranks, of all chunks and of the losses. Each is
+// that of one rank, and 0 at the others, so that no order of addition matters.
+func (x *Optimizer) gatherSquares() error {
+	if x.share == nil || x.share.group.Size() == 1 {
 		return nil
 	}
-	return s.group.AllReduce(ptr(squares), ptr(squares), n, comm.Float32, comm.Sum,
-		comm.Stream(stream))
+	at := ptr(x.squares)
+	return x.share.group.AllReduce(at, at, x.sums(), comm.Float32, comm.Sum,
+		comm.Stream(x.m.Stream))
 }
 
 // Part is the elements of parameter number i that this rank remembers moments of.

@@ -69,12 +69,12 @@ type Optimizer struct {
 	adamw      *optimizer.Table
 	ahead      *optimizer.Table // of AdamW too, updated before the others; nil for none
 	muon       *optimizer.Table
+	all        *optimizer.Table // of the gradients' squares, in the order of Params
 	iterations *program.Program // of Muon
 	control    gpu.Ptr          // optimizer.Control
 	staging    []byte           // the same, pinned
-	// of each table's chunks, one table behind the other, and of the loss; then Muon's workspace
-	squares    gpu.Ptr
-	apart      gpu.Ptr // of each of these, whether its gradients are apart; null where none are
+	squares    gpu.Ptr          // of all chunks and of the loss; then Muon's workspace
+	apart      gpu.Ptr          // of each, whether its gradients are apart; null where none are
 	settings   optimizer.Control
 	loss       []byte    // pinned, of a step
 	ran        gpu.Event // the run before the update is done
@@ -119,44 +119,35 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 	return x, nil
 }
 
-func (x *Optimizer) prepare(ranks *Ranks) (err error) {
-	if ranks != nil {
-		x.uncaptured = ranks.Uncaptured
-		if err := x.divide(*ranks); err != nil {
-			return err
-		}
-	}
-	if err := x.loadState(); err != nil {
-		return err
-	}
-	if err := x.buildTables(); err != nil {
-		return err
-	}
-	if x.share != nil {
-		if err := x.buildSquares(); err != nil {
-			return err
-		}
-	}
-	if x.control, err = x.memory.Alloc(optimizer.ControlBytes, "the optimiser"); err != nil {
-		return err
-	}
+func (x *Optimizer) prepare(ranks *Ranks) error {
+	return run.InTurn(
+		func() error {
+			if ranks == nil {
+				return nil
+			}
+			x.uncaptured = ranks.Uncaptured
+			return x.divide(*ranks)
+		},
+		x.loadState, x.buildTables, x.allocate, x.flag)
+}
+
+// allocate takes what an update needs beside the tables.
+func (x *Optimizer) allocate() (err error) {
 	chunks := x.sums()
 	if x.muon != nil {
 		chunks += x.muon.Chunks
 	}
-	if x.squares, err = x.memory.Alloc(4*chunks, "the optimiser"); err != nil {
+	x.control, err = x.memory.Alloc(optimizer.ControlBytes+4*chunks, "the optimiser")
+	if err != nil {
 		return err
 	}
-	if err := x.flag(); err != nil {
+	x.squares = x.control.Offset(optimizer.ControlBytes)
+	host, err := x.memory.AllocHost(optimizer.ControlBytes + 4)
+	if err != nil {
 		return err
 	}
-	if x.staging, err = x.memory.AllocHost(optimizer.ControlBytes); err != nil {
-		return err
-	}
-	clear(x.staging)
-	if x.loss, err = x.memory.AllocHost(4); err != nil {
-		return err
-	}
+	clear(host)
+	x.staging, x.loss = host[:optimizer.ControlBytes], host[optimizer.ControlBytes:]
 	if x.ran, err = x.memory.NewEvent(false); err != nil {
 		return err
 	}
@@ -194,28 +185,23 @@ func (x *Optimizer) Held() int {
 		return 0
 	}
 	n := x.memory.Held()
-	if x.share != nil {
-		for _, t := range x.share.squareTables() {
-			n += t.Bytes
-		}
-	}
 	for _, t := range x.tables() {
 		n += t.Bytes
 	}
 	return n
 }
 
-// tables are those of AdamW's and of Muon's parameters, where there are any.
+// tables are those of AdamW's and of Muon's parameters, where there are any, and of squares.
 func (x *Optimizer) tables() []*optimizer.Table {
-	all := []*optimizer.Table{x.ahead, x.adamw, x.muon}
+	all := []*optimizer.Table{x.ahead, x.adamw, x.muon, x.all}
+	if x.share != nil {
+		all = append(all, x.share.squareTables()...)
+	}
 	return slices.DeleteFunc(all, func(t *optimizer.Table) bool { return t == nil })
 }
 
-// sums is how many sums of squares an update adds up at most: of all chunks, and of the loss.
-func (x *Optimizer) sums() int {
-	_, n := x.squared()
-	return n + 1
-}
+// sums is how many sums of squares an update adds up: of all chunks, and of the loss.
+func (x *Optimizer) sums() int { return x.all.Chunks + 1 }
 
 // Newer reports whether the device remembers what the host does not.
 func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.inherited }
@@ -321,7 +307,7 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 
 // buildTables lays out the parameters for the kernels.
 func (x *Optimizer) buildTables() error {
-	var adamw, muon []optimizer.Tensor
+	var all, adamw, muon []optimizer.Tensor
 	var of []int          // the numbers of adamw's
 	var matrices []*Param // of muon
 	for i, p := range x.Params {
@@ -331,35 +317,32 @@ func (x *Optimizer) buildTables() error {
 		if !r.Muon {
 			x.settings.Eps = r.Eps
 		}
-		if !own {
+		switch {
+		case !own:
 			continue
-		}
-		if !r.Muon {
+		case r.Muon:
+			t.ShapeScale = r.ShapeScale
+			muon, matrices = append(muon, t), append(matrices, p)
+		default:
 			adamw, of = append(adamw, t), append(of, i)
-			continue
 		}
-		t.ShapeScale = r.ShapeScale
-		muon, matrices = append(muon, t), append(matrices, p)
-	}
-	err := x.orthogonalise(muon, matrices)
-	if err != nil {
-		return err
+		all = append(all, t)
 	}
 	first, adamw := x.leading(adamw, of)
-	if len(first) > 0 {
-		if x.ahead, err = x.m.Kernels.NewTable(first); err != nil {
+	table := func(to **optimizer.Table, of []optimizer.Tensor) func() error {
+		return func() (err error) {
+			if len(of) > 0 {
+				*to, err = x.m.Kernels.NewTable(of)
+			}
 			return err
 		}
 	}
-	if len(adamw) > 0 {
-		if x.adamw, err = x.m.Kernels.NewTable(adamw); err != nil {
-			return err
-		}
+	squares := table(&x.all, all)
+	if x.share != nil {
+		squares = x.buildSquares
 	}
-	if len(muon) > 0 {
-		x.muon, err = x.m.Kernels.NewTable(muon)
-	}
-	return err
+	return run.InTurn(func() error { return x.orthogonalise(muon, matrices) },
+		table(&x.ahead, first), table(&x.adamw, adamw), table(&x.muon, muon), squares)
 }
 
 // Enqueue puts an update at the learning rate lr on its way, with what brings its result back. With
@@ -452,37 +435,23 @@ func (x *Optimizer) launch(loss *program.Array) error {
 // squares of the gradients: 0, which leaves their sum as it is, or NaN, at which the update is not
 // made, at any rank.
 func (x *Optimizer) updateParams(loss *program.Array) error {
-	squares, n := x.squareCalls()
+	at := x.squares.Offset(4 * x.all.Chunks)
+	byLoss := newCall(program.Zero{Ptr: at, Bytes: 4})
 	if loss != nil {
-		squares = append(squares,
-			newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: x.squares.Offset(4 * n),
-				N: 1, Type: gpu.Float32},
-				program.Reads("X", loss)))
-	}
-	if x.share == nil {
-		if loss != nil {
-			n++
-		}
-		return x.m.Calls(append(append(squares, x.norm(n)), x.applying()...))
+		byLoss = newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: at, N: 1,
+			Type: gpu.Float32}, program.Reads("X", loss))
 	}
 	return run.InTurn(
-		func() error { return x.m.Calls(squares) },
+		func() error { return x.m.Calls(append(x.squareCalls(), byLoss)) },
+		x.gatherSquares,
 		func() error {
-			if loss != nil {
-				return nil
-			}
-			return x.m.Launch(program.Zero{Ptr: x.squares.Offset(4 * n), Bytes: 4})
+			return x.m.Call(newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares,
+				Count: x.sums(), Apart: x.apart},
+				program.Updates("Scale", x.m.Program.Scale)))
 		},
-		func() error { return x.share.gatherSquares(x.squares, n+1, x.m.Stream) },
-		func() error { return x.m.Call(x.norm(n + 1)) },
 		x.updateAhead,
 		func() error { return x.m.Calls(x.applying()) },
-		func() error {
-			if x.hides() {
-				return x.awaitAhead()
-			}
-			return x.gatherAtOnce()
-		})
+		x.bringHome)
 }
 
 // ClearSums sets the gathered gradients of a program to zero.
@@ -504,36 +473,21 @@ func newCall(params any, args ...program.Arg) *program.Call {
 	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
 }
 
-// squareCalls form the sums of the gradients' squares, and tell how many there are, at all ranks.
-func (x *Optimizer) squareCalls() (calls []*program.Call, n int) {
-	all, n := x.squared()
+// squareCalls form the sums of the gradients' squares, as far as a run has not.
+func (x *Optimizer) squareCalls() (calls []*program.Call) {
+	all := []optimizer.GradSquares{x.squared()}
 	if x.share != nil && x.share.formed {
 		all = x.unformed()
 	}
 	for _, s := range all {
 		calls = append(calls, newCall(s))
 	}
-	return calls, n
+	return calls
 }
 
-// squared are the launches that form the sums of squares, one behind the other, and how many sums
-// there are at all ranks.
-func (x *Optimizer) squared() (all []optimizer.GradSquares, n int) {
-	tables := x.tables()
-	if x.share != nil {
-		tables = []*optimizer.Table{x.share.squares}
-	}
-	for _, t := range tables {
-		all = append(all, optimizer.GradSquares{Squares: x.squares.Offset(4 * n), Table: t})
-		n += t.Chunks
-	}
-	return all, n
-}
-
-// norm is the call that makes the gradients' norm of n sums of squares.
-func (x *Optimizer) norm(n int) *program.Call {
-	return newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: n,
-		Apart: x.apart}, program.Updates("Scale", x.m.Program.Scale))
+// squared is the launch that forms all sums of squares that this rank has to form.
+func (x *Optimizer) squared() optimizer.GradSquares {
+	return optimizer.GradSquares{Squares: x.squares, Table: x.all}
 }
 
 // applying are the calls of an update behind the norm, but for what is ahead.
@@ -647,36 +601,26 @@ func (x *Optimizer) placeIterations(groups []group) error {
 // NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so
 // large that its square is. With other ranks they are of those that this rank has a part of.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
-	bad := map[*gorgonia.Node]bool{}
-	all, _ := x.squared()
-	for _, s := range all {
-		if !x.m.State.Looked() {
-			if err := x.m.Launch(s); err != nil {
-				return nil, err
-			}
-		}
-		squares := make([]float32, s.Table.Chunks)
-		if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), s.Squares, x.m.Stream); err != nil {
+	if !x.m.State.Looked() {
+		if err := x.m.Launch(x.squared()); err != nil {
 			return nil, err
 		}
-		of := x.ofTable(func(p *Param) bool {
-			return x.share != nil || p.Rule.Muon == (s.Table == x.muon)
-		})
-		for chunk, v := range squares {
-			if i := s.Table.TensorOf(chunk); v-v != 0 && i >= 0 {
-				bad[of[i].Input.Node] = true
-			}
+	}
+	squares := make([]float32, x.all.Chunks)
+	if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares, x.m.Stream); err != nil {
+		return nil, err
+	}
+	var own []*Param // as they stand in the table
+	for i, p := range x.Params {
+		if from, to := x.Part(i); from < to {
+			own = append(own, p)
+		}
+	}
+	bad := map[*gorgonia.Node]bool{}
+	for chunk, v := range squares {
+		if i := x.all.TensorOf(chunk); v-v != 0 && i >= 0 {
+			bad[own[i].Input.Node] = true
 		}
 	}
 	return bad, nil
-}
-
-// ofTable are the parameters of some kind that this rank has a part of, as they stand in a table.
-func (x *Optimizer) ofTable(kind func(*Param) bool) (of []*Param) {
-	for i, p := range x.Params {
-		if from, to := x.Part(i); from < to && kind(p) {
-			of = append(of, p)
-		}
-	}
-	return of
 }
