@@ -15,7 +15,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -90,16 +89,8 @@ func (m *Machine) Update() (norm float64, err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	norm, refused, err := applyUpdate(m, nil, nil)
-	if refused {
-		err = run.Joined(refusal(norm), err)
-	}
+	_, norm, err = updateBy(m, nil, nil)
 	return norm, err
-}
-
-// refusal is the error of an update that was not made for its norm.
-func refusal(norm float64) error {
-	return fmt.Errorf("%w: their norm is %v", ErrNonFinite, float32(norm))
 }
 
 // Step is [Machine.Value] of a loss, a node of one float32 that is kept, and [Machine.Update] in
@@ -112,38 +103,23 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 		return
 	}
 	a, err := lossOf(m, loss)
-	if err != nil {
+	switch {
+	case err != nil:
+		return 0, 0, err
+	case m.runner.Program.Scale == nil:
+		return updateBy(m, a, nil)
+	}
+	// the scale is not to change for a loss that is not finite
+	var host [1]float32
+	if err := run.InTurn(func() error { return updatable(m) },
+		func() error { return m.runner.FetchFloats(a, host[:]) }); err != nil {
 		return 0, 0, err
 	}
-	if m.runner.Program.Scale == nil {
-		return stepBy(m, a, nil)
-	}
-	// which is not to change for a loss that is not finite
-	if value, err = lossValue(m, loss); err != nil {
-		return 0, 0, err
-	}
+	value = float64(host[0])
 	if value-value != 0 {
 		return value, math.NaN(), m.runner.Settle()
 	}
-	_, norm, err = stepBy(m, nil, nil)
-	return value, norm, err
-}
-
-// stepBy is an update by a loss, 0 for none, with which beside is called when the run is over.
-func stepBy(m *Machine, by *program.Array, beside func(float64) error) (value, norm float64,
-	err error) {
-	norm, refused, err := applyUpdate(m, by, func() error {
-		if by != nil {
-			value = float64(m.optimizer.Loss())
-		}
-		if beside == nil {
-			return nil
-		}
-		return beside(value)
-	})
-	if refused && value-value == 0 {
-		err = run.Joined(refusal(norm), err)
-	}
+	_, norm, err = updateBy(m, nil, nil)
 	return value, norm, err
 }
 
@@ -170,7 +146,7 @@ func (m *Machine) StepTogether(loss *gorgonia.Node, beside func(loss float64) er
 			return 0, err
 		}
 	}
-	_, norm, err = stepBy(m, by, beside)
+	_, norm, err = updateBy(m, by, beside)
 	return norm, err
 }
 
@@ -187,56 +163,42 @@ func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-func lossValue(m *Machine, loss *gorgonia.Node) (float64, error) {
-	v, err := valueOf(m, loss)
-	if err != nil {
-		return 0, err
-	}
-	x, err := params.Memory(v)
-	if err != nil {
-		return 0, err
-	}
-	return float64(x.([]float32)[0]), nil
-}
-
-// applyUpdate is Update, and Step where it calls ran, when the run before the update is over. It
-// was refused if a gradient or the loss is not finite, of which err says nothing.
-func applyUpdate(m *Machine, loss *program.Array, ran func() error) (norm float64, refused bool,
-	err error) {
+// updateBy is an update by a loss, 0 for none, with which beside is called when the run before it is
+// over.
+func updateBy(m *Machine, by *program.Array,
+	beside func(float64) error) (value, norm float64, err error) {
 	if err := updatable(m); err != nil {
-		return 0, false, err
+		return 0, 0, err
 	}
 	x, scale := m.optimizer, &m.runner.Scale
 	if m.runner.Program.Scale != nil && scale.Carried != scale.Now.Scale {
-		return 0, false,
+		return 0, 0,
 			errors.New("the loss scale is not that of the last run: run the machine again")
 	}
-	if err := enqueueUpdate(m, loss); err != nil {
-		return 0, false, err
+	if err := run.InTurn(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
+		return 0, 0, err
 	}
-	if ran != nil {
-		if err := x.WaitForRun(); err != nil {
-			return 0, false, err
-		}
-		m.runner.State.On(run.Wait)
+	m.runner.State.On(run.Wait)
+	settled := m.runner.Settle()
+	if by != nil {
+		value = float64(x.Loss())
 	}
-	var settled error
-	if m.runner.State.Waited() { // else a later run settles
-		settled = m.runner.Settle()
-	}
-	if ran != nil {
-		if err := ran(); err != nil {
-			return 0, false, run.Joined(settled, err)
+	if beside != nil {
+		if err := beside(value); err != nil {
+			return value, 0, run.Joined(settled, err)
 		}
 	}
 	done, err := x.Wait()
 	if err != nil {
-		return 0, false, err
+		return value, 0, err
 	}
 	if m.runner.Program.Scale != nil {
 		scale.Now = done.Next
 	}
-	return float64(done.Norm), done.Skipped && !(scale.Carried > 1), settled
+	if done.Skipped && !(scale.Carried > 1) && value-value == 0 {
+		settled = run.Joined(fmt.Errorf("%w: their norm is %v", ErrNonFinite, done.Norm), settled)
+	}
+	return value, float64(done.Norm), settled
 }
 
 // enqueueUpdate puts an update on its way, with the marks of a profiler or of the monitor.
@@ -307,8 +269,7 @@ func (m *Machine) Expect(contributors int, first bool) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	switch {
-	case m.optimizer == nil:
+	if m.optimizer == nil {
 		return errNoOptimizer
 	}
 	return m.optimizer.Expect(contributors, first)
