@@ -50,11 +50,6 @@ type Device struct {
 	kernels  run.Launcher // of all machines, so that only the first one loads them
 }
 
-// shared is kernels that their user does not close.
-type shared struct{ run.Launcher }
-
-func (shared) Close() error { return nil }
-
 // DeviceOption is an option of Open.
 type DeviceOption func(*deviceOptions)
 

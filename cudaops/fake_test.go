@@ -54,8 +54,9 @@ import (
 // do on a GPU, in float32. Every call is a launch of one kernel, whose argument says which of the
 // calls so far to compute.
 type fakeKernels struct {
-	ctx  gpu.Context
-	call *gpu.Function
+	ctx    gpu.Context
+	module gpu.Module
+	call   *gpu.Function // nil until the first launch
 
 	computes map[reflect.Type]func(*fake.Launch, any)
 
@@ -66,9 +67,8 @@ type fakeKernels struct {
 	weights map[*quantize.Table][]quantize.Weight
 }
 
-// openFake returns a device of a fake driver, and the option that makes machines on it use
-// fakeKernels.
-func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption) {
+// openFake returns a device of a fake driver, whose machines use fakeKernels.
+func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver) {
 	t.Helper()
 	k := &fakeKernels{computes: map[reflect.Type]func(*fake.Launch, any){}}
 	for _, c := range k.all() {
@@ -87,29 +87,50 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver, MachineOption
 	t.Cleanup(func() {
 		require.NoError(t, device.Close())
 	})
-	return device, d, func(c *machineConfig) error {
-		c.kernels = func(ctx gpu.Context) (run.Launcher, error) {
-			k.ctx = ctx
-			m, err := ctx.LoadModule([]byte("fake"))
-			if err != nil {
-				return nil, err
-			}
-			k.call, err = ctx.Function(m, "call")
-			return &moduleOf{k, m}, err
-		}
+	k.ctx, device.kernels = device.ctx, k
+	return device, d
+}
+
+// load has the module loaded, as a launch of the first kernel does on a GPU.
+func (k *fakeKernels) load() (err error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.call != nil {
 		return nil
 	}
+	if k.module, err = k.ctx.LoadModule([]byte("fake")); err != nil {
+		return err
+	}
+	if k.call, err = k.ctx.Function(k.module, "call"); err != nil {
+		return errors.Join(err, k.ctx.UnloadModule(k.module))
+	}
+	return nil
 }
 
-// moduleOf is fakeKernels with the module that one machine has loaded.
-type moduleOf struct {
-	*fakeKernels
-	module gpu.Module
+// Close unloads the module, until the next launch.
+func (k *fakeKernels) Close() error {
+	if k.call == nil {
+		return nil
+	}
+	k.call = nil
+	err := k.ctx.UnloadModule(k.module)
+	if lost := new(gpu.Error); errors.As(err, &lost) && lost.Sticky() {
+		return nil // the module went with the context
+	}
+	return err
 }
 
-func (m *moduleOf) Close() error { return m.ctx.UnloadModule(m.module) }
+// requireNoLeaks wants nothing to be left of machines that are closed.
+func requireNoLeaks(t *testing.T, device *Device, args ...any) {
+	t.Helper()
+	require.NoError(t, device.kernels.Close(), args...)
+	require.Empty(t, device.ctx.(*fake.Context).Leaks(), args...)
+}
 
 func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
+	if err := k.load(); err != nil {
+		return err
+	}
 	k.mu.Lock()
 	k.calls = append(k.calls, f)
 	i := len(k.calls) - 1
@@ -1063,20 +1084,13 @@ func (k *fakeKernels) Product(l *fake.Launch, a gemm.Product) {
 // withKernels has a machine's kernels be what wrap makes of them.
 func withKernels(wrap func(run.Launcher) run.Launcher) MachineOption {
 	return func(c *machineConfig) error {
-		inner := c.kernels
-		c.kernels = func(ctx gpu.Context) (run.Launcher, error) {
-			k, err := inner(ctx)
-			if err != nil {
-				return nil, err
-			}
-			return wrap(k), nil
-		}
+		c.kernels = wrap
 		return nil
 	}
 }
 
 // fakeOf is the fake behind a machine's kernels.
-func fakeOf(k run.Launcher) *fakeKernels { return k.(*moduleOf).fakeKernels }
+func fakeOf(k run.Launcher) *fakeKernels { return k.(*fakeKernels) }
 
 // isOp reports whether a node's op is of a type.
 func isOp[T any](n *gorgonia.Node) bool {
@@ -1099,9 +1113,9 @@ func apartBy(x, y []float32) float64 {
 }
 
 // OpenFake is openFake for tests with packages that import this one.
-func OpenFake(t testing.TB) (*Device, MachineOption) {
-	device, _, option := openFake(t, fake.Config{})
-	return device, option
+func OpenFake(t testing.TB) *Device {
+	device, _ := openFake(t, fake.Config{})
+	return device
 }
 
 // batch is a model's graph and inputs for it.
@@ -1243,12 +1257,11 @@ func onEach(t *testing.T, test func(t *testing.T, device *Device, tolerance floa
 	opts ...MachineOption), tolerances map[string]float64) {
 	for name, tolerance := range tolerances {
 		t.Run(name, func(t *testing.T) {
-			if name == "fake" || name == "scaled" {
-				device, _, kernels := openFake(t, fake.Config{})
-				test(t, device, tolerance, append([]MachineOption{kernels}, places[name]...)...)
-				return
+			device, _ := openFake(t, fake.Config{})
+			if name != "fake" && name != "scaled" {
+				device = openGPU(t)
 			}
-			test(t, openGPU(t), tolerance, slices.Clone(places[name])...)
+			test(t, device, tolerance, slices.Clone(places[name])...)
 		})
 	}
 }

@@ -12,7 +12,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/cuhandle"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -95,9 +94,7 @@ func singleOpsOn(key weak.Pointer[cuda.Engine], engine *cuda.Engine) (*singleOps
 	if err != nil {
 		return nil, err
 	}
-	ops, err := newSingleOps(device, func(ctx gpu.Context) (run.Launcher, error) {
-		return run.NewLauncher(ctx), nil
-	})
+	ops, err := newSingleOps(device)
 	if err == nil {
 		engines.of[key] = ops
 	}

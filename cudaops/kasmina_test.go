@@ -291,13 +291,12 @@ func TestKasminaMachine(t *testing.T) {
 		for _, width := range []int{3, 13} {
 			name := fmt.Sprintf("%s/%d", name, width)
 			t.Run(name+"/fake", func(t *testing.T) {
-				device, _, fakeOption := openFake(t, fake.Config{})
-				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict(), fakeOption)
+				device, _ := openFake(t, fake.Config{})
+				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict())
 			})
 			t.Run(name+"/scaled", func(t *testing.T) {
-				device, _, fakeOption := openFake(t, fake.Config{})
-				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict(),
-					fakeOption, scaledGradients)
+				device, _ := openFake(t, fake.Config{})
+				compareKasmina(t, device, width, c.lattice, c.layer, WithStrict(), scaledGradients)
 			})
 			if testing.Short() && rand.IntN(2) == 0 {
 				continue
@@ -398,9 +397,9 @@ func differs(a, b reflect.Value, at string) string {
 }
 
 func TestKasminaMachineNonFinite(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	k := newKasminaGraph(t, 2, nil, op.StopOnNonFinite())
-	m := k.open(t, device, fakeOption)
+	m := k.open(t, device)
 	defer m.Close()
 	k.draw(t, 3, func(x []float32) { x[5] = float32(math.NaN()) })
 	require.NoError(t, m.RunAll())
@@ -426,11 +425,11 @@ func OwnKind() (blueprints.Kind, error) { return ownKind() }
 // TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered
 // before, and must not be computed on the host.
 func TestKasminaMachineOwnBlueprint(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	kind, err := ownKind()
 	require.NoError(t, err)
 	k := newKasminaGraph(t, 4, nil)
-	m := k.open(t, device, fakeOption, WithStrict())
+	m := k.open(t, device, WithStrict())
 	defer m.Close()
 	require.NoError(t, k.lattice.RequestGermination(k.seeds-1, state.GerminationRequest{Slot: 5,
 		Kind: kind}))
@@ -444,12 +443,12 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 func TestKasminaOnHost(t *testing.T) {
 	clipped := []op.KasminaOption{op.WithGradClip(0.05)}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testKasminaOnHost(t, device, 1e-5, clipped, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		testKasminaOnHost(t, device, 1e-5, clipped)
 	})
 	t.Run("scaled", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testKasminaOnHost(t, device, 1e-5, clipped, fakeOption, scaledGradients)
+		device, _ := openFake(t, fake.Config{})
+		testKasminaOnHost(t, device, 1e-5, clipped, scaledGradients)
 	})
 	t.Run("GPU", func(t *testing.T) { testKasminaOnHost(t, openGPU(t), 1e-5, clipped) })
 	t.Run("float16", func(t *testing.T) {
@@ -600,10 +599,10 @@ func TestKasminaMovesToHost(t *testing.T) {
 			"adaptive": {op.WithAdaptiveGradClip(0.1)},
 		} {
 			t.Run(fmt.Sprintf("%s/%d", name, width), func(t *testing.T) {
-				device, _, fakeOption := openFake(t, fake.Config{})
-				testKasminaMovesToHost(t, device, width, layer, fakeOption)
-				testKasminaMovesToHost(t, device, width, layer, fakeOption, scaledGradients)
-				testKasminaMovesToHost(t, device, width, layer, fakeOption, WithMonitor(2))
+				device, _ := openFake(t, fake.Config{})
+				testKasminaMovesToHost(t, device, width, layer)
+				testKasminaMovesToHost(t, device, width, layer, scaledGradients)
+				testKasminaMovesToHost(t, device, width, layer, WithMonitor(2))
 			})
 		}
 	}
@@ -694,8 +693,8 @@ func inPlaceTasks(m *Machine) (n int) {
 // monitor, which runs the pass more than once.
 func TestKasminaInPlace(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		compareInPlace(t, device, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		compareInPlace(t, device)
 	})
 	t.Run("GPU", func(t *testing.T) {
 		compareInPlace(t, openGPU(t), WithPrecision(BFloat16), WithTuning(TuneOff))
@@ -746,7 +745,7 @@ func compareInPlace(t *testing.T, device *Device, opts ...MachineOption) {
 // TestKasminaReplaced wants no value of a gradient that another one has replaced, though the memory
 // lasts.
 func TestKasminaReplaced(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	b := grafted(t, 1)
 	keep, replaced := gorgonia.Nodes{b.Loss}, gradientsOfLayers(b.G)
 	for _, n := range b.G.AllNodes() {
@@ -755,7 +754,7 @@ func TestKasminaReplaced(t *testing.T) {
 			keep = append(keep, n)
 		}
 	}
-	m := newFuseMachine(t, device, b.G, b.Params, keep, []MachineOption{fakeOption})
+	m := newFuseMachine(t, device, b.G, b.Params, keep, nil)
 	if n := inPlaceTasks(m); n != len(replaced) || len(keep) != 1+n {
 		t.Fatalf("%d tasks are in place, of %d, and %d values kept", n, len(replaced), len(keep))
 	}
@@ -772,10 +771,10 @@ func TestKasminaReplaced(t *testing.T) {
 
 // TestKasminaElsewhere has gradients that something else reads too, or that are not in the arena.
 func TestKasminaElsewhere(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	open := func(g *gorgonia.ExprGraph, params gorgonia.Nodes, keep ...*gorgonia.Node) *Machine {
 		t.Helper()
-		return newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption})
+		return newFuseMachine(t, device, g, params, keep, nil)
 	}
 	k := newKasminaGraph(t, 1, nil)
 	require.LessOrEqual(t, inPlaceTasks(open(k.g, gorgonia.Nodes{k.weights, k.scales}, k.loss)), 0)
@@ -804,11 +803,11 @@ func (k *directions) Launch(s gpu.Stream, params any) error {
 // TestNormsBehindKasmina wants norms to begin where what came before them ended: behind a layer
 // with the first rows.
 func TestNormsBehindKasmina(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	k := &directions{}
 	b := grafted(t, 1)
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
-		[]MachineOption{fakeOption,
+		[]MachineOption{
 			withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })})
 	require.NoError(t, m.RunAll())
 	// Two in each block, of which the second is of a sum, and a last one.
@@ -913,8 +912,8 @@ func TestKasminaReports(t *testing.T) {
 			}
 		}
 		t.Run(name+"/fake", func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			check(t, device, fakeOption, WithStrict())
+			device, _ := openFake(t, fake.Config{})
+			check(t, device, WithStrict())
 		})
 		t.Run(name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
 	}
@@ -955,14 +954,14 @@ func TestKasminaTiming(t *testing.T) {
 		var graphs [2]*kasminaGraph
 		var machines [2]*Machine
 		for i := range graphs {
-			device, _, fakeOption := openFake(t, fake.Config{})
+			device, _ := openFake(t, fake.Config{})
 			slow := withKernels(func(k run.Launcher) run.Launcher {
 				return &slowKasmina{Launcher: k, fake: fakeOf(k), forward: 2 * time.Millisecond,
 					backward: 4 * time.Millisecond, telemetry: 300 * time.Microsecond}
 			})
 			graphs[i] = newKasminaGraph(t, seed, opts, op.WithGradClip(0.05))
-			more := []MachineOption{fakeOption, slow, WithMonitor(3)}
-			machines[i] = graphs[i].open(t, device, more[:2+i]...)
+			more := []MachineOption{slow, WithMonitor(3)}
+			machines[i] = graphs[i].open(t, device, more[:1+i]...)
 			defer machines[i].Close()
 		}
 		for step := range uint64(30) {

@@ -123,9 +123,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 
 // configOf gathers the options.
 func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
-	config := machineConfig{kernels: func(gpu.Context) (run.Launcher, error) {
-		return shared{d.kernels}, nil
-	}, kept: &Kept{run.NewKept(d.ctx), d}}
+	config := machineConfig{kept: &Kept{run.NewKept(d.ctx), d}}
 	for _, opt := range opts {
 		if opt == nil {
 			return config, errors.New("an option is nil")
@@ -146,8 +144,8 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 // open takes what the machine has beside a program: kernels, a stream, a chooser.
 func (m *Machine) open() (err error) {
 	x, ctx := m.runner.Executor, m.device.ctx
-	if x.Kernels, err = m.config.kernels(ctx); err != nil {
-		return err
+	if x.Kernels = m.device.kernels; m.config.kernels != nil {
+		x.Kernels = m.config.kernels(x.Kernels)
 	}
 	if x.Stream == 0 {
 		if x.Stream, err = ctx.NewStream(); err != nil {
@@ -473,9 +471,6 @@ func (m *Machine) Close() (err error) {
 	closing(m.memory.Close())
 	if x.Stream != 0 && m.config.stream == 0 {
 		closing(ctx.DestroyStream(x.Stream))
-	}
-	if x.Kernels != nil {
-		closing(x.Kernels.Close())
 	}
 	return run.Joined(errs...)
 }

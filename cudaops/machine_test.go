@@ -178,10 +178,10 @@ func testCapture(t *testing.T, device *Device, _ float64, opts ...MachineOption)
 }
 
 func TestMachineErrors(t *testing.T) {
-	device, fakeDriver, fakeOption := openFake(t, fake.Config{})
+	device, fakeDriver := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 1)
 	newMachine := func(opts ...MachineOption) error {
-		m, err := NewMachine(device, b.G, append(opts, fakeOption)...)
+		m, err := NewMachine(device, b.G, opts...)
 		if err == nil {
 			m.Close()
 		}
@@ -191,7 +191,7 @@ func TestMachineErrors(t *testing.T) {
 	gorgonia.NodeFromAny(double, tensor.New(tensor.WithShape(2),
 		tensor.WithBacking([]float64{1, 2})), gorgonia.WithName("x"))
 	require.NoError(t, errOf(gorgonia.Square(double.AllNodes()[0])))
-	_, doubleErr := NewMachine(device, double, fakeOption)
+	_, doubleErr := NewMachine(device, double)
 	_, nilErr := NewMachine(nil, b.G)
 	for _, c := range []struct {
 		err  error
@@ -207,8 +207,8 @@ func TestMachineErrors(t *testing.T) {
 	g, x, y := stockGraph(t)
 	fakeDriver.Fail("cuMemAlloc_v2", 1, gpu.OutOfMemory)
 	fakeDriver.Fail("cuMemAlloc", 1, gpu.OutOfMemory)
-	require.ErrorIs(t, errOf(NewMachine(device, g, fakeOption)), gpu.OutOfMemory)
-	m, err := NewMachine(device, g, fakeOption)
+	require.ErrorIs(t, errOf(NewMachine(device, g)), gpu.OutOfMemory)
+	m, err := NewMachine(device, g)
 	require.NoError(t, err)
 	require.ErrorContains(t, errOf(m.Value(y)), "has not run")
 	require.NoError(t, m.RunAll())
@@ -228,7 +228,7 @@ func TestMachineErrors(t *testing.T) {
 
 // TestArguments gives every function what it must refuse, by an error that says what it is.
 func TestArguments(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	build := func(name string) (*gorgonia.ExprGraph, *gorgonia.Node, *gorgonia.Node) {
 		g := gorgonia.NewGraph()
 		w := floatNode(g, name, []float32{1, 2, 3, 4}, 2, 2)
@@ -236,15 +236,15 @@ func TestArguments(t *testing.T) {
 	}
 	g, w, _ := build("w")
 	_, foreign, foreignSum := build("w")
-	owner, err := NewMachine(device, g, fakeOption, WithParams(w), WithLogger(nil))
+	owner, err := NewMachine(device, g, WithParams(w), WithLogger(nil))
 	require.NoError(t, err)
 	require.Same(t, slog.Default(), owner.config.logger)
 	other, _, _ := build("v")
 	for want, err := range map[string]error{
-		"WithOutputs: node":   errOf(NewMachine(device, g, fakeOption, WithOutputs(foreignSum))),
-		"WithParams: input w": errOf(NewMachine(device, g, fakeOption, WithParams(foreign))),
-		"an option is nil":    errOf(NewMachine(device, g, fakeOption, nil)),
-		"WithParamsOf: no input has name": errOf(NewMachine(device, other, fakeOption,
+		"WithOutputs: node":   errOf(NewMachine(device, g, WithOutputs(foreignSum))),
+		"WithParams: input w": errOf(NewMachine(device, g, WithParams(foreign))),
+		"an option is nil":    errOf(NewMachine(device, g, nil)),
+		"WithParamsOf: no input has name": errOf(NewMachine(device, other,
 			WithParamsOf(owner))),
 		"a node is nil":                       owner.Upload(nil),
 		"no parameter has a gradient":         owner.SetOptimizer(wrapped{new(optim.AdamW)}, 1),
@@ -254,14 +254,14 @@ func TestArguments(t *testing.T) {
 		require.ErrorContains(t, err, want)
 	}
 	same, _, _ := build("w")
-	borrower, err := NewMachine(device, same, fakeOption, WithParamsOf(owner))
+	borrower, err := NewMachine(device, same, WithParamsOf(owner))
 	require.NoError(t, err)
 	memory, err := device.ctx.Alloc(256)
 	require.NoError(t, err)
 	require.ErrorContains(t, owner.Bind(w, uintptr(memory), 16), "another machine")
 	require.NoError(t, borrower.Close())
 	require.NoError(t, owner.Bind(w, uintptr(memory), 16))
-	if borrower, err = NewMachine(device, same, fakeOption, WithParamsOf(owner)); err != nil {
+	if borrower, err = NewMachine(device, same, WithParamsOf(owner)); err != nil {
 		t.Fatal(err)
 	}
 	require.NoError(t, owner.Close())
@@ -271,9 +271,9 @@ func TestArguments(t *testing.T) {
 
 // TestUploadRefused wants an upload of which a value cannot be sent to send none of the others.
 func TestUploadRefused(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
-	require.NoError(t, l.open(device, fakeOption))
+	require.NoError(t, l.open(device))
 	defer l.machine.Close()
 	p := l.batch.Params[0]
 	before := valueIn(t, l.machine, p)
@@ -313,12 +313,12 @@ func TestPrecisionText(t *testing.T) {
 // its seeds down, and nothing else.
 func TestCopiesOfAStep(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testCopies(t, device, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		testCopies(t, device)
 	})
 	t.Run("scaled", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testCopies(t, device, fakeOption, scaledGradients)
+		device, _ := openFake(t, fake.Config{})
+		testCopies(t, device, scaledGradients)
 	})
 	for name, p := range map[string]Precision{"float32": Float32,
 		"bfloat16": BFloat16, "float16": Float16} {
@@ -461,12 +461,12 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 // TestModesAreCapturedApart wants runs that measure and runs that do not, in turn, to be replayed
 // alike: neither makes the other be enqueued task by task again.
 func TestModesAreCapturedApart(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
 	require.NoError(t, l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Sampling,
 		Every: 2}))
 	counter := counting(device)
-	require.NoError(t, l.open(device, fakeOption))
+	require.NoError(t, l.open(device))
 	defer l.machine.Close()
 	for i := range 10 {
 		l.batch.draw(t, uint64(i))
@@ -713,7 +713,7 @@ func TestRandomGraphs(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 8))
 	for round := range few(50, 8) { // other graphs in each run
-		device, _, fakeOption := openFake(t, fake.Config{})
+		device, _ := openFake(t, fake.Config{})
 		b, inputs, params, outputs, err := newRandomGraph(r)
 		require.NoError(t, err)
 		fill := func() {
@@ -728,7 +728,7 @@ func TestRandomGraphs(t *testing.T) {
 			}
 		}
 		fill()
-		opts := []MachineOption{fakeOption, WithParams(params...)}
+		opts := []MachineOption{WithParams(params...)}
 		if r.IntN(3) == 0 {
 			opts = append(opts, scaledGradients)
 		}
@@ -865,7 +865,7 @@ func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 
 // TestFrozenErrors wants what is read to be as much as there is.
 func TestFrozenErrors(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	m, err := llm.NewModel(llm.Config{Vocab: 24, Dim: 16, Layers: 1, Heads: 2, Seq: 8}.Default(),
 		tensor.Float32, 1)
 	require.NoError(t, err)
@@ -884,7 +884,7 @@ func TestFrozenErrors(t *testing.T) {
 		broken.Error(): func([]byte, func([]byte, Precision) error) error { return broken },
 	} {
 		g, read := valueless(t, m, llm.ForLogits, Float32)
-		_, err := NewMachine(device, g.G, fakeOption, WithFrozen(func(n *gorgonia.Node,
+		_, err := NewMachine(device, g.G, WithFrozen(func(n *gorgonia.Node,
 			put func([]byte, Precision) error) error {
 			return read(n, func(part []byte, _ Precision) error { return change(part, put) })
 		}, g.Params...))
@@ -893,7 +893,7 @@ func TestFrozenErrors(t *testing.T) {
 	g, _ := valueless(t, m, llm.ForLogits, Float32)
 	for want, params := range map[string]gorgonia.Nodes{"has no value": g.Params,
 		"is no input": {g.Logits}} {
-		require.ErrorContains(t, errOf(NewMachine(device, g.G, fakeOption,
+		require.ErrorContains(t, errOf(NewMachine(device, g.G,
 			WithFrozen(nil, params...))), want)
 	}
 }
@@ -902,7 +902,7 @@ func TestFrozenErrors(t *testing.T) {
 // texts that grow by one token or by many, and beyond what is kept at first; and refusals of what
 // fits no cache.
 func TestDecoding(t *testing.T) {
-	device, _, kernels := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	for name, traits := range map[string]llm.Traits{
 		"llama": {}, "windows": {Blocks: []llm.Block{{Window: 7}, {}}}, "norms": {QKNorm: true},
 		"biases": {QKVBias: true}, "gemma": {GELU: true, PostNorms: true, NormPlusOne: true},
@@ -922,7 +922,7 @@ func TestDecoding(t *testing.T) {
 			var attention *Machine
 			var cached *gorgonia.Node
 			onGPU := decode(func(g *llmgraph.Graph) (llmgraph.Machine, error) {
-				made, err := NewMachine(device, g.G, kernels, WithStrict(),
+				made, err := NewMachine(device, g.G, WithStrict(),
 					WithParams(g.Params...), WithOutputs(g.Outputs()...))
 				if err == nil && g.Position != nil {
 					attention = made
@@ -1008,8 +1008,8 @@ func TestRoom(t *testing.T) {
 	ownChoices(t)
 	train := func(t *testing.T, bytes int, opts ...MachineOption) (*Machine, []string) {
 		t.Helper()
-		device, _, fakeOption := openFake(t, cardOf(bytes))
-		return trainWithGates(t, device, append(opts, fakeOption)...)
+		device, _ := openFake(t, cardOf(bytes))
+		return trainWithGates(t, device, opts...)
 	}
 	const plenty = 1 << 30
 	m, want := train(t, plenty)
@@ -1116,14 +1116,14 @@ func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOptio
 // TestRoomShared wants a machine that borrows parameters, and is planned twice, to give them back
 // once.
 func TestRoomShared(t *testing.T) {
-	device, _, fakeOption := openFake(t, cardOf(128<<20))
+	device, _ := openFake(t, cardOf(128<<20))
 	l := newLifetime(t, newAdamW)
-	require.NoError(t, l.open(device, fakeOption, gatesFused))
+	require.NoError(t, l.open(device, gatesFused))
 	free, _, err := device.Memory()
 	require.NoError(t, err)
 	hog, err := device.ctx.Alloc(int(free) - run.WorkspaceBytes - 4<<20)
 	require.NoError(t, err)
-	m := newBorrower(t, device, l.machine, fakeOption)
+	m := newBorrower(t, device, l.machine)
 	require.False(t, m.runner.Program.Roomy)
 	require.Len(t, m.borrowed, len(l.batch.Params))
 	require.NoError(t, errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)))
@@ -1138,16 +1138,14 @@ func TestRoomShared(t *testing.T) {
 func TestRoomOfOptimizer(t *testing.T) {
 	for _, c := range []struct {
 		what  string
-		other func(t *testing.T, device *Device, first *Machine, opt MachineOption) *Machine
+		other func(t *testing.T, device *Device, first *Machine) *Machine
 	}{
-		{"a borrower", func(t *testing.T, device *Device, first *Machine,
-			opt MachineOption) *Machine {
-			return newBorrower(t, device, first, opt)
+		{"a borrower", func(t *testing.T, device *Device, first *Machine) *Machine {
+			return newBorrower(t, device, first)
 		}},
-		{"one with parameters of its own", func(t *testing.T, device *Device, _ *Machine,
-			opt MachineOption) *Machine {
+		{"one with parameters of its own", func(t *testing.T, device *Device, _ *Machine) *Machine {
 			b := newLifetime(t, newAdamW).batch
-			m, err := NewMachine(device, b.G, opt, gatesFused,
+			m, err := NewMachine(device, b.G, gatesFused,
 				WithParams(b.Params...), WithOutputs(b.Loss))
 			require.NoError(t, err)
 			return m
@@ -1157,13 +1155,12 @@ func TestRoomOfOptimizer(t *testing.T) {
 	}
 }
 
-func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
-	MachineOption) *Machine) {
-	device, cuda, fakeOption := openFake(t, cardOf(256<<20))
+func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine) *Machine) {
+	device, cuda := openFake(t, cardOf(256<<20))
 	l := newLifetime(t, newAdamW)
 	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss},
-		[]MachineOption{fakeOption, gatesFused})
-	m := other(t, device, first, fakeOption)
+		[]MachineOption{gatesFused})
+	m := other(t, device, first)
 	need, moments := m.Memory()+momentsToCome(m), momentsToCome(first)
 	if err := m.Close(); err != nil || !m.runner.Program.Roomy || moments == 0 {
 		t.Fatalf("spent %v on an empty card, error %v", m.runner.Program.Roomy, err)
@@ -1192,7 +1189,7 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine,
 		require.NoError(t, err)
 		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - c.left)
 		require.NoError(t, err)
-		m := other(t, device, first, fakeOption)
+		m := other(t, device, first)
 		require.Equal(t, c.want, m.runner.Program.Roomy, c.what)
 		require.NoError(t, errors.Join(m.Close(), device.ctx.Free(hog)))
 	}
@@ -1208,10 +1205,10 @@ func TestRoomFails(t *testing.T) {
 		met := 0
 		for nth := 1; ; nth++ {
 			// less than a tenth is left
-			device, cuda, fakeOption := openFake(t, cardOf(run.WorkspaceBytes+3<<20))
+			device, cuda := openFake(t, cardOf(run.WorkspaceBytes+3<<20))
 			l := newLifetime(t, newAdamW)
 			cuda.Fail(call, nth, gpu.OutOfMemory)
-			err := l.open(device, fakeOption, gatesFused)
+			err := l.open(device, gatesFused)
 			if err == nil {
 				require.False(t, l.machine.runner.Program.Roomy, "there is room for h")
 				require.NoError(t, l.machine.Close())
@@ -1223,14 +1220,13 @@ func TestRoomFails(t *testing.T) {
 			if l.machine != nil {
 				require.NoError(t, l.machine.Close(), "%v, %v", call, nth)
 			}
-			require.Empty(t, device.ctx.(*fake.Context).Leaks(), "%v, %v",
-				call, nth)
+			requireNoLeaks(t, device, "%v, %v", call, nth)
 		}
 		require.GreaterOrEqual(t, met, 2, call)
 	}
 	// The error of a graph that fits in no way has the figures of the plan that needs least.
-	device, _, fakeOption := openFake(t, cardOf(run.WorkspaceBytes+1<<10))
-	err := newLifetime(t, newAdamW).open(device, fakeOption, gatesFused)
+	device, _ := openFake(t, cardOf(run.WorkspaceBytes+1<<10))
+	err := newLifetime(t, newAdamW).open(device, gatesFused)
 	require.ErrorIs(t, err, gpu.OutOfMemory)
 	require.ErrorContains(t, err, "1.00 KiB are free")
 }
@@ -1238,14 +1234,14 @@ func TestRoomFails(t *testing.T) {
 // TestRoomRecomputed wants blocks that are computed again to keep h no longer than for their own
 // backward pass.
 func TestRoomRecomputed(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 6, Heads: 2, Seq: 8, FF: 64}.Default()
 	model, err := llm.NewModel(c, gorgonia.Float32, 1)
 	require.NoError(t, err)
 	g, err := model.Graph(llm.ForTraining, 2, llm.WithRecompute())
 	require.NoError(t, err)
 	m := newFuseMachine(t, device, g.G, g.Params, gorgonia.Nodes{g.Loss},
-		[]MachineOption{fakeOption, gatesFused})
+		[]MachineOption{gatesFused})
 	arena := map[bool]int{}
 	for _, roomy := range []bool{false, true} {
 		m.options.Roomy = roomy
@@ -1428,10 +1424,11 @@ func (h host) read(p uintptr, n int) []float32 {
 // machine of its own.
 func TestInterop(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		owner, f, fakeOption := openFake(t, fake.Config{})
+		owner, f := openFake(t, fake.Config{})
 		adopted, err := Open(withDriver(f), WithContext(owner.Context()))
 		require.NoError(t, err)
-		testInterop(t, owner, adopted, fakeOption)
+		adopted.kernels = owner.kernels
+		testInterop(t, owner, adopted)
 	})
 	t.Run("GPU", func(t *testing.T) {
 		owner := openGPU(t)
@@ -1509,14 +1506,14 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 }
 
 func TestInteropRefusals(t *testing.T) {
-	device, f, fakeOption := openFake(t, fake.Config{})
+	device, f := openFake(t, fake.Config{})
 	require.ErrorIs(t, errOf(Open(withDriver(f), WithContext(99))), gpu.InvalidContext)
 	k := newKasminaGraph(t, 1, nil)
 	for _, s := range []uintptr{0, 1, 2} {
-		require.ErrorContains(t, errOf(NewMachine(device, k.g, fakeOption, WithStream(s))),
+		require.ErrorContains(t, errOf(NewMachine(device, k.g, WithStream(s))),
 			"default stream")
 	}
-	m := k.open(t, device, fakeOption)
+	m := k.open(t, device)
 	defer m.Close()
 	targets := k.g.ByName("targets")[0]
 	p := host{t, device.ctx}.place(make([]float32, k.rows*k.dim))
@@ -1541,7 +1538,7 @@ func TestInteropRefusals(t *testing.T) {
 			t.Errorf("Bind(%v, %#x, %d) moved x", c.node, c.ptr, c.bytes)
 		}
 	}
-	openMachine(t, device, k.g, fakeOption, WithParamsOf(m))
+	openMachine(t, device, k.g, WithParamsOf(m))
 	require.ErrorContains(t, m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()), "WithParamsOf")
 }
 
@@ -1555,15 +1552,9 @@ type singleRunner struct {
 	next gpu.Ptr
 }
 
-func newSingleRunner(t *testing.T, device *Device, opts ...MachineOption) *singleRunner {
+func newSingleRunner(t *testing.T, device *Device) *singleRunner {
 	t.Helper()
-	config := machineConfig{kernels: func(ctx gpu.Context) (run.Launcher, error) {
-		return run.NewLauncher(ctx), nil
-	}}
-	for _, o := range opts {
-		require.NoError(t, o(&config))
-	}
-	ops, err := newSingleOps(device, config.kernels)
+	ops, err := newSingleOps(device)
 	require.NoError(t, err)
 	r := &singleRunner{t: t, ops: ops, of: map[*gorgonia.Node]*singleOp{}}
 	memory, err := device.ctx.Alloc(8 << 20)
@@ -1657,7 +1648,7 @@ func testLoneModel(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	_, a := newBatch(t, llm.ForTraining, seed)
 	_, b := newBatch(t, llm.ForTraining, seed)
 	m := openMachine(t, device, a.G, append(opts, WithOutputs(a.Loss))...)
-	r := newSingleRunner(t, device, opts...)
+	r := newSingleRunner(t, device)
 	for step := range uint64(few(3, 2)) {
 		a.draw(t, seed+step)
 		b.draw(t, seed+step)
@@ -1692,12 +1683,12 @@ func TestSingleKasmina(t *testing.T) {
 }
 
 func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOption) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	seed := randomSeed(t)
 	a, b := newKasminaGraph(t, seed, lattice, layer...), newKasminaGraph(t, seed, lattice, layer...)
-	m := a.open(t, device, fakeOption)
+	m := a.open(t, device)
 	defer m.Close()
-	r := newSingleRunner(t, device, fakeOption)
+	r := newSingleRunner(t, device)
 	for step := range uint64(4) {
 		// beyond the strict mode's limits, but not beyond those of the step after
 		outliers := func(x []float32) {
@@ -1721,9 +1712,9 @@ func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOpt
 }
 
 func TestSingleRefusals(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	k := newKasminaGraph(t, 1, nil)
-	r := newSingleRunner(t, device, fakeOption)
+	r := newSingleRunner(t, device)
 	require.NoError(t, gorgonia.Let(k.g.ByName("targets")[0],
 		tensor.New(tensor.WithBacking([]int{1, 7, 24, 0, 9, 5}))))
 	require.ErrorContains(t, r.run(k.g), "is 24, want an id")
@@ -1950,9 +1941,9 @@ func TestEveryCallFails(t *testing.T) {
 			}
 			met := 0
 			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
-				device, cuda, fakeOption := openFake(t, fake.Config{})
+				device, cuda := openFake(t, fake.Config{})
 				l, opts := newLifetime(t, newMuon),
-					[]MachineOption{fakeOption, withCeilingBytes(1 << 12)}
+					[]MachineOption{withCeilingBytes(1 << 12)}
 				cuda.Fail(call, nth, status)
 				err := l.open(device, opts...)
 				for i := 0; i < 3 && err == nil; i++ {
@@ -1975,12 +1966,12 @@ func TestEveryCallFails(t *testing.T) {
 				if l.machine != nil {
 					require.NoError(t, l.machine.Close(), nth)
 				}
-				require.Empty(t, device.ctx.(*fake.Context).Leaks(), nth)
+				requireNoLeaks(t, device, nth)
 				if nth > 1 { // the device is as it was
 					continue
 				}
 				again := newLifetime(t, newAdamW)
-				if err := errors.Join(again.open(device, fakeOption), again.step(),
+				if err := errors.Join(again.open(device), again.step(),
 					again.machine.Close()); err != nil {
 					t.Errorf("the next machine: %v", err)
 				}
@@ -2007,9 +1998,9 @@ func TestRetry(t *testing.T) {
 		t.Fatal("it goes on failing")
 		return 0
 	}
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	plain := newLifetime(t, newAdamW)
-	require.NoError(t, errors.Join(plain.open(device, fakeOption), plain.machine.RunAll()))
+	require.NoError(t, errors.Join(plain.open(device), plain.machine.RunAll()))
 	want := value(t, plain)
 	for _, call := range []string{"cuMemHostAlloc", "cuEventCreate", "cuEventRecord",
 		"cuEventSynchronize", "cuModuleGetFunction",
@@ -2017,9 +2008,9 @@ func TestRetry(t *testing.T) {
 		"cuStreamSynchronize", "cuStreamBeginCapture",
 		"cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch", "cublasLtMatmul"} {
 		for _, nth := range []int{1, 2 + r.IntN(8)} {
-			device, cuda, fakeOption := openFake(t, fake.Config{})
+			device, cuda := openFake(t, fake.Config{})
 			l := newLifetime(t, newAdamW)
-			require.NoError(t, l.open(device, fakeOption, WithMonitor(2)))
+			require.NoError(t, l.open(device, WithMonitor(2)))
 			cuda.Fail(call, nth, gpu.OutOfMemory)
 			for run := range 5 {
 				err := l.machine.RunAll()
@@ -2054,13 +2045,13 @@ func TestOutOfMemory(t *testing.T) {
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t,
+		device, _ := openFake(t,
 			fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9,
 				Memory: 33 << 20, SMs: 1}}})
-		wants(t, squareOf(device, 4096, fakeOption), "128.00 MiB", "33.00 MiB are free")
+		wants(t, squareOf(device, 4096), "128.00 MiB", "33.00 MiB are free")
 		// A machine that fits, with an optimiser that does not.
 		l := newLifetime(t, newAdamW)
-		require.NoError(t, l.open(device, fakeOption))
+		require.NoError(t, l.open(device))
 		defer l.machine.Close()
 		free, _, err := device.Memory()
 		require.NoError(t, err)
@@ -2103,14 +2094,14 @@ func squareOf(device *Device, n int, opts ...MachineOption) error {
 // TestLibrariesMissing wants an error that says where was searched. A graph without products needs
 // no cuBLASLt.
 func TestLibrariesMissing(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{NoBlas: true})
+	device, _ := openFake(t, fake.Config{NoBlas: true})
 	l := newLifetime(t, newAdamW)
-	err := l.open(device, fakeOption)
+	err := l.open(device)
 	var missing *gpu.NotFoundError
 	require.True(t, errors.As(err, &missing))
 	require.ErrorContains(t, err, missing.Error())
-	require.Empty(t, device.ctx.(*fake.Context).Leaks())
-	require.NoError(t, squareOf(device, 8, fakeOption))
+	requireNoLeaks(t, device)
+	require.NoError(t, squareOf(device, 8))
 	t.Run("libcuda", func(t *testing.T) {
 		runChild(t, "libcuda", "KASMINA_LIBCUDA="+t.TempDir())
 	})
@@ -2124,18 +2115,18 @@ func TestLibrariesMissing(t *testing.T) {
 // come to an end.
 func TestLostContext(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		device, cuda, fakeOption := openFake(t, fake.Config{})
+		device, cuda := openFake(t, fake.Config{})
 		l := newLifetime(t, newMuon)
-		require.NoError(t, errors.Join(l.open(device, fakeOption), l.step(), l.step()))
+		require.NoError(t, errors.Join(l.open(device), l.step(), l.step()))
 		cuda.Fail("cuGraphLaunch", 1, gpu.LaunchFailed)
-		l.checkLost(t, device, gpu.LaunchFailed, fakeOption)
+		l.checkLost(t, device, gpu.LaunchFailed)
 	})
 	t.Run("closed", func(t *testing.T) { // the device before the machine, against the rules
-		device, _, fakeOption := openFake(t, fake.Config{})
+		device, _ := openFake(t, fake.Config{})
 		l := newLifetime(t, newMuon)
-		require.NoError(t, errors.Join(l.open(device, fakeOption), l.step()))
+		require.NoError(t, errors.Join(l.open(device), l.step()))
 		require.ErrorContains(t, device.Close(), "still alive")
-		l.checkLost(t, device, gpu.ContextIsDestroyed, fakeOption)
+		l.checkLost(t, device, gpu.ContextIsDestroyed)
 	})
 	for _, fault := range []string{"trap", "poke"} {
 		t.Run(fault, func(t *testing.T) {

@@ -43,7 +43,7 @@ func tasksOf(m *Machine) map[string]int {
 // queries, keys and values, and in a graph that uses the parameters of another machine no copies of
 // these.
 func TestModelIsFused(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, 1)
 	require.NoError(t, err)
@@ -60,7 +60,7 @@ func TestModelIsFused(t *testing.T) {
 		t.Helper()
 		g, err := m.Graph(kind, 2)
 		require.NoError(t, err)
-		machine, err := NewMachine(device, g.G, append(opts, fakeOption, WithOutputs(g.Loss),
+		machine, err := NewMachine(device, g.G, append(opts, WithOutputs(g.Loss),
 			WithStrict(), WithParams(g.Params...))...)
 		require.NoError(t, err)
 		t.Cleanup(func() {
@@ -253,8 +253,8 @@ func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node
 // all values and so can leave none out.
 func TestFuse(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testFuse(t, device, len(fuseCases), 1e-5, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		testFuse(t, device, len(fuseCases), 1e-5)
 	})
 	t.Run("float32", func(t *testing.T) { testFuse(t, openGPU(t), 1, 1e-4) })
 	t.Run("bfloat16", func(t *testing.T) {
@@ -519,10 +519,10 @@ func deepGraph(t *testing.T, layers, dim, seq, sequences int, opts ...llm.GraphO
 // TestRecomputeMemory wants a run of twelve recomputed blocks to need less than a quarter of the
 // memory.
 func TestRecomputeMemory(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	arena := func(opts ...llm.GraphOption) int {
 		b := deepGraph(t, 12, 32, 64, 8, opts...)
-		machine := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...),
+		machine := openMachine(t, device, b.G, WithParams(b.Params...),
 			WithOutputs(b.Loss), WithStrict())
 		return machine.runner.Program.Arena
 	}
@@ -536,13 +536,13 @@ func TestRecomputeMemory(t *testing.T) {
 // both sums of the residual stream and both normalised ones (4D), the norms' 1/rms and the
 // attention's logarithms (2 + H).
 func TestKeptForBackward(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	const dim, heads, kv, seq = 64, 2, 1, 32
 	ff := llm.Config{Vocab: 19, Dim: dim, Layers: 1, Heads: heads, KVHeads: kv,
 		Seq: seq}.Default().FF
 	arena := func(layers, sequences int) int {
 		b := deepGraph(t, layers, dim, seq, sequences)
-		machine := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...),
+		machine := openMachine(t, device, b.G, WithParams(b.Params...),
 			WithOutputs(b.Loss), WithStrict())
 		return machine.runner.Program.Arena
 	}
@@ -580,7 +580,7 @@ func testRecomputeModel(t *testing.T, device *Device, _ float64, opts ...Machine
 
 // TestRecomputeTwice wants an op that two nodes share to be computed for each.
 func TestRecomputeTwice(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	var outputs gorgonia.Nodes
 	for i, x := range [][]float32{{1, 2}, {3, 4}} {
@@ -596,7 +596,7 @@ func TestRecomputeTwice(t *testing.T) {
 		require.NoError(t, err)
 		outputs = append(outputs, y)
 	}
-	machine := openMachine(t, device, g, fakeOption, WithStrict(), WithOutputs(outputs...))
+	machine := openMachine(t, device, g, WithStrict(), WithOutputs(outputs...))
 	require.NoError(t, machine.RunAll())
 	for i, want := range [][]float32{{1, 4}, {9, 16}} {
 		require.Equal(t, want, flat(t, valueIn(t, machine, outputs[i])))
@@ -687,7 +687,7 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 // TestDocumentsOfTwoLengths wants attentions to sequences of different lengths, which share where
 // their documents start, to have a table and a check each.
 func TestDocumentsOfTwoLengths(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	const rows, d = 6, 4
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(rows, d),
@@ -699,7 +699,7 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 			Heads: 1, HeadDim: d,
 			Seq: seq, Causal: true})))
 	}
-	m := openMachine(t, device, g, fakeOption, WithStrict())
+	m := openMachine(t, device, g, WithStrict())
 	require.Equal(t, 4, tasksOf(m)["DocumentAttention"])
 	require.ErrorContains(t, m.Bind(starts, 1<<20, 8*rows), "holds starts of DocumentAttention")
 	run := func(at ...int) error {
@@ -711,12 +711,12 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 
 // TestLoneDocuments runs every op of such a graph alone.
 func TestLoneDocuments(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	seed := randomSeed(t)
 	f := fuseCase{starts: []int{0, 1, 1, 0, 0, 2}}
 	g, params, _ := f.graph(t, seed)
 	same, sameParams, _ := f.graph(t, seed)
-	r := newSingleRunner(t, device, fakeOption)
+	r := newSingleRunner(t, device)
 	tape := tapeMachine(t, same, gorgonia.BindDualValues(sameParams...))
 	require.NoError(t, errors.Join(r.run(g), tape.RunAll()))
 	for i, p := range params {
@@ -851,13 +851,13 @@ func apart(got, want []float64) float64 {
 func TestStock(t *testing.T) {
 	seed := randomSeed(t)
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testStock(t, device, seed, 1, 1e-5, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		testStock(t, device, seed, 1, 1e-5)
 	})
 	// by a number that is no power of two, so that one factor too many or too few shows
 	t.Run("scaled", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testStock(t, device, seed, 1, 1e-5, fakeOption, scaledGradients)
+		device, _ := openFake(t, fake.Config{})
+		testStock(t, device, seed, 1, 1e-5, scaledGradients)
 	})
 	t.Run("float32", func(t *testing.T) { testStock(t, openGPU(t), seed, few(1, 3), 1e-5) })
 	t.Run("bfloat16", func(t *testing.T) {
@@ -1000,7 +1000,7 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 // TestStockWithoutCopies wants transposed operands of products and repeated operands of elementwise
 // ops to be read where they are, and to be there for somebody who asks for them.
 func TestStockWithoutCopies(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	value := func(s ...int) *node { return randomNode(g, r, 1, fmt.Sprint(s), s...) }
@@ -1018,7 +1018,7 @@ func TestStockWithoutCopies(t *testing.T) {
 		outputs gorgonia.Nodes
 		tasks   int
 	}{{nil, 2}, {gorgonia.Nodes{transposed, repeated}, 4}} {
-		machine := openMachine(t, device, g, fakeOption, WithStrict(), WithOutputs(c.outputs...))
+		machine := openMachine(t, device, g, WithStrict(), WithOutputs(c.outputs...))
 		require.Equal(t, c.tasks, len(machine.runner.Program.Calls))
 		tape := tapeMachine(t, g)
 		require.NoError(t, errors.Join(machine.RunAll(), tape.RunAll()))
@@ -1037,17 +1037,17 @@ func TestStockWithoutCopies(t *testing.T) {
 
 // TestStatements wants an error for what Gorgonia calls statements.
 func TestStatements(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	g, _, y := stockGraph(t)
 	var v gorgonia.Value
 	gorgonia.Read(y, &v)
-	require.ErrorContains(t, errOf(NewMachine(device, g, fakeOption)), "WithOutputs")
+	require.ErrorContains(t, errOf(NewMachine(device, g)), "WithOutputs")
 }
 
 // TestStockOnHost wants ops without a kernel to be computed on the host, between nodes that are on
 // the device.
 func TestStockOnHost(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	for _, c := range []stockCase{
 		{name: "Tensordot", shapes: []shape{{2, 3, 5}, {5, 3, 4}}, constant: true,
@@ -1075,7 +1075,7 @@ func TestStockOnHost(t *testing.T) {
 				values = append(values, c.random(r, s, map[float64]bool{}))
 			}
 			var log bytes.Buffer
-			machine := openMachine(t, device, run.g, fakeOption,
+			machine := openMachine(t, device, run.g,
 				logTo(&log))
 			require.NoError(t, errors.Join(run.let(values, nil), machine.RunAll(),
 				machine.RunAll()))
@@ -1088,14 +1088,14 @@ func TestStockOnHost(t *testing.T) {
 
 // TestBatchedFLOPs wants a batch of products to count as such in profiles.
 func TestBatchedFLOPs(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	a := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 4, 5),
 		gorgonia.WithName("a"))
 	b := gorgonia.NewTensor(g, tensor.Float32, 3, gorgonia.WithShape(3, 5, 2),
 		gorgonia.WithName("b"))
 	gorgonia.Must(gorgonia.BatchedMatMul(a, b))
-	m := openMachine(t, device, g, fakeOption)
+	m := openMachine(t, device, g)
 	if task := m.runner.Program.Calls[0]; len(m.runner.Program.Calls) != 1 ||
 		task.FLOPs != 2*3*4*5*2 || task.Bytes() != 4*3*(4*5+5*2+4*2) {
 		t.Errorf("%d tasks, the first of %v operations and %v bytes", len(m.runner.Program.Calls),
@@ -1449,9 +1449,9 @@ func (passOn) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 // TestScaledScalar wants the loss scale to leave and come back where an op on the host answers with
 // such a tensor.
 func TestScaledScalar(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	var grads [2]gorgonia.Value
-	for i, opts := range [][]MachineOption{{fakeOption}, {fakeOption, scaledGradients}} {
+	for i, opts := range [][]MachineOption{nil, {scaledGradients}} {
 		g := gorgonia.NewGraph()
 		w := floatNode(g, "w", []float32{1, 2, 3, 4}, 2, 2)
 		s := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(w))))
@@ -1468,7 +1468,7 @@ func TestScaledScalar(t *testing.T) {
 // TestFoldedGradient wants no value of the output layer's gradient where the table's has been added
 // into its memory.
 func TestFoldedGradient(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
 	var head *gorgonia.Node
 	for _, n := range b.G.AllNodes() {
@@ -1478,7 +1478,7 @@ func TestFoldedGradient(t *testing.T) {
 		}
 	}
 	require.NotNil(t, head, "the graph has no gradient of the output layer")
-	m := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...), WithOutputs(b.Loss))
+	m := openMachine(t, device, b.G, WithParams(b.Params...), WithOutputs(b.Loss))
 	require.NoError(t, m.RunAll())
 	if v, err := m.Value(head); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
 		t.Errorf("got %v, %v, want an error that names WithOutputs", v != nil, err)
@@ -1573,11 +1573,11 @@ func TestFloat8(t *testing.T) {
 		{"a perceptron of 20", 3, 45, 32, 20, map[string]int{"Quantize": 2}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
+			device, _ := openFake(t, fake.Config{})
 			l := newLayers(t, seed, c.batch, c.seq, c.d, c.f)
-			plain := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption})
+			plain := newFuseMachine(t, device, l.g, l.params, l.keep, nil)
 			narrow := newFuseMachine(t, device, l.g, l.params, l.keep,
-				[]MachineOption{fakeOption, float8Products})
+				[]MachineOption{float8Products})
 			near(t, l, narrow, plain, 0.2, c.want != nil)
 			tasks, more := tasksOf(plain), tasksOf(narrow)
 			maps.DeleteFunc(more, func(op string, n int) bool { return tasks[op] == n })
@@ -1588,7 +1588,7 @@ func TestFloat8(t *testing.T) {
 			t.Setenv("KASMINA_WAYS", "")
 			var alone, adding int
 			own := newFuseMachine(t, device, l.g, l.params, l.keep,
-				[]MachineOption{fakeOption, float8Products, withOwnProducts(&alone, &adding),
+				[]MachineOption{float8Products, withOwnProducts(&alone, &adding),
 					WithWays("Matmul"+"=hopper-*", "RoPEProduct=fused")})
 			near(t, l, own, plain, 0.2, true)
 			require.True(t, tasksOf(own)["RoPE"] == 0)
@@ -1664,10 +1664,10 @@ func TestFloat8Exactly(t *testing.T) {
 	cost := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(y, with))))
 	grads, err := gorgonia.Grad(cost, x, w)
 	require.NoError(t, err)
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	for name, params := range map[string]gorgonia.Nodes{"a parameter": {w}, "any weight": nil} {
 		m := newFuseMachine(t, device, g, params, append(gorgonia.Nodes{y}, grads...),
-			[]MachineOption{fakeOption, float8Products})
+			[]MachineOption{float8Products})
 		require.NoError(t, m.RunAll())
 		turned := make([]float32, in*out)
 		for i, v := range ws {
@@ -1736,8 +1736,8 @@ func TestFloat8Weights(t *testing.T) {
 				t.Skip("takes long under the race detector, and differs from AdamW in what " +
 					"updates the parameters alone")
 			}
-			device, _, fakeOption := openFake(t, fake.Config{})
-			testFloat8Weights(t, device, 32, newOptimizer, []MachineOption{fakeOption},
+			device, _ := openFake(t, fake.Config{})
+			testFloat8Weights(t, device, 32, newOptimizer, nil,
 				float8Products)
 		})
 	}
@@ -1804,11 +1804,11 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 // TestFloat8Bound wants a parameter that lies in memory of the program's to be read as it is when a
 // run begins.
 func TestFloat8Bound(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	open := func() *Machine {
 		return newFuseMachine(t, device, l.g, l.params, l.keep,
-			[]MachineOption{fakeOption, float8Products})
+			[]MachineOption{float8Products})
 	}
 	m, gate := open(), l.named["gate"]
 	h, numbers := host{t, device.ctx}, gate.Value().Data().([]float32)
@@ -1831,11 +1831,11 @@ func TestFloat8Bound(t *testing.T) {
 // TestFloat8UploadFails wants an upload that the device refuses behind the parameters to leave
 // their float8 as new as they are.
 func TestFloat8UploadFails(t *testing.T) {
-	device, cuda, fakeOption := openFake(t, fake.Config{})
+	device, cuda := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 4, 32)
 	open := func() *Machine {
 		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
-			[]MachineOption{fakeOption, float8Products})
+			[]MachineOption{float8Products})
 	}
 	m := open()
 	for _, p := range b.Params {
@@ -1873,8 +1873,8 @@ func TestFloat8Recomputed(t *testing.T) {
 		require.Equal(t, results[1], results[0], apartBy(results[1], results[0]))
 	}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		test(t, device, 32, fakeOption, float8Products)
+		device, _ := openFake(t, fake.Config{})
+		test(t, device, 32, float8Products)
 	})
 	t.Run("GPU", func(t *testing.T) {
 		// Tuned, a norm's gradient that stores float8 too, which only one of the graphs has, may
@@ -1931,11 +1931,11 @@ func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 // that of the type in which its result is stored.
 func TestFloat8Tuned(t *testing.T) {
 	ownChoices(t)
-	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	var log bytes.Buffer
 	adding := 0
-	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{fakeOption,
+	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{
 		float8Products, withOwnProducts(new(int), &adding), timedAlone(t, 1),
 		WithTuning(TuneCached), logTo(&log)})
 	require.NoError(t, m.RunAll())
@@ -1971,11 +1971,11 @@ func TestFloat8Refused(t *testing.T) {
 		"this is Some GPU, of 10.0, with cuBLASLt 13.0": {Devices: gpu(10, 0)},
 		"the fake cuBLASLt":                             {NoBlas: true},
 	} {
-		device, _, fakeOption := openFake(t, config)
+		device, _ := openFake(t, config)
 		g := gorgonia.NewGraph()
 		gorgonia.Must(gorgonia.Square(gorgonia.NewScalar(g, tensor.Float32,
 			gorgonia.WithName("x"))))
-		m, err := NewMachine(device, g, fakeOption, WithPrecision(Float8))
+		m, err := NewMachine(device, g, WithPrecision(Float8))
 		if m != nil || err == nil || !strings.Contains(err.Error(), want) ||
 			!config.NoBlas && !strings.Contains(err.Error(), "WithPrecision(Float8)") ||
 			!strings.HasPrefix(err.Error(), "cudaops.NewMachine: ") {

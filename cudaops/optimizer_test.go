@@ -60,19 +60,19 @@ var optimizers = map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "
 func TestUpdate(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name+"/fake", func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			testUpdate(t, device, newOptimizer, nil, fakeOption)
+			device, _ := openFake(t, fake.Config{})
+			testUpdate(t, device, newOptimizer, nil)
 		})
 		t.Run(name+"/apart", func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			testUpdate(t, device, newOptimizer, []int{1, 3}, fakeOption)
+			device, _ := openFake(t, fake.Config{})
+			testUpdate(t, device, newOptimizer, []int{1, 3})
 		})
 		t.Run(name+"/apart/GPU", func(t *testing.T) {
 			testUpdate(t, openGPU(t), newOptimizer, []int{1, 3})
 		})
 		t.Run(name+"/scaled", func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			testUpdate(t, device, newOptimizer, nil, fakeOption, scaledGradients)
+			device, _ := openFake(t, fake.Config{})
+			testUpdate(t, device, newOptimizer, nil, scaledGradients)
 		})
 		t.Run(name+"/GPU", func(t *testing.T) { testUpdate(t, openGPU(t), newOptimizer, nil) })
 	}
@@ -218,11 +218,11 @@ func testAccumulation(t *testing.T, device *Device, _ float64, opts ...MachineOp
 // TestUpdateRefuses wants an update with gradients that are not finite to change nothing, and clear
 // errors before one can be.
 func TestUpdateRefuses(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	model, b := newBatch(t, llm.ForTraining, 1)
 	adamw, err := newAdamW()
 	require.NoError(t, err)
-	machine := openMachine(t, device, b.G, fakeOption, WithParams(b.Params...))
+	machine := openMachine(t, device, b.G, WithParams(b.Params...))
 	wants := func(err error, want string) {
 		t.Helper()
 		require.ErrorContains(t, err, want)
@@ -255,11 +255,11 @@ func TestUpdateRefuses(t *testing.T) {
 // TestNonFinite wants each parameter's gradient to be found that is not finite, ahead of an update
 // and after it, and the first of two.
 func TestNonFinite(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	for name, opts := range map[string][]MachineOption{"plain": nil,
 		"gathered": {WithAccumulation()}} {
 		l := newLifetime(t, newMuon)
-		require.NoError(t, l.open(device, append(opts, fakeOption)...))
+		require.NoError(t, l.open(device, opts...))
 		m := l.machine
 		require.ErrorContains(t, errOf(m.NonFinite()),
 			"cudaops.Machine.NonFinite: the machine has not run", name)
@@ -305,12 +305,12 @@ func TestNonFinite(t *testing.T) {
 func TestMemory(t *testing.T) {
 	for name, opts := range map[string][]MachineOption{"plain": nil, "float8": {float8Products},
 		"gathered": {WithAccumulation()}, "scaled": {scaledGradients}} {
-		device, _, fakeOption := openFake(t, fake.Config{})
+		device, _ := openFake(t, fake.Config{})
 		before, _, err := device.Memory()
 		require.NoError(t, err)
 		_, b := float8Model(t, llm.ForTraining, 3, 32)
 		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
-			append([]MachineOption{fakeOption}, opts...))
+			opts)
 		check := func(what string) {
 			t.Helper()
 			free, _, err := device.Memory()
@@ -378,12 +378,12 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 // and tall matrices.
 func TestNewtonSchulz(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testNewtonSchulz(t, device, 5, 1e-4, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		testNewtonSchulz(t, device, 5, 1e-4)
 	})
 	t.Run("scaled", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testNewtonSchulz(t, device, 3, 1e-4, fakeOption, scaledGradients)
+		device, _ := openFake(t, fake.Config{})
+		testNewtonSchulz(t, device, 3, 1e-4, scaledGradients)
 	})
 	t.Run("float32", func(t *testing.T) { testNewtonSchulz(t, openGPU(t), few(5, 2), 1e-4) })
 	t.Run("bfloat16", func(t *testing.T) {
@@ -432,8 +432,8 @@ func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way str
 	for _, way := range []string{"products", "symmetric", "gram"} {
 		rule := WithWays("NewtonSchulz=" + way)
 		t.Run("fake/"+way, func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			test(t, device, way, 1e-3, fakeOption, rule)
+			device, _ := openFake(t, fake.Config{})
+			test(t, device, way, 1e-3, rule)
 		})
 		t.Run("bfloat16/"+way, func(t *testing.T) {
 			device := openGPU(t)
@@ -493,14 +493,14 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		{shape{13, 40}, 1, "", 1, ByRule},
 	} {
 		t.Setenv("KASMINA_WAYS", c.rule)
-		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
 		x := tensor.New(tensor.WithShape(c.shape...),
 			tensor.WithBacking(tensor.Random(tensor.Float32, opbase.Size(c.shape))))
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
 		require.NoError(t, err)
 		var log bytes.Buffer
-		m := openMachine(t, device, g, fakeOption, timedAlone(t, c.least),
+		m := openMachine(t, device, g, timedAlone(t, c.least),
 			WithTuning(TuneCached), WithOutputs(y), logTo(&log))
 		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
@@ -624,8 +624,8 @@ func TestSums(t *testing.T) {
 			}
 		}
 		t.Run(c.name+"/fake", func(t *testing.T) {
-			device, _, fakeOption := openFake(t, fake.Config{})
-			check(t, device, fakeOption, WithStrict())
+			device, _ := openFake(t, fake.Config{})
+			check(t, device, WithStrict())
 		})
 		if !c.compiled {
 			t.Run(c.name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
@@ -650,10 +650,10 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 // TestKasminaSumsGathered wants the gradients of slots before they are added to those of other
 // runs.
 func TestKasminaSumsGathered(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
 	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
-	m := openMachine(t, device, chain.loss.Graph(), fakeOption, WithStrict(), WithAccumulation(),
+	m := openMachine(t, device, chain.loss.Graph(), WithStrict(), WithAccumulation(),
 		WithParams(chain.params...))
 	tape := tapeMachine(t, same.loss.Graph())
 	require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
@@ -666,7 +666,7 @@ func TestKasminaSumsGathered(t *testing.T) {
 // TestKasminaSumsTwice wants two backward passes of one layer not to be ended by one launch, which
 // would write figures of both to one place in any order.
 func TestKasminaSumsTwice(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	chain := newKasminaChain(t, 1, []state.Telemetry{{Mode: state.Production}}, []int{8})
 	g := gradientsOfLayers(chain.loss.Graph())[0]
 	var layer *gorgonia.Node
@@ -678,7 +678,7 @@ func TestKasminaSumsTwice(t *testing.T) {
 	again, err := layer.Op().(gorgonia.SDOp).SymDiff(graph.Children(layer), layer,
 		gorgonia.Must(gorgonia.Add(g, g)))
 	require.NoError(t, err)
-	m := openMachine(t, device, chain.loss.Graph(), fakeOption, WithParams(chain.params...),
+	m := openMachine(t, device, chain.loss.Graph(), WithParams(chain.params...),
 		WithOutputs(again[1]))
 	if n := tasksOf(m); n["KasminaGrad"] != 2 || n["KasminaWeightGrad"] != 2 {
 		t.Errorf("%v", n)
@@ -726,12 +726,12 @@ func TestKasminaSums(t *testing.T) {
 		"with a monitor": {[]state.Telemetry{production, production, off}, 2,
 			[]MachineOption{WithMonitor(2)}},
 	} {
-		device, _, fakeOption := openFake(t, fake.Config{})
+		device, _ := openFake(t, fake.Config{})
 		k, chain := &summing{figures: map[int]int{}, gradients: map[int]int{}},
 			newKasminaChain(t, 1, c.telemetry, seeds)
 		wrap := withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })
 		m := openMachine(t, device, chain.loss.Graph(),
-			append(c.opts, fakeOption, WithParams(chain.params...), wrap)...)
+			append(c.opts, WithParams(chain.params...), wrap)...)
 		if n := tasksOf(m); n["KasminaFigures"] != 1 || n["KasminaWeightGrad"] != 1 {
 			t.Errorf("%s: %v", name, n)
 		}
@@ -772,8 +772,7 @@ func (f fakeMemory) Enqueue(s comm.Stream, work func() error) error {
 }
 
 // eachRank runs f at so many ranks, each with a fake device of its own and a group on it.
-func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group,
-	kernels MachineOption)) {
+func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group)) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -781,7 +780,7 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group,
 	require.NoError(t, l.Close())
 	var wg sync.WaitGroup
 	for r := range size {
-		d, _, kernels := openFake(t, fake.Config{})
+		d, _ := openFake(t, fake.Config{})
 		wg.Go(func() {
 			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size,
 				LocalRank: r, LocalSize: size,
@@ -802,7 +801,7 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group,
 					g.Abort(errors.New("the test has failed at this rank"))
 				}
 			}()
-			f(r, d, g, kernels)
+			f(r, d, g)
 			passed = true
 			require.NoError(t, errors.Join(w.Barrier(t.Context(), "done"), g.Close(),
 				w.Close()))
@@ -918,9 +917,9 @@ func TestRanksOneRound(t *testing.T) {
 // TestRanksLossThatIsNone: where the loss of one of several ranks is not finite, no parameter of any
 // changes, and the next step is made.
 func TestRanksLossThatIsNone(t *testing.T) {
-	eachRank(t, 2, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)
-		m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), WithRounds(1), notCaptured)
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g), WithRounds(1), notCaptured)
 		defer m.Close()
 		optimize(t, m, newAdamW, 0.1)
 		before := fmt.Sprint(nodes[0].Value())
@@ -985,7 +984,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 	steps int) (after []optim.Tensor, params []*tensor.Dense) {
 	t.Helper()
 	batches, rows := how.batches, cmp.Or(how.rows, 6)
-	eachRank(t, size, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+	eachRank(t, size, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := rankedRows(t, rows)
 		for i, v := range values {
 			copy(nodes[i].Value().Data().([]float32), v.Float32s())
@@ -994,7 +993,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 		require.NoError(t, err)
 		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
 		require.NoError(t, o.SetState(state))
-		options := []MachineOption{kernels, WithParams(nodes...), WithOutputs(loss), WithRanks(g),
+		options := []MachineOption{WithParams(nodes...), WithOutputs(loss), WithRanks(g),
 			notCaptured}
 		if batches%size == 0 {
 			options = append(options, WithRounds(batches/size))
@@ -1086,13 +1085,13 @@ func (s *silent) AllReduce(_, _ comm.Ptr, _ int, _ comm.Type, _ comm.Op, _ comm.
 // TestRanksExchangeBeside: gradients leave on a stream of their own while the run that makes them is
 // still being enqueued, in what is captured of it too, and do not leave again behind it.
 func TestRanksExchangeBeside(t *testing.T) {
-	d, _, kernels := openFake(t, fake.Config{})
+	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
 	var at []int64 // launches before each bucket's
 	launches := func() int64 { return int64(len(d.ctx.(*fake.Context).Trace())) }
 	g := &silent{}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
-	m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), small)
+	m := rankedMachine(t, d, loss, nodes, WithRanks(g), small)
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
 	g.asked = func(s comm.Stream) {
@@ -1125,11 +1124,11 @@ func TestRanksExchangeBeside(t *testing.T) {
 // that far, and the weights that a run reads first leave within the update.
 func TestRanksPlaces(t *testing.T) {
 	const rows = 600 // whose activations take more than gradients
-	d, _, kernels := openFake(t, fake.Config{})
+	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := rankedRows(t, rows)
 	g := &silent{asked: func(comm.Stream) {}}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
-	m, err := NewMachine(d, loss.Graph(), kernels, WithParams(nodes...), WithOutputs(loss),
+	m, err := NewMachine(d, loss.Graph(), WithParams(nodes...), WithOutputs(loss),
 		WithRanks(g), WithRounds(1), small)
 	require.NoError(t, err)
 	defer m.Close()
@@ -1174,11 +1173,11 @@ func TestRanksPlaces(t *testing.T) {
 func TestRanksRemember(t *testing.T) {
 	var mu sync.Mutex
 	var held, all int
-	eachRank(t, 3, func(_ int, d *Device, g comm.Group, kernels MachineOption) {
+	eachRank(t, 3, func(_ int, d *Device, g comm.Group) {
 		loss, _, _, nodes := ranked(t)
 		o, err := newAdamW()
 		require.NoError(t, err)
-		m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), notCaptured)
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g), notCaptured)
 		defer m.Close()
 		require.ErrorContains(t, m.Contribute(1, true), "no optimiser")
 		require.NoError(t, m.SetOptimizer(o, 0))
@@ -1204,7 +1203,7 @@ func TestRanksChoices(t *testing.T) {
 	chosen := make(chan []Choice, size)
 	all := make([][]Choice, size)
 	path := filepath.Join(t.TempDir(), "tune.json")
-	eachRank(t, size, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+	eachRank(t, size, func(rank int, d *Device, g comm.Group) {
 		loss, _, _, nodes := ranked(t)
 		took := []fake.Way{{Took: 1e6}, {Took: 9e6}}
 		var tuned []MachineOption
@@ -1218,7 +1217,7 @@ func TestRanksChoices(t *testing.T) {
 			return &normWays{Launcher: k, fake: fakeOf(k),
 				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}}, ways: took}
 		})
-		m, err := NewMachine(d, loss.Graph(), append(tuned, kernels, wrap, timedFrom(1, path),
+		m, err := NewMachine(d, loss.Graph(), append(tuned, wrap, timedFrom(1, path),
 			WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)...)
 		require.NoError(t, err)
 		defer m.Close()
@@ -1261,9 +1260,9 @@ func TestRanksChoices(t *testing.T) {
 func TestRanksDivided(t *testing.T) {
 	var mu sync.Mutex
 	var whole, held int // bytes of parameters, at all ranks
-	eachRank(t, 2, func(rank int, d *Device, g comm.Group, kernels MachineOption) {
+	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)
-		m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g), notCaptured)
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g), notCaptured)
 		defer m.Close()
 		before := m.memory.Held()
 		o, err := newAdamW()
@@ -1300,7 +1299,7 @@ func TestRanksDivided(t *testing.T) {
 		require.NotZero(t, divided)
 
 		other, otherX, otherTargets, _ := ranked(t)
-		beside := openMachine(t, d, other.Graph(), kernels, WithParamsOf(m), WithOutputs(other))
+		beside := openMachine(t, d, other.Graph(), WithParamsOf(m), WithOutputs(other))
 		in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
 		for i := range in.Float32s() {
 			in.Float32s()[i] = float32(i%7) - 3
@@ -1318,7 +1317,7 @@ func TestRanksDivided(t *testing.T) {
 // TestRanksWeightsBeside: parameters that come back from other ranks are waited for by the next run,
 // as it is, captured and replayed, and not by the update.
 func TestRanksWeightsBeside(t *testing.T) {
-	d, _, kernels := openFake(t, fake.Config{})
+	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
 	memory := d.ctx.(*fake.Context)
 	var came []gpu.Ptr
@@ -1328,7 +1327,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 		came = append(came, gpu.Ptr(p))
 		require.NoError(t, memory.Memset8(gpu.Ptr(p), with, bytes, gpu.Stream(s)))
 	}
-	m := rankedMachine(t, d, loss, nodes, kernels, WithRanks(g))
+	m := rankedMachine(t, d, loss, nodes, WithRanks(g))
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
 	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),
@@ -1418,8 +1417,8 @@ func TestGradientPrecision(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name+"/fake", func(t *testing.T) {
 			for seed := range uint64(2) { // one of them with weights that begin within 16 bytes
-				device, _, fakeOption := openFake(t, fake.Config{})
-				testGradientPrecision(t, device, seed, newOptimizer, 0, narrowGradients, fakeOption)
+				device, _ := openFake(t, fake.Config{})
+				testGradientPrecision(t, device, seed, newOptimizer, 0, narrowGradients)
 			}
 		})
 		for _, p := range []Precision{BFloat16, Float8} {
@@ -1524,7 +1523,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 // TestGradientPrecisionElsewhere wants gradients that others read than an update of one run, or
 // that no one product forms, to stay float32, and those of all in one product if one of them does.
 func TestGradientPrecisionElsewhere(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
 	named := func(part string) *gorgonia.Node {
 		i := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool {
@@ -1572,7 +1571,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 		}}, nil},
 	} {
 		m := newFuseMachine(t, device, b.G, c.params, gorgonia.Nodes{b.Loss},
-			append([]MachineOption{fakeOption, narrowGradients}, c.opts...))
+			append([]MachineOption{narrowGradients}, c.opts...))
 		require.Equal(t, c.want, narrowed(m, b.Params), name)
 		require.Equal(t, map[bool]Precision{false: Float32, true: BFloat16}[c.want != nil],
 			m.GradientPrecision(), name)
@@ -1591,7 +1590,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 	params := gorgonia.Nodes{once, twice, squared}
 	require.NoError(t, errOf(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(y)), params...)))
 	gorgonia.Must(gorgonia.Square(squared.Deriv()))
-	m := newFuseMachine(t, device, g, params, nil, []MachineOption{fakeOption, narrowGradients})
+	m := newFuseMachine(t, device, g, params, nil, []MachineOption{narrowGradients})
 	require.Equal(t, []string{"once"}, narrowed(m, params))
 	require.NoError(t, m.RunAll())
 }
@@ -1599,7 +1598,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 // TestGradientPrecisionRecomputed wants blocks that are recomputed to leave the same gradients, of
 // the same types, and within them too float32 where it is asked for.
 func TestGradientPrecisionRecomputed(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	var values [2][][]float32
 	for i, graph := range [][]llm.GraphOption{nil, {llm.WithRecompute()}} {
 		b := deepGraph(t, 2, 32, 6, 3, graph...)
@@ -1621,7 +1620,7 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 			}
 		}
 		m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss, b.Params[k].Deriv()},
-			[]MachineOption{fakeOption, narrowGradients})
+			[]MachineOption{narrowGradients})
 		require.Equal(t, want, narrowed(m, b.Params))
 		require.NotEmpty(t, want)
 		require.NoError(t, m.RunAll())
@@ -1635,11 +1634,11 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 // TestGradientPrecisionMemory wants them to take half the memory: most of that of a model with few
 // tokens.
 func TestGradientPrecisionMemory(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	arena := func(opts ...MachineOption) int {
 		b := deepGraph(t, 4, 96, 4, 1)
 		return newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
-			append(opts, fakeOption)).runner.Program.Arena
+			opts).runner.Program.Arena
 	}
 	wide, narrow := arena(), arena(narrowGradients)
 	t.Logf("%d KiB for a run, %d KiB with gradients of bfloat16", wide>>10, narrow>>10)
@@ -1648,7 +1647,7 @@ func TestGradientPrecisionMemory(t *testing.T) {
 
 // TestGradientPrecisionRefused wants an error that says with what it goes.
 func TestGradientPrecisionRefused(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	gorgonia.Must(gorgonia.Square(gorgonia.NewScalar(g, tensor.Float32, gorgonia.WithName("x"))))
 	for _, c := range []struct {
@@ -1668,7 +1667,7 @@ func TestGradientPrecisionRefused(t *testing.T) {
 		{"WithGradientPrecision: got f8, want", []MachineOption{WithPrecision(Float8),
 			WithGradientPrecision(Float8)}},
 	} {
-		m, err := NewMachine(device, g, append(c.opts, fakeOption)...)
+		m, err := NewMachine(device, g, c.opts...)
 		if err == nil {
 			err = m.Close()
 		}
@@ -1683,8 +1682,8 @@ func TestGradientPrecisionRefused(t *testing.T) {
 // scale, and the scale to move by its rule.
 func TestLossScale(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		testLossScale(t, device, fakeOption, scaledGradients)
+		device, _ := openFake(t, fake.Config{})
+		testLossScale(t, device, scaledGradients)
 	})
 	t.Run("GPU", func(t *testing.T) { testLossScale(t, openGPU(t), WithPrecision(Float16)) })
 }
@@ -1760,7 +1759,7 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 // TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is
 // not the scale itself, and such as are computed again for their gradient.
 func TestScaledOutputLayer(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	for name, head := range map[string]func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error){
 		"fused": op.LinearCrossEntropy,
 		"separate": func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
@@ -1789,7 +1788,7 @@ func TestScaledOutputLayer(t *testing.T) {
 		tape := tapeMachine(t, g)
 		require.NoError(t, tape.RunAll())
 		for _, way := range []string{"separate", "fused"} {
-			m := openMachine(t, device, g, fakeOption, WithParams(x, w), scaledGradients,
+			m := openMachine(t, device, g, WithParams(x, w), scaledGradients,
 				WithWays("LinearCrossEntropy="+way))
 			// No power of two, so that one factor too many or too few shows.
 			require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()))
@@ -1805,7 +1804,7 @@ func TestScaledOutputLayer(t *testing.T) {
 // scale has made infinite, but to count it all the same: on the device and, with a blueprint that
 // has no kernel, on the host.
 func TestOverflowInKasmina(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	own, err := ownKind()
 	require.NoError(t, err)
 	for i := range 4 {
@@ -1830,7 +1829,7 @@ func TestOverflowInKasmina(t *testing.T) {
 		loss := gorgonia.Must(gorgonia.Mul(gorgonia.Must(op.CrossEntropy(y, targets)),
 			gorgonia.NewConstant(float32(1e20))))
 		require.NoError(t, errOf(gorgonia.Grad(loss, x)))
-		m := openMachine(t, device, g, fakeOption, WithParams(x),
+		m := openMachine(t, device, g, WithParams(x),
 			WithOutputs(loss), scaledGradients)
 		require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()))
 		v, err := m.Value(x.Deriv())
@@ -1846,7 +1845,7 @@ func TestOverflowInKasmina(t *testing.T) {
 // TestLossScaleErrors wants graphs in which the scale has no place to be refused, and arguments
 // that are none.
 func TestLossScaleErrors(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	// open returns a machine for Σ w² ⊙ x, derived by derive.
 	open := func(derive func(loss, w *gorgonia.Node) error) (*Machine, error) {
 		g := gorgonia.NewGraph()
@@ -1857,7 +1856,7 @@ func TestLossScaleErrors(t *testing.T) {
 			gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(gorgonia.Must(gorgonia.Square(w)),
 				x))))
 		require.NoError(t, derive(loss, w))
-		m, err := NewMachine(device, g, fakeOption, WithParams(w), scaledGradients)
+		m, err := NewMachine(device, g, WithParams(w), scaledGradients)
 		if err == nil {
 			t.Cleanup(func() { m.Close() })
 		}
@@ -1893,7 +1892,7 @@ func TestLossScaleErrors(t *testing.T) {
 	}
 	require.Equal(t, LossScale{Scale: firstLossScale}, m.LossScale())
 	g, _, _ := stockGraph(t)
-	plain := openMachine(t, device, g, fakeOption, scaledGradients)
+	plain := openMachine(t, device, g, scaledGradients)
 	wants(plain.SetLossScale(LossScale{Scale: 2}), "does not scale")
 	require.Equal(t, LossScale{Scale: 1}, plain.LossScale())
 }

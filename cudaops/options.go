@@ -34,7 +34,7 @@ type machineConfig struct {
 	narrow  gpu.DType  // what gradients that only updates read are stored as
 	single  *singleOps // whose op the machine computes; nil for a whole graph
 	logger  *slog.Logger
-	kernels func(gpu.Context) (run.Launcher, error)
+	kernels func(run.Launcher) run.Launcher // stands before the device's, in tests; nil for none
 
 	ranks *update.Ranks // that make updates together; nil for the only one
 	kept  *Kept         // of a machine before

@@ -1,7 +1,6 @@
 package cudaops
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 
@@ -21,9 +20,7 @@ import (
 // the matrix products' plans, go by fixed and aligned addresses.
 type singleOps struct {
 	device    *Device
-	launcher  func(gpu.Context) (run.Launcher, error)
-	shared    run.Launcher // of all machines
-	workspace gpu.Ptr      // cuBLASLt's, of all machines: they run one after the other
+	workspace gpu.Ptr // cuBLASLt's, of all machines: they run one after the other
 }
 
 // singleOperand is the type and shape of a value.
@@ -32,22 +29,13 @@ type singleOperand struct {
 	shape tensor.Shape
 }
 
-func newSingleOps(d *Device, launcher func(gpu.Context) (run.Launcher, error)) (_ *singleOps,
-	err error) {
-	s := &singleOps{device: d, launcher: launcher}
-	if s.shared, err = launcher(d.ctx); err != nil {
-		return nil, err
-	}
-	if s.workspace, err = d.ctx.Alloc(run.WorkspaceBytes); err != nil {
-		return nil, errors.Join(err, s.shared.Close())
-	}
-	return s, nil
+func newSingleOps(d *Device) (*singleOps, error) {
+	workspace, err := d.ctx.Alloc(run.WorkspaceBytes)
+	return &singleOps{d, workspace}, err
 }
 
 // close gives back what the ops have shared. They must have been closed.
-func (s *singleOps) close() error {
-	return errors.Join(s.device.ctx.Free(s.workspace), s.shared.Close())
-}
+func (s *singleOps) close() error { return s.device.ctx.Free(s.workspace) }
 
 // singleOp is one of them.
 type singleOp struct {
@@ -85,7 +73,6 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	}
 	m, err := NewMachine(s.device, g, func(c *machineConfig) error {
 		c.single = s
-		c.kernels = func(gpu.Context) (run.Launcher, error) { return shared{s.shared}, nil }
 		return nil
 	})
 	if err != nil {

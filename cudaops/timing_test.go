@@ -86,7 +86,7 @@ type normed struct {
 func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	opts ...MachineOption) normed {
 	t.Helper()
-	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	x := rangeNode(g, "x", 6, 5)
 	w := floatNode(g, "w", []float32{1, 2, 3, 4, 5}, 5)
@@ -100,7 +100,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 		return k
 	})
 	m := openMachine(t, device, g,
-		append([]MachineOption{fakeOption, timedFrom(1, path), wrap,
+		append([]MachineOption{timedFrom(1, path), wrap,
 			logTo(&log)}, opts...)...)
 	for range 3 {
 		require.NoError(t, m.RunAll())
@@ -196,7 +196,7 @@ func TestTuningKernels(t *testing.T) {
 // harmless thing that it is, and ops to be computed by the rule of thumb.
 func TestTuningOnFullCard(t *testing.T) {
 	ownChoices(t)
-	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, 1, 3, 1)
 	for i := range 2 {
@@ -219,7 +219,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	const little = 2 << 10 // less than the cache and the operands that are timed
 	hog, err := device.ctx.Alloc(int(free) - little)
 	require.NoError(t, err)
-	m := openMachine(t, device, g, fakeOption, private, wrap, WithTuning(TuneCached),
+	m := openMachine(t, device, g, private, wrap, WithTuning(TuneCached),
 		logTo(&log))
 	require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)))
 	choices := m.Choices()
@@ -237,11 +237,11 @@ func TestTuningOnFullCard(t *testing.T) {
 // TestChoicesRefused wants rules and tunings that are none refused, as options and in the
 // environment.
 func TestChoicesRefused(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	refused := func(want string, opts ...MachineOption) {
 		t.Helper()
 		require.ErrorContains(t, errOf(NewMachine(device, gorgonia.NewGraph(),
-			append(opts, fakeOption)...)), want)
+			opts...)), want)
 	}
 	for _, rule := range []string{"", "RMSNorm", "=plain", "RMSNorm=", "RMSNorm=[", "[=plain"} {
 		refused("want OP=WAY", WithWays(rule))
@@ -259,19 +259,19 @@ func TestChoicesRefused(t *testing.T) {
 // matrix, and a vector repeated for each row.
 func TestHostByRule(t *testing.T) {
 	for _, rule := range []string{"A × B=host", "+ *=host"} {
-		device, _, fakeOption := openFake(t, fake.Config{})
+		device, _ := openFake(t, fake.Config{})
 		g := gorgonia.NewGraph()
 		a := floatNode(g, "a", []float32{1, 2, 3, 4, 5, 6}, 2, 3)
 		b := floatNode(g, "b", []float32{10, 20, 30}, 3)
 		square := gorgonia.Must(gorgonia.Mul(gorgonia.Must(gorgonia.Transpose(a, 1, 0)), a))
 		sum := gorgonia.Must(gorgonia.BroadcastAdd(square, b, nil, []byte{0}))
 		var log bytes.Buffer
-		m := openMachine(t, device, g, fakeOption, WithWays(rule), logTo(&log))
+		m := openMachine(t, device, g, WithWays(rule), logTo(&log))
 		require.NoError(t, m.RunAll())
 		require.Equal(t, []float32{27, 42, 57, 32, 49, 66, 37, 56, 75}, flat(t, valueIn(t, m, sum)))
 		require.True(t, m.runner.OnHost(), rule)
 		require.Contains(t, log.String(), "a rule wants it there")
-		require.Error(t, errOf(NewMachine(device, g, fakeOption, WithWays(rule), WithStrict())))
+		require.Error(t, errOf(NewMachine(device, g, WithWays(rule), WithStrict())))
 	}
 }
 
@@ -318,13 +318,13 @@ func calls(d *Device, call string) (n int) {
 func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 	opts ...MachineOption) tuned {
 	t.Helper()
-	device, _, fakeOption := openFake(t, fake.Config{Ways: ways, Devices: smallCache(name)})
+	device, _ := openFake(t, fake.Config{Ways: ways, Devices: smallCache(name)})
 	g := gorgonia.NewGraph()
 	y, err := op.Linear(rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4))
 	require.NoError(t, err)
 	var log bytes.Buffer
 	m := openMachine(t, device, g,
-		append([]MachineOption{fakeOption, timedFrom(1, path),
+		append([]MachineOption{timedFrom(1, path),
 			logTo(&log)}, opts...)...)
 	require.NoError(t, m.RunAll())
 	r := tuned{log: log.String(), value: flat(t, valueIn(t, m, y)),
@@ -402,8 +402,8 @@ func TestTuningUnderLoad(t *testing.T) {
 func TestChoiceWithdrawn(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "off")
 	t.Setenv("KASMINA_WAYS", "")
-	device, _, fakeOption := openFake(t, fake.Config{})
-	m := openMachine(t, device, gorgonia.NewGraph(), fakeOption, WithWays("Some=b"))
+	device, _ := openFake(t, fake.Config{})
+	m := openMachine(t, device, gorgonia.NewGraph(), WithWays("Some=b"))
 	for i, c := range []struct {
 		ways []string
 		want int
@@ -483,7 +483,7 @@ func TestChoicesOfAnother(t *testing.T) {
 		WithWays("RMSNorm=wide-1"))
 	require.Equal(t, "wide-1", r.Way)
 	require.Equal(t, Forced, r.Source)
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	x := randomMatrices(g, 1, 3, 1)("x", 6, 5)
 	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
@@ -494,7 +494,7 @@ func TestChoicesOfAnother(t *testing.T) {
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
 			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})
-	_, err := NewMachine(device, g, fakeOption, wrap, WithChoices([]Choice{timed.Choice}))
+	_, err := NewMachine(device, g, wrap, WithChoices([]Choice{timed.Choice}))
 	require.ErrorContains(t, err, "the same kind of GPU")
 	require.ErrorContains(t, err, timed.Shape)
 }
@@ -608,9 +608,9 @@ func TestProjectionWays(t *testing.T) {
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
+		device, _ := openFake(t, fake.Config{})
 		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2,
-			HeadDim: 4, Causal: true}}, 1e-5, true, fakeOption)
+			HeadDim: 4, Causal: true}}, 1e-5, true)
 	})
 	for _, headDim := range []int{64, 96, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
@@ -629,10 +629,10 @@ func TestProjectionNeedsQueries(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	p := projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
 	for _, keepQueries := range []bool{false, true} {
-		device, _, fakeOption := openFake(t, fake.Config{})
+		device, _ := openFake(t, fake.Config{})
 		g, params, keep := p.graph(t, 1, keepQueries)
 		m := newFuseMachine(t, device, g, params, keep,
-			[]MachineOption{fakeOption, WithWays("RoPEProduct=fused")})
+			[]MachineOption{WithWays("RoPEProduct=fused")})
 		require.Equal(t, keepQueries, wayOf(m, "RoPEProduct") == "")
 	}
 }
@@ -653,9 +653,9 @@ func TestProjectionTuned(t *testing.T) {
 		require.NotContains(t, log.String(), "RoPEProduct", least)
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
-		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2,
-			HeadDim: 4}}, least, want, fakeOption)
+			HeadDim: 4}}, least, want)
 	}
 	for _, headDim := range []int{64, 96, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
@@ -709,8 +709,8 @@ func TestPerceptronWays(t *testing.T) {
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		check(t, device, 6, 7, 5, 1e-5, true, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		check(t, device, 6, 7, 5, 1e-5, true)
 	})
 	t.Run("bfloat16", func(t *testing.T) {
 		device := openGPU(t)
@@ -723,10 +723,10 @@ func TestPerceptronWays(t *testing.T) {
 func TestPerceptronTuned(t *testing.T) {
 	ownChoices(t)
 	for _, least := range []float64{1, 1e9} {
-		device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g, params, keep := perceptronGraph(t, 1, 6, 7, 5)
 		var log bytes.Buffer
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{fakeOption,
+		m := newFuseMachine(t, device, g, params, keep, []MachineOption{
 			timedAlone(t, least), WithTuning(TuneCached), logTo(&log)})
 		require.Equal(t, map[float64]int{1: 2, 1e9: 0}[least],
 			timedPairs(t, m, "SiLUProduct", "SiLUProductBackward"), "%v, %v", least, log.String())
@@ -825,8 +825,8 @@ func TestOutputLayerWays(t *testing.T) {
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		check(t, device, 7, 5, 4, 1e-5, true, true, fakeOption)
+		device, _ := openFake(t, fake.Config{})
+		check(t, device, 7, 5, 4, 1e-5, true, true)
 	})
 	for _, s := range []struct {
 		rows, v, d int
@@ -917,10 +917,10 @@ func TestProfile(t *testing.T) {
 
 // TestProfileFloat8 wants products of float8, and no others, to be measured by a product of float8.
 func TestProfileFloat8(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 3, 32)
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
-		[]MachineOption{fakeOption, float8Products, withCeilingBytes(1 << 14)})
+		[]MachineOption{float8Products, withCeilingBytes(1 << 14)})
 	require.NoError(t, errors.Join(m.RunAll(), m.StartProfile()))
 	for range ProfileSteps {
 		require.NoError(t, m.RunAll())
@@ -1032,8 +1032,8 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 // TestProfileLayers wants every node of a model, backward too and with recomputation, in its block.
 func TestProfileLayers(t *testing.T) {
 	for _, recompute := range []bool{false, true} {
-		device, _, fakeOption := openFake(t, fake.Config{})
-		p := profiled(t, device, recompute, 1, fakeOption, withCeilingBytes(1<<14))
+		device, _ := openFake(t, fake.Config{})
+		p := profiled(t, device, recompute, 1, withCeilingBytes(1<<14))
 		count := map[string]map[string]int{}
 		for _, s := range p.Spans {
 			if count[s.Op] == nil {
@@ -1056,8 +1056,8 @@ func TestProfileLayers(t *testing.T) {
 
 // TestProfileAccumulation wants all runs of a step in its profile.
 func TestProfileAccumulation(t *testing.T) {
-	device, _, fakeOption := openFake(t, fake.Config{})
-	profiled(t, device, false, 3, fakeOption, withCeilingBytes(1<<14), WithAccumulation())
+	device, _ := openFake(t, fake.Config{})
+	profiled(t, device, false, 3, withCeilingBytes(1<<14), WithAccumulation())
 }
 
 // TestProfileOnGPU profiles a model's step on a GPU, where times are real.
@@ -1127,7 +1127,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineOption) (*Machine,
 	*Device) {
 	t.Helper()
-	device, _, fakeOption := openFake(t, fake.Config{Devices: smallCache("GPU")})
+	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	device.ctx = &swapped{device.ctx}
 	g := gorgonia.NewGraph()
 	x, w := rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4)
@@ -1144,7 +1144,7 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 			names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
 			ways:  []fake.Way{{}, slow}}, norm}
 	})
-	all := append([]MachineOption{fakeOption, timedAlone(t, 1), wrap, WithParams(w),
+	all := append([]MachineOption{timedAlone(t, 1), wrap, WithParams(w),
 		logTo(log)}, opts...)
 	m, err := NewMachine(device, g, all...)
 	require.NoError(t, err)
@@ -1307,7 +1307,7 @@ func TestMonitorCost(t *testing.T) {
 	}
 	require.NotZero(t, m.monitor.Samples())
 	require.GreaterOrEqual(t, m.monitor.Every(), 100)
-	device, _, fakeOption := openFake(t, fake.Config{})
+	device, _ := openFake(t, fake.Config{})
 	require.ErrorContains(t,
-		errOf(NewMachine(device, gorgonia.NewGraph(), fakeOption, WithMonitor(1))), "at least 2")
+		errOf(NewMachine(device, gorgonia.NewGraph(), WithMonitor(1))), "at least 2")
 }

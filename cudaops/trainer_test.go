@@ -125,8 +125,8 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	if s.model != nil {
 		s.model(model)
 	}
-	device, fakes := cudaops.OpenFake(t)
-	make := engine.Engine(device, cudaops.Float32, fakes)
+	device := cudaops.OpenFake(t)
+	make := engine.Engine(device, cudaops.Float32)
 	var seen *watched
 	c := llm.TrainConfig{Steps: 12, Batch: batch, Accumulate: max(1, s.accumulate), Clip: 1,
 		Epoch:    5,
@@ -323,11 +323,11 @@ func TestTrainerSteps(t *testing.T) {
 // it together what one of them makes alone, also when the other is only asked for a loss amid a
 // run.
 func TestTrainersInTurn(t *testing.T) {
-	device, fakes := cudaops.OpenFake(t)
+	device := cudaops.OpenFake(t)
 	for name, engine := range map[string]func(*llm.Model, optim.Optimizer,
 		llm.TrainConfig) (llm.Engine, error){
 		"cpu":  nil,
-		"cuda": engine.Engine(device, cudaops.Float32, fakes),
+		"cuda": engine.Engine(device, cudaops.Float32),
 	} {
 		turns := func(order ...int) []string {
 			r := &run{t: t, folder: t.TempDir()}
@@ -371,11 +371,11 @@ func TestTrainersInTurn(t *testing.T) {
 
 // TestTrainerTellsWays wants the log of a run on a GPU to say how its ops are computed.
 func TestTrainerTellsWays(t *testing.T) {
-	device, fakes := cudaops.OpenFake(t)
+	device := cudaops.OpenFake(t)
 	folder := t.TempDir()
 	model, loader, optimizer := newRun(t, filepath.Join(folder, "text"), 0)
 	c := llm.TrainConfig{Steps: 2, Batch: batch, Epoch: 5, Schedule: optim.Constant(0),
-		Engine: engine.Engine(device, cudaops.Float32, fakes)}
+		Engine: engine.Engine(device, cudaops.Float32)}
 	tr, err := llm.NewTrainer(model, loader, optimizer, c)
 	check(t, err)
 	defer tr.Close()
@@ -429,8 +429,8 @@ func TestTrainerOwnKind(t *testing.T) {
 		require.NoError(t, tr.Close())
 		return all
 	}
-	device, fakes := cudaops.OpenFake(t)
-	want, got := losses(nil), losses(engine.Engine(device, cudaops.Float32, fakes))
+	device := cudaops.OpenFake(t)
+	want, got := losses(nil), losses(engine.Engine(device, cudaops.Float32))
 	require.InDeltaSlice(t, want, got, 1e-4)
 	require.Len(t, got, 12)
 }
@@ -438,12 +438,12 @@ func TestTrainerOwnKind(t *testing.T) {
 // TestOpBench wants ops timed on a GPU beside the CPU, with the same results.
 func TestOpBench(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
-	device, fakes := cudaops.OpenFake(t)
+	device := cudaops.OpenFake(t)
 	for op, shape := range map[string][]int{"RMSNorm": {8, 16}, "Linear": {8, 16, 4},
 		"SiLUMLP": {8, 4, 6}, "Attention": {1, 8, 2, 1, 4},
 		"LinearCrossEntropy": {8, 4, 10}, "Kasmina": {8, 12, 3},
 		"NewtonSchulz": {8, 12}, "Add": {8, 16}} {
-		figures, err := opbench.Time(op, shape, opbench.Float32, opbench.OnGPU(device, fakes),
+		figures, err := opbench.Time(op, shape, opbench.Float32, opbench.OnGPU(device),
 			opbench.WithSpan(0))
 		require.NoError(t, err, op)
 		n := 0
@@ -460,7 +460,7 @@ func TestOpBench(t *testing.T) {
 		require.NotZero(t, n, op)
 		t.Logf("%s\n%s", op, opbench.Table(figures))
 	}
-	figures, err := opbench.Time("Add", []int{8, 16}, opbench.Float64, opbench.OnGPU(device, fakes),
+	figures, err := opbench.Time("Add", []int{8, 16}, opbench.Float64, opbench.OnGPU(device),
 		opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.ErrorContains(t, figures[len(figures)-2].Err, "a GPU has no float64")
@@ -490,10 +490,10 @@ func TestFamilies(t *testing.T) {
 				c := llm.Config{Vocab: 19, Dim: 12, Layers: 2, Heads: 4, KVHeads: 2,
 					HeadDim: 4, FF: 10, Seq: 12,
 					Documents: variant > 0, Traits: traits}.Default()
-				device, fakes := cudaops.OpenFake(t)
+				device := cudaops.OpenFake(t)
 				want := familyLosses(t, c, variant == 2, llm.CPUEngine())
 				got := familyLosses(t, c, variant == 2, engine.Engine(device, cudaops.Float32,
-					fakes, cudaops.WithStrict()))
+					cudaops.WithStrict()))
 				require.InEpsilonSlice(t, want, got, 1e-4)
 				require.Less(t, want[len(want)-1], want[0]-0.1)
 			})
@@ -561,8 +561,8 @@ func TestSitesOnFake(t *testing.T) {
 		return losses, m
 	}
 	want, plain := train(nil)
-	device, fakes := cudaops.OpenFake(t)
-	got, same := train(engine.Engine(device, cudaops.Float32, fakes))
+	device := cudaops.OpenFake(t)
+	got, same := train(engine.Engine(device, cudaops.Float32))
 	require.InDeltaSlice(t, want, got, 1e-5)
 	require.Equal(t, plain.Config, same.Config)
 	require.Equal(t, 3, same.Config.Layers)
@@ -625,7 +625,7 @@ func (numbers) ReadTokens(dst []int, offset int64) error {
 // It returns all that there is of the run. Engines that keep take over what is on the device.
 func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) {
 	t.Helper()
-	device, fakes := cudaops.OpenFake(t)
+	device := cudaops.OpenFake(t)
 	c := llm.Config{Vocab: numbersVocab, Dim: 8, Layers: 2, Heads: 2, KVHeads: 1, FF: 12, Seq: 6,
 		Untied: true, Depth: 2}.Default()
 	c.Weights = c.WeightSites("q", "v", "up", "head")
@@ -635,7 +635,7 @@ func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) 
 	loader, err := data.NewLoader(numbers{}, data.LoaderConfig{Batch: 2, Seq: c.Seq, Seed: 1})
 	require.NoError(t, err)
 	config := llm.TrainConfig{Steps: 30, Batch: 2, Clip: 1, Epoch: 1, Schedule: optim.Constant(1e-2)}
-	config.Engine = engine.Engine(device, cudaops.Float32, fakes)
+	config.Engine = engine.Engine(device, cudaops.Float32)
 	if !keeps {
 		plain := config.Engine
 		config.Engine = func(m *llm.Model, o optim.Optimizer,
