@@ -2,7 +2,6 @@ package cpuops
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/optime"
@@ -67,31 +66,18 @@ func (m *Machine) Monitor() []OpTime {
 		return nil
 	}
 	var times []OpTime
-	at := map[string]int{}
 	for i := range m.program.steps {
 		s := &m.program.steps[i]
 		if s.idle() {
 			continue
 		}
-		name := s.name()
-		k, known := at[name]
-		if !known {
-			k = len(times)
-			at[name], times = k, append(times, OpTime{Op: name})
-		}
-		t := &times[k]
-		t.Tasks++
-		t.Time += o.total[i] / time.Duration(o.samples)
-		t.Bytes += float64(s.bytes())
-		t.FLOPs += s.flops()
 		way := s.way
 		if way == "" {
 			way = s.only()
 		}
-		if !slices.Contains(t.Ways, way) {
-			t.Ways = append(t.Ways, way)
-		}
+		times = append(times, OpTime{Op: s.name(), Tasks: 1,
+			Time: o.total[i] / time.Duration(o.samples), Bytes: float64(s.bytes()),
+			FLOPs: s.flops(), Ways: []string{way}})
 	}
-	optime.SortTimes(times)
-	return times
+	return optime.Gather(times)
 }

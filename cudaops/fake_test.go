@@ -75,7 +75,7 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver) {
 		k.computes[c.of] = c.do
 	}
 	c.Kernels = map[string]fake.Kernel{"call": func(l *fake.Launch) {
-		i := l.Int32()
+		i := fake.Arg[int32](l)
 		k.mu.Lock()
 		f := k.calls[i]
 		k.mu.Unlock()

@@ -2,7 +2,9 @@
 package optime
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 )
@@ -33,6 +35,33 @@ func rate(n float64, d time.Duration) float64 {
 		return 0
 	}
 	return n / d.Seconds()
+}
+
+// Gather adds up what is of the same op, and puts the longest first.
+func Gather(times []OpTime) (sums []OpTime) {
+	at := map[string]int{}
+	for _, t := range times {
+		i, known := at[t.Op]
+		if !known {
+			i = len(sums)
+			at[t.Op], sums = i, append(sums, OpTime{Op: t.Op})
+		}
+		s := &sums[i]
+		s.Tasks += t.Tasks
+		s.Time += t.Time
+		s.Bytes += t.Bytes
+		s.FLOPs += t.FLOPs
+		s.Tuned += t.Tuned
+		for _, w := range t.Ways {
+			if !slices.Contains(s.Ways, w) {
+				s.Ways = append(s.Ways, w)
+			}
+		}
+	}
+	slices.SortFunc(sums, func(a, b OpTime) int {
+		return cmp.Or(cmp.Compare(b.Time, a.Time), cmp.Compare(a.Op, b.Op))
+	})
+	return sums
 }
 
 // Table is the times for people: a line each, with their shares of the whole.

@@ -1,7 +1,6 @@
 package optime
 
 import (
-	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -127,35 +126,14 @@ func timeOf(spans []Span) (sum time.Duration) {
 // Ops gathers the spans by their ops, the longest first.
 func (p *Profile) Ops() []OpTime {
 	var ops []OpTime
-	at := map[string]int{}
 	for rest := p.Spans; len(rest) > 0; {
 		var task []Span
 		task, rest = nextTask(rest)
 		s := task[0]
-		if _, known := at[s.Op]; !known {
-			at[s.Op] = len(ops)
-			ops = append(ops, OpTime{Op: s.Op})
-		}
-		o := &ops[at[s.Op]]
-		o.Tasks++
-		o.Time += timeOf(task)
-		o.Bytes += s.Bytes
-		o.FLOPs += s.FLOPs
-		for _, w := range s.Ways {
-			if !slices.Contains(o.Ways, w) {
-				o.Ways = append(o.Ways, w)
-			}
-		}
+		ops = append(ops, OpTime{Op: s.Op, Tasks: 1, Time: timeOf(task), Bytes: s.Bytes,
+			FLOPs: s.FLOPs, Ways: s.Ways})
 	}
-	SortTimes(ops)
-	return ops
-}
-
-// SortTimes puts the longest first.
-func SortTimes(times []OpTime) {
-	slices.SortFunc(times, func(a, b OpTime) int {
-		return cmp.Or(cmp.Compare(b.Time, a.Time), cmp.Compare(a.Op, b.Op))
-	})
+	return Gather(ops)
 }
 
 // tableKernels is how many kernels the table lists.
@@ -207,17 +185,10 @@ func (p *Profile) opTable(w io.Writer) {
 func (p *Profile) kernelTable(w io.Writer) {
 	whole := timeOf(p.Spans)
 	var kernels []OpTime
-	at := map[string]int{}
 	for _, s := range p.Spans {
-		if _, known := at[s.Kernel]; !known {
-			at[s.Kernel] = len(kernels)
-			kernels = append(kernels, OpTime{Op: s.Kernel})
-		}
-		k := &kernels[at[s.Kernel]]
-		k.Tasks++
-		k.Time += s.Time
+		kernels = append(kernels, OpTime{Op: s.Kernel, Tasks: 1, Time: s.Time})
 	}
-	SortTimes(kernels)
+	kernels = Gather(kernels)
 	fmt.Fprintf(w, "\n%-56s %5s %10s %6s\n", "kernel", "runs", "us", "%")
 	for _, k := range kernels[:min(tableKernels, len(kernels))] {
 		fmt.Fprintf(w, "%-56.56s %5d %10.1f %6.1f\n", k.Op, k.Tasks, k.Time.Seconds()*1e6,

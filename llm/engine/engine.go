@@ -206,9 +206,8 @@ func (t *CPU) OpTimes() ([]OpTime, error) {
 	}
 	times := t.machine.Monitor()
 	if len(times) > 0 && t.updates > 0 {
-		times = append(times, OpTime{Op: "Update", Tasks: 1,
-			Time: t.took / time.Duration(t.updates)})
-		optime.SortTimes(times)
+		times = optime.Gather(append(times, OpTime{Op: "Update", Tasks: 1,
+			Time: t.took / time.Duration(t.updates)}))
 	}
 	return times, nil
 }

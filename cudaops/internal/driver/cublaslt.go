@@ -3,6 +3,7 @@ package driver
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"unsafe"
 
@@ -91,7 +92,7 @@ type blasPlan struct {
 	mu                        sync.Mutex // guards desc's pointers and the scalars
 	desc                      uintptr
 	layoutA, layoutB, layoutD uintptr
-	scaleA, scaleB            gpu.Ptr
+	scales                    [2]gpu.Ptr // that desc points to
 	alpha, beta               float32
 	found                     []heuristicResult
 }
@@ -136,23 +137,26 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 // describe makes the descriptors of the operation and of the matrices.
 func (p *blasPlan) describe() error {
 	const compute32F, real32F = 68, 0
+	const outerVector = 3 // a factor for a tensor is the default
 	b, m := p.b, p.spec
 	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute32F,
 		real32F); err != nil {
 		return err
 	}
-	for _, a := range []struct {
-		attribute int
-		value     uint32
-	}{{descTransA, operation(m.TransB)}, {descTransB, operation(m.TransA)}} {
-		err := b.call(&b.DescSetAttribute, p.desc, uintptr(a.attribute),
-			uintptr(unsafe.Pointer(&a.value)), 4)
-		if err != nil {
+	attributes := []attribute{{descTransA, bit(m.TransB), 4}, {descTransB, bit(m.TransA), 4},
+		{descFastAccum, bit(m.FastAccumulation), 1}}
+	if m.Scaling != gpu.Unscaled {
+		attributes = append(attributes, attribute{descScaleModeA, outerVector, 4},
+			attribute{descScaleModeB, outerVector, 4})
+	}
+	if err := b.set(&b.DescSetAttribute, p.desc, attributes...); err != nil {
+		return err
+	}
+	if m.Scaling != gpu.Unscaled {
+		// the search wants pointers, of which it reads only the alignment
+		if err := p.pointScales(256, 256); err != nil {
 			return err
 		}
-	}
-	if err := p.describeFloat8(); err != nil {
-		return err
 	}
 	rowsA, colsA, rowsB, colsB := m.Stored()
 	return errors.Join(
@@ -161,42 +165,39 @@ func (p *blasPlan) describe() error {
 		p.layout(&p.layoutD, m.D, m.M, m.N, m.LDD, m.StrideD))
 }
 
-// describeFloat8 says how operands are scaled and products of them added up.
-func (p *blasPlan) describeFloat8() error {
-	const outerVector = 3 // a factor for a tensor is the default
-	b, m := p.b, p.spec
-	if m.FastAccumulation {
-		on := int8(1)
-		if err := b.call(&b.DescSetAttribute, p.desc, descFastAccum, uintptr(unsafe.Pointer(&on)),
-			1); err != nil {
+// attribute is one of a descriptor: a number of so many bytes.
+type attribute struct {
+	id    uintptr
+	value uint64
+	bytes uintptr
+}
+
+// set sets attributes of a descriptor. Where CUDA is, the lowest bytes of a number come first.
+func (b *cublasLt) set(p *proc, descriptor uintptr, attributes ...attribute) error {
+	for _, a := range attributes {
+		if err := b.call(p, descriptor, a.id, uintptr(unsafe.Pointer(&a.value)),
+			a.bytes); err != nil {
 			return err
 		}
 	}
-	if m.Scaling == gpu.Unscaled {
-		return nil
+	return nil
+}
+
+func bit(b bool) uint64 {
+	if b {
+		return 1
 	}
-	for _, attribute := range []uintptr{descScaleModeA, descScaleModeB} {
-		mode := int32(outerVector)
-		if err := b.call(&b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(&mode)),
-			4); err != nil {
-			return err
-		}
-	}
-	// the search wants pointers, of which it reads only the alignment
-	return p.pointScales(256, 256)
+	return 0
 }
 
 // pointScales names the factors of our A and B, which are cuBLASLt's B and A.
 func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
-	return errors.Join(p.point(&p.scaleA, descScalePointerB, a),
-		p.point(&p.scaleB, descScalePointerA, b))
-}
-
-func operation(transpose bool) uint32 {
-	if transpose {
-		return 1
+	if scales := [2]gpu.Ptr{a, b}; scales != p.scales {
+		p.scales = scales
+		return p.b.set(&p.b.DescSetAttribute, p.desc, attribute{descScalePointerB, uint64(a), 8},
+			attribute{descScalePointerA, uint64(b), 8})
 	}
-	return 0
+	return nil
 }
 
 // layout describes a row-major matrix as the column-major matrix that it is the transpose of.
@@ -207,10 +208,8 @@ func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols, ld, stride int) 
 	if err != nil || p.spec.Batch == 1 {
 		return err
 	}
-	count, step := int32(p.spec.Batch), int64(stride)
-	return errors.Join(
-		b.call(&b.LayoutSetAttribute, *to, layoutBatchCount, uintptr(unsafe.Pointer(&count)), 4),
-		b.call(&b.LayoutSetAttribute, *to, layoutBatchStride, uintptr(unsafe.Pointer(&step)), 8))
+	return b.set(&b.LayoutSetAttribute, *to, attribute{layoutBatchCount, uint64(p.spec.Batch), 4},
+		attribute{layoutBatchStride, uint64(stride), 8})
 }
 
 // search asks for ways to compute the product.
@@ -221,55 +220,38 @@ func (p *blasPlan) search(workspace, want int) error {
 		return err
 	}
 	defer b.call(&b.PreferenceDestroy, pref)
-	limit, align := uint64(workspace), uint32(p.spec.Align)
-	err := b.call(&b.PreferenceAttribute, pref, prefWorkspace, uintptr(unsafe.Pointer(&limit)), 8)
+	attributes := []attribute{{prefWorkspace, uint64(workspace), 8}}
 	for i := range uintptr(4) {
-		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefAlignA+i,
-			uintptr(unsafe.Pointer(&align)), 4))
+		attributes = append(attributes, attribute{prefAlignA + i, uint64(p.spec.Align), 4})
 	}
 	// parts of a sum may be added up as float32, not as what they are rounded to
 	if p.spec.D.Size() < gpu.Float32.Size() {
-		allowed := uint32(2) // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
-		err = errors.Join(err, b.call(&b.PreferenceAttribute, pref, prefReduction,
-			uintptr(unsafe.Pointer(&allowed)), 4))
+		const computeType = 2 // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
+		attributes = append(attributes, attribute{prefReduction, computeType, 4})
 	}
-	if err != nil {
+	if err := b.set(&b.PreferenceAttribute, pref, attributes...); err != nil {
 		return err
 	}
 	p.found = make([]heuristicResult, max(want, 1))
 	var n int32
-	err = b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA,
-		p.layoutD, p.layoutD, pref,
-		uintptr(len(p.found)), uintptr(unsafe.Pointer(&p.found[0])), uintptr(unsafe.Pointer(&n)))
-	if err != nil {
+	if err := b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA, p.layoutD,
+		p.layoutD, pref, uintptr(len(p.found)), uintptr(unsafe.Pointer(&p.found[0])),
+		uintptr(unsafe.Pointer(&n))); err != nil {
 		return err
 	}
-	kept := p.found[:0]
-	for _, r := range p.found[:n] {
-		if r.state == 0 {
-			kept = append(kept, r)
-			p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), ID: r.algo})
-		}
+	p.found = slices.DeleteFunc(p.found[:n], func(r heuristicResult) bool { return r.state != 0 })
+	for _, r := range p.found {
+		p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), ID: r.algo})
 	}
-	p.found = kept
-	if len(kept) == 0 {
+	if len(p.found) == 0 {
 		return gpu.NewBlasError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported,
 			"cuBLASLt knows no way to compute this")
 	}
 	return nil
 }
 
-// point sets an attribute that is a pointer, and field, in which the plan remembers that.
-func (p *blasPlan) point(field *gpu.Ptr, attribute uintptr, to gpu.Ptr) error {
-	if to == *field {
-		return nil
-	}
-	*field = to
-	return p.b.call(&p.b.DescSetAttribute, p.desc, attribute, uintptr(unsafe.Pointer(field)), 8)
-}
-
 func (p *blasPlan) Spec() gpu.MatmulSpec { return p.spec }
-func (p *blasPlan) Algos() []gpu.Algo    { return append([]gpu.Algo(nil), p.algos...) }
+func (p *blasPlan) Algos() []gpu.Algo    { return slices.Clone(p.algos) }
 
 func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if err := p.spec.Check(p.algos, algo, a); err != nil {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"unsafe"
@@ -110,6 +111,7 @@ type cuda struct {
 	cudaAPI
 	version int
 	devices []gpu.DeviceInfo
+	handles []int32 // their CUdevices
 }
 
 var bound struct {
@@ -164,11 +166,11 @@ func (c *cuda) start() error {
 	}
 	c.version = int(version)
 	for i := range int(count) {
-		d, err := c.describe(i)
+		d, handle, err := c.describe(i)
 		if err != nil {
 			return err
 		}
-		c.devices = append(c.devices, d)
+		c.devices, c.handles = append(c.devices, d), append(c.handles, handle)
 	}
 	return nil
 }
@@ -194,45 +196,36 @@ func noDevice(err error) error {
 	return e
 }
 
-func (c *cuda) describe(ordinal int) (gpu.DeviceInfo, error) {
-	d := gpu.DeviceInfo{Ordinal: ordinal}
-	var dev int32
+// describe describes a GPU, and returns its CUdevice.
+func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
+	d.Ordinal = ordinal
 	var uuid [16]byte
 	var memory uintptr
 	name := make([]byte, 256)
-	if err := c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(ordinal)); err != nil {
-		return d, err
+	if err = c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(ordinal)); err != nil {
+		return d, dev, err
 	}
-	if err := c.do(&c.DeviceGetName, uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)),
-		uintptr(dev)); err != nil {
-		return d, err
-	}
-	if err := c.do(&c.DeviceGetUuid, uintptr(unsafe.Pointer(&uuid)), uintptr(dev)); err != nil {
-		return d, err
-	}
-	if err := c.do(&c.DeviceTotalMem, uintptr(unsafe.Pointer(&memory)), uintptr(dev)); err != nil {
-		return d, err
+	if err = errors.Join(
+		c.do(&c.DeviceGetName, uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)), uintptr(dev)),
+		c.do(&c.DeviceGetUuid, uintptr(unsafe.Pointer(&uuid)), uintptr(dev)),
+		c.do(&c.DeviceTotalMem, uintptr(unsafe.Pointer(&memory)), uintptr(dev))); err != nil {
+		return d, dev, err
 	}
 	d.Name, _, _ = strings.Cut(string(name), "\x00")
 	d.UUID = fmt.Sprintf("GPU-%x-%x-%x-%x-%x", uuid[:4], uuid[4:6], uuid[6:8],
 		uuid[8:10], uuid[10:])
 	d.Memory = uint64(memory)
-	for _, a := range []struct {
-		attribute int
-		to        *int
-	}{
-		{75, &d.Major}, {76, &d.Minor}, {16, &d.SMs}, {38, &d.L2},
-		{97, &d.SharedPerBlock}, {81, &d.SharedPerSM},
-		{82, &d.RegistersPerSM}, {39, &d.ThreadsPerSM},
-	} {
+	for attribute, to := range map[uintptr]*int{75: &d.Major, 76: &d.Minor, 16: &d.SMs,
+		38: &d.L2, 97: &d.SharedPerBlock, 81: &d.SharedPerSM, 82: &d.RegistersPerSM,
+		39: &d.ThreadsPerSM} {
 		var v int32
-		if err := c.do(&c.DeviceGetAttribute, uintptr(unsafe.Pointer(&v)), uintptr(a.attribute),
+		if err = c.do(&c.DeviceGetAttribute, uintptr(unsafe.Pointer(&v)), attribute,
 			uintptr(dev)); err != nil {
-			return d, err
+			return d, dev, err
 		}
-		*a.to = int(v)
+		*to = int(v)
 	}
-	return d, nil
+	return d, dev, nil
 }
 
 // do is a call that may fail. See [proc.call] for the directive.
@@ -271,7 +264,7 @@ func goString(p *byte) string {
 
 func (c *cuda) Version() int { return c.version }
 
-func (c *cuda) Devices() []gpu.DeviceInfo { return append([]gpu.DeviceInfo(nil), c.devices...) }
+func (c *cuda) Devices() []gpu.DeviceInfo { return slices.Clone(c.devices) }
 
 func (c *cuda) Retain(ordinal int) (gpu.Context, error) {
 	if ordinal < 0 || ordinal >= len(c.devices) {
@@ -279,19 +272,13 @@ func (c *cuda) Retain(ordinal int) (gpu.Context, error) {
 			fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
 				ordinal, len(c.devices)))
 	}
-	var dev int32
-	var handle uintptr
-	if err := c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(ordinal)); err != nil {
+	dev := uintptr(c.handles[ordinal])
+	ctx := &context{cuda: c, info: c.devices[ordinal],
+		release: func() error { return c.do(&c.PrimaryCtxRelease, dev) }}
+	if err := c.do(&c.PrimaryCtxRetain, uintptr(unsafe.Pointer(&ctx.handle)), dev); err != nil {
 		return nil, err
 	}
-	if err := c.do(&c.PrimaryCtxRetain, uintptr(unsafe.Pointer(&handle)),
-		uintptr(dev)); err != nil {
-		return nil, err
-	}
-	release := func() error {
-		return c.do(&c.PrimaryCtxRelease, uintptr(dev))
-	}
-	return &context{cuda: c, handle: handle, info: c.devices[ordinal], release: release}, nil
+	return ctx, nil
 }
 
 func (c *cuda) Adopt(handle uintptr) (gpu.Context, error) {
@@ -300,16 +287,11 @@ func (c *cuda) Adopt(handle uintptr) (gpu.Context, error) {
 	if err := ctx.call(&c.CtxGetDevice, uintptr(unsafe.Pointer(&dev))); err != nil {
 		return nil, err
 	}
-	for ordinal, info := range c.devices {
-		var d int32
-		if err := c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&d)), uintptr(ordinal)); err != nil {
-			return nil, err
-		}
-		if d == dev {
-			ctx.info = info
-			return ctx, nil
-		}
+	i := slices.Index(c.handles, dev)
+	if i < 0 {
+		return nil, gpu.NewError("cuCtxGetDevice", gpu.InvalidDevice, "",
+			"the context's GPU is not among the visible ones")
 	}
-	return nil, gpu.NewError("cuCtxGetDevice", gpu.InvalidDevice, "",
-		"the context's GPU is not among the visible ones")
+	ctx.info = c.devices[i]
+	return ctx, nil
 }

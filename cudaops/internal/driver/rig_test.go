@@ -183,17 +183,18 @@ const clusterPTX = `.version 7.8
 // fakeKernels do the same in Go.
 var fakeKernels = map[string]fake.Kernel{
 	"axpy": func(l *fake.Launch) {
-		out, a, b, scale, n := l.Ptr(), l.Ptr(), l.Ptr(), l.Float32(), l.Int32()
-		n = min(n, l.Grid.Count()*l.Block.Count())
+		out, a, b := fake.Arg[gpu.Ptr](l), fake.Arg[gpu.Ptr](l), fake.Arg[gpu.Ptr](l)
+		scale := fake.Arg[float32](l)
+		n := min(int(fake.Arg[int32](l)), l.Grid.Count()*l.Block.Count())
 		y, x, z := fake.Slice[float32](l, out, n), fake.Slice[float32](l, a, n),
 			fake.Slice[float32](l, b, n)
 		for i := range y {
 			y[i] = float32(math.FMA(float64(z[i]), float64(scale), float64(x[i])))
 		}
 	},
-	"poke": func(l *fake.Launch) { fake.Slice[uint32](l, l.Ptr(), 1)[0] = 1 },
+	"poke": func(l *fake.Launch) { fake.Slice[uint32](l, fake.Arg[gpu.Ptr](l), 1)[0] = 1 },
 	"cluster_rank": func(l *fake.Launch) {
-		ranks := fake.Slice[uint32](l, l.Ptr(), l.Grid.Count())
+		ranks := fake.Slice[uint32](l, fake.Arg[gpu.Ptr](l), l.Grid.Count())
 		for i := range ranks {
 			ranks[i] = uint32(i % l.Cluster.Count())
 		}

@@ -37,60 +37,65 @@ func (m *Machine) Ceilings() (optime.Ceiling, error) {
 	return c, err
 }
 
+// card is a card that is measured.
+type card struct {
+	*Machine
+	memory run.Memory
+	bytes  int     // that a copy copies
+	from   gpu.Ptr // so many bytes, as many behind them, and cuBLASLt's workspace
+	marks  [2]gpu.Event
+}
+
 // measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute
 // a product. What is too large for the memory that is left is measured smaller, and not at all
 // below a sixteenth.
 func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
-	bytes := cmp.Or(m.Copy, ceilingBytes)
-	ctx := m.Ctx
-	var memory gpu.Ptr
-	for least := bytes / 16; ; bytes /= 2 {
-		if memory, err = ctx.Alloc(2 * bytes); err == nil {
+	c := &card{Machine: m, memory: run.Memory{Ctx: m.Ctx}, bytes: cmp.Or(m.Copy, ceilingBytes)}
+	defer func() { err = errors.Join(err, m.Ctx.SyncStream(m.Stream), c.memory.Close()) }()
+	for least := c.bytes / 16; ; c.bytes /= 2 {
+		if c.from, err = c.memory.Alloc(2*c.bytes+run.WorkspaceBytes, "copies"); err == nil {
 			break
 		}
-		if !errors.Is(err, gpu.OutOfMemory) || bytes <= least {
+		if !errors.Is(err, gpu.OutOfMemory) || c.bytes <= least {
 			m.Warn("the card's ceilings are not measured: " + err.Error())
 			return nil
 		}
 	}
-	defer func() { err = errors.Join(err, ctx.SyncStream(m.Stream), ctx.Free(memory)) }()
-	e := m.Operands
-	if err := choose.Fill(ctx, m.Stream, memory, bytes, e, 1, 1); err != nil {
+	for i := range c.marks {
+		if c.marks[i], err = c.memory.NewEvent(true); err != nil {
+			return err
+		}
+	}
+	r.Type = m.Operands.String()
+	if r.Product, err = c.products(m.Operands); err != nil {
 		return err
 	}
-	best, err := m.best(1, func(int) error {
-		return ctx.CopyOnDevice(memory.Offset(bytes), memory, bytes, m.Stream)
+	if m.Float8 {
+		if r.ProductFloat8, err = c.products(gpu.Float8E4M3); err != nil {
+			return err
+		}
+	}
+	took, err := c.best(1, func(int) error {
+		return m.Ctx.CopyOnDevice(c.from.Offset(c.bytes), c.from, c.bytes, m.Stream)
 	})
-	if err != nil {
-		return err
-	}
-	r.Copy = 2 * float64(bytes) / best.Seconds()
-	r.Type = e.String()
-	if r.Product, err = m.products(e, memory, bytes); err != nil {
-		return err
-	}
-	if !m.Float8 {
-		return nil
-	}
-	if err := choose.Fill(ctx, m.Stream, memory, bytes, gpu.Float8E4M3, 1, 1); err != nil {
-		return err
-	}
-	r.ProductFloat8, err = m.products(gpu.Float8E4M3, memory, bytes)
+	r.Copy = 2 * float64(c.bytes) / took.Seconds()
 	return err
 }
 
 // products is the operations a second of the largest product of square matrices of a type that is
-// measured, 0 if there is none. The operands are in the first bytes of memory, the result in as
-// many behind them.
-func (m *Machine) products(e gpu.DType, memory gpu.Ptr, bytes int) (best float64, err error) {
-	widest, side := m.Operands, ceilingSide // of all that takes room
+// measured, 0 if there is none.
+func (c *card) products(e gpu.DType) (best float64, err error) {
+	if err := choose.Fill(c.Ctx, c.Stream, c.from, c.bytes, e, 1, 1); err != nil {
+		return 0, err
+	}
+	widest, side := c.Operands, ceilingSide // of all that takes room
 	if widest == gpu.Float32 {
 		side /= 2
 	}
-	for ; 2*side*side*widest.Size() > bytes; side /= 2 {
+	for ; 2*side*side*widest.Size() > c.bytes; side /= 2 {
 	}
 	for s := min(firstSide, side); s <= side; s *= 2 {
-		took, err := m.productTime(s, e, memory, memory.Offset(bytes))
+		took, err := c.product(s, e)
 		if err != nil || took == 0 {
 			return best, err
 		}
@@ -102,25 +107,24 @@ func (m *Machine) products(e gpu.DType, memory gpu.Ptr, bytes int) (best float64
 	return best, nil
 }
 
-// productTime is what the fastest way takes to multiply two square matrices, which lie one behind
-// the other; 0 if there is none.
-func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took time.Duration,
-	err error) {
-	ctx := m.Ctx
-	blas, err := ctx.Blas()
+// product is what the fastest way takes to multiply two square matrices, which lie one behind the
+// other; 0 if there is none.
+func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
+	blas, err := c.Ctx.Blas()
 	if err != nil {
 		return 0, nil
 	}
 	size := side * side * e.Size()
-	spec := gpu.MatmulSpec{M: side, N: side, K: side, TransB: true, A: e, B: e, D: m.Operands}
-	args := gpu.MatmulArgs{Alpha: 1, A: operands, B: operands.Offset(size), C: d, D: d,
-		WorkspaceSize: run.WorkspaceBytes}
+	d := c.from.Offset(c.bytes)
+	spec := gpu.MatmulSpec{M: side, N: side, K: side, TransB: true, A: e, B: e, D: c.Operands}
+	args := gpu.MatmulArgs{Alpha: 1, A: c.from, B: c.from.Offset(size), C: d, D: d,
+		Workspace: d.Offset(c.bytes), WorkspaceSize: run.WorkspaceBytes}
 	if e == gpu.Float8E4M3 {
 		spec.Scaling, spec.FastAccumulation = gpu.ScaledRows, true
-		args.ScaleA = operands.Offset(2 * size) // where the larger type would have operands
+		args.ScaleA = c.from.Offset(2 * size) // where the larger type would have operands
 		args.ScaleB = args.ScaleA
 		ones := gpu.Bytes(slices.Repeat([]float32{1}, side))
-		if err := ctx.CopyToDevice(args.ScaleA, ones, m.Stream); err != nil {
+		if err := c.Ctx.CopyToDevice(args.ScaleA, ones, c.Stream); err != nil {
 			return 0, err
 		}
 	}
@@ -128,39 +132,22 @@ func (m *Machine) productTime(side int, e gpu.DType, operands, d gpu.Ptr) (took 
 	if err != nil {
 		return 0, nil
 	}
-	if args.Workspace, err = ctx.Alloc(run.WorkspaceBytes); err != nil {
-		return 0, plan.Close()
-	}
-	defer func() {
-		err = errors.Join(err, ctx.SyncStream(m.Stream), ctx.Free(args.Workspace), plan.Close())
-	}()
-	return m.best(len(plan.Algos()), func(way int) error { return plan.Run(way, args, m.Stream) })
+	took, err = c.best(len(plan.Algos()), func(way int) error {
+		return plan.Run(way, args, c.Stream)
+	})
+	return took, errors.Join(err, plan.Close())
 }
 
 // best is the shortest of three times of each way of some work, after a first run of it.
-func (m *Machine) best(ways int, work func(way int) error) (best time.Duration, err error) {
-	ctx := m.Ctx
-	var from, to gpu.Event
-	for _, e := range []*gpu.Event{&from, &to} {
-		if *e, err = ctx.NewEvent(true); err != nil {
-			return 0, err
-		}
-		defer func() { err = errors.Join(err, ctx.DestroyEvent(*e)) }()
-	}
-	best = math.MaxInt64
+func (c *card) best(ways int, work func(way int) error) (time.Duration, error) {
+	best := time.Duration(math.MaxInt64)
 	for way := range ways {
 		for round := range 4 {
-			if err := run.InTurn(
-				func() error {
-					return ctx.Record(from, m.Stream)
-				}, func() error { return work(way) },
-				func() error {
-					return ctx.Record(to, m.Stream)
-				}, func() error { return ctx.SyncStream(m.Stream) },
-			); err != nil {
+			if err := run.InTurn(c.marking(c.marks[0]), func() error { return work(way) },
+				c.marking(c.marks[1]), func() error { return c.Ctx.SyncStream(c.Stream) }); err != nil {
 				return 0, err
 			}
-			took, err := ctx.Elapsed(from, to)
+			took, err := c.Ctx.Elapsed(c.marks[0], c.marks[1])
 			if err != nil {
 				return 0, err
 			}

@@ -7,14 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kasmina"
-	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
@@ -36,7 +34,7 @@ type Monitor struct {
 	runs   int // since the last sample
 
 	marks  []gpu.Event  // before the first task, and after each
-	around [2]gpu.Event // the run without marks; the second one also the end of that with marks
+	around [2]gpu.Event // the last run that is timed
 	state  monitorState
 	plain  time.Duration // of a run without marks
 	cost   float64       // of a run with marks, as a share of that
@@ -118,15 +116,11 @@ func (o *Monitor) Run(replay func() error) error {
 	if o.runs++; o.state != monitorIdle || o.runs < o.every-1 || len(o.Program.Calls) == 0 {
 		return replay()
 	}
-	record := func(e gpu.Event) func() error {
-		return func() error { return o.Ctx.Record(e, o.Stream) }
-	}
-	calls, state := []func() error{record(o.around[0]), replay, record(o.around[1])}, monitorPlain
+	state, compute := monitorPlain, replay
 	if o.runs >= o.every {
-		o.runs = 0
-		calls, state = []func() error{o.sample, record(o.around[1])}, monitorSample
+		o.runs, state, compute = 0, monitorSample, o.sample
 	}
-	err := run.InTurn(calls...)
+	err := run.InTurn(o.marking(o.around[0]), compute, o.marking(o.around[1]))
 	if err == nil {
 		o.state = state
 	}
@@ -135,69 +129,55 @@ func (o *Monitor) Run(replay func() error) error {
 
 // sample enqueues a run with marks.
 func (o *Monitor) sample() error {
+	now := o.Now()
+	captures := !o.OnHost() && now.Monitored == nil
 	for i, c := range o.Program.Calls {
-		o.tasks[i].unmeasured.on = o.Layers.Measures(c)
+		on := o.Layers.Measures(c)
+		o.tasks[i].unmeasured.on = on
+		if !on || !captures {
+			continue
+		}
+		// What is captured must have its modules loaded. Nothing that a run has computed is alive
+		// between two runs.
+		if err := o.Layers.Unmeasured(c); err != nil {
+			return fmt.Errorf("%s: %w", c.Node, err)
+		}
 	}
 	if o.OnHost() {
-		return o.enqueue(o.Ctx.Record)
+		return o.enqueue()
 	}
-	now := o.Now()
-	if now.Monitored == nil {
-		err := o.loadBare()
-		if err != nil {
-			return err
-		}
-		if now.Monitored, err = o.Capture(func() error {
-			return o.enqueue(o.Ctx.Mark)
-		}); err != nil {
+	if captures {
+		var err error
+		if now.Monitored, err = o.Capture(o.enqueue); err != nil {
 			return err
 		}
 	}
 	return o.Ctx.LaunchGraph(now.Monitored, o.Stream)
 }
 
-// loadBare runs what a capture would have to load modules for. Nothing that a run has computed is
-// alive between two runs.
-func (o *Monitor) loadBare() error {
-	for i, c := range o.Program.Calls {
-		if !o.tasks[i].unmeasured.on {
-			continue
-		}
-		if err := o.Layers.Unmeasured(c); err != nil {
-			return fmt.Errorf("%s: %w", c.Node, err)
-		}
-	}
-	return nil
-}
-
 // runBare enqueues what comes ahead of a pass in a sample: the pass without telemetry, twice, the
 // first time only for the caches.
-func (o *Monitor) runBare(i int, mark func(gpu.Event, gpu.Stream) error) error {
+func (o *Monitor) runBare(i int) error {
 	b, c := o.tasks[i].unmeasured, o.Program.Calls[i]
 	if !b.on {
 		return nil
 	}
 	unmeasured := func() error { return o.Layers.Unmeasured(c) }
 	if err := run.InTurn(func() error { return o.Layers.Save(c) }, unmeasured,
-		func() error { return mark(b.from, o.Stream) }, unmeasured,
-		func() error { return mark(b.to, o.Stream) }); err != nil {
+		o.marking(b.from), unmeasured, o.marking(b.to)); err != nil {
 		return fmt.Errorf("%s: %w", c.Node, err)
 	}
 	return nil
 }
 
 // enqueue enqueues the calls with marks between them, and notes how each is computed.
-func (o *Monitor) enqueue(mark func(gpu.Event, gpu.Stream) error) error {
-	if err := mark(o.marks[0], o.Stream); err != nil {
+func (o *Monitor) enqueue() error {
+	if err := o.mark(o.marks[0]); err != nil {
 		return err
 	}
 	for i, c := range o.Program.Calls {
-		if err := o.runBare(i, mark); err != nil {
-			return err
-		}
-		if err := run.InTurn(func() error {
-			return o.Whole(c)
-		}, func() error { return mark(o.marks[i+1], o.Stream) }); err != nil {
+		if err := run.InTurn(func() error { return o.runBare(i) },
+			func() error { return o.Whole(c) }, o.marking(o.marks[i+1])); err != nil {
 			return err
 		}
 		known := &o.tasks[i]
@@ -234,13 +214,9 @@ func (o *Monitor) collect() error {
 	if done, err := ctx.EventDone(o.around[1]); err != nil || !done {
 		return err
 	}
-	from, to := o.around[0], o.around[1]
-	if o.state == monitorSample {
-		from, to = o.marks[0], o.marks[len(o.marks)-1]
-	}
 	state := o.state
 	o.state = monitorIdle
-	whole, err := ctx.Elapsed(from, to)
+	whole, err := ctx.Elapsed(o.around[0], o.around[1])
 	if err != nil {
 		return err
 	}
@@ -305,14 +281,11 @@ func (o *Monitor) Updating(enqueue func() error) error {
 	if o == nil || o.state != monitorSample || o.update.busy {
 		return enqueue()
 	}
-	ctx, s := o.Ctx, o.Stream
-	if err := run.InTurn(func() error {
-		return ctx.Record(o.update.events[0], s)
-	}, enqueue); err != nil {
+	if err := run.InTurn(o.marking(o.update.events[0]), enqueue); err != nil {
 		return err
 	}
 	// an update that is on its way is no error for want of a mark
-	o.update.busy = ctx.Record(o.update.events[1], s) == nil
+	o.update.busy = o.mark(o.update.events[1]) == nil
 	return nil
 }
 
@@ -323,39 +296,17 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	if err := o.collect(); err != nil || o.samples == 0 {
 		return nil, err
 	}
-	times := byOp(o.Program.Calls, func(i int, t *optime.OpTime) {
+	var times []optime.OpTime
+	for i, c := range o.Program.Calls {
 		known := o.tasks[i]
-		t.Time += known.total / time.Duration(o.samples)
-		t.Tuned += known.tuned
-		for _, w := range known.ways {
-			if !slices.Contains(t.Ways, w) {
-				t.Ways = append(t.Ways, w)
-			}
-		}
-	})
+		times = append(times, optime.OpTime{Op: c.Op, Tasks: 1, Bytes: c.Bytes(), FLOPs: c.FLOPs,
+			Time: known.total / time.Duration(o.samples), Tuned: known.tuned, Ways: known.ways})
+	}
 	if u := o.update; u.samples > 0 {
 		times = append(times, optime.OpTime{Op: "Update", Tasks: 1,
 			Time: u.total / time.Duration(u.samples), Bytes: updateBytes})
 	}
-	optime.SortTimes(times)
-	return times, nil
-}
-
-// byOp gathers calls by their ops; add adds what is known of one.
-func byOp(calls []*program.Call, add func(i int, t *optime.OpTime)) (times []optime.OpTime) {
-	at := map[string]int{}
-	for i, c := range calls {
-		if _, ok := at[c.Op]; !ok {
-			at[c.Op] = len(times)
-			times = append(times, optime.OpTime{Op: c.Op})
-		}
-		o := &times[at[c.Op]]
-		o.Tasks++
-		o.Bytes += c.Bytes()
-		o.FLOPs += c.FLOPs
-		add(i, o)
-	}
-	return times
+	return optime.Gather(times), nil
 }
 
 // Machine is the machine whose runs are measured.
@@ -369,6 +320,16 @@ type Machine struct {
 	Float8   bool      // products of float8 are measured too
 	Copy     int       // bytes of the copy that measures the card; 0 for the usual
 }
+
+// mark has the stream record an event when it gets there, in what is captured at each launch.
+func (m *Machine) mark(e gpu.Event) error {
+	if m.State.Capturing() {
+		return m.Ctx.Mark(e, m.Stream)
+	}
+	return m.Ctx.Record(e, m.Stream)
+}
+
+func (m *Machine) marking(e gpu.Event) func() error { return func() error { return m.mark(e) } }
 
 // unmeasuredTime is a pass without telemetry.
 type unmeasuredTime struct {

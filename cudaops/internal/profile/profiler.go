@@ -102,17 +102,13 @@ type markedTask struct {
 	counts       bool // flops is the sum of what its products say
 }
 
-// mark returns an event that the stream records when it gets there.
-func (p *Profiler) mark() (gpu.Event, error) {
-	ctx := p.Ctx
+// newMark returns an event that the stream records when it gets there.
+func (p *Profiler) newMark() (gpu.Event, error) {
 	e, err := p.memory.NewEvent(true)
 	if err != nil {
 		return 0, err
 	}
-	if p.State.Capturing() {
-		return e, ctx.Mark(e, p.Stream)
-	}
-	return e, ctx.Record(e, p.Stream)
+	return e, p.mark(e)
 }
 
 // Busy reports whether there are steps to come.
@@ -123,7 +119,7 @@ func (p *Profiler) Start() error {
 	if !p.Busy() || p.open {
 		return nil
 	}
-	e, err := p.mark()
+	e, err := p.newMark()
 	if err != nil {
 		return err
 	}
@@ -169,14 +165,14 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 	case p == nil || !p.open:
 		return run()
 	case !p.marked:
-		from, err := p.mark()
+		from, err := p.newMark()
 		if err != nil {
 			return err
 		}
 		if err := run(); err != nil {
 			return err
 		}
-		to, err := p.mark()
+		to, err := p.newMark()
 		s := p.plain[len(p.plain)-1]
 		s.pieces = append(s.pieces, [2]gpu.Event{from, to})
 		return err
@@ -207,7 +203,7 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 // enqueue enqueues a piece, which begins with marks that have nothing between them.
 func (p *Profiler) enqueue(marked func() error) error {
 	for range 9 {
-		e, err := p.mark()
+		e, err := p.newMark()
 		if err != nil {
 			return err
 		}
@@ -219,14 +215,14 @@ func (p *Profiler) enqueue(marked func() error) error {
 // Before is a gpu.Observer's.
 func (p *Profiler) Before(w gpu.Work) (err error) {
 	if !p.State.Capturing() {
-		p.last, err = p.mark()
+		p.last, err = p.newMark()
 	}
 	return err
 }
 
 // After is a gpu.Observer's.
 func (p *Profiler) After(w gpu.Work) error {
-	e, err := p.mark()
+	e, err := p.newMark()
 	if err != nil {
 		return err
 	}

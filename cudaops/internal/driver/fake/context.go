@@ -1,10 +1,8 @@
 package fake
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"strings"
 	"sync"
 	"time"
@@ -170,7 +168,9 @@ func (c *Context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 			return nil, gpu.NewError(call, gpu.InvalidHandle, "", "")
 		}
 		params, ok := kernels[name]
-		if !ok && c.driver.config.Kernels[name] == nil && !c.driver.config.AnyKernel {
+		config := c.driver.config
+		if any := config.Kernels == nil && config.Images == nil; !ok && !any &&
+			config.Kernels[name] == nil {
 			return nil, gpu.NewError(call, gpu.NotFound, "named symbol not found", "kernel "+name)
 		}
 		f := &gpu.Function{Name: name, Handle: c.handleFor(), Params: params}
@@ -273,7 +273,7 @@ func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 		if _, why := c.resolve(t.Address, extent); why != "" {
 			return m, gpu.NewError(call, gpu.InvalidValue, "", why)
 		}
-		binary.LittleEndian.PutUint64(m[:], uint64(t.Address))
+		gpu.View[gpu.Ptr](m[:])[0] = t.Address
 		return m, nil
 	})
 }
@@ -299,8 +299,8 @@ type fault struct {
 	why    string
 }
 
-// Fault ends the kernel as a fault on the GPU would.
-func (l *Launch) Fault(s gpu.Status, why string) { panic(fault{s, why}) }
+// fault ends the kernel as one on the GPU would.
+func (l *Launch) fault(s gpu.Status, why string) { panic(fault{s, why}) }
 
 func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
 	args []byte) (err error) {
@@ -324,33 +324,16 @@ func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
 	return nil
 }
 
-// Struct takes an argument of n bytes, passed by value with that C alignment.
-func (l *Launch) Struct(n, align int) []byte {
-	l.at = (l.at + align - 1) / align * align
-	if l.at+n > len(l.args) {
-		l.Fault(gpu.LaunchFailed, "the kernel takes more arguments than the launch gives")
+// Arg takes the next argument, a number or a pointer.
+func Arg[T gpu.Number](l *Launch) T {
+	size := int(unsafe.Sizeof(*new(T)))
+	l.at = (l.at + size - 1) / size * size
+	if l.at+size > len(l.args) {
+		l.fault(gpu.LaunchFailed, "the kernel takes more arguments than the launch gives")
 	}
-	l.at += n
-	return l.args[l.at-n : l.at]
+	l.at += size
+	return gpu.View[T](l.args[l.at-size : l.at])[0]
 }
-
-// Uint32 takes an unsigned int.
-func (l *Launch) Uint32() uint32 { return binary.LittleEndian.Uint32(l.Struct(4, 4)) }
-
-// Int32 takes an int.
-func (l *Launch) Int32() int { return int(int32(l.Uint32())) }
-
-// Uint64 takes an unsigned long long.
-func (l *Launch) Uint64() uint64 { return binary.LittleEndian.Uint64(l.Struct(8, 8)) }
-
-// Int64 takes a long long.
-func (l *Launch) Int64() int64 { return int64(l.Uint64()) }
-
-// Float32 takes a float.
-func (l *Launch) Float32() float32 { return math.Float32frombits(l.Uint32()) }
-
-// Ptr takes a pointer.
-func (l *Launch) Ptr() gpu.Ptr { return gpu.Ptr(l.Uint64()) }
 
 // Slice is n numbers of device memory. Memory that is not there, or not aligned, is a fault.
 func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
@@ -359,11 +342,11 @@ func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 	}
 	size := int(unsafe.Sizeof(*new(T)))
 	if p%gpu.Ptr(size) != 0 {
-		l.Fault(gpu.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p), size))
+		l.fault(gpu.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p), size))
 	}
 	b, why := l.c.resolve(p, n*size)
 	if why != "" {
-		l.Fault(gpu.IllegalAddress, why)
+		l.fault(gpu.IllegalAddress, why)
 	}
 	return gpu.View[T](b)
 }

@@ -17,12 +17,11 @@ import (
 
 // Config says what the fake pretends to be.
 type Config struct {
-	Devices   []gpu.DeviceInfo // default: one like an H200 with 1 GiB
-	Kernels   map[string]Kernel
-	AnyKernel bool // kernels that are not registered exist and do nothing
+	Devices []gpu.DeviceInfo // default: one like an H200 with 1 GiB
+	Kernels map[string]Kernel
 	// Images lists the kernels of an image for a compute capability (90 for 9.0), with their
 	// parameters. They exist, launches are checked against them, and they do nothing. Nor do
-	// products.
+	// products. Without Kernels and Images any kernel exists and does nothing.
 	Images func(image []byte, capability int) (map[string][]gpu.Param, error)
 
 	NoBlas bool // cuBLASLt is missing
@@ -45,13 +44,14 @@ type Driver struct {
 
 	mu       sync.Mutex
 	contexts []*Context
-	failures []*failure
+	calls    map[string]int // of each function so far
+	failures map[nth]error
 }
 
-type failure struct {
+// nth is one of the calls of a function, from 1.
+type nth struct {
 	call string
-	left int
-	code error
+	n    int
 }
 
 // New returns a fake driver.
@@ -67,35 +67,27 @@ func New(c Config) *Driver {
 	for i := range c.Devices {
 		c.Devices[i].Ordinal = i
 	}
-	return &Driver{config: c}
+	return &Driver{config: c, calls: map[string]int{}, failures: map[nth]error{}}
 }
 
 // Fail makes the nth call from now of a function fail with a Status or a BlasStatus. Functions of
 // CUDA and cuBLASLt are named as in the manual. A sticky status loses the context.
-func (d *Driver) Fail(call string, nth int, code error) {
+func (d *Driver) Fail(call string, n int, code error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.failures = append(d.failures, &failure{call, nth, code})
+	d.failures[nth{call, d.calls[call] + n}] = code
 }
 
 // injected counts a call and returns the failure that is due.
 func (d *Driver) injected(call string) *gpu.Error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var due *failure
-	for _, f := range d.failures {
-		if f.call != call {
-			continue
-		}
-		if f.left--; f.left == 0 {
-			due = f
-		}
-	}
-	if due == nil {
+	d.calls[call]++
+	code := d.failures[nth{call, d.calls[call]}]
+	if code == nil {
 		return nil
 	}
-	d.failures = slices.DeleteFunc(d.failures, func(f *failure) bool { return f == due })
-	return &gpu.Error{Call: call, Code: due.code, Name: due.code.Error(), Text: "injected failure"}
+	return &gpu.Error{Call: call, Code: code, Name: code.Error(), Text: "injected failure"}
 }
 
 // Version is CUDA 13.0.

@@ -34,7 +34,7 @@ func get[T any](t *testing.T) func(T, error) T {
 }
 
 func TestInjectedFailures(t *testing.T) {
-	d, c := open(t, Config{AnyKernel: true})
+	d, c := open(t, Config{})
 	d.Fail("cuMemAlloc", 3, gpu.OutOfMemory)
 	d.Fail("cuMemAlloc", 4, gpu.InvalidValue)
 	var got []error
@@ -56,7 +56,7 @@ func TestInjectedFailures(t *testing.T) {
 }
 
 func TestLeaks(t *testing.T) {
-	_, c := open(t, Config{AnyKernel: true})
+	_, c := open(t, Config{})
 	require.Empty(t, c.Leaks())
 	get[gpu.Ptr](t)(c.Alloc(123))
 	get[[]byte](t)(c.AllocHost(45))
@@ -94,9 +94,9 @@ func TestNothingRunsEarly(t *testing.T) {
 
 func TestStrayAccess(t *testing.T) {
 	kernels := map[string]Kernel{
-		"read":       func(l *Launch) { Slice[float32](l, l.Ptr(), l.Int32()) },
-		"misaligned": func(l *Launch) { Slice[float32](l, l.Ptr()+1, 1) },
-		"greedy":     func(l *Launch) { l.Ptr(); l.Int32(); l.Int32() },
+		"read":       func(l *Launch) { Slice[float32](l, Arg[gpu.Ptr](l), int(Arg[int32](l))) },
+		"misaligned": func(l *Launch) { Slice[float32](l, Arg[gpu.Ptr](l)+1, 1) },
+		"greedy":     func(l *Launch) { Arg[gpu.Ptr](l); Arg[int32](l); Arg[int32](l) },
 	}
 	for _, test := range []struct {
 		kernel string
@@ -150,8 +150,9 @@ func TestReplayAfterFree(t *testing.T) {
 }
 
 func TestTraceAndClock(t *testing.T) {
-	_, c := open(t, Config{AnyKernel: true, Kernels: map[string]Kernel{
-		"slow": func(l *Launch) { l.Took = time.Millisecond },
+	_, c := open(t, Config{Kernels: map[string]Kernel{
+		"slow":  func(l *Launch) { l.Took = time.Millisecond },
+		"other": func(*Launch) {},
 	}})
 	m := get[gpu.Module](t)(c.LoadModule([]byte{1}))
 	slow, other := get[*gpu.Function](t)(c.Function(m, "slow")),

@@ -197,14 +197,33 @@ func (c *Context) DestroyEvent(e gpu.Event) error {
 	})
 }
 
-// Record marks a stream's present end.
-func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
-	const call = "cuEventRecord"
+// onBoth makes a call about an event and a stream.
+func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
+	do func(*event, *stream) error) error {
 	return c.onEvent(call, e, func(ev *event) error {
 		st, err := c.stream(call, s)
 		if err != nil {
 			return err
 		}
+		return do(ev, st)
+	})
+}
+
+// atLaunch is onBoth for what each launch of the graph that is being captured is to do anew.
+func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
+	do func(*event, *stream)) error {
+	return c.onBoth(call, e, s, func(ev *event, st *stream) error {
+		if st.capture == nil {
+			return gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
+		}
+		do(ev, st)
+		return nil
+	})
+}
+
+// Record marks a stream's present end.
+func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
+	return c.onBoth("cuEventRecord", e, s, func(ev *event, st *stream) error {
 		m := &mark{stream: st, captured: st.capture}
 		ev.mark = m
 		if m.captured != nil {
@@ -221,20 +240,11 @@ func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 
 // Mark records the event anew whenever the graph that is being captured is launched.
 func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
-	const call = "cuEventRecordWithFlags"
-	return c.onEvent(call, e, func(ev *event) error {
-		st, err := c.stream(call, s)
-		if err != nil {
-			return err
-		}
-		if st.capture == nil {
-			return gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
-		}
+	return c.atLaunch("cuEventRecordWithFlags", e, s, func(ev *event, st *stream) {
 		st.push(func() error {
 			ev.mark = &mark{stream: st, passed: true, at: c.clock}
 			return nil
 		})
-		return nil
 	})
 }
 
@@ -266,13 +276,10 @@ func (c *Context) SyncEvent(e gpu.Event) error {
 // event was recorded in.
 func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 	const call = "cuStreamWaitEvent"
-	return c.onEvent(call, e, func(ev *event) error {
-		st, err := c.stream(call, s)
-		if err != nil || ev.mark == nil {
-			return err
-		}
+	return c.onBoth(call, e, s, func(ev *event, st *stream) error {
 		m := ev.mark
 		switch {
+		case m == nil:
 		case m.captured == nil && st.capture != nil:
 			st.capture.invalid = true
 			return gpu.NewError(call, gpu.CaptureIsolation, "",
@@ -297,15 +304,7 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 
 // Await waits for an event at each launch of the graph that is being captured.
 func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
-	const call = "cuStreamWaitEvent"
-	return c.onEvent(call, e, func(ev *event) error {
-		st, err := c.stream(call, s)
-		if err != nil {
-			return err
-		}
-		if st.capture == nil {
-			return gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
-		}
+	return c.atLaunch("cuStreamWaitEvent", e, s, func(ev *event, st *stream) {
 		k := st.capture
 		n := len(k.external)
 		k.external = append(k.external, ev)
@@ -315,7 +314,6 @@ func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
 			}
 			return nil
 		})
-		return nil
 	})
 }
 

@@ -12,7 +12,7 @@ import (
 
 func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
 	t.Helper()
-	d := fake.New(fake.Config{AnyKernel: true})
+	d := fake.New(fake.Config{})
 	ctx, err := d.Retain(0)
 	require.NoError(t, err)
 	t.Cleanup(func() {
