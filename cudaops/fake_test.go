@@ -405,7 +405,7 @@ func (k *fakeKernels) AddRMSNormParts(l *fake.Launch, a normkernel.SumRMSNormPar
 func leftInParts(a normkernel.RMSNormBackward) normkernel.RMSNormBackward {
 	if a.Parts != nil {
 		*a.Parts = normkernel.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1,
-			D: a.D, Type: a.DWType}
+			D: a.D}
 		a.DW = a.Workspace
 	}
 	return a
@@ -447,8 +447,16 @@ func rowsAt(l *fake.Launch, p gpu.Ptr, rows, f, stride int) [][]float32 {
 	return r
 }
 
+// halvesAt is the halves of rows of 2f floats.
+func halvesAt(l *fake.Launch, p gpu.Ptr, rows, f int) (a, b [][]float32) {
+	for _, row := range rowsAt(l, p, rows, 2*f, 0) {
+		a, b = append(a, row[:f]), append(b, row[f:])
+	}
+	return a, b
+}
+
 func (k *fakeKernels) SiLUMul(l *fake.Launch, a silu.Mul) {
-	x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
+	x, y := halvesAt(l, a.AB, a.Rows, a.F)
 	h := make([][]float32, a.Rows)
 	for i := range h {
 		h[i] = make([]float32, a.F)
@@ -468,9 +476,8 @@ func (k *fakeKernels) SiLUMul(l *fake.Launch, a silu.Mul) {
 
 func (k *fakeKernels) SiLUMulBackward(l *fake.Launch, a silu.MulBackward) {
 	h, dh := rowsAt(l, a.H, a.Rows, a.F, 0), rowsAt(l, a.DH, a.Rows, a.F, 0)
-	x, y := rowsAt(l, a.A, a.Rows, a.F, a.Stride), rowsAt(l, a.B, a.Rows, a.F, a.Stride)
-	dx, dy := rowsAt(l, a.DA, a.Rows, a.F, a.GradStride),
-		rowsAt(l, a.DB, a.Rows, a.F, a.GradStride)
+	x, y := halvesAt(l, a.AB, a.Rows, a.F)
+	dx, dy := halvesAt(l, a.DAB, a.Rows, a.F)
 	backward := layer.SiLUMulBackward[float32]
 	if a.GELU {
 		backward = layer.GELUMulBackward[float32]
@@ -478,7 +485,7 @@ func (k *fakeKernels) SiLUMulBackward(l *fake.Launch, a silu.MulBackward) {
 	for i := range h {
 		backward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
 	}
-	float8At(l, a.DAB8, a.Scale8, sideBySide(dx, dy))
+	float8At(l, a.DAB8, a.Scale8, rowsAt(l, a.DAB, a.Rows, 2*a.F, 0))
 }
 
 func (k *fakeKernels) Embedding(l *fake.Launch, a embedding.Forward) {
@@ -908,10 +915,10 @@ func (k *fakeKernels) Symmetric(l *fake.Launch, a gemm.Symmetric) {
 		if a.C != 0 {
 			copy(d, floatsAt(l, a.C.Offset(4*b*n*n), n*n))
 		}
-		cpugemm.Mul(a.Tall, !a.Tall, n, n, a.Depth, a.Alpha, left, stride,
-			right, stride, a.Beta, d, n)
+		cpugemm.Mul(a.Tall, !a.Tall, n, n, a.Depth, float32(a.Alpha), left, stride,
+			right, stride, float32(a.Beta), d, n)
 		for i := range n {
-			d[i*n+i] += a.Delta
+			d[i*n+i] += float32(a.Delta)
 		}
 	}
 }
@@ -1001,14 +1008,6 @@ func columnsAt(l *fake.Launch, p gpu.Ptr, rows, d int) [][]float32 {
 		turned[i%d] = append(turned[i%d], v)
 	}
 	return turned
-}
-
-// sideBySide returns the rows of two matrices side by side.
-func sideBySide(a, b [][]float32) (rows [][]float32) {
-	for i := range a {
-		rows = append(rows, slices.Concat(a[i], b[i]))
-	}
-	return rows
 }
 
 // operandAt returns a matrix: of float32, or where there are factors of its rows of float8.

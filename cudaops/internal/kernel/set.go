@@ -109,13 +109,24 @@ func (k *Set) module(unit string) (gpu.Module, error) {
 	return m, nil
 }
 
-// Enqueue enqueues a kernel.
-func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, a *gpu.Args) error {
+// Enqueue enqueues a kernel. A grid without blocks is nothing to do.
+func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, args ...any) error {
+	if c.Grid.X < 1 {
+		return nil
+	}
+	if c.Grid.X > math.MaxInt32 || max(c.Grid.Y, c.Grid.Z) > math.MaxUint16 {
+		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
+			c.Grid)
+	}
+	var a gpu.Args
+	if err := add(&a, args...); err != nil {
+		return fmt.Errorf("kernels: %s: %w", name, err)
+	}
 	f, err := k.Function(unit, name, c.Shared)
 	if err != nil {
 		return err
 	}
-	return k.Ctx.Launch(f.Function, c, s, a)
+	return k.Ctx.Launch(f.Function, c, s, &a)
 }
 
 // Poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks
@@ -202,52 +213,20 @@ func RowThreads(d int) int { return min(512, CeilDiv(d, 32)*32) }
 // They are whole warps, at most 512, with four accesses each where the row is short.
 func LongRowThreads(n int, t gpu.DType) int { return min(512, CeilDiv(n, 4*32*Vector(t))*32) }
 
-func Args() *gpu.Args { return new(gpu.Args) }
-
-// Table is one argument that holds n structures, which a are the fields of, with room for most of
-// them.
-func Table(a *gpu.Args, n, most int) *gpu.Args {
-	b := a.Packed()
-	return Args().Struct(append(b, make([]byte, len(b)/n*(most-n))...), 8)
-}
-
 func CeilDiv(a, b int) int { return (a + b - 1) / b }
 
-// Suffix is how the kernels of a storage type end.
-func Suffix(op string, t gpu.DType) (string, error) {
+// Suffix is how the kernels of a storage type end. There are kernels for float32, float16 and
+// bfloat16.
+func Suffix(t gpu.DType) string {
 	switch t {
 	case gpu.Float32:
-		return "_f32", nil
+		return "_f32"
 	case gpu.Float16:
-		return "_f16", nil
+		return "_f16"
 	case gpu.BFloat16:
-		return "_bf16", nil
+		return "_bf16"
 	}
-	return "", fmt.Errorf("kernels.%s: elements are of type %v, want float32, float16 or bfloat16",
-		op, t)
-}
-
-// CheckSizes refuses a negative size and, as the first result, reports whether there is nothing to
-// do since one is zero.
-func CheckSizes(op string, sizes ...int) (empty bool, err error) {
-	for _, n := range sizes {
-		if n < 0 {
-			return false, fmt.Errorf("kernels.%s: a size is negative: %v", op, sizes)
-		}
-		empty = empty || n == 0
-	}
-	return empty, nil
-}
-
-// CheckInts is checkSizes for sizes that kernels take as 32-bit numbers: rows, which are blocks,
-// and what is in a row.
-func CheckInts(op string, sizes ...int) (empty bool, err error) {
-	for _, n := range sizes {
-		if n > math.MaxInt32 {
-			return false, fmt.Errorf("kernels.%s: a size is above 2³¹ − 1: %v", op, sizes)
-		}
-	}
-	return CheckSizes(op, sizes...)
+	return "_" + t.String()
 }
 
 func Bit(b bool) uint32 {
@@ -263,15 +242,29 @@ func TableBytes[T any](rows []T) []byte {
 		len(rows)*int(unsafe.Sizeof(rows[0])))
 }
 
-// Suffixes is the name of a kernel that has one type for each of two arguments.
-func Suffixes(op, kernel string, y, x gpu.DType) (string, error) {
-	sy, err := Suffix(op, y)
-	if err != nil {
-		return "", err
+// Upload puts tables into one piece of device memory, which begins with the first and has the
+// others behind it at multiples of 16. It returns where they are, and the bytes of all.
+func (k *Set) Upload(tables ...[]byte) (at []gpu.Ptr, bytes int, err error) {
+	var all []byte
+	for _, t := range tables {
+		at = append(at, gpu.Ptr(len(all)))
+		all = append(append(all, t...), make([]byte, -len(t)&15)...)
 	}
-	sx, err := Suffix(op, x)
-	return kernel + sy + sx, err
+	p, err := k.Ctx.Alloc(len(all))
+	if err != nil {
+		return nil, 0, err
+	}
+	for i := range at {
+		at[i] += p
+	}
+	if err := errors.Join(k.Ctx.CopyToDevice(p, all, 0), k.Ctx.SyncStream(0)); err != nil {
+		return nil, 0, errors.Join(err, k.Ctx.Free(p))
+	}
+	return at, len(all), nil
 }
+
+// Suffixes is the end of a kernel that has one type for each of two arguments.
+func Suffixes(y, x gpu.DType) string { return Suffix(y) + Suffix(x) }
 
 // Ints is an array of int32 or int64 on the device.
 type Ints struct {
@@ -279,6 +272,7 @@ type Ints struct {
 	Wide bool // int64
 }
 
+// Size is the bytes of one.
 func (i Ints) Size() int {
 	if i.Wide {
 		return 8
@@ -362,14 +356,12 @@ func (w Way) Of(op string, ways []Way) (Way, error) {
 }
 
 // Tuned is a launch whose way is chosen by timing.
-type Tuned interface {
-	Shape() string // for people, and to tell times apart
-	Tuning() Tuning
-}
+type Tuned interface{ Tuning() Tuning }
 
-// Tuning is what all launches of one kind have in common where their ways are chosen.
+// Tuning is what a choice of ways goes by.
 type Tuning struct {
 	Op       string   // the name among the choices
+	Shape    string   // for people, and to tell times apart
 	Units    []string // where the kernels are
 	Computes bool     // arithmetic, not memory, bounds it
 }

@@ -21,12 +21,6 @@ type gated struct {
 	gelu           bool
 }
 
-// halves is the columns of ab, or of its gradient, that belong to gate and to up.
-func halves(ab *program.Array) (a, b *program.Array) {
-	f := ab.Shape[1] / 2
-	return ab.Columns(0, f), ab.Columns(f, f)
-}
-
 func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	return c.perceptron(n, in, nil)
 }
@@ -76,10 +70,8 @@ func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *
 // siluMul is the call that forms h, or its float8.
 func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array,
 	q program.Quantized) *program.Call {
-	rows, f := s.ab.Shape[0], s.ab.Shape[1]/2
-	a, b := halves(s.ab)
-	return c.newCall(n, silu.Mul{Rows: rows, F: f, Stride: 2 * f, GELU: s.gelu, Type: s.ab.Type},
-		program.Writes("H", h), program.Reads("A", a), program.Reads("B", b),
+	return c.newCall(n, silu.Mul{Rows: s.ab.Shape[0], F: s.ab.Shape[1] / 2, GELU: s.gelu,
+		Type: s.ab.Type}, program.Writes("H", h), program.Reads("AB", s.ab),
 		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))
 }
 
@@ -129,14 +121,9 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 // siluMulGrad is the call that forms dab, and h again.
 func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Array,
 	q program.Quantized) *program.Call {
-	rows, f := h.Shape[0], h.Shape[1]
-	a, b := halves(s.ab)
-	da, db := halves(dab)
-	return c.newCall(n, silu.MulBackward{Rows: rows, F: f, Stride: 2 * f, GradStride: 2 * f,
-		GELU: s.gelu, Type: s.ab.Type},
-		program.Writes("H", h), program.Writes("DA", da), program.Writes("DB", db),
-		program.Reads("DH", dh),
-		program.Reads("A", a), program.Reads("B", b),
+	return c.newCall(n, silu.MulBackward{Rows: h.Shape[0], F: h.Shape[1], GELU: s.gelu,
+		Type: s.ab.Type}, program.Writes("H", h), program.Writes("DAB", dab),
+		program.Reads("DH", dh), program.Reads("AB", s.ab),
 		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
 }
 

@@ -64,8 +64,7 @@ func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.
 	rstd, w := saved.rstd, saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
 	parts := new(normkernel.RMSNormParts)
-	a := normkernel.RMSNormBackward{Rows: rows, D: d, Type: x.Type,
-		DWType: gpu.Float32, Parts: parts}
+	a := normkernel.RMSNormBackward{Rows: rows, D: d, Type: x.Type, Parts: parts}
 	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),

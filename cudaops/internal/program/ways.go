@@ -37,7 +37,7 @@ type Alternative struct {
 // WaysOf is a group of one call, with the given parameters, in some ways.
 func WaysOf(c *Call, params any, tuned kernel.Tuned, ways []kernel.Way) Group {
 	t := tuned.Tuning()
-	g := Group{Op: t.Op, Shape: tuned.Shape(), Units: t.Units}
+	g := Group{Op: t.Op, Shape: t.Shape, Units: t.Units}
 	for _, a := range c.Args {
 		if a.Role == Write || a.Role == Update {
 			g.Results = append(g.Results, a.Array)

@@ -113,7 +113,7 @@ func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error
 	}
 	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A,
 		W: a.B, ScaleX: a.ScaleA,
-		ScaleW: a.ScaleB, Type: p.Spec().D, Way: p.Own[way-len(p.BLAS)]}
+		ScaleW: a.ScaleB, Type: p.Spec().D}
 	if p.Added == program.AMatrix {
 		own.C = a.C
 	}

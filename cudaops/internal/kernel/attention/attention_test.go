@@ -15,6 +15,7 @@ import (
 // attentionCase is attention on the GPU and, in float64, on the CPU.
 type attentionCase struct {
 	Geometry
+	way    kernel.Way
 	dtype  gpu.DType
 	packed bool    // q, k and v are parts of one matrix, as dq, dk and dv are
 	skew   int     // elements past alignment
@@ -34,7 +35,7 @@ func (c attentionCase) String() string {
 	if c.packed {
 		kind += "-packed"
 	}
-	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.Variant, c.dtype, kind, c.Batch, c.Seq,
+	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.way, c.dtype, kind, c.Batch, c.Seq,
 		c.Heads, c.KVHeads, c.HeadDim,
 		c.skew)
 }
@@ -140,10 +141,10 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
 	}
 	a.Documents = c.documents(g)
-	g.Must(attend(g.Set, g.Stream, a, out.Rows, lse.Ptr, in[0].Rows,
+	g.Must(attend(g.Set, g.Stream, a, c.way, out.Rows, lse.Ptr, in[0].Rows,
 		in[1].Rows, in[2].Rows, c.dtype))
 	if both {
-		g.Must(attendBackward(g.Set, g.Stream, a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+		g.Must(attendBackward(g.Set, g.Stream, a, c.way, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			grad.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, out.Rows, lse.Ptr, c.dtype))
 	}
@@ -195,11 +196,11 @@ func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
 // dimension for each type.
 func attentionCases(short bool) []attentionCase {
 	var cases []attentionCase
-	add := func(v Variant, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
-		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d,
-			Causal: causal, Variant: v}
+	add := func(v string, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
+		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal}
 		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
-		cases = append(cases, attentionCase{a, t, packed, skew, turned, nil, 0})
+		cases = append(cases, attentionCase{a, kernel.Way{Family: v}, t, packed, skew, turned, nil,
+			0})
 	}
 	lengths := []int{1, 7, 64, 65, 127, 129, 200}
 	if short {
@@ -212,42 +213,42 @@ func attentionCases(short bool) []attentionCase {
 					h := 1 + (i+j)%3
 					kv := 1 + j%2*(h-1)
 					if t != kerneltest.F32 {
-						add(MMA, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
-						add(Hopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
+						add(mma, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
+						add(hopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
 					}
 					if short && (n != 65 || j != s || causal != (s == 0)) {
 						continue
 					}
-					add(Plain, t, 2, n, h, kv, d+j, causal, (i+j)%2 == 1, j)
+					add(plain, t, 2, n, h, kv, d+j, causal, (i+j)%2 == 1, j)
 				}
 			}
 		}
 	}
 	// More tiles than multiprocessors, of which some are short of queries.
-	add(Hopper, kerneltest.Bf16, 8, 260, 12, 12, 64, true, false, 0)
-	add(Hopper, kerneltest.Bf16, 8, 130, 12, 12, 128, true, false, 0)
+	add(hopper, kerneltest.Bf16, 8, 260, 12, 12, 64, true, false, 0)
+	add(hopper, kerneltest.Bf16, 8, 130, 12, 12, 128, true, false, 0)
 	if short {
 		return cases
 	}
-	for _, v := range []Variant{Hopper, MMA, Plain} {
+	for _, v := range []string{hopper, mma, plain} {
 		add(v, kerneltest.Bf16, 1, 1000, 3, 1, 64, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 4, 2, 128, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 2, 2, 128, false, false, 0)
 	}
-	add(Plain, kerneltest.F32, 1, 130, 2, 1, 256, true, false, 0)
-	add(Plain, kerneltest.Bf16, 1, 70, 2, 1, 200, true, true, 0)
+	add(plain, kerneltest.F32, 1, 130, 2, 1, 256, true, false, 0)
+	add(plain, kerneltest.Bf16, 1, 70, 2, 1, 200, true, true, 0)
 	return cases
 }
 
-// runs reports whether the GPU has what the variant needs.
-func runs(g *kerneltest.Rig, v Variant) bool {
-	return g.Ctx.Device().Capability() == 90 || v != Hopper
+// runs reports whether the GPU has what the way needs.
+func runs(g *kerneltest.Rig, w kernel.Way) bool {
+	return g.Ctx.Device().Capability() == 90 || w.Family != hopper
 }
 
 func TestAttention(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, c := range attentionCases(testing.Short()) {
-		if !runs(g, c.Variant) {
+		if !runs(g, c.way) {
 			continue
 		}
 		g.Scope(c.String(), c.check)
@@ -265,38 +266,34 @@ func TestAttentionScale(t *testing.T) {
 			a := Geometry{Batch: 1, Seq: kerneltest.Few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64,
 				Causal: true, Scale: scale}
 			g.Scope(fmt.Sprintf("%v/%v", dt, scale),
-				attentionCase{a, dt, false, 0, false, nil, 0}.check)
+				attentionCase{a, kernel.Way{}, dt, false, 0, false, nil, 0}.check)
 		}
 	}
 }
 
 func TestAttentionRepeatsBits(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for _, a := range []Geometry{
-		{Seq: kerneltest.Few(321, 70), HeadDim: 64, Causal: true, Variant: Plain},
-		{Seq: 321, HeadDim: 64, Causal: true, Variant: MMA},
-		{Seq: 321, HeadDim: 64, Causal: true},
-		{Seq: 2600, HeadDim: 64, Causal: true},
-		{Seq: 2601, HeadDim: 64, Causal: true},
-		{Seq: 700, HeadDim: 64},
-		{Seq: 2600, HeadDim: 128, Causal: true},
-		{Seq: 2501, HeadDim: 128, Causal: true},
-		{Seq: 320, HeadDim: 64, Causal: true},
-		{Seq: 700, HeadDim: 120},
+	for _, c := range []struct {
+		seq, dim int
+		causal   bool
+		family   string
+	}{
+		{kerneltest.Few(321, 70), 64, true, plain}, {321, 64, true, mma}, {321, 64, true, ""},
+		{2600, 64, true, ""}, {2601, 64, true, ""}, {700, 64, false, ""}, {2600, 128, true, ""},
+		{2501, 128, true, ""}, {320, 64, true, ""}, {700, 120, false, ""},
 	} {
-		if !runs(g, a.Variant) {
-			continue
-		}
-		g.Scope(fmt.Sprintf("%v-s%dd%d", a.Variant, a.Seq, a.HeadDim), func(g *kerneltest.Rig) {
-			a.Batch, a.Heads, a.KVHeads = 3, 6, kerneltest.Few(2, 6)
-			c := attentionCase{a, kerneltest.Bf16, false, 0, false, nil, 0}
-			if a.Seq%2 == 1 {
-				c.starts = startsOf(a.Batch, a.Seq, cuts(g.Rand)["long"])
+		g.Scope(fmt.Sprintf("%v-s%dd%d", c.family, c.seq, c.dim), func(g *kerneltest.Rig) {
+			a := Geometry{Batch: 3, Seq: c.seq, Heads: 6, KVHeads: kerneltest.Few(2, 6),
+				HeadDim: c.dim, Causal: c.causal}
+			one := attentionCase{Geometry: a, dtype: kerneltest.Bf16}
+			if c.seq%2 == 1 {
+				one.starts = startsOf(a.Batch, a.Seq, cuts(g.Rand)["long"])
 			}
-			r := c.benchmark(g)
+			way := kernel.Way{Family: c.family}
+			r := one.benchmark(g, &way)
 			var first [4][]float64
 			for run := range kerneltest.Few(3, 2) {
-				r.shape.Section = 2 * run // in whatever order heads are worked on
+				way.Size = 2 * run // in whatever order heads are worked on
 				r.forward()
 				r.backward()
 				for i, b := range []*kerneltest.Buffer{r.y, r.dq, r.dk, r.dv} {
@@ -314,7 +311,6 @@ func TestAttentionRepeatsBits(t *testing.T) {
 
 // attentionRun is one set of arrays to time.
 type attentionRun struct {
-	shape             *Geometry
 	forward, backward func()
 	y, dq, dk, dv     *kerneltest.Buffer
 }
@@ -329,7 +325,7 @@ func fillTiles(g *kerneltest.Rig, b *kerneltest.Buffer) {
 	}
 }
 
-func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
+func (c attentionCase) benchmark(g *kerneltest.Rig, way *kernel.Way) attentionRun {
 	queryWidth, keyWidth := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
 	in := c.matrices(g, 0, queryWidth, keyWidth, keyWidth)
 	d := c.matrices(g, 0, queryWidth, keyWidth, keyWidth)
@@ -340,8 +336,7 @@ func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
 	r := attentionRun{y: y.buf, dq: d[0].buf, dk: d[1].buf, dv: d[2].buf}
 	lse, stats := g.Alloc(c.Batch*c.Seq*c.Heads, kerneltest.F32, 0),
 		g.Alloc(Backward{Geometry: c.Geometry, Type: c.dtype}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
-	a := &c.Geometry
-	r.shape = a
+	a := c.Geometry
 	if c.turned {
 		angles := g.Alloc(c.Seq*c.HeadDim, kerneltest.F32, 0)
 		fillTiles(g, angles)
@@ -349,11 +344,11 @@ func (c attentionCase) benchmark(g *kerneltest.Rig) attentionRun {
 	}
 	a.Documents = c.documents(g)
 	r.forward = func() {
-		g.Must(attend(g.Set, g.Stream, *a, y.Rows, lse.Ptr, in[0].Rows,
+		g.Must(attend(g.Set, g.Stream, a, *way, y.Rows, lse.Ptr, in[0].Rows,
 			in[1].Rows, in[2].Rows, c.dtype))
 	}
 	r.backward = func() {
-		g.Must(attendBackward(g.Set, g.Stream, *a, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+		g.Must(attendBackward(g.Set, g.Stream, a, *way, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			dy.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, y.Rows, lse.Ptr, c.dtype))
 	}

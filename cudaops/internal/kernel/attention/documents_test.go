@@ -168,17 +168,17 @@ func startsOf(batch, seq int, cut func(i int, last int32) int32) []int32 {
 // attentionDocumentCases are documents of every kind for every kernel.
 func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 	type family struct {
-		variant Variant
-		dtype   gpu.DType
-		dim     int
+		way   string
+		dtype gpu.DType
+		dim   int
 	}
-	families := []family{{Plain, kerneltest.F32, 40}, {Plain, kerneltest.Bf16, 130}}
-	for _, v := range []Variant{Hopper, MMA} {
+	families := []family{{plain, kerneltest.F32, 40}, {plain, kerneltest.Bf16, 130}}
+	for _, v := range []string{hopper, mma} {
 		families = append(families, family{v, kerneltest.Bf16, 64}, family{v, kerneltest.Bf16, 128},
 			family{v, kerneltest.F16, 96}, family{v, kerneltest.Bf16, 8})
 	}
 	// in kernels for 96, of which RoPE's turn back is none
-	families = append(families, family{Hopper, kerneltest.F16, 8}, family{Hopper, kerneltest.Bf16, 80})
+	families = append(families, family{hopper, kerneltest.F16, 8}, family{hopper, kerneltest.Bf16, 80})
 	lengths := []int{1, 64, 130, 333, 1000}
 	if short {
 		lengths = []int{65, 200}
@@ -189,8 +189,8 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 			for name, cut := range cuts(r) {
 				batch, kv := 1+(i+j)%2, 1+j%2
 				a := Geometry{Batch: batch, Seq: seq, Heads: kv * (1 + i%2), KVHeads: kv,
-					HeadDim: f.dim, Causal: true, Variant: f.variant}
-				c := attentionCase{a, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1,
+					HeadDim: f.dim, Causal: true}
+				c := attentionCase{a, kernel.Way{Family: f.way}, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1,
 					startsOf(batch, seq, cut), 0}
 				cases[fmt.Sprintf("%v-%s", c, name)] = c
 			}
@@ -203,7 +203,7 @@ func TestAttentionDocuments(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	cases := attentionDocumentCases(g.Rand, testing.Short())
 	for _, name := range slices.Sorted(maps.Keys(cases)) {
-		if c := cases[name]; runs(g, c.Variant) {
+		if c := cases[name]; runs(g, c.way) {
 			g.Scope(name, c.check)
 		}
 	}

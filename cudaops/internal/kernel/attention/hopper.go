@@ -65,9 +65,8 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, heads, others int) error {
 	dim := c.hopperDim()
 	h := hopperShapes[dim]
-	c.params.section = int32(c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers), others,
-		inTurns))
-	a, err := c.hopperArgs(k, 3)
+	args, err := c.hopperArgs(k, c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers),
+		others, inTurns), 3)
 	if err != nil {
 		return err
 	}
@@ -76,15 +75,16 @@ func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, heads, others 
 	if c.Documents != 0 {
 		l.Shared += 16 * h.turns
 	}
-	return c.run(k, s, "attention_hopper", fmt.Sprintf("attention_hopper_forward_%d", dim), l, a)
+	return c.run(k, s, "attention_hopper", fmt.Sprintf("attention_hopper_forward_%d", dim), l,
+		args...)
 }
 
 // evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
 // least to do. Of the numbers of heads from half of section to all of it, it is the one for which
 // the given hand-out ends first.
 func (c *attentionCall) evenSection(k *kernel.Set, heads, tiles, others int, out handOut) int {
-	if c.Section > 0 {
-		return min(c.Section, heads)
+	if c.Size > 0 {
+		return min(c.Size, heads)
 	}
 	limit := c.section(k, heads, others)
 	if !c.Causal || out == onDemand && heads*tiles > k.Info.SMs*worksToEven {
@@ -151,46 +151,41 @@ func (o handOut) longest(heads, tiles, section, sms int) int {
 }
 
 // hopperArgs are the parameters and descriptors of the first few of q, k, v and g.
-func (c *attentionCall) hopperArgs(k *kernel.Set, inputs int) (*gpu.Args, error) {
-	p := c.params
-	a := kernel.Args().Struct(p.bytes(), 8)
-	for _, o := range []struct {
-		ptr    gpu.Ptr
-		stride int64
-		heads  int
-	}{{p.q, p.qStride, c.Heads}, {p.k, p.kStride, c.KVHeads}, {p.v, p.vStride, c.KVHeads},
-		{p.g, p.gStride, c.Heads}}[:inputs] {
-		m, err := c.tensorMap(k, o.ptr, int(o.stride), o.heads)
+func (c *attentionCall) hopperArgs(k *kernel.Set, section, inputs int) ([]any, error) {
+	args := []any{c.params(section)}
+	for i, heads := range []int{c.Heads, c.KVHeads, c.KVHeads, c.Heads}[:inputs] {
+		rows := c.rows[i]
+		if i == 3 {
+			rows = c.rows[4]
+		}
+		m, err := c.tensorMap(k, rows, heads)
 		if err != nil {
 			return nil, err
 		}
-		// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210.
-		// After attentionParams that is the next offset, although it is only a multiple of 16.
-		a.Struct(m[:], 16)
+		args = append(args, m)
 	}
-	return a, nil
+	return args, nil
 }
 
-func (c *attentionCall) addAngles(a *gpu.Args) {
-	angles := [2]gpu.Ptr{}
+// angles are the tables that gradients are turned back by, null where the kernels do not.
+func (c *attentionCall) angles() []any {
 	if c.turnsBack() {
-		angles = [2]gpu.Ptr{c.Cos, c.Sin}
+		return []any{c.Cos, c.Sin}
 	}
-	a.Ptr(angles[0]).Ptr(angles[1])
+	return []any{gpu.Ptr(0), gpu.Ptr(0)}
 }
 
 // tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one
 // head, where 64 divides the kernels' head dimension, or 32.
-func (c *attentionCall) tensorMap(k *kernel.Set, p gpu.Ptr, stride, heads int) (gpu.TensorMap,
-	error) {
-	row := uint64(stride * c.dtype.Size())
+func (c *attentionCall) tensorMap(k *kernel.Set, r kernel.Rows, heads int) (gpu.TensorMap, error) {
+	row := uint64(r.Stride * c.dtype.Size())
 	columns, swizzle := uint32(64), gpu.Swizzle128
 	if c.hopperDim()%64 != 0 {
 		columns, swizzle = 32, gpu.Swizzle64
 	}
 	return k.Ctx.EncodeTiled(gpu.TiledTensor{
 		Type:      c.dtype,
-		Address:   p,
+		Address:   r.Ptr,
 		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
 		Strides:   []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
 		Box:       []uint32{columns, 64, 1, 1},
@@ -224,7 +219,7 @@ const fusedSection = 16
 func (c *attentionCall) sectionOfFused(k *kernel.Set, tiles int) int {
 	heads := c.Batch * c.KVHeads
 	least := min(fusedSection, heads)
-	if c.Section == 0 && c.section(k, heads, c.sharers()) < least {
+	if c.Size == 0 && c.section(k, heads, c.sharers()) < least {
 		return least
 	}
 	return c.evenSection(k, heads, tiles, c.sharers(), onDemand)
@@ -237,33 +232,31 @@ func (c *attentionCall) sharers() int { return 2 * c.Heads / c.KVHeads }
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how
 // the workspace goes on.
 func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
-	p, dim := c.params, c.hopperDim()
+	dim := c.hopperDim()
 	h := fusedShapes[dim]
-	dq, counters, _ := c.fusedWorkspace(p.stats)
+	dq, counters, _ := c.fusedWorkspace(c.stats)
 	if err := k.Poison(s, dq, int(counters-dq)); err != nil {
 		return err
 	}
-	p.section = int32(c.sectionOfFused(k, kernel.CeilDiv(c.Seq, 64*h.workers)))
-	a, err := c.hopperArgs(k, 4)
+	section := c.sectionOfFused(k, kernel.CeilDiv(c.Seq, 64*h.workers))
+	args, err := c.hopperArgs(k, section, 4)
 	if err != nil {
 		return err
 	}
-	c.addAngles(a)
+	args = append(args, c.angles()...)
 	l := kernel.Line(k.Info.SMs, 128*(h.workers+1))
 	l.Shared = h.sharedFused(dim, c.Documents != 0)
 	name := fmt.Sprintf("attention_hopper_backward_fused_%d", dim)
 	if dim == 64 { // whose kernel has a warpgroup more, which forms dq and finishes it
 		l.Block.X += 128
-		return c.run(k, s, "attention_hopper_fused64", name, l, a)
+		return c.run(k, s, "attention_hopper_fused64", name, l, args...)
 	}
 	const unit = "attention_hopper_fused"
-	if err := c.run(k, s, unit, name, l, a); err != nil {
+	if err := c.run(k, s, unit, name, l, args...); err != nil {
 		return err
 	}
-	a = kernel.Args().Struct(p.bytes(), 8)
-	c.addAngles(a)
 	l = kernel.Line(c.Batch*kernel.CeilDiv(c.Heads, 2)*kernel.CeilDiv(c.Seq, h.loop), 256)
 	l.Shared, l.Overlap = 2*2*dim*h.loop, k.Overlaps()
-	return k.Enqueue(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, c.suffix), l,
-		a)
+	return k.Enqueue(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim,
+		kernel.Suffix(c.dtype)), l, append([]any{c.params(section)}, c.angles()...)...)
 }

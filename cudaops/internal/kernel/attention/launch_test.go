@@ -109,8 +109,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			for _, dt := range kerneltest.StorageTypes {
 				c.ClearTrace()
-				require.NoError(t, attend(k, 0, a, q, p, q, kv, kv, dt))
-				require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv,
+				require.NoError(t, attend(k, 0, a, kernel.Way{}, q, p, q, kv, kv, dt))
+				require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv,
 					q, p, dt))
 				unit, size := gpu.unit, "_64"
 				if dim > 64 {
@@ -122,7 +122,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 				if dim > 128 || dt == kerneltest.F32 {
 					unit, size = "attention_plain", ""
 				}
-				suf, _ := kernel.Suffix("", dt)
+				suf := kernel.Suffix(dt)
 				want := []string{unit + "_forward" + size, "attention_stats", unit + "_backward_q" +
 					size, unit + "_backward_kv" + size}
 				if unit == "attention_hopper" {
@@ -157,11 +157,10 @@ func TestAttentionWorkspace(t *testing.T) {
 	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64},
 		{129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
 		seq := x.seq
-		a := Geometry{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim,
-			Causal: true, Variant: Hopper}
+		a := Geometry{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim, Causal: true}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * x.dim}, kernel.Rows{Ptr: p, Stride: 2 * x.dim}
 		c.ClearTrace()
-		require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+		require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
 		tiles, zeroed := 4*kernel.CeilDiv(seq, x.tile), 0
 		for _, op := range c.Trace() {
@@ -183,15 +182,13 @@ func TestAttentionWorkspace(t *testing.T) {
 func TestAttentionFused64(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64} {
-		a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim,
-			Causal: true, Variant: Hopper}
+		a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-		require.True(t, slices.Contains(Variants(k, a, kerneltest.Bf16, q, kv), a.Variant), dim)
 		for _, table := range []gpu.Ptr{0, p} {
 			a.Documents = table
 			c.ClearTrace()
-			require.NoError(t, attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
-			require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attend(k, 0, a, kernel.Way{}, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			want := []string{"attention_hopper_forward_64_bf16", "attention_stats_bf16",
 				"attention_hopper_backward_fused_64_bf16"}
@@ -218,18 +215,18 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	table := p.Offset(4096)
 	for _, dim := range []int{40, 64, 96, 128, 136} {
-		for _, v := range []Variant{Plain, MMA, Hopper} {
-			if v != Plain && dim > 128 {
+		for _, v := range []string{plain, mma, hopper} {
+			if v != plain && dim > 128 {
 				continue
 			}
 			a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true,
-				Variant: v, Documents: table}
+				Documents: table}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			c.ClearTrace()
 			require.NoError(t, (Documents{Table: table, Starts: kernel.Ints{Ptr: p}, Batch: 2,
 				Seq: 100}).Launch(k, 0))
-			require.NoError(t, attend(k, 0, a, q, p, q, kv, kv, kerneltest.Bf16))
-			require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attend(k, 0, a, kernel.Way{Family: v}, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, attendBackward(k, 0, a, kernel.Way{Family: v}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			for _, op := range c.Trace() {
 				if op.Name == "" {
@@ -245,39 +242,6 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 	}
 }
 
-func TestAttentionRefusals(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 89, 99<<10)
-	ok := Geometry{Batch: 1, Seq: 8, Heads: 2, KVHeads: 1, HeadDim: 8}
-	row, out := kernel.Rows{Ptr: p, Stride: 16}, kernel.Rows{Ptr: p.Offset(512), Stride: 16}
-	for what, change := range map[string]func(a *Geometry, y *kernel.Rows, t *gpu.DType){
-		"type":   func(_ *Geometry, _ *kernel.Rows, t *gpu.DType) { *t = gpu.Float8E4M3 },
-		"heads":  func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.KVHeads = 3 },
-		"size":   func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Seq = -1 },
-		"stride": func(_ *Geometry, y *kernel.Rows, _ *gpu.DType) { y.Stride = 15 },
-		"variant": func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) {
-			a.Variant = attentionVariants
-		},
-		"float32": func(a *Geometry, _ *kernel.Rows, t *gpu.DType) {
-			a.Variant, *t = MMA, kerneltest.F32
-		},
-		"dim": func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) {
-			a.Variant, a.HeadDim = MMA, 7
-		},
-		"hopper":    func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Variant = Hopper },
-		"documents": func(a *Geometry, _ *kernel.Rows, _ *gpu.DType) { a.Documents = p },
-		"aligned": func(a *Geometry, y *kernel.Rows, _ *gpu.DType) {
-			a.Variant, y.Ptr = MMA, y.Ptr+2
-		},
-	} {
-		a, y, dt := ok, out, kerneltest.Bf16
-		change(&a, &y, &dt)
-		require.Error(t, attend(k, 0, a, y, p, row, row, row, dt), what)
-	}
-	ok.Batch = 0
-	require.NoError(t, attend(k, 0, ok, out, p, row, row, row, kerneltest.Bf16))
-	require.Empty(t, c.Trace())
-}
-
 // TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's
 // after those that cannot.
 func TestAttentionTurnsBack(t *testing.T) {
@@ -290,7 +254,7 @@ func TestAttentionTurnsBack(t *testing.T) {
 			}
 			c.ClearTrace()
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-			require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			after := 0
 			for _, op := range c.Trace() {
@@ -321,7 +285,7 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	for _, poison := range []bool{false, true} {
 		gpu.Poison = poison
 		c.ClearTrace()
-		require.NoError(t, attendBackward(k, 0, a, q, kv, kv, p, q, q, kv, kv, q, p,
+		require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
 		trace := c.Trace()
 		fused := slices.IndexFunc(trace, func(op fake.Op) bool {
@@ -339,14 +303,15 @@ func TestAttentionPoisonsSums(t *testing.T) {
 }
 
 // attend is the forward pass.
-func attend(k *kernel.Set, s gpu.Stream, a Geometry, y kernel.Rows, lse gpu.Ptr, q, key,
-	value kernel.Rows, t gpu.DType) error {
-	return Forward{Geometry: a, Y: y, Q: q, K: key, V: value, LSE: lse, Type: t}.Launch(k, s)
+func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, y kernel.Rows, lse gpu.Ptr, q,
+	key, value kernel.Rows, t gpu.DType) error {
+	return Forward{Geometry: a, Y: y, Q: q, K: key, V: value, LSE: lse, Type: t,
+		Way: w}.Launch(k, s)
 }
 
 // attendBackward is the backward pass.
-func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, dq, dk, dv kernel.Rows, stats gpu.Ptr,
-	g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
+func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, dq, dk, dv kernel.Rows,
+	stats gpu.Ptr, g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
 	return Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value, Y: y,
-		Stats: stats, LSE: lse, Type: t}.Launch(k, s)
+		Stats: stats, LSE: lse, Type: t, Way: w}.Launch(k, s)
 }

@@ -139,8 +139,14 @@ func (b *B) Upload(data []byte) gpu.Ptr {
 	return p
 }
 
-// Floats returns numbers on the device as float32.
-func (b *B) Floats(x []float32) gpu.Ptr { return b.Upload(gpu.Bytes(x)) }
+// Zeros returns memory for n numbers, which are 0.
+func (b *B) Zeros(n int, t gpu.DType) gpu.Ptr {
+	p := b.Alloc(n, t)
+	if b.Err == nil {
+		b.Do(b.Ctx.Memset8(p, 0, n*t.Size(), b.Stream))
+	}
+	return p
+}
 
 // IDs returns n numbers below limit on the device as int32.
 func (b *B) IDs(n, limit int) kernel.Ints {
@@ -178,6 +184,32 @@ func (b *B) Normal(n int, t gpu.DType) gpu.Ptr {
 		done += more
 	}
 	return p
+}
+
+// Moves times launches, one behind the other, that have so many bytes to move.
+func (b *B) Moves(name string, bytes float64, launches ...kernel.Launch) {
+	b.Time(Measurement{Name: name, Bytes: bytes}, func() error { return b.launch(launches...) })
+}
+
+// Computes times a launch that has so many operations to compute.
+func (b *B) Computes(name string, flops float64, launch kernel.Launch) {
+	b.Time(Measurement{Name: name, FLOPs: flops}, func() error { return b.launch(launch) })
+}
+
+func (b *B) launch(launches ...kernel.Launch) error {
+	for _, l := range launches {
+		if err := l.Launch(b.Set, b.Stream); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Launch enqueues what is not timed.
+func (b *B) Launch(l kernel.Launch) {
+	if b.Err == nil {
+		b.Do(b.launch(l))
+	}
 }
 
 // Time measures what launch enqueues, and reports it.

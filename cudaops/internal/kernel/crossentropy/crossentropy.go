@@ -5,14 +5,18 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Launch sets the float32 at scale to 1/(number of the targets that are at least 0), which the
-// other functions multiply by.
+// Scale sets the float32 at Scale to 1/(number of the targets that are at least 0), which the
+// others multiply by.
+type Scale struct {
+	Scale   gpu.Ptr
+	Targets kernel.Ints
+	Rows    int
+}
+
+// Launch launches one kernel.
 func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
-	if _, err := kernel.CheckSizes("CrossEntropyScale", p.Rows); err != nil {
-		return err
-	}
-	l := kernel.Args().Ptr(p.Scale).Ptr(p.Targets.Ptr).Int32(p.Targets.Size()).Int64(int64(p.Rows))
-	return k.Enqueue(s, "crossentropy", "cross_entropy_scale", kernel.Line(1, 512), l)
+	return k.Enqueue(s, "crossentropy", "cross_entropy_scale", kernel.Line(1, 512), p.Scale,
+		p.Targets, int64(p.Rows))
 }
 
 // Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ
@@ -30,70 +34,42 @@ type Forward struct {
 
 // Launch launches one kernel.
 func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("CrossEntropy", a.Type)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckInts("CrossEntropy", a.Rows, a.V); empty || err != nil {
-		return err
-	}
-	l := kernel.Args().Ptr(a.Logits).Ptr(a.Losses).Ptr(a.LSE).Ptr(
-		a.Targets.Ptr).Int32(a.Targets.Size())
 	c := kernel.Line(a.Rows, kernel.LongRowThreads(a.V, a.Type))
 	if a.Scale == 0 {
-		return k.Enqueue(s, "crossentropy", "cross_entropy_forward"+suf, c, l.Int32(a.V))
+		return k.Enqueue(s, "crossentropy", "cross_entropy_forward"+kernel.Suffix(a.Type), c,
+			a.Logits, a.Losses, a.LSE, a.Targets, a.V)
 	}
-	l.Ptr(a.Scale).Ptr(a.Grad).Int32(a.V)
+	name := "cross_entropy"
 	if row := a.V * a.Type.Size(); kernel.Packed(a.Type, a.V, a.Logits) &&
 		row <= k.Info.SharedPerBlock-1024 {
-		c.Shared = row // beside what the kernel itself declares
-		return k.Enqueue(s, "crossentropy", "cross_entropy_shared"+suf, c, l)
+		name, c.Shared = "cross_entropy_shared", row // beside what the kernel itself declares
 	}
-	return k.Enqueue(s, "crossentropy", "cross_entropy"+suf, c, l)
+	return k.Enqueue(s, "crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.LSE,
+		a.Targets, a.Scale, a.Grad, a.V)
 }
 
-// Launch sets the float32 at mean to scale[0]·Σ losses over all rows of the batch.
-func (p Mean) Launch(k *kernel.Set, s gpu.Stream) error {
-	if _, err := kernel.CheckSizes("CrossEntropyMean", p.Rows); err != nil {
-		return err
-	}
-	l := kernel.Args().Ptr(p.Mean).Ptr(p.Losses).Ptr(p.Scale).Int64(int64(p.Rows))
-	return k.Enqueue(s, "crossentropy", "cross_entropy_mean", kernel.Line(1, 512), l)
-}
-
-// Launch writes to out the gradient that [CrossEntropy] leaves in a.Logits, from a.LSE; out may be
-// a.Logits. a.Losses is not used.
-func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("CrossEntropyBackward", p.Forward.Type)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckInts("CrossEntropyBackward", p.Forward.Rows, p.Forward.V); empty ||
-		err != nil {
-		return err
-	}
-	l := kernel.Args().Ptr(p.Out).Ptr(p.Forward.Logits).Ptr(p.Forward.LSE).Ptr(
-		p.Forward.Targets.Ptr).Int32(p.Forward.Targets.Size()).Ptr(p.Forward.Scale).Ptr(
-		p.Forward.Grad).Int32(p.Forward.V)
-	return k.Enqueue(s, "crossentropy", "cross_entropy_backward"+suf,
-		kernel.Line(p.Forward.Rows, kernel.LongRowThreads(p.Forward.V, p.Forward.Type)), l)
-}
-
-// Scale computes Scale = 1/(number of targets).
-type Scale struct {
-	Scale   gpu.Ptr
-	Targets kernel.Ints
-	Rows    int
-}
-
-// Mean computes Mean = Scale·Σ Losses.
+// Mean sets the float32 at Mean to Scale[0]·Σ Losses over all rows of the batch.
 type Mean struct {
 	Mean, Losses, Scale gpu.Ptr
 	Rows                int
 }
 
-// Backward writes the gradient of the logits to Out.
+// Launch launches one kernel.
+func (p Mean) Launch(k *kernel.Set, s gpu.Stream) error {
+	return k.Enqueue(s, "crossentropy", "cross_entropy_mean", kernel.Line(1, 512), p.Mean, p.Losses,
+		p.Scale, int64(p.Rows))
+}
+
+// Backward writes to Out the gradient that [Forward] leaves in Logits, from LSE; Out may be Logits.
+// Losses are not used.
 type Backward struct {
 	Forward
 	Out gpu.Ptr
+}
+
+// Launch launches one kernel.
+func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+	return k.Enqueue(s, "crossentropy", "cross_entropy_backward"+kernel.Suffix(p.Type),
+		kernel.Line(p.Rows, kernel.LongRowThreads(p.V, p.Type)), p.Out, p.Logits, p.LSE, p.Targets,
+		p.Scale, p.Grad, p.V)
 }

@@ -71,22 +71,9 @@ func (g Geometry) Counters() int { return g.KVHeads * g.blocks() }
 
 // Launch launches one kernel.
 func (a Attention) Launch(k *kernel.Set, s gpu.Stream) error {
-	suffix, err := kernel.Suffix("DecodeAttention", a.Type)
-	if err != nil {
-		return err
-	}
-	empty, err := kernel.CheckInts("DecodeAttention", a.Heads, a.KVHeads, a.HeadDim, a.Capacity,
-		a.Window)
-	switch {
-	case err != nil:
-		return err
-	case empty && (a.Heads == 0 || a.KVHeads == 0 || a.HeadDim == 0 || a.Capacity == 0):
-		return fmt.Errorf("kernels.DecodeAttention: %d and %d heads of %d features and a "+
-			"capacity of %d, want positive numbers", a.Heads, a.KVHeads, a.HeadDim, a.Capacity)
-	case a.Heads%a.KVHeads != 0 || a.HeadDim > mostDim || a.HeadDim%2 != 0 && a.Cos != 0:
-		return fmt.Errorf("kernels.DecodeAttention: %d heads for %d of keys, of %d features: want "+
-			"a multiple of these, and at most %d features, an even number if they turn", a.Heads,
-			a.KVHeads, a.HeadDim, mostDim)
+	if a.HeadDim > mostDim {
+		return fmt.Errorf("kernels.DecodeAttention: heads of %d features, want at most %d",
+			a.HeadDim, mostDim)
 	}
 	lanes := 8
 	for lanes*elements < a.HeadDim {
@@ -94,12 +81,10 @@ func (a Attention) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	packed := kernel.Packed(a.Type, a.HeadDim, a.Keys, a.Values) && a.HeadDim%elements == 0
 	slices := a.slices(k.Info)
-	l := kernel.Args().Ptr(a.Q).Ptr(a.K).Ptr(a.V).Ptr(a.Y).Ptr(a.Keys).Ptr(a.Values).Ptr(a.Cos).
-		Ptr(a.Sin).Ptr(a.Position).Ptr(a.Parts).Ptr(a.Arrived).Int32(a.Heads).Int32(a.KVHeads).
-		Int32(a.HeadDim).Int32(a.Capacity).Int32(a.Window).Int32(slices).
-		Float32(float32(a.Scale)).Int32(int(kernel.Bit(packed)))
 	return k.Enqueue(s, "decode_attention",
-		fmt.Sprintf("decode_attention_%d_%d%s", lanes, a.together(), suffix),
+		fmt.Sprintf("decode_attention_%d_%d%s", lanes, a.together(), kernel.Suffix(a.Type)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.blocks()},
-			Block: gpu.Dim{X: threads}, Overlap: k.Overlaps()}, kernel.Args().Struct(l.Packed(), 8))
+			Block: gpu.Dim{X: threads}, Overlap: k.Overlaps()},
+		kernel.Struct{a.Q, a.K, a.V, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Position, a.Parts,
+			a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale, packed})
 }

@@ -29,32 +29,23 @@ const warps = 4
 
 // Launch launches one kernel.
 func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
-	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.W).Ptr(a.C).Int32(a.Columns).Int32(a.D).
-		Int32(int(kernel.Bit(a.Steady)))
-	return launch(k, s, "DecodeProduct", "decode_product", a.Columns, a.D, a.Type, a.X, a.W, l)
+	return launch(k, s, "decode_product", a.Columns, a.D, a.Type, a.X, a.W, a.Y, a.X, a.W, a.C,
+		a.Columns, a.D, a.Steady)
 }
 
 // Launch launches one kernel.
 func (a Gated) Launch(k *kernel.Set, s gpu.Stream) error {
-	l := kernel.Args().Ptr(a.H).Ptr(a.X).Ptr(a.W).Int32(a.F).Int32(a.D).
-		Int32(int(kernel.Bit(a.GELU))).Int32(int(kernel.Bit(a.Steady)))
-	return launch(k, s, "DecodeGated", "decode_gated", a.F, a.D, a.Type, a.X, a.W, l)
+	return launch(k, s, "decode_gated", a.F, a.D, a.Type, a.X, a.W, a.H, a.X, a.W, a.F, a.D, a.GELU,
+		a.Steady)
 }
 
-func launch(k *kernel.Set, s gpu.Stream, op, name string, rows, depth int, t gpu.DType, x,
-	w gpu.Ptr, l *gpu.Args) error {
-	suffix, err := kernel.Suffix(op, t)
-	if err != nil {
-		return err
-	}
-	if _, err := kernel.CheckInts(op, rows, depth); err != nil || rows == 0 {
-		return err
-	}
+func launch(k *kernel.Set, s gpu.Stream, name string, rows, depth int, t gpu.DType, x, w gpu.Ptr,
+	args ...any) error {
 	variant := "_elements"
 	if kernel.Packed(t, depth, x, w) {
 		variant = "_packs"
 	}
 	c := kernel.Line(kernel.CeilDiv(rows, warps), 32*warps)
 	c.Overlap = k.Overlaps()
-	return k.Enqueue(s, "decode_product", name+variant+suffix, c, l)
+	return k.Enqueue(s, "decode_product", name+variant+kernel.Suffix(t), c, args...)
 }

@@ -1,7 +1,7 @@
 package elementwise
 
 import (
-	"fmt"
+	"cmp"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -45,7 +45,6 @@ const (
 	Gelu     // a·Φ(a), exactly
 	Ceil
 	Floor
-	unaryOps
 )
 
 // BinaryOp is a function of two elements.
@@ -70,7 +69,6 @@ const (
 	GreaterEqual
 	Equal
 	NotEqual
-	binaryOps
 )
 
 // What a block of elementwise.cu covers, but for binary functions, with one access of each operand
@@ -85,28 +83,26 @@ const (
 const rowOps = ReluGrad + 1
 
 // elementwise launches a kernel over n elements, perAccess of which are one access.
-func elementwise(k *kernel.Set, s gpu.Stream, name string, n, perAccess int, a *gpu.Args) error {
+func elementwise(k *kernel.Set, s gpu.Stream, name string, n, perAccess int, args ...any) error {
 	span := elementThreads * elementAccesses * perAccess
 	return k.Enqueue(s, "elementwise", name, kernel.Line(kernel.CeilDiv(n, span), elementThreads),
-		a)
+		append(args, int64(n))...)
 }
 
-// Launch computes y[i] = f(x[i], p) for n elements. y may be x.
+// Unary computes Y[i] = f(X[i], P) for N elements. Y may be X.
+type Unary struct {
+	Op   UnaryOp
+	Y, X gpu.Ptr
+	P    float64
+	N    int
+	Type gpu.DType
+}
+
+// Launch launches one kernel.
 func (p Unary) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("Unary", p.Type)
-	if err != nil {
-		return err
-	}
-	if p.Op < 0 || p.Op >= unaryOps {
-		return fmt.Errorf("kernels.Unary: there is no function %d", p.Op)
-	}
-	if empty, err := kernel.CheckSizes("Unary", p.N); empty || err != nil {
-		return err
-	}
-	const parameterAt = 0 // null: the kernel takes the parameter from its arguments
-	a := kernel.Args().Ptr(p.Y).Ptr(p.X).Int32(int(p.Op)).Float32(float32(p.P)).Ptr(
-		parameterAt).Int64(int64(p.N))
-	return elementwise(k, s, "unary"+suf, p.N, kernel.Vector(p.Type), a)
+	const parameterAt = gpu.Ptr(0) // null: the kernel takes the parameter from its arguments
+	return elementwise(k, s, "unary"+kernel.Suffix(p.Type), p.N, kernel.Vector(p.Type), p.Y, p.X,
+		int(p.Op), p.P, parameterAt)
 }
 
 // Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period
@@ -122,91 +118,7 @@ type Operand struct {
 // rows reports whether the operand is a row for every row of n elements.
 func (o Operand) rows(n int) bool { return o.Repeat == 1 && 1 < o.Period && o.Period < n }
 
-// Launch computes y[i] = f(a, b) for n elements. y may be an operand of the result's shape.
-func (p Binary) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("Binary", p.Type)
-	if err != nil {
-		return err
-	}
-	if p.Op < 0 || p.Op >= binaryOps {
-		return fmt.Errorf("kernels.Binary: there is no function %d", p.Op)
-	}
-	if _, err := kernel.CheckSizes("Binary", p.N, p.A.Repeat, p.A.Period, p.B.Repeat,
-		p.B.Period); err != nil || p.N == 0 {
-		return err
-	}
-	for _, o := range []*Operand{&p.A, &p.B} {
-		o.Repeat = max(o.Repeat, 1)
-		if o.Period == 0 {
-			o.Period = p.N
-		}
-	}
-	if (p.Op == Add || p.Op == Mul) && p.A.rows(p.N) {
-		p.A, p.B = p.B, p.A
-	}
-	c := kernel.Line(kernel.CeilDiv(p.N, elementThreads*kernel.Vector(p.Type)), elementThreads)
-	if p.Op < rowOps && p.A.Repeat == 1 && p.A.Period == p.N && p.B.rows(p.N) &&
-		kernel.Packed(p.Type, p.B.Period, p.Y, p.A.Ptr, p.B.Ptr) {
-		l := kernel.Args().Ptr(p.Y).Ptr(p.A.Ptr).Ptr(p.B.Ptr).Int32(int(p.Op)).Int64(
-			int64(p.B.Period)).Int64(int64(p.N))
-		return k.Enqueue(s, "elementwise", "binary_row"+suf, c, l)
-	}
-	l := kernel.Args().Ptr(p.Y).Ptr(p.A.Ptr).Ptr(p.B.Ptr).Int32(int(p.Op)).Int64(
-		int64(p.A.Repeat)).Int64(int64(p.A.Period)).
-		Int64(int64(p.B.Repeat)).Int64(int64(p.B.Period)).Int64(int64(p.N))
-	return k.Enqueue(s, "elementwise", "binary"+suf, c, l)
-}
-
-// Launch computes y[i] = x[i] for n elements, rounded to nearest even where y's type is narrower.
-func (p Cast) Launch(k *kernel.Set, s gpu.Stream) error {
-	name, err := kernel.Suffixes("Cast", "cast", p.YType, p.XType)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckSizes("Cast", p.N); empty || err != nil {
-		return err
-	}
-	return elementwise(k, s, name, p.N, 4, kernel.Args().Ptr(p.Y).Ptr(p.X).Int64(int64(p.N)))
-}
-
-// Launch computes y[i] = alpha·x[i] + beta·y[i] for n elements. With a beta of 0, y is not read and
-// may hold anything.
-func (p Axpby) Launch(k *kernel.Set, s gpu.Stream) error {
-	name, err := kernel.Suffixes("Axpby", "axpby", p.YType, p.XType)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckSizes("Axpby", p.N); empty || err != nil {
-		return err
-	}
-	a := kernel.Args().Ptr(p.Y).Ptr(p.X).Float32(float32(p.Alpha)).Float32(
-		float32(p.Beta)).Int64(int64(p.N))
-	return elementwise(k, s, name, p.N, 4, a)
-}
-
-// Fill sets n elements to v.
-func Fill(k *kernel.Set, s gpu.Stream, y gpu.Ptr, v float64, n int, t gpu.DType) error {
-	suf, err := kernel.Suffix("Fill", t)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckSizes("Fill", n); empty || err != nil {
-		return err
-	}
-	return elementwise(k, s, "fill"+suf, n, 16/t.Size(),
-		kernel.Args().Ptr(y).Float32(float32(v)).Int64(int64(n)))
-}
-
-// Unary computes Y[i] = f(X[i], P) for N elements.
-type Unary struct {
-	Op   UnaryOp
-	Y, X gpu.Ptr
-	P    float64
-	N    int
-	Type gpu.DType
-}
-
-// Binary computes Y[i] = f(A, B) for N elements.
+// Binary computes Y[i] = f(A, B) for N elements. Y may be an operand of the result's shape.
 type Binary struct {
 	Op   BinaryOp
 	Y    gpu.Ptr
@@ -215,17 +127,53 @@ type Binary struct {
 	Type gpu.DType
 }
 
-// Cast computes Y[i] = X[i] for N elements.
+// Launch launches one kernel.
+func (p Binary) Launch(k *kernel.Set, s gpu.Stream) error {
+	for _, o := range []*Operand{&p.A, &p.B} {
+		o.Repeat, o.Period = cmp.Or(o.Repeat, 1), cmp.Or(o.Period, p.N)
+	}
+	if (p.Op == Add || p.Op == Mul) && p.A.rows(p.N) {
+		p.A, p.B = p.B, p.A
+	}
+	c := kernel.Line(kernel.CeilDiv(p.N, elementThreads*kernel.Vector(p.Type)), elementThreads)
+	if p.Op < rowOps && p.A.Repeat == 1 && p.A.Period == p.N && p.B.rows(p.N) &&
+		kernel.Packed(p.Type, p.B.Period, p.Y, p.A.Ptr, p.B.Ptr) {
+		return k.Enqueue(s, "elementwise", "binary_row"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr,
+			p.B.Ptr, int(p.Op), int64(p.B.Period), int64(p.N))
+	}
+	return k.Enqueue(s, "elementwise", "binary"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr, p.B.Ptr,
+		int(p.Op), int64(p.A.Repeat), int64(p.A.Period), int64(p.B.Repeat), int64(p.B.Period),
+		int64(p.N))
+}
+
+// Cast computes Y[i] = X[i] for N elements, rounded to nearest even where Y's type is narrower.
 type Cast struct {
 	Y, X         gpu.Ptr
 	YType, XType gpu.DType
 	N            int
 }
 
-// Axpby computes Y[i] = Alpha·X[i] + Beta·Y[i] for N elements.
+// Launch launches one kernel.
+func (p Cast) Launch(k *kernel.Set, s gpu.Stream) error {
+	return elementwise(k, s, "cast"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X)
+}
+
+// Axpby computes Y[i] = Alpha·X[i] + Beta·Y[i] for N elements. With a Beta of 0, Y is not read and
+// may hold anything.
 type Axpby struct {
 	Y, X         gpu.Ptr
 	YType, XType gpu.DType
 	Alpha, Beta  float64
 	N            int
+}
+
+// Launch launches one kernel.
+func (p Axpby) Launch(k *kernel.Set, s gpu.Stream) error {
+	return elementwise(k, s, "axpby"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X, p.Alpha,
+		p.Beta)
+}
+
+// Fill sets n elements to v.
+func Fill(k *kernel.Set, s gpu.Stream, y gpu.Ptr, v float64, n int, t gpu.DType) error {
+	return elementwise(k, s, "fill"+kernel.Suffix(t), n, kernel.Vector(t), y, v)
 }

@@ -32,13 +32,16 @@ type SiLUProductBackward struct {
 // gateWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at
 // addresses that are multiples of 16, or none: Hopper has one for two-byte types where F and D are
 // multiples of 8.
-func gateWays(k *kernel.Set, rows, f, d int, t gpu.DType) []kernel.Way {
-	const limit = 1 << 30
-	if k.Info.Capability() != 90 || t.Size() != 2 || f%8 != 0 || d%8 != 0 || min(rows, f, d) < 1 ||
-		max(rows, f, d) > limit {
-		return nil
+func gateWays(k *kernel.Set, f, d int, t gpu.DType) []kernel.Way {
+	return fused(k.Info.Capability() == 90 && t.Size() == 2 && f%8 == 0 && d%8 == 0)
+}
+
+// fused is the one way that there is, if it takes a launch.
+func fused(takes bool) []kernel.Way {
+	if takes {
+		return []kernel.Way{{Family: "fused"}}
 	}
-	return []kernel.Way{{Family: "fused"}}
+	return nil
 }
 
 // The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and
@@ -69,88 +72,48 @@ func factorBytes(columns int) int { return 2 * 4 * columns }
 
 // Launch launches one kernel.
 func (a SiLUProduct) Launch(k *kernel.Set, s gpu.Stream) error {
-	c := gateCall{op: "SiLUProduct", symbol: "gemm_hopper_silu_mul", rows: a.Rows, f: a.F, d: a.D,
-		dtype: a.Type, way: a.Way, stored: a.AB, h: a.H}
-	f := uint64(a.F)
-	return c.launch(k, s, []gemmMatrix{
-		{a.X, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{uint64(a.D), uint64(a.D) * f},
-			[3]uint32{gemmDepth, gateColumns / 2, 1}},
-		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, [3]uint32{64, 1, 16}},
-		{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8}, [3]uint32{64, 16, 1}},
+	f, d := uint64(a.F), uint64(a.D)
+	return gateLaunch(k, s, "gemm_hopper_silu_mul", a.Rows, a.F, a.D, a.Type, []gemmMatrix{
+		matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows),
+		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{d, d * f},
+			[3]uint32{gemmDepth, gateColumns / 2, 1}, false},
+		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, [3]uint32{64, 1, 16}, true},
+		matrix(a.H, a.F, a.Rows, 64, 16).storing(),
 	})
 }
 
 // Launch launches one kernel.
 func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	c := gateCall{op: "SiLUProductBackward", symbol: "gemm_hopper_silu_mul_backward",
-		rows: a.Rows, f: a.F, d: a.D,
-		dtype: a.Type, way: a.Way, ab: a.AB, stored: a.DAB, h: a.H}
 	f := uint64(a.F)
-	part := [3]uint32{gateColumns / gateParts, 1, 16}
-	matrices := []gemmMatrix{
-		{a.G, [3]int{a.D, a.Rows, 1}, [2]uint64{uint64(a.D), 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-		{a.Down, [3]int{a.F, a.D, 1}, [2]uint64{f, 8}, [3]uint32{64, gemmDepth, 1}},
-		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, part},
-		{a.DAB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, part},
+	pair := gemmMatrix{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f},
+		[3]uint32{gateColumns / gateParts, 1, 16}, false}
+	gradient := pair
+	gradient.ptr, gradient.stored = a.DAB, a.DAB != a.AB // else what is read would be lost
+	symbol, matrices := "gemm_hopper_silu_mul_backward_without_h", []gemmMatrix{
+		matrix(a.G, a.D, a.Rows, gemmDepth, gemmRows), matrix(a.Down, a.F, a.D, 64, gemmDepth), pair,
+		gradient}
+	if a.H != 0 {
+		symbol = "gemm_hopper_silu_mul_backward"
+		matrices = append(matrices, matrix(a.H, a.F, a.Rows, 64, 16).storing())
 	}
-	if a.H == 0 {
-		c.symbol += "_without_h"
-	} else {
-		matrices = append(matrices, gemmMatrix{a.H, [3]int{a.F, a.Rows, 1}, [2]uint64{f, 8},
-			[3]uint32{64, 16, 1}})
-	}
-	return c.launch(k, s, matrices)
+	return gateLaunch(k, s, symbol, a.Rows, a.F, a.D, a.Type, matrices)
 }
 
-// gateCall is a launch of gemm_hopper.cu. It reads ab, and has the copy engine store [Rows, 2F] and
-// h. The first and the last may be null.
-type gateCall struct {
-	op, symbol    string
-	rows, f, d    int
-	dtype         gpu.DType
-	way           kernel.Way
-	ab, stored, h gpu.Ptr
-}
-
-func (c gateCall) launch(k *kernel.Set, s gpu.Stream, matrices []gemmMatrix) error {
-	ways := gateWays(k, c.rows, c.f, c.d, c.dtype)
-	if empty, err := kernel.CheckSizes(c.op, c.rows, c.f, c.d); err != nil || empty {
-		return err
-	}
-	if len(ways) == 0 || !kernel.Aligned(c.ab, c.stored, c.h) {
-		return fmt.Errorf("kernels.%s: got %d rows, F %d, D %d, %v, want compute capability 9.0, "+
-			"F and D multiples of 8, float16 or bfloat16, and addresses that are multiples of "+
-			"16", c.op, c.rows, c.f, c.d, c.dtype)
-	}
-	if _, err := c.way.Of(c.op, ways); err != nil {
-		return err
-	}
-	suf, err := kernel.Suffix(c.op, c.dtype)
-	if err != nil {
-		return err
-	}
-	g := gemmLaunch{unit: "gemm_hopper", symbol: c.symbol + suf, threads: 384, dtype: c.dtype,
-		matrices: matrices, stored: c.h,
-		elements: c.rows * c.f, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
-		params: kernel.Args().Int32(c.rows).Int32(c.f).Int32(c.d).Int32(gemmSection)}
-	if c.stored != c.ab {
-		if err := k.Poison(s, c.stored, 2*c.rows*c.f*c.dtype.Size()); err != nil {
-			return err
-		}
-	}
-	return g.launch(k, s)
+// gateLaunch launches a kernel of gemm_hopper.cu.
+func gateLaunch(k *kernel.Set, s gpu.Stream, symbol string, rows, f, d int, t gpu.DType,
+	matrices []gemmMatrix) error {
+	return gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(t), dtype: t,
+		matrices: matrices, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
+		params: kernel.Struct{rows, f, d, gemmSection}}.launch(k, s)
 }
 
 // gemmLaunch is a launch of a kernel that is built on gemm_hopper.cuh.
 type gemmLaunch struct {
-	unit, symbol    string
-	threads, shared int
-	params          *gpu.Args
-	dtype           gpu.DType
-	matrices        []gemmMatrix
-	stored          gpu.Ptr // what the copy engine stores, if it does: that many elements
-	elements        int
+	unit, symbol string
+	shared       int
+	params       kernel.Struct
+	dtype        gpu.DType
+	matrices     []gemmMatrix
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes. It has extents, innermost first, and
@@ -160,36 +123,43 @@ type gemmMatrix struct {
 	dims    [3]int
 	strides [2]uint64
 	box     [3]uint32
+	stored  bool // as a whole, by the copy engine
+}
+
+// matrix is one whose rows have no gaps.
+func matrix(p gpu.Ptr, columns, rows, boxColumns, boxRows int) gemmMatrix {
+	return gemmMatrix{ptr: p, dims: [3]int{columns, rows, 1}, strides: [2]uint64{uint64(columns), 8},
+		box: [3]uint32{uint32(boxColumns), uint32(boxRows), 1}}
+}
+
+// storing is the matrix as one that the copy engine stores.
+func (m gemmMatrix) storing() gemmMatrix {
+	m.stored = true
+	return m
 }
 
 func (g gemmLaunch) launch(k *kernel.Set, s gpu.Stream) error {
-	params := g.params.Packed()
-	// C fills structures up
-	a := kernel.Args().Struct(append(params, make([]byte, -len(params)&7)...), 8)
-	for i, m := range g.matrices {
+	args := []any{g.params}
+	for _, m := range g.matrices {
 		encoded, err := k.Ctx.EncodeTiled(m.tiled(g.dtype))
 		if err != nil {
 			return err
 		}
-		align := 16 // in memory at multiples of 64 bytes; parameters begin at 0x210
-		if i == 0 {
-			align = 0x30 // behind params, which are at most as long
+		args = append(args, encoded)
+		if m.stored {
+			if err := k.Poison(s, m.ptr, m.dims[0]*m.dims[1]*m.dims[2]*g.dtype.Size()); err != nil {
+				return err
+			}
 		}
-		a.Struct(encoded[:], align)
 	}
-	l := kernel.Line(gemmCluster, g.threads)
+	l := kernel.Line(gemmCluster, 384)
 	l.Cluster, l.Shared = gpu.Dim{X: gemmCluster}, g.shared
 	n, err := k.Clusters(g.unit, g.symbol, l)
 	if err != nil {
 		return err
 	}
 	l.Grid.X *= n
-	if g.stored != 0 {
-		if err := k.Poison(s, g.stored, g.elements*g.dtype.Size()); err != nil {
-			return err
-		}
-	}
-	return k.Enqueue(s, g.unit, g.symbol, l, a)
+	return k.Enqueue(s, g.unit, g.symbol, l, args...)
 }
 
 func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
@@ -207,30 +177,24 @@ func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
 	return t
 }
 
-// Shape is rows, F and D.
-func (a SiLUProduct) Shape() string { return fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) }
-
-// Shape is rows, F and D.
-func (a SiLUProductBackward) Shape() string {
-	return fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) + kernel.With(a.KeepsH, "without h")
-}
+// gateUnits are where the ways of a gate's product are.
+var gateUnits = []string{"gemm_hopper", "silu"}
 
 // Tuning is that of [kernel.Tuned].
 func (a SiLUProduct) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "SiLUProduct", Units: []string{"gemm_hopper", "silu"}, Computes: true}
+	return kernel.Tuning{Op: "SiLUProduct", Units: gateUnits, Computes: true,
+		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type)}
 }
 
 // Tuning is that of [kernel.Tuned].
 func (a SiLUProductBackward) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "SiLUProductBackward", Units: []string{"gemm_hopper", "silu"}, Computes: true}
+	return kernel.Tuning{Op: "SiLUProductBackward", Units: gateUnits, Computes: true,
+		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
+			kernel.With(a.KeepsH, "without h")}
 }
 
 // Ways lists the ways that take the launch.
-func (a SiLUProduct) Ways(k *kernel.Set) []kernel.Way {
-	return gateWays(k, a.Rows, a.F, a.D, a.Type)
-}
+func (a SiLUProduct) Ways(k *kernel.Set) []kernel.Way { return gateWays(k, a.F, a.D, a.Type) }
 
 // Ways lists the ways that take the launch.
-func (a SiLUProductBackward) Ways(k *kernel.Set) []kernel.Way {
-	return gateWays(k, a.Rows, a.F, a.D, a.Type)
-}
+func (a SiLUProductBackward) Ways(k *kernel.Set) []kernel.Way { return gateWays(k, a.F, a.D, a.Type) }

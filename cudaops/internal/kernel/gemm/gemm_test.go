@@ -118,66 +118,106 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 	return a, b
 }
 
-// refuses wants a launch refused after each change.
-func refuses[T interface {
-	Launch(*kernel.Set, gpu.Stream) error
-}](t *testing.T, k *kernel.Set, ok T, changes map[string]func(*T)) {
-	t.Helper()
-	for what, change := range changes {
-		a := ok
-		change(&a)
-		require.Error(t, a.Launch(k, 0), "capability %d, %s", k.Info.Capability(), what)
+// TestLaunches wants every kernel of the family launched with the parameters that it takes, of
+// shared memory that a multiprocessor has, and in clusters of two.
+func TestLaunches(t *testing.T) {
+	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	turned := RoPEProductShape{Rows: 6, Columns: 384, D: 464, Turned: 192, Seq: 3}
+	launches := []kernel.Launch{
+		SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16},
+		LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
+			Targets: kernel.Ints{Ptr: p}, Scale: p, Workspace: p, Type: kerneltest.Bf16,
+			LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}},
+		ScaleRows{X: p, Factors: p, Rows: 3, D: 16},
+	}
+	for i, maybe := range []gpu.Ptr{0, p} {
+		launches = append(launches,
+			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p, Rows: 3, F: 8, D: 16,
+				Type: kerneltest.F16},
+			Product{Y: p, X: p, W: p, C: maybe, ScaleX: p, ScaleW: p, Type: kerneltest.Bf16,
+				ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400}},
+			Symmetric{D: p, Left: p, Right: p, C: maybe, Alpha: 1, Type: kerneltest.F16,
+				SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2, Tall: i > 0}})
+		for _, turned.HeadDim = range []int{64, 96, 128} {
+			if turned.Float8 = i > 0; turned.Float8 && turned.HeadDim == 96 {
+				continue
+			}
+			launches = append(launches, RoPEProduct{Y: p, X: p, Weights: p, Angles: p,
+				ScaleX: maybe, ScaleWeights: maybe, RoPEProductShape: turned,
+				Type: kerneltest.Bf16})
+		}
+	}
+	for _, l := range launches {
+		require.NoError(t, l.Launch(k, 0), "%+v", l)
+	}
+	count := 0
+	for name, all := range launched(c) {
+		for _, l := range all {
+			count++
+			require.LessOrEqual(t, l.Shared, 227<<10, name)
+			if l.Cluster.X > 0 {
+				require.Equal(t, 2, l.Cluster.X, name)
+				require.Zero(t, l.Grid.X%2, name)
+			}
+		}
+	}
+	require.Equal(t, len(launches)+2, count, "the output layer's loss has three kernels")
+	for _, dim := range []int{64, 128} {
+		require.LessOrEqual(t, turnedTiles[dim].stages, float8Least/(2*gemmDepth)+1)
 	}
 }
 
-// launched is the launches of a trace by kernel. Each must fit a multiprocessor's shared memory,
-// and its grid clusters of so many blocks at least.
-func launched(t *testing.T, c *fake.Context, cluster int) map[string][]gpu.LaunchConfig {
-	t.Helper()
+// launched is the launches of a trace by kernel.
+func launched(c *fake.Context) map[string][]gpu.LaunchConfig {
 	names := map[string][]gpu.LaunchConfig{}
 	for _, op := range c.Trace() {
-		if op.Name == "" {
-			continue
-		}
-		names[op.Name] = append(names[op.Name], op.Config)
-		if op.Config.Shared > 227<<10 || op.Config.Cluster.X < cluster ||
-			cluster > 0 && op.Config.Grid.X%op.Config.Cluster.X != 0 {
-			t.Errorf("launched with %v", op.Config)
+		if op.Name != "" {
+			names[op.Name] = append(names[op.Name], op.Config)
 		}
 	}
 	return names
 }
 
-func TestSiLUProductRefusals(t *testing.T) {
+// takes wants a way on compute capability 9.0 alone, and after each change on none.
+func takes[T interface {
+	Ways(*kernel.Set) []kernel.Way
+}](t *testing.T, ok T, changes ...func(*T)) {
+	t.Helper()
 	for _, capability := range []int{89, 90} {
-		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16,
-			Type: kerneltest.Bf16}
-		for what, change := range map[string]func(a *SiLUProduct){
-			"rows":    func(a *SiLUProduct) { a.Rows = -1 },
-			"f":       func(a *SiLUProduct) { a.F = 12 },
-			"d":       func(a *SiLUProduct) { a.D = 20 },
-			"type":    func(a *SiLUProduct) { a.Type = kerneltest.F32 },
-			"aligned": func(a *SiLUProduct) { a.H += 2 },
-			"input":   func(a *SiLUProduct) { a.X += 8 },
-			"way":     func(a *SiLUProduct) { a.Way = kernel.Way{Family: "fused", Size: 5} },
-		} {
+		k, _, _ := kerneltest.FakeAttention(t, capability, 227<<10)
+		require.Equal(t, capability == 90, len(ok.Ways(k)) == 1, "%T", ok)
+		for i, change := range changes {
 			a := ok
 			change(&a)
-			back := SiLUProductBackward{H: a.H, DAB: p, G: a.X, Down: p, AB: p, Rows: a.Rows,
-				F: a.F, D: a.D, Type: a.Type, Way: a.Way}
-			require.Error(t, a.Launch(k, 0), "capability %d, %s: no error", capability, what)
-			require.Error(t, back.Launch(k, 0), "capability %d, %s: no error", capability, what)
-			if back.H = 0; what != "aligned" && back.Launch(k, 0) == nil {
-				t.Errorf("capability %d, %s: no error without h", capability, what)
-			}
+			require.Empty(t, a.Ways(k), "%T, change %d", ok, i)
 		}
-		if takes := len(gateWays(k, 3, 8, 16, kerneltest.Bf16)) > 0; takes !=
-			(capability == 90) || (ok.Launch(k, 0) == nil) != takes {
-			t.Errorf("capability %d: takes it: %v", capability, takes)
-		}
-		launched(t, c, 2)
 	}
+}
+
+func TestWays(t *testing.T) {
+	takes(t, SiLUProduct{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16},
+		func(a *SiLUProduct) { a.F = 12 }, func(a *SiLUProduct) { a.D = 20 },
+		func(a *SiLUProduct) { a.Type = kerneltest.F32 })
+	takes(t, Product{ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400},
+		Type: kerneltest.Bf16},
+		func(a *Product) { a.Columns = 264 }, func(a *Product) { a.D = 408 },
+		func(a *Product) { a.D = 384 }, func(a *Product) { a.Type = kerneltest.F16 })
+	takes(t, LinearCrossEntropy{LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16,
+		D: 512}, Type: kerneltest.Bf16},
+		func(a *LinearCrossEntropy) { a.V = 12 }, func(a *LinearCrossEntropy) { a.D = 516 },
+		func(a *LinearCrossEntropy) { a.Type = kerneltest.F16 })
+	takes(t, Symmetric{SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2},
+		Type: kerneltest.F16},
+		func(a *Symmetric) { a.N = 260 }, func(a *Symmetric) { a.Depth = 20 },
+		func(a *Symmetric) { a.Type = kerneltest.Bf16 })
+	takes(t, RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 288, D: 456,
+		Turned: 192, Seq: 3, HeadDim: 96}, Type: kerneltest.Bf16},
+		func(a *RoPEProduct) { a.Columns = 260 }, func(a *RoPEProduct) { a.D = 500 },
+		func(a *RoPEProduct) { a.HeadDim = 32 }, func(a *RoPEProduct) { a.Float8, a.D = true, 464 },
+		func(a *RoPEProduct) { a.Type = kerneltest.F32 })
+	takes(t, RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 464,
+		Turned: 128, Seq: 3, HeadDim: 64, Float8: true}, Type: kerneltest.Bf16},
+		func(a *RoPEProduct) { a.D = 384 }, func(a *RoPEProduct) { a.Type = kerneltest.F16 })
 }
 
 // TestFiguresMatchSources wants the launchers' figures to be those of the kernels' sources.

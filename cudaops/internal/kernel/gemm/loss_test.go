@@ -172,38 +172,3 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 		}
 	}
 }
-
-func TestLinearCrossEntropyRefusals(t *testing.T) {
-	for _, capability := range []int{89, 90} {
-		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
-			Targets: kernel.Ints{Ptr: p}, Scale: p, Workspace: p,
-			Type: kerneltest.Bf16, LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16,
-				D: 512}}
-		refuses(t, k, ok, map[string]func(a *LinearCrossEntropy){
-			"rows":    func(a *LinearCrossEntropy) { a.Rows = -1 },
-			"v":       func(a *LinearCrossEntropy) { a.V = 12 },
-			"d":       func(a *LinearCrossEntropy) { a.D = 516 },
-			"aligned": func(a *LinearCrossEntropy) { a.Terms += 8 },
-			"input":   func(a *LinearCrossEntropy) { a.X += 2 },
-			"way":     func(a *LinearCrossEntropy) { a.Way = kernel.Way{Family: "fused", Size: 3} },
-		})
-		for what, refused := range map[string]error{"d": ScaleRows{X: p, Factors: p, Rows: 3,
-			D: 12}.Launch(k, 0), "x": ScaleRows{X: p + 8, Factors: p, Rows: 3,
-			D: 16}.Launch(k, 0)} {
-			require.Error(t, refused, what)
-		}
-		c.ClearTrace()
-		takes := len(ok.Ways(k)) == 1
-		require.Equal(t, capability == 90, takes)
-		require.Equal(t, (ok.Launch(k, 0) == nil), takes)
-		half := ok
-		half.Type = kerneltest.F16
-		require.Nil(t, half.Ways(k))
-		count := 0
-		for _, n := range launched(t, c, 0) {
-			count += len(n)
-		}
-		require.Equal(t, map[bool]int{true: 3}[takes], count, capability)
-	}
-}

@@ -1,8 +1,6 @@
 package gemm
 
 import (
-	"fmt"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
@@ -65,43 +63,34 @@ func NewtonSchulzTogether(rows, columns int) int {
 func (a NewtonSchulz) Segments() int { return kernel.CeilDiv(a.Steps, a.Together) }
 
 // Run has the squares multiplied by symmetric, and X by apply: y = q·x, or x·q for a tall x.
-func (a NewtonSchulz) Run(symmetric func(Symmetric) error,
-	apply func(y, q, x gpu.Ptr) error) error {
-	square := func(d, left, right, c gpu.Ptr, alpha, beta, delta float32) error {
-		return symmetric(Symmetric{D: d, Left: left, Right: right, C: c, Alpha: alpha,
-			Beta: beta, Delta: delta,
-			SymmetricShape: a.square(), Type: a.Type})
+func (a NewtonSchulz) Run(symmetric func(Symmetric), apply func(y, q, x gpu.Ptr)) {
+	square := func(d, left, right, c gpu.Ptr, alpha, beta, delta float64) {
+		symmetric(Symmetric{D: d, Left: left, Right: right, C: c, Alpha: alpha, Beta: beta,
+			Delta: delta, SymmetricShape: a.square(), Type: a.Type})
 	}
 	x, y, left := a.X[0], a.X[1], a.Steps
 	for segments := a.Segments(); segments > 0; segments-- {
 		steps := kernel.CeilDiv(left, segments)
 		left -= steps
 		gram, p, q, room := a.Squares[0], a.Squares[1], a.Squares[2], a.Squares[3]
-		err := symmetric(Symmetric{D: gram, Left: x, Right: x, Alpha: 1,
-			SymmetricShape: a.gram(), Type: a.Type})
-		for i := 0; i < steps && err == nil; i++ {
-			err = square(p, gram, gram, gram, SchulzC, SchulzB, SchulzA)
-			if err == nil && i < steps-1 {
-				if err = square(room, gram, p, 0, 1, 0, 0); err == nil {
-					err = square(gram, room, p, 0, 1, 0, 0)
-				}
+		symmetric(Symmetric{D: gram, Left: x, Right: x, Alpha: 1, SymmetricShape: a.gram(),
+			Type: a.Type})
+		for i := range steps {
+			square(p, gram, gram, gram, SchulzC, SchulzB, SchulzA)
+			if i < steps-1 {
+				square(room, gram, p, 0, 1, 0, 0)
+				square(gram, room, p, 0, 1, 0, 0)
 			}
 			if i == 0 {
 				p, q = q, p
-			} else if err == nil {
-				err = square(room, q, p, 0, 1, 0, 0)
+			} else {
+				square(room, q, p, 0, 1, 0, 0)
 				q, room = room, q
 			}
 		}
-		if err == nil {
-			err = apply(y, q, x)
-		}
-		if err != nil {
-			return err
-		}
+		apply(y, q, x)
 		x, y = y, x
 	}
-	return nil
 }
 
 // Symmetric computes products that are known to be symmetric, with sums in float32,
@@ -114,7 +103,7 @@ func (a NewtonSchulz) Run(symmetric func(Symmetric) error,
 // computed.
 type Symmetric struct {
 	D, Left, Right, C  gpu.Ptr
-	Alpha, Beta, Delta float32
+	Alpha, Beta, Delta float64
 	SymmetricShape
 	Type gpu.DType
 }
@@ -125,13 +114,13 @@ type SymmetricShape struct {
 	Tall            bool
 }
 
-// TakesSymmetric reports whether there is a kernel for Symmetric at addresses that are multiples of
-// 16: Hopper has one for float16 and multiples of 8.
-func TakesSymmetric(k *kernel.Set, a SymmetricShape, t gpu.DType) bool {
-	const limit = 1 << 30
-	return k.Info.Capability() == 90 && t == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0 &&
-		min(a.N, a.Depth, a.Batch) > 0 &&
-		max(a.N, a.Depth, a.Batch) <= limit
+// Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
+// has one for float16 and multiples of 8.
+func (a Symmetric) Ways(k *kernel.Set) []kernel.Way {
+	if k.Info.Capability() != 90 || a.Type != gpu.Float16 || a.N%8 != 0 || a.Depth%8 != 0 {
+		return nil
+	}
+	return []kernel.Way{{Family: "half"}}
 }
 
 // The columns of gemm_symmetric.cu's tiles, and its stages.
@@ -139,15 +128,6 @@ const symmetricColumns, symmetricStages = 160, 5
 
 // Launch launches one kernel.
 func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
-	const op = "Symmetric"
-	if empty, err := kernel.CheckSizes(op, a.N, a.Depth, a.Batch); err != nil || empty {
-		return err
-	}
-	if !TakesSymmetric(k, a.SymmetricShape, a.Type) || !kernel.Aligned(a.D, a.C) {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, N and Depth "+
-			"multiples of 8, float16, and addresses that are multiples of "+
-			"16", op, a.SymmetricShape, a.Type)
-	}
 	clusters := 0 // as gemm_symmetric.cu counts them
 	for row := gemmCluster * gemmRows; row < a.N+
 		gemmCluster*gemmRows; row += gemmCluster * gemmRows {
@@ -157,33 +137,23 @@ func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
 	if a.Tall {
 		symbol, right = "gemm_symmetric_tall", kernel.CeilDiv(right, 64)*64
 	}
-	launch := kernel.Args().Struct(kernel.Args().Ptr(a.D).Ptr(a.C).Int32(a.N).Int32(a.Depth).Int32(
-		clusters).Float32(a.Alpha).Float32(a.Beta).
-		Float32(a.Delta).Packed(), 8)
+	args := []any{kernel.Struct{a.D, a.C, a.N, a.Depth, clusters, a.Alpha, a.Beta, a.Delta}}
 	for i, ptr := range []gpu.Ptr{a.Left, a.Right} {
 		m := gemmMatrix{ptr, [3]int{a.Depth, a.N, a.Batch},
 			[2]uint64{uint64(a.Depth), uint64(a.Depth) * uint64(a.N)},
-			[3]uint32{gemmDepth, uint32([]int{gemmRows, symmetricColumns / gemmCluster}[i]), 1}}
+			[3]uint32{gemmDepth, []uint32{gemmRows, symmetricColumns / gemmCluster}[i], 1}, false}
 		if a.Tall {
 			m.dims[0], m.dims[1], m.strides[0] = a.N, a.Depth, uint64(a.N)
-			m.box = [3]uint32{64, uint32([]int{gemmDepth, gemmDepth / gemmCluster}[i]), 1}
+			m.box = [3]uint32{64, []uint32{gemmDepth, gemmDepth / gemmCluster}[i], 1}
 		}
 		encoded, err := k.Ctx.EncodeTiled(m.tiled(a.Type))
 		if err != nil {
 			return err
 		}
-		launch.Struct(encoded[:], 16)
+		args = append(args, encoded)
 	}
 	l := kernel.Line(clusters*a.Batch*gemmCluster, 384)
 	l.Cluster, l.Overlap = gpu.Dim{X: gemmCluster}, k.Overlaps()
 	l.Shared = symmetricStages * (2*gemmDepth*(gemmRows+right) + 16)
-	return k.Enqueue(s, "gemm_symmetric", symbol, l, launch)
-}
-
-// Ways lists the ways that take the launch.
-func (a Symmetric) Ways(k *kernel.Set) []kernel.Way {
-	if !TakesSymmetric(k, a.SymmetricShape, a.Type) {
-		return nil
-	}
-	return []kernel.Way{{Family: "half"}}
+	return k.Enqueue(s, "gemm_symmetric", symbol, l, args...)
 }

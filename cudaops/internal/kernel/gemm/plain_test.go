@@ -6,48 +6,10 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stretchr/testify/require"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
-
-// TestProductRefusals wants arguments that the kernel does not take to be refused, and others to be
-// launched.
-func TestProductRefusals(t *testing.T) {
-	for _, capability := range []int{89, 90} {
-		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := Product{Y: p, X: p, W: p, C: p, ScaleX: p, ScaleW: p, Type: kerneltest.Bf16,
-			ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400}}
-		refuses(t, k, ok, map[string]func(a *Product){
-			"columns":         func(a *Product) { a.Columns = 264 },
-			"d":               func(a *Product) { a.D = 408 },
-			"a small d":       func(a *Product) { a.D = 384 },
-			"type":            func(a *Product) { a.Type = kerneltest.F16 },
-			"rows":            func(a *Product) { a.Rows = -1 },
-			"result":          func(a *Product) { a.Y += 8 },
-			"input":           func(a *Product) { a.X += 2 },
-			"weights":         func(a *Product) { a.W += 8 },
-			"added":           func(a *Product) { a.C += 4 },
-			"way":             func(a *Product) { a.Way = kernel.Way{Family: "hopper", Size: 64} },
-			"no factors":      func(a *Product) { a.ScaleX = 0 },
-			"no factors of W": func(a *Product) { a.ScaleW = 0 },
-			"factors":         func(a *Product) { a.ScaleW += 4 },
-		})
-		c.ClearTrace()
-		takes := len(ok.Ways(k)) == 1
-		require.Equal(t, capability == 90, takes)
-		for _, ok.C = range []gpu.Ptr{0, p} {
-			require.Equal(t, ok.Launch(k, 0) == nil, takes, "capability %d: takes %+v: %v",
-				capability, ok, !takes)
-		}
-		require.Len(t, launched(t, c, 2), map[bool]int{true: 2}[takes], capability)
-		ok.Rows = 0
-		require.NoError(t, ok.Launch(k, 0))
-	}
-}
 
 // matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸,
 // and returns its numbers with these.
@@ -97,32 +59,26 @@ func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
 		plus[i] += v
 	}
 	a := Product{X: x, W: w, ScaleX: xs, ScaleW: ws, ProductShape: s, Type: kerneltest.Bf16}
-	ways := Product{ProductShape: s, Type: kerneltest.Bf16}.Ways(g.Set)
-	if len(ways) == 0 {
-		g.Fatal("no way takes it")
-	}
-	for _, a.Way = range ways {
-		for what, want := range map[string][]float64{"alone": alone,
-			"plus": plus, "in place": plus} {
-			var bits []float64
-			for range 2 {
-				y := g.Alloc(n, kerneltest.Bf16, 0)
-				a.Y, a.C = y.Ptr, 0
-				switch what {
-				case "plus":
-					a.C = c.Ptr
-				case "in place":
-					y, _ = g.Upload(cr, kerneltest.Bf16, 0)
-					a.Y, a.C = y.Ptr, y.Ptr
-				}
-				g.Must(a.Launch(g.Set, g.Stream))
-				got := g.Read(y)
-				nearRows(g, fmt.Sprint(a.Way, " ", what), got, want, s.Columns)
-				if bits == nil {
-					bits = got
-				} else if !slices.Equal(bits, got) {
-					g.Errorf("%v %s: results differ from run to run", a.Way, what)
-				}
+	for what, want := range map[string][]float64{"alone": alone,
+		"plus": plus, "in place": plus} {
+		var bits []float64
+		for range 2 {
+			y := g.Alloc(n, kerneltest.Bf16, 0)
+			a.Y, a.C = y.Ptr, 0
+			switch what {
+			case "plus":
+				a.C = c.Ptr
+			case "in place":
+				y, _ = g.Upload(cr, kerneltest.Bf16, 0)
+				a.Y, a.C = y.Ptr, y.Ptr
+			}
+			g.Must(a.Launch(g.Set, g.Stream))
+			got := g.Read(y)
+			nearRows(g, what, got, want, s.Columns)
+			if bits == nil {
+				bits = got
+			} else if !slices.Equal(bits, got) {
+				g.Errorf("%s: results differ from run to run", what)
 			}
 		}
 	}

@@ -50,17 +50,9 @@ func RoPEAngleAt(position, pair, h int) int {
 // have 64, 96 or 128 features. With Float8 the type must be BFloat16. D and Columns must then be
 // multiples of 16, D must exceed 384, and heads must have 64 or 128 features.
 func (a RoPEProduct) Ways(k *kernel.Set) []kernel.Way {
-	const limit = 1 << 30
-	tile := turnedTiles[a.HeadDim]
-	if tile.columns == 0 || k.Info.Capability() != 90 || a.Type.Size() != 2 || a.Turned < 0 ||
-		a.Turned%a.HeadDim != 0 ||
-		a.Turned > a.Columns || a.Columns%8 != 0 || a.D%8 != 0 ||
-		min(a.Rows, a.Columns, a.D, a.Seq) < 1 || max(a.Rows, a.Columns, a.D,
-		a.Seq*a.HeadDim) > limit ||
-		a.Float8 && !(a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)) {
-		return nil
-	}
-	return []kernel.Way{{Family: "fused"}}
+	return fused(turnedTiles[a.HeadDim].columns > 0 && k.Info.Capability() == 90 &&
+		a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0 &&
+		(!a.Float8 || a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)))
 }
 
 // turnedTiles is the shape of gemm_hopper_rope.cu by the features of a head: the columns of a tile,
@@ -71,55 +63,26 @@ const turnedRows = 8
 
 // Launch launches one kernel.
 func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
-	const op = "RoPEProduct"
-	if empty, err := kernel.CheckSizes(op, a.Rows, a.Columns, a.D); err != nil || empty {
-		return err
-	}
-	ways := a.Ways(k)
-	if len(ways) == 0 || !kernel.Aligned(a.Angles, a.ScaleX, a.ScaleWeights) ||
-		a.Float8 != (a.ScaleX != 0) || a.Float8 != (a.ScaleWeights != 0) {
-		return fmt.Errorf("kernels.%s: got %+v, %v, want compute capability 9.0, D and Columns "+
-			"multiples of 8, HeadDim 64, 96 or 128, "+
-			"Turned a multiple of it and at most Columns, a positive Seq, float16 or bfloat16, with Float8, and only then, factors, multiples of 16, "+
-			"D above %d, HeadDim not 96 and bfloat16, and angles and factors at multiples of 16",
-			op, a.RoPEProductShape, a.Type, float8Least)
-	}
-	if _, err := a.Way.Of(op, ways); err != nil {
-		return err
-	}
-	suf, err := kernel.Suffix(op, a.Type)
-	if err != nil {
-		return err
-	}
-	tile, d, symbol := turnedTiles[a.HeadDim], a.D,
-		fmt.Sprintf("gemm_hopper_rope_%d%s", a.HeadDim, suf)
+	tile, d, symbol := turnedTiles[a.HeadDim], a.D, "gemm_hopper_rope"
 	shared := warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns)
 	if a.Float8 { // two are an element
-		d, shared, symbol = d/2, shared+factorBytes(tile.columns),
-			fmt.Sprintf("gemm_hopper_rope_f8_%d%s", a.HeadDim, suf)
+		d, shared, symbol = d/2, shared+factorBytes(tile.columns), "gemm_hopper_rope_f8"
 	}
-	depth := uint64(d)
-	return gemmLaunch{unit: "gemm_hopper_rope", symbol: symbol, threads: 384,
-		shared: shared, dtype: a.Type, stored: a.Y, elements: a.Rows * a.Columns,
-		params: kernel.Args().Ptr(a.Angles).Ptr(a.ScaleX).Ptr(a.ScaleWeights).Int32(a.Rows).Int32(
-			a.Columns).Int32(d).Int32(a.Turned).Int32(a.Seq).Int32(gemmSection),
+	return gemmLaunch{unit: "gemm_hopper_rope", shared: shared, dtype: a.Type,
+		symbol: fmt.Sprintf("%s_%d%s", symbol, a.HeadDim, kernel.Suffix(a.Type)),
+		params: kernel.Struct{a.Angles, a.ScaleX, a.ScaleWeights, a.Rows, a.Columns, d, a.Turned,
+			a.Seq, gemmSection},
 		matrices: []gemmMatrix{
-			{a.X, [3]int{d, a.Rows, 1}, [2]uint64{depth, 8}, [3]uint32{gemmDepth, gemmRows, 1}},
-			{a.Weights, [3]int{d, a.Columns, 1}, [2]uint64{depth, 8},
-				[3]uint32{gemmDepth, uint32(tile.columns / gemmCluster), 1}},
-			{a.Y, [3]int{a.Columns, a.Rows, 1}, [2]uint64{uint64(a.Columns), 8},
-				[3]uint32{64, turnedRows, 1}},
+			matrix(a.X, d, a.Rows, gemmDepth, gemmRows),
+			matrix(a.Weights, d, a.Columns, gemmDepth, tile.columns/gemmCluster),
+			matrix(a.Y, a.Columns, a.Rows, 64, turnedRows).storing(),
 		}}.launch(k, s)
-}
-
-// Shape is the product's sizes, and what is turned.
-func (a RoPEProduct) Shape() string {
-	return fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v",
-		a.RoPEProductShape.Rows, a.Columns, a.D,
-		a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
 }
 
 // Tuning is that of [kernel.Tuned].
 func (a RoPEProduct) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "RoPEProduct", Units: []string{"gemm_hopper_rope", "rope"}, Computes: true}
+	return kernel.Tuning{Op: "RoPEProduct", Units: []string{"gemm_hopper_rope", "rope"},
+		Computes: true, Shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.Rows,
+			a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) +
+			kernel.With(a.Float8, "of float8")}
 }

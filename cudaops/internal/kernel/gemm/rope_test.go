@@ -6,8 +6,6 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stretchr/testify/require"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
@@ -139,61 +137,5 @@ func TestRoPEAngles(t *testing.T) {
 					table[at], table[at+2], cos[i], sin[i])
 			}
 		}
-	}
-}
-
-func TestRoPEProductRefusals(t *testing.T) {
-	for _, dim := range []int{64, 128} {
-		require.LessOrEqual(t, turnedTiles[dim].stages, float8Least/(2*gemmDepth)+1)
-	}
-	for _, capability := range []int{89, 90} {
-		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Type: kerneltest.Bf16,
-			RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 456,
-				Turned: 128, Seq: 3, HeadDim: 64}}
-		of8 := func(a RoPEProduct) RoPEProduct {
-			a.D, a.Float8, a.ScaleX, a.ScaleWeights = 464, true, p, p
-			return a
-		}
-		refuses(t, k, ok, map[string]func(a *RoPEProduct){
-			"rows":          func(a *RoPEProduct) { a.Rows = -1 },
-			"columns":       func(a *RoPEProduct) { a.Columns = 260 },
-			"d":             func(a *RoPEProduct) { a.D = 500 },
-			"turned":        func(a *RoPEProduct) { a.Turned = 32 },
-			"turned beyond": func(a *RoPEProduct) { a.Turned = 320 },
-			"seq":           func(a *RoPEProduct) { a.Seq = 0 },
-			"no heads":      func(a *RoPEProduct) { a.HeadDim = 0 },
-			"heads":         func(a *RoPEProduct) { a.HeadDim = 32 },
-			"type":          func(a *RoPEProduct) { a.Type = kerneltest.F32 },
-			"aligned":       func(a *RoPEProduct) { a.Y += 8 },
-			"input":         func(a *RoPEProduct) { a.X += 2 },
-			"angles":        func(a *RoPEProduct) { a.Angles += 8 },
-			"way": func(a *RoPEProduct) {
-				a.Way = kernel.Way{Family: "fused", Size: 128}
-			},
-			"factors":    func(a *RoPEProduct) { a.ScaleX, a.ScaleWeights = p, p },
-			"no factors": func(a *RoPEProduct) { a.D, a.Float8 = 464, true },
-			"float8, heads": func(a *RoPEProduct) {
-				*a = of8(*a)
-				a.HeadDim, a.Turned, a.Columns = 96, 96, 288
-			},
-			"float8, d":    func(a *RoPEProduct) { *a = of8(*a); a.D = 384 },
-			"float8, type": func(a *RoPEProduct) { *a = of8(*a); a.Type = kerneltest.F16 },
-		})
-		c.ClearTrace()
-		ways := ok.Ways(k)
-		require.Equal(t, capability == 90, len(ways) == 1, ways)
-		for _, ok.Way = range ways {
-			require.NoError(t, ok.Launch(k, 0))
-		}
-		require.Equal(t, (len(ways) == 1), (of8(ok).Launch(k, 0) == nil), capability)
-		count := 0
-		for _, n := range launched(t, c, 2) {
-			count += len(n)
-		}
-		require.Equal(t, 2*len(ways), count, capability)
-		empty := ok
-		empty.Rows = 0
-		require.NoError(t, empty.Launch(k, 0))
 	}
 }

@@ -2,11 +2,8 @@ package gemm
 
 import (
 	"fmt"
-	"maps"
 	"slices"
 	"testing"
-
-	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
@@ -123,33 +120,5 @@ func TestSymmetricInTurn(t *testing.T) {
 				}
 			}
 		})
-	}
-}
-
-func TestSymmetricRefusals(t *testing.T) {
-	for _, capability := range []int{89, 90} {
-		k, c, p := kerneltest.FakeAttention(t, capability, 227<<10)
-		ok := Symmetric{D: p, Left: p, Right: p, C: p, Alpha: 1, Type: kerneltest.F16,
-			SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2}}
-		refuses(t, k, ok, map[string]func(a *Symmetric){
-			"negative": func(a *Symmetric) { a.N = -8 },
-			"n":        func(a *Symmetric) { a.N = 260 },
-			"depth":    func(a *Symmetric) { a.Depth = 20 },
-			"result":   func(a *Symmetric) { a.D += 8 },
-			"operand":  func(a *Symmetric) { a.Left += 8 },
-			"addend":   func(a *Symmetric) { a.C += 4 },
-			"type":     func(a *Symmetric) { a.Type = kerneltest.Bf16 },
-		})
-		require.Equal(t, capability == 90, TakesSymmetric(k, ok.SymmetricShape, kerneltest.F16))
-		c.ClearTrace()
-		for _, ok.Tall = range []bool{false, true} {
-			require.Equal(t, capability == 90, ok.Launch(k, 0) == nil)
-		}
-		for _, l := range slices.Concat(slices.Collect(maps.Values(launched(t, c, 2)))...) {
-			require.Equal(t, 2, l.Cluster.X)
-		}
-		empty := ok
-		empty.Batch = 0
-		require.NoError(t, empty.Launch(k, 0))
 	}
 }

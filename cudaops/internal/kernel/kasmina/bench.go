@@ -16,45 +16,41 @@ import (
 func Bench(b *bench.B) {
 	for _, s := range []struct{ rows, seeds int }{{32768, 1024}, {1024, 1000}, {64, 1000}} {
 		for _, stages := range []bool{false, true} {
-			newBenchLayer(b, s.rows, s.seeds, stages).measure()
+			benchLayer(b, s.rows, s.seeds, stages)
 			b.Free()
 		}
 	}
 }
 
-// benchLayer is a layer with its operands.
-type benchLayer struct {
-	*bench.B
-	Layer
-	name                  string // what follows the pass
-	elements              int
-	y, g, dx, dw, ds      gpu.Ptr
-	health, gradient, bad gpu.Ptr // bad: three counts of each seed
-	forwardWork, backWork gpu.Ptr
-}
-
-func newBenchLayer(b *bench.B, rows, seeds int, stages bool) *benchLayer {
-	const chunk = 4
+func benchLayer(b *bench.B, rows, seeds int, stages bool) {
+	const chunk, t = 4, gpu.BFloat16
 	slots, n := seeds+1, rows*seeds*chunk
-	l := &benchLayer{B: b, elements: n, name: fmt.Sprintf("%dx%d_s%d", rows, seeds*chunk, seeds)}
+	name := fmt.Sprintf("%dx%d_s%d", rows, seeds*chunk, seeds)
 	if stages {
-		l.name += "_stages"
+		name += "_stages"
 	}
-	l.Layer = Layer{X: b.Normal(n, gpu.BFloat16), Weights: b.Normal(slots*chunk, gpu.Float32),
-		Scales: b.Normal(slots, gpu.Float32),
-		State:  State{Seeds: seeds, Slots: slots}, Rows: rows, Chunk: chunk, Eps: 1e-8,
-		Stability: seed.Adaptive, Type: gpu.BFloat16}
+	l := Layer{X: b.Normal(n, t), Weights: b.Normal(slots*chunk, gpu.Float32),
+		Scales: b.Normal(slots, gpu.Float32), State: State{Seeds: seeds, Slots: slots}, Rows: rows,
+		Chunk: chunk, Eps: 1e-8, Stability: seed.Adaptive, Type: t}
 	data := make([]byte, l.State.Bytes())
 	b.Do(l.State.Encode(data, func(i int) seed.Seed { return benchSeed(b, i, stages) }))
 	l.State.Ptr = b.Upload(data)
-	l.y, l.g, l.dx = b.Alloc(n, gpu.BFloat16), b.Normal(n, gpu.BFloat16), b.Alloc(n, gpu.BFloat16)
-	l.dw, l.ds = b.Alloc(slots*chunk, gpu.Float32), b.Alloc(slots, gpu.Float32)
-	l.health, l.gradient = b.Alloc(ForwardFigures*seeds, gpu.Float32),
-		b.Alloc(BackwardFigures*seeds, gpu.Float32)
-	l.bad = b.Floats(make([]float32, 3*seeds))
-	l.forwardWork = b.Alloc(Forward{Layer: l.Layer}.WorkspaceBytes(b.Info)/4, gpu.Float32)
-	l.backWork = b.Alloc(Backward{Layer: l.Layer}.WorkspaceBytes(b.Info)/4, gpu.Float32)
-	return l
+	counts := b.Zeros(3*seeds, gpu.Float32)
+	forward := Forward{Layer: l, Y: b.Alloc(n, t), Bad: counts,
+		Figures:   b.Alloc(ForwardFigures*seeds, gpu.Float32),
+		Workspace: b.Alloc(Forward{Layer: l}.WorkspaceBytes(b.Info)/4, gpu.Float32)}
+	backward := Backward{Layer: l, DX: b.Alloc(n, t), DWeights: b.Alloc(slots*chunk, gpu.Float32),
+		DScales: b.Alloc(slots, gpu.Float32), G: b.Normal(n, t), Bad: counts.Offset(4 * seeds),
+		Clipped: counts.Offset(8 * seeds), Figures: b.Alloc(BackwardFigures*seeds, gpu.Float32),
+		Workspace: b.Alloc(Backward{Layer: l}.WorkspaceBytes(b.Info)/4, gpu.Float32)}
+	size := 2 * float64(n)
+	for _, telemetry := range []bool{false, true} {
+		if forward.Telemetry, backward.Telemetry = telemetry, telemetry; telemetry {
+			name += "_telemetry"
+		}
+		b.Moves("kasmina_fwd_"+name, 2*size, forward)
+		b.Moves("kasmina_bwd_"+name, 3*size, backward)
+	}
 }
 
 // benchSeed is what a layer's seed i does.
@@ -71,25 +67,4 @@ func benchSeed(b *bench.B, i int, stages bool) seed.Seed {
 		s.Alpha = b.Random.Float32()
 	}
 	return s
-}
-
-func (l *benchLayer) measure() {
-	size := 2 * float64(l.elements)
-	for _, telemetry := range []bool{false, true} {
-		name := l.name
-		if telemetry {
-			name += "_telemetry"
-		}
-		l.Time(bench.Measurement{Name: "kasmina_fwd_" + name, Bytes: 2 * size}, func() error {
-			return Forward{Layer: l.Layer, Y: l.y, Telemetry: telemetry,
-				Figures: l.health, Bad: l.bad, Workspace: l.forwardWork}.Launch(l.Set, l.Stream)
-		})
-		l.Time(bench.Measurement{Name: "kasmina_bwd_" + name, Bytes: 3 * size}, func() error {
-			return Backward{Layer: l.Layer, DX: l.dx, DWeights: l.dw,
-				DScales: l.ds, G: l.g, Telemetry: telemetry, Figures: l.gradient,
-				Bad:     l.bad.Offset(4 * l.State.Seeds),
-				Clipped: l.bad.Offset(8 * l.State.Seeds), Workspace: l.backWork}.Launch(l.Set,
-				l.Stream)
-		})
-	}
 }

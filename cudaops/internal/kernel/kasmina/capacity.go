@@ -1,7 +1,6 @@
 package kasmina
 
 import (
-	"errors"
 	"fmt"
 	"math"
 
@@ -113,14 +112,6 @@ func newMixGrid(k *kernel.Set, l Layer, w Wide, arrays int) (g mixGrid) {
 // mixPadded is padded of kasmina_capacity.cu.
 func mixPadded(n int) int { return kernel.CeilDiv(n, 4) * 4 }
 
-// name is that of a kernel for where the weights are.
-func (g mixGrid) name(symbol, suffix string) string {
-	if g.resident {
-		return symbol + "_near" + suffix
-	}
-	return symbol + "_far" + suffix
-}
-
 // mixScratch is the workspace of a pass.
 type mixScratch struct{ narrow, dweights, dscales, partial, partialScales gpu.Ptr }
 
@@ -144,109 +135,94 @@ func (w Wide) workspace(d gpu.DeviceInfo, l Layer, backward bool) int {
 // mixArrays is how many arrays of each kind a pass has.
 func mixArrays(backward bool) int { return 1 + int(kernel.Bit(backward)) }
 
-// Launch is Forward for a layer with wide slots.
-func (p WideForward) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, empty, err := p.Forward.checkWide("KasminaWideForward", p.Forward.Reduction, p.Wide)
-	if empty || err != nil {
-		return err
-	}
-	g := newMixGrid(k, p.Forward.Layer, p.Wide, mixArrays(false))
-	scratch, _ := g.scratch(p.Forward.Layer, p.Wide.Workspace, false)
-	wide := p.Forward.Weights
-	p.Forward.Weights = scratch.narrow
-	if err := narrow(k, s, p.Forward.Layer, wide, p.Wide.Width); err != nil {
-		return err
-	}
-	if err := p.Forward.Launch(k, s); err != nil || g.m == 0 {
-		return err
-	}
-	a := kernel.Args().Struct(g.bytes(p.Forward.Layer, p.Wide, wide, kernel.Packed(p.Forward.Type,
-		p.Forward.Chunk, p.Forward.X, p.Forward.Y), false), 8).Ptr(p.Forward.Y).Ptr(p.Forward.X)
-	return mix(k, s, g.name("kasmina_mix", suf), g, a)
+// WideForward is Forward for a layer with wide slots.
+type WideForward struct {
+	Forward
+	Wide
 }
 
-// Launch is Backward for a layer with wide slots. DX must not be G.
+// Launch launches the kernels of Forward, one that copies weights ahead of them, and one of the
+// kinds that mix behind them.
+func (p WideForward) Launch(k *kernel.Set, s gpu.Stream) error {
+	f := &p.Forward
+	g := newMixGrid(k, f.Layer, p.Wide, mixArrays(false))
+	scratch, _ := g.scratch(f.Layer, p.Wide.Workspace, false)
+	wide := f.Weights
+	f.Weights = scratch.narrow
+	if err := narrow(k, s, f.Layer, wide, p.Width); err != nil {
+		return err
+	}
+	if err := f.Launch(k, s); err != nil || g.m == 0 {
+		return err
+	}
+	return g.launch(k, s, "kasmina_mix", f.Type, g.fields(f.Layer, p.Wide, wide,
+		kernel.Packed(f.Type, f.Chunk, f.X, f.Y), false), f.Y, f.X)
+}
+
+// WideBackward is Backward for a layer with wide slots. DX is not G, which the kinds that mix read
+// again, and nothing is left.
+type WideBackward struct {
+	Backward
+	Wide
+}
+
+// Launch launches the kernels of Backward, one that copies weights ahead of them, and two behind
+// them: one of the kinds that mix, and one that adds up over slots.
 func (p WideBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	if p.Backward.Parts != nil { // what follows needs the gradients
-		*p.Backward.Parts, p.Backward.Parts = Parts{}, nil
-	}
-	suf, empty, err := p.Backward.checkWide("KasminaWideBackward", p.Backward.Reduction, p.Wide)
-	if err != nil {
+	b := &p.Backward
+	g := newMixGrid(k, b.Layer, p.Wide, mixArrays(true))
+	scratch, _ := g.scratch(b.Layer, p.Wide.Workspace, true)
+	wide, dweights, dscales := b.Weights, b.DWeights, b.DScales
+	b.Weights, b.DWeights, b.DScales = scratch.narrow, scratch.dweights, scratch.dscales
+	if err := narrow(k, s, b.Layer, wide, p.Width); err != nil {
 		return err
 	}
-	if empty {
-		p.Backward.Chunk = p.Wide.Width
-		p.Backward.Rows = 0
-		return p.Backward.Launch(k, s)
-	}
-	if p.Backward.DX == p.Backward.G {
-		return errors.New("kernels.KasminaWideBackward: DX is G, which the kernels of the kinds " +
-			"that mix read again")
-	}
-	g := newMixGrid(k, p.Backward.Layer, p.Wide, mixArrays(true))
-	scratch, _ := g.scratch(p.Backward.Layer, p.Wide.Workspace, true)
-	wide, dweights, dscales := p.Backward.Weights, p.Backward.DWeights, p.Backward.DScales
-	p.Backward.Weights, p.Backward.DWeights, p.Backward.DScales = scratch.narrow,
-		scratch.dweights, scratch.dscales
-	if err := narrow(k, s, p.Backward.Layer, wide, p.Wide.Width); err != nil {
+	if err := b.Launch(k, s); err != nil {
 		return err
 	}
-	if err := p.Backward.Launch(k, s); err != nil {
-		return err
-	}
-	layer := g.bytes(p.Backward.Layer, p.Wide, wide, kernel.Packed(p.Backward.Type,
-		p.Backward.Chunk, p.Backward.X, p.Backward.G, p.Backward.DX), p.Backward.Clip)
+	layer := g.fields(b.Layer, p.Wide, wide, kernel.Packed(b.Type, b.Chunk, b.X, b.G, b.DX), b.Clip)
 	if g.m > 0 {
-		a := kernel.Args().Struct(layer,
-			8).Ptr(p.Backward.DX).Ptr(p.Backward.G).Ptr(p.Backward.X).Ptr(scratch.partial).Ptr(
-			scratch.partialScales)
-		if err := mix(k, s, g.name("kasmina_mix_backward", suf), g, a); err != nil {
+		if err := g.launch(k, s, "kasmina_mix_backward", b.Type, layer, b.DX, b.G, b.X,
+			scratch.partial, scratch.partialScales); err != nil {
 			return err
 		}
 	}
 	return k.Enqueue(s, mixUnit, "kasmina_mix_slots", gpu.LaunchConfig{
-		Grid:  gpu.Dim{X: p.Backward.State.Slots, Y: kernel.CeilDiv(p.Wide.Width, mixThreads)},
+		Grid:  gpu.Dim{X: b.State.Slots, Y: kernel.CeilDiv(p.Width, mixThreads)},
 		Block: gpu.Dim{X: mixThreads},
-	},
-		kernel.Args().Struct(layer,
-			8).Ptr(dweights).Ptr(dscales).Ptr(scratch.dweights).Ptr(scratch.dscales).Ptr(
-			scratch.partial).Ptr(scratch.partialScales))
-}
-
-func (l Layer) checkWide(op string, r seed.Reduction, w Wide) (suf string, empty bool, err error) {
-	if suf, empty, err = l.check(op, r); err != nil {
-		return "", false, err
-	}
-	if w.Width < l.Chunk || int64(w.Width)*int64(l.State.Slots) > math.MaxInt32 ||
-		w.Width > math.MaxUint16*mixThreads {
-		return "", false, fmt.Errorf("kernels.%s: %d slots of %d weights for chunks of %d columns",
-			op, l.State.Slots, w.Width, l.Chunk)
-	}
-	return suf, empty, nil
+	}, layer, dweights, dscales, scratch.dweights, scratch.dscales, scratch.partial,
+		scratch.partialScales)
 }
 
 // narrow copies the weights that kinds use which have as many as a chunk has columns.
 func narrow(k *kernel.Set, s gpu.Stream, l Layer, wide gpu.Ptr, width int) error {
 	n := l.State.Slots * l.Chunk
-	a := kernel.Args().Ptr(l.Weights).Ptr(wide).Int64(int64(n)).Int32(l.Chunk).Int32(width)
 	return k.Enqueue(s, mixUnit, "kasmina_narrow",
-		kernel.Line(min(kernel.CeilDiv(n, mixThreads), 8*k.Info.SMs), mixThreads), a)
+		kernel.Line(min(kernel.CeilDiv(n, mixThreads), 8*k.Info.SMs), mixThreads), l.Weights, wide,
+		int64(n), l.Chunk, width)
 }
 
-// mix launches a kernel whose blocks take seeds and parts of the rows in turn.
-func mix(k *kernel.Set, s gpu.Stream, name string, g mixGrid, a *gpu.Args) error {
+// launch launches a kernel whose blocks take seeds and parts of the rows in turn: that for where the
+// weights are.
+func (g mixGrid) launch(k *kernel.Set, s gpu.Stream, name string, t gpu.DType, args ...any) error {
+	if g.resident {
+		name += "_near"
+	} else {
+		name += "_far"
+	}
+	name += kernel.Suffix(t)
 	blocks, err := k.Resident(mixUnit, name, mixThreads, g.shared)
 	if err != nil {
 		return err
 	}
 	c := kernel.Line(blocks, mixThreads)
 	c.Shared = g.shared
-	return k.Enqueue(s, mixUnit, name, c, a)
+	return k.Enqueue(s, mixUnit, name, c, args...)
 }
 
-// bytes is Mixing of kasmina_capacity.cu.
-func (g mixGrid) bytes(l Layer, w Wide, weights gpu.Ptr, vectors, clip bool) []byte {
-	large := float32(math.Inf(1))
+// fields are those of Mixing of kasmina_capacity.cu.
+func (g mixGrid) fields(l Layer, w Wide, weights gpu.Ptr, vectors, clip bool) kernel.Struct {
+	large := math.Inf(1)
 	if l.Stability == seed.Adaptive {
 		large = mixLarge
 	}
@@ -254,26 +230,9 @@ func (g mixGrid) bytes(l Layer, w Wide, weights gpu.Ptr, vectors, clip bool) []b
 	if clip {
 		limit = l.State.field(4)
 	}
-	return kernel.Args().Ptr(w.Mixing.Ptr).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(
-		l.State.field(3)).Ptr(limit).
-		Ptr(weights).Ptr(l.Scales).Int64(int64(l.Rows)).
-		Int32(l.State.Seeds).Int32(l.State.Slots).Int32(l.Chunk).Int32(g.m).Int32(w.Width).Int32(
-		g.tile).Int32(g.parts).
-		Int32(int(kernel.Bit(l.Stability == seed.Strict))).Int32(int(kernel.Bit(vectors))).Float32(
-		float32(l.Eps)).Float32(large).
-		Int32(0).Packed() // to a multiple of 8 bytes
-}
-
-// WideForward is Forward for a layer with wide slots.
-type WideForward struct {
-	Forward
-	Wide
-}
-
-// WideBackward is Backward for a layer with wide slots.
-type WideBackward struct {
-	Backward
-	Wide
+	return kernel.Struct{w.Mixing.Ptr, l.State.field(1), l.State.field(2), l.State.field(3), limit,
+		weights, l.Scales, int64(l.Rows), l.State.Seeds, l.State.Slots, l.Chunk, g.m, w.Width,
+		g.tile, g.parts, l.Stability == seed.Strict, vectors, l.Eps, large}
 }
 
 // WorkspaceBytes is the size of Wide's Workspace.

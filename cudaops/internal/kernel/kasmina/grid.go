@@ -17,13 +17,12 @@ const (
 	kasminaBlocks         = 4 // a multiprocessor at most
 	kasminaMergeThreads   = 256
 	kasminaRowParts       = 1024 // of the rows for kasmina_rows.cu at most
-	kasminaTileRows       = 1024 // up to which tiles should be fastest
 	kasminaRingAhead      = 3
 )
 
 // kasminaGrid is how a layer is cut up for a launch.
 type kasminaGrid struct {
-	family      Family
+	ring        bool   // rows come through shared memory
 	shape       string // of FOR_SHAPES in kasmina_feed.cuh
 	arrays      int    // that are read
 	batch       int    // rows
@@ -31,10 +30,8 @@ type kasminaGrid struct {
 	each, units int    // columns of a unit, and how many there are
 	use         kasminaUse
 	// threads that share a chunk, and form its norm; 0 where they are not all in one warp
-	sharing int
-	used    int // threads of a warp that have columns, in each of its rows
-	// across, where warps hold chunks of several batches of a lane, that are down; else 0
-	chunks       int
+	sharing      int
+	used         int // threads of a warp that have columns, in each of its rows
 	tiles        int // blocks for the columns of a row
 	across, down int // threads of a block
 	rowBlocks    int // blocks for the rows, that take batches in turn
@@ -86,7 +83,7 @@ func (g kasminaGrid) shared() int {
 		left = left/kasminaForwardRecord*kasminaBackwardRecord +
 			4*(kasminaThreads*g.perThread+2*units)
 	}
-	if g.family == Ring {
+	if g.ring {
 		return max(left, kasminaRingAhead*g.arrays*g.batch*kasminaThreads*16)
 	}
 	return left
@@ -96,29 +93,16 @@ func (g kasminaGrid) shared() int {
 func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late + g.ending }
 
 // share is Share of kasmina_feed.cuh.
-func (g kasminaGrid) share() []byte {
-	lanes, group := g.down, 0
-	if g.chunks > 0 {
-		lanes, group = 1, g.sharing
-	}
-	return kernel.Args().Int32(g.rowBlocks*lanes | g.run<<24).Uint32(
-		uint32(g.ending*lanes | g.tail<<18 | g.used<<26)).
-		Int32(group | g.chunks<<8 | g.down<<16).Packed()
-}
-
-// block is the threads of a block.
-func (g kasminaGrid) block() gpu.Dim {
-	if g.chunks > 0 {
-		return gpu.Dim{X: 32, Y: kasminaThreads / 32}
-	}
-	return gpu.Dim{X: g.across, Y: g.down}
+func (g kasminaGrid) share() kernel.Struct {
+	return kernel.Struct{uint32(g.rowBlocks*g.down | g.run<<24),
+		uint32(g.ending*g.down | g.tail<<18 | g.used<<26), uint32(g.down << 16)}
 }
 
 // kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.
-func newKasminaGrid(k *kernel.Set, l Layer, f Family, blocks int, aligned bool,
+func newKasminaGrid(k *kernel.Set, l Layer, ring bool, blocks int, aligned bool,
 	use kasminaUse) kasminaGrid {
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
-	g := kasminaGrid{family: f, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1,
+	g := kasminaGrid{ring: ring, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1,
 		each: 1, units: d, rows: newKasminaRows(k, l)}
 	if g.use.backward {
 		g.arrays, g.batch = 2, 2
@@ -129,25 +113,14 @@ func newKasminaGrid(k *kernel.Set, l Layer, f Family, blocks int, aligned bool,
 	case aligned && l.Chunk%n == 0:
 		g.shape, g.perThread, g.each, g.units = "part", n, n, d/n
 	}
-	if f == Tile {
-		g.batch = 2
-	}
 	threads, batches := g.spread(l), kernel.CeilDiv(l.Rows, g.batch)
-	if g.across = g.acrossOf(threads, batches); f == Tile {
-		g.across = l.tileAcross(use.backward)
-	}
+	g.across = g.acrossOf(threads, batches)
 	if g.used == 0 {
 		g.used = min(32, g.across)
 	}
 	g.down = kasminaThreads / g.across
-	g.pack(l)
-	if g.tiles = kernel.CeilDiv(threads, g.across); g.chunks > 0 {
-		g.tiles = kernel.CeilDiv(l.State.Seeds, g.chunks)
-	}
+	g.tiles = kernel.CeilDiv(threads, g.across)
 	g.rowBlocks = min(max(1, blocks/g.tiles), kernel.CeilDiv(batches, g.down), 1<<16-1)
-	if f == Tile {
-		g.rowBlocks = 1
-	}
 	g.spreadLate(l, batches)
 	return g
 }
@@ -165,7 +138,7 @@ func (g *kasminaGrid) spreadLate(l Layer, batches int) {
 		percent, rows, ending = 50, 16, 10
 	}
 	g.run, g.tail = rows/g.batch, rows/2/g.batch
-	if l.Rows < 4*rows*g.rowBlocks*g.down || g.family == Tile {
+	if l.Rows < 4*rows*g.rowBlocks*g.down {
 		return
 	}
 	g.late = min(batches*percent/100/g.run/g.down, 1<<15-g.rowBlocks)
@@ -190,35 +163,6 @@ func (g *kasminaGrid) spread(l Layer) int {
 		}
 	}
 	return threads
-}
-
-// pack has warps hold as many chunks as they can in a backward pass over a long layer. The chunks
-// are those of one seed in several batches, so that a warp does no more than that seed needs. No
-// chunk crosses from one warp to the next: with 6 threads a chunk, 30 of a warp have work. It does
-// not where chunks are so small that a warp's accesses would be scattered, nor where more threads
-// would be idle. Those of a chunk that are to be of one warp and are no power of two are excepted.
-// Forward, where there is less to leave out, rows that warps read in one piece are worth more. A
-// block has the least number of seeds with 256 bytes of a row, or fewer if that would leave threads
-// idle.
-func (g *kasminaGrid) pack(l Layer) {
-	sharing := l.Chunk / g.perThread
-	if !g.use.backward || g.family == Tile || sharing > 32 {
-		return
-	}
-	uneven := g.use.joined() && sharing&(sharing-1) != 0
-	if !uneven && (l.Chunk*l.Type.Size() < 64 || sharing > 16 || 32%sharing > 4) {
-		return
-	}
-	const warps = kasminaThreads / 32
-	chunks := 1
-	for chunks < warps && chunks*l.Chunk*l.Type.Size() < 256 && l.State.Seeds%(2*chunks) == 0 {
-		chunks *= 2
-	}
-	down := warps / chunks * (32 / sharing)
-	if l.Rows < 16*g.batch*down {
-		return
-	}
-	g.sharing, g.chunks, g.across, g.down, g.used = sharing, chunks, chunks*sharing, down, 32
 }
 
 // acrossOf is how many threads of a block, a power of two, have different columns, of so many that
@@ -260,9 +204,6 @@ func (g kasminaGrid) scratch(l Layer, at gpu.Ptr) (s kasminaScratch) {
 		s.gates = c.take(8 * l.State.Slots)
 	}
 	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
-	if g.family == Tile {
-		parts = 0 // leave nothing
-	}
 	s.partial = c.take(kasminaRowPartial * g.rows.parts() * l.State.Seeds)
 	if g.use.telemetry {
 		record := kasminaForwardRecord
@@ -281,12 +222,12 @@ func (g kasminaGrid) scratch(l Layer, at gpu.Ptr) (s kasminaScratch) {
 	return s
 }
 
-// WorkspaceBytes is the size of Workspace, whatever the family.
+// WorkspaceBytes is the size of Workspace.
 func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return kasminaWorkspace(kernel.Sized(d), f.Layer, kasminaUse{telemetry: true})
 }
 
-// WorkspaceBytes is the size of Workspace, whatever the family.
+// WorkspaceBytes is the size of Workspace.
 func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	u, k := kasminaUse{backward: true, clip: b.Clip}, kernel.Sized(d)
 	quiet := kasminaWorkspace(k, b.Layer, u)
@@ -296,12 +237,10 @@ func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 
 func kasminaWorkspace(k *kernel.Set, l Layer, use kasminaUse) (bytes int) {
 	for _, aligned := range []bool{false, true} {
-		for f := Plain; f < Tile; f++ { // a tile takes less
-			g := newKasminaGrid(k, l, f, kasminaBlocks*k.Info.SMs, aligned, use)
-			few := newKasminaGrid(k, l, f, 1, aligned, use)
-			g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
-			bytes = max(bytes, g.scratch(l, 0).bytes)
-		}
+		g := newKasminaGrid(k, l, false, kasminaBlocks*k.Info.SMs, aligned, use)
+		few := newKasminaGrid(k, l, false, 1, aligned, use)
+		g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
+		bytes = max(bytes, g.scratch(l, 0).bytes)
 	}
 	return bytes
 }

@@ -5,13 +5,13 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/seed"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 )
 
 // ErrKind is what [State.Encode] fails with for a kind of blueprint that the kernels do not know.
@@ -124,7 +124,7 @@ type Layer struct {
 	Eps                float64
 	Stability          seed.Stability
 	Type               gpu.DType
-	Family             Family
+	Plain              bool // although the rows could come through shared memory
 	// of a launch that are in flight at once, at most; 0 for all that the GPU has room for
 	Blocks int
 }
@@ -164,44 +164,14 @@ type Backward struct {
 	Parts *Parts
 }
 
-// Family is a way in which the rows of a layer reach the threads of a kernel; kasmina_feed.cuh says
-// more. All give the same results, up to the rounding of figures and of gradients of parameters.
-type Family int
-
-// The families. Auto is the first of [Families].
-const (
-	Auto  Family = iota
-	Plain        // any layer, alignment and mode; loads into registers
-	Ring         // through shared memory, each thread for itself
-	Tile         // a block has all rows of its seeds, and nothing is left to merge
-	kasminaFamilies
-)
-
-func (f Family) String() string {
-	if f < 0 || f >= kasminaFamilies {
-		return fmt.Sprintf("KasminaFamily(%d)", int(f))
-	}
-	return [...]string{"auto", "plain", "ring", "tile"}[f]
-}
-
-// Families lists the families that can run a pass over a layer, the one that should be fastest
-// first. Besides X, the arrays of the layer's shape that the pass takes count by their alignment.
-func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Ptr) []Family {
-	plain := []Family{Plain}
-	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
-	if l.Stability == seed.Strict || !kernel.Aligned(append(others, l.X)...) || d%n != 0 ||
-		l.Chunk != 4 && l.Chunk%n != 0 {
-		return plain
-	}
-	families := []Family{Ring, Plain}
-	if l.tileAcross(backward) > 0 && (telemetry || backward) {
-		at := len(families)
-		if l.Rows <= kasminaTileRows {
-			at = 0
-		}
-		families = slices.Insert(families, at, Tile)
-	}
-	return families
+// rings reports whether rows can come through shared memory, each thread's own, as kasmina_feed.cuh
+// has it. That is faster than loads into registers, which any layer takes, and gives the same
+// results, up to the rounding of figures and of gradients of parameters. Besides X, the arrays of
+// the layer's shape that the pass takes count by their alignment.
+func (l Layer) rings(others ...gpu.Ptr) bool {
+	n := kernel.Vector(l.Type)
+	return !l.Plain && l.Stability != seed.Strict && kernel.Aligned(append(others, l.X)...) &&
+		l.State.Seeds*l.Chunk%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0)
 }
 
 // InPlace reports whether the gradient of X can take the memory of that of Y. The threads that
@@ -210,37 +180,6 @@ func Families(k *kernel.Set, l Layer, backward, telemetry bool, others ...gpu.Pt
 func (l Layer) InPlace() bool {
 	n := kernel.Vector(l.Type)
 	return l.Chunk == 4 && l.State.Seeds*l.Chunk%n == 0 || l.Chunk%n == 0 && l.Chunk/n <= 32
-}
-
-// tileAcross is the threads of a tile for a row of it, which is whole chunks, or 0 where there can
-// be no tiles. The threads of a chunk must be a power of two. Forward, layers of more rows take
-// narrower tiles, which are more.
-func (l Layer) tileAcross(backward bool) int {
-	chunk, least := max(1, l.Chunk/kernel.Vector(l.Type)), 8
-	if chunk > 32 || chunk&(chunk-1) != 0 {
-		return 0
-	}
-	if !backward && l.Rows > 64 {
-		least = 4
-	}
-	return max(least, chunk)
-}
-
-// check returns the name's ending of the kernels for a layer.
-func (l Layer) check(op string, r seed.Reduction) (suf string, empty bool, err error) {
-	if suf, err = kernel.Suffix(op, l.Type); err != nil {
-		return "", false, err
-	}
-	if l.Stability > seed.Strict || r > seed.Max {
-		return "", false, fmt.Errorf("kernels.%s: there is no stability mode %d or no reduction %d",
-			op, l.Stability, r)
-	}
-	if int64(l.State.Seeds)*int64(l.Chunk) > math.MaxInt32/4 || l.Rows > math.MaxInt32 {
-		return "", false, fmt.Errorf("kernels.%s: %d rows of %d seeds of %d columns are too many",
-			op, l.Rows, l.State.Seeds, l.Chunk)
-	}
-	empty, err = kernel.CheckSizes(op, l.Rows, l.State.Seeds, l.Chunk, l.State.Slots)
-	return suf, empty, err
 }
 
 // mode is the variant of a kernel, as kasmina.cuh has it.
@@ -254,9 +193,9 @@ func (l Layer) mode(telemetry bool) string {
 	return "quiet"
 }
 
-// bytes is Layer of kasmina.cuh.
-func (l Layer) bytes(softmax gpu.Ptr, clip bool) []byte {
-	large := float32(math.MaxFloat32)
+// fields are those of Layer of kasmina.cuh.
+func (l Layer) fields(softmax gpu.Ptr, clip bool) kernel.Struct {
+	large := math.MaxFloat32
 	if l.Stability == seed.Adaptive {
 		large = 1e6
 	}
@@ -264,12 +203,8 @@ func (l Layer) bytes(softmax gpu.Ptr, clip bool) []byte {
 	if clip {
 		limit = l.State.field(4)
 	}
-	a := kernel.Args().Ptr(l.State.field(0)).Ptr(l.State.field(1)).Ptr(l.State.field(2)).Ptr(
-		l.State.field(3)).Ptr(limit).
-		Ptr(l.Weights).Ptr(l.Scales).Ptr(softmax).Int64(int64(l.Rows)).Int32(
-		l.State.Seeds).Int32(l.Chunk).
-		Float32(float32(l.Eps)).Float32(large)
-	return a.Packed()
+	return kernel.Struct{l.State.field(0), l.State.field(1), l.State.field(2), l.State.field(3),
+		limit, l.Weights, l.Scales, softmax, int64(l.Rows), l.State.Seeds, l.Chunk, l.Eps, large}
 }
 
 // kasminaPass is a pass about to be launched.
@@ -280,34 +215,27 @@ type kasminaPass struct {
 	kasminaGrid
 	kasminaScratch
 	unit, name string // of the kernel
-	suf        string // of the type
-	layer      []byte
+	layer      kernel.Struct
 }
 
-// kasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides
+// newKasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides
 // X.
-func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, suf string, use kasminaUse, work gpu.Ptr,
+func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work gpu.Ptr,
 	others ...gpu.Ptr) (*kasminaPass, error) {
-	unit, op := "kasmina", "forward"
+	p := &kasminaPass{Set: k, Stream: s, Layer: l, unit: "kasmina", name: "kasmina_forward_plain_"}
 	if use.backward {
-		unit, op = "kasmina_backward", "backward"
+		p.unit, p.name = "kasmina_backward", "kasmina_backward_plain_"
 	}
-	family, can := l.Family, Families(k, l, use.backward, use.telemetry, others...)
-	if family == Auto {
-		family = can[0]
-	} else if !slices.Contains(can, family) {
-		return nil,
-			fmt.Errorf("kernels: family %v cannot run the Kasmina %s pass of this layer, only %v "+
-				"can", family, op, can)
+	ring := l.rings(others...)
+	if ring {
+		p.name = strings.Replace(p.name, "plain", "ring", 1)
 	}
-	p := &kasminaPass{Set: k, Stream: s, Layer: l, unit: unit, suf: suf}
 	grid := func(blocks int) kasminaGrid {
-		return newKasminaGrid(k, l, family, blocks, kernel.Aligned(append(others, l.X)...), use)
+		return newKasminaGrid(k, l, ring, blocks, kernel.Aligned(append(others, l.X)...), use)
 	}
 	g := grid(1)
-	p.name = "kasmina_" + op + "_" + family.String() + "_" + l.mode(use.telemetry) + "_" + g.shape +
-		suf
-	blocks, err := k.Resident(unit, p.name, kasminaThreads, g.shared())
+	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
+	blocks, err := k.Resident(p.unit, p.name, kasminaThreads, g.shared())
 	if err != nil {
 		return nil, err
 	}
@@ -316,29 +244,24 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, suf string, use kasmin
 	}
 	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.Info.SMs)))
 	p.kasminaScratch = p.kasminaGrid.scratch(l, work)
-	p.layer = l.bytes(p.gates, use.clip)
-	if p.gates != 0 {
-		a := kernel.Args().Ptr(p.gates).Ptr(l.Weights).Int32(l.State.Slots).Int32(l.Chunk)
-		err = k.Enqueue(s, "kasmina", "kasmina_softmax",
-			kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256), a)
+	p.layer = l.fields(p.gates, use.clip)
+	if p.gates == 0 {
+		return p, nil
 	}
-	return p, err
+	return p, k.Enqueue(s, "kasmina", "kasmina_softmax",
+		kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256), p.gates, l.Weights, l.State.Slots,
+		l.Chunk)
 }
 
-// args begins the arguments of the pass's kernel: the layer, Share and two arrays.
-func (p *kasminaPass) args(y, x gpu.Ptr) *gpu.Args {
-	return kernel.Args().Struct(p.layer, 8).Struct(p.share(), 4).Ptr(y).Ptr(x)
-}
-
-// main launches the pass's kernel over the whole layer. It overlaps with whatever comes before it,
-// which it awaits, but for tiles backward, where that gained nothing.
-func (p *kasminaPass) main(a *gpu.Args) error {
+// main launches the pass's kernel over the whole layer, which takes the layer, Share, and two arrays
+// first. It overlaps with whatever comes before it, which it awaits.
+func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) error {
 	return p.Enqueue(p.Stream, p.unit, p.name, gpu.LaunchConfig{
 		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
-		Block:   p.block(),
+		Block:   gpu.Dim{X: p.across, Y: p.down},
 		Shared:  p.shared(),
-		Overlap: (p.family != Tile || !p.use.backward) && p.Overlaps(),
-	}, a)
+		Overlap: p.Overlaps(),
+	}, append([]any{p.layer, p.share(), y, x}, args...)...)
 }
 
 // merging is how many threads merge the records of a seed, so that none has many.
@@ -351,41 +274,34 @@ func (p *kasminaPass) merging() int {
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
-func (p *kasminaPass) measureRows(name string, a *gpu.Args, r seed.Reduction) error {
-	return p.Enqueue(p.Stream, "kasmina_rows", name+p.suf, gpu.LaunchConfig{
+func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) error {
+	return p.Enqueue(p.Stream, "kasmina_rows", name+kernel.Suffix(p.Type), gpu.LaunchConfig{
 		Grid:  gpu.Dim{X: p.rows.tiles, Y: p.rows.blocks},
 		Block: gpu.Dim{X: kasminaThreads},
-	}, a.Int32(p.rows.across).Int32(p.rows.lanes).Int32(int(r)))
+	}, append(args, p.rows.across, p.rows.lanes, int(r))...)
 }
 
 func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) error {
-	a := kernel.Args().Ptr(figures).Ptr(p.partial).Int32(p.rows.parts()).Int32(p.State.Seeds).Int32(
-		int(r)).Int32(count).Int32(norms)
 	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_rows_merge",
-		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), a)
+		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), figures, p.partial, p.rows.parts(),
+		p.State.Seeds, int(r), count, norms)
 }
 
 // Launch launches a kernel for Y and records of figures. With telemetry another one merges them,
-// unless the family does that at once or it is left. A tiny one comes before them where a chunk is
-// more than 32 threads'.
+// unless it is left. A tiny one comes before them where a chunk is more than 32 threads'.
 func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	if f.Records != nil {
-		*f.Records = Records{}
-	}
-	suf, empty, err := f.check("KasminaForward", f.Reduction)
-	if empty || err != nil {
-		return err
-	}
-	p, err := newKasminaPass(k, s, f.Layer, suf, kasminaUse{telemetry: f.Telemetry}, f.Workspace,
-		f.Y)
+	p, err := newKasminaPass(k, s, f.Layer, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
 	if err != nil {
 		return err
 	}
-	a := p.args(f.Y, f.X)
-	if err := p.main(a.Ptr(p.records).Ptr(f.Figures).Ptr(f.Bad)); err != nil {
+	if err := p.main(f.Y, f.X, p.records, f.Figures, f.Bad); err != nil {
 		return err
 	}
-	if left := p.left(f); f.Records != nil && f.Reduction == seed.Exact {
+	left := p.left(f)
+	if f.Records != nil {
+		*f.Records = Records{}
+	}
+	if f.Records != nil && f.Reduction == seed.Exact {
 		*f.Records = left
 	} else if err := mergeRecords(k, s, []Records{left}); err != nil {
 		return err
@@ -398,8 +314,8 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if !f.Telemetry || f.Reduction == seed.Exact {
 		return nil
 	}
-	if err := p.measureRows("kasmina_rows_health",
-		kernel.Args().Struct(p.layer, 8).Ptr(f.X).Ptr(p.partial), f.Reduction); err != nil {
+	if err := p.measureRows("kasmina_rows_health", f.Reduction, p.layer, f.X,
+		p.partial); err != nil {
 		return err
 	}
 	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
@@ -410,58 +326,38 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 		return err
 	}
 	tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
-	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_histogram"+p.suf, gpu.LaunchConfig{
-		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.Info.SMs/tiles))},
-		Block: gpu.Dim{X: 256},
-	}, kernel.Args().Ptr(bins).Ptr(p.X).Int64(int64(p.Rows)).Int32(p.State.Seeds).Int32(p.Chunk))
+	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type),
+		gpu.LaunchConfig{
+			Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.Info.SMs/tiles))},
+			Block: gpu.Dim{X: 256},
+		}, bins, p.X, int64(p.Rows), p.State.Seeds, p.Chunk)
 }
 
-// Launch launches a kernel for DX, sums over rows and records of figures. Unless the family does
-// that at once, a second kernel adds those up over the blocks. A third adds them up over the seeds
-// of a slot. The last two are not launched if they are left to another call. Where a chunk's
-// threads are more than a warp, norms and clipping take one more pass over G.
+// Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds those
+// up over the blocks. A third adds them up over the seeds of a slot. The last two are not launched
+// if they are left to another call. Where a chunk's threads are more than a warp, norms and clipping
+// take one more pass over G.
 func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	if b.Parts != nil {
-		*b.Parts = Parts{}
-	}
-	suf, empty, err := b.check("KasminaBackward", b.Reduction)
-	if err != nil {
-		return err
-	}
-	if empty {
-		return errors.Join(elementwise.Fill(k, s, b.DWeights, 0,
-			b.State.Slots*b.Chunk, gpu.Float32),
-			elementwise.Fill(k, s, b.DScales, 0, b.State.Slots, gpu.Float32))
-	}
 	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
-	if use.inPlace && (!b.InPlace() || !kernel.Aligned(b.X, b.G)) {
-		return fmt.Errorf("kernels.KasminaBackward: DX is G, but chunks of %d columns of %v at "+
-			"%#x and %#x cannot be computed in place",
-			b.Chunk, b.Type, b.X, b.G)
-	}
-	p, err := newKasminaPass(k, s, b.Layer, suf, use, b.Workspace, b.DX, b.G)
+	p, err := newKasminaPass(k, s, b.Layer, use, b.Workspace, b.DX, b.G)
 	if err != nil {
 		return err
 	}
 	byRow := b.Telemetry && (b.Reduction != seed.Exact || p.sharing == 0) || p.scale != 0
 	if byRow {
-		l := kernel.Args().Struct(b.Layer.bytes(p.gates, p.scale != 0), 8)
-		if err := p.measureRows("kasmina_rows_gradient",
-			l.Ptr(b.G).Ptr(p.partial).Ptr(p.scale).Ptr(b.Clipped), b.Reduction); err != nil {
+		if err := p.measureRows("kasmina_rows_gradient", b.Reduction,
+			b.Layer.fields(p.gates, p.scale != 0), b.G, p.partial, p.scale, b.Clipped); err != nil {
 			return err
 		}
 	}
-	a := p.args(b.DX, b.G)
-	sums := p.sums
-	if p.family == Tile {
-		sums = p.total
-	}
-	a.Ptr(b.X).Int32(p.sharing).Ptr(p.scale).Ptr(sums).Ptr(p.records).Ptr(
-		b.Figures).Ptr(b.Bad).Ptr(b.Clipped)
-	if err := p.main(a); err != nil {
+	if err := p.main(b.DX, b.G, b.X, p.sharing, p.scale, p.sums, p.records, b.Figures, b.Bad,
+		b.Clipped); err != nil {
 		return err
 	}
 	byRow = byRow && b.Telemetry
+	if b.Parts != nil {
+		*b.Parts = Parts{}
+	}
 	if left := p.parts(b); b.Parts != nil && !byRow {
 		*b.Parts = left
 	} else if err := addParts(k, s, []Parts{left}); err != nil {

@@ -16,32 +16,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// kasminaPacked are layers, as rows, seeds, chunk and slots, in which warps hold several chunks
-// backward: in the last three of 16-bit types even where nothing has threads of a chunk be of one
-// warp.
-var kasminaPacked = [][4]int{
-	{1327, 5, 48, 6}, {2611, 3, 24, 4}, {702, 2, 80, 3}, {2600, 1, 24, 2}, {1101, 4, 64, 5},
-	{1031, 8, 32, 7}, {1040, 6, 48, 5},
-}
-
-// TestKasminaPacked needs no GPU.
-func TestKasminaPacked(t *testing.T) {
-	k := &kernel.Set{Info: gpu.DeviceInfo{SMs: 132}}
-	for i, s := range kasminaPacked {
-		for _, dt := range kerneltest.StorageTypes {
-			l := Layer{Rows: s[0], Chunk: s[2], Type: dt, State: State{Seeds: s[1], Slots: s[3]}}
-			for _, telemetry := range []bool{false, true} {
-				use := kasminaUse{backward: true, telemetry: telemetry}
-				g := newKasminaGrid(k, l, Ring, kasminaBlocks*k.Info.SMs, true, use)
-				if g.chunks == 0 && (telemetry || dt != kerneltest.F32 &&
-					i >= len(kasminaPacked)-3) {
-					t.Errorf("%v %v telemetry=%v: warps hold no chunks", s, dt, telemetry)
-				}
-			}
-		}
-	}
-}
-
 func TestKasmina(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][4]int{ // rows, seeds, chunk, slots
@@ -54,10 +28,10 @@ func TestKasmina(t *testing.T) {
 		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3},
 	}
 	if testing.Short() {
-		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, kasminaPacked[0]}
+		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, {1327, 5, 48, 6}}
 	} else {
-		shapes = append(append(shapes, kasminaPacked...), [4]int{2, 100_000, 1, 65536},
-			[4]int{1, 100_000, 4, 3})
+		shapes = append(shapes, [4]int{1327, 5, 48, 6}, [4]int{2611, 3, 24, 4},
+			[4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
 	}
 	for i, s := range shapes {
 		for j, dt := range kerneltest.StorageTypes {
@@ -106,21 +80,17 @@ func TestKasminaGrid(t *testing.T) {
 			clip: rand.IntN(2) == 0}
 		d, n, aligned := l.State.Seeds*l.Chunk, kernel.Vector(l.Type), rand.IntN(2) == 0
 		use.inPlace = use.backward && aligned && l.InPlace() && rand.IntN(2) == 0
-		families := []Family{Plain}
-		if aligned && d%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0) {
-			if families = append(families, Ring); l.tileAcross(false) > 0 {
-				families = append(families, Tile)
+		for _, ring := range []bool{false, true} {
+			if ring && !(aligned && d%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0)) {
+				continue
 			}
-		}
-		for _, f := range families {
-			g := newKasminaGrid(k, l, f, 1+rand.IntN(kasminaBlocks*k.Info.SMs), aligned, use)
+			g := newKasminaGrid(k, l, ring, 1+rand.IntN(kasminaBlocks*k.Info.SMs), aligned, use)
 			space := Forward{Layer: l}.WorkspaceBytes(k.Info)
 			if use.backward {
 				space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(k.Info)
 			}
 			require.LessOrEqual(t, g.scratch(l, 0).bytes, space, "%v, %v", l, g)
-			if g.across*g.down > kasminaThreads || g.chunks == 0 &&
-				g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
+			if g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
 				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
 			}
 			if use.inPlace && g.sharing == 0 {
@@ -132,39 +102,26 @@ func TestKasminaGrid(t *testing.T) {
 }
 
 // checkColumns has each column of a row, and of each of those that a block has at once, be one
-// thread's, as Lane of kasmina_feed.cuh deals them out, a chunk's threads be of one warp where they
-// form its norm, and a warp that holds chunks have those of one seed.
+// thread's, as Lane of kasmina_feed.cuh deals them out, and a chunk's threads be of one warp where
+// they form its norm.
 func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
 	t.Helper()
 	d := l.State.Seeds * l.Chunk
 	times := make([]int, kernel.CeilDiv(d, g.perThread))
 	begun := make([]int, g.down) // the warp that the chunk began in
-	of := 0                      // the seed of the thread before
 	for i := range g.tiles * kasminaThreads {
 		tile, thread := i/kasminaThreads, i%kasminaThreads
 		x, y := thread%g.across, thread/g.across
 		at := tile*g.across + x
 		wide := min(g.across, 32)
 		column, idle := at/wide*g.used+at%wide, at%wide >= g.used
-		if g.chunks > 0 {
-			each, warp, chunk := 32/g.sharing, thread/32, thread%32/g.sharing
-			seed := (warp&4 | (warp+warp/4)&3) & (g.chunks - 1)
-			y, x = warp/g.chunks*each+chunk, seed*g.sharing+thread%32%g.sharing
-			column, idle = tile*g.across+x, chunk >= each
-		}
 		if column *= g.perThread; idle || column >= d {
 			continue
-		}
-		if seed := column / l.Chunk; g.chunks > 0 && thread%32 > 0 && seed != of {
-			t.Fatalf("%+v %+v: thread %d of tile %d has seed %d, the warp's first one seed %d", l,
-				g, thread, tile, seed, of)
-		} else {
-			of = seed
 		}
 		if column%l.Chunk == 0 {
 			begun[y] = thread / 32
 		}
-		if times[column/g.perThread]++; (g.chunks > 0 || g.use.joined() && g.sharing > 0) &&
+		if times[column/g.perThread]++; g.use.joined() && g.sharing > 0 &&
 			thread/32 != begun[y] {
 			t.Fatalf("%+v %+v: thread %d of tile %d has column %d, whose chunk begins in warp %d",
 				l, g, thread, tile, column, begun[y])
@@ -173,23 +130,6 @@ func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
 	for i, n := range times {
 		require.Equal(t, g.down, n, "%+v %+v: column %d has %d threads, want %d", l, g,
 			i*g.perThread, n, g.down)
-	}
-}
-
-// TestKasminaTiles needs no GPU: a tile is whole chunks, and as many threads as can share the
-// merging.
-func TestKasminaTiles(t *testing.T) {
-	for _, dt := range kerneltest.StorageTypes {
-		for chunk := 1; chunk <= 2048; chunk++ {
-			l := Layer{Rows: 64 + chunk%2, Chunk: chunk, Type: dt}
-			switch across, n := l.tileAcross(chunk%4 < 2), kernel.Vector(dt); {
-			case chunk != 4 && chunk%n != 0: // no family but plain
-			case across == 0 && (chunk == 4 || chunk <= 32*n && chunk/n == powerOfTwo(chunk/n)):
-				t.Errorf("%v: a chunk of %d columns has no tiles", dt, chunk)
-			case across > 0 && (across > 32 || across != powerOfTwo(across) || across*n%chunk != 0):
-				t.Errorf("%v: a tile is %d threads for chunks of %d columns", dt, across, chunk)
-			}
-		}
 	}
 }
 
@@ -202,7 +142,7 @@ func TestKasminaLateBlocks(t *testing.T) {
 			c.dtype, c.stability = kerneltest.StorageTypes[(i+j)%3], seed.Adaptive
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
 				r := newKasmina(g, c, nil)
-				grid := newKasminaGrid(g.Set, r.layer, Plain, c.blocks, true,
+				grid := newKasminaGrid(g.Set, r.layer, false, c.blocks, true,
 					kasminaUse{telemetry: c.telemetry})
 				require.NotZero(t, grid.late)
 				r.check()
@@ -324,9 +264,8 @@ func TestKasminaExtremes(t *testing.T) {
 					return v
 				})
 				r.refer()
-				for _, f := range Families(g.Set, r.layer, true, true) {
+				for _, r.layer.Plain = range r.plains() {
 					r.Must(r.Ctx.Memset8(r.counts.Ptr, 0, 4*3*c.seeds, r.Stream))
-					r.forwardFamily, r.backwardFamily = f, f
 					r.launchForward()
 					r.launchBackward()
 					r.checkFigures(1e-6)
@@ -386,33 +325,27 @@ func TestKasminaState(t *testing.T) {
 	}
 }
 
-func TestKasminaRefusals(t *testing.T) {
-	g := kerneltest.NewRig(t)
-	l := Layer{Rows: 1, Chunk: 4, State: State{Seeds: 1, Slots: 2}, Type: kerneltest.F32}
-	for what, change := range map[string]func(*Forward){
-		"type":         func(f *Forward) { f.Type = gpu.Float8E4M3 },
-		"size":         func(f *Forward) { f.Rows = -1 },
-		"columns":      func(f *Forward) { f.Chunk = 1 << 30 },
-		"stability":    func(f *Forward) { f.Stability = 3 },
-		"reduction":    func(f *Forward) { f.Reduction = 3 },
-		"no family":    func(f *Forward) { f.Family = kasminaFamilies },
-		"other family": func(f *Forward) { f.Family, f.Chunk = Ring, 3 },
-	} {
-		f := Forward{Layer: l}
-		change(&f)
-		require.Error(t, f.Launch(g.Set, g.Stream), what)
-	}
-	for what, change := range map[string]func(*Backward){
-		"chunk in place":     func(b *Backward) { b.Chunk = 3 },
-		"long one in place":  func(b *Backward) { b.Chunk = 33 * kernel.Vector(kerneltest.F32) },
-		"alignment in place": func(b *Backward) { b.DX, b.G = 4, 4 },
-	} {
-		b := Backward{Layer: l}
-		change(&b)
-		require.Error(t, b.Launch(g.Set, g.Stream), what)
-	}
-	if (WideBackward{Backward: Backward{Layer: l}, Wide: Wide{Width: 8}}).Launch(g.Set,
-		g.Stream) == nil {
-		t.Error("wide slots in place: no error")
+// TestKasminaLaunches launches passes of every kind, whose parameters the fake driver checks.
+func TestKasminaLaunches(t *testing.T) {
+	k, _, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	for i, chunk := range []int{4, 16, 3, 4096} {
+		for _, stability := range []seed.Stability{seed.Fast, seed.Strict} {
+			for reduction := range seed.Max + 1 {
+				l := Layer{X: p, Weights: p, Scales: p, State: State{Ptr: p, Seeds: 5, Slots: 3},
+					Rows: 90, Chunk: chunk, Eps: 1e-8, Stability: stability,
+					Type: kerneltest.StorageTypes[i%3]}
+				f := Forward{Layer: l, Y: p, Telemetry: i%2 == 0, Reduction: reduction, Figures: p,
+					Bad: p, Histogram: p, Workspace: p}
+				b := Backward{Layer: l, DX: p, DWeights: p, DScales: p, G: p.Offset(256),
+					Clip: i%2 == 0, Telemetry: i > 1, Reduction: reduction, Figures: p, Bad: p,
+					Clipped: p, Workspace: p}
+				wide := Wide{Mixing: Mixing{Ptr: p, Seeds: 5, Slots: 3}, Width: 9 * chunk,
+					Workspace: p}
+				for _, launch := range []kernel.Launch{f, b, WideForward{f, wide},
+					WideBackward{b, wide}} {
+					require.NoError(t, launch.Launch(k, 0), "%+v", launch)
+				}
+			}
+		}
 	}
 }

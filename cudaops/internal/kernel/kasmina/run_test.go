@@ -56,8 +56,6 @@ type kasminaRun struct {
 	wantHealth       []cpufigures.Chunk
 	wantGradient     []cpufigures.Chunk
 	reference        *cpukasmina.Layer[float64]
-	forwardFamily    Family
-	backwardFamily   Family
 	wantBins         [][cpufigures.Exponents]uint32
 }
 
@@ -157,16 +155,17 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 
 func (r *kasminaRun) count(i int) gpu.Ptr { return r.counts.Offset(4 * i * r.seeds) }
 
-// in is the layer in a family.
-func (r *kasminaRun) in(f Family) Layer {
-	l := r.layer
-	l.Family = f
-	return l
+// plains is whether rows are to be loaded into registers: the ways that a layer can be computed.
+func (r *kasminaRun) plains() []bool {
+	if r.layer.rings(r.y.Ptr, r.g.Ptr, r.dx.Ptr) {
+		return []bool{false, true}
+	}
+	return []bool{true}
 }
 
 func (r *kasminaRun) launchForward() {
 	r.Helper()
-	f := Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry,
+	f := Forward{Layer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry,
 		Reduction: r.reduction,
 		Figures:   r.health.Ptr, Bad: r.count(0), Workspace: r.forwardSpace.Ptr}
 	if r.telemetry {
@@ -190,7 +189,7 @@ func (r *kasminaRun) launchBackward() {
 }
 
 func (r *kasminaRun) backwardPass() Backward {
-	return Backward{Layer: r.in(r.backwardFamily), DX: r.dx.Ptr, DWeights: r.dw.Ptr,
+	return Backward{Layer: r.layer, DX: r.dx.Ptr, DWeights: r.dw.Ptr,
 		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction,
 		Figures: r.gradient.Ptr,
 		Bad:     r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
@@ -316,27 +315,23 @@ func (r *kasminaRun) checkFigures(tol float64) {
 	}
 }
 
-// checkFigureFamilies compares the figures alone, of every family.
+// checkFigureFamilies compares the figures alone, in every way.
 func (r *kasminaRun) checkFigureFamilies() {
 	r.Helper()
 	r.refer()
-	for _, f := range Families(r.Set, r.layer, true, true) {
-		r.forwardFamily, r.backwardFamily = f, f
+	for _, r.layer.Plain = range r.plains() {
 		r.launchForward()
 		r.launchBackward()
 		r.checkFigures(1e-6)
 	}
 }
 
-// check runs both passes in every family that can.
+// check runs both passes in every way.
 func (r *kasminaRun) check() {
 	r.Helper()
 	r.refer()
-	forward := Families(r.Set, r.layer, false, r.telemetry, r.y.Ptr)
-	backward := Families(r.Set, r.layer, true, r.telemetry, r.g.Ptr, r.dx.Ptr)
-	for i := range max(len(forward), len(backward)) {
-		r.forwardFamily, r.backwardFamily = forward[i%len(forward)], backward[i%len(backward)]
-		r.Scope(fmt.Sprintf("%v %v", r.forwardFamily, r.backwardFamily), func(g *kerneltest.Rig) {
+	for _, r.layer.Plain = range r.plains() {
+		r.Scope(fmt.Sprint("plain ", r.layer.Plain), func(g *kerneltest.Rig) {
 			one := *r
 			one.Rig = g
 			one.checkFamily()
@@ -445,7 +440,7 @@ func (r *kasminaRun) checkInPlace(runs int) {
 }
 
 func (r *kasminaRun) forwardPass() Forward {
-	return Forward{Layer: r.in(r.forwardFamily), Y: r.y.Ptr, Telemetry: r.telemetry,
+	return Forward{Layer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry,
 		Figures: r.health.Ptr,
 		Bad:     r.count(0), Workspace: r.forwardSpace.Ptr}
 }

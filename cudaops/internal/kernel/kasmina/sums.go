@@ -21,7 +21,7 @@ type Records struct {
 
 // left is what the pass leaves of figures.
 func (p *kasminaPass) left(f Forward) Records {
-	if !f.Telemetry || p.family == Tile {
+	if !f.Telemetry {
 		return Records{}
 	}
 	return Records{f.Figures, p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), f.Eps}
@@ -31,15 +31,15 @@ func (p *kasminaPass) left(f Forward) Records {
 func mergeRecords(k *kernel.Set, s gpu.Stream, left []Records) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(r Records) bool { return r.Seeds == 0 })
 	for some := range slices.Chunk(left, kasminaSumsMost) {
-		a, across := kernel.Args(), 0
+		var rows []kernel.Struct
+		across := 0
 		for _, r := range some {
-			a.Ptr(r.Figures).Ptr(r.Records).Int32(r.Parts).Int32(r.Units).Int32(r.Seeds).Int32(
-				r.Share).Float32(float32(r.Eps)).Int32(0)
+			rows = append(rows, kernel.Struct{r.Figures, r.Records, r.Parts, r.Units, r.Seeds,
+				r.Share, r.Eps})
 			across = max(across, kasminaMergers(r.Seeds, r.Share))
 		}
-		err := kasminaSum(k, s, "kasmina", "kasmina_merge", gpu.Dim{X: across, Y: len(some)},
-			gpu.Dim{X: kasminaMergeThreads}, a, len(some))
-		if err != nil {
+		if err := kasminaSum(k, s, "kasmina", "kasmina_merge", gpu.Dim{X: across, Y: len(some)},
+			gpu.Dim{X: kasminaMergeThreads}, rows); err != nil {
 			return err
 		}
 	}
@@ -51,12 +51,12 @@ func kasminaMergers(seeds, share int) int {
 	return kernel.CeilDiv(seeds, kasminaMergeThreads/share)
 }
 
-// kasminaSum launches a kernel that finishes n passes, which awaits the kernel before it by itself,
+// kasminaSum launches a kernel that finishes passes, which awaits the kernel before it by itself,
 // where GPUs can do that.
 func kasminaSum(k *kernel.Set, s gpu.Stream, unit, name string, grid, block gpu.Dim,
-	a *gpu.Args, n int) error {
+	rows []kernel.Struct) error {
 	return k.Enqueue(s, unit, name, gpu.LaunchConfig{Grid: grid, Block: block,
-		Overlap: k.Overlaps()}, kernel.Table(a, n, kasminaSumsMost))
+		Overlap: k.Overlaps()}, kernel.Table{Rows: rows, Room: kasminaSumsMost})
 }
 
 // Parts is what a backward pass over Layer leaves of Figures, DWeights and DScales: Sums and
@@ -64,7 +64,7 @@ func kasminaSum(k *kernel.Set, s gpu.Stream, unit, name string, grid, block gpu.
 type Parts struct {
 	Layer             Layer
 	DWeights, DScales gpu.Ptr
-	Sums, Total       gpu.Ptr // Sums are null where Total is there
+	Sums, Total       gpu.Ptr
 	Figures, Records  gpu.Ptr // null where nothing is measured
 	Parts, Units      int
 	Share             int  // threads that merge the records of a seed
@@ -73,19 +73,16 @@ type Parts struct {
 
 // parts is what the pass leaves.
 func (p *kasminaPass) parts(b Backward) Parts {
-	left := Parts{Layer: b.Layer, Total: p.total, DWeights: b.DWeights,
-		DScales: b.DScales, Units: p.units}
-	if p.family == Tile {
-		return left
-	}
-	left.Sums, left.Parts, left.Share, left.Norms = p.sums, p.rowParts(), p.merging(), p.sharing > 0
+	left := Parts{Layer: b.Layer, Sums: p.sums, Total: p.total, DWeights: b.DWeights,
+		DScales: b.DScales, Parts: p.rowParts(), Units: p.units, Share: p.merging(),
+		Norms: p.sharing > 0}
 	if b.Telemetry {
 		left.Figures, left.Records = b.Figures, p.records
 	}
 	return left
 }
 
-// SumParts makes gradients and figures of what backward passes have left, in two launches for up to
+// addParts makes gradients and figures of what backward passes have left, in two launches for up to
 // 32 of them.
 func addParts(k *kernel.Set, s gpu.Stream, left []Parts) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(p Parts) bool { return p.Units == 0 })
@@ -102,46 +99,37 @@ func addParts(k *kernel.Set, s gpu.Stream, left []Parts) error {
 
 // gatherKasmina adds up sums and merges records over the blocks.
 func gatherKasmina(k *kernel.Set, s gpu.Stream, left []Parts) error {
-	a, n, across := kernel.Args(), 0, 0
+	var rows []kernel.Struct
+	across := 0
 	for _, p := range left {
-		if p.Sums == 0 {
-			continue
-		}
 		seeds := p.Layer.State.Seeds
 		columns := seeds*p.Layer.Chunk + 2*p.Units
 		adding, merging := kernel.CeilDiv(columns, 32), 0
 		if p.Records != 0 {
 			merging = kasminaMergers(seeds, p.Share)
 		}
-		a.Ptr(p.Total).Ptr(p.Sums).Ptr(p.Figures).Ptr(p.Records).Int64(int64(columns)).Int32(
-			adding).Int32(p.Parts).Int32(p.Units).
-			Int32(seeds).Int32(p.Share).Int32(int(kernel.Bit(p.Norms)))
-		n, across = n+1, max(across, adding+merging)
+		rows = append(rows, kernel.Struct{p.Total, p.Sums, p.Figures, p.Records, int64(columns),
+			adding, p.Parts, p.Units, seeds, p.Share, p.Norms})
+		across = max(across, adding+merging)
 	}
-	if n == 0 {
-		return nil
-	}
-	return kasminaSum(k, s, "kasmina_backward", "kasmina_gather", gpu.Dim{X: across, Y: n},
-		gpu.Dim{X: kasminaMergeThreads}, a, n)
+	return kasminaSum(k, s, "kasmina_backward", "kasmina_gather", gpu.Dim{X: across, Y: len(rows)},
+		gpu.Dim{X: kasminaMergeThreads}, rows)
 }
 
 // kasminaSlots adds up over the seeds of slots.
 func kasminaSlots(k *kernel.Set, s gpu.Stream, left []Parts) error {
-	var grid gpu.Dim
-	a, most := kernel.Args(), 0
+	grid, block := gpu.Dim{Z: len(left)}, gpu.Dim{X: 32}
+	var rows []kernel.Struct
 	for _, p := range left {
 		st := p.Layer.State
 		down := min(max(powerOfTwo(st.Seeds/st.Slots), 4), 32)
-		a.Ptr(st.field(0)).Ptr(st.field(1)).Ptr(p.Layer.Weights).Ptr(p.Layer.Scales).Ptr(
-			p.Total).Ptr(st.heads()).Ptr(st.order()).
-			Ptr(p.DWeights).Ptr(p.DScales).Int32(st.Slots).Int32(st.Seeds).Int32(
-			p.Layer.Chunk).Int32(p.Units).Int32(down).Int32(0)
-		grid.X, grid.Y, most = max(grid.X, st.Slots),
-			max(grid.Y, kernel.CeilDiv(p.Layer.Chunk, 32)), max(most, down)
+		rows = append(rows, kernel.Struct{st.field(0), st.field(1), p.Layer.Weights, p.Layer.Scales,
+			p.Total, st.heads(), st.order(), p.DWeights, p.DScales, st.Slots, st.Seeds,
+			p.Layer.Chunk, p.Units, down})
+		grid.X, grid.Y = max(grid.X, st.Slots), max(grid.Y, kernel.CeilDiv(p.Layer.Chunk, 32))
+		block.Y = max(block.Y, down)
 	}
-	grid.Z = len(left)
-	return kasminaSum(k, s, "kasmina_backward", "kasmina_slots", grid, gpu.Dim{X: 32, Y: most}, a,
-		len(left))
+	return kasminaSum(k, s, "kasmina_backward", "kasmina_slots", grid, block, rows)
 }
 
 // MergeRecords makes figures of what forward passes have left.

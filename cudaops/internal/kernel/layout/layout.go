@@ -1,7 +1,6 @@
 package layout
 
 import (
-	"encoding/binary"
 	"fmt"
 	"math"
 	"slices"
@@ -41,16 +40,16 @@ type layout struct{ n, y, x int }
 // sides have no gaps.
 func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	dims, err := a.merged()
-	if err != nil || dims == nil {
+	if err != nil {
 		return err
 	}
 	if last := dims[len(dims)-1]; len(dims) == 1 && last.y == 1 && last.x == 1 {
 		return k.Ctx.CopyOnDevice(a.Y, a.X, last.n*a.Size, s)
 	}
-	if tiles, l, ok := transposition(dims, copyTile(a.Size)); ok && a.Size <= 8 {
+	if tiles, order, ok := transposition(dims, copyTile(a.Size)); ok && a.Size <= 8 {
 		c := gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: 32, Y: 8}}
-		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c,
-			kernel.Args().Ptr(a.Y).Ptr(a.X).Struct(l, 8))
+		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, a.Y, a.X,
+			fields(order))
 	}
 	total := 1
 	for _, d := range dims {
@@ -61,9 +60,8 @@ func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	size := a.widen(dims)
 	total /= size / a.Size
-	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Struct(encodeLayout(dims), 8).Uint32(uint32(total))
 	return k.Enqueue(s, "layout", fmt.Sprintf("copy_strided_%d", size),
-		kernel.Line(kernel.CeilDiv(total, 4*256), 256), l)
+		kernel.Line(kernel.CeilDiv(total, 4*256), 256), a.Y, a.X, fields(dims), total)
 }
 
 // halves copies one half of the outermost dimension after the other.
@@ -84,19 +82,8 @@ func halves(k *kernel.Set, s gpu.Stream, a Copy, dims []layout) error {
 }
 
 // merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch
-// on both sides merged. It is nil when there is nothing to copy.
+// on both sides merged.
 func (a Copy) merged() ([]layout, error) {
-	if len(a.Dims) != len(a.YStrides) || len(a.Dims) != len(a.XStrides) {
-		return nil,
-			fmt.Errorf("kernels.Copy: dimensions %v, strides %v and %v: want as many of each",
-				a.Dims, a.YStrides, a.XStrides)
-	}
-	if !slices.Contains([]int{2, 4, 8, 16}, a.Size) {
-		return nil, fmt.Errorf("kernels.Copy: elements of %d bytes, want 2, 4, 8 or 16", a.Size)
-	}
-	if empty, err := kernel.CheckSizes("Copy", a.Dims...); empty || err != nil {
-		return nil, err
-	}
 	var dims []layout
 	for i, n := range a.Dims {
 		d := layout{n, a.YStrides[i], a.XStrides[i]}
@@ -148,8 +135,8 @@ func (a Copy) widen(dims []layout) int {
 
 // transposition finds the two dimensions that are innermost on either side, if they differ, and
 // puts them last: that of x, then that of y. It returns the grid of tiles, whose edge is given, and
-// the layout.
-func transposition(dims []layout, tile int) (gpu.Dim, []byte, bool) {
+// the dimensions in that order.
+func transposition(dims []layout, tile int) (gpu.Dim, []layout, bool) {
 	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
 	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })
 	if iy < 0 || ix < 0 || iy == ix || dims[iy].n < 8 || dims[ix].n < 8 {
@@ -168,22 +155,14 @@ func transposition(dims []layout, tile int) (gpu.Dim, []byte, bool) {
 	if tiles.Y > 65535 || tiles.Z > 65535 {
 		return gpu.Dim{}, nil, false
 	}
-	return tiles, encodeLayout(append(order, dims[ix], dims[iy])), true
+	return tiles, append(order, dims[ix], dims[iy]), true
 }
 
-// encodeLayout is a Layout of layout.cu, with dimensions of size 1 in front.
-func encodeLayout(dims []layout) []byte {
-	all := slices.Repeat([]layout{{1, 0, 0}}, copyDims-len(dims))
-	all = append(all, dims...)
-	var b []byte
-	for _, of := range []func(layout) int{
-		func(d layout) int {
-			return d.n
-		}, func(d layout) int { return d.y }, func(d layout) int { return d.x },
-	} {
-		for _, d := range all {
-			b = binary.LittleEndian.AppendUint64(b, uint64(of(d)))
-		}
+// fields are those of a Layout of layout.cu, with dimensions of size 1 in front.
+func fields(dims []layout) (sizes kernel.Struct) {
+	var ys, xs kernel.Struct
+	for _, d := range append(slices.Repeat([]layout{{1, 0, 0}}, copyDims-len(dims)), dims...) {
+		sizes, ys, xs = append(sizes, int64(d.n)), append(ys, int64(d.y)), append(xs, int64(d.x))
 	}
-	return b
+	return append(append(sizes, ys...), xs...)
 }

@@ -9,36 +9,22 @@ import (
 
 // Bench times the norm and its backward pass, plain and with a residual.
 func Bench(b *bench.B) {
+	const t = gpu.BFloat16
 	for _, shape := range [][2]int{{32768, 4096}, {32768, 768}, {16384, 1024}} {
-		benchRMSNorm(b, shape[0], shape[1])
+		rows, d := shape[0], shape[1]
+		n := rows * d
+		name, size := fmt.Sprintf("_%dx%d", rows, d), float64(2*n)
+		a := RMSNorm{Y: b.Alloc(n, t), Rstd: b.Normal(rows, gpu.Float32), X: b.Normal(n, t),
+			W: b.Normal(d, gpu.Float32), Rows: rows, D: d, Eps: 1e-5, Type: t}
+		back := RMSNormBackward{DX: b.Alloc(n, t), DW: b.Alloc(d, gpu.Float32), G: b.Normal(n, t),
+			X: a.X, W: a.W, Rstd: a.Rstd, Rows: rows, D: d, Type: t}
+		back.Workspace = b.Alloc(back.WorkspaceBytes(b.Info)/4, gpu.Float32)
+		b.Moves("rmsnorm_fwd"+name, 2*size, a)
+		b.Moves("rmsnorm_bwd"+name, 3*size, back)
+		a.Sum, a.Residual = b.Alloc(n, t), b.Normal(n, t)
+		back.Add = a.Residual
+		b.Moves("add_rmsnorm_fwd"+name, 4*size, a)
+		b.Moves("add_rmsnorm_bwd"+name, 4*size, back)
 		b.Free()
 	}
-}
-
-func benchRMSNorm(b *bench.B, rows, d int) {
-	shape, size := fmt.Sprintf("%dx%d", rows, d), float64(2*rows*d)
-	x, g, w := b.Normal(rows*d, gpu.BFloat16), b.Normal(rows*d, gpu.BFloat16),
-		b.Normal(d, gpu.Float32)
-	y, rstd, dx, dw := b.Alloc(rows*d, gpu.BFloat16), b.Alloc(rows, gpu.Float32),
-		b.Alloc(rows*d, gpu.BFloat16), b.Alloc(d, gpu.Float32)
-	workspace := b.Alloc(RMSNormBackward{D: d, Type: gpu.BFloat16}.WorkspaceBytes(b.Info)/4, gpu.Float32)
-	b.Time(bench.Measurement{Name: "rmsnorm_fwd_" + shape, Bytes: 2 * size}, func() error {
-		return RMSNorm{Y: y, Rstd: rstd, X: x, W: w, Rows: rows, D: d, Eps: 1e-5,
-			Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
-	})
-	backward := RMSNormBackward{DX: dx, DW: dw, G: g, X: x, W: w, Rstd: rstd, Rows: rows, D: d,
-		Type: gpu.BFloat16, DWType: gpu.Float32,
-		Workspace: workspace}
-	b.Time(bench.Measurement{Name: "rmsnorm_bwd_" + shape, Bytes: 3 * size}, func() error {
-		return backward.Launch(b.Set, b.Stream)
-	})
-	sum, residual := b.Alloc(rows*d, gpu.BFloat16), b.Normal(rows*d, gpu.BFloat16)
-	b.Time(bench.Measurement{Name: "add_rmsnorm_fwd_" + shape, Bytes: 4 * size}, func() error {
-		return RMSNorm{Y: y, Rstd: rstd, Sum: sum, X: x, Residual: residual, W: w, Rows: rows, D: d,
-			Eps: 1e-5, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
-	})
-	backward.Add = residual
-	b.Time(bench.Measurement{Name: "add_rmsnorm_bwd_" + shape, Bytes: 4 * size}, func() error {
-		return backward.Launch(b.Set, b.Stream)
-	})
 }

@@ -1,14 +1,12 @@
 package norm
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
@@ -35,8 +33,7 @@ type RMSNorm struct {
 // held is how threads hold rows in registers: the zero shape where rows are not aligned or too long.
 // What is best without a residual, two packs, would be too much in flight with one.
 func (a RMSNorm) held() (h quantize.HeldShape) {
-	if !kernel.Packed(a.Type, a.D, a.Y, a.Sum, a.X, a.Residual, a.W) ||
-		!quantize.Float8Packs(a.Type, a.Y8) {
+	if !quantize.Packed(a.Type, a.D, a.Y8, a.Y, a.Sum, a.X, a.Residual, a.W) {
 		return h
 	}
 	if a.Residual != 0 {
@@ -59,45 +56,31 @@ func (a RMSNorm) Ways(*kernel.Set) (ways []kernel.Way) {
 
 // Launch launches one kernel, or a second one for Y8 where a row is a block's.
 func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("RMSNorm", a.Type)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckInts("RMSNorm", a.Rows, a.D); empty || err != nil {
-		return err
-	}
-	if a.Residual != 0 && a.Sum == 0 {
-		return errors.New("kernels.RMSNorm: a Residual is given, but no Sum to write")
-	}
-	float8, err := quantize.Float8Rows("RMSNorm", a.Type, a.Y8, a.Scale8)
-	if err != nil {
-		return err
-	}
 	w, err := a.Way.Of("RMSNorm", a.Ways(k))
 	if err != nil {
 		return err
 	}
-	l := kernel.Args()
-	if float8 && w.Family != "any" {
-		l.Ptr(a.Y8).Ptr(a.Scale8)
-		suf = "_float8" + suf
-	}
-	l.Ptr(a.Y).Ptr(a.Rstd).Ptr(a.Sum).Ptr(a.X).Ptr(a.Residual).Ptr(a.W)
+	suf := kernel.Suffix(a.Type)
+	args := []any{a.Y, a.Rstd, a.Sum, a.X, a.Residual, a.W}
 	if w.Family == "any" {
-		l.Int32(a.D).Float32(float32(a.Eps))
 		if err := k.Enqueue(s, "norm", "rmsnorm_any"+suf,
-			kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || !float8 {
+			kernel.Line(a.Rows, kernel.RowThreads(a.D)), append(args, a.D, a.Eps)...); err != nil ||
+			a.Y8 == 0 {
 			return err
 		}
 		return quantize.Rows{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D,
 			Type: a.Type}.Launch(k, s)
 	}
-	name := "rmsnorm_" + w.Family + suf
-	if a.Residual != 0 {
-		name = "rmsnorm_add_" + w.Family + suf
+	if a.Y8 != 0 {
+		args = append([]any{a.Y8, a.Scale8}, args...)
+		suf = "_float8" + suf
 	}
-	l.Int64(int64(a.Rows)).Int32(a.D).Float32(float32(a.Eps)).Int32(int(kernel.Bit(a.Ascending)))
-	return k.Enqueue(s, "norm", name, a.held().Over(a.Rows), l)
+	name := "rmsnorm_"
+	if a.Residual != 0 {
+		name = "rmsnorm_add_"
+	}
+	return k.Enqueue(s, "norm", name+w.Family+suf, a.held().Over(a.Rows),
+		append(args, int64(a.Rows), a.D, a.Eps, a.Ascending)...)
 }
 
 // walkStages is the rows on their way of each group of threads that walks down them, kStages of
@@ -151,7 +134,7 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 //	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
 //
 // Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's.
-// DW [D] is of type DWType. Workspace is memory of [RMSNormWorkspace] bytes.
+// DW [D] is float32. Workspace is memory of [RMSNormWorkspace] bytes.
 //
 // Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
 // rows. Type is then a 16-bit one.
@@ -161,7 +144,7 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
 	Rows, D                    int
-	Type, DWType               gpu.DType
+	Type                       gpu.DType
 	Workspace                  gpu.Ptr
 	DX8, Scale8                gpu.Ptr
 	Parts                      *RMSNormParts
@@ -173,32 +156,25 @@ type RMSNormBackward struct {
 type RMSNormParts struct {
 	DW, Partial gpu.Ptr
 	Parts, D    int
-	Type        gpu.DType // of DW
 }
 
 // rmsNormPartsMost is how many of them a launch takes, AllParts of norm.cu.
 const rmsNormPartsMost = 64
 
-// SumRMSNormParts adds up what backward passes have left, in one launch for up to 64 of one type.
+// addParts adds up what backward passes have left, in one launch for up to 64.
 func addParts(k *kernel.Set, s gpu.Stream, left []RMSNormParts) error {
 	left = slices.DeleteFunc(slices.Clone(left), func(p RMSNormParts) bool { return p.D == 0 })
-	for len(left) > 0 {
-		t := left[0].Type
-		suf, err := kernel.Suffix("AddRMSNormParts", t)
-		if err != nil {
-			return err
-		}
-		a, n, d := kernel.Args(), 0, 0
-		for ; n < min(len(left), rmsNormPartsMost) && left[n].Type == t; n++ {
-			p := left[n]
-			a.Ptr(p.DW).Ptr(p.Partial).Int32(p.Parts).Int32(p.D)
+	for some := range slices.Chunk(left, rmsNormPartsMost) {
+		var rows []kernel.Struct
+		d := 0
+		for _, p := range some {
+			rows = append(rows, kernel.Struct{p.DW, p.Partial, p.Parts, p.D})
 			d = max(d, p.D)
 		}
-		left = left[n:]
-		c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(d, 32), Y: n},
+		c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(d, 32), Y: len(rows)},
 			Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps()}
-		if err := k.Enqueue(s, "norm", "rmsnorm_weight_sum"+suf, c,
-			kernel.Table(a, n, rmsNormPartsMost)); err != nil {
+		if err := k.Enqueue(s, "norm", "rmsnorm_weight_sum_f32", c,
+			kernel.Table{Rows: rows, Room: rmsNormPartsMost}); err != nil {
 			return err
 		}
 	}
@@ -207,17 +183,15 @@ func addParts(k *kernel.Set, s gpu.Stream, left []RMSNormParts) error {
 
 // packed reports whether rows can be moved 16 bytes at a time.
 func (a RMSNormBackward) packed() bool {
-	return kernel.Packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) &&
-		quantize.Float8Packs(a.Type, a.DX8)
+	return quantize.Packed(a.Type, a.D, a.DX8, a.DX, a.G, a.X, a.W, a.Add)
 }
 
-// kernel is the name of a kernel that stores rows as float8 too if that is wanted, but for the
-// type.
+// kernel is the name of a kernel that stores rows as float8 too if that is wanted.
 func (a RMSNormBackward) kernel(name string) string {
 	if a.DX8 != 0 {
-		return name + "_float8"
+		name += "_float8"
 	}
-	return name
+	return name + kernel.Suffix(a.Type)
 }
 
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
@@ -235,29 +209,11 @@ func normParts(k *kernel.Set, d int, t gpu.DType) int {
 // Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's. Another
 // one adds them up, unless they are left.
 func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("RMSNormBackward", a.Type)
+	blocks, err := normBackward(k, s, a)
 	if err != nil {
 		return err
 	}
-	if _, err := kernel.Suffix("RMSNormBackward", a.DWType); err != nil {
-		return err
-	}
-	if a.Parts != nil {
-		*a.Parts = RMSNormParts{}
-	}
-	if empty, err := kernel.CheckInts("RMSNormBackward", a.Rows, a.D); err != nil || a.D == 0 {
-		return err
-	} else if empty {
-		return elementwise.Fill(k, s, a.DW, 0, a.D, a.DWType)
-	}
-	if _, err := quantize.Float8Rows("RMSNormBackward", a.Type, a.DX8, a.Scale8); err != nil {
-		return err
-	}
-	blocks, err := normBackward(k, s, a, suf)
-	if err != nil {
-		return err
-	}
-	left := RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: blocks, D: a.D, Type: a.DWType}
+	left := RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: blocks, D: a.D}
 	if a.Parts != nil {
 		*a.Parts = left
 		return nil
@@ -288,50 +244,48 @@ func (a RMSNormBackward) arrays() int {
 }
 
 // normBackward computes DX and returns how many rows of partial sums it left.
-func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
+func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward) (int, error) {
 	w, err := a.Way.Of("RMSNormBackward", a.Ways(k))
 	if err != nil {
 		return 0, err
 	}
 	if w.Family == "any" {
-		return normBackwardAny(k, s, a, suf)
+		return normBackwardAny(k, s, a)
 	}
 	c, symbol := gpu.LaunchConfig{}, "rmsnorm_backward"
 	if w.Family == "own" {
 		var name string
 		name, c, _ = own(k, a)
-		symbol += name
+		symbol = a.kernel(symbol + name)
 	} else {
 		c, _ = walk(k, a)
-		blocks, err := k.Resident("norm", a.kernel(symbol)+suf, c.Block.Count(), c.Shared)
+		symbol = a.kernel(symbol)
+		blocks, err := k.Resident("norm", symbol, c.Block.Count(), c.Shared)
 		if err != nil {
 			return 0, err
 		}
 		c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, c.Block.Y), normParts(k, a.D, a.Type))
 	}
-	l := kernel.Args()
+	args := []any{a.DX, a.Workspace, a.G, a.X, a.W, a.Rstd, a.Add, int64(a.Rows), a.D}
 	if a.DX8 != 0 {
-		l.Ptr(a.DX8).Ptr(a.Scale8)
+		args = append([]any{a.DX8, a.Scale8}, args...)
 	}
-	l.Ptr(a.DX).Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int64(
-		int64(a.Rows)).Int32(a.D)
-	return c.Grid.X, k.Enqueue(s, "norm", a.kernel(symbol)+suf, c, l)
+	return c.Grid.X, k.Enqueue(s, "norm", symbol, c, args...)
 }
 
 // normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it
 // may be G's memory.
-func normBackwardAny(k *kernel.Set, s gpu.Stream, a RMSNormBackward, suf string) (int, error) {
+func normBackwardAny(k *kernel.Set, s gpu.Stream, a RMSNormBackward) (int, error) {
 	blocks := min(normParts(k, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks},
 		Block: gpu.Dim{X: 256}}
-	l := kernel.Args().Ptr(a.Workspace).Ptr(a.G).Ptr(a.X).Ptr(a.Rstd).Int64(
-		int64(a.Rows)).Int32(a.D)
-	if err := k.Enqueue(s, "norm", "rmsnorm_weight_any"+suf, c, l); err != nil {
+	if err := k.Enqueue(s, "norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type), c, a.Workspace, a.G,
+		a.X, a.Rstd, int64(a.Rows), a.D); err != nil {
 		return 0, err
 	}
-	l = kernel.Args().Ptr(a.DX).Ptr(a.G).Ptr(a.X).Ptr(a.W).Ptr(a.Rstd).Ptr(a.Add).Int32(a.D)
-	if err := k.Enqueue(s, "norm", "rmsnorm_backward_any"+suf,
-		kernel.Line(a.Rows, kernel.RowThreads(a.D)), l); err != nil || a.DX8 == 0 {
+	if err := k.Enqueue(s, "norm", "rmsnorm_backward_any"+kernel.Suffix(a.Type),
+		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add,
+		a.D); err != nil || a.DX8 == 0 {
 		return blocks, err
 	}
 	return blocks, quantize.Rows{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D,
@@ -356,26 +310,18 @@ func (a RMSNormBackward) Whole() any {
 	return a
 }
 
-// Shape is rows and columns, and what else the pass does.
-func (a RMSNorm) Shape() string {
-	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
-		kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))
-}
-
-// Shape is rows and columns, and what else the pass does.
-func (a RMSNormBackward) Shape() string {
-	return fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type, kernel.With(a.Add != 0, "with sum"),
-		kernel.With(a.DX8 != 0, "and float8"))
-}
-
 // Tuning is that of [kernel.Tuned].
 func (a RMSNorm) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "RMSNorm", Units: []string{"norm"}, Computes: false}
+	return kernel.Tuning{Op: "RMSNorm", Units: []string{"norm"},
+		Shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
+			kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))}
 }
 
 // Tuning is that of [kernel.Tuned].
 func (a RMSNormBackward) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "RMSNormBackward", Units: []string{"norm"}, Computes: false}
+	return kernel.Tuning{Op: "RMSNormBackward", Units: []string{"norm"},
+		Shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
+			kernel.With(a.Add != 0, "with sum"), kernel.With(a.DX8 != 0, "and float8"))}
 }
 
 // WorkspaceBytes is the size of Workspace.

@@ -1,8 +1,6 @@
 package normalize
 
 import (
-	"fmt"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
@@ -25,18 +23,8 @@ const (
 
 // Launch launches two kernels.
 func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	name, err := kernel.Suffixes("Normalize", "normalize", a.YType, a.XType)
-	if err != nil {
-		return err
-	}
-	if a.YType != a.XType && a.XType != gpu.Float32 && a.YType != gpu.Float16 {
-		return fmt.Errorf("kernels.Normalize: from %v to %v, want one type, from float32 or to "+
-			"float16", a.XType, a.YType)
-	}
-	if empty, err := kernel.CheckSizes("Normalize", a.N); empty || err != nil {
-		return err
-	}
-	return normalize(k, s, name, kernel.Args().Ptr(a.Y).Ptr(a.X), a.Workspace, a.X, 0, a.N, a.XType)
+	return normalize(k, s, "normalize"+kernel.Suffixes(a.YType, a.XType), a.Workspace, a.X, 0, a.N,
+		a.XType, a.Y, a.X)
 }
 
 // Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Normalize]'s X
@@ -49,29 +37,17 @@ type Backward struct {
 
 // Launch launches two kernels.
 func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("NormalizeBackward", a.Type)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckSizes("NormalizeBackward", a.N); empty || err != nil {
-		return err
-	}
-	l := kernel.Args().Ptr(a.DX).Ptr(a.G).Ptr(a.X)
-	return normalize(k, s, "normalize_backward"+suf, l, a.Workspace, a.X, a.G, a.N, a.Type)
+	return normalize(k, s, "normalize_backward"+kernel.Suffix(a.Type), a.Workspace, a.X, a.G, a.N,
+		a.Type, a.DX, a.G, a.X)
 }
 
-func normalize(k *kernel.Set, s gpu.Stream, name string, l *gpu.Args, parts, x, g gpu.Ptr,
-	n int, xt gpu.DType) error {
-	suf, err := kernel.Suffix(name, xt)
-	if err != nil {
-		return err
-	}
+func normalize(k *kernel.Set, s gpu.Stream, name string, parts, x, g gpu.Ptr, n int, xt gpu.DType,
+	args ...any) error {
 	blocks := min(normalizeParts, kernel.CeilDiv(n, 4*256))
-	sums := kernel.Args().Ptr(parts).Ptr(x).Ptr(g).Int64(int64(n))
-	if err := k.Enqueue(s, "normalize", "normalize_sums"+suf,
-		kernel.Line(blocks, 256), sums); err != nil {
+	if err := k.Enqueue(s, "normalize", "normalize_sums"+kernel.Suffix(xt),
+		kernel.Line(blocks, 256), parts, x, g, int64(n)); err != nil {
 		return err
 	}
 	return k.Enqueue(s, "normalize", name, kernel.Line(min(8*k.Info.SMs, kernel.CeilDiv(n, 4*256)),
-		256), l.Ptr(parts).Int32(blocks).Int64(int64(n)))
+		256), append(args, parts, blocks, int64(n))...)
 }

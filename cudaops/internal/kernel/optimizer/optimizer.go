@@ -2,7 +2,6 @@ package optimizer
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -63,7 +62,7 @@ const (
 // own.
 type Table struct {
 	ctx                      gpu.Context
-	tensors, updates, chunks gpu.Ptr
+	tensors, updates, chunks gpu.Ptr // tensors begin its memory
 	count                    int
 	of                       []int // the tensor of each chunk, in order
 	two                      bool  // gradients are sums of two contributions
@@ -73,12 +72,9 @@ type Table struct {
 	Bytes  int // of its memory
 }
 
-// NewTable lays out tensors. What it says of them is fixed from then on, but for Step, which the
-// device counts up.
+// NewTable lays out tensors, of which there is one at least. What it says of them is fixed from
+// then on, but for Step, which the device counts up.
 func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
-	if len(tensors) == 0 {
-		return nil, errors.New("kernels.NewTable: no tensors")
-	}
 	var at []int
 	chunks := 0
 	for _, t := range tensors {
@@ -103,70 +99,31 @@ func NewScattered(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table
 // chunks that are nobody's, of which none is within the tensor.
 func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, error) {
 	rows := make([]deviceTensor, len(tensors))
-	of, index := slices.Repeat([]int{nobody}, chunks), slices.Repeat([]int{1}, chunks)
-	for i, t := range tensors {
-		if t.Size < 1 {
-			return nil, fmt.Errorf("kernels.NewTable: tensor %d has %d elements", i, t.Size)
-		}
-		if (t.Other != 0) != (tensors[0].Other != 0) {
-			return nil, fmt.Errorf("kernels.NewTable: tensor %d: gradients are sums of two "+
-				"contributions, or none is", i)
-		}
-		if !kernel.Aligned(t.Param, t.Copy, t.Grad, t.Other, t.First, t.Second, t.Direction,
-			t.Result) {
+	t := &Table{ctx: k.Ctx, count: len(rows), of: slices.Repeat([]int{nobody}, chunks),
+		two: tensors[0].Other != 0, Chunks: chunks}
+	list := slices.Repeat([][2]int32{{int32(len(tensors) - 1), 1}}, chunks)
+	for i, p := range tensors {
+		if !kernel.Aligned(p.Param, p.Copy, p.Grad, p.Other, p.First, p.Second, p.Direction,
+			p.Result) {
 			return nil,
 				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
-		for _, dt := range []gpu.DType{t.CopyType, t.GradType, t.DirectionType} {
-			if _, err := kernel.Suffix("NewTable", dt); err != nil {
-				return nil, err
-			}
-		}
-		n := kernel.CeilDiv(t.Size, OptimChunk)
-		rows[i] = deviceTensor{t.Param, t.Copy, t.Grad, t.Other, t.First, t.Second, t.Direction, t.Result,
-			int64(t.Size), t.LRScale,
-			t.ShapeScale, t.Decay, t.Beta1, t.Beta2, t.Step, int32(t.CopyType), int32(t.GradType),
-			int32(t.DirectionType),
-			int32(at[i]), int32(n), one(t.Apart)}
-		if at[i] < 0 {
-			continue
-		}
-		for j := range n {
-			of[at[i]+j], index[at[i]+j] = i, j
+		n := kernel.CeilDiv(p.Size, OptimChunk)
+		rows[i] = deviceTensor{p.Param, p.Copy, p.Grad, p.Other, p.First, p.Second, p.Direction,
+			p.Result, int64(p.Size), p.LRScale, p.ShapeScale, p.Decay, p.Beta1, p.Beta2, p.Step,
+			int32(p.CopyType), int32(p.GradType), int32(p.DirectionType), int32(at[i]), int32(n),
+			int32(kernel.Bit(p.Apart))}
+		for j := 0; j < n && at[i] >= 0; j++ {
+			t.of[at[i]+j], list[at[i]+j] = i, [2]int32{int32(i), int32(j)}
 		}
 	}
-	var list []byte
-	for c, i := range of {
-		if i == nobody {
-			i = len(tensors) - 1
-		}
-		list = binary.LittleEndian.AppendUint32(list, uint32(i))
-		list = binary.LittleEndian.AppendUint32(list, uint32(index[c]))
+	parts, bytes, err := k.Upload(kernel.TableBytes(rows), make([]byte, updateBytes*len(rows)),
+		kernel.TableBytes(list))
+	if err != nil {
+		return nil, fmt.Errorf("kernels.NewTable: %w", err)
 	}
-	t := &Table{ctx: k.Ctx, count: len(rows), of: of, two: tensors[0].Other != 0, Chunks: chunks}
-	for _, part := range []struct {
-		at    *gpu.Ptr
-		bytes []byte
-	}{{&t.tensors, kernel.TableBytes(rows)}, {&t.updates, make([]byte, updateBytes*len(rows))},
-		{&t.chunks, list}} {
-		var err error
-		t.Bytes += len(part.bytes)
-		if *part.at, err = k.Ctx.Alloc(len(part.bytes)); err == nil {
-			err = k.Ctx.CopyToDevice(*part.at, part.bytes, 0)
-		}
-		if err != nil {
-			return nil, errors.Join(fmt.Errorf("kernels.NewTable: %w", err), t.Free())
-		}
-	}
+	t.tensors, t.updates, t.chunks, t.Bytes = parts[0], parts[1], parts[2], bytes
 	return t, nil
-}
-
-// one is 1 for true.
-func one(b bool) int32 {
-	if b {
-		return 1
-	}
-	return 0
 }
 
 // nobody stands for the tensor of a chunk that is of none.
@@ -177,8 +134,8 @@ func (t *Table) TensorOf(chunk int) int { return t.of[chunk] }
 
 // Free gives the table's memory back.
 func (t *Table) Free() error {
-	err := errors.Join(t.ctx.Free(t.tensors), t.ctx.Free(t.updates), t.ctx.Free(t.chunks))
-	t.tensors, t.updates, t.chunks, t.Bytes = 0, 0, 0, 0
+	err := t.ctx.Free(t.tensors)
+	t.tensors, t.Bytes = 0, 0
 	return err
 }
 
@@ -243,11 +200,7 @@ func (c Control) Bytes() []byte {
 	for _, v := range []float64{c.LR, c.Eps, c.MaxNorm, c.GradScale} {
 		b = binary.LittleEndian.AppendUint64(b, math.Float64bits(v))
 	}
-	skip := uint32(0)
-	if c.SkipNonFinite {
-		skip = 1
-	}
-	return binary.LittleEndian.AppendUint32(b, skip)[:ControlBytes]
+	return binary.LittleEndian.AppendUint32(b, kernel.Bit(c.SkipNonFinite))[:ControlBytes]
 }
 
 // DecodeControl is the control block as a step leaves it.
@@ -259,37 +212,57 @@ func DecodeControl(b []byte) Control {
 		next}
 }
 
-// Launch sets squares [t.Chunks], float32, to sums of squares of the gradients, one for each chunk.
-func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "optim", p.Table.kernel("optim_squares"), kernel.Line(p.Table.Chunks, optimThreads),
-		kernel.Args().Ptr(p.Squares).Ptr(p.Table.tensors).Ptr(p.Table.chunks))
+// GradSquares sets Squares [Table.Chunks], float32, to sums of squares of the gradients, one for
+// each chunk.
+type GradSquares struct {
+	Squares gpu.Ptr
+	Table   *Table
 }
 
-// Launch finishes a control block. It gets the norm of the gradients from count sums of squares,
+// Launch launches one kernel.
+func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
+	return k.Enqueue(s, "optim", p.Table.kernel("optim_squares"),
+		kernel.Line(p.Table.Chunks, optimThreads), p.Squares, p.Table.tensors, p.Table.chunks)
+}
+
+// GradNorm finishes a control block. It gets the norm of the gradients from Count sums of squares,
 // which may be of several tables. It gets whether the step is skipped, and what clipping multiplies
 // gradients by. With a count of 0 the norm is 0 and nothing is clipped or skipped. Scale is a
 // LossScale that the gradients carry: they are divided by it, and it is moved on for the next step.
-// Null means that they carry none. apart is a byte for each sum, which is not 0 where the sum is of
+// Null means that they carry none. Apart is a byte for each sum, which is not 0 where the sum is of
 // gradients apart. Null means that none is.
-func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024),
-		kernel.Args().Ptr(p.Control).Ptr(p.Squares).Int32(p.Count).Ptr(p.Scale).Ptr(p.Apart))
+type GradNorm struct {
+	Control, Squares, Scale, Apart gpu.Ptr
+	Count                          int
 }
 
-// Launch counts a step of all of the table's tensors. By a control block that GradNorm has finished
-// it works out their figures of this step, and updates parameters, moments and copies. Two kernels.
+// Launch launches one kernel.
+func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
+	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024), p.Control, p.Squares,
+		p.Count, p.Scale, p.Apart)
+}
+
+// AdamW counts a step of all of the table's tensors. By a control block that GradNorm has finished
+// it works out their figures of this step, and updates parameters, moments and copies.
+type AdamW struct {
+	Control gpu.Ptr
+	Table   *Table
+}
+
+// Launch launches two kernels.
 func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := begin(k, s, "adamw", p.Control, p.Table); err != nil {
 		return err
 	}
-	return k.Enqueue(s, "adamw", p.Table.kernel("adamw"), kernel.Line(p.Table.Chunks*optimRounds, optimThreads),
-		p.Table.args(p.Control))
+	return k.Enqueue(s, "adamw", p.Table.kernel("adamw"),
+		kernel.Line(p.Table.Chunks*optimRounds, optimThreads), p.Control, p.Table.updates,
+		p.Table.tensors, p.Table.chunks)
 }
 
 func begin(k *kernel.Set, s gpu.Stream, unit string, control gpu.Ptr, t *Table) error {
-	l := kernel.Args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Int32(t.count)
 	return k.Enqueue(s, unit, unit+"_begin",
-		kernel.Line(kernel.CeilDiv(t.count, optimThreads), optimThreads), l)
+		kernel.Line(kernel.CeilDiv(t.count, optimThreads), optimThreads), control, t.updates,
+		t.tensors, t.count)
 }
 
 // kernel is the name of one that reads the table's gradients.
@@ -300,67 +273,37 @@ func (t *Table) kernel(name string) string {
 	return name
 }
 
-// args is the arguments of a kernel over all chunks.
-func (t *Table) args(control gpu.Ptr) *gpu.Args {
-	return kernel.Args().Ptr(control).Ptr(t.updates).Ptr(t.tensors).Ptr(t.chunks)
-}
-
-// Launch updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction. Here u
-// is the momentum or, with nesterov, the gradient advanced by it. Squares is workspace of t.Chunks
-// float32. Three kernels.
-func (p MuonDirection) Launch(k *kernel.Set, s gpu.Stream) error {
-	if err := begin(k, s, "muon", p.Control, p.Table); err != nil {
-		return err
-	}
-	n := 0
-	if p.Nesterov {
-		n = 1
-	}
-	l := kernel.Args().Ptr(p.Squares).Ptr(p.Control).Ptr(p.Table.updates).Ptr(p.Table.tensors).Ptr(
-		p.Table.chunks).Int32(n)
-	if err := k.Enqueue(s, "muon", "muon_momentum", kernel.Line(p.Table.Chunks, optimThreads),
-		l); err != nil {
-		return err
-	}
-	l = kernel.Args().Ptr(p.Squares).Ptr(p.Control).Ptr(p.Table.tensors).Ptr(
-		p.Table.chunks).Int32(n)
-	return k.Enqueue(s, "muon", "muon_direction", kernel.Line(p.Table.Chunks, optimThreads), l)
-}
-
-// Launch updates the table's parameters and copies from every tensor's Result.
-func (p MuonApply) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "muon", "muon_apply", kernel.Line(p.Table.Chunks, optimThreads),
-		p.Table.args(p.Control))
-}
-
-// GradSquares sets Squares to sums of squares of a table's gradients, one for each chunk.
-type GradSquares struct {
-	Squares gpu.Ptr
-	Table   *Table
-}
-
-// GradNorm finishes a control block from Count sums of squares.
-type GradNorm struct {
-	Control, Squares, Scale, Apart gpu.Ptr
-	Count                          int
-}
-
-// AdamW updates a table's tensors.
-type AdamW struct {
-	Control gpu.Ptr
-	Table   *Table
-}
-
-// MuonDirection updates momenta and leaves directions. Squares is workspace of Table.Chunks
-// float32.
+// MuonDirection updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction.
+// Here u is the momentum or, with Nesterov, the gradient advanced by it. Squares is workspace of
+// Table.Chunks float32.
 type MuonDirection struct {
 	Control, Squares gpu.Ptr
 	Table            *Table
 	Nesterov         bool
 }
 
-// MuonApply updates a table's tensors from every tensor's Result.
+// Launch launches three kernels.
+func (p MuonDirection) Launch(k *kernel.Set, s gpu.Stream) error {
+	if err := begin(k, s, "muon", p.Control, p.Table); err != nil {
+		return err
+	}
+	c := kernel.Line(p.Table.Chunks, optimThreads)
+	if err := k.Enqueue(s, "muon", "muon_momentum", c, p.Squares, p.Control, p.Table.updates,
+		p.Table.tensors, p.Table.chunks, p.Nesterov); err != nil {
+		return err
+	}
+	return k.Enqueue(s, "muon", "muon_direction", c, p.Squares, p.Control, p.Table.tensors,
+		p.Table.chunks, p.Nesterov)
+}
+
+// MuonApply updates the table's parameters and copies from every tensor's Result.
 type MuonApply struct {
 	Control gpu.Ptr
 	Table   *Table
+}
+
+// Launch launches one kernel.
+func (p MuonApply) Launch(k *kernel.Set, s gpu.Stream) error {
+	return k.Enqueue(s, "muon", "muon_apply", kernel.Line(p.Table.Chunks, optimThreads), p.Control,
+		p.Table.updates, p.Table.tensors, p.Table.chunks)
 }

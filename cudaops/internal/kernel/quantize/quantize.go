@@ -1,6 +1,7 @@
 package quantize
 
 import (
+	"cmp"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -25,26 +26,12 @@ type Rows struct {
 
 // Launch launches one kernel.
 func (a Rows) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("Quantize", a.Type)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckInts("Quantize", a.Rows, a.D); empty || err != nil {
-		return err
-	}
-	if _, err := kernel.CheckSizes("Quantize", a.XStride); err != nil {
-		return err
-	}
-	if a.XStride == 0 {
-		a.XStride = a.D
-	}
+	a.XStride = cmp.Or(a.XStride, a.D)
 	var shape HeldShape
-	if kernel.Packed(a.Type, a.D, a.X) && a.XStride%kernel.Vector(a.Type) == 0 &&
-		Float8Packs(a.Type, a.Y) {
+	if Packed(a.Type, a.D, a.Y, a.X) && a.XStride%kernel.Vector(a.Type) == 0 {
 		shape = BestShape(a.D, a.Type, RowPacks...)
 	}
-	return shape.Enqueue(k, s, "quantize", suf, a.Rows, a.D,
-		kernel.Args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X), a.XStride)
+	return shape.Enqueue(k, s, "quantize", a.Rows, a.D, a.Type, []any{a.Y, a.Scale, a.X}, a.XStride)
 }
 
 // RowPacks are the packs a thread that rows are rounded with, the fastest first.
@@ -70,21 +57,18 @@ func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
 
 // Enqueue launches a kernel over rows that may be held in registers: that of a shape, or for no
 // shape the one for any row. Strides are the elements from one row to the next in some arrays.
-func (h HeldShape) Enqueue(k *kernel.Set, s gpu.Stream, name, suf string, rows, d int, l *gpu.Args,
-	strides ...int) error {
-	c := kernel.Line(rows, kernel.RowThreads(d))
+func (h HeldShape) Enqueue(k *kernel.Set, s gpu.Stream, name string, rows, d int, t gpu.DType,
+	args []any, strides ...int) error {
+	variant, c := "_any", kernel.Line(rows, kernel.RowThreads(d))
 	if h.Packs > 0 {
-		c = h.Over(rows)
-		l.Int64(int64(rows))
+		variant, c = fmt.Sprint("_held", h.Packs), h.Over(rows)
+		args = append(args, int64(rows))
 	}
-	l.Int32(d)
+	args = append(args, d)
 	for _, stride := range strides {
-		l.Int64(int64(stride))
+		args = append(args, int64(stride))
 	}
-	if h.Packs == 0 {
-		return k.Enqueue(s, "quantize", name+"_any"+suf, c, l)
-	}
-	return k.Enqueue(s, "quantize", fmt.Sprint(name, "_held", h.Packs, suf), c, l)
+	return k.Enqueue(s, "quantize", name+variant+kernel.Suffix(t), c, args...)
 }
 
 func (h HeldShape) Over(rows int) gpu.LaunchConfig {
@@ -92,24 +76,10 @@ func (h HeldShape) Over(rows int) gpu.LaunchConfig {
 		Block: gpu.Dim{X: h.Across, Y: h.Rows}}
 }
 
-// Float8Packs reports whether a pack of 16 bytes of a type can be stored at once as float8.
-func Float8Packs(t gpu.DType, p gpu.Ptr) bool { return p%gpu.Ptr(kernel.Vector(t)) == 0 }
-
-// Float8Rows reports whether an op is to store rows as float8 too, and refuses what it cannot.
-func Float8Rows(op string, t gpu.DType, y, scale gpu.Ptr) (bool, error) {
-	switch {
-	case y == 0 && scale == 0:
-		return false, nil
-	case y == 0 || scale == 0:
-		return false,
-			fmt.Errorf("kernels.%s: of float8 rows and their scales one is null, want both or "+
-				"neither", op)
-	case t.Size() != 2:
-		return false,
-			fmt.Errorf("kernels.%s: elements are of type %v, want float16 or bfloat16 where rows "+
-				"are stored as float8 too", op, t)
-	}
-	return true, nil
+// Packed reports whether rows of d elements at some addresses can be moved 16 bytes at a time, and
+// as many elements be stored at once as float8.
+func Packed(t gpu.DType, d int, float8 gpu.Ptr, ps ...gpu.Ptr) bool {
+	return kernel.Packed(t, d, ps...) && float8%gpu.Ptr(kernel.Vector(t)) == 0
 }
 
 // Columns stores each column of X [Rows, D] as float8 E4M3 with a scale, as [Rows] does rows, and
@@ -131,35 +101,22 @@ const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 // columnSections is the parts of the rows of which the largest are found at once: two blocks a
 // multiprocessor, of at least 32 rows.
 func columnSections(k *kernel.Set, rows, d int) int {
-	return max(1, min(32, kernel.CeilDiv(rows, 32),
-		2*k.Info.SMs/max(1, kernel.CeilDiv(d, largestColumns))))
+	return max(1, min(32, kernel.CeilDiv(rows, 32), 2*k.Info.SMs/kernel.CeilDiv(d, largestColumns)))
 }
 
 // Launch launches two kernels.
 func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("QuantizeColumns", a.Type)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckInts("QuantizeColumns", a.Rows, a.D); empty || err != nil {
-		return err
-	}
-	tiles := gpu.Dim{X: kernel.CeilDiv(a.D, tileColumns), Y: kernel.CeilDiv(a.Rows, tileRows)}
-	if tiles.Y > 1<<16-1 {
-		return fmt.Errorf("kernels.QuantizeColumns: %d rows, want at most %d",
-			a.Rows, tileRows*(1<<16-1))
-	}
 	sections := columnSections(k, a.Rows, a.D)
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, largestColumns), Y: sections},
 		Block: gpu.Dim{X: columnThreads}}
-	l := kernel.Args().Ptr(a.Workspace).Ptr(a.X).Int32(a.Rows).Int32(a.D)
-	if err := k.Enqueue(s, "quantize", "quantize_columns_largest"+suf, c, l); err != nil {
+	if err := k.Enqueue(s, "quantize", "quantize_columns_largest"+kernel.Suffix(a.Type), c,
+		a.Workspace, a.X, a.Rows, a.D); err != nil {
 		return err
 	}
-	c = gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: columnThreads}, Overlap: k.Overlaps()}
-	l = kernel.Args().Ptr(a.Y).Ptr(a.Scale).Ptr(a.X).Ptr(a.Workspace).Int32(
-		sections).Int32(a.Rows).Int32(a.D)
-	return k.Enqueue(s, "quantize", "quantize_columns"+suf, c, l)
+	c.Grid = gpu.Dim{X: kernel.CeilDiv(a.D, tileColumns), Y: kernel.CeilDiv(a.Rows, tileRows)}
+	c.Overlap = k.Overlaps()
+	return k.Enqueue(s, "quantize", "quantize_columns"+kernel.Suffix(a.Type), c, a.Y, a.Scale, a.X,
+		a.Workspace, sections, a.Rows, a.D)
 }
 
 // WorkspaceBytes is the size of Workspace.

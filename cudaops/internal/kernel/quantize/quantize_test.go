@@ -352,10 +352,9 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 	n := rows * f
 	ab, _ := uploadRows(g, oddRows(g, rows, 2*f, dt), 2*f, dt, skew)
 	dh, _ := g.Normal(n, dt, skew)
-	beside := func(p gpu.Ptr) gpu.Ptr { return p.Offset(f * dt.Size()) }
 
 	h := g.Alloc(n, dt, skew)
-	a := silu.Mul{H: h.Ptr, A: ab.Ptr, B: beside(ab.Ptr), Rows: rows, F: f, Stride: 2 * f, Type: dt}
+	a := silu.Mul{H: h.Ptr, AB: ab.Ptr, Rows: rows, F: f, Type: dt}
 	g.Must(a.Launch(g.Set, g.Stream))
 	h8, scales := rows8Alloc(g, rows, f, 0)
 	out := g.Alloc(n, dt, skew)
@@ -369,13 +368,12 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 	separate(g, "h that is not written", h8, scales, h, f, 0)
 
 	wantH, want := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
-	b := silu.MulBackward{H: wantH.Ptr, DA: want.Ptr, DB: beside(want.Ptr), DH: dh.Ptr, A: ab.Ptr,
-		B: beside(ab.Ptr), Rows: rows, F: f,
-		Stride: 2 * f, GradStride: 2 * f, Type: dt}
+	b := silu.MulBackward{H: wantH.Ptr, DAB: want.Ptr, DH: dh.Ptr, AB: ab.Ptr, Rows: rows, F: f,
+		Type: dt}
 	g.Must(b.Launch(g.Set, g.Stream))
 	dab8, scale := rows8Alloc(g, rows, 2*f, 0)
 	again, dab := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
-	b.H, b.DA, b.DB, b.DAB8, b.Scale8 = again.Ptr, dab.Ptr, beside(dab.Ptr), dab8.Ptr, scale.Ptr
+	b.H, b.DAB, b.DAB8, b.Scale8 = again.Ptr, dab.Ptr, dab8.Ptr, scale.Ptr
 	g.Must(b.Launch(g.Set, g.Stream))
 	sameBits(g, "h again", again, wantH)
 	sameBits(g, "da, db", dab, want)
@@ -384,7 +382,7 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 	if f%8 != 0 || skew != 0 {
 		return
 	}
-	b.H, b.DA, b.DB = 0, ab.Ptr, beside(ab.Ptr) // in place
+	b.H, b.DAB = 0, ab.Ptr // in place
 	g.Must(b.Launch(g.Set, g.Stream))
 	sameBits(g, "da, db in place", ab, want)
 }

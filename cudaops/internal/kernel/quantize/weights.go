@@ -34,7 +34,7 @@ const weightLead = 512
 // Table is weights laid out on the device, so that one call is for all. Its memory is its own.
 type Table struct {
 	ctx             gpu.Context
-	weights, strips gpu.Ptr
+	weights, strips gpu.Ptr // weights begins their memory
 	// the largest of each row and column, and the strips of each weight that have been looked at
 	most      gpu.Ptr
 	mostBytes int
@@ -42,60 +42,30 @@ type Table struct {
 	Bytes     int // of its memory
 }
 
-// NewTable lays out weights.
+// NewTable lays out weights, of which there is one at least.
 func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
-	if len(weights) == 0 {
-		return nil, errors.New("kernels.NewQuantizeTable: no weights")
-	}
 	rows := make([]deviceWeight, len(weights))
 	t := &Table{ctx: k.Ctx}
 	for i, w := range weights {
-		switch {
-		case w.Rows < 16 || w.D < 16 || w.Rows%16 != 0 || w.D%16 != 0 || w.Rows > WeightRows<<16 ||
-			w.D > WeightColumns<<16:
-			return nil,
-				fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want multiples of 16, "+
-					"at most %dx%d", i, w.Rows, w.D,
-					WeightRows<<16, WeightColumns<<16)
-		case w.X == 0 || w.Y == 0 || w.Scale == 0 || (w.Turned == 0) != (w.TurnedScale == 0):
-			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d lacks an address: %+v", i,
-				w)
-		case !kernel.Aligned(w.X, w.Y, w.Scale, w.Turned, w.TurnedScale):
-			return nil,
-				fmt.Errorf("kernels.NewQuantizeTable: weight %d: an address is not a multiple of "+
-					"16", i)
-		}
 		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes),
 			int32(w.Rows), int32(w.D)}
 		t.mostBytes += 4 * (w.Rows + w.D + 16)
 	}
 	strips := WeightStrips(weights)
 	t.blocks = len(strips)
-	err := func() (err error) {
-		if t.most, err = k.Ctx.Alloc(t.mostBytes); err != nil {
-			return err
-		}
-		for i := range rows {
-			rows[i].most += t.most
-		}
-		for _, part := range []struct {
-			at    *gpu.Ptr
-			bytes []byte
-		}{{&t.weights, kernel.TableBytes(rows)}, {&t.strips, kernel.TableBytes(strips)}} {
-			if *part.at, err = k.Ctx.Alloc(len(part.bytes)); err != nil {
-				return err
-			}
-			if err = k.Ctx.CopyToDevice(*part.at, part.bytes, 0); err != nil {
-				return err
-			}
-			t.Bytes += len(part.bytes)
-		}
-		t.Bytes += t.mostBytes
-		return k.Ctx.SyncStream(0)
-	}()
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("kernels.NewQuantizeTable: %w", err), t.Free())
+	var err error
+	if t.most, err = k.Ctx.Alloc(t.mostBytes); err != nil {
+		return nil, fmt.Errorf("kernels.NewQuantizeTable: %w", err)
 	}
+	for i := range rows {
+		rows[i].most += t.most
+	}
+	at, bytes, err := k.Upload(kernel.TableBytes(rows), kernel.TableBytes(strips))
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("kernels.NewQuantizeTable: %w", err),
+			t.ctx.Free(t.most))
+	}
+	t.weights, t.strips, t.Bytes = at[0], at[1], bytes+t.mostBytes
 	return t, nil
 }
 
@@ -140,25 +110,19 @@ func stripsOf(weights []Weight, i int) (strips []WeightStrip) {
 
 // Free gives the table's memory back.
 func (t *Table) Free() error {
-	var errs []error
-	for _, p := range []*gpu.Ptr{&t.weights, &t.strips, &t.most} {
-		if *p != 0 {
-			errs = append(errs, t.ctx.Free(*p))
-		}
-		*p = 0
-	}
-	t.Bytes = 0
-	return errors.Join(errs...)
+	err := errors.Join(t.ctx.Free(t.weights), t.ctx.Free(t.most))
+	t.weights, t.most, t.Bytes = 0, 0, 0
+	return err
 }
+
+// Weights makes the float8 of a table's weights.
+type Weights struct{ Table *Table }
 
 // Launch clears the table's largest numbers and launches a kernel.
 func (p Weights) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := k.Ctx.Memset8(p.Table.most, 0, p.Table.mostBytes, s); err != nil {
 		return err
 	}
-	return k.Enqueue(s, "quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks,
-		WeightThreads), kernel.Args().Ptr(p.Table.weights).Ptr(p.Table.strips))
+	return k.Enqueue(s, "quantize_weights", "quantize_weights",
+		kernel.Line(p.Table.blocks, WeightThreads), p.Table.weights, p.Table.strips)
 }
-
-// Weights makes the float8 of a table's weights.
-type Weights struct{ Table *Table }

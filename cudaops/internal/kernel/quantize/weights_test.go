@@ -2,12 +2,10 @@ package quantize_test
 
 import (
 	"fmt"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
@@ -88,29 +86,4 @@ func TestWeightStrips(t *testing.T) {
 	}
 	require.Len(t, looked, want)
 	require.Len(t, rounded, want)
-}
-
-// TestQuantizeTableRefusals wants errors that say which weight is wrong, and how.
-func TestQuantizeTableRefusals(t *testing.T) {
-	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
-	require.NoError(t, err)
-	k := kernel.New(ctx)
-	good := quantize.Weight{X: 256, Y: 512, Scale: 1024, Rows: 32, D: 16}
-	for want, change := range map[string]func(*quantize.Weight){
-		"weight 1 is 32x24":                      func(w *quantize.Weight) { w.D = 24 },
-		"weight 1 is 0x16":                       func(w *quantize.Weight) { w.Rows = 0 },
-		"weight 1 lacks an address":              func(w *quantize.Weight) { w.Turned = 256 },
-		"weight 1: an address is not a multiple": func(w *quantize.Weight) { w.Y = 520 },
-	} {
-		w := good
-		change(&w)
-		if _, err := quantize.NewTable(k, []quantize.Weight{good, w}); err == nil ||
-			!strings.Contains(err.Error(), want) {
-			t.Errorf("error %v, want %q", err, want)
-		}
-	}
-	if _, err := quantize.NewTable(k, nil); err == nil {
-		t.Error("no weights, and no error")
-	}
-	require.NoError(t, ctx.Close())
 }

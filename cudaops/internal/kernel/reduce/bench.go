@@ -8,20 +8,14 @@ import (
 // Bench times sums of everything, of rows and of columns.
 func Bench(b *bench.B) {
 	const rows, n = 32768, 4096
-	x, y := b.Normal(rows*n, gpu.BFloat16), b.Alloc(rows, gpu.Float32)
-	for _, r := range []struct {
-		name string
-		Reduce
-	}{
-		{"sum_32768x4096", Reduce{Outer: 1, N: rows * n, Inner: 1}},
-		{"sum_rows_32768x4096", Reduce{Outer: rows, N: n, Inner: 1}},
-		{"sum_columns_32768x4096", Reduce{Outer: 1, N: rows, Inner: n}},
-	} {
-		a := r.Reduce
-		a.Op, a.Y, a.X, a.YType, a.XType = Sum, y, x, gpu.Float32, gpu.BFloat16
+	a := Reduce{Op: Sum, Y: b.Alloc(rows, gpu.Float32), X: b.Normal(rows*n, gpu.BFloat16),
+		YType: gpu.Float32, XType: gpu.BFloat16}
+	time := func(name string, outer, middle, inner int) {
+		a.Outer, a.N, a.Inner = outer, middle, inner
 		a.Workspace = b.Alloc(a.WorkspaceBytes(b.Info)/4, gpu.Float32)
-		b.Time(bench.Measurement{Name: r.name, Bytes: 2 * rows * n}, func() error {
-			return a.Launch(b.Set, b.Stream)
-		})
+		b.Moves(name, 2*rows*n, a)
 	}
+	time("sum_32768x4096", 1, rows*n, 1)
+	time("sum_rows_32768x4096", rows, n, 1)
+	time("sum_columns_32768x4096", 1, rows, n)
 }

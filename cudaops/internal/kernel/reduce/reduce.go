@@ -1,7 +1,7 @@
 package reduce
 
 import (
-	"fmt"
+	"cmp"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -67,26 +67,7 @@ func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int {
 
 // Launch launches one kernel, or two for a reduction that is wide.
 func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
-	if a.Op != Sum && a.Op != Max {
-		return fmt.Errorf("kernels.Reduce: there is no reduction %q", a.Op)
-	}
-	if _, err := kernel.Suffixes("Reduce", "", a.YType, a.XType); err != nil {
-		return err
-	}
-	if a.YType != a.XType && a.YType != gpu.Float32 && a.XType != gpu.Float32 {
-		return fmt.Errorf("kernels.Reduce: from %v to %v, want one type or float32 on one side",
-			a.XType, a.YType)
-	}
-	if _, err := kernel.CheckSizes("Reduce", a.Outer, a.N, a.Inner); err != nil ||
-		a.Outer == 0 || a.Inner == 0 {
-		return err
-	}
-	if a.N == 0 {
-		return fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
-	}
-	if a.Scale == 0 {
-		a.Scale = 1
-	}
+	a.Scale = cmp.Or(a.Scale, 1)
 	parts, late := parts(k, a)
 	if parts == 1 {
 		return reduce(k, s, a, 1, 0, false)
@@ -102,23 +83,13 @@ func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
 
 // reduce launches one step.
 func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool) error {
-	name, err := kernel.Suffixes("Reduce", "", a.YType, a.XType)
-	if err != nil {
-		return err
-	}
-	blocks := a.Outer * parts
-	if blocks >= 1<<31 {
-		return fmt.Errorf("kernels.Reduce: %d results in %d parts are too many for one launch",
-			a.Outer, parts)
-	}
-	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Float32(float32(a.Scale)).Int64(int64(a.N))
-	n := kernel.Vector(a.XType)
+	name, blocks, n := kernel.Suffixes(a.YType, a.XType), a.Outer*parts, kernel.Vector(a.XType)
 	if a.Inner == 1 {
 		perPart := kernel.CeilDiv(kernel.CeilDiv(a.N, parts), n) * n
 		c := kernel.Line(blocks, min(256, kernel.CeilDiv(perPart, rowUnroll*32*n)*32))
 		c.Overlap = overlap
-		return k.Enqueue(s, "reduce", string(a.Op)+"_rows"+name, c,
-			l.Int32(parts).Int64(int64(perPart)))
+		return k.Enqueue(s, "reduce", string(a.Op)+"_rows"+name, c, a.Y, a.X, a.Scale, int64(a.N),
+			parts, int64(perPart))
 	}
 	variant := "_columns"
 	if kernel.Packed(a.XType, a.Inner, a.X) {
@@ -127,12 +98,8 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 		n = 1
 	}
 	tiles := kernel.CeilDiv(a.Inner, 32*n)
-	if tiles >= kernel.CeilDiv(1<<31, blocks) {
-		return fmt.Errorf("kernels.Reduce: %d results in %d parts, of %d columns, are too many "+
-			"for one launch", a.Outer, parts, a.Inner)
-	}
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: blocks * tiles}, Block: gpu.Dim{X: 32, Y: 8},
 		Overlap: overlap}
-	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c,
-		l.Int64(int64(a.Inner)).Int32(parts).Int32(late).Int32(tiles))
+	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c, a.Y, a.X, a.Scale, int64(a.N),
+		int64(a.Inner), parts, late, tiles)
 }

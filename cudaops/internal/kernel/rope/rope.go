@@ -1,7 +1,9 @@
 package rope
 
 import (
+	"cmp"
 	"fmt"
+	"math"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -26,27 +28,8 @@ const ropeThreads = 128
 
 // Launch launches one kernel.
 func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
-	suf, err := kernel.Suffix("RoPE", a.Type)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckInts("RoPE", a.Rows, a.Heads, a.HeadDim, a.XStride,
-		a.YStride); err != nil {
-		return err
-	} else if a.HeadDim%2 != 0 || a.Seq < 1 {
-		return fmt.Errorf("kernels.RoPE: head dimension %d and sequence length %d, want an even "+
-			"and a positive number",
-			a.HeadDim, a.Seq)
-	} else if empty && (a.Rows == 0 || a.Heads == 0 || a.HeadDim == 0) {
-		return nil
-	}
 	width, h, n := a.Heads*a.HeadDim, a.HeadDim/2, kernel.Vector(a.Type)
-	if a.XStride == 0 {
-		a.XStride = width
-	}
-	if a.YStride == 0 {
-		a.YStride = width
-	}
+	a.XStride, a.YStride = cmp.Or(a.XStride, width), cmp.Or(a.YStride, width)
 	variant, threads := "rope_pairs", a.Rows*a.Heads*h
 	if h%n == 0 && kernel.Packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) && a.YStride%n == 0 {
 		lanes := a.HeadDim / n // of a head, where each has 16 bytes
@@ -59,17 +42,15 @@ func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
 			variant, threads = "rope_heads1", threads/n
 		}
 	}
-	sign := float32(1)
-	if a.Inverse {
-		sign = -1
-	}
-	if threads >= 1<<31 {
+	if threads > math.MaxInt32 {
 		return fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows,
 			a.Heads)
 	}
-	l := kernel.Args().Ptr(a.Y).Ptr(a.X).Ptr(a.Cos).Ptr(a.Sin).Float32(sign).Int64(
-		int64(a.Rows)).Int32(a.Heads).Int32(h).
-		Int32(a.Seq).Int64(int64(a.XStride)).Int64(int64(a.YStride))
-	return k.Enqueue(s, "rope", variant+suf,
-		kernel.Line(kernel.CeilDiv(threads, ropeThreads), ropeThreads), l)
+	sign := 1.0
+	if a.Inverse {
+		sign = -1
+	}
+	return k.Enqueue(s, "rope", variant+kernel.Suffix(a.Type),
+		kernel.Line(kernel.CeilDiv(threads, ropeThreads), ropeThreads), a.Y, a.X, a.Cos, a.Sin,
+		sign, int64(a.Rows), a.Heads, h, a.Seq, int64(a.XStride), int64(a.YStride))
 }

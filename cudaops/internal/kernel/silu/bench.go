@@ -7,27 +7,16 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/bench"
 )
 
-// Bench times the gate. Its inputs lie side by side in rows of 2·F, as the product of gate and up
-// projection leaves them.
+// Bench times the gate.
 func Bench(b *bench.B) {
-	const rows, f = 16384, 11008
+	const rows, f, t = 16384, 11008, gpu.BFloat16
 	const size = 2 * rows * f
-	ab, dh := b.Normal(2*rows*f, gpu.BFloat16), b.Normal(rows*f, gpu.BFloat16)
-	h, dab := b.Alloc(rows*f, gpu.BFloat16), b.Alloc(2*rows*f, gpu.BFloat16)
+	ab, dh := b.Normal(2*rows*f, t), b.Normal(rows*f, t)
+	h, dab := b.Alloc(rows*f, t), b.Alloc(2*rows*f, t)
 	for _, gelu := range []bool{false, true} {
-		name := func(pass string) string {
-			return fmt.Sprintf("%smul_%s_16384x11008", gate(gelu), pass)
-		}
-		b.Time(bench.Measurement{Name: name("fwd"), Bytes: 3 * size}, func() error {
-			return Mul{H: h, A: ab, B: ab.Offset(2 * f), Rows: rows, F: f,
-				Stride: 2 * f, GELU: gelu,
-				Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
-		})
-		b.Time(bench.Measurement{Name: name("bwd"), Bytes: 5 * size}, func() error {
-			return MulBackward{DA: dab, DB: dab.Offset(2 * f), DH: dh, A: ab,
-				B: ab.Offset(2 * f), Rows: rows, F: f,
-				Stride: 2 * f, GradStride: 2 * f, GELU: gelu, Type: gpu.BFloat16}.Launch(b.Set,
-				b.Stream)
-		})
+		b.Moves(fmt.Sprintf("%smul_fwd_16384x11008", gate(gelu)), 3*size,
+			Mul{H: h, AB: ab, Rows: rows, F: f, GELU: gelu, Type: t})
+		b.Moves(fmt.Sprintf("%smul_bwd_16384x11008", gate(gelu)), 5*size,
+			MulBackward{DAB: dab, DH: dh, AB: ab, Rows: rows, F: f, GELU: gelu, Type: t})
 	}
 }

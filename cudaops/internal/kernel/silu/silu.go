@@ -2,6 +2,7 @@ package silu
 
 import (
 	"fmt"
+	"math"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -9,59 +10,73 @@ import (
 )
 
 // Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a), or with GELU its approximation by
-// tanh in silu's place. Stride is the elements from one
-// row of A to the next, and of B; 0 means F. In [A | B] side by side it is 2·F, and B is A + F
-// elements.
+// tanh in silu's place. A and B are the halves of the rows of AB [Rows, 2·F].
 //
 // Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
 // rows. H may then be null, but for GELU. Type is a 16-bit one.
 type Mul struct {
-	H, A, B         gpu.Ptr
-	Rows, F, Stride int
-	GELU            bool
-	Type            gpu.DType
-	H8, Scale8      gpu.Ptr
+	H, AB      gpu.Ptr
+	Rows, F    int
+	GELU       bool
+	Type       gpu.DType
+	H8, Scale8 gpu.Ptr
 }
 
 // Launch launches one kernel; with H8 and GELU two.
 func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
-	if float8, err := quantize.Float8Rows("SiLUMul", a.Type, a.H8, a.Scale8); err != nil {
-		return err
-	} else if float8 {
-		return a.float8(k, s)
+	b := a.AB.Offset(a.F * a.Type.Size())
+	if a.H8 != 0 && !a.GELU {
+		var shape quantize.HeldShape
+		if quantize.Packed(a.Type, a.F, a.H8, a.H, a.AB) {
+			shape = quantize.BestShape(a.F, a.Type, quantize.RowPacks...)
+		}
+		return shape.Enqueue(k, s, "silu_mul", a.Rows, a.F, a.Type,
+			[]any{a.H8, a.Scale8, a.H, a.AB, b}, 2*a.F)
 	}
-	l := kernel.Args().Ptr(a.H).Ptr(a.A).Ptr(a.B)
-	return silu(k, s, "SiLUMul", gate(a.GELU)+"_mul", siluShape{a.Rows, a.F, a.Stride, 0, a.Type},
-		false, l, a.H, a.A, a.B)
+	if err := silu(k, s, gate(a.GELU)+"_mul", a.Rows, a.F, a.Type,
+		kernel.Packed(a.Type, a.F, a.H, a.AB), a.H, a.AB, b, int64(a.Rows), a.F,
+		int64(2*a.F)); err != nil || a.H8 == 0 {
+		return err
+	}
+	return quantize.Rows{Y: a.H8, Scale: a.Scale8, X: a.H, Rows: a.Rows, D: a.F,
+		Type: a.Type}.Launch(k, s)
 }
 
-// MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), and
-// H again unless it is null. With GELU they are the gradients of that. DA may be the memory of A or
-// DH, and DB that of B. Stride is as in [Mul], GradStride the same for DA and DB.
+// MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), the
+// halves of the rows of DAB [Rows, 2·F], and H again unless it is null. With GELU they are the
+// gradients of that. DAB may be the memory of AB.
 //
-// Where DAB8 [Rows, 2·F] is not null it is the rows of [DA | DB], as rounded to Type, with Scale8
-// [Rows] as [Quantize] stores them. Then DB is DA + F elements, GradStride at least 2·F, and Type a
-// 16-bit one.
+// Where DAB8 [Rows, 2·F] is not null it is DAB, as rounded to Type, with Scale8 [Rows] as
+// [Quantize] stores its rows. Type is then a 16-bit one.
 type MulBackward struct {
-	H, DA, DB, DH, A, B         gpu.Ptr
-	Rows, F, Stride, GradStride int
-	GELU                        bool
-	Type                        gpu.DType
-	DAB8, Scale8                gpu.Ptr
+	H, DAB, DH, AB gpu.Ptr
+	Rows, F        int
+	GELU           bool
+	Type           gpu.DType
+	DAB8, Scale8   gpu.Ptr
 }
 
 // Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, or
 // for GELU, two.
 func (a MulBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	if float8, err := quantize.Float8Rows("SiLUMulBackward", a.Type, a.DAB8, a.Scale8); err != nil {
-		return err
-	} else if float8 {
-		return a.float8(k, s)
+	half, stride := a.F*a.Type.Size(), 2*a.F
+	b, db := a.AB.Offset(half), a.DAB.Offset(half)
+	packed := kernel.Packed(a.Type, a.F, a.H, a.DAB, a.DH, a.AB)
+	var shape quantize.HeldShape
+	if packed && !a.GELU && a.DAB8 != 0 && quantize.Packed(a.Type, a.F, a.DAB8) {
+		shape = quantize.BestShape(a.F, a.Type, quantize.RowPacks...)
 	}
-	l := kernel.Args().Ptr(a.H).Ptr(a.DA).Ptr(a.DB).Ptr(a.DH).Ptr(a.A).Ptr(a.B)
-	shape := siluShape{a.Rows, a.F, a.Stride, a.GradStride, a.Type}
-	return silu(k, s, "SiLUMulBackward", gate(a.GELU)+"_mul_backward", shape, true, l, a.H,
-		a.DA, a.DB, a.DH, a.A, a.B)
+	if shape.Packs > 0 {
+		return shape.Enqueue(k, s, "silu_mul_backward", a.Rows, a.F, a.Type,
+			[]any{a.DAB8, a.Scale8, a.H, a.DAB, db, a.DH, a.AB, b}, stride, stride)
+	}
+	if err := silu(k, s, gate(a.GELU)+"_mul_backward", a.Rows, a.F, a.Type, packed, a.H, a.DAB, db,
+		a.DH, a.AB, b, int64(a.Rows), a.F, int64(stride), int64(stride)); err != nil ||
+		a.DAB8 == 0 {
+		return err
+	}
+	return quantize.Rows{Y: a.DAB8, Scale: a.Scale8, X: a.DAB, Rows: a.Rows, D: stride,
+		Type: a.Type}.Launch(k, s)
 }
 
 // gate is how kernels of a gate are named.
@@ -72,46 +87,16 @@ func gate(gelu bool) string {
 	return "silu"
 }
 
-type siluShape struct {
-	rows, f, stride, gradStride int
-	dtype                       gpu.DType
-}
-
-func silu(k *kernel.Set, s gpu.Stream, op, symbol string, a siluShape, backward bool, l *gpu.Args,
-	ps ...gpu.Ptr) error {
-	suf, err := kernel.Suffix(op, a.dtype)
-	if err != nil {
-		return err
+func silu(k *kernel.Set, s gpu.Stream, symbol string, rows, f int, t gpu.DType, packed bool,
+	args ...any) error {
+	variant, packs := "_elements", rows*f
+	if packed {
+		variant, packs = "_packs", packs/kernel.Vector(t)
 	}
-	if _, err := kernel.CheckSizes(op, a.rows, a.f, a.stride, a.gradStride); err != nil ||
-		a.rows == 0 || a.f == 0 {
-		return err
+	if packs > math.MaxInt32 {
+		return fmt.Errorf("kernels.SiLUMul: %d rows of %d elements are too many for one launch",
+			rows, f)
 	}
-	if a.stride == 0 {
-		a.stride = a.f
-	}
-	if a.gradStride == 0 {
-		a.gradStride = a.f
-	}
-	if a.stride == a.f && a.gradStride == a.f { // without gaps it is one long row
-		if n := a.rows * a.f; n < 1<<31 {
-			a.rows, a.f, a.stride, a.gradStride = 1, n, n, n
-		}
-	}
-	variant, n := "_elements", 1
-	if v := kernel.Vector(a.dtype); kernel.Packed(a.dtype, a.f, ps...) &&
-		a.stride%v == 0 && a.gradStride%v == 0 {
-		variant, n = "_packs", v
-	}
-	packs := a.rows * a.f / n
-	if packs >= 1<<31 {
-		return fmt.Errorf("kernels.%s: %d rows of %d elements are too many for one launch", op,
-			a.rows, a.f)
-	}
-	l.Int64(int64(a.rows)).Int32(a.f).Int64(int64(a.stride))
-	if backward {
-		l.Int64(int64(a.gradStride))
-	}
-	return k.Enqueue(s, "silu", symbol+variant+suf, kernel.Line(kernel.CeilDiv(packs, 2*256), 256),
-		l)
+	return k.Enqueue(s, "silu", symbol+variant+kernel.Suffix(t),
+		kernel.Line(kernel.CeilDiv(packs, 2*256), 256), args...)
 }

@@ -7,15 +7,11 @@ import (
 
 // Bench times both passes.
 func Bench(b *bench.B) {
-	const rows, n = 32768, 4096
+	const rows, n, t = 32768, 4096, gpu.BFloat16
 	const size = 2 * rows * n
-	x, g := b.Normal(rows*n, gpu.BFloat16), b.Normal(rows*n, gpu.BFloat16)
-	y, dx := b.Alloc(rows*n, gpu.BFloat16), b.Alloc(rows*n, gpu.BFloat16)
-	b.Time(bench.Measurement{Name: "softmax_fwd_32768x4096", Bytes: 2 * size}, func() error {
-		return Forward{Y: y, X: x, Rows: rows, N: n, Type: gpu.BFloat16}.Launch(b.Set, b.Stream)
-	})
-	b.Time(bench.Measurement{Name: "softmax_bwd_32768x4096", Bytes: 3 * size}, func() error {
-		return Backward{DX: dx, G: g, Y: y, Rows: rows, N: n, Type: gpu.BFloat16}.Launch(b.Set,
-			b.Stream)
-	})
+	x, g := b.Normal(rows*n, t), b.Normal(rows*n, t)
+	y, dx := b.Alloc(rows*n, t), b.Alloc(rows*n, t)
+	b.Moves("softmax_fwd_32768x4096", 2*size, Forward{Y: y, X: x, Rows: rows, N: n, Type: t})
+	b.Moves("softmax_bwd_32768x4096", 3*size,
+		Backward{DX: dx, G: g, Y: y, Rows: rows, N: n, Type: t})
 }

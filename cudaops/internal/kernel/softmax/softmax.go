@@ -7,57 +7,48 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Launch computes y = exp(x − max) / Σ exp(x − max) for each of rows rows of n elements. y may be
-// x.
-func (p Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return softmax(k, s, "Softmax", "softmax", []gpu.Ptr{p.Y, p.X}, p.Rows, p.N, p.Type)
-}
-
-// Launch computes dx = y ⊙ (g − Σ g ⊙ y) for each row, from the output y of Forward and its
-// gradient g. The memory of dx may be that of either.
-func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return softmax(k, s, "SoftmaxBackward", "softmax_backward", []gpu.Ptr{p.DX, p.G, p.Y}, p.Rows,
-		p.N, p.Type)
-}
-
-func softmax(k *kernel.Set, s gpu.Stream, op, name string, ps []gpu.Ptr, rows,
-	n int, t gpu.DType) error {
-	suf, err := kernel.Suffix(op, t)
-	if err != nil {
-		return err
-	}
-	if empty, err := kernel.CheckInts(op, rows, n); empty || err != nil {
-		return err
-	}
-	l := kernel.Args()
-	for _, p := range ps {
-		l.Ptr(p)
-	}
-	if n <= 1024 && kernel.Packed(t, n, ps...) {
-		return k.Enqueue(s, "softmax", name+"_warp"+suf, kernel.Line(kernel.CeilDiv(rows, 4), 128),
-			l.Int64(int64(rows)).Int32(n))
-	}
-	for _, packs := range []int{2, 4} { // a thread, of rows that a block holds
-		if threads := kernel.CeilDiv(n, 32*packs*kernel.Vector(t)) * 32; threads <= 512 &&
-			kernel.Packed(t, n, ps...) {
-			return k.Enqueue(s, "softmax", fmt.Sprintf("%s_held%d%s", name, packs, suf),
-				kernel.Line(rows, threads), l.Int32(n))
-		}
-	}
-	return k.Enqueue(s, "softmax", name+"_block"+suf,
-		kernel.Line(rows, kernel.LongRowThreads(n, t)), l.Int32(n))
-}
-
-// Forward computes Y of X, Rows of N elements.
+// Forward computes Y = exp(X − max) / Σ exp(X − max) for each of Rows rows of N elements. Y may be
+// X.
 type Forward struct {
 	Y, X    gpu.Ptr
 	Rows, N int
 	Type    gpu.DType
 }
 
-// Backward computes DX from Forward's Y and its gradient G.
+// Launch launches one kernel.
+func (p Forward) Launch(k *kernel.Set, s gpu.Stream) error {
+	return softmax(k, s, "softmax", p.Rows, p.N, p.Type, p.Y, p.X)
+}
+
+// Backward computes DX = Y ⊙ (G − Σ G ⊙ Y) for each row, from the output Y of Forward and its
+// gradient G. The memory of DX may be that of either.
 type Backward struct {
 	DX, G, Y gpu.Ptr
 	Rows, N  int
 	Type     gpu.DType
+}
+
+// Launch launches one kernel.
+func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+	return softmax(k, s, "softmax_backward", p.Rows, p.N, p.Type, p.DX, p.G, p.Y)
+}
+
+func softmax(k *kernel.Set, s gpu.Stream, name string, rows, n int, t gpu.DType,
+	ps ...gpu.Ptr) error {
+	c := kernel.Line(rows, kernel.LongRowThreads(n, t))
+	variant, packed := "_block", kernel.Packed(t, n, ps...)
+	for _, packs := range []int{4, 2} { // a thread, of rows that a block holds
+		if threads := kernel.CeilDiv(n, 32*packs*kernel.Vector(t)) * 32; packed && threads <= 512 {
+			variant, c = fmt.Sprint("_held", packs), kernel.Line(rows, threads)
+		}
+	}
+	var args []any
+	for _, p := range ps {
+		args = append(args, p)
+	}
+	if n <= 1024 && packed {
+		variant, c = "_warp", kernel.Line(kernel.CeilDiv(rows, 4), 128)
+		args = append(args, int64(rows))
+	}
+	return k.Enqueue(s, "softmax", name+variant+kernel.Suffix(t), c, append(args, n)...)
 }

@@ -1,0 +1,223 @@
+package kernel_test
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
+	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
+)
+
+// TestRefusals has what users' tensors could be: too large to be counted, of seven dimensions that
+// do not merge, without elements.
+func TestRefusals(t *testing.T) {
+	k, ctx := fakeKernels(t)
+	const s, huge = gpu.Stream(0), 1 << 31
+	seven := tensor.Shape(slices.Repeat([]int{2}, 7)).CalcStrides()
+	for want, err := range map[string]error{
+		"kernels: softmax_block_f32: 2147483648 elements, want at most": softmax.Forward{Rows: 1,
+			N: huge}.Launch(k, s),
+		"kernels: cross_entropy_forward_f32: a grid of {2147483648 0 0}": crossentropy.Forward{
+			Rows: huge, V: 1}.Launch(k, s),
+		"kernels: quantize_columns_bf16: a grid of {1 65536 0} blocks": quantize.Columns{
+			Rows: 8388481, D: 1, Type: kerneltest.Bf16}.Launch(k, s),
+		"kernels.RoPE: 2000000000 rows of 8 heads": rope.Rotate{Rows: 2e9, Seq: 1,
+			Heads: 8, HeadDim: 64}.Launch(k, s),
+		"kernels.SiLUMul: 2147483647 rows of 3 elements": silu.Mul{Rows: huge - 1,
+			F: 3}.Launch(k, s),
+		"kernels.DecodeAttention: heads of 258 features": decode.Attention{
+			Geometry: decode.Geometry{Heads: 1, KVHeads: 1, HeadDim: 258, Capacity: 1}}.Launch(k, s),
+		"are 7 after merging, want at most 6": layout.Copy{Dims: slices.Repeat(
+			[]int{2}, 7), YStrides: seven, XStrides: backwards(seven), Size: 4}.Launch(k, s),
+		"unary_float8e4m3": elementwise.Unary{N: 1, Type: gpu.Float8E4M3}.Launch(k, s),
+		"the way rows does not take the arguments, which [any]": normkernel.RMSNorm{Rows: 1, D: 3,
+			Way: kernel.Way{Family: "rows"}}.Launch(k, s),
+		"tensor 0: an address is not a multiple of 16": func() error {
+			_, err := optimizer.NewTable(k, []optimizer.Tensor{{Size: 1, Param: 4}})
+			return err
+		}(),
+	} {
+		require.ErrorContains(t, err, want)
+	}
+	for what, l := range map[string]kernel.Launch{
+		"Binary":  elementwise.Binary{Op: elementwise.Add},
+		"Softmax": softmax.Forward{N: 5},
+		"Copy": layout.Copy{Dims: []int{3, 0}, YStrides: []int{1, 1}, XStrides: []int{1, 1},
+			Size: 4},
+	} {
+		require.NoError(t, l.Launch(k, s), what)
+	}
+	require.Len(t, ctx.Trace(), 1, "the first of those of columns")
+	nothingLeft(t, ctx)
+}
+
+func backwards(s []int) []int {
+	s = slices.Clone(s)
+	slices.Reverse(s)
+	return s
+}
+
+// TestLaunches launches every kernel that has parameters of its own, of which the fake driver knows
+// from the binaries how they lie: more or others are an error.
+func TestLaunches(t *testing.T) {
+	k, ctx := fakeKernels(t)
+	p, err := ctx.Alloc(4 << 20)
+	require.NoError(t, err)
+	ids := kernel.Ints{Ptr: p, Wide: true}
+	table, err := optimizer.NewTable(k, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
+	require.NoError(t, err)
+	two, err := optimizer.NewScattered(k, []optimizer.Tensor{{Size: 9, Grad: p, Other: p}},
+		[]int{1}, 3)
+	require.NoError(t, err)
+	weights, err := quantize.NewTable(k, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16, D: 16}})
+	require.NoError(t, err)
+	for _, dt := range kerneltest.StorageTypes {
+		launches := []kernel.Launch{
+			crossentropy.Scale{Scale: p, Targets: ids, Rows: 3},
+			crossentropy.Mean{Mean: p, Losses: p, Scale: p, Rows: 3},
+			optimizer.GradSquares{Squares: p, Table: table},
+			optimizer.GradSquares{Squares: p, Table: two},
+			optimizer.GradNorm{Control: p, Squares: p, Count: 3},
+			optimizer.AdamW{Control: p, Table: table}, optimizer.AdamW{Control: p, Table: two},
+			optimizer.MuonDirection{Control: p, Squares: p, Table: table},
+			optimizer.MuonApply{Control: p, Table: table}, quantize.Weights{Table: weights},
+			elementwise.Unary{Op: elementwise.Tanh, Y: p, X: p, N: 9, Type: dt},
+			elementwise.Binary{Op: elementwise.Add, Y: p, A: elementwise.Operand{Ptr: p},
+				B: elementwise.Operand{Ptr: p, Period: 8}, N: 80, Type: dt},
+			elementwise.Cast{Y: p, YType: dt, X: p, N: 9},
+			elementwise.Axpby{Y: p, YType: dt, X: p, N: 9, Alpha: 1},
+			normalize.Forward{Y: p, X: p, Workspace: p, N: 9, YType: dt},
+			normalize.Backward{DX: p, G: p, X: p, Workspace: p, N: 9, Type: dt},
+			decode.Attention{Geometry: decode.Geometry{Heads: 8, KVHeads: 1, HeadDim: 64,
+				Capacity: 9}, Type: dt},
+			rope.Rotate{Y: p, X: p, Rows: 3, Seq: 3, Heads: 1, HeadDim: 6, Type: dt},
+			rope.Rotate{Y: p, X: p, Rows: 3, Seq: 3, Heads: 3, HeadDim: 64, Type: dt},
+			rope.Rotate{Y: p, X: p, Rows: 3, Seq: 3, Heads: 4, HeadDim: 64, Type: dt},
+			layout.Copy{Y: p, X: p, Dims: []int{9, 9}, YStrides: []int{9, 1},
+				XStrides: []int{1, 9}, Size: dt.Size()},
+			layout.Copy{Y: p, X: p, Dims: []int{9, 9}, YStrides: []int{19, 1},
+				XStrides: []int{11, 1}, Size: dt.Size()},
+		}
+		for _, n := range []int{7, 256, 2048, 8192, 1 << 16} { // packs or not, and how many
+			launches = append(launches, softmax.Forward{Y: p, X: p, Rows: 3, N: n, Type: dt},
+				softmax.Backward{DX: p, G: p, Y: p, Rows: 3, N: n, Type: dt},
+				crossentropy.Forward{Logits: p, Losses: p, Targets: ids, Rows: 3, V: n, Type: dt},
+				crossentropy.Forward{Logits: p, Losses: p, Targets: ids, Scale: p, Rows: 3, V: n,
+					Type: dt},
+				crossentropy.Backward{Forward: crossentropy.Forward{Targets: ids, Rows: 3, V: n,
+					Type: dt}, Out: p},
+				embedding.Forward{Y: p, IDs: ids, Table: p, Rows: 3, Vocab: 9, D: n, Type: dt},
+				embedding.Backward{DT: p, IDs: ids, G: p, Rows: 3, Vocab: 9, D: n, GType: dt,
+					Workspace: p},
+				reduce.Reduce{Op: reduce.Sum, Y: p, X: p, Outer: 1, N: 9, Inner: n, XType: dt},
+				reduce.Reduce{Op: reduce.Max, Y: p, X: p, Outer: 1, N: n, Inner: 1, XType: dt},
+				decode.Product{Y: p, X: p, W: p, Columns: 3, D: n, Type: dt},
+				decode.Gated{H: p, X: p, W: p, F: 3, D: n, Type: dt},
+				normkernel.RMSNorm{Y: p, X: p, W: p, Rows: 3, D: n, Type: dt},
+				normkernel.RMSNorm{Y: p, X: p, W: p, Residual: p, Sum: p, Rows: 3, D: n, Type: dt},
+				normkernel.RMSNormBackward{DX: p, G: p, X: p, W: p, Rows: 3, D: n, Type: dt,
+					Workspace: p},
+				silu.Mul{H: p, AB: p, Rows: 3, F: n, Type: dt},
+				silu.MulBackward{DAB: p, DH: p, AB: p, Rows: 3, F: n, GELU: true, Type: dt},
+				quantize.Rows{Y: p, Scale: p, X: p, Rows: 3, D: n, Type: dt},
+				quantize.Columns{Y: p, Scale: p, X: p, Rows: 3, D: n, Type: dt, Workspace: p})
+		}
+		for _, l := range launches {
+			ctx.ClearTrace()
+			require.NoError(t, l.Launch(k, 0), "%T %+v", l, l)
+			require.NotEmpty(t, ctx.Trace(), "%T %+v", l, l)
+		}
+		require.NoError(t, elementwise.Fill(k, 0, p, 1, 9, dt))
+	}
+	require.NoError(t, table.Free())
+	require.NoError(t, two.Free())
+	require.NoError(t, weights.Free())
+	require.NoError(t, ctx.Free(p))
+	nothingLeft(t, ctx)
+}
+
+// TestFaults has the driver fail in every call that a launch makes.
+func TestFaults(t *testing.T) {
+	for _, call := range []string{"cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute",
+		"cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuLaunchKernel"} {
+		d := fake.New(fake.Config{Images: kerneltest.Kernels})
+		ctx, err := d.Retain(0)
+		require.NoError(t, err)
+		d.Fail(call, 1, gpu.NotSupported)
+		k := kernel.New(ctx)
+		a := normkernel.RMSNormBackward{Rows: 4096, D: 8192, Type: kerneltest.F16, Workspace: 256}
+		require.ErrorContains(t, a.Launch(k, 0), call)
+		require.NoError(t, a.Launch(k, 0), call)
+	}
+}
+
+// TestFloat8Launches counts kernels: one where rows are held in registers, and for rows of any
+// length the one that stores them as float8 behind the op's own.
+func TestFloat8Launches(t *testing.T) {
+	k, ctx := fakeKernels(t)
+	for _, d := range []int{768, 1024, 2048, 2304, 2816, 3072, 5632, 6144, 7, 20000} {
+		held := d%8 == 0 && d <= 16384
+		norm := normkernel.RMSNorm{Rows: 5, D: d, Type: kerneltest.Bf16, Y8: 256, Scale8: 256}
+		normBackward := normkernel.RMSNormBackward{Rows: 5, D: d, Type: kerneltest.Bf16,
+			DX8: 256, Scale8: 256}
+		gate := silu.Mul{Rows: 5, F: d, Type: kerneltest.Bf16, H8: 256, Scale8: 256}
+		gateBackward := silu.MulBackward{Rows: 5, F: d, Type: kerneltest.Bf16,
+			DAB8: 256, Scale8: 256}
+		for what, c := range map[string]struct {
+			launch      func() error
+			held, other int
+		}{
+			"Quantize": {func() error {
+				return quantize.Rows{Rows: 5, D: d, Type: kerneltest.Bf16}.Launch(k, 0)
+			}, 1, 1},
+			"RMSNorm":         {func() error { return norm.Launch(k, 0) }, 1, 2},
+			"RMSNormBackward": {func() error { return normBackward.Launch(k, 0) }, 2, 4},
+			"SiLUMul":         {func() error { return gate.Launch(k, 0) }, 1, 1},
+			"SiLUMulBackward": {func() error { return gateBackward.Launch(k, 0) }, 1, 2},
+		} {
+			want := c.other
+			if held {
+				want = c.held
+			}
+			ctx.ClearTrace()
+			require.NoError(t, c.launch(), "%v, %v", what, d)
+			require.Len(t, ctx.Trace(), want, "%v, %v", what, d)
+		}
+	}
+}
+
+// fakeKernels launches on a fake GPU, where the kernels of the binaries exist and do nothing.
+func fakeKernels(t *testing.T) (*kernel.Set, *fake.Context) {
+	t.Helper()
+	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
+	require.NoError(t, err)
+	k := kernel.New(ctx)
+	t.Cleanup(func() { require.NoError(t, k.Close()) })
+	return k, ctx.(*fake.Context)
+}
+
+// nothingLeft wants all memory given back.
+func nothingLeft(t *testing.T, ctx gpu.Context) {
+	t.Helper()
+	free, total, err := ctx.MemInfo()
+	require.NoError(t, err)
+	require.Equal(t, total, free)
+}
