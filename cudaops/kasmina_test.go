@@ -995,7 +995,7 @@ func TestKasminaTiming(t *testing.T) {
 		// Residual.
 		bytes, perRun := 4*float64(k.rows*(4*k.dim+5*k.chunk)), (6 * time.Millisecond).Seconds()
 		l := timed.Layer
-		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.Samples() ||
+		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.Samples ||
 			math.Abs(l.Kernel.Seconds()/(perRun/2)-1) > 0.01 || math.Abs(l.Overhead-10) > 0.1 ||
 			math.Abs(l.Bandwidth/(bytes/perRun)-1) > 0.01 {
 			t.Errorf("%+v, want a kernel's time of %v s, 10 %% of overhead and %v bytes/s", l,

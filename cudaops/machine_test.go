@@ -2151,7 +2151,7 @@ func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
 				"is lost", name, err)
 		}
 	}
-	check("RunAll", errors.Join(l.machine.RunAll(), device.ctx.Synchronize()))
+	check("RunAll", errors.Join(l.machine.RunAll(), device.ctx.SyncStream(l.machine.runner.Stream)))
 	for _, c := range l.calls() {
 		check(c.name, c.make())
 	}

@@ -175,7 +175,7 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	switch p := m.profiler; {
 	case p == nil:
 		return nil, errors.New("no profile was begun with StartProfile")
-	case !p.Done():
+	case p.Busy():
 		return nil, nil
 	}
 	p := m.profiler

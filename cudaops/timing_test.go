@@ -1185,8 +1185,8 @@ func TestMonitor(t *testing.T) {
 	times, err := m.Monitor()
 	require.NoError(t, err)
 	require.NotEmpty(t, times)
-	require.GreaterOrEqual(t, m.monitor.Samples(), 3)
-	require.LessOrEqual(t, m.monitor.Samples(), 5)
+	require.GreaterOrEqual(t, m.monitor.Samples, 3)
+	require.LessOrEqual(t, m.monitor.Samples, 5)
 	first := times[0]
 	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond ||
 		first.Time > 4*time.Millisecond || first.Bytes != 4*(2*24+4+6) ||
@@ -1258,7 +1258,7 @@ func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(byt
 func TestMonitorSampleFails(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	o := m.monitor
-	for !o.Sampling() {
+	for !o.Sampling {
 		require.NoError(t, m.RunAll())
 	}
 	require.NoError(t, device.ctx.SyncStream(m.runner.Stream))
@@ -1267,14 +1267,14 @@ func TestMonitorSampleFails(t *testing.T) {
 	context.Context = &unread{real, len(m.runner.Program.Calls)}
 	require.ErrorIs(t, errOf(m.Monitor()), gpu.LaunchFailed)
 	context.Context = real
-	if times, err := m.Monitor(); len(times) != 0 || err != nil || o.Samples() != 0 {
-		t.Errorf("%d samples, %v, %v", o.Samples(), times, err)
+	if times, err := m.Monitor(); len(times) != 0 || err != nil || o.Samples != 0 {
+		t.Errorf("%d samples, %v, %v", o.Samples, times, err)
 	}
 	for range 6 {
 		require.NoError(t, m.RunAll())
 	}
-	if times, err := m.Monitor(); err != nil || len(times) == 0 || o.Samples() == 0 {
-		t.Errorf("%d samples later: %v, %v", o.Samples(), times, err)
+	if times, err := m.Monitor(); err != nil || len(times) == 0 || o.Samples == 0 {
+		t.Errorf("%d samples later: %v, %v", o.Samples, times, err)
 	}
 }
 
@@ -1298,15 +1298,15 @@ func TestMonitorCost(t *testing.T) {
 	for range 30 {
 		require.NoError(t, m.RunAll())
 		norm.Took = 5 * time.Millisecond
-		if m.monitor.Sampling() { // as if the stamps took so much
+		if m.monitor.Sampling { // as if the stamps took so much
 			norm.Took = 10 * time.Millisecond
 		}
 		if _, err := m.Value(m.config.Params[0]); err != nil { // computes it
 			t.Fatal(err)
 		}
 	}
-	require.NotZero(t, m.monitor.Samples())
-	require.GreaterOrEqual(t, m.monitor.Every(), 100)
+	require.NotZero(t, m.monitor.Samples)
+	require.GreaterOrEqual(t, m.monitor.Every, 100)
 	device, _ := openFake(t, fake.Config{})
 	require.ErrorContains(t,
 		errOf(NewMachine(device, gorgonia.NewGraph(), WithMonitor(1))), "at least 2")

@@ -179,7 +179,6 @@ func (c *context) newStream(priority int32) (s gpu.Stream, err error) {
 
 func (c *context) DestroyStream(s gpu.Stream) error { return c.call(&c.StreamDestroy, uintptr(s)) }
 func (c *context) SyncStream(s gpu.Stream) error    { return c.call(&c.StreamSynchronize, uintptr(s)) }
-func (c *context) Synchronize() error               { return c.call(&c.CtxSynchronize) }
 
 func (c *context) NewEvent(timing bool) (gpu.Event, error) {
 	flags := uintptr(2) // without timing, which is cheaper

@@ -40,7 +40,6 @@ type cudaAPI struct {
 	PrimaryCtxRelease  proc `c:"cuDevicePrimaryCtxRelease_v2"`
 	CtxSetCurrent      proc `c:"cuCtxSetCurrent"`
 	CtxGetDevice       proc `c:"cuCtxGetDevice"`
-	CtxSynchronize     proc `c:"cuCtxSynchronize"`
 	MemAlloc           proc `c:"cuMemAlloc_v2"`
 	MemFree            proc `c:"cuMemFree_v2"`
 	MemHostAlloc       proc `c:"cuMemHostAlloc"`

@@ -170,7 +170,7 @@ func TestLaunch(t *testing.T) {
 				}
 			}
 		}
-		ok(t, errors.Join(r.Synchronize(), r.UnloadModule(m), r.DestroyStream(s)))
+		ok(t, errors.Join(r.SyncStream(s), r.UnloadModule(m), r.DestroyStream(s)))
 	})
 }
 
@@ -244,7 +244,7 @@ func TestOrder(t *testing.T) {
 		}
 		t.Logf("%d polls, %v", polls, elapsed)
 		require.Error(t, second(r.Elapsed(mid, end)), "an event without timing was timed")
-		ok(t, errors.Join(r.Synchronize(), r.DestroyEvent(start),
+		ok(t, errors.Join(r.SyncStream(s), r.DestroyEvent(start),
 			r.DestroyEvent(mid), r.DestroyEvent(end),
 			r.DestroyStream(s), r.Free(a), r.Free(b), r.FreeHost(out)))
 	})
@@ -291,7 +291,7 @@ func TestCapture(t *testing.T) {
 			require.Error(t, second(r.EndCapture(s)), "ended a capture that was not begun")
 		}
 		// The stream still works.
-		ok(t, errors.Join(r.Memset8(y, 0, n, s), r.Synchronize()))
+		ok(t, errors.Join(r.Memset8(y, 0, n, s), r.SyncStream(s)))
 		ok(t, errors.Join(r.DestroyStream(s), r.Free(x), r.Free(y), r.Free(z), r.FreeHost(in),
 			r.FreeHost(out), r.UnloadModule(m)))
 	})

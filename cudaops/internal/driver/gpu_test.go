@@ -51,7 +51,7 @@ func testFault(t *testing.T, c gpu.Context) {
 	poke := must[*gpu.Function](t)(c.Function(m, "poke"))
 	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 1}}
 	ok(t, c.Launch(poke, one, 0, new(gpu.Args).Ptr(0x40)))
-	for _, err := range []error{c.Synchronize(), second(c.Alloc(1)), c.SyncStream(0)} {
+	for _, err := range []error{c.SyncStream(0), second(c.Alloc(1)), c.SyncStream(0)} {
 		var e *gpu.Error
 		if !errors.As(err, &e) || !errors.Is(err, gpu.IllegalAddress) || !e.Sticky() ||
 			!strings.Contains(err.Error(), "CUDA_ERROR_ILLEGAL_ADDRESS (700)") ||

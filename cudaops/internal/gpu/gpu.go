@@ -115,9 +115,8 @@ type Ordering interface {
 	// NewUrgentStream returns a stream whose work goes before that of others where both could run.
 	NewUrgentStream() (Stream, error)
 	DestroyStream(s Stream) error
-	// SyncStream waits for all work of a stream, Synchronize waits for everything.
+	// SyncStream waits for all work of a stream.
 	SyncStream(s Stream) error
-	Synchronize() error
 
 	// NewEvent returns an event; only one with timing can be given to Elapsed.
 	NewEvent(timing bool) (Event, error)

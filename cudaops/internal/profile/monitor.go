@@ -30,28 +30,21 @@ type Monitor struct {
 	*Machine
 	memory run.Memory // events
 	least  int        // runs from one sample to the next
-	every  int
-	runs   int // since the last sample
+	Every  int        // likewise, where samples cost much
+	runs   int        // since the last sample
 
-	marks  []gpu.Event  // before the first task, and after each
-	around [2]gpu.Event // the last run that is timed
-	state  monitorState
+	marks  []gpu.Event   // before the first task, and after each
+	around [2]gpu.Event  // the last run that is timed
+	timing bool          // the last run, whose time is not known
 	plain  time.Duration // of a run without marks
 	cost   float64       // of a run with marks, as a share of that
 	update updateMarks
 
-	samples int
+	Sampling bool // the run that is timed has marks
+
+	Samples int // runs that were timed
 	tasks   []taskTime
 }
-
-// monitorState is what the device is at.
-type monitorState uint8
-
-const (
-	monitorIdle   monitorState = iota
-	monitorPlain               // a run without marks, between two events
-	monitorSample              // a run with marks
-)
 
 // taskTime is what is known of a task.
 type taskTime struct {
@@ -73,7 +66,7 @@ type updateMarks struct {
 
 // NewMonitor prepares a monitor of one run in so many.
 func NewMonitor(m *Machine, every int) (*Monitor, error) {
-	o := &Monitor{Machine: m, memory: run.Memory{Ctx: m.Ctx}, least: every, every: every,
+	o := &Monitor{Machine: m, memory: run.Memory{Ctx: m.Ctx}, least: every, Every: every,
 		runs: every - 2, cost: math.Inf(1)}
 	events := []*gpu.Event{&o.around[0], &o.around[1], &o.update.events[0], &o.update.events[1]}
 	o.marks = make([]gpu.Event, len(m.Program.Calls)+1)
@@ -99,31 +92,21 @@ func NewMonitor(m *Machine, every int) (*Monitor, error) {
 // Close gives back events.
 func (o *Monitor) Close() error { return o.memory.Close() }
 
-// Samples is how many runs were timed.
-func (o *Monitor) Samples() int { return o.samples }
-
-// Every is how many runs there are to one that is timed.
-func (o *Monitor) Every() int { return o.every }
-
-// Sampling reports whether the last run is timed.
-func (o *Monitor) Sampling() bool { return o.state == monitorSample }
-
 // Run enqueues a run of the program, which has been loaded: replay, or the same with marks.
 func (o *Monitor) Run(replay func() error) error {
 	if err := o.collect(); err != nil {
 		return err
 	}
-	if o.runs++; o.state != monitorIdle || o.runs < o.every-1 || len(o.Program.Calls) == 0 {
+	if o.runs++; o.timing || o.runs < o.Every-1 || len(o.Program.Calls) == 0 {
 		return replay()
 	}
-	state, compute := monitorPlain, replay
-	if o.runs >= o.every {
-		o.runs, state, compute = 0, monitorSample, o.sample
+	compute, sampling := replay, o.runs >= o.Every
+	if sampling {
+		o.runs, compute = 0, o.sample
 	}
 	err := run.InTurn(o.marking(o.around[0]), compute, o.marking(o.around[1]))
-	if err == nil {
-		o.state = state
-	}
+	o.timing = err == nil
+	o.Sampling = o.timing && sampling
 	return err
 }
 
@@ -208,19 +191,19 @@ func (o *Monitor) collect() error {
 			u.total, u.samples, u.busy = u.total+d, u.samples+1, false
 		}
 	}
-	if o.state == monitorIdle {
+	if !o.timing {
 		return nil
 	}
 	if done, err := ctx.EventDone(o.around[1]); err != nil || !done {
 		return err
 	}
-	state := o.state
-	o.state = monitorIdle
+	sampling := o.Sampling
+	o.timing, o.Sampling = false, false
 	whole, err := ctx.Elapsed(o.around[0], o.around[1])
 	if err != nil {
 		return err
 	}
-	if state == monitorPlain {
+	if !sampling {
 		o.plain = whole
 		return nil
 	}
@@ -234,10 +217,10 @@ func (o *Monitor) collect() error {
 			o.Layers.Note(o.Program.Calls[i], b.latest, o.tasks[i].latest)
 		}
 	}
-	o.samples++
+	o.Samples++
 	if o.plain > 0 { // the least cost: runs differ for other reasons too
 		o.cost = min(o.cost, max(0, float64(whole-o.plain)/float64(o.plain)))
-		o.every = max(o.least, int(o.cost/monitorShare))
+		o.Every = max(o.least, int(o.cost/monitorShare))
 	}
 	return nil
 }
@@ -278,7 +261,7 @@ func (o *Monitor) note(i int) {
 
 // Updating enqueues an update, and times it after a run that is timed.
 func (o *Monitor) Updating(enqueue func() error) error {
-	if o == nil || o.state != monitorSample || o.update.busy {
+	if o == nil || !o.Sampling || o.update.busy {
 		return enqueue()
 	}
 	if err := run.InTurn(o.marking(o.update.events[0]), enqueue); err != nil {
@@ -293,14 +276,14 @@ func (o *Monitor) Updating(enqueue func() error) error {
 // ways in which they are computed. Under the name Update is what the optimiser took, which moves so
 // many bytes. It is empty before the first sample.
 func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
-	if err := o.collect(); err != nil || o.samples == 0 {
+	if err := o.collect(); err != nil || o.Samples == 0 {
 		return nil, err
 	}
 	var times []optime.OpTime
 	for i, c := range o.Program.Calls {
 		known := o.tasks[i]
 		times = append(times, optime.OpTime{Op: c.Op, Tasks: 1, Bytes: c.Bytes(), FLOPs: c.FLOPs,
-			Time: known.total / time.Duration(o.samples), Tuned: known.tuned, Ways: known.ways})
+			Time: known.total / time.Duration(o.Samples), Tuned: known.tuned, Ways: known.ways})
 	}
 	if u := o.update; u.samples > 0 {
 		times = append(times, optime.OpTime{Op: "Update", Tasks: 1,

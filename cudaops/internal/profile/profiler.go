@@ -47,9 +47,6 @@ func NewProfiler(m *Machine) *Profiler {
 		pieces: map[pieceKey]*markedPiece{}}
 }
 
-// Done reports whether all steps were timed.
-func (p *Profiler) Done() bool { return p.done }
-
 // Result returns the profile, with the card's ceilings.
 func (p *Profiler) Result() (*optime.Profile, error) {
 	r, err := p.result()
@@ -94,12 +91,10 @@ type markedSpan struct {
 	task     int
 }
 
+// markedTask is what the spans of a task have in common.
 type markedTask struct {
-	op, layer    string
-	bytes, flops float64
-	float8       bool // of which flops is
-	ways         []string
-	counts       bool // flops is the sum of what its products say
+	optime.Span
+	counts bool // FLOPs is the sum of what its products say
 }
 
 // newMark returns an event that the stream records when it gets there.
@@ -228,11 +223,11 @@ func (p *Profiler) After(w gpu.Work) error {
 	}
 	if p.task < 0 { // between pieces
 		p.spans = append(p.spans, markedSpan{w.Name, p.last, e, nil, len(p.tasks)})
-		p.tasks = append(p.tasks, markedTask{op: "Copies"})
+		p.tasks = append(p.tasks, markedTask{Span: optime.Span{Op: "Copies"}})
 		return nil
 	}
 	if t := &p.tasks[p.task]; t.counts {
-		t.flops += w.FLOPs
+		t.FLOPs += w.FLOPs
 	}
 	p.piece.spans = append(p.piece.spans, markedSpan{w.Name, p.last, e, p.piece, p.task})
 	p.last = e
@@ -248,13 +243,13 @@ func (p *Profiler) doing(t markedTask) {
 // Marked enqueues the program.
 func (p *Profiler) Marked() error {
 	for _, c := range p.Program.Calls {
-		t := markedTask{op: c.Op, layer: c.Layer, bytes: c.Bytes(),
-			flops: c.FLOPs, float8: c.Float8}
+		t := optime.Span{Op: c.Op, Layer: c.Layer, Bytes: c.Bytes(),
+			FLOPs: c.FLOPs, Float8: c.Float8}
 		// whose ways are numbers
 		if chosen, ok := p.Chooser.Of(c.Choice); ok && chosen.Of > 1 && chosen.Op != "Matmul" {
-			t.ways = []string{chosen.Way}
+			t.Ways = []string{chosen.Way}
 		}
-		p.doing(t)
+		p.doing(markedTask{Span: t})
 		if err := p.Executor.Call(c); err != nil {
 			return err
 		}
@@ -264,7 +259,7 @@ func (p *Profiler) Marked() error {
 
 // Update enqueues an update that moves so many bytes.
 func (p *Profiler) Update(bytes float64, launch func() error) error {
-	p.doing(markedTask{op: "Update", bytes: bytes, counts: true})
+	p.doing(markedTask{optime.Span{Op: "Update", Bytes: bytes}, true})
 	return launch()
 }
 
@@ -368,10 +363,9 @@ func (p *Profiler) layOut(r *optime.Profile, usual *plainStep,
 				start = max(end, anchored+elapsed(anchor, s.from))
 			}
 			end = start + took[i]
-			t := p.tasks[s.task]
-			r.Spans = append(r.Spans, optime.Span{Kernel: s.kernel, Op: t.op, Layer: t.layer,
-				Task: s.task, Start: start, Time: took[i],
-				Bytes: t.bytes, FLOPs: t.flops, Float8: t.float8, Ways: t.ways, Loose: !captured})
+			t := p.tasks[s.task].Span
+			t.Kernel, t.Task, t.Start, t.Time, t.Loose = s.kernel, s.task, start, took[i], !captured
+			r.Spans = append(r.Spans, t)
 		}
 		anchor, anchored = spans[n-1].to, end
 	}

@@ -119,7 +119,7 @@ func TestStrayAccess(t *testing.T) {
 			test.kernel))
 		check(t, c.Launch(f, gpu.LaunchConfig{}, 0,
 			new(gpu.Args).Ptr(p.Offset(test.offset)).Int32(test.n)))
-		err := c.Synchronize()
+		err := c.SyncStream(0)
 		if test.want == gpu.Success {
 			check(t, err)
 		} else if !errors.Is(err, test.want) || !strings.Contains(err.Error(), test.say) {

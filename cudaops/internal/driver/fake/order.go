@@ -164,12 +164,6 @@ func (c *Context) SyncStream(s gpu.Stream) error {
 	return c.locked(call, func() error { return c.wait(call, s) })
 }
 
-// Synchronize runs everything.
-func (c *Context) Synchronize() error {
-	const call = "cuCtxSynchronize"
-	return c.locked(call, func() error { return c.drainAll(call) })
-}
-
 // NewEvent makes an event.
 func (c *Context) NewEvent(timing bool) (gpu.Event, error) {
 	return asked(c, "cuEventCreate", func() (gpu.Event, error) {
