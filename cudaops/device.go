@@ -16,6 +16,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
@@ -133,7 +134,7 @@ func Open(opts ...DeviceOption) (*Device, error) {
 		}
 	}
 	d := &Device{ctx: ctx, info: info, version: nvidia.Version()}
-	d.kernels = run.NewLauncher(d.ctx)
+	d.kernels = kernel.New(d.ctx)
 	return d, nil
 }
 

@@ -62,9 +62,6 @@ type fakeKernels struct {
 
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
-
-	tables  map[*optimizer.Table][]optimizer.Tensor
-	weights map[*quantize.Table][]quantize.Weight
 }
 
 // openFake returns a device of a fake driver, whose machines use fakeKernels.
@@ -550,32 +547,6 @@ func (k *fakeKernels) CrossEntropyBackward(l *fake.Launch, a crossentropy.Backwa
 		floatsAt(l, a.Scale, 1)[0]*upstream(l, a.Forward))
 }
 
-// NewTable remembers the tensors, whose steps the fake counts.
-func (k *fakeKernels) NewTable(tensors []optimizer.Tensor) (*optimizer.Table, error) {
-	t, err := optimizer.NewTable(kernel.New(k.ctx), tensors)
-	return k.remembered(t, tensors, err)
-}
-
-// NewScattered likewise.
-func (k *fakeKernels) NewScattered(tensors []optimizer.Tensor, at []int,
-	chunks int) (*optimizer.Table, error) {
-	t, err := optimizer.NewScattered(kernel.New(k.ctx), tensors, at, chunks)
-	return k.remembered(t, tensors, err)
-}
-
-func (k *fakeKernels) remembered(t *optimizer.Table, tensors []optimizer.Tensor,
-	err error) (*optimizer.Table, error) {
-	if err == nil {
-		k.mu.Lock()
-		defer k.mu.Unlock()
-		if k.tables == nil {
-			k.tables = map[*optimizer.Table][]optimizer.Tensor{}
-		}
-		k.tables[t] = slices.Clone(tensors)
-	}
-	return t, err
-}
-
 func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {
 	out := floatsAt(l, a.Squares, a.Table.Chunks)
 	clear(out)
@@ -588,7 +559,7 @@ func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {
 		if i < 0 {
 			continue
 		}
-		p := k.tables[a.Table][i]
+		p := a.Table.Tensors[i]
 		from := (chunk - first) * optimizer.OptimChunk
 		for _, g := range gradientAt(l, p,
 			p.Size)[from:min(from+optimizer.OptimChunk, p.Size)] {
@@ -690,8 +661,8 @@ func (k *fakeKernels) AdamW(l *fake.Launch, a optimizer.AdamW) {
 	if c.Skipped {
 		return
 	}
-	for i := range k.tables[a.Table] {
-		p := &k.tables[a.Table][i]
+	for i := range a.Table.Tensors {
+		p := &a.Table.Tensors[i]
 		p.Step++
 		of := func(x gpu.Ptr) []float32 { return floatsAt(l, x, p.Size) }
 		g := slices.Clone(gradientAt(l, *p, p.Size))
@@ -720,7 +691,7 @@ func (k *fakeKernels) MuonDirection(l *fake.Launch, a optimizer.MuonDirection) {
 	for i := range workspace {
 		workspace[i] = float32(math.NaN())
 	}
-	for _, p := range k.tables[a.Table] {
+	for _, p := range a.Table.Tensors {
 		g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.First, p.Size),
 			floatsAt(l, p.Direction, p.Size)
 		mu := float32(p.Beta1)
@@ -743,7 +714,7 @@ func (k *fakeKernels) MuonApply(l *fake.Launch, a optimizer.MuonApply) {
 	if c.Skipped {
 		return
 	}
-	for _, p := range k.tables[a.Table] {
+	for _, p := range a.Table.Tensors {
 		w, r := floatsAt(l, p.Param, p.Size), floatsAt(l, p.Result, p.Size)
 		lr := c.LR * p.LRScale
 		for i, v := range r {
@@ -981,21 +952,8 @@ func (k *fakeKernels) QuantizeColumns(l *fake.Launch, a quantize.Columns) {
 	float8At(l, a.Y, a.Scale, columnsAt(l, a.X, a.Rows, a.D))
 }
 
-func (k *fakeKernels) NewQuantizeTable(weights []quantize.Weight) (*quantize.Table, error) {
-	t, err := quantize.NewTable(kernel.New(k.ctx), weights)
-	if err == nil {
-		k.mu.Lock()
-		defer k.mu.Unlock()
-		if k.weights == nil {
-			k.weights = map[*quantize.Table][]quantize.Weight{}
-		}
-		k.weights[t] = weights
-	}
-	return t, err
-}
-
 func (k *fakeKernels) QuantizeWeights(l *fake.Launch, a quantize.Weights) {
-	for _, w := range k.weights[a.Table] {
+	for _, w := range a.Table.Weights {
 		float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))
 		float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, w.Rows, w.D))
 	}

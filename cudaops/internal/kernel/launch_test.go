@@ -51,7 +51,7 @@ func TestRefusals(t *testing.T) {
 		"the way rows does not take the arguments, which [any]": normkernel.RMSNorm{Rows: 1, D: 3,
 			Way: kernel.Way{Family: "rows"}}.Launch(k, s),
 		"tensor 0: an address is not a multiple of 16": func() error {
-			_, err := optimizer.NewTable(k, []optimizer.Tensor{{Size: 1, Param: 4}})
+			_, err := optimizer.NewTable(k.Ctx, []optimizer.Tensor{{Size: 1, Param: 4}})
 			return err
 		}(),
 	} {
@@ -82,12 +82,12 @@ func TestLaunches(t *testing.T) {
 	p, err := ctx.Alloc(4 << 20)
 	require.NoError(t, err)
 	ids := kernel.Ints{Ptr: p, Wide: true}
-	table, err := optimizer.NewTable(k, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
+	table, err := optimizer.NewTable(k.Ctx, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
 	require.NoError(t, err)
-	two, err := optimizer.NewScattered(k, []optimizer.Tensor{{Size: 9, Grad: p, Other: p}},
+	two, err := optimizer.NewScattered(k.Ctx, []optimizer.Tensor{{Size: 9, Grad: p, Other: p}},
 		[]int{1}, 3)
 	require.NoError(t, err)
-	weights, err := quantize.NewTable(k, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16, D: 16}})
+	weights, err := quantize.NewTable(k.Ctx, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16, D: 16}})
 	require.NoError(t, err)
 	for _, dt := range kerneltest.StorageTypes {
 		launches := []kernel.Launch{

@@ -244,21 +244,21 @@ func TableBytes[T any](rows []T) []byte {
 
 // Upload puts tables into one piece of device memory, which begins with the first and has the
 // others behind it at multiples of 16. It returns where they are, and the bytes of all.
-func (k *Set) Upload(tables ...[]byte) (at []gpu.Ptr, bytes int, err error) {
+func Upload(ctx gpu.Context, tables ...[]byte) (at []gpu.Ptr, bytes int, err error) {
 	var all []byte
 	for _, t := range tables {
 		at = append(at, gpu.Ptr(len(all)))
 		all = append(append(all, t...), make([]byte, -len(t)&15)...)
 	}
-	p, err := k.Ctx.Alloc(len(all))
+	p, err := ctx.Alloc(len(all))
 	if err != nil {
 		return nil, 0, err
 	}
 	for i := range at {
 		at[i] += p
 	}
-	if err := errors.Join(k.Ctx.CopyToDevice(p, all, 0), k.Ctx.SyncStream(0)); err != nil {
-		return nil, 0, errors.Join(err, k.Ctx.Free(p))
+	if err := errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0)); err != nil {
+		return nil, 0, errors.Join(err, ctx.Free(p))
 	}
 	return at, len(all), nil
 }

@@ -24,8 +24,7 @@ type Inputs struct {
 	read    Reader
 	host    map[*program.Input]*hostInput
 	memory  Memory
-	laidOut []quantize.Weight // the weights as they lie in the table
-	table   *quantize.Table   // of float8
+	table   *quantize.Table // of float8; nil for none
 }
 
 // hostInput is what the host knows of an input.
@@ -244,20 +243,14 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		}
 		all = append(all, k)
 	}
-	if !slices.Equal(all, s.laidOut) { // at first, and when the user has moved some
-		if s.table != nil {
-			if err := s.Ctx.SyncStream(s.Stream); err != nil {
-				return err
-			}
-		}
-		if err := s.freeTable(); err != nil {
+	if s.table == nil || !slices.Equal(all, s.table.Weights) { // the user may have moved some
+		if err := Joined(s.Ctx.SyncStream(s.Stream), s.freeTable()); err != nil {
 			return err
 		}
 		var err error
-		if s.table, err = s.Kernels.NewQuantizeTable(all); err != nil {
+		if s.table, err = quantize.NewTable(s.Ctx, all); err != nil {
 			return err
 		}
-		s.laidOut = all
 	}
 	return s.Launch(quantize.Weights{Table: s.table})
 }
@@ -268,7 +261,7 @@ func (s *Inputs) freeTable() error {
 		return nil
 	}
 	t := s.table
-	s.table, s.laidOut = nil, nil
+	s.table = nil
 	return t.Free()
 }
 

@@ -311,7 +311,7 @@ func (x *Optimizer) buildSquares() (err error) {
 			if !slices.Contains(last, i) {
 				early, earlyAt = append(early, t), append(earlyAt, at)
 			} else if beside {
-				table, err := x.m.Kernels.NewTable([]optimizer.Tensor{t})
+				table, err := optimizer.NewTable(x.m.Ctx, []optimizer.Tensor{t})
 				if err != nil {
 					return err
 				}
@@ -320,10 +320,10 @@ func (x *Optimizer) buildSquares() (err error) {
 		}
 		chunks += kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
 	}
-	if x.all, err = x.m.Kernels.NewScattered(all, allAt, chunks); err != nil || !beside {
+	if x.all, err = optimizer.NewScattered(x.m.Ctx, all, allAt, chunks); err != nil || !beside {
 		return err
 	}
-	s.early, err = x.m.Kernels.NewScattered(early, earlyAt, chunks)
+	s.early, err = optimizer.NewScattered(x.m.Ctx, early, earlyAt, chunks)
 	return err
 }
 

@@ -332,7 +332,7 @@ func (x *Optimizer) buildTables() error {
 	table := func(to **optimizer.Table, of []optimizer.Tensor) func() error {
 		return func() (err error) {
 			if len(of) > 0 {
-				*to, err = x.m.Kernels.NewTable(of)
+				*to, err = optimizer.NewTable(x.m.Ctx, of)
 			}
 			return err
 		}

@@ -26,7 +26,7 @@ func Bench(b *bench.B) {
 	if b.Err != nil {
 		return
 	}
-	table, err := NewTable(b.Set, tensors)
+	table, err := NewTable(b.Ctx, tensors)
 	if err != nil {
 		b.Do(err)
 		return

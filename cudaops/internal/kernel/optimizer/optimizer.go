@@ -61,11 +61,11 @@ const (
 // Table is tensors laid out on the device, so that one launch updates them all. Its memory is its
 // own.
 type Table struct {
+	Tensors                  []Tensor // as they were at first
 	ctx                      gpu.Context
 	tensors, updates, chunks gpu.Ptr // tensors begin its memory
-	count                    int
-	of                       []int // the tensor of each chunk, in order
-	two                      bool  // gradients are sums of two contributions
+	of                       []int   // the tensor of each chunk, in order
+	two                      bool    // gradients are sums of two contributions
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares
 	// take.
 	Chunks int
@@ -74,32 +74,32 @@ type Table struct {
 
 // NewTable lays out tensors, of which there is one at least. What it says of them is fixed from
 // then on, but for Step, which the device counts up.
-func NewTable(k *kernel.Set, tensors []Tensor) (*Table, error) {
+func NewTable(ctx gpu.Context, tensors []Tensor) (*Table, error) {
 	var at []int
 	chunks := 0
 	for _, t := range tensors {
 		at = append(at, chunks)
 		chunks += kernel.CeilDiv(t.Size, OptimChunk)
 	}
-	return layOut(k, tensors, at, chunks)
+	return layOut(ctx, tensors, at, chunks)
 }
 
 // NewScattered is NewTable for [GradSquares] alone: of so many chunks, those of tensor number i are
 // at[i] and those behind it. What is nobody's has the sum 0.
-func NewScattered(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, error) {
+func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, error) {
 	// whose second chunk is behind its end
 	nothing := Tensor{Size: 4, Param: 16, Grad: 16, First: 16, Second: 16}
 	if len(tensors) > 0 {
 		nothing.Other = tensors[0].Other
 	}
-	return layOut(k, append(slices.Clip(tensors), nothing), append(slices.Clip(at), -1), chunks)
+	return layOut(ctx, append(slices.Clip(tensors), nothing), append(slices.Clip(at), -1), chunks)
 }
 
 // layOut lays out tensors whose chunks begin at some of so many. A negative one stands for all
 // chunks that are nobody's, of which none is within the tensor.
-func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, error) {
+func layOut(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, error) {
 	rows := make([]deviceTensor, len(tensors))
-	t := &Table{ctx: k.Ctx, count: len(rows), of: slices.Repeat([]int{nobody}, chunks),
+	t := &Table{Tensors: tensors, ctx: ctx, of: slices.Repeat([]int{nobody}, chunks),
 		two: tensors[0].Other != 0, Chunks: chunks}
 	list := slices.Repeat([][2]int32{{int32(len(tensors) - 1), 1}}, chunks)
 	for i, p := range tensors {
@@ -117,7 +117,7 @@ func layOut(k *kernel.Set, tensors []Tensor, at []int, chunks int) (*Table, erro
 			t.of[at[i]+j], list[at[i]+j] = i, [2]int32{int32(i), int32(j)}
 		}
 	}
-	parts, bytes, err := k.Upload(kernel.TableBytes(rows), make([]byte, updateBytes*len(rows)),
+	parts, bytes, err := kernel.Upload(ctx, kernel.TableBytes(rows), make([]byte, updateBytes*len(rows)),
 		kernel.TableBytes(list))
 	if err != nil {
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)
@@ -141,7 +141,7 @@ func (t *Table) Free() error {
 
 // Steps reads how many updates each tensor has had, once the stream's work is done.
 func (t *Table) Steps(s gpu.Stream) ([]int64, error) {
-	rows := make([]deviceTensor, t.count)
+	rows := make([]deviceTensor, len(t.Tensors))
 	if err := t.ctx.CopyToHost(kernel.TableBytes(rows), t.tensors, s); err != nil {
 		return nil, err
 	}
@@ -261,8 +261,8 @@ func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
 
 func begin(k *kernel.Set, s gpu.Stream, unit string, control gpu.Ptr, t *Table) error {
 	return k.Enqueue(s, unit, unit+"_begin",
-		kernel.Line(kernel.CeilDiv(t.count, optimThreads), optimThreads), control, t.updates,
-		t.tensors, t.count)
+		kernel.Line(kernel.CeilDiv(len(t.Tensors), optimThreads), optimThreads), control, t.updates,
+		t.tensors, len(t.Tensors))
 }
 
 // kernel is the name of one that reads the table's gradients.

@@ -10,7 +10,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
@@ -56,7 +55,7 @@ func newTable(g *kerneltest.Rig, qs []*parameter) (*Table, gpu.Ptr) {
 	for i, q := range qs {
 		tensors[i] = q.Tensor
 	}
-	t, err := NewTable(g.Set, tensors)
+	t, err := NewTable(g.Ctx, tensors)
 	g.Must(err)
 	g.Cleanup(func() { g.Must(t.Free()) })
 	return t, g.Alloc(t.Chunks, kerneltest.F32, 0).Ptr
@@ -314,7 +313,7 @@ func TestLossScaleMoves(t *testing.T) {
 func TestTableChunks(t *testing.T) {
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
 	require.NoError(t, err)
-	table, err := NewTable(kernel.New(ctx), []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1},
+	table, err := NewTable(ctx, []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1},
 		{Size: OptimChunk}, {Size: 3}})
 	require.NoError(t, err)
 	var of []int
@@ -358,7 +357,7 @@ func TestScattered(t *testing.T) {
 	}
 	own := (301*101 + OptimChunk - 1) / OptimChunk
 	chunks := before + own + between + 1 + behind
-	scattered, err := NewScattered(g.Set, tensors, []int{before, before + own + between}, chunks)
+	scattered, err := NewScattered(g.Ctx, tensors, []int{before, before + own + between}, chunks)
 	g.Must(err)
 	defer func() { g.Must(scattered.Free()) }()
 	got := g.Alloc(chunks, kerneltest.F32, 0)

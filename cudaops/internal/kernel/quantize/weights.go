@@ -33,6 +33,7 @@ const weightLead = 512
 
 // Table is weights laid out on the device, so that one call is for all. Its memory is its own.
 type Table struct {
+	Weights         []Weight
 	ctx             gpu.Context
 	weights, strips gpu.Ptr // weights begins their memory
 	// the largest of each row and column, and the strips of each weight that have been looked at
@@ -43,9 +44,9 @@ type Table struct {
 }
 
 // NewTable lays out weights, of which there is one at least.
-func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
+func NewTable(ctx gpu.Context, weights []Weight) (*Table, error) {
 	rows := make([]deviceWeight, len(weights))
-	t := &Table{ctx: k.Ctx}
+	t := &Table{Weights: weights, ctx: ctx}
 	for i, w := range weights {
 		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes),
 			int32(w.Rows), int32(w.D)}
@@ -54,13 +55,13 @@ func NewTable(k *kernel.Set, weights []Weight) (*Table, error) {
 	strips := WeightStrips(weights)
 	t.blocks = len(strips)
 	var err error
-	if t.most, err = k.Ctx.Alloc(t.mostBytes); err != nil {
+	if t.most, err = ctx.Alloc(t.mostBytes); err != nil {
 		return nil, fmt.Errorf("kernels.NewQuantizeTable: %w", err)
 	}
 	for i := range rows {
 		rows[i].most += t.most
 	}
-	at, bytes, err := k.Upload(kernel.TableBytes(rows), kernel.TableBytes(strips))
+	at, bytes, err := kernel.Upload(ctx, kernel.TableBytes(rows), kernel.TableBytes(strips))
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("kernels.NewQuantizeTable: %w", err),
 			t.ctx.Free(t.most))

@@ -40,7 +40,7 @@ func TestQuantizeWeights(t *testing.T) {
 		}
 		weights = append(weights, w)
 	}
-	table, err := quantize.NewTable(g.Set, weights)
+	table, err := quantize.NewTable(g.Ctx, weights)
 	g.Must(err)
 	for range 2 {
 		g.Must(quantize.Weights{Table: table}.Launch(g.Set, g.Stream))
