@@ -681,7 +681,7 @@ func gradientsOfLayers(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 
 func inPlaceTasks(m *Machine) (n int) {
 	for _, t := range m.runner.Program.Calls {
-		if p, ok := t.Params.(program.KasminaPass); ok && p.InPlace {
+		if o := t.Over; o.From != nil && o.From.Ptr() == o.To.Ptr() {
 			n++
 		}
 	}

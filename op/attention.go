@@ -154,19 +154,7 @@ func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 		return s, nil
 	}
 	s.Starts = opbase.Slice[int](in, 3)
-	least := 0
-	for r, start := range s.Starts {
-		i := r % c.Seq
-		if i == 0 {
-			least = 0
-		}
-		if start < least || start > i {
-			return s, fmt.Errorf("starts[%d] is %d, want %d, the start before it, to %d, its own "+
-				"position in the sequence", r, start, least, i)
-		}
-		least = start
-	}
-	return s, nil
+	return s, opbase.CheckStarts(s.Starts, c.Seq)
 }
 
 func (o *AttentionOp) lseLen() int { return o.InputShape(0)[0] * o.Config.Heads }

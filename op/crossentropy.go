@@ -56,11 +56,8 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 // checkTargets returns an error unless targets has a row to learn from and all lie below the
 // vocabulary's size v.
 func checkTargets(targets []int, v int) error {
-	for r, t := range targets {
-		if t >= v {
-			return fmt.Errorf("targets[%d] is %d, want an id of the vocabulary, 0 to %d, or a "+
-				"negative number to ignore the row", r, t, v-1)
-		}
+	if err := opbase.CheckIDs("targets", targets, v, true); err != nil {
+		return err
 	}
 	if crossentropy.Targets(targets) == 0 {
 		return fmt.Errorf("all %d targets are negative: %w", len(targets), ErrNoTargets)

@@ -45,10 +45,8 @@ func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 func embedding[T cpu.Float](o *EmbeddingOp, y []T, in opbase.Args) error {
 	ids, table := opbase.Slice[int](in, 0), opbase.Slice[T](in, 1)
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
-	for r, id := range ids {
-		if id < 0 || id >= v {
-			return fmt.Errorf("ids[%d] is %d, want an id of the vocabulary, 0 to %d", r, id, v-1)
-		}
+	if err := opbase.CheckIDs("ids", ids, v, false); err != nil {
+		return err
 	}
 	layer.Embedding(y, ids, table, d)
 	return nil

@@ -113,13 +113,8 @@ func (t *Chooser) Program(p *program.Program) error {
 
 // call chooses for a call.
 func (t *Chooser) call(c *program.Call) error {
-	if m, ok := c.Params.(program.Matmul); ok {
-		plan, err := t.product(&m)
-		if err != nil {
-			return err
-		}
-		c.Params, c.Choice = m, plan.Choice
-		return nil
+	if err := t.plan(c); err != nil {
+		return err
 	}
 	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != 0 || hasNone(c) {
 		return nil
@@ -140,6 +135,19 @@ func (t *Chooser) call(c *program.Call) error {
 	return nil
 }
 
+// plan plans the product that a call is, if it is one.
+func (t *Chooser) plan(c *program.Call) error {
+	m, ok := c.Params.(program.Matmul)
+	if !ok {
+		return nil
+	}
+	plan, err := t.product(&m, c.Args)
+	if err == nil {
+		c.Params, c.Choice = m, plan.Choice
+	}
+	return err
+}
+
 // hasNone reports whether a call has an operand without elements.
 func hasNone(c *program.Call) bool {
 	return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
@@ -157,12 +165,8 @@ func (t *Chooser) Choose(g program.Group) (alternative, choice int, err error) {
 	}
 	for _, a := range g.Alternatives {
 		for _, c := range a.Calls {
-			if m, ok := c.Params.(program.Matmul); ok {
-				plan, err := t.product(&m)
-				if err != nil {
-					return 0, 0, err
-				}
-				c.Params, c.Choice = m, plan.Choice
+			if err := t.plan(c); err != nil {
+				return 0, 0, err
 			}
 		}
 	}

@@ -11,8 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// product plans a matrix product, in the way that is chosen for all products like it.
-func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
+// product plans a matrix product of some operands, in the way that is chosen for all products like
+// it.
+func (t *Chooser) product(m *program.Matmul, args []program.Arg) (*run.Plan, error) {
 	var err error
 	if m.Spec, err = m.Spec.Normal(); err != nil {
 		return nil, err
@@ -33,7 +34,7 @@ func (t *Chooser) product(m *program.Matmul) (*run.Plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	j, err := t.productJob(p)
+	j, err := t.productJob(p, args)
 	if err != nil {
 		return nil, err
 	}
@@ -61,53 +62,43 @@ func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
 // productOp is the op of matrix products among the choices.
 const productOp = "Matmul"
 
-// productJob is a product as it is timed: of operands of its own.
-func (t *Chooser) productJob(p *run.Plan) (job, error) {
+// productJob is a product as it is timed: where it adds a matrix, of one of its own.
+func (t *Chooser) productJob(p *run.Plan, args []program.Arg) (job, error) {
 	blas, err := t.x.Ctx.Blas()
 	if err != nil {
 		return job{}, err
 	}
 	m := p.Spec()
-	a, b, d := operands(m)
-	params := program.Matmul{Spec: m, Alpha: 1}
-	args := []program.Arg{program.Reads("A", a), program.Reads("B", b), program.Writes("D", d)}
-	shape := fmt.Sprintf("%+v", m)
-	if m.Scaling != gpu.Unscaled {
-		args = append(args, program.Reads("ScaleA", operand(gpu.Float32, m.M)),
-			program.Reads("ScaleB", operand(gpu.Float32, m.N)))
-	}
-	switch p.Added {
-	case program.AMatrix:
-		params.Beta = 1
-		args = append(args, program.Reads("C", operand(m.D, m.M, m.N)))
-		shape += " with a matrix added"
-	case program.Factors:
-		shape += " scaled"
-	}
+	params, shape := program.Matmul{Spec: m, Alpha: 1}, fmt.Sprintf("%+v", m)
 	build := fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), run.WorkspaceBytes)
 	if len(p.Own) > 0 {
 		build += ", " + t.x.Kernels.Build(productUnit)
 	}
 	j := job{build: build, computes: true, tiny: !t.worthTiming(m.FLOPs()), product: p,
-		Group: program.Group{Op: productOp, Shape: shape, Results: []*program.Array{d}}}
+		Group: program.Group{Op: productOp}}
+	var timed []program.Arg
+	for _, a := range args {
+		switch a.Field {
+		case "C":
+			continue
+		case "D":
+			a.Role, j.Results = program.Write, []*program.Array{a.Array}
+			if p.Added == program.AMatrix {
+				c := *a.Array
+				c.Buffer = new(program.Buffer)
+				timed, params.Beta = append(timed, program.Reads("C", &c)), 1
+				shape += " with a matrix added"
+			}
+		}
+		timed = append(timed, a)
+	}
+	if p.Added == program.Factors {
+		shape += " scaled"
+	}
+	j.Shape = shape
 	for _, name := range p.Ways() {
 		j.Alternatives = append(j.Alternatives, program.Alternative{Name: name,
-			Calls: []*program.Call{{Params: params, Args: args}}})
+			Calls: []*program.Call{{Params: params, Args: timed}}})
 	}
 	return j, nil
-}
-
-// operand is an array in a buffer of its own.
-func operand(t gpu.DType, shape ...int) *program.Array {
-	a := &program.Array{Buffer: &program.Buffer{}, Type: t, Shape: shape}
-	a.Bytes = a.Extent()
-	return a
-}
-
-// operands are A, B and D of a product, with the gaps between rows and matrices.
-func operands(m gpu.MatmulSpec) (a, b, d *program.Array) {
-	rowsA, _, rowsB, _ := m.Stored()
-	return operand(m.A, (m.Batch-1)*m.StrideA+rowsA*m.LDA),
-		operand(m.B, (m.Batch-1)*m.StrideB+rowsB*m.LDB),
-		operand(m.D, (m.Batch-1)*m.StrideD+m.M*m.LDD)
 }

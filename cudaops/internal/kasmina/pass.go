@@ -154,8 +154,8 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(program.KasminaPass)
 	l := ls.all[p.Layer]
 	seeds := 2 * l.Seeds // read and written, in x and y
-	if operands(c)["G"] != nil {
-		reads, writes := l.moving(p.InPlace)
+	if a := operands(c); a["G"] != nil {
+		reads, writes := l.moving(a["G"].Ptr() == a["DX"].Ptr())
 		seeds = reads + l.Seeds + writes // in x, the gradient of y, and that of x
 	}
 	l.Op.Lattice.RecordTiming(state.Timing{Kernel: unmeasured, Telemetry: whole - unmeasured,

@@ -127,35 +127,6 @@ func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	return nil
 }
 
-// lastUse reports whether nothing needs the memory of a, the i-th operand of n, once n has read it.
-// The memory must be in the arena, of no other node that could have further users. And n must be
-// its node's only user, so that no copy of it in another type is known by its address.
-func (c *compiler) lastUse(n *gorgonia.Node, i int, a *program.Array) bool {
-	of := graph.Children(n)[i]
-	if c.sole(of) != n || c.Values[of] != a || a.Buffer == nil || a.Resident || a.Stride != 0 {
-		return false
-	}
-	for v, value := range c.Values {
-		if v != of && value.On(a.Buffer) && !c.onlyGives(v, of) {
-			return false
-		}
-	}
-	return true
-}
-
-// onlyGives reports whether v is the gradients of a norm, of which the given node has that of its
-// input. It may have been added to another one there.
-func (c *compiler) onlyGives(v, to *gorgonia.Node) bool {
-	return isOp[*op.RMSNormGradOp](v) && !slices.ContainsFunc(c.users[v],
-		func(u *gorgonia.Node) bool {
-			if o, ok := u.Op().(*opbase.PartOp); !ok || o.Offset > 0 {
-				return !ok
-			}
-			value := c.Values[u]
-			return u != to && (value == nil || value.Buffer != nil)
-		})
-}
-
 // fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and
 // that.
 func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node,
@@ -242,56 +213,31 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	return true
 }
 
-// What a kernel does with the result of a product, or one kernel with both. The latter saves a pass
-// over memory, the former has the fastest product. The chooser decides.
-
-// fusion is a product and what is done with its result, in one call or in several.
-type fusion struct {
-	one     *program.Call // whose Params are kernel.Tuned
-	several []*program.Call
-}
-
-// either adds a fusion's one call, or the several, and reports whether it was the one.
-func (c *compiler) either(f fusion) (fused bool, err error) {
-	way, choice, err := c.chooseWay(f)
-	if err != nil {
-		return false, err
-	}
-	if way == nil {
-		c.Calls = append(c.Calls, f.several...)
+// either adds what computes a product and what is done with its result. It is several calls, the
+// product first, or one with the given parameters, which are kernel.Tuned. The latter saves a pass
+// over memory, the former has the fastest product. The chooser decides, and it reports which.
+func (c *compiler) either(n *gorgonia.Node, several []*program.Call, params any,
+	args ...program.Arg) (one bool, err error) {
+	call := c.newCall(n, params, args...)
+	call.FLOPs, call.Float8 = several[0].FLOPs, several[0].Float8
+	tuned := call.Bind(params, (*program.Array).StandIn).(kernel.Tuned)
+	ways := c.o.Ways(tuned)
+	if len(ways) == 0 || slices.ContainsFunc(call.Args, func(a program.Arg) bool {
+		return a.At%program.VectorBytes != 0
+	}) {
+		c.Calls = append(c.Calls, several...)
 		return false, nil
 	}
-	f.one.Params, f.one.Choice = program.WithWay(f.one.Params, *way), choice
-	c.Add(f.one)
-	return true, nil
-}
-
-// chooseWay returns the way of the one call, nil for the several.
-func (c *compiler) chooseWay(f fusion) (*kernel.Way, int, error) {
-	for _, a := range f.one.Args {
-		if a.At%program.VectorBytes != 0 {
-			return nil, 0, nil
-		}
-	}
-	tuned := f.one.Bind(f.one.Params, (*program.Array).StandIn).(kernel.Tuned)
-	ways := c.o.Ways(tuned)
-	if len(ways) == 0 {
-		return nil, 0, nil
-	}
-	g := program.WaysOf(f.one, f.one.Params, tuned, ways)
-	g.FLOPs, g.Optional = f.one.FLOPs, true
-	g.Alternatives = append([]program.Alternative{{Name: "separate", Calls: f.several}}, g.Alternatives...)
+	g := program.WaysOf(call, params, tuned, ways)
+	g.FLOPs, g.Optional = call.FLOPs, true
+	g.Alternatives = slices.Insert(g.Alternatives, 0,
+		program.Alternative{Name: "separate", Calls: several})
 	i, choice, err := c.o.Choose(g)
-	if i == 0 || err != nil {
-		return nil, 0, err
+	if err != nil || i == 0 {
+		c.Calls = append(c.Calls, several...)
+		return false, err
 	}
-	return &ways[i-1], choice, nil
-}
-
-// fusedCall is a call in place of a product and what is done with its result.
-func (c *compiler) fusedCall(n *gorgonia.Node, p program.Product, params any,
-	args ...program.Arg) *program.Call {
-	one := c.newCall(n, params, args...)
-	one.FLOPs, one.Float8 = p.FLOPs(), p.ScaleA != nil
-	return one
+	call.Params, call.Choice = program.WithWay(params, ways[i-1]), choice
+	c.Add(call)
+	return true, nil
 }

@@ -1,14 +1,11 @@
 package lower
 
 import (
-	"slices"
-
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -94,26 +91,18 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	l.Backward = true
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	g := c.act(n, in[4])
-	dx, dw, ds := g, c.aux(weights.Shape...), c.aux(scales.Shape...)
+	dx, dw, ds := c.like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
 	p := program.KasminaPass{Layer: l, Node: n, Parts: new(kasmina.Parts)}
-	if p.InPlace = c.inPlace(l, n, x, g); p.InPlace {
-		of := graph.Children(n)[4]
-		c.Values[of] = folded(of) // for nobody to be given dx in its place
-		if c.o.Timed {
-			p.Spare = c.like(g) // for what comes ahead of the pass, which needs g as it is
-		}
-	} else {
-		dx = c.like(x)
+	// The x of an input may begin anywhere.
+	over := !l.Wide() && l.Shape().InPlace() && !x.Resident && x.At%program.VectorBytes == 0
+	if over && c.o.Timed {
+		p.Spare = c.like(g) // for what comes ahead of the pass, which needs g as it is
 	}
 	plain := kasmina.Backward{Layer: l.Shape(), Clip: l.Clips()}
 	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
-	result := program.Writes("DX", dx)
-	if p.InPlace {
-		result.Role = program.Update
-	}
 	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights),
 		program.Reads("Scales", scales),
-		program.Reads("G", g), result, program.Writes("DWeights", dw),
+		program.Reads("G", g), program.Writes("DX", dx), program.Writes("DWeights", dw),
 		program.Writes("DScales", ds),
 		program.Uses("Workspace", workspace), program.Reads("State", l.State),
 		program.Writes("", l.Gradients)}
@@ -127,21 +116,14 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 		c.call(n, p, append(args, program.Uses("", p.Wide))...)
 		return packed(dx, dw, ds), nil
 	}
-	c.call(n, p, args...)
+	pass := c.call(n, p, args...)
+	if over {
+		pass.Over = program.Over{From: g, To: dx}
+	}
 	sum := c.call(n, kasmina.SumParts{All: []*kasmina.Parts{p.Parts}},
 		program.Writes("", l.Gradients),
 		program.Writes("", dw), program.Writes("", ds), program.Reads("", workspace),
 		program.Reads("", weights), program.Reads("", scales))
 	sum.Op = "KasminaWeightGrad"
 	return packed(dx, dw, ds), nil
-}
-
-// inPlace reports whether the backward pass, of node n, can leave the gradient of x where that of
-// y, g, is. The x of an input may begin anywhere.
-func (c *compiler) inPlace(l *program.KasminaLayer, n *gorgonia.Node, x, g *program.Array) bool {
-	return !l.Wide() && l.Shape().InPlace() && c.lastUse(n, 4, g) && !x.Resident &&
-		x.Buffer != g.Buffer &&
-		!slices.ContainsFunc([]*program.Array{x, g}, func(a *program.Array) bool {
-			return a.At%program.VectorBytes != 0
-		})
 }

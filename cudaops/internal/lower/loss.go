@@ -68,10 +68,8 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 		o := outputRows{node: n, x: x.View(lo*d, here, d), w: w, logits: logits.View(0, here, v),
 			losses: losses.View(lo, here), targets: targets.View(lo, here), scale: saved.scale}
 		if saved.dx != nil {
-			o.dx, o.dw = saved.dx.View(lo*d, here, d), program.Updates("D", saved.dw)
-			if lo == 0 {
-				o.dw.Role = program.Write
-			}
+			o.dx, o.dw = saved.dx.View(lo*d, here, d), saved.dw
+			o.beta = min(1, float32(lo))
 		}
 		if err := c.outputRows(o); err != nil {
 			return nil, err
@@ -82,19 +80,9 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 
 // outputRows is a chunk of the output layer's rows. Without gradients dx is nil.
 type outputRows struct {
-	node                                     *gorgonia.Node
-	x, w, logits, losses, targets, scale, dx *program.Array
-	// written by the first chunk, added to by others
-	dw program.Arg
-}
-
-// weightGrad is the product that forms the gradient of w, or adds to it.
-func (o outputRows) weightGrad(x *program.Array) program.Product {
-	p := program.Product{D: o.dw.Array, A: o.logits, B: x, TransA: true}
-	if o.dw.Role == program.Update {
-		p.Beta = 1
-	}
-	return p
+	node                                         *gorgonia.Node
+	x, w, logits, losses, targets, scale, dx, dw *program.Array
+	beta                                         float32 // times the dw of the chunks before
 }
 
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.
@@ -113,37 +101,30 @@ func (c *compiler) outputRows(o outputRows) error {
 			program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
 			program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale))}
 	scaled, factors := c.like(o.x), c.aux(o.x.Shape[0])
-	one, err := c.either(fusion{one: c.fusedOutput(o, p, scaled, factors), several: several})
+	// One forms the exponentials in the product of the logits (see [gemm.LinearCrossEntropy]). It is
+	// timed with logits of the standard deviation 4.
+	fused := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type,
+		LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
+			Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
+	x := program.Reads("X", o.x)
+	x.Deviation = 4 / math.Sqrt(float64(fused.D))
+	one, err := c.either(n, several, fused, program.Uses("Terms", o.logits),
+		program.Uses("Scaled", scaled), program.Uses("Factors", factors),
+		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
+		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
+		program.Reads("Grad", c.Scale),
+		program.Uses("Workspace", c.bytes(fused.WorkspaceBytes(c.o.Device))))
 	if err != nil {
 		return err
 	}
 	c.matmul(n, program.Product{D: o.dx, A: o.logits, B: o.w})
-	if !one {
-		c.matmul(n, o.weightGrad(o.x))
-		return nil
+	if one {
+		c.call(n, gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
+			program.Updates("X", o.dx), program.Reads("Factors", factors))
+		o.x = scaled
 	}
-	c.call(n, gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
-		program.Updates("X", o.dx), program.Reads("Factors", factors))
-	c.matmul(n, o.weightGrad(scaled))
+	c.matmul(n, program.Product{D: o.dw, A: o.logits, B: o.x, TransA: true, Beta: o.beta})
 	return nil
-}
-
-// fusedOutput is the call that forms the exponentials in the product of the logits (see
-// [gemm.LinearCrossEntropy]). The logits that it is timed with have the standard deviation 4.
-func (c *compiler) fusedOutput(o outputRows, p program.Product, scaled,
-	factors *program.Array) *program.Call {
-	a := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type,
-		LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
-			Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
-	x := program.Reads("X", o.x)
-	x.Deviation = 4 / math.Sqrt(float64(a.D))
-	return c.fusedCall(o.node, p, a, program.Uses("Terms", o.logits),
-		program.Uses("Scaled", scaled),
-		program.Uses("Factors", factors), program.Writes("Losses", o.losses), x,
-		program.Reads("W", o.w),
-		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
-		program.Reads("Grad", c.Scale),
-		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
 }
 
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,

@@ -91,11 +91,8 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
 		return nil
 	}
 	one := gemm.SiLUProduct{Rows: s.h.Shape[0], F: s.h.Shape[1], D: x.Shape[1], Type: x.Type}
-	_, err := c.either(fusion{
-		one: c.fusedCall(n, p, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
-			program.Reads("X", x), program.Reads("Weights", s.weights)),
-		several: several,
-	})
+	_, err := c.either(n, several, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
+		program.Reads("X", x), program.Reads("Weights", s.weights))
 	return err
 }
 
@@ -155,7 +152,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		args = append(args, program.Writes("H", h))
 	}
 	one := gemm.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
-	fused, err := c.either(fusion{one: c.fusedCall(n, p, one, args...), several: several})
+	fused, err := c.either(n, several, one, args...)
 	if fused && keeps {
 		c.Program.Roomy, h = true, s.h
 		c.Program.Spent += h.Extent()

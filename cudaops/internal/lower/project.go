@@ -190,12 +190,10 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		c.Calls = append(c.Calls, several...)
 		return nil
 	}
-	_, err := c.either(fusion{several: several,
-		one: c.fusedCall(n, product, one, program.Writes("Y", wide),
-			program.Reads("X", product.A), program.Reads("Weights", product.B),
-			program.Reads("ScaleX", product.ScaleA),
-			program.Reads("ScaleWeights", product.ScaleB),
-			program.Reads("Angles", c.angles(o).angles))})
+	_, err := c.either(n, several, one, program.Writes("Y", wide),
+		program.Reads("X", product.A), program.Reads("Weights", product.B),
+		program.Reads("ScaleX", product.ScaleA), program.Reads("ScaleWeights", product.ScaleB),
+		program.Reads("Angles", c.angles(o).angles))
 	return err
 }
 

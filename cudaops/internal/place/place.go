@@ -9,7 +9,8 @@ import (
 )
 
 // Arena packs the buffers that are not resident into one arena, each for the calls from the first
-// that touches it to the last. Those of the kept arrays last until the end of the run.
+// that touches it to the last. Those of the kept arrays last until the end of the run. A result may
+// take the place of what its call is the last to read.
 func Arena(p *program.Program, kept []*program.Array) {
 	for _, b := range p.Buffers {
 		b.First, b.Last, b.Offset = -1, -1, 0
@@ -22,13 +23,44 @@ func Arena(p *program.Program, kept []*program.Array) {
 	for _, a := range kept {
 		touch(a, len(p.Calls))
 	}
-	var all []*plan.Interval
+	places := map[*program.Buffer]*plan.Interval{}
 	for _, b := range p.Buffers {
 		if !b.Resident && b.First >= 0 {
-			all = append(all, &b.Interval)
+			place := b.Interval
+			places[b] = &place
+		}
+	}
+	for i, c := range p.Calls {
+		if from, to := c.Over.From, c.Over.To; from != nil && replaces(c, i) {
+			places[from.Buffer].Last = to.Last
+			places[to.Buffer] = places[from.Buffer]
+		}
+	}
+	var all []*plan.Interval
+	seen := map[*plan.Interval]bool{}
+	for _, b := range p.Buffers {
+		if place := places[b]; place != nil && !seen[place] {
+			all, seen[place] = append(all, place), true
 		}
 	}
 	p.Arena = plan.Pack(all, program.Alignment)
+	for b, place := range places {
+		b.Offset = place.Offset
+	}
+}
+
+// replaces reports whether the result of a call, the i-th, is to lie over what it reads: all of a
+// buffer, which is in the arena, and which nothing else needs from then on.
+func replaces(c *program.Call, i int) bool {
+	from, to := c.Over.From, c.Over.To
+	readers := 0
+	for _, a := range c.Args {
+		if a.On(from.Buffer) {
+			readers++
+		}
+	}
+	return readers == 1 && !from.Resident && from.Last == i && to.First == i &&
+		from.Stride == 0 && from.Bytes == to.Bytes && from.Extent() == to.Extent()
 }
 
 // touch makes an array's memory last over a call.

@@ -18,7 +18,12 @@ type Call struct {
 	FLOPs  float64 // of matrix products
 	Float8 bool    // of which these are
 	Choice int     // which choice of the machine's tells its way, from 1 on; 0 for none
+	Over   Over
 }
+
+// Over is a result that a call can leave in the memory of what it reads there, if nothing else needs
+// that. From is nil where there is none.
+type Over struct{ From, To *Array }
 
 // Arg is an operand of a call.
 type Arg struct {

@@ -3,11 +3,13 @@ package program
 import (
 	"fmt"
 	"maps"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -47,37 +49,17 @@ type IDRange struct {
 
 // Check says of ids what the op would say on the CPU; a kernel cannot.
 func (r IDRange) Check(ids []int64) error {
+	var err error
 	if r.Seq > 0 {
-		return r.checkStarts(ids)
+		err = opbase.CheckStarts(ids, r.Seq)
+	} else {
+		err = opbase.CheckIDs(r.Argument, ids, r.Vocab, r.Negative)
 	}
-	all := int64(-1) // whose sign is that of all of them, if they have the same
-	for i, id := range ids {
-		if uint64(id) >= uint64(r.Vocab) && (id >= 0 || !r.Negative) {
-			return fmt.Errorf("%s: %s[%d] is %d, want an id of the vocabulary, 0 to %d",
-				r.Op, r.Argument, i, id, r.Vocab-1)
-		}
-		all &= id
+	if err == nil && r.Negative && !slices.ContainsFunc(ids, func(id int64) bool { return id >= 0 }) {
+		err = fmt.Errorf("all %d %s are negative: %w", len(ids), r.Argument, op.ErrNoTargets)
 	}
-	if all < 0 {
-		return fmt.Errorf("%s: all %d %s are negative: %w", r.Op, len(ids),
-			r.Argument, op.ErrNoTargets)
-	}
-	return nil
-}
-
-// checkStarts is Check for where documents start.
-func (r IDRange) checkStarts(starts []int64) error {
-	least := int64(0)
-	for row, start := range starts {
-		i := row % r.Seq
-		if i == 0 {
-			least = 0
-		}
-		if start < least || start > int64(i) {
-			return fmt.Errorf("%s: %s[%d] is %d, want %d, the start before it, to %d, its own "+
-				"position in the sequence", r.Op, r.Argument, row, start, least, i)
-		}
-		least = start
+	if err != nil {
+		return fmt.Errorf("%s: %w", r.Op, err)
 	}
 	return nil
 }

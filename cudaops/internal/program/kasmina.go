@@ -56,12 +56,11 @@ func (l *KasminaLayer) Shape() kasmina.Layer {
 // KasminaPass is the Params of a pass of a layer. What it measures changes from run to run. So does
 // where it is computed: on the host while a seed has a kind without a kernel.
 type KasminaPass struct {
-	Layer   *KasminaLayer
-	Node    *gorgonia.Node
-	Replay  bool   // measures nothing
-	InPlace bool   // a backward pass whose result replaces the gradient that it reads
-	Spare   *Array // a copy of what such a pass replaces, for runs of it that nobody reads
-	Wide    *Array // workspace of slots with more weights than a chunk has features
+	Layer  *KasminaLayer
+	Node   *gorgonia.Node
+	Replay bool   // measures nothing
+	Spare  *Array // a copy of what such a pass replaces, for runs of it that nobody reads
+	Wide   *Array // workspace of slots with more weights than a chunk has features
 	// What the pass leaves for one launch that finishes several; nil where there is none.
 	Records *kasmina.Records
 	Parts   *kasmina.Parts
