@@ -4,7 +4,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -16,6 +16,6 @@ func lowerBias(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Arr
 
 func lowerBiasGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	g := c.act(n, in[0])
-	return c.reduceMiddle(n, reducekernel.Sum, g, 1, g.Shape[0], g.Shape[1]).View(0, n.Shape()...),
+	return c.reduceMiddle(n, reduce.Sum, g, 1, g.Shape[0], g.Shape[1]).View(0, n.Shape()...),
 		nil
 }

@@ -57,7 +57,7 @@ type compiler struct {
 	documents map[packing]*program.Array
 	projected map[*gorgonia.Node]*projections // by their linear functions, and by the queries
 	gradients map[gorgonia.Op]int             // backward ops that the graph has of a forward op
-	updating  map[*gorgonia.Node]bool         // gradients of parameters that nobody asks for but an update
+	updating  map[*gorgonia.Node]bool         // gradients that nobody asks for but an update
 	layers    graph.Layers
 }
 

@@ -6,7 +6,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	quantizekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
@@ -52,7 +52,8 @@ func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w, add *program.Ar
 
 // float8Product is d = a·bᵀ.
 func float8Product(d *program.Array, a, b program.Quantized) program.Product {
-	return program.Product{D: d, A: a.Values, B: b.Values, TransB: true, ScaleA: a.Scales, ScaleB: b.Scales}
+	return program.Product{D: d, A: a.Values, B: b.Values, TransB: true,
+		ScaleA: a.Scales, ScaleB: b.Scales}
 }
 
 // newQuantized returns memory in the arena for a matrix.
@@ -67,7 +68,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantize
 		return q
 	}
 	q := c.newQuantized(x.Shape[0], x.Shape[1])
-	c.call(n, quantizekernel.Rows{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
+	c.call(n, quantize.Rows{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
 		program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
 		program.Reads("X", x)).Op = "Quantize"
 	c.Quantized[key] = q
@@ -100,7 +101,7 @@ func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array,
 // quantizeColumns adds what makes rows of the columns of w.
 func (c *compiler) quantizeColumns(n *gorgonia.Node, w *program.Array) program.Quantized {
 	rows, d := w.Shape[0], w.Shape[1]
-	q, a := c.newQuantized(d, rows), quantizekernel.Columns{Rows: rows, D: d, Type: w.Type}
+	q, a := c.newQuantized(d, rows), quantize.Columns{Rows: rows, D: d, Type: w.Type}
 	c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
 		program.Reads("X", w),
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"

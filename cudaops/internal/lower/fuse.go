@@ -16,12 +16,14 @@ import (
 // Nodes that are lowered together, since that takes fewer passes over memory than one after the
 // other:
 //
-//   - a linear layer or a perceptron and the sum of its result and another matrix: the last product adds that;
+//   - a linear layer or a perceptron and the sum of its result and another matrix, which the last
+//     product adds;
 //   - a sum and a norm of it: one kernel writes both;
-//   - the gradient of a norm's or a linear layer's input and the sum of it and another gradient, where
-//     nothing else needs the former;
-//   - the queries, keys and values of an attention that are linear functions of one input: see project.go;
-//   - the gradients of an embedding and of the output layer that shares its table: one is added to the other in place.
+//   - the gradient of a norm's or a linear layer's input and the sum of it and another gradient,
+//     where nothing else needs the former;
+//   - the queries, keys and values of an attention, linear functions of one input (project.go);
+//   - the gradients of an embedding and of the output layer that shares its table: one is added to
+//     the other in place.
 //
 // A value is left out only if the nodes that it is for are all lowered with it and nobody asked for
 // it. Such a value is folded: an array without memory.
@@ -172,7 +174,7 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	return true
 }
 
-// fuseGrad lowers the gradients n of a norm or of a linear layer, and the sum of the one of its input
+// fuseGrad lowers the gradients n of a norm or of a linear layer, and the sum of that of its input
 // and another. Queries, keys and values that have norms or biases are such linear layers.
 func (c *compiler) fuseGrad(n *gorgonia.Node, lower func(n *gorgonia.Node, in []*program.Array,
 	add *program.Array, sum *gorgonia.Node) *program.Array) bool {

@@ -101,7 +101,7 @@ func (c *compiler) outputRows(o outputRows) error {
 			program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
 			program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale))}
 	scaled, factors := c.like(o.x), c.aux(o.x.Shape[0])
-	// One forms the exponentials in the product of the logits (see [gemm.LinearCrossEntropy]). It is
+	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
 	// timed with logits of the standard deviation 4.
 	fused := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type,
 		LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
@@ -135,14 +135,10 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
 	if c.Scale != nil { // which both have
-		upstream = c.elementwise(n, elementwise.Div, upstream, c.Scale.View(0), upstream.Shape)
+		upstream = c.map2(n, elementwise.Div, c.like(upstream), repeated{Array: upstream},
+			repeated{Array: c.Scale.View(0)})
 	}
-	var scaled []*program.Array
-	for _, d := range []*program.Array{saved.dx, saved.dw} {
-		scaled = append(scaled, c.elementwise(n, elementwise.Mul, d, c.as(n, upstream, d.Type),
-			d.Shape))
-	}
-	return packed(scaled...), nil
+	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream)), nil
 }
 
 // classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for

@@ -32,39 +32,23 @@ func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array,
 	rows, f := x.Shape[0], in[1].Shape[0]
 	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]),
 		gelu: n.Op().(*op.SiLUMLPOp).GELU}
-	y := c.like(x)
+	y, h := c.like(x), c.NewArray(x.Type, rows, f)
 	if c.float8(rows, 2*f, x.Shape[1]) {
-		c.saved[n.Op()] = s
-		c.perceptronFloat8(n, s, y, x, down, add)
-		return y, nil
-	}
-	s.h = c.NewArray(x.Type, rows, f)
-	c.saved[n.Op()] = s
-	if err := c.gate(n, s, x); err != nil {
-		return nil, err
-	}
-	c.product(n, y, s.h, down, add)
-	return y, nil
-}
-
-// perceptronFloat8 is the rest of perceptron where the product with gate and up is of float8. If
-// that with down is too, nobody needs h but in float8.
-func (c *compiler) perceptronFloat8(n *gorgonia.Node, s gated, y, x, down, add *program.Array) {
-	c.linearProduct(n, s.ab, x, s.weights, nil)
-	rows, f := x.Shape[0], down.Shape[1]
-	if c.float8(rows, down.Shape[0], f) {
-		q := c.newQuantized(rows, f)
-		var h *program.Array
-		if s.gelu {
-			h = c.NewArray(x.Type, rows, f)
+		c.linearProduct(n, s.ab, x, s.weights, nil)
+		q, out := c.quantizing(h, c.float8(rows, down.Shape[0], f)), h
+		if q.Values != nil && !s.gelu {
+			out = nil // nobody needs h but in float8
 		}
-		c.Add(c.siluMul(n, s, h, q))
-		c.matmul(n, float8Product(y, q, c.quantizeWeight(n, down, false)).Plus(add))
-		return
+		c.Add(c.siluMul(n, s, out, q))
+	} else {
+		s.h = h
+		if err := c.gate(n, s, x); err != nil {
+			return nil, err
+		}
 	}
-	h := c.NewArray(x.Type, rows, f)
-	c.Add(c.siluMul(n, s, h, program.Quantized{}))
-	c.matmul(n, program.Product{D: y, A: h, B: down, TransB: true}.Plus(add))
+	c.saved[n.Op()] = s
+	c.linearProduct(n, y, h, down, add)
+	return y, nil
 }
 
 // siluMul is the call that forms h, or its float8.

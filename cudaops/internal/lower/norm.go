@@ -5,7 +5,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
@@ -42,7 +42,7 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 		sum = c.like(x)
 	}
 	q := c.quantizing(y, d == x.Shape[1] && c.multiplied(n))
-	a := normkernel.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
+	a := norm.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
 		// whose first rows come last
 		Ascending: residual == nil && isOp[*op.KasminaOp](graph.Children(n)[0])}
 	c.call(n, a, program.Writes("Y", y), program.Writes("Rstd", rstd), program.Reads("X", x),
@@ -63,15 +63,15 @@ func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.
 	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
 	rstd, w := saved.rstd, saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
-	parts := new(normkernel.RMSNormParts)
-	a := normkernel.RMSNormBackward{Rows: rows, D: d, Type: x.Type, Parts: parts}
+	parts := new(norm.RMSNormParts)
+	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type, Parts: parts}
 	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
 		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", rstd),
 		program.Reads("Add", add), program.Uses("Workspace", workspace),
 		program.Writes("DX8", q.Values), program.Writes("Scale8", q.Scales))
-	sum := c.call(n, normkernel.SumRMSNormParts{All: []*normkernel.RMSNormParts{parts}},
+	sum := c.call(n, norm.SumRMSNormParts{All: []*norm.RMSNormParts{parts}},
 		program.Writes("", dw), program.Reads("", workspace))
 	sum.Op = "RMSNormWeightGrad"
 	return packed(dx, dw)

@@ -7,7 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
@@ -286,7 +286,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		c.Values[d] = parts[i]
 	}
 	if g.bias[0] != nil {
-		sums, at := c.reduceMiddle(g.bias[0], reducekernel.Sum, wide, 1,
+		sums, at := c.reduceMiddle(g.bias[0], reduce.Sum, wide, 1,
 			wide.Shape[0], wide.Shape[1]), 0
 		for _, b := range g.bias {
 			part := c.aligned(b, sums.View(at, b.Shape()...))

@@ -9,39 +9,42 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	elementwisekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 var (
-	unaryOps = map[string]elementwisekernel.UnaryOp{
-		"abs": elementwisekernel.Abs, "sign": elementwisekernel.Sign,
-		"ceil": elementwisekernel.Ceil, "floor": elementwisekernel.Floor,
-		"sin": elementwisekernel.Sin,
-		"cos": elementwisekernel.Cos, "exp": elementwisekernel.Exp, "ln": elementwisekernel.Log,
-		"log2": elementwisekernel.Log2, "neg": elementwisekernel.Neg,
-		"square": elementwisekernel.Square, "sqrt": elementwisekernel.Sqrt,
-		"inv": elementwisekernel.Inverse, "invSqrt": elementwisekernel.InverseSqrt,
-		"cube": elementwisekernel.Cube, "tanh": elementwisekernel.Tanh,
-		"sigmoid": elementwisekernel.Sigmoid, "log1p": elementwisekernel.Log1p,
-		"expm1": elementwisekernel.Expm1, "softplus": elementwisekernel.Softplus,
+	unaryOps = map[string]elementwise.UnaryOp{
+		"abs": elementwise.Abs, "sign": elementwise.Sign,
+		"ceil": elementwise.Ceil, "floor": elementwise.Floor,
+		"sin": elementwise.Sin,
+		"cos": elementwise.Cos, "exp": elementwise.Exp, "ln": elementwise.Log,
+		"log2": elementwise.Log2, "neg": elementwise.Neg,
+		"square": elementwise.Square, "sqrt": elementwise.Sqrt,
+		"inv": elementwise.Inverse, "invSqrt": elementwise.InverseSqrt,
+		"cube": elementwise.Cube, "tanh": elementwise.Tanh,
+		"sigmoid": elementwise.Sigmoid, "log1p": elementwise.Log1p,
+		"expm1": elementwise.Expm1, "softplus": elementwise.Softplus,
 	}
-	binaryOps = map[string]elementwisekernel.BinaryOp{
-		"+": elementwisekernel.Add, "-": elementwisekernel.Sub, "⊙": elementwisekernel.Mul,
-		"÷": elementwisekernel.Div, "^": elementwisekernel.Pow, "<": elementwisekernel.Less,
-		">": elementwisekernel.Greater, "<=": elementwisekernel.LessEqual,
-		">=": elementwisekernel.GreaterEqual, "==": elementwisekernel.Equal,
-		"!=":         elementwisekernel.NotEqual,
-		"MinBetween": elementwisekernel.Minimum, "MaxBetween": elementwisekernel.Maximum,
+	binaryOps = map[string]elementwise.BinaryOp{
+		"+": elementwise.Add, "-": elementwise.Sub, "⊙": elementwise.Mul,
+		"÷": elementwise.Div, "^": elementwise.Pow, "<": elementwise.Less,
+		">": elementwise.Greater, "<=": elementwise.LessEqual,
+		">=": elementwise.GreaterEqual, "==": elementwise.Equal,
+		"!=":         elementwise.NotEqual,
+		"MinBetween": elementwise.Minimum, "MaxBetween": elementwise.Maximum,
 	}
 	// withLeft and withRight are the binary ops as unary ones, where that operand is a number known
 	// beforehand.
-	withLeft = map[elementwisekernel.BinaryOp]elementwisekernel.UnaryOp{elementwisekernel.Add: elementwisekernel.AddScalar, elementwisekernel.Sub: elementwisekernel.SubFrom,
-		elementwisekernel.Mul: elementwisekernel.MulScalar, elementwisekernel.Div: elementwisekernel.DivideInto, elementwisekernel.Pow: elementwisekernel.PowOf}
-	withRight = map[elementwisekernel.BinaryOp]elementwisekernel.UnaryOp{elementwisekernel.Add: elementwisekernel.AddScalar, elementwisekernel.Mul: elementwisekernel.MulScalar,
-		elementwisekernel.Pow: elementwisekernel.PowScalar}
+	withLeft = map[elementwise.BinaryOp]elementwise.UnaryOp{
+		elementwise.Add: elementwise.AddScalar, elementwise.Sub: elementwise.SubFrom,
+		elementwise.Mul: elementwise.MulScalar, elementwise.Div: elementwise.DivideInto,
+		elementwise.Pow: elementwise.PowOf}
+	withRight = map[elementwise.BinaryOp]elementwise.UnaryOp{
+		elementwise.Add: elementwise.AddScalar, elementwise.Mul: elementwise.MulScalar,
+		elementwise.Pow: elementwise.PowScalar}
 )
 
 func stockUnary(n *gorgonia.Node) lowering {
@@ -77,20 +80,25 @@ func stockBinary(n *gorgonia.Node) lowering {
 	}
 }
 
-func (c *compiler) unary(n *gorgonia.Node, f elementwisekernel.UnaryOp, x *program.Array, p float64) *program.Array {
+func (c *compiler) unary(n *gorgonia.Node, f elementwise.UnaryOp, x *program.Array,
+	p float64) *program.Array {
 	return c.map1(n, f, c.NewArray(x.Type, n.Shape()...), x, p)
 }
 
 // map1 adds y = f(x) for every element, of which p is a parameter.
-func (c *compiler) map1(n *gorgonia.Node, f elementwisekernel.UnaryOp, y, x *program.Array, p float64) *program.Array {
-	c.call(n, elementwisekernel.Unary{Op: f, P: p, N: y.Len(), Type: y.Type}, program.Reads("X", x), program.Writes("Y", y))
+func (c *compiler) map1(n *gorgonia.Node, f elementwise.UnaryOp, y, x *program.Array,
+	p float64) *program.Array {
+	c.call(n, elementwise.Unary{Op: f, P: p, N: y.Len(), Type: y.Type},
+		program.Reads("X", x), program.Writes("Y", y))
 	return y
 }
 
 // map2 adds y = f(a, b) for every element, where operands may repeat.
-func (c *compiler) map2(n *gorgonia.Node, f elementwisekernel.BinaryOp, y *program.Array, a, b repeated) *program.Array {
-	c.call(n, elementwisekernel.Binary{Op: f, A: a.operand(y), B: b.operand(y), N: y.Len(), Type: y.Type},
-		program.Reads("A", a.Array), program.Reads("B", b.Array), program.Writes("Y", y))
+func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y *program.Array,
+	a, b repeated) *program.Array {
+	c.call(n, elementwise.Binary{Op: f, A: a.operand(y), B: b.operand(y), N: y.Len(),
+		Type: y.Type}, program.Reads("A", a.Array), program.Reads("B", b.Array),
+		program.Writes("Y", y))
 	return y
 }
 
@@ -98,7 +106,8 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwisekernel.BinaryOp, y *progr
 // that a node repeats is read as often from what the node repeats. Where the operands' types
 // differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not
 // widen a tensor.
-func (c *compiler) binary(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *program.Array) (*program.Array, error) {
+func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
+	a, b *program.Array) (*program.Array, error) {
 	nodes := graph.Children(n)
 	if p, ok := c.number(n, 0); ok {
 		if u, ok := withLeft[f]; ok {
@@ -109,10 +118,11 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *
 		switch u, ok := withRight[f]; {
 		case ok:
 			return c.unary(n, u, a, p), nil
-		case f == elementwisekernel.Sub:
-			return c.unary(n, elementwisekernel.AddScalar, a, -p), nil
-		case f == elementwisekernel.Div && a.Type != gpu.Float32: // rounds less than a divisor of that type would
-			return c.unary(n, elementwisekernel.MulScalar, a, 1/p), nil
+		case f == elementwise.Sub:
+			return c.unary(n, elementwise.AddScalar, a, -p), nil
+		case f == elementwise.Div && a.Type != gpu.Float32:
+			// rounds less than a divisor of that type would
+			return c.unary(n, elementwise.MulScalar, a, 1/p), nil
 		}
 	}
 	in := [2]*program.Array{a, b}
@@ -145,11 +155,11 @@ type repeated struct {
 
 // operand is how the kernel reads the operand for a result like y: a number goes with every
 // element.
-func (r repeated) operand(y *program.Array) elementwisekernel.Operand {
+func (r repeated) operand(y *program.Array) elementwise.Operand {
 	if r.period == 0 && r.Len() == 1 && y.Len() != 1 {
-		return elementwisekernel.Operand{Period: 1}
+		return elementwise.Operand{Period: 1}
 	}
-	return elementwisekernel.Operand{Repeat: r.repeat, Period: r.period}
+	return elementwise.Operand{Repeat: r.repeat, Period: r.period}
 }
 
 // spreadOf returns the repetition that a node is, if an elementwise op can read its input in its
@@ -192,9 +202,4 @@ func number(n *gorgonia.Node) (float64, bool) {
 	}
 	v, ok := sizeOf(n)
 	return float64(v), ok
-}
-
-// elementwise is binary for operands of one type.
-func (c *compiler) elementwise(n *gorgonia.Node, f elementwisekernel.BinaryOp, a, b *program.Array, shape []int) *program.Array {
-	return c.map2(n, f, c.NewArray(a.Type, shape...), repeated{Array: a}, repeated{Array: b})
 }

@@ -9,8 +9,8 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	reducekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
-	softmaxkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -19,9 +19,9 @@ import (
 // stockReduction lowers Sum and Max along any axes.
 func stockReduction(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
-	r := reducekernel.Sum
+	r := reduce.Sum
 	if strings.HasPrefix(name, "Max") {
-		r = reducekernel.Max
+		r = reduce.Max
 	}
 	x, axes := graph.Children(n)[0].Shape(), integers(name)
 	slices.Sort(axes)
@@ -43,7 +43,7 @@ func stockReduction(n *gorgonia.Node) lowering {
 
 // reduce reduces along axes, which ascend and do not repeat: first along those that come last. Sums
 // are float32.
-func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array,
+func (c *compiler) reduce(n *gorgonia.Node, r reduce.Reduction, x *program.Array,
 	axes []int) *program.Array {
 	shape := slices.Clone(x.Shape)
 	for hi := len(axes); hi > 0; {
@@ -60,14 +60,14 @@ func (c *compiler) reduce(n *gorgonia.Node, r reducekernel.Reduction, x *program
 }
 
 // reduceMiddle reduces x, as [outer, middle, inner], to [outer, inner].
-func (c *compiler) reduceMiddle(n *gorgonia.Node, r reducekernel.Reduction, x *program.Array, outer,
+func (c *compiler) reduceMiddle(n *gorgonia.Node, r reduce.Reduction, x *program.Array, outer,
 	middle, inner int) *program.Array {
 	t := x.Type
-	if r == reducekernel.Sum {
+	if r == reduce.Sum {
 		t = gpu.Float32
 	}
 	y := c.NewArray(t, outer, inner)
-	a := reducekernel.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type}
+	a := reduce.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type}
 	c.call(n, a, program.Reads("X", x), program.Writes("Y", y),
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
 	return y
@@ -94,7 +94,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 		return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 			y, g := rows(in[1]), rows(c.as(n, in[2], in[1].Type))
 			dx := c.like(y)
-			c.call(n, softmaxkernel.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
+			c.call(n, softmax.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
 				program.Reads("Y", y), program.Reads("G", g), program.Writes("DX", dx))
 			return dx.View(0, n.Shape()...), nil
 		}
@@ -102,7 +102,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 		a := rows(in[0])
 		y := c.like(a)
-		c.call(n, softmaxkernel.Forward{Rows: a.Shape[0], N: a.Shape[1], Type: a.Type},
+		c.call(n, softmax.Forward{Rows: a.Shape[0], N: a.Shape[1], Type: a.Type},
 			program.Reads("X", a), program.Writes("Y", y))
 		return y.View(0, n.Shape()...), nil
 	}

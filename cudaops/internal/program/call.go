@@ -21,8 +21,8 @@ type Call struct {
 	Over   Over
 }
 
-// Over is a result that a call can leave in the memory of what it reads there, if nothing else needs
-// that. From is nil where there is none.
+// Over is a result that a call can leave in the memory of what it reads there, where nothing else
+// needs that. From is nil where there is none.
 type Over struct{ From, To *Array }
 
 // Arg is an operand of a call.

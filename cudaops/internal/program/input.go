@@ -2,7 +2,6 @@ package program
 
 import (
 	"fmt"
-	"maps"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -55,7 +54,8 @@ func (r IDRange) Check(ids []int64) error {
 	} else {
 		err = opbase.CheckIDs(r.Argument, ids, r.Vocab, r.Negative)
 	}
-	if err == nil && r.Negative && !slices.ContainsFunc(ids, func(id int64) bool { return id >= 0 }) {
+	counts := func(id int64) bool { return id >= 0 }
+	if err == nil && r.Negative && !slices.ContainsFunc(ids, counts) {
 		err = fmt.Errorf("all %d %s are negative: %w", len(ids), r.Argument, op.ErrNoTargets)
 	}
 	if err != nil {
@@ -89,8 +89,8 @@ type QuantizedWeight struct {
 	Rows, Turned Quantized
 }
 
-// Made is what calls have made of arrays, so that it is made once: of parameters and constants it is
-// resident, and programs that borrow them use it too.
+// Made is what calls have made of arrays, so that it is made once. Of parameters and constants it
+// is resident, and programs that borrow them use it too.
 type Made struct {
 	Copies    map[Converted]*Array
 	Stacks    map[Stack]*Array
@@ -113,11 +113,21 @@ func (p *Program) Borrow() Made {
 	if p == nil {
 		return m
 	}
-	m = Made{maps.Clone(p.Copies), maps.Clone(p.Stacks), maps.Clone(p.Quantized)}
-	inArena := func(a *Array) bool { return !a.Resident }
-	maps.DeleteFunc(m.Copies, func(_ Converted, a *Array) bool { return inArena(a) })
-	maps.DeleteFunc(m.Stacks, func(_ Stack, a *Array) bool { return inArena(a) })
-	maps.DeleteFunc(m.Quantized, func(_ QuantizedKey, q Quantized) bool { return inArena(q.Values) })
+	for key, a := range p.Copies {
+		if a.Resident {
+			m.Copies[key] = a
+		}
+	}
+	for key, a := range p.Stacks {
+		if a.Resident {
+			m.Stacks[key] = a
+		}
+	}
+	for key, q := range p.Quantized {
+		if q.Values.Resident {
+			m.Quantized[key] = q
+		}
+	}
 	return m
 }
 
