@@ -147,6 +147,12 @@ func (m *Machine) open() (err error) {
 	if x.Kernels = m.device.kernels; m.config.kernels != nil {
 		x.Kernels = m.config.kernels(x.Kernels)
 	}
+	c := &m.config
+	x.Pieces = &run.Pieces{Alloc: m.memory.AllocHost}
+	x.Products = &run.Products{Kernels: x.Kernels, Ctx: ctx, Alloc: m.memory.Alloc}
+	if c.single != nil {
+		x.Products.Workspace = c.single.workspace
+	}
 	if x.Stream == 0 {
 		if x.Stream, err = ctx.NewStream(); err != nil {
 			return err
@@ -155,20 +161,12 @@ func (m *Machine) open() (err error) {
 	if m.sent, err = m.memory.NewEvent(false); err != nil {
 		return err
 	}
-	x.Pieces = &run.Pieces{Alloc: m.memory.AllocHost}
-	x.Products = &run.Products{Kernels: x.Kernels, Ctx: ctx, Alloc: m.memory.Alloc}
-	if m.config.single != nil {
-		x.Products.Workspace = m.config.single.workspace
-	}
 	if m.chooser, err = newChooser(m); err != nil {
 		return err
 	}
-	if m.config.float8 {
-		if err := checkFloat8(m); err != nil {
-			return err
-		}
+	if err := checkFloat8(m); err != nil {
+		return err
 	}
-	c := &m.config
 	m.options = lower.Options{Asked: c.Asked, Frozen: c.frozen, Device: m.device.info, Activation: c.act,
 		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled,
 		Accumulate: c.gather, Strict: c.strict,
@@ -285,7 +283,7 @@ func (m *Machine) load(clock *phases.Clock) error {
 	}
 	m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Memory: &m.memory,
 		Strict: m.config.strict, Warn: m.warnings.add,
-		Apart: m.config.single != nil, Sent: m.inputs.Sent, Refresh: m.inputs.Refresh})
+		Apart: m.config.single != nil, Refresh: m.inputs.Refresh})
 	if err != nil {
 		return err
 	}
@@ -308,13 +306,8 @@ func (m *Machine) load(clock *phases.Clock) error {
 			return err
 		}
 	}
-	if err := update.ClearSums(m.runner); err != nil {
-		return err
-	}
-	if err := m.observed(); err != nil {
-		return err
-	}
-	return ctx.SyncStream(x.Stream)
+	return run.InTurn(func() error { return update.ClearSums(m.runner) }, m.observed,
+		func() error { return ctx.SyncStream(x.Stream) })
 }
 
 // observed makes what times the machine's work.
@@ -349,7 +342,7 @@ func (m *Machine) borrow() error {
 		}
 	}
 	for _, b := range p.Borrowed {
-		s.inputs.Share(b, 1)
+		b.Sharers++
 	}
 	m.borrowed = p.Borrowed
 	return nil
@@ -436,43 +429,25 @@ func (m *Machine) Reset() {}
 // Close waits for the device and frees what the machine holds there.
 func (m *Machine) Close() (err error) {
 	defer in("Close", &err)
-	if m.runner == nil {
-		return nil
-	}
-	if m.runner.State.Closed() {
+	if m.runner == nil || m.runner.State.Closed() {
 		return nil
 	}
 	m.runner.State.On(run.Close)
 	expect(m, 0)
 	for _, b := range m.borrowed {
-		m.config.share.inputs.Share(b, -1)
+		b.Sharers--
 	}
 	ctx, x := m.device.ctx, m.runner.Executor
-	var errs []error
-	closing := func(errsOf ...error) { errs = append(errs, errsOf...) }
-	if x.Stream != 0 {
-		closing(ctx.SyncStream(x.Stream))
+	if x.Stream == 0 { // which comes first
+		return nil
 	}
-	closing(m.runner.Settle())
-	closing(m.runner.Drop())
-	if m.monitor != nil {
-		closing(m.monitor.Close())
+	err = run.Joined(ctx.SyncStream(x.Stream), m.runner.Settle(), m.runner.Drop(),
+		m.monitor.Close(), m.profiler.Close(), m.optimizer.Close(), x.Products.Forget(),
+		m.inputs.Close(), m.memory.Close())
+	if m.config.stream == 0 {
+		err = run.Joined(err, ctx.DestroyStream(x.Stream))
 	}
-	closing(m.profiler.Close())
-	if m.optimizer != nil {
-		closing(m.optimizer.Close())
-	}
-	if x.Products != nil {
-		closing(x.Products.Forget())
-	}
-	if m.inputs != nil {
-		closing(m.inputs.Close())
-	}
-	closing(m.memory.Close())
-	if x.Stream != 0 && m.config.stream == 0 {
-		closing(ctx.DestroyStream(x.Stream))
-	}
-	return run.Joined(errs...)
+	return err
 }
 
 // warnings are logged once.

@@ -1128,7 +1128,7 @@ func TestRoomShared(t *testing.T) {
 	require.Len(t, m.borrowed, len(l.batch.Params))
 	require.NoError(t, errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)))
 	for _, in := range l.machine.runner.Program.Inputs {
-		require.False(t, l.machine.inputs.Shared(in), graph.Describe(in.Node))
+		require.Zero(t, in.Sharers, graph.Describe(in.Node))
 	}
 	require.NoError(t, l.machine.Close())
 }

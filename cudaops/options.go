@@ -321,6 +321,9 @@ const float8Blas, float8Capability, float8Side = 120900, 90, 128
 // checkFloat8 returns an error where the card or its library has no products of float8 with a
 // factor for each row.
 func checkFloat8(m *Machine) error {
+	if !m.config.float8 {
+		return nil
+	}
 	blas, err := m.device.ctx.Blas()
 	if err != nil {
 		return err

@@ -84,7 +84,7 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 		l.out = parts
 	}
 	for _, input := range m.inputs.All {
-		m.inputs.Bind(input)
+		input.Bound = true
 		if i := slices.Index(in, input.Node); i >= 0 {
 			l.in[i] = input
 		}

@@ -348,7 +348,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 		return nil, err
 	}
 	for _, p := range m.optimizer.Params {
-		if m.inputs.Shared(p.Input) {
+		if p.Input.Sharers > 0 {
 			return nil, fmt.Errorf("another machine uses %s (WithParamsOf): close it before",
 				graph.Describe(p.Input.Node))
 		}
@@ -509,7 +509,7 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	if err := moveBuffer(m, a.Buffer, gpu.Ptr(ptr)); err != nil {
 		return err
 	}
-	m.inputs.Bind(input)
+	input.Bound = true
 	return nil
 }
 
@@ -524,7 +524,7 @@ func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a "+
 			"value with gorgonia.Let",
 			graph.Describe(n), i.IDs[0].Argument, i.IDs[0].Op)
-	case m.inputs.Shared(i):
+	case i.Sharers > 0:
 		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf",
 			graph.Describe(n))
 	case i.Constant && m.optimizer != nil:

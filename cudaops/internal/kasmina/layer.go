@@ -27,8 +27,6 @@ type Machine struct {
 	Apart  bool                 // op and backward op are in graphs of their own
 	Warn   func(message string) // once for each message
 
-	// whether an input's value goes to the device before every run
-	Sent    func(*program.Input) bool
 	Refresh func(*program.Input) error // renews an input's copies
 }
 

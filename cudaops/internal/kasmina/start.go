@@ -72,7 +72,7 @@ func (s *start) fill(seed, slot int, scale []float32) error {
 // read returns n elements of an input, from the one that is given, as they are now. Of a value that
 // is sent before every run they are its own memory.
 func (s *start) read(in *program.Input, a *program.Array, from, n int) ([]float32, error) {
-	if s.m.Sent(in) {
+	if in.Sent() {
 		value, err := hostMemory(in)
 		if err != nil {
 			return nil, err
@@ -89,7 +89,7 @@ func (s *start) read(in *program.Input, a *program.Array, from, n int) ([]float3
 // write sends elements that read has returned to where they are from.
 func (s *start) write(in *program.Input, a *program.Array, from int, x []float32) error {
 	ctx := s.m.Ctx
-	if s.m.Sent(in) {
+	if in.Sent() {
 		return nil
 	}
 	if err := ctx.CopyToDevice(a.Ptr().Offset(4*from), gpu.Bytes(x), s.m.Stream); err != nil {

@@ -90,7 +90,12 @@ func NewMonitor(m *Machine, every int) (*Monitor, error) {
 }
 
 // Close gives back events.
-func (o *Monitor) Close() error { return o.memory.Close() }
+func (o *Monitor) Close() error {
+	if o == nil {
+		return nil
+	}
+	return o.memory.Close()
+}
 
 // Run enqueues a run of the program, which has been loaded: replay, or the same with marks.
 func (o *Monitor) Run(replay func() error) error {

@@ -21,7 +21,12 @@ type Input struct {
 	Copies   []Copy    // of a parameter, in other types
 	Part     *Part     // what there is of Array, which then has no memory; nil for all of it
 	IDs      []IDRange // what the ops that use it ask of it
+	Bound    bool      // its memory is the user's own, who fills it
+	Sharers  int       // other machines that use its memory
 }
+
+// Sent reports whether the value goes to the device before every run.
+func (in *Input) Sent() bool { return !in.Constant && !in.Bound }
 
 // Part is the elements From ≤ i < To of an input, where other ranks have the others. What runs read
 // is its first copy, which is whole.

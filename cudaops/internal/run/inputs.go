@@ -22,32 +22,22 @@ type Inputs struct {
 	Laid    gpu.Ptr // where parameters lie one behind the other, once they do
 	weights []*program.QuantizedWeight
 	read    Reader
-	host    map[*program.Input]*hostInput
+	staging map[*program.Input][]byte // pinned; of what does not travel in pieces
 	memory  Memory
 	table   *quantize.Table // of float8; nil for none
-}
-
-// hostInput is what the host knows of an input.
-type hostInput struct {
-	staging []byte // pinned; nil for what travels in pieces
-	bound   bool   // its memory is the user's own, who fills it
-	sharers int    // other machines that use its memory
 }
 
 // NewInputs takes pinned memory for the inputs of a program. Frozen ones without a value come from
 // read.
 func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, read: read,
-		host:   map[*program.Input]*hostInput{},
-		memory: Memory{Ctx: x.Ctx}}
+		staging: map[*program.Input][]byte{}, memory: Memory{Ctx: x.Ctx}}
 	for _, in := range p.Inputs {
-		h := &hostInput{}
-		s.host[in] = h
 		if inPieces(in) {
 			continue
 		}
 		var err error
-		if h.staging, err = s.memory.AllocHost(max(1, in.Array.Extent())); err != nil {
+		if s.staging[in], err = s.memory.AllocHost(max(1, in.Array.Extent())); err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
 	}
@@ -55,7 +45,12 @@ func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 }
 
 // Close gives back pinned memory and the table of weights. The stream is idle.
-func (s *Inputs) Close() error { return errors.Join(s.memory.Close(), s.freeTable()) }
+func (s *Inputs) Close() error {
+	if s == nil {
+		return nil
+	}
+	return errors.Join(s.memory.Close(), s.freeTable())
+}
 
 // Of returns the input that a node is, nil if it is none.
 func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
@@ -64,20 +59,6 @@ func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 	}
 	return nil
 }
-
-// Sent reports whether an input's value goes to the device before every run.
-func (s *Inputs) Sent(in *program.Input) bool { return !in.Constant && !s.bound(in) }
-
-func (s *Inputs) bound(in *program.Input) bool { h := s.host[in]; return h != nil && h.bound }
-
-// Bind says that an input's memory is the user's own.
-func (s *Inputs) Bind(in *program.Input) { s.host[in].bound = true }
-
-// Share counts a machine that uses an input's memory, or with −1 one that did.
-func (s *Inputs) Share(in *program.Input, n int) { s.host[in].sharers += n }
-
-// Shared reports whether another machine uses an input's memory.
-func (s *Inputs) Shared(in *program.Input) bool { return s.host[in].sharers > 0 }
 
 // SendConstants copies the values of constants and parameters to the device, but those of
 // parameters that from has. These are copied there, unless they lie in the same place.
@@ -114,7 +95,7 @@ func (s *Inputs) SendAll() error {
 	for _, in := range s.All {
 		var err error
 		switch {
-		case s.bound(in):
+		case in.Bound:
 			err = s.Refresh(in)
 		case !in.Constant:
 			err = s.Send(in)
@@ -123,7 +104,7 @@ func (s *Inputs) SendAll() error {
 			return err
 		}
 	}
-	return s.Quantize(s.bound)
+	return s.Quantize(func(in *program.Input) bool { return in.Bound })
 }
 
 // Send copies an input's value to the device, by way of pinned memory.
@@ -169,7 +150,7 @@ func (s *Inputs) stage(in *program.Input) error {
 	if v == nil {
 		return noValue(in)
 	}
-	staging := s.host[in].staging
+	staging := s.staging[in]
 	if err := value.Encode(staging, in.Array.Type, v, in.Array.Len()); err != nil {
 		return fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
 	}
@@ -190,7 +171,7 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 	if len(in.IDs) == 0 {
 		return nil
 	}
-	ids := s.host[in].staging[:in.Array.Extent()]
+	ids := s.staging[in][:in.Array.Extent()]
 	if err := errors.Join(s.Ctx.CopyToHost(ids, in.Array.Ptr(), s.Stream),
 		s.Ctx.SyncStream(s.Stream)); err != nil {
 		return err
@@ -205,7 +186,7 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 
 // transmit copies what stage has written.
 func (s *Inputs) transmit(in *program.Input) error {
-	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.host[in].staging[:in.Array.Extent()],
+	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.staging[in][:in.Array.Extent()],
 		s.Stream); err != nil {
 		return err
 	}

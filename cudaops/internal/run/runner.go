@@ -60,9 +60,9 @@ type Runner struct {
 	State      State
 	Scale      Scale
 
-	recorded map[string]*Recording // by what the attendants do
-	now      *Recording            // that of the run under way, or of the last one
-	due      bool                  // the run under way has work beside it
+	recorded Recordings[string] // by what the attendants do
+	now      *Recording         // that of the run under way, or of the last one
+	due      bool               // the run under way has work beside it
 }
 
 // Recording is what was captured of runs, or of updates, that do the same work.
@@ -70,6 +70,34 @@ type Recording struct {
 	Loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
 	graph     *gpu.Graph
 	Monitored *gpu.Graph // with a monitor's marks
+}
+
+// Recordings are those of several kinds of work.
+type Recordings[K comparable] map[K]*Recording
+
+// Of is the recording of a kind, a new one where there is none.
+func (all *Recordings[K]) Of(kind K) *Recording {
+	if *all == nil {
+		*all = Recordings[K]{}
+	}
+	if (*all)[kind] == nil {
+		(*all)[kind] = new(Recording)
+	}
+	return (*all)[kind]
+}
+
+// Drop gives back what was captured.
+func (all Recordings[K]) Drop(ctx gpu.Context) error {
+	var errs []error
+	for _, rec := range all {
+		for _, g := range []*gpu.Graph{rec.graph, rec.Monitored} {
+			if g != nil {
+				errs = append(errs, ctx.DestroyGraph(g))
+			}
+		}
+	}
+	clear(all)
+	return errors.Join(errs...)
 }
 
 // recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and
@@ -92,18 +120,12 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 			mode, captured = append(mode, kind), captured && can
 		}
 	}
-	if r.now = r.recorded[string(mode)]; r.now == nil {
-		if len(r.recorded) == recordings {
-			if err := r.Forget(); err != nil {
-				return err
-			}
+	if len(r.recorded) == recordings && r.recorded[string(mode)] == nil {
+		if err := r.Forget(); err != nil {
+			return err
 		}
-		if r.recorded == nil {
-			r.recorded = map[string]*Recording{}
-		}
-		r.now = new(Recording)
-		r.recorded[string(mode)] = r.now
 	}
+	r.now = r.recorded.Of(string(mode))
 	return observe(r.now.Loaded && captured, func() error {
 		run := r.Enqueue
 		if captured || !r.now.Loaded {
@@ -202,24 +224,8 @@ func (r *Runner) Forget() error {
 
 // Drop is Forget while the stream is idle.
 func (r *Runner) Drop() error {
-	var errs []error
-	for _, rec := range r.recorded {
-		errs = append(errs, rec.Drop(r.Ctx))
-	}
-	clear(r.recorded)
 	r.now = nil
-	return errors.Join(errs...)
-}
-
-// Drop gives back what was captured.
-func (rec *Recording) Drop(ctx gpu.Context) error {
-	var errs []error
-	for _, g := range []*gpu.Graph{rec.graph, rec.Monitored} {
-		if g != nil {
-			errs = append(errs, ctx.DestroyGraph(g))
-		}
-	}
-	return errors.Join(errs...)
+	return r.recorded.Drop(r.Ctx)
 }
 
 // Settle lets the attendants take in what came back.

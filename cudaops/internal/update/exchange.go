@@ -100,10 +100,7 @@ func (x *Optimizer) shut() error {
 		}
 	}
 	errs = append(errs, x.m.Ctx.DestroyStream(s.side.Stream))
-	for _, r := range s.rounds {
-		errs = append(errs, r.Drop(x.m.Ctx))
-	}
-	return run.Joined(errs...)
+	return run.Joined(append(errs, s.rounds.Drop(x.m.Ctx))...)
 }
 
 // Expect says what the next run is: one of a round of so many ranks. Where all contribute, their
@@ -210,10 +207,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 	}
 	s.formed = false
 	k := round{contributors, first}
-	if s.rounds[k] == nil {
-		s.rounds[k] = new(run.Recording)
-	}
-	return x.replay(s.rounds[k], func() error {
+	return x.replay(s.rounds.Of(k), func() error {
 		for _, b := range s.buckets {
 			if err := x.send(b, k, x.m.Executor); err != nil {
 				return err

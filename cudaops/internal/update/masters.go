@@ -20,7 +20,7 @@ import (
 func (x *Optimizer) travels(p *Param) bool {
 	in := p.Input
 	if x.share.group.Size() == 1 || len(in.Copies) == 0 ||
-		in.Copies[0].At%program.VectorBytes != 0 || x.m.Inputs.Shared(in) ||
+		in.Copies[0].At%program.VectorBytes != 0 || in.Sharers > 0 ||
 		!x.m.Memory.Owns(in.Array.Base) {
 		return false
 	}

@@ -36,7 +36,7 @@ type share struct {
 	slots   int     // of routes of buckets
 	least   int     // bytes of what travels together
 	loads   []*load // in which parameters come back
-	rounds  map[round]*run.Recording
+	rounds  run.Recordings[round]
 	early   *optimizer.Table // of all squares but those of the last buckets; nil for none
 	late    []lateSquares    // of the last buckets
 	tail    int              // the first of these
@@ -79,7 +79,7 @@ const (
 
 // divide decides which gradients travel together, and who owns what.
 func (x *Optimizer) divide(r Ranks) error {
-	s := &share{group: r.Group, rounds: map[round]*run.Recording{}}
+	s := &share{group: r.Group}
 	x.share = s
 	s.two = r.Rounds == 1 && r.Group.Size() == 2
 	total := 0

@@ -79,7 +79,7 @@ type Optimizer struct {
 	loss       []byte    // pinned, of a step
 	ran        gpu.Event // the run before the update is done
 	done       gpu.Event // the control block is back
-	recorded   map[kind]*run.Recording
+	recorded   run.Recordings[kind]
 	renew      []*program.Call // copies of parameters that the update does not write
 	share      *share          // of several ranks; nil for the only one
 	uncaptured bool            // collectives are enqueued as they are
@@ -111,8 +111,7 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 	}
 	x := &Optimizer{Rules: rules, Params: params, m: m,
 		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
-		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true},
-		recorded: map[kind]*run.Recording{}}
+		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}}
 	if err := x.prepare(ranks); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
@@ -372,11 +371,7 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	if err := ctx.Record(x.ran, s); err != nil {
 		return err
 	}
-	r := x.recorded[key]
-	if r == nil {
-		r = new(run.Recording)
-		x.recorded[key] = r
-	}
+	r := x.recorded.Of(key)
 	if err := x.release(); err != nil {
 		return err
 	}
@@ -511,14 +506,14 @@ func (x *Optimizer) applying() (calls []*program.Call) {
 
 // Close gives back all memory. The stream is idle.
 func (x *Optimizer) Close() error {
+	if x == nil {
+		return nil
+	}
 	errs := []error{x.memory.Close()}
 	for _, t := range x.tables() {
 		errs = append(errs, t.Free())
 	}
-	for _, r := range x.recorded {
-		errs = append(errs, r.Drop(x.m.Ctx))
-	}
-	return run.Joined(append(errs, x.shut())...)
+	return run.Joined(append(errs, x.recorded.Drop(x.m.Ctx), x.shut())...)
 }
 
 // togetherLeast is the elements of squares up to which matrices of one shape go through the

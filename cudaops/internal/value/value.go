@@ -5,8 +5,6 @@ package value
 import (
 	"fmt"
 	"math"
-	"strconv"
-	"unsafe"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -18,47 +16,35 @@ import (
 
 // Encode writes the n elements of a value to raw, stored as t.
 func Encode(raw []byte, t gpu.DType, v gorgonia.Value, n int) error {
-	flat, err := opbase.Flat(v)
-	if err != nil {
+	if t != gpu.Int64 {
+		x, err := Floats(v, t, n)
+		if err == nil {
+			EncodeFloats(raw, t, x)
+		}
 		return err
 	}
-	switch x := flat.(type) {
-	case []float32:
-		if len(x) == n && t != gpu.Int64 {
-			EncodeFloats(raw, t, x)
-			return nil
-		}
-	case []int:
-		if len(x) == n && t == gpu.Int64 {
-			dst := gpu.View[int64](raw)[:n]
-			if strconv.IntSize == 64 { // the GPU may be waiting
-				copy(dst, unsafe.Slice((*int64)(unsafe.Pointer(unsafe.SliceData(x))), n))
-				return nil
-			}
-			for i, v := range x {
-				dst[i] = int64(v)
-			}
-			return nil
-		}
+	x, err := elements[int](v, t, n)
+	for i, v := range x {
+		gpu.View[int64](raw)[i] = int64(v)
 	}
-	return unfit(v, t, n)
-}
-
-func unfit(v gorgonia.Value, t gpu.DType, n int) error {
-	return fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v",
-		v.Dtype(), v.Shape(), n, t)
+	return err
 }
 
 // Floats returns the n elements of a value that can be stored as t, a type of floats.
 func Floats(v gorgonia.Value, t gpu.DType, n int) ([]float32, error) {
+	return elements[float32](v, t, n)
+}
+
+func elements[T any](v gorgonia.Value, t gpu.DType, n int) ([]T, error) {
 	flat, err := opbase.Flat(v)
 	if err != nil {
 		return nil, err
 	}
-	if x, ok := flat.([]float32); ok && len(x) == n {
+	if x, ok := flat.([]T); ok && len(x) == n {
 		return x, nil
 	}
-	return nil, unfit(v, t, n)
+	return nil, fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v",
+		v.Dtype(), v.Shape(), n, t)
 }
 
 // Convert writes elements that are stored in one type to raw, stored as t.
