@@ -23,6 +23,10 @@ type Route interface {
 	// Hold is for a route whose places serve for something else between exchanges: Release comes
 	// ahead of every Enqueue then, where they are free. All ranks call it ahead of the first.
 	Hold() error
+	// Open is for a route whose places are free whenever a rank enqueues, which the ranks know of
+	// each other without it: nobody calls Release then. All ranks call it ahead of the first
+	// Enqueue.
+	Open()
 	// Close ends the route, whose memory may be given back then. All ranks call it, when their
 	// streams have passed what was enqueued.
 	Close() error
@@ -77,4 +81,5 @@ func (b batched) Enqueue(s Stream) error {
 
 func (b batched) Release(Stream) error { return nil }
 func (b batched) Hold() error          { return nil }
+func (b batched) Open()                {}
 func (b batched) Close() error         { return nil }

@@ -350,6 +350,31 @@ func TestHold(t *testing.T) {
 	})
 }
 
+// TestOpen: an open route sends without being told that its places are free.
+func TestOpen(t *testing.T) {
+	const bytes, s = 64, comm.Stream(7)
+	each(t, 2, nil, func(d *device, g comm.Group, why error) {
+		require.NoError(t, why)
+		p, err := d.Alloc(2 * bytes)
+		require.NoError(t, err)
+		other := 1 - g.Rank()
+		route, err := comm.NewRoute(g, 0, []comm.Leg{{Rank: other, At: p, Bytes: bytes}},
+			[]comm.Leg{{Rank: other, At: p + bytes, Bytes: bytes}})
+		require.NoError(t, err)
+		route.Open()
+		for i := range byte(3) {
+			require.NoError(t, d.locked(s, func() { d.at(p, bytes)[9] = i + 10*byte(g.Rank()) }))
+			require.NoError(t, route.Enqueue(s))
+			var got byte
+			require.NoError(t, d.locked(s, func() { got = d.at(p+bytes, bytes)[9] }))
+			d.sync(s)
+			require.Equal(t, i+10*byte(other), got)
+			require.NoError(t, g.(*group).world.Barrier(t.Context(), fmt.Sprint(i)))
+		}
+		require.NoError(t, errors.Join(route.Close(), d.Free(p)))
+	})
+}
+
 // TestRefused: where a rank's GPU cannot share memory, all keep the group that they have, and say
 // why. Legs that do not fit are an error.
 func TestRefused(t *testing.T) {

@@ -16,6 +16,7 @@ type route struct {
 	from []int    // ranks
 	used []used
 	held bool // places are free from a Release to the next Enqueue alone
+	open bool // places are always free
 }
 
 // used is memory of another rank that a route reaches.
@@ -117,8 +118,10 @@ func (r *route) Enqueue(s comm.Stream) error {
 	g := r.g
 	return r.do(func() error {
 		for _, c := range r.to {
-			if err := g.await(g.word(g.words, r.slot, c.rank, free), s); err != nil {
-				return err
+			if !r.open {
+				if err := g.await(g.word(g.words, r.slot, c.rank, free), s); err != nil {
+					return err
+				}
 			}
 			for _, p := range c.pieces {
 				if err := g.api.Copy(p.to, p.from, p.bytes, s); err != nil {
@@ -166,6 +169,8 @@ func (r *route) do(f func() error) error {
 	}
 	return r.g.device.Do(f)
 }
+
+func (r *route) Open() { r.open = true }
 
 func (r *route) Hold() error {
 	r.held = true

@@ -41,6 +41,7 @@ func (x *Optimizer) arrange() error {
 		if l.route, err = x.routeOf(l, s.slots+i); err != nil {
 			return err
 		}
+		l.route.Open() // all runs are over: the sums of squares were added up behind them
 	}
 	return nil
 }
@@ -185,19 +186,6 @@ func joined(some []stretch) (all []stretch) {
 		all = append(all, l)
 	}
 	return all
-}
-
-// release says that this rank's runs are done with the parameters that others have.
-func (x *Optimizer) release() error {
-	if x.share == nil {
-		return nil
-	}
-	for _, l := range x.share.loads {
-		if err := l.route.Release(comm.Stream(x.m.Stream)); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // hides reports whether parameters come back beside the next run: nothing has to be made of them

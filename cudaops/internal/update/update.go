@@ -372,7 +372,7 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 		return err
 	}
 	r := x.recorded.Of(key)
-	if err := x.release(); err != nil {
+	if err := x.Arrive(s); err != nil { // what came has been waited for when all meet in it
 		return err
 	}
 	plain := func() error { return x.launch(loss) }
