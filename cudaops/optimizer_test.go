@@ -1789,13 +1789,23 @@ func TestScaledOutputLayer(t *testing.T) {
 		tape := tapeMachine(t, g)
 		require.NoError(t, tape.RunAll())
 		for _, way := range []string{"separate", "fused"} {
-			m := openMachine(t, device, g, WithParams(x, w), scaledGradients,
+			scaled := openMachine(t, device, g, WithParams(x, w), scaledGradients,
 				WithWays("LinearCrossEntropy="+way))
 			// No power of two, so that one factor too many or too few shows.
-			require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: 1000}), m.RunAll()))
-			for _, p := range []*gorgonia.Node{x, w} {
-				require.Less(t, distance(t, valueIn(t, m, p.Deriv()), p.Deriv().Value()), 1e-5,
-					"%v, %v, %v", name, way, p.Name())
+			require.NoError(t, scaled.SetLossScale(LossScale{Scale: 1000}))
+			plain := openMachine(t, device, g, WithParams(x, w),
+				WithWays("LinearCrossEntropy="+way))
+			for _, m := range []*Machine{scaled, plain} {
+				require.NoError(t, m.RunAll())
+				for _, p := range []*gorgonia.Node{x, w} {
+					require.Less(t, distance(t, valueIn(t, m, p.Deriv()), p.Deriv().Value()), 1e-5,
+						"%v, %v, %v", name, way, p.Name())
+				}
+			}
+			if name == "fused" { // the share is known beforehand
+				for _, c := range plain.runner.Program.Calls {
+					require.NotEqual(t, "LinearCrossEntropyGrad", c.Op, "gradients are scaled")
+				}
 			}
 		}
 	}

@@ -56,7 +56,7 @@ type compiler struct {
 	rotations map[rotation]*rotationTables
 	documents map[packing]*program.Array
 	projected map[*gorgonia.Node]*projections // by their linear functions, and by the queries
-	gradients map[gorgonia.Op]int             // backward ops that the graph has of a forward op
+	gradients map[gorgonia.Op]gorgonia.Nodes  // those of a forward op that the graph has
 	updating  map[*gorgonia.Node]bool         // gradients that nobody asks for but an update
 	layers    graph.Layers
 }
@@ -71,7 +71,7 @@ func newCompiler(o Options) *compiler {
 		rotations: map[rotation]*rotationTables{},
 		documents: map[packing]*program.Array{},
 		projected: map[*gorgonia.Node]*projections{},
-		gradients: map[gorgonia.Op]int{},
+		gradients: map[gorgonia.Op]gorgonia.Nodes{},
 		layers: graph.Layers{IsParam: func(n *gorgonia.Node) bool {
 			return slices.Contains(o.Params, n) || o.sharedParam(n) != nil
 		}}}
@@ -116,7 +116,7 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 	}
 	for _, n := range sorted {
 		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
-			c.gradients[o.Forward]++
+			c.gradients[o.Forward] = append(c.gradients[o.Forward], n)
 		}
 		for _, child := range graph.Children(n) {
 			c.users[child] = append(c.users[child], n)

@@ -206,7 +206,7 @@ func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
 	}
 	grad, ok := graph.Children(head)[0].Op().(*op.LinearCrossEntropyGradOp)
 	to := c.Values[head]
-	if !ok || c.gradients[grad.Forward] != 1 || to == nil || to.Type != gpu.Float32 {
+	if !ok || len(c.gradients[grad.Forward]) != 1 || to == nil || to.Type != gpu.Float32 {
 		return false
 	}
 	in := c.operands(n)

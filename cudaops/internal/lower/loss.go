@@ -46,8 +46,9 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 	return best
 }
 
-// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for a
-// loss gradient of 1, or the loss scale in its place. The logits then need to be formed only once.
+// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for the
+// loss gradient that is known beforehand, or else for 1 or the loss scale in its place. The logits
+// then need to be formed only once.
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
 	error) {
 	x, w := c.acts(n, in[0], in[1])
@@ -56,8 +57,13 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	c.bound(targets, program.IDRange{Op: "LinearCrossEntropy", Argument: "targets",
 		Vocab: v, Negative: true})
 	losses, saved := c.aux(rows), classified{scale: c.aux(1)}
-	if c.gradients[n.Op()] > 0 { // the graph holds the backward op
+	saved.upstream = c.Scale
+	if back := c.gradients[n.Op()]; len(back) > 0 { // the graph holds the backward op
 		saved.dx, saved.dw = c.like(x), c.aux(w.Shape...)
+		if g, ok := factor(graph.Children(back[0])[4]); ok && g != 1 && len(back) == 1 &&
+			c.Scale == nil {
+			saved.upstream = c.NewConstant([]float32{float32(g)})
+		}
 	}
 	c.saved[n.Op()] = saved
 	c.targetScale(n, saved.scale, targets)
@@ -66,7 +72,8 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	for lo := 0; lo < rows; lo += chunk {
 		here := min(chunk, rows-lo)
 		o := outputRows{node: n, x: x.View(lo*d, here, d), w: w, logits: logits.View(0, here, v),
-			losses: losses.View(lo, here), targets: targets.View(lo, here), scale: saved.scale}
+			losses: losses.View(lo, here), targets: targets.View(lo, here), scale: saved.scale,
+			upstream: saved.upstream}
 		if saved.dx != nil {
 			o.dx, o.dw = saved.dx.View(lo*d, here, d), saved.dw
 			o.beta = min(1, float32(lo))
@@ -80,9 +87,9 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 
 // outputRows is a chunk of the output layer's rows. Without gradients dx is nil.
 type outputRows struct {
-	node                                         *gorgonia.Node
-	x, w, logits, losses, targets, scale, dx, dw *program.Array
-	beta                                         float32 // times the dw of the chunks before
+	node                                                   *gorgonia.Node
+	x, w, logits, losses, targets, scale, upstream, dx, dw *program.Array
+	beta                                                   float32 // times the dw of the chunks before
 }
 
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.
@@ -99,7 +106,7 @@ func (c *compiler) outputRows(o outputRows) error {
 	several := []*program.Call{c.newProduct(n, p),
 		c.newCall(n, a, program.Updates("Logits", o.logits),
 			program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
-			program.Reads("Scale", o.scale), program.Reads("Grad", c.Scale))}
+			program.Reads("Scale", o.scale), program.Reads("Grad", o.upstream))}
 	scaled, factors := c.like(o.x), c.aux(o.x.Shape[0])
 	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
 	// timed with logits of the standard deviation 4.
@@ -112,7 +119,7 @@ func (c *compiler) outputRows(o outputRows) error {
 		program.Uses("Scaled", scaled), program.Uses("Factors", factors),
 		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
 		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
-		program.Reads("Grad", c.Scale),
+		program.Reads("Grad", o.upstream),
 		program.Uses("Workspace", c.bytes(fused.WorkspaceBytes(c.o.Device))))
 	if err != nil {
 		return err
@@ -130,7 +137,7 @@ func (c *compiler) outputRows(o outputRows) error {
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,
 	in []*program.Array) (*program.Array, error) {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
-	if g := graph.Children(n)[4]; lossscale.IsOne(g) {
+	if saved.upstream != c.Scale || lossscale.IsOne(graph.Children(n)[4]) {
 		return packed(saved.dx, saved.dw), nil
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
@@ -141,9 +148,25 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,
 	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream)), nil
 }
 
+// factor is a number that is known beforehand, or the product of such.
+func factor(n *gorgonia.Node) (x float64, ok bool) {
+	if graph.Symbol(n) != "⊙" {
+		return number(n)
+	}
+	x = 1
+	for _, child := range graph.Children(n) {
+		f, ok := factor(child)
+		if !ok {
+			return 0, false
+		}
+		x *= f
+	}
+	return x, true
+}
+
 // classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for
-// the fused op, the gradients for a gradient of 1.
-type classified struct{ scale, lse, dx, dw *program.Array }
+// the fused op, the gradients and the gradient of the loss that they are for, nil for 1.
+type classified struct{ scale, lse, dx, dw, upstream *program.Array }
 
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
 	logits, targets := c.act(n, in[0]), in[1]
