@@ -210,6 +210,9 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 		return nil, err
 	}
 	schedule.JoinSums(p)
+	if m.config.ranks != nil {
+		schedule.PutOff(p, lastProducts)
+	}
 	var lasting []*program.Array
 	for _, n := range kept {
 		lasting = append(lasting, p.Values[n])
@@ -217,6 +220,9 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	place.Arena(p, lasting)
 	return p, nil
 }
+
+// lastProducts is how many products are made while the last gradients travel.
+const lastProducts = 2
 
 // roomLeft is the share of the card's memory that saving time must leave free. It is for machines
 // beside this one, as for evaluation, for what is taken while ways are timed, and for other

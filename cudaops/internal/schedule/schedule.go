@@ -1,5 +1,5 @@
 // Package schedule orders the calls of a program: small launches that add up parts are put off, and
-// made as one. It knows calls and what they read and write, but no graph and no device.
+// made as one, and the last products of gradients are put off to the end. It knows calls and what they read and write, but no graph and no device.
 package schedule
 
 import (
@@ -41,6 +41,30 @@ func JoinSums(p *program.Program) {
 	}
 	j.flush(func(*waiting) bool { return true })
 	p.Calls = j.calls
+}
+
+// PutOff moves the last n products to the end that no other call needs. While they multiply, what was
+// made before them can be on its way to other GPUs: of a model that is the gradient of its table of
+// embeddings, the largest and last.
+func PutOff(p *program.Program, n int) {
+	for i := len(p.Calls) - 1; i >= 0 && n > 0; i-- {
+		c, rest := p.Calls[i], p.Calls[i+1:]
+		_, product := c.Params.(program.Matmul)
+		if product && !slices.ContainsFunc(rest, func(d *program.Call) bool { return bound(c, d) }) {
+			p.Calls = append(slices.Delete(p.Calls, i, i+1), c)
+			n--
+		}
+	}
+}
+
+// bound reports whether two calls must stay in their order: one writes what the other touches.
+func bound(c, d *program.Call) bool {
+	writes := func(c, d *program.Call) bool {
+		return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
+			return a.Role != program.Read && (a.Buffer == nil || d.Touches(a.Buffer))
+		})
+	}
+	return writes(c, d) || writes(d, c)
 }
 
 // joiner makes a new order.
@@ -88,8 +112,11 @@ func (w *waiting) resultsIn(c *program.Call) bool {
 func (j *joiner) flush(which func(*waiting) bool) {
 	for _, kind := range j.order {
 		if w := j.kinds[kind]; w.count > 0 && which(w) {
-			call := w.call
-			j.calls = append(j.calls, &call)
+			call, at := w.call, len(j.calls)
+			for at > 0 && !bound(&call, j.calls[at-1]) { // as soon as all parts are there
+				at--
+			}
+			j.calls = slices.Insert(j.calls, at, &call)
 			*w = waiting{}
 		}
 	}

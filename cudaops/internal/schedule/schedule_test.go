@@ -110,3 +110,27 @@ func TestJoinSumsMemory(t *testing.T) {
 		require.Len(t, p.Calls, want, "parts of %d bytes", bytes)
 	}
 }
+
+// TestPutOff wants products that nobody needs at the end, and all others where they were.
+func TestPutOff(t *testing.T) {
+	p := &program.Program{}
+	array := func() *program.Array { return p.NewArray(gpu.Float32, 4) }
+	g, x, dx, table := array(), array(), array(), array()
+	add := func(op string, params any, args ...program.Arg) {
+		p.Add(&program.Call{Op: op, Params: params, Args: args})
+	}
+	w, r := program.Writes, program.Reads
+	add("early", program.Matmul{}, w("", array()), r("", g))
+	add("dw of two", program.Matmul{}, w("", array()), r("", g), r("", x))
+	add("dx", program.Matmul{}, w("", dx), r("", g))
+	add("dw", program.Matmul{}, w("", array()), r("", dx), r("", x))
+	add("norm", nil, program.Updates("", dx))
+	add("last dw", program.Matmul{}, w("", array()), r("", dx), r("", x))
+	add("embedding", nil, w("", table), r("", dx))
+	PutOff(p, 2)
+	var order []string
+	for _, c := range p.Calls {
+		order = append(order, c.Op)
+	}
+	require.Equal(t, []string{"early", "dx", "dw", "norm", "embedding", "last dw", "dw of two"}, order)
+}

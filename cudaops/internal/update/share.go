@@ -288,15 +288,15 @@ type lateSquares struct {
 
 // buildSquares lays out all chunks for their sums of squares, in an order that does not depend on
 // the number of ranks. Where the update adds contributions, the squares of those that have come are
-// formed while the last are on their way: a bucket of full size, and what is behind it.
+// formed while the last are on their way: two buckets of full size, or one that is as large.
 func (x *Optimizer) buildSquares() (err error) {
 	s := x.share
 	var last []int // parameters
-	for s.tail = len(s.buckets) - 1; s.tail > 0; s.tail-- {
+	bytes := 0
+	for s.tail = len(s.buckets); s.tail > 0 && bytes < 2*s.least; {
+		s.tail--
 		last = append(last, s.buckets[s.tail].params...)
-		if s.buckets[s.tail].bytes >= s.least {
-			break
-		}
+		bytes += s.buckets[s.tail].bytes
 	}
 	beside := s.two && s.tail > 0
 	var all, early []optimizer.Tensor
