@@ -123,8 +123,8 @@ func rankRuns() map[string]rankRun {
 	runs["8B in 95 GiB"] = whole
 	whole.recompute = true
 	runs["8B, recomputed"] = whole
-	for name, r := range map[string]rankRun{"124M": {config: gpt, batch: 32, steps: 40},
-		"350M": {config: large, batch: 16, steps: 30}, "925M": {config: wide, batch: 8, steps: 20}} {
+	for name, r := range map[string]rankRun{"124M": {config: gpt, batch: 32, steps: 100},
+		"350M": {config: large, batch: 16, steps: 70}, "925M": {config: wide, batch: 8, steps: 52}} {
 		r.pace, r.precision = true, cudaops.BFloat16
 		runs[name] = r
 		r.gradients = cudaops.BFloat16
@@ -209,7 +209,9 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 	}
 	defer tr.Close()
 	var began time.Time
+	const laps = 3
 	warm := min(10, r.steps/3)
+	lap := max(1, (r.steps-warm)/laps)
 	tr.On(func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
 			return nil
@@ -222,12 +224,11 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		if e.Step == 3 && place.Rank == 0 {
 			fmt.Println("under way")
 		}
-		switch {
-		case e.Step == warm:
-			began, spent = time.Now(), *watch
-		case e.Last && r.pace && place.Rank == 0:
-			s := time.Since(began).Seconds()
-			n := float64(e.Step - warm)
+		if e.Step < warm || (e.Step-warm)%lap != 0 {
+			return nil
+		}
+		if e.Step > warm && r.pace && place.Rank == 0 {
+			s, n := time.Since(began).Seconds(), float64(lap)
 			free, total, err := device.Memory()
 			if err != nil {
 				return err
@@ -238,6 +239,7 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 				1e3*(watch.steps-spent.steps).Seconds()/n,
 				1e3*(watch.talk-spent.talk).Seconds()/n, float64(total-free)/(1<<30))
 		}
+		began, spent = time.Now(), *watch
 		return nil
 	})
 	if !r.pace {
