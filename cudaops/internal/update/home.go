@@ -7,7 +7,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/plan"
@@ -206,7 +205,7 @@ func (x *Optimizer) gather() error {
 		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) }); err != nil {
 		return err
 	}
-	for _, l := range s.loads[x.inUpdate():] {
+	for _, l := range s.loads {
 		if err := run.InTurn(
 			func() error { return l.route.Enqueue(comm.Stream(s.side.Stream)) },
 			func() error { return ctx.Record(l.home, s.side.Stream) }); err != nil {
@@ -216,67 +215,11 @@ func (x *Optimizer) gather() error {
 	return nil
 }
 
-// leading divides AdamW's tensors, of parameters of those numbers: first those of the first load,
-// which leave while the others are updated, since a run waits for them where it begins; then the
-// others. Where it cannot be so there are no first ones.
-func (x *Optimizer) leading(tensors []optimizer.Tensor, of []int) (first,
-	others []optimizer.Tensor) {
-	if !x.hides() || len(x.share.loads) < 2 {
-		return nil, tensors
-	}
-	load := x.share.loads[0]
-	if slices.ContainsFunc(load.params, func(i int) bool { return x.Params[i].Rule.Muon }) {
-		return nil, tensors
-	}
-	for j, t := range tensors {
-		if slices.Contains(load.params, of[j]) {
-			first = append(first, t)
-		} else {
-			others = append(others, t)
-		}
-	}
-	return first, others
-}
-
-// inUpdate is how many loads come home beside the update.
-func (x *Optimizer) inUpdate() int {
-	if x.ahead == nil {
-		return 0
-	}
-	return 1
-}
-
-// updateAhead updates what is ahead, and has it leave.
-func (x *Optimizer) updateAhead() error {
-	if x.ahead == nil {
-		return nil
-	}
-	s, ctx := x.share, x.m.Ctx
-	return run.InTurn(
-		func() error {
-			return x.m.Call(newCall(optimizer.AdamW{Control: x.control, Table: x.ahead}))
-		},
-		func() error { return ctx.Record(s.fork, x.m.Stream) },
-		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) },
-		func() error { return s.loads[0].route.Enqueue(comm.Stream(s.side.Stream)) })
-}
-
-// awaitAhead has the update end when what is ahead has come home.
-func (x *Optimizer) awaitAhead() error {
-	if x.ahead == nil {
-		return nil
-	}
-	if err := x.m.Ctx.Record(x.share.joined, x.share.side.Stream); err != nil {
-		return err
-	}
-	return x.m.Ctx.WaitEvent(x.m.Stream, x.share.joined)
-}
-
-// bringHome brings the parameters to all ranks as a part of the update, or, where they come beside
-// the next run, those that are ahead.
+// bringHome brings the parameters to all ranks as a part of the update, where they do not come
+// beside the next run.
 func (x *Optimizer) bringHome() error {
 	if x.share == nil || x.hides() {
-		return x.awaitAhead()
+		return nil
 	}
 	for _, l := range x.share.loads {
 		if err := l.route.Enqueue(comm.Stream(x.m.Stream)); err != nil {
@@ -288,7 +231,7 @@ func (x *Optimizer) bringHome() error {
 
 // Ahead has a run wait for the parameters that its next call is the first to read.
 func (x *Optimizer) Ahead(call int) error {
-	for _, l := range x.share.loads[x.inUpdate():] {
+	for _, l := range x.share.loads {
 		if l.first != call {
 			continue
 		}

@@ -67,7 +67,6 @@ type Optimizer struct {
 	m          Machine
 	memory     run.Memory
 	adamw      *optimizer.Table
-	ahead      *optimizer.Table // of AdamW too, updated before the others; nil for none
 	muon       *optimizer.Table
 	all        *optimizer.Table // of the gradients' squares, in the order of Params
 	iterations *program.Program // of Muon
@@ -192,7 +191,7 @@ func (x *Optimizer) Held() int {
 
 // tables are those of AdamW's and of Muon's parameters, where there are any, and of squares.
 func (x *Optimizer) tables() []*optimizer.Table {
-	all := []*optimizer.Table{x.ahead, x.adamw, x.muon, x.all}
+	all := []*optimizer.Table{x.adamw, x.muon, x.all}
 	if x.share != nil {
 		all = append(all, x.share.squareTables()...)
 	}
@@ -307,7 +306,6 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 // buildTables lays out the parameters for the kernels.
 func (x *Optimizer) buildTables() error {
 	var all, adamw, muon []optimizer.Tensor
-	var of []int          // the numbers of adamw's
 	var matrices []*Param // of muon
 	for i, p := range x.Params {
 		r := p.Rule
@@ -323,11 +321,10 @@ func (x *Optimizer) buildTables() error {
 			t.ShapeScale = r.ShapeScale
 			muon, matrices = append(muon, t), append(matrices, p)
 		default:
-			adamw, of = append(adamw, t), append(of, i)
+			adamw = append(adamw, t)
 		}
 		all = append(all, t)
 	}
-	first, adamw := x.leading(adamw, of)
 	table := func(to **optimizer.Table, of []optimizer.Tensor) func() error {
 		return func() (err error) {
 			if len(of) > 0 {
@@ -341,7 +338,7 @@ func (x *Optimizer) buildTables() error {
 		squares = x.buildSquares
 	}
 	return run.InTurn(func() error { return x.orthogonalise(muon, matrices) },
-		table(&x.ahead, first), table(&x.adamw, adamw), table(&x.muon, muon), squares)
+		table(&x.adamw, adamw), table(&x.muon, muon), squares)
 }
 
 // Enqueue puts an update at the learning rate lr on its way, with what brings its result back. With
@@ -444,7 +441,6 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 				Count: x.sums(), Apart: x.apart},
 				program.Updates("Scale", x.m.Program.Scale)))
 		},
-		x.updateAhead,
 		func() error { return x.m.Calls(x.applying()) },
 		x.bringHome)
 }
@@ -485,7 +481,7 @@ func (x *Optimizer) squared() optimizer.GradSquares {
 	return optimizer.GradSquares{Squares: x.squares, Table: x.all}
 }
 
-// applying are the calls of an update behind the norm, but for what is ahead.
+// applying are the calls of an update behind the norm.
 func (x *Optimizer) applying() (calls []*program.Call) {
 	if x.adamw != nil {
 		calls = append(calls, newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}))
