@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -181,9 +182,9 @@ func (m *Machine) open() (err error) {
 // plan compiles the graph: to a program that saves time with memory, or where that would leave too
 // little to one that does so with less of it, or does without.
 func (m *Machine) plan(g *gorgonia.ExprGraph) (err error) {
-	m.options.Roomy, m.options.Room = true, 0
+	m.options.Room = math.MaxInt
 	for {
-		if m.runner.Program, err = compile(m, g); err != nil || !m.runner.Program.Roomy {
+		if m.runner.Program, err = compile(m, g); err != nil || m.runner.Program.Spent == 0 {
 			return err
 		}
 		lacks, err := lacking(m)
@@ -194,9 +195,11 @@ func (m *Machine) plan(g *gorgonia.ExprGraph) (err error) {
 			return err
 		}
 		m.chooser.Again()
-		room := m.runner.Program.Spent - lacks
-		m.options.Roomy = m.config.limit > 0 && m.options.Room == 0 && room > 0
-		m.options.Room = room
+		if m.config.limit > 0 && m.options.Room == math.MaxInt {
+			m.options.Room = m.runner.Program.Spent - lacks
+		} else {
+			m.options.Room = 0
+		}
 	}
 }
 

@@ -1020,9 +1020,9 @@ func TestRoom(t *testing.T) {
 	need := m.runner.Program.Arena + m.runner.Program.Resident() + 8*elements
 	// of a card for which the workspace is taken before
 	least := int(float64(need+run.WorkspaceBytes) / (1 - roomLeft))
-	if kept, formed := keepsH(m); kept != 1 || formed != 0 || !m.runner.Program.Roomy {
+	if kept, formed := keepsH(m); kept != 1 || formed != 0 || m.runner.Program.Spent == 0 {
 		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed,
-			m.runner.Program.Roomy)
+			m.runner.Program.Spent)
 	}
 	held, spent := m.Memory(), m.runner.Program.Spent
 	for what, c := range map[string]struct{ limit, kept, formed int }{
@@ -1045,9 +1045,9 @@ func TestRoom(t *testing.T) {
 		{"little", need + run.WorkspaceBytes + 64<<10, false}} {
 		m, got := train(t, c.bytes)
 		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent ||
-			m.runner.Program.Roomy != c.spent {
+			(m.runner.Program.Spent > 0) != c.spent {
 			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed,
-				m.runner.Program.Roomy)
+				m.runner.Program.Spent)
 		}
 		require.NotEqual(t, c.spent, m.Memory() < held, "%s: the machine holds %d bytes, with h %d",
 			c.what, m.Memory(), held)
@@ -1090,8 +1090,8 @@ func TestRoom(t *testing.T) {
 			require.NoError(t, device.ctx.Free(hog))
 		})
 		less, got := trainWithGates(t, device, opts...)
-		require.True(t, m.runner.Program.Roomy)
-		require.False(t, less.runner.Program.Roomy)
+		require.NotZero(t, m.runner.Program.Spent)
+		require.Zero(t, less.runner.Program.Spent)
 		require.Equal(t, got, want, "losses or gradients differ")
 	})
 }
@@ -1124,7 +1124,7 @@ func TestRoomShared(t *testing.T) {
 	hog, err := device.ctx.Alloc(int(free) - run.WorkspaceBytes - 4<<20)
 	require.NoError(t, err)
 	m := newBorrower(t, device, l.machine)
-	require.False(t, m.runner.Program.Roomy)
+	require.Zero(t, m.runner.Program.Spent)
 	require.Len(t, m.borrowed, len(l.batch.Params))
 	require.NoError(t, errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)))
 	for _, in := range l.machine.runner.Program.Inputs {
@@ -1162,8 +1162,8 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine)
 		[]MachineOption{gatesFused})
 	m := other(t, device, first)
 	need, moments := m.Memory()+momentsToCome(m), momentsToCome(first)
-	if err := m.Close(); err != nil || !m.runner.Program.Roomy || moments == 0 {
-		t.Fatalf("spent %v on an empty card, error %v", m.runner.Program.Roomy, err)
+	if err := m.Close(); err != nil || m.runner.Program.Spent == 0 || moments == 0 {
+		t.Fatalf("spent %v on an empty card, error %v", m.runner.Program.Spent, err)
 	}
 	nothing := func() error { return nil }
 	set := func() error { return first.SetOptimizer(l.optimizer, 1) }
@@ -1190,7 +1190,7 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine)
 		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - c.left)
 		require.NoError(t, err)
 		m := other(t, device, first)
-		require.Equal(t, c.want, m.runner.Program.Roomy, c.what)
+		require.Equal(t, c.want, m.runner.Program.Spent > 0, c.what)
 		require.NoError(t, errors.Join(m.Close(), device.ctx.Free(hog)))
 	}
 	require.Equal(t, int64(moments), device.expected.Load())
@@ -1210,7 +1210,7 @@ func TestRoomFails(t *testing.T) {
 			cuda.Fail(call, nth, gpu.OutOfMemory)
 			err := l.open(device, gatesFused)
 			if err == nil {
-				require.False(t, l.machine.runner.Program.Roomy, "there is room for h")
+				require.Zero(t, l.machine.runner.Program.Spent, "there is room for h")
 				require.NoError(t, l.machine.Close())
 				break
 			}
@@ -1242,15 +1242,15 @@ func TestRoomRecomputed(t *testing.T) {
 	require.NoError(t, err)
 	m := newFuseMachine(t, device, g.G, g.Params, gorgonia.Nodes{g.Loss},
 		[]MachineOption{gatesFused})
-	arena := map[bool]int{}
-	for _, roomy := range []bool{false, true} {
-		m.options.Roomy = roomy
+	var arena [2]int
+	for i, room := range []int{0, math.MaxInt} {
+		m.options.Room = room
 		p, err := compile(m, g.G)
 		require.NoError(t, err)
-		require.Equal(t, roomy, p.Roomy)
-		arena[roomy] = p.Arena
+		require.Equal(t, room > 0, p.Spent > 0)
+		arena[i] = p.Arena
 	}
-	require.LessOrEqual(t, arena[true], arena[false]+2*c.Seq*c.FF*4)
+	require.LessOrEqual(t, arena[1], arena[0]+2*c.Seq*c.FF*4)
 	t.Log(arena)
 }
 

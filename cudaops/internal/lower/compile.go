@@ -29,8 +29,7 @@ type Options struct {
 	Scaled     bool      // gradients carry a loss scale
 	Accumulate bool      // gradients add up from run to run
 	Strict     bool      // a node without a kernel is an error
-	Roomy      bool      // memory may be spent to save time
-	Room       int       // so many bytes at most; 0 for any number
+	Room       int       // bytes that may be spent to save time
 	Timed      bool      // passes of Kasmina layers also run without telemetry, which takes memory
 
 	Shared       *program.Program // whose parameters are used; nil for none
@@ -78,8 +77,8 @@ func newCompiler(o Options) *compiler {
 }
 
 // Lower lowers every node of a graph that those whose values outlive a run depend on, which it
-// returns too. If the options are Roomy, the program takes more memory than it needs where that
-// saves time, and says so.
+// returns too. Up to the options' Room the program takes more memory than it needs where that saves
+// time, and says how much.
 func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
 	c := newCompiler(o)
 	kept, gradients := o.Asked.Results(g)

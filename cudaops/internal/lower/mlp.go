@@ -128,7 +128,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		c.Calls = append(c.Calls, several...)
 		return h, nil
 	}
-	keeps := c.o.Roomy && s.h != nil && (c.o.Room == 0 || c.Program.Spent+s.h.Extent() <= c.o.Room)
+	keeps := s.h != nil && c.Spent+s.h.Extent() <= c.o.Room
 	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab),
 		program.Reads("G", g),
 		program.Reads("Down", down)}
@@ -138,8 +138,8 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	one := gemm.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
 	fused, err := c.either(n, several, one, args...)
 	if fused && keeps {
-		c.Program.Roomy, h = true, s.h
-		c.Program.Spent += h.Extent()
+		h = s.h
+		c.Spent += h.Extent()
 	}
 	return h, err
 }

@@ -33,9 +33,8 @@ type Program struct {
 	Starts  []KasminaStart
 	Reports *Array // what the Kasmina layers measure; nil where there are none
 
-	Arena int  // bytes of all buffers that are not resident
-	Roomy bool // some memory saves time, and could be done without
-	Spent int  // bytes of that
+	Arena int // bytes of all buffers that are not resident
+	Spent int // bytes that save time, and could be done without
 }
 
 // Kept is the keys and values of the positions so far, by rows, which live as long as the machine.
