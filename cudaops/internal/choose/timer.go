@@ -13,7 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
-	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
 const (
@@ -77,7 +76,7 @@ func (p *piece) bytes() int { return p.to - p.from }
 func newTimer(t *Chooser, j job) (*timer, error) {
 	n := len(j.Alternatives)
 	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx},
-		flushBytes: plan.Align(2*t.Device.L2, program.Alignment),
+		flushBytes: max(1, 2*t.Device.L2),
 		cold:       make([]time.Duration, n), warm: make([]time.Duration, n),
 		loaded: make([]time.Duration, n),
 		pieces: map[*program.Buffer]*piece{}}
@@ -89,24 +88,18 @@ func newTimer(t *Chooser, j job) (*timer, error) {
 			x.results = append(x.results, p)
 		}
 	}
-	total := x.flushBytes
-	for _, p := range x.pieces {
-		total += plan.Align(p.bytes(), program.Alignment)
-	}
 	var err error
-	if x.flush, err = x.memory.Alloc(max(1, total), "timing"); err != nil {
-		return x, err
-	}
-	at := x.flush.Offset(x.flushBytes)
+	x.flush, err = x.memory.Alloc(x.flushBytes, "timing")
 	for i, b := range x.order {
 		p := x.pieces[b]
-		p.at = at
-		at = at.Offset(plan.Align(p.bytes(), program.Alignment))
-		if err := x.fill(p, uint64(i)); err != nil {
-			return x, err
+		if err == nil {
+			p.at, err = x.memory.Alloc(max(1, p.bytes()), "timing")
+		}
+		if err == nil {
+			err = x.fill(p, uint64(i))
 		}
 	}
-	return x, nil
+	return x, err
 }
 
 // gather finds the operands of calls, which are made one after the other.
@@ -197,12 +190,7 @@ func (x *timer) fastest(ways []int) (int, error) {
 	if err := x.time(live, 1); err != nil { // which tells the hopeless ones
 		return 0, err
 	}
-	best := x.took(slices.MinFunc(live, func(i, j int) int {
-		return cmp.Compare(x.took(i), x.took(j))
-	}))
-	live = slices.DeleteFunc(live, func(i int) bool {
-		return float64(x.took(i)) > tuneHopeless*float64(best)
-	})
+	live = x.within(live, tuneHopeless)
 	if len(live) > 1 {
 		if err := x.time(live, tuneRounds); err != nil {
 			return 0, err
@@ -216,18 +204,22 @@ func (x *timer) fastest(ways []int) (int, error) {
 	}), nil
 }
 
+// within returns those of some ways, the fastest first, that take at most so many times as long as
+// that.
+func (x *timer) within(ways []int, times float64) []int {
+	near := slices.Clone(ways)
+	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took(i), x.took(j)) })
+	most := times * float64(x.took(near[0]))
+	return slices.DeleteFunc(near, func(i int) bool { return float64(x.took(i)) > most })
+}
+
 // underLoad returns the ways that come near the best, timed as in a long computation, where that
 // may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
 // the fastest for a moment may draw more than others.
 func (x *timer) underLoad(live []int) ([]int, error) {
-	near := slices.Clone(live)
-	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took(i), x.took(j)) })
-	best := x.took(near[0])
-	near = slices.DeleteFunc(near, func(i int) bool {
-		return float64(x.took(i)) > loadNear*float64(best)
-	})
+	near := x.within(live, loadNear)
 	near = near[:min(len(near), loadMost)]
-	if !x.j.computes || len(near) < 2 || best < loadLeast {
+	if !x.j.computes || len(near) < 2 || x.took(near[0]) < loadLeast {
 		return live, nil
 	}
 	settle := loadHeat + loadSettle

@@ -10,14 +10,12 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // linalg is one of Gorgonia's products, as one of matrices: a vector is a row or a column.
 type linalg struct {
 	a, b, y        []int // shapes of the operands as they lie, and of the result
 	transA, transB bool
-	batch          int // products of the last two dimensions, one for each index before them
 	matrices       bool
 	sums           bool // over rows, or of vectors, as gradients of weights are: they are float32
 }
@@ -53,11 +51,10 @@ func linalgOf(n *gorgonia.Node) (p linalg, ok bool) {
 		!slices.Equal(a[:last], b[:last]) {
 		return p, false
 	}
-	p.a, p.b, p.batch = a[last:], b[last:], opbase.Size(a[:last])
-	m, k := flip(p.a, p.transA)
-	l, columns := flip(p.b, p.transB)
-	p.y = []int{m, columns}
-	return p, k == l && slices.Equal(y, append(a[:last:last], m, columns))
+	m, k := flip(a[last:], p.transA)
+	l, columns := flip(b[last:], p.transB)
+	p.a, p.b, p.y = a, b, append(a[:last:last], m, columns)
+	return p, k == l && slices.Equal(y, p.y)
 }
 
 // flip returns the rows and columns of a matrix, or of its transpose.
@@ -81,7 +78,7 @@ func stockProduct(n *gorgonia.Node) lowering {
 			y = c.aux(n.Shape()...)
 		}
 		c.matmul(n, program.Product{D: y.View(0, p.y...), A: a, B: b, TransA: transA,
-			TransB: transB}.Repeated(p.batch))
+			TransB: transB})
 		return y, nil
 	}
 }

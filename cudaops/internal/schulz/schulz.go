@@ -244,16 +244,13 @@ func (it iteration) square() *program.Array {
 	return it.b.NewArray(it.Type, it.Batch, it.side(), it.side())
 }
 
-// matrix is an array of the iteration as one matrix, with the others behind it.
-func matrix(a *program.Array) *program.Array { return a.View(0, a.Shape[1:]...) }
-
 // products is the iteration by products alone.
 func (it iteration) products(xs [2]*program.Array) (calls []*program.Call) {
-	s := step{tall: it.tall(), gram: matrix(it.square()), poly: matrix(it.square())}
-	x, y := matrix(xs[0]), matrix(xs[1])
+	s := step{tall: it.tall(), gram: it.square(), poly: it.square()}
+	x, y := xs[0], xs[1]
 	for range it.Steps {
 		for _, p := range s.next(y, x) {
-			calls = append(calls, it.b.product(p.Repeated(it.Batch)))
+			calls = append(calls, it.b.product(p))
 		}
 		x, y = y, x
 	}
@@ -278,9 +275,9 @@ func (it iteration) symmetric(xs [2]*program.Array) (calls []*program.Call) {
 		calls = append(calls, call)
 	}
 	apply := func(y, q, x gpu.Ptr) {
-		p := step{tall: it.tall()}.apply(matrix(places[y]), matrix(places[q]),
-			matrix(places[x]), nil, 0, false)
-		calls = append(calls, it.b.product(p.Repeated(it.Batch)))
+		p := step{tall: it.tall()}.apply(places[y], places[q],
+			places[x], nil, 0, false)
+		calls = append(calls, it.b.product(p))
 	}
 	it.Run(multiply, apply)
 	return calls
