@@ -46,9 +46,9 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 	return best
 }
 
-// lowerLinearCrossEntropy computes the loss, and where the graph wants gradients, these too, for the
-// loss gradient that is known beforehand, or else for 1 or the loss scale in its place. The logits
-// then need to be formed only once.
+// lowerLinearCrossEntropy computes the loss, and the gradients too where the graph wants them, so
+// that the logits are formed only once. They are for the loss gradient if it is known beforehand.
+// Otherwise they are for 1, or the loss scale in its place.
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
 	error) {
 	x, w := c.acts(n, in[0], in[1])
@@ -164,8 +164,8 @@ func factor(n *gorgonia.Node) (x float64, ok bool) {
 	return x, true
 }
 
-// classified is what a cross-entropy leaves: 1/(number of targets), each row's log-sum-exp and, for
-// the fused op, the gradients and the gradient of the loss that they are for, nil for 1.
+// classified is what a cross-entropy leaves: 1/(number of targets) and each row's log-sum-exp. The
+// fused op leaves the gradients and the gradient of the loss that they are for, nil for 1.
 type classified struct{ scale, lse, dx, dw, upstream *program.Array }
 
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {

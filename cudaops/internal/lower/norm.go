@@ -17,8 +17,8 @@ func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 	return y, nil
 }
 
-// normalised is what a norm leaves for its gradient: 1/rms of every row, or of each of its heads,
-// and what features are multiplied by, in float32.
+// normalised is what a norm leaves for its gradient, in float32: 1/rms of every row or head, and
+// what features are multiplied by.
 type normalised struct{ rstd, factor *program.Array }
 
 // normFactor is what a norm multiplies features by.

@@ -83,8 +83,8 @@ func (c *compiler) move(n *gorgonia.Node, in []*program.Array, m moves) *program
 	return y
 }
 
-// unread reports whether all that use a node read what it was made of in its place: products the
-// matrix that it transposes, and elementwise ops what it repeats.
+// unread reports whether all that use a node read what it was made of in its place. Products do so
+// with a matrix that is transposed, elementwise ops with what is repeated.
 func (c *compiler) unread(n *gorgonia.Node) bool {
 	_, repeats := spreadOf(n)
 	return isMatrixTranspose(n) && c.onlyUsedBy(n, c.isMatMul) ||

@@ -49,8 +49,8 @@ func Arena(p *program.Program, kept []*program.Array) {
 	}
 }
 
-// replaces reports whether the result of a call, the i-th, is to lie over what it reads: all of a
-// buffer, which is in the arena, and which nothing else needs from then on.
+// replaces reports whether the result of a call, the i-th, is to lie over what it reads. That must
+// be all of a buffer in the arena, which nothing else needs from then on.
 func replaces(c *program.Call, i int) bool {
 	from, to := c.Over.From, c.Over.To
 	readers := 0
