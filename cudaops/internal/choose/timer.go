@@ -12,7 +12,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 )
 
 const (
@@ -164,7 +163,7 @@ func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType,
 		numbers[i] = float32(deviation * r.NormFloat64())
 	}
 	raw := make([]byte, some*t.Size())
-	value.EncodeFloats(raw, t, numbers)
+	gpu.Encode(raw, t, numbers)
 	done := min(bytes, len(raw))
 	err := ctx.CopyToDevice(at, raw[:done], s)
 	for ; err == nil && done < bytes; done += min(done, bytes-done) {
@@ -393,7 +392,7 @@ func (x *timer) result(way int) ([][]float32, error) {
 				return nil, err
 			}
 			numbers := make([]float32, len(raw)/p.kind.Size())
-			value.DecodeFloats(numbers, p.kind, raw)
+			gpu.Decode(numbers, p.kind, raw)
 			results = append(results, numbers)
 		}
 	}

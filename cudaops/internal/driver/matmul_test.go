@@ -10,7 +10,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 // stored is a matrix as the device holds it, and its values in float64 after rounding to its type.
@@ -20,48 +19,15 @@ type stored struct {
 }
 
 func (r *rig) matrix(t gpu.DType, n int) stored {
-	f := r.floats(n)
-	m := stored{values: make([]float64, n)}
-	if t == gpu.Float8E4M3 {
-		m.bytes = make([]byte, n)
-		for i, v := range f {
-			m.bytes[i] = gpu.E4M3(v)
-		}
-		m.values = values(t, m.bytes)
-		return m
-	}
-	if t.Size() == 2 {
-		b := make([]uint16, n)
-		for i, v := range f {
-			if b[i] = uint16(math.Float32bits(v) >> 16); t == gpu.Float16 {
-				b[i] = uint16(half.NewFloat16(float64(v)))
-			}
-		}
-		m.bytes = gpu.Bytes(b)
-		m.values = values(t, m.bytes)
-		return m
-	}
-	for i, v := range f {
-		m.values[i] = float64(v)
-	}
-	m.bytes = gpu.Bytes(f)
+	m := stored{bytes: make([]byte, n*t.Size())}
+	gpu.Encode(m.bytes, t, r.floats(n))
+	m.values = values(t, m.bytes)
 	return m
 }
 
 func values(t gpu.DType, b []byte) []float64 {
 	out := make([]float64, len(b)/t.Size())
-	for i := range out {
-		switch t {
-		case gpu.BFloat16:
-			out[i] = float64(math.Float32frombits(uint32(gpu.View[uint16](b)[i]) << 16))
-		case gpu.Float8E4M3:
-			out[i] = float64(gpu.FromE4M3(b[i]))
-		case gpu.Float16:
-			out[i] = half.Float16(gpu.View[uint16](b)[i]).Float64()
-		default:
-			out[i] = float64(gpu.View[float32](b)[i])
-		}
-	}
+	gpu.Decode(out, t, b)
 	return out
 }
 

@@ -2,6 +2,8 @@ package gpu
 
 import (
 	"math"
+
+	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 // DType is the type of what lies in device memory.
@@ -77,3 +79,57 @@ var e4m3Values = func() (values [256]float32) {
 	}
 	return values
 }()
+
+// Encode writes floats to raw, stored as t: rounded to the nearest, ties to even.
+func Encode[F float32 | float64](raw []byte, t DType, x []F) {
+	f32, f16, b16 := View[float32](raw), View[half.Float16](raw), View[half.BFloat16](raw)
+	if f, ok := any(x).([]float32); ok && t == Float32 {
+		copy(f32, f)
+		return
+	}
+	switch t {
+	case Float32:
+		for i, v := range x {
+			f32[i] = float32(v)
+		}
+	case Float16:
+		for i, v := range x {
+			f16[i] = half.NewFloat16(float64(v))
+		}
+	case BFloat16:
+		for i, v := range x {
+			b16[i] = half.NewBFloat16(float32(v))
+		}
+	case Float8E4M3:
+		for i, v := range x {
+			raw[i] = E4M3(float32(v))
+		}
+	}
+}
+
+// Decode is the inverse of Encode.
+func Decode[F float32 | float64](x []F, t DType, raw []byte) {
+	f32, f16, b16 := View[float32](raw), View[half.Float16](raw), View[half.BFloat16](raw)
+	if f, ok := any(x).([]float32); ok && t == Float32 {
+		copy(f, f32)
+		return
+	}
+	switch t {
+	case Float32:
+		for i := range x {
+			x[i] = F(f32[i])
+		}
+	case Float16:
+		for i := range x {
+			x[i] = F(f16[i].Float64())
+		}
+	case BFloat16:
+		for i := range x {
+			x[i] = F(b16[i].Float32())
+		}
+	case Float8E4M3:
+		for i := range x {
+			x[i] = F(FromE4M3(raw[i]))
+		}
+	}
+}

@@ -8,9 +8,9 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	kasminakernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -215,7 +215,7 @@ func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*prog
 	}
 	for _, a := range out {
 		raw := make([]byte, a.Extent())
-		value.EncodeFloats(raw, a.Type, result[:a.Len()])
+		gpu.Encode(raw, a.Type, result[:a.Len()])
 		if err := m.Ctx.CopyToDevice(a.Ptr(), raw, m.Stream); err != nil {
 			return err
 		}

@@ -4,13 +4,11 @@ package value
 
 import (
 	"fmt"
-	"math"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -19,7 +17,7 @@ func Encode(raw []byte, t gpu.DType, v gorgonia.Value, n int) error {
 	if t != gpu.Int64 {
 		x, err := Floats(v, t, n)
 		if err == nil {
-			EncodeFloats(raw, t, x)
+			gpu.Encode(raw, t, x)
 		}
 		return err
 	}
@@ -56,31 +54,9 @@ func Convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
 	var x [1024]float32
 	for len(from) > 0 {
 		n := min(len(x), len(from)/stored.Size())
-		DecodeFloats(x[:n], stored, from)
-		EncodeFloats(raw, t, x[:n])
+		gpu.Decode(x[:n], stored, from)
+		gpu.Encode(raw, t, x[:n])
 		raw, from = raw[n*t.Size():], from[n*stored.Size():]
-	}
-}
-
-// EncodeFloats writes numbers to raw, stored as t.
-func EncodeFloats(raw []byte, t gpu.DType, x []float32) {
-	switch t {
-	case gpu.Float32:
-		copy(gpu.View[float32](raw), x)
-	case gpu.Float16:
-		dst := gpu.View[uint16](raw)
-		for i, v := range x {
-			dst[i] = uint16(half.NewFloat16(float64(v)))
-		}
-	case gpu.BFloat16:
-		dst := gpu.View[uint16](raw)
-		for i, v := range x {
-			dst[i] = uint16(half.NewBFloat16(v))
-		}
-	case gpu.Float8E4M3:
-		for i, v := range x {
-			raw[i] = gpu.E4M3(v)
-		}
 	}
 }
 
@@ -90,7 +66,7 @@ func Decode(raw []byte, t gpu.DType, dt tensor.Dtype, shape []int) (gorgonia.Val
 	switch {
 	case dt == tensor.Float32 && t != gpu.Int64:
 		x := make([]float32, n)
-		DecodeFloats(x, t, raw)
+		gpu.Decode(x, t, raw)
 		return opbase.ValueOf(x, shape), nil
 	case dt == tensor.Int && t == gpu.Int64:
 		x := make([]int, n)
@@ -100,24 +76,4 @@ func Decode(raw []byte, t gpu.DType, dt tensor.Dtype, shape []int) (gorgonia.Val
 		return opbase.ValueOf(x, shape), nil
 	}
 	return nil, fmt.Errorf("cannot make a %v of what is stored as %v", dt, t)
-}
-
-// DecodeFloats is the inverse of EncodeFloats.
-func DecodeFloats(x []float32, t gpu.DType, raw []byte) {
-	switch t {
-	case gpu.Float32:
-		copy(x, gpu.View[float32](raw))
-	case gpu.Float16:
-		for i, b := range gpu.View[uint16](raw)[:len(x)] {
-			x[i] = float32(half.Float16(b).Float64())
-		}
-	case gpu.BFloat16:
-		for i, b := range gpu.View[uint16](raw)[:len(x)] {
-			x[i] = math.Float32frombits(uint32(b) << 16)
-		}
-	case gpu.Float8E4M3:
-		for i, b := range raw[:len(x)] {
-			x[i] = gpu.FromE4M3(b)
-		}
-	}
 }

@@ -5,7 +5,6 @@ import (
 	"cmp"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 )
 
 type blas struct{ c *Context }
@@ -128,7 +127,7 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 		if a.Beta != 0 {
 			added = numbers(rows(a.C, m.D, m.StrideD, m.LDD, m.M, m.N), m.D, false)
 		}
-		sums := make([]float32, m.N)
+		sums := make([]float64, m.N)
 		for r, row := range d {
 			for col := range sums {
 				sum, column := 0.0, right[col]
@@ -139,9 +138,9 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 				if a.Beta != 0 {
 					sum += float64(a.Beta) * added[r][col]
 				}
-				sums[col] = float32(sum)
+				sums[col] = sum
 			}
-			value.EncodeFloats(row, m.D, sums)
+			gpu.Encode(row, m.D, sums)
 		}
 	}
 }
@@ -167,21 +166,20 @@ func rowsAt(l *Launch, p gpu.Ptr, pitch, rows, bytes int) [][]byte {
 
 // numbers decodes a matrix, and transposes it where asked for.
 func numbers(rows [][]byte, t gpu.DType, transpose bool) [][]float64 {
-	cols := len(rows[0]) / t.Size()
 	m := make([][]float64, len(rows))
-	if transpose {
-		m = make([][]float64, cols)
-	}
-	row := make([]float32, cols)
 	for r := range rows {
-		value.DecodeFloats(row, t, rows[r])
-		for c, v := range row {
-			if transpose {
-				m[c] = append(m[c], float64(v))
-			} else {
-				m[r] = append(m[r], float64(v))
-			}
+		m[r] = make([]float64, len(rows[r])/t.Size())
+		gpu.Decode(m[r], t, rows[r])
+	}
+	if !transpose {
+		return m
+	}
+	columns := make([][]float64, len(m[0]))
+	for c := range columns {
+		columns[c] = make([]float64, len(m))
+		for r := range m {
+			columns[c][r] = m[r][c]
 		}
 	}
-	return m
+	return columns
 }

@@ -16,7 +16,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 var (
@@ -234,38 +233,16 @@ func Backward(t gpu.DType) float64 {
 	return map[gpu.DType]float64{F32: 1e-5, F16: 2e-3, Bf16: 1e-2}[t]
 }
 
-// Encode rounds numbers to a type, to nearest even.
+// Encode rounds numbers to a type.
 func Encode(x []float64, t gpu.DType) []byte {
-	raw := make([]byte, 0, len(x)*t.Size())
-	for _, v := range x {
-		switch t {
-		case F32:
-			raw = binary.LittleEndian.AppendUint32(raw, math.Float32bits(float32(v)))
-		case Bf16:
-			raw = binary.LittleEndian.AppendUint16(raw, uint16(half.NewBFloat16(float32(v))))
-		case F16:
-			raw = binary.LittleEndian.AppendUint16(raw, uint16(half.NewFloat16(v)))
-		case gpu.Float8E4M3:
-			raw = append(raw, gpu.E4M3(float32(v)))
-		}
-	}
+	raw := make([]byte, len(x)*t.Size())
+	gpu.Encode(raw, t, x)
 	return raw
 }
 
 func Decode(raw []byte, t gpu.DType) []float64 {
 	x := make([]float64, len(raw)/t.Size())
-	for i := range x {
-		switch t {
-		case F32:
-			x[i] = float64(math.Float32frombits(binary.LittleEndian.Uint32(raw[4*i:])))
-		case Bf16:
-			x[i] = float64(half.BFloat16(binary.LittleEndian.Uint16(raw[2*i:])).Float32())
-		case F16:
-			x[i] = half.Float16(binary.LittleEndian.Uint16(raw[2*i:])).Float64()
-		case gpu.Float8E4M3:
-			x[i] = float64(gpu.FromE4M3(raw[i]))
-		}
-	}
+	gpu.Decode(x, t, raw)
 	return x
 }
 
