@@ -1941,7 +1941,7 @@ func TestFloat8Tuned(t *testing.T) {
 	require.NoError(t, m.RunAll())
 	timed, turned := 0, 0
 	for _, c := range m.Choices() {
-		if c.Op == "Matmul" && strings.Contains(c.Shape, "Scaling:rows") &&
+		if c.Op == "Matmul" && strings.Contains(c.Shape, "A:float8e4m3") &&
 			c.Source == Measured && c.Of == 4 {
 			timed++
 		}

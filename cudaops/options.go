@@ -333,8 +333,7 @@ func checkFloat8(m *Machine) error {
 		const t = gpu.Float8E4M3
 		plan, err := blas.Plan(gpu.MatmulSpec{M: float8Side, N: float8Side, K: float8Side,
 			TransB: true, A: t, B: t,
-			D: m.config.act, Scaling: gpu.ScaledRows, FastAccumulation: true},
-			run.WorkspaceBytes, 1)
+			D: m.config.act}, run.WorkspaceBytes, 1)
 		if err == nil {
 			return plan.Close()
 		}

@@ -46,8 +46,7 @@ func (t *Chooser) product(m *program.Matmul, args []program.Arg) (*run.Plan, err
 // which a rule asks for one.
 func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
 	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: true, A: gpu.Float8E4M3,
-		B: gpu.Float8E4M3, D: m.D,
-		Scaling: gpu.ScaledRows, FastAccumulation: true, Align: m.Align}
+		B: gpu.Float8E4M3, D: m.D, Align: m.Align}
 	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < program.VectorBytes {
 		return nil
 	}

@@ -162,6 +162,7 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	// The driver wants the descriptor at a multiple of 64 bytes.
 	buf := make([]byte, len(gpu.TensorMap{})+64)
 	at := int(-uintptr(unsafe.Pointer(&buf[0])) % 64)
+	const l2Reads256 = 3 // L2 widens its reads to 256 bytes
 	steps := [5]uint32{1, 1, 1, 1, 1}
 	strides := append(append([]uint64{}, t.Strides...), 0) // never empty, so that it has an address
 	err := c.call(&c.TensorMapEncode, uintptr(unsafe.Pointer(&buf[at])),
@@ -169,7 +170,7 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 		uintptr(t.Address), uintptr(unsafe.Pointer(&t.Dims[0])),
 		uintptr(unsafe.Pointer(&strides[0])),
 		uintptr(unsafe.Pointer(&t.Box[0])), uintptr(unsafe.Pointer(&steps)), 0, uintptr(t.Swizzle),
-		gpu.L2Promotions[t.Promotion], 0)
+		l2Reads256, 0)
 	return gpu.TensorMap(buf[at : at+128]), err
 }
 

@@ -144,15 +144,15 @@ func (p *blasPlan) describe() error {
 		return err
 	}
 	attributes := []attribute{{descTransA, bit(m.TransB), 4}, {descTransB, bit(m.TransA), 4},
-		{descFastAccum, bit(m.FastAccumulation), 1}}
-	if m.Scaling != gpu.Unscaled {
+		{descFastAccum, bit(m.Scaled()), 1}}
+	if m.Scaled() {
 		attributes = append(attributes, attribute{descScaleModeA, outerVector, 4},
 			attribute{descScaleModeB, outerVector, 4})
 	}
 	if err := b.set(&b.DescSetAttribute, p.desc, attributes...); err != nil {
 		return err
 	}
-	if m.Scaling != gpu.Unscaled {
+	if m.Scaled() {
 		// the search wants pointers, of which it reads only the alignment
 		if err := p.pointScales(256, 256); err != nil {
 			return err

@@ -189,7 +189,7 @@ func TestCluster(t *testing.T) {
 
 		tensor := gpu.TiledTensor{Type: gpu.BFloat16, Address: p, Dims: []uint64{8, 3},
 			Strides: []uint64{16},
-			Box:     []uint32{8, 2}, Promotion: 128}
+			Box:     []uint32{8, 2}}
 		if map128, err := r.EncodeTiled(tensor); err != nil || map128 == (gpu.TensorMap{}) {
 			t.Errorf("tensor map: %v", err)
 		}
@@ -202,8 +202,7 @@ func TestCluster(t *testing.T) {
 			"swizzle": func(t *gpu.TiledTensor) {
 				t.Dims[0], t.Box, t.Swizzle = 64, []uint32{64, 2}, gpu.Swizzle32
 			},
-			"promotion": func(t *gpu.TiledTensor) { t.Promotion = 100 },
-			"rank":      func(t *gpu.TiledTensor) { t.Dims = nil },
+			"rank": func(t *gpu.TiledTensor) { t.Dims = nil },
 		} {
 			bad := tensor
 			bad.Dims = slices.Clone(tensor.Dims)

@@ -81,50 +81,42 @@ func TestMatmulFloat8(t *testing.T) {
 			t.Skipf("needs compute capability 9.0, this is %d", got)
 		}
 		blas := must[gpu.Blas](t)(r.Blas())
-		const f8, b16, f32, rows = gpu.Float8E4M3, gpu.BFloat16, gpu.Float32, gpu.ScaledRows
+		const f8, b16, f32 = gpu.Float8E4M3, gpu.BFloat16, gpu.Float32
 		for _, c := range []gpu.MatmulSpec{
-			{M: 64, N: 48, K: 80, D: b16, Scaling: rows},
-			{M: 67, N: 48, K: 80, D: b16, Scaling: rows, Align: 16},
-			{M: 1, N: 16, K: 16, D: b16, Scaling: rows},
-			{M: 131, N: 144, K: 208, D: b16, Scaling: rows, LDA: 224, LDD: 152},
-			{M: 131, N: 144, K: 208, D: b16, Scaling: rows, FastAccumulation: true},
-			{M: 67, N: 48, K: 80, D: f32, Scaling: rows},
-			{M: 67, N: 48, K: 80, D: b16},
+			{M: 64, N: 48, K: 80, D: b16},
+			{M: 67, N: 48, K: 80, D: b16, Align: 16},
+			{M: 1, N: 16, K: 16, D: b16},
+			{M: 131, N: 144, K: 208, D: b16, LDA: 224, LDD: 152},
+			{M: 131, N: 144, K: 208, D: b16},
+			{M: 67, N: 48, K: 80, D: f32},
 		} {
 			c.A, c.B, c.TransB = f8, f8, true
-			t.Run(fmt.Sprintf("%dx%dx%d %v %v %v", c.M, c.N, c.K, c.D, c.Scaling,
-				c.FastAccumulation), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%dx%dx%d %v", c.M, c.N, c.K, c.D), func(t *testing.T) {
 				r.matmul(t, blas, c, 1.5, 0)
 				r.matmul(t, blas, c, 1, -0.75)
 			})
 		}
-		for name, c := range map[string]gpu.MatmulSpec{
-			"16 bits": {M: 16, N: 16, K: 16, TransB: true, A: b16, B: b16,
-				D: b16, Scaling: rows},
-			"32 bits": {M: 16, N: 16, K: 16, FastAccumulation: true},
-			"not batched": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Scaling: rows,
-				Batch: 2, StrideD: 256},
-		} {
-			require.ErrorIs(t, second(blas.Plan(c, 0, 1)), gpu.BlasInvalidValue, name)
-		}
+		batch := gpu.MatmulSpec{M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Batch: 2,
+			StrideD: 256}
+		require.ErrorIs(t, second(blas.Plan(batch, 0, 1)), gpu.BlasInvalidValue)
 		for name, c := range map[string]gpu.MatmulSpec{
 			"A along M": {M: 16, N: 16, K: 16, TransA: true, TransB: true, A: f8, B: f8,
-				D: b16, Scaling: rows},
-			"B along N": {M: 16, N: 16, K: 16, A: f8, B: f8, D: b16, Scaling: rows},
+				D: b16},
+			"B along N": {M: 16, N: 16, K: 16, A: f8, B: f8, D: b16},
 			"K of 24": {M: 16, N: 16, K: 24, TransB: true, A: f8, B: f8,
-				D: b16, Scaling: rows},
+				D: b16},
 			"N of 20": {M: 16, N: 20, K: 16, TransB: true, A: f8, B: f8,
-				D: b16, Scaling: rows},
+				D: b16},
 			"8 bytes apart": {M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16,
-				Scaling: rows, Align: 8},
+				Align: 8},
 		} {
 			require.ErrorIs(t, second(blas.Plan(c, 0, 1)), gpu.BlasNotSupported, name)
 		}
 	})
 }
 
-// TestFloat8Depth wants long sums of float8, added up fast or not, to lose less than the rounding
-// of their operands, 4 %, does.
+// TestFloat8Depth wants long sums of float8 to lose less than the rounding of their operands, 4 %,
+// does.
 func TestFloat8Depth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	if got := c.Device().Capability(); got != 90 {
@@ -148,20 +140,15 @@ func TestFloat8Depth(t *testing.T) {
 		pa, pb, pd, ps := r.alloc(t, m*k), r.alloc(t, n*k), r.alloc(t, 4*m*n), r.alloc(t, 4*m)
 		ok(t, errors.Join(r.CopyToDevice(pa, a.bytes, 0), r.CopyToDevice(pb, b.bytes, 0),
 			r.CopyToDevice(ps, gpu.Bytes(ones), 0)))
-		for _, fast := range []bool{false, true} {
-			p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k,
-				TransB: true, A: gpu.Float8E4M3,
-				B: gpu.Float8E4M3, Scaling: gpu.ScaledRows, FastAccumulation: fast}, 0, 1))
-			ok(t, p.Run(0, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, ScaleA: ps, ScaleB: ps},
-				0))
-			got := make([]byte, 4*m*n)
-			ok(t, r.CopyToHost(got, pd, 0))
-			e := relative(values(gpu.Float32, got), want)
-			if t.Logf("sums of %d, fast %v: error %.2g", k, fast, e); !(e < 0.04) {
-				t.Errorf("sums of %d, fast %v: error %.2g, want less than 0.04", k, fast, e)
-			}
-			ok(t, p.Close())
-		}
+		p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k,
+			TransB: true, A: gpu.Float8E4M3, B: gpu.Float8E4M3}, 0, 1))
+		ok(t, p.Run(0, gpu.MatmulArgs{Alpha: 1, A: pa, B: pb, D: pd, ScaleA: ps, ScaleB: ps}, 0))
+		got := make([]byte, 4*m*n)
+		ok(t, r.CopyToHost(got, pd, 0))
+		e := relative(values(gpu.Float32, got), want)
+		t.Logf("sums of %d: error %.2g", k, e)
+		require.Less(t, e, 0.04, k)
+		ok(t, p.Close())
 		ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(ps)))
 	}
 	ok(t, c.Close())
@@ -246,7 +233,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	want := append([]float64(nil), d.values...)
 	scaleA, scaleB := r.scales(c.M), r.scales(c.N)
 	factor := func(i, j int) float64 {
-		if c.Scaling == gpu.Unscaled {
+		if !c.Scaled() {
 			return 1
 		}
 		return scaleA.values[i] * scaleB.values[j]
@@ -279,7 +266,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	psa, psb := up(scaleA), up(scaleB)
 	args := gpu.MatmulArgs{Alpha: alpha, Beta: beta, A: pa.Offset(c.Align), B: pb.Offset(c.Align),
 		D: pd.Offset(c.Align), Workspace: work, WorkspaceSize: limit}
-	if c.Scaling != gpu.Unscaled {
+	if c.Scaled() {
 		args.ScaleA, args.ScaleB = psa.Offset(c.Align), psb.Offset(c.Align)
 	}
 	tolerance := 1e-6

@@ -28,19 +28,6 @@ func (t DType) String() string {
 // Float8Max is the largest number of Float8E4M3.
 const Float8Max = 448
 
-// Scaling says what float32 factors the operands of a product are multiplied by. Float8 has a range
-// so small that numbers are divided by a factor of their own before they are rounded to it.
-type Scaling uint8
-
-const (
-	Unscaled Scaling = iota
-	// row i of op(A) by factor i of M, and column j of op(B) by factor j of N: compute capability
-	// 9.0, cuBLASLt 12.9
-	ScaledRows
-)
-
-func (s Scaling) String() string { return [...]string{"unscaled", "rows"}[s] }
-
 // E4M3 rounds to the nearest Float8E4M3, ties to even, and what is beyond its largest number to
 // that. It has 1 bit of sign, 4 of exponent with a bias of 7 and 3 of mantissa. It has no infinity,
 // and NaN where all bits but the sign are set.

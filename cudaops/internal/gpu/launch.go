@@ -151,8 +151,6 @@ type TiledTensor struct {
 	Strides []uint64
 	Box     []uint32 // elements, at most 256 each
 	Swizzle Swizzle
-	// Promotion is how far L2 widens its reads: 0, 64, 128 or 256 bytes.
-	Promotion int
 }
 
 // Swizzle is how a box's 16-byte chunks are permuted in shared memory, so that columns do not fall
@@ -185,9 +183,6 @@ func (t TiledTensor) Check() error {
 	case t.Swizzle < NoSwizzle || t.Swizzle > Swizzle128:
 		return bad("unknown swizzle %d", t.Swizzle)
 	}
-	if _, ok := L2Promotions[t.Promotion]; !ok {
-		return bad("L2 promotion of %d bytes, want 0, 64, 128 or 256", t.Promotion)
-	}
 	for i, d := range t.Dims {
 		if d < 1 || d > 1<<32 || t.Box[i] < 1 || t.Box[i] > 256 {
 			return bad("dimension %d: %d elements in boxes of %d, want 1 to 2^32 and 1 to 256", i,
@@ -207,6 +202,3 @@ func (t TiledTensor) Check() error {
 	}
 	return nil
 }
-
-// L2Promotions is the CUtensorMapL2promotion for each number of bytes.
-var L2Promotions = map[int]uintptr{0: 0, 64: 1, 128: 2, 256: 3}

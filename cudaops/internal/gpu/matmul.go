@@ -10,9 +10,14 @@ import (
 //	D = alpha · op(A) op(B) + beta · C
 //
 // with op(A) [M, K], op(B) [K, N], C and D [M, N]. Zero values mean: no transposition, rows without
-// gaps, one product, pointers aligned to 256 bytes, operands that are not scaled. Sums are in
-// float32 always. Float8 is multiplied by cuBLASLt only where both operands lie along K (TransB
-// alone). K is a multiple of 16 then and N of 8, and all is aligned to 16 bytes.
+// gaps, one product, pointers aligned to 256 bytes. Sums are in float32 always.
+//
+// Float8 has a range so small that numbers are divided by a factor of their own before they are
+// rounded to it. Of a product of float8 row i of op(A) is multiplied by factor i of M, and column j
+// of op(B) by factor j of N, in float32 (compute capability 9.0, cuBLASLt 12.9). It is added up
+// with fewer bits than float32 has, where that takes less time. cuBLASLt multiplies it only where
+// both operands lie along K (TransB alone). K is a multiple of 16 then and N of 8, and all is
+// aligned to 16 bytes.
 type MatmulSpec struct {
 	M, N, K        int
 	TransA, TransB bool  // A is stored as [K, M], B as [N, K]
@@ -22,12 +27,11 @@ type MatmulSpec struct {
 	// Elements from one product's matrix to the next; with a stride of 0 all products share the
 	// matrix.
 	StrideA, StrideB, StrideD int
-	Scaling                   Scaling // of float8
-	// FastAccumulation adds up products of float8 with fewer bits than float32 has, where that
-	// takes less time.
-	FastAccumulation bool
-	Align            int // bytes that every pointer is a multiple of
+	Align                     int // bytes that every pointer is a multiple of
 }
+
+// Scaled reports whether factors go with the operands.
+func (m MatmulSpec) Scaled() bool { return m.A == Float8E4M3 }
 
 // Normal fills in what zero values mean and refuses what makes no sense.
 func (m MatmulSpec) Normal() (MatmulSpec, error) {
@@ -59,10 +63,7 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 		return bad("results lie %d elements apart and would overlap", m.StrideD)
 	case m.Align&(m.Align-1) != 0 || m.Align < m.A.Size():
 		return bad("alignment of %d bytes", m.Align)
-	case (m.Scaling != Unscaled || m.FastAccumulation) && (m.A.Size() > 1 || m.B.Size() > 1):
-		return bad("operands of %v and %v, want float8 where they are scaled or added up fast", m.A,
-			m.B)
-	case m.Scaling != Unscaled && m.Batch > 1:
+	case m.Scaled() && m.Batch > 1:
 		return bad("batch of %d products with scales", m.Batch)
 	}
 	return m, nil
@@ -100,7 +101,7 @@ func (m MatmulSpec) Work() Work {
 type MatmulArgs struct {
 	Alpha, Beta    float32
 	A, B, C, D     Ptr
-	ScaleA, ScaleB Ptr // float32, as many as the spec's Scaling says
+	ScaleA, ScaleB Ptr // factors of float8
 	Workspace      Ptr
 	WorkspaceSize  int
 }
@@ -138,7 +139,7 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 	case a.WorkspaceSize < algos[algo].Workspace:
 		detail = fmt.Sprintf("workspace of %d bytes, %d are needed", a.WorkspaceSize,
 			algos[algo].Workspace)
-	case (m.Scaling != Unscaled) != (a.ScaleA != 0) || (a.ScaleA != 0) != (a.ScaleB != 0):
+	case m.Scaled() != (a.ScaleA != 0) || (a.ScaleA != 0) != (a.ScaleB != 0):
 		detail = "two scales go with scaled operands, and only with those"
 	case (a.ScaleA|a.ScaleB)%16 != 0:
 		detail = fmt.Sprintf("scales at %#x and %#x are not both aligned to 16 bytes",

@@ -50,9 +50,6 @@ func (p Product) spec() gpu.MatmulSpec {
 	m, n, k, batch := p.sizes()
 	spec := gpu.MatmulSpec{M: m, N: n, K: k, TransA: p.TransA, TransB: p.TransB,
 		A: p.A.Type, B: p.B.Type, D: p.D.Type, Align: Alignment}
-	if p.ScaleA != nil {
-		spec.Scaling, spec.FastAccumulation = gpu.ScaledRows, true
-	}
 	if batch > 1 {
 		spec.Batch, spec.StrideA, spec.StrideB, spec.StrideD = batch, m*k, k*n, m*n
 	}

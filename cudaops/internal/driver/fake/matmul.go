@@ -110,7 +110,7 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
 	rowsA, colsA, rowsB, colsB := m.Stored()
-	scaleA, scaleB := factors(l, m.Scaling, a.ScaleA, m.M), factors(l, m.Scaling, a.ScaleB, m.N)
+	scaleA, scaleB := factors(l, m.Scaled(), a.ScaleA, m.M), factors(l, m.Scaled(), a.ScaleB, m.N)
 	for i := range m.Batch {
 		rows := func(base gpu.Ptr, t gpu.DType, stride, ld, rows, cols int) [][]byte {
 			return rowsAt(l, base.Offset(i*stride*t.Size()), ld*t.Size(), rows, cols*t.Size())
@@ -146,8 +146,8 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 }
 
 // factors returns what rows or columns, n of them, are multiplied by.
-func factors(l *Launch, s gpu.Scaling, at gpu.Ptr, n int) func(int) float64 {
-	if s == gpu.Unscaled {
+func factors(l *Launch, scaled bool, at gpu.Ptr, n int) func(int) float64 {
+	if !scaled {
 		return func(int) float64 { return 1 }
 	}
 	each := Slice[float32](l, at, n)

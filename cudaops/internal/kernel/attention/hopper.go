@@ -184,13 +184,12 @@ func (c *attentionCall) tensorMap(k *kernel.Set, r kernel.Rows, heads int) (gpu.
 		columns, swizzle = 32, gpu.Swizzle64
 	}
 	return k.Ctx.EncodeTiled(gpu.TiledTensor{
-		Type:      c.dtype,
-		Address:   r.Ptr,
-		Dims:      []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
-		Strides:   []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
-		Box:       []uint32{columns, 64, 1, 1},
-		Swizzle:   swizzle,
-		Promotion: 256,
+		Type:    c.dtype,
+		Address: r.Ptr,
+		Dims:    []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
+		Strides: []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
+		Box:     []uint32{columns, 64, 1, 1},
+		Swizzle: swizzle,
 	})
 }
 
