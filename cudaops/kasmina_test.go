@@ -335,8 +335,8 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 	sameReports(t, "history", a.lattice.History(), b.lattice.History())
 }
 
-// sameAsTape wants the loss and the gradients of a graph on a machine to be those of the same one on
-// Gorgonia's, as far as x and slots go.
+// sameAsTape wants the loss and the gradients of a graph on a machine to be those of the same one
+// on Gorgonia's. The gradients are those of x and of slots.
 func sameAsTape(t *testing.T, m *Machine, a, b *kasminaGraph, x, slots float64) {
 	t.Helper()
 	of := func(k *kasminaGraph) gorgonia.Nodes {
@@ -439,7 +439,8 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 }
 
 // TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph
-// whose other ops are on the device, as right and as well reported as there, with one warning.
+// whose other ops are on the device. It is as right and as well reported as there, with one
+// warning.
 func TestKasminaOnHost(t *testing.T) {
 	clipped := []op.KasminaOption{op.WithGradClip(0.05)}
 	t.Run("fake", func(t *testing.T) {
@@ -492,8 +493,8 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, layer []
 }
 
 // Slots of zeros become the same identity starts on a device as on a CPU, when a seed begins to
-// compute with them, whether weights and scales are parameters there, another machine's, or sent
-// before every run, and if the layer is computed on the host.
+// compute with them. Weights and scales may be parameters there, another machine's, or sent before
+// every run, and the layer may be computed on the host.
 func TestKasminaFreshWeights(t *testing.T) {
 	onEach(t, testFreshWeights, map[string]float64{"fake": 1e-5, "float32": 1e-5})
 }
@@ -588,10 +589,10 @@ func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) erro
 	return l.Transition(seed, to)
 }
 
-// TestKasminaMovesToHost wants a layer in which a registered kind starts to train in mid run to be
-// computed on the host from then on, after one warning that names the kind, and on the device again
-// when the kind is gone: as right and as well reported as on the CPU, with runs captured on the
-// device before and after.
+// TestKasminaMovesToHost has a registered kind start to train in mid run. It wants the layer to be
+// computed on the host from then on, after one warning that names the kind. When the kind is gone,
+// the device computes it again. It is as right and as well reported as on the CPU, with runs
+// captured on the device before and after.
 func TestKasminaMovesToHost(t *testing.T) {
 	for _, width := range []int{3, 13} {
 		for name, layer := range map[string][]op.KasminaOption{
@@ -689,7 +690,7 @@ func inPlaceTasks(m *Machine) (n int) {
 }
 
 // TestKasminaInPlace wants the gradient of a layer's input where that of its result was, which
-// nothing else reads, unless it was asked for; and the same bits in either place, and beside a
+// nothing else reads, unless it was asked for. The bits are the same in either place, and beside a
 // monitor, which runs the pass more than once.
 func TestKasminaInPlace(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
@@ -861,8 +862,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 }
 
 // TestKasminaReports wants the layers of a graph to be reported by one copy a run, as long as what
-// they measure asks for, and each to hear of itself: gradients and reports as those of a tape
-// machine.
+// they measure asks for. Each hears of itself: gradients and reports are those of a tape machine.
 func TestKasminaReports(t *testing.T) {
 	seed := randomSeed(t)
 	off, production := state.Telemetry{Mode: state.Off}, state.Telemetry{Mode: state.Production}
@@ -946,7 +946,7 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 }
 
 // TestKasminaTiming wants a machine with a monitor to tell the lattice what its passes take and
-// what telemetry costs, and all else to be as without: the same bits, figures and counts.
+// what telemetry costs. All else is as without: the same bits, figures and counts.
 func TestKasminaTiming(t *testing.T) {
 	seed := randomSeed(t)
 	for _, mode := range []state.TelemetryMode{state.Production, state.Off} {

@@ -308,9 +308,9 @@ func TestPrecisionText(t *testing.T) {
 	require.Equal(t, "Precision(9)", Precision(9).String())
 }
 
-// TestCopiesOfAStep counts what goes between host and device in the steps of a growing model: ids
-// and targets up, the loss and the norm of the gradients down, what the lattice wants to know of
-// its seeds down, and nothing else.
+// TestCopiesOfAStep counts what goes between host and device in the steps of a growing model. Ids
+// and targets go up. The loss, the norm of the gradients and what the lattice wants to know of its
+// seeds come down, and nothing else.
 func TestCopiesOfAStep(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
@@ -459,7 +459,7 @@ func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
 }
 
 // TestModesAreCapturedApart wants runs that measure and runs that do not, in turn, to be replayed
-// alike: neither makes the other be enqueued task by task again.
+// alike. Neither makes the other be enqueued task by task again.
 func TestModesAreCapturedApart(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
@@ -707,8 +707,8 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 }
 
 // TestRandomGraphs compares random graphs, whose nodes share memory and are computed together, with
-// the same ones of which every node is asked for, so that each is computed by itself and keeps its
-// memory.
+// the same ones of which every node is asked for. Each node of these is computed by itself and
+// keeps its memory.
 func TestRandomGraphs(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 8))
@@ -812,8 +812,8 @@ func valueless(t *testing.T, m *llm.Model, kind llm.GraphKind, p Precision) (*ll
 	}
 }
 
-// TestFrozen wants frozen parameters to give the same bits in less memory, from values and from
-// what is read, in one type and another, and another machine to share them.
+// TestFrozen wants frozen parameters to give the same bits in less memory. They come from values
+// and from what is read, in one type and another, and another machine shares them.
 func TestFrozen(t *testing.T) {
 	onEach(t, testFrozen, exactly("fake", "float32", "bfloat16"))
 }
@@ -898,9 +898,8 @@ func TestFrozenErrors(t *testing.T) {
 	}
 }
 
-// TestDecoding wants machines that keep keys and values to have the logits that the CPU has, of
-// texts that grow by one token or by many, and beyond what is kept at first; and refusals of what
-// fits no cache.
+// TestDecoding wants machines that keep keys and values to have the logits that the CPU has. Texts
+// grow by one token or by many, and beyond what is kept at first. What fits no cache is refused.
 func TestDecoding(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	for name, traits := range map[string]llm.Traits{
@@ -1134,7 +1133,8 @@ func TestRoomShared(t *testing.T) {
 }
 
 // TestRoomOfOptimizer wants a machine to leave room for the moments that another one on the device
-// will have, whether it borrows that one's parameters or not, until that one has them or is closed.
+// will have. It does so until that one has them or is closed. It may borrow that one's parameters
+// or not.
 func TestRoomOfOptimizer(t *testing.T) {
 	for _, c := range []struct {
 		what  string
@@ -1419,9 +1419,9 @@ func (h host) read(p uintptr, n int) []float32 {
 	return values
 }
 
-// TestInterop runs a Kasmina layer on a context, a stream and memory that somebody else holds,
-// several times, so that what was captured is replayed on it, and compares the bits with those of a
-// machine of its own.
+// TestInterop runs a Kasmina layer on a context, a stream and memory that somebody else holds. It
+// compares the bits with those of a machine of its own. It does so several times, so that what was
+// captured is replayed.
 func TestInterop(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		owner, f := openFake(t, fake.Config{})
@@ -1543,7 +1543,7 @@ func TestInteropRefusals(t *testing.T) {
 }
 
 // singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in
-// between: one allocation, in which values begin at any multiple of four bytes.
+// between. That is one allocation, in which values begin at any multiple of four bytes.
 type singleRunner struct {
 	t    *testing.T
 	ops  *singleOps
@@ -1746,7 +1746,7 @@ var cards = []gpu.DeviceInfo{
 
 const hopper = 2 // in cards
 
-// openBinaries returns a device on which kernels do nothing, but exist only if the binary of their
+// openBinaries returns a device on which kernels do nothing. They exist only if the binary of their
 // unit has them, and take only the arguments that they have there.
 func openBinaries(t *testing.T, card gpu.DeviceInfo) *Device {
 	t.Helper()
@@ -1775,7 +1775,7 @@ func launch(t *testing.T, m *Machine) {
 }
 
 // TestModelFitsBinaries launches the kernels of models in training, and of their updates, in every
-// precision, on every card that has machine code: in all ways, since each is timed.
+// precision, on every card that has machine code. It does so in all ways, since each is timed.
 func TestModelFitsBinaries(t *testing.T) {
 	for i, card := range cards {
 		for _, p := range []Precision{Float32, Float16, BFloat16, Float8} {
@@ -1921,9 +1921,9 @@ func (l *lifetime) profile() error {
 	return err
 }
 
-// TestEveryCallFails makes each call of CUDA fail, the first of its kind and some later ones, in
-// the life of a machine, and wants an error that names it, nothing to be left behind, and the
-// device to serve the next machine.
+// TestEveryCallFails makes each call of CUDA fail in the life of a machine, the first of its kind
+// and some later ones. It wants an error that names it, nothing to be left behind, and the device
+// to serve the next machine.
 func TestEveryCallFails(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 6))

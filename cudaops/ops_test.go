@@ -39,9 +39,9 @@ func tasksOf(m *Machine) map[string]int {
 	return count
 }
 
-// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, one product for
-// queries, keys and values, and in a graph that uses the parameters of another machine no copies of
-// these.
+// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, and one product
+// for queries, keys and values. A graph that uses the parameters of another machine makes no copies
+// of these.
 func TestModelIsFused(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
@@ -249,8 +249,8 @@ func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node
 	return nil
 }
 
-// TestFuse counts the tasks of small graphs, and wants the values of a machine that is asked for
-// all values and so can leave none out.
+// TestFuse counts the tasks of small graphs. It wants the values of a machine that is asked for all
+// values and so can leave none out.
 func TestFuse(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
@@ -301,8 +301,8 @@ func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ..
 }
 
 // valuesOf runs a machine and returns the values of nodes. If another machine's are given, which
-// computes the same in another way, it returns those, and an error tells of which value is too far
-// from them.
+// computes the same in another way, it returns those. An error tells of which value is too far from
+// them.
 func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value,
 	tolerance float64) (values []gorgonia.Value) {
 	t.Helper()
@@ -392,8 +392,8 @@ func thenTanh(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error) {
 	return gorgonia.Tanh(h)
 }
 
-// mixedBlock is x + Kasmina(tanh(norm(x)·w)) + bias, with a product whose operand is transposed, of
-// x [rows, d], norm [d], w [d, d], bias [d], the slots' weights and scales.
+// mixedBlock is x + Kasmina(tanh(norm(x)·w)) + bias, with a product whose operand is transposed. It
+// is of x [rows, d], norm [d], w [d, d], bias [d], the slots' weights and scales.
 func mixedBlock(l *state.Lattice) blockFunc {
 	return func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		x, norm, w, bias, weights, scales := in[0], in[1], in[2], in[3], in[4], in[5]
@@ -531,10 +531,10 @@ func TestRecomputeMemory(t *testing.T) {
 	require.LessOrEqual(t, 4*recomputed, all)
 }
 
-// TestKeptForBackward wants a block to keep no more for its backward pass than that needs, in
-// numbers of a token: gate and up (2F), q, k and v ((H + 2·KV)·Dh), the attention's result (H·Dh),
-// both sums of the residual stream and both normalised ones (4D), the norms' 1/rms and the
-// attention's logarithms (2 + H).
+// TestKeptForBackward wants a block to keep no more for its backward pass than that needs. In
+// numbers of a token that is gate and up (2F), q, k and v ((H + 2·KV)·Dh) and the attention's
+// result (H·Dh). Both sums of the residual stream and both normalised ones take 4D, the norms'
+// 1/rms and the attention's logarithms 2 + H.
 func TestKeptForBackward(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	const dim, heads, kv, seq = 64, 2, 1, 32
@@ -633,7 +633,7 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 }
 
 // TestTraits wants windows, biases, norms of heads and of 1 + weight and the gate by GELU to give
-// what they give on the CPU, alone and together, with no warning.
+// what they give on the CPU. They do so alone and together, with no warning.
 func TestTraits(t *testing.T) {
 	// Norms of heads of four elements can be small, and then multiply what bfloat16 rounds.
 	onEach(t, testTraits, map[string]float64{
@@ -998,7 +998,7 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 }
 
 // TestStockWithoutCopies wants transposed operands of products and repeated operands of elementwise
-// ops to be read where they are, and to be there for somebody who asks for them.
+// ops to be read where they are. They are there for somebody who asks for them.
 func TestStockWithoutCopies(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -1485,9 +1485,9 @@ func TestFoldedGradient(t *testing.T) {
 	}
 }
 
-// layers is a graph in which everything comes that [Float8] computes otherwise: a projection for
-// each of queries, keys and values, a linear layer, and a perceptron, with norms and sums between
-// them as in a model's block.
+// layers is a graph in which everything comes that [Float8] computes otherwise. That is a
+// projection for each of queries, keys and values, a linear layer and a perceptron. Between them
+// are norms and sums as in a model's block.
 type layers struct {
 	g      *gorgonia.ExprGraph
 	params gorgonia.Nodes
@@ -1728,7 +1728,7 @@ func float8Model(t testing.TB, kind llm.GraphKind, seed uint64, dim int,
 }
 
 // TestFloat8Weights wants a machine that has updated its parameters, or got others, to compute what
-// one does that begins with these, and one that shares them too, without weights of its own.
+// one does that begins with these. So does one that shares them, without weights of its own.
 func TestFloat8Weights(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name, func(t *testing.T) {
@@ -1877,8 +1877,8 @@ func TestFloat8Recomputed(t *testing.T) {
 		test(t, device, 32, float8Products)
 	})
 	t.Run("GPU", func(t *testing.T) {
-		// Tuned, a norm's gradient that stores float8 too, which only one of the graphs has, may
-		// add up in another order than one that does not.
+		// A norm's gradient that stores float8 too is in one of the graphs alone. Tuned, it may add
+		// up in another order than one that does not.
 		test(t, openGPUFloat8(t), few(256, 128), WithPrecision(Float8), WithTuning(TuneOff))
 	})
 }
@@ -1927,7 +1927,7 @@ func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 }
 
 // TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also
-// with a matrix added, and those of norms with their float8; and RoPE's product to be another than
+// with a matrix added. So it wants those of norms with their float8. RoPE's product is another than
 // that of the type in which its result is stored.
 func TestFloat8Tuned(t *testing.T) {
 	ownChoices(t)

@@ -54,9 +54,9 @@ func newMuon() (optim.Optimizer, error) {
 
 var optimizers = map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon}
 
-// TestUpdate trains a model on both machines, each with an optimiser of its own, moving what is
-// known in mid-run from the host to the device, and wants the same losses, parameters and optimiser
-// states.
+// TestUpdate trains a model on both machines, each with an optimiser of its own, and wants the same
+// losses, parameters and optimiser states. In mid-run what is known moves from the host to the
+// device.
 func TestUpdate(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name+"/fake", func(t *testing.T) {
@@ -585,7 +585,7 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 const partsMemory = 64 << 20
 
 // TestSums wants what passes leave in parts to be added up together, but before a result is needed
-// and without keeping too much, and the gradients of a tape machine.
+// and without keeping too much. The gradients are those of a tape machine.
 func TestSums(t *testing.T) {
 	seed := randomSeed(t)
 	// whose parts take so many bytes a column
@@ -663,7 +663,7 @@ func TestKasminaSumsGathered(t *testing.T) {
 	}
 }
 
-// TestKasminaSumsTwice wants two backward passes of one layer not to be ended by one launch, which
+// TestKasminaSumsTwice wants two backward passes of one layer not to be ended by one launch. That
 // would write figures of both to one place in any order.
 func TestKasminaSumsTwice(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
@@ -710,8 +710,8 @@ func count[E comparable](all []*E, e E) (n int) {
 	return n
 }
 
-// TestKasminaSums wants the ends of all Kasmina passes to be made together, as far as they measure,
-// but by each pass where a monitor times it.
+// TestKasminaSums wants the ends of all Kasmina passes to be made together, as far as they measure.
+// Where a monitor times a pass, it makes its own.
 func TestKasminaSums(t *testing.T) {
 	production, off := state.Telemetry{Mode: state.Production}, state.Telemetry{Mode: state.Off}
 	seeds := []int{8, 4, 2}
@@ -855,9 +855,9 @@ func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia
 	return m
 }
 
-// TestRanks: where gradients leave beside the runs that make them and where they do so behind these,
-// several GPUs have the parameters and moments of one, after updates of the same
-// micro-batches, and go on from what the optimiser remembers on any number of them.
+// TestRanks: several GPUs have the parameters and moments of one, after updates of the same
+// micro-batches. They go on from what the optimiser remembers on any number of them. Gradients
+// leave beside the runs that make them, or behind these.
 func TestRanks(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Muon": func() (optim.Optimizer, error) {
@@ -894,8 +894,9 @@ func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 	}
 }
 
-// TestRanksOneRound: two GPUs whose steps are one round, so that updates of AdamW add what both have,
-// have the bits of one with two rounds, also where the update does not wait for the losses.
+// TestRanksOneRound: two GPUs whose steps are one round, so that updates of AdamW add what both
+// have, have the bits of one with two rounds. So they do where the update does not wait for the
+// losses.
 func TestRanksOneRound(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }} {
@@ -1082,8 +1083,9 @@ func (s *silent) AllReduce(_, _ comm.Ptr, _ int, _ comm.Type, _ comm.Op, _ comm.
 	return nil
 }
 
-// TestRanksExchangeBeside: gradients leave on a stream of their own while the run that makes them is
-// still being enqueued, in what is captured of it too, and do not leave again behind it.
+// TestRanksExchangeBeside: gradients leave on a stream of their own while the run that makes them
+// is still being enqueued. They do so in what is captured of it too. They do not leave again behind
+// it.
 func TestRanksExchangeBeside(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
@@ -1119,9 +1121,9 @@ func TestRanksExchangeBeside(t *testing.T) {
 	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
 }
 
-// TestRanksPlaces: what comes from the other of two ranks in a step of one round lies in the arena of
-// the run, where no gradient lies nor what a later call needs. Nothing of it comes before the run is
-// that far, and the weights that a run reads first leave within the update.
+// TestRanksPlaces: what comes from the other of two ranks in a step of one round lies in the arena
+// of the run. No gradient lies there, nor what a later call needs. Nothing of it comes before the
+// run is that far, and the weights that a run reads first leave within the update.
 func TestRanksPlaces(t *testing.T) {
 	const rows = 600 // whose activations take more than gradients
 	d, _ := openFake(t, fake.Config{})
@@ -1195,8 +1197,8 @@ func TestRanksRemember(t *testing.T) {
 	require.Equal(t, all, held)
 }
 
-// TestRanksChoices: what rank 0 has timed holds at other ranks, where other ways would be faster,
-// and the update, which differs from rank to rank, is not timed anywhere.
+// TestRanksChoices: what rank 0 has timed holds at other ranks, where other ways would be faster.
+// The update, which differs from rank to rank, is not timed anywhere.
 func TestRanksChoices(t *testing.T) {
 	ownChoices(t)
 	const size = 3
@@ -1256,7 +1258,7 @@ func TestRanksChoices(t *testing.T) {
 }
 
 // TestRanksDivided: float32 values of which each rank has a part go up from the host and come back
-// whole, and machines that share them compute what the machine itself does.
+// whole. Machines that share them compute what the machine itself does.
 func TestRanksDivided(t *testing.T) {
 	var mu sync.Mutex
 	var whole, held int // bytes of parameters, at all ranks
@@ -1314,8 +1316,8 @@ func TestRanksDivided(t *testing.T) {
 	require.Less(t, held, whole)
 }
 
-// TestRanksWeightsBeside: parameters that come back from other ranks are waited for by the next run,
-// as it is, captured and replayed, and not by the update.
+// TestRanksWeightsBeside: parameters that come back from other ranks are waited for by the next
+// run, as it is, captured and replayed. The update does not wait for them.
 func TestRanksWeightsBeside(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
@@ -1522,7 +1524,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 }
 
 // TestGradientPrecisionElsewhere wants gradients that others read than an update of one run, or
-// that no one product forms, to stay float32, and those of all in one product if one of them does.
+// that no one product forms, to stay float32. If one of those in one product does, all do.
 func TestGradientPrecisionElsewhere(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
@@ -1758,7 +1760,7 @@ func testLossScale(t *testing.T, device *Device, opts ...MachineOption) {
 }
 
 // TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is
-// not the scale itself, and such as are computed again for their gradient.
+// not the scale itself. It also has such as are computed again for their gradient.
 func TestScaledOutputLayer(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	for name, head := range map[string]func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error){
@@ -1811,9 +1813,9 @@ func TestScaledOutputLayer(t *testing.T) {
 	}
 }
 
-// TestOverflowInKasmina wants a layer that shall stop at NaN not to do so for a gradient that its
-// scale has made infinite, but to count it all the same: on the device and, with a blueprint that
-// has no kernel, on the host.
+// TestOverflowInKasmina has a layer that shall stop at NaN, and a gradient that its scale has made
+// infinite. The layer does not stop for that, but counts it all the same. It does so on the device
+// and, with a blueprint that has no kernel, on the host.
 func TestOverflowInKasmina(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	own, err := ownKind()

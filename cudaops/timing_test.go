@@ -193,7 +193,7 @@ func TestTuningKernels(t *testing.T) {
 }
 
 // TestTuningOnFullCard wants a card that has no memory left to time in to be told of once, as the
-// harmless thing that it is, and ops to be computed by the rule of thumb.
+// harmless thing that it is. Ops are computed by the rule of thumb.
 func TestTuningOnFullCard(t *testing.T) {
 	ownChoices(t)
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -254,9 +254,9 @@ func TestChoicesRefused(t *testing.T) {
 	refused("off")
 }
 
-// TestHostByRule wants an op that a rule puts on the host to be computed there, and to find its
-// operands, also those that kernels would read from what they were made of: the transpose of a
-// matrix, and a vector repeated for each row.
+// TestHostByRule wants an op that a rule puts on the host to be computed there. It finds its
+// operands, also those that kernels would read from what they were made of. These are the transpose
+// of a matrix, and a vector repeated for each row.
 func TestHostByRule(t *testing.T) {
 	for _, rule := range []string{"A × B=host", "+ *=host"} {
 		device, _ := openFake(t, fake.Config{})
@@ -461,8 +461,8 @@ func TestTuningIgnores(t *testing.T) {
 	}
 }
 
-// TestChoicesOfAnother wants what another machine has chosen to be taken over without timing, what
-// it has not chosen to go by rule, and a way that is not there to be refused.
+// TestChoicesOfAnother wants what another machine has chosen to be taken over without timing. What
+// it has not chosen goes by rule, and a way that is not there is refused.
 func TestChoicesOfAnother(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "full") // which is for machines that choose themselves
 	t.Setenv("KASMINA_WAYS", "")
@@ -637,8 +637,8 @@ func TestProjectionNeedsQueries(t *testing.T) {
 	}
 }
 
-// TestProjectionTuned wants products that are worth timing timed with what turns their results, and
-// no others, and all ways to give the same in the timer's memory as well.
+// TestProjectionTuned wants products that are worth timing, and no others, timed with what turns
+// their results. All ways give the same in the timer's memory as well.
 func TestProjectionTuned(t *testing.T) {
 	ownChoices(t)
 	check := func(t *testing.T, device *Device, p projected, least float64, want int,
@@ -764,8 +764,8 @@ func (k *fakeKernels) ScaleRows(l *fake.Launch, a gemm.ScaleRows) {
 	}
 }
 
-// outputLayer is a graph of an output layer with its loss: x [rows, d], w [v, d] and targets, of
-// which an eighth do not count. The loss is multiplied by 0.3.
+// outputLayer is a graph of an output layer with its loss: x [rows, d], w [v, d] and targets. An
+// eighth of these do not count. The loss is multiplied by 0.3.
 func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGraph, params,
 	keep gorgonia.Nodes) {
 	t.Helper()
@@ -789,8 +789,8 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 }
 
 // TestOutputLayerWays wants the loss and the gradients of Gorgonia's machine, whether a pass over
-// logits forms the gradient or the exponentials come with the product; of a batch that is too large
-// for that machine, those of the first way.
+// logits forms the gradient or the exponentials come with the product. Of a batch that is too large
+// for that machine, it wants those of the first way.
 func TestOutputLayerWays(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
@@ -954,7 +954,7 @@ func TestProfileFloat8(t *testing.T) {
 }
 
 // TestCeiling wants what a card reaches measured before the first run and between runs, whose
-// results stay as they are, and a closed machine to refuse.
+// results stay as they are. A closed machine refuses.
 func TestCeiling(t *testing.T) {
 	m, _ := monitored(t, &fake.Way{Took: time.Millisecond}, &bytes.Buffer{},
 		withCeilingBytes(1<<14), WithTuning(TuneCached))

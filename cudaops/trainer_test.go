@@ -232,8 +232,9 @@ func overflowAt(token int) func(*llm.Model) {
 	}
 }
 
-// TestTrainerSteps wants a trainer whose engine makes a step in one call to do, to tell and to
-// leave behind the same as one that waits in between, bit for bit, whatever happens in the run.
+// TestTrainerSteps has a trainer whose engine makes a step in one call. It does, tells and leaves
+// behind the same as one that waits in between. It does so bit for bit, whatever happens in the
+// run.
 func TestTrainerSteps(t *testing.T) {
 	after := func(step int, f func(r *run) error) func(*run, llm.Event) error {
 		return func(r *run, e llm.Event) error {
@@ -320,8 +321,7 @@ func TestTrainerSteps(t *testing.T) {
 }
 
 // TestTrainersInTurn wants two trainers of a model, with one loader and one optimiser, to make of
-// it together what one of them makes alone, also when the other is only asked for a loss amid a
-// run.
+// it together what one of them makes alone. The other may also only be asked for a loss amid a run.
 func TestTrainersInTurn(t *testing.T) {
 	device := cudaops.OpenFake(t)
 	for name, engine := range map[string]func(*llm.Model, optim.Optimizer,
@@ -395,8 +395,8 @@ func TestTrainerTellsWays(t *testing.T) {
 	}
 }
 
-// TestTrainerOwnKind wants a run in which a registered kind germinates, trains, grafts and goes to
-// have the losses on a GPU that it has on a CPU.
+// TestTrainerOwnKind has a run in which a registered kind germinates, trains, grafts and goes. It
+// wants the losses on a GPU that it has on a CPU.
 func TestTrainerOwnKind(t *testing.T) {
 	kind, err := cudaops.OwnKind()
 	require.NoError(t, err)
@@ -481,8 +481,8 @@ var families = map[string]llm.Traits{
 }
 
 // TestFamilies wants models with the traits of each family to have the losses of a CPU, in steps
-// whose gradients the next ones show, with documents and blocks that are computed again too. No op
-// is computed on the host.
+// whose gradients the next ones show. Some have documents, and blocks that are computed again. No
+// op is computed on the host.
 func TestFamilies(t *testing.T) {
 	for name, traits := range families {
 		for variant := range 3 {
@@ -530,7 +530,7 @@ func familyLosses(t *testing.T, c llm.Config, recompute bool,
 }
 
 // TestSitesOnFake wants blueprints at weights and in the stream to go through a whole life on a
-// device with the losses that they have on a CPU, and to leave the same model.
+// device. They have the losses that they have on a CPU. They leave the same model.
 func TestSitesOnFake(t *testing.T) {
 	train := func(device func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 		error)) (losses []float64, m *llm.Model) {
@@ -711,7 +711,7 @@ func growthAt(m *llm.Model, step int) error {
 }
 
 // TestSwapsKeepBits wants a run whose engines leave parameters and moments on the device to the
-// next ones to have the bits of one in which these travel by the host.
+// next ones to have the bits of another. In that one these travel by the host.
 func TestSwapsKeepBits(t *testing.T) {
 	for name, o := range map[string]func() optim.Optimizer{
 		"AdamW": func() optim.Optimizer {

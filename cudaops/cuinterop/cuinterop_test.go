@@ -100,7 +100,7 @@ func (b buffer) read() []float32 {
 }
 
 // TestKasminaInCuMemory runs a Kasmina layer forward and backward in a context, on a stream and in
-// memory that gorgonia.org/cu has made, and in a machine's own, and wants the same bits.
+// memory that gorgonia.org/cu has made. It wants the bits of a machine with memory of its own.
 func TestKasminaInCuMemory(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)

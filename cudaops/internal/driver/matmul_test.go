@@ -305,8 +305,8 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		p.Close()))
 }
 
-// TestPoison wants poisoned products to be right where they are complete, to leave what lies
-// between their rows and what beta reads, and to be NaN where one reads what it writes.
+// TestPoison wants poisoned products to be right where they are complete. They leave what lies
+// between their rows and what beta reads. One that reads what it writes is NaN.
 func TestPoison(t *testing.T) {
 	before := gpu.Poison
 	gpu.Poison = true

@@ -130,8 +130,8 @@ func TestSearchSystems(t *testing.T) {
 	}
 }
 
-// TestSearchWindows wants no DLL from the working folder or from what PATH leads to: names, which
-// the loader finds in System32 alone, and absolute paths of variables.
+// TestSearchWindows wants no DLL from the working folder or from what PATH leads to. Names, which
+// the loader finds in System32 alone, will do, and so will absolute paths of variables.
 func TestSearchWindows(t *testing.T) {
 	env := map[string]string{
 		"ProgramFiles": `C:\Program Files`, "CUDA_PATH": `D:\cuda`,

@@ -75,8 +75,8 @@ func backwards(s []int) []int {
 	return s
 }
 
-// TestLaunches launches every kernel that has parameters of its own, of which the fake driver knows
-// from the binaries how they lie: more or others are an error.
+// TestLaunches launches every kernel that has parameters of its own. The fake driver knows from the
+// binaries how they lie: more or others are an error.
 func TestLaunches(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	p, err := ctx.Alloc(4 << 20)
@@ -169,8 +169,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestFloat8Launches counts kernels: one where rows are held in registers, and for rows of any
-// length the one that stores them as float8 behind the op's own.
+// TestFloat8Launches counts kernels. There is one where rows are held in registers. For rows of any
+// length another one behind the op's own stores them as float8.
 func TestFloat8Launches(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	for _, d := range []int{768, 1024, 2048, 2304, 2816, 3072, 5632, 6144, 7, 20000} {

@@ -40,7 +40,7 @@ func standsFor(c *program.Call) []string {
 }
 
 // TestJoinSums wants every call of random programs made once, behind all whose results it touches,
-// other calls in their order, and fewer launches where nothing stands between two.
+// other calls in their order. There are fewer launches where nothing stands between two.
 func TestJoinSums(t *testing.T) {
 	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 2))

@@ -208,8 +208,8 @@ func TestNoBlas(t *testing.T) {
 	}
 }
 
-// TestWaitEvent wants a stream to wait for another's event, in a capture to join it, and a capture
-// that leaves a stream's work behind to fail.
+// TestWaitEvent wants a stream to wait for another's event, and in a capture to join it. A capture
+// that leaves a stream's work behind fails.
 func TestWaitEvent(t *testing.T) {
 	_, c := open(t, Config{})
 	p := get[gpu.Ptr](t)(c.Alloc(4))

@@ -91,8 +91,8 @@ func TestCrossEntropyExtremes(t *testing.T) {
 	}
 }
 
-// TestCrossEntropyRows wants the number of targets and the sum of losses to be those of all rows,
-// also of more than a block takes at a time.
+// TestCrossEntropyRows wants the number of targets and the sum of losses to be those of all rows.
+// There are also more than a block takes at a time.
 func TestCrossEntropyRows(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, rows := range []int{1, 511, 513, 8191, 8193, 16384, 20011} {

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
-// TestAttention wants one token after the other to give what attention over all of them gives, and
-// keys and values of others to be left alone.
+// TestAttention wants one token after the other to give what attention over all of them gives. Keys
+// and values of others are left alone.
 func TestAttention(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ heads, kvHeads, dim, tokens, window int }{
@@ -99,7 +99,7 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 	}
 }
 
-// cancelled is how much smaller a mean of values is than they are, and at least 1: rounding errors
+// cancelled is how much smaller a mean of values is than they are, and at least 1. Rounding errors
 // are in proportion to the values, also where these cancel.
 func cancelled(values, mean []float64) float64 {
 	rms := func(x []float64) float64 {

@@ -118,8 +118,8 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 	return a, b
 }
 
-// TestLaunches wants every kernel of the family launched with the parameters that it takes, of
-// shared memory that a multiprocessor has, and in clusters of two.
+// TestLaunches wants every kernel of the family launched with the parameters that it takes, in
+// clusters of two. Its shared memory is what a multiprocessor has at most.
 func TestLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	turned := RoPEProductShape{Rows: 6, Columns: 384, D: 464, Turned: 192, Seq: 3}

@@ -119,8 +119,8 @@ func ropeAngles(g *kerneltest.Rig, cos, sin []float64, h int) gpu.Ptr {
 	return b.Ptr
 }
 
-// Every angle has a place of its own in the table, and four lanes that ask for those of a position
-// find them side by side.
+// Every angle has a place of its own in the table. Four lanes that ask for those of a position find
+// them side by side.
 func TestRoPEAngles(t *testing.T) {
 	for _, s := range []struct{ seq, h int }{{1, 2}, {8, 32}, {13, 48}, {40, 64}} {
 		cos, sin := make([]float32, s.seq*s.h), make([]float32, s.seq*s.h)

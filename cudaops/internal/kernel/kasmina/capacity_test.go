@@ -43,8 +43,8 @@ func (r *kasminaRun) spread() {
 }
 
 // TestKasminaCapacity has lattices of all stages and kinds, whose slots have room for some hidden
-// features and some weights that nobody uses: chunks and hidden features that fill tiles, that do
-// not, that fit into shared memory and that do not.
+// features and some weights that nobody uses. Chunks and hidden features fill tiles or do not, and
+// fit into shared memory or do not.
 func TestKasminaCapacity(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][5]int{ // rows, seeds, chunk, slots, width
@@ -76,7 +76,7 @@ func TestKasminaCapacity(t *testing.T) {
 }
 
 // TestKasminaCapacityExtremes has very large numbers, which the adaptive mode evaluates scaled down
-// where it may, and blueprints of NaN: at α = 0 they have no part in anything.
+// where it may. It also has blueprints of NaN: at α = 0 they have no part in anything.
 func TestKasminaCapacityExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range []gpu.DType{kerneltest.F32, kerneltest.Bf16} {

@@ -102,8 +102,8 @@ func TestKasminaGrid(t *testing.T) {
 }
 
 // checkColumns has each column of a row, and of each of those that a block has at once, be one
-// thread's, as Lane of kasmina_feed.cuh deals them out, and a chunk's threads be of one warp where
-// they form its norm.
+// thread's. Lane of kasmina_feed.cuh deals them out. A chunk's threads are of one warp where they
+// form its norm.
 func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
 	t.Helper()
 	d := l.State.Seeds * l.Chunk
@@ -193,9 +193,9 @@ func TestKasminaIllConditioned(t *testing.T) {
 	}
 }
 
-// TestKasminaPivots has among the elements that some lanes begin with, which are of the last rows,
-// an outlier that makes up the variance; or has them begin with rows that are not finite, before
-// data that share all but their last digits.
+// TestKasminaPivots has an outlier that makes up the variance among the elements of the last rows,
+// with which some lanes begin. Or it has them begin with rows that are not finite, before data that
+// share all but their last digits.
 func TestKasminaPivots(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range kerneltest.StorageTypes {

@@ -387,8 +387,8 @@ func (r *kasminaRun) checkFamily() {
 }
 
 // checkInPlace computes the backward pass in the memory of g, if that can be done, after so many
-// runs elsewhere: dx gets the same bits, and as much is counted. Where threads are dealt out as
-// before, so does all else.
+// runs elsewhere. Then dx gets the same bits, and as much is counted. Where threads are dealt out
+// as before, so does all else.
 func (r *kasminaRun) checkInPlace(runs int) {
 	r.Helper()
 	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {

@@ -150,8 +150,8 @@ func TestAdamW(t *testing.T) {
 	}
 }
 
-// TestAdamWRounds wants every single change to be right to a few roundings of float32, from
-// gradients whose squares are lost to such as are near overflow.
+// TestAdamWRounds wants every single change to be right to a few roundings of float32. The
+// gradients go from such whose squares are lost to such as are near overflow.
 func TestAdamWRounds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	const n = 1 << 18
@@ -266,8 +266,8 @@ func TestMuon(t *testing.T) {
 	}
 }
 
-// TestLossScaleMoves wants gradients to be divided by the loss scale, and the scale to be halved by
-// a step that is skipped, but not below 1, and doubled by the 2000th good one in a row.
+// TestLossScaleMoves wants gradients to be divided by the loss scale. A step that is skipped halves
+// the scale, but not below 1, and the 2000th good one in a row doubles it.
 func TestLossScaleMoves(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	q := newParameter(g, 7, 13, kerneltest.F32, kerneltest.F16)
