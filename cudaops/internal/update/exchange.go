@@ -41,42 +41,56 @@ func (x *Optimizer) open() (err error) {
 	if s.most, err = x.memory.NewEvent(false); err != nil {
 		return err
 	}
-	if s.joined, err = x.memory.NewEvent(false); err != nil || s.group.Size() == 1 {
+	if s.joined, err = x.memory.NewEvent(false); err != nil {
 		return err
 	}
-	for _, b := range s.buckets {
-		if err := x.connect(b); err != nil {
+	return x.connect(s.group.Size())
+}
+
+// connect makes the routes of rounds to which so many ranks contribute, unless there are some. All
+// ranks call it.
+func (x *Optimizer) connect(contributors int) error {
+	for _, b := range x.share.buckets {
+		if _, ok := b.exchanges[contributors]; ok {
+			continue
+		}
+		e, err := x.exchangeOf(b, contributors)
+		if e.route != nil {
+			b.exchanges[contributors] = e
+		}
+		if err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// connect makes the route of a bucket.
-func (x *Optimizer) connect(b *bucket) (err error) {
+func (x *Optimizer) exchangeOf(b *bucket, contributors int) (e exchange, err error) {
 	s, me := x.share, x.share.group.Rank()
 	var sends, receives []comm.Leg
 	places, mine := b.places, b.parts[me]
-	b.staged = make([][]gpu.Ptr, len(mine))
+	e.staged = make([][]gpu.Ptr, len(mine))
 	for r := range s.group.Size() {
-		if r != me {
+		if r != me && me < contributors {
 			for _, p := range b.parts[r] {
 				sends = append(sends, comm.Leg{Rank: r, At: ptr(x.gradient(p)), Bytes: x.bytes(p)})
 			}
 		}
 		for i, p := range mine {
-			if r == me {
-				b.staged[i] = append(b.staged[i], x.gradient(p))
-				continue
+			switch {
+			case r >= contributors:
+			case r == me:
+				e.staged[i] = append(e.staged[i], x.gradient(p))
+			default:
+				receives = append(receives, comm.Leg{Rank: r, At: ptr(places[0]), Bytes: x.bytes(p)})
+				e.staged[i], places = append(e.staged[i], places[0]), places[1:]
 			}
-			receives = append(receives, comm.Leg{Rank: r, At: ptr(places[0]), Bytes: x.bytes(p)})
-			b.staged[i], places = append(b.staged[i], places[0]), places[1:]
 		}
 	}
-	if b.route, err = comm.NewRoute(s.group, b.slot, sends, receives); err != nil || !s.two {
-		return err
+	if e.route, err = comm.NewRoute(s.group, b.slot, sends, receives); err == nil && s.two {
+		err = e.route.Hold()
 	}
-	return b.route.Hold()
+	return e, err
 }
 
 // bytes is those of a part's gradient.
@@ -90,8 +104,8 @@ func (x *Optimizer) shut() error {
 	s := x.share
 	errs := []error{x.m.Ctx.SyncStream(s.side.Stream)}
 	for _, b := range s.buckets {
-		if b.route != nil {
-			errs = append(errs, b.route.Close())
+		for _, e := range b.exchanges {
+			errs = append(errs, e.route.Close())
 		}
 	}
 	for _, l := range s.loads {
@@ -206,6 +220,9 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		return nil
 	}
 	s.formed = false
+	if err := x.connect(contributors); err != nil {
+		return err
+	}
 	k := round{contributors, first}
 	return x.replay(s.rounds.Of(k), func() error {
 		for _, b := range s.buckets {
@@ -227,88 +244,31 @@ func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
 
 // send exchanges the gradients of a bucket, and adds those of this rank.
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
-	at := comm.Stream(on.Stream)
+	at, e := comm.Stream(on.Stream), b.exchanges[r.contributors]
 	if x.share.two { // what comes may lie where the passes have been
-		if err := b.route.Release(at); err != nil {
+		if err := e.route.Release(at); err != nil {
 			return err
 		}
-		return b.route.Enqueue(at)
+		return e.route.Enqueue(at)
 	}
-	if b.route != nil && r.contributors == x.share.group.Size() {
-		if err := b.route.Enqueue(at); err != nil {
-			return err
-		}
-		if err := x.add(b, b.staged, r.first, on); err != nil {
-			return err
-		}
-		return b.route.Release(at)
-	}
-	staged, err := x.exchange(b, r.contributors, at)
-	if err != nil {
+	if err := e.route.Enqueue(at); err != nil {
 		return err
 	}
-	return x.add(b, staged, r.first, on)
-}
-
-// add adds the contributions to this rank's parts of a bucket.
-func (x *Optimizer) add(b *bucket, staged [][]gpu.Ptr, first bool, on *run.Executor) error {
 	for i, p := range b.parts[x.share.group.Rank()] {
-		if err := x.addUp(p, staged[i], first, on); err != nil {
+		if err := x.addUp(p, e.staged[i], r.first, on); err != nil {
 			return err
 		}
 	}
-	return nil
+	return e.route.Release(at)
 }
-
-var commTypes = map[gpu.DType]comm.Type{gpu.Float32: comm.Float32, gpu.BFloat16: comm.BFloat16,
-	gpu.Float16: comm.Float16}
 
 func ptr(p gpu.Ptr) comm.Ptr { return comm.Ptr(p) }
-
-// exchange sends and receives the gradients of a bucket, all at once. It returns where the
-// contributions to this rank's parts lie, by part, in the order of ranks. Its own stay where they
-// are.
-func (x *Optimizer) exchange(b *bucket, contributors int,
-	stream comm.Stream) (staged [][]gpu.Ptr, err error) {
-	s, me := x.share, x.share.group.Rank()
-	mine, slot := b.parts[me], s.staging
-	staged = make([][]gpu.Ptr, len(mine))
-	err = s.group.Batch(func(c comm.Collectives) error {
-		for r := range s.group.Size() {
-			if r != me && me < contributors {
-				for _, p := range b.parts[r] {
-					if err := c.Send(ptr(x.gradient(p)), p.len(), x.commType(p), r,
-						stream); err != nil {
-						return err
-					}
-				}
-			}
-			for i, p := range mine {
-				switch {
-				case r >= contributors:
-				case r == me:
-					staged[i] = append(staged[i], x.gradient(p))
-				default:
-					if err := c.Recv(ptr(slot), p.len(), x.commType(p), r, stream); err != nil {
-						return err
-					}
-					staged[i] = append(staged[i], slot)
-					slot = slot.Offset(x.stagingBytes(p))
-				}
-			}
-		}
-		return nil
-	})
-	return staged, err
-}
 
 // gradient is where the last run has left that of a part.
 func (x *Optimizer) gradient(p part) gpu.Ptr {
 	g := x.Params[p.param].Grad
 	return g.Ptr().Offset(p.from * g.Type.Size())
 }
-
-func (x *Optimizer) commType(p part) comm.Type { return commTypes[x.Params[p.param].Grad.Type] }
 
 // addUp adds the contributions of a round to the sum of a part, in the order of ranks.
 func (x *Optimizer) addUp(p part, from []gpu.Ptr, first bool, on *run.Executor) error {

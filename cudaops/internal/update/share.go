@@ -47,14 +47,21 @@ type share struct {
 
 // bucket is parameters whose gradients travel together.
 type bucket struct {
-	ready  int         // the call of a run behind which all of them are there
-	params []int       // numbers
-	bytes  int         // of their gradients
-	slot   int         // of its route
-	places []gpu.Ptr   // of this rank's parts, where those of the next rank come, and so on
-	parts  [][]part    // by rank
-	staged [][]gpu.Ptr // of this rank's parts, where all contributions lie, in the order of ranks
-	route  comm.Route  // of a round to which all ranks contribute
+	ready  int       // the call of a run behind which all of them are there
+	params []int     // numbers
+	bytes  int       // of their gradients
+	slot   int       // of its routes
+	places []gpu.Ptr // of this rank's parts, where those of the next rank come, and so on
+	parts  [][]part  // by rank
+	// of rounds to which so many ranks contribute; those to which not all do are made when the
+	// first such round comes
+	exchanges map[int]exchange
+}
+
+// exchange is how the gradients of a bucket travel.
+type exchange struct {
+	route  comm.Route
+	staged [][]gpu.Ptr // of this rank's parts, where contributions lie, in the order of ranks
 }
 
 // part is the elements From ≤ i < To of parameter number Param.
@@ -121,7 +128,7 @@ func (x *Optimizer) fill(least int) (all []*bucket) {
 	for _, i := range order {
 		n := x.Params[i].Grad.Extent()
 		if len(all) == 0 || all[len(all)-1].bytes >= least || n >= 2*least {
-			all = append(all, &bucket{})
+			all = append(all, &bucket{exchanges: map[int]exchange{}})
 		}
 		b := all[len(all)-1]
 		b.params, b.ready, b.bytes = append(b.params, i), ready[i], b.bytes+n
@@ -248,7 +255,8 @@ func (x *Optimizer) summed(own part, t *optimizer.Tensor) {
 	}
 	for _, b := range s.buckets {
 		if i := slices.Index(b.parts[s.group.Rank()], own); i >= 0 {
-			t.Grad, t.Other = b.staged[i][0], b.staged[i][1]
+			staged := b.exchanges[2].staged[i]
+			t.Grad, t.Other = staged[0], staged[1]
 			t.GradType = x.Params[own.param].Grad.Type
 		}
 	}
