@@ -188,7 +188,7 @@ func of[T any](f func(*fake.Launch, T)) compute {
 func (k *fakeKernels) all() []compute {
 	return []compute{
 		of(k.Unary), of(k.Binary), of(k.Cast), of(k.Axpby), of(k.Reduce), of(k.Copy),
-		of(k.Softmax), of(k.SoftmaxBackward), of(k.Normalize),
+		of(k.Softmax), of(k.SoftmaxBackward), of(k.Normalize), of(k.NormalizeBackward),
 		of(k.RMSNorm), of(k.RMSNormBackward), of(k.AddRMSNormParts), of(k.RoPE),
 		of(k.Attention), of(k.AttentionBackward), of(k.AttentionDocuments),
 		of(k.Embedding), of(k.EmbeddingBackward), of(k.SiLUMul), of(k.SiLUMulBackward),
@@ -891,6 +891,19 @@ func (k *fakeKernels) Symmetric(l *fake.Launch, a gemm.Symmetric) {
 		for i := range n {
 			d[i*n+i] += float32(a.Delta)
 		}
+	}
+}
+
+func (k *fakeKernels) NormalizeBackward(l *fake.Launch, a normalize.Backward) {
+	floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
+	x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
+	norm, dot := math.Sqrt(array.SumSquares(x)), 0.0
+	for i, v := range x {
+		dot += float64(v) * float64(g[i])
+	}
+	r := norm + 1e-7
+	for i, v := range x {
+		dx[i] = float32(float64(g[i])/r - float64(v)*dot/(r*r*norm))
 	}
 }
 

@@ -105,6 +105,7 @@ func TestLaunches(t *testing.T) {
 			elementwise.Cast{Y: p, YType: dt, X: p, N: 9},
 			elementwise.Axpby{Y: p, YType: dt, X: p, N: 9, Alpha: 1},
 			normalize.Forward{Y: p, X: p, Workspace: p, N: 9, YType: dt},
+			normalize.Backward{DX: p, G: p, X: p, Workspace: p, N: 9, Type: dt},
 			decode.Attention{Geometry: decode.Geometry{Heads: 8, KVHeads: 1, HeadDim: 64,
 				Capacity: 9}, Type: dt},
 			rope.Rotate{Y: p, X: p, Rows: 3, Seq: 3, Heads: 1, HeadDim: 6, Type: dt},

@@ -27,8 +27,8 @@ type ownOp struct {
 	scaled lossscale.Linearity // nil for an op that is not linear in anything
 }
 
-// ownOps holds the ops of this module by type. An op that leaves something for its gradient on the
-// device stands here with that.
+// ownOps holds the ops of this module by type. An op and its gradient stand here both or neither:
+// what one leaves for the other is on the device.
 var ownOps map[reflect.Type]ownOp
 
 func init() {
@@ -54,6 +54,7 @@ func init() {
 		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, lossscale.InLast},
 		reflect.TypeFor[*kvcache.AttentionOp]():         {lowerCachedAttention, nil},
 		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
+		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
 		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},
 		reflect.TypeFor[*op.KasminaGradOp]():            {lowerKasminaGrad, in(4)},
 		reflect.TypeFor[*graft.BlendOp]():               {lowerBlend, nil},

@@ -8,13 +8,16 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// The op's gradient has no lowering: nothing that trains asks for it, so the host computes it.
-func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-	b := schulz.Builder{Program: c.Program, Chooser: c.o.Chooser, Activation: c.o.Activation,
+// schulz builds the calls of a node's Newton-Schulz iteration.
+func (c *compiler) schulz(n *gorgonia.Node) schulz.Builder {
+	return schulz.Builder{Program: c.Program, Chooser: c.o.Chooser, Activation: c.o.Activation,
 		Call: func(params any, args ...program.Arg) *program.Call {
 			return c.newCall(n, params, args...)
 		}}
-	x := in[0]
+}
+
+func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	x, b := in[0], c.schulz(n)
 	it, err := b.Iterate(x.Shape, 1, n.Op().(*op.NewtonSchulzOp).Steps)
 	if err != nil {
 		return nil, err
@@ -22,4 +25,11 @@ func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) (*pro
 	c.Add(b.Normalized(it.Start, x))
 	c.Calls = append(c.Calls, it.Calls...)
 	return c.act(n, it.Result.View(0, x.Shape...)), nil
+}
+
+func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
+	error) {
+	x, g := c.acts(n, in[0], in[1])
+	steps := n.Op().(*op.NewtonSchulzGradOp).Forward.Steps
+	return packed(c.schulz(n).Gradient(x, g, steps)), nil
 }

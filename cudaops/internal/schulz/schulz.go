@@ -15,8 +15,41 @@ import (
 //
 //	A = X·Xᵀ,  B = b·A + c·A²,  Y = a·X + B·X
 //
-// and for a tall X, with the smaller square, A = Xᵀ·X, Y = a·X + X·B. Here a, b and c are
-// [gemm.SchulzA] and those behind it.
+// and for a tall X, with the smaller square, A = Xᵀ·X, Y = a·X + X·B. Backwards, with the gradient
+// G of Y,
+//
+//	D = G·Xᵀ,  E = b·D + c·(D·A + A·D),  dX = a·G + B·G + (E + Eᵀ)·X
+//
+// and D = Xᵀ·G, dX = a·G + G·B + X·(E + Eᵀ) for a tall one.
+const nsA, nsB, nsC = gemm.SchulzA, gemm.SchulzB, gemm.SchulzC
+
+// step is one step's matrices, of which a tall one is multiplied from the other side.
+type step struct {
+	tall       bool
+	gram, poly *program.Array // A and B
+}
+
+// squares is the products that make A and B of x.
+func (s step) squares(x *program.Array) []program.Product {
+	return []program.Product{
+		{D: s.gram, A: x, B: x, TransA: s.tall, TransB: !s.tall},
+		{D: s.poly, A: s.gram, B: s.gram, C: s.gram, Alpha: nsC, Beta: nsB},
+	}
+}
+
+// apply is d = square·x + beta·c, from the right for a tall x. transposed takes the square's
+// transpose.
+func (s step) apply(d, square, x, c *program.Array, beta float32, transposed bool) program.Product {
+	if s.tall {
+		return program.Product{D: d, A: x, B: square, C: c, Beta: beta, TransB: transposed}
+	}
+	return program.Product{D: d, A: square, B: x, C: c, Beta: beta, TransA: transposed}
+}
+
+// next is the products of a step from x to y.
+func (s step) next(y, x *program.Array) []program.Product {
+	return append(s.squares(x), s.apply(y, s.poly, x, x, nsA, false))
+}
 
 // The ways to compute the iteration. There are products alone, products of half of what is
 // symmetric, and several steps between products with X (see [gemm.NewtonSchulz]).
@@ -48,11 +81,74 @@ type Builder struct {
 
 func (b Builder) like(a *program.Array) *program.Array { return b.NewArray(a.Type, a.Shape...) }
 
+// bytes is workspace.
+func (b Builder) bytes(n int) *program.Array { return b.NewArray(gpu.Float32, (n+3)/4) }
+
+// product is the call of a matrix product.
+func (b Builder) product(p program.Product) *program.Call {
+	call := b.Call(p.Params(), p.Args()...)
+	call.FLOPs = p.FLOPs()
+	return call
+}
+
+// products adds matrix products.
+func (b Builder) products(all ...program.Product) {
+	for _, p := range all {
+		b.Add(b.product(p))
+	}
+}
+
+// newStep returns a step's matrices for x.
+func (b Builder) newStep(x *program.Array) step {
+	side := min(x.Shape[0], x.Shape[1])
+	return step{tall: x.Shape[0] > x.Shape[1], gram: b.NewArray(x.Type, side, side),
+		poly: b.NewArray(x.Type, side, side)}
+}
+
 // Normalized is the call that makes y = x/(‖x‖ + 1e-7).
 func (b Builder) Normalized(y, x *program.Array) *program.Call {
 	a := normalize.Forward{N: x.Len(), YType: y.Type, XType: x.Type}
 	return b.Call(a, program.Writes("Y", y), program.Reads("X", x),
-		program.Uses("Workspace", b.NewArray(gpu.Float32, normalize.NormalizeWorkspace/4)))
+		program.Uses("Workspace", b.bytes(normalize.NormalizeWorkspace)))
+}
+
+// Gradient adds the gradient of x for that of the result of so many steps, g. It computes the steps
+// again, and keeps what each began with.
+func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
+	chain := []*program.Array{b.like(x)}
+	b.Add(b.Normalized(chain[0], x))
+	for range steps - 1 {
+		last, next := chain[len(chain)-1], b.like(x)
+		b.products(b.newStep(last).next(next, last)...)
+		chain = append(chain, next)
+	}
+	for _, last := range slices.Backward(chain) {
+		d := b.like(x)
+		b.stepGradient(d, g, last)
+		g = d
+	}
+	dx := b.like(x)
+	b.Add(b.Call(normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx),
+		program.Reads("G", g), program.Reads("X", x),
+		program.Uses("Workspace", b.bytes(normalize.NormalizeWorkspace))))
+	return dx
+}
+
+// stepGradient adds the gradient dx of a step's x for that of its result, g.
+func (b Builder) stepGradient(dx, g, x *program.Array) {
+	s := b.newStep(x)
+	d, e := b.like(s.gram), b.like(s.gram)
+	outer := program.Product{D: d, A: g, B: x, TransB: true}
+	if s.tall {
+		outer = program.Product{D: d, A: x, B: g, TransA: true}
+	}
+	b.products(append(s.squares(x),
+		s.apply(dx, s.poly, g, g, nsA, false),
+		outer,
+		program.Product{D: e, A: d, B: s.gram, C: d, Alpha: nsC, Beta: nsB},
+		program.Product{D: e, A: s.gram, B: d, Alpha: nsC, Beta: 1},
+		s.apply(dx, e, x, nil, 1, false),
+		s.apply(dx, e, x, nil, 1, true))...)
 }
 
 // Iterate returns the iteration of a batch of matrices of one shape in the way that is chosen. Its
@@ -148,33 +244,15 @@ func (it iteration) square() *program.Array {
 	return it.b.NewArray(it.Type, it.Batch, it.side(), it.side())
 }
 
-// product is the call of a product of each matrix.
-func (it iteration) product(p program.Product) *program.Call {
-	call := it.b.Call(p.Params(), p.Args()...)
-	call.FLOPs = p.FLOPs()
-	return call
-}
-
-// applied is y = q·x, or x·q for a tall x.
-func (it iteration) applied(y, q, x *program.Array) program.Product {
-	if it.tall() {
-		q, x = x, q
-	}
-	return program.Product{D: y, A: q, B: x}
-}
-
 // products is the iteration by products alone.
 func (it iteration) products(xs [2]*program.Array) (calls []*program.Call) {
-	a, b := it.square(), it.square()
+	s := step{tall: it.tall(), gram: it.square(), poly: it.square()}
+	x, y := xs[0], xs[1]
 	for range it.Steps {
-		x := xs[0]
-		next := it.applied(xs[1], b, x)
-		next.C, next.Beta = x, gemm.SchulzA
-		calls = append(calls,
-			it.product(program.Product{D: a, A: x, B: x, TransA: it.tall(), TransB: !it.tall()}),
-			it.product(program.Product{D: b, A: a, B: a, C: a, Alpha: gemm.SchulzC,
-				Beta: gemm.SchulzB}), it.product(next))
-		xs[0], xs[1] = xs[1], xs[0]
+		for _, p := range s.next(y, x) {
+			calls = append(calls, it.b.product(p))
+		}
+		x, y = y, x
 	}
 	return calls
 }
@@ -196,8 +274,11 @@ func (it iteration) symmetric(xs [2]*program.Array) (calls []*program.Call) {
 		call.FLOPs = 2 * float64(a.Batch) * float64(a.N) * float64(a.N) * float64(a.Depth)
 		calls = append(calls, call)
 	}
-	it.Run(multiply, func(y, q, x gpu.Ptr) {
-		calls = append(calls, it.product(it.applied(places[y], places[q], places[x])))
-	})
+	apply := func(y, q, x gpu.Ptr) {
+		p := step{tall: it.tall()}.apply(places[y], places[q],
+			places[x], nil, 0, false)
+		calls = append(calls, it.b.product(p))
+	}
+	it.Run(multiply, apply)
 	return calls
 }

@@ -1,7 +1,11 @@
-// A tensor over its norm, y = x / (‖x‖ + 1e-7), the first step of the Newton-Schulz iteration. y may be x.
+// A tensor over its norm, and the gradient of that:
 //
-// normalize_sums leaves partial sums of x·x, one a block; the blocks of the second kernel each add them all up, in one order,
-// before they go over their elements.
+//   forward:   y = x / r,  r = ‖x‖ + 1e-7          backward:  dx = g / r − x·⟨g, x⟩ / (r²·‖x‖)
+//
+// the first step of the Newton-Schulz iteration. At ‖x‖ = 0 the second term is 0. y may be x, dx may be g.
+//
+// normalize_sums leaves partial sums of x·x, and of g·x, one a block; the blocks of the second kernel each add them all up, in
+// one order, before they go over their elements.
 #include "common.cuh"
 
 constexpr int kThreads = 256;
@@ -17,23 +21,26 @@ __device__ __forceinline__ void forElements(int64_t n, bool vectors, Packs packs
   for (int64_t i = whole * N + thread; i < n; i += threads) one(i);
 }
 
-// parts [gridDim.x] = Σ x·x. Launch: a few blocks a multiprocessor.
-template <class T> __device__ __forceinline__ void sums(float* parts, const T* x, int64_t n) {
+// parts [2, gridDim.x] = Σ x·x and, where g is not null, Σ g·x. Launch: a few blocks a multiprocessor.
+template <class T> __device__ __forceinline__ void sums(float* parts, const T* x, const T* g, int64_t n) {
   constexpr int N = kVec<T>;
-  float xx = 0;
+  float xx = 0, gx = 0;
   forElements<N>(
-      n, aligned16(x),
+      n, aligned16(x, g),
       [&](int64_t i) {
-        Pack<T, N> v = load<N>(x + i);
+        Pack<T, N> v = load<N>(x + i), w = {};
+        if (g) w = load<N>(g + i);
 #pragma unroll
-        for (int j = 0; j < N; j++) xx += v.get(j) * v.get(j);
+        for (int j = 0; j < N; j++) xx += v.get(j) * v.get(j), gx += v.get(j) * w.get(j);
       },
       [&](int64_t i) {
         float v = toFloat(x[i]);
         xx += v * v;
+        if (g) gx += v * toFloat(g[i]);
       });
   xx = blockReduce<Sum>(xx);
-  if (threadIdx.x == 0) parts[blockIdx.x] = xx;
+  gx = blockReduce<Sum>(gx);
+  if (threadIdx.x == 0) parts[blockIdx.x] = xx, parts[gridDim.x + blockIdx.x] = gx;
 }
 
 __device__ __forceinline__ float total(const float* parts, int count) {
@@ -60,9 +67,30 @@ __device__ __forceinline__ void normalize(Y* y, const X* x, const float* parts, 
       [&](int64_t i) { y[i] = fromFloat<Y>(toFloat(x[i]) * inverse); });
 }
 
+template <class T>
+__device__ __forceinline__ void normalizeBackward(T* dx, const T* g, const T* x, const float* parts, int count, int64_t n) {
+  constexpr int N = kVec<T>;
+  float norm = sqrtf(total(parts, count)), dot = total(parts + count, count), r = norm + kEps;
+  float pull = norm > 0 ? dot / r / r / norm : 0.0f;
+  forElements<N>(
+      n, aligned16(dx, g, x),
+      [&](int64_t i) {
+        Pack<T, N> v = load<N>(g + i), w = load<N>(x + i);
+#pragma unroll
+        for (int j = 0; j < N; j++) v.set(j, v.get(j) / r - w.get(j) * pull);
+        store(dx + i, v);
+      },
+      [&](int64_t i) { dx[i] = fromFloat<T>(toFloat(g[i]) / r - toFloat(x[i]) * pull); });
+}
+
 #define DEFINE(T)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(kThreads) normalize_sums_##T(float* parts, const T* x, int64_t n) { \
-    sums(parts, x, n);                                                                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      normalize_sums_##T(float* parts, const T* x, const T* g, int64_t n) {                                   \
+    sums(parts, x, g, n);                                                                                     \
+  }                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+      normalize_backward_##T(T* dx, const T* g, const T* x, const float* parts, int count, int64_t n) {       \
+    normalizeBackward(dx, g, x, parts, count, n);                                                             \
   }
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE

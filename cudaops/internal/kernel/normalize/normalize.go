@@ -14,21 +14,40 @@ type Forward struct {
 	YType, XType    gpu.DType
 }
 
-// NormalizeWorkspace is the bytes of workspace that Forward takes: a sum for each of normalizeParts
-// blocks.
+// NormalizeWorkspace is the bytes of workspace that Forward and its backward pass take: two sums
+// for each of normalizeParts blocks.
 const (
-	NormalizeWorkspace = 4 * normalizeParts
+	NormalizeWorkspace = 2 * 4 * normalizeParts
 	normalizeParts     = 512
 )
 
 // Launch launches two kernels.
 func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	blocks := kernel.CeilDiv(a.N, 4*256)
-	parts := min(normalizeParts, blocks)
-	if err := k.Enqueue(s, "normalize", "normalize_sums"+kernel.Suffix(a.XType),
-		kernel.Line(parts, 256), a.Workspace, a.X, int64(a.N)); err != nil {
+	return normalize(k, s, "normalize"+kernel.Suffixes(a.YType, a.XType), a.Workspace, a.X, 0, a.N,
+		a.XType, a.Y, a.X)
+}
+
+// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Normalize]'s X
+// from that of its Y. DX may be G.
+type Backward struct {
+	DX, G, X, Workspace gpu.Ptr
+	N                   int
+	Type                gpu.DType
+}
+
+// Launch launches two kernels.
+func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+	return normalize(k, s, "normalize_backward"+kernel.Suffix(a.Type), a.Workspace, a.X, a.G, a.N,
+		a.Type, a.DX, a.G, a.X)
+}
+
+func normalize(k *kernel.Set, s gpu.Stream, name string, parts, x, g gpu.Ptr, n int, xt gpu.DType,
+	args ...any) error {
+	blocks := min(normalizeParts, kernel.CeilDiv(n, 4*256))
+	if err := k.Enqueue(s, "normalize", "normalize_sums"+kernel.Suffix(xt),
+		kernel.Line(blocks, 256), parts, x, g, int64(n)); err != nil {
 		return err
 	}
-	return k.Enqueue(s, "normalize", "normalize"+kernel.Suffixes(a.YType, a.XType),
-		kernel.Line(min(8*k.Info.SMs, blocks), 256), a.Y, a.X, a.Workspace, parts, int64(a.N))
+	return k.Enqueue(s, "normalize", name, kernel.Line(min(8*k.Info.SMs, kernel.CeilDiv(n, 4*256)),
+		256), append(args, parts, blocks, int64(n))...)
 }

@@ -3,12 +3,10 @@ package normalize
 import (
 	"fmt"
 	"math"
-	"slices"
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
-	"github.com/kasmina-go/kasmina/internal/cpu/array"
 )
 
 func TestNormalize(t *testing.T) {
@@ -21,12 +19,28 @@ func TestNormalize(t *testing.T) {
 			yt, xt := types[0], types[1]
 			g.Scope(fmt.Sprintf("%d/%v/%v", n, yt, xt), func(g *kerneltest.Rig) {
 				x, xr := g.Normal(n, xt, i%2)
+				dy, gr := g.Normal(n, xt, i%2)
 				y, work := g.Alloc(n, yt, i%2), g.Alloc(NormalizeWorkspace/4, kerneltest.F32, 0)
-				want := slices.Clone(xr)
-				array.ScaleBy(want, 1/(math.Sqrt(array.SumSquares(xr))+1e-7))
+				var xx, gx float64
+				for i, v := range xr {
+					xx += v * v
+					gx += v * gr[i]
+				}
+				norm := math.Sqrt(xx)
+				r := norm + 1e-7
+				want, dx := make([]float64, n), make([]float64, n)
+				for i, v := range xr {
+					want[i] = v / r
+					dx[i] = gr[i]/r - v*gx/(r*r*norm)
+				}
 				g.Must(Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n, YType: yt,
 					XType: xt}.Launch(g.Set, g.Stream))
 				g.Near("y", y, want, kerneltest.Forward(yt))
+				g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n,
+					Type: xt}.Launch(g.Set, g.Stream))
+				if n > 2 { // else g and x may be parallel, and dx zero but for rounding
+					g.Near("dx", dy, dx, kerneltest.Backward(xt))
+				}
 			})
 		}
 	}
@@ -35,7 +49,14 @@ func TestNormalize(t *testing.T) {
 func TestNormalizeZero(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	x, zero := g.Upload(make([]float64, 77), kerneltest.F32, 0)
+	dy, gr := g.Normal(77, kerneltest.F32, 0)
 	y, work := g.Alloc(77, kerneltest.F32, 0), g.Alloc(NormalizeWorkspace/4, kerneltest.F32, 0)
 	g.Must(Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: 77}.Launch(g.Set, g.Stream))
 	g.Near("y", y, zero, 0)
+	g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr,
+		N: 77}.Launch(g.Set, g.Stream))
+	for i := range gr {
+		gr[i] /= 1e-7
+	}
+	g.Near("dx", dy, gr, 1e-6)
 }
