@@ -132,7 +132,9 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 	k.calls = append(k.calls, f)
 	i := len(k.calls) - 1
 	k.mu.Unlock()
-	return k.ctx.Launch(k.call, gpu.LaunchConfig{}, s, new(gpu.Args).Int32(i))
+	var args gpu.Args
+	gpu.Add(&args, int32(i))
+	return k.ctx.Launch(k.call, gpu.LaunchConfig{}, s, &args)
 }
 
 // Launch does what a structure says.

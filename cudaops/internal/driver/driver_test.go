@@ -112,11 +112,10 @@ func TestLaunch(t *testing.T) {
 			ok(t, errors.Join(r.CopyToDevice(pa, gpu.Bytes(a), s),
 				r.CopyToDevice(pb, gpu.Bytes(b), s),
 				r.Memset8(py, 0xFF, 4*n+4, s)))
-			var args gpu.Args
-			args.Ptr(py).Ptr(pa).Ptr(pb).Float32(-2.5).Int32(n)
+			packed := args(py, pa, pb, float32(-2.5), n)
 			ok(t, r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: (n + 127) / 128},
-				Block: gpu.Dim{X: 128}}, s, &args))
-			args.Reset().Uint32(0) // the launch has its own copy
+				Block: gpu.Dim{X: 128}}, s, packed))
+			packed.Packed()[0]++ // the launch has its own copy
 			y := make([]float32, n+1)
 			ok(t, r.CopyToHost(gpu.Bytes(y), py, s))
 			for i := range n {
@@ -141,14 +140,15 @@ func TestLaunch(t *testing.T) {
 		require.ErrorIs(t, second(r.LoadModule(nil)), gpu.InvalidImage)
 
 		one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 32}}
-		args := new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Float32(1).Int32(0)
+		null := gpu.Ptr(0)
+		some := args(null, null, null, float32(1), 0)
 		for name, c := range map[string]gpu.LaunchConfig{
 			"negative blocks":      {Block: gpu.Dim{X: 1}, Grid: gpu.Dim{X: -1}},
 			"too many threads":     {Grid: one.Grid, Block: gpu.Dim{X: 1025}},
 			"too much shared":      {Grid: one.Grid, Block: one.Block, Shared: 100 << 10},
 			"grid, cluster differ": {Grid: gpu.Dim{X: 3}, Block: one.Block, Cluster: gpu.Dim{X: 2}},
 		} {
-			if err := r.Launch(axpy, c, s, args); err == nil ||
+			if err := r.Launch(axpy, c, s, some); err == nil ||
 				!strings.Contains(err.Error(), "cuLaunchKernel") ||
 				!strings.Contains(err.Error(), "axpy") ||
 				!strings.Contains(err.Error(), "block ") {
@@ -157,12 +157,11 @@ func TestLaunch(t *testing.T) {
 		}
 		ok(t, r.AllowShared(axpy, 100<<10))
 		one.Shared = 100 << 10
-		ok(t, r.Launch(axpy, one, s, args))
+		ok(t, r.Launch(axpy, one, s, some))
 		require.ErrorIs(t, r.AllowShared(axpy, 1<<20), gpu.InvalidValue)
 		if axpy.Params != nil {
 			t.Logf("parameters: %v", axpy.Params)
-			for _, bad := range []*gpu.Args{new(gpu.Args).Ptr(0),
-				new(gpu.Args).Ptr(0).Ptr(0).Ptr(0).Int32(1).Int64(0)} {
+			for _, bad := range []*gpu.Args{args(null), args(null, null, null, 1, null)} {
 				if err := r.Launch(axpy, one, s, bad); !errors.Is(err, gpu.InvalidValue) {
 					t.Errorf("wrong arguments: %v", err)
 				} else {
@@ -182,7 +181,7 @@ func TestCluster(t *testing.T) {
 		m := must[gpu.Module](t)(r.LoadModule([]byte(clusterPTX)))
 		p := r.alloc(t, 4*12)
 		c := gpu.LaunchConfig{Grid: gpu.Dim{X: 12}, Block: gpu.Dim{X: 32}, Cluster: gpu.Dim{X: 4}}
-		ok(t, r.Launch(r.kernel(t, m, "cluster_rank"), c, 0, new(gpu.Args).Ptr(p)))
+		ok(t, r.Launch(r.kernel(t, m, "cluster_rank"), c, 0, args(p)))
 		got := make([]uint32, 12)
 		ok(t, r.CopyToHost(gpu.Bytes(got), p, 0))
 		require.Equal(t, []uint32{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}, got)
@@ -264,8 +263,8 @@ func TestCapture(t *testing.T) {
 		// z = x + (x + 2x)
 		ok(t, r.BeginCapture(s))
 		ok(t, r.CopyToDevice(x, in, s))
-		ok(t, r.Launch(axpy, shape, s, new(gpu.Args).Ptr(y).Ptr(x).Ptr(x).Float32(2).Int32(n)))
-		ok(t, r.Launch(axpy, shape, s, new(gpu.Args).Ptr(z).Ptr(x).Ptr(y).Float32(1).Int32(n)))
+		ok(t, r.Launch(axpy, shape, s, args(y, x, x, float32(2), n)))
+		ok(t, r.Launch(axpy, shape, s, args(z, x, y, float32(1), n)))
 		ok(t, r.CopyToHost(out, z, s))
 		g := must[*gpu.Graph](t)(r.EndCapture(s))
 		for range 3 {
@@ -316,10 +315,10 @@ func TestGoroutines(t *testing.T) {
 			}
 			y := make([]float32, n)
 			for round := range rounds {
-				args := new(gpu.Args).Ptr(x).Ptr(x).Ptr(x).Float32(float32(round)).Int32(n)
+				packed := args(x, x, x, float32(round), n)
 				err := errors.Join(r.CopyToDevice(x, gpu.Bytes(in), s),
 					r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: 7}, Block: gpu.Dim{X: 128}}, s,
-						args),
+						packed),
 					r.CopyToHost(gpu.Bytes(y), x, s))
 				if err != nil {
 					return err

@@ -50,7 +50,7 @@ func testFault(t *testing.T, c gpu.Context) {
 	m := must[gpu.Module](t)(c.LoadModule([]byte(ptx)))
 	poke := must[*gpu.Function](t)(c.Function(m, "poke"))
 	one := gpu.LaunchConfig{Grid: gpu.Dim{X: 1}, Block: gpu.Dim{X: 1}}
-	ok(t, c.Launch(poke, one, 0, new(gpu.Args).Ptr(0x40)))
+	ok(t, c.Launch(poke, one, 0, args(gpu.Ptr(0x40))))
 	for _, err := range []error{c.SyncStream(0), second(c.Alloc(1)), c.SyncStream(0)} {
 		var e *gpu.Error
 		if !errors.As(err, &e) || !errors.Is(err, gpu.IllegalAddress) || !e.Sticky() ||

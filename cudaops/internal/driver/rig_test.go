@@ -116,6 +116,22 @@ func relative(got, want []float64) float64 {
 	return math.Sqrt(d / n)
 }
 
+// args packs pointers, float32 and int32 arguments of kernels.
+func args(values ...any) *gpu.Args {
+	a := new(gpu.Args)
+	for _, v := range values {
+		switch v := v.(type) {
+		case gpu.Ptr:
+			gpu.Add(a, v)
+		case float32:
+			gpu.Add(a, v)
+		case int:
+			gpu.Add(a, int32(v))
+		}
+	}
+	return a
+}
+
 // ptx has out[i] = a[i] + scale·b[i], the rank of each block in its cluster, and a store of 1 to
 // any address.
 const ptx = `.version 6.0

@@ -2,9 +2,8 @@ package gpu
 
 import (
 	"cmp"
-	"encoding/binary"
 	"fmt"
-	"math"
+	"unsafe"
 )
 
 // Function is a kernel of a module.
@@ -57,65 +56,27 @@ func (c LaunchConfig) String() string {
 	return s
 }
 
-// Args packs a kernel's arguments as C lays out its parameters: each at a multiple of its own size.
-// A zero Args is ready; Reset makes it reusable without new memory. Launch copies the bytes, so it
-// may be changed right afterwards.
+// Args packs a kernel's arguments as C lays out its parameters. A zero Args is ready. Launch copies
+// the bytes, so it may be changed right afterwards.
 type Args struct {
 	buf    []byte
 	params []Param
 }
 
-// Reset forgets all arguments.
-func (a *Args) Reset() *Args {
-	a.buf, a.params = a.buf[:0], a.params[:0]
-	return a
-}
-
 // Packed is the arguments' bytes, valid until the next change.
 func (a *Args) Packed() []byte { return a.buf }
 
-func (a *Args) next(size, align int) {
+// Add appends a number or a pointer, at a multiple of its own size.
+func Add[T Number](a *Args, v T) { a.Struct(Bytes([]T{v}), int(unsafe.Sizeof(v))) }
+
+// Struct appends a structure passed by value, whose C alignment is align.
+func (a *Args) Struct(b []byte, align int) {
 	for len(a.buf)%align != 0 {
 		a.buf = append(a.buf, 0)
 	}
-	a.params = append(a.params, Param{len(a.buf), size})
-}
-
-// Ptr, Int32, Uint32, Int64, Uint64 and Float32 append an argument of that type.
-func (a *Args) Ptr(p Ptr) *Args { return a.Uint64(uint64(p)) }
-
-// Int32 appends an int.
-func (a *Args) Int32(v int) *Args { return a.Uint32(uint32(int32(v))) }
-
-// Uint32 appends an unsigned int.
-func (a *Args) Uint32(v uint32) *Args {
-	a.next(4, 4)
-	a.buf = binary.LittleEndian.AppendUint32(a.buf, v)
-	return a
-}
-
-// Int64 appends a long long.
-func (a *Args) Int64(v int64) *Args { return a.Uint64(uint64(v)) }
-
-// Uint64 appends an unsigned long long.
-func (a *Args) Uint64(v uint64) *Args {
-	a.next(8, 8)
-	a.buf = binary.LittleEndian.AppendUint64(a.buf, v)
-	return a
-}
-
-// Float32 appends a float.
-func (a *Args) Float32(v float32) *Args { return a.Uint32(math.Float32bits(v)) }
-
-// Struct appends a structure passed by value, whose C alignment is align.
-func (a *Args) Struct(b []byte, align int) *Args {
-	a.next(len(b), align)
+	a.params = append(a.params, Param{len(a.buf), len(b)})
 	a.buf = append(a.buf, b...)
-	return a
 }
-
-// TensorMap appends a descriptor, which the kernel takes as a __grid_constant__ CUtensorMap.
-func (a *Args) TensorMap(m *TensorMap) *Args { return a.Struct(m[:], 64) }
 
 // Check compares the arguments with the kernel's own parameters: a mismatch would otherwise be
 // garbage on the GPU.

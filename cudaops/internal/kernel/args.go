@@ -23,22 +23,23 @@ func add(a *gpu.Args, values ...any) (err error) {
 	for _, v := range values {
 		switch v := v.(type) {
 		case gpu.Ptr:
-			a.Ptr(v)
+			gpu.Add(a, v)
 		case Ints:
-			a.Ptr(v.Ptr).Int32(v.Size())
+			gpu.Add(a, v.Ptr)
+			gpu.Add(a, int32(v.Size()))
 		case int:
 			if v > math.MaxInt32 {
 				return fmt.Errorf("%d elements, want at most 2³¹ − 1", v)
 			}
-			a.Int32(v)
+			gpu.Add(a, int32(v))
 		case int64:
-			a.Int64(v)
+			gpu.Add(a, v)
 		case uint32:
-			a.Uint32(v)
+			gpu.Add(a, v)
 		case float64:
-			a.Float32(float32(v))
+			gpu.Add(a, float32(v))
 		case bool:
-			a.Uint32(Bit(v))
+			gpu.Add(a, Bit(v))
 		case Struct:
 			err = add(a, Table{[]Struct{v}, 1})
 		case Table:
@@ -78,7 +79,7 @@ func (t Table) add(a *gpu.Args) error {
 			return err
 		}
 		if align == 8 && len(b.Packed())%8 != 0 {
-			b.Int32(0)
+			gpu.Add(&b, int32(0))
 		}
 	}
 	all := b.Packed()

@@ -117,8 +117,10 @@ func TestStrayAccess(t *testing.T) {
 		p := get[gpu.Ptr](t)(c.Alloc(100))
 		f := get[*gpu.Function](t)(c.Function(get[gpu.Module](t)(c.LoadModule([]byte{1})),
 			test.kernel))
-		check(t, c.Launch(f, gpu.LaunchConfig{}, 0,
-			new(gpu.Args).Ptr(p.Offset(test.offset)).Int32(test.n)))
+		var args gpu.Args
+		gpu.Add(&args, p.Offset(test.offset))
+		gpu.Add(&args, int32(test.n))
+		check(t, c.Launch(f, gpu.LaunchConfig{}, 0, &args))
 		err := c.SyncStream(0)
 		if test.want == gpu.Success {
 			check(t, err)
@@ -161,7 +163,7 @@ func TestTraceAndClock(t *testing.T) {
 	from, to := get[gpu.Event](t)(c.NewEvent(true)), get[gpu.Event](t)(c.NewEvent(true))
 	p := get[gpu.Ptr](t)(c.Alloc(8))
 	shape := gpu.LaunchConfig{Grid: gpu.Dim{X: 3}, Block: gpu.Dim{X: 64}}
-	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(gpu.Args).Ptr(p)),
+	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(gpu.Args)),
 		c.Memset8(p, 1, 8, s))
 	g := get[*gpu.Graph](t)(c.EndCapture(s))
 	check(t, c.Record(from, s), c.LaunchGraph(g, s), c.Launch(other, shape, s, new(gpu.Args)),
