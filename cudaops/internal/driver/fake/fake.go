@@ -130,14 +130,12 @@ func (adopted) Close() error { return nil }
 
 // Op is a call that a context was given.
 type Op struct {
-	Call     string // the C function
-	Name     string // the kernel
-	Stream   gpu.Stream
-	Captured bool
-	Dst, Src gpu.Ptr
-	Bytes    int
-	Config   gpu.LaunchConfig
-	Args     []byte
+	Call   string // the C function
+	Name   string // the kernel
+	Stream gpu.Stream
+	Bytes  int // of memory that is set or copied
+	Config gpu.LaunchConfig
+	Args   []byte
 }
 
 // Trace lists the calls so far that enqueue work, in order. What a graph replays is not listed

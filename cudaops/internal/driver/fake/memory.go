@@ -151,26 +151,25 @@ func (c *Context) MemInfo() (free, total uint64, err error) {
 
 // CopyToDevice copies when the stream gets there; with memory that is not pinned it waits for that.
 func (c *Context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
-	o := Op{Call: "cuMemcpyHtoDAsync", Stream: s, Dst: dst, Bytes: len(src)}
-	return c.access("copy to the device", o, src, func(m [][]byte) { copy(m[0], src) }, dst)
+	return c.access("copy to the device", Op{Call: "cuMemcpyHtoDAsync", Stream: s}, src, len(src),
+		func(m [][]byte) { copy(m[0], src) }, dst)
 }
 
 // CopyToHost is the other direction.
 func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
-	o := Op{Call: "cuMemcpyDtoHAsync", Stream: s, Src: src, Bytes: len(dst)}
-	return c.access("copy to the host", o, dst, func(m [][]byte) { copy(dst, m[0]) }, src)
+	return c.access("copy to the host", Op{Call: "cuMemcpyDtoHAsync", Stream: s}, dst, len(dst),
+		func(m [][]byte) { copy(dst, m[0]) }, src)
 }
 
 // CopyOnDevice copies when the stream gets there.
 func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
-	o := Op{Call: "cuMemcpyDtoDAsync", Stream: s, Dst: dst, Src: src, Bytes: n}
-	return c.access("copy on the device", o, nil, func(m [][]byte) { copy(m[0], m[1]) }, dst, src)
+	return c.access("copy on the device", Op{Call: "cuMemcpyDtoDAsync", Stream: s}, nil, n,
+		func(m [][]byte) { copy(m[0], m[1]) }, dst, src)
 }
 
 // Memset8 sets bytes.
 func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
-	o := Op{Call: "cuMemsetD8Async", Stream: s, Dst: dst, Bytes: n}
-	return c.access("memset", o, nil, func(m [][]byte) {
+	return c.access("memset", Op{Call: "cuMemsetD8Async", Stream: s}, nil, n, func(m [][]byte) {
 		m[0][0] = v
 		for n := 1; n < len(m[0]); n *= 2 { // choices clear caches by many bytes
 			copy(m[0][n:], m[0][:n])
@@ -178,19 +177,19 @@ func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 	}, dst)
 }
 
-// access puts work on o.Bytes of memory at each address on a stream, and waits for it where host
+// access puts work on n bytes of memory at each address on a stream, and waits for it where host
 // memory is not pinned. The memory is checked now, as the driver does for copies, and again when
 // the work runs, since a graph may run it long after.
-func (c *Context) access(name string, o Op, host []byte, do func(m [][]byte),
+func (c *Context) access(name string, o Op, host []byte, n int, do func(m [][]byte),
 	at ...gpu.Ptr) error {
-	if o.Bytes == 0 {
+	if o.Bytes = n; n == 0 {
 		return nil
 	}
 	resolve := func(s gpu.Status) ([][]byte, error) {
 		m := make([][]byte, len(at))
 		for i, p := range at {
 			var why string
-			if m[i], why = c.resolve(p, o.Bytes); why != "" {
+			if m[i], why = c.resolve(p, n); why != "" {
 				return nil, gpu.NewError(o.Call, s, "", why)
 			}
 		}

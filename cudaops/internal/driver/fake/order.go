@@ -51,7 +51,6 @@ func (c *Context) issue(o Op, do op) error {
 	if err != nil {
 		return err
 	}
-	o.Captured = s.capture != nil
 	c.trace = append(c.trace, o)
 	s.push(func() error {
 		c.clock += time.Microsecond
