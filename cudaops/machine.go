@@ -385,10 +385,8 @@ func (m *Machine) RunAll() (err error) {
 	if err := m.arrived(); err != nil {
 		return err
 	}
-	for _, a := range m.runner.Attendants {
-		if err := a.Before(); err != nil {
-			return err
-		}
+	if err := m.layers.Before(); err != nil {
+		return err
 	}
 	if err := m.inputs.SendAll(); err != nil {
 		return err
@@ -399,10 +397,8 @@ func (m *Machine) RunAll() (err error) {
 	if err := m.runner.Compute(m.observe); err != nil {
 		return err
 	}
-	for _, a := range m.runner.Attendants {
-		if err := a.After(); err != nil {
-			return err
-		}
+	if err := m.layers.After(); err != nil {
+		return err
 	}
 	if m.optimizer == nil {
 		m.profiler.Finish()

@@ -1050,8 +1050,8 @@ func TestRoom(t *testing.T) {
 		}
 		require.NotEqual(t, c.spent, m.Memory() < held, "%s: the machine holds %d bytes, with h %d",
 			c.what, m.Memory(), held)
-		// the reports, a layer, and what starts its slots
-		require.Equal(t, 3, len(m.runner.Attendants), c.what)
+		require.Len(t, m.runner.Program.Kasmina, 1, c.what)
+		require.Len(t, m.runner.Program.Starts, 1, c.what)
 		require.Equal(t, got, want, c.what)
 	}
 	// Nothing is timed again for a second plan.

@@ -31,21 +31,20 @@ type Machine struct {
 }
 
 // layer mirrors a lattice's state on the device, and sends it again before a run when it has
-// changed. What a run measures comes back behind it ([reports]), and is given to the lattice when
-// the machine next meets it there. That is when a value is asked for, at a later run, or at the
-// end. Two runs may be on their way, so no run waits for the figures of the one before, unless its
-// limits are made of them.
+// changed. What a run measures comes back behind it, and is given to the lattice when the machine
+// next meets it there. That is when a value is asked for, at a later run, or at the end. Two runs
+// may be on their way, so no run waits for the figures of the one before, unless its limits are made
+// of them.
 type layer struct {
-	run.Idle
 	*program.KasminaLayer
-	m          *Machine
-	reports    *reports
-	mode       mode
-	hosted     bool   // the run under way computes the layer on the host: see choose
-	next, last []byte // the state as encoded for the run, and as the device has it
-	staging    []byte
-	flights    [2]flight
-	counts     []uint32 // as last seen
+	*Layers
+	mode    mode
+	hosted  bool   // the run under way computes the layer on the host: see choose
+	encoded []byte // the state for the run
+	last    []byte // the state as the device has it
+	staging []byte
+	flights [2]flight
+	counts  []uint32 // as last seen
 }
 
 // mode is what a run measures. It is part of what is captured.
@@ -64,46 +63,130 @@ type flight struct {
 	busy    bool
 }
 
-// Layers are the Kasmina layers of a machine.
+// Layers are the Kasmina layers of a machine. What a run measures in all of them lies together, so
+// that one copy brings it back: it takes 8 µs of a step, as one for each layer does.
 type Layers struct {
-	m   *Machine
-	all map[*program.KasminaLayer]*layer
+	m      *Machine
+	layers []*layer
+	starts []*start
+	of     map[*program.KasminaLayer]*layer
+
+	seeds   int            // of all layers
+	memory  *program.Array // for each array of a report in turn what the layers have of it
+	host    [2][]byte      // pinned, for a run and the one before it
+	arrived [2]gpu.Event   // when the host has them
+	next    int            // of the run under way or to come, among the two
 }
 
 // New prepares the layers of a machine's program, whose runs they attend from now on.
-func New(m *Machine) (*Layers, error) {
-	ls := &Layers{m: m, all: map[*program.KasminaLayer]*layer{}}
+func New(m *Machine) (ls *Layers, err error) {
 	p := m.Program
+	ls = &Layers{m: m, of: map[*program.KasminaLayer]*layer{}}
+	m.Attendant = ls
 	if p.Reports == nil {
 		return ls, nil
 	}
-	r, err := newReports(m, p.Reports)
-	if err != nil {
-		return nil, err
+	ls.memory, ls.seeds = p.Reports, p.Reports.Shape[1]
+	for i := range ls.host {
+		if ls.host[i], err = m.Memory.AllocHost(ls.memory.Extent()); err != nil {
+			return nil, err
+		}
+		if ls.arrived[i], err = m.Memory.NewEvent(false); err != nil {
+			return nil, err
+		}
 	}
-	m.Attendants = append(m.Attendants, r)
 	for _, k := range p.Kasmina {
-		l := &layer{KasminaLayer: k, m: m, reports: r,
-			next:   gpu.Bytes(make([]uint32, k.State.Len())),
+		l := &layer{KasminaLayer: k, Layers: ls, encoded: gpu.Bytes(make([]uint32, k.State.Len())),
 			counts: make([]uint32, program.KasminaHealth*k.Seeds)}
-		if l.staging, err = m.Memory.AllocHost(len(l.next)); err != nil {
+		if l.staging, err = m.Memory.AllocHost(len(l.encoded)); err != nil {
 			return nil, err
 		}
 		for i := range l.flights {
-			l.flights[i] = flight{pass: k.Op.NewPass(), report: r.host[i], arrived: r.arrived[i]}
+			l.flights[i] = flight{pass: k.Op.NewPass(), report: ls.host[i], arrived: ls.arrived[i]}
 		}
 		pass := k.Op.NewPass()
 		pass.Begin()
 		if err := l.choose(l.encode(pass)); err != nil {
 			return nil, fmt.Errorf("%v: %w", k.Op, err)
 		}
-		ls.all[k], r.layers = l, append(r.layers, l)
-		m.Attendants = append(m.Attendants, l)
+		ls.of[k], ls.layers = l, append(ls.layers, l)
 	}
 	for _, s := range p.Starts {
-		m.Attendants = append(m.Attendants, newStart(m, s))
+		ls.starts = append(ls.starts, newStart(m, s))
 	}
-	return ls, nil
+	return ls, m.Ctx.Memset8(ls.memory.Ptr(), 0, ls.memory.Extent(), m.Stream)
+}
+
+// Before receives what runs have measured, and sends the lattices' states.
+func (ls *Layers) Before() error {
+	for _, l := range ls.layers {
+		if err := l.before(); err != nil {
+			return err
+		}
+	}
+	for _, s := range ls.starts {
+		if err := s.before(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// After copies the report of a run to where the layers expect it.
+func (ls *Layers) After() error {
+	if len(ls.layers) == 0 {
+		return nil
+	}
+	ctx, i, words := ls.m.Ctx, ls.next, program.KasminaHealth
+	for _, l := range ls.layers {
+		if l.mode.telemetry {
+			words = max(words, program.KasminaBins)
+		}
+		if l.mode.histogram {
+			words = program.KasminaWords
+		}
+	}
+	ls.next = 1 - i
+	if err := run.Joined(ctx.CopyToHost(ls.host[i][:4*words*ls.seeds], ls.memory.Ptr(),
+		ls.m.Stream), ctx.Record(ls.arrived[i], ls.m.Stream)); err != nil {
+		return err
+	}
+	for _, l := range ls.layers {
+		l.flights[i].busy = !l.hosted
+	}
+	return nil
+}
+
+// AppendMode adds what the run measures, and where.
+func (ls *Layers) AppendMode(b []byte) []byte {
+	for _, l := range ls.layers {
+		mode := byte(l.mode.reduction) << 2
+		if l.mode.telemetry {
+			mode |= 1
+		}
+		if l.mode.histogram {
+			mode |= 2
+		}
+		if l.hosted {
+			mode |= 1 << 4
+		}
+		b = append(b, mode)
+	}
+	return b
+}
+
+// OnHost reports whether the run under way computes a layer on the host.
+func (ls *Layers) OnHost() bool {
+	return slices.ContainsFunc(ls.layers, func(l *layer) bool { return l.hosted })
+}
+
+// Settle receives what the last runs have measured.
+func (ls *Layers) Settle() error {
+	var errs []error
+	for _, l := range ls.layers {
+		errs = append(errs, l.receive(&l.flights[ls.next], true), l.receive(l.lastFlight(), true))
+	}
+	return errors.Join(errs...)
 }
 
 func (l *layer) latticeState() kasminakernel.State {
@@ -114,10 +197,10 @@ func (l *layer) latticeState() kasminakernel.State {
 
 // at is where the device has an array of the layer's report.
 func (l *layer) at(word int) gpu.Ptr {
-	return l.reports.memory.Ptr().Offset(4 * l.place(word))
+	return l.memory.Ptr().Offset(4 * l.place(word))
 }
 
-func (l *layer) place(word int) int { return l.Place(word, l.reports.seeds) }
+func (l *layer) place(word int) int { return l.Place(word, l.seeds) }
 
 // moving is of how many seeds the backward pass of the last run read x at least, and wrote the
 // gradient of x.
@@ -136,7 +219,7 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 	return reads, writes
 }
 
-// encode writes the state for a pass to l.next: for the kernels of all kinds but those that mix,
+// encode writes the state for a pass to l.encoded: for the kernels of all kinds but those that mix,
 // and for those.
 func (l *layer) encode(pass *op.KasminaPass) error {
 	st := kasminakernel.State{Seeds: l.Seeds, Slots: l.Slots()}
@@ -151,7 +234,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 		}
 		return s
 	}
-	err := st.Encode(l.next, func(i int) seed.Seed {
+	err := st.Encode(l.encoded, func(i int) seed.Seed {
 		s := at(i)
 		if kasminakernel.Mixes(s) {
 			s.Slot = 0
@@ -161,7 +244,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	if narrow != nil || err != nil || !l.Wide() {
 		return errors.Join(narrow, err)
 	}
-	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.next[st.Bytes():], at)
+	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.encoded[st.Bytes():], at)
 }
 
 // begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op
@@ -177,9 +260,9 @@ func (l *layer) begin(pass *op.KasminaPass) error {
 	return pass.Attached()
 }
 
-// Before receives what runs have measured, and sends the lattice's state.
-func (l *layer) Before() error {
-	f, last := &l.flights[l.reports.next], l.lastFlight()
+// before receives what runs have measured, and sends the lattice's state.
+func (l *layer) before() error {
+	f, last := &l.flights[l.next], l.lastFlight()
 	if err := l.receive(f, true); err != nil { // two runs ago
 		return err
 	}
@@ -198,12 +281,12 @@ func (l *layer) Before() error {
 		return l.receive(last, true)
 	}
 	ctx := l.m.Ctx
-	if !bytes.Equal(l.next, l.last) {
-		copy(l.staging, l.next)
+	if !bytes.Equal(l.encoded, l.last) {
+		copy(l.staging, l.encoded)
 		if err := ctx.CopyToDevice(l.State.Ptr(), l.staging, l.m.Stream); err != nil {
 			return err
 		}
-		l.last = append(l.last[:0], l.next...)
+		l.last = append(l.last[:0], l.encoded...)
 	}
 	f.mode = modeOf(f.pass)
 	l.mode = f.mode
@@ -221,34 +304,7 @@ func modeOf(pass *op.KasminaPass) (m mode) {
 }
 
 // lastFlight is that of the last run.
-func (l *layer) lastFlight() *flight { return &l.flights[1-l.reports.next] }
-
-// AppendMode adds what the run measures, and where.
-func (l *layer) AppendMode(b []byte) []byte {
-	mode := byte(l.mode.reduction) << 2
-	if l.mode.telemetry {
-		mode |= 1
-	}
-	if l.mode.histogram {
-		mode |= 2
-	}
-	if l.hosted {
-		mode |= 1 << 4
-	}
-	return append(b, mode)
-}
-
-// After comes behind that of the reports.
-func (l *layer) After() error {
-	l.lastFlight().busy = !l.hosted
-	return nil
-}
-
-// Settle receives what the last runs have measured.
-func (l *layer) Settle() error {
-	before := &l.flights[l.reports.next]
-	return errors.Join(l.receive(before, true), l.receive(l.lastFlight(), true))
-}
+func (l *layer) lastFlight() *flight { return &l.flights[1-l.next] }
 
 // receive gives the lattice what a run has measured, if it has arrived or shall be waited for.
 func (l *layer) receive(f *flight, wait bool) error {
@@ -333,6 +389,3 @@ func unlessScaled(err error, scale float32) error {
 	}
 	return err
 }
-
-// OnHost reports whether the run under way computes the layer on the host.
-func (l *layer) OnHost() bool { return l.hosted }

@@ -27,7 +27,7 @@ func operands(c *program.Call) map[string]*program.Array {
 // Run enqueues a pass of a layer as the run under way has it: on the device or on the host, with
 // telemetry or without. Where it is whole, it leaves nothing for a later launch.
 func (ls *Layers) Run(c *program.Call, p program.KasminaPass, whole bool) error {
-	l, a := ls.all[p.Layer], operands(c)
+	l, a := ls.of[p.Layer], operands(c)
 	backward := a["G"] != nil
 	if l.hosted {
 		clearSums(p)
@@ -124,7 +124,7 @@ func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*
 // Measures reports whether a call is a pass that measures in the run under way.
 func (ls *Layers) Measures(c *program.Call) bool {
 	p, ok := c.Params.(program.KasminaPass)
-	return ok && !p.Replay && ls.all[p.Layer].mode.telemetry
+	return ok && !p.Replay && ls.of[p.Layer].mode.telemetry
 }
 
 // CanMeasure reports whether a call is a pass that can measure.
@@ -146,13 +146,13 @@ func (ls *Layers) Save(c *program.Call) error {
 // Unmeasured enqueues a pass without telemetry.
 func (ls *Layers) Unmeasured(c *program.Call) error {
 	p := c.Params.(program.KasminaPass)
-	return ls.unmeasured(ls.all[p.Layer], p, operands(c), p.Spare)
+	return ls.unmeasured(ls.of[p.Layer], p, operands(c), p.Spare)
 }
 
 // Note tells a layer's lattice what its pass took, without telemetry and with it.
 func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(program.KasminaPass)
-	l := ls.all[p.Layer]
+	l := ls.of[p.Layer]
 	seeds := 2 * l.Seeds // read and written, in x and y
 	if a := operands(c); a["G"] != nil {
 		reads, writes := l.moving(a["G"].Ptr() == a["DX"].Ptr())

@@ -14,7 +14,6 @@ import (
 // start writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks
 // at a slot when a seed begins to compute with it.
 type start struct {
-	run.Idle
 	program.KasminaStart
 	m          *Machine
 	pass       state.Pass
@@ -26,8 +25,8 @@ func newStart(m *Machine, k program.KasminaStart) *start {
 	return &start{KasminaStart: k, m: m, seen: make([]bool, slots), used: make([]bool, slots)}
 }
 
-// Before looks at the slots that seeds begin to use.
-func (s *start) Before() error {
+// before looks at the slots that seeds begin to use.
+func (s *start) before() error {
 	s.Op.Lattice.Begin(&s.pass, false)
 	clear(s.used)
 	var scales []float32 // read once, if a slot is new

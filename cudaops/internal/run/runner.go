@@ -9,16 +9,13 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Attendant has work of its own around every run, on the machine's stream but outside of what is
-// captured.
+// Attendant has work of its own around every run, outside of what is captured.
 type Attendant interface {
 	// AppendMode adds to b what tells this run's work from that of other runs, which are captured
 	// apart.
 	AppendMode(b []byte) []byte
 	// OnHost reports whether the run under way computes something of the attendant's on the host.
 	OnHost() bool
-	Before() error // ahead of a run, when the last one's inputs have left their staging memory
-	After() error  // when a run's work is on its way, to bring back what it leaves
 	Settle() error // all that was asked for is done: take in what came back
 }
 
@@ -34,15 +31,6 @@ type Beside interface {
 	Done()                 // a run with the work, or what was captured of it, is on its way
 }
 
-// Idle is an attendant that does nothing, for others to embed.
-type Idle struct{}
-
-func (Idle) AppendMode(b []byte) []byte { return b }
-func (Idle) OnHost() bool               { return false }
-func (Idle) Before() error              { return nil }
-func (Idle) After() error               { return nil }
-func (Idle) Settle() error              { return nil }
-
 // Scale is the loss scale of a machine.
 type Scale struct {
 	Now optimizer.LossScale // as on the device
@@ -54,13 +42,13 @@ type Scale struct {
 // what was captured of that.
 type Runner struct {
 	*Executor
-	Program    *program.Program
-	Attendants []Attendant
-	Beside     Beside // nil for none
-	State      State
-	Scale      Scale
+	Program   *program.Program
+	Attendant Attendant
+	Beside    Beside // nil for none
+	State     State
+	Scale     Scale
 
-	recorded Recordings[string] // by what the attendants do
+	recorded Recordings[string] // by what the attendant does
 	now      *Recording         // that of the run under way, or of the last one
 	due      bool               // the run under way has work beside it
 }
@@ -100,7 +88,7 @@ func (all Recordings[K]) Drop(ctx gpu.Context) error {
 	return errors.Join(errs...)
 }
 
-// recordings is how many kinds of runs are kept. Attendants seldom have more than two modes, and
+// recordings is how many kinds of runs are kept. Kasmina layers seldom have more than two modes, and
 // change them together.
 const recordings = 16
 
@@ -110,8 +98,8 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 	defer r.State.On(Run)
 	r.Scale.Carried = r.Scale.Now.Scale
 	var mode []byte
-	for _, a := range r.Attendants {
-		mode = a.AppendMode(mode)
+	if r.Attendant != nil {
+		mode = r.Attendant.AppendMode(mode)
 	}
 	captured := !r.OnHost()
 	if r.due = false; r.Beside != nil {
@@ -151,7 +139,7 @@ func (r *Runner) OnHost() bool {
 	return slices.ContainsFunc(r.Program.Calls, func(c *program.Call) bool {
 		_, host := c.Params.(program.HostOp)
 		return host
-	}) || slices.ContainsFunc(r.Attendants, Attendant.OnHost)
+	}) || r.Attendant != nil && r.Attendant.OnHost()
 }
 
 // Replay enqueues work as it is the first time, which loads modules: a capture does not allow that.
@@ -228,11 +216,10 @@ func (r *Runner) Drop() error {
 	return r.recorded.Drop(r.Ctx)
 }
 
-// Settle lets the attendants take in what came back.
+// Settle lets the attendant take in what came back.
 func (r *Runner) Settle() error {
-	var errs []error
-	for _, a := range r.Attendants {
-		errs = append(errs, a.Settle())
+	if r.Attendant == nil {
+		return nil
 	}
-	return errors.Join(errs...)
+	return r.Attendant.Settle()
 }
