@@ -160,17 +160,7 @@ func (ls *Layers) After() error {
 // AppendMode adds what the run measures, and where.
 func (ls *Layers) AppendMode(b []byte) []byte {
 	for _, l := range ls.layers {
-		mode := byte(l.mode.reduction) << 2
-		if l.mode.telemetry {
-			mode |= 1
-		}
-		if l.mode.histogram {
-			mode |= 2
-		}
-		if l.hosted {
-			mode |= 1 << 4
-		}
-		b = append(b, mode)
+		b = fmt.Appendf(b, "%v %v,", l.mode, l.hosted)
 	}
 	return b
 }
@@ -222,7 +212,7 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 // encode writes the state for a pass to l.encoded: for the kernels of all kinds but those that mix,
 // and for those.
 func (l *layer) encode(pass *op.KasminaPass) error {
-	st := kasminakernel.State{Seeds: l.Seeds, Slots: l.Slots()}
+	st := l.Shape().State
 	var narrow error
 	at := func(i int) seed.Seed {
 		s := pass.Seed(i)
@@ -244,7 +234,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	if narrow != nil || err != nil || !l.Wide() {
 		return errors.Join(narrow, err)
 	}
-	return kasminakernel.Mixing{Seeds: st.Seeds, Slots: st.Slots}.Encode(l.encoded[st.Bytes():], at)
+	return l.Mixing().Mixing.Encode(l.encoded[st.Bytes():], at)
 }
 
 // begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op
