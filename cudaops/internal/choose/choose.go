@@ -37,13 +37,13 @@ type Config struct {
 // Chooser chooses the ways of a machine.
 type Chooser struct {
 	Config
-	x     *run.Executor
-	store *tune.Store // nil where nothing is timed
-	made  []optime.Choice
-	known map[string]int    // positions in made
-	older []optime.Choice   // of a program that is not made use of
-	given map[string]string // ways, as in known; nil where none are given
-	full  bool              // has been told: there was no memory to time in
+	x       *run.Executor
+	store   *tune.Store // nil where nothing is timed
+	made    []optime.Choice
+	numbers map[string]int           // in made, from 1 on
+	known   map[string]optime.Choice // also of a program that is not made use of
+	given   map[string]string        // ways, as in known; nil where none are given
+	full    bool                     // has been told: there was no memory to time in
 }
 
 const (
@@ -55,7 +55,8 @@ const (
 
 // New returns a chooser whose timings run on x.
 func New(x *run.Executor, c Config) *Chooser {
-	t := &Chooser{Config: c, x: x, known: map[string]int{}}
+	t := &Chooser{Config: c, x: x, numbers: map[string]int{},
+		known: map[string]optime.Choice{}}
 	if t.Least == 0 {
 		t.Least = leastOperations
 	}
@@ -88,8 +89,8 @@ func (t *Chooser) Of(choice int) (c optime.Choice, ok bool) {
 // Again begins anew, for another program of the same graph, whose choices are those of the one
 // before.
 func (t *Chooser) Again() {
-	t.older, t.made = t.made, nil
-	clear(t.known)
+	t.made = nil
+	clear(t.numbers)
 }
 
 // Tunes reports whether anything may be timed, here or where the given choices come from.
@@ -202,17 +203,8 @@ func (j job) names() (names []string) {
 func (t *Chooser) choose(j job) (way, choice int, err error) {
 	key := j.Op + " " + j.Shape
 	names := j.names()
-	if i, ok := t.known[key]; ok {
-		if way := slices.Index(names, t.made[i].Way); way >= 0 {
-			return way, i + 1, nil
-		}
-	}
-	if i := slices.IndexFunc(t.older, func(c optime.Choice) bool {
-		return c.Op == j.Op && c.Shape == j.Shape
-	}); i >= 0 {
-		if way := slices.Index(names, t.older[i].Way); way >= 0 {
-			return way, t.note(key, t.older[i]), nil
-		}
+	if way := slices.Index(names, t.known[key].Way); way >= 0 {
+		return way, t.note(key), nil
 	}
 	c := optime.Choice{Op: j.Op, Shape: j.Shape, Of: len(names), Ways: names, Source: optime.ByRule}
 	left, forced := t.Rules.Allowed(j.Op, names, t.Warn)
@@ -235,14 +227,18 @@ func (t *Chooser) choose(j job) (way, choice int, err error) {
 		}
 	}
 	c.Way = names[way]
-	return way, t.note(key, c), nil
+	t.known[key] = c
+	delete(t.numbers, key)
+	return way, t.note(key), nil
 }
 
-// note adds a choice.
-func (t *Chooser) note(key string, c optime.Choice) (choice int) {
-	t.known[key] = len(t.made)
-	t.made = append(t.made, c)
-	return len(t.made)
+// note returns the number of a choice, which is made if it has none.
+func (t *Chooser) note(key string) (choice int) {
+	if t.numbers[key] == 0 {
+		t.made = append(t.made, t.known[key])
+		t.numbers[key] = len(t.made)
+	}
+	return t.numbers[key]
 }
 
 // timed returns the fastest of some ways: as it is stored, or timed and stored.

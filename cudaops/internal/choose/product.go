@@ -45,9 +45,7 @@ func (t *Chooser) product(m *program.Matmul, args []program.Arg) (*run.Plan, err
 // ownWays lists the ways that this module has for a product of float8 which is worth timing, or for
 // which a rule asks for one.
 func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
-	whole := gpu.MatmulSpec{M: m.M, N: m.N, K: m.K, TransB: true, A: gpu.Float8E4M3,
-		B: gpu.Float8E4M3, D: m.D, Align: m.Align}
-	if whole, err := whole.Normal(); err != nil || m != whole || m.Align < program.VectorBytes {
+	if !m.Scaled() || m.Align < program.VectorBytes {
 		return nil
 	}
 	ways := t.Ways(gemm.Product{ProductShape: run.ProductShape(m), Type: m.D})

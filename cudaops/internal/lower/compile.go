@@ -163,9 +163,6 @@ func (c *compiler) newCall(n *gorgonia.Node, params any, args ...program.Arg) *p
 	args = slices.DeleteFunc(args, func(a program.Arg) bool {
 		return a.Array == nil || a.Buffer == nil
 	})
-	if n == nil { // of no graph
-		return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
-	}
 	return &program.Call{Op: graph.OpName(n), Node: graph.Describe(n), Layer: c.layers.Of(n),
 		Params: params, Args: args}
 }
