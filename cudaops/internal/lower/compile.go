@@ -114,11 +114,18 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 		return err
 	}
 	for _, n := range sorted {
-		if o, ok := n.Op().(*op.LinearCrossEntropyGradOp); ok {
+		after := -1 // the input that a node has only to come behind it
+		switch o := n.Op().(type) {
+		case *op.LinearCrossEntropyGradOp:
 			c.gradients[o.Forward] = append(c.gradients[o.Forward], n)
+		case *op.SiLUMLPGradOp:
+			c.gradients[o.Forward] = append(c.gradients[o.Forward], n)
+			after = 4
 		}
-		for _, child := range graph.Children(n) {
-			c.users[child] = append(c.users[child], n)
+		for i, child := range graph.Children(n) {
+			if i != after {
+				c.users[child] = append(c.users[child], n)
+			}
 		}
 	}
 	for _, n := range sorted {

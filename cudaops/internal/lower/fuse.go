@@ -129,22 +129,19 @@ func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	return nil
 }
 
+// added returns the sum that alone uses n, and what n is added to there. The latter is nil if there
+// is no such sum, or if it is not there yet.
+func (c *compiler) added(n *gorgonia.Node) (sum *gorgonia.Node, to *program.Array) {
+	sum = c.sole(n)
+	return sum, c.activation(other(sum, n))
+}
+
 // fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and
 // that.
 func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node,
 	[]*program.Array, *program.Array) (*program.Array, error)) (bool, error) {
-	var sum *gorgonia.Node
-	for _, u := range c.users[n] {
-		if isOp[*op.SiLUMLPGradOp](u) && slices.Index(graph.Children(u), n) == 4 {
-			continue // which has the result as an input only to come after it
-		}
-		if sum != nil && u != sum {
-			return false, nil
-		}
-		sum = u
-	}
-	add := c.activation(other(sum, n))
-	if add == nil || c.kept[n] {
+	sum, add := c.added(n)
+	if add == nil {
 		return false, nil
 	}
 	y, err := lower(c, n, c.operands(n), add)
@@ -179,11 +176,7 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 func (c *compiler) fuseGrad(n *gorgonia.Node, lower func(n *gorgonia.Node, in []*program.Array,
 	add *program.Array, sum *gorgonia.Node) *program.Array) bool {
 	dx := c.partOf(n, 0)
-	if dx == nil {
-		return false
-	}
-	sum := c.sole(dx)
-	add := c.activation(other(sum, dx))
+	sum, add := c.added(dx)
 	if add == nil {
 		return false
 	}

@@ -1,8 +1,6 @@
 package lower
 
 import (
-	"slices"
-
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
@@ -61,7 +59,7 @@ func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array,
 
 // gate adds what forms s.ab and s.h, of one row h alone unless there is a gradient.
 func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
-	if x.Shape[0] == 1 && !slices.ContainsFunc(c.users[n], isOp[*op.SiLUMLPGradOp]) {
+	if x.Shape[0] == 1 && len(c.gradients[n.Op()]) == 0 {
 		call := c.call(n, decode.Gated{F: s.h.Shape[1], D: x.Shape[1], GELU: s.gelu, Type: x.Type,
 			Steady: s.weights.Resident && len(c.Calls) > 0},
 			program.Writes("H", s.h), program.Reads("X", x), program.Reads("W", s.weights))
