@@ -388,13 +388,9 @@ func (m *Machine) RunAll() (err error) {
 	if err := m.layers.Before(); err != nil {
 		return err
 	}
-	if err := m.inputs.SendAll(); err != nil {
-		return err
-	}
-	if err := ctx.Record(m.sent, m.runner.Stream); err != nil {
-		return err
-	}
-	if err := m.runner.Compute(m.observe); err != nil {
+	if err := run.InTurn(m.inputs.SendAll,
+		func() error { return ctx.Record(m.sent, m.runner.Stream) },
+		func() error { return m.runner.Compute(m.observe) }); err != nil {
 		return err
 	}
 	if err := m.layers.After(); err != nil {

@@ -122,20 +122,16 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 		if read != nil {
 			c.read = func(n *gorgonia.Node, put func([]byte, gpu.DType) error) error {
 				return read(n, func(part []byte, t Precision) error {
-					stored, ok := storedAs[t]
-					if !ok {
+					if t >= Float8 {
 						return fmt.Errorf("numbers of type %v, want Float32, Float16 or BFloat16", t)
 					}
-					return put(part, stored)
+					return put(part, storedAs[t])
 				})
 			}
 		}
 		return c.AddParams(params...)
 	}
 }
-
-var storedAs = map[Precision]gpu.DType{Float32: gpu.Float32, Float16: gpu.Float16,
-	BFloat16: gpu.BFloat16}
 
 // WithParamsOf makes inputs that have the name and shape of another machine's parameters use its
 // memory, without a copy. That is for a graph that evaluates a model, beside the one that trains
@@ -220,6 +216,10 @@ const (
 
 var precisionNames = []string{Float32: "f32", BFloat16: "bf16", Float16: "f16", Float8: "f8"}
 
+// storedAs is how activations are stored.
+var storedAs = []gpu.DType{Float32: gpu.Float32, BFloat16: gpu.BFloat16, Float16: gpu.Float16,
+	Float8: gpu.BFloat16}
+
 // String returns the precision's name: f32, bf16, f16 or f8.
 func (p Precision) String() string {
 	return enum.Name(p, "Precision", precisionNames)
@@ -248,17 +248,10 @@ func (p *Precision) UnmarshalText(text []byte) error {
 // WithPrecision sets the precision. The default is Float32.
 func WithPrecision(p Precision) MachineOption {
 	return func(c *machineConfig) error {
-		switch p {
-		case Float32:
-			c.act = gpu.Float32
-		case BFloat16, Float8:
-			c.act = gpu.BFloat16
-		case Float16:
-			c.act = gpu.Float16
-		default:
+		if int(p) >= len(storedAs) {
 			return fmt.Errorf("WithPrecision: got %d, want Float32, BFloat16, Float16 or Float8", p)
 		}
-		c.scaled, c.float8 = p == Float16, p == Float8
+		c.act, c.scaled, c.float8 = storedAs[p], p == Float16, p == Float8
 		return nil
 	}
 }
@@ -308,7 +301,7 @@ func (c *machineConfig) narrowGradients() error {
 	if c.act != gpu.BFloat16 {
 		return fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and "+
 			"Float8, and WithPrecision has %v: leave out one of them",
-			c.grads, map[gpu.DType]Precision{gpu.Float32: Float32, gpu.Float16: Float16}[c.act])
+			c.grads, Precision(slices.Index(storedAs, c.act)))
 	}
 	c.narrow = gpu.BFloat16
 	return nil

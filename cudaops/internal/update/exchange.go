@@ -35,14 +35,10 @@ func (x *Optimizer) open() (err error) {
 	if s.side.Stream, err = x.m.Ctx.NewUrgentStream(); err != nil {
 		return err
 	}
-	if s.fork, err = x.memory.NewEvent(false); err != nil {
-		return err
-	}
-	if s.most, err = x.memory.NewEvent(false); err != nil {
-		return err
-	}
-	if s.joined, err = x.memory.NewEvent(false); err != nil {
-		return err
+	for _, e := range []*gpu.Event{&s.fork, &s.most, &s.joined} {
+		if *e, err = x.memory.NewEvent(false); err != nil {
+			return err
+		}
 	}
 	return x.connect(s.group.Size())
 }

@@ -112,13 +112,10 @@ func (x *Optimizer) move(buffers []*program.Buffer, bytes int) error {
 	}
 	x.m.Inputs.Laid = at
 	for _, b := range buffers {
-		if err := x.m.Ctx.CopyOnDevice(at, b.Base, b.Bytes, x.m.Stream); err != nil {
-			return err
-		}
-		if err := x.m.Ctx.SyncStream(x.m.Stream); err != nil {
-			return err
-		}
-		if err := x.m.Memory.Free(b.Base); err != nil {
+		if err := run.InTurn(
+			func() error { return x.m.Ctx.CopyOnDevice(at, b.Base, b.Bytes, x.m.Stream) },
+			func() error { return x.m.Ctx.SyncStream(x.m.Stream) },
+			func() error { return x.m.Memory.Free(b.Base) }); err != nil {
 			return err
 		}
 		b.Base = at

@@ -237,19 +237,16 @@ func (x *Optimizer) loadState() error {
 	return x.m.Ctx.SyncStream(x.m.Stream)
 }
 
-// newMoment is memory for what is remembered of some elements of a parameter.
-func (x *Optimizer) newMoment(shape ...int) (*program.Array, error) {
-	a := momentAt(0, shape...)
-	var err error
-	a.Base, err = x.memory.Alloc(a.Buffer.Bytes, "the optimiser's state")
-	return a, err
-}
-
-func momentAt(base gpu.Ptr, shape ...int) *program.Array {
-	a := &program.Array{Buffer: &program.Buffer{Resident: true, Base: base}, Type: gpu.Float32,
+// newMoment is what is remembered of some elements of a parameter: memory of a machine before that
+// begins at an address, if there is some, else new memory.
+func (x *Optimizer) newMoment(kept gpu.Ptr, shape ...int) (a *program.Array, err error) {
+	a = &program.Array{Buffer: &program.Buffer{Resident: true, Base: kept}, Type: gpu.Float32,
 		Shape: shape}
 	a.Buffer.Bytes = max(1, a.Extent())
-	return a
+	if !x.memory.Take(kept, a.Buffer.Bytes) {
+		a.Base, err = x.memory.Alloc(a.Buffer.Bytes, "the optimiser's state")
+	}
+	return a, err
 }
 
 // remember copies what the optimiser knows of a moment of this rank's part of a parameter to the
@@ -260,7 +257,7 @@ func (x *Optimizer) remember(i int, known optim.Tensor) (*program.Array, error) 
 	if x.share != nil {
 		shape = []int{to - from}
 	}
-	a, err := x.newMoment(shape...)
+	a, err := x.newMoment(0, shape...)
 	switch data, ok := known.Data.([]float32); {
 	case err != nil:
 	case ok && from < to:
@@ -278,12 +275,8 @@ func (x *Optimizer) inherit(p *Param, k *run.KeptParam, moment string) (*program
 		return nil, fmt.Errorf("%s has no %s, which another optimiser remembers",
 			p.Input.Node.Name(), moment)
 	}
-	a := momentAt(from, p.Input.Array.Shape...)
-	if x.memory.Take(from, a.Buffer.Bytes) {
-		return a, nil
-	}
-	a, err := x.newMoment(p.Input.Array.Shape...)
-	if err == nil {
+	a, err := x.newMoment(from, p.Input.Array.Shape...)
+	if err == nil && a.Ptr() != from {
 		err = x.m.Ctx.CopyOnDevice(a.Ptr(), from, a.Extent(), x.m.Stream)
 	}
 	return a, err
@@ -408,25 +401,11 @@ func (x *Optimizer) Wait() (optimizer.Control, error) {
 	return c, nil
 }
 
-// launch launches an update's calls.
+// launch launches an update's calls: those that change the parameters, all of them, or with other
+// ranks those of this rank, and what brings the others'; and those that make anew what is made of
+// them. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which leaves
+// their sum as it is, or NaN, at which the update is not made, at any rank.
 func (x *Optimizer) launch(loss *program.Array) error {
-	if err := x.updateParams(loss); err != nil {
-		return err
-	}
-	if err := x.m.Calls(x.renew); err != nil {
-		return err
-	}
-	if err := x.m.Inputs.Quantize(x.Updates); err != nil {
-		return err
-	}
-	return ClearSums(x.m.Runner)
-}
-
-// updateParams launches the calls that change the parameters: all of them, or with other ranks
-// those of this rank, and what brings the others'. Where there is a loss, 0·loss stands among the
-// squares of the gradients: 0, which leaves their sum as it is, or NaN, at which the update is not
-// made, at any rank.
-func (x *Optimizer) updateParams(loss *program.Array) error {
 	at := x.squares.Offset(4 * x.all.Chunks)
 	byLoss := newCall(program.Zero{Ptr: at, Bytes: 4})
 	if loss != nil {
@@ -442,7 +421,10 @@ func (x *Optimizer) updateParams(loss *program.Array) error {
 				program.Updates("Scale", x.m.Program.Scale)))
 		},
 		func() error { return x.m.Calls(x.applying()) },
-		x.bringHome)
+		x.bringHome,
+		func() error { return x.m.Calls(x.renew) },
+		func() error { return x.m.Inputs.Quantize(x.Updates) },
+		func() error { return ClearSums(x.m.Runner) })
 }
 
 // ClearSums sets the gathered gradients of a program to zero.
