@@ -140,40 +140,16 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 // Launch does what a structure says.
 func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	switch p := params.(type) {
-	case normkernel.RMSNormBackward:
-		params = leftInParts(p)
-	case normkernel.SumRMSNormParts:
-		params = normkernel.SumRMSNormParts{All: copied(p.All)}
-	case kasmina.MergeRecords:
-		params = kasmina.MergeRecords{All: copied(p.All)}
-	case kasmina.SumParts:
-		params = kasmina.SumParts{All: copied(p.All)}
 	case kasmina.Forward:
-		params = kasmina.WideForward{Forward: forwardLeft(p)}
+		params = kasmina.WideForward{Forward: p}
 	case kasmina.Backward:
-		params = kasmina.WideBackward{Backward: backwardLeft(p, false)}
-	case kasmina.WideForward:
-		p.Forward = forwardLeft(p.Forward)
-		params = p
-	case kasmina.WideBackward:
-		p.Backward = backwardLeft(p.Backward, true)
-		params = p
+		params = kasmina.WideBackward{Backward: p}
 	}
 	compute, ok := k.computes[reflect.TypeOf(params)]
 	if !ok {
 		return fmt.Errorf("the fake has no %T", params)
 	}
 	return k.launch(s, func(l *fake.Launch) { compute(l, params) })
-}
-
-// copied is what is left when a launch is made, whatever comes there before it is computed.
-func copied[T any](all []*T) []*T {
-	now := make([]*T, len(all))
-	for i, p := range all {
-		v := *p
-		now[i] = &v
-	}
-	return now
 }
 
 // compute is what a launch of one type does.
@@ -191,7 +167,7 @@ func (k *fakeKernels) all() []compute {
 	return []compute{
 		of(k.Unary), of(k.Binary), of(k.Cast), of(k.Axpby), of(k.Reduce), of(k.Copy),
 		of(k.Softmax), of(k.SoftmaxBackward), of(k.Normalize), of(k.NormalizeBackward),
-		of(k.RMSNorm), of(k.RMSNormBackward), of(k.AddRMSNormParts), of(k.RoPE),
+		of(k.RMSNorm), of(k.RMSNormBackward), of(k.RoPE),
 		of(k.Attention), of(k.AttentionBackward), of(k.AttentionDocuments),
 		of(k.Embedding), of(k.EmbeddingBackward), of(k.SiLUMul), of(k.SiLUMulBackward),
 		of(k.CrossEntropyScale), of(k.CrossEntropy), of(k.CrossEntropyMean),
@@ -200,8 +176,7 @@ func (k *fakeKernels) all() []compute {
 		of(k.Symmetric), of(k.Quantize), of(k.QuantizeColumns), of(k.QuantizeWeights),
 		of(k.GradSquares), of(k.GradNorm), of(k.AdamW), of(k.MuonDirection), of(k.MuonApply),
 		of(k.DecodeAttention), of(k.DecodeProduct), of(k.DecodeGated),
-		of(k.KasminaForward), of(k.KasminaBackward), of(k.MergeKasminaRecords),
-		of(k.AddKasminaParts),
+		of(k.KasminaForward), of(k.KasminaBackward),
 	}
 }
 
@@ -393,22 +368,6 @@ func (k *fakeKernels) RMSNorm(l *fake.Launch, a normkernel.RMSNorm) {
 }
 
 func (k *fakeKernels) Build(units ...string) string { return "fake " + strings.Join(units, " ") }
-
-func (k *fakeKernels) AddRMSNormParts(l *fake.Launch, a normkernel.SumRMSNormParts) {
-	for _, p := range a.All {
-		copy(floatsAt(l, p.DW, p.D), floatsAt(l, p.Partial, p.D))
-	}
-}
-
-// leftInParts has the gradient of weights left where a later launch finds it.
-func leftInParts(a normkernel.RMSNormBackward) normkernel.RMSNormBackward {
-	if a.Parts != nil {
-		*a.Parts = normkernel.RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: 1,
-			D: a.D}
-		a.DW = a.Workspace
-	}
-	return a
-}
 
 func (k *fakeKernels) RMSNormBackward(l *fake.Launch, a normkernel.RMSNormBackward) {
 	n := a.Rows * a.D

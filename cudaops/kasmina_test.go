@@ -34,28 +34,6 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-func (k *fakeKernels) MergeKasminaRecords(l *fake.Launch, a kasmina.MergeRecords) {
-	for _, r := range a.All {
-		n := kasmina.ForwardFigures * r.Seeds
-		copy(floatsAt(l, r.Figures, n), floatsAt(l, r.Records, n))
-	}
-}
-
-func (k *fakeKernels) AddKasminaParts(l *fake.Launch, a kasmina.SumParts) {
-	for _, p := range a.All {
-		if p.Units == 0 {
-			continue
-		}
-		n, slots := kasmina.BackwardFigures*p.Layer.State.Seeds, p.Layer.State.Slots
-		sums := floatsAt(l, p.Total, slots*(p.Layer.Chunk+1))
-		copy(floatsAt(l, p.DWeights, slots*p.Layer.Chunk), sums)
-		copy(floatsAt(l, p.DScales, slots), sums[slots*p.Layer.Chunk:])
-		if p.Figures != 0 {
-			copy(floatsAt(l, p.Figures, n), floatsAt(l, p.Records, n))
-		}
-	}
-}
-
 // kasminaPlan reads the state of a layer from the device.
 func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide kasmina.Wide,
 	r seed.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
@@ -95,19 +73,6 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide kasmina.Wide,
 		floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
 
-// forwardLeft has what a pass measures left where a later launch finds it.
-func forwardLeft(f kasmina.Forward) kasmina.Forward {
-	if f.Records != nil {
-		*f.Records = kasmina.Records{}
-		if f.Telemetry && f.Reduction == seed.Exact {
-			*f.Records = kasmina.Records{Figures: f.Figures,
-				Records: f.Workspace, Seeds: f.State.Seeds}
-			f.Figures = f.Workspace
-		}
-	}
-	return f
-}
-
 func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.WideForward) {
 	p, in := kasminaPlan(l, f.Layer, f.Wide, f.Reduction)
 	p.Limit = nil
@@ -134,26 +99,6 @@ func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.WideForward) {
 			copy(bins[i*kasmina.Bins:], h[:])
 		}
 	}
-}
-
-// backwardLeft likewise, but for wide slots, whose gradients the pass itself adds up.
-func backwardLeft(b kasmina.Backward, wide bool) kasmina.Backward {
-	if b.Parts != nil {
-		*b.Parts = kasmina.Parts{}
-		if !wide && (!b.Telemetry || b.Reduction == seed.Exact) {
-			seeds, slots := b.State.Seeds, b.State.Slots
-			left := kasmina.Parts{Layer: b.Layer, DWeights: b.DWeights,
-				DScales: b.DScales, Units: seeds,
-				Total: b.Workspace.Offset(4 * kasmina.BackwardFigures * seeds)}
-			if b.Telemetry {
-				left.Figures, left.Records = b.Figures, b.Workspace
-				b.Figures = b.Workspace
-			}
-			b.DWeights, b.DScales = left.Total, left.Total.Offset(4*slots*b.Chunk)
-			*b.Parts = left
-		}
-	}
-	return b
 }
 
 func (k *fakeKernels) KasminaBackward(l *fake.Launch, b kasmina.WideBackward) {

@@ -212,7 +212,6 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	if err := m.chooser.Program(p); err != nil {
 		return nil, err
 	}
-	schedule.JoinSums(p)
 	if m.config.ranks != nil {
 		schedule.PutOff(p, lastProducts)
 	}

@@ -55,7 +55,6 @@ func TestModelIsFused(t *testing.T) {
 		"Attention": 12, "SiLUMLP": 60} {
 		both[name+"Grad"] = n
 	}
-	both["RMSNormWeightGrad"] = 1
 	check := func(kind llm.GraphKind, want map[string]int, opts ...MachineOption) *Machine {
 		t.Helper()
 		g, err := m.Graph(kind, 2)

@@ -28,13 +28,10 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	tables "github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
-	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -581,55 +578,31 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 	return loss, weights
 }
 
-// partsMemory is as much as is kept for later launches.
-const partsMemory = 64 << 20
-
-// TestSums wants what passes leave in parts to be added up together, but before a result is needed
-// and without keeping too much. The gradients are those of a tape machine.
-func TestSums(t *testing.T) {
+// TestNorms wants the gradients of weights of a tape machine, also where they are added up over runs,
+// and over norms that share them.
+func TestNorms(t *testing.T) {
 	seed := randomSeed(t)
-	// whose parts take so many bytes a column
-	pass := norm.RMSNormBackward{D: 1 << 20, Type: gpu.Float32}
-	each := pass.WorkspaceBytes(fake.New(fake.Config{}).Devices()[0]) / pass.D
-	for _, c := range []struct {
-		name           string
-		norms, rows, d int
-		shared         bool // all norms have the same weights, whose gradients are added up
-		opts           []MachineOption
-		launches       int
-		compiled       bool // and not run
+	for name, c := range map[string]struct {
+		shared bool
+		opts   []MachineOption
 	}{
-		{name: "all at once", norms: 5, rows: 4, d: 6, launches: 1},
-		{name: "gathered", norms: 5, rows: 4, d: 6, launches: 1,
-			opts: []MachineOption{WithAccumulation()}},
-		{name: "added up", norms: 4, rows: 4, d: 6, shared: true, launches: 1},
-		{name: "much memory", norms: 4, rows: 1, d: partsMemory/each/2 - 64,
-			launches: 2, compiled: true},
-		{name: "much memory each", norms: 3, rows: 1, d: partsMemory/each + 64,
-			launches: 3, compiled: true},
+		"plain": {}, "shared": {shared: true},
+		"gathered": {opts: []MachineOption{WithAccumulation()}},
 	} {
-		check := func(t *testing.T, device *Device, opts ...MachineOption) {
-			loss, weights := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
-			m := openMachine(t, device, loss.Graph(), append(append(opts, c.opts...),
-				WithParams(weights...), WithOutputs(loss))...)
-			require.Equal(t, c.launches, tasksOf(m)["RMSNormWeightGrad"])
-			if c.compiled {
-				return
-			}
-			same, want := normChain(t, seed, c.norms, c.rows, c.d, c.shared)
-			tape := tapeMachine(t, same.Graph())
-			require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
-			for i, w := range weights {
-				require.Less(t, distance(t, gathered(t, m, w), want[i].Deriv().Value()), 1e-4, i)
-			}
-		}
-		t.Run(c.name+"/fake", func(t *testing.T) {
-			device, _ := openFake(t, fake.Config{})
-			check(t, device, WithStrict())
+		t.Run(name, func(t *testing.T) {
+			onEach(t, func(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+				loss, weights := normChain(t, seed, 5, 4, 6, c.shared)
+				m := openMachine(t, device, loss.Graph(), append(append(opts, c.opts...),
+					WithStrict(), WithParams(weights...), WithOutputs(loss))...)
+				same, want := normChain(t, seed, 5, 4, 6, c.shared)
+				tape := tapeMachine(t, same.Graph())
+				require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
+				for i, w := range weights {
+					require.Less(t, distance(t, gathered(t, m, w), want[i].Deriv().Value()),
+						tolerance, i)
+				}
+			}, map[string]float64{"fake": 1e-4, "float32": 1e-4})
 		})
-		if !c.compiled {
-			t.Run(c.name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
-		}
 	}
 }
 
@@ -647,9 +620,9 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	return v
 }
 
-// TestKasminaSumsGathered wants the gradients of slots before they are added to those of other
+// TestKasminaGathered wants the gradients of slots before they are added to those of other
 // runs.
-func TestKasminaSumsGathered(t *testing.T) {
+func TestKasminaGathered(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
 	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
@@ -660,96 +633,6 @@ func TestKasminaSumsGathered(t *testing.T) {
 	for i, p := range chain.params {
 		require.Less(t, distance(t, gathered(t, m, p), same.params[i].Deriv().Value()), 1e-4,
 			p.Name())
-	}
-}
-
-// TestKasminaSumsTwice wants two backward passes of one layer not to be ended by one launch. That
-// would write figures of both to one place in any order.
-func TestKasminaSumsTwice(t *testing.T) {
-	device, _ := openFake(t, fake.Config{})
-	chain := newKasminaChain(t, 1, []state.Telemetry{{Mode: state.Production}}, []int{8})
-	g := gradientsOfLayers(chain.loss.Graph())[0]
-	var layer *gorgonia.Node
-	for _, n := range chain.loss.Graph().AllNodes() {
-		if isOp[*op.KasminaOp](n) {
-			layer = n
-		}
-	}
-	again, err := layer.Op().(gorgonia.SDOp).SymDiff(graph.Children(layer), layer,
-		gorgonia.Must(gorgonia.Add(g, g)))
-	require.NoError(t, err)
-	m := openMachine(t, device, chain.loss.Graph(), WithParams(chain.params...),
-		WithOutputs(again[1]))
-	if n := tasksOf(m); n["KasminaGrad"] != 2 || n["KasminaWeightGrad"] != 2 {
-		t.Errorf("%v", n)
-	}
-}
-
-// summing counts launches that finish Kasmina passes, by how many passes have left something.
-type summing struct {
-	run.Launcher
-	figures, gradients map[int]int
-}
-
-func (k *summing) Launch(s gpu.Stream, params any) error {
-	switch p := params.(type) {
-	case kasmina.MergeRecords:
-		k.figures[len(p.All)-count(p.All, kasmina.Records{})]++
-	case kasmina.SumParts:
-		k.gradients[len(p.All)-count(p.All, kasmina.Parts{})]++
-	}
-	return k.Launcher.Launch(s, params)
-}
-
-func count[E comparable](all []*E, e E) (n int) {
-	for _, a := range all {
-		if *a == e {
-			n++
-		}
-	}
-	return n
-}
-
-// TestKasminaSums wants the ends of all Kasmina passes to be made together, as far as they measure.
-// Where a monitor times a pass, it makes its own.
-func TestKasminaSums(t *testing.T) {
-	production, off := state.Telemetry{Mode: state.Production}, state.Telemetry{Mode: state.Off}
-	seeds := []int{8, 4, 2}
-	for name, c := range map[string]struct {
-		telemetry []state.Telemetry
-		figures   int // passes that leave some
-		opts      []MachineOption
-	}{
-		"production": {[]state.Telemetry{production, production, production}, 3, nil},
-		"some":       {[]state.Telemetry{production, off, production}, 2, nil},
-		"off":        {[]state.Telemetry{off, off, off}, 0, nil},
-		"with a monitor": {[]state.Telemetry{production, production, off}, 2,
-			[]MachineOption{WithMonitor(2)}},
-	} {
-		device, _ := openFake(t, fake.Config{})
-		k, chain := &summing{figures: map[int]int{}, gradients: map[int]int{}},
-			newKasminaChain(t, 1, c.telemetry, seeds)
-		wrap := withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })
-		m := openMachine(t, device, chain.loss.Graph(),
-			append(c.opts, WithParams(chain.params...), wrap)...)
-		if n := tasksOf(m); n["KasminaFigures"] != 1 || n["KasminaWeightGrad"] != 1 {
-			t.Errorf("%s: %v", name, n)
-		}
-		for range 5 {
-			require.NoError(t, m.RunAll())
-		}
-		figures, gradients := k.figures[c.figures], k.gradients[len(seeds)]
-		if figures < 2 || gradients < 2 { // a run as it is, and a capture
-			t.Errorf("%s: %d launches for figures of %d passes, %d for gradients of %d", name,
-				figures, c.figures, gradients, len(seeds))
-		}
-		var apart [2]int
-		if c.opts != nil {
-			apart = [2]int{k.figures[0], k.gradients[0]}
-			require.Equal(t, [2]int{1, 1}, apart, name)
-		}
-		require.Equal(t, 2+apart[0]+apart[1], len(k.figures)+len(k.gradients),
-			"%s: launches for other numbers of passes: %v, %v", name, k.figures, k.gradients)
 	}
 }
 

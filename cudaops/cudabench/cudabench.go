@@ -90,17 +90,11 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 }
 
 func measure(ctx gpu.Context, cache int, names []string, report func(Measurement) error) error {
-	b := bench.New(ctx, cache, report)
+	var chosen []func(*bench.B)
 	for _, g := range groups {
-		if !slices.Contains(names, g.name) {
-			continue
-		}
-		for _, family := range g.families {
-			if b.Err == nil {
-				family(b)
-				b.Free()
-			}
+		if slices.Contains(names, g.name) {
+			chosen = append(chosen, g.families...)
 		}
 	}
-	return b.Close()
+	return bench.Run(ctx, cache, report, chosen...)
 }

@@ -16,9 +16,7 @@ func TestMeasure(t *testing.T) {
 	family := func(name string) func(*bench.B) {
 		return func(b *bench.B) {
 			p := b.Alloc(1, gpu.Float32)
-			b.Time(Measurement{Name: name}, func() error {
-				return b.Ctx.Memset8(p, 0, 4, b.Stream)
-			})
+			b.Time(Measurement{Name: name}, func() { b.Do(b.Ctx.Memset8(p, 0, 4, b.Stream)) })
 		}
 	}
 	groups = []group{

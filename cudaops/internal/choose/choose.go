@@ -125,7 +125,7 @@ func (t *Chooser) call(c *program.Call) error {
 	if len(ways) < 2 {
 		return nil
 	}
-	g := program.WaysOf(c, program.Whole(c.Params), tuned, ways)
+	g := program.WaysOf(c, c.Params, tuned, ways)
 	g.Plain = len(ways) - 1
 	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...),
 		computes: tuned.Tuning().Computes})

@@ -25,12 +25,11 @@ func operands(c *program.Call) map[string]*program.Array {
 }
 
 // Run enqueues a pass of a layer as the run under way has it: on the device or on the host, with
-// telemetry or without. Where it is whole, it leaves nothing for a later launch.
-func (ls *Layers) Run(c *program.Call, p program.KasminaPass, whole bool) error {
+// telemetry or without.
+func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
 	l, a := ls.of[p.Layer], operands(c)
 	backward := a["G"] != nil
 	if l.hosted {
-		clearSums(p)
 		in := []*program.Array{a["X"], a["Weights"], a["Scales"]}
 		if !backward {
 			return ls.m.passOnHost(p.Node, in, a["Y"])
@@ -38,34 +37,20 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass, whole bool) error 
 		return ls.m.passOnHost(p.Node, append(in, nil, a["G"]), a["DX"],
 			a["DWeights"], a["DScales"])
 	}
-	if whole {
-		clearSums(p)
-		p.Records, p.Parts = nil, nil
-	}
 	if p.Replay {
 		return ls.unmeasured(l, p, a, nil)
 	}
 	if backward {
 		return ls.launchBackward(l, p, a, kasminakernel.Backward{Telemetry: l.mode.telemetry,
-			Reduction: l.mode.reduction, Figures: l.at(program.KasminaGradient), Parts: p.Parts,
+			Reduction: l.mode.reduction, Figures: l.at(program.KasminaGradient),
 			Bad: l.at(program.KasminaBadG), Clipped: l.at(program.KasminaClipped)}, nil)
 	}
 	f := kasminakernel.Forward{Bad: l.at(program.KasminaBadX), Figures: l.at(program.KasminaHealth),
-		Telemetry: l.mode.telemetry, Reduction: l.mode.reduction, Records: p.Records}
+		Telemetry: l.mode.telemetry, Reduction: l.mode.reduction}
 	if l.mode.histogram {
 		f.Histogram = l.at(program.KasminaBins)
 	}
 	return ls.launchForward(l, p, a, f)
-}
-
-// clearSums says that a pass has left nothing.
-func clearSums(p program.KasminaPass) {
-	if p.Records != nil {
-		*p.Records = kasminakernel.Records{}
-	}
-	if p.Parts != nil {
-		*p.Parts = kasminakernel.Parts{}
-	}
 }
 
 // unmeasured enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil,

@@ -10,12 +10,6 @@ import (
 // Struct is the fields of a structure that a kernel takes by value, in order.
 type Struct []any
 
-// Table is structures that a kernel takes as one, with room for more.
-type Table struct {
-	Rows []Struct
-	Room int
-}
-
 // add appends values to a kernel's arguments, or to the fields of a structure. An int is one of 32
 // bits there, and an error where it does not fit: no kernel takes sizes that large. A float64 is a
 // float there, a bool an int. Ints are their address and the bytes of one.
@@ -41,8 +35,6 @@ func add(a *gpu.Args, values ...any) (err error) {
 		case bool:
 			gpu.Add(a, Bit(v))
 		case Struct:
-			err = add(a, Table{[]Struct{v}, 1})
-		case Table:
 			err = v.add(a)
 		case gpu.TensorMap:
 			// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210.
@@ -63,26 +55,22 @@ func add(a *gpu.Args, values ...any) (err error) {
 	return nil
 }
 
-// add appends the table as C lays out an array of structures. All of them have a field of 8 bytes
-// but for those of ints alone.
-func (t Table) add(a *gpu.Args) error {
+// add appends the structure as C lays it out: to a multiple of 8 bytes, if a field has as many.
+func (s Struct) add(a *gpu.Args) error {
 	var b gpu.Args
+	if err := add(&b, s...); err != nil {
+		return err
+	}
 	align := 4
-	for _, row := range t.Rows {
-		for _, v := range row {
-			switch v.(type) {
-			case gpu.Ptr, Ints, int64:
-				align = 8
-			}
-		}
-		if err := add(&b, row...); err != nil {
-			return err
-		}
-		if align == 8 && len(b.Packed())%8 != 0 {
-			gpu.Add(&b, int32(0))
+	for _, v := range s {
+		switch v.(type) {
+		case gpu.Ptr, Ints, int64:
+			align = 8
 		}
 	}
-	all := b.Packed()
-	a.Struct(append(all, make([]byte, len(all)/len(t.Rows)*(t.Room-len(t.Rows)))...), align)
+	if len(b.Packed())%align != 0 {
+		gpu.Add(&b, int32(0))
+	}
+	a.Struct(b.Packed(), align)
 	return nil
 }

@@ -321,14 +321,6 @@ func (k *Set) Ways(params any) []Way {
 	return nil
 }
 
-func Values[T any](all []*T) []T {
-	v := make([]T, len(all))
-	for i, p := range all {
-		v[i] = *p
-	}
-	return v
-}
-
 // Way is one of the implementations of an op: a family of kernels. Where that can be chosen it also
 // says how many warps or blocks work. The zero Way is the one that should be fastest.
 type Way struct {

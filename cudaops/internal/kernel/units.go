@@ -49,24 +49,12 @@ func image(unit string) ([]byte, error) {
 	return b[:len(b)-sha256.Size], nil
 }
 
-// hash tells one build of a unit from another.
-func hash(unit string) (string, error) {
-	b, ok := units()[unit]
-	if !ok {
-		return "", fmt.Errorf("kernel: there is no unit %q", unit)
-	}
-	return fmt.Sprintf("%x", sha256.Sum256(b))[:16], nil
-}
-
-// Build tells one build of some units from another.
-func (k *Set) Build(units ...string) string {
+// Build tells one build of some units from another, by the hashes of their sources.
+func (k *Set) Build(names ...string) string {
 	build := "kernels"
-	for _, u := range units {
-		h, err := hash(u)
-		if err != nil {
-			h = err.Error()
-		}
-		build += " " + h
+	for _, name := range names {
+		b := units()[name]
+		build += fmt.Sprintf(" %x", b[len(b)-sha256.Size:][:8])
 	}
 	return build
 }

@@ -18,8 +18,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	}
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
 	l := &program.KasminaLayer{Op: o, Seeds: seeds, Rows: x[0], Chunk: o.Chunk(),
-		Width: weights[1], Type: c.o.Activation,
-		Figures: c.token(), Gradients: c.token()}
+		Width: weights[1], Type: c.o.Activation}
 	bytes := (kasmina.State{Seeds: seeds, Slots: weights[0]}).Bytes()
 	if l.Wide() {
 		bytes += (kasmina.Mixing{Seeds: seeds, Slots: weights[0]}).Bytes()
@@ -35,12 +34,6 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	c.Reports.Shape = []int{program.KasminaWords, l.First + seeds}
 	c.Reports.Bytes = c.Reports.Extent()
 	return l
-}
-
-// token is an array without memory, which orders the calls that write it.
-func (c *compiler) token() *program.Array {
-	return &program.Array{Buffer: &program.Buffer{Resident: true},
-		Type: gpu.Float32, Shape: []int{0}}
 }
 
 // startsSlots makes the machine look at a layer's slots before its runs, where weights and scales
@@ -74,15 +67,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 			Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
 		args = append(args, program.Uses("", p.Wide))
 	}
-	if o.Replaying {
-		c.call(n, p, args...)
-		return y, nil
-	}
-	p.Records = new(kasmina.Records)
-	c.call(n, p, append(args, program.Writes("", l.Figures))...)
-	merge := c.call(n, kasmina.MergeRecords{All: []*kasmina.Records{p.Records}},
-		program.Writes("", l.Figures), program.Reads("", workspace))
-	merge.Op = "KasminaFigures"
+	c.call(n, p, args...)
 	return y, nil
 }
 
@@ -92,7 +77,7 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	g := c.act(n, in[4])
 	dx, dw, ds := c.like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
-	p := program.KasminaPass{Layer: l, Node: n, Parts: new(kasmina.Parts)}
+	p := program.KasminaPass{Layer: l, Node: n}
 	// The x of an input may begin anywhere.
 	over := !l.Wide() && l.Shape().InPlace() && !x.Resident && x.At%program.VectorBytes == 0
 	if over && c.o.Timed {
@@ -104,26 +89,18 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 		program.Reads("Scales", scales),
 		program.Reads("G", g), program.Writes("DX", dx), program.Writes("DWeights", dw),
 		program.Writes("DScales", ds),
-		program.Uses("Workspace", workspace), program.Reads("State", l.State),
-		program.Writes("", l.Gradients)}
+		program.Uses("Workspace", workspace), program.Reads("State", l.State)}
 	if p.Spare != nil {
 		args = append(args, program.Uses("", p.Spare))
 	}
 	if l.Wide() {
-		p.Parts = nil
 		p.Wide = c.bytes(kasmina.WideBackward{Backward: plain,
 			Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
-		c.call(n, p, append(args, program.Uses("", p.Wide))...)
-		return packed(dx, dw, ds), nil
+		args = append(args, program.Uses("", p.Wide))
 	}
 	pass := c.call(n, p, args...)
 	if over {
 		pass.Over = program.Over{From: g, To: dx}
 	}
-	sum := c.call(n, kasmina.SumParts{All: []*kasmina.Parts{p.Parts}},
-		program.Writes("", l.Gradients),
-		program.Writes("", dw), program.Writes("", ds), program.Reads("", workspace),
-		program.Reads("", weights), program.Reads("", scales))
-	sum.Op = "KasminaWeightGrad"
 	return packed(dx, dw, ds), nil
 }

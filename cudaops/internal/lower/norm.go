@@ -63,16 +63,12 @@ func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.
 	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
 	rstd, w := saved.rstd, saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
-	parts := new(norm.RMSNormParts)
-	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type, Parts: parts}
+	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
 	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
 		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", rstd),
 		program.Reads("Add", add), program.Uses("Workspace", workspace),
 		program.Writes("DX8", q.Values), program.Writes("Scale8", q.Scales))
-	sum := c.call(n, norm.SumRMSNormParts{All: []*norm.RMSNormParts{parts}},
-		program.Writes("", dw), program.Reads("", workspace))
-	sum.Op = "RMSNormWeightGrad"
 	return packed(dx, dw)
 }

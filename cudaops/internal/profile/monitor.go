@@ -165,7 +165,7 @@ func (o *Monitor) enqueue() error {
 	}
 	for i, c := range o.Program.Calls {
 		if err := run.InTurn(func() error { return o.runBare(i) },
-			func() error { return o.Whole(c) }, o.marking(o.marks[i+1])); err != nil {
+			func() error { return o.Call(c) }, o.marking(o.marks[i+1])); err != nil {
 			return err
 		}
 		known := &o.tasks[i]

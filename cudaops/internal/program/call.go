@@ -126,14 +126,6 @@ func WithWay(params, way any) any {
 	return v.Interface()
 }
 
-// Whole is a launch that leaves nothing for another one to finish.
-func Whole(params any) any {
-	if p, ok := params.(interface{ Whole() any }); ok {
-		return p.Whole()
-	}
-	return params
-}
-
 // Zero is the Params of a call that fills memory with zeros.
 type Zero struct {
 	Ptr   gpu.Ptr

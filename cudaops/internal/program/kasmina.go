@@ -21,9 +21,6 @@ type KasminaLayer struct {
 	First    int    // seed of the layer, among those of all layers
 	Forward  bool   // the graph has the op itself, not replays or the backward op alone
 	Backward bool   // the graph has the backward op
-
-	// Figures and Gradients order the passes that measure them and what merges their records.
-	Figures, Gradients *Array
 }
 
 // Slots is how many the layer has.
@@ -61,9 +58,6 @@ type KasminaPass struct {
 	Replay bool   // measures nothing
 	Spare  *Array // a copy of what such a pass replaces, for runs of it that nobody reads
 	Wide   *Array // workspace of slots with more weights than a chunk has features
-	// What the pass leaves for one launch that finishes several; nil where there is none.
-	Records *kasmina.Records
-	Parts   *kasmina.Parts
 }
 
 // KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use

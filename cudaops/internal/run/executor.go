@@ -19,10 +19,10 @@ type Executor struct {
 	Products *Products
 	Pieces   *Pieces // of values on their way
 
-	// Host computes on the host, and Pass a pass of a Kasmina layer, which finishes its sums itself
-	// if whole. They are nil where a program has no such calls.
+	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program has
+	// no such calls.
 	Host func(program.HostOp) error
-	Pass func(c *program.Call, p program.KasminaPass, whole bool) error
+	Pass func(c *program.Call, p program.KasminaPass) error
 }
 
 // Launch enqueues the work that the parameters of a call say, whose addresses are set.
@@ -37,23 +37,14 @@ func (x *Executor) Launch(params any) error {
 }
 
 // Call enqueues a call whose operands have memory.
-func (x *Executor) Call(c *program.Call) error { return x.call(c, false) }
-
-// Whole is Call, but what finishes the call's sums is a part of it, and no later call's work.
-func (x *Executor) Whole(c *program.Call) error { return x.call(c, true) }
-
-func (x *Executor) call(c *program.Call, whole bool) (err error) {
+func (x *Executor) Call(c *program.Call) (err error) {
 	switch p := c.Params.(type) {
 	case program.HostOp:
 		err = x.Host(p)
 	case program.KasminaPass:
-		err = x.Pass(c, p, whole)
+		err = x.Pass(c, p)
 	default:
-		params := c.Params
-		if whole {
-			params = program.Whole(params)
-		}
-		err = x.Launch(c.Bind(params, (*program.Array).Ptr))
+		err = x.Launch(c.Bind(c.Params, (*program.Array).Ptr))
 	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", c.Node, err)

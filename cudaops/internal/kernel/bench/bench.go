@@ -24,35 +24,18 @@ type Measurement struct {
 	FLOPs float64
 }
 
-// New returns what times kernels of a context. So many bytes are overwritten before each launch
-// that is timed: CacheBytes empties any GPU's cache.
-func New(ctx gpu.Context, cache int, report func(Measurement) error) *B {
-	b := &B{Ctx: ctx, Set: kernel.New(ctx), size: cache, report: report,
-		Random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
-	b.open()
-	return b
-}
-
-// Close gives everything back and returns the first error.
-func (b *B) Close() error {
-	b.close()
-	return b.Err
-}
-
-// B is a stream and what is measured on it. After an error, which it keeps, it does nothing any
-// more.
+// B is a stream and what is measured on it. What a benchmark takes is freed behind it. An error
+// ends all benchmarks: Run returns it.
 type B struct {
 	*kernel.Set
-	Ctx    gpu.Context
 	Stream gpu.Stream
-	report func(Measurement) error
 	Random *rand.Rand
-	cache  gpu.Ptr     // overwritten before each launch that is timed
-	size   int         // of that, in bytes
-	events []gpu.Event // two for each launch that is timed
-	held   []gpu.Ptr   // until the next free
+	report func(Measurement) error
+	cache  gpu.Ptr // overwritten before each launch that is timed
+	size   int     // of that, in bytes
+	events [2 * maxLaunches]gpu.Event
+	held   []gpu.Ptr // until the next Free
 	plans  []gpu.MatmulPlan
-	Err    error
 }
 
 // CacheBytes is several times any GPU's cache.
@@ -64,68 +47,83 @@ const (
 	maxLaunches = 500
 )
 
+// failure is what ends a benchmark from within.
+type failure struct{ error }
+
+// Do ends all benchmarks if there is an error.
 func (b *B) Do(err error) {
-	if b.Err == nil {
-		b.Err = err
+	if err != nil {
+		panic(failure{err})
 	}
 }
 
-func (b *B) open() {
-	var err error
-	if b.Stream, err = b.Ctx.NewStream(); err != nil {
-		b.Do(err)
-		return
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(failure{err})
 	}
-	b.cache, err = b.Ctx.Alloc(b.size)
-	b.Do(err)
-	for range 2 * maxLaunches {
-		e, err := b.Ctx.NewEvent(true)
-		if err != nil {
-			b.Do(err)
-			return
+	return v
+}
+
+// Run runs benchmarks of a context's kernels, and reports each measurement. So many bytes are
+// overwritten before each launch that is timed: CacheBytes empties any GPU's cache.
+func Run(ctx gpu.Context, cache int, report func(Measurement) error,
+	benchmarks ...func(*B)) (err error) {
+	b := &B{Set: kernel.New(ctx), size: cache, report: report,
+		Random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
+	defer func() {
+		if r := recover(); r != nil {
+			f, ok := r.(failure)
+			if !ok {
+				panic(r)
+			}
+			err = f.error
 		}
-		b.events = append(b.events, e)
+		err = errors.Join(err, b.close())
+	}()
+	b.Stream, b.cache = must(ctx.NewStream()), must(ctx.Alloc(cache))
+	for i := range b.events {
+		b.events[i] = must(ctx.NewEvent(true))
 	}
+	for _, benchmark := range benchmarks {
+		benchmark(b)
+		b.Free()
+	}
+	return nil
 }
 
-func (b *B) close() {
-	b.Free()
+// close gives everything back.
+func (b *B) close() error {
+	err := b.free()
 	for _, e := range b.events {
-		b.Do(b.Ctx.DestroyEvent(e))
+		if e != 0 {
+			err = errors.Join(err, b.Ctx.DestroyEvent(e))
+		}
 	}
-	if b.cache != 0 {
-		b.Do(b.Ctx.Free(b.cache))
-	}
-	b.Do(b.Set.Close())
+	err = errors.Join(err, b.Ctx.Free(b.cache), b.Set.Close())
 	if b.Stream != 0 {
-		b.Do(b.Ctx.DestroyStream(b.Stream))
+		err = errors.Join(err, b.Ctx.DestroyStream(b.Stream))
 	}
+	return err
 }
 
-// Free waits for the device and gives back what alloc has taken.
-func (b *B) Free() {
-	if b.Stream != 0 {
-		b.Do(b.Ctx.SyncStream(b.Stream))
-	}
+// Free waits for the device and gives back what Alloc has taken.
+func (b *B) Free() { b.Do(b.free()) }
+
+func (b *B) free() error {
+	err := b.Ctx.SyncStream(b.Stream)
 	for _, p := range b.held {
-		b.Do(b.Ctx.Free(p))
+		err = errors.Join(err, b.Ctx.Free(p))
 	}
 	for _, p := range b.plans {
-		b.Do(p.Close())
+		err = errors.Join(err, p.Close())
 	}
 	b.held, b.plans = nil, nil
+	return err
 }
 
 // Alloc returns memory for n elements, which are not set.
 func (b *B) Alloc(n int, t gpu.DType) gpu.Ptr {
-	if b.Err != nil {
-		return 0
-	}
-	p, err := b.Ctx.Alloc(max(1, n*t.Size()))
-	if err != nil {
-		b.Do(err)
-		return 0
-	}
+	p := must(b.Ctx.Alloc(max(1, n*t.Size())))
 	b.held = append(b.held, p)
 	return p
 }
@@ -133,18 +131,14 @@ func (b *B) Alloc(n int, t gpu.DType) gpu.Ptr {
 // Upload returns a copy of data on the device.
 func (b *B) Upload(data []byte) gpu.Ptr {
 	p := b.Alloc((len(data)+3)/4, gpu.Float32)
-	if b.Err == nil {
-		b.Do(b.Ctx.CopyToDevice(p, data, b.Stream))
-	}
+	b.Do(b.Ctx.CopyToDevice(p, data, b.Stream))
 	return p
 }
 
 // Zeros returns memory for n numbers, which are 0.
 func (b *B) Zeros(n int, t gpu.DType) gpu.Ptr {
 	p := b.Alloc(n, t)
-	if b.Err == nil {
-		b.Do(b.Ctx.Memset8(p, 0, n*t.Size(), b.Stream))
-	}
+	b.Do(b.Ctx.Memset8(p, 0, n*t.Size(), b.Stream))
 	return p
 }
 
@@ -162,9 +156,6 @@ func (b *B) IDs(n, limit int) kernel.Ints {
 func (b *B) Normal(n int, t gpu.DType) gpu.Ptr {
 	const distinct = 1<<18 - 1 // odd, so that rows differ
 	p := b.Alloc(n, t)
-	if b.Err != nil {
-		return 0
-	}
 	x := make([]float32, min(n, distinct))
 	for i := range x {
 		x[i] = float32(b.Random.NormFloat64())
@@ -178,7 +169,7 @@ func (b *B) Normal(n int, t gpu.DType) gpu.Ptr {
 		data = gpu.Bytes(half)
 	}
 	b.Do(b.Ctx.CopyToDevice(p, data, b.Stream))
-	for done, all := len(data), n*t.Size(); done < all && b.Err == nil; {
+	for done, all := len(data), n*t.Size(); done < all; {
 		more := min(done, all-done)
 		b.Do(b.Ctx.CopyOnDevice(p.Offset(done), p, more, b.Stream))
 		done += more
@@ -188,75 +179,53 @@ func (b *B) Normal(n int, t gpu.DType) gpu.Ptr {
 
 // Moves times launches, one behind the other, that have so many bytes to move.
 func (b *B) Moves(name string, bytes float64, launches ...kernel.Launch) {
-	b.Time(Measurement{Name: name, Bytes: bytes}, func() error { return b.launch(launches...) })
+	b.Time(Measurement{Name: name, Bytes: bytes}, func() { b.Launch(launches...) })
 }
 
 // Computes times a launch that has so many operations to compute.
 func (b *B) Computes(name string, flops float64, launch kernel.Launch) {
-	b.Time(Measurement{Name: name, FLOPs: flops}, func() error { return b.launch(launch) })
+	b.Time(Measurement{Name: name, FLOPs: flops}, func() { b.Launch(launch) })
 }
 
-func (b *B) launch(launches ...kernel.Launch) error {
+// Launch enqueues launches, one behind the other.
+func (b *B) Launch(launches ...kernel.Launch) {
 	for _, l := range launches {
-		if err := l.Launch(b.Set, b.Stream); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// Launch enqueues what is not timed.
-func (b *B) Launch(l kernel.Launch) {
-	if b.Err == nil {
-		b.Do(b.launch(l))
+		b.Do(l.Launch(b.Set, b.Stream))
 	}
 }
 
 // Time measures what launch enqueues, and reports it.
-func (b *B) Time(m Measurement, launch func() error) {
-	if b.Err != nil {
-		return
-	}
-	times, err := b.launches(1, launch) // which loads the kernel
-	if err == nil {
-		times, err = b.launches(5, launch)
-	}
-	if err != nil {
-		b.Do(fmt.Errorf("%s: %w", m.Name, err))
-		return
-	}
-	once := max(median(times), time.Microsecond)
-	if _, err = b.launches(min(max(1, int(warmUp/once)), maxLaunches), launch); err == nil {
-		times, err = b.launches(min(max(5, int(measuring/once)), maxLaunches), launch)
-	}
-	if err != nil {
-		b.Do(fmt.Errorf("%s: %w", m.Name, err))
-		return
-	}
-	m.Time = median(times)
+func (b *B) Time(m Measurement, launch func()) {
+	defer func() {
+		r := recover()
+		if f, ok := r.(failure); ok {
+			r = failure{fmt.Errorf("%s: %w", m.Name, f.error)}
+		}
+		if r != nil {
+			panic(r)
+		}
+	}()
+	b.launches(1, launch) // which loads the kernel
+	once := max(median(b.launches(5, launch)), time.Microsecond)
+	b.launches(min(max(1, int(warmUp/once)), maxLaunches), launch)
+	m.Time = median(b.launches(min(max(5, int(measuring/once)), maxLaunches), launch))
 	b.Do(b.report(m))
 }
 
 // launches returns what each of n launches takes with nothing of use in the cache.
-func (b *B) launches(n int, launch func() error) ([]time.Duration, error) {
+func (b *B) launches(n int, launch func()) []time.Duration {
 	for i := range n {
-		if err := errors.Join(b.Ctx.Memset8(b.cache, 0, b.size, b.Stream),
-			b.Ctx.Record(b.events[2*i], b.Stream),
-			launch(), b.Ctx.Record(b.events[2*i+1], b.Stream)); err != nil {
-			return nil, err
-		}
+		b.Do(b.Ctx.Memset8(b.cache, 0, b.size, b.Stream))
+		b.Do(b.Ctx.Record(b.events[2*i], b.Stream))
+		launch()
+		b.Do(b.Ctx.Record(b.events[2*i+1], b.Stream))
 	}
-	if err := b.Ctx.SyncStream(b.Stream); err != nil {
-		return nil, err
-	}
+	b.Do(b.Ctx.SyncStream(b.Stream))
 	times := make([]time.Duration, n)
 	for i := range times {
-		var err error
-		if times[i], err = b.Ctx.Elapsed(b.events[2*i], b.events[2*i+1]); err != nil {
-			return nil, err
-		}
+		times[i] = must(b.Ctx.Elapsed(b.events[2*i], b.events[2*i+1]))
 	}
-	return times, nil
+	return times
 }
 
 func median(times []time.Duration) time.Duration {
@@ -265,26 +234,14 @@ func median(times []time.Duration) time.Duration {
 }
 
 // Plan returns what enqueues matrix products.
-func (b *B) Plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) error {
+func (b *B) Plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) {
 	const size = 32 << 20
-	if b.Err != nil {
-		return nil
-	}
 	workspace := b.Alloc(size/4, gpu.Float32)
-	blas, err := b.Ctx.Blas()
-	if err != nil {
-		b.Do(err)
-		return nil
-	}
-	plan, err := blas.Plan(spec, size, 1)
-	if err != nil {
-		b.Do(err)
-		return nil
-	}
+	plan := must(must(b.Ctx.Blas()).Plan(spec, size, 1))
 	b.plans = append(b.plans, plan)
-	return func(a gpu.MatmulArgs) error {
+	return func(a gpu.MatmulArgs) {
 		a.Workspace, a.WorkspaceSize = workspace, size
-		return plan.Run(0, a, b.Stream)
+		b.Do(plan.Run(0, a, b.Stream))
 	}
 }
 
@@ -292,8 +249,8 @@ func (b *B) Plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) error {
 func Ceilings(b *B) {
 	const size = 2 << 30
 	x, y := b.Normal(size/2, gpu.BFloat16), b.Alloc(size/2, gpu.BFloat16)
-	b.Time(Measurement{Name: "copy_2GiB", Bytes: 2 * size}, func() error {
-		return b.Ctx.CopyOnDevice(y, x, size, b.Stream)
+	b.Time(Measurement{Name: "copy_2GiB", Bytes: 2 * size}, func() {
+		b.Do(b.Ctx.CopyOnDevice(y, x, size, b.Stream))
 	})
 	b.Free()
 
@@ -301,8 +258,7 @@ func Ceilings(b *B) {
 	p, c, d := b.Normal(n*n, gpu.BFloat16), b.Normal(n*n, gpu.BFloat16), b.Alloc(n*n, gpu.BFloat16)
 	product := b.Plan(gpu.MatmulSpec{M: n, N: n, K: n, A: gpu.BFloat16,
 		B: gpu.BFloat16, D: gpu.BFloat16})
-	b.Time(Measurement{Name: "gemm_8192_bf16", FLOPs: 2 * n * n * n}, func() error {
-		return product(gpu.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
+	b.Time(Measurement{Name: "gemm_8192_bf16", FLOPs: 2 * n * n * n}, func() {
+		product(gpu.MatmulArgs{Alpha: 1, A: p, B: c, D: d})
 	})
-	b.Free()
 }

@@ -3,6 +3,7 @@ package bench
 import (
 	"errors"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -25,45 +26,40 @@ func fakeContext(t *testing.T) (gpu.Context, *fake.Driver) {
 // count.
 func TestMedian(t *testing.T) {
 	ctx, _ := fakeContext(t)
-	var got Measurement
-	b := New(ctx, 64, func(m Measurement) error { got = m; return nil })
-	p, launches := b.Alloc(64, gpu.Float32), 0
-	b.Time(Measurement{Name: "memset"}, func() error {
-		launches++
-		return ctx.Memset8(p, 0, 256, b.Stream)
-	})
-	one := got.Time
-	b.Time(Measurement{Name: "three"}, func() error {
-		return errors.Join(ctx.Memset8(p, 0, 256, b.Stream), ctx.Memset8(p, 1, 256, b.Stream),
-			ctx.Memset8(p, 2, 256, b.Stream))
-	})
-	b.close()
-	require.NoError(t, b.Err)
+	times := map[string]time.Duration{}
+	launches := 0
+	require.NoError(t, Run(ctx, 64, func(m Measurement) error {
+		times[m.Name] = m.Time
+		return nil
+	}, func(b *B) {
+		p := b.Alloc(64, gpu.Float32)
+		memset := func() { b.Do(ctx.Memset8(p, 0, 256, b.Stream)) }
+		b.Time(Measurement{Name: "one"}, func() { launches++; memset() })
+		b.Time(Measurement{Name: "three"}, func() { memset(); memset(); memset() })
+	}))
 	require.GreaterOrEqual(t, launches, 500)
-	if more := (got.Time - one).Microseconds(); one <= 0 || more != 2 {
-		t.Errorf("one memset takes %v and three %v, want 2 µs more", one, got.Time)
-	}
+	require.Positive(t, times["one"])
+	require.EqualValues(t, 2, (times["three"] - times["one"]).Microseconds(), times)
 }
 
 // TestFailure has memory run out, a launch fail and a report refuse: the error says where, and
 // nothing is left behind.
 func TestFailure(t *testing.T) {
 	ctx, d := fakeContext(t)
-	b := New(ctx, 64, func(Measurement) error { return nil })
-	Ceilings(b) // 4 GiB of 1
-	require.ErrorIs(t, b.Close(), gpu.OutOfMemory)
+	none := func(m Measurement) error { t.Errorf("%s is reported", m.Name); return nil }
+	require.ErrorIs(t, Run(ctx, 64, none, Ceilings), gpu.OutOfMemory) // 4 GiB of 1
 
 	d.Fail("cuMemsetD8Async", 4, gpu.NotSupported)
-	b = New(ctx, 64, func(m Measurement) error { t.Errorf("%s is reported", m.Name); return nil })
-	p := b.Alloc(1, gpu.Float32)
-	b.Time(Measurement{Name: "a name"}, func() error { return ctx.Memset8(p, 0, 4, b.Stream) })
-	err := b.Close()
+	err := Run(ctx, 64, none, func(b *B) {
+		p := b.Alloc(1, gpu.Float32)
+		b.Time(Measurement{Name: "a name"}, func() { b.Do(ctx.Memset8(p, 0, 4, b.Stream)) })
+	})
 	require.ErrorIs(t, err, gpu.NotSupported)
 	require.ErrorContains(t, err, "a name")
 
 	stop := errors.New("stop")
-	b = New(ctx, 64, func(Measurement) error { return stop })
-	b.Time(Measurement{Name: "report"}, func() error { return nil })
-	b.Time(Measurement{Name: "after"}, func() error { t.Error("it goes on"); return nil })
-	require.ErrorIs(t, b.Close(), stop)
+	require.ErrorIs(t, Run(ctx, 64, func(Measurement) error { return stop }, func(b *B) {
+		b.Time(Measurement{Name: "report"}, func() {})
+		t.Error("it goes on")
+	}), stop)
 }

@@ -1,7 +1,6 @@
 package gemm
 
 import (
-	"errors"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -25,23 +24,20 @@ func Bench(b *bench.B) {
 		square := b.Plan(gpu.MatmulSpec{M: m, N: m, K: m, A: t, B: t, D: t})
 		wide := b.Plan(gpu.MatmulSpec{M: m, N: n, K: m, A: t, B: t, D: t})
 		b.Time(bench.Measurement{Name: fmt.Sprintf("newton_schulz5_%dx%d", m, n),
-			FLOPs: 5 * 2 * float64(m) * float64(m) * float64(2*n+m)}, func() error {
-			err := begin.Launch(b.Set, b.Stream)
+			FLOPs: 5 * 2 * float64(m) * float64(m) * float64(2*n+m)}, func() {
+			b.Launch(begin)
 			if it.Together > 0 && len((Symmetric{SymmetricShape: it.gram(), Type: t}).Ways(b.Set)) > 0 {
-				it.Run(func(a Symmetric) { err = errors.Join(err, a.Launch(b.Set, b.Stream)) },
-					func(y, q, x gpu.Ptr) {
-						err = errors.Join(err, wide(gpu.MatmulArgs{Alpha: 1, A: q, B: x, D: y}))
-					})
-				return err
+				it.Run(func(a Symmetric) { b.Launch(a) },
+					func(y, q, x gpu.Ptr) { wide(gpu.MatmulArgs{Alpha: 1, A: q, B: x, D: y}) })
+				return
 			}
 			x, y, a, p := it.X[0], it.X[1], it.Squares[0], it.Squares[1]
 			for range it.Steps {
-				err = errors.Join(err, gram(gpu.MatmulArgs{Alpha: 1, A: x, B: x, D: a}),
-					square(gpu.MatmulArgs{Alpha: SchulzC, Beta: SchulzB, A: a, B: a, C: a, D: p}),
-					wide(gpu.MatmulArgs{Alpha: 1, Beta: SchulzA, A: p, B: x, C: x, D: y}))
+				gram(gpu.MatmulArgs{Alpha: 1, A: x, B: x, D: a})
+				square(gpu.MatmulArgs{Alpha: SchulzC, Beta: SchulzB, A: a, B: a, C: a, D: p})
+				wide(gpu.MatmulArgs{Alpha: 1, Beta: SchulzA, A: p, B: x, C: x, D: y})
 				x, y = y, x
 			}
-			return err
 		})
 		b.Free()
 	}

@@ -95,7 +95,7 @@ func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late + g.ending }
 // share is Share of kasmina_feed.cuh.
 func (g kasminaGrid) share() kernel.Struct {
 	return kernel.Struct{uint32(g.rowBlocks*g.down | g.run<<24),
-		uint32(g.ending*g.down | g.tail<<18 | g.used<<26), uint32(g.down << 16)}
+		uint32(g.ending*g.down | g.tail<<18 | g.used<<26)}
 }
 
 // kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.

@@ -3,11 +3,12 @@
 //   y = x + α(t(x) − x)     for seeds that blend, y = x for others; see kasmina.cuh
 //   variance, mean, min, max, share of |x| < eps, |mean|/sqrt(variance + eps)
 //
-// NaN and Inf are counted and left out of the figures. A batch of rows goes once through registers: transform, and sums for
-// the moments; what 16-bit types can do two at a time is done so. What the warp's seeds do not need is left out: a warp whose
-// seeds are all dormant copies and measures. Rows with NaN, Inf or numbers too large to multiply, and the strict mode, take a
-// careful way, row by row. A block merges the figures of its lanes, in order, and a second kernel those of the blocks, unless
-// a block has all rows of its seeds.
+// NaN and Inf are counted and left out of the figures. A batch of rows goes once through registers:
+// transform, and sums for the moments. What 16-bit types can do two at a time is done so. What the
+// warp's seeds do not need is left out: a warp whose seeds are all dormant copies and measures.
+// Rows with NaN, Inf or numbers too large to multiply, and the strict mode, take a careful way, row
+// by row. A block merges the figures of its lanes, in order, and a second kernel those of the
+// blocks.
 #include "kasmina_feed.cuh"
 
 // What numbers and pairs of them have in common. nearer gives the lesser magnitude, with any sign.
@@ -63,8 +64,8 @@ template <class T, int E> struct Health {
     if constexpr (pairs) return reinterpret_cast<const V*>(&x[i / n(1)].v[at])[i % n(1)];
     else return x[i / n(1)].get(at + i % n(1));
   }
-  // survey looks at the elements of a batch, from element at on of each pack, and returns what none exceeds in magnitude, or NaN
-  // if any is.
+  // survey looks at the elements of a batch, from element at on of each pack. It returns what none
+  // exceeds in magnitude, or NaN if any is.
   template <int B, class P> __device__ __forceinline__ V survey(const P* x, int at) {
     below = above = nearest = item(x, at, 0);
 #pragma unroll
@@ -177,9 +178,10 @@ struct HealthSums {
   __device__ __forceinline__ void add(const HealthSums& o) {
     m.add(o.m), low = fminf(low, o.low), high = fmaxf(high, o.high), dead += o.dead;
   }
-  // gather adds up the records of so many units, each, from the first on, by so many threads, share, a power of two: neighbours,
-  // or where apart is not 1, every apart-th thread of a block of kMergeThreads. The first of them has the result. All threads of
-  // the block call it, with their numbers i. A thread reads early records at once.
+  // gather adds up the records of so many units, each, from the first on. So many threads do,
+  // share, a power of two: neighbours, or where apart is not 1, every apart-th thread of a block of
+  // kMergeThreads. The first of them has the result. All threads of the block call it, with their
+  // numbers i. A thread reads early records at once.
   template <int early, int most = 1>
   __device__ __forceinline__ void gather(const Records& r, int first, int each, int share, int i, int apart = 1) {
     const int all = r.parts * each, step = each == 1 ? share : share / each, over = each == 1 ? 0 : share % each;
@@ -224,18 +226,17 @@ struct HealthSums {
 
 // Launch: blockDim.x threads cover N·blockDim.x columns, blockDim.y lanes a block, kThreads in all; the lanes of all gridDim.y
 // blocks share the rows. Shared memory: what the feed takes, and with figures at least 32·G bytes a thread. records is
-// [gridDim.y, units] of two float4, or null in the strict mode without figures; bad [seeds] is added to. alone: gridDim.y is 1
-// and N·blockDim.x columns are whole chunks; figures are written, records not.
-template <class T, int N, int E, bool whole, Mode mode, class Feed, bool alone>
+// [gridDim.y, units] of two float4, or null in the strict mode without figures; bad [seeds] is added to.
+template <class T, int N, int E, bool whole, Mode mode, class Feed>
 __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>& src, const Share& share, float4* records,
-                                        float* figures, uint32_t* bad) {
+                                        uint32_t* bad) {
   constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches from one merging to the next
   extern __shared__ __align__(128) uint4 shared[];
   const T* x = src.p[0];
   const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
   releaseNext();
-  Lane lane(N, share, false);
+  Lane lane(N, share);
   const bool here = lane.find(d);
   Health<T, E> h[G];
 #pragma unroll
@@ -395,42 +396,35 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   for (int g = 0; g < G; g++) h[g].template put<G>(own, threadIdx.y * wide + threadIdx.x * G + g);
   __syncthreads();
   const Records lanes{own, own + kThreads * G, int(blockDim.y), wide, 1};
-  const int each = alone && !whole ? l.chunk / E : 1;
-  // Where other blocks are at work, few warps merge up to 8 lanes a thread, and the others leave.
-  const int team = max(alone ? kThreads * each >> __ffs(wide) - 1 : int(blockDim.y) / 8, 1);
-  for (int n = i >> __ffs(team) - 1; n * each < wide; n += kThreads) {  // more than once where team is 1
+  // As other blocks are at work, few warps merge up to 8 lanes a thread, and the others leave.
+  const int team = max(int(blockDim.y) / 8, 1);
+  for (int n = i >> __ffs(team) - 1; n < wide; n += kThreads) {  // more than once where team is 1
     HealthSums sums;
-    sums.template gather<alone ? 2 : 4>(lanes, n * each, each, team, i);
+    sums.template gather<4>(lanes, n, 1, team, i);
     if ((i & team - 1) > 0) continue;
-    const int first = blockIdx.x * wide + n * each;  // unit
-    if (first >= units) continue;
-    if constexpr (alone) {
-      sums.put(figures, first / each, l.seeds, l.eps);
-    } else {
-      float4* to = records + 2 * (int64_t(blockIdx.y) * units + first);
-      to[0] = sums.m.record(sums.pivot), to[1] = {sums.low, sums.high, float(sums.dead), 0};
-    }
+    const int unit = blockIdx.x * wide + n;
+    if (unit >= units) continue;
+    float4* to = records + 2 * (int64_t(blockIdx.y) * units + unit);
+    to[0] = sums.m.record(sums.pivot), to[1] = {sums.low, sums.high, float(sums.dead), 0};
   }
 }
 
 template <class T, int N> using PlainRows = Direct<T, N, 1, 4>;
-template <class T, int N> using TileRows = Early<T, N, 1, 2>;
 template <class T, int N> using RingRows = Ring<T, N, 1, 4>;
 
-#define DEFINE_FORWARD(family, mode, name, shape, T, N, E, whole, feed, alone)                             \
+#define DEFINE_FORWARD(feed, mode, name, shape, T, N, E, whole, Feed)                                      \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                \
-      kasmina_forward_##family##_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x,            \
-                                                        float4* records, float* figures, uint32_t* bad) {  \
-    forward<T, N, E, whole, mode, feed<T, N>, alone>(l, y, {{x}}, share, records, figures, bad);       \
+      kasmina_forward_##feed##_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x,              \
+                                                      float4* records, uint32_t* bad) {                    \
+    forward<T, N, E, whole, mode, Feed<T, N>>(l, y, {{x}}, share, records, bad);                           \
   }
-#define DEFINE_PLAIN(shape, T, N, E, whole)                                                             \
-  DEFINE_FORWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows, false)              \
-  DEFINE_FORWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows, false)              \
-  DEFINE_FORWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows, false)
-#define DEFINE_WIDE(shape, T, N, E, whole)                                                              \
-  DEFINE_FORWARD(tile, kWatch, watch, shape, T, N, E, whole, TileRows, true)                \
-  DEFINE_FORWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows, false)                    \
-  DEFINE_FORWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)
+#define DEFINE_PLAIN(shape, T, N, E, whole)                                       \
+  DEFINE_FORWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows)          \
+  DEFINE_FORWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows)          \
+  DEFINE_FORWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows)
+#define DEFINE_WIDE(shape, T, N, E, whole)                                        \
+  DEFINE_FORWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows)            \
+  DEFINE_FORWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows)
 #define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
@@ -438,31 +432,26 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_PLAIN
 #undef DEFINE_FORWARD
 
-// What passes leave of figures, for one launch that merges that of many. It lies with the arguments, in constant memory.
+// What a pass leaves of figures.
 struct Left {
   float* figures;
   const float4* records;  // [parts, units] of two
   int parts, units, seeds, share;
   float eps;
-  int unused;
-};
-struct AllLeft {
-  Left of[32];
 };
 
-// Launch: a row of blocks for each pass, kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the kernel
-// before it.
+// Launch: kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the
+// kernel before it.
 constexpr int kMergeAcross = 32;
-extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_merge(const __grid_constant__ AllLeft all) {
-  const Left& l = all.of[blockIdx.y];
+extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_merge(const __grid_constant__ Left l) {
   // Where a seed is one unit, neighbouring threads read the records of neighbouring seeds, which lie together.
   const int each = l.units / l.seeds, share = l.share, across = kMergeThreads / share, apart = each == 1 ? across : 1;
   const int first = blockIdx.x * across, place = threadIdx.x & share * apart - 1;
   const int seed = first + (apart > 1 ? threadIdx.x % apart : threadIdx.x / share), shown = min(seed, l.seeds - 1);
   releaseNext();
-  if (first >= l.seeds) return;  // another pass has more
-  // In its first turn it merges nothing, which brings the code to the multiprocessor while the kernel before is still at work: what
-  // that streams through the L2 has left nothing of the code there, nor of the records of the first blocks.
+  // In its first turn it merges nothing, which brings the code to the multiprocessor while the kernel
+  // before is still at work. What that streams through the L2 has left nothing of the code there, nor
+  // of the records of the first blocks.
   prefetchParts(l.records + 2 * int64_t(first) * each, l.parts, 2 * int64_t(l.units), 2 * min(across, l.seeds - first) * each);
 #pragma unroll 1
   for (int turn = 0; turn < 2; turn++) {

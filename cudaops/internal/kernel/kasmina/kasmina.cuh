@@ -1,7 +1,8 @@
 // What the kernels of a Kasmina layer share: its description, a seed's transform as coefficients, and moments.
 //
-// x is [rows, seeds·chunk], weights [slots, chunk] and scales [slots] in float32. With w the weight row of a seed's slot,
-// a its scale and α its blending weight, every built-in kind is one formula per element i of the chunk,
+// x is [rows, seeds·chunk], weights [slots, chunk] and scales [slots] in float32. Let w be the
+// weight row of a seed's slot, a its scale and α its blending weight. Then every built-in kind is
+// one formula per element i of the chunk,
 //
 //   y[i] = (x·u > thr or unordered ? p : off)·x[i] + r1·x[i−1] + r2·x[i−2] + q
 //
@@ -24,9 +25,10 @@
 
 enum Kind : uint32_t { kResidual, kAttentionGate, kMLPExpansion, kConvFilter, kKinds };
 
-// Layer is the first parameter of every kernel. word holds, of each seed, its kind in bits 0 to 7, whether it blends in bit
-// 8 and learns in bit 9, and its slot from bit 16 on; it is 0 for a seed that does neither. A seed of a kind from kKinds on
-// is not evaluated here: y = x, dx = g and no gradients of parameters, as if it did neither.
+// Layer is the first parameter of every kernel. word holds, of each seed, its kind in bits 0 to 7,
+// and its slot from bit 16 on. Bit 8 is whether it blends, bit 9 whether it learns. It is 0 for a
+// seed that does neither. A seed of a kind from kKinds on is not evaluated here: y = x and dx = g,
+// as if it did neither. It has no gradients of parameters.
 struct Layer {
   const uint32_t* word;
   const float* alpha;      // of the output; in Training, where there is none, 1
@@ -122,8 +124,9 @@ template <int E> struct Seed {
     r1 = conv && l.chunk > 1 ? as * state.first[1] : 0, r2 = conv && l.chunk > 2 ? as * state.first[2] : 0;
   }
 
-  // softmaxOf replaces weights of a slot by their softmax. Where no table has its largest and its sum, a thread goes through all of
-  // the slot, E weights at a time, with the sum relative to the largest so far.
+  // softmaxOf replaces weights of a slot by their softmax. Where no table has its largest and its
+  // sum, a thread goes through all of the slot, E weights at a time. The sum is relative to the
+  // largest so far.
   template <bool whole> __device__ static __forceinline__ void softmaxOf(float (&w)[E], const Layer& l, int slot) {
     float top = -FLT_MAX, sum = 0, by;
     auto take = [&](const float(&v)[E]) {
@@ -307,7 +310,8 @@ template <class T, int N> struct Magnitudes {
 // Wide is how E elements of a seed are compared: a pair or one at a time.
 template <class T, int E> using Wide = typename std::conditional<inPairs<T, E>, Pair<T>, float>::type;
 
-// Need is what the seeds of a warp take at most: nothing, y[i] = p·x[i] + q, that with p by where x lies, or with taps too.
+// Need is what the seeds of a warp take at most: nothing, or y[i] = p·x[i] + q. Or it is that with
+// p by where x lies, or with taps too.
 enum Need { kNothing, kLinear, kRelu, kTaps };
 
 __device__ __forceinline__ Need needOf(Word word, bool any) {
@@ -329,10 +333,11 @@ enum Mode { kWatch, kQuiet, kStrict };
 
 // ---- Moments ----
 
-// Running is the moments of numbers seen so far: n of them, with mean k + e and m2 the sum of squared deviations from it.
-// Numbers are added in groups, as sums over v − k and (v − k)²: with k next to the mean these keep their precision where
-// the numbers share leading digits, and nothing large cancels (Chan, Golub and LeVeque 1979, for a group at a time). Where the mean
-// is no larger than about the deviation k may as well be 0, which bare makes it, for sums over v and v².
+// Running is the moments of numbers seen so far: n of them, with mean k + e and m2 the sum of
+// squared deviations from it. Numbers are added in groups, as sums over v − k and (v − k)². With k
+// next to the mean these keep their precision where the numbers share leading digits, and nothing
+// large cancels. (Chan, Golub and LeVeque 1979, for a group at a time.) Where the mean is no larger
+// than about the deviation, k may as well be 0. So bare makes it, for sums over v and v².
 struct Running {
   float k = 0, e = 0, m2 = 0, n = 0;
 
@@ -378,8 +383,8 @@ __device__ __forceinline__ double pivotOf(const float4* r, int count, int64_t ap
   return r->x;
 }
 
-// Sums merge moments without a division for each: of deviations from a pivot next to the mean, so that nothing large
-// cancels, which double precision makes sure of.
+// Sums merge moments without a division for each. They are of deviations from a pivot next to the
+// mean, so that nothing large cancels; double precision makes sure of that.
 struct Sums {
   double n = 0, d = 0, d2 = 0;
 
@@ -403,8 +408,9 @@ struct Sums {
 
 constexpr int kMergeThreads = 256;
 
-// addOver adds up, with S::add, over the groups of share threads that a block of kMergeThreads is made of, share being a power
-// of two; the first of each group has the result. i is the thread's number. All threads of the block call it.
+// addOver adds up, with S::add, over groups of share threads, a power of two. A block of
+// kMergeThreads is made of these. The first of each group has the result. i is the thread's number.
+// All threads of the block call it.
 template <class S> __device__ __forceinline__ void addOver(S& s, int share, int i) {
   __shared__ alignas(S) char room[kMergeThreads / kWarp * sizeof(S)];
   S* warps = reinterpret_cast<S*>(room);

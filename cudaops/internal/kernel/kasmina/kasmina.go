@@ -140,9 +140,6 @@ type Forward struct {
 	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
 	Histogram gpu.Ptr // [Seeds, Bins] of uint32, or null
 	Workspace gpu.Ptr // of WorkspaceBytes
-	// Records, unless it is nil, is told what remains to be done for exact figures by
-	// [MergeRecords]; Workspace is to be kept until then.
-	Records *Records
 }
 
 // Backward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G.
@@ -159,9 +156,6 @@ type Backward struct {
 	// [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Bad, Clipped gpu.Ptr
 	Workspace    gpu.Ptr // of WorkspaceBytes
-	// Parts, unless it is nil, is told what remains to be done for DWeights, DScales and exact
-	// figures by [SumParts]. Workspace and what the layer has beside X are to be kept until then.
-	Parts *Parts
 }
 
 // rings reports whether rows can come through shared memory, each thread's own, as kasmina_feed.cuh
@@ -264,15 +258,6 @@ func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) error {
 	}, append([]any{p.layer, p.share(), y, x}, args...)...)
 }
 
-// merging is how many threads merge the records of a seed, so that none has many.
-func (p *kasminaPass) merging() int {
-	records := 4 // of a thread, at most
-	if p.use.backward {
-		records = 2
-	}
-	return min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), kasminaMergeThreads)
-}
-
 // measureRows launches a kernel of kasmina_rows.cu.
 func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) error {
 	return p.Enqueue(p.Stream, "kasmina_rows", name+kernel.Suffix(p.Type), gpu.LaunchConfig{
@@ -287,24 +272,20 @@ func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms 
 		p.State.Seeds, int(r), count, norms)
 }
 
-// Launch launches a kernel for Y and records of figures. With telemetry another one merges them,
-// unless it is left. A tiny one comes before them where a chunk is more than 32 threads'.
+// Launch launches a kernel for Y and records of figures. With telemetry another one merges them. A
+// tiny one comes before them where a chunk is more than 32 threads'.
 func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	p, err := newKasminaPass(k, s, f.Layer, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
 	if err != nil {
 		return err
 	}
-	if err := p.main(f.Y, f.X, p.records, f.Figures, f.Bad); err != nil {
+	if err := p.main(f.Y, f.X, p.records, f.Bad); err != nil {
 		return err
 	}
-	left := p.left(f)
-	if f.Records != nil {
-		*f.Records = Records{}
-	}
-	if f.Records != nil && f.Reduction == seed.Exact {
-		*f.Records = left
-	} else if err := mergeRecords(k, s, []Records{left}); err != nil {
-		return err
+	if f.Telemetry {
+		if err := p.merge(f.Figures); err != nil {
+			return err
+		}
 	}
 	if f.Histogram != 0 {
 		if err := p.histogram(f.Histogram); err != nil {
@@ -334,9 +315,8 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 }
 
 // Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds those
-// up over the blocks. A third adds them up over the seeds of a slot. The last two are not launched
-// if they are left to another call. Where a chunk's threads are more than a warp, norms and clipping
-// take one more pass over G.
+// up over the blocks. A third adds them up over the seeds of a slot. Where a chunk's threads are
+// more than a warp, norms and clipping take one more pass over G.
 func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
 	p, err := newKasminaPass(k, s, b.Layer, use, b.Workspace, b.DX, b.G)
@@ -350,41 +330,16 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 			return err
 		}
 	}
-	if err := p.main(b.DX, b.G, b.X, p.sharing, p.scale, p.sums, p.records, b.Figures, b.Bad,
+	if err := p.main(b.DX, b.G, b.X, p.sharing, p.scale, p.sums, p.records, b.Bad,
 		b.Clipped); err != nil {
 		return err
 	}
-	byRow = byRow && b.Telemetry
-	if b.Parts != nil {
-		*b.Parts = Parts{}
-	}
-	if left := p.parts(b); b.Parts != nil && !byRow {
-		*b.Parts = left
-	} else if err := addParts(k, s, []Parts{left}); err != nil {
+	if err := p.sumUp(b); err != nil || !byRow || !b.Telemetry {
 		return err
-	}
-	if !byRow {
-		return nil
 	}
 	norms := Norms
 	if p.sharing > 0 {
 		norms = -1
 	}
 	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
-}
-
-// Whole is the pass with its figures.
-func (f Forward) Whole() any {
-	if f.Records != nil {
-		*f.Records, f.Records = Records{}, nil
-	}
-	return f
-}
-
-// Whole is the pass with its gradients and figures.
-func (b Backward) Whole() any {
-	if b.Parts != nil {
-		*b.Parts, b.Parts = Parts{}, nil
-	}
-	return b
 }

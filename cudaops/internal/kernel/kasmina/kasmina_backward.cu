@@ -6,11 +6,12 @@
 //   dscales[slot]  = Σ_seeds Σ_rows (∂t/∂a)·βg
 //   norm, variance and largest magnitude of g before clipping, and moments of the norms of its rows
 //
-// The sums over rows that all this takes are few, whatever the kind: of g·m for each column, where m is 1 for Residual, x for
-// AttentionGate and ConvFilter and x where the relu is open for MLPExpansion, and of g[i]·x[i−1] and g[i]·x[i−2] for each seed.
-// What is made of them, softmax's own gradient included, is linear and comes after the sums. They are added up in order: over the
-// lanes of a block, which leaves them in sums [gridDim.y, columns + 2·units], over blocks, and then over the seeds of a slot.
-// Batches and the careful way are as in kasmina.cu.
+// The sums over rows that all this takes are few, whatever the kind. For each column there is that
+// of g·m. Here m is 1 for Residual, x for AttentionGate and ConvFilter, and x where the relu is
+// open for MLPExpansion. For each seed there are those of g[i]·x[i−1] and g[i]·x[i−2]. What is made
+// of them, softmax's own gradient included, is linear and comes after the sums. They are added up
+// in order: over the lanes of a block, over blocks, and over the seeds of a slot. A block leaves
+// them in sums [gridDim.y, columns + 2·units]. Batches and the careful way are as in kasmina.cu.
 //
 // dx may be the memory of g, where the threads of a chunk are all of one warp. What neither blends nor is clipped is not written then.
 #include "kasmina_feed.cuh"
@@ -135,8 +136,9 @@ struct GradientSums {
   }
 };
 
-// mergeGradient turns records [parts, units], three float4 each, into figures [6, seeds]: norm, variance, largest magnitude,
-// and if there are norms, their mean, variance and number. The rest is as in HealthSums::gather. Without parts it writes nothing.
+// mergeGradient turns records [parts, units], three float4 each, into figures [6, seeds]. These are
+// norm, variance, largest magnitude, and if there are norms, their mean, variance and number. The
+// rest is as in HealthSums::gather. Without parts it writes nothing.
 __device__ __forceinline__ void mergeGradient(float* figures, const float4* records, int parts, int units, int each, int first,
                                               int seeds, int share, int i, bool norms) {
   constexpr int early = 2;  // records that a thread reads at once
@@ -177,13 +179,13 @@ __device__ __forceinline__ void mergeGradient(float* figures, const float4* reco
     if (norms || f < 3) figures[int64_t(f) * seeds + seed] = out[f];
 }
 
-// sharing is how many threads of a warp share a chunk and form its norm, or 0 where they do not; then scale
-// [rows, seeds] holds the factors that clip, or is null for none. records [gridDim.y, units] of three float4 may be null in the
-// strict mode. alone: figures are written, records not. Launch: as forward, but of shared memory 4·(N + 2·G) bytes a thread,
-// and with figures 48·G more.
-template <class T, int N, int E, bool whole, Mode mode, class Feed, bool alone>
+// sharing is how many threads of a warp share a chunk and form its norm, or 0 where they do not.
+// Then scale [rows, seeds] holds the factors that clip, or is null for none. records [gridDim.y,
+// units] of three float4 may be null in the strict mode. Launch: as forward, but of shared memory
+// 4·(N + 2·G) bytes a thread, and with figures 48·G more.
+template <class T, int N, int E, bool whole, Mode mode, class Feed>
 __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 2>& src, const Share& share, int sharing,
-                                         const float* scale, float* sums, float4* records, float* figures, uint32_t* bad,
+                                         const float* scale, float* sums, float4* records, uint32_t* bad,
                                          uint32_t* clipped) {
   constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches from one merging to the next
   constexpr bool bare = mode == kWatch && !whole;       // whether rows can go without pivots
@@ -192,7 +194,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   const bool watch = mode == kWatch || mode == kStrict && records;
   const int d = l.seeds * l.chunk, units = d / E;
   releaseNext();
-  Lane lane(N, share, !whole);
+  Lane lane(N, share);
   const bool here = lane.find(d);
   const int seed = lane.col / (whole ? E : l.chunk), at = whole ? 0 : lane.col % l.chunk;
   Seen<T, E> h[G];
@@ -202,7 +204,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) states[k].begin(l, seed + k);
     const Work<B> work(lane, share, int(l.rows), d);
-    const bool ahead = (whole || !l.softmax) && share.late > blockIdx.y * (share.group > 0 ? 1 : blockDim.y);
+    const bool ahead = (whole || !l.softmax) && share.late > blockIdx.y * blockDim.y;
     if (ahead) work.template prefetch<2>(g, lane);
     bool needs = false;
 #pragma unroll
@@ -251,7 +253,8 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) writes = writes || s[k].blends;
 
-    // Norms that clip nothing are formed of both rows of a batch at once, and the first two threads of a chunk take in one each.
+    // Norms that clip nothing are formed of both rows of a batch at once. The first two threads of
+    // a chunk take in one each.
     static_assert(B == 2, "two rows");
     const bool twoByTwo = watch && !whole && sharing > 1 && sharing % 2 == 0 && !l.limit;
 
@@ -459,37 +462,29 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     }
   }
   constexpr int each = N + 2 * G;  // sums of a thread
-  const Place place(share);
-  const int across = place.across, down = place.down, wide = across * G;
-  float* own = reinterpret_cast<float*>(shared) + place.x;
+  const int across = blockDim.x, down = blockDim.y, wide = across * G;
+  float* own = reinterpret_cast<float*>(shared) + threadIdx.x;
   float4* all = reinterpret_cast<float4*>(reinterpret_cast<float*>(shared) + kThreads * each);
   if (Feed::shared) __syncthreads();  // no thread needs what it has fetched any more
-  if (place.any) {
-    float* mine = own + place.y * each * across;
+  float* mine = own + threadIdx.y * each * across;
 #pragma unroll
-    for (int j = 0; j < N; j++) mine[j * across] = acc[j];
+  for (int j = 0; j < N; j++) mine[j * across] = acc[j];
 #pragma unroll
-    for (int k = 0; k < G; k++) mine[(N + k) * across] = d1[k], mine[(N + G + k) * across] = d2[k];
-    if (watch)
+  for (int k = 0; k < G; k++) mine[(N + k) * across] = d1[k], mine[(N + G + k) * across] = d2[k];
+  if (watch)
 #pragma unroll
-      for (int k = 0; k < G; k++) h[k].put(all + 3 * (place.y * wide + place.x * G + k));
-  }
+    for (int k = 0; k < G; k++) h[k].put(all + 3 * (threadIdx.y * wide + threadIdx.x * G + k));
   __syncthreads();
-  if (here) {
-    sums += int64_t(blockIdx.y) * (d + 2 * units);
-    for (int j = place.y; j < each; j += down) {
-      float sum = 0;
-      for (int y = 0; y < down; y++) sum += own[(y * each + j) * across];
-      sums[j < N ? lane.col + j : d + (j < N + G ? 0 : units) + lane.col / E + (j - N) % G] = sum;
-    }
+  if (!here) return;
+  sums += int64_t(blockIdx.y) * (d + 2 * units);
+  for (int j = threadIdx.y; j < each; j += down) {
+    float sum = 0;
+    for (int y = 0; y < down; y++) sum += own[(y * each + j) * across];
+    sums[j < N ? lane.col + j : d + (j < N + G ? 0 : units) + lane.col / E + (j - N) % G] = sum;
   }
-  if (!watch) return;
-  if constexpr (alone) {
-    const int parts = whole ? 1 : l.chunk / E, first = blockIdx.x * wide / parts;
-    mergeGradient(figures, all, down, wide, parts, first, l.seeds, kThreads * parts / wide, Lane::inBlock(), sharing > 0);
-  } else if (here) {
-    for (int k = place.y; k < G; k += down) {
-      const float4* r = all + 3 * (place.x * G + k);
+  if (watch) {
+    for (int k = threadIdx.y; k < G; k += down) {
+      const float4* r = all + 3 * (threadIdx.x * G + k);
       const double pivot = pivotOf(r, down, 3 * wide), middle = r[1].x;
       GradientSums sum;
       for (int y = 0; y < down; y++) sum.add(r + 3 * y * wide, pivot, middle);
@@ -532,13 +527,11 @@ struct SlotSums {
   const float *alpha, *weights, *scales, *total;
   const int *heads, *order;
   float *dweights, *dscales;
-  int slots, seeds, chunk, units, down;
-  int unused;
+  int seeds, chunk, units;
 };
 
 // gatherSlot adds up over the seeds of a slot. The sums are there once ready; before, nothing is read of them nor written. Launch: a
-// slot and 32 columns a block; 32 threads for the columns by up to 32 for seeds, of which `down` have some, so that the order of adding
-// does not depend on other layers.
+// slot and 32 columns a block; 32 threads for the columns by up to 32 for seeds.
 __device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
   __shared__ double dw[kWarp][kWarp], da[kWarp];
   const int slot = blockIdx.x, lane = threadIdx.x, c = l.chunk, col = blockIdx.y * kWarp + lane, each = l.units / l.seeds;
@@ -553,7 +546,7 @@ __device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
   auto at = [&](const float* p) { return ready ? *p : 0.0f; };
 
   double weight = 0, scale = 0;  // scale: of this lane alone
-  for (int i = l.heads[slot] + threadIdx.y; threadIdx.y < l.down && i < l.heads[slot + 1]; i += l.down) {
+  for (int i = l.heads[slot] + threadIdx.y; i < l.heads[slot + 1]; i += blockDim.y) {
     int seed = l.order[i];
     Word word{l.word[seed]};
     Kind kind = word.kind();
@@ -593,41 +586,35 @@ __device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
   if (lane == 0) da[threadIdx.y] = scale;
   __syncthreads();
   if (threadIdx.y > 0 || !ready) return;
-  for (int k = 1; k < l.down; k++) weight += dw[k][lane], scale += da[k];
+  for (int k = 1; k < blockDim.y; k++) weight += dw[k][lane], scale += da[k];
   if (col < c) l.dweights[int64_t(slot) * c + col] = float(weight);
   if (col == 0) l.dscales[slot] = float(scale);
 }
 
 template <class T, int N> using PlainRows = Direct<T, N, 2, 2>;
-template <class T, int N> using TileRows = Early<T, N, 2, 2>;
 template <class T, int N> using RingRows = Ring<T, N, 2, 2>;
 
-// What the kernels take after the layer, share, dx and g.
-#define PARAMETERS(T)                                                                                           \
-  const T *x, int sharing, const float *scale, float *sums, float4 *records, float *figures, uint32_t *bad,     \
-      uint32_t *clipped
-#define DEFINE_BACKWARD(family, mode, name, shape, T, N, E, whole, feed, alone)                                 \
+#define DEFINE_BACKWARD(feed, mode, name, shape, T, N, E, whole, Feed)                                          \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
-      kasmina_backward_##family##_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g, PARAMETERS(T)) { \
-    backward<T, N, E, whole, mode, feed<T, N>, alone>(l, dx, {{g, x}}, share, sharing, scale, sums, records, \
-                                                      figures, bad, clipped);                                   \
+      kasmina_backward_##feed##_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g, const T* x,     \
+                                                       int sharing, const float* scale, float* sums,            \
+                                                       float4* records, uint32_t* bad, uint32_t* clipped) {     \
+    backward<T, N, E, whole, mode, Feed<T, N>>(l, dx, {{g, x}}, share, sharing, scale, sums, records, bad,      \
+                                               clipped);                                                        \
   }
-#define DEFINE_PLAIN(shape, T, N, E, whole)                                                \
-  DEFINE_BACKWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows, false)           \
-  DEFINE_BACKWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows, false)           \
-  DEFINE_BACKWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows, false)
-#define DEFINE_WIDE(shape, T, N, E, whole)                                                 \
-  DEFINE_BACKWARD(tile, kWatch, watch, shape, T, N, E, whole, TileRows, true)              \
-  DEFINE_BACKWARD(tile, kQuiet, quiet, shape, T, N, E, whole, TileRows, true)              \
-  DEFINE_BACKWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows, false)             \
-  DEFINE_BACKWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows, false)
+#define DEFINE_PLAIN(shape, T, N, E, whole)                                        \
+  DEFINE_BACKWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows)          \
+  DEFINE_BACKWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows)          \
+  DEFINE_BACKWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows)
+#define DEFINE_WIDE(shape, T, N, E, whole)                                         \
+  DEFINE_BACKWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows)            \
+  DEFINE_BACKWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows)
 #define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_WIDE
 #undef DEFINE_PLAIN
 #undef DEFINE_BACKWARD
-#undef PARAMETERS
 
 // Kernels behind a pass rehearse where they have no more blocks: of many, it would cost more than it brings.
 constexpr int kFewBlocks = 128;
@@ -643,22 +630,12 @@ struct Left {
   int adding, parts, units, seeds, share, norms;
 };
 
-// The arguments for passes that one launch serves, in constant memory.
-struct AllLeft {
-  Left of[32];
-};
-struct AllSlotSums {
-  SlotSums of[32];
-};
-
-// For each pass, a row of blocks. The first `adding` of them add up its sums over the parts into total; the others merge its records
-// into figures, kMergeThreads/share seeds each. It may overlap with the kernel before it.
-extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_gather(const __grid_constant__ AllLeft all) {
-  const Left& l = all.of[blockIdx.y];
+// The first `adding` blocks add up a pass's sums over the parts into total; the others merge its
+// records into figures, kMergeThreads/share seeds each. It may overlap with the kernel before it.
+extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_gather(const __grid_constant__ Left l) {
   releaseNext();
   const int each = l.units / l.seeds, across = kMergeThreads / l.share, first = (int(blockIdx.x) - l.adding) * across;
   const bool adds = int(blockIdx.x) < l.adding;
-  if (!adds && (!l.records || first >= l.seeds)) return;  // another pass has more
   if (adds) prefetchParts(l.sums + blockIdx.x * kWarp, l.parts, l.columns, kWarp);
   else prefetchParts(l.records + 3 * int64_t(first) * each, l.parts, 3 * int64_t(l.units), 3 * min(across, l.seeds - first) * each);
   // In its first turn it adds nothing, which brings the code to the multiprocessor while the kernel before is still at work.
@@ -673,11 +650,9 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_gather(const
   }
 }
 
-// Launch: gridDim.x slots, gridDim.y tiles of 32 columns, gridDim.z passes. It may overlap with the kernel before it.
-extern "C" __global__ void __launch_bounds__(1024) kasmina_slots(const __grid_constant__ AllSlotSums all) {
-  const SlotSums& l = all.of[blockIdx.z];
+// Launch: gridDim.x slots, gridDim.y tiles of 32 columns. It may overlap with the kernel before it.
+extern "C" __global__ void __launch_bounds__(1024) kasmina_slots(const __grid_constant__ SlotSums l) {
   releaseNext();
-  if (int(blockIdx.x) >= l.slots || int(blockIdx.y) * kWarp >= l.chunk) return;  // another pass has more
   // In its first turn it reads all but total, and brings the code to the multiprocessor.
 #pragma unroll 1
   for (int turn = manyBlocks(); turn < 2; turn++) {

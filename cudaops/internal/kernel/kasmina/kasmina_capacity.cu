@@ -1,6 +1,7 @@
-// The kinds of blueprint that mix the features of a chunk, in layers whose slots have room for them. In a slot's row of width
-// weights stand V [m, C] and U [C, m], with m = width / 2C. For the rows X [n, C] of a seed's chunk, a the slot's scale, α the
-// seed's blending weight and f(z) = z (LowRank) or z·σ(z) (ChunkMLP),
+// The kinds of blueprint that mix the features of a chunk, in layers whose slots have room for
+// them. In a slot's row of width weights stand V [m, C] and U [C, m], with m = width / 2C. X [n, C]
+// are the rows of a seed's chunk, a is the slot's scale and α the seed's blending weight. f(z) is z
+// (LowRank) or z·σ(z) (ChunkMLP).
 //
 //   Z = X·Vᵀ,  H = a·f(Z),  Y = X + α·H·Uᵀ
 //
@@ -8,10 +9,11 @@
 //
 //   Q = α·G·U,  dZ = a·Q ⊙ f'(Z),  dX = G + dZ·V,  dV = dZᵀ·X,  dU = α·Gᵀ·H,  da = Σ Q ⊙ f(Z)
 //
-// The kernels of kasmina.cu and kasmina_backward.cu see such seeds as dormant: they measure, clip and pass through. These
-// ones then write what is different. Blocks take (seed, part of the rows) from the list that the host keeps in the lattice's
-// mirror, so that a captured graph serves whatever seeds are there; without any, they end at once. A block holds U and V in
-// shared memory if they fit, and works on some rows at a time. Gradients are summed in registers over a part's rows, and
+// The kernels of kasmina.cu and kasmina_backward.cu see such seeds as dormant: they measure, clip
+// and pass through. These ones then write what is different. Blocks take (seed, part of the rows)
+// from the list that the host keeps in the lattice's mirror. So a captured graph serves whatever
+// seeds are there; without any, blocks end at once. A block holds U and V in shared memory if they
+// fit, and works on some rows at a time. Gradients are summed in registers over a part's rows, and
 // over the parts and a slot's seeds in their order.
 #include "common.cuh"
 
@@ -19,9 +21,10 @@ enum Kind : uint32_t { kLowRank = 4, kChunkMLP = 5 };
 
 constexpr int kBlock = 256;
 
-// Mixing describes a layer. state is the number of seeds in the list; the list, which is of seeds; of each, its kind in bits
-// 0 to 7, whether it blends in bit 8 and learns in bit 9, and its slot from bit 16 on; and of each slot, where its seeds
-// that learn begin in what follows: positions in the list.
+// Mixing describes a layer. state begins with the number of seeds in the list, and the list of these.
+// Of each follows a word: its kind in bits 0 to 7, and its slot from bit 16 on. Bit 8 is whether it
+// blends, bit 9 whether it learns. Then there is, of each slot, where its seeds that learn begin in
+// what comes last: positions in the list.
 struct Mixing {
   const uint32_t* state;
   const float* alpha;      // of each seed, as the others
@@ -102,8 +105,9 @@ __device__ __forceinline__ void fill(const Matrix& m, int rows, int columns) {
 
 // ---- Products of small matrices by a block ----
 
-// A thread's share of an I×J product is a tile of 4×4 elements. Where a factor's elements lie along k, the tile's rows, or
-// columns, are a quarter of all apart, so that neighbouring threads read neighbouring rows; else they are consecutive.
+// A thread's share of an I×J product is a tile of 4×4 elements. Where a factor's elements lie along
+// k, the tile's rows, or columns, are a quarter of all apart. So neighbouring threads read
+// neighbouring rows. Else they are consecutive.
 enum Form {
   kDot,    // Σ_k a(i, k)·b(j, k)
   kRows,   // Σ_k a(i, k)·b(k, j)
@@ -339,8 +343,8 @@ __device__ __forceinline__ void put(float* out, const float (&sum)[4][4], float*
   }
 }
 
-// mixBackward writes dx of seeds that blend, and of those that learn partial sums: dweights [parts, seeds, 2mC] and dscales
-// [parts, seeds] by their position in the list.
+// mixBackward writes dx of seeds that blend. Of those that learn it writes partial sums by their
+// position in the list: dweights [parts, seeds, 2mC] and dscales [parts, seeds].
 template <class T, bool near>
 __device__ __forceinline__ void mixBackward(const Mixing& l, T* dx, const T* g, const T* x, float* dweights, float* dscales) {
   extern __shared__ float4 memory[];

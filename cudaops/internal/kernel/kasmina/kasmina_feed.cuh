@@ -1,65 +1,39 @@
-// How the rows of a layer reach the threads of a kernel: one feed for each family.
+// How the rows of a layer reach the threads of a kernel: two feeds.
 //
 //   Direct  each thread loads a batch of rows into its registers
 //   Ring    each thread copies batches to its places in shared memory, two ahead (cp.async, sm_80)
 //
-// A thread reads only what it has fetched itself, so that no block ever waits for itself. A batch is B consecutive rows;
-// the lanes take batches in turn, so that all blocks move through memory together, and rows that do not fill a batch one by
-// one. The last batches come first: of what the kernel before has written they are what the L2 still holds, and the kernel behind,
-// which begins with the first rows, finds those.
+// A thread reads only what it has fetched itself, so that no block ever waits for itself. A batch
+// is B consecutive rows. The lanes take batches in turn, so that all blocks move through memory
+// together, and rows that do not fill a batch one by one. The last batches come first: what the
+// kernel before has written last, the L2 still holds. The kernel behind, which begins with the
+// first rows, finds those there.
 #pragma once
 #include "kasmina.cuh"
 #include <climits>
 
 constexpr int kThreads = 256;
 
-// Share is how the threads of a launch share the work. Of each warp's threads in a row, the first used have columns: fewer than
-// all where a chunk must not cross from one warp to the next. The lanes before number late take batches in turn, and each of the
-// others run batches behind those, but the last few, ending, no more than tail. Blocks of lanes start in order, so that late ones
-// even out what the first ones' multiprocessors differ in speed, and short ones at last what those do.
-// Where group is not 0, each of a block's 8 warps holds whole chunks, of so many threads, of one seed in several batches, and
-// does no more than that seed needs. across seeds, 1, 2, 4 or 8, share the warps equally, and the down batches of each make up one
-// lane.
+// Share is how the threads of a launch share the work. Of each warp's threads in a row, the first
+// used have columns. They are fewer than all where a chunk must not cross from one warp to the
+// next. The lanes before number late take batches in turn. Each of the others has run batches
+// behind those, but the last few, ending, no more than tail. Blocks of lanes start in order. So
+// late ones even out what the first ones' multiprocessors differ in speed, and short ones at last
+// what those do.
 struct Share {
   unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
-  unsigned group : 8, across : 8, down : 8;
 };
 
-// Place is where a thread is in its block's across columns, of accesses, by down batches; if anywhere. leads is whether it is the
-// first of a chunk's threads.
-struct Place {
-  int x, y, across, down;
-  bool any, leads;
-
-  __device__ __forceinline__ explicit Place(const Share& s)
-      : x(threadIdx.x), y(threadIdx.y), across(blockDim.x), down(blockDim.y), any(true), leads(false) {
-    if (s.group == 0) return;
-    auto over = [](int a, int b) { return int(__fdividef(a + 0.5f, float(b))); };  // of small numbers
-    const int chunk = over(x, s.group), each = over(kWarp, s.group), warp = y;  // a row of threads is a warp
-    // Warps 4 apart have one scheduler. It gets those of neighbouring seeds, of which one may have more to do than the other.
-    const int column = (warp & 4 | (warp + warp / 4) & 3) & s.across - 1;
-    leads = x == chunk * s.group, x += (column - chunk) * s.group, y = (warp >> __ffs(s.across) - 1) * each + chunk;
-    across = s.across * s.group, down = s.down, any = chunk < each;
-  }
-};
-
-// Lane is where a thread works: the columns from col on, in batches index, index + count, ... The threads of a warp that have
-// the same rows are peers, and so are those of a lane's several batches: deep of them, of which this is number sub. leads is whether
-// it is the first thread that a warp has in a row.
+// Lane is where a thread works: the columns from col on, in batches index, index + count, ... The
+// threads of a warp that have the same rows are peers. leads is whether it is the first thread that
+// a warp has in a row.
 struct Lane {
   int col;
   int index, count;  // of lanes
-  int sub = 0, deep = 1;
   unsigned peers;
   bool leads;
 
-  __device__ __forceinline__ Lane(int n, const Share& share, bool mayGroup) {
-    if (mayGroup && share.group > 0) {
-      const Place p(share);
-      col = p.any ? (blockIdx.x * p.across + p.x) * n : INT_MAX;
-      index = blockIdx.y, count = gridDim.y, sub = p.y, deep = p.down, leads = p.leads;
-      return;
-    }
+  __device__ __forceinline__ Lane(int n, const Share& share) {
     const bool narrow = blockDim.x < kWarp;  // else a multiple of it
     const int t = blockIdx.x * blockDim.x + threadIdx.x, place = narrow ? threadIdx.x : t % kWarp;
     col = place < share.used ? ((narrow ? blockIdx.x : t / kWarp) * share.used + place) * n : INT_MAX;
@@ -80,18 +54,18 @@ struct Lane {
 template <int B> struct Work {
   int row, stride;  // of the first batch; rows from one batch back to the next
   int rest;         // the first single row; the last lane that takes batches in turn has them, as it has no more than others
-  int batches, singles, apart, col, d;  // apart: single rows, from one to the next
+  int batches, singles, col, d;
 
   __device__ __forceinline__ Work(const Lane& lane, const Share& share, int rows, int d)
-      : apart(lane.deep), col(lane.col), d(d) {
-    const int span = B * apart, full = apart == 1 ? rows / B : rows / span, ending = lane.count - share.ending;
+      : col(lane.col), d(d) {
+    const int full = rows / B, ending = lane.count - share.ending;
     const int last = max(full - share.ending * share.tail, 0), turns = max(last - (ending - share.late) * share.run, 0);
     int at = lane.index, end = turns, by = share.late;  // batches: the first, behind the last, from one to the next
     if (lane.index >= ending) at = last + (lane.index - ending) * share.tail, end = min(full, at + share.tail), by = 1;
     else if (lane.index >= share.late) at = turns + (lane.index - share.late) * share.run, end = min(last, at + share.run), by = 1;
     batches = at < end ? unsigned(end - 1 - at) / unsigned(by) + 1 : 0;
-    row = (full - 1 - at) * span + lane.sub * B, stride = by * span, rest = full * span + lane.sub;
-    singles = lane.index == share.late - 1 && rows > rest ? (rows - rest + apart - 1) / apart : 0;
+    row = (full - 1 - at) * B, stride = by * B, rest = full * B;
+    singles = lane.index == share.late - 1 ? rows - rest : 0;
   }
   // Products are of 32 bits by 32 bits, which is one instruction: none is negative.
   __device__ __forceinline__ int64_t place(int row) const { return int64_t(uint64_t(unsigned(row)) * unsigned(d) + unsigned(col)); }
@@ -107,7 +81,7 @@ template <int B> struct Work {
   __device__ __forceinline__ int64_t nth(int i) const {
     return place(i < batches * B ? row - i / B * stride + i % B : single(i - batches * B));
   }
-  __device__ __forceinline__ int single(int i) const { return rest + i * apart; }
+  __device__ __forceinline__ int single(int i) const { return rest + i; }
 };
 
 // Pivots finds what the deviations of a thread's seeds are first taken from: of each, the median of its first three elements.
@@ -149,9 +123,10 @@ template <class T, int A> struct Source {
   const T* p[A];
 };
 
-// A Feed<T, N, A> has the size B of its batches and gives, with next(v, at), the lane's batches one after the other; at is
-// where the batch begins. Of arrays but the first it gives zeros unless all, which a warp's threads agree on, and does not read
-// them. After finish, and a barrier if it is shared, shared memory may serve other ends.
+// A Feed<T, N, A> has the size B of its batches. With next(v, at) it gives the lane's batches one
+// after the other, where at is where the batch begins. Of arrays but the first it gives zeros
+// unless all, which a warp's threads agree on, and does not read them. After finish, and a barrier
+// if it is shared, shared memory may serve other ends.
 template <class T, int N, int A, int B_> struct Direct {
   static constexpr int B = B_;
   static constexpr bool shared = false;
@@ -171,26 +146,6 @@ template <class T, int N, int A, int B_> struct Direct {
       }
   }
   __device__ __forceinline__ void finish() {}
-};
-
-// Early is Direct with the first batch on its way before anything else is: for lanes that have little more than one.
-template <class T, int N, int A, int B_> struct Early : Direct<T, N, A, B_> {
-  using Base = Direct<T, N, A, B_>;
-  Pack<T, N> first[A][B_];
-  bool begun = false;
-
-  __device__ __forceinline__ Early(void* shared, const Source<T, A>& src, const Lane& lane, const Work<B_>& w, bool all)
-      : Base(shared, src, lane, w, all) {
-    if (w.batches > 0) Base::next(first, w.place(w.row));
-  }
-  __device__ __forceinline__ void next(Pack<T, N> (&v)[A][B_], int64_t at) {
-    if (begun) return Base::next(v, at);
-    begun = true;
-#pragma unroll
-    for (int a = 0; a < A; a++)
-#pragma unroll
-      for (int u = 0; u < B_; u++) v[a][u] = first[a][u];
-  }
 };
 
 // loadShared reads 16 bytes.
@@ -261,8 +216,8 @@ template <class T> __device__ __forceinline__ void prefetchParts(const T* p, int
     asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p + i / lines * stride) + i % lines * 128));
 }
 
-// Neighbours gives the elements on either side of a thread's N columns: x1 right before them, x2 before x1, and likewise
-// behind; zeros where the chunk ends.
+// Neighbours gives the elements on either side of a thread's N columns. There is x1 right before
+// them, x2 before x1, and likewise behind. They are zeros where the chunk ends.
 template <class T, int N> struct Neighbours {
   int at, chunk;
   bool loadLeft, loadRight;  // the neighbour is in another warp
@@ -283,8 +238,8 @@ template <class T, int N> struct Neighbours {
   __device__ __forceinline__ void loadBehind(const T* p, float& x1, float& x2) const {
     x1 = at + N < chunk ? toFloat(p[N]) : 0, x2 = at + N + 1 < chunk ? toFloat(p[N + 1]) : 0;
   }
-  // before and behind take them from the neighbouring threads, all of which call it; where any of a warp's crosses, crossBefore and
-  // crossBehind put right what those do not have.
+  // before and behind take them from the neighbouring threads, all of which call it. Where any of a
+  // warp's crosses, crossBefore and crossBehind put right what those do not have.
   __device__ __forceinline__ void before(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
     if constexpr (N == 1) {
       loadBefore(p, x1, x2);
@@ -339,8 +294,9 @@ __device__ __forceinline__ float sumOver(float v, int share, int place, unsigned
   return __shfl_sync(peers, v, Lane::inWarp() - place);
 }
 
-// sumTwoOver adds up two numbers likewise, over a share that is even: the thread at place 0 has the sum of a, the next that of b.
-// Without a loop, as each turn would begin with a check that the threads of such a mask are together, which takes longer than a shuffle.
+// sumTwoOver adds up two numbers likewise, over a share that is even. The thread at place 0 has the
+// sum of a, the next that of b. It has no loop: each turn would begin with a check that the threads
+// of such a mask are together. That takes longer than a shuffle.
 __device__ __forceinline__ float sumTwoOver(float a, float b, int share, int place, unsigned peers) {
   const bool odd = place & 1;
   float v = (odd ? b : a) + __shfl_xor_sync(peers, odd ? a : b, 1);

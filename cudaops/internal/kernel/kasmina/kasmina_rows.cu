@@ -1,12 +1,13 @@
-// What a Kasmina layer measures row by row, for those who ask for it: the figures of each row and seed, averaged over the
-// rows or their largest; gradient norms of chunks that do not fit in a thread; histograms.
+// What a Kasmina layer measures row by row, for those who ask for it. There are the figures of each
+// row and seed, averaged over the rows or their largest. There are gradient norms of chunks that do
+// not fit in a thread, and histograms.
 //
 //   health:    variance, mean, min, max, share of |v| < eps, |mean|/sqrt(variance + eps)       rows without a finite
 //   gradient:  norm, variance, largest magnitude                                               element do not count
 //   scale[row, seed] = min(1, limit/(norm + eps))
 //
-// W lanes of a warp, a power of two, share a row of a chunk, and read it twice: for the mean and for the deviations. Groups of
-// W lanes that have no seed take other rows.
+// W lanes of a warp, a power of two, share a row of a chunk. They read it twice: for the mean and
+// for the deviations. Groups of W lanes that have no seed take other rows.
 #include "kasmina.cuh"
 
 enum Reduction { kExact, kMean, kMax };
@@ -43,8 +44,8 @@ template <class T, class F> __device__ __forceinline__ void forEach(const T* p, 
   }
 }
 
-// anchorOf is the median of the first three of c elements, so that it is not one that is far from all others, or where these
-// are not finite, the first that is.
+// anchorOf is the median of the first three of c elements, so that it is not one that is far from
+// all others. Where these are not finite, it is the first that is.
 template <class T> __device__ __forceinline__ float anchorOf(const T* p, int c) {
   const float e0 = toFloat(p[0]), e1 = toFloat(p[min(1, c - 1)]), e2 = toFloat(p[min(2, c - 1)]);
   if (finite(e0) && finite(e1) && finite(e2)) return median(e0, e1, e2);
@@ -53,8 +54,9 @@ template <class T> __device__ __forceinline__ float anchorOf(const T* p, int c) 
   return 0;
 }
 
-// Launch: 256 threads, which are groups of W for `across` seeds a block, by so many parts of the rows as are left; the parts of
-// the gridDim.y blocks take rows in turn. partial is [parts, seeds]. scale and clipped matter where l.limit is not null.
+// Launch: 256 threads, which are groups of W for `across` seeds a block, by so many parts of the
+// rows as are left. The parts of the gridDim.y blocks take rows in turn. partial is [parts, seeds].
+// scale and clipped matter where l.limit is not null.
 template <class T, bool gradient>
 __device__ __forceinline__ void measureRows(const Layer& l, const T* v, RowPartial* partial, float* scale, uint32_t* clipped,
                                             int across, int w, int reduction) {
@@ -105,8 +107,9 @@ __device__ __forceinline__ void measureRows(const Layer& l, const T* v, RowParti
   if (clips > 0) atomicAdd(clipped + seed, clips);
 }
 
-// Writes the first count figures [.., seeds] unless the reduction is exact, and from figure norms on mean, variance and
-// number of the norms unless norms is negative. Launch: a warp a seed, 4 a block.
+// Writes the first count figures [.., seeds] unless the reduction is exact. From figure norms on it
+// writes mean, variance and number of the norms, unless norms is negative. Launch: a warp a seed, 4
+// a block.
 extern "C" __global__ void __launch_bounds__(4 * kWarp)
     kasmina_rows_merge(float* figures, const RowPartial* partial, int parts, int seeds, int reduction, int count, int norms) {
   const int seed = blockIdx.x * 4 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;

@@ -180,19 +180,15 @@ func (r *kasminaRun) launchForward() {
 
 func (r *kasminaRun) launchBackward() {
 	r.Helper()
-	b := r.backwardPass()
+	b := Backward{Layer: r.layer, DX: r.dx.Ptr, DWeights: r.dw.Ptr,
+		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction,
+		Figures: r.gradient.Ptr,
+		Bad:     r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
 	if r.width > 0 {
 		r.Must(WideBackward{Backward: b, Wide: r.wide[1]}.Launch(r.Set, r.Stream))
 		return
 	}
 	r.Must(b.Launch(r.Set, r.Stream))
-}
-
-func (r *kasminaRun) backwardPass() Backward {
-	return Backward{Layer: r.layer, DX: r.dx.Ptr, DWeights: r.dw.Ptr,
-		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction,
-		Figures: r.gradient.Ptr,
-		Bad:     r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
 }
 
 // refer computes what is wanted in float64.
@@ -437,10 +433,4 @@ func (r *kasminaRun) checkInPlace(runs int) {
 		r.Near("dweights in place", r.dw, r.wantDW, tol)
 		r.Near("dscales in place", r.ds, r.wantDS, tol)
 	}
-}
-
-func (r *kasminaRun) forwardPass() Forward {
-	return Forward{Layer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry,
-		Figures: r.health.Ptr,
-		Bad:     r.count(0), Workspace: r.forwardSpace.Ptr}
 }

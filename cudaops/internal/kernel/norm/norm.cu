@@ -5,15 +5,17 @@
 //
 // (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) add is the gradient that reaches x past the norm.
 //
-// Each element is read and written once. Forward, a few threads hold a row in registers. Backward, each thread keeps a pack of
-// columns and its weights and walks down the rows, while the next ones are on their way to shared memory; so dw adds up in
-// registers, each block leaves a partial sum, and a second kernel, of which one launch may serve many passes, adds those up in
-// order. A short row may instead be one warp's own, which then waits for no other, or two warps'. Rows that do not fit, or are not
-// aligned to 16 bytes, take kernels that read them twice.
+// Each element is read and written once. Forward, a few threads hold a row in registers. Backward,
+// each thread keeps a pack of columns and its weights and walks down the rows. The next ones are on
+// their way to shared memory meanwhile. So dw adds up in registers, each block leaves a partial
+// sum, and a second kernel adds those up in order. A short row may instead be one warp's own, which
+// then waits for no other, or two warps'. Rows that do not fit, or are not aligned to 16 bytes,
+// take kernels that read them twice.
 //
-// Forward, and where blocks walk down, the last rows come first: of what the kernel before has written they are what the cache still
-// holds, and the kernel behind, which begins with the first rows, finds those. Where the kernel before has ended with the first rows,
-// the forward pass begins with these (ascending).
+// Forward, and where blocks walk down, the last rows come first: what the kernel before has written
+// last, the cache still holds. The kernel behind, which begins with the first rows, finds those
+// there. Where the kernel before has ended with the first rows, the forward pass begins with these
+// (ascending).
 //
 // Kernels named _float8 also write y or dx, as rounded to its type, as rows of float8 (float8.cuh).
 #include "float8.cuh"
@@ -22,8 +24,9 @@
 
 // ---- Forward ----
 
-// P packs a thread: the fewer, the closer together lies what the GPU has in flight. Launch: blockDim.x threads, whole warps,
-// hold a row of up to blockDim.x·P·kVec elements, a multiple of kVec; blockDim.y rows a block, of at most kHeld threads.
+// P packs a thread: the fewer, the closer together lies what the GPU has in flight. Launch:
+// blockDim.x threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a multiple of
+// kVec. A block has blockDim.y rows, and at most kHeld threads.
 template <class T, int P, bool kAdd, bool kFloat8>
 __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,
                                             const float* w, int64_t rows, int d, float eps, bool ascending) {
@@ -131,9 +134,10 @@ DEFINE_ALL(f16, DEFINE_FLOAT8)
 
 constexpr int kStages = 3;  // rows on their way from memory at once, in each group of threads
 
-// Walk is a thread's place in such a kernel. Launch: blockDim.x threads, whole warps, hold a row of d elements, d a multiple of
-// kVec and at most blockDim.x·kVec; blockDim.y such groups a block, at most 1024 threads; any number of blocks.
-// Dynamic shared memory: kStages·16 bytes a thread for each array.
+// Walk is a thread's place in such a kernel. Launch: blockDim.x threads, whole warps, hold a row of
+// d elements, d a multiple of kVec and at most blockDim.x·kVec. A block has blockDim.y such groups,
+// and at most 1024 threads; there is any number of blocks. Dynamic shared memory: kStages·16 bytes
+// a thread for each array.
 template <class T> struct Walk {
   static constexpr int N = kVec<T>;
   using V = Pack<T, N>;
@@ -272,11 +276,13 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
   leaveSums(partial, reinterpret_cast<const float*>(shared), d);
 }
 
-// Rows of up to W·P·32·kVec elements, each the own of W warps, whose lanes hold P packs of it. What they add up is a shuffle, so that a
-// row's warp waits for no other, and of two warps a barrier of the block besides, whose warps then all run the same number of rounds. A
-// block's rows lie a grid apart, so that all blocks have something to do in the last round.
-// Launch: W·kWarp threads by so many rows, at most kOwn<P> warps; any number of blocks. Dynamic shared memory: kOwnStages·P·512 bytes a
-// warp for each array, three with add, else two; and at least blockDim.y·d floats. Each block writes a row of partial [blocks, d].
+// Rows of up to W·P·32·kVec elements, each the own of W warps, whose lanes hold P packs of it. What
+// they add up is a shuffle, so that a row's warp waits for no other. Of two warps it is a barrier
+// of the block besides, whose warps then all run the same number of rounds. A block's rows lie a
+// grid apart, so that all blocks have something to do in the last round. Launch: W·kWarp threads by
+// so many rows, at most kOwn<P> warps; any number of blocks. Dynamic shared memory:
+// kOwnStages·P·512 bytes a warp for each array, three with add, else two; and at least blockDim.y·d
+// floats. Each block writes a row of partial [blocks, d].
 constexpr int kOwnStages = 2;                          // rows on their way, of each warp
 template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // as many as leave registers for the sums and weights of P packs
 
@@ -406,28 +412,24 @@ __device__ __forceinline__ void weightAny(float* partial, const T* g, const T* x
   partial[int64_t(blockIdx.y) * d + i] = sum;
 }
 
-// What backward passes leave of dw, for one launch that adds up that of many. It lies with the arguments, in constant memory.
-struct Parts {
-  void* dw;
-  const float* partial;  // [count, d]
-  int count, d;
-};
-struct AllParts {
-  Parts of[64];
-};
+#if __CUDA_ARCH__ == 890  // whose multiprocessors have 1536 threads
+constexpr int kSumBlocks = 1;
+#else
+constexpr int kSumBlocks = 2;
+#endif
 
-// dw[i] = Σ_k partial[k, i], for the dw of a row of blocks. Launch: 32 columns a block, 32 by 32 threads; it may overlap with the
-// kernel before it.
-template <class T> __device__ __forceinline__ void weightSum(const Parts& p) {
+// dw[i] = Σ_k partial[k, i] for partial [count, d]. Launch: 32 columns a block, 32 by 32 threads; it
+// may overlap with the kernel before it.
+extern "C" __global__ void __launch_bounds__(1024, kSumBlocks)
+    rmsnorm_weight_sum(float* dw, const float* partial, int count, int d) {
   constexpr int U = 8;  // loads at once
   __shared__ float tile[kWarp][kWarp + 1];
-  if (blockIdx.x * kWarp >= p.d) return;  // another dw is longer
   awaitPrevious();
   int i = blockIdx.x * kWarp + threadIdx.x;
   float sum = 0;
-  const int64_t step = int64_t(kWarp) * p.d;
-  const float* at = p.partial + int64_t(threadIdx.y) * p.d + i;
-  const int left = i < p.d ? p.count - threadIdx.y : 0;
+  const int64_t step = int64_t(kWarp) * d;
+  const float* at = partial + int64_t(threadIdx.y) * d + i;
+  const int left = i < d ? count - threadIdx.y : 0;
 #pragma unroll 1
   for (int b = 0; b < left; b += U * kWarp) {
     float v[U];
@@ -441,7 +443,7 @@ template <class T> __device__ __forceinline__ void weightSum(const Parts& p) {
   __syncthreads();
   sum = warpReduce<Sum>(tile[threadIdx.x][threadIdx.y]);
   i = blockIdx.x * kWarp + threadIdx.y;
-  if (threadIdx.x == 0 && i < p.d) static_cast<T*>(p.dw)[i] = fromFloat<T>(sum);
+  if (threadIdx.x == 0 && i < d) dw[i] = sum;
 }
 
 // backwardPass is backwardOwn, or for P = 0 backwardRows.
@@ -472,11 +474,6 @@ template <class T, int P, int W, bool kFloat8, class... Args> __device__ __force
   DEFINE(T, rmsnorm_backward_own4, 4, 1, kOwn<4>* kWarp)                                                      \
   DEFINE(T, rmsnorm_backward_pair3, 3, 2, kOwn<3>* kWarp)                                                     \
   DEFINE(T, rmsnorm_backward_pair4, 4, 2, kOwn<4>* kWarp)
-#if __CUDA_ARCH__ == 890  // whose multiprocessors have 1536 threads
-constexpr int kSumBlocks = 1;
-#else
-constexpr int kSumBlocks = 2;
-#endif
 #define DEFINE(T)                                                                                             \
   DEFINE_ALL(T, DEFINE_PASS)                                                                                  \
   extern "C" __global__ void __launch_bounds__(512)                                                           \
@@ -487,10 +484,6 @@ constexpr int kSumBlocks = 2;
   extern "C" __global__ void __launch_bounds__(256)                                                           \
       rmsnorm_weight_any_##T(float* partial, const T* g, const T* x, const float* rstd, int64_t rows, int d) { \
     weightAny(partial, g, x, rstd, rows, d);                                                                  \
-  }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(1024, kSumBlocks)                                              \
-      rmsnorm_weight_sum_##T(const __grid_constant__ AllParts all) {                                          \
-    weightSum<T>(all.of[blockIdx.y]);                                                                         \
   }
 FOR_STORAGE_TYPES(DEFINE)
 DEFINE_ALL(bf16, DEFINE_FLOAT8)

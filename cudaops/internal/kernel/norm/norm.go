@@ -2,7 +2,6 @@ package norm
 
 import (
 	"fmt"
-	"slices"
 	"strconv"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -134,51 +133,17 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 //	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
 //
 // Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's.
-// DW [D] is float32. Workspace is memory of [RMSNormWorkspace] bytes.
+// DW [D] is float32. Workspace is memory of WorkspaceBytes.
 //
 // Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
 // rows. Type is then a 16-bit one.
-//
-// Where Parts is not nil, DW is left to [SumRMSNormParts], for which this is written there. The
-// workspace is to be kept until then.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
 	Rows, D                    int
 	Type                       gpu.DType
 	Workspace                  gpu.Ptr
 	DX8, Scale8                gpu.Ptr
-	Parts                      *RMSNormParts
 	Way                        kernel.Way
-}
-
-// RMSNormParts is what a backward pass leaves of DW [D]: partial sums [Parts, D] of float32.
-// Without D it is nothing.
-type RMSNormParts struct {
-	DW, Partial gpu.Ptr
-	Parts, D    int
-}
-
-// rmsNormPartsMost is how many of them a launch takes, AllParts of norm.cu.
-const rmsNormPartsMost = 64
-
-// addParts adds up what backward passes have left, in one launch for up to 64.
-func addParts(k *kernel.Set, s gpu.Stream, left []RMSNormParts) error {
-	left = slices.DeleteFunc(slices.Clone(left), func(p RMSNormParts) bool { return p.D == 0 })
-	for some := range slices.Chunk(left, rmsNormPartsMost) {
-		var rows []kernel.Struct
-		d := 0
-		for _, p := range some {
-			rows = append(rows, kernel.Struct{p.DW, p.Partial, p.Parts, p.D})
-			d = max(d, p.D)
-		}
-		c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(d, 32), Y: len(rows)},
-			Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps()}
-		if err := k.Enqueue(s, "norm", "rmsnorm_weight_sum_f32", c,
-			kernel.Table{Rows: rows, Room: rmsNormPartsMost}); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // packed reports whether rows can be moved 16 bytes at a time.
@@ -207,18 +172,15 @@ func normParts(k *kernel.Set, d int, t gpu.DType) int {
 }
 
 // Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's. Another
-// one adds them up, unless they are left.
+// one adds them up.
 func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	blocks, err := normBackward(k, s, a)
 	if err != nil {
 		return err
 	}
-	left := RMSNormParts{DW: a.DW, Partial: a.Workspace, Parts: blocks, D: a.D}
-	if a.Parts != nil {
-		*a.Parts = left
-		return nil
-	}
-	return addParts(k, s, []RMSNormParts{left})
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 32)},
+		Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps()}
+	return k.Enqueue(s, "norm", "rmsnorm_weight_sum", c, a.DW, a.Workspace, blocks, a.D)
 }
 
 // Ways lists the ways that take the launch, the one that should be fastest first. In some, warps or
@@ -292,24 +254,6 @@ func normBackwardAny(k *kernel.Set, s gpu.Stream, a RMSNormBackward) (int, error
 		Type: a.Type}.Launch(k, s)
 }
 
-// SumRMSNormParts adds up what backward passes have left.
-type SumRMSNormParts struct{ All []*RMSNormParts }
-
-// Join returns one launch for both.
-func (p SumRMSNormParts) Join(other any) (any, bool) {
-	o, ok := other.(SumRMSNormParts)
-	return SumRMSNormParts{slices.Concat(p.All, o.All)}, ok
-}
-
-// Whole is the pass with its weights' gradient, for whose parts the later launch then has nothing
-// to do.
-func (a RMSNormBackward) Whole() any {
-	if a.Parts != nil {
-		*a.Parts, a.Parts = RMSNormParts{}, nil
-	}
-	return a
-}
-
 // Tuning is that of [kernel.Tuned].
 func (a RMSNorm) Tuning() kernel.Tuning {
 	return kernel.Tuning{Op: "RMSNorm", Units: []string{"norm"},
@@ -327,9 +271,4 @@ func (a RMSNormBackward) Tuning() kernel.Tuning {
 // WorkspaceBytes is the size of Workspace.
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return 4 * a.D * normParts(kernel.Sized(d), a.D, a.Type)
-}
-
-// Launch enqueues it.
-func (a SumRMSNormParts) Launch(k *kernel.Set, s gpu.Stream) error {
-	return addParts(k, s, kernel.Values(a.All))
 }

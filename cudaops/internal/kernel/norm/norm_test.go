@@ -5,8 +5,6 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/stretchr/testify/require"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
@@ -116,39 +114,6 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 	g.Near("dx", dx, wantX, kerneltest.Backward(dt))
 	g.Near("dw", dw, wantW, kerneltest.Backward(kerneltest.F32))
 	return len(ways)
-}
-
-// TestRMSNormPartsTogether wants launches that add up what many passes have left to give the bits
-// of a launch each.
-func TestRMSNormPartsTogether(t *testing.T) {
-	g := kerneltest.NewRig(t)
-	shapes := [][2]int{{2003, 768}, {50, 32}, {333, 2048}, {700, 4099}, {1, 8}, {300, 4096}}
-	var left []RMSNormParts
-	var sums []*kerneltest.Buffer
-	var want [][]float64
-	for i := range rmsNormPartsMost + 9 {
-		rows, d := shapes[i%len(shapes)][0], shapes[i%len(shapes)][1]
-		x, _ := g.Normal(rows*d, kerneltest.Bf16, 0)
-		dy, _ := g.Normal(rows*d, kerneltest.Bf16, 0)
-		w, _ := g.Normal(d, kerneltest.F32, 0)
-		rstd, _ := g.Normal(rows, kerneltest.F32, 0)
-		a := RMSNormBackward{DX: g.Alloc(rows*d, kerneltest.Bf16, 0).Ptr, G: dy.Ptr, X: x.Ptr,
-			W: w.Ptr, Rstd: rstd.Ptr, Rows: rows, D: d, Type: kerneltest.Bf16,
-			Workspace: g.Alloc(RMSNormBackward{D: d, Type: kerneltest.Bf16}.WorkspaceBytes(g.Info)/4,
-				kerneltest.F32, 0).Ptr}
-		single, dw := g.Alloc(d, kerneltest.F32, 0), g.Alloc(d, kerneltest.F32, 0)
-		a.DW = single.Ptr
-		g.Must(a.Launch(g.Set, g.Stream))
-		want = append(want, g.Read(single))
-		a.DW, a.Parts = dw.Ptr, new(RMSNormParts)
-		g.Must(a.Launch(g.Set, g.Stream))
-		left, sums = append(left, *a.Parts), append(sums, dw)
-	}
-	left = append(left, RMSNormParts{}) // of a pass over no rows
-	g.Must(addParts(g.Set, g.Stream, left))
-	for i, dw := range sums {
-		require.Equal(t, want[i], g.Read(dw))
-	}
 }
 
 func TestFiguresMatchSources(t *testing.T) {

@@ -23,14 +23,8 @@ func Bench(b *bench.B) {
 			Second: b.Zeros(n, gpu.Float32), Copy: b.Alloc(n, gpu.BFloat16), CopyType: gpu.BFloat16,
 			Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9, Beta2: 0.999})
 	}
-	if b.Err != nil {
-		return
-	}
 	table, err := NewTable(b.Ctx, tensors)
-	if err != nil {
-		b.Do(err)
-		return
-	}
+	b.Do(err)
 	defer func() { b.Do(errors.Join(b.Ctx.SyncStream(b.Stream), table.Free())) }()
 	squares := b.Alloc(table.Chunks, gpu.Float32)
 	control := b.Upload(Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1,

@@ -181,11 +181,7 @@ type LossScale struct {
 const LossScaleBytes = 12
 
 // Bytes is the loss scale as it lies in device memory.
-func (s LossScale) Bytes() []byte {
-	b := binary.LittleEndian.AppendUint32(nil, math.Float32bits(s.Scale))
-	b = binary.LittleEndian.AppendUint32(b, uint32(s.Good))
-	return binary.LittleEndian.AppendUint32(b, uint32(s.Skipped))
-}
+func (s LossScale) Bytes() []byte { return kernel.TableBytes([]LossScale{s}) }
 
 // ControlBytes is the size of a control block, of which the host writes the first ControlSettings
 // bytes.
