@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -208,7 +209,8 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		return err
 	}
 	defer tr.Close()
-	var began time.Time
+	var began, last time.Time
+	var each []time.Duration // a step
 	const laps = 3
 	warm := min(10, r.steps/3)
 	lap := max(1, (r.steps-warm)/laps)
@@ -224,22 +226,24 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		if e.Step == 3 && place.Rank == 0 {
 			fmt.Println("under way")
 		}
+		each, last = append(each, time.Since(last)), time.Now()
 		if e.Step < warm || (e.Step-warm)%lap != 0 {
 			return nil
 		}
 		if e.Step > warm && r.pace && place.Rank == 0 {
 			s, n := time.Since(began).Seconds(), float64(lap)
+			slices.Sort(each)
 			free, total, err := device.Memory()
 			if err != nil {
 				return err
 			}
-			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.2f ms a step "+
-				"(computing %.2f, talk %.2f), %.2f GiB\n",
+			fmt.Printf("pace %d ranks, %d parameters: %.0f tokens/s, loss %.4f, %.2f ms a step, "+
+				"%.2f the median (computing %.2f, talk %.2f), %.2f GiB\n",
 				place.Size, e.Params, float64(e.StepTokens)*n/s, e.Loss, 1e3*s/n,
-				1e3*(watch.steps-spent.steps).Seconds()/n,
+				1e3*each[len(each)/2].Seconds(), 1e3*(watch.steps-spent.steps).Seconds()/n,
 				1e3*(watch.talk-spent.talk).Seconds()/n, float64(total-free)/(1<<30))
 		}
-		began, spent = time.Now(), *watch
+		began, spent, each = time.Now(), *watch, nil
 		return nil
 	})
 	if !r.pace {
