@@ -29,11 +29,7 @@ func (c *context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	cname := append([]byte(name), 0)
 	err := c.call(&c.ModuleGetFunction, uintptr(unsafe.Pointer(&f.Handle)), uintptr(m),
 		uintptr(unsafe.Pointer(&cname[0])))
-	if err != nil {
-		return nil, inDetail(err, "kernel "+name)
-	}
-	f.Params, err = c.params(f.Handle)
-	return f, err
+	return f, inDetail(err, "kernel "+name)
 }
 
 // inDetail adds to an error of the driver what it is about.
@@ -43,23 +39,6 @@ func inDetail(err error, detail string) error {
 		e.Detail += detail
 	}
 	return err
-}
-
-// params asks for the layout of a kernel's parameters. Their number is known from the first
-// refusal, which compute-sanitizer lists as an API error unless it is told --report-api-errors no.
-func (c *context) params(function uintptr) ([]gpu.Param, error) {
-	for params := []gpu.Param{}; ; {
-		var p gpu.Param
-		err := c.call(&c.FuncGetParamInfo, function, uintptr(len(params)),
-			uintptr(unsafe.Pointer(&p.Offset)), uintptr(unsafe.Pointer(&p.Size)))
-		if errors.Is(err, gpu.InvalidValue) {
-			return params, nil
-		}
-		if err != nil {
-			return nil, err
-		}
-		params = append(params, p)
-	}
 }
 
 func (c *context) AllowShared(f *gpu.Function, bytes int) error {
@@ -103,9 +82,6 @@ type launchAttribute struct {
 var launchFrames = sync.Pool{New: func() any { return new(launchFrame) }}
 
 func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
-	if err := f.Check(a); err != nil {
-		return err
-	}
 	frame := launchFrames.Get().(*launchFrame)
 	defer launchFrames.Put(frame)
 	frame.args = append(frame.args[:0], a.Packed()...)

@@ -34,9 +34,9 @@ type context struct {
 	blas     *cublasLt
 }
 
-// on runs f with the context current. The goroutine is locked to its thread meanwhile, since the
+// Do runs f with the context current. The goroutine is locked to its thread meanwhile, since the
 // current context belongs to the thread.
-func (c *context) on(f func() error) error {
+func (c *context) Do(f func() error) error {
 	if c.closed.Load() {
 		return gpu.NewError("cuCtxSetCurrent", gpu.ContextIsDestroyed, "", "the context is closed")
 	}
@@ -52,14 +52,11 @@ func (c *context) on(f func() error) error {
 //
 //go:uintptrescapes
 func (c *context) call(p *proc, args ...uintptr) error {
-	return c.on(func() error { return c.check(p, p.call(args...)) })
+	return c.Do(func() error { return c.check(p, p.call(args...)) })
 }
 
 func (c *context) Device() gpu.DeviceInfo { return c.info }
 func (c *context) Handle() uintptr        { return c.handle }
-
-// Do is for libraries that work in the current context.
-func (c *context) Do(f func() error) error { return c.on(f) }
 
 func (c *context) Close() error {
 	if c.closed.Load() {

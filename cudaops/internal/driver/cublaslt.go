@@ -68,7 +68,7 @@ func (c *context) Blas() (gpu.Blas, error) {
 //
 //go:uintptrescapes
 func (b *cublasLt) call(p *proc, args ...uintptr) error {
-	return b.ctx.on(func() error {
+	return b.ctx.Do(func() error {
 		s := gpu.BlasStatus(int32(p.call(args...)))
 		if s == 0 {
 			return nil

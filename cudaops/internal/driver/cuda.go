@@ -66,7 +66,6 @@ type cudaAPI struct {
 	ModuleUnload       proc `c:"cuModuleUnload"`
 	ModuleGetFunction  proc `c:"cuModuleGetFunction"`
 	FuncSetAttribute   proc `c:"cuFuncSetAttribute"`
-	FuncGetParamInfo   proc `c:"cuFuncGetParamInfo"`
 	Occupancy          proc `c:"cuOccupancyMaxActiveBlocksPerMultiprocessor"`
 	OccupancyClusters  proc `c:"cuOccupancyMaxActiveClusters"`
 	LaunchKernel       proc `c:"cuLaunchKernelEx"`

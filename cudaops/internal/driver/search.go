@@ -1,8 +1,7 @@
 package driver
 
 import (
-	"strconv"
-	"strings"
+	"fmt"
 
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
@@ -40,19 +39,12 @@ func cudaPlaces(f sharedlib.Finder) []sharedlib.Place {
 	return nil
 }
 
-// blasPlaces lists where cuBLASLt may be.
+// blasPlaces lists where cuBLASLt may be, of the majors of CUDA that have the calls used here.
 func blasPlaces(f sharedlib.Finder) []sharedlib.Place {
-	pattern := "libcublasLt.so.1[0-9]"
+	name := "libcublasLt.so.%s"
 	if f.GOOS == "windows" {
-		pattern = "cublasLt64_1[0-9].dll"
+		name = "cublasLt64_%s.dll"
 	}
-	var names []sharedlib.Place
-	for major := newestCUDA; major >= oldestCUDA; major-- {
-		names = append(names,
-			sharedlib.Place(strings.Replace(pattern, "1[0-9]", strconv.Itoa(major), 1)))
-	}
-	return f.Toolkit(blasVariable, pattern, "cu*", names...)
+	of := func(major string) sharedlib.Place { return sharedlib.Place(fmt.Sprintf(name, major)) }
+	return f.Toolkit(blasVariable, string(of("1[0-9]")), "cu*", of("13"), of("12"))
 }
-
-// The majors of CUDA whose cuBLASLt has the calls used here.
-const newestCUDA, oldestCUDA = 13, 12

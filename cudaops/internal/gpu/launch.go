@@ -10,7 +10,7 @@ import (
 type Function struct {
 	Name   string
 	Handle uintptr
-	Params []Param // the layout of its parameters; nil where a fake cannot tell
+	Params []Param // the layout of its parameters, where a fake knows it
 }
 
 // Param is where a parameter lies among a kernel's parameters, in bytes.
@@ -78,8 +78,8 @@ func (a *Args) Struct(b []byte, align int) {
 	a.buf = append(a.buf, b...)
 }
 
-// Check compares the arguments with the kernel's own parameters: a mismatch would otherwise be
-// garbage on the GPU.
+// Check compares the arguments with the kernel's own parameters: a mismatch would be garbage on a
+// GPU, which does not look. Tests launch every kernel on a fake that knows them from its binary.
 func (f *Function) Check(a *Args) error {
 	if f.Params == nil {
 		return nil

@@ -17,6 +17,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
+// update is the name of updates among ops.
+const update = "Update"
+
 const (
 	// monitorShare is how much of the time the monitor may take.
 	monitorShare = 0.004
@@ -291,7 +294,7 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 			Time: known.total / time.Duration(o.Samples), Tuned: known.tuned, Ways: known.ways})
 	}
 	if u := o.update; u.samples > 0 {
-		times = append(times, optime.OpTime{Op: "Update", Tasks: 1,
+		times = append(times, optime.OpTime{Op: update, Tasks: 1,
 			Time: u.total / time.Duration(u.samples), Bytes: updateBytes})
 	}
 	return optime.Gather(times), nil

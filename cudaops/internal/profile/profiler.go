@@ -24,10 +24,10 @@ type Profiler struct {
 	pieces map[pieceKey]*markedPiece
 
 	plain []*plainStep
-	begin gpu.Event // of the marked step
-	first gpu.Event // of all marked steps
-	tasks []markedTask
-	spans []markedSpan // of the marked step
+	begin gpu.Event     // of the marked step
+	first gpu.Event     // of all marked steps
+	tasks []optime.Span // what the spans of a task have in common
+	spans []markedSpan  // of the marked step
 	whole []*markedPiece
 	piece *markedPiece // that is being enqueued, nil between pieces
 	task  int          // in tasks, -1 where no task is being enqueued
@@ -89,12 +89,6 @@ type markedSpan struct {
 	from, to gpu.Event
 	piece    *markedPiece // nil for what is between pieces
 	task     int
-}
-
-// markedTask is what the spans of a task have in common.
-type markedTask struct {
-	optime.Span
-	counts bool // FLOPs is the sum of what its products say
 }
 
 // newMark returns an event that the stream records when it gets there.
@@ -223,10 +217,10 @@ func (p *Profiler) After(w gpu.Work) error {
 	}
 	if p.task < 0 { // between pieces
 		p.spans = append(p.spans, markedSpan{w.Name, p.last, e, nil, len(p.tasks)})
-		p.tasks = append(p.tasks, markedTask{Span: optime.Span{Op: "Copies"}})
+		p.tasks = append(p.tasks, optime.Span{Op: "Copies"})
 		return nil
 	}
-	if t := &p.tasks[p.task]; t.counts {
+	if t := &p.tasks[p.task]; t.Op == update { // whose products alone say
 		t.FLOPs += w.FLOPs
 	}
 	p.piece.spans = append(p.piece.spans, markedSpan{w.Name, p.last, e, p.piece, p.task})
@@ -235,7 +229,7 @@ func (p *Profiler) After(w gpu.Work) error {
 }
 
 // doing says what is enqueued from now on.
-func (p *Profiler) doing(t markedTask) {
+func (p *Profiler) doing(t optime.Span) {
 	p.task = len(p.tasks)
 	p.tasks = append(p.tasks, t)
 }
@@ -249,7 +243,7 @@ func (p *Profiler) Marked() error {
 		if chosen, ok := p.Chooser.Of(c.Choice); ok && chosen.Of > 1 && chosen.Op != "Matmul" {
 			t.Ways = []string{chosen.Way}
 		}
-		p.doing(markedTask{Span: t})
+		p.doing(t)
 		if err := p.Executor.Call(c); err != nil {
 			return err
 		}
@@ -259,7 +253,7 @@ func (p *Profiler) Marked() error {
 
 // Update enqueues an update that moves so many bytes.
 func (p *Profiler) Update(bytes float64, launch func() error) error {
-	p.doing(markedTask{optime.Span{Op: "Update", Bytes: bytes}, true})
+	p.doing(optime.Span{Op: update, Bytes: bytes})
 	return launch()
 }
 
@@ -363,7 +357,7 @@ func (p *Profiler) layOut(r *optime.Profile, usual *plainStep,
 				start = max(end, anchored+elapsed(anchor, s.from))
 			}
 			end = start + took[i]
-			t := p.tasks[s.task].Span
+			t := p.tasks[s.task]
 			t.Kernel, t.Task, t.Start, t.Time, t.Loose = s.kernel, s.task, start, took[i], !captured
 			r.Spans = append(r.Spans, t)
 		}

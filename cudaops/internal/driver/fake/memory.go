@@ -97,8 +97,10 @@ func (c *Context) Free(p gpu.Ptr) error {
 		return nil
 	}
 	return c.locked(call, func() error {
-		if err := c.drainAll(call); err != nil {
-			return err
+		for _, s := range c.streams {
+			if err := c.drain(call, s); err != nil {
+				return err
+			}
 		}
 		for _, b := range c.blocks {
 			if b.base == p && !b.freed {

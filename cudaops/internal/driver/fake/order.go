@@ -96,15 +96,6 @@ func (c *Context) drain(call string, s *stream) error {
 	return c.fault(call)
 }
 
-func (c *Context) drainAll(call string) error {
-	for _, s := range c.streams {
-		if err := c.drain(call, s); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // pass runs a mark's stream up to the mark.
 func (c *Context) pass(m *mark) {
 	for !m.passed && len(m.stream.queue) > 0 {
