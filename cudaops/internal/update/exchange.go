@@ -147,7 +147,7 @@ func (x *Optimizer) Behind(call int) error {
 	if call == 0 {
 		s.left = 0
 	}
-	for ; s.left < len(s.buckets) && s.buckets[s.left].ready <= call; s.left++ {
+	for ; s.left < len(s.buckets) && s.buckets[s.left].last <= call; s.left++ {
 		if s.early != nil && s.left == s.tail {
 			if err := x.m.Ctx.Record(s.most, s.side.Stream); err != nil {
 				return err

@@ -15,10 +15,9 @@ import (
 // load is parameters that come back together from those who have updated them. They come beside the
 // next run, which waits for them where it first reads one.
 type load struct {
-	first  int   // that call
-	params []int // numbers
-	route  comm.Route
-	home   gpu.Event // they are there
+	pack  // ordered by these calls
+	route comm.Route
+	home  gpu.Event // they are there
 }
 
 // arrange puts the parameters in loads, and gives what comes from others a place in one piece of
@@ -28,7 +27,15 @@ func (x *Optimizer) arrange() error {
 	if s.group.Size() == 1 {
 		return nil
 	}
-	s.loads = x.pack()
+	total := 0
+	for i := range x.Params {
+		total += x.traveller(i).Extent()
+	}
+	for _, p := range x.packs(max(s.least, total/mostHeld),
+		func(i int) int { return firstTouch(x.m.Program, x.traveller(i).Buffer) },
+		func(i int) int { return x.traveller(i).Extent() }) {
+		s.loads = append(s.loads, &load{pack: p})
+	}
 	if err := x.lay(); err != nil {
 		return err
 	}
@@ -43,32 +50,6 @@ func (x *Optimizer) arrange() error {
 		l.route.Open() // all runs are over: the sums of squares were added up behind them
 	}
 	return nil
-}
-
-// mostLoads is how many loads there are at most.
-const mostLoads = 96
-
-// pack puts the parameters in loads, in the order in which a run reads them.
-func (x *Optimizer) pack() (all []*load) {
-	first, order := make([]int, len(x.Params)), make([]int, len(x.Params))
-	total := 0
-	for i := range x.Params {
-		a := x.traveller(i)
-		order[i], first[i] = i, firstTouch(x.m.Program, a.Buffer)
-		total += a.Extent()
-	}
-	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(first[a], first[b]) })
-	least := max(x.share.least, total/mostLoads)
-	bytes := least
-	for _, i := range order {
-		if bytes >= least {
-			all, bytes = append(all, &load{first: first[i]}), 0
-		}
-		l := all[len(all)-1]
-		l.params = append(l.params, i)
-		bytes += x.traveller(i).Extent()
-	}
-	return all
 }
 
 // firstTouch is the number of the first call of a program that touches a buffer, behind all where

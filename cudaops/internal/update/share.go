@@ -47,9 +47,7 @@ type share struct {
 
 // bucket is parameters whose gradients travel together.
 type bucket struct {
-	ready  int       // the call of a run behind which all of them are there
-	params []int     // numbers
-	bytes  int       // of their gradients
+	pack             // ordered by the calls behind which gradients are there
 	slot   int       // of its routes
 	places []gpu.Ptr // of this rank's parts, where those of the next rank come, and so on
 	parts  [][]part  // by rank
@@ -80,7 +78,7 @@ const (
 	// slots is how many buckets there is room for, where they are added up beside the run: one may
 	// arrive while another is added.
 	slots = 3
-	// mostHeld is how many buckets there are about at most where there is room for all.
+	// mostHeld is how many buckets there are about at most where there is room for all, and loads.
 	mostHeld = 64
 )
 
@@ -102,10 +100,12 @@ func (x *Optimizer) divide(r Ranks) error {
 	if s.two {
 		least = max(least, total/mostHeld)
 	}
-	s.buckets = x.fill(least)
 	acc := 0
-	for _, b := range s.buckets {
-		b.parts = x.cut(b)
+	for _, p := range x.packs(least,
+		func(i int) int { return lastWrite(x.m.Program, x.Params[i].Grad) },
+		func(i int) int { return x.Params[i].Grad.Extent() }) {
+		b := &bucket{pack: p, exchanges: map[int]exchange{}}
+		s.buckets, b.parts = append(s.buckets, b), x.cut(b)
 		for i := range b.parts[r.Group.Rank()] {
 			p := &b.parts[r.Group.Rank()][i]
 			p.acc = acc
@@ -116,22 +116,28 @@ func (x *Optimizer) divide(r Ranks) error {
 	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts, x.arrange)
 }
 
-// fill puts the parameters in buckets of so many bytes at least, in the order in which a run is
-// done with their gradients. One that is as large as two begins a bucket, so that others do not wait
-// for it.
-func (x *Optimizer) fill(least int) (all []*bucket) {
-	ready, order := make([]int, len(x.Params)), make([]int, len(x.Params))
-	for i, p := range x.Params {
-		order[i], ready[i] = i, lastWrite(x.m.Program, p.Grad)
+// pack is parameters that travel together.
+type pack struct {
+	params      []int // numbers
+	bytes       int
+	first, last int // the calls of a run at which they are ordered, of the first and the last
+}
+
+// packs puts the parameters in packs of so many bytes at least, in the order of calls of a run. One
+// that is as large as two begins a pack, so that others do not wait for it.
+func (x *Optimizer) packs(least int, call, bytes func(i int) int) (all []pack) {
+	order, calls := make([]int, len(x.Params)), make([]int, len(x.Params))
+	for i := range x.Params {
+		order[i], calls[i] = i, call(i)
 	}
-	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(ready[a], ready[b]) })
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(calls[a], calls[b]) })
 	for _, i := range order {
-		n := x.Params[i].Grad.Extent()
+		n := bytes(i)
 		if len(all) == 0 || all[len(all)-1].bytes >= least || n >= 2*least {
-			all = append(all, &bucket{exchanges: map[int]exchange{}})
+			all = append(all, pack{first: calls[i]})
 		}
-		b := all[len(all)-1]
-		b.params, b.ready, b.bytes = append(b.params, i), ready[i], b.bytes+n
+		p := &all[len(all)-1]
+		p.params, p.last, p.bytes = append(p.params, i), calls[i], p.bytes+n
 	}
 	return all
 }
@@ -224,7 +230,7 @@ func (x *Optimizer) lodge() (err error) {
 		mine := b.parts[s.group.Rank()]
 		b.places = make([]gpu.Ptr, len(mine))
 		for j, own := range mine {
-			v := &plan.Interval{Bytes: x.stagingBytes(own), First: b.ready + 1, Last: len(p.Calls)}
+			v := &plan.Interval{Bytes: x.stagingBytes(own), First: b.last + 1, Last: len(p.Calls)}
 			if plan.Fit(v, placed, program.Alignment); v.Offset+v.Bytes <= p.Arena {
 				placed, b.places[j] = plan.Insert(placed, v), arena.Offset(v.Offset)
 				continue
