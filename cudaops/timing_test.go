@@ -82,6 +82,12 @@ type normed struct {
 	runs int    // timings among them
 }
 
+// is wants a way, for a reason, after so many runs in all.
+func (n normed) is(t *testing.T, way string, source Source, runs int, what string) {
+	t.Helper()
+	require.Equal(t, []any{way, way, source, runs}, []any{n.Way, n.last, n.Source, n.runs}, what)
+}
+
 // tuneNorm runs one thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as given.
 func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	opts ...MachineOption) normed {
@@ -138,25 +144,19 @@ func TestTuningKernels(t *testing.T) {
 	secondBest := [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
 	firstBest := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 
-	if r := tuneNorm(t, path, secondBest, "a"); r.Way != "wide-4" ||
-		r.Source != ByRule || r.runs != 2 {
-		t.Errorf("without tuning: %+v", r)
-	}
+	tuneNorm(t, path, secondBest, "a").is(t, "wide-4", ByRule, 2, "without tuning")
 	r := tuneNorm(t, path, secondBest, "a", cached)
-	if r.Way != "wide-1" || r.last != r.Way || r.Source != Measured || r.runs < 2+3 ||
-		r.Of != 3 || r.log != "" {
-		t.Errorf("timed: %+v", r)
-	}
-	if r.Cold < 2*time.Millisecond || r.Cold > 3*time.Millisecond || r.Warm < 2*time.Millisecond {
-		t.Errorf("it took %v cold and %v warm, want 2 ms", r.Cold, r.Warm)
-	}
+	r.is(t, "wide-1", Measured, r.runs, "timed")
+	require.GreaterOrEqual(t, r.runs, 2+3)
+	require.Equal(t, 3, r.Of)
+	require.Empty(t, r.log)
+	require.GreaterOrEqual(t, min(r.Cold, r.Warm), 2*time.Millisecond)
+	require.LessOrEqual(t, r.Cold, 3*time.Millisecond)
 	again := tuneNorm(t, path, firstBest, "a", cached)
-	if again.Way != "wide-1" || again.Source != Stored || again.runs != 2 || again.Cold != r.Cold {
-		t.Errorf("a second start: %+v, want no timing", again)
-	}
-	if r := tuneNorm(t, path, firstBest, "b", cached); r.Way != "wide-4" || r.Source != Measured {
-		t.Errorf("another build: %+v, want it timed", r)
-	}
+	again.is(t, "wide-1", Stored, 2, "a second start")
+	require.Equal(t, r.Cold, again.Cold)
+	r = tuneNorm(t, path, firstBest, "b", cached)
+	r.is(t, "wide-4", Measured, r.runs, "another build")
 	for i, c := range []struct {
 		ways    [3]fake.Way
 		rules   []string
@@ -184,11 +184,9 @@ func TestTuningKernels(t *testing.T) {
 		t.Setenv("KASMINA_WAYS", c.env)
 		r := tuneNorm(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "a",
 			cached, WithWays(c.rules...))
-		if r.Way != c.way || r.last != c.way || r.Source != c.source || !strings.Contains(r.log,
-			c.warning) || (c.warning == "") != (r.log == "") {
-			t.Errorf("case %d: %+v, want the way %s, %s, and a warning %q", i, r,
-				c.way, c.source, c.warning)
-		}
+		r.is(t, c.way, c.source, r.runs, fmt.Sprint("case ", i))
+		require.Contains(t, r.log, c.warning, i)
+		require.Equal(t, c.warning == "", r.log == "", i)
 	}
 }
 
@@ -228,10 +226,8 @@ func TestTuningOnFullCard(t *testing.T) {
 		require.Equal(t, ByRule, c.Source)
 	}
 	told := log.String()
-	if len(choices) != 2 || strings.Count(told, "\n") != 1 || !strings.Contains(told, "harmless") ||
-		!strings.Contains(told, "level=INFO") {
-		t.Errorf("of %d choices is told:\n%s", len(choices), told)
-	}
+	require.Len(t, choices, 2)
+	require.Regexp(t, "^[^\n]*level=INFO[^\n]*harmless[^\n]*\n$", told)
 }
 
 // TestChoicesRefused wants rules and tunings that are none refused, as options and in the
@@ -279,9 +275,8 @@ func TestTuningText(t *testing.T) {
 	for _, want := range []Tuning{TuneDefault, TuneOff, TuneCached, TuneFull} {
 		text, err := want.MarshalText()
 		got := Tuning(99)
-		if err = errors.Join(err, got.UnmarshalText(text)); err != nil || got != want {
-			t.Errorf("%s became %d, %v, want %d", text, got, err, want)
-		}
+		require.NoError(t, errors.Join(err, got.UnmarshalText(text)))
+		require.Equal(t, want, got, string(text))
 	}
 	require.Error(t, new(Tuning).UnmarshalText([]byte("fast")), "fast is taken for a tuning")
 }
@@ -312,6 +307,12 @@ func calls(d *Device, call string) (n int) {
 		}
 	}
 	return n
+}
+
+// is wants a way, after so many timings.
+func (r tuned) is(t *testing.T, way, timings int, what string) {
+	t.Helper()
+	require.Equal(t, []int{way, timings}, []int{r.way, r.timings}, what)
 }
 
 // tuneProduct makes and runs such a machine on a fake GPU whose ways differ as given.
@@ -347,17 +348,15 @@ func TestTuning(t *testing.T) {
 		{Took: 5 * time.Millisecond}}
 	cached, full := WithTuning(TuneCached), WithTuning(TuneFull)
 
-	if r := tuneProduct(t, path, slowFirst, card); r.way != 0 || r.timings != 0 {
-		t.Errorf("Float32 without an option: way %d, %d timings, want no tuning", r.way, r.timings)
-	}
+	tuneProduct(t, path, slowFirst, card).is(t, 0, 0, "Float32 without an option")
 	first := tuneProduct(t, path, slowFirst, card, cached)
 	require.Equal(t, 1, first.way)
 	require.GreaterOrEqual(t, first.timings, 3)
 	require.Empty(t, first.log)
-	if b, err := os.ReadFile(path); err != nil || !strings.Contains(string(b), card) ||
-		!strings.Contains(string(b), "cuBLASLt 130000") {
-		t.Errorf("stored: %s, %v", b, err)
-	}
+	b, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Contains(t, string(b), card)
+	require.Contains(t, string(b), "cuBLASLt 130000")
 	second := tuneProduct(t, path, fastFirst, card, cached)
 	require.Equal(t, 1, second.way)
 	require.Zero(t, second.timings)
@@ -365,16 +364,12 @@ func TestTuning(t *testing.T) {
 	third := tuneProduct(t, path, fastFirst, card, full)
 	require.Zero(t, third.way)
 	require.GreaterOrEqual(t, third.timings, 3)
-	if r := tuneProduct(t, path, slowFirst, card, cached); r.way != 0 || r.timings != 0 {
-		t.Errorf("after TuneFull: way %d, %d timings, want the new choice", r.way, r.timings)
-	}
-	if r := tuneProduct(t, path, slowFirst, "Another GPU", cached); r.way != 1 || r.timings < 3 {
-		t.Errorf("on another card: way %d, %d timings, want a choice of its own", r.way, r.timings)
-	}
+	tuneProduct(t, path, slowFirst, card, cached).is(t, 0, 0, "after TuneFull")
+	other := tuneProduct(t, path, slowFirst, "Another GPU", cached)
+	other.is(t, 1, other.timings, "on another card")
+	require.GreaterOrEqual(t, other.timings, 3)
 	t.Setenv("KASMINA_TUNE", "off")
-	if r := tuneProduct(t, path, slowFirst, "Another GPU", full); r.way != 0 || r.timings != 0 {
-		t.Errorf("with KASMINA_TUNE=off: way %d, %d timings", r.way, r.timings)
-	}
+	tuneProduct(t, path, slowFirst, "Another GPU", full).is(t, 0, 0, "with KASMINA_TUNE=off")
 }
 
 // TestTuningUnderLoad wants the way that is the fastest in a long computation, of those that are
@@ -412,9 +407,9 @@ func TestChoiceWithdrawn(t *testing.T) {
 		for _, name := range c.ways {
 			g.Alternatives = append(g.Alternatives, program.Alternative{Name: name})
 		}
-		if way, _, err := m.chooser.Choose(g); err != nil || way != c.want {
-			t.Errorf("call %d: way %d, error %v, want %d", i, way, err, c.want)
-		}
+		way, _, err := m.chooser.Choose(g)
+		require.NoError(t, err, i)
+		require.Equal(t, c.want, way, i)
 	}
 }
 
@@ -472,13 +467,9 @@ func TestChoicesOfAnother(t *testing.T) {
 	require.Equal(t, "wide-1", timed.Way)
 	require.Equal(t, Measured, timed.Source)
 	r := tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}))
-	if r.Way != "wide-1" || r.last != r.Way || r.Source != Stored || r.runs != 2 || r.log != "" {
-		t.Errorf("taken over: %+v", r)
-	}
-	r = tuneNorm(t, path, ways, "a", WithChoices(nil))
-	if r.Way != "wide-4" || r.Source != ByRule || r.runs != 2 {
-		t.Errorf("not chosen: %+v", r)
-	}
+	r.is(t, "wide-1", Stored, 2, "taken over")
+	require.Empty(t, r.log)
+	tuneNorm(t, path, ways, "a", WithChoices(nil)).is(t, "wide-4", ByRule, 2, "not chosen")
 	r = tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}),
 		WithWays("RMSNorm=wide-1"))
 	require.Equal(t, "wide-1", r.Way)
@@ -600,8 +591,8 @@ func TestProjectionWays(t *testing.T) {
 				append(opts, WithWays("RoPEProduct="+way)))
 			values = valuesOf(t, m, keep, values, tolerance)
 			fused := i > 0 && fuses
-			if got := wayOf(m, "RoPEProduct"); fused && got != way {
-				t.Errorf("%s: the way is %q", way, got)
+			if fused {
+				require.Equal(t, way, wayOf(m, "RoPEProduct"))
 			}
 			want := map[bool]int{false: 1}[fused]
 			require.Equal(t, want, tasksOf(m)["RoPE"], way)
@@ -702,10 +693,9 @@ func TestPerceptronWays(t *testing.T) {
 					fused[c.Op] = strings.HasPrefix(c.Way, "fused")
 				}
 			}
-			if want := i == 1 && fuses; fused["SiLUProduct"] != want ||
-				fused["SiLUProductBackward"] != want {
-				t.Errorf("%s: fused %v, want %v", rule, fused, want)
-			}
+			want := i == 1 && fuses
+			require.Equal(t, want, fused["SiLUProduct"], rule)
+			require.Equal(t, want, fused["SiLUProductBackward"], rule)
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
@@ -815,13 +805,10 @@ func TestOutputLayerWays(t *testing.T) {
 				value := valueIn(t, m, n)
 				if len(want) <= i {
 					want = append(want, value)
-				} else if diff := distance(t, value, want[i]); !(diff < tolerance) {
-					t.Errorf("%s: value %d differs by %.2g", way, i, diff)
 				}
+				require.Less(t, distance(t, value, want[i]), tolerance, "%s: value %d", way, i)
 			}
-			if got := wayOf(m, "LinearCrossEntropy"); fuses && got != way || !fuses && got != "" {
-				t.Errorf("%s: the way is %q", way, got)
-			}
+			require.Equal(t, map[bool]string{true: way}[fuses], wayOf(m, "LinearCrossEntropy"), way)
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
@@ -853,6 +840,15 @@ func withCeilingBytes(n int) MachineOption {
 	}
 }
 
+// isSlowNorm wants the times of a norm that takes between three and four milliseconds.
+func isSlowNorm(t *testing.T, o OpTime) {
+	t.Helper()
+	require.Equal(t, "RMSNorm", o.Op)
+	require.GreaterOrEqual(t, o.Time, 3*time.Millisecond)
+	require.LessOrEqual(t, o.Time, 4*time.Millisecond)
+	require.Equal(t, []string{"fast"}, o.Ways)
+}
+
 // TestProfile profiles a machine whose norm takes 3 ms, and one that does not profile beside it.
 func TestProfile(t *testing.T) {
 	ownChoices(t)
@@ -866,9 +862,9 @@ func TestProfile(t *testing.T) {
 	require.ErrorContains(t, errOf(m.Profile()), "StartProfile")
 	require.NoError(t, m.StartProfile())
 	for i := range ProfileSteps {
-		if p, err := m.Profile(); p != nil || err != nil {
-			t.Fatalf("before the last step: %v, %v", p, err)
-		}
+		p, err := m.Profile() // before the last step
+		require.NoError(t, err)
+		require.Nil(t, p)
 		// amid those with marks, which must not go on with what is captured of the old one
 		if i == ProfileSteps-2 {
 			for _, m := range []*Machine{m, plain} {
@@ -884,10 +880,7 @@ func TestProfile(t *testing.T) {
 	require.Equal(t, launches, calls(device, "cuLaunchKernel"))
 	checkProfile(t, m, p, 1)
 	first := p.Ops()[0]
-	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond ||
-		first.Time > 4*time.Millisecond || !slices.Equal(first.Ways, []string{"fast"}) {
-		t.Errorf("the norm: %+v", first)
-	}
+	isSlowNorm(t, first)
 	var layers []string
 	for _, s := range p.Spans {
 		if s.Op == "Linear" {
@@ -897,22 +890,19 @@ func TestProfile(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{"w"}, layers)
-	if kernels, graphs := p.Busy(); !(kernels > 0.5 && kernels <= graphs*(1+1e-9) && graphs <= 1) {
-		t.Errorf("busy %v, %v", kernels, graphs)
-	}
+	kernels, graphs := p.Busy()
+	require.Greater(t, kernels, 0.5)
+	require.LessOrEqual(t, kernels, graphs*(1+1e-9))
+	require.LessOrEqual(t, graphs, 1.0)
 	for range 4 { // and the monitor goes on
 		step(t, m)
 		step(t, plain)
 	}
-	if times, err := m.Monitor(); err != nil || len(times) == 0 {
-		t.Errorf("the monitor after the profile: %v, %v", times, err)
-	}
-	a, errA := m.Value(m.config.Params[0])
-	b, errB := plain.Value(plain.config.Params[0])
-	if errA != nil || errB != nil {
-		t.Fatal(errA, errB)
-	}
-	require.Equal(t, flat(t, b), flat(t, a))
+	times, err := m.Monitor()
+	require.NoError(t, err)
+	require.NotEmpty(t, times)
+	require.Equal(t, flat(t, valueIn(t, plain, plain.config.Params[0])),
+		flat(t, valueIn(t, m, m.config.Params[0])))
 }
 
 // TestProfileFloat8 wants products of float8, and no others, to be measured by a product of float8.
@@ -943,10 +933,8 @@ func TestProfileFloat8(t *testing.T) {
 		} else {
 			wide++
 		}
-		if want := max(s.Bytes/p.Copy,
-			s.FLOPs/product) / s.Time.Seconds(); math.Abs(s.Share-want) > 0.01*want+1e-3 {
-			t.Errorf("%s: the share is %v, want %v", s.Kernel, s.Share, want)
-		}
+		want := max(s.Bytes/p.Copy, s.FLOPs/product) / s.Time.Seconds()
+		require.InDelta(t, want, s.Share, 0.01*want+1e-3, s.Kernel)
 	}
 	require.NotZero(t, narrow)
 	require.NotZero(t, wide)
@@ -977,20 +965,16 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	var end time.Duration
 	tasks := map[int]bool{}
 	for i, s := range p.Spans {
-		if s.Start < end || s.Time < 0 || s.Kernel == "" || s.Op == "" || s.Share < 0 ||
-			math.IsNaN(s.Share) || math.IsInf(s.Share, 0) {
-			t.Errorf("span %d, after %v: %+v", i, end, s)
-		}
+		require.True(t, s.Start >= end && s.Time >= 0 && s.Kernel != "" && s.Op != "" &&
+			s.Share >= 0 && !math.IsInf(s.Share, 0), "span %d, after %v: %+v", i, end, s)
 		end = s.Start + s.Time
 		if s.Op != "Copies" && s.Op != "Update" {
 			tasks[s.Task] = true
 		}
 	}
 	require.Len(t, tasks, runs*len(m.runner.Program.Calls))
-	if p.Period <= 0 || p.Graphs <= 0 || p.Copy <= 0 || p.Product <= 0 || p.Device == "" {
-		t.Errorf("the profile: period %v, graphs %v, ceilings %v and %v, device %q", p.Period,
-			p.Graphs, p.Copy, p.Product, p.Device)
-	}
+	require.Positive(t, min(float64(p.Period), float64(p.Graphs), p.Copy, p.Product))
+	require.NotEmpty(t, p.Device)
 	var calls []string
 	for _, h := range p.Host {
 		calls = append(calls, h.Name)
@@ -1009,16 +993,14 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	require.NoError(t, json.Unmarshal(text.Bytes(), &trace))
 	kernels := 0
 	for _, e := range trace.TraceEvents {
-		if e.Ph != "X" && e.Ph != "M" || e.Ph == "X" && (e.Ts < 0 || e.Dur < 0 || e.Name == "") {
-			t.Errorf("event %+v", e)
-		}
+		require.Contains(t, []string{"X", "M"}, e.Ph)
+		require.True(t, e.Ph == "M" || e.Ts >= 0 && e.Dur >= 0 && e.Name != "", "event %+v", e)
 		if e.Ph == "X" && e.Pid == 1 && e.Tid == 1 {
 			s := p.Spans[kernels]
 			kernels++
-			if e.Name != s.Kernel || e.Args["op"] != s.Op || e.Args["layer"] != s.Layer ||
-				math.Abs(e.Dur-float64(s.Time)/1e3) > 1e-9 {
-				t.Errorf("event %+v of span %+v", e, s)
-			}
+			require.Equal(t, []any{s.Kernel, s.Op, s.Layer},
+				[]any{e.Name, e.Args["op"], e.Args["layer"]})
+			require.InDelta(t, float64(s.Time)/1e3, e.Dur, 1e-9, s.Kernel)
 		}
 	}
 	require.Equal(t, len(p.Spans), kernels)
@@ -1069,10 +1051,11 @@ func TestProfileOnGPU(t *testing.T) {
 		copied, multiplied = 1, 1
 	}
 	kernels, graphs := p.Busy()
-	if !(kernels > 0 && kernels <= graphs*(1+1e-9) && graphs < 1) || p.Copy < copied ||
-		p.Product < multiplied {
-		t.Errorf("busy %v and %v, ceilings %v and %v", kernels, graphs, p.Copy, p.Product)
-	}
+	require.Positive(t, kernels)
+	require.LessOrEqual(t, kernels, graphs*(1+1e-9))
+	require.Less(t, graphs, 1.0)
+	require.GreaterOrEqual(t, p.Copy, copied)
+	require.GreaterOrEqual(t, p.Product, multiplied)
 }
 
 // profiled is the profile of a step of a small model, of so many runs and an update.
@@ -1114,11 +1097,9 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	p, err := m.Profile()
 	require.NoError(t, err)
 	checkProfile(t, m, p, runs)
-	if i := slices.IndexFunc(p.Spans, func(s optime.Span) bool {
+	require.False(t, slices.ContainsFunc(p.Spans, func(s optime.Span) bool {
 		return s.Op == "Update" && s.FLOPs == 0
-	}); i >= 0 {
-		t.Errorf("the products of the update are not counted: %+v", p.Spans[i])
-	}
+	}), "the products of the update are not counted")
 	return p
 }
 
@@ -1175,43 +1156,34 @@ func TestMonitor(t *testing.T) {
 	var log bytes.Buffer
 	m, _ := monitored(t, norm, &log, WithTuning(TuneCached), WithMonitor(4))
 	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
-	if times, err := m.Monitor(); err != nil || len(times) != 0 {
-		t.Errorf("before any run: %v, %v", times, err)
-	}
+	times, err := m.Monitor() // before any run
+	require.NoError(t, err)
+	require.Empty(t, times)
 	for range 14 {
 		step(t, m)
 		step(t, plain)
 	}
-	times, err := m.Monitor()
+	times, err = m.Monitor()
 	require.NoError(t, err)
 	require.NotEmpty(t, times)
 	require.GreaterOrEqual(t, m.monitor.Samples, 3)
 	require.LessOrEqual(t, m.monitor.Samples, 5)
 	first := times[0]
-	if first.Op != "RMSNorm" || first.Time < 3*time.Millisecond ||
-		first.Time > 4*time.Millisecond || first.Bytes != 4*(2*24+4+6) ||
-		strings.Join(first.Ways, " ") != "fast" || first.Tuned < 3*time.Millisecond {
-		t.Errorf("the norm: %+v", first)
-	}
+	isSlowNorm(t, first)
+	require.EqualValues(t, 4*(2*24+4+6), first.Bytes)
+	require.GreaterOrEqual(t, first.Tuned, 3*time.Millisecond)
 	table := Table(times)
 	for _, want := range []string{"Linear", "Update", "RMSNorm", "fast", "GB/s"} {
 		require.Contains(t, table, want)
 	}
 	for _, o := range times {
-		if o.Op == "Linear" && o.FLOPs != 2*6*5*4 {
-			t.Errorf("the product: %+v", o)
-		}
-		if o.Op == "Update" && o.Bytes != 4*20*8 { // gradients twice
-			t.Errorf("the update: %+v", o)
-		}
+		require.True(t, o.Op != "Linear" || o.FLOPs == 2*6*5*4, "the product: %+v", o)
+		// gradients twice
+		require.True(t, o.Op != "Update" || o.Bytes == 4*20*8, "the update: %+v", o)
 	}
 	require.Zero(t, log.Len(), log.String())
 	w := m.config.Params[0]
-	a, errA := m.Value(w)
-	b, errB := plain.Value(plain.config.Params[0])
-	if errA != nil || errB != nil {
-		t.Fatal(errA, errB)
-	}
+	a, b := valueIn(t, m, w), valueIn(t, plain, plain.config.Params[0])
 	for i, v := range flat(t, a) {
 		require.Equal(t, flat(t, b)[i], v)
 	}
@@ -1219,10 +1191,8 @@ func TestMonitor(t *testing.T) {
 	for range 16 {
 		step(t, m)
 	}
-	if text := log.String(); strings.Count(text, "when it was tuned") != 1 ||
-		!strings.Contains(text, "RMSNorm") {
-		t.Errorf("the norm takes thrice as long: log %q", text)
-	}
+	require.Equal(t, 1, strings.Count(log.String(), "when it was tuned"))
+	require.Contains(t, log.String(), "RMSNorm")
 }
 
 // TestMonitorWithoutOptimizer wants the times of ops, and of updates, after an optimiser that did
@@ -1238,11 +1208,10 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	require.ErrorIs(t, m.SetOptimizer(m.optimizer.Rules, 1), gpu.OutOfMemory)
 	context.Context = real
 	times, err := m.Monitor()
-	if i := slices.IndexFunc(times, func(o OpTime) bool {
-		return o.Op == "Update"
-	}); err != nil || i < 0 || times[i].Time == 0 {
-		t.Errorf("got %v, %v, want what updates took too", times, err)
-	}
+	require.NoError(t, err)
+	require.True(t, slices.ContainsFunc(times, func(o OpTime) bool {
+		return o.Op == "Update" && o.Time > 0
+	}), "got %v, want what updates took too", times)
 }
 
 // swapped is a context that another may take the place of while machines run.
@@ -1267,15 +1236,17 @@ func TestMonitorSampleFails(t *testing.T) {
 	context.Context = &unread{real, len(m.runner.Program.Calls)}
 	require.ErrorIs(t, errOf(m.Monitor()), gpu.LaunchFailed)
 	context.Context = real
-	if times, err := m.Monitor(); len(times) != 0 || err != nil || o.Samples != 0 {
-		t.Errorf("%d samples, %v, %v", o.Samples, times, err)
-	}
+	times, err := m.Monitor()
+	require.NoError(t, err)
+	require.Empty(t, times)
+	require.Zero(t, o.Samples)
 	for range 6 {
 		require.NoError(t, m.RunAll())
 	}
-	if times, err := m.Monitor(); err != nil || len(times) == 0 || o.Samples == 0 {
-		t.Errorf("%d samples later: %v, %v", o.Samples, times, err)
-	}
+	times, err = m.Monitor()
+	require.NoError(t, err)
+	require.NotEmpty(t, times)
+	require.NotZero(t, o.Samples)
 }
 
 // unread is a context that tells so many times.
@@ -1301,9 +1272,7 @@ func TestMonitorCost(t *testing.T) {
 		if m.monitor.Sampling { // as if the stamps took so much
 			norm.Took = 10 * time.Millisecond
 		}
-		if _, err := m.Value(m.config.Params[0]); err != nil { // computes it
-			t.Fatal(err)
-		}
+		require.NoError(t, errOf(m.Value(m.config.Params[0]))) // computes it
 	}
 	require.NotZero(t, m.monitor.Samples)
 	require.GreaterOrEqual(t, m.monitor.Every, 100)
