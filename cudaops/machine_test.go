@@ -312,21 +312,7 @@ func TestPrecisionText(t *testing.T) {
 // and targets go up. The loss, the norm of the gradients and what the lattice wants to know of its
 // seeds come down, and nothing else.
 func TestCopiesOfAStep(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _ := openFake(t, fake.Config{})
-		testCopies(t, device)
-	})
-	t.Run("scaled", func(t *testing.T) {
-		device, _ := openFake(t, fake.Config{})
-		testCopies(t, device, scaledGradients)
-	})
-	for name, p := range map[string]Precision{"float32": Float32,
-		"bfloat16": BFloat16, "float16": Float16} {
-		if testing.Short() && p != BFloat16 {
-			continue
-		}
-		t.Run(name, func(t *testing.T) { testCopies(t, openGPU(t), WithPrecision(p)) })
-	}
+	onEach(t, testCopies, exactly("fake", "scaled", "float32", "bfloat16", "float16"))
 }
 
 // counted is a context that counts what goes between host and device. What is in a graph counts
@@ -405,7 +391,7 @@ func (c *counted) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
 	return c.Context.LaunchGraph(g, s)
 }
 
-func testCopies(t *testing.T, device *Device, opts ...MachineOption) {
+func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	counter := counting(device)
 	l := newLifetime(t, newMuon)
 	lattice := l.model.Kasmina.Lattice(0)

@@ -251,20 +251,12 @@ func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node
 // TestFuse counts the tasks of small graphs. It wants the values of a machine that is asked for all
 // values and so can leave none out.
 func TestFuse(t *testing.T) {
-	t.Run("fake", func(t *testing.T) {
-		device, _ := openFake(t, fake.Config{})
-		testFuse(t, device, len(fuseCases), 1e-5)
-	})
-	t.Run("float32", func(t *testing.T) { testFuse(t, openGPU(t), 1, 1e-4) })
-	t.Run("bfloat16", func(t *testing.T) {
-		testFuse(t, openGPU(t), 1, 5e-2, WithPrecision(BFloat16))
-	})
+	onEach(t, testFuse, map[string]float64{"fake": 1e-5, "float32": 1e-4, "bfloat16": 5e-2})
 }
 
-// testFuse has so many cases at most in short mode.
-func testFuse(t *testing.T, device *Device, most int, tolerance float64, opts ...MachineOption) {
+func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	seed := randomSeed(t)
-	for _, f := range fuseCases[:few(len(fuseCases), most)] {
+	for _, f := range fuseCases[:few(len(fuseCases), len(fuseCases)/4)] {
 		t.Run(f.name, func(t *testing.T) {
 			g, params, keep := f.graph(t, seed)
 			machine := newFuseMachine(t, device, g, params, keep, opts)
@@ -848,23 +840,8 @@ func apart(got, want []float64) float64 {
 // TestStock runs every case on both machines, and holds results to those of Gorgonia's machine in
 // float64 and gradients to central differences of these.
 func TestStock(t *testing.T) {
-	seed := randomSeed(t)
-	t.Run("fake", func(t *testing.T) {
-		device, _ := openFake(t, fake.Config{})
-		testStock(t, device, seed, 1, 1e-5)
-	})
-	// by a number that is no power of two, so that one factor too many or too few shows
-	t.Run("scaled", func(t *testing.T) {
-		device, _ := openFake(t, fake.Config{})
-		testStock(t, device, seed, 1, 1e-5, scaledGradients)
-	})
-	t.Run("float32", func(t *testing.T) { testStock(t, openGPU(t), seed, few(1, 3), 1e-5) })
-	t.Run("bfloat16", func(t *testing.T) {
-		testStock(t, openGPU(t), seed, few(1, 3), 3e-2, WithPrecision(BFloat16))
-	})
-	t.Run("float16", func(t *testing.T) {
-		testStock(t, openGPU(t), seed, few(1, 3), 5e-3, WithPrecision(Float16))
-	})
+	onEach(t, testStock, map[string]float64{"fake": 1e-5, "scaled": 1e-5, "float32": 1e-5,
+		"bfloat16": 3e-2, "float16": 5e-3})
 }
 
 // scaledGradients is the loss scaling of Float16 without its storage.
@@ -874,10 +851,9 @@ func scaledGradients(c *machineConfig) error {
 }
 
 // testStock takes one of so many cases.
-func testStock(t *testing.T, device *Device, seed uint64, share int, tolerance float64,
-	opts ...MachineOption) {
-	r := rand.New(rand.NewPCG(seed, 1))
-	cases := stockCases()
+func testStock(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+	r := rand.New(rand.NewPCG(randomSeed(t), 1))
+	cases, share := stockCases(), few(1, 3)
 	if share > 1 {
 		r.Shuffle(len(cases), func(i, j int) { cases[i], cases[j] = cases[j], cases[i] })
 	}
@@ -911,6 +887,7 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 	}
 	machine := openMachine(t, device, run.g, opts...)
 	if machine.runner.Program.Scale != nil {
+		// no power of two, so that one factor too many or too few shows
 		require.NoError(t, machine.SetLossScale(LossScale{Scale: 1000}))
 	}
 	var got [][]float64
