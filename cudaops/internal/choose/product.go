@@ -21,16 +21,11 @@ func (t *Chooser) product(m *program.Matmul, args []program.Arg) (*run.Plan, err
 	if p := t.x.Products.Find(*m); p != nil {
 		return p, nil
 	}
-	own := t.ownWays(m.Spec)
-	forAll := len(own) == 0
-	if m.Added() == program.Factors {
-		own = nil // there are no kernels for them
-	}
 	ways := 1
 	if t.worthTiming(m.Spec.FLOPs()) {
 		ways = productWays
 	}
-	p, err := t.x.Products.Make(*m, ways, own, forAll)
+	p, err := t.x.Products.Make(*m, ways, t.ownWays(m.Spec))
 	if err != nil {
 		return nil, err
 	}
@@ -59,43 +54,29 @@ func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
 // productOp is the op of matrix products among the choices.
 const productOp = "Matmul"
 
-// productJob is a product as it is timed: where it adds a matrix, of one of its own.
+// productJob is a product as it is timed: without what is added to it.
 func (t *Chooser) productJob(p *run.Plan, args []program.Arg) (job, error) {
 	blas, err := t.x.Ctx.Blas()
 	if err != nil {
 		return job{}, err
 	}
 	m := p.Spec()
-	params, shape := program.Matmul{Spec: m, Alpha: 1}, fmt.Sprintf("%+v", m)
 	build := fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), run.WorkspaceBytes)
 	if len(p.Own) > 0 {
 		build += ", " + t.x.Kernels.Build(productUnit)
 	}
 	j := job{build: build, computes: true, tiny: !t.worthTiming(m.FLOPs()), product: p,
-		Group: program.Group{Op: productOp}}
-	var timed []program.Arg
-	for _, a := range args {
-		switch a.Field {
-		case "C":
-			continue
-		case "D":
-			a.Role, j.Results = program.Write, []*program.Array{a.Array}
-			if p.Added == program.AMatrix {
-				c := *a.Array
-				c.Buffer = new(program.Buffer)
-				timed, params.Beta = append(timed, program.Reads("C", &c)), 1
-				shape += " with a matrix added"
-			}
+		Group: program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m)}}
+	args = slices.DeleteFunc(slices.Clone(args), func(a program.Arg) bool { return a.Field == "C" })
+	for i, a := range args {
+		if a.Field == "D" {
+			args[i].Role, j.Results = program.Write, []*program.Array{a.Array}
 		}
-		timed = append(timed, a)
 	}
-	if p.Added == program.Factors {
-		shape += " scaled"
-	}
-	j.Shape = shape
+	timed := &program.Call{Params: program.Matmul{Spec: m, Alpha: 1}, Args: args}
 	for _, name := range p.Ways() {
 		j.Alternatives = append(j.Alternatives, program.Alternative{Name: name,
-			Calls: []*program.Call{{Params: params, Args: timed}}})
+			Calls: []*program.Call{timed}})
 	}
 	return j, nil
 }

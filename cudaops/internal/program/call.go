@@ -140,27 +140,6 @@ type Matmul struct {
 	ScaleA, ScaleB gpu.Ptr
 }
 
-// Addend is what a product adds to its sums.
-type Addend uint8
-
-// The addends.
-const (
-	Nothing Addend = iota
-	AMatrix        // as it is
-	Factors        // and sums or matrix are multiplied by factors
-)
-
-// Added is what the product adds.
-func (m Matmul) Added() Addend {
-	switch {
-	case m.Alpha == 1 && m.Beta == 0:
-		return Nothing
-	case m.Alpha == 1 && m.Beta == 1:
-		return AMatrix
-	}
-	return Factors
-}
-
 // Operands is the product's operands as cuBLASLt takes them.
 func (m Matmul) Operands() gpu.MatmulArgs {
 	return gpu.MatmulArgs{Alpha: m.Alpha, Beta: m.Beta, A: m.A, B: m.B, C: cmp.Or(m.C, m.D), D: m.D,

@@ -15,33 +15,24 @@ import (
 // Hopper.
 const WorkspaceBytes = 32 << 20
 
-// Products plans matrix products: one plan for each shape, or where this module has ways of its own
-// one for each addend.
+// Products plans matrix products: one plan for each shape, whatever is added.
 type Products struct {
 	Kernels   Launcher
 	Ctx       gpu.Context
 	Workspace gpu.Ptr // cuBLASLt's; taken with Alloc when the first product is planned
 	Alloc     func(bytes int, what string) (gpu.Ptr, error)
 
-	plans map[planKey]*Plan
-}
-
-// planKey tells plans apart.
-type planKey struct {
-	gpu.MatmulSpec
-	added program.Addend
+	plans map[gpu.MatmulSpec]*Plan
 }
 
 // Plan is a product and the way to compute it: one of cuBLASLt's, or behind them of this module's
 // own.
 type Plan struct {
 	gpu.MatmulPlan
-	Added  program.Addend
 	BLAS   []string // cuBLASLt's ways
 	Own    []kernel.Way
-	Way    int  // chosen, among both
-	Choice int  // as in a call
-	forAll bool // whatever is added: for cuBLASLt all are the same
+	Way    int // chosen, among both
+	Choice int // as in a call
 }
 
 // Ways are the names of all ways.
@@ -54,19 +45,10 @@ func (p *Plan) Ways() []string {
 }
 
 // Find returns the plan of a product, whose Spec is a normal one, if it was made.
-func (x *Products) Find(m program.Matmul) *Plan {
-	if p := x.plans[planKey{m.Spec, m.Added()}]; p != nil {
-		return p
-	}
-	if p := x.plans[planKey{m.Spec, program.Nothing}]; p != nil && p.forAll {
-		return p
-	}
-	return nil
-}
+func (x *Products) Find(m program.Matmul) *Plan { return x.plans[m.Spec] }
 
-// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own. It
-// does so for its addend, or for all of them.
-func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way, forAll bool) (*Plan, error) {
+// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own.
+func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way) (*Plan, error) {
 	if x.Workspace == 0 {
 		var err error
 		if x.Workspace, err = x.Alloc(WorkspaceBytes, "cuBLASLt's workspace"); err != nil {
@@ -81,17 +63,14 @@ func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way, forAll boo
 	if err != nil {
 		return nil, err
 	}
-	p := &Plan{MatmulPlan: plan, Own: own, forAll: forAll}
-	if !forAll {
-		p.Added = m.Added()
-	}
+	p := &Plan{MatmulPlan: plan, Own: own}
 	for _, a := range plan.Algos() {
 		p.BLAS = append(p.BLAS, strings.Trim(fmt.Sprint(a.ID), "[]"))
 	}
 	if x.plans == nil {
-		x.plans = map[planKey]*Plan{}
+		x.plans = map[gpu.MatmulSpec]*Plan{}
 	}
-	x.plans[planKey{m.Spec, p.Added}] = p
+	x.plans[m.Spec] = p
 	return p, nil
 }
 
@@ -114,7 +93,7 @@ func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error
 	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A,
 		W: a.B, ScaleX: a.ScaleA,
 		ScaleW: a.ScaleB, Type: p.Spec().D}
-	if p.Added == program.AMatrix {
+	if m.Beta != 0 { // it is 1, and Alpha too, wherever products are of float8
 		own.C = a.C
 	}
 	return x.Kernels.Launch(s, own)
