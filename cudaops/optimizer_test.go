@@ -1080,17 +1080,18 @@ func TestRanksChoices(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
 	eachRank(t, size, func(rank int, d *Device, g comm.Group) {
 		loss, _, _, nodes := ranked(t)
-		took := []fake.Way{{Took: 1e6}, {Took: 9e6}}
+		took := []fake.Way{{Took: 1e6}, {Took: 9e6}, {Took: 9e6}}
 		var tuned []MachineOption
 		if rank == 0 {
-			took = []fake.Way{{Took: 9e6}, {Took: 1e6}}
+			took = []fake.Way{{Took: 9e6}, {Took: 1e6}, {Took: 9e6}}
 			tuned = []MachineOption{WithTuning(TuneCached)}
 		} else {
 			tuned = []MachineOption{WithTuning(TuneFull), WithChoices(<-chosen)}
 		}
 		wrap := withKernels(func(k run.Launcher) run.Launcher {
 			return &normWays{Launcher: k, fake: fakeOf(k),
-				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}}, ways: took}
+				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
+					{Family: "plain"}}, ways: took}
 		})
 		m, err := NewMachine(d, loss.Graph(), append(tuned, wrap, timedFrom(1, path),
 			WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)...)
@@ -1123,7 +1124,7 @@ func TestRanksChoices(t *testing.T) {
 				require.Zero(t, r)
 			}
 			if c.Op == "RMSNorm" {
-				require.Equal(t, "plain", c.Way)
+				require.Equal(t, "wide-1", c.Way)
 			}
 		}
 	}

@@ -167,7 +167,7 @@ func TestTuningKernels(t *testing.T) {
 	}{
 		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 2e6}, {Took: 5e6}}, nil, "", "wide-1",
 			Measured, "differs by"},
-		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, nil, "", "plain",
+		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, nil, "", "wide-1",
 			Measured, "no such luck"},
 		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 1e6, Wrong: true}, {Took: 50e6}}, nil, "",
 			"plain", Measured, "differs by"},
@@ -175,7 +175,7 @@ func TestTuningKernels(t *testing.T) {
 			Measured, "no such luck"},
 		{firstBest, []string{"RMSNorm=plain"}, "", "plain", Forced, ""},
 		{firstBest, []string{"RMS*!=wide-4"}, "", "wide-1", Measured, ""},
-		{secondBest, []string{"*!=wide-1"}, "", "plain", Measured, ""},
+		{secondBest, []string{"*!=wide-1"}, "", "wide-4", Measured, ""},
 		{firstBest, []string{"RMSNorm=plain"}, "RMSNorm=wide-1", "wide-1", Forced, ""},
 		{firstBest, []string{"RMSNorm=warp"}, "", "wide-4", Measured, "is ignored"},
 		{firstBest, []string{"RMSNorm!=*"}, "", "wide-4", Measured, "is ignored"},

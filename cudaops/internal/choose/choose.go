@@ -127,8 +127,7 @@ func (t *Chooser) call(c *program.Call) error {
 	}
 	g := program.WaysOf(c, c.Params, tuned, ways)
 	g.Plain = len(ways) - 1
-	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...),
-		computes: tuned.Tuning().Computes})
+	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...)})
 	if err != nil {
 		return err
 	}
@@ -177,7 +176,7 @@ func (t *Chooser) Choose(g program.Group) (alternative, choice int, err error) {
 	}
 	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(append(g.Units, productUnit)...),
 		blas.Version())
-	return t.choose(job{Group: g, build: build, computes: true, tiny: g.FLOPs < t.Least})
+	return t.choose(job{Group: g, build: build, tiny: g.FLOPs < t.Least})
 }
 
 // productUnit is where the kernels for products are.
@@ -186,10 +185,9 @@ const productUnit = "gemm_hopper_plain"
 // job is a group whose ways are to be timed.
 type job struct {
 	program.Group
-	build    string // what its ways are from
-	computes bool   // arithmetic, not memory, bounds it
-	tiny     bool   // too little to be timed: what the rules leave is chosen by rule of thumb
-	product  *run.Plan
+	build   string // what its ways are from
+	tiny    bool   // too little to be timed: what the rules leave is chosen by rule of thumb
+	product *run.Plan
 }
 
 func (j job) names() (names []string) {
@@ -243,10 +241,8 @@ func (t *Chooser) note(key string) (choice int) {
 
 // timed returns the fastest of some ways: as it is stored, or timed and stored.
 func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
-	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s", t.Device.Name, t.Version, j.build, j.Op, j.Shape)
-	if j.computes {
-		key += ", under load"
-	}
+	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s, under load", t.Device.Name, t.Version, j.build,
+		j.Op, j.Shape)
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)
 	}

@@ -110,7 +110,7 @@ func TestStoredChoice(t *testing.T) {
 	c := Config{Mode: tune.Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
 	store := tune.Open(c.Path, func(message string) { t.Error(message) })
-	const key = "card, CUDA 13000, build, Norm [3, 5]"
+	const key = "card, CUDA 13000, build, Norm [3, 5], under load"
 	for added, choice := range map[string]tune.Choice{
 		"": {Way: "narrow", Cold: 3 * time.Microsecond,
 			Warm: 2 * time.Microsecond},
@@ -153,7 +153,7 @@ func TestTinyJob(t *testing.T) {
 
 // TestFirstWayAdvance wants another way only where it saves more than tuneGain.
 func TestFirstWayAdvance(t *testing.T) {
-	x := &timer{Chooser: &Chooser{}, j: job{computes: true},
+	x := &timer{Chooser: &Chooser{},
 		loaded: make([]time.Duration, 2)}
 	for _, c := range []struct {
 		other time.Duration

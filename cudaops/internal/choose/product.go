@@ -65,7 +65,7 @@ func (t *Chooser) productJob(p *run.Plan, args []program.Arg) (job, error) {
 	if len(p.Own) > 0 {
 		build += ", " + t.x.Kernels.Build(productUnit)
 	}
-	j := job{build: build, computes: true, tiny: !t.worthTiming(m.FLOPs()), product: p,
+	j := job{build: build, tiny: !t.worthTiming(m.FLOPs()), product: p,
 		Group: program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m)}}
 	args = slices.DeleteFunc(slices.Clone(args), func(a program.Arg) bool { return a.Field == "C" })
 	for i, a := range args {

@@ -179,7 +179,7 @@ func (x *timer) fastest(ways []int) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	if x.j.computes && len(live) > 1 && live[0] != x.j.Plain {
+	if len(live) > 1 && live[0] != x.j.Plain {
 		// which is there to be compared with
 		live = slices.DeleteFunc(live, func(i int) bool { return i == x.j.Plain })
 	}
@@ -218,7 +218,7 @@ func (x *timer) within(ways []int, times float64) []int {
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near := x.within(live, loadNear)
 	near = near[:min(len(near), loadMost)]
-	if !x.j.computes || len(near) < 2 || x.took(near[0]) < loadLeast {
+	if len(near) < 2 || x.took(near[0]) < loadLeast {
 		return live, nil
 	}
 	settle := loadHeat + loadSettle

@@ -352,8 +352,7 @@ type Tuned interface{ Tuning() Tuning }
 
 // Tuning is what a choice of ways goes by.
 type Tuning struct {
-	Op       string   // the name among the choices
-	Shape    string   // for people, and to tell times apart
-	Units    []string // where the kernels are
-	Computes bool     // arithmetic, not memory, bounds it
+	Op    string   // the name among the choices
+	Shape string   // for people, and to tell times apart
+	Units []string // where the kernels are
 }

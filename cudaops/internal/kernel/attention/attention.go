@@ -300,14 +300,14 @@ func (a Geometry) describe(t gpu.DType, matrices ...kernel.Rows) string {
 // Tuning is that of [kernel.Tuned].
 func (a Forward) Tuning() kernel.Tuning {
 	return kernel.Tuning{Op: "Attention", Shape: a.describe(a.Type, a.Y, a.Q, a.K, a.V),
-		Units: attentionUnits, Computes: true}
+		Units: attentionUnits}
 }
 
 // Tuning is that of [kernel.Tuned].
 func (a Backward) Tuning() kernel.Tuning {
 	return kernel.Tuning{Op: "AttentionBackward",
 		Shape: a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y),
-		Units: attentionUnits, Computes: true}
+		Units: attentionUnits}
 }
 
 var attentionUnits = []string{"attention", "attention_mma", "attention_hopper",

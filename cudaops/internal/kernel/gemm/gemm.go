@@ -182,13 +182,13 @@ var gateUnits = []string{"gemm_hopper", "silu"}
 
 // Tuning is that of [kernel.Tuned].
 func (a SiLUProduct) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "SiLUProduct", Units: gateUnits, Computes: true,
+	return kernel.Tuning{Op: "SiLUProduct", Units: gateUnits,
 		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type)}
 }
 
 // Tuning is that of [kernel.Tuned].
 func (a SiLUProductBackward) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "SiLUProductBackward", Units: gateUnits, Computes: true,
+	return kernel.Tuning{Op: "SiLUProductBackward", Units: gateUnits,
 		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
 			kernel.With(a.KeepsH, "without h")}
 }

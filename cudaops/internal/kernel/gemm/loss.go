@@ -89,7 +89,7 @@ func (p ScaleRows) Launch(k *kernel.Set, s gpu.Stream) error {
 func (a LinearCrossEntropy) Tuning() kernel.Tuning {
 	return kernel.Tuning{Op: "LinearCrossEntropy",
 		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.V, a.D, a.Type),
-		Units: []string{"gemm_hopper_loss", "crossentropy"}, Computes: true}
+		Units: []string{"gemm_hopper_loss", "crossentropy"}}
 }
 
 // WorkspaceBytes is the size of Workspace.
