@@ -179,12 +179,6 @@ func (ls *Layers) Settle() error {
 	return errors.Join(errs...)
 }
 
-func (l *layer) latticeState() kasminakernel.State {
-	s := l.Shape().State
-	s.Ptr = l.State.Ptr()
-	return s
-}
-
 // at is where the device has an array of the layer's report.
 func (l *layer) at(word int) gpu.Ptr {
 	return l.memory.Ptr().Offset(4 * l.place(word))
@@ -196,7 +190,7 @@ func (l *layer) place(word int) int { return l.Place(word, l.seeds) }
 // gradient of x.
 func (l *layer) moving(inPlace bool) (reads, writes int) {
 	if l.Wide() { // those that mix, which Residual ones stand for below
-		reads = int(gpu.View[uint32](l.last[l.latticeState().Bytes():])[0])
+		reads = int(gpu.View[uint32](l.last[l.Shape().State.Bytes():])[0])
 	}
 	for _, word := range gpu.View[uint32](l.last)[:l.Seeds] { // as KasminaState.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {

@@ -38,10 +38,10 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
 			a["DWeights"], a["DScales"])
 	}
 	if p.Replay {
-		return ls.unmeasured(l, p, a, nil)
+		return ls.unmeasured(l, c, p, nil)
 	}
 	if backward {
-		return ls.launchBackward(l, p, a, kasminakernel.Backward{Telemetry: l.mode.telemetry,
+		return ls.backward(l, c, p, kasminakernel.Backward{Telemetry: l.mode.telemetry,
 			Reduction: l.mode.reduction, Figures: l.at(program.KasminaGradient),
 			Bad: l.at(program.KasminaBadG), Clipped: l.at(program.KasminaClipped)}, nil)
 	}
@@ -50,53 +50,45 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
 	if l.mode.histogram {
 		f.Histogram = l.at(program.KasminaBins)
 	}
-	return ls.launchForward(l, p, a, f)
+	return ls.forward(l, c, p, f)
 }
 
 // unmeasured enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil,
 // a backward pass in place works there.
-func (ls *Layers) unmeasured(l *layer, p program.KasminaPass, a map[string]*program.Array,
+func (ls *Layers) unmeasured(l *layer, c *program.Call, p program.KasminaPass,
 	spare *program.Array) error {
-	if a["G"] != nil {
-		return ls.launchBackward(l, p, a, kasminakernel.Backward{Bad: l.at(program.KasminaIgnored),
+	if operands(c)["G"] != nil {
+		return ls.backward(l, c, p, kasminakernel.Backward{Bad: l.at(program.KasminaIgnored),
 			Clipped: l.at(program.KasminaIgnored)}, spare)
 	}
-	return ls.launchForward(l, p, a, kasminakernel.Forward{Bad: l.at(program.KasminaIgnored)})
-}
-
-// description is the layer as the kernels take it.
-func (l *layer) description(a map[string]*program.Array) kasminakernel.Layer {
-	k := l.Shape()
-	k.X, k.Weights, k.Scales, k.State = a["X"].Ptr(), a["Weights"].Ptr(),
-		a["Scales"].Ptr(), l.latticeState()
-	return k
+	return ls.forward(l, c, p, kasminakernel.Forward{Bad: l.at(program.KasminaIgnored)})
 }
 
 // mixing describes wide slots.
 func (l *layer) mixing(p program.KasminaPass) kasminakernel.Wide {
-	st, w := l.latticeState(), l.Mixing()
-	w.Mixing.Ptr, w.Workspace = st.Ptr.Offset(st.Bytes()), p.Wide.Ptr()
+	w := l.Mixing()
+	w.Mixing.Ptr, w.Workspace = l.State.Ptr().Offset(l.Shape().State.Bytes()), p.Wide.Ptr()
 	return w
 }
 
-func (ls *Layers) launchForward(l *layer, p program.KasminaPass, a map[string]*program.Array,
+// forward enqueues a forward pass that measures as f has it.
+func (ls *Layers) forward(l *layer, c *program.Call, p program.KasminaPass,
 	f kasminakernel.Forward) error {
-	f.Layer, f.Y, f.Workspace = l.description(a), a["Y"].Ptr(), a["Workspace"].Ptr()
+	f.Layer = l.Shape()
+	f = c.Bind(f, (*program.Array).Ptr).(kasminakernel.Forward)
 	if l.Wide() {
 		return ls.m.Launch(kasminakernel.WideForward{Forward: f, Wide: l.mixing(p)})
 	}
 	return ls.m.Launch(f)
 }
 
-func (ls *Layers) launchBackward(l *layer, p program.KasminaPass, a map[string]*program.Array,
-	b kasminakernel.Backward,
-	spare *program.Array) error {
-	g, dx := a["G"], a["DX"]
+func (ls *Layers) backward(l *layer, c *program.Call, p program.KasminaPass,
+	b kasminakernel.Backward, spare *program.Array) error {
+	b.Layer, b.Clip = l.Shape(), l.Clips()
+	b = c.Bind(b, (*program.Array).Ptr).(kasminakernel.Backward)
 	if spare != nil {
-		g, dx = spare, spare
+		b.G, b.DX = spare.Ptr(), spare.Ptr()
 	}
-	b.Layer, b.G, b.Clip, b.Workspace = l.description(a), g.Ptr(), l.Clips(), a["Workspace"].Ptr()
-	b.DX, b.DWeights, b.DScales = dx.Ptr(), a["DWeights"].Ptr(), a["DScales"].Ptr()
 	if l.Wide() {
 		return ls.m.Launch(kasminakernel.WideBackward{Backward: b, Wide: l.mixing(p)})
 	}
@@ -131,7 +123,7 @@ func (ls *Layers) Save(c *program.Call) error {
 // Unmeasured enqueues a pass without telemetry.
 func (ls *Layers) Unmeasured(c *program.Call) error {
 	p := c.Params.(program.KasminaPass)
-	return ls.unmeasured(ls.of[p.Layer], p, operands(c), p.Spare)
+	return ls.unmeasured(ls.of[p.Layer], c, p, p.Spare)
 }
 
 // Note tells a layer's lattice what its pass took, without telemetry and with it.
