@@ -7,7 +7,6 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
@@ -16,10 +15,9 @@ import (
 type beside struct {
 	side         run.Executor // on the stream of the exchange
 	fork, joined gpu.Event
-	most         gpu.Event // all buckets but the last ones are there
-	expected     round     // of the next run; with no contributors nothing goes along with it
-	left         int       // buckets that have left in the run that is being enqueued
-	sent         bool      // the last run's gradients have left, and been added
+	expected     round // of the next run; with no contributors nothing goes along with it
+	left         int   // buckets that have left in the run that is being enqueued
+	sent         bool  // the last run's gradients have left, and been added
 }
 
 // round is a kind of round, captured apart.
@@ -35,7 +33,7 @@ func (x *Optimizer) open() (err error) {
 	if s.side.Stream, err = x.m.Ctx.NewUrgentStream(); err != nil {
 		return err
 	}
-	for _, e := range []*gpu.Event{&s.fork, &s.most, &s.joined} {
+	for _, e := range []*gpu.Event{&s.fork, &s.joined} {
 		if *e, err = x.memory.NewEvent(false); err != nil {
 			return err
 		}
@@ -131,7 +129,6 @@ var errNotShared = errors.New("the optimiser is not one of several ranks'")
 
 // Due is that of run.Beside.
 func (x *Optimizer) Due() (kind byte, captured bool) {
-	x.share.formed = false
 	switch r := x.share.expected; {
 	case r.contributors == 0:
 		return 0, true
@@ -148,11 +145,6 @@ func (x *Optimizer) Behind(call int) error {
 		s.left = 0
 	}
 	for ; s.left < len(s.buckets) && s.buckets[s.left].last <= call; s.left++ {
-		if s.early != nil && s.left == s.tail {
-			if err := x.m.Ctx.Record(s.most, s.side.Stream); err != nil {
-				return err
-			}
-		}
 		if err := x.leave(s.buckets[s.left]); err != nil {
 			return err
 		}
@@ -169,19 +161,9 @@ func (x *Optimizer) leave(b *bucket) error {
 		func() error { return x.send(b, s.expected, &s.side) })
 }
 
-// Join has the machine's stream wait for the exchange, and form squares while the last buckets are
-// on their way.
+// Join has the machine's stream wait for the exchange.
 func (x *Optimizer) Join() error {
 	s := x.share
-	if s.early != nil {
-		if err := run.InTurn(
-			func() error { return x.m.Ctx.WaitEvent(x.m.Stream, s.most) },
-			func() error {
-				return x.m.Launch(optimizer.GradSquares{Squares: x.squares, Table: s.early})
-			}); err != nil {
-			return err
-		}
-	}
 	if err := x.m.Ctx.Record(s.joined, s.side.Stream); err != nil {
 		return err
 	}
@@ -189,11 +171,7 @@ func (x *Optimizer) Join() error {
 }
 
 // Done notes that the run's gradients have left.
-func (x *Optimizer) Done() {
-	s := x.share
-	s.sent, s.expected = true, round{}
-	s.formed = s.early != nil
-}
+func (x *Optimizer) Done() { x.share.sent, x.share.expected = true, round{} }
 
 // Contribute enqueues the sending of the last run's gradients to their owners, where this rank is
 // among the first contributors. It also enqueues the adding of what comes, unless that went along
@@ -215,7 +193,6 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		s.sent = false
 		return nil
 	}
-	s.formed = false
 	if err := x.connect(contributors); err != nil {
 		return err
 	}

@@ -37,10 +37,6 @@ type share struct {
 	least   int     // bytes of what travels together
 	loads   []*load // in which parameters come back
 	rounds  run.Recordings[round]
-	early   *optimizer.Table // of all squares but those of the last buckets; nil for none
-	late    []lateSquares    // of the last buckets
-	tail    int              // the first of these
-	formed  bool             // the last run has formed those of early
 
 	beside
 }
@@ -294,72 +290,22 @@ func (s *share) of(param int) (all []part) {
 	return all
 }
 
-// lateSquares are chunks of a part of the last buckets, and the first one's place among all.
-type lateSquares struct {
-	table *optimizer.Table
-	at    int
-}
-
 // buildSquares lays out all chunks for their sums of squares, in an order that does not depend on
-// the number of ranks. Where the update adds contributions, the squares of those that have come are
-// formed while the last are on their way: two buckets of full size, or one that is as large.
+// the number of ranks.
 func (x *Optimizer) buildSquares() (err error) {
-	s := x.share
-	var last []int // parameters
-	bytes := 0
-	for s.tail = len(s.buckets); s.tail > 0 && bytes < 2*s.least; {
-		s.tail--
-		last = append(last, s.buckets[s.tail].params...)
-		bytes += s.buckets[s.tail].bytes
-	}
-	beside := s.two && s.tail > 0
-	var all, early []optimizer.Tensor
-	var allAt, earlyAt []int
+	var all []optimizer.Tensor
+	var at []int
 	chunks := 0
 	for i, p := range x.Params {
-		if own, ok := s.own(i); ok {
+		if own, ok := x.share.own(i); ok {
 			t := optimizer.Tensor{Size: own.len()}
 			x.summed(own, &t)
-			at := chunks + own.from/optimizer.OptimChunk
-			all, allAt = append(all, t), append(allAt, at)
-			if !slices.Contains(last, i) {
-				early, earlyAt = append(early, t), append(earlyAt, at)
-			} else if beside {
-				table, err := optimizer.NewTable(x.m.Ctx, []optimizer.Tensor{t})
-				if err != nil {
-					return err
-				}
-				s.late = append(s.late, lateSquares{table, at})
-			}
+			all, at = append(all, t), append(at, chunks+own.from/optimizer.OptimChunk)
 		}
 		chunks += kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
 	}
-	if x.all, err = optimizer.NewScattered(x.m.Ctx, all, allAt, chunks); err != nil || !beside {
-		return err
-	}
-	s.early, err = optimizer.NewScattered(x.m.Ctx, early, earlyAt, chunks)
+	x.all, err = optimizer.NewScattered(x.m.Ctx, all, at, chunks)
 	return err
-}
-
-// squareTables are the tables of some squares.
-func (s *share) squareTables() (all []*optimizer.Table) {
-	if s.early != nil {
-		all = append(all, s.early)
-	}
-	for _, l := range s.late {
-		all = append(all, l.table)
-	}
-	return all
-}
-
-// unformed are the launches that form the squares of this rank's gradients which a run has not
-// formed.
-func (x *Optimizer) unformed() (all []optimizer.GradSquares) {
-	for _, l := range x.share.late {
-		all = append(all, optimizer.GradSquares{Squares: x.squares.Offset(4 * l.at),
-			Table: l.table})
-	}
-	return all
 }
 
 // gatherSquares brings the sums of squares to all ranks, of all chunks and of the losses. Each is

@@ -75,20 +75,14 @@ type Optimizer struct {
 	squares    gpu.Ptr          // of all chunks and of the loss; then Muon's workspace
 	apart      gpu.Ptr          // of each, whether its gradients are apart; null where none are
 	settings   optimizer.Control
-	loss       []byte    // pinned, of a step
-	ran        gpu.Event // the run before the update is done
-	done       gpu.Event // the control block is back
-	recorded   run.Recordings[kind]
-	renew      []*program.Call // copies of parameters that the update does not write
-	share      *share          // of several ranks; nil for the only one
-	uncaptured bool            // collectives are enqueued as they are
-	inherited  bool            // the device knows of moments that the host does not
-}
-
-// kind is one of updates that are captured apart.
-type kind struct {
-	loss   gpu.Ptr // that the update looks at; 0 for none
-	formed bool    // the run before it has formed squares: see share.formed
+	loss       []byte                  // pinned, of a step
+	ran        gpu.Event               // the run before the update is done
+	done       gpu.Event               // the control block is back
+	recorded   run.Recordings[gpu.Ptr] // by the loss that the update looks at; 0 for none
+	renew      []*program.Call         // copies of parameters that the update does not write
+	share      *share                  // of several ranks; nil for the only one
+	uncaptured bool                    // collectives are enqueued as they are
+	inherited  bool                    // the device knows of moments that the host does not
 }
 
 // Ranks are those that make an update together.
@@ -192,9 +186,6 @@ func (x *Optimizer) Held() int {
 // tables are those of AdamW's and of Muon's parameters, where there are any, and of squares.
 func (x *Optimizer) tables() []*optimizer.Table {
 	all := []*optimizer.Table{x.adamw, x.muon, x.all}
-	if x.share != nil {
-		all = append(all, x.share.squareTables()...)
-	}
 	return slices.DeleteFunc(all, func(t *optimizer.Table) bool { return t == nil })
 }
 
@@ -348,12 +339,9 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 			return err
 		}
 	}
-	var key kind
-	if x.share != nil {
-		key.formed = x.share.formed
-	}
+	var at gpu.Ptr
 	if loss != nil {
-		key.loss = loss.Ptr()
+		at = loss.Ptr()
 		if err := ctx.CopyToHost(x.loss, loss.Ptr(), s); err != nil {
 			return err
 		}
@@ -361,7 +349,7 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	if err := ctx.Record(x.ran, s); err != nil {
 		return err
 	}
-	r := x.recorded.Of(key)
+	r := x.recorded.Of(at)
 	if err := x.Arrive(s); err != nil { // what came has been waited for when all meet in it
 		return err
 	}
@@ -413,7 +401,7 @@ func (x *Optimizer) launch(loss *program.Array) error {
 			Type: gpu.Float32}, program.Reads("X", loss))
 	}
 	return run.InTurn(
-		func() error { return x.m.Calls(append(x.squareCalls(), byLoss)) },
+		func() error { return x.m.Calls([]*program.Call{newCall(x.squared()), byLoss}) },
 		x.gatherSquares,
 		func() error {
 			return x.m.Call(newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares,
@@ -444,18 +432,6 @@ func newCall(params any, args ...program.Arg) *program.Call {
 		return a.Array == nil || a.Buffer == nil
 	})
 	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
-}
-
-// squareCalls form the sums of the gradients' squares, as far as a run has not.
-func (x *Optimizer) squareCalls() (calls []*program.Call) {
-	all := []optimizer.GradSquares{x.squared()}
-	if x.share != nil && x.share.formed {
-		all = x.unformed()
-	}
-	for _, s := range all {
-		calls = append(calls, newCall(s))
-	}
-	return calls
 }
 
 // squared is the launch that forms all sums of squares that this rank has to form.
