@@ -3,6 +3,7 @@
 package cudaops
 
 import (
+	"maps"
 	"sync"
 	"weak"
 
@@ -25,14 +26,33 @@ import (
 
 func init() { opbase.CUDA = onEngine }
 
-// engines holds what the ops on an engine share. Entries of engines that are gone are dropped.
+// engines holds what the ops on an engine share.
 var engines struct {
 	sync.Mutex
-	of map[weak.Pointer[cuda.Engine]]*singleOps
+	of perEngine[*singleOps]
 }
 
-// placed is what is kept of an op: its machine on each engine that has run it.
-type placed map[weak.Pointer[cuda.Engine]]*singleOp
+// perEngine is what belongs to an engine, by the engine. An op keeps the machines that run it.
+type perEngine[V any] map[weak.Pointer[cuda.Engine]]V
+
+// get returns what belongs to an engine, which is made when it is asked for first. It forgets what
+// belonged to engines that are gone, and so is gone with their contexts.
+func (p *perEngine[V]) get(engine *cuda.Engine, create func() (V, error)) (V, error) {
+	key := weak.Make(engine)
+	if v, ok := (*p)[key]; ok {
+		return v, nil
+	}
+	maps.DeleteFunc(*p, func(e weak.Pointer[cuda.Engine], _ V) bool { return e.Value() == nil })
+	v, err := create()
+	if err != nil {
+		return v, err
+	}
+	if *p == nil {
+		*p = perEngine[V]{}
+	}
+	(*p)[key] = v
+	return v, nil
+}
 
 func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value,
 	in []gorgonia.Value) (bool, error) {
@@ -43,10 +63,12 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 	}
 	engines.Lock()
 	defer engines.Unlock()
-	l, err := singleOpOn(engine, o, kept, in)
+	machines, _ := (*kept).(perEngine[*singleOp])
+	l, err := machines.get(engine, func() (*singleOp, error) { return openOn(engine, o, in) })
 	if err != nil {
 		return false, err
 	}
+	*kept = machines
 	operands := make([]gpu.Ptr, len(in))
 	for i, v := range in {
 		operands[i] = gpu.Ptr(v.Uintptr())
@@ -54,20 +76,15 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 	return true, l.run(operands, gpu.Ptr(prealloc.Uintptr()))
 }
 
-// singleOpOn returns the op's machine on an engine.
-func singleOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Value) (*singleOp,
-	error) {
-	key := weak.Make(engine)
-	machines, _ := (*kept).(placed)
-	if machines == nil {
-		machines = placed{}
-		*kept = machines
-	}
-	if l := machines[key]; l != nil {
-		return l, nil
-	}
-	dropGone(machines)
-	ops, err := singleOpsOn(key, engine)
+// openOn makes a machine for an op on an engine.
+func openOn(engine *cuda.Engine, o gorgonia.Op, in []gorgonia.Value) (*singleOp, error) {
+	ops, err := engines.of.get(engine, func() (*singleOps, error) {
+		device, err := Open(WithContext(cuhandle.Number(engine.Context().CUDAContext())))
+		if err != nil {
+			return nil, err
+		}
+		return newSingleOps(device)
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -75,37 +92,5 @@ func singleOpOn(engine *cuda.Engine, o gorgonia.Op, kept *any, in []gorgonia.Val
 	for i, v := range in {
 		operands[i] = singleOperand{v.Dtype(), v.Shape().Clone()}
 	}
-	l, err := ops.open(o, operands)
-	if err == nil {
-		machines[key] = l
-	}
-	return l, err
-}
-
-func singleOpsOn(key weak.Pointer[cuda.Engine], engine *cuda.Engine) (*singleOps, error) {
-	if ops := engines.of[key]; ops != nil {
-		return ops, nil
-	}
-	if engines.of == nil {
-		engines.of = map[weak.Pointer[cuda.Engine]]*singleOps{}
-	}
-	dropGone(engines.of)
-	device, err := Open(WithContext(cuhandle.OfContext(engine.Context().CUDAContext())))
-	if err != nil {
-		return nil, err
-	}
-	ops, err := newSingleOps(device)
-	if err == nil {
-		engines.of[key] = ops
-	}
-	return ops, err
-}
-
-// dropGone forgets what belonged to engines that are gone, and so is gone with their contexts.
-func dropGone[V any](of map[weak.Pointer[cuda.Engine]]V) {
-	for e := range of {
-		if e.Value() == nil {
-			delete(of, e)
-		}
-	}
+	return ops.open(o, operands)
 }

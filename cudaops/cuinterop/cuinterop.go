@@ -14,21 +14,21 @@ import (
 // [cudaops.WithContext]. The context of a *cu.Ctx is its CUDAContext().
 func Adopt(ctx cu.CUContext, opts ...cudaops.DeviceOption) (*cudaops.Device, error) {
 	return cudaops.Open(append(opts[:len(opts):len(opts)],
-		cudaops.WithContext(cuhandle.OfContext(ctx)))...)
+		cudaops.WithContext(cuhandle.Number(ctx)))...)
 }
 
 // Context is the context in which the device's work is done. It must not be destroyed.
-func Context(d *cudaops.Device) cu.CUContext { return cuhandle.Context(d.Context()) }
+func Context(d *cudaops.Device) cu.CUContext { return cuhandle.Of[cu.CUContext](d.Context()) }
 
 // WithStream makes a machine put its work on a stream that the program made in the device's
 // context: see [cudaops.WithStream]. The default stream cu.NoStream, whose work cannot be captured,
 // is an error.
 func WithStream(s cu.Stream) cudaops.MachineOption {
-	return cudaops.WithStream(cuhandle.OfStream(s))
+	return cudaops.WithStream(cuhandle.Number(s))
 }
 
 // Stream is the stream that the machine's work is on. It must not be destroyed.
-func Stream(m *cudaops.Machine) cu.Stream { return cuhandle.Stream(m.Stream()) }
+func Stream(m *cudaops.Machine) cu.Stream { return cuhandle.Of[cu.Stream](m.Stream()) }
 
 // Memory is where a node's value lies on the device, and the bytes it takes; see
 // [cudaops.Machine.Address].

@@ -16,20 +16,13 @@ var (
 	_ [unsafe.Sizeof(uintptr(0))]struct{} = [unsafe.Sizeof(cu.Stream{})]struct{}{}
 )
 
-// OfContext is a context's CUcontext.
-func OfContext(c cu.CUContext) uintptr { return *(*uintptr)(unsafe.Pointer(&c)) }
+type handle interface{ cu.CUContext | cu.Stream }
 
-// OfStream is a stream's CUstream.
-func OfStream(s cu.Stream) uintptr { return *(*uintptr)(unsafe.Pointer(&s)) }
+// Number is a handle's C pointer: the CUcontext or CUstream.
+func Number[H handle](h H) uintptr { return *(*uintptr)(unsafe.Pointer(&h)) }
 
-// Context is the context of a CUcontext.
-func Context(handle uintptr) (c cu.CUContext) {
-	*(*uintptr)(unsafe.Pointer(&c)) = handle
-	return c
-}
-
-// Stream is the stream of a CUstream.
-func Stream(handle uintptr) (s cu.Stream) {
-	*(*uintptr)(unsafe.Pointer(&s)) = handle
-	return s
+// Of is the handle of a C pointer.
+func Of[H handle](number uintptr) (h H) {
+	*(*uintptr)(unsafe.Pointer(&h)) = number
+	return h
 }
