@@ -1347,7 +1347,7 @@ func TestOpenWithout(t *testing.T) {
 		say      string
 	}{
 		{&gpu.NotFoundError{Library: "libcuda",
-			Tried: []gpu.Attempt{{Place: "/usr/lib", Reason: "no such file"}},
+			Tried: []sharedlib.Attempt{{Place: "/usr/lib", Reason: "no such file"}},
 			Help:  "Install it."}, true,
 			"Install it.\nSearched, in this order:\n  /usr/lib: no such file"},
 		{gpu.NewError("cuInit", gpu.NoDevice, "no CUDA-capable device is detected", ""), true,

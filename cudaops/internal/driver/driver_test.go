@@ -183,15 +183,13 @@ func TestCluster(t *testing.T) {
 			t.Errorf("tensor map: %v", err)
 		}
 		for name, change := range map[string]func(*gpu.TiledTensor){
-			"address": func(t *gpu.TiledTensor) { t.Address += 2 },
-			"strides": func(t *gpu.TiledTensor) { t.Strides = nil },
-			"stride":  func(t *gpu.TiledTensor) { t.Strides = []uint64{18} },
-			"box":     func(t *gpu.TiledTensor) { t.Box = []uint32{257, 2} },
-			"row":     func(t *gpu.TiledTensor) { t.Box = []uint32{4, 2} },
-			"swizzle": func(t *gpu.TiledTensor) {
-				t.Dims[0], t.Box, t.Swizzle = 64, []uint32{64, 2}, gpu.Swizzle32
-			},
-			"rank": func(t *gpu.TiledTensor) { t.Dims = nil },
+			"address":  func(t *gpu.TiledTensor) { t.Address += 2 },
+			"strides":  func(t *gpu.TiledTensor) { t.Strides = nil },
+			"stride":   func(t *gpu.TiledTensor) { t.Strides = []uint64{18} },
+			"box":      func(t *gpu.TiledTensor) { t.Box = []uint32{257, 2} },
+			"row":      func(t *gpu.TiledTensor) { t.Box = []uint32{4, 2} },
+			"long row": func(t *gpu.TiledTensor) { t.Dims[0], t.Box = 128, []uint32{128, 2} },
+			"rank":     func(t *gpu.TiledTensor) { t.Dims = nil },
 		} {
 			bad := tensor
 			bad.Dims = slices.Clone(tensor.Dims)

@@ -151,6 +151,3 @@ func (e *Error) Sticky() bool {
 
 // NotFoundError says that a library could not be loaded, and what was tried.
 type NotFoundError = sharedlib.NotFoundError
-
-// Attempt is a place where a library was looked for, and why that failed.
-type Attempt = sharedlib.Attempt

@@ -3,6 +3,7 @@ package gpu
 import (
 	"cmp"
 	"fmt"
+	"math/bits"
 	"unsafe"
 )
 
@@ -103,7 +104,8 @@ func (f *Function) Check(a *Args) error {
 type TensorMap [128]byte
 
 // TiledTensor is what a tensor map describes: a tensor of up to five dimensions, innermost first,
-// cut into boxes.
+// cut into boxes. A box's rows have 16, 32, 64 or 128 bytes. In shared memory chunks of 16 bytes are
+// permuted within so many, so that columns do not fall on the same banks.
 type TiledTensor struct {
 	Type    DType
 	Address Ptr      // a multiple of 16
@@ -111,20 +113,10 @@ type TiledTensor struct {
 	// bytes from one index to the next, for all dimensions but the innermost; multiples of 16
 	Strides []uint64
 	Box     []uint32 // elements, at most 256 each
-	Swizzle Swizzle
 }
 
-// Swizzle is how a box's 16-byte chunks are permuted in shared memory, so that columns do not fall
-// on the same banks.
-type Swizzle int32
-
-// The span in bytes within which chunks are permuted; it bounds the box's innermost extent.
-const (
-	NoSwizzle Swizzle = iota
-	Swizzle32
-	Swizzle64
-	Swizzle128
-)
+// Swizzle is the CUtensorMapSwizzle, 0 to 3.
+func (t TiledTensor) Swizzle() int { return bits.Len(uint(t.Box[0]) * uint(t.Type.Size()) / 32) }
 
 // Check reports what is wrong with the description, where the driver would only say INVALID_VALUE.
 func (t TiledTensor) Check() error {
@@ -141,8 +133,6 @@ func (t TiledTensor) Check() error {
 			len(t.Strides), len(t.Box))
 	case t.Address == 0 || t.Address%16 != 0:
 		return bad("address %#x, want a multiple of 16", uint64(t.Address))
-	case t.Swizzle < NoSwizzle || t.Swizzle > Swizzle128:
-		return bad("unknown swizzle %d", t.Swizzle)
 	}
 	for i, d := range t.Dims {
 		if d < 1 || d > 1<<32 || t.Box[i] < 1 || t.Box[i] > 256 {
@@ -154,12 +144,8 @@ func (t TiledTensor) Check() error {
 				t.Strides[i-1])
 		}
 	}
-	inner := int(t.Box[0]) * t.Type.Size()
-	if inner%16 != 0 {
-		return bad("a box row has %d bytes, want a multiple of 16", inner)
-	}
-	if span := 16 << t.Swizzle; t.Swizzle != NoSwizzle && inner > span {
-		return bad("a box row has %d bytes, a swizzle over %d bytes allows no more", inner, span)
+	if row := int(t.Box[0]) * t.Type.Size(); row != 16<<t.Swizzle() || row > 128 {
+		return bad("a box row has %d bytes, want 16, 32, 64 or 128", row)
 	}
 	return nil
 }

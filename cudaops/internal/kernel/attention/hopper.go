@@ -179,9 +179,9 @@ func (c *attentionCall) angles() []any {
 // head, where 64 divides the kernels' head dimension, or 32.
 func (c *attentionCall) tensorMap(k *kernel.Set, r kernel.Rows, heads int) (gpu.TensorMap, error) {
 	row := uint64(r.Stride * c.dtype.Size())
-	columns, swizzle := uint32(64), gpu.Swizzle128
+	columns := uint32(64)
 	if c.hopperDim()%64 != 0 {
-		columns, swizzle = 32, gpu.Swizzle64
+		columns = 32
 	}
 	return k.Ctx.EncodeTiled(gpu.TiledTensor{
 		Type:    c.dtype,
@@ -189,7 +189,6 @@ func (c *attentionCall) tensorMap(k *kernel.Set, r kernel.Rows, heads int) (gpu.
 		Dims:    []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
 		Strides: []uint64{row, uint64(c.HeadDim * c.dtype.Size()), row * uint64(c.Seq)},
 		Box:     []uint32{columns, 64, 1, 1},
-		Swizzle: swizzle,
 	})
 }
 

@@ -163,11 +163,7 @@ func (g gemmLaunch) launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
-	t := gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:],
-		Swizzle: gpu.Swizzle128}
-	if int(m.box[0])*dtype.Size() == 64 {
-		t.Swizzle = gpu.Swizzle64
-	}
+	t := gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:]}
 	for _, n := range m.dims {
 		t.Dims = append(t.Dims, uint64(n))
 	}
