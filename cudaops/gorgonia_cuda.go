@@ -5,13 +5,13 @@ package cudaops
 import (
 	"maps"
 	"sync"
+	"unsafe"
 	"weak"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/gorgonia/cuda"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/cuhandle"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
@@ -79,7 +79,8 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 // openOn makes a machine for an op on an engine.
 func openOn(engine *cuda.Engine, o gorgonia.Op, in []gorgonia.Value) (*singleOp, error) {
 	ops, err := engines.of.get(engine, func() (*singleOps, error) {
-		device, err := Open(WithContext(cuhandle.Number(engine.Context().CUDAContext())))
+		ctx := engine.Context().CUDAContext() // a struct that is nothing but the CUcontext
+		device, err := Open(WithContext(*(*uintptr)(unsafe.Pointer(&ctx))))
 		if err != nil {
 			return nil, err
 		}
