@@ -34,6 +34,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/sharedlib"
 	"github.com/kasmina-go/kasmina/llm"
 	llmgraph "github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/op"
