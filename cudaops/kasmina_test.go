@@ -168,10 +168,8 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 	target := intNode(k.g, "targets", []int{1, 7, 22, 0, 9, 5})
 	must := gorgonia.Must
 	var err error
-	if k.lattice, err = state.NewLattice(k.seeds, k.dim,
-		append(opts, state.WithoutGates())...); err != nil {
-		t.Fatal(err)
-	}
+	k.lattice, err = state.NewLattice(k.seeds, k.dim, append(opts, state.WithoutGates())...)
+	require.NoError(t, err)
 	path := []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating,
 		state.FineTuning, state.Fossilized}
 	for i := range k.seeds - 1 {
@@ -420,10 +418,9 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, opts ...
 		}
 	}
 	text := log.String()
-	if n := strings.Count(text, "computed on the host"); n != 1 || strings.Count(text, "\n") != 1 ||
-		!strings.Contains(text, "machine test's own") {
-		t.Errorf("%d warnings, want one that names the kind: %s", n, text)
-	}
+	require.Equal(t, 1, strings.Count(text, "computed on the host"), text)
+	require.Equal(t, 1, strings.Count(text, "\n"), text)
+	require.Contains(t, text, "machine test's own")
 	_, err = NewMachine(device, a.g, append(opts, WithStrict(), WithParams(a.weights, a.scales))...)
 	require.ErrorContains(t, err, "Kasmina")
 	require.ErrorContains(t, err, "the kind has no kernel, and WithStrict forbids")
@@ -688,17 +685,14 @@ func TestKasminaReplaced(t *testing.T) {
 		}
 	}
 	m := newFuseMachine(t, device, b.G, b.Params, keep, nil)
-	if n := inPlaceTasks(m); n != len(replaced) || len(keep) != 1+n {
-		t.Fatalf("%d tasks are in place, of %d, and %d values kept", n, len(replaced), len(keep))
-	}
+	require.Equal(t, len(replaced), inPlaceTasks(m))
+	require.Len(t, keep, 1+len(replaced))
 	require.NoError(t, m.RunAll())
 	for _, n := range keep {
 		require.NoError(t, errOf(m.Value(n)))
 	}
 	for _, n := range replaced {
-		if v, err := m.Value(n); err == nil {
-			t.Errorf("%v, which another gradient has replaced, is given as %v", n, v.Shape())
-		}
+		require.Error(t, errOf(m.Value(n)), "%v, which another gradient has replaced", n)
 	}
 }
 
@@ -744,9 +738,9 @@ func TestNormsBehindKasmina(t *testing.T) {
 			withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })})
 	require.NoError(t, m.RunAll())
 	// Two in each block, of which the second is of a sum, and a last one.
-	if runs := k.ascending / 2; runs == 0 || k.ascending != 2*runs || k.descending != 3*runs {
-		t.Errorf("%d norms begin with the first rows, %d with the last", k.ascending, k.descending)
-	}
+	runs := k.ascending / 2
+	require.NotZero(t, runs)
+	require.Equal(t, []int{2 * runs, 3 * runs}, []int{k.ascending, k.descending})
 }
 
 // kasminaChain is a loss behind layers of different lattices, one on top of the other.
@@ -779,9 +773,8 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 		}
 		w := randomNode(g, r, 1, fmt.Sprintf("w%d", i), slots, d/n)
 		a := randomNode(g, r, 1, fmt.Sprintf("a%d", i), slots)
-		if y, err = op.Kasmina(y, w, a, l); err != nil {
-			t.Fatal(err)
-		}
+		y, err = op.Kasmina(y, w, a, l)
+		require.NoError(t, err)
 		k.params, k.lattices = append(k.params, w, a), append(k.lattices, l)
 	}
 	target := intNode(g, "target", []int{3, 1, 4, 1, 5, 9})
@@ -915,9 +908,9 @@ func TestKasminaTiming(t *testing.T) {
 		}
 		plain, timed := graphs[0].lattice.Report(), graphs[1].lattice.Report()
 		sameReports(t, "with a monitor", timed, plain)
-		if plain.Layer.Clips == 0 || plain.Layer.Errors == 0 || plain.Layer.Timed != 0 {
-			t.Errorf("%v: without a monitor: %+v", mode, plain.Layer)
-		}
+		require.NotZero(t, plain.Layer.Clips, mode)
+		require.NotZero(t, plain.Layer.Errors, mode)
+		require.Zero(t, plain.Layer.Timed, mode)
 		if l := timed.Layer; mode == state.Off {
 			require.Zero(t, l.Timed)
 			continue

@@ -166,9 +166,9 @@ func testCapture(t *testing.T, device *Device, _ float64, opts ...MachineOption)
 		counter.take()
 		require.NoError(t, machine.RunAll())
 		work := counter.take()
-		if step > 0 && (work.graphs != 1 || work.down.count != 0 || work.on.count != 0) {
-			t.Errorf("step %d: %+v, want one launch of a graph and no copies but those of the "+
-				"inputs", step, work)
+		if step > 0 { // one launch of a graph, and no copies but those of the inputs
+			require.EqualValues(t, []int64{1, 0, 0},
+				[]int64{int64(work.graphs), work.down.count, work.on.count}, step)
 		}
 		got := valueIn(t, machine, y)
 		tape := gorgonia.NewTapeMachine(g)
@@ -262,9 +262,8 @@ func TestArguments(t *testing.T) {
 	require.ErrorContains(t, owner.Bind(w, uintptr(memory), 16), "another machine")
 	require.NoError(t, borrower.Close())
 	require.NoError(t, owner.Bind(w, uintptr(memory), 16))
-	if borrower, err = NewMachine(device, same, WithParamsOf(owner)); err != nil {
-		t.Fatal(err)
-	}
+	borrower, err = NewMachine(device, same, WithParamsOf(owner))
+	require.NoError(t, err)
 	require.NoError(t, owner.Close())
 	require.ErrorContains(t, borrower.RunAll(), "WithParamsOf")
 	require.NoError(t, errors.Join(borrower.Close(), device.ctx.Free(memory)))
@@ -293,9 +292,8 @@ func TestPrecisionText(t *testing.T) {
 	for want, p := range map[string]Precision{"f32": Float32, "bf16": BFloat16,
 		"f16": Float16, "f8": Float8} {
 		text, err := p.MarshalText()
-		if string(text) != want || p.String() != want || err != nil {
-			t.Errorf("%d is %q and %v, %v, want %q", uint8(p), text, p, err, want)
-		}
+		require.NoError(t, err)
+		require.Equal(t, []string{want, want}, []string{string(text), p.String()})
 		var parsed Precision
 		flags := flag.NewFlagSet("", flag.ContinueOnError)
 		flags.TextVar(&parsed, "precision", Float32, "")
@@ -730,10 +728,8 @@ func TestRandomGraphs(t *testing.T) {
 		require.NoError(t, err, round)
 		for run := range 3 { // the second is captured, the third replayed
 			fill()
-			if err := errors.Join(m.Upload(params...), every.Upload(params...), m.RunAll(),
-				every.RunAll()); err != nil {
-				t.Fatalf("round %d, run %d: %v", round, run, err)
-			}
+			require.NoError(t, errors.Join(m.Upload(params...), every.Upload(params...), m.RunAll(),
+				every.RunAll()), "round %d, run %d", round, run)
 			for _, n := range outputs {
 				got, err := m.Value(n)
 				want, wantErr := every.Value(n)
@@ -1006,22 +1002,17 @@ func TestRoom(t *testing.T) {
 	need := m.runner.Program.Arena + m.runner.Program.Resident() + 8*elements
 	// of a card for which the workspace is taken before
 	least := int(float64(need+run.WorkspaceBytes) / (1 - roomLeft))
-	if kept, formed := keepsH(m); kept != 1 || formed != 0 || m.runner.Program.Spent == 0 {
-		t.Errorf("on an empty card: %d perceptrons without h, %d with, spent %v", kept, formed,
-			m.runner.Program.Spent)
-	}
+	kept, formed := keepsH(m) // on an empty card
+	require.Equal(t, []int{1, 0}, []int{kept, formed})
+	require.NotZero(t, m.runner.Program.Spent)
 	held, spent := m.Memory(), m.runner.Program.Spent
 	for what, c := range map[string]struct{ limit, kept, formed int }{
 		"for all": {need, 1, 0}, "for some": {need - 1, 1, 1}, "for none": {need - spent, 0, 1}} {
 		m, got := train(t, plenty, WithMemory(c.limit))
 		kept, formed := keepsH(m)
-		if kept != c.kept || formed != c.formed || !slices.Equal(want, got) {
-			t.Errorf("memory %s: there are perceptrons without h %d, with %d, equal bits %v", what,
-				kept, formed, slices.Equal(want, got))
-		}
-		if m.Memory()-m.runner.Program.Arena > held-need+c.limit {
-			t.Errorf("memory %s: the machine holds %d bytes", what, m.Memory())
-		}
+		require.Equal(t, []int{c.kept, c.formed}, []int{kept, formed}, what)
+		require.Equal(t, want, got, what)
+		require.LessOrEqual(t, m.Memory()-m.runner.Program.Arena, held-need+c.limit, what)
 	}
 	for _, c := range []struct {
 		what  string
@@ -1030,11 +1021,9 @@ func TestRoom(t *testing.T) {
 	}{{"just enough", least + 64, true}, {"a little less", least - 64, false},
 		{"little", need + run.WorkspaceBytes + 64<<10, false}} {
 		m, got := train(t, c.bytes)
-		if kept, formed := keepsH(m); kept > 0 != c.spent || formed > 0 == c.spent ||
-			(m.runner.Program.Spent > 0) != c.spent {
-			t.Errorf("%s: %d perceptrons without h, %d with, spent %v", c.what, kept, formed,
-				m.runner.Program.Spent)
-		}
+		kept, formed := keepsH(m)
+		require.Equal(t, []bool{c.spent, !c.spent, c.spent},
+			[]bool{kept > 0, formed > 0, m.runner.Program.Spent > 0}, c.what)
 		require.NotEqual(t, c.spent, m.Memory() < held, "%s: the machine holds %d bytes, with h %d",
 			c.what, m.Memory(), held)
 		require.Len(t, m.runner.Program.Kasmina, 1, c.what)
@@ -1046,15 +1035,13 @@ func TestRoom(t *testing.T) {
 	products := 0
 	for _, c := range m.Choices() {
 		if c.Op == "Matmul" {
-			if products++; c.Source != Measured {
-				t.Errorf("%+v", c)
-			}
+			products++
+			require.Equal(t, Measured, c.Source)
 		}
 	}
 	require.NotZero(t, products, "the choices lack those of products")
-	if kept, _ := keepsH(m); kept > 0 {
-		t.Error("the choices are those of a plan that was dropped")
-	}
+	kept, _ = keepsH(m)
+	require.Zero(t, kept, "the choices are those of a plan that was dropped")
 	t.Run("GPU", func(t *testing.T) {
 		device := openGPU(t)
 		if device.info.Capability() != 90 {
@@ -1067,9 +1054,8 @@ func TestRoom(t *testing.T) {
 		}
 		opts := []MachineOption{WithPrecision(BFloat16), WithTuning(TuneOff)}
 		m, want := trainWithGates(t, device, opts...)
-		if free, total, err = device.Memory(); err != nil {
-			t.Fatal(err)
-		}
+		free, total, err = device.Memory()
+		require.NoError(t, err)
 		hog, err := device.ctx.Alloc(int(free - total/20))
 		require.NoError(t, err)
 		t.Cleanup(func() { // behind the machines
@@ -1149,9 +1135,9 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine)
 		[]MachineOption{gatesFused})
 	m := other(t, device, first)
 	need, moments := m.Memory()+momentsToCome(m), momentsToCome(first)
-	if err := m.Close(); err != nil || m.runner.Program.Spent == 0 || moments == 0 {
-		t.Fatalf("spent %v on an empty card, error %v", m.runner.Program.Spent, err)
-	}
+	require.NoError(t, m.Close())
+	require.NotZero(t, m.runner.Program.Spent, "on an empty card")
+	require.NotZero(t, moments)
 	nothing := func() error { return nil }
 	set := func() error { return first.SetOptimizer(l.optimizer, 1) }
 	for _, c := range []struct {
@@ -1265,40 +1251,33 @@ func TestOpenFake(t *testing.T) {
 	d, err := Open(withDriver(f), WithOrdinal(1))
 	require.NoError(t, err)
 	major, minor := d.ComputeCapability()
-	if d.Name() != "B" || d.Ordinal() != 1 || major != 8 || minor != 9 {
-		t.Errorf("got %s, GPU %d, %d.%d", d.Name(), d.Ordinal(), major, minor)
-	}
+	require.Equal(t, []any{"B", 1, 8, 9}, []any{d.Name(), d.Ordinal(), major, minor})
 	const want = "B (GPU 1, compute capability 8.9, 1.50 GiB, 66 multiprocessors, driver for " +
 		"CUDA 13.0)"
 	require.Equal(t, want, d.String())
 	p, err := d.ctx.Alloc(1 << 20)
 	require.NoError(t, err)
-	if free, total, err := d.Memory(); err != nil || total != 3<<29 || total-free != 1<<20 {
-		t.Errorf("Memory() = %d, %d, %v", free, total, err)
-	}
+	free, total, err := d.Memory()
+	require.NoError(t, err)
+	require.EqualValues(t, []uint64{3 << 29, 1 << 20}, []uint64{total, total - free})
 	require.NoError(t, d.ctx.Free(p))
 	for range 2 {
 		require.NoError(t, d.Close())
 	}
-	if _, _, err := d.Memory(); !errors.Is(err, gpu.ContextIsDestroyed) {
-		t.Errorf("Memory after Close: %v", err)
-	}
+	_, _, err = d.Memory()
+	require.ErrorIs(t, err, gpu.ContextIsDestroyed)
 	for _, n := range []int{-1, 3} {
-		if _, err := Open(withDriver(f), WithOrdinal(n)); err == nil ||
-			errors.Is(err, ErrNoDevice) ||
-			!strings.Contains(err.Error(), "there are 3") {
-			t.Errorf("ordinal %d: %v", n, err)
-		}
+		err := errOf(Open(withDriver(f), WithOrdinal(n)))
+		require.ErrorContains(t, err, "there are 3")
+		require.NotErrorIs(t, err, ErrNoDevice)
 	}
-	if _, err := Open(withDriver(f), WithOrdinal(2)); !errors.Is(err, ErrUnsupportedDevice) ||
-		!strings.Contains(err.Error(), "C has compute capability 7.5") {
-		t.Errorf("old GPU: %v", err)
-	}
+	err = errOf(Open(withDriver(f), WithOrdinal(2)))
+	require.ErrorIs(t, err, ErrUnsupportedDevice)
+	require.ErrorContains(t, err, "C has compute capability 7.5")
 	f.Fail("cuDevicePrimaryCtxRetain", 1, gpu.OutOfMemory)
-	if _, err := Open(withDriver(f)); !errors.Is(err, gpu.OutOfMemory) ||
-		errors.Is(err, ErrNoDevice) {
-		t.Errorf("failed context: %v", err)
-	}
+	err = errOf(Open(withDriver(f)))
+	require.ErrorIs(t, err, gpu.OutOfMemory)
+	require.NotErrorIs(t, err, ErrNoDevice)
 }
 
 // TestZeroDevice wants a device that Open has not made refused wherever it is used.
@@ -1372,9 +1351,7 @@ func TestOpenHere(t *testing.T) {
 		require.NoError(t, d.Close())
 		return
 	}
-	if !errors.Is(err, ErrNoDevice) && !errors.Is(err, ErrUnsupportedDevice) {
-		t.Errorf("neither a GPU nor a reason: %v", err)
-	}
+	require.True(t, errors.Is(err, ErrNoDevice) || errors.Is(err, ErrUnsupportedDevice), err)
 	t.Log(err)
 }
 
@@ -1446,10 +1423,9 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	for n, p := range map[*gorgonia.Node]uintptr{other.x: x, other.x.Deriv(): dx,
 		other.weights: weights} {
 		require.NoError(t, got.Bind(n, p, 4*n.Shape().TotalSize()))
-		if at, bytes, err := got.Address(n); err != nil || at != p ||
-			bytes != 4*n.Shape().TotalSize() {
-			t.Errorf("Address = %#x, %d, %v, want %#x", at, bytes, err, p)
-		}
+		at, bytes, err := got.Address(n)
+		require.NoError(t, err)
+		require.Equal(t, []any{p, 4 * n.Shape().TotalSize()}, []any{at, bytes})
 	}
 	for run := range uint64(4) {
 		own.draw(t, seed+run, nil)
@@ -1473,20 +1449,16 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			b, errB := got.Value(n.b)
 			require.NoError(t, errors.Join(errA, errB))
 			require.Equal(t, flat(t, b), flat(t, a), "run %d: %v differs", run, n.a)
-			if n.b == other.x.Deriv() && !slices.Equal(h.read(dx, other.rows*other.dim),
-				flat(t, a)) {
-				t.Errorf("run %d: the gradient of x is not in the memory it was bound to", run)
+			if n.b == other.x.Deriv() { // it is in the memory that it was bound to
+				require.Equal(t, flat(t, a), h.read(dx, other.rows*other.dim), run)
 			}
 		}
 	}
 	require.NoError(t, errors.Join(got.Close(), adopted.Close()))
-	if _, err := got.RunAll(), got.Bind(other.x, x, 4); err == nil ||
-		!strings.Contains(err.Error(), "closed") {
-		t.Errorf("Bind after Close: %v", err)
-	}
-	if _, _, err := got.Address(other.x); err == nil || !strings.Contains(err.Error(), "closed") {
-		t.Errorf("Address after Close: %v", err)
-	}
+	require.ErrorContains(t, got.RunAll(), "closed")
+	require.ErrorContains(t, got.Bind(other.x, x, 4), "closed")
+	_, _, err = got.Address(other.x)
+	require.ErrorContains(t, err, "closed")
 	h.read(dx, 1) // the context, the stream and the memory live on
 	require.NoError(t, h.ctx.SyncStream(stream))
 	require.NoError(t, h.ctx.DestroyStream(stream))
@@ -1521,9 +1493,8 @@ func TestInteropRefusals(t *testing.T) {
 		was, _, _ := m.Address(k.x)
 		require.ErrorContains(t, m.Bind(c.node, c.ptr, c.bytes), c.want, "%v, %v, %v", c.node,
 			c.ptr, c.bytes)
-		if is, _, _ := m.Address(k.x); is != was {
-			t.Errorf("Bind(%v, %#x, %d) moved x", c.node, c.ptr, c.bytes)
-		}
+		is, _, _ := m.Address(k.x)
+		require.Equal(t, was, is, "Bind(%v, %#x, %d) moved x", c.node, c.ptr, c.bytes)
 	}
 	openMachine(t, device, k.g, WithParamsOf(m))
 	require.ErrorContains(t, m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()), "WithParamsOf")
@@ -1559,9 +1530,7 @@ func newSingleRunner(t *testing.T, device *Device) *singleRunner {
 
 func (r *singleRunner) ok(err error) {
 	r.t.Helper()
-	if err != nil {
-		r.t.Fatal(err)
-	}
+	require.NoError(r.t, err)
 }
 
 // place returns memory for a node's value.
@@ -1604,9 +1573,7 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 		l := r.of[n]
 		if l == nil {
 			l, err = r.ops.open(n.Op(), operands)
-			if err != nil {
-				r.t.Fatalf("%v: %v", n, err)
-			}
+			require.NoError(r.t, err, n)
 			r.of[n] = l
 		}
 		r.ok(ctx.Memset8(p, 0xff, 4*opbase.Size(n.Shape()), 0)) // NaN
@@ -1941,8 +1908,8 @@ func TestEveryCallFails(t *testing.T) {
 				}
 				if err == nil {
 					// which may meet the call
-					if err := l.machine.Close(); err != nil && !errors.Is(err, status) {
-						t.Error(err)
+					if err := l.machine.Close(); err != nil {
+						require.ErrorIs(t, err, status)
 					}
 					break // there are no more of them
 				}
@@ -1958,10 +1925,8 @@ func TestEveryCallFails(t *testing.T) {
 					continue
 				}
 				again := newLifetime(t, newAdamW)
-				if err := errors.Join(again.open(device), again.step(),
-					again.machine.Close()); err != nil {
-					t.Errorf("the next machine: %v", err)
-				}
+				require.NoError(t, errors.Join(again.open(device), again.step(),
+					again.machine.Close()), "the next machine")
 			}
 			require.NotZero(t, met, "the machine never makes this call")
 		})

@@ -466,9 +466,8 @@ func runBlocks(t *testing.T, device *Device, seed uint64,
 		name := func(s string) string { return fmt.Sprint(s, i) }
 		in := gorgonia.Nodes{x, add(name("norm"), d), add(name("w"), d, d), add(name("bias"), d),
 			add(name("weights"), slots, d/seeds), add(name("scales"), slots)}
-		if x, err = apply(in, mixedBlock(l)); err != nil {
-			t.Fatal(err)
-		}
+		x, err = apply(in, mixedBlock(l))
+		require.NoError(t, err)
 	}
 	loss, err := gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(x, add("weighting", rows, d))))
 	require.NoError(t, err)
@@ -607,10 +606,8 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 	m, keep := compareWithCPU(t, device, f, seed, tolerance, opts...)
 	// The table of documents is a task of its own, under the name of the attention, once for both
 	// passes.
-	if n := tasksOf(m); n["DocumentAttention"] != 2 || n["AttentionGrad"] != 1 || n["RoPE"] != 1 {
-		t.Errorf("%d tasks of DocumentAttention, %d of its gradient and %d of RoPE",
-			n["DocumentAttention"], n["AttentionGrad"], n["RoPE"])
-	}
+	n := tasksOf(m)
+	require.Equal(t, []int{2, 1, 1}, []int{n["DocumentAttention"], n["AttentionGrad"], n["RoPE"]})
 	starts := keep[0].Graph().ByName("starts")[0]
 	for _, bad := range []struct {
 		starts []int
@@ -640,10 +637,9 @@ func testTraits(t *testing.T, device *Device, tolerance float64, opts ...Machine
 		t.Run(name, func(t *testing.T) {
 			m, _ := compareWithCPU(t, device, f, seed, tolerance, opts...)
 			// Projections are one product where nothing stands between them and attention.
-			if n, fused := tasksOf(m)["AttentionGrad"],
-				tasksOf(m)["RoPE"] <= 1; n != 1 || fused == f.traits {
-				t.Errorf("%d tasks of the gradient, %d of RoPE", n, tasksOf(m)["RoPE"])
-			}
+			n := tasksOf(m)
+			require.Equal(t, 1, n["AttentionGrad"])
+			require.Equal(t, f.traits, n["RoPE"] > 1)
 		})
 	}
 }
@@ -1456,9 +1452,7 @@ func TestFoldedGradient(t *testing.T) {
 	require.NotNil(t, head, "the graph has no gradient of the output layer")
 	m := openMachine(t, device, b.G, WithParams(b.Params...), WithOutputs(b.Loss))
 	require.NoError(t, m.RunAll())
-	if v, err := m.Value(head); err == nil || !strings.Contains(err.Error(), "WithOutputs") {
-		t.Errorf("got %v, %v, want an error that names WithOutputs", v != nil, err)
-	}
+	require.ErrorContains(t, errOf(m.Value(head)), "WithOutputs")
 }
 
 // layers is a graph in which everything comes that [Float8] computes otherwise. That is a
@@ -1570,10 +1564,8 @@ func TestFloat8(t *testing.T) {
 			require.True(t, tasksOf(own)["RoPE"] == 0)
 			require.NotZero(t, alone)
 			require.NotZero(t, adding)
-			if got, want := flopsOfFloat8(own), flopsOfFloat8(narrow); got != want || want == 0 {
-				t.Errorf("%v operations of float8 by this module's own kernels, want %v as by "+
-					"others", got, want)
-			}
+			require.NotZero(t, flopsOfFloat8(narrow))
+			require.Equal(t, flopsOfFloat8(narrow), flopsOfFloat8(own), "by this module's own kernels")
 		})
 	}
 	t.Run("GPU", func(t *testing.T) {
@@ -1758,10 +1750,8 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	require.NotEmpty(t, m.runner.Program.Weights)
 	require.Equal(t, 2, tasksOf(borrower)["Quantize"])
 	anew := open(score)
-	if got, want := loss(borrower, score), loss(anew, score); got != want || got != last {
-		t.Errorf("with the other's parameters the loss is %v, a machine that begins with them "+
-			"has %v, and the other %v", got, want, last)
-	}
+	require.Equal(t, last, loss(borrower, score), "with the other's parameters")
+	require.Equal(t, last, loss(anew, score), "a machine that begins with them")
 	fresh, _ := float8Model(t, llm.ForLoss, seed, dim)
 	for _, p := range b.Params { // back to the first ones
 		i := slices.IndexFunc(fresh.Params, func(q llm.Param) bool { return q.Name == p.Name() })
@@ -1770,11 +1760,8 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	require.NoError(t, m.Upload(b.Params...))
 	require.Equal(t, first, loss(m, b))
 	owner := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, plain)
-	if got, want := loss(open(score, WithParamsOf(owner)), score),
-		loss(borrower, score); got != want {
-		t.Errorf("with the parameters of a machine without float8 the loss is %v, want %v", got,
-			want)
-	}
+	require.Equal(t, loss(borrower, score), loss(open(score, WithParamsOf(owner)), score),
+		"with the parameters of a machine without float8")
 }
 
 // TestFloat8Bound wants a parameter that lies in memory of the program's to be read as it is when a
@@ -1826,9 +1813,7 @@ func TestFloat8UploadFails(t *testing.T) {
 	got, err := m.Value(b.Loss)
 	want, wantErr := fresh.Value(b.Loss)
 	require.NoError(t, errors.Join(err, wantErr))
-	if got.Data() != want.Data() {
-		t.Errorf("the loss is %v, that of a machine that was given the values is %v", got, want)
-	}
+	require.Equal(t, want.Data(), got.Data())
 }
 
 // TestFloat8Recomputed wants blocks that are recomputed to leave the same bits of loss and

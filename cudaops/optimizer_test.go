@@ -146,9 +146,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	scoring := &batch{Graph: score}
 	scoring.draw(t, seed)
 	scorer := openMachine(t, device, score.G, append(opts, WithParamsOf(machine))...)
-	if held, all := scorer.Memory(), machine.Memory(); held > all/2+run.WorkspaceBytes {
-		t.Errorf("the scoring machine holds %d bytes beside %d", held, all)
-	}
+	require.LessOrEqual(t, scorer.Memory(), machine.Memory()/2+run.WorkspaceBytes)
 	require.NoError(t, scorer.RunAll())
 	scored := valueIn(t, scorer, score.Loss)
 	same.draw(t, seed)
@@ -262,9 +260,9 @@ func TestNonFinite(t *testing.T) {
 			"cudaops.Machine.NonFinite: the machine has not run", name)
 		check := func(what string, want *gorgonia.Node) {
 			t.Helper()
-			if got, err := m.NonFinite(); got != want || err != nil {
-				t.Errorf("%s, %s: got %v, %v, want %v", name, what, got, err, want)
-			}
+			got, err := m.NonFinite()
+			require.NoError(t, err)
+			require.True(t, got == want, "%s, %s: got %v, want %v", name, what, got, want)
 		}
 		spoil := func(p *gorgonia.Node) {
 			t.Helper()
@@ -352,9 +350,7 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 			tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()))
 		value, norm, err := m.Step(gorgonia.Nodes{loss, vector}[i/2%2])
 		after, fetched := m.Value(w)
-		if err != nil || fetched != nil {
-			t.Fatal(err, fetched)
-		}
+		require.NoError(t, errors.Join(err, fetched))
 		finite := first*3e38-first*3e38 == 0
 		require.Equal(t, finite, !slices.Equal(flat(t, before), flat(t, after)))
 		require.Equal(t, finite, value-value == 0)
@@ -365,10 +361,8 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 			t.Errorf("step %d: loss %v, want %v, %v", i, value, v, err)
 		}
 	}
-	if _, _, err := m.Step(w); err == nil || !strings.Contains(err.Error(),
-		"cudaops.Machine.Step: ") {
-		t.Errorf("of something that is no loss: %v", err)
-	}
+	_, _, err := m.Step(w) // of something that is no loss
+	require.ErrorContains(t, err, "cudaops.Machine.Step: ")
 }
 
 // TestNewtonSchulz compares the iteration and its gradient with Gorgonia's machine, on wide, square
@@ -455,9 +449,8 @@ func TestNewtonSchulzWays(t *testing.T) {
 				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, x, s[0], s[1], steps)
 				d := distance(t, v, tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)))
-				if !(d < tolerance) || wayOf(m, "NewtonSchulz") != way {
-					t.Errorf("%v, %d steps: differs by %.2g; choices %+v", s, steps, d, m.Choices())
-				}
+				require.Less(t, d, tolerance, "%v, %d steps", s, steps)
+				require.Equal(t, way, wayOf(m, "NewtonSchulz"))
 			}
 		}
 	})
@@ -1368,9 +1361,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 	require.NoError(t, err)
 	require.Equal(t, map[gpu.DType]int{gpu.BFloat16: layers, gpu.Float32: len(b.Params) - layers},
 		count)
-	if want := math.Sqrt(squares); !(math.Abs(norm-want) < 1e-5*want) {
-		t.Errorf("the norm is %v, want %v", norm, want)
-	}
+	require.InEpsilon(t, math.Sqrt(squares), norm, 1e-5)
 	require.NoError(t, m.Download())
 	gain := map[string]float64{}
 	for _, p := range b.Params {
@@ -1596,9 +1587,9 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	before := slices.Clone(model.Params[0].Value.Float32s())
 	for i := range 3 {
 		run()
-		if norm, err := machine.Update(); err != nil || norm-norm == 0 {
-			t.Errorf("a step that overflows: norm %v, %v", norm, err)
-		}
+		norm, err := machine.Update() // of a step that overflows
+		require.NoError(t, err)
+		require.NotZero(t, norm-norm)
 		scaleIs(LossScale{Scale: math.Ldexp(1, 15-i), Skipped: i + 1})
 	}
 	require.Zero(t, steps())
@@ -1716,10 +1707,7 @@ func TestOverflowInKasmina(t *testing.T) {
 			WithOutputs(loss), scaledGradients)
 		require.NoError(t, errors.Join(m.SetLossScale(LossScale{Scale: scale}), m.RunAll()))
 		v, err := m.Value(x.Deriv())
-		if err != nil {
-			t.Errorf("scale %v: %v", scale, err)
-			continue
-		}
+		require.NoError(t, err, scale)
 		require.Equal(t, scale == 1, flat(t, v)[0]-flat(t, v)[0] == 0, v)
 		require.Equal(t, scale > 1, lattice.Report().Seeds[0].NonFiniteG > 0, kind)
 	}
