@@ -134,28 +134,23 @@ func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
 }
 
 // multiplied reports whether a linear layer, a perceptron or the gradient of either multiplies the
-// rows of n's value in float8.
+// rows of n's value, which may be float8.
 func (c *compiler) multiplied(n *gorgonia.Node) bool {
-	if n == nil || !c.o.Float8 {
+	if n == nil || !c.float8(n.Shape()[0], float8Pack, n.Shape()[1]) {
 		return false
 	}
 	return slices.ContainsFunc(c.users[n], func(u *gorgonia.Node) bool {
-		in := graph.Children(u)
+		input := 0
 		switch u.Op().(type) {
-		case *op.LinearOp:
-			w := in[1].Shape()
-			return in[0] == n && c.float8(n.Shape()[0], w[0], w[1])
+		case *op.LinearOp, *op.SiLUMLPOp:
 		case *op.LinearGradOp:
-			w := in[1].Shape()
-			return in[2] == n && c.float8(n.Shape()[0], w[1], w[0])
-		case *op.SiLUMLPOp:
-			gate := in[1].Shape()
-			return in[0] == n && c.float8(n.Shape()[0], 2*gate[0], gate[1])
+			input = 2
 		case *op.SiLUMLPGradOp:
-			down := in[3].Shape()
-			return in[5] == n && c.float8(n.Shape()[0], down[1], down[0])
+			input = 5
+		default:
+			return false
 		}
-		return false
+		return graph.Children(u)[input] == n
 	})
 }
 
