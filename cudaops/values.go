@@ -13,7 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -183,13 +182,10 @@ func (m *Machine) Download() (err error) {
 	}); err != nil {
 		return err
 	}
-	if x == nil || !x.Newer() || x.Shared() {
+	if x == nil || x.Shared() {
 		return nil
 	}
-	return stateOf(m, func(p *update.Param, i int) (any, error) {
-		data := make([]float32, p.Moments[i].Len())
-		return data, m.runner.FetchFloats(p.Moments[i], data)
-	})
+	return stateOf(m, x.Own)
 }
 
 // DownloadSome copies some parameters, but frozen ones, back into their nodes' values. Of one whose
@@ -261,16 +257,10 @@ func (m *Machine) GatherState() (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	x := m.optimizer
-	if x == nil || !x.Shared() {
+	if m.optimizer == nil || !m.optimizer.Shared() {
 		return errNoRanks
 	}
-	if !x.Newer() {
-		return nil
-	}
-	return stateOf(m, func(p *update.Param, i int) (any, error) {
-		return x.Gathered(slices.Index(x.Params, p), i)
-	})
+	return stateOf(m, m.optimizer.Gathered)
 }
 
 // DownloadOwn brings what this rank's GPU remembers into the optimiser, of a machine made
@@ -290,24 +280,17 @@ func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
 			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})
 		}
 	}
-	if !x.Newer() {
-		return parts, nil
-	}
-	return parts, stateOf(m, func(p *update.Param, i int) (any, error) {
-		data := make([]float32, opbase.Size(p.Input.Array.Shape))
-		from, to := x.Part(slices.Index(x.Params, p))
-		if from == to {
-			return data, nil
-		}
-		return data, m.runner.FetchFloats(p.Moments[i], data[from:to])
-	})
+	return parts, stateOf(m, x.Own)
 }
 
-// stateOf sets the optimiser's state to moments that fetch returns.
-func stateOf(m *Machine, fetch func(p *update.Param, moment int) (any, error)) error {
+// stateOf sets the optimiser's state to moments that fetch returns, if the device knows others.
+func stateOf(m *Machine, fetch func(param, moment int) ([]float32, error)) error {
 	x := m.optimizer
+	if !x.Newer() {
+		return nil
+	}
 	var state []optim.Tensor
-	for _, p := range x.Params {
+	for n, p := range x.Params {
 		name, step := p.Input.Node.Name(), p.Step+int64(x.Steps)
 		if step == 0 {
 			continue // nothing to remember yet
@@ -315,7 +298,7 @@ func stateOf(m *Machine, fetch func(p *update.Param, moment int) (any, error)) e
 		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1},
 			Data: []int64{step}})
 		for i, moment := range p.Names() {
-			data, err := fetch(p, i)
+			data, err := fetch(n, i)
 			if err != nil {
 				return err
 			}

@@ -116,6 +116,16 @@ func (x *Optimizer) Whole(param int) ([]float32, error) {
 	return x.gathered(param, x.Params[param].Input.Part.Ptr())
 }
 
+// Own returns a moment of a parameter as this rank has it, with zeros for the parts of others.
+func (x *Optimizer) Own(param, moment int) ([]float32, error) {
+	whole := make([]float32, x.Params[param].Grad.Len())
+	from, to := x.Part(param)
+	if from == to {
+		return whole, nil
+	}
+	return whole, x.m.FetchFloats(x.Params[param].Moments[moment], whole[from:to])
+}
+
 // Gathered returns a moment of a parameter, whole, at every rank; all ranks must ask for the same.
 func (x *Optimizer) Gathered(param, moment int) ([]float32, error) {
 	return x.gathered(param, x.Params[param].Moments[moment].Ptr())
