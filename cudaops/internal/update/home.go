@@ -112,7 +112,7 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	for _, i := range l.params {
 		a := x.traveller(i)
 		at := func(element int) gpu.Ptr { return a.Ptr().Offset(element * a.Type.Size()) }
-		for r, p := range s.of(i) {
+		for r, p := range s.parts[i] {
 			if p.len() > 0 {
 				have[r] = append(have[r], stretch{a.Buffer, at(p.from), at(p.to)})
 			}

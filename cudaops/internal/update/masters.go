@@ -133,7 +133,7 @@ func (x *Optimizer) Gathered(param, moment int) ([]float32, error) {
 
 // gathered returns what ranks have of a parameter's parts, this one at own.
 func (x *Optimizer) gathered(param int, own gpu.Ptr) ([]float32, error) {
-	s, parts := x.share, x.share.of(param)
+	s, parts := x.share, x.share.parts[param]
 	whole, n := make([]float32, x.Params[param].Grad.Len()), 1
 	for _, p := range parts {
 		n = max(n, p.len())

@@ -28,14 +28,14 @@ import (
 type share struct {
 	group   comm.Group
 	buckets []*bucket
-	mine    []part  // of this rank, of all buckets
-	two     bool    // the update adds the contributions of two ranks
-	acc     gpu.Ptr // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
-	staging gpu.Ptr // what comes from other ranks: of a few buckets, or what the arena has no room for
-	room    int     // bytes of staging for one bucket
-	slots   int     // of routes of buckets
-	least   int     // bytes of what travels together
-	loads   []*load // in which parameters come back
+	parts   [][]part // of each parameter, by rank; of some ranks they have no elements
+	two     bool     // the update adds the contributions of two ranks
+	acc     gpu.Ptr  // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
+	staging gpu.Ptr  // what comes from other ranks: of a few buckets, or what the arena has no room for
+	room    int      // bytes of staging for one bucket
+	slots   int      // of routes of buckets
+	least   int      // bytes of what travels together
+	loads   []*load  // in which parameters come back
 	rounds  run.Recordings[round]
 
 	beside
@@ -61,7 +61,9 @@ type exchange struct {
 // part is the elements From ≤ i < To of parameter number Param.
 type part struct {
 	param, from, to int
-	acc             int // element of acc
+	acc             int     // element of acc
+	bucket          *bucket // in which it travels
+	index           int     // among those of its rank there
 }
 
 func (p part) len() int { return p.to - p.from }
@@ -80,7 +82,10 @@ const (
 
 // divide decides which gradients travel together, and who owns what.
 func (x *Optimizer) divide(r Ranks) error {
-	s := &share{group: r.Group}
+	s := &share{group: r.Group, parts: make([][]part, len(x.Params))}
+	for i := range s.parts {
+		s.parts[i] = make([]part, r.Group.Size())
+	}
 	x.share = s
 	s.two = r.Rounds == 1 && r.Group.Size() == 2
 	total := 0
@@ -101,12 +106,13 @@ func (x *Optimizer) divide(r Ranks) error {
 		func(i int) int { return lastWrite(x.m.Program, x.Params[i].Grad) },
 		func(i int) int { return x.Params[i].Grad.Extent() }) {
 		b := &bucket{pack: p, exchanges: map[int]exchange{}}
-		s.buckets, b.parts = append(s.buckets, b), x.cut(b)
+		s.buckets = append(s.buckets, b)
+		x.cut(b)
 		for i := range b.parts[r.Group.Rank()] {
 			p := &b.parts[r.Group.Rank()][i]
 			p.acc = acc
 			acc += kernel.CeilDiv(p.len(), accAlign) * accAlign
-			s.mine = append(s.mine, *p)
+			s.parts[p.param][r.Group.Rank()] = *p
 		}
 	}
 	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts, x.arrange)
@@ -151,7 +157,7 @@ func lastWrite(p *program.Program, a *program.Array) (last int) {
 }
 
 // cut divides a bucket among the ranks.
-func (x *Optimizer) cut(b *bucket) [][]part {
+func (x *Optimizer) cut(b *bucket) {
 	var pieces []comm.Piece
 	for _, i := range b.params {
 		piece := comm.Piece{Len: x.Params[i].Grad.Len(), Multiple: optimizer.OptimChunk}
@@ -161,18 +167,18 @@ func (x *Optimizer) cut(b *bucket) [][]part {
 		pieces = append(pieces, piece)
 	}
 	shards := comm.CutShards(pieces, x.share.group.Size())
-	all := make([][]part, x.share.group.Size())
-	for r := range all {
+	b.parts = make([][]part, x.share.group.Size())
+	for r := range b.parts {
 		at := 0
 		for i, p := range pieces {
 			from, to := max(shards[r]-at, 0), min(shards[r+1]-at, p.Len)
 			at += p.Len
 			if from < to {
-				all[r] = append(all[r], part{param: b.params[i], from: from, to: to})
+				p := part{param: b.params[i], from: from, to: to, bucket: b, index: len(b.parts[r])}
+				b.parts[r], x.share.parts[p.param][r] = append(b.parts[r], p), p
 			}
 		}
 	}
-	return all
 }
 
 // takeRoom allocates the sums, and room for what comes from other ranks.
@@ -255,39 +261,14 @@ func (x *Optimizer) summed(own part, t *optimizer.Tensor) {
 	if !s.two {
 		return
 	}
-	for _, b := range s.buckets {
-		if i := slices.Index(b.parts[s.group.Rank()], own); i >= 0 {
-			staged := b.exchanges[2].staged[i]
-			t.Grad, t.Other = staged[0], staged[1]
-			t.GradType = x.Params[own.param].Grad.Type
-		}
-	}
+	staged := own.bucket.exchanges[2].staged[own.index]
+	t.Grad, t.Other, t.GradType = staged[0], staged[1], x.Params[own.param].Grad.Type
 }
 
 // own is this rank's part of parameter number i.
 func (s *share) own(i int) (part, bool) {
-	at := slices.IndexFunc(s.mine, func(p part) bool { return p.param == i })
-	if at < 0 {
-		return part{}, false
-	}
-	return s.mine[at], true
-}
-
-// of are the parts of a parameter, by rank; of some ranks they have no elements.
-func (s *share) of(param int) (all []part) {
-	for _, b := range s.buckets {
-		if !slices.Contains(b.params, param) {
-			continue
-		}
-		for _, parts := range b.parts {
-			var own part
-			if i := slices.IndexFunc(parts, func(p part) bool { return p.param == param }); i >= 0 {
-				own = parts[i]
-			}
-			all = append(all, own)
-		}
-	}
-	return all
+	p := s.parts[i][s.group.Rank()]
+	return p, p.len() > 0
 }
 
 // buildSquares lays out all chunks for their sums of squares, in an order that does not depend on
