@@ -145,7 +145,6 @@ func TestLaunches(t *testing.T) {
 			require.NoError(t, l.Launch(k, 0), "%T %+v", l, l)
 			require.NotEmpty(t, ctx.Trace(), "%T %+v", l, l)
 		}
-		require.NoError(t, elementwise.Fill(k, 0, p, 1, 9, dt))
 	}
 	require.NoError(t, table.Free())
 	require.NoError(t, two.Free())

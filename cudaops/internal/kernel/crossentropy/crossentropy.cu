@@ -3,9 +3,10 @@
 //   lse[r] = log Σ_i exp(x[r, i]),  loss[r] = lse[r] − x[r, target],  mean = Σ loss / count
 //   dx[r, i] = scale·(exp(x[r, i] − lse[r]) − [i = target]),  scale = gradient of the mean / count
 //
-// classify does both, forward and in-place backward, for the rows that are there, so that a model's head can go through its
-// logits a chunk of rows at a time. A block takes a row. Where the row fits, it waits in shared memory for the second pass,
-// so that memory is read and written once; else the second pass finds it in L2. A target of v or more makes its row's loss NaN.
+// classify does both, forward and in-place backward, for the rows that are there. So a model's head
+// can go through its logits a chunk of rows at a time. A block takes a row. Where the row fits, it
+// waits in shared memory for the second pass, so that memory is read and written once. Else the
+// second pass finds it in L2. A target of v or more makes its row's loss NaN.
 #include "rows.cuh"
 
 // gradient turns logits i, i+1, ... into their gradients.

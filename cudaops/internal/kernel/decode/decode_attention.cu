@@ -6,10 +6,11 @@
 // for every query head; query head h reads key-value head h/(heads/kvHeads). turned is RoPE's rotation by the position, or
 // nothing.
 //
-// A block works on a slice of the positions for up to G query heads of one key-value head, whose keys are then read once. L
-// lanes share a key, each with kElements of its features, so a warp has 32/L keys at a time, each with a softmax of its own;
-// these are merged at the end. The block of a head that comes last merges the slices, in their order: the bits repeat. How
-// many slices there are depends on the position alone. So one launch that was captured serves all positions.
+// A block works on a slice of the positions for up to G query heads of one key-value head, whose
+// keys are then read once. L lanes share a key, each with kElements of its features. So a warp has
+// 32/L keys at a time, each with a softmax of its own; these are merged at the end. The block of a
+// head that comes last merges the slices, in their order: the bits repeat. How many slices there
+// are depends on the position alone. So one launch that was captured serves all positions.
 #include "common.cuh"
 #include "overlap.cuh"
 

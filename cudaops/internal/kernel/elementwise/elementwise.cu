@@ -1,15 +1,17 @@
 // Elementwise arithmetic.
 //
 //   unary:  y = f(a, p), p one number for all     binary:  y = f(a, b)     cast:  y = a in y's type
-//   axpby:  y = alpha·x + beta·y                  fill:    y = p
+//   axpby:  y = alpha·x + beta·y
 //
-// An operand of binary is indexed as operand[(i / repeat) % period]: all of it (repeat 1, period n), one number for all
-// (period 1), a row for every row (period columns), or a column for every column (repeat columns, period rows).
+// An operand of binary is indexed as operand[(i / repeat) % period]. That is all of it (repeat 1,
+// period n), or one number for all (period 1). It is a row for every row (period columns), or a
+// column for every column (repeat columns, period rows).
 //
-// Launch: blocks of 256 threads, each thread with kUnroll accesses of 16 bytes that lie a block's width apart, so that a
-// warp's access is contiguous and several are in flight; binary functions with one of each operand. A block works element by
-// element where a pointer is not a multiple of 16 bytes, at the ragged end, and for functions that training does not wait for. A
-// row for every row has kernels of its own.
+// Launch: blocks of 256 threads, each thread with kUnroll accesses of 16 bytes that lie a block's
+// width apart. So a warp's access is contiguous and several are in flight; binary functions have
+// one of each operand. A block works element by element where a pointer is not a multiple of 16
+// bytes, and at the ragged end. It does so for functions that training does not wait for. A row for
+// every row has kernels of its own.
 #include "common.cuh"
 
 // F(name, formula), in the order of the host's UnaryOp. The first list is compiled for speed, the second for size.
@@ -90,8 +92,8 @@ __device__ __forceinline__ float binary(int op, float a, float b) {
 
 constexpr int kThreads = 256, kUnroll = 2;
 
-// mapPacks calls read for each of the thread's packs of N elements and then write(i, what was read), if the block's span
-// lies within the n elements; it returns false otherwise.
+// mapPacks calls read for each of the thread's packs of N elements and then write(i, what was
+// read). It does so if the block's span lies within the n elements, and returns false otherwise.
 template <int N, int unroll = kUnroll, class Read, class Write>
 __device__ __forceinline__ bool mapPacks(int64_t n, Read read, Write write) {
   constexpr int64_t span = int64_t(unroll) * kThreads * N;
@@ -221,9 +223,10 @@ template <class T> __device__ __forceinline__ void runBinary(T* y, int op, Opera
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 
-// A row for every row: y[i] = f(a[i], row[i % period]), op one of the first list. One access a thread is what a copy is fastest
-// with, and what is computed of a row's index hides behind the load of a, which is on its way first; the row comes from the L1.
-// Launch: as many threads as accesses; y, a and row are multiples of 16 bytes, and period one of kVec.
+// A row for every row: y[i] = f(a[i], row[i % period]), op one of the first list. One access a
+// thread is what a copy is fastest with. What is computed of a row's index hides behind the load of
+// a, which is on its way first; the row comes from the L1. Launch: as many threads as accesses. y,
+// a and row are multiples of 16 bytes, and period is one of kVec.
 template <class T> __device__ __forceinline__ void runRow(T* y, int op, const T* a, const T* row, int64_t period, int64_t n) {
   constexpr int N = kVec<T>;
   auto at = [&](int64_t i) { return n < (int64_t(1) << 31) ? int64_t(unsigned(i) % unsigned(period)) : i % period; };
@@ -250,7 +253,7 @@ template <class T> __device__ __forceinline__ void runRow(T* y, int op, const T*
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 
-// ---- cast, axpby, fill ----
+// ---- cast, axpby ----
 
 // Four elements an access on both sides, so that the side of four-byte elements moves 16 bytes.
 template <class Y, class X> __device__ __forceinline__ void runCast(Y* y, const X* x, int64_t n) {
@@ -309,18 +312,4 @@ DEFINE(bf16, f16)
 DEFINE(f16, f32)
 DEFINE(f16, bf16)
 DEFINE(f16, f16)
-#undef DEFINE
-
-template <class T> __device__ __forceinline__ void runFill(T* y, float p, int64_t n) {
-  constexpr int N = kVec<T>;
-  Pack<T, N> v;
-#pragma unroll
-  for (int j = 0; j < N; j++) v.set(j, p);
-  if (!aligned16(y) || !mapPacks<N>(n, [&](int64_t) { return 0; }, [&](int64_t i, int) { store(y + i, v); }))
-    mapElements<N>(n, [&](int64_t i) { y[i] = v.v[0]; });
-}
-
-#define DEFINE(T) \
-  extern "C" __global__ void __launch_bounds__(kThreads) fill_##T(T* y, float p, int64_t n) { runFill(y, p, n); }
-FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE

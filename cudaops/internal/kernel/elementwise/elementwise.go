@@ -172,8 +172,3 @@ func (p Axpby) Launch(k *kernel.Set, s gpu.Stream) error {
 	return elementwise(k, s, "axpby"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X, p.Alpha,
 		p.Beta)
 }
-
-// Fill sets n elements to v.
-func Fill(k *kernel.Set, s gpu.Stream, y gpu.Ptr, v float64, n int, t gpu.DType) error {
-	return elementwise(k, s, "fill"+kernel.Suffix(t), n, kernel.Vector(t), y, v)
-}

@@ -177,7 +177,7 @@ func testBinary(g *kerneltest.Rig, rows, cols int) {
 	}
 }
 
-func TestCastAxpbyFill(t *testing.T) {
+func TestCastAxpby(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, yt := range kerneltest.StorageTypes {
 		for _, xt := range kerneltest.StorageTypes {
@@ -189,12 +189,11 @@ func TestCastAxpbyFill(t *testing.T) {
 						N: n}.Launch(g.Set, g.Stream))
 					g.Near("cast", y, kerneltest.Decode(kerneltest.Encode(xr, yt), yt), 0)
 
-					g.Must(Fill(g.Set, g.Stream, y.Ptr, -1.5, n, yt))
+					y, want := g.Normal(n, yt, i%2)
 					g.Must(Axpby{Y: y.Ptr, YType: yt, Alpha: 0.25, X: x.Ptr, XType: xt, Beta: 3,
 						N: n}.Launch(g.Set, g.Stream))
-					want := make([]float64, n)
 					for i, v := range xr {
-						want[i] = 0.25*v - 4.5
+						want[i] = 0.25*v + 3*want[i]
 					}
 					g.Near("axpby", y, want, max(kerneltest.Forward(yt), 1e-6))
 

@@ -3,11 +3,13 @@
 //   forward:   y[r] = table[ids[r]]                  a row of NaN where the id is not in [0, vocab)
 //   backward:  dt[v] = Σ_{r: ids[r] = v} g[r]        in the order of r, in float32
 //
-// Backward first groups the rows by id: count the rows of each id, sum the counts up to where each id's group starts, put
-// each row into its group in any order, and move it to the place that the number of smaller rows in the group gives. Only
-// whole numbers are added atomically, so the groups are the same on every run. Then the groups, one behind the other, are cut
-// into tiles of kTile rows, which blocks add up; what a tile has of a group that goes on in another one is left as a partial
-// sum, and a last kernel joins those. So a group of any length is spread over the GPU.
+// Backward first groups the rows by id. It counts the rows of each id, and sums the counts up to
+// where each id's group starts. It puts each row into its group in any order. Then each moves to
+// the place that the number of smaller rows in the group gives. Only whole numbers are added
+// atomically, so the groups are the same on every run. Then the groups, one behind the other, are
+// cut into tiles of kTile rows, which blocks add up. What a tile has of a group that goes on in
+// another one is left as a partial sum. A last kernel joins those. So a group of any length is
+// spread over the GPU.
 #include "common.cuh"
 
 __device__ __forceinline__ int64_t idOf(const void* ids, int bytes, int64_t r) {

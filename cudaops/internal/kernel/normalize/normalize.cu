@@ -4,8 +4,8 @@
 //
 // the first step of the Newton-Schulz iteration. At ‖x‖ = 0 the second term is 0. y may be x, dx may be g.
 //
-// normalize_sums leaves partial sums of x·x, and of g·x, one a block; the blocks of the second kernel each add them all up, in
-// one order, before they go over their elements.
+// normalize_sums leaves partial sums of x·x, and of g·x, one a block. The blocks of the second
+// kernel each add them all up, in one order, before they go over their elements.
 #include "common.cuh"
 
 constexpr int kThreads = 256;

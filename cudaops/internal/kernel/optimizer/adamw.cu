@@ -3,9 +3,10 @@
 //   m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //   p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
 //
-// (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order of operations is PyTorch's.) Parameters
-// and moments are float32; a narrower copy of the parameter is written in the same pass. The gradient is multiplied by the
-// control block's multiplier, which clips it, on its way.
+// (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order of operations is
+// PyTorch's.) Parameters and moments are float32. A narrower copy of the parameter is written in
+// the same pass. The gradient is multiplied by the control block's multiplier, which clips it, on
+// its way.
 #include "optim.cuh"
 
 // Counts the step and works out what follows from it for each tensor, in float64: 1 − β2ᵗ loses its digits otherwise.
@@ -79,8 +80,8 @@ __device__ __forceinline__ void updateRound(const Control* control, const Update
   }
 }
 
-// Launch: kRounds blocks a chunk, one for each of its rounds: many small blocks, swept in order, move more than fewer that go on
-// for longer.
+// Launch: kRounds blocks a chunk, one for each of its rounds. Many small blocks, swept in order,
+// move more than fewer that go on for longer.
 extern "C" __global__ void __launch_bounds__(kThreads)
     adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   updateRound<false>(control, updates, tensors, chunks);

@@ -4,9 +4,10 @@
 //
 // Some gradients may be apart: they have a norm and a multiplier of their own, and are not in that of the others.
 //
-// S is the loss scale: half as large after a step with a gradient that is not finite, but at least 1, and twice as large after
-// 2000 steps without one. (Micikevicius et al., "Mixed Precision Training", 2018; the figures are those of PyTorch's GradScaler.)
-// It is a power of two, by which nothing is rounded.
+// S is the loss scale. It is half as large after a step with a gradient that is not finite, but at
+// least 1. It is twice as large after 2000 steps without one. (Micikevicius et al., "Mixed
+// Precision Training", 2018; the figures are those of PyTorch's GradScaler.) It is a power of two,
+// by which nothing is rounded.
 //
 // Everything that differs from step to step is in device memory, so that a step can be replayed as a graph.
 #include "optim.cuh"

@@ -1,5 +1,6 @@
-// How a launch goes over many tensors at once. The host lays out two tables in device memory: the tensors, and the chunks of
-// at most kChunk elements that they are cut into, one for each block.
+// How a launch goes over many tensors at once. The host lays out two tables in device memory: the
+// tensors, and the chunks that they are cut into. A chunk has at most kChunk elements, and a block
+// of its own.
 #pragma once
 #include "common.cuh"
 
@@ -23,8 +24,8 @@ struct Tensor {
   int apart;          // whether its gradient is in the norm of those that are clipped apart
 };
 
-// tensorOf is a tensor of the table. Of addresses that come from memory the compiler has to be told that they are of global memory:
-// accesses that could be to shared memory too cost AdamW 4 %.
+// tensorOf is a tensor of the table. Of addresses that come from memory the compiler has to be told
+// that they are of global memory. Accesses that could be to shared memory too cost AdamW 4 %.
 __device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
   const Tensor t = tensors[i];
   __builtin_assume(__isGlobal(t.param)), __builtin_assume(__isGlobal(t.copy)), __builtin_assume(__isGlobal(t.grad));
@@ -147,8 +148,8 @@ __device__ __forceinline__ void storeOneAs(void* p, int type, int64_t i, float v
   if (type == kF16) static_cast<f16*>(p)[i] = fromFloat<f16>(v);
 }
 
-// forChunk goes over a chunk: got = read(i) for U times four elements that belong to the thread, then write(i, got), and
-// one(i) for each element of a ragged end.
+// forChunk goes over a chunk. It has got = read(i) for U times four elements that belong to the
+// thread, then write(i, got). For each element of a ragged end it has one(i).
 template <int U, class Read, class Write, class One>
 __device__ __forceinline__ void forChunk(int64_t size, int index, Read read, Write write, One one) {
   constexpr int step = kThreads * kPerAccess;

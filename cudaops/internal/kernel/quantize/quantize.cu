@@ -5,10 +5,12 @@
 //   silu_mul:            h8 [rows, f], scale8 [rows] of h = silu(a) ⊙ b, and h where it is wanted
 //   silu_mul_backward:   dab8 [rows, 2f], scale8 [rows] of [da | db], and these, and h where it is wanted (silu.cu)
 //
-// A row waits in registers until its largest element is known, so that memory is read and written once; rows that do not fit, or
-// are not aligned, are read twice, element by element. What the gates round to float8 has been rounded to their type before.
+// A row waits in registers until its largest element is known, so that memory is read and written
+// once. Rows that do not fit, or are not aligned, are read twice, element by element. What the
+// gates round to float8 has been rounded to their type before.
 //
-// Columns are read twice, by one kernel for the largest of each and by one that turns tiles round; a weight is in the L2 by then.
+// Columns are read twice, by one kernel for the largest of each and by one that turns tiles round.
+// A weight is in the L2 by then.
 #include "float8.cuh"
 #include "held.cuh"
 #include "overlap.cuh"
@@ -16,9 +18,10 @@
 
 // ---- Rows ----
 
-// Held is a thread's place among those that hold a row, P packs each: the fewer, the closer together lies what the GPU has in
-// flight. Launch: blockDim.x threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a multiple of kVec; blockDim.y
-// rows a block, of at most kHeld threads.
+// Held is a thread's place among those that hold a row, P packs each. The fewer, the closer
+// together lies what the GPU has in flight. Launch: blockDim.x threads, whole warps, hold a row of
+// up to blockDim.x·P·kVec elements, a multiple of kVec. A block has blockDim.y rows, and at most
+// kHeld threads.
 template <class T> struct Held {
   static constexpr int N = kVec<T>;
   int64_t row;
@@ -238,8 +241,9 @@ template <class T> __device__ __forceinline__ void columnsLargest(float* most, c
   if (column < d) most[int64_t(blockIdx.y) * d + column] = all;
 }
 
-// A block turns a tile of kTileRows by kTileColumns round, blockIdx.x counting along the columns; thread t has four rows from
-// t / 8 · 4 on of kColumns columns, whose float8 of one column make a word.
+// A block turns a tile of kTileRows by kTileColumns round, blockIdx.x counting along the columns.
+// Thread t has four rows from t / 8 · 4 on of kColumns columns, whose float8 of one column make a
+// word.
 constexpr int kTileColumns = 8 * kColumns, kTileRows = kColumnThreads / 8 * 4;
 
 // Launch: kColumnThreads threads; it may overlap with columnsLargest, which left so many sections.

@@ -1,6 +1,6 @@
-// All weights of a model as float8 after an update, twice: their rows with a scale each, and their columns, turned to rows, with a
-// scale each (float8.cuh). Each of the two would read every weight by itself, launched for one after the other; here one launch is
-// for all of them, in strips of two kinds:
+// All weights of a model as float8 after an update, twice: their rows, and their columns, turned to
+// rows, with a scale each (float8.cuh). Each of the two would read every weight by itself, launched
+// for one after the other. Here one launch is for all of them, in strips of two kinds:
 //
 //   largest:  the largest magnitude of each row and each column, of what a strip has of them, merged in memory
 //   rounds:   y [rows, d], scale [rows], turned [d, rows], turnedScale [d]

@@ -1,10 +1,10 @@
 // Sums and maxima. x is [outer, n, inner], and the middle is reduced: y[o, i] = scale·Σ_k x[o, k, i], or the maximum. So
 // inner = 1 reduces rows, outer = 1 reduces columns, and both all of it.
 //
-// Wide reductions take two steps: the middle is cut into parts, whose results [outer, parts, inner] in float32 the same
-// kernels reduce again, whose launch may overlap with that of the first step. The parts depend on the shape alone, and every
-// part is added up in one order. Packs are read past the L1, which is some percent faster where
-// other kernels have just written.
+// Wide reductions take two steps. The middle is cut into parts, whose results [outer, parts, inner]
+// in float32 the same kernels reduce again. That launch may overlap with the first step's. The
+// parts depend on the shape alone, and every part is added up in one order. Packs are read past the
+// L1, which is some percent faster where other kernels have just written.
 #include "common.cuh"
 #include "overlap.cuh"
 
@@ -45,11 +45,12 @@ __device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_
   if (threadIdx.x == 0) y[blockIdx.x] = fromFloat<Y>(scale * r);
 }
 
-// inner > 1. The first parts take turns, eight rows each, kColumnUnroll times eight at once; each of the last `late` takes a run
-// of kRun rows behind those. Blocks start in order, so that the runs even out what multiprocessors differ in speed. Launch:
-// blocks of 32 by 8 threads, a thread for each N columns of inner and eight to share the rows; outer·parts·tiles blocks, each
-// for 32·N columns. They are bounded by four a multiprocessor, since the compiler else saves registers and waits for the first
-// two loads before it starts a third.
+// inner > 1. The first parts take turns, eight rows each, kColumnUnroll times eight at once. Each
+// of the last `late` takes a run of kRun rows behind those. Blocks start in order, so that the runs
+// even out what multiprocessors differ in speed. Launch: blocks of 32 by 8 threads, a thread for
+// each N columns of inner and eight to share the rows. There are outer·parts·tiles blocks, each for
+// 32·N columns. They are bounded by four a multiprocessor, since the compiler else saves registers
+// and waits for the first two loads before it starts a third.
 constexpr int kColumnUnroll = 8, kRun = 128;
 
 template <class Op, class Y, class X, int N>

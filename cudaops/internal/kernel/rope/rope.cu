@@ -1,20 +1,23 @@
-// Rotary position embedding. In every head of every row of x the pairs (i, i + h), h = headDim/2, turn by the angle whose
-// cosine and sine stand at [position·h + i] of the tables, position = row mod seq:
+// Rotary position embedding. In every head of every row of x the pairs (i, i + h), h = headDim/2,
+// turn by an angle. Its cosine and sine stand at [position·h + i] of the tables, position = row mod
+// seq:
 //
 //   y[i] = x[i]·cos − x[i+h]·sin,   y[i+h] = x[i+h]·cos + x[i]·sin
 //
 // With sign = −1 instead of 1 the angle is turned back, which is also the gradient. y may be x.
 //
-// Where a head is a power of two of packs of 16 bytes, up to a warp, a lane takes one in each of H heads, and the other elements of
-// its pairs from the lane that has them: so what is in flight lies as close together as it can. Else a thread takes both elements of
-// N pairs. Its heads lie heads/H apart, and it reads their cosines and sines once. The last rows come first: of what the kernel
-// before has written they are what the cache still holds, and the kernel behind begins with the first.
+// A head may be a power of two of packs of 16 bytes, up to a warp. Then a lane takes one in each of
+// H heads, and gets the other elements of its pairs from the lane that has them. So what is in
+// flight lies as close together as it can. Else a thread takes both elements of N pairs. Its heads
+// lie heads/H apart, and it reads their cosines and sines once. The last rows come first: what the
+// kernel before has written last, the cache still holds. The kernel behind begins with the first.
 #include "common.cuh"
 
 constexpr int kThreads = 128;
 
-// loadNow and storeNow are load and store of 16 bytes at once, in the order of the source: the compiler puts the loads of a second
-// head behind the arithmetic of the first, and takes some stores apart.
+// loadNow and storeNow are load and store of 16 bytes at once, in the order of the source. The
+// compiler puts the loads of a second head behind the arithmetic of the first, and takes some
+// stores apart.
 template <int N, class T> __device__ __forceinline__ Pack<T, N> loadNow(const T* p) {
   if constexpr (sizeof(T) * N == 16) {
     Pack<T, N> r;

@@ -5,8 +5,8 @@
 //
 // and the same with GELU in the place of SiLU.
 //
-// a and b share a row stride, as do da and db: in [a | b] side by side it is 2f, and b starts f behind a. h and dh have no
-// gaps. da may be a's memory or dh's, db may be b's.
+// a and b share a row stride, as do da and db. In [a | b] side by side it is 2f, and b starts f
+// behind a. h and dh have no gaps. da may be a's memory or dh's, db may be b's.
 //
 // Launch: blocks of 256 threads, each with kUnroll packs that lie a block's width apart.
 #include "gate.cuh"
