@@ -35,10 +35,7 @@ func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
 	case *op.RMSNormGradOp:
 		return c.fuseGrad(n, c.normGrad), nil
 	case *op.LinearGradOp:
-		return c.fuseGrad(n, func(n *gorgonia.Node, in []*program.Array,
-			add *program.Array, _ *gorgonia.Node) *program.Array {
-			return c.linearGrad(n, in, add)
-		}), nil
+		return c.fuseGrad(n, c.linearGrad), nil
 	case *op.LinearOp:
 		if fused, err := c.fuseProjections(n); fused || err != nil {
 			return fused, err

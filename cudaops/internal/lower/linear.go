@@ -43,13 +43,13 @@ func (c *compiler) linear(n *gorgonia.Node, in []*program.Array,
 }
 
 func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-	return c.linearGrad(n, in, nil), nil
+	return c.linearGrad(n, in, nil, nil), nil
 }
 
 // linearGrad adds the gradients of a linear layer. To that of its input it adds another one, if
 // there is one.
-func (c *compiler) linearGrad(n *gorgonia.Node, in []*program.Array,
-	add *program.Array) *program.Array {
+func (c *compiler) linearGrad(n *gorgonia.Node, in []*program.Array, add *program.Array,
+	_ *gorgonia.Node) *program.Array {
 	x, w := c.acts(n, in[0], in[1])
 	g := c.act(n, in[2])
 	dx, dw := c.like(x), c.weightGradient(w.Shape, c.partOf(n, x.Len()))
