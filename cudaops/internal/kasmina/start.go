@@ -78,11 +78,8 @@ func (s *start) read(in *program.Input, a *program.Array, from, n int) ([]float3
 		}
 		return value[from : from+n], nil
 	}
-	x, ctx := make([]float32, n), s.m.Ctx
-	if err := ctx.CopyToHost(gpu.Bytes(x), a.Ptr().Offset(4*from), s.m.Stream); err != nil {
-		return nil, err
-	}
-	return x, ctx.SyncStream(s.m.Stream)
+	x := make([]float32, n)
+	return x, s.m.FetchFloats(a.View(from, n), x)
 }
 
 // write sends elements that read has returned to where they are from.
