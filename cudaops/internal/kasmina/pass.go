@@ -104,12 +104,6 @@ func (ls *Layers) Measures(c *program.Call) bool {
 	return ok && !p.Replay && ls.of[p.Layer].mode.telemetry
 }
 
-// CanMeasure reports whether a call is a pass that can measure.
-func (ls *Layers) CanMeasure(c *program.Call) bool {
-	p, ok := c.Params.(program.KasminaPass)
-	return ok && !p.Replay
-}
-
 // Save copies what a backward pass in place replaces, for Unmeasured.
 func (ls *Layers) Save(c *program.Call) error {
 	p := c.Params.(program.KasminaPass)

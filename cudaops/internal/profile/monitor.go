@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kasmina"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
@@ -78,7 +79,7 @@ func NewMonitor(m *Machine, every int) (*Monitor, error) {
 		events = append(events, &o.marks[i])
 	}
 	for i, c := range m.Program.Calls {
-		if m.Layers.CanMeasure(c) {
+		if _, ok := c.Params.(program.KasminaPass); ok {
 			b := &o.tasks[i].unmeasured
 			events = append(events, &b.from, &b.to)
 		}
