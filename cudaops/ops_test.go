@@ -21,6 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
@@ -1435,6 +1436,25 @@ func TestScaledScalar(t *testing.T) {
 	}
 	require.Less(t, distance(t, grads[1], grads[0]), 1e-6, "the gradient is %v scaled and %v plain",
 		grads[1], grads[0])
+}
+
+// TestLastProducts wants two products of gradients behind that of the table, where it goes to other
+// GPUs.
+func TestLastProducts(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	_, b := newBatch(t, llm.ForTraining, 2)
+	for want, opts := range map[int][]MachineOption{0: nil, 2: {WithRanks(&silent{})}} {
+		m := openMachine(t, device, b.G, append(opts, WithParams(b.Params...))...)
+		got, table := 0, false
+		for _, c := range m.runner.Program.Calls {
+			table = table || c.Op == "EmbeddingGrad"
+			if _, product := c.Params.(program.Matmul); product && table {
+				got++
+			}
+		}
+		require.True(t, table)
+		require.Equal(t, want, got)
+	}
 }
 
 // TestFoldedGradient wants no value of the output layer's gradient where the table's has been added
