@@ -158,11 +158,9 @@ func (p *blasPlan) describe() error {
 			return err
 		}
 	}
-	rowsA, colsA, rowsB, colsB := m.Stored()
-	return errors.Join(
-		p.layout(&p.layoutA, m.A, rowsA, colsA, m.LDA, m.StrideA),
-		p.layout(&p.layoutB, m.B, rowsB, colsB, m.LDB, m.StrideB),
-		p.layout(&p.layoutD, m.D, m.M, m.N, m.LDD, m.StrideD))
+	return errors.Join(p.layout(&p.layoutA, m.A, m.M, m.K, m.TransA),
+		p.layout(&p.layoutB, m.B, m.K, m.N, m.TransB),
+		p.layout(&p.layoutD, m.D, m.M, m.N, false))
 }
 
 // attribute is one of a descriptor: a number of so many bytes.
@@ -200,16 +198,20 @@ func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
 	return nil
 }
 
-// layout describes a row-major matrix as the column-major matrix that it is the transpose of.
-func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols, ld, stride int) error {
+// layout describes a row-major matrix, or one that is stored transposed, as the column-major matrix
+// that it is the transpose of.
+func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols int, transposed bool) error {
+	if transposed {
+		rows, cols = cols, rows
+	}
 	b := p.b
 	err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols),
-		uintptr(rows), uintptr(ld))
+		uintptr(rows), uintptr(cols))
 	if err != nil || p.spec.Batch == 1 {
 		return err
 	}
 	return b.set(&b.LayoutSetAttribute, *to, attribute{layoutBatchCount, uint64(p.spec.Batch), 4},
-		attribute{layoutBatchStride, uint64(stride), 8})
+		attribute{layoutBatchStride, uint64(rows * cols), 8})
 }
 
 // search asks for ways to compute the product.
@@ -302,29 +304,18 @@ func (p *blasPlan) Close() error {
 	return err
 }
 
-// poison fills the matrices of D, but not what lies between their rows, and the workspace of an
-// algorithm.
+// poison fills D and the workspace of an algorithm with NaN of any of the types.
 func (p *blasPlan) poison(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
-	m, size := p.spec, p.spec.D.Size()
-	if n := p.algos[algo].Workspace; n > 0 {
-		if err := p.fill(a.Workspace, n, n, 1, s); err != nil {
-			return err
+	c, m := p.b.ctx, p.spec
+	fill := func(at gpu.Ptr, bytes int) error {
+		if bytes == 0 {
+			return nil
 		}
+		return c.call(&c.MemsetD8Async, uintptr(at), 0xff, uintptr(bytes), uintptr(s))
 	}
-	for i := 0; i < m.Batch && a.Overwrites(); i++ {
-		if err := p.fill(a.D.Offset(i*m.StrideD*size), m.LDD*size, m.N*size, m.M, s); err != nil {
-			return err
-		}
+	err := fill(a.Workspace, p.algos[algo].Workspace)
+	if err == nil && a.Overwrites() {
+		err = fill(a.D, m.Batch*m.M*m.N*m.D.Size())
 	}
-	return nil
-}
-
-// fill fills rows of so many bytes, pitch bytes from one to the next, with NaN of any of the types.
-func (p *blasPlan) fill(at gpu.Ptr, pitch, bytes, rows int, s gpu.Stream) error {
-	c := p.b.ctx
-	if pitch == bytes { // as one row, for each of which initcheck takes long
-		return c.call(&c.MemsetD8Async, uintptr(at), 0xff, uintptr(rows*bytes), uintptr(s))
-	}
-	return c.call(&c.MemsetD2D8Async, uintptr(at), uintptr(pitch), 0xff, uintptr(bytes),
-		uintptr(rows), uintptr(s))
+	return err
 }

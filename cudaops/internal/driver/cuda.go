@@ -49,7 +49,6 @@ type cudaAPI struct {
 	MemcpyDtoHAsync    proc `c:"cuMemcpyDtoHAsync_v2"`
 	MemcpyDtoDAsync    proc `c:"cuMemcpyDtoDAsync_v2"`
 	MemsetD8Async      proc `c:"cuMemsetD8Async"`
-	MemsetD2D8Async    proc `c:"cuMemsetD2D8Async"`
 	StreamPriority     proc `c:"cuCtxGetStreamPriorityRange"`
 	StreamCreate       proc `c:"cuStreamCreateWithPriority"`
 	StreamWaitEvent    proc `c:"cuStreamWaitEvent"`

@@ -45,7 +45,7 @@ func TestMatmul(t *testing.T) {
 			{M: 37, N: 29, K: 61, Align: 4},
 			{M: 37, N: 29, K: 61, TransA: true, Align: 4},
 			{M: 37, N: 29, K: 61, TransB: true, Align: 4},
-			{M: 37, N: 29, K: 61, TransA: true, TransB: true, LDA: 40, LDB: 64, LDD: 33},
+			{M: 37, N: 29, K: 61, TransA: true, TransB: true, Align: 4},
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
 			{M: 67, N: 35, K: 81, TransB: true, A: b16, B: b16, D: b16, Align: 2},
 			{M: 48, N: 40, K: 72, TransA: true, A: b16, B: b16, D: f32},
@@ -54,19 +54,17 @@ func TestMatmul(t *testing.T) {
 			{M: 48, N: 40, K: 72, TransA: true, A: f16, B: f16, D: f32},
 			{M: 33, N: 24, K: 16},
 			{M: 33, N: 24, K: 16, A: b16, B: b16, D: b16, TransB: true},
-			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*24 + 8,
-				A: b16, B: b16, D: b16},
-			{M: 16, N: 24, K: 32, Batch: 3, StrideA: 16 * 32, StrideD: 16 * 24},
+			{M: 17, N: 24, K: 32, Batch: 5, A: b16, B: b16, D: b16},
+			{M: 16, N: 24, K: 32, Batch: 3, TransA: true},
 		} {
 			t.Run(fmt.Sprintf("%dx%dx%d %v%v%v b%d", c.M, c.N, c.K, c.TransA,
 				c.TransB, c.D, c.Batch),
 				func(t *testing.T) { r.matmul(t, blas, c, 1.5, 0); r.matmul(t, blas, c, 1, -0.75) })
 		}
 		for name, c := range map[string]gpu.MatmulSpec{
-			"empty":   {M: 0, N: 1, K: 1},
-			"ld":      {M: 2, N: 2, K: 3, LDA: 2},
-			"overlap": {M: 2, N: 2, K: 2, Batch: 2, StrideA: 4, StrideB: 4, StrideD: 3},
-			"align":   {M: 2, N: 2, K: 2, Align: 3},
+			"empty": {M: 0, N: 1, K: 1},
+			"batch": {M: 2, N: 2, K: 2, Batch: -1},
+			"align": {M: 2, N: 2, K: 2, Align: 3},
 		} {
 			require.ErrorIs(t, second(blas.Plan(c, 0, 1)), gpu.BlasInvalidValue, name)
 		}
@@ -86,7 +84,7 @@ func TestMatmulFloat8(t *testing.T) {
 			{M: 64, N: 48, K: 80, D: b16},
 			{M: 67, N: 48, K: 80, D: b16, Align: 16},
 			{M: 1, N: 16, K: 16, D: b16},
-			{M: 131, N: 144, K: 208, D: b16, LDA: 224, LDD: 152},
+			{M: 131, N: 144, K: 208, D: b16},
 			{M: 131, N: 144, K: 208, D: b16},
 			{M: 67, N: 48, K: 80, D: f32},
 		} {
@@ -96,8 +94,7 @@ func TestMatmulFloat8(t *testing.T) {
 				r.matmul(t, blas, c, 1, -0.75)
 			})
 		}
-		batch := gpu.MatmulSpec{M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Batch: 2,
-			StrideD: 256}
+		batch := gpu.MatmulSpec{M: 16, N: 16, K: 16, TransB: true, A: f8, B: f8, D: b16, Batch: 2}
 		require.ErrorIs(t, second(blas.Plan(batch, 0, 1)), gpu.BlasInvalidValue)
 		for name, c := range map[string]gpu.MatmulSpec{
 			"A along M": {M: 16, N: 16, K: 16, TransA: true, TransB: true, A: f8, B: f8,
@@ -219,17 +216,8 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	p, err := blas.Plan(c, limit, 8)
 	ok(t, err)
 	c = p.Spec()
-	rowsA, rowsB := c.M, c.K
-	if c.TransA {
-		rowsA = c.K
-	}
-	if c.TransB {
-		rowsB = c.N
-	}
-	size := func(rows, ld, stride int) int { return rows*ld + (c.Batch-1)*stride }
-	a, b := r.matrix(c.A, size(rowsA, c.LDA, c.StrideA)),
-		r.matrix(c.B, size(rowsB, c.LDB, c.StrideB))
-	d := r.matrix(c.D, size(c.M, c.LDD, c.StrideD))
+	a, b := r.matrix(c.A, c.Batch*c.M*c.K), r.matrix(c.B, c.Batch*c.K*c.N)
+	d := r.matrix(c.D, c.Batch*c.M*c.N)
 	want := append([]float64(nil), d.values...)
 	scaleA, scaleB := r.scales(c.M), r.scales(c.N)
 	factor := func(i, j int) float64 {
@@ -243,16 +231,16 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 			for j := range c.N {
 				sum := 0.0
 				for k := range c.K {
-					ia, ib := i*c.LDA+k, k*c.LDB+j
+					ia, ib := i*c.K+k, k*c.N+j
 					if c.TransA {
-						ia = k*c.LDA + i
+						ia = k*c.M + i
 					}
 					if c.TransB {
-						ib = j*c.LDB + k
+						ib = j*c.K + k
 					}
-					sum += a.values[batch*c.StrideA+ia] * b.values[batch*c.StrideB+ib]
+					sum += a.values[batch*c.M*c.K+ia] * b.values[batch*c.K*c.N+ib]
 				}
-				at := batch*c.StrideD + i*c.LDD + j
+				at := batch*c.M*c.N + i*c.N + j
 				want[at] = float64(alpha)*factor(i, j)*sum + float64(beta)*d.values[at]
 			}
 		}
@@ -305,8 +293,8 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		p.Close()))
 }
 
-// TestPoison wants poisoned products to be right where they are complete. They leave what lies
-// between their rows and what beta reads. One that reads what it writes is NaN.
+// TestPoison wants poisoned products to be right where they are complete, and to leave what beta
+// reads. One that reads what it writes is NaN.
 func TestPoison(t *testing.T) {
 	before := gpu.Poison
 	gpu.Poison = true
@@ -315,10 +303,9 @@ func TestPoison(t *testing.T) {
 		blas := must[gpu.Blas](t)(r.Blas())
 		const b16 = gpu.BFloat16
 		for _, c := range []gpu.MatmulSpec{
-			{M: 37, N: 29, K: 61, LDD: 33, Align: 4},
+			{M: 37, N: 29, K: 61, Align: 4},
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
-			{M: 17, N: 24, K: 32, Batch: 5, StrideA: 17 * 32, StrideB: 32 * 24, StrideD: 17*32 + 8,
-				LDD: 32, A: b16, B: b16, D: b16},
+			{M: 17, N: 24, K: 32, Batch: 5, A: b16, B: b16, D: b16},
 			// some ways of which sum up in the workspace
 			{M: 24, N: 32, K: 4096, TransA: true, A: b16, B: b16, D: b16},
 		} {

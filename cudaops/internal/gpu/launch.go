@@ -125,11 +125,8 @@ func (t TiledTensor) Check() error {
 	}
 	rank := len(t.Dims)
 	switch {
-	case rank < 1 || rank > 5:
-		return bad("%d dimensions, want 1 to 5", rank)
-	case len(t.Strides) != rank-1 || len(t.Box) != rank:
-		return bad("%d dimensions need %d strides and %d box extents, have %d and %d", rank, rank-1,
-			rank,
+	case rank < 1 || rank > 5 || len(t.Strides) != rank-1 || len(t.Box) != rank:
+		return bad("%d dimensions, want 1 to 5, with %d strides and %d box extents", rank,
 			len(t.Strides), len(t.Box))
 	case t.Address == 0 || t.Address%16 != 0:
 		return bad("address %#x, want a multiple of 16", uint64(t.Address))

@@ -1,6 +1,7 @@
 package gpu
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 )
@@ -9,8 +10,8 @@ import (
 //
 //	D = alpha · op(A) op(B) + beta · C
 //
-// with op(A) [M, K], op(B) [K, N], C and D [M, N]. Zero values mean: no transposition, rows without
-// gaps, one product, pointers aligned to 256 bytes. Sums are in float32 always.
+// with op(A) [M, K], op(B) [K, N], C and D [M, N], all without gaps. Zero values mean: no
+// transposition, one product, pointers aligned to 256 bytes. Sums are in float32 always.
 //
 // Float8 has a range so small that numbers are divided by a factor of their own before they are
 // rounded to it. Of a product of float8 row i of op(A) is multiplied by factor i of M, and column j
@@ -22,12 +23,8 @@ type MatmulSpec struct {
 	M, N, K        int
 	TransA, TransB bool  // A is stored as [K, M], B as [N, K]
 	A, B, D        DType // C has D's type
-	LDA, LDB, LDD  int   // elements from one stored row to the next
-	Batch          int
-	// Elements from one product's matrix to the next; with a stride of 0 all products share the
-	// matrix.
-	StrideA, StrideB, StrideD int
-	Align                     int // bytes that every pointer is a multiple of
+	Batch          int   // products, whose matrices lie one behind the other
+	Align          int   // bytes that every pointer is a multiple of
 }
 
 // Scaled reports whether factors go with the operands.
@@ -38,47 +35,16 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	bad := func(format string, args ...any) (MatmulSpec, error) {
 		return m, NewBlasError("cublasLtMatmul", BlasInvalidValue, fmt.Sprintf(format, args...))
 	}
-	if m.M < 1 || m.N < 1 || m.K < 1 {
-		return bad("M, N, K = %d, %d, %d, want at least 1", m.M, m.N, m.K)
-	}
-	orFill := func(v *int, fallback int) {
-		if *v == 0 {
-			*v = fallback
-		}
-	}
-	_, colsA, _, colsB := m.Stored()
-	orFill(&m.LDA, colsA)
-	orFill(&m.LDB, colsB)
-	orFill(&m.LDD, m.N)
-	orFill(&m.Batch, 1)
-	orFill(&m.Align, 256)
+	m.Batch, m.Align = cmp.Or(m.Batch, 1), cmp.Or(m.Align, 256)
 	switch {
-	case m.LDA < colsA || m.LDB < colsB || m.LDD < m.N:
-		return bad("rows lie %d, %d, %d elements apart, shorter than their lengths %d, %d, %d",
-			m.LDA, m.LDB, m.LDD,
-			colsA, colsB, m.N)
-	case m.Batch < 1:
-		return bad("batch of %d", m.Batch)
-	case m.Batch > 1 && m.StrideD < (m.M-1)*m.LDD+m.N:
-		return bad("results lie %d elements apart and would overlap", m.StrideD)
+	case min(m.M, m.N, m.K, m.Batch) < 1:
+		return bad("M, N, K = %d, %d, %d, batch of %d, want at least 1", m.M, m.N, m.K, m.Batch)
 	case m.Align&(m.Align-1) != 0 || m.Align < m.A.Size():
 		return bad("alignment of %d bytes", m.Align)
 	case m.Scaled() && m.Batch > 1:
 		return bad("batch of %d products with scales", m.Batch)
 	}
 	return m, nil
-}
-
-// Stored is the rows and columns of A and B as they lie in memory.
-func (m MatmulSpec) Stored() (rowsA, colsA, rowsB, colsB int) {
-	rowsA, colsA, rowsB, colsB = m.M, m.K, m.K, m.N
-	if m.TransA {
-		rowsA, colsA = colsA, rowsA
-	}
-	if m.TransB {
-		rowsB, colsB = colsB, rowsB
-	}
-	return rowsA, colsA, rowsB, colsB
 }
 
 // FLOPs is the multiplications and additions of all products of a batch.

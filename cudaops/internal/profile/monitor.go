@@ -62,10 +62,10 @@ type taskTime struct {
 
 // updateMarks stand around an update.
 type updateMarks struct {
-	events  [2]gpu.Event
-	busy    bool
-	total   time.Duration
-	samples int
+	events        [2]gpu.Event
+	on            bool // in the sample under way
+	latest, total time.Duration
+	samples       int
 }
 
 // NewMonitor prepares a monitor of one run in so many.
@@ -115,7 +115,7 @@ func (o *Monitor) Run(replay func() error) error {
 	}
 	err := run.InTurn(o.marking(o.around[0]), compute, o.marking(o.around[1]))
 	o.timing = err == nil
-	o.Sampling = o.timing && sampling
+	o.Sampling, o.update.on = o.timing && sampling, false
 	return err
 }
 
@@ -187,23 +187,14 @@ func (o *Monitor) enqueue() error {
 // collect takes in what has been timed, if the device is done with it.
 func (o *Monitor) collect() error {
 	ctx := o.Ctx
-	if u := &o.update; u.busy {
-		done, err := ctx.EventDone(u.events[1])
-		if err != nil {
-			return err
-		}
-		if done {
-			d, err := ctx.Elapsed(u.events[0], u.events[1])
-			if err != nil {
-				return err
-			}
-			u.total, u.samples, u.busy = u.total+d, u.samples+1, false
-		}
-	}
 	if !o.timing {
 		return nil
 	}
-	if done, err := ctx.EventDone(o.around[1]); err != nil || !done {
+	last, u := o.around[1], &o.update
+	if u.on {
+		last = u.events[1]
+	}
+	if done, err := ctx.EventDone(last); err != nil || !done {
 		return err
 	}
 	sampling := o.Sampling
@@ -225,6 +216,9 @@ func (o *Monitor) collect() error {
 		if b := o.tasks[i].unmeasured; b.on {
 			o.Layers.Note(o.Program.Calls[i], b.latest, o.tasks[i].latest)
 		}
+	}
+	if u.on {
+		u.total, u.samples = u.total+u.latest, u.samples+1
 	}
 	o.Samples++
 	if o.plain > 0 { // the least cost: runs differ for other reasons too
@@ -249,7 +243,10 @@ func (o *Monitor) read() (err error) {
 			return err
 		}
 	}
-	return nil
+	if u := &o.update; u.on {
+		u.latest, err = ctx.Elapsed(u.events[0], u.events[1])
+	}
+	return err
 }
 
 // note takes in the time of a task.
@@ -270,14 +267,14 @@ func (o *Monitor) note(i int) {
 
 // Updating enqueues an update, and times it after a run that is timed.
 func (o *Monitor) Updating(enqueue func() error) error {
-	if o == nil || !o.Sampling || o.update.busy {
+	if o == nil || !o.Sampling || o.update.on {
 		return enqueue()
 	}
 	if err := run.InTurn(o.marking(o.update.events[0]), enqueue); err != nil {
 		return err
 	}
 	// an update that is on its way is no error for want of a mark
-	o.update.busy = o.mark(o.update.events[1]) == nil
+	o.update.on = o.mark(o.update.events[1]) == nil
 	return nil
 }
 

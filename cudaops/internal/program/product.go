@@ -49,10 +49,7 @@ func (p Product) spec() gpu.MatmulSpec {
 	}
 	m, n, k, batch := p.sizes()
 	spec := gpu.MatmulSpec{M: m, N: n, K: k, TransA: p.TransA, TransB: p.TransB,
-		A: p.A.Type, B: p.B.Type, D: p.D.Type, Align: Alignment}
-	if batch > 1 {
-		spec.Batch, spec.StrideA, spec.StrideB, spec.StrideD = batch, m*k, k*n, m*n
-	}
+		A: p.A.Type, B: p.B.Type, D: p.D.Type, Batch: batch, Align: Alignment}
 	for spec.Align > 2 && at%spec.Align != 0 {
 		spec.Align /= 2
 	}

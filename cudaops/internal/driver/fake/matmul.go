@@ -58,8 +58,7 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 // multipliesFloat8 reports whether cuBLASLt on the GPU that this pretends to be would.
 func (c *Context) multipliesFloat8(m gpu.MatmulSpec) bool {
 	return c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 && m.N%8 == 0 &&
-		m.LDA%16 == 0 && m.LDB%16 == 0 &&
-		m.LDD*m.D.Size()%16 == 0 && m.Align%16 == 0
+		m.Align%16 == 0
 }
 
 func (p *plan) Spec() gpu.MatmulSpec { return p.spec }
@@ -109,39 +108,30 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 // compute is the definition of MatmulSpec, sum by sum.
 func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
-	rowsA, colsA, rowsB, colsB := m.Stored()
 	scaleA, scaleB := factors(l, m.Scaled(), a.ScaleA, m.M), factors(l, m.Scaled(), a.ScaleB, m.N)
 	for i := range m.Batch {
-		rows := func(base gpu.Ptr, t gpu.DType, stride, ld, rows, cols int) [][]byte {
-			return rowsAt(l, base.Offset(i*stride*t.Size()), ld*t.Size(), rows, cols*t.Size())
+		at := func(base gpu.Ptr, t gpu.DType, n int) []byte {
+			return Slice[byte](l, base.Offset(i*n*t.Size()), n*t.Size())
 		}
-		d := rows(a.D, m.D, m.StrideD, m.LDD, m.M, m.N)
+		d := at(a.D, m.D, m.M*m.N)
 		if gpu.Poison && a.Overwrites() {
-			for _, row := range d {
-				copy(row, bytes.Repeat([]byte{0xff}, len(row)))
-			}
+			copy(d, bytes.Repeat([]byte{0xff}, len(d)))
 		}
-		left := numbers(rows(a.A, m.A, m.StrideA, m.LDA, rowsA, colsA), m.A, m.TransA)
-		right := numbers(rows(a.B, m.B, m.StrideB, m.LDB, rowsB, colsB), m.B, !m.TransB)
-		var added [][]float64
+		left := numbers(at(a.A, m.A, m.M*m.K), m.A, m.M, m.K, m.TransA)
+		right := numbers(at(a.B, m.B, m.N*m.K), m.B, m.N, m.K, !m.TransB)
+		added := make([]float64, m.M*m.N)
 		if a.Beta != 0 {
-			added = numbers(rows(a.C, m.D, m.StrideD, m.LDD, m.M, m.N), m.D, false)
+			added = numbers(at(a.C, m.D, m.M*m.N), m.D, m.M, m.N, false)
 		}
-		sums := make([]float64, m.N)
-		for r, row := range d {
-			for col := range sums {
-				sum, column := 0.0, right[col]
-				for k, v := range left[r] {
-					sum += v * column[k]
-				}
-				sum *= float64(a.Alpha) * scaleA(r) * scaleB(col)
-				if a.Beta != 0 {
-					sum += float64(a.Beta) * added[r][col]
-				}
-				sums[col] = sum
+		for j, add := range added {
+			r, col := j/m.N, j%m.N
+			sum, column := 0.0, right[col*m.K:]
+			for k, v := range left[r*m.K:][:m.K] {
+				sum += v * column[k]
 			}
-			gpu.Encode(row, m.D, sums)
+			added[j] = sum*float64(a.Alpha)*scaleA(r)*scaleB(col) + float64(a.Beta)*add
 		}
+		gpu.Encode(d, m.D, added)
 	}
 }
 
@@ -154,32 +144,16 @@ func factors(l *Launch, scaled bool, at gpu.Ptr, n int) func(int) float64 {
 	return func(i int) float64 { return float64(each[i]) }
 }
 
-// rowsAt is the rows of a matrix, pitch bytes from one to the next.
-func rowsAt(l *Launch, p gpu.Ptr, pitch, rows, bytes int) [][]byte {
-	all := Slice[byte](l, p, (rows-1)*pitch+bytes)
-	found := make([][]byte, rows)
-	for r := range found {
-		found[r] = all[r*pitch:][:bytes]
-	}
-	return found
-}
-
-// numbers decodes a matrix, and transposes it where asked for.
-func numbers(rows [][]byte, t gpu.DType, transpose bool) [][]float64 {
-	m := make([][]float64, len(rows))
-	for r := range rows {
-		m[r] = make([]float64, len(rows[r])/t.Size())
-		gpu.Decode(m[r], t, rows[r])
-	}
-	if !transpose {
+// numbers decodes a matrix [rows, cols], which may be stored transposed.
+func numbers(raw []byte, t gpu.DType, rows, cols int, transposed bool) []float64 {
+	m := make([]float64, rows*cols)
+	gpu.Decode(m, t, raw)
+	if !transposed {
 		return m
 	}
-	columns := make([][]float64, len(m[0]))
-	for c := range columns {
-		columns[c] = make([]float64, len(m))
-		for r := range m {
-			columns[c][r] = m[r][c]
-		}
+	turned := make([]float64, len(m))
+	for i := range turned {
+		turned[i] = m[i%cols*rows+i/cols]
 	}
-	return columns
+	return turned
 }

@@ -96,12 +96,12 @@ func planned(g *kerneltest.Rig, spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.M
 // applied is the product with X that NewtonSchulz wants.
 func applied(g *kerneltest.Rig, a NewtonSchulz) func(y, q, x gpu.Ptr) {
 	g.Helper()
-	n, size, tall := min(a.Rows, a.Columns), a.Rows*a.Columns, a.Rows > a.Columns
-	spec := gpu.MatmulSpec{M: a.Rows, N: a.Columns, K: n, A: kerneltest.F16, B: kerneltest.F16,
-		D: kerneltest.F16, Batch: a.Batch, StrideA: n * n, StrideB: size, StrideD: size}
+	tall := a.Rows > a.Columns
+	spec := gpu.MatmulSpec{M: a.Rows, N: a.Columns, K: min(a.Rows, a.Columns), A: kerneltest.F16,
+		B: kerneltest.F16, D: kerneltest.F16, Batch: a.Batch}
 	first, second := a.Squares[0], a.X[0]
 	if tall {
-		spec.StrideA, spec.StrideB, first, second = size, n*n, second, first
+		first, second = second, first
 	}
 	run := planned(g, spec, first, second, a.X[1])
 	return func(y, q, x gpu.Ptr) {
