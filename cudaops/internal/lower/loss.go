@@ -6,6 +6,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
@@ -30,7 +31,7 @@ const (
 // less often to the weights' gradient.
 func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 	const tile, width = 128, 256 // of a block of cuBLASLt's
-	up := func(n, to int) int { return (n + to - 1) / to }
+	up := kernel.CeilDiv
 	most := logitBytes
 	if d <= narrowFeatures {
 		most *= 2

@@ -69,7 +69,7 @@ func (c *compiler) project(n *gorgonia.Node) {
 		}
 		p.x, p.linear[i] = graph.Children(n)[0], n
 	}
-	if !sameRotation(p.turned[0], p.turned[1]) {
+	if rotationBy(p.turned[0]) != rotationBy(p.turned[1]) {
 		return
 	}
 	c.projected[queries] = p
@@ -88,35 +88,19 @@ func isOp[T any](n *gorgonia.Node) bool {
 	return ok
 }
 
-// sameRotation reports whether two nodes turn by the same angles, or both are nil.
-func sameRotation(a, b *gorgonia.Node) bool {
-	if a == nil || b == nil {
-		return a == b
+// place returns memory for the queries, keys and values of as many rows as x has, side by side, and
+// their columns. It also returns those of the first two together.
+func (p *projections) place(c *compiler, x *program.Array) (wide *program.Array,
+	parts [3]*program.Array, both *program.Array) {
+	var at [4]int
+	for i, l := range p.linear {
+		at[i+1] = at[i] + l.Shape()[1]
 	}
-	x, y := a.Op().(*op.RoPEOp), b.Op().(*op.RoPEOp)
-	return rotationOf(x.Config) == rotationOf(y.Config) && x.Inverse == y.Inverse
-}
-
-// place returns the columns of the queries, keys and values in a matrix that holds them side by
-// side. It also returns those of the first two together.
-func (p *projections) place(wide *program.Array) (parts [3]*program.Array, both *program.Array) {
-	at := 0
-	for i, n := range p.linear {
-		width := n.Shape()[1]
-		parts[i] = wide.Columns(at, width)
-		if at += width; i == 1 {
-			both = wide.Columns(0, at)
-		}
+	wide = c.NewArray(x.Type, x.Shape[0], at[3])
+	for i := range parts {
+		parts[i] = wide.Columns(at[i], at[i+1]-at[i])
 	}
-	return parts, both
-}
-
-// width is the columns of all three together.
-func (p *projections) width() (n int) {
-	for _, l := range p.linear {
-		n += l.Shape()[1]
-	}
-	return n
+	return wide, parts, wide.Columns(0, at[2])
 }
 
 // fuseProjections lowers the linear function n with the others of its attention.
@@ -136,8 +120,7 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 		return false, nil
 	}
 	x := c.act(n, c.Values[p.x])
-	wide := c.NewArray(x.Type, x.Shape[0], p.width())
-	parts, both := p.place(wide)
+	wide, parts, both := p.place(c, x)
 	if err := c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases); err != nil {
 		return false, err
 	}
@@ -219,7 +202,7 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 				return nil
 			}
 			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse ||
-				rotationOf(o.Config) != rotationOf(p.turned[i].Op().(*op.RoPEOp).Config) {
+				rotationBy(d) != rotationBy(p.turned[i]) {
 				return nil
 			}
 			g.turned[i] = d
@@ -273,8 +256,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 	}
 	back := g.linear[0]
 	x, w := c.act(back, c.Values[p.x]), c.stack(back, weights...)
-	wide := c.NewArray(x.Type, x.Shape[0], p.width())
-	parts, _ := p.place(wide)
+	wide, parts, _ := p.place(c, x)
 	var turned *op.RoPEOp
 	if p.turned[0] != nil {
 		turned = p.turned[0].Op().(*op.RoPEOp)
@@ -379,6 +361,14 @@ func rotationOf(o op.RoPEConfig) rotation {
 	r.config.Heads, r.config.Scaling = 0, nil
 	if o.Scaling != nil {
 		r.scaling = *o.Scaling
+	}
+	return r
+}
+
+// rotationBy is the angles by which a node turns, none where it is nil.
+func rotationBy(n *gorgonia.Node) (r rotation) {
+	if n != nil {
+		r = rotationOf(n.Op().(*op.RoPEOp).Config)
 	}
 	return r
 }
