@@ -145,8 +145,8 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 		tensorMapTypes[t.Type], uintptr(len(t.Dims)),
 		uintptr(t.Address), uintptr(unsafe.Pointer(&t.Dims[0])),
 		uintptr(unsafe.Pointer(&strides[0])),
-		uintptr(unsafe.Pointer(&t.Box[0])), uintptr(unsafe.Pointer(&steps)), 0, uintptr(t.Swizzle()),
-		l2Reads256, 0)
+		uintptr(unsafe.Pointer(&t.Box[0])), uintptr(unsafe.Pointer(&steps)), 0,
+		uintptr(t.Swizzle()), l2Reads256, 0)
 	return gpu.TensorMap(buf[at : at+128]), err
 }
 

@@ -137,7 +137,7 @@ func (c *context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 		uintptr(s))
 }
 
-// enqueue puts n bytes of work on a stream. It waits for a copy when the host memory is Go's own:
+// enqueue puts n bytes of work on a stream. It waits for a copy when the host memory is Go's own.
 // CUDA promises only on some machines that it has finished with such memory by then, and the
 // garbage collector may take it away. See [proc.call] for the directive.
 //
@@ -175,7 +175,7 @@ func (c *context) newStream(priority int32) (s gpu.Stream, err error) {
 }
 
 func (c *context) DestroyStream(s gpu.Stream) error { return c.call(&c.StreamDestroy, uintptr(s)) }
-func (c *context) SyncStream(s gpu.Stream) error    { return c.call(&c.StreamSynchronize, uintptr(s)) }
+func (c *context) SyncStream(s gpu.Stream) error    { return c.call(&c.StreamSync, uintptr(s)) }
 
 func (c *context) NewEvent(timing bool) (gpu.Event, error) {
 	flags := uintptr(2) // without timing, which is cheaper

@@ -53,7 +53,7 @@ type cudaAPI struct {
 	StreamCreate       proc `c:"cuStreamCreateWithPriority"`
 	StreamWaitEvent    proc `c:"cuStreamWaitEvent"`
 	StreamDestroy      proc `c:"cuStreamDestroy_v2"`
-	StreamSynchronize  proc `c:"cuStreamSynchronize"`
+	StreamSync         proc `c:"cuStreamSynchronize"`
 	EventCreate        proc `c:"cuEventCreate"`
 	EventDestroy       proc `c:"cuEventDestroy_v2"`
 	EventRecord        proc `c:"cuEventRecord"`

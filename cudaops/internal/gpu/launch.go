@@ -104,8 +104,8 @@ func (f *Function) Check(a *Args) error {
 type TensorMap [128]byte
 
 // TiledTensor is what a tensor map describes: a tensor of up to five dimensions, innermost first,
-// cut into boxes. A box's rows have 16, 32, 64 or 128 bytes. In shared memory chunks of 16 bytes are
-// permuted within so many, so that columns do not fall on the same banks.
+// cut into boxes. A box's rows have 16, 32, 64 or 128 bytes. In shared memory chunks of 16 bytes
+// are permuted within so many, so that columns do not fall on the same banks.
 type TiledTensor struct {
 	Type    DType
 	Address Ptr      // a multiple of 16

@@ -15,10 +15,10 @@ import (
 //
 // Float8 has a range so small that numbers are divided by a factor of their own before they are
 // rounded to it. Of a product of float8 row i of op(A) is multiplied by factor i of M, and column j
-// of op(B) by factor j of N, in float32 (compute capability 9.0, cuBLASLt 12.9). It is added up
-// with fewer bits than float32 has, where that takes less time. cuBLASLt multiplies it only where
-// both operands lie along K (TransB alone). K is a multiple of 16 then and N of 8, and all is
-// aligned to 16 bytes.
+// of op(B) by factor j of N. Factors are float32; it takes compute capability 9.0 and cuBLASLt
+// 12.9. It is added up with fewer bits than float32 has, where that takes less time. cuBLASLt
+// multiplies it only where both operands lie along K (TransB alone). K is a multiple of 16 then and
+// N of 8, and all is aligned to 16 bytes.
 type MatmulSpec struct {
 	M, N, K        int
 	TransA, TransB bool  // A is stored as [K, M], B as [N, K]

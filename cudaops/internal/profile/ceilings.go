@@ -140,10 +140,11 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 // best is the shortest of three times of each way of some work, after a first run of it.
 func (c *card) best(ways int, work func(way int) error) (time.Duration, error) {
 	best := time.Duration(math.MaxInt64)
+	sync := func() error { return c.Ctx.SyncStream(c.Stream) }
 	for way := range ways {
 		for round := range 4 {
 			if err := run.InTurn(c.marking(c.marks[0]), func() error { return work(way) },
-				c.marking(c.marks[1]), func() error { return c.Ctx.SyncStream(c.Stream) }); err != nil {
+				c.marking(c.marks[1]), sync); err != nil {
 				return 0, err
 			}
 			took, err := c.Ctx.Elapsed(c.marks[0], c.marks[1])

@@ -169,7 +169,7 @@ func (c *Context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 		}
 		params, ok := kernels[name]
 		config := c.driver.config
-		if any := config.Kernels == nil && config.Images == nil; !ok && !any &&
+		if all := config.Kernels == nil && config.Images == nil; !ok && !all &&
 			config.Kernels[name] == nil {
 			return nil, gpu.NewError(call, gpu.NotFound, "named symbol not found", "kernel "+name)
 		}

@@ -212,8 +212,8 @@ func TestWaitEvent(t *testing.T) {
 	a, b := get[gpu.Stream](t)(c.NewStream()), get[gpu.Stream](t)(c.NewUrgentStream())
 	fork, join := get[gpu.Event](t)(c.NewEvent(false)), get[gpu.Event](t)(c.NewEvent(false))
 	check(t, c.WaitEvent(b, fork)) // never recorded: nothing to wait for
-	check(t, c.Memset8(p, 1, 4, a), c.Record(fork, a), c.WaitEvent(b, fork), c.CopyToHost(out, p, b),
-		c.SyncStream(b))
+	check(t, c.Memset8(p, 1, 4, a), c.Record(fork, a), c.WaitEvent(b, fork),
+		c.CopyToHost(out, p, b), c.SyncStream(b))
 	require.Equal(t, byte(1), out[0])
 	check(t, c.BeginCapture(a), c.Memset8(p, 2, 4, a), c.Record(fork, a), c.WaitEvent(b, fork),
 		c.CopyToHost(out, p, b), c.Record(join, b), c.WaitEvent(a, join), c.Memset8(p, 3, 4, a))
