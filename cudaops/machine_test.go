@@ -285,6 +285,28 @@ func TestUploadRefused(t *testing.T) {
 	require.Equal(t, flat(t, before), flat(t, after), "the parameter ahead of it was sent")
 }
 
+// TestDownloadElsewhere wants a download to leave out parameters that nothing asks for, and those
+// that another machine has.
+func TestDownloadElsewhere(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	build := func() (g *gorgonia.ExprGraph, w, unused *gorgonia.Node) {
+		g = gorgonia.NewGraph()
+		w = floatNode(g, "w", []float32{1, 2}, 2)
+		gorgonia.Must(gorgonia.Square(w))
+		return g, w, floatNode(g, "unused", []float32{3}, 1)
+	}
+	g, w, unused := build()
+	owner := openMachine(t, device, g, WithParams(w, unused))
+	copy(w.Value().Data().([]float32), []float32{7, 7})
+	require.NoError(t, owner.Download())
+	require.Equal(t, []float32{1, 2}, flat(t, w.Value()))
+	require.ErrorContains(t, owner.DownloadSome(w, unused), "unused (1) is no input of the graph")
+	g, w, unused = build()
+	borrower := openMachine(t, device, g, WithParams(w, unused), WithParamsOf(owner))
+	require.NoError(t, borrower.Download())
+	require.ErrorContains(t, borrower.DownloadSome(w), "is no input of the graph")
+}
+
 // wrapped is an optimiser that is no pointer.
 type wrapped struct{ *optim.AdamW }
 

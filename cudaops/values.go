@@ -168,7 +168,10 @@ func (m *Machine) Download() (err error) {
 		return
 	}
 	x := m.optimizer
-	if err := m.download(m.config.Params, func(i *program.Input, to []float32) error {
+	there := slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
+		return m.inputs.Of(p) == nil // nothing that is asked for needs it, or another machine has it
+	})
+	if err := m.download(there, func(i *program.Input, to []float32) error {
 		if i.Part == nil {
 			return m.runner.FetchFloats(i.Array, to)
 		}
@@ -216,6 +219,9 @@ func (m *Machine) download(all gorgonia.Nodes,
 			continue
 		}
 		to, err := memoryOf(m, p)
+		if err == nil && i == nil {
+			err = fmt.Errorf("%s is no input of the graph", graph.Describe(p))
+		}
 		if err != nil {
 			return err
 		}
