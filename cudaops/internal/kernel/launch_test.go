@@ -14,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
@@ -50,6 +51,16 @@ func TestRefusals(t *testing.T) {
 		"unary_float8e4m3": elementwise.Unary{N: 1, Type: gpu.Float8E4M3}.Launch(k, s),
 		"the way rows does not take the arguments, which [any]": normkernel.RMSNorm{Rows: 1, D: 3,
 			Way: kernel.Way{Family: "rows"}}.Launch(k, s),
+		"kernels.Reduce: nothing to reduce, [1, 0, 1]": reduce.Reduce{Op: reduce.Max, Outer: 1,
+			Inner: 1}.Launch(k, s),
+		"kernels.Kasmina: 2147483648 rows of 1 seeds": kasmina.Forward{Layer: kasmina.Layer{
+			Rows: huge, Chunk: 4, State: kasmina.State{Seeds: 1}}}.Launch(k, s),
+		"kernels.Kasmina: 1 rows of 1024 seeds of 1048576": kasmina.Backward{Layer: kasmina.Layer{
+			Rows: 1, Chunk: 1 << 20, State: kasmina.State{Seeds: 1 << 10}}}.Launch(k, s),
+		"weight 0 is 8388624x16, want at most 8388608x16777216": func() error {
+			_, err := quantize.NewTable(k.Ctx, []quantize.Weight{{Rows: 1<<23 + 16, D: 16}})
+			return err
+		}(),
 		"tensor 0: an address is not a multiple of 16": func() error {
 			_, err := optimizer.NewTable(k.Ctx, []optimizer.Tensor{{Size: 1, Param: 4}})
 			return err
@@ -62,6 +73,10 @@ func TestRefusals(t *testing.T) {
 		"Softmax": softmax.Forward{N: 5},
 		"Copy": layout.Copy{Dims: []int{3, 0}, YStrides: []int{1, 1}, XStrides: []int{1, 1},
 			Size: 4},
+		"a transposition": layout.Copy{Dims: []int{0, 9, 9}, YStrides: []int{81, 9, 1},
+			XStrides: []int{81, 1, 9}, Size: 4},
+		"rows": reduce.Reduce{Op: reduce.Sum, N: 9, Inner: 1}, "columns": reduce.Reduce{
+			Op: reduce.Sum, Outer: 1, N: 9},
 	} {
 		require.NoError(t, l.Launch(k, s), what)
 	}

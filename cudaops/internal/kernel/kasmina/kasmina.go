@@ -216,6 +216,10 @@ type kasminaPass struct {
 // X.
 func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work gpu.Ptr,
 	others ...gpu.Ptr) (*kasminaPass, error) {
+	if l.Rows > math.MaxInt32 || l.State.Seeds*l.Chunk > math.MaxInt32/4 { // as they are counted
+		return nil, fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
+			l.Rows, l.State.Seeds, l.Chunk)
+	}
 	p := &kasminaPass{Set: k, Stream: s, Layer: l, unit: "kasmina", name: "kasmina_forward_plain_"}
 	if use.backward {
 		p.unit, p.name = "kasmina_backward", "kasmina_backward_plain_"

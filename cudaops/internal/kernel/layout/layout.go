@@ -40,7 +40,7 @@ type layout struct{ n, y, x int }
 // sides have no gaps.
 func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	dims, err := a.merged()
-	if err != nil {
+	if err != nil || slices.Contains(a.Dims, 0) {
 		return err
 	}
 	if last := dims[len(dims)-1]; len(dims) == 1 && last.y == 1 && last.x == 1 {

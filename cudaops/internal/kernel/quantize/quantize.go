@@ -87,7 +87,7 @@ func Packed(t gpu.DType, d int, float8 gpu.Ptr, ps ...gpu.Ptr) bool {
 //
 //	Scale[c] = max_r |X[r, c]| / 448,  Y[c, r] = X[r, c]/Scale[c]
 //
-// Y is [D, Rows] and Scale [D]. Workspace is memory of [QuantizeColumnsWorkspace] bytes.
+// Y is [D, Rows] and Scale [D]. Workspace is memory of WorkspaceBytes.
 type Columns struct {
 	Y, Scale, X, Workspace gpu.Ptr
 	Rows, D                int

@@ -48,6 +48,10 @@ func NewTable(ctx gpu.Context, weights []Weight) (*Table, error) {
 	rows := make([]deviceWeight, len(weights))
 	t := &Table{Weights: weights, ctx: ctx}
 	for i, w := range weights {
+		if w.Rows > WeightRows<<16 || w.D > WeightColumns<<16 { // which strips cannot count
+			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want at most "+
+				"%dx%d", i, w.Rows, w.D, WeightRows<<16, WeightColumns<<16)
+		}
 		rows[i] = deviceWeight{w.X, w.Y, w.Scale, w.Turned, w.TurnedScale, gpu.Ptr(t.mostBytes),
 			int32(w.Rows), int32(w.D)}
 		t.mostBytes += 4 * (w.Rows + w.D + 16)

@@ -2,6 +2,7 @@ package reduce
 
 import (
 	"cmp"
+	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -19,7 +20,7 @@ const (
 // Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for
 // the rows of a matrix, Outer = 1 for its columns, both for all of it. A mean is a sum with a Scale
 // of 1/N. A zero Scale counts as 1. The types are equal, or one of them is float32. Workspace is
-// memory of [ReduceWorkspace] bytes.
+// memory of WorkspaceBytes.
 type Reduce struct {
 	Op              Reduction
 	Y, X, Workspace gpu.Ptr
@@ -65,8 +66,15 @@ func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return 0
 }
 
-// Launch launches one kernel, or two for a reduction that is wide.
+// Launch launches one kernel, or two for a reduction that is wide. To reduce nothing to a number is
+// an error.
 func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
+	switch {
+	case a.Outer == 0 || a.Inner == 0:
+		return nil
+	case a.N == 0:
+		return fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
+	}
 	a.Scale = cmp.Or(a.Scale, 1)
 	parts, late := parts(k, a)
 	if parts == 1 {
