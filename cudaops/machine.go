@@ -168,8 +168,8 @@ func (m *Machine) open() (err error) {
 	if err := checkFloat8(m); err != nil {
 		return err
 	}
-	m.options = lower.Options{Asked: c.Asked, Frozen: c.frozen, Device: m.device.info, Activation: c.act,
-		Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled,
+	m.options = lower.Options{Asked: c.Asked, Frozen: c.frozen, Device: m.device.info,
+		Activation: c.act, Gradient: c.narrow, Float8: c.float8, Scaled: c.scaled,
 		Accumulate: c.gather, Strict: c.strict,
 		Timed: c.monitor > 0, OnHost: m.chooser.Rules.OnHost, Warn: m.warnings.add,
 		Chooser: m.chooser}
