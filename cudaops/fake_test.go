@@ -58,7 +58,7 @@ type fakeKernels struct {
 	module gpu.Module
 	call   *gpu.Function // nil until the first launch
 
-	computes map[reflect.Type]func(*fake.Launch, any)
+	computes map[reflect.Type]reflect.Value // methods, by the type of launch that they do
 
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
@@ -67,9 +67,12 @@ type fakeKernels struct {
 // openFake returns a device of a fake driver, whose machines use fakeKernels.
 func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver) {
 	t.Helper()
-	k := &fakeKernels{computes: map[reflect.Type]func(*fake.Launch, any){}}
-	for _, c := range k.all() {
-		k.computes[c.of] = c.do
+	k := &fakeKernels{computes: map[reflect.Type]reflect.Value{}}
+	for i := range reflect.TypeOf(k).NumMethod() {
+		f := reflect.ValueOf(k).Method(i)
+		if f.Type().NumIn() == 2 && f.Type().In(0) == reflect.TypeFor[*fake.Launch]() {
+			k.computes[f.Type().In(1)] = f
+		}
 	}
 	c.Kernels = map[string]fake.Kernel{"call": func(l *fake.Launch) {
 		i := fake.Arg[int32](l)
@@ -149,35 +152,9 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	if !ok {
 		return fmt.Errorf("the fake has no %T", params)
 	}
-	return k.launch(s, func(l *fake.Launch) { compute(l, params) })
-}
-
-// compute is what a launch of one type does.
-type compute struct {
-	of reflect.Type
-	do func(*fake.Launch, any)
-}
-
-func of[T any](f func(*fake.Launch, T)) compute {
-	return compute{reflect.TypeFor[T](), func(l *fake.Launch, params any) { f(l, params.(T)) }}
-}
-
-// all is every launch that the fake has.
-func (k *fakeKernels) all() []compute {
-	return []compute{
-		of(k.Unary), of(k.Binary), of(k.Cast), of(k.Axpby), of(k.Reduce), of(k.Copy),
-		of(k.Softmax), of(k.SoftmaxBackward), of(k.Normalize), of(k.NormalizeBackward),
-		of(k.RMSNorm), of(k.RMSNormBackward), of(k.RoPE),
-		of(k.Attention), of(k.AttentionBackward), of(k.AttentionDocuments),
-		of(k.Embedding), of(k.EmbeddingBackward), of(k.SiLUMul), of(k.SiLUMulBackward),
-		of(k.CrossEntropyScale), of(k.CrossEntropy), of(k.CrossEntropyMean),
-		of(k.CrossEntropyBackward), of(k.LinearCrossEntropy), of(k.ScaleRows),
-		of(k.SiLUProduct), of(k.SiLUProductBackward), of(k.RoPEProduct), of(k.Product),
-		of(k.Symmetric), of(k.Quantize), of(k.QuantizeColumns), of(k.QuantizeWeights),
-		of(k.GradSquares), of(k.GradNorm), of(k.AdamW), of(k.MuonDirection), of(k.MuonApply),
-		of(k.DecodeAttention), of(k.DecodeProduct), of(k.DecodeGated),
-		of(k.KasminaForward), of(k.KasminaBackward),
-	}
+	return k.launch(s, func(l *fake.Launch) {
+		compute.Call([]reflect.Value{reflect.ValueOf(l), reflect.ValueOf(params)})
+	})
 }
 
 // Ways are those of the kernels that the fake has.
