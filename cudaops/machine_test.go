@@ -307,6 +307,39 @@ func TestDownloadElsewhere(t *testing.T) {
 	require.ErrorContains(t, borrower.DownloadSome(w), "is no input of the graph")
 }
 
+// TestKept hands parameters and moments on, of which nothing is copied to the host, nor lost.
+func TestKept(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	l := newLifetime(t, newAdamW)
+	require.NoError(t, errors.Join(l.open(device), l.step(), l.step()))
+	p := l.batch.Params[1]
+	want, same := flat(t, valueIn(t, l.machine, p)), map[string]string{}
+	for _, p := range l.batch.Params {
+		same[p.Name()] = p.Name()
+	}
+	kept, err := l.machine.CloseKept()
+	require.NoError(t, err)
+	next := func(k *Kept) (*Machine, error) {
+		return NewMachine(device, l.batch.G, WithParams(l.batch.Params...),
+			WithOutputs(l.batch.Loss), WithKept(k, same))
+	}
+	for range 2 { // the first one gives back what it has taken
+		m, err := next(kept)
+		require.NoError(t, err)
+		require.NoError(t, m.SetOptimizer(l.optimizer, 1))
+		require.Equal(t, want, flat(t, valueIn(t, m, p)))
+		require.EqualValues(t, 2, m.optimizer.Params[0].Step)
+		require.NoError(t, m.Close())
+	}
+	late, err := next(kept)
+	require.NoError(t, err)
+	require.NoError(t, kept.Close())
+	require.ErrorContains(t, late.SetOptimizer(l.optimizer, 1), "closed before")
+	require.Equal(t, want, flat(t, valueIn(t, late, p)))
+	require.NoError(t, late.Close())
+	require.ErrorContains(t, errOf(next(kept)), "there is nothing that was kept")
+}
+
 // wrapped is an optimiser that is no pointer.
 type wrapped struct{ *optim.AdamW }
 

@@ -391,7 +391,7 @@ func (k *Kept) Close() error {
 // to k, as it is then.
 func WithKept(k *Kept, from map[string]string) MachineOption {
 	return func(c *machineConfig) error {
-		if k == nil || k.memory == nil {
+		if k == nil || k.memory == nil || len(k.memory.Params) == 0 {
 			return errors.New("WithKept: there is nothing that was kept")
 		}
 		c.kept, c.inherits = k, from

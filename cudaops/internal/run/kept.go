@@ -7,7 +7,7 @@ import "github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 // taken goes back with Close.
 type Kept struct {
 	Memory
-	Params map[string]*KeptParam // by name
+	Params map[string]*KeptParam // by name; none once it is closed
 	taken  map[gpu.Ptr]bool      // what goes back to it, if its taker is closed before
 }
 
@@ -27,6 +27,7 @@ func NewKept(ctx gpu.Context) *Kept {
 // Close gives back what nobody has taken. What was taken is its taker's from then on.
 func (k *Kept) Close() error {
 	clear(k.taken)
+	clear(k.Params)
 	return k.Memory.Close()
 }
 
