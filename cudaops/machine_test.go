@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -373,6 +374,7 @@ func TestCopiesOfAStep(t *testing.T) {
 // when that is launched.
 type counted struct {
 	gpu.Context
+	mu             sync.Mutex // inputs are sent side by side
 	work, captured traffic
 	capturing      bool
 	of             map[*gpu.Graph]traffic
@@ -397,12 +399,16 @@ func counting(d *Device) *counted {
 
 // take returns what was done since it was called last.
 func (c *counted) take() traffic {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	work := c.work
 	c.work = traffic{}
 	return work
 }
 
 func (c *counted) add(t traffic) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	into := &c.work
 	if c.capturing {
 		into = &c.captured
