@@ -79,7 +79,9 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 // openOn makes a machine for an op on an engine.
 func openOn(engine *cuda.Engine, o gorgonia.Op, in []gorgonia.Value) (*singleOp, error) {
 	ops, err := engines.of.get(engine, func() (*singleOps, error) {
-		ctx := engine.Context().CUDAContext() // a struct that is nothing but the CUcontext
+		ctx := engine.Context().CUDAContext()
+		// which is right only as long as the struct is nothing but the CUcontext
+		var _ [unsafe.Sizeof(uintptr(0))]struct{} = [unsafe.Sizeof(ctx)]struct{}{}
 		device, err := Open(WithContext(*(*uintptr)(unsafe.Pointer(&ctx))))
 		if err != nil {
 			return nil, err

@@ -231,9 +231,9 @@ const lastProducts = 2
 // programs.
 const roomLeft = 0.1
 
-// lacking is how many bytes the program takes too many. It is to leave enough of the device's memory
-// to the optimisers that are still to come and to what roomLeft is for, and to stay within what
-// WithMemory says. The optimisers are the machine's and those of others on the device.
+// lacking is how many bytes the program takes too many. It is to leave enough of the device's
+// memory to the optimisers that are still to come and to what roomLeft is for, and to stay within
+// what WithMemory says. The optimisers are the machine's and those of others on the device.
 func lacking(m *Machine) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	p := m.runner.Program

@@ -126,9 +126,9 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	return value, norm, err
 }
 
-// StepTogether is [Machine.Step] of a machine made [WithRanks], all of which call it behind the last
-// round of a step. A loss that is not finite at one of them leaves the parameters of all as they
-// are. The loss is nil at a rank that did not contribute to that round. When the run is over,
+// StepTogether is [Machine.Step] of a machine made [WithRanks], all of which call it behind the
+// last round of a step. A loss that is not finite at one of them leaves the parameters of all as
+// they are. The loss is nil at a rank that did not contribute to that round. When the run is over,
 // beside is called with the loss, 0 for none, while the update goes on. An error of it is that of
 // the step, which does not wait for the update then.
 func (m *Machine) StepTogether(loss *gorgonia.Node, beside func(loss float64) error) (norm float64,
@@ -166,8 +166,8 @@ func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-// updateBy is an update by a loss, 0 for none, with which beside is called when the run before it is
-// over.
+// updateBy is an update by a loss, 0 for none, with which beside is called when the run before it
+// is over.
 func updateBy(m *Machine, by *program.Array,
 	beside func(float64) error) (value, norm float64, err error) {
 	if err := updatable(m); err != nil {

@@ -561,8 +561,8 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 	return loss, weights
 }
 
-// TestNorms wants the gradients of weights of a tape machine, also where they are added up over runs,
-// and over norms that share them.
+// TestNorms wants the gradients of weights of a tape machine, also where they are added up over
+// runs, and over norms that share them.
 func TestNorms(t *testing.T) {
 	seed := randomSeed(t)
 	for name, c := range map[string]struct {
@@ -781,8 +781,8 @@ func TestRanksOneRound(t *testing.T) {
 	}
 }
 
-// TestRanksLossThatIsNone: where the loss of one of several ranks is not finite, no parameter of any
-// changes, and the next step is made.
+// TestRanksLossThatIsNone: where the loss of one of several ranks is not finite, no parameter of
+// any changes, and the next step is made.
 func TestRanksLossThatIsNone(t *testing.T) {
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)

@@ -169,7 +169,7 @@ func (m *Machine) Download() (err error) {
 	}
 	x := m.optimizer
 	there := slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
-		return m.inputs.Of(p) == nil // nothing that is asked for needs it, or another machine has it
+		return m.inputs.Of(p) == nil // nobody needs it, or another machine has it
 	})
 	if err := m.download(there, func(i *program.Input, to []float32) error {
 		if i.Part == nil {
@@ -320,8 +320,8 @@ func stateOf(m *Machine, fetch func(param, moment int) ([]float32, error)) error
 	return nil
 }
 
-// Kept is device memory that a machine has left: its parameters and what its optimiser remembered of
-// them. Machines made [WithKept] go on with it. The device must stay open until it is closed.
+// Kept is device memory that a machine has left: its parameters and what its optimiser remembered
+// of them. Machines made [WithKept] go on with it. The device must stay open until it is closed.
 type Kept struct {
 	memory *run.Kept
 	device *Device

@@ -33,8 +33,8 @@ type Machine struct {
 // layer mirrors a lattice's state on the device, and sends it again before a run when it has
 // changed. What a run measures comes back behind it, and is given to the lattice when the machine
 // next meets it there. That is when a value is asked for, at a later run, or at the end. Two runs
-// may be on their way, so no run waits for the figures of the one before, unless its limits are made
-// of them.
+// may be on their way, so no run waits for the figures of the one before, unless its limits are
+// made of them.
 type layer struct {
 	*program.KasminaLayer
 	*Layers

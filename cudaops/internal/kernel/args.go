@@ -37,9 +37,9 @@ func add(a *gpu.Args, values ...any) (err error) {
 		case Struct:
 			err = v.add(a)
 		case gpu.TensorMap:
-			// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at 0x210.
-			// What comes before the first one is at most 0x30 bytes, or ends less than 16 before the
-			// next such offset.
+			// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at
+			// 0x210. What comes before the first one is at most 0x30 bytes, or ends less than 16
+			// before the next such offset.
 			align := 16
 			if len(a.Packed()) < 0x30 {
 				align = 0x30

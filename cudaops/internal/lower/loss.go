@@ -90,7 +90,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 type outputRows struct {
 	node                                                   *gorgonia.Node
 	x, w, logits, losses, targets, scale, upstream, dx, dw *program.Array
-	beta                                                   float32 // times the dw of the chunks before
+	beta                                                   float32 // times dw of chunks before
 }
 
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.

@@ -35,8 +35,8 @@ type Part struct {
 	From, To int
 }
 
-// Copy is a parameter in another type, and the call that makes it from the parameter. Where there is
-// but a part of that, others are made from the first copy, whose Renew is nil.
+// Copy is a parameter in another type, and the call that makes it from the parameter. Where there
+// is but a part of that, others are made from the first copy, whose Renew is nil.
 type Copy struct {
 	*Array
 	Renew *Call

@@ -19,8 +19,8 @@ type Executor struct {
 	Products *Products
 	Pieces   *Pieces // of values on their way
 
-	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program has
-	// no such calls.
+	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program
+	// has no such calls.
 	Host func(program.HostOp) error
 	Pass func(c *program.Call, p program.KasminaPass) error
 }

@@ -81,8 +81,8 @@ type source struct {
 	floats []float32 // nil where the reader has them
 }
 
-// sourcesOf returns an input's, if its value can be sent: of one of which there is a part alone that
-// and the whole in the type of the first copy.
+// sourcesOf returns an input's, if its value can be sent: of one of which there is a part alone
+// that and the whole in the type of the first copy.
 func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
 	v := in.Node.Value()
 	if v == nil && in.Frozen && s.read != nil {

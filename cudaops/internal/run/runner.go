@@ -88,8 +88,8 @@ func (all Recordings[K]) Drop(ctx gpu.Context) error {
 	return errors.Join(errs...)
 }
 
-// recordings is how many kinds of runs are kept. Kasmina layers seldom have more than two modes, and
-// change them together.
+// recordings is how many kinds of runs are kept. Kasmina layers seldom have more than two modes,
+// and change them together.
 const recordings = 16
 
 // Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of

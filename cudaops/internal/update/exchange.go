@@ -76,7 +76,8 @@ func (x *Optimizer) exchangeOf(b *bucket, contributors int) (e exchange, err err
 			case r == me:
 				e.staged[i] = append(e.staged[i], x.gradient(p))
 			default:
-				receives = append(receives, comm.Leg{Rank: r, At: ptr(places[0]), Bytes: x.bytes(p)})
+				receives = append(receives,
+					comm.Leg{Rank: r, At: ptr(places[0]), Bytes: x.bytes(p)})
 				e.staged[i], places = append(e.staged[i], places[0]), places[1:]
 			}
 		}

@@ -224,8 +224,8 @@ func (x *Optimizer) Ahead(call int) error {
 	return nil
 }
 
-// Arrive has a stream wait for all parameters that are on their way from other ranks. Whatever reads
-// or writes parameters, but for a run of the machine's own, comes behind it.
+// Arrive has a stream wait for all parameters that are on their way from other ranks. Whatever
+// reads or writes parameters, but for a run of the machine's own, comes behind it.
 func (x *Optimizer) Arrive(stream gpu.Stream) error {
 	if x == nil || x.share == nil || len(x.share.loads) == 0 {
 		return nil

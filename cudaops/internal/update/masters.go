@@ -12,9 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// Of a parameter that runs read in a narrower type alone, several ranks hold the float32 values once:
-// each those that it updates. What it makes of them travels to the others in the narrower type, of
-// which all have the whole.
+// Of a parameter that runs read in a narrower type alone, several ranks hold the float32 values
+// once: each those that it updates. What it makes of them travels to the others in the narrower
+// type, of which all have the whole.
 
 // travels reports whether a parameter comes back from its owners in the type of its first copy.
 func (x *Optimizer) travels(p *Param) bool {

@@ -23,8 +23,8 @@ import (
 // The owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
 // round by two ranks the update adds the two contributions as it reads them. There are no sums in
 // memory then, and what comes from the other lies in the arena of the run. The owner's sums of
-// squares, of whole chunks, go to all, so that the norm is added up as on one GPU. Then each updates
-// its part, and the parameters come back to all.
+// squares, of whole chunks, go to all, so that the norm is added up as on one GPU. Then each
+// updates its part, and the parameters come back to all.
 type share struct {
 	group   comm.Group
 	buckets []*bucket

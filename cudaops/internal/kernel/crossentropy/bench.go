@@ -12,7 +12,8 @@ func Bench(b *bench.B) {
 	scale, losses := b.Alloc(1, gpu.Float32), b.Alloc(rows, gpu.Float32)
 	a := Forward{Logits: b.Normal(rows*v, t), Losses: losses, LSE: b.Alloc(rows, gpu.Float32),
 		Targets: b.IDs(rows, v), Rows: rows, V: v, Type: t}
-	b.Moves("crossentropy_fwd_8192x50304", size, Scale{Scale: scale, Targets: a.Targets, Rows: rows},
+	b.Moves("crossentropy_fwd_8192x50304", size,
+		Scale{Scale: scale, Targets: a.Targets, Rows: rows},
 		a, Mean{Mean: b.Alloc(1, gpu.Float32), Losses: losses, Scale: scale, Rows: rows})
 	a.Scale = scale
 	b.Moves("crossentropy_bwd_8192x50304", 2*size, Backward{Out: b.Alloc(rows*v, t), Forward: a})

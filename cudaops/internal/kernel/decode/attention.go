@@ -86,5 +86,6 @@ func (a Attention) Launch(k *kernel.Set, s gpu.Stream) error {
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.blocks()},
 			Block: gpu.Dim{X: threads}, Overlap: k.Overlaps()},
 		kernel.Struct{a.Q, a.K, a.V, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Position, a.Parts,
-			a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale, packed})
+			a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale,
+			packed})
 }

@@ -90,8 +90,8 @@ func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	gradient := pair
 	gradient.ptr, gradient.stored = a.DAB, a.DAB != a.AB // else what is read would be lost
 	symbol, matrices := "gemm_hopper_silu_mul_backward_without_h", []gemmMatrix{
-		matrix(a.G, a.D, a.Rows, gemmDepth, gemmRows), matrix(a.Down, a.F, a.D, 64, gemmDepth), pair,
-		gradient}
+		matrix(a.G, a.D, a.Rows, gemmDepth, gemmRows),
+		matrix(a.Down, a.F, a.D, 64, gemmDepth), pair, gradient}
 	if a.H != 0 {
 		symbol = "gemm_hopper_silu_mul_backward"
 		matrices = append(matrices, matrix(a.H, a.F, a.Rows, 64, 16).storing())
@@ -128,8 +128,9 @@ type gemmMatrix struct {
 
 // matrix is one whose rows have no gaps.
 func matrix(p gpu.Ptr, columns, rows, boxColumns, boxRows int) gemmMatrix {
-	return gemmMatrix{ptr: p, dims: [3]int{columns, rows, 1}, strides: [2]uint64{uint64(columns), 8},
-		box: [3]uint32{uint32(boxColumns), uint32(boxRows), 1}}
+	return gemmMatrix{ptr: p, dims: [3]int{columns, rows, 1},
+		strides: [2]uint64{uint64(columns), 8},
+		box:     [3]uint32{uint32(boxColumns), uint32(boxRows), 1}}
 }
 
 // storing is the matrix as one that the copy engine stores.
@@ -193,4 +194,6 @@ func (a SiLUProductBackward) Tuning() kernel.Tuning {
 func (a SiLUProduct) Ways(k *kernel.Set) []kernel.Way { return gateWays(k, a.F, a.D, a.Type) }
 
 // Ways lists the ways that take the launch.
-func (a SiLUProductBackward) Ways(k *kernel.Set) []kernel.Way { return gateWays(k, a.F, a.D, a.Type) }
+func (a SiLUProductBackward) Ways(k *kernel.Set) []kernel.Way {
+	return gateWays(k, a.F, a.D, a.Type)
+}

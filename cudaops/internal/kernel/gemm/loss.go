@@ -7,9 +7,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [CrossEntropy] does, and what the
-// gradients of X and W are products of. Logits are never stored. With Z[r] = Σ_i exp(logits[r, i] −
-// logits[r, Targets[r]]),
+// LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [crossentropy.Forward] does, and
+// what the gradients of X and W are products of. Logits are never stored. With Z[r] = Σ_i
+// exp(logits[r, i] − logits[r, Targets[r]]),
 //
 //	Losses[r] = log Z[r],  Terms[r, i] = exp(logits[r, i] − logits[r, Targets[r]]) − Z[r]·[i = Targets[r]]
 //	Factors[r] = Scale[0]·Grad[0] / Z[r],  Scaled[r] = Factors[r]·X[r]

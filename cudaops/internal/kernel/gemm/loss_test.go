@@ -86,8 +86,8 @@ func (l *lossRig) want() (losses, gradient []float64) {
 	return losses, gradient
 }
 
-// near fails unless ‖got − want‖ is at most tol·‖want‖, and what rounding makes of each row. Where a
-// target is all but certain, its loss and gradients are differences of numbers near one, times
+// near fails unless ‖got − want‖ is at most tol·‖want‖, and what rounding makes of each row. Where
+// a target is all but certain, its loss and gradients are differences of numbers near one, times
 // size, and much smaller. That comes of a single row of eight logits once in some two thousand
 // draws.
 func (l *lossRig) near(what string, got, want []float64, tol, size float64) {

@@ -202,8 +202,8 @@ func narrow(k *kernel.Set, s gpu.Stream, l Layer, wide gpu.Ptr, width int) error
 		int64(n), l.Chunk, width)
 }
 
-// launch launches a kernel whose blocks take seeds and parts of the rows in turn: that for where the
-// weights are.
+// launch launches a kernel whose blocks take seeds and parts of the rows in turn: that for where
+// the weights are.
 func (g mixGrid) launch(k *kernel.Set, s gpu.Stream, name string, t gpu.DType, args ...any) error {
 	if g.resident {
 		name += "_near"

@@ -212,8 +212,8 @@ type kasminaPass struct {
 	layer      kernel.Struct
 }
 
-// newKasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes besides
-// X.
+// newKasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes
+// besides X.
 func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work gpu.Ptr,
 	others ...gpu.Ptr) (*kasminaPass, error) {
 	if l.Rows > math.MaxInt32 || l.State.Seeds*l.Chunk > math.MaxInt32/4 { // as they are counted
@@ -251,8 +251,8 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 		l.Chunk)
 }
 
-// main launches the pass's kernel over the whole layer, which takes the layer, Share, and two arrays
-// first. It overlaps with whatever comes before it, which it awaits.
+// main launches the pass's kernel over the whole layer, which takes the layer, Share, and two
+// arrays first. It overlaps with whatever comes before it, which it awaits.
 func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) error {
 	return p.Enqueue(p.Stream, p.unit, p.name, gpu.LaunchConfig{
 		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
@@ -318,9 +318,9 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) error {
 		}, bins, p.X, int64(p.Rows), p.State.Seeds, p.Chunk)
 }
 
-// Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds those
-// up over the blocks. A third adds them up over the seeds of a slot. Where a chunk's threads are
-// more than a warp, norms and clipping take one more pass over G.
+// Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds
+// those up over the blocks. A third adds them up over the seeds of a slot. Where a chunk's threads
+// are more than a warp, norms and clipping take one more pass over G.
 func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
 	p, err := newKasminaPass(k, s, b.Layer, use, b.Workspace, b.DX, b.G)

@@ -14,8 +14,8 @@ import (
 // memory of either. Rstd [Rows] and W [D] are float32, the others of the same type; Rstd may be
 // null.
 //
-// Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
-// rows. Type is then a 16-bit one.
+// Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [quantize.Rows] stores
+// its rows. Type is then a 16-bit one.
 //
 // Rows are taken from the last to the first, as most kernels write the last ones last, and the
 // cache still holds these. Ascending is for an X whose first rows were written last.
@@ -29,8 +29,8 @@ type RMSNorm struct {
 	Way                          kernel.Way
 }
 
-// held is how threads hold rows in registers: the zero shape where rows are not aligned or too long.
-// What is best without a residual, two packs, would be too much in flight with one.
+// held is how threads hold rows in registers: the zero shape where rows are not aligned or too
+// long. What is best without a residual, two packs, would be too much in flight with one.
 func (a RMSNorm) held() (h quantize.HeldShape) {
 	if !quantize.Packed(a.Type, a.D, a.Y8, a.Y, a.Sum, a.X, a.Residual, a.W) {
 		return h
@@ -135,8 +135,8 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 // Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's.
 // DW [D] is float32. Workspace is memory of WorkspaceBytes.
 //
-// Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
-// rows. Type is then a 16-bit one.
+// Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [quantize.Rows] stores
+// its rows. Type is then a 16-bit one.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
 	Rows, D                    int

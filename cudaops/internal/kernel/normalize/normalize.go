@@ -27,7 +27,7 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		a.XType, a.Y, a.X)
 }
 
-// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Normalize]'s X
+// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Forward]'s X
 // from that of its Y. DX may be G.
 type Backward struct {
 	DX, G, X, Workspace gpu.Ptr

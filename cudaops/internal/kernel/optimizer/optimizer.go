@@ -16,9 +16,9 @@ type Tensor struct {
 	Param gpu.Ptr // float32
 	Copy  gpu.Ptr // the parameter in CopyType, written with every update; may be null
 	Grad  gpu.Ptr // of GradType
-	// Other is another rank's contribution to the gradient, of the same type: the gradient is Grad +
-	// Other, each sum rounded to float32. Null where Grad is all of it. A table has both kinds never.
-	// What Muon updates has none.
+	// Other is another rank's contribution to the gradient, of the same type: the gradient is Grad
+	// + Other, each sum rounded to float32. Null where Grad is all of it. A table has both kinds
+	// never. What Muon updates has none.
 	Other  gpu.Ptr
 	First  gpu.Ptr // float32: AdamW's first moment, Muon's momentum
 	Second gpu.Ptr // float32: AdamW's second moment
@@ -117,8 +117,8 @@ func layOut(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, er
 			t.of[at[i]+j], list[at[i]+j] = i, [2]int32{int32(i), int32(j)}
 		}
 	}
-	parts, bytes, err := kernel.Upload(ctx, kernel.TableBytes(rows), make([]byte, updateBytes*len(rows)),
-		kernel.TableBytes(list))
+	parts, bytes, err := kernel.Upload(ctx, kernel.TableBytes(rows),
+		make([]byte, updateBytes*len(rows)), kernel.TableBytes(list))
 	if err != nil {
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)
 	}

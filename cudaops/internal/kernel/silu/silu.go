@@ -12,8 +12,8 @@ import (
 // Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a), or with GELU its approximation by
 // tanh in silu's place. A and B are the halves of the rows of AB [Rows, 2·F].
 //
-// Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [Quantize] stores its
-// rows. H may then be null, but for GELU. Type is a 16-bit one.
+// Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [quantize.Rows] stores
+// its rows. H may then be null, but for GELU. Type is a 16-bit one.
 type Mul struct {
 	H, AB      gpu.Ptr
 	Rows, F    int
@@ -47,7 +47,7 @@ func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
 // gradients of that. DAB may be the memory of AB.
 //
 // Where DAB8 [Rows, 2·F] is not null it is DAB, as rounded to Type, with Scale8 [Rows] as
-// [Quantize] stores its rows. Type is then a 16-bit one.
+// [quantize.Rows] stores its rows. Type is then a 16-bit one.
 type MulBackward struct {
 	H, DAB, DH, AB gpu.Ptr
 	Rows, F        int
