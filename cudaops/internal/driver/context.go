@@ -144,6 +144,9 @@ func (c *context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 //go:uintptrescapes
 func (c *context) enqueue(what string, n int, host []byte, s gpu.Stream, p *proc,
 	args ...uintptr) error {
+	if n < 0 { // which the driver would take for a huge one
+		return gpu.NewError(p.name, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", n))
+	}
 	if n == 0 {
 		return nil
 	}
