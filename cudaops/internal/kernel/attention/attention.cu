@@ -1,9 +1,11 @@
-// Flash attention in plain float arithmetic, for any head dimension, stride and alignment, and the statistics that a
-// backward pass reads; attention.cuh has the formulas, attention_mma.cu those of the gradients.
+// Flash attention in plain float arithmetic, for any head dimension, stride and alignment. Also the
+// statistics that a backward pass reads. attention.cuh has the formulas, attention_mma.cu those of
+// the gradients.
 //
-// The reference on the GPU, and the way for float32, which keeps its precision: tensor cores would round operands. A block
-// of 256 threads (16×16) owns 64 rows and meets the other operand 64 rows at a time. The result's columns are dealt out in
-// chunks of 128 to blocks of their own, each of which forms the scores again: any head dimension fits.
+// The reference on the GPU, and the way for float32, which keeps its precision: tensor cores would
+// round operands. A block of 256 threads (16×16) owns 64 rows and meets the other operand 64 rows
+// at a time. The result's columns are dealt out in chunks of 128 to blocks of their own. Each forms
+// the scores again, so any head dimension fits.
 #include "attention.cuh"
 
 namespace attention {
@@ -236,9 +238,10 @@ template <class T, class Docs> __device__ __forceinline__ void backwardKV(const 
   write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
 }
 
-// stats = lse·log₂e and Σ_d g·y. A block does 128 positions of a head, eight lanes a position and four positions at a time. The
-// kernel also sets the first n counters to zero, of which the kernels behind it have at most two for a block's positions, and one.
-// Launch: batch·⌈seq/128⌉·heads blocks of 256 threads; the heads of a position, which lie together, are neighbours.
+// stats = lse·log₂e and Σ_d g·y. A block does 128 positions of a head, eight lanes a position and
+// four positions at a time. The kernel also sets the first n counters to zero. The kernels behind
+// it have at most two for a block's positions, and one. Launch: batch·⌈seq/128⌉·heads blocks of 256
+// threads; the heads of a position, which lie together, are neighbours.
 template <class T> __device__ __forceinline__ void statistics(const Params &p, int *counters, int n) {
   if (const unsigned i = blockIdx.x * kThreads + threadIdx.x; i < unsigned(n)) counters[i] = 0;
   constexpr int V = kVec<T>, positions = kStatsTile / (kThreads / 8);
@@ -283,10 +286,11 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p, i
   stats[rows + mine] = exists ? own : 0;
 }
 
-// The table of Documents, from where each token's document should begin; null for one document a sequence. A start that comes before
-// the one of the token ahead, or after its own token, counts as that: whatever it was given, no kernel reads beside its arrays or
-// waits for a block that never comes. A window ends what a query sees so many tokens before it; 0 for none. Launch: a block of 1024
-// threads for every sequence.
+// The table of Documents, from where each token's document should begin; null for one document a
+// sequence. A start before that of the token ahead counts as that one, a start after its own token
+// as that token. So whatever it was given, no kernel reads beside its arrays or waits for a block
+// that never comes. A window ends what a query sees so many tokens before it; 0 for none. Launch: a
+// block of 1024 threads for every sequence.
 template <class Int> __device__ __forceinline__ void documentTable(int *table, const Int *from, int seq, int window) {
   __shared__ int ofWarps[kWarp];
   int *start = table + (int64_t)blockIdx.x * seq, *end = start + (int64_t)gridDim.x * seq;

@@ -80,8 +80,9 @@ struct Work {
   int batch, head, tile;
 };
 
-// Work is handed out a section of the heads at a time. Within a section it goes tile by tile; under a causal mask the
-// tiles with the longest loops come first, so that no long one is left for the end.
+// Work is handed out a section of the heads at a time. Within a section it goes tile by tile. Under
+// a causal mask the tiles with the longest loops come first, so that no long one is left for the
+// end.
 __device__ inline Work schedule(int index, const Params &p, int heads, int tiles, bool lastFirst) {
   int perSection = p.section * tiles, first = index / perSection * p.section, r = index % perSection;
   int n = min(p.section, p.batch * heads - first);

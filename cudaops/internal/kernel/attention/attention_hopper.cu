@@ -1,10 +1,11 @@
 // Flash attention on Hopper's own instructions, for bf16 and f16; attention.cuh has the formulas and attention_mma.cu the
 // gradients. (After Shah et al., "FlashAttention-3", 2024.)
 //
-// One thread copies tiles into shared memory, some ahead; the warpgroups of its block that work each own 64 rows and multiply
-// them with every tile. Blocks stay on their multiprocessor and take work until there is none, so that the next tiles are on
-// their way while results are written. A warpgroup starts the next scores before the present product with v, and forms the
-// softmax while the tensor cores are busy.
+// One thread copies tiles into shared memory, some ahead. The other warpgroups of its block each
+// own 64 rows and multiply them with every tile. Blocks stay on their multiprocessor and take work
+// until there is none, so that the next tiles are on their way while results are written. A
+// warpgroup starts the next scores before the present product with v, and forms the softmax while
+// the tensor cores are busy.
 //
 // Needs: headDim a multiple of 8 and at most D, pointers and strides multiples of 16 bytes, scale > 0.
 #include "attention_hopper.cuh"
@@ -32,8 +33,8 @@ template <class S> struct ForwardMemory {
   __device__ uint32_t vTile(int i) const { return v + vs.slot(i) * S::LoopBytes; }
 };
 
-// The first query of a tile. Tiles end with the last 64 queries, so that under a causal mask what the first lacks is short work;
-// warpgroups before the first query have none.
+// The first query of a tile. Tiles end with the last 64 queries: under a causal mask what the first
+// lacks is short work. Warpgroups before the first query have none.
 template <class S> __device__ inline int firstQuery(const Params &p, int tile, int tiles) {
   return (p.seq + 63) / 64 * 64 - (tiles - tile) * S::Own;
 }
@@ -91,8 +92,8 @@ __device__ inline void workForward(const Params &p, const Docs &docs, const Forw
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
-  // Warpgroups start products one after the other, so that the scores of one are ready, and its softmax is under way, while
-  // the tensor cores serve the next.
+  // Warpgroups start products one after the other. So the scores of one are ready, and its softmax
+  // is under way, while the tensor cores serve the next.
   auto waitTurn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
   auto passTurn = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % S::Workers) : "memory"); };
   auto skipTile = [&](int i) {  // which only another group's queries see

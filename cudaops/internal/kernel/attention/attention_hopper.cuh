@@ -45,8 +45,9 @@ template <class S> __device__ inline int keyTiles(const Params &p, int last) {
   return (min(p.causal ? last + 1 : p.seq, p.seq) + S::Loop - 1) / S::Loop;
 }
 
-// Where the documents of each warpgroup's rows begin or end, in tiles or rows of the walk: the copier looks it up, some turns ahead,
-// and the workers find it in shared memory once the turn's tiles are there.
+// Where the documents of each warpgroup's rows begin or end, in tiles or rows of the walk. The
+// copier looks it up, some turns ahead. The workers find it in shared memory once the turn's tiles
+// are there.
 template <class S> struct Reach {
   uint32_t words;
   __device__ uint32_t word(int turn, int group) const { return words + turn % S::Turns * 16 + group * 4; }
@@ -90,8 +91,8 @@ template <int D> __device__ inline void turnBack(Accumulator<1, D> &d, const Ang
   }
 }
 
-// The same in two steps, where there are registers for it: the angles come from far, and are asked for while products or stores are
-// under way.
+// The same in two steps, where there are registers for it. The angles come from far, and are asked
+// for while products or stores are under way.
 template <int D> struct TurnBack {
   float2 cosines[2][D / 16], sines[2][D / 16];
   bool turns;

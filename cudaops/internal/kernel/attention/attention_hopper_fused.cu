@@ -1,15 +1,19 @@
-// The backward pass of attention on Hopper's own instructions at head dimensions above 64, for bf16 and f16: attention_mma.cu
-// has the gradients, attention_hopper.cu the manner of working and what it needs.
+// The backward pass of attention on Hopper's own instructions at head dimensions above 64, for bf16
+// and f16. attention_mma.cu has the gradients, attention_hopper.cu the manner of working and what
+// it needs.
 //
-// One kernel forms every score once: five products where separate kernels for q and for k and v take seven. A block owns 128
-// keys and walks over the queries that see them, 64 at a time; a warpgroup has 64 of the keys, with dk and dv in registers.
-// The block's part of a tile's dq leaves by way of shared memory and is added, in float32, to what the blocks before it have
-// added: a tile's blocks take turns in the order of their keys, so the bits do not depend on which block is faster. Work is
-// handed out in that order too, and every block begins with the last queries, so that blocks of one head follow each other at
-// a distance and seldom wait. A last kernel, which overlaps with this one, rounds dq and turns it back by RoPE's angles.
+// One kernel forms every score once: five products where separate kernels for q and for k and v
+// take seven. A block owns 128 keys and walks over the queries that see them, 64 at a time. A
+// warpgroup has 64 of the keys, with dk and dv in registers. The block's part of a tile's dq leaves
+// by way of shared memory. It is added, in float32, to what the blocks before it have added. A
+// tile's blocks take turns in the order of their keys, so the bits do not depend on which block is
+// faster. Work is handed out in that order too, and every block begins with the last queries. So
+// blocks of one head follow each other at a distance and seldom wait. A last kernel, which overlaps
+// with this one, rounds dq and turns it back by RoPE's angles.
 //
-// Products, in the order in which they are started: dp(i) = v·gᵀ, dv += p(i)·g and the next scores s(i+1) = k·qᵀ, which run
-// while ds(i) is formed; dk += ds(i)·q and dq(i) = ds(i)ᵀ·k, which run during the exponentials of s(i+1).
+// Products, in the order in which they are started, are dp(i) = v·gᵀ, dv += p(i)·g and the next
+// scores s(i+1) = k·qᵀ. They run while ds(i) is formed. Then dk += ds(i)·q and dq(i) = ds(i)ᵀ·k run
+// during the exponentials of s(i+1).
 #include "attention_hopper_fused.cuh"
 #include "overlap.cuh"
 
@@ -20,8 +24,9 @@ using Fused128 = Shape<128, 2, 64, 1, 3>;
 
 #ifdef HOPPER
 
-// Shared memory: k and v, Stages of q, g and statistics, two ds, one dq, then the barriers and the present work; with documents,
-// also the tiles of queries up to the last that sees one of its keys, and for each key the first query behind those that see it.
+// Shared memory: k and v, Stages of q, g and statistics, two ds, one dq, then the barriers and the
+// present work. With documents, also the tiles of queries up to the last that sees one of its keys.
+// And for each key the first query behind those that see it.
 template <class S> struct FusedMemory {
   static constexpr int DsBytes = S::Own * S::Loop * 2, DqBytes = S::Loop * S::D * 4, StatsBytes = 2 * S::Loop * 4;
   uint32_t k, v, tiles, ds, dq, stats;
@@ -97,8 +102,9 @@ __device__ inline void copyFused(const Params &p, const Docs &docs, const Tensor
   }
 }
 
-// What one of the three threads does that add dq to the sums: a tile's first block writes, the others add when their turn has come.
-// Those that have keys which the tile's queries see follow each other, from the one with the first query's first key on.
+// What one of the three threads does that add dq to the sums. A tile's first block writes, the
+// others add when their turn has come. Those that have keys which the tile's queries see follow
+// each other, from the one with the first query's first key on.
 template <class S, class Docs>
 __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int works, int tiles, int sender) {
   const Sums<S> sums(p);
@@ -159,10 +165,12 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
     const int first = i, n = i + walk.steps();
     int t = walk.last;
     Accumulator<1, D> dk, dv;
-    // Scores, dp and dq take turns in two accumulators: tile i's scores, its dp and its dq follow each other in one, while the
-    // other goes from the dq of the tile before to the scores of the next. s and dp are transposed: a row is a key, a column a
-    // query; of dq it is the group's 64 columns. With 96 columns half of the second group's, which come from what lies behind k, mean
-    // nothing: a product of its own for fewer columns would be a branch, around which the assembler lets no product run on.
+    // Scores, dp and dq take turns in two accumulators. Tile i's scores, its dp and its dq follow
+    // each other in one. Meanwhile the other goes from the dq of the tile before to the scores of
+    // the next. s and dp are transposed: a row is a key, a column a query; of dq it is the group's
+    // 64 columns. With 96 columns half of the second group's come from what lies behind k, and mean
+    // nothing. A product of its own for fewer columns would be a branch, around which the assembler
+    // lets no product run on.
     Accumulator<1, N> even, odd;
     Operand<N> e;
     dk.clear();
@@ -348,8 +356,9 @@ __device__ inline void backwardFused(const Params &p, const Docs &docs, const An
   }
 }
 
-// dq of a tile of two heads, which share their angles: the sums times the scale, turned back. It does not wait for the kernel before
-// but for its tile's sums, and so makes use of the multiprocessors that have no more work of that one.
+// dq of a tile of two heads, which share their angles: the sums times the scale, turned back. It
+// waits not for the kernel before but for its tile's sums. So it makes use of the multiprocessors
+// that have no more work of that one.
 template <typename T, class S> __device__ inline void roundSums(const Params &p, const Angles &angles) {
   constexpr int D = S::D;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -377,10 +386,10 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
 #endif  // HOPPER
 }  // namespace attention
 
-// Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before the rounding of dq. Dynamic
-// shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 2·Own·Loop·2 + Loop·D·4 + 56, with documents
-// 4·Own more.
-// The rounding: a block of 256 threads for every tile of 64 queries of every two heads, and the shared memory of their results; it may
+// Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before
+// the rounding of dq. Dynamic shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) +
+// 2·Own·Loop·2 + Loop·D·4 + 56, with documents 4·Own more. The rounding: a block of 256 threads for
+// every tile of 64 queries of every two heads, and the shared memory of their results. It may
 // overlap with the kernel before it.
 #define FUSED(D, T)                                                                                                         \
   extern "C" __global__ void __launch_bounds__(attention::Fused##D::Threads, 1) attention_hopper_backward_fused_##D##_##T(  \

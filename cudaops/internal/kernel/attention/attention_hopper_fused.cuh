@@ -1,5 +1,5 @@
-// What the backward passes in one kernel share (attention_hopper_fused.cu, attention_hopper_fused64.cu): the walk over queries, the sums
-// of dq, and how blocks tell each other of them.
+// What attention_hopper_fused.cu and attention_hopper_fused64.cu share, the backward passes in one
+// kernel. It is the walk over queries, the sums of dq, and how blocks tell each other of them.
 #pragma once
 #include "attention_hopper.cuh"
 
@@ -19,9 +19,10 @@ __device__ inline void storeRelease(int *p, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// The workspace after the statistics: the sums of every tile's dq, as the registers of products hold them; then how many
-// blocks have added to each, or, of kernels that say so to another, that all have; then how much work has been handed out. The numbers
-// must begin as zeros, the sums need not.
+// The workspace after the statistics has the sums of every tile's dq, as the registers of products
+// hold them. Then come how many blocks have added to each, or that all have, of kernels that say so
+// to another. Last is how much work has been handed out. The numbers must begin as zeros, the sums
+// need not.
 template <class S> struct Sums {
   static_assert(S::Loop == kFusedTile, "");
   float *sums;
@@ -37,8 +38,8 @@ template <class S> struct Sums {
   __device__ int64_t index(const Params &p, int batch, int head, int tile) const {
     return ((int64_t)batch * p.heads + head) * tiles + tile;
   }
-  // How many blocks add to a tile of queries before that of a tile of keys: those that have keys which its queries see follow each other,
-  // from the one with the first query's first key on.
+  // How many blocks add to a tile of queries before that of a tile of keys. Those that have keys
+  // which its queries see follow each other, from the one with the first query's first key on.
   template <class Docs> __device__ static int before(const Params &p, const Docs &docs, const Work &w, int tile) {
     return w.tile - docs.start(p, w.batch, tile * kFusedTile) / S::Own;
   }
@@ -52,8 +53,8 @@ template <class S> struct Sums {
   }
 };
 
-// Of the first few tiles of queries those that see a key of the block's, from the last to the first, for one query head of the group
-// after another.
+// Of the first few tiles of queries those that see a key of the block's. They come from the last to
+// the first, for one query head of the group after another.
 struct QueryWalk {
   int count, last, group;
   __device__ QueryWalk(const Params &p, int tiles, int j0)

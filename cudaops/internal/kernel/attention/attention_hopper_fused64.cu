@@ -1,12 +1,16 @@
-// The backward pass of attention on Hopper's own instructions up to head dimension 64 in one kernel, for bf16 and f16:
-// attention_hopper_fused.cu has the manner of working, and in what order the blocks add up a tile's dq.
+// The backward pass of attention on Hopper's own instructions up to head dimension 64 in one
+// kernel, for bf16 and f16. attention_hopper_fused.cu has the manner of working, and in what order
+// the blocks add up a tile's dq.
 //
-// Two warpgroups have 64 keys of the block's 128 each, with dk and dv in registers, and read nothing of each other: they only leave ds in
-// shared memory. A third warpgroup forms dq from the ds of both and gives it to the threads that add it to the sums. To a tile that no
-// other block adds to any more it adds its part itself, on from the sums, turns dq back by RoPE's angles and rounds it.
+// Two warpgroups have 64 keys of the block's 128 each, with dk and dv in registers. They read
+// nothing of each other: they only leave ds in shared memory. A third warpgroup forms dq from the
+// ds of both and gives it to the threads that add it to the sums. To a tile that no other block
+// adds to any more it adds its part itself, on from the sums. Then it turns dq back by RoPE's
+// angles and rounds it.
 //
-// Products of the two, in the order in which they are started: dv += p(i)·g and the next scores s(i+1) = k·qᵀ, which run while ds(i) is
-// formed; dk += ds(i)·q and dp(i+1) = v·gᵀ, which run during the exponentials of s(i+1).
+// Products of the two, in the order in which they are started, are dv += p(i)·g and the next scores
+// s(i+1) = k·qᵀ. They run while ds(i) is formed. Then dk += ds(i)·q and dp(i+1) = v·gᵀ run during
+// the exponentials of s(i+1).
 #include "attention_hopper_fused.cuh"
 
 namespace attention {
@@ -18,8 +22,9 @@ constexpr int kFusedThreads = 512;
 
 constexpr int kWorkerRegisters = 208, kQueryRegisters = 72;  // of the third warpgroup; the copier has what is left
 
-// Shared memory: k and v of Turns turns, Stages of q and g with their statistics, three ds, two dq, results on their way out, then the
-// barriers and the work of each turn, with the tiles of queries up to the last that sees one of its keys.
+// Shared memory: k and v of Turns turns, Stages of q and g with their statistics, three ds, two dq.
+// Then results on their way out, the barriers and the work of each turn. With that are the tiles of
+// queries up to the last that sees one of its keys.
 template <class S> struct FusedMemory {
   static constexpr int DsBytes = S::Own * S::Loop * 2, DqBytes = S::Loop * S::D * 4, StatsBytes = 2 * S::Loop * 4;
   // Three threads send dq away, each every third tile, so that one's wait for the memory does not hold up the others.
@@ -101,8 +106,8 @@ __device__ inline void copyFused(const Params &p, const Docs &docs, const Tensor
   }
 }
 
-// What one of the three threads does that add dq to the sums: a tile's first block writes, the others add when their turn has come, but
-// for the last, which finishes the tile.
+// What one of the three threads does that add dq to the sums. A tile's first block writes, the
+// others add when their turn has come. The last finishes the tile.
 template <class S, class Docs>
 __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int sender) {
   const Sums<S> sums(p);

@@ -6,9 +6,10 @@
 //
 //   dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − Δ),  dq = scale·dS·k,  dk = scale·dSᵀ·q.
 //
-// One kernel owns queries and forms dq; another owns keys and forms dk and dv, from transposed scores, over all query heads
-// that read them. The scores are computed twice, in exchange for no atomics (the same bits on every run), no float32 copy
-// of dq, and operands that never leave their registers: a transposed score's accumulator is the next product's operand.
+// One kernel owns queries and forms dq; another owns keys and forms dk and dv, from transposed
+// scores, over all query heads that read them. The scores are computed twice. In exchange there are
+// no atomics (the same bits on every run) and no float32 copy of dq. Operands never leave their
+// registers: a transposed score's accumulator is the next product's operand.
 //
 // While a tile is worked on, the next one is on its way (cp.async). Needs: headDim a multiple of 8 and at most D, pointers
 // and strides multiples of 16 bytes, scale > 0.
@@ -16,8 +17,8 @@
 
 namespace attention {
 
-// A warp holds 16·M rows of the block's own tile; Loop rows of the other operand are in shared memory at a time, of which
-// Step are multiplied at once (the width of the score accumulator).
+// A warp holds 16·M rows of the block's own tile. Loop rows of the other operand are in shared
+// memory at a time. Step of them are multiplied at once (the width of the score accumulator).
 template <int D_, int Warps_, int M_, int Loop_, int Step_> struct Shape {
   static constexpr int D = D_, Warps = Warps_, M = M_, Loop = Loop_, Step = Step_;
   static constexpr int Threads = 32 * Warps, Own = 16 * M * Warps;

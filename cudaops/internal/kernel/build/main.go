@@ -98,8 +98,21 @@ func read(dir, family, name string) (text []byte, err error) {
 
 var include = regexp.MustCompile(`(?m)^\s*#\s*include\s+"([^"]+)"`)
 
-// sourceHash is the SHA-256 of a unit's source, of all headers that it includes, and of how it is
-// compiled. Carriage returns do not count, since git may put them there.
+var (
+	// Strings may hold what begins a comment, and a comment's last backslash joins the next line.
+	comment      = regexp.MustCompile(`(?m)^((?:"[^"\n]*"|[^"\n])*?)[ \t]*//(?:.*[^\\\n])?$`)
+	commentLines = regexp.MustCompile(`(?m)^[ \t]*//(?:.*[^\\\n])?\n`)
+)
+
+// code is a source without what does not matter: comments, and carriage returns, which git may put
+// there.
+func code(text []byte) []byte {
+	text = bytes.ReplaceAll(text, []byte("\r"), nil)
+	return comment.ReplaceAll(commentLines.ReplaceAll(text, nil), []byte("$1"))
+}
+
+// sourceHash is the SHA-256 of a unit's code, of that of all headers that it includes, and of how
+// it is compiled.
 func sourceHash(dir, unit, targets string) ([]byte, error) {
 	h := sha256.New()
 	fmt.Fprintln(h, targets, flags)
@@ -110,7 +123,7 @@ func sourceHash(dir, unit, targets string) ([]byte, error) {
 		if err != nil {
 			return nil, err
 		}
-		text = bytes.ReplaceAll(text, []byte("\r"), nil)
+		text = code(text)
 		fmt.Fprintf(h, "%s %d\n%s", files[i], len(text), text)
 		for _, m := range include.FindAllSubmatch(text, -1) {
 			if name := string(m[1]); !slices.Contains(files, name) {

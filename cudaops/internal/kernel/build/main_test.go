@@ -3,6 +3,7 @@ package main
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -41,6 +42,15 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 	require.NotEqual(t, first, hash("sm_90a"), "the targets do not count")
 	write("family/a.cu", "#include \"b.cuh\"\r\nint a;\r\n")
 	require.Equal(t, first, hash("sm_80"), "line endings count")
+	write("family/a.cu", "// a\n#include \"b.cuh\"  // b\n  // c\nint a;\n")
+	require.Equal(t, first, hash("sm_80"), "comments count")
+	for _, text := range []string{"int a;  // b \\", `asm("int a;  // b");`} {
+		write("family/a.cu", "#include \"b.cuh\"\n"+text+"\n")
+		second := hash("sm_80")
+		write("family/a.cu", "#include \"b.cuh\"\n"+strings.Replace(text, "b", "c", 1)+"\n")
+		require.NotEqual(t, second, hash("sm_80"), text)
+	}
+	write("family/a.cu", "#include \"b.cuh\"\nint a;\n")
 	write("include/c.cuh", "#pragma once\nint c;\n")
 	require.NotEqual(t, first, hash("sm_80"), "what an included file includes does not count")
 	require.NoError(t, os.Remove(filepath.Join(dir, "include", "c.cuh")))

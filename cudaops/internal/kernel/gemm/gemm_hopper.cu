@@ -7,10 +7,11 @@
 // with x and g [rows, depth], weights [2f, depth], down [depth, f], [gate | up] and [dgate | dup] [rows, 2f] and h [rows, f].
 // gate, up and dh are rounded to T before they are used, as if they had been in memory; dh never is.
 //
-// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile wait, rounded, in 64 of their multipliers' own registers
-// while the products of the next tile run: a warp takes some of them to memory in each of kSlots slots, which are spread evenly over
-// the steps of that, through panels of its own and the copy engine. Of the 256 columns of a tile, in the forward pass 128 are of gate
-// and the same of up, so that a lane has both of a pair.
+// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile wait, rounded, in 64
+// of their multipliers' own registers while the products of the next tile run. A warp takes some of
+// them to memory in each of kSlots slots, through panels of its own and the copy engine. Slots are
+// spread evenly over the steps of the next tile. In the forward pass half of a tile's 256 columns
+// are of gate and half of up: a lane has both of a pair.
 //
 // Needs: f and depth multiples of 8, pointers of 16 bytes.
 #include "exp2.cuh"
@@ -45,8 +46,8 @@ __device__ inline float gateOf(float a) {
   return s;
 }
 
-// gate, up and h of 64 columns leave, one every two slots, and then those of the other 64; gate and up by one panel, h by the other, in
-// which it is formed meanwhile, 16 columns a slot.
+// gate, up and h of 64 columns leave, one every two slots, and then those of the other 64. gate and
+// up leave by one panel, h by the other, in which it is formed meanwhile, 16 columns a slot.
 template <typename T> struct Forward : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
@@ -82,8 +83,9 @@ template <typename T> struct Forward : RoundedSums<T, kColumns> {
   }
 };
 
-// The warp has gate and up of 32 columns in one of its panels, and forms dgate and dup in their place, in two slots, while the other
-// panel's leave and the next come. Where there is h, it is formed in the place of dh, and leaves in the last slots, 64 columns at a time.
+// The warp has gate and up of 32 columns in one of its panels. In two slots it forms dgate and dup
+// in their place, while the other panel's leave and the next come. Where there is h, it is formed
+// in the place of dh, and leaves in the last slots, 64 columns at a time.
 template <typename T, bool H> struct Backward : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;

@@ -1,12 +1,14 @@
-// Matrix products on Hopper (sm_90a) whose blocks bring a tile to memory while they multiply the next one, for bf16 and f16: what the
-// kernels share. gemm_symmetric.cu, whose blocks have one tile, takes the copies and barriers from here.
+// Matrix products on Hopper (sm_90a) whose blocks bring a tile to memory while they multiply the
+// next one, for bf16 and f16. This is what the kernels share. gemm_symmetric.cu, whose blocks have
+// one tile, takes the copies and barriers from here.
 //
-// Operands of float8, both of which lie along the depth, are taken for matrices of half as many elements of 16 bits, each two of theirs,
-// but by the tensor cores. Their sums are to be multiplied by a factor for each row and one for each column (Factors).
+// Operands of float8 both lie along the depth. All but the tensor cores take them for matrices of
+// half as many elements of 16 bits, each two of theirs. Their sums are to be multiplied by a factor
+// for each row and one for each column (Factors).
 //
-// A block owns 128 rows by Columns columns at a time, a cluster of two blocks 256 rows: each copies its own rows of the left
-// operand and half of the right one, which goes to both. Blocks stay on their multiprocessor and take tiles until there are
-// none. In a block
+// A block owns 128 rows by Columns columns at a time, a cluster of two blocks 256 rows. Each copies
+// its own rows of the left operand and half of the right one, which goes to both. Blocks stay on
+// their multiprocessor and take tiles until there are none. In a block
 //
 //   one thread       copies the operands, 64 of the depth at a time, Stages ahead;
 //   two warpgroups   multiply 64 rows each. Depth is so short in these models that the tensor cores must not wait for a tile's way
@@ -37,8 +39,8 @@ constexpr int kPanel = 16 * 128;  // the bytes of a warp's rows of 64 columns
 // E4M3, two numbers in what counts as an element.
 struct f8x2 {};
 
-// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them each such warp's, and room for the
-// columns' factors of two tiles.
+// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them
+// each such warp's. Last is room for the columns' factors of two tiles.
 template <int Columns_, int Stages_, int WarpBytes> struct Memory {
   static constexpr int Columns = Columns_, Stages = Stages_;
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
@@ -61,8 +63,9 @@ struct Tile {
   int row, column;
 };
 
-// The tiles of a cluster, Step columns each, one a turn: down the rows of a section, which is rows of clusters that are worked
-// on together so that both operands stay in L2, then on to the next columns.
+// The tiles of a cluster, Step columns each, one a turn. They go down the rows of a section, then
+// on to the next columns. A section is rows of clusters that are worked on together, so that both
+// operands stay in L2.
 template <int Step> struct Schedule {
   int rows, columns, section, rank, next, stride;
   __device__ Schedule(int rows, int columns, int section)
@@ -161,7 +164,8 @@ template <class R> __device__ inline void releaseAll(const R &ring, int i) {
 __device__ inline float2 unpack(uint32_t v, bf16) { return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)}; }
 __device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
 
-// The rounded sums of a warp's 16 rows of a tile: a lane has columns 8n + lane % 4 · 2 and the next one of rows lane / 4 and 8 more.
+// The rounded sums of a warp's 16 rows of a tile. A lane has columns 8n + lane % 4 · 2 and the next
+// one, of rows lane / 4 and 8 more.
 template <typename T, int Columns> struct RoundedSums {
   uint32_t v[Columns / 8][2];
   int row, column;
@@ -202,8 +206,8 @@ __device__ inline void storeMatrices(uint32_t at, const uint32_t (&a)[2], const 
                : "memory");
 }
 
-// Where a lane's chunk of the first 16 columns lies, in a panel of 16 rows of Columns, 64 or 32; those of column c, a multiple of 16,
-// are where bits 4 to 6 differ by c / 8.
+// Where a lane's chunk of the first 16 columns lies, in a panel of 16 rows of Columns, 64 or 32.
+// Those of column c, a multiple of 16, are where bits 4 to 6 differ by c / 8.
 template <int Columns> __device__ inline uint32_t chunkOf(uint32_t panel) {
   const int lane = threadIdx.x % 32, r = lane % 16;
   return panel + r * (2 * Columns) + (lane / 16 ^ (Columns == 64 ? r % 8 : r / 2 % 4)) * 16;
@@ -251,8 +255,9 @@ template <int TransposeB> struct Right {
   }
 };
 
-// The right operand where it is of float8, and the factors of its rows, the product's columns. They come with a tile's last operands, not
-// its first: until then those of the tile before the last may still be read, in the last steps of a tile.
+// The right operand where it is of float8, and the factors of its rows, the product's columns. They
+// come with a tile's last operands, not its first. Until then those of the tile before the last may
+// still be read, in the last steps of a tile.
 struct ScaledRight {
   const TensorMap &map;
   const float *factors;
@@ -314,8 +319,9 @@ __device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const
 //   take(sums, row, column)          has sums of 16 rows, from a row and a column on, for those of which all slots are done
 //   finish(slot, row, column, more)  does a slot; after the last one sums from row and column on come next, if more do
 //
-// The steps of a tile are dealt out evenly to the slots: if all of a tile went to memory in its first steps, the operands of all blocks
-// would have to wait for it. A slot's work comes behind the start of a step's products.
+// The steps of a tile are dealt out evenly to the slots. If all of a tile went to memory in its
+// first steps, the operands of all blocks would have to wait for it. A slot's work comes behind the
+// start of a step's products.
 template <typename T, int TransposeB, class M, class Schedule, class Held>
 __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, int worker, Held &held) {
   constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank

@@ -3,13 +3,15 @@
 //   e[r, i] = exp(x[r]·w[i] − c[r]),  c[r] = x[r]·w[target],  Z[r] = Σ_i e[r, i]
 //   loss[r] = log Z[r],  d loss[r] / d logits[r, i] = e[r, i]/Z[r] − [i = target]
 //
-// with x [rows, depth], w [columns, depth] and e [rows, columns]. The target's own term is 1, so that Z is at least that, and
-// terms overflow only where a loss is above 80: bf16 has float32's exponents. A maximum is not needed.
+// with x [rows, depth], w [columns, depth] and e [rows, columns]. The target's own term is 1, so
+// that Z is at least that. Terms overflow only where a loss is above 80: bf16 has float32's
+// exponents. A maximum is not needed.
 //
-// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile, less c and times log₂e, wait in the multipliers' own
-// registers, rounded to f16, while the products of the next tile run: kParts times in its steps a thread takes the exponentials of 32
-// columns, adds them up and brings them to memory. f16 has three bits more than logits in bf16 would, and all that it can not hold is
-// 0 or infinite as a term.
+// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile, less c and times
+// log₂e, wait in the multipliers' own registers, rounded to f16. Meanwhile the products of the next
+// tile run. kParts times in its steps a thread takes the exponentials of 32 columns, adds them up
+// and brings them to memory. f16 has three bits more than logits in bf16 would, and all that it can
+// not hold is 0 or infinite as a term.
 //
 // Before the product a kernel forms c, and behind it one adds up Z and has e ready for the products of the gradients,
 //

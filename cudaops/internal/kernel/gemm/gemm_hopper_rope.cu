@@ -4,20 +4,25 @@
 //   s = x·weightsᵀ, rounded to T;  in the heads of the columns before `turned`, for the pairs (i, i + h), h = D/2, of head dimension D
 //   y[i] = s[i]·cos − s[i+h]·sin,   y[i+h] = s[i+h]·cos + s[i]·sin;  elsewhere y = s
 //
-// with x [rows, depth], weights [columns, depth], y [rows, columns] and the angles of position row mod seq. The bits are those of a
-// product whose sums are formed in the same order, and rope.cu behind it. The table holds the cosines of pairs i and i + 1 and their
-// sines, i even, for the positions and pairs, eight of each, that a warp asks for at once: [⌈seq/8⌉, h/8, 8 positions, 4, 4].
+// with x [rows, depth], weights [columns, depth], y [rows, columns] and the angles of position row
+// mod seq. The bits are those of a product whose sums are formed in the same order, and rope.cu
+// behind it. The table holds the cosines of pairs i and i + 1 and their sines, i even. They are for
+// the positions and pairs, eight of each, that a warp asks for at once: [⌈seq/8⌉, h/8, 8 positions,
+// 4, 4].
 //
-// gemm_hopper.cuh says how a block goes about it. A thread turns a part of the rounded sums at a time, in one of its two rows some pairs
-// of a head, both elements of which are its own, and leaves it in a panel of its warp; the copy engine takes a row's parts to memory
-// together. There are registers for the angles of one part. All heads of a tile need the same, so the parts that share them come
-// one behind the other, and a thread asks for each angle once a tile, a part ahead.
+// gemm_hopper.cuh says how a block goes about it. A thread turns a part of the rounded sums at a
+// time: some pairs of a head, in one of its two rows. Both elements of a pair are its own. It
+// leaves the part in a panel of its warp. The copy engine takes a row's parts to memory together.
+// There are registers for the angles of one part. All heads of a tile need the same, so the parts
+// that share them come one behind the other. A thread asks for each angle once a tile, a part
+// ahead.
 //
-// In float8 x and weights have a factor for each row, by which s is multiplied before it is turned, not to be rounded again; for heads of 64
-// and 128.
+// In float8 x and weights have a factor for each row. s is multiplied by them before it is turned,
+// not to be rounded again. That is for heads of 64 and 128.
 //
-// Needs: whole heads in a tile; turned a multiple of D, columns and depth of 8, all arrays at multiples of 16 bytes, and seq·D at
-// most 2³⁰. In float8 columns and depth are multiples of 16, and the depth is more than 384.
+// Needs whole heads in a tile. turned is a multiple of D, columns and depth of 8, all arrays lie at
+// multiples of 16 bytes, and seq·D is at most 2³⁰. In float8 columns and depth are multiples of 16,
+// and the depth is more than 384.
 #include "gemm_hopper.cuh"
 
 namespace gemm {

@@ -5,9 +5,9 @@
 // with left and right [n, depth] or, in the kernels called tall, stored as [depth, n]; c and d are [n, n], c symmetric. Only
 // elements on the diagonal and below are computed, and written to both places, so that d is exactly symmetric.
 //
-// A block computes 128 rows by 160 columns, a cluster two of these below each other, of which each copies half of the columns'
-// operand to both. The width is such that the triangle of 2048 rows takes no more clusters than an H100 or H200 runs at once: 61, of
-// 66. In a block
+// A block computes 128 rows by 160 columns, a cluster two of these below each other. Each copies
+// half of the columns' operand to both. The width is such that the triangle of 2048 rows takes no
+// more clusters than an H100 or H200 runs at once: 61, of 66. In a block
 //
 //   two warpgroups   multiply 64 rows each;
 //   one thread       copies the operands, 64 of the depth at a time, kStages ahead.
@@ -183,8 +183,9 @@ __device__ inline void leaveBoth(const Accumulator<1, kColumns> &sums, const Ima
   }
 }
 
-// A warpgroup writes what it has left of an image, Rows by Columns that begin at d[row, column]: the elements below the diagonal or,
-// of the transposed one, above it. The diagonal goes with those below.
+// A warpgroup writes what it has left of an image, Rows by Columns that begin at d[row, column].
+// These are the elements below the diagonal or, of the transposed one, above it. The diagonal goes
+// with those below.
 template <int Rows, int Columns, bool Above>
 __device__ inline void storeImage(const Params &p, f16 *d, uint32_t image, int stride, int row, int column) {
   constexpr int chunks = Columns / 8, count = Rows * chunks / 128;

@@ -35,8 +35,8 @@ __device__ inline void barrierWait(uint32_t barrier, int parity) {
 // Orders what a thread has read or written in shared memory before what copies and products do there after its next arrival.
 __device__ inline void fenceAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A ring of Slots slots that the copier fills and the workers free, in shared memory at `barriers`; fill i goes into slot
-// i % Slots, whose barriers these are.
+// A ring of Slots slots that the copier fills and the workers free, in shared memory at `barriers`.
+// Fill i goes into slot i % Slots, whose barriers these are.
 template <int Slots> struct Ring {
   uint32_t barriers;
   static constexpr int bytes = 16 * Slots;
@@ -62,8 +62,8 @@ template <int Slots> struct Ring {
     return filled(i);
   }
   __device__ void wait(int i) const { barrierWait(filled(i), i / Slots & 1); }
-  // Every worker's thread frees what it has read itself: it costs no more than an arrival for the whole warp, and tools that
-  // look for races follow no thread's reads through another's arrival.
+  // Every worker's thread frees what it has read itself. It costs no more than an arrival for the
+  // whole warp. Tools that look for races follow no thread's reads through another's arrival.
   __device__ void release(int i) const { barrierArrive(freed(i)); }
 };
 

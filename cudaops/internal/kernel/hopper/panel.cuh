@@ -1,9 +1,9 @@
 // Tiles as panels, and the copies of the tensor memory accelerator that fill them.
 //
-// A tile of R rows by D columns (16-bit) is panels, each R rows of 64 columns or, where D is no
+// A tile of R rows by D columns (16-bit) is panels. Each has R rows of 64 columns or, where D is no
 // multiple of 64, of 32. A row of a panel is 128 or 64 bytes. Its 16-byte chunks are swizzled in
-// groups of eight rows, as both the copies and the products understand it. Tiles begin at
-// multiples of 1 KiB.
+// groups of eight rows, as both the copies and the products understand it. Tiles begin at multiples
+// of 1 KiB.
 #pragma once
 #include "common.cuh"
 #include "target.cuh"

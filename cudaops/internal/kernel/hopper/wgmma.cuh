@@ -6,8 +6,9 @@
 #ifdef HOPPER
 namespace tile {
 
-// Where products find an operand: at an address in a tile of panels with so many bytes a row, which are `across` bytes apart (that
-// matters only where a product runs over rows). Plus moves it by bytes.
+// Where products find an operand: at an address in a tile of panels with so many bytes a row.
+// Panels are `across` bytes apart, which matters only where a product runs over rows. Plus moves it
+// by bytes.
 template <int RowBytes = 128> struct Descriptor {
   uint32_t low;
   __device__ Descriptor(uint32_t address, int across) : low(address >> 4 | across >> 4 << 16) {}
@@ -69,8 +70,9 @@ template <int RowBytes = 128> struct Descriptor {
 DEFINE_PRODUCTS(bf16, "bf16")
 DEFINE_PRODUCTS(f16, "f16")
 
-// Registers that products read or write may be touched by other instructions only before productsBegin and after
-// productsWait; hold keeps the compiler from moving such instructions across.
+// Registers that products read or write may be touched by other instructions only before
+// productsBegin and after productsWait. hold keeps the compiler from moving such instructions
+// across.
 __device__ inline void productsBegin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void productsCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Pending> __device__ inline void productsWait() {
@@ -96,7 +98,8 @@ template <int K> struct Operand {
   }
 };
 
-// Starts c = A·Bᵀ or, to add, c += A·Bᵀ: 64 rows of a tile of ARows from aRow on, and all N rows of another; both have D columns.
+// Starts c = A·Bᵀ or, to add, c += A·Bᵀ. A is 64 rows of a tile of ARows from aRow on, B all N rows
+// of another. Both have D columns.
 template <typename T, int D, int ARows, int N, bool Add = false>
 __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, uint32_t bTile) {
   using P = Panels<D>;
@@ -121,7 +124,8 @@ __device__ inline void startNN(Accumulator<1, D> &c, const Operand<K> &a, uint32
   for (int k = 0; k < K / 16; k++) addRS<1>(c.c[0], a.r[k], b.plus(k * 16 * rowBytes), T());
 }
 
-// Starts c += A·B for 64 rows of a tile of ARows rows and 64 columns, from aRow on, and the 64 rows of a tile with D columns.
+// Starts c += A·B. A is 64 rows, from aRow on, of a tile of ARows rows and 64 columns. B is the 64
+// rows of a tile with D columns.
 template <typename T, int D>
 __device__ inline void startNN(Accumulator<1, D> &c, uint32_t aTile, int aRow, uint32_t bTile) {
   constexpr int rowBytes = Panels<D>::rowBytes;
@@ -131,7 +135,8 @@ __device__ inline void startNN(Accumulator<1, D> &c, uint32_t aTile, int aRow, u
   for (int k = 0; k < 4; k++) addSS<0, 1>(c.c[0], a.plus(k * 32), b.plus(k * 16 * rowBytes), T());
 }
 
-// Starts c = Aᵀ·B for a tile of K rows and 64 columns, and 64 columns of another of K rows with panels as D columns have.
+// Starts c = Aᵀ·B. A is a tile of K rows and 64 columns. B is 64 columns of another of K rows with
+// panels as D columns have.
 template <typename T, int D, int K> __device__ inline void startTN(Accumulator<1, 64> &c, uint32_t aTile, uint32_t bTile) {
   constexpr int rowBytes = Panels<D>::rowBytes;
   const Descriptor a(aTile, 16);

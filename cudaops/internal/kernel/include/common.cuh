@@ -1,7 +1,8 @@
 // What every kernel is written with: storage types, 16-byte accesses, and reductions over warps and blocks.
 //
-// Numbers are stored as float, bfloat16 or half and computed with as float. Reductions add in an order that depends on the
-// launch's shape alone, so the same inputs give the same bits on every run: no atomics on floating-point numbers.
+// Numbers are stored as float, bfloat16 or half and computed with as float. Reductions add in an
+// order that depends on the launch's shape alone: no atomics on floating-point numbers. So the same
+// inputs give the same bits on every run.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -79,9 +80,10 @@ template <int N, class T> __device__ __forceinline__ void store(T* p, const Pack
   for (int i = 0; i < words; i++) reinterpret_cast<Word*>(p)[i] = reinterpret_cast<const Word*>(&v)[i];
 }
 
-// copyAsync starts a copy of 16 bytes to shared memory, of zeros when not wanted; src must be a valid address either way.
-// commitAsync makes a group of the copies started since the last call, and awaitAsync<n> waits until at most the n latest
-// groups of this thread are still on their way. Other threads see the data after a barrier.
+// copyAsync starts a copy of 16 bytes to shared memory, of zeros when not wanted; src must be a valid
+// address either way. commitAsync makes a group of the copies started since the last call.
+// awaitAsync<n> waits until at most the n latest groups of this thread are still on their way. Other
+// threads see the data after a barrier.
 __device__ __forceinline__ void copyAsync(void* dst, const void* src, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(dst))), "l"(src),
                "r"(wanted ? 16 : 0)

@@ -2,8 +2,9 @@
 //
 //   scale = max|x| / 448,  y = x / scale in E4M3, whose largest number is 448
 //
-// A row of zeros has scale 1, and no scale is below 2⁻¹²⁶, whose inverse is still a number. If any x is NaN so is the scale; if any is
-// infinite the scale is too, and y is NaN there, so that no product hides it.
+// A row of zeros has scale 1, and no scale is below 2⁻¹²⁶, whose inverse is still a number. If any x
+// is NaN so is the scale. If any is infinite the scale is too, and y is NaN there, so that no product
+// hides it.
 #pragma once
 #include <cuda_fp8.h>
 #include "common.cuh"

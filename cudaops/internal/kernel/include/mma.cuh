@@ -41,8 +41,8 @@ __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An accumulator of a warp: 16·M rows by N columns. A lane holds, of every 16×8 piece, the columns 2·(lane%4) and the next
-// of the rows lane/4 (elements 0 and 1) and lane/4 + 8 (elements 2 and 3).
+// An accumulator of a warp: 16·M rows by N columns. A lane holds, of every 16×8 piece, the columns
+// 2·(lane%4) and the next. Elements 0 and 1 are of row lane/4, elements 2 and 3 of lane/4 + 8.
 template <int M, int N> struct Accumulator {
   float c[M][N / 8][4];
 

@@ -4,8 +4,9 @@
 
 namespace tile {
 
-// Tiles in shared memory hold D elements (16-bit) a row, as chunks of 16 bytes; chunk c of row r lies where chunk
-// c ^ (r % 8) would: eight rows of one chunk, which is what ldmatrix reads, then fall on different banks.
+// Tiles in shared memory hold D elements (16-bit) a row, as chunks of 16 bytes. Chunk c of row r lies
+// where chunk c ^ (r % 8) would. So eight rows of one chunk, which is what ldmatrix reads, fall on
+// different banks.
 template <int D> __device__ inline uint32_t chunkAt(uint32_t tile, int row, int chunk) {
   return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
 }
