@@ -11,45 +11,37 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/bench"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 )
 
-// Measurement is what a kernel takes.
-type Measurement = bench.Measurement
+// Measurement is what a kernel takes. Where memory bounds it, Bytes is what it has to move: each
+// input read once, each output written once. Where arithmetic does, FLOPs is what it has to
+// compute. The other is 0.
+type Measurement struct {
+	Name  string // of kernel, pass and shape, as in rmsnorm_fwd_32768x4096
+	Time  time.Duration
+	Bytes float64
+	FLOPs float64
+}
 
-// group is kernels that are measured together.
+// group is benchmarks that run together.
 type group struct {
-	name     string
-	families []func(*bench.B)
+	name       string
+	benchmarks []func(*timer)
 }
 
 var groups = []group{
-	{"copy", []func(*bench.B){bench.Ceilings}},
-	{"ops", []func(*bench.B){norm.Bench, silu.Bench, rope.Bench, crossentropy.Bench, embedding.Bench}},
-	{"attention", []func(*bench.B){attention.Bench}},
-	{"decode", []func(*bench.B){decode.Bench}},
-	{"muon", []func(*bench.B){gemm.Bench}},
-	{"kasmina", []func(*bench.B){kasmina.Bench}},
-	{"optim", []func(*bench.B){optimizer.Bench}},
-	{"stock", []func(*bench.B){elementwise.Bench, softmax.Bench, reduce.Bench, layout.Bench}},
+	{"copy", []func(*timer){ceilings}},
+	{"ops", []func(*timer){norms, gates, rotations, losses, embeddings}},
+	{"attention", []func(*timer){attentions}},
+	{"decode", []func(*timer){decoding}},
+	{"muon", []func(*timer){newtonSchulz}},
+	{"kasmina", []func(*timer){layers}},
+	{"optim", []func(*timer){updates}},
+	{"stock", []func(*timer){stock}},
 }
 
 // Groups returns the names of the groups of kernels.
@@ -73,10 +65,9 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 	if d == nil || report == nil {
 		return errors.New("the device or report is nil")
 	}
-	for _, n := range names {
-		if !slices.Contains(Groups(), n) {
-			return fmt.Errorf("there is no group %q, want some of %v", n, Groups())
-		}
+	benchmarks, err := chosen(names)
+	if err != nil {
+		return err
 	}
 	drv, err := driver.Open()
 	if err != nil {
@@ -86,15 +77,20 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 	if err != nil {
 		return err
 	}
-	return errors.Join(measure(ctx, bench.CacheBytes, names, report), ctx.Close())
+	return errors.Join(measure(ctx, cacheBytes, report, benchmarks...), ctx.Close())
 }
 
-func measure(ctx gpu.Context, cache int, names []string, report func(Measurement) error) error {
-	var chosen []func(*bench.B)
-	for _, g := range groups {
-		if slices.Contains(names, g.name) {
-			chosen = append(chosen, g.families...)
+// chosen is the benchmarks of some groups.
+func chosen(names []string) (benchmarks []func(*timer), err error) {
+	for _, n := range names {
+		if !slices.Contains(Groups(), n) {
+			return nil, fmt.Errorf("there is no group %q, want some of %v", n, Groups())
 		}
 	}
-	return bench.Run(ctx, cache, report, chosen...)
+	for _, g := range groups {
+		if slices.Contains(names, g.name) {
+			benchmarks = append(benchmarks, g.benchmarks...)
+		}
+	}
+	return benchmarks, nil
 }

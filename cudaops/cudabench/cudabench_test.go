@@ -1,40 +1,126 @@
 package cudabench
 
 import (
+	"errors"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/bench"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
-// TestMeasure wants the families of the groups that are asked for, each once and in order.
-func TestMeasure(t *testing.T) {
+func fakeContext(t *testing.T, c fake.Config) (gpu.Context, *fake.Driver) {
+	t.Helper()
+	d := fake.New(c)
+	ctx, err := d.Retain(0)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, ctx.Close()) // which nothing may outlive
+	})
+	return ctx, d
+}
+
+// TestMedian has a clock that the launches move: the cache's clearing and the events must not
+// count.
+func TestMedian(t *testing.T) {
+	ctx, _ := fakeContext(t, fake.Config{})
+	times := map[string]time.Duration{}
+	launches := 0
+	require.NoError(t, measure(ctx, 64, func(m Measurement) error {
+		times[m.Name] = m.Time
+		return nil
+	}, func(b *timer) {
+		p := b.bytes(256)
+		memset := func() { do(ctx.Memset8(p, 0, 256, b.stream)) }
+		b.time(Measurement{Name: "one"}, func() { launches++; memset() })
+		b.time(Measurement{Name: "three"}, func() { memset(); memset(); memset() })
+	}))
+	require.GreaterOrEqual(t, launches, 500)
+	require.Positive(t, times["one"])
+	require.EqualValues(t, 2, (times["three"] - times["one"]).Microseconds(), times)
+}
+
+// TestFailure has memory run out, a launch fail and a report refuse: the error says where, and
+// nothing is left behind.
+func TestFailure(t *testing.T) {
+	ctx, d := fakeContext(t, fake.Config{})
+	none := func(m Measurement) error { t.Errorf("%s is reported", m.Name); return nil }
+	require.ErrorIs(t, measure(ctx, 64, none, ceilings), gpu.OutOfMemory) // 4 GiB of 1
+
+	d.Fail("cuMemsetD8Async", 4, gpu.NotSupported)
+	err := measure(ctx, 64, none, func(b *timer) {
+		p := b.bytes(4)
+		b.time(Measurement{Name: "a name"}, func() { do(ctx.Memset8(p, 0, 4, b.stream)) })
+	})
+	require.ErrorIs(t, err, gpu.NotSupported)
+	require.ErrorContains(t, err, "a name")
+
+	stop := errors.New("stop")
+	require.ErrorIs(t, measure(ctx, 64, func(Measurement) error { return stop }, func(b *timer) {
+		b.time(Measurement{Name: "report"}, func() {})
+		t.Error("it goes on")
+	}), stop)
+}
+
+// TestChosen wants the benchmarks of the groups that are asked for, each once and in order.
+func TestChosen(t *testing.T) {
 	defer func(all []group) { groups = all }(groups)
-	family := func(name string) func(*bench.B) {
-		return func(b *bench.B) {
-			p := b.Alloc(1, gpu.Float32)
-			b.Time(Measurement{Name: name}, func() { b.Do(b.Ctx.Memset8(p, 0, 4, b.Stream)) })
-		}
-	}
+	names := ""
+	named := func(name string) func(*timer) { return func(*timer) { names += name } }
 	groups = []group{
-		{"a", []func(*bench.B){family("a1"), family("a2")}},
-		{"b", []func(*bench.B){family("b1")}},
-		{"c", []func(*bench.B){family("c1")}},
+		{"a", []func(*timer){named("a1 "), named("a2 ")}},
+		{"b", []func(*timer){named("b1 ")}},
+		{"c", []func(*timer){named("c1 ")}},
 	}
 	require.Equal(t, []string{"a", "b", "c"}, Groups())
-	ctx, err := fake.New(fake.Config{}).Retain(0)
+	benchmarks, err := chosen([]string{"c", "a"})
 	require.NoError(t, err)
-	var names []string
-	require.NoError(t, measure(ctx, 64, []string{"c", "a"}, func(m Measurement) error {
-		require.Positive(t, m.Time)
-		names = append(names, m.Name)
+	ctx, _ := fakeContext(t, fake.Config{})
+	require.NoError(t, measure(ctx, 64, nil, benchmarks...))
+	require.Equal(t, "a1 a2 c1 ", names)
+	_, err = chosen([]string{"a", "d"})
+	require.ErrorContains(t, err, `there is no group "d", want some of [a b c]`)
+}
+
+// unstored is a context whose memory holds nothing, of any size.
+type unstored struct {
+	gpu.Context
+	next *gpu.Ptr
+}
+
+func (c unstored) Alloc(bytes int) (gpu.Ptr, error) {
+	p := *c.next
+	*c.next = p.Offset((bytes + 255) / 256 * 256)
+	return p, nil
+}
+
+func (unstored) Free(gpu.Ptr) error                                       { return nil }
+func (unstored) CopyToDevice(gpu.Ptr, []byte, gpu.Stream) error           { return nil }
+func (unstored) CopyOnDevice(_, _ gpu.Ptr, _ int, _ gpu.Stream) error     { return nil }
+func (unstored) EncodeTiled(gpu.TiledTensor) (m gpu.TensorMap, err error) { return m, nil }
+func (unstored) Memset8(gpu.Ptr, uint8, int, gpu.Stream) error            { return nil }
+
+// Elapsed is so long that few launches are timed.
+func (unstored) Elapsed(_, _ gpu.Event) (time.Duration, error) { return 20 * time.Millisecond, nil }
+
+// TestLaunches wants all benchmarks to launch kernels that there are, with arguments that these
+// take, and a time of each under a name of its own.
+func TestLaunches(t *testing.T) {
+	ctx, _ := fakeContext(t, fake.Config{Images: kerneltest.Kernels})
+	next := gpu.Ptr(256)
+	all, err := chosen(Groups())
+	require.NoError(t, err)
+	seen := map[string]bool{}
+	require.NoError(t, measure(unstored{ctx, &next}, 64, func(m Measurement) error {
+		require.True(t, m.Time > 0 && (m.Bytes > 0) != (m.FLOPs > 0), "%+v", m)
+		require.False(t, seen[m.Name], m.Name)
+		seen[m.Name] = true
 		return nil
-	}))
-	require.Equal(t, []string{"a1", "a2", "c1"}, names)
-	require.NoError(t, ctx.Close(), "nothing is left")
+	}, all[1:]...)) // the copy's and the product's are no kernels
+	require.Len(t, seen, 80)
 }
 
 func TestRefusals(t *testing.T) {

@@ -1,0 +1,200 @@
+package cudabench
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+)
+
+// timer times launches on a stream. An error ends all benchmarks, by a panic that measure catches.
+type timer struct {
+	*kernel.Set
+	stream gpu.Stream
+	random *rand.Rand
+	report func(Measurement) error
+	timing string  // the name of what is timed now
+	cache  gpu.Ptr // overwritten before each launch that is timed
+	size   int     // of that, in bytes
+	events [2 * maxLaunches]gpu.Event
+	// what lasts for all benchmarks, and for one or a part of it
+	all, memory run.Memory
+	plans       []gpu.MatmulPlan
+}
+
+// cacheBytes is several times any GPU's cache.
+const cacheBytes = 256 << 20
+
+const (
+	warmUp      = 25 * time.Millisecond
+	measuring   = 100 * time.Millisecond
+	maxLaunches = 500
+)
+
+// failure is what ends a benchmark from within.
+type failure struct{ error }
+
+func must[T any](v T, err error) T {
+	do(err)
+	return v
+}
+
+func do(err error) {
+	if err != nil {
+		panic(failure{err})
+	}
+}
+
+// measure times benchmarks on a context. So many bytes are overwritten before each launch that is
+// timed: cacheBytes empties any GPU's cache.
+func measure(ctx gpu.Context, cache int, report func(Measurement) error,
+	benchmarks ...func(*timer)) (err error) {
+	b := &timer{Set: kernel.New(ctx), size: cache, report: report, all: run.Memory{Ctx: ctx},
+		memory: run.Memory{Ctx: ctx}, random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
+	if b.stream, err = ctx.NewStream(); err != nil {
+		return err
+	}
+	defer func() {
+		switch r := recover().(type) {
+		case nil:
+		case failure:
+			if err = r.error; b.timing != "" {
+				err = fmt.Errorf("%s: %w", b.timing, err)
+			}
+		default:
+			panic(r)
+		}
+		err = errors.Join(err, b.release(), b.all.Close(), b.Close(), ctx.DestroyStream(b.stream))
+	}()
+	b.cache = must(b.all.Alloc(cache, "the cache"))
+	for i := range b.events {
+		b.events[i] = must(b.all.NewEvent(true))
+	}
+	for _, benchmark := range benchmarks {
+		benchmark(b)
+		b.free()
+	}
+	return nil
+}
+
+// free waits for the device and gives back what a benchmark has taken.
+func (b *timer) free() { do(b.release()) }
+
+func (b *timer) release() error {
+	err := errors.Join(b.Ctx.SyncStream(b.stream), b.memory.Close())
+	for _, p := range b.plans {
+		err = errors.Join(err, p.Close())
+	}
+	b.plans = nil
+	return err
+}
+
+// bytes returns memory that is not set.
+func (b *timer) bytes(n int) gpu.Ptr { return must(b.memory.Alloc(max(1, n), "a benchmark")) }
+
+// room returns memory for n elements, which are not set.
+func (b *timer) room(n int, t gpu.DType) gpu.Ptr { return b.bytes(n * t.Size()) }
+
+// upload returns a copy of data on the device.
+func (b *timer) upload(data []byte) gpu.Ptr {
+	p := b.bytes(len(data))
+	do(b.Ctx.CopyToDevice(p, data, b.stream))
+	return p
+}
+
+// zeros returns memory for n numbers of four bytes, which are 0.
+func (b *timer) zeros(n int) gpu.Ptr {
+	p := b.bytes(4 * n)
+	do(b.Ctx.Memset8(p, 0, 4*n, b.stream))
+	return p
+}
+
+// ids returns n numbers below limit on the device.
+func (b *timer) ids(n, limit int) kernel.Ints {
+	x := make([]int32, n)
+	for i := range x {
+		x[i] = b.random.Int32N(int32(limit))
+	}
+	return kernel.Ints{Ptr: b.upload(gpu.Bytes(x))}
+}
+
+// normal returns n numbers of the normal distribution on the device: some hundred thousand, over
+// and over.
+func (b *timer) normal(n int, t gpu.DType) gpu.Ptr {
+	const distinct = 1<<18 - 1 // odd, so that rows differ
+	p := b.room(n, t)
+	x := make([]float32, min(n, distinct))
+	for i := range x {
+		x[i] = float32(b.random.NormFloat64())
+	}
+	data := make([]byte, len(x)*t.Size())
+	gpu.Encode(data, t, x)
+	do(b.Ctx.CopyToDevice(p, data, b.stream))
+	for done, all := len(data), n*t.Size(); done < all; {
+		more := min(done, all-done)
+		do(b.Ctx.CopyOnDevice(p.Offset(done), p, more, b.stream))
+		done += more
+	}
+	return p
+}
+
+// moves times launches, one behind the other, that have so many bytes to move.
+func (b *timer) moves(name string, bytes float64, launches ...kernel.Launch) {
+	b.time(Measurement{Name: name, Bytes: bytes}, func() { b.launch(launches...) })
+}
+
+// computes times a launch that has so many operations to compute.
+func (b *timer) computes(name string, flops float64, launch kernel.Launch) {
+	b.time(Measurement{Name: name, FLOPs: flops}, func() { b.launch(launch) })
+}
+
+// launch enqueues launches, one behind the other.
+func (b *timer) launch(launches ...kernel.Launch) {
+	for _, l := range launches {
+		do(l.Launch(b.Set, b.stream))
+	}
+}
+
+// time measures what work enqueues, and reports it.
+func (b *timer) time(m Measurement, work func()) {
+	b.timing = m.Name
+	b.repeat(1, work) // which loads the kernel
+	once := max(b.repeat(5, work), time.Microsecond)
+	b.repeat(min(max(1, int(warmUp/once)), maxLaunches), work)
+	m.Time = b.repeat(min(max(5, int(measuring/once)), maxLaunches), work)
+	do(b.report(m))
+	b.timing = ""
+}
+
+// repeat returns the median of what n rounds of work take with nothing of use in the cache.
+func (b *timer) repeat(n int, work func()) time.Duration {
+	for i := range n {
+		do(b.Ctx.Memset8(b.cache, 0, b.size, b.stream))
+		do(b.Ctx.Record(b.events[2*i], b.stream))
+		work()
+		do(b.Ctx.Record(b.events[2*i+1], b.stream))
+	}
+	do(b.Ctx.SyncStream(b.stream))
+	times := make([]time.Duration, n)
+	for i := range times {
+		times[i] = must(b.Ctx.Elapsed(b.events[2*i], b.events[2*i+1]))
+	}
+	slices.Sort(times)
+	return times[n/2]
+}
+
+// plan returns what enqueues matrix products.
+func (b *timer) plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) {
+	workspace := b.bytes(run.WorkspaceBytes)
+	plan := must(must(b.Ctx.Blas()).Plan(spec, run.WorkspaceBytes, 1))
+	b.plans = append(b.plans, plan)
+	return func(a gpu.MatmulArgs) {
+		a.Workspace, a.WorkspaceSize = workspace, run.WorkspaceBytes
+		do(plan.Run(0, a, b.stream))
+	}
+}
