@@ -17,8 +17,8 @@ import (
 // from.
 //
 // After a change to a .cu or .cuh file, go generate ./cudaops/internal/kernel makes anew what
-// changed. It looks for nvcc of CUDA 13.0 in PATH, in CUDA_HOME, and where pip has installed it.
-// Tests fail while a unit and its sources differ.
+// changed, with nvcc of CUDA 13.0 in PATH or CUDA_HOME. Tests fail while a unit and its sources
+// differ.
 //
 //go:embed */*.fatbin
 var binaries embed.FS
