@@ -49,6 +49,8 @@ type Device struct {
 
 	expected atomic.Int64 // bytes that machines are to take once they have optimisers
 	kernels  run.Launcher // of all machines, so that only the first one loads them
+
+	workspace gpu.Ptr // of single ops; null before there is one
 }
 
 // DeviceOption is an option of Open.
@@ -178,7 +180,12 @@ func (d *Device) Close() error {
 	if d.ctx == nil {
 		return fmt.Errorf("cudaops.Device.Close: %w", errNotOpened)
 	}
-	if err := run.Joined(d.kernels.Close(), d.ctx.Close()); err != nil {
+	errs := []error{d.kernels.Close()}
+	if d.workspace != 0 {
+		errs = append(errs, d.ctx.Free(d.workspace))
+		d.workspace = 0
+	}
+	if err := run.Joined(append(errs, d.ctx.Close())...); err != nil {
 		return fmt.Errorf("cudaops.Device.Close: %s: %w", d.info.Name, err)
 	}
 	return nil

@@ -848,7 +848,7 @@ func (k *fakeKernels) NormalizeBackward(l *fake.Launch, a normalize.Backward) {
 // float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do
 // not know.
 func float8Products(c *machineConfig) error {
-	c.float8 = true
+	c.Float8 = true
 	return nil
 }
 

@@ -26,10 +26,10 @@ import (
 
 func init() { opbase.CUDA = onEngine }
 
-// engines holds what the ops on an engine share.
+// engines holds the devices of engines.
 var engines struct {
 	sync.Mutex
-	of perEngine[*singleOps]
+	of perEngine[*Device]
 }
 
 // perEngine is what belongs to an engine, by the engine. An op keeps the machines that run it.
@@ -78,15 +78,11 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 
 // openOn makes a machine for an op on an engine.
 func openOn(engine *cuda.Engine, o gorgonia.Op, in []gorgonia.Value) (*singleOp, error) {
-	ops, err := engines.of.get(engine, func() (*singleOps, error) {
+	device, err := engines.of.get(engine, func() (*Device, error) {
 		ctx := engine.Context().CUDAContext()
 		// which is right only as long as the struct is nothing but the CUcontext
 		var _ [unsafe.Sizeof(uintptr(0))]struct{} = [unsafe.Sizeof(ctx)]struct{}{}
-		device, err := Open(WithContext(*(*uintptr)(unsafe.Pointer(&ctx))))
-		if err != nil {
-			return nil, err
-		}
-		return newSingleOps(device)
+		return Open(WithContext(*(*uintptr)(unsafe.Pointer(&ctx))))
 	})
 	if err != nil {
 		return nil, err
@@ -95,5 +91,5 @@ func openOn(engine *cuda.Engine, o gorgonia.Op, in []gorgonia.Value) (*singleOp,
 	for i, v := range in {
 		operands[i] = singleOperand{v.Dtype(), v.Shape().Clone()}
 	}
-	return ops.open(o, operands)
+	return newSingleOp(device, o, operands)
 }

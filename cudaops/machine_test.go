@@ -240,7 +240,7 @@ func TestArguments(t *testing.T) {
 	_, foreign, foreignSum := build("w")
 	owner, err := NewMachine(device, g, WithParams(w), WithLogger(nil))
 	require.NoError(t, err)
-	require.Same(t, slog.Default(), owner.config.logger)
+	require.Same(t, slog.Default(), owner.config.ways.Logger)
 	other, _, _ := build("v")
 	for want, err := range map[string]error{
 		"WithOutputs: node":   errOf(NewMachine(device, g, WithOutputs(foreignSum))),
@@ -301,11 +301,11 @@ func TestDownloadElsewhere(t *testing.T) {
 	copy(w.Value().Data().([]float32), []float32{7, 7})
 	require.NoError(t, owner.Download())
 	require.Equal(t, []float32{1, 2}, flat(t, w.Value()))
-	require.ErrorContains(t, owner.DownloadSome(w, unused), "unused (1) is no input of the graph")
+	require.ErrorContains(t, owner.Download(w, unused), "unused (1) is no input of the graph")
 	g, w, unused = build()
 	borrower := openMachine(t, device, g, WithParams(w, unused), WithParamsOf(owner))
 	require.NoError(t, borrower.Download())
-	require.ErrorContains(t, borrower.DownloadSome(w), "is no input of the graph")
+	require.ErrorContains(t, borrower.Download(w), "is no input of the graph")
 }
 
 // TestKept hands parameters and moments on, of which nothing is copied to the host, nor lost.
@@ -886,7 +886,7 @@ func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 		want := logitsOf(t, plain, g)
 		of := open(g, WithFrozen(nil, g.Params...))
 		require.Equal(t, want, logitsOf(t, of, g))
-		if !untied || of.options.Activation != gpu.Float32 { // copies of which there are in float32
+		if !untied || of.config.Activation != gpu.Float32 { // copies of which there are in float32
 			require.Less(t, of.Memory(), plain.Memory())
 		}
 		for i := range m.Params {
@@ -1158,7 +1158,7 @@ func TestRoomShared(t *testing.T) {
 	require.NoError(t, err)
 	m := newBorrower(t, device, l.machine)
 	require.Zero(t, m.runner.Program.Spent)
-	require.Len(t, m.borrowed, len(l.batch.Params))
+	require.Len(t, m.runner.Program.Borrowed, len(l.batch.Params))
 	require.NoError(t, errors.Join(m.RunAll(), m.Close(), device.ctx.Free(hog)))
 	for _, in := range l.machine.runner.Program.Inputs {
 		require.Zero(t, in.Sharers, graph.Describe(in.Node))
@@ -1195,7 +1195,8 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine)
 	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss},
 		[]MachineOption{gatesFused})
 	m := other(t, device, first)
-	need, moments := m.Memory()+momentsToCome(m), momentsToCome(first)
+	need, moments := m.Memory()+momentsToCome(m, m.runner.Program),
+		momentsToCome(first, first.runner.Program)
 	require.NoError(t, m.Close())
 	require.NotZero(t, m.runner.Program.Spent, "on an empty card")
 	require.NotZero(t, moments)
@@ -1278,7 +1279,7 @@ func TestRoomRecomputed(t *testing.T) {
 		[]MachineOption{gatesFused})
 	var arena [2]int
 	for i, room := range []int{0, math.MaxInt} {
-		m.options.Room = room
+		m.config.Room = room
 		p, err := compile(m, g.G)
 		require.NoError(t, err)
 		require.Equal(t, room > 0, p.Spent > 0)
@@ -1362,17 +1363,18 @@ func TestZeroMachine(t *testing.T) {
 	for name, err := range map[string]error{"Address": address, "Step": step,
 		"Bind": m.Bind(nil, 0, 0), "RunAll": m.RunAll(), "SetOptimizer": m.SetOptimizer(nil, 0),
 		"Update": errOf(m.Update()), "Forget": m.Forget(nil, 0, 0),
-		"Contribute": m.Contribute(1, true), "GatherState": m.GatherState(),
-		"DownloadOwn": errOf(m.DownloadOwn()), "DropGradients": m.DropGradients(),
+		"Contribute": m.Rank().Contribute(1, true), "GatherState": m.Rank().GatherState(),
+		"DownloadOwn": errOf(m.Rank().DownloadOwn()), "DropGradients": m.DropGradients(),
 		"NonFinite":    errOf(m.NonFinite()),
 		"SetLossScale": m.SetLossScale(LossScale{}), "StartProfile": m.StartProfile(),
 		"Profile": errOf(m.Profile()), "Monitor": errOf(m.Monitor()),
 		"Value": errOf(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
-		require.ErrorContains(t, err, "Machine."+name+": the machine is a zero value")
+		require.ErrorContains(t, err, "."+name+": the machine is nil or a zero value")
 	}
 	require.Zero(t, m.Memory())
 	require.Zero(t, m.Stream())
 	require.Empty(t, m.Choices())
+	require.ErrorContains(t, errOf((*Machine)(nil).Value(nil)), "the machine is nil")
 	require.Zero(t, m.LossScale())
 	require.Equal(t, Float32, m.GradientPrecision())
 	m.Reset()
@@ -1564,25 +1566,22 @@ func TestInteropRefusals(t *testing.T) {
 // singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in
 // between. That is one allocation, in which values begin at any multiple of four bytes.
 type singleRunner struct {
-	t    *testing.T
-	ops  *singleOps
-	of   map[*gorgonia.Node]*singleOp
-	at   map[*gorgonia.Node]gpu.Ptr
-	next gpu.Ptr
+	t      *testing.T
+	device *Device
+	of     map[*gorgonia.Node]*singleOp
+	at     map[*gorgonia.Node]gpu.Ptr
+	next   gpu.Ptr
 }
 
 func newSingleRunner(t *testing.T, device *Device) *singleRunner {
 	t.Helper()
-	ops, err := newSingleOps(device)
-	require.NoError(t, err)
-	r := &singleRunner{t: t, ops: ops, of: map[*gorgonia.Node]*singleOp{}}
+	r := &singleRunner{t: t, device: device, of: map[*gorgonia.Node]*singleOp{}}
 	memory, err := device.ctx.Alloc(8 << 20)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		for _, l := range r.of {
 			r.ok(l.close())
 		}
-		r.ok(ops.close())
 		r.ok(device.ctx.Free(memory))
 	})
 	r.next = memory.Offset(4)
@@ -1608,7 +1607,7 @@ func (r *singleRunner) place(n *gorgonia.Node) gpu.Ptr {
 // run computes the whole graph.
 func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 	r.t.Helper()
-	ctx, start := r.ops.device.ctx, r.next
+	ctx, start := r.device.ctx, r.next
 	r.at = map[*gorgonia.Node]gpu.Ptr{}
 	defer func() { r.next = start }()
 	sorted, err := gorgonia.Sort(g)
@@ -1633,7 +1632,7 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 		}
 		l := r.of[n]
 		if l == nil {
-			l, err = r.ops.open(n.Op(), operands)
+			l, err = newSingleOp(r.device, n.Op(), operands)
 			require.NoError(r.t, err, n)
 			r.of[n] = l
 		}
@@ -1648,7 +1647,7 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 
 func (r *singleRunner) value(n *gorgonia.Node) []float32 {
 	x := make([]float32, opbase.Size(n.Shape()))
-	r.ok(r.ops.device.ctx.CopyToHost(gpu.Bytes(x), r.at[n], 0))
+	r.ok(r.device.ctx.CopyToHost(gpu.Bytes(x), r.at[n], 0))
 	return x
 }
 
@@ -1742,7 +1741,7 @@ func TestSingleRefusals(t *testing.T) {
 				operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}),
 					append(from, r.next)
 			}
-			l, err := r.ops.open(o, operands)
+			l, err := newSingleOp(r.device, o, operands)
 			r.ok(err)
 			defer l.close()
 			require.ErrorContains(t, l.run(from, r.next), "forward pass has not run")
@@ -1801,7 +1800,7 @@ func TestModelFitsBinaries(t *testing.T) {
 				device := openBinaries(t, card)
 				var log bytes.Buffer
 				timed := func(c *machineConfig) error {
-					c.tuning, c.tuneLeast, c.tunePath = tune.Full, 1,
+					c.ways.Mode, c.ways.Least, c.ways.Path = tune.Full, 1,
 						filepath.Join(t.TempDir(), "tune.json")
 					return nil
 				}
@@ -1918,7 +1917,7 @@ func (l *lifetime) calls() []call {
 		{"Value", func() error { _, err := m.Value(l.batch.Loss); return err }},
 		{"Update", func() error { _, err := m.Update(); return err }},
 		{"Upload", func() error { return m.Upload(l.batch.Params...) }},
-		{"Download", m.Download},
+		{"Download", func() error { return m.Download() }},
 		{"StartProfile", m.StartProfile},
 		{"SetOptimizer", func() error { return m.SetOptimizer(l.optimizer, 1) }},
 	}

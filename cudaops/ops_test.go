@@ -267,7 +267,7 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 			machine := newFuseMachine(t, device, g, params, keep, opts)
 			got := tasksOf(machine)
 			for op, n := range fuseCases[0].want {
-				if len(f.alsoUsed) > 0 && machine.config.act != gpu.Float32 {
+				if len(f.alsoUsed) > 0 && machine.config.Activation != gpu.Float32 {
 					break // products with float32 parameters are float32, and take casts
 				}
 				if other, ok := f.want[op]; ok {
@@ -847,7 +847,7 @@ func TestStock(t *testing.T) {
 
 // scaledGradients is the loss scaling of Float16 without its storage.
 func scaledGradients(c *machineConfig) error {
-	c.scaled = true
+	c.Scaled = true
 	return nil
 }
 

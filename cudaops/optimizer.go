@@ -28,7 +28,7 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 // that the machine had before is let go of, with what it remembered there, and after an error it
 // has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
-	defer in("SetOptimizer", &err)
+	defer in("Machine.SetOptimizer", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -44,7 +44,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return errors.New("the moments that WithKept hands on are given back: what was kept was " +
 			"closed before")
 	}
-	defer func() { expect(m, momentsToCome(m)) }()
+	defer func() { expect(m, momentsToCome(m, m.runner.Program)) }()
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil
 		// runs may have been captured with the exchange that goes along with them
@@ -55,7 +55,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	}
 	var all []*update.Param
 	for _, i := range m.inputs.All {
-		if g := gradientOf(m, i); g != nil {
+		if g := gradientOf(m, m.runner.Program, i); g != nil {
 			if sum := m.runner.Program.Sums[i.Node]; sum != nil {
 				g = sum
 			}
@@ -69,8 +69,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			"them with gorgonia.Grad")
 	}
 	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Memory: &m.memory,
-		Chooser: m.chooser, Activation: m.options.Activation, Kept: m.kept}, rules, all, maxNorm,
-		m.config.ranks)
+		Chooser: m.chooser, Activation: m.config.Activation, Kept: m.config.inherited}, rules,
+		all, maxNorm, m.config.ranks)
 	if err != nil {
 		return err
 	}
@@ -88,10 +88,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 // the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After
 // an error of the device the update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
-	defer in("Update", &err)
-	if err = usable(m); err != nil {
-		return
-	}
+	defer in("Machine.Update", &err)
 	_, norm, err = updateBy(m, nil, nil)
 	return norm, err
 }
@@ -101,10 +98,7 @@ func (m *Machine) Update() (norm float64, err error) {
 // parameter changes, which is no error. Then the norm is not finite either, and gathered gradients
 // are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
-	defer in("Step", &err)
-	if err = usable(m); err != nil {
-		return
-	}
+	defer in("Machine.Step", &err)
 	a, err := lossOf(m, loss)
 	switch {
 	case err != nil:
@@ -113,9 +107,11 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 		return updateBy(m, a, nil)
 	}
 	// the scale is not to change for a loss that is not finite
+	if _, err := updatable(m); err != nil {
+		return 0, 0, err
+	}
 	var host [1]float32
-	if err := run.InTurn(func() error { return updatable(m) },
-		func() error { return m.runner.FetchFloats(a, host[:]) }); err != nil {
+	if err := m.runner.FetchFloats(a, host[:]); err != nil {
 		return 0, 0, err
 	}
 	value = float64(host[0])
@@ -124,33 +120,6 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	}
 	_, norm, err = updateBy(m, nil, nil)
 	return value, norm, err
-}
-
-// StepTogether is [Machine.Step] of a machine made [WithRanks], all of which call it behind the
-// last round of a step. A loss that is not finite at one of them leaves the parameters of all as
-// they are. The loss is nil at a rank that did not contribute to that round. When the run is over,
-// beside is called with the loss, 0 for none, while the update goes on. An error of it is that of
-// the step, which does not wait for the update then.
-func (m *Machine) StepTogether(loss *gorgonia.Node, beside func(loss float64) error) (norm float64,
-	err error) {
-	defer in("StepTogether", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	switch {
-	case m.optimizer != nil && !m.optimizer.Shared():
-		return 0, errors.New("the machine is not one of several ranks: WithRanks makes it one")
-	case beside == nil:
-		return 0, errors.New("what goes beside the update is nil")
-	}
-	var by *program.Array
-	if loss != nil {
-		if by, err = lossOf(m, loss); err != nil {
-			return 0, err
-		}
-	}
-	_, norm, err = updateBy(m, by, beside)
-	return norm, err
 }
 
 // lossOf is where a loss lies: one float32 that is kept, and does not carry the loss scale.
@@ -170,10 +139,11 @@ func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 // is over.
 func updateBy(m *Machine, by *program.Array,
 	beside func(float64) error) (value, norm float64, err error) {
-	if err := updatable(m); err != nil {
+	x, err := updatable(m)
+	if err != nil {
 		return 0, 0, err
 	}
-	x, scale := m.optimizer, &m.runner.Scale
+	scale := &m.runner.Scale
 	if m.runner.Program.Scale != nil && scale.Carried != scale.Now.Scale {
 		return 0, 0,
 			errors.New("the loss scale is not that of the last run: run the machine again")
@@ -215,33 +185,43 @@ func enqueueUpdate(m *Machine, loss *program.Array) error {
 	})
 }
 
-// updatable returns an error where there can be no gradients for an optimiser.
-func updatable(m *Machine) error {
-	switch {
-	case m.optimizer == nil:
-		return errNoOptimizer
-	case !m.runner.State.Ran():
-		return errors.New("the machine has not run, so there are no gradients")
+// optimizerOf is the machine's optimiser.
+func optimizerOf(m *Machine) (*update.Optimizer, error) {
+	if err := usable(m); err != nil {
+		return nil, err
 	}
-	return nil
+	if m.optimizer == nil {
+		return nil, errNoOptimizer
+	}
+	return m.optimizer, nil
 }
 
-var errNoOptimizer = errors.New("the machine has no optimiser: give it one with SetOptimizer")
+// updatable is the machine's optimiser, where there can be gradients for it.
+func updatable(m *Machine) (*update.Optimizer, error) {
+	x, err := optimizerOf(m)
+	if err == nil && !m.runner.State.Ran() {
+		err = errNoGradients
+	}
+	return x, err
+}
+
+var (
+	errNoOptimizer = errors.New("the machine has no optimiser: give it one with SetOptimizer")
+	errNoGradients = errors.New("the machine has not run, so there are no gradients")
+)
 
 // Forget makes zero what the machine's optimiser remembers on the device of a parameter's elements
 // from ≤ i < to, in row-major order. The count of its steps stays.
 func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
-	defer in("Forget", &err)
-	if err = usable(m); err != nil {
-		return
-	}
+	defer in("Machine.Forget", &err)
+	x, err := optimizerOf(m)
 	switch {
-	case m.optimizer == nil:
-		return errNoOptimizer
+	case err != nil:
+		return err
 	case param == nil:
 		return errors.New("the parameter is nil")
 	}
-	all := m.optimizer.Params
+	all := x.Params
 	i := slices.IndexFunc(all, func(p *update.Param) bool { return p.Input.Node == param })
 	if i < 0 {
 		return fmt.Errorf("the optimiser has no parameter %s", graph.Describe(param))
@@ -250,7 +230,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to,
 			graph.Describe(param), n)
 	}
-	own, end := m.optimizer.Part(i)
+	own, end := x.Part(i)
 	if from, to = max(from, own)-own, min(to, end)-own; from >= to {
 		return nil
 	}
@@ -264,44 +244,10 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	return nil
 }
 
-// Expect says, ahead of a run, in which round it is. It tells how many ranks contribute to it, and
-// whether it is the first of a step. Where all do, the gradients leave beside the run, each as soon
-// as it is there. All ranks of a machine made [WithRanks] that contribute call it, or none.
-func (m *Machine) Expect(contributors int, first bool) (err error) {
-	defer in("Expect", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	if m.optimizer == nil {
-		return errNoOptimizer
-	}
-	return m.optimizer.Expect(contributors, first)
-}
-
-// Contribute sends the gradients of the last run to the ranks that own them, where this rank is
-// among the first contributors. It adds what comes to this rank's sums, which are begun anew with
-// first. What has left beside the run (see [Machine.Expect]) is not sent again. Of a machine made
-// [WithRanks] all ranks call it after every round of runs, and [Machine.Update] after the last one
-// of a step.
-func (m *Machine) Contribute(contributors int, first bool) (err error) {
-	defer in("Contribute", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	switch {
-	case m.optimizer == nil:
-		return errNoOptimizer
-	case !m.runner.State.Ran() && contributors > 0 && m.config.ranks != nil &&
-		m.config.ranks.Group.Rank() < contributors:
-		return errors.New("the machine has not run, so there are no gradients")
-	}
-	return m.optimizer.Contribute(contributors, first)
-}
-
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
 // last update.
 func (m *Machine) DropGradients() (err error) {
-	defer in("DropGradients", &err)
+	defer in("Machine.DropGradients", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -313,14 +259,12 @@ func (m *Machine) DropGradients() (err error) {
 // whether that was made or not. After another run it looks at those that the next one would apply:
 // with [WithAccumulation] at the sums. It waits for the device.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
-	defer in("NonFinite", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	if err := updatable(m); err != nil {
+	defer in("Machine.NonFinite", &err)
+	x, err := updatable(m)
+	if err != nil {
 		return nil, err
 	}
-	bad, err := m.optimizer.NonFinite()
+	bad, err := x.NonFinite()
 	if err != nil {
 		return nil, err
 	}
@@ -355,7 +299,7 @@ func (m *Machine) LossScale() LossScale {
 // SetLossScale continues with the loss scale of another machine, or of an earlier run. Gradients
 // that the machine holds were made with the old one, and are dropped.
 func (m *Machine) SetLossScale(s LossScale) (err error) {
-	defer in("SetLossScale", &err)
+	defer in("Machine.SetLossScale", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -389,4 +333,97 @@ func (m *Machine) GradientPrecision() Precision {
 		}
 	}
 	return Float32
+}
+
+// Rank is a machine's part in what the ranks of a group do together: see [Machine.Rank].
+type Rank struct{ m *Machine }
+
+// Rank is what a machine made [WithRanks] does together with those of the other ranks, once it has
+// an optimiser. Its methods are called like those of the machine.
+func (m *Machine) Rank() Rank { return Rank{m} }
+
+// optimizer is that of all ranks.
+func (r Rank) optimizer() (*update.Optimizer, error) {
+	x, err := optimizerOf(r.m)
+	if err == nil && !x.Shared() {
+		err = errors.New("the machine is not one of several ranks: WithRanks makes it one")
+	}
+	return x, err
+}
+
+// Expect says, ahead of a run, in which round it is. It tells how many ranks contribute to it, and
+// whether it is the first of a step. Where all do, the gradients leave beside the run, each as soon
+// as it is there. All ranks that contribute call it, or none.
+func (r Rank) Expect(contributors int, first bool) (err error) {
+	defer in("Rank.Expect", &err)
+	x, err := r.optimizer()
+	if err != nil {
+		return err
+	}
+	return x.Expect(contributors, first)
+}
+
+// Contribute sends the gradients of the last run to the ranks that own them, where this rank is
+// among the first contributors. It adds what comes to this rank's sums, which are begun anew with
+// first. What has left beside the run (see [Rank.Expect]) is not sent again. All ranks call it
+// after every round of runs, and [Rank.Step] or [Machine.Update] after the last one of a step.
+func (r Rank) Contribute(contributors int, first bool) (err error) {
+	defer in("Rank.Contribute", &err)
+	x, err := r.optimizer()
+	switch {
+	case err != nil:
+		return err
+	case !r.m.runner.State.Ran() && r.m.config.ranks.Group.Rank() < contributors:
+		return errNoGradients
+	}
+	return x.Contribute(contributors, first)
+}
+
+// Step is [Machine.Step] of all ranks, behind the last round of a step. A loss that is not finite
+// at one of them leaves the parameters of all as they are. The loss is nil at a rank that did not
+// contribute to that round. When the run is over, beside is called with the loss, 0 for none, while
+// the update goes on. An error of it is that of the step, which does not wait for the update then.
+func (r Rank) Step(loss *gorgonia.Node, beside func(loss float64) error) (norm float64, err error) {
+	defer in("Rank.Step", &err)
+	if _, err := r.optimizer(); err != nil {
+		return 0, err
+	}
+	if beside == nil {
+		return 0, errors.New("what goes beside the update is nil")
+	}
+	var by *program.Array
+	if loss != nil {
+		if by, err = lossOf(r.m, loss); err != nil {
+			return 0, err
+		}
+	}
+	_, norm, err = updateBy(r.m, by, beside)
+	return norm, err
+}
+
+// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks
+// call it. [Machine.Download] leaves the optimiser alone there.
+func (r Rank) GatherState() (err error) {
+	defer in("Rank.GatherState", &err)
+	x, err := r.optimizer()
+	if err != nil {
+		return err
+	}
+	return stateOf(x, x.Gathered)
+}
+
+// DownloadOwn brings what this rank's GPU remembers into the optimiser, and returns the parts that
+// it has. Elsewhere the optimiser's moments are zeros then. It waits for no other rank.
+func (r Rank) DownloadOwn() (parts []optim.Part, err error) {
+	defer in("Rank.DownloadOwn", &err)
+	x, err := r.optimizer()
+	if err != nil {
+		return nil, err
+	}
+	for i, p := range x.Params {
+		if from, to := x.Part(i); from < to {
+			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})
+		}
+	}
+	return parts, stateOf(x, x.Own)
 }

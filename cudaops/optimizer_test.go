@@ -795,9 +795,9 @@ func TestRanksLossThatIsNone(t *testing.T) {
 			for k := range in.Float32s() {
 				in.Float32s()[k] = float32(k%7) - 3
 			}
-			require.NoError(t, errors.Join(m.Expect(2, true), gorgonia.Let(x, in),
+			require.NoError(t, errors.Join(m.Rank().Expect(2, true), gorgonia.Let(x, in),
 				gorgonia.Let(targets, tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))),
-				m.RunAll(), m.Contribute(2, true)))
+				m.RunAll(), m.Rank().Contribute(2, true)))
 			spoil := i < 2 && i == rank
 			if spoil {
 				at := m.runner.Program.Values[loss].Ptr()
@@ -806,7 +806,7 @@ func TestRanksLossThatIsNone(t *testing.T) {
 				binary.LittleEndian.PutUint32(b, math.Float32bits(float32(math.NaN())))
 			}
 			var told []float64
-			_, err := m.StepTogether(loss, func(l float64) error {
+			_, err := m.Rank().Step(loss, func(l float64) error {
 				told = append(told, l)
 				return nil
 			})
@@ -817,12 +817,12 @@ func TestRanksLossThatIsNone(t *testing.T) {
 			} else {
 				require.NoError(t, err)
 			}
-			require.NoError(t, errors.Join(m.GatherState(), m.Download()))
+			require.NoError(t, errors.Join(m.Rank().GatherState(), m.Download()))
 			require.Equal(t, i == 2, fmt.Sprint(nodes[0].Value()) != before, rank)
 		}
 		if rank == 0 {
-			require.ErrorContains(t, errOf(m.StepTogether(loss, nil)), "nil")
-			require.ErrorContains(t, m.Contribute(1, true), "one round of two ranks")
+			require.ErrorContains(t, errOf(m.Rank().Step(loss, nil)), "nil")
+			require.ErrorContains(t, m.Rank().Contribute(1, true), "one round of two ranks")
 		}
 	})
 }
@@ -887,19 +887,19 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 				}
 				if b%size == rank {
 					if how.beside {
-						require.NoError(t, m.Expect(min(size, batches-b/size*size), b < size))
+						require.NoError(t, m.Rank().Expect(min(size, batches-b/size*size), b < size))
 					}
 					require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
 						m.RunAll()))
 				}
 				if b%size == size-1 || b == batches-1 {
-					require.NoError(t, m.Contribute(b%size+1, b < size))
+					require.NoError(t, m.Rank().Contribute(b%size+1, b < size))
 				}
 			}
 			update := m.Update
 			if how.together {
 				update = func() (float64, error) {
-					return m.StepTogether(loss, func(l float64) error {
+					return m.Rank().Step(loss, func(l float64) error {
 						require.Greater(t, l, 1.0)
 						return nil
 					})
@@ -909,10 +909,10 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 			require.NoError(t, err)
 			require.Greater(t, norm, 0.1, "nothing is clipped")
 		}
-		parts, err := m.DownloadOwn()
+		parts, err := m.Rank().DownloadOwn()
 		require.NoError(t, err)
 		own := o.(optim.Partial).StateParts(parts)
-		require.NoError(t, m.GatherState())
+		require.NoError(t, m.Rank().GatherState())
 		require.NoError(t, m.Download())
 		require.Equal(t, own, o.(optim.Partial).StateParts(parts))
 		if rank == 0 {
@@ -971,7 +971,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 		tensor.Of(tensor.Int)))))
 	for i := range 3 { // as it is, captured, replayed
 		at = nil
-		require.NoError(t, errors.Join(m.Expect(2, true), m.RunAll()))
+		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll()))
 		if i == 2 {
 			require.Empty(t, at, "what is replayed is asked for again")
 		} else {
@@ -979,11 +979,11 @@ func TestRanksExchangeBeside(t *testing.T) {
 			require.Less(t, at[0], launches()-4, "nothing leaves before the run's end")
 		}
 		at = nil
-		require.NoError(t, m.Contribute(2, true))
+		require.NoError(t, m.Rank().Contribute(2, true))
 		require.Empty(t, at)
 	}
 	g.asked = func(s comm.Stream) { at = append(at, 0) }
-	require.NoError(t, errors.Join(m.RunAll(), m.Contribute(2, true)))
+	require.NoError(t, errors.Join(m.RunAll(), m.Rank().Contribute(2, true)))
 	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
 }
 
@@ -1029,7 +1029,8 @@ func TestRanksPlaces(t *testing.T) {
 	}
 	for i := range 3 { // as it is, captured, replayed
 		within, came = 0, 0
-		require.NoError(t, errors.Join(m.Expect(2, true), m.RunAll(), m.Contribute(2, true)))
+		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll(),
+			m.Rank().Contribute(2, true)))
 		require.Equal(t, i < 2, came > 0)
 		require.Equal(t, i < 2, within > 0, "%d come, none to the arena", came)
 		_, err := m.Update()
@@ -1047,10 +1048,10 @@ func TestRanksRemember(t *testing.T) {
 		require.NoError(t, err)
 		m := rankedMachine(t, d, loss, nodes, WithRanks(g), notCaptured)
 		defer m.Close()
-		require.ErrorContains(t, m.Contribute(1, true), "no optimiser")
+		require.ErrorContains(t, m.Rank().Contribute(1, true), "no optimiser")
 		require.NoError(t, m.SetOptimizer(o, 0))
 		if g.Rank() == 0 {
-			require.ErrorContains(t, m.Contribute(1, true), "has not run")
+			require.ErrorContains(t, m.Rank().Contribute(1, true), "has not run")
 		}
 		mu.Lock()
 		defer mu.Unlock()
@@ -1214,7 +1215,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 		return true
 	}
 	for i := range 4 {
-		require.NoError(t, errors.Join(m.RunAll(), m.Contribute(2, true)))
+		require.NoError(t, errors.Join(m.RunAll(), m.Rank().Contribute(2, true)))
 		came, with = nil, byte(0x30+i)
 		require.NoError(t, errOf(m.Update()))
 		require.False(t, arrived(), "update %d has waited", i)
@@ -1231,7 +1232,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 // narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which
 // fakeKernels do not know.
 func narrowGradients(c *machineConfig) error {
-	c.narrow = gpu.BFloat16
+	c.Gradient = gpu.BFloat16
 	return nil
 }
 
@@ -1434,7 +1435,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 		"no parameter v": {others("0.self_attn.v"), nil,
 			without("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")},
 		"without a choice": {b.Params, []MachineOption{func(c *machineConfig) error {
-			c.narrow = gpu.Float32
+			c.Gradient = gpu.Float32
 			return nil
 		}}, nil},
 	} {

@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -9,54 +10,78 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/enum"
-	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
 type machineConfig struct {
-	graph.Asked
-	frozen  gorgonia.Nodes // of Params
-	apart   gorgonia.Nodes // of Params
-	read    run.Reader     // of frozen ones that have no value; nil for none
-	share   *Machine
-	strict  bool
-	gather  bool
-	act     gpu.DType  // what activations are stored as
-	stream  gpu.Stream // adopted; 0 for one of the machine's own
-	scaled  bool       // gradients carry a loss scale
-	float8  bool       // linear layers multiply float8
-	grads   Precision  // asked for by WithGradientPrecision
-	narrow  gpu.DType  // what gradients that only updates read are stored as
-	single  *singleOps // whose op the machine computes; nil for a whole graph
-	logger  *slog.Logger
-	kernels func(run.Launcher) run.Launcher // stands before the device's, in tests; nil for none
+	lower.Options
+	ways   choose.Config
+	apart  gorgonia.Nodes // of Params
+	read   run.Reader     // of frozen ones that have no value; nil for none
+	share  *Machine
+	stream gpu.Stream // adopted; 0 for one of the machine's own
+	grads  Precision  // asked for by WithGradientPrecision
+	single bool       // the graph is an op of another machine's
+	// stands before the device's kernels, in tests; nil for none
+	kernels func(run.Launcher) run.Launcher
 
 	ranks *update.Ranks // that make updates together; nil for the only one
 	kept  *Kept         // of a machine before
 	// its names of parameters, by those here
 	inherits map[string]string
 
-	tuning    tune.Mode
-	rules     wayrule.Rules
-	monitor   int
-	tuneLeast float64  // operations of a product that is worth timing; 0 for tuneLeast
-	tunePath  string   // of the stored choices; "" for the user's
-	given     []Choice // of another machine; nil for none
-
+	monitor      int
 	limit        int // bytes within which the machine saves time with memory; 0 for the device's
 	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
+}
+
+// configOf gathers the options.
+func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
+	c := machineConfig{kept: &Kept{run.NewKept(d.ctx), d}}
+	c.ways.Logger = slog.Default()
+	for _, opt := range opts {
+		if opt == nil {
+			return c, errors.New("an option is nil")
+		}
+		if err := opt(&c); err != nil {
+			return c, err
+		}
+	}
+	logger, logged := c.ways.Logger, map[string]bool{}
+	c.Warn = func(message string) { // once
+		if !logged[message] {
+			logged[message] = true
+			logger.Warn("cudaops: " + message)
+		}
+	}
+	c.Device, c.Timed = d.info, c.monitor > 0
+	if s := c.share; s != nil {
+		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
+	}
+	switch {
+	case c.kept.device != d:
+		return c, errors.New("WithKept: what was kept is on another device")
+	case c.share != nil && c.share.device != d:
+		return c, errors.New("WithParamsOf: the other machine is on another device")
+	case c.grads != Float32 && c.Activation != gpu.BFloat16:
+		return c, fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and "+
+			"Float8, and WithPrecision has %v: leave out one of them",
+			c.grads, Precision(slices.Index(storedAs, c.Activation)))
+	}
+	return c, run.InTurn(func() error { return c.Within(g) },
+		func() error { return checkFloat8(d, &c) }, func() error { return setWays(d, &c) })
 }
 
 // MachineOption is an option of NewMachine.
 type MachineOption func(*machineConfig) error
 
 // WithRanks makes the machine one of several, at the ranks of a group, that train one model by the
-// sum of their gradients: see [Machine.Contribute]. Each remembers the moments of its part of the
+// sum of their gradients: see [Machine.Rank]. Each remembers the moments of its part of the
 // parameters and updates that: of what AdamW updates by elements, of what Muon updates by matrices.
 // The group's device is the machine's. What collectives do is captured with the update.
 //
@@ -118,7 +143,7 @@ func WithApart(params ...*gorgonia.Node) MachineOption {
 func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) error) error,
 	params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
-		c.frozen = append(c.frozen, params...)
+		c.Frozen = append(c.Frozen, params...)
 		if read != nil {
 			c.read = func(n *gorgonia.Node, put func([]byte, gpu.DType) error) error {
 				return read(n, func(part []byte, t Precision) error {
@@ -139,8 +164,8 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 // overlap: have a value of one before running the other.
 func WithParamsOf(other *Machine) MachineOption {
 	return func(c *machineConfig) error {
-		if other == nil || other.runner.State.Closed() {
-			return errors.New("WithParamsOf: the machine is nil or closed")
+		if err := usable(other); err != nil {
+			return fmt.Errorf("WithParamsOf: %w", err)
 		}
 		c.share = other
 		return nil
@@ -186,7 +211,7 @@ func WithMemory(bytes int) MachineOption {
 // host.
 func WithStrict() MachineOption {
 	return func(c *machineConfig) error {
-		c.strict = true
+		c.Strict = true
 		return nil
 	}
 }
@@ -251,7 +276,7 @@ func WithPrecision(p Precision) MachineOption {
 		if int(p) >= len(storedAs) {
 			return fmt.Errorf("WithPrecision: got %d, want Float32, BFloat16, Float16 or Float8", p)
 		}
-		c.act, c.scaled, c.float8 = storedAs[p], p == Float16, p == Float8
+		c.Activation, c.Scaled, c.Float8 = storedAs[p], p == Float16, p == Float8
 		return nil
 	}
 }
@@ -270,7 +295,7 @@ func WithGradientPrecision(p Precision) MachineOption {
 		if p != Float32 && p != BFloat16 {
 			return fmt.Errorf("WithGradientPrecision: got %v, want Float32 or BFloat16", p)
 		}
-		c.grads = p
+		c.grads, c.Gradient = p, storedAs[p]
 		return nil
 	}
 }
@@ -280,31 +305,17 @@ func WithGradientPrecision(p Precision) MachineOption {
 // the last run. After an error of a run drop what is gathered: [Machine.DropGradients].
 func WithAccumulation() MachineOption {
 	return func(c *machineConfig) error {
-		c.gather = true
+		c.Accumulate = true
 		return nil
 	}
 }
 
-// WithLogger sets where warnings go. The default is slog.Default().
+// WithLogger sets where warnings go. The default, which nil stands for, is slog.Default().
 func WithLogger(l *slog.Logger) MachineOption {
 	return func(c *machineConfig) error {
-		c.logger = l
+		c.ways.Logger = cmp.Or(l, slog.Default())
 		return nil
 	}
-}
-
-// narrowGradients has gradients stored as the options ask for, whose order does not matter.
-func (c *machineConfig) narrowGradients() error {
-	if c.grads == Float32 {
-		return nil
-	}
-	if c.act != gpu.BFloat16 {
-		return fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and "+
-			"Float8, and WithPrecision has %v: leave out one of them",
-			c.grads, Precision(slices.Index(storedAs, c.act)))
-	}
-	c.narrow = gpu.BFloat16
-	return nil
 }
 
 // float8Blas is the first cuBLASLt that has a factor for each row, and float8Capability the first
@@ -313,20 +324,19 @@ const float8Blas, float8Capability, float8Side = 120900, 90, 128
 
 // checkFloat8 returns an error where the card or its library has no products of float8 with a
 // factor for each row.
-func checkFloat8(m *Machine) error {
-	if !m.config.float8 {
+func checkFloat8(d *Device, c *machineConfig) error {
+	if !c.Float8 {
 		return nil
 	}
-	blas, err := m.device.ctx.Blas()
+	blas, err := d.ctx.Blas()
 	if err != nil {
 		return err
 	}
-	info := m.device.info
+	info := d.info
 	if info.Capability() >= float8Capability && blas.Version() >= float8Blas {
 		const t = gpu.Float8E4M3
 		plan, err := blas.Plan(gpu.MatmulSpec{M: float8Side, N: float8Side, K: float8Side,
-			TransB: true, A: t, B: t,
-			D: m.config.act}, run.WorkspaceBytes, 1)
+			TransB: true, A: t, B: t, D: c.Activation}, run.WorkspaceBytes, 1)
 		if err == nil {
 			return plan.Close()
 		}

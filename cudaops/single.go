@@ -13,39 +13,33 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// singleOps computes single ops of a graph that another machine runs, on memory of that machine's.
-// Each op is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build
-// tag cuda; this file needs no tag, so that its tests need none. Operands are copied on the device,
-// since the other machine's memory moves from run to run and begins anywhere. What is captured, and
-// the matrix products' plans, go by fixed and aligned addresses.
-type singleOps struct {
-	device    *Device
-	workspace gpu.Ptr // cuBLASLt's, of all machines: they run one after the other
-}
-
 // singleOperand is the type and shape of a value.
 type singleOperand struct {
 	dt    tensor.Dtype
 	shape tensor.Shape
 }
 
-func newSingleOps(d *Device) (*singleOps, error) {
-	workspace, err := d.ctx.Alloc(run.WorkspaceBytes)
-	return &singleOps{d, workspace}, err
-}
-
-// close gives back what the ops have shared. They must have been closed.
-func (s *singleOps) close() error { return s.device.ctx.Free(s.workspace) }
-
-// singleOp is one of them.
+// singleOp computes an op of a graph that another machine runs, on memory of that machine's. The op
+// is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build tag cuda;
+// this file needs no tag, so that its tests need none. Operands are copied on the device, since the
+// other machine's memory moves from run to run and begins anywhere. What is captured, and the
+// matrix products' plans, go by fixed and aligned addresses.
 type singleOp struct {
 	m   *Machine
 	in  []*program.Input // nil where the op does not read the operand
 	out []*program.Array // the result, in the parts that it packs
 }
 
-// open makes a machine for an op with the given operands.
-func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, error) {
+// singleWorkspace is cuBLASLt's, of all machines of single ops: they run one after the other.
+func (d *Device) singleWorkspace() (_ gpu.Ptr, err error) {
+	if d.workspace == 0 {
+		d.workspace, err = d.ctx.Alloc(run.WorkspaceBytes)
+	}
+	return d.workspace, err
+}
+
+// newSingleOp makes a machine for an op with the given operands.
+func newSingleOp(d *Device, o gorgonia.Op, operands []singleOperand) (*singleOp, error) {
 	g := gorgonia.NewGraph()
 	in := make(gorgonia.Nodes, len(operands))
 	for i, t := range operands {
@@ -71,8 +65,8 @@ func (s *singleOps) open(o gorgonia.Op, operands []singleOperand) (*singleOp, er
 	if err != nil {
 		return nil, err
 	}
-	m, err := NewMachine(s.device, g, func(c *machineConfig) error {
-		c.single = s
+	m, err := NewMachine(d, g, func(c *machineConfig) error {
+		c.single = true
 		return nil
 	})
 	if err != nil {

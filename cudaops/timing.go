@@ -3,9 +3,7 @@ package cudaops
 import (
 	"errors"
 	"fmt"
-	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
@@ -51,7 +49,7 @@ func WithTuning(t Tuning) MachineOption {
 			return fmt.Errorf("WithTuning: got %d, want TuneDefault, TuneOff, TuneCached or "+
 				"TuneFull", t)
 		}
-		c.tuning = tune.Mode(t)
+		c.ways.Mode = tune.Mode(t)
 		return nil
 	}
 }
@@ -70,7 +68,7 @@ func WithWays(rules ...string) MachineOption {
 		if err != nil {
 			return fmt.Errorf("WithWays: %w", err)
 		}
-		c.rules = append(c.rules, parsed...)
+		c.ways.Rules = append(c.ways.Rules, parsed...)
 		return nil
 	}
 }
@@ -81,7 +79,7 @@ func WithWays(rules ...string) MachineOption {
 // Shape and Way count.
 func WithChoices(choices []Choice) MachineOption {
 	return func(c *machineConfig) error {
-		c.given = append([]Choice{}, choices...)
+		c.ways.Given = append([]Choice{}, choices...)
 		return nil
 	}
 }
@@ -108,29 +106,27 @@ func (m *Machine) Choices() []Choice {
 	return m.chooser.Made()
 }
 
-// newChooser returns what chooses the ways of a machine.
-func newChooser(m *Machine) (*choose.Chooser, error) {
-	c := &m.config
-	o := choose.Config{Mode: c.tuning, Path: c.tunePath, Least: c.tuneLeast, Given: c.given,
-		Device: m.device.info, Version: m.device.version, Logger: c.logger, Warn: m.warnings.add}
-	var err error
-	if o.Rules, err = slices.Clone(c.rules).WithEnvironment(); err != nil {
-		return nil, err
+// setWays completes what the options say on the choice of ways.
+func setWays(d *Device, c *machineConfig) (err error) {
+	w := &c.ways
+	w.Device, w.Version, w.Warn = d.info, d.version, c.Warn
+	if w.Rules, err = w.Rules.WithEnvironment(); err != nil {
+		return err
 	}
-	if o.Mode == tune.Default {
-		if o.Mode = tune.Cached; c.act == gpu.Float32 {
-			o.Mode = tune.Off
+	if w.Mode == tune.Default {
+		if w.Mode = tune.Cached; c.Activation == gpu.Float32 {
+			w.Mode = tune.Off
 		}
 	}
-	if o.Mode, err = tune.Override(o.Mode); err != nil {
-		return nil, err
+	if w.Mode, err = tune.Override(w.Mode); err != nil {
+		return err
 	}
-	if o.Path == "" && o.Mode != tune.Off {
-		if o.Path, err = tune.DefaultPath(); err != nil {
-			m.warnings.add(fmt.Sprintf("the choices of tuning cannot be stored: %v", err))
+	if w.Path == "" && w.Mode != tune.Off {
+		if w.Path, err = tune.DefaultPath(); err != nil {
+			c.Warn(fmt.Sprintf("the choices of tuning cannot be stored: %v", err))
 		}
 	}
-	return choose.New(m.runner.Executor, o), nil
+	return nil
 }
 
 // OpTime is what the nodes of one op took in a run.
@@ -150,7 +146,7 @@ const ProfileSteps = profile.Steps
 // with [Machine.Update], in a machine without an optimiser with [Machine.RunAll]. The machine must
 // have run before. Then [Machine.Profile] has the profile.
 func (m *Machine) StartProfile() (err error) {
-	defer in("StartProfile", &err)
+	defer in("Machine.StartProfile", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -168,7 +164,7 @@ func (m *Machine) StartProfile() (err error) {
 // It measures the card's ceilings, which takes a fraction of a second and up to a GiB of memory
 // that is free.
 func (m *Machine) Profile() (_ *Profile, err error) {
-	defer in("Profile", &err)
+	defer in("Machine.Profile", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -190,7 +186,7 @@ type Ceiling = optime.Ceiling
 // second, and up to a GiB of memory that is free. Where the machine multiplies in float8, products
 // are of that.
 func (m *Machine) Ceiling() (c Ceiling, err error) {
-	defer in("Ceiling", &err)
+	defer in("Machine.Ceiling", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -220,7 +216,7 @@ func WithMonitor(every int) MachineOption {
 // ways in which they are computed. What the optimiser took has the name Update. It is empty before
 // the first sample, and without [WithMonitor].
 func (m *Machine) Monitor() (_ []OpTime, err error) {
-	defer in("Monitor", &err)
+	defer in("Machine.Monitor", &err)
 	if err = usable(m); err != nil {
 		return
 	}

@@ -127,7 +127,7 @@ func ownChoices(t *testing.T) {
 // timedFrom has ops timed that take so many operations at least, and what is chosen kept in a file.
 func timedFrom(least float64, path string) MachineOption {
 	return func(c *machineConfig) error {
-		c.tuneLeast, c.tunePath = least, path
+		c.ways.Least, c.ways.Path = least, path
 		return nil
 	}
 }
@@ -204,7 +204,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	}
 	var log bytes.Buffer
 	private := func(c *machineConfig) error {
-		c.tunePath = filepath.Join(t.TempDir(), "tune.json")
+		c.ways.Path = filepath.Join(t.TempDir(), "tune.json")
 		return nil
 	}
 	wrap := withKernels(func(k run.Launcher) run.Launcher {

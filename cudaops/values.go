@@ -22,10 +22,7 @@ import (
 // give way to later ones during a run. Of a parameter whose float32 values are divided among ranks
 // ([WithRanks]) it is what runs compute with, in a narrower type.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
-	defer in("Value", &err)
-	if err = usable(m); err != nil {
-		return
-	}
+	defer in("Machine.Value", &err)
 	if v, err = valueOf(m, n); err == nil {
 		err = m.runner.Settle()
 	}
@@ -37,11 +34,11 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 
 // valueOf is a node's value, without the loss scale.
 func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
-	defer m.profiler.Call("Value")()
 	a, err := lasting(m, n)
 	if err != nil {
 		return nil, err
 	}
+	defer m.profiler.Call("Value")()
 	if !m.runner.State.Ran() && n.Op() != nil {
 		return nil, errors.New("the machine has not run")
 	}
@@ -74,16 +71,19 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 // machine's graph, it is what that keeps.
 func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	values *gorgonia.Node) (err error) {
-	defer in("Keep", &err)
+	defer in("Machine.Keep", &err)
 	if err = usable(m); err != nil {
 		return
 	}
 	other, ok := from.(*Machine)
-	if !ok || other.runner == nil || other.device != m.device {
+	if !ok {
 		return fmt.Errorf("from is a %T, want a machine on the same device", from)
 	}
-	if err := other.runner.State.Open(); err != nil {
+	if err := usable(other); err != nil {
 		return err
+	}
+	if other.device != m.device {
+		return errors.New("from is a machine on another device")
 	}
 	kept, ok := m.runner.Program.Kept[cached]
 	if !ok {
@@ -116,7 +116,7 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 
 // lasting returns the memory of a node whose value outlives a run.
 func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
-	if err := m.runner.State.Open(); err != nil {
+	if err := usable(m); err != nil {
 		return nil, err
 	}
 	a, ok := m.runner.Program.Values[n]
@@ -137,7 +137,7 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 // Upload copies the values of parameters to the device again, after the host has changed them. If
 // one of them has no value that can be sent, none is copied.
 func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
-	defer in("Upload", &err)
+	defer in("Machine.Upload", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -147,81 +147,54 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	}
 	var inputs []*program.Input
 	for _, p := range params {
-		if p == nil {
-			return errors.New("a node is nil")
-		}
-		i := m.inputs.Of(p)
-		if i == nil {
-			return fmt.Errorf("%s is no input of the graph", graph.Describe(p))
+		i, err := inputOf(m, p)
+		if err != nil {
+			return err
 		}
 		inputs = append(inputs, i)
 	}
 	return m.inputs.SendSome(inputs)
 }
 
-// Download waits for the device and copies the parameters, but frozen ones, back into their nodes'
-// values. What an optimiser remembers it copies into that. All ranks of a machine made [WithRanks]
-// must call it.
-func (m *Machine) Download() (err error) {
-	defer in("Download", &err)
+// inputOf is what the graph has of a parameter.
+func inputOf(m *Machine, p *gorgonia.Node) (*program.Input, error) {
+	if p == nil {
+		return nil, errors.New("a node is nil")
+	}
+	i := m.inputs.Of(p)
+	if i == nil {
+		return nil, fmt.Errorf("%s is no input of the graph", graph.Describe(p))
+	}
+	return i, nil
+}
+
+// Download waits for the device and copies parameters, but frozen ones, back into their nodes'
+// values: those that are named, and then it waits for no other rank. Of one whose float32 values
+// are divided among ranks ([WithRanks]) that is what runs compute with. Without names it copies
+// all, and what an optimiser remembers into that. All ranks of a machine made [WithRanks] must call
+// it then.
+func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
+	defer in("Machine.Download", &err)
 	if err = usable(m); err != nil {
 		return
 	}
-	x := m.optimizer
-	there := slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
-		return m.inputs.Of(p) == nil // nobody needs it, or another machine has it
-	})
-	if err := m.download(there, func(i *program.Input, to []float32) error {
-		if i.Part == nil {
-			return m.runner.FetchFloats(i.Array, to)
-		}
-		if x == nil {
-			return errNoOptimizer
-		}
-		whole, err := x.Whole(slices.IndexFunc(x.Params,
-			func(p *update.Param) bool { return p.Input == i }))
-		copy(to, whole)
-		return err
-	}); err != nil {
-		return err
+	all := some
+	if len(some) == 0 { // but what nobody needs, and what another machine has
+		all = slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
+			return m.inputs.Of(p) == nil
+		})
 	}
-	if x == nil || x.Shared() {
-		return nil
-	}
-	return stateOf(m, x.Own)
-}
-
-// DownloadSome copies some parameters, but frozen ones, back into their nodes' values. Of one whose
-// float32 values are divided among ranks ([WithRanks]) that is what runs compute with. It waits for
-// no other rank.
-func (m *Machine) DownloadSome(params ...*gorgonia.Node) (err error) {
-	defer in("DownloadSome", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	return m.download(params, func(i *program.Input, to []float32) error {
-		if i.Part != nil {
-			return m.runner.FetchFloats(i.Copies[0].Array, to)
-		}
-		return m.runner.FetchFloats(i.Array, to)
-	})
-}
-
-// download has fetch copy parameters, but frozen ones, to the memory of their values, if all have
-// some.
-func (m *Machine) download(all gorgonia.Nodes,
-	fetch func(i *program.Input, to []float32) error) error {
 	var inputs []*program.Input
 	var memory [][]float32
 	for _, p := range all {
-		i := m.inputs.Of(p)
-		if i != nil && i.Frozen {
+		i, err := inputOf(m, p)
+		if err != nil {
+			return err
+		}
+		if i.Frozen {
 			continue
 		}
 		to, err := memoryOf(m, p)
-		if err == nil && i == nil {
-			err = fmt.Errorf("%s is no input of the graph", graph.Describe(p))
-		}
 		if err != nil {
 			return err
 		}
@@ -231,11 +204,33 @@ func (m *Machine) download(all gorgonia.Nodes,
 		return err
 	}
 	for k, i := range inputs {
-		if err := fetch(i, memory[k]); err != nil {
+		if err := download(m, i, memory[k], len(some) == 0); err != nil {
 			return err
 		}
 	}
-	return nil
+	x := m.optimizer
+	if len(some) > 0 || x == nil || x.Shared() {
+		return nil
+	}
+	return stateOf(x, x.Own)
+}
+
+// download copies a parameter: of one that is divided among ranks what each of them has, if all
+// ask, else what runs compute with.
+func download(m *Machine, i *program.Input, to []float32, all bool) error {
+	x := m.optimizer
+	switch {
+	case i.Part == nil:
+		return m.runner.FetchFloats(i.Array, to)
+	case !all:
+		return m.runner.FetchFloats(i.Copies[0].Array, to)
+	case x == nil:
+		return errNoOptimizer
+	}
+	whole, err := x.Whole(slices.IndexFunc(x.Params,
+		func(p *update.Param) bool { return p.Input == i }))
+	copy(to, whole)
+	return err
 }
 
 // memoryOf is that of the value of a parameter's node.
@@ -254,44 +249,8 @@ func memoryOf(m *Machine, p *gorgonia.Node) ([]float32, error) {
 	return x, nil
 }
 
-var errNoRanks = errors.New("the machine has no optimiser of several ranks: WithRanks makes one")
-
-// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks
-// of a machine made [WithRanks] must call it. [Machine.Download] leaves the optimiser alone there.
-func (m *Machine) GatherState() (err error) {
-	defer in("GatherState", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	if m.optimizer == nil || !m.optimizer.Shared() {
-		return errNoRanks
-	}
-	return stateOf(m, m.optimizer.Gathered)
-}
-
-// DownloadOwn brings what this rank's GPU remembers into the optimiser, of a machine made
-// [WithRanks], and returns the parts that it has. Elsewhere the optimiser's moments are zeros then.
-// It waits for no other rank.
-func (m *Machine) DownloadOwn() (parts []optim.Part, err error) {
-	defer in("DownloadOwn", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	x := m.optimizer
-	if x == nil || !x.Shared() {
-		return nil, errNoRanks
-	}
-	for i, p := range x.Params {
-		if from, to := x.Part(i); from < to {
-			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})
-		}
-	}
-	return parts, stateOf(m, x.Own)
-}
-
 // stateOf sets the optimiser's state to moments that fetch returns, if the device knows others.
-func stateOf(m *Machine, fetch func(param, moment int) ([]float32, error)) error {
-	x := m.optimizer
+func stateOf(x *update.Optimizer, fetch func(param, moment int) ([]float32, error)) error {
 	if !x.Newer() {
 		return nil
 	}
@@ -332,44 +291,32 @@ type Kept struct {
 // memory of its own, which no other machine uses. Else it changes nothing, and the error says why.
 // After another error everything has been given back.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
-	defer in("CloseKept", &err)
-	if err := m.CanKeep(); err != nil {
+	defer in("Machine.CloseKept", &err)
+	x, err := optimizerOf(m)
+	switch {
+	case err != nil:
 		return nil, err
+	case x.Shared():
+		return nil, errors.New("the parameters are divided among ranks")
 	}
-	for _, p := range m.optimizer.Params {
-		if p.Input.Sharers > 0 {
+	for _, p := range x.Params {
+		switch in := p.Input; {
+		case !m.memory.Owns(in.Array.Base):
+			return nil, fmt.Errorf("%s lies in memory of its user's", graph.Describe(in.Node))
+		case in.Sharers > 0:
 			return nil, fmt.Errorf("another machine uses %s (WithParamsOf): close it before",
-				graph.Describe(p.Input.Node))
+				graph.Describe(in.Node))
 		}
 	}
 	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
 		return nil, err
 	}
 	k := run.NewKept(m.device.ctx)
-	m.optimizer.Leave(k, &m.memory)
+	x.Leave(k, &m.memory)
 	if err := m.Close(); err != nil {
 		return nil, run.Joined(err, k.Close())
 	}
 	return &Kept{k, m.device}, nil
-}
-
-// CanKeep returns an error for a machine that [Machine.CloseKept] is not for.
-func (m *Machine) CanKeep() error {
-	if err := usable(m); err != nil {
-		return err
-	}
-	switch x := m.optimizer; {
-	case x == nil:
-		return errNoOptimizer
-	case x.Shared():
-		return errors.New("the parameters are divided among ranks")
-	}
-	for _, p := range m.optimizer.Params {
-		if !m.memory.Owns(p.Input.Array.Base) {
-			return fmt.Errorf("%s lies in memory of its user's", graph.Describe(p.Input.Node))
-		}
-	}
-	return nil
 }
 
 // Close gives back what no machine has taken over. What was taken is its machine's then.
@@ -399,12 +346,12 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 	}
 }
 
-// kept returns what an input begins with, nil if that is its node's value.
-func (m *Machine) kept(in *program.Input) *run.KeptParam {
-	if in.Part != nil || in.Frozen || !slices.Contains(m.config.Params, in.Node) {
+// inherited is what an input begins with, nil if that is its node's value.
+func (c *machineConfig) inherited(in *program.Input) *run.KeptParam {
+	if in.Part != nil || in.Frozen || !slices.Contains(c.Params, in.Node) {
 		return nil
 	}
-	k := m.config.kept.memory.Params[m.config.inherits[in.Node.Name()]]
+	k := c.kept.memory.Params[c.inherits[in.Node.Name()]]
 	if k == nil || k.Len != in.Array.Len() {
 		return nil
 	}
@@ -428,11 +375,8 @@ func (m *Machine) Stream() uintptr {
 // last run left once the machine's stream has come to its end. With [Float16], gradients lie there
 // multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
-	defer in("Address", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	a, err := m.whole(n)
+	defer in("Machine.Address", &err)
+	a, err := whole(m, n)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -440,7 +384,7 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 }
 
 // whole is the memory of a node whose value outlives a run, and is here as a whole.
-func (m *Machine) whole(n *gorgonia.Node) (*program.Array, error) {
+func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	a, err := lasting(m, n)
 	if err != nil {
 		return nil, err
@@ -466,11 +410,8 @@ func (m *Machine) whole(n *gorgonia.Node) (*program.Array, error) {
 // machine's stream. An input that holds integers cannot be bound: the machine checks them before it
 // sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
-	defer in("Bind", &err)
-	if err = usable(m); err != nil {
-		return
-	}
-	a, err := m.whole(n)
+	defer in("Machine.Bind", &err)
+	a, err := whole(m, n)
 	if err != nil {
 		return err
 	}
@@ -486,20 +427,17 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 		return i.Array.Buffer == a.Buffer
 	})
 	if i < 0 {
-		if err := canBindOutput(m, n, a); err != nil {
-			return err
-		}
-		return moveBuffer(m, a.Buffer, gpu.Ptr(ptr))
+		err = canBindOutput(m, n, a)
+	} else {
+		err = canBindInput(m, n, m.inputs.All[i])
 	}
-	input := m.inputs.All[i]
-	if err := canBindInput(m, n, input); err != nil {
-		return err
+	if err == nil {
+		err = moveBuffer(m, a.Buffer, gpu.Ptr(ptr))
 	}
-	if err := moveBuffer(m, a.Buffer, gpu.Ptr(ptr)); err != nil {
-		return err
+	if err == nil && i >= 0 {
+		m.inputs.All[i].Bound = true
 	}
-	input.Bound = true
-	return nil
+	return err
 }
 
 // canBindInput returns why an input, of which node n is, cannot lie elsewhere.

@@ -220,7 +220,7 @@ func (e *engine) Pull(names ...string) error {
 			}
 			nodes = append(nodes, e.graph.Params[i])
 		}
-		return e.machine.DownloadSome(nodes...)
+		return e.machine.Download(nodes...)
 	}
 	// moments: parameters have come before them
 	if err := e.machine.Download(); errors.Is(err, cudaops.ErrNonFinite) {
@@ -289,8 +289,8 @@ func (e *engine) Close() error {
 	return errors.Join(e.Inference.Close(), e.machine.Close())
 }
 
-// CanKeep is that of [llm.Keeper].
-func (e *engine) CanKeep() bool { return e.machine.CanKeep() == nil }
+// CanKeep is that of [llm.Keeper]: a machine keeps what its optimiser updates.
+func (e *engine) CanKeep() bool { return e.graph.Updates() }
 
 // Keep is that of [llm.Keeper].
 func (e *engine) Keep() (llm.Kept, error) {

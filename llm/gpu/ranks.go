@@ -177,7 +177,7 @@ func (r ranked) StepBatches(n int, next func() (data.Batch, error), word []byte)
 
 // Compute is that of [parallel.Worker]. In a full round gradients leave beside the run.
 func (r ranked) Compute(b data.Batch, in parallel.Round) (float64, error) {
-	if err := r.machine.Expect(in.Contributors, in.First); err != nil {
+	if err := r.machine.Rank().Expect(in.Contributors, in.First); err != nil {
 		return 0, err
 	}
 	return r.engine.Gradients(b)
@@ -185,7 +185,7 @@ func (r ranked) Compute(b data.Batch, in parallel.Round) (float64, error) {
 
 // Start is that of [parallel.Stepper], as Wait and Finish are.
 func (r ranked) Start(b data.Batch, in parallel.Round) error {
-	if err := r.machine.Expect(in.Contributors, in.First); err != nil {
+	if err := r.machine.Rank().Expect(in.Contributors, in.First); err != nil {
 		return err
 	}
 	if err := r.graph.Let(b); err != nil {
@@ -207,7 +207,7 @@ func (r ranked) Finish(started bool, told func(loss float64) error) (float64, er
 	if started {
 		loss = r.graph.Loss
 	}
-	norm, err := r.updated(r.machine.StepTogether(loss, told))
+	norm, err := r.updated(r.machine.Rank().Step(loss, told))
 	return norm, r.blamed(err)
 }
 
@@ -226,7 +226,7 @@ func (r ranked) Pull(names ...string) error {
 
 // Add enqueues the exchange of gradients that have not left, and the sums behind it.
 func (r ranked) Add(in parallel.Round) error {
-	return r.machine.Contribute(in.Contributors, in.First)
+	return r.machine.Rank().Contribute(in.Contributors, in.First)
 }
 
 // Land does not wait: the update comes behind the sums.
@@ -256,7 +256,7 @@ func (r ranked) Step(data.Batch) (loss, norm float64, err error) {
 }
 
 func (r ranked) Gather() error {
-	if err := r.machine.GatherState(); err != nil {
+	if err := r.machine.Rank().GatherState(); err != nil {
 		return r.team.Blame(err)
 	}
 	return nil
@@ -264,12 +264,15 @@ func (r ranked) Gather() error {
 
 // Own fetches what this rank's GPU remembers.
 func (r ranked) Own() ([]optim.Part, error) {
-	parts, err := r.machine.DownloadOwn()
+	parts, err := r.machine.Rank().DownloadOwn()
 	if err != nil {
 		return nil, r.team.Blame(err)
 	}
 	return parts, nil
 }
+
+// CanKeep is that of [llm.Keeper]: each rank has but a part of the parameters.
+func (r ranked) CanKeep() bool { return false }
 
 func (r ranked) Loss(b data.Batch) (float64, error) {
 	if err := r.team.Progress(); err != nil {
