@@ -256,13 +256,11 @@ func (m *Machine) load(p *program.Program, clock *phases.Clock) (err error) {
 		return err
 	}
 	x.Host, x.Pass = m.runner.OnTheHost, m.layers.Run
-	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers, Chooser: m.chooser,
-		Warn: warn, Name: m.device.Name(), Operands: m.config.Activation,
+	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers, Warn: warn,
+		Name: m.device.Name(), Operands: m.config.Activation,
 		Float8: m.config.Float8, Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
-		if m.monitor, err = profile.NewMonitor(m.measured, m.config.monitor); err != nil {
-			return err
-		}
+		m.monitor = profile.NewMonitor(m.measured, m.config.monitor)
 	}
 	expect(m, momentsToCome(m, p))
 	for _, b := range p.Buffers {

@@ -1227,7 +1227,7 @@ func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(byt
 func TestMonitorSampleFails(t *testing.T) {
 	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
 	o := m.monitor
-	for !o.Sampling {
+	for !o.Sampling() {
 		require.NoError(t, m.RunAll())
 	}
 	require.NoError(t, device.ctx.SyncStream(m.runner.Stream))
@@ -1269,7 +1269,7 @@ func TestMonitorCost(t *testing.T) {
 	for range 30 {
 		require.NoError(t, m.RunAll())
 		norm.Took = 5 * time.Millisecond
-		if m.monitor.Sampling { // as if the stamps took so much
+		if m.monitor.Sampling() { // as if the stamps took so much
 			norm.Took = 10 * time.Millisecond
 		}
 		require.NoError(t, errOf(m.Value(m.config.Params[0]))) // computes it

@@ -37,13 +37,12 @@ type Config struct {
 // Chooser chooses the ways of a machine.
 type Chooser struct {
 	Config
-	x       *run.Executor
-	store   *tune.Store // nil where nothing is timed
-	made    []optime.Choice
-	numbers map[string]int           // in made, from 1 on
-	known   map[string]optime.Choice // also of a program that is not made use of
-	given   map[string]string        // ways, as in known; nil where none are given
-	full    bool                     // has been told: there was no memory to time in
+	x     *run.Executor
+	store *tune.Store // nil where nothing is timed
+	made  []*optime.Choice
+	known map[string]*optime.Choice // by op and shape, also of a program that is not made use of
+	given map[string]string         // ways, as in known; nil where none are given
+	full  bool                      // has been told: there was no memory to time in
 }
 
 const (
@@ -55,8 +54,7 @@ const (
 
 // New returns a chooser whose timings run on x.
 func New(x *run.Executor, c Config) *Chooser {
-	t := &Chooser{Config: c, x: x, numbers: map[string]int{},
-		known: map[string]optime.Choice{}}
+	t := &Chooser{Config: c, x: x, known: map[string]*optime.Choice{}}
 	if t.Least == 0 {
 		t.Least = leastOperations
 	}
@@ -76,22 +74,16 @@ func New(x *run.Executor, c Config) *Chooser {
 func (t *Chooser) Settle() { t.store, t.given = nil, nil }
 
 // Made returns what was chosen so far, in that order.
-func (t *Chooser) Made() []optime.Choice { return slices.Clone(t.made) }
-
-// Of returns the choice that a call's Choice stands for.
-func (t *Chooser) Of(choice int) (c optime.Choice, ok bool) {
-	if choice == 0 {
-		return c, false
+func (t *Chooser) Made() (made []optime.Choice) {
+	for _, c := range t.made {
+		made = append(made, *c)
 	}
-	return t.made[choice-1], true
+	return made
 }
 
 // Again begins anew, for another program of the same graph, whose choices are those of the one
 // before.
-func (t *Chooser) Again() {
-	t.made = nil
-	clear(t.numbers)
-}
+func (t *Chooser) Again() { t.made = nil }
 
 // Tunes reports whether anything may be timed, here or where the given choices come from.
 func (t *Chooser) Tunes() bool { return t.store != nil || t.given != nil }
@@ -117,7 +109,7 @@ func (t *Chooser) call(c *program.Call) error {
 	if err := t.plan(c); err != nil {
 		return err
 	}
-	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != 0 || hasNone(c) {
+	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != nil || hasNone(c) {
 		return nil
 	}
 	tuned := c.Bind(c.Params, (*program.Array).StandIn).(kernel.Tuned)
@@ -157,22 +149,22 @@ func hasNone(c *program.Call) bool {
 
 // Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the
 // first is taken, unless a rule asks for another one.
-func (t *Chooser) Choose(g program.Group) (alternative, choice int, err error) {
+func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choice, err error) {
 	names := job{Group: g}.names()
 	if _, forced := t.Rules.Allowed(g.Op, names, t.Warn); g.Optional && t.Tunes() &&
 		g.FLOPs < t.Least && !forced {
-		return 0, 0, nil
+		return 0, nil, nil
 	}
 	for _, a := range g.Alternatives {
 		for _, c := range a.Calls {
 			if err := t.plan(c); err != nil {
-				return 0, 0, err
+				return 0, nil, err
 			}
 		}
 	}
 	blas, err := t.x.Ctx.Blas()
 	if err != nil {
-		return 0, 0, err
+		return 0, nil, err
 	}
 	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(append(g.Units, productUnit)...),
 		blas.Version())
@@ -197,14 +189,17 @@ func (j job) names() (names []string) {
 	return names
 }
 
-// choose returns the way for a job, and the number of the choice.
-func (t *Chooser) choose(j job) (way, choice int, err error) {
+// choose returns the way for a job, and the choice of it.
+func (t *Chooser) choose(j job) (way int, c *optime.Choice, err error) {
 	key := j.Op + " " + j.Shape
 	names := j.names()
-	if way := slices.Index(names, t.known[key].Way); way >= 0 {
-		return way, t.note(key), nil
+	if c := t.known[key]; c != nil && slices.Contains(names, c.Way) {
+		if !slices.Contains(t.made, c) {
+			t.made = append(t.made, c)
+		}
+		return slices.Index(names, c.Way), c, nil
 	}
-	c := optime.Choice{Op: j.Op, Shape: j.Shape, Of: len(names), Ways: names, Source: optime.ByRule}
+	c = &optime.Choice{Op: j.Op, Shape: j.Shape, Of: len(names), Ways: names, Source: optime.ByRule}
 	left, forced := t.Rules.Allowed(j.Op, names, t.Warn)
 	way = left[0]
 	if forced {
@@ -212,7 +207,7 @@ func (t *Chooser) choose(j job) (way, choice int, err error) {
 	}
 	if given, ok := t.given[key]; ok {
 		if way = slices.Index(names, given); !slices.Contains(left, way) {
-			return 0, 0, fmt.Errorf("%s %s is computed in the way %q elsewhere, and here there "+
+			return 0, nil, fmt.Errorf("%s %s is computed in the way %q elsewhere, and here there "+
 				"are %q: use the same kind of GPU, CUDA and rules everywhere, or no tuning",
 				j.Op, j.Shape, given, names)
 		}
@@ -220,23 +215,13 @@ func (t *Chooser) choose(j job) (way, choice int, err error) {
 			c.Source = optime.Stored
 		}
 	} else if t.store != nil && len(left) > 1 && !j.tiny {
-		if way, err = t.timed(j, left, &c); err != nil {
-			return 0, 0, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
+		if way, err = t.timed(j, left, c); err != nil {
+			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}
 	}
 	c.Way = names[way]
-	t.known[key] = c
-	delete(t.numbers, key)
-	return way, t.note(key), nil
-}
-
-// note returns the number of a choice, which is made if it has none.
-func (t *Chooser) note(key string) (choice int) {
-	if t.numbers[key] == 0 {
-		t.made = append(t.made, t.known[key])
-		t.numbers[key] = len(t.made)
-	}
-	return t.numbers[key]
+	t.known[key], t.made = c, append(t.made, c)
+	return way, c, nil
 }
 
 // timed returns the fastest of some ways: as it is stored, or timed and stored.

@@ -52,11 +52,9 @@ func TestChooseByRules(t *testing.T) {
 		{[]string{"Softmax=plain"}, 0, optime.ByRule},
 	} {
 		chooser, warnings := newTestChooser(t, Config{Mode: tune.Off}, c.rules...)
-		way, choice, err := chooser.choose(norm("[3, 5]"))
+		way, made, err := chooser.choose(norm("[3, 5]"))
 		require.NoError(t, err)
 		require.Equal(t, c.want, way, "rules %q", c.rules)
-		made, ok := chooser.Of(choice)
-		require.True(t, ok)
 		require.Equal(t, norm("").names()[c.want], made.Way)
 		require.Equal(t, c.source, made.Source, "rules %q", c.rules)
 		require.Empty(t, *warnings)
@@ -75,16 +73,14 @@ func TestRuleWithoutWays(t *testing.T) {
 // TestSameJobOnce wants one choice for all calls of a shape, and another for another shape.
 func TestSameJobOnce(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: tune.Off})
-	var choices []int
+	var choices []*optime.Choice
 	for _, shape := range []string{"[3, 5]", "[3, 7]", "[3, 5]"} {
 		_, choice, err := chooser.choose(norm(shape))
 		require.NoError(t, err)
 		choices = append(choices, choice)
 	}
-	require.Equal(t, []int{1, 2, 1}, choices)
-	require.Len(t, chooser.Made(), 2)
-	_, ok := chooser.Of(0)
-	require.False(t, ok, "no choice")
+	require.Same(t, choices[0], choices[2])
+	require.Equal(t, []optime.Choice{*choices[0], *choices[1]}, chooser.Made())
 }
 
 // TestAgain wants the next program of a graph to keep the ways of the one before, whatever the
@@ -121,19 +117,17 @@ func TestStoredChoice(t *testing.T) {
 	}
 
 	chooser, _ := newTestChooser(t, c)
-	way, choice, err := chooser.choose(norm("[3, 5]"))
+	way, made, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Equal(t, 1, way)
-	made, _ := chooser.Of(choice)
 	require.Equal(t, optime.Stored, made.Source)
 	require.Equal(t, 3*time.Microsecond, made.Cold)
 	require.Equal(t, 2*time.Microsecond, made.Warm)
 
 	chooser, _ = newTestChooser(t, c, "Norm!=narrow")
-	way, choice, err = chooser.choose(norm("[3, 5]"))
+	way, made, err = chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Equal(t, 2, way)
-	made, _ = chooser.Of(choice)
 	require.Equal(t, optime.Stored, made.Source)
 }
 
@@ -142,10 +136,9 @@ func TestTinyJob(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: tune.Full})
 	tiny := norm("[1, 1]")
 	tiny.tiny = true
-	way, choice, err := chooser.choose(tiny)
+	way, made, err := chooser.choose(tiny)
 	require.NoError(t, err)
 	require.Zero(t, way)
-	made, _ := chooser.Of(choice)
 	require.Equal(t, optime.ByRule, made.Source)
 	require.False(t, chooser.worthTiming(leastOperations-1))
 	require.True(t, chooser.worthTiming(leastOperations))

@@ -306,15 +306,11 @@ func (x *timer) took(way int) time.Duration {
 
 // run enqueues the job in some way.
 func (x *timer) run(way int) error {
+	if x.j.product != nil {
+		x.j.product.Way = way
+	}
 	for _, c := range x.j.Alternatives[way].Calls {
-		bound := c.Bind(c.Params, x.address)
-		if m, ok := bound.(program.Matmul); ok && x.j.product != nil {
-			if err := x.x.Products.RunIn(x.j.product, way, m, x.x.Stream); err != nil {
-				return err
-			}
-			continue
-		}
-		if err := x.x.Launch(bound); err != nil {
+		if err := x.x.Launch(c.Bind(c.Params, x.address)); err != nil {
 			return err
 		}
 	}

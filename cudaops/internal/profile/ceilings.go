@@ -39,18 +39,16 @@ func (m *Machine) Ceilings() (optime.Ceiling, error) {
 
 // card is a card that is measured.
 type card struct {
-	*Machine
-	memory run.Memory
-	bytes  int     // that a copy copies
-	from   gpu.Ptr // so many bytes, as many behind them, and cuBLASLt's workspace
-	marks  [2]gpu.Event
+	marks
+	bytes int     // that a copy copies
+	from  gpu.Ptr // so many bytes, as many behind them, and cuBLASLt's workspace
 }
 
 // measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute
 // a product. What is too large for the memory that is left is measured smaller, and not at all
 // below a sixteenth.
 func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
-	c := &card{Machine: m, memory: run.Memory{Ctx: m.Ctx}, bytes: cmp.Or(m.Copy, ceilingBytes)}
+	c := &card{marks: m.marks(), bytes: cmp.Or(m.Copy, ceilingBytes)}
 	defer func() { err = errors.Join(err, m.Ctx.SyncStream(m.Stream), c.memory.Close()) }()
 	for least := c.bytes / 16; ; c.bytes /= 2 {
 		if c.from, err = c.memory.Alloc(2*c.bytes+run.WorkspaceBytes, "copies"); err == nil {
@@ -59,11 +57,6 @@ func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 		if !errors.Is(err, gpu.OutOfMemory) || c.bytes <= least {
 			m.Warn("the card's ceilings are not measured: " + err.Error())
 			return nil
-		}
-	}
-	for i := range c.marks {
-		if c.marks[i], err = c.memory.NewEvent(true); err != nil {
-			return err
 		}
 	}
 	r.Type = m.Operands.String()
@@ -138,23 +131,22 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 }
 
 // best is the shortest of three times of each way of some work, after a first run of it.
-func (c *card) best(ways int, work func(way int) error) (time.Duration, error) {
-	best := time.Duration(math.MaxInt64)
-	sync := func() error { return c.Ctx.SyncStream(c.Stream) }
+func (c *card) best(ways int, work func(way int) error) (best time.Duration, err error) {
+	best, c.used = math.MaxInt64, 0
+	from, to := c.next(&err), c.next(&err)
+	if err != nil {
+		return 0, err
+	}
 	for way := range ways {
 		for round := range 4 {
-			if err := run.InTurn(c.marking(c.marks[0]), func() error { return work(way) },
-				c.marking(c.marks[1]), sync); err != nil {
+			if err := run.InTurn(c.marking(from), func() error { return work(way) }, c.marking(to),
+				func() error { return c.Ctx.SyncStream(c.Stream) }); err != nil {
 				return 0, err
 			}
-			took, err := c.Ctx.Elapsed(c.marks[0], c.marks[1])
-			if err != nil {
-				return 0, err
-			}
-			if round > 0 {
+			if took := c.between(from, to, &err); round > 0 {
 				best = min(best, took)
 			}
 		}
 	}
-	return best, nil
+	return best, err
 }

@@ -4,13 +4,12 @@
 package profile
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -31,66 +30,45 @@ const (
 
 // Monitor times one run in every so many.
 type Monitor struct {
-	*Machine
-	memory run.Memory // events
-	least  int        // runs from one sample to the next
-	Every  int        // likewise, where samples cost much
-	runs   int        // since the last sample
+	marks
+	least int // runs from one sample to the next
+	Every int // likewise, where samples cost much
+	runs  int // since the last sample
 
-	marks  []gpu.Event   // before the first task, and after each
-	around [2]gpu.Event  // the last run that is timed
-	timing bool          // the last run, whose time is not known
-	plain  time.Duration // of a run without marks
-	cost   float64       // of a run with marks, as a share of that
-	update updateMarks
+	timed []interval    // what is on its way, in order; a sample begins with the calls
+	plain time.Duration // of a run without marks
+	cost  float64       // of a run with marks, as a share of that
 
-	Sampling bool // the run that is timed has marks
-
-	Samples int // runs that were timed
-	tasks   []taskTime
+	Samples int    // runs that were timed
+	tasks   []task // the calls, and the update
 }
 
-// taskTime is what is known of a task.
-type taskTime struct {
-	latest     time.Duration // in the latest sample
-	total      time.Duration // in all samples
-	tuned      time.Duration // 0 for one that has not been timed
-	ways       []string
-	drifted    int // samples on end
-	unmeasured unmeasuredTime
+// interval is what passes between two marks.
+type interval struct {
+	from, to gpu.Event
+	ahead    gpu.Event // until from it is the pass without telemetry; 0 for none
+	task     *task     // nil for the whole run
 }
 
-// updateMarks stand around an update.
-type updateMarks struct {
-	events        [2]gpu.Event
-	on            bool // in the sample under way
-	latest, total time.Duration
-	samples       int
+// task is what is known of a call, or of the update.
+type task struct {
+	call    *program.Call // nil for the update
+	chosen  optime.Choice
+	total   time.Duration // in all samples
+	samples int
+	drifted int // samples on end
 }
 
 // NewMonitor prepares a monitor of one run in so many.
-func NewMonitor(m *Machine, every int) (*Monitor, error) {
-	o := &Monitor{Machine: m, memory: run.Memory{Ctx: m.Ctx}, least: every, Every: every,
-		runs: every - 2, cost: math.Inf(1)}
-	events := []*gpu.Event{&o.around[0], &o.around[1], &o.update.events[0], &o.update.events[1]}
-	o.marks = make([]gpu.Event, len(m.Program.Calls)+1)
-	o.tasks = make([]taskTime, len(m.Program.Calls))
-	for i := range o.marks {
-		events = append(events, &o.marks[i])
-	}
+func NewMonitor(m *Machine, every int) *Monitor {
+	o := &Monitor{marks: m.marks(), least: every, Every: every, runs: every - 2,
+		cost: math.Inf(1), tasks: make([]task, len(m.Program.Calls)+1)}
 	for i, c := range m.Program.Calls {
-		if _, ok := c.Params.(program.KasminaPass); ok {
-			b := &o.tasks[i].unmeasured
-			events = append(events, &b.from, &b.to)
+		if o.tasks[i].call = c; c.Choice != nil {
+			o.tasks[i].chosen = *c.Choice
 		}
 	}
-	for _, e := range events {
-		var err error
-		if *e, err = o.memory.NewEvent(true); err != nil {
-			return nil, errors.Join(err, o.Close())
-		}
-	}
-	return o, nil
+	return o
 }
 
 // Close gives back events.
@@ -101,180 +79,164 @@ func (o *Monitor) Close() error {
 	return o.memory.Close()
 }
 
+// Sampling reports whether the run that is on its way has marks.
+func (o *Monitor) Sampling() bool { return len(o.timed) > 1 }
+
 // Run enqueues a run of the program, which has been loaded: replay, or the same with marks.
 func (o *Monitor) Run(replay func() error) error {
 	if err := o.collect(); err != nil {
 		return err
 	}
-	if o.runs++; o.timing || o.runs < o.Every-1 || len(o.Program.Calls) == 0 {
+	if o.runs++; o.timed != nil || o.runs < o.Every-1 || len(o.Program.Calls) == 0 {
 		return replay()
 	}
-	compute, sampling := replay, o.runs >= o.Every
-	if sampling {
-		o.runs, compute = 0, o.sample
+	var err error
+	o.used = 0
+	whole := interval{from: o.next(&err), to: o.next(&err)}
+	compute, timed := replay, []interval(nil)
+	if o.runs >= o.Every {
+		o.runs, timed = 0, o.intervals(&err)
+		compute = func() error { return o.sample(timed) }
 	}
-	err := run.InTurn(o.marking(o.around[0]), compute, o.marking(o.around[1]))
-	o.timing = err == nil
-	o.Sampling, o.update.on = o.timing && sampling, false
+	if err != nil {
+		return err
+	}
+	if err = run.InTurn(o.marking(whole.from), compute, o.marking(whole.to)); err == nil {
+		o.timed = append(timed, whole)
+	}
 	return err
 }
 
-// sample enqueues a run with marks.
-func (o *Monitor) sample() error {
-	now := o.Now()
-	captures := !o.OnHost() && now.Monitored == nil
+// intervals are those of the calls. One begins where the one before it ends, or the pass without
+// telemetry ahead of it.
+func (o *Monitor) intervals(err *error) (all []interval) {
+	last := o.next(err)
 	for i, c := range o.Program.Calls {
-		on := o.Layers.Measures(c)
-		o.tasks[i].unmeasured.on = on
-		if !on || !captures {
-			continue
+		t := interval{from: last, task: &o.tasks[i]}
+		if o.Layers.Measures(c) {
+			t.ahead, t.from = o.next(err), o.next(err)
 		}
+		t.to = o.next(err)
+		all, last = append(all, t), t.to
+	}
+	return all
+}
+
+// sample enqueues a run with marks.
+func (o *Monitor) sample(timed []interval) (err error) {
+	now := o.Now()
+	enqueue := func() error { return o.enqueue(timed) }
+	if o.OnHost() {
+		return enqueue()
+	}
+	if now.Monitored == nil {
 		// What is captured must have its modules loaded. Nothing that a run has computed is alive
 		// between two runs.
-		if err := o.Layers.Unmeasured(c); err != nil {
-			return fmt.Errorf("%s: %w", c.Node, err)
+		for _, t := range timed {
+			if t.ahead != 0 {
+				err = errors.Join(err, o.Layers.Unmeasured(t.task.call))
+			}
 		}
-	}
-	if o.OnHost() {
-		return o.enqueue()
-	}
-	if captures {
-		var err error
-		if now.Monitored, err = o.Capture(o.enqueue); err != nil {
+		if err != nil {
+			return err
+		}
+		if now.Monitored, err = o.Capture(enqueue); err != nil {
 			return err
 		}
 	}
 	return o.Ctx.LaunchGraph(now.Monitored, o.Stream)
 }
 
-// runBare enqueues what comes ahead of a pass in a sample: the pass without telemetry, twice, the
-// first time only for the caches.
-func (o *Monitor) runBare(i int) error {
-	b, c := o.tasks[i].unmeasured, o.Program.Calls[i]
-	if !b.on {
-		return nil
-	}
-	unmeasured := func() error { return o.Layers.Unmeasured(c) }
-	if err := run.InTurn(func() error { return o.Layers.Save(c) }, unmeasured,
-		o.marking(b.from), unmeasured, o.marking(b.to)); err != nil {
-		return fmt.Errorf("%s: %w", c.Node, err)
-	}
-	return nil
-}
-
-// enqueue enqueues the calls with marks between them, and notes how each is computed.
-func (o *Monitor) enqueue() error {
-	if err := o.mark(o.marks[0]); err != nil {
-		return err
-	}
-	for i, c := range o.Program.Calls {
-		if err := run.InTurn(func() error { return o.runBare(i) },
-			func() error { return o.Call(c) }, o.marking(o.marks[i+1])); err != nil {
-			return err
+// enqueue enqueues calls with marks between them. A pass without telemetry runs twice, the first
+// time only for the caches.
+func (o *Monitor) enqueue(timed []interval) error {
+	err := o.mark(timed[0].from)
+	for _, t := range timed {
+		c := t.task.call
+		if err == nil && t.ahead != 0 {
+			unmeasured := func() error { return o.Layers.Unmeasured(c) }
+			err = run.InTurn(func() error { return o.Layers.Save(c) }, unmeasured,
+				o.marking(t.ahead), unmeasured, o.marking(t.from))
 		}
-		known := &o.tasks[i]
-		known.ways, known.tuned = nil, 0
-		if chosen, ok := o.Chooser.Of(c.Choice); ok {
-			if chosen.Of > 1 {
-				known.ways = []string{chosen.Way}
-			}
-			known.tuned = max(chosen.Cold, chosen.Warm)
+		if err == nil {
+			err = run.InTurn(func() error { return o.Call(c) }, o.marking(t.to))
 		}
-	}
-	return nil
-}
-
-// collect takes in what has been timed, if the device is done with it.
-func (o *Monitor) collect() error {
-	ctx := o.Ctx
-	if !o.timing {
-		return nil
-	}
-	last, u := o.around[1], &o.update
-	if u.on {
-		last = u.events[1]
-	}
-	if done, err := ctx.EventDone(last); err != nil || !done {
-		return err
-	}
-	sampling := o.Sampling
-	o.timing, o.Sampling = false, false
-	whole, err := ctx.Elapsed(o.around[0], o.around[1])
-	if err != nil {
-		return err
-	}
-	if !sampling {
-		o.plain = whole
-		return nil
-	}
-	// before anything is taken in: a sample counts as a whole or not at all
-	if err := o.read(); err != nil {
-		return err
-	}
-	for i := range o.tasks {
-		o.note(i)
-		if b := o.tasks[i].unmeasured; b.on {
-			o.Layers.Note(o.Program.Calls[i], b.latest, o.tasks[i].latest)
-		}
-	}
-	if u.on {
-		u.total, u.samples = u.total+u.latest, u.samples+1
-	}
-	o.Samples++
-	if o.plain > 0 { // the least cost: runs differ for other reasons too
-		o.cost = min(o.cost, max(0, float64(whole-o.plain)/float64(o.plain)))
-		o.Every = max(o.least, int(o.cost/monitorShare))
-	}
-	return nil
-}
-
-// read asks the device for the times of a sample.
-func (o *Monitor) read() (err error) {
-	ctx := o.Ctx
-	for i := range o.tasks {
-		t, from := &o.tasks[i], o.marks[i]
-		if b := &t.unmeasured; b.on {
-			if b.latest, err = ctx.Elapsed(b.from, b.to); err != nil {
-				return err
-			}
-			from = b.to
-		}
-		if t.latest, err = ctx.Elapsed(from, o.marks[i+1]); err != nil {
-			return err
-		}
-	}
-	if u := &o.update; u.on {
-		u.latest, err = ctx.Elapsed(u.events[0], u.events[1])
 	}
 	return err
 }
 
+// collect takes in what has been timed, if the device is done with it. A sample counts as a whole
+// or not at all.
+func (o *Monitor) collect() (err error) {
+	timed := o.timed
+	if timed == nil {
+		return nil
+	}
+	if done, err := o.Ctx.EventDone(timed[len(timed)-1].to); err != nil || !done {
+		return err
+	}
+	o.timed = nil
+	took, ahead := make([]time.Duration, len(timed)), make([]time.Duration, len(timed))
+	for i, t := range timed {
+		took[i] = o.between(t.from, t.to, &err)
+		if t.ahead != 0 {
+			ahead[i] = o.between(t.ahead, t.from, &err)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	if len(timed) > 1 {
+		o.Samples++
+	}
+	for i, t := range timed {
+		switch {
+		case t.task != nil:
+			o.note(t.task, took[i])
+		case len(timed) == 1:
+			o.plain = took[i]
+		case o.plain > 0: // the least cost: runs differ for other reasons too
+			o.cost = min(o.cost, max(0, float64(took[i]-o.plain)/float64(o.plain)))
+			o.Every = max(o.least, int(o.cost/monitorShare))
+		}
+		if t.ahead != 0 {
+			o.Layers.Note(t.task.call, ahead[i], took[i])
+		}
+	}
+	return nil
+}
+
 // note takes in the time of a task.
-func (o *Monitor) note(i int) {
-	t := &o.tasks[i]
-	d := t.latest
-	t.total += d
-	if t.tuned == 0 || float64(d) < monitorDrift*float64(t.tuned) || d < t.tuned+monitorNoise {
+func (o *Monitor) note(t *task, d time.Duration) {
+	t.total, t.samples = t.total+d, t.samples+1
+	tuned := max(t.chosen.Cold, t.chosen.Warm)
+	if tuned == 0 || float64(d) < monitorDrift*float64(tuned) || d < tuned+monitorNoise {
 		t.drifted = 0
 		return
 	}
 	if t.drifted++; t.drifted == monitorTimes {
 		o.Warn(fmt.Sprintf("%s takes %v in the way %s, and took %v when it was tuned",
-			o.Program.Calls[i].Node, d,
-			strings.Join(t.ways, ", "), t.tuned))
+			t.call.Node, d, t.chosen.Way, tuned))
 	}
 }
 
 // Updating enqueues an update, and times it after a run that is timed.
 func (o *Monitor) Updating(enqueue func() error) error {
-	if o == nil || !o.Sampling || o.update.on {
+	if o == nil || !o.Sampling() || o.timed[len(o.timed)-1].task != nil {
 		return enqueue()
 	}
-	if err := run.InTurn(o.marking(o.update.events[0]), enqueue); err != nil {
+	var err error
+	update := interval{from: o.next(&err), to: o.next(&err), task: &o.tasks[len(o.tasks)-1]}
+	if err != nil {
+		return err
+	}
+	if err := run.InTurn(o.marking(update.from), enqueue); err != nil {
 		return err
 	}
 	// an update that is on its way is no error for want of a mark
-	o.update.on = o.mark(o.update.events[1]) == nil
+	if o.mark(update.to) == nil {
+		o.timed = append(o.timed, update)
+	}
 	return nil
 }
 
@@ -282,18 +244,23 @@ func (o *Monitor) Updating(enqueue func() error) error {
 // ways in which they are computed. Under the name Update is what the optimiser took, which moves so
 // many bytes. It is empty before the first sample.
 func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
-	if err := o.collect(); err != nil || o.Samples == 0 {
+	if err := o.collect(); err != nil {
 		return nil, err
 	}
 	var times []optime.OpTime
-	for i, c := range o.Program.Calls {
-		known := o.tasks[i]
-		times = append(times, optime.OpTime{Op: c.Op, Tasks: 1, Bytes: c.Bytes(), FLOPs: c.FLOPs,
-			Time: known.total / time.Duration(o.Samples), Tuned: known.tuned, Ways: known.ways})
-	}
-	if u := o.update; u.samples > 0 {
-		times = append(times, optime.OpTime{Op: update, Tasks: 1,
-			Time: u.total / time.Duration(u.samples), Bytes: updateBytes})
+	for _, t := range o.tasks {
+		if t.samples == 0 {
+			continue
+		}
+		op := optime.OpTime{Op: update, Tasks: 1, Bytes: updateBytes,
+			Time: t.total / time.Duration(t.samples), Tuned: max(t.chosen.Cold, t.chosen.Warm)}
+		if c := t.call; c != nil {
+			op.Op, op.Bytes, op.FLOPs = c.Op, c.Bytes(), c.FLOPs
+		}
+		if t.chosen.Of > 1 {
+			op.Ways = []string{t.chosen.Way}
+		}
+		times = append(times, op)
 	}
 	return optime.Gather(times), nil
 }
@@ -302,7 +269,6 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 type Machine struct {
 	*run.Runner
 	Layers   *kasmina.Layers
-	Chooser  *choose.Chooser
 	Warn     func(message string)
 	Name     string    // of the device
 	Operands gpu.DType // of products
@@ -310,19 +276,52 @@ type Machine struct {
 	Copy     int       // bytes of the copy that measures the card; 0 for the usual
 }
 
+// marks are events that the stream records when it gets there.
+type marks struct {
+	*Machine
+	memory run.Memory
+	all    []gpu.Event
+	used   int // of these
+}
+
+func (m *Machine) marks() marks { return marks{Machine: m, memory: run.Memory{Ctx: m.Ctx}} }
+
+// next is a mark that is not in use; there is none where err becomes an error.
+func (m *marks) next(err *error) gpu.Event {
+	if m.used == len(m.all) {
+		e, failed := m.memory.NewEvent(true)
+		if failed != nil {
+			*err = failed
+			return 0
+		}
+		m.all = append(m.all, e)
+	}
+	m.used++
+	return m.all[m.used-1]
+}
+
+// put is the next mark, put on the stream.
+func (m *marks) put() (e gpu.Event, err error) {
+	if e = m.next(&err); err == nil {
+		err = m.mark(e)
+	}
+	return e, err
+}
+
 // mark has the stream record an event when it gets there, in what is captured at each launch.
-func (m *Machine) mark(e gpu.Event) error {
+func (m *marks) mark(e gpu.Event) error {
 	if m.State.Capturing() {
 		return m.Ctx.Mark(e, m.Stream)
 	}
 	return m.Ctx.Record(e, m.Stream)
 }
 
-func (m *Machine) marking(e gpu.Event) func() error { return func() error { return m.mark(e) } }
+func (m *marks) marking(e gpu.Event) func() error { return func() error { return m.mark(e) } }
 
-// unmeasuredTime is a pass without telemetry.
-type unmeasuredTime struct {
-	on       bool          // in the sample under way
-	from, to gpu.Event     // around the second run
-	latest   time.Duration // of that, in the latest sample
+// between is the time from one mark to another. Where err is an error already, or becomes one, it
+// means nothing.
+func (m *marks) between(from, to gpu.Event, err *error) time.Duration {
+	d, failed := m.Ctx.Elapsed(from, to)
+	*err = cmp.Or(*err, failed)
+	return d
 }

@@ -1,7 +1,6 @@
 package profile
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -15,22 +14,17 @@ import (
 // Then some have a mark after every kernel, of which the last one counts. A capture lets the card
 // rest, and then it is faster for a while. A nil one does nothing.
 type Profiler struct {
-	*Machine
-	begun  int // steps
-	open   bool
-	marked bool // the step that is open has marks
-	done   bool
-	memory run.Memory // marks
+	marks
 	pieces map[pieceKey]*markedPiece
+	steps  []*step // that have begun; the last ones have marks
+	open   bool    // the last one has not ended
+	done   bool
 
-	plain []*plainStep
-	begin gpu.Event     // of the marked step
-	first gpu.Event     // of all marked steps
-	tasks []optime.Span // what the spans of a task have in common
-	spans []markedSpan  // of the marked step
+	spans []markedSpan // of the last step
 	whole []*markedPiece
 	piece *markedPiece // that is being enqueued, nil between pieces
-	task  int          // in tasks, -1 where no task is being enqueued
+	task  *optime.Span // what the spans of what is being enqueued have in common, nil for nothing
+	tasks int          // so far
 	last  gpu.Event    // the last mark
 }
 
@@ -43,8 +37,7 @@ const Steps = 1 + plainSteps + markedSteps
 
 // NewProfiler returns a profiler of the steps that follow.
 func NewProfiler(m *Machine) *Profiler {
-	return &Profiler{Machine: m, memory: run.Memory{Ctx: m.Ctx},
-		pieces: map[pieceKey]*markedPiece{}}
+	return &Profiler{marks: m.marks(), pieces: map[pieceKey]*markedPiece{}}
 }
 
 // Result returns the profile, with the card's ceilings.
@@ -75,11 +68,11 @@ type markedPiece struct {
 	spans []markedSpan
 }
 
-// plainStep is a step without marks.
-type plainStep struct {
+// step is one of those that are profiled.
+type step struct {
 	begin  gpu.Event
-	at     time.Time // when that was enqueued
-	pieces [][2]gpu.Event
+	at     time.Time      // when that was enqueued
+	pieces [][2]gpu.Event // of a step without marks
 	calls  []optime.HostSpan
 }
 
@@ -88,38 +81,29 @@ type markedSpan struct {
 	kernel   string
 	from, to gpu.Event
 	piece    *markedPiece // nil for what is between pieces
-	task     int
-}
-
-// newMark returns an event that the stream records when it gets there.
-func (p *Profiler) newMark() (gpu.Event, error) {
-	e, err := p.memory.NewEvent(true)
-	if err != nil {
-		return 0, err
-	}
-	return e, p.mark(e)
+	task     *optime.Span
 }
 
 // Busy reports whether there are steps to come.
 func (p *Profiler) Busy() bool { return p != nil && !p.done }
+
+// marked reports whether the step that is open has marks.
+func (p *Profiler) marked() bool { return p.open && len(p.steps) > 1+plainSteps }
 
 // Start begins a step, unless one has begun.
 func (p *Profiler) Start() error {
 	if !p.Busy() || p.open {
 		return nil
 	}
-	e, err := p.newMark()
+	e, err := p.put()
 	if err != nil {
 		return err
 	}
-	p.open, p.task, p.begun = true, -1, p.begun+1
-	if p.begun <= 1+plainSteps {
-		p.plain = append(p.plain, &plainStep{begin: e, at: time.Now()})
-		return nil
+	p.open, p.steps = true, append(p.steps, &step{begin: e, at: time.Now()})
+	if p.marked() {
+		p.spans, p.whole = nil, nil
+		p.Ctx.Observe(p.Stream, p)
 	}
-	p.marked, p.begin, p.first = true, e, cmp.Or(p.first, e)
-	p.spans, p.whole = nil, nil
-	p.Ctx.Observe(p.Stream, p)
 	return nil
 }
 
@@ -128,19 +112,16 @@ func (p *Profiler) Finish() {
 	if p == nil || !p.open {
 		return
 	}
-	p.open = false
-	if p.marked {
-		p.marked, p.done = false, p.begun == Steps
-		p.Ctx.Observe(p.Stream, nil)
-	}
+	p.open, p.done = false, len(p.steps) == Steps
+	p.Ctx.Observe(p.Stream, nil)
 }
 
 // Call notes a call of the program, from now until what it returns is called.
 func (p *Profiler) Call(name string) func() {
-	if p == nil || !p.open || p.marked {
+	if p == nil || !p.open {
 		return func() {}
 	}
-	s, from := p.plain[len(p.plain)-1], time.Now()
+	s, from := p.steps[len(p.steps)-1], time.Now()
 	return func() {
 		s.calls = append(s.calls, optime.HostSpan{Name: name, Start: from.Sub(s.at),
 			Time: time.Since(from)})
@@ -153,16 +134,16 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 	switch {
 	case p == nil || !p.open:
 		return run()
-	case !p.marked:
-		from, err := p.newMark()
+	case !p.marked():
+		from, err := p.put()
 		if err != nil {
 			return err
 		}
 		if err := run(); err != nil {
 			return err
 		}
-		to, err := p.newMark()
-		s := p.plain[len(p.plain)-1]
+		to, err := p.put()
+		s := p.steps[len(p.steps)-1]
 		s.pieces = append(s.pieces, [2]gpu.Event{from, to})
 		return err
 	}
@@ -171,7 +152,7 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 	if piece == nil || piece.graph == nil {
 		piece = &markedPiece{}
 		p.pieces[key], p.piece = piece, piece
-		defer func() { p.piece, p.task = nil, -1 }()
+		defer func() { p.piece, p.task = nil, nil }()
 		var err error
 		if !capture {
 			err = p.enqueue(marked)
@@ -192,7 +173,7 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 // enqueue enqueues a piece, which begins with marks that have nothing between them.
 func (p *Profiler) enqueue(marked func() error) error {
 	for range 9 {
-		e, err := p.newMark()
+		e, err := p.put()
 		if err != nil {
 			return err
 		}
@@ -204,34 +185,38 @@ func (p *Profiler) enqueue(marked func() error) error {
 // Before is a gpu.Observer's.
 func (p *Profiler) Before(w gpu.Work) (err error) {
 	if !p.State.Capturing() {
-		p.last, err = p.newMark()
+		p.last, err = p.put()
 	}
 	return err
 }
 
 // After is a gpu.Observer's.
 func (p *Profiler) After(w gpu.Work) error {
-	e, err := p.newMark()
+	e, err := p.put()
 	if err != nil {
 		return err
 	}
-	if p.task < 0 { // between pieces
-		p.spans = append(p.spans, markedSpan{w.Name, p.last, e, nil, len(p.tasks)})
-		p.tasks = append(p.tasks, optime.Span{Op: "Copies"})
-		return nil
+	task := p.task
+	if task == nil { // between pieces
+		p.doing(optime.Span{Op: "Copies"})
+		task, p.task = p.task, nil
+	} else if task.Op == update { // whose products alone say
+		task.FLOPs += w.FLOPs
 	}
-	if t := &p.tasks[p.task]; t.Op == update { // whose products alone say
-		t.FLOPs += w.FLOPs
-	}
-	p.piece.spans = append(p.piece.spans, markedSpan{w.Name, p.last, e, p.piece, p.task})
+	span := markedSpan{w.Name, p.last, e, p.piece, task}
 	p.last = e
+	if p.piece == nil {
+		p.spans = append(p.spans, span)
+	} else {
+		p.piece.spans = append(p.piece.spans, span)
+	}
 	return nil
 }
 
 // doing says what is enqueued from now on.
 func (p *Profiler) doing(t optime.Span) {
-	p.task = len(p.tasks)
-	p.tasks = append(p.tasks, t)
+	t.Task = p.tasks
+	p.task, p.tasks = &t, p.tasks+1
 }
 
 // Marked enqueues the program.
@@ -240,8 +225,8 @@ func (p *Profiler) Marked() error {
 		t := optime.Span{Op: c.Op, Layer: c.Layer, Bytes: c.Bytes(),
 			FLOPs: c.FLOPs, Float8: c.Float8}
 		// whose ways are numbers
-		if chosen, ok := p.Chooser.Of(c.Choice); ok && chosen.Of > 1 && chosen.Op != "Matmul" {
-			t.Ways = []string{chosen.Way}
+		if c.Choice != nil && c.Choice.Of > 1 && c.Choice.Op != "Matmul" {
+			t.Ways = []string{c.Choice.Way}
 		}
 		p.doing(t)
 		if err := p.Executor.Call(c); err != nil {
@@ -276,28 +261,18 @@ func (p *Profiler) Close() error {
 
 // result is the profile but for the card's ceilings.
 func (p *Profiler) result() (*optime.Profile, error) {
-	ctx := p.Ctx
-	if err := ctx.SyncStream(p.Stream); err != nil {
+	if err := p.Ctx.SyncStream(p.Stream); err != nil {
 		return nil, err
 	}
 	var failed error
-	elapsed := func(from, to gpu.Event) time.Duration {
-		d, err := ctx.Elapsed(from, to)
-		failed = cmp.Or(failed, err)
-		return d
-	}
+	elapsed := func(from, to gpu.Event) time.Duration { return p.between(from, to, &failed) }
 	r := &optime.Profile{Device: p.Name, Steps: plainSteps}
 	var periods []time.Duration
-	for i := range p.plain {
-		next := p.first
-		if i+1 < len(p.plain) {
-			next = p.plain[i+1].begin
-		}
-		periods = append(periods, elapsed(p.plain[i].begin, next))
+	for i := 1; i <= plainSteps; i++ {
+		periods = append(periods, elapsed(p.steps[i].begin, p.steps[i+1].begin))
 	}
-	sorted := slices.Sorted(slices.Values(periods[1:]))
-	r.Period = sorted[len(sorted)/2]
-	usual := p.plain[1+slices.Index(periods[1:], r.Period)]
+	r.Period = median(periods)
+	usual := p.steps[1+slices.Index(periods, r.Period)]
 	r.Host = usual.calls
 	var pauses []time.Duration
 	for _, piece := range p.whole {
@@ -311,8 +286,7 @@ func (p *Profiler) result() (*optime.Profile, error) {
 				len(p.whole),
 				len(usual.pieces))
 	}
-	slices.Sort(pauses)
-	r.Mark = pauses[len(pauses)/2]
+	r.Mark = median(pauses)
 	p.layOut(r, usual, elapsed)
 	return r, failed
 }
@@ -320,10 +294,11 @@ func (p *Profiler) result() (*optime.Profile, error) {
 // layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny
 // kernels the times add up to more than it took without marks. These keep one kernel from starting
 // while the one before it ends. They are then taken to be shorter in proportion.
-func (p *Profiler) layOut(r *optime.Profile, usual *plainStep,
+func (p *Profiler) layOut(r *optime.Profile, usual *step,
 	elapsed func(from, to gpu.Event) time.Duration) {
-	var end time.Duration                         // of the last span
-	anchor, anchored := p.begin, time.Duration(0) // an event of the marked step, and its place
+	var end time.Duration // of the last span
+	// an event of the step with marks, and its place
+	anchor, anchored := p.steps[len(p.steps)-1].begin, time.Duration(0)
 	pieces := usual.pieces
 	for rest := p.spans; len(rest) > 0; {
 		n := slices.IndexFunc(rest, func(s markedSpan) bool { return s.piece != rest[0].piece })
@@ -357,10 +332,14 @@ func (p *Profiler) layOut(r *optime.Profile, usual *plainStep,
 				start = max(end, anchored+elapsed(anchor, s.from))
 			}
 			end = start + took[i]
-			t := p.tasks[s.task]
-			t.Kernel, t.Task, t.Start, t.Time, t.Loose = s.kernel, s.task, start, took[i], !captured
+			t := *s.task
+			t.Kernel, t.Start, t.Time, t.Loose = s.kernel, start, took[i], !captured
 			r.Spans = append(r.Spans, t)
 		}
 		anchor, anchored = spans[n-1].to, end
 	}
+}
+
+func median(times []time.Duration) time.Duration {
+	return slices.Sorted(slices.Values(times))[len(times)/2]
 }

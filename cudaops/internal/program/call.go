@@ -6,6 +6,7 @@ import (
 	"reflect"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
 // Call is one piece of device work: what is computed, and what it reads and writes.
@@ -15,9 +16,9 @@ type Call struct {
 	Layer  string // of the model, as parameters' names tell
 	Params any    // a launch of package kernels with null addresses, or HostOp or KasminaPass
 	Args   []Arg
-	FLOPs  float64 // of matrix products
-	Float8 bool    // of which these are
-	Choice int     // which choice of the machine's tells its way, from 1 on; 0 for none
+	FLOPs  float64        // of matrix products
+	Float8 bool           // of which these are
+	Choice *optime.Choice // of its way; nil for none
 	Over   Over
 }
 

@@ -1,6 +1,9 @@
 package program
 
-import "github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/internal/optime"
+)
 
 // VectorBytes is what optimisers and fused products read at once.
 const VectorBytes = 16
@@ -13,7 +16,7 @@ type Chooser interface {
 	// among.
 	Ways(params any) []kernel.Way
 	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
-	Choose(g Group) (alternative, choice int, err error)
+	Choose(g Group) (alternative int, choice *optime.Choice, err error)
 }
 
 // Group is a piece of work that several lists of calls can do.

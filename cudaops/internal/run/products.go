@@ -9,6 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
 // WorkspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for
@@ -32,7 +33,7 @@ type Plan struct {
 	BLAS   []string // cuBLASLt's ways
 	Own    []kernel.Way
 	Way    int // chosen, among both
-	Choice int // as in a call
+	Choice *optime.Choice
 }
 
 // Ways are the names of all ways.
@@ -80,15 +81,10 @@ func (x *Products) run(m program.Matmul, s gpu.Stream) error {
 	if p == nil {
 		return fmt.Errorf("the product %+v was not planned", m.Spec)
 	}
-	return x.RunIn(p, p.Way, m, s)
-}
-
-// RunIn enqueues a product in one of the ways of its plan.
-func (x *Products) RunIn(p *Plan, way int, m program.Matmul, s gpu.Stream) error {
 	a := m.Operands()
-	if way < len(p.BLAS) {
+	if p.Way < len(p.BLAS) {
 		a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
-		return p.Run(way, a, s)
+		return p.Run(p.Way, a, s)
 	}
 	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A,
 		W: a.B, ScaleX: a.ScaleA,

@@ -178,7 +178,7 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	if err != nil {
 		return Iteration{}, err
 	}
-	if calls := all[i].Calls; len(calls) > 0 && calls[0].Choice == 0 {
+	if calls := all[i].Calls; len(calls) > 0 && calls[0].Choice == nil {
 		calls[0].Choice = choice
 	}
 	return all[i], nil
