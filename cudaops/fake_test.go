@@ -1,7 +1,6 @@
 package cudaops
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -531,11 +530,12 @@ func gradientAt(l *fake.Launch, p optimizer.Tensor, n int) []float32 {
 func control(l *fake.Launch, p gpu.Ptr) (b []byte, c optimizer.Control,
 	multiplier func(optimizer.Tensor) float64) {
 	b = fake.Slice[byte](l, p, optimizer.ControlBytes)
-	return b, optimizer.DecodeControl(b), func(t optimizer.Tensor) float64 {
+	c = optimizer.DecodeControl(b)
+	return b, c, func(t optimizer.Tensor) float64 {
 		if t.Apart {
-			return float64(fake32(b[60:]))
+			return float64(c.Apart)
 		}
-		return float64(fake32(b[44:]))
+		return float64(c.Multiplier)
 	}
 }
 
@@ -558,30 +558,26 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 		multiplier /= float64(floatsAt(l, a.Scale, 1)[0])
 	}
 	norm, own := float32(math.Sqrt(sum)*multiplier), float32(math.Sqrt(other)*multiplier)
-	skipped, multiplierApart := uint32(0), multiplier
-	if c.SkipNonFinite && (norm-norm != 0 || own-own != 0) {
-		skipped = 1
-	}
+	multiplierApart := multiplier
+	c.Skipped = norm-norm != 0 || own-own != 0
 	if c.MaxNorm > 0 {
 		multiplier *= min(1, c.MaxNorm/(float64(norm)+1e-6))
 		multiplierApart *= min(1, c.MaxNorm/(float64(own)+1e-6))
 	}
-	if skipped == 1 {
+	if c.Skipped {
 		norm += own
 	}
-	binary.LittleEndian.PutUint32(b[60:], math.Float32bits(float32(multiplierApart)))
-	binary.LittleEndian.PutUint32(b[36:], skipped)
-	binary.LittleEndian.PutUint32(b[40:], math.Float32bits(norm))
-	binary.LittleEndian.PutUint32(b[44:], math.Float32bits(float32(multiplier)))
+	c.Norm, c.Multiplier, c.Apart = norm, float32(multiplier), float32(multiplierApart)
 	if a.Scale != 0 {
-		copy(b[48:], moveOn(fake.Slice[byte](l, a.Scale, optimizer.LossScaleBytes), skipped == 1))
+		c.Next = moveOn(fake.Slice[byte](l, a.Scale, optimizer.LossScaleBytes), c.Skipped)
 	}
+	copy(b, c.Bytes())
 }
 
 // moveOn changes a loss scale by the rule.
-func moveOn(at []byte, skipped bool) []byte {
-	s := optimizer.LossScale{Scale: fake32(at), Good: int32(binary.LittleEndian.Uint32(at[4:])) + 1,
-		Skipped: int32(binary.LittleEndian.Uint32(at[8:]))}
+func moveOn(at []byte, skipped bool) optimizer.LossScale {
+	s := optimizer.LossScale{Scale: gpu.View[float32](at)[0], Good: gpu.View[int32](at)[1] + 1,
+		Skipped: gpu.View[int32](at)[2]}
 	switch {
 	case skipped:
 		s = optimizer.LossScale{Scale: max(1, s.Scale/2), Skipped: s.Skipped + 1}
@@ -589,10 +585,8 @@ func moveOn(at []byte, skipped bool) []byte {
 		s.Scale, s.Good = 2*s.Scale, 0
 	}
 	copy(at, s.Bytes())
-	return at
+	return s
 }
-
-func fake32(b []byte) float32 { return math.Float32frombits(binary.LittleEndian.Uint32(b)) }
 
 func (k *fakeKernels) AdamW(l *fake.Launch, a optimizer.AdamW) {
 	_, c, scale := control(l, a.Control)

@@ -6,8 +6,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// DType is the type of what lies in device memory.
-type DType uint8
+// DType is the type of what lies in device memory. Kernels read it as an int.
+type DType int32
 
 // The types: floats by size and then range, and the integers of ids.
 const (

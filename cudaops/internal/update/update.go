@@ -104,7 +104,7 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 	}
 	x := &Optimizer{Rules: rules, Params: params, m: m,
 		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
-		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1, SkipNonFinite: true}}
+		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1}}
 	if err := x.prepare(ranks); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}

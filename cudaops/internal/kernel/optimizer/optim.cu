@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   sum = sumOfBlock(sum);
   if (threadIdx.x != 0) return;
   double scale = control->gradScale / (scaling ? scaling->scale : 1.0f), norm = sqrt(sum) * scale, own = sqrt(other) * scale;
-  control->skipped = control->skipNonFinite && !(norm - norm == 0 && own - own == 0);
+  control->skipped = !(norm - norm == 0 && own - own == 0);
   control->norm = control->skipped ? norm + own : norm;
   control->multiplier = scale * clipped(control->maxNorm, norm);
   control->apart = scale * clipped(control->maxNorm, own);

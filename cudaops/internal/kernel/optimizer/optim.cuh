@@ -21,7 +21,7 @@ struct Tensor {
   int64_t step;       // how many updates there were
   int copyType, gradType, directionType;
   int firstChunk, chunks;
-  int apart;          // whether its gradient is in the norm of those that are clipped apart
+  bool apart;         // whether its gradient is in the norm of those that are clipped apart
 };
 
 // tensorOf is a tensor of the table. Of addresses that come from memory the compiler has to be told
@@ -47,14 +47,15 @@ struct Control {
   double lr, eps;
   double maxNorm;      // of the gradients together, and of those apart; 0 for no clipping
   double gradScale;    // what the gradients are multiplied by, besides 1/loss scale
-  int skipNonFinite;   // change nothing when a gradient is NaN or infinite
 
-  int skipped;         // whether this step changed nothing
+  bool skipped;        // whether this step changed nothing, as a gradient was NaN or infinite
   float norm;          // of the scaled gradients, before clipping
   float multiplier;    // gradScale / loss scale, and what clipping adds to it
   LossScale next;      // for the next step
   float apart;         // multiplier of gradients that are clipped apart
 };
+
+static_assert(sizeof(Tensor) == 144 && sizeof(Control) == 64, "the host lays them out so");
 
 __device__ __forceinline__ float multiplierOf(const Control* control, const Tensor& t) {
   return t.apart ? control->apart : control->multiplier;

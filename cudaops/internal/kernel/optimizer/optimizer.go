@@ -1,17 +1,15 @@
 package optimizer
 
 import (
-	"encoding/binary"
 	"fmt"
-	"math"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Tensor is a parameter, what an optimiser keeps for it, and how it treats it. Addresses are
-// multiples of 16.
+// Tensor is a parameter, what an optimiser keeps for it, and how it treats it: Tensor of optim.cuh.
+// Addresses are multiples of 16.
 type Tensor struct {
 	Param gpu.Ptr // float32
 	Copy  gpu.Ptr // the parameter in CopyType, written with every update; may be null
@@ -32,20 +30,11 @@ type Tensor struct {
 	Decay        float64
 	Beta1, Beta2 float64 // Muon's momentum is Beta1
 	Step         int64   // updates so far
-	Apart        bool    // its gradient is in the norm of those that are clipped apart
 
 	CopyType, GradType, DirectionType gpu.DType
-}
 
-// deviceTensor is Tensor of optim.cuh.
-type deviceTensor struct {
-	param, copy, grad, other, first, second, direction, result gpu.Ptr
-	size                                                       int64
-	lrScale, shapeScale, decay, beta1, beta2                   float64
-	step                                                       int64
-	copyType, gradType, directionType                          int32
-	firstChunk, chunks                                         int32
-	apart                                                      int32
+	firstChunk, chunks int32
+	Apart              bool // its gradient is in the norm of those that are clipped apart
 }
 
 // What optim.cuh says of chunks and updates.
@@ -64,8 +53,6 @@ type Table struct {
 	Tensors                  []Tensor // as they were at first
 	ctx                      gpu.Context
 	tensors, updates, chunks gpu.Ptr // tensors begin its memory
-	of                       []int   // the tensor of each chunk, in order
-	two                      bool    // gradients are sums of two contributions
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares
 	// take.
 	Chunks int
@@ -81,42 +68,28 @@ func NewTable(ctx gpu.Context, tensors []Tensor) (*Table, error) {
 		at = append(at, chunks)
 		chunks += kernel.CeilDiv(t.Size, OptimChunk)
 	}
-	return layOut(ctx, tensors, at, chunks)
+	return NewScattered(ctx, tensors, at, chunks)
 }
 
-// NewScattered is NewTable for [GradSquares] alone: of so many chunks, those of tensor number i are
-// at[i] and those behind it. What is nobody's has the sum 0.
+// NewScattered is NewTable, for [GradSquares] alone where tensors leave gaps. Of so many chunks,
+// those of tensor number i are at[i] and those behind it. What is nobody's has the sum 0.
 func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, error) {
-	// whose second chunk is behind its end
-	nothing := Tensor{Size: 4, Param: 16, Grad: 16, First: 16, Second: 16}
-	if len(tensors) > 0 {
-		nothing.Other = tensors[0].Other
-	}
-	return layOut(ctx, append(slices.Clip(tensors), nothing), append(slices.Clip(at), -1), chunks)
-}
-
-// layOut lays out tensors whose chunks begin at some of so many. A negative one stands for all
-// chunks that are nobody's, of which none is within the tensor.
-func layOut(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, error) {
-	rows := make([]deviceTensor, len(tensors))
-	t := &Table{Tensors: tensors, ctx: ctx, of: slices.Repeat([]int{nobody}, chunks),
-		two: tensors[0].Other != 0, Chunks: chunks}
-	list := slices.Repeat([][2]int32{{int32(len(tensors) - 1), 1}}, chunks)
-	for i, p := range tensors {
+	t := &Table{Tensors: slices.Clone(tensors), ctx: ctx, Chunks: chunks}
+	// chunks that are nobody's are of a tensor behind them that has no elements
+	list := slices.Repeat([][2]int32{{int32(len(tensors))}}, chunks)
+	for i := range t.Tensors {
+		p := &t.Tensors[i]
 		if !kernel.Aligned(p.Param, p.Copy, p.Grad, p.Other, p.First, p.Second, p.Direction,
 			p.Result) {
 			return nil,
 				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
-		n := kernel.CeilDiv(p.Size, OptimChunk)
-		rows[i] = deviceTensor{p.Param, p.Copy, p.Grad, p.Other, p.First, p.Second, p.Direction,
-			p.Result, int64(p.Size), p.LRScale, p.ShapeScale, p.Decay, p.Beta1, p.Beta2, p.Step,
-			int32(p.CopyType), int32(p.GradType), int32(p.DirectionType), int32(at[i]), int32(n),
-			int32(kernel.Bit(p.Apart))}
-		for j := 0; j < n && at[i] >= 0; j++ {
-			t.of[at[i]+j], list[at[i]+j] = i, [2]int32{int32(i), int32(j)}
+		p.firstChunk, p.chunks = int32(at[i]), int32(kernel.CeilDiv(p.Size, OptimChunk))
+		for j := range p.chunks {
+			list[p.firstChunk+j] = [2]int32{int32(i), j}
 		}
 	}
+	rows := append(slices.Clip(t.Tensors), Tensor{})
 	parts, bytes, err := kernel.Upload(ctx, kernel.TableBytes(rows),
 		make([]byte, updateBytes*len(rows)), kernel.TableBytes(list))
 	if err != nil {
@@ -126,11 +99,12 @@ func layOut(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, er
 	return t, nil
 }
 
-// nobody stands for the tensor of a chunk that is of none.
-const nobody = -1
-
 // TensorOf is the number of the tensor that a chunk is a part of, −1 for one of none.
-func (t *Table) TensorOf(chunk int) int { return t.of[chunk] }
+func (t *Table) TensorOf(chunk int) int {
+	return slices.IndexFunc(t.Tensors, func(p Tensor) bool {
+		return int(p.firstChunk) <= chunk && chunk < int(p.firstChunk+p.chunks)
+	})
+}
 
 // Free gives the table's memory back.
 func (t *Table) Free() error {
@@ -140,33 +114,30 @@ func (t *Table) Free() error {
 }
 
 // Steps reads how many updates each tensor has had, once the stream's work is done.
-func (t *Table) Steps(s gpu.Stream) ([]int64, error) {
-	rows := make([]deviceTensor, len(t.Tensors))
+func (t *Table) Steps(s gpu.Stream) (steps []int64, err error) {
+	rows := slices.Clone(t.Tensors)
 	if err := t.ctx.CopyToHost(kernel.TableBytes(rows), t.tensors, s); err != nil {
 		return nil, err
 	}
-	if err := t.ctx.SyncStream(s); err != nil {
-		return nil, err
-	}
-	steps := make([]int64, len(rows))
-	for i, r := range rows {
-		steps[i] = r.step
+	for _, r := range rows {
+		steps = append(steps, r.Step)
 	}
 	return steps, nil
 }
 
 // Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured
-// step finds this step's figures there. The host writes the first part ([Control.Bytes]), the
-// kernels the second.
+// step finds this step's figures there: Control of optim.cuh. The host writes the first part, of
+// ControlSettings bytes, the kernels the second.
 type Control struct {
-	LR, Eps       float64
-	MaxNorm       float64 // of all gradients together, and of those apart; 0 for no clipping
-	GradScale     float64 // what gradients are multiplied by first, besides 1/loss scale
-	SkipNonFinite bool    // change nothing in a step with a gradient that is NaN or infinite
+	LR, Eps   float64
+	MaxNorm   float64 // of all gradients together, and of those apart; 0 for no clipping
+	GradScale float64 // what gradients are multiplied by first, besides 1/loss scale
 
-	Skipped bool
-	Norm    float32 // of the gradients, scaled but not clipped
-	Next    LossScale
+	Skipped    bool    // a gradient was NaN or infinite, and nothing was changed
+	Norm       float32 // of the gradients, scaled but not clipped
+	Multiplier float32 // GradScale / loss scale, and what clipping adds to it
+	Next       LossScale
+	Apart      float32 // Multiplier of gradients that are clipped apart
 }
 
 // LossScale is what a loss is multiplied by, so that float16 holds its gradients, and how that
@@ -187,25 +158,17 @@ func (s LossScale) Bytes() []byte { return kernel.TableBytes([]LossScale{s}) }
 // bytes.
 const (
 	ControlBytes    = 64
-	ControlSettings = 36
+	ControlSettings = 32
 )
 
-// Bytes is the control block as the host writes it.
-func (c Control) Bytes() []byte {
-	b := make([]byte, 0, ControlBytes)
-	for _, v := range []float64{c.LR, c.Eps, c.MaxNorm, c.GradScale} {
-		b = binary.LittleEndian.AppendUint64(b, math.Float64bits(v))
-	}
-	return binary.LittleEndian.AppendUint32(b, kernel.Bit(c.SkipNonFinite))[:ControlBytes]
-}
+// Bytes is the control block as it lies in device memory.
+func (c Control) Bytes() []byte { return kernel.TableBytes([]Control{c}) }
 
 // DecodeControl is the control block as a step leaves it.
 func DecodeControl(b []byte) Control {
-	f := func(i int) float64 { return math.Float64frombits(binary.LittleEndian.Uint64(b[i:])) }
-	w := func(i int) uint32 { return binary.LittleEndian.Uint32(b[i:]) }
-	next := LossScale{math.Float32frombits(w(48)), int32(w(52)), int32(w(56))}
-	return Control{f(0), f(8), f(16), f(24), w(32) != 0, w(36) != 0, math.Float32frombits(w(40)),
-		next}
+	c := make([]Control, 1)
+	copy(kernel.TableBytes(c), b)
+	return c[0]
 }
 
 // GradSquares sets Squares [Table.Chunks], float32, to sums of squares of the gradients, one for
@@ -263,7 +226,7 @@ func begin(k *kernel.Set, s gpu.Stream, unit string, control gpu.Ptr, t *Table) 
 
 // kernel is the name of one that reads the table's gradients.
 func (t *Table) kernel(name string) string {
-	if t.two {
+	if len(t.Tensors) > 0 && t.Tensors[0].Other != 0 {
 		return name + "_of_two"
 	}
 	return name
