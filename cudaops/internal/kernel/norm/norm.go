@@ -86,15 +86,21 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 // norm.cu.
 const walkStages = 3
 
-// walk is a block of the backward kernel whose blocks walk down the rows. It fits if the kernel
-// takes the arguments and the GPU has room for so many rows.
-func walk(k *kernel.Set, a RMSNormBackward) (c gpu.LaunchConfig, fits bool) {
+// walk is the launch of the backward kernel whose blocks walk down the rows. It has no name where
+// the kernel does not take the arguments or the GPU has no room for so many rows.
+func (a RMSNormBackward) walk(k *kernel.Set) (name string, c gpu.LaunchConfig, err error) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
 	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down},
 		Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
-	return c, a.packed() && across <= 1024 &&
-		c.Shared <= k.Info.SharedPerBlock-1024 // beside what the kernel itself declares
+	if !a.packed() || across > 1024 ||
+		c.Shared > k.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
+		return "", c, nil
+	}
+	name = a.kernel("")
+	blocks, err := k.Resident("norm", name, c.Block.Count(), c.Shared)
+	c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, down), normParts(k, a.D, a.Type))
+	return name, c, err
 }
 
 // ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a
@@ -105,9 +111,9 @@ var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 const ownStages = 2
 
 // own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of
-// two. The name is what the kernel is called behind rmsnorm_backward. It fits if the kernel takes
-// the arguments and the GPU has room for so many rows.
-func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fits bool) {
+// two. It has no name where the kernel does not take the arguments or the GPU has no room for so
+// many rows.
+func (a RMSNormBackward) own(k *kernel.Set) (name string, c gpu.LaunchConfig) {
 	packs, across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)), 1
 	name = "_own"
 	if packs > 4 {
@@ -115,17 +121,17 @@ func own(k *kernel.Set, a RMSNormBackward) (name string, c gpu.LaunchConfig, fit
 	}
 	most, ok := ownWarps[packs]
 	if !ok || !a.packed() {
-		return name, c, false
+		return "", c
 	}
 	perWarp := ownStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
 	warps := min(most, (k.Info.SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
-		return name, c, false
+		return "", c
 	}
 	down := warps / across
-	return name + strconv.Itoa(packs),
+	return a.kernel(name + strconv.Itoa(packs)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.Info.SMs, kernel.CeilDiv(a.Rows, down))},
-			Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}, true
+			Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}
 }
 
 // RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
@@ -143,7 +149,6 @@ type RMSNormBackward struct {
 	Type                       gpu.DType
 	Workspace                  gpu.Ptr
 	DX8, Scale8                gpu.Ptr
-	Way                        kernel.Way
 }
 
 // packed reports whether rows can be moved 16 bytes at a time.
@@ -151,12 +156,12 @@ func (a RMSNormBackward) packed() bool {
 	return quantize.Packed(a.Type, a.D, a.DX8, a.DX, a.G, a.X, a.W, a.Add)
 }
 
-// kernel is the name of a kernel that stores rows as float8 too if that is wanted.
-func (a RMSNormBackward) kernel(name string) string {
+// kernel is the name of a variant, which stores rows as float8 too if that is wanted.
+func (a RMSNormBackward) kernel(variant string) string {
 	if a.DX8 != 0 {
-		name += "_float8"
+		variant += "_float8"
 	}
-	return name + kernel.Suffix(a.Type)
+	return "rmsnorm_backward" + variant + kernel.Suffix(a.Type)
 }
 
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
@@ -171,30 +176,34 @@ func normParts(k *kernel.Set, d int, t gpu.DType) int {
 	return normBlocks * k.Info.SMs
 }
 
-// Launch launches a kernel for DX and partial sums of DW, or more where a row is a block's. Another
-// one adds them up.
+// Launch launches a kernel for DX and partial sums of DW. Warps or pairs of them take rows of their
+// own, or blocks walk down longer ones. Where neither can be, each row has a block, and there are
+// more kernels. Another one adds the sums up.
 func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	blocks, err := normBackward(k, s, a)
+	var err error
+	name, c := a.own(k)
+	if name == "" {
+		name, c, err = a.walk(k)
+	}
+	blocks := c.Grid.X
+	switch {
+	case err != nil:
+	case name == "":
+		blocks, err = a.launchAny(k, s)
+	default:
+		args := []any{a.DX, a.Workspace, a.G, a.X, a.W, a.Rstd, a.Add, int64(a.Rows), a.D}
+		if a.DX8 != 0 {
+			args = append([]any{a.DX8, a.Scale8}, args...)
+		}
+		err = k.Enqueue(s, "norm", name, c, args...)
+	}
 	if err != nil {
 		return err
 	}
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 32)},
-		Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps()}
-	return k.Enqueue(s, "norm", "rmsnorm_weight_sum", c, a.DW, a.Workspace, blocks, a.D)
-}
-
-// Ways lists the ways that take the launch, the one that should be fastest first. In some, warps or
-// pairs of them take rows of their own. For longer rows, blocks walk down them. In the last, each
-// row has a block.
-func (a RMSNormBackward) Ways(k *kernel.Set) []kernel.Way {
-	plain := kernel.Way{Family: "any"}
-	if _, _, fits := own(k, a); fits {
-		return []kernel.Way{{Family: "own"}, plain}
-	}
-	if _, fits := walk(k, a); fits {
-		return []kernel.Way{{Family: "rows"}, plain}
-	}
-	return []kernel.Way{plain}
+	return k.Enqueue(s, "norm", "rmsnorm_weight_sum", gpu.LaunchConfig{
+		Grid:  gpu.Dim{X: kernel.CeilDiv(a.D, 32)},
+		Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps(),
+	}, a.DW, a.Workspace, blocks, a.D)
 }
 
 // arrays is how many are read.
@@ -205,39 +214,9 @@ func (a RMSNormBackward) arrays() int {
 	return 2
 }
 
-// normBackward computes DX and returns how many rows of partial sums it left.
-func normBackward(k *kernel.Set, s gpu.Stream, a RMSNormBackward) (int, error) {
-	w, err := a.Way.Of("RMSNormBackward", a.Ways(k))
-	if err != nil {
-		return 0, err
-	}
-	if w.Family == "any" {
-		return normBackwardAny(k, s, a)
-	}
-	c, symbol := gpu.LaunchConfig{}, "rmsnorm_backward"
-	if w.Family == "own" {
-		var name string
-		name, c, _ = own(k, a)
-		symbol = a.kernel(symbol + name)
-	} else {
-		c, _ = walk(k, a)
-		symbol = a.kernel(symbol)
-		blocks, err := k.Resident("norm", symbol, c.Block.Count(), c.Shared)
-		if err != nil {
-			return 0, err
-		}
-		c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, c.Block.Y), normParts(k, a.D, a.Type))
-	}
-	args := []any{a.DX, a.Workspace, a.G, a.X, a.W, a.Rstd, a.Add, int64(a.Rows), a.D}
-	if a.DX8 != 0 {
-		args = append([]any{a.DX8, a.Scale8}, args...)
-	}
-	return c.Grid.X, k.Enqueue(s, "norm", symbol, c, args...)
-}
-
-// normBackwardAny is normBackward for rows that are not aligned or too long. DX comes last, as it
-// may be G's memory.
-func normBackwardAny(k *kernel.Set, s gpu.Stream, a RMSNormBackward) (int, error) {
+// launchAny launches what takes any rows, and returns how many partial sums it leaves. DX comes last, as
+// it may be G's memory.
+func (a RMSNormBackward) launchAny(k *kernel.Set, s gpu.Stream) (int, error) {
 	blocks := min(normParts(k, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks},
 		Block: gpu.Dim{X: 256}}
@@ -259,13 +238,6 @@ func (a RMSNorm) Tuning() kernel.Tuning {
 	return kernel.Tuning{Op: "RMSNorm", Units: []string{"norm"},
 		Shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
 			kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))}
-}
-
-// Tuning is that of [kernel.Tuned].
-func (a RMSNormBackward) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "RMSNormBackward", Units: []string{"norm"},
-		Shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
-			kernel.With(a.Add != 0, "with sum"), kernel.With(a.DX8 != 0, "and float8"))}
 }
 
 // WorkspaceBytes is the size of Workspace.

@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
@@ -275,7 +274,7 @@ func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, 
 	return count
 }
 
-// TestRMSNormBackwardFloat8 has shapes of more rows than the GPU works on at once, in every way.
+// TestRMSNormBackwardFloat8 has shapes of more rows than the GPU works on at once.
 func TestRMSNormBackwardFloat8(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][2]int{{3, 7}, {50, 32}, {1003, 256}, {2203, 768}, {67, 1000}, {600, 2048},
@@ -286,7 +285,9 @@ func TestRMSNormBackwardFloat8(t *testing.T) {
 				if g.Some() {
 					name := fmt.Sprintf("%dx%d/%v/%v", shape[0], shape[1], dt, add)
 					g.Scope(name, func(g *kerneltest.Rig) {
-						rmsNormBackwardFloat8(g, shape[0], shape[1], dt, add, i%4/3)
+						for skew := range 1 + i%2 {
+							rmsNormBackwardFloat8(g, shape[0], shape[1], dt, add, skew)
+						}
 					})
 				}
 			}
@@ -294,7 +295,6 @@ func TestRMSNormBackwardFloat8(t *testing.T) {
 	}
 }
 
-// rmsNormBackwardFloat8 checks all ways.
 func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, skew int) {
 	x, _ := g.Normal(rows*d, dt, skew)
 	dy, _ := uploadRows(g, oddRows(g, rows, d, dt), d, dt, skew)
@@ -307,7 +307,7 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 	if add {
 		base.Add = x.Ptr
 	}
-	run := func(way kernel.Way, float8 bool) (outputs []*kerneltest.Buffer) {
+	run := func(float8 bool) (outputs []*kerneltest.Buffer) {
 		dx, dw := g.Alloc(rows*d, dt, skew), g.Alloc(d, kerneltest.F32, 0)
 		a := base
 		a.DX, a.DW = dx.Ptr, dw.Ptr
@@ -316,23 +316,13 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 			dx8, scale := rows8Alloc(g, rows, d, 0)
 			a.DX8, a.Scale8, outputs = dx8.Ptr, scale.Ptr, append(outputs, dx8, scale)
 		}
-		all := a.Ways(g.Set)
-		// a kernel of fewer registers may have room for other numbers of blocks
-		if a.Way = way; !slices.Contains(all, way) {
-			a.Way = all[slices.IndexFunc(all, func(w kernel.Way) bool {
-				return w.Family == way.Family
-			})]
-		}
 		g.Must(a.Launch(g.Set, g.Stream))
 		return outputs
 	}
-	for _, way := range base.Ways(g.Set) {
-		plain, fused := run(way, false), run(way, true)
-		sameBits(g, fmt.Sprint(way, ": dx"), fused[0], plain[0])
-		// perhaps of other blocks' sums
-		g.Near(fmt.Sprint(way, ": dw"), fused[1], g.Read(plain[1]), 1e-4)
-		separate(g, fmt.Sprint(way, ": dx as float8"), fused[2], fused[3], fused[0], d, 0)
-	}
+	plain, fused := run(false), run(true)
+	sameBits(g, "dx", fused[0], plain[0])
+	g.Near("dw", fused[1], g.Read(plain[1]), 1e-4) // perhaps of other blocks' sums
+	separate(g, "dx as float8", fused[2], fused[3], fused[0], d, 0)
 }
 
 func TestSiLUMulFloat8(t *testing.T) {
