@@ -17,7 +17,7 @@ func attentionShape(o *op.AttentionOp, rows int) attention.Geometry {
 		HeadDim: c.HeadDim, Causal: c.Causal, Scale: c.Scale}
 }
 
-func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	q, k := c.acts(n, in[0], in[1])
 	v := c.act(n, in[2])
 	o := n.Op().(*op.AttentionOp)
@@ -32,12 +32,11 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 	if !o.Documents() { // of these, the lengths decide how much there is to compute
 		call.FLOPs = attentionFLOPs(s, o.Config.Window, 2)
 	}
-	return y, nil
+	return y
 }
 
 // lowerCachedAttention is the attention of one token to keys and values that the program keeps.
-func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
-	error) {
+func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	q, k := c.acts(n, in[0], in[1])
 	v := c.act(n, in[2])
 	o := n.Op().(*kvcache.AttentionOp).Config
@@ -64,7 +63,7 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) (*
 		program.Reads("Cos", cos), program.Reads("Sin", sin), program.Reads("Position", in[3]),
 		program.Uses("Parts", c.NewArray(gpu.Float32, g.PartsBytes(c.o.Device)/4)),
 		program.Updates("Arrived", arrived))
-	return y, nil
+	return y
 }
 
 func untimed(field string, a *program.Array) program.Arg {
@@ -101,12 +100,14 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 	return table
 }
 
-func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
-	error) {
+func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	if c.fuseProjectionsGrad(n, in) {
+		return c.Values[n]
+	}
 	q, k, v, t := in[0], in[1], in[2], c.o.Activation
 	dq, dk, dv := c.NewArray(t, q.Shape...), c.NewArray(t, k.Shape...), c.NewArray(t, v.Shape...)
 	c.attentionGrad(n, in, dq, dk, dv, nil)
-	return packed(dq, dk, dv), nil
+	return packed(dq, dk, dv)
 }
 
 // attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those

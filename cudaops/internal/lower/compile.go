@@ -58,6 +58,14 @@ type compiler struct {
 	gradients map[gorgonia.Op]gorgonia.Nodes  // those of a forward op that the graph has
 	updating  map[*gorgonia.Node]bool         // gradients that nobody asks for but an update
 	layers    graph.Layers
+	err       error // the first, behind which nothing that is lowered counts
+}
+
+// fail notes an error, if it is one.
+func (c *compiler) fail(err error) {
+	if c.err == nil {
+		c.err = err
+	}
 }
 
 func newCompiler(o Options) *compiler {
@@ -96,8 +104,8 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 			c.Scale = c.NewResident(gpu.Float32, optimizer.LossScaleBytes/4)
 		}
 	}
-	if err := c.lowerAll(kept); err != nil {
-		return nil, nil, err
+	if c.lowerAll(kept); c.err != nil {
+		return nil, nil, c.err
 	}
 	if o.Accumulate {
 		c.gather()
@@ -108,11 +116,9 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 
 // lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those
 // that have a value already.
-func (c *compiler) lowerAll(results gorgonia.Nodes) error {
+func (c *compiler) lowerAll(results gorgonia.Nodes) {
 	sorted, err := graph.Order(results...)
-	if err != nil {
-		return err
-	}
+	c.fail(err)
 	for _, n := range sorted {
 		after := -1 // the input that a node has only to come behind it
 		switch o := n.Op().(type) {
@@ -135,18 +141,14 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) error {
 	}
 	c.layers.Add(sorted)
 	for _, n := range sorted {
-		if c.Values[n] != nil {
-			continue
+		if c.Values[n] == nil && !c.fuseNorm(n) {
+			c.lower(n)
 		}
-		fused, err := c.fuse(n)
-		if err == nil && !fused {
-			err = c.lower(n)
-		}
-		if err != nil {
-			return fmt.Errorf("%s: %w", graph.Describe(n), err)
+		if c.err != nil {
+			c.err = fmt.Errorf("%s: %w", graph.Describe(n), c.err)
+			return
 		}
 	}
-	return nil
 }
 
 // gather adds the gradient of each parameter to a sum that outlives runs.

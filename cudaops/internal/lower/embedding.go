@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	ids, table := in[0], c.act(n, in[1])
 	c.bound(ids, program.IDRange{Op: "Embedding", Argument: "ids", Vocab: table.Shape[0]})
 	y := c.NewArray(table.Type, n.Shape()...)
@@ -16,21 +16,18 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) (*progra
 		Vocab: table.Shape[0], D: table.Shape[1],
 		Type: y.Type, TableType: table.Type},
 		program.Reads("IDs", ids), program.Reads("Table", table), program.Writes("Y", y))
-	return y, nil
+	return y
 }
 
-func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
-	error) {
-	dt := c.aux(n.Shape()...)
-	c.embeddingGrad(n, in[0], c.act(n, in[1]), program.Writes("DT", dt))
-	return dt, nil
-}
-
-// embeddingGrad adds the gradient of a table, which is written to dt, or added to what is there
-// where dt is updated.
-func (c *compiler) embeddingGrad(n *gorgonia.Node, ids, g *program.Array, dt program.Arg) {
+// lowerEmbeddingGrad adds the gradient of a table to that of the output layer, if they are one.
+func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	g, dt := c.act(n, in[1]), program.Updates("DT", c.tied(n))
+	if dt.Array == nil {
+		dt = program.Writes("DT", c.aux(n.Shape()...))
+	}
 	a := embedding.Backward{IDs: ints(), Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
 		DTType: gpu.Float32, GType: g.Type, Accumulate: dt.Role == program.Update}
-	c.call(n, a, program.Reads("IDs", ids), program.Reads("G", g), dt,
+	c.call(n, a, program.Reads("IDs", in[0]), program.Reads("G", g), dt,
 		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
+	return dt.Array
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/graft"
 )
 
 // Nodes that are lowered together, since that takes fewer passes over memory than one after the
@@ -27,29 +28,6 @@ import (
 //
 // A value is left out only if the nodes that it is for are all lowered with it and nobody asked for
 // it. Such a value is folded: an array without memory.
-
-// fuse lowers a node together with others, whose inputs are all there, if a rule fits, and reports
-// whether it did.
-func (c *compiler) fuse(n *gorgonia.Node) (bool, error) {
-	switch n.Op().(type) {
-	case *op.RMSNormGradOp:
-		return c.fuseGrad(n, c.normGrad), nil
-	case *op.LinearGradOp:
-		return c.fuseGrad(n, c.linearGrad), nil
-	case *op.LinearOp:
-		if fused, err := c.fuseProjections(n); fused || err != nil {
-			return fused, err
-		}
-		return c.fuseResidual(n, (*compiler).linear)
-	case *op.SiLUMLPOp:
-		return c.fuseResidual(n, (*compiler).perceptron)
-	case *op.AttentionGradOp:
-		return c.fuseProjectionsGrad(n)
-	case *op.EmbeddingGradOp:
-		return c.fuseEmbeddingGrad(n), nil
-	}
-	return c.fuseNorm(n), nil
-}
 
 // folded is a value that exists only within another one.
 func folded(n *gorgonia.Node) *program.Array { return &program.Array{Shape: n.Shape()} }
@@ -108,11 +86,15 @@ func other(n, addend *gorgonia.Node) *gorgonia.Node {
 // there returns the value of a node, nil if that is still to come. That of an input, or of a weight
 // that seeds have grown on, can come at once.
 func (c *compiler) there(n *gorgonia.Node) *program.Array {
-	if n == nil {
+	late := func(n *gorgonia.Node) bool { return c.there(n) == nil }
+	switch {
+	case n == nil:
 		return nil
-	}
-	if c.Values[n] == nil && (n.Op() == nil && c.input(n) != nil || c.grownWeight(n) != nil) {
-		return nil
+	case c.Values[n] != nil:
+	case n.Op() == nil:
+		c.input(n)
+	case isOp[*graft.LowRankOp](n) && !slices.ContainsFunc(graph.Children(n), late):
+		c.lower(n)
 	}
 	return c.Values[n]
 }
@@ -126,27 +108,17 @@ func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	return nil
 }
 
-// added returns the sum that alone uses n, and what n is added to there. The latter is nil if there
-// is no such sum, or if it is not there yet.
-func (c *compiler) added(n *gorgonia.Node) (sum *gorgonia.Node, to *program.Array) {
-	sum = c.sole(n)
-	return sum, c.activation(other(sum, n))
-}
-
-// fuseResidual lowers a node whose last product can add a matrix, and the sum of its result and
-// that.
-func (c *compiler) fuseResidual(n *gorgonia.Node, lower func(*compiler, *gorgonia.Node,
-	[]*program.Array, *program.Array) (*program.Array, error)) (bool, error) {
-	sum, add := c.added(n)
+// addend returns what the kernel that writes y, the value of n, is to add to it, as another node
+// would. It is nil if there is no such sum, or what n is added to is not there yet. The value y is
+// then that of the node which is returned, n or the sum.
+func (c *compiler) addend(n *gorgonia.Node, y *program.Array) (*gorgonia.Node, *program.Array) {
+	sum := c.sole(n)
+	add := c.activation(other(sum, n))
 	if add == nil {
-		return false, nil
-	}
-	y, err := lower(c, n, c.operands(n), add)
-	if err != nil {
-		return false, err
+		return n, nil
 	}
 	c.Values[n], c.Values[sum] = folded(n), y
-	return true, nil
+	return sum, add
 }
 
 // fuseNorm lowers the sum n and a norm of it.
@@ -168,48 +140,32 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	return true
 }
 
-// fuseGrad lowers the gradients n of a norm or of a linear layer, and the sum of that of its input
-// and another. Queries, keys and values that have norms or biases are such linear layers.
-func (c *compiler) fuseGrad(n *gorgonia.Node, lower func(n *gorgonia.Node, in []*program.Array,
-	add *program.Array, sum *gorgonia.Node) *program.Array) bool {
-	dx := c.partOf(n, 0)
-	sum, add := c.added(dx)
-	if add == nil {
-		return false
-	}
-	grads := lower(n, c.operands(n), add, sum)
-	c.Values[n], c.Values[sum], c.Values[dx] = grads, grads.Parts[0], folded(dx)
-	return true
-}
-
-// fuseEmbeddingGrad lowers the gradient n of a table and its sum with that of the output layer, in
-// the memory of the latter.
-func (c *compiler) fuseEmbeddingGrad(n *gorgonia.Node) bool {
+// tied returns the gradient of an output layer to which alone n, that of its table, is added. The
+// sum takes its memory. It is nil if there is none.
+func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 	sum := c.sole(n)
 	head := other(sum, n)
 	if head == nil || c.sole(head) == nil {
-		return false
+		return nil
 	}
 	part, ok := head.Op().(*opbase.PartOp)
 	if !ok || part.Offset == 0 {
-		return false
+		return nil
 	}
 	grad, ok := graph.Children(head)[0].Op().(*op.LinearCrossEntropyGradOp)
 	to := c.Values[head]
 	if !ok || len(c.gradients[grad.Forward]) != 1 || to == nil || to.Type != gpu.Float32 {
-		return false
+		return nil
 	}
-	in := c.operands(n)
-	c.embeddingGrad(n, in[0], c.act(n, in[1]), program.Updates("DT", to))
 	c.Values[n], c.Values[sum], c.Values[head] = folded(n), to, folded(head)
-	return true
+	return to
 }
 
 // either adds what computes a product and what is done with its result. It is several calls, the
 // product first, or one with the given parameters, which are kernel.Tuned. The latter saves a pass
 // over memory, the former has the fastest product. The chooser decides, and it reports which.
 func (c *compiler) either(n *gorgonia.Node, several []*program.Call, params any,
-	args ...program.Arg) (one bool, err error) {
+	args ...program.Arg) (one bool) {
 	call := c.newCall(n, params, args...)
 	call.FLOPs, call.Float8 = several[0].FLOPs, several[0].Float8
 	tuned := call.Bind(params, (*program.Array).StandIn).(kernel.Tuned)
@@ -218,18 +174,18 @@ func (c *compiler) either(n *gorgonia.Node, several []*program.Call, params any,
 		return a.At%program.VectorBytes != 0
 	}) {
 		c.Calls = append(c.Calls, several...)
-		return false, nil
+		return false
 	}
 	g := program.WaysOf(call, params, tuned, ways)
 	g.FLOPs, g.Optional = call.FLOPs, true
 	g.Alternatives = slices.Insert(g.Alternatives, 0,
 		program.Alternative{Name: "separate", Calls: several})
 	i, choice, err := c.o.Choose(g)
-	if err != nil || i == 0 {
+	if c.fail(err); err != nil || i == 0 {
 		c.Calls = append(c.Calls, several...)
-		return false, err
+		return false
 	}
 	call.Params, call.Choice = program.WithWay(params, ways[i-1]), choice
 	c.Add(call)
-	return true, nil
+	return true
 }

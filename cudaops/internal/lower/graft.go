@@ -5,8 +5,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
@@ -24,54 +24,78 @@ func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
 
 // lowerBlend lowers x + Forward·t. What is not finite in t shows in the sum, unlike on a CPU, also
 // where Forward is 0. The step fails either way, since the gradients' norm is not finite.
-func lowerBlend(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerBlend(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, t := c.as(n, in[0], in[0].Type), c.as(n, in[1], in[0].Type)
 	t = c.times(n, t, control(in[2], n.Op().(*graft.BlendOp).Row, graft.Forward))
-	return c.map2(n, elementwise.Add, c.like(x), repeated{Array: x}, repeated{Array: t}), nil
+	return c.map2(n, elementwise.Add, c.like(x), repeated{Array: x}, repeated{Array: t})
 }
 
 // lowerIsolate lowers what passes on its input: the same memory.
-func lowerIsolate(_ *compiler, _ *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-	return in[0], nil
+func lowerIsolate(_ *compiler, _ *gorgonia.Node, in []*program.Array) *program.Array {
+	return in[0]
 }
 
-func lowerGraftScale(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerGraftScale(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*graft.ScaleOp)
-	return c.times(n, in[0], control(in[1], o.Row, o.Control)), nil
+	return c.times(n, in[0], control(in[1], o.Row, o.Control))
 }
 
 // lowerLowRank lowers w + Forward·scale·b·a in float32, as weights are kept: what is merged into w
 // later is the same.
-func lowerLowRank(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerLowRank(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*graft.LowRankOp)
 	w, a, b := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y := c.aux(n.Shape()...)
 	c.matmul(n, program.Product{D: y, A: b, B: c.times(n, a, control(in[3], o.Row, graft.Forward)),
 		Alpha: float32(o.Scale)}.Plus(w))
-	return y, nil
+	return y
 }
 
 // lowerLowRankGrad lowers k·scale·bᵀ·g and k·scale·g·aᵀ, of which k = Backward·Learning.
-func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*graft.LowRankGradOp).Forward
 	a, b, g := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[3], gpu.Float32)
 	k := c.times(n, control(in[2], o.Row, graft.Backward), control(in[2], o.Row, graft.Learning))
 	da, db := c.like(a), c.like(b)
 	c.matmul(n, program.Product{D: da, A: b, B: g, TransA: true, Alpha: float32(o.Scale)})
 	c.matmul(n, program.Product{D: db, A: g, B: a, TransB: true, Alpha: float32(o.Scale)})
-	return packed(c.times(n, da, k), c.times(n, db, k)), nil
+	return packed(c.times(n, da, k), c.times(n, db, k))
 }
 
-// grownWeight lowers a weight with what seeds have grown on it ahead of its turn. So products which
-// take several weights at once find it.
-func (c *compiler) grownWeight(n *gorgonia.Node) error {
-	if !isOp[*graft.LowRankOp](n) {
-		return nil
+// all reduces an array to a number.
+func (c *compiler) all(n *gorgonia.Node, r reduce.Reduction,
+	x *program.Array) *program.Array {
+	return c.reduceMiddle(n, r, x, 1, x.Len(), 1).View(0, 1)
+}
+
+// lowerNorm lowers sqrt(Σ x²). A loss scale on x is one on the result too.
+func lowerNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	x := c.as(n, in[0], gpu.Float32)
+	squares := c.map1(n, elementwise.Square, c.like(x), x, 0)
+	return c.map1(n, elementwise.Sqrt, c.aux(1), c.all(n, reduce.Sum, squares), 0)
+}
+
+// lowerHealth lowers the figures of the first rows of activations. They are few: each of these
+// launches takes some microseconds.
+func lowerHealth(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	rows, d := min(in[0].Shape[0], graft.HealthRows), in[0].Shape[1]
+	x := c.as(n, in[0].View(0, rows, d), gpu.Float32)
+	y := c.aux(graft.Figures)
+	put := func(figure int, f elementwise.UnaryOp, v *program.Array, p float64) {
+		c.map1(n, f, y.View(figure, 1), v, p)
 	}
-	for _, child := range graph.Children(n) {
-		if c.there(child) == nil {
-			return nil
-		}
-	}
-	return c.lower(n)
+	part := 1 / float64(x.Len())
+	put(graft.Mean, elementwise.MulScalar, c.all(n, reduce.Sum, x), part)
+	off := c.map2(n, elementwise.Sub, c.like(x), repeated{Array: x},
+		repeated{y.View(graft.Mean, 1), spread{period: 1}})
+	squares := c.map1(n, elementwise.Square, c.like(x), off, 0)
+	put(graft.Variance, elementwise.MulScalar, c.all(n, reduce.Sum, squares), part)
+	put(graft.Max, elementwise.Identity, c.all(n, reduce.Max, x), 0)
+	turned := c.map1(n, elementwise.Neg, c.like(x), x, 0)
+	put(graft.Min, elementwise.Neg, c.all(n, reduce.Max, turned), 0)
+	size := c.map1(n, elementwise.Abs, c.like(x), x, 0)
+	below := c.map1(n, elementwise.SubFrom, c.like(x), size, graft.DeadBelow)
+	dead := c.map1(n, elementwise.Step, c.like(x), below, 0)
+	put(graft.DeadRatio, elementwise.MulScalar, c.all(n, reduce.Sum, dead), part)
+	return y
 }

@@ -48,7 +48,7 @@ func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) 
 		OfWeights: w, OfScales: s})
 }
 
-func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.KasminaOp)
 	l := c.kasminaLayerOf(o)
 	c.startsSlots(o, in[1], in[2])
@@ -68,10 +68,10 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.
 		args = append(args, program.Uses("", p.Wide))
 	}
 	c.call(n, p, args...)
-	return y, nil
+	return y
 }
 
-func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	l := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
 	l.Backward = true
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
@@ -102,5 +102,5 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*prog
 	if over {
 		pass.Over = program.Over{From: g, To: dx}
 	}
-	return packed(dx, dw, ds), nil
+	return packed(dx, dw, ds)
 }

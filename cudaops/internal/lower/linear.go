@@ -4,6 +4,8 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
@@ -29,31 +31,34 @@ func (c *compiler) product(n *gorgonia.Node, y, x, w, add *program.Array) {
 	call.FLOPs = 2 * float64(w.Len())
 }
 
-func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-	return c.linear(n, in, nil)
-}
-
-// linear adds a linear layer, to whose result it adds another matrix, if there is one.
-func (c *compiler) linear(n *gorgonia.Node, in []*program.Array,
-	add *program.Array) (*program.Array, error) {
+func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	if c.fuseProjections(n) {
+		return c.Values[n]
+	}
 	x, w := c.acts(n, in[0], in[1])
 	y := c.NewArray(x.Type, n.Shape()...)
+	_, add := c.addend(n, y)
 	c.linearProduct(n, y, x, w, add)
-	return y, nil
+	return y
 }
 
-func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-	return c.linearGrad(n, in, nil, nil), nil
-}
-
-// linearGrad adds the gradients of a linear layer. To that of its input it adds another one, if
-// there is one.
-func (c *compiler) linearGrad(n *gorgonia.Node, in []*program.Array, add *program.Array,
-	_ *gorgonia.Node) *program.Array {
+func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, w := c.acts(n, in[0], in[1])
 	g := c.act(n, in[2])
 	dx, dw := c.like(x), c.weightGradient(w.Shape, c.partOf(n, x.Len()))
+	_, add := c.addend(c.partOf(n, 0), dx)
 	c.linearProductGrad(n, dx, g, w, add)
 	c.matmul(n, program.Product{D: dw, A: g, B: x, TransA: true})
 	return packed(dx, dw)
+}
+
+func lowerBias(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	x := c.act(n, in[0])
+	b := repeated{c.act(n, in[1]), spread{repeat: 1, period: in[1].Len()}}
+	return c.map2(n, elementwise.Add, c.like(x), repeated{Array: x}, b)
+}
+
+func lowerBiasGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	g := c.act(n, in[0])
+	return c.reduceMiddle(n, reduce.Sum, g, 1, g.Shape[0], g.Shape[1]).View(0, n.Shape()...)
 }

@@ -50,8 +50,7 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 // lowerLinearCrossEntropy computes the loss, and the gradients too where the graph wants them, so
 // that the logits are formed only once. They are for the loss gradient if it is known beforehand.
 // Otherwise they are for 1, or the loss scale in its place.
-func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
-	error) {
+func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, w := c.acts(n, in[0], in[1])
 	targets := in[2]
 	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
@@ -79,11 +78,9 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 			o.dx, o.dw = saved.dx.View(lo*d, here, d), saved.dw
 			o.beta = min(1, float32(lo))
 		}
-		if err := c.outputRows(o); err != nil {
-			return nil, err
-		}
+		c.outputRows(o)
 	}
-	return c.meanLoss(n, losses, saved.scale), nil
+	return c.meanLoss(n, losses, saved.scale)
 }
 
 // outputRows is a chunk of the output layer's rows. Without gradients dx is nil.
@@ -94,14 +91,14 @@ type outputRows struct {
 }
 
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.
-func (c *compiler) outputRows(o outputRows) error {
+func (c *compiler) outputRows(o outputRows) {
 	n, p := o.node, program.Product{D: o.logits, A: o.x, B: o.w, TransB: true}
 	a := crossentropy.Forward{Targets: ints(), Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
 	if o.dx == nil {
 		c.matmul(n, p)
 		c.call(n, a, program.Reads("Logits", o.logits), program.Writes("Losses", o.losses),
 			program.Reads("Targets", o.targets))
-		return nil
+		return
 	}
 	// The gradient takes the place of the logits.
 	several := []*program.Call{c.newProduct(n, p),
@@ -116,15 +113,12 @@ func (c *compiler) outputRows(o outputRows) error {
 			Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
 	x := program.Reads("X", o.x)
 	x.Deviation = 4 / math.Sqrt(float64(fused.D))
-	one, err := c.either(n, several, fused, program.Uses("Terms", o.logits),
+	one := c.either(n, several, fused, program.Uses("Terms", o.logits),
 		program.Uses("Scaled", scaled), program.Uses("Factors", factors),
 		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
 		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
 		program.Reads("Grad", o.upstream),
 		program.Uses("Workspace", c.bytes(fused.WorkspaceBytes(c.o.Device))))
-	if err != nil {
-		return err
-	}
 	c.matmul(n, program.Product{D: o.dx, A: o.logits, B: o.w})
 	if one {
 		c.call(n, gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
@@ -132,21 +126,19 @@ func (c *compiler) outputRows(o outputRows) error {
 		o.x = scaled
 	}
 	c.matmul(n, program.Product{D: o.dw, A: o.logits, B: o.x, TransA: true, Beta: o.beta})
-	return nil
 }
 
-func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node,
-	in []*program.Array) (*program.Array, error) {
+func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
 	if saved.upstream != c.Scale || lossscale.IsOne(graph.Children(n)[4]) {
-		return packed(saved.dx, saved.dw), nil
+		return packed(saved.dx, saved.dw)
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
 	if c.Scale != nil { // which both have
 		upstream = c.map2(n, elementwise.Div, c.like(upstream), repeated{Array: upstream},
 			repeated{Array: c.Scale.View(0)})
 	}
-	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream)), nil
+	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream))
 }
 
 // factor is a number that is known beforehand, or the product of such.
@@ -169,7 +161,7 @@ func factor(n *gorgonia.Node) (x float64, ok bool) {
 // fused op leaves the gradients and the gradient of the loss that they are for, nil for 1.
 type classified struct{ scale, lse, dx, dw, upstream *program.Array }
 
-func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	logits, targets := c.act(n, in[0]), in[1]
 	rows, v := logits.Shape[0], logits.Shape[1]
 	c.bound(targets, program.IDRange{Op: "CrossEntropy", Argument: "targets",
@@ -180,7 +172,7 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) (*pro
 	c.call(n, crossentropy.Forward{Targets: ints(), Rows: rows, V: v, Type: logits.Type},
 		program.Reads("Logits", logits), program.Reads("Targets", targets),
 		program.Writes("Losses", losses), program.Writes("LSE", saved.lse))
-	return c.meanLoss(n, losses, saved.scale), nil
+	return c.meanLoss(n, losses, saved.scale)
 }
 
 // targetScale adds scale = 1/(number of targets).
@@ -197,8 +189,7 @@ func (c *compiler) meanLoss(n *gorgonia.Node, losses, scale *program.Array) *pro
 	return loss
 }
 
-func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
-	error) {
+func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
 	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
 	d := c.like(logits)
@@ -207,5 +198,5 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (
 		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("LSE", saved.lse),
 		program.Reads("Targets", targets), program.Reads("Scale", saved.scale),
 		program.Reads("Grad", g))
-	return d, nil
+	return d
 }

@@ -19,7 +19,7 @@ import (
 )
 
 // lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
-type lowering func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error)
+type lowering func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array
 
 // ownOp is what the compiler knows of an op of this module.
 type ownOp struct {
@@ -70,17 +70,19 @@ func init() {
 }
 
 // lower adds the tasks of a node.
-func (c *compiler) lower(n *gorgonia.Node) error {
+func (c *compiler) lower(n *gorgonia.Node) {
 	if err := graph.HasValue(n); err != nil {
-		return err
+		c.fail(err)
+		return
 	}
 	if dt := n.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
-		return fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its "+
-			"integers int", dt)
+		c.fail(fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its "+
+			"integers int", dt))
+		return
 	}
-	nodes := graph.Children(n)
-	if len(nodes) == 0 && n.Op() == nil || n.Value() != nil && graph.IsConstant(n) {
-		return c.input(n)
+	if len(graph.Children(n)) == 0 && n.Op() == nil || n.Value() != nil && graph.IsConstant(n) {
+		c.input(n)
+		return
 	}
 	f := ownOps[reflect.TypeOf(n.Op())].lower
 	onHost := ""
@@ -94,21 +96,18 @@ func (c *compiler) lower(n *gorgonia.Node) error {
 		onHost = fmt.Sprintf("there is no kernel for %T", n.Op())
 	}
 	var out *program.Array
-	var err error
 	if onHost != "" {
-		out, err = c.onHost(n, c.operands(n), onHost)
+		out = c.onHost(n, c.operands(n), onHost)
 	} else {
-		out, err = f(c, n, c.operands(n))
+		out = f(c, n, c.operands(n))
 	}
-	if err != nil {
-		return err
+	if c.Values[n] == nil { // else it is folded
+		c.Values[n] = out
 	}
-	c.Values[n] = out
-	return nil
 }
 
 // input gives a node whose value comes from the host a place on the device.
-func (c *compiler) input(n *gorgonia.Node) error {
+func (c *compiler) input(n *gorgonia.Node) {
 	if shared := c.o.sharedParam(n); shared != nil {
 		c.Values[n] = shared.Array
 		c.inputOf[shared.Array.Buffer], c.sources[shared.Array.Buffer] = shared,
@@ -116,7 +115,7 @@ func (c *compiler) input(n *gorgonia.Node) error {
 		if !slices.Contains(c.Borrowed, shared) {
 			c.Borrowed = append(c.Borrowed, shared)
 		}
-		return nil
+		return
 	}
 	a := c.NewResident(typeOf(n.Dtype()), n.Shape()...)
 	c.Values[n] = a
@@ -124,31 +123,31 @@ func (c *compiler) input(n *gorgonia.Node) error {
 		slices.Contains(c.o.Params, n), Frozen: slices.Contains(c.o.Frozen, n)}
 	c.Inputs = append(c.Inputs, in)
 	c.inputOf[a.Buffer], c.sources[a.Buffer] = in, []*program.Input{in}
-	return nil
 }
 
 // lowerPart views a tensor of a packed result.
-func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	offset := n.Op().(*opbase.PartOp).Offset
 	if len(in[0].Parts) == 0 {
-		return c.aligned(n, in[0].View(offset, n.Shape()...)), nil
+		return c.aligned(n, in[0].View(offset, n.Shape()...))
 	}
 	for _, p := range in[0].Parts {
 		if offset == 0 {
-			return p, nil
+			return p
 		}
 		offset -= p.Len()
 	}
-	return nil, fmt.Errorf("no part of the packed result begins at element %d",
-		n.Op().(*opbase.PartOp).Offset)
+	c.fail(fmt.Errorf("no part of the packed result begins at element %d",
+		n.Op().(*opbase.PartOp).Offset))
+	return nil
 }
 
 // onHost computes a node with its op's own Do, between two copies, for some reason. It sees
 // gradients without the loss scale.
-func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) (*program.Array,
-	error) {
+func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) *program.Array {
 	if c.o.Strict {
-		return nil, fmt.Errorf("%s, and WithStrict forbids computing it on the host", why)
+		c.fail(fmt.Errorf("%s, and WithStrict forbids computing it on the host", why))
+		return nil
 	}
 	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and "+
 		"copies %d values there and back",
@@ -160,5 +159,5 @@ func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) (*p
 		args = append(args, program.Reads("", a))
 	}
 	c.call(n, call, args...)
-	return out, nil
+	return out
 }

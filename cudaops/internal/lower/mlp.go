@@ -19,13 +19,7 @@ type gated struct {
 	gelu           bool
 }
 
-func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-	return c.perceptron(n, in, nil)
-}
-
-// perceptron adds a gated perceptron, to whose result it adds another matrix, if there is one.
-func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array,
-	add *program.Array) (*program.Array, error) {
+func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, down := c.acts(n, in[0], in[3])
 	rows, f := x.Shape[0], in[1].Shape[0]
 	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]),
@@ -40,13 +34,12 @@ func (c *compiler) perceptron(n *gorgonia.Node, in []*program.Array,
 		c.Add(c.siluMul(n, s, out, q))
 	} else {
 		s.h = h
-		if err := c.gate(n, s, x); err != nil {
-			return nil, err
-		}
+		c.gate(n, s, x)
 	}
 	c.saved[n.Op()] = s
+	_, add := c.addend(n, y)
 	c.linearProduct(n, y, h, down, add)
-	return y, nil
+	return y
 }
 
 // siluMul is the call that forms h, or its float8.
@@ -58,43 +51,39 @@ func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array,
 }
 
 // gate adds what forms s.ab and s.h, of one row h alone unless there is a gradient.
-func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) error {
+func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) {
 	if x.Shape[0] == 1 && len(c.gradients[n.Op()]) == 0 {
 		call := c.call(n, decode.Gated{F: s.h.Shape[1], D: x.Shape[1], GELU: s.gelu, Type: x.Type,
 			Steady: s.weights.Resident && len(c.Calls) > 0},
 			program.Writes("H", s.h), program.Reads("X", x), program.Reads("W", s.weights))
 		call.FLOPs = 2 * float64(s.weights.Len())
-		return nil
+		return
 	}
 	p := program.Product{D: s.ab, A: x, B: s.weights, TransB: true}
 	several := []*program.Call{c.newProduct(n, p), c.siluMul(n, s, s.h, program.Quantized{})}
 	if s.gelu {
 		c.Calls = append(c.Calls, several...)
-		return nil
+		return
 	}
 	one := gemm.SiLUProduct{Rows: s.h.Shape[0], F: s.h.Shape[1], D: x.Shape[1], Type: x.Type}
-	_, err := c.either(n, several, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
+	c.either(n, several, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
 		program.Reads("X", x), program.Reads("Weights", s.weights))
-	return err
 }
 
-func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, g := c.acts(n, in[0], in[5])
 	down := c.act(n, in[3])
 	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
 	f, d := in[1].Shape[0], x.Shape[1]
 	dab := c.like(s.ab)
-	h, err := c.gateGrad(n, s, dab, g, down)
-	if err != nil {
-		return nil, err
-	}
+	h := c.gateGrad(n, s, dab, g, down)
 	gate, up, rest := c.partOf(n, x.Len()), c.partOf(n, x.Len()+f*d), c.partOf(n, x.Len()+2*f*d)
 	dx, dweights := c.like(x), c.weightGradient([]int{2 * f, d}, gate, up)
 	ddown := c.weightGradient([]int{d, f}, rest)
 	c.matmul(n, program.Product{D: ddown, A: g, B: h, TransA: true})
 	c.matmul(n, program.Product{D: dweights, A: dab, B: x, TransA: true})
 	c.linearProductGrad(n, dx, dab, s.weights, nil)
-	return packed(dx, dweights.View(0, f, d), c.aligned(n, dweights.View(f*d, f, d)), ddown), nil
+	return packed(dx, dweights.View(0, f, d), c.aligned(n, dweights.View(f*d, f, d)), ddown)
 }
 
 // siluMulGrad is the call that forms dab, and h again.
@@ -109,22 +98,21 @@ func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Ar
 // gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h, which is
 // formed again. Where memory may be spent, and one kernel does all of it, it is that of the forward
 // pass.
-func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) (*program.Array,
-	error) {
+func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) *program.Array {
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
 	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)
 	if c.float8(rows, f, d) {
 		c.linearProductGrad(n, dh, g, down, nil)
 		q := c.quantizing(dab, c.float8(rows, d, 2*f))
 		c.Add(c.siluMulGrad(n, s, h, dab, dh, q))
-		return h, nil
+		return h
 	}
 	p := program.Product{D: dh, A: g, B: down}
 	several := []*program.Call{c.newProduct(n, p),
 		c.siluMulGrad(n, s, h, dab, dh, program.Quantized{})}
 	if s.gelu {
 		c.Calls = append(c.Calls, several...)
-		return h, nil
+		return h
 	}
 	keeps := s.h != nil && c.Spent+s.h.Extent() <= c.o.Room
 	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab),
@@ -134,10 +122,9 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		args = append(args, program.Writes("H", h))
 	}
 	one := gemm.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
-	fused, err := c.either(n, several, one, args...)
-	if fused && keeps {
+	if c.either(n, several, one, args...) && keeps {
 		h = s.h
 		c.Spent += h.Extent()
 	}
-	return h, err
+	return h
 }

@@ -16,20 +16,19 @@ func (c *compiler) schulz(n *gorgonia.Node) schulz.Builder {
 		}}
 }
 
-func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, b := in[0], c.schulz(n)
 	it, err := b.Iterate(x.Shape, 1, n.Op().(*op.NewtonSchulzOp).Steps)
-	if err != nil {
-		return nil, err
+	if c.fail(err); err != nil {
+		return nil
 	}
 	c.Add(b.Normalized(it.Start, x))
 	c.Calls = append(c.Calls, it.Calls...)
-	return c.act(n, it.Result.View(0, x.Shape...)), nil
+	return c.act(n, it.Result.View(0, x.Shape...))
 }
 
-func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
-	error) {
+func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, g := c.acts(n, in[0], in[1])
 	steps := n.Op().(*op.NewtonSchulzGradOp).Forward.Steps
-	return packed(c.schulz(n).Gradient(x, g, steps)), nil
+	return packed(c.schulz(n).Gradient(x, g, steps))
 }

@@ -11,10 +11,10 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.RMSNormOp)
 	y, _ := c.norm(n, o, c.act(n, in[0]), nil, in[1])
-	return y, nil
+	return y
 }
 
 // normalised is what a norm leaves for its gradient, in float32: 1/rms of every row or head, and
@@ -51,20 +51,14 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 	return y, sum
 }
 
-func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-	return c.normGrad(n, in, nil, c.partOf(n, 0)), nil
-}
-
-// normGrad adds the gradients of a normalisation. To that of its input it adds another one, if
-// there is one; node to has the result as its value.
-func (c *compiler) normGrad(n *gorgonia.Node, in []*program.Array, add *program.Array,
-	to *gorgonia.Node) *program.Array {
+func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, g := c.act(n, in[0]), c.act(n, in[3])
 	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
 	rstd, w := saved.rstd, saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
 	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
 	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
+	to, add := c.addend(c.partOf(n, 0), dx)
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
 		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", rstd),

@@ -103,11 +103,11 @@ func (p *projections) place(c *compiler, x *program.Array) (wide *program.Array,
 	return wide, parts, wide.Columns(0, at[2])
 }
 
-// fuseProjections lowers the linear function n with the others of its attention.
-func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
+// fuseProjections lowers the linear function n with the others of its attention, if it has such.
+func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 	p := c.projected[n]
 	if p == nil {
-		return false, nil
+		return false
 	}
 	var weights, biases []*program.Array
 	for i, l := range p.linear {
@@ -117,13 +117,11 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 		}
 	}
 	if slices.Contains(slices.Concat(weights, biases), nil) {
-		return false, nil
+		return false
 	}
 	x := c.act(n, c.Values[p.x])
 	wide, parts, both := p.place(c, x)
-	if err := c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases); err != nil {
-		return false, err
-	}
+	c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases)
 	for i, l := range p.linear {
 		c.Values[l] = parts[i]
 		if p.bias[i] != nil {
@@ -133,13 +131,13 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) (bool, error) {
 	if p.turned[0] != nil {
 		c.Values[p.turned[0]], c.Values[p.turned[1]] = parts[0], parts[1]
 	}
-	return true, nil
+	return true
 }
 
 // projectAll adds wide = x·weightsᵀ, plus biases if there are any. Its columns both are turned if
 // queries and keys are.
 func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
-	weights *program.Array, biases []*program.Array) error {
+	weights *program.Array, biases []*program.Array) {
 	turned := p.turned[0]
 	switch {
 	case len(biases) > 0:
@@ -153,10 +151,10 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		if turned != nil {
 			c.Add(c.rotate(turned, both, both))
 		}
-		return nil
+		return
 	case turned == nil:
 		c.linearProduct(n, wide, x, weights, nil)
-		return nil
+		return
 	}
 	o := turned.Op().(*op.RoPEOp)
 	s := gemm.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
@@ -171,13 +169,12 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	one := gemm.RoPEProduct{RoPEProductShape: s, Type: x.Type}
 	if len(c.o.Ways(one)) == 0 {
 		c.Calls = append(c.Calls, several...)
-		return nil
+		return
 	}
-	_, err := c.either(n, several, one, program.Writes("Y", wide),
+	c.either(n, several, one, program.Writes("Y", wide),
 		program.Reads("X", product.A), program.Reads("Weights", product.B),
 		program.Reads("ScaleX", product.ScaleA), program.Reads("ScaleWeights", product.ScaleB),
 		program.Reads("Angles", c.angles(o).angles))
-	return err
 }
 
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.
@@ -240,15 +237,15 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 }
 
 // fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its
-// inputs are.
-func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
+// inputs are, if they are.
+func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bool {
 	p := c.projected[graph.Children(n)[0]]
 	if p == nil || c.Values[p.linear[0]].Stride == 0 {
-		return false, nil
+		return false
 	}
 	g := p.grad(c, n)
 	if g == nil {
-		return false, nil
+		return false
 	}
 	var weights []*program.Array
 	for _, l := range p.linear {
@@ -262,7 +259,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		turned = p.turned[0].Op().(*op.RoPEOp)
 		c.Values[g.turned[0]], c.Values[g.turned[1]] = parts[0], parts[1]
 	}
-	c.attentionGrad(n, c.operands(n), parts[0], parts[1], parts[2], turned)
+	c.attentionGrad(n, in, parts[0], parts[1], parts[2], turned)
 	c.Values[n] = packed(parts[:]...)
 	for i, d := range g.parts {
 		c.Values[d] = parts[i]
@@ -293,14 +290,14 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node) (bool, error) {
 		c.Values[d] = folded(d)
 	}
 	c.Values[g.dx[len(g.dx)-1]] = dx
-	return true, nil
+	return true
 }
 
-func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x := c.act(n, in[0])
 	y := c.like(x)
 	c.Add(c.rotate(n, y, x))
-	return y, nil
+	return y
 }
 
 // rotate is the rotation of all heads in the rows of x, which node n is of, or is of some of. The

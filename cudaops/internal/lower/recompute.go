@@ -14,17 +14,12 @@ import (
 // result is there. The graph within its backward op has nodes of its own, which compute all that
 // again.
 
-func lowerRecompute(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+func lowerRecompute(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*autodiff.RecomputeOp)
-	out, err := c.inline(n, o.Inputs, in, gorgonia.Nodes{o.Output})
-	if err != nil {
-		return nil, err
-	}
-	return out[0], nil
+	return c.inline(n, o.Inputs, in, gorgonia.Nodes{o.Output})[0]
 }
 
-func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array,
-	error) {
+func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*autodiff.RecomputeGradOp)
 	inputs := append(append(gorgonia.Nodes{}, o.Inputs...), o.OutputGrad)
 	offset, asked := 0, map[*gorgonia.Node]bool{}
@@ -34,18 +29,14 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) (*pr
 		c.updating[g] = !asked[g]
 		offset += opbase.Size(g.Shape())
 	}
-	grads, err := c.inline(n, inputs, in[:len(inputs)], o.Grads)
-	if err != nil {
-		return nil, err
-	}
-	return packed(grads...), nil
+	return packed(c.inline(n, inputs, in[:len(inputs)], o.Grads)...)
 }
 
 // inline lowers what the results depend on, in the graph within a node, whose inputs have the given
 // values. The graph's nodes lose their values: an op that two nodes of the outer graph share is
 // lowered for each.
 func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*program.Array,
-	results gorgonia.Nodes) ([]*program.Array, error) {
+	results gorgonia.Nodes) (out []*program.Array) {
 	outside := graph.Children(around)
 	for i, n := range inputs {
 		c.Values[n] = values[i]
@@ -54,8 +45,7 @@ func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values [
 	for _, n := range results { // none may be left to those that use it
 		c.kept[n] = true
 	}
-	err := c.lowerAll(results)
-	var out []*program.Array
+	c.lowerAll(results)
 	for _, n := range results {
 		out = append(out, c.Values[n])
 		delete(c.kept, n)
@@ -63,5 +53,5 @@ func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values [
 	for _, n := range inputs[0].Graph().AllNodes() {
 		delete(c.Values, n)
 	}
-	return out, err
+	return out
 }

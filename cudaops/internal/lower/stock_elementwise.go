@@ -52,8 +52,8 @@ func stockUnary(n *gorgonia.Node) lowering {
 	if !ok || !floats(n) {
 		return nil
 	}
-	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-		return c.unary(n, f, in[0], 0), nil
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+		return c.unary(n, f, in[0], 0)
 	}
 }
 
@@ -75,7 +75,7 @@ func stockBinary(n *gorgonia.Node) lowering {
 	if !ok || !floats(n) {
 		return nil
 	}
-	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		return c.binary(n, f, in[0], in[1])
 	}
 }
@@ -107,22 +107,22 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y *program.Arr
 // differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not
 // widen a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
-	a, b *program.Array) (*program.Array, error) {
+	a, b *program.Array) *program.Array {
 	nodes := graph.Children(n)
 	if p, ok := c.number(n, 0); ok {
 		if u, ok := withLeft[f]; ok {
-			return c.unary(n, u, b, p), nil
+			return c.unary(n, u, b, p)
 		}
 	}
 	if p, ok := c.number(n, 1); ok {
 		switch u, ok := withRight[f]; {
 		case ok:
-			return c.unary(n, u, a, p), nil
+			return c.unary(n, u, a, p)
 		case f == elementwise.Sub:
-			return c.unary(n, elementwise.AddScalar, a, -p), nil
+			return c.unary(n, elementwise.AddScalar, a, -p)
 		case f == elementwise.Div && a.Type != gpu.Float32:
 			// rounds less than a divisor of that type would
-			return c.unary(n, elementwise.MulScalar, a, 1/p), nil
+			return c.unary(n, elementwise.MulScalar, a, 1/p)
 		}
 	}
 	in := [2]*program.Array{a, b}
@@ -141,7 +141,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 	}
 	y := c.NewArray(e, n.Shape()...)
 	x, z := c.as(n, in[0], e), c.as(n, in[1], e)
-	return c.map2(n, f, y, repeated{x, spreads[0]}, repeated{z, spreads[1]}), nil
+	return c.map2(n, f, y, repeated{x, spreads[0]}, repeated{z, spreads[1]})
 }
 
 // spread is how elements are repeated, as in elementwise.Operand.

@@ -43,8 +43,8 @@ func stockMoves(find func(n *gorgonia.Node) (moves, bool)) func(*gorgonia.Node) 
 		if !ok {
 			return nil
 		}
-		return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-			return c.move(n, in, m), nil
+		return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+			return c.move(n, in, m)
 		}
 	}
 }
@@ -229,8 +229,8 @@ func stockSize(n *gorgonia.Node) lowering {
 	if !ok || n.Dtype() != tensor.Float32 {
 		return nil
 	}
-	return func(c *compiler, _ *gorgonia.Node, _ []*program.Array) (*program.Array, error) {
-		return c.NewConstant([]float32{float32(v)}).View(0), nil
+	return func(c *compiler, _ *gorgonia.Node, _ []*program.Array) *program.Array {
+		return c.NewConstant([]float32{float32(v)}).View(0)
 	}
 }
 

@@ -70,7 +70,7 @@ func stockProduct(n *gorgonia.Node) lowering {
 	if !ok {
 		return nil
 	}
-	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		a, transA := c.factor(n, 0, in[0], p.a, p.transA)
 		b, transB := c.factor(n, 1, in[1], p.b, p.transB)
 		y := c.NewArray(a.Type, n.Shape()...)
@@ -79,7 +79,7 @@ func stockProduct(n *gorgonia.Node) lowering {
 		}
 		c.matmul(n, program.Product{D: y.View(0, p.y...), A: a, B: b, TransA: transA,
 			TransB: transB})
-		return y, nil
+		return y
 	}
 }
 

@@ -36,8 +36,8 @@ func stockReduction(n *gorgonia.Node) lowering {
 		!slices.Equal(left, n.Shape()) {
 		return nil
 	}
-	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
-		return c.reduce(n, r, in[0], axes).View(0, n.Shape()...), nil
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+		return c.reduce(n, r, in[0], axes).View(0, n.Shape()...)
 	}
 }
 
@@ -91,19 +91,19 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 		return a.View(0, opbase.Size(x[:last]), x[last])
 	}
 	if strings.HasPrefix(name, "SoftmaxDiff") {
-		return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+		return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 			y, g := rows(in[1]), rows(c.as(n, in[2], in[1].Type))
 			dx := c.like(y)
 			c.call(n, softmax.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
 				program.Reads("Y", y), program.Reads("G", g), program.Writes("DX", dx))
-			return dx.View(0, n.Shape()...), nil
+			return dx.View(0, n.Shape()...)
 		}
 	}
-	return func(c *compiler, n *gorgonia.Node, in []*program.Array) (*program.Array, error) {
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		a := rows(in[0])
 		y := c.like(a)
 		c.call(n, softmax.Forward{Rows: a.Shape[0], N: a.Shape[1], Type: a.Type},
 			program.Reads("X", a), program.Writes("Y", y))
-		return y.View(0, n.Shape()...), nil
+		return y.View(0, n.Shape()...)
 	}
 }
