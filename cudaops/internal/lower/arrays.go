@@ -34,26 +34,12 @@ func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
 		program.Writes("Y", b), program.Reads("X", a))
 }
 
-// as returns a's values in another type: a itself, or a copy that is made once. For a parameter the
-// copy is kept beside it and renewed with it.
+// as returns a's values in another type: a itself, or a copy that is made once.
 func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.Array {
 	if a.Type == t {
 		return a
 	}
-	key := program.Converted{Buffer: a.Buffer, At: a.At, Len: a.Len(), To: t}
-	if b := c.Copies[key]; b != nil {
-		return b.View(0, a.Shape...)
-	}
-	if in := c.inputOf[a.Buffer]; in != nil && in.Constant && !c.o.shares(in) {
-		b := c.NewResident(t, a.Shape...)
-		in.Copies = append(in.Copies, program.Copy{Array: b, Renew: c.cast(n, b, a)})
-		c.Copies[key], c.sources[b.Buffer] = b, []*program.Input{in}
-		return b
-	}
-	b := c.NewArray(t, a.Shape...)
-	c.Add(c.cast(n, b, a))
-	c.Copies[key] = b
-	return b
+	return c.made(n, t, a.Shape, a)
 }
 
 // act returns a's values as activations.
@@ -67,47 +53,57 @@ func (c *compiler) acts(n *gorgonia.Node, a, b *program.Array) (*program.Array, 
 }
 
 // stack returns matrices of as many columns as activations, one above the other, so that one
-// product serves all. Of parameters the stack is kept, and renewed with them; of others it is made
-// in every run.
+// product serves all.
 func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array {
-	var key program.Stack
+	if s := adjacent(all, c.o.Activation); s != nil {
+		return s
+	}
+	rows := 0
+	for _, a := range all {
+		rows += a.Shape[0]
+	}
+	return c.made(n, c.o.Activation, []int{rows, all[0].Shape[1]}, all...)
+}
+
+// made returns what arrays hold in a type, one behind the other. It is made once. Of parameters it
+// is kept beside them and renewed with them; of others it is made in every run.
+func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
+	all ...*program.Array) *program.Array {
+	key := program.NewMaking(t, all...)
+	if m, ok := c.Made[key]; ok {
+		return m.Values.View(0, shape...)
+	}
 	var inputs []*program.Input
-	rows, kept := 0, true
-	for i, a := range all {
-		key[i] = program.Converted{Buffer: a.Buffer, At: a.At, Len: a.Len(), To: a.Type}
+	kept := true
+	for _, a := range all {
 		in := c.inputOf[a.Buffer]
 		inputs = append(inputs, in)
-		rows += a.Shape[0]
-		kept = kept && in != nil && in.Constant && !c.o.shares(in)
-	}
-	if s := c.Stacks[key]; s != nil {
-		return s
-	}
-	t := c.o.Activation
-	if s := adjacent(all, t); s != nil {
-		return s
+		kept = kept && in != nil && c.sources[a.Buffer] != nil
 	}
 	place := c.NewArray
 	if kept {
 		place = c.NewResident
 	}
-	s := place(t, rows, all[0].Shape[1])
+	m := place(t, shape...)
 	if kept {
-		c.sources[s.Buffer] = inputs
+		c.sources[m.Buffer] = inputs
 	}
-	c.Stacks[key] = s
 	at := 0
 	for i, a := range all {
-		to := s.View(at, a.Shape...)
+		to := m.View(at, a.Shape...)
 		at += a.Len()
 		if kept {
 			inputs[i].Copies = append(inputs[i].Copies,
 				program.Copy{Array: to, Renew: c.cast(n, to, a)})
-		} else {
-			c.Add(c.cast(n, to, c.as(n, a, t)))
+			continue
 		}
+		if len(all) > 1 { // others may take it alone
+			a = c.as(n, a, t)
+		}
+		c.Add(c.cast(n, to, a))
 	}
-	return s
+	c.Made[key] = program.Quantized{Values: m}
+	return m
 }
 
 // adjacent returns the stack that matrices of a type are already, nil if they are none. Frozen

@@ -50,7 +50,7 @@ type compiler struct {
 	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
 
 	inputOf map[*program.Buffer]*program.Input
-	// what parameters and constants, and copies and stacks of them, are made of
+	// what own parameters and constants, and copies and stacks of them, are made of
 	sources   map[*program.Buffer][]*program.Input
 	rotations map[rotation]*rotationTables
 	documents map[packing]*program.Array
@@ -186,11 +186,6 @@ func (c *compiler) bound(a *program.Array, r program.IDRange) {
 	if in := c.inputOf[a.Buffer]; in != nil {
 		in.IDs = append(in.IDs, r)
 	}
-}
-
-// shares reports whether an input is of the program whose parameters are used.
-func (o Options) shares(in *program.Input) bool {
-	return o.Shared != nil && slices.Contains(o.Shared.Inputs, in)
 }
 
 // sharedParam returns the parameter of that program that n is an image of, nil if there is none.

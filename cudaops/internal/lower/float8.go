@@ -38,7 +38,7 @@ func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *program.Array) 
 		c.product(n, y, x, w, add)
 		return
 	}
-	c.matmul(n, float8Product(y, c.quantize(n, x), c.quantizeWeight(n, w, false)).Plus(add))
+	c.matmul(n, float8Product(y, c.quantize(n, x, false), c.quantize(n, w, false)).Plus(add))
 }
 
 // linearProductGrad adds dx = g·w, to which it adds another matrix, if there is one.
@@ -47,7 +47,7 @@ func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w, add *program.Ar
 		c.matmul(n, program.Product{D: dx, A: g, B: w}.Plus(add))
 		return
 	}
-	c.matmul(n, float8Product(dx, c.quantize(n, g), c.quantizeWeight(n, w, true)).Plus(add))
+	c.matmul(n, float8Product(dx, c.quantize(n, g, false), c.quantize(n, w, true)).Plus(add))
 }
 
 // float8Product is d = a·bᵀ.
@@ -56,79 +56,65 @@ func float8Product(d *program.Array, a, b program.Quantized) program.Product {
 		ScaleA: a.Scales, ScaleB: b.Scales}
 }
 
-// newQuantized returns memory in the arena for a matrix.
-func (c *compiler) newQuantized(rows, columns int) program.Quantized {
-	return program.Quantized{Values: c.NewArray(gpu.Float8E4M3, rows, columns), Scales: c.aux(rows)}
+// newQuantized returns memory for a matrix.
+func newQuantized(place func(gpu.DType, ...int) *program.Array, rows,
+	columns int) program.Quantized {
+	return program.Quantized{Values: place(gpu.Float8E4M3, rows, columns),
+		Scales: place(gpu.Float32, rows)}
 }
 
-// quantize returns the rows of x, which are made once.
-func (c *compiler) quantize(n *gorgonia.Node, x *program.Array) program.Quantized {
-	key := program.KeyOf(x, false)
-	if q, ok := c.Quantized[key]; ok {
-		return q
-	}
-	q := c.newQuantized(x.Shape[0], x.Shape[1])
-	c.call(n, quantize.Rows{Rows: x.Shape[0], D: x.Shape[1], XStride: x.Stride, Type: x.Type},
-		program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
-		program.Reads("X", x)).Op = "Quantize"
-	c.Quantized[key] = q
-	return q
+// float8Of is float8 of the rows of x, or of its columns turned to rows.
+func float8Of(x *program.Array, turned bool) program.Making {
+	m := program.NewMaking(gpu.Float8E4M3, x)
+	m.Width, m.Stride, m.Turned = x.Shape[1], x.Stride, turned
+	return m
 }
 
-// quantizeWeight returns the rows of w, or its columns turned to rows. Of parameters and constants
-// they are kept, and renewed with these.
-func (c *compiler) quantizeWeight(n *gorgonia.Node, w *program.Array,
-	turned bool) program.Quantized {
-	key := program.KeyOf(w, turned)
-	if q, ok := c.Quantized[key]; ok {
+// quantize returns the rows of x, or its columns turned to rows. They are made once. Of parameters
+// and constants they are kept, and renewed with these.
+func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) program.Quantized {
+	key := float8Of(x, turned)
+	if q, ok := c.Made[key]; ok {
 		return q
 	}
-	of := c.sources[w.Buffer]
-	kept := len(of) > 0 && !slices.ContainsFunc(of, func(in *program.Input) bool {
-		return !in.Constant || c.o.shares(in)
-	})
-	switch {
-	case kept:
-		c.Quantized[key] = c.keepWeight(w, of, turned)
+	rows, d := x.Shape[0], x.Shape[1]
+	var q program.Quantized
+	switch of := c.sources[x.Buffer]; {
+	case of != nil:
+		q = c.keepWeight(x, of, turned)
 	case turned:
-		c.Quantized[key] = c.quantizeColumns(n, w)
+		q = newQuantized(c.NewArray, d, rows)
+		a := quantize.Columns{Rows: rows, D: d, Type: x.Type}
+		c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
+			program.Reads("X", x),
+			program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
 	default:
-		return c.quantize(n, w)
+		q = newQuantized(c.NewArray, rows, d)
+		c.call(n, quantize.Rows{Rows: rows, D: d, XStride: x.Stride, Type: x.Type},
+			program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
+			program.Reads("X", x)).Op = "Quantize"
 	}
-	return c.Quantized[key]
-}
-
-// quantizeColumns adds what makes rows of the columns of w.
-func (c *compiler) quantizeColumns(n *gorgonia.Node, w *program.Array) program.Quantized {
-	rows, d := w.Shape[0], w.Shape[1]
-	q, a := c.newQuantized(d, rows), quantize.Columns{Rows: rows, D: d, Type: w.Type}
-	c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
-		program.Reads("X", w),
-		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
+	c.Made[key] = q
 	return q
 }
 
 // keepWeight returns what is kept of w, which is made of some inputs.
 func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
 	turned bool) program.Quantized {
-	resident := func(rows, columns int) program.Quantized {
-		return program.Quantized{Values: c.NewResident(gpu.Float8E4M3, rows, columns),
-			Scales: c.NewResident(gpu.Float32, rows)}
-	}
 	i := slices.IndexFunc(c.Weights, func(k *program.QuantizedWeight) bool {
-		return program.KeyOf(k.Array, false) == program.KeyOf(w, false)
+		return float8Of(k.Array, false) == float8Of(w, false)
 	})
 	if i < 0 {
 		i = len(c.Weights)
 		c.Weights = append(c.Weights, &program.QuantizedWeight{Of: of, Array: w,
-			Rows: resident(w.Shape[0], w.Shape[1])})
+			Rows: newQuantized(c.NewResident, w.Shape[0], w.Shape[1])})
 	}
 	k := c.Weights[i]
 	if !turned {
 		return k.Rows
 	}
 	if k.Turned.Values == nil {
-		k.Turned = resident(w.Shape[1], w.Shape[0])
+		k.Turned = newQuantized(c.NewResident, w.Shape[1], w.Shape[0])
 	}
 	return k.Turned
 }
@@ -160,7 +146,7 @@ func (c *compiler) quantizing(a *program.Array, wanted bool) program.Quantized {
 	if !wanted {
 		return program.Quantized{}
 	}
-	q := c.newQuantized(a.Shape[0], a.Shape[1])
-	c.Quantized[program.KeyOf(a, false)] = q
+	q := newQuantized(c.NewArray, a.Shape[0], a.Shape[1])
+	c.Made[float8Of(a, false)] = q
 	return q
 }

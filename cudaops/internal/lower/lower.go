@@ -110,8 +110,7 @@ func (c *compiler) lower(n *gorgonia.Node) {
 func (c *compiler) input(n *gorgonia.Node) {
 	if shared := c.o.sharedParam(n); shared != nil {
 		c.Values[n] = shared.Array
-		c.inputOf[shared.Array.Buffer], c.sources[shared.Array.Buffer] = shared,
-			[]*program.Input{shared}
+		c.inputOf[shared.Array.Buffer] = shared
 		if !slices.Contains(c.Borrowed, shared) {
 			c.Borrowed = append(c.Borrowed, shared)
 		}
@@ -122,7 +121,10 @@ func (c *compiler) input(n *gorgonia.Node) {
 	in := &program.Input{Node: n, Array: a, Constant: graph.IsConstant(n) ||
 		slices.Contains(c.o.Params, n), Frozen: slices.Contains(c.o.Frozen, n)}
 	c.Inputs = append(c.Inputs, in)
-	c.inputOf[a.Buffer], c.sources[a.Buffer] = in, []*program.Input{in}
+	c.inputOf[a.Buffer] = in
+	if in.Constant {
+		c.sources[a.Buffer] = []*program.Input{in}
+	}
 }
 
 // lowerPart views a tensor of a packed result.

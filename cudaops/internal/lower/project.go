@@ -163,7 +163,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
 	product := program.Product{D: wide, A: x, B: weights, TransB: true}
 	if s.Float8 {
-		product = float8Product(wide, c.quantize(n, x), c.quantizeWeight(n, weights, false))
+		product = float8Product(wide, c.quantize(n, x, false), c.quantize(n, weights, false))
 	}
 	several := []*program.Call{c.newProduct(n, product), c.rotate(turned, both, both)}
 	one := gemm.RoPEProduct{RoPEProductShape: s, Type: x.Type}

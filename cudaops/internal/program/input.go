@@ -2,6 +2,7 @@ package program
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -69,21 +70,9 @@ func (r IDRange) Check(ids []int64) error {
 	return nil
 }
 
-// Quantized is a matrix in float8, and the float32 factor of each of its rows.
+// Quantized is a matrix in float8, and the float32 factor of each of its rows. What is made in
+// another type has no factors.
 type Quantized struct{ Values, Scales *Array }
-
-// QuantizedKey tells quantized matrices apart: what they are made of, and whether its columns have
-// become rows.
-type QuantizedKey struct {
-	*Buffer
-	At, Len, Width, Stride int
-	Turned                 bool
-}
-
-// KeyOf is the key of a matrix.
-func KeyOf(a *Array, turned bool) QuantizedKey {
-	return QuantizedKey{a.Buffer, a.At, a.Len(), a.Shape[1], a.Stride, turned}
-}
 
 // QuantizedWeight is a matrix made of parameters and constants, its rows in float8 and, unless
 // nobody needs them, its columns turned to rows. They are made again when one of the inputs
@@ -96,43 +85,40 @@ type QuantizedWeight struct {
 
 // Made is what calls have made of arrays, so that it is made once. Of parameters and constants it
 // is resident, and programs that borrow them use it too.
-type Made struct {
-	Copies    map[Converted]*Array
-	Stacks    map[Stack]*Array
-	Quantized map[QuantizedKey]Quantized
+type Made map[Making]Quantized
+
+// Making tells apart what is made of arrays: one in another type, or up to three of them, one above
+// the other. Of a matrix in float8 it says where its rows end, and whether its columns have become
+// rows.
+type Making struct {
+	Of            [3]Extent
+	To            gpu.DType
+	Width, Stride int
+	Turned        bool
 }
 
-// Converted is an array in another type.
-type Converted struct {
+// Extent is where an array lies.
+type Extent struct {
 	*Buffer
 	At, Len int
-	To      gpu.DType
 }
 
-// Stack is matrices one above the other, at most three.
-type Stack [3]Converted
+// NewMaking is what is made of arrays in a type.
+func NewMaking(to gpu.DType, of ...*Array) (m Making) {
+	m.To = to
+	for i, a := range of {
+		m.Of[i] = Extent{a.Buffer, a.At, a.Len()}
+	}
+	return m
+}
 
 // Borrow returns what is made of parameters. No program has none.
 func (p *Program) Borrow() Made {
-	m := Made{map[Converted]*Array{}, map[Stack]*Array{}, map[QuantizedKey]Quantized{}}
-	if p == nil {
-		return m
+	m := Made{}
+	if p != nil {
+		maps.Copy(m, p.Made)
 	}
-	for key, a := range p.Copies {
-		if a.Resident {
-			m.Copies[key] = a
-		}
-	}
-	for key, a := range p.Stacks {
-		if a.Resident {
-			m.Stacks[key] = a
-		}
-	}
-	for key, q := range p.Quantized {
-		if q.Values.Resident {
-			m.Quantized[key] = q
-		}
-	}
+	maps.DeleteFunc(m, func(_ Making, q Quantized) bool { return !q.Values.Resident })
 	return m
 }
 

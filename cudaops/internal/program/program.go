@@ -23,7 +23,7 @@ type Program struct {
 	Sums     map[*gorgonia.Node]*Array // of the gradients of parameters, where runs add up
 	Weights  []*QuantizedWeight
 	Kept     map[*gorgonia.Node]Kept // of attentions to what is kept
-	Made
+	Made     Made
 
 	// optimizer.LossScale, whose first number is the loss scale; nil where there is none
 	Scale   *Array
