@@ -466,7 +466,7 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 	const loss, control = 4, 64
 	up, down := copies{2, 2 * 8 * rows}, copies{2, loss + control}
 	with := func(c copies, bytes int64) copies { return copies{c.count + 1, c.bytes + bytes} }
-	stateBytes, alpha := int64(l.machine.runner.Program.Kasmina[0].State.Extent()), 0.0
+	stateBytes, alpha := int64(l.machine.runner.Program.Kasmina[0].Memory.Extent()), 0.0
 	cases := []struct {
 		name     string
 		set      func() error

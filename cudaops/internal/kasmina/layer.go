@@ -38,7 +38,6 @@ type Machine struct {
 type layer struct {
 	*program.KasminaLayer
 	*Layers
-	mode    mode
 	hosted  bool   // the run under way computes the layer on the host: see choose
 	encoded []byte // the state for the run
 	last    []byte // the state as the device has it
@@ -55,12 +54,10 @@ type mode struct {
 
 // flight is a run whose report may still be on its way.
 type flight struct {
-	pass    *op.KasminaPass
-	mode    mode
-	scale   float32   // that gradients carry
-	report  []byte    // of all layers, of which the memory belongs to the reports
-	arrived gpu.Event // likewise
-	busy    bool
+	pass  *op.KasminaPass
+	mode  mode
+	scale float32 // that gradients carry
+	busy  bool
 }
 
 // Layers are the Kasmina layers of a machine. What a run measures in all of them lies together, so
@@ -96,13 +93,13 @@ func New(m *Machine) (ls *Layers, err error) {
 		}
 	}
 	for _, k := range p.Kasmina {
-		l := &layer{KasminaLayer: k, Layers: ls, encoded: gpu.Bytes(make([]uint32, k.State.Len())),
-			counts: make([]uint32, program.KasminaHealth*k.Seeds)}
+		l := &layer{KasminaLayer: k, Layers: ls, encoded: gpu.Bytes(make([]uint32, k.Memory.Len())),
+			counts: make([]uint32, program.KasminaHealth*k.State.Seeds)}
 		if l.staging, err = m.Memory.AllocHost(len(l.encoded)); err != nil {
 			return nil, err
 		}
 		for i := range l.flights {
-			l.flights[i] = flight{pass: k.Op.NewPass(), report: ls.host[i], arrived: ls.arrived[i]}
+			l.flights[i].pass = k.Op.NewPass()
 		}
 		pass := k.Op.NewPass()
 		pass.Begin()
@@ -139,10 +136,10 @@ func (ls *Layers) After() error {
 	}
 	ctx, i, words := ls.m.Ctx, ls.next, program.KasminaHealth
 	for _, l := range ls.layers {
-		if l.mode.telemetry {
+		if l.now().mode.telemetry {
 			words = max(words, program.KasminaBins)
 		}
-		if l.mode.histogram {
+		if l.now().mode.histogram {
 			words = program.KasminaWords
 		}
 	}
@@ -160,7 +157,7 @@ func (ls *Layers) After() error {
 // AppendMode adds what the run measures, and where.
 func (ls *Layers) AppendMode(b []byte) []byte {
 	for _, l := range ls.layers {
-		b = fmt.Appendf(b, "%v %v,", l.mode, l.hosted)
+		b = fmt.Appendf(b, "%v %v,", l.now().mode, l.hosted)
 	}
 	return b
 }
@@ -174,7 +171,7 @@ func (ls *Layers) OnHost() bool {
 func (ls *Layers) Settle() error {
 	var errs []error
 	for _, l := range ls.layers {
-		errs = append(errs, l.receive(&l.flights[ls.next], true), l.receive(l.lastFlight(), true))
+		errs = append(errs, l.receive(ls.next, true), l.receive(1-ls.next, true))
 	}
 	return errors.Join(errs...)
 }
@@ -190,9 +187,9 @@ func (l *layer) place(word int) int { return l.Place(word, l.seeds) }
 // gradient of x.
 func (l *layer) moving(inPlace bool) (reads, writes int) {
 	if l.Wide() { // those that mix, which Residual ones stand for below
-		reads = int(gpu.View[uint32](l.last[l.Shape().State.Bytes():])[0])
+		reads = int(gpu.View[uint32](l.last[l.State.Bytes():])[0])
 	}
-	for _, word := range gpu.View[uint32](l.last)[:l.Seeds] { // as KasminaState.Encode has them
+	for _, word := range gpu.View[uint32](l.last)[:l.State.Seeds] { // as KasminaState.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
 			reads++ // what is dormant is Residual there
 		}
@@ -206,19 +203,18 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 // encode writes the state for a pass to l.encoded: for the kernels of all kinds but those that mix,
 // and for those.
 func (l *layer) encode(pass *op.KasminaPass) error {
-	st := l.Shape().State
 	var narrow error
 	at := func(i int) seed.Seed {
 		s := pass.Seed(i)
 		s.Limit = float64(float32(s.Limit) * l.m.Scale.Now.Scale)
 		if kasminakernel.Mixes(s) && narrow == nil {
-			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Width); err != nil {
+			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Mixing.Width); err != nil {
 				narrow = fmt.Errorf("seed %d: %w", i, err)
 			}
 		}
 		return s
 	}
-	err := st.Encode(l.encoded, func(i int) seed.Seed {
+	err := l.State.Encode(l.encoded, func(i int) seed.Seed {
 		s := at(i)
 		if kasminakernel.Mixes(s) {
 			s.Slot = 0
@@ -228,7 +224,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	if narrow != nil || err != nil || !l.Wide() {
 		return errors.Join(narrow, err)
 	}
-	return l.Mixing().Mixing.Encode(l.encoded[st.Bytes():], at)
+	return l.Mixing.Mixing.Encode(l.encoded[l.State.Bytes():], at)
 }
 
 // begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op
@@ -246,35 +242,34 @@ func (l *layer) begin(pass *op.KasminaPass) error {
 
 // before receives what runs have measured, and sends the lattice's state.
 func (l *layer) before() error {
-	f, last := &l.flights[l.next], l.lastFlight()
-	if err := l.receive(f, true); err != nil { // two runs ago
+	f, last := l.now(), 1-l.next
+	if err := l.receive(l.next, true); err != nil { // two runs ago
 		return err
 	}
 	if err := l.receive(last, f.pass.NeedsLast()); err != nil {
 		return err
 	}
-	if err := l.begin(f.pass); err != nil {
+	err := l.begin(f.pass)
+	if err == nil {
+		err = l.choose(l.encode(f.pass))
+	}
+	if err != nil {
 		return fmt.Errorf("%v: %w", l.Op, err)
 	}
-	if err := l.choose(l.encode(f.pass)); err != nil {
-		return fmt.Errorf("%v: %w", l.Op, err)
-	}
-	f.scale = l.m.Scale.Now.Scale
+	f.scale, f.mode = l.m.Scale.Now.Scale, mode{}
 	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
-		f.mode, l.mode = mode{}, mode{}
 		return l.receive(last, true)
 	}
-	ctx := l.m.Ctx
-	if !bytes.Equal(l.encoded, l.last) {
-		copy(l.staging, l.encoded)
-		if err := ctx.CopyToDevice(l.State.Ptr(), l.staging, l.m.Stream); err != nil {
-			return err
-		}
+	f.mode = modeOf(f.pass)
+	if bytes.Equal(l.encoded, l.last) {
+		return nil
+	}
+	copy(l.staging, l.encoded)
+	err = l.m.Ctx.CopyToDevice(l.Memory.Ptr(), l.staging, l.m.Stream)
+	if err == nil {
 		l.last = append(l.last[:0], l.encoded...)
 	}
-	f.mode = modeOf(f.pass)
-	l.mode = f.mode
-	return nil
+	return err
 }
 
 // modeOf is what a pass shall measure.
@@ -287,34 +282,35 @@ func modeOf(pass *op.KasminaPass) (m mode) {
 	return m
 }
 
-// lastFlight is that of the last run.
-func (l *layer) lastFlight() *flight { return &l.flights[1-l.next] }
+// now is the run under way or to come.
+func (l *layer) now() *flight { return &l.flights[l.next] }
 
 // receive gives the lattice what a run has measured, if it has arrived or shall be waited for.
-func (l *layer) receive(f *flight, wait bool) error {
-	ctx := l.m.Ctx
+func (l *layer) receive(run int, wait bool) error {
+	ctx, f, arrived := l.m.Ctx, &l.flights[run], l.arrived[run]
 	switch {
 	case !f.busy:
 		return nil
 	case wait:
-		if err := ctx.SyncEvent(f.arrived); err != nil {
+		if err := ctx.SyncEvent(arrived); err != nil {
 			return err
 		}
 	default:
-		if done, err := ctx.EventDone(f.arrived); err != nil || !done {
+		if done, err := ctx.EventDone(arrived); err != nil || !done {
 			return err
 		}
 	}
 	f.busy = false
-	if err := l.deliver(f); err != nil {
+	if err := l.deliver(f, l.host[run]); err != nil {
 		return fmt.Errorf("%v: %w", l.Op, err)
 	}
 	return nil
 }
 
-func (l *layer) deliver(f *flight) error {
-	seeds := l.Seeds
-	words, figures := gpu.View[uint32](f.report), gpu.View[float32](f.report)
+// deliver gives the lattice a run's report.
+func (l *layer) deliver(f *flight, report []byte) error {
+	seeds := l.State.Seeds
+	words, figures := gpu.View[uint32](report), gpu.View[float32](report)
 	counts := words[l.place(0):][:len(l.counts)]
 	counted := slices.Clone(counts)
 	for i, v := range l.counts {

@@ -28,71 +28,54 @@ func operands(c *program.Call) map[string]*program.Array {
 // telemetry or without.
 func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
 	l, a := ls.of[p.Layer], operands(c)
-	backward := a["G"] != nil
 	if l.hosted {
 		in := []*program.Array{a["X"], a["Weights"], a["Scales"]}
-		if !backward {
+		if a["G"] == nil {
 			return ls.m.passOnHost(p.Node, in, a["Y"])
 		}
 		return ls.m.passOnHost(p.Node, append(in, nil, a["G"]), a["DX"],
 			a["DWeights"], a["DScales"])
 	}
 	if p.Replay {
-		return ls.unmeasured(l, c, p, nil)
+		return l.launch(p, l.pass(c, mode{}, false))
 	}
-	if backward {
-		return ls.backward(l, c, p, kasminakernel.Backward{Telemetry: l.mode.telemetry,
-			Reduction: l.mode.reduction, Figures: l.at(program.KasminaGradient),
-			Bad: l.at(program.KasminaBadG), Clipped: l.at(program.KasminaClipped)}, nil)
+	return l.launch(p, l.pass(c, l.now().mode, true))
+}
+
+// pass is the launch of a pass in a mode. Of one that is not to count nobody reads the counts.
+func (l *layer) pass(c *program.Call, m mode, counts bool) any {
+	at := func(word int) gpu.Ptr {
+		if !counts {
+			word = program.KasminaIgnored
+		}
+		return l.at(word)
 	}
-	f := kasminakernel.Forward{Bad: l.at(program.KasminaBadX), Figures: l.at(program.KasminaHealth),
-		Telemetry: l.mode.telemetry, Reduction: l.mode.reduction}
-	if l.mode.histogram {
+	if operands(c)["G"] != nil {
+		return c.Bind(kasminakernel.Backward{Layer: l.Layer, Clip: l.Clips(),
+			Telemetry: m.telemetry, Reduction: m.reduction, Figures: l.at(program.KasminaGradient),
+			Bad: at(program.KasminaBadG), Clipped: at(program.KasminaClipped)}, (*program.Array).Ptr)
+	}
+	f := kasminakernel.Forward{Layer: l.Layer, Telemetry: m.telemetry, Reduction: m.reduction,
+		Figures: l.at(program.KasminaHealth), Bad: at(program.KasminaBadX)}
+	if m.histogram {
 		f.Histogram = l.at(program.KasminaBins)
 	}
-	return ls.forward(l, c, p, f)
+	return c.Bind(f, (*program.Array).Ptr)
 }
 
-// unmeasured enqueues a pass without telemetry, whose counts nobody reads. Where spare is not nil,
-// a backward pass in place works there.
-func (ls *Layers) unmeasured(l *layer, c *program.Call, p program.KasminaPass,
-	spare *program.Array) error {
-	if operands(c)["G"] != nil {
-		return ls.backward(l, c, p, kasminakernel.Backward{Bad: l.at(program.KasminaIgnored),
-			Clipped: l.at(program.KasminaIgnored)}, spare)
-	}
-	return ls.forward(l, c, p, kasminakernel.Forward{Bad: l.at(program.KasminaIgnored)})
-}
-
-// mixing describes wide slots.
-func (l *layer) mixing(p program.KasminaPass) kasminakernel.Wide {
-	w := l.Mixing()
-	w.Mixing.Ptr, w.Workspace = l.State.Ptr().Offset(l.Shape().State.Bytes()), p.Wide.Ptr()
-	return w
-}
-
-// forward enqueues a forward pass that measures as f has it.
-func (ls *Layers) forward(l *layer, c *program.Call, p program.KasminaPass,
-	f kasminakernel.Forward) error {
-	f.Layer = l.Shape()
-	f = c.Bind(f, (*program.Array).Ptr).(kasminakernel.Forward)
+// launch enqueues a pass, of wide slots with the kinds that mix.
+func (l *layer) launch(p program.KasminaPass, pass any) error {
 	if l.Wide() {
-		return ls.m.Launch(kasminakernel.WideForward{Forward: f, Wide: l.mixing(p)})
+		w := l.Mixing
+		w.Mixing.Ptr, w.Workspace = l.Memory.Ptr().Offset(l.State.Bytes()), p.Wide.Ptr()
+		switch p := pass.(type) {
+		case kasminakernel.Forward:
+			pass = kasminakernel.WideForward{Forward: p, Wide: w}
+		case kasminakernel.Backward:
+			pass = kasminakernel.WideBackward{Backward: p, Wide: w}
+		}
 	}
-	return ls.m.Launch(f)
-}
-
-func (ls *Layers) backward(l *layer, c *program.Call, p program.KasminaPass,
-	b kasminakernel.Backward, spare *program.Array) error {
-	b.Layer, b.Clip = l.Shape(), l.Clips()
-	b = c.Bind(b, (*program.Array).Ptr).(kasminakernel.Backward)
-	if spare != nil {
-		b.G, b.DX = spare.Ptr(), spare.Ptr()
-	}
-	if l.Wide() {
-		return ls.m.Launch(kasminakernel.WideBackward{Backward: b, Wide: l.mixing(p)})
-	}
-	return ls.m.Launch(b)
+	return l.m.Launch(pass)
 }
 
 // A monitor tells what telemetry costs a pass of a layer: ahead of the pass its arithmetic runs
@@ -101,7 +84,7 @@ func (ls *Layers) backward(l *layer, c *program.Call, p program.KasminaPass,
 // Measures reports whether a call is a pass that measures in the run under way.
 func (ls *Layers) Measures(c *program.Call) bool {
 	p, ok := c.Params.(program.KasminaPass)
-	return ok && !p.Replay && ls.of[p.Layer].mode.telemetry
+	return ok && !p.Replay && ls.of[p.Layer].now().mode.telemetry
 }
 
 // Save copies what a backward pass in place replaces, for Unmeasured.
@@ -117,17 +100,23 @@ func (ls *Layers) Save(c *program.Call) error {
 // Unmeasured enqueues a pass without telemetry.
 func (ls *Layers) Unmeasured(c *program.Call) error {
 	p := c.Params.(program.KasminaPass)
-	return ls.unmeasured(ls.of[p.Layer], c, p, p.Spare)
+	l := ls.of[p.Layer]
+	pass := l.pass(c, mode{}, false)
+	if b, ok := pass.(kasminakernel.Backward); ok && p.Spare != nil {
+		b.G, b.DX = p.Spare.Ptr(), p.Spare.Ptr()
+		pass = b
+	}
+	return l.launch(p, pass)
 }
 
 // Note tells a layer's lattice what its pass took, without telemetry and with it.
 func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(program.KasminaPass)
 	l := ls.of[p.Layer]
-	seeds := 2 * l.Seeds // read and written, in x and y
+	seeds := 2 * l.State.Seeds // read and written, in x and y
 	if a := operands(c); a["G"] != nil {
 		reads, writes := l.moving(a["G"].Ptr() == a["DX"].Ptr())
-		seeds = reads + l.Seeds + writes // in x, the gradient of y, and that of x
+		seeds = reads + l.State.Seeds + writes // in x, the gradient of y, and that of x
 	}
 	l.Op.Lattice.RecordTiming(state.Timing{Kernel: unmeasured, Telemetry: whole - unmeasured,
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})

@@ -6,6 +6,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -17,18 +18,21 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 		}
 	}
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
-	l := &program.KasminaLayer{Op: o, Seeds: seeds, Rows: x[0], Chunk: o.Chunk(),
-		Width: weights[1], Type: c.o.Activation}
-	bytes := (kasmina.State{Seeds: seeds, Slots: weights[0]}).Bytes()
+	l := &program.KasminaLayer{Op: o, Layer: kasmina.Layer{
+		State: kasmina.State{Seeds: seeds, Slots: weights[0]}, Rows: x[0], Chunk: o.Chunk(),
+		Eps: o.Config.Epsilon, Type: c.o.Activation, Stability: seed.Stability(o.Config.Stability)},
+		Mixing: kasmina.Wide{Width: weights[1],
+			Mixing: kasmina.Mixing{Seeds: seeds, Slots: weights[0]}}}
+	bytes := l.State.Bytes()
 	if l.Wide() {
-		bytes += (kasmina.Mixing{Seeds: seeds, Slots: weights[0]}).Bytes()
+		bytes += l.Mixing.Mixing.Bytes()
 	}
-	l.State = c.NewResident(gpu.Float32, bytes/4)
+	l.Memory = c.NewResident(gpu.Float32, bytes/4)
 	if c.Reports == nil {
 		c.Reports = c.NewResident(gpu.Float32, 0, 0)
 	}
 	for _, other := range c.Kasmina {
-		l.First += other.Seeds
+		l.First += other.State.Seeds
 	}
 	c.Kasmina = append(c.Kasmina, l)
 	c.Reports.Shape = []int{program.KasminaWords, l.First + seeds}
@@ -48,26 +52,28 @@ func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) 
 		OfWeights: w, OfScales: s})
 }
 
+// kasminaPass adds a pass of a layer, with so many bytes of workspace, and of that of wide slots.
+func (c *compiler) kasminaPass(n *gorgonia.Node, p program.KasminaPass, workspace, wide int,
+	args ...program.Arg) *program.Call {
+	args = append(args, program.Uses("Workspace", c.bytes(workspace)),
+		program.Reads("State", p.Layer.Memory))
+	if p.Layer.Wide() {
+		p.Wide = c.bytes(wide)
+	}
+	return c.call(n, p, append(args, program.Uses("", p.Spare), program.Uses("", p.Wide))...)
+}
+
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.KasminaOp)
 	l := c.kasminaLayerOf(o)
 	c.startsSlots(o, in[1], in[2])
 	l.Forward = l.Forward || !o.Replaying
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
-	y := c.like(x)
-	plain := kasmina.Forward{Layer: l.Shape()}
-	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
-	p := program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying}
-	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights),
-		program.Reads("Scales", scales),
-		program.Writes("Y", y), program.Uses("Workspace", workspace),
-		program.Reads("State", l.State)}
-	if l.Wide() {
-		p.Wide = c.bytes(kasmina.WideForward{Forward: plain,
-			Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
-		args = append(args, program.Uses("", p.Wide))
-	}
-	c.call(n, p, args...)
+	y, f := c.like(x), kasmina.Forward{Layer: l.Layer}
+	wide := kasmina.WideForward{Forward: f, Wide: l.Mixing}
+	c.kasminaPass(n, program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying},
+		f.WorkspaceBytes(c.o.Device), wide.WorkspaceBytes(c.o.Device), program.Reads("X", x),
+		program.Reads("Weights", weights), program.Reads("Scales", scales), program.Writes("Y", y))
 	return y
 }
 
@@ -79,26 +85,16 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	dx, dw, ds := c.like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
 	p := program.KasminaPass{Layer: l, Node: n}
 	// The x of an input may begin anywhere.
-	over := !l.Wide() && l.Shape().InPlace() && !x.Resident && x.At%program.VectorBytes == 0
+	over := !l.Wide() && l.InPlace() && !x.Resident && x.At%program.VectorBytes == 0
 	if over && c.o.Timed {
 		p.Spare = c.like(g) // for what comes ahead of the pass, which needs g as it is
 	}
-	plain := kasmina.Backward{Layer: l.Shape(), Clip: l.Clips()}
-	workspace := c.bytes(plain.WorkspaceBytes(c.o.Device))
-	args := []program.Arg{program.Reads("X", x), program.Reads("Weights", weights),
-		program.Reads("Scales", scales),
+	b := kasmina.Backward{Layer: l.Layer, Clip: l.Clips()}
+	wide := kasmina.WideBackward{Backward: b, Wide: l.Mixing}
+	pass := c.kasminaPass(n, p, b.WorkspaceBytes(c.o.Device), wide.WorkspaceBytes(c.o.Device),
+		program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
 		program.Reads("G", g), program.Writes("DX", dx), program.Writes("DWeights", dw),
-		program.Writes("DScales", ds),
-		program.Uses("Workspace", workspace), program.Reads("State", l.State)}
-	if p.Spare != nil {
-		args = append(args, program.Uses("", p.Spare))
-	}
-	if l.Wide() {
-		p.Wide = c.bytes(kasmina.WideBackward{Backward: plain,
-			Wide: l.Mixing()}.WorkspaceBytes(c.o.Device))
-		args = append(args, program.Uses("", p.Wide))
-	}
-	pass := c.call(n, p, args...)
+		program.Writes("DScales", ds))
 	if over {
 		pass.Over = program.Over{From: g, To: dx}
 	}

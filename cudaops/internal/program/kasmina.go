@@ -3,51 +3,28 @@ package program
 import (
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
-	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/op"
 )
 
 // KasminaLayer is a Kasmina op with its replays and its backward op, which share one lattice.
 type KasminaLayer struct {
-	Op       *op.KasminaOp
-	Seeds    int
-	Rows     int
-	Chunk    int
-	Width    int // of a slot
-	Type     gpu.DType
-	State    *Array // kasmina.State, and kasmina.Mixing behind it where slots are wide
-	First    int    // seed of the layer, among those of all layers
-	Forward  bool   // the graph has the op itself, not replays or the backward op alone
-	Backward bool   // the graph has the backward op
-}
-
-// Slots is how many the layer has.
-func (l *KasminaLayer) Slots() int { return l.Op.InputShape(1)[0] }
-
-// Mixing describes slots that have more weights than a chunk has features.
-func (l *KasminaLayer) Mixing() kasmina.Wide {
-	return kasmina.Wide{Width: l.Width,
-		Mixing: kasmina.Mixing{Seeds: l.Seeds, Slots: l.Slots()}}
+	kasmina.Layer // without addresses
+	Op            *op.KasminaOp
+	Mixing        kasmina.Wide // likewise
+	Memory        *Array       // kasmina.State, and kasmina.Mixing behind it where slots are wide
+	First         int          // seed of the layer, among those of all layers
+	Forward       bool         // the graph has the op itself, not replays or the backward op alone
+	Backward      bool         // the graph has the backward op
 }
 
 // Wide is whether slots have more weights than chunks have features: the kernels of the kinds that
 // mix are launched too.
-func (l *KasminaLayer) Wide() bool { return l.Width > l.Chunk }
+func (l *KasminaLayer) Wide() bool { return l.Mixing.Width > l.Chunk }
 
 // Clips is whether the backward pass clips gradients.
 func (l *KasminaLayer) Clips() bool {
 	return l.Op.Config.GradClip > 0 || l.Op.Config.AdaptiveClip > 0
-}
-
-// Shape is the part of the layer's description that does not depend on where things lie.
-func (l *KasminaLayer) Shape() kasmina.Layer {
-	return kasmina.Layer{
-		State: kasmina.State{Seeds: l.Seeds, Slots: l.Slots()}, Rows: l.Rows, Chunk: l.Chunk,
-		Eps: l.Op.Config.Epsilon, Type: l.Type,
-		Stability: seed.Stability(l.Op.Config.Stability),
-	}
 }
 
 // KasminaPass is the Params of a pass of a layer. What it measures changes from run to run. So does
@@ -102,5 +79,5 @@ func (l *KasminaLayer) Place(word, seeds int) int {
 		i++
 	}
 	from, to := kasminaRegions[i], kasminaRegions[i+1]
-	return from*seeds + (to-from)*l.First + (word-from)*l.Seeds
+	return from*seeds + (to-from)*l.First + (word-from)*l.State.Seeds
 }
