@@ -497,8 +497,8 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 			l.batch.draw(t, uint64(i))
 			counter.take()
 			require.NoError(t, l.step())
-			if work := counter.take(); i > 1 { // the graphs are that of the run and the update's
-				require.Equal(t, traffic{up: c.up, down: c.down, graphs: 2}, work, c.name)
+			if work := counter.take(); i > 1 { // the graphs are the run's and the update's two parts
+				require.Equal(t, traffic{up: c.up, down: c.down, graphs: 3}, work, c.name)
 			}
 		}
 	}
@@ -519,7 +519,7 @@ func TestModesAreCapturedApart(t *testing.T) {
 		counter.take()
 		require.NoError(t, l.step())
 		if work := counter.take(); i > 3 {
-			require.Equal(t, 2, work.graphs, "step %d: that of the run and that of the update", i)
+			require.Equal(t, 3, work.graphs, "step %d: the run's and the update's two parts", i)
 		}
 	}
 	require.Equal(t, 2, l.machine.runner.Recordings())

@@ -82,11 +82,12 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 }
 
 // Update applies the optimiser, at its present learning rate, to the parameters and the gradients
-// of the last run. It waits for the device and returns the global norm of the gradients before
-// clipping. If the norm is not finite, no parameter changes and the error wraps [ErrNonFinite], and
-// [Machine.NonFinite] says where that shows first. But WithPrecision(Float16) it is no error while
-// the loss scale is above 1, since the next step has a smaller one (see [Machine.LossScale]). After
-// an error of the device the update may have been made in part.
+// of the last run. It waits for the global norm of the gradients before clipping, which it returns;
+// the device then goes on with the rest of the update. If the norm is not finite, no parameter
+// changes and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first.
+// But WithPrecision(Float16) it is no error while the loss scale is above 1, since the next step has
+// a smaller one (see [Machine.LossScale]). After an error of the device, which may show in a later
+// call, the update may have been made in part.
 func (m *Machine) Update() (norm float64, err error) {
 	defer in("Machine.Update", &err)
 	_, norm, err = updateBy(m, nil, nil)
@@ -179,9 +180,11 @@ func enqueueUpdate(m *Machine, loss *program.Array) error {
 	defer m.profiler.Finish()
 	defer m.profiler.Call("Update")()
 	x := m.optimizer
-	return x.Enqueue(loss, func(capture bool, run, plain func() error) error {
-		return m.profiler.Around(capture, x, func() error { return m.monitor.Updating(run) },
-			func() error { return m.profiler.Update(x.Bytes(), plain) })
+	return m.monitor.Updating(func() error {
+		return x.Enqueue(loss, func(bytes float64, capture bool, run, plain func() error) error {
+			return m.profiler.Around(capture, x, run,
+				func() error { return m.profiler.Update(bytes, plain) })
+		})
 	})
 }
 

@@ -175,7 +175,7 @@ func (x *Optimizer) hides() bool {
 // nothing else is to wait for that.
 func (x *Optimizer) gather() error {
 	s, ctx := x.share, x.m.Ctx
-	if len(s.loads) == 0 {
+	if !x.hides() || len(s.loads) == 0 {
 		return nil
 	}
 	if err := run.InTurn(
@@ -224,10 +224,19 @@ func (x *Optimizer) Ahead(call int) error {
 	return nil
 }
 
-// Arrive has a stream wait for all parameters that are on their way from other ranks. Whatever
-// reads or writes parameters, but for a run of the machine's own, comes behind it.
+// Arrive has a stream wait for all parameters: for an update under way, where that is on another
+// stream, and for what comes from other ranks. Whatever reads or writes parameters, but for a run of
+// the machine's own, comes behind it.
 func (x *Optimizer) Arrive(stream gpu.Stream) error {
-	if x == nil || x.share == nil || len(x.share.loads) == 0 {
+	if x == nil {
+		return nil
+	}
+	if stream != x.m.Stream {
+		if err := x.m.Ctx.WaitEvent(stream, x.updated); err != nil {
+			return err
+		}
+	}
+	if x.share == nil || len(x.share.loads) == 0 {
 		return nil
 	}
 	loads := x.share.loads

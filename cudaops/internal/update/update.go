@@ -77,8 +77,9 @@ type Optimizer struct {
 	settings   optimizer.Control
 	loss       []byte                  // pinned, of a step
 	ran        gpu.Event               // the run before the update is done
-	done       gpu.Event               // the control block is back
-	recorded   run.Recordings[gpu.Ptr] // by the loss that the update looks at; 0 for none
+	judged     gpu.Event               // the control block is back
+	updated    gpu.Event               // the parameters of this rank are up to date
+	recorded   run.Recordings[gpu.Ptr] // by the loss that is looked at; 0 for none, rest behind the norm
 	renew      []*program.Call         // copies of parameters that the update does not write
 	share      *share                  // of several ranks; nil for the only one
 	uncaptured bool                    // collectives are enqueued as they are
@@ -140,11 +141,12 @@ func (x *Optimizer) allocate() (err error) {
 	}
 	clear(host)
 	x.staging, x.loss = host[:optimizer.ControlBytes], host[optimizer.ControlBytes:]
-	if x.ran, err = x.memory.NewEvent(false); err != nil {
-		return err
+	for _, e := range []*gpu.Event{&x.ran, &x.judged, &x.updated} {
+		if *e, err = x.memory.NewEvent(false); err != nil {
+			return err
+		}
 	}
-	x.done, err = x.memory.NewEvent(false)
-	return err
+	return nil
 }
 
 // Updates reports whether the optimiser changes an input.
@@ -159,14 +161,21 @@ func (x *Optimizer) Bytes() (n float64) {
 	if x == nil {
 		return 0
 	}
+	n = 2 * x.gradientBytes()
 	for _, p := range x.Params {
-		n += 2 * float64(p.Grad.Extent())
 		for _, a := range append([]*program.Array{p.Input.Array}, p.Moments...) {
 			n += 2 * float64(a.Extent())
 		}
 		for _, c := range p.Input.Copies {
 			n += float64(c.Extent())
 		}
+	}
+	return n
+}
+
+func (x *Optimizer) gradientBytes() (n float64) {
+	for _, p := range x.Params {
+		n += float64(p.Grad.Extent())
 	}
 	return n
 }
@@ -325,11 +334,12 @@ func (x *Optimizer) buildTables() error {
 		table(&x.adamw, adamw), table(&x.muon, muon), squares)
 }
 
-// Enqueue puts an update at the learning rate lr on its way, with what brings its result back. With
-// a loss that is not finite the parameters stay as they are, and its value comes back too. Around
-// enqueues the update's calls, which it is given with whether they can be captured.
+// Enqueue puts an update at the learning rate lr on its way. Its norm comes back before the rest of
+// it begins, which so hides what the host does until the next run. With a loss that is not finite
+// the parameters stay as they are, and its value comes back too. Around enqueues calls of the
+// update, which it is given with the bytes that they move and whether they can be captured.
 func (x *Optimizer) Enqueue(loss *program.Array,
-	around func(capture bool, run, plain func() error) error) error {
+	around func(bytes float64, capture bool, run, plain func() error) error) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
 	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:optimizer.ControlSettings]) {
@@ -349,27 +359,27 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	if err := ctx.Record(x.ran, s); err != nil {
 		return err
 	}
-	r := x.recorded.Of(at)
-	if err := x.Arrive(s); err != nil { // what came has been waited for when all meet in it
-		return err
+	part := func(at gpu.Ptr, bytes float64, plain func() error) error {
+		r := x.recorded.Of(at)
+		return around(bytes, r.Loaded && !x.uncaptured, func() error { return x.replay(r, plain) },
+			plain)
 	}
-	plain := func() error { return x.launch(loss) }
-	if err := around(r.Loaded && !x.uncaptured, func() error {
-		return x.replay(r, plain)
-	}, plain); err != nil {
-		return err
-	}
-	if x.hides() {
-		if err := x.gather(); err != nil {
-			return err
-		}
-	}
-	x.m.State.On(run.Look) // also where launch was captured before
-	if err := ctx.CopyToHost(x.staging, x.control, s); err != nil {
-		return err
-	}
-	return ctx.Record(x.done, s)
+	looking := x.gradientBytes()
+	return run.InTurn(
+		func() error { return x.Arrive(s) }, // what came has been waited for when all meet in it
+		func() error { return part(at, looking, func() error { return x.judge(loss) }) },
+		func() error {
+			x.m.State.On(run.Look) // also where judge was captured before
+			return ctx.CopyToHost(x.staging, x.control, s)
+		},
+		func() error { return ctx.Record(x.judged, s) },
+		func() error { return part(rest, x.Bytes()-looking, x.apply) },
+		x.gather,
+		func() error { return ctx.Record(x.updated, s) })
 }
+
+// rest is no loss's address.
+const rest gpu.Ptr = 1
 
 // WaitForRun waits for the run before the update.
 func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
@@ -377,9 +387,9 @@ func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
 // Loss is what the update looks at, when the run has been waited for.
 func (x *Optimizer) Loss() float32 { return gpu.View[float32](x.loss)[0] }
 
-// Wait waits for the update, and returns its control block.
+// Wait waits until it is known whether the update is made, and returns its control block.
 func (x *Optimizer) Wait() (optimizer.Control, error) {
-	if err := x.m.Ctx.SyncEvent(x.done); err != nil {
+	if err := x.m.Ctx.SyncEvent(x.judged); err != nil {
 		return optimizer.Control{}, err
 	}
 	c := optimizer.DecodeControl(x.staging)
@@ -389,11 +399,10 @@ func (x *Optimizer) Wait() (optimizer.Control, error) {
 	return c, nil
 }
 
-// launch launches an update's calls: those that change the parameters, all of them, or with other
-// ranks those of this rank, and what brings the others'; and those that make anew what is made of
-// them. Where there is a loss, 0·loss stands among the squares of the gradients: 0, which leaves
-// their sum as it is, or NaN, at which the update is not made, at any rank.
-func (x *Optimizer) launch(loss *program.Array) error {
+// judge forms the norm of the gradients, of those of all ranks. Where there is a loss, 0·loss stands
+// among the squares: 0, which leaves their sum as it is, or NaN, at which the update is not made, at
+// any rank.
+func (x *Optimizer) judge(loss *program.Array) error {
 	at := x.squares.Offset(4 * x.all.Chunks)
 	byLoss := newCall(program.Zero{Ptr: at, Bytes: 4})
 	if loss != nil {
@@ -407,7 +416,13 @@ func (x *Optimizer) launch(loss *program.Array) error {
 			return x.m.Call(newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares,
 				Count: x.sums(), Apart: x.apart},
 				program.Updates("Scale", x.m.Program.Scale)))
-		},
+		})
+}
+
+// apply makes the calls that change the parameters, all of them, or with other ranks those of this
+// rank, and brings the others'. Then it makes anew what is made of them.
+func (x *Optimizer) apply() error {
+	return run.InTurn(
 		func() error { return x.m.Calls(x.applying()) },
 		x.bringHome,
 		func() error { return x.m.Calls(x.renew) },
