@@ -138,28 +138,9 @@ func (k *Set) Poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
 	return k.Ctx.Memset8(p, 0xff, bytes, s)
 }
 
-// Resident is how many blocks of a kernel run at once on the whole GPU: the grid of a kernel that
-// works in a loop.
-func (k *Set) Resident(unit, name string, threads, shared int) (int, error) {
-	f, err := k.Function(unit, name, shared)
-	if err != nil {
-		return 0, err
-	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	n, ok := f.resident[[2]int{threads, shared}]
-	if !ok {
-		if n, err = k.Ctx.Occupancy(f.Function, threads, shared); err != nil {
-			return 0, err
-		}
-		n = max(n, 1) * k.Info.SMs
-		f.resident[[2]int{threads, shared}] = n
-	}
-	return n, nil
-}
-
-// Clusters is how many clusters of a launch run at once on the whole GPU.
-func (k *Set) Clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
+// Resident is how many blocks of a launch run at once on the whole GPU, or clusters where it has
+// these: the grid of a kernel that works in a loop.
+func (k *Set) Resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 	f, err := k.Function(unit, name, c.Shared)
 	if err != nil {
 		return 0, err
@@ -168,13 +149,20 @@ func (k *Set) Clusters(unit, name string, c gpu.LaunchConfig) (int, error) {
 	defer k.mu.Unlock()
 	key := [2]int{c.Block.Count(), c.Shared}
 	n, ok := f.resident[key]
-	if !ok {
-		if n, err = k.Ctx.OccupancyClusters(f.Function, c); err != nil {
-			return 0, err
-		}
+	switch {
+	case ok:
+		return n, nil
+	case c.Cluster.X > 0:
+		n, err = k.Ctx.OccupancyClusters(f.Function, c)
+		n = max(n, 1)
+	default:
+		n, err = k.Ctx.Occupancy(f.Function, c.Block.Count(), c.Shared)
+		n = max(n, 1) * k.Info.SMs
+	}
+	if err == nil {
 		f.resident[key] = n
 	}
-	return max(1, n), nil
+	return n, err
 }
 
 // Overlaps reports whether a kernel may start before its predecessor has ended and then waits for

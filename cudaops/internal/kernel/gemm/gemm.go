@@ -155,7 +155,7 @@ func (g gemmLaunch) launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	l := kernel.Line(gemmCluster, 384)
 	l.Cluster, l.Shared = gpu.Dim{X: gemmCluster}, g.shared
-	n, err := k.Clusters(g.unit, g.symbol, l)
+	n, err := k.Resident(g.unit, g.symbol, l)
 	if err != nil {
 		return err
 	}

@@ -14,22 +14,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// widen uploads the list of the seeds that mix, and makes room for the passes of wide slots.
-func (r *kasminaRun) widen() {
-	r.Helper()
-	list := Mixing{Seeds: r.seeds, Slots: r.slots}
-	raw := make([]byte, list.Bytes())
-	r.Must(list.Encode(raw, func(i int) seed.Seed { return r.states[i] }))
-	b := r.Alloc(len(raw)/4, kerneltest.F32, 0)
-	r.Must(r.Ctx.CopyToDevice(b.Ptr, raw, r.Stream))
-	list.Ptr = b.Ptr
-	for i := range r.wide {
-		w := Wide{Mixing: list, Width: r.width}
-		w.Workspace = r.Alloc(w.workspace(r.Info, r.layer, i == 1)/4, kerneltest.F32, 0).Ptr
-		r.wide[i] = w
-	}
-}
-
 // spread makes the weights of normal inputs' hidden features those that give normal results.
 func (r *kasminaRun) spread() {
 	for i := range r.weights {
@@ -127,18 +111,21 @@ func TestKasminaMixing(t *testing.T) {
 		{Kind: mlp, Slot: 3, Blend: true, Learn: true},
 		{Kind: mlp, Slot: 3, Learn: true, Alpha: 1},
 	}
-	st := Mixing{Seeds: len(seeds), Slots: 4}
+	st := State{Seeds: len(seeds), Slots: 4, Wide: true}
 	raw := make([]byte, st.Bytes())
 	for range 2 { // into what the first left
 		require.NoError(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))
 	}
 	words := gpu.View[uint32](raw)
+	require.Equal(t, []uint32{1 | 2<<8 | 3<<16, 0, 0, 0, 0, 0, 0}, words[:7],
+		"those that mix are dormant")
+	words = gpu.View[uint32](raw[st.List():])
 	require.Equal(t, []uint32{4, 1, 4, 5, 6, 0, 0, 0}, words[:8])
 	if want := []uint32{5 | 3<<8 | 3<<16, 4 | 2<<8 | 1<<16, 5 | 1<<8 | 3<<16,
 		5 | 2<<8 | 3<<16}; !slices.Equal(words[8:12], want) {
 		t.Errorf("words are %x, want %x", words[8:12], want)
 	}
-	require.Equal(t, []uint32{0, 0, 1, 1, 3, 1, 0, 3}, words[15:23])
+	require.Equal(t, []uint32{0, 0, 1, 1, 3, 1, 0, 3, 0, 0, 0, 0}, words[15:])
 	seeds[1].Slot = 4
 	require.Error(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))
 }

@@ -193,13 +193,9 @@ func (c *carve) take(bytes int) gpu.Ptr {
 }
 
 // kasminaScratch is the workspace of a pass; what it does not need is null.
-type kasminaScratch struct {
-	gates, records, partial, sums, total, scale gpu.Ptr
-	bytes                                       int
-}
+type kasminaScratch struct{ gates, records, partial, sums, total, scale gpu.Ptr }
 
-func (g kasminaGrid) scratch(l Layer, at gpu.Ptr) (s kasminaScratch) {
-	c := carve{at}
+func (g kasminaGrid) scratch(l Layer, c *carve) (s kasminaScratch) {
 	if g.prepares(l) {
 		s.gates = c.take(8 * l.State.Slots)
 	}
@@ -218,29 +214,32 @@ func (g kasminaGrid) scratch(l Layer, at gpu.Ptr) (s kasminaScratch) {
 			s.scale = c.take(4 * l.Rows * l.State.Seeds)
 		}
 	}
-	s.bytes = int(c.at - at)
 	return s
 }
 
 // WorkspaceBytes is the size of Workspace.
-func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return kasminaWorkspace(kernel.Sized(d), f.Layer, kasminaUse{telemetry: true})
-}
+func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int { return f.workspace(d, kasminaUse{}) }
 
 // WorkspaceBytes is the size of Workspace.
 func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	u, k := kasminaUse{backward: true, clip: b.Clip}, kernel.Sized(d)
-	quiet := kasminaWorkspace(k, b.Layer, u)
-	u.telemetry = true
-	return max(quiet, kasminaWorkspace(k, b.Layer, u))
+	return b.workspace(d, kasminaUse{backward: true, clip: b.Clip})
 }
 
-func kasminaWorkspace(k *kernel.Set, l Layer, use kasminaUse) (bytes int) {
-	for _, aligned := range []bool{false, true} {
+// workspace is what a pass takes at most, measured or not.
+func (l Layer) workspace(d gpu.DeviceInfo, use kasminaUse) (bytes int) {
+	k := kernel.Sized(d)
+	for i := range 4 {
+		aligned := i%2 == 0
+		use.telemetry = i/2 == 0
 		g := newKasminaGrid(k, l, false, kasminaBlocks*k.Info.SMs, aligned, use)
 		few := newKasminaGrid(k, l, false, 1, aligned, use)
 		g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
-		bytes = max(bytes, g.scratch(l, 0).bytes)
+		var c carve
+		g.scratch(l, &c)
+		if l.State.Wide {
+			newMixing(k, l, use.backward, &c)
+		}
+		bytes = max(bytes, int(c.at))
 	}
 	return bytes
 }

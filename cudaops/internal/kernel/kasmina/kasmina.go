@@ -45,51 +45,88 @@ const (
 	Bins            = 40 // of a histogram; see kasmina_rows.cu
 )
 
-// State is a lattice on the device: one array a field, one behind the other.
+// State is a lattice on the device: one array a field, one behind the other. Where slots are wide,
+// with more weights than a chunk has features, the list of the seeds that mix features lies behind
+// them.
 type State struct {
 	Ptr          gpu.Ptr
 	Seeds, Slots int
+	Wide         bool
 }
 
 // The fields' arrays have Seeds words, up to the last, order; heads, of Slots + 1 words, comes
-// before it.
+// before it. The list begins with the number of its seeds. kasmina_capacity.cu says what follows.
 const kasminaFields = 5
 
 // Bytes is the size of the state.
-func (k State) Bytes() int { return 4 * (kasminaFields*k.Seeds + k.Slots + 1 + k.Seeds) }
+func (k State) Bytes() int {
+	bytes := int(k.List() - k.Ptr)
+	if k.Wide {
+		bytes += 4 * (1 + 2*k.Seeds + k.Slots + 1 + k.Seeds)
+	}
+	return bytes
+}
 
 func (k State) field(i int) gpu.Ptr { return k.Ptr.Offset(4 * i * k.Seeds) }
 func (k State) heads() gpu.Ptr      { return k.field(kasminaFields) }
 func (k State) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
 
+// List is where the list of the seeds that mix features is.
+func (k State) List() gpu.Ptr { return k.order().Offset(4 * k.Seeds) }
+
+// Mixes reports whether a seed's blueprint mixes the features of a chunk. Such seeds are in the
+// list, and are dormant in the arrays. Slots that are not wide have no room for them.
+func Mixes(s seed.Seed) bool {
+	return s.Slot != 0 && (s.Blend || s.Learn) && (s.Kind == blueprints.LowRank ||
+		s.Kind == blueprints.ChunkMLP)
+}
+
 // Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a
 // kernel (the error is a [*KindError]) and for a slot that does not exist.
 func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 	words := gpu.View[uint32](dst[:k.Bytes()])
-	field := func(i int) []uint32 { return words[i*k.Seeds:][:k.Seeds] }
-	heads := words[kasminaFields*k.Seeds:][:k.Slots+1]
-	order := words[kasminaFields*k.Seeds+k.Slots+1:]
-	clear(heads)
-	clear(order)
+	clear(words)
+	take := func(n int) (part []uint32) {
+		part, words = words[:n], words[n:]
+		return part
+	}
+	var fields [kasminaFields][]uint32
+	for f := range fields {
+		fields[f] = take(k.Seeds)
+	}
+	heads, order := take(k.Slots+1), take(k.Seeds)
+	mixing := 0
 	for i := range k.Seeds {
 		s := at(i)
 		for f, v := range [...]float64{float64(s.Alpha), s.Low, s.High, s.Limit} {
-			field(f + 1)[i] = math.Float32bits(float32(v))
+			fields[f+1][i] = math.Float32bits(float32(v))
 		}
-		if field(0)[i] = 0; s.Slot == 0 || !s.Blend && !s.Learn {
-			continue
-		}
-		if s.Kind >= kasminaKinds {
+		switch {
+		case s.Slot == 0 || !s.Blend && !s.Learn:
+		case s.Kind >= kasminaKinds && !Mixes(s):
 			return &KindError{i, s.Kind}
-		}
-		if int(s.Slot) >= k.Slots {
+		case int(s.Slot) >= k.Slots:
 			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)
+		case !Mixes(s):
+			fields[0][i] = word(s)
+		case k.Wide:
+			s.Learn = s.Learn && s.Alpha != 0 // at 0 there is nothing to learn
+			words[1+mixing], words[1+k.Seeds+mixing] = uint32(i), word(s)
+			mixing++
 		}
-		field(0)[i] = uint32(s.Kind) | kernel.Bit(s.Blend)<<8 | kernel.Bit(
-			s.Learn)<<9 | uint32(s.Slot)<<16
 	}
-	sortBySlot(heads, order, field(0))
+	sortBySlot(heads, order, fields[0])
+	if k.Wide {
+		take(1)[0] = uint32(mixing)
+		states := take(2 * k.Seeds)[k.Seeds:]
+		sortBySlot(take(k.Slots+1), words, states[:mixing])
+	}
 	return nil
+}
+
+// word is what kernels know of a seed that is not dormant.
+func word(s seed.Seed) uint32 {
+	return uint32(s.Kind) | kernel.Bit(s.Blend)<<8 | kernel.Bit(s.Learn)<<9 | uint32(s.Slot)<<16
 }
 
 // sortBySlot orders the positions of those words that learn by their slots: heads[s] is where those
@@ -115,12 +152,13 @@ func sortBySlot(heads, order, words []uint32) {
 	}
 }
 
-// Layer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Chunk] and Scales
-// [Slots] of float32, with Seeds and Slots those of the state.
+// Layer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Width] and Scales
+// [Slots] of float32, with Seeds and Slots those of the state. Width is more than Chunk where slots
+// are wide, and does not count where they are not: it is Chunk there.
 type Layer struct {
 	X, Weights, Scales gpu.Ptr
 	State              State
-	Rows, Chunk        int
+	Rows, Chunk, Width int
 	Eps                float64
 	Stability          seed.Stability
 	Type               gpu.DType
@@ -201,15 +239,17 @@ func (l Layer) fields(softmax gpu.Ptr, clip bool) kernel.Struct {
 		limit, l.Weights, l.Scales, softmax, int64(l.Rows), l.State.Seeds, l.Chunk, l.Eps, large}
 }
 
-// kasminaPass is a pass about to be launched.
+// kasminaPass is a pass that is being launched. Once a launch has failed, nothing more is.
 type kasminaPass struct {
 	*kernel.Set
 	gpu.Stream
 	Layer
 	kasminaGrid
 	kasminaScratch
+	mixing
 	unit, name string // of the kernel
 	layer      kernel.Struct
+	err        error
 }
 
 // newKasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes
@@ -233,7 +273,9 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 	}
 	g := grid(1)
 	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
-	blocks, err := k.Resident(p.unit, p.name, kasminaThreads, g.shared())
+	c := kernel.Line(1, kasminaThreads)
+	c.Shared = g.shared()
+	blocks, err := k.Resident(p.unit, p.name, c)
 	if err != nil {
 		return nil, err
 	}
@@ -241,20 +283,30 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 		blocks = min(blocks, l.Blocks)
 	}
 	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.Info.SMs)))
-	p.kasminaScratch = p.kasminaGrid.scratch(l, work)
-	p.layer = l.fields(p.gates, use.clip)
-	if p.gates == 0 {
-		return p, nil
+	from := carve{work}
+	p.kasminaScratch = p.kasminaGrid.scratch(l, &from)
+	if l.State.Wide {
+		p.narrow(&from)
 	}
-	return p, k.Enqueue(s, "kasmina", "kasmina_softmax",
-		kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256), p.gates, l.Weights, l.State.Slots,
-		l.Chunk)
+	p.layer = p.fields(p.gates, use.clip)
+	if p.gates != 0 {
+		p.enqueue("kasmina", "kasmina_softmax", kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256),
+			p.gates, p.Weights, l.State.Slots, l.Chunk)
+	}
+	return p, p.err
+}
+
+// enqueue launches a kernel, if nothing has failed.
+func (p *kasminaPass) enqueue(unit, name string, c gpu.LaunchConfig, args ...any) {
+	if p.err == nil {
+		p.err = p.Enqueue(p.Stream, unit, name, c, args...)
+	}
 }
 
 // main launches the pass's kernel over the whole layer, which takes the layer, Share, and two
 // arrays first. It overlaps with whatever comes before it, which it awaits.
-func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) error {
-	return p.Enqueue(p.Stream, p.unit, p.name, gpu.LaunchConfig{
+func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) {
+	p.enqueue(p.unit, p.name, gpu.LaunchConfig{
 		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
 		Block:   gpu.Dim{X: p.across, Y: p.down},
 		Shared:  p.shared(),
@@ -263,64 +315,60 @@ func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) error {
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
-func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) error {
-	return p.Enqueue(p.Stream, "kasmina_rows", name+kernel.Suffix(p.Type), gpu.LaunchConfig{
+func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) {
+	p.enqueue("kasmina_rows", name+kernel.Suffix(p.Type), gpu.LaunchConfig{
 		Grid:  gpu.Dim{X: p.rows.tiles, Y: p.rows.blocks},
 		Block: gpu.Dim{X: kasminaThreads},
 	}, append(args, p.rows.across, p.rows.lanes, int(r))...)
 }
 
-func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) error {
-	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_rows_merge",
+func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) {
+	p.enqueue("kasmina_rows", "kasmina_rows_merge",
 		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), figures, p.partial, p.rows.parts(),
 		p.State.Seeds, int(r), count, norms)
 }
 
 // Launch launches a kernel for Y and records of figures. With telemetry another one merges them. A
-// tiny one comes before them where a chunk is more than 32 threads'.
+// tiny one comes before them where a chunk is more than 32 threads'. Where slots are wide, weights
+// are copied ahead of all, and a kernel of the kinds that mix comes behind.
 func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	p, err := newKasminaPass(k, s, f.Layer, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
 	if err != nil {
 		return err
 	}
-	if err := p.main(f.Y, f.X, p.records, f.Bad); err != nil {
-		return err
-	}
+	p.main(f.Y, f.X, p.records, f.Bad)
 	if f.Telemetry {
-		if err := p.merge(f.Figures); err != nil {
-			return err
-		}
+		p.merge(f.Figures)
 	}
 	if f.Histogram != 0 {
-		if err := p.histogram(f.Histogram); err != nil {
-			return err
-		}
+		p.histogram(f.Histogram)
 	}
-	if !f.Telemetry || f.Reduction == seed.Exact {
-		return nil
+	if f.Telemetry && f.Reduction != seed.Exact {
+		p.measureRows("kasmina_rows_health", f.Reduction, p.layer, f.X, p.partial)
+		p.mergeRows(f.Figures, f.Reduction, 6, -1)
 	}
-	if err := p.measureRows("kasmina_rows_health", f.Reduction, p.layer, f.X,
-		p.partial); err != nil {
-		return err
+	if p.m > 0 {
+		p.mix("kasmina_mix", p.mixFields(f.Weights, kernel.Packed(f.Type, f.Chunk, f.X, f.Y),
+			false), f.Y, f.X)
 	}
-	return p.mergeRows(f.Figures, f.Reduction, 6, -1)
+	return p.err
 }
 
-func (p *kasminaPass) histogram(bins gpu.Ptr) error {
-	if err := p.Ctx.Memset8(bins, 0, 4*Bins*p.State.Seeds, p.Stream); err != nil {
-		return err
+func (p *kasminaPass) histogram(bins gpu.Ptr) {
+	if p.err == nil {
+		p.err = p.Ctx.Memset8(bins, 0, 4*Bins*p.State.Seeds, p.Stream)
 	}
 	tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
-	return p.Enqueue(p.Stream, "kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type),
-		gpu.LaunchConfig{
-			Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.Info.SMs/tiles))},
-			Block: gpu.Dim{X: 256},
-		}, bins, p.X, int64(p.Rows), p.State.Seeds, p.Chunk)
+	p.enqueue("kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type), gpu.LaunchConfig{
+		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.Info.SMs/tiles))},
+		Block: gpu.Dim{X: 256},
+	}, bins, p.X, int64(p.Rows), p.State.Seeds, p.Chunk)
 }
 
 // Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds
 // those up over the blocks. A third adds them up over the seeds of a slot. Where a chunk's threads
-// are more than a warp, norms and clipping take one more pass over G.
+// are more than a warp, norms and clipping take one more pass over G. Where slots are wide, there
+// are also those of Forward, and one that adds up over slots.
 func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
 	p, err := newKasminaPass(k, s, b.Layer, use, b.Workspace, b.DX, b.G)
@@ -329,21 +377,31 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	byRow := b.Telemetry && (b.Reduction != seed.Exact || p.sharing == 0) || p.scale != 0
 	if byRow {
-		if err := p.measureRows("kasmina_rows_gradient", b.Reduction,
-			b.Layer.fields(p.gates, p.scale != 0), b.G, p.partial, p.scale, b.Clipped); err != nil {
-			return err
+		p.measureRows("kasmina_rows_gradient", b.Reduction, p.fields(p.gates, p.scale != 0), b.G,
+			p.partial, p.scale, b.Clipped)
+	}
+	p.main(b.DX, b.G, b.X, p.sharing, p.scale, p.sums, p.records, b.Bad, b.Clipped)
+	dweights, dscales := b.DWeights, b.DScales
+	if b.State.Wide {
+		dweights, dscales = p.dweights, p.dscales
+	}
+	p.sumUp(dweights, dscales, b.Figures)
+	if byRow && b.Telemetry {
+		norms := Norms
+		if p.sharing > 0 {
+			norms = -1
 		}
+		p.mergeRows(b.Figures, b.Reduction, 3, norms)
 	}
-	if err := p.main(b.DX, b.G, b.X, p.sharing, p.scale, p.sums, p.records, b.Bad,
-		b.Clipped); err != nil {
-		return err
+	if b.State.Wide {
+		layer := p.mixFields(b.Weights, kernel.Packed(b.Type, b.Chunk, b.X, b.G, b.DX), b.Clip)
+		if p.m > 0 {
+			p.mix("kasmina_mix_backward", layer, b.DX, b.G, b.X, p.partialWeights, p.partialScales)
+		}
+		p.enqueue(mixUnit, "kasmina_mix_slots", gpu.LaunchConfig{
+			Grid:  gpu.Dim{X: b.State.Slots, Y: kernel.CeilDiv(b.Width, mixThreads)},
+			Block: gpu.Dim{X: mixThreads},
+		}, layer, b.DWeights, b.DScales, dweights, dscales, p.partialWeights, p.partialScales)
 	}
-	if err := p.sumUp(b); err != nil || !byRow || !b.Telemetry {
-		return err
-	}
-	norms := Norms
-	if p.sharing > 0 {
-		norms = -1
-	}
-	return p.mergeRows(b.Figures, b.Reduction, 3, norms)
+	return p.err
 }

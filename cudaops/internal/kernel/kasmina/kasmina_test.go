@@ -89,7 +89,9 @@ func TestKasminaGrid(t *testing.T) {
 			if use.backward {
 				space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(k.Info)
 			}
-			require.LessOrEqual(t, g.scratch(l, 0).bytes, space, "%v, %v", l, g)
+			var c carve
+			g.scratch(l, &c)
+			require.LessOrEqual(t, int(c.at), space, "%v, %v", l, g)
 			if g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
 				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
 			}
@@ -339,10 +341,10 @@ func TestKasminaLaunches(t *testing.T) {
 				b := Backward{Layer: l, DX: p, DWeights: p, DScales: p, G: p.Offset(256),
 					Clip: i%2 == 0, Telemetry: i > 1, Reduction: reduction, Figures: p, Bad: p,
 					Clipped: p, Workspace: p}
-				wide := Wide{Mixing: Mixing{Ptr: p, Seeds: 5, Slots: 3}, Width: 9 * chunk,
-					Workspace: p}
-				for _, launch := range []kernel.Launch{f, b, WideForward{f, wide},
-					WideBackward{b, wide}} {
+				l.State.Wide, l.Width = true, 9*chunk
+				wide, wideBack := f, b
+				wide.Layer, wideBack.Layer = l, l
+				for _, launch := range []kernel.Launch{f, b, wide, wideBack} {
 					require.NoError(t, launch.Launch(k, 0), "%+v", launch)
 				}
 			}

@@ -48,7 +48,6 @@ type kasminaRun struct {
 	bins             *kerneltest.Buffer
 	forwardSpace     *kerneltest.Buffer
 	backwardSpace    *kerneltest.Buffer
-	wide             [2]Wide // of the passes
 	xr, gr           []float64
 	weights, scales  []float64
 	wantY, wantDX    []float64
@@ -122,20 +121,14 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 	w, weights := g.Normal(c.slots*width, kerneltest.F32, 0)
 	s, scales := g.Normal(c.slots, kerneltest.F32, 0)
 	r.weights, r.scales = weights, scales
-	st := State{Seeds: c.seeds, Slots: c.slots}
+	st := State{Seeds: c.seeds, Slots: c.slots, Wide: c.width > c.chunk}
 	raw := make([]byte, st.Bytes())
-	g.Must(st.Encode(raw, func(i int) seed.Seed {
-		s := r.states[i]
-		if Mixes(s) {
-			s.Slot = slotOfNone
-		}
-		return s
-	}))
+	g.Must(st.Encode(raw, func(i int) seed.Seed { return r.states[i] }))
 	b := g.Alloc(len(raw)/4, kerneltest.F32, 0)
 	g.Must(g.Ctx.CopyToDevice(b.Ptr, raw, g.Stream))
 	st.Ptr = b.Ptr
 	r.layer = Layer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows,
-		Chunk: c.chunk, Eps: 1e-8,
+		Chunk: c.chunk, Width: width, Eps: 1e-8,
 		Stability: c.stability, Type: c.dtype, Blocks: c.blocks}
 	r.y, r.dx = g.Alloc(n, c.dtype, c.skew), g.Alloc(n, c.dtype, c.skew)
 	r.dw, r.ds = g.Alloc(c.slots*width, kerneltest.F32, 0), g.Alloc(c.slots, kerneltest.F32, 0)
@@ -147,9 +140,6 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 	r.forwardSpace = g.Alloc(Forward{Layer: r.layer}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	r.backwardSpace = g.Alloc(Backward{Layer: r.layer, Clip: c.clip}.WorkspaceBytes(g.Info)/4,
 		kerneltest.F32, 0)
-	if c.width > 0 {
-		r.widen()
-	}
 	return r
 }
 
@@ -171,10 +161,6 @@ func (r *kasminaRun) launchForward() {
 	if r.telemetry {
 		f.Histogram = r.bins.Ptr
 	}
-	if r.width > 0 {
-		r.Must(WideForward{Forward: f, Wide: r.wide[0]}.Launch(r.Set, r.Stream))
-		return
-	}
 	r.Must(f.Launch(r.Set, r.Stream))
 }
 
@@ -184,10 +170,6 @@ func (r *kasminaRun) launchBackward() {
 		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction,
 		Figures: r.gradient.Ptr,
 		Bad:     r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
-	if r.width > 0 {
-		r.Must(WideBackward{Backward: b, Wide: r.wide[1]}.Launch(r.Set, r.Stream))
-		return
-	}
 	r.Must(b.Launch(r.Set, r.Stream))
 }
 

@@ -21,33 +21,31 @@ func (p *kasminaPass) mergers() int {
 
 // finish launches a kernel that adds up what the blocks of a pass have left. It awaits the kernel
 // before it by itself, where GPUs can do that.
-func (p *kasminaPass) finish(name string, grid, block gpu.Dim, args ...any) error {
-	return p.Enqueue(p.Stream, p.unit, name, gpu.LaunchConfig{Grid: grid, Block: block,
-		Overlap: p.Overlaps()}, kernel.Struct(args))
+func (p *kasminaPass) finish(name string, grid, block gpu.Dim, args ...any) {
+	p.enqueue(p.unit, name, gpu.LaunchConfig{Grid: grid, Block: block, Overlap: p.Overlaps()},
+		kernel.Struct(args))
 }
 
 // merge makes figures of the records of a forward pass.
-func (p *kasminaPass) merge(figures gpu.Ptr) error {
-	return p.finish("kasmina_merge", gpu.Dim{X: p.mergers()}, gpu.Dim{X: kasminaMergeThreads},
+func (p *kasminaPass) merge(figures gpu.Ptr) {
+	p.finish("kasmina_merge", gpu.Dim{X: p.mergers()}, gpu.Dim{X: kasminaMergeThreads},
 		figures, p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), p.Eps)
 }
 
 // sumUp makes gradients of slots, and figures, of the sums and records of a backward pass. The
 // first kernel adds up over the blocks, the second over the seeds of slots.
-func (p *kasminaPass) sumUp(b Backward) error {
+func (p *kasminaPass) sumUp(dweights, dscales, figures gpu.Ptr) {
 	st, seeds := p.State, p.State.Seeds
 	columns := seeds*p.Chunk + 2*p.units
 	adding, merging := kernel.CeilDiv(columns, 32), 0
 	if p.use.telemetry {
 		merging = p.mergers()
 	}
-	if err := p.finish("kasmina_gather", gpu.Dim{X: adding + merging},
-		gpu.Dim{X: kasminaMergeThreads}, p.total, p.sums, b.Figures, p.records, int64(columns),
-		adding, p.rowParts(), p.units, seeds, p.merging(), p.sharing > 0); err != nil {
-		return err
-	}
-	return p.finish("kasmina_slots", gpu.Dim{X: st.Slots, Y: kernel.CeilDiv(p.Chunk, 32)},
+	p.finish("kasmina_gather", gpu.Dim{X: adding + merging}, gpu.Dim{X: kasminaMergeThreads},
+		p.total, p.sums, figures, p.records, int64(columns), adding, p.rowParts(), p.units, seeds,
+		p.merging(), p.sharing > 0)
+	p.finish("kasmina_slots", gpu.Dim{X: st.Slots, Y: kernel.CeilDiv(p.Chunk, 32)},
 		gpu.Dim{X: 32, Y: min(max(powerOfTwo(seeds/st.Slots), 4), 32)}, st.field(0), st.field(1),
-		p.Weights, p.Scales, p.total, st.heads(), st.order(), b.DWeights, b.DScales, seeds, p.Chunk,
+		p.Weights, p.Scales, p.total, st.heads(), st.order(), dweights, dscales, seeds, p.Chunk,
 		p.units)
 }

@@ -98,7 +98,7 @@ func (a RMSNormBackward) walk(k *kernel.Set) (name string, c gpu.LaunchConfig, e
 		return "", c, nil
 	}
 	name = a.kernel("")
-	blocks, err := k.Resident("norm", name, c.Block.Count(), c.Shared)
+	blocks, err := k.Resident("norm", name, c)
 	c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, down), normParts(k, a.D, a.Type))
 	return name, c, err
 }
