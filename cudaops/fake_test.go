@@ -26,7 +26,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
@@ -141,12 +140,6 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 
 // Launch does what a structure says.
 func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
-	switch p := params.(type) {
-	case kasmina.Forward:
-		params = kasmina.WideForward{Forward: p}
-	case kasmina.Backward:
-		params = kasmina.WideBackward{Backward: p}
-	}
 	compute, ok := k.computes[reflect.TypeOf(params)]
 	if !ok {
 		return fmt.Errorf("the fake has no %T", params)

@@ -35,13 +35,13 @@ import (
 )
 
 // kasminaPlan reads the state of a layer from the device.
-func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide kasmina.Wide,
+func kasminaPlan(l *fake.Launch, k kasmina.Layer,
 	r seed.Reduction) (*kasminakernel.Layer[float32], [][]float32) {
 	n, width := k.State.Seeds, k.Chunk
 	words := slices.Clone(fake.Slice[uint32](l, k.State.Ptr, k.State.Bytes()/4))
-	if wide.Width > 0 {
-		width = wide.Width
-		list := fake.Slice[uint32](l, wide.Mixing.Ptr, wide.Mixing.Bytes()/4)
+	if k.State.Wide {
+		width = k.Width
+		list := words[(k.State.List()-k.State.Ptr)/4:]
 		for i := range list[0] {
 			words[list[1+i]] = list[1+n+int(i)]
 		}
@@ -73,8 +73,8 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer, wide kasmina.Wide,
 		floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
 
-func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.WideForward) {
-	p, in := kasminaPlan(l, f.Layer, f.Wide, f.Reduction)
+func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.Forward) {
+	p, in := kasminaPlan(l, f.Layer, f.Reduction)
 	p.Limit = nil
 	p.Forward(floatsAt(l, f.Y, len(in[0])), in[0], in[1], in[2])
 	n := p.Seeds
@@ -101,8 +101,8 @@ func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.WideForward) {
 	}
 }
 
-func (k *fakeKernels) KasminaBackward(l *fake.Launch, b kasmina.WideBackward) {
-	p, in := kasminaPlan(l, b.Layer, b.Wide, b.Reduction)
+func (k *fakeKernels) KasminaBackward(l *fake.Launch, b kasmina.Backward) {
+	p, in := kasminaPlan(l, b.Layer, b.Reduction)
 	if !b.Clip {
 		p.Limit = nil
 	}

@@ -186,8 +186,8 @@ func (l *layer) place(word int) int { return l.Place(word, l.seeds) }
 // moving is of how many seeds the backward pass of the last run read x at least, and wrote the
 // gradient of x.
 func (l *layer) moving(inPlace bool) (reads, writes int) {
-	if l.Wide() { // those that mix, which Residual ones stand for below
-		reads = int(gpu.View[uint32](l.last[l.State.Bytes():])[0])
+	if l.State.Wide { // those that mix, which Residual ones stand for below
+		reads = int(gpu.View[uint32](l.last[l.State.List():])[0])
 	}
 	for _, word := range gpu.View[uint32](l.last)[:l.State.Seeds] { // as KasminaState.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
@@ -200,31 +200,20 @@ func (l *layer) moving(inPlace bool) (reads, writes int) {
 	return reads, writes
 }
 
-// encode writes the state for a pass to l.encoded: for the kernels of all kinds but those that mix,
-// and for those.
+// encode writes the state for a pass to l.encoded.
 func (l *layer) encode(pass *op.KasminaPass) error {
 	var narrow error
-	at := func(i int) seed.Seed {
+	err := l.State.Encode(l.encoded, func(i int) seed.Seed {
 		s := pass.Seed(i)
 		s.Limit = float64(float32(s.Limit) * l.m.Scale.Now.Scale)
 		if kasminakernel.Mixes(s) && narrow == nil {
-			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Mixing.Width); err != nil {
+			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Width); err != nil {
 				narrow = fmt.Errorf("seed %d: %w", i, err)
 			}
 		}
 		return s
-	}
-	err := l.State.Encode(l.encoded, func(i int) seed.Seed {
-		s := at(i)
-		if kasminakernel.Mixes(s) {
-			s.Slot = 0
-		}
-		return s
 	})
-	if narrow != nil || err != nil || !l.Wide() {
-		return errors.Join(narrow, err)
-	}
-	return l.Mixing.Mixing.Encode(l.encoded[l.State.Bytes():], at)
+	return errors.Join(narrow, err)
 }
 
 // begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op

@@ -37,9 +37,9 @@ func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
 			a["DWeights"], a["DScales"])
 	}
 	if p.Replay {
-		return l.launch(p, l.pass(c, mode{}, false))
+		return l.m.Launch(l.pass(c, mode{}, false))
 	}
-	return l.launch(p, l.pass(c, l.now().mode, true))
+	return l.m.Launch(l.pass(c, l.now().mode, true))
 }
 
 // pass is the launch of a pass in a mode. Of one that is not to count nobody reads the counts.
@@ -61,21 +61,6 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 		f.Histogram = l.at(program.KasminaBins)
 	}
 	return c.Bind(f, (*program.Array).Ptr)
-}
-
-// launch enqueues a pass, of wide slots with the kinds that mix.
-func (l *layer) launch(p program.KasminaPass, pass any) error {
-	if l.Wide() {
-		w := l.Mixing
-		w.Mixing.Ptr, w.Workspace = l.Memory.Ptr().Offset(l.State.Bytes()), p.Wide.Ptr()
-		switch p := pass.(type) {
-		case kasminakernel.Forward:
-			pass = kasminakernel.WideForward{Forward: p, Wide: w}
-		case kasminakernel.Backward:
-			pass = kasminakernel.WideBackward{Backward: p, Wide: w}
-		}
-	}
-	return l.m.Launch(pass)
 }
 
 // A monitor tells what telemetry costs a pass of a layer: ahead of the pass its arithmetic runs
@@ -106,7 +91,7 @@ func (ls *Layers) Unmeasured(c *program.Call) error {
 		b.G, b.DX = p.Spare.Ptr(), p.Spare.Ptr()
 		pass = b
 	}
-	return l.launch(p, pass)
+	return l.m.Launch(pass)
 }
 
 // Note tells a layer's lattice what its pass took, without telemetry and with it.

@@ -19,15 +19,10 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	}
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
 	l := &program.KasminaLayer{Op: o, Layer: kasmina.Layer{
-		State: kasmina.State{Seeds: seeds, Slots: weights[0]}, Rows: x[0], Chunk: o.Chunk(),
-		Eps: o.Config.Epsilon, Type: c.o.Activation, Stability: seed.Stability(o.Config.Stability)},
-		Mixing: kasmina.Wide{Width: weights[1],
-			Mixing: kasmina.Mixing{Seeds: seeds, Slots: weights[0]}}}
-	bytes := l.State.Bytes()
-	if l.Wide() {
-		bytes += l.Mixing.Mixing.Bytes()
-	}
-	l.Memory = c.NewResident(gpu.Float32, bytes/4)
+		State: kasmina.State{Seeds: seeds, Slots: weights[0], Wide: weights[1] > o.Chunk()},
+		Rows:  x[0], Chunk: o.Chunk(), Width: weights[1], Eps: o.Config.Epsilon,
+		Type: c.o.Activation, Stability: seed.Stability(o.Config.Stability)}}
+	l.Memory = c.NewResident(gpu.Float32, l.State.Bytes()/4)
 	if c.Reports == nil {
 		c.Reports = c.NewResident(gpu.Float32, 0, 0)
 	}
@@ -52,15 +47,11 @@ func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) 
 		OfWeights: w, OfScales: s})
 }
 
-// kasminaPass adds a pass of a layer, with so many bytes of workspace, and of that of wide slots.
-func (c *compiler) kasminaPass(n *gorgonia.Node, p program.KasminaPass, workspace, wide int,
+// kasminaPass adds a pass of a layer, with so many bytes of workspace.
+func (c *compiler) kasminaPass(n *gorgonia.Node, p program.KasminaPass, workspace int,
 	args ...program.Arg) *program.Call {
-	args = append(args, program.Uses("Workspace", c.bytes(workspace)),
-		program.Reads("State", p.Layer.Memory))
-	if p.Layer.Wide() {
-		p.Wide = c.bytes(wide)
-	}
-	return c.call(n, p, append(args, program.Uses("", p.Spare), program.Uses("", p.Wide))...)
+	return c.call(n, p, append(args, program.Uses("Workspace", c.bytes(workspace)),
+		program.Reads("State", p.Layer.Memory), program.Uses("", p.Spare))...)
 }
 
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
@@ -70,10 +61,9 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	l.Forward = l.Forward || !o.Replaying
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y, f := c.like(x), kasmina.Forward{Layer: l.Layer}
-	wide := kasmina.WideForward{Forward: f, Wide: l.Mixing}
 	c.kasminaPass(n, program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying},
-		f.WorkspaceBytes(c.o.Device), wide.WorkspaceBytes(c.o.Device), program.Reads("X", x),
-		program.Reads("Weights", weights), program.Reads("Scales", scales), program.Writes("Y", y))
+		f.WorkspaceBytes(c.o.Device), program.Reads("X", x), program.Reads("Weights", weights),
+		program.Reads("Scales", scales), program.Writes("Y", y))
 	return y
 }
 
@@ -85,13 +75,12 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	dx, dw, ds := c.like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
 	p := program.KasminaPass{Layer: l, Node: n}
 	// The x of an input may begin anywhere.
-	over := !l.Wide() && l.InPlace() && !x.Resident && x.At%program.VectorBytes == 0
+	over := !l.State.Wide && l.InPlace() && !x.Resident && x.At%program.VectorBytes == 0
 	if over && c.o.Timed {
 		p.Spare = c.like(g) // for what comes ahead of the pass, which needs g as it is
 	}
 	b := kasmina.Backward{Layer: l.Layer, Clip: l.Clips()}
-	wide := kasmina.WideBackward{Backward: b, Wide: l.Mixing}
-	pass := c.kasminaPass(n, p, b.WorkspaceBytes(c.o.Device), wide.WorkspaceBytes(c.o.Device),
+	pass := c.kasminaPass(n, p, b.WorkspaceBytes(c.o.Device),
 		program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
 		program.Reads("G", g), program.Writes("DX", dx), program.Writes("DWeights", dw),
 		program.Writes("DScales", ds))

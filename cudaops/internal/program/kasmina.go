@@ -11,16 +11,11 @@ import (
 type KasminaLayer struct {
 	kasmina.Layer // without addresses
 	Op            *op.KasminaOp
-	Mixing        kasmina.Wide // likewise
-	Memory        *Array       // kasmina.State, and kasmina.Mixing behind it where slots are wide
-	First         int          // seed of the layer, among those of all layers
-	Forward       bool         // the graph has the op itself, not replays or the backward op alone
-	Backward      bool         // the graph has the backward op
+	Memory        *Array // kasmina.State
+	First         int    // seed of the layer, among those of all layers
+	Forward       bool   // the graph has the op itself, not replays or the backward op alone
+	Backward      bool   // the graph has the backward op
 }
-
-// Wide is whether slots have more weights than chunks have features: the kernels of the kinds that
-// mix are launched too.
-func (l *KasminaLayer) Wide() bool { return l.Mixing.Width > l.Chunk }
 
 // Clips is whether the backward pass clips gradients.
 func (l *KasminaLayer) Clips() bool {
@@ -34,7 +29,6 @@ type KasminaPass struct {
 	Node   *gorgonia.Node
 	Replay bool   // measures nothing
 	Spare  *Array // a copy of what such a pass replaces, for runs of it that nobody reads
-	Wide   *Array // workspace of slots with more weights than a chunk has features
 }
 
 // KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use
