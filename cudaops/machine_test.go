@@ -25,12 +25,12 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/half"
@@ -1800,7 +1800,7 @@ func TestModelFitsBinaries(t *testing.T) {
 				device := openBinaries(t, card)
 				var log bytes.Buffer
 				timed := func(c *machineConfig) error {
-					c.ways.Mode, c.ways.Least, c.ways.Path = tune.Full, 1,
+					c.ways.Mode, c.ways.Least, c.ways.Path = choose.Full, 1,
 						filepath.Join(t.TempDir(), "tune.json")
 					return nil
 				}

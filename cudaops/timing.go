@@ -4,10 +4,10 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
@@ -15,30 +15,18 @@ import (
 // Tuning says how a machine finds the fastest of several ways to compute something. They are those
 // that cuBLASLt has for a matrix product, and the kernels that attention or a norm has. Another way
 // may add in another order: only with the same ways do two machines compute the same bits.
-type Tuning uint8
+type Tuning = choose.Mode
 
 // The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache
 // directory. It goes by card, driver, build of the kernels or version of cuBLASLt, op, shape and
 // types.
 const (
-	TuneDefault = Tuning(tune.Default) // TuneOff with the precision Float32, else TuneCached
+	TuneDefault = choose.Default // TuneOff with the precision Float32, else TuneCached
 	// time nothing, take what cuBLASLt proposes first and what a rule of thumb says
-	TuneOff    = Tuning(tune.Off)
-	TuneCached = Tuning(tune.Cached) // take what is stored, and time, once, what is not
-	TuneFull   = Tuning(tune.Full)   // time anew, and replace what is stored
+	TuneOff    = choose.Off
+	TuneCached = choose.Cached // take what is stored, and time, once, what is not
+	TuneFull   = choose.Full   // time anew, and replace what is stored
 )
-
-// MarshalText is off, cached, full or default, for flag.TextVar.
-func (t Tuning) MarshalText() ([]byte, error) { return []byte(tune.Mode(t).String()), nil }
-
-// UnmarshalText is the inverse of MarshalText.
-func (t *Tuning) UnmarshalText(text []byte) error {
-	if m, ok := tune.ModeOf(string(text)); ok {
-		*t = Tuning(m)
-		return nil
-	}
-	return fmt.Errorf("the tuning is %q, want off, cached, full or default", text)
-}
 
 // WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has
 // precedence. Timing takes about a second for a small model, and ten to fifteen for one that fills
@@ -49,7 +37,7 @@ func WithTuning(t Tuning) MachineOption {
 			return fmt.Errorf("WithTuning: got %d, want TuneDefault, TuneOff, TuneCached or "+
 				"TuneFull", t)
 		}
-		c.ways.Mode = tune.Mode(t)
+		c.ways.Mode = t
 		return nil
 	}
 }
@@ -107,26 +95,12 @@ func (m *Machine) Choices() []Choice {
 }
 
 // setWays completes what the options say on the choice of ways.
-func setWays(d *Device, c *machineConfig) (err error) {
-	w := &c.ways
-	w.Device, w.Version, w.Warn = d.info, d.version, c.Warn
-	if w.Rules, err = w.Rules.WithEnvironment(); err != nil {
-		return err
+func setWays(d *Device, c *machineConfig) error {
+	c.ways.Device, c.ways.Version, c.ways.Warn = d.info, d.version, c.Warn
+	if c.Activation == gpu.Float32 {
+		return c.ways.Complete(choose.Off)
 	}
-	if w.Mode == tune.Default {
-		if w.Mode = tune.Cached; c.Activation == gpu.Float32 {
-			w.Mode = tune.Off
-		}
-	}
-	if w.Mode, err = tune.Override(w.Mode); err != nil {
-		return err
-	}
-	if w.Path == "" && w.Mode != tune.Off {
-		if w.Path, err = tune.DefaultPath(); err != nil {
-			c.Warn(fmt.Sprintf("the choices of tuning cannot be stored: %v", err))
-		}
-	}
-	return nil
+	return c.ways.Complete(choose.Cached)
 }
 
 // OpTime is what the nodes of one op took in a run.

@@ -14,14 +14,13 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
 // Config says what a chooser may do.
 type Config struct {
-	Mode    tune.Mode // not Default
+	Mode    Mode // not Default
 	Rules   wayrule.Rules
 	Path    string  // of the stored choices; "" for none
 	Least   float64 // operations of a product that is worth timing; 0 for the usual
@@ -38,7 +37,7 @@ type Config struct {
 type Chooser struct {
 	Config
 	x     *run.Executor
-	store *tune.Store // nil where nothing is timed
+	store *store // nil where nothing is timed
 	made  []*optime.Choice
 	known map[string]*optime.Choice // by op and shape, also of a program that is not made use of
 	given map[string]string         // ways, as in known; nil where none are given
@@ -64,8 +63,8 @@ func New(x *run.Executor, c Config) *Chooser {
 		for _, g := range c.Given {
 			t.given[g.Op+" "+g.Shape] = g.Way
 		}
-	case c.Mode != tune.Off:
-		t.store = tune.Open(c.Path, c.Warn)
+	case c.Mode != Off:
+		t.store = open(c.Path, c.Warn)
 	}
 	return t
 }
@@ -231,7 +230,7 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)
 	}
-	if s, ok := t.store.Get(key); ok && t.Mode == tune.Cached {
+	if s, ok := t.store.get(key); ok && t.Mode == Cached {
 		if way := slices.Index(j.names(), s.Way); slices.Contains(left, way) {
 			c.Source, c.Cold, c.Warm = optime.Stored, s.Cold, s.Warm
 			return way, nil
@@ -252,8 +251,8 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 		return left[0], nil
 	}
 	c.Source, c.Cold, c.Warm = optime.Measured, x.cold[way], x.warm[way]
-	stored := tune.Choice{Way: j.names()[way], Cold: c.Cold, Warm: c.Warm}
-	if err := t.store.Put(key, stored); err != nil {
+	stored := timed{Way: j.names()[way], Cold: c.Cold, Warm: c.Warm}
+	if err := t.store.put(key, stored); err != nil {
 		t.Warn(err.Error())
 	}
 	return way, nil

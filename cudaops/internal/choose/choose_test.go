@@ -16,7 +16,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/cudaops/internal/tune"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
@@ -51,7 +50,7 @@ func TestChooseByRules(t *testing.T) {
 		{[]string{"N*!=w*", "Norm!=narrow"}, 2, optime.Forced},
 		{[]string{"Softmax=plain"}, 0, optime.ByRule},
 	} {
-		chooser, warnings := newTestChooser(t, Config{Mode: tune.Off}, c.rules...)
+		chooser, warnings := newTestChooser(t, Config{Mode: Off}, c.rules...)
 		way, made, err := chooser.choose(norm("[3, 5]"))
 		require.NoError(t, err)
 		require.Equal(t, c.want, way, "rules %q", c.rules)
@@ -63,7 +62,7 @@ func TestChooseByRules(t *testing.T) {
 
 // TestRuleWithoutWays wants a rule that leaves nothing ignored with a warning.
 func TestRuleWithoutWays(t *testing.T) {
-	chooser, warnings := newTestChooser(t, Config{Mode: tune.Off}, "Norm!=*")
+	chooser, warnings := newTestChooser(t, Config{Mode: Off}, "Norm!=*")
 	way, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Zero(t, way)
@@ -72,7 +71,7 @@ func TestRuleWithoutWays(t *testing.T) {
 
 // TestSameJobOnce wants one choice for all calls of a shape, and another for another shape.
 func TestSameJobOnce(t *testing.T) {
-	chooser, _ := newTestChooser(t, Config{Mode: tune.Off})
+	chooser, _ := newTestChooser(t, Config{Mode: Off})
 	var choices []*optime.Choice
 	for _, shape := range []string{"[3, 5]", "[3, 7]", "[3, 5]"} {
 		_, choice, err := chooser.choose(norm(shape))
@@ -86,7 +85,7 @@ func TestSameJobOnce(t *testing.T) {
 // TestAgain wants the next program of a graph to keep the ways of the one before, whatever the
 // rules say by then.
 func TestAgain(t *testing.T) {
-	chooser, _ := newTestChooser(t, Config{Mode: tune.Off}, "Norm=narrow")
+	chooser, _ := newTestChooser(t, Config{Mode: Off}, "Norm=narrow")
 	_, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	chooser.Rules = nil
@@ -103,17 +102,17 @@ func TestAgain(t *testing.T) {
 // TestStoredChoice wants what is stored for a card, a driver and a build, without any timing. A
 // choice among fewer ways is a choice of its own.
 func TestStoredChoice(t *testing.T) {
-	c := Config{Mode: tune.Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
+	c := Config{Mode: Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
-	store := tune.Open(c.Path, func(message string) { t.Error(message) })
+	store := open(c.Path, func(message string) { t.Error(message) })
 	const key = "card, CUDA 13000, build, Norm [3, 5], under load"
-	for added, choice := range map[string]tune.Choice{
+	for added, choice := range map[string]timed{
 		"": {Way: "narrow", Cold: 3 * time.Microsecond,
 			Warm: 2 * time.Microsecond},
 		", of [0 2]": {Way: "plain"},
 		", of [0 1]": {Way: "wide"},
 	} {
-		require.NoError(t, store.Put(key+added, choice))
+		require.NoError(t, store.put(key+added, choice))
 	}
 
 	chooser, _ := newTestChooser(t, c)
@@ -133,7 +132,7 @@ func TestStoredChoice(t *testing.T) {
 
 // TestTinyJob wants no timing, and nothing stored, of a job that is not worth it.
 func TestTinyJob(t *testing.T) {
-	chooser, _ := newTestChooser(t, Config{Mode: tune.Full})
+	chooser, _ := newTestChooser(t, Config{Mode: Full})
 	tiny := norm("[1, 1]")
 	tiny.tiny = true
 	way, made, err := chooser.choose(tiny)

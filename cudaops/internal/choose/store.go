@@ -1,11 +1,4 @@
-// Package tune remembers which of several ways to compute something was the fastest. It does so on
-// disk, so that a second start of a program times nothing. As another way gives other roundings, it
-// computes the same bits too.
-//
-// A key names everything that the choice depends on (card, driver, library, op, shape, types). So
-// entries that were made under other circumstances lie beside each other and are simply not asked
-// for.
-package tune
+package choose
 
 import (
 	"bytes"
@@ -36,31 +29,52 @@ const (
 	Full                // time everything anew, and store it
 )
 
-var modes = [...]string{"default", "off", "cached", "full"}
+var modes = []string{"default", "off", "cached", "full"}
 
-func (m Mode) String() string {
-	return enum.Name(m, "Mode", modes[:])
+func (m Mode) String() string { return enum.Name(m, "Mode", modes) }
+
+// MarshalText is off, cached, full or default, for flag.TextVar.
+func (m Mode) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
+
+// UnmarshalText is the inverse of MarshalText.
+func (m *Mode) UnmarshalText(text []byte) error {
+	i := slices.Index(modes, string(text))
+	if i < 0 {
+		return fmt.Errorf("the tuning is %q, want off, cached, full or default", text)
+	}
+	*m = Mode(i)
+	return nil
 }
 
-// Variable is the environment variable that overrides a program's mode: off, cached or full.
-const Variable = "KASMINA_TUNE"
+// variable is the environment variable that overrides a program's mode: off, cached or full.
+const variable = "KASMINA_TUNE"
 
-// Override returns the mode that the environment asks for, m where it asks for none.
-func Override(m Mode) (Mode, error) {
-	v := os.Getenv(Variable)
-	if v == "" {
-		return m, nil
+// Complete adds what the environment says. Where neither the program nor the environment says a
+// mode it is the usual one, and where there is no path it is kasmina/tune.json in the user's cache
+// directory.
+func (c *Config) Complete(usual Mode) (err error) {
+	if c.Rules, err = c.Rules.WithEnvironment(); err != nil {
+		return err
 	}
-	if asked, ok := ModeOf(strings.ToLower(v)); ok && asked != Default {
-		return asked, nil
+	if c.Mode == Default {
+		c.Mode = usual
 	}
-	return m, fmt.Errorf("the environment variable %s is %q, want off, cached or full", Variable, v)
-}
-
-// ModeOf is the mode of a name.
-func ModeOf(name string) (Mode, bool) {
-	i := slices.Index(modes[:], name)
-	return Mode(max(0, i)), i >= 0
+	if v := os.Getenv(variable); v != "" {
+		if err := c.Mode.UnmarshalText([]byte(strings.ToLower(v))); err != nil ||
+			c.Mode == Default {
+			return fmt.Errorf("the environment variable %s is %q, want off, cached or full",
+				variable, v)
+		}
+	}
+	if c.Path == "" && c.Mode != Off {
+		dir, err := os.UserCacheDir()
+		if err != nil {
+			c.Warn(fmt.Sprintf("the choices of tuning cannot be stored: %v", err))
+			return nil
+		}
+		c.Path = filepath.Join(dir, "kasmina", "tune.json")
+	}
+	return nil
 }
 
 // version is that of the file's format.
@@ -68,51 +82,45 @@ const version = 1
 
 type file struct {
 	Version int     `json:"version"`
-	Choices Choices `json:"choices"`
+	Choices choices `json:"choices"`
 }
 
-// Store is remembered choices. All that a process opens for one path are the same, and may be used
-// by several goroutines.
-type Store struct {
+// store is choices that are remembered on disk, so that a second start of a program times nothing.
+// As another way gives other roundings, it computes the same bits too. A key names everything that
+// the choice depends on (card, driver, library, op, shape, types). So entries that were made under
+// other circumstances lie beside each other and are simply not asked for. All that a process opens
+// for one path are the same, and may be used by several goroutines.
+type store struct {
 	path string // "" for one that lives in memory only
 
 	mu      sync.Mutex
-	choices Choices
+	choices choices
 }
 
 var (
-	opened     = map[string]*Store{}
+	opened     = map[string]*store{}
 	openedLock sync.Mutex
 )
 
-// DefaultPath is where choices are kept: kasmina/tune.json in the user's cache directory.
-func DefaultPath() (string, error) {
-	dir, err := os.UserCacheDir()
-	if err != nil {
-		return "", err
-	}
-	return filepath.Join(dir, "kasmina", "tune.json"), nil
-}
-
-// Open returns the store of a file, which need not exist. What cannot be read is as good as none:
-// the store is empty then, warn is told why, and the next [Store.Put] replaces it.
-func Open(path string, warn func(string)) *Store {
+// open returns the store of a file, which need not exist. What cannot be read is as good as none:
+// the store is empty then, warn is told why, and the next put replaces it.
+func open(path string, warn func(string)) *store {
 	openedLock.Lock()
 	defer openedLock.Unlock()
 	if s := opened[path]; s != nil {
 		return s
 	}
-	s := &Store{path: path, choices: Choices{}}
+	s := &store{path: path, choices: choices{}}
 	opened[path] = s
 	if path == "" {
 		return s
 	}
-	choices, err := read(path)
+	found, err := read(path)
 	if err != nil {
 		warn(fmt.Sprintf("the choices stored in %s are ignored: %v", path, err))
 		return s
 	}
-	s.choices = choices
+	s.choices = found
 	return s
 }
 
@@ -123,11 +131,11 @@ const (
 	maxChoices = 1 << 14
 )
 
-// Choices are choices by their keys.
-type Choices map[string]Choice
+// choices are choices by their keys.
+type choices map[string]timed
 
-// Choice is what is stored for a key: the fastest way, and what it took with cold and warm caches.
-type Choice struct {
+// timed is what is stored for a key: the fastest way, and what it took with cold and warm caches.
+type timed struct {
 	Way  string        `json:"way"`
 	Cold time.Duration `json:"cold_ns"`
 	Warm time.Duration `json:"warm_ns"`
@@ -135,12 +143,12 @@ type Choice struct {
 
 // UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may
 // have.
-func (c *Choices) UnmarshalJSON(b []byte) error {
+func (c *choices) UnmarshalJSON(b []byte) error {
 	d := json.NewDecoder(bytes.NewReader(b))
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
 		return errors.Join(err, errors.New("the choices are no object"))
 	}
-	*c = Choices{}
+	*c = choices{}
 	for d.More() {
 		key, err := d.Token()
 		if err != nil {
@@ -149,7 +157,7 @@ func (c *Choices) UnmarshalJSON(b []byte) error {
 		if len(*c) == maxChoices {
 			return fmt.Errorf("it has more than %d choices", maxChoices)
 		}
-		var choice Choice
+		var choice timed
 		if err := d.Decode(&choice); err != nil {
 			return err
 		}
@@ -159,8 +167,8 @@ func (c *Choices) UnmarshalJSON(b []byte) error {
 }
 
 // read returns a file's choices, none where there is no file.
-func read(path string) (Choices, error) {
-	f := file{Choices: Choices{}}
+func read(path string) (choices, error) {
+	f := file{Choices: choices{}}
 	b, err := regular.Read(path, maxFile, "a file of choices has")
 	if errors.Is(err, fs.ErrNotExist) {
 		return f.Choices, nil
@@ -177,17 +185,17 @@ func read(path string) (Choices, error) {
 	return f.Choices, nil
 }
 
-// Get returns the choice stored for a key, and reports whether there is one.
-func (s *Store) Get(key string) (Choice, bool) {
+// get returns the choice stored for a key, and reports whether there is one.
+func (s *store) get(key string) (timed, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c, ok := s.choices[key]
 	return c, ok
 }
 
-// Put stores a choice. The file changes at once or, on an error, not at all; what another process
+// put stores a choice. The file changes at once or, on an error, not at all; what another process
 // has stored there meanwhile stays. After an error this process still remembers the choice.
-func (s *Store) Put(key string, c Choice) error {
+func (s *store) put(key string, c timed) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.choices[key] = c
@@ -202,13 +210,13 @@ func (s *Store) Put(key string, c Choice) error {
 		}
 	}
 	if err := s.write(); err != nil {
-		return fmt.Errorf("tune: storing choices in %s: %w", s.path, err)
+		return fmt.Errorf("storing choices in %s: %w", s.path, err)
 	}
 	return nil
 }
 
 // write replaces the file by one that is complete.
-func (s *Store) write() error {
+func (s *store) write() error {
 	if len(s.choices) > maxChoices {
 		return fmt.Errorf("there are %d, and a file has %d at most: delete it, so that what is "+
 			"asked for is timed anew", len(s.choices), maxChoices)

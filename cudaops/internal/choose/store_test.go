@@ -1,4 +1,4 @@
-package tune
+package choose
 
 import (
 	"fmt"
@@ -11,12 +11,12 @@ import (
 )
 
 // reopen is what another process would open.
-func reopen(t *testing.T, path string, warn func(string)) *Store {
+func reopen(t *testing.T, path string, warn func(string)) *store {
 	t.Helper()
 	openedLock.Lock()
 	delete(opened, path)
 	openedLock.Unlock()
-	return Open(path, warn)
+	return open(path, warn)
 }
 
 func silent(t *testing.T) func(string) {
@@ -25,22 +25,22 @@ func silent(t *testing.T) func(string) {
 
 func TestStore(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "new", "tune.json")
-	s := Open(path, silent(t))
-	require.Same(t, s, Open(path, silent(t)), "two stores for one file in a process")
-	_, ok := s.Get("a")
+	s := open(path, silent(t))
+	require.Same(t, s, open(path, silent(t)), "two stores for one file in a process")
+	_, ok := s.get("a")
 	require.False(t, ok, "a new store knows a choice")
-	require.NoError(t, s.Put("a", Choice{"x", 1, 1<<63 - 1}))
+	require.NoError(t, s.put("a", timed{"x", 1, 1<<63 - 1}))
 	other := reopen(t, path, silent(t))
-	got, ok := other.Get("a")
+	got, ok := other.get("a")
 	require.True(t, ok)
-	require.Equal(t, Choice{"x", 1, 1<<63 - 1}, got)
-	_, ok = other.Get("b")
+	require.Equal(t, timed{"x", 1, 1<<63 - 1}, got)
+	_, ok = other.get("b")
 	require.False(t, ok, "it has a choice for another key")
-	require.NoError(t, other.Put("b", Choice{Way: "b"}))
-	require.NoError(t, s.Put("c", Choice{Way: "c"}), "it has not read b")
+	require.NoError(t, other.put("b", timed{Way: "b"}))
+	require.NoError(t, s.put("c", timed{Way: "c"}), "it has not read b")
 	third := reopen(t, path, silent(t))
 	for _, key := range []string{"b", "c"} {
-		got, _ := third.Get(key)
+		got, _ := third.get(key)
 		require.Equal(t, key, got.Way)
 	}
 	left, err := os.ReadDir(filepath.Dir(path))
@@ -58,14 +58,14 @@ func TestDamaged(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "tune.json")
 			require.NoError(t, os.WriteFile(path, []byte(content), 0o644))
 			var warnings []string
-			s := Open(path, func(s string) { warnings = append(warnings, s) })
+			s := open(path, func(s string) { warnings = append(warnings, s) })
 			require.Len(t, warnings, 1)
 			require.Contains(t, warnings[0], path)
-			_, ok := s.Get("a")
+			_, ok := s.get("a")
 			require.False(t, ok, "it has a choice")
-			require.NoError(t, s.Put("a", Choice{Cold: 5}))
-			got, _ := reopen(t, path, silent(t)).Get("a")
-			require.Equal(t, Choice{Cold: 5}, got)
+			require.NoError(t, s.put("a", timed{Cold: 5}))
+			got, _ := reopen(t, path, silent(t)).get("a")
+			require.Equal(t, timed{Cold: 5}, got)
 		})
 	}
 }
@@ -75,11 +75,11 @@ func TestUnwritable(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
 	require.NoError(t, os.MkdirAll(path, 0o755), "a folder in its place")
 	warned := 0
-	s := Open(path, func(string) { warned++ })
-	require.Error(t, s.Put("a", Choice{Cold: 5}))
+	s := open(path, func(string) { warned++ })
+	require.Error(t, s.put("a", timed{Cold: 5}))
 	require.Equal(t, 1, warned)
-	got, _ := s.Get("a")
-	require.Equal(t, Choice{Cold: 5}, got)
+	got, _ := s.get("a")
+	require.Equal(t, timed{Cold: 5}, got)
 }
 
 func TestConcurrent(t *testing.T) {
@@ -87,26 +87,28 @@ func TestConcurrent(t *testing.T) {
 	var all sync.WaitGroup
 	for i := range 8 {
 		all.Go(func() {
-			require.NoError(t, Open(path, silent(t)).Put(fmt.Sprint(i), Choice{Way: fmt.Sprint(i)}))
+			require.NoError(t, open(path, silent(t)).put(fmt.Sprint(i), timed{Way: fmt.Sprint(i)}))
 		})
 	}
 	all.Wait()
 	s := reopen(t, path, silent(t))
 	for i := range 8 {
-		got, _ := s.Get(fmt.Sprint(i))
+		got, _ := s.get(fmt.Sprint(i))
 		require.Equal(t, fmt.Sprint(i), got.Way)
 	}
 }
 
-func TestOverride(t *testing.T) {
+func TestComplete(t *testing.T) {
 	for value, want := range map[string]Mode{"": Cached, "off": Off,
 		"FULL": Full, "cached": Cached} {
-		t.Setenv(Variable, value)
-		m, err := Override(Cached)
-		require.NoError(t, err)
-		require.Equal(t, want, m)
+		t.Setenv(variable, value)
+		c := Config{}
+		require.NoError(t, c.Complete(Cached))
+		require.Equal(t, want, c.Mode)
+		require.Equal(t, want == Off, c.Path == "")
 	}
-	t.Setenv(Variable, "yes")
-	_, err := Override(Off)
-	require.ErrorContains(t, err, Variable)
+	for _, value := range []string{"yes", "default"} {
+		t.Setenv(variable, value)
+		require.ErrorContains(t, new(Config).Complete(Off), variable)
+	}
 }

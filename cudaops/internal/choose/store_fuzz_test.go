@@ -1,4 +1,4 @@
-package tune
+package choose
 
 import (
 	"fmt"
@@ -22,9 +22,9 @@ func TestManyChoices(t *testing.T) {
 		fmt.Fprintf(&b, `,"%d":{}`, i)
 	}
 	require.NoError(t, os.WriteFile(path, []byte(b.String()+"}}"), 0o666))
-	s := Open(path, func(why string) { t.Error(why) })
+	s := open(path, func(why string) { t.Error(why) })
 	require.Len(t, s.choices, maxChoices)
-	require.ErrorContains(t, s.Put("more", Choice{}), "a file has 16384 at most")
+	require.ErrorContains(t, s.put("more", timed{}), "a file has 16384 at most")
 	for b.Len() < maxFile-100 {
 		fmt.Fprintf(&b, `,"%d":{}`, b.Len())
 	}
@@ -51,15 +51,15 @@ func FuzzRead(f *testing.F) {
 	path := filepath.Join(f.TempDir(), "tune.json")
 	f.Fuzz(func(t *testing.T, b []byte) {
 		require.NoError(t, os.WriteFile(path, b, 0o666))
-		var choices Choices
+		var found choices
 		var err error
-		bounded.Run(t, int64(len(b)), func() { choices, err = read(path) })
+		bounded.Run(t, int64(len(b)), func() { found, err = read(path) })
 		if err != nil {
 			return
 		}
-		require.NoError(t, (&Store{path: path, choices: choices}).write())
+		require.NoError(t, (&store{path: path, choices: found}).write())
 		again, err := read(path)
 		require.NoError(t, err)
-		require.Equal(t, choices, again)
+		require.Equal(t, found, again)
 	})
 }
