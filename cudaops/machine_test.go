@@ -377,7 +377,7 @@ type counted struct {
 	mu             sync.Mutex // inputs are sent side by side
 	work, captured traffic
 	capturing      bool
-	of             map[*gpu.Graph]traffic
+	of             map[gpu.Graph]traffic
 }
 
 // copies is a number of copies and their bytes.
@@ -392,7 +392,7 @@ type traffic struct {
 
 // counting has a device's context counted, for machines that are still to be opened.
 func counting(d *Device) *counted {
-	c := &counted{Context: d.ctx, of: map[*gpu.Graph]traffic{}}
+	c := &counted{Context: d.ctx, of: map[gpu.Graph]traffic{}}
 	d.ctx = c
 	return c
 }
@@ -439,14 +439,14 @@ func (c *counted) BeginCapture(s gpu.Stream) error {
 	return c.Context.BeginCapture(s)
 }
 
-func (c *counted) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
+func (c *counted) EndCapture(s gpu.Stream) (gpu.Graph, error) {
 	c.capturing = false
 	g, err := c.Context.EndCapture(s)
 	c.of[g] = c.captured
 	return g, err
 }
 
-func (c *counted) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
+func (c *counted) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
 	c.add(c.of[g])
 	return c.Context.LaunchGraph(g, s)
 }

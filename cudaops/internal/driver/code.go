@@ -158,22 +158,23 @@ func (c *context) BeginCapture(s gpu.Stream) error {
 	return c.call(&c.StreamBeginCapture, uintptr(s), relaxed)
 }
 
-func (c *context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
-	g := new(gpu.Graph)
+func (c *context) EndCapture(s gpu.Stream) (g gpu.Graph, err error) {
 	var graph uintptr
 	if err := c.call(&c.StreamEndCapture, uintptr(s), uintptr(unsafe.Pointer(&graph))); err != nil {
-		return nil, err
+		return 0, err
 	}
-	if err := errors.Join(
-		c.call(&c.GraphInstantiate, uintptr(unsafe.Pointer(&g.Handle)), graph, 0),
-		c.call(&c.cudaAPI.GraphDestroy, graph)); err != nil {
-		return nil, err
-	}
-	return g, nil
+	err = errors.Join(c.call(&c.GraphInstantiate, uintptr(unsafe.Pointer(&g)), graph, 0),
+		c.call(&c.cudaAPI.GraphDestroy, graph))
+	return g, err
 }
 
-func (c *context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
-	return c.call(&c.GraphLaunch, g.Handle, uintptr(s))
+func (c *context) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
+	return c.call(&c.GraphLaunch, uintptr(g), uintptr(s))
 }
 
-func (c *context) DestroyGraph(g *gpu.Graph) error { return c.call(&c.GraphExecDestroy, g.Handle) }
+func (c *context) DestroyGraph(g gpu.Graph) error {
+	if g == 0 {
+		return nil
+	}
+	return c.call(&c.GraphExecDestroy, uintptr(g))
+}

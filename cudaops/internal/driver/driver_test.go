@@ -254,7 +254,7 @@ func TestCapture(t *testing.T) {
 		ok(t, r.Launch(axpy, shape, s, args(y, x, x, float32(2), n)))
 		ok(t, r.Launch(axpy, shape, s, args(z, x, y, float32(1), n)))
 		ok(t, r.CopyToHost(out, z, s))
-		g := must[*gpu.Graph](t)(r.EndCapture(s))
+		g := must[gpu.Graph](t)(r.EndCapture(s))
 		for range 3 {
 			v := gpu.View[float32](in)
 			copy(v, r.floats(n))

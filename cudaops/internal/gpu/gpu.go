@@ -56,15 +56,14 @@ type Ptr uint64
 // Offset is the address n bytes further on.
 func (p Ptr) Offset(n int) Ptr { return p + Ptr(n) }
 
-// Handles of the driver's objects. The zero Stream is the default stream.
+// Handles of the driver's objects. The zero Stream is the default stream. A Graph is a captured and
+// instantiated sequence of work, ready to be launched again and again.
 type (
 	Stream uintptr
 	Event  uintptr
 	Module uintptr
+	Graph  uintptr
 )
-
-// Graph is a captured and instantiated sequence of work, ready to be launched again and again.
-type Graph struct{ Handle uintptr }
 
 // Context is a GPU's context: all that is done with a GPU is done through it. Every method that
 // names a stream only enqueues work there, unless it says otherwise. Errors are *[Error], for which
@@ -162,9 +161,9 @@ type Code interface {
 type Capture interface {
 	BeginCapture(s Stream) error
 	// EndCapture ends the capture, also when it failed, and instantiates the graph.
-	EndCapture(s Stream) (*Graph, error)
-	LaunchGraph(g *Graph, s Stream) error
-	DestroyGraph(g *Graph) error
+	EndCapture(s Stream) (Graph, error)
+	LaunchGraph(g Graph, s Stream) error
+	DestroyGraph(g Graph) error // nothing, for a zero one
 }
 
 // Bytes is the memory of a slice of numbers, and View is its inverse: neither copies.

@@ -129,7 +129,7 @@ func (o *Monitor) sample(timed []interval) (err error) {
 	if o.OnHost() {
 		return enqueue()
 	}
-	if now.Monitored == nil {
+	if now.Monitored == 0 {
 		// What is captured must have its modules loaded. Nothing that a run has computed is alive
 		// between two runs.
 		for _, t := range timed {

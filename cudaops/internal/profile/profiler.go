@@ -63,7 +63,7 @@ type pieceKey struct {
 
 // markedPiece is a piece of a marked step.
 type markedPiece struct {
-	graph *gpu.Graph  // nil where it cannot be captured
+	graph gpu.Graph   // 0 where it cannot be captured
 	pause []gpu.Event // marks with nothing between them
 	spans []markedSpan
 }
@@ -149,7 +149,7 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 	}
 	key := pieceKey{p.Now(), optimizer, len(p.whole)}
 	piece := p.pieces[key]
-	if piece == nil || piece.graph == nil {
+	if piece == nil || piece.graph == 0 {
 		piece = &markedPiece{}
 		p.pieces[key], p.piece = piece, piece
 		defer func() { p.piece, p.task = nil, nil }()
@@ -164,7 +164,7 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 		}
 	}
 	p.whole, p.spans = append(p.whole, piece), append(p.spans, piece.spans...)
-	if piece.graph == nil {
+	if piece.graph == 0 {
 		return nil
 	}
 	return p.Ctx.LaunchGraph(piece.graph, p.Stream)
@@ -251,9 +251,7 @@ func (p *Profiler) Close() error {
 	ctx.Observe(p.Stream, nil)
 	errs := []error{ctx.SyncStream(p.Stream)}
 	for _, piece := range p.pieces {
-		if piece.graph != nil {
-			errs = append(errs, ctx.DestroyGraph(piece.graph))
-		}
+		errs = append(errs, ctx.DestroyGraph(piece.graph))
 	}
 	p.pieces, p.open, p.done = nil, false, true
 	return run.Joined(append(errs, p.memory.Close())...)

@@ -56,8 +56,8 @@ type Runner struct {
 // Recording is what was captured of runs, or of updates, that do the same work.
 type Recording struct {
 	Loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
-	graph     *gpu.Graph
-	Monitored *gpu.Graph // with a monitor's marks
+	graph     gpu.Graph
+	Monitored gpu.Graph // with a monitor's marks
 }
 
 // Recordings are those of several kinds of work.
@@ -78,11 +78,7 @@ func (all *Recordings[K]) Of(kind K) *Recording {
 func (all Recordings[K]) Drop(ctx gpu.Context) error {
 	var errs []error
 	for _, rec := range all {
-		for _, g := range []*gpu.Graph{rec.graph, rec.Monitored} {
-			if g != nil {
-				errs = append(errs, ctx.DestroyGraph(g))
-			}
-		}
+		errs = append(errs, ctx.DestroyGraph(rec.graph), ctx.DestroyGraph(rec.Monitored))
 	}
 	clear(all)
 	return errors.Join(errs...)
@@ -150,7 +146,7 @@ func (r *Runner) Replay(rec *Recording, enqueue func() error) error {
 		rec.Loaded = err == nil
 		return err
 	}
-	if rec.graph == nil {
+	if rec.graph == 0 {
 		var err error
 		if rec.graph, err = r.Capture(enqueue); err != nil {
 			return err
@@ -185,19 +181,19 @@ func (r *Runner) Enqueue() error {
 }
 
 // Capture records what is enqueued as a graph.
-func (r *Runner) Capture(enqueue func() error) (*gpu.Graph, error) {
+func (r *Runner) Capture(enqueue func() error) (gpu.Graph, error) {
 	if err := r.Ctx.BeginCapture(r.Stream); err != nil {
-		return nil, err
+		return 0, err
 	}
 	r.State.capturing = true
 	err := enqueue()
 	r.State.capturing = false
 	g, endErr := r.Ctx.EndCapture(r.Stream)
-	if err != nil && g != nil { // a part of it
-		endErr = r.Ctx.DestroyGraph(g)
+	if err != nil { // it is a part of what was asked for
+		endErr = errors.Join(endErr, r.Ctx.DestroyGraph(g))
 	}
 	if err := Joined(err, endErr); err != nil {
-		return nil, err
+		return 0, err
 	}
 	return g, nil
 }

@@ -32,7 +32,7 @@ type Context struct {
 	events      map[gpu.Event]*event
 	modules     map[gpu.Module]module
 	shared      map[uintptr]int // of a function: the most dynamic shared memory it may use
-	graphs      map[uintptr]*capture
+	graphs      map[gpu.Graph]*capture
 	plans       int
 	trace       []Op
 }
@@ -40,7 +40,7 @@ type Context struct {
 func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
 	c := &Context{driver: d, info: info, handle: handle, streams: map[gpu.Stream]*stream{},
 		events: map[gpu.Event]*event{}, modules: map[gpu.Module]module{}, shared: map[uintptr]int{},
-		graphs: map[uintptr]*capture{}}
+		graphs: map[gpu.Graph]*capture{}}
 	c.streams[0] = &stream{c: c}
 	return c
 }
@@ -96,9 +96,32 @@ func asked[T any](c *Context, call string, do func() (T, error)) (v T, err error
 	return v, err
 }
 
-func (c *Context) handleFor() uintptr {
-	c.next++
-	return c.next
+// made makes an object, and returns its handle.
+func made[H ~uintptr, T any](c *Context, call string, all map[H]T, object T) (H, error) {
+	return asked(c, call, func() (H, error) {
+		c.next++
+		all[H(c.next)] = object
+		return H(c.next), nil
+	})
+}
+
+// about makes a call about an object.
+func about[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func(T) error) error {
+	return c.locked(call, func() error {
+		object, ok := all[h]
+		if !ok {
+			return gpu.NewError(call, gpu.InvalidHandle, "", fmt.Sprintf("no %T %d", h, h))
+		}
+		return do(object)
+	})
+}
+
+// forget ends an object.
+func forget[H ~uintptr, T any](c *Context, call string, all map[H]T, h H) error {
+	return about(c, call, all, h, func(T) error {
+		delete(all, h)
+		return nil
+	})
 }
 
 // Device is the configured description.
@@ -130,53 +153,40 @@ type module map[string][]gpu.Param
 // LoadModule takes any image that Config.Images can read, or any without that.
 func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
 	const call = "cuModuleLoadData"
-	return asked(c, call, func() (gpu.Module, error) {
-		if len(image) == 0 {
-			return 0, gpu.NewError(call, gpu.InvalidImage, "", "the image is empty")
+	if len(image) == 0 {
+		return 0, gpu.NewError(call, gpu.InvalidImage, "", "the image is empty")
+	}
+	var kernels module
+	if list := c.driver.config.Images; list != nil {
+		var err error
+		if kernels, err = list(image, c.info.Capability()); err != nil {
+			return 0, gpu.NewError(call, gpu.InvalidImage, "", err.Error())
 		}
-		var kernels module
-		if list := c.driver.config.Images; list != nil {
-			var err error
-			if kernels, err = list(image, c.info.Capability()); err != nil {
-				return 0, gpu.NewError(call, gpu.InvalidImage, "", err.Error())
-			}
-		}
-		m := gpu.Module(c.handleFor())
-		c.modules[m] = kernels
-		return m, nil
-	})
+	}
+	return made(c, call, c.modules, kernels)
 }
 
 // UnloadModule forgets a module.
 func (c *Context) UnloadModule(m gpu.Module) error {
-	const call = "cuModuleUnload"
-	return c.locked(call, func() error {
-		if _, ok := c.modules[m]; !ok {
-			return gpu.NewError(call, gpu.InvalidHandle, "", "")
-		}
-		delete(c.modules, m)
-		return nil
-	})
+	return forget(c, "cuModuleUnload", c.modules, m)
 }
 
 // Function finds a kernel, registered or of the module's image.
-func (c *Context) Function(m gpu.Module, name string) (*gpu.Function, error) {
+func (c *Context) Function(m gpu.Module, name string) (f *gpu.Function, err error) {
 	const call = "cuModuleGetFunction"
-	return asked(c, call, func() (*gpu.Function, error) {
-		kernels, ok := c.modules[m]
-		if !ok {
-			return nil, gpu.NewError(call, gpu.InvalidHandle, "", "")
-		}
+	err = about(c, call, c.modules, m, func(kernels module) error {
 		params, ok := kernels[name]
 		config := c.driver.config
 		if all := config.Kernels == nil && config.Images == nil; !ok && !all &&
 			config.Kernels[name] == nil {
-			return nil, gpu.NewError(call, gpu.NotFound, "named symbol not found", "kernel "+name)
+			return gpu.NewError(call, gpu.NotFound, "named symbol not found", "kernel "+name)
 		}
-		f := &gpu.Function{Name: name, Handle: c.handleFor(), Params: params}
-		c.shared[f.Handle] = 48 << 10
-		return f, nil
+		c.next++
+		f = &gpu.Function{Name: name, Handle: c.next, Params: params}
+		c.shared[c.next] = 48 << 10
+		return nil
 	})
+	return f, err
 }
 
 // AllowShared keeps the limit of dynamic shared memory.
@@ -293,14 +303,8 @@ type Launch struct {
 	at   int
 }
 
-// fault is what a kernel panics with inside this package.
-type fault struct {
-	status gpu.Status
-	why    string
-}
-
-// fault ends the kernel as one on the GPU would.
-func (l *Launch) fault(s gpu.Status, why string) { panic(fault{s, why}) }
+// fault ends the kernel as one on the GPU would, by a panic inside this package.
+func (l *Launch) fault(s gpu.Status, why string) { panic(gpu.NewError("", s, why, "")) }
 
 func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
 	args []byte) (err error) {
@@ -314,8 +318,8 @@ func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
 			if l.Took > 0 {
 				c.clock += l.Took - time.Microsecond
 			}
-		case fault:
-			err = gpu.NewError(call, r.status, r.why, "")
+		case *gpu.Error:
+			r.Call, err = call, r
 		default:
 			panic(r)
 		}

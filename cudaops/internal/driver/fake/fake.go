@@ -44,14 +44,14 @@ type Driver struct {
 
 	mu       sync.Mutex
 	contexts []*Context
-	calls    map[string]int // of each function so far
-	failures map[nth]error
+	failures []*failure
 }
 
-// nth is one of the calls of a function, from 1.
-type nth struct {
+// failure is what becomes of one of the calls of a function.
+type failure struct {
 	call string
-	n    int
+	in   int // how many calls from now it is
+	code error
 }
 
 // New returns a fake driver.
@@ -67,7 +67,7 @@ func New(c Config) *Driver {
 	for i := range c.Devices {
 		c.Devices[i].Ordinal = i
 	}
-	return &Driver{config: c, calls: map[string]int{}, failures: map[nth]error{}}
+	return &Driver{config: c}
 }
 
 // Fail makes the nth call from now of a function fail with a Status or a BlasStatus. Functions of
@@ -75,19 +75,23 @@ func New(c Config) *Driver {
 func (d *Driver) Fail(call string, n int, code error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.failures[nth{call, d.calls[call] + n}] = code
+	d.failures = append(d.failures, &failure{call, n, code})
 }
 
 // injected counts a call and returns the failure that is due.
-func (d *Driver) injected(call string) *gpu.Error {
+func (d *Driver) injected(call string) (due *gpu.Error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.calls[call]++
-	code := d.failures[nth{call, d.calls[call]}]
-	if code == nil {
-		return nil
+	for _, f := range d.failures {
+		if f.call != call {
+			continue
+		}
+		if f.in--; f.in == 0 {
+			due = &gpu.Error{Call: call, Code: f.code, Name: f.code.Error(),
+				Text: "injected failure"}
+		}
 	}
-	return &gpu.Error{Call: call, Code: code, Name: code.Error(), Text: "injected failure"}
+	return due
 }
 
 // Version is CUDA 13.0.

@@ -63,7 +63,7 @@ func TestLeaks(t *testing.T) {
 	get[gpu.Event](t)(c.NewEvent(false))
 	get[gpu.Module](t)(c.LoadModule([]byte{1}))
 	check(t, c.BeginCapture(s))
-	get[*gpu.Graph](t)(c.EndCapture(s))
+	get[gpu.Graph](t)(c.EndCapture(s))
 	get[gpu.MatmulPlan](t)(get[gpu.Blas](t)(c.Blas()).Plan(gpu.MatmulSpec{M: 1, N: 1, K: 1}, 0, 1))
 	err := c.Close()
 	for _, s := range []string{"123 bytes of device", "45 bytes of pinned", "1 streams", "1 events",
@@ -135,7 +135,7 @@ func TestReplayAfterFree(t *testing.T) {
 	s := get[gpu.Stream](t)(c.NewStream())
 	p := get[gpu.Ptr](t)(c.Alloc(8))
 	check(t, c.BeginCapture(s), c.Memset8(p, 7, 8, s))
-	g := get[*gpu.Graph](t)(c.EndCapture(s))
+	g := get[gpu.Graph](t)(c.EndCapture(s))
 	check(t, c.LaunchGraph(g, s), c.SyncStream(s), c.Free(p))
 	if err := c.Memset8(p, 7, 8, s); !errors.Is(err, gpu.InvalidValue) ||
 		!strings.Contains(err.Error(), "was freed") {
@@ -164,7 +164,7 @@ func TestTraceAndClock(t *testing.T) {
 	shape := gpu.LaunchConfig{Grid: gpu.Dim{X: 3}, Block: gpu.Dim{X: 64}}
 	check(t, c.BeginCapture(s), c.Launch(slow, shape, s, new(gpu.Args)),
 		c.Memset8(p, 1, 8, s))
-	g := get[*gpu.Graph](t)(c.EndCapture(s))
+	g := get[gpu.Graph](t)(c.EndCapture(s))
 	check(t, c.Record(from, s), c.LaunchGraph(g, s), c.Launch(other, shape, s, new(gpu.Args)),
 		c.Record(to, s))
 	if _, err := c.Elapsed(from, to); !errors.Is(err, gpu.NotReady) {
@@ -217,7 +217,7 @@ func TestWaitEvent(t *testing.T) {
 	require.Equal(t, byte(1), out[0])
 	check(t, c.BeginCapture(a), c.Memset8(p, 2, 4, a), c.Record(fork, a), c.WaitEvent(b, fork),
 		c.CopyToHost(out, p, b), c.Record(join, b), c.WaitEvent(a, join), c.Memset8(p, 3, 4, a))
-	g := get[*gpu.Graph](t)(c.EndCapture(a))
+	g := get[gpu.Graph](t)(c.EndCapture(a))
 	check(t, c.LaunchGraph(g, a), c.SyncStream(a))
 	require.Equal(t, byte(2), out[0])
 	check(t, c.Memset8(p, 1, 4, b), c.SyncStream(b)) // it has left the capture

@@ -211,6 +211,6 @@ func (c *Context) access(name string, o Op, host []byte, n int, do func(m [][]by
 		if err != nil || host == nil || c.pinned.Has(host) {
 			return err
 		}
-		return c.wait(o.Call, o.Stream)
+		return c.wait(o.Call, c.streams[o.Stream])
 	})
 }

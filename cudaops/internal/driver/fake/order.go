@@ -1,8 +1,8 @@
 package fake
 
 import (
+	"cmp"
 	"errors"
-	"maps"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -16,18 +16,16 @@ type stream struct {
 	c       *Context
 	queue   []op
 	capture *capture
+	given   int // pieces of work to that capture
+	awaited int // of these, how many the stream that is captured waits for
 }
 
-// capture records the work of a stream, and of those that have joined it.
+// capture records the work of a stream, and of those that have joined it. At a launch of the graph
+// each piece is asked what is to be done.
 type capture struct {
 	origin  *stream
-	ops     []op
-	given   map[*stream]int // pieces of work of those that have joined it
-	awaited map[*stream]int // of those, how many the origin waits for
+	pieces  []func() op
 	invalid bool
-
-	external []*event // that it waits for
-	marks    []*mark  // theirs, when what runs now was launched
 }
 
 // event points to the mark of its last recording.
@@ -42,7 +40,7 @@ type mark struct {
 	passed   bool
 	at       time.Duration
 	captured *capture // in which it is; nil for none
-	behind   int      // how much of a joined stream's work was captured before it
+	behind   int      // how much of the stream's work was captured before it
 }
 
 // issue traces and enqueues work, or records it.
@@ -61,13 +59,15 @@ func (c *Context) issue(o Op, do op) error {
 
 func (s *stream) push(do op) {
 	if s.capture != nil {
-		s.capture.ops = append(s.capture.ops, do)
-		if s.capture.origin != s {
-			s.capture.given[s]++
-		}
+		s.record(func() op { return do })
 		return
 	}
 	s.queue = append(s.queue, do)
+}
+
+func (s *stream) record(piece func() op) {
+	s.capture.pieces = append(s.capture.pieces, piece)
+	s.given++
 }
 
 // step runs the next piece of work. A fault loses the context and all work in it.
@@ -112,22 +112,14 @@ func (c *Context) stream(call string, s gpu.Stream) (*stream, error) {
 
 // NewStream makes a stream.
 func (c *Context) NewStream() (gpu.Stream, error) {
-	return asked(c, "cuStreamCreate", func() (gpu.Stream, error) {
-		s := gpu.Stream(c.handleFor())
-		c.streams[s] = &stream{c: c}
-		return s, nil
-	})
+	return made(c, "cuStreamCreate", c.streams, &stream{c: c})
 }
 
 // NewUrgentStream makes a stream: the fake's have no priorities.
 func (c *Context) NewUrgentStream() (gpu.Stream, error) { return c.NewStream() }
 
 // wait runs a stream's work, which is not allowed in a capture and spoils it.
-func (c *Context) wait(call string, s gpu.Stream) error {
-	st, err := c.stream(call, s)
-	if err != nil {
-		return err
-	}
+func (c *Context) wait(call string, st *stream) error {
 	if st.capture != nil {
 		st.capture.invalid = true
 		return gpu.NewError(call, gpu.CaptureUnsupported, "", "the stream is being captured")
@@ -138,53 +130,35 @@ func (c *Context) wait(call string, s gpu.Stream) error {
 // DestroyStream runs what is left and forgets the stream.
 func (c *Context) DestroyStream(s gpu.Stream) error {
 	const call = "cuStreamDestroy"
-	return c.locked(call, func() error {
+	return about(c, call, c.streams, s, func(st *stream) error {
 		if s == 0 {
 			return gpu.NewError(call, gpu.InvalidHandle, "", "the default stream")
 		}
-		err := c.wait(call, s)
 		delete(c.streams, s)
-		return err
+		return c.wait(call, st)
 	})
 }
 
 // SyncStream runs a stream's work.
 func (c *Context) SyncStream(s gpu.Stream) error {
 	const call = "cuStreamSynchronize"
-	return c.locked(call, func() error { return c.wait(call, s) })
+	return about(c, call, c.streams, s, func(st *stream) error { return c.wait(call, st) })
 }
 
 // NewEvent makes an event.
 func (c *Context) NewEvent(timing bool) (gpu.Event, error) {
-	return asked(c, "cuEventCreate", func() (gpu.Event, error) {
-		e := gpu.Event(c.handleFor())
-		c.events[e] = &event{timing: timing}
-		return e, nil
-	})
-}
-
-// onEvent makes a call about an event.
-func (c *Context) onEvent(call string, e gpu.Event, do func(*event) error) error {
-	return c.locked(call, func() error {
-		if c.events[e] == nil {
-			return gpu.NewError(call, gpu.InvalidHandle, "", "no such event")
-		}
-		return do(c.events[e])
-	})
+	return made(c, "cuEventCreate", c.events, &event{timing: timing})
 }
 
 // DestroyEvent forgets an event.
 func (c *Context) DestroyEvent(e gpu.Event) error {
-	return c.onEvent("cuEventDestroy", e, func(*event) error {
-		delete(c.events, e)
-		return nil
-	})
+	return forget(c, "cuEventDestroy", c.events, e)
 }
 
 // onBoth makes a call about an event and a stream.
 func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
 	do func(*event, *stream) error) error {
-	return c.onEvent(call, e, func(ev *event) error {
+	return about(c, call, c.events, e, func(ev *event) error {
 		st, err := c.stream(call, s)
 		if err != nil {
 			return err
@@ -195,12 +169,12 @@ func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
 
 // atLaunch is onBoth for what each launch of the graph that is being captured is to do anew.
 func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
-	do func(*event, *stream)) error {
+	piece func(*event, *stream) op) error {
 	return c.onBoth(call, e, s, func(ev *event, st *stream) error {
 		if st.capture == nil {
 			return gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
 		}
-		do(ev, st)
+		st.record(func() op { return piece(ev, st) })
 		return nil
 	})
 }
@@ -208,11 +182,9 @@ func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
 // Record marks a stream's present end.
 func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 	return c.onBoth("cuEventRecord", e, s, func(ev *event, st *stream) error {
-		m := &mark{stream: st, captured: st.capture}
+		m := &mark{stream: st, captured: st.capture, behind: st.given}
 		ev.mark = m
-		if m.captured != nil {
-			m.behind = st.capture.given[st]
-		} else {
+		if st.capture == nil {
 			st.push(func() error {
 				m.passed, m.at = true, c.clock
 				return nil
@@ -224,18 +196,31 @@ func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 
 // Mark records the event anew whenever the graph that is being captured is launched.
 func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
-	return c.atLaunch("cuEventRecordWithFlags", e, s, func(ev *event, st *stream) {
-		st.push(func() error {
+	return c.atLaunch("cuEventRecordWithFlags", e, s, func(ev *event, st *stream) op {
+		return func() error {
 			ev.mark = &mark{stream: st, passed: true, at: c.clock}
 			return nil
-		})
+		}
+	})
+}
+
+// Await waits for an event at each launch of the graph that is being captured.
+func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
+	return c.atLaunch("cuStreamWaitEvent", e, s, func(ev *event, _ *stream) op {
+		m := ev.mark
+		return func() error {
+			if m != nil && m.captured == nil {
+				c.pass(m)
+			}
+			return nil
+		}
 	})
 }
 
 // onMark makes a call about the mark of an event that may be waited for; nil if it was never
 // recorded.
 func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
-	return c.onEvent(call, e, func(ev *event) error {
+	return about(c, call, c.events, e, func(ev *event) error {
 		if ev.mark != nil && ev.mark.captured != nil {
 			return gpu.NewError(call, gpu.CapturedEvent, "",
 				"the event was last recorded inside a capture")
@@ -278,26 +263,11 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 			return gpu.NewError(call, gpu.CapturedEvent, "",
 				"the event was last recorded inside another capture")
 		case st.capture == nil:
-			st.capture = m.captured
-		case st == m.captured.origin && m.behind > 0:
-			m.captured.awaited[m.stream] = m.behind
+			st.capture, st.given, st.awaited = m.captured, 0, 0
+		case st == m.captured.origin:
+			m.stream.awaited = m.behind
 		}
 		return nil
-	})
-}
-
-// Await waits for an event at each launch of the graph that is being captured.
-func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
-	return c.atLaunch("cuStreamWaitEvent", e, s, func(ev *event, st *stream) {
-		k := st.capture
-		n := len(k.external)
-		k.external = append(k.external, ev)
-		st.push(func() error {
-			if m := k.marks[n]; m != nil && m.captured == nil {
-				c.pass(m)
-			}
-			return nil
-		})
 	})
 }
 
@@ -316,103 +286,90 @@ func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
 // Elapsed is the number of operations that ran between two marks, in microseconds.
 func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 	const call = "cuEventElapsedTime"
-	var at [2]time.Duration
-	for i, e := range []gpu.Event{start, end} {
-		err := c.onMark(call, e, func(m *mark) error {
-			if m == nil || !c.events[e].timing {
+	at := func(e gpu.Event) (at time.Duration, err error) {
+		err = c.onMark(call, e, func(m *mark) error {
+			switch {
+			case m == nil || !c.events[e].timing:
 				return gpu.NewError(call, gpu.InvalidHandle, "",
 					"an event not recorded, or made without timing")
-			}
-			if !m.passed {
+			case !m.passed:
 				return gpu.NewError(call, gpu.NotReady, "", "")
 			}
-			at[i] = m.at
+			at = m.at
 			return nil
 		})
-		if err != nil {
-			return 0, err
-		}
+		return at, err
 	}
-	return at[1] - at[0], nil
+	from, err := at(start)
+	to, endErr := at(end)
+	return to - from, cmp.Or(err, endErr)
 }
 
 // BeginCapture starts recording.
 func (c *Context) BeginCapture(s gpu.Stream) error {
 	const call = "cuStreamBeginCapture"
-	return c.locked(call, func() error {
-		st, err := c.stream(call, s)
-		if err != nil {
-			return err
-		}
+	return about(c, call, c.streams, s, func(st *stream) error {
 		if s == 0 || st.capture != nil {
 			return gpu.NewError(call, gpu.CaptureUnsupported, "",
 				"the default stream, or one being captured already")
 		}
-		st.capture = &capture{origin: st, given: map[*stream]int{},
-			awaited: map[*stream]int{}}
+		st.capture = &capture{origin: st}
 		return nil
 	})
 }
 
 // EndCapture ends recording, also where it fails.
-func (c *Context) EndCapture(s gpu.Stream) (*gpu.Graph, error) {
+func (c *Context) EndCapture(s gpu.Stream) (gpu.Graph, error) {
+	const call = "cuStreamEndCapture"
+	k, unjoined := c.uncapture(s)
+	if err := c.locked(call, func() error {
+		switch {
+		case k == nil:
+			return gpu.NewError(call, gpu.CaptureUnmatched, "",
+				"no capture was begun on the stream")
+		case k.invalid:
+			return gpu.NewError(call, gpu.CaptureInvalidated, "",
+				"a call during the capture was not allowed in it")
+		case unjoined:
+			return gpu.NewError(call, gpu.CaptureUnjoined, "", "a stream that has joined the "+
+				"capture has work that the captured one did not wait for")
+		}
+		return nil
+	}); err != nil {
+		return 0, err
+	}
+	return made(c, "cuGraphInstantiateWithFlags", c.graphs, k)
+}
+
+// uncapture ends the capture that was begun on a stream; nil if there is none. It also reports
+// whether there is work of others that the stream has not waited for.
+func (c *Context) uncapture(s gpu.Stream) (k *capture, unjoined bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	const call = "cuStreamEndCapture"
-	st, err := c.stream(call, s)
-	if err != nil {
-		return nil, err
+	st := c.streams[s]
+	if st == nil || st.capture == nil || st.capture.origin != st {
+		return nil, false
 	}
-	k := st.capture
-	if k == nil || k.origin != st {
-		return nil, gpu.NewError(call, gpu.CaptureUnmatched, "",
-			"no capture was begun on the stream")
-	}
+	k = st.capture
 	for _, joined := range c.streams {
 		if joined.capture == k {
+			unjoined = unjoined || joined != st && joined.given != joined.awaited
 			joined.capture = nil
 		}
 	}
-	if err := c.begin(call); err != nil {
-		return nil, err
-	}
-	if k.invalid {
-		return nil, gpu.NewError(call, gpu.CaptureInvalidated, "",
-			"a call during the capture was not allowed in it")
-	}
-	if !maps.Equal(k.given, k.awaited) {
-		return nil, gpu.NewError(call, gpu.CaptureUnjoined, "",
-			"a stream that has joined the capture has work that the captured one did not wait for")
-	}
-	if err := c.begin("cuGraphInstantiateWithFlags"); err != nil {
-		return nil, err
-	}
-	g := &gpu.Graph{Handle: c.handleFor()}
-	c.graphs[g.Handle] = k
-	return g, nil
-}
-
-// onGraph makes a call about a graph.
-func (c *Context) onGraph(call string, g *gpu.Graph, do func(*capture) error) error {
-	return c.locked(call, func() error {
-		if c.graphs[g.Handle] == nil {
-			return gpu.NewError(call, gpu.InvalidHandle, "", "no such graph")
-		}
-		return do(c.graphs[g.Handle])
-	})
+	return k, unjoined
 }
 
 // LaunchGraph enqueues all that was recorded.
-func (c *Context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
+func (c *Context) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
 	const call = "cuGraphLaunch"
-	return c.onGraph(call, g, func(k *capture) error {
-		marks := make([]*mark, len(k.external))
-		for i, ev := range k.external {
-			marks[i] = ev.mark
+	return about(c, call, c.graphs, g, func(k *capture) error {
+		var ops []op
+		for _, piece := range k.pieces {
+			ops = append(ops, piece())
 		}
 		return c.issue(Op{Call: call, Stream: s}, func() error {
-			k.marks = marks
-			for _, do := range k.ops {
+			for _, do := range ops {
 				if err := do(); err != nil {
 					return err
 				}
@@ -423,9 +380,9 @@ func (c *Context) LaunchGraph(g *gpu.Graph, s gpu.Stream) error {
 }
 
 // DestroyGraph forgets a graph. Launches already enqueued still run.
-func (c *Context) DestroyGraph(g *gpu.Graph) error {
-	return c.onGraph("cuGraphExecDestroy", g, func(*capture) error {
-		delete(c.graphs, g.Handle)
+func (c *Context) DestroyGraph(g gpu.Graph) error {
+	if g == 0 {
 		return nil
-	})
+	}
+	return forget(c, "cuGraphExecDestroy", c.graphs, g)
 }
