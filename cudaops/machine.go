@@ -247,7 +247,7 @@ func (m *Machine) load(p *program.Program, clock *phases.Clock) (err error) {
 		return err
 	}
 	ctx, x, warn := m.device.ctx, m.runner.Executor, m.config.Warn
-	if m.inputs, err = run.NewInputs(x, p, m.config.read); err != nil {
+	if m.inputs, err = run.NewInputs(x, p, &m.memory, m.config.read); err != nil {
 		return err
 	}
 	if m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Memory: &m.memory,

@@ -31,7 +31,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -1615,13 +1614,14 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 	for _, n := range slices.Backward(sorted) {
 		p := r.place(n)
 		if n.Value() != nil && (n.Op() == nil || graph.IsConstant(n)) {
-			stored := gpu.Float32
-			if n.Dtype() == tensor.Int {
-				stored = gpu.Int64
+			flat, err := opbase.Flat(n.Value())
+			r.ok(err)
+			raw, ok := flat.([]int)
+			if ok {
+				r.ok(ctx.CopyToDevice(p, gpu.Bytes(raw), 0))
+			} else {
+				r.ok(ctx.CopyToDevice(p, gpu.Bytes(flat.([]float32)), 0))
 			}
-			raw := make([]byte, opbase.Size(n.Shape())*stored.Size())
-			r.ok(value.Encode(raw, stored, n.Value(), opbase.Size(n.Shape())))
-			r.ok(ctx.CopyToDevice(p, raw, 0))
 			continue
 		}
 		var operands []singleOperand

@@ -51,17 +51,15 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 		}
 	}
 	v, err := m.runner.Fetch(a, n.Dtype())
-	if err != nil {
-		return nil, err
+	switch scale := m.runner.Carried(n); {
+	case err != nil || scale == 1:
+		return v, err
+	case scale == 0:
+		return nil, fmt.Errorf("%s was dropped with the loss scale that it carried",
+			graph.Describe(n))
+	default:
+		return run.Divided(v, scale)
 	}
-	if s := m.runner.Program.Scaling; s != nil && s.Carried[n] {
-		if m.runner.Scale.Carried == 0 {
-			return nil, fmt.Errorf("%s was dropped with the loss scale that it carried",
-				graph.Describe(n))
-		}
-		return run.Divided(v, m.runner.Scale.Carried)
-	}
-	return v, nil
 }
 
 // Keep copies the keys and values of the first positions to where an attention of this machine's
@@ -194,7 +192,7 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 		if i.Frozen {
 			continue
 		}
-		to, err := memoryOf(m, p)
+		to, err := memoryOf(m, i)
 		if err != nil {
 			return err
 		}
@@ -234,17 +232,18 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 }
 
 // memoryOf is that of the value of a parameter's node.
-func memoryOf(m *Machine, p *gorgonia.Node) ([]float32, error) {
-	if !slices.Contains(m.config.Params, p) {
-		return nil, fmt.Errorf("%s is no parameter of the machine", graph.Describe(p))
+func memoryOf(m *Machine, i *program.Input) ([]float32, error) {
+	if !slices.Contains(m.config.Params, i.Node) {
+		return nil, fmt.Errorf("%s is no parameter of the machine", graph.Describe(i.Node))
 	}
-	to, err := params.Memory(p.Value())
+	to, err := params.Memory(i.Node.Value())
 	if err != nil {
-		return nil, fmt.Errorf("%s: its value %w", graph.Describe(p), err)
+		return nil, fmt.Errorf("%s: its value %w", graph.Describe(i.Node), err)
 	}
 	x, ok := to.([]float32)
-	if !ok {
-		return nil, fmt.Errorf("%s has a value of type %v", graph.Describe(p), p.Dtype())
+	if !ok || len(x) != i.Array.Len() {
+		return nil, fmt.Errorf("%s has a value of type %v and shape %v", graph.Describe(i.Node),
+			i.Node.Value().Dtype(), i.Node.Value().Shape())
 	}
 	return x, nil
 }

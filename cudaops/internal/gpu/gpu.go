@@ -180,7 +180,8 @@ func View[T Number](b []byte) []T {
 
 // Number is what device memory holds.
 type Number interface {
-	~int8 | ~int16 | ~int32 | ~int64 | ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~float32 | ~float64
+	~int | ~int8 | ~int16 | ~int32 | ~int64 |
+		~uint8 | ~uint16 | ~uint32 | ~uint64 | ~float32 | ~float64
 }
 
 // Size writes a number of bytes for people: 1.50 GiB.

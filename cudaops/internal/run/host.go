@@ -8,44 +8,34 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // Fetch waits for the device and copies an array back as a value of type dt.
 func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype) (gorgonia.Value, error) {
-	n := a.Extent()
-	raw, err := r.Pieces.of(0, min(n, pieceBytes))
-	if err != nil {
-		return nil, err
+	switch {
+	case dt == tensor.Float32 && a.Type != gpu.Int64:
+		x := make([]float32, a.Len())
+		err := r.FetchFloats(a, x)
+		return opbase.ValueOf(x, a.Shape), err
+	case dt == tensor.Int && a.Type == gpu.Int64:
+		x := make([]int, a.Len())
+		err := r.bring(gpu.Bytes(x), a.Ptr())
+		return opbase.ValueOf(x, a.Shape), err
 	}
-	if n <= len(raw) { // the logits of a token, which come back for each, or a loss
-		err = r.land(raw, a.Ptr())
-	} else {
-		raw = make([]byte, n)
-		err = r.bring(raw, a.Ptr())
-	}
-	if err != nil {
-		return nil, err
-	}
-	r.State.On(Wait)
-	return value.Decode(raw, a.Type, dt, a.Shape)
+	return nil, fmt.Errorf("cannot make a %v of what is stored as %v", dt, a.Type)
 }
 
-// FetchFloats copies the numbers of an array to dst, which has room for all, without a copy between
-// where they are stored as float32.
+// FetchFloats copies the numbers of an array to dst, which has room for all.
 func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
-	if a.Type == gpu.Float32 && a.Extent() == 4*len(dst) {
-		return r.bring(gpu.Bytes(dst), a.Ptr())
+	if a.Type == gpu.Float32 {
+		return r.bring(gpu.Bytes(dst)[:a.Extent()], a.Ptr())
 	}
-	v, err := r.Fetch(a, tensor.Float32)
-	if err != nil {
-		return err
-	}
-	from, err := opbase.Flat(v)
+	raw := make([]byte, a.Extent())
+	err := r.bring(raw, a.Ptr())
 	if err == nil {
-		copy(dst, from.([]float32))
+		gpu.Decode(dst[:a.Len()], a.Type, raw)
 	}
 	return err
 }
@@ -86,10 +76,12 @@ func (r *Runner) OnTheHost(p program.HostOp) error {
 			return err
 		}
 	}
-	raw := make([]byte, p.Out.Extent())
-	if err := value.Encode(raw, p.Out.Type, v, p.Out.Len()); err != nil {
+	from, stored, err := elements(v, p.Out)
+	if err != nil {
 		return err
 	}
+	raw := make([]byte, p.Out.Extent())
+	convert(raw, p.Out.Type, from, stored)
 	return r.Ctx.CopyToDevice(p.Out.Ptr(), raw, r.Stream)
 }
 

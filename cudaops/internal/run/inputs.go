@@ -10,7 +10,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
@@ -22,34 +21,35 @@ type Inputs struct {
 	Laid    gpu.Ptr // where parameters lie one behind the other, once they do
 	weights []*program.QuantizedWeight
 	read    Reader
-	staging map[*program.Input][]byte // pinned; of what does not travel in pieces
-	memory  Memory
-	table   *quantize.Table // of float8; nil for none
+	staging map[*program.Input][]byte // pinned; of what goes to the device before every run
+	table   *quantize.Table           // of float8; nil for none
 }
 
 // NewInputs takes pinned memory for the inputs of a program. Frozen ones without a value come from
 // read.
-func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
+func NewInputs(x *Executor, p *program.Program, memory *Memory, read Reader) (*Inputs, error) {
 	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, read: read,
-		staging: map[*program.Input][]byte{}, memory: Memory{Ctx: x.Ctx}}
+		staging: map[*program.Input][]byte{}}
 	for _, in := range p.Inputs {
-		if inPieces(in) {
+		if in.Constant {
 			continue
 		}
 		var err error
-		if s.staging[in], err = s.memory.AllocHost(max(1, in.Array.Extent())); err != nil {
-			return nil, errors.Join(err, s.Close())
+		if s.staging[in], err = memory.AllocHost(max(1, in.Array.Extent())); err != nil {
+			return nil, err
 		}
 	}
 	return s, nil
 }
 
-// Close gives back pinned memory and the table of weights. The stream is idle.
+// Close gives back the table of weights. The stream is idle.
 func (s *Inputs) Close() error {
-	if s == nil {
+	if s == nil || s.table == nil {
 		return nil
 	}
-	return errors.Join(s.memory.Close(), s.freeTable())
+	t := s.table
+	s.table = nil
+	return t.Free()
 }
 
 // Of returns the input that a node is, nil if it is none.
@@ -65,24 +65,22 @@ func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 func (s *Inputs) SendConstants(from func(*program.Input) *KeptParam) error {
 	var sent, kept []*program.Input
 	for _, in := range s.All {
-		switch {
-		case from(in) != nil:
-			kept = append(kept, in)
-		case in.Constant:
-			sent = append(sent, in)
+		k := from(in)
+		if k == nil {
+			if in.Constant {
+				sent = append(sent, in)
+			}
+			continue
 		}
-	}
-	for _, in := range kept {
-		at := from(in).Value
-		if at != in.Array.Ptr() {
-			if err := s.Ctx.CopyOnDevice(in.Array.Ptr(), at, in.Array.Extent(),
-				s.Stream); err != nil {
+		if to := in.Array; to.Ptr() != k.Value {
+			if err := s.Ctx.CopyOnDevice(to.Ptr(), k.Value, to.Extent(), s.Stream); err != nil {
 				return err
 			}
 		}
 		if err := s.Refresh(in); err != nil {
 			return err
 		}
+		kept = append(kept, in)
 	}
 	if err := s.SendSome(sent); err != nil {
 		return err
@@ -93,80 +91,69 @@ func (s *Inputs) SendConstants(from func(*program.Input) *KeptParam) error {
 // SendAll copies the values of all other inputs, ahead of a run.
 func (s *Inputs) SendAll() error {
 	for _, in := range s.All {
-		var err error
-		switch {
-		case in.Bound:
-			err = s.Refresh(in)
-		case !in.Constant:
-			err = s.Send(in)
+		if in.Sent() {
+			raw, stored, err := host(in)
+			if err != nil {
+				return err
+			}
+			staging := s.staging[in][:in.Array.Extent()]
+			convert(staging, in.Array.Type, raw, stored)
+			if err := s.Ctx.CopyToDevice(in.Array.Ptr(), staging, s.Stream); err != nil {
+				return err
+			}
 		}
-		if err != nil {
-			return err
+		if in.Sent() || in.Bound {
+			if err := s.Refresh(in); err != nil {
+				return err
+			}
 		}
 	}
 	return s.Quantize(func(in *program.Input) bool { return in.Bound })
 }
 
-// Send copies an input's value to the device, by way of pinned memory.
-func (s *Inputs) Send(in *program.Input) error {
-	if err := s.stage(in); err != nil {
-		return err
-	}
-	return s.transmit(in)
-}
-
 // SendSome copies the values of some inputs, none of them if one has no value that can be sent, and
 // waits.
 func (s *Inputs) SendSome(inputs []*program.Input) error {
-	var large []source
+	var all []source
 	for _, in := range inputs {
-		if !inPieces(in) {
-			if err := s.stage(in); err != nil {
-				return err
-			}
-			continue
-		}
 		from, err := s.sourcesOf(in)
 		if err != nil {
 			return err
 		}
-		large = append(large, from...)
+		all = append(all, from...)
 	}
-	err := s.sendPieces(large)
-	for i := 0; i < len(inputs) && err == nil; i++ {
-		if inPieces(inputs[i]) {
-			err = s.Refresh(inputs[i])
-		} else {
-			err = s.transmit(inputs[i])
-		}
+	errs := []error{s.sendPieces(all)} // but what has come counts
+	for _, in := range inputs {
+		errs = append(errs, s.Refresh(in))
 	}
-	sent := func(in *program.Input) bool { return slices.Contains(inputs, in) } // also some of them
-	return Joined(err, s.Quantize(sent), s.Ctx.SyncStream(s.Stream))
+	sent := func(in *program.Input) bool { return slices.Contains(inputs, in) }
+	return Joined(append(errs, s.Quantize(sent), s.Ctx.SyncStream(s.Stream))...)
 }
 
-// stage writes an input's value to pinned memory, if it can be sent.
-func (s *Inputs) stage(in *program.Input) error {
+// host is the memory of an input's value, if that can be sent, and the type of its elements there.
+func host(in *program.Input) (raw []byte, stored gpu.DType, err error) {
 	v := in.Node.Value()
 	if v == nil {
-		return noValue(in)
+		return nil, 0, fmt.Errorf("%s has no value: bind one with gorgonia.Let",
+			graph.Describe(in.Node))
 	}
-	staging := s.staging[in]
-	if err := value.Encode(staging, in.Array.Type, v, in.Array.Len()); err != nil {
-		return fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
+	if raw, stored, err = elements(v, in.Array); err != nil {
+		return nil, 0, fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
 	}
+	return raw, stored, check(in, raw)
+}
+
+// check says of ids what the op would say on the CPU.
+func check(in *program.Input, ids []byte) error {
 	for _, r := range in.IDs {
-		if err := r.Check(gpu.View[int64](staging)[:in.Array.Len()]); err != nil {
+		if err := r.Check(gpu.View[int64](ids)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func noValue(in *program.Input) error {
-	return fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
-}
-
-// CheckIDs reads ids back, and says of them what the op would say on the CPU.
+// CheckIDs is check of ids that are on the device.
 func (s *Inputs) CheckIDs(in *program.Input) error {
 	if len(in.IDs) == 0 {
 		return nil
@@ -176,21 +163,7 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 		s.Ctx.SyncStream(s.Stream)); err != nil {
 		return err
 	}
-	for _, r := range in.IDs {
-		if err := r.Check(gpu.View[int64](ids)[:in.Array.Len()]); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// transmit copies what stage has written.
-func (s *Inputs) transmit(in *program.Input) error {
-	if err := s.Ctx.CopyToDevice(in.Array.Ptr(), s.staging[in][:in.Array.Extent()],
-		s.Stream); err != nil {
-		return err
-	}
-	return s.Refresh(in)
+	return check(in, ids)
 }
 
 // Refresh makes an input's copies in other types again.
@@ -225,7 +198,7 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		all = append(all, k)
 	}
 	if s.table == nil || !slices.Equal(all, s.table.Weights) { // the user may have moved some
-		if err := Joined(s.Ctx.SyncStream(s.Stream), s.freeTable()); err != nil {
+		if err := Joined(s.Ctx.SyncStream(s.Stream), s.Close()); err != nil {
 			return err
 		}
 		var err error
@@ -234,16 +207,6 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		}
 	}
 	return s.Launch(quantize.Weights{Table: s.table})
-}
-
-// freeTable lets go of the table of weights.
-func (s *Inputs) freeTable() error {
-	if s.table == nil {
-		return nil
-	}
-	t := s.table
-	s.table = nil
-	return t.Free()
 }
 
 // Held is the bytes of the table of weights.

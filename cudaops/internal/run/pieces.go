@@ -10,8 +10,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/cudaops/internal/value"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // What is large travels in pieces: several goroutines read and convert, each by way of pinned
@@ -69,37 +69,63 @@ func (p *Pieces) carry(n, bytes int, work func(i int, pinned []byte) error) erro
 // memory in a type.
 type Reader func(n *gorgonia.Node, put func(part []byte, t gpu.DType) error) error
 
-// inPieces reports whether an input travels in pieces.
-func inPieces(in *program.Input) bool {
-	return in.Constant && len(in.IDs) == 0 && in.Array.Type != gpu.Int64
-}
-
 // source is where the elements of an array come from.
 type source struct {
 	*program.Array
 	node   *gorgonia.Node
-	floats []float32 // nil where the reader has them
+	raw    []byte // nil where the reader has them
+	stored gpu.DType
 }
 
 // sourcesOf returns an input's, if its value can be sent: of one of which there is a part alone
 // that and the whole in the type of the first copy.
 func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
-	v := in.Node.Value()
-	if v == nil && in.Frozen && s.read != nil {
-		return []source{{in.Array, in.Node, nil}}, nil
+	if in.Node.Value() == nil && in.Frozen && s.read != nil {
+		return []source{{Array: in.Array, node: in.Node}}, nil
 	}
-	if v == nil {
-		return nil, noValue(in)
+	raw, stored, err := host(in)
+	if err != nil || in.Part == nil {
+		return []source{{in.Array, in.Node, raw, stored}}, err
 	}
-	x, err := value.Floats(v, in.Array.Type, in.Array.Len())
+	size := stored.Size()
+	return []source{{in.Part.Array, in.Node, raw[in.Part.From*size : in.Part.To*size], stored},
+		{in.Copies[0].Array, in.Node, raw, stored}}, nil
+}
+
+// elements is the memory of a value that can be stored in an array, and the type of its elements
+// there: integers of 64 bits, as GPUs are for programs of 64 bits, or float32.
+func elements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType, err error) {
+	flat, err := opbase.Flat(v)
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
+		return nil, 0, err
 	}
-	if in.Part == nil {
-		return []source{{in.Array, in.Node, x}}, nil
+	switch x := flat.(type) {
+	case []int:
+		raw, stored = gpu.Bytes(x), gpu.Int64
+	case []float32:
+		raw, stored = gpu.Bytes(x), gpu.Float32
 	}
-	return []source{{in.Part.Array, in.Node, x[in.Part.From:in.Part.To]},
-		{in.Copies[0].Array, in.Node, x}}, nil
+	if raw == nil || len(raw) != a.Len()*stored.Size() ||
+		(stored == gpu.Int64) != (a.Type == gpu.Int64) {
+		return nil, 0, fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v",
+			v.Dtype(), v.Shape(), a.Len(), a.Type)
+	}
+	return raw, stored, nil
+}
+
+// convert writes elements that are stored in one type to raw, stored as t.
+func convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
+	if stored == t {
+		copy(raw, from)
+		return
+	}
+	var x [1024]float32
+	for len(from) > 0 {
+		n := min(len(x), len(from)/stored.Size())
+		gpu.Decode(x[:n], stored, from)
+		gpu.Encode(raw, t, x[:n])
+		raw, from = raw[n*t.Size():], from[n*stored.Size():]
+	}
 }
 
 // sendPieces copies to the device.
@@ -129,7 +155,7 @@ func (s *Inputs) send(from source, pinned []byte) error {
 				return fmt.Errorf("a piece of %d bytes is no number of elements of type %v",
 					len(part), stored)
 			}
-			value.Convert(pinned, t, part[:n*stored.Size()], stored)
+			convert(pinned, t, part[:n*stored.Size()], stored)
 			if err := Joined(s.Ctx.CopyToDevice(from.Ptr().Offset(at*t.Size()), pinned[:n*t.Size()],
 				s.Stream), s.Ctx.SyncStream(s.Stream)); err != nil {
 				return err
@@ -138,8 +164,8 @@ func (s *Inputs) send(from source, pinned []byte) error {
 		}
 		return nil
 	}
-	if from.floats != nil {
-		return put(gpu.Bytes(from.floats), gpu.Float32)
+	if from.raw != nil {
+		return put(from.raw, from.stored)
 	}
 	err := s.read(from.node, put)
 	if err == nil && at < from.Len() {
