@@ -955,9 +955,13 @@ func (k *fakeKernels) Product(l *fake.Launch, a gemm.Product) {
 	if a.C != 0 {
 		copy(c, floatsAt(l, a.C, len(c)))
 	}
-	cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
+	stride := a.Columns
+	if a.TransW {
+		stride = a.D
+	}
+	cpugemm.Mul(false, a.TransW, a.Rows, a.Columns, a.D, 1,
 		operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
-		operandAt(l, a.W, a.ScaleW, a.Columns, a.D), a.D, 0, y, a.Columns)
+		operandAt(l, a.W, a.ScaleW, a.Columns, a.D), stride, 0, y, a.Columns)
 	for i, v := range c {
 		y[i] += v
 	}

@@ -1922,16 +1922,17 @@ func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 	}
 }
 
-// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, once
-// whatever is added. So it wants those of norms with their float8. RoPE's product is another than
+// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also
+// with a matrix added. So it wants those of norms with their float8. RoPE's product is another than
 // that of the type in which its result is stored.
 func TestFloat8Tuned(t *testing.T) {
 	ownChoices(t)
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	var log bytes.Buffer
+	adding := 0
 	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{
-		float8Products, withOwnProducts(new(int), new(int)), timedAlone(t, 1),
+		float8Products, withOwnProducts(new(int), &adding), timedAlone(t, 1),
 		WithTuning(TuneCached), logTo(&log)})
 	require.NoError(t, m.RunAll())
 	timed, turned := 0, 0
@@ -1947,10 +1948,65 @@ func TestFloat8Tuned(t *testing.T) {
 	}
 	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32,
 	// down 32 of 48. Back: 32 of 96, twice, and of 32, to which nothing is added, and 48 of 32.
-	if timed != 5 || turned != 1 || log.Len() > 0 {
-		t.Errorf("%d shapes of products are timed, want 5, and %d with RoPE, want 1; %s", timed,
-			turned, log.String())
+	if timed != 6 || turned != 1 || adding == 0 || log.Len() > 0 {
+		t.Errorf("%d shapes of products are timed, want 6, and %d with RoPE, want 1; %d run with "+
+			"a matrix added; %s", timed, turned, adding, log.String())
 	}
+}
+
+// TestProductWays wants the same values of products, of which some have another matrix added, in
+// whatever way.
+func TestProductWays(t *testing.T) {
+	ownChoices(t)
+	check := func(t *testing.T, device *Device, l *layers, tolerance float64, own bool,
+		opts ...MachineOption) {
+		var values []gorgonia.Value
+		for i, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
+			m := newFuseMachine(t, device, l.g, l.params, l.keep, append(opts, WithWays(rule)))
+			values = valuesOf(t, m, l.keep, values, tolerance)
+			ours := map[bool]int{} // whether a matrix is added
+			for _, c := range m.Choices() {
+				if c.Op == "Matmul" && strings.HasPrefix(c.Way, "hopper") {
+					ours[strings.HasSuffix(c.Shape, "with a matrix added")]++
+				}
+			}
+			require.Equal(t, i == 1 && own, ours[false] > 1, "%s: %v", rule, ours)
+			require.Equal(t, i == 1 && own, ours[true] > 0, "%s: %v", rule, ours)
+		}
+	}
+	t.Run("fake", func(t *testing.T) {
+		device, _ := openFake(t, fake.Config{})
+		var plain, adding int
+		check(t, device, newLayers(t, 1, 3, 5, 32, 48), 1e-5, true,
+			withOwnProducts(&plain, &adding))
+		require.NotZero(t, plain)
+		require.NotZero(t, adding)
+	})
+	t.Run("bfloat16", func(t *testing.T) {
+		device := openGPU(t)
+		check(t, device, newLayers(t, 1, 3, 67, 256, 336), 3e-2,
+			device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
+	})
+}
+
+// TestProductScaled wants products with factors left to cuBLASLt, whatever was planned for others
+// of their shape: those of Newton-Schulz iterations, behind a product that has none.
+func TestProductScaled(t *testing.T) {
+	ownChoices(t)
+	device, _ := openFake(t, fake.Config{})
+	var plain int
+	var values []gorgonia.Value
+	for _, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
+		g := gorgonia.NewGraph()
+		matrix := randomMatrices(g, 1, 3, 1)
+		x, w := matrix("x", 6, 6), matrix("w", 6, 6)
+		y := gorgonia.Must(op.NewtonSchulz(gorgonia.Must(gorgonia.Mul(x, w)), 2))
+		m := newFuseMachine(t, device, g, gorgonia.Nodes{x, w}, gorgonia.Nodes{y},
+			[]MachineOption{withOwnProducts(&plain, new(int)),
+				WithWays(rule, "NewtonSchulz=products")})
+		values = valuesOf(t, m, gorgonia.Nodes{y}, values, 1e-5)
+	}
+	require.NotZero(t, plain)
 }
 
 // TestFloat8Refused wants an error that names the precision, what it needs and what there is.

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -25,11 +24,11 @@ func (t *Chooser) product(m *program.Matmul, args []program.Arg) (*run.Plan, err
 	if t.worthTiming(m.Spec.FLOPs()) {
 		ways = productWays
 	}
-	p, err := t.x.Products.Make(*m, ways, t.ownWays(m.Spec))
+	p, err := t.x.Products.Make(*m, ways, t.ownWays(m))
 	if err != nil {
 		return nil, err
 	}
-	j, err := t.productJob(p, args)
+	j, err := t.productJob(p, m, args)
 	if err != nil {
 		return nil, err
 	}
@@ -37,15 +36,17 @@ func (t *Chooser) product(m *program.Matmul, args []program.Arg) (*run.Plan, err
 	return p, err
 }
 
-// ownWays lists the ways that this module has for a product of float8 which is worth timing, or for
-// which a rule asks for one.
-func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
-	if !m.Scaled() || m.Align < program.VectorBytes {
+// ownWays lists the ways that this module has for a product which is worth timing, or for which a
+// rule asks for one. Sums that are multiplied by a factor have none.
+func (t *Chooser) ownWays(m *program.Matmul) []kernel.Way {
+	s := m.Spec
+	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 || s.Batch > 1 || s.TransA || s.A != s.B ||
+		!s.Scaled() && s.A != s.D || s.Align < program.VectorBytes {
 		return nil
 	}
-	ways := t.Ways(gemm.Product{ProductShape: run.ProductShape(m), Type: m.D})
+	ways := t.Ways(gemm.Product{ProductShape: run.ProductShape(s), Type: s.D})
 	asked := func(w kernel.Way) bool { return t.Rules.Ask(productOp, w.String()) }
-	if !t.worthTiming(m.FLOPs()) && !slices.ContainsFunc(ways, asked) {
+	if !t.worthTiming(s.FLOPs()) && !slices.ContainsFunc(ways, asked) {
 		return nil
 	}
 	return ways
@@ -54,29 +55,40 @@ func (t *Chooser) ownWays(m gpu.MatmulSpec) []kernel.Way {
 // productOp is the op of matrix products among the choices.
 const productOp = "Matmul"
 
-// productJob is a product as it is timed: without what is added to it.
-func (t *Chooser) productJob(p *run.Plan, args []program.Arg) (job, error) {
+// productJob is a product as it is timed. Where it has ways of this module's own and adds a matrix,
+// it adds one of its own, else nothing.
+func (t *Chooser) productJob(p *run.Plan, m *program.Matmul, args []program.Arg) (job, error) {
 	blas, err := t.x.Ctx.Blas()
 	if err != nil {
 		return job{}, err
 	}
-	m := p.Spec()
 	build := fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), run.WorkspaceBytes)
 	if len(p.Own) > 0 {
 		build += ", " + t.x.Kernels.Build(productUnit)
 	}
-	j := job{build: build, tiny: !t.worthTiming(m.FLOPs()), product: p,
-		Group: program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m)}}
+	j := job{build: build, tiny: !t.worthTiming(m.Spec.FLOPs()), product: p,
+		Group: program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m.Spec)}}
+	timed := program.Matmul{Spec: m.Spec, Alpha: 1}
+	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 {
+		j.Shape += " scaled"
+	}
 	args = slices.DeleteFunc(slices.Clone(args), func(a program.Arg) bool { return a.Field == "C" })
 	for i, a := range args {
-		if a.Field == "D" {
-			args[i].Role, j.Results = program.Write, []*program.Array{a.Array}
+		if a.Field != "D" {
+			continue
+		}
+		args[i].Role, j.Results = program.Write, []*program.Array{a.Array}
+		if len(p.Own) > 0 && m.Beta == 1 {
+			c := *a.Array
+			c.Buffer = new(program.Buffer)
+			args, timed.Beta = append(args, program.Reads("C", &c)), 1
+			j.Shape += " with a matrix added"
 		}
 	}
-	timed := &program.Call{Params: program.Matmul{Spec: m, Alpha: 1}, Args: args}
+	call := &program.Call{Params: timed, Args: args}
 	for _, name := range p.Ways() {
 		j.Alternatives = append(j.Alternatives, program.Alternative{Name: name,
-			Calls: []*program.Call{timed}})
+			Calls: []*program.Call{call}})
 	}
 	return j, nil
 }

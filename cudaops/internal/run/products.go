@@ -16,15 +16,24 @@ import (
 // Hopper.
 const WorkspaceBytes = 32 << 20
 
-// Products plans matrix products: one plan for each shape, whatever is added.
+// Products plans matrix products: one plan for each shape and its factors, since what adds a matrix
+// may be fastest in another way.
 type Products struct {
 	Kernels   Launcher
 	Ctx       gpu.Context
 	Workspace gpu.Ptr // cuBLASLt's; taken with Alloc when the first product is planned
 	Alloc     func(bytes int, what string) (gpu.Ptr, error)
 
-	plans map[gpu.MatmulSpec]*Plan
+	plans map[planKey]*Plan
 }
+
+// planKey tells plans apart.
+type planKey struct {
+	gpu.MatmulSpec
+	alpha, beta float32
+}
+
+func keyOf(m program.Matmul) planKey { return planKey{m.Spec, m.Alpha, m.Beta} }
 
 // Plan is a product and the way to compute it: one of cuBLASLt's, or behind them of this module's
 // own.
@@ -46,7 +55,7 @@ func (p *Plan) Ways() []string {
 }
 
 // Find returns the plan of a product, whose Spec is a normal one, if it was made.
-func (x *Products) Find(m program.Matmul) *Plan { return x.plans[m.Spec] }
+func (x *Products) Find(m program.Matmul) *Plan { return x.plans[keyOf(m)] }
 
 // Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own.
 func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way) (*Plan, error) {
@@ -69,9 +78,9 @@ func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way) (*Plan, er
 		p.BLAS = append(p.BLAS, strings.Trim(fmt.Sprint(a.ID), "[]"))
 	}
 	if x.plans == nil {
-		x.plans = map[gpu.MatmulSpec]*Plan{}
+		x.plans = map[planKey]*Plan{}
 	}
-	x.plans[m.Spec] = p
+	x.plans[keyOf(m)] = p
 	return p, nil
 }
 
@@ -87,9 +96,8 @@ func (x *Products) run(m program.Matmul, s gpu.Stream) error {
 		return p.Run(p.Way, a, s)
 	}
 	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A,
-		W: a.B, ScaleX: a.ScaleA,
-		ScaleW: a.ScaleB, Type: p.Spec().D}
-	if m.Beta != 0 { // it is 1, and Alpha too, wherever products are of float8
+		W: a.B, ScaleX: a.ScaleA, ScaleW: a.ScaleB, Type: p.Spec().D}
+	if m.Beta != 0 { // it is 1, and Alpha too
 		own.C = a.C
 	}
 	return x.Kernels.Launch(s, own)
@@ -97,7 +105,8 @@ func (x *Products) run(m program.Matmul, s gpu.Stream) error {
 
 // ProductShape is what the kernels of this module know of a product.
 func ProductShape(m gpu.MatmulSpec) gemm.ProductShape {
-	return gemm.ProductShape{Rows: m.M, Columns: m.N, D: m.K}
+	return gemm.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB,
+		Float8: m.Scaled()}
 }
 
 // Forget drops the plans, for another program.

@@ -1,21 +1,25 @@
-// Matrix products of float8 on Hopper (sm_90a), for depths so short that bringing results to memory would
-// show:
+// Matrix products on Hopper (sm_90a), for depths so short that bringing results to memory would show.
+// Of bf16 and f16, whose sums are rounded once, c among them:
 //
-//   y = (rowFactors·columnFactorsᵀ) ⊙ (x·wᵀ) + c
+//   nt:  y = x·wᵀ + c with w [columns, depth]
+//   nn:  y = x·w + c with w [depth, columns]
 //
-// with x [rows, depth], w [columns, depth], y and c [rows, columns] of bf16; c may be left out. Sums are
-// rounded once before they are multiplied by their factors, and then y. gemm_hopper.cuh says how a block
+// Of float8, whose sums are rounded once before they are multiplied by their factors, and then y:
+//
+//   f8:  y = (rowFactors·columnFactorsᵀ) ⊙ (x·wᵀ) + c
+//
+// x is [rows, depth], y and c are [rows, columns]; c may be left out. gemm_hopper.cuh says how a block
 // goes about it.
 //
-// Needs: columns and depth multiples of 16, a depth of more than 384, matrices and factors at multiples of
-// 16 bytes.
+// Needs: columns and depth multiples of 8, matrices at multiples of 16 bytes. In float8 columns and
+// depth are multiples of 16, the depth is more than 384, and factors lie at multiples of 16 bytes.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
 // The launcher fills it.
 struct Params {
-  const float *rowFactors, *columnFactors;
+  const float *rowFactors, *columnFactors;  // of float8
   int rows, columns, depth;
   int section;  // of Schedule
 };
@@ -26,7 +30,62 @@ constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
 
 using Shared = Memory<kColumns, kStages, 2 * kPanel>;
 
-// A tile leaves 64 columns at a time, in two slots. c comes into a panel, and y takes its place.
+// A tile leaves 64 columns at a time. c, which comes so too, takes one of the panels, and one slot
+// more. A part is asked for in one slot, from when on there are registers for it, and taken in the
+// next. The registers are those that a part of the finished tile has left.
+template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
+  using Sums = RoundedSums<T, kColumns>;
+  using Sums::v, Sums::row, Sums::column;
+  static constexpr int kSlots = Add ? kParts + 1 : kParts;
+  const TensorMap &y, &c;
+  uint32_t panels;
+  Ring<1> ring;  // of c's panel
+  int fill = 0;
+
+  __device__ Finished(const Params &p, const TensorMap &y, const TensorMap &c, const Shared &m, int warp)
+      : Sums(p.rows), y(y), c(c), panels(m.panels(warp)), ring{m.barriers(warp)} {}
+
+  static __device__ void init(uint32_t barriers) { Ring<1>{barriers}.init(32); }
+
+  __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
+    if (slot < kParts) {
+      const uint32_t panel = panels + (Add ? 0 : slot % 2 * kPanel);
+      storesRead<Add ? 0 : 1>();
+      leaveColumns(v, 8 * slot, panel);
+      store(y, panel, column + 64 * slot, row, 0);
+    }
+    if (Add && more) {
+      if (slot > 0) accept(8 * (slot - 1));
+      if (slot < kParts && threadIdx.x % 32 == 0)
+        copyBox<false>(panels + kPanel, c, ring.fill(fill, kPanel), nextColumn + 64 * slot, nextRow, 0);
+      __syncwarp();
+    }
+  }
+
+  // Takes a part of c, the columns from 8·first on.
+  __device__ void accept(int first) {
+    ring.wait(fill);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) loadMatrices(*(uint32_t(*)[2][2]) & v[first + n], chunkOf<64>(panels + kPanel) ^ n * 16);
+    fenceAsync();
+    ring.release(fill++);
+  }
+
+  __device__ void take(Accumulator<1, kColumns> &sums, int row, int column) {
+    if (Add)
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float2 add = unpack(v[n][i], T());
+          sums.c[0][n][2 * i] += add.x;
+          sums.c[0][n][2 * i + 1] += add.y;
+        }
+    Sums::take(sums, row, column);
+  }
+};
+
+// A tile of float8 leaves 64 columns at a time, in two slots. c comes into a panel, and y takes its place.
 template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
@@ -91,7 +150,15 @@ template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
   }
 };
 
-// Depth counts two elements as one.
+template <typename T, bool TransposeB, bool Add>
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Shared m(sharedAddress(shared));
+  multiply<T, TransposeB>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<TransposeB>{w},
+                          [&](int warp) { return Finished<T, Add>(p, y, c, m, warp); });
+}
+
+// Of float8, of which depth counts two elements as one.
 template <typename T, bool Add>
 __device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -110,5 +177,12 @@ __device__ inline void runScaled(const Params &p, const TensorMap &x, const Tens
            const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap c) {                                       \
     BODY(__VA_ARGS__(p, x, w, y, c));                                                                                         \
   }
+#define DEFINE(T)                                        \
+  KERNEL(gemm_hopper_plain_nt_##T, run<T, false, false>)      \
+  KERNEL(gemm_hopper_plain_nt_add_##T, run<T, false, true>)   \
+  KERNEL(gemm_hopper_plain_nn_##T, run<T, true, false>)       \
+  KERNEL(gemm_hopper_plain_nn_add_##T, run<T, true, true>)
+DEFINE(bf16)
+DEFINE(f16)
 KERNEL(gemm_hopper_plain_f8_bf16, runScaled<bf16, false>)
 KERNEL(gemm_hopper_plain_f8_add_bf16, runScaled<bf16, true>)

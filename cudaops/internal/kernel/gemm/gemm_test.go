@@ -135,7 +135,12 @@ func TestLaunches(t *testing.T) {
 			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p, Rows: 3, F: 8, D: 16,
 				Type: kerneltest.F16},
 			Product{Y: p, X: p, W: p, C: maybe, ScaleX: p, ScaleW: p, Type: kerneltest.Bf16,
-				ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400}},
+				ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400, TransW: true,
+					Float8: true}},
+			Product{Y: p, X: p, W: p, C: maybe, Type: kerneltest.Bf16,
+				ProductShape: ProductShape{Rows: 6, Columns: 264, D: 72, TransW: true}},
+			Product{Y: p, X: p, W: p, C: maybe, Type: kerneltest.F16,
+				ProductShape: ProductShape{Rows: 6, Columns: 264, D: 72}},
 			Symmetric{D: p, Left: p, Right: p, C: maybe, Alpha: 1, Type: kerneltest.F16,
 				SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2, Tall: i > 0}})
 		for _, turned.HeadDim = range []int{64, 96, 128} {
@@ -198,8 +203,12 @@ func TestWays(t *testing.T) {
 	takes(t, SiLUProduct{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16},
 		func(a *SiLUProduct) { a.F = 12 }, func(a *SiLUProduct) { a.D = 20 },
 		func(a *SiLUProduct) { a.Type = kerneltest.F32 })
-	takes(t, Product{ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400},
-		Type: kerneltest.Bf16},
+	takes(t, Product{ProductShape: ProductShape{Rows: 6, Columns: 264, D: 72},
+		Type: kerneltest.F16},
+		func(a *Product) { a.Columns = 260 }, func(a *Product) { a.D = 76 },
+		func(a *Product) { a.Type = kerneltest.F32 })
+	takes(t, Product{ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400, TransW: true,
+		Float8: true}, Type: kerneltest.Bf16}, func(a *Product) { a.TransW = false },
 		func(a *Product) { a.Columns = 264 }, func(a *Product) { a.D = 408 },
 		func(a *Product) { a.D = 384 }, func(a *Product) { a.Type = kerneltest.F16 })
 	takes(t, LinearCrossEntropy{LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16,

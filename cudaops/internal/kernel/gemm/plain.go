@@ -5,28 +5,39 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Product computes Y = (ScaleX·ScaleWᵀ) ⊙ (X·Wᵀ) + C, with X [Rows, D] and W [Columns, D] of
-// Float8E4M3, and ScaleX [Rows] and ScaleW [Columns] of float32. X·Wᵀ is rounded before it is
-// multiplied, and Y [Rows, Columns] once more. A null C is left out, and Y may be its memory.
+// Product computes Y = X·W + C or with TransW Y = X·Wᵀ + C, and rounds once. X is [Rows, D] and W
+// [D, Columns], with TransW [Columns, D]. A null C is left out, and Y may be its memory.
+//
+// With Float8 it is Y = (ScaleX·ScaleWᵀ) ⊙ (X·Wᵀ) + C, with X and W of Float8E4M3, and ScaleX [Rows]
+// and ScaleW [Columns] of float32. X·Wᵀ is rounded before it is multiplied, and Y [Rows, Columns]
+// once more.
 type Product struct {
 	Y, X, W, C     gpu.Ptr
-	ScaleX, ScaleW gpu.Ptr
+	ScaleX, ScaleW gpu.Ptr // with Float8
 	ProductShape
-	Type gpu.DType // of Y and C
+	Type gpu.DType // of Y and C, and without Float8 of X and W
 }
 
-// ProductShape is the sizes of a Product.
-type ProductShape struct{ Rows, Columns, D int }
+// ProductShape is the sizes of a Product, and how its operands lie.
+type ProductShape struct {
+	Rows, Columns, D int
+	TransW, Float8   bool
+}
 
 // The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of a warp's
 // panels.
 const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 
-// Ways lists the ways that take the launch at addresses that are multiples of 16, or none.
-// Hopper has one for results of BFloat16, where Columns and D are multiples of 16 and D is more
-// than 384. The number is the columns of a tile.
+// Ways lists the ways that take the launch at addresses that are multiples of 16, or none. Hopper
+// has one for two-byte types where Columns and D are multiples of 8. With Float8 it takes TransW and
+// results of BFloat16, where they are multiples of 16 and D is more than 384. The number is the
+// columns of a tile.
 func (a Product) Ways(k *kernel.Set) []kernel.Way {
-	if k.Info.Capability() != 90 || !float8Product(a.Columns, a.D, a.Type) {
+	takes := a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0
+	if a.Float8 {
+		takes = a.TransW && float8Product(a.Columns, a.D, a.Type)
+	}
+	if k.Info.Capability() != 90 || !takes {
 		return nil
 	}
 	return []kernel.Way{{Family: "hopper", Size: plainColumns}}
@@ -34,17 +45,26 @@ func (a Product) Ways(k *kernel.Set) []kernel.Way {
 
 // Launch launches one kernel.
 func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
-	d := a.D / 2 // two are an element
-	result, symbol := matrix(a.Y, a.Columns, a.Rows, 64, 16), "gemm_hopper_plain_f8_bf16"
+	d, shared := a.D, warpShared(plainColumns, plainStages, plainWarpBytes)
+	symbol, right := "nn", matrix(a.W, a.Columns, a.D, 64, gemmDepth)
+	if a.Float8 { // two are an element
+		d, shared = d/2, shared+factorBytes(plainColumns)
+	}
+	if a.TransW {
+		symbol, right = "nt", matrix(a.W, d, a.Columns, gemmDepth, plainColumns/gemmCluster)
+	}
+	if a.Float8 {
+		symbol = "f8"
+	}
+	result := matrix(a.Y, a.Columns, a.Rows, 64, 16)
 	added := result
 	if a.C != 0 {
-		symbol, added.ptr = "gemm_hopper_plain_f8_add_bf16", a.C
+		symbol, added.ptr = symbol+"_add", a.C
 	}
 	result.stored = a.C != a.Y // else what is added would be lost
-	return gemmLaunch{unit: "gemm_hopper_plain", symbol: symbol, dtype: a.Type,
-		shared: warpShared(plainColumns, plainStages, plainWarpBytes) + factorBytes(plainColumns),
-		params: kernel.Struct{a.ScaleX, a.ScaleW, a.Rows, a.Columns, d, gemmSection},
-		matrices: []gemmMatrix{matrix(a.X, d, a.Rows, gemmDepth, gemmRows),
-			matrix(a.W, d, a.Columns, gemmDepth, plainColumns/gemmCluster), result, added},
+	return gemmLaunch{unit: "gemm_hopper_plain", dtype: a.Type, shared: shared,
+		symbol:   "gemm_hopper_plain_" + symbol + kernel.Suffix(a.Type),
+		params:   kernel.Struct{a.ScaleX, a.ScaleW, a.Rows, a.Columns, d, gemmSection},
+		matrices: []gemmMatrix{matrix(a.X, d, a.Rows, gemmDepth, gemmRows), right, result, added},
 	}.launch(k, s)
 }

@@ -42,6 +42,7 @@ func TestProductFloat8(t *testing.T) {
 		if testing.Short() && s.Rows*s.Columns > 1e6 {
 			continue
 		}
+		s.TransW, s.Float8 = true, true
 		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) { testProductFloat8(g, s) })
 	}
 }
@@ -59,29 +60,93 @@ func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
 		plus[i] += v
 	}
 	a := Product{X: x, W: w, ScaleX: xs, ScaleW: ws, ProductShape: s, Type: kerneltest.Bf16}
-	for what, want := range map[string][]float64{"alone": alone,
-		"plus": plus, "in place": plus} {
+	checkProduct(g, a, c, cr, func(what string, y *kerneltest.Buffer) {
+		want := plus
+		if what == "alone" {
+			want = alone
+		}
+		nearRows(g, what, g.Read(y), want, s.Columns)
+	})
+}
+
+// checkProduct has a product computed alone, with the numbers of c added, and in place of those. It
+// hands out each result, and wants the same bits twice.
+func checkProduct(g *kerneltest.Rig, a Product, c *kerneltest.Buffer, numbers []float64,
+	check func(what string, y *kerneltest.Buffer)) {
+	g.Helper()
+	for _, what := range []string{"alone", "plus", "in place"} {
 		var bits []float64
 		for range 2 {
-			y := g.Alloc(n, kerneltest.Bf16, 0)
+			y := g.Alloc(c.N, a.Type, 0)
 			a.Y, a.C = y.Ptr, 0
 			switch what {
 			case "plus":
 				a.C = c.Ptr
 			case "in place":
-				y, _ = g.Upload(cr, kerneltest.Bf16, 0)
+				y, _ = g.Upload(numbers, a.Type, 0)
 				a.Y, a.C = y.Ptr, y.Ptr
 			}
 			g.Must(a.Launch(g.Set, g.Stream))
+			check(what, y)
 			got := g.Read(y)
-			nearRows(g, what, got, want, s.Columns)
-			if bits == nil {
-				bits = got
-			} else if !slices.Equal(bits, got) {
+			if bits != nil && !slices.Equal(bits, got) {
 				g.Errorf("%s: results differ from run to run", what)
+			}
+			bits = got
+		}
+	}
+}
+
+// TestProduct compares with float64, and wants a matrix to be added before anything is rounded.
+func TestProduct(t *testing.T) {
+	g := newHopperRig(t)
+	for _, s := range []ProductShape{{Rows: 1, Columns: 8, D: 8}, {Rows: 5, Columns: 264, D: 136},
+		{Rows: 130, Columns: 1000, D: 264}, {Rows: 257, Columns: 256, D: 768},
+		{Rows: 2100, Columns: 2600, D: 840}} { // the last has several tiles a block
+		if testing.Short() && s.Rows*s.Columns > 1e6 {
+			continue
+		}
+		for _, s.TransW = range []bool{false, true} {
+			for _, dtype := range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
+				g.Scope(fmt.Sprintf("%+v/%v", s, dtype), func(g *kerneltest.Rig) {
+					testProduct(g, s, dtype)
+				})
 			}
 		}
 	}
+}
+
+func testProduct(g *kerneltest.Rig, s ProductShape, dtype gpu.DType) {
+	g.Helper()
+	n := s.Rows * s.Columns
+	x, xr := g.Normal(s.Rows*s.D, dtype, 0)
+	w, wr := scaledNormal(g, s.Columns*s.D, s.D, dtype)
+	c, cr := g.Normal(n, dtype, 0)
+	stride := s.Columns
+	if s.TransW {
+		stride = s.D
+	}
+	alone := make([]float64, n)
+	cpugemm.Mul(false, s.TransW, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, stride, 0, alone,
+		s.Columns)
+	plus, twice := slices.Clone(alone), kerneltest.Decode(kerneltest.Encode(alone, dtype), dtype)
+	for i, v := range cr {
+		plus[i] += v
+		twice[i] += v
+	}
+	rounded := kerneltest.Distance(kerneltest.Decode(kerneltest.Encode(twice, dtype), dtype), plus)
+	a := Product{X: x.Ptr, W: w.Ptr, ProductShape: s, Type: dtype}
+	checkProduct(g, a, c, cr, func(what string, y *kerneltest.Buffer) {
+		if what == "alone" {
+			g.Near(what, y, alone, kerneltest.Forward(dtype))
+			return
+		}
+		g.Near(what, y, plus, kerneltest.Forward(dtype))
+		if e := kerneltest.Distance(g.Read(y), plus); n > 10000 && !(e < 0.95*rounded) {
+			g.Errorf("%s: relative error %.3g, want less than that of a result that is rounded "+
+				"twice, %.3g", what, e, rounded)
+		}
+	})
 }
 
 // nearRows compares each row of d numbers by itself.
