@@ -55,8 +55,8 @@ func (t *Chooser) ownWays(m *program.Matmul) []kernel.Way {
 // productOp is the op of matrix products among the choices.
 const productOp = "Matmul"
 
-// productJob is a product as it is timed. Where it has ways of this module's own and adds a matrix,
-// it adds one of its own, else nothing.
+// productJob is a product as it is timed: a matrix that it adds is one of its own. For cuBLASLt's
+// ways it makes no difference, and they are known by the product without it.
 func (t *Chooser) productJob(p *run.Plan, m *program.Matmul, args []program.Arg) (job, error) {
 	blas, err := t.x.Ctx.Blas()
 	if err != nil {
@@ -68,7 +68,6 @@ func (t *Chooser) productJob(p *run.Plan, m *program.Matmul, args []program.Arg)
 	}
 	j := job{build: build, tiny: !t.worthTiming(m.Spec.FLOPs()), product: p,
 		Group: program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m.Spec)}}
-	timed := program.Matmul{Spec: m.Spec, Alpha: 1}
 	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 {
 		j.Shape += " scaled"
 	}
@@ -78,14 +77,17 @@ func (t *Chooser) productJob(p *run.Plan, m *program.Matmul, args []program.Arg)
 			continue
 		}
 		args[i].Role, j.Results = program.Write, []*program.Array{a.Array}
-		if len(p.Own) > 0 && m.Beta == 1 {
+		if m.Beta != 0 {
 			c := *a.Array
 			c.Buffer = new(program.Buffer)
-			args, timed.Beta = append(args, program.Reads("C", &c)), 1
-			j.Shape += " with a matrix added"
+			args = append(args, program.Reads("C", &c))
 		}
 	}
-	call := &program.Call{Params: timed, Args: args}
+	if len(p.Own) > 0 && m.Beta == 1 {
+		j.Shape += " with a matrix added"
+	}
+	call := &program.Call{Params: program.Matmul{Spec: m.Spec, Alpha: m.Alpha, Beta: m.Beta},
+		Args: args}
 	for _, name := range p.Ways() {
 		j.Alternatives = append(j.Alternatives, program.Alternative{Name: name,
 			Calls: []*program.Call{call}})
