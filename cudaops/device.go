@@ -71,7 +71,8 @@ func WithOrdinal(ordinal int) DeviceOption {
 
 // Count is the number of GPUs that CUDA_VISIBLE_DEVICES leaves visible. Where CUDA does not start
 // the error is that of [Open].
-func Count() (int, error) {
+func Count() (_ int, err error) {
+	defer in("Count", &err)
 	d, err := driver.Open()
 	if err != nil {
 		return 0, notStarted(err)
@@ -83,9 +84,9 @@ func Count() (int, error) {
 func notStarted(err error) error {
 	var missing *gpu.NotFoundError
 	if errors.As(err, &missing) || errors.Is(err, gpu.NoDevice) || errors.Is(err, gpu.StubLibrary) {
-		return fmt.Errorf("cudaops.Open: %w: %w", ErrNoDevice, err)
+		return fmt.Errorf("%w: %w", ErrNoDevice, err)
 	}
-	return fmt.Errorf("cudaops.Open: CUDA does not start: %w", err)
+	return fmt.Errorf("CUDA does not start: %w", err)
 }
 
 // withDriver takes the place of NVIDIA's driver.
@@ -96,11 +97,12 @@ func withDriver(d gpu.Driver) DeviceOption {
 // Open takes a GPU into use. It shares the GPU's primary context with CUDA's runtime libraries in
 // the same process. Without a GPU the error is ErrNoDevice, with one before compute capability 8.0
 // it is ErrUnsupportedDevice.
-func Open(opts ...DeviceOption) (*Device, error) {
+func Open(opts ...DeviceOption) (_ *Device, err error) {
+	defer in("Open", &err)
 	o := deviceOptions{open: driver.Open}
 	for _, opt := range opts {
 		if opt == nil {
-			return nil, errors.New("cudaops.Open: an option is nil")
+			return nil, errors.New("an option is nil")
 		}
 		opt(&o)
 	}
@@ -110,29 +112,27 @@ func Open(opts ...DeviceOption) (*Device, error) {
 	}
 	devices := nvidia.Devices()
 	if len(devices) == 0 {
-		return nil, fmt.Errorf("cudaops.Open: %w: the driver lists none", ErrNoDevice)
+		return nil, fmt.Errorf("%w: the driver lists none", ErrNoDevice)
 	}
 	var ctx gpu.Context
 	if o.adopt {
 		if ctx, err = nvidia.Adopt(o.context); err != nil {
-			return nil, fmt.Errorf("cudaops.Open: the context %#x: %w", o.context, err)
+			return nil, fmt.Errorf("the context %#x: %w", o.context, err)
 		}
 		o.ordinal = ctx.Device().Ordinal
 	}
 	if o.ordinal < 0 || o.ordinal >= len(devices) {
-		return nil, fmt.Errorf("cudaops.Open: there is no GPU %d; there are %d, numbered from 0",
-			o.ordinal, len(devices))
+		return nil, fmt.Errorf("there is no GPU %d; there are %d, numbered from 0", o.ordinal,
+			len(devices))
 	}
 	info := devices[o.ordinal]
 	if info.Major < minMajor || info.Major == minMajor && info.Minor < minMinor {
-		return nil,
-			fmt.Errorf("cudaops.Open: %w: %s has compute capability %d.%d, at least %d.%d is "+
-				"needed",
-				ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
+		return nil, fmt.Errorf("%w: %s has compute capability %d.%d, at least %d.%d is needed",
+			ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
 	}
 	if ctx == nil {
 		if ctx, err = nvidia.Retain(o.ordinal); err != nil {
-			return nil, fmt.Errorf("cudaops.Open: %s: %w", info.Name, err)
+			return nil, fmt.Errorf("%s: %w", info.Name, err)
 		}
 	}
 	d := &Device{ctx: ctx, info: info, version: nvidia.Version()}
@@ -155,40 +155,34 @@ func (d *Device) ComputeCapability() (major, minor int) { return d.info.Major, d
 // Memory is the device memory in bytes: what is free now, all processes considered, and all there
 // is.
 func (d *Device) Memory() (free, total uint64, err error) {
+	defer in("Device.Memory", &err)
 	if d.ctx == nil {
-		return 0, 0, fmt.Errorf("cudaops.Device.Memory: %w", errNotOpened)
+		return 0, 0, errNotOpened
 	}
-	free, total, err = d.ctx.MemInfo()
-	if err != nil {
-		err = fmt.Errorf("cudaops.Device.Memory: %s: %w", d.info.Name, err)
-	}
-	return free, total, err
+	return d.ctx.MemInfo()
 }
 
 // String describes the GPU in a line.
 func (d *Device) String() string {
+	i := d.info
 	return fmt.Sprintf("%s (GPU %d, compute capability %d.%d, %s, %d multiprocessors, driver for "+
-		"CUDA %d.%d)", d.info.Name,
-		d.info.Ordinal, d.info.Major, d.info.Minor, gpu.Size(d.info.Memory),
-		d.info.SMs, d.version/1000,
-		d.version%1000/10)
+		"CUDA %d.%d)", i.Name, i.Ordinal, i.Major, i.Minor, gpu.Size(i.Memory), i.SMs,
+		d.version/1000, d.version%1000/10)
 }
 
 // Close lets go of the GPU. Machines on it must be closed before; further calls fail. A second
 // Close does nothing.
-func (d *Device) Close() error {
+func (d *Device) Close() (err error) {
+	defer in("Device.Close", &err)
 	if d.ctx == nil {
-		return fmt.Errorf("cudaops.Device.Close: %w", errNotOpened)
+		return errNotOpened
 	}
 	errs := []error{d.kernels.Close()}
 	if d.workspace != 0 {
 		errs = append(errs, d.ctx.Free(d.workspace))
 		d.workspace = 0
 	}
-	if err := run.Joined(append(errs, d.ctx.Close())...); err != nil {
-		return fmt.Errorf("cudaops.Device.Close: %s: %w", d.info.Name, err)
-	}
-	return nil
+	return run.Joined(append(errs, d.ctx.Close())...)
 }
 
 // Other CUDA libraries in the same process take part through plain handles. These are a CUcontext,

@@ -87,9 +87,5 @@ func openOn(engine *cuda.Engine, o gorgonia.Op, in []gorgonia.Value) (*singleOp,
 	if err != nil {
 		return nil, err
 	}
-	operands := make([]singleOperand, len(in))
-	for i, v := range in {
-		operands[i] = singleOperand{v.Dtype(), v.Shape().Clone()}
-	}
-	return newSingleOp(device, o, operands)
+	return newSingleOp(device, o, in)
 }

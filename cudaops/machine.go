@@ -38,9 +38,7 @@ import (
 type Machine struct {
 	device    *Device
 	config    machineConfig
-	memory    run.Memory
 	runner    *run.Runner
-	inputs    *run.Inputs
 	layers    *kasmina.Layers
 	chooser   *choose.Chooser
 	optimizer *update.Optimizer
@@ -82,13 +80,12 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		return nil, err
 	}
 	clock := phases.Start()
-	m := &Machine{device: d, config: config,
-		memory: run.Memory{Ctx: d.ctx, Kept: config.kept.memory}}
-	x, err := newExecutor(d, &m.config, &m.memory)
+	x, err := newExecutor(d, &config)
 	if err != nil {
 		return nil, err
 	}
-	m.runner = &run.Runner{Executor: x, Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}
+	m := &Machine{device: d, config: config, runner: &run.Runner{Executor: x,
+		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}}
 	defer func() {
 		if err != nil {
 			err = run.Joined(err, m.Close())
@@ -105,24 +102,23 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if m.config.ranks != nil {
 		m.chooser.Settle()
 	}
-	if err := m.load(p, clock); err != nil {
+	if err := m.load(p); err != nil {
 		return nil, err
 	}
-	clock.End("the rest")
+	clock.End("memory and parameters")
 	config.ways.Logger.Debug("cudaops: a machine is made", "in", clock)
 	return m, nil
 }
 
 // newExecutor takes what enqueues a machine's work: kernels and a stream.
-func newExecutor(d *Device, c *machineConfig, memory *run.Memory) (x *run.Executor, err error) {
+func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 	x = &run.Executor{Ctx: d.ctx, Stream: c.stream, Kernels: d.kernels,
-		Pieces: &run.Pieces{Alloc: memory.AllocHost}}
+		Memory: &run.Memory{Ctx: d.ctx, Kept: c.kept.memory}}
 	if c.kernels != nil {
 		x.Kernels = c.kernels(x.Kernels)
 	}
-	x.Products = &run.Products{Kernels: x.Kernels, Ctx: d.ctx, Alloc: memory.Alloc}
 	if c.single {
-		if x.Products.Workspace, err = d.singleWorkspace(); err != nil {
+		if x.Workspace, err = d.singleWorkspace(); err != nil {
 			return nil, err
 		}
 	}
@@ -145,7 +141,7 @@ func planned(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 		if lacks <= 0 || err != nil {
 			return p, err
 		}
-		if err := m.runner.Products.Forget(); err != nil {
+		if err := m.runner.ForgetPlans(); err != nil {
 			return nil, err
 		}
 		m.chooser.Again()
@@ -192,7 +188,7 @@ func lacking(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	own := p.Arena + p.Resident() + momentsToCome(m, p)
 	lacks := own + int(m.device.expected.Load()) + int(roomLeft*float64(total)) -
-		int(free) - m.memory.Kept.Held()
+		int(free) - m.runner.Memory.Kept.Held()
 	if m.config.limit > 0 {
 		lacks = max(lacks, own-toDivide(m, p)-m.config.limit)
 	}
@@ -221,42 +217,41 @@ func expect(m *Machine, bytes int) {
 }
 
 // load takes the program's memory and fills what is there from the start.
-func (m *Machine) load(p *program.Program, clock *phases.Clock) (err error) {
+func (m *Machine) load(p *program.Program) (err error) {
 	if m.config.share != nil {
 		if err := borrowable(p); err != nil {
 			return err
 		}
 	}
-	m.runner.Program = p
+	ctx, r, memory := m.device.ctx, m.runner, m.runner.Memory
+	r.Program = p
 	for _, b := range p.Borrowed {
 		b.Sharers++
 	}
-	if err := m.memory.Fits(p); err != nil {
+	if err := memory.Fits(p); err != nil {
 		return err
 	}
 	for _, in := range p.Inputs {
-		if k := m.config.inherited(in); k != nil && m.memory.Take(k.Value, in.Array.Buffer.Bytes) {
+		if k := m.config.inherited(in); k != nil && memory.Take(k.Value, in.Array.Buffer.Bytes) {
 			in.Array.Base = k.Value
 		}
 	}
-	if err := m.memory.Place(p, "a run"); err != nil {
+	if err := memory.Place(p, "a run"); err != nil {
 		return err
 	}
-	clock.End("memory")
-	if m.sent, err = m.memory.NewEvent(false); err != nil {
+	if m.sent, err = memory.NewEvent(false); err != nil {
 		return err
 	}
-	ctx, x, warn := m.device.ctx, m.runner.Executor, m.config.Warn
-	if m.inputs, err = run.NewInputs(x, p, &m.memory, m.config.read); err != nil {
+	if r.Inputs, err = run.NewInputs(r.Executor, p, m.config.read); err != nil {
 		return err
 	}
-	if m.layers, err = kasmina.New(&kasmina.Machine{Runner: m.runner, Memory: &m.memory,
-		Strict: m.config.Strict, Warn: warn, Apart: m.config.single,
-		Refresh: m.inputs.Refresh}); err != nil {
+	warn := m.config.Warn
+	if m.layers, err = kasmina.New(&kasmina.Machine{Runner: r, Strict: m.config.Strict,
+		Warn: warn, Apart: m.config.single}); err != nil {
 		return err
 	}
-	x.Host, x.Pass = m.runner.OnTheHost, m.layers.Run
-	m.measured = &profile.Machine{Runner: m.runner, Layers: m.layers, Warn: warn,
+	r.Host, r.Pass = r.OnTheHost, m.layers.Run
+	m.measured = &profile.Machine{Runner: r, Layers: m.layers, Warn: warn,
 		Name: m.device.Name(), Operands: m.config.Activation,
 		Float8: m.config.Float8, Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
@@ -265,22 +260,20 @@ func (m *Machine) load(p *program.Program, clock *phases.Clock) (err error) {
 	expect(m, momentsToCome(m, p))
 	for _, b := range p.Buffers {
 		if b.Data != nil {
-			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), x.Stream); err != nil {
+			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), r.Stream); err != nil {
 				return err
 			}
 		}
 	}
-	clock.End("inputs and layers")
-	if err := m.inputs.SendConstants(m.config.inherited); err != nil {
+	if err := r.Inputs.SendConstants(m.config.inherited); err != nil {
 		return err
 	}
-	clock.End("parameters")
 	if p.Scale != nil {
 		if err := m.SetLossScale(LossScale{Scale: firstLossScale}); err != nil {
 			return err
 		}
 	}
-	return run.Joined(update.ClearSums(m.runner), ctx.SyncStream(x.Stream))
+	return run.Joined(update.ClearSums(r), ctx.SyncStream(r.Stream))
 }
 
 // borrowable returns an error for a program that cannot take its parameters from another machine.
@@ -303,7 +296,12 @@ func borrowable(p *program.Program) error {
 
 // Memory returns the device memory in bytes that the machine holds: parameters and constants,
 // everything a run needs, the optimiser's state and workspace.
-func (m *Machine) Memory() int { return m.memory.Held() + m.inputs.Held() + m.optimizer.Held() }
+func (m *Machine) Memory() int {
+	if m.runner == nil {
+		return 0
+	}
+	return m.runner.Memory.Held() + m.runner.Inputs.Held() + m.optimizer.Held()
+}
 
 // RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value]
 // waits for it. An error on the device may show in a later call.
@@ -336,7 +334,7 @@ func (m *Machine) RunAll() (err error) {
 	}
 	defer m.profiler.Call("RunAll")()
 	if err := run.InTurn(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
-		m.inputs.SendAll, func() error { return ctx.Record(m.sent, r.Stream) },
+		r.Inputs.SendAll, func() error { return ctx.Record(m.sent, r.Stream) },
 		func() error {
 			return r.Compute(func(capture bool, plain func() error) error {
 				run := plain
@@ -372,8 +370,8 @@ func (m *Machine) Close() (err error) {
 	}
 	ctx, x := m.device.ctx, m.runner.Executor
 	err = run.Joined(ctx.SyncStream(x.Stream), m.runner.Settle(), m.runner.Drop(),
-		m.monitor.Close(), m.profiler.Close(), m.optimizer.Close(), x.Products.Forget(),
-		m.inputs.Close(), m.memory.Close())
+		m.monitor.Close(), m.profiler.Close(), m.optimizer.Close(), x.ForgetPlans(),
+		m.runner.Inputs.Close(), x.Memory.Close())
 	if m.config.stream == 0 {
 		err = run.Joined(err, ctx.DestroyStream(x.Stream))
 	}

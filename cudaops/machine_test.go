@@ -1624,15 +1624,13 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 			}
 			continue
 		}
-		var operands []singleOperand
 		var from []gpu.Ptr
 		for _, c := range graph.Children(n) {
-			operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}),
-				append(from, r.at[c])
+			from = append(from, r.at[c])
 		}
 		l := r.of[n]
 		if l == nil {
-			l, err = newSingleOp(r.device, n.Op(), operands)
+			l, err = newSingleOp(r.device, n.Op(), graph.Children(n))
 			require.NoError(r.t, err, n)
 			r.of[n] = l
 		}
@@ -1735,13 +1733,11 @@ func TestSingleRefusals(t *testing.T) {
 	fresh := newKasminaGraph(t, 2, nil)
 	for _, n := range fresh.g.AllNodes() {
 		if o, ok := n.Op().(*op.KasminaGradOp); ok {
-			var operands []singleOperand
 			var from []gpu.Ptr
-			for _, c := range graph.Children(n) {
-				operands, from = append(operands, singleOperand{c.Dtype(), c.Shape()}),
-					append(from, r.next)
+			for range graph.Children(n) {
+				from = append(from, r.next)
 			}
-			l, err := newSingleOp(r.device, o, operands)
+			l, err := newSingleOp(r.device, o, graph.Children(n))
 			r.ok(err)
 			defer l.close()
 			require.ErrorContains(t, l.run(from, r.next), "forward pass has not run")

@@ -1447,7 +1447,7 @@ func TestScaledScalar(t *testing.T) {
 func TestLastProducts(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
-	for want, opts := range map[int][]MachineOption{0: nil, 2: {WithRanks(&silent{})}} {
+	for want, opts := range map[int][]MachineOption{0: nil, 2: {WithRanks(&silent{}, 0)}} {
 		m := openMachine(t, device, b.G, append(opts, WithParams(b.Params...))...)
 		got, table := 0, false
 		for _, c := range m.runner.Program.Calls {

@@ -54,7 +54,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		}
 	}
 	var all []*update.Param
-	for _, i := range m.inputs.All {
+	for _, i := range m.runner.Inputs.All {
 		if g := gradientOf(m, m.runner.Program, i); g != nil {
 			if sum := m.runner.Program.Sums[i.Node]; sum != nil {
 				g = sum
@@ -68,9 +68,9 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return errors.New("no parameter has a gradient: name them with WithParams and derive " +
 			"them with gorgonia.Grad")
 	}
-	x, err := update.New(update.Machine{Runner: m.runner, Inputs: m.inputs, Memory: &m.memory,
-		Chooser: m.chooser, Activation: m.config.Activation, Kept: m.config.inherited}, rules,
-		all, maxNorm, m.config.ranks)
+	x, err := update.New(update.Machine{Runner: m.runner, Chooser: m.chooser,
+		Activation: m.config.Activation, Kept: m.config.inherited}, rules, all, maxNorm,
+		m.config.ranks)
 	if err != nil {
 		return err
 	}

@@ -786,7 +786,7 @@ func TestRanksOneRound(t *testing.T) {
 func TestRanksLossThatIsNone(t *testing.T) {
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)
-		m := rankedMachine(t, d, loss, nodes, WithRanks(g), WithRounds(1), notCaptured)
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 1), notCaptured)
 		defer m.Close()
 		optimize(t, m, newAdamW, 0.1)
 		before := fmt.Sprint(nodes[0].Value())
@@ -860,15 +860,15 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 		require.NoError(t, err)
 		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
 		require.NoError(t, o.SetState(state))
-		options := []MachineOption{WithParams(nodes...), WithOutputs(loss), WithRanks(g),
-			notCaptured}
+		rounds := 0
 		if batches%size == 0 {
-			options = append(options, WithRounds(batches/size))
+			rounds = batches / size
 		}
-		m := openMachine(t, d, loss.Graph(), options...)
+		m := openMachine(t, d, loss.Graph(), WithParams(nodes...), WithOutputs(loss),
+			WithRanks(g, rounds), notCaptured)
 		require.NoError(t, m.SetOptimizer(o, 0.1))
 		divided := 0
-		for _, in := range m.inputs.All {
+		for _, in := range m.runner.Inputs.All {
 			if in.Part != nil {
 				divided++
 			}
@@ -959,7 +959,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 	launches := func() int64 { return int64(len(d.ctx.(*fake.Context).Trace())) }
 	g := &silent{}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
-	m := rankedMachine(t, d, loss, nodes, WithRanks(g), small)
+	m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), small)
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
 	g.asked = func(s comm.Stream) {
@@ -997,7 +997,7 @@ func TestRanksPlaces(t *testing.T) {
 	g := &silent{asked: func(comm.Stream) {}}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
 	m, err := NewMachine(d, loss.Graph(), WithParams(nodes...), WithOutputs(loss),
-		WithRanks(g), WithRounds(1), small)
+		WithRanks(g, 1), small)
 	require.NoError(t, err)
 	defer m.Close()
 	o, err := newAdamW()
@@ -1046,7 +1046,7 @@ func TestRanksRemember(t *testing.T) {
 		loss, _, _, nodes := ranked(t)
 		o, err := newAdamW()
 		require.NoError(t, err)
-		m := rankedMachine(t, d, loss, nodes, WithRanks(g), notCaptured)
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), notCaptured)
 		defer m.Close()
 		require.ErrorContains(t, m.Rank().Contribute(1, true), "no optimiser")
 		require.NoError(t, m.SetOptimizer(o, 0))
@@ -1088,7 +1088,7 @@ func TestRanksChoices(t *testing.T) {
 					{Family: "plain"}}, ways: took}
 		})
 		m, err := NewMachine(d, loss.Graph(), append(tuned, wrap, timedFrom(1, path),
-			WithParams(nodes...), WithOutputs(loss), WithRanks(g), notCaptured)...)
+			WithParams(nodes...), WithOutputs(loss), WithRanks(g, 0), notCaptured)...)
 		require.NoError(t, err)
 		defer m.Close()
 		all[rank] = m.Choices()
@@ -1132,15 +1132,15 @@ func TestRanksDivided(t *testing.T) {
 	var whole, held int // bytes of parameters, at all ranks
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)
-		m := rankedMachine(t, d, loss, nodes, WithRanks(g), notCaptured)
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), notCaptured)
 		defer m.Close()
-		before := m.memory.Held()
+		before := m.runner.Memory.Held()
 		o, err := newAdamW()
 		require.NoError(t, err)
 		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
 		require.NoError(t, m.SetOptimizer(o, 0))
 		mu.Lock()
-		whole, held = whole+before, held+m.memory.Held()
+		whole, held = whole+before, held+m.runner.Memory.Held()
 		mu.Unlock()
 		var want [][]float32
 		for _, n := range nodes {
@@ -1197,7 +1197,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 		came = append(came, gpu.Ptr(p))
 		require.NoError(t, memory.Memset8(gpu.Ptr(p), with, bytes, gpu.Stream(s)))
 	}
-	m := rankedMachine(t, d, loss, nodes, WithRanks(g))
+	m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0))
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
 	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),

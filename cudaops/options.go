@@ -85,32 +85,22 @@ type MachineOption func(*machineConfig) error
 // parameters and updates that: of what AdamW updates by elements, of what Muon updates by matrices.
 // The group's device is the machine's. What collectives do is captured with the update.
 //
+// A step is so many rounds of all ranks, 0 for any number. Of one that is one round by two ranks an
+// update of AdamW reads both contributions. Else there would be sums of them in memory.
+//
 // The bits of an update do not depend on the number of ranks, where all compute the graph in the
 // same ways. They do without tuning, or with the choices of one of them ([WithChoices]). Updates
 // are not tuned, since each rank updates something else.
-func WithRanks(group comm.Group) MachineOption {
-	return func(c *machineConfig) error {
-		if group == nil {
-			return errors.New("WithRanks: the group is nil")
-		}
-		c.ranks = &update.Ranks{Group: group}
-		return nil
-	}
-}
-
-// WithRounds says, behind [WithRanks], that a step of the machine is so many rounds of all ranks.
-// Of a step that is one round by two of them an update of AdamW reads both contributions. Else
-// there would be sums of them in memory.
-func WithRounds(n int) MachineOption {
+func WithRanks(group comm.Group, rounds int) MachineOption {
 	return func(c *machineConfig) error {
 		switch {
-		case n < 1:
-			return fmt.Errorf("WithRounds(%d): want at least 1", n)
-		case c.ranks == nil:
-			return errors.New("WithRounds: the machine is not one of several ranks: WithRanks comes " +
-				"before")
+		case group == nil:
+			return errors.New("WithRanks: the group is nil")
+		case rounds < 0:
+			return fmt.Errorf("WithRanks: got %d rounds, want at least 1, or 0 for any number",
+				rounds)
 		}
-		c.ranks.Rounds = n
+		c.ranks = &update.Ranks{Group: group, Rounds: rounds}
 		return nil
 	}
 }

@@ -13,12 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// singleOperand is the type and shape of a value.
-type singleOperand struct {
-	dt    tensor.Dtype
-	shape tensor.Shape
-}
-
 // singleOp computes an op of a graph that another machine runs, on memory of that machine's. The op
 // is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build tag cuda;
 // this file needs no tag, so that its tests need none. Operands are copied on the device, since the
@@ -38,16 +32,19 @@ func (d *Device) singleWorkspace() (_ gpu.Ptr, err error) {
 	return d.workspace, err
 }
 
-// newSingleOp makes a machine for an op with the given operands.
-func newSingleOp(d *Device, o gorgonia.Op, operands []singleOperand) (*singleOp, error) {
+// newSingleOp makes a machine for an op with operands like those that are given.
+func newSingleOp[V interface {
+	Dtype() tensor.Dtype
+	Shape() tensor.Shape
+}](d *Device, o gorgonia.Op, operands []V) (*singleOp, error) {
 	g := gorgonia.NewGraph()
 	in := make(gorgonia.Nodes, len(operands))
-	for i, t := range operands {
-		name := gorgonia.WithName(fmt.Sprintf("operand %d", i))
-		if len(t.shape) == 0 {
-			in[i] = gorgonia.NewScalar(g, t.dt, name)
+	for i, v := range operands {
+		name, shape := gorgonia.WithName(fmt.Sprintf("operand %d", i)), v.Shape().Clone()
+		if len(shape) == 0 {
+			in[i] = gorgonia.NewScalar(g, v.Dtype(), name)
 		} else {
-			in[i] = gorgonia.NewTensor(g, t.dt, len(t.shape), gorgonia.WithShape(t.shape...), name)
+			in[i] = gorgonia.NewTensor(g, v.Dtype(), len(shape), gorgonia.WithShape(shape...), name)
 		}
 	}
 	children := append(gorgonia.Nodes{}, in...)
@@ -77,7 +74,7 @@ func newSingleOp(d *Device, o gorgonia.Op, operands []singleOperand) (*singleOp,
 	if parts := l.out[0].Parts; len(parts) > 0 {
 		l.out = parts
 	}
-	for _, input := range m.inputs.All {
+	for _, input := range m.runner.Inputs.All {
 		input.Bound = true
 		if i := slices.Index(in, input.Node); i >= 0 {
 			l.in[i] = input
@@ -116,7 +113,7 @@ func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 		if err := ctx.CopyOnDevice(in.Array.Ptr(), operands[i], in.Array.Extent(), s); err != nil {
 			return err
 		}
-		if err := m.inputs.CheckIDs(in); err != nil {
+		if err := m.runner.Inputs.CheckIDs(in); err != nil {
 			return err
 		}
 	}

@@ -332,7 +332,7 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 		timings: calls(device, "cublasLtMatmul") - 1}
 	for _, c := range m.runner.Program.Calls {
 		if p, ok := c.Params.(program.Matmul); ok {
-			r.way = m.runner.Products.Find(p).Way
+			r.way = m.runner.PlanOf(p).Way
 		}
 	}
 	return r

@@ -42,7 +42,7 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	if !m.runner.State.Ran() && n.Op() != nil {
 		return nil, errors.New("the machine has not run")
 	}
-	if in := m.inputs.Of(n); in != nil {
+	if in := m.runner.Inputs.Of(n); in != nil {
 		if in.Part != nil {
 			a = in.Copies[0].Array
 		}
@@ -151,7 +151,7 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 		}
 		inputs = append(inputs, i)
 	}
-	return m.inputs.SendSome(inputs)
+	return m.runner.Inputs.SendSome(inputs)
 }
 
 // inputOf is what the graph has of a parameter.
@@ -159,7 +159,7 @@ func inputOf(m *Machine, p *gorgonia.Node) (*program.Input, error) {
 	if p == nil {
 		return nil, errors.New("a node is nil")
 	}
-	i := m.inputs.Of(p)
+	i := m.runner.Inputs.Of(p)
 	if i == nil {
 		return nil, fmt.Errorf("%s is no input of the graph", graph.Describe(p))
 	}
@@ -179,7 +179,7 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 	all := some
 	if len(some) == 0 { // but what nobody needs, and what another machine has
 		all = slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
-			return m.inputs.Of(p) == nil
+			return m.runner.Inputs.Of(p) == nil
 		})
 	}
 	var inputs []*program.Input
@@ -300,7 +300,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 	}
 	for _, p := range x.Params {
 		switch in := p.Input; {
-		case !m.memory.Owns(in.Array.Base):
+		case !m.runner.Memory.Owns(in.Array.Base):
 			return nil, fmt.Errorf("%s lies in memory of its user's", graph.Describe(in.Node))
 		case in.Sharers > 0:
 			return nil, fmt.Errorf("another machine uses %s (WithParamsOf): close it before",
@@ -311,7 +311,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 		return nil, err
 	}
 	k := run.NewKept(m.device.ctx)
-	x.Leave(k, &m.memory)
+	x.Leave(k, m.runner.Memory)
 	if err := m.Close(); err != nil {
 		return nil, run.Joined(err, k.Close())
 	}
@@ -388,7 +388,7 @@ func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	if err != nil {
 		return nil, err
 	}
-	if in := m.inputs.Of(n); in != nil && in.Part != nil {
+	if in := m.runner.Inputs.Of(n); in != nil && in.Part != nil {
 		return nil, fmt.Errorf("%s is divided among ranks (WithRanks): its values have no one "+
 			"address", graph.Describe(n))
 	}
@@ -422,40 +422,40 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", graph.Describe(n), bytes,
 			a.Extent(), a.Len(), a.Type)
 	}
-	i := slices.IndexFunc(m.inputs.All, func(i *program.Input) bool {
+	i := slices.IndexFunc(m.runner.Inputs.All, func(i *program.Input) bool {
 		return i.Array.Buffer == a.Buffer
 	})
 	if i < 0 {
 		err = canBindOutput(m, n, a)
 	} else {
-		err = canBindInput(m, n, m.inputs.All[i])
+		err = canBindInput(m, n, m.runner.Inputs.All[i])
 	}
-	if err == nil {
-		err = moveBuffer(m, a.Buffer, gpu.Ptr(ptr))
+	if err != nil {
+		return fmt.Errorf("%s %w", graph.Describe(n), err)
 	}
-	if err == nil && i >= 0 {
-		m.inputs.All[i].Bound = true
+	if err := moveBuffer(m, a.Buffer, gpu.Ptr(ptr)); err != nil {
+		return err
 	}
-	return err
+	if i >= 0 {
+		m.runner.Inputs.All[i].Bound = true
+	}
+	return nil
 }
 
 // canBindInput returns why an input, of which node n is, cannot lie elsewhere.
 func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 	switch {
 	case i.Node != n:
-		return fmt.Errorf("%s is part of %s: bind that", graph.Describe(n), graph.Describe(i.Node))
+		return fmt.Errorf("is part of %s: bind that", graph.Describe(i.Node))
 	case n.Op() != nil:
-		return fmt.Errorf("%s is a constant", graph.Describe(n))
+		return errors.New("is a constant")
 	case len(i.IDs) > 0:
-		return fmt.Errorf("%s holds %s of %s, which are checked before they are sent: give it a "+
-			"value with gorgonia.Let",
-			graph.Describe(n), i.IDs[0].Argument, i.IDs[0].Op)
+		return fmt.Errorf("holds %s of %s, which are checked before they are sent: give it a "+
+			"value with gorgonia.Let", i.IDs[0].Argument, i.IDs[0].Op)
 	case i.Sharers > 0:
-		return fmt.Errorf("%s: another machine uses its memory, see WithParamsOf",
-			graph.Describe(n))
+		return errors.New("is what another machine uses too, see WithParamsOf")
 	case i.Constant && m.optimizer != nil:
-		return fmt.Errorf("%s is a parameter that an optimiser updates: bind it before "+
-			"SetOptimizer", graph.Describe(n))
+		return errors.New("is a parameter that an optimiser updates: bind it before SetOptimizer")
 	}
 	return nil
 }
@@ -464,15 +464,14 @@ func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	switch {
 	case m.config.share != nil && a.Resident:
-		return fmt.Errorf("%s belongs to the machine that WithParamsOf names", graph.Describe(n))
+		return errors.New("belongs to the machine that WithParamsOf names")
 	case a.Resident, a.At != 0, a.Extent() != a.Buffer.Bytes:
-		return fmt.Errorf("%s has no memory of its own, it is part of another value: copy it "+
-			"from its Address", graph.Describe(n))
+		return errors.New("has no memory of its own, it is part of another value: copy it from " +
+			"its Address")
 	case m.optimizer != nil && slices.ContainsFunc(m.config.Params, func(p *gorgonia.Node) bool {
 		return p.Deriv() == n
 	}):
-		return fmt.Errorf("%s is a gradient that an optimiser reads: bind it before SetOptimizer",
-			graph.Describe(n))
+		return errors.New("is a gradient that an optimiser reads: bind it before SetOptimizer")
 	}
 	return nil
 }
@@ -490,8 +489,8 @@ func moveBuffer(m *Machine, b *program.Buffer, to gpu.Ptr) error {
 	}
 	old := b.Base
 	b.Base = to
-	if b.Resident && m.memory.Owns(old) {
-		return m.memory.Free(old)
+	if b.Resident && m.runner.Memory.Owns(old) {
+		return m.runner.Memory.Free(old)
 	}
 	return nil
 }

@@ -90,10 +90,11 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 		opts: append(slices.Clip(opts), cudaops.WithPrecision(precision),
 			cudaops.WithTuning(cudaops.TuneOff)),
 		model: m, optimizer: o, config: c}
-	shared := []cudaops.MachineOption{cudaops.WithRanks(team.Group())}
+	rounds := 0 // any number: in the last one some ranks have nothing to do
 	if c.Accumulate%team.Size() == 0 {
-		shared = append(shared, cudaops.WithRounds(c.Accumulate/team.Size()))
+		rounds = c.Accumulate / team.Size()
 	}
+	shared := []cudaops.MachineOption{cudaops.WithRanks(team.Group(), rounds)}
 	e, err := compileAlike(team, func() (*engine, []cudaops.Choice, error) {
 		b.training = append(append(shared, cudaops.WithTuning(cudaops.TuneDefault)), opts...)
 		e, err := b.compile()

@@ -17,14 +17,14 @@ func (t *Chooser) product(m *program.Matmul, args []program.Arg) (*run.Plan, err
 	if m.Spec, err = m.Spec.Normal(); err != nil {
 		return nil, err
 	}
-	if p := t.x.Products.Find(*m); p != nil {
+	if p := t.x.PlanOf(*m); p != nil {
 		return p, nil
 	}
 	ways := 1
 	if t.worthTiming(m.Spec.FLOPs()) {
 		ways = productWays
 	}
-	p, err := t.x.Products.Make(*m, ways, t.ownWays(m))
+	p, err := t.x.Plan(*m, ways, t.ownWays(m))
 	if err != nil {
 		return nil, err
 	}

@@ -22,12 +22,9 @@ import (
 // Machine is what the layers need of theirs.
 type Machine struct {
 	*run.Runner
-	Memory *run.Memory
 	Strict bool                 // a kind of blueprint without a kernel is an error
 	Apart  bool                 // op and backward op are in graphs of their own
 	Warn   func(message string) // once for each message
-
-	Refresh func(*program.Input) error // renews an input's copies
 }
 
 // layer mirrors a lattice's state on the device, and sends it again before a run when it has

@@ -91,7 +91,7 @@ func (s *start) write(in *program.Input, a *program.Array, from int, x []float32
 	if err := ctx.CopyToDevice(a.Ptr().Offset(4*from), gpu.Bytes(x), s.m.Stream); err != nil {
 		return err
 	}
-	return run.Joined(s.m.Refresh(in), ctx.SyncStream(s.m.Stream))
+	return run.Joined(s.m.Inputs.Refresh(in), ctx.SyncStream(s.m.Stream))
 }
 
 // hostMemory returns the memory of an input's value.

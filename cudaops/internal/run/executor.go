@@ -26,11 +26,13 @@ type Launcher interface {
 
 // Executor enqueues launches on a stream.
 type Executor struct {
-	Ctx      gpu.Context
-	Stream   gpu.Stream
-	Kernels  Launcher
-	Products *Products
-	Pieces   *Pieces // of values on their way
+	Ctx       gpu.Context
+	Stream    gpu.Stream
+	Kernels   Launcher
+	Memory    *Memory
+	Workspace gpu.Ptr // cuBLASLt's; taken when the first product is planned
+	plans     map[planKey]*Plan
+	pinned    [carriers][]byte // by way of which values travel: see carry
 
 	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program
 	// has no such calls.
@@ -42,7 +44,7 @@ type Executor struct {
 func (x *Executor) Launch(params any) error {
 	switch p := params.(type) {
 	case program.Matmul:
-		return x.Products.run(p, x.Stream)
+		return x.product(p)
 	case program.Zero:
 		return x.Ctx.Memset8(p.Ptr, 0, p.Bytes, x.Stream)
 	}

@@ -27,7 +27,7 @@ type Inputs struct {
 
 // NewInputs takes pinned memory for the inputs of a program. Frozen ones without a value come from
 // read.
-func NewInputs(x *Executor, p *program.Program, memory *Memory, read Reader) (*Inputs, error) {
+func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, read: read,
 		staging: map[*program.Input][]byte{}}
 	for _, in := range p.Inputs {
@@ -35,7 +35,7 @@ func NewInputs(x *Executor, p *program.Program, memory *Memory, read Reader) (*I
 			continue
 		}
 		var err error
-		if s.staging[in], err = memory.AllocHost(max(1, in.Array.Extent())); err != nil {
+		if s.staging[in], err = x.Memory.AllocHost(max(1, in.Array.Extent())); err != nil {
 			return nil, err
 		}
 	}

@@ -23,34 +23,28 @@ const (
 	carriers   = 4 // goroutines
 )
 
-// Pieces is the pinned memory by way of which values travel. Each carrier's is as large as the
-// largest piece so far, and stays.
-type Pieces struct {
-	Alloc  func(bytes int) ([]byte, error)
-	pinned [carriers][]byte
-}
-
-// of is a carrier's memory for some bytes.
-func (p *Pieces) of(carrier, bytes int) ([]byte, error) {
-	if have := p.pinned[carrier]; len(have) < bytes {
-		b, err := p.Alloc(min(max(bytes, 2*len(have)), pieceBytes))
+// pinnedOf is a carrier's pinned memory for some bytes. It is as large as the largest piece so far,
+// and stays.
+func (x *Executor) pinnedOf(carrier, bytes int) ([]byte, error) {
+	if have := x.pinned[carrier]; len(have) < bytes {
+		b, err := x.Memory.AllocHost(min(max(bytes, 2*len(have)), pieceBytes))
 		if err != nil {
 			return nil, err
 		}
-		p.pinned[carrier] = b
+		x.pinned[carrier] = b
 	}
-	return p.pinned[carrier][:bytes], nil
+	return x.pinned[carrier][:bytes], nil
 }
 
 // carry does n pieces of work, by several goroutines, each with so many bytes of pinned memory.
 // Where one fails no other is begun.
-func (p *Pieces) carry(n, bytes int, work func(i int, pinned []byte) error) error {
+func (x *Executor) carry(n, bytes int, work func(i int, pinned []byte) error) error {
 	var all sync.WaitGroup
 	var begun atomic.Int64
 	errs := make([]error, n+1) // the last of memory
 	for c := range min(carriers, n) {
 		var pinned []byte
-		if pinned, errs[n] = p.of(c, bytes); errs[n] != nil {
+		if pinned, errs[n] = x.pinnedOf(c, bytes); errs[n] != nil {
 			break
 		}
 		all.Go(func() {
@@ -134,7 +128,7 @@ func (s *Inputs) sendPieces(all []source) error {
 	for _, from := range all {
 		most = min(max(most, from.Extent()), pieceBytes)
 	}
-	return s.Pieces.carry(len(all), most, func(i int, pinned []byte) error {
+	return s.carry(len(all), most, func(i int, pinned []byte) error {
 		if err := s.send(all[i], pinned); err != nil {
 			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
 		}
@@ -177,7 +171,7 @@ func (s *Inputs) send(from source, pinned []byte) error {
 // bring waits for the device and copies to dst what lies at an address there.
 func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
 	n := (len(dst) + pieceBytes - 1) / pieceBytes
-	err := r.Pieces.carry(n, min(len(dst), pieceBytes), func(i int, pinned []byte) error {
+	err := r.carry(n, min(len(dst), pieceBytes), func(i int, pinned []byte) error {
 		to := dst[i*pieceBytes : min(len(dst), (i+1)*pieceBytes)]
 		err := r.land(pinned[:len(to)], from.Offset(i*pieceBytes))
 		if err == nil {

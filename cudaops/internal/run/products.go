@@ -16,17 +16,6 @@ import (
 // Hopper.
 const WorkspaceBytes = 32 << 20
 
-// Products plans matrix products: one plan for each shape and its factors, since what adds a matrix
-// may be fastest in another way.
-type Products struct {
-	Kernels   Launcher
-	Ctx       gpu.Context
-	Workspace gpu.Ptr // cuBLASLt's; taken with Alloc when the first product is planned
-	Alloc     func(bytes int, what string) (gpu.Ptr, error)
-
-	plans map[planKey]*Plan
-}
-
 // planKey tells plans apart.
 type planKey struct {
 	gpu.MatmulSpec
@@ -54,14 +43,14 @@ func (p *Plan) Ways() []string {
 	return names
 }
 
-// Find returns the plan of a product, whose Spec is a normal one, if it was made.
-func (x *Products) Find(m program.Matmul) *Plan { return x.plans[keyOf(m)] }
+// PlanOf returns the plan of a product, whose Spec is a normal one, if it was made. There is one for
+// each shape and its factors, since what adds a matrix may be fastest in another way.
+func (x *Executor) PlanOf(m program.Matmul) *Plan { return x.plans[keyOf(m)] }
 
-// Make plans a product, with at most so many of cuBLASLt's ways and those of this module's own.
-func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way) (*Plan, error) {
+// Plan plans a product, with at most so many of cuBLASLt's ways and those of this module's own.
+func (x *Executor) Plan(m program.Matmul, ways int, own []kernel.Way) (_ *Plan, err error) {
 	if x.Workspace == 0 {
-		var err error
-		if x.Workspace, err = x.Alloc(WorkspaceBytes, "cuBLASLt's workspace"); err != nil {
+		if x.Workspace, err = x.Memory.Alloc(WorkspaceBytes, "cuBLASLt's workspace"); err != nil {
 			return nil, err
 		}
 	}
@@ -84,23 +73,23 @@ func (x *Products) Make(m program.Matmul, ways int, own []kernel.Way) (*Plan, er
 	return p, nil
 }
 
-// run enqueues a product in the chosen way.
-func (x *Products) run(m program.Matmul, s gpu.Stream) error {
-	p := x.Find(m)
+// product enqueues a product in the chosen way.
+func (x *Executor) product(m program.Matmul) error {
+	p := x.PlanOf(m)
 	if p == nil {
 		return fmt.Errorf("the product %+v was not planned", m.Spec)
 	}
 	a := m.Operands()
 	if p.Way < len(p.BLAS) {
 		a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
-		return p.Run(p.Way, a, s)
+		return p.Run(p.Way, a, x.Stream)
 	}
-	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A,
-		W: a.B, ScaleX: a.ScaleA, ScaleW: a.ScaleB, Type: p.Spec().D}
+	own := gemm.Product{ProductShape: ProductShape(p.Spec()), Y: a.D, X: a.A, W: a.B,
+		ScaleX: a.ScaleA, ScaleW: a.ScaleB, Type: p.Spec().D}
 	if m.Beta != 0 { // it is 1, and Alpha too
 		own.C = a.C
 	}
-	return x.Kernels.Launch(s, own)
+	return x.Kernels.Launch(x.Stream, own)
 }
 
 // ProductShape is what the kernels of this module know of a product.
@@ -109,8 +98,8 @@ func ProductShape(m gpu.MatmulSpec) gemm.ProductShape {
 		Float8: m.Scaled()}
 }
 
-// Forget drops the plans, for another program.
-func (x *Products) Forget() error {
+// ForgetPlans drops the plans, for another program.
+func (x *Executor) ForgetPlans() error {
 	var errs []error
 	for _, p := range x.plans {
 		errs = append(errs, p.Close())

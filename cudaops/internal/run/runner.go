@@ -43,6 +43,7 @@ type Scale struct {
 type Runner struct {
 	*Executor
 	Program   *program.Program
+	Inputs    *Inputs
 	Attendant Attendant
 	Beside    Beside // nil for none
 	State     State

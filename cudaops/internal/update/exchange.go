@@ -187,7 +187,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 			contributors, s.group.Size())
 	}
 	if s.two && (contributors != 2 || !first) {
-		return errors.New("a step is one round of two ranks here: WithRounds says so")
+		return errors.New("a step is one round of two ranks here: WithRanks says so")
 	}
 	s.expected = round{}
 	if s.sent {

@@ -32,8 +32,6 @@ type Rules interface {
 // Machine is what an optimiser needs of the machine whose parameters it updates.
 type Machine struct {
 	*run.Runner
-	Inputs     *run.Inputs
-	Memory     *run.Memory // of the parameters
 	Chooser    *choose.Chooser
 	Activation gpu.DType // what activations are stored as
 	// what a parameter's moments are to begin with, nil where the optimiser knows
