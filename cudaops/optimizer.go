@@ -130,7 +130,7 @@ func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 		return nil, err
 	}
 	p := m.runner.Program
-	if a.Type != gpu.Float32 || a.Len() != 1 || p.Scaling != nil && p.Scaling.Carried[loss] {
+	if a.Type != gpu.Float32 || a.Len() != 1 || p.Scaling.Carried[loss] {
 		return nil, fmt.Errorf("%s is no loss, want a number", graph.Describe(loss))
 	}
 	return a, nil

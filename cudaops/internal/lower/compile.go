@@ -11,8 +11,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
@@ -96,12 +94,8 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	}
 	c.updating = o.updating()
 	if o.Scaled {
-		var err error
-		if c.Scaling, err = lossscale.Follow(g, o.Params, linear); err != nil {
+		if err := c.scale(g); err != nil {
 			return nil, nil, err
-		}
-		if c.Scaling != nil {
-			c.Scale = c.NewResident(gpu.Float32, optimizer.LossScaleBytes/4)
 		}
 	}
 	if c.lowerAll(kept); c.err != nil {

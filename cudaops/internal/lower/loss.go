@@ -10,7 +10,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
@@ -130,7 +129,7 @@ func (c *compiler) outputRows(o outputRows) {
 
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
-	if saved.upstream != c.Scale || lossscale.IsOne(graph.Children(n)[4]) {
+	if saved.upstream != c.Scale || isOne(graph.Children(n)[4]) {
 		return packed(saved.dx, saved.dw)
 	}
 	upstream := c.as(n, in[4], gpu.Float32)

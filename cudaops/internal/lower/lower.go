@@ -9,7 +9,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -24,7 +23,7 @@ type lowering func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.
 // ownOp is what the compiler knows of an op of this module.
 type ownOp struct {
 	lower  lowering
-	scaled lossscale.Linearity // nil for an op that is not linear in anything
+	scaled linearity // nil for an op that is not linear in anything
 }
 
 // ownOps holds the ops of this module by type. An op and its gradient stand here both or neither:
@@ -32,7 +31,7 @@ type ownOp struct {
 var ownOps map[reflect.Type]ownOp
 
 func init() {
-	in := lossscale.In
+	in := inInput
 	ownOps = map[reflect.Type]ownOp{
 		reflect.TypeFor[*opbase.PartOp]():               {lowerPart, in(0)},
 		reflect.TypeFor[*op.RMSNormOp]():                {lowerRMSNorm, nil},
@@ -48,10 +47,10 @@ func init() {
 		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): {lowerLinearCrossEntropyGrad, in(4)},
 		reflect.TypeFor[*op.BiasOp]():                   {lowerBias, nil},
 		reflect.TypeFor[*op.BiasGradOp]():               {lowerBiasGrad, in(0)},
-		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, lossscale.InOne},
+		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
 		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
 		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
-		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, lossscale.InLast},
+		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, inLast},
 		reflect.TypeFor[*kvcache.AttentionOp]():         {lowerCachedAttention, nil},
 		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
 		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
@@ -65,7 +64,7 @@ func init() {
 		reflect.TypeFor[*graft.NormOp]():                {lowerNorm, in(0)},
 		reflect.TypeFor[*graft.HealthOp]():              {lowerHealth, nil},
 		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
-		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, lossscale.InRecomputed},
+		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, inRecomputed},
 	}
 }
 
@@ -85,23 +84,14 @@ func (c *compiler) lower(n *gorgonia.Node) {
 		return
 	}
 	f := ownOps[reflect.TypeOf(n.Op())].lower
-	onHost := ""
-	if f == nil {
+	switch {
+	case f != nil:
+	case c.hasKernel(n):
 		f = stock(n)
-		if f != nil && c.o.OnHost(fmt.Sprint(n.Op())) {
-			onHost = "a rule wants it there"
-		}
+	default:
+		f = lowerOnHost
 	}
-	if f == nil {
-		onHost = fmt.Sprintf("there is no kernel for %T", n.Op())
-	}
-	var out *program.Array
-	if onHost != "" {
-		out = c.onHost(n, c.operands(n), onHost)
-	} else {
-		out = f(c, n, c.operands(n))
-	}
-	if c.Values[n] == nil { // else it is folded
+	if out := f(c, n, c.operands(n)); c.Values[n] == nil { // else it is folded
 		c.Values[n] = out
 	}
 }
@@ -144,9 +134,13 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Arra
 	return nil
 }
 
-// onHost computes a node with its op's own Do, between two copies, for some reason. It sees
-// gradients without the loss scale.
-func (c *compiler) onHost(n *gorgonia.Node, in []*program.Array, why string) *program.Array {
+// lowerOnHost computes a node with its op's own Do, between two copies. It sees gradients without
+// the loss scale.
+func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	why := "a rule wants it there"
+	if stock(n) == nil {
+		why = fmt.Sprintf("there is no kernel for %T", n.Op())
+	}
 	if c.o.Strict {
 		c.fail(fmt.Errorf("%s, and WithStrict forbids computing it on the host", why))
 		return nil

@@ -11,7 +11,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/lossscale"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -24,7 +23,7 @@ import (
 // stockOp is what the compiler knows of an op of Gorgonia's.
 type stockOp struct {
 	find   func(n *gorgonia.Node) lowering // nil if there is none for the node
-	scaled lossscale.Linearity             // nil for an op that is not linear in anything
+	scaled linearity                       // nil for an op that is not linear in anything
 }
 
 // stockOps holds them by the name of the op's type. The types of gradients stand beside those of
@@ -33,22 +32,22 @@ var stockOps map[string]stockOp
 
 func init() {
 	stockOps = map[string]stockOp{
-		"gorgonia.elemUnaryOp":    {stockUnary, lossscale.InNegated},
+		"gorgonia.elemUnaryOp":    {stockUnary, inNegated},
 		"gorgonia.elemBinOp":      {stockBinary, inOperands},
 		"gorgonia.minBetween":     {stockBinary, nil},
 		"gorgonia.maxBetween":     {stockBinary, nil},
-		"gorgonia.linAlgBinOp":    {stockProduct, lossscale.InOne},
-		"gorgonia.sumOp":          {stockReduction, lossscale.InAll},
+		"gorgonia.linAlgBinOp":    {stockProduct, inOne},
+		"gorgonia.sumOp":          {stockReduction, inAll},
 		"*gorgonia.maxOp":         {stockReduction, nil},
 		"*gorgonia.softmaxOp":     {stockSoftmax, nil},
-		"*gorgonia.softmaxDiffOp": {stockSoftmax, lossscale.In(2)},
-		"gorgonia.reshapeOp":      {stockMoves(reshaped), lossscale.InAll},
-		"gorgonia.transposeOp":    {stockMoves(transposed), lossscale.InAll},
-		"*gorgonia.sliceOp":       {stockMoves(sliced), lossscale.InAll},
-		"gorgonia.sliceIncrOp":    {stockMoves(sliced), lossscale.InAdded},
-		"gorgonia.concatOp":       {stockMoves(concatenated), lossscale.InAll},
-		"*gorgonia.repeatOp":      {stockMoves(repeats), lossscale.In(0)},
-		"gorgonia.sizeOp":         {stockSize, lossscale.SizeOnly},
+		"*gorgonia.softmaxDiffOp": {stockSoftmax, inInput(2)},
+		"gorgonia.reshapeOp":      {stockMoves(reshaped), inAll},
+		"gorgonia.transposeOp":    {stockMoves(transposed), inAll},
+		"*gorgonia.sliceOp":       {stockMoves(sliced), inAll},
+		"gorgonia.sliceIncrOp":    {stockMoves(sliced), inAdded},
+		"gorgonia.concatOp":       {stockMoves(concatenated), inAll},
+		"*gorgonia.repeatOp":      {stockMoves(repeats), inInput(0)},
+		"gorgonia.sizeOp":         {stockSize, sizeOnly},
 	}
 }
 

@@ -180,7 +180,7 @@ func spreadOf(n *gorgonia.Node) (spread, bool) {
 // number is the value of an input that is a number known beforehand, which the scaled gradient of
 // the loss is not.
 func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
-	if c.Scaling != nil && c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
+	if c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
 		return 0, false
 	}
 	return number(graph.Children(n)[input])

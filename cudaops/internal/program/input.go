@@ -123,6 +123,7 @@ func (p *Program) Borrow() Made {
 }
 
 // Scaling is where the loss scale takes the place of the loss's gradient, and which nodes carry it.
+// Without a scale its maps are nil.
 type Scaling struct {
 	Edges   map[Edge]bool
 	Carried map[*gorgonia.Node]bool
@@ -134,7 +135,7 @@ type Edge struct {
 	Input int
 }
 
-// Carries reports whether an input of a node carries the scale. No scaling is nil.
-func (s *Scaling) Carries(n *gorgonia.Node, input int) bool {
-	return s != nil && (s.Edges[Edge{n, input}] || s.Carried[graph.Children(n)[input]])
+// Carries reports whether an input of a node carries the scale.
+func (s Scaling) Carries(n *gorgonia.Node, input int) bool {
+	return s.Edges[Edge{n, input}] || s.Carried[graph.Children(n)[input]]
 }

@@ -27,7 +27,7 @@ type Program struct {
 
 	// optimizer.LossScale, whose first number is the loss scale; nil where there is none
 	Scale   *Array
-	Scaling *Scaling
+	Scaling Scaling
 
 	Kasmina []*KasminaLayer
 	Starts  []KasminaStart

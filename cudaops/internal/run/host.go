@@ -51,7 +51,7 @@ func (r *Runner) HostOperand(n *gorgonia.Node, i int, a *program.Array) (gorgoni
 
 // Carried is the scale that the value of a node carries, 1 where it carries none.
 func (r *Runner) Carried(n *gorgonia.Node) float32 {
-	if s := r.Program.Scaling; s != nil && s.Carried[n] {
+	if r.Program.Scaling.Carried[n] {
 		return r.Scale.Carried
 	}
 	return 1
