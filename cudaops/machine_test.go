@@ -463,7 +463,8 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 	defer l.machine.Close()
 	rows, seeds := int64(l.batch.IDs.Shape()[0]), int64(lattice.Seeds())
 	const loss, control = 4, 64
-	up, down := copies{2, 2 * 8 * rows}, copies{2, loss + control}
+	up := copies{2, 2 * 8 * rows}
+	down := copies{3, loss + control + 4*program.KasminaWords*seeds}
 	with := func(c copies, bytes int64) copies { return copies{c.count + 1, c.bytes + bytes} }
 	stateBytes, alpha := int64(l.machine.runner.Program.Kasmina[0].Memory.Extent()), 0.0
 	cases := []struct {
@@ -471,21 +472,20 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 		set      func() error
 		up, down copies
 	}{
-		{"a steady step", nil, up, with(down, 4*program.KasminaBins*seeds)},
+		{"a steady step", nil, up, down},
 		{"telemetry with histograms", func() error {
 			return lattice.SetTelemetry(state.Telemetry{Mode: state.Debug})
-		}, up,
-			with(down, 4*program.KasminaWords*seeds)},
+		}, up, down},
 		{"telemetry off", func() error {
 			return lattice.SetTelemetry(state.Telemetry{Mode: state.Off})
-		}, up, with(down, 4*program.KasminaHealth*seeds)},
+		}, up, down},
 		{"a seed that changes", func() error {
 			alpha += 0.1
 			return lattice.SetAlpha(1, alpha)
-		}, with(up, stateBytes), with(down, 4*program.KasminaHealth*seeds)},
+		}, with(up, stateBytes), down},
 		{"another learning rate", func() error {
 			return l.optimizer.SetLR(l.optimizer.LR() / 2)
-		}, with(up, control), with(down, 4*program.KasminaHealth*seeds)},
+		}, with(up, control), down},
 	}
 	for _, c := range cases[:few(len(cases), 2)] {
 		// Runs and updates are launched one by one at first and recorded at the second time.

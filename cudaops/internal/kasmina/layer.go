@@ -65,11 +65,9 @@ type Layers struct {
 	starts []*start
 	of     map[*program.KasminaLayer]*layer
 
-	seeds   int            // of all layers
-	memory  *program.Array // for each array of a report in turn what the layers have of it
-	host    [2][]byte      // pinned, for a run and the one before it
-	arrived [2]gpu.Event   // when the host has them
-	next    int            // of the run under way or to come, among the two
+	host    [2][]byte    // pinned, for the report of a run and that of the one before it
+	arrived [2]gpu.Event // when the host has them
+	next    int          // of the run under way or to come, among the two
 }
 
 // New prepares the layers of a machine's program, whose runs they attend from now on.
@@ -80,9 +78,8 @@ func New(m *Machine) (ls *Layers, err error) {
 	if p.Reports == nil {
 		return ls, nil
 	}
-	ls.memory, ls.seeds = p.Reports, p.Reports.Shape[1]
 	for i := range ls.host {
-		if ls.host[i], err = m.Memory.AllocHost(ls.memory.Extent()); err != nil {
+		if ls.host[i], err = m.Memory.AllocHost(p.Reports.Extent()); err != nil {
 			return nil, err
 		}
 		if ls.arrived[i], err = m.Memory.NewEvent(false); err != nil {
@@ -108,7 +105,7 @@ func New(m *Machine) (ls *Layers, err error) {
 	for _, s := range p.Starts {
 		ls.starts = append(ls.starts, newStart(m, s))
 	}
-	return ls, m.Ctx.Memset8(ls.memory.Ptr(), 0, ls.memory.Extent(), m.Stream)
+	return ls, m.Ctx.Memset8(p.Reports.Ptr(), 0, p.Reports.Extent(), m.Stream)
 }
 
 // Before receives what runs have measured, and sends the lattices' states.
@@ -131,18 +128,10 @@ func (ls *Layers) After() error {
 	if len(ls.layers) == 0 {
 		return nil
 	}
-	ctx, i, words := ls.m.Ctx, ls.next, program.KasminaHealth
-	for _, l := range ls.layers {
-		if l.now().mode.telemetry {
-			words = max(words, program.KasminaBins)
-		}
-		if l.now().mode.histogram {
-			words = program.KasminaWords
-		}
-	}
+	ctx, i := ls.m.Ctx, ls.next
 	ls.next = 1 - i
-	if err := run.Joined(ctx.CopyToHost(ls.host[i][:4*words*ls.seeds], ls.memory.Ptr(),
-		ls.m.Stream), ctx.Record(ls.arrived[i], ls.m.Stream)); err != nil {
+	if err := run.Joined(ctx.CopyToHost(ls.host[i], ls.m.Program.Reports.Ptr(), ls.m.Stream),
+		ctx.Record(ls.arrived[i], ls.m.Stream)); err != nil {
 		return err
 	}
 	for _, l := range ls.layers {
@@ -175,10 +164,8 @@ func (ls *Layers) Settle() error {
 
 // at is where the device has an array of the layer's report.
 func (l *layer) at(word int) gpu.Ptr {
-	return l.memory.Ptr().Offset(4 * l.place(word))
+	return l.m.Program.Reports.Ptr().Offset(4 * l.Place(word))
 }
-
-func (l *layer) place(word int) int { return l.Place(word, l.seeds) }
 
 // moving is of how many seeds the backward pass of the last run read x at least, and wrote the
 // gradient of x.
@@ -297,14 +284,14 @@ func (l *layer) receive(run int, wait bool) error {
 func (l *layer) deliver(f *flight, report []byte) error {
 	seeds := l.State.Seeds
 	words, figures := gpu.View[uint32](report), gpu.View[float32](report)
-	counts := words[l.place(0):][:len(l.counts)]
+	counts := words[l.Place(0):][:len(l.counts)]
 	counted := slices.Clone(counts)
 	for i, v := range l.counts {
 		counted[i] -= v
 	}
 	copy(l.counts, counts)
 	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
-	figure := func(what, i, seed int) float64 { return float64(figures[l.place(what+i)+seed]) }
+	figure := func(what, i, seed int) float64 { return float64(figures[l.Place(what+i)+seed]) }
 	elements := float64(l.Rows * l.Chunk)
 
 	health := func(seed int) state.HealthSample {
@@ -318,7 +305,7 @@ func (l *layer) deliver(f *flight, report []byte) error {
 		h.Moments = state.Moments{Count: elements - float64(h.NonFinite),
 			Mean: v(kasminakernel.Moments), Variance: v(kasminakernel.Moments + 1)}
 		if f.mode.histogram {
-			h.Histogram = (*state.Histogram)(words[l.place(program.KasminaBins)+
+			h.Histogram = (*state.Histogram)(words[l.Place(program.KasminaBins)+
 				seed*kasminakernel.Bins:])
 		}
 		return h

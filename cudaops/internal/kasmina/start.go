@@ -38,7 +38,7 @@ func (s *start) before() error {
 		if !s.seen[slot] && !s.used[slot] {
 			var err error
 			if scales == nil {
-				scales, err = s.read(s.OfScales, s.Scales, 0, len(s.used))
+				scales, err = s.read(s.Scales, 0, len(s.used))
 			}
 			if err == nil && scales[slot] == 0 {
 				err = s.fill(seed, slot, scales[slot:slot+1])
@@ -55,8 +55,8 @@ func (s *start) before() error {
 
 // fill writes a slot whose scale is 0, if there is nothing in it.
 func (s *start) fill(seed, slot int, scale []float32) error {
-	width := s.Weights.Len() / s.Scales.Len()
-	w, err := s.read(s.OfWeights, s.Weights, slot*width, width)
+	width := s.Weights.Array.Len() / s.Scales.Array.Len()
+	w, err := s.read(s.Weights, slot*width, width)
 	if err != nil {
 		return err
 	}
@@ -64,13 +64,13 @@ func (s *start) fill(seed, slot int, scale []float32) error {
 		return err
 	}
 	return run.InTurn(
-		func() error { return s.write(s.OfWeights, s.Weights, slot*width, w) },
-		func() error { return s.write(s.OfScales, s.Scales, slot, scale) })
+		func() error { return s.write(s.Weights, slot*width, w) },
+		func() error { return s.write(s.Scales, slot, scale) })
 }
 
 // read returns n elements of an input, from the one that is given, as they are now. Of a value that
 // is sent before every run they are its own memory.
-func (s *start) read(in *program.Input, a *program.Array, from, n int) ([]float32, error) {
+func (s *start) read(in *program.Input, from, n int) ([]float32, error) {
 	if in.Sent() {
 		value, err := hostMemory(in)
 		if err != nil {
@@ -79,16 +79,17 @@ func (s *start) read(in *program.Input, a *program.Array, from, n int) ([]float3
 		return value[from : from+n], nil
 	}
 	x := make([]float32, n)
-	return x, s.m.FetchFloats(a.View(from, n), x)
+	return x, s.m.FetchFloats(in.Array.View(from, n), x)
 }
 
 // write sends elements that read has returned to where they are from.
-func (s *start) write(in *program.Input, a *program.Array, from int, x []float32) error {
+func (s *start) write(in *program.Input, from int, x []float32) error {
 	ctx := s.m.Ctx
 	if in.Sent() {
 		return nil
 	}
-	if err := ctx.CopyToDevice(a.Ptr().Offset(4*from), gpu.Bytes(x), s.m.Stream); err != nil {
+	if err := ctx.CopyToDevice(in.Array.Ptr().Offset(4*from), gpu.Bytes(x),
+		s.m.Stream); err != nil {
 		return err
 	}
 	return run.Joined(s.m.Inputs.Refresh(in), ctx.SyncStream(s.m.Stream))

@@ -43,8 +43,7 @@ func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) 
 		scales.Type != gpu.Float32 {
 		return
 	}
-	c.Starts = append(c.Starts, program.KasminaStart{Op: o, Weights: weights, Scales: scales,
-		OfWeights: w, OfScales: s})
+	c.Starts = append(c.Starts, program.KasminaStart{Op: o, Weights: w, Scales: s})
 }
 
 // kasminaPass adds a pass of a layer, with so many bytes of workspace.

@@ -34,9 +34,8 @@ type KasminaPass struct {
 // KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use
 // them.
 type KasminaStart struct {
-	Op                  *op.KasminaOp
-	Weights, Scales     *Array
-	OfWeights, OfScales *Input
+	Op              *op.KasminaOp
+	Weights, Scales *Input
 }
 
 // HostOp is the Params of a call that the host computes, between two copies, with the node's own
@@ -47,7 +46,7 @@ type HostOp struct {
 	Out  *Array
 }
 
-// Where the arrays of a report begin, in words for each seed. There are counts of non-finite x and
+// Where the arrays of a layer's report begin, in words for each seed. There are counts of non-finite x and
 // g, of clipped rows, and of what a replay counts, which nobody reads. Then come figures and
 // histograms.
 const (
@@ -61,17 +60,7 @@ const (
 	KasminaWords    = KasminaBins + kasmina.Bins
 )
 
-// kasminaRegions is where begins what all runs have of a report, those that measure, and those with
-// histograms.
-var kasminaRegions = [...]int{0, KasminaHealth, KasminaBins, KasminaWords}
-
-// Place is where an array of the layer's report is, or a row of one, in words, of all layers with
-// so many seeds together.
-func (l *KasminaLayer) Place(word, seeds int) int {
-	i := 0
-	for word >= kasminaRegions[i+1] {
-		i++
-	}
-	from, to := kasminaRegions[i], kasminaRegions[i+1]
-	return from*seeds + (to-from)*l.First + (word-from)*l.State.Seeds
+// Place is where an array of the layer's report is, in words, in the report of all layers.
+func (l *KasminaLayer) Place(word int) int {
+	return KasminaWords*l.First + word*l.State.Seeds
 }

@@ -25,7 +25,7 @@ func (x *Optimizer) travels(p *Param) bool {
 		return false
 	}
 	if slices.ContainsFunc(x.m.Program.Starts, func(s program.KasminaStart) bool {
-		return s.OfWeights == in || s.OfScales == in
+		return s.Weights == in || s.Scales == in
 	}) {
 		return false
 	}
