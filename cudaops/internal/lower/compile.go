@@ -163,11 +163,9 @@ func (c *compiler) gather() {
 
 // newCall is a call of a node. Operands that are nil are left out.
 func (c *compiler) newCall(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
-	args = slices.DeleteFunc(args, func(a program.Arg) bool {
-		return a.Array == nil || a.Buffer == nil
-	})
-	return &program.Call{Op: graph.OpName(n), Node: graph.Describe(n), Layer: c.layers.Of(n),
-		Params: params, Args: args}
+	call := program.NewCall(params, args...)
+	call.Op, call.Node, call.Layer = graph.OpName(n), graph.Describe(n), c.layers.Of(n)
+	return call
 }
 
 // call adds a call of a node.

@@ -11,9 +11,7 @@ import (
 
 // newProduct is the call of a matrix product.
 func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call {
-	call := c.newCall(n, p.Params(), p.Args()...)
-	call.FLOPs, call.Float8 = p.FLOPs(), p.ScaleA != nil
-	return call
+	return c.newCall(n, p.Params(), p.Args()...)
 }
 
 // matmul adds a matrix product.

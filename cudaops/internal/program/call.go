@@ -1,9 +1,9 @@
 package program
 
 import (
-	"cmp"
 	"fmt"
 	"reflect"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/optime"
@@ -20,6 +20,17 @@ type Call struct {
 	Float8 bool           // of which these are
 	Choice *optime.Choice // of its way; nil for none
 	Over   Over
+}
+
+// NewCall is a call on those of the operands that are not nil.
+func NewCall(params any, args ...Arg) *Call {
+	c := &Call{Params: params, Args: slices.DeleteFunc(args, func(a Arg) bool {
+		return a.Array == nil || a.Buffer == nil
+	})}
+	if m, ok := params.(Matmul); ok {
+		c.FLOPs, c.Float8 = m.Spec.FLOPs(), m.Spec.Scaled()
+	}
+	return c
 }
 
 // Over is a result that a call can leave in the memory of what it reads there, where nothing else
@@ -131,18 +142,4 @@ func WithWay(params, way any) any {
 type Zero struct {
 	Ptr   gpu.Ptr
 	Bytes int
-}
-
-// Matmul is the Params of a matrix product D = Alpha·op(A)·op(B) + Beta·C. Where C is null it is D.
-type Matmul struct {
-	Spec           gpu.MatmulSpec
-	Alpha, Beta    float32
-	A, B, C, D     gpu.Ptr
-	ScaleA, ScaleB gpu.Ptr
-}
-
-// Operands is the product's operands as cuBLASLt takes them.
-func (m Matmul) Operands() gpu.MatmulArgs {
-	return gpu.MatmulArgs{Alpha: m.Alpha, Beta: m.Beta, A: m.A, B: m.B, C: cmp.Or(m.C, m.D), D: m.D,
-		ScaleA: m.ScaleA, ScaleB: m.ScaleB}
 }

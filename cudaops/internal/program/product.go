@@ -1,6 +1,8 @@
 package program
 
 import (
+	"cmp"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
@@ -24,45 +26,30 @@ func (p Product) Plus(add *Array) Product {
 	return p
 }
 
-// sizes are the rows and columns of D, how many products are added up for an element, and how many
-// such matrices there are.
-func (p Product) sizes() (m, n, k, batch int) {
+// Matmul is the Params of a product's call. Where C is null it is D.
+type Matmul struct {
+	Spec gpu.MatmulSpec
+	gpu.MatmulArgs
+}
+
+// Params is the product as cuBLASLt sees it.
+func (p Product) Params() Matmul {
 	d, a := p.D.Shape, p.A.Shape
 	last := len(d) - 1
-	if k = a[last]; p.TransA {
+	k := a[last]
+	if p.TransA {
 		k = a[last-1]
 	}
-	return d[last-1], d[last], k, opbase.Size(d[:last-1])
-}
-
-// FLOPs is the multiplications and additions of all products.
-func (p Product) FLOPs() float64 {
-	m, n, k, batch := p.sizes()
-	return 2 * float64(batch) * float64(m) * float64(n) * float64(k)
-}
-
-// spec is the product as cuBLASLt sees it.
-func (p Product) spec() gpu.MatmulSpec {
+	spec := gpu.MatmulSpec{M: d[last-1], N: d[last], K: k, TransA: p.TransA, TransB: p.TransB,
+		A: p.A.Type, B: p.B.Type, D: p.D.Type, Batch: opbase.Size(d[:last-1]), Align: Alignment}
 	at := p.A.At | p.B.At | p.D.At
 	if p.C != nil {
 		at |= p.C.At
 	}
-	m, n, k, batch := p.sizes()
-	spec := gpu.MatmulSpec{M: m, N: n, K: k, TransA: p.TransA, TransB: p.TransB,
-		A: p.A.Type, B: p.B.Type, D: p.D.Type, Batch: batch, Align: Alignment}
 	for spec.Align > 2 && at%spec.Align != 0 {
 		spec.Align /= 2
 	}
-	return spec
-}
-
-// Params is the product as a call's.
-func (p Product) Params() Matmul {
-	m := Matmul{Spec: p.spec(), Alpha: p.Alpha, Beta: p.Beta}
-	if m.Alpha == 0 {
-		m.Alpha = 1
-	}
-	return m
+	return Matmul{spec, gpu.MatmulArgs{Alpha: cmp.Or(p.Alpha, 1), Beta: p.Beta}}
 }
 
 // Args is the operands of the product's call.

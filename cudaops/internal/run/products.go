@@ -1,6 +1,7 @@
 package run
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"strings"
@@ -79,7 +80,8 @@ func (x *Executor) product(m program.Matmul) error {
 	if p == nil {
 		return fmt.Errorf("the product %+v was not planned", m.Spec)
 	}
-	a := m.Operands()
+	a := m.MatmulArgs
+	a.C = cmp.Or(a.C, a.D)
 	if p.Way < len(p.BLAS) {
 		a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
 		return p.Run(p.Way, a, x.Stream)

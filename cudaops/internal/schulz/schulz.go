@@ -86,9 +86,7 @@ func (b Builder) bytes(n int) *program.Array { return b.NewArray(gpu.Float32, (n
 
 // product is the call of a matrix product.
 func (b Builder) product(p program.Product) *program.Call {
-	call := b.Call(p.Params(), p.Args()...)
-	call.FLOPs = p.FLOPs()
-	return call
+	return b.Call(p.Params(), p.Args()...)
 }
 
 // products adds matrix products.

@@ -441,10 +441,9 @@ func ClearSums(r *run.Runner) error {
 // newCall is a call of the update, whose operands are in the tables but for those that are given
 // and not nil.
 func newCall(params any, args ...program.Arg) *program.Call {
-	args = slices.DeleteFunc(args, func(a program.Arg) bool {
-		return a.Array == nil || a.Buffer == nil
-	})
-	return &program.Call{Op: "Update", Node: "the update", Params: params, Args: args}
+	c := program.NewCall(params, args...)
+	c.Op, c.Node = "Update", "the update"
+	return c
 }
 
 // squared is the launch that forms all sums of squares that this rank has to form.
