@@ -49,18 +49,14 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 	}
 	c.Kept[n] = kept
 	c.bound(in[3], program.IDRange{Op: "CachedAttention", Argument: "position", Vocab: o.Capacity})
-	var cos, sin *program.Array
-	if o.RoPE != nil {
-		t := c.rotation(*o.RoPE)
-		cos, sin = t.cos, t.sin
-	}
+	t := c.rotation(o.RoPE)
 	y := c.NewArray(q.Type, n.Shape()...)
 	// of zeros, which launches leave as they find them
 	arrived := c.NewConstant(make([]float32, g.Counters()))
 	c.call(n, decode.Attention{Geometry: g, Type: q.Type}, program.Writes("Y", y),
 		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
 		program.Updates("Keys", kept.Keys), program.Updates("Values", kept.Values),
-		program.Reads("Cos", cos), program.Reads("Sin", sin), program.Reads("Position", in[3]),
+		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin), program.Reads("Position", in[3]),
 		program.Uses("Parts", c.NewArray(gpu.Float32, g.PartsBytes(c.o.Device)/4)),
 		program.Updates("Arrived", arrived))
 	return y
@@ -113,16 +109,11 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 // attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those
 // of what they were before.
 func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
-	dv *program.Array, turned *op.RoPEOp) {
+	dv *program.Array, turned *op.RoPEConfig) {
 	q, k := c.acts(n, in[0], in[1])
 	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
-	documents := c.documentsOf(n, o, in)
-	var cos, sin *program.Array
-	if turned != nil {
-		t := c.rotation(turned.Config)
-		cos, sin = t.cos, t.sin
-	}
+	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])
 	a := attention.Backward{Geometry: s, Type: q.Type}
 	stats := c.bytes(a.WorkspaceBytes(c.o.Device))
@@ -130,7 +121,7 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 		program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
 		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
-		program.Uses("Stats", stats), program.Reads("Cos", cos), program.Reads("Sin", sin),
+		program.Uses("Stats", stats), program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),
 		untimed("Documents", documents))
 	if !o.Documents() {
 		call.FLOPs = attentionFLOPs(s, o.Config.Window, 5)

@@ -71,11 +71,10 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	for lo := 0; lo < rows; lo += chunk {
 		here := min(chunk, rows-lo)
 		o := outputRows{node: n, x: x.View(lo*d, here, d), w: w, logits: logits.View(0, here, v),
-			losses: losses.View(lo, here), targets: targets.View(lo, here), scale: saved.scale,
-			upstream: saved.upstream}
-		if saved.dx != nil {
-			o.dx, o.dw = saved.dx.View(lo*d, here, d), saved.dw
-			o.beta = min(1, float32(lo))
+			losses: losses.View(lo, here), targets: targets.View(lo, here), classified: saved,
+			beta: min(1, float32(lo))}
+		if o.dx != nil {
+			o.dx = o.dx.View(lo*d, here, d)
 		}
 		c.outputRows(o)
 	}
@@ -84,9 +83,10 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 
 // outputRows is a chunk of the output layer's rows. Without gradients dx is nil.
 type outputRows struct {
-	node                                                   *gorgonia.Node
-	x, w, logits, losses, targets, scale, upstream, dx, dw *program.Array
-	beta                                                   float32 // times dw of chunks before
+	node                          *gorgonia.Node
+	x, w, logits, losses, targets *program.Array
+	classified
+	beta float32 // times dw of chunks before
 }
 
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.

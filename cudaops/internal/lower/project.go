@@ -69,7 +69,7 @@ func (c *compiler) project(n *gorgonia.Node) {
 		}
 		p.x, p.linear[i] = graph.Children(n)[0], n
 	}
-	if rotationBy(p.turned[0]) != rotationBy(p.turned[1]) {
+	if rotationOf(configOf(p.turned[0])) != rotationOf(configOf(p.turned[1])) {
 		return
 	}
 	c.projected[queries] = p
@@ -156,10 +156,10 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		c.linearProduct(n, wide, x, weights, nil)
 		return
 	}
-	o := turned.Op().(*op.RoPEOp)
+	o := configOf(turned)
 	s := gemm.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
 		Turned: both.Shape[1],
-		Seq:    o.Config.Seq, HeadDim: o.Config.HeadDim,
+		Seq:    o.Seq, HeadDim: o.HeadDim,
 		Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
 	product := program.Product{D: wide, A: x, B: weights, TransB: true}
 	if s.Float8 {
@@ -199,7 +199,7 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 				return nil
 			}
 			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse ||
-				rotationBy(d) != rotationBy(p.turned[i]) {
+				rotationOf(&o.Config) != rotationOf(configOf(p.turned[i])) {
 				return nil
 			}
 			g.turned[i] = d
@@ -254,12 +254,10 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 	back := g.linear[0]
 	x, w := c.act(back, c.Values[p.x]), c.stack(back, weights...)
 	wide, parts, _ := p.place(c, x)
-	var turned *op.RoPEOp
 	if p.turned[0] != nil {
-		turned = p.turned[0].Op().(*op.RoPEOp)
 		c.Values[g.turned[0]], c.Values[g.turned[1]] = parts[0], parts[1]
 	}
-	c.attentionGrad(n, in, parts[0], parts[1], parts[2], turned)
+	c.attentionGrad(n, in, parts[0], parts[1], parts[2], configOf(p.turned[0]))
 	c.Values[n] = packed(parts[:]...)
 	for i, d := range g.parts {
 		c.Values[d] = parts[i]
@@ -304,7 +302,7 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Arra
 // result y may be x.
 func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	o := n.Op().(*op.RoPEOp)
-	t := c.rotation(o.Config)
+	t := c.rotation(&o.Config)
 	a := rope.Rotate{Rows: x.Shape[0], Seq: o.Config.Seq, Heads: x.Shape[1] / o.Config.HeadDim,
 		HeadDim: o.Config.HeadDim, XStride: x.Stride, YStride: y.Stride,
 		Inverse: o.Inverse, Type: x.Type}
@@ -320,21 +318,25 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 // Where a product turns its results they have both in the order of that.
 type rotationTables struct{ cos, sin, angles *program.Array }
 
-func (c *compiler) rotation(o op.RoPEConfig) *rotationTables {
+// rotation returns the tables of a RoPE, none where it is nil.
+func (c *compiler) rotation(o *op.RoPEConfig) *rotationTables {
 	key := rotationOf(o)
 	if c.rotations[key] == nil {
-		cosines, sines := o.Tables()
-		c.rotations[key] = &rotationTables{cos: c.NewConstant(narrow(cosines)),
-			sin: c.NewConstant(narrow(sines))}
+		c.rotations[key] = &rotationTables{}
+		if o != nil {
+			cosines, sines := o.Tables()
+			*c.rotations[key] = rotationTables{cos: c.NewConstant(narrow(cosines)),
+				sin: c.NewConstant(narrow(sines))}
+		}
 	}
 	return c.rotations[key]
 }
 
 // angles is rotation with the table of products.
-func (c *compiler) angles(o *op.RoPEOp) *rotationTables {
-	t := c.rotation(o.Config)
+func (c *compiler) angles(o *op.RoPEConfig) *rotationTables {
+	t := c.rotation(o)
 	if t.angles == nil {
-		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.Config.HeadDim/2))
+		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.HeadDim/2))
 	}
 	return t
 }
@@ -353,8 +355,12 @@ type rotation struct {
 	scaling op.RoPEScaling
 }
 
-func rotationOf(o op.RoPEConfig) rotation {
-	r := rotation{config: o}
+// rotationOf is the angles of a RoPE, none where it is nil.
+func rotationOf(o *op.RoPEConfig) (r rotation) {
+	if o == nil {
+		return r
+	}
+	r.config = *o
 	r.config.Heads, r.config.Scaling = 0, nil
 	if o.Scaling != nil {
 		r.scaling = *o.Scaling
@@ -362,10 +368,10 @@ func rotationOf(o op.RoPEConfig) rotation {
 	return r
 }
 
-// rotationBy is the angles by which a node turns, none where it is nil.
-func rotationBy(n *gorgonia.Node) (r rotation) {
-	if n != nil {
-		r = rotationOf(n.Op().(*op.RoPEOp).Config)
+// configOf is what a node turns by, nil where there is none.
+func configOf(n *gorgonia.Node) *op.RoPEConfig {
+	if n == nil {
+		return nil
 	}
-	return r
+	return &n.Op().(*op.RoPEOp).Config
 }
