@@ -84,23 +84,25 @@ func (b Builder) like(a *program.Array) *program.Array { return b.NewArray(a.Typ
 // bytes is workspace.
 func (b Builder) bytes(n int) *program.Array { return b.NewArray(gpu.Float32, (n+3)/4) }
 
-// product is the call of a matrix product.
-func (b Builder) product(p program.Product) *program.Call {
-	return b.Call(p.Params(), p.Args()...)
-}
-
-// products adds matrix products.
-func (b Builder) products(all ...program.Product) {
-	for _, p := range all {
-		b.Add(b.product(p))
-	}
+// square is memory for a square of each matrix of x, with its smaller side.
+func (b Builder) square(x *program.Array) *program.Array {
+	matrix := len(x.Shape) - 2
+	side := slices.Min(x.Shape[matrix:])
+	return b.NewArray(x.Type, slices.Concat(x.Shape[:matrix], []int{side, side})...)
 }
 
 // newStep returns a step's matrices for x.
 func (b Builder) newStep(x *program.Array) step {
-	side := min(x.Shape[0], x.Shape[1])
-	return step{tall: x.Shape[0] > x.Shape[1], gram: b.NewArray(x.Type, side, side),
-		poly: b.NewArray(x.Type, side, side)}
+	matrix := x.Shape[len(x.Shape)-2:]
+	return step{tall: matrix[0] > matrix[1], gram: b.square(x), poly: b.square(x)}
+}
+
+// products is the calls of matrix products.
+func (b Builder) products(all ...program.Product) (calls []*program.Call) {
+	for _, p := range all {
+		calls = append(calls, b.Call(p.Params(), p.Args()...))
+	}
+	return calls
 }
 
 // Normalized is the call that makes y = x/(‖x‖ + 1e-7).
@@ -117,12 +119,12 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 	b.Add(b.Normalized(chain[0], x))
 	for range steps - 1 {
 		last, next := chain[len(chain)-1], b.like(x)
-		b.products(b.newStep(last).next(next, last)...)
+		b.Calls = append(b.Calls, b.products(b.newStep(last).next(next, last)...)...)
 		chain = append(chain, next)
 	}
 	for _, last := range slices.Backward(chain) {
 		d := b.like(x)
-		b.stepGradient(d, g, last)
+		b.Calls = append(b.Calls, b.stepGradient(d, g, last)...)
 		g = d
 	}
 	dx := b.like(x)
@@ -132,15 +134,15 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 	return dx
 }
 
-// stepGradient adds the gradient dx of a step's x for that of its result, g.
-func (b Builder) stepGradient(dx, g, x *program.Array) {
+// stepGradient is the gradient dx of a step's x for that of its result, g.
+func (b Builder) stepGradient(dx, g, x *program.Array) []*program.Call {
 	s := b.newStep(x)
 	d, e := b.like(s.gram), b.like(s.gram)
 	outer := program.Product{D: d, A: g, B: x, TransB: true}
 	if s.tall {
 		outer = program.Product{D: d, A: x, B: g, TransA: true}
 	}
-	b.products(append(s.squares(x),
+	return b.products(append(s.squares(x),
 		s.apply(dx, s.poly, g, g, nsA, false),
 		outer,
 		program.Product{D: e, A: d, B: s.gram, C: d, Alpha: nsC, Beta: nsB},
@@ -156,21 +158,22 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	if b.Activation == gpu.Float32 {
 		t = gpu.Float32
 	}
-	it := iteration{b: b,
-		NewtonSchulz: gemm.NewtonSchulz{Rows: shape[0], Columns: shape[1],
-			Batch: batch, Steps: steps, Type: t}}
-	ways := it.ways()
+	n := gemm.NewtonSchulz{Rows: shape[0], Columns: shape[1], Batch: batch, Steps: steps, Type: t}
+	ways := b.ways(n)
 	x := b.NewArray(t, batch, shape[0], shape[1])
-	g := program.Group{Op: "NewtonSchulz", Plain: slices.Index(ways, byProducts), FLOPs: it.flops(),
+	g := program.Group{Op: "NewtonSchulz", Plain: slices.Index(ways, byProducts),
 		Units: []string{"gemm_hopper_plain", "gemm_symmetric"},
 		Shape: fmt.Sprintf("%d of %dx%d %v, %d steps", batch, shape[0], shape[1], t, steps)}
 	var all []Iteration
 	xs := [2]*program.Array{b.like(x), b.like(x)}
 	for _, way := range ways {
-		one := it.in(way, xs)
+		one := b.in(way, n, xs)
 		all, g.Results = append(all, one), []*program.Array{one.Result}
 		timed := append([]*program.Call{b.Normalized(one.Start, x)}, one.Calls...)
 		g.Alternatives = append(g.Alternatives, program.Alternative{Name: way, Calls: timed})
+	}
+	for _, c := range all[g.Plain].Calls {
+		g.FLOPs += c.FLOPs
 	}
 	i, choice, err := b.Choose(g)
 	if err != nil {
@@ -182,22 +185,16 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	return all[i], nil
 }
 
-// iteration makes the calls of an iteration.
-type iteration struct {
-	b Builder
-	gemm.NewtonSchulz
-}
-
 // ways are those that the GPU and the shape allow, that of the rule of thumb first.
-func (it iteration) ways() []string {
-	for _, s := range it.Shapes() {
-		if len(it.b.Ways(gemm.Symmetric{SymmetricShape: s, Type: it.Type})) == 0 {
+func (b Builder) ways(n gemm.NewtonSchulz) []string {
+	for _, s := range n.Shapes() {
+		if len(b.Ways(gemm.Symmetric{SymmetricShape: s, Type: n.Type})) == 0 {
 			return []string{byProducts}
 		}
 	}
-	together := gemm.NewtonSchulzTogether(it.Rows, it.Columns)
+	together := gemm.NewtonSchulzTogether(n.Rows, n.Columns)
 	switch {
-	case it.b.Tunes() || together == 0:
+	case b.Tunes() || together == 0:
 		return []string{byProducts, bySymmetry, byGram}
 	case together == 1:
 		return []string{bySymmetry, byGram, byProducts}
@@ -205,78 +202,54 @@ func (it iteration) ways() []string {
 	return []string{byGram, bySymmetry, byProducts}
 }
 
-func (it iteration) side() int  { return min(it.Rows, it.Columns) }
-func (it iteration) tall() bool { return it.Rows > it.Columns }
-
-// flops is the operations of the iteration as it is written.
-func (it iteration) flops() float64 {
-	side, long := float64(it.side()), float64(max(it.Rows, it.Columns))
-	return float64(it.Batch*it.Steps) * 2 * side * side * (2*long + side)
-}
-
 // in is the iteration in one of the ways, between two arrays, of which the second one has the
 // result.
-func (it iteration) in(way string, xs [2]*program.Array) Iteration {
-	it.Together = 1
-	turns := it.Steps
+func (b Builder) in(way string, n gemm.NewtonSchulz, xs [2]*program.Array) Iteration {
+	n.Together = 1
 	if way == byGram {
-		it.Together = gramSteps
+		n.Together = gramSteps
 	}
-	if way != byProducts {
-		turns = it.Segments()
+	turns, calls := n.Segments(), b.symmetric
+	if way == byProducts {
+		turns, calls = n.Steps, b.plain
 	}
 	if turns%2 == 0 {
 		xs[0], xs[1] = xs[1], xs[0]
 	}
-	one := Iteration{Start: xs[0], Result: xs[turns%2]}
-	if way == byProducts {
-		one.Calls = it.products(xs)
-	} else {
-		one.Calls = it.symmetric(xs)
-	}
-	return one
+	return Iteration{Start: xs[0], Result: xs[turns%2], Calls: calls(n, xs)}
 }
 
-// square is memory for a square of each matrix.
-func (it iteration) square() *program.Array {
-	return it.b.NewArray(it.Type, it.Batch, it.side(), it.side())
-}
-
-// products is the iteration by products alone.
-func (it iteration) products(xs [2]*program.Array) (calls []*program.Call) {
-	s := step{tall: it.tall(), gram: it.square(), poly: it.square()}
-	x, y := xs[0], xs[1]
-	for range it.Steps {
-		for _, p := range s.next(y, x) {
-			calls = append(calls, it.b.product(p))
-		}
+// plain is the iteration by products alone.
+func (b Builder) plain(n gemm.NewtonSchulz, xs [2]*program.Array) (calls []*program.Call) {
+	s, x, y := b.newStep(xs[0]), xs[0], xs[1]
+	for range n.Steps {
+		calls = append(calls, b.products(s.next(y, x)...)...)
 		x, y = y, x
 	}
 	return calls
 }
 
 // symmetric is the iteration by products of half of what is symmetric.
-func (it iteration) symmetric(xs [2]*program.Array) (calls []*program.Call) {
+func (b Builder) symmetric(n gemm.NewtonSchulz, xs [2]*program.Array) (calls []*program.Call) {
 	places := map[gpu.Ptr]*program.Array{1: xs[0], 2: xs[1]} // which stand for the arrays in Run
-	it.X = [2]gpu.Ptr{1, 2}
-	for i := range it.Squares {
-		it.Squares[i] = gpu.Ptr(3 + i)
-		places[it.Squares[i]] = it.square()
+	n.X = [2]gpu.Ptr{1, 2}
+	for i := range n.Squares {
+		n.Squares[i] = gpu.Ptr(3 + i)
+		places[n.Squares[i]] = b.square(xs[0])
 	}
 	multiply := func(a gemm.Symmetric) {
 		args := []program.Arg{program.Writes("D", places[a.D]),
 			program.Reads("Left", places[a.Left]),
 			program.Reads("Right", places[a.Right]), program.Reads("C", places[a.C])}
 		a.D, a.Left, a.Right, a.C = 0, 0, 0, 0
-		call := it.b.Call(a, args...)
+		call := b.Call(a, args...)
 		call.FLOPs = 2 * float64(a.Batch) * float64(a.N) * float64(a.N) * float64(a.Depth)
 		calls = append(calls, call)
 	}
 	apply := func(y, q, x gpu.Ptr) {
-		p := step{tall: it.tall()}.apply(places[y], places[q],
-			places[x], nil, 0, false)
-		calls = append(calls, it.b.product(p))
+		p := step{tall: n.Rows > n.Columns}.apply(places[y], places[q], places[x], nil, 0, false)
+		calls = append(calls, b.products(p)...)
 	}
-	it.Run(multiply, apply)
+	n.Run(multiply, apply)
 	return calls
 }
