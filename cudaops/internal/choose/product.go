@@ -86,8 +86,7 @@ func (t *Chooser) productJob(p *run.Plan, m *program.Matmul, args []program.Arg)
 	if len(p.Own) > 0 && m.Beta == 1 {
 		j.Shape += " with a matrix added"
 	}
-	call := &program.Call{Params: program.Matmul{Spec: m.Spec,
-		MatmulArgs: gpu.MatmulArgs{Alpha: m.Alpha, Beta: m.Beta}}, Args: args}
+	call := &program.Call{Params: *m, Args: args}
 	for _, name := range p.Ways() {
 		j.Alternatives = append(j.Alternatives, program.Alternative{Name: name,
 			Calls: []*program.Call{call}})
