@@ -129,13 +129,73 @@ func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, args 
 	return k.Ctx.Launch(f.Function, c, s, &a)
 }
 
+// Queue is launches that go to a stream one after the other. Once something has failed, nothing
+// more is enqueued.
+type Queue struct {
+	*Set
+	Stream gpu.Stream
+	Err    error // what has failed
+}
+
+// On is a queue to a stream.
+func (k *Set) On(s gpu.Stream) *Queue { return &Queue{Set: k, Stream: s} }
+
+// Run enqueues a kernel.
+func (q *Queue) Run(unit, name string, c gpu.LaunchConfig, args ...any) {
+	if q.Err == nil {
+		q.Err = q.Enqueue(q.Stream, unit, name, c, args...)
+	}
+}
+
+// RunAll enqueues a kernel whose blocks or clusters are as many as run at once.
+func (q *Queue) RunAll(unit, name string, c gpu.LaunchConfig, args ...any) {
+	if q.Err == nil {
+		var n int
+		n, q.Err = q.Resident(unit, name, c)
+		c.Grid.X *= n
+	}
+	q.Run(unit, name, c, args...)
+}
+
+// Then enqueues a launch of another family.
+func (q *Queue) Then(l Launch) {
+	if q.Err == nil {
+		q.Err = l.Launch(q.Set, q.Stream)
+	}
+}
+
+// Fill sets memory to a byte.
+func (q *Queue) Fill(p gpu.Ptr, with uint8, bytes int) {
+	if q.Err == nil {
+		q.Err = q.Ctx.Memset8(p, with, bytes, q.Stream)
+	}
+}
+
 // Poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks
 // for that.
-func (k *Set) Poison(s gpu.Stream, p gpu.Ptr, bytes int) error {
-	if !gpu.Poison {
-		return nil
+func (q *Queue) Poison(p gpu.Ptr, bytes int) {
+	if gpu.Poison {
+		q.Fill(p, 0xff, bytes)
 	}
-	return k.Ctx.Memset8(p, 0xff, bytes, s)
+}
+
+// Tiled is the descriptor of a tensor of which the copy engine moves tiles.
+func (q *Queue) Tiled(t gpu.TiledTensor) (m gpu.TensorMap) {
+	if q.Err == nil {
+		m, q.Err = q.Ctx.EncodeTiled(t)
+	}
+	return m
+}
+
+// Carve hands out pieces of a workspace one behind the other, each aligned to 256 bytes. From null
+// on it counts the bytes that they take.
+type Carve struct{ At gpu.Ptr }
+
+// Take is the next piece.
+func (c *Carve) Take(bytes int) gpu.Ptr {
+	p := c.At
+	c.At = p.Offset(CeilDiv(bytes, 256) * 256)
+	return p
 }
 
 // Resident is how many blocks of a launch run at once on the whole GPU, or clusters where it has

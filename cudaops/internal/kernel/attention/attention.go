@@ -90,12 +90,10 @@ type Forward struct {
 
 // Launch launches one kernel.
 func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	c, err := begin("Attention", a.Geometry, a.Type, a.Way, a.Ways(k))
-	if err != nil {
-		return err
-	}
+	c := begin(k.On(s), "Attention", a.Geometry, a.Type, a.Way, a.Ways(k))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y}, a.LSE
-	return c.launch(k, s, attentionForward)
+	c.launch(forward)
+	return c.Err
 }
 
 // Backward computes the gradients DQ, DK and DV from that of Y, G, and the forward pass's Y and
@@ -128,31 +126,31 @@ func (a Geometry) statsRows() int {
 
 // Launch launches the statistics' kernel, and those of the gradients behind it.
 func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	c, err := begin("AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(k))
-	if err != nil {
-		return err
-	}
+	c := begin(k.On(s), "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(k))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}, a.LSE
 	c.stats = a.Stats
-	if err := c.launchStatistics(k, s); err != nil {
-		return err
+	c.launchStatistics()
+	if c.Family == hopper {
+		c.launchFused()
+	} else {
+		c.launch(backwardQ)
+		c.launch(backwardKV)
 	}
-	if err := c.launchBackward(k, s); err != nil || a.Cos == 0 || c.turnsBack() {
-		return err
+	if a.Cos != 0 && !c.turnsBack() {
+		turn := rope.Rotate{Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq, Seq: a.Seq,
+			HeadDim: a.HeadDim, Inverse: true, Type: a.Type}
+		for i, d := range []kernel.Rows{a.DQ, a.DK} {
+			turn.Y, turn.X, turn.XStride, turn.YStride = d.Ptr, d.Ptr, d.Stride, d.Stride
+			turn.Heads = []int{a.Heads, a.KVHeads}[i]
+			c.Then(turn)
+		}
 	}
-	turn := func(d kernel.Rows, heads int) error {
-		return rope.Rotate{Y: d.Ptr, X: d.Ptr, Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq,
-			Seq: a.Seq, Heads: heads, HeadDim: a.HeadDim,
-			XStride: d.Stride, YStride: d.Stride, Inverse: true, Type: a.Type}.Launch(k, s)
-	}
-	if err := turn(a.DQ, a.Heads); err != nil {
-		return err
-	}
-	return turn(a.DK, a.KVHeads)
+	return c.Err
 }
 
 // attentionCall is a launch whose way is chosen and whose scale is filled in.
 type attentionCall struct {
+	*kernel.Queue
 	Geometry
 	kernel.Way
 	dtype gpu.DType
@@ -162,17 +160,15 @@ type attentionCall struct {
 }
 
 // begin chooses the way: the given one, of which the size may be any, or the fastest.
-func begin(op string, a Geometry, t gpu.DType, w kernel.Way,
-	ways []kernel.Way) (*attentionCall, error) {
-	family, err := kernel.Way{Family: w.Family}.Of(op, ways)
-	if err != nil {
-		return nil, err
-	}
+func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Way,
+	ways []kernel.Way) *attentionCall {
+	c := &attentionCall{Queue: q, Geometry: a, dtype: t}
+	c.Way, c.Err = kernel.Way{Family: w.Family}.Of(op, ways)
+	c.Way.Size = w.Size
 	if a.Scale == 0 {
-		a.Scale = 1 / math.Sqrt(float64(a.HeadDim))
+		c.Scale = 1 / math.Sqrt(float64(a.HeadDim))
 	}
-	return &attentionCall{Geometry: a, Way: kernel.Way{Family: family.Family, Size: w.Size},
-		dtype: t}, nil
+	return c
 }
 
 // params is attention::Params of attention.cuh, for sections of so many heads.
@@ -187,40 +183,29 @@ func (c *attentionCall) params(section int) (p kernel.Struct) {
 	return append(p, c.Batch, c.Seq, c.Heads, c.KVHeads, c.HeadDim, c.Causal, c.Scale, section)
 }
 
-func (c *attentionCall) launchStatistics(k *kernel.Set, s gpu.Stream) error {
+func (c *attentionCall) launchStatistics() {
 	l := kernel.Line(c.Batch*c.Heads*c.statsRows()/attentionStatsTile, 256)
 	var counters gpu.Ptr
 	var n int
 	if c.Family == hopper {
 		_, counters, n = c.fusedWorkspace(c.stats)
 	}
-	return k.Enqueue(s, "attention", "attention_stats"+kernel.Suffix(c.dtype), l, c.params(0),
-		counters, n)
-}
-
-func (c *attentionCall) launchBackward(k *kernel.Set, s gpu.Stream) error {
-	if c.Family == hopper {
-		return c.launchFused(k, s)
-	}
-	if err := c.launch(k, s, attentionBackwardQ); err != nil {
-		return err
-	}
-	return c.launch(k, s, attentionBackwardKV)
+	c.Run("attention", "attention_stats"+kernel.Suffix(c.dtype), l, c.params(0), counters, n)
 }
 
 // turnsBack reports whether the way's kernels can turn gradients back.
 func (c *attentionCall) turnsBack() bool { return c.Family == hopper && c.HeadDim == c.hopperDim() }
 
-// attentionPass is one of attention's kernels.
-type attentionPass int
+// pass is one of attention's kernels.
+type pass int
 
 const (
-	attentionForward attentionPass = iota
-	attentionBackwardQ
-	attentionBackwardKV
+	forward pass = iota
+	backwardQ
+	backwardKV
 )
 
-var attentionPassNames = [...]string{"forward", "backward_q", "backward_kv"}
+func (p pass) String() string { return [...]string{"forward", "backward_q", "backward_kv"}[p] }
 
 // mmaShape is a Shape of attention_mma.cu.
 type mmaShape struct{ threads, own, loop int }
@@ -231,57 +216,56 @@ var mmaShapes = map[int][3]mmaShape{ // by the head dimension that they are made
 }
 
 // shared is the shared memory of a block: its own tiles and two stages of those that it walks over.
-func (m mmaShape) shared(pass attentionPass, dim int) int {
+func (m mmaShape) shared(p pass, dim int) int {
 	own, stats := 2, 0
-	switch pass {
-	case attentionForward:
+	switch p {
+	case forward:
 		own = 1
-	case attentionBackwardKV:
+	case backwardKV:
 		stats = 8 * m.loop
 	}
 	return 2*dim*(own*m.own+2*2*m.loop) + 2*stats
 }
 
-func (c *attentionCall) launch(k *kernel.Set, s gpu.Stream, pass attentionPass) error {
+func (c *attentionCall) launch(p pass) {
 	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
-	if pass == attentionBackwardKV {
+	if p == backwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
 	}
-	name := "_" + attentionPassNames[pass]
 	if c.Family == plain {
 		l := kernel.Line(heads*kernel.CeilDiv(c.Seq, 64)*kernel.CeilDiv(c.HeadDim, 128), 256)
-		return c.run(k, s, "attention", "attention_plain"+name, l, c.params(0))
+		c.run("attention", fmt.Sprint("attention_plain_", p), l, c.params(0))
+		return
 	}
 	if c.Family == hopper { // whose backward pass is another
-		return c.launchHopper(k, s, heads, others)
+		c.launchHopper(heads, others)
+		return
 	}
 	dim := 64
 	if c.HeadDim > 64 {
 		dim = 128
 	}
-	m := mmaShapes[dim][pass]
-	tiles := kernel.CeilDiv(c.Seq, m.own)
-	l := kernel.Line(heads*tiles, m.threads)
-	l.Shared = m.shared(pass, dim)
-	return c.run(k, s, "attention_mma", fmt.Sprintf("attention_mma%s_%d", name, dim), l,
-		c.params(c.section(k, heads, others)))
+	m := mmaShapes[dim][p]
+	l := kernel.Line(heads*kernel.CeilDiv(c.Seq, m.own), m.threads)
+	l.Shared = m.shared(p, dim)
+	c.run("attention_mma", fmt.Sprintf("attention_mma_%v_%d", p, dim), l,
+		c.params(c.section(heads, others)))
 }
 
 // run launches a kernel or, where there are documents, the one of the same family that takes their
 // table last.
-func (c *attentionCall) run(k *kernel.Set, s gpu.Stream, unit, name string,
-	l gpu.LaunchConfig, args ...any) error {
+func (c *attentionCall) run(unit, name string, l gpu.LaunchConfig, args ...any) {
 	if c.Documents != 0 {
 		name, args = name+"_documents", append(args, c.Documents)
 	}
-	return k.Enqueue(s, unit, name+kernel.Suffix(c.dtype), l, args...)
+	c.Run(unit, name+kernel.Suffix(c.dtype), l, args...)
 }
 
 // section is how many heads are worked on together. What their blocks read over and over should fit
 // in L2 with room to spare.
-func (c *attentionCall) section(k *kernel.Set, heads, others int) int {
+func (c *attentionCall) section(heads, others int) int {
 	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
-	return min(max(k.Info.L2*5/8/each, 1), heads)
+	return min(max(c.Info.L2*5/8/each, 1), heads)
 }
 
 // describe is the geometry, and the distances of the matrices' rows.
@@ -325,9 +309,10 @@ var sections = []int{8, 24, 48}
 // Ways lists the ways that take the launch.
 func (a Backward) Ways(k *kernel.Set) []kernel.Way {
 	ways := a.Geometry.ways(k, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
-	c, heads := attentionCall{Geometry: a.Geometry, dtype: a.Type}, a.Batch*a.KVHeads
+	c := attentionCall{Queue: k.On(0), Geometry: a.Geometry, dtype: a.Type}
+	heads := a.Batch * a.KVHeads
 	if ways[0].Family != hopper || !a.Causal ||
-		c.section(k, heads, c.sharers()) >= min(fusedSection, heads) {
+		c.section(heads, c.sharers()) >= min(fusedSection, heads) {
 		return ways
 	}
 	at := 1

@@ -62,41 +62,37 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 }
 
 // launchHopper is the forward pass over some heads.
-func (c *attentionCall) launchHopper(k *kernel.Set, s gpu.Stream, heads, others int) error {
+func (c *attentionCall) launchHopper(heads, others int) {
 	dim := c.hopperDim()
 	h := hopperShapes[dim]
-	args, err := c.hopperArgs(k, c.evenSection(k, heads, kernel.CeilDiv(c.Seq, 64*h.workers),
-		others, inTurns), 3)
-	if err != nil {
-		return err
-	}
-	l := kernel.Line(k.Info.SMs, 128*(h.workers+1))
+	args := c.hopperArgs(c.evenSection(heads, kernel.CeilDiv(c.Seq, 64*h.workers), others,
+		inTurns), c.rows[:3])
+	l := kernel.Line(c.Info.SMs, 128*(h.workers+1))
 	l.Shared = h.shared(dim)
 	if c.Documents != 0 {
 		l.Shared += 16 * h.turns
 	}
-	return c.run(k, s, "attention_hopper", fmt.Sprintf("attention_hopper_forward_%d", dim), l,
-		args...)
+	c.run("attention_hopper", fmt.Sprintf("attention_hopper_forward_%d", dim), l, args...)
 }
 
 // evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
 // least to do. Of the numbers of heads from half of section to all of it, it is the one for which
 // the given hand-out ends first.
-func (c *attentionCall) evenSection(k *kernel.Set, heads, tiles, others int, out handOut) int {
+func (c *attentionCall) evenSection(heads, tiles, others int, out handOut) int {
 	if c.Size > 0 {
 		return min(c.Size, heads)
 	}
-	limit := c.section(k, heads, others)
-	if !c.Causal || out == onDemand && heads*tiles > k.Info.SMs*worksToEven {
+	limit := c.section(heads, others)
+	if !c.Causal || out == onDemand && heads*tiles > c.Info.SMs*worksToEven {
 		return limit
 	}
-	key := sectionKey{heads, tiles, limit, k.Info.SMs, out}
+	key := sectionKey{heads, tiles, limit, c.Info.SMs, out}
 	if best, ok := evenSections.Load(key); ok {
 		return best.(int)
 	}
 	best, least := 0, math.MaxInt
 	for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
-		if longest := out.longest(heads, tiles, n, k.Info.SMs); longest < least {
+		if longest := out.longest(heads, tiles, n, c.Info.SMs); longest < least {
 			best, least = n, longest
 		}
 	}
@@ -150,21 +146,13 @@ func (o handOut) longest(heads, tiles, section, sms int) int {
 	return slices.Max(busy)
 }
 
-// hopperArgs are the parameters and descriptors of the first few of q, k, v and g.
-func (c *attentionCall) hopperArgs(k *kernel.Set, section, inputs int) ([]any, error) {
+// hopperArgs are the parameters and the descriptors of inputs: q, k and v, or with g behind them.
+func (c *attentionCall) hopperArgs(section int, inputs []kernel.Rows) []any {
 	args := []any{c.params(section)}
-	for i, heads := range []int{c.Heads, c.KVHeads, c.KVHeads, c.Heads}[:inputs] {
-		rows := c.rows[i]
-		if i == 3 {
-			rows = c.rows[4]
-		}
-		m, err := c.tensorMap(k, rows, heads)
-		if err != nil {
-			return nil, err
-		}
-		args = append(args, m)
+	for i, rows := range inputs {
+		args = append(args, c.tensorMap(rows, []int{c.Heads, c.KVHeads, c.KVHeads, c.Heads}[i]))
 	}
-	return args, nil
+	return args
 }
 
 // angles are the tables that gradients are turned back by, null where the kernels do not.
@@ -177,13 +165,13 @@ func (c *attentionCall) angles() []any {
 
 // tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one
 // head, where 64 divides the kernels' head dimension, or 32.
-func (c *attentionCall) tensorMap(k *kernel.Set, r kernel.Rows, heads int) (gpu.TensorMap, error) {
+func (c *attentionCall) tensorMap(r kernel.Rows, heads int) gpu.TensorMap {
 	row := uint64(r.Stride * c.dtype.Size())
 	columns := uint32(64)
 	if c.hopperDim()%64 != 0 {
 		columns = 32
 	}
-	return k.Ctx.EncodeTiled(gpu.TiledTensor{
+	return c.Tiled(gpu.TiledTensor{
 		Type:    c.dtype,
 		Address: r.Ptr,
 		Dims:    []uint64{uint64(c.HeadDim), uint64(c.Seq), uint64(heads), uint64(c.Batch)},
@@ -214,13 +202,13 @@ func (a Geometry) fusedWorkspace(stats gpu.Ptr) (dq, counters gpu.Ptr, n int) {
 const fusedSection = 16
 
 // sectionOfFused is the section of the fused backward pass, whose blocks own tiles of keys.
-func (c *attentionCall) sectionOfFused(k *kernel.Set, tiles int) int {
+func (c *attentionCall) sectionOfFused(tiles int) int {
 	heads := c.Batch * c.KVHeads
 	least := min(fusedSection, heads)
-	if c.Size == 0 && c.section(k, heads, c.sharers()) < least {
+	if c.Size == 0 && c.section(heads, c.sharers()) < least {
 		return least
 	}
-	return c.evenSection(k, heads, tiles, c.sharers(), onDemand)
+	return c.evenSection(heads, tiles, c.sharers(), onDemand)
 }
 
 // sharers is how many times the keys' bytes the blocks of a head share. They share its q and g and,
@@ -229,32 +217,26 @@ func (c *attentionCall) sharers() int { return 2 * c.Heads / c.KVHeads }
 
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how
 // the workspace goes on.
-func (c *attentionCall) launchFused(k *kernel.Set, s gpu.Stream) error {
+func (c *attentionCall) launchFused() {
 	dim := c.hopperDim()
 	h := fusedShapes[dim]
 	dq, counters, _ := c.fusedWorkspace(c.stats)
-	if err := k.Poison(s, dq, int(counters-dq)); err != nil {
-		return err
-	}
-	section := c.sectionOfFused(k, kernel.CeilDiv(c.Seq, 64*h.workers))
-	args, err := c.hopperArgs(k, section, 4)
-	if err != nil {
-		return err
-	}
-	args = append(args, c.angles()...)
-	l := kernel.Line(k.Info.SMs, 128*(h.workers+1))
+	c.Poison(dq, int(counters-dq))
+	section := c.sectionOfFused(kernel.CeilDiv(c.Seq, 64*h.workers))
+	args := append(c.hopperArgs(section, []kernel.Rows{c.rows[0], c.rows[1], c.rows[2], c.rows[4]}),
+		c.angles()...)
+	l := kernel.Line(c.Info.SMs, 128*(h.workers+1))
 	l.Shared = h.sharedFused(dim, c.Documents != 0)
 	name := fmt.Sprintf("attention_hopper_backward_fused_%d", dim)
 	if dim == 64 { // whose kernel has a warpgroup more, which forms dq and finishes it
 		l.Block.X += 128
-		return c.run(k, s, "attention_hopper_fused64", name, l, args...)
+		c.run("attention_hopper_fused64", name, l, args...)
+		return
 	}
 	const unit = "attention_hopper_fused"
-	if err := c.run(k, s, unit, name, l, args...); err != nil {
-		return err
-	}
+	c.run(unit, name, l, args...)
 	l = kernel.Line(c.Batch*kernel.CeilDiv(c.Heads, 2)*kernel.CeilDiv(c.Seq, h.loop), 256)
-	l.Shared, l.Overlap = 2*2*dim*h.loop, k.Overlaps()
-	return k.Enqueue(s, unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim,
-		kernel.Suffix(c.dtype)), l, append([]any{c.params(section)}, c.angles()...)...)
+	l.Shared, l.Overlap = 2*2*dim*h.loop, c.Overlaps()
+	c.Run(unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, kernel.Suffix(c.dtype)),
+		l, append([]any{c.params(section)}, c.angles()...)...)
 }

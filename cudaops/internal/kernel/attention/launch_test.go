@@ -47,13 +47,13 @@ func TestAttentionSections(t *testing.T) {
 	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64},
 		{16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
 		k, _, _ := kerneltest.FakeAttention(t, 90, 227<<10)
-		c := attentionCall{Geometry: Geometry{Batch: a.batch, Seq: a.seq, Heads: a.heads,
-			KVHeads: a.heads, HeadDim: a.dim,
-			Causal: true}, dtype: kerneltest.Bf16}
+		c := attentionCall{Queue: k.On(0), Geometry: Geometry{Batch: a.batch, Seq: a.seq,
+			Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim, Causal: true},
+			dtype: kerneltest.Bf16}
 		heads, tiles := a.batch*a.heads, kernel.CeilDiv(a.seq, 128)
 		for _, out := range []handOut{inTurns, onDemand} {
-			limit, n := c.section(k, heads, 1), c.evenSection(k, heads, tiles, 1, out)
-			if n < 1 || n > limit || n < limit/2 || n != c.evenSection(k, heads, tiles, 1, out) {
+			limit, n := c.section(heads, 1), c.evenSection(heads, tiles, 1, out)
+			if n < 1 || n > limit || n < limit/2 || n != c.evenSection(heads, tiles, 1, out) {
 				t.Errorf("%+v: %d heads, %d fit", a, n, limit)
 			}
 			around := 0 // what a work adds to the length of its loop

@@ -42,38 +42,35 @@ type Backward struct {
 // embeddingTile is kTile of embedding.cu.
 const embeddingTile = 32
 
-// embeddingParts is the parts of an Backward's workspace, one behind the other, in bytes.
-type embeddingParts struct{ starts, cursors, members, sorted, heads, tails int }
+// scratch is the parts of a Backward's workspace, one behind the other.
+type scratch struct{ starts, cursors, members, sorted, heads, tails gpu.Ptr }
 
-func partsOf(rows, vocab, d int) embeddingParts {
-	ids, list := 4*(vocab/4*4+4), 4*kernel.CeilDiv(rows, 4)*4
-	sums := 4 * kernel.CeilDiv(kernel.CeilDiv(rows, embeddingTile)*d, 4) * 4
-	return embeddingParts{ids, ids, list, list, sums, sums}
+// idBytes is the room for a number of each id, and on to the next multiple of four.
+func (a Backward) idBytes() int { return 4 * (a.Vocab/4*4 + 4) }
+
+func (a Backward) scratch(c *kernel.Carve) (s scratch) {
+	ids, list := a.idBytes(), 4*a.Rows
+	sums := 4 * kernel.CeilDiv(a.Rows, embeddingTile) * a.D
+	s.starts, s.cursors = c.Take(ids), c.Take(ids)
+	s.members, s.sorted = c.Take(list), c.Take(list)
+	s.heads, s.tails = c.Take(sums), c.Take(sums)
+	return s
 }
 
 // WorkspaceBytes is the size of Workspace.
 func (a Backward) WorkspaceBytes(gpu.DeviceInfo) int {
-	p := partsOf(a.Rows, a.Vocab, a.D)
-	return p.starts + p.cursors + p.members + p.sorted + p.heads + p.tails
+	var c kernel.Carve
+	a.scratch(&c)
+	return int(c.At)
 }
 
 // Launch launches six kernels, four of which group the rows by id.
 func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+	q, p := k.On(s), a.scratch(&kernel.Carve{At: a.Workspace})
 	if !a.Accumulate {
-		if err := k.Ctx.Memset8(a.DT, 0, a.Vocab*a.D*a.DTType.Size(), s); err != nil {
-			return err
-		}
+		q.Fill(a.DT, 0, a.Vocab*a.D*a.DTType.Size())
 	}
-	p := partsOf(a.Rows, a.Vocab, a.D)
-	starts := a.Workspace
-	cursors := starts.Offset(p.starts)
-	members := cursors.Offset(p.cursors)
-	sorted := members.Offset(p.members)
-	heads := sorted.Offset(p.sorted)
-	tails := heads.Offset(p.heads)
-	if err := k.Ctx.Memset8(cursors, 0, p.cursors, s); err != nil {
-		return err
-	}
+	q.Fill(p.cursors, 0, a.idBytes())
 	variant, n := "_elements", 1
 	if a.D%4 == 0 && kernel.Aligned(a.DT, a.G) {
 		variant, n = "_packs", 4
@@ -82,24 +79,14 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
 	tiles := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, embeddingTile),
 		Y: kernel.CeilDiv(a.D, threads*n)}, Block: gpu.Dim{X: threads}}
-	for _, step := range []struct {
-		name   string
-		config gpu.LaunchConfig
-		args   []any
-	}{
-		{"embedding_count", rows, []any{cursors, a.IDs, a.Rows, vocab}},
-		{"embedding_starts", kernel.Line(1, 1024), []any{starts, cursors, a.Vocab}},
-		{"embedding_fill", rows, []any{members, cursors, a.IDs, a.Rows, vocab}},
-		{"embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256),
-			[]any{sorted, members, starts, a.IDs, vocab}},
-		{"embedding_tiles" + variant + kernel.Suffixes(a.DTType, a.GType), tiles,
-			[]any{a.DT, heads, tails, a.G, sorted, starts, a.IDs, vocab, a.D, a.Accumulate}},
-		{"embedding_join" + variant + kernel.Suffix(a.DTType), tiles,
-			[]any{a.DT, heads, tails, sorted, starts, a.IDs, vocab, a.D, a.Accumulate}},
-	} {
-		if err := k.Enqueue(s, "embedding", step.name, step.config, step.args...); err != nil {
-			return err
-		}
-	}
-	return nil
+	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, a.Rows, vocab)
+	q.Run("embedding", "embedding_starts", kernel.Line(1, 1024), p.starts, p.cursors, a.Vocab)
+	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, a.Rows, vocab)
+	q.Run("embedding", "embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256), p.sorted,
+		p.members, p.starts, a.IDs, vocab)
+	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffixes(a.DTType, a.GType), tiles, a.DT,
+		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
+	q.Run("embedding", "embedding_join"+variant+kernel.Suffix(a.DTType), tiles, a.DT, p.heads,
+		p.tails, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
+	return q.Err
 }

@@ -104,7 +104,7 @@ func gateLaunch(k *kernel.Set, s gpu.Stream, symbol string, rows, f, d int, t gp
 	matrices []gemmMatrix) error {
 	return gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(t), dtype: t,
 		matrices: matrices, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
-		params: kernel.Struct{rows, f, d, gemmSection}}.launch(k, s)
+		params: kernel.Struct{rows, f, d, gemmSection}}.Launch(k, s)
 }
 
 // gemmLaunch is a launch of a kernel that is built on gemm_hopper.cuh.
@@ -114,6 +114,7 @@ type gemmLaunch struct {
 	params       kernel.Struct
 	dtype        gpu.DType
 	matrices     []gemmMatrix
+	clusters     int // 0 for as many as run at once, which work in a loop
 }
 
 // gemmMatrix is a matrix that the copy engine moves in boxes. It has extents, innermost first, and
@@ -139,28 +140,35 @@ func (m gemmMatrix) storing() gemmMatrix {
 	return m
 }
 
-func (g gemmLaunch) launch(k *kernel.Set, s gpu.Stream) error {
+// times is so many such matrices, one behind the other.
+func (m gemmMatrix) times(n int) gemmMatrix {
+	m.dims[2], m.strides[1] = n, m.strides[0]*uint64(m.dims[1])
+	return m
+}
+
+func (g gemmLaunch) run(q *kernel.Queue) {
 	args := []any{g.params}
 	for _, m := range g.matrices {
-		encoded, err := k.Ctx.EncodeTiled(m.tiled(g.dtype))
-		if err != nil {
-			return err
-		}
-		args = append(args, encoded)
+		args = append(args, q.Tiled(m.tiled(g.dtype)))
 		if m.stored {
-			if err := k.Poison(s, m.ptr, m.dims[0]*m.dims[1]*m.dims[2]*g.dtype.Size()); err != nil {
-				return err
-			}
+			q.Poison(m.ptr, m.dims[0]*m.dims[1]*m.dims[2]*g.dtype.Size())
 		}
 	}
 	l := kernel.Line(gemmCluster, 384)
 	l.Cluster, l.Shared = gpu.Dim{X: gemmCluster}, g.shared
-	n, err := k.Resident(g.unit, g.symbol, l)
-	if err != nil {
-		return err
+	if g.clusters == 0 {
+		q.RunAll(g.unit, g.symbol, l, args...)
+		return
 	}
-	l.Grid.X *= n
-	return k.Enqueue(s, g.unit, g.symbol, l, args...)
+	l.Grid.X, l.Overlap = g.clusters*gemmCluster, q.Overlaps()
+	q.Run(g.unit, g.symbol, l, args...)
+}
+
+// Launch launches one kernel.
+func (g gemmLaunch) Launch(k *kernel.Set, s gpu.Stream) error {
+	q := k.On(s)
+	g.run(q)
+	return q.Err
 }
 
 func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {

@@ -53,23 +53,20 @@ func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
 	sums := shift.Offset(4 * a.Rows)
 	others := kernel.Struct{a.X, a.W, a.Targets.Ptr, shift, a.Terms, sums, a.Losses, a.Factors,
 		a.Scaled, a.Scale, a.Grad, a.Targets.Size(), a.Rows, a.V, a.D}
-	if err := k.Enqueue(s, unit, "gemm_hopper_loss_shift",
-		kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others); err != nil {
-		return err
-	}
-	product := gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", dtype: gpu.BFloat16,
+	q := k.On(s)
+	q.Run(unit, "gemm_hopper_loss_shift",
+		kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others)
+	gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", dtype: gpu.BFloat16,
 		shared: warpShared(lossColumns, lossStages, lossTermBytes),
 		params: kernel.Struct{shift, sums, a.Rows, a.V, a.D, gemmSection},
 		matrices: []gemmMatrix{
 			matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows),
 			matrix(a.W, a.D, a.V, gemmDepth, lossColumns/gemmCluster),
 			matrix(a.Terms, a.V, a.Rows, 64, 16).storing(),
-		}}
-	if err := product.launch(k, s); err != nil {
-		return err
-	}
-	return k.Enqueue(s, unit, "gemm_hopper_loss_finish",
+		}}.run(q)
+	q.Run(unit, "gemm_hopper_loss_finish",
 		kernel.Line(kernel.CeilDiv(a.Rows, lossRows), 32*lossWarps), others)
+	return q.Err
 }
 
 // ScaleRows multiplies each row of X [Rows, D], bfloat16, by its factor, a float32, or sets it to 0

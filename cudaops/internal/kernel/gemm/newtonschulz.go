@@ -129,31 +129,21 @@ const symmetricColumns, symmetricStages = 160, 5
 // Launch launches one kernel.
 func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
 	clusters := 0 // as gemm_symmetric.cu counts them
-	for row := gemmCluster * gemmRows; row < a.N+
-		gemmCluster*gemmRows; row += gemmCluster * gemmRows {
+	const rows = gemmCluster * gemmRows
+	for row := rows; row < a.N+rows; row += rows {
 		clusters += kernel.CeilDiv(min(row, a.N), symmetricColumns)
 	}
-	symbol, right := "gemm_symmetric", symmetricColumns
+	symbol, columns := "gemm_symmetric", symmetricColumns
+	left := matrix(a.Left, a.Depth, a.N, gemmDepth, gemmRows)
+	right := matrix(a.Right, a.Depth, a.N, gemmDepth, symmetricColumns/gemmCluster)
 	if a.Tall {
-		symbol, right = "gemm_symmetric_tall", kernel.CeilDiv(right, 64)*64
+		symbol, columns = "gemm_symmetric_tall", kernel.CeilDiv(columns, 64)*64
+		left = matrix(a.Left, a.N, a.Depth, 64, gemmDepth)
+		right = matrix(a.Right, a.N, a.Depth, 64, gemmDepth/gemmCluster)
 	}
-	args := []any{kernel.Struct{a.D, a.C, a.N, a.Depth, clusters, a.Alpha, a.Beta, a.Delta}}
-	for i, ptr := range []gpu.Ptr{a.Left, a.Right} {
-		m := gemmMatrix{ptr, [3]int{a.Depth, a.N, a.Batch},
-			[2]uint64{uint64(a.Depth), uint64(a.Depth) * uint64(a.N)},
-			[3]uint32{gemmDepth, []uint32{gemmRows, symmetricColumns / gemmCluster}[i], 1}, false}
-		if a.Tall {
-			m.dims[0], m.dims[1], m.strides[0] = a.N, a.Depth, uint64(a.N)
-			m.box = [3]uint32{64, []uint32{gemmDepth, gemmDepth / gemmCluster}[i], 1}
-		}
-		encoded, err := k.Ctx.EncodeTiled(m.tiled(a.Type))
-		if err != nil {
-			return err
-		}
-		args = append(args, encoded)
-	}
-	l := kernel.Line(clusters*a.Batch*gemmCluster, 384)
-	l.Cluster, l.Overlap = gpu.Dim{X: gemmCluster}, k.Overlaps()
-	l.Shared = symmetricStages * (2*gemmDepth*(gemmRows+right) + 16)
-	return k.Enqueue(s, "gemm_symmetric", symbol, l, args...)
+	return gemmLaunch{unit: "gemm_symmetric", symbol: symbol, dtype: a.Type,
+		shared:   symmetricStages * (2*gemmDepth*(gemmRows+columns) + 16),
+		params:   kernel.Struct{a.D, a.C, a.N, a.Depth, clusters, a.Alpha, a.Beta, a.Delta},
+		matrices: []gemmMatrix{left.times(a.Batch), right.times(a.Batch)},
+		clusters: clusters * a.Batch}.Launch(k, s)
 }

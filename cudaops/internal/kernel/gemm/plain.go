@@ -66,5 +66,5 @@ func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
 		symbol:   "gemm_hopper_plain_" + symbol + kernel.Suffix(a.Type),
 		params:   kernel.Struct{a.ScaleX, a.ScaleW, a.Rows, a.Columns, d, gemmSection},
 		matrices: []gemmMatrix{matrix(a.X, d, a.Rows, gemmDepth, gemmRows), right, result, added},
-	}.launch(k, s)
+	}.Launch(k, s)
 }

@@ -76,7 +76,7 @@ func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 			matrix(a.X, d, a.Rows, gemmDepth, gemmRows),
 			matrix(a.Weights, d, a.Columns, gemmDepth, tile.columns/gemmCluster),
 			matrix(a.Y, a.Columns, a.Rows, 64, turnedRows).storing(),
-		}}.launch(k, s)
+		}}.Launch(k, s)
 }
 
 // Tuning is that of [kernel.Tuned].

@@ -33,7 +33,7 @@ type mixing struct {
 
 // newMixing cuts up a layer. A backward pass has two arrays of a chunk's columns in shared memory,
 // and two of m, a forward pass one.
-func newMixing(k *kernel.Set, l Layer, backward bool, c *carve) (g mixing) {
+func newMixing(k *kernel.Set, l Layer, backward bool, c *kernel.Carve) (g mixing) {
 	arrays := 1 + int(kernel.Bit(backward))
 	g.m = blueprints.Mixing(l.Chunk, l.Width)
 	step := func(columns int) int { return mixPadded(columns) + 4 }
@@ -59,11 +59,11 @@ func newMixing(k *kernel.Set, l Layer, backward bool, c *carve) (g mixing) {
 	g.parts = min(kernel.CeilDiv(l.Rows, g.tile),
 		max(mixSpread, kernel.CeilDiv(4*k.Info.SMs, l.State.Seeds)))
 	g.parts = max(1, min(g.parts, mixPartials/(2*l.State.Seeds*l.Chunk*max(g.m, 1))))
-	g.narrowWeights = c.take(4 * l.State.Slots * l.Chunk)
+	g.narrowWeights = c.Take(4 * l.State.Slots * l.Chunk)
 	if backward {
-		g.dweights, g.dscales = c.take(4*l.State.Slots*l.Chunk), c.take(4*l.State.Slots)
-		g.partialWeights = c.take(4 * g.parts * l.State.Seeds * 2 * l.Chunk * g.m)
-		g.partialScales = c.take(4 * g.parts * l.State.Seeds)
+		g.dweights, g.dscales = c.Take(4*l.State.Slots*l.Chunk), c.Take(4*l.State.Slots)
+		g.partialWeights = c.Take(4 * g.parts * l.State.Seeds * 2 * l.Chunk * g.m)
+		g.partialScales = c.Take(4 * g.parts * l.State.Seeds)
 	}
 	return g
 }
@@ -73,11 +73,11 @@ func mixPadded(n int) int { return kernel.CeilDiv(n, 4) * 4 }
 
 // narrow copies the weights that kinds use which have as many as a chunk has columns: those of the
 // pass from then on.
-func (p *kasminaPass) narrow(c *carve) {
+func (p *kasminaPass) narrow(c *kernel.Carve) {
 	p.mixing = newMixing(p.Set, p.Layer, p.use.backward, c)
 	n, wide := p.State.Slots*p.Chunk, p.Weights
 	p.Weights = p.narrowWeights
-	p.enqueue(mixUnit, "kasmina_narrow", kernel.Line(min(kernel.CeilDiv(n, mixThreads),
+	p.Run(mixUnit, "kasmina_narrow", kernel.Line(min(kernel.CeilDiv(n, mixThreads),
 		8*p.Info.SMs), mixThreads), p.Weights, wide, int64(n), p.Chunk, p.Width)
 }
 
@@ -92,10 +92,7 @@ func (p *kasminaPass) mix(name string, args ...any) {
 	name += kernel.Suffix(p.Type)
 	c := kernel.Line(1, mixThreads)
 	c.Shared = p.mixShared
-	if p.err == nil {
-		c.Grid.X, p.err = p.Resident(mixUnit, name, c)
-	}
-	p.enqueue(mixUnit, name, c, args...)
+	p.RunAll(mixUnit, name, c, args...)
 }
 
 // mixFields are those of Mixing of kasmina_capacity.cu.

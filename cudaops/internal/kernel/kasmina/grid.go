@@ -183,35 +183,26 @@ func (g *kasminaGrid) acrossOf(threads, batches int) int {
 // powerOfTwo is the least that is not less than n.
 func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
 
-// carve hands out pieces of a workspace.
-type carve struct{ at gpu.Ptr }
-
-func (c *carve) take(bytes int) gpu.Ptr {
-	p := c.at
-	c.at = c.at.Offset((bytes + 255) / 256 * 256)
-	return p
-}
-
 // kasminaScratch is the workspace of a pass; what it does not need is null.
 type kasminaScratch struct{ gates, records, partial, sums, total, scale gpu.Ptr }
 
-func (g kasminaGrid) scratch(l Layer, c *carve) (s kasminaScratch) {
+func (g kasminaGrid) scratch(l Layer, c *kernel.Carve) (s kasminaScratch) {
 	if g.prepares(l) {
-		s.gates = c.take(8 * l.State.Slots)
+		s.gates = c.Take(8 * l.State.Slots)
 	}
 	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
-	s.partial = c.take(kasminaRowPartial * g.rows.parts() * l.State.Seeds)
+	s.partial = c.Take(kasminaRowPartial * g.rows.parts() * l.State.Seeds)
 	if g.use.telemetry {
 		record := kasminaForwardRecord
 		if g.use.backward {
 			record = kasminaBackwardRecord
 		}
-		s.records = c.take(record * parts * g.units)
+		s.records = c.Take(record * parts * g.units)
 	}
 	if g.use.backward {
-		s.sums, s.total = c.take(4*parts*columns), c.take(4*columns)
+		s.sums, s.total = c.Take(4*parts*columns), c.Take(4*columns)
 		if g.use.clip && g.sharing == 0 {
-			s.scale = c.take(4 * l.Rows * l.State.Seeds)
+			s.scale = c.Take(4 * l.Rows * l.State.Seeds)
 		}
 	}
 	return s
@@ -234,12 +225,12 @@ func (l Layer) workspace(d gpu.DeviceInfo, use kasminaUse) (bytes int) {
 		g := newKasminaGrid(k, l, false, kasminaBlocks*k.Info.SMs, aligned, use)
 		few := newKasminaGrid(k, l, false, 1, aligned, use)
 		g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
-		var c carve
+		var c kernel.Carve
 		g.scratch(l, &c)
 		if l.State.Wide {
 			newMixing(k, l, use.backward, &c)
 		}
-		bytes = max(bytes, int(c.at))
+		bytes = max(bytes, int(c.At))
 	}
 	return bytes
 }

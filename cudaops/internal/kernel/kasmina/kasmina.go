@@ -239,17 +239,15 @@ func (l Layer) fields(softmax gpu.Ptr, clip bool) kernel.Struct {
 		limit, l.Weights, l.Scales, softmax, int64(l.Rows), l.State.Seeds, l.Chunk, l.Eps, large}
 }
 
-// kasminaPass is a pass that is being launched. Once a launch has failed, nothing more is.
+// kasminaPass is a pass that is being launched.
 type kasminaPass struct {
-	*kernel.Set
-	gpu.Stream
+	*kernel.Queue
 	Layer
 	kasminaGrid
 	kasminaScratch
 	mixing
 	unit, name string // of the kernel
 	layer      kernel.Struct
-	err        error
 }
 
 // newKasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes
@@ -260,7 +258,7 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 		return nil, fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
 			l.Rows, l.State.Seeds, l.Chunk)
 	}
-	p := &kasminaPass{Set: k, Stream: s, Layer: l, unit: "kasmina", name: "kasmina_forward_plain_"}
+	p := &kasminaPass{Queue: k.On(s), Layer: l, unit: "kasmina", name: "kasmina_forward_plain_"}
 	if use.backward {
 		p.unit, p.name = "kasmina_backward", "kasmina_backward_plain_"
 	}
@@ -283,30 +281,23 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 		blocks = min(blocks, l.Blocks)
 	}
 	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.Info.SMs)))
-	from := carve{work}
+	from := kernel.Carve{At: work}
 	p.kasminaScratch = p.kasminaGrid.scratch(l, &from)
 	if l.State.Wide {
 		p.narrow(&from)
 	}
 	p.layer = p.fields(p.gates, use.clip)
 	if p.gates != 0 {
-		p.enqueue("kasmina", "kasmina_softmax", kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256),
+		p.Run("kasmina", "kasmina_softmax", kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256),
 			p.gates, p.Weights, l.State.Slots, l.Chunk)
 	}
-	return p, p.err
-}
-
-// enqueue launches a kernel, if nothing has failed.
-func (p *kasminaPass) enqueue(unit, name string, c gpu.LaunchConfig, args ...any) {
-	if p.err == nil {
-		p.err = p.Enqueue(p.Stream, unit, name, c, args...)
-	}
+	return p, p.Err
 }
 
 // main launches the pass's kernel over the whole layer, which takes the layer, Share, and two
 // arrays first. It overlaps with whatever comes before it, which it awaits.
 func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) {
-	p.enqueue(p.unit, p.name, gpu.LaunchConfig{
+	p.Run(p.unit, p.name, gpu.LaunchConfig{
 		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
 		Block:   gpu.Dim{X: p.across, Y: p.down},
 		Shared:  p.shared(),
@@ -316,14 +307,14 @@ func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) {
 
 // measureRows launches a kernel of kasmina_rows.cu.
 func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) {
-	p.enqueue("kasmina_rows", name+kernel.Suffix(p.Type), gpu.LaunchConfig{
+	p.Run("kasmina_rows", name+kernel.Suffix(p.Type), gpu.LaunchConfig{
 		Grid:  gpu.Dim{X: p.rows.tiles, Y: p.rows.blocks},
 		Block: gpu.Dim{X: kasminaThreads},
 	}, append(args, p.rows.across, p.rows.lanes, int(r))...)
 }
 
 func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) {
-	p.enqueue("kasmina_rows", "kasmina_rows_merge",
+	p.Run("kasmina_rows", "kasmina_rows_merge",
 		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), figures, p.partial, p.rows.parts(),
 		p.State.Seeds, int(r), count, norms)
 }
@@ -351,15 +342,13 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		p.mix("kasmina_mix", p.mixFields(f.Weights, kernel.Packed(f.Type, f.Chunk, f.X, f.Y),
 			false), f.Y, f.X)
 	}
-	return p.err
+	return p.Err
 }
 
 func (p *kasminaPass) histogram(bins gpu.Ptr) {
-	if p.err == nil {
-		p.err = p.Ctx.Memset8(bins, 0, 4*Bins*p.State.Seeds, p.Stream)
-	}
+	p.Fill(bins, 0, 4*Bins*p.State.Seeds)
 	tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
-	p.enqueue("kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type), gpu.LaunchConfig{
+	p.Run("kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type), gpu.LaunchConfig{
 		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.Info.SMs/tiles))},
 		Block: gpu.Dim{X: 256},
 	}, bins, p.X, int64(p.Rows), p.State.Seeds, p.Chunk)
@@ -398,10 +387,10 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 		if p.m > 0 {
 			p.mix("kasmina_mix_backward", layer, b.DX, b.G, b.X, p.partialWeights, p.partialScales)
 		}
-		p.enqueue(mixUnit, "kasmina_mix_slots", gpu.LaunchConfig{
+		p.Run(mixUnit, "kasmina_mix_slots", gpu.LaunchConfig{
 			Grid:  gpu.Dim{X: b.State.Slots, Y: kernel.CeilDiv(b.Width, mixThreads)},
 			Block: gpu.Dim{X: mixThreads},
 		}, layer, b.DWeights, b.DScales, dweights, dscales, p.partialWeights, p.partialScales)
 	}
-	return p.err
+	return p.Err
 }

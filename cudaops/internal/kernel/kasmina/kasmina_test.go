@@ -89,9 +89,9 @@ func TestKasminaGrid(t *testing.T) {
 			if use.backward {
 				space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(k.Info)
 			}
-			var c carve
+			var c kernel.Carve
 			g.scratch(l, &c)
-			require.LessOrEqual(t, int(c.at), space, "%v, %v", l, g)
+			require.LessOrEqual(t, int(c.At), space, "%v, %v", l, g)
 			if g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
 				t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
 			}

@@ -22,7 +22,7 @@ func (p *kasminaPass) mergers() int {
 // finish launches a kernel that adds up what the blocks of a pass have left. It awaits the kernel
 // before it by itself, where GPUs can do that.
 func (p *kasminaPass) finish(name string, grid, block gpu.Dim, args ...any) {
-	p.enqueue(p.unit, name, gpu.LaunchConfig{Grid: grid, Block: block, Overlap: p.Overlaps()},
+	p.Run(p.unit, name, gpu.LaunchConfig{Grid: grid, Block: block, Overlap: p.Overlaps()},
 		kernel.Struct(args))
 }
 

@@ -59,16 +59,16 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err != nil {
 		return err
 	}
-	suf := kernel.Suffix(a.Type)
+	suf, q := kernel.Suffix(a.Type), k.On(s)
 	args := []any{a.Y, a.Rstd, a.Sum, a.X, a.Residual, a.W}
 	if w.Family == "any" {
-		if err := k.Enqueue(s, "norm", "rmsnorm_any"+suf,
-			kernel.Line(a.Rows, kernel.RowThreads(a.D)), append(args, a.D, a.Eps)...); err != nil ||
-			a.Y8 == 0 {
-			return err
+		q.Run("norm", "rmsnorm_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)),
+			append(args, a.D, a.Eps)...)
+		if a.Y8 != 0 {
+			q.Then(quantize.Rows{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D,
+				Type: a.Type})
 		}
-		return quantize.Rows{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D,
-			Type: a.Type}.Launch(k, s)
+		return q.Err
 	}
 	if a.Y8 != 0 {
 		args = append([]any{a.Y8, a.Scale8}, args...)
@@ -180,30 +180,26 @@ func normParts(k *kernel.Set, d int, t gpu.DType) int {
 // own, or blocks walk down longer ones. Where neither can be, each row has a block, and there are
 // more kernels. Another one adds the sums up.
 func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	var err error
+	q := k.On(s)
 	name, c := a.own(k)
 	if name == "" {
-		name, c, err = a.walk(k)
+		name, c, q.Err = a.walk(k)
 	}
 	blocks := c.Grid.X
-	switch {
-	case err != nil:
-	case name == "":
-		blocks, err = a.launchAny(k, s)
-	default:
+	if name == "" {
+		blocks = a.runAny(q)
+	} else {
 		args := []any{a.DX, a.Workspace, a.G, a.X, a.W, a.Rstd, a.Add, int64(a.Rows), a.D}
 		if a.DX8 != 0 {
 			args = append([]any{a.DX8, a.Scale8}, args...)
 		}
-		err = k.Enqueue(s, "norm", name, c, args...)
+		q.Run("norm", name, c, args...)
 	}
-	if err != nil {
-		return err
-	}
-	return k.Enqueue(s, "norm", "rmsnorm_weight_sum", gpu.LaunchConfig{
+	q.Run("norm", "rmsnorm_weight_sum", gpu.LaunchConfig{
 		Grid:  gpu.Dim{X: kernel.CeilDiv(a.D, 32)},
 		Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps(),
 	}, a.DW, a.Workspace, blocks, a.D)
+	return q.Err
 }
 
 // arrays is how many are read.
@@ -214,23 +210,21 @@ func (a RMSNormBackward) arrays() int {
 	return 2
 }
 
-// launchAny launches what takes any rows, and returns how many partial sums it leaves. DX comes last, as
-// it may be G's memory.
-func (a RMSNormBackward) launchAny(k *kernel.Set, s gpu.Stream) (int, error) {
-	blocks := min(normParts(k, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
+// runAny runs what takes any rows, and returns how many partial sums it leaves. DX comes last, as it
+// may be G's memory.
+func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
+	blocks = min(normParts(q.Set, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks},
 		Block: gpu.Dim{X: 256}}
-	if err := k.Enqueue(s, "norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type), c, a.Workspace, a.G,
-		a.X, a.Rstd, int64(a.Rows), a.D); err != nil {
-		return 0, err
+	q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type), c, a.Workspace, a.G, a.X, a.Rstd,
+		int64(a.Rows), a.D)
+	q.Run("norm", "rmsnorm_backward_any"+kernel.Suffix(a.Type),
+		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add, a.D)
+	if a.DX8 != 0 {
+		q.Then(quantize.Rows{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D,
+			Type: a.Type})
 	}
-	if err := k.Enqueue(s, "norm", "rmsnorm_backward_any"+kernel.Suffix(a.Type),
-		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add,
-		a.D); err != nil || a.DX8 == 0 {
-		return blocks, err
-	}
-	return blocks, quantize.Rows{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D,
-		Type: a.Type}.Launch(k, s)
+	return blocks
 }
 
 // Tuning is that of [kernel.Tuned].

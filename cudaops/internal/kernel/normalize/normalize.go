@@ -44,10 +44,10 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 func normalize(k *kernel.Set, s gpu.Stream, name string, parts, x, g gpu.Ptr, n int, xt gpu.DType,
 	args ...any) error {
 	blocks := min(normalizeParts, kernel.CeilDiv(n, 4*256))
-	if err := k.Enqueue(s, "normalize", "normalize_sums"+kernel.Suffix(xt),
-		kernel.Line(blocks, 256), parts, x, g, int64(n)); err != nil {
-		return err
-	}
-	return k.Enqueue(s, "normalize", name, kernel.Line(min(8*k.Info.SMs, kernel.CeilDiv(n, 4*256)),
-		256), append(args, parts, blocks, int64(n))...)
+	q := k.On(s)
+	q.Run("normalize", "normalize_sums"+kernel.Suffix(xt), kernel.Line(blocks, 256), parts, x, g,
+		int64(n))
+	q.Run("normalize", name, kernel.Line(min(8*k.Info.SMs, kernel.CeilDiv(n, 4*256)), 256),
+		append(args, parts, blocks, int64(n))...)
+	return q.Err
 }

@@ -210,18 +210,17 @@ type AdamW struct {
 
 // Launch launches two kernels.
 func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
-	if err := begin(k, s, "adamw", p.Control, p.Table); err != nil {
-		return err
-	}
-	return k.Enqueue(s, "adamw", p.Table.kernel("adamw"),
-		kernel.Line(p.Table.Chunks*optimRounds, optimThreads), p.Control, p.Table.updates,
-		p.Table.tensors, p.Table.chunks)
+	q := k.On(s)
+	p.Table.begin(q, "adamw", p.Control)
+	q.Run("adamw", p.Table.kernel("adamw"), kernel.Line(p.Table.Chunks*optimRounds, optimThreads),
+		p.Control, p.Table.updates, p.Table.tensors, p.Table.chunks)
+	return q.Err
 }
 
-func begin(k *kernel.Set, s gpu.Stream, unit string, control gpu.Ptr, t *Table) error {
-	return k.Enqueue(s, unit, unit+"_begin",
-		kernel.Line(kernel.CeilDiv(len(t.Tensors), optimThreads), optimThreads), control, t.updates,
-		t.tensors, len(t.Tensors))
+// begin counts a step, and works out what follows from it for each tensor.
+func (t *Table) begin(q *kernel.Queue, unit string, control gpu.Ptr) {
+	q.Run(unit, unit+"_begin", kernel.Line(kernel.CeilDiv(len(t.Tensors), optimThreads),
+		optimThreads), control, t.updates, t.tensors, len(t.Tensors))
 }
 
 // kernel is the name of one that reads the table's gradients.
@@ -243,16 +242,13 @@ type MuonDirection struct {
 
 // Launch launches three kernels.
 func (p MuonDirection) Launch(k *kernel.Set, s gpu.Stream) error {
-	if err := begin(k, s, "muon", p.Control, p.Table); err != nil {
-		return err
-	}
-	c := kernel.Line(p.Table.Chunks, optimThreads)
-	if err := k.Enqueue(s, "muon", "muon_momentum", c, p.Squares, p.Control, p.Table.updates,
-		p.Table.tensors, p.Table.chunks, p.Nesterov); err != nil {
-		return err
-	}
-	return k.Enqueue(s, "muon", "muon_direction", c, p.Squares, p.Control, p.Table.tensors,
+	q, c := k.On(s), kernel.Line(p.Table.Chunks, optimThreads)
+	p.Table.begin(q, "muon", p.Control)
+	q.Run("muon", "muon_momentum", c, p.Squares, p.Control, p.Table.updates, p.Table.tensors,
 		p.Table.chunks, p.Nesterov)
+	q.Run("muon", "muon_direction", c, p.Squares, p.Control, p.Table.tensors, p.Table.chunks,
+		p.Nesterov)
+	return q.Err
 }
 
 // MuonApply updates the table's parameters and copies from every tensor's Result.

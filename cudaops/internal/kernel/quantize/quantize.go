@@ -109,14 +109,14 @@ func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
 	sections := columnSections(k, a.Rows, a.D)
 	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, largestColumns), Y: sections},
 		Block: gpu.Dim{X: columnThreads}}
-	if err := k.Enqueue(s, "quantize", "quantize_columns_largest"+kernel.Suffix(a.Type), c,
-		a.Workspace, a.X, a.Rows, a.D); err != nil {
-		return err
-	}
+	q := k.On(s)
+	q.Run("quantize", "quantize_columns_largest"+kernel.Suffix(a.Type), c, a.Workspace, a.X, a.Rows,
+		a.D)
 	c.Grid = gpu.Dim{X: kernel.CeilDiv(a.D, tileColumns), Y: kernel.CeilDiv(a.Rows, tileRows)}
 	c.Overlap = k.Overlaps()
-	return k.Enqueue(s, "quantize", "quantize_columns"+kernel.Suffix(a.Type), c, a.Y, a.Scale, a.X,
-		a.Workspace, sections, a.Rows, a.D)
+	q.Run("quantize", "quantize_columns"+kernel.Suffix(a.Type), c, a.Y, a.Scale, a.X, a.Workspace,
+		sections, a.Rows, a.D)
+	return q.Err
 }
 
 // WorkspaceBytes is the size of Workspace.

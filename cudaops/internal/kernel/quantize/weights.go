@@ -125,9 +125,9 @@ type Weights struct{ Table *Table }
 
 // Launch clears the table's largest numbers and launches a kernel.
 func (p Weights) Launch(k *kernel.Set, s gpu.Stream) error {
-	if err := k.Ctx.Memset8(p.Table.most, 0, p.Table.mostBytes, s); err != nil {
-		return err
-	}
-	return k.Enqueue(s, "quantize_weights", "quantize_weights",
-		kernel.Line(p.Table.blocks, WeightThreads), p.Table.weights, p.Table.strips)
+	q := k.On(s)
+	q.Fill(p.Table.most, 0, p.Table.mostBytes)
+	q.Run("quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads),
+		p.Table.weights, p.Table.strips)
+	return q.Err
 }
