@@ -51,7 +51,7 @@ func (k *normWays) Ways(params any) []kernel.Way {
 	return k.Launcher.Ways(params)
 }
 
-func (k *normWays) Build(...string) string { return k.build }
+func (k *normWays) Build() string { return k.build }
 
 func (k *normWays) Launch(s gpu.Stream, params any) error {
 	a, ok := params.(normkernel.RMSNorm)

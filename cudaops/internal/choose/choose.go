@@ -118,7 +118,7 @@ func (t *Chooser) call(c *program.Call) error {
 	}
 	g := program.WaysOf(c, c.Params, tuned, ways)
 	g.Plain = len(ways) - 1
-	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build(g.Units...)})
+	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build()})
 	if err != nil {
 		return err
 	}
@@ -165,13 +165,9 @@ func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choic
 	if err != nil {
 		return 0, nil, err
 	}
-	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(append(g.Units, productUnit)...),
-		blas.Version())
+	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(), blas.Version())
 	return t.choose(job{Group: g, build: build, tiny: g.FLOPs < t.Least})
 }
-
-// productUnit is where the kernels for products are.
-const productUnit = "gemm_hopper_plain"
 
 // job is a group whose ways are to be timed.
 type job struct {

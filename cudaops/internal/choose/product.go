@@ -64,7 +64,7 @@ func (t *Chooser) productJob(p *run.Plan, m *program.Matmul, args []program.Arg)
 	}
 	build := fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), run.WorkspaceBytes)
 	if len(p.Own) > 0 {
-		build += ", " + t.x.Kernels.Build(productUnit)
+		build += ", " + t.x.Kernels.Build()
 	}
 	j := job{build: build, tiny: !t.worthTiming(m.Spec.FLOPs()), product: p,
 		Group: program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m.Spec)}}

@@ -395,12 +395,6 @@ func (w Way) Of(op string, ways []Way) (Way, error) {
 	return w, nil
 }
 
-// Tuned is a launch whose way is chosen by timing.
-type Tuned interface{ Tuning() Tuning }
-
-// Tuning is what a choice of ways goes by.
-type Tuning struct {
-	Op    string   // the name among the choices
-	Shape string   // for people, and to tell times apart
-	Units []string // where the kernels are
-}
+// Tuned is a launch whose way is chosen by timing. It says its name among the choices, and its
+// shape, for people and to tell times apart.
+type Tuned interface{ Tuning() (op, shape string) }

@@ -5,7 +5,9 @@ import (
 	"embed"
 	"fmt"
 	"io/fs"
+	"maps"
 	"path"
+	"slices"
 	"strings"
 	"sync"
 )
@@ -49,12 +51,15 @@ func image(unit string) ([]byte, error) {
 	return b[:len(b)-sha256.Size], nil
 }
 
-// Build tells one build of some units from another, by the hashes of their sources.
-func (k *Set) Build(names ...string) string {
-	build := "kernels"
-	for _, name := range names {
-		b := units()[name]
-		build += fmt.Sprintf(" %x", b[len(b)-sha256.Size:][:8])
+// build tells one build of all units from another, by the hashes of their sources.
+var build = sync.OnceValue(func() string {
+	h := sha256.New()
+	for _, unit := range slices.Sorted(maps.Keys(units())) {
+		b := units()[unit]
+		h.Write(b[len(b)-sha256.Size:])
 	}
-	return build
-}
+	return fmt.Sprintf("kernels %x", h.Sum(nil)[:8])
+})
+
+// Build tells one build of the kernels from another.
+func (k *Set) Build() string { return build() }

@@ -23,7 +23,6 @@ type Chooser interface {
 type Group struct {
 	// all that its time depends on, beside the device and the build of the kernels
 	Op, Shape    string
-	Units        []string
 	FLOPs        float64
 	Alternatives []Alternative
 	Optional     bool     // the first is taken without a word where timing is not worth it
@@ -39,8 +38,8 @@ type Alternative struct {
 
 // WaysOf is a group of one call, with the given parameters, in some ways.
 func WaysOf(c *Call, params any, tuned kernel.Tuned, ways []kernel.Way) Group {
-	t := tuned.Tuning()
-	g := Group{Op: t.Op, Shape: t.Shape, Units: t.Units}
+	var g Group
+	g.Op, g.Shape = tuned.Tuning()
 	for _, a := range c.Args {
 		if a.Role == Write || a.Role == Update {
 			g.Results = append(g.Results, a.Array)

@@ -19,8 +19,8 @@ type Launcher interface {
 	// Ways lists the ways that take a launch, the one that should be fastest first and the plain
 	// one, whose result counts as right, last. It is empty where there is nothing to choose.
 	Ways(params any) []kernel.Way
-	// Build tells one build of some units from another.
-	Build(units ...string) string
+	// Build tells one build of the kernels from another.
+	Build() string
 	Close() error
 }
 

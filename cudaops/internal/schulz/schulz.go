@@ -162,7 +162,6 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	ways := b.ways(n)
 	x := b.NewArray(t, batch, shape[0], shape[1])
 	g := program.Group{Op: "NewtonSchulz", Plain: slices.Index(ways, byProducts),
-		Units: []string{"gemm_hopper_plain", "gemm_symmetric"},
 		Shape: fmt.Sprintf("%d of %dx%d %v, %d steps", batch, shape[0], shape[1], t, steps)}
 	var all []Iteration
 	xs := [2]*program.Array{b.like(x), b.like(x)}

@@ -282,20 +282,14 @@ func (a Geometry) describe(t gpu.DType, matrices ...kernel.Rows) string {
 }
 
 // Tuning is that of [kernel.Tuned].
-func (a Forward) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "Attention", Shape: a.describe(a.Type, a.Y, a.Q, a.K, a.V),
-		Units: attentionUnits}
+func (a Forward) Tuning() (op, shape string) {
+	return "Attention", a.describe(a.Type, a.Y, a.Q, a.K, a.V)
 }
 
 // Tuning is that of [kernel.Tuned].
-func (a Backward) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "AttentionBackward",
-		Shape: a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y),
-		Units: attentionUnits}
+func (a Backward) Tuning() (op, shape string) {
+	return "AttentionBackward", a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
 }
-
-var attentionUnits = []string{"attention", "attention_mma", "attention_hopper",
-	"attention_hopper_fused", "attention_hopper_fused64"}
 
 // Ways lists the ways that take the launch.
 func (a Forward) Ways(k *kernel.Set) []kernel.Way {

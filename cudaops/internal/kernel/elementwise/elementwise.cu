@@ -27,8 +27,6 @@
   F(Log, logf(a))                                                      \
   F(Tanh, tanhf(a))                                                    \
   F(Sigmoid, sigmoid(a))                                               \
-  F(SiLU, a * sigmoid(a))                                              \
-  F(Relu, a < 0 ? 0.0f : a) /* NaN stays NaN */                        \
   F(AddScalar, a + p)                                                  \
   F(MulScalar, a * p)
 #define SMALL_UNARY(F)                                                 \
@@ -36,8 +34,6 @@
   F(DivideInto, p / a)                                                 \
   F(PowScalar, powf(a, p))                                             \
   F(PowOf, powf(p, a))                                                 \
-  F(MaxScalar, a < p ? p : a)                                          \
-  F(MinScalar, a > p ? p : a)                                          \
   F(Sign, a > 0 ? 1.0f : a < 0 ? -1.0f : a)                            \
   F(Step, a > 0 ? 1.0f : 0.0f)                                         \
   F(Cube, a * a * a)                                                   \
@@ -47,19 +43,15 @@
   F(Sin, sinf(a))                                                      \
   F(Cos, cosf(a))                                                      \
   F(Softplus, fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a))))                \
-  F(Gelu, 0.5f * a * erfcf(a * -0.707106781f))                         \
   F(Ceil, ceilf(a))                                                    \
   F(Floor, floorf(a))
 
-// F(name, formula), in the order of the host's BinaryOp. The gradients take the function's output, and its gradient as b.
+// F(name, formula), in the order of the host's BinaryOp.
 #define FAST_BINARY(F)                                                 \
   F(Add, a + b)                                                        \
   F(Sub, a - b)                                                        \
   F(Mul, a* b)                                                         \
-  F(Div, a / b)                                                        \
-  F(TanhGrad, (1.0f - a * a) * b)                                      \
-  F(SigmoidGrad, a*(1.0f - a) * b)                                     \
-  F(ReluGrad, a > 0 ? b : 0.0f)
+  F(Div, a / b)
 #define SMALL_BINARY(F)                                                \
   F(Pow, powf(a, b))                                                   \
   F(Maximum, a > b || a != a ? a : b)                                  \
@@ -128,10 +120,8 @@ template <int op, class T> __device__ __forceinline__ bool fastUnary(T* y, const
       });
 }
 
-// The parameter is p, or the number at *device where that is not null.
 template <class T>
-__device__ __forceinline__ void runUnary(T* y, const T* x, int op, float p, const T* device, int64_t n) {
-  if (device) p = toFloat(*device);
+__device__ __forceinline__ void runUnary(T* y, const T* x, int op, float p, int64_t n) {
   bool done = false;
 #define RUN(name, formula) \
   case name: done = fastUnary<name>(y, x, p, n); break;
@@ -142,8 +132,8 @@ __device__ __forceinline__ void runUnary(T* y, const T* x, int op, float p, cons
 
 #define DEFINE(T)                                                                                             \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      unary_##T(T* y, const T* x, int op, float p, const T* device, int64_t n) {                              \
-    runUnary(y, x, op, p, device, n);                                                                         \
+      unary_##T(T* y, const T* x, int op, float p, int64_t n) {                                               \
+    runUnary(y, x, op, p, n);                                                                                 \
   }
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE

@@ -23,16 +23,12 @@ const (
 	Log
 	Tanh
 	Sigmoid
-	SiLU
-	Relu
 	AddScalar // a + p
 	MulScalar // a·p
 	SubFrom   // p − a
 	DivideInto
 	PowScalar // aᵖ
 	PowOf     // pᵃ
-	MaxScalar
-	MinScalar
 	Sign
 	Step // 1 where a > 0, else 0
 	Cube
@@ -42,7 +38,6 @@ const (
 	Sin
 	Cos
 	Softplus // log(1 + eᵃ)
-	Gelu     // a·Φ(a), exactly
 	Ceil
 	Floor
 )
@@ -50,16 +45,12 @@ const (
 // BinaryOp is a function of two elements.
 type BinaryOp int
 
-// The binary functions, in the order of elementwise.cu. Comparisons give 1 or 0. TanhGrad,
-// SigmoidGrad and ReluGrad take the function's output as a and its gradient as b.
+// The binary functions, in the order of elementwise.cu. Comparisons give 1 or 0.
 const (
 	Add BinaryOp = iota
 	Sub
 	Mul
 	Div
-	TanhGrad
-	SigmoidGrad
-	ReluGrad
 	Pow
 	Maximum
 	Minimum
@@ -80,7 +71,7 @@ const (
 
 // rowOps is the binary functions that kernels for a row for every row have: the first so many,
 // which are compiled for speed.
-const rowOps = ReluGrad + 1
+const rowOps = Div + 1
 
 // elementwise launches a kernel over n elements, perAccess of which are one access.
 func elementwise(k *kernel.Set, s gpu.Stream, name string, n, perAccess int, args ...any) error {
@@ -100,9 +91,8 @@ type Unary struct {
 
 // Launch launches one kernel.
 func (p Unary) Launch(k *kernel.Set, s gpu.Stream) error {
-	const parameterAt = gpu.Ptr(0) // null: the kernel takes the parameter from its arguments
 	return elementwise(k, s, "unary"+kernel.Suffix(p.Type), p.N, kernel.Vector(p.Type), p.Y, p.X,
-		int(p.Op), p.P, parameterAt)
+		int(p.Op), p.P)
 }
 
 // Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period

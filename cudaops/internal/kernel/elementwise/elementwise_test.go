@@ -23,16 +23,12 @@ var unaryReference = map[UnaryOp]func(a, p float64) float64{
 	Log:         func(a, _ float64) float64 { return math.Log(a) },
 	Tanh:        func(a, _ float64) float64 { return math.Tanh(a) },
 	Sigmoid:     func(a, _ float64) float64 { return 1 / (1 + math.Exp(-a)) },
-	SiLU:        func(a, _ float64) float64 { return a / (1 + math.Exp(-a)) },
-	Relu:        func(a, _ float64) float64 { return max(a, 0) },
 	AddScalar:   func(a, p float64) float64 { return a + p },
 	MulScalar:   func(a, p float64) float64 { return a * p },
 	SubFrom:     func(a, p float64) float64 { return p - a },
 	DivideInto:  func(a, p float64) float64 { return p / a },
 	PowScalar:   math.Pow,
 	PowOf:       func(a, p float64) float64 { return math.Pow(p, a) },
-	MaxScalar:   func(a, p float64) float64 { return max(a, p) },
-	MinScalar:   func(a, p float64) float64 { return min(a, p) },
 	Sign: func(a, _ float64) float64 {
 		if a == 0 || a != a {
 			return a
@@ -47,7 +43,6 @@ var unaryReference = map[UnaryOp]func(a, p float64) float64{
 	Sin:      func(a, _ float64) float64 { return math.Sin(a) },
 	Cos:      func(a, _ float64) float64 { return math.Cos(a) },
 	Softplus: func(a, _ float64) float64 { return math.Log1p(math.Exp(a)) },
-	Gelu:     func(a, _ float64) float64 { return a / 2 * math.Erfc(-a/math.Sqrt2) },
 	Ceil:     func(a, _ float64) float64 { return math.Ceil(a) },
 	Floor:    func(a, _ float64) float64 { return math.Floor(a) },
 }
@@ -57,9 +52,6 @@ var binaryReference = map[BinaryOp]func(a, b float64) float64{
 	Sub:          func(a, b float64) float64 { return a - b },
 	Mul:          func(a, b float64) float64 { return a * b },
 	Div:          func(a, b float64) float64 { return a / b },
-	TanhGrad:     func(a, b float64) float64 { return (1 - a*a) * b },
-	SigmoidGrad:  func(a, b float64) float64 { return a * (1 - a) * b },
-	ReluGrad:     func(a, b float64) float64 { return one(a > 0) * b },
 	Pow:          math.Pow,
 	Maximum:      math.Max,
 	Minimum:      math.Min,

@@ -182,20 +182,15 @@ func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
 	return t
 }
 
-// gateUnits are where the ways of a gate's product are.
-var gateUnits = []string{"gemm_hopper", "silu"}
-
 // Tuning is that of [kernel.Tuned].
-func (a SiLUProduct) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "SiLUProduct", Units: gateUnits,
-		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type)}
+func (a SiLUProduct) Tuning() (op, shape string) {
+	return "SiLUProduct", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type)
 }
 
 // Tuning is that of [kernel.Tuned].
-func (a SiLUProductBackward) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "SiLUProductBackward", Units: gateUnits,
-		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
-			kernel.With(a.KeepsH, "without h")}
+func (a SiLUProductBackward) Tuning() (op, shape string) {
+	return "SiLUProductBackward", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
+		kernel.With(a.KeepsH, "without h")
 }
 
 // Ways lists the ways that take the launch.

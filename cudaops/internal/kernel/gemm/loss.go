@@ -83,10 +83,8 @@ func (p ScaleRows) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // Tuning is that of [kernel.Tuned].
-func (a LinearCrossEntropy) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "LinearCrossEntropy",
-		Shape: fmt.Sprintf("%dx%dx%d %v", a.Rows, a.V, a.D, a.Type),
-		Units: []string{"gemm_hopper_loss", "crossentropy"}}
+func (a LinearCrossEntropy) Tuning() (op, shape string) {
+	return "LinearCrossEntropy", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.V, a.D, a.Type)
 }
 
 // WorkspaceBytes is the size of Workspace.

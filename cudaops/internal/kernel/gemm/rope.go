@@ -80,9 +80,7 @@ func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // Tuning is that of [kernel.Tuned].
-func (a RoPEProduct) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "RoPEProduct", Units: []string{"gemm_hopper_rope", "rope"},
-		Shape: fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.Rows,
-			a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) +
-			kernel.With(a.Float8, "of float8")}
+func (a RoPEProduct) Tuning() (op, shape string) {
+	return "RoPEProduct", fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.Rows,
+		a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
 }

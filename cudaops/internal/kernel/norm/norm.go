@@ -228,10 +228,9 @@ func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 }
 
 // Tuning is that of [kernel.Tuned].
-func (a RMSNorm) Tuning() kernel.Tuning {
-	return kernel.Tuning{Op: "RMSNorm", Units: []string{"norm"},
-		Shape: fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
-			kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))}
+func (a RMSNorm) Tuning() (op, shape string) {
+	return "RMSNorm", fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
+		kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))
 }
 
 // WorkspaceBytes is the size of Workspace.
