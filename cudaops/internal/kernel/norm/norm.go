@@ -64,10 +64,7 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	if w.Family == "any" {
 		q.Run("norm", "rmsnorm_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)),
 			append(args, a.D, a.Eps)...)
-		if a.Y8 != 0 {
-			q.Then(quantize.Rows{Y: a.Y8, Scale: a.Scale8, X: a.Y, Rows: a.Rows, D: a.D,
-				Type: a.Type})
-		}
+		quantize.Beside(q, a.Y8, a.Scale8, a.Y, a.Rows, a.D, a.Type)
 		return q.Err
 	}
 	if a.Y8 != 0 {
@@ -220,10 +217,7 @@ func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 		int64(a.Rows), a.D)
 	q.Run("norm", "rmsnorm_backward_any"+kernel.Suffix(a.Type),
 		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add, a.D)
-	if a.DX8 != 0 {
-		q.Then(quantize.Rows{Y: a.DX8, Scale: a.Scale8, X: a.DX, Rows: a.Rows, D: a.D,
-			Type: a.Type})
-	}
+	quantize.Beside(q, a.DX8, a.Scale8, a.DX, a.Rows, a.D, a.Type)
 	return blocks
 }
 

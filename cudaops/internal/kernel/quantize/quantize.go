@@ -27,15 +27,28 @@ type Rows struct {
 // Launch launches one kernel.
 func (a Rows) Launch(k *kernel.Set, s gpu.Stream) error {
 	a.XStride = cmp.Or(a.XStride, a.D)
-	var shape HeldShape
-	if Packed(a.Type, a.D, a.Y, a.X) && a.XStride%kernel.Vector(a.Type) == 0 {
-		shape = BestShape(a.D, a.Type, RowPacks...)
+	shape := HeldRows(a.Type, a.D, a.Y, a.X)
+	if a.XStride%kernel.Vector(a.Type) != 0 {
+		shape = HeldShape{}
 	}
 	return shape.Enqueue(k, s, "quantize", a.Rows, a.D, a.Type, []any{a.Y, a.Scale, a.X}, a.XStride)
 }
 
-// RowPacks are the packs a thread that rows are rounded with, the fastest first.
-var RowPacks = []int{2, 1, 4}
+// Beside enqueues [Rows] of x [rows, d], where y is not null.
+func Beside(q *kernel.Queue, y, scale, x gpu.Ptr, rows, d int, t gpu.DType) {
+	if y != 0 {
+		q.Then(Rows{Y: y, Scale: scale, X: x, Rows: rows, D: d, Type: t})
+	}
+}
+
+// HeldRows is the fastest shape for rows of d elements at some addresses that are rounded to
+// float8: none where they are not aligned or too long.
+func HeldRows(t gpu.DType, d int, float8 gpu.Ptr, ps ...gpu.Ptr) (h HeldShape) {
+	if !Packed(t, d, float8, ps...) {
+		return h
+	}
+	return BestShape(d, t, 2, 1, 4)
+}
 
 // HeldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread,
 // threads across a row, and rows.

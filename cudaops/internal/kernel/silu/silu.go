@@ -24,22 +24,15 @@ type Mul struct {
 
 // Launch launches one kernel; with H8 and GELU two.
 func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
-	b := a.AB.Offset(a.F * a.Type.Size())
+	b, q := a.AB.Offset(a.F*a.Type.Size()), k.On(s)
 	if a.H8 != 0 && !a.GELU {
-		var shape quantize.HeldShape
-		if quantize.Packed(a.Type, a.F, a.H8, a.H, a.AB) {
-			shape = quantize.BestShape(a.F, a.Type, quantize.RowPacks...)
-		}
-		return shape.Enqueue(k, s, "silu_mul", a.Rows, a.F, a.Type,
-			[]any{a.H8, a.Scale8, a.H, a.AB, b}, 2*a.F)
+		return quantize.HeldRows(a.Type, a.F, a.H8, a.H, a.AB).Enqueue(k, s, "silu_mul", a.Rows, a.F,
+			a.Type, []any{a.H8, a.Scale8, a.H, a.AB, b}, 2*a.F)
 	}
-	if err := silu(k, s, gate(a.GELU)+"_mul", a.Rows, a.F, a.Type,
-		kernel.Packed(a.Type, a.F, a.H, a.AB), a.H, a.AB, b, int64(a.Rows), a.F,
-		int64(2*a.F)); err != nil || a.H8 == 0 {
-		return err
-	}
-	return quantize.Rows{Y: a.H8, Scale: a.Scale8, X: a.H, Rows: a.Rows, D: a.F,
-		Type: a.Type}.Launch(k, s)
+	silu(q, gate(a.GELU)+"_mul", a.Rows, a.F, a.Type, kernel.Packed(a.Type, a.F, a.H, a.AB), a.H,
+		a.AB, b, int64(a.Rows), a.F, int64(2*a.F))
+	quantize.Beside(q, a.H8, a.Scale8, a.H, a.Rows, a.F, a.Type)
+	return q.Err
 }
 
 // MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), the
@@ -59,24 +52,20 @@ type MulBackward struct {
 // Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, or
 // for GELU, two.
 func (a MulBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	half, stride := a.F*a.Type.Size(), 2*a.F
+	half, stride, q := a.F*a.Type.Size(), 2*a.F, k.On(s)
 	b, db := a.AB.Offset(half), a.DAB.Offset(half)
-	packed := kernel.Packed(a.Type, a.F, a.H, a.DAB, a.DH, a.AB)
-	var shape quantize.HeldShape
-	if packed && !a.GELU && a.DAB8 != 0 && quantize.Packed(a.Type, a.F, a.DAB8) {
-		shape = quantize.BestShape(a.F, a.Type, quantize.RowPacks...)
+	if !a.GELU && a.DAB8 != 0 {
+		shape := quantize.HeldRows(a.Type, a.F, a.DAB8, a.H, a.DAB, a.DH, a.AB)
+		if shape.Packs > 0 {
+			return shape.Enqueue(k, s, "silu_mul_backward", a.Rows, a.F, a.Type,
+				[]any{a.DAB8, a.Scale8, a.H, a.DAB, db, a.DH, a.AB, b}, stride, stride)
+		}
 	}
-	if shape.Packs > 0 {
-		return shape.Enqueue(k, s, "silu_mul_backward", a.Rows, a.F, a.Type,
-			[]any{a.DAB8, a.Scale8, a.H, a.DAB, db, a.DH, a.AB, b}, stride, stride)
-	}
-	if err := silu(k, s, gate(a.GELU)+"_mul_backward", a.Rows, a.F, a.Type, packed, a.H, a.DAB, db,
-		a.DH, a.AB, b, int64(a.Rows), a.F, int64(stride), int64(stride)); err != nil ||
-		a.DAB8 == 0 {
-		return err
-	}
-	return quantize.Rows{Y: a.DAB8, Scale: a.Scale8, X: a.DAB, Rows: a.Rows, D: stride,
-		Type: a.Type}.Launch(k, s)
+	silu(q, gate(a.GELU)+"_mul_backward", a.Rows, a.F, a.Type,
+		kernel.Packed(a.Type, a.F, a.H, a.DAB, a.DH, a.AB), a.H, a.DAB, db, a.DH, a.AB, b,
+		int64(a.Rows), a.F, int64(stride), int64(stride))
+	quantize.Beside(q, a.DAB8, a.Scale8, a.DAB, a.Rows, stride, a.Type)
+	return q.Err
 }
 
 // gate is how kernels of a gate are named.
@@ -87,16 +76,15 @@ func gate(gelu bool) string {
 	return "silu"
 }
 
-func silu(k *kernel.Set, s gpu.Stream, symbol string, rows, f int, t gpu.DType, packed bool,
-	args ...any) error {
+func silu(q *kernel.Queue, symbol string, rows, f int, t gpu.DType, packed bool, args ...any) {
 	variant, packs := "_elements", rows*f
 	if packed {
 		variant, packs = "_packs", packs/kernel.Vector(t)
 	}
 	if packs > math.MaxInt32 {
-		return fmt.Errorf("kernels.SiLUMul: %d rows of %d elements are too many for one launch",
+		q.Err = fmt.Errorf("kernels.SiLUMul: %d rows of %d elements are too many for one launch",
 			rows, f)
 	}
-	return k.Enqueue(s, "silu", symbol+variant+kernel.Suffix(t),
-		kernel.Line(kernel.CeilDiv(packs, 2*256), 256), args...)
+	q.Run("silu", symbol+variant+kernel.Suffix(t), kernel.Line(kernel.CeilDiv(packs, 2*256), 256),
+		args...)
 }
