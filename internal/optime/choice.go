@@ -10,10 +10,8 @@ type Choice struct {
 	Of     int      `json:"of"`    // how many ways there were
 	Ways   []string `json:"-"`     // their names
 	Source Source   `json:"source"`
-	// Cold and Warm are what it took when it was timed: with nothing in the cache, and with what it
-	// reads there. 0 if it was not timed.
+	// Cold is what it took when it was timed, with nothing in the cache; 0 if it was not timed.
 	Cold time.Duration `json:"cold_ns,omitempty"`
-	Warm time.Duration `json:"warm_ns,omitempty"`
 }
 
 // Source says why a way was chosen.

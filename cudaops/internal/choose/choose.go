@@ -105,7 +105,7 @@ func (t *Chooser) Program(p *program.Program) error {
 
 // call chooses for a call.
 func (t *Chooser) call(c *program.Call) error {
-	if err := t.plan(c); err != nil {
+	if err := t.product(c); err != nil {
 		return err
 	}
 	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != nil || hasNone(c) {
@@ -118,25 +118,12 @@ func (t *Chooser) call(c *program.Call) error {
 	}
 	g := program.WaysOf(c, c.Params, tuned, ways)
 	g.Plain = len(ways) - 1
-	way, choice, err := t.choose(job{Group: g, build: t.x.Kernels.Build()})
+	way, choice, err := t.choose(job{g, t.x.Kernels.Build()})
 	if err != nil {
 		return err
 	}
 	c.Params, c.Choice = program.WithWay(c.Params, ways[way]), choice
 	return nil
-}
-
-// plan plans the product that a call is, if it is one.
-func (t *Chooser) plan(c *program.Call) error {
-	m, ok := c.Params.(program.Matmul)
-	if !ok {
-		return nil
-	}
-	plan, err := t.product(&m, c.Args)
-	if err == nil {
-		c.Params, c.Choice = m, plan.Choice
-	}
-	return err
 }
 
 // hasNone reports whether a call has an operand without elements.
@@ -156,7 +143,7 @@ func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choic
 	}
 	for _, a := range g.Alternatives {
 		for _, c := range a.Calls {
-			if err := t.plan(c); err != nil {
+			if err := t.product(c); err != nil {
 				return 0, nil, err
 			}
 		}
@@ -166,15 +153,13 @@ func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choic
 		return 0, nil, err
 	}
 	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(), blas.Version())
-	return t.choose(job{Group: g, build: build, tiny: g.FLOPs < t.Least})
+	return t.choose(job{g, build})
 }
 
 // job is a group whose ways are to be timed.
 type job struct {
 	program.Group
-	build   string // what its ways are from
-	tiny    bool   // too little to be timed: what the rules leave is chosen by rule of thumb
-	product *run.Plan
+	build string // what its ways are from
 }
 
 func (j job) names() (names []string) {
@@ -209,7 +194,7 @@ func (t *Chooser) choose(j job) (way int, c *optime.Choice, err error) {
 		if len(left) > 1 && !forced {
 			c.Source = optime.Stored
 		}
-	} else if t.store != nil && len(left) > 1 && !j.tiny {
+	} else if t.store != nil && len(left) > 1 && (j.FLOPs == 0 || j.FLOPs >= t.Least) {
 		if way, err = t.timed(j, left, c); err != nil {
 			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}
@@ -228,7 +213,7 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	}
 	if s, ok := t.store.get(key); ok && t.Mode == Cached {
 		if way := slices.Index(j.names(), s.Way); slices.Contains(left, way) {
-			c.Source, c.Cold, c.Warm = optime.Stored, s.Cold, s.Warm
+			c.Source, c.Cold = optime.Stored, s.Cold
 			return way, nil
 		}
 	}
@@ -246,9 +231,8 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 			"numbers", j.Op, j.Shape, j.names()))
 		return left[0], nil
 	}
-	c.Source, c.Cold, c.Warm = optime.Measured, x.cold[way], x.warm[way]
-	stored := timed{Way: j.names()[way], Cold: c.Cold, Warm: c.Warm}
-	if err := t.store.put(key, stored); err != nil {
+	c.Source, c.Cold = optime.Measured, x.cold[way]
+	if err := t.store.put(key, timed{Way: j.names()[way], Cold: c.Cold}); err != nil {
 		t.Warn(err.Error())
 	}
 	return way, nil

@@ -134,11 +134,10 @@ const (
 // choices are choices by their keys.
 type choices map[string]timed
 
-// timed is what is stored for a key: the fastest way, and what it took with cold and warm caches.
+// timed is what is stored for a key: the fastest way, and what it took with nothing in the cache.
 type timed struct {
 	Way  string        `json:"way"`
 	Cold time.Duration `json:"cold_ns"`
-	Warm time.Duration `json:"warm_ns"`
 }
 
 // UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may

@@ -53,8 +53,8 @@ type timer struct {
 	flush      gpu.Ptr // what the cache is overwritten with
 	flushBytes int
 	events     []gpu.Event
-	cold, warm []time.Duration
-	loaded     []time.Duration // 0 of a way that has not been timed under load
+	cold       []time.Duration // of each way
+	loaded     []time.Duration // likewise; 0 where it has not been timed under load
 }
 
 // piece is memory that stands for a buffer, from the byte at which the lowest of its operands
@@ -76,8 +76,7 @@ func newTimer(t *Chooser, j job) (*timer, error) {
 	n := len(j.Alternatives)
 	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx},
 		flushBytes: max(1, 2*t.Device.L2),
-		cold:       make([]time.Duration, n), warm: make([]time.Duration, n),
-		loaded: make([]time.Duration, n),
+		cold:       make([]time.Duration, n), loaded: make([]time.Duration, n),
 		pieces: map[*program.Buffer]*piece{}}
 	for _, a := range j.Alternatives {
 		x.gather(a.Calls)
@@ -245,10 +244,9 @@ func (x *timer) timeLoaded(way int, settle time.Duration) (time.Duration, error)
 			return nil
 		}
 	}
-	mark := func(i int) func() error { return func() error { return ctx.Record(x.events[i], s) } }
 	runs := func(d time.Duration) int { return int(d/x.cold[way]) + 1 }
 	n := runs(loadSpan)
-	if err := run.InTurn(repeat(runs(settle)), mark(0), repeat(n), mark(1),
+	if err := run.InTurn(repeat(runs(settle)), x.mark(0), repeat(n), x.mark(1),
 		func() error { return ctx.SyncStream(s) }); err != nil {
 		return 0, err
 	}
@@ -306,9 +304,6 @@ func (x *timer) took(way int) time.Duration {
 
 // run enqueues the job in some way.
 func (x *timer) run(way int) error {
-	if x.j.product != nil {
-		x.j.product.Way = way
-	}
 	for _, c := range x.j.Alternatives[way].Calls {
 		if err := x.x.Launch(c.Bind(c.Params, x.address)); err != nil {
 			return err
@@ -317,53 +312,45 @@ func (x *timer) run(way int) error {
 	return nil
 }
 
-// time sets the median times of some ways. In each of the rounds a way runs with a cold cache and
-// then again with a warm one. All runs are enqueued together and the ways take turns, so that each
-// meets the clock rates of a GPU at work.
+// time sets the median times of some ways with a cold cache. All runs are enqueued together and the
+// ways take turns, so that each meets the clock rates of a GPU at work.
 func (x *timer) time(ways []int, rounds int) error {
 	ctx, s := x.x.Ctx, x.x.Stream
-	for len(x.events) < 3*rounds*len(ways) {
+	for len(x.events) < 2*rounds*len(ways) {
 		e, err := x.memory.NewEvent(true)
 		if err != nil {
 			return err
 		}
 		x.events = append(x.events, e)
 	}
-	marks := x.events
-	mark := func() error {
-		e := marks[0]
-		marks = marks[1:]
-		return ctx.Record(e, s)
-	}
-	for range rounds {
-		for _, way := range ways {
-			flush, work := func() error {
-				return ctx.Memset8(x.flush, 0, x.flushBytes, s)
-			}, func() error { return x.run(way) }
-			if err := run.InTurn(flush, mark, work, mark, work, mark); err != nil {
-				return err
-			}
+	for i := range rounds * len(ways) {
+		if err := run.InTurn(func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) },
+			x.mark(2*i), func() error { return x.run(ways[i%len(ways)]) },
+			x.mark(2*i+1)); err != nil {
+			return err
 		}
 	}
 	if err := ctx.SyncStream(s); err != nil {
 		return err
 	}
-	for i, way := range ways {
-		for k, median := range []*time.Duration{&x.cold[way], &x.warm[way]} {
-			var all []time.Duration
-			for round := range rounds {
-				at := 3*(round*len(ways)+i) + k
-				d, err := ctx.Elapsed(x.events[at], x.events[at+1])
-				if err != nil {
-					return err
-				}
-				all = append(all, d)
-			}
-			slices.Sort(all)
-			*median = all[len(all)/2]
+	took := make([][]time.Duration, len(ways))
+	for i := range rounds * len(ways) {
+		d, err := ctx.Elapsed(x.events[2*i], x.events[2*i+1])
+		if err != nil {
+			return err
 		}
+		took[i%len(ways)] = append(took[i%len(ways)], d)
+	}
+	for i, way := range ways {
+		slices.Sort(took[i])
+		x.cold[way] = took[i][rounds/2]
 	}
 	return nil
+}
+
+// mark enqueues an event.
+func (x *timer) mark(i int) func() error {
+	return func() error { return x.x.Ctx.Record(x.events[i], x.x.Stream) }
 }
 
 // result is the first and the last numbers of each result of a way.

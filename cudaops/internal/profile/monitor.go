@@ -209,7 +209,7 @@ func (o *Monitor) collect() (err error) {
 // note takes in the time of a task.
 func (o *Monitor) note(t *task, d time.Duration) {
 	t.total, t.samples = t.total+d, t.samples+1
-	tuned := max(t.chosen.Cold, t.chosen.Warm)
+	tuned := t.chosen.Cold
 	if tuned == 0 || float64(d) < monitorDrift*float64(tuned) || d < tuned+monitorNoise {
 		t.drifted = 0
 		return
@@ -253,7 +253,7 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 			continue
 		}
 		op := optime.OpTime{Op: update, Tasks: 1, Bytes: updateBytes,
-			Time: t.total / time.Duration(t.samples), Tuned: max(t.chosen.Cold, t.chosen.Warm)}
+			Time: t.total / time.Duration(t.samples), Tuned: t.chosen.Cold}
 		if c := t.call; c != nil {
 			op.Op, op.Bytes, op.FLOPs = c.Op, c.Bytes(), c.FLOPs
 		}

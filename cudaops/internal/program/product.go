@@ -29,6 +29,7 @@ func (p Product) Plus(add *Array) Product {
 // Matmul is the Params of a product's call. Where C is null it is D.
 type Matmul struct {
 	Spec gpu.MatmulSpec
+	Way  int // of the product's plan
 	gpu.MatmulArgs
 }
 
@@ -49,7 +50,7 @@ func (p Product) Params() Matmul {
 	for spec.Align > 2 && at%spec.Align != 0 {
 		spec.Align /= 2
 	}
-	return Matmul{spec, gpu.MatmulArgs{Alpha: cmp.Or(p.Alpha, 1), Beta: p.Beta}}
+	return Matmul{Spec: spec, MatmulArgs: gpu.MatmulArgs{Alpha: cmp.Or(p.Alpha, 1), Beta: p.Beta}}
 }
 
 // Args is the operands of the product's call.

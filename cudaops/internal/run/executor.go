@@ -31,7 +31,7 @@ type Executor struct {
 	Kernels   Launcher
 	Memory    *Memory
 	Workspace gpu.Ptr // cuBLASLt's; taken when the first product is planned
-	plans     map[planKey]*Plan
+	plans     map[gpu.MatmulSpec]*Plan
 	pinned    [carriers][]byte // by way of which values travel: see carry
 
 	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program
