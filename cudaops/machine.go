@@ -186,32 +186,44 @@ const roomLeft = 0.1
 // what WithMemory says. The optimisers are the machine's and those of others on the device.
 func lacking(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
-	own := p.Arena + p.Resident() + momentsToCome(m, p)
+	moments, divided := toCome(m, p)
+	own := p.Arena + p.Resident() + moments
 	lacks := own + int(m.device.expected.Load()) + int(roomLeft*float64(total)) -
 		int(free) - m.runner.Memory.Kept.Held()
 	if m.config.limit > 0 {
-		lacks = max(lacks, own-toDivide(m, p)-m.config.limit)
+		lacks = max(lacks, own-divided-m.config.limit)
 	}
 	return lacks, err
 }
 
-// toDivide is about the bytes of parameters that the machine gives back when its optimiser has
-// divided them among ranks.
-func toDivide(m *Machine, p *program.Program) (bytes int) {
-	r := m.config.ranks
-	if r == nil {
-		return 0
+// toCome is the bytes of the moments that the machine would have with AdamW, and about those of
+// parameters that it gives back when its optimiser has divided them among ranks: 0 if it has one.
+// Muon has one moment, and directions.
+func toCome(m *Machine, p *program.Program) (moments, divided int) {
+	if m.optimizer != nil {
+		return 0, 0
+	}
+	ranks := 1
+	if r := m.config.ranks; r != nil {
+		ranks = r.Group.Size()
 	}
 	for _, in := range p.Inputs {
-		if gradientOf(m, p, in) != nil && len(in.Copies) > 0 {
-			bytes += in.Array.Extent() - in.Array.Extent()/r.Group.Size()
+		if g := gradientOf(m, p, in); g != nil {
+			moments += 2 * 4 * g.Len()
+			if len(in.Copies) > 0 {
+				divided += in.Array.Extent() - in.Array.Extent()/ranks
+			}
 		}
 	}
-	return bytes
+	return moments / ranks, divided
 }
 
 // expect tells machines that are made later how much memory this one is still to take.
-func expect(m *Machine, bytes int) {
+func expect(m *Machine) {
+	bytes := 0
+	if !m.runner.State.Closed() {
+		bytes, _ = toCome(m, m.runner.Program)
+	}
 	m.device.expected.Add(int64(bytes - m.expected))
 	m.expected = bytes
 }
@@ -257,7 +269,7 @@ func (m *Machine) load(p *program.Program) (err error) {
 	if m.config.monitor > 0 {
 		m.monitor = profile.NewMonitor(m.measured, m.config.monitor)
 	}
-	expect(m, momentsToCome(m, p))
+	expect(m)
 	for _, b := range p.Buffers {
 		if b.Data != nil {
 			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), r.Stream); err != nil {
@@ -338,7 +350,7 @@ func (m *Machine) RunAll() (err error) {
 		func() error {
 			return r.Compute(func(capture bool, plain func() error) error {
 				run := plain
-				if m.monitor != nil && r.Now().Loaded && !m.profiler.Busy() {
+				if m.monitor != nil && r.Now.Loaded && !m.profiler.Busy() {
 					run = func() error { return m.monitor.Run(plain) }
 				}
 				return m.profiler.Around(capture, m.optimizer, run, m.profiler.Marked)
@@ -362,7 +374,7 @@ func (m *Machine) Close() (err error) {
 		return nil
 	}
 	m.runner.State.On(run.Close)
-	expect(m, 0)
+	expect(m)
 	if p := m.runner.Program; p != nil {
 		for _, b := range p.Borrowed {
 			b.Sharers--
@@ -385,21 +397,4 @@ func gradientOf(m *Machine, p *program.Program, in *program.Input) *program.Arra
 		return p.Values[d]
 	}
 	return nil
-}
-
-// momentsToCome is the bytes of the moments that the machine would have with AdamW, 0 if it has an
-// optimiser. Muon has one moment, and directions.
-func momentsToCome(m *Machine, p *program.Program) (bytes int) {
-	if m.optimizer != nil {
-		return 0
-	}
-	for _, in := range p.Inputs {
-		if g := gradientOf(m, p, in); g != nil {
-			bytes += 2 * 4 * g.Len()
-		}
-	}
-	if r := m.config.ranks; r != nil {
-		bytes /= r.Group.Size()
-	}
-	return bytes
 }

@@ -521,7 +521,7 @@ func TestModesAreCapturedApart(t *testing.T) {
 			require.Equal(t, 3, work.graphs, "step %d: the run's and the update's two parts", i)
 		}
 	}
-	require.Equal(t, 2, l.machine.runner.Recordings())
+	require.Len(t, l.machine.runner.Recorded, 2)
 }
 
 // randomGraph is a graph of random ops over matrices [8, 8], which are also two sequences of four
@@ -1194,8 +1194,9 @@ func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine)
 	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss},
 		[]MachineOption{gatesFused})
 	m := other(t, device, first)
-	need, moments := m.Memory()+momentsToCome(m, m.runner.Program),
-		momentsToCome(first, first.runner.Program)
+	come, _ := toCome(m, m.runner.Program)
+	moments, _ := toCome(first, first.runner.Program)
+	need := m.Memory() + come
 	require.NoError(t, m.Close())
 	require.NotZero(t, m.runner.Program.Spent, "on an empty card")
 	require.NotZero(t, moments)
@@ -2025,7 +2026,7 @@ func TestRetry(t *testing.T) {
 				for try := 0; err != nil && try < 3; try++ {
 					require.ErrorIs(t, err, gpu.OutOfMemory, "%s, call %d: %v", call, nth, err)
 					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues &&
-						run == 0 && l.machine.runner.Now().Loaded {
+						run == 0 && l.machine.runner.Now.Loaded {
 						t.Fatalf("%s, call %d: what a capture needs counts as loaded", call, nth)
 					}
 					err = l.machine.RunAll()

@@ -44,7 +44,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return errors.New("the moments that WithKept hands on are given back: what was kept was " +
 			"closed before")
 	}
-	defer func() { expect(m, momentsToCome(m, m.runner.Program)) }()
+	defer expect(m)
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil
 		// runs may have been captured with the exchange that goes along with them
@@ -54,7 +54,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		}
 	}
 	var all []*update.Param
-	for _, i := range m.runner.Inputs.All {
+	for _, i := range m.runner.Program.Inputs {
 		if g := gradientOf(m, m.runner.Program, i); g != nil {
 			if sum := m.runner.Program.Sums[i.Node]; sum != nil {
 				g = sum
@@ -97,30 +97,14 @@ func (m *Machine) Update() (norm float64, err error) {
 // Step is [Machine.Value] of a loss, a node of one float32 that is kept, and [Machine.Update] in
 // one. The device does not wait between the run and the update. If the loss is not finite no
 // parameter changes, which is no error. Then the norm is not finite either, and gathered gradients
-// are dropped, but kept WithPrecision(Float16). The errors are those of Value and Update.
+// are dropped. The errors are those of Value and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Machine.Step", &err)
 	a, err := lossOf(m, loss)
-	switch {
-	case err != nil:
-		return 0, 0, err
-	case m.runner.Program.Scale == nil:
-		return updateBy(m, a, nil)
-	}
-	// the scale is not to change for a loss that is not finite
-	if _, err := updatable(m); err != nil {
+	if err != nil {
 		return 0, 0, err
 	}
-	var host [1]float32
-	if err := m.runner.FetchFloats(a, host[:]); err != nil {
-		return 0, 0, err
-	}
-	value = float64(host[0])
-	if value-value != 0 {
-		return value, math.NaN(), m.runner.Settle()
-	}
-	_, norm, err = updateBy(m, nil, nil)
-	return value, norm, err
+	return updateBy(m, a, nil)
 }
 
 // lossOf is where a loss lies: one float32 that is kept, and does not carry the loss scale.

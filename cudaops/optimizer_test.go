@@ -595,7 +595,7 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	var v gorgonia.Value
 	var err error
 	if sum := m.runner.Program.Sums[p]; sum != nil {
-		v, err = m.runner.Fetch(sum, tensor.Float32)
+		v, err = m.runner.Fetch(sum, tensor.Float32, 1)
 	} else {
 		v, err = m.Value(p.Deriv())
 	}
@@ -868,7 +868,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 			WithRanks(g, rounds), notCaptured)
 		require.NoError(t, m.SetOptimizer(o, 0.1))
 		divided := 0
-		for _, in := range m.runner.Inputs.All {
+		for _, in := range m.runner.Program.Inputs {
 			if in.Part != nil {
 				divided++
 			}

@@ -74,7 +74,7 @@ func newSingleOp[V interface {
 	if parts := l.out[0].Parts; len(parts) > 0 {
 		l.out = parts
 	}
-	for _, input := range m.runner.Inputs.All {
+	for _, input := range m.runner.Program.Inputs {
 		input.Bound = true
 		if i := slices.Index(in, input.Node); i >= 0 {
 			l.in[i] = input

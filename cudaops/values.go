@@ -23,17 +23,6 @@ import (
 // ([WithRanks]) it is what runs compute with, in a narrower type.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Machine.Value", &err)
-	if v, err = valueOf(m, n); err == nil {
-		err = m.runner.Settle()
-	}
-	if err != nil {
-		return nil, err
-	}
-	return v, nil
-}
-
-// valueOf is a node's value, without the loss scale.
-func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 	a, err := lasting(m, n)
 	if err != nil {
 		return nil, err
@@ -50,16 +39,18 @@ func valueOf(m *Machine, n *gorgonia.Node) (gorgonia.Value, error) {
 			return nil, err
 		}
 	}
-	v, err := m.runner.Fetch(a, n.Dtype())
-	switch scale := m.runner.Carried(n); {
-	case err != nil || scale == 1:
-		return v, err
-	case scale == 0:
+	scale := m.runner.Carried(n)
+	if scale == 0 {
 		return nil, fmt.Errorf("%s was dropped with the loss scale that it carried",
 			graph.Describe(n))
-	default:
-		return run.Divided(v, scale)
 	}
+	if v, err = m.runner.Fetch(a, n.Dtype(), scale); err == nil {
+		err = m.runner.Settle()
+	}
+	if err != nil {
+		return nil, err
+	}
+	return v, nil
 }
 
 // Keep copies the keys and values of the first positions to where an attention of this machine's
@@ -422,13 +413,13 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", graph.Describe(n), bytes,
 			a.Extent(), a.Len(), a.Type)
 	}
-	i := slices.IndexFunc(m.runner.Inputs.All, func(i *program.Input) bool {
+	i := slices.IndexFunc(m.runner.Program.Inputs, func(i *program.Input) bool {
 		return i.Array.Buffer == a.Buffer
 	})
 	if i < 0 {
 		err = canBindOutput(m, n, a)
 	} else {
-		err = canBindInput(m, n, m.runner.Inputs.All[i])
+		err = canBindInput(m, n, m.runner.Program.Inputs[i])
 	}
 	if err != nil {
 		return fmt.Errorf("%s %w", graph.Describe(n), err)
@@ -437,7 +428,7 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 		return err
 	}
 	if i >= 0 {
-		m.runner.Inputs.All[i].Bound = true
+		m.runner.Program.Inputs[i].Bound = true
 	}
 	return nil
 }

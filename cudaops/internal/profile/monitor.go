@@ -124,7 +124,7 @@ func (o *Monitor) intervals(err *error) (all []interval) {
 
 // sample enqueues a run with marks.
 func (o *Monitor) sample(timed []interval) (err error) {
-	now := o.Now()
+	now := o.Now
 	enqueue := func() error { return o.enqueue(timed) }
 	if o.OnHost() {
 		return enqueue()

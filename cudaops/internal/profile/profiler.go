@@ -147,7 +147,7 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 		s.pieces = append(s.pieces, [2]gpu.Event{from, to})
 		return err
 	}
-	key := pieceKey{p.Now(), optimizer, len(p.whole)}
+	key := pieceKey{p.Now, optimizer, len(p.whole)}
 	piece := p.pieces[key]
 	if piece == nil || piece.graph == 0 {
 		piece = &markedPiece{}

@@ -2,6 +2,7 @@ package run
 
 import (
 	"fmt"
+	"slices"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
@@ -12,12 +13,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Fetch waits for the device and copies an array back as a value of type dt.
-func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype) (gorgonia.Value, error) {
+// Fetch waits for the device and copies an array back as a value of type dt, whose floats are
+// divided by a scale. It is a power of two, by which this is exact.
+func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype, scale float32) (gorgonia.Value, error) {
 	switch {
 	case dt == tensor.Float32 && a.Type != gpu.Int64:
 		x := make([]float32, a.Len())
 		err := r.FetchFloats(a, x)
+		for i := 0; i < len(x) && scale != 1; i++ {
+			x[i] /= scale
+		}
 		return opbase.ValueOf(x, a.Shape), err
 	case dt == tensor.Int && a.Type == gpu.Int64:
 		x := make([]int, a.Len())
@@ -42,11 +47,11 @@ func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 
 // HostOperand is what the host is given of input i of a node, which is a: without the loss scale.
 func (r *Runner) HostOperand(n *gorgonia.Node, i int, a *program.Array) (gorgonia.Value, error) {
-	v, err := r.Fetch(a, graph.Children(n)[i].Dtype())
-	if err == nil && r.Program.Scaling.Carries(n, i) {
-		v, err = Divided(v, r.Scale.Carried)
+	scale := float32(1)
+	if r.Program.Scaling.Carries(n, i) {
+		scale = r.Scale.Carried
 	}
-	return v, err
+	return r.Fetch(a, graph.Children(n)[i].Dtype(), scale)
 }
 
 // Carried is the scale that the value of a node carries, 1 where it carries none.
@@ -71,34 +76,18 @@ func (r *Runner) OnTheHost(p program.HostOp) error {
 	if err != nil {
 		return err
 	}
-	if scale := r.Carried(p.Node); scale != 1 {
-		if v, err = Divided(v, 1/scale); err != nil {
-			return err
-		}
-	}
 	from, stored, err := elements(v, p.Out)
 	if err != nil {
 		return err
 	}
+	if scale := r.Carried(p.Node); scale != 1 { // which floats carry alone
+		scaled := slices.Clone(gpu.View[float32](from))
+		for i := range scaled {
+			scaled[i] *= scale
+		}
+		from = gpu.Bytes(scaled)
+	}
 	raw := make([]byte, p.Out.Extent())
 	convert(raw, p.Out.Type, from, stored)
 	return r.Ctx.CopyToDevice(p.Out.Ptr(), raw, r.Stream)
-}
-
-// Divided returns a value whose floats are those of v divided; by a power of two this is exact.
-func Divided(v gorgonia.Value, by float32) (gorgonia.Value, error) {
-	flat, err := opbase.Flat(v)
-	if err != nil {
-		return nil, err
-	}
-	x, ok := flat.([]float32)
-	if !ok {
-		return nil, fmt.Errorf("a value that carries the loss scale is a %v, want float32",
-			v.Dtype())
-	}
-	y := make([]float32, len(x))
-	for i, e := range x {
-		y[i] = e / by
-	}
-	return opbase.ValueOf(y, v.Shape().Clone()), nil
 }

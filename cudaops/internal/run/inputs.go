@@ -17,9 +17,8 @@ import (
 // in step.
 type Inputs struct {
 	*Executor
-	All     []*program.Input
 	Laid    gpu.Ptr // where parameters lie one behind the other, once they do
-	weights []*program.QuantizedWeight
+	of      *program.Program
 	read    Reader
 	staging map[*program.Input][]byte // pinned; of what goes to the device before every run
 	table   *quantize.Table           // of float8; nil for none
@@ -28,8 +27,7 @@ type Inputs struct {
 // NewInputs takes pinned memory for the inputs of a program. Frozen ones without a value come from
 // read.
 func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
-	s := &Inputs{Executor: x, All: p.Inputs, weights: p.Weights, read: read,
-		staging: map[*program.Input][]byte{}}
+	s := &Inputs{Executor: x, of: p, read: read, staging: map[*program.Input][]byte{}}
 	for _, in := range p.Inputs {
 		if in.Constant {
 			continue
@@ -54,8 +52,8 @@ func (s *Inputs) Close() error {
 
 // Of returns the input that a node is, nil if it is none.
 func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
-	if i := slices.IndexFunc(s.All, func(in *program.Input) bool { return in.Node == n }); i >= 0 {
-		return s.All[i]
+	if i := slices.IndexFunc(s.of.Inputs, func(in *program.Input) bool { return in.Node == n }); i >= 0 {
+		return s.of.Inputs[i]
 	}
 	return nil
 }
@@ -64,7 +62,7 @@ func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 // parameters that from has. These are copied there, unless they lie in the same place.
 func (s *Inputs) SendConstants(from func(*program.Input) *KeptParam) error {
 	var sent, kept []*program.Input
-	for _, in := range s.All {
+	for _, in := range s.of.Inputs {
 		k := from(in)
 		if k == nil {
 			if in.Constant {
@@ -90,7 +88,7 @@ func (s *Inputs) SendConstants(from func(*program.Input) *KeptParam) error {
 
 // SendAll copies the values of all other inputs, ahead of a run.
 func (s *Inputs) SendAll() error {
-	for _, in := range s.All {
+	for _, in := range s.of.Inputs {
 		if in.Sent() {
 			raw, stored, err := host(in)
 			if err != nil {
@@ -183,13 +181,13 @@ func (s *Inputs) Refresh(in *program.Input) error {
 // made of. Their copies in other types are new already. It is one pass over all of them, which
 // takes little more than one over a few.
 func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
-	if !slices.ContainsFunc(s.weights, func(w *program.QuantizedWeight) bool {
+	if !slices.ContainsFunc(s.of.Weights, func(w *program.QuantizedWeight) bool {
 		return slices.ContainsFunc(w.Of, changed)
 	}) {
 		return nil
 	}
 	var all []quantize.Weight
-	for _, w := range s.weights {
+	for _, w := range s.of.Weights {
 		k := quantize.Weight{X: w.Array.Ptr(), Rows: w.Array.Shape[0], D: w.Array.Shape[1]}
 		k.Y, k.Scale = w.Rows.Values.Ptr(), w.Rows.Scales.Ptr()
 		if w.Turned.Values != nil {

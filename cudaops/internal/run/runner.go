@@ -49,8 +49,8 @@ type Runner struct {
 	State     State
 	Scale     Scale
 
-	recorded Recordings[string] // by what the attendant does
-	now      *Recording         // that of the run under way, or of the last one
+	Recorded Recordings[string] // by what the attendant does
+	Now      *Recording         // that of the run under way, or of the last one
 	due      bool               // the run under way has work beside it
 }
 
@@ -94,27 +94,23 @@ const recordings = 16
 func (r *Runner) Compute(observe func(capture bool, run func() error) error) error {
 	defer r.State.On(Run)
 	r.Scale.Carried = r.Scale.Now.Scale
-	var mode []byte
-	if r.Attendant != nil {
-		mode = r.Attendant.AppendMode(mode)
-	}
-	captured := !r.OnHost()
+	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
 	if r.due = false; r.Beside != nil {
 		kind, can := r.Beside.Due()
 		if r.due = kind != 0; r.due {
 			mode, captured = append(mode, kind), captured && can
 		}
 	}
-	if len(r.recorded) == recordings && r.recorded[string(mode)] == nil {
+	if len(r.Recorded) == recordings && r.Recorded[string(mode)] == nil {
 		if err := r.Forget(); err != nil {
 			return err
 		}
 	}
-	r.now = r.recorded.Of(string(mode))
-	return observe(r.now.Loaded && captured, func() error {
+	r.Now = r.Recorded.Of(string(mode))
+	return observe(r.Now.Loaded && captured, func() error {
 		run := r.Enqueue
-		if captured || !r.now.Loaded {
-			run = func() error { return r.Replay(r.now, r.Enqueue) }
+		if captured || !r.Now.Loaded {
+			run = func() error { return r.Replay(r.Now, r.Enqueue) }
 		}
 		err := run()
 		if err == nil && r.due {
@@ -124,19 +120,13 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 	})
 }
 
-// Now is the recording of the run under way.
-func (r *Runner) Now() *Recording { return r.now }
-
-// Recordings is how many kinds of runs were captured.
-func (r *Runner) Recordings() int { return len(r.recorded) }
-
 // OnHost reports whether the run under way computes something on the host, so that it cannot be
 // captured.
 func (r *Runner) OnHost() bool {
 	return slices.ContainsFunc(r.Program.Calls, func(c *program.Call) bool {
 		_, host := c.Params.(program.HostOp)
 		return host
-	}) || r.Attendant != nil && r.Attendant.OnHost()
+	}) || r.Attendant.OnHost()
 }
 
 // Replay enqueues work as it is the first time, which loads modules: a capture does not allow that.
@@ -201,7 +191,7 @@ func (r *Runner) Capture(enqueue func() error) (gpu.Graph, error) {
 
 // Forget drops what was captured, since later runs differ from it.
 func (r *Runner) Forget() error {
-	if len(r.recorded) == 0 {
+	if len(r.Recorded) == 0 {
 		return nil
 	}
 	return errors.Join(r.Ctx.SyncStream(r.Stream), r.Drop())
@@ -209,8 +199,8 @@ func (r *Runner) Forget() error {
 
 // Drop is Forget while the stream is idle.
 func (r *Runner) Drop() error {
-	r.now = nil
-	return r.recorded.Drop(r.Ctx)
+	r.Now = nil
+	return r.Recorded.Drop(r.Ctx)
 }
 
 // Settle lets the attendant take in what came back.
