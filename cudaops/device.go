@@ -12,7 +12,6 @@ package cudaops
 import (
 	"errors"
 	"fmt"
-	"sync/atomic"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -47,8 +46,7 @@ type Device struct {
 	info    gpu.DeviceInfo
 	version int
 
-	expected atomic.Int64 // bytes that machines are to take once they have optimisers
-	kernels  run.Launcher // of all machines, so that only the first one loads them
+	kernels run.Launcher // of all machines, so that only the first one loads them
 
 	workspace gpu.Ptr // of single ops; null before there is one
 }

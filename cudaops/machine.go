@@ -46,8 +46,7 @@ type Machine struct {
 	monitor   *profile.Monitor  // nil without WithMonitor
 	profiler  *profile.Profiler // nil but during a profile
 
-	sent     gpu.Event // the last run's inputs have left their staging memory
-	expected int       // bytes of Device.expected that are this machine's
+	sent gpu.Event // the last run's inputs have left their staging memory
 }
 
 // in names the method in an error that it returns.
@@ -182,14 +181,13 @@ const lastProducts = 2
 const roomLeft = 0.1
 
 // lacking is how many bytes the program takes too many. It is to leave enough of the device's
-// memory to the optimisers that are still to come and to what roomLeft is for, and to stay within
-// what WithMemory says. The optimisers are the machine's and those of others on the device.
+// memory to the optimiser that is still to come and to what roomLeft is for, and to stay within
+// what WithMemory says.
 func lacking(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	moments, divided := toCome(m, p)
 	own := p.Arena + p.Resident() + moments
-	lacks := own + int(m.device.expected.Load()) + int(roomLeft*float64(total)) -
-		int(free) - m.runner.Memory.Kept.Held()
+	lacks := own + int(roomLeft*float64(total)) - int(free) - m.runner.Memory.Kept.Held()
 	if m.config.limit > 0 {
 		lacks = max(lacks, own-divided-m.config.limit)
 	}
@@ -216,16 +214,6 @@ func toCome(m *Machine, p *program.Program) (moments, divided int) {
 		}
 	}
 	return moments / ranks, divided
-}
-
-// expect tells machines that are made later how much memory this one is still to take.
-func expect(m *Machine) {
-	bytes := 0
-	if !m.runner.State.Closed() {
-		bytes, _ = toCome(m, m.runner.Program)
-	}
-	m.device.expected.Add(int64(bytes - m.expected))
-	m.expected = bytes
 }
 
 // load takes the program's memory and fills what is there from the start.
@@ -269,7 +257,6 @@ func (m *Machine) load(p *program.Program) (err error) {
 	if m.config.monitor > 0 {
 		m.monitor = profile.NewMonitor(m.measured, m.config.monitor)
 	}
-	expect(m)
 	for _, b := range p.Buffers {
 		if b.Data != nil {
 			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), r.Stream); err != nil {
@@ -374,7 +361,6 @@ func (m *Machine) Close() (err error) {
 		return nil
 	}
 	m.runner.State.On(run.Close)
-	expect(m)
 	if p := m.runner.Program; p != nil {
 		for _, b := range p.Borrowed {
 			b.Sharers--

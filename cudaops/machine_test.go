@@ -1165,72 +1165,30 @@ func TestRoomShared(t *testing.T) {
 	require.NoError(t, l.machine.Close())
 }
 
-// TestRoomOfOptimizer wants a machine to leave room for the moments that another one on the device
-// will have. It does so until that one has them or is closed. It may borrow that one's parameters
-// or not.
+// TestRoomOfOptimizer wants a machine to spend memory only where the moments to come have room too.
 func TestRoomOfOptimizer(t *testing.T) {
-	for _, c := range []struct {
-		what  string
-		other func(t *testing.T, device *Device, first *Machine) *Machine
-	}{
-		{"a borrower", func(t *testing.T, device *Device, first *Machine) *Machine {
-			return newBorrower(t, device, first)
-		}},
-		{"one with parameters of its own", func(t *testing.T, device *Device, _ *Machine) *Machine {
-			b := newLifetime(t, newAdamW).batch
-			m, err := NewMachine(device, b.G, gatesFused,
-				WithParams(b.Params...), WithOutputs(b.Loss))
-			require.NoError(t, err)
-			return m
-		}},
-	} {
-		t.Run(c.what, func(t *testing.T) { testRoomOfOptimizer(t, c.other) })
+	device, _ := openFake(t, cardOf(256<<20))
+	made := func() *Machine {
+		b := newLifetime(t, newAdamW).batch
+		m, err := NewMachine(device, b.G, gatesFused, WithParams(b.Params...), WithOutputs(b.Loss))
+		require.NoError(t, err)
+		return m
 	}
-}
-
-func testRoomOfOptimizer(t *testing.T, other func(*testing.T, *Device, *Machine) *Machine) {
-	device, cuda := openFake(t, cardOf(256<<20))
-	l := newLifetime(t, newAdamW)
-	first := newFuseMachine(t, device, l.batch.G, l.batch.Params, gorgonia.Nodes{l.batch.Loss},
-		[]MachineOption{gatesFused})
-	m := other(t, device, first)
-	come, _ := toCome(m, m.runner.Program)
-	moments, _ := toCome(first, first.runner.Program)
-	need := m.Memory() + come
+	m := made()
+	moments, _ := toCome(m, m.runner.Program)
+	need := m.Memory()
 	require.NoError(t, m.Close())
 	require.NotZero(t, m.runner.Program.Spent, "on an empty card")
 	require.NotZero(t, moments)
-	nothing := func() error { return nil }
-	set := func() error { return first.SetOptimizer(l.optimizer, 1) }
-	for _, c := range []struct {
-		what string
-		left int // beside what the machine takes, with an optimiser
-		do   func() error
-		want bool
-	}{
-		{"room for both", 3 * moments / 2, nothing, true},
-		{"none for moments", moments / 2, nothing, false},
-		{"which are there", moments / 2, set, true},
-		{"which are let go of", moments / 2, func() error {
-			cuda.Fail("cuMemAlloc", 1, gpu.OutOfMemory)
-			if err := set(); !errors.Is(err, gpu.OutOfMemory) {
-				return fmt.Errorf("SetOptimizer: %w", err)
-			}
-			return nil
-		}, false},
-	} {
-		require.NoError(t, c.do())
+	for left, want := range map[int]bool{3 * moments / 2: true, moments / 2: false} {
 		free, total, err := device.Memory()
 		require.NoError(t, err)
-		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - c.left)
+		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - left)
 		require.NoError(t, err)
-		m := other(t, device, first)
-		require.Equal(t, c.want, m.runner.Program.Spent > 0, c.what)
+		m := made()
+		require.Equal(t, want, m.runner.Program.Spent > 0)
 		require.NoError(t, errors.Join(m.Close(), device.ctx.Free(hog)))
 	}
-	require.Equal(t, int64(moments), device.expected.Load())
-	require.NoError(t, first.Close())
-	require.Zero(t, device.expected.Load())
 }
 
 // TestRoomFails wants errors between one plan and the next to leave nothing behind.

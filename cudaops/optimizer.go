@@ -44,7 +44,6 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return errors.New("the moments that WithKept hands on are given back: what was kept was " +
 			"closed before")
 	}
-	defer expect(m)
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil
 		// runs may have been captured with the exchange that goes along with them
