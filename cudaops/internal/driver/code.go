@@ -46,13 +46,6 @@ func (c *context) AllowShared(f *gpu.Function, bytes int) error {
 	return c.call(&c.FuncSetAttribute, f.Handle, maxDynamicShared, uintptr(bytes))
 }
 
-func (c *context) Occupancy(f *gpu.Function, threads, shared int) (int, error) {
-	var n int32
-	err := c.call(&c.cudaAPI.Occupancy, uintptr(unsafe.Pointer(&n)), f.Handle,
-		uintptr(threads), uintptr(shared))
-	return int(n), err
-}
-
 // launchFrame is everything that one launch passes by address, so that it is on the heap in one
 // piece.
 type launchFrame struct {
@@ -100,12 +93,17 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 	return nil
 }
 
-func (c *context) OccupancyClusters(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
+func (c *context) Resident(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
+	var n int32
+	if (l.Cluster == gpu.Dim{}) {
+		err := c.call(&c.Occupancy, uintptr(unsafe.Pointer(&n)), f.Handle,
+			uintptr(l.Block.Count()), uintptr(l.Shared))
+		return int(n) * c.info.SMs, err
+	}
 	frame := launchFrames.Get().(*launchFrame)
 	defer launchFrames.Put(frame)
 	frame.set(l, 0)
-	var n int32
-	err := c.call(&c.cudaAPI.OccupancyClusters, uintptr(unsafe.Pointer(&n)), f.Handle,
+	err := c.call(&c.OccupancyClusters, uintptr(unsafe.Pointer(&n)), f.Handle,
 		uintptr(unsafe.Pointer(&frame.config)))
 	runtime.KeepAlive(frame)
 	return int(n), err

@@ -32,9 +32,8 @@ type blasAPI struct {
 // cublasLt is the real cuBLASLt on one context.
 type cublasLt struct {
 	blasAPI
-	ctx     *context
-	handle  uintptr
-	version int
+	ctx    *context
+	handle uintptr
 }
 
 func (c *context) Blas() (gpu.Blas, error) {
@@ -50,7 +49,6 @@ func (c *context) Blas() (gpu.Blas, error) {
 			if err := bind(path, &b.blasAPI); err != nil {
 				return nil, err
 			}
-			b.version = int(b.GetVersion.call())
 			return b, b.call(&b.Create, uintptr(unsafe.Pointer(&b.handle)))
 		})
 	if b == nil {
@@ -73,11 +71,11 @@ func (b *cublasLt) call(p *proc, args ...uintptr) error {
 		if s == 0 {
 			return nil
 		}
-		return gpu.NewBlasError(p.name, s, "")
+		return gpu.NewError(p.name, s, "", "")
 	})
 }
 
-func (b *cublasLt) Version() int { return b.version }
+func (b *cublasLt) Version() int { return int(b.GetVersion.call()) }
 func (b *cublasLt) close() error { return b.call(&b.Destroy, b.handle) }
 
 // blasPlan holds cuBLASLt's descriptors. cuBLASLt thinks in columns: a row-major matrix is its
@@ -94,7 +92,6 @@ type blasPlan struct {
 	layoutA, layoutB, layoutD uintptr
 	scales                    [2]gpu.Ptr // that desc points to
 	alpha, beta               float32
-	found                     []heuristicResult
 }
 
 // heuristicResult is cublasLtMatmulHeuristicResult_t.
@@ -234,19 +231,20 @@ func (p *blasPlan) search(workspace, want int) error {
 	if err := b.set(&b.PreferenceAttribute, pref, attributes...); err != nil {
 		return err
 	}
-	p.found = make([]heuristicResult, max(want, 1))
+	found := make([]heuristicResult, max(want, 1))
 	var n int32
 	if err := b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA, p.layoutD,
-		p.layoutD, pref, uintptr(len(p.found)), uintptr(unsafe.Pointer(&p.found[0])),
+		p.layoutD, pref, uintptr(len(found)), uintptr(unsafe.Pointer(&found[0])),
 		uintptr(unsafe.Pointer(&n))); err != nil {
 		return err
 	}
-	p.found = slices.DeleteFunc(p.found[:n], func(r heuristicResult) bool { return r.state != 0 })
-	for _, r := range p.found {
-		p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), ID: r.algo})
+	for _, r := range found[:n] {
+		if r.state == 0 {
+			p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), ID: r.algo})
+		}
 	}
-	if len(p.found) == 0 {
-		return gpu.NewBlasError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported,
+	if len(p.algos) == 0 {
+		return gpu.NewError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported, "",
 			"cuBLASLt knows no way to compute this")
 	}
 	return nil
@@ -268,10 +266,8 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if err := p.pointScales(a.ScaleA, a.ScaleB); err != nil {
 		return err
 	}
-	if gpu.Poison {
-		if err := p.poison(algo, a, s); err != nil {
-			return err
-		}
+	if err := p.spec.Poison(b.ctx, p.algos[algo].Workspace, a, s); err != nil {
+		return err
 	}
 	p.alpha, p.beta = a.Alpha, a.Beta
 	err := b.ctx.Watch(s, p.work, func() error {
@@ -279,7 +275,7 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 			p.layoutB, uintptr(a.A),
 			p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD,
 			uintptr(a.D), p.layoutD,
-			uintptr(unsafe.Pointer(&p.found[algo].algo)), uintptr(a.Workspace),
+			uintptr(unsafe.Pointer(&p.algos[algo].ID)), uintptr(a.Workspace),
 			uintptr(a.WorkspaceSize), uintptr(s))
 	})
 	if err != nil {
@@ -300,22 +296,6 @@ func (p *blasPlan) Close() error {
 	if p.desc != 0 {
 		err = errors.Join(err, b.call(&b.DescDestroy, p.desc))
 		p.desc = 0
-	}
-	return err
-}
-
-// poison fills D and the workspace of an algorithm with NaN of any of the types.
-func (p *blasPlan) poison(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
-	c, m := p.b.ctx, p.spec
-	fill := func(at gpu.Ptr, bytes int) error {
-		if bytes == 0 {
-			return nil
-		}
-		return c.call(&c.MemsetD8Async, uintptr(at), 0xff, uintptr(bytes), uintptr(s))
-	}
-	err := fill(a.Workspace, p.algos[algo].Workspace)
-	if err == nil && a.Overwrites() {
-		err = fill(a.D, m.Batch*m.M*m.N*m.D.Size())
 	}
 	return err
 }

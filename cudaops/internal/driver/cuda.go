@@ -111,20 +111,12 @@ type cuda struct {
 	handles []int32 // their CUdevices
 }
 
-var bound struct {
-	sync.Mutex
-	cuda *cuda
-}
-
 // Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there
 // is no such library. It has the status NoDevice when there is no GPU that this process may use.
-// The library stays loaded.
-func Open() (gpu.Driver, error) {
-	bound.Lock()
-	defer bound.Unlock()
-	if bound.cuda != nil {
-		return bound.cuda, nil
-	}
+// The library stays loaded, and the process asks once.
+var Open = sync.OnceValues(open)
+
+func open() (gpu.Driver, error) {
 	f := sharedlib.Host()
 	c, tried := sharedlib.Load(f, cudaPlaces(f), 0, func(path string) (*cuda, error) {
 		c := &cuda{}
@@ -140,11 +132,7 @@ func Open() (gpu.Driver, error) {
 		return nil, &gpu.NotFoundError{Library: "NVIDIA's driver library (libcuda)",
 			Tried: tried, Help: help}
 	}
-	if err := c.start(); err != nil {
-		return nil, err
-	}
-	bound.cuda = c
-	return c, nil
+	return c, c.start()
 }
 
 func (c *cuda) start() error {

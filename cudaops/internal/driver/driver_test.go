@@ -124,13 +124,12 @@ func TestLaunch(t *testing.T) {
 			require.True(t, math.IsNaN(float64(y[n])))
 			ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(py)))
 		}
-		if blocks := must[int](t)(r.Occupancy(axpy, 1024, 0)); blocks < 1 || blocks > 2 {
-			t.Errorf("%d blocks of 1024 threads on a multiprocessor", blocks)
+		full, sms := gpu.LaunchConfig{Grid: gpu.Dim{X: 2}, Block: gpu.Dim{X: 1024}}, r.Device().SMs
+		if n := must[int](t)(r.Resident(axpy, full)); n < sms || n > 2*sms {
+			t.Errorf("%d blocks of 1024 threads on %d multiprocessors", n, sms)
 		}
-		if r.Device().Capability() >= 90 {
-			l := gpu.LaunchConfig{Grid: gpu.Dim{X: 2}, Block: gpu.Dim{X: 1024},
-				Cluster: gpu.Dim{X: 2}}
-			if n := must[int](t)(r.OccupancyClusters(axpy, l)); n < 1 || n > r.Device().SMs {
+		if full.Cluster.X = 2; r.Device().Capability() >= 90 {
+			if n := must[int](t)(r.Resident(axpy, full)); n < 1 || n > sms {
 				t.Errorf("%d clusters of two blocks of 1024 threads", n)
 			}
 		}

@@ -46,12 +46,6 @@ var statusNames = map[Status]string{
 	IllegalAddress: "ILLEGAL_ADDRESS", ContextIsDestroyed: "CONTEXT_IS_DESTROYED",
 	MisalignedAddress: "MISALIGNED_ADDRESS", LaunchFailed: "LAUNCH_FAILED",
 	NotSupported: "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
-	CaptureUnsupported: "STREAM_CAPTURE_UNSUPPORTED",
-	CaptureInvalidated: "STREAM_CAPTURE_INVALIDATED",
-	CaptureUnmatched:   "STREAM_CAPTURE_UNMATCHED",
-	CaptureUnjoined:    "STREAM_CAPTURE_UNJOINED",
-	CaptureIsolation:   "STREAM_CAPTURE_ISOLATION",
-	CapturedEvent:      "CAPTURED_EVENT",
 }
 
 // Error is CUDA's name of the status, as far as this package knows it.
@@ -110,14 +104,9 @@ type Error struct {
 	Detail string // what was asked for, the compiler's log, or what to do
 }
 
-// NewError is a failed call as the driver would report it; the name comes from the status.
-func NewError(call string, s Status, text, detail string) *Error {
-	return &Error{Call: call, Code: s, Name: s.Error(), Text: text, Detail: detail}
-}
-
-// NewBlasError is a failed call of cuBLASLt.
-func NewBlasError(call string, s BlasStatus, detail string) *Error {
-	return &Error{Call: call, Code: s, Name: s.Error(), Detail: detail}
+// NewError is a failed call as the library would report it; the name comes from the code.
+func NewError(call string, code error, text, detail string) *Error {
+	return &Error{Call: call, Code: code, Name: code.Error(), Text: text, Detail: detail}
 }
 
 // NewOutOfMemory is the error of an allocation that did not fit.

@@ -147,10 +147,9 @@ type Code interface {
 	Function(m Module, name string) (*Function, error)
 	// AllowShared raises the dynamic shared memory that a launch may have, 48 KiB before.
 	AllowShared(f *Function, bytes int) error
-	// Occupancy is the number of blocks that fit on a multiprocessor together.
-	Occupancy(f *Function, threads, shared int) (int, error)
-	// OccupancyClusters is the number of a launch's clusters that run at once on the whole GPU.
-	OccupancyClusters(f *Function, c LaunchConfig) (int, error)
+	// Resident is the number of a launch's clusters, of its blocks where it has none, that run at
+	// once on the whole GPU.
+	Resident(f *Function, c LaunchConfig) (int, error)
 	Launch(f *Function, c LaunchConfig, s Stream, a *Args) error
 	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute
 	// capability 9.0 and later).

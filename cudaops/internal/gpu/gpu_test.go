@@ -72,7 +72,7 @@ func TestErrors(t *testing.T) {
 		IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
 		require.Equal(t, want, s.Error(), int32(s))
 	}
-	err := error(NewBlasError("cublasLtCreate", BlasNotInitialized, ""))
+	err := error(NewError("cublasLtCreate", BlasNotInitialized, "", ""))
 	require.Equal(t, "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)", err.Error())
 	require.ErrorIs(t, err, BlasNotInitialized)
 	require.False(t, errors.Is(err, InvalidValue))

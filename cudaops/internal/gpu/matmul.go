@@ -33,7 +33,7 @@ func (m MatmulSpec) Scaled() bool { return m.A == Float8E4M3 }
 // Normal fills in what zero values mean and refuses what makes no sense.
 func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	bad := func(format string, args ...any) (MatmulSpec, error) {
-		return m, NewBlasError("cublasLtMatmul", BlasInvalidValue, fmt.Sprintf(format, args...))
+		return m, NewError("cublasLtMatmul", BlasInvalidValue, "", fmt.Sprintf(format, args...))
 	}
 	m.Batch, m.Align = cmp.Or(m.Batch, 1), cmp.Or(m.Align, 256)
 	switch {
@@ -117,7 +117,7 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 	default:
 		return nil
 	}
-	return NewBlasError("cublasLtMatmul", BlasInvalidValue, detail)
+	return NewError("cublasLtMatmul", BlasInvalidValue, "", detail)
 }
 
 // Poison has what a product or a kernel of the copy engine is about to write filled with NaN, on
@@ -129,5 +129,14 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 // engine stores, and reports every later read of it.
 var Poison = os.Getenv("KASMINA_POISON") != ""
 
-// Overwrites reports whether all that D holds before is lost.
-func (a MatmulArgs) Overwrites() bool { return a.Beta == 0 || a.C != 0 && a.C != a.D }
+// Poison does that for a product in a way that takes so many bytes of workspace.
+func (m MatmulSpec) Poison(c Memory, workspace int, a MatmulArgs, s Stream) error {
+	if !Poison {
+		return nil
+	}
+	err := c.Memset8(a.Workspace, 0xff, workspace, s)
+	if err == nil && (a.Beta == 0 || a.C != 0 && a.C != a.D) {
+		err = c.Memset8(a.D, 0xff, m.Batch*m.M*m.N*m.D.Size(), s)
+	}
+	return err
+}

@@ -208,21 +208,14 @@ func (k *Set) Resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	key := [2]int{c.Block.Count(), c.Shared}
-	n, ok := f.resident[key]
-	switch {
-	case ok:
-		return n, nil
-	case c.Cluster.X > 0:
-		n, err = k.Ctx.OccupancyClusters(f.Function, c)
-		n = max(n, 1)
-	default:
-		n, err = k.Ctx.Occupancy(f.Function, c.Block.Count(), c.Shared)
-		n = max(n, 1) * k.Info.SMs
+	if f.resident[key] == 0 {
+		n, err := k.Ctx.Resident(f.Function, c)
+		if err != nil {
+			return 0, err
+		}
+		f.resident[key] = max(n, 1)
 	}
-	if err == nil {
-		f.resident[key] = n
-	}
-	return n, err
+	return f.resident[key], nil
 }
 
 // Overlaps reports whether a kernel may start before its predecessor has ended and then waits for

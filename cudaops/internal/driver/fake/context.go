@@ -202,23 +202,12 @@ func (c *Context) AllowShared(f *gpu.Function, bytes int) error {
 	})
 }
 
-// Occupancy counts by threads and shared memory.
-func (c *Context) Occupancy(_ *gpu.Function, threads, shared int) (int, error) {
+// Resident counts by threads and shared memory.
+func (c *Context) Resident(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	return asked(c, "cuOccupancyMaxActiveBlocksPerMultiprocessor", func() (int, error) {
-		return c.perSM(max(threads, 1), shared), nil
+		blocks := min(c.info.ThreadsPerSM/l.Block.Count(), c.info.SharedPerSM/(l.Shared+1024), 32)
+		return blocks * c.info.SMs / l.Cluster.Count(), nil
 	})
-}
-
-// OccupancyClusters counts by threads and shared memory.
-func (c *Context) OccupancyClusters(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
-	return asked(c, "cuOccupancyMaxActiveClusters", func() (int, error) {
-		return c.perSM(l.Block.Count(), l.Shared) * c.info.SMs / l.Cluster.Count(), nil
-	})
-}
-
-// perSM is the blocks that fit on a multiprocessor.
-func (c *Context) perSM(threads, shared int) int {
-	return min(c.info.ThreadsPerSM/threads, c.info.SharedPerSM/(shared+1024), 32)
 }
 
 // Launch checks the shape against the GPU's limits and enqueues the Go function.

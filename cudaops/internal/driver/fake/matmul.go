@@ -1,7 +1,6 @@
 package fake
 
 import (
-	"bytes"
 	"cmp"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -37,11 +36,11 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 			return nil, err
 		}
 		if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 {
-			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported,
+			return nil, gpu.NewError(call, gpu.BlasNotSupported, "",
 				"the fake knows float32, float16, bfloat16 and float8e4m3")
 		}
 		if m.A == gpu.Float8E4M3 && !b.c.multipliesFloat8(m) {
-			return nil, gpu.NewBlasError(call, gpu.BlasNotSupported,
+			return nil, gpu.NewError(call, gpu.BlasNotSupported, "",
 				"the fake multiplies float8 where an H200 would")
 		}
 		p := &plan{c: b.c, spec: m}
@@ -74,14 +73,17 @@ func (p *plan) Close() error {
 func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	c := p.c
 	const call = "cublasLtMatmul"
+	if err := p.spec.Check(p.algos, algo, a); err != nil {
+		return err
+	}
+	if err := p.spec.Poison(c, p.algos[algo].Workspace, a, s); err != nil {
+		return err
+	}
 	return c.watched(p.spec.Work(), s, call, func() error {
-		if err := p.spec.Check(p.algos, algo, a); err != nil {
-			return err
-		}
 		a.C = cmp.Or(a.C, a.D)
 		way := c.driver.config.Ways[p.algos[algo].ID[0]]
 		if way.Fails {
-			return gpu.NewBlasError(call, gpu.BlasNotSupported, "a way that fails")
+			return gpu.NewError(call, gpu.BlasNotSupported, "", "a way that fails")
 		}
 		if way.Wrong {
 			a.Alpha *= 2
@@ -114,9 +116,6 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 			return Slice[byte](l, base.Offset(i*n*t.Size()), n*t.Size())
 		}
 		d := at(a.D, m.D, m.M*m.N)
-		if gpu.Poison && a.Overwrites() {
-			copy(d, bytes.Repeat([]byte{0xff}, len(d)))
-		}
 		left := numbers(at(a.A, m.A, m.M*m.K), m.A, m.M, m.K, m.TransA)
 		right := numbers(at(a.B, m.B, m.N*m.K), m.B, m.N, m.K, !m.TransB)
 		added := make([]float64, m.M*m.N)
