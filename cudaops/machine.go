@@ -61,7 +61,10 @@ func usable(m *Machine) error {
 	if m == nil || m.runner == nil {
 		return errors.New("the machine is nil or a zero value: make one with cudaops.NewMachine")
 	}
-	return m.runner.State.Open()
+	if m.runner.State.Closed() {
+		return errors.New("the machine is closed")
+	}
+	return nil
 }
 
 // NewMachine compiles the graph for the device, allocates its memory and copies the parameters
@@ -112,7 +115,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 // newExecutor takes what enqueues a machine's work: kernels and a stream.
 func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 	x = &run.Executor{Ctx: d.ctx, Stream: c.stream, Kernels: d.kernels,
-		Memory: &run.Memory{Ctx: d.ctx, Kept: c.kept.memory}}
+		Memory: &run.Memory{Ctx: d.ctx, Kept: c.kept}}
 	if c.kernels != nil {
 		x.Kernels = c.kernels(x.Kernels)
 	}

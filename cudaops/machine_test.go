@@ -1538,7 +1538,7 @@ func newSingleRunner(t *testing.T, device *Device) *singleRunner {
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		for _, l := range r.of {
-			r.ok(l.close())
+			r.ok(l.m.Close())
 		}
 		r.ok(device.ctx.Free(memory))
 	})
@@ -1698,7 +1698,7 @@ func TestSingleRefusals(t *testing.T) {
 			}
 			l, err := newSingleOp(r.device, o, graph.Children(n))
 			r.ok(err)
-			defer l.close()
+			defer l.m.Close()
 			require.ErrorContains(t, l.run(from, r.next), "forward pass has not run")
 		}
 	}

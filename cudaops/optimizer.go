@@ -40,7 +40,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
-	case len(m.config.inherits) > 0 && len(m.config.kept.memory.Params) == 0:
+	case len(m.config.inherits) > 0 && len(m.config.kept.Params) == 0:
 		return errors.New("the moments that WithKept hands on are given back: what was kept was " +
 			"closed before")
 	}

@@ -31,7 +31,7 @@ type machineConfig struct {
 	kernels func(run.Launcher) run.Launcher
 
 	ranks *update.Ranks // that make updates together; nil for the only one
-	kept  *Kept         // of a machine before
+	kept  *run.Kept     // of a machine before
 	// its names of parameters, by those here
 	inherits map[string]string
 
@@ -42,7 +42,7 @@ type machineConfig struct {
 
 // configOf gathers the options.
 func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
-	c := machineConfig{kept: &Kept{run.NewKept(d.ctx), d}}
+	c := machineConfig{kept: run.NewKept(d.ctx)}
 	c.ways.Logger = slog.Default()
 	for _, opt := range opts {
 		if opt == nil {
@@ -64,7 +64,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}
 	switch {
-	case c.kept.device != d:
+	case c.kept.Ctx != d.ctx:
 		return c, errors.New("WithKept: what was kept is on another device")
 	case c.share != nil && c.share.device != d:
 		return c, errors.New("WithParamsOf: the other machine is on another device")

@@ -131,5 +131,3 @@ func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 	}
 	return m.runner.Settle()
 }
-
-func (l *singleOp) close() error { return l.m.Close() }

@@ -271,10 +271,7 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) ([]float32, erro
 
 // Kept is device memory that a machine has left: its parameters and what its optimiser remembered
 // of them. Machines made [WithKept] go on with it. The device must stay open until it is closed.
-type Kept struct {
-	memory *run.Kept
-	device *Device
-}
+type Kept struct{ memory *run.Kept }
 
 // CloseKept is Close but for the parameters and what the optimiser remembers of them, which stay on
 // the device. It is for a machine with an optimiser, of a single GPU, whose parameters lie in
@@ -306,7 +303,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 	if err := m.Close(); err != nil {
 		return nil, run.Joined(err, k.Close())
 	}
-	return &Kept{k, m.device}, nil
+	return &Kept{k}, nil
 }
 
 // Close gives back what no machine has taken over. What was taken is its machine's then.
@@ -331,7 +328,7 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 		if k == nil || k.memory == nil || len(k.memory.Params) == 0 {
 			return errors.New("WithKept: there is nothing that was kept")
 		}
-		c.kept, c.inherits = k, from
+		c.kept, c.inherits = k.memory, from
 		return nil
 	}
 }
@@ -341,7 +338,7 @@ func (c *machineConfig) inherited(in *program.Input) *run.KeptParam {
 	if in.Part != nil || in.Frozen || !slices.Contains(c.Params, in.Node) {
 		return nil
 	}
-	k := c.kept.memory.Params[c.inherits[in.Node.Name()]]
+	k := c.kept.Params[c.inherits[in.Node.Name()]]
 	if k == nil || k.Len != in.Array.Len() {
 		return nil
 	}

@@ -23,33 +23,21 @@ const (
 	carriers   = 4 // goroutines
 )
 
-// pinnedOf is a carrier's pinned memory for some bytes. It is as large as the largest piece so far,
-// and stays.
-func (x *Executor) pinnedOf(carrier, bytes int) ([]byte, error) {
-	if have := x.pinned[carrier]; len(have) < bytes {
-		b, err := x.Memory.AllocHost(min(max(bytes, 2*len(have)), pieceBytes))
-		if err != nil {
-			return nil, err
-		}
-		x.pinned[carrier] = b
-	}
-	return x.pinned[carrier][:bytes], nil
-}
-
-// carry does n pieces of work, by several goroutines, each with so many bytes of pinned memory.
-// Where one fails no other is begun.
-func (x *Executor) carry(n, bytes int, work func(i int, pinned []byte) error) error {
+// carry does n pieces of work, by several goroutines, each with pinned memory for a piece, which
+// stays. Where one fails no other is begun.
+func (x *Executor) carry(n int, work func(i int, pinned []byte) error) error {
 	var all sync.WaitGroup
 	var begun atomic.Int64
 	errs := make([]error, n+1) // the last of memory
 	for c := range min(carriers, n) {
-		var pinned []byte
-		if pinned, errs[n] = x.pinnedOf(c, bytes); errs[n] != nil {
-			break
+		if x.pinned[c] == nil {
+			if x.pinned[c], errs[n] = x.Memory.AllocHost(pieceBytes); errs[n] != nil {
+				break
+			}
 		}
 		all.Go(func() {
 			for i := begun.Add(1) - 1; i < int64(n); i = begun.Add(1) - 1 {
-				if errs[i] = work(int(i), pinned); errs[i] != nil {
+				if errs[i] = work(int(i), x.pinned[c]); errs[i] != nil {
 					begun.Store(int64(n))
 				}
 			}
@@ -124,11 +112,7 @@ func convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
 
 // sendPieces copies to the device.
 func (s *Inputs) sendPieces(all []source) error {
-	most := 1
-	for _, from := range all {
-		most = min(max(most, from.Extent()), pieceBytes)
-	}
-	return s.carry(len(all), most, func(i int, pinned []byte) error {
+	return s.carry(len(all), func(i int, pinned []byte) error {
 		if err := s.send(all[i], pinned); err != nil {
 			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
 		}
@@ -171,9 +155,10 @@ func (s *Inputs) send(from source, pinned []byte) error {
 // bring waits for the device and copies to dst what lies at an address there.
 func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
 	n := (len(dst) + pieceBytes - 1) / pieceBytes
-	err := r.carry(n, min(len(dst), pieceBytes), func(i int, pinned []byte) error {
+	err := r.carry(n, func(i int, pinned []byte) error {
 		to := dst[i*pieceBytes : min(len(dst), (i+1)*pieceBytes)]
-		err := r.land(pinned[:len(to)], from.Offset(i*pieceBytes))
+		err := Joined(r.Ctx.CopyToHost(pinned[:len(to)], from.Offset(i*pieceBytes), r.Stream),
+			r.Ctx.SyncStream(r.Stream))
 		if err == nil {
 			copy(to, pinned)
 		}
@@ -183,9 +168,4 @@ func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
 		r.State.On(Wait)
 	}
 	return err
-}
-
-// land copies to pinned memory, and waits.
-func (r *Runner) land(pinned []byte, from gpu.Ptr) error {
-	return Joined(r.Ctx.CopyToHost(pinned, from, r.Stream), r.Ctx.SyncStream(r.Stream))
 }

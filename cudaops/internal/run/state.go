@@ -1,10 +1,5 @@
 package run
 
-import "errors"
-
-// ErrClosed is the error of whatever is asked of a closed machine.
-var ErrClosed = errors.New("the machine is closed")
-
 // State is what has become of a machine's runs. All that depends on the past of a machine asks it.
 type State struct {
 	phase     Phase
@@ -55,14 +50,6 @@ func (s *State) On(e Event) {
 
 // Closed reports whether the machine is closed.
 func (s *State) Closed() bool { return s.phase == Closed }
-
-// Open is ErrClosed for a closed machine.
-func (s *State) Open() error {
-	if s.Closed() {
-		return ErrClosed
-	}
-	return nil
-}
 
 // Ran reports whether there was a run.
 func (s *State) Ran() bool { return s.phase != Fresh && s.phase != Closed }

@@ -116,17 +116,12 @@ func (x *Optimizer) shut() error {
 // gradients leave beside it.
 func (x *Optimizer) Expect(contributors int, first bool) error {
 	s := x.share
-	if s == nil {
-		return errNotShared
-	}
 	s.sent, s.expected = false, round{}
 	if contributors == s.group.Size() && contributors > 1 {
 		s.expected = round{contributors, first}
 	}
 	return nil
 }
-
-var errNotShared = errors.New("the optimiser is not one of several ranks'")
 
 // Due is that of run.Beside.
 func (x *Optimizer) Due() (kind byte, captured bool) {
@@ -179,9 +174,6 @@ func (x *Optimizer) Done() { x.share.sent, x.share.expected = true, round{} }
 // with the run. It is what all ranks do after every round.
 func (x *Optimizer) Contribute(contributors int, first bool) error {
 	s := x.share
-	if s == nil {
-		return errNotShared
-	}
 	if contributors < 1 || contributors > s.group.Size() {
 		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
 			contributors, s.group.Size())
