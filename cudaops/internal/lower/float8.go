@@ -32,27 +32,13 @@ func (c *compiler) float8(rows, columns, depth int) bool {
 	return c.o.Float8 && rows >= float8Rows && columns%float8Pack == 0 && depth%float8Pack == 0
 }
 
-// linearProduct adds y = x·wᵀ, and another matrix to it, if there is one.
-func (c *compiler) linearProduct(n *gorgonia.Node, y, x, w, add *program.Array) {
+// weighted is the product y = x·wᵀ of a linear layer or, for its gradient, y = x·w.
+func (c *compiler) weighted(n *gorgonia.Node, y, x, w *program.Array, grad bool) program.Product {
 	if !c.float8(x.Shape[0], w.Shape[0], w.Shape[1]) {
-		c.product(n, y, x, w, add)
-		return
+		return program.Product{D: y, A: x, B: w, TransB: !grad}
 	}
-	c.matmul(n, float8Product(y, c.quantize(n, x, false), c.quantize(n, w, false)).Plus(add))
-}
-
-// linearProductGrad adds dx = g·w, to which it adds another matrix, if there is one.
-func (c *compiler) linearProductGrad(n *gorgonia.Node, dx, g, w, add *program.Array) {
-	if !c.float8(g.Shape[0], w.Shape[1], w.Shape[0]) {
-		c.matmul(n, program.Product{D: dx, A: g, B: w}.Plus(add))
-		return
-	}
-	c.matmul(n, float8Product(dx, c.quantize(n, g, false), c.quantize(n, w, true)).Plus(add))
-}
-
-// float8Product is d = a·bᵀ.
-func float8Product(d *program.Array, a, b program.Quantized) program.Product {
-	return program.Product{D: d, A: a.Values, B: b.Values, TransB: true,
+	a, b := c.quantize(n, x, false), c.quantize(n, w, grad)
+	return program.Product{D: y, A: a.Values, B: b.Values, TransB: true,
 		ScaleA: a.Scales, ScaleB: b.Scales}
 }
 

@@ -17,10 +17,10 @@ func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p program.Product) { c.Add(c.newProduct(n, p)) }
 
-// product adds y = x·wᵀ of activations, and another matrix to it, if there is one.
-func (c *compiler) product(n *gorgonia.Node, y, x, w, add *program.Array) {
+// linear adds y = x·wᵀ of activations, and another matrix to it, if there is one.
+func (c *compiler) linear(n *gorgonia.Node, y, x, w, add *program.Array) {
 	if x.Shape[0] > 1 {
-		c.matmul(n, program.Product{D: y, A: x, B: w, TransB: true}.Plus(add))
+		c.matmul(n, c.weighted(n, y, x, w, false).Plus(add))
 		return
 	}
 	call := c.call(n, decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
@@ -36,7 +36,7 @@ func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	x, w := c.acts(n, in[0], in[1])
 	y := c.NewArray(x.Type, n.Shape()...)
 	_, add := c.addend(n, y)
-	c.linearProduct(n, y, x, w, add)
+	c.linear(n, y, x, w, add)
 	return y
 }
 
@@ -45,7 +45,7 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progra
 	g := c.act(n, in[2])
 	dx, dw := c.like(x), c.weightGradient(w.Shape, c.partOf(n, x.Len()))
 	_, add := c.addend(c.partOf(n, 0), dx)
-	c.linearProductGrad(n, dx, g, w, add)
+	c.matmul(n, c.weighted(n, dx, g, w, true).Plus(add))
 	c.matmul(n, program.Product{D: dw, A: g, B: x, TransA: true})
 	return packed(dx, dw)
 }

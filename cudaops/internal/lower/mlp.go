@@ -25,48 +25,42 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]),
 		gelu: n.Op().(*op.SiLUMLPOp).GELU}
 	y, h := c.like(x), c.NewArray(x.Type, rows, f)
-	if c.float8(rows, 2*f, x.Shape[1]) {
-		c.linearProduct(n, s.ab, x, s.weights, nil)
-		q, out := c.quantizing(h, c.float8(rows, down.Shape[0], f)), h
-		if q.Values != nil && !s.gelu {
-			out = nil // nobody needs h but in float8
-		}
-		c.Add(c.siluMul(n, s, out, q))
-	} else {
+	c.gate(n, s, h, x, down.Shape[0])
+	if !c.float8(rows, 2*f, x.Shape[1]) {
 		s.h = h
-		c.gate(n, s, x)
 	}
 	c.saved[n.Op()] = s
 	_, add := c.addend(n, y)
-	c.linearProduct(n, y, h, down, add)
+	c.linear(n, y, h, down, add)
 	return y
 }
 
-// siluMul is the call that forms h, or its float8.
-func (c *compiler) siluMul(n *gorgonia.Node, s gated, h *program.Array,
-	q program.Quantized) *program.Call {
-	return c.newCall(n, silu.Mul{Rows: s.ab.Shape[0], F: s.ab.Shape[1] / 2, GELU: s.gelu,
-		Type: s.ab.Type}, program.Writes("H", h), program.Reads("AB", s.ab),
-		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))
-}
-
-// gate adds what forms s.ab and s.h, of one row h alone unless there is a gradient.
-func (c *compiler) gate(n *gorgonia.Node, s gated, x *program.Array) {
-	if x.Shape[0] == 1 && len(c.gradients[n.Op()]) == 0 {
-		call := c.call(n, decode.Gated{F: s.h.Shape[1], D: x.Shape[1], GELU: s.gelu, Type: x.Type,
+// gate adds what forms s.ab and h, of one row h alone unless there is a gradient. What comes next
+// multiplies h by so many columns.
+func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns int) {
+	rows, f := h.Shape[0], h.Shape[1]
+	if rows == 1 && len(c.gradients[n.Op()]) == 0 {
+		call := c.call(n, decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type,
 			Steady: s.weights.Resident && len(c.Calls) > 0},
-			program.Writes("H", s.h), program.Reads("X", x), program.Reads("W", s.weights))
+			program.Writes("H", h), program.Reads("X", x), program.Reads("W", s.weights))
 		call.FLOPs = 2 * float64(s.weights.Len())
 		return
 	}
-	p := program.Product{D: s.ab, A: x, B: s.weights, TransB: true}
-	several := []*program.Call{c.newProduct(n, p), c.siluMul(n, s, s.h, program.Quantized{})}
-	if s.gelu {
+	p := c.weighted(n, s.ab, x, s.weights, false)
+	float8, out := p.ScaleA != nil, h
+	q := c.quantizing(h, float8 && c.float8(rows, columns, f))
+	if q.Values != nil && !s.gelu {
+		out = nil // nobody needs h but in float8
+	}
+	several := []*program.Call{c.newProduct(n, p), c.newCall(n, silu.Mul{Rows: rows, F: f,
+		GELU: s.gelu, Type: x.Type}, program.Writes("H", out), program.Reads("AB", s.ab),
+		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))}
+	if s.gelu || float8 {
 		c.Calls = append(c.Calls, several...)
 		return
 	}
-	one := gemm.SiLUProduct{Rows: s.h.Shape[0], F: s.h.Shape[1], D: x.Shape[1], Type: x.Type}
-	c.either(n, several, one, program.Writes("H", s.h), program.Writes("AB", s.ab),
+	one := gemm.SiLUProduct{Rows: rows, F: f, D: x.Shape[1], Type: x.Type}
+	c.either(n, several, one, program.Writes("H", h), program.Writes("AB", s.ab),
 		program.Reads("X", x), program.Reads("Weights", s.weights))
 }
 
@@ -82,17 +76,8 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	ddown := c.weightGradient([]int{d, f}, rest)
 	c.matmul(n, program.Product{D: ddown, A: g, B: h, TransA: true})
 	c.matmul(n, program.Product{D: dweights, A: dab, B: x, TransA: true})
-	c.linearProductGrad(n, dx, dab, s.weights, nil)
+	c.matmul(n, c.weighted(n, dx, dab, s.weights, true))
 	return packed(dx, dweights.View(0, f, d), c.aligned(n, dweights.View(f*d, f, d)), ddown)
-}
-
-// siluMulGrad is the call that forms dab, and h again.
-func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Array,
-	q program.Quantized) *program.Call {
-	return c.newCall(n, silu.MulBackward{Rows: h.Shape[0], F: h.Shape[1], GELU: s.gelu,
-		Type: s.ab.Type}, program.Writes("H", h), program.Writes("DAB", dab),
-		program.Reads("DH", dh), program.Reads("AB", s.ab),
-		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))
 }
 
 // gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h, which is
@@ -101,16 +86,14 @@ func (c *compiler) siluMulGrad(n *gorgonia.Node, s gated, h, dab, dh *program.Ar
 func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) *program.Array {
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
 	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)
-	if c.float8(rows, f, d) {
-		c.linearProductGrad(n, dh, g, down, nil)
-		q := c.quantizing(dab, c.float8(rows, d, 2*f))
-		c.Add(c.siluMulGrad(n, s, h, dab, dh, q))
-		return h
-	}
-	p := program.Product{D: dh, A: g, B: down}
-	several := []*program.Call{c.newProduct(n, p),
-		c.siluMulGrad(n, s, h, dab, dh, program.Quantized{})}
-	if s.gelu {
+	p := c.weighted(n, dh, g, down, true)
+	float8 := p.ScaleA != nil
+	q := c.quantizing(dab, float8 && c.float8(rows, d, 2*f))
+	several := []*program.Call{c.newProduct(n, p), c.newCall(n, silu.MulBackward{Rows: rows, F: f,
+		GELU: s.gelu, Type: t}, program.Writes("H", h), program.Writes("DAB", dab),
+		program.Reads("DH", dh), program.Reads("AB", s.ab),
+		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))}
+	if s.gelu || float8 {
 		c.Calls = append(c.Calls, several...)
 		return h
 	}

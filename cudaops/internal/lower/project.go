@@ -145,7 +145,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 			biases[i] = b.View(0, b.Len(), 1)
 		}
 		y, all := c.like(wide), c.stack(n, biases...)
-		c.linearProduct(n, y, x, weights, nil)
+		c.linear(n, y, x, weights, nil)
 		c.map2(n, elementwise.Add, wide, repeated{Array: y},
 			repeated{all, spread{repeat: 1, period: all.Len()}})
 		if turned != nil {
@@ -153,18 +153,14 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		}
 		return
 	case turned == nil:
-		c.linearProduct(n, wide, x, weights, nil)
+		c.linear(n, wide, x, weights, nil)
 		return
 	}
-	o := configOf(turned)
+	o, product := configOf(turned), c.weighted(n, wide, x, weights, false)
 	s := gemm.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
 		Turned: both.Shape[1],
 		Seq:    o.Seq, HeadDim: o.HeadDim,
-		Float8: c.float8(x.Shape[0], weights.Shape[0], weights.Shape[1])}
-	product := program.Product{D: wide, A: x, B: weights, TransB: true}
-	if s.Float8 {
-		product = float8Product(wide, c.quantize(n, x, false), c.quantize(n, weights, false))
-	}
+		Float8: product.ScaleA != nil}
 	several := []*program.Call{c.newProduct(n, product), c.rotate(turned, both, both)}
 	one := gemm.RoPEProduct{RoPEProductShape: s, Type: x.Type}
 	if len(c.o.Ways(one)) == 0 {
@@ -276,7 +272,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 		dws = append(dws, c.partOf(l, x.Len()))
 	}
 	dx, dw := c.like(x), c.weightGradient(w.Shape, dws...)
-	c.linearProductGrad(back, dx, wide, w, nil)
+	c.matmul(back, c.weighted(back, dx, wide, w, true))
 	c.matmul(back, program.Product{D: dw, A: wide, B: x, TransA: true})
 	at := 0
 	for i, l := range g.linear {

@@ -46,9 +46,9 @@ type HostOp struct {
 	Out  *Array
 }
 
-// Where the arrays of a layer's report begin, in words for each seed. There are counts of non-finite x and
-// g, of clipped rows, and of what a replay counts, which nobody reads. Then come figures and
-// histograms.
+// Where the arrays of a layer's report begin, in words for each seed. There are counts of
+// non-finite x and g, of clipped rows, and of what a replay counts, which nobody reads. Then come
+// figures and histograms.
 const (
 	KasminaBadX = iota
 	KasminaBadG
