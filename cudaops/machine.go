@@ -322,7 +322,7 @@ func (m *Machine) RunAll() (err error) {
 			return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
 		}
 		awaited = s.optimizer
-	} else if m.monitor != nil || m.profiler.Busy() || len(r.Program.Starts) > 0 {
+	} else if m.monitor != nil || m.profiler.Busy() || len(r.Program.Kasmina) > 0 {
 		awaited = m.optimizer
 	}
 	r.State.On(run.Begin)

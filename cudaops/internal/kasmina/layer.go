@@ -41,6 +41,7 @@ type layer struct {
 	staging []byte
 	flights [2]flight
 	counts  []uint32 // as last seen
+	started []bool   // of each slot: a seed has computed with it in the run before
 }
 
 // mode is what a run measures. It is part of what is captured.
@@ -62,7 +63,6 @@ type flight struct {
 type Layers struct {
 	m      *Machine
 	layers []*layer
-	starts []*start
 	of     map[*program.KasminaLayer]*layer
 
 	host    [2][]byte    // pinned, for the report of a run and that of the one before it
@@ -102,21 +102,13 @@ func New(m *Machine) (ls *Layers, err error) {
 		}
 		ls.of[k], ls.layers = l, append(ls.layers, l)
 	}
-	for _, s := range p.Starts {
-		ls.starts = append(ls.starts, newStart(m, s))
-	}
 	return ls, m.Ctx.Memset8(p.Reports.Ptr(), 0, p.Reports.Extent(), m.Stream)
 }
 
 // Before receives what runs have measured, and sends the lattices' states.
 func (ls *Layers) Before() error {
 	for _, l := range ls.layers {
-		if err := l.before(); err != nil {
-			return err
-		}
-	}
-	for _, s := range ls.starts {
-		if err := s.before(); err != nil {
+		if err := run.InTurn(l.before, l.start); err != nil {
 			return err
 		}
 	}

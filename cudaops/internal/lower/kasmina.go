@@ -35,17 +35,6 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	return l
 }
 
-// startsSlots makes the machine look at a layer's slots before its runs, where weights and scales
-// are inputs of the graph.
-func (c *compiler) startsSlots(o *op.KasminaOp, weights, scales *program.Array) {
-	w, s := c.inputOf[weights.Buffer], c.inputOf[scales.Buffer]
-	if o.Replaying || w == nil || s == nil || weights.Type != gpu.Float32 ||
-		scales.Type != gpu.Float32 {
-		return
-	}
-	c.Starts = append(c.Starts, program.KasminaStart{Op: o, Weights: w, Scales: s})
-}
-
 // kasminaPass adds a pass of a layer, with so many bytes of workspace.
 func (c *compiler) kasminaPass(n *gorgonia.Node, p program.KasminaPass, workspace int,
 	args ...program.Arg) *program.Call {
@@ -56,8 +45,12 @@ func (c *compiler) kasminaPass(n *gorgonia.Node, p program.KasminaPass, workspac
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.KasminaOp)
 	l := c.kasminaLayerOf(o)
-	c.startsSlots(o, in[1], in[2])
-	l.Forward = l.Forward || !o.Replaying
+	if w, s := c.inputOf[in[1].Buffer], c.inputOf[in[2].Buffer]; !o.Replaying {
+		l.Forward = true
+		if w != nil && s != nil && w.Array.Type == gpu.Float32 && s.Array.Type == gpu.Float32 {
+			l.Starts = &program.KasminaStart{Weights: w, Scales: s}
+		}
+	}
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y, f := c.like(x), kasmina.Forward{Layer: l.Layer}
 	c.kasminaPass(n, program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying},

@@ -15,6 +15,9 @@ type KasminaLayer struct {
 	First         int    // seed of the layer, among those of all layers
 	Forward       bool   // the graph has the op itself, not replays or the backward op alone
 	Backward      bool   // the graph has the backward op
+	// weights and scales, of which slots of zeros become identity starts when a seed begins to use
+	// them; nil where they are not inputs of the graph
+	Starts *KasminaStart
 }
 
 // Clips is whether the backward pass clips gradients.
@@ -31,12 +34,8 @@ type KasminaPass struct {
 	Spare  *Array // a copy of what such a pass replaces, for runs of it that nobody reads
 }
 
-// KasminaStart is a layer whose slots of zeros become identity starts when a seed begins to use
-// them.
-type KasminaStart struct {
-	Op              *op.KasminaOp
-	Weights, Scales *Input
-}
+// KasminaStart is the inputs that a layer's slots are.
+type KasminaStart struct{ Weights, Scales *Input }
 
 // HostOp is the Params of a call that the host computes, between two copies, with the node's own
 // op.

@@ -30,7 +30,6 @@ type Program struct {
 	Scaling Scaling
 
 	Kasmina []*KasminaLayer
-	Starts  []KasminaStart
 	Reports *Array // what the Kasmina layers measure; nil where there are none
 
 	Arena int // bytes of all buffers that are not resident

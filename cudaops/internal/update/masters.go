@@ -24,8 +24,8 @@ func (x *Optimizer) travels(p *Param) bool {
 		!x.m.Memory.Owns(in.Array.Base) {
 		return false
 	}
-	if slices.ContainsFunc(x.m.Program.Starts, func(s program.KasminaStart) bool {
-		return s.Weights == in || s.Scales == in
+	if slices.ContainsFunc(x.m.Program.Kasmina, func(l *program.KasminaLayer) bool {
+		return l.Starts != nil && (l.Starts.Weights == in || l.Starts.Scales == in)
 	}) {
 		return false
 	}
