@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -21,7 +20,6 @@ type timer struct {
 	timing string  // the name of what is timed now
 	cache  gpu.Ptr // overwritten before each launch that is timed
 	size   int     // of that, in bytes
-	events [2 * maxLaunches]gpu.Event
 	// what lasts for all benchmarks, and for one or a part of it
 	all, memory run.Memory
 	plans       []gpu.MatmulPlan
@@ -72,9 +70,6 @@ func measure(ctx gpu.Context, cache int, report func(Measurement) error,
 		err = errors.Join(err, b.release(), b.all.Close(), b.Close(), ctx.DestroyStream(b.stream))
 	}()
 	b.cache = must(b.all.Alloc(cache, "the cache"))
-	for i := range b.events {
-		b.events[i] = must(b.all.NewEvent(true))
-	}
 	for _, benchmark := range benchmarks {
 		benchmark(b)
 		b.free()
@@ -123,23 +118,10 @@ func (b *timer) ids(n, limit int) kernel.Ints {
 	return kernel.Ints{Ptr: b.upload(gpu.Bytes(x))}
 }
 
-// normal returns n numbers of the normal distribution on the device: some hundred thousand, over
-// and over.
+// normal returns n numbers of the normal distribution on the device: some, over and over.
 func (b *timer) normal(n int, t gpu.DType) gpu.Ptr {
-	const distinct = 1<<18 - 1 // odd, so that rows differ
 	p := b.room(n, t)
-	x := make([]float32, min(n, distinct))
-	for i := range x {
-		x[i] = float32(b.random.NormFloat64())
-	}
-	data := make([]byte, len(x)*t.Size())
-	gpu.Encode(data, t, x)
-	do(b.Ctx.CopyToDevice(p, data, b.stream))
-	for done, all := len(data), n*t.Size(); done < all; {
-		more := min(done, all-done)
-		do(b.Ctx.CopyOnDevice(p.Offset(done), p, more, b.stream))
-		done += more
-	}
+	do(run.Fill(b.Ctx, b.stream, p, n*t.Size(), t, 1, b.random.Uint64()))
 	return p
 }
 
@@ -173,19 +155,12 @@ func (b *timer) time(m Measurement, work func()) {
 
 // repeat returns the median of what n rounds of work take with nothing of use in the cache.
 func (b *timer) repeat(n int, work func()) time.Duration {
-	for i := range n {
-		do(b.Ctx.Memset8(b.cache, 0, b.size, b.stream))
-		do(b.Ctx.Record(b.events[2*i], b.stream))
-		work()
-		do(b.Ctx.Record(b.events[2*i+1], b.stream))
-	}
-	do(b.Ctx.SyncStream(b.stream))
-	times := make([]time.Duration, n)
-	for i := range times {
-		times[i] = must(b.Ctx.Elapsed(b.events[2*i], b.events[2*i+1]))
-	}
-	slices.Sort(times)
-	return times[n/2]
+	return run.Median(must(run.Times(b.Ctx, b.stream, n,
+		func(int) error { return b.Ctx.Memset8(b.cache, 0, b.size, b.stream) },
+		func(int) error {
+			work()
+			return nil
+		})))
 }
 
 // plan returns what enqueues matrix products.

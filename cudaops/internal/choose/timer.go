@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"math/rand/v2"
 	"slices"
 	"time"
 
@@ -52,7 +51,6 @@ type timer struct {
 	results    []*piece
 	flush      gpu.Ptr // what the cache is overwritten with
 	flushBytes int
-	events     []gpu.Event
 	cold       []time.Duration // of each way
 	loaded     []time.Duration // likewise; 0 where it has not been timed under load
 }
@@ -149,26 +147,7 @@ func (x *timer) fill(p *piece, seed uint64) error {
 	case p.kind == gpu.Int64:
 		return ctx.Memset8(p.at, 0, p.bytes(), s)
 	}
-	return Fill(ctx, s, p.at, p.bytes(), p.kind, p.deviation, seed)
-}
-
-// Fill fills memory with random numbers of a standard deviation: some, again and again.
-func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType,
-	deviation float64, seed uint64) error {
-	const some = 1 << 16
-	r := rand.New(rand.NewPCG(1, seed))
-	numbers := make([]float32, some)
-	for i := range numbers {
-		numbers[i] = float32(deviation * r.NormFloat64())
-	}
-	raw := make([]byte, some*t.Size())
-	gpu.Encode(raw, t, numbers)
-	done := min(bytes, len(raw))
-	err := ctx.CopyToDevice(at, raw[:done], s)
-	for ; err == nil && done < bytes; done += min(done, bytes-done) {
-		err = ctx.CopyOnDevice(at.Offset(done), at, min(done, bytes-done), s)
-	}
-	return err
+	return run.Fill(ctx, s, p.at, p.bytes(), p.kind, p.deviation, seed)
 }
 
 // fastest returns the way of some that computes the job in the least time. Ways that fail, or whose
@@ -233,9 +212,8 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 
 // timeLoaded returns what a run of a way takes behind others that go on for so long.
 func (x *timer) timeLoaded(way int, settle time.Duration) (time.Duration, error) {
-	ctx, s := x.x.Ctx, x.x.Stream
-	repeat := func(n int) func() error {
-		return func() error {
+	repeat := func(n int) func(int) error {
+		return func(int) error {
 			for range n {
 				if err := x.run(way); err != nil {
 					return err
@@ -246,12 +224,11 @@ func (x *timer) timeLoaded(way int, settle time.Duration) (time.Duration, error)
 	}
 	runs := func(d time.Duration) int { return int(d/x.cold[way]) + 1 }
 	n := runs(loadSpan)
-	if err := run.InTurn(repeat(runs(settle)), x.mark(0), repeat(n), x.mark(1),
-		func() error { return ctx.SyncStream(s) }); err != nil {
+	took, err := run.Times(x.x.Ctx, x.x.Stream, 1, repeat(runs(settle)), repeat(n))
+	if err != nil {
 		return 0, err
 	}
-	d, err := ctx.Elapsed(x.events[0], x.events[1])
-	return d / time.Duration(n), err
+	return took[0] / time.Duration(n), nil
 }
 
 // key is what a way is chosen by: its time, where the first has a little advance.
@@ -312,45 +289,22 @@ func (x *timer) run(way int) error {
 	return nil
 }
 
-// time sets the median times of some ways with a cold cache. All runs are enqueued together and the
-// ways take turns, so that each meets the clock rates of a GPU at work.
+// time sets the median times of some ways, which take turns, with a cold cache.
 func (x *timer) time(ways []int, rounds int) error {
-	ctx, s := x.x.Ctx, x.x.Stream
-	for len(x.events) < 2*rounds*len(ways) {
-		e, err := x.memory.NewEvent(true)
-		if err != nil {
-			return err
-		}
-		x.events = append(x.events, e)
-	}
-	for i := range rounds * len(ways) {
-		if err := run.InTurn(func() error { return ctx.Memset8(x.flush, 0, x.flushBytes, s) },
-			x.mark(2*i), func() error { return x.run(ways[i%len(ways)]) },
-			x.mark(2*i+1)); err != nil {
-			return err
-		}
-	}
-	if err := ctx.SyncStream(s); err != nil {
+	took, err := run.Times(x.x.Ctx, x.x.Stream, rounds*len(ways), func(int) error {
+		return x.x.Ctx.Memset8(x.flush, 0, x.flushBytes, x.x.Stream)
+	}, func(i int) error { return x.run(ways[i%len(ways)]) })
+	if err != nil {
 		return err
 	}
-	took := make([][]time.Duration, len(ways))
-	for i := range rounds * len(ways) {
-		d, err := ctx.Elapsed(x.events[2*i], x.events[2*i+1])
-		if err != nil {
-			return err
-		}
-		took[i%len(ways)] = append(took[i%len(ways)], d)
-	}
 	for i, way := range ways {
-		slices.Sort(took[i])
-		x.cold[way] = took[i][rounds/2]
+		var all []time.Duration
+		for ; i < len(took); i += len(ways) {
+			all = append(all, took[i])
+		}
+		x.cold[way] = run.Median(all)
 	}
 	return nil
-}
-
-// mark enqueues an event.
-func (x *timer) mark(i int) func() error {
-	return func() error { return x.x.Ctx.Record(x.events[i], x.x.Stream) }
 }
 
 // result is the first and the last numbers of each result of a way.
@@ -369,9 +323,6 @@ func (x *timer) result(way int) ([][]float32, error) {
 		raw := make([]byte, min(p.bytes(), 1<<17)/p.kind.Size()*p.kind.Size())
 		for _, at := range []int{0, p.bytes() - len(raw)} {
 			if err := ctx.CopyToHost(raw, p.at.Offset(at), s); err != nil {
-				return nil, err
-			}
-			if err := ctx.SyncStream(s); err != nil {
 				return nil, err
 			}
 			numbers := make([]float32, len(raw)/p.kind.Size())

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
@@ -39,16 +38,17 @@ func (m *Machine) Ceilings() (optime.Ceiling, error) {
 
 // card is a card that is measured.
 type card struct {
-	marks
-	bytes int     // that a copy copies
-	from  gpu.Ptr // so many bytes, as many behind them, and cuBLASLt's workspace
+	*Machine
+	memory run.Memory
+	bytes  int     // that a copy copies
+	from   gpu.Ptr // so many bytes, as many behind them, and cuBLASLt's workspace
 }
 
 // measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute
 // a product. What is too large for the memory that is left is measured smaller, and not at all
 // below a sixteenth.
 func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
-	c := &card{marks: m.marks(), bytes: cmp.Or(m.Copy, ceilingBytes)}
+	c := &card{Machine: m, memory: run.Memory{Ctx: m.Ctx}, bytes: cmp.Or(m.Copy, ceilingBytes)}
 	defer func() { err = errors.Join(err, m.Ctx.SyncStream(m.Stream), c.memory.Close()) }()
 	for least := c.bytes / 16; ; c.bytes /= 2 {
 		if c.from, err = c.memory.Alloc(2*c.bytes+run.WorkspaceBytes, "copies"); err == nil {
@@ -78,7 +78,7 @@ func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 // products is the operations a second of the largest product of square matrices of a type that is
 // measured, 0 if there is none.
 func (c *card) products(e gpu.DType) (best float64, err error) {
-	if err := choose.Fill(c.Ctx, c.Stream, c.from, c.bytes, e, 1, 1); err != nil {
+	if err := run.Fill(c.Ctx, c.Stream, c.from, c.bytes, e, 1, 1); err != nil {
 		return 0, err
 	}
 	widest, side := c.Operands, ceilingSide // of all that takes room
@@ -131,22 +131,17 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 }
 
 // best is the shortest of three times of each way of some work, after a first run of it.
-func (c *card) best(ways int, work func(way int) error) (best time.Duration, err error) {
-	best, c.used = math.MaxInt64, 0
-	from, to := c.next(&err), c.next(&err)
-	if err != nil {
-		return 0, err
-	}
-	for way := range ways {
-		for round := range 4 {
-			if err := run.InTurn(c.marking(from), func() error { return work(way) }, c.marking(to),
-				func() error { return c.Ctx.SyncStream(c.Stream) }); err != nil {
-				return 0, err
-			}
-			if took := c.between(from, to, &err); round > 0 {
-				best = min(best, took)
-			}
+func (c *card) best(ways int, work func(way int) error) (time.Duration, error) {
+	best := time.Duration(math.MaxInt64)
+	for i := range 4 * ways {
+		took, err := run.Times(c.Ctx, c.Stream, 1, func(int) error { return nil },
+			func(int) error { return work(i / 4) })
+		if err != nil {
+			return 0, err
+		}
+		if i%4 > 0 {
+			best = min(best, took[0])
 		}
 	}
-	return best, err
+	return best, nil
 }

@@ -269,7 +269,7 @@ func (p *Profiler) result() (*optime.Profile, error) {
 	for i := 1; i <= plainSteps; i++ {
 		periods = append(periods, elapsed(p.steps[i].begin, p.steps[i+1].begin))
 	}
-	r.Period = median(periods)
+	r.Period = run.Median(periods)
 	usual := p.steps[1+slices.Index(periods, r.Period)]
 	r.Host = usual.calls
 	var pauses []time.Duration
@@ -284,7 +284,7 @@ func (p *Profiler) result() (*optime.Profile, error) {
 				len(p.whole),
 				len(usual.pieces))
 	}
-	r.Mark = median(pauses)
+	r.Mark = run.Median(pauses)
 	p.layOut(r, usual, elapsed)
 	return r, failed
 }
@@ -336,8 +336,4 @@ func (p *Profiler) layOut(r *optime.Profile, usual *step,
 		}
 		anchor, anchored = spans[n-1].to, end
 	}
-}
-
-func median(times []time.Duration) time.Duration {
-	return slices.Sorted(slices.Values(times))[len(times)/2]
 }
