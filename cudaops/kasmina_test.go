@@ -378,7 +378,7 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 		Kind: kind}))
 	require.NoError(t, m.RunAll())
 	require.NoError(t, k.lattice.Transition(k.seeds-1, state.Training))
-	require.ErrorIs(t, m.RunAll(), kasmina.ErrKind)
+	require.ErrorContains(t, m.RunAll(), "the kind has no kernel")
 }
 
 // TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph

@@ -94,16 +94,14 @@ func (k *Set) module(unit string) (gpu.Module, error) {
 	if m, ok := k.modules[unit]; ok {
 		return m, nil
 	}
-	image, err := image(unit)
-	if err != nil {
-		return 0, err
+	images, _ := units()
+	if images[unit] == nil {
+		return 0, fmt.Errorf("kernels: there is no unit %q", unit)
 	}
-	m, err := k.Ctx.LoadModule(image)
+	m, err := k.Ctx.LoadModule(images[unit])
 	if err != nil {
-		return 0,
-			fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the "+
-				"least): %w", unit,
-				float64(k.Info.Capability())/10, err)
+		return 0, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the "+
+			"least): %w", unit, float64(k.Info.Capability())/10, err)
 	}
 	k.modules[unit] = m
 	return m, nil
@@ -224,6 +222,11 @@ func (k *Set) Resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 func (k *Set) Overlaps() bool {
 	c := k.Info.Capability()
 	return c == 90 || c/10 == 10
+}
+
+// Grid is a launch of so many blocks in x and in y, of threads across and down.
+func Grid(x, y, across, down int) gpu.LaunchConfig {
+	return gpu.LaunchConfig{Grid: gpu.Dim{X: x, Y: y}, Block: gpu.Dim{X: across, Y: down}}
 }
 
 // Line is a one-dimensional launch.

@@ -5,9 +5,7 @@ import (
 	"embed"
 	"fmt"
 	"io/fs"
-	"maps"
 	"path"
-	"slices"
 	"strings"
 	"sync"
 )
@@ -25,41 +23,28 @@ import (
 //go:embed */*.fatbin
 var binaries embed.FS
 
-// units are the binaries by unit, read once.
-var units = sync.OnceValue(func() map[string][]byte {
+// units are the binaries by unit, read once, and what tells one build of them from another.
+var units = sync.OnceValues(func() (images map[string][]byte, build string) {
 	paths, err := fs.Glob(binaries, "*/*.fatbin")
 	if err != nil {
 		panic(err) // the pattern is right
 	}
-	all := map[string][]byte{}
+	images = map[string][]byte{}
+	h := sha256.New()
 	for _, p := range paths {
 		b, err := binaries.ReadFile(p)
 		if err != nil {
 			panic(err) // not of a file that was there when the program was built
 		}
-		all[strings.TrimSuffix(path.Base(p), ".fatbin")] = b
+		end := len(b) - sha256.Size
+		images[strings.TrimSuffix(path.Base(p), ".fatbin")] = b[:end]
+		h.Write(b[end:])
 	}
-	return all
+	return images, fmt.Sprintf("kernels %x", h.Sum(nil)[:8])
 })
 
-// image is the fat binary of a unit, for the driver to load.
-func image(unit string) ([]byte, error) {
-	b, ok := units()[unit]
-	if !ok {
-		return nil, fmt.Errorf("kernel: there is no unit %q", unit)
-	}
-	return b[:len(b)-sha256.Size], nil
+// Build tells one build of the kernels from another, by the hashes of their sources.
+func (k *Set) Build() string {
+	_, build := units()
+	return build
 }
-
-// build tells one build of all units from another, by the hashes of their sources.
-var build = sync.OnceValue(func() string {
-	h := sha256.New()
-	for _, unit := range slices.Sorted(maps.Keys(units())) {
-		b := units()[unit]
-		h.Write(b[len(b)-sha256.Size:])
-	}
-	return fmt.Sprintf("kernels %x", h.Sum(nil)[:8])
-})
-
-// Build tells one build of the kernels from another.
-func (k *Set) Build() string { return build() }

@@ -1,7 +1,6 @@
 package kasmina
 
 import (
-	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -14,21 +13,15 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// ErrKind is what [State.Encode] fails with for a kind of blueprint that the kernels do not know.
-var ErrKind = errors.New("the kind has no kernel")
-
-// KindError is [ErrKind] of a seed.
+// KindError is what [State.Encode] fails with for a kind of blueprint that the kernels do not know.
 type KindError struct {
 	Seed int
 	Kind blueprints.Kind
 }
 
 func (e *KindError) Error() string {
-	return fmt.Sprintf("seed %d has kind %d: %v", e.Seed, e.Kind, ErrKind)
+	return fmt.Sprintf("seed %d has kind %d: the kind has no kernel", e.Seed, e.Kind)
 }
-
-// Unwrap is ErrKind.
-func (e *KindError) Unwrap() error { return ErrKind }
 
 // kasminaKinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
 const kasminaKinds = 4

@@ -1,7 +1,6 @@
 package kasmina
 
 import (
-	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -320,11 +319,10 @@ func TestKasminaState(t *testing.T) {
 		words[:5])
 	require.Equal(t, []uint32{0, 0, 1, 1, 3, 2, 0, 3}, words[25:33])
 	seeds[4].Blend = true
-	require.ErrorIs(t, encode(), ErrKind)
+	var kind *KindError
+	require.ErrorAs(t, encode(), &kind)
 	seeds[4] = seed.Seed{Slot: 4, Blend: true}
-	if err := encode(); err == nil || errors.Is(err, ErrKind) {
-		t.Errorf("an unknown slot: %v", err)
-	}
+	require.ErrorContains(t, encode(), "seed 4 has slot 4")
 }
 
 // TestKasminaLaunches launches passes of every kind, whose parameters the fake driver checks.

@@ -4,9 +4,7 @@ import (
 	"bytes"
 	"debug/elf"
 	"encoding/binary"
-	"errors"
 	"fmt"
-	"io"
 	"slices"
 	"strings"
 	"sync"
@@ -45,9 +43,6 @@ func kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 		kind, header := binary.LittleEndian.Uint16(left), binary.LittleEndian.Uint32(left[4:])
 		size, packed := binary.LittleEndian.Uint64(left[8:]), binary.LittleEndian.Uint32(left[16:])
 		arch := int(binary.LittleEndian.Uint32(left[28:]))
-		if end := uint64(header) + size; end > uint64(len(left)) || uint64(packed) > size {
-			return nil, fmt.Errorf("an image of %d bytes, %d are left", end, len(left))
-		}
 		if kind == machineCode && arch/10 == capability/10 && arch <= capability && arch > best {
 			best, code = arch, left[header:][:packed]
 		}
@@ -56,36 +51,26 @@ func kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 	if code == nil {
 		return nil, fmt.Errorf("no machine code for compute capability %d", capability)
 	}
-	z, err := zstd.NewReader(bytes.NewReader(code))
+	z, err := zstd.NewReader(nil)
 	if err != nil {
 		return nil, err
 	}
 	defer z.Close()
-	raw, err := io.ReadAll(z)
-	if err != nil {
+	if code, err = z.DecodeAll(code, nil); err != nil {
 		return nil, err
 	}
-	return kernelsOf(raw)
-}
-
-// kernelsOf reads machine code, an ELF file in which each kernel has a section of information.
-func kernelsOf(code []byte) (map[string][]gpu.Param, error) {
 	file, err := elf.NewFile(bytes.NewReader(code))
 	if err != nil {
 		return nil, err
 	}
 	all := map[string][]gpu.Param{}
-	for _, s := range file.Sections {
-		name, ok := strings.CutPrefix(s.Name, ".nv.info.")
-		if !ok {
-			continue
-		}
-		info, err := s.Data()
-		if err != nil {
-			return nil, err
-		}
-		if all[name], err = params(info); err != nil {
-			return nil, fmt.Errorf("%s: %w", name, err)
+	for _, s := range file.Sections { // of which each kernel has one of information
+		if name, ok := strings.CutPrefix(s.Name, ".nv.info."); ok {
+			info, err := s.Data()
+			if err != nil {
+				return nil, err
+			}
+			all[name] = params(info)
 		}
 	}
 	return all, nil
@@ -97,16 +82,13 @@ const (
 )
 
 // params reads a kernel's parameters from its attributes.
-func params(info []byte) ([]gpu.Param, error) {
+func params(info []byte) []gpu.Param {
 	found := []gpu.Param{}
 	for len(info) >= 4 {
 		form, attribute, n := info[0], info[1], int(binary.LittleEndian.Uint16(info[2:]))
 		info = info[4:]
 		if form != sized {
 			continue
-		}
-		if n > len(info) || attribute == paramInfo && n < 12 {
-			return nil, errors.New("an attribute is cut off")
 		}
 		if attribute == paramInfo { // index, ordinal, offset, and the size in the highest 14 bits
 			found = append(found, gpu.Param{Offset: int(binary.LittleEndian.Uint16(info[6:])),
@@ -115,5 +97,5 @@ func params(info []byte) ([]gpu.Param, error) {
 		info = info[n:]
 	}
 	slices.SortFunc(found, func(a, b gpu.Param) int { return a.Offset - b.Offset })
-	return found, nil
+	return found
 }

@@ -8,9 +8,10 @@ import (
 	"math/rand/v2"
 	"os"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
@@ -266,33 +267,18 @@ func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set,
 		Memory: 1 << 30, SMs: 100, L2: 40 << 20,
 		SharedPerBlock: sharedPerBlock}
 	c, err := fake.New(fake.Config{Devices: []gpu.DeviceInfo{d}, Images: Kernels}).Retain(0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	p, err := c.Alloc(1 << 20)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return kernel.New(c), c.(*fake.Context), p
 }
 
-// Source is a source of the family under test, in whose folder tests run.
-func Source(t *testing.T, name string) string {
-	t.Helper()
-	b, err := os.ReadFile(name)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(b)
-}
-
-// MatchSource wants pieces of text in a source.
+// MatchSource wants pieces of text in a source of the family under test, in whose folder tests run.
 func MatchSource(t *testing.T, name string, pieces ...string) {
 	t.Helper()
-	source := Source(t, name)
+	source, err := os.ReadFile(name)
+	require.NoError(t, err)
 	for _, p := range pieces {
-		if !strings.Contains(source, p) {
-			t.Errorf("%s: no %q", name, p)
-		}
+		require.Contains(t, string(source), p, name)
 	}
 }

@@ -2,7 +2,6 @@ package layout
 
 import (
 	"fmt"
-	"math"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -36,8 +35,7 @@ func copyTile(size int) int {
 // layout is one dimension of a copy.
 type layout struct{ n, y, x int }
 
-// Launch launches one kernel, or several for more than 2³¹ elements, or a plain copy where both
-// sides have no gaps.
+// Launch launches one kernel, or a plain copy where both sides have no gaps.
 func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	dims, err := a.merged()
 	if err != nil || slices.Contains(a.Dims, 0) {
@@ -51,34 +49,12 @@ func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, a.Y, a.X,
 			fields(order))
 	}
-	total := 1
+	size, total := a.widen(dims), 1
 	for _, d := range dims {
 		total *= d.n
 	}
-	if total > math.MaxInt32 { // kernels count elements in 32 bits
-		return halves(k, s, a, dims)
-	}
-	size := a.widen(dims)
-	total /= size / a.Size
 	return k.Enqueue(s, "layout", fmt.Sprintf("copy_strided_%d", size),
 		kernel.Line(kernel.CeilDiv(total, 4*256), 256), a.Y, a.X, fields(dims), total)
-}
-
-// halves copies one half of the outermost dimension after the other.
-func halves(k *kernel.Set, s gpu.Stream, a Copy, dims []layout) error {
-	half := Copy{Y: a.Y, X: a.X, Size: a.Size}
-	for _, d := range dims {
-		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n),
-			append(half.YStrides, d.y), append(half.XStrides, d.x)
-	}
-	n := dims[0].n
-	half.Dims[0] = n / 2
-	if err := half.Launch(k, s); err != nil {
-		return err
-	}
-	half.Y, half.X = a.Y.Offset(n/2*dims[0].y*a.Size), a.X.Offset(n/2*dims[0].x*a.Size)
-	half.Dims = append([]int{n - n/2}, half.Dims[1:]...)
-	return half.Launch(k, s)
 }
 
 // merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch
@@ -101,10 +77,8 @@ func (a Copy) merged() ([]layout, error) {
 		dims = []layout{{1, 1, 1}}
 	}
 	if len(dims) > copyDims {
-		return nil,
-			fmt.Errorf("kernels.Copy: dimensions %v with strides %v and %v are %d after merging, "+
-				"want at most %d",
-				a.Dims, a.YStrides, a.XStrides, len(dims), copyDims)
+		return nil, fmt.Errorf("kernels.Copy: dimensions %v with strides %v and %v are %d after "+
+			"merging, want at most %d", a.Dims, a.YStrides, a.XStrides, len(dims), copyDims)
 	}
 	return dims, nil
 }
