@@ -107,7 +107,8 @@ func (k *Set) module(unit string) (gpu.Module, error) {
 	return m, nil
 }
 
-// Enqueue enqueues a kernel. A grid without blocks is nothing to do.
+// Enqueue enqueues a kernel. A grid without blocks is nothing to do. Only GPUs on which a kernel can
+// wait for the one before it have it overlap that.
 func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, args ...any) error {
 	if c.Grid.X < 1 {
 		return nil
@@ -116,6 +117,7 @@ func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, args 
 		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
 			c.Grid)
 	}
+	c.Overlap = c.Overlap && k.overlaps()
 	var a gpu.Args
 	if err := add(&a, args...); err != nil {
 		return fmt.Errorf("kernels: %s: %w", name, err)
@@ -216,10 +218,10 @@ func (k *Set) Resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 	return f.resident[key], nil
 }
 
-// Overlaps reports whether a kernel may start before its predecessor has ended and then waits for
+// overlaps reports whether a kernel may start before its predecessor has ended and then waits for
 // it (overlap.cuh). The binaries of compute capability 9.0 and 10 do, the PTX that other GPUs run
 // does not.
-func (k *Set) Overlaps() bool {
+func (k *Set) overlaps() bool {
 	c := k.Info.Capability()
 	return c == 90 || c/10 == 10
 }

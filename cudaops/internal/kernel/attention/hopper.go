@@ -236,7 +236,7 @@ func (c *attentionCall) launchFused() {
 	const unit = "attention_hopper_fused"
 	c.run(unit, name, l, args...)
 	l = kernel.Line(c.Batch*kernel.CeilDiv(c.Heads, 2)*kernel.CeilDiv(c.Seq, h.loop), 256)
-	l.Shared, l.Overlap = 2*2*dim*h.loop, c.Overlaps()
+	l.Shared, l.Overlap = 2*2*dim*h.loop, true
 	c.Run(unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, kernel.Suffix(c.dtype)),
 		l, append([]any{c.params(section)}, c.angles()...)...)
 }

@@ -84,7 +84,7 @@ func (a Attention) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "decode_attention",
 		fmt.Sprintf("decode_attention_%d_%d%s", lanes, a.together(), kernel.Suffix(a.Type)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.blocks()},
-			Block: gpu.Dim{X: threads}, Overlap: k.Overlaps()},
+			Block: gpu.Dim{X: threads}, Overlap: true},
 		kernel.Struct{a.Q, a.K, a.V, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Position, a.Parts,
 			a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale,
 			packed})

@@ -46,6 +46,6 @@ func launch(k *kernel.Set, s gpu.Stream, name string, rows, depth int, t gpu.DTy
 		variant = "_packs"
 	}
 	c := kernel.Line(kernel.CeilDiv(rows, warps), 32*warps)
-	c.Overlap = k.Overlaps()
+	c.Overlap = true
 	return k.Enqueue(s, "decode_product", name+variant+kernel.Suffix(t), c, args...)
 }

@@ -21,9 +21,9 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	if kernel.Packed(a.Type, a.D, a.Y) && kernel.Packed(a.TableType, a.D, a.Table) {
 		variant = "embedding_packs"
 	}
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, 8)}, Block: gpu.Dim{X: 32, Y: 8}}
-	return k.Enqueue(s, "embedding", variant+kernel.Suffixes(a.Type, a.TableType), c, a.Y, a.IDs,
-		a.Table, int64(a.Rows), int64(a.Vocab), a.D)
+	return k.Enqueue(s, "embedding", variant+kernel.Suffixes(a.Type, a.TableType),
+		kernel.Grid(kernel.CeilDiv(a.Rows, 8), 1, 32, 8), a.Y, a.IDs, a.Table, int64(a.Rows),
+		int64(a.Vocab), a.D)
 }
 
 // Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with
@@ -77,8 +77,8 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	rows, vocab := kernel.Line(kernel.CeilDiv(a.Rows, 256), 256), int64(a.Vocab)
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
-	tiles := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, embeddingTile),
-		Y: kernel.CeilDiv(a.D, threads*n)}, Block: gpu.Dim{X: threads}}
+	tiles := kernel.Grid(kernel.CeilDiv(a.Rows, embeddingTile), kernel.CeilDiv(a.D, threads*n),
+		threads, 1)
 	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, a.Rows, vocab)
 	q.Run("embedding", "embedding_starts", kernel.Line(1, 1024), p.starts, p.cursors, a.Vocab)
 	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, a.Rows, vocab)

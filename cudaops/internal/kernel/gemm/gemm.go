@@ -160,7 +160,7 @@ func (g gemmLaunch) run(q *kernel.Queue) {
 		q.RunAll(g.unit, g.symbol, l, args...)
 		return
 	}
-	l.Grid.X, l.Overlap = g.clusters*gemmCluster, q.Overlaps()
+	l.Grid.X, l.Overlap = g.clusters*gemmCluster, true
 	q.Run(g.unit, g.symbol, l, args...)
 }
 

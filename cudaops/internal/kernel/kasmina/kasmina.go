@@ -290,26 +290,60 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 // main launches the pass's kernel over the whole layer, which takes the layer, Share, and two
 // arrays first. It overlaps with whatever comes before it, which it awaits.
 func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) {
-	p.Run(p.unit, p.name, gpu.LaunchConfig{
-		Grid:    gpu.Dim{X: p.tiles, Y: p.rowParts()},
-		Block:   gpu.Dim{X: p.across, Y: p.down},
-		Shared:  p.shared(),
-		Overlap: p.Overlaps(),
-	}, append([]any{p.layer, p.share(), y, x}, args...)...)
+	c := kernel.Grid(p.tiles, p.rowParts(), p.across, p.down)
+	c.Shared, c.Overlap = p.shared(), true
+	p.Run(p.unit, p.name, c, append([]any{p.layer, p.share(), y, x}, args...)...)
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
 func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) {
-	p.Run("kasmina_rows", name+kernel.Suffix(p.Type), gpu.LaunchConfig{
-		Grid:  gpu.Dim{X: p.rows.tiles, Y: p.rows.blocks},
-		Block: gpu.Dim{X: kasminaThreads},
-	}, append(args, p.rows.across, p.rows.lanes, int(r))...)
+	p.Run("kasmina_rows", name+kernel.Suffix(p.Type),
+		kernel.Grid(p.rows.tiles, p.rows.blocks, kasminaThreads, 1),
+		append(args, p.rows.across, p.rows.lanes, int(r))...)
 }
 
 func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) {
 	p.Run("kasmina_rows", "kasmina_rows_merge",
 		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), figures, p.partial, p.rows.parts(),
 		p.State.Seeds, int(r), count, norms)
+}
+
+// merging is how many threads merge the records of a seed, so that none has many.
+func (p *kasminaPass) merging() int {
+	records := 4 // of a thread, at most
+	if p.use.backward {
+		records = 2
+	}
+	return min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), kasminaMergeThreads)
+}
+
+// mergers is how many blocks merge records.
+func (p *kasminaPass) mergers() int {
+	return kernel.CeilDiv(p.State.Seeds, kasminaMergeThreads/p.merging())
+}
+
+// finish launches a kernel that adds up what the blocks of a pass have left. It awaits the kernel
+// before it by itself, where GPUs can do that.
+func (p *kasminaPass) finish(name string, c gpu.LaunchConfig, args ...any) {
+	c.Overlap = true
+	p.Run(p.unit, name, c, kernel.Struct(args))
+}
+
+// sumUp makes gradients of slots, and figures, of the sums and records of a backward pass. The
+// first kernel adds up over the blocks, the second over the seeds of slots.
+func (p *kasminaPass) sumUp(dweights, dscales, figures gpu.Ptr) {
+	st, seeds := p.State, p.State.Seeds
+	columns := seeds*p.Chunk + 2*p.units
+	adding, merging := kernel.CeilDiv(columns, 32), 0
+	if p.use.telemetry {
+		merging = p.mergers()
+	}
+	p.finish("kasmina_gather", kernel.Line(adding+merging, kasminaMergeThreads), p.total, p.sums,
+		figures, p.records, int64(columns), adding, p.rowParts(), p.units, seeds, p.merging(),
+		p.sharing > 0)
+	p.finish("kasmina_slots", kernel.Grid(st.Slots, kernel.CeilDiv(p.Chunk, 32), 32,
+		min(max(powerOfTwo(seeds/st.Slots), 4), 32)), st.field(0), st.field(1), p.Weights, p.Scales,
+		p.total, st.heads(), st.order(), dweights, dscales, seeds, p.Chunk, p.units)
 }
 
 // Launch launches a kernel for Y and records of figures. With telemetry another one merges them. A
@@ -322,7 +356,8 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	}
 	p.main(f.Y, f.X, p.records, f.Bad)
 	if f.Telemetry {
-		p.merge(f.Figures)
+		p.finish("kasmina_merge", kernel.Line(p.mergers(), kasminaMergeThreads), f.Figures,
+			p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), p.Eps)
 	}
 	if f.Histogram != 0 {
 		p.histogram(f.Histogram)
@@ -341,10 +376,9 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 func (p *kasminaPass) histogram(bins gpu.Ptr) {
 	p.Fill(bins, 0, 4*Bins*p.State.Seeds)
 	tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
-	p.Run("kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type), gpu.LaunchConfig{
-		Grid:  gpu.Dim{X: tiles, Y: min(p.Rows, max(1, 8*p.Info.SMs/tiles))},
-		Block: gpu.Dim{X: 256},
-	}, bins, p.X, int64(p.Rows), p.State.Seeds, p.Chunk)
+	p.Run("kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type),
+		kernel.Grid(tiles, min(p.Rows, max(1, 8*p.Info.SMs/tiles)), 256, 1), bins, p.X,
+		int64(p.Rows), p.State.Seeds, p.Chunk)
 }
 
 // Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds
@@ -380,10 +414,9 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 		if p.m > 0 {
 			p.mix("kasmina_mix_backward", layer, b.DX, b.G, b.X, p.partialWeights, p.partialScales)
 		}
-		p.Run(mixUnit, "kasmina_mix_slots", gpu.LaunchConfig{
-			Grid:  gpu.Dim{X: b.State.Slots, Y: kernel.CeilDiv(b.Width, mixThreads)},
-			Block: gpu.Dim{X: mixThreads},
-		}, layer, b.DWeights, b.DScales, dweights, dscales, p.partialWeights, p.partialScales)
+		p.Run(mixUnit, "kasmina_mix_slots",
+			kernel.Grid(b.State.Slots, kernel.CeilDiv(b.Width, mixThreads), mixThreads, 1), layer,
+			b.DWeights, b.DScales, dweights, dscales, p.partialWeights, p.partialScales)
 	}
 	return p.Err
 }

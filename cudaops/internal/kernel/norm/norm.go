@@ -192,10 +192,9 @@ func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 		}
 		q.Run("norm", name, c, args...)
 	}
-	q.Run("norm", "rmsnorm_weight_sum", gpu.LaunchConfig{
-		Grid:  gpu.Dim{X: kernel.CeilDiv(a.D, 32)},
-		Block: gpu.Dim{X: 32, Y: 32}, Overlap: k.Overlaps(),
-	}, a.DW, a.Workspace, blocks, a.D)
+	c = kernel.Grid(kernel.CeilDiv(a.D, 32), 1, 32, 32)
+	c.Overlap = true
+	q.Run("norm", "rmsnorm_weight_sum", c, a.DW, a.Workspace, blocks, a.D)
 	return q.Err
 }
 
@@ -211,9 +210,8 @@ func (a RMSNormBackward) arrays() int {
 // may be G's memory.
 func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 	blocks = min(normParts(q.Set, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, 256), Y: blocks},
-		Block: gpu.Dim{X: 256}}
-	q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type), c, a.Workspace, a.G, a.X, a.Rstd,
+	q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type),
+		kernel.Grid(kernel.CeilDiv(a.D, 256), blocks, 256, 1), a.Workspace, a.G, a.X, a.Rstd,
 		int64(a.Rows), a.D)
 	q.Run("norm", "rmsnorm_backward_any"+kernel.Suffix(a.Type),
 		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add, a.D)

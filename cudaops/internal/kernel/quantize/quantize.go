@@ -85,8 +85,7 @@ func (h HeldShape) Enqueue(k *kernel.Set, s gpu.Stream, name string, rows, d int
 }
 
 func (h HeldShape) Over(rows int) gpu.LaunchConfig {
-	return gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(rows, h.Rows)},
-		Block: gpu.Dim{X: h.Across, Y: h.Rows}}
+	return kernel.Grid(kernel.CeilDiv(rows, h.Rows), 1, h.Across, h.Rows)
 }
 
 // Packed reports whether rows of d elements at some addresses can be moved 16 bytes at a time, and
@@ -120,13 +119,12 @@ func columnSections(k *kernel.Set, rows, d int) int {
 // Launch launches two kernels.
 func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
 	sections := columnSections(k, a.Rows, a.D)
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.D, largestColumns), Y: sections},
-		Block: gpu.Dim{X: columnThreads}}
 	q := k.On(s)
+	c := kernel.Grid(kernel.CeilDiv(a.D, largestColumns), sections, columnThreads, 1)
 	q.Run("quantize", "quantize_columns_largest"+kernel.Suffix(a.Type), c, a.Workspace, a.X, a.Rows,
 		a.D)
 	c.Grid = gpu.Dim{X: kernel.CeilDiv(a.D, tileColumns), Y: kernel.CeilDiv(a.Rows, tileRows)}
-	c.Overlap = k.Overlaps()
+	c.Overlap = true
 	q.Run("quantize", "quantize_columns"+kernel.Suffix(a.Type), c, a.Y, a.Scale, a.X, a.Workspace,
 		sections, a.Rows, a.D)
 	return q.Err

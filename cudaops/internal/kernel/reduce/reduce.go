@@ -86,7 +86,7 @@ func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
 	if err := reduce(k, s, first, parts, late, false); err != nil {
 		return err
 	}
-	return reduce(k, s, second, 1, 0, k.Overlaps())
+	return reduce(k, s, second, 1, 0, true)
 }
 
 // reduce launches one step.
