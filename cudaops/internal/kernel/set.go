@@ -341,9 +341,6 @@ func With(holds bool, words string) string {
 	return ""
 }
 
-// Sized is kernels of a device that only say how much memory they would take there.
-func Sized(d gpu.DeviceInfo) *Set { return &Set{Info: d} }
-
 // Launch is a structure that says what a kernel is to do.
 type Launch interface {
 	Launch(k *Set, s gpu.Stream) error

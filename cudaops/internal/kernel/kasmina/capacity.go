@@ -33,7 +33,7 @@ type mixing struct {
 
 // newMixing cuts up a layer. A backward pass has two arrays of a chunk's columns in shared memory,
 // and two of m, a forward pass one.
-func newMixing(k *kernel.Set, l Layer, backward bool, c *kernel.Carve) (g mixing) {
+func newMixing(d gpu.DeviceInfo, l Layer, backward bool, c *kernel.Carve) (g mixing) {
 	arrays := 1 + int(kernel.Bit(backward))
 	g.m = blueprints.Mixing(l.Chunk, l.Width)
 	step := func(columns int) int { return mixPadded(columns) + 4 }
@@ -57,7 +57,7 @@ func newMixing(k *kernel.Set, l Layer, backward bool, c *kernel.Carve) (g mixing
 	g.tile = min(g.tile, powerOfTwo(l.Rows))
 	g.mixShared = size()
 	g.parts = min(kernel.CeilDiv(l.Rows, g.tile),
-		max(mixSpread, kernel.CeilDiv(4*k.Info.SMs, l.State.Seeds)))
+		max(mixSpread, kernel.CeilDiv(4*d.SMs, l.State.Seeds)))
 	g.parts = max(1, min(g.parts, mixPartials/(2*l.State.Seeds*l.Chunk*max(g.m, 1))))
 	g.narrowWeights = c.Take(4 * l.State.Slots * l.Chunk)
 	if backward {
@@ -74,7 +74,7 @@ func mixPadded(n int) int { return kernel.CeilDiv(n, 4) * 4 }
 // narrow copies the weights that kinds use which have as many as a chunk has columns: those of the
 // pass from then on.
 func (p *kasminaPass) narrow(c *kernel.Carve) {
-	p.mixing = newMixing(p.Set, p.Layer, p.use.backward, c)
+	p.mixing = newMixing(p.Info, p.Layer, p.use.backward, c)
 	n, wide := p.State.Slots*p.Chunk, p.Weights
 	p.Weights = p.narrowWeights
 	p.Run(mixUnit, "kasmina_narrow", kernel.Line(min(kernel.CeilDiv(n, mixThreads),

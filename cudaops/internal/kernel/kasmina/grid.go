@@ -46,14 +46,14 @@ type kasminaRows struct{ lanes, across, down, tiles, blocks int }
 
 func (r kasminaRows) parts() int { return r.blocks * r.down }
 
-func newKasminaRows(k *kernel.Set, l Layer) (r kasminaRows) {
+func newKasminaRows(d gpu.DeviceInfo, l Layer) (r kasminaRows) {
 	r.lanes = min(32, powerOfTwo(kernel.CeilDiv(l.Chunk, 8)))
 	groups := kasminaThreads / r.lanes
 	r.across = min(groups, powerOfTwo(l.State.Seeds))
 	r.down = groups / r.across
 	r.tiles = kernel.CeilDiv(l.State.Seeds, r.across)
 	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts),
-		max(1, 4*k.Info.SMs/r.tiles))
+		max(1, 4*d.SMs/r.tiles))
 	return r
 }
 
@@ -98,12 +98,12 @@ func (g kasminaGrid) share() kernel.Struct {
 		uint32(g.ending*g.down | g.tail<<18 | g.used<<26)}
 }
 
-// kasminaGrid cuts up a layer with at most so many blocks in flight, and others behind those.
-func newKasminaGrid(k *kernel.Set, l Layer, ring bool, blocks int, aligned bool,
+// newKasminaGrid cuts up the columns of a layer.
+func newKasminaGrid(device gpu.DeviceInfo, l Layer, ring, aligned bool,
 	use kasminaUse) kasminaGrid {
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
 	g := kasminaGrid{ring: ring, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1,
-		each: 1, units: d, rows: newKasminaRows(k, l)}
+		each: 1, units: d, rows: newKasminaRows(device, l)}
 	if g.use.backward {
 		g.arrays, g.batch = 2, 2
 	}
@@ -113,13 +113,19 @@ func newKasminaGrid(k *kernel.Set, l Layer, ring bool, blocks int, aligned bool,
 	case aligned && l.Chunk%n == 0:
 		g.shape, g.perThread, g.each, g.units = "part", n, n, d/n
 	}
-	threads, batches := g.spread(l), kernel.CeilDiv(l.Rows, g.batch)
-	g.across = g.acrossOf(threads, batches)
+	threads := g.spread(l)
+	g.across = g.acrossOf(threads, kernel.CeilDiv(l.Rows, g.batch))
 	if g.used == 0 {
 		g.used = min(32, g.across)
 	}
 	g.down = kasminaThreads / g.across
 	g.tiles = kernel.CeilDiv(threads, g.across)
+	return g
+}
+
+// over cuts up the rows for at most so many blocks in flight, and others behind those.
+func (g kasminaGrid) over(l Layer, blocks int) kasminaGrid {
+	batches := kernel.CeilDiv(l.Rows, g.batch)
 	g.rowBlocks = min(max(1, blocks/g.tiles), kernel.CeilDiv(batches, g.down), 1<<16-1)
 	g.spreadLate(l, batches)
 	return g
@@ -218,17 +224,16 @@ func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 
 // workspace is what a pass takes at most, measured or not.
 func (l Layer) workspace(d gpu.DeviceInfo, use kasminaUse) (bytes int) {
-	k := kernel.Sized(d)
 	for i := range 4 {
-		aligned := i%2 == 0
 		use.telemetry = i/2 == 0
-		g := newKasminaGrid(k, l, false, kasminaBlocks*k.Info.SMs, aligned, use)
-		few := newKasminaGrid(k, l, false, 1, aligned, use)
+		g := newKasminaGrid(d, l, false, i%2 == 0, use)
+		few := g.over(l, 1)
+		g = g.over(l, kasminaBlocks*d.SMs)
 		g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
 		var c kernel.Carve
 		g.scratch(l, &c)
 		if l.State.Wide {
-			newMixing(k, l, use.backward, &c)
+			newMixing(d, l, use.backward, &c)
 		}
 		bytes = max(bytes, int(c.At))
 	}

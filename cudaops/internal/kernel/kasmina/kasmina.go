@@ -156,8 +156,6 @@ type Layer struct {
 	Stability          seed.Stability
 	Type               gpu.DType
 	Plain              bool // although the rows could come through shared memory
-	// of a launch that are in flight at once, at most; 0 for all that the GPU has room for
-	Blocks int
 }
 
 // Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the
@@ -259,10 +257,7 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 	if ring {
 		p.name = strings.Replace(p.name, "plain", "ring", 1)
 	}
-	grid := func(blocks int) kasminaGrid {
-		return newKasminaGrid(k, l, ring, blocks, kernel.Aligned(append(others, l.X)...), use)
-	}
-	g := grid(1)
+	g := newKasminaGrid(k.Info, l, ring, kernel.Aligned(append(others, l.X)...), use)
 	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
 	c := kernel.Line(1, kasminaThreads)
 	c.Shared = g.shared()
@@ -270,10 +265,7 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 	if err != nil {
 		return nil, err
 	}
-	if l.Blocks > 0 {
-		blocks = min(blocks, l.Blocks)
-	}
-	p.kasminaGrid = grid(max(1, min(blocks, kasminaBlocks*k.Info.SMs)))
+	p.kasminaGrid = g.over(l, min(blocks, kasminaBlocks*k.Info.SMs))
 	from := kernel.Carve{At: work}
 	p.kasminaScratch = p.kasminaGrid.scratch(l, &from)
 	if l.State.Wide {

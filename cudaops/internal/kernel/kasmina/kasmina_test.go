@@ -67,7 +67,7 @@ func TestKasminaFewSeeds(t *testing.T) {
 
 // TestKasminaGrid needs no GPU.
 func TestKasminaGrid(t *testing.T) {
-	k := &kernel.Set{Info: gpu.DeviceInfo{SMs: 132}}
+	device := gpu.DeviceInfo{SMs: 132}
 	for range kerneltest.Few(2000, 500) {
 		l := Layer{Rows: 1 << rand.IntN(16), Chunk: 1 + rand.IntN(70),
 			Type:  kerneltest.StorageTypes[rand.IntN(3)],
@@ -83,10 +83,11 @@ func TestKasminaGrid(t *testing.T) {
 			if ring && !(aligned && d%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0)) {
 				continue
 			}
-			g := newKasminaGrid(k, l, ring, 1+rand.IntN(kasminaBlocks*k.Info.SMs), aligned, use)
-			space := Forward{Layer: l}.WorkspaceBytes(k.Info)
+			g := newKasminaGrid(device, l, ring, aligned, use).over(l,
+				1+rand.IntN(kasminaBlocks*device.SMs))
+			space := Forward{Layer: l}.WorkspaceBytes(device)
 			if use.backward {
-				space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(k.Info)
+				space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(device)
 			}
 			var c kernel.Carve
 			g.scratch(l, &c)
@@ -139,12 +140,16 @@ func TestKasminaLateBlocks(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, s := range [][3]int{{1411, 300, 4}, {1533, 80, 16}, {1330, 50, 3}} {
 		for j, c := range []kasminaCase{{telemetry: true, clip: true}, {}}[:kerneltest.Few(2, 1)] {
-			c.rows, c.seeds, c.chunk, c.slots, c.blocks, c.deviation = s[0], s[1], s[2], 50, 3, 1
+			c.rows, c.seeds, c.chunk, c.slots, c.deviation = s[0], s[1], s[2], 50, 1
 			c.dtype, c.stability = kerneltest.StorageTypes[(i+j)%3], seed.Adaptive
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
+				small := kernel.New(g.Ctx) // a GPU of one multiprocessor has few blocks in flight
+				small.Info.SMs = 1
+				defer func() { g.Must(small.Close()) }()
+				g.Set = small
 				r := newKasmina(g, c, nil)
-				grid := newKasminaGrid(g.Set, r.layer, false, c.blocks, true,
-					kasminaUse{telemetry: c.telemetry})
+				grid := newKasminaGrid(g.Info, r.layer, false, true,
+					kasminaUse{telemetry: c.telemetry}).over(r.layer, kasminaBlocks)
 				require.NotZero(t, grid.late)
 				r.check()
 			})

@@ -24,7 +24,7 @@ type kasminaCase struct {
 	stability                 seed.Stability
 	reduction                 seed.Reduction
 	clip, telemetry           bool
-	skew, blocks, from        int     // from: what number gives the first seed its stage and kind
+	skew, from                int     // from: what number gives the first seed its stage and kind
 	mean, deviation           float64 // of x and g
 }
 
@@ -129,7 +129,7 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 	st.Ptr = b.Ptr
 	r.layer = Layer{X: r.x.Ptr, Weights: w.Ptr, Scales: s.Ptr, State: st, Rows: c.rows,
 		Chunk: c.chunk, Width: width, Eps: 1e-8,
-		Stability: c.stability, Type: c.dtype, Blocks: c.blocks}
+		Stability: c.stability, Type: c.dtype}
 	r.y, r.dx = g.Alloc(n, c.dtype, c.skew), g.Alloc(n, c.dtype, c.skew)
 	r.dw, r.ds = g.Alloc(c.slots*width, kerneltest.F32, 0), g.Alloc(c.slots, kerneltest.F32, 0)
 	r.health, r.gradient = g.Alloc(ForwardFigures*c.seeds, kerneltest.F32, 0),

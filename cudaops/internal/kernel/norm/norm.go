@@ -96,7 +96,7 @@ func (a RMSNormBackward) walk(k *kernel.Set) (name string, c gpu.LaunchConfig, e
 	}
 	name = a.kernel("")
 	blocks, err := k.Resident("norm", name, c)
-	c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, down), normParts(k, a.D, a.Type))
+	c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, down), a.parts(k.Info))
 	return name, c, err
 }
 
@@ -164,13 +164,13 @@ func (a RMSNormBackward) kernel(variant string) string {
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
 const normBlocks = 4
 
-// normParts is how many partial sums a backward pass over rows of d elements leaves at most. It is
-// one a multiprocessor where warps may take rows of their own, since these are kept for long.
-func normParts(k *kernel.Set, d int, t gpu.DType) int {
-	if n := kernel.Vector(t); d%n == 0 && kernel.CeilDiv(d, 32*n) <= 2*len(ownWarps) {
-		return k.Info.SMs
+// parts is how many partial sums the pass leaves at most. It is one a multiprocessor where warps may
+// take rows of their own, since these are kept for long.
+func (a RMSNormBackward) parts(d gpu.DeviceInfo) int {
+	if n := kernel.Vector(a.Type); a.D%n == 0 && kernel.CeilDiv(a.D, 32*n) <= 2*len(ownWarps) {
+		return d.SMs
 	}
-	return normBlocks * k.Info.SMs
+	return normBlocks * d.SMs
 }
 
 // Launch launches a kernel for DX and partial sums of DW. Warps or pairs of them take rows of their
@@ -209,7 +209,7 @@ func (a RMSNormBackward) arrays() int {
 // runAny runs what takes any rows, and returns how many partial sums it leaves. DX comes last, as it
 // may be G's memory.
 func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
-	blocks = min(normParts(q.Set, a.D, a.Type), kernel.CeilDiv(a.Rows, 16))
+	blocks = min(a.parts(q.Info), kernel.CeilDiv(a.Rows, 16))
 	q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type),
 		kernel.Grid(kernel.CeilDiv(a.D, 256), blocks, 256, 1), a.Workspace, a.G, a.X, a.Rstd,
 		int64(a.Rows), a.D)
@@ -227,5 +227,5 @@ func (a RMSNorm) Tuning() (op, shape string) {
 
 // WorkspaceBytes is the size of Workspace.
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return 4 * a.D * normParts(kernel.Sized(d), a.D, a.Type)
+	return 4 * a.D * a.parts(d)
 }

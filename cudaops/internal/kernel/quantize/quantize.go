@@ -110,15 +110,15 @@ type Columns struct {
 // round: columns and rows. Then the threads of either.
 const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 
-// columnSections is the parts of the rows of which the largest are found at once: two blocks a
+// sections is the parts of the rows of which the largest are found at once: two blocks a
 // multiprocessor, of at least 32 rows.
-func columnSections(k *kernel.Set, rows, d int) int {
-	return max(1, min(32, kernel.CeilDiv(rows, 32), 2*k.Info.SMs/kernel.CeilDiv(d, largestColumns)))
+func (a Columns) sections(d gpu.DeviceInfo) int {
+	return max(1, min(32, kernel.CeilDiv(a.Rows, 32), 2*d.SMs/kernel.CeilDiv(a.D, largestColumns)))
 }
 
 // Launch launches two kernels.
 func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
-	sections := columnSections(k, a.Rows, a.D)
+	sections := a.sections(k.Info)
 	q := k.On(s)
 	c := kernel.Grid(kernel.CeilDiv(a.D, largestColumns), sections, columnThreads, 1)
 	q.Run("quantize", "quantize_columns_largest"+kernel.Suffix(a.Type), c, a.Workspace, a.X, a.Rows,
@@ -132,7 +132,7 @@ func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
 
 // WorkspaceBytes is the size of Workspace.
 func (a Columns) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return 4 * a.D * columnSections(kernel.Sized(d), a.Rows, a.D)
+	return 4 * a.D * a.sections(d)
 }
 
 // HeldThreads is the most threads of a block that holds rows in registers.

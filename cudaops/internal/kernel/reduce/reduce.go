@@ -43,12 +43,12 @@ const (
 // are to fill the GPU twice, where eight fit on a multiprocessor. Four that reduce columns have as
 // much in flight there, and leave less to add up. Behind these come late ones with a fifth of the
 // rows, where that leaves the first four times as many as them.
-func parts(k *kernel.Set, a Reduce) (parts, late int) {
+func (a Reduce) parts(d gpu.DeviceInfo) (parts, late int) {
 	if a.Inner == 1 {
-		return max(1, min(kernel.CeilDiv(a.N, rowPart), kernel.CeilDiv(2*8*k.Info.SMs, a.Outer))), 0
+		return max(1, min(kernel.CeilDiv(a.N, rowPart), kernel.CeilDiv(2*8*d.SMs, a.Outer))), 0
 	}
 	blocks := a.Outer * kernel.CeilDiv(a.Inner, 32*kernel.Vector(a.XType))
-	parts = max(1, min(kernel.CeilDiv(a.N, columnPart), kernel.CeilDiv(4*k.Info.SMs, blocks)))
+	parts = max(1, min(kernel.CeilDiv(a.N, columnPart), kernel.CeilDiv(4*d.SMs, blocks)))
 	if parts > 1 && a.N >= 5*columnRun*parts {
 		late = min(a.N/5/columnRun, 2*parts)
 	}
@@ -60,7 +60,7 @@ func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int {
 	if a.Outer < 1 || a.N < 1 || a.Inner < 1 {
 		return 0
 	}
-	if p, _ := parts(kernel.Sized(d), a); p > 1 {
+	if p, _ := a.parts(d); p > 1 {
 		return 4 * a.Outer * p * a.Inner
 	}
 	return 0
@@ -76,7 +76,7 @@ func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
 		return fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
 	}
 	a.Scale = cmp.Or(a.Scale, 1)
-	parts, late := parts(k, a)
+	parts, late := a.parts(k.Info)
 	if parts == 1 {
 		return reduce(k, s, a, 1, 0, false)
 	}
