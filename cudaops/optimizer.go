@@ -251,15 +251,12 @@ func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 		return nil, err
 	}
 	bad, err := x.NonFinite()
-	if err != nil {
-		return nil, err
+	for _, p := range m.config.Params {
+		if bad[p] {
+			return p, nil
+		}
 	}
-	if i := slices.IndexFunc(m.config.Params, func(p *gorgonia.Node) bool {
-		return bad[p]
-	}); i >= 0 {
-		return m.config.Params[i], nil
-	}
-	return nil, nil
+	return nil, err
 }
 
 // LossScale is the loss scale of a machine WithPrecision(Float16), and how it fared. It is part of

@@ -13,7 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/params"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -183,7 +182,10 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 		if i.Frozen {
 			continue
 		}
-		to, err := memoryOf(m, i)
+		if !slices.Contains(m.config.Params, p) {
+			return fmt.Errorf("%s is no parameter of the machine", graph.Describe(p))
+		}
+		to, err := run.HostMemory(i)
 		if err != nil {
 			return err
 		}
@@ -220,23 +222,6 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 		func(p *update.Param) bool { return p.Input == i }))
 	copy(to, whole)
 	return err
-}
-
-// memoryOf is that of the value of a parameter's node.
-func memoryOf(m *Machine, i *program.Input) ([]float32, error) {
-	if !slices.Contains(m.config.Params, i.Node) {
-		return nil, fmt.Errorf("%s is no parameter of the machine", graph.Describe(i.Node))
-	}
-	to, err := params.Memory(i.Node.Value())
-	if err != nil {
-		return nil, fmt.Errorf("%s: its value %w", graph.Describe(i.Node), err)
-	}
-	x, ok := to.([]float32)
-	if !ok || len(x) != i.Array.Len() {
-		return nil, fmt.Errorf("%s has a value of type %v and shape %v", graph.Describe(i.Node),
-			i.Node.Value().Dtype(), i.Node.Value().Shape())
-	}
-	return x, nil
 }
 
 // stateOf sets the optimiser's state to moments that fetch returns, if the device knows others.
@@ -307,14 +292,12 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 }
 
 // Close gives back what no machine has taken over. What was taken is its machine's then.
-func (k *Kept) Close() error {
+func (k *Kept) Close() (err error) {
+	defer in("Kept.Close", &err)
 	if k == nil || k.memory == nil {
 		return nil
 	}
-	if err := k.memory.Close(); err != nil {
-		return fmt.Errorf("cudaops.Kept.Close: %w", err)
-	}
-	return nil
+	return k.memory.Close()
 }
 
 // WithKept has parameters begin with the values, and with what an optimiser remembers, of

@@ -7,8 +7,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/params"
 )
 
 // start writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks at a
@@ -62,7 +60,7 @@ func (l *layer) fill(kind blueprints.Kind, seed, slot int, scale []float32) erro
 // is sent before every run they are its own memory.
 func (l *layer) read(in *program.Input, from, n int) ([]float32, error) {
 	if in.Sent() {
-		value, err := hostMemory(in)
+		value, err := run.HostMemory(in)
 		if err != nil {
 			return nil, err
 		}
@@ -83,22 +81,4 @@ func (l *layer) write(in *program.Input, from int, x []float32) error {
 		return err
 	}
 	return run.Joined(l.m.Inputs.Refresh(in), ctx.SyncStream(l.m.Stream))
-}
-
-// hostMemory returns the memory of an input's value.
-func hostMemory(in *program.Input) ([]float32, error) {
-	if in.Node.Value() == nil {
-		return nil, fmt.Errorf("%s has no value: bind one with gorgonia.Let",
-			graph.Describe(in.Node))
-	}
-	memory, err := params.Memory(in.Node.Value())
-	if err != nil {
-		return nil, fmt.Errorf("%s: its value %w", graph.Describe(in.Node), err)
-	}
-	x, ok := memory.([]float32)
-	if !ok || len(x) != in.Array.Len() {
-		return nil, fmt.Errorf("%s has a value of type %v and shape %v", graph.Describe(in.Node),
-			in.Node.Value().Dtype(), in.Node.Value().Shape())
-	}
-	return x, nil
 }

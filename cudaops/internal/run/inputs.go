@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/params"
 )
 
 // Inputs sends the values of a program's inputs to the device, and keeps what is made of them there
@@ -132,13 +133,33 @@ func (s *Inputs) SendSome(inputs []*program.Input) error {
 func host(in *program.Input) (raw []byte, stored gpu.DType, err error) {
 	v := in.Node.Value()
 	if v == nil {
-		return nil, 0, fmt.Errorf("%s has no value: bind one with gorgonia.Let",
-			graph.Describe(in.Node))
+		return nil, 0, noValue(in)
 	}
 	if raw, stored, err = elements(v, in.Array); err != nil {
 		return nil, 0, fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
 	}
 	return raw, stored, check(in, raw)
+}
+
+// HostMemory returns the memory of the value of an input of floats, to write to.
+func HostMemory(in *program.Input) ([]float32, error) {
+	if in.Node.Value() == nil {
+		return nil, noValue(in)
+	}
+	memory, err := params.Memory(in.Node.Value())
+	if err != nil {
+		return nil, fmt.Errorf("%s: its value %w", graph.Describe(in.Node), err)
+	}
+	x, ok := memory.([]float32)
+	if !ok || len(x) != in.Array.Len() {
+		return nil, fmt.Errorf("%s has a value of type %v and shape %v", graph.Describe(in.Node),
+			in.Node.Value().Dtype(), in.Node.Value().Shape())
+	}
+	return x, nil
+}
+
+func noValue(in *program.Input) error {
+	return fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
 }
 
 // check says of ids what the op would say on the CPU.
