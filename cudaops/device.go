@@ -157,7 +157,8 @@ func (d *Device) Memory() (free, total uint64, err error) {
 	if d.ctx == nil {
 		return 0, 0, errNotOpened
 	}
-	return d.ctx.MemInfo()
+	free, total, err = d.ctx.MemInfo()
+	return free, total, d.naming(err)
 }
 
 // String describes the GPU in a line.
@@ -180,7 +181,15 @@ func (d *Device) Close() (err error) {
 		errs = append(errs, d.ctx.Free(d.workspace))
 		d.workspace = 0
 	}
-	return run.Joined(append(errs, d.ctx.Close())...)
+	return d.naming(run.Joined(append(errs, d.ctx.Close())...))
+}
+
+// naming is an error with the GPU of which it is.
+func (d *Device) naming(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("GPU %d, %s: %w", d.info.Ordinal, d.info.Name, err)
 }
 
 // Other CUDA libraries in the same process take part through plain handles. These are a CUcontext,

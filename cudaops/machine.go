@@ -30,9 +30,9 @@ import (
 // runs. Parameters (see [WithParams]) go up once and stay on the device. Other inputs go up before
 // every run, and results come back when [Machine.Value] asks for them. Where the device has memory
 // to spare, a graph that trains takes some of it to save time. It leaves a tenth free, beside what
-// AdamW will take for this machine and for others on the device that have no optimiser yet. A node
-// for which there is no kernel is computed on the host, between two copies, with one warning that
-// names it; [WithStrict] makes that an error.
+// AdamW will take for this machine. So make the optimiser of one machine before the next machine.
+// A node for which there is no kernel is computed on the host, between two copies, with one warning
+// that names it; [WithStrict] makes that an error.
 //
 // A Machine is not safe for use by several goroutines at once.
 type Machine struct {
@@ -316,14 +316,13 @@ func (m *Machine) RunAll() (err error) {
 	// A run waits call by call for parameters that come from other ranks. It waits for all of them
 	// where it has marks, where Kasmina layers may change parameters ahead of it, and where the
 	// parameters are another machine's.
+	owner, err := ownerOf(m)
+	if err != nil {
+		return err
+	}
 	var awaited *update.Optimizer
-	if s := m.config.share; s != nil {
-		if s.runner.State.Closed() {
-			return errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
-		}
-		awaited = s.optimizer
-	} else if m.monitor != nil || m.profiler.Busy() || len(r.Program.Kasmina) > 0 {
-		awaited = m.optimizer
+	if owner != m || m.monitor != nil || m.profiler.Busy() || len(r.Program.Kasmina) > 0 {
+		awaited = owner.optimizer
 	}
 	r.State.On(run.Begin)
 	if r.State.Ran() {

@@ -1165,6 +1165,36 @@ func TestRoomShared(t *testing.T) {
 	require.NoError(t, l.machine.Close())
 }
 
+// TestBorrowedValues wants the values of parameters that are another machine's to be those behind
+// its last update, though that goes on when the host is told. They are refused when it is closed.
+func TestBorrowedValues(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	l := newLifetime(t, newAdamW)
+	require.NoError(t, l.open(device))
+	m := newBorrower(t, device, l.machine)
+	lent := m.runner.Program.Borrowed[0]
+	var borrowed *gorgonia.Node
+	for n, a := range m.runner.Program.Values {
+		if a == lent.Array {
+			borrowed = n
+		}
+	}
+	before := flat(t, valueIn(t, m, borrowed))
+	for i := range uint64(3) {
+		l.batch.draw(t, i)
+		require.NoError(t, l.step())
+		got := flat(t, valueIn(t, m, borrowed))
+		require.NotEqual(t, before, got)
+		require.Equal(t, flat(t, valueIn(t, l.machine, lent.Node)), got)
+		before = got
+	}
+	require.NoError(t, l.machine.Close())
+	require.ErrorContains(t, errOf(m.Value(borrowed)), "is closed")
+	_, _, err := m.Address(borrowed)
+	require.ErrorContains(t, err, "is closed")
+	require.NoError(t, m.Close())
+}
+
 // TestRoomOfOptimizer wants a machine to spend memory only where the moments to come have room too.
 func TestRoomOfOptimizer(t *testing.T) {
 	device, _ := openFake(t, cardOf(256<<20))

@@ -348,6 +348,7 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 		before := valueIn(t, m, w)
 		require.NoError(t, errors.Join(gorgonia.Let(x,
 			tensor.New(tensor.WithBacking([]float32{first, 1, 0.5}))), m.RunAll()))
+		scale := m.LossScale().Scale
 		value, norm, err := m.Step(gorgonia.Nodes{loss, vector}[i/2%2])
 		after, fetched := m.Value(w)
 		require.NoError(t, errors.Join(err, fetched))
@@ -355,6 +356,10 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 		require.Equal(t, finite, !slices.Equal(flat(t, before), flat(t, after)))
 		require.Equal(t, finite, value-value == 0)
 		require.Equal(t, finite, norm-norm == 0)
+		if !finite && scale > 1 {
+			scale /= 2
+		}
+		require.Equal(t, scale, m.LossScale().Scale)
 		v, err := m.Value(loss)
 		if err != nil || math.Float32bits(flat(t, v)[0]) != math.Float32bits(float32(value)) &&
 			value == value {

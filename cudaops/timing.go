@@ -187,8 +187,9 @@ func WithMonitor(every int) MachineOption {
 }
 
 // Monitor returns what the ops of a run have taken so far on average, the longest first, with the
-// ways in which they are computed. What the optimiser took has the name Update. It is empty before
-// the first sample, and without [WithMonitor].
+// ways in which they are computed. What the optimiser took has the name Update. A sample counts
+// once its update is over, which may go on when [Machine.Update] has returned. Before the first
+// one, and without [WithMonitor], the result is empty.
 func (m *Machine) Monitor() (_ []OpTime, err error) {
 	defer in("Machine.Monitor", &err)
 	if err = usable(m); err != nil {

@@ -30,11 +30,15 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	if !m.runner.State.Ran() && n.Op() != nil {
 		return nil, errors.New("the machine has not run")
 	}
-	if in := m.runner.Inputs.Of(n); in != nil {
+	in, owner, err := inputIn(m, a)
+	if err != nil {
+		return nil, err
+	}
+	if in != nil {
 		if in.Part != nil {
 			a = in.Copies[0].Array
 		}
-		if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
+		if err := owner.optimizer.Arrive(m.runner.Stream); err != nil {
 			return nil, err
 		}
 	}
@@ -120,6 +124,32 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", graph.Describe(n))
 	}
 	return a, nil
+}
+
+// inputIn is the input whose values lie in an array, nil if none do, and the machine whose input it
+// is: of a parameter WithParamsOf the other one.
+func inputIn(m *Machine, a *program.Array) (*program.Input, *Machine, error) {
+	lies := func(in *program.Input) bool { return in.Array == a }
+	p := m.runner.Program
+	if i := slices.IndexFunc(p.Inputs, lies); i >= 0 {
+		return p.Inputs[i], m, nil
+	}
+	if i := slices.IndexFunc(p.Borrowed, lies); i >= 0 {
+		owner, err := ownerOf(m)
+		return p.Borrowed[i], owner, err
+	}
+	return nil, nil, nil
+}
+
+// ownerOf is the machine whose parameters a machine uses: its own, or another's.
+func ownerOf(m *Machine) (*Machine, error) {
+	if m.config.share == nil {
+		return m, nil
+	}
+	if m.config.share.runner.State.Closed() {
+		return nil, errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
+	}
+	return m.config.share, nil
 }
 
 // Upload copies the values of parameters to the device again, after the host has changed them. If
@@ -342,8 +372,9 @@ func (m *Machine) Stream() uintptr {
 // float32 and bfloat16 as the machine's [Precision] and [WithGradientPrecision] have it, integers
 // int64, in row-major order. The node must be one that [Machine.Value] takes. The memory remains
 // the machine's. It is valid until Close, or the next [Machine.Bind] of the node. It holds what the
-// last run left once the machine's stream has come to its end. With [Float16], gradients lie there
-// multiplied by the loss scale.
+// last run left once the machine's stream has come to its end, and a parameter of another machine
+// ([WithParamsOf]) what the last update left once that one's has. With [Float16], gradients lie
+// there multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
 	defer in("Machine.Address", &err)
 	a, err := whole(m, n)
@@ -359,7 +390,11 @@ func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	if err != nil {
 		return nil, err
 	}
-	if in := m.runner.Inputs.Of(n); in != nil && in.Part != nil {
+	in, _, err := inputIn(m, a)
+	if err != nil {
+		return nil, err
+	}
+	if in != nil && in.Part != nil {
 		return nil, fmt.Errorf("%s is divided among ranks (WithRanks): its values have no one "+
 			"address", graph.Describe(n))
 	}

@@ -113,8 +113,25 @@ type cuda struct {
 
 // Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there
 // is no such library. It has the status NoDevice when there is no GPU that this process may use.
-// The library stays loaded, and the process asks once.
-var Open = sync.OnceValues(open)
+// The library stays loaded. After an error a later call tries again.
+func Open() (gpu.Driver, error) {
+	opened.Lock()
+	defer opened.Unlock()
+	if opened.Driver != nil {
+		return opened.Driver, nil
+	}
+	d, err := open()
+	if err != nil {
+		return nil, err
+	}
+	opened.Driver = d
+	return d, nil
+}
+
+var opened struct {
+	sync.Mutex
+	gpu.Driver
+}
 
 func open() (gpu.Driver, error) {
 	f := sharedlib.Host()

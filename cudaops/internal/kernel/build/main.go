@@ -128,15 +128,25 @@ func binaryHash(dir, unit string) []byte {
 // compiler is the path of an nvcc of CUDA 13.0. Drivers of CUDA 13.0 do not take the PTX of a later
 // one.
 func compiler() (string, error) {
-	for _, path := range []string{"nvcc", filepath.Join(os.Getenv("CUDA_HOME"), "bin", "nvcc")} {
+	paths := []string{"nvcc"}
+	if home := os.Getenv("CUDA_HOME"); home != "" {
+		paths = append(paths, filepath.Join(home, "bin", "nvcc"))
+	}
+	found := ""
+	for _, path := range paths {
 		out, err := exec.Command(path, "--version").Output()
-		if err == nil && bytes.Contains(out, []byte("release 13.0,")) {
+		if err != nil {
+			continue
+		}
+		if bytes.Contains(out, []byte("release 13.0,")) {
 			return path, nil
 		}
+		found += fmt.Sprintf(" (%s is another: %s)", path,
+			regexp.MustCompile(`release [0-9.]+`).Find(out))
 	}
-	return "", errors.New("no nvcc of CUDA 13.0 in PATH or CUDA_HOME; install that toolkit, or " +
-		"with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl " +
-		"nvidia-cuda-runtime, each ==13.0.*, with CUDA_HOME for site-packages/nvidia/cu13")
+	return "", fmt.Errorf("no nvcc of CUDA 13.0 in PATH or CUDA_HOME%s; install that toolkit, or "+
+		"with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl "+
+		"nvidia-cuda-runtime, each ==13.0.*, with CUDA_HOME for site-packages/nvidia/cu13", found)
 }
 
 // compile writes a unit's binary, and its hash behind it.
