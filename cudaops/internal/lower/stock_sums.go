@@ -16,6 +16,95 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
+// linalg is one of Gorgonia's products, as one of matrices: a vector is a row or a column.
+type linalg struct {
+	a, b, y        []int // shapes of the operands as they lie, and of the result
+	transA, transB bool
+	matrices       bool
+	sums           bool // over rows, or of vectors, as gradients of weights are: they are float32
+}
+
+// linalgOf returns the product that a node is. Gorgonia takes some vectors for matrices, and some
+// shapes that do not fit: that is no product.
+func linalgOf(n *gorgonia.Node) (p linalg, ok bool) {
+	name := fmt.Sprint(n.Op())
+	left, rest, _ := strings.Cut(name, " ")
+	sign, right, _ := strings.Cut(rest, " ")
+	if graph.OpType(n) != "gorgonia.linAlgBinOp" || !floats(n) {
+		return p, false
+	}
+	a, b, y := graph.Children(n)[0].Shape(), graph.Children(n)[1].Shape(), n.Shape()
+	p.transA, p.transB = left == "Aᵀ", right == "Bᵀ"
+	vectorA, vectorB := left == "a", right == "b"
+	p.matrices = sign == "×" && !vectorA && !vectorB
+	p.sums = p.matrices && p.transA || vectorA && vectorB
+	if vectorA != (len(a) == 1) || vectorB != (len(b) == 1) {
+		return p, false
+	}
+	row := func(s tensor.Shape) tensor.Shape { return append(tensor.Shape{1}, s...) }
+	switch {
+	case sign == "⊗":
+		a, b = append(a, 1), row(b)
+	case vectorA:
+		a, b, y = row(a), append(b, 1), append(row(y), 1)
+	case vectorB:
+		b, y = append(b, 1), append(y, 1)
+	}
+	last := len(a) - 2
+	if last < 0 || len(b) != len(a) || (last > 0) != (sign == "×××") ||
+		!slices.Equal(a[:last], b[:last]) {
+		return p, false
+	}
+	m, k := flip(a[last:], p.transA)
+	l, columns := flip(b[last:], p.transB)
+	p.a, p.b, p.y = a, b, append(a[:last:last], m, columns)
+	return p, k == l && slices.Equal(y, p.y)
+}
+
+// flip returns the rows and columns of a matrix, or of its transpose.
+func flip(s []int, transposed bool) (rows, columns int) {
+	if transposed {
+		return s[1], s[0]
+	}
+	return s[0], s[1]
+}
+
+func stockProduct(n *gorgonia.Node) lowering {
+	p, ok := linalgOf(n)
+	if !ok {
+		return nil
+	}
+	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+		a, transA := c.factor(n, 0, in[0], p.a, p.transA)
+		b, transB := c.factor(n, 1, in[1], p.b, p.transB)
+		y := c.NewArray(a.Type, n.Shape()...)
+		if p.sums {
+			y = c.aux(n.Shape()...)
+		}
+		c.matmul(n, program.Product{D: y.View(0, p.y...), A: a, B: b, TransA: transA,
+			TransB: transB})
+		return y
+	}
+}
+
+// factor is an operand of a product. That of a transposed node is the matrix from which the node
+// was made.
+func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, shape []int,
+	transposed bool) (*program.Array, bool) {
+	if child := graph.Children(n)[i]; isMatrixTranspose(child) {
+		in, transposed = c.operand(child, 0), !transposed
+		shape = in.Shape
+	}
+	return c.act(n, in).View(0, shape...), transposed
+}
+
+// isMatMul reports whether a node is a product of two matrices, which transposes its operands
+// itself.
+func (c *compiler) isMatMul(n *gorgonia.Node) bool {
+	p, ok := linalgOf(n)
+	return ok && p.matrices && c.hasKernel(n)
+}
+
 // stockReduction lowers Sum and Max along any axes.
 func stockReduction(n *gorgonia.Node) lowering {
 	name := fmt.Sprint(n.Op())
