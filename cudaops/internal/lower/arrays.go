@@ -55,9 +55,6 @@ func (c *compiler) acts(n *gorgonia.Node, a, b *program.Array) (*program.Array, 
 // stack returns matrices of as many columns as activations, one above the other, so that one
 // product serves all.
 func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array {
-	if s := adjacent(all, c.o.Activation); s != nil {
-		return s
-	}
 	rows := 0
 	for _, a := range all {
 		rows += a.Shape[0]
@@ -65,8 +62,9 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 	return c.made(n, c.o.Activation, []int{rows, all[0].Shape[1]}, all...)
 }
 
-// made returns what arrays hold in a type, one behind the other. It is made once. Of parameters it
-// is kept beside them and renewed with them; of others it is made in every run.
+// made returns what arrays hold in a type, one behind the other. It is made once, unless they lie so
+// already, as frozen parameters of the program that owns them may. Of parameters it is kept beside
+// them and renewed with them; of others it is made in every run.
 func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 	all ...*program.Array) *program.Array {
 	key := program.NewMaking(t, all...)
@@ -74,21 +72,26 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 		return m.Values.View(0, shape...)
 	}
 	var inputs []*program.Input
-	kept := true
+	kept, lies, at := true, true, all[0].At
 	for _, a := range all {
 		in := c.inputOf[a.Buffer]
 		inputs = append(inputs, in)
 		kept = kept && in != nil && c.sources[a.Buffer] != nil
+		lies = lies && a.Buffer == all[0].Buffer && a.Type == t && a.At == at && a.Stride == 0
+		at += a.Extent()
 	}
 	place := c.NewArray
-	if kept {
+	switch {
+	case lies:
+		return all[0].View(0, shape...)
+	case kept:
 		place = c.NewResident
 	}
 	m := place(t, shape...)
 	if kept {
 		c.sources[m.Buffer] = inputs
 	}
-	at := 0
+	at = 0
 	for i, a := range all {
 		to := m.View(at, a.Shape...)
 		at += a.Len()
@@ -104,20 +107,6 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 	}
 	c.Made[key] = program.Quantized{Values: m}
 	return m
-}
-
-// adjacent returns the stack that matrices of a type are already, nil if they are none. Frozen
-// parameters of the program that owns them may be one.
-func adjacent(all []*program.Array, t gpu.DType) *program.Array {
-	rows, at := 0, all[0].At
-	for _, a := range all {
-		if a.Buffer != all[0].Buffer || a.Type != t || a.At != at || a.Stride != 0 {
-			return nil
-		}
-		rows += a.Shape[0]
-		at += a.Extent()
-	}
-	return all[0].View(0, rows, all[0].Shape[1])
 }
 
 // aligned returns a, or a copy of it where it begins at an address that optimisers do not take.

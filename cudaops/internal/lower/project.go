@@ -31,7 +31,7 @@ type projections struct {
 	x      *gorgonia.Node
 	linear [3]*gorgonia.Node
 	bias   [3]*gorgonia.Node // behind them; nil where there is none
-	turned [2]*gorgonia.Node // queries and keys; nil where nothing turns them
+	turned [3]*gorgonia.Node // queries and keys; nil where nothing turns them
 }
 
 // project finds the projections of an attention, n, and notes them by their linear functions and by
@@ -122,16 +122,19 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 	x := c.act(n, c.Values[p.x])
 	wide, parts, both := p.place(c, x)
 	c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases)
-	for i, l := range p.linear {
-		c.Values[l] = parts[i]
-		if p.bias[i] != nil {
-			c.Values[p.bias[i]] = parts[i]
+	c.are(p.linear, parts)
+	c.are(p.bias, parts)
+	c.are(p.turned, parts)
+	return true
+}
+
+// are gives nodes, but for those that are nil, their values.
+func (c *compiler) are(nodes [3]*gorgonia.Node, values [3]*program.Array) {
+	for i, n := range nodes {
+		if n != nil {
+			c.Values[n] = values[i]
 		}
 	}
-	if p.turned[0] != nil {
-		c.Values[p.turned[0]], c.Values[p.turned[1]] = parts[0], parts[1]
-	}
-	return true
 }
 
 // projectAll adds wide = x·weightsᵀ, plus biases if there are any. Its columns both are turned if
@@ -141,10 +144,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	turned := p.turned[0]
 	switch {
 	case len(biases) > 0:
-		for i, b := range biases {
-			biases[i] = b.View(0, b.Len(), 1)
-		}
-		y, all := c.like(wide), c.stack(n, biases...)
+		y, all := c.like(wide), c.made(n, wide.Type, wide.Shape[1:], biases...)
 		c.linear(n, y, x, weights, nil)
 		c.map2(n, elementwise.Add, wide, repeated{Array: y},
 			repeated{all, spread{repeat: 1, period: all.Len()}})
@@ -175,8 +175,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.
 type projectionsGrad struct {
-	parts, linear, bias [3]*gorgonia.Node
-	turned              [2]*gorgonia.Node
+	parts, linear, bias, turned [3]*gorgonia.Node
 	// the three that add up to the gradient of x, and their sums: that of all three comes last
 	dx []*gorgonia.Node
 }
@@ -190,7 +189,7 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 		d := c.partOf(n, offset)
 		offset += opbase.Size(l.Shape())
 		g.parts[i] = d
-		if i < 2 && p.turned[i] != nil {
+		if p.turned[i] != nil {
 			if d = c.sole(d); d == nil {
 				return nil
 			}
@@ -250,14 +249,10 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 	back := g.linear[0]
 	x, w := c.act(back, c.Values[p.x]), c.stack(back, weights...)
 	wide, parts, _ := p.place(c, x)
-	if p.turned[0] != nil {
-		c.Values[g.turned[0]], c.Values[g.turned[1]] = parts[0], parts[1]
-	}
 	c.attentionGrad(n, in, parts[0], parts[1], parts[2], configOf(p.turned[0]))
 	c.Values[n] = packed(parts[:]...)
-	for i, d := range g.parts {
-		c.Values[d] = parts[i]
-	}
+	c.are(g.parts, parts)
+	c.are(g.turned, parts)
 	if g.bias[0] != nil {
 		sums, at := c.reduceMiddle(g.bias[0], reduce.Sum, wide, 1,
 			wide.Shape[0], wide.Shape[1]), 0
