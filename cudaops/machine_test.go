@@ -1749,7 +1749,7 @@ const hopper = 2 // in cards
 // unit has them, and take only the arguments that they have there.
 func openBinaries(t *testing.T, card gpu.DeviceInfo) *Device {
 	t.Helper()
-	card.Memory, card.L2, card.RegistersPerSM, card.ThreadsPerSM = 1<<30, 1<<16, 65536, 1536
+	card.Memory, card.L2, card.ThreadsPerSM = 1<<30, 1<<16, 1536
 	device, err := Open(withDriver(fake.New(fake.Config{Devices: []gpu.DeviceInfo{card},
 		Images: kerneltest.Kernels})))
 	require.NoError(t, err)

@@ -250,8 +250,7 @@ func (p *blasPlan) search(workspace, want int) error {
 	return nil
 }
 
-func (p *blasPlan) Spec() gpu.MatmulSpec { return p.spec }
-func (p *blasPlan) Algos() []gpu.Algo    { return slices.Clone(p.algos) }
+func (p *blasPlan) Algos() []gpu.Algo { return slices.Clone(p.algos) }
 
 func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if err := p.spec.Check(p.algos, algo, a); err != nil {

@@ -43,7 +43,6 @@ type DeviceInfo struct {
 	L2             int
 	SharedPerBlock int // the most that a block may opt in to
 	SharedPerSM    int
-	RegistersPerSM int
 	ThreadsPerSM   int
 }
 

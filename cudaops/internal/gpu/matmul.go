@@ -89,7 +89,6 @@ type Blas interface {
 
 // MatmulPlan is a prepared product.
 type MatmulPlan interface {
-	Spec() MatmulSpec // with zero values filled in
 	Algos() []Algo
 	// Run enqueues the product, computed in the way with that index.
 	Run(algo int, a MatmulArgs, s Stream) error

@@ -102,7 +102,7 @@ func (p *Profiler) Start() error {
 	p.open, p.steps = true, append(p.steps, &step{begin: e, at: time.Now()})
 	if p.marked() {
 		p.spans, p.whole = nil, nil
-		p.Ctx.Observe(p.Stream, p)
+		p.Ctx.Observe(p.Stream, p.observe)
 	}
 	return nil
 }
@@ -182,16 +182,16 @@ func (p *Profiler) enqueue(marked func() error) error {
 	return marked()
 }
 
-// Before is a gpu.Observer's.
-func (p *Profiler) Before(w gpu.Work) (err error) {
+// observe enqueues a piece of work with a mark behind it.
+func (p *Profiler) observe(w gpu.Work, enqueue func() error) (err error) {
 	if !p.State.Capturing() {
-		p.last, err = p.put()
+		if p.last, err = p.put(); err != nil {
+			return err
+		}
 	}
-	return err
-}
-
-// After is a gpu.Observer's.
-func (p *Profiler) After(w gpu.Work) error {
+	if err := enqueue(); err != nil {
+		return err
+	}
 	e, err := p.put()
 	if err != nil {
 		return err

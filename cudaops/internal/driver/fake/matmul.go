@@ -60,8 +60,7 @@ func (c *Context) multipliesFloat8(m gpu.MatmulSpec) bool {
 		m.Align%16 == 0
 }
 
-func (p *plan) Spec() gpu.MatmulSpec { return p.spec }
-func (p *plan) Algos() []gpu.Algo    { return append([]gpu.Algo(nil), p.algos...) }
+func (p *plan) Algos() []gpu.Algo { return append([]gpu.Algo(nil), p.algos...) }
 
 func (p *plan) Close() error {
 	p.c.mu.Lock()
