@@ -118,7 +118,7 @@ func (t *Chooser) call(c *program.Call) error {
 	}
 	g := program.WaysOf(c, c.Params, tuned, ways)
 	g.Plain = len(ways) - 1
-	way, choice, err := t.choose(job{g, t.x.Kernels.Build()})
+	way, choice, err := t.choose(g, t.x.Kernels.Build())
 	if err != nil {
 		return err
 	}
@@ -136,11 +136,6 @@ func hasNone(c *program.Call) bool {
 // Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the
 // first is taken, unless a rule asks for another one.
 func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choice, err error) {
-	names := job{Group: g}.names()
-	if _, forced := t.Rules.Allowed(g.Op, names, t.Warn); g.Optional && t.Tunes() &&
-		g.FLOPs < t.Least && !forced {
-		return 0, nil, nil
-	}
 	for _, a := range g.Alternatives {
 		for _, c := range a.Calls {
 			if err := t.product(c); err != nil {
@@ -153,26 +148,16 @@ func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choic
 		return 0, nil, err
 	}
 	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(), blas.Version())
-	return t.choose(job{g, build})
+	return t.choose(g, build)
 }
 
-// job is a group whose ways are to be timed.
-type job struct {
-	program.Group
-	build string // what its ways are from
-}
-
-func (j job) names() (names []string) {
+// choose returns the way for a job, whose ways are from some build, and the choice of it.
+func (t *Chooser) choose(j program.Group, build string) (way int, c *optime.Choice, err error) {
+	key := j.Op + " " + j.Shape
+	var names []string
 	for _, a := range j.Alternatives {
 		names = append(names, a.Name)
 	}
-	return names
-}
-
-// choose returns the way for a job, and the choice of it.
-func (t *Chooser) choose(j job) (way int, c *optime.Choice, err error) {
-	key := j.Op + " " + j.Shape
-	names := j.names()
 	if c := t.known[key]; c != nil && slices.Contains(names, c.Way) {
 		if !slices.Contains(t.made, c) {
 			t.made = append(t.made, c)
@@ -195,7 +180,7 @@ func (t *Chooser) choose(j job) (way int, c *optime.Choice, err error) {
 			c.Source = optime.Stored
 		}
 	} else if t.store != nil && len(left) > 1 && (j.FLOPs == 0 || j.FLOPs >= t.Least) {
-		if way, err = t.timed(j, left, c); err != nil {
+		if way, err = t.timed(j, build, left, c); err != nil {
 			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}
 	}
@@ -205,14 +190,15 @@ func (t *Chooser) choose(j job) (way int, c *optime.Choice, err error) {
 }
 
 // timed returns the fastest of some ways: as it is stored, or timed and stored.
-func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
-	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s, under load", t.Device.Name, t.Version, j.build,
+func (t *Chooser) timed(j program.Group, build string, left []int, c *optime.Choice) (int,
+	error) {
+	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s, under load", t.Device.Name, t.Version, build,
 		j.Op, j.Shape)
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)
 	}
 	if s, ok := t.store.get(key); ok && t.Mode == Cached {
-		if way := slices.Index(j.names(), s.Way); slices.Contains(left, way) {
+		if way := slices.Index(c.Ways, s.Way); slices.Contains(left, way) {
 			c.Source, c.Cold = optime.Stored, s.Cold
 			return way, nil
 		}
@@ -228,11 +214,11 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 	}
 	if way < 0 {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random "+
-			"numbers", j.Op, j.Shape, j.names()))
+			"numbers", j.Op, j.Shape, c.Ways))
 		return left[0], nil
 	}
 	c.Source, c.Cold = optime.Measured, x.cold[way]
-	if err := t.store.put(key, timed{Way: j.names()[way], Cold: c.Cold}); err != nil {
+	if err := t.store.put(key, timed{Way: c.Ways[way], Cold: c.Cold}); err != nil {
 		t.Warn(err.Error())
 	}
 	return way, nil
@@ -240,7 +226,7 @@ func (t *Chooser) timed(j job, left []int, c *optime.Choice) (int, error) {
 
 // cannot tells why a job is not timed; of a card that is full, which does no harm, once for all
 // jobs.
-func (t *Chooser) cannot(j job, err error) {
+func (t *Chooser) cannot(j program.Group, err error) {
 	if !errors.Is(err, gpu.OutOfMemory) {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: %v", j.Op, j.Shape, err))
 		return

@@ -32,9 +32,9 @@ func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]strin
 }
 
 // norm is a job with three ways.
-func norm(shape string) job {
-	return job{build: "build", Group: program.Group{Op: "Norm", Shape: shape, Plain: 2,
-		Alternatives: []program.Alternative{{Name: "wide"}, {Name: "narrow"}, {Name: "plain"}}}}
+func norm(shape string) program.Group {
+	return program.Group{Op: "Norm", Shape: shape, Plain: 2,
+		Alternatives: []program.Alternative{{Name: "wide"}, {Name: "narrow"}, {Name: "plain"}}}
 }
 
 // TestChooseByRules wants the way that rules leave, and the first where there are none.
@@ -51,10 +51,10 @@ func TestChooseByRules(t *testing.T) {
 		{[]string{"Softmax=plain"}, 0, optime.ByRule},
 	} {
 		chooser, warnings := newTestChooser(t, Config{Mode: Off}, c.rules...)
-		way, made, err := chooser.choose(norm("[3, 5]"))
+		way, made, err := chooser.choose(norm("[3, 5]"), "build")
 		require.NoError(t, err)
 		require.Equal(t, c.want, way, "rules %q", c.rules)
-		require.Equal(t, norm("").names()[c.want], made.Way)
+		require.Equal(t, norm("").Alternatives[c.want].Name, made.Way)
 		require.Equal(t, c.source, made.Source, "rules %q", c.rules)
 		require.Empty(t, *warnings)
 	}
@@ -63,7 +63,7 @@ func TestChooseByRules(t *testing.T) {
 // TestRuleWithoutWays wants a rule that leaves nothing ignored with a warning.
 func TestRuleWithoutWays(t *testing.T) {
 	chooser, warnings := newTestChooser(t, Config{Mode: Off}, "Norm!=*")
-	way, _, err := chooser.choose(norm("[3, 5]"))
+	way, _, err := chooser.choose(norm("[3, 5]"), "build")
 	require.NoError(t, err)
 	require.Zero(t, way)
 	require.Len(t, *warnings, 1)
@@ -74,7 +74,7 @@ func TestSameJobOnce(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off})
 	var choices []*optime.Choice
 	for _, shape := range []string{"[3, 5]", "[3, 7]", "[3, 5]"} {
-		_, choice, err := chooser.choose(norm(shape))
+		_, choice, err := chooser.choose(norm(shape), "build")
 		require.NoError(t, err)
 		choices = append(choices, choice)
 	}
@@ -86,15 +86,15 @@ func TestSameJobOnce(t *testing.T) {
 // rules say by then.
 func TestAgain(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off}, "Norm=narrow")
-	_, _, err := chooser.choose(norm("[3, 5]"))
+	_, _, err := chooser.choose(norm("[3, 5]"), "build")
 	require.NoError(t, err)
 	chooser.Rules = nil
 	chooser.Again()
 	require.Empty(t, chooser.Made())
-	way, _, err := chooser.choose(norm("[3, 5]"))
+	way, _, err := chooser.choose(norm("[3, 5]"), "build")
 	require.NoError(t, err)
 	require.Equal(t, 1, way)
-	way, _, err = chooser.choose(norm("[4, 5]"))
+	way, _, err = chooser.choose(norm("[4, 5]"), "build")
 	require.NoError(t, err)
 	require.Zero(t, way, "a shape that the earlier program did not have")
 }
@@ -115,14 +115,14 @@ func TestStoredChoice(t *testing.T) {
 	}
 
 	chooser, _ := newTestChooser(t, c)
-	way, made, err := chooser.choose(norm("[3, 5]"))
+	way, made, err := chooser.choose(norm("[3, 5]"), "build")
 	require.NoError(t, err)
 	require.Equal(t, 1, way)
 	require.Equal(t, optime.Stored, made.Source)
 	require.Equal(t, 3*time.Microsecond, made.Cold)
 
 	chooser, _ = newTestChooser(t, c, "Norm!=narrow")
-	way, made, err = chooser.choose(norm("[3, 5]"))
+	way, made, err = chooser.choose(norm("[3, 5]"), "build")
 	require.NoError(t, err)
 	require.Equal(t, 2, way)
 	require.Equal(t, optime.Stored, made.Source)
@@ -133,7 +133,7 @@ func TestTinyJob(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Full})
 	tiny := norm("[1, 1]")
 	tiny.FLOPs = leastOperations - 1
-	way, made, err := chooser.choose(tiny)
+	way, made, err := chooser.choose(tiny, "build")
 	require.NoError(t, err)
 	require.Zero(t, way)
 	require.Equal(t, optime.ByRule, made.Source)
@@ -143,13 +143,12 @@ func TestTinyJob(t *testing.T) {
 
 // TestFirstWayAdvance wants another way only where it saves more than tuneGain.
 func TestFirstWayAdvance(t *testing.T) {
-	x := &timer{Chooser: &Chooser{},
-		loaded: make([]time.Duration, 2)}
+	x := &timer{Chooser: &Chooser{}}
 	for _, c := range []struct {
 		other time.Duration
 		wins  bool
 	}{{995, false}, {991, false}, {989, true}, {1000, false}} {
-		x.cold = []time.Duration{1000, c.other}
+		x.took = []time.Duration{1000, c.other}
 		require.Equal(t, c.wins, x.key(1, 0) < x.key(0, 0), "%v beside 1000", c.other)
 	}
 }

@@ -40,7 +40,7 @@ func (t *Chooser) product(c *program.Call) (err error) {
 	for _, w := range own {
 		names = append(names, w.String())
 	}
-	m.Way, c.Choice, err = t.choose(job{productGroup(m, c.Args, names, len(own) > 0), build})
+	m.Way, c.Choice, err = t.choose(productGroup(m, c.Args, names, len(own) > 0), build)
 	c.Params = m
 	return err
 }

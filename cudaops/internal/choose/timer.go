@@ -44,7 +44,7 @@ func tolerance(t gpu.DType) float64 {
 // timer times the ways of a job on memory of its own.
 type timer struct {
 	*Chooser
-	j          job
+	program.Group
 	memory     run.Memory
 	pieces     map[*program.Buffer]*piece
 	order      []*program.Buffer // of pieces
@@ -52,7 +52,7 @@ type timer struct {
 	flush      gpu.Ptr // what the cache is overwritten with
 	flushBytes int
 	cold       []time.Duration // of each way
-	loaded     []time.Duration // likewise; 0 where it has not been timed under load
+	took       []time.Duration // likewise; under load, where it has been timed so
 }
 
 // piece is memory that stands for a buffer, from the byte at which the lowest of its operands
@@ -70,11 +70,11 @@ func (p *piece) bytes() int { return p.to - p.from }
 
 // newTimer allocates a job's operands, and fills those that are read with random numbers: zeros
 // cost less power, and so less time. To be closed also on an error.
-func newTimer(t *Chooser, j job) (*timer, error) {
+func newTimer(t *Chooser, j program.Group) (*timer, error) {
 	n := len(j.Alternatives)
-	x := &timer{Chooser: t, j: j, memory: run.Memory{Ctx: t.x.Ctx},
+	x := &timer{Chooser: t, Group: j, memory: run.Memory{Ctx: t.x.Ctx},
 		flushBytes: max(1, 2*t.Device.L2),
-		cold:       make([]time.Duration, n), loaded: make([]time.Duration, n),
+		cold:       make([]time.Duration, n), took: make([]time.Duration, n),
 		pieces: map[*program.Buffer]*piece{}}
 	for _, a := range j.Alternatives {
 		x.gather(a.Calls)
@@ -157,9 +157,9 @@ func (x *timer) fastest(ways []int) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	if len(live) > 1 && live[0] != x.j.Plain {
+	if len(live) > 1 && live[0] != x.Plain {
 		// which is there to be compared with
-		live = slices.DeleteFunc(live, func(i int) bool { return i == x.j.Plain })
+		live = slices.DeleteFunc(live, func(i int) bool { return i == x.Plain })
 	}
 	if len(live) == 0 {
 		return -1, nil
@@ -185,9 +185,9 @@ func (x *timer) fastest(ways []int) (int, error) {
 // that.
 func (x *timer) within(ways []int, times float64) []int {
 	near := slices.Clone(ways)
-	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took(i), x.took(j)) })
-	most := times * float64(x.took(near[0]))
-	return slices.DeleteFunc(near, func(i int) bool { return float64(x.took(i)) > most })
+	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took[i], x.took[j]) })
+	most := times * float64(x.took[near[0]])
+	return slices.DeleteFunc(near, func(i int) bool { return float64(x.took[i]) > most })
 }
 
 // underLoad returns the ways that come near the best, timed as in a long computation, where that
@@ -196,13 +196,13 @@ func (x *timer) within(ways []int, times float64) []int {
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near := x.within(live, loadNear)
 	near = near[:min(len(near), loadMost)]
-	if len(near) < 2 || x.took(near[0]) < loadLeast {
+	if len(near) < 2 || x.took[near[0]] < loadLeast {
 		return live, nil
 	}
 	settle := loadHeat + loadSettle
 	for _, way := range near {
 		var err error
-		if x.loaded[way], err = x.timeLoaded(way, settle); err != nil {
+		if x.took[way], err = x.timeLoaded(way, settle); err != nil {
 			return nil, err
 		}
 		settle = loadSettle
@@ -234,20 +234,20 @@ func (x *timer) timeLoaded(way int, settle time.Duration) (time.Duration, error)
 // key is what a way is chosen by: its time, where the first has a little advance.
 func (x *timer) key(way, first int) float64 {
 	if way == first {
-		return (1 - tuneGain) * float64(x.took(way))
+		return (1 - tuneGain) * float64(x.took[way])
 	}
-	return float64(x.took(way))
+	return float64(x.took[way])
 }
 
 // right returns those of some ways that work, and whose result is that of the plain way. Where that
 // fails itself, the first that works takes its place. The run also loads the kernels. A fault that
 // loses the context is an error.
 func (x *timer) right(ways []int) ([]int, error) {
-	plain := x.j.Plain
+	plain := x.Plain
 	var want [][]float32
 	good := map[int]bool{}
 	for k, i := range append([]int{plain}, ways...) {
-		if k > 0 && i == x.j.Plain {
+		if k > 0 && i == x.Plain {
 			continue
 		}
 		got, err := x.result(i)
@@ -262,8 +262,8 @@ func (x *timer) right(ways []int) ([]int, error) {
 			err = x.compare(got, want, plain)
 		}
 		if err != nil {
-			x.Warn(fmt.Sprintf("%s %s is not computed in the way %s: %v", x.j.Op, x.j.Shape,
-				x.j.Alternatives[i].Name, err))
+			x.Warn(fmt.Sprintf("%s %s is not computed in the way %s: %v", x.Op, x.Shape,
+				x.Alternatives[i].Name, err))
 			continue
 		}
 		good[i] = true
@@ -271,17 +271,9 @@ func (x *timer) right(ways []int) ([]int, error) {
 	return slices.DeleteFunc(slices.Clone(ways), func(i int) bool { return !good[i] }), nil
 }
 
-// took is the time by which ways are compared.
-func (x *timer) took(way int) time.Duration {
-	if x.loaded[way] > 0 {
-		return x.loaded[way]
-	}
-	return x.cold[way]
-}
-
 // run enqueues the job in some way.
 func (x *timer) run(way int) error {
-	for _, c := range x.j.Alternatives[way].Calls {
+	for _, c := range x.Alternatives[way].Calls {
 		if err := x.x.Launch(c.Bind(c.Params, x.address)); err != nil {
 			return err
 		}
@@ -303,6 +295,7 @@ func (x *timer) time(ways []int, rounds int) error {
 			all = append(all, took[i])
 		}
 		x.cold[way] = run.Median(all)
+		x.took[way] = x.cold[way]
 	}
 	return nil
 }
@@ -338,7 +331,7 @@ func (x *timer) compare(got, want [][]float32, plain int) error {
 	for i := range got {
 		if d := distance(got[i], want[i]); !(d <= tolerance(x.results[i/2].kind)) {
 			return fmt.Errorf("its result differs by %.2g from that of %s", d,
-				x.j.Alternatives[plain].Name)
+				x.Alternatives[plain].Name)
 		}
 	}
 	return nil

@@ -177,7 +177,7 @@ func (c *compiler) either(n *gorgonia.Node, several []*program.Call, params any,
 		return false
 	}
 	g := program.WaysOf(call, params, tuned, ways)
-	g.FLOPs, g.Optional = call.FLOPs, true
+	g.FLOPs = call.FLOPs
 	g.Alternatives = slices.Insert(g.Alternatives, 0,
 		program.Alternative{Name: "separate", Calls: several})
 	i, choice, err := c.o.Choose(g)

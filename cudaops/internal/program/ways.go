@@ -25,7 +25,6 @@ type Group struct {
 	Op, Shape    string
 	FLOPs        float64
 	Alternatives []Alternative
-	Optional     bool     // the first is taken without a word where timing is not worth it
 	Plain        int      // whose results count as right
 	Results      []*Array // what all of them write
 }
