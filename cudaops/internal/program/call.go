@@ -75,7 +75,8 @@ func Uses(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role:
 // Bytes is what the call moves: its operands once, twice what it reads and writes.
 func (c *Call) Bytes() (n float64) {
 	for i, a := range c.Args {
-		if a.Buffer == nil || c.repeats(i) {
+		same := func(b Arg) bool { return b.Array == a.Array }
+		if a.Buffer == nil || slices.ContainsFunc(c.Args[:i], same) {
 			continue
 		}
 		n += float64(a.Extent())
@@ -86,24 +87,9 @@ func (c *Call) Bytes() (n float64) {
 	return n
 }
 
-// repeats reports whether an operand is the same array as one before it.
-func (c *Call) repeats(i int) bool {
-	for _, a := range c.Args[:i] {
-		if a.Array == c.Args[i].Array {
-			return true
-		}
-	}
-	return false
-}
-
 // Touches reports whether an operand is in a buffer.
 func (c *Call) Touches(b *Buffer) bool {
-	for _, a := range c.Args {
-		if a.Array.On(b) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(c.Args, func(a Arg) bool { return a.On(b) })
 }
 
 // Bind returns a launch with what address says of the call's operands in the fields that name them.

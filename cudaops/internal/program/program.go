@@ -9,7 +9,6 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
@@ -51,27 +50,15 @@ type Buffer struct {
 	Base     gpu.Ptr   // where it lies, once the machine has memory
 }
 
-// NewBuffer adds a buffer of so many bytes.
-func (p *Program) NewBuffer(bytes int, resident bool) *Buffer {
-	b := &Buffer{Interval: plan.Interval{Bytes: max(1, bytes), First: -1}, Resident: resident}
-	p.Buffers = append(p.Buffers, b)
-	return b
-}
-
 // Narrow has the frozen inputs that are read in one other type alone kept in that. Their float32
 // goes, unless it is among those that are kept.
 func (p *Program) Narrow(kept func(*gorgonia.Node) bool) {
-	read := map[*Buffer]bool{}
-	for _, c := range p.Calls {
-		for _, a := range c.Args {
-			read[a.Buffer] = true
-		}
-	}
 	for _, in := range p.Inputs {
-		if in.Frozen && len(in.Copies) == 1 && !read[in.Array.Buffer] && !kept(in.Node) {
-			p.Buffers = slices.DeleteFunc(p.Buffers, func(b *Buffer) bool {
-				return b == in.Array.Buffer
-			})
+		b := in.Array.Buffer
+		read := func(c *Call) bool { return c.Touches(b) }
+		if in.Frozen && len(in.Copies) == 1 && !kept(in.Node) &&
+			!slices.ContainsFunc(p.Calls, read) {
+			p.Buffers = slices.DeleteFunc(p.Buffers, func(o *Buffer) bool { return o == b })
 			in.Array, in.Copies = in.Copies[0].Array, nil
 			p.Values[in.Node] = in.Array
 		}
@@ -80,14 +67,18 @@ func (p *Program) Narrow(kept func(*gorgonia.Node) bool) {
 
 // NewArray returns an array in the arena, for the calls that are given it.
 func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
-	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), false), Type: t,
+	a := &Array{Buffer: &Buffer{Interval: plan.Interval{First: -1}}, Type: t,
 		Shape: slices.Clone(shape)}
+	a.Bytes = max(1, a.Extent())
+	p.Buffers = append(p.Buffers, a.Buffer)
+	return a
 }
 
 // NewResident returns an array that lives as long as the machine.
 func (p *Program) NewResident(t gpu.DType, shape ...int) *Array {
-	return &Array{Buffer: p.NewBuffer(opbase.Size(shape)*t.Size(), true), Type: t,
-		Shape: slices.Clone(shape)}
+	a := p.NewArray(t, shape...)
+	a.Resident = true
+	return a
 }
 
 // NewConstant returns a resident array that holds data.
