@@ -106,7 +106,7 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	if o.Accumulate {
 		c.gather()
 	}
-	c.Narrow(func(n *gorgonia.Node) bool { return c.kept[n] })
+	c.Narrow(c.kept)
 	return c.Program, kept, nil
 }
 

@@ -50,7 +50,7 @@ func init() {
 		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
 		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
 		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
-		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, inLast},
+		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, in(-1)},
 		reflect.TypeFor[*kvcache.AttentionOp]():         {lowerCachedAttention, nil},
 		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
 		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
@@ -70,26 +70,23 @@ func init() {
 
 // lower adds the tasks of a node.
 func (c *compiler) lower(n *gorgonia.Node) {
-	if err := graph.HasValue(n); err != nil {
-		c.fail(err)
-		return
+	err := graph.HasValue(n)
+	if err == nil && n.Dtype() != tensor.Float32 && n.Dtype() != tensor.Int {
+		err = fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its "+
+			"integers int", n.Dtype())
 	}
-	if dt := n.Dtype(); dt != tensor.Float32 && dt != tensor.Int {
-		c.fail(fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its "+
-			"integers int", dt))
+	if c.fail(err); err != nil {
 		return
 	}
 	if len(graph.Children(n)) == 0 && n.Op() == nil || n.Value() != nil && graph.IsConstant(n) {
 		c.input(n)
 		return
 	}
-	f := ownOps[reflect.TypeOf(n.Op())].lower
-	switch {
-	case f != nil:
-	case c.hasKernel(n):
+	f := lowerOnHost
+	if own, ok := ownOps[reflect.TypeOf(n.Op())]; ok {
+		f = own.lower
+	} else if c.hasKernel(n) {
 		f = stock(n)
-	default:
-		f = lowerOnHost
 	}
 	if out := f(c, n, c.operands(n)); c.Values[n] == nil { // else it is folded
 		c.Values[n] = out
@@ -123,15 +120,11 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Arra
 	if len(in[0].Parts) == 0 {
 		return c.aligned(n, in[0].View(offset, n.Shape()...))
 	}
-	for _, p := range in[0].Parts {
-		if offset == 0 {
-			return p
-		}
-		offset -= p.Len()
+	i := 0
+	for ; offset > 0; i++ {
+		offset -= in[0].Parts[i].Len()
 	}
-	c.fail(fmt.Errorf("no part of the packed result begins at element %d",
-		n.Op().(*opbase.PartOp).Offset))
-	return nil
+	return in[0].Parts[i]
 }
 
 // lowerOnHost computes a node with its op's own Do, between two copies. It sees gradients without

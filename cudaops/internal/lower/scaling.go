@@ -187,15 +187,12 @@ func (c carriers) count() (n int) {
 	return n
 }
 
-// inInput is linear in one input.
+// inInput is linear in one input, −1 for the last.
 func inInput(input int) linearity {
 	return func(_ *gorgonia.Node, c carriers) (bool, bool) {
-		return true, c.count() == 1 && c[input]
+		return true, c.count() == 1 && c[(input+len(c))%len(c)]
 	}
 }
-
-// inLast is linear in the last input.
-func inLast(n *gorgonia.Node, c carriers) (bool, bool) { return inInput(len(c)-1)(n, c) }
 
 // inOne is linear in each input, but not in two together.
 func inOne(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 }

@@ -52,11 +52,11 @@ type Buffer struct {
 
 // Narrow has the frozen inputs that are read in one other type alone kept in that. Their float32
 // goes, unless it is among those that are kept.
-func (p *Program) Narrow(kept func(*gorgonia.Node) bool) {
+func (p *Program) Narrow(kept map[*gorgonia.Node]bool) {
 	for _, in := range p.Inputs {
 		b := in.Array.Buffer
 		read := func(c *Call) bool { return c.Touches(b) }
-		if in.Frozen && len(in.Copies) == 1 && !kept(in.Node) &&
+		if in.Frozen && len(in.Copies) == 1 && !kept[in.Node] &&
 			!slices.ContainsFunc(p.Calls, read) {
 			p.Buffers = slices.DeleteFunc(p.Buffers, func(o *Buffer) bool { return o == b })
 			in.Array, in.Copies = in.Copies[0].Array, nil
