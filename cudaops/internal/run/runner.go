@@ -25,10 +25,8 @@ type Beside interface {
 	// Due is what the run under way has beside it, by which runs are captured apart: 0 for nothing.
 	// Where captured is false it is enqueued as it is.
 	Due() (kind byte, captured bool)
-	Ahead(call int) error  // the run's call of that number is next, of any run
-	Behind(call int) error // it is on its way, of a run with such work
-	Join() error           // all are: the machine's stream is to wait for the work
-	Done()                 // a run with the work, or what was captured of it, is on its way
+	Along(calls []*program.Call) error // enqueues the calls of any run, with what is due
+	Done()                             // a run with the work, or what was captured of it, is on its way
 }
 
 // Scale is the loss scale of a machine.
@@ -51,7 +49,6 @@ type Runner struct {
 
 	Recorded Recordings[string] // by what the attendant does
 	Now      *Recording         // that of the run under way, or of the last one
-	due      bool               // the run under way has work beside it
 }
 
 // Recording is what was captured of runs, or of updates, that do the same work.
@@ -95,9 +92,10 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 	defer r.State.On(Run)
 	r.Scale.Carried = r.Scale.Now.Scale
 	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
-	if r.due = false; r.Beside != nil {
+	due := false
+	if r.Beside != nil {
 		kind, can := r.Beside.Due()
-		if r.due = kind != 0; r.due {
+		if due = kind != 0; due {
 			mode, captured = append(mode, kind), captured && can
 		}
 	}
@@ -113,7 +111,7 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 			run = func() error { return r.Replay(r.Now, r.Enqueue) }
 		}
 		err := run()
-		if err == nil && r.due {
+		if err == nil && due {
 			r.Beside.Done()
 		}
 		return err
@@ -148,27 +146,10 @@ func (r *Runner) Replay(rec *Recording, enqueue func() error) error {
 
 // Enqueue enqueues all calls.
 func (r *Runner) Enqueue() error {
-	if r.Beside == nil {
-		return r.Calls(r.Program.Calls)
+	if r.Beside != nil {
+		return r.Beside.Along(r.Program.Calls)
 	}
-	for i, c := range r.Program.Calls {
-		if err := r.Beside.Ahead(i); err != nil {
-			return err
-		}
-		if err := r.Call(c); err != nil {
-			return err
-		}
-		if !r.due {
-			continue
-		}
-		if err := r.Beside.Behind(i); err != nil {
-			return err
-		}
-	}
-	if !r.due {
-		return nil
-	}
-	return r.Beside.Join()
+	return r.Calls(r.Program.Calls)
 }
 
 // Capture records what is enqueued as a graph.

@@ -7,6 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
@@ -16,7 +17,6 @@ type beside struct {
 	side         run.Executor // on the stream of the exchange
 	fork, joined gpu.Event
 	expected     round // of the next run; with no contributors nothing goes along with it
-	left         int   // buckets that have left in the run that is being enqueued
 	sent         bool  // the last run's gradients have left, and been added
 }
 
@@ -134,18 +134,31 @@ func (x *Optimizer) Due() (kind byte, captured bool) {
 	return 'g', !x.uncaptured
 }
 
-// Behind has those buckets leave whose gradients are there behind a call of a run.
-func (x *Optimizer) Behind(call int) error {
-	s := x.share
-	if call == 0 {
-		s.left = 0
+// Along enqueues the calls of a run, each behind the parameters that it is the first to read. Where
+// the run has work beside it, buckets leave behind the call that makes their gradients complete, and
+// the machine's stream waits for their exchange in the end.
+func (x *Optimizer) Along(calls []*program.Call) error {
+	s, ctx := x.share, x.m.Ctx
+	var left []*bucket
+	if s.expected.contributors > 0 {
+		left = s.buckets
 	}
-	for ; s.left < len(s.buckets) && s.buckets[s.left].last <= call; s.left++ {
-		if err := x.leave(s.buckets[s.left]); err != nil {
+	for i, c := range calls {
+		if err := run.InTurn(func() error { return x.await(i) },
+			func() error { return x.m.Call(c) }); err != nil {
 			return err
 		}
+		for ; len(left) > 0 && left[0].last <= i; left = left[1:] {
+			if err := x.leave(left[0]); err != nil {
+				return err
+			}
+		}
 	}
-	return nil
+	if s.expected.contributors == 0 {
+		return nil
+	}
+	return run.InTurn(func() error { return ctx.Record(s.joined, s.side.Stream) },
+		func() error { return ctx.WaitEvent(x.m.Stream, s.joined) })
 }
 
 // leave has a bucket leave that is there now.
@@ -155,15 +168,6 @@ func (x *Optimizer) leave(b *bucket) error {
 		func() error { return ctx.Record(s.fork, x.m.Stream) },
 		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) },
 		func() error { return x.send(b, s.expected, &s.side) })
-}
-
-// Join has the machine's stream wait for the exchange.
-func (x *Optimizer) Join() error {
-	s := x.share
-	if err := x.m.Ctx.Record(s.joined, s.side.Stream); err != nil {
-		return err
-	}
-	return x.m.Ctx.WaitEvent(x.m.Stream, s.joined)
 }
 
 // Done notes that the run's gradients have left.

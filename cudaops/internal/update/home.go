@@ -207,8 +207,8 @@ func (x *Optimizer) bringHome() error {
 	return nil
 }
 
-// Ahead has a run wait for the parameters that its next call is the first to read.
-func (x *Optimizer) Ahead(call int) error {
+// await has a run wait for the parameters that its next call is the first to read.
+func (x *Optimizer) await(call int) error {
 	for _, l := range x.share.loads {
 		if l.first != call {
 			continue
