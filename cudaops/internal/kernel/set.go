@@ -68,9 +68,18 @@ func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
 	defer k.mu.Unlock()
 	f := k.kernels[key{unit, name}]
 	if f == nil {
-		m, err := k.module(unit)
-		if err != nil {
-			return nil, err
+		m, ok := k.modules[unit]
+		if !ok {
+			images, _ := units()
+			if images[unit] == nil {
+				return nil, fmt.Errorf("kernels: there is no unit %q", unit)
+			}
+			var err error
+			if m, err = k.Ctx.LoadModule(images[unit]); err != nil {
+				return nil, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f "+
+					"(8.0 is the least): %w", unit, float64(k.Info.Capability())/10, err)
+			}
+			k.modules[unit] = m
 		}
 		fn, err := k.Ctx.Function(m, name)
 		if err != nil {
@@ -87,24 +96,6 @@ func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
 		f.shared = shared
 	}
 	return f, nil
-}
-
-// module loads a unit, unless it is loaded. The caller holds the lock.
-func (k *Set) module(unit string) (gpu.Module, error) {
-	if m, ok := k.modules[unit]; ok {
-		return m, nil
-	}
-	images, _ := units()
-	if images[unit] == nil {
-		return 0, fmt.Errorf("kernels: there is no unit %q", unit)
-	}
-	m, err := k.Ctx.LoadModule(images[unit])
-	if err != nil {
-		return 0, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f (8.0 is the "+
-			"least): %w", unit, float64(k.Info.Capability())/10, err)
-	}
-	k.modules[unit] = m
-	return m, nil
 }
 
 // Enqueue enqueues a kernel. A grid without blocks is nothing to do. Only GPUs on which a kernel can
@@ -264,15 +255,10 @@ func CeilDiv(a, b int) int { return (a + b - 1) / b }
 // Suffix is how the kernels of a storage type end. There are kernels for float32, float16 and
 // bfloat16.
 func Suffix(t gpu.DType) string {
-	switch t {
-	case gpu.Float32:
-		return "_f32"
-	case gpu.Float16:
-		return "_f16"
-	case gpu.BFloat16:
-		return "_bf16"
+	if t > gpu.BFloat16 {
+		return "_" + t.String()
 	}
-	return "_" + t.String()
+	return [...]string{"_f32", "_f16", "_bf16"}[t]
 }
 
 func Bit(b bool) uint32 {

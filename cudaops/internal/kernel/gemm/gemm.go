@@ -33,13 +33,13 @@ type SiLUProductBackward struct {
 // addresses that are multiples of 16, or none: Hopper has one for two-byte types where F and D are
 // multiples of 8.
 func gateWays(k *kernel.Set, f, d int, t gpu.DType) []kernel.Way {
-	return fused(k.Info.Capability() == 90 && t.Size() == 2 && f%8 == 0 && d%8 == 0)
+	return onHopper(k, "fused", t.Size() == 2 && f%8 == 0 && d%8 == 0)
 }
 
-// fused is the one way that there is, if it takes a launch.
-func fused(takes bool) []kernel.Way {
-	if takes {
-		return []kernel.Way{{Family: "fused"}}
+// onHopper is the one way that there is, if the GPU has it and it takes a launch.
+func onHopper(k *kernel.Set, family string, takes bool) []kernel.Way {
+	if takes && k.Info.Capability() == 90 {
+		return []kernel.Way{{Family: family}}
 	}
 	return nil
 }
@@ -72,21 +72,17 @@ func factorBytes(columns int) int { return 2 * 4 * columns }
 
 // Launch launches one kernel.
 func (a SiLUProduct) Launch(k *kernel.Set, s gpu.Stream) error {
-	f, d := uint64(a.F), uint64(a.D)
 	return gateLaunch(k, s, "gemm_hopper_silu_mul", a.Rows, a.F, a.D, a.Type, []gemmMatrix{
 		matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows),
-		{a.Weights, [3]int{a.D, a.F, 2}, [2]uint64{d, d * f},
-			[3]uint32{gemmDepth, gateColumns / 2, 1}, false},
-		{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f}, [3]uint32{64, 1, 16}, true},
+		matrix(a.Weights, a.D, a.F, gemmDepth, gateColumns/2).times(2, 1),
+		matrix(a.AB, a.F, 2, 64, 1).times(a.Rows, 16).storing(),
 		matrix(a.H, a.F, a.Rows, 64, 16).storing(),
 	})
 }
 
 // Launch launches one kernel.
 func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	f := uint64(a.F)
-	pair := gemmMatrix{a.AB, [3]int{a.F, 2, a.Rows}, [2]uint64{f, 2 * f},
-		[3]uint32{gateColumns / gateParts, 1, 16}, false}
+	pair := matrix(a.AB, a.F, 2, gateColumns/gateParts, 1).times(a.Rows, 16)
 	gradient := pair
 	gradient.ptr, gradient.stored = a.DAB, a.DAB != a.AB // else what is read would be lost
 	symbol, matrices := "gemm_hopper_silu_mul_backward_without_h", []gemmMatrix{
@@ -117,32 +113,29 @@ type gemmLaunch struct {
 	clusters     int // 0 for as many as run at once, which work in a loop
 }
 
-// gemmMatrix is a matrix that the copy engine moves in boxes. It has extents, innermost first, and
-// elements from one index of the outer ones to the next.
+// gemmMatrix is a matrix, or several one behind the other, that the copy engine moves in boxes. It
+// has extents, innermost first, and no gaps.
 type gemmMatrix struct {
-	ptr     gpu.Ptr
-	dims    [3]int
-	strides [2]uint64
-	box     [3]uint32
-	stored  bool // as a whole, by the copy engine
+	ptr    gpu.Ptr
+	dims   [3]int
+	box    [3]uint32
+	stored bool // as a whole, by the copy engine
 }
 
-// matrix is one whose rows have no gaps.
 func matrix(p gpu.Ptr, columns, rows, boxColumns, boxRows int) gemmMatrix {
 	return gemmMatrix{ptr: p, dims: [3]int{columns, rows, 1},
-		strides: [2]uint64{uint64(columns), 8},
-		box:     [3]uint32{uint32(boxColumns), uint32(boxRows), 1}}
+		box: [3]uint32{uint32(boxColumns), uint32(boxRows), 1}}
+}
+
+// times is so many such matrices, of which some are in a box.
+func (m gemmMatrix) times(n, box int) gemmMatrix {
+	m.dims[2], m.box[2] = n, uint32(box)
+	return m
 }
 
 // storing is the matrix as one that the copy engine stores.
 func (m gemmMatrix) storing() gemmMatrix {
 	m.stored = true
-	return m
-}
-
-// times is so many such matrices, one behind the other.
-func (m gemmMatrix) times(n int) gemmMatrix {
-	m.dims[2], m.strides[1] = n, m.strides[0]*uint64(m.dims[1])
 	return m
 }
 
@@ -172,14 +165,10 @@ func (g gemmLaunch) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
-	t := gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:]}
-	for _, n := range m.dims {
-		t.Dims = append(t.Dims, uint64(n))
-	}
-	for _, n := range m.strides {
-		t.Strides = append(t.Strides, n*uint64(dtype.Size()))
-	}
-	return t
+	columns, rows := uint64(m.dims[0]), uint64(m.dims[1])
+	row := columns * uint64(dtype.Size())
+	return gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:],
+		Dims: []uint64{columns, rows, uint64(m.dims[2])}, Strides: []uint64{row, row * rows}}
 }
 
 // Tuning is that of [kernel.Tuned].

@@ -117,10 +117,7 @@ type SymmetricShape struct {
 // Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for float16 and multiples of 8.
 func (a Symmetric) Ways(k *kernel.Set) []kernel.Way {
-	if k.Info.Capability() != 90 || a.Type != gpu.Float16 || a.N%8 != 0 || a.Depth%8 != 0 {
-		return nil
-	}
-	return []kernel.Way{{Family: "half"}}
+	return onHopper(k, "half", a.Type == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0)
 }
 
 // The columns of gemm_symmetric.cu's tiles, and its stages.
@@ -144,6 +141,6 @@ func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
 	return gemmLaunch{unit: "gemm_symmetric", symbol: symbol, dtype: a.Type,
 		shared:   symmetricStages * (2*gemmDepth*(gemmRows+columns) + 16),
 		params:   kernel.Struct{a.D, a.C, a.N, a.Depth, clusters, a.Alpha, a.Beta, a.Delta},
-		matrices: []gemmMatrix{left.times(a.Batch), right.times(a.Batch)},
+		matrices: []gemmMatrix{left.times(a.Batch, 1), right.times(a.Batch, 1)},
 		clusters: clusters * a.Batch}.Launch(k, s)
 }

@@ -57,7 +57,6 @@ var seedFlag = flag.Uint64("seed", 0, "seed of the tests' random numbers; 0 take
 type Rig struct {
 	*testing.T
 	*kernel.Set
-	Ctx    gpu.Context
 	Stream gpu.Stream
 	Rand   *rand.Rand
 	Bufs   []*Buffer
@@ -74,14 +73,14 @@ func NewRig(t *testing.T) *Rig {
 	if seed == 0 {
 		seed = rand.Uint64()
 	}
-	g := &Rig{T: t, Set: kernel.New(ctx), Ctx: ctx, Rand: rand.New(rand.NewPCG(seed, 0))}
+	g := &Rig{T: t, Set: kernel.New(ctx), Rand: rand.New(rand.NewPCG(seed, 0))}
 	g.Stream, err = ctx.NewStream()
 	g.Must(err)
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("seed %d", seed)
 		}
-		g.free(0)
+		g.free()
 		g.Must(g.Close())
 		g.Must(ctx.DestroyStream(g.Stream))
 	})
@@ -123,10 +122,10 @@ func (g *Rig) Alloc(n int, t gpu.DType, skew int) *Buffer {
 func (b *Buffer) Bytes() int { return b.N * b.Dtype.Size() }
 func (b *Buffer) total() int { return b.lead + b.Bytes() + guard }
 
-// free checks the guards of all buffers after the first keep and frees them.
-func (g *Rig) free(keep int) {
+// free checks the guards of all buffers and frees them.
+func (g *Rig) free() {
 	g.Helper()
-	for _, b := range g.Bufs[keep:] {
+	for _, b := range g.Bufs {
 		before, after := make([]byte, b.lead), make([]byte, guard)
 		g.Must(g.Ctx.CopyToHost(before, b.base, g.Stream))
 		g.Must(g.Ctx.CopyToHost(after, b.Offset(b.Bytes()), g.Stream))
@@ -135,7 +134,6 @@ func (g *Rig) free(keep int) {
 		}
 		g.Must(g.Ctx.Free(b.base))
 	}
-	g.Bufs = g.Bufs[:keep]
 }
 
 // Scope runs a subtest whose memory is freed at its end.
@@ -145,7 +143,7 @@ func (g *Rig) Scope(name string, f func(*Rig)) {
 		sub := *g
 		sub.T, sub.Bufs = t, nil
 		f(&sub)
-		sub.free(0)
+		sub.free()
 	})
 }
 

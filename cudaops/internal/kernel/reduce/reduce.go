@@ -76,28 +76,28 @@ func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
 		return fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
 	}
 	a.Scale = cmp.Or(a.Scale, 1)
+	q := k.On(s)
 	parts, late := a.parts(k.Info)
-	if parts == 1 {
-		return reduce(k, s, a, 1, 0, false)
+	if parts > 1 {
+		first := a
+		first.Y, first.YType, first.Scale = a.Workspace, gpu.Float32, 1
+		first.run(q, parts, late)
+		a.X, a.XType, a.N = a.Workspace, gpu.Float32, parts
 	}
-	first, second := a, a
-	first.Y, first.YType, first.Scale = a.Workspace, gpu.Float32, 1
-	second.X, second.XType, second.N = a.Workspace, gpu.Float32, parts
-	if err := reduce(k, s, first, parts, late, false); err != nil {
-		return err
-	}
-	return reduce(k, s, second, 1, 0, true)
+	a.run(q, 1, 0)
+	return q.Err
 }
 
-// reduce launches one step.
-func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool) error {
+// run launches one step. One that reads what another has left begins while that ends.
+func (a Reduce) run(q *kernel.Queue, parts, late int) {
 	name, blocks, n := kernel.Suffixes(a.YType, a.XType), a.Outer*parts, kernel.Vector(a.XType)
 	if a.Inner == 1 {
 		perPart := kernel.CeilDiv(kernel.CeilDiv(a.N, parts), n) * n
 		c := kernel.Line(blocks, min(256, kernel.CeilDiv(perPart, rowUnroll*32*n)*32))
-		c.Overlap = overlap
-		return k.Enqueue(s, "reduce", string(a.Op)+"_rows"+name, c, a.Y, a.X, a.Scale, int64(a.N),
-			parts, int64(perPart))
+		c.Overlap = a.X == a.Workspace
+		q.Run("reduce", string(a.Op)+"_rows"+name, c, a.Y, a.X, a.Scale, int64(a.N), parts,
+			int64(perPart))
+		return
 	}
 	variant := "_columns"
 	if kernel.Packed(a.XType, a.Inner, a.X) {
@@ -106,8 +106,8 @@ func reduce(k *kernel.Set, s gpu.Stream, a Reduce, parts, late int, overlap bool
 		n = 1
 	}
 	tiles := kernel.CeilDiv(a.Inner, 32*n)
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: blocks * tiles}, Block: gpu.Dim{X: 32, Y: 8},
-		Overlap: overlap}
-	return k.Enqueue(s, "reduce", string(a.Op)+variant+name, c, a.Y, a.X, a.Scale, int64(a.N),
-		int64(a.Inner), parts, late, tiles)
+	c := kernel.Grid(blocks*tiles, 1, 32, 8)
+	c.Overlap = a.X == a.Workspace
+	q.Run("reduce", string(a.Op)+variant+name, c, a.Y, a.X, a.Scale, int64(a.N), int64(a.Inner),
+		parts, late, tiles)
 }
