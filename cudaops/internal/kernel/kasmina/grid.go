@@ -3,6 +3,8 @@ package kasmina
 import (
 	"math/bits"
 
+	"github.com/kasmina-go/kasmina/internal/seed"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
@@ -22,8 +24,8 @@ const (
 
 // kasminaGrid is how a layer is cut up for a launch.
 type kasminaGrid struct {
-	ring        bool   // rows come through shared memory
-	shape       string // of FOR_SHAPES in kasmina_feed.cuh
+	shape       string // of those in kasmina_feed.cuh
+	ring        bool   // rows come through shared memory, each thread's own
 	arrays      int    // that are read
 	batch       int    // rows
 	perThread   int    // columns
@@ -98,11 +100,10 @@ func (g kasminaGrid) share() kernel.Struct {
 		uint32(g.ending*g.down | g.tail<<18 | g.used<<26)}
 }
 
-// newKasminaGrid cuts up the columns of a layer.
-func newKasminaGrid(device gpu.DeviceInfo, l Layer, ring, aligned bool,
-	use kasminaUse) kasminaGrid {
+// newKasminaGrid cuts up the columns of a layer, where the arrays of its shape are aligned or not.
+func newKasminaGrid(device gpu.DeviceInfo, l Layer, aligned bool, use kasminaUse) kasminaGrid {
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
-	g := kasminaGrid{ring: ring, arrays: 1, batch: 4, use: use, shape: "single", perThread: 1,
+	g := kasminaGrid{arrays: 1, batch: 4, use: use, shape: "single", perThread: 1,
 		each: 1, units: d, rows: newKasminaRows(device, l)}
 	if g.use.backward {
 		g.arrays, g.batch = 2, 2
@@ -113,6 +114,7 @@ func newKasminaGrid(device gpu.DeviceInfo, l Layer, ring, aligned bool,
 	case aligned && l.Chunk%n == 0:
 		g.shape, g.perThread, g.each, g.units = "part", n, n, d/n
 	}
+	g.ring = g.shape != "single" && l.Stability != seed.Strict
 	threads := g.spread(l)
 	g.across = g.acrossOf(threads, kernel.CeilDiv(l.Rows, g.batch))
 	if g.used == 0 {
@@ -226,7 +228,7 @@ func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 func (l Layer) workspace(d gpu.DeviceInfo, use kasminaUse) (bytes int) {
 	for i := range 4 {
 		use.telemetry = i/2 == 0
-		g := newKasminaGrid(d, l, false, i%2 == 0, use)
+		g := newKasminaGrid(d, l, i%2 == 0, use)
 		few := g.over(l, 1)
 		g = g.over(l, kasminaBlocks*d.SMs)
 		g.late, g.ending = few.late, few.ending // as many as follow fewer blocks

@@ -412,24 +412,26 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
 template <class T, int N> using PlainRows = Direct<T, N, 1, 4>;
 template <class T, int N> using RingRows = Ring<T, N, 1, 4>;
 
-#define DEFINE_FORWARD(feed, mode, name, shape, T, N, E, whole, Feed)                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                \
-      kasmina_forward_##feed##_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x,              \
-                                                      float4* records, uint32_t* bad) {                    \
-    forward<T, N, E, whole, mode, Feed<T, N>>(l, y, {{x}}, share, records, bad);                           \
+#define DEFINE_FORWARD(mode, name, shape, T, N, E, whole, Feed)                      \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                          \
+      kasmina_forward_##name##_##shape##_##T(Layer l, Share share, T* y, const T* x, \
+                                             float4* records, uint32_t* bad) {       \
+    forward<T, N, E, whole, mode, Feed<T, N>>(l, y, {{x}}, share, records, bad);     \
   }
-#define DEFINE_PLAIN(shape, T, N, E, whole)                                       \
-  DEFINE_FORWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows)          \
-  DEFINE_FORWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows)          \
-  DEFINE_FORWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows)
-#define DEFINE_WIDE(shape, T, N, E, whole)                                        \
-  DEFINE_FORWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows)            \
-  DEFINE_FORWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows)
-#define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
+// Rows that are not aligned have one column a thread.
+#define DEFINE_ONE(shape, T, N, E, whole)                         \
+  DEFINE_FORWARD(kWatch, watch, shape, T, N, E, whole, PlainRows) \
+  DEFINE_FORWARD(kQuiet, quiet, shape, T, N, E, whole, PlainRows) \
+  DEFINE_FORWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
+#define DEFINE_WIDE(shape, T, N, E, whole)                       \
+  DEFINE_FORWARD(kWatch, watch, shape, T, N, E, whole, RingRows) \
+  DEFINE_FORWARD(kQuiet, quiet, shape, T, N, E, whole, RingRows) \
+  DEFINE_FORWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
+#define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) DEFINE_ONE(single, T, 1, 1, false)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_WIDE
-#undef DEFINE_PLAIN
+#undef DEFINE_ONE
 #undef DEFINE_FORWARD
 
 // What a pass leaves of figures.

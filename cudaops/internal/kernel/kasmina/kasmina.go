@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"strings"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/seed"
@@ -155,7 +154,6 @@ type Layer struct {
 	Eps                float64
 	Stability          seed.Stability
 	Type               gpu.DType
-	Plain              bool // although the rows could come through shared memory
 }
 
 // Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the
@@ -185,16 +183,6 @@ type Backward struct {
 	// [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
 	Bad, Clipped gpu.Ptr
 	Workspace    gpu.Ptr // of WorkspaceBytes
-}
-
-// rings reports whether rows can come through shared memory, each thread's own, as kasmina_feed.cuh
-// has it. That is faster than loads into registers, which any layer takes, and gives the same
-// results, up to the rounding of figures and of gradients of parameters. Besides X, the arrays of
-// the layer's shape that the pass takes count by their alignment.
-func (l Layer) rings(others ...gpu.Ptr) bool {
-	n := kernel.Vector(l.Type)
-	return !l.Plain && l.Stability != seed.Strict && kernel.Aligned(append(others, l.X)...) &&
-		l.State.Seeds*l.Chunk%n == 0 && (l.Chunk == 4 || l.Chunk%n == 0)
 }
 
 // InPlace reports whether the gradient of X can take the memory of that of Y. The threads that
@@ -249,15 +237,11 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 		return nil, fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
 			l.Rows, l.State.Seeds, l.Chunk)
 	}
-	p := &kasminaPass{Queue: k.On(s), Layer: l, unit: "kasmina", name: "kasmina_forward_plain_"}
+	p := &kasminaPass{Queue: k.On(s), Layer: l, unit: "kasmina", name: "kasmina_forward_"}
 	if use.backward {
-		p.unit, p.name = "kasmina_backward", "kasmina_backward_plain_"
+		p.unit, p.name = "kasmina_backward", "kasmina_backward_"
 	}
-	ring := l.rings(others...)
-	if ring {
-		p.name = strings.Replace(p.name, "plain", "ring", 1)
-	}
-	g := newKasminaGrid(k.Info, l, ring, kernel.Aligned(append(others, l.X)...), use)
+	g := newKasminaGrid(k.Info, l, kernel.Aligned(append(others, l.X)...), use)
 	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
 	c := kernel.Line(1, kasminaThreads)
 	c.Shared = g.shared()

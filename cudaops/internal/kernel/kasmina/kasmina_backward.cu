@@ -594,26 +594,28 @@ __device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
 template <class T, int N> using PlainRows = Direct<T, N, 2, 2>;
 template <class T, int N> using RingRows = Ring<T, N, 2, 2>;
 
-#define DEFINE_BACKWARD(feed, mode, name, shape, T, N, E, whole, Feed)                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
-      kasmina_backward_##feed##_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g, const T* x,     \
-                                                       int sharing, const float* scale, float* sums,            \
-                                                       float4* records, uint32_t* bad, uint32_t* clipped) {     \
-    backward<T, N, E, whole, mode, Feed<T, N>>(l, dx, {{g, x}}, share, sharing, scale, sums, records, bad,      \
-                                               clipped);                                                        \
+#define DEFINE_BACKWARD(mode, name, shape, T, N, E, whole, Feed)                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                \
+      kasmina_backward_##name##_##shape##_##T(Layer l, Share share, T* dx, const T* g, const T* x,         \
+                                              int sharing, const float* scale, float* sums,                \
+                                              float4* records, uint32_t* bad, uint32_t* clipped) {         \
+    backward<T, N, E, whole, mode, Feed<T, N>>(l, dx, {{g, x}}, share, sharing, scale, sums, records, bad, \
+                                               clipped);                                                   \
   }
-#define DEFINE_PLAIN(shape, T, N, E, whole)                                        \
-  DEFINE_BACKWARD(plain, kWatch, watch, shape, T, N, E, whole, PlainRows)          \
-  DEFINE_BACKWARD(plain, kQuiet, quiet, shape, T, N, E, whole, PlainRows)          \
-  DEFINE_BACKWARD(plain, kStrict, strict, shape, T, N, E, whole, PlainRows)
-#define DEFINE_WIDE(shape, T, N, E, whole)                                         \
-  DEFINE_BACKWARD(ring, kWatch, watch, shape, T, N, E, whole, RingRows)            \
-  DEFINE_BACKWARD(ring, kQuiet, quiet, shape, T, N, E, whole, RingRows)
-#define DEFINE(T) FOR_SHAPES(DEFINE_PLAIN, T) FOR_WIDE_SHAPES(DEFINE_WIDE, T)
+// Rows that are not aligned have one column a thread.
+#define DEFINE_ONE(shape, T, N, E, whole)                          \
+  DEFINE_BACKWARD(kWatch, watch, shape, T, N, E, whole, PlainRows) \
+  DEFINE_BACKWARD(kQuiet, quiet, shape, T, N, E, whole, PlainRows) \
+  DEFINE_BACKWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
+#define DEFINE_WIDE(shape, T, N, E, whole)                        \
+  DEFINE_BACKWARD(kWatch, watch, shape, T, N, E, whole, RingRows) \
+  DEFINE_BACKWARD(kQuiet, quiet, shape, T, N, E, whole, RingRows) \
+  DEFINE_BACKWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
+#define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) DEFINE_ONE(single, T, 1, 1, false)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_WIDE
-#undef DEFINE_PLAIN
+#undef DEFINE_ONE
 #undef DEFINE_BACKWARD
 
 // Kernels behind a pass rehearse where they have no more blocks: of many, it would cost more than it brings.

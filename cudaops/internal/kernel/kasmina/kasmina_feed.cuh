@@ -309,9 +309,9 @@ __device__ __forceinline__ float sumTwoOver(float a, float b, int share, int pla
   return v;
 }
 
-// Shapes: what a thread holds. FOR_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each; whole is whether E is the
-// chunk. quad: chunks of 4. part: chunks of whole accesses. single: any chunk, element by element. The first two are wide.
+// Shapes: what a thread holds. FOR_WIDE_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each
+// where rows are aligned; whole is whether E is the chunk. quad: chunks of 4. part: chunks of whole
+// accesses. Beside them there is single: any chunk, element by element.
 #define FOR_WIDE_SHAPES(DEFINE, T)  \
   DEFINE(quad, T, kVec<T>, 4, true) \
   DEFINE(part, T, kVec<T>, kVec<T>, false)
-#define FOR_SHAPES(DEFINE, T) FOR_WIDE_SHAPES(DEFINE, T) DEFINE(single, T, 1, 1, false)

@@ -145,14 +145,6 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 
 func (r *kasminaRun) count(i int) gpu.Ptr { return r.counts.Offset(4 * i * r.seeds) }
 
-// plains is whether rows are to be loaded into registers: the ways that a layer can be computed.
-func (r *kasminaRun) plains() []bool {
-	if r.layer.rings(r.y.Ptr, r.g.Ptr, r.dx.Ptr) {
-		return []bool{false, true}
-	}
-	return []bool{true}
-}
-
 func (r *kasminaRun) launchForward() {
 	r.Helper()
 	f := Forward{Layer: r.layer, Y: r.y.Ptr, Telemetry: r.telemetry,
@@ -293,33 +285,19 @@ func (r *kasminaRun) checkFigures(tol float64) {
 	}
 }
 
-// checkFigureFamilies compares the figures alone, in every way.
-func (r *kasminaRun) checkFigureFamilies() {
+// checkFiguresAlone runs both passes, and compares the figures alone.
+func (r *kasminaRun) checkFiguresAlone() {
 	r.Helper()
 	r.refer()
-	for _, r.layer.Plain = range r.plains() {
-		r.launchForward()
-		r.launchBackward()
-		r.checkFigures(1e-6)
-	}
+	r.launchForward()
+	r.launchBackward()
+	r.checkFigures(1e-6)
 }
 
-// check runs both passes in every way.
+// check runs both passes twice, with different garbage in the outputs, and compares.
 func (r *kasminaRun) check() {
 	r.Helper()
 	r.refer()
-	for _, r.layer.Plain = range r.plains() {
-		r.Scope(fmt.Sprint("plain ", r.layer.Plain), func(g *kerneltest.Rig) {
-			one := *r
-			one.Rig = g
-			one.checkFamily()
-		})
-	}
-}
-
-// checkFamily runs both passes twice, with different garbage in the outputs, and compares.
-func (r *kasminaRun) checkFamily() {
-	r.Helper()
 	outputs := []*kerneltest.Buffer{r.y, r.dx, r.dw, r.ds}
 	if r.telemetry {
 		outputs = append(outputs, r.health, r.gradient, r.bins)
