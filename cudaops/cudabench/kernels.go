@@ -176,7 +176,7 @@ func decoding(b *timer) {
 		Values: b.normal(capacity*width, bf16), Cos: angles(), Sin: angles(),
 		Parts: b.bytes(g.PartsBytes(b.Info)), Arrived: b.zeros(g.Counters()), Type: bf16}
 	for _, position := range []int64{100, 1000, 8000} {
-		a.Position = b.upload(kernel.TableBytes([]int64{position}))
+		a.Position = b.upload(gpu.Bytes([]int64{position}))
 		b.moves(fmt.Sprintf("decode_attention_%d", position), 4*float64(position)*float64(width), a)
 	}
 }

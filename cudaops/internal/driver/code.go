@@ -69,7 +69,8 @@ type launchConfig struct {
 type launchAttribute struct {
 	id    uint32
 	_     uint32
-	value [16]uint32
+	value [3]uint32
+	_     [13]uint32
 }
 
 var launchFrames = sync.Pool{New: func() any { return new(launchFrame) }}
@@ -112,21 +113,15 @@ func (c *context) Resident(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
 // set describes a launch.
 func (frame *launchFrame) set(l gpu.LaunchConfig, s gpu.Stream) {
 	const cluster, overlap = 4, 6
-	n := 0
-	add := func(id uint32, value ...uint32) {
-		frame.attrs[n] = launchAttribute{id: id}
-		copy(frame.attrs[n].value[:], value)
-		n++
-	}
+	attrs := frame.attrs[:0]
 	if (l.Cluster != gpu.Dim{}) {
-		d := l.Cluster.Uint32s()
-		add(cluster, d[:]...)
+		attrs = append(attrs, launchAttribute{id: cluster, value: l.Cluster.Uint32s()})
 	}
 	if l.Overlap {
-		add(overlap, 1)
+		attrs = append(attrs, launchAttribute{id: overlap, value: [3]uint32{1}})
 	}
 	frame.config = launchConfig{l.Grid.Uint32s(), l.Block.Uint32s(), uint32(l.Shared), s,
-		&frame.attrs[0], uint32(n)}
+		&frame.attrs[0], uint32(len(attrs))}
 }
 
 func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {

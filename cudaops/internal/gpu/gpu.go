@@ -164,8 +164,9 @@ type Capture interface {
 	DestroyGraph(g Graph) error // nothing, for a zero one
 }
 
-// Bytes is the memory of a slice of numbers, and View is its inverse: neither copies.
-func Bytes[T Number](s []T) []byte {
+// Bytes is the memory of a slice of numbers, or of structures of these, and View is its inverse:
+// neither copies.
+func Bytes[T any](s []T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))),
 		len(s)*int(unsafe.Sizeof(*new(T))))
 }

@@ -14,7 +14,6 @@ import (
 	"math"
 	"slices"
 	"sync"
-	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
@@ -266,12 +265,6 @@ func Bit(b bool) uint32 {
 		return 1
 	}
 	return 0
-}
-
-// TableBytes is the memory of rows.
-func TableBytes[T any](rows []T) []byte {
-	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(rows))),
-		len(rows)*int(unsafe.Sizeof(rows[0])))
 }
 
 // Upload puts tables into one piece of device memory, which begins with the first and has the

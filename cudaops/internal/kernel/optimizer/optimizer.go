@@ -90,8 +90,8 @@ func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Tab
 		}
 	}
 	rows := append(slices.Clip(t.Tensors), Tensor{})
-	parts, bytes, err := kernel.Upload(ctx, kernel.TableBytes(rows),
-		make([]byte, updateBytes*len(rows)), kernel.TableBytes(list))
+	parts, bytes, err := kernel.Upload(ctx, gpu.Bytes(rows),
+		make([]byte, updateBytes*len(rows)), gpu.Bytes(list))
 	if err != nil {
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)
 	}
@@ -116,7 +116,7 @@ func (t *Table) Free() error {
 // Steps reads how many updates each tensor has had, once the stream's work is done.
 func (t *Table) Steps(s gpu.Stream) (steps []int64, err error) {
 	rows := slices.Clone(t.Tensors)
-	if err := t.ctx.CopyToHost(kernel.TableBytes(rows), t.tensors, s); err != nil {
+	if err := t.ctx.CopyToHost(gpu.Bytes(rows), t.tensors, s); err != nil {
 		return nil, err
 	}
 	for _, r := range rows {
@@ -152,7 +152,7 @@ type LossScale struct {
 const LossScaleBytes = 12
 
 // Bytes is the loss scale as it lies in device memory.
-func (s LossScale) Bytes() []byte { return kernel.TableBytes([]LossScale{s}) }
+func (s LossScale) Bytes() []byte { return gpu.Bytes([]LossScale{s}) }
 
 // ControlBytes is the size of a control block, of which the host writes the first ControlSettings
 // bytes.
@@ -162,12 +162,12 @@ const (
 )
 
 // Bytes is the control block as it lies in device memory.
-func (c Control) Bytes() []byte { return kernel.TableBytes([]Control{c}) }
+func (c Control) Bytes() []byte { return gpu.Bytes([]Control{c}) }
 
 // DecodeControl is the control block as a step leaves it.
 func DecodeControl(b []byte) Control {
 	c := make([]Control, 1)
-	copy(kernel.TableBytes(c), b)
+	copy(gpu.Bytes(c), b)
 	return c[0]
 }
 

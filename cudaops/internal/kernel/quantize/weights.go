@@ -65,7 +65,7 @@ func NewTable(ctx gpu.Context, weights []Weight) (*Table, error) {
 	for i := range rows {
 		rows[i].most += t.most
 	}
-	at, bytes, err := kernel.Upload(ctx, kernel.TableBytes(rows), kernel.TableBytes(strips))
+	at, bytes, err := kernel.Upload(ctx, gpu.Bytes(rows), gpu.Bytes(strips))
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("kernels.NewQuantizeTable: %w", err),
 			t.ctx.Free(t.most))
