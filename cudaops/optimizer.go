@@ -135,7 +135,6 @@ func updateBy(m *Machine, by *program.Array,
 	if err := run.InTurn(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
 		return 0, 0, err
 	}
-	m.runner.State.On(run.Wait)
 	settled := m.runner.Settle()
 	if by != nil {
 		value = float64(x.Loss())

@@ -155,7 +155,7 @@ func (s *Inputs) send(from source, pinned []byte) error {
 // bring waits for the device and copies to dst what lies at an address there.
 func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
 	n := (len(dst) + pieceBytes - 1) / pieceBytes
-	err := r.carry(n, func(i int, pinned []byte) error {
+	return r.carry(n, func(i int, pinned []byte) error {
 		to := dst[i*pieceBytes : min(len(dst), (i+1)*pieceBytes)]
 		err := Joined(r.Ctx.CopyToHost(pinned[:len(to)], from.Offset(i*pieceBytes), r.Stream),
 			r.Ctx.SyncStream(r.Stream))
@@ -164,8 +164,4 @@ func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
 		}
 		return err
 	})
-	if err == nil {
-		r.State.On(Wait)
-	}
-	return err
 }

@@ -25,8 +25,9 @@ type Beside interface {
 	// Due is what the run under way has beside it, by which runs are captured apart: 0 for nothing.
 	// Where captured is false it is enqueued as it is.
 	Due() (kind byte, captured bool)
-	Along(calls []*program.Call) error // enqueues the calls of any run, with what is due
-	Done()                             // a run with the work, or what was captured of it, is on its way
+	// Along enqueues the calls of a run, with what is due.
+	Along(calls []*program.Call) error
+	Done() // a run with the work, or what was captured of it, is on its way
 }
 
 // Scale is the loss scale of a machine.

@@ -9,13 +9,12 @@ import (
 // TestStateTransitions wants every event to lead from every phase where the table says, and the
 // rest to stay.
 func TestStateTransitions(t *testing.T) {
-	phases := []Phase{Fresh, Enqueued, Waited, Looked, WaitedLooked, Closed}
+	phases := []Phase{Fresh, Enqueued, Looked, Closed}
 	want := map[Event][]Phase{ // behind each of the phases
-		Run:   {Enqueued, Enqueued, Enqueued, Enqueued, Enqueued, Closed},
-		Wait:  {Fresh, Waited, Waited, WaitedLooked, WaitedLooked, Closed},
-		Look:  {Fresh, Looked, WaitedLooked, Looked, WaitedLooked, Closed},
-		Begin: {Fresh, Enqueued, Waited, Enqueued, Waited, Closed},
-		Close: {Closed, Closed, Closed, Closed, Closed, Closed},
+		Run:   {Enqueued, Enqueued, Enqueued, Closed},
+		Look:  {Fresh, Looked, Looked, Closed},
+		Begin: {Fresh, Enqueued, Enqueued, Closed},
+		Close: {Closed, Closed, Closed, Closed},
 	}
 	for e, all := range want {
 		for i, p := range phases {
@@ -29,12 +28,10 @@ func TestStateTransitions(t *testing.T) {
 
 // TestStateAnswers wants what is asked of a state to follow from its phase alone.
 func TestStateAnswers(t *testing.T) {
-	for p, want := range map[Phase][4]bool{ // closed, ran, waited, looked
-		Fresh: {}, Enqueued: {false, true}, Waited: {false, true, true},
-		Looked:       {false, true, false, true},
-		WaitedLooked: {false, true, true, true}, Closed: {true},
+	for p, want := range map[Phase][3]bool{ // closed, ran, looked
+		Fresh: {}, Enqueued: {false, true}, Looked: {false, true, true}, Closed: {true},
 	} {
 		s := State{phase: p}
-		require.Equal(t, want, [4]bool{s.Closed(), s.Ran(), s.Waited(), s.Looked()}, "phase %d", p)
+		require.Equal(t, want, [3]bool{s.Closed(), s.Ran(), s.Looked()}, "phase %d", p)
 	}
 }

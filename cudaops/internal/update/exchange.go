@@ -135,8 +135,8 @@ func (x *Optimizer) Due() (kind byte, captured bool) {
 }
 
 // Along enqueues the calls of a run, each behind the parameters that it is the first to read. Where
-// the run has work beside it, buckets leave behind the call that makes their gradients complete, and
-// the machine's stream waits for their exchange in the end.
+// the run has work beside it, a bucket leaves when its gradients are there, and the machine's stream
+// waits for all in the end.
 func (x *Optimizer) Along(calls []*program.Call) error {
 	s, ctx := x.share, x.m.Ctx
 	var left []*bucket
