@@ -20,11 +20,12 @@ type Context struct {
 	gpu.Observers
 	pinned gpu.Pinned
 
-	mu     sync.Mutex
-	closed bool
-	lost   *gpu.Error // the fault after which every call fails
-	blocks []*block
-	// bytes of pinned memory
+	mu          sync.Mutex
+	closed      bool
+	lost        *gpu.Error // the fault after which every call fails
+	blocks      []*block
+	top         gpu.Ptr // where the next one lies
+	free        uint64  // bytes of device memory
 	pinnedBytes int
 	clock       time.Duration
 	next        uintptr // the last handle given out
@@ -38,8 +39,9 @@ type Context struct {
 }
 
 func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
-	c := &Context{driver: d, info: info, handle: handle, streams: map[gpu.Stream]*stream{},
-		events: map[gpu.Event]*event{}, modules: map[gpu.Module]module{}, shared: map[uintptr]int{},
+	c := &Context{driver: d, info: info, handle: handle, top: firstAddress, free: info.Memory,
+		streams: map[gpu.Stream]*stream{}, events: map[gpu.Event]*event{},
+		modules: map[gpu.Module]module{}, shared: map[uintptr]int{},
 		graphs: map[gpu.Graph]*capture{}}
 	c.streams[0] = &stream{c: c}
 	return c

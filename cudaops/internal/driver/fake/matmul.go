@@ -2,6 +2,7 @@ package fake
 
 import (
 	"cmp"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
@@ -35,13 +36,11 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 		if err != nil {
 			return nil, err
 		}
-		if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 {
+		float8 := b.c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 &&
+			m.N%8 == 0 && m.Align%16 == 0 // as on an H200
+		if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 || m.Scaled() && !float8 {
 			return nil, gpu.NewError(call, gpu.BlasNotSupported, "",
-				"the fake knows float32, float16, bfloat16 and float8e4m3")
-		}
-		if m.A == gpu.Float8E4M3 && !b.c.multipliesFloat8(m) {
-			return nil, gpu.NewError(call, gpu.BlasNotSupported, "",
-				"the fake multiplies float8 where an H200 would")
+				"the fake does not multiply these types, or not in this layout")
 		}
 		p := &plan{c: b.c, spec: m}
 		for i, need := range []int{1 << 20, 1 << 10, 0} {
@@ -54,13 +53,7 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 	})
 }
 
-// multipliesFloat8 reports whether cuBLASLt on the GPU that this pretends to be would.
-func (c *Context) multipliesFloat8(m gpu.MatmulSpec) bool {
-	return c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 && m.N%8 == 0 &&
-		m.Align%16 == 0
-}
-
-func (p *plan) Algos() []gpu.Algo { return append([]gpu.Algo(nil), p.algos...) }
+func (p *plan) Algos() []gpu.Algo { return slices.Clone(p.algos) }
 
 func (p *plan) Close() error {
 	p.c.mu.Lock()
@@ -109,7 +102,10 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 // compute is the definition of MatmulSpec, sum by sum.
 func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
-	scaleA, scaleB := factors(l, m.Scaled(), a.ScaleA, m.M), factors(l, m.Scaled(), a.ScaleB, m.N)
+	scaleA, scaleB := slices.Repeat([]float32{1}, m.M), slices.Repeat([]float32{1}, m.N)
+	if m.Scaled() {
+		scaleA, scaleB = Slice[float32](l, a.ScaleA, m.M), Slice[float32](l, a.ScaleB, m.N)
+	}
 	for i := range m.Batch {
 		at := func(base gpu.Ptr, t gpu.DType, n int) []byte {
 			return Slice[byte](l, base.Offset(i*n*t.Size()), n*t.Size())
@@ -127,19 +123,11 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 			for k, v := range left[r*m.K:][:m.K] {
 				sum += v * column[k]
 			}
-			added[j] = sum*float64(a.Alpha)*scaleA(r)*scaleB(col) + float64(a.Beta)*add
+			added[j] = sum*float64(a.Alpha)*float64(scaleA[r])*float64(scaleB[col]) +
+				float64(a.Beta)*add
 		}
 		gpu.Encode(d, m.D, added)
 	}
-}
-
-// factors returns what rows or columns, n of them, are multiplied by.
-func factors(l *Launch, scaled bool, at gpu.Ptr, n int) func(int) float64 {
-	if !scaled {
-		return func(int) float64 { return 1 }
-	}
-	each := Slice[float32](l, at, n)
-	return func(i int) float64 { return float64(each[i]) }
 }
 
 // numbers decodes a matrix [rows, cols], which may be stored transposed.

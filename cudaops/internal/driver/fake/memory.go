@@ -61,15 +61,6 @@ func (c *Context) Bytes(p gpu.Ptr, n int) ([]byte, error) {
 	return b, nil
 }
 
-func (c *Context) live() (sum uint64) {
-	for _, b := range c.blocks {
-		if !b.freed {
-			sum += uint64(b.size)
-		}
-	}
-	return sum
-}
-
 // Alloc returns memory filled with 0xFF.
 func (c *Context) Alloc(n int) (gpu.Ptr, error) {
 	const call = "cuMemAlloc"
@@ -77,14 +68,12 @@ func (c *Context) Alloc(n int) (gpu.Ptr, error) {
 		if n <= 0 {
 			return 0, gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
 		}
-		if free := c.info.Memory - c.live(); uint64(n) > free {
-			return 0, gpu.NewOutOfMemory(n, free, c.info.Memory)
+		if uint64(n) > c.free {
+			return 0, gpu.NewOutOfMemory(n, c.free, c.info.Memory)
 		}
-		base := firstAddress
-		if len(c.blocks) > 0 {
-			last := c.blocks[len(c.blocks)-1]
-			base = (last.base + gpu.Ptr(last.size) + gap + alignment - 1) &^ (alignment - 1)
-		}
+		base := c.top
+		c.top = (base + gpu.Ptr(n) + gap + alignment - 1) &^ (alignment - 1)
+		c.free -= uint64(n)
 		c.blocks = append(c.blocks, &block{base: base, size: n})
 		return base, nil
 	})
@@ -105,6 +94,7 @@ func (c *Context) Free(p gpu.Ptr) error {
 		for _, b := range c.blocks {
 			if b.base == p && !b.freed {
 				b.freed, b.data = true, nil
+				c.free += uint64(b.size)
 				return nil
 			}
 		}
@@ -145,9 +135,7 @@ func (c *Context) FreeHost(b []byte) error {
 
 // MemInfo counts the context's own allocations.
 func (c *Context) MemInfo() (free, total uint64, err error) {
-	free, err = asked(c, "cuMemGetInfo", func() (uint64, error) {
-		return c.info.Memory - c.live(), nil
-	})
+	free, err = asked(c, "cuMemGetInfo", func() (uint64, error) { return c.free, nil })
 	return free, c.info.Memory, err
 }
 
