@@ -112,12 +112,12 @@ const attentionStatsTile = 128
 // WorkspaceBytes is the size of Stats: two statistics of every query. Where one kernel forms all
 // gradients it also has dq in float32 and a counter for every tile of it.
 func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	n := 8 * a.Batch * a.Heads * a.statsRows()
 	if a.Type.Size() == 2 && a.HeadDim <= 128 && d.Capability() == 90 {
-		sums, bytes := a.fusedSums()
-		n += sums*(bytes+4) + 4
+		var c kernel.Carve
+		a.fusedParts(&c)
+		return int(c.At)
 	}
-	return n
+	return 8 * a.Batch * a.Heads * a.statsRows()
 }
 
 func (a Geometry) statsRows() int {
@@ -188,7 +188,7 @@ func (c *attentionCall) launchStatistics() {
 	var counters gpu.Ptr
 	var n int
 	if c.Family == hopper {
-		_, counters, n = c.fusedWorkspace(c.stats)
+		_, counters, n = c.fusedParts(&kernel.Carve{At: c.stats})
 	}
 	c.Run("attention", "attention_stats"+kernel.Suffix(c.dtype), l, c.params(0), counters, n)
 }

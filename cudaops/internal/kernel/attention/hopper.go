@@ -180,20 +180,14 @@ func (c *attentionCall) tensorMap(r kernel.Rows, heads int) gpu.TensorMap {
 	})
 }
 
-// fusedSums is how many tiles of dq the fused backward pass sums up, and the bytes of one, in
-// float32.
-func (a Geometry) fusedSums() (tiles, bytes int) {
+// fusedParts is where the fused backward pass sums up dq in float32, behind the statistics, and the
+// n counters of its tiles, which begin at zero.
+func (a Geometry) fusedParts(c *kernel.Carve) (dq, counters gpu.Ptr, n int) {
 	dim := a.hopperDim()
 	tile := fusedShapes[dim].loop
-	return a.Batch * a.Heads * kernel.CeilDiv(a.Seq, tile), 4 * dim * tile
-}
-
-// fusedWorkspace is where the fused backward pass sums up dq, behind the statistics, and its
-// counters, which begin at zero.
-func (a Geometry) fusedWorkspace(stats gpu.Ptr) (dq, counters gpu.Ptr, n int) {
-	sums, bytes := a.fusedSums()
-	dq = stats.Offset(8 * a.Batch * a.Heads * a.statsRows())
-	return dq, dq.Offset(sums * bytes), sums + 1
+	tiles := a.Batch * a.Heads * kernel.CeilDiv(a.Seq, tile)
+	c.Take(8 * a.Batch * a.Heads * a.statsRows())
+	return c.Take(4 * dim * tile * tiles), c.Take(4 * (tiles + 1)), tiles + 1
 }
 
 // fusedSection is how many heads the fused backward pass works on together at least. What few heads
@@ -220,7 +214,7 @@ func (c *attentionCall) sharers() int { return 2 * c.Heads / c.KVHeads }
 func (c *attentionCall) launchFused() {
 	dim := c.hopperDim()
 	h := fusedShapes[dim]
-	dq, counters, _ := c.fusedWorkspace(c.stats)
+	dq, counters, _ := c.fusedParts(&kernel.Carve{At: c.stats})
 	c.Poison(dq, int(counters-dq))
 	section := c.sectionOfFused(kernel.CeilDiv(c.Seq, 64*h.workers))
 	args := append(c.hopperArgs(section, []kernel.Rows{c.rows[0], c.rows[1], c.rows[2], c.rows[4]}),
