@@ -59,7 +59,7 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 		c.Calls = append(c.Calls, several...)
 		return
 	}
-	one := gemm.SiLUProduct{Rows: rows, F: f, D: x.Shape[1], Type: x.Type}
+	one := gemm.SiLUProduct{Gate: gemm.Gate{Rows: rows, F: f, D: x.Shape[1], Type: x.Type}}
 	c.either(n, several, one, program.Writes("H", h), program.Writes("AB", s.ab),
 		program.Reads("X", x), program.Reads("Weights", s.weights))
 }
@@ -104,7 +104,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	if !keeps {
 		args = append(args, program.Writes("H", h))
 	}
-	one := gemm.SiLUProductBackward{Rows: rows, F: f, D: d, Type: t, KeepsH: keeps}
+	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: t}, KeepsH: keeps}
 	if c.either(n, several, one, args...) && keeps {
 		h = s.h
 		c.Spent += h.Extent()

@@ -12,9 +12,7 @@ import (
 // rounded before H is formed.
 type SiLUProduct struct {
 	H, AB, X, Weights gpu.Ptr
-	Rows, F, D        int
-	Type              gpu.DType
-	Way               kernel.Way
+	Gate
 }
 
 // SiLUProductBackward computes DH = G·Down, which stays on the chip. It also computes the gradients
@@ -23,17 +21,21 @@ type SiLUProduct struct {
 // rounded before it is used. DAB may be the memory of AB.
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB gpu.Ptr
-	Rows, F, D          int
-	KeepsH              bool // H is null, and the forward pass's is kept
-	Type                gpu.DType
-	Way                 kernel.Way
+	Gate
+	KeepsH bool // H is null, and the forward pass's is kept
 }
 
-// gateWays lists the ways to compute SiLUProduct, and its backward pass, of these sizes at
-// addresses that are multiples of 16, or none: Hopper has one for two-byte types where F and D are
-// multiples of 8.
-func gateWays(k *kernel.Set, f, d int, t gpu.DType) []kernel.Way {
-	return onHopper(k, "fused", t.Size() == 2 && f%8 == 0 && d%8 == 0)
+// Gate is the sizes of a SiLUProduct, and of its backward pass.
+type Gate struct {
+	Rows, F, D int
+	Type       gpu.DType
+	Way        kernel.Way
+}
+
+// Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
+// has one for two-byte types where F and D are multiples of 8.
+func (g Gate) Ways(k *kernel.Set) []kernel.Way {
+	return onHopper(k, "fused", g.Type.Size() == 2 && g.F%8 == 0 && g.D%8 == 0)
 }
 
 // onHopper is the one way that there is, if the GPU has it and it takes a launch.
@@ -72,7 +74,7 @@ func factorBytes(columns int) int { return 2 * 4 * columns }
 
 // Launch launches one kernel.
 func (a SiLUProduct) Launch(k *kernel.Set, s gpu.Stream) error {
-	return gateLaunch(k, s, "gemm_hopper_silu_mul", a.Rows, a.F, a.D, a.Type, []gemmMatrix{
+	return a.launch(k, s, "gemm_hopper_silu_mul", []gemmMatrix{
 		matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows),
 		matrix(a.Weights, a.D, a.F, gemmDepth, gateColumns/2).times(2, 1),
 		matrix(a.AB, a.F, 2, 64, 1).times(a.Rows, 16).storing(),
@@ -92,15 +94,14 @@ func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 		symbol = "gemm_hopper_silu_mul_backward"
 		matrices = append(matrices, matrix(a.H, a.F, a.Rows, 64, 16).storing())
 	}
-	return gateLaunch(k, s, symbol, a.Rows, a.F, a.D, a.Type, matrices)
+	return a.launch(k, s, symbol, matrices)
 }
 
-// gateLaunch launches a kernel of gemm_hopper.cu.
-func gateLaunch(k *kernel.Set, s gpu.Stream, symbol string, rows, f, d int, t gpu.DType,
-	matrices []gemmMatrix) error {
-	return gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(t), dtype: t,
+// launch launches a kernel of gemm_hopper.cu.
+func (g Gate) launch(k *kernel.Set, s gpu.Stream, symbol string, matrices []gemmMatrix) error {
+	return gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(g.Type), dtype: g.Type,
 		matrices: matrices, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
-		params: kernel.Struct{rows, f, d, gemmSection}}.Launch(k, s)
+		params: kernel.Struct{g.Rows, g.F, g.D, gemmSection}}.Launch(k, s)
 }
 
 // gemmLaunch is a launch of a kernel that is built on gemm_hopper.cuh.
@@ -180,12 +181,4 @@ func (a SiLUProduct) Tuning() (op, shape string) {
 func (a SiLUProductBackward) Tuning() (op, shape string) {
 	return "SiLUProductBackward", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
 		kernel.With(a.KeepsH, "without h")
-}
-
-// Ways lists the ways that take the launch.
-func (a SiLUProduct) Ways(k *kernel.Set) []kernel.Way { return gateWays(k, a.F, a.D, a.Type) }
-
-// Ways lists the ways that take the launch.
-func (a SiLUProductBackward) Ways(k *kernel.Set) []kernel.Way {
-	return gateWays(k, a.F, a.D, a.Type)
 }

@@ -52,8 +52,8 @@ func TestSiLUProduct(t *testing.T) {
 				w, wr := scaledNormal(g, 2*f*d, d, dt)
 				h, ab := g.Alloc(rows*f, dt, 0), g.Alloc(2*rows*f, dt, 0)
 				run := func() []float64 {
-					g.Must(SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr, Weights: w.Ptr, Rows: rows,
-						F: f, D: d, Type: dt}.Launch(g.Set, g.Stream))
+					g.Must(SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr, Weights: w.Ptr,
+						Gate: Gate{Rows: rows, F: f, D: d, Type: dt}}.Launch(g.Set, g.Stream))
 					return append(g.Read(h), g.Read(ab)...)
 				}
 				bits := run()
@@ -80,7 +80,7 @@ func TestSiLUProduct(t *testing.T) {
 				}
 				h2, dab := g.Alloc(rows*f, dt, 0), g.Alloc(2*rows*f, dt, 0)
 				back := SiLUProductBackward{H: h2.Ptr, DAB: dab.Ptr, G: dy.Ptr, Down: down.Ptr,
-					AB: ab.Ptr, Rows: rows, F: f, D: d, Type: dt}
+					AB: ab.Ptr, Gate: Gate{Rows: rows, F: f, D: d, Type: dt}}
 				run = func() []float64 {
 					g.Must(back.Launch(g.Set, g.Stream))
 					return append(g.Read(h2), g.Read(dab)...)
@@ -124,7 +124,8 @@ func TestLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	turned := RoPEProductShape{Rows: 6, Columns: 384, D: 464, Turned: 192, Seq: 3}
 	launches := []kernel.Launch{
-		SiLUProduct{H: p, AB: p, X: p, Weights: p, Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16},
+		SiLUProduct{H: p, AB: p, X: p, Weights: p,
+			Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}},
 		LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
 			Targets: kernel.Ints{Ptr: p}, Scale: p, Workspace: p, Type: kerneltest.Bf16,
 			LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}},
@@ -132,8 +133,8 @@ func TestLaunches(t *testing.T) {
 	}
 	for i, maybe := range []gpu.Ptr{0, p} {
 		launches = append(launches,
-			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p, Rows: 3, F: 8, D: 16,
-				Type: kerneltest.F16},
+			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p,
+				Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.F16}},
 			Product{Y: p, X: p, W: p, C: maybe, ScaleX: p, ScaleW: p, Type: kerneltest.Bf16,
 				ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400, TransW: true,
 					Float8: true}},
@@ -200,7 +201,7 @@ func takes[T interface {
 }
 
 func TestWays(t *testing.T) {
-	takes(t, SiLUProduct{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16},
+	takes(t, SiLUProduct{Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}},
 		func(a *SiLUProduct) { a.F = 12 }, func(a *SiLUProduct) { a.D = 20 },
 		func(a *SiLUProduct) { a.Type = kerneltest.F32 })
 	takes(t, Product{ProductShape: ProductShape{Rows: 6, Columns: 264, D: 72},
