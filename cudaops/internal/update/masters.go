@@ -19,19 +19,15 @@ import (
 // travels reports whether a parameter comes back from its owners in the type of its first copy.
 func (x *Optimizer) travels(p *Param) bool {
 	in := p.Input
-	if x.share.group.Size() == 1 || len(in.Copies) == 0 ||
-		in.Copies[0].At%program.VectorBytes != 0 || in.Sharers > 0 ||
-		!x.m.Memory.Owns(in.Array.Base) {
-		return false
-	}
-	if slices.ContainsFunc(x.m.Program.Kasmina, func(l *program.KasminaLayer) bool {
-		return l.Starts != nil && (l.Starts.Weights == in || l.Starts.Scales == in)
-	}) {
-		return false
-	}
-	return !slices.ContainsFunc(x.m.Program.Calls, func(c *program.Call) bool {
-		return c.Touches(in.Array.Buffer)
-	})
+	return x.share.group.Size() > 1 && len(in.Copies) > 0 &&
+		in.Copies[0].At%program.VectorBytes == 0 && in.Sharers == 0 &&
+		x.m.Memory.Owns(in.Array.Base) &&
+		!slices.ContainsFunc(x.m.Program.Kasmina, func(l *program.KasminaLayer) bool {
+			return l.Starts != nil && (l.Starts.Weights == in || l.Starts.Scales == in)
+		}) &&
+		!slices.ContainsFunc(x.m.Program.Calls, func(c *program.Call) bool {
+			return c.Touches(in.Array.Buffer)
+		})
 }
 
 // keepParts leaves this rank the float32 values of the parts that it updates, of parameters that

@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/place"
@@ -104,22 +105,15 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 	x := &Optimizer{Rules: rules, Params: params, m: m,
 		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1}}
-	if err := x.prepare(ranks); err != nil {
+	divide := func() error { return nil }
+	if ranks != nil {
+		x.uncaptured = ranks.Uncaptured
+		divide = func() error { return x.divide(*ranks) }
+	}
+	if err := run.InTurn(divide, x.loadState, x.buildTables, x.allocate, x.flag); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
 	return x, nil
-}
-
-func (x *Optimizer) prepare(ranks *Ranks) error {
-	return run.InTurn(
-		func() error {
-			if ranks == nil {
-				return nil
-			}
-			x.uncaptured = ranks.Uncaptured
-			return x.divide(*ranks)
-		},
-		x.loadState, x.buildTables, x.allocate, x.flag)
 }
 
 // allocate takes what an update needs beside the tables.
@@ -145,6 +139,26 @@ func (x *Optimizer) allocate() (err error) {
 		}
 	}
 	return nil
+}
+
+// flag tells the device which sums of squares are of gradients that are clipped apart: in the order
+// in which the update adds them up. The last, of the loss, is of none.
+func (x *Optimizer) flag() (err error) {
+	if !slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Apart }) {
+		return nil
+	}
+	flags, at := make([]byte, x.sums()), 0
+	for _, p := range x.Params {
+		n := kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
+		for i := 0; i < n && p.Apart; i++ {
+			flags[at+i] = 1
+		}
+		at += n
+	}
+	if x.apart, err = x.memory.Alloc(len(flags), "the optimiser"); err != nil {
+		return err
+	}
+	return x.m.Ctx.CopyToDevice(x.apart, flags, x.m.Stream)
 }
 
 // Updates reports whether the optimiser changes an input.
@@ -206,7 +220,7 @@ func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.inherited }
 func (x *Optimizer) loadState() error {
 	var known map[string]optim.Tensor // asked for when it is needed: it is copied
 	for i, p := range x.Params {
-		kept := x.m.Kept(p.Input)
+		name, kept := p.Input.Node.Name(), x.m.Kept(p.Input)
 		if kept != nil {
 			x.inherited, p.Step = true, kept.Step
 		} else if known == nil {
@@ -215,17 +229,11 @@ func (x *Optimizer) loadState() error {
 				known[t.Name] = t
 			}
 		}
-		if t, ok := known[p.Input.Node.Name()+".step"]; ok && kept == nil {
+		if t, ok := known[name+".step"]; ok && kept == nil {
 			p.Step = t.Data.([]int64)[0]
 		}
 		for _, moment := range p.Names() {
-			var a *program.Array
-			var err error
-			if kept != nil {
-				a, err = x.inherit(p, kept, moment)
-			} else {
-				a, err = x.remember(i, known[p.Input.Node.Name()+"."+moment])
-			}
+			a, err := x.loadMoment(i, moment, kept, known[name+"."+moment])
 			if err != nil {
 				return err
 			}
@@ -235,47 +243,38 @@ func (x *Optimizer) loadState() error {
 	return x.m.Ctx.SyncStream(x.m.Stream)
 }
 
-// newMoment is what is remembered of some elements of a parameter: memory of a machine before that
-// begins at an address, if there is some, else new memory.
-func (x *Optimizer) newMoment(kept gpu.Ptr, shape ...int) (a *program.Array, err error) {
-	a = &program.Array{Buffer: &program.Buffer{Resident: true, Base: kept}, Type: gpu.Float32,
-		Shape: shape}
-	a.Buffer.Bytes = max(1, a.Extent())
-	if !x.memory.Take(kept, a.Buffer.Bytes) {
-		a.Base, err = x.memory.Alloc(a.Buffer.Bytes, "the optimiser's state")
-	}
-	return a, err
-}
-
-// remember copies what the optimiser knows of a moment of this rank's part of a parameter to the
-// device.
-func (x *Optimizer) remember(i int, known optim.Tensor) (*program.Array, error) {
-	shape := x.Params[i].Input.Array.Shape
+// loadMoment gives the device a moment of this rank's part of a parameter. What a machine before has
+// kept is taken over, or copied where that cannot be. Else it is what the optimiser knows.
+func (x *Optimizer) loadMoment(i int, moment string, kept *run.KeptParam,
+	known optim.Tensor) (a *program.Array, err error) {
+	p, ctx, s := x.Params[i], x.m.Ctx, x.m.Stream
 	from, to := x.Part(i)
+	a = &program.Array{Buffer: &program.Buffer{Resident: true}, Type: gpu.Float32,
+		Shape: p.Input.Array.Shape}
 	if x.share != nil {
-		shape = []int{to - from}
+		a.Shape = []int{to - from}
 	}
-	a, err := x.newMoment(0, shape...)
+	a.Bytes = max(1, a.Extent())
+	if kept != nil {
+		if a.Base = kept.Moments[moment]; a.Base == 0 {
+			return nil, fmt.Errorf("%s has no %s, which another optimiser remembers",
+				p.Input.Node.Name(), moment)
+		}
+		if x.memory.Take(a.Base, a.Bytes) {
+			return a, nil
+		}
+	}
+	before := a.Base
+	if a.Base, err = x.memory.Alloc(a.Bytes, "the optimiser's state"); err != nil {
+		return nil, err
+	}
 	switch data, ok := known.Data.([]float32); {
-	case err != nil:
+	case kept != nil:
+		err = ctx.CopyOnDevice(a.Base, before.Offset(4*from), a.Extent(), s)
 	case ok && from < to:
-		err = x.m.Ctx.CopyToDevice(a.Ptr(), gpu.Bytes(data[from:to]), x.m.Stream)
+		err = ctx.CopyToDevice(a.Base, gpu.Bytes(data[from:to]), s)
 	default:
-		err = x.m.Ctx.Memset8(a.Ptr(), 0, a.Buffer.Bytes, x.m.Stream)
-	}
-	return a, err
-}
-
-// inherit takes over what a machine before remembered of a parameter, or copies it.
-func (x *Optimizer) inherit(p *Param, k *run.KeptParam, moment string) (*program.Array, error) {
-	from, ok := k.Moments[moment]
-	if !ok {
-		return nil, fmt.Errorf("%s has no %s, which another optimiser remembers",
-			p.Input.Node.Name(), moment)
-	}
-	a, err := x.newMoment(from, p.Input.Array.Shape...)
-	if err == nil && a.Ptr() != from {
-		err = x.m.Ctx.CopyOnDevice(a.Ptr(), from, a.Extent(), x.m.Stream)
+		err = ctx.Memset8(a.Base, 0, a.Bytes, s)
 	}
 	return a, err
 }
