@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"math/bits"
+	"slices"
 	"unsafe"
 )
 
@@ -82,22 +83,11 @@ func (a *Args) Struct(b []byte, align int) {
 // Check compares the arguments with the kernel's own parameters: a mismatch would be garbage on a
 // GPU, which does not look. Tests launch every kernel on a fake that knows them from its binary.
 func (f *Function) Check(a *Args) error {
-	if f.Params == nil {
+	if f.Params == nil || slices.Equal(f.Params, a.params) {
 		return nil
 	}
-	if len(f.Params) != len(a.params) {
-		return NewError("cuLaunchKernel("+f.Name+")", InvalidValue, "",
-			fmt.Sprintf("%d arguments given, the kernel takes %d", len(a.params), len(f.Params)))
-	}
-	for i, want := range f.Params {
-		if got := a.params[i]; got != want {
-			return NewError("cuLaunchKernel("+f.Name+")", InvalidValue, "",
-				fmt.Sprintf("argument %d has %d bytes at offset %d, the kernel takes %d bytes at "+
-					"offset %d",
-					i, got.Size, got.Offset, want.Size, want.Offset))
-		}
-	}
-	return nil
+	return NewError("cuLaunchKernel("+f.Name+")", InvalidValue, "", fmt.Sprintf("arguments %+v "+
+		"given, the kernel takes %+v", a.params, f.Params))
 }
 
 // TensorMap is a CUtensorMap: 128 opaque bytes.
@@ -120,29 +110,17 @@ func (t TiledTensor) Swizzle() int { return bits.Len(uint(t.Box[0]) * uint(t.Typ
 
 // Check reports what is wrong with the description, where the driver would only say INVALID_VALUE.
 func (t TiledTensor) Check() error {
-	bad := func(format string, args ...any) error {
-		return NewError("cuTensorMapEncodeTiled", InvalidValue, "", fmt.Sprintf(format, args...))
-	}
 	rank := len(t.Dims)
-	switch {
-	case rank < 1 || rank > 5 || len(t.Strides) != rank-1 || len(t.Box) != rank:
-		return bad("%d dimensions, want 1 to 5, with %d strides and %d box extents", rank,
-			len(t.Strides), len(t.Box))
-	case t.Address == 0 || t.Address%16 != 0:
-		return bad("address %#x, want a multiple of 16", uint64(t.Address))
+	ok := rank >= 1 && rank <= 5 && len(t.Strides) == rank-1 && len(t.Box) == rank &&
+		t.Address > 0 && t.Address%16 == 0
+	for i := 0; ok && i < rank; i++ {
+		ok = t.Dims[i] >= 1 && t.Dims[i] <= 1<<32 && t.Box[i] >= 1 && t.Box[i] <= 256 &&
+			(i == 0 || t.Strides[i-1]%16 == 0 && t.Strides[i-1] < 1<<40)
 	}
-	for i, d := range t.Dims {
-		if d < 1 || d > 1<<32 || t.Box[i] < 1 || t.Box[i] > 256 {
-			return bad("dimension %d: %d elements in boxes of %d, want 1 to 2^32 and 1 to 256", i,
-				d, t.Box[i])
-		}
-		if i > 0 && (t.Strides[i-1]%16 != 0 || t.Strides[i-1] >= 1<<40) {
-			return bad("dimension %d: stride of %d bytes, want a multiple of 16 below 2^40", i,
-				t.Strides[i-1])
-		}
-	}
-	if row := int(t.Box[0]) * t.Type.Size(); row != 16<<t.Swizzle() || row > 128 {
-		return bad("a box row has %d bytes, want 16, 32, 64 or 128", row)
+	if !ok || int(t.Box[0])*t.Type.Size() != 16<<t.Swizzle() || t.Swizzle() > 3 {
+		return NewError("cuTensorMapEncodeTiled", InvalidValue, "", fmt.Sprintf("%+v: want 1 to 5 "+
+			"dimensions of 1 to 2^32 in boxes of 1 to 256, the address and strides below 2^40 "+
+			"multiples of 16, and rows of boxes of 16, 32, 64 or 128 bytes", t))
 	}
 	return nil
 }

@@ -32,17 +32,12 @@ func (m MatmulSpec) Scaled() bool { return m.A == Float8E4M3 }
 
 // Normal fills in what zero values mean and refuses what makes no sense.
 func (m MatmulSpec) Normal() (MatmulSpec, error) {
-	bad := func(format string, args ...any) (MatmulSpec, error) {
-		return m, NewError("cublasLtMatmul", BlasInvalidValue, "", fmt.Sprintf(format, args...))
-	}
 	m.Batch, m.Align = cmp.Or(m.Batch, 1), cmp.Or(m.Align, 256)
-	switch {
-	case min(m.M, m.N, m.K, m.Batch) < 1:
-		return bad("M, N, K = %d, %d, %d, batch of %d, want at least 1", m.M, m.N, m.K, m.Batch)
-	case m.Align&(m.Align-1) != 0 || m.Align < m.A.Size():
-		return bad("alignment of %d bytes", m.Align)
-	case m.Scaled() && m.Batch > 1:
-		return bad("batch of %d products with scales", m.Batch)
+	if min(m.M, m.N, m.K, m.Batch) < 1 || m.Align&(m.Align-1) != 0 || m.Align < m.A.Size() ||
+		m.Scaled() && m.Batch > 1 {
+		return m, NewError("cublasLtMatmul", BlasInvalidValue, "", fmt.Sprintf("%+v: want sizes of "+
+			"at least 1, an alignment that is a power of two and at least an element, and with "+
+			"scales one product", m))
 	}
 	return m, nil
 }
@@ -99,20 +94,14 @@ type MatmulPlan interface {
 func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 	detail := ""
 	switch {
-	case algo < 0 || algo >= len(algos):
-		detail = fmt.Sprintf("algorithm %d of %d", algo, len(algos))
-	case a.WorkspaceSize < algos[algo].Workspace:
-		detail = fmt.Sprintf("workspace of %d bytes, %d are needed", a.WorkspaceSize,
-			algos[algo].Workspace)
-	case m.Scaled() != (a.ScaleA != 0) || (a.ScaleA != 0) != (a.ScaleB != 0):
-		detail = "two scales go with scaled operands, and only with those"
-	case (a.ScaleA|a.ScaleB)%16 != 0:
-		detail = fmt.Sprintf("scales at %#x and %#x are not both aligned to 16 bytes",
-			uint64(a.ScaleA), uint64(a.ScaleB))
-	case (a.A|a.B|a.C|a.D)%Ptr(m.Align) != 0:
-		detail = fmt.Sprintf("A, B, C, D at %#x, %#x, %#x, %#x are not all aligned to %d bytes",
-			uint64(a.A),
-			uint64(a.B), uint64(a.C), uint64(a.D), m.Align)
+	case algo < 0 || algo >= len(algos) || a.WorkspaceSize < algos[algo].Workspace:
+		detail = fmt.Sprintf("algorithm %d of %v with a workspace of %d bytes", algo, algos,
+			a.WorkspaceSize)
+	case m.Scaled() != (a.ScaleA != 0) || m.Scaled() != (a.ScaleB != 0) ||
+		(a.ScaleA|a.ScaleB)%16 != 0 || (a.A|a.B|a.C|a.D)%Ptr(m.Align) != 0:
+		detail = fmt.Sprintf("A, B, C, D at %#x and scales at %#x: want multiples of %d and 16, and "+
+			"two scales with scaled operands alone", []Ptr{a.A, a.B, a.C, a.D},
+			[]Ptr{a.ScaleA, a.ScaleB}, m.Align)
 	default:
 		return nil
 	}
