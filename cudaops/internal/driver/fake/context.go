@@ -219,8 +219,9 @@ func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 			return err
 		}
 		call := "cuLaunchKernel(" + f.Name + ")"
-		if why := c.unlaunchable(f, l); why != "" {
-			return gpu.NewError(call, gpu.InvalidValue, "invalid argument", why+": "+l.String())
+		if !c.launchable(f, l) {
+			return gpu.NewError(call, gpu.InvalidValue, "invalid argument", "the kernel or the GPU "+
+				"does not allow "+l.String())
 		}
 		kernel := c.driver.config.Kernels[f.Name]
 		args := append([]byte(nil), a.Packed()...)
@@ -229,30 +230,15 @@ func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 	})
 }
 
-func (c *Context) unlaunchable(f *gpu.Function, l gpu.LaunchConfig) string {
-	limit, known := c.shared[f.Handle]
-	cluster := l.Cluster
-	switch {
-	case !known:
-		return "the function is not from this context"
-	case min(l.Grid.X, l.Grid.Y, l.Grid.Z, l.Block.X, l.Block.Y, l.Block.Z) < 0:
-		return "a negative number of blocks or threads"
-	case l.Grid.Y > 65535 || l.Grid.Z > 65535:
-		return "more than 65535 blocks along y or z"
-	case l.Block.Count() > 1024 || l.Block.Z > 64:
-		return "more than 1024 threads in a block, or 64 along z"
-	case l.Shared < 0 || l.Shared > limit:
-		return fmt.Sprintf("more dynamic shared memory than the %d bytes allowed to the kernel",
-			limit)
-	case cluster == gpu.Dim{}:
-		return ""
-	case c.info.Major < 9 || cluster.Count() > 8:
-		return "clusters of up to 8 blocks need compute capability 9.0"
-	case max(l.Grid.X, 1)%max(cluster.X, 1) != 0 || max(l.Grid.Y, 1)%max(cluster.Y, 1) != 0 ||
-		max(l.Grid.Z, 1)%max(cluster.Z, 1) != 0:
-		return "the grid is not a multiple of the cluster"
-	}
-	return ""
+// launchable reports whether a launch is within the limits of the kernel and of the GPU.
+func (c *Context) launchable(f *gpu.Function, l gpu.LaunchConfig) bool {
+	shared, known := c.shared[f.Handle]
+	grid, block, cluster := l.Grid.Ones(), l.Block.Ones(), l.Cluster.Ones()
+	clusters := c.info.Major >= 9 && cluster.Count() <= 8 && grid.X%cluster.X == 0 &&
+		grid.Y%cluster.Y == 0 && grid.Z%cluster.Z == 0
+	return known && min(grid.X, grid.Y, grid.Z, block.X, block.Y, block.Z) > 0 &&
+		max(grid.Y, grid.Z) <= 65535 && block.Count() <= 1024 && block.Z <= 64 &&
+		l.Shared >= 0 && l.Shared <= shared && (l.Cluster == gpu.Dim{} || clusters)
 }
 
 // EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor
