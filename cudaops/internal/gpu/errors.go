@@ -101,7 +101,7 @@ type Error struct {
 	Code   error  // a Status or a BlasStatus
 	Name   string // the library's name of the code, like CUDA_ERROR_OUT_OF_MEMORY
 	Text   string // the library's description of it
-	Detail string // what was asked for, the compiler's log, or what to do
+	Detail string // what was asked for, or what to do
 }
 
 // NewError is a failed call as the library would report it; the name comes from the code.

@@ -73,7 +73,7 @@ type Context interface {
 	Handle() uintptr
 	// Do runs f on a thread on which the context is current.
 	Do(f func() error) error
-	// Observe sets who is told of a stream's work from now on; nil for nobody. See [Observers].
+	// Observe sets who is given a stream's work from now on; nil for nobody. See [Observers].
 	Observe(s Stream, o Observer)
 	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a
 	// *NotFoundError when it is missing.
@@ -82,14 +82,8 @@ type Context interface {
 	// nobody else holds it.
 	Close() error
 
-	Memory
-	Ordering
-	Code
-	Capture
-}
+	// Memory. Sizes are in bytes.
 
-// Memory is allocation and copying. Sizes are in bytes.
-type Memory interface {
 	// Alloc returns device memory, aligned to 256 bytes at least. Its content is undefined.
 	Alloc(bytes int) (Ptr, error)
 	Free(p Ptr) error
@@ -104,11 +98,9 @@ type Memory interface {
 	CopyToHost(dst []byte, src Ptr, s Stream) error
 	CopyOnDevice(dst, src Ptr, bytes int, s Stream) error
 	Memset8(dst Ptr, v byte, n int, s Stream) error
-}
 
-// Ordering is streams, which run their work in order, and events, which tell how far they are and
-// time it.
-type Ordering interface {
+	// Streams, which run their work in order, and events, which tell how far they are and time it.
+
 	NewStream() (Stream, error)
 	// NewUrgentStream returns a stream whose work goes before that of others where both could run.
 	NewUrgentStream() (Stream, error)
@@ -135,12 +127,10 @@ type Ordering interface {
 	// Elapsed is the time between two recorded events that have both passed, to about a
 	// microsecond.
 	Elapsed(start, end Event) (time.Duration, error)
-}
 
-// Code is modules, their functions, and launching them.
-type Code interface {
-	// LoadModule loads a fat binary, a cubin or PTX. When PTX does not compile, the error carries
-	// the compiler's log.
+	// Modules, their functions, and launching them.
+
+	// LoadModule loads a fat binary, a cubin or PTX.
 	LoadModule(image []byte) (Module, error)
 	UnloadModule(m Module) error
 	Function(m Module, name string) (*Function, error)
@@ -153,10 +143,9 @@ type Code interface {
 	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute
 	// capability 9.0 and later).
 	EncodeTiled(t TiledTensor) (TensorMap, error)
-}
 
-// Capture records the work of a stream as a graph.
-type Capture interface {
+	// Recording the work of a stream as a graph.
+
 	BeginCapture(s Stream) error
 	// EndCapture ends the capture, also when it failed, and instantiates the graph.
 	EndCapture(s Stream) (Graph, error)

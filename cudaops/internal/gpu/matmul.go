@@ -118,7 +118,7 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 var Poison = os.Getenv("KASMINA_POISON") != ""
 
 // Poison does that for a product in a way that takes so many bytes of workspace.
-func (m MatmulSpec) Poison(c Memory, workspace int, a MatmulArgs, s Stream) error {
+func (m MatmulSpec) Poison(c Context, workspace int, a MatmulArgs, s Stream) error {
 	if !Poison {
 		return nil
 	}
