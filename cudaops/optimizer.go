@@ -339,10 +339,10 @@ func (r Rank) optimizer() (*update.Optimizer, error) {
 func (r Rank) Expect(contributors int, first bool) (err error) {
 	defer in("Rank.Expect", &err)
 	x, err := r.optimizer()
-	if err != nil {
-		return err
+	if err == nil {
+		x.Expect(contributors, first)
 	}
-	return x.Expect(contributors, first)
+	return err
 }
 
 // Contribute sends the gradients of the last run to the ranks that own them, where this rank is
@@ -391,7 +391,9 @@ func (r Rank) GatherState() (err error) {
 	if err != nil {
 		return err
 	}
-	return stateOf(x, x.Gathered)
+	return stateOf(x, func(param, moment int) ([]float32, error) {
+		return x.Gathered(param, x.Params[param].Moments[moment].Ptr())
+	})
 }
 
 // DownloadOwn brings what this rank's GPU remembers into the optimiser, and returns the parts that

@@ -248,8 +248,8 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 	case x == nil:
 		return errNoOptimizer
 	}
-	whole, err := x.Whole(slices.IndexFunc(x.Params,
-		func(p *update.Param) bool { return p.Input == i }))
+	whole, err := x.Gathered(slices.IndexFunc(x.Params,
+		func(p *update.Param) bool { return p.Input == i }), i.Part.Ptr())
 	copy(to, whole)
 	return err
 }

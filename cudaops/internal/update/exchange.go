@@ -114,13 +114,12 @@ func (x *Optimizer) shut() error {
 
 // Expect says what the next run is: one of a round of so many ranks. Where all contribute, their
 // gradients leave beside it.
-func (x *Optimizer) Expect(contributors int, first bool) error {
+func (x *Optimizer) Expect(contributors int, first bool) {
 	s := x.share
 	s.sent, s.expected = false, round{}
 	if contributors == s.group.Size() && contributors > 1 {
 		s.expected = round{contributors, first}
 	}
-	return nil
 }
 
 // Due is that of run.Beside.
@@ -246,14 +245,6 @@ func (x *Optimizer) addUp(p part, from []gpu.Ptr, first bool, on *run.Executor) 
 	keep := 1.0
 	if first {
 		keep = 0
-	}
-	if first && len(from) > 1 && t == gpu.Float32 { // the first two in one pass
-		if err := on.Launch(elementwise.Binary{Op: elementwise.Add, Y: sum,
-			A: elementwise.Operand{Ptr: from[0]}, B: elementwise.Operand{Ptr: from[1]},
-			N: p.len(), Type: gpu.Float32}); err != nil {
-			return err
-		}
-		from, keep = from[2:], 1
 	}
 	for _, at := range from {
 		if err := on.Launch(elementwise.Axpby{Y: sum, YType: gpu.Float32, X: at, XType: t,

@@ -106,12 +106,6 @@ func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 	}
 }
 
-// Whole returns the float32 values of a parameter of which each rank has a part, at every rank; all
-// ranks must ask for the same.
-func (x *Optimizer) Whole(param int) ([]float32, error) {
-	return x.gathered(param, x.Params[param].Input.Part.Ptr())
-}
-
 // Own returns a moment of a parameter as this rank has it, with zeros for the parts of others.
 func (x *Optimizer) Own(param, moment int) ([]float32, error) {
 	whole := make([]float32, x.Params[param].Grad.Len())
@@ -122,13 +116,9 @@ func (x *Optimizer) Own(param, moment int) ([]float32, error) {
 	return whole, x.m.FetchFloats(x.Params[param].Moments[moment], whole[from:to])
 }
 
-// Gathered returns a moment of a parameter, whole, at every rank; all ranks must ask for the same.
-func (x *Optimizer) Gathered(param, moment int) ([]float32, error) {
-	return x.gathered(param, x.Params[param].Moments[moment].Ptr())
-}
-
-// gathered returns what ranks have of a parameter's parts, this one at own.
-func (x *Optimizer) gathered(param int, own gpu.Ptr) ([]float32, error) {
+// Gathered returns float32 values of a parameter, or a moment of it, of which each rank has a part,
+// this one at an address. It does so at every rank; all must ask for the same.
+func (x *Optimizer) Gathered(param int, own gpu.Ptr) ([]float32, error) {
 	s, parts := x.share, x.share.parts[param]
 	whole, n := make([]float32, x.Params[param].Grad.Len()), 1
 	for _, p := range parts {

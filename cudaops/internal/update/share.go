@@ -250,8 +250,7 @@ func (x *Optimizer) lodge() (err error) {
 
 // stagingBytes is what a part takes of what comes from one rank.
 func (x *Optimizer) stagingBytes(p part) int {
-	n := p.len() * x.Params[p.param].Grad.Type.Size()
-	return kernel.CeilDiv(n, program.Alignment) * program.Alignment
+	return plan.Align(x.bytes(p), program.Alignment)
 }
 
 // summed says where a table finds the gradient of a part of this rank's.
