@@ -13,6 +13,7 @@ package gpu
 
 import (
 	"fmt"
+	"math/bits"
 	"time"
 	"unsafe"
 )
@@ -174,13 +175,9 @@ type Number interface {
 
 // Size writes a number of bytes for people: 1.50 GiB.
 func Size(bytes uint64) string {
-	const units = "KMGTPE"
 	if bytes < 1024 {
 		return fmt.Sprintf("%d bytes", bytes)
 	}
-	v, u := float64(bytes)/1024, 0
-	for v >= 1024 && u < len(units)-1 {
-		v, u = v/1024, u+1
-	}
-	return fmt.Sprintf("%.2f %ciB", v, units[u])
+	unit := (bits.Len64(bytes) - 1) / 10
+	return fmt.Sprintf("%.2f %ciB", float64(bytes)/float64(uint64(1)<<(10*unit)), "KMGTPE"[unit-1])
 }

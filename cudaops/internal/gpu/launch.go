@@ -27,6 +27,11 @@ func (d Dim) Count() int {
 	return d.X * d.Y * d.Z
 }
 
+func (d Dim) String() string {
+	d = d.Ones()
+	return fmt.Sprintf("%dx%dx%d", d.X, d.Y, d.Z)
+}
+
 // Ones is the dimensions with 1 where they are zero.
 func (d Dim) Ones() Dim { return Dim{cmp.Or(d.X, 1), cmp.Or(d.Y, 1), cmp.Or(d.Z, 1)} }
 
@@ -47,13 +52,10 @@ type LaunchConfig struct {
 }
 
 func (c LaunchConfig) String() string {
-	g, b := c.Grid.Ones(), c.Block.Ones()
-	s := fmt.Sprintf("grid %dx%dx%d, block %dx%dx%d, %d bytes of dynamic shared memory", g.X,
-		g.Y, g.Z, b.X, b.Y, b.Z,
+	s := fmt.Sprintf("grid %v, block %v, %d bytes of dynamic shared memory", c.Grid, c.Block,
 		c.Shared)
 	if (c.Cluster != Dim{}) {
-		k := c.Cluster.Ones()
-		s += fmt.Sprintf(", cluster %dx%dx%d", k.X, k.Y, k.Z)
+		s += fmt.Sprintf(", cluster %v", c.Cluster)
 	}
 	return s
 }

@@ -36,9 +36,9 @@ func TestRefusals(t *testing.T) {
 	for want, err := range map[string]error{
 		"kernels: softmax_block_f32: 2147483648 elements, want at most": softmax.Forward{Rows: 1,
 			N: huge}.Launch(k, s),
-		"kernels: cross_entropy_forward_f32: a grid of {2147483648 0 0}": crossentropy.Forward{
+		"kernels: cross_entropy_forward_f32: a grid of 2147483648x1x1": crossentropy.Forward{
 			Rows: huge, V: 1}.Launch(k, s),
-		"kernels: quantize_columns_bf16: a grid of {1 65536 0} blocks": quantize.Columns{
+		"kernels: quantize_columns_bf16: a grid of 1x65536x1 blocks": quantize.Columns{
 			Rows: 8388481, D: 1, Type: kerneltest.Bf16}.Launch(k, s),
 		"kernels.RoPE: 2000000000 rows of 8 heads": rope.Rotate{Rows: 2e9, Seq: 1,
 			Heads: 8, HeadDim: 64}.Launch(k, s),

@@ -110,7 +110,7 @@ func (o *Monitor) Run(replay func() error) error {
 // intervals are those of the calls. One begins where the one before it ends, or the pass without
 // telemetry ahead of it.
 func (o *Monitor) intervals(err *error) (all []interval) {
-	last := o.next(err)
+	last := o.next(err) // unless the first begins with such a pass
 	for i, c := range o.Program.Calls {
 		t := interval{from: last, task: &o.tasks[i]}
 		if o.Layers.Measures(c) {
@@ -150,9 +150,12 @@ func (o *Monitor) sample(timed []interval) (err error) {
 // enqueue enqueues calls with marks between them. A pass without telemetry runs twice, the first
 // time only for the caches.
 func (o *Monitor) enqueue(timed []interval) error {
-	err := o.mark(timed[0].from)
-	for _, t := range timed {
+	var err error
+	for i, t := range timed {
 		c := t.task.call
+		if i == 0 && t.ahead == 0 {
+			err = o.mark(t.from)
+		}
 		if err == nil && t.ahead != 0 {
 			unmeasured := func() error { return o.Layers.Unmeasured(c) }
 			err = run.InTurn(func() error { return o.Layers.Save(c) }, unmeasured,

@@ -171,16 +171,11 @@ func (c *Context) leaks() []string {
 				b.size, uint64(b.base)))
 		}
 	}
-	for _, k := range []struct {
-		n    int
-		what string
-	}{
-		{len(c.streams) - 1, "streams"}, {len(c.events), "events"}, {len(c.modules), "modules"},
-		{len(c.graphs), "graphs"},
-		{c.plans, "matmul plans"}, {c.pinnedBytes, "bytes of pinned host memory"},
-	} {
-		if k.n > 0 {
-			found = append(found, fmt.Sprintf("%d %s", k.n, k.what))
+	for what, n := range map[string]int{"streams": len(c.streams) - 1, "events": len(c.events),
+		"modules": len(c.modules), "graphs": len(c.graphs), "matmul plans": c.plans,
+		"bytes of pinned host memory": c.pinnedBytes} {
+		if n > 0 {
+			found = append(found, fmt.Sprintf("%d %s", n, what))
 		}
 	}
 	return found

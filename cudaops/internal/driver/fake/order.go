@@ -96,9 +96,9 @@ func (c *Context) drain(call string, s *stream) error {
 	return c.fault(call)
 }
 
-// pass runs a mark's stream up to the mark.
+// pass runs a mark's stream up to the mark, if there is one.
 func (c *Context) pass(m *mark) {
-	for !m.passed && len(m.stream.queue) > 0 {
+	for m != nil && !m.passed && len(m.stream.queue) > 0 {
 		m.stream.step()
 	}
 }
@@ -233,9 +233,6 @@ func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 func (c *Context) SyncEvent(e gpu.Event) error {
 	const call = "cuEventSynchronize"
 	return c.onMark(call, e, func(m *mark) error {
-		if m == nil {
-			return nil
-		}
 		c.pass(m)
 		return c.fault(call)
 	})
