@@ -108,34 +108,22 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 	if err != nil {
 		return nil, notStarted(err)
 	}
-	devices := nvidia.Devices()
-	if len(devices) == 0 {
-		return nil, fmt.Errorf("%w: the driver lists none", ErrNoDevice)
-	}
 	var ctx gpu.Context
-	if o.adopt {
-		if ctx, err = nvidia.Adopt(o.context); err != nil {
-			return nil, fmt.Errorf("the context %#x: %w", o.context, err)
-		}
-		o.ordinal = ctx.Device().Ordinal
+	if !o.adopt {
+		ctx, err = nvidia.Retain(o.ordinal)
+	} else if ctx, err = nvidia.Adopt(o.context); err != nil {
+		err = fmt.Errorf("the context %#x: %w", o.context, err)
 	}
-	if o.ordinal < 0 || o.ordinal >= len(devices) {
-		return nil, fmt.Errorf("there is no GPU %d; there are %d, numbered from 0", o.ordinal,
-			len(devices))
+	if err != nil {
+		return nil, err
 	}
-	info := devices[o.ordinal]
+	info := ctx.Device()
 	if info.Major < minMajor || info.Major == minMajor && info.Minor < minMinor {
-		return nil, fmt.Errorf("%w: %s has compute capability %d.%d, at least %d.%d is needed",
-			ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor)
+		return nil, errors.Join(fmt.Errorf("%w: %s has compute capability %d.%d, at least %d.%d is "+
+			"needed", ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor),
+			ctx.Close())
 	}
-	if ctx == nil {
-		if ctx, err = nvidia.Retain(o.ordinal); err != nil {
-			return nil, fmt.Errorf("%s: %w", info.Name, err)
-		}
-	}
-	d := &Device{ctx: ctx, info: info, version: nvidia.Version()}
-	d.kernels = kernel.New(d.ctx)
-	return d, nil
+	return &Device{ctx: ctx, info: info, version: nvidia.Version(), kernels: kernel.New(ctx)}, nil
 }
 
 // errNotOpened is what a zero Device is good for.

@@ -277,7 +277,7 @@ func (c *cuda) Retain(ordinal int) (gpu.Context, error) {
 	ctx := &context{cuda: c, info: c.devices[ordinal],
 		release: func() error { return c.do(&c.PrimaryCtxRelease, dev) }}
 	if err := c.do(&c.PrimaryCtxRetain, uintptr(unsafe.Pointer(&ctx.handle)), dev); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%s: %w", ctx.info.Name, err)
 	}
 	return ctx, nil
 }

@@ -104,8 +104,8 @@ func (d *Driver) Devices() []gpu.DeviceInfo { return slices.Clone(d.config.Devic
 func (d *Driver) Retain(ordinal int) (gpu.Context, error) {
 	if ordinal < 0 || ordinal >= len(d.config.Devices) {
 		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "",
-			fmt.Sprintf("GPU %d of %d", ordinal,
-				len(d.config.Devices)))
+			fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
+				ordinal, len(d.config.Devices)))
 	}
 	if err := d.injected("cuDevicePrimaryCtxRetain"); err != nil {
 		return nil, err
