@@ -44,9 +44,6 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 		Capacity: o.Capacity, Window: o.Window, Scale: o.Scale}
 	kept := program.Kept{Keys: c.NewResident(k.Type, o.Capacity, k.Shape[1]),
 		Values: c.NewResident(v.Type, o.Capacity, v.Shape[1])}
-	if c.Kept == nil {
-		c.Kept = map[*gorgonia.Node]program.Kept{}
-	}
 	c.Kept[n] = kept
 	c.bound(in[3], program.IDRange{Op: "CachedAttention", Argument: "position", Vocab: o.Capacity})
 	t := c.rotation(o.RoPE)

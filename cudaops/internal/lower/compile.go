@@ -70,7 +70,7 @@ func (c *compiler) fail(err error) {
 
 func newCompiler(o Options) *compiler {
 	return &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{},
-		Made: o.Shared.Borrow()},
+		Kept: map[*gorgonia.Node]program.Kept{}, Made: o.Shared.Borrow()},
 		saved: map[gorgonia.Op]any{}, kept: map[*gorgonia.Node]bool{},
 		users:     map[*gorgonia.Node]gorgonia.Nodes{},
 		inputOf:   map[*program.Buffer]*program.Input{},

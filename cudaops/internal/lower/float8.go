@@ -99,9 +99,7 @@ func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
 	if !turned {
 		return k.Rows
 	}
-	if k.Turned.Values == nil {
-		k.Turned = newQuantized(c.NewResident, w.Shape[1], w.Shape[0])
-	}
+	k.Turned = newQuantized(c.NewResident, w.Shape[1], w.Shape[0])
 	return k.Turned
 }
 

@@ -56,7 +56,7 @@ func (c *compiler) partOf(n *gorgonia.Node, offset int) *gorgonia.Node {
 
 // addends returns the two different nodes whose sum n is, if they are matrices of its shape.
 func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
-	if graph.Symbol(n) != "+" || !floats(n) {
+	if n == nil || graph.Symbol(n) != "+" || !floats(n) {
 		return nil, nil, false
 	}
 	in := graph.Children(n)
@@ -71,9 +71,6 @@ func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
 
 // other returns the addend of the sum n that is not the given one, nil if n is no such sum.
 func other(n, addend *gorgonia.Node) *gorgonia.Node {
-	if n == nil {
-		return nil
-	}
 	switch a, b, ok := addends(n); {
 	case ok && a == addend:
 		return b
