@@ -1087,7 +1087,7 @@ func TestRoom(t *testing.T) {
 		require.NotEqual(t, c.spent, m.Memory() < held, "%s: the machine holds %d bytes, with h %d",
 			c.what, m.Memory(), held)
 		require.Len(t, m.runner.Program.Kasmina, 1, c.what)
-		require.NotNil(t, m.runner.Program.Kasmina[0].Starts, c.what)
+		require.NotNil(t, m.runner.Program.Kasmina[0].OfWeights, c.what)
 		require.Equal(t, got, want, c.what)
 	}
 	// Nothing is timed again for a second plan.

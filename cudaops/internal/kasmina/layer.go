@@ -159,21 +159,22 @@ func (l *layer) at(word int) gpu.Ptr {
 	return l.m.Program.Reports.Ptr().Offset(4 * l.Place(word))
 }
 
-// moving is of how many seeds the backward pass of the last run read x at least, and wrote the
-// gradient of x.
-func (l *layer) moving(inPlace bool) (reads, writes int) {
+// moving is of how many seeds the backward pass of the last run moved what: the gradient of y, x at
+// least where it is read, and the gradient of x where it is written.
+func (l *layer) moving(inPlace bool) int {
+	n := l.State.Seeds
 	if l.State.Wide { // those that mix, which Residual ones stand for below
-		reads = int(gpu.View[uint32](l.last[l.State.List():])[0])
+		n += int(gpu.View[uint32](l.last[l.State.List():])[0])
 	}
 	for _, word := range gpu.View[uint32](l.last)[:l.State.Seeds] { // as KasminaState.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
-			reads++ // what is dormant is Residual there
+			n++ // what is dormant is Residual there
 		}
 		if !inPlace || l.Clips() || word>>8&1 != 0 {
-			writes++ // what blends or is clipped
+			n++ // what blends or is clipped
 		}
 	}
-	return reads, writes
+	return n
 }
 
 // encode writes the state for a pass to l.encoded.

@@ -100,8 +100,7 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	l := ls.of[p.Layer]
 	seeds := 2 * l.State.Seeds // read and written, in x and y
 	if a := operands(c); a["G"] != nil {
-		reads, writes := l.moving(a["G"].Ptr() == a["DX"].Ptr())
-		seeds = reads + l.State.Seeds + writes // in x, the gradient of y, and that of x
+		seeds = l.moving(a["G"].Ptr() == a["DX"].Ptr())
 	}
 	l.Op.Lattice.RecordTiming(state.Timing{Kernel: unmeasured, Telemetry: whole - unmeasured,
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})
@@ -116,16 +115,13 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 // choose decides where the run under way computes the layer, by what became of encoding its state.
 func (l *layer) choose(err error) error {
 	var kind *kasminakernel.KindError
-	switch m := l.m; {
-	case err == nil:
-		l.hosted = false
-		return nil
-	case !errors.As(err, &kind):
+	l.hosted = errors.As(err, &kind)
+	switch {
+	case !l.hosted:
 		return err
-	case m.Strict:
+	case l.m.Strict:
 		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
 	}
-	l.hosted = true
 	l.m.Warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed "+
 		"works with it are computed on the host, which waits for the device and copies their "+
 		"values there and back", blueprints.Kind(kind.Kind)))

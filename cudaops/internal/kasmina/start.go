@@ -12,7 +12,7 @@ import (
 // start writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks at a
 // slot when a seed begins to compute with it.
 func (l *layer) start() error {
-	if l.Starts == nil {
+	if l.OfWeights == nil {
 		return nil
 	}
 	pass, used := l.now().pass.Snapshot(), make([]bool, l.State.Slots)
@@ -28,7 +28,7 @@ func (l *layer) start() error {
 		}
 		var err error
 		if scales == nil {
-			scales, err = l.read(l.Starts.Scales, 0, len(used))
+			scales, err = l.read(l.OfScales, 0, len(used))
 		}
 		if err == nil && scales[slot] == 0 {
 			err = l.fill(pass.Kind[seed], seed, slot, scales[slot:slot+1])
@@ -43,8 +43,7 @@ func (l *layer) start() error {
 
 // fill writes a slot whose scale is 0, if there is nothing in it.
 func (l *layer) fill(kind blueprints.Kind, seed, slot int, scale []float32) error {
-	width := l.Starts.Weights.Array.Len() / l.State.Slots
-	w, err := l.read(l.Starts.Weights, slot*width, width)
+	w, err := l.read(l.OfWeights, slot*l.Width, l.Width)
 	if err != nil {
 		return err
 	}
@@ -52,8 +51,8 @@ func (l *layer) fill(kind blueprints.Kind, seed, slot int, scale []float32) erro
 		return err
 	}
 	return run.InTurn(
-		func() error { return l.write(l.Starts.Weights, slot*width, w) },
-		func() error { return l.write(l.Starts.Scales, slot, scale) })
+		func() error { return l.write(l.OfWeights, slot*l.Width, w) },
+		func() error { return l.write(l.OfScales, slot, scale) })
 }
 
 // read returns n elements of an input, from the one that is given, as they are now. Of a value that

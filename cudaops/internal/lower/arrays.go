@@ -22,12 +22,6 @@ func packed(parts ...*program.Array) *program.Array { return &program.Array{Part
 // aux is float32 memory that no node stands for.
 func (c *compiler) aux(shape ...int) *program.Array { return c.NewArray(gpu.Float32, shape...) }
 
-// bytes is workspace.
-func (c *compiler) bytes(n int) *program.Array { return c.NewArray(gpu.Float32, (n+3)/4) }
-
-// like is a new array of a's type and shape.
-func (c *compiler) like(a *program.Array) *program.Array { return c.NewArray(a.Type, a.Shape...) }
-
 // cast is the call that writes b, a's values in another type.
 func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
 	return c.newCall(n, elementwise.Cast{YType: b.Type, XType: a.Type, N: a.Len()},
@@ -114,7 +108,7 @@ func (c *compiler) aligned(n *gorgonia.Node, a *program.Array) *program.Array {
 	if a.At%program.VectorBytes == 0 {
 		return a
 	}
-	b := c.like(a)
+	b := c.Like(a)
 	c.Add(c.cast(n, b, a))
 	return b
 }

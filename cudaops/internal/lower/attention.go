@@ -23,15 +23,11 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 	o := n.Op().(*op.AttentionOp)
 	s := attentionShape(o, q.Shape[0])
 	documents := c.documentsOf(n, o, in)
-	y, lse := c.like(q), c.aux(s.Batch, s.Heads, s.Seq)
+	y, lse := c.Like(q), c.aux(s.Batch, s.Heads, s.Seq)
 	c.saved[o] = lse
-	call := c.call(n, attention.Forward{Geometry: s, Type: q.Type}, program.Writes("Y", y),
+	c.call(n, attention.Forward{Geometry: s, Type: q.Type}, program.Writes("Y", y),
 		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Writes("LSE", lse),
-		untimed("Documents", documents))
-	if !o.Documents() { // of these, the lengths decide how much there is to compute
-		call.FLOPs = attentionFLOPs(s, o.Config.Window, 2)
-	}
+		program.Writes("LSE", lse), untimed("Documents", documents)).FLOPs = attentionFLOPs(s, o, 2)
 	return y
 }
 
@@ -86,7 +82,7 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 	if p.starts != nil {
 		c.bound(p.starts, program.IDRange{Op: "DocumentAttention", Argument: "starts", Seq: p.seq})
 	}
-	table := c.bytes(attention.DocumentsBytes(p.batch, p.seq))
+	table := c.Workspace(attention.DocumentsBytes(p.batch, p.seq))
 	c.call(n, attention.Documents{Starts: ints(), Batch: p.batch, Seq: p.seq, Window: p.window},
 		program.Writes("Table", table), program.Reads("Starts", p.starts))
 	c.documents[p] = table
@@ -113,27 +109,28 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])
 	a := attention.Backward{Geometry: s, Type: q.Type}
-	stats := c.bytes(a.WorkspaceBytes(c.o.Device))
-	call := c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk),
+	stats := c.Workspace(a.WorkspaceBytes(c.o.Device))
+	c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk),
 		program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
 		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
 		program.Uses("Stats", stats), program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),
-		untimed("Documents", documents))
-	if !o.Documents() {
-		call.FLOPs = attentionFLOPs(s, o.Config.Window, 5)
-	}
+		untimed("Documents", documents)).FLOPs = attentionFLOPs(s, o, 5)
 }
 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask
-// leaves half. A window of w of n keys leaves w/n·(2 − w/n) of that.
-func attentionFLOPs(s attention.Geometry, window, products int) float64 {
+// leaves half. A window of w of n keys leaves w/n·(2 − w/n) of that. With documents it is 0: their
+// lengths decide how much there is to compute.
+func attentionFLOPs(s attention.Geometry, o *op.AttentionOp, products int) float64 {
+	if o.Documents() {
+		return 0
+	}
 	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) *
 		float64(s.Seq) * float64(s.HeadDim)
 	if s.Causal {
 		n /= 2
 	}
-	if window > 0 {
+	if window := o.Config.Window; window > 0 {
 		share := float64(window) / float64(s.Seq)
 		n *= share * (2 - share)
 	}

@@ -73,7 +73,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 		a := quantize.Columns{Rows: rows, D: d, Type: x.Type}
 		c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
 			program.Reads("X", x),
-			program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
+			program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
 	default:
 		q = newQuantized(c.NewArray, rows, d)
 		c.call(n, quantize.Rows{Rows: rows, D: d, XStride: x.Stride, Type: x.Type},

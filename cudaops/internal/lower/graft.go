@@ -19,7 +19,7 @@ func control(controls *program.Array, row int, which graft.Control) *program.Arr
 // times is f·x for a number f on the device.
 func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
 	number := repeated{c.as(n, f, x.Type), spread{period: 1}}
-	return c.map2(n, elementwise.Mul, c.like(x), repeated{Array: x}, number)
+	return c.map2(n, elementwise.Mul, c.Like(x), repeated{Array: x}, number)
 }
 
 // lowerBlend lowers x + Forward·t. What is not finite in t shows in the sum, unlike on a CPU, also
@@ -27,7 +27,7 @@ func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
 func lowerBlend(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, t := c.as(n, in[0], in[0].Type), c.as(n, in[1], in[0].Type)
 	t = c.times(n, t, control(in[2], n.Op().(*graft.BlendOp).Row, graft.Forward))
-	return c.map2(n, elementwise.Add, c.like(x), repeated{Array: x}, repeated{Array: t})
+	return c.map2(n, elementwise.Add, c.Like(x), repeated{Array: x}, repeated{Array: t})
 }
 
 // lowerIsolate lowers what passes on its input: the same memory.
@@ -56,7 +56,7 @@ func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	o := n.Op().(*graft.LowRankGradOp).Forward
 	a, b, g := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[3], gpu.Float32)
 	k := c.times(n, control(in[2], o.Row, graft.Backward), control(in[2], o.Row, graft.Learning))
-	da, db := c.like(a), c.like(b)
+	da, db := c.Like(a), c.Like(b)
 	c.matmul(n, program.Product{D: da, A: b, B: g, TransA: true, Alpha: float32(o.Scale)})
 	c.matmul(n, program.Product{D: db, A: g, B: a, TransB: true, Alpha: float32(o.Scale)})
 	return packed(c.times(n, da, k), c.times(n, db, k))
@@ -71,7 +71,7 @@ func (c *compiler) all(n *gorgonia.Node, r reduce.Reduction,
 // lowerNorm lowers sqrt(Σ x²). A loss scale on x is one on the result too.
 func lowerNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x := c.as(n, in[0], gpu.Float32)
-	squares := c.map1(n, elementwise.Square, c.like(x), x, 0)
+	squares := c.map1(n, elementwise.Square, c.Like(x), x, 0)
 	return c.map1(n, elementwise.Sqrt, c.aux(1), c.all(n, reduce.Sum, squares), 0)
 }
 
@@ -86,16 +86,16 @@ func lowerHealth(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	}
 	part := 1 / float64(x.Len())
 	put(graft.Mean, elementwise.MulScalar, c.all(n, reduce.Sum, x), part)
-	off := c.map2(n, elementwise.Sub, c.like(x), repeated{Array: x},
+	off := c.map2(n, elementwise.Sub, c.Like(x), repeated{Array: x},
 		repeated{y.View(graft.Mean, 1), spread{period: 1}})
-	squares := c.map1(n, elementwise.Square, c.like(x), off, 0)
+	squares := c.map1(n, elementwise.Square, c.Like(x), off, 0)
 	put(graft.Variance, elementwise.MulScalar, c.all(n, reduce.Sum, squares), part)
 	put(graft.Max, elementwise.Identity, c.all(n, reduce.Max, x), 0)
-	turned := c.map1(n, elementwise.Neg, c.like(x), x, 0)
+	turned := c.map1(n, elementwise.Neg, c.Like(x), x, 0)
 	put(graft.Min, elementwise.Neg, c.all(n, reduce.Max, turned), 0)
-	size := c.map1(n, elementwise.Abs, c.like(x), x, 0)
-	below := c.map1(n, elementwise.SubFrom, c.like(x), size, graft.DeadBelow)
-	dead := c.map1(n, elementwise.Step, c.like(x), below, 0)
+	size := c.map1(n, elementwise.Abs, c.Like(x), x, 0)
+	below := c.map1(n, elementwise.SubFrom, c.Like(x), size, graft.DeadBelow)
+	dead := c.map1(n, elementwise.Step, c.Like(x), below, 0)
 	put(graft.DeadRatio, elementwise.MulScalar, c.all(n, reduce.Sum, dead), part)
 	return y
 }

@@ -38,7 +38,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 // kasminaPass adds a pass of a layer, with so many bytes of workspace.
 func (c *compiler) kasminaPass(n *gorgonia.Node, p program.KasminaPass, workspace int,
 	args ...program.Arg) *program.Call {
-	return c.call(n, p, append(args, program.Uses("Workspace", c.bytes(workspace)),
+	return c.call(n, p, append(args, program.Uses("Workspace", c.Workspace(workspace)),
 		program.Reads("State", p.Layer.Memory), program.Uses("", p.Spare))...)
 }
 
@@ -48,11 +48,11 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	if w, s := c.inputOf[in[1].Buffer], c.inputOf[in[2].Buffer]; !o.Replaying {
 		l.Forward = true
 		if w != nil && s != nil && w.Array.Type == gpu.Float32 && s.Array.Type == gpu.Float32 {
-			l.Starts = &program.KasminaStart{Weights: w, Scales: s}
+			l.OfWeights, l.OfScales = w, s
 		}
 	}
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
-	y, f := c.like(x), kasmina.Forward{Layer: l.Layer}
+	y, f := c.Like(x), kasmina.Forward{Layer: l.Layer}
 	c.kasminaPass(n, program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying},
 		f.WorkspaceBytes(c.o.Device), program.Reads("X", x), program.Reads("Weights", weights),
 		program.Reads("Scales", scales), program.Writes("Y", y))
@@ -64,12 +64,12 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	l.Backward = true
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	g := c.act(n, in[4])
-	dx, dw, ds := c.like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
+	dx, dw, ds := c.Like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
 	p := program.KasminaPass{Layer: l, Node: n}
 	// The x of an input may begin anywhere.
 	over := !l.State.Wide && l.InPlace() && !x.Resident && x.At%program.VectorBytes == 0
 	if over && c.o.Timed {
-		p.Spare = c.like(g) // for what comes ahead of the pass, which needs g as it is
+		p.Spare = c.Like(g) // for what comes ahead of the pass, which needs g as it is
 	}
 	b := kasmina.Backward{Layer: l.Layer, Clip: l.Clips()}
 	pass := c.kasminaPass(n, p, b.WorkspaceBytes(c.o.Device),

@@ -45,7 +45,7 @@ func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, w := c.acts(n, in[0], in[1])
 	g := c.act(n, in[2])
-	dx, dw := c.like(x), c.weightGradient(w.Shape, c.partOf(n, x.Len()))
+	dx, dw := c.Like(x), c.weightGradient(w.Shape, c.partOf(n, x.Len()))
 	_, add := c.addend(c.partOf(n, 0), dx)
 	c.matmul(n, c.weighted(n, dx, g, w, true).Plus(add))
 	c.matmul(n, program.Product{D: dw, A: g, B: x, TransA: true})
@@ -55,7 +55,7 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progra
 func lowerBias(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x := c.act(n, in[0])
 	b := repeated{c.act(n, in[1]), spread{repeat: 1, period: in[1].Len()}}
-	return c.map2(n, elementwise.Add, c.like(x), repeated{Array: x}, b)
+	return c.map2(n, elementwise.Add, c.Like(x), repeated{Array: x}, b)
 }
 
 func lowerBiasGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
@@ -83,6 +83,6 @@ func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	a := embedding.Backward{IDs: ints(), Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
 		DTType: gpu.Float32, GType: g.Type, Accumulate: dt.Role == program.Update}
 	c.call(n, a, program.Reads("IDs", in[0]), program.Reads("G", g), dt,
-		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
+		program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device))))
 	return dt.Array
 }

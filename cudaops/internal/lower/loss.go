@@ -55,10 +55,9 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
 	c.bound(targets, program.IDRange{Op: "LinearCrossEntropy", Argument: "targets",
 		Vocab: v, Negative: true})
-	losses, saved := c.aux(rows), classified{scale: c.aux(1)}
-	saved.upstream = c.Scale
+	losses, saved := c.aux(rows), classified{scale: c.aux(1), upstream: c.Scale}
 	if back := c.gradients[n.Op()]; len(back) > 0 { // the graph holds the backward op
-		saved.dx, saved.dw = c.like(x), c.aux(w.Shape...)
+		saved.dx, saved.dw = c.Like(x), c.aux(w.Shape...)
 		if g, ok := factor(graph.Children(back[0])[4]); ok && g != 1 && len(back) == 1 &&
 			c.Scale == nil {
 			saved.upstream = c.NewConstant([]float32{float32(g)})
@@ -104,7 +103,7 @@ func (c *compiler) outputRows(o outputRows) {
 		c.newCall(n, a, program.Updates("Logits", o.logits),
 			program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
 			program.Reads("Scale", o.scale), program.Reads("Grad", o.upstream))}
-	scaled, factors := c.like(o.x), c.aux(o.x.Shape[0])
+	scaled, factors := c.Like(o.x), c.aux(o.x.Shape[0])
 	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
 	// timed with logits of the standard deviation 4.
 	fused := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type,
@@ -117,7 +116,7 @@ func (c *compiler) outputRows(o outputRows) {
 		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
 		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
 		program.Reads("Grad", o.upstream),
-		program.Uses("Workspace", c.bytes(fused.WorkspaceBytes(c.o.Device))))
+		program.Uses("Workspace", c.Workspace(fused.WorkspaceBytes(c.o.Device))))
 	c.matmul(n, program.Product{D: o.dx, A: o.logits, B: o.w})
 	if one {
 		c.call(n, gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
@@ -134,7 +133,7 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Ar
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
 	if c.Scale != nil { // which both have
-		upstream = c.map2(n, elementwise.Div, c.like(upstream), repeated{Array: upstream},
+		upstream = c.map2(n, elementwise.Div, c.Like(upstream), repeated{Array: upstream},
 			repeated{Array: c.Scale.View(0)})
 	}
 	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream))
@@ -191,7 +190,7 @@ func (c *compiler) meanLoss(n *gorgonia.Node, losses, scale *program.Array) *pro
 func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
 	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
-	d := c.like(logits)
+	d := c.Like(logits)
 	c.call(n, crossentropy.Backward{Forward: crossentropy.Forward{Targets: ints(),
 		Rows: logits.Shape[0], V: logits.Shape[1], Type: logits.Type}},
 		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("LSE", saved.lse),

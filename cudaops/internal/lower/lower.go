@@ -139,14 +139,12 @@ func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 		return nil
 	}
 	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and "+
-		"copies %d values there and back",
-		n.Op(), why, len(graph.Children(n))))
+		"copies %d values there and back", n.Op(), why, len(graph.Children(n))))
 	out := c.NewArray(typeOf(n.Dtype()), n.Shape()...)
-	call := program.HostOp{Node: n, In: in, Out: out}
 	args := []program.Arg{program.Writes("", out)}
 	for _, a := range in {
 		args = append(args, program.Reads("", a))
 	}
-	c.call(n, call, args...)
+	c.call(n, program.HostOp{Node: n, In: in, Out: out}, args...)
 	return out
 }

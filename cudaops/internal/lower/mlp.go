@@ -24,7 +24,7 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	rows, f := x.Shape[0], in[1].Shape[0]
 	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]),
 		gelu: n.Op().(*op.SiLUMLPOp).GELU}
-	y, h := c.like(x), c.NewArray(x.Type, rows, f)
+	y, h := c.Like(x), c.NewArray(x.Type, rows, f)
 	c.gate(n, s, h, x, down.Shape[0])
 	if !c.float8(rows, 2*f, x.Shape[1]) {
 		s.h = h
@@ -69,10 +69,10 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	down := c.act(n, in[3])
 	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
 	f, d := in[1].Shape[0], x.Shape[1]
-	dab := c.like(s.ab)
+	dab := c.Like(s.ab)
 	h := c.gateGrad(n, s, dab, g, down)
 	gate, up, rest := c.partOf(n, x.Len()), c.partOf(n, x.Len()+f*d), c.partOf(n, x.Len()+2*f*d)
-	dx, dweights := c.like(x), c.weightGradient([]int{2 * f, d}, gate, up)
+	dx, dweights := c.Like(x), c.weightGradient([]int{2 * f, d}, gate, up)
 	ddown := c.weightGradient([]int{d, f}, rest)
 	c.matmul(n, program.Product{D: ddown, A: g, B: h, TransA: true})
 	c.matmul(n, program.Product{D: dweights, A: dab, B: x, TransA: true})
@@ -99,8 +99,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	}
 	keeps := s.h != nil && c.Spent+s.h.Extent() <= c.o.Room
 	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab),
-		program.Reads("G", g),
-		program.Reads("Down", down)}
+		program.Reads("G", g), program.Reads("Down", down)}
 	if !keeps {
 		args = append(args, program.Writes("H", h))
 	}

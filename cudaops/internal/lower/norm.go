@@ -7,6 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/schulz"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -36,10 +37,10 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 	sum *program.Array) {
 	w := c.normFactor(n, o, weight)
 	rows, d := x.Len()/w.Len(), w.Len()
-	y, rstd := c.like(x), c.aux(rows)
+	y, rstd := c.Like(x), c.aux(rows)
 	c.saved[o] = normalised{rstd, w}
 	if residual != nil {
-		sum = c.like(x)
+		sum = c.Like(x)
 	}
 	q := c.quantizing(y, d == x.Shape[1] && c.multiplied(n))
 	a := norm.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
@@ -57,7 +58,7 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	rstd, w := saved.rstd, saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
 	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
-	dx, dw, workspace := c.like(x), c.aux(w.Shape...), c.bytes(a.WorkspaceBytes(c.o.Device))
+	dx, dw, workspace := c.Like(x), c.aux(w.Shape...), c.Workspace(a.WorkspaceBytes(c.o.Device))
 	to, add := c.addend(c.partOf(n, 0), dx)
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
@@ -65,4 +66,29 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 		program.Reads("Add", add), program.Uses("Workspace", workspace),
 		program.Writes("DX8", q.Values), program.Writes("Scale8", q.Scales))
 	return packed(dx, dw)
+}
+
+// schulz builds the calls of a node's Newton-Schulz iteration.
+func (c *compiler) schulz(n *gorgonia.Node) schulz.Builder {
+	return schulz.Builder{Program: c.Program, Chooser: c.o.Chooser, Activation: c.o.Activation,
+		Call: func(params any, args ...program.Arg) *program.Call {
+			return c.newCall(n, params, args...)
+		}}
+}
+
+func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	x, b := in[0], c.schulz(n)
+	it, err := b.Iterate(x.Shape, 1, n.Op().(*op.NewtonSchulzOp).Steps)
+	if c.fail(err); err != nil {
+		return nil
+	}
+	c.Add(b.Normalized(it.Start, x))
+	c.Calls = append(c.Calls, it.Calls...)
+	return c.act(n, it.Result.View(0, x.Shape...))
+}
+
+func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	x, g := c.acts(n, in[0], in[1])
+	steps := n.Op().(*op.NewtonSchulzGradOp).Forward.Steps
+	return packed(c.schulz(n).Gradient(x, g, steps))
 }

@@ -144,7 +144,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	turned := p.turned[0]
 	switch {
 	case len(biases) > 0:
-		y, all := c.like(wide), c.made(n, wide.Type, wide.Shape[1:], biases...)
+		y, all := c.Like(wide), c.made(n, wide.Type, wide.Shape[1:], biases...)
 		c.linear(n, y, x, weights, nil)
 		c.map2(n, elementwise.Add, wide, repeated{Array: y},
 			repeated{all, spread{repeat: 1, period: all.Len()}})
@@ -266,7 +266,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 	for _, l := range g.linear {
 		dws = append(dws, c.partOf(l, x.Len()))
 	}
-	dx, dw := c.like(x), c.weightGradient(w.Shape, dws...)
+	dx, dw := c.Like(x), c.weightGradient(w.Shape, dws...)
 	c.matmul(back, c.weighted(back, dx, wide, w, true))
 	c.matmul(back, program.Product{D: dw, A: wide, B: x, TransA: true})
 	at := 0
@@ -284,7 +284,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 
 func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x := c.act(n, in[0])
-	y := c.like(x)
+	y := c.Like(x)
 	c.Add(c.rotate(n, y, x))
 	return y
 }

@@ -158,7 +158,7 @@ func (c *compiler) reduceMiddle(n *gorgonia.Node, r reduce.Reduction, x *program
 	y := c.NewArray(t, outer, inner)
 	a := reduce.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type}
 	c.call(n, a, program.Reads("X", x), program.Writes("Y", y),
-		program.Uses("Workspace", c.bytes(a.WorkspaceBytes(c.o.Device))))
+		program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device))))
 	return y
 }
 
@@ -182,7 +182,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	if strings.HasPrefix(name, "SoftmaxDiff") {
 		return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 			y, g := rows(in[1]), rows(c.as(n, in[2], in[1].Type))
-			dx := c.like(y)
+			dx := c.Like(y)
 			c.call(n, softmax.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
 				program.Reads("Y", y), program.Reads("G", g), program.Writes("DX", dx))
 			return dx.View(0, n.Shape()...)
@@ -190,7 +190,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	}
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		a := rows(in[0])
-		y := c.like(a)
+		y := c.Like(a)
 		c.call(n, softmax.Forward{Rows: a.Shape[0], N: a.Shape[1], Type: a.Type},
 			program.Reads("X", a), program.Writes("Y", y))
 		return y.View(0, n.Shape()...)

@@ -17,7 +17,7 @@ type KasminaLayer struct {
 	Backward      bool   // the graph has the backward op
 	// weights and scales, of which slots of zeros become identity starts when a seed begins to use
 	// them; nil where they are not inputs of the graph
-	Starts *KasminaStart
+	OfWeights, OfScales *Input
 }
 
 // Clips is whether the backward pass clips gradients.
@@ -33,9 +33,6 @@ type KasminaPass struct {
 	Replay bool   // measures nothing
 	Spare  *Array // a copy of what such a pass replaces, for runs of it that nobody reads
 }
-
-// KasminaStart is the inputs that a layer's slots are.
-type KasminaStart struct{ Weights, Scales *Input }
 
 // HostOp is the Params of a call that the host computes, between two copies, with the node's own
 // op.

@@ -74,6 +74,12 @@ func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
 	return a
 }
 
+// Like returns a new array of a's type and shape, in the arena.
+func (p *Program) Like(a *Array) *Array { return p.NewArray(a.Type, a.Shape...) }
+
+// Workspace returns so many bytes in the arena.
+func (p *Program) Workspace(bytes int) *Array { return p.NewArray(gpu.Float32, (bytes+3)/4) }
+
 // NewResident returns an array that lives as long as the machine.
 func (p *Program) NewResident(t gpu.DType, shape ...int) *Array {
 	a := p.NewArray(t, shape...)

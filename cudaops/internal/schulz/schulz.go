@@ -79,11 +79,6 @@ type Builder struct {
 	Call func(params any, args ...program.Arg) *program.Call
 }
 
-func (b Builder) like(a *program.Array) *program.Array { return b.NewArray(a.Type, a.Shape...) }
-
-// bytes is workspace.
-func (b Builder) bytes(n int) *program.Array { return b.NewArray(gpu.Float32, (n+3)/4) }
-
 // square is memory for a square of each matrix of x, with its smaller side.
 func (b Builder) square(x *program.Array) *program.Array {
 	matrix := len(x.Shape) - 2
@@ -109,35 +104,35 @@ func (b Builder) products(all ...program.Product) (calls []*program.Call) {
 func (b Builder) Normalized(y, x *program.Array) *program.Call {
 	a := normalize.Forward{N: x.Len(), YType: y.Type, XType: x.Type}
 	return b.Call(a, program.Writes("Y", y), program.Reads("X", x),
-		program.Uses("Workspace", b.bytes(normalize.NormalizeWorkspace)))
+		program.Uses("Workspace", b.Workspace(normalize.NormalizeWorkspace)))
 }
 
 // Gradient adds the gradient of x for that of the result of so many steps, g. It computes the steps
 // again, and keeps what each began with.
 func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
-	chain := []*program.Array{b.like(x)}
+	chain := []*program.Array{b.Like(x)}
 	b.Add(b.Normalized(chain[0], x))
 	for range steps - 1 {
-		last, next := chain[len(chain)-1], b.like(x)
+		last, next := chain[len(chain)-1], b.Like(x)
 		b.Calls = append(b.Calls, b.products(b.newStep(last).next(next, last)...)...)
 		chain = append(chain, next)
 	}
 	for _, last := range slices.Backward(chain) {
-		d := b.like(x)
+		d := b.Like(x)
 		b.Calls = append(b.Calls, b.stepGradient(d, g, last)...)
 		g = d
 	}
-	dx := b.like(x)
+	dx := b.Like(x)
 	b.Add(b.Call(normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx),
 		program.Reads("G", g), program.Reads("X", x),
-		program.Uses("Workspace", b.bytes(normalize.NormalizeWorkspace))))
+		program.Uses("Workspace", b.Workspace(normalize.NormalizeWorkspace))))
 	return dx
 }
 
 // stepGradient is the gradient dx of a step's x for that of its result, g.
 func (b Builder) stepGradient(dx, g, x *program.Array) []*program.Call {
 	s := b.newStep(x)
-	d, e := b.like(s.gram), b.like(s.gram)
+	d, e := b.Like(s.gram), b.Like(s.gram)
 	outer := program.Product{D: d, A: g, B: x, TransB: true}
 	if s.tall {
 		outer = program.Product{D: d, A: x, B: g, TransA: true}
@@ -164,7 +159,7 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	g := program.Group{Op: "NewtonSchulz", Plain: slices.Index(ways, byProducts),
 		Shape: fmt.Sprintf("%d of %dx%d %v, %d steps", batch, shape[0], shape[1], t, steps)}
 	var all []Iteration
-	xs := [2]*program.Array{b.like(x), b.like(x)}
+	xs := [2]*program.Array{b.Like(x), b.Like(x)}
 	for _, way := range ways {
 		one := b.in(way, n, xs)
 		all, g.Results = append(all, one), []*program.Array{one.Result}

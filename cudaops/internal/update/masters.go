@@ -23,7 +23,7 @@ func (x *Optimizer) travels(p *Param) bool {
 		in.Copies[0].At%program.VectorBytes == 0 && in.Sharers == 0 &&
 		x.m.Memory.Owns(in.Array.Base) &&
 		!slices.ContainsFunc(x.m.Program.Kasmina, func(l *program.KasminaLayer) bool {
-			return l.Starts != nil && (l.Starts.Weights == in || l.Starts.Scales == in)
+			return l.OfWeights == in || l.OfScales == in
 		}) &&
 		!slices.ContainsFunc(x.m.Program.Calls, func(c *program.Call) bool {
 			return c.Touches(in.Array.Buffer)
