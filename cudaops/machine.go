@@ -369,9 +369,9 @@ func (m *Machine) Close() (err error) {
 		}
 	}
 	ctx, x := m.device.ctx, m.runner.Executor
-	err = run.Joined(ctx.SyncStream(x.Stream), m.runner.Settle(), m.runner.Drop(),
-		m.monitor.Close(), m.profiler.Close(), m.optimizer.Close(), x.ForgetPlans(),
-		m.runner.Inputs.Close(), x.Memory.Close())
+	err = run.Joined(m.runner.Forget(), m.runner.Settle(), m.monitor.Close(),
+		m.profiler.Close(), m.optimizer.Close(), x.ForgetPlans(), m.runner.Inputs.Close(),
+		x.Memory.Close())
 	if m.config.stream == 0 {
 		err = run.Joined(err, ctx.DestroyStream(x.Stream))
 	}

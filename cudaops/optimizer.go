@@ -47,8 +47,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil
 		// runs may have been captured with the exchange that goes along with them
-		if err := run.Joined(m.device.ctx.SyncStream(m.runner.Stream), m.runner.Drop(),
-			old.Close()); err != nil {
+		if err := run.Joined(m.runner.Forget(), old.Close()); err != nil {
 			return err
 		}
 	}

@@ -487,9 +487,6 @@ func moveBuffer(m *Machine, b *program.Buffer, to gpu.Ptr) error {
 	if b.Base == to {
 		return nil
 	}
-	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
-		return err
-	}
 	if err := m.runner.Forget(); err != nil {
 		return err
 	}

@@ -171,18 +171,10 @@ func (r *Runner) Capture(enqueue func() error) (gpu.Graph, error) {
 	return g, nil
 }
 
-// Forget drops what was captured, since later runs differ from it.
+// Forget waits for the stream, and drops what was captured, since later runs differ from it.
 func (r *Runner) Forget() error {
-	if len(r.Recorded) == 0 {
-		return nil
-	}
-	return errors.Join(r.Ctx.SyncStream(r.Stream), r.Drop())
-}
-
-// Drop is Forget while the stream is idle.
-func (r *Runner) Drop() error {
 	r.Now = nil
-	return r.Recorded.Drop(r.Ctx)
+	return Joined(r.Ctx.SyncStream(r.Stream), r.Recorded.Drop(r.Ctx))
 }
 
 // Settle lets the attendant take in what came back.
