@@ -878,8 +878,8 @@ func (k *fakeKernels) QuantizeColumns(l *fake.Launch, a quantize.Columns) {
 
 func (k *fakeKernels) QuantizeWeights(l *fake.Launch, a quantize.Weights) {
 	for _, w := range a.Table.Weights {
-		float8At(l, w.Y, w.Scale, rowsAt(l, w.X, w.Rows, w.D, 0))
-		float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, w.Rows, w.D))
+		float8At(l, w.Y, w.Scale, rowsAt(l, w.X, int(w.Rows), int(w.D), 0))
+		float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, int(w.Rows), int(w.D)))
 	}
 }
 

@@ -267,25 +267,45 @@ func Bit(b bool) uint32 {
 	return 0
 }
 
-// Upload puts tables into one piece of device memory, which begins with the first and has the
-// others behind it at multiples of 16. It returns where they are, and the bytes of all.
-func Upload(ctx gpu.Context, tables ...[]byte) (at []gpu.Ptr, bytes int, err error) {
-	var all []byte
-	for _, t := range tables {
-		at = append(at, gpu.Ptr(len(all)))
-		all = append(append(all, t...), make([]byte, -len(t)&15)...)
+// Tables is device memory in which tables lie one behind the other.
+type Tables struct {
+	At    []gpu.Ptr // where each is
+	Bytes int
+	ctx   gpu.Context
+}
+
+// Upload puts tables into memory of their own. Before they leave, finish may write into them where
+// they will be.
+func Upload(ctx gpu.Context, finish func(at []gpu.Ptr), tables ...[]byte) (*Tables, error) {
+	var c Carve
+	t := &Tables{ctx: ctx}
+	for _, b := range tables {
+		t.At = append(t.At, c.Take(len(b)))
 	}
-	p, err := ctx.Alloc(len(all))
+	t.Bytes = int(c.At)
+	p, err := ctx.Alloc(t.Bytes)
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	for i := range at {
-		at[i] += p
+	for i := range t.At {
+		t.At[i] += p
+	}
+	finish(t.At)
+	all := make([]byte, t.Bytes)
+	for i, b := range tables {
+		copy(all[t.At[i]-p:], b)
 	}
 	if err := errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0)); err != nil {
-		return nil, 0, errors.Join(err, ctx.Free(p))
+		return nil, errors.Join(err, t.Free())
 	}
-	return at, len(all), nil
+	return t, nil
+}
+
+// Free gives the memory back.
+func (t *Tables) Free() error {
+	err := t.ctx.Free(t.At[0])
+	t.At[0], t.Bytes = 0, 0
+	return err
 }
 
 // Suffixes is the end of a kernel that has one type for each of two arguments.

@@ -209,7 +209,8 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	}
 	var all []quantize.Weight
 	for _, w := range s.of.Weights {
-		k := quantize.Weight{X: w.Array.Ptr(), Rows: w.Array.Shape[0], D: w.Array.Shape[1]}
+		k := quantize.Weight{X: w.Array.Ptr(), Rows: int32(w.Array.Shape[0]),
+			D: int32(w.Array.Shape[1])}
 		k.Y, k.Scale = w.Rows.Values.Ptr(), w.Rows.Scales.Ptr()
 		if w.Turned.Values != nil {
 			k.Turned, k.TurnedScale = w.Turned.Values.Ptr(), w.Turned.Scales.Ptr()

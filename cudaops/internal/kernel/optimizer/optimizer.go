@@ -47,16 +47,15 @@ const (
 	OptimChunk = optimThreads * 4 * optimRounds
 )
 
-// Table is tensors laid out on the device, so that one launch updates them all. Its memory is its
-// own.
+// Table is tensors laid out on the device, so that one launch updates them all: the tensors, what a
+// step works out for each, and their chunks.
 type Table struct {
-	Tensors                  []Tensor // as they were at first
-	ctx                      gpu.Context
-	tensors, updates, chunks gpu.Ptr // tensors begin its memory
+	*kernel.Tables
+	Tensors []Tensor // as they were at first
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares
 	// take.
-	Chunks int
-	Bytes  int // of its memory
+	Chunks                   int
+	tensors, updates, chunks gpu.Ptr
 }
 
 // NewTable lays out tensors, of which there is one at least. What it says of them is fixed from
@@ -74,7 +73,7 @@ func NewTable(ctx gpu.Context, tensors []Tensor) (*Table, error) {
 // NewScattered is NewTable, for [GradSquares] alone where tensors leave gaps. Of so many chunks,
 // those of tensor number i are at[i] and those behind it. What is nobody's has the sum 0.
 func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, error) {
-	t := &Table{Tensors: slices.Clone(tensors), ctx: ctx, Chunks: chunks}
+	t := &Table{Tensors: slices.Clone(tensors), Chunks: chunks}
 	// chunks that are nobody's are of a tensor behind them that has no elements
 	list := slices.Repeat([][2]int32{{int32(len(tensors))}}, chunks)
 	for i := range t.Tensors {
@@ -90,12 +89,12 @@ func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Tab
 		}
 	}
 	rows := append(slices.Clip(t.Tensors), Tensor{})
-	parts, bytes, err := kernel.Upload(ctx, gpu.Bytes(rows),
-		make([]byte, updateBytes*len(rows)), gpu.Bytes(list))
-	if err != nil {
+	var err error
+	if t.Tables, err = kernel.Upload(ctx, func(at []gpu.Ptr) {
+		t.tensors, t.updates, t.chunks = at[0], at[1], at[2]
+	}, gpu.Bytes(rows), make([]byte, updateBytes*len(rows)), gpu.Bytes(list)); err != nil {
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)
 	}
-	t.tensors, t.updates, t.chunks, t.Bytes = parts[0], parts[1], parts[2], bytes
 	return t, nil
 }
 
@@ -104,25 +103,6 @@ func (t *Table) TensorOf(chunk int) int {
 	return slices.IndexFunc(t.Tensors, func(p Tensor) bool {
 		return int(p.firstChunk) <= chunk && chunk < int(p.firstChunk+p.chunks)
 	})
-}
-
-// Free gives the table's memory back.
-func (t *Table) Free() error {
-	err := t.ctx.Free(t.tensors)
-	t.tensors, t.Bytes = 0, 0
-	return err
-}
-
-// Steps reads how many updates each tensor has had, once the stream's work is done.
-func (t *Table) Steps(s gpu.Stream) (steps []int64, err error) {
-	rows := slices.Clone(t.Tensors)
-	if err := t.ctx.CopyToHost(gpu.Bytes(rows), t.tensors, s); err != nil {
-		return nil, err
-	}
-	for _, r := range rows {
-		steps = append(steps, r.Step)
-	}
-	return steps, nil
 }
 
 // Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured

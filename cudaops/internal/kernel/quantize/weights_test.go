@@ -22,7 +22,8 @@ func TestQuantizeWeights(t *testing.T) {
 		rows, d := shape[0], shape[1]
 		x, xr := uploadRows(g, oddRows(g, rows, d, kerneltest.Bf16), d, kerneltest.Bf16, 0)
 		y, scale := rows8Alloc(g, rows, d, 0)
-		w := quantize.Weight{X: x.Ptr, Y: y.Ptr, Scale: scale.Ptr, Rows: rows, D: d}
+		w := quantize.Weight{X: x.Ptr, Y: y.Ptr, Scale: scale.Ptr, Rows: int32(rows),
+			D: int32(d)}
 		name := fmt.Sprintf("%dx%d", rows, d)
 		checks = append(checks, func() { rows8(g, name, y, scale, xr) })
 		if i != 2 {
@@ -59,8 +60,8 @@ func TestWeightStrips(t *testing.T) {
 	looked := map[quantize.WeightStrip]bool{}
 	rounded := map[quantize.WeightStrip]bool{}
 	strips := func(w quantize.Weight) int {
-		return kernel.CeilDiv(w.Rows, quantize.WeightRows) * kernel.CeilDiv(w.D,
-			quantize.WeightColumns)
+		return kernel.CeilDiv(int(w.Rows), quantize.WeightRows) *
+			kernel.CeilDiv(int(w.D), quantize.WeightColumns)
 	}
 	left := make([]int, len(weights))
 	for i, w := range weights {
@@ -74,8 +75,8 @@ func TestWeightStrips(t *testing.T) {
 		} else {
 			left[of.Weight]--
 		}
-		if w := weights[of.Weight]; seen[of] || int(of.Row)*quantize.WeightRows >= w.Rows ||
-			int(of.Column)*quantize.WeightColumns >= w.D {
+		if w := weights[of.Weight]; seen[of] || int(of.Row)*quantize.WeightRows >= int(w.Rows) ||
+			int(of.Column)*quantize.WeightColumns >= int(w.D) {
 			t.Fatalf("strip %d, %+v, is there twice or outside of %dx%d", at, strip, w.Rows, w.D)
 		}
 		seen[of] = true
