@@ -30,28 +30,28 @@ const weightLead = 512
 // and the largest numbers of all.
 type Table struct {
 	*kernel.Tables
-	Weights           []Weight
+	Weights           []Weight // as they were given
 	blocks, mostBytes int
 }
 
 // NewTable lays out weights, of which there is one at least.
 func NewTable(ctx gpu.Context, weights []Weight) (*Table, error) {
-	strips := WeightStrips(weights)
-	t := &Table{Weights: slices.Clone(weights), blocks: len(strips)}
+	rows, strips := slices.Clone(weights), WeightStrips(weights)
+	t := &Table{Weights: weights, blocks: len(strips)}
 	for i, w := range weights {
 		if w.Rows > WeightRows<<16 || w.D > WeightColumns<<16 { // which strips cannot count
 			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want at most "+
 				"%dx%d", i, w.Rows, w.D, WeightRows<<16, WeightColumns<<16)
 		}
-		t.Weights[i].most = gpu.Ptr(t.mostBytes)
+		rows[i].most = gpu.Ptr(t.mostBytes)
 		t.mostBytes += 4 * int(w.Rows+w.D+16)
 	}
 	var err error
 	if t.Tables, err = kernel.Upload(ctx, func(at []gpu.Ptr) {
-		for i := range t.Weights {
-			t.Weights[i].most += at[2]
+		for i := range rows {
+			rows[i].most += at[2]
 		}
-	}, gpu.Bytes(t.Weights), gpu.Bytes(strips), make([]byte, t.mostBytes)); err != nil {
+	}, gpu.Bytes(rows), gpu.Bytes(strips), make([]byte, t.mostBytes)); err != nil {
 		return nil, fmt.Errorf("kernels.NewQuantizeTable: %w", err)
 	}
 	return t, nil
