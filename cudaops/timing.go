@@ -18,8 +18,7 @@ import (
 type Tuning = choose.Mode
 
 // The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache
-// directory. It goes by card, driver, build of the kernels or version of cuBLASLt, op, shape and
-// types.
+// directory. It goes by card, driver, build of the kernels, version of cuBLASLt, op, shape and types.
 const (
 	TuneDefault = choose.Default // TuneOff with the precision Float32, else TuneCached
 	// time nothing, take what cuBLASLt proposes first and what a rule of thumb says

@@ -118,7 +118,7 @@ func (t *Chooser) call(c *program.Call) error {
 	}
 	g := program.WaysOf(c, c.Params, tuned, ways)
 	g.Plain = len(ways) - 1
-	way, choice, err := t.choose(g, t.x.Kernels.Build())
+	way, choice, err := t.choose(g)
 	if err != nil {
 		return err
 	}
@@ -143,16 +143,11 @@ func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choic
 			}
 		}
 	}
-	blas, err := t.x.Ctx.Blas()
-	if err != nil {
-		return 0, nil, err
-	}
-	build := fmt.Sprintf("%s, cuBLASLt %d", t.x.Kernels.Build(), blas.Version())
-	return t.choose(g, build)
+	return t.choose(g)
 }
 
-// choose returns the way for a job, whose ways are from some build, and the choice of it.
-func (t *Chooser) choose(j program.Group, build string) (way int, c *optime.Choice, err error) {
+// choose returns the way for a job, and the choice of it.
+func (t *Chooser) choose(j program.Group) (way int, c *optime.Choice, err error) {
 	key := j.Op + " " + j.Shape
 	var names []string
 	for _, a := range j.Alternatives {
@@ -180,7 +175,7 @@ func (t *Chooser) choose(j program.Group, build string) (way int, c *optime.Choi
 			c.Source = optime.Stored
 		}
 	} else if t.store != nil && len(left) > 1 && (j.FLOPs == 0 || j.FLOPs >= t.Least) {
-		if way, err = t.timed(j, build, left, c); err != nil {
+		if way, err = t.timed(j, left, c); err != nil {
 			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}
 	}
@@ -190,8 +185,11 @@ func (t *Chooser) choose(j program.Group, build string) (way int, c *optime.Choi
 }
 
 // timed returns the fastest of some ways: as it is stored, or timed and stored.
-func (t *Chooser) timed(j program.Group, build string, left []int, c *optime.Choice) (int,
-	error) {
+func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, error) {
+	build := t.x.Kernels.Build()
+	if blas, err := t.x.Ctx.Blas(); err == nil {
+		build += fmt.Sprintf(", cuBLASLt %d", blas.Version())
+	}
 	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s, under load", t.Device.Name, t.Version, build,
 		j.Op, j.Shape)
 	if len(left) < len(j.Alternatives) {

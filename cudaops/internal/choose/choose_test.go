@@ -10,17 +10,24 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/wayrule"
 )
 
-// newTestChooser returns a chooser without a device, and the warnings that it gives.
+// built is kernels of a build.
+type built struct{ run.Launcher }
+
+func (built) Build() string { return "build" }
+
+// newTestChooser returns a chooser without kernels, and the warnings that it gives.
 func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]string) {
 	t.Helper()
 	var warnings []string
@@ -28,7 +35,9 @@ func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]strin
 	c.Rules, err = wayrule.Parse(rules)
 	require.NoError(t, err)
 	c.Warn = func(message string) { warnings = append(warnings, message) }
-	return New(nil, c), &warnings
+	ctx, err := fake.New(fake.Config{}).Retain(0)
+	require.NoError(t, err)
+	return New(&run.Executor{Ctx: ctx, Kernels: built{}}, c), &warnings
 }
 
 // norm is a job with three ways.
@@ -51,7 +60,7 @@ func TestChooseByRules(t *testing.T) {
 		{[]string{"Softmax=plain"}, 0, optime.ByRule},
 	} {
 		chooser, warnings := newTestChooser(t, Config{Mode: Off}, c.rules...)
-		way, made, err := chooser.choose(norm("[3, 5]"), "build")
+		way, made, err := chooser.choose(norm("[3, 5]"))
 		require.NoError(t, err)
 		require.Equal(t, c.want, way, "rules %q", c.rules)
 		require.Equal(t, norm("").Alternatives[c.want].Name, made.Way)
@@ -63,7 +72,7 @@ func TestChooseByRules(t *testing.T) {
 // TestRuleWithoutWays wants a rule that leaves nothing ignored with a warning.
 func TestRuleWithoutWays(t *testing.T) {
 	chooser, warnings := newTestChooser(t, Config{Mode: Off}, "Norm!=*")
-	way, _, err := chooser.choose(norm("[3, 5]"), "build")
+	way, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Zero(t, way)
 	require.Len(t, *warnings, 1)
@@ -74,7 +83,7 @@ func TestSameJobOnce(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off})
 	var choices []*optime.Choice
 	for _, shape := range []string{"[3, 5]", "[3, 7]", "[3, 5]"} {
-		_, choice, err := chooser.choose(norm(shape), "build")
+		_, choice, err := chooser.choose(norm(shape))
 		require.NoError(t, err)
 		choices = append(choices, choice)
 	}
@@ -86,15 +95,15 @@ func TestSameJobOnce(t *testing.T) {
 // rules say by then.
 func TestAgain(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off}, "Norm=narrow")
-	_, _, err := chooser.choose(norm("[3, 5]"), "build")
+	_, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	chooser.Rules = nil
 	chooser.Again()
 	require.Empty(t, chooser.Made())
-	way, _, err := chooser.choose(norm("[3, 5]"), "build")
+	way, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Equal(t, 1, way)
-	way, _, err = chooser.choose(norm("[4, 5]"), "build")
+	way, _, err = chooser.choose(norm("[4, 5]"))
 	require.NoError(t, err)
 	require.Zero(t, way, "a shape that the earlier program did not have")
 }
@@ -105,7 +114,7 @@ func TestStoredChoice(t *testing.T) {
 	c := Config{Mode: Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
 	store := open(c.Path, func(message string) { t.Error(message) })
-	const key = "card, CUDA 13000, build, Norm [3, 5], under load"
+	const key = "card, CUDA 13000, build, cuBLASLt 130000, Norm [3, 5], under load"
 	for added, choice := range map[string]timed{
 		"":           {Way: "narrow", Cold: 3 * time.Microsecond},
 		", of [0 2]": {Way: "plain"},
@@ -115,14 +124,14 @@ func TestStoredChoice(t *testing.T) {
 	}
 
 	chooser, _ := newTestChooser(t, c)
-	way, made, err := chooser.choose(norm("[3, 5]"), "build")
+	way, made, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Equal(t, 1, way)
 	require.Equal(t, optime.Stored, made.Source)
 	require.Equal(t, 3*time.Microsecond, made.Cold)
 
 	chooser, _ = newTestChooser(t, c, "Norm!=narrow")
-	way, made, err = chooser.choose(norm("[3, 5]"), "build")
+	way, made, err = chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Equal(t, 2, way)
 	require.Equal(t, optime.Stored, made.Source)
@@ -133,7 +142,7 @@ func TestTinyJob(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Full})
 	tiny := norm("[1, 1]")
 	tiny.FLOPs = leastOperations - 1
-	way, made, err := chooser.choose(tiny, "build")
+	way, made, err := chooser.choose(tiny)
 	require.NoError(t, err)
 	require.Zero(t, way)
 	require.Equal(t, optime.ByRule, made.Source)

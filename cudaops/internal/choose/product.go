@@ -28,19 +28,11 @@ func (t *Chooser) product(c *program.Call) (err error) {
 	if err != nil {
 		return err
 	}
-	blas, err := t.x.Ctx.Blas()
-	if err != nil {
-		return err
-	}
 	names, own := slices.Clone(p.Ways), t.ownWays(m)
-	build := fmt.Sprintf("cuBLASLt %d, workspace %d", blas.Version(), run.WorkspaceBytes)
-	if len(own) > 0 {
-		build += ", " + t.x.Kernels.Build()
-	}
 	for _, w := range own {
 		names = append(names, w.String())
 	}
-	m.Way, c.Choice, err = t.choose(productGroup(m, c.Args, names, len(own) > 0), build)
+	m.Way, c.Choice, err = t.choose(productGroup(m, c.Args, names, len(own) > 0))
 	c.Params = m
 	return err
 }

@@ -50,9 +50,6 @@ var statusNames = map[Status]string{
 
 // Error is CUDA's name of the status, as far as this package knows it.
 func (s Status) Error() string {
-	if s == Success {
-		return "CUDA_SUCCESS"
-	}
 	if name, ok := statusNames[s]; ok {
 		return "CUDA_ERROR_" + name
 	}

@@ -66,7 +66,7 @@ func TestErrors(t *testing.T) {
 			"of 1.00 TiB free"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
-	for s, want := range map[Status]string{Success: "CUDA_SUCCESS", 12345: "CUresult 12345",
+	for s, want := range map[Status]string{12345: "CUresult 12345",
 		IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
 		require.Equal(t, want, s.Error(), int32(s))
 	}
