@@ -33,6 +33,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -470,7 +471,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		least  float64
 		rule   string
 		of     int
-		source Source
+		source optime.Source
 	}{
 		{shape{16, 40}, 1, "", 3, Measured},
 		{shape{16, 40}, 1e9, "", 3, ByRule},

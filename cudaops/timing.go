@@ -74,17 +74,6 @@ func WithChoices(choices []Choice) MachineOption {
 // Choice is the way in which a machine computes an op of some shape.
 type Choice = optime.Choice
 
-// Source says why a way was chosen.
-type Source = optime.Source
-
-// The sources of a choice.
-const (
-	ByRule   = optime.ByRule   // by rule of thumb
-	Stored   = optime.Stored   // timed before
-	Measured = optime.Measured // in this process
-	Forced   = optime.Forced   // by WithWays or KASMINA_WAYS
-)
-
 // Choices returns what the machine has chosen so far, in that order.
 func (m *Machine) Choices() []Choice {
 	if m.runner == nil {

@@ -28,6 +28,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -82,7 +83,7 @@ type normed struct {
 }
 
 // is wants a way, for a reason, after so many runs in all.
-func (n normed) is(t *testing.T, way string, source Source, runs int, what string) {
+func (n normed) is(t *testing.T, way string, source optime.Source, runs int, what string) {
 	t.Helper()
 	require.Equal(t, []any{way, way, source, runs}, []any{n.Way, n.last, n.Source, n.runs}, what)
 }
@@ -116,6 +117,11 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	}
 	return r
 }
+
+const (
+	ByRule, Stored   = optime.ByRule, optime.Stored
+	Measured, Forced = optime.Measured, optime.Forced
+)
 
 // ownChoices lets no variable say how machines choose.
 func ownChoices(t *testing.T) {
@@ -161,7 +167,7 @@ func TestTuningKernels(t *testing.T) {
 		rules   []string
 		env     string
 		way     string
-		source  Source
+		source  optime.Source
 		warning string
 	}{
 		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 2e6}, {Took: 5e6}}, nil, "", "wide-1",

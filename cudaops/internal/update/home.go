@@ -168,39 +168,30 @@ func joined(some []stretch) (all []stretch) {
 // hides reports whether parameters come back beside the next run: nothing has to be made of them
 // when they are there.
 func (x *Optimizer) hides() bool {
-	return x.share != nil && len(x.renew) == 0 && len(x.m.Program.Weights) == 0
+	return len(x.renew) == 0 && len(x.m.Program.Weights) == 0
 }
 
-// gather brings the parameters to all ranks, behind what the machine's stream has been given, where
-// nothing else is to wait for that.
-func (x *Optimizer) gather() error {
-	s, ctx := x.share, x.m.Ctx
-	if !x.hides() || len(s.loads) == 0 {
+// bringHome brings the parameters to all ranks. Beside the next run they come behind what the
+// machine's stream has been given, where nothing else is to wait for that; else as a part of the
+// update. It does nothing where they come in the other way.
+func (x *Optimizer) bringHome(beside bool) error {
+	s, ctx, on := x.share, x.m.Ctx, x.m.Stream
+	if s == nil || len(s.loads) == 0 || x.hides() != beside {
 		return nil
 	}
-	if err := run.InTurn(
-		func() error { return ctx.Record(s.fork, x.m.Stream) },
-		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) }); err != nil {
-		return err
-	}
-	for _, l := range s.loads {
-		if err := run.InTurn(
-			func() error { return l.route.Enqueue(comm.Stream(s.side.Stream)) },
-			func() error { return ctx.Record(l.home, s.side.Stream) }); err != nil {
+	if beside {
+		on = s.side.Stream
+		if err := run.InTurn(func() error { return ctx.Record(s.fork, x.m.Stream) },
+			func() error { return ctx.WaitEvent(on, s.fork) }); err != nil {
 			return err
 		}
 	}
-	return nil
-}
-
-// bringHome brings the parameters to all ranks as a part of the update, where they do not come
-// beside the next run.
-func (x *Optimizer) bringHome() error {
-	if x.share == nil || x.hides() {
-		return nil
-	}
-	for _, l := range x.share.loads {
-		if err := l.route.Enqueue(comm.Stream(x.m.Stream)); err != nil {
+	for _, l := range s.loads {
+		err := l.route.Enqueue(comm.Stream(on))
+		if err == nil && beside {
+			err = ctx.Record(l.home, on)
+		}
+		if err != nil {
 			return err
 		}
 	}

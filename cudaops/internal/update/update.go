@@ -371,7 +371,7 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 		},
 		func() error { return ctx.Record(x.judged, s) },
 		func() error { return part(rest, x.Bytes()-looking, x.apply) },
-		x.gather,
+		func() error { return x.bringHome(true) },
 		func() error { return ctx.Record(x.updated, s) })
 }
 
@@ -421,7 +421,7 @@ func (x *Optimizer) judge(loss *program.Array) error {
 func (x *Optimizer) apply() error {
 	return run.InTurn(
 		func() error { return x.m.Calls(x.applying()) },
-		x.bringHome,
+		func() error { return x.bringHome(false) },
 		func() error { return x.m.Calls(x.renew) },
 		func() error { return x.m.Inputs.Quantize(x.Updates) },
 		func() error { return ClearSums(x.m.Runner) })
