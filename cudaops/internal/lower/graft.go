@@ -18,8 +18,8 @@ func control(controls *program.Array, row int, which graft.Control) *program.Arr
 
 // times is f·x for a number f on the device.
 func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
-	number := repeated{c.as(n, f, x.Type), spread{period: 1}}
-	return c.map2(n, elementwise.Mul, c.Like(x), repeated{Array: x}, number)
+	return c.map2(n, elementwise.Mul, c.Like(x), repeated{Array: x},
+		repeated{Array: c.as(n, f, x.Type)})
 }
 
 // lowerBlend lowers x + Forward·t. What is not finite in t shows in the sum, unlike on a CPU, also
@@ -87,7 +87,7 @@ func lowerHealth(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	part := 1 / float64(x.Len())
 	put(graft.Mean, elementwise.MulScalar, c.all(n, reduce.Sum, x), part)
 	off := c.map2(n, elementwise.Sub, c.Like(x), repeated{Array: x},
-		repeated{y.View(graft.Mean, 1), spread{period: 1}})
+		repeated{Array: y.View(graft.Mean, 1)})
 	squares := c.map1(n, elementwise.Square, c.Like(x), off, 0)
 	put(graft.Variance, elementwise.MulScalar, c.all(n, reduce.Sum, squares), part)
 	put(graft.Max, elementwise.Identity, c.all(n, reduce.Max, x), 0)

@@ -26,9 +26,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	if c.Reports == nil {
 		c.Reports = c.NewResident(gpu.Float32, 0, 0)
 	}
-	for _, other := range c.Kasmina {
-		l.First += other.State.Seeds
-	}
+	l.First = c.Reports.Shape[1]
 	c.Kasmina = append(c.Kasmina, l)
 	c.Reports.Shape = []int{program.KasminaWords, l.First + seeds}
 	c.Reports.Bytes = c.Reports.Extent()

@@ -25,10 +25,10 @@ func (c *compiler) linear(n *gorgonia.Node, y, x, w, add *program.Array) {
 		c.matmul(n, c.weighted(n, y, x, w, false).Plus(add))
 		return
 	}
-	call := c.call(n, decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
+	c.call(n, decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
 		Steady: w.Resident && len(c.Calls) > 0},
-		program.Writes("Y", y), program.Reads("X", x), program.Reads("W", w), program.Reads("C", add))
-	call.FLOPs = 2 * float64(w.Len())
+		program.Writes("Y", y), program.Reads("X", x), program.Reads("W", w),
+		program.Reads("C", add)).FLOPs = 2 * float64(w.Len())
 }
 
 func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

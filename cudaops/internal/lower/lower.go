@@ -98,9 +98,7 @@ func (c *compiler) input(n *gorgonia.Node) {
 	if shared := c.o.sharedParam(n); shared != nil {
 		c.Values[n] = shared.Array
 		c.inputOf[shared.Array.Buffer] = shared
-		if !slices.Contains(c.Borrowed, shared) {
-			c.Borrowed = append(c.Borrowed, shared)
-		}
+		c.Borrowed = append(c.Borrowed, shared)
 		return
 	}
 	a := c.NewResident(typeOf(n.Dtype()), n.Shape()...)

@@ -40,10 +40,10 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns int) {
 	rows, f := h.Shape[0], h.Shape[1]
 	if rows == 1 && len(c.gradients[n.Op()]) == 0 {
-		call := c.call(n, decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type,
+		c.call(n, decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type,
 			Steady: s.weights.Resident && len(c.Calls) > 0},
-			program.Writes("H", h), program.Reads("X", x), program.Reads("W", s.weights))
-		call.FLOPs = 2 * float64(s.weights.Len())
+			program.Writes("H", h), program.Reads("X", x),
+			program.Reads("W", s.weights)).FLOPs = 2 * float64(s.weights.Len())
 		return
 	}
 	p := c.weighted(n, s.ab, x, s.weights, false)

@@ -55,14 +55,14 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, g := c.act(n, in[0]), c.act(n, in[3])
 	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
-	rstd, w := saved.rstd, saved.factor
+	w := saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
 	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
 	dx, dw, workspace := c.Like(x), c.aux(w.Shape...), c.Workspace(a.WorkspaceBytes(c.o.Device))
 	to, add := c.addend(c.partOf(n, 0), dx)
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
 	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
-		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", rstd),
+		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", saved.rstd),
 		program.Reads("Add", add), program.Uses("Workspace", workspace),
 		program.Writes("DX8", q.Values), program.Writes("Scale8", q.Scales))
 	return packed(dx, dw)
