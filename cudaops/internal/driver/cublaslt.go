@@ -298,3 +298,13 @@ func (p *blasPlan) Close() error {
 	}
 	return err
 }
+
+// blasPlaces lists where cuBLASLt may be, of the majors of CUDA that have the calls used here.
+func blasPlaces(f sharedlib.Finder) []sharedlib.Place {
+	name := "libcublasLt.so.%s"
+	if f.GOOS == "windows" {
+		name = "cublasLt64_%s.dll"
+	}
+	of := func(major string) sharedlib.Place { return sharedlib.Place(fmt.Sprintf(name, major)) }
+	return f.Toolkit(blasVariable, string(of("1[0-9]")), "cu*", of("13"), of("12"))
+}
