@@ -253,19 +253,13 @@ func (p *blasPlan) search(workspace, want int) error {
 func (p *blasPlan) Algos() []gpu.Algo { return slices.Clone(p.algos) }
 
 func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
-	if err := p.spec.Check(p.algos, algo, a); err != nil {
+	b := p.b
+	if err := p.spec.Ready(b.ctx, p.algos, algo, &a, s); err != nil {
 		return err
-	}
-	if a.C == 0 {
-		a.C = a.D
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	b := p.b
 	if err := p.pointScales(a.ScaleA, a.ScaleB); err != nil {
-		return err
-	}
-	if err := p.spec.Poison(b.ctx, p.algos[algo].Workspace, a, s); err != nil {
 		return err
 	}
 	p.alpha, p.beta = a.Alpha, a.Beta

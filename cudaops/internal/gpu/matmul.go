@@ -90,8 +90,9 @@ type MatmulPlan interface {
 	Close() error
 }
 
-// Check refuses operands that do not go with a plan.
-func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
+// Ready refuses operands that do not go with a plan, has C be D where it is null, and poisons what
+// the run is about to write, where [Poison] says so.
+func (m MatmulSpec) Ready(c Context, algos []Algo, algo int, a *MatmulArgs, s Stream) error {
 	detail := ""
 	switch {
 	case algo < 0 || algo >= len(algos) || a.WorkspaceSize < algos[algo].Workspace:
@@ -102,10 +103,18 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 		detail = fmt.Sprintf("A, B, C, D at %#x and scales at %#x: want multiples of %d and 16, and "+
 			"two scales with scaled operands alone", []Ptr{a.A, a.B, a.C, a.D},
 			[]Ptr{a.ScaleA, a.ScaleB}, m.Align)
-	default:
+	}
+	if detail != "" {
+		return NewError("cublasLtMatmul", BlasInvalidValue, "", detail)
+	}
+	if a.C = cmp.Or(a.C, a.D); !Poison {
 		return nil
 	}
-	return NewError("cublasLtMatmul", BlasInvalidValue, "", detail)
+	err := c.Memset8(a.Workspace, 0xff, algos[algo].Workspace, s)
+	if err == nil && (a.Beta == 0 || a.C != a.D) {
+		err = c.Memset8(a.D, 0xff, m.Batch*m.M*m.N*m.D.Size(), s)
+	}
+	return err
 }
 
 // Poison has what a product or a kernel of the copy engine is about to write filled with NaN, on
@@ -116,15 +125,3 @@ func (m MatmulSpec) Check(algos []Algo, algo int, a MatmulArgs) error {
 // initcheck it takes the place of the tool's own bookkeeping. That does not see what the copy
 // engine stores, and reports every later read of it.
 var Poison = os.Getenv("KASMINA_POISON") != ""
-
-// Poison does that for a product in a way that takes so many bytes of workspace.
-func (m MatmulSpec) Poison(c Context, workspace int, a MatmulArgs, s Stream) error {
-	if !Poison {
-		return nil
-	}
-	err := c.Memset8(a.Workspace, 0xff, workspace, s)
-	if err == nil && (a.Beta == 0 || a.C != 0 && a.C != a.D) {
-		err = c.Memset8(a.D, 0xff, m.Batch*m.M*m.N*m.D.Size(), s)
-	}
-	return err
-}

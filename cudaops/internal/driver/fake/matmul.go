@@ -65,14 +65,10 @@ func (p *plan) Close() error {
 func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	c := p.c
 	const call = "cublasLtMatmul"
-	if err := p.spec.Check(p.algos, algo, a); err != nil {
-		return err
-	}
-	if err := p.spec.Poison(c, p.algos[algo].Workspace, a, s); err != nil {
+	if err := p.spec.Ready(c, p.algos, algo, &a, s); err != nil {
 		return err
 	}
 	return c.watched(p.spec.Work(), s, call, func() error {
-		a.C = cmp.Or(a.C, a.D)
 		way := c.driver.config.Ways[p.algos[algo].ID[0]]
 		if way.Fails {
 			return gpu.NewError(call, gpu.BlasNotSupported, "", "a way that fails")
