@@ -369,7 +369,7 @@ func (m *Machine) Close() (err error) {
 		}
 	}
 	ctx, x := m.device.ctx, m.runner.Executor
-	err = run.Joined(m.runner.Forget(), m.runner.Settle(), m.monitor.Close(),
+	err = run.Joined(m.runner.Forget(), m.layers.Settle(), m.monitor.Close(),
 		m.profiler.Close(), m.optimizer.Close(), x.ForgetPlans(), m.runner.Inputs.Close(),
 		x.Memory.Close())
 	if m.config.stream == 0 {

@@ -134,7 +134,7 @@ func updateBy(m *Machine, by *program.Array,
 	if err := run.InTurn(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
 		return 0, 0, err
 	}
-	settled := m.runner.Settle()
+	settled := m.layers.Settle()
 	if by != nil {
 		value = float64(x.Loss())
 	}

@@ -129,5 +129,5 @@ func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 	if err := ctx.SyncStream(s); err != nil {
 		return err
 	}
-	return m.runner.Settle()
+	return m.layers.Settle()
 }

@@ -48,7 +48,7 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 			graph.Describe(n))
 	}
 	if v, err = m.runner.Fetch(a, n.Dtype(), scale); err == nil {
-		err = m.runner.Settle()
+		err = m.layers.Settle()
 	}
 	if err != nil {
 		return nil, err

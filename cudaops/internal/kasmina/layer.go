@@ -147,6 +147,9 @@ func (ls *Layers) OnHost() bool {
 
 // Settle receives what the last runs have measured.
 func (ls *Layers) Settle() error {
+	if ls == nil { // of a machine that was never whole
+		return nil
+	}
 	var errs []error
 	for _, l := range ls.layers {
 		errs = append(errs, l.receive(ls.next, true), l.receive(1-ls.next, true))

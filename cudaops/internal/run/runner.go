@@ -16,7 +16,6 @@ type Attendant interface {
 	AppendMode(b []byte) []byte
 	// OnHost reports whether the run under way computes something of the attendant's on the host.
 	OnHost() bool
-	Settle() error // all that was asked for is done: take in what came back
 }
 
 // Beside is work on another stream that goes along with the calls of a run, such as an exchange
@@ -175,12 +174,4 @@ func (r *Runner) Capture(enqueue func() error) (gpu.Graph, error) {
 func (r *Runner) Forget() error {
 	r.Now = nil
 	return Joined(r.Ctx.SyncStream(r.Stream), r.Recorded.Drop(r.Ctx))
-}
-
-// Settle lets the attendant take in what came back.
-func (r *Runner) Settle() error {
-	if r.Attendant == nil {
-		return nil
-	}
-	return r.Attendant.Settle()
 }
